@@ -1,0 +1,126 @@
+"""Every error pyspec raises on purpose, as one tree.
+
+PyspecError                        exit 1   500 server_error
+    ConfigError                    exit 2   400 invalid_request_error      a flag, setting or catalogue entry
+    ModelError                     exit 3   500 server_error               a file cannot be used
+        BadGGUF                                                            malformed container
+        UnknownArchitecture
+        BadTensors                                                         missing or misshaped, all listed
+        BadTokenizer
+        BadTemplate
+    PairError                      exit 4   500 server_error               target and drafter do not fit together
+    DoesNotFit                     exit 5   500 server_error               memory plan larger than the machine
+    DeviceError                    exit 6   500 server_error               GPU, driver or compiler; the engine stops
+    DownloadError                  exit 7   500 server_error
+    RequestError                   exit 1   400 invalid_request_error      this request is refused
+        PromptTooLong                       400 exceed_context_size_error
+    NotFound                                404 not_found_error
+    NotSupported                            501 not_supported_error
+    QueueFull                               429 rate_limit_error
+    Unavailable                             503 unavailable_error          loading, draining or dead
+    SlotError                               500 server_error               one slot's round failed; the others go on
+        OutOfBounds
+
+A message is one lower-case line: what happened, with the numbers, then what to do if that is known.
+"""
+
+from __future__ import annotations
+
+
+class PyspecError(Exception):
+    """Base of all errors a user can act on. Anything else that escapes is a bug of ours."""
+
+    exit_code = 1
+    status = 500
+    kind = "server_error"
+
+
+class ConfigError(PyspecError):
+    exit_code, status, kind = 2, 400, "invalid_request_error"
+
+
+class ModelError(PyspecError):
+    exit_code = 3
+
+
+class BadGGUF(ModelError):
+    """The container is malformed: wrong magic, a count or an offset outside the file, and the like."""
+
+
+class UnknownArchitecture(ModelError):
+    pass
+
+
+class BadTensors(ModelError):
+    """Tensors the architecture needs are missing or have another shape; the message lists all of them."""
+
+
+class BadTokenizer(ModelError):
+    pass
+
+
+class BadTemplate(ModelError):
+    pass
+
+
+class PairError(PyspecError):
+    exit_code = 4
+
+
+class DoesNotFit(PyspecError):
+    exit_code = 5
+
+
+class DeviceError(PyspecError):
+    exit_code = 6
+
+
+class DownloadError(PyspecError):
+    exit_code = 7
+
+
+class RequestError(PyspecError):
+    status, kind = 400, "invalid_request_error"
+
+
+class PromptTooLong(RequestError):
+    """The prompt has more tokens than one request may hold."""
+
+    kind = "exceed_context_size_error"
+
+    def __init__(self, n_prompt: int, n_ctx: int) -> None:
+        super().__init__(f"the prompt has {n_prompt} tokens; a request holds {n_ctx} (raise it with -c)")
+        self.n_prompt = n_prompt
+        self.n_ctx = n_ctx
+
+
+class NotFound(PyspecError):
+    status, kind = 404, "not_found_error"
+
+
+class NotSupported(PyspecError):
+    status, kind = 501, "not_supported_error"
+
+
+class QueueFull(PyspecError):
+    status, kind = 429, "rate_limit_error"
+
+    def __init__(self, n_queued: int, retry_after_s: int = 1) -> None:
+        super().__init__(f"{n_queued} requests are waiting already; try again in {retry_after_s} s")
+        self.retry_after_s = retry_after_s
+
+
+class Unavailable(PyspecError):
+    status, kind = 503, "unavailable_error"
+
+
+class SlotError(PyspecError):
+    pass
+
+
+class OutOfBounds(SlotError):
+    """An index left its range. Raised on the host before a launch, or read back from a kernel's fault record."""
+
+    def __init__(self, what: str, index: int, limit: int) -> None:
+        super().__init__(f"{what} {index} is outside 0..{limit - 1}")
+        self.what, self.index, self.limit = what, index, limit

@@ -1,0 +1,248 @@
+"""What goes into the engine and what comes out of it: plain data, no torch, picklable.
+
+The server, the command line and the Python interface speak to the engine only through these types, so the engine
+can move to a process of its own without any of them noticing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pyspec.errors import PyspecError
+
+Finish = Literal["eos", "stop", "length", "cancelled", "error"]
+"""Why a request ended: end-of-generation token, stop string, token or context limit, cancel, failure."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. Defaults are llama.cpp's. `temperature` 0 is greedy: the exact argmax.
+
+    The chain runs in this order: logit bias, penalties, DRY, top-k, typical, top-p, min-p, temperature, draw.
+    """
+
+    temperature: float = 0.8
+    top_k: int = 40  # 0 keeps all
+    top_p: float = 0.95  # 1 keeps all
+    min_p: float = 0.05  # 0 keeps all
+    typical_p: float = 1.0  # 1 keeps all
+    min_keep: int = 0  # the cutting samplers keep at least this many
+    repeat_penalty: float = 1.0
+    repeat_last_n: int = 64  # tokens the penalties look back on; 0 off, -1 the whole context
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    dry_multiplier: float = 0.0  # 0 off
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1  # 0 off, -1 the whole context
+    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit; -inf bans it)
+    seed: int = -1  # -1 draws one
+    logprobs: int | None = None  # None: none; n: the chosen token's and the n best
+    ignore_eos: bool = False
+
+    @property
+    def greedy(self) -> bool:
+        """True if the choice is a plain argmax after the deterministic parts of the chain."""
+        return self.temperature <= 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One generation. `prompt` holds token ids; text is tokenised before it comes here."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int = -1  # -1: until the context is full
+    stop: tuple[str, ...] = ()
+    cache_prompt: bool = True
+    n_draft_max: int | None = None  # None: the engine's; 0: no speculation for this request
+    slot: int = -1  # -1: any
+    max_predict_ms: float = 0.0  # 0: no limit; ends the request with "length"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Natural-log probability of one token under the target, before sampling cuts, with the best alternatives."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timings:
+    """llama-server's `timings`. Rates leave out the first token, which the prompt's forward produced."""
+
+    cache_n: int = 0  # prompt tokens taken from the prefix cache
+    prompt_n: int = 0  # prompt tokens processed
+    prompt_ms: float = 0.0
+    predicted_n: int = 0
+    predicted_ms: float = 0.0
+    draft_n: int = 0  # drafted tokens that were verified
+    draft_n_accepted: int = 0
+    n_rounds: int = 0  # target forwards of this request after the prompt
+    drafted_per_pos: tuple[int, ...] = ()  # how often draft position i was verified
+    accepted_per_pos: tuple[int, ...] = ()  # how often it was accepted
+    n_draft_used: tuple[int, ...] = ()  # histogram: rounds that ran with n_draft = index
+    synthetic: bool = False  # acceptance was made up (--spec-synth-len)
+
+    @property
+    def prompt_per_second(self) -> float:
+        return 1e3 * self.prompt_n / self.prompt_ms if self.prompt_ms > 0 else 0.0
+
+    @property
+    def predicted_per_second(self) -> float:
+        return 1e3 * (self.predicted_n - 1) / self.predicted_ms if self.predicted_n > 1 and self.predicted_ms > 0 else 0.0
+
+    @property
+    def mean_len(self) -> float:
+        """Tokens committed per round, the bonus token included (acceptance length)."""
+        return 1.0 + self.draft_n_accepted / self.n_rounds if self.n_rounds else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The request sits in a slot; `n_cached` of its prompt tokens need no processing."""
+
+    request: str
+    slot: int
+    n_prompt: int
+    n_cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A prompt chunk is done."""
+
+    request: str
+    n_prompt: int
+    n_cached: int
+    n_processed: int  # including the cached ones
+    ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """Tokens one round committed, and the text they release.
+
+    `text` lags behind `tokens` while a UTF-8 sequence is incomplete or a stop string may be starting; `logprobs` has one
+    entry per token if they were asked for.
+    """
+
+    request: str
+    tokens: tuple[int, ...]
+    text: str
+    logprobs: tuple[TokenLogprob, ...] = ()
+    n_draft: int = 0
+    n_accepted: int = 0
+    timings: Timings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The request ended well (also by cancel). Nothing follows."""
+
+    request: str
+    finish: Finish
+    n_prompt: int
+    n_predicted: int
+    timings: Timings
+    stop_string: str = ""  # the stop string that ended it
+    truncated: bool = False  # the context was full
+    slot: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request ended with an error; others are not concerned. Nothing follows."""
+
+    request: str
+    error: PyspecError
+
+
+Event = Started | Progress | Delta | Done | Failed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlotInfo:
+    """One row of `/slots`."""
+
+    slot: int
+    n_ctx: int
+    is_processing: bool
+    request: str = ""
+    state: Literal["idle", "prefill", "decode"] = "idle"
+    n_prompt: int = 0
+    n_prompt_processed: int = 0
+    n_cached: int = 0
+    n_decoded: int = 0
+    n_remain: int = -1
+    n_past: int = 0
+    n_draft: int = 0  # the controller's choice for the last round
+    draft_reason: str = ""  # why it is that
+    acceptance: float = 0.0  # moving average of accepted / drafted
+    draft_n: int = 0
+    draft_n_accepted: int = 0
+    params: SamplingParams | None = None
+    speculative: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Metrics:
+    """Counters since start and gauges now, read by `/metrics` and `pyspec bench`."""
+
+    prompt_tokens: int = 0
+    prompt_tokens_cached: int = 0
+    prompt_seconds: float = 0.0
+    predicted_tokens: int = 0
+    predicted_seconds: float = 0.0
+    requests_processing: int = 0
+    requests_queued: int = 0
+    requests_done: int = 0
+    requests_cancelled: int = 0
+    requests_failed: int = 0
+    rounds: int = 0  # target forwards
+    busy_slot_rounds: int = 0  # sum over rounds of busy slots
+    n_tokens_max: int = 0  # largest context seen
+    drafts: int = 0  # drafts verified
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    drafted_per_pos: tuple[int, ...] = ()
+    accepted_per_pos: tuple[int, ...] = ()
+    pages_used: int = 0
+    pages_total: int = 0
+    draft_ms: float = 0.0  # wall time by part, summed
+    verify_ms: float = 0.0
+    sample_ms: float = 0.0
+    host_ms: float = 0.0
+    guard_trips: int = 0
+    seconds_since_step: float = 0.0  # age of the last finished round while busy; 0 when idle
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineInfo:
+    """What is loaded, for `/props`, `/v1/models` and the banner. Fixed after load."""
+
+    model_name: str
+    model_path: str
+    arch: str
+    n_vocab: int
+    n_ctx: int  # tokens one request may hold
+    n_ctx_train: int
+    n_slot: int
+    n_embd: int
+    n_params: int
+    n_bytes: int
+    file_type: str
+    device: str
+    drafter: str  # "none", "dflash", "mtp", "ngram"
+    draft_path: str = ""
+    n_draft_max: int = 0
+    draft_note: str = ""  # one line: what the planner decided and why
+    synthetic_len: float = 0.0
+    chat_template: str = ""
+    bos_token: str = ""
+    eos_token: str = ""
+    eog_ids: tuple[int, ...] = ()
