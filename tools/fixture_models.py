@@ -1,0 +1,281 @@
+"""Tiny random models for the tests: shapes, weights and the GGUF files that hold them.
+
+Every weight comes from a generator seeded by the model's name, so a file can be made again bit by bit. Scales are chosen so that the
+logits have a standard deviation of 1 to 3 and the recurrent layers keep a memory of tens of tokens.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+VOCAB = 300
+MERGES = "t h|th e|Ġ the|i n|Ġ a|e r|o n|r e|Ġ t|Ġ s|a n|e n|Ġ w|o r|a t|Ġ in|in g|e s|Ġ o|i s|o u|Ġ an|Ġan d|l l|Ġ 1|1 2|d e|f ( |Ã ©|Ċ Ċ"
+SPECIALS = {
+    "<|endoftext|>": gguf.TokenType.CONTROL,
+    "<|im_start|>": gguf.TokenType.CONTROL,
+    "<|im_end|>": gguf.TokenType.CONTROL,
+    "<|mask|>": gguf.TokenType.CONTROL,
+    "<think>": gguf.TokenType.USER_DEFINED,
+    "</think>": gguf.TokenType.USER_DEFINED,
+}
+PRE = {"llama": "llama-bpe", "qwen3": "qwen2", "qwen35": "qwen35"}
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+Weights = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """Shape of one tiny model. `layers` counts the trunk; `mtp` adds one block after it."""
+
+    name: str
+    arch: str
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rotary: int
+    quantised: bool = False
+    tied: bool = False
+    mtp: bool = False
+    fused_qkv: bool = False
+    rope_freqs: bool = False
+    recurrent: tuple[bool, ...] | None = None
+    quantised_gates: bool = False
+    k_heads: int = 2
+    v_heads: int = 4
+    state: int = 16
+    hidden: int = 64
+    ffn: int = 64
+    interval: int = 4
+    rope_base: float = 1e4
+
+    @property
+    def blocks(self) -> int:
+        return self.layers + self.mtp
+
+    def is_recurrent(self, block: int) -> bool:
+        if self.arch != "qwen35" or block >= self.layers:
+            return False
+        return self.recurrent[block] if self.recurrent else (block + 1) % self.interval != 0
+
+
+MODELS = (
+    Tiny("llama", "llama", layers=2, heads=4, kv_heads=2, head_dim=16, rotary=16),
+    Tiny("llama_freqs_tied", "llama", 2, 4, 1, 16, 16, tied=True, rope_freqs=True, rope_base=5e5),
+    Tiny("llama_q8_0", "llama", 3, 4, 2, 32, 32, quantised=True, rope_freqs=True, rope_base=5e5),
+    Tiny("qwen3", "qwen3", layers=2, heads=4, kv_heads=2, head_dim=16, rotary=16, rope_base=1e6),
+    Tiny("qwen3_tied_q8_0", "qwen3", 3, 6, 2, 32, 32, quantised=True, tied=True, rope_base=1e6),
+    Tiny("qwen35", "qwen35", 4, 2, 1, 32, 16, mtp=True, hidden=32, rope_base=1e5),
+    Tiny(
+        "qwen35_equal_tied",
+        "qwen35",
+        3,
+        4,
+        2,
+        32,
+        16,
+        tied=True,
+        fused_qkv=True,
+        recurrent=(True, False, True),
+        v_heads=2,
+        state=32,
+        hidden=32,
+        rope_base=1e5,
+    ),
+    Tiny("qwen35_q8_0", "qwen35", 5, 4, 2, 32, 16, quantised=True, mtp=True, fused_qkv=True, rope_base=1e5),
+    Tiny(
+        "qwen35_full_heads_q8_0",
+        "qwen35",
+        2,
+        2,
+        1,
+        256,
+        64,
+        quantised=True,
+        tied=True,
+        mtp=True,
+        quantised_gates=True,
+        recurrent=(True, False, False),
+        state=128,
+        rope_base=1e7,
+    ),
+)
+
+
+def _norm(rng: np.random.Generator, size: int) -> np.ndarray:
+    return (1 + 0.2 * rng.standard_normal(size)).astype(np.float32)
+
+
+def _matrix(rng: np.random.Generator, rows: int, columns: int, gain: float = 1.0) -> np.ndarray:
+    return (gain / np.sqrt(columns) * rng.standard_normal((rows, columns))).astype(np.float32)
+
+
+def _attention(tiny: Tiny, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
+    n, width, kv_width = tiny.hidden, tiny.heads * tiny.head_dim, tiny.kv_heads * tiny.head_dim
+    gate = 2 if tiny.arch == "qwen35" else 1
+    q, k, v = (_matrix(rng, rows, n, gain) for rows, gain in ((gate * width, 1.5), (kv_width, 1.5), (kv_width, 1.0)))
+    if tiny.fused_qkv:
+        yield "attn_qkv.weight", np.concatenate([q, k, v])
+    else:
+        yield from (("attn_q.weight", q), ("attn_k.weight", k), ("attn_v.weight", v))
+    yield "attn_output.weight", _matrix(rng, n, width)
+    if tiny.arch != "llama":
+        yield "attn_q_norm.weight", _norm(rng, tiny.head_dim)
+        yield "attn_k_norm.weight", _norm(rng, tiny.head_dim)
+
+
+def _delta_net(tiny: Tiny, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
+    n, inner = tiny.hidden, tiny.v_heads * tiny.state
+    channels = 2 * tiny.k_heads * tiny.state + inner
+    yield "attn_qkv.weight", _matrix(rng, channels, n, 1.5)
+    yield "attn_gate.weight", _matrix(rng, inner, n, 1.5)
+    yield "ssm_alpha.weight", _matrix(rng, tiny.v_heads, n)
+    yield "ssm_beta.weight", _matrix(rng, tiny.v_heads, n)
+    yield "ssm_conv1d.weight", (0.5 * rng.standard_normal((channels, 4))).astype(np.float32)
+    yield "ssm_a", -rng.uniform(0.5, 4, tiny.v_heads).astype(np.float32)
+    step = rng.uniform(0.01, 0.2, tiny.v_heads)
+    yield "ssm_dt.bias", np.log(np.expm1(step)).astype(np.float32)
+    yield "ssm_norm.weight", _norm(rng, tiny.state)
+    yield "ssm_out.weight", _matrix(rng, n, inner)
+
+
+def _block(tiny: Tiny, block: int, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
+    n, ffn = tiny.hidden, tiny.ffn
+    yield "attn_norm.weight", _norm(rng, n)
+    yield from _delta_net(tiny, rng) if tiny.is_recurrent(block) else _attention(tiny, rng)
+    yield "post_attention_norm.weight" if tiny.arch == "qwen35" else "ffn_norm.weight", _norm(rng, n)
+    yield "ffn_gate.weight", _matrix(rng, ffn, n, 1.5)
+    yield "ffn_up.weight", _matrix(rng, ffn, n, 1.5)
+    yield "ffn_down.weight", _matrix(rng, n, ffn)
+    if block >= tiny.layers:
+        yield "nextn.eh_proj.weight", _matrix(rng, n, 2 * n)
+        for name in ("enorm", "hnorm", "shared_head_norm"):
+            yield f"nextn.{name}.weight", _norm(rng, n)
+
+
+def weights(tiny: Tiny) -> Weights:
+    """GGUF tensor name -> float32 array (out, in); the seed is a checksum of the name."""
+    rng = np.random.default_rng(zlib.crc32(tiny.name.encode()))
+    found = {"token_embd.weight": _matrix(rng, VOCAB, tiny.hidden, 2.0), "output_norm.weight": _norm(rng, tiny.hidden)}
+    if not tiny.tied:
+        found["output.weight"] = _matrix(rng, VOCAB, tiny.hidden, 2.0)
+    if tiny.rope_freqs:
+        found["rope_freqs.weight"] = np.geomspace(1, 8, tiny.head_dim // 2).astype(np.float32)
+    for block in range(tiny.blocks):
+        found.update({f"blk.{block}.{name}": value for name, value in _block(tiny, block, rng)})
+    return found
+
+
+def is_quantised(tiny: Tiny, name: str, value: np.ndarray) -> bool:
+    """The split of real Q8_0 files: every matrix but the convolution, and the two gate projections in some files."""
+    gates = name.endswith(("ssm_alpha.weight", "ssm_beta.weight"))
+    return (
+        tiny.quantised
+        and value.ndim == 2
+        and not name.endswith("conv1d.weight")
+        and (tiny.quantised_gates or not gates)
+    )
+
+
+def _add_metadata(writer: gguf.GGUFWriter, tiny: Tiny) -> None:
+    writer.add_name(f"tiny {tiny.name}")
+    writer.add_license("Apache-2.0")
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0 if tiny.quantised else gguf.LlamaFileType.ALL_F32)
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    writer.add_block_count(tiny.blocks)
+    writer.add_context_length(1024)
+    writer.add_embedding_length(tiny.hidden)
+    writer.add_feed_forward_length(tiny.ffn)
+    writer.add_head_count(tiny.heads)
+    writer.add_head_count_kv(tiny.kv_heads)
+    writer.add_key_length(tiny.head_dim)
+    writer.add_value_length(tiny.head_dim)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_rope_freq_base(tiny.rope_base)
+    writer.add_rope_dimension_count(tiny.rotary)
+    writer.add_vocab_size(VOCAB)
+    if tiny.arch == "qwen35":
+        _add_hybrid_metadata(writer, tiny)
+
+
+def _add_hybrid_metadata(writer: gguf.GGUFWriter, tiny: Tiny) -> None:
+    pairs = tiny.rotary // 2
+    writer.add_array("qwen35.rope.dimension_sections", [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
+    writer.add_uint32("qwen35.ssm.conv_kernel", 4)
+    writer.add_uint32("qwen35.ssm.state_size", tiny.state)
+    writer.add_uint32("qwen35.ssm.group_count", tiny.k_heads)
+    writer.add_uint32("qwen35.ssm.time_step_rank", tiny.v_heads)
+    writer.add_uint32("qwen35.ssm.inner_size", tiny.v_heads * tiny.state)
+    if tiny.mtp:
+        writer.add_uint32("qwen35.nextn_predict_layers", 1)
+    if tiny.recurrent:
+        writer.add_array("qwen35.attention.recurrent_layers", list(tiny.recurrent))
+    else:
+        writer.add_uint32("qwen35.full_attention_interval", tiny.interval)
+
+
+def _add_tokenizer(writer: gguf.GGUFWriter, tiny: Tiny) -> None:
+    merges = MERGES.split("|")
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    alphabet = [chr(b) for b in printable] + [chr(256 + i) for i in range(256 - len(printable))]
+    tokens = alphabet + [m.replace(" ", "") for m in merges]
+    kinds = [gguf.TokenType.NORMAL] * len(tokens)
+    fillers = VOCAB - len(tokens) - len(SPECIALS)
+    tokens += [f"[PAD{i}]" for i in range(fillers)] + list(SPECIALS)
+    kinds += [gguf.TokenType.UNUSED] * fillers + list(SPECIALS.values())
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(PRE[tiny.arch])
+    writer.add_token_list(tokens)
+    writer.add_token_types([int(kind) for kind in kinds])
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(tokens.index("<|endoftext|>"))
+    writer.add_eos_token_id(tokens.index("<|im_end|>"))
+    writer.add_pad_token_id(tokens.index("<|endoftext|>"))
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(TEMPLATE)
+
+
+def write(path: Path, tiny: Tiny) -> None:
+    """Write the model with its own types."""
+    writer = gguf.GGUFWriter(path, tiny.arch)
+    _add_metadata(writer, tiny)
+    _add_tokenizer(writer, tiny)
+    for name, value in weights(tiny).items():
+        if is_quantised(tiny, name, value):
+            kind = gguf.GGMLQuantizationType.Q8_0
+            writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(name, value)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_dequantised(source: Path, target: Path) -> None:
+    """Copy a GGUF with every tensor as F32, so that llama.cpp does not quantise the activations."""
+    reader = gguf.GGUFReader(source)
+    arch = reader.get_field("general.architecture").contents()
+    writer = gguf.GGUFWriter(target, arch)
+    for key, field in reader.fields.items():
+        if key.startswith("GGUF.") or key == "general.architecture":
+            continue
+        kind = field.types[0]
+        inner = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+        writer.add_key_value(key, field.contents(), kind, sub_type=inner)
+    for tensor in reader.tensors:
+        value = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        writer.add_tensor(tensor.name, np.ascontiguousarray(value, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
