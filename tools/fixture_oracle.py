@@ -1,8 +1,8 @@
 """Run llama.cpp and save what it computes; started by make_fixtures.py with a Python that has llama_cpp.
 
 Only the low-level functions are used, because the high-level class cannot switch off the extra weight layouts. With them llama.cpp
-takes AMX kernels, which fault (SIGSEGV at ldtilecfg) on virtual machines that announce AMX but do not let a process use it, and which
-also round differently. Everything runs on the CPU with two threads and without flash attention.
+takes AMX kernels, which fault (SIGSEGV at ldtilecfg) on some virtual machines that announce AMX, and which also round differently.
+Everything runs on the CPU with two threads and without flash attention.
 """
 
 from __future__ import annotations
