@@ -1,7 +1,7 @@
 """Tiny random models for the tests: shapes, weights and the GGUF files that hold them.
 
-Every weight comes from a generator seeded by the model's name, so a file can be made again bit by bit. Scales are chosen so that the
-logits have a standard deviation of 1 to 3 and the recurrent layers keep a memory of tens of tokens.
+Every weight comes from a generator seeded by the model's name, so a file can be made again bit by bit. Scales are
+chosen so that the logits have a standard deviation of 1 to 3 and the recurrent layers remember tens of tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import gguf
 import numpy as np
 
 VOCAB = 300
-MERGES = "t h|th e|Ġ the|i n|Ġ a|e r|o n|r e|Ġ t|Ġ s|a n|e n|Ġ w|o r|a t|Ġ in|in g|e s|Ġ o|i s|o u|Ġ an|Ġan d|l l|Ġ 1|1 2|d e|f ( |Ã ©|Ċ Ċ"
+MERGES = (
+    "t h|th e|Ġ the|i n|Ġ a|e r|o n|r e|Ġ t|Ġ s|a n|e n|Ġ w|o r|a t|Ġ in|in g|e s|Ġ o|i s|o u"
+    "|Ġ an|Ġan d|l l|Ġ 1|1 2|d e|f ( |Ã ©|Ċ Ċ"
+)
 SPECIALS = {
     "<|endoftext|>": gguf.TokenType.CONTROL,
     "<|im_start|>": gguf.TokenType.CONTROL,

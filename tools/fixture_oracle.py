@@ -1,8 +1,8 @@
 """Run llama.cpp and save what it computes; started by make_fixtures.py with a Python that has llama_cpp.
 
-Only the low-level functions are used, because the high-level class cannot switch off the extra weight layouts. With them llama.cpp
-takes AMX kernels, which fault (SIGSEGV at ldtilecfg) on some virtual machines that announce AMX, and which also round differently.
-Everything runs on the CPU with two threads and without flash attention.
+Only the low-level functions are used, because the high-level class cannot switch off the extra weight layouts. With
+them llama.cpp takes AMX kernels, which fault (SIGSEGV at ldtilecfg) on some virtual machines that announce AMX, and
+which also round differently. Everything runs on the CPU with two threads and without flash attention.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Context:
 def run_mtp(
     model: Pointer, tokens: np.ndarray, logits: np.ndarray, hidden: np.ndarray, kv: str
 ) -> dict[str, np.ndarray]:
-    """Row p pairs token p with the trunk's hidden of p - 1 (zeros for p = 0); then CHAIN greedy steps that feed themselves."""
+    """Row p pairs token p with the trunk's hidden of p - 1 (zeros for p = 0); then CHAIN greedy steps."""
     context = Context(model, len(tokens) + CHAIN, kv, MTP)
     previous = np.concatenate([np.zeros_like(hidden[:1]), hidden[:-1]])
     mtp_logits, mtp_hidden = context.decode(tokens, 0, previous)
