@@ -143,7 +143,7 @@ def command_tokenize(arguments: argparse.Namespace) -> None:
 
 
 def command_greedy(arguments: argparse.Namespace) -> None:
-    """Plain greedy decoding of a prompts file (one slot, f16 cache): answers equal to the recorded ones, and tokens/s."""
+    """Plain greedy decoding of a prompts file (one slot, f16 cache): equal answers and tokens/s."""
     model = load(arguments.model)
     context, same, tokens, seconds = Context(model, 512, "f16"), 0, 0, 0.0
     prompts = [json.loads(line) for line in arguments.input.read_text().splitlines()]
