@@ -115,12 +115,14 @@ class Unavailable(PyspecError):
 
 
 class SlotError(PyspecError):
-    pass
+    """One slot's round failed. `slot` names it, if it is known."""
+
+    slot: int | None = None
 
 
 class OutOfBounds(SlotError):
     """An index left its range. Raised on the host before a launch, or read back from a kernel's fault record."""
 
-    def __init__(self, what: str, index: int, limit: int) -> None:
+    def __init__(self, what: str, index: int, limit: int, slot: int | None = None) -> None:
         super().__init__(f"{what} {index} is outside 0..{limit - 1}")
-        self.what, self.index, self.limit = what, index, limit
+        self.what, self.index, self.limit, self.slot = what, index, limit, slot

@@ -246,3 +246,4 @@ class EngineInfo:
     bos_token: str = ""
     eos_token: str = ""
     eog_ids: tuple[int, ...] = ()
+    n_overhang: int = 0  # KV rows a request needs beyond its tokens

@@ -1,0 +1,185 @@
+"""How many tokens to draft: the number that is expected to give the most tokens a second, measured as it runs.
+
+Two things are estimated: for each slot the chance that draft position i is accepted given that all before it were (decayed
+counts, with the engine's average as prior), and the time of a round by its rows and of a draft by its slots. Each round
+rows are handed to the slots in the order of their chance to survive, and the best ratio of expected tokens to expected
+time wins; that may be no draft at all. A slot that does not draft is tried again after a while.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+
+DECAY = 0.96  # of a slot's counts per round
+PRIOR_WEIGHT = 3.0
+OPTIMISM = 0.8  # conditional acceptance before anything is known
+MARGIN = 1.02  # a draft must promise this much more than none
+PROBE_FIRST, PROBE_LAST, PROBE_DRAFT = 32, 512, 4  # rounds between probes of a silent slot; tokens of a probe
+PLAIN_EVERY = 384  # rounds after which the cost of an undrafted round is measured again
+
+
+class Timer:
+    """Milliseconds by size: measured where it was measured, straight lines between, flat outside.
+
+    Flat is the optimistic guess for a bandwidth-bound forward; trying it corrects it.
+    """
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self.ms: list[float] = []
+
+    def add(self, size: int, ms: float) -> None:
+        i = bisect.bisect_left(self.sizes, size)
+        if i < len(self.sizes) and self.sizes[i] == size:
+            sample = min(ms, 3 * self.ms[i])  # one hiccup of the machine is not a trend
+            self.ms[i] += 0.15 * (sample - self.ms[i])
+        else:
+            self.sizes.insert(i, size)
+            self.ms.insert(i, ms)
+
+    def knows(self, size: int) -> bool:
+        i = bisect.bisect_left(self.sizes, size)
+        return i < len(self.sizes) and self.sizes[i] == size
+
+    def __call__(self, size: int) -> float:
+        if not self.sizes:
+            return 1.0
+        i = bisect.bisect_left(self.sizes, size)
+        if i == len(self.sizes):
+            return self.ms[-1]
+        if i == 0 or self.sizes[i] == size:
+            return self.ms[i]
+        a, b = self.sizes[i - 1], self.sizes[i]
+        return self.ms[i - 1] + (self.ms[i] - self.ms[i - 1]) * (size - a) / (b - a)
+
+
+@dataclass(slots=True)
+class _Acceptance:
+    """Decayed counts per draft position: how often it was reached, how often accepted."""
+
+    reached: list[float]
+    accepted: list[float]
+
+    def add(self, n_draft: int, n_accepted: int, decay: float) -> None:
+        for i in range(min(n_draft, n_accepted + 1)):
+            self.reached[i] = decay * self.reached[i] + 1
+            self.accepted[i] = decay * self.accepted[i] + (i < n_accepted)
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One slot's estimates and its last decision."""
+
+    seen: _Acceptance
+    n_draft: int = 0
+    silent: int = 0  # rounds without a draft
+    probe_in: int = PROBE_FIRST
+    reason: str = "not started"
+    drafted: float = 0.0
+    kept: float = 0.0
+
+
+@dataclass
+class Controller:
+    """Chooses n_draft per slot and round.
+
+    chained: drafting n tokens costs n passes; otherwise one pass, whatever n.
+    """
+
+    n_slot: int
+    n_max: int
+    chained: bool = False
+    fixed: bool = False
+    verify_ms: Timer = field(default_factory=Timer)
+    draft_ms: Timer = field(default_factory=Timer)  # by drafting slots; per pass if chained
+
+    def __post_init__(self) -> None:
+        self.all = _Acceptance([0.0] * self.n_max, [0.0] * self.n_max)
+        self.lanes = [self._lane() for _ in range(self.n_slot)]
+        self.since_plain = 0
+
+    def _lane(self) -> _Lane:
+        return _Lane(_Acceptance([0.0] * self.n_max, [0.0] * self.n_max))
+
+    def begin(self, slot: int) -> None:
+        self.lanes[slot] = self._lane()
+
+    def chance(self, slot: int, i: int) -> float:
+        """P(position i is accepted | all before it are), for one slot."""
+        prior = (self.all.accepted[i] + OPTIMISM * PRIOR_WEIGHT) / (self.all.reached[i] + PRIOR_WEIGHT)
+        seen = self.lanes[slot].seen
+        return (seen.accepted[i] + prior * PRIOR_WEIGHT) / (seen.reached[i] + PRIOR_WEIGHT)
+
+    def choose(self, caps: Sequence[tuple[int, int]]) -> list[int]:
+        """n_draft for each (slot, most it may draft) that decodes this round."""
+        caps = [(slot, min(cap, self.n_max)) for slot, cap in caps]
+        if self.fixed or self.n_max == 0:
+            picked = [cap for _, cap in caps]
+            why = "fixed" if self.fixed else "no drafter"
+        elif self._plain_is_stale(len(caps)):
+            picked, why = [0] * len(caps), "measuring an undrafted round"
+        else:
+            picked, why = self._best(caps)
+            picked = [self._probe(slot, cap, n) for (slot, cap), n in zip(caps, picked, strict=True)]
+        for (slot, cap), n in zip(caps, picked, strict=True):
+            lane = self.lanes[slot]
+            lane.n_draft, lane.reason = n, why if cap else "its last tokens"
+            lane.silent = 0 if n else lane.silent + 1
+        self.since_plain = self.since_plain + 1 if any(picked) else 0
+        return picked
+
+    def _plain_is_stale(self, busy: int) -> bool:
+        return not self.verify_ms.knows(busy) or self.since_plain >= PLAIN_EVERY
+
+    def _probe(self, slot: int, cap: int, n: int) -> int:
+        lane = self.lanes[slot]
+        if n or lane.silent < lane.probe_in:
+            return n
+        lane.probe_in = min(2 * lane.probe_in, PROBE_LAST)
+        return min(cap, PROBE_DRAFT)
+
+    def _best(self, caps: Sequence[tuple[int, int]]) -> tuple[list[int], str]:
+        busy = len(caps)
+        plain = busy / self.verify_ms(busy)
+        best, best_rate = [0] * busy, plain * MARGIN
+        now, tokens, rows, live = [0] * busy, float(busy), busy, 0
+        heap = [(-self.chance(slot, 0), i) for i, (slot, cap) in enumerate(caps) if cap > 0]
+        heapify(heap)
+        while heap:
+            survive, i = heappop(heap)
+            slot, cap = caps[i]
+            live += now[i] == 0
+            now[i] += 1
+            tokens, rows = tokens - survive, rows + 1
+            passes = max(now) if self.chained else 1
+            rate = tokens / (self.verify_ms(rows) + passes * self.draft_ms(live))
+            if rate > best_rate:
+                best, best_rate = now.copy(), rate
+            if now[i] < cap:
+                heappush(heap, (survive * self.chance(slot, now[i]), i))
+        if not any(best):
+            return best, f"plain: no draft promises more than {1e3 * plain:.0f} tok/s"
+        return best, f"expects {1e3 * best_rate:.0f} tok/s, plain {1e3 * plain:.0f}"
+
+    def record(self, slot: int, n_draft: int, n_accepted: int) -> None:
+        """The verdict on one slot's draft."""
+        lane = self.lanes[slot]
+        if n_draft:
+            lane.seen.add(n_draft, n_accepted, DECAY)
+            self.all.add(n_draft, n_accepted, 0.995)
+            lane.drafted, lane.kept = DECAY * lane.drafted + n_draft, DECAY * lane.kept + n_accepted
+            if n_accepted:
+                lane.probe_in = max(PROBE_FIRST, lane.probe_in // 2)
+
+    def timed(self, rows: int, verify_ms: float, live: int, passes: int, draft_ms: float) -> None:
+        """What a round of only decoding slots took."""
+        self.verify_ms.add(rows, verify_ms)
+        if live:
+            self.draft_ms.add(live, draft_ms / (max(passes, 1) if self.chained else 1))
+
+    def acceptance(self, slot: int) -> float:
+        lane = self.lanes[slot]
+        return lane.kept / lane.drafted if lane.drafted else 0.0

@@ -1,0 +1,60 @@
+"""Attention over paged keys and values, ragged, with a key range per row: the meaning, in plain torch.
+
+    q           [row, head, dim]      float    after rope
+    pool.k, .v  [pool row, kv, dim]   KV dtype the rows of this batch are already written
+    batch       page table, lo and hi per row (see slots.batch)
+    out         [row, head, dim]      q's dtype
+
+Row r of sequence s attends to positions lo[r] <= p < hi[r] of s. Query head h reads KV head h // (head / kv). One
+sequence never reads another's pages, and each is computed on its own, so a result does not depend on the neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyspec.slots.batch import Batch
+from pyspec.slots.memory import KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class AttendSpec:
+    device: torch.device
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    scale: float
+
+
+def key_rows(batch: Batch, seq: int) -> Tensor:
+    """Pool rows of positions 0..max_hi-1 of a sequence."""
+    n, size = batch.max_hi[seq], batch.page_size
+    pages = batch.page_table[seq, : -(-n // size)]
+    return (pages[:, None] * size + torch.arange(size, device=pages.device)).view(-1)[:n]
+
+
+def bind(spec: AttendSpec) -> Callable[[Tensor, KVPool, Batch, int], Tensor]:
+    group = spec.n_head // spec.n_kv_head
+
+    def attend(q: Tensor, pool: KVPool, batch: Batch, window: int = 0) -> Tensor:
+        """`window` > 0 narrows each row's range to the last `window` positions up to its own."""
+        out = torch.empty_like(q)
+        lo = batch.lo if window == 0 else torch.maximum(batch.lo, batch.positions - (window - 1))
+        for s, seq in enumerate(batch.seqs):
+            rows = slice(batch.starts[s], batch.starts[s + 1])
+            keys = key_rows(batch, s)
+            k, v = pool.k[keys].to(q.dtype), pool.v[keys].to(q.dtype)
+            qs = q[rows].view(seq.width, spec.n_kv_head, group, spec.head_dim).permute(1, 2, 0, 3)
+            pos = torch.arange(batch.max_hi[s], device=q.device)
+            seen = (pos >= lo[rows, None]) & (pos < batch.hi[rows, None])
+            kt, vt = (t.transpose(0, 1)[:, None].expand(-1, group, -1, -1) for t in (k, v))
+            y = F.scaled_dot_product_attention(qs, kt, vt, attn_mask=seen, scale=spec.scale)
+            out[rows] = y.permute(2, 0, 1, 3).reshape(seq.width, spec.n_head, spec.head_dim)
+        return out
+
+    return attend

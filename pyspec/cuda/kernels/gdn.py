@@ -1,0 +1,6 @@
+"""`gdn`: fold the last verify into the state, then run this forward's rows (Gated DeltaNet)."""
+
+from pyspec.cuda.kernels import gdn_ref
+from pyspec.cuda.op import Impl, Op
+
+gdn: Op[gdn_ref.GdnSpec] = Op("gdn", Impl("torch", gdn_ref.bind))

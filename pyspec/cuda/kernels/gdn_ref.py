@@ -1,0 +1,196 @@
+"""Gated DeltaNet with deferred commit: fold, verify, prefill. The meaning, in plain torch.
+
+    m        [row, channel]        f32  raw inputs of the convolution: q, k (k_head * dim each), v (v_head * dim, tiled)
+    g, beta  [row, v_head]         f32  log decay (<= 0) and write strength (0..1)
+    conv_w   [channel, taps]       f32  the last tap multiplies the current token
+    layer    state, conv window and records of every slot (slots.memory); read and written for the batch's slots only
+    out      [row, v_head, dim]    f32  before the gated norm
+
+Per sequence: (1) fold the `n_fold` recorded rows into the state and shift the conv window by as many, (2) run the new rows
+through conv, silu, l2 norm and the recurrence, (3) if the sequence is `keep`, store state and window after its rows, else
+record the rows (k, v, g, beta and raw m) and leave the stored state before them.
+
+Recurrence per value head, with key head h % n_k_head: S <- e^g S; d = beta (v - S k); S <- S + d k^T; o = S q / sqrt(dim).
+Tokens are taken in this order one by one, in a fold as in a verify, so a state does not depend on how its tokens came.
+Only prompt chunks of at least CHUNKED rows go through the chunked form, which sums in another order.
+Source: arXiv:2412.06464; memory layout of llama.cpp's qwen35.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyspec.errors import OutOfBounds
+from pyspec.slots.batch import Batch
+from pyspec.slots.memory import StateLayer, StateShape
+
+CHUNKED = 24  # rows from which a prompt chunk pays for the chunked form
+CHUNK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class GdnSpec:
+    device: torch.device
+    shape: StateShape
+    eps: float
+
+
+def check_seqs(batch: Batch, layer: StateLayer) -> None:
+    """Every index the op will use, on the host, before anything is written."""
+    n_slot = layer.state.shape[0]
+    for seq in batch.seqs:
+        if not 0 <= seq.slot < n_slot:
+            raise OutOfBounds("state slot", seq.slot, n_slot, seq.slot)
+        if not 0 <= seq.n_fold <= layer.width:
+            raise OutOfBounds(f"slot {seq.slot} fold count", seq.n_fold, layer.width + 1, seq.slot)
+        if not seq.keep and seq.width > layer.width:
+            raise OutOfBounds(f"slot {seq.slot} verify width", seq.width, layer.width + 1, seq.slot)
+
+
+def l2norm(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+
+
+def step(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, q: Tensor | None = None) -> Tensor | None:
+    """One token for many sequences, in place: state [n, dim, dim], k v q [n, dim], g beta [n].
+
+    A row with g = 0 and beta = 0 leaves its state as it is, bit for bit.
+    """
+    state.mul_(g.exp()[:, None, None])
+    d = beta[:, None] * (v - torch.bmm(state, k[:, :, None])[:, :, 0])
+    state.baddbmm_(d[:, :, None], k[:, None, :])
+    return None if q is None else torch.bmm(state, q[:, :, None])[:, :, 0]
+
+
+def chunked(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """The recurrence over [head, row, dim] in chunks, state [head, dim, dim] updated in place. Returns o (unscaled)."""
+    out = []
+    for i in range(0, q.shape[1], CHUNK):
+        qi, ki, vi = (t[:, i : i + CHUNK] for t in (q, k, v))
+        cum, bi = g[:, i : i + CHUNK].cumsum(-1), beta[:, i : i + CHUNK, None]
+        n = qi.shape[1]
+        low = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
+        decay = (cum[:, :, None] - cum[:, None, :]).masked_fill(~low, float("-inf")).exp()
+        a = ((bi * ki) @ ki.mT * decay).tril(-1)
+        eye = torch.eye(n, device=q.device, dtype=q.dtype)
+        grow = cum.exp()[..., None]
+        rhs = torch.cat([bi * vi, bi * grow * ki], -1)
+        u, w = torch.linalg.solve_triangular(eye + a, rhs, upper=False, unitriangular=True).split(vi.shape[-1], -1)
+        new = u - w @ state.mT
+        out.append((grow * qi) @ state.mT + (qi @ ki.mT * decay) @ new)
+        last = cum[:, -1:, None]
+        state.mul_(last.exp()).baddbmm_(((last - cum[..., None]).exp() * new).mT, ki)
+    return torch.cat(out, 1)
+
+
+def _pad(rows: Sequence[Tensor], width: int) -> Tensor:
+    """Ragged [n_i, ...] to [seq, width, ...], filled with zeros, the neutral element of `step`."""
+    out = rows[0].new_zeros(len(rows), width, *rows[0].shape[1:])
+    for i, r in enumerate(rows):
+        out[i, : r.shape[0]] = r
+    return out
+
+
+def _spread(k: Tensor, n_v_head: int) -> Tensor:
+    """Key heads to value heads, tiled: value head h reads key head h % n_k_head."""
+    return k.repeat(*([1] * (k.dim() - 2)), n_v_head // k.shape[-2], 1)
+
+
+def bind(spec: GdnSpec) -> Callable[[Tensor, Tensor, Tensor, Tensor, StateLayer, Batch], Tensor]:
+    shape = spec.shape
+    kd, n_v, dim, taps = shape.n_k_head * shape.dim, shape.n_v_head, shape.dim, shape.n_conv
+    scale = dim**-0.5
+
+    def convolve(m: Tensor, w: Tensor, layer: StateLayer, batch: Batch) -> Tensor:
+        """Shift windows by the fold, convolve, silu; store windows (keep) or raw rows (verify)."""
+        out = torch.empty_like(m)
+        for s, seq in enumerate(batch.seqs):
+            rows = m[batch.starts[s] : batch.starts[s + 1]]
+            window = layer.conv[seq.slot, seq.n_fold : seq.n_fold + taps - 1].clone()
+            x = torch.cat([window, rows])
+            n = seq.width
+            y = x[0:n] * w[:, 0]
+            for t in range(1, taps):
+                y = torch.addcmul(y, x[t : t + n], w[:, t])
+            out[batch.starts[s] : batch.starts[s + 1]] = y
+            if seq.keep:
+                layer.conv[seq.slot, : taps - 1] = x[n:]
+            else:
+                layer.conv[seq.slot, : taps - 1] = window
+                layer.conv[seq.slot, taps - 1 : taps - 1 + n] = rows
+        return F.silu(out)
+
+    def fold(state: Tensor, layer: StateLayer, batch: Batch, slots: Tensor) -> None:
+        """state [seq, head, dim, dim]: the recorded rows, in order."""
+        deep = max(seq.n_fold for seq in batch.seqs)
+        if deep == 0:
+            return
+        live = torch.tensor([[t < seq.n_fold for t in range(deep)] for seq in batch.seqs], device=state.device)[..., None]
+        k = _spread(layer.k[slots, :deep], n_v)
+        v = layer.v[slots, :deep]
+        # a stale record may hold anything, NaN included, so it is masked and not multiplied by zero
+        g = torch.where(live, layer.g[slots, :deep], 0.0)
+        beta = torch.where(live, layer.beta[slots, :deep], 0.0)
+        k, v = torch.where(live[..., None], k, 0.0), torch.where(live[..., None], v, 0.0)
+        flat = state.view(-1, dim, dim)
+        for t in range(deep):
+            step(flat, *(x[:, t].reshape(flat.shape[0], *x.shape[3:]) for x in (k, v, g, beta)))
+
+    def gdn(m: Tensor, g: Tensor, beta: Tensor, conv_w: Tensor, layer: StateLayer, batch: Batch) -> Tensor:
+        check_seqs(batch, layer)
+        c = convolve(m, conv_w, layer, batch)
+        q, k, v = c.split([kd, kd, n_v * dim], -1)
+        q, k = (l2norm(t.unflatten(-1, (-1, dim)), spec.eps) for t in (q, k))
+        v = v.unflatten(-1, (-1, dim))
+        out = torch.empty_like(v)
+        slots = torch.tensor([seq.slot for seq in batch.seqs], device=m.device)
+        state = layer.state[slots]
+        fold(state, layer, batch, slots)
+        short = [s for s, seq in enumerate(batch.seqs) if not (seq.keep and seq.width >= CHUNKED)]
+        spans = [slice(batch.starts[s], batch.starts[s + 1]) for s in range(len(batch.seqs))]
+        verify = [s for s in short if not batch.seqs[s].keep]
+        for s in verify:  # the state of a verify is stored as it stands before its rows
+            layer.state[batch.seqs[s].slot] = state[s]
+            n, slot = batch.seqs[s].width, batch.seqs[s].slot
+            layer.k[slot, :n], layer.v[slot, :n] = k[spans[s]], v[spans[s]]
+            layer.g[slot, :n], layer.beta[slot, :n] = g[spans[s]], beta[spans[s]]
+        if short:
+            part = state if len(short) == len(spans) else state[short]
+            wide = max(batch.seqs[s].width for s in short)
+            qs, ks, vs, gs, bs = (_pad([x[spans[s]] for s in short], wide) for x in (q, k, v, g, beta))
+            qs, ks = _spread(qs, n_v), _spread(ks, n_v)
+            flat = part.view(-1, dim, dim)
+            y = torch.empty(len(short), wide, n_v, dim, device=m.device)
+            for t in range(wide):
+                args = [x[:, t].reshape(flat.shape[0], *x.shape[3:]) for x in (ks, vs, gs, bs, qs)]
+                y[:, t] = step(flat, *args).view(len(short), n_v, dim)
+            for i, s in enumerate(short):
+                out[spans[s]] = y[i, : batch.seqs[s].width]
+                if batch.seqs[s].keep:
+                    layer.state[batch.seqs[s].slot] = part[i]
+        for s in set(range(len(spans))) - set(short):
+            qs, ks = (_spread(x[spans[s]], n_v).transpose(0, 1) for x in (q, k))
+            vs, gs, bs = (x[spans[s]].transpose(0, 1) for x in (v, g, beta))
+            out[spans[s]] = chunked(state[s], qs, ks, vs, gs, bs).transpose(0, 1)
+            layer.state[batch.seqs[s].slot] = state[s]
+        return out * scale
+
+    return gdn
+
+
+def flush(layer: StateLayer, slot: int, n_fold: int) -> None:
+    """Fold a slot's recorded rows now, so that its state stands at its committed length (checkpoints)."""
+    if not 0 <= n_fold <= layer.width:
+        raise OutOfBounds(f"slot {slot} fold count", n_fold, layer.width + 1, slot)
+    if n_fold == 0:
+        return
+    n_v, taps = layer.shape.n_v_head, layer.shape.n_conv
+    k = _spread(layer.k[slot, :n_fold], n_v)
+    for t in range(n_fold):
+        step(layer.state[slot], k[t], layer.v[slot, t], layer.g[slot, t], layer.beta[slot, t])
+    layer.conv[slot, : taps - 1] = layer.conv[slot, n_fold : n_fold + taps - 1].clone()

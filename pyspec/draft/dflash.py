@@ -1,0 +1,288 @@
+"""DFlash drafter: one forward proposes a whole block.
+
+The drafter keeps, for every committed token, keys and values made from the target's tapped layer outputs ("context").
+A draft runs one block of B rows: the anchor and B-1 mask tokens; row r proposes the token at its own position. Full
+layers see the context and the whole block; sliding layers are causal in the block and windowed. Embedding and head are
+the target's unless the file has its own. Source: arXiv:2602.06036; GGUF of llama.cpp (`dflash`) and of forks
+(`dflash-draft`: other names, taps stored without the +1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pyspec.draft.drafter import Ask, Needs
+from pyspec.errors import ModelError, PairError
+from pyspec.gguf import GGUFFile
+from pyspec.models.layers import Attention, AttentionShape, FeedForward, Rope, rms
+from pyspec.models.target import LayerMemory, Out, Target, allocate
+from pyspec.models.weights import Want, Weights, check_tensors
+from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.memory import Memory
+from pyspec.slots.table import Slot, SlotTable
+
+FORK = "dflash-draft"
+ARCHS = ("dflash", FORK)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig:
+    """`taps` are 0-based target layers whose outputs are read; `windows[i]` is 0 for a full layer."""
+
+    n_embd: int
+    n_ff: int
+    attention: AttentionShape
+    eps: float
+    rope_base: float
+    n_rot: int
+    block: int
+    mask_id: int
+    taps: tuple[int, ...]
+    windows: tuple[int, ...]
+    causal: tuple[bool, ...]  # per layer, inside the block
+    alias: Mapping[str, str]
+
+
+def _layers(file: GGUFFile, n_layer: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    """Window and causality per layer."""
+    a = file.architecture
+    window = file.get_int(f"{a}.attention.sliding_window", 0)
+    pattern = [window > 0] * n_layer
+    has_pattern = f"{a}.attention.sliding_window_pattern" in file.metadata
+    if has_pattern:
+        pattern = [bool(x) for x in file.get_array(f"{a}.attention.sliding_window_pattern")]
+        if len(pattern) != n_layer:
+            raise ModelError(f"{a}.attention.sliding_window_pattern has {len(pattern)} entries for {n_layer} layers")
+        if any(pattern) and window < 1:
+            raise ModelError(f"{a}.attention.sliding_window is {window}, but some layers slide")
+    causal = [slides and has_pattern for slides in pattern]
+    if a != FORK and f"{a}.attention.causal" in file.metadata:  # the forks always write false and do not mean it
+        causal = [file.get_bool(f"{a}.attention.causal")] * n_layer
+    return tuple(window if slides else 0 for slides in pattern), tuple(causal)
+
+
+def _aliases(file: GGUFFile, n_layer: int) -> dict[str, str]:
+    """The forks' tensor names. Their post_attention_norm is the norm before the feed-forward."""
+    if file.architecture != FORK:
+        return {}
+    names = {"fc.weight": "dflash_fc.weight", "enc.output_norm.weight": "dflash_hidden_norm.weight"}
+    if "blk.0.ffn_norm.weight" not in file.tensors:
+        names |= {f"blk.{i}.ffn_norm.weight": f"blk.{i}.post_attention_norm.weight" for i in range(n_layer)}
+    return names
+
+
+def _refuse_relatives(file: GGUFFile) -> None:
+    """Files of this architecture that need parts we do not have."""
+    for tensor, what in (
+        ("selector_hidden.weight", "DFlash2 (candidate selector)"),
+        ("markov_w1.weight", "DSpark (Markov head)"),
+        ("blk.0.attn_sinks.weight", "a drafter with attention sinks"),
+        ("blk.0.layer_output_scale.weight", "a drafter with layer scales"),
+        ("blk.0.post_ffw_norm.weight", "a drafter with output norms"),
+    ):
+        if tensor in file.tensors:
+            raise PairError(f"the drafter is {what}, which is not supported; DFlash with plain blocks is")
+
+
+def read_config(file: GGUFFile) -> DFlashConfig:
+    a = file.architecture
+    if a not in ARCHS:
+        raise PairError(f"a DFlash drafter is of architecture dflash; this file is {a}")
+    _refuse_relatives(file)
+    n_layer, n_head = file.get_int(f"{a}.block_count"), file.get_int(f"{a}.attention.head_count")
+    n_embd, n_kv = file.get_int(f"{a}.embedding_length"), file.get_int(f"{a}.attention.head_count_kv")
+    dim = file.get_int(f"{a}.attention.key_length", n_embd // n_head)
+    if n_layer < 1 or n_kv < 1 or n_head % n_kv:
+        raise ModelError(f"{n_layer} layers, {n_head} heads, {n_kv} key heads: not a drafter")
+    windows, causal = _layers(file, n_layer)
+    stored = file.get_array(f"{a}.dflash.target_layer_ids" if a == FORK else f"{a}.target_layers")
+    mask = f"{a}.dflash.mask_token_id" if a == FORK else "tokenizer.ggml.mask_token_id"
+    return DFlashConfig(
+        n_embd=n_embd,
+        n_ff=file.get_int(f"{a}.feed_forward_length"),
+        attention=AttentionShape(n_head, n_kv, dim, scale=file.get_float(f"{a}.attention.scale", 0.0) or None),
+        eps=file.get_float(f"{a}.attention.layer_norm_rms_epsilon"),
+        rope_base=file.get_float(f"{a}.rope.freq_base"),
+        n_rot=file.get_int(f"{a}.rope.dimension_count", dim),
+        block=file.get_int(f"{a}.dflash.block_size" if a == FORK else f"{a}.block_size", 16),
+        mask_id=file.get_int(mask),
+        taps=tuple(int(x) if a == FORK else int(x) - 1 for x in stored),
+        windows=windows,
+        causal=causal,
+        alias=_aliases(file, n_layer),
+    )
+
+
+def drafter_tensors(c: DFlashConfig, n_target: int) -> dict[str, Want]:
+    """The manifest; `n_target` is the target's hidden size."""
+    s, n = c.attention, c.n_embd
+    q, kv = s.n_head * s.head_dim, s.n_kv_head * s.head_dim
+    wants = {
+        "fc.weight": Want((n, len(c.taps) * n_target)),
+        "enc.output_norm.weight": Want((n,)),
+        "output_norm.weight": Want((n,)),
+    }
+    for i in range(len(c.windows)):
+        p = f"blk.{i}"
+        wants |= {
+            f"{p}.attn_norm.weight": Want((n,)),
+            f"{p}.attn_q.weight": Want((q, n)),
+            f"{p}.attn_k.weight": Want((kv, n)),
+            f"{p}.attn_v.weight": Want((kv, n)),
+            f"{p}.attn_output.weight": Want((n, q)),
+            f"{p}.attn_q_norm.weight": Want((s.head_dim,)),
+            f"{p}.attn_k_norm.weight": Want((s.head_dim,)),
+            f"{p}.ffn_norm.weight": Want((n,)),
+            f"{p}.ffn_gate.weight": Want((c.n_ff, n)),
+            f"{p}.ffn_up.weight": Want((c.n_ff, n)),
+            f"{p}.ffn_down.weight": Want((n, c.n_ff)),
+        }
+    return wants
+
+
+def check_pair(c: DFlashConfig, file: GGUFFile, target: Target) -> None:
+    """Refuse a drafter that was made for another target, with the numbers that differ."""
+    own = "token_embd.weight" in file.tensors and "output.weight" in file.tensors
+    if not own and c.n_embd != target.n_embd:
+        raise PairError(
+            f"the drafter has hidden size {c.n_embd}, the target {target.n_embd}: it can not share its embedding"
+        )
+    if not c.taps or any(not 0 <= t < target.n_layer for t in c.taps):
+        raise PairError(f"the drafter taps layers {list(c.taps)}; the target has layers 0..{target.n_layer - 1}")
+    fc = file.tensors.get(c.alias.get("fc.weight", "fc.weight"))
+    if fc is not None and fc.shape[-1] != len(c.taps) * target.n_embd:
+        raise PairError(
+            f"the drafter reads {fc.shape[-1]} features; {len(c.taps)} taps of the target give "
+            f"{len(c.taps) * target.n_embd}"
+        )
+    if not 0 <= c.mask_id < target.n_vocab:
+        raise PairError(f"the drafter's mask token is {c.mask_id}; the target has {target.n_vocab} tokens")
+    if c.block < 2:
+        raise PairError(f"the drafter's block size is {c.block}; it needs at least 2")
+
+
+class DFlashNet:
+    """The drafter's layers bound to their context memory."""
+
+    def __init__(self, c: DFlashConfig, w: Weights, memory: Memory, target: Target) -> None:
+        self.c, self.memory = c, memory
+        self.rope = Rope(c.n_rot, c.rope_base, neox=True, divisors=w.optional("rope_freqs.weight"))
+        n_layer = len(c.windows)
+        self.attention = [Attention(w, f"blk.{i}", c.attention, self.rope, c.eps) for i in range(n_layer)]
+        self.context = [a.qkv.part(1) for a in self.attention]  # k and v of context rows: the block's own weights
+        self.ffn = [FeedForward(w, f"blk.{i}") for i in range(n_layer)]
+        self.norms = [(w.vector(f"blk.{i}.attn_norm.weight"), w.vector(f"blk.{i}.ffn_norm.weight")) for i in range(n_layer)]
+        self.fc, self.fc_norm = w.matrix("fc.weight"), w.vector("enc.output_norm.weight")
+        self.norm = w.vector("output_norm.weight")
+        self.embed = w.embedding("token_embd.weight") if w.has("token_embd.weight") else target.embed
+        self.head = w.matrix("output.weight") if w.has("output.weight") else target.head
+        self.to_target = w.vector("d2t").long() if w.has("d2t") else None
+
+    def inject(self, taps: Tensor, rows: Tensor, positions: Tensor) -> None:
+        """Context keys and values of committed tokens: taps [row, T * n_target], pool rows [row], positions [row]."""
+        c = rms(self.fc(taps), self.fc_norm, self.c.eps)
+        angles = self.rope.angles(positions)
+        s = self.c.attention
+        for i, (attention, kv) in enumerate(zip(self.attention, self.context, strict=True)):
+            k, v = kv(c).chunk(2, -1)
+            self.memory.kv[i].write(rows, attention.keys(k, angles), v.view(-1, s.n_kv_head, s.head_dim))
+
+    def forward(self, batch: Batch) -> Tensor:
+        """The block rows of `batch` (laid out with see_block) -> [row, n_embd] after the final norm."""
+        x, angles = self.embed(batch.tokens), self.rope.angles(batch.positions)
+        causal = replace(batch, hi=batch.positions + 1)
+        for i, attention in enumerate(self.attention):
+            norm, ffn_norm = self.norms[i]
+            seen = causal if self.c.causal[i] else batch
+            x = x + attention(rms(x, norm, self.c.eps), angles, self.memory.kv[i], seen, self.c.windows[i])
+            x = x + self.ffn[i](rms(x, ffn_norm, self.c.eps))
+        return rms(x, self.norm, self.c.eps)
+
+
+class DFlash:
+    """Implements `Drafter`."""
+
+    name = "dflash"
+
+    def __init__(self, net: DFlashNet, table: SlotTable, device: torch.device, n_draft: int, p_min: float) -> None:
+        self.net, self.table, self.device, self.p_min = net, table, device, p_min
+        block = net.c.block
+        self.needs = Needs(min(n_draft, block - 1), net.c.taps, overhang=block)
+        self.n_context = [0] * len(table.slots)  # tokens of the slot that have context rows
+        self.generation = [-1] * len(table.slots)
+
+    def begin(self, slot: Slot, saved: object | None) -> None:
+        assert self.n_context[slot.index] >= slot.n_past, f"slot {slot.index} reuses tokens without draft context"
+        self.n_context[slot.index], self.generation[slot.index] = slot.n_past, slot.generation
+
+    @torch.inference_mode()
+    def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
+        assert out.taps is not None
+        rows: list[int] = []
+        for s, seq in enumerate(batch.seqs):
+            slot = self.table.slots[seq.slot]
+            assert self.generation[seq.slot] == slot.generation and self.n_context[seq.slot] == seq.n_past, (
+                f"draft context of slot {seq.slot} ends at {self.n_context[seq.slot]}, its tokens at {seq.n_past}"
+            )
+            rows += range(batch.starts[s], batch.starts[s] + kept[s])
+            self.n_context[seq.slot] += kept[s]
+        if len(rows) == batch.n_row:
+            self.net.inject(out.taps, batch.kv_rows, batch.positions)
+        elif rows:
+            pick = torch.tensor(rows, device=self.device)
+            self.net.inject(out.taps[pick], batch.kv_rows[pick], batch.positions[pick])
+
+    @torch.inference_mode()
+    def draft(self, asks: Sequence[Ask]) -> list[list[int]]:
+        live = [ask for ask in asks if ask.n_draft > 0]
+        if not live:
+            return [[] for _ in asks]
+        c = self.net.c
+        for ask in live:
+            assert self.n_context[ask.slot.index] == ask.slot.n_past, f"slot {ask.slot.index} drafts blind"
+        masks = [c.mask_id] * (c.block - 1)  # always the trained block; shorter drafts are cut from it
+        seqs = [Seq(ask.slot.index, ask.slot.n_past, [ask.anchor, *masks]) for ask in live]
+        batch = lay_out(self.table, seqs, self.device, see_block=True)
+        wanted = [batch.starts[i] + 1 + r for i, ask in enumerate(live) for r in range(ask.n_draft)]
+        logits = self.net.head(self.net.forward(batch)[torch.tensor(wanted, device=self.device)])
+        tokens = logits.argmax(-1)
+        if self.net.to_target is not None:
+            tokens = self.net.to_target[tokens]
+        flat = tokens.tolist()
+        sure = (logits.softmax(-1).amax(-1) >= self.p_min).tolist() if self.p_min > 0 else [True] * len(flat)
+        drafts, at = {}, 0
+        for ask in live:
+            n = next((i for i in range(ask.n_draft) if not sure[at + i]), ask.n_draft)
+            drafts[ask.slot.index] = flat[at : at + n]
+            at += ask.n_draft
+        return [drafts.get(ask.slot.index, []) for ask in asks]
+
+    def snapshot(self, slot: Slot) -> object | None:
+        return None
+
+    def end(self, slot: Slot) -> None:
+        pass  # the context rows stay with the slot's pages, for a request that goes on from them
+
+
+def load(
+    file: GGUFFile,
+    target: Target,
+    table: SlotTable,
+    *,
+    n_draft: int,
+    p_min: float,
+    kv_dtype: torch.dtype,
+    dense: torch.dtype | None,
+) -> DFlash:
+    """Check the pair, then load the drafter next to its target."""
+    c = read_config(file)
+    check_pair(c, file, target)
+    check_tensors(file, drafter_tensors(c, target.n_embd), c.alias)
+    layers = [LayerMemory(c.attention.n_kv_head, c.attention.head_dim)] * len(c.windows)
+    memory = allocate(layers, n_slot=0, n_row=table.n_row, width=0, kv_dtype=kv_dtype, device=target.device)
+    net = DFlashNet(c, Weights(file, target.device, dense, c.alias), memory, target)
+    return DFlash(net, table, target.device, n_draft, p_min)

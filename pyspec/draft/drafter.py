@@ -1,0 +1,69 @@
+"""What the loop asks of a drafter. Drafters are objects the loop calls, never branches it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from pyspec.models.target import Out
+from pyspec.slots.batch import Batch
+from pyspec.slots.table import Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """What a drafter wants from the rest, as data the planner reads before the first round.
+
+    n_draft   most tokens it proposes per slot and round
+    taps      target layers whose outputs it reads after each forward
+    overhang  KV rows beyond the committed tokens it writes while drafting
+    chained   the cost of a draft grows with its length (MTP); otherwise it is paid once (DFlash block)
+    """
+
+    n_draft: int
+    taps: tuple[int, ...] = ()
+    overhang: int = 0
+    chained: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Draft at most `n_draft` tokens after `anchor`, the slot's last sampled token (position slot.n_past)."""
+
+    slot: Slot
+    anchor: int
+    n_draft: int
+
+
+class Drafter(Protocol):
+    """State per slot only; a slot's state is tagged with the slot's generation."""
+
+    name: str
+    needs: Needs
+
+    def begin(self, slot: Slot, saved: object | None) -> None:
+        """A request starts on `slot`, whose first slot.n_past tokens are reused.
+
+        `saved` is what `snapshot` returned at exactly that length, or None when the slot simply went on from there.
+        """
+        ...
+
+    def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
+        """The target ran `batch`; of sequence s the first kept[s] rows are committed. Keeps the draft state fresh.
+
+        Called after every forward, drafted or not, before the slots' tokens are extended.
+        """
+        ...
+
+    def draft(self, asks: Sequence[Ask]) -> list[list[int]]:
+        """Proposals per ask, each at most its n_draft long; shorter and empty ones are allowed."""
+        ...
+
+    def snapshot(self, slot: Slot) -> object | None:
+        """What `begin` needs to continue from the slot's present length, beyond its KV pages."""
+        ...
+
+    def end(self, slot: Slot) -> None:
+        """The request is over. Exactly once per `begin`."""
+        ...

@@ -1,0 +1,201 @@
+"""MTP drafter (qwen35): the model's own next-token block, chained to any depth.
+
+Row p of the block pairs token x_p with the target's final-norm hidden state h_{p-1} and predicts x_{p+1}; row 0 pairs
+with zeros. Chaining feeds the block's own post-norm output. Rows of committed tokens are computed once, with true hidden
+states, in the first pass of the next draft, together with the row of the anchor; the chained rows after it are scratch
+and are overwritten. Source: llama.cpp draft-mtp (positions), vLLM (schedule).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyspec.draft.drafter import Ask, Needs
+from pyspec.errors import PairError
+from pyspec.gguf import GGUFFile
+from pyspec.models.decoder import Block, Decoder, DecoderConfig, block_tensors
+from pyspec.models.layers import Rope, rms
+from pyspec.models.target import LayerMemory, Out, Target, allocate
+from pyspec.models.weights import Matrix, Want, Weights, check_tensors
+from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.memory import Memory
+from pyspec.slots.table import Slot, SlotTable
+
+
+def has_mtp(file: GGUFFile) -> bool:
+    """True if the file carries the block itself; the metadata key alone proves nothing."""
+    return any(name.endswith(".nextn.eh_proj.weight") for name in file.tensors)
+
+
+def mtp_tensors(c: DecoderConfig, file: GGUFFile) -> dict[str, Want]:
+    """Wanted tensors of the MTP block, which stands after the trunk."""
+    p, n = f"blk.{c.n_layer}", c.n_embd
+    return {
+        **block_tensors(c, file, p, recurrent=False),
+        f"{p}.nextn.eh_proj.weight": Want((n, 2 * n)),
+        f"{p}.nextn.enorm.weight": Want((n,)),
+        f"{p}.nextn.hnorm.weight": Want((n,)),
+        f"{p}.nextn.shared_head_norm.weight": Want((n,), optional=True),
+        f"{p}.nextn.embed_tokens.weight": Want((c.n_vocab, n), optional=True),
+        f"{p}.nextn.shared_head_head.weight": Want((c.n_vocab, n), optional=True),
+    }
+
+
+class MtpBlock:
+    """One MTP block over the target's embedding and head."""
+
+    def __init__(self, config: DecoderConfig, weights: Weights, memory: Memory, target: Decoder) -> None:
+        p = f"blk.{config.n_layer}"
+        self.eps, self.memory, self.target, self.layer = config.eps, memory, target, config.n_layer
+        self.rope: Rope = target.rope
+        self.block = Block(config, weights, p, self.rope, recurrent=False)
+        self.eh: Matrix = weights.matrix(f"{p}.nextn.eh_proj.weight")
+        self.enorm, self.hnorm = weights.vector(f"{p}.nextn.enorm.weight"), weights.vector(f"{p}.nextn.hnorm.weight")
+        norm = weights.optional(f"{p}.nextn.shared_head_norm.weight")
+        self.norm = target.norm if norm is None else norm
+        own = f"{p}.nextn.embed_tokens.weight"
+        self.embed = weights.embedding(own) if weights.has(own) else target.embed
+        own = f"{p}.nextn.shared_head_head.weight"
+        self.head = weights.matrix(own) if weights.has(own) else target.head
+
+    def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
+        """hidden [row, n_embd] f32: h_{p-1} of each row. Returns the post-norm output [row, n_embd]."""
+        e = rms(self.embed(batch.tokens), self.enorm, self.eps)
+        x = self.eh(torch.cat([e, rms(hidden, self.hnorm, self.eps)], -1))
+        x = self.block(x, self.rope.angles(batch.positions), self.memory, self.layer, batch)
+        return rms(x, self.norm, self.eps)
+
+
+@dataclass(slots=True)
+class _State:
+    """Per slot: rows below n_row are exact; `hidden` [m, n_embd] holds h of positions n_row-1 .. n_past-1."""
+
+    generation: int
+    n_row: int
+    hidden: Tensor
+
+
+class Mtp:
+    """Implements `Drafter`."""
+
+    name = "mtp"
+
+    def __init__(self, block: MtpBlock, table: SlotTable, n_draft: int, p_min: float, catch_up: int = 64) -> None:
+        self.block, self.table, self.p_min, self.catch_up = block, table, p_min, catch_up
+        self.needs = Needs(n_draft, overhang=n_draft + 1, chained=True)
+        self.device = block.target.device
+        self.states: list[_State | None] = [None] * len(table.slots)
+
+    def begin(self, slot: Slot, saved: object | None) -> None:
+        old = self.states[slot.index]
+        if isinstance(saved, Tensor):
+            hidden = saved
+        elif old is not None and old.hidden.shape[0] and old.n_row + old.hidden.shape[0] - 1 == slot.n_past > 0:
+            old.generation = slot.generation
+            return
+        else:  # cold start, or no hidden state at the reuse boundary: zeros cost one weaker row, never the text
+            hidden = torch.zeros(1, self.block.target.n_embd, device=self.device)
+        self.states[slot.index] = _State(slot.generation, slot.n_past, hidden)
+
+    def _state(self, slot: Slot) -> _State:
+        state = self.states[slot.index]
+        assert state is not None and state.generation == slot.generation, f"MTP state of slot {slot.index} is stale"
+        return state
+
+    @torch.inference_mode()
+    def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
+        late = []
+        for s, seq in enumerate(batch.seqs):
+            state = self._state(self.table.slots[seq.slot])
+            rows = out.hidden[batch.starts[s] : batch.starts[s] + kept[s]]
+            state.hidden = torch.cat([state.hidden, rows])
+            if state.hidden.shape[0] > self.catch_up:
+                slot = self.table.slots[seq.slot]
+                tokens = [*slot.tokens[state.n_row : seq.n_past], *seq.tokens[: kept[s]]]
+                late.append((state, Seq(seq.slot, state.n_row, tokens)))
+        if late:  # prompt chunks, and slots that have not drafted for a while
+            rows = lay_out(self.table, [seq for _, seq in late], self.device)
+            self.block.forward(rows, torch.cat([state.hidden[:-1] for state, _ in late]))
+            for state, seq in late:
+                state.n_row, state.hidden = state.n_row + seq.width, state.hidden[-1:].clone()
+
+    @torch.inference_mode()
+    def draft(self, asks: Sequence[Ask]) -> list[list[int]]:
+        live = [ask for ask in asks if ask.n_draft > 0]
+        drafts: dict[int, list[int]] = {ask.slot.index: [] for ask in asks}
+        if live:
+            self._chain(live, drafts)
+        return [drafts[ask.slot.index] for ask in asks]
+
+    def _chain(self, live: list[Ask], drafts: dict[int, list[int]]) -> None:
+        seqs = []
+        for ask in live:
+            slot, state = ask.slot, self._state(ask.slot)
+            seqs.append(Seq(slot.index, state.n_row, [*slot.tokens[state.n_row :], ask.anchor], n_out=1))
+        batch = lay_out(self.table, seqs, self.device)
+        hidden = torch.cat([self._state(ask.slot).hidden for ask in live])
+        hidden = self.block.forward(batch, hidden)[batch.out_rows]
+        for ask in live:  # the anchor's row is exact, too: its token is final, its hidden state was the target's
+            state = self._state(ask.slot)
+            state.n_row, state.hidden = ask.slot.n_past + 1, state.hidden[:0]
+        depth = 0
+        while True:
+            logits = self.block.head(hidden)
+            tokens = logits.argmax(-1)
+            sure = [True] * len(live)
+            if self.p_min > 0:
+                sure = (logits.softmax(-1).amax(-1) >= self.p_min).tolist()
+            depth += 1
+            go = []
+            for i, (ask, token) in enumerate(zip(live, tokens.tolist(), strict=True)):
+                if sure[i]:
+                    drafts[ask.slot.index].append(token)
+                if sure[i] and depth < ask.n_draft:
+                    go.append(i)
+            if not go:
+                return
+            live = [live[i] for i in go]
+            hidden = hidden[go]
+            seqs = [Seq(a.slot.index, a.slot.n_past + depth, drafts[a.slot.index][-1:], n_out=1) for a in live]
+            hidden = self.block.forward(lay_out(self.table, seqs, self.device), hidden)
+
+    def snapshot(self, slot: Slot) -> object | None:
+        return self._state(slot).hidden[-1:].clone()
+
+    def end(self, slot: Slot) -> None:
+        pass  # the state stays for a request that goes on from here; `begin` decides
+
+
+def load(
+    file: GGUFFile,
+    target: Target,
+    table: SlotTable,
+    *,
+    n_draft: int,
+    p_min: float,
+    kv_dtype: torch.dtype,
+    dense: torch.dtype | None,
+) -> Mtp:
+    """The MTP block of `file`: the target's own file, or a sidecar that has only the block."""
+    if not isinstance(target, Decoder):
+        raise PairError("this architecture has no MTP block that pyspec can run")
+    c = target.config
+    if file.architecture != c.arch:
+        raise PairError(f"the MTP file is {file.architecture}, the target is {c.arch}")
+    a = file.architecture
+    n_layer = file.get_int(f"{a}.block_count") - file.get_int(f"{a}.nextn_predict_layers", 0)
+    if not has_mtp(file):
+        raise PairError("the file announces an MTP block but has no nextn.eh_proj tensor")
+    if n_layer != c.n_layer or file.get_int(f"{a}.embedding_length") != c.n_embd:
+        raise PairError(
+            f"the MTP block follows layer {n_layer} of width {file.get_int(f'{a}.embedding_length')}; "
+            f"the target has {c.n_layer} layers of width {c.n_embd}"
+        )
+    check_tensors(file, mtp_tensors(c, file))
+    layers = [LayerMemory()] * c.n_layer + [LayerMemory(c.attention.n_kv_head, c.attention.head_dim)]
+    memory = allocate(layers, n_slot=0, n_row=table.n_row, width=0, kv_dtype=kv_dtype, device=target.device)
+    return Mtp(MtpBlock(c, Weights(file, target.device, dense), memory, target), table, n_draft, p_min)

@@ -1,0 +1,71 @@
+"""Drafts from the slot's own text: find where its last tokens stood before, propose what followed.
+
+Needs no model. Among the latest occurrences of the last `n_match` tokens the one with the longest common past wins.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pyspec.draft.drafter import Ask, Needs
+from pyspec.models.target import Out
+from pyspec.slots.batch import Batch
+from pyspec.slots.table import Slot
+
+LOOK_BACK = 64  # tokens compared when occurrences compete
+
+
+@dataclass(slots=True)
+class _Index:
+    """Where each n-gram ended, for the first `n` tokens of a slot."""
+
+    generation: int = -1
+    n: int = 0
+    ends: defaultdict[tuple[int, ...], deque[int]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=8)))
+
+
+class NGram:
+    """Implements `Drafter`."""
+
+    name = "ngram"
+
+    def __init__(self, n_slot: int, n_draft: int = 8, n_match: int = 3) -> None:
+        self.needs = Needs(n_draft)
+        self.n_match = n_match
+        self.index = [_Index() for _ in range(n_slot)]
+
+    def begin(self, slot: Slot, saved: object | None) -> None:
+        self.index[slot.index] = _Index(slot.generation)
+
+    def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
+        pass  # it reads the slot's tokens when asked
+
+    def draft(self, asks: Sequence[Ask]) -> list[list[int]]:
+        return [self._propose(ask) if ask.n_draft > 0 else [] for ask in asks]
+
+    def _propose(self, ask: Ask) -> list[int]:
+        tokens, m = [*ask.slot.tokens, ask.anchor], self.n_match
+        index = self.index[ask.slot.index]
+        assert index.generation == ask.slot.generation, "n-gram index of another request"
+        for end in range(max(index.n, m), len(tokens)):  # the n-gram at the very end has no continuation yet
+            index.ends[tuple(tokens[end - m : end])].append(end)
+        index.n = len(tokens)
+        found = index.ends.get(tuple(tokens[-m:]), ())
+        best = max(found, key=lambda end: (self._past(tokens, end), end), default=None)
+        return [] if best is None else tokens[best : best + ask.n_draft]
+
+    @staticmethod
+    def _past(tokens: list[int], end: int) -> int:
+        """How many tokens before `end` equal those at the end of the text."""
+        n, most = 0, min(LOOK_BACK, end)
+        while n < most and tokens[end - 1 - n] == tokens[-1 - n]:
+            n += 1
+        return n
+
+    def snapshot(self, slot: Slot) -> object | None:
+        return None
+
+    def end(self, slot: Slot) -> None:
+        self.index[slot.index] = _Index()

@@ -1,0 +1,139 @@
+"""One request on its way through the engine: what it asked for, how far it is, what it cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from pyspec.request import Delta, Done, Event, Failed, Finish, Request, Timings, TokenLogprob
+from pyspec.sample import SlotSampler
+from pyspec.slots.table import Slot
+from pyspec.text.stream import TextStream
+
+Sink = Callable[[Event], None]
+
+
+@dataclass
+class Job:
+    """Lives from submit to its last event. `slot` is None while it waits; `anchor` is None until its prompt is done."""
+
+    id: str
+    request: Request
+    sink: Sink
+    stream: TextStream
+    eog: frozenset[int]
+    n_ctx: int
+    n_rows: int  # most KV rows it will need
+    slot: Slot | None = None
+    sampler: SlotSampler | None = None
+    anchor: int | None = None
+    cut: int = 0  # prompt position at which a checkpoint is due
+    n_cached: int = 0
+    n_predicted: int = 0
+    cancelled: bool = False
+    started: float = field(default_factory=time.perf_counter)
+    first: float = 0.0  # when the first token was there
+    last: float = 0.0
+    n_rounds: int = 0
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    used: list[int] = field(default_factory=list)  # rounds by n_draft
+    synthetic: bool = False
+
+    @property
+    def wanted_slot(self) -> int:
+        return self.request.slot
+
+    @property
+    def n_prompt(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.anchor is not None
+
+    @property
+    def n_left(self) -> int:
+        """Tokens it may still emit, by its own limit and by the context's."""
+        room = self.n_ctx - self.n_prompt - self.n_predicted
+        most = self.request.max_tokens
+        return room if most < 0 else min(room, most - self.n_predicted)
+
+    def begin(self, slot: Slot, sampler: SlotSampler, cut: int) -> None:
+        self.slot, self.sampler, self.cut = slot, sampler, cut
+        self.n_cached, self.started = slot.n_past, time.perf_counter()
+
+    def count(self, n_draft: int, n_accepted: int) -> None:
+        """Statistics of one decode round."""
+        self.n_rounds += 1
+        for counts, n in ((self.drafted, n_draft), (self.accepted, n_accepted), (self.used, n_draft + 1)):
+            counts.extend([0] * (n - len(counts)))
+        self.used[n_draft] += 1
+        for i in range(n_draft):
+            self.drafted[i] += 1
+        for i in range(n_accepted):
+            self.accepted[i] += 1
+
+    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob], n_draft: int, n_accepted: int) -> _Taken:
+        """Let tokens of one round out, up to the one that ends the request. Sends the Delta."""
+        tokens = tokens[: self.n_left]
+        self.last = time.perf_counter()
+        if not self.first:
+            self.first = self.last
+        end = next((i for i, t in enumerate(tokens) if t in self.eog and not self.request.params.ignore_eos), None)
+        content = tokens if end is None else tokens[:end]
+        released = self.stream.push(content)
+        finish: Finish | None = None
+        n_used = len(tokens) if end is None else end + 1
+        if released.stopped:
+            finish, n_used, content = "stop", released.n_tokens_used, content[: released.n_tokens_used]
+        elif end is not None:
+            finish = "eos"
+        self.n_predicted += n_used
+        if finish is None and (self.n_left <= 0 or self._is_late()):
+            finish = "length"
+        text = released.text if finish in (None, "stop") else released.text + self.stream.flush()
+        if content or text:
+            told = tuple(logprobs[: len(content)])
+            self.sink(Delta(self.id, tuple(content), text, told, n_draft, n_accepted))
+        return _Taken(n_used, finish, released.stopped)
+
+    def _is_late(self) -> bool:
+        limit = self.request.max_predict_ms
+        return limit > 0 and 1e3 * (self.last - self.first) >= limit
+
+    def timings(self) -> Timings:
+        first = self.first or time.perf_counter()
+        return Timings(
+            cache_n=self.n_cached,
+            prompt_n=self.n_prompt - self.n_cached,
+            prompt_ms=1e3 * (first - self.started),
+            predicted_n=self.n_predicted,
+            predicted_ms=1e3 * (self.last - self.first),
+            draft_n=sum(self.drafted),
+            draft_n_accepted=sum(self.accepted),
+            n_rounds=self.n_rounds,
+            drafted_per_pos=tuple(self.drafted),
+            accepted_per_pos=tuple(self.accepted),
+            n_draft_used=tuple(self.used),
+            synthetic=self.synthetic,
+        )
+
+    def done(self, finish: Finish, stop: str = "") -> None:
+        """The last event of a request that did not fail."""
+        full = finish == "length" and self.n_prompt + self.n_predicted >= self.n_ctx
+        slot = -1 if self.slot is None else self.slot.index
+        self.sink(Done(self.id, finish, self.n_prompt, self.n_predicted, self.timings(), stop, full, slot))
+
+    def failed(self, error: Failed) -> None:
+        self.sink(error)
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """How many of a round's tokens the request used, and whether it is over."""
+
+    n_used: int
+    finish: Finish | None
+    stop: str

@@ -1,0 +1,236 @@
+"""From files to a running loop: read, check everything, plan the memory, then allocate. All "auto"s end here."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from pyspec.config import EngineSettings
+from pyspec.control import Controller
+from pyspec.draft import DRAFTERS, dflash, mtp
+from pyspec.draft.drafter import Drafter
+from pyspec.draft.ngram import NGram
+from pyspec.errors import ConfigError, DeviceError, PairError
+from pyspec.gguf import GGUFFile, open_gguf
+from pyspec.loop import Loop
+from pyspec.models import read_config
+from pyspec.models.decoder import Decoder, DecoderConfig, decoder_tensors
+from pyspec.models.target import LayerMemory, allocate
+from pyspec.models.weights import Weights, check_tensors, weight_bytes
+from pyspec.plan import MemoryPlan, check_fit, memory_bytes, pick_dense
+from pyspec.request import EngineInfo
+from pyspec.sample import SynthAcceptance
+from pyspec.slots.table import SlotTable
+from pyspec.text.template import ChatTemplate
+from pyspec.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+AUTO_CTX = 8192
+DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
+DEFAULT_DRAFT = {"mtp": 3, "ngram": 8}
+
+
+@dataclass
+class Loaded:
+    """Everything an engine needs."""
+
+    loop: Loop
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    info: EngineInfo
+
+
+@dataclass(frozen=True)
+class DraftPlan:
+    """Which drafter runs, from which file, with how many tokens; decided before anything is allocated."""
+
+    kind: str  # a key of DRAFTERS, or "none"
+    file: GGUFFile | None
+    n_draft: int
+    overhang: int  # KV rows it writes beyond the committed tokens
+    note: str
+
+
+def pick_device(wanted: str) -> torch.device:
+    if wanted == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(wanted)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as e:
+        raise DeviceError(f"device '{wanted}' can not be used: {str(e).splitlines()[0]}") from e
+    return device
+
+
+def plan_draft(target: GGUFFile, draft: GGUFFile | None, settings: EngineSettings) -> DraftPlan:
+    """Recognise the drafter. One that was given is a request: if it can not run, loading fails with the reason."""
+    kind = settings.spec_type
+    if draft is not None and kind in ("none", "ngram"):
+        raise ConfigError(f"a draft file is given, but --spec-type is {kind}; drop one of them")
+    if kind == "auto":
+        if draft is not None:
+            kind = _kind_of(draft)
+        else:
+            kind = "mtp" if target.architecture == "qwen35" and mtp.has_mtp(target) else "none"
+    if kind == "none":
+        return DraftPlan(kind, None, 0, 0, "speculation: off (no drafter)")
+    if kind == "dflash" and draft is None:
+        raise ConfigError("--spec-type dflash needs a draft file (-md)")
+    file = draft if draft is not None else target if kind == "mtp" else None
+    if kind == "mtp" and not mtp.has_mtp(file if file is not None else target):
+        raise PairError("no MTP block in the file: it has no nextn.eh_proj tensor")
+    n, note = settings.n_draft_max or DEFAULT_DRAFT.get(kind, 0), ""
+    if kind == "dflash" and file is not None:
+        block = dflash.read_config(file).block
+        most = block - 1
+        note = f", n_draft {n} lowered to {most} (block {block})" if n > most else ""
+        n = min(n or most, most)
+        overhang = block
+    else:
+        overhang = n + 1
+    return DraftPlan(kind, file, n, overhang, f"speculation: {kind}, up to {n} tokens a round{note}")
+
+
+def _kind_of(file: GGUFFile) -> str:
+    if file.architecture in dflash.ARCHS:
+        return "dflash"
+    if mtp.has_mtp(file):
+        return "mtp"
+    raise PairError(
+        f"the draft file ({file.architecture}) is neither a DFlash drafter nor an MTP block; drafters: "
+        + ", ".join(DRAFTERS)
+    )
+
+
+def check_vocabulary(target: GGUFFile, draft: GGUFFile) -> None:
+    """Both files must mean the same token by the same id."""
+    key = "tokenizer.ggml.tokens"
+    ours, theirs = target.metadata.get(key), draft.metadata.get(key)
+    if ours is None or theirs is None or ours == theirs:
+        return
+    a, b = list(ours), list(theirs)  # type: ignore[call-overload]
+    if len(a) != len(b):
+        raise PairError(f"the drafter has {len(b)} tokens, the target {len(a)}: they do not share a vocabulary")
+    i = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+    raise PairError(f"token {i} is {b[i]!r} in the drafter and {a[i]!r} in the target: not the same vocabulary")
+
+
+def _memory_plan(
+    file: GGUFFile, c: DecoderConfig, d: DraftPlan, s: EngineSettings, n_row: int, dense: torch.dtype | None
+) -> MemoryPlan:
+    kv_size = DTYPES[s.kv_type].itemsize
+    kv, state = memory_bytes(c.memory(), n_slot=s.np, n_row=n_row, width=d.n_draft + 1, kv_size=kv_size)
+    draft_weights = draft_kv = 0
+    if d.kind == "mtp":
+        draft_kv = 2 * n_row * c.attention.n_kv_head * c.attention.head_dim * kv_size
+    if d.kind == "dflash" and d.file is not None:
+        a = dflash.read_config(d.file)
+        draft_kv = 2 * n_row * a.attention.n_kv_head * a.attention.head_dim * kv_size * len(a.windows)
+    if d.file is not None and d.file is not file:
+        draft_weights = weight_bytes(d.file, dense)
+    return MemoryPlan(weight_bytes(file, dense), kv, state, draft_weights, draft_kv)
+
+
+def _drafter(
+    d: DraftPlan, target: Decoder, table: SlotTable, s: EngineSettings, dense: torch.dtype | None
+) -> Drafter | None:
+    if d.kind == "none":
+        return None
+    if d.kind == "ngram":
+        return NGram(s.np, d.n_draft, s.ngram_match)
+    assert d.file is not None
+    build = import_module(DRAFTERS[d.kind]).load
+    kv = DTYPES[s.kv_type]
+    return build(d.file, target, table, n_draft=d.n_draft, p_min=s.draft_p_min, kv_dtype=kv, dense=dense)
+
+
+def load(path: Path, settings: EngineSettings) -> Loaded:
+    """Open, check, plan, allocate, warm up. Every refusal is a PyspecError with the reason."""
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    device = pick_device(settings.device)
+    file = open_gguf(path)
+    draft_file = open_gguf(settings.draft_path) if settings.draft_path is not None else None
+    config = read_config(file)
+    check_tensors(file, decoder_tensors(config, file))
+    tokenizer = Tokenizer.from_metadata(file.metadata)
+    if draft_file is not None:
+        check_vocabulary(file, draft_file)
+    d = plan_draft(file, draft_file, settings)
+
+    n_ctx = min(settings.ctx or AUTO_CTX, config.n_ctx_train) if not settings.ctx else settings.ctx
+    if n_ctx > config.n_ctx_train:
+        log.warning("-c %d is more than the model was trained for (%d)", n_ctx, config.n_ctx_train)
+    extra = max(d.overhang, d.n_draft + 1)
+    table = _table(settings, n_ctx, extra)
+    dense = pick_dense(file, device, settings.weights)
+    plan = _memory_plan(file, config, d, settings, table.n_row, dense)
+    check_fit(plan, device, n_slot=settings.np, n_ctx=n_ctx, packed=dense is None)
+
+    kv = DTYPES[settings.kv_type]
+    width = d.n_draft + 1
+    memory = allocate(config.memory(), n_slot=settings.np, n_row=table.n_row, width=width, kv_dtype=kv, device=device)
+    target = Decoder(config, Weights(file, device, dense), memory)
+    drafter = _drafter(d, target, table, settings, dense)
+    controller = Controller(
+        settings.np, d.n_draft, chained=drafter is not None and drafter.needs.chained, fixed=settings.n_draft_fixed
+    )
+    synth = SynthAcceptance(settings.synth_len, d.n_draft, max(settings.seed, 0)) if settings.synth_len and d.n_draft else None
+    loop = Loop(
+        target, memory, table, drafter, controller, ubatch=settings.ubatch, queue_limit=settings.queue_limit, synth=synth
+    )
+    log.info("%s", d.note)
+    info = _info(path, file, config, d, settings, n_ctx, extra, device, tokenizer)
+    return Loaded(loop, tokenizer, ChatTemplate.from_metadata(file.metadata), info)
+
+
+def _table(s: EngineSettings, n_ctx: int, extra: int) -> SlotTable:
+    per_slot = -(-(n_ctx + extra) // s.page_size)
+    pool = -(-s.kv_pool // s.page_size) if s.kv_pool else per_slot * s.np
+    if pool < -(-(extra + 2) // s.page_size):
+        raise ConfigError(f"--kv-pool {s.kv_pool} holds not even one request of {extra + 2} rows")
+    return SlotTable(s.np, pool, s.page_size)
+
+
+def _info(
+    path: Path,
+    file: GGUFFile,
+    c: DecoderConfig,
+    d: DraftPlan,
+    s: EngineSettings,
+    n_ctx: int,
+    extra: int,
+    device: torch.device,
+    tokenizer: Tokenizer,
+) -> EngineInfo:
+    template = file.metadata.get("tokenizer.chat_template")
+    piece = lambda i: "" if i is None else tokenizer.piece(i)  # noqa: E731
+    return EngineInfo(
+        model_name=str(file.metadata.get("general.name") or path.stem),
+        model_path=str(path),
+        arch=c.arch,
+        n_vocab=c.n_vocab,
+        n_ctx=n_ctx,
+        n_ctx_train=c.n_ctx_train,
+        n_slot=s.np,
+        n_embd=c.n_embd,
+        n_params=sum(t.n_elements for t in file.tensors.values()),
+        n_bytes=sum(t.n_bytes for t in file.tensors.values()),
+        file_type=str(file.metadata.get("general.file_type", "")),
+        device=str(device),
+        drafter=d.kind,
+        draft_path=str(s.draft_path or ""),
+        n_draft_max=d.n_draft,
+        draft_note=d.note,
+        synthetic_len=s.synth_len,
+        chat_template=template if isinstance(template, str) else "",
+        bos_token=piece(tokenizer.bos_id),
+        eos_token=piece(tokenizer.eos_id),
+        eog_ids=tuple(sorted(tokenizer.eog)),
+        n_overhang=extra,
+    )

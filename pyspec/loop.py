@@ -1,0 +1,327 @@
+"""The loop: one round drafts, verifies, accepts and commits for every busy slot. Open this file first.
+
+`step` is the whole trip; everything it calls is one idea. It runs on one thread and knows no drafter or architecture by
+name. A request's failure ends that request; only a DeviceError (or a bug) stops the loop.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pyspec.control import Controller
+from pyspec.cuda.kernels.gdn_ref import flush
+from pyspec.draft.drafter import Ask, Drafter, Needs
+from pyspec.errors import PyspecError, SlotError
+from pyspec.job import Job
+from pyspec.models.target import Out, Target
+from pyspec.request import Failed, Progress, Started
+from pyspec.sample import Chosen, SlotSampler, Span, SynthAcceptance, choose
+from pyspec.scheduler import Queue, cut_of, share_rows
+from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.memory import Checkpoint, Memory
+from pyspec.slots.table import Slot, SlotTable, common_prefix
+from pyspec.stats import Stats
+
+log = logging.getLogger(__name__)
+
+NO_NEEDS = Needs(0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """One job's part in a round."""
+
+    job: Job
+    slot: Slot
+    seq: Seq
+    draft: Sequence[int]
+
+
+class Loop:
+    """Owns what runs: target, drafter, slots, memory, controller, statistics, and the jobs."""
+
+    def __init__(
+        self,
+        target: Target,
+        memory: Memory,
+        table: SlotTable,
+        drafter: Drafter | None,
+        controller: Controller,
+        *,
+        ubatch: int,
+        queue_limit: int,
+        synth: SynthAcceptance | None = None,
+    ) -> None:
+        self.target, self.memory, self.table, self.drafter = target, memory, table, drafter
+        self.needs = drafter.needs if drafter is not None else NO_NEEDS
+        self.controller, self.ubatch, self.synth = controller, ubatch, synth
+        self.queue: Queue[Job] = Queue(queue_limit)
+        self.jobs: dict[int, Job] = {}  # by slot, in order of arrival
+        self.checkpoints: dict[int, tuple[Checkpoint, object | None]] = {}
+        self.stats = Stats(controller.n_max)
+
+    # -- the round -----------------------------------------------------------------------------------------------
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.jobs and not len(self.queue)
+
+    def step(self) -> None:
+        """One round for every busy slot: draft, verify, accept, commit."""
+        self._drop_cancelled()
+        self._admit()
+        if not self.jobs:
+            return
+        began = time.perf_counter()
+        asks, drafts = self._draft()
+        drafted = time.perf_counter()
+        work = self._plan(asks, drafts)
+        try:
+            batch = lay_out(self.table, [w.seq for w in work], self.target.device)
+            out = self.target.forward(batch, self.needs.taps)
+            chosen = self._choose(work, out)
+        except SlotError as e:
+            self._blame(e)
+            return
+        verified = time.perf_counter()
+        self._commit(work, batch, out, chosen)
+        self.stats.round(work_rows=batch.n_row, busy=len(work), times=(began, drafted, verified, time.perf_counter()))
+        if all(w.job.is_decoding or w.slot.index not in self.jobs for w in work) and not self._prefilled(work):
+            live = [len(d) for d in drafts if d]
+            self.controller.timed(
+                batch.n_row, 1e3 * (verified - drafted), len(live), max(live, default=0), 1e3 * (drafted - began)
+            )
+
+    @staticmethod
+    def _prefilled(work: Sequence[_Work]) -> bool:
+        return any(w.seq.n_out == 0 or (w.seq.keep and w.seq.width > 1) for w in work)
+
+    def _draft(self) -> tuple[list[Ask], list[list[int]]]:
+        """Ask the drafter for every decoding slot. A failure costs this round's drafts, nothing else."""
+        jobs = [job for job in self.jobs.values() if job.is_decoding]
+        picked = self.controller.choose([(job.slot.index, self._cap(job)) for job in jobs if job.slot is not None])
+        asks = [
+            Ask(job.slot, job.anchor, n)
+            for job, n in zip(jobs, picked, strict=True)
+            if job.slot is not None and job.anchor is not None
+        ]
+        if self.drafter is None or not any(picked):
+            return asks, [[] for _ in asks]
+        try:
+            return asks, self.drafter.draft(asks)
+        except SlotError as e:
+            log.warning("no drafts this round: %s", e)
+            self.stats.guard_trips += 1
+            return asks, [[] for _ in asks]
+
+    def _cap(self, job: Job) -> int:
+        """Most tokens worth drafting: the bonus token comes for free, so one less than the request may still emit."""
+        asked = job.request.n_draft_max
+        return max(0, min(self.needs.n_draft, job.n_left - 1, self.needs.n_draft if asked is None else asked))
+
+    def _plan(self, asks: Sequence[Ask], drafts: Sequence[Sequence[int]]) -> list[_Work]:
+        """Rows of this forward: [anchor, drafts...] of decoding slots, then prompt chunks in what room is left."""
+        work, n_vocab = [], self.target.n_vocab
+        for ask, draft in zip(asks, drafts, strict=True):
+            slot = ask.slot
+            bad = next((i for i, t in enumerate(draft) if not 0 <= t < n_vocab), len(draft))
+            draft = draft[: min(bad, ask.n_draft)]  # a wild id is never embedded
+            tokens = [ask.anchor, *draft]
+            seq = Seq(slot.index, slot.n_past, tokens, keep=not draft, n_out=len(tokens), n_fold=slot.n_fold)
+            work.append(_Work(self.jobs[slot.index], slot, seq, draft))
+        prompts = [job for job in self.jobs.values() if not job.is_decoding]
+        left = [self._todo(job) for job in prompts]
+        for job, n in zip(prompts, share_rows(self.ubatch - sum(w.seq.width for w in work), left), strict=True):
+            slot = job.slot
+            if n and slot is not None:
+                end = slot.n_past + n
+                chunk = job.request.prompt[slot.n_past : end]
+                seq = Seq(slot.index, slot.n_past, chunk, True, int(end == job.n_prompt), slot.n_fold)
+                work.append(_Work(job, slot, seq, ()))
+        return work
+
+    @staticmethod
+    def _todo(job: Job) -> tuple[int, int]:
+        assert job.slot is not None
+        done = job.slot.n_past
+        return job.n_prompt - done, max(job.cut - done, 0)
+
+    def _choose(self, work: Sequence[_Work], out: Out) -> list[Chosen | None]:
+        """The target's verdict on every sequence that has logits."""
+        spans, at = [], 0
+        for w in work:
+            if w.seq.n_out:
+                assert w.job.sampler is not None
+                spans.append(Span(w.job.sampler, at, w.seq.n_out, w.draft))
+                at += w.seq.n_out
+        verdicts = iter(choose(out.logits, spans, synth=self.synth))
+        return [next(verdicts) if w.seq.n_out else None for w in work]
+
+    # -- commit --------------------------------------------------------------------------------------------------
+
+    def _commit(self, work: Sequence[_Work], batch: Batch, out: Out, chosen: Sequence[Chosen | None]) -> None:
+        """Keep what was accepted; the drafter hears of it before the slots' tokens grow."""
+        kept, taken = [], []
+        for w, c in zip(work, chosen, strict=True):
+            n, finish = self._take(w, c)
+            kept.append(n)
+            taken.append(finish)
+        if self.drafter is not None:
+            self.drafter.observe(batch, kept, out)
+        for w, n, finish in zip(work, kept, taken, strict=True):
+            w.slot.tokens.extend(w.seq.tokens[:n])
+            w.slot.n_fold = 0 if w.seq.keep else n
+            if finish is not None:
+                self._finish(w.job, finish)
+            elif not w.job.is_decoding:
+                self._after_chunk(w)
+
+    def _take(self, w: _Work, c: Chosen | None) -> tuple[int, _End | None]:
+        """Hand a job its tokens. Returns rows kept, and how the job ends if it does."""
+        if c is None:
+            return w.seq.width, None
+        if c.error is not None:
+            return (w.seq.width if w.seq.keep else 1), _End("error", error=c.error)
+        was_decoding = w.job.is_decoding
+        if was_decoding:
+            self.controller.record(w.slot.index, len(w.draft), c.n_accepted)
+            w.job.count(len(w.draft), c.n_accepted)
+            self.stats.verdict(len(w.draft), c.n_accepted)
+        taken = w.job.take(c.tokens, c.logprobs or (), len(w.draft), c.n_accepted)
+        self.stats.predicted_tokens += taken.n_used
+        if w.job.sampler is not None:
+            w.job.sampler.commit(c.tokens[: taken.n_used])
+        # row 0 is the anchor, row i the draft i; the last token has no row yet
+        kept = 1 + min(taken.n_used, c.n_accepted) if was_decoding else w.seq.width
+        if taken.finish is not None:
+            return kept, _End(taken.finish, taken.stop)
+        w.job.anchor = c.tokens[-1]
+        return kept, None
+
+    def _after_chunk(self, w: _Work) -> None:
+        """A prompt chunk is in; take the checkpoint if this is its place."""
+        job, slot = w.job, w.slot
+        if job.cut == slot.n_past and self.memory.states:
+            saved = self.drafter.snapshot(slot) if self.drafter is not None else None
+            self.checkpoints[slot.index] = (self.memory.checkpoint(slot.index, slot.n_past), saved)
+        job.sink(
+            Progress(job.id, job.n_prompt, job.n_cached, slot.n_past, 1e3 * (time.perf_counter() - job.started))
+        )
+
+    def _finish(self, job: Job, end: _End) -> None:
+        """Give the slot back; its tokens and state stay for a request that goes on from them."""
+        slot = job.slot
+        assert slot is not None
+        if self.drafter is not None:
+            self.drafter.end(slot)
+        self.jobs.pop(slot.index)
+        self.table.release(slot)
+        self.stats.finished(job)
+        if end.error is not None:
+            self._forget(slot)
+            job.sink(Failed(job.id, end.error))
+            log.error("request %s failed in slot %d: %s", job.id, slot.index, end.error)
+        else:
+            job.done(end.finish, end.stop)  # type: ignore[arg-type]
+            t = job.timings()
+            log.info(
+                "request=%s slot=%d finish=%s prompt=%d cached=%d tokens=%d tok/s=%.1f rounds=%d mean_len=%.2f",
+                *(job.id, slot.index, end.finish, job.n_prompt, job.n_cached, job.n_predicted),
+                *(t.predicted_per_second, t.n_rounds, t.mean_len),
+            )
+        if self.is_idle:
+            self.table.check()
+
+    def _forget(self, slot: Slot) -> None:
+        """Nothing of this slot may be reused."""
+        self.table.trim(slot, 0)
+        slot.n_fold = 0
+        self.checkpoints.pop(slot.index, None)
+
+    # -- admission, cancel, failure ------------------------------------------------------------------------------
+
+    def submit(self, job: Job) -> None:
+        """Queue a job; raises QueueFull."""
+        self.queue.push(job)
+
+    def cancel(self, job: Job) -> None:
+        """End a job at the next round's start, wherever it is."""
+        job.cancelled = True
+
+    def _drop_cancelled(self) -> None:
+        for job in [j for j in self.jobs.values() if j.cancelled]:
+            self._finish(job, _End("cancelled"))
+        for job in [j for j in self.queue.waiting() if j.cancelled]:
+            self.queue.remove(job)
+            job.done("cancelled")
+
+    def _admit(self) -> None:
+        while (job := self.queue.next(self.table)) is not None:
+            prompt = job.request.prompt
+            slot = self.table.pick(prompt, job.request.slot)
+            assert slot is not None, "the queue offered a job without an idle slot"
+            saved = self._reuse(slot, job)
+            self.table.acquire(slot, job.n_rows)
+            if self.drafter is not None:
+                self.drafter.begin(slot, saved)
+            cut = cut_of(len(prompt), self.table.page_size) if self.memory.states else 0
+            job.begin(slot, SlotSampler.of(job.request, job.eog, self.target.n_vocab), cut if cut > slot.n_past else 0)
+            job.synthetic = self.synth is not None and self.drafter is not None
+            self.controller.begin(slot.index)
+            self.jobs[slot.index] = job
+            job.sink(Started(job.id, slot.index, job.n_prompt, job.n_cached))
+
+    def _reuse(self, slot: Slot, job: Job) -> object | None:
+        """Trim an idle slot to the prefix it can serve; at least one prompt token is left to compute.
+
+        Recurrent state can not be trimmed: it serves its own length, or the one of the slot's checkpoint.
+        """
+        prompt = job.request.prompt
+        n = min(common_prefix(slot.tokens, prompt), len(prompt) - 1) if job.request.cache_prompt else 0
+        saved: object | None = None
+        if self.memory.states and n < slot.n_past:
+            checkpoint, saved_draft = self.checkpoints.get(slot.index, (None, None))
+            if checkpoint is not None and 0 < checkpoint.n_past <= n:
+                n, saved = checkpoint.n_past, saved_draft
+                self.memory.restore(slot.index, checkpoint)
+            else:
+                n = 0
+                self.checkpoints.pop(slot.index, None)
+                self.memory.reset(slot.index)
+            slot.n_fold = 0
+        elif n == 0 and self.memory.states:
+            self.memory.reset(slot.index)
+        if not self.memory.states:
+            slot.n_fold = 0
+        self.table.trim(slot, n)
+        return saved
+
+    def _blame(self, error: SlotError) -> None:
+        """A round failed before anything was committed: end the slot it names, or all if it names none."""
+        self.stats.guard_trips += 1
+        guilty = [self.jobs[error.slot]] if error.slot in self.jobs else list(self.jobs.values())
+        for job in guilty:
+            self._finish(job, _End("error", error=error))
+
+    def abort(self, error: PyspecError) -> None:
+        """The engine is going down: every request hears why."""
+        for job in list(self.jobs.values()):
+            self._finish(job, _End("error", error=error))
+        for job in self.queue.drain():
+            job.sink(Failed(job.id, error))
+
+    def flush(self, slot: Slot) -> None:
+        """Fold what is pending, so that the slot's state stands at its committed length."""
+        for layer in self.memory.states.values():
+            flush(layer, slot.index, slot.n_fold)
+        slot.n_fold = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    finish: str
+    stop: str = ""
+    error: PyspecError | None = None

@@ -1,0 +1,204 @@
+"""A decoder of one residual stream: attention or Gated DeltaNet layers, each followed by a feed-forward.
+
+`llama`, `qwen3` and `qwen35` are declarations of this: a DecoderConfig read from the file and the tensors it implies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyspec.errors import BadTensors, ModelError
+from pyspec.gguf import GGUFFile
+from pyspec.models.layers import Attention, AttentionShape, FeedForward, GatedDeltaNet, Rope, rms
+from pyspec.models.target import LayerMemory, Out
+from pyspec.models.weights import Want, Weights
+from pyspec.slots.batch import Batch
+from pyspec.slots.memory import Memory, StateShape
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Everything the forward needs to know, read from metadata and checked."""
+
+    arch: str
+    n_vocab: int
+    n_embd: int
+    n_layer: int  # trunk layers, without MTP blocks
+    n_nextn: int = 0  # MTP blocks the metadata announces
+    n_ff: int
+    n_ctx_train: int
+    eps: float
+    attention: AttentionShape
+    n_rot: int
+    rope_base: float
+    rope_factor: float = 1.0
+    rope_neox: bool
+    ffn_norm: str = "ffn_norm"  # GGUF name of the norm before the feed-forward
+    qk_norm: bool = False
+    recurrent: tuple[bool, ...]  # per trunk layer
+    state: StateShape | None = None
+
+    def memory(self) -> list[LayerMemory]:
+        """What each trunk layer keeps per slot."""
+        kv = LayerMemory(self.attention.n_kv_head, self.attention.head_dim)
+        return [LayerMemory(state=self.state) if r else kv for r in self.recurrent]
+
+
+def read_attention(file: GGUFFile, *, gated: bool = False) -> AttentionShape:
+    """Head counts and dimensions, with the rules of llama.cpp for absent keys."""
+    a = file.architecture
+    n_embd, n_head = file.get_int(f"{a}.embedding_length"), file.get_int(f"{a}.attention.head_count")
+    n_kv = file.get_int(f"{a}.attention.head_count_kv", n_head)
+    if n_head < 1 or n_kv < 1 or n_head % n_kv:
+        raise ModelError(f"{n_head} heads do not divide into {n_kv} key heads ({a}.attention.head_count, head_count_kv)")
+    dim = file.get_int(f"{a}.attention.key_length", n_embd // n_head)
+    if (v := file.get_int(f"{a}.attention.value_length", dim)) != dim:
+        raise ModelError(f"keys of {dim} and values of {v} dimensions are not supported together")
+    scale = file.get_float(f"{a}.attention.scale", 0.0) or None
+    return AttentionShape(n_head, n_kv, dim, gated, scale)
+
+
+def rope_factor(file: GGUFFile) -> float:
+    """Linear rope scaling; other kinds are refused."""
+    a = file.architecture
+    kind = file.get_str(f"{a}.rope.scaling.type", "none")
+    if kind == "linear":
+        return file.get_float(f"{a}.rope.scaling.factor", 1.0)
+    if kind != "none":
+        raise ModelError(f"rope scaling '{kind}' is not supported (none and linear are)")
+    return 1.0
+
+
+def vocab_size(file: GGUFFile) -> int:
+    """Rows of the embedding: the number of logits."""
+    if "token_embd.weight" not in file.tensors:
+        raise BadTensors("token_embd.weight: missing (is this a vocabulary-only or a sidecar file?)")
+    return file.tensors["token_embd.weight"].shape[0]
+
+
+def attention_tensors(c: DecoderConfig, p: str, fused: bool) -> dict[str, Want]:
+    """Wanted tensors of an attention layer with prefix `p` (blk.N)."""
+    s, n = c.attention, c.n_embd
+    q, kv = s.n_head * s.head_dim * (2 if s.gated else 1), s.n_kv_head * s.head_dim
+    wants = {f"{p}.attn_output.weight": Want((n, s.n_head * s.head_dim))}
+    if fused:
+        wants[f"{p}.attn_qkv.weight"] = Want((q + 2 * kv, n))
+    else:
+        wants |= {f"{p}.attn_{x}.weight": Want((rows, n)) for x, rows in (("q", q), ("k", kv), ("v", kv))}
+    if c.qk_norm:
+        wants |= {f"{p}.attn_{x}_norm.weight": Want((s.head_dim,)) for x in "qk"}
+    return wants
+
+
+def state_tensors(c: DecoderConfig, p: str) -> dict[str, Want]:
+    """Wanted tensors of a Gated DeltaNet layer."""
+    assert c.state is not None
+    s, n = c.state, c.n_embd
+    inner = s.n_v_head * s.dim
+    return {
+        f"{p}.attn_qkv.weight": Want((s.n_channel, n)),
+        f"{p}.attn_gate.weight": Want((inner, n)),
+        f"{p}.ssm_alpha.weight": Want((s.n_v_head, n)),
+        f"{p}.ssm_beta.weight": Want((s.n_v_head, n)),
+        f"{p}.ssm_conv1d.weight": Want((s.n_channel, s.n_conv)),
+        f"{p}.ssm_a": Want((s.n_v_head,)),
+        f"{p}.ssm_dt.bias": Want((s.n_v_head,)),
+        f"{p}.ssm_norm.weight": Want((s.dim,)),
+        f"{p}.ssm_out.weight": Want((n, inner)),
+    }
+
+
+def block_tensors(c: DecoderConfig, file: GGUFFile, p: str, *, recurrent: bool) -> dict[str, Want]:
+    """Wanted tensors of one whole block."""
+    n, f = c.n_embd, c.n_ff
+    fused = f"{p}.attn_qkv.weight" in file.tensors
+    return {
+        f"{p}.attn_norm.weight": Want((n,)),
+        **(state_tensors(c, p) if recurrent else attention_tensors(c, p, fused)),
+        f"{p}.{c.ffn_norm}.weight": Want((n,)),
+        f"{p}.ffn_gate.weight": Want((f, n)),
+        f"{p}.ffn_up.weight": Want((f, n)),
+        f"{p}.ffn_down.weight": Want((n, f)),
+    }
+
+
+def decoder_tensors(c: DecoderConfig, file: GGUFFile) -> dict[str, Want]:
+    """The whole manifest of the trunk."""
+    wants = {
+        "token_embd.weight": Want((c.n_vocab, c.n_embd)),
+        "output_norm.weight": Want((c.n_embd,)),
+        "output.weight": Want((c.n_vocab, c.n_embd), optional=True),
+        "rope_freqs.weight": Want((c.n_rot // 2,), optional=True),
+    }
+    for i, r in enumerate(c.recurrent):
+        wants |= block_tensors(c, file, f"blk.{i}", recurrent=r)
+    return wants
+
+
+class Block:
+    """x + mix(norm(x)), then x + ffn(norm(x)); mix is attention or Gated DeltaNet."""
+
+    def __init__(self, c: DecoderConfig, w: Weights, p: str, rope: Rope, *, recurrent: bool) -> None:
+        self.eps = c.eps
+        self.norm, self.ffn_norm = w.vector(f"{p}.attn_norm.weight"), w.vector(f"{p}.{c.ffn_norm}.weight")
+        self.attention = None if recurrent else Attention(w, p, c.attention, rope, c.eps)
+        self.delta = GatedDeltaNet(w, p, c.state, c.eps) if recurrent and c.state is not None else None
+        self.ffn = FeedForward(w, p)
+
+    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], memory: Memory, layer: int, batch: Batch) -> Tensor:
+        a = rms(x, self.norm, self.eps)
+        if self.attention is not None:
+            x = x + self.attention(a, angles, memory.kv[layer], batch)
+        elif self.delta is not None:
+            x = x + self.delta(a, memory.states[layer], batch)
+        return x + self.ffn(rms(x, self.ffn_norm, self.eps))
+
+
+class Decoder:
+    """The model bound to its memory. Implements `Target`."""
+
+    def __init__(self, config: DecoderConfig, weights: Weights, memory: Memory) -> None:
+        self.config, self.memory, self.device = config, memory, weights.device
+        divisors = weights.optional("rope_freqs.weight")
+        self.rope = Rope(config.n_rot, config.rope_base, config.rope_neox, config.rope_factor, divisors)
+        self.embedding = weights.embedding("token_embd.weight")
+        self.blocks = [
+            Block(config, weights, f"blk.{i}", self.rope, recurrent=r) for i, r in enumerate(config.recurrent)
+        ]
+        self.norm = weights.vector("output_norm.weight")
+        self.output = weights.matrix("output.weight" if weights.has("output.weight") else "token_embd.weight")
+
+    @property
+    def n_vocab(self) -> int:
+        return self.config.n_vocab
+
+    @property
+    def n_embd(self) -> int:
+        return self.config.n_embd
+
+    @property
+    def n_layer(self) -> int:
+        return self.config.n_layer
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.output(hidden)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
+        x = self.embedding(batch.tokens)
+        angles = self.rope.angles(batch.positions)
+        tapped: dict[int, Tensor] = {}
+        for i, block in enumerate(self.blocks):
+            x = block(x, angles, self.memory, i, batch)
+            if i in taps:
+                tapped[i] = x
+        hidden = rms(x, self.norm, self.config.eps)
+        logits = self.head(hidden[batch.out_rows])
+        return Out(logits, hidden, torch.cat([tapped[i] for i in taps], -1) if taps else None)

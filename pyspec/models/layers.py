@@ -1,0 +1,154 @@
+"""The layers that architectures are put together from: norms, rope, attention, Gated DeltaNet, feed-forward.
+
+Activations and the residual stream are f32; matrices decide their own input dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyspec.cuda.kernels.attend import attend
+from pyspec.cuda.kernels.attend_ref import AttendSpec
+from pyspec.cuda.kernels.gdn import gdn
+from pyspec.cuda.kernels.gdn_ref import GdnSpec
+from pyspec.models.weights import Matrix, Weights
+from pyspec.slots.batch import Batch
+from pyspec.slots.memory import KVPool, StateLayer, StateShape
+
+
+def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm over the last dimension."""
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding of the first `n_rot` dimensions.
+
+    neox: pairs (d, d + n_rot/2); otherwise adjacent pairs (2d, 2d + 1), as llama's converter permutes them.
+    `divisors` [n_rot/2] f32 are llama 3's rope_freqs.
+    """
+
+    n_rot: int
+    base: float
+    neox: bool
+    factor: float = 1.0  # linear scaling: positions are divided by it
+    divisors: Tensor | None = None
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos, sin [row, 1, n_rot/2] f32 for positions [row]; computed once per forward."""
+        d = torch.arange(0, self.n_rot, 2, device=positions.device, dtype=torch.float32)
+        freq = self.base ** (-d / self.n_rot)
+        if self.divisors is not None:
+            freq = freq / self.divisors
+        theta = (positions.float() / self.factor)[:, None] * freq
+        return theta.cos()[:, None], theta.sin()[:, None]
+
+    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """x [row, head, dim] f32."""
+        cos, sin = angles
+        h = self.n_rot // 2
+        if not self.neox:
+            a, b = x[..., 0 : self.n_rot : 2], x[..., 1 : self.n_rot : 2]
+            turned = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+            return turned if self.n_rot == x.shape[-1] else torch.cat([turned, x[..., self.n_rot :]], -1)
+        a, b = x[..., :h], x[..., h : self.n_rot]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., self.n_rot :]], -1)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    n_head: int
+    n_kv_head: int
+    head_dim: int
+    gated: bool = False  # the q projection emits [query | gate] per head; the output is multiplied by sigmoid(gate)
+    scale: float | None = None  # default 1/sqrt(head_dim)
+
+
+class Attention:
+    """Grouped-query attention over the slot's pages."""
+
+    def __init__(self, w: Weights, prefix: str, shape: AttentionShape, rope: Rope, eps: float) -> None:
+        self.shape, self.rope, self.eps = shape, rope, eps
+        names = [f"{prefix}.attn_qkv.weight"]
+        if not w.has(names[0]):
+            names = [f"{prefix}.attn_{p}.weight" for p in "qkv"]
+        self.qkv: Matrix = w.matrix(*names)
+        self.bias = _bias(w, prefix)
+        self.out: Matrix = w.matrix(f"{prefix}.attn_output.weight")
+        self.out_bias = w.optional(f"{prefix}.attn_output.bias")
+        self.q_norm = w.optional(f"{prefix}.attn_q_norm.weight")
+        self.k_norm = w.optional(f"{prefix}.attn_k_norm.weight")
+        scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
+        self.attend = attend.bind(AttendSpec(w.device, shape.n_head, shape.n_kv_head, shape.head_dim, scale))
+        self.split = [shape.n_head * shape.head_dim * (2 if shape.gated else 1)] + [shape.n_kv_head * shape.head_dim] * 2
+
+    def keys(self, k: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """k [row, kv * dim] raw -> [row, kv, dim] normed and turned."""
+        k = k.view(k.shape[0], self.shape.n_kv_head, self.shape.head_dim)
+        return self.rope(k if self.k_norm is None else rms(k, self.k_norm, self.eps), angles)
+
+    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], pool: KVPool, batch: Batch, window: int = 0) -> Tensor:
+        """x [row, n_embd] normed -> [row, n_embd]. Writes the rows' K and V, then attends."""
+        s, n = self.shape, x.shape[0]
+        y = self.qkv(x)
+        if self.bias is not None:
+            y = y + self.bias
+        q, k, v = y.split(self.split, -1)
+        q = q.view(n, s.n_head, -1)
+        q, gate = q.split(s.head_dim, -1) if s.gated else (q, None)
+        q = self.rope(q if self.q_norm is None else rms(q, self.q_norm, self.eps), angles)
+        pool.write(batch.kv_rows, self.keys(k, angles), v.view(n, s.n_kv_head, s.head_dim))
+        o = self.attend(q.contiguous(), pool, batch, window)
+        if gate is not None:
+            o = o * torch.sigmoid(gate)
+        y = self.out(o.reshape(n, -1))
+        return y if self.out_bias is None else y + self.out_bias
+
+
+def _bias(w: Weights, prefix: str) -> Tensor | None:
+    """Biases of q, k, v side by side, if the file has them."""
+    if w.has(f"{prefix}.attn_qkv.bias"):
+        return w.vector(f"{prefix}.attn_qkv.bias")
+    if not w.has(f"{prefix}.attn_q.bias"):
+        return None
+    return torch.cat([w.vector(f"{prefix}.attn_{p}.bias") for p in "qkv"])
+
+
+class GatedDeltaNet:
+    """Linear attention with a decaying state (qwen35): conv, delta rule, gated norm."""
+
+    def __init__(self, w: Weights, prefix: str, shape: StateShape, eps: float) -> None:
+        self.shape, self.eps = shape, eps
+        parts = ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta")
+        self.proj = w.matrix(*(f"{prefix}.{p}.weight" for p in parts))
+        self.out = w.matrix(f"{prefix}.ssm_out.weight")
+        self.conv = w.vector(f"{prefix}.ssm_conv1d.weight")
+        self.a, self.dt_bias = w.vector(f"{prefix}.ssm_a"), w.vector(f"{prefix}.ssm_dt.bias")
+        self.norm = w.vector(f"{prefix}.ssm_norm.weight")
+        self.gdn = gdn.bind(GdnSpec(w.device, shape, eps))
+        self.split = [shape.n_channel, shape.n_v_head * shape.dim, shape.n_v_head, shape.n_v_head]
+
+    def __call__(self, x: Tensor, layer: StateLayer, batch: Batch) -> Tensor:
+        """x [row, n_embd] normed -> [row, n_embd]."""
+        m, z, alpha, beta = self.proj(x).split(self.split, -1)
+        g = self.a * F.softplus(alpha + self.dt_bias)
+        o = self.gdn(m, g, torch.sigmoid(beta), self.conv, layer, batch)
+        o = rms(o, self.norm, self.eps) * F.silu(z.view(o.shape))
+        return self.out(o.flatten(1))
+
+
+class FeedForward:
+    """SwiGLU: down(silu(gate x) * up x)."""
+
+    def __init__(self, w: Weights, prefix: str) -> None:
+        self.gate_up = w.matrix(f"{prefix}.ffn_gate.weight", f"{prefix}.ffn_up.weight")
+        self.down = w.matrix(f"{prefix}.ffn_down.weight")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)

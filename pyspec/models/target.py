@@ -1,0 +1,70 @@
+"""What the engine asks of a model: one forward over a ragged batch, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pyspec.slots.batch import Batch
+from pyspec.slots.memory import KVPool, Memory, StateLayer, StateShape
+
+
+@dataclass(frozen=True, slots=True)
+class Out:
+    """Results of a forward.
+
+    logits  [out, vocab]      f32  for the batch's `out_rows`
+    hidden  [row, n_embd]     f32  after the final norm, every row (the MTP seed)
+    taps    [row, T * n_embd] f32  outputs of the asked layers, side by side, before the next layer's norm; or None
+    """
+
+    logits: Tensor
+    hidden: Tensor
+    taps: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMemory:
+    """What one layer keeps per slot: `n_kv_head` > 0 for attention, `state` for a recurrent layer."""
+
+    n_kv_head: int = 0
+    head_dim: int = 0
+    state: StateShape | None = None
+
+
+class Target(Protocol):
+    """The model that decides. It never knows who drafts; it exports taps and hidden states when asked."""
+
+    @property
+    def n_vocab(self) -> int: ...
+    @property
+    def n_embd(self) -> int: ...
+    @property
+    def n_layer(self) -> int: ...
+    @property
+    def device(self) -> torch.device: ...
+
+    def forward(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
+        """`taps` are 0-based layer indices whose outputs are wanted."""
+        ...
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens [row] int64 -> [row, n_embd] f32. Drafters share it."""
+        ...
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """hidden [row, n_embd] f32, normed -> logits [row, n_vocab] f32. Drafters share it."""
+        ...
+
+
+def allocate(
+    layers: Sequence[LayerMemory], *, n_slot: int, n_row: int, width: int, kv_dtype: torch.dtype, device: torch.device
+) -> Memory:
+    """All slot memory of a model, zeroed."""
+    kv = {i: KVPool(n_row, m.n_kv_head, m.head_dim, kv_dtype, device) for i, m in enumerate(layers) if m.n_kv_head}
+    states = {i: StateLayer(m.state, n_slot, width, device) for i, m in enumerate(layers) if m.state is not None}
+    return Memory(kv, states, width)

@@ -1,0 +1,113 @@
+"""The memory plan: what a load will take, shown before it happens and refused if the machine has less."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pyspec.errors import DoesNotFit
+from pyspec.gguf import GGUFFile
+from pyspec.models.target import LayerMemory
+from pyspec.models.weights import weight_bytes
+
+log = logging.getLogger(__name__)
+
+RESERVE = 0.08  # share of free memory left to activations and everybody else
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Bytes by purpose."""
+
+    weights: int
+    kv: int
+    state: int
+    draft_weights: int = 0
+    draft_kv: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv + self.state + self.draft_weights + self.draft_kv
+
+    def __str__(self) -> str:
+        parts = [
+            ("weights", self.weights),
+            ("KV", self.kv),
+            ("state", self.state),
+            ("draft weights", self.draft_weights),
+            ("draft KV", self.draft_kv),
+        ]
+        return ", ".join(f"{name} {size(n)}" for name, n in parts if n) + f"; {size(self.total)} in all"
+
+
+def size(n: float) -> str:
+    """Bytes for people: 1.5 GiB."""
+    for unit in ("B", "KiB", "MiB"):
+        if n < 1024:
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.1f} {unit}"
+        n /= 1024
+    return f"{n:.2f} GiB"
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that can still be taken on the device."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 8 << 30  # an unknown system: assume a small machine rather than an endless one
+
+
+def memory_bytes(layers: Sequence[LayerMemory], *, n_slot: int, n_row: int, width: int, kv_size: int) -> tuple[int, int]:
+    """(KV bytes, state bytes) of `target.allocate` with these arguments."""
+    kv = sum(2 * n_row * m.n_kv_head * m.head_dim * kv_size for m in layers)
+    state = 0
+    for m in layers:
+        if (s := m.state) is not None:
+            per_row = s.n_k_head * s.dim + s.n_v_head * s.dim + 2 * s.n_v_head
+            conv = (s.n_conv - 1 + width) * s.n_channel
+            # the second copy of state and window is the slot's checkpoint
+            state += 4 * n_slot * (2 * s.n_v_head * s.dim * s.dim + conv + (s.n_conv - 1) * s.n_channel + width * per_row)
+    return kv, state
+
+
+def pick_dense(file: GGUFFile, device: torch.device, wanted: str) -> torch.dtype | None:
+    """The dtype matrices are unpacked to, or None to keep them packed.
+
+    Plain torch has no product with packed blocks, so unpacked wins wherever it fits.
+    """
+    if wanted == "packed":
+        return None
+    exact = device.type == "cpu" or all(t.type.name == "F32" for t in file.tensors.values() if len(t.shape) > 1)
+    dense = torch.float32 if exact else torch.bfloat16
+    if wanted == "dense" or weight_bytes(file, dense) < 0.6 * free_bytes(device):
+        return dense
+    return None
+
+
+def check_fit(plan: MemoryPlan, device: torch.device, *, n_slot: int, n_ctx: int, packed: bool) -> None:
+    """Refuse a plan that is larger than the device, and say which flags would make it fit."""
+    free = free_bytes(device)
+    log.info("memory plan: %s; %s free on %s", plan, size(free), device)
+    if plan.total <= free * (1 - RESERVE):
+        return
+    room = free * (1 - RESERVE) - plan.weights - plan.draft_weights
+    slots = plan.kv + plan.state + plan.draft_kv
+    hints = []
+    if room > 0:
+        if (n_fit := int(n_slot * room / slots)) >= 1:
+            hints.append(f"-np {n_fit}")
+        kv = plan.kv + plan.draft_kv
+        if kv and (c := int(n_ctx * (room - plan.state) / kv) // 256 * 256) >= 256:
+            hints.append(f"-c {c}")
+    if not packed and plan.weights > 0.5 * free:
+        hints.append("--weights packed")
+    advice = f"; this would fit: {' or '.join(hints)}" if hints else "; a smaller or more quantised file is needed"
+    raise DoesNotFit(f"needs {size(plan.total)} ({plan}), {size(free)} are free on {device}{advice}")

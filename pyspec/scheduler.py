@@ -1,0 +1,85 @@
+"""Who runs next, with how many tokens: admission from a bounded queue, and rows of a forward shared out.
+
+Arithmetic only. Decoding slots always get their rows; what is left of the forward goes to prompts, oldest first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Generic, Protocol, TypeVar
+
+from pyspec.errors import QueueFull
+from pyspec.slots.table import SlotTable
+
+
+class Waiting(Protocol):
+    """What the scheduler looks at in a queued request."""
+
+    @property
+    def n_rows(self) -> int:
+        """Most KV rows it will need."""
+        ...
+
+    @property
+    def wanted_slot(self) -> int: ...
+
+
+W = TypeVar("W", bound=Waiting)
+
+CUT_MIN = 64  # a prompt is cut for a checkpoint from this length on
+CUT_TAIL = 4  # at least so many tokens stand after the cut
+
+
+class Queue(Generic[W]):
+    """First come, first served, except that a request pinned to a busy slot does not hold up those behind it."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._waiting: deque[W] = deque()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def push(self, item: W) -> None:
+        if len(self._waiting) >= self.limit:
+            raise QueueFull(len(self._waiting))
+        self._waiting.append(item)
+
+    def waiting(self) -> list[W]:
+        return list(self._waiting)
+
+    def remove(self, item: W) -> None:
+        self._waiting.remove(item)
+
+    def next(self, table: SlotTable) -> W | None:
+        """Take out the next request that can be seated now."""
+        for item in self._waiting:
+            pinned = item.wanted_slot
+            if pinned >= 0 and table.slots[pinned].busy:
+                continue
+            if not table.can_admit(item.n_rows):
+                return None
+            self._waiting.remove(item)
+            return item
+        return None
+
+    def drain(self) -> list[W]:
+        items = list(self._waiting)
+        self._waiting.clear()
+        return items
+
+
+def cut_of(n_prompt: int, page_size: int) -> int:
+    """Where a prompt's prefill is cut so that a checkpoint can be taken: near its end, on a page border; 0: nowhere."""
+    return 0 if n_prompt < CUT_MIN else (n_prompt - CUT_TAIL) // page_size * page_size
+
+
+def share_rows(n_free: int, todo: Iterable[tuple[int, int]]) -> list[int]:
+    """Rows for each prompt in this forward, oldest first. todo: (tokens left, tokens to the next cut; 0 if none)."""
+    given = []
+    for left, cut in todo:
+        n = min(left, cut or left, max(n_free, 0))
+        given.append(n)
+        n_free -= n
+    return given

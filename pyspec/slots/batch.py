@@ -1,0 +1,111 @@
+"""The layout of one forward: which rows belong to which slot, and where their keys and values go.
+
+There is one builder, `lay_out`, for target and drafters, for prompt chunks and verifies, with graphs and without: what
+was captured and what runs can not drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pyspec.errors import OutOfBounds
+from pyspec.slots.table import SlotTable
+
+
+@dataclass(frozen=True, slots=True)
+class Seq:
+    """One slot's rows in a forward.
+
+    n_past  tokens of the slot before these rows; the first row stands at this position
+    keep    every row is known to be kept (prompt chunk, undrafted token): recurrent state is stored after them.
+            Otherwise the rows are recorded and the state stays before them (deferred commit)
+    n_out   logits are wanted for this many trailing rows
+    n_fold  recorded rows of the slot's last verify to fold into its state before these rows
+    """
+
+    slot: int
+    n_past: int
+    tokens: Sequence[int]
+    keep: bool = False
+    n_out: int = 0
+    n_fold: int = 0
+
+    @property
+    def width(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Rows of all sequences, one after another, without padding.
+
+    seqs        the host's description, in row order
+    starts      first row of each sequence, and the number of rows at the end
+    tokens      [row]        int64
+    positions   [row]        int64  absolute, also the rope position
+    kv_rows     [row]        int64  where the row's K and V are written
+    page_table  [seq, page]  int64  pages of each sequence, padded with its first page
+    lo, hi      [row]        int64  the row attends to positions lo <= p < hi
+    out_rows    [out]        int64  rows whose logits are wanted
+    """
+
+    seqs: Sequence[Seq]
+    starts: Sequence[int]
+    tokens: Tensor
+    positions: Tensor
+    kv_rows: Tensor
+    page_table: Tensor
+    lo: Tensor
+    hi: Tensor
+    out_rows: Tensor
+    page_size: int
+    max_hi: Sequence[int] = field(default=())  # per sequence, on the host
+
+    @property
+    def n_row(self) -> int:
+        return self.starts[-1]
+
+
+def lay_out(table: SlotTable, seqs: Sequence[Seq], device: torch.device, *, see_block: bool = False) -> Batch:
+    """Build the batch for `seqs`; grows the slots' pages and checks every index on the host.
+
+    `see_block`: rows see all rows of their own sequence, later ones too (a drafter's fill-in block); otherwise causal.
+    """
+    starts, tokens, positions, kv_rows, his, outs, tables, max_hi = [0], [], [], [], [], [], [], []
+    for seq in seqs:
+        slot, n = table.slots[seq.slot], seq.width
+        if not 0 <= seq.n_out <= n:
+            raise OutOfBounds(f"slot {seq.slot} logits rows", seq.n_out, n + 1, seq.slot)
+        end = seq.n_past + n
+        table.grow(slot, end)
+        kv_rows += table.rows(slot, seq.n_past, n)
+        tokens += seq.tokens
+        here = range(seq.n_past, end)
+        positions += here
+        his += [end] * n if see_block else [p + 1 for p in here]
+        outs += range(starts[-1] + n - seq.n_out, starts[-1] + n)
+        starts.append(starts[-1] + n)
+        tables.append(slot.pages[: table.pages_for(end)])
+        max_hi.append(end)
+    wide = max((len(t) for t in tables), default=0)
+    ints = [tokens, positions, kv_rows, his, outs]
+    flat = torch.tensor([x for part in ints for x in part], dtype=torch.int64, device=device)
+    tok, pos, rows, hi, out = flat.split([len(part) for part in ints])
+    pages = torch.tensor([t + [t[0]] * (wide - len(t)) for t in tables], dtype=torch.int64, device=device)
+    return Batch(
+        seqs=seqs,
+        starts=starts,
+        tokens=tok,
+        positions=pos,
+        kv_rows=rows,
+        page_table=pages.view(len(tables), wide),
+        lo=torch.zeros_like(hi),
+        hi=hi,
+        out_rows=out,
+        page_size=table.page_size,
+        max_hi=max_hi,
+    )
