@@ -1,0 +1,142 @@
+"""Byte layout of one quantised block of every type pyspec computes with.
+
+A row of `ne0` weights is `ne0 / N` blocks one after the other. Field offsets and sizes are read from these structures by the
+decoders, so a layout is written down once. Source: ggml's block formats; the sizes are checked against the gguf package.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_double, c_float, c_int8, c_int16, c_int32, c_int64, c_uint8, c_uint16, c_uint32
+from typing import ClassVar
+
+F16 = c_uint16  # ctypes has no half; the decoders reinterpret the two bytes
+
+
+class Block(ctypes.LittleEndianStructure):
+    """Base of all layouts: packed, little endian. `N` is the number of weights in one block."""
+
+    _pack_ = 1
+    N: ClassVar[int]
+
+
+class PlainF32(Block):
+    N = 1
+    _fields_ = (("x", c_float),)
+
+
+class PlainF16(Block):
+    N = 1
+    _fields_ = (("x", F16),)
+
+
+class PlainBF16(Block):
+    N = 1
+    _fields_ = (("x", c_uint16),)
+
+
+class PlainF64(Block):
+    N = 1
+    _fields_ = (("x", c_double),)
+
+
+class PlainI8(Block):
+    N = 1
+    _fields_ = (("x", c_int8),)
+
+
+class PlainI16(Block):
+    N = 1
+    _fields_ = (("x", c_int16),)
+
+
+class PlainI32(Block):
+    N = 1
+    _fields_ = (("x", c_int32),)
+
+
+class PlainI64(Block):
+    N = 1
+    _fields_ = (("x", c_int64),)
+
+
+class BlockQ8_0(Block):
+    N = 32
+    _fields_ = (("d", F16), ("qs", c_int8 * 32))
+
+
+class BlockQ4_0(Block):
+    N = 32
+    _fields_ = (("d", F16), ("qs", c_uint8 * 16))
+
+
+class BlockQ4_1(Block):
+    N = 32
+    _fields_ = (("d", F16), ("m", F16), ("qs", c_uint8 * 16))
+
+
+class BlockQ5_0(Block):
+    N = 32
+    _fields_ = (("d", F16), ("qh", c_uint32), ("qs", c_uint8 * 16))
+
+
+class BlockQ5_1(Block):
+    N = 32
+    _fields_ = (("d", F16), ("m", F16), ("qh", c_uint32), ("qs", c_uint8 * 16))
+
+
+class BlockQ2_K(Block):
+    """`scales`: low nibble scale, high nibble minimum, of 16 weights each."""
+
+    N = 256
+    _fields_ = (("scales", c_uint8 * 16), ("qs", c_uint8 * 64), ("d", F16), ("dmin", F16))
+
+
+class BlockQ3_K(Block):
+    """`scales`: sixteen 6-bit scales, biased by 32; a set bit of `hmask` means no offset of -4."""
+
+    N = 256
+    _fields_ = (("hmask", c_uint8 * 32), ("qs", c_uint8 * 64), ("scales", c_uint8 * 12), ("d", F16))
+
+
+class BlockQ4_K(Block):
+    """`scales`: eight 6-bit scales and eight 6-bit minima, of 32 weights each."""
+
+    N = 256
+    _fields_ = (("d", F16), ("dmin", F16), ("scales", c_uint8 * 12), ("qs", c_uint8 * 128))
+
+
+class BlockQ5_K(Block):
+    N = 256
+    _fields_ = (("d", F16), ("dmin", F16), ("scales", c_uint8 * 12), ("qh", c_uint8 * 32), ("qs", c_uint8 * 128))
+
+
+class BlockQ6_K(Block):
+    N = 256
+    _fields_ = (("ql", c_uint8 * 128), ("qh", c_uint8 * 64), ("scales", c_int8 * 16), ("d", F16))
+
+
+class BlockIQ4_NL(Block):
+    N = 32
+    _fields_ = (("d", F16), ("qs", c_uint8 * 16))
+
+
+class BlockIQ4_XS(Block):
+    """6-bit scales biased by 32: four low bits in `scales_l`, two high bits in `scales_h`."""
+
+    N = 256
+    _fields_ = (("d", F16), ("scales_h", c_uint16), ("scales_l", c_uint8 * 4), ("qs", c_uint8 * 128))
+
+
+class BlockMXFP4(Block):
+    """`e`: power-of-two scale (E8M0); `qs`: E2M1 codes."""
+
+    N = 32
+    _fields_ = (("e", c_uint8), ("qs", c_uint8 * 16))
+
+
+class BlockNVFP4(Block):
+    """`d`: one UE4M3 scale per 16 weights; a second scale per tensor lies in the sidecar `<name>.scale`."""
+
+    N = 64
+    _fields_ = (("d", c_uint8 * 4), ("qs", c_uint8 * 32))

@@ -1,0 +1,220 @@
+"""One GGUF file on disk: header, metadata and tensor directory, parsed and checked in one pass over the mapping.
+
+All limits are those of the format or far above any real file; a file that breaks one is malformed, not large.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from pyspec.errors import BadGGUF, ModelError
+from pyspec.gguf.cursor import Cursor
+from pyspec.gguf.types import GGMLType, ValueType
+
+MAX_KEYS = 65_536
+MAX_TENSORS = 1_000_000
+MAX_KEY_BYTES = 65_535
+MAX_NAME_BYTES = 1_024
+MAX_ELEMENTS = 16 << 20  # of a metadata array
+MAX_WEIGHTS = 1 << 48  # of a tensor
+MAX_DIMS = 4
+DEFAULT_ALIGNMENT = 32
+MIN_KEY_VALUE = 8 + 1 + 4 + 1  # key length, one character, type, the smallest value
+MIN_TENSOR_INFO = 8 + 1 + 4 + 8 + 4 + 8  # name length, one character, n_dims, one dim, type, offset
+
+_FORMATS = {
+    ValueType.UINT8: "B",
+    ValueType.INT8: "b",
+    ValueType.UINT16: "H",
+    ValueType.INT16: "h",
+    ValueType.UINT32: "I",
+    ValueType.INT32: "i",
+    ValueType.FLOAT32: "f",
+    ValueType.UINT64: "Q",
+    ValueType.INT64: "q",
+    ValueType.FLOAT64: "d",
+    ValueType.BOOL: "B",
+}
+SCALARS = {t: struct.Struct("<" + f) for t, f in _FORMATS.items()}
+DTYPES = {t: np.dtype("<" + f) for t, f in _FORMATS.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One entry of the tensor directory. `shape` is torch order, slowest first; `offset` counts from the file's start."""
+
+    name: str
+    type: GGMLType
+    shape: tuple[int, ...]
+    offset: int
+    n_bytes: int
+    shard: int
+
+    @property
+    def n_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One mapped file."""
+
+    path: Path
+    data: mmap.mmap
+    version: int
+    alignment: int
+    metadata: dict[str, object]
+    tensors: dict[str, TensorInfo]
+
+
+def read_shard(path: Path) -> Shard:
+    """Map and check one file. Errors: BadGGUF if it is malformed, ModelError if it cannot be opened."""
+    data = _map(path)
+    try:
+        return _parse(Cursor(data, path))
+    except BaseException:
+        data.close()
+        raise
+
+
+def _map(path: Path) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            if (size := path.stat().st_size) < 24:
+                raise BadGGUF(f"{path}: {size} bytes is too short for a GGUF header of 24 bytes")
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise ModelError(f"cannot open {path}: {(error.strerror or str(error)).lower()}") from None
+
+
+def _parse(cursor: Cursor) -> Shard:
+    version = _read_version(cursor)
+    n_tensors = cursor.count(MIN_TENSOR_INFO, MAX_TENSORS, "the tensor count")
+    n_keys = cursor.count(MIN_KEY_VALUE, MAX_KEYS, "the metadata count")
+    metadata = _read_metadata(cursor, n_keys)
+    alignment = _alignment(cursor, metadata)
+    entries = _read_directory(cursor, n_tensors)
+    start = -(-cursor.at // alignment) * alignment
+    tensors = _place(cursor, entries, start, alignment)
+    return Shard(cursor.path, cursor.data, version, alignment, metadata, tensors)
+
+
+def _read_version(cursor: Cursor) -> int:
+    if (magic := cursor.bytes(4, "the magic")) != b"GGUF":
+        raise cursor.bad(f"starts with {magic!r}, not with b'GGUF'; it is no GGUF file")
+    version = cursor.u32("the version")
+    if version & 0xFFFF == 0 and version:
+        raise cursor.bad(f"version {version:#x} is that of a big-endian file; only little-endian files are read")
+    if version not in (2, 3):
+        raise cursor.bad(f"GGUF version {version} is not supported (2 and 3 are)")
+    return version
+
+
+def _read_metadata(cursor: Cursor, n_keys: int) -> dict[str, object]:
+    metadata: dict[str, object] = {}
+    for index in range(n_keys):
+        key = cursor.name(MAX_KEY_BYTES, f"metadata key {index} of {n_keys}")
+        if key in metadata:
+            raise cursor.bad(f"metadata key {index} repeats {key!r}")
+        metadata[key] = _read_value(cursor, key)
+    return metadata
+
+
+def _value_type(cursor: Cursor, what: str) -> ValueType:
+    number = cursor.u32(what)
+    try:
+        return ValueType(number)
+    except ValueError:
+        raise cursor.bad(f"{what} is {number}; 0..{max(ValueType)} are known") from None
+
+
+def _read_value(cursor: Cursor, key: str) -> object:
+    kind = _value_type(cursor, f"the value type of {key!r}")
+    if kind is ValueType.ARRAY:
+        return _read_array(cursor, key)
+    if kind is ValueType.STRING:
+        return cursor.string(repr(key))
+    value = cursor.scalar(SCALARS[kind], repr(key))
+    return bool(value) if kind is ValueType.BOOL else value
+
+
+def _read_array(cursor: Cursor, key: str) -> object:
+    kind = _value_type(cursor, f"the element type of {key!r}")
+    if kind is ValueType.ARRAY:
+        raise cursor.bad(f"{key!r} is an array of arrays (element type {kind}), which is not allowed")
+    size = 8 if kind is ValueType.STRING else DTYPES[kind].itemsize
+    n = cursor.count(size, MAX_ELEMENTS, f"the element count of {key!r}")
+    if kind is ValueType.STRING:
+        return cursor.strings(n, repr(key))
+    values = cursor.numbers(DTYPES[kind], n, repr(key))
+    if kind is ValueType.BOOL:
+        values = values != 0
+        values.setflags(write=False)
+    return values
+
+
+def _alignment(cursor: Cursor, metadata: dict[str, object]) -> int:
+    value = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
+    if type(value) is not int:
+        raise cursor.bad(f"general.alignment is a {type(value).__name__}, not an integer")
+    if not 8 <= value <= 65_536 or value & (value - 1):
+        raise cursor.bad(f"general.alignment is {value}, not a power of two in 8..65536")
+    return value
+
+
+def _read_directory(cursor: Cursor, n_tensors: int) -> dict[str, TensorInfo]:
+    """Entries whose offsets still count from the data section."""
+    entries: dict[str, TensorInfo] = {}
+    for index in range(n_tensors):
+        name = cursor.name(MAX_NAME_BYTES, f"the name of tensor {index} of {n_tensors}")
+        if name in entries:
+            raise cursor.bad(f"tensor {index} repeats the name {name!r}")
+        entries[name] = _read_info(cursor, name)
+    return entries
+
+
+def _read_info(cursor: Cursor, name: str) -> TensorInfo:
+    n_dims = cursor.u32(f"the dimension count of {name!r}")
+    if not 1 <= n_dims <= MAX_DIMS:
+        raise cursor.bad(f"tensor {name!r} has {n_dims} dimensions; 1..{MAX_DIMS} are allowed")
+    ne = tuple(cursor.u64(f"dimension {i} of {name!r}") for i in range(n_dims))
+    number = cursor.u32(f"the type of {name!r}")
+    offset = cursor.u64(f"the offset of {name!r}")
+    if 0 in ne:
+        raise cursor.bad(f"tensor {name!r} has a dimension of 0: {list(ne)}")
+    if (n := math.prod(ne)) > MAX_WEIGHTS:
+        raise cursor.bad(f"tensor {name!r} with dimensions {list(ne)} has {n} elements, more than {MAX_WEIGHTS}")
+    try:
+        kind = GGMLType(number)
+    except ValueError:
+        raise cursor.bad(f"tensor {name!r} has type {number}, which is not known") from None
+    if ne[0] % kind.block_size:
+        raise cursor.bad(
+            f"tensor {name!r}: a row of {ne[0]} is not a multiple of {kind.name}'s block of {kind.block_size}"
+        )
+    return TensorInfo(name, kind, ne[::-1], offset, n // kind.block_size * kind.type_size, 0)
+
+
+def _place(cursor: Cursor, entries: dict[str, TensorInfo], start: int, alignment: int) -> dict[str, TensorInfo]:
+    """Check that the tensors lie in the file, aligned and apart, and make their offsets absolute."""
+    for t in entries.values():
+        if t.offset % alignment:
+            raise cursor.bad(f"tensor {t.name!r} has offset {t.offset}, not a multiple of the alignment {alignment}")
+        if start + t.offset + t.n_bytes > cursor.size:
+            raise cursor.bad(
+                f"tensor {t.name!r} needs bytes {start + t.offset}..{start + t.offset + t.n_bytes}, "
+                f"but the file ends at {cursor.size}; is the download complete?"
+            )
+    for a, b in pairwise(sorted(entries.values(), key=lambda t: t.offset)):
+        if a.offset + a.n_bytes > b.offset:
+            raise cursor.bad(
+                f"tensor {b.name!r} at offset {b.offset} overlaps {a.name!r} ({a.offset} + {a.n_bytes} bytes)"
+            )
+    return {t.name: TensorInfo(t.name, t.type, t.shape, start + t.offset, t.n_bytes, 0) for t in entries.values()}
