@@ -1,0 +1,197 @@
+"""What goes back, shape by shape: OpenAI's objects, llama-server's native ones, and the parts they share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from pyspec.errors import PyspecError, Unavailable
+from pyspec.request import Delta, Done, Event, Progress, Request, Started, Timings, TokenLogprob
+from pyspec.server.engine import TokenizerLike
+from pyspec.server.params import settings_dict
+
+FINISH_REASON = {"eos": "stop", "stop": "stop", "length": "length"}
+STOP_TYPE = {"eos": "eos", "stop": "word", "length": "limit"}
+FINGERPRINT = "b1-pyspec"
+LOGPROB_MIN = -9999.0  # JSON has no minus infinity
+
+
+@dataclass(slots=True)
+class Choice:
+    """What is known of one choice so far; built from its events."""
+
+    slot: int = -1
+    n_prompt: int = 0
+    n_predicted: int = 0
+    has_new_line: bool = False
+    text: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    done: Done | None = None
+
+    def see(self, event: Event, *, keep: bool) -> None:
+        """Take an event in; `keep` also gathers text, tokens and logprobs for one answer at the end."""
+        if isinstance(event, Delta):
+            self.n_predicted += len(event.tokens)
+            self.has_new_line = self.has_new_line or "\n" in event.text
+            if keep:
+                self.text.append(event.text)
+                self.tokens += event.tokens
+                self.logprobs += event.logprobs
+        elif isinstance(event, Started):
+            self.slot, self.n_prompt = event.slot, event.n_prompt
+        elif isinstance(event, Done):
+            self.done = event
+
+
+def unfinished(done: Done) -> PyspecError | None:
+    """The error behind a Done that is no answer: nobody here cancelled, so the engine is going away."""
+    if done.finish == "cancelled":
+        return Unavailable("the request was cancelled: the server is shutting down")
+    return PyspecError("generation failed; the server's log says why") if done.finish == "error" else None
+
+
+def timings_dict(t: Timings) -> dict[str, Any]:
+    """llama-server's `timings`; draft figures only when something was drafted. Never null, never infinite."""
+    n_step = t.predicted_n - 1
+    value: dict[str, Any] = {
+        "cache_n": t.cache_n,
+        "prompt_n": t.prompt_n,
+        "prompt_ms": t.prompt_ms,
+        "prompt_per_token_ms": t.prompt_ms / t.prompt_n if t.prompt_n else 0.0,
+        "prompt_per_second": t.prompt_per_second,
+        "predicted_n": t.predicted_n,
+        "predicted_ms": t.predicted_ms,
+        "predicted_per_token_ms": t.predicted_ms / n_step if n_step > 0 else 0.0,
+        "predicted_per_second": t.predicted_per_second,
+    }
+    if t.draft_n:
+        value |= {
+            "draft_n": t.draft_n,
+            "draft_n_accepted": t.draft_n_accepted,
+            "n_draft_used": list(t.n_draft_used),
+            "drafted_per_pos": list(t.drafted_per_pos),
+            "accepted_per_pos": list(t.accepted_per_pos),
+        }
+    if t.synthetic:
+        value["synthetic"] = True
+    return value
+
+
+def speculation_dict(t: Timings) -> dict[str, Any] | None:
+    """vLLM's `speculative_decoding` block, or None if nothing was drafted.
+
+    The histogram counts verify steps by how many of their drafted tokens were accepted.
+    """
+    if not t.draft_n:
+        return None
+    n_step = t.drafted_per_pos[0] if t.drafted_per_pos else t.n_rounds
+    at_least = [n_step, *t.accepted_per_pos, 0]
+    value: dict[str, Any] = {
+        "mean_acceptance_length": t.mean_len,
+        "draft_acceptance_rate": t.draft_n_accepted / t.draft_n,
+        "acceptance_histogram": [a - b for a, b in pairwise(at_least)],
+        "num_spec_steps": n_step,
+        "num_accepted_draft_tokens": t.draft_n_accepted,
+        "num_draft_tokens": t.draft_n,
+        "num_spec_tokens": len(t.drafted_per_pos),
+    }
+    if t.synthetic:
+        value["synthetic"] = True
+    return value
+
+
+def measured(t: Timings) -> dict[str, Any]:
+    """`timings`, and `metrics` when something was drafted: one answer's worth."""
+    spec = speculation_dict(t)
+    return {"timings": timings_dict(t)} | ({"metrics": {"speculative_decoding": spec}} if spec else {})
+
+
+def usage_dict(choices: Sequence[Choice], n: int) -> dict[str, Any]:
+    """OpenAI's `usage` over finished choices, `n` for each prompt: a prompt counts once, what it produced counts all."""
+    done = [choice.done for choice in choices if choice.done]
+    n_prompt = sum(d.n_prompt for d in done[::n])
+    n_out = sum(d.n_predicted for d in done)
+    return {
+        "completion_tokens": n_out,
+        "prompt_tokens": n_prompt,
+        "total_tokens": n_prompt + n_out,
+        "prompt_tokens_details": {"cached_tokens": sum(d.timings.cache_n for d in done[::n])},
+    }
+
+
+def logprob_list(entries: Sequence[TokenLogprob], tokenizer: TokenizerLike) -> list[dict[str, Any]]:
+    """Token entries as both OpenAI's chat form and llama-server's `completion_probabilities` have them."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        raw = tokenizer.token_bytes(token)
+        text = raw.decode("utf-8", "replace")
+        return {"id": token, "token": text, "bytes": list(raw), "logprob": max(logprob, LOGPROB_MIN)}
+
+    return [entry(e.token, e.logprob) | {"top_logprobs": [entry(*alt) for alt in e.top]} for e in entries]
+
+
+def text_logprobs(entries: Sequence[TokenLogprob], tokenizer: TokenizerLike, offset: int = 0) -> dict[str, Any]:
+    """`logprobs` of /v1/completions: llama-server's `content` beside OpenAI's four parallel lists."""
+    content = logprob_list(entries, tokenizer)
+    offsets: list[int] = []
+    for item in content:
+        offsets.append(offset)
+        offset += len(item["token"])
+    return {
+        "content": content,
+        "tokens": [item["token"] for item in content],
+        "token_logprobs": [item["logprob"] for item in content],
+        "top_logprobs": [{alt["token"]: alt["logprob"] for alt in item["top_logprobs"]} for item in content],
+        "text_offset": offsets,
+    }
+
+
+def progress_dict(event: Progress) -> dict[str, Any]:
+    """llama-server's `prompt_progress`."""
+    return {
+        "total": event.n_prompt,
+        "cache": event.n_cached,
+        "processed": event.n_processed,
+        "time_ms": event.ms,
+    }
+
+
+def generation_settings(request: Request) -> dict[str, Any]:
+    """The request as it was understood, in llama-server's names."""
+    return settings_dict(request.params) | {
+        "n_predict": request.max_tokens,
+        "max_tokens": request.max_tokens,
+        "stop": list(request.stop),
+        "cache_prompt": request.cache_prompt,
+        "t_max_predict_ms": request.max_predict_ms,
+        "speculative.n_max": request.n_draft_max,
+    }
+
+
+def native_final(
+    index: int, choice: Choice, request: Request, *, model: str, prompt: str, content: str, tokens: list[int]
+) -> dict[str, Any]:
+    """The last, or only, object of `/completion`. `content` and `tokens` are empty after a stream."""
+    done = choice.done
+    assert done is not None
+    return {
+        "index": index,
+        "content": content,
+        "tokens": tokens,
+        "id_slot": done.slot if done.slot >= 0 else choice.slot,
+        "stop": True,
+        "model": model,
+        "tokens_predicted": done.n_predicted,
+        "tokens_evaluated": done.n_prompt,
+        "generation_settings": generation_settings(request),
+        "prompt": prompt,
+        "has_new_line": choice.has_new_line,
+        "truncated": done.truncated,
+        "stop_type": STOP_TYPE.get(done.finish, "none"),
+        "stopping_word": done.stop_string,
+        "tokens_cached": max(0, done.n_prompt + done.n_predicted - 1),
+        **measured(done.timings),
+    }

@@ -1,0 +1,258 @@
+"""The application: every path, and what answers it.
+
+`create_app` may be mounted in another ASGI application; `pyspec.server.serve.run` serves it on a port.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route
+from starlette.types import ASGIApp
+
+from pyspec.errors import NotFound, NotSupported, PyspecError, Unavailable
+from pyspec.server import views
+from pyspec.server.ask import chat_ids, validate
+from pyspec.server.body import parse_object, read_body
+from pyspec.server.engine import EngineLike
+from pyspec.server.envelope import JSON, error_body, on_bug, on_error, on_http_error
+from pyspec.server.gate import LOCAL_ORIGIN, Gate
+from pyspec.server.generate import CLIENT_GONE, generation
+from pyspec.server.metrics import EngineCollector, exposition
+from pyspec.server.openapi import document
+from pyspec.server.prompts import check_ids, mixed_ids, render_chat
+from pyspec.server.schema import ChatBody, DetokenizeBody, TemplateBody, TokenizeBody
+from pyspec.server.service import Service
+from pyspec.server.settings import ServerSettings
+from pyspec.server.stream import ClientGone, while_connected
+from pyspec.server.unsupported import refuse_unsupported
+
+Handler = Callable[[Request], Awaitable[ASGIApp]]
+
+NOT_HERE = (
+    "/embedding",
+    "/embeddings",
+    "/v1/embeddings",
+    "/rerank",
+    "/reranking",
+    "/v1/rerank",
+    "/v1/reranking",
+    "/infill",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/audio/transcriptions",
+    "/lora-adapters",
+    "/slots/{slot}",
+)
+"""Paths of llama-server that are known and refused, so a client learns why instead of seeing a 404."""
+
+
+def create_app(engine: EngineLike, settings: ServerSettings) -> Starlette:
+    """An ASGI application that serves `engine`. Its `state.service` is the live Service."""
+    service = Service(engine, settings)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        service.abort_all(Unavailable("the server is shutting down"))
+        service.close()
+
+    app = Starlette(
+        routes=_routes(service),
+        lifespan=lifespan,
+        middleware=[_cors(settings), Middleware(Gate, settings=settings)],
+        exception_handlers={PyspecError: on_error, HTTPException: on_http_error, Exception: on_bug},
+    )
+    app.router.redirect_slashes = False
+    app.state.service = service
+    return app
+
+
+def _cors(settings: ServerSettings) -> Middleware:
+    return Middleware(
+        CORSMiddleware,
+        allow_origins=list(settings.cors_origins),
+        allow_origin_regex=LOCAL_ORIGIN,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        max_age=600,
+    )
+
+
+def _routes(service: Service) -> list[BaseRoute]:
+    gets: dict[str, Handler] = {
+        "/health": _health(service),
+        "/v1/health": _health(service),
+        "/ready": _ready(service),
+        "/models": _models(service),
+        "/v1/models": _models(service),
+        "/v1/models/{model:path}": _model(service),
+        "/props": _props(service),
+        "/slots": _slots(service),
+        "/metrics": _metrics(service),
+        "/openapi.json": _openapi(),
+    }
+    posts: dict[str, Handler] = {
+        "/v1/chat/completions": generation(service, "chat"),
+        "/chat/completions": generation(service, "chat"),
+        "/v1/completions": generation(service, "text"),
+        "/completion": generation(service, "native"),
+        "/completions": generation(service, "native"),
+        "/v1/chat/completions/input_tokens": _with_body(service, _input_tokens),
+        "/chat/completions/input_tokens": _with_body(service, _input_tokens),
+        "/tokenize": _with_body(service, _tokenize),
+        "/detokenize": _with_body(service, _detokenize),
+        "/apply-template": _with_body(service, _apply_template),
+    }
+    return [
+        *(Route(path, handler, methods=["GET"]) for path, handler in gets.items()),
+        *(Route(path, handler, methods=["POST"]) for path, handler in posts.items()),
+        *(Route(path, _not_here, methods=["GET", "POST"]) for path in NOT_HERE),
+    ]
+
+
+def _health(service: Service) -> Handler:
+    async def health(request: Request) -> Response:
+        if not service.engine.alive():
+            raise Unavailable("the model is not ready: it is loading or its engine has stopped")
+        return JSON({"status": "ok"})
+
+    return health
+
+
+def _ready(service: Service) -> Handler:
+    async def ready(request: Request) -> Response:
+        is_ready, view = views.ready_view(service, service.engine.metrics())
+        body = view if is_ready else view | error_body(Unavailable(f"the server is {view['status']}"))
+        return JSON(body, status_code=200 if is_ready else 503)
+
+    return ready
+
+
+def _models(service: Service) -> Handler:
+    async def models(request: Request) -> Response:
+        return JSON(views.models_view(service))
+
+    return models
+
+
+def _model(service: Service) -> Handler:
+    async def model(request: Request) -> Response:
+        name = request.path_params["model"]
+        if name not in (service.model, service.engine.info.model_name):
+            raise NotFound(f"no model {name[:80]!r} here; there is {service.model}")
+        return JSON(views.model_view(service))
+
+    return model
+
+
+def _props(service: Service) -> Handler:
+    async def props(request: Request) -> Response:
+        if not service.settings.props:
+            raise NotSupported("/props is switched off")
+        return JSON(views.props_view(service))
+
+    return props
+
+
+def _slots(service: Service) -> Handler:
+    async def slots(request: Request) -> Response:
+        if not service.settings.slots:
+            raise NotSupported("/slots is switched off; start the server with --slots")
+        rows = service.engine.slots()
+        if request.query_params.get("fail_on_no_slot") == "1" and all(row.is_processing for row in rows):
+            raise Unavailable(f"all {len(rows)} slots are busy")
+        return JSON([views.slot_view(row, service.engine.info) for row in rows])
+
+    return slots
+
+
+def _metrics(service: Service) -> Handler:
+    collector = EngineCollector(service.engine.metrics, service.engine.slots)
+
+    async def metrics(request: Request) -> Response:
+        if not service.settings.metrics:
+            raise NotSupported("/metrics is switched off; start the server with --metrics")
+        body, content_type = exposition(collector, request.headers.get("accept", ""))
+        started = {"Process-Start-Time-Unix": str(int(service.started))}
+        return Response(body, media_type=None, headers={"Content-Type": content_type, **started})
+
+    return metrics
+
+
+def _openapi() -> Handler:
+    value = document()
+
+    async def openapi(request: Request) -> Response:
+        return JSON(value)
+
+    return openapi
+
+
+async def _not_here(request: Request) -> Response:
+    raise NotSupported(f"{request.url.path} is not supported by pyspec")
+
+
+def _with_body(service: Service, work: Callable[[Service, bytes], object]) -> Handler:
+    """A handler that hands the body to `work` on a text thread and answers with what it returns."""
+
+    async def handle(request: Request) -> Response:
+        with service.admitted():
+            raw = await read_body(request, service.settings.limits)
+            try:
+                return JSON(await while_connected(service.text(work, service, raw), request.receive))
+            except ClientGone:
+                return Response(status_code=CLIENT_GONE)
+
+    return handle
+
+
+def _tokenize(service: Service, raw: bytes) -> object:
+    tokenizer = service.engine.tokenizer
+    body = validate(TokenizeBody, parse_object(raw, service.settings.limits))
+    ids = mixed_ids(
+        tokenizer,
+        body.content,
+        add_special=bool(body.add_special),
+        parse_special=body.parse_special is not False,
+    )
+    if not body.with_pieces:
+        return {"tokens": ids}
+    return {"tokens": [{"id": token, "piece": _piece(tokenizer.token_bytes(token))} for token in ids]}
+
+
+def _piece(raw: bytes) -> str | list[int]:
+    """A token's text, or its bytes where they are no text on their own."""
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError:
+        return list(raw)
+
+
+def _detokenize(service: Service, raw: bytes) -> object:
+    tokenizer = service.engine.tokenizer
+    body = validate(DetokenizeBody, parse_object(raw, service.settings.limits))
+    check_ids(body.tokens, tokenizer.n_vocab)
+    return {"content": tokenizer.decode(body.tokens, special=True)}
+
+
+def _apply_template(service: Service, raw: bytes) -> object:
+    value = parse_object(raw, service.settings.limits)
+    refuse_unsupported(value)
+    body = validate(TemplateBody, value)
+    return {"prompt": render_chat(service.engine.template, body, service.settings.limits)}
+
+
+def _input_tokens(service: Service, raw: bytes) -> object:
+    value = parse_object(raw, service.settings.limits)
+    refuse_unsupported(value)
+    body = validate(ChatBody, value)
+    ids = chat_ids(service.engine, body, service.settings.limits)
+    return {"object": "response.input_tokens", "input_tokens": len(ids)}

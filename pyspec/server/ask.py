@@ -1,0 +1,156 @@
+"""One generation body, checked and turned into engine requests.
+
+`prepare` runs on a text thread: it parses, validates, renders and tokenises, and raises a RequestError that names the
+field. What it returns is plain data; nothing has been submitted yet.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
+
+from pydantic import ValidationError
+
+from pyspec.errors import RequestError
+from pyspec.request import EngineInfo, Request, SamplingParams
+from pyspec.server.body import parse_object
+from pyspec.server.engine import EngineLike, TokenizerLike
+from pyspec.server.params import draft_limit, sampling_params, stop_strings
+from pyspec.server.prompts import prompt_ids, render_chat, split_prompts
+from pyspec.server.schema import SEED_MAX, Body, ChatBody, Generate, NativeBody, TextBody
+from pyspec.server.settings import Limits, ServerSettings
+from pyspec.server.unsupported import refuse_tool_calls, refuse_unsupported
+
+log = logging.getLogger(__name__)
+
+Kind = Literal["chat", "text", "native"]
+BODIES: dict[Kind, type[Generate]] = {"chat": ChatBody, "text": TextBody, "native": NativeBody}
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+_told: set[str] = set()
+"""Ignored field names already logged. Bounded: clients choose the names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ask:
+    """What one body asks for: `requests[i]` gives choice i, and how the answer should look."""
+
+    kind: Kind
+    requests: tuple[Request, ...]
+    n: int  # choices of each prompt
+    stream: bool
+    include_usage: bool
+    return_tokens: bool
+    return_progress: bool
+    timings_per_token: bool
+    ping_s: float
+    prompt_texts: tuple[str, ...]  # native only: the prompt of each choice
+
+    @property
+    def logprobs(self) -> bool:
+        return self.requests[0].params.logprobs is not None
+
+
+def validate(model: type[AnyBody], value: dict[str, Any]) -> AnyBody:
+    """The body as its model, or a RequestError with the first wrong field's name."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise RequestError(f"{where}: {first['msg'][:1].lower()}{first['msg'][1:]}") from None
+
+
+def prepare(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings) -> Ask:
+    """Check a body and make its requests. Raises RequestError, NotSupported."""
+    value = parse_object(raw, settings.limits)
+    refuse_unsupported(value)
+    if kind == "chat":
+        refuse_tool_calls(value)
+    body = validate(BODIES[kind], value)
+    _tell_ignored(value, BODIES[kind])
+    params = sampling_params(body, engine.tokenizer, settings)
+    prompts = _tokenise(body, engine, settings.limits)
+    n = _n_choices(body, engine.info, len(prompts))
+    requests = tuple(_request(body, ids, params, i, engine.info, settings) for ids in prompts for i in range(n))
+    ping_s = settings.limits.ping_s if body.sse_ping_interval is None else body.sse_ping_interval
+    return Ask(
+        kind=kind,
+        requests=requests,
+        n=n,
+        stream=bool(body.stream),
+        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        return_tokens=bool(body.return_tokens),
+        return_progress=bool(body.return_progress),
+        timings_per_token=bool(body.timings_per_token),
+        ping_s=ping_s if ping_s > 0 else settings.limits.total_s,
+        prompt_texts=_texts(kind, engine.tokenizer, prompts, n),
+    )
+
+
+def _request(
+    body: Generate,
+    ids: Sequence[int],
+    params: SamplingParams,
+    i: int,
+    info: EngineInfo,
+    settings: ServerSettings,
+) -> Request:
+    """Choice i of a prompt; with a given seed each choice gets one of its own."""
+    if i and params.seed >= 0:
+        params = replace(params, seed=(params.seed + i) % SEED_MAX)
+    slot = -1 if body.id_slot is None else body.id_slot
+    if slot >= info.n_slot:
+        raise RequestError(f"id_slot: {slot} is outside 0..{info.n_slot - 1}")
+    said = [n for n in (body.max_completion_tokens, body.max_tokens, body.n_predict) if n is not None]
+    return Request(
+        prompt=tuple(ids),
+        params=params,
+        max_tokens=said[0] if said else settings.max_tokens,
+        stop=stop_strings(body.stop, settings.limits),
+        cache_prompt=body.cache_prompt is not False,
+        n_draft_max=draft_limit(body, info),
+        slot=slot,
+        max_predict_ms=max(0.0, float(body.t_max_predict_ms or 0.0)),
+    )
+
+
+def _tokenise(body: Generate, engine: EngineLike, limits: Limits) -> list[list[int]]:
+    if isinstance(body, ChatBody):
+        return [chat_ids(engine, body, limits)]
+    assert isinstance(body, NativeBody | TextBody)
+    return [prompt_ids(engine.tokenizer, prompt) for prompt in split_prompts(body.prompt, limits)]
+
+
+def chat_ids(engine: EngineLike, body: ChatBody, limits: Limits) -> list[int]:
+    """Ids of a rendered chat. A template that writes BOS itself does not get a second one."""
+    text = render_chat(engine.template, body, limits)
+    bos = engine.info.bos_token
+    ids = engine.tokenizer.encode(text, add_special=not (bos and text.startswith(bos)), parse_special=True)
+    if not ids:
+        raise RequestError("messages: the rendered prompt is empty")
+    return list(ids)
+
+
+def _n_choices(body: Generate, info: EngineInfo, n_prompt: int) -> int:
+    n = body.n or body.n_cmpl or 1
+    if n > info.n_slot:
+        raise RequestError(f"n: {n} choices, but there are {info.n_slot} slots (raise it with -np)")
+    return n
+
+
+def _texts(kind: Kind, tokenizer: TokenizerLike, prompts: list[list[int]], n: int) -> tuple[str, ...]:
+    if kind != "native":
+        return ()
+    return tuple(text for ids in prompts for text in [tokenizer.decode(ids, special=True)] * n)
+
+
+def _tell_ignored(value: dict[str, Any], model: type[Generate]) -> None:
+    """Log each ignored field name once, so that a misspelt one can be found."""
+    known = {field.alias or name for name, field in model.model_fields.items()}
+    for name in value.keys() - known - _told:
+        if len(_told) < 200:
+            _told.add(name)
+            log.info("request field %.60r is not used", name)

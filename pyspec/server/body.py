@@ -1,0 +1,84 @@
+"""From the socket to plain data: a body read with a size and a time limit, parsed with a depth limit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+from starlette.requests import Request
+
+from pyspec.errors import RequestError
+from pyspec.server.envelope import Refused
+from pyspec.server.settings import Limits
+
+
+async def read_body(request: Request, limits: Limits) -> bytes:
+    """The whole body. Raises Refused 413 beyond `limits.body`, 408 after `limits.body_read_s`."""
+    stated = request.headers.get("content-length", "")
+    if stated.isdecimal() and len(stated) < 20 and int(stated) > limits.body:
+        raise Refused(413, f"the body has {stated} bytes; at most {limits.body} are taken")
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(limits.body_read_s):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > limits.body:
+                    raise Refused(413, f"the body has more than {limits.body} bytes")
+                parts.append(chunk)
+    except TimeoutError:
+        raise Refused(408, f"the body did not arrive within {limits.body_read_s:g} s") from None
+    return b"".join(parts)
+
+
+def parse_object(raw: bytes, limits: Limits) -> dict[str, Any]:
+    """A JSON object of finite numbers, valid text and bounded depth, or RequestError."""
+    try:
+        value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+    except UnicodeDecodeError as error:
+        raise RequestError(f"the body is not UTF-8 at byte {error.start}") from None
+    except RecursionError:
+        raise RequestError(f"the body is nested deeper than {limits.json_depth} levels") from None
+    except json.JSONDecodeError as error:
+        raise RequestError(f"the body is not JSON: {error.msg.lower()} at character {error.pos}") from None
+    except ValueError as error:  # NaN, infinity, or a number of thousands of digits
+        raise RequestError(f"the body holds a number that cannot be used: {str(error).lower()}") from None
+    if not isinstance(value, dict):
+        raise RequestError(f"the body must be a JSON object, not {_kind(value)}")
+    _check_tree(value, limits.json_depth, check_text=b"\\u" in raw)
+    return value
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _check_tree(root: dict[str, Any], max_depth: int, check_text: bool) -> None:
+    """Bound the depth and refuse half a surrogate pair, which no encoder takes. Walks, so depth costs no stack."""
+    level: list[Any] = [root]
+    depth = 0
+    while level:
+        depth += 1
+        if depth > max_depth:
+            raise RequestError(f"the body is nested deeper than {max_depth} levels")
+        deeper: list[Any] = []
+        for node in level:
+            keys = node.keys() if isinstance(node, dict) else ()
+            items = node.values() if isinstance(node, dict) else node
+            deeper += [item for item in items if type(item) in (dict, list)]
+            if check_text:
+                _check_text([text for text in (*keys, *items) if type(text) is str])
+        level = deeper
+
+
+def _check_text(texts: list[str]) -> None:
+    try:
+        for text in texts:
+            text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise RequestError("the body holds half a surrogate pair; send whole characters") from None
+
+
+def _kind(value: Any) -> str:
+    return {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}.get(type(value), "a number")

@@ -1,0 +1,138 @@
+"""From the engine's thread to one coroutine: events cross here, and a request that nobody wants any more is cancelled.
+
+The engine must never wait for a client. `Inbox.put` appends under a lock and wakes the event loop at most once until
+the reader comes; a reader that lets more than the limit pile up loses the request, not the engine its time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections import deque
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
+
+from pyspec.errors import PyspecError
+from pyspec.request import Delta, Done, Event, Failed, Request
+from pyspec.server.engine import EngineLike
+
+log = logging.getLogger(__name__)
+
+Batch = list[tuple[int, Event]]
+"""(choice, event) pairs in order."""
+
+EVENT_COST, TOKEN_COST, LOGPROB_COST = 128, 8, 96
+"""Rough bytes of memory per queued event, token and reported alternative."""
+
+
+def event_cost(event: Event) -> int:
+    """About how many bytes an event holds while it waits."""
+    if not isinstance(event, Delta):
+        return EVENT_COST
+    n_logprob = sum(1 + len(entry.top) for entry in event.logprobs)
+    return EVENT_COST + len(event.text) + TOKEN_COST * len(event.tokens) + LOGPROB_COST * n_logprob
+
+
+class Inbox:
+    """Events on their way to one coroutine. `put` from any thread, `take` on the loop; at most `limit` bytes wait."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, limit: int) -> None:
+        self.overflow = asyncio.Event()
+        self._loop = loop
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._events: deque[tuple[int, Event]] = deque()
+        self._size = 0
+        self._is_full = False
+        self._is_waking = False
+        self._ready = asyncio.Event()
+
+    def put(self, choice: int, event: Event) -> None:
+        """Add an event; never blocks. Past the limit everything waiting is dropped and `overflow` is set."""
+        with self._lock:
+            if self._is_full:
+                return
+            self._size += event_cost(event)
+            if self._size > self._limit:
+                self._is_full = True
+                self._events.clear()
+            else:
+                self._events.append((choice, event))
+            if self._is_waking:
+                return
+            self._is_waking = True
+        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to read
+            self._loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        with self._lock:
+            self._is_waking = False
+            is_full = self._is_full
+        if is_full:
+            self.overflow.set()
+        self._ready.set()
+
+    async def take(self, timeout_s: float) -> Batch:
+        """Everything that waits; an empty list after `timeout_s` of silence."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._ready.wait()
+        except TimeoutError:
+            return []
+        with self._lock:
+            self._ready.clear()
+            batch = list(self._events)
+            self._events.clear()
+            self._size = 0
+        return batch
+
+
+class Job:
+    """The engine requests behind one HTTP request. `close` cancels those that still run; call it exactly at the end."""
+
+    def __init__(self, engine: EngineLike, limit: int) -> None:
+        self._engine = engine
+        self._inbox = Inbox(asyncio.get_running_loop(), limit)
+        self._ids: dict[int, str] = {}
+        self._open: set[int] = set()
+
+    @property
+    def overflow(self) -> asyncio.Event:
+        """Set when the reader was too slow; the events are gone."""
+        return self._inbox.overflow
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue all requests or none: if one is refused the others are cancelled and its error is raised."""
+        for i, request in enumerate(requests):
+            try:
+                self._ids[i] = self._engine.submit(request, partial(self._inbox.put, i))
+            except PyspecError:
+                self.close()
+                raise
+            self._open.add(i)
+
+    async def batches(self, silence_s: float) -> AsyncGenerator[Batch, None]:
+        """Events as they come, until every choice is done or failed; an empty batch after `silence_s` without any."""
+        while self._open:
+            batch: Batch = []
+            for choice, event in await self._inbox.take(silence_s):
+                if choice not in self._open:  # it was aborted here before the engine's own last word
+                    continue
+                batch.append((choice, event))
+                if isinstance(event, Done | Failed):
+                    self._open.discard(choice)
+            yield batch
+
+    def abort(self, error: PyspecError) -> None:
+        """End what still runs: the engine is told to stop, the reader gets `error`. Called on the loop."""
+        for choice in sorted(self._open):
+            self._engine.cancel(self._ids[choice])
+            self._inbox.put(choice, Failed(self._ids[choice], error))
+
+    def close(self) -> None:
+        """Cancel whatever has not ended. Safe to call twice."""
+        for choice in sorted(self._open):
+            self._engine.cancel(self._ids[choice])
+        self._open.clear()

@@ -1,0 +1,74 @@
+"""What the server needs of an engine, a tokenizer and a chat template: three narrow protocols, nothing else.
+
+The real engine satisfies `EngineLike`; so does the fake one the tests drive. The server knows no torch, no drafter and
+no architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from pyspec.request import EngineInfo, Event, Metrics, Request, SlotInfo
+
+Sink = Callable[[Event], None]
+"""Takes the events of one request, in order. Called on the engine's thread; returns at once."""
+
+
+class TokenizerLike(Protocol):
+    """Text to ids and back. Thread-safe: the server calls it from its text threads."""
+
+    @property
+    def n_vocab(self) -> int: ...
+
+    def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str: ...
+
+    def token_bytes(self, token: int) -> bytes: ...
+
+
+class TemplateLike(Protocol):
+    """The model's chat template."""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        kwargs: Mapping[str, Any] = ...,
+    ) -> str: ...
+
+
+class EngineLike(Protocol):
+    """Submit, cancel, look. Every method may be called from any thread."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def tokenizer(self) -> TokenizerLike: ...
+
+    @property
+    def template(self) -> TemplateLike | None: ...
+
+    def submit(self, request: Request, sink: Sink) -> str:
+        """Queue a request and return its id. Raises RequestError, QueueFull or Unavailable at once.
+
+        Then `sink` gets Started, Progress and Delta events and, last, exactly one Done or Failed. The first event may
+        arrive before this returns.
+        """
+        ...
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; its Done says "cancelled". An unknown or finished id is no error."""
+        ...
+
+    def slots(self) -> list[SlotInfo]: ...
+
+    def metrics(self) -> Metrics: ...
+
+    def alive(self) -> bool:
+        """False while loading and after the engine thread has died."""
+        ...

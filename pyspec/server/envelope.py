@@ -1,0 +1,91 @@
+"""Errors as clients see them: `{"error": {"code", "message", "type"}}`, llama-server's shape, on every path.
+
+A `PyspecError` brings its own status and type. Whatever else escapes a handler is a bug of ours: it becomes a bare 500
+and its traceback goes to the log.
+"""
+
+from __future__ import annotations
+
+import json
+from http import HTTPStatus
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pyspec.errors import PromptTooLong, PyspecError, QueueFull
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+    500: "server_error",
+    501: "not_supported_error",
+    503: "unavailable_error",
+}
+
+
+class Refused(PyspecError):
+    """Turned away by HTTP itself: too large, too slow, no key, a foreign page."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.kind = TYPES[status]
+
+
+class JSON(Response):
+    """A JSON answer. NaN or infinity in it would be a bug of ours and raises."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return dumps(content).encode()
+
+
+def dumps(value: Any) -> str:
+    """Compact JSON, UTF-8 kept as it is."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def error_body(error: PyspecError) -> dict[str, Any]:
+    """The envelope for one error."""
+    inner: dict[str, Any] = {"code": error.status, "message": str(error), "type": error.kind}
+    if isinstance(error, PromptTooLong):
+        inner |= {"n_prompt_tokens": error.n_prompt, "n_ctx": error.n_ctx}
+    return {"error": inner}
+
+
+async def on_error(request: Request, error: Exception) -> Response:
+    """Answer a PyspecError."""
+    assert isinstance(error, PyspecError)
+    headers = {}
+    if isinstance(error, QueueFull):
+        headers["Retry-After"] = str(error.retry_after_s)
+    if error.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    if error.status in (408, 413):  # the body was not read to its end
+        headers["Connection"] = "close"
+    return JSON(error_body(error), status_code=error.status, headers=headers)
+
+
+async def on_http_error(request: Request, error: Exception) -> Response:
+    """Answer a route or method that does not exist."""
+    assert isinstance(error, HTTPException)
+    status = error.status_code
+    what = {404: f"no such path: {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
+    message = what.get(status, HTTPStatus(status).phrase.lower())
+    inner = {"code": status, "message": message, "type": TYPES.get(status, "server_error")}
+    return JSON({"error": inner}, status_code=status, headers=error.headers)
+
+
+async def on_bug(request: Request, error: Exception) -> Response:
+    """Answer anything else; the framework logs the traceback and raises on."""
+    inner = {"code": 500, "message": "the server failed on this request; its log says why", "type": "server_error"}
+    return JSON({"error": inner}, status_code=500)

@@ -1,0 +1,63 @@
+"""The three generation routes: one path, three formats."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from pyspec.server.ask import Ask, Kind, prepare
+from pyspec.server.body import read_body
+from pyspec.server.bridge import Job
+from pyspec.server.envelope import JSON
+from pyspec.server.native import NativeAnswer
+from pyspec.server.openai import Answer, ChatAnswer, TextAnswer
+from pyspec.server.service import Service
+from pyspec.server.stream import ClientGone, EventStream, chunks, gather, while_connected
+
+CLIENT_GONE = 499  # nginx's code for a client that hung up; only logs see it
+
+Handler = Callable[[Request], Awaitable[ASGIApp]]
+
+
+def generation(service: Service, kind: Kind) -> Handler:
+    """The handler of one generation route."""
+
+    async def handle(request: Request) -> ASGIApp:
+        service.check_ready()
+        with service.admitted():
+            raw = await read_body(request, service.settings.limits)
+            try:
+                return await while_connected(_answer(service, kind, raw), request.receive)
+            except ClientGone:
+                return Response(status_code=CLIENT_GONE)
+
+    return handle
+
+
+async def _answer(service: Service, kind: Kind, raw: bytes) -> ASGIApp:
+    ask = await service.text(prepare, kind, raw, service.engine, service.settings)
+    job = service.start(ask)
+    answer = _format(ask, service)
+    if ask.stream:
+        return EventStream(job, chunks(job, ask, answer), lambda: service.end(job))
+    return await _whole(service, job, ask, answer)
+
+
+async def _whole(service: Service, job: Job, ask: Ask, answer: Answer) -> Response:
+    try:
+        choices = await gather(job, ask, service.settings.limits.total_s)
+    finally:
+        service.end(job)
+    return JSON(answer.whole(choices))
+
+
+def _format(ask: Ask, service: Service) -> Answer:
+    tokenizer = service.engine.tokenizer
+    if ask.kind == "chat":
+        return ChatAnswer(ask, service.model, tokenizer)
+    if ask.kind == "text":
+        return TextAnswer(ask, service.model, tokenizer)
+    return NativeAnswer(ask, service.model, tokenizer)

@@ -1,0 +1,73 @@
+"""llama-server's `/completion` format, whole and streamed. A stream ends with its final object; there is no [DONE]."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pyspec.errors import PyspecError
+from pyspec.request import Delta, Progress
+from pyspec.server.answers import Choice, logprob_list, native_final, progress_dict, timings_dict
+from pyspec.server.ask import Ask
+from pyspec.server.engine import TokenizerLike
+from pyspec.server.envelope import error_body
+from pyspec.server.openai import sse
+
+
+class NativeAnswer:
+    """`/completion`: one object, or a list of them when several prompts or choices were asked for."""
+
+    def __init__(self, ask: Ask, model: str, tokenizer: TokenizerLike) -> None:
+        self._ask = ask
+        self._model = model
+        self._tokenizer = tokenizer
+
+    def whole(self, choices: Sequence[Choice]) -> Any:
+        values = [self._final(i, choice, streamed=False) for i, choice in enumerate(choices)]
+        return values[0] if len(values) == 1 else values
+
+    def delta(self, i: int, choice: Choice, event: Delta) -> bytes:
+        """Tokens are sent as they come, also when their text is still held back."""
+        value = self._partial(i, choice) | {"content": event.text, "tokens": list(event.tokens)}
+        if event.logprobs:
+            value["completion_probabilities"] = logprob_list(event.logprobs, self._tokenizer)
+        if self._ask.timings_per_token and event.timings:
+            value["timings"] = timings_dict(event.timings)
+        return sse(value)
+
+    def progress(self, i: int, event: Progress) -> bytes:
+        return sse(self._partial(i, Choice(n_prompt=event.n_prompt)) | {"prompt_progress": progress_dict(event)})
+
+    def finish(self, i: int, choice: Choice) -> bytes:
+        return sse(self._final(i, choice, streamed=True))
+
+    def tail(self, choices: Sequence[Choice]) -> bytes:
+        return b""
+
+    def error(self, error: PyspecError) -> bytes:
+        return sse(error_body(error))
+
+    def _partial(self, i: int, choice: Choice) -> dict[str, Any]:
+        return {
+            "index": i,
+            "content": "",
+            "tokens": [],
+            "stop": False,
+            "id_slot": choice.slot,
+            "tokens_predicted": choice.n_predicted,
+            "tokens_evaluated": choice.n_prompt,
+        }
+
+    def _final(self, i: int, choice: Choice, *, streamed: bool) -> dict[str, Any]:
+        value = native_final(
+            i,
+            choice,
+            self._ask.requests[i],
+            model=self._model,
+            prompt=self._ask.prompt_texts[i],
+            content="" if streamed else "".join(choice.text),
+            tokens=choice.tokens if self._ask.return_tokens and not streamed else [],
+        )
+        if self._ask.logprobs and not streamed:
+            value["completion_probabilities"] = logprob_list(choice.logprobs, self._tokenizer)
+        return value

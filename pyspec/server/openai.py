@@ -1,0 +1,233 @@
+"""OpenAI's two answer formats, whole and streamed, with llama-server's `timings` beside them.
+
+A stream's constant parts are encoded once; a chunk costs one json.dumps of its text.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from pyspec.errors import PyspecError
+from pyspec.request import Delta, Progress, TokenLogprob
+from pyspec.server.answers import (
+    FINGERPRINT,
+    FINISH_REASON,
+    Choice,
+    logprob_list,
+    measured,
+    progress_dict,
+    text_logprobs,
+    timings_dict,
+    usage_dict,
+)
+from pyspec.server.ask import Ask
+from pyspec.server.engine import TokenizerLike
+from pyspec.server.envelope import dumps, error_body
+
+DONE = b"data: [DONE]\n\n"
+
+
+class Answer(Protocol):
+    """Turns choices into one object, or their events into server-sent events. Empty bytes: nothing to send."""
+
+    def whole(self, choices: Sequence[Choice]) -> Any: ...
+
+    def delta(self, i: int, choice: Choice, event: Delta) -> bytes: ...
+
+    def progress(self, i: int, event: Progress) -> bytes: ...
+
+    def finish(self, i: int, choice: Choice) -> bytes: ...
+
+    def tail(self, choices: Sequence[Choice]) -> bytes: ...
+
+    def error(self, error: PyspecError) -> bytes: ...
+
+
+def sse(value: Any) -> bytes:
+    """One server-sent event."""
+    return f"data: {dumps(value)}\n\n".encode()
+
+
+class _OpenAI:
+    """What the chat and the text format share: head, usage, held-back logprobs, the tail of a stream."""
+
+    prefix = ""
+    whole_object = ""
+    chunk_object = ""
+
+    def __init__(self, ask: Ask, model: str, tokenizer: TokenizerLike) -> None:
+        self._ask = ask
+        self._tokenizer = tokenizer
+        self._head = {
+            "id": f"{self.prefix}{secrets.token_hex(16)}",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": FINGERPRINT,
+        }
+        self._open = dumps(self._head | {"object": self.chunk_object})[:-1]
+        self._held: dict[int, list[TokenLogprob]] = {i: [] for i in range(len(ask.requests))}
+        self._held_tokens: dict[int, list[int]] = {i: [] for i in range(len(ask.requests))}
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        value = self._head | {
+            "object": self.whole_object,
+            "choices": [self._with_figures(self._choice(i, c), c, choices) for i, c in enumerate(choices)],
+            "usage": usage_dict(choices, self._ask.n),
+        }
+        return value | self._figures(choices)
+
+    def tail(self, choices: Sequence[Choice]) -> bytes:
+        if not self._ask.include_usage:
+            return DONE
+        extra = {"choices": [], "usage": usage_dict(choices, self._ask.n)} | self._figures(choices)
+        return self._chunk(dumps(extra)[1:-1]) + DONE
+
+    def error(self, error: PyspecError) -> bytes:
+        return sse(error_body(error)) + DONE
+
+    def delta(self, i: int, choice: Choice, event: Delta) -> bytes:
+        """A chunk for the text this run released; figures of tokens without text wait for the next one."""
+        if self._ask.logprobs:
+            self._held[i] += event.logprobs
+        if self._ask.return_tokens:
+            self._held_tokens[i] += event.tokens
+        if not event.text:
+            return b""
+        tail = ""
+        if self._ask.timings_per_token and event.timings:
+            tail = f',"timings":{dumps(timings_dict(event.timings))}'
+        return self._chunk(f'"choices":[{self._delta_choice(i, event.text)}]{tail}')
+
+    def finish(self, i: int, choice: Choice) -> bytes:
+        assert choice.done is not None
+        value = self._end_choice(i) | {"finish_reason": FINISH_REASON[choice.done.finish]} | self._take_held(i, "")
+        extra: dict[str, Any] = {"choices": [value]}
+        if not self._ask.include_usage:  # else the usage chunk carries them
+            extra |= measured(choice.done.timings)
+        return self._chunk(dumps(extra)[1:-1])
+
+    def progress(self, i: int, event: Progress) -> bytes:
+        value = {"choices": [self._end_choice(i) | {"finish_reason": None}], "prompt_progress": progress_dict(event)}
+        return self._chunk(dumps(value)[1:-1])
+
+    def _chunk(self, inner: str) -> bytes:
+        return f"data: {self._open},{inner}}}\n\n".encode()
+
+    def _figures(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Timings beside a single choice; of several each has its own."""
+        done = choices[0].done
+        return measured(done.timings) if len(choices) == 1 and done else {}
+
+    def _with_figures(self, value: dict[str, Any], choice: Choice, choices: Sequence[Choice]) -> dict[str, Any]:
+        if self._ask.return_tokens:
+            value["tokens"] = choice.tokens
+        return value | measured(choice.done.timings) if len(choices) > 1 and choice.done else value
+
+    def _take_held(self, i: int, text: str) -> dict[str, Any]:
+        """Logprobs and tokens that wait for the next chunk of choice i."""
+        value: dict[str, Any] = {}
+        if self._held[i]:
+            value["logprobs"] = self._logprobs(i, self._held[i])
+            self._held[i] = []
+        if self._held_tokens[i]:
+            value["tokens"] = self._held_tokens[i]
+            self._held_tokens[i] = []
+        return value
+
+    def _choice(self, i: int, choice: Choice) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _delta_choice(self, i: int, text: str) -> str:
+        raise NotImplementedError
+
+    def _end_choice(self, i: int) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _logprobs(self, i: int, entries: list[TokenLogprob]) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class ChatAnswer(_OpenAI):
+    """`/v1/chat/completions`. A choice's first chunk carries its role and nothing else."""
+
+    prefix = "chatcmpl-"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, ask: Ask, model: str, tokenizer: TokenizerLike) -> None:
+        super().__init__(ask, model, tokenizer)
+        self._begun: set[int] = set()
+
+    def delta(self, i: int, choice: Choice, event: Delta) -> bytes:
+        return self._role(i) + super().delta(i, choice, event)
+
+    def progress(self, i: int, event: Progress) -> bytes:
+        return self._role(i) + super().progress(i, event)
+
+    def finish(self, i: int, choice: Choice) -> bytes:
+        return self._role(i) + super().finish(i, choice)
+
+    def _role(self, i: int) -> bytes:
+        if i in self._begun:
+            return b""
+        self._begun.add(i)
+        first = {"index": i, "finish_reason": None, "delta": {"role": "assistant", "content": None}}
+        return self._chunk(f'"choices":[{dumps(first)}]')
+
+    def _choice(self, i: int, choice: Choice) -> dict[str, Any]:
+        assert choice.done is not None
+        value: dict[str, Any] = {
+            "index": i,
+            "message": {"role": "assistant", "content": "".join(choice.text)},
+            "finish_reason": FINISH_REASON[choice.done.finish],
+        }
+        if self._ask.logprobs:
+            value["logprobs"] = self._logprobs(i, choice.logprobs)
+        return value
+
+    def _delta_choice(self, i: int, text: str) -> str:
+        held = self._take_held(i, text)
+        more = f",{dumps(held)[1:-1]}" if held else ""
+        return f'{{"index":{i},"finish_reason":null,"delta":{{"content":{dumps(text)}}}{more}}}'
+
+    def _end_choice(self, i: int) -> dict[str, Any]:
+        return {"index": i, "delta": {}}
+
+    def _logprobs(self, i: int, entries: list[TokenLogprob]) -> dict[str, Any]:
+        return {"content": logprob_list(entries, self._tokenizer)}
+
+
+class TextAnswer(_OpenAI):
+    """`/v1/completions`."""
+
+    prefix = "cmpl-"
+    whole_object = chunk_object = "text_completion"
+
+    def __init__(self, ask: Ask, model: str, tokenizer: TokenizerLike) -> None:
+        super().__init__(ask, model, tokenizer)
+        self._offset = dict.fromkeys(range(len(ask.requests)), 0)
+
+    def _choice(self, i: int, choice: Choice) -> dict[str, Any]:
+        assert choice.done is not None
+        return {
+            "index": i,
+            "text": "".join(choice.text),
+            "logprobs": self._logprobs(i, choice.logprobs) if self._ask.logprobs else None,
+            "finish_reason": FINISH_REASON[choice.done.finish],
+        }
+
+    def _delta_choice(self, i: int, text: str) -> str:
+        held = self._take_held(i, text)
+        more = f",{dumps(held)[1:-1]}" if held else ""
+        return f'{{"index":{i},"finish_reason":null,"text":{dumps(text)}{more}}}'
+
+    def _end_choice(self, i: int) -> dict[str, Any]:
+        return {"index": i, "text": ""}
+
+    def _logprobs(self, i: int, entries: list[TokenLogprob]) -> dict[str, Any]:
+        value = text_logprobs(entries, self._tokenizer, self._offset[i])
+        self._offset[i] += sum(len(token) for token in value["tokens"])
+        return value

@@ -1,0 +1,106 @@
+"""`/openapi.json`, from the request models: what can be asked, and which errors each path answers with."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
+
+import pyspec
+from pyspec.server.schema import ChatBody, DetokenizeBody, NativeBody, TemplateBody, TextBody, TokenizeBody
+
+POSTS: dict[str, tuple[type[BaseModel], str, tuple[str, ...]]] = {
+    "/v1/chat/completions": (ChatBody, "Answer a chat (OpenAI)", ("choices", "usage", "timings")),
+    "/v1/completions": (TextBody, "Continue a prompt (OpenAI)", ("choices", "usage")),
+    "/completion": (NativeBody, "Continue a prompt (llama-server)", ()),
+    "/v1/chat/completions/input_tokens": (ChatBody, "Count the tokens of a chat", ("input_tokens",)),
+    "/tokenize": (TokenizeBody, "Text to token ids", ("tokens",)),
+    "/detokenize": (DetokenizeBody, "Token ids to text", ("content",)),
+    "/apply-template": (TemplateBody, "Render a chat to its prompt", ("prompt",)),
+}
+GENERATE = frozenset({"/v1/chat/completions", "/v1/completions", "/completion"})
+GETS: dict[str, tuple[str, str, tuple[int, ...]]] = {
+    "/health": ("Is the engine alive", "application/json", (503,)),
+    "/ready": ("Would new work be served soon", "application/json", (401, 503)),
+    "/v1/models": ("The model and its drafter", "application/json", ()),
+    "/props": ("Settings and model facts", "application/json", (401, 501)),
+    "/slots": ("What every slot does now", "application/json", (401, 501, 503)),
+    "/metrics": ("Counters for Prometheus", "text/plain", (401, 501)),
+    "/openapi.json": ("This document", "application/json", (401,)),
+}
+ERRORS = {
+    400: "The request cannot be served as it stands; the message names the field",
+    401: "No api key, or a wrong one",
+    403: "Sent by a page of another site",
+    404: "No such path",
+    405: "The path does not take this method",
+    408: "The body did not arrive in time",
+    413: "The body is too large",
+    429: "Too many requests wait; Retry-After says when to come back",
+    500: "The server failed",
+    501: "Known, but not supported",
+    503: "Loading, shutting down or stopped",
+}
+BODY_ERRORS = (400, 401, 403, 405, 408, 413, 429, 500, 501, 503)
+ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["code", "message", "type"],
+            "properties": {
+                "code": {"type": "integer"},
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "n_prompt_tokens": {"type": "integer"},
+                "n_ctx": {"type": "integer"},
+            },
+        }
+    },
+}
+
+
+@cache
+def document() -> dict[str, Any]:
+    """The OpenAPI 3.1 document."""
+    models = {model for model, *_ in POSTS.values()}
+    refs, defs = models_json_schema(
+        [(model, "validation") for model in sorted(models, key=lambda m: m.__name__)],
+        ref_template="#/components/schemas/{model}",
+    )
+    schemas = {**defs["$defs"], "Error": ERROR_SCHEMA}
+    paths: dict[str, Any] = {}
+    for path, (about, content_type, codes) in GETS.items():
+        paths[path] = {"get": _operation(about, content_type, {"type": ["object", "array", "string"]}, codes)}
+    for path, (model, about, fields) in POSTS.items():
+        shape = {"type": ["object", "array"], "required": list(fields)}
+        operation = _operation(about, "application/json", shape, BODY_ERRORS)
+        if path in GENERATE:
+            events = "Server-sent events, with stream: true"
+            operation["responses"]["200"]["content"]["text/event-stream"] = {
+                "schema": {"type": "string", "description": events}
+            }
+        schema = refs[(model, "validation")]
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        paths[path] = {"post": operation}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "pyspec", "version": pyspec.__version__, "description": "Speculative decoding for GGUF."},
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _operation(about: str, content_type: str, schema: dict[str, Any], codes: tuple[int, ...]) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    responses: dict[str, Any] = {"200": {"description": "OK", "content": {content_type: {"schema": schema}}}}
+    for code in codes:
+        responses[str(code)] = {"description": ERRORS[code], "content": error}
+    return {"summary": about, "responses": responses}

@@ -1,0 +1,179 @@
+"""Sampling parameters, stop strings and draft limits out of a validated body."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from pyspec.errors import NotSupported, RequestError
+from pyspec.request import EngineInfo, SamplingParams
+from pyspec.server.engine import TokenizerLike
+from pyspec.server.schema import SEED_MAX, ChatBody, Generate, TextBody
+from pyspec.server.settings import Limits, ServerSettings
+
+PLAIN_FIELDS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "min_keep",
+    "repeat_penalty",
+    "repeat_last_n",
+    "presence_penalty",
+    "frequency_penalty",
+    "dry_multiplier",
+    "dry_base",
+    "dry_allowed_length",
+    "dry_penalty_last_n",
+    "ignore_eos",
+)
+
+# The engine's chain in llama.cpp's words, and what leaving a member out of `samplers` sets.
+CHAIN: dict[str, dict[str, Any]] = {
+    "penalties": {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+    "dry": {"dry_multiplier": 0.0},
+    "top_n_sigma": {},
+    "top_k": {"top_k": 0},
+    "typ_p": {"typical_p": 1.0},
+    "top_p": {"top_p": 1.0},
+    "min_p": {"min_p": 0.0},
+    "xtc": {},
+    "temperature": {"temperature": 1.0},
+}
+SAMPLER_NAMES = {"typical_p": "typ_p", "typical": "typ_p", "temp": "temperature"}
+
+
+def sampling_params(body: Generate, tokenizer: TokenizerLike, settings: ServerSettings) -> SamplingParams:
+    """The body's parameters over the server's defaults."""
+    said = {name: getattr(body, name) for name in PLAIN_FIELDS if getattr(body, name) is not None}
+    if said.get("top_k", 0) < 0:  # vLLM's spelling of "all"
+        said["top_k"] = 0
+    for name in said.keys() & {"temperature", "top_p", "min_p", "typical_p", "repeat_penalty", "dry_base"}:
+        said[name] = float(said[name])
+    if body.dry_sequence_breakers is not None:
+        if len(body.dry_sequence_breakers) > settings.limits.parts:
+            raise RequestError(f"dry_sequence_breakers: more than {settings.limits.parts} of them")
+        said["dry_sequence_breakers"] = tuple(body.dry_sequence_breakers)
+    if body.seed is not None:
+        said["seed"] = -1 if body.seed == SEED_MAX else body.seed  # llama.cpp's word for "draw one"
+    if body.samplers is not None:
+        said |= _left_out(body.samplers)
+    if body.logit_bias:
+        said["logit_bias"] = bias_pairs(body.logit_bias, tokenizer, settings.limits)
+    said["logprobs"] = _n_logprobs(body, settings.limits)
+    return replace(settings.sampling, **said)
+
+
+def _left_out(samplers: list[str]) -> dict[str, Any]:
+    """Parameters that switch off the samplers a list leaves out. Another order would need another engine."""
+    order = list(CHAIN)
+    names = [SAMPLER_NAMES.get(name, name) for name in samplers]
+    if unknown := [name for name in names if name not in CHAIN]:
+        raise NotSupported(f"samplers: {unknown[0][:40]!r} is not supported; there are {', '.join(order)}")
+    places = [order.index(name) for name in names]
+    if places != sorted(set(places)):
+        raise NotSupported(f"samplers: the order is fixed: {', '.join(order)}")
+    off: dict[str, Any] = {}
+    for name, neutral in CHAIN.items():
+        if name not in names:
+            off |= neutral
+    return off
+
+
+def _n_logprobs(body: Generate, limits: Limits) -> int | None:
+    """How many alternatives to report, by the field of whichever interface was used; None for no logprobs."""
+    name, count = "n_probs", body.n_probs or None
+    if isinstance(body, TextBody) and body.logprobs is not None:
+        name, count = "logprobs", body.logprobs
+    if isinstance(body, ChatBody):
+        if body.top_logprobs and not body.logprobs:
+            raise RequestError("top_logprobs: it needs logprobs: true")
+        if body.logprobs:
+            name, count = "top_logprobs", body.top_logprobs or 0
+    if count is not None and count > limits.top_logprobs:
+        raise RequestError(f"{name}: {count} alternatives; at most {limits.top_logprobs} are reported")
+    return count
+
+
+def bias_pairs(bias: Any, tokenizer: TokenizerLike, limits: Limits) -> tuple[tuple[int, float], ...]:
+    """(id, bias) pairs; a text's bias goes to each of its tokens, false bans, and later entries add up."""
+    pairs = list(bias.items()) if isinstance(bias, dict) else [tuple(pair) for pair in bias]
+    if len(pairs) > limits.logit_bias:
+        raise RequestError(f"logit_bias: {len(pairs)} entries; at most {limits.logit_bias} are taken")
+    total: dict[int, float] = {}
+    for token, value in pairs:
+        amount = -math.inf if value is False else float(value)
+        for i in _bias_tokens(token, tokenizer):
+            if not 0 <= i < tokenizer.n_vocab:
+                raise RequestError(f"logit_bias: token {i} is outside 0..{tokenizer.n_vocab - 1}")
+            total[i] = total.get(i, 0.0) + amount
+    return tuple(sorted(total.items()))
+
+
+def _bias_tokens(token: int | str, tokenizer: TokenizerLike) -> list[int]:
+    if isinstance(token, int):
+        return [token]
+    if token.isascii() and token.isdecimal():  # OpenAI's object form has its ids as strings
+        if len(token) > 10:
+            raise RequestError(f"logit_bias: token {token[:12]}... is no id")
+        return [int(token)]
+    return list(tokenizer.encode(token, add_special=False, parse_special=True))
+
+
+def stop_strings(stop: Any, limits: Limits) -> tuple[str, ...]:
+    """Stop strings as a tuple; empty ones never match and are dropped."""
+    stops = tuple(text for text in ([stop] if isinstance(stop, str) else stop or ()) if text)
+    if len(stops) > limits.stops:
+        raise RequestError(f"stop: {len(stops)} strings; at most {limits.stops} are taken")
+    for text in stops:
+        if len(text.encode()) > limits.stop_bytes:
+            raise RequestError(f"stop: a string of {len(text.encode())} bytes; at most {limits.stop_bytes} are taken")
+    return stops
+
+
+def draft_limit(body: Generate, info: EngineInfo) -> int | None:
+    """The most tokens to draft a round: None leaves it to the engine, 0 switches drafting off.
+
+    Drafting never changes the text, so asking for it from an engine without a drafter is no error.
+    """
+    wanted = body.speculative
+    spec = wanted if isinstance(wanted, dict) else {}
+    kind = body.spec_type or spec.get("type")
+    if wanted is False or kind == "none":
+        return 0
+    if kind is not None and kind.removeprefix("draft-") not in (info.drafter, "auto"):
+        raise RequestError(f"speculative.type: {kind[:40]!r} is not loaded; this engine drafts with {info.drafter}")
+    for limit in (body.spec_n_max, spec.get("n_max"), spec.get("k_max")):
+        if limit is not None:
+            return limit
+    return None
+
+
+def settings_dict(params: SamplingParams) -> dict[str, Any]:
+    """Sampling parameters in llama-server's names, for generation_settings, /props and /slots."""
+    return {
+        "seed": params.seed & SEED_MAX,
+        "temperature": params.temperature,
+        "top_k": params.top_k,
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "typical_p": params.typical_p,
+        "repeat_last_n": params.repeat_last_n,
+        "repeat_penalty": params.repeat_penalty,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "dry_multiplier": params.dry_multiplier,
+        "dry_base": params.dry_base,
+        "dry_allowed_length": params.dry_allowed_length,
+        "dry_penalty_last_n": params.dry_penalty_last_n,
+        "dry_sequence_breakers": list(params.dry_sequence_breakers),
+        "min_keep": params.min_keep,
+        "n_probs": params.logprobs or 0,
+        "ignore_eos": params.ignore_eos,
+        "logit_bias": [
+            {"token": token, "bias": False if bias == -math.inf else bias} for token, bias in params.logit_bias
+        ],
+        "samplers": [name for name, off in CHAIN.items() if off],
+    }

@@ -1,0 +1,100 @@
+"""From prompts and messages to token ids. Runs on a text thread: tokenising a long prompt takes a while."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pyspec.errors import BadTemplate, NotSupported, RequestError
+from pyspec.server.engine import TemplateLike, TokenizerLike
+from pyspec.server.schema import Chat, Message
+from pyspec.server.settings import Limits
+
+RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
+
+
+def split_prompts(prompt: Any, limits: Limits) -> list[Any]:
+    """The prompts of a body: a list of strings only, or one that holds lists, is many; all else is one."""
+    if not isinstance(prompt, list):
+        return [prompt]
+    if not prompt:
+        raise RequestError("prompt: the list is empty")
+    many = any(isinstance(item, list | dict) for item in prompt) or all(isinstance(item, str) for item in prompt)
+    prompts = prompt if many else [prompt]
+    if len(prompts) > limits.prompts:
+        raise RequestError(f"prompt: {len(prompts)} prompts in one request; at most {limits.prompts} are taken")
+    return prompts
+
+
+def prompt_ids(tokenizer: TokenizerLike, prompt: Any) -> list[int]:
+    """Ids of one prompt; BOS and the like are added only where it starts with text."""
+    if isinstance(prompt, dict):
+        prompt = prompt["prompt_string"]
+    ids = mixed_ids(tokenizer, prompt, add_special=True, parse_special=True)
+    if not ids:
+        raise RequestError("prompt: it is empty; give at least one token")
+    return ids
+
+
+def mixed_ids(tokenizer: TokenizerLike, content: Any, *, add_special: bool, parse_special: bool) -> list[int]:
+    """Ids of text, or of a list of ids and texts."""
+    if isinstance(content, str):
+        return list(tokenizer.encode(content, add_special=add_special, parse_special=parse_special))
+    ids: list[int] = []
+    for i, item in enumerate(content):
+        if isinstance(item, str):
+            ids += tokenizer.encode(item, add_special=add_special and i == 0, parse_special=parse_special)
+        else:
+            ids.append(item)
+    check_ids(ids, tokenizer.n_vocab)
+    return ids
+
+
+def check_ids(ids: Sequence[int], n_vocab: int) -> None:
+    """Raise RequestError on an id the model does not have."""
+    for token in ids:
+        if not 0 <= token < n_vocab:
+            raise RequestError(f"token {token} is outside 0..{n_vocab - 1}")
+
+
+def render_chat(template: TemplateLike | None, body: Chat, limits: Limits) -> str:
+    """The prompt text of a chat. A template that refuses the messages is the request's fault, not the server's."""
+    if template is None:
+        raise NotSupported("this model has no chat template; use /v1/completions")
+    if body.continue_final_message:
+        raise RequestError("continue_final_message is not supported; end with a user message")
+    _check_sizes(body, limits)
+    kwargs = dict(body.chat_template_kwargs or {})
+    if clash := RESERVED & kwargs.keys():
+        raise RequestError(f"chat_template_kwargs: {min(clash)} has a field of its own")
+    if body.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    messages = [_plain(message, i, limits) for i, message in enumerate(body.messages)]
+    add_prompt = body.add_generation_prompt is not False
+    try:
+        return template.render(messages, tools=body.tools or None, add_generation_prompt=add_prompt, kwargs=kwargs)
+    except BadTemplate as error:
+        raise RequestError(f"messages: the chat template refused them: {error}") from error
+
+
+def _check_sizes(body: Chat, limits: Limits) -> None:
+    if len(body.messages) > limits.messages:
+        raise RequestError(f"messages: {len(body.messages)} of them; at most {limits.messages} are taken")
+    if body.tools and len(body.tools) > limits.tools:
+        raise RequestError(f"tools: {len(body.tools)} of them; at most {limits.tools} are taken")
+
+
+def _plain(message: Message, i: int, limits: Limits) -> dict[str, Any]:
+    """The message as a template wants it: its text parts joined by line ends, as llama.cpp joins them."""
+    plain: dict[str, Any] = {"role": message.role, **(message.model_extra or {})}
+    content = message.content
+    if isinstance(content, list):
+        if len(content) > limits.parts:
+            raise RequestError(f"messages.{i}.content: {len(content)} parts; at most {limits.parts} are taken")
+        for part in content:
+            if part["type"] != "text":
+                raise NotSupported(f"messages.{i}.content: parts of type {part['type'][:40]!r} are not supported")
+        content = "\n".join(part["text"] for part in content)
+    if content is None and not plain.get("tool_calls"):
+        content = ""
+    return plain | {"content": content}

@@ -1,0 +1,278 @@
+"""Request bodies: every field that is honoured, with its type and range, checked strictly.
+
+Strict means that 1.0 is no integer, "1" no number and true no count: lax coercion hides clients' mistakes. The
+published OpenAPI document is made from these models. Fields that would change the text but are not supported live in
+`unsupported.py`; anything else is ignored, as OpenAI's and llama.cpp's servers do.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+INT32 = 2**31 - 1
+SEED_MAX = 2**32 - 1
+
+
+def _bad(message: str) -> PydanticCustomError:
+    return PydanticCustomError("value", "{why}", {"why": message})
+
+
+def is_id(value: Any) -> bool:
+    """True for a plain JSON integer; bool is an int to Python, not to us."""
+    return type(value) is int
+
+
+def _check_piece(value: Any) -> None:
+    """A prompt: text, ids, or a list that mixes both."""
+    if isinstance(value, dict):
+        if set(value) != {"prompt_string"} or not isinstance(value["prompt_string"], str):
+            raise _bad("a prompt object holds prompt_string and nothing else; images and audio are not supported")
+    elif isinstance(value, list):
+        if not all(is_id(item) or isinstance(item, str) for item in value):
+            raise _bad("a prompt list holds token ids and strings")
+    elif not isinstance(value, str):
+        raise _bad("a prompt is a string or a list of token ids and strings")
+
+
+def _check_prompt(value: Any) -> Any:
+    if isinstance(value, list) and any(isinstance(item, list | dict) for item in value):
+        for item in value:
+            _check_piece(item)
+    else:
+        _check_piece(value)
+    return value
+
+
+def _check_stop(value: Any) -> Any:
+    items = value if isinstance(value, list) else [value]
+    if not all(isinstance(item, str) for item in items):
+        raise _bad("stop is a string or a list of strings")
+    return value
+
+
+def _check_bias(value: Any) -> Any:
+    """`{"id or text": number | false}` or `[[id or text, number | false], ...]`."""
+    if isinstance(value, dict):
+        pairs = [list(pair) for pair in value.items()]
+    elif isinstance(value, list):
+        pairs = value
+    else:
+        raise _bad("logit_bias is an object or a list of [token, bias] pairs")
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise _bad("a logit_bias entry is a pair: [token, bias]")
+        token, bias = pair
+        if not (is_id(token) or isinstance(token, str)):
+            raise _bad("a logit_bias token is an id or a string")
+        if not (bias is False or (type(bias) in (int, float) and abs(bias) <= 1e6)):
+            raise _bad("a logit_bias value is a number between -1e6 and 1e6, or false to ban the token")
+    return value
+
+
+def _check_speculative(value: Any) -> Any:
+    if isinstance(value, bool):
+        return value
+    if not isinstance(value, dict):
+        raise _bad("speculative is true, false or an object such as {n_max: 4}")
+    for name in ("n_max", "k_max"):
+        if name in value and not (is_id(value[name]) and 0 <= value[name] <= 1024):
+            raise _bad(f"speculative.{name} is an integer between 0 and 1024")
+    if "type" in value and not isinstance(value["type"], str):
+        raise _bad("speculative.type is a string")
+    return value
+
+
+def _check_content(value: Any) -> Any:
+    """Message content: text, nothing, or a list of parts."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise _bad("content is a string, null or a list of parts")
+    for part in value:
+        if not isinstance(part, dict) or not isinstance(part.get("type"), str):
+            raise _bad('a content part is an object with a type, such as {type: "text", text: "..."}')
+        if part["type"] == "text" and not isinstance(part.get("text"), str):
+            raise _bad("a text part needs its text")
+    return value
+
+
+_ID = {"type": "integer", "minimum": 0}
+_STR = {"type": "string"}
+_MIXED = {"type": "array", "items": {"anyOf": [_ID, _STR]}}
+_BIAS = {"anyOf": [{"type": "number", "minimum": -1e6, "maximum": 1e6}, {"const": False}]}
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": _STR},
+    "required": ["type", "text"],
+}
+
+Prompt = Annotated[
+    Any,
+    AfterValidator(_check_prompt),
+    WithJsonSchema({"anyOf": [_STR, _MIXED, {"type": "array", "items": {"anyOf": [_STR, _MIXED]}}]}),
+]
+Mixed = Annotated[Any, AfterValidator(_check_piece), WithJsonSchema({"anyOf": [_STR, _MIXED]})]
+Stop = Annotated[Any, AfterValidator(_check_stop), WithJsonSchema({"anyOf": [_STR, {"type": "array", "items": _STR}]})]
+Bias = Annotated[
+    Any,
+    AfterValidator(_check_bias),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "object", "additionalProperties": _BIAS},
+                {
+                    "type": "array",
+                    "items": {
+                        "type": "array",
+                        "prefixItems": [{"anyOf": [_ID, _STR]}, _BIAS],
+                        "minItems": 2,
+                        "maxItems": 2,
+                    },
+                },
+            ]
+        }
+    ),
+]
+Speculative = Annotated[
+    Any,
+    AfterValidator(_check_speculative),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "boolean"},
+                {
+                    "type": "object",
+                    "properties": {
+                        "n_max": {"type": "integer", "minimum": 0, "maximum": 1024},
+                        "k_max": {"type": "integer", "minimum": 0, "maximum": 1024},
+                        "type": _STR,
+                    },
+                },
+            ]
+        }
+    ),
+]
+Content = Annotated[
+    Any, AfterValidator(_check_content), WithJsonSchema({"anyOf": [_STR, {"type": "array", "items": _PART}]})
+]
+Share = Annotated[float, Field(ge=0, le=1)]
+Penalty = Annotated[float, Field(ge=-100, le=100)]
+Window = Annotated[int, Field(ge=-1, le=INT32)]
+Count = Annotated[int, Field(ge=0, le=INT32)]
+
+
+class Body(BaseModel):
+    """Base of all bodies."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+
+
+class Generate(Body):
+    """The fields all three generation routes share. None means: not said, so the server's default."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Window | None = None
+    max_completion_tokens: Window | None = None
+    n_predict: Window | None = None
+    n: Annotated[int, Field(ge=1, le=1024)] | None = None
+    n_cmpl: Annotated[int, Field(ge=1, le=1024)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_k: Window | None = None
+    top_p: Share | None = None
+    min_p: Share | None = None
+    typical_p: Share | None = None
+    min_keep: Count | None = None
+    repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repeat_last_n: Window | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    dry_multiplier: Annotated[float, Field(ge=0, le=100)] | None = None
+    dry_base: Annotated[float, Field(ge=1, le=100)] | None = None
+    dry_allowed_length: Count | None = None
+    dry_penalty_last_n: Window | None = None
+    dry_sequence_breakers: list[Annotated[str, Field(min_length=1, max_length=64)]] | None = None
+    samplers: list[str] | None = None
+    seed: Annotated[int, Field(ge=-1, le=SEED_MAX)] | None = None
+    stop: Stop | None = None
+    logit_bias: Bias | None = None
+    n_probs: Count | None = None
+    ignore_eos: bool | None = None
+    cache_prompt: bool | None = None
+    id_slot: Window | None = None
+    return_tokens: bool | None = None
+    return_progress: bool | None = None
+    timings_per_token: bool | None = None
+    t_max_predict_ms: Annotated[float, Field(ge=-1, le=INT32)] | None = None
+    sse_ping_interval: Annotated[float, Field(ge=-1, le=86400)] | None = None
+    speculative: Speculative | None = None
+    spec_n_max: Annotated[int, Field(ge=0, le=1024)] | None = Field(None, alias="speculative.n_max")
+    spec_type: str | None = Field(None, alias="speculative.type")
+
+
+class NativeBody(Generate):
+    """`/completion`."""
+
+    prompt: Prompt
+
+
+class TextBody(Generate):
+    """`/v1/completions`."""
+
+    prompt: Prompt
+    logprobs: Count | None = None
+
+
+class Message(BaseModel):
+    """One chat message; further keys go to the template as they are."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: Content | None = None
+
+
+class Chat(Body):
+    """What the chat template reads."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+
+class ChatBody(Generate, Chat):
+    """`/v1/chat/completions`."""
+
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
+
+
+class TemplateBody(Chat):
+    """`/apply-template`."""
+
+
+class TokenizeBody(Body):
+    """`/tokenize`."""
+
+    content: Mixed
+    add_special: bool | None = None
+    parse_special: bool | None = None
+    with_pieces: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """`/detokenize`."""
+
+    tokens: list[Count]

@@ -1,0 +1,87 @@
+"""What all endpoints share: the engine, the settings, the text threads and the jobs that run now."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from pyspec.errors import PyspecError, QueueFull, Unavailable
+from pyspec.server.ask import Ask
+from pyspec.server.bridge import Job
+from pyspec.server.engine import EngineLike
+from pyspec.server.settings import ServerSettings
+
+T = TypeVar("T")
+
+
+class Service:
+    """One engine being served. Lives on the event loop; only `text` work leaves it."""
+
+    def __init__(self, engine: EngineLike, settings: ServerSettings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.model = settings.alias or engine.info.model_name
+        self.started = time.time()
+        self.is_draining = False
+        self._jobs: dict[Job, asyncio.TimerHandle] = {}
+        self._n_inside = 0
+        self._text = ThreadPoolExecutor(settings.text_threads, thread_name_prefix="pyspec-text")
+
+    @property
+    def n_jobs(self) -> int:
+        """Generation requests whose jobs have not been closed."""
+        return len(self._jobs)
+
+    async def text(self, work: Callable[..., T], *args: Any) -> T:
+        """Run tokenising or rendering off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._text, work, *args)
+
+    def check_ready(self) -> None:
+        """Raise Unavailable while loading, draining or dead."""
+        if self.is_draining:
+            raise Unavailable("the server is shutting down")
+        if not self.engine.alive():
+            raise Unavailable("the model is not ready: it is loading or its engine has stopped")
+
+    @contextmanager
+    def admitted(self) -> Iterator[None]:
+        """Count a request from its first byte on, so that a flood is refused before it is parsed.
+
+        The engine bounds its own queue; this bounds what waits to be tokenised for it.
+        """
+        limit = 8 * self.engine.info.n_slot + 32
+        if self._n_inside >= limit:
+            raise QueueFull(self._n_inside)
+        self._n_inside += 1
+        try:
+            yield
+        finally:
+            self._n_inside -= 1
+
+    def start(self, ask: Ask) -> Job:
+        """Submit what was asked; `end` must follow. Raises RequestError, QueueFull, Unavailable."""
+        job = Job(self.engine, self.settings.limits.stream_buffer)
+        job.submit(ask.requests)
+        limit_s = self.settings.limits.total_s
+        error = Unavailable(f"the request took longer than {limit_s:g} s")
+        self._jobs[job] = asyncio.get_running_loop().call_later(limit_s, job.abort, error)
+        return job
+
+    def end(self, job: Job) -> None:
+        """Forget a job and cancel what still runs of it. Safe to call twice."""
+        if timer := self._jobs.pop(job, None):
+            timer.cancel()
+            job.close()
+
+    def abort_all(self, error: PyspecError) -> None:
+        """End every job with `error`; its clients are told."""
+        for job in list(self._jobs):
+            job.abort(error)
+
+    def close(self) -> None:
+        """Stop the text threads; queued work is dropped."""
+        self._text.shutdown(wait=False, cancel_futures=True)

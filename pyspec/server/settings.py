@@ -1,0 +1,70 @@
+"""The server's settings and the limits a request must keep. Built once, never changed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+
+from pyspec.errors import ConfigError
+from pyspec.request import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What one request may cost before it is refused. Sizes in bytes, times in seconds."""
+
+    body: int = 8 << 20
+    header: int = 32 << 10
+    body_read_s: float = 10.0
+    json_depth: int = 64
+    messages: int = 4096
+    parts: int = 64  # content parts of one message
+    prompts: int = 64  # prompts of one request
+    stops: int = 16
+    stop_bytes: int = 256
+    logit_bias: int = 4096  # entries
+    tools: int = 256
+    top_logprobs: int = 50
+    stream_buffer: int = 1 << 20  # events a slow reader may leave unread
+    total_s: float = 3600.0  # from the first byte to the last
+    ping_s: float = 30.0  # silence on a stream before a comment line
+    drain_s: float = 30.0  # how long a shutdown waits for running requests
+    stall_s: float = 60.0  # age of the last round, while busy, at which /ready says no
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """Where to listen, who may ask, what is shown and what a request gets that does not say."""
+
+    host: str = "127.0.0.1"
+    port: int = 8080  # 0: the system picks one
+    api_keys: tuple[str, ...] = ()  # empty: no key needed
+    insecure: bool = False  # listen beyond this machine without a key
+    alias: str = ""  # the model's name in answers; "" takes the engine's
+    metrics: bool = True  # serve /metrics
+    slots: bool = True  # serve /slots
+    props: bool = True  # serve /props
+    cors_origins: tuple[str, ...] = ()  # besides this machine's; "*" allows all
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    max_tokens: int = -1  # -1: until the context is full
+    text_threads: int = 2  # tokenise and render off the event loop
+    limits: Limits = field(default_factory=Limits)
+
+    def check(self) -> None:
+        """Raise ConfigError if this must not be served."""
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port {self.port} is outside 0..65535")
+        if any(not key.strip() for key in self.api_keys):
+            raise ConfigError("an api key is empty; remove it or give one")
+        if not (self.api_keys or self.insecure or is_loopback(self.host)):
+            raise ConfigError(f"host {self.host} is open to the network; give --api-key, or --insecure to serve anyone")
+
+
+def is_loopback(host: str) -> bool:
+    """True if only this machine can reach `host`. A name other than localhost counts as open."""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,148 @@
+"""Running one job to its end: gathered into one answer, or streamed as server-sent events.
+
+Either way the client is watched meanwhile. When it leaves, in prefill too, the job is closed and its slots are freed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, TypeVar
+
+from starlette.types import Receive, Scope, Send
+
+from pyspec.errors import PyspecError
+from pyspec.request import Delta, Done, Event, Failed, Progress, Started
+from pyspec.server.answers import Choice, unfinished
+from pyspec.server.ask import Ask
+from pyspec.server.bridge import Job
+from pyspec.server.openai import Answer
+
+log = logging.getLogger(__name__)
+
+PING = b": ping\n\n"
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # tells a proxy to pass events on at once
+]
+T = TypeVar("T")
+
+
+class ClientGone(Exception):
+    """The client hung up; there is nobody to answer."""
+
+
+async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """The result of `work`, or ClientGone as soon as the client disconnects; `work` is then cancelled.
+
+    The body must have been read: from then on `receive` only ever has the disconnect to say.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        await _stop(task)
+        await _stop(watch)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _stop(task: asyncio.Future[Any]) -> None:
+    """Cancel a task and let it unwind; one that is done already is left alone."""
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()  # seen: asyncio need not warn of it
+
+
+async def gather(job: Job, ask: Ask, silence_s: float) -> list[Choice]:
+    """All choices of a job, finished. Raises what the first failing one failed with."""
+    choices = [Choice() for _ in ask.requests]
+    async for batch in job.batches(silence_s):
+        for i, event in batch:
+            if error := failure(event):
+                raise error
+            choices[i].see(event, keep=True)
+    return choices
+
+
+def failure(event: Event) -> PyspecError | None:
+    """The error an event ends its request with, if it does."""
+    if isinstance(event, Failed):
+        return event.error
+    return unfinished(event) if isinstance(event, Done) else None
+
+
+async def chunks(job: Job, ask: Ask, answer: Answer) -> AsyncGenerator[bytes, None]:
+    """The job's events as bytes to send, whatever came together in one piece; errors become an event too."""
+    choices = [Choice() for _ in ask.requests]
+    async with contextlib.aclosing(job.batches(ask.ping_s)) as batches:
+        async for batch in batches:
+            parts: list[bytes] = []
+            for i, event in batch:
+                if error := failure(event):
+                    log.warning("a stream ended with an error: %s", error)
+                    yield b"".join([*parts, answer.error(error)])
+                    return
+                parts.append(_encode(i, event, choices[i], ask, answer))
+            yield b"".join(parts) if batch else PING
+    yield answer.tail(choices)
+
+
+def _encode(i: int, event: Event, choice: Choice, ask: Ask, answer: Answer) -> bytes:
+    choice.see(event, keep=False)
+    if isinstance(event, Delta):
+        return answer.delta(i, choice, event)
+    if isinstance(event, Done):
+        return answer.finish(i, choice)
+    if ask.return_progress and isinstance(event, Started):
+        event = Progress(event.request, event.n_prompt, event.n_cached, event.n_cached, 0.0)
+        return answer.progress(i, event)
+    if ask.return_progress and isinstance(event, Progress) and event.n_processed > event.n_cached:
+        return answer.progress(i, event)
+    return b""
+
+
+class EventStream:
+    """Server-sent events of one job. Ends early when the client leaves or reads too slowly; calls `on_end` once."""
+
+    def __init__(self, job: Job, source: AsyncGenerator[bytes, None], on_end: Callable[[], None]) -> None:
+        self._job = job
+        self._source = source
+        self._on_end = on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tasks = [
+            asyncio.ensure_future(self._send_all(send)),
+            asyncio.ensure_future(_disconnect(receive)),
+            asyncio.ensure_future(self._job.overflow.wait()),
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                tasks[0].result()
+            elif tasks[2].done():
+                log.warning("a client reads too slowly; its request was aborted")
+        finally:
+            self._on_end()
+            for task in tasks:
+                await _stop(task)
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        async with contextlib.aclosing(self._source) as source:
+            async for data in source:
+                if data:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,0 +1,90 @@
+"""Fields that would change the text but are not supported: refused, never ignored.
+
+Each has values that mean "as if not given"; those pass, so clients that send every default keep working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from pyspec.errors import NotSupported, RequestError
+
+_EMPTY: tuple[Any, ...] = ("", [], {}, False, 0)
+
+
+def _is(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: any(value == neutral and type(value) is type(neutral) for neutral in values)
+
+
+def _empty(value: Any) -> bool:
+    return value in _EMPTY
+
+
+def _not_positive(value: Any) -> bool:
+    return type(value) in (int, float) and value <= 0
+
+
+def _text_format(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("type") == "text"
+
+
+NEUTRAL: dict[str, Callable[[Any], bool]] = {
+    "grammar": _empty,
+    "grammar_lazy": _empty,
+    "grammar_triggers": _empty,
+    "json_schema": _empty,
+    "response_format": _text_format,
+    "guided_json": _empty,
+    "guided_regex": _empty,
+    "guided_choice": _empty,
+    "structured_outputs": _empty,
+    "functions": _empty,
+    "function_call": _is("none"),
+    "lora": _empty,
+    "image_data": _empty,
+    "audio": _empty,
+    "modalities": _is([], ["text"]),
+    "web_search_options": lambda value: False,
+    "mirostat": _not_positive,
+    "xtc_probability": _not_positive,
+    "dynatemp_range": _not_positive,
+    "top_n_sigma": _not_positive,
+    "adaptive_target": lambda value: type(value) in (int, float) and value < 0,
+    "best_of": _is(1),
+    "echo": _empty,
+    "suffix": _empty,
+    "n_indent": _not_positive,
+    "post_sampling_probs": _empty,
+    "prompt_logprobs": _not_positive,
+    "response_fields": _empty,
+    "reasoning_format": _is("none", "auto"),
+    "reasoning_budget": _is(-1),
+    "reasoning_budget_tokens": _is(-1),
+    "min_tokens": _not_positive,
+    "bad_words": _empty,
+    "stop_token_ids": _empty,
+    "allowed_token_ids": _empty,
+    "use_beam_search": _empty,
+    "length_penalty": _is(1, 1.0),
+    "chat_template": _empty,
+}
+
+
+def refuse_unsupported(body: dict[str, Any]) -> None:
+    """Raise NotSupported for the first field whose value asks for something the engine cannot do."""
+    for name, is_neutral in NEUTRAL.items():
+        value = body.get(name)
+        if value is not None and not is_neutral(value):
+            raise NotSupported(f"{name} is not supported; leave it out")
+
+
+def refuse_tool_calls(body: dict[str, Any]) -> None:
+    """Tools may be shown to the model; what it answers is text, so nothing may count on parsed calls."""
+    choice = body.get("tool_choice")
+    if choice is not None and not isinstance(choice, str | dict):
+        raise RequestError("tool_choice: a string or an object")
+    if isinstance(choice, dict) or choice == "required":
+        raise NotSupported('tool_choice can only be "none": tool calls are not parsed')
+    if body.get("tools") and choice != "none":
+        raise NotSupported('tools are rendered but calls are not parsed; send tool_choice "none" to go on')

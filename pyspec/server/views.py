@@ -1,0 +1,122 @@
+"""What can be looked at: models, properties and slots as JSON values, in llama-server's shapes with our own beside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyspec
+from pyspec.request import EngineInfo, Metrics, SlotInfo
+from pyspec.server.params import settings_dict
+from pyspec.server.service import Service
+
+
+def draft_view(info: EngineInfo) -> dict[str, Any]:
+    """What drafts, and what the planner decided about it."""
+    return {
+        "type": info.drafter,
+        "path": info.draft_path,
+        "n_max": info.n_draft_max,
+        "note": info.draft_note,
+        "synthetic_len": info.synthetic_len,
+    }
+
+
+def model_view(service: Service) -> dict[str, Any]:
+    """One row of `/v1/models`."""
+    info = service.engine.info
+    return {
+        "id": service.model,
+        "aliases": [] if service.model == info.model_name else [info.model_name],
+        "tags": [],
+        "object": "model",
+        "created": int(service.started),
+        "owned_by": "pyspec",
+        "meta": {
+            "arch": info.arch,
+            "n_vocab": info.n_vocab,
+            "n_ctx": info.n_ctx,
+            "n_ctx_train": info.n_ctx_train,
+            "n_embd": info.n_embd,
+            "n_params": info.n_params,
+            "size": info.n_bytes,
+            "ftype": info.file_type,
+            "draft": draft_view(info),
+        },
+    }
+
+
+def models_view(service: Service) -> dict[str, Any]:
+    """`/v1/models`: OpenAI's list, and the list clients of Ollama look for."""
+    details = {"format": "gguf", "family": service.engine.info.arch}
+    named = {"name": service.model, "model": service.model, "type": "model", "capabilities": ["completion"]}
+    return {"object": "list", "data": [model_view(service)], "models": [named | {"details": details}]}
+
+
+def props_view(service: Service) -> dict[str, Any]:
+    """`/props`."""
+    info, settings = service.engine.info, service.settings
+    params = settings_dict(settings.sampling) | {"n_predict": settings.max_tokens, "max_tokens": settings.max_tokens}
+    return {
+        "default_generation_settings": {"params": params, "n_ctx": info.n_ctx},
+        "total_slots": info.n_slot,
+        "model_alias": service.model,
+        "model_ftype": info.file_type,
+        "model_path": info.model_path,
+        "modalities": {"vision": False, "video": False, "audio": False},
+        "endpoint_slots": settings.slots,
+        "endpoint_props": settings.props,
+        "endpoint_metrics": settings.metrics,
+        "chat_template": info.chat_template,
+        "bos_token": info.bos_token,
+        "eos_token": info.eos_token,
+        "eog_ids": list(info.eog_ids),
+        "build_info": f"pyspec {pyspec.__version__}",
+        "is_sleeping": False,
+        "arch": info.arch,
+        "device": info.device,
+        "draft": draft_view(info),
+    }
+
+
+def slot_view(slot: SlotInfo, info: EngineInfo) -> dict[str, Any]:
+    """One row of `/slots`. `params` appears with the slot's first request, as llama-server has it."""
+    view: dict[str, Any] = {
+        "id": slot.slot,
+        "n_ctx": slot.n_ctx,
+        "speculative": slot.speculative,
+        "is_processing": slot.is_processing,
+        "id_task": int(slot.request) if slot.request.isdecimal() else -1,
+        "request": slot.request,
+        "state": slot.state,
+        "n_past": slot.n_past,
+        "n_prompt_tokens": slot.n_prompt,
+        "n_prompt_tokens_processed": slot.n_prompt_processed,
+        "n_prompt_tokens_cache": slot.n_cached,
+        "next_token": [
+            {"has_next_token": slot.is_processing, "n_remain": slot.n_remain, "n_decoded": slot.n_decoded},
+        ],
+        "draft": {
+            "n_draft": slot.n_draft,
+            "reason": slot.draft_reason,
+            "acceptance": slot.acceptance,
+            "draft_n": slot.draft_n,
+            "draft_n_accepted": slot.draft_n_accepted,
+        },
+    }
+    if slot.params is not None:
+        view["params"] = settings_dict(slot.params) | {"speculative.types": info.drafter}
+    return view
+
+
+def ready_view(service: Service, metrics: Metrics) -> tuple[bool, dict[str, Any]]:
+    """`/ready`: whether new work would be served soon, and the figures behind the verdict."""
+    is_stalled = metrics.seconds_since_step > service.settings.limits.stall_s
+    is_alive = service.engine.alive()
+    reason = "draining" if service.is_draining else "not alive" if not is_alive else "stalled" if is_stalled else ""
+    return not reason, {
+        "status": reason or "ready",
+        "step_age_s": metrics.seconds_since_step,
+        "requests_processing": metrics.requests_processing,
+        "requests_queued": metrics.requests_queued,
+        "draining": service.is_draining,
+    }
