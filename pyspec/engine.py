@@ -40,6 +40,8 @@ from pyspec.request import (
     Timings,
     TokenLogprob,
 )
+from pyspec.sample.dry import DryBreakers
+from pyspec.sample.sampler import SlotSampler
 from pyspec.text.stream import TextStream
 
 log = logging.getLogger(__name__)
@@ -73,6 +75,7 @@ class Engine:
             loaded.template,
             loaded.info,
         )
+        self._breakers = DryBreakers(self.tokenizer)
         self._ids = itertools.count(1)
         self._wake = threading.Condition()
         self._inbox: list[Job] = []
@@ -171,6 +174,7 @@ class Engine:
             request=request,
             sink=deliver,
             stream=TextStream(self.tokenizer, request.stop),
+            sampler=SlotSampler(request.params, self.info.n_vocab, self.tokenizer.eog, request.prompt, self._breakers),
             eog=self.tokenizer.eog,
             n_ctx=limit,
             n_rows=min(most, limit) + self.info.n_overhang,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from pyspec.request import Delta, Done, Event, Failed, Finish, Request, Timings, TokenLogprob
-from pyspec.sample import SlotSampler
+from pyspec.sample.sampler import SlotSampler
 from pyspec.slots.table import Slot
 from pyspec.text.stream import TextStream
 
@@ -22,11 +22,11 @@ class Job:
     request: Request
     sink: Sink
     stream: TextStream
+    sampler: SlotSampler
     eog: frozenset[int]
     n_ctx: int
     n_rows: int  # most KV rows it will need
     slot: Slot | None = None
-    sampler: SlotSampler | None = None
     anchor: int | None = None
     cut: int = 0  # prompt position at which a checkpoint is due
     n_cached: int = 0
@@ -60,8 +60,8 @@ class Job:
         most = self.request.max_tokens
         return room if most < 0 else min(room, most - self.n_predicted)
 
-    def begin(self, slot: Slot, sampler: SlotSampler, cut: int) -> None:
-        self.slot, self.sampler, self.cut = slot, sampler, cut
+    def begin(self, slot: Slot, cut: int) -> None:
+        self.slot, self.cut = slot, cut
         self.n_cached, self.started = slot.n_past, time.perf_counter()
 
     def count(self, n_draft: int, n_accepted: int) -> None:

@@ -23,7 +23,7 @@ from pyspec.models.target import LayerMemory, allocate
 from pyspec.models.weights import Weights, check_tensors, weight_bytes
 from pyspec.plan import MemoryPlan, check_fit, memory_bytes, pick_dense
 from pyspec.request import EngineInfo
-from pyspec.sample import SynthAcceptance
+from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.table import SlotTable
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer

@@ -18,7 +18,8 @@ from pyspec.errors import PyspecError, SlotError
 from pyspec.job import Job
 from pyspec.models.target import Out, Target
 from pyspec.request import Failed, Progress, Started
-from pyspec.sample import Chosen, SlotSampler, Span, SynthAcceptance, choose
+from pyspec.sample.choose import Chosen, Span, choose
+from pyspec.sample.synth import SynthAcceptance
 from pyspec.scheduler import Queue, cut_of, share_rows
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import Checkpoint, Memory
@@ -154,7 +155,6 @@ class Loop:
         spans, at = [], 0
         for w in work:
             if w.seq.n_out:
-                assert w.job.sampler is not None
                 spans.append(Span(w.job.sampler, at, w.seq.n_out, w.draft))
                 at += w.seq.n_out
         verdicts = iter(choose(out.logits, spans, synth=self.synth))
@@ -192,8 +192,7 @@ class Loop:
             self.stats.verdict(len(w.draft), c.n_accepted)
         taken = w.job.take(c.tokens, c.logprobs or (), len(w.draft), c.n_accepted)
         self.stats.predicted_tokens += taken.n_used
-        if w.job.sampler is not None:
-            w.job.sampler.commit(c.tokens[: taken.n_used])
+        w.job.sampler.commit(c.tokens[: taken.n_used])
         # row 0 is the anchor, row i the draft i; the last token has no row yet
         kept = 1 + min(taken.n_used, c.n_accepted) if was_decoding else w.seq.width
         if taken.finish is not None:
@@ -268,7 +267,7 @@ class Loop:
             if self.drafter is not None:
                 self.drafter.begin(slot, saved)
             cut = cut_of(len(prompt), self.table.page_size) if self.memory.states else 0
-            job.begin(slot, SlotSampler.of(job.request, job.eog, self.target.n_vocab), cut if cut > slot.n_past else 0)
+            job.begin(slot, cut if cut > slot.n_past else 0)
             job.synthetic = self.synth is not None and self.drafter is not None
             self.controller.begin(slot.index)
             self.jobs[slot.index] = job

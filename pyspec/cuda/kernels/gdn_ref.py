@@ -101,29 +101,39 @@ def _spread(k: Tensor, n_v_head: int) -> Tensor:
     return k.repeat(*([1] * (k.dim() - 2)), n_v_head // k.shape[-2], 1)
 
 
+def convolve(m: Tensor, w: Tensor, layer: StateLayer, batch: Batch, taps: int) -> Tensor:
+    """Shift windows by the fold, convolve, silu; store windows (keep) or raw rows (verify)."""
+    out = torch.empty_like(m)
+    for s, seq in enumerate(batch.seqs):
+        rows = m[batch.starts[s] : batch.starts[s + 1]]
+        window = layer.conv[seq.slot, seq.n_fold : seq.n_fold + taps - 1].clone()
+        x = torch.cat([window, rows])
+        n = seq.width
+        y = x[0:n] * w[:, 0]
+        for t in range(1, taps):
+            y = torch.addcmul(y, x[t : t + n], w[:, t])
+        out[batch.starts[s] : batch.starts[s + 1]] = y
+        if seq.keep:
+            layer.conv[seq.slot, : taps - 1] = x[n:]
+        else:
+            layer.conv[seq.slot, : taps - 1] = window
+            layer.conv[seq.slot, taps - 1 : taps - 1 + n] = rows
+    return F.silu(out)
+
+
+def record(layer: StateLayer, batch: Batch, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+    """Keep the rows of every verify for the fold that may come: k [row, k_head, dim], v [row, v_head, dim], g, beta."""
+    for s, seq in enumerate(batch.seqs):
+        if not seq.keep:
+            rows, n = slice(batch.starts[s], batch.starts[s + 1]), seq.width
+            layer.k[seq.slot, :n], layer.v[seq.slot, :n] = k[rows], v[rows]
+            layer.g[seq.slot, :n], layer.beta[seq.slot, :n] = g[rows], beta[rows]
+
+
 def bind(spec: GdnSpec) -> Callable[[Tensor, Tensor, Tensor, Tensor, StateLayer, Batch], Tensor]:
     shape = spec.shape
     kd, n_v, dim, taps = shape.n_k_head * shape.dim, shape.n_v_head, shape.dim, shape.n_conv
     scale = dim**-0.5
-
-    def convolve(m: Tensor, w: Tensor, layer: StateLayer, batch: Batch) -> Tensor:
-        """Shift windows by the fold, convolve, silu; store windows (keep) or raw rows (verify)."""
-        out = torch.empty_like(m)
-        for s, seq in enumerate(batch.seqs):
-            rows = m[batch.starts[s] : batch.starts[s + 1]]
-            window = layer.conv[seq.slot, seq.n_fold : seq.n_fold + taps - 1].clone()
-            x = torch.cat([window, rows])
-            n = seq.width
-            y = x[0:n] * w[:, 0]
-            for t in range(1, taps):
-                y = torch.addcmul(y, x[t : t + n], w[:, t])
-            out[batch.starts[s] : batch.starts[s + 1]] = y
-            if seq.keep:
-                layer.conv[seq.slot, : taps - 1] = x[n:]
-            else:
-                layer.conv[seq.slot, : taps - 1] = window
-                layer.conv[seq.slot, taps - 1 : taps - 1 + n] = rows
-        return F.silu(out)
 
     def fold(state: Tensor, layer: StateLayer, batch: Batch, slots: Tensor) -> None:
         """state [seq, head, dim, dim]: the recorded rows, in order."""
@@ -143,7 +153,7 @@ def bind(spec: GdnSpec) -> Callable[[Tensor, Tensor, Tensor, Tensor, StateLayer,
 
     def gdn(m: Tensor, g: Tensor, beta: Tensor, conv_w: Tensor, layer: StateLayer, batch: Batch) -> Tensor:
         check_seqs(batch, layer)
-        c = convolve(m, conv_w, layer, batch)
+        c = convolve(m, conv_w, layer, batch, taps)
         q, k, v = c.split([kd, kd, n_v * dim], -1)
         q, k = (l2norm(t.unflatten(-1, (-1, dim)), spec.eps) for t in (q, k))
         v = v.unflatten(-1, (-1, dim))
@@ -153,12 +163,10 @@ def bind(spec: GdnSpec) -> Callable[[Tensor, Tensor, Tensor, Tensor, StateLayer,
         fold(state, layer, batch, slots)
         short = [s for s, seq in enumerate(batch.seqs) if not (seq.keep and seq.width >= CHUNKED)]
         spans = [slice(batch.starts[s], batch.starts[s + 1]) for s in range(len(batch.seqs))]
-        verify = [s for s in short if not batch.seqs[s].keep]
-        for s in verify:  # the state of a verify is stored as it stands before its rows
-            layer.state[batch.seqs[s].slot] = state[s]
-            n, slot = batch.seqs[s].width, batch.seqs[s].slot
-            layer.k[slot, :n], layer.v[slot, :n] = k[spans[s]], v[spans[s]]
-            layer.g[slot, :n], layer.beta[slot, :n] = g[spans[s]], beta[spans[s]]
+        for s, seq in enumerate(batch.seqs):
+            if not seq.keep:  # the state of a verify is stored as it stands before its rows
+                layer.state[seq.slot] = state[s]
+        record(layer, batch, k, v, g, beta)
         if short:
             part = state if len(short) == len(spans) else state[short]
             wide = max(batch.seqs[s].width for s in short)

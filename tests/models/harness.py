@@ -1,0 +1,57 @@
+"""A model with its slots, without an engine: run rows through a forward by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from pyspec.gguf import open_gguf
+from pyspec.models import read_config
+from pyspec.models.decoder import Decoder, decoder_tensors
+from pyspec.models.target import Out, allocate
+from pyspec.models.weights import Weights, check_tensors
+from pyspec.slots.batch import Seq, lay_out
+from pyspec.slots.table import SlotTable
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+CPU = torch.device("cpu")
+
+
+class Bench:
+    """A target over `n_slot` slots, with a verify width of at most `width`."""
+
+    def __init__(
+        self, path: Path, *, n_slot: int = 1, width: int = 17, n_ctx: int = 256, kv: torch.dtype = torch.float32,
+        dense: torch.dtype | None = torch.float32,
+    ) -> None:
+        self.file = open_gguf(path)
+        config = read_config(self.file)
+        check_tensors(self.file, decoder_tensors(config, self.file))
+        self.table = SlotTable(n_slot, n_slot * n_ctx // 16, 16)
+        self.memory = allocate(
+            config.memory(), n_slot=n_slot, n_row=self.table.n_row, width=width, kv_dtype=kv, device=CPU
+        )
+        self.target = Decoder(config, Weights(self.file, CPU, dense), self.memory)
+        for slot in self.table.slots:
+            self.table.acquire(slot, n_ctx)
+
+    def seq(self, slot: int, tokens: list[int], *, keep: bool = True, n_out: int | None = None) -> Seq:
+        s = self.table.slots[slot]
+        return Seq(slot, s.n_past, tokens, keep, len(tokens) if n_out is None else n_out, s.n_fold)
+
+    def forward(self, *seqs: Seq, taps: tuple[int, ...] = ()) -> Out:
+        return self.target.forward(lay_out(self.table, seqs, CPU), taps)
+
+    def commit(self, seq: Seq, n: int) -> None:
+        """Keep the first n rows of a sequence that has run."""
+        slot = self.table.slots[seq.slot]
+        slot.tokens.extend(seq.tokens[:n])
+        slot.n_fold = 0 if seq.keep else n
+
+    def feed(self, slot: int, tokens: list[int], *, keep: bool = True) -> torch.Tensor:
+        """Run and keep all; logits of all rows."""
+        seq = self.seq(slot, tokens, keep=keep)
+        out = self.forward(seq)
+        self.commit(seq, len(tokens))
+        return out.logits
