@@ -3,5 +3,8 @@
 from pyspec.gguf.reader import GGUFFile, open_gguf
 from pyspec.gguf.shard import TensorInfo
 from pyspec.gguf.types import GGMLType, LlamaFileType, ValueType
+from pyspec.gguf.write import GGUFWriter
 
-__all__ = ["GGMLType", "GGUFFile", "LlamaFileType", "TensorInfo", "ValueType", "open_gguf"]
+open = open_gguf  # `gguf.open(path)` reads well where the module is imported as a whole
+
+__all__ = ["GGMLType", "GGUFFile", "GGUFWriter", "LlamaFileType", "TensorInfo", "ValueType", "open", "open_gguf"]

@@ -207,11 +207,9 @@ def _place(cursor: Cursor, entries: dict[str, TensorInfo], start: int, alignment
     for t in entries.values():
         if t.offset % alignment:
             raise cursor.bad(f"tensor {t.name!r} has offset {t.offset}, not a multiple of the alignment {alignment}")
-        if start + t.offset + t.n_bytes > cursor.size:
-            raise cursor.bad(
-                f"tensor {t.name!r} needs bytes {start + t.offset}..{start + t.offset + t.n_bytes}, "
-                f"but the file ends at {cursor.size}; is the download complete?"
-            )
+        if (end := start + t.offset + t.n_bytes) > cursor.size:
+            why = f"tensor {t.name!r} has {t.n_bytes} bytes at {start + t.offset}, up to {end}"
+            raise cursor.bad(f"{why}; the file ends at {cursor.size}: is the download complete?")
     for a, b in pairwise(sorted(entries.values(), key=lambda t: t.offset)):
         if a.offset + a.n_bytes > b.offset:
             raise cursor.bad(

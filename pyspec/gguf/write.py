@@ -1,0 +1,120 @@
+"""A streaming GGUF v3 writer: the header first, then tensor bytes in directory order, so a file of any size needs little memory."""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from pyspec.errors import ModelError
+from pyspec.gguf.shard import DEFAULT_ALIGNMENT, DTYPES, SCALARS, TensorInfo
+from pyspec.gguf.types import GGMLType, ValueType
+
+Scalar = int | float | bool | str
+Value = Scalar | list[str] | list[int] | list[float] | list[bool] | np.ndarray
+Bytes = bytes | bytearray | memoryview | np.ndarray
+Fill = Callable[[TensorInfo], Iterable[Bytes]]
+
+
+class GGUFWriter:
+    """Collects metadata and the tensor directory, then writes the file in one pass.
+
+    The file appears under its name only when complete: it is written beside it as `<name>.part` and moved.
+    """
+
+    def __init__(self, path: str | Path, arch: str, alignment: int = DEFAULT_ALIGNMENT) -> None:
+        self.path = Path(path)
+        self.alignment = alignment
+        self.tensors: dict[str, TensorInfo] = {}
+        self._keys: set[str] = set()
+        self._metadata: list[bytes] = []
+        self._end = 0  # of the data section so far
+        self.add("general.architecture", arch, ValueType.STRING)
+        if alignment != DEFAULT_ALIGNMENT:
+            self.add("general.alignment", alignment, ValueType.UINT32)
+
+    @property
+    def n_bytes(self) -> int:
+        """Bytes of tensor data, padding included."""
+        return self._end
+
+    def add(self, key: str, value: Value, type: ValueType) -> None:
+        """Add a metadata value; a list or numpy array becomes an array whose elements are of `type`."""
+        if key in self._keys:
+            raise ModelError(f"metadata key {key!r} is added twice")
+        self._keys.add(key)
+        if isinstance(value, list | np.ndarray):
+            packed = struct.pack("<IIQ", ValueType.ARRAY, type, len(value)) + _packed_array(value, type)
+        else:
+            packed = struct.pack("<I", type) + _packed_scalar(value, type)
+        self._metadata.append(_string(key) + packed)
+
+    def add_tensor_info(self, name: str, type: GGMLType, shape: Sequence[int]) -> TensorInfo:
+        """Add a directory entry; `shape` is in torch order. Its data is written in the order of these calls."""
+        if name in self.tensors:
+            raise ModelError(f"tensor {name!r} is added twice")
+        if shape[-1] % type.block_size:
+            raise ModelError(
+                f"tensor {name!r}: rows of {shape[-1]} are not a multiple of {type.name}'s block {type.block_size}"
+            )
+        n_bytes = math.prod(shape) // type.block_size * type.type_size
+        info = TensorInfo(name, type, tuple(shape), self._end, n_bytes, 0)
+        self.tensors[name] = info
+        self._end += self._padded(n_bytes)
+        return info
+
+    def write(self, fill: Fill) -> None:
+        """Write the file. `fill(info)` yields the tensor's bytes in pieces of any size; `info.offset` counts from the data section."""
+        part = self.path.with_name(self.path.name + ".part")
+        try:
+            with part.open("wb", buffering=1 << 20) as out:
+                header = self._header()
+                out.write(header + bytes(self._padded(len(header)) - len(header)))
+                for info in self.tensors.values():
+                    n = 0
+                    for piece in fill(info):
+                        n += out.write(piece.data if isinstance(piece, np.ndarray) else piece)
+                    if n != info.n_bytes:
+                        raise ModelError(f"tensor {info.name!r} takes {info.n_bytes} bytes, {n} were given")
+                    out.write(bytes(self._padded(n) - n))
+            os.replace(part, self.path)
+        except OSError as error:
+            raise ModelError(f"cannot write {self.path}: {(error.strerror or str(error)).lower()}") from None
+        finally:
+            part.unlink(missing_ok=True)
+
+    def _padded(self, n: int) -> int:
+        return -(-n // self.alignment) * self.alignment
+
+    def _header(self) -> bytes:
+        head = b"GGUF" + struct.pack("<IQQ", 3, len(self.tensors), len(self._metadata))
+        return head + b"".join(self._metadata) + b"".join(_directory_entry(t) for t in self.tensors.values())
+
+
+def _directory_entry(info: TensorInfo) -> bytes:
+    n = len(info.shape)
+    return _string(info.name) + struct.pack(f"<I{n}QIQ", n, *reversed(info.shape), info.type, info.offset)
+
+
+def _string(text: str) -> bytes:
+    data = text.encode("utf-8", "surrogateescape")
+    return struct.pack("<Q", len(data)) + data
+
+
+def _packed_scalar(value: Scalar, type: ValueType) -> bytes:
+    if type is ValueType.STRING:
+        return _string(str(value))
+    try:
+        return SCALARS[type].pack(value)
+    except struct.error as error:
+        raise ModelError(f"{value!r} does not fit {type.name}: {error}") from None
+
+
+def _packed_array(values: list[str] | list[int] | list[float] | list[bool] | np.ndarray, type: ValueType) -> bytes:
+    if type is ValueType.STRING:
+        return b"".join(_string(str(v)) for v in values)
+    return np.asarray(values).astype(DTYPES[type]).tobytes()
