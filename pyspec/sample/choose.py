@@ -1,0 +1,214 @@
+"""One call per round: from the verified rows of every slot to the tokens each slot keeps.
+
+Sample-and-compare: every row's token is chosen as plain decoding would choose it, and drafts count only as long as they
+equal those choices. As choices depend on (logits, history, seed, position) alone, the text is the same whatever was
+drafted. All slots share one pass per kind of work and one copy to the host; a second copy happens only for logprobs or
+if more than 32 candidates tie at the edge of top-k.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pyspec.errors import SlotError
+from pyspec.request import TokenLogprob
+from pyspec.sample import chain, edits
+from pyspec.sample.sampler import SlotSampler
+from pyspec.sample.synth import SynthAcceptance
+
+_MAX_NARROW = 1024  # up to this top-k, the k best are found without sorting the vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The verified rows of one slot: row first_row + i follows the committed tokens and drafts[:i]."""
+
+    sampler: SlotSampler
+    first_row: int
+    width: int  # len(drafts) + 1
+    drafts: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What a slot gains: accepted drafts and one token of the target's, which is missing after an accepted end token.
+
+    With `error` set there are no tokens; the other slots of the round are not concerned.
+    """
+
+    tokens: list[int]
+    n_accepted: int
+    logprobs: list[TokenLogprob] | None = None
+    error: SlotError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A span with what is derived from it once per round."""
+
+    span: Span
+    drafts: list[int]  # up to the first that is no token id
+
+    @property
+    def n_row(self) -> int:
+        return len(self.drafts) + 1
+
+    @property
+    def kind(self) -> str:
+        sampler = self.span.sampler
+        if sampler.params.greedy:
+            return "edited" if sampler.edits_logits else "greedy"
+        return "narrow" if 0 < sampler.params.top_k <= _MAX_NARROW else "full"
+
+
+@dataclass(frozen=True, slots=True)
+class _Picks:
+    """One entry per row: the chosen token, the row's largest logit, and whether the choice has to be made again."""
+
+    tokens: Tensor  # int64
+    peaks: Tensor  # f32
+    unsure: Tensor  # bool
+
+
+def choose(logits: Tensor, spans: Sequence[Span], synth: SynthAcceptance | None = None) -> list[Chosen]:
+    """Decide every slot's round. `logits` is not changed, nothing is committed.
+
+    logits  [row, vocab]  f32  rows no span names are ignored
+
+    A row with NaN, +inf or nothing above -inf is an error of its span if acceptance reaches it.
+    """
+    if not spans:
+        return []
+    work = [_prepare(span, logits) for span in spans]
+    picks = _pick_all(logits, work)
+    chosen = [_accept(w, *picks[i], synth) for i, w in enumerate(work)]
+    return _with_logprobs(logits, spans, chosen)
+
+
+def _prepare(span: Span, logits: Tensor) -> _Work:
+    assert span.width == len(span.drafts) + 1, "a span's width is its drafts and one"
+    assert 0 <= span.first_row <= logits.shape[0] - span.width, "a span's rows are rows of the batch"
+    assert span.sampler.n_vocab == logits.shape[1], "a sampler is made for the target's vocabulary"
+    return _Work(span, span.sampler.usable(span.drafts))
+
+
+def _pick_all(logits: Tensor, work: list[_Work]) -> list[tuple[list[int], list[float]]]:
+    """Chosen token and largest logit of every row, per span."""
+    groups: dict[str, list[int]] = {}
+    for i, w in enumerate(work):
+        groups.setdefault(w.kind, []).append(i)
+    batches = {kind: _rows(logits, [work[i] for i in members]) for kind, members in groups.items()}
+    found = [_pick(kind, batches[kind], [work[i] for i in members]) for kind, members in groups.items()]
+    packed = torch.cat([torch.stack([p.tokens.double(), p.peaks.double(), p.unsure.double()]) for p in found], dim=1)
+    tokens, peaks, unsure = packed.tolist()  # ids are exact in f64
+    out: list[tuple[list[int], list[float]]] = [([], [])] * len(work)
+    row = 0
+    for kind, members in groups.items():
+        n_group = sum(work[i].n_row for i in members)
+        if any(unsure[row : row + n_group]):
+            tokens[row : row + n_group] = _pick("full", batches[kind], [work[i] for i in members]).tokens.tolist()
+        for i in members:
+            end = row + work[i].n_row
+            out[i] = [int(token) for token in tokens[row:end]], peaks[row:end]
+            row = end
+    return out
+
+
+def _rows(logits: Tensor, work: list[_Work]) -> Tensor:
+    """The group's rows one after the other; a copy if they must be edited or are scattered."""
+    out = _take(logits, [w.span.first_row + i for w in work for i in range(w.n_row)])
+    changes = []
+    row = 0
+    for w in work:
+        if w.span.sampler.edits_logits:
+            changes.append((row, w.span.sampler.params, w.span.sampler.edits(w.drafts)))
+        row += w.n_row
+    if changes:
+        out = out.clone() if out.data_ptr() == logits[work[0].span.first_row].data_ptr() else out
+        edits.apply(out, changes)
+    return out
+
+
+def _take(logits: Tensor, rows: list[int]) -> Tensor:
+    if rows == list(range(rows[0], rows[0] + len(rows))):
+        return logits[rows[0] : rows[0] + len(rows)]
+    return logits.index_select(0, torch.tensor(rows, device=logits.device))
+
+
+def _pick(kind: str, logits: Tensor, work: list[_Work]) -> _Picks:
+    """Choose from rows that are edited already. "narrow" may come back unsure, the rest never does."""
+    if kind in ("greedy", "edited"):
+        tokens = chain.argmax(logits)
+        peaks = logits.gather(1, tokens[:, None]).squeeze(1)
+        return _Picks(tokens, peaks, torch.zeros_like(tokens, dtype=torch.bool))
+    params = [w.span.sampler.params for w in work for _ in range(w.n_row)]
+    noise = [u for w in work for u in w.span.sampler.noise(w.n_row).tolist()]
+    settings = chain.Settings.stack(params, noise, logits.shape[1], logits.device)
+    if kind == "narrow":
+        k = min(max(p.top_k for p in params), logits.shape[1])
+        ids, values, unsure = chain.best(logits, k)
+        tokens = ids.gather(1, chain.pick(values, settings)[:, None]).squeeze(1)
+        return _Picks(tokens, values.amax(-1), unsure)
+    tokens = chain.pick(logits, settings)
+    return _Picks(tokens, logits.amax(-1), torch.zeros_like(tokens, dtype=torch.bool))
+
+
+def _accept(work: _Work, tokens: list[int], peaks: list[float], synth: SynthAcceptance | None) -> Chosen:
+    sampler = work.span.sampler
+    ends = frozenset() if sampler.params.ignore_eos else sampler.eog_ids
+    if synth is None:
+        n = next((i for i, draft in enumerate(work.drafts) if draft != tokens[i]), len(work.drafts))
+        n_kept = next((i + 1 for i in range(n) if tokens[i] in ends), n + 1)
+        kept = tokens[:n_kept]
+    else:
+        n = synth.n_accepted(sampler.fingerprint, sampler.n_history, len(work.drafts))
+        n = next((i for i in range(n) if work.drafts[i] in sampler.eog_ids), n)
+        kept = [*work.drafts[:n], tokens[n]]
+    for i in range(len(kept)):
+        if not math.isfinite(peaks[i]):
+            return Chosen([], 0, error=_bad_row(sampler.n_history + i, peaks[i]))
+    return Chosen(kept, min(n, len(kept)))
+
+
+def _bad_row(position: int, peak: float) -> SlotError:
+    if peak == -math.inf:
+        return SlotError(f"no token is left at position {position}: every logit is -inf (see logit_bias)")
+    return SlotError(f"the target's logits at position {position} hold {'NaN' if math.isnan(peak) else '+inf'}")
+
+
+def _with_logprobs(logits: Tensor, spans: Sequence[Span], chosen: list[Chosen]) -> list[Chosen]:
+    """Add the log probabilities of the kept tokens under the target's own distribution, for the slots that want them."""
+    wanted = [
+        (i, n) for i, c in enumerate(chosen) if c.error is None and (n := spans[i].sampler.params.logprobs) is not None
+    ]
+    if not wanted:
+        return chosen
+    rows = [spans[i].first_row + j for i, _ in wanted for j in range(len(chosen[i].tokens))]
+    tokens = [token for i, _ in wanted for token in chosen[i].tokens]
+    entries = iter(_logprobs(_take(logits, rows), tokens, max(n for _, n in wanted)))
+    out = list(chosen)
+    for i, n in wanted:
+        own = [next(entries) for _ in chosen[i].tokens]
+        out[i] = replace(chosen[i], logprobs=[replace(entry, top=entry.top[:n]) for entry in own])
+    return out
+
+
+def _logprobs(logits: Tensor, tokens: list[int], n_top: int) -> list[TokenLogprob]:
+    norm = logits.logsumexp(-1, keepdim=True)
+    own = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None]) - norm
+    if n_top == 0:
+        return [TokenLogprob(token, value) for token, value in zip(tokens, own.squeeze(1).tolist(), strict=True)]
+    ids, values = chain.ranked(logits, min(n_top, logits.shape[1]))
+    table = torch.cat([own.double(), (values - norm).double(), ids.double()], dim=1).tolist()
+    n = ids.shape[1]
+    return [
+        TokenLogprob(
+            token, row[0], tuple((int(id_), value) for id_, value in zip(row[1 + n :], row[1 : 1 + n], strict=True))
+        )
+        for token, row in zip(tokens, table, strict=True)
+    ]

@@ -1,0 +1,189 @@
+"""What sampling remembers of one request: its settings, its committed tokens, and what they do to the next logits."""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyspec.errors import OutOfBounds, RequestError
+from pyspec.request import SamplingParams
+from pyspec.sample.dry import Dry, DryBreakers
+from pyspec.sample.noise import resolve_seed, uniform
+
+_NO_IDS = np.zeros(0, dtype=np.int64)
+_FINITE = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repeat_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "dry_multiplier",
+    "dry_base",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """Sparse changes to the logits of a span's rows, in the order they are applied. Pairs (row, token) are unique per kind.
+
+    bias     added first; -inf bans
+    counts   how often the token stands in the penalty window of its row, > 0
+    dry      taken off last
+    """
+
+    bias: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]
+    counts: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
+    dry: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]
+
+
+class SlotSampler:
+    """One request's sampler. It holds committed tokens only, so nothing is ever rolled back.
+
+    Drafts are looked at, not kept: row i of a span is conditioned on the history and the drafts before it.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        n_vocab: int,
+        eog_ids: Iterable[int],
+        prompt: Sequence[int],
+        breakers: DryBreakers | None = None,
+    ) -> None:
+        """`prompt` counts as history, as in llama.cpp. `breakers` is needed if DRY is on and has sequence breakers.
+
+        Raises RequestError for settings that have no meaning and OutOfBounds for prompt tokens outside the vocabulary.
+        """
+        _check(params)
+        self.params = params
+        self.n_vocab = n_vocab
+        self.seed = resolve_seed(params.seed)
+        self.eog_ids = frozenset(eog_ids)
+        self.bias = _bias(params, n_vocab, self.eog_ids)
+        self.penalises = params.repeat_last_n != 0 and (
+            params.repeat_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        )
+        self.dry = Dry(params, {})
+        if self.dry.active and params.dry_sequence_breakers:
+            assert breakers is not None, "DRY with sequence breakers needs the tokenizer's DryBreakers"
+            self.dry = Dry(params, breakers.heads(params))
+        self.fingerprint = zlib.crc32(np.asarray(prompt, dtype=np.int64).tobytes())  # tells requests apart, repeatably
+        self.n_history = 0
+        self._tokens = np.zeros(len(prompt) + 256, dtype=np.int64)
+        self._counts: dict[int, int] = {}
+        self.commit(prompt)
+
+    @property
+    def edits_logits(self) -> bool:
+        """True if some logit may change before the cuts."""
+        return bool(len(self.bias[0])) or self.penalises or self.dry.active
+
+    @property
+    def history(self) -> list[int]:
+        """Every committed token, the prompt first."""
+        return self._tokens[: self.n_history].tolist()
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Append tokens that are final: the prompt, then what each round kept after the caller's cut."""
+        for token in tokens:
+            if not 0 <= token < self.n_vocab:
+                raise OutOfBounds("committed token", token, self.n_vocab)
+        old, self.n_history = self.n_history, self.n_history + len(tokens)
+        self._reserve(self.n_history)
+        self._tokens[old : self.n_history] = tokens
+        if self.penalises:
+            self._count(old)
+
+    def usable(self, drafts: Sequence[int]) -> list[int]:
+        """The drafts before the first one that is no token id; nothing after it can be accepted."""
+        for i, token in enumerate(drafts):
+            if not 0 <= token < self.n_vocab:
+                return list(drafts[:i])
+        return list(drafts)
+
+    def noise(self, n_row: int) -> NDArray[np.float64]:
+        """The random number of each row's draw: row i chooses the token at position n_history + i."""
+        return uniform(self.seed, np.arange(self.n_history, self.n_history + n_row))
+
+    def edits(self, drafts: Sequence[int]) -> Edits:
+        """Changes to the len(drafts) + 1 rows of a span. `drafts` must be usable."""
+        n_row = len(drafts) + 1
+        ids, values = self.bias
+        rows = np.repeat(np.arange(n_row), len(ids))
+        bias = (rows, np.tile(ids, n_row), np.tile(values, n_row))
+        self._reserve(self.n_history + len(drafts))
+        self._tokens[self.n_history : self.n_history + len(drafts)] = drafts  # scratch beyond the end
+        return Edits(bias, self._row_counts(drafts), self._row_dry(n_row))
+
+    def _reserve(self, n: int) -> None:
+        if n > len(self._tokens):
+            self._tokens = np.concatenate([self._tokens, np.zeros(max(n, 256), dtype=np.int64)])
+
+    def _count(self, old: int) -> None:
+        """Move the penalty window from the first `old` tokens to all of them."""
+        last_n = self.params.repeat_last_n
+        begin, was = (0, 0) if last_n < 0 else (max(0, self.n_history - last_n), max(0, old - last_n))
+        for token in self._tokens[max(old, begin) : self.n_history].tolist():
+            self._counts[token] = self._counts.get(token, 0) + 1
+        for token in self._tokens[was : min(begin, old)].tolist():
+            self._counts[token] -= 1
+            if not self._counts[token]:
+                del self._counts[token]
+
+    def _row_counts(self, drafts: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        if not self.penalises:
+            return _NO_IDS, _NO_IDS, _NO_IDS
+        column = {token: i for i, token in enumerate(dict.fromkeys((*self._counts, *drafts)))}
+        ids = np.fromiter(column, np.int64)
+        counts = np.zeros((len(drafts) + 1, len(ids)), dtype=np.int64)
+        counts[:, : len(self._counts)] = np.fromiter(self._counts.values(), np.int64)
+        for i, token in enumerate(drafts, start=1):
+            counts[i:, column[token]] += 1
+            gone = self.n_history + i - self.params.repeat_last_n - 1
+            if self.params.repeat_last_n > 0 and gone >= 0:
+                counts[i:, column[int(self._tokens[gone])]] -= 1
+        rows, columns = np.nonzero(counts)
+        return rows, ids[columns], counts[rows, columns]
+
+    def _row_dry(self, n_row: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
+        if not self.dry.active:
+            return _NO_IDS, _NO_IDS, _NO_IDS.astype(np.float32)
+        found = [self.dry.penalties(self._tokens[: self.n_history + i]) for i in range(n_row)]
+        rows = [i for i, penalties in enumerate(found) for _ in penalties]
+        ids = [token for penalties in found for token in penalties]
+        values = [value for penalties in found for value in penalties.values()]
+        return np.array(rows, np.int64), np.array(ids, np.int64), np.array(values, np.float32)
+
+
+def _check(params: SamplingParams) -> None:
+    for name in _FINITE:
+        value: float = getattr(params, name)
+        if not math.isfinite(value):
+            raise RequestError(f"{name} is {value}; it must be a finite number")
+    if params.repeat_penalty <= 0:
+        raise RequestError(f"repeat_penalty is {params.repeat_penalty}; it must be above 0 (1 turns it off)")
+    if params.logprobs is not None and params.logprobs < 0:
+        raise RequestError(f"logprobs is {params.logprobs}; it must be 0 or more")
+
+
+def _bias(
+    params: SamplingParams, n_vocab: int, eog_ids: frozenset[int]
+) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Logit bias and the ban on end-of-generation tokens as one list with unique ids."""
+    total: dict[int, float] = {}
+    for token, value in params.logit_bias:
+        if not 0 <= token < n_vocab:
+            raise RequestError(f"logit_bias names token {token}; the vocabulary has ids 0..{n_vocab - 1}")
+        if math.isnan(value) or value == math.inf:
+            raise RequestError(f"logit_bias of token {token} is {value}; it must be a finite number or -inf")
+        total[token] = total.get(token, 0.0) + value
+    if params.ignore_eos:
+        total.update((token, -math.inf) for token in eog_ids if 0 <= token < n_vocab)
+    return np.fromiter(total, np.int64), np.fromiter(total.values(), np.float32)
