@@ -46,6 +46,13 @@ def _check_prompt(value: Any) -> Any:
     return value
 
 
+def _check_mixed(value: Any) -> Any:
+    if isinstance(value, dict):
+        raise _bad("content is a string or a list of token ids and strings")
+    _check_piece(value)
+    return value
+
+
 def _check_stop(value: Any) -> Any:
     items = value if isinstance(value, list) else [value]
     if not all(isinstance(item, str) for item in items):
@@ -114,7 +121,7 @@ Prompt = Annotated[
     AfterValidator(_check_prompt),
     WithJsonSchema({"anyOf": [_STR, _MIXED, {"type": "array", "items": {"anyOf": [_STR, _MIXED]}}]}),
 ]
-Mixed = Annotated[Any, AfterValidator(_check_piece), WithJsonSchema({"anyOf": [_STR, _MIXED]})]
+Mixed = Annotated[Any, AfterValidator(_check_mixed), WithJsonSchema({"anyOf": [_STR, _MIXED]})]
 Stop = Annotated[Any, AfterValidator(_check_stop), WithJsonSchema({"anyOf": [_STR, {"type": "array", "items": _STR}]})]
 Bias = Annotated[
     Any,

@@ -1,0 +1,321 @@
+"""What is turned away, how, and that nothing a client sends makes the server fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from server_client import App
+from server_fakes import FakeEngine, Script
+
+from pyspec.errors import ConfigError
+from pyspec.server.app import create_app
+from pyspec.server.schema import ChatBody, NativeBody
+from pyspec.server.serve import bind, run
+from pyspec.server.settings import Limits, ServerSettings
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.fixture
+def app(engine: FakeEngine) -> App:
+    return App(create_app(engine, ServerSettings()))
+
+
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error["code"] == status and set(error) >= {"code", "message", "type"}
+    assert error["message"] and "\n" not in error["message"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": [True]}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [258]}, "token 258"),
+        ({"prompt": [-1]}, "token -1"),
+        ({"prompt": [10**30]}, "token 1000"),
+        ({"prompt": ["x"] * 65}, "prompt"),
+        ({"prompt": {"prompt_string": "x", "multimodal_data": ["AA"]}}, "prompt"),
+        ({"prompt": "x", "temperature": "hot"}, "temperature"),
+        ({"prompt": "x", "temperature": False}, "temperature"),
+        ({"prompt": "x", "temperature": -0.5}, "temperature"),
+        ({"prompt": "x", "top_k": 1.5}, "top_k"),
+        ({"prompt": "x", "top_k": 2**40}, "top_k"),
+        ({"prompt": "x", "top_p": 1.01}, "top_p"),
+        ({"prompt": "x", "repeat_penalty": 0}, "repeat_penalty"),
+        ({"prompt": "x", "n_predict": -2}, "n_predict"),
+        ({"prompt": "x", "seed": 2**32}, "seed"),
+        ({"prompt": "x", "n": 5}, "n: 5"),
+        ({"prompt": "x", "n": 0}, "n:"),
+        ({"prompt": "x", "id_slot": 4}, "id_slot"),
+        ({"prompt": "x", "stop": [1]}, "stop"),
+        ({"prompt": "x", "stop": ["a"] * 17}, "stop"),
+        ({"prompt": "x", "stop": "a" * 257}, "stop"),
+        ({"prompt": "x", "logit_bias": {"999": 1}}, "logit_bias"),
+        ({"prompt": "x", "logit_bias": {"9" * 5000: 1}}, "logit_bias"),
+        ({"prompt": "x", "logit_bias": [[1]]}, "logit_bias"),
+        ({"prompt": "x", "logit_bias": [[1, True]]}, "logit_bias"),
+        ({"prompt": "x", "n_probs": 51}, "n_probs"),
+        ({"prompt": "x", "speculative": 3}, "speculative"),
+        ({"prompt": "x", "speculative": {"n_max": -1}}, "speculative"),
+        ({"prompt": "x", "speculative.type": "mtp"}, "speculative.type"),
+        ({"prompt": "x", "stream": "yes"}, "stream"),
+        ({"prompt": "x", "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+        ({"prompt": "x", "dry_sequence_breakers": [""]}, "dry_sequence_breakers"),
+    ],
+)
+def test_a_wrong_field_is_named(app: App, engine: FakeEngine, body: dict[str, Any], field: str) -> None:
+    error = error_of(app.post("/completion", body), 400)
+    assert error["message"].startswith(field) and error["type"] == "invalid_request_error"
+    assert not engine.seen
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "messages"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content"),
+        ({"messages": [{"role": "bad", "content": "x"}]}, "messages: the chat template refused"),
+        (CHAT | {"top_logprobs": 2}, "top_logprobs"),
+        (CHAT | {"logprobs": True, "top_logprobs": 51}, "top_logprobs"),
+        (CHAT | {"logprobs": 1}, "logprobs"),
+        (CHAT | {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+        (CHAT | {"continue_final_message": True}, "continue_final_message"),
+        (CHAT | {"tool_choice": 3}, "tool_choice"),
+    ],
+)
+def test_a_wrong_chat_field_is_named(app: App, body: dict[str, Any], field: str) -> None:
+    assert error_of(app.post("/v1/chat/completions", body), 400)["message"].startswith(field)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("grammar", 'root ::= "a"'),
+        ("json_schema", {"type": "object"}),
+        ("response_format", {"type": "json_object"}),
+        ("response_format", {"type": "json_schema", "json_schema": {}}),
+        ("tool_choice", "required"),
+        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("lora", [{"id": 0, "scale": 1.0}]),
+        ("mirostat", 2),
+        ("xtc_probability", 0.5),
+        ("samplers", ["temperature", "top_k"]),
+        ("samplers", ["magic"]),
+        ("post_sampling_probs", True),
+        ("echo", True),
+        ("messages", [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]),
+    ],
+)
+def test_what_would_change_the_text_is_refused_not_ignored(app: App, field: str, value: Any) -> None:
+    error = error_of(app.post("/v1/chat/completions", CHAT | {field: value}), 501)
+    assert error["type"] == "not_supported_error"
+
+
+def test_default_values_of_unsupported_fields_pass(app: App) -> None:
+    body = {
+        "response_format": {"type": "text"},
+        "grammar": "",
+        "mirostat": 0,
+        "xtc_probability": 0.0,
+        "top_n_sigma": -1.0,
+        "lora": [],
+        "tools": None,
+        "tool_choice": "auto",
+        "samplers": ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"],
+        "modalities": ["text"],
+        "never_heard_of": 1,
+    }
+    assert app.post("/v1/chat/completions", CHAT | body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"x"',
+        b"\xff\xfe",
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": 1e999}',
+        b'{"prompt": "x", "temperature": -Infinity}',
+        b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "x", "\\udfff": 1}',
+        b'{"prompt": "x", "a": ' + b"[" * 70 + b"]" * 70 + b"}",
+        b'{"prompt": ' + b"[" * 100_000,
+        b'{"prompt": "x"} {"prompt": "y"}',
+    ],
+)
+def test_a_body_that_is_no_usable_json_is_refused(app: App, raw: bytes) -> None:
+    error_of(app.post("/completion", content=raw), 400)
+
+
+def test_a_prompt_too_long_says_both_numbers(app: App) -> None:
+    error = error_of(app.post("/completion", {"prompt": "x" * 600}), 400)
+    assert error["type"] == "exceed_context_size_error"
+    assert (error["n_prompt_tokens"], error["n_ctx"]) == (601, 512)
+
+
+def test_a_body_too_large_is_refused_before_and_after_it_is_read(engine: FakeEngine) -> None:
+    app = App(create_app(engine, ServerSettings(limits=Limits(body=1000))))
+    error_of(app.post("/completion", {"prompt": "x" * 1000}), 413)
+
+    async def pieces() -> Any:
+        for _ in range(20):
+            yield b"x" * 100
+
+    error_of(app.post("/completion", content=pieces()), 413)
+
+
+def test_a_body_that_never_arrives_is_given_up(engine: FakeEngine) -> None:
+    app = App(create_app(engine, ServerSettings(limits=Limits(body_read_s=0.05))))
+
+    async def slow() -> Any:
+        yield b"{"
+        await asyncio.sleep(0.5)
+        yield b"}"
+
+    error_of(app.post("/completion", content=slow()), 408)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/nowhere", 404),
+        ("GET", "/completion", 405),
+        ("POST", "/health", 405),
+        ("DELETE", "/v1/models", 405),
+        ("POST", "/tokenize/", 404),
+        ("POST", "/v1/embeddings", 501),
+        ("POST", "/slots/0", 501),
+        ("GET", "/v1/models/other", 404),
+    ],
+)
+def test_every_refusal_has_the_same_envelope(app: App, method: str, path: str, status: int) -> None:
+    error_of(app.call(method, path), status)
+
+
+def test_a_full_queue_is_429_with_retry_after(engine: FakeEngine) -> None:
+    engine.n_queue = 0
+    response = App(create_app(engine, ServerSettings())).post("/completion", {"prompt": "x"})
+    assert error_of(response, 429)["type"] == "rate_limit_error" and response.headers["retry-after"] == "1"
+
+
+def test_when_one_of_several_choices_is_refused_the_others_are_cancelled(engine: FakeEngine) -> None:
+    engine.script = Script(text="x" * 400, round_s=0.05)
+    engine.n_queue = 1
+    app = App(create_app(engine, ServerSettings()))
+    error_of(app.post("/completion", {"prompt": ["a"] * 20}), 429)
+    assert set(engine.cancelled) == {str(i) for i in range(len(engine.seen))}
+
+
+def test_a_dead_engine_is_503_everywhere_it_matters(app: App, engine: FakeEngine) -> None:
+    engine.is_alive = False
+    for response in (app.get("/health"), app.get("/ready"), app.post("/completion", {"prompt": "x"})):
+        assert error_of(response, 503)["type"] == "unavailable_error"
+    assert app.get("/v1/models").status_code == 200
+
+
+def test_keys_guard_all_but_health_and_models(engine: FakeEngine) -> None:
+    app = App(create_app(engine, ServerSettings(api_keys=("sesame", "zweiter-schlüssel"))))
+    for path in ("/health", "/v1/health", "/models", "/v1/models"):
+        assert app.get(path).status_code == 200
+    for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic sesame"}, {"X-Api-Key": ""}):
+        error = error_of(app.post("/completion", {"prompt": "x"}, headers=headers), 401)
+        assert error["type"] == "authentication_error"
+    assert app.get("/slots").status_code == app.get("/metrics").status_code == app.get("/nowhere").status_code == 401
+    for headers in ({"Authorization": "Bearer sesame"}, {"X-Api-Key": "sesame"}):
+        assert app.post("/completion", {"prompt": "x"}, headers=headers).status_code == 200
+
+
+def test_pages_of_other_sites_may_not_use_the_server(engine: FakeEngine) -> None:
+    app = App(create_app(engine, ServerSettings(cors_origins=("https://chat.example",))))
+    body = {"prompt": "x"}
+    for origin in ("https://evil.example", "null", "http://localhost.evil.example"):
+        response = app.post("/completion", body, headers={"Origin": origin})
+        assert error_of(response, 403)["type"] == "permission_error"
+        assert "access-control-allow-origin" not in response.headers
+    for origin in ("http://localhost:3000", "https://chat.example", "http://127.0.0.1:8080", "http://test"):
+        assert app.post("/completion", body, headers={"Origin": origin}).status_code == 200
+    response = app.post("/completion", body, headers={"Origin": "http://localhost:3000"})
+    assert response.headers["access-control-allow-origin"] == "http://localhost:3000"
+
+
+def test_an_open_host_needs_a_key_or_consent(engine: FakeEngine) -> None:
+    with pytest.raises(ConfigError, match=r"0\.0\.0\.0 is open to the network"):
+        run(engine, ServerSettings(host="0.0.0.0"))
+    for settings_ in (
+        ServerSettings(host="0.0.0.0", insecure=True),
+        ServerSettings(host="0.0.0.0", api_keys=("k",)),
+        ServerSettings(host="::1"),
+        ServerSettings(host="localhost"),
+    ):
+        settings_.check()
+    with pytest.raises(ConfigError, match="empty"):
+        ServerSettings(api_keys=("",)).check()
+
+
+def test_an_address_in_use_is_one_clear_line(engine: FakeEngine) -> None:
+    with bind(ServerSettings(port=0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port {port}: Address already in use"):
+            run(engine, ServerSettings(port=port))
+
+
+NAMES = sorted(
+    {field.alias or name for model in (ChatBody, NativeBody) for name, field in model.model_fields.items()}
+    | {"grammar", "response_format", "tool_choice", "samplers", "functions", "best_of", "modalities", "logprobs"}
+)
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-2, 300)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["text", "none", "auto", "user", "</s>", "\x00", "97", "-1", "prompt_string"])
+)
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=4)
+    | st.dictionaries(st.sampled_from(["role", "content", "type", "n_max", "97", "x"]) | st.text(), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(
+    max_examples=250, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    st.sampled_from(
+        ["/completion", "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/apply-template"]
+    ),
+    st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=6),
+    st.booleans(),
+)
+def test_no_body_makes_the_server_fail(app: App, path: str, fields: dict[str, Any], is_based: bool) -> None:
+    """Any JSON, plausible or not, gets an answer or a refusal: 501 is one, 500 would be a bug."""
+    based = {"prompt": "x", "content": "x", "tokens": [1], "messages": CHAT["messages"]} if is_based else {}
+    response = app.post(path, content=json.dumps(based | fields).encode())
+    assert response.status_code in (200, 400, 429, 501), response.text
+    if response.status_code != 200:
+        error_of(response, response.status_code)
