@@ -1,0 +1,184 @@
+"""The catalogue: models by name, where their files come from, and how a name becomes paths. Knows nothing of torch.
+
+The entries stand in `models.toml`. Files in the package are used in place; others are downloaded through
+huggingface_hub into its own cache, and found there again without a network (HF_HUB_OFFLINE=1 asks for that).
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields
+from difflib import get_close_matches
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import TypeVar
+
+from pyspec.errors import ConfigError
+from pyspec.hub import from_hub
+
+SCHEMA = 1
+RUNS = ("llama", "qwen3", "qwen35")
+"""Architectures this version runs; the table itself is `pyspec.models.ARCHITECTURES`, behind torch."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where a file comes from: in the package, or in a Hugging Face repository by file name or quantisation."""
+
+    packaged: str = ""
+    repo: str = ""
+    file: str = ""
+    quant: str = ""
+    bytes: int = 0
+    sha256: str = ""
+
+    def fetch(self) -> Path:
+        """The file's path, downloaded first if it must be. Raises DownloadError, ConfigError."""
+        if not self.packaged:
+            return from_hub(self.repo, self.quant, self.file)
+        path = Path(str(files("pyspec"))) / "demo" / self.packaged
+        size = path.stat().st_size if path.is_file() else 0
+        if size != self.bytes:
+            raise ConfigError(f"the packaged {path} has {size} bytes, want {self.bytes}; install pyspec again")
+        return path
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftEntry:
+    """The drafter that belongs to a model."""
+
+    kind: str
+    source: Source
+    block: int = 0  # tokens of one DFlash block
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One model of the catalogue. A zero, "" or None is a fact that nobody has confirmed."""
+
+    name: str
+    title: str
+    arch: str
+    params: float = 0.0  # billions
+    active: float = 0.0  # billions per token
+    ctx_train: int = 0
+    mtp: bool = False
+    license: str = ""
+    target: Source | None = None
+    draft: DraftEntry | None = None
+
+    @property
+    def runs(self) -> bool:
+        return self.arch in RUNS
+
+    def fetch(self) -> tuple[Path, Path | None]:
+        """(target, drafter or None), downloaded first if they must be. Raises ConfigError if the entry can not run."""
+        if not self.runs:
+            raise ConfigError(
+                f"'{self.name}' is a {self.arch} model, which this version can not run yet; it runs {', '.join(RUNS)}"
+            )
+        if self.target is None:
+            raise ConfigError(f"the catalogue knows no download for '{self.name}'; give its file with -m")
+        return self.target.fetch(), self.draft.source.fetch() if self.draft else None
+
+
+@cache
+def catalogue() -> Mapping[str, Entry]:
+    """The entries of the packaged `models.toml` by name, in its order."""
+    return parse((files("pyspec") / "models.toml").read_text(encoding="utf-8"))
+
+
+def parse(text: str) -> dict[str, Entry]:
+    """Entries of a catalogue in TOML; every key is checked. Raises ConfigError."""
+    try:
+        root = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError(f"models.toml: {e}") from e
+    if root.get("schema") != SCHEMA:
+        raise ConfigError(f"models.toml: schema is {root.get('schema')}; this version reads {SCHEMA}")
+    _check_keys("models.toml", set(root), {"schema", "model"})
+    models = _table("models.toml [model]", root.get("model", {}))
+    return {name: _entry(name, values) for name, values in models.items()}
+
+
+def _entry(name: str, values: object) -> Entry:
+    where = f"models.toml [{name}]"
+    table = dict(_table(where, values), name=name)
+    if "target" in table:
+        table["target"] = _source(f"{where}.target", table["target"])
+    if "draft" in table:
+        draft = dict(_table(f"{where}.draft", table["draft"]))
+        if "source" in draft:
+            draft["source"] = _source(f"{where}.draft.source", draft["source"])
+        table["draft"] = _build(DraftEntry, f"{where}.draft", draft)
+    return _build(Entry, where, table)
+
+
+def _source(where: str, values: object) -> Source:
+    source = _build(Source, where, _table(where, values))
+    if bool(source.packaged) == bool(source.repo):
+        raise ConfigError(f"{where}: want either packaged or repo")
+    return source
+
+
+def _table(where: str, values: object) -> dict[str, object]:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where}: want a table, got {type(values).__name__}")
+    return values
+
+
+def _build(kind: type[T], where: str, values: dict[str, object]) -> T:
+    known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
+    _check_keys(where, set(values), set(known))
+    for name, f in known.items():
+        if name not in values and f.default is MISSING:
+            raise ConfigError(f"{where}: '{name}' is missing")
+        if name in values and f.default is not MISSING and f.default is not None:
+            want, got = type(f.default), values[name]
+            if not isinstance(got, want) and not (want is float and isinstance(got, int)):
+                raise ConfigError(f"{where}.{name}: want {want.__name__}, got {got!r}")
+    return kind(**values)
+
+
+def _check_keys(where: str, got: set[str], known: set[str]) -> None:
+    for name in sorted(got - known):
+        near = get_close_matches(name, sorted(known), 1)
+        raise ConfigError(f"{where}: no key '{name}'" + (f"; did you mean '{near[0]}'?" if near else ""))
+
+
+def find(name: str) -> Entry | None:
+    """The entry of that name in any case, or None."""
+    return {key.lower(): entry for key, entry in catalogue().items()}.get(name.lower())
+
+
+def resolve(name_or_path: str) -> tuple[Path, Path | None]:
+    """(target path, path of the drafter that belongs to it or None) of a file or a catalogue name.
+
+    Raises ConfigError for a name that is neither (with the nearest one), DownloadError if a download fails.
+    """
+    path = Path(name_or_path).expanduser()
+    if path.is_file():
+        return path, None
+    entry = find(name_or_path)
+    if entry is not None:
+        return entry.fetch()
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder; give a GGUF file in it")
+    raise ConfigError(_unknown(name_or_path, path))
+
+
+def _unknown(name: str, path: Path) -> str:
+    is_path = path.suffix == ".gguf" or len(path.parts) > 2 or name.startswith((".", "/", "~"))
+    if is_path:
+        beside = [p.name for p in path.parent.glob("*.gguf")] if path.parent.is_dir() else []
+        near = get_close_matches(path.name, beside, 1)
+        return f"no file {name}" + (f"; did you mean {path.parent / near[0]}?" if near else "")
+    if len(path.parts) == 2:
+        return f"no file {name}; a Hugging Face repository is given with -hf {name}"
+    near = get_close_matches(name.lower(), list(catalogue()), 1, 0.5)
+    hint = f"did you mean '{near[0]}'?" if near else "`pyspec models` lists the catalogue"
+    return f"'{name}' is neither a file nor a model of the catalogue; {hint}"

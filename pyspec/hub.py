@@ -1,0 +1,96 @@
+"""Files from Hugging Face: which GGUF of a repository is meant, and its path in the local cache."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from pathlib import Path, PurePosixPath
+from typing import TypeVar
+
+from pyspec.errors import ConfigError, DownloadError
+
+log = logging.getLogger(__name__)
+
+DEFAULT_QUANT = "Q4_K_M"
+SIDECARS = ("mmproj", "mtp-", "dflash-", "dspark-", "eagle3-", "imatrix")
+SHARD = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+
+T = TypeVar("T")
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """ "user/repo:quant" to (repo, quant); the quant may be missing. Raises ConfigError."""
+    repo, _, quant = name.partition(":")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
+        raise ConfigError(f"-hf wants user/repo[:quant], got '{name}'")
+    return repo, quant
+
+
+def choose(names: Sequence[str], quant: str = "", file: str = "", *, repo: str = "") -> list[str]:
+    """The file to load among a repository's files, first shard first, and its other shards.
+
+    names  paths in the repository, "/" between folders
+    quant  e.g. "Q8_0", in any case; "" takes Q4_K_M if it is there, else the first model file
+    file   exact name instead; sidecars (projectors, drafters) can be had this way
+    Raises ConfigError, with the choice there is.
+    """
+    ggufs = sorted(n for n in names if n.lower().endswith(".gguf"))
+    if file:
+        if file not in ggufs:
+            near = get_close_matches(file, ggufs, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"{repo} has no file {file}{hint}")
+        return _shards(file, ggufs)
+    models = [n for n in ggufs if not PurePosixPath(n).name.lower().startswith(SIDECARS)]
+    if not models:
+        raise ConfigError(f"{repo} has no GGUF model among its {len(names)} files")
+    wanted = quant or DEFAULT_QUANT
+    fits = re.compile(rf"(?:^|[-._/]){re.escape(wanted)}(?=[-./]|$)", re.IGNORECASE)
+    found = [n for n in models if fits.search(n)]
+    if not found and quant:
+        raise ConfigError(f"{repo} has no {quant} file; it has {', '.join(models[:12])}{' ...' if models[12:] else ''}")
+    return _shards((found or models)[0], models)
+
+
+def _shards(name: str, names: Sequence[str]) -> list[str]:
+    match = SHARD.match(name)
+    if match is None:
+        return [name]
+    stem, count = match[1], int(match[3])
+    every = [f"{stem}-{i:05d}-of-{count:05d}.gguf" for i in range(1, count + 1)]
+    missing = [n for n in every if n not in names]
+    if missing:
+        raise ConfigError(f"{name} has {count} parts and {len(missing)} are missing: {', '.join(missing[:4])}")
+    return every
+
+
+def from_hub(repo: str, quant: str = "", file: str = "") -> Path:
+    """Path of a repository's GGUF in the Hugging Face cache, downloaded if it is not there; all shards of a split file.
+
+    With HF_HUB_OFFLINE=1 only the cache is looked at. Raises DownloadError, ConfigError.
+    """
+    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+    from huggingface_hub.constants import HF_HUB_OFFLINE
+
+    if HF_HUB_OFFLINE:
+        folder = Path(_asked(repo, lambda: snapshot_download(repo, local_files_only=True)))
+        names = [p.relative_to(folder).as_posix() for p in folder.rglob("*.gguf")]
+        return folder / choose(names, quant, file, repo=repo)[0]
+    wanted = choose(_asked(repo, lambda: list(HfApi().list_repo_files(repo))), quant, file, repo=repo)
+    log.info("fetching %s from %s", ", ".join(wanted), repo)
+    paths = [Path(_asked(repo, lambda name=name: hf_hub_download(repo, name))) for name in wanted]
+    return paths[0]
+
+
+def _asked(repo: str, ask: Callable[[], T]) -> T:
+    """The answer, or a DownloadError of one line whatever the client library raises."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # its HTTP errors derive from those of whichever HTTP library the installed version uses; the rest are OSErrors
+    try:
+        return ask()
+    except (OSError, ValueError, *HfHubHTTPError.__bases__) as e:
+        lines = str(e).strip().splitlines()
+        raise DownloadError(f"{repo} can not be had: {lines[0] if lines else type(e).__name__}") from e
