@@ -1,0 +1,141 @@
+"""Random models as GGUF files: structurally complete, deterministic, with weights that keep logits finite and varied.
+
+For tests and timing. `write("qwen3.6-27b", path)` has every tensor and key of the real file; `tiny=True` gives the same
+architecture in a few hundred kilobytes with a vocabulary that really encodes and decodes text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from pyspec.errors import ConfigError
+from pyspec.gguf import GGMLType, GGUFWriter, LlamaFileType, TensorInfo, ValueType
+from pyspec.synth import layout, vocab
+from pyspec.synth.dims import MODELS, TINY, DFlash, Dims, Llama, Qwen3, Qwen35, drafter_of, find, widened
+from pyspec.synth.fill import Filler
+from pyspec.synth.layout import Parts, Spec
+
+__all__ = ["MODELS", "QUANTS", "TINY", "DFlash", "Dims", "Llama", "Qwen3", "Qwen35", "drafter_of", "find", "write"]
+
+QUANTS: dict[str, LlamaFileType] = {
+    "f32": LlamaFileType.F32,
+    "f16": LlamaFileType.F16,
+    "bf16": LlamaFileType.BF16,
+    "q8_0": LlamaFileType.Q8_0,
+    "q4_0": LlamaFileType.Q4_0,
+    "q4_1": LlamaFileType.Q4_1,
+    "q5_0": LlamaFileType.Q5_0,
+    "q5_1": LlamaFileType.Q5_1,
+    "q2_k": LlamaFileType.Q2_K,
+    "q3_k": LlamaFileType.Q3_K_M,
+    "q4_k": LlamaFileType.Q4_K_M,
+    "q5_k": LlamaFileType.Q5_K_M,
+    "q6_k": LlamaFileType.Q6_K,
+    "iq4_nl": LlamaFileType.IQ4_NL,
+    "iq4_xs": LlamaFileType.IQ4_XS,
+    "mxfp4": LlamaFileType.MXFP4_MOE,
+    "nvfp4": LlamaFileType.NVFP4,
+}
+"""Names for `quant` and the file type each gives."""
+
+Progress = Callable[[int, int], None]
+
+
+def write(
+    entry: str | Dims,
+    out_path: str | Path,
+    *,
+    quant: str = "q8_0",
+    seed: int = 0,
+    tiny: bool = False,
+    mtp: bool = True,
+    drafter: bool = False,
+    sidecar: bool = False,
+    fork: bool = False,
+    progress: Progress | None = None,
+) -> Path:
+    """Write one model and return its path.
+
+    entry     a name of MODELS (with `tiny` also one of TINY), or dimensions of one's own
+    quant     type of the matrices, a key of QUANTS; norms and other small tensors are F32
+    mtp       qwen35 only: with its multi-token-prediction block
+    sidecar   qwen35 only: nothing but that block, the embedding and the head
+    drafter   the DFlash drafter that fits the entry; `fork` in the naming older forks wrote
+    progress  called with tensor bytes done and in all
+    Errors: ConfigError for an unknown name or an impossible combination, ModelError if the file cannot be written.
+    """
+    dims = _resolve(entry, quant, tiny, drafter, fork)
+    if sidecar and (not isinstance(dims, Qwen35) or not mtp):
+        raise ConfigError(
+            f"{dims.name} ({dims.arch}) has no MTP block for a sidecar file; only qwen35 with mtp has one"
+        )
+    parts = Parts(trunk=not sidecar, mtp=mtp and isinstance(dims, Qwen35))
+    writer = GGUFWriter(out_path, layout.file_arch(dims))
+    _add_metadata(writer, dims, parts, quant)
+    specs = {spec.name: spec for spec in layout.tensors(dims, parts)}
+    kinds = {name: _type_of(spec, dims, quant) for name, spec in specs.items()}
+    largest: dict[GGMLType, int] = {}
+    for name, spec in specs.items():
+        blocks = int(np.prod(spec.shape)) // kinds[name].block_size
+        largest[kinds[name]] = max(largest.get(kinds[name], 0), blocks)
+        writer.add_tensor_info(name, kinds[name], spec.shape)
+        if kinds[name] is GGMLType.NVFP4:
+            writer.add_tensor_info(name.removesuffix(".weight") + ".scale", GGMLType.F32, (1,))
+    writer.write(_fill(writer, specs, Filler(seed, largest), progress))
+    if progress is not None:
+        progress(writer.n_bytes, writer.n_bytes)
+    return writer.path
+
+
+def _resolve(entry: str | Dims, quant: str, tiny: bool, drafter: bool, fork: bool) -> Dims:
+    if quant not in QUANTS:
+        raise ConfigError(f"no quantisation {quant!r}; known are {', '.join(QUANTS)}")
+    dims = find(entry, tiny=tiny) if isinstance(entry, str) else entry
+    if tiny and GGMLType[quant.upper()].block_size > dims.n_embd:
+        dims = widened(dims)
+    if drafter:
+        return dims if isinstance(dims, DFlash) else drafter_of(dims, fork=fork)
+    return replace(dims, fork=True) if fork and isinstance(dims, DFlash) else dims
+
+
+def _add_metadata(writer: GGUFWriter, dims: Dims, parts: Parts, quant: str) -> None:
+    writer.add("general.name", f"{dims.name} (random weights)", ValueType.STRING)
+    writer.add("general.file_type", int(QUANTS[quant]), ValueType.UINT32)
+    writer.add("general.quantization_version", 2, ValueType.UINT32)
+    for key, value, kind in layout.metadata(dims, parts):
+        writer.add(key, value, kind)
+    vocab.add_to(writer, vocab.make(dims))
+
+
+def _type_of(spec: Spec, dims: Dims, quant: str) -> GGMLType:
+    """As llama.cpp's quantiser chooses: the head finer than the rest, small tensors F32, a coarser block where rows do not fit."""
+    if spec.kind not in ("matrix", "embedding", "head", "gate"):
+        return GGMLType.F32
+    kind = GGMLType[quant.upper()]
+    is_head = spec.kind == "head" or (spec.kind == "embedding" and dims.tied)
+    if kind.block_size == 256 and is_head:
+        kind = GGMLType.Q6_K
+    if quant in ("mxfp4", "nvfp4") and spec.kind != "matrix":
+        kind = GGMLType.Q8_0
+    if spec.shape[-1] % kind.block_size == 0:
+        return kind
+    return GGMLType.Q8_0 if spec.shape[-1] % 32 == 0 else GGMLType.F16
+
+
+def _fill(
+    writer: GGUFWriter, specs: dict[str, Spec], filler: Filler, progress: Progress | None
+) -> Callable[[TensorInfo], Iterator[np.ndarray]]:
+    def fill(info: TensorInfo) -> Iterator[np.ndarray]:
+        if progress is not None:
+            progress(info.offset, writer.n_bytes)
+        if info.name in specs:
+            yield from filler.bytes(specs[info.name], info.type)
+        else:
+            weight = specs[info.name.removesuffix(".scale") + ".weight"]
+            yield np.array([filler.second_scale(weight)], "<f4").view(np.uint8)
+
+    return fill

@@ -1,0 +1,240 @@
+"""Sizes of the models that can be made: real ones by name, and tiny ones of every architecture.
+
+Only dimensions live here; which tensors and metadata they imply is in `layout`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+from pyspec.errors import ConfigError
+
+VocabKind = Literal["qwen2", "qwen35", "llama-bpe", "spm"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dims:
+    """What every decoder has. `n_layer` counts the trunk, without MTP blocks."""
+
+    arch: ClassVar[str]
+    name: str
+    n_layer: int
+    n_embd: int
+    n_ff: int
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    n_vocab: int
+    vocab: VocabKind
+    n_ctx: int
+    rope_base: float
+    eps: float = 1e-6
+    tied: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama(Dims):
+    arch: ClassVar[str] = "llama"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3(Dims):
+    arch: ClassVar[str] = "qwen3"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen35(Dims):
+    """Every `interval`-th layer is gated attention, the others are Gated DeltaNet."""
+
+    arch: ClassVar[str] = "qwen35"
+    n_k_head: int
+    n_v_head: int
+    state: int = 128
+    conv: int = 4
+    interval: int = 4
+    n_rot: int = 64
+    sections: tuple[int, int, int, int] = (11, 11, 10, 0)
+
+    @property
+    def inner(self) -> int:
+        return self.n_v_head * self.state
+
+    @property
+    def n_channel(self) -> int:
+        return 2 * self.n_k_head * self.state + self.inner
+
+    def is_recurrent(self, block: int) -> bool:
+        return block < self.n_layer and (block + 1) % self.interval != 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlash(Dims):
+    """A block drafter. `taps` are layer ids of the target as its training code counts them; the file stores them + 1.
+
+    `fork` writes the older `dflash-draft` naming, which stores the ids unchanged.
+    """
+
+    arch: ClassVar[str] = "dflash"
+    n_target_embd: int
+    taps: tuple[int, ...]
+    mask_id: int
+    block: int = 16
+    window: int = 0  # 0: all layers see the whole context
+    sliding: tuple[bool, ...] = ()
+    mrope: bool = True  # the target has rope sections
+    fork: bool = False
+
+
+def _qwen35(
+    name: str, n_layer: int, n_embd: int, n_ff: int, heads: tuple[int, int], n_v_head: int, tied: bool
+) -> Qwen35:
+    return Qwen35(
+        name=name,
+        n_layer=n_layer,
+        n_embd=n_embd,
+        n_ff=n_ff,
+        n_head=heads[0],
+        n_head_kv=heads[1],
+        head_dim=256,
+        n_vocab=248_320,
+        vocab="qwen35",
+        n_ctx=262_144,
+        rope_base=1e7,
+        tied=tied,
+        n_k_head=16,
+        n_v_head=n_v_head,
+    )
+
+
+def _qwen3(name: str, n_embd: int, n_ff: int, rope_base: float, n_ctx: int, tied: bool) -> Qwen3:
+    return Qwen3(
+        name=name,
+        n_layer=36,
+        n_embd=n_embd,
+        n_ff=n_ff,
+        n_head=32,
+        n_head_kv=8,
+        head_dim=128,
+        n_vocab=151_936,
+        vocab="qwen2",
+        n_ctx=n_ctx,
+        rope_base=rope_base,
+        tied=tied,
+    )
+
+
+_REAL: tuple[Dims, ...] = (
+    _qwen35("Qwen3.6-27B", 64, 5120, 17_408, (24, 4), 48, tied=False),
+    _qwen35("Qwen3.5-9B", 32, 4096, 12_288, (16, 4), 32, tied=False),
+    _qwen35("Qwen3.5-4B", 32, 2560, 9216, (16, 4), 32, tied=True),
+    _qwen35("Qwen3.5-2B", 24, 2048, 6144, (8, 2), 16, tied=True),
+    _qwen35("Qwen3.5-0.8B", 24, 1024, 3584, (8, 2), 16, tied=True),
+    _qwen3("Qwen3-4B", 2560, 9728, 5e6, 262_144, tied=True),
+    _qwen3("Qwen3-8B", 4096, 12_288, 1e6, 40_960, tied=False),
+    Llama(
+        name="Llama-3-8B",
+        n_layer=32,
+        n_embd=4096,
+        n_ff=14_336,
+        n_head=32,
+        n_head_kv=8,
+        head_dim=128,
+        n_vocab=128_256,
+        vocab="llama-bpe",
+        n_ctx=8192,
+        rope_base=5e5,
+        eps=1e-5,
+    ),
+)
+MODELS: dict[str, Dims] = {d.name.lower(): d for d in _REAL}
+
+_TINY = {
+    "n_embd": 64,
+    "n_ff": 128,
+    "n_head": 4,
+    "n_head_kv": 2,
+    "head_dim": 16,
+    "n_vocab": 320,
+    "n_ctx": 1024,
+    "rope_base": 1e5,
+}
+TINY: dict[str, Dims] = {
+    "llama": Llama(name="tiny-llama", n_layer=2, vocab="llama-bpe", **_TINY),
+    "llama-spm": Llama(name="tiny-llama-spm", n_layer=2, vocab="spm", **_TINY),
+    "qwen3": Qwen3(name="tiny-qwen3", n_layer=3, vocab="qwen2", **_TINY),
+    "qwen35": Qwen35(
+        name="tiny-qwen35",
+        n_layer=4,
+        vocab="qwen35",
+        n_k_head=2,
+        n_v_head=4,
+        state=16,
+        n_rot=8,
+        sections=(2, 1, 1, 0),
+        **_TINY,
+    ),
+}
+"""By architecture; `llama-spm` is llama with a SentencePiece vocabulary."""
+
+
+def find(name: str, *, tiny: bool = False) -> Dims:
+    """Dimensions by model name, or the tiny ones of a model's or an architecture's kind. Errors: ConfigError."""
+    key = name.lower()
+    if tiny and key in TINY:
+        return TINY[key]
+    if key not in MODELS:
+        known = [*MODELS, *(TINY if tiny else ())]
+        close = difflib.get_close_matches(key, known, 1)
+        hint = f"did you mean {close[0]}?" if close else f"known are {', '.join(known)}"
+        raise ConfigError(f"no dimensions are known for {name!r}; {hint}")
+    return TINY[MODELS[key].arch] if tiny else MODELS[key]
+
+
+def widened(dims: Dims) -> Dims:
+    """Tiny dimensions whose rows all hold whole blocks of 256, for the K types."""
+    wide = replace(dims, n_embd=256, n_ff=256, head_dim=64, name=f"{dims.name}-wide")
+    return replace(wide, state=64, n_rot=16, sections=(3, 3, 2, 0)) if isinstance(wide, Qwen35) else wide
+
+
+def drafter_of(target: Dims, *, fork: bool = False) -> DFlash:
+    """A DFlash drafter that fits the target: the published one of Qwen3.6-27B and Qwen3-8B, the usual shape for others."""
+    real = target.n_vocab > 1000
+    n_layer = 5 if real else 2
+    sliding = (True,) * (n_layer - 1) + (False,) if target.arch == "qwen35" else ()
+    return DFlash(
+        name=f"{target.name}-DFlash",
+        n_layer=n_layer,
+        n_embd=target.n_embd,
+        n_ff=target.n_ff,
+        n_head=32 if real else target.n_head,
+        n_head_kv=8 if real else target.n_head_kv,
+        head_dim=128 if real else target.head_dim,
+        n_vocab=target.n_vocab,
+        vocab=target.vocab,
+        n_ctx=target.n_ctx,
+        rope_base=target.rope_base,
+        eps=target.eps,
+        n_target_embd=target.n_embd,
+        taps=_taps(target.n_layer, 5 if real else 2),
+        mask_id=mask_id(target),
+        block=16 if real else 8,
+        window=(2048 if real else 64) if sliding else 0,
+        sliding=sliding,
+        mrope=target.arch == "qwen35",
+        fork=fork,
+    )
+
+
+def _taps(n_layer: int, n: int) -> tuple[int, ...]:
+    """The default of DFlash's training code: spread from layer 1 to the third from the end."""
+    if n_layer < 5:
+        return tuple(range(n_layer))[-n:]
+    return tuple(round(1 + i * (n_layer - 4) / (n - 1)) for i in range(n))
+
+
+def mask_id(target: Dims) -> int:
+    """The token drafters put into positions to be filled: a reserved id of the vocabulary."""
+    by_kind = {"qwen35": 248_070, "qwen2": 151_669, "llama-bpe": 128_002}
+    return by_kind[target.vocab] if target.n_vocab > 1000 else target.n_vocab - 1

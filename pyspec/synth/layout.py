@@ -1,0 +1,191 @@
+"""Which metadata and tensors each architecture has, given its dimensions. A new architecture is one entry of ARCHITECTURES."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from pyspec.gguf import ValueType
+from pyspec.gguf.write import Value
+from pyspec.synth.dims import DFlash, Dims, Qwen35
+
+Kind = Literal["matrix", "embedding", "head", "gate", "norm", "conv", "decay", "step"]
+Key = tuple[str, Value, ValueType]
+U32, F32 = ValueType.UINT32, ValueType.FLOAT32
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One tensor: its shape in torch order and what its values are like (see `fill`)."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Which parts of a model the file holds."""
+
+    trunk: bool = True
+    mtp: bool = False
+
+
+def metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
+    """All keys but general.* and tokenizer.*."""
+    return ARCHITECTURES[dims.arch][0](dims, parts)
+
+
+def tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
+    return ARCHITECTURES[dims.arch][1](dims, parts)
+
+
+def file_arch(dims: Dims) -> str:
+    """`general.architecture`."""
+    return "dflash-draft" if isinstance(dims, DFlash) and dims.fork else dims.arch
+
+
+def _common(dims: Dims, n_block: int) -> Iterator[Key]:
+    a = file_arch(dims)
+    yield f"{a}.block_count", n_block, U32
+    yield f"{a}.context_length", dims.n_ctx, U32
+    yield f"{a}.embedding_length", dims.n_embd, U32
+    yield f"{a}.feed_forward_length", dims.n_ff, U32
+    yield f"{a}.attention.head_count", dims.n_head, U32
+    yield f"{a}.attention.head_count_kv", dims.n_head_kv, U32
+    yield f"{a}.attention.key_length", dims.head_dim, U32
+    yield f"{a}.attention.value_length", dims.head_dim, U32
+    yield f"{a}.attention.layer_norm_rms_epsilon", dims.eps, F32
+    yield f"{a}.rope.freq_base", dims.rope_base, F32
+    yield f"{a}.vocab_size", dims.n_vocab, U32
+
+
+def _plain_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
+    yield from _common(dims, dims.n_layer)
+    yield f"{dims.arch}.rope.dimension_count", dims.head_dim, U32
+
+
+def _qwen35_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
+    assert isinstance(dims, Qwen35)
+    yield from _common(dims, dims.n_layer + parts.mtp)
+    if parts.mtp:
+        yield "qwen35.nextn_predict_layers", 1, U32
+    yield "qwen35.full_attention_interval", dims.interval, U32
+    yield "qwen35.rope.dimension_count", dims.n_rot, U32
+    yield "qwen35.rope.dimension_sections", list(dims.sections), ValueType.INT32
+    yield "qwen35.ssm.conv_kernel", dims.conv, U32
+    yield "qwen35.ssm.state_size", dims.state, U32
+    yield "qwen35.ssm.group_count", dims.n_k_head, U32
+    yield "qwen35.ssm.time_step_rank", dims.n_v_head, U32
+    yield "qwen35.ssm.inner_size", dims.inner, U32
+
+
+def _dflash_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
+    assert isinstance(dims, DFlash)
+    a = file_arch(dims)
+    yield from _common(dims, dims.n_layer)
+    if dims.fork:
+        yield f"{a}.rope.dimension_count", dims.head_dim, U32
+        yield f"{a}.attention.causal", False, ValueType.BOOL
+        yield f"{a}.dflash.block_size", dims.block, U32
+        yield f"{a}.dflash.mask_token_id", dims.mask_id, U32
+        yield f"{a}.dflash.target_layer_ids", list(dims.taps), U32
+        yield f"{a}.dflash.n_target_features", len(dims.taps) * dims.n_target_embd, U32
+    else:
+        yield f"{a}.block_size", dims.block, U32
+        yield f"{a}.target_layers", [tap + 1 for tap in dims.taps], U32
+        yield "tokenizer.ggml.mask_token_id", dims.mask_id, U32
+        if dims.mrope:
+            yield f"{a}.rope.dimension_sections", [dims.head_dim // 2, 0, 0, 0], ValueType.INT32
+    if dims.window:
+        yield f"{a}.attention.sliding_window", dims.window, U32
+        yield f"{a}.attention.sliding_window_pattern", list(dims.sliding), ValueType.BOOL
+
+
+def _ends(dims: Dims) -> Iterator[Spec]:
+    yield Spec("token_embd.weight", (dims.n_vocab, dims.n_embd), "embedding")
+    yield Spec("output_norm.weight", (dims.n_embd,), "norm")
+    if not dims.tied:
+        yield Spec("output.weight", (dims.n_vocab, dims.n_embd), "head")
+
+
+def _attention(dims: Dims, p: str, *, gated: bool = False, qk_norm: bool = True) -> Iterator[Spec]:
+    width, kv = dims.n_head * dims.head_dim, dims.n_head_kv * dims.head_dim
+    yield Spec(f"{p}.attn_q.weight", (width * (1 + gated), dims.n_embd), "matrix")
+    yield Spec(f"{p}.attn_k.weight", (kv, dims.n_embd), "matrix")
+    yield Spec(f"{p}.attn_v.weight", (kv, dims.n_embd), "matrix")
+    yield Spec(f"{p}.attn_output.weight", (dims.n_embd, width), "matrix")
+    if qk_norm:
+        yield Spec(f"{p}.attn_q_norm.weight", (dims.head_dim,), "norm")
+        yield Spec(f"{p}.attn_k_norm.weight", (dims.head_dim,), "norm")
+
+
+def _delta_net(dims: Qwen35, p: str) -> Iterator[Spec]:
+    n = dims.n_embd
+    yield Spec(f"{p}.attn_qkv.weight", (dims.n_channel, n), "matrix")
+    yield Spec(f"{p}.attn_gate.weight", (dims.inner, n), "matrix")
+    yield Spec(f"{p}.ssm_alpha.weight", (dims.n_v_head, n), "gate")
+    yield Spec(f"{p}.ssm_beta.weight", (dims.n_v_head, n), "gate")
+    yield Spec(f"{p}.ssm_conv1d.weight", (dims.n_channel, dims.conv), "conv")
+    yield Spec(f"{p}.ssm_a", (dims.n_v_head,), "decay")
+    yield Spec(f"{p}.ssm_dt.bias", (dims.n_v_head,), "step")
+    yield Spec(f"{p}.ssm_norm.weight", (dims.state,), "norm")
+    yield Spec(f"{p}.ssm_out.weight", (n, dims.inner), "matrix")
+
+
+def _feed_forward(dims: Dims, p: str, norm: str) -> Iterator[Spec]:
+    yield Spec(f"{p}.{norm}.weight", (dims.n_embd,), "norm")
+    yield Spec(f"{p}.ffn_gate.weight", (dims.n_ff, dims.n_embd), "matrix")
+    yield Spec(f"{p}.ffn_up.weight", (dims.n_ff, dims.n_embd), "matrix")
+    yield Spec(f"{p}.ffn_down.weight", (dims.n_embd, dims.n_ff), "matrix")
+
+
+def _plain_tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
+    yield from _ends(dims)
+    for p in (f"blk.{i}" for i in range(dims.n_layer)):
+        yield Spec(f"{p}.attn_norm.weight", (dims.n_embd,), "norm")
+        yield from _attention(dims, p, qk_norm=dims.arch == "qwen3")
+        yield from _feed_forward(dims, p, "ffn_norm")
+
+
+def _qwen35_block(dims: Qwen35, i: int) -> Iterator[Spec]:
+    p = f"blk.{i}"
+    yield Spec(f"{p}.attn_norm.weight", (dims.n_embd,), "norm")
+    yield from _delta_net(dims, p) if dims.is_recurrent(i) else _attention(dims, p, gated=True)
+    yield from _feed_forward(dims, p, "post_attention_norm")
+
+
+def _qwen35_tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
+    assert isinstance(dims, Qwen35)
+    yield from _ends(dims)
+    if parts.trunk:
+        for i in range(dims.n_layer):
+            yield from _qwen35_block(dims, i)
+    if parts.mtp:
+        n, p = dims.n_embd, f"blk.{dims.n_layer}"
+        yield from _qwen35_block(dims, dims.n_layer)
+        yield Spec(f"{p}.nextn.eh_proj.weight", (n, 2 * n), "matrix")
+        for name in ("enorm", "hnorm", "shared_head_norm"):
+            yield Spec(f"{p}.nextn.{name}.weight", (n,), "norm")
+
+
+def _dflash_tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
+    assert isinstance(dims, DFlash)
+    n = dims.n_embd
+    yield Spec("dflash_fc.weight" if dims.fork else "fc.weight", (n, len(dims.taps) * dims.n_target_embd), "matrix")
+    yield Spec("dflash_hidden_norm.weight" if dims.fork else "enc.output_norm.weight", (n,), "norm")
+    yield Spec("output_norm.weight", (n,), "norm")
+    for p in (f"blk.{i}" for i in range(dims.n_layer)):
+        yield Spec(f"{p}.attn_norm.weight", (n,), "norm")
+        yield from _attention(dims, p)
+        yield from _feed_forward(dims, p, "post_attention_norm" if dims.fork else "ffn_norm")
+
+
+ARCHITECTURES: dict[str, tuple[Callable[[Dims, Parts], Iterator[Key]], Callable[[Dims, Parts], Iterator[Spec]]]] = {
+    "llama": (_plain_metadata, _plain_tensors),
+    "qwen3": (_plain_metadata, _plain_tensors),
+    "qwen35": (_qwen35_metadata, _qwen35_tensors),
+    "dflash": (_dflash_metadata, _dflash_tensors),
+}
+"""Architecture: its metadata and its tensors."""

@@ -1,0 +1,162 @@
+"""Random models: complete by the format's rules, deterministic, with values of the right size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pyspec import synth
+from pyspec.cuda.kernels.dequant_ref import dequantize
+from pyspec.errors import ConfigError
+from pyspec.gguf import GGMLType, GGUFFile, open_gguf
+from pyspec.synth import layout, vocab
+from pyspec.synth.dims import drafter_of, find
+from pyspec.synth.fill import Filler, Pool
+from pyspec.synth.layout import Parts, Spec
+
+
+def tensor(file: GGUFFile, name: str) -> torch.Tensor:
+    info = file.tensors[name]
+    return dequantize(torch.from_numpy(file.raw(name).copy()), info.type, info.shape)
+
+
+def count(name: str, parts: Parts) -> int:
+    return len(list(layout.tensors(find(name), parts)))
+
+
+def n_params(name: str, parts: Parts) -> float:
+    return sum(np.prod(s.shape, dtype=float) for s in layout.tensors(find(name), parts)) / 1e9
+
+
+def test_real_models_have_the_published_tensor_and_parameter_counts() -> None:
+    with_mtp, sidecar = Parts(mtp=True), Parts(trunk=False, mtp=True)
+    assert [count("qwen3.6-27b", p) for p in (Parts(), with_mtp, sidecar)] == [851, 866, 18]
+    assert count("qwen3.5-4b", Parts()) == 426
+    assert n_params("qwen3.6-27b", Parts()) == pytest.approx(26.896, abs=1e-3)
+    assert n_params("qwen3.6-27b", with_mtp) - n_params("qwen3.6-27b", Parts()) == pytest.approx(0.425, abs=1e-3)
+    assert [round(n_params(f"qwen3.5-{x}", Parts()), 2) for x in ("9b", "4b", "2b", "0.8b")] == [8.95, 4.21, 1.88, 0.75]
+    assert n_params("qwen3-4b", Parts()) == pytest.approx(4.02, abs=0.01)
+    assert n_params("llama-3-8b", Parts()) == pytest.approx(8.03, abs=0.01)
+
+
+def test_the_27b_drafter_is_the_published_one() -> None:
+    dims = drafter_of(find("qwen3.6-27b"))
+    assert dims.taps == (1, 16, 31, 46, 61)
+    assert (dims.mask_id, dims.block, dims.window) == (248_070, 16, 2048)
+    assert sum(np.prod(s.shape, dtype=float) for s in layout.tensors(dims, Parts())) == pytest.approx(1.73e9, rel=5e-3)
+    assert drafter_of(find("qwen3-8b")).taps == (1, 9, 17, 25, 33)
+
+
+def test_real_vocabularies_have_the_right_size_unique_texts_and_special_ids() -> None:
+    for name, end, n in (("qwen3.6-27b", 248_046, 248_320), ("qwen3-4b", 151_645, 151_936)):
+        made = vocab.make(find(name))
+        assert len(made.tokens) == len(set(made.tokens)) == len(made.types) == n
+        assert made.tokens[end] == "<|im_end|>"
+        assert made.eos == end
+    assert vocab.make(find("qwen3.6-27b")).mask == 248_070
+
+
+@pytest.mark.parametrize("name", synth.TINY)
+@pytest.mark.parametrize("quant", ["f32", "q8_0"])
+def test_a_tiny_model_holds_every_tensor(name: str, quant: str, tmp_path: Path) -> None:
+    with open_gguf(synth.write(name, tmp_path / "m.gguf", quant=quant, tiny=True)) as file:
+        dims = synth.TINY[name]
+        parts = Parts(mtp=dims.arch == "qwen35")
+        assert {k: t.shape for k, t in file.tensors.items()} == {s.name: s.shape for s in layout.tensors(dims, parts)}
+        assert file.architecture == dims.arch
+        assert file.get_int(f"{dims.arch}.block_count") == dims.n_layer + parts.mtp
+        assert len(set(file.get_strings("tokenizer.ggml.tokens"))) == dims.n_vocab
+        assert file.tensors["blk.0.ffn_up.weight"].type.name == quant.upper()
+        for name in file.tensors:
+            values = tensor(file, name)
+            assert values.isfinite().all()
+            assert values.numel() == 1 or values.std() > 0
+        assert file.n_bytes < 1 << 20
+
+
+@pytest.mark.parametrize("quant", [q for q in synth.QUANTS if q not in ("f32", "q8_0")])
+def test_every_quantisation_gives_its_type_and_the_same_spread(quant: str, tmp_path: Path) -> None:
+    with open_gguf(synth.write("qwen35", tmp_path / "m.gguf", quant=quant, tiny=True)) as file:
+        name = "blk.0.ffn_down.weight"
+        assert file.tensors[name].type.name == quant.upper()
+        values = tensor(file, name)
+        if quant == "nvfp4":
+            values = values * tensor(file, "blk.0.ffn_down.scale")
+        want = file.tensors[name].shape[-1] ** -0.5
+        assert values.std() == pytest.approx(want, rel=0.5 if quant == "mxfp4" else 0.15)  # mxfp4: powers of two
+        assert abs(values.mean()) < 0.1 * want
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
+    a, b, c = (synth.write("qwen3", tmp_path / f"{i}.gguf", tiny=True, seed=s) for i, s in enumerate((1, 1, 2)))
+    assert a.read_bytes() == b.read_bytes()
+    assert a.read_bytes() != c.read_bytes()
+
+
+def test_recurrent_layers_decay_and_remember(tmp_path: Path) -> None:
+    with open_gguf(synth.write("qwen35", tmp_path / "m.gguf", tiny=True)) as file:
+        rate, step = tensor(file, "blk.0.ssm_a"), tensor(file, "blk.0.ssm_dt.bias")
+        assert ((rate <= -1) & (rate >= -16)).all()
+        taken = torch.nn.functional.softplus(step)
+        assert ((taken >= 0.99e-3) & (taken <= 0.101)).all()
+
+
+def test_files_without_the_mtp_block_and_the_block_alone(tmp_path: Path) -> None:
+    with open_gguf(synth.write("qwen35", tmp_path / "plain.gguf", tiny=True, mtp=False)) as file:
+        assert "qwen35.nextn_predict_layers" not in file.metadata
+        assert not [name for name in file.tensors if "nextn" in name]
+    with open_gguf(synth.write("qwen35", tmp_path / "side.gguf", tiny=True, sidecar=True)) as file:
+        assert file.get_int("qwen35.block_count") == 5
+        assert len(file.tensors) == 18
+    with pytest.raises(ConfigError, match="no MTP block"):
+        synth.write("llama", tmp_path / "x.gguf", tiny=True, sidecar=True)
+
+
+def test_drafters_in_both_namings_say_the_same(tmp_path: Path) -> None:
+    ours = open_gguf(synth.write("qwen35", tmp_path / "a.gguf", tiny=True, drafter=True))
+    fork = open_gguf(synth.write("qwen35", tmp_path / "b.gguf", tiny=True, drafter=True, fork=True))
+    assert (ours.architecture, fork.architecture) == ("dflash", "dflash-draft")
+    taps = fork.get_numbers("dflash-draft.dflash.target_layer_ids") + 1
+    assert ours.get_numbers("dflash.target_layers").tolist() == taps.tolist()
+    assert ours.get_int("tokenizer.ggml.mask_token_id") == fork.get_int("dflash-draft.dflash.mask_token_id")
+    assert ours.tensors["fc.weight"].shape == fork.tensors["dflash_fc.weight"].shape == (64, 128)
+    assert "blk.0.post_attention_norm.weight" in fork.tensors
+    assert ours.get_numbers("dflash.attention.sliding_window_pattern").tolist() == [True, False]
+    ours.close()
+    fork.close()
+
+
+def test_pooled_weights_have_the_spread_and_no_equal_rows() -> None:
+    spec = Spec("output.weight", (9000, 512), "head")  # large enough to come from the pool
+    n = 9000 * 512 // 32
+    raw = np.concatenate(list(Filler(0, {GGMLType.Q8_0: n // 10}).bytes(spec, GGMLType.Q8_0)))
+    assert len(raw) == n * 34
+    rows = raw.reshape(9000, -1)
+    assert len(np.unique(rows, axis=0)) == 9000  # though the pool is used ten times over
+    values = dequantize(torch.from_numpy(raw), GGMLType.Q8_0, (9000, 512))
+    assert values.std() == pytest.approx(2 / 512**0.5, rel=0.05)
+
+
+def test_a_pool_keeps_few_scaled_copies() -> None:
+    pool = Pool(GGMLType.Q4_K, 101, 0)
+    for std in np.linspace(0.01, 0.1, 9):
+        values = dequantize(torch.from_numpy(pool.scaled(std)), GGMLType.Q4_K, (101 * 256,))
+        assert values.std() == pytest.approx(std, rel=0.02)
+    assert len(pool._cache) == 4
+
+
+def test_progress_ends_at_the_whole(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    synth.write("llama", tmp_path / "m.gguf", tiny=True, progress=lambda done, total: seen.append((done, total)))
+    assert seen == sorted(seen)
+    assert seen[-1][0] == seen[-1][1]
+
+
+def test_an_unknown_name_or_type_is_refused_with_a_hint(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"did you mean qwen3\.6-27b"):
+        synth.write("qwen3.6-27", tmp_path / "x.gguf")
+    with pytest.raises(ConfigError, match="no quantisation 'q9'"):
+        synth.write("llama", tmp_path / "x.gguf", tiny=True, quant="q9")
