@@ -70,9 +70,10 @@ def render_chat(template: TemplateLike | None, body: Chat, limits: Limits) -> st
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
     messages = [_plain(message, i, limits) for i, message in enumerate(body.messages)]
+    tools = [tool.model_dump() for tool in body.tools or ()] or None
     add_prompt = body.add_generation_prompt is not False
     try:
-        return template.render(messages, tools=body.tools or None, add_generation_prompt=add_prompt, kwargs=kwargs)
+        return template.render(messages, tools=tools, add_generation_prompt=add_prompt, kwargs=kwargs)
     except BadTemplate as error:
         raise RequestError(f"messages: the chat template refused them: {error}") from error
 

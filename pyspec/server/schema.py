@@ -7,7 +7,7 @@ published OpenAPI document is made from these models. Fields that would change t
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
@@ -247,11 +247,28 @@ class Message(BaseModel):
     content: Content | None = None
 
 
+class ToolFunction(BaseModel):
+    """A function's description; parameters and the rest go to the template as they are."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class Tool(BaseModel):
+    """A tool to show to the model."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
 class Chat(Body):
     """What the chat template reads."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
     tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: str | None = None

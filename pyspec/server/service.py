@@ -29,7 +29,7 @@ class Service:
         self.is_draining = False
         self._jobs: dict[Job, asyncio.TimerHandle] = {}
         self._n_inside = 0
-        self._text = ThreadPoolExecutor(settings.text_threads, thread_name_prefix="pyspec-text")
+        self._text: ThreadPoolExecutor | None = None
 
     @property
     def n_jobs(self) -> int:
@@ -37,7 +37,10 @@ class Service:
         return len(self._jobs)
 
     async def text(self, work: Callable[..., T], *args: Any) -> T:
-        """Run tokenising or rendering off the event loop."""
+        """Run tokenising or rendering off the event loop. The threads start with the first call: a mounted
+        application never hears of start-up."""
+        if self._text is None:
+            self._text = ThreadPoolExecutor(self.settings.text_threads, thread_name_prefix="pyspec-text")
         return await asyncio.get_running_loop().run_in_executor(self._text, work, *args)
 
     def check_ready(self) -> None:
@@ -84,4 +87,6 @@ class Service:
 
     def close(self) -> None:
         """Stop the text threads; queued work is dropped."""
-        self._text.shutdown(wait=False, cancel_futures=True)
+        if self._text is not None:
+            self._text.shutdown(wait=False, cancel_futures=True)
+            self._text = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
@@ -19,8 +20,6 @@ class App:
         self._headers = headers or {}
 
     def call(self, method: str, path: str, **request: Any) -> httpx.Response:
-        import asyncio
-
         async def go() -> httpx.Response:
             async with self._client() as client:
                 return await client.request(method, path, **request)

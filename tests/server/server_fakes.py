@@ -58,7 +58,7 @@ class LineTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-        kwargs: Mapping[str, Any] = {},  # noqa: B006
+        kwargs: Mapping[str, Any] = {},
     ) -> str:
         if any(message["role"] == "bad" for message in messages):
             raise BadTemplate("unexpected role bad")
@@ -91,9 +91,7 @@ class Running:
     text: str = ""
     n_sent: int = 0  # characters released
     n_round: int = 0
-    decoder: codecs.IncrementalDecoder = field(
-        default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace")
-    )
+    decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
 
 
 class FakeEngine:
@@ -257,9 +255,7 @@ class FakeEngine:
         n = running.request.params.logprobs
         logprobs = ()
         if n is not None:
-            logprobs = tuple(
-                TokenLogprob(t, -0.5, ((t, -0.5), (BOS, float("-inf")))[: max(n, 0)]) for t in run
-            )
+            logprobs = tuple(TokenLogprob(t, -0.5, ((t, -0.5), (BOS, float("-inf")))[: max(n, 0)]) for t in run)
         return Delta(running.id, tuple(run), text, logprobs, timings=self._timings(running))
 
     def _timings(self, running: Running) -> Timings:

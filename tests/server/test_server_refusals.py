@@ -296,8 +296,12 @@ LEAVES = (
 )
 VALUES = st.recursive(
     LEAVES,
-    lambda inner: st.lists(inner, max_size=4)
-    | st.dictionaries(st.sampled_from(["role", "content", "type", "n_max", "97", "x"]) | st.text(), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "type", "n_max", "97", "x"]) | st.text(), inner, max_size=4
+        )
+    ),
     max_leaves=8,
 )
 

@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from server_client import App
 from server_fakes import FakeEngine, Script
 
+from pyspec.request import Request
 from pyspec.server.app import create_app
 from pyspec.server.settings import ServerSettings
 
@@ -42,7 +43,7 @@ def test_slots_have_no_params_before_their_first_request(app: App) -> None:
 def test_fail_on_no_slot_is_503_when_all_are_busy(engine: FakeEngine) -> None:
     engine.script = Script(prefill_s=30)
     app = App(create_app(engine, ServerSettings()))
-    ids = [engine.submit(request, lambda event: None) for request in [_request()] * 4]
+    ids = [engine.submit(request, lambda event: None) for request in [Request(prompt=(1, 2))] * 4]
     while not all(row["is_processing"] for row in app.get("/slots").json()):
         pass
     assert app.get("/slots?fail_on_no_slot=1").json()["error"]["type"] == "unavailable_error"
@@ -50,12 +51,6 @@ def test_fail_on_no_slot_is_503_when_all_are_busy(engine: FakeEngine) -> None:
     assert row["params"]["top_k"] == 40 and row["id_task"] == 0
     for i in ids:
         engine.cancel(i)
-
-
-def _request():  # noqa: ANN202
-    from pyspec.request import Request
-
-    return Request(prompt=(1, 2))
 
 
 def test_views_that_are_switched_off_are_501(engine: FakeEngine) -> None:
@@ -67,9 +62,10 @@ def test_views_that_are_switched_off_are_501(engine: FakeEngine) -> None:
 
 def test_metrics_parse_under_all_three_spellings(app: App) -> None:
     response = app.get("/metrics")
-    assert response.headers["content-type"].startswith("text/plain; version=") and response.headers[
-        "process-start-time-unix"
-    ].isdecimal()
+    assert (
+        response.headers["content-type"].startswith("text/plain; version=")
+        and response.headers["process-start-time-unix"].isdecimal()
+    )
     samples = {
         (s.name, s.labels.get("position")): s.value
         for family in text_string_to_metric_families(response.text)

@@ -1,0 +1,238 @@
+"""The server on a real port: the openai client, clients that leave or read slowly, and shutting down."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from conftest import Live, wait_for
+from server_client import parse_events
+from server_fakes import FakeEngine, Script
+
+from pyspec.server.settings import Limits
+
+Serve = Callable[..., Live]
+MESSAGES = [{"role": "user", "content": "hi"}]
+LONG = Script(text="x" * 400, round_s=0.02)
+
+
+@pytest.fixture
+def live(serve: Serve) -> Live:
+    return serve()
+
+
+@pytest.fixture
+def client(live: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{live.url}/v1", api_key="unused", max_retries=0, timeout=10) as client:
+        yield client
+
+
+def test_the_openai_client_chats(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="any", messages=MESSAGES, max_tokens=5, logprobs=True, top_logprobs=1, logit_bias={"97": 3}
+    )
+    assert answer.choices[0].message.content == "Hello" and answer.choices[0].finish_reason == "length"
+    assert [entry.token for entry in answer.choices[0].logprobs.content] == list("Hello")
+    assert answer.usage.completion_tokens == 5 and answer.timings["predicted_n"] == 5
+
+
+def test_the_openai_client_streams_with_usage(client: openai.OpenAI) -> None:
+    stream = client.chat.completions.create(
+        model="any", messages=MESSAGES, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant" and chunks[0].choices[0].delta.content is None
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "Hello, world"
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+    assert chunks[-1].usage.completion_tokens == 12 and not chunks[-1].choices
+
+
+def test_the_openai_client_completes_lists_of_prompts(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="any", prompt=["a", "b"], stop=[" w"], seed=1)
+    assert [choice.text for choice in answer.choices] == ["Hello,"] * 2
+    assert "".join(c.choices[0].text for c in client.completions.create(model="a", prompt=[97], stream=True)) == (
+        "Hello, world"
+    )
+
+
+def test_the_openai_client_lists_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == ["fake-1"]
+    assert client.models.retrieve("fake-1").object == "model"
+
+
+def test_errors_become_the_openai_clients_own(client: openai.OpenAI, engine: FakeEngine) -> None:
+    with pytest.raises(openai.BadRequestError, match="temperature"):
+        client.chat.completions.create(model="a", messages=MESSAGES, temperature=-1)
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve("other")
+    engine.n_queue = 0
+    with pytest.raises(openai.RateLimitError) as caught:
+        client.chat.completions.create(model="a", messages=MESSAGES)
+    assert caught.value.response.headers["retry-after"] == "1"
+    engine.n_queue, engine.script = 8, Script(fail_after=1)
+    with pytest.raises(openai.InternalServerError, match="round failed"):
+        client.chat.completions.create(model="a", messages=MESSAGES)
+    stream = client.chat.completions.create(model="a", messages=MESSAGES, stream=True)
+    with pytest.raises(openai.APIError, match="round failed"):
+        list(stream)
+
+
+def test_async_clients_stream_side_by_side(live: Live) -> None:
+    live.engine.script = Script(round_s=0.005)
+
+    async def one(client: openai.AsyncOpenAI) -> str:
+        stream = await client.chat.completions.create(model="a", messages=MESSAGES, stream=True)
+        return "".join([c.choices[0].delta.content or "" async for c in stream])
+
+    async def all_of_them() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="unused") as client:
+            return await asyncio.gather(*(one(client) for _ in range(8)))
+
+    assert asyncio.run(all_of_them()) == ["Hello, world"] * 8
+
+
+def raw_post(live: Live, body: dict[str, object], path: str = "/v1/chat/completions") -> socket.socket:
+    """A connection with a request on it, to be treated badly."""
+    data = json.dumps({"messages": MESSAGES, "prompt": "x"} | body).encode()
+    sock = socket.create_connection(("127.0.0.1", live.port), timeout=5)
+    sock.sendall(f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    return sock
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_client_that_leaves_frees_its_slot(live: Live, engine: FakeEngine, stream: bool, phase: str) -> None:
+    engine.script = Script(prefill_s=30) if phase == "prefill" else LONG
+    sock = raw_post(live, {"stream": stream, "n": 2})
+    wait_for(lambda: engine.n_busy == 2)
+    if phase == "decode" and stream:
+        assert sock.recv(100).startswith(b"HTTP/1.1 200")
+    left = time.monotonic()
+    sock.close()
+    wait_for(lambda: engine.n_busy == 0, timeout_s=2.0)
+    assert set(engine.cancelled) == {"0", "1"} and max(engine.cancelled.values()) - left < 2.0
+
+
+def test_a_queued_request_leaves_the_queue_with_its_client(live: Live, engine: FakeEngine) -> None:
+    engine.script = Script(prefill_s=30)
+    socks = [raw_post(live, {}) for _ in range(6)]
+    wait_for(lambda: engine.n_busy == 6)
+    for sock in reversed(socks):
+        sock.close()
+    wait_for(lambda: len(engine.cancelled) == 6)
+
+
+def test_a_finished_request_is_not_cancelled(live: Live, engine: FakeEngine) -> None:
+    for stream in (True, False):
+        httpx.post(f"{live.url}/v1/chat/completions", json={"messages": MESSAGES, "stream": stream})
+    wait_for(lambda: live.server._service.n_jobs == 0)
+    assert engine.n_done == 2 and not engine.cancelled
+
+
+def test_a_slow_reader_loses_its_request_not_the_engines_time(serve: Serve, engine: FakeEngine) -> None:
+    live = serve(Limits(stream_buffer=20_000, drain_s=0.2))
+    engine.script = Script(text="é" * 200, width=1, round_s=0.0)
+    engine.info = replace(engine.info, n_ctx=10**6)
+    sock = raw_post(live, {"stream": True, "ignore_eos": True, "logprobs": True, "top_logprobs": 2})
+    wait_for(lambda: "0" in engine.cancelled, timeout_s=8.0)
+    wait_for(lambda: engine.n_busy == 0)
+    assert httpx.get(f"{live.url}/health").status_code == 200
+    sock.close()
+
+
+def test_silence_is_filled_with_comments(live: Live, engine: FakeEngine) -> None:
+    engine.script = Script(prefill_s=0.2)
+    body = {"messages": MESSAGES, "stream": True, "sse_ping_interval": 0.05}
+    response = httpx.post(f"{live.url}/v1/chat/completions", json=body)
+    assert response.content.startswith(b": ping\n\n") and list(parse_events(response.content))[-1] == "[DONE]"
+
+
+def test_a_request_past_its_time_is_ended_with_an_error(serve: Serve, engine: FakeEngine) -> None:
+    live = serve(Limits(total_s=0.1, drain_s=0.2))
+    engine.script = Script(prefill_s=30)
+    response = httpx.post(f"{live.url}/completion", json={"prompt": "x"})
+    assert response.status_code == 503 and "longer than 0.1 s" in response.json()["error"]["message"]
+    wait_for(lambda: engine.n_busy == 0)
+
+
+def test_a_flood_gets_429_and_the_server_recovers(live: Live, engine: FakeEngine) -> None:
+    engine.script = Script(round_s=0.02)
+
+    async def flood() -> list[int]:
+        limits = httpx.Limits(max_connections=100)
+        async with httpx.AsyncClient(base_url=live.url, limits=limits, timeout=20) as client:
+            jobs = [client.post("/completion", json={"prompt": "x"}) for _ in range(80)]
+            return [response.status_code for response in await asyncio.gather(*jobs)]
+
+    codes = asyncio.run(flood())
+    assert set(codes) == {200, 429} and codes.count(200) >= 4
+    assert httpx.post(f"{live.url}/completion", json={"prompt": "x"}).status_code == 200
+    wait_for(lambda: engine.n_busy == 0)
+
+
+def test_a_header_too_long_is_refused(live: Live) -> None:
+    with socket.create_connection(("127.0.0.1", live.port), timeout=5) as sock:
+        sock.sendall(b"GET /health HTTP/1.1\r\nX-Long: " + b"x" * 40_000)
+        assert sock.recv(100).startswith(b"HTTP/1.1 400")
+
+
+def test_shutting_down_waits_then_ends_streams_with_an_error(serve: Serve, engine: FakeEngine) -> None:
+    live = serve(Limits(drain_s=0.3))
+    engine.script = LONG
+    with httpx.stream(
+        "POST", f"{live.url}/v1/chat/completions", json={"messages": MESSAGES, "stream": True}
+    ) as response:
+        chunks = response.iter_bytes()
+        raw = next(chunks)
+        live.server.should_exit = True
+        raw += b"".join(chunks)
+    events = list(parse_events(raw))
+    assert events[-1] == "[DONE]" and events[-2]["error"]["type"] == "unavailable_error"
+    assert len(events) > 8, "the stream was cut before the drain was over"
+    live.thread.join(timeout=5)
+    assert not live.thread.is_alive()
+    wait_for(lambda: engine.n_busy == 0)
+
+
+def test_a_signal_ends_the_process_cleanly_after_the_answer() -> None:
+    """SIGTERM while a request runs: it is answered, then the process exits with 0."""
+    code = """
+        import threading
+        from server_fakes import FakeEngine, Script
+        from pyspec.server.serve import run
+        from pyspec.server.settings import ServerSettings
+        engine = FakeEngine()
+        engine.script = Script(text="x" * 60, round_s=0.02)
+        run(engine, ServerSettings(port=0), lambda url: print(url, flush=True))
+    """
+    here = Path(__file__).parent
+    env = os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{here.parents[1]}"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(code)], env=env, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        with httpx.stream("POST", f"{url}/completion", json={"prompt": "x", "stream": True}, timeout=10) as response:
+            chunks = response.iter_bytes()
+            raw = next(chunks)
+            process.send_signal(signal.SIGTERM)
+            raw += b"".join(chunks)
+        assert list(parse_events(raw))[-1]["tokens_predicted"] == 60
+        assert process.wait(timeout=5) == 0
+    finally:
+        process.kill()
+        process.wait()
