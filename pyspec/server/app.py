@@ -20,18 +20,18 @@ from starlette.types import ASGIApp
 from pyspec.errors import NotFound, NotSupported, PyspecError, Unavailable
 from pyspec.server import views
 from pyspec.server.ask import chat_ids, validate
-from pyspec.server.body import parse_object, read_body
+from pyspec.server.body import ClientGone, on_gone, parse_object, read_body
 from pyspec.server.engine import EngineLike
 from pyspec.server.envelope import JSON, error_body, on_bug, on_error, on_http_error
 from pyspec.server.gate import LOCAL_ORIGIN, Gate
-from pyspec.server.generate import CLIENT_GONE, generation
+from pyspec.server.generate import generation
 from pyspec.server.metrics import EngineCollector, exposition
 from pyspec.server.openapi import document
 from pyspec.server.prompts import check_ids, mixed_ids, render_chat
 from pyspec.server.schema import ChatBody, DetokenizeBody, TemplateBody, TokenizeBody
 from pyspec.server.service import Service
 from pyspec.server.settings import ServerSettings
-from pyspec.server.stream import ClientGone, while_connected
+from pyspec.server.stream import while_connected
 from pyspec.server.unsupported import refuse_unsupported
 
 Handler = Callable[[Request], Awaitable[ASGIApp]]
@@ -68,7 +68,12 @@ def create_app(engine: EngineLike, settings: ServerSettings) -> Starlette:
         routes=_routes(service),
         lifespan=lifespan,
         middleware=[_cors(settings), Middleware(Gate, settings=settings)],
-        exception_handlers={PyspecError: on_error, HTTPException: on_http_error, Exception: on_bug},
+        exception_handlers={
+            PyspecError: on_error,
+            HTTPException: on_http_error,
+            ClientGone: on_gone,
+            Exception: on_bug,
+        },
     )
     app.router.redirect_slashes = False
     app.state.service = service
@@ -206,10 +211,7 @@ def _with_body(service: Service, work: Callable[[Service, bytes], object]) -> Ha
     async def handle(request: Request) -> Response:
         with service.admitted():
             raw = await read_body(request, service.settings.limits)
-            try:
-                return JSON(await while_connected(service.text(work, service, raw), request.receive))
-            except ClientGone:
-                return Response(status_code=CLIENT_GONE)
+            return JSON(await while_connected(service.text(work, service, raw), request.receive))
 
     return handle
 

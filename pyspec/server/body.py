@@ -6,15 +6,27 @@ import asyncio
 import json
 from typing import Any
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 
 from pyspec.errors import RequestError
 from pyspec.server.envelope import Refused
 from pyspec.server.settings import Limits
 
+CLIENT_GONE = 499  # nginx's code for it; only logs see it
+
+
+class ClientGone(Exception):
+    """The client hung up; there is nobody to answer."""
+
+
+async def on_gone(request: Request, error: Exception) -> Response:
+    """Close the books on a request whose client left; nothing of this is sent."""
+    return Response(status_code=CLIENT_GONE)
+
 
 async def read_body(request: Request, limits: Limits) -> bytes:
-    """The whole body. Raises Refused 413 beyond `limits.body`, 408 after `limits.body_read_s`."""
+    """The whole body. Raises Refused 413 beyond `limits.body`, 408 after `limits.body_read_s`; ClientGone."""
     stated = request.headers.get("content-length", "")
     if stated.isdecimal() and len(stated) < 20 and int(stated) > limits.body:
         raise Refused(413, f"the body has {stated} bytes; at most {limits.body} are taken")
@@ -27,6 +39,8 @@ async def read_body(request: Request, limits: Limits) -> bytes:
                 if size > limits.body:
                     raise Refused(413, f"the body has more than {limits.body} bytes")
                 parts.append(chunk)
+    except ClientDisconnect:
+        raise ClientGone from None
     except TimeoutError:
         raise Refused(408, f"the body did not arrive within {limits.body_read_s:g} s") from None
     return b"".join(parts)

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 
-from pyspec.errors import PyspecError
+from pyspec.errors import PyspecError, QueueFull
 from pyspec.request import Delta, Done, Event, Failed, Request
 from pyspec.server.engine import EngineLike
 
@@ -90,11 +90,16 @@ class Inbox:
 
 
 class Job:
-    """The engine requests behind one HTTP request. `close` cancels those that still run; call it exactly at the end."""
+    """The engine requests behind one HTTP request. `close` cancels those that still run; call it exactly at the end.
+
+    More requests than the engine's queue has room for are fed to it as earlier ones end, so a long list of prompts is
+    no reason to refuse; only the first one must find room.
+    """
 
     def __init__(self, engine: EngineLike, limit: int) -> None:
         self._engine = engine
         self._inbox = Inbox(asyncio.get_running_loop(), limit)
+        self._todo: deque[tuple[int, Request]] = deque()
         self._ids: dict[int, str] = {}
         self._open: set[int] = set()
 
@@ -104,14 +109,26 @@ class Job:
         return self._inbox.overflow
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Queue all requests or none: if one is refused the others are cancelled and its error is raised."""
-        for i, request in enumerate(requests):
+        """Start with the requests. If one is refused the others are cancelled and its error is raised."""
+        self._todo.extend(enumerate(requests))
+        try:
+            self._feed()
+        except PyspecError:
+            self.close()
+            raise
+
+    def _feed(self) -> None:
+        """Queue what the engine takes now; what it has no room for waits until one of ours ends."""
+        while self._todo:
+            i, request = self._todo[0]
             try:
                 self._ids[i] = self._engine.submit(request, partial(self._inbox.put, i))
-            except PyspecError:
-                self.close()
+            except QueueFull:
+                if self._open:
+                    return
                 raise
             self._open.add(i)
+            self._todo.popleft()
 
     async def batches(self, silence_s: float) -> AsyncGenerator[Batch, None]:
         """Events as they come, until every choice is done or failed; an empty batch after `silence_s` without any."""
@@ -123,16 +140,23 @@ class Job:
                 batch.append((choice, event))
                 if isinstance(event, Done | Failed):
                     self._open.discard(choice)
+            try:
+                self._feed()
+            except PyspecError as error:
+                batch.append((self._todo[0][0], Failed("", error)))
+                self._todo.clear()
             yield batch
 
     def abort(self, error: PyspecError) -> None:
         """End what still runs: the engine is told to stop, the reader gets `error`. Called on the loop."""
+        self._todo.clear()
         for choice in sorted(self._open):
             self._engine.cancel(self._ids[choice])
             self._inbox.put(choice, Failed(self._ids[choice], error))
 
     def close(self) -> None:
         """Cancel whatever has not ended. Safe to call twice."""
+        self._todo.clear()
         for choice in sorted(self._open):
             self._engine.cancel(self._ids[choice])
         self._open.clear()

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pyspec.server.envelope import Refused, on_error
-from pyspec.server.settings import ServerSettings
+from pyspec.server.settings import ServerSettings, is_loopback
 
 PUBLIC = frozenset({"/health", "/v1/health", "/models", "/v1/models"})
 LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
@@ -27,6 +27,7 @@ class Gate:
         self._app = app
         self._keys = [key.encode() for key in settings.api_keys]
         self._origins = frozenset(settings.cors_origins)
+        self._is_local = is_loopback(settings.host)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope) if scope["type"] == "http" else None
@@ -48,7 +49,9 @@ class Gate:
     def _is_known(self, origin: str, headers: Headers) -> bool:
         if "*" in self._origins or origin in self._origins or re.fullmatch(LOCAL_ORIGIN, origin):
             return True
-        return origin.split("://", 1)[-1] == headers.get("host")  # our own page, under whatever name
+        # Our own page under a name of ours. Not when only this machine is served: then a foreign name that was made
+        # to resolve to it (DNS rebinding) would pass for one.
+        return not self._is_local and origin.split("://", 1)[-1] == headers.get("host")
 
     def _has_key(self, headers: Headers) -> bool:
         """Compare with every key, each in constant time, so that the time tells nothing."""

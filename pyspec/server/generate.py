@@ -15,9 +15,7 @@ from pyspec.server.envelope import JSON
 from pyspec.server.native import NativeAnswer
 from pyspec.server.openai import Answer, ChatAnswer, TextAnswer
 from pyspec.server.service import Service
-from pyspec.server.stream import ClientGone, EventStream, chunks, gather, while_connected
-
-CLIENT_GONE = 499  # nginx's code for a client that hung up; only logs see it
+from pyspec.server.stream import EventStream, chunks, gather, while_connected
 
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 
@@ -29,10 +27,7 @@ def generation(service: Service, kind: Kind) -> Handler:
         service.check_ready()
         with service.admitted():
             raw = await read_body(request, service.settings.limits)
-            try:
-                return await while_connected(_answer(service, kind, raw), request.receive)
-            except ClientGone:
-                return Response(status_code=CLIENT_GONE)
+            return await while_connected(_answer(service, kind, raw), request.receive)
 
     return handle
 

@@ -31,7 +31,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, service: Service, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
-        self._service = service
+        self.service = service
         self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -40,10 +40,10 @@ class Server(uvicorn.Server):
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._service.is_draining = True
+        self.service.is_draining = True
         error = Unavailable("the server is shutting down")
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(self._service.settings.limits.drain_s, self._service.abort_all, error)
+        timer = loop.call_later(self.service.settings.limits.drain_s, self.service.abort_all, error)
         await super().shutdown(sockets)
         timer.cancel()
 

@@ -28,7 +28,7 @@ class Service:
         self.started = time.time()
         self.is_draining = False
         self._jobs: dict[Job, asyncio.TimerHandle] = {}
-        self._n_inside = 0
+        self.n_inside = 0
         self._text: ThreadPoolExecutor | None = None
 
     @property
@@ -57,13 +57,13 @@ class Service:
         The engine bounds its own queue; this bounds what waits to be tokenised for it.
         """
         limit = 8 * self.engine.info.n_slot + 32
-        if self._n_inside >= limit:
-            raise QueueFull(self._n_inside)
-        self._n_inside += 1
+        if self.n_inside >= limit:
+            raise QueueFull(self.n_inside)
+        self.n_inside += 1
         try:
             yield
         finally:
-            self._n_inside -= 1
+            self.n_inside -= 1
 
     def start(self, ask: Ask) -> Job:
         """Submit what was asked; `end` must follow. Raises RequestError, QueueFull, Unavailable."""

@@ -17,6 +17,7 @@ from pyspec.errors import PyspecError
 from pyspec.request import Delta, Done, Event, Failed, Progress, Started
 from pyspec.server.answers import Choice, unfinished
 from pyspec.server.ask import Ask
+from pyspec.server.body import ClientGone
 from pyspec.server.bridge import Job
 from pyspec.server.openai import Answer
 
@@ -29,10 +30,6 @@ HEADERS = [
     (b"x-accel-buffering", b"no"),  # tells a proxy to pass events on at once
 ]
 T = TypeVar("T")
-
-
-class ClientGone(Exception):
-    """The client hung up; there is nobody to answer."""
 
 
 async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:

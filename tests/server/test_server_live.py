@@ -135,10 +135,20 @@ def test_a_queued_request_leaves_the_queue_with_its_client(live: Live, engine: F
     wait_for(lambda: len(engine.cancelled) == 6)
 
 
+def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_bug(
+    live: Live, engine: FakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.create_connection(("127.0.0.1", live.port), timeout=5) as sock:
+        sock.sendall(b"POST /completion HTTP/1.1\r\nHost: test\r\nContent-Length: 100\r\n\r\n{")
+        wait_for(lambda: live.server.service.n_inside == 1)
+    wait_for(lambda: live.server.service.n_inside == 0)
+    assert not engine.seen and "Exception" not in caplog.text
+
+
 def test_a_finished_request_is_not_cancelled(live: Live, engine: FakeEngine) -> None:
     for stream in (True, False):
         httpx.post(f"{live.url}/v1/chat/completions", json={"messages": MESSAGES, "stream": stream})
-    wait_for(lambda: live.server._service.n_jobs == 0)
+    wait_for(lambda: live.server.service.n_jobs == 0)
     assert engine.n_done == 2 and not engine.cancelled
 
 

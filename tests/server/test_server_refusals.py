@@ -87,6 +87,9 @@ def test_a_wrong_field_is_named(app: App, engine: FakeEngine, body: dict[str, An
     [
         ({}, "messages"),
         ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user"}] * 4097}, "messages: 4097"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 65}]}, "messages.0.content: 65"),
+        (CHAT | {"tools": [{"type": "function"}], "tool_choice": "none"}, "tools.0.function"),
         ({"messages": [{"content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content"),
@@ -220,12 +223,28 @@ def test_a_full_queue_is_429_with_retry_after(engine: FakeEngine) -> None:
     assert error_of(response, 429)["type"] == "rate_limit_error" and response.headers["retry-after"] == "1"
 
 
-def test_when_one_of_several_choices_is_refused_the_others_are_cancelled(engine: FakeEngine) -> None:
+def test_when_one_of_several_prompts_is_refused_the_others_are_cancelled(engine: FakeEngine) -> None:
     engine.script = Script(text="x" * 400, round_s=0.05)
+    app = App(create_app(engine, ServerSettings()))
+    error_of(app.post("/completion", {"prompt": ["a", "b", "c" * 600]}), 400)
+    assert len(engine.seen) == 2 and set(engine.cancelled) == {"0", "1"}
+
+
+def test_a_list_longer_than_the_queue_is_fed_in_as_room_comes(engine: FakeEngine) -> None:
+    engine.n_queue = 2
+    app = App(create_app(engine, ServerSettings()))
+    values = app.post("/completion", {"prompt": [[i] for i in range(40)]}).json()
+    assert [value["index"] for value in values] == list(range(40))
+    assert [request.prompt for request in engine.seen] == [(i,) for i in range(40)]
+
+
+def test_a_late_refusal_ends_the_list_with_its_error(engine: FakeEngine) -> None:
     engine.n_queue = 1
     app = App(create_app(engine, ServerSettings()))
-    error_of(app.post("/completion", {"prompt": ["a"] * 20}), 429)
-    assert set(engine.cancelled) == {str(i) for i in range(len(engine.seen))}
+    prompts = ["a"] * 30 + ["c" * 600]
+    error_of(app.post("/completion", {"prompt": prompts}), 400)
+    events = app.events("/v1/completions", {"prompt": prompts})
+    assert events[-2]["error"]["type"] == "exceed_context_size_error" and events[-1] == "[DONE]"
 
 
 def test_a_dead_engine_is_503_everywhere_it_matters(app: App, engine: FakeEngine) -> None:
@@ -254,10 +273,13 @@ def test_pages_of_other_sites_may_not_use_the_server(engine: FakeEngine) -> None
         response = app.post("/completion", body, headers={"Origin": origin})
         assert error_of(response, 403)["type"] == "permission_error"
         assert "access-control-allow-origin" not in response.headers
-    for origin in ("http://localhost:3000", "https://chat.example", "http://127.0.0.1:8080", "http://test"):
+    assert app.post("/completion", body, headers={"Origin": "http://test"}).status_code == 403  # a rebound name
+    for origin in ("http://localhost:3000", "https://chat.example", "http://127.0.0.1:8080"):
         assert app.post("/completion", body, headers={"Origin": origin}).status_code == 200
     response = app.post("/completion", body, headers={"Origin": "http://localhost:3000"})
     assert response.headers["access-control-allow-origin"] == "http://localhost:3000"
+    open_app = App(create_app(engine, ServerSettings(host="0.0.0.0", insecure=True)))
+    assert open_app.post("/completion", body, headers={"Origin": "http://test"}).status_code == 200
 
 
 def test_an_open_host_needs_a_key_or_consent(engine: FakeEngine) -> None:
