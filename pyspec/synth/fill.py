@@ -30,8 +30,10 @@ _PLAIN = {GGMLType.F32: torch.float32, GGMLType.F16: torch.float16, GGMLType.BF1
 
 
 def spread(spec: Spec) -> float:
-    """Standard deviation of a matrix: keeps the size of activations; 2 for embedding and head, so that logits differ by a few."""
-    return (2.0 if spec.kind in ("embedding", "head") else 1.0) / spec.shape[-1] ** 0.5
+    """Standard deviation of a matrix. With a gain of 1 it keeps the size of activations; twice that for embedding and head,
+    so that logits differ by a few.
+    """
+    return spec.gain * (2.0 if spec.kind in ("embedding", "head") else 1.0) / spec.shape[-1] ** 0.5
 
 
 def values(spec: Spec, seed: int) -> np.ndarray:
@@ -39,7 +41,7 @@ def values(spec: Spec, seed: int) -> np.ndarray:
     rng = np.random.default_rng([seed, zlib.crc32(spec.name.encode())])
     match spec.kind:
         case "norm":
-            found = 1 + 0.1 * rng.standard_normal(spec.shape)
+            found = spec.gain * (1 + 0.1 * rng.standard_normal(spec.shape))
         case "conv":
             found = 0.3 * rng.standard_normal(spec.shape)
         case "decay":

@@ -12,16 +12,18 @@ from pyspec.synth.dims import DFlash, Dims, Qwen35
 
 Kind = Literal["matrix", "embedding", "head", "gate", "norm", "conv", "decay", "step"]
 Key = tuple[str, Value, ValueType]
+POINTED = 2.0
 U32, F32 = ValueType.UINT32, ValueType.FLOAT32
 
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One tensor: its shape in torch order and what its values are like (see `fill`)."""
+    """One tensor: its shape in torch order, what its values are like (see `fill`), and a factor on their usual size."""
 
     name: str
     shape: tuple[int, ...]
     kind: Kind
+    gain: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +113,15 @@ def _ends(dims: Dims) -> Iterator[Spec]:
 
 
 def _attention(dims: Dims, p: str, *, gated: bool = False, qk_norm: bool = True) -> Iterator[Spec]:
+    """Queries and keys twice their usual size: flat attention would leave the text to the last token alone, and it would loop."""
     width, kv = dims.n_head * dims.head_dim, dims.n_head_kv * dims.head_dim
-    yield Spec(f"{p}.attn_q.weight", (width * (1 + gated), dims.n_embd), "matrix")
-    yield Spec(f"{p}.attn_k.weight", (kv, dims.n_embd), "matrix")
+    yield Spec(f"{p}.attn_q.weight", (width * (1 + gated), dims.n_embd), "matrix", POINTED)
+    yield Spec(f"{p}.attn_k.weight", (kv, dims.n_embd), "matrix", POINTED)
     yield Spec(f"{p}.attn_v.weight", (kv, dims.n_embd), "matrix")
-    yield Spec(f"{p}.attn_output.weight", (dims.n_embd, width), "matrix")
+    yield Spec(f"{p}.attn_output.weight", (dims.n_embd, width), "matrix", POINTED)
     if qk_norm:
-        yield Spec(f"{p}.attn_q_norm.weight", (dims.head_dim,), "norm")
-        yield Spec(f"{p}.attn_k_norm.weight", (dims.head_dim,), "norm")
+        yield Spec(f"{p}.attn_q_norm.weight", (dims.head_dim,), "norm", POINTED)
+        yield Spec(f"{p}.attn_k_norm.weight", (dims.head_dim,), "norm", POINTED)
 
 
 def _delta_net(dims: Qwen35, p: str) -> Iterator[Spec]:

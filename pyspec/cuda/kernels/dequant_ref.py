@@ -19,7 +19,7 @@ from pyspec.gguf import GGMLType, blocks
 from pyspec.gguf.blocks import Block
 
 ATOL = RTOL = 0.0  # float32 results are exact
-CPU_CHUNK = 1 << 18  # weights per step: temporaries stay in the cache
+CPU_CHUNK = 1 << 20  # weights per step; 1 << 16 and 1 << 18 are up to 1.8 times slower, larger gains nothing
 GPU_CHUNK = 1 << 26  # weights per step: bounds the temporaries to about 1 GB
 
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
