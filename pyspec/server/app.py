@@ -27,6 +27,7 @@ from pyspec.server.gate import LOCAL_ORIGIN, Gate
 from pyspec.server.generate import generation
 from pyspec.server.metrics import EngineCollector, exposition
 from pyspec.server.openapi import document
+from pyspec.server.page import page
 from pyspec.server.prompts import check_ids, mixed_ids, render_chat
 from pyspec.server.schema import ChatBody, DetokenizeBody, TemplateBody, TokenizeBody
 from pyspec.server.service import Service
@@ -93,6 +94,7 @@ def _cors(settings: ServerSettings) -> Middleware:
 
 def _routes(service: Service) -> list[BaseRoute]:
     gets: dict[str, Handler] = {
+        "/": page,
         "/health": _health(service),
         "/v1/health": _health(service),
         "/ready": _ready(service),

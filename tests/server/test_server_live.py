@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -150,6 +151,19 @@ def test_a_finished_request_is_not_cancelled(live: Live, engine: FakeEngine) -> 
         httpx.post(f"{live.url}/v1/chat/completions", json={"messages": MESSAGES, "stream": stream})
     wait_for(lambda: live.server.service.n_jobs == 0)
     assert engine.n_done == 2 and not engine.cancelled
+
+
+def test_clients_leaving_at_any_moment_leak_nothing(live: Live, engine: FakeEngine) -> None:
+    engine.script = Script(text="x" * 60, round_s=0.001)
+    draw = random.Random(7)
+    for _ in range(12):
+        socks = [raw_post(live, {"stream": draw.random() < 0.5}) for _ in range(8)]
+        for sock in draw.sample(socks, len(socks)):
+            time.sleep(draw.uniform(0, 0.004))
+            sock.close()
+    service = live.server.service
+    wait_for(lambda: engine.n_busy == service.n_jobs == service.n_inside == 0)
+    assert httpx.post(f"{live.url}/completion", json={"prompt": "x"}).json()["tokens_predicted"] == 60
 
 
 def test_a_slow_reader_loses_its_request_not_the_engines_time(serve: Serve, engine: FakeEngine) -> None:

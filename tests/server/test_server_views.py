@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
+
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families
@@ -134,3 +138,15 @@ def test_the_document_lists_every_error_a_body_can_cause(app: App) -> None:
     paths = app.get("/openapi.json").json()["paths"]
     codes = set(paths["/v1/chat/completions"]["post"]["responses"])
     assert {"200", "400", "401", "413", "429", "500", "501", "503"} <= codes
+
+
+def test_the_page_allows_its_own_script_and_nothing_else(app: App) -> None:
+    response = app.get("/")
+    policy = response.headers["content-security-policy"]
+    assert response.headers["content-type"].startswith("text/html") and "default-src 'none'" in policy
+    for tag in ("script", "style"):
+        inside = re.search(f"<{tag}>(.*?)</{tag}>", response.text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(inside[1].encode()).digest()).decode()
+        assert f"{tag}-src 'sha256-{digest}'" in policy
+    assert "http" not in response.text.replace("https?", "") and "innerHTML" not in response.text
+    assert len(response.content) < 150_000
