@@ -101,7 +101,7 @@ def _specials(dims: Dims) -> dict[int, str]:
 
 def _bpe(dims: Dims) -> Vocab:
     specials = _specials(dims)
-    merges: list[str] = _MERGES.split("|")
+    merges = [str(merge) for merge in _MERGES.split("|")]
     plain = _byte_alphabet() + [merge.replace(" ", "") for merge in merges]
     n_plain = dims.n_vocab - len(specials)
     plain += [f"Ġ{_word(i)}" for i in range(n_plain - len(plain))]
