@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 
-from pyspec.errors import PyspecError, QueueFull
+from pyspec.errors import PyspecError, QueueFull, Unavailable
 from pyspec.request import Delta, Done, Event, Failed, Request
 from pyspec.server.engine import EngineLike
 
@@ -75,13 +75,21 @@ class Inbox:
         self._ready.set()
 
     async def take(self, timeout_s: float) -> Batch:
-        """Everything that waits; an empty list after `timeout_s` of silence."""
+        """Everything that waits; an empty list after `timeout_s` of silence. Raises Unavailable after an overflow."""
+        batch: Batch = []
         try:
             async with asyncio.timeout(timeout_s):
-                await self._ready.wait()
+                while not batch:  # a wake-up may come after what it announced was taken
+                    await self._ready.wait()
+                    batch = self._empty()
         except TimeoutError:
-            return []
+            pass
+        return batch
+
+    def _empty(self) -> Batch:
         with self._lock:
+            if self._is_full:
+                raise Unavailable(f"more than {self._limit} bytes waited to be read; the request was aborted")
             self._ready.clear()
             batch = list(self._events)
             self._events.clear()

@@ -103,7 +103,7 @@ class _OpenAI:
 
     def finish(self, i: int, choice: Choice) -> bytes:
         assert choice.done is not None
-        value = self._end_choice(i) | {"finish_reason": FINISH_REASON[choice.done.finish]} | self._take_held(i, "")
+        value = self._end_choice(i) | {"finish_reason": FINISH_REASON[choice.done.finish]} | self._take_held(i)
         extra: dict[str, Any] = {"choices": [value]}
         if not self._ask.include_usage:  # else the usage chunk carries them
             extra |= measured(choice.done.timings)
@@ -126,7 +126,7 @@ class _OpenAI:
             value["tokens"] = choice.tokens
         return value | measured(choice.done.timings) if len(choices) > 1 and choice.done else value
 
-    def _take_held(self, i: int, text: str) -> dict[str, Any]:
+    def _take_held(self, i: int) -> dict[str, Any]:
         """Logprobs and tokens that wait for the next chunk of choice i."""
         value: dict[str, Any] = {}
         if self._held[i]:
@@ -189,7 +189,7 @@ class ChatAnswer(_OpenAI):
         return value
 
     def _delta_choice(self, i: int, text: str) -> str:
-        held = self._take_held(i, text)
+        held = self._take_held(i)
         more = f",{dumps(held)[1:-1]}" if held else ""
         return f'{{"index":{i},"finish_reason":null,"delta":{{"content":{dumps(text)}}}{more}}}'
 
@@ -220,7 +220,7 @@ class TextAnswer(_OpenAI):
         }
 
     def _delta_choice(self, i: int, text: str) -> str:
-        held = self._take_held(i, text)
+        held = self._take_held(i)
         more = f",{dumps(held)[1:-1]}" if held else ""
         return f'{{"index":{i},"finish_reason":null,"text":{dumps(text)}{more}}}'
 

@@ -67,7 +67,8 @@ class Service:
 
     def start(self, ask: Ask) -> Job:
         """Submit what was asked; `end` must follow. Raises RequestError, QueueFull, Unavailable."""
-        job = Job(self.engine, self.settings.limits.stream_buffer)
+        # an answer given whole is gathered in memory anyway; only a stream waits for its reader
+        job = Job(self.engine, self.settings.limits.stream_buffer if ask.stream else 1 << 62)
         job.submit(ask.requests)
         limit_s = self.settings.limits.total_s
         error = Unavailable(f"the request took longer than {limit_s:g} s")

@@ -127,10 +127,10 @@ class EventStream:
         ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if tasks[0].done():
-                tasks[0].result()
-            elif tasks[2].done():
+            if self._job.overflow.is_set():
                 log.warning("a client reads too slowly; its request was aborted")
+            elif tasks[0].done():
+                tasks[0].result()
         finally:
             self._on_end()
             for task in tasks:

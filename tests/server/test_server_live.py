@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import random
@@ -231,25 +232,31 @@ def test_shutting_down_waits_then_ends_streams_with_an_error(serve: Serve, engin
     wait_for(lambda: engine.n_busy == 0)
 
 
-def test_a_signal_ends_the_process_cleanly_after_the_answer() -> None:
-    """SIGTERM while a request runs: it is answered, then the process exits with 0."""
-    code = """
-        import threading
+@contextlib.contextmanager
+def served_process(n_round: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that serves answers of `n_round` rounds of 20 ms, and its URL."""
+    code = f"""
         from server_fakes import FakeEngine, Script
         from pyspec.server.serve import run
         from pyspec.server.settings import ServerSettings
-        engine = FakeEngine()
-        engine.script = Script(text="x" * 60, round_s=0.02)
+        engine = FakeEngine(n_ctx=100_000)
+        engine.script = Script(text="xyz" * {n_round}, round_s=0.02)
         run(engine, ServerSettings(port=0), lambda url: print(url, flush=True))
     """
     here = Path(__file__).parent
     env = os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{here.parents[1]}"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(code)], env=env, stdout=subprocess.PIPE, text=True
-    )
+    argv = [sys.executable, "-c", textwrap.dedent(code)]
+    process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        url = process.stdout.readline().strip()
+        yield process, process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_signal_ends_the_process_cleanly_after_the_answer() -> None:
+    with served_process(n_round=20) as (process, url):
         with httpx.stream("POST", f"{url}/completion", json={"prompt": "x", "stream": True}, timeout=10) as response:
             chunks = response.iter_bytes()
             raw = next(chunks)
@@ -257,6 +264,19 @@ def test_a_signal_ends_the_process_cleanly_after_the_answer() -> None:
             raw += b"".join(chunks)
         assert list(parse_events(raw))[-1]["tokens_predicted"] == 60
         assert process.wait(timeout=5) == 0
-    finally:
-        process.kill()
-        process.wait()
+
+
+def test_a_second_signal_ends_the_process_at_once() -> None:
+    body = {"prompt": "x", "stream": True}
+    with (
+        served_process(n_round=10_000) as (process, url),
+        httpx.stream("POST", f"{url}/completion", json=body, timeout=10) as response,
+    ):
+        chunks = response.iter_bytes()
+        next(chunks)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert process.poll() is None, "it did not wait for the running request"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=3) == 0
+        chunks.close()
