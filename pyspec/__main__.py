@@ -1,0 +1,5 @@
+"""`python -m pyspec`."""
+
+from pyspec.cli import main
+
+main()

@@ -1,0 +1,215 @@
+"""The measurement: plain and speculative decoding of the same prompts, in turns, through one engine.
+
+A rate is taken while every stream decodes: over the rounds after the last stream got its first token, until the first
+stream ends. Prompts, joining and the thinning out at the end are thereby left out, for both kinds alike.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pyspec.errors import PyspecError
+from pyspec.request import Delta, Done, Event, Failed, Metrics, Request, SamplingParams, Timings
+
+Mode = Literal["plain", "spec"]
+PARTS = ("draft", "verify", "sample", "host")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One turn: `np` streams side by side, once.
+
+    prompt_rate  prompt tokens a second, all streams, from the first submit to the last first token
+    rate         tokens a second of all streams in the steady window; 0 if no round fell into it
+    window_s     length of the window
+    window_n     tokens committed in it
+    total_rate   tokens a second over the whole turn, prompts and tail included
+    ms           milliseconds of one round in the window by part
+    round_ms     wall milliseconds of one round in the window
+    rounds       rounds in the window
+    drafted, accepted  per draft position, whole turn
+    n_draft      slot rounds by how many tokens were drafted, whole turn
+    mean_len     tokens a slot gains a round, whole turn
+    """
+
+    np: int
+    mode: Mode
+    turn: int
+    n_prompt: int
+    n_predicted: int
+    prompt_rate: float
+    rate: float
+    window_s: float
+    window_n: int
+    total_rate: float
+    ms: dict[str, float]
+    round_ms: float
+    rounds: int
+    drafted: tuple[int, ...]
+    accepted: tuple[int, ...]
+    n_draft: tuple[int, ...]
+    mean_len: float
+    synthetic: bool = False
+
+
+@dataclass
+class Round:
+    """What the streams got in one round: tokens, and when the last of them came."""
+
+    n: int = 0
+    ended: float = 0.0
+    streams: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Watch:
+    """Collects the events of one turn on the engine's thread, sorted into rounds.
+
+    A stream has at most one Delta a round, so a stream that comes again begins the next round. The window is made of the
+    rounds after the one in which the last stream began, before the one in which the first stream ended.
+    """
+
+    n_stream: int
+    metrics: Callable[[], Metrics]
+    began: float = 0.0
+    first: float = 0.0  # when the last stream got its first token
+    rounds: list[Round] = field(default_factory=lambda: [Round()])
+    started: set[int] = field(default_factory=set)
+    opened: tuple[int, Metrics] | None = None  # (first round of the window, counters before it)
+    closed: tuple[int, Metrics] | None = None  # (round in which a stream ended, counters before it)
+    done: list[Done] = field(default_factory=list)
+    error: PyspecError | None = None
+    over: threading.Event = field(default_factory=threading.Event)
+    n_over: int = 0
+
+    def sink(self, stream: int) -> Callable[[Event], None]:
+        return lambda event: self._take(stream, event)
+
+    def _take(self, stream: int, event: Event) -> None:
+        if isinstance(event, Delta) and event.tokens:
+            self._tokens(stream, len(event.tokens))
+        elif isinstance(event, Done | Failed):
+            if isinstance(event, Done):
+                self.done.append(event)
+            else:
+                self.error = self.error or event.error
+            if self.closed is None:
+                self.closed = len(self.rounds) - 1, self.metrics()
+            self.n_over += 1
+            if self.n_over == self.n_stream:
+                self.over.set()
+
+    def _tokens(self, stream: int, n: int) -> None:
+        if stream in self.rounds[-1].streams:
+            self.rounds.append(Round())
+            if self.opened is None and len(self.started) == self.n_stream:
+                self.opened = len(self.rounds) - 1, self.metrics()
+        now = self.rounds[-1]
+        now.n, now.ended = now.n + n, time.perf_counter()
+        now.streams.add(stream)
+        if stream not in self.started:
+            self.started.add(stream)
+            self.first = now.ended
+
+    @property
+    def window(self) -> tuple[int, float]:
+        """(tokens, seconds) of the rounds in which all streams decode; (0, 0) if there are none."""
+        if self.opened is None or self.closed is None or self.closed[0] <= self.opened[0]:
+            return 0, 0.0
+        start, end = self.opened[0], self.closed[0]
+        return sum(r.n for r in self.rounds[start:end]), self.rounds[end - 1].ended - self.rounds[start - 1].ended
+
+
+def measure(
+    submit: Callable[[Request, Callable[[Event], None]], str],
+    cancel: Callable[[str], None],
+    metrics: Callable[[], Metrics],
+    prompts: Sequence[tuple[int, ...]],
+    *,
+    mode: Mode,
+    turn: int,
+    n_predict: int,
+    ignore_eos: bool,
+    temperature: float = 0.0,
+) -> Run:
+    """Run one stream per prompt side by side and time them. Raises what the engine answers if a request fails."""
+    watch = Watch(len(prompts), metrics)
+    params = SamplingParams(temperature=temperature, seed=turn + 1, ignore_eos=ignore_eos)
+    ids = []
+    watch.began = time.perf_counter()
+    try:
+        for i, prompt in enumerate(prompts):
+            request = Request(
+                prompt=prompt,
+                params=params,
+                max_tokens=n_predict,
+                cache_prompt=False,
+                n_draft_max=0 if mode == "plain" else None,
+            )
+            ids.append(submit(request, watch.sink(i)))
+        while not watch.over.wait(0.1):  # in steps, so that Ctrl-C is heard
+            pass
+    finally:
+        for name in ids:
+            cancel(name)
+    if watch.error is not None:
+        raise watch.error
+    return summarise(watch, mode, turn, sum(map(len, prompts)))
+
+
+def summarise(watch: Watch, mode: Mode, turn: int, n_prompt: int) -> Run:
+    """The figures of a finished turn."""
+    timings = [d.timings for d in watch.done]
+    n_predicted = sum(d.n_predicted for d in watch.done)
+    assert watch.closed is not None, "no stream ended"
+    n, seconds = watch.window
+    after = watch.closed[1]
+    before = watch.opened[1] if watch.opened is not None else after
+    rounds = after.rounds - before.rounds
+    parts = {p: _delta(before, after, p) / rounds if rounds > 0 else 0.0 for p in PARTS}
+    prompt_s, whole_s = watch.first - watch.began, watch.rounds[-1].ended - watch.began
+    return Run(
+        np=watch.n_stream,
+        mode=mode,
+        turn=turn,
+        n_prompt=n_prompt,
+        n_predicted=n_predicted,
+        prompt_rate=n_prompt / prompt_s if prompt_s > 0 else 0.0,
+        rate=n / seconds if seconds > 0 else 0.0,
+        window_s=seconds,
+        window_n=n,
+        total_rate=n_predicted / whole_s if whole_s > 0 else 0.0,
+        ms=parts,
+        round_ms=1e3 * seconds / rounds if rounds > 0 else 0.0,
+        rounds=rounds,
+        drafted=_add([t.drafted_per_pos for t in timings]),
+        accepted=_add([t.accepted_per_pos for t in timings]),
+        n_draft=_add([t.n_draft_used for t in timings]),
+        mean_len=_mean_len(timings),
+        synthetic=any(t.synthetic for t in timings),
+    )
+
+
+def _delta(before: Metrics, after: Metrics, part: str) -> float:
+    table = {
+        "draft": (before.draft_ms, after.draft_ms),
+        "verify": (before.verify_ms, after.verify_ms),
+        "sample": (before.sample_ms, after.sample_ms),
+        "host": (before.host_ms, after.host_ms),
+    }
+    old, new = table[part]
+    return new - old
+
+
+def _mean_len(timings: Sequence[Timings]) -> float:
+    rounds = sum(t.n_rounds for t in timings)
+    return 1.0 + sum(t.draft_n_accepted for t in timings) / rounds if rounds else 1.0
+
+
+def _add(rows: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    width = max(map(len, rows), default=0)
+    return tuple(sum(r[i] for r in rows if i < len(r)) for i in range(width))

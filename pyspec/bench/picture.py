@@ -1,0 +1,145 @@
+"""The report's picture: three charts in one SVG, drawn without any library. Well-formed XML by construction."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, log10
+from xml.etree.ElementTree import Element, SubElement, tostring
+
+from pyspec.bench.measure import PARTS
+from pyspec.bench.result import Report, Row
+
+PLAIN, SPEC, INK, GRID = "#9aa5b1", "#1b6ca8", "#1f2933", "#d9dee3"
+PART_COLOURS = {"draft": "#e0912f", "verify": "#1b6ca8", "sample": "#7a5195", "host": "#b0b7bf", "other": "#e8ebee"}
+SHADES = ("#9ecae1", "#5aa2cf", "#2b7bba", "#0b559f", "#08306b")
+WIDTH, TOP, PLOT, LEFT, RIGHT = 760, 44, 190, 58, 16
+
+
+def picture(report: Report) -> str:
+    """One SVG with rates, acceptance by position (if anything was drafted) and the time of a round."""
+    charts = [_rates, _times]
+    if any(r.per_pos for r in report.rows):
+        charts.insert(1, _acceptance)
+    svg = Element("svg", xmlns="http://www.w3.org/2000/svg", role="img")
+    y = 0
+    for draw in charts:
+        group = SubElement(svg, "g", transform=f"translate(0 {y})")
+        y += draw(group, report)
+    svg.set("viewBox", f"0 0 {WIDTH} {y}")
+    svg.set("width", str(WIDTH))
+    svg.set("height", str(y))
+    svg.set("font-family", "system-ui, sans-serif")
+    svg.set("font-size", "12")
+    return tostring(svg, encoding="unicode")
+
+
+def _text(at: Element, x: float, y: float, text: str, anchor: str = "start", **style: str) -> None:
+    SubElement(at, "text", {"x": f"{x:.1f}", "y": f"{y:.1f}", "text-anchor": anchor, "fill": INK, **style}).text = text
+
+
+def _bar(at: Element, x: float, y: float, w: float, h: float, fill: str, tip: str) -> None:
+    box = {"x": f"{x:.1f}", "y": f"{y:.1f}", "width": f"{max(w, 0):.1f}", "height": f"{max(h, 0):.1f}", "fill": fill}
+    SubElement(SubElement(at, "rect", box), "title").text = tip
+
+
+def _line(at: Element, x1: float, y1: float, x2: float, y2: float, colour: str, width: float = 1) -> None:
+    ends = {"x1": x1, "y1": y1, "x2": x2, "y2": y2}
+    SubElement(at, "line", {k: f"{v:.1f}" for k, v in ends.items()} | {"stroke": colour, "stroke-width": str(width)})
+
+
+def nice_step(top: float, n: int = 5) -> float:
+    """A round step (1, 2 or 5 times a power of ten) that reaches `top` in at most `n` steps."""
+    if top <= 0:
+        return 1.0
+    raw = top / n
+    unit = 10 ** ceil(log10(raw) - 1 + 1e-9)
+    return next(s * unit for s in (1, 2, 5, 10) if s * unit >= raw * (1 - 1e-9))
+
+
+def _axis(at: Element, title: str, top: float, step: float, form: str = "g") -> None:
+    """Title, horizontal grid and labels for values 0..top in the plot area."""
+    _text(at, LEFT, 22, title, **{"font-weight": "600", "font-size": "14"})
+    for i in range(round(top / step) + 1):
+        y = TOP + PLOT - PLOT * i * step / top
+        _line(at, LEFT, y, WIDTH - RIGHT, y, INK if i == 0 else GRID)
+        _text(at, LEFT - 6, y + 4, format(i * step, form), "end")
+
+
+def _legend(at: Element, items: Sequence[tuple[str, str]], y: float = 18) -> None:
+    x = WIDTH - RIGHT
+    for name, colour in reversed(items):
+        x -= 7.5 * len(name) + 24
+        _bar(at, x, y - 9, 11, 11, colour, name)
+        _text(at, x + 16, y, name)
+
+
+def _rates(at: Element, report: Report) -> int:
+    best = max((max(r.plain_high, r.spec_high) for r in report.rows), default=0.0)
+    step = nice_step(best * 1.08)
+    top = step * max(1, ceil(best * 1.08 / step))
+    made_up = " (synthetic acceptance)" if report.synthetic else ""
+    _axis(at, f"tokens/s of all streams{made_up}", top, step)
+    _legend(at, [("plain", PLAIN), ("speculative", SPEC)])
+    slot = (WIDTH - LEFT - RIGHT) / max(len(report.rows), 1)
+    bar = min(46.0, slot * 0.32)
+    for i, r in enumerate(report.rows):
+        middle = LEFT + slot * (i + 0.5)
+        kinds = [(middle - bar - 2, PLAIN, "plain", r.plain, r.plain_low, r.plain_high)]
+        if r.spec:
+            kinds.append((middle + 2, SPEC, "speculative", r.spec, r.spec_low, r.spec_high))
+            y = TOP + PLOT * (1 - max(r.plain_high, r.spec_high) / top) - 6
+            _text(at, middle, y, f"x{r.ratio:.2f}", "middle", **{"font-weight": "600"})
+        for x, colour, kind, rate, low, high in kinds:
+            y = TOP + PLOT * (1 - rate / top)
+            _bar(at, x, y, bar, PLOT * rate / top, colour, f"{r.np} streams, {kind}: {rate:.1f} tokens/s")
+            _line(at, x + bar / 2, TOP + PLOT * (1 - low / top), x + bar / 2, TOP + PLOT * (1 - high / top), INK, 1.2)
+        _text(at, middle, TOP + PLOT + 18, f"{r.np} stream{'s' if r.np > 1 else ''}", "middle")
+    return TOP + PLOT + 44
+
+
+def _acceptance(at: Element, report: Report) -> int:
+    rows = [r for r in report.rows if r.per_pos]
+    _axis(at, "share of drafted tokens accepted, by position in the draft", 1.0, 0.25)
+    colours = [SHADES[min(i, len(SHADES) - 1)] for i in range(len(rows))]
+    _legend(at, [(f"np {r.np}", c) for r, c in zip(rows, colours, strict=True)])
+    n_pos = max(len(r.per_pos) for r in rows)
+    slot = (WIDTH - LEFT - RIGHT) / n_pos
+    bar = slot * 0.8 / len(rows)
+    for pos in range(n_pos):
+        for k, r in enumerate(rows):
+            if pos < len(r.per_pos):
+                share = r.per_pos[pos]
+                x = LEFT + slot * (pos + 0.1) + bar * k
+                _bar(at, x, TOP + PLOT * (1 - share), bar - 1, PLOT * share, colours[k], f"np {r.np}: {share:.1%}")
+        _text(at, LEFT + slot * (pos + 0.5), TOP + PLOT + 18, str(pos + 1), "middle")
+    return TOP + PLOT + 44
+
+
+def _times(at: Element, report: Report) -> int:
+    """Horizontal stacks: milliseconds of one round by part."""
+    bars = [b for r in report.rows for b in _round_bars(r)]
+    top = max((whole for _, whole, _ in bars), default=0.0) or 1.0
+    _text(at, LEFT, 22, "milliseconds of one round, by part", **{"font-weight": "600", "font-size": "14"})
+    _legend(at, list(PART_COLOURS.items()))
+    left, height = LEFT + 54, 20
+    scale = (WIDTH - left - RIGHT - 60) / top
+    for i, (name, whole, parts) in enumerate(bars):
+        x, y = float(left), TOP + i * (height + 6)
+        _text(at, left - 6, y + 14, name, "end")
+        for part, ms in parts.items():
+            _bar(at, x, y, ms * scale, height, PART_COLOURS[part], f"{name}: {part} {ms:.2f} ms")
+            x += max(ms, 0) * scale
+        _text(at, x + 6, y + 14, f"{whole:.2f} ms")
+    return TOP + len(bars) * (height + 6) + 16
+
+
+def _round_bars(r: Row) -> list[tuple[str, float, dict[str, float]]]:
+    kinds = [(f"np {r.np} plain", r.plain_round_ms, r.plain_ms)]
+    if r.spec:
+        kinds.append((f"np {r.np} spec", r.spec_round_ms, r.spec_ms))
+    bars = []
+    for name, whole, ms in kinds:
+        parts = {p: ms.get(p, 0.0) for p in PARTS}
+        known = sum(parts.values())
+        bars.append((name, max(whole, known), {**parts, "other": max(whole - known, 0.0)}))
+    return bars

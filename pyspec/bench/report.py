@@ -1,0 +1,101 @@
+"""A report as text: Markdown, CSV, JSON or JSON lines."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from pyspec.bench.result import Report, Row, to_json
+
+MADE_UP = "synthetic acceptance"
+
+
+def as_markdown(report: Report) -> str:
+    """Tables for people: rates, then where the time of a round goes, then how drafts fared."""
+    about = report.about
+    head = [f"{about['model']}, {about['device']}, drafter {about['drafter']}, {about['date']}"]
+    if report.synthetic:
+        head.append(f"**{MADE_UP}**: speed only; the text is not the model's")
+    rates = ["np", "prompt tok/s", "plain tok/s", "per stream", "spec tok/s", "per stream", "ratio", "lowest..highest"]
+    tables = [_table(rates, [_rate_cells(r) for r in report.rows])]
+    parts = ["np", "kind", "round ms", "draft", "verify", "sample", "host", "of floor"]
+    tables.append(_table(parts, [cells for r in report.rows for cells in _part_cells(r)]))
+    if any(r.n_draft for r in report.rows):
+        fares = ["np", "tokens a round", "accepted", "by position", "n_draft used"]
+        tables.append(_table(fares, [_draft_cells(r) for r in report.rows]))
+    return "\n\n".join(["\n".join(head), *tables]) + "\n"
+
+
+def _rate_cells(r: Row) -> list[str]:
+    plain, spec = f"{r.plain:.1f}", f"{r.spec:.1f}"
+    if not r.spec:
+        return [str(r.np), f"{r.prompt:.0f}", plain, f"{r.plain / r.np:.1f}", "-", "-", "-", "-"]
+    spread = f"{r.ratio_low:.2f}..{r.ratio_high:.2f} ({r.turns})"
+    streams = f"{r.plain / r.np:.1f}", f"{r.spec / r.np:.1f}"
+    return [str(r.np), f"{r.prompt:.0f}", plain, streams[0], spec, streams[1], f"x{r.ratio:.2f}", spread]
+
+
+def _part_cells(r: Row) -> list[list[str]]:
+    kinds = [("plain", r.plain_round_ms, r.plain_ms, r.plain_floor)]
+    if r.spec:
+        kinds.append(("spec", r.spec_round_ms, r.spec_ms, r.spec_floor))
+    return [
+        [str(r.np), kind, f"{whole:.2f}", *(f"{v:.2f}" for v in ms.values()), f"{floor:.0%}" if floor else "-"]
+        for kind, whole, ms, floor in kinds
+    ]
+
+
+def _draft_cells(r: Row) -> list[str]:
+    by_pos = " ".join(f"{p:.2f}" for p in r.per_pos)
+    used = " ".join(f"{i}:{share:.0%}" for i, share in enumerate(r.n_draft) if share >= 0.005)
+    return [str(r.np), f"{r.mean_len:.2f}", f"{r.acceptance:.0%}", by_pos or "-", used or "-"]
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
+    lines = [" | ".join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)) for line in [head, *rows]]
+    rule = " | ".join("-" * (w - 1) + ":" for w in widths)
+    return "\n".join(f"| {line} |" for line in [lines[0], rule, *lines[1:]])
+
+
+def as_csv(report: Report) -> str:
+    """One line for each number of streams; lists are joined by spaces, parts are columns of their own."""
+    out = io.StringIO()
+    rows = [_flat(report, r) for r in report.rows]
+    writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return out.getvalue()
+
+
+def _flat(report: Report, row: Row) -> dict[str, object]:
+    names = ("model", "device", "drafter", "date")
+    flat: dict[str, object] = {name: report.about[name] for name in names} | {"synthetic": report.synthetic}
+    for name, value in asdict(row).items():
+        if isinstance(value, dict):
+            flat |= {f"{name}_{part}": round(value.get(part, 0.0), 4) for part in ("draft", "verify", "sample", "host")}
+        elif isinstance(value, tuple):
+            flat[name] = " ".join(f"{v:.4f}" for v in value)
+        else:
+            flat[name] = round(value, 4)
+    return flat
+
+
+def as_json(report: Report) -> str:
+    return json.dumps(to_json(report), indent=2) + "\n"
+
+
+def as_jsonl(report: Report) -> str:
+    """One line for each turn, with what ran in every line."""
+    return "".join(json.dumps({**report.about, **asdict(run)}) + "\n" for run in report.runs)
+
+
+FORMATS: dict[str, Callable[[Report], str]] = {
+    "md": as_markdown,
+    "json": as_json,
+    "csv": as_csv,
+    "jsonl": as_jsonl,
+}

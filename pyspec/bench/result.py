@@ -1,0 +1,173 @@
+"""From single turns to rows of a report, and back from a report's JSON file to rows: no engine is needed here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+
+from pyspec.bench.measure import PARTS, Run
+from pyspec.errors import ConfigError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """All turns of one number of streams. Rates are medians over turns, in tokens a second.
+
+    prompt       prompt processing, all streams together
+    plain, spec  decoding, all streams together; spec is 0 without a drafter
+    ratio        median of spec / plain of neighbouring turns, with the lowest and the highest
+    mean_len     tokens a slot gains a round; acceptance: accepted / drafted; per_pos: the same at each draft position
+    n_draft      share of slot rounds that ran with 0, 1, 2 ... drafted tokens
+    plain_ms, spec_ms    milliseconds of a round by part; round_ms: wall milliseconds
+    floor        share of the bandwidth floor that was reached: time to read the weights once / time of a round
+    """
+
+    np: int
+    turns: int
+    n_prompt: int
+    n_predicted: int
+    prompt: float
+    plain: float
+    plain_low: float
+    plain_high: float
+    spec: float = 0.0
+    spec_low: float = 0.0
+    spec_high: float = 0.0
+    ratio: float = 0.0
+    ratio_low: float = 0.0
+    ratio_high: float = 0.0
+    mean_len: float = 1.0
+    acceptance: float = 0.0
+    per_pos: tuple[float, ...] = ()
+    n_draft: tuple[float, ...] = ()
+    plain_ms: dict[str, float] = field(default_factory=dict)
+    spec_ms: dict[str, float] = field(default_factory=dict)
+    plain_round_ms: float = 0.0
+    spec_round_ms: float = 0.0
+    plain_floor: float = 0.0
+    spec_floor: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Everything a benchmark found. `about` says what ran: model, drafter, machine, settings; all JSON values."""
+
+    about: dict[str, object]
+    rows: tuple[Row, ...]
+    runs: tuple[Run, ...]
+
+    @property
+    def synthetic(self) -> bool:
+        """True if acceptance was made up."""
+        return any(r.synthetic for r in self.runs)
+
+
+def summarise_turns(runs: Sequence[Run], *, n_bytes: int = 0, bandwidth: float = 0.0) -> tuple[Row, ...]:
+    """One row for each number of streams.
+
+    n_bytes    bytes of the weights a round reads; bandwidth: of the memory, in GB/s, 0 if not known
+    """
+    floor_ms = n_bytes / (bandwidth * 1e6) if bandwidth > 0 else 0.0
+    return tuple(_row([r for r in runs if r.np == np], floor_ms) for np in sorted({r.np for r in runs}))
+
+
+def _row(runs: Sequence[Run], floor_ms: float) -> Row:
+    plain, spec = [[r for r in runs if r.mode == mode] for mode in ("plain", "spec")]
+    drafted, accepted = _totals([r.drafted for r in spec]), _totals([r.accepted for r in spec])
+    n_draft = _totals([r.n_draft for r in spec])
+    ratios = [s.rate / p.rate for p, s in zip(plain, spec, strict=False) if p.rate > 0]
+    plain_round, spec_round = _middle([r.round_ms for r in plain]), _middle([r.round_ms for r in spec])
+    return Row(
+        np=runs[0].np,
+        turns=len(plain),
+        n_prompt=runs[0].n_prompt,
+        n_predicted=sum(r.n_predicted for r in runs),
+        prompt=_middle([r.prompt_rate for r in runs]),
+        plain=_middle([r.rate for r in plain]),
+        plain_low=min((r.rate for r in plain), default=0.0),
+        plain_high=max((r.rate for r in plain), default=0.0),
+        spec=_middle([r.rate for r in spec]),
+        spec_low=min((r.rate for r in spec), default=0.0),
+        spec_high=max((r.rate for r in spec), default=0.0),
+        ratio=_middle(ratios),
+        ratio_low=min(ratios, default=0.0),
+        ratio_high=max(ratios, default=0.0),
+        mean_len=_middle([r.mean_len for r in spec]) or 1.0,
+        acceptance=sum(accepted) / sum(drafted) if sum(drafted) else 0.0,
+        per_pos=tuple(a / d for a, d in zip(accepted, drafted, strict=False) if d),
+        n_draft=tuple(n / sum(n_draft) for n in n_draft) if sum(n_draft) else (),
+        plain_ms={p: _middle([r.ms[p] for r in plain]) for p in PARTS},
+        spec_ms={p: _middle([r.ms[p] for r in spec]) for p in PARTS} if spec else {},
+        plain_round_ms=plain_round,
+        spec_round_ms=spec_round,
+        plain_floor=floor_ms / plain_round if plain_round > 0 else 0.0,
+        spec_floor=floor_ms / spec_round if spec_round > 0 else 0.0,
+    )
+
+
+def _middle(values: Sequence[float]) -> float:
+    return median(values) if values else 0.0
+
+
+def _totals(rows: Sequence[Sequence[int]]) -> list[int]:
+    width = max(map(len, rows), default=0)
+    return [sum(r[i] for r in rows if i < len(r)) for i in range(width)]
+
+
+def to_json(report: Report) -> dict[str, object]:
+    return {
+        "schema": SCHEMA,
+        "about": report.about,
+        "synthetic": report.synthetic,
+        "rows": [asdict(r) for r in report.rows],
+        "runs": [asdict(r) for r in report.runs],
+    }
+
+
+@dataclass(frozen=True)
+class Change:
+    """One figure that moved against the baseline; `change` is relative: -0.04 is four percent slower."""
+
+    np: int
+    what: str
+    before: float
+    after: float
+
+    @property
+    def change(self) -> float:
+        return self.after / self.before - 1
+
+
+COMPARED = ("prompt", "plain", "spec")
+"""Fields of Row that are rates: more is better."""
+
+
+def read_rates(path: Path) -> dict[int, dict[str, float]]:
+    """Rates by number of streams of a report written with -o json. Raises ConfigError."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["schema"] != SCHEMA:
+            raise ConfigError(f"{path}: schema {data['schema']}; this version reads {SCHEMA}")
+        return {int(row["np"]): {name: float(row[name]) for name in COMPARED} for row in data["rows"]}
+    except OSError as e:
+        raise ConfigError(f"cannot read {path}: {e.strerror or e}") from e
+    except (ValueError, KeyError, TypeError) as e:
+        raise ConfigError(f"{path} is not a report of `pyspec bench -o json`: {type(e).__name__}: {e}") from e
+
+
+def changes(rows: Sequence[Row], baseline: dict[int, dict[str, float]]) -> list[Change]:
+    """Every rate that both have, in order of streams. Raises ConfigError if they have no number of streams in common."""
+    found = []
+    for row in rows:
+        now = {"prompt": row.prompt, "plain": row.plain, "spec": row.spec}
+        before = baseline.get(row.np, {})
+        found += [Change(row.np, name, before[name], now[name]) for name in COMPARED if before.get(name, 0) > 0]
+    if not found:
+        ours = ", ".join(str(r.np) for r in rows)
+        raise ConfigError(f"the baseline has streams {', '.join(map(str, baseline)) or 'none'}, this run {ours}")
+    return found

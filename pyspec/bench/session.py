@@ -1,0 +1,99 @@
+"""A whole benchmark on a loaded engine: every number of streams, plain and speculative in turns."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pyspec import __version__
+from pyspec.bench.measure import Mode, Run, measure
+from pyspec.bench.prompts import make_prompts
+from pyspec.bench.result import Report, summarise_turns
+
+if TYPE_CHECKING:
+    from pyspec.engine import Engine
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to measure."""
+
+    streams: Sequence[int] = (1, 2, 4, 8)
+    turns: int = 3
+    n_prompt: int = 0  # tokens of a prompt; 0: as the questions are
+    n_predict: int = 128  # most tokens of an answer
+    random_prompts: bool = False
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    bandwidth: float = 0.0  # GB/s of the memory the weights lie in; 0: not known
+    warm_up: bool = True
+
+
+def bench(engine: Engine, plan: Plan, tell: Callable[[str], None] = lambda line: None) -> Report:
+    """Measure. Turns alternate plain, speculative, plain ... so that a slow minute of the machine hits both."""
+    modes: tuple[Mode, ...] = ("plain", "spec") if engine.info.drafter != "none" else ("plain",)
+    n_most = max(plan.streams)
+    prompts = make_prompts(engine, n_most, plan.n_prompt, plan.random_prompts)
+    if plan.warm_up:
+        for mode in modes:
+            _turn(engine, plan, prompts[:n_most], mode, 0, n_predict=8)
+    runs: list[Run] = []
+    for n in plan.streams:
+        for turn in range(plan.turns):
+            for mode in modes:
+                runs.append(_turn(engine, plan, prompts[:n], mode, turn))
+                tell(f"np {n} {mode} turn {turn + 1}: {runs[-1].rate:.1f} tokens/s")
+    rows = summarise_turns(runs, n_bytes=engine.info.n_bytes, bandwidth=plan.bandwidth)
+    return Report(about=about(engine, plan), rows=rows, runs=tuple(runs))
+
+
+def _turn(
+    engine: Engine, plan: Plan, prompts: Sequence[tuple[int, ...]], mode: Mode, turn: int, n_predict: int = 0
+) -> Run:
+    return measure(
+        engine.submit,
+        engine.cancel,
+        engine.metrics,
+        prompts,
+        mode=mode,
+        turn=turn,
+        n_predict=n_predict or plan.n_predict,
+        ignore_eos=plan.ignore_eos or plan.random_prompts,
+        temperature=plan.temperature,
+    )
+
+
+def about(engine: Engine, plan: Plan) -> dict[str, object]:
+    """What ran, on what, and how."""
+    import torch
+
+    info = engine.info
+    facts: dict[str, object] = {
+        "model": info.model_name,
+        "arch": info.arch,
+        "parameters": info.n_params,
+        "bytes": info.n_bytes,
+        "device": torch.cuda.get_device_name(info.device) if info.device.startswith("cuda") else info.device,
+        "drafter": info.drafter,
+        "draft": info.draft_note,
+        "slots": info.n_slot,
+        "ctx": info.n_ctx,
+        "turns": plan.turns,
+        "n_predict": plan.n_predict,
+        "prompts": "random ids" if plan.random_prompts else "questions",
+        "temperature": plan.temperature,
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "pyspec": __version__,
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
+    if info.synthetic_len:
+        facts["synthetic_len"] = info.synthetic_len
+    if plan.bandwidth:
+        facts["bandwidth_gbps"] = plan.bandwidth
+    return facts

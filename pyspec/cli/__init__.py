@@ -1,0 +1,90 @@
+"""The command line: `pyspec COMMAND`. Results go to stdout, everything else to stderr.
+
+Nothing heavy is imported before a command runs, so that help is instant. Errors a user can act on become one line and
+their exit code here, and only here.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import click
+
+from pyspec import __version__
+from pyspec.errors import PyspecError
+
+COMMANDS = {
+    "server": "pyspec.cli.server:server",
+    "run": "pyspec.cli.run:run",
+    "demo": "pyspec.cli.demo:demo",
+    "bench": "pyspec.cli.bench:bench",
+    "models": "pyspec.cli.models:models",
+    "inspect": "pyspec.cli.inspect:inspect",
+    "tokenize": "pyspec.cli.tokenize:tokenize",
+    "logits": "pyspec.cli.logits:logits",
+    "synth": "pyspec.cli.synth:synth",
+}
+INTERRUPTED = 130  # what a shell reports for Ctrl-C
+
+
+class Commands(click.Group):
+    """The commands of the table above, and the border where errors become exit codes."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module, name = COMMANDS[cmd_name].split(":")
+        return getattr(import_module(module), name)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as e:
+            from difflib import get_close_matches
+
+            near = get_close_matches(args[0], COMMANDS, 1)
+            raise click.UsageError(f"{e.message}{f' Did you mean {near[0]!r}?' if near else ''}", ctx) from e
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except PyspecError as e:
+            if ctx.meta.get("pyspec.verbose"):
+                raise
+            click.echo(f"Error: {e}", err=True)
+            ctx.exit(e.exit_code)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(INTERRUPTED)
+
+
+def show_traceback(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    """Callback of -v: remembered for the whole call; click's contexts share `meta`."""
+    if value:
+        ctx.meta["pyspec.verbose"] = True
+
+
+verbose_option = click.option(
+    "-v",
+    "--verbose",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=show_traceback,
+    help="Say more; keep tracebacks.",
+)
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(__version__, "--version", message="pyspec %(version)s")
+@verbose_option
+def main() -> None:
+    """Speculative decoding for GGUF models. Start with `pyspec demo`, then `pyspec server MODEL -np 8`.
+
+    MODEL is a GGUF file or a name from `pyspec models`.
+    """

@@ -1,0 +1,117 @@
+"""`pyspec bench`: plain and speculative decoding, measured in turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pyspec.cli.options import EngineChoice, engine_options, tell_ignored
+
+if TYPE_CHECKING:
+    from pyspec.bench.result import Report
+
+
+def _counts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
+    try:
+        counts = tuple(sorted({int(part) for part in value.split(",")}))
+    except ValueError as e:
+        raise click.BadParameter(f"want numbers between commas, such as 1,2,4,8: {e}", ctx, param) from e
+    if counts[0] < 1:
+        raise click.BadParameter(f"{counts[0]} streams can not run", ctx, param)
+    return counts
+
+
+def _percent(ctx: click.Context, param: click.Parameter, value: str) -> float:
+    try:
+        return float(value.strip().removesuffix("%")) / 100
+    except ValueError as e:
+        raise click.BadParameter(f"want a percentage such as 3%, got {value!r}", ctx, param) from e
+
+
+@click.command()
+@engine_options
+@click.option("-npl", "--streams", default="1,2,4,8", callback=_counts, help="Numbers of streams side by side.")
+@click.option("-p", "--n-prompt", default=0, type=click.IntRange(0), help="Tokens of a prompt. 0: as questions are.")
+@click.option("-n", "--n-gen", default=128, type=click.IntRange(4), help="Most tokens of an answer.")
+@click.option("-r", "--repetitions", default=3, type=click.IntRange(1), help="Turns of each kind.")
+@click.option("--temp", "temperature", default=0.0, type=click.FloatRange(0), help="Temperature; 0 is greedy.")
+@click.option("--random-prompts", is_flag=True, help="Random ids, for models without meaning (`pyspec synth`).")
+@click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-generation token.")
+@click.option("--bandwidth", default=0.0, metavar="GB/S", help="Memory bandwidth, to show the share of the floor.")
+@click.option("-o", "--output", type=click.Choice(["md", "json", "csv", "jsonl"]), default="md", help="Form on stdout.")
+@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also write a report with a picture.")
+@click.option("--baseline", type=click.Path(path_type=Path, dir_okay=False), help="Compare with an -o json report.")
+@click.option("--max-regress", default="3%", callback=_percent, help="Slower than the baseline by more: exit code 1.")
+@click.pass_context
+def bench(
+    ctx: click.Context,
+    engine: EngineChoice,
+    streams: tuple[int, ...],
+    n_prompt: int,
+    n_gen: int,
+    repetitions: int,
+    temperature: float,
+    random_prompts: bool,
+    ignore_eos: bool,
+    bandwidth: float,
+    output: str,
+    html: Path | None,
+    baseline: Path | None,
+    max_regress: float,
+) -> None:
+    """Measure speed, plain and speculative in turns.
+
+    Example: pyspec bench demo -npl 1,8 --html report.html
+    """
+    from pyspec.bench.report import FORMATS
+    from pyspec.bench.result import read_rates
+    from pyspec.bench.session import Plan
+    from pyspec.bench.session import bench as run_bench
+    from pyspec.cli.logs import set_up
+
+    set_up(4 if ctx.meta.get("pyspec.verbose") else 2)
+    tell_ignored()
+    before = read_rates(baseline) if baseline else {}
+    plan = Plan(
+        streams=streams,
+        turns=repetitions,
+        n_prompt=n_prompt,
+        n_predict=n_gen,
+        random_prompts=random_prompts,
+        ignore_eos=ignore_eos,
+        temperature=temperature,
+        bandwidth=bandwidth,
+    )
+    with engine.load(max(engine.np, *streams)) as loaded:
+        report = run_bench(loaded, plan, lambda line: click.echo(line, err=True))
+    click.echo(FORMATS[output](report), nl=False)
+    if html is not None:
+        _write_page(html, report)
+    if before and not _holds(report, before, max_regress):
+        ctx.exit(1)
+
+
+def _write_page(path: Path, report: Report) -> None:
+    from pyspec.bench.page import as_html
+    from pyspec.errors import ConfigError
+
+    try:
+        path.write_text(as_html(report), encoding="utf-8")
+    except OSError as e:
+        raise ConfigError(f"cannot write {path}: {e.strerror or e}") from e
+    click.echo(f"report: {path}", err=True)
+
+
+def _holds(report: Report, before: dict[int, dict[str, float]], max_regress: float) -> bool:
+    """True if no rate fell by more than `max_regress`; what moved is told on stderr."""
+    from pyspec.bench.result import changes
+
+    good = True
+    for c in changes(report.rows, before):
+        is_worse = c.change < -max_regress
+        good = good and not is_worse
+        verdict = f"  REGRESSION beyond {max_regress:.1%}" if is_worse else ""
+        click.echo(f"np {c.np} {c.what}: {c.before:.1f} -> {c.after:.1f} ({c.change:+.1%}){verdict}", err=True)
+    return good

@@ -1,0 +1,146 @@
+"""Several chats at once against a running server, streamed over plain HTTP: the client side of `pyspec demo`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pyspec.errors import PyspecError, Unavailable
+
+if TYPE_CHECKING:
+    from pyspec.engine import Engine
+
+TIMEOUT_S = 120.0
+
+
+@dataclass
+class Chat:
+    """One question and what came back. `text` grows while the answer streams in; read it from any thread."""
+
+    question: str
+    text: str = ""
+    finish: str = ""
+    n_predicted: int = 0
+    rate: float = 0.0  # tokens/s after the first token, as the server measured it
+    mean_len: float = 1.0  # tokens a round
+    acceptance: float = 0.0  # accepted / drafted
+    n_drafted: int = 0
+    error: str = ""
+    seconds: float = field(default=0.0)
+
+
+@contextlib.contextmanager
+def served(engine: Engine) -> Iterator[int]:
+    """Serve `engine` on a free loopback port in a thread; yields the port. Raises Unavailable if it does not start."""
+    from pyspec.server.app import create_app
+    from pyspec.server.serve import bind, make_server
+    from pyspec.server.settings import Limits, ServerSettings
+
+    settings = ServerSettings(port=0, limits=Limits(drain_s=2.0))
+    ready = threading.Event()
+    with bind(settings) as sock:
+        server = make_server(create_app(engine, settings), settings, ready.set)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="pyspec-demo-server")
+        thread.start()
+        try:
+            if not ready.wait(20.0):
+                raise Unavailable("the demo server did not start within 20 s")
+            yield sock.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def ask(port: int, chat: Chat, speculative: bool) -> None:
+    """Send one chat and read its stream into `chat`. What goes wrong is kept in `chat.error`."""
+    from http.client import HTTPConnection, HTTPException
+
+    began = time.perf_counter()
+    connection = HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+    try:
+        body = {
+            "messages": [{"role": "user", "content": chat.question}],
+            "stream": True,
+            "temperature": 0,
+            "cache_prompt": False,
+            "speculative": speculative,
+        }
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        answer = connection.getresponse()
+        if answer.status != 200:
+            raise HTTPException(f"status {answer.status}: {answer.read(300).decode('utf-8', 'replace')}")
+        for line in answer:
+            if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+                _take(chat, json.loads(line[6:]))
+    except (OSError, HTTPException, ValueError) as e:
+        chat.error = f"{type(e).__name__}: {e}"
+    finally:
+        connection.close()
+        chat.seconds = time.perf_counter() - began
+
+
+def _take(chat: Chat, event: dict) -> None:
+    if "error" in event:
+        chat.error = str(event["error"].get("message", event["error"]))
+        return
+    for choice in event.get("choices", ()):
+        chat.text += choice["delta"].get("content") or ""
+        chat.finish = choice.get("finish_reason") or chat.finish
+    if timings := event.get("timings"):
+        chat.n_predicted, chat.rate = timings["predicted_n"], timings["predicted_per_second"]
+        chat.n_drafted = timings.get("draft_n", 0)
+    if spec := event.get("metrics", {}).get("speculative_decoding"):
+        chat.mean_len, chat.acceptance = spec["mean_acceptance_length"], spec["draft_acceptance_rate"]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Chats that ran side by side, and the time from the first request to the last answer."""
+
+    chats: Sequence[Chat]
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens of all streams a second, prompts and HTTP included."""
+        return sum(c.n_predicted for c in self.chats) / self.seconds
+
+    @property
+    def error(self) -> str:
+        """The first thing that went wrong, or ""."""
+        for c in self.chats:
+            if c.error or c.finish != "stop":
+                return f"{c.question!r}: {c.error or f'ended with {c.finish!r}, not with an end token'}"
+        return ""
+
+
+def ask_all(
+    port: int, questions: Sequence[str], speculative: bool, watch: Callable[[Sequence[Chat], bool], None] | None = None
+) -> Batch:
+    """Ask all questions at once and wait. `watch(chats, is_over)` is called about ten times a second meanwhile.
+
+    Raises PyspecError if any of them failed.
+    """
+    chats = [Chat(q) for q in questions]
+    threads = [threading.Thread(target=ask, args=(port, c, speculative), daemon=True) for c in chats]
+    began = time.perf_counter()
+    for t in threads:
+        t.start()
+    while watch is not None and any(t.is_alive() for t in threads):
+        watch(chats, False)
+        time.sleep(0.1)
+    for t in threads:
+        t.join()
+    # the slowest stream's own clock: a watcher that draws must not lengthen what is measured
+    batch = Batch(chats, max(c.seconds for c in chats) if watch is not None else time.perf_counter() - began)
+    if watch is not None:
+        watch(chats, True)
+    if batch.error:
+        raise PyspecError(batch.error)
+    return batch

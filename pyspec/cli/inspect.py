@@ -1,0 +1,56 @@
+"""`pyspec inspect`: what a GGUF file holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+
+from pyspec.cli import verbose_option
+
+WIDE = 100  # characters of a metadata value that are shown
+
+
+@click.command()
+@click.argument("file", metavar="FILE")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--tensors/--no-tensors", default=True, help="List tensors.")
+@verbose_option
+def inspect(file: str, as_json: bool, tensors: bool) -> None:
+    """Show metadata, tensors and sizes of a GGUF file.
+
+    FILE may also be a name of the catalogue."""
+    from pyspec.catalog import resolve
+    from pyspec.gguf import open_gguf
+    from pyspec.gguf.inspect import describe
+
+    about = describe(open_gguf(resolve(file)[0]))
+    if not tensors:
+        del about["tensors"]
+    if as_json:
+        click.echo(json.dumps(about, ensure_ascii=False))
+    else:
+        _show(about)
+
+
+def _show(about: dict) -> None:
+    from pyspec.cli.tables import row, show, table
+
+    totals = about["totals"]
+    click.echo(f"{Path(about['path']).name}: GGUF v{about['version']}, {about['architecture']}")
+    click.echo(
+        f"{totals['tensors']} tensors, {totals['parameters'] / 1e6:,.2f} M parameters, "
+        f"{totals['tensor_bytes'] / 1e6:,.1f} MB of {totals['file_bytes'] / 1e6:,.1f} MB in {len(about['paths'])} file(s)"
+    )
+    click.echo(", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in totals["bytes_by_type"].items()))
+    meta = table("key", "value")
+    for key, value in about["metadata"].items():
+        text = json.dumps(value, ensure_ascii=False)
+        row(meta, key, text if len(text) <= WIDE else text[:WIDE] + " ...")
+    show(meta)
+    if "tensors" in about:
+        rows = table("tensor", "type", "shape", "bytes", right=("bytes",))
+        for t in about["tensors"]:
+            row(rows, t["name"], t["type"], " x ".join(map(str, t["shape"])), f"{t['bytes']:,}")
+        show(rows)

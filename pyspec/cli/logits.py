@@ -1,0 +1,38 @@
+"""`pyspec logits`: the logits of given tokens, for comparison with other programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from pyspec.cli.options import ModelChoice, model_options
+from pyspec.config import KV_TYPES, WEIGHTS
+
+
+def _ids(ctx: click.Context, param: click.Parameter, value: str) -> list[int]:
+    try:
+        return [int(part) for part in value.replace(",", " ").split()]
+    except ValueError as e:
+        raise click.BadParameter(f"want numbers between commas: {e}", ctx, param) from e
+
+
+@click.command()
+@model_options
+@click.option("--ids", required=True, callback=_ids, help="Token ids: 1,2,3.")
+@click.option("--out", required=True, type=click.Path(path_type=Path, dir_okay=False), help="The .npz file to write.")
+@click.option("--chunk", default=512, type=click.IntRange(1), help="Tokens of one forward.")
+@click.option("--kv-type", type=click.Choice(KV_TYPES), default="f32", help="Type of KV entries.")
+@click.option("--device", default="auto", help="auto, cpu, cuda, cuda:1 ...")
+@click.option("--weights", type=click.Choice(WEIGHTS), default="auto", help="Keep weights packed or unpack them.")
+def logits(choice: ModelChoice, ids: list[int], out: Path, chunk: int, kv_type: str, device: str, weights: str) -> None:
+    """Write the logits of given tokens to a file.
+
+    OUT gets arrays `tokens` (int32) and `logits` (float32 [token, vocab])."""
+    from pyspec.catalog import resolve
+    from pyspec.logits import compute_logits, save_logits
+
+    path = resolve(choice.target())[0]
+    rows = compute_logits(path, ids, chunk=chunk, kv_type=kv_type, device=device, weights=weights)
+    save_logits(out, ids, rows)
+    click.echo(f"{out}: {rows.shape[0]} rows of {rows.shape[1]} logits", err=True)

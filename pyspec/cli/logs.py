@@ -1,0 +1,50 @@
+"""Logging of the commands: the only place that gives it a handler."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+
+LEVELS = {
+    0: logging.CRITICAL,
+    1: logging.ERROR,
+    2: logging.WARNING,
+    3: logging.INFO,
+    4: logging.DEBUG,
+    5: logging.DEBUG,
+}
+"""-lv as in llama-server: 0 says nothing, 3 is the default, 4 and 5 say everything."""
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time (Unix seconds), level, logger, message, and a traceback if there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+class Text(logging.Formatter):
+    """`12:34:56 I engine: message`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        clock = time.strftime("%H:%M:%S", time.localtime(record.created))
+        line = f"{clock} {record.levelname[0]} {record.name.removeprefix('pyspec.')}: {record.getMessage()}"
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def set_up(level: int = 3, form: str = "text") -> None:
+    """Log to stderr. Ours at `level` (0..5), other libraries from warnings on."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonLines() if form == "json" else Text())
+    logging.basicConfig(level=max(logging.WARNING, LEVELS[level]), handlers=[handler], force=True)
+    logging.getLogger("pyspec").setLevel(LEVELS[level])

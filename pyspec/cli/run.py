@@ -1,0 +1,192 @@
+"""`pyspec run`: one prompt, or a chat in the terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import click
+
+from pyspec.cli.options import EngineChoice, engine_options, sampling_options, tell_ignored
+from pyspec.errors import RequestError
+from pyspec.request import Delta, Done, Request, SamplingParams, Timings
+
+if TYPE_CHECKING:
+    from pyspec.engine import Engine
+
+HELP = "type a message; /clear forgets the conversation, /exit leaves"
+
+
+@dataclass(frozen=True)
+class Ask:
+    """How to ask: the same for every message."""
+
+    sampling: SamplingParams
+    n_predict: int
+    stop: tuple[str, ...]
+
+
+@click.command()
+@engine_options
+@sampling_options
+@click.option("-p", "--prompt", default=None, help="Text to continue, without a chat template.")
+@click.option("--chat", default=None, metavar="MESSAGE", help="A chat message to answer.")
+@click.option("-f", "--file", type=click.File(encoding="utf-8"), help="File with the text to continue.")
+@click.option("-sys", "--system", default="", help="System message of a chat.")
+@click.option("--stop", multiple=True, help="End at this text; may be repeated.")
+@click.option("--json", "as_json", is_flag=True, help="Print text, token ids, timings and acceptance as JSON.")
+@click.pass_context
+def run(
+    ctx: click.Context,
+    engine: EngineChoice,
+    sampling: SamplingParams,
+    n_predict: int,
+    prompt: str | None,
+    chat: str | None,
+    file: click.utils.LazyFile | None,
+    system: str,
+    stop: tuple[str, ...],
+    as_json: bool,
+) -> None:
+    """Answer one prompt, or chat in the terminal.
+
+    Continues a text (-p, -f or stdin), answers one message (--chat), or chats if nothing is given on a terminal.
+
+    Example: pyspec run demo --chat "Count from 3 to 9"
+    """
+    from pyspec.cli.logs import set_up
+
+    if sum(x is not None for x in (prompt, chat, file)) > 1:
+        raise click.UsageError("-p, --chat and -f exclude each other")
+    set_up(4 if ctx.meta.get("pyspec.verbose") else 2)
+    tell_ignored()
+    is_talk = prompt is None and chat is None and file is None and sys.stdin.isatty()
+    if is_talk and as_json:
+        raise click.UsageError("--json wants one prompt: -p, --chat, -f or stdin")
+    text = prompt
+    if text is None and not is_talk and chat is None:
+        text = (file or click.get_text_stream("stdin", encoding="utf-8")).read()
+    ask = Ask(sampling, n_predict, stop)
+    with engine.load(max(engine.np, 1)) as loaded:
+        if is_talk:
+            talk(loaded, ask, system)
+            return
+        messages = [*_system(system), {"role": "user", "content": chat or ""}]
+        request = _request(loaded, ask, messages if text is None else text)
+        answer(loaded, request, as_json)
+
+
+def _system(text: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _request(engine: Engine, ask: Ask, prompt: str | list[dict[str, str]]) -> Request:
+    return engine.request(prompt, max_tokens=ask.n_predict, stop=ask.stop, params=ask.sampling)
+
+
+def answer(engine: Engine, request: Request, as_json: bool) -> str:
+    """Run one request and print it: as it comes, or as one JSON object at the end. Returns the text."""
+    text, tokens, done = [], [], None
+    with closing(_events(engine, request)) as events:
+        for event in events:
+            if isinstance(event, Done):
+                done = event
+                continue
+            text.append(event.text)
+            tokens += event.tokens
+            if not as_json and event.text:
+                click.echo(event.text, nl=False)
+                sys.stdout.flush()
+    assert done is not None, "a request ended without its last event"
+    if as_json:
+        click.echo(json.dumps(as_object("".join(text), tokens, done), ensure_ascii=False))
+    else:
+        click.echo()
+        click.echo(summary(done), err=True)
+    return "".join(text)
+
+
+def _events(engine: Engine, request: Request) -> Iterator[Delta | Done]:
+    return engine.run_stream(request)
+
+
+def acceptance(t: Timings) -> list[float]:
+    """Share of drafts accepted at position 1, 2, ... among those verified there."""
+    pairs = zip(t.accepted_per_pos, t.drafted_per_pos, strict=True)
+    return [round(a / d, 4) for a, d in pairs if d]
+
+
+def as_object(text: str, tokens: list[int], done: Done) -> dict[str, object]:
+    """The `--json` output."""
+    t = done.timings
+    return {
+        "text": text,
+        "tokens": tokens,
+        "finish": done.finish,
+        "stop": done.stop_string,
+        "n_prompt": done.n_prompt,
+        "n_predicted": done.n_predicted,
+        "timings": {
+            "cache_n": t.cache_n,
+            "prompt_n": t.prompt_n,
+            "prompt_ms": round(t.prompt_ms, 3),
+            "prompt_per_second": round(t.prompt_per_second, 2),
+            "predicted_n": t.predicted_n,
+            "predicted_ms": round(t.predicted_ms, 3),
+            "predicted_per_second": round(t.predicted_per_second, 2),
+            "draft_n": t.draft_n,
+            "draft_n_accepted": t.draft_n_accepted,
+            "rounds": t.n_rounds,
+            "mean_len": round(t.mean_len, 4),
+            "n_draft_used": list(t.n_draft_used),
+            "synthetic": t.synthetic,
+        },
+        "acceptance_per_position": acceptance(t),
+    }
+
+
+def summary(done: Done) -> str:
+    """One line about a finished request."""
+    t = done.timings
+    parts = [f"{done.n_predicted} tokens", f"{t.predicted_per_second:.1f} tokens/s", done.finish]
+    if t.draft_n:
+        made_up = " (made up)" if t.synthetic else ""
+        parts.insert(2, f"{t.draft_n_accepted}/{t.draft_n} drafted accepted, {t.mean_len:.2f} tokens a round{made_up}")
+    return f"[{', '.join(parts)}]"
+
+
+def talk(engine: Engine, ask: Ask, system: str) -> None:
+    """Chat until /exit or the end of input. Ctrl-C ends an answer, or the chat while nothing is being said."""
+    click.echo(f"{engine.info.model_name}: {HELP}", err=True)
+    messages = _system(system)
+    while True:
+        try:
+            said = click.prompt("", prompt_suffix="> ", default="", show_default=False).strip()
+        except click.Abort:  # end of input, or Ctrl-C at the prompt
+            click.echo()
+            return
+        if said == "/exit":
+            return
+        if said == "/clear":
+            messages = _system(system)
+        elif said.startswith("/"):
+            click.echo(HELP, err=True)
+        elif said:
+            messages = _turn(engine, ask, [*messages, {"role": "user", "content": said}])
+
+
+def _turn(engine: Engine, ask: Ask, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+    """One exchange; the conversation after it. A refused message is forgotten, an interrupted answer too."""
+    try:
+        said = answer(engine, _request(engine, ask, messages), as_json=False)
+    except RequestError as e:
+        click.echo(f"Error: {e}", err=True)
+        return messages[:-1]
+    except KeyboardInterrupt:
+        click.echo(" [stopped]")
+        return messages[:-1]
+    return [*messages, {"role": "assistant", "content": said}]

@@ -1,0 +1,97 @@
+"""`pyspec server`: load a model and serve it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import click
+
+from pyspec.cli.options import EngineChoice, engine_options, sampling_options, tell_ignored
+from pyspec.request import EngineInfo, SamplingParams
+
+AUTO_SLOTS = 4
+
+
+@click.command()
+@engine_options
+@sampling_options
+@click.option("--host", default="127.0.0.1", help="Address to listen on.")
+@click.option("--port", default=8080, help="Port; 0 picks a free one.")
+@click.option("--api-key", multiple=True, envvar="LLAMA_API_KEY", help="Key clients must send; may be repeated.")
+@click.option("--insecure", is_flag=True, help="Listen beyond this machine without a key.")
+@click.option("-a", "--alias", default="", help="The model's name in answers.")
+@click.option("--metrics/--no-metrics", default=True, help="Serve /metrics.")
+@click.option("--slots/--no-slots", default=True, help="Serve /slots.")
+@click.option("--props/--no-props", default=True, help="Serve /props.")
+@click.option("--cors-origin", multiple=True, help="Origin browsers may call from, besides this machine.")
+@click.option("--queue", default=0, help="Requests that may wait. 0: 4 for each slot, at least 16.")
+@click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="How log lines look.")
+@click.option("-lv", "--verbosity", type=click.IntRange(0, 5), default=3, help="0 silent, 3 normal, 5 everything.")
+@click.pass_context
+def server(
+    ctx: click.Context,
+    engine: EngineChoice,
+    sampling: SamplingParams,
+    n_predict: int,
+    host: str,
+    port: int,
+    api_key: tuple[str, ...],
+    insecure: bool,
+    alias: str,
+    metrics: bool,
+    slots: bool,
+    props: bool,
+    cors_origin: tuple[str, ...],
+    queue: int,
+    log_format: str,
+    verbosity: int,
+) -> None:
+    """Serve a model over HTTP: the OpenAI API and llama-server's.
+
+    Example: pyspec server demo -np 8
+    """
+    from pyspec.cli.logs import set_up
+    from pyspec.server.serve import run
+    from pyspec.server.settings import ServerSettings
+
+    set_up(5 if ctx.meta.get("pyspec.verbose") else verbosity, log_format)
+    tell_ignored()
+    settings = ServerSettings(
+        host=host,
+        port=port,
+        api_keys=api_key,
+        insecure=insecure,
+        alias=alias,
+        metrics=metrics,
+        slots=slots,
+        props=props,
+        cors_origins=cors_origin,
+        sampling=sampling,
+        max_tokens=n_predict,
+    )
+    settings.check()
+    engine = replace(engine, settings={**engine.settings, "queue": queue})
+    n_slot = engine.np if engine.np > 0 else AUTO_SLOTS
+    with engine.load(n_slot) as loaded:
+
+        def ready(url: str) -> None:
+            for line in banner(loaded.info, url) if log_format == "text" else ():
+                click.echo(line, err=True)
+
+        run(loaded, settings, ready)
+
+
+def banner(info: EngineInfo, url: str) -> list[str]:
+    """What runs, in a few lines, once requests are taken."""
+    lines = [
+        f"model    {info.model_name} ({info.arch}, {info.n_params / 1e9:.3g} B parameters, {info.n_bytes / 1e9:.3g} GB)",
+        f"device   {info.device}",
+        f"draft    {info.draft_note}",
+        f"slots    {info.n_slot}, {info.n_ctx} tokens each",
+        f"url      {url}  (OpenAI API at {url}/v1)",
+    ]
+    if info.synthetic_len:
+        lines.insert(
+            3, f"WARNING  acceptance is made up (--spec-synth-len {info.synthetic_len:g}): text is not the model's"
+        )
+    return lines

@@ -1,0 +1,49 @@
+"""`pyspec tokenize`: text to token ids, with the tokenizer of a GGUF file."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from pyspec.cli.options import ModelChoice, model_options
+
+
+@click.command()
+@model_options
+@click.option("--text", default=None, help="Text to tokenize.")
+@click.option("-f", "--file", type=click.File("rb"), help="File with the text; - is stdin.")
+@click.option("--bos/--no-bos", default=True, help="Add the begin-of-text token if the model has one.")
+@click.option("--parse-special/--no-parse-special", default=True, help="Read <|...|> as special tokens.")
+@click.option("--json", "as_json", is_flag=True, help="Print {tokens, pieces, n_tokens}.")
+def tokenize(
+    choice: ModelChoice,
+    text: str | None,
+    file: click.utils.LazyFile | None,
+    bos: bool,
+    parse_special: bool,
+    as_json: bool,
+) -> None:
+    """Print the token ids of a text.
+
+    One line each, with its piece. The file needs only a vocabulary."""
+    from pyspec.catalog import resolve
+    from pyspec.gguf import open_gguf
+    from pyspec.text.tokenizer import Tokenizer
+
+    if (text is None) == (file is None):
+        raise click.UsageError("want either --text or --file")
+    if file is not None:
+        try:
+            text = file.read().decode("utf-8")  # bytes, so that line ends stay as they are
+        except UnicodeDecodeError as e:
+            raise click.UsageError(f"{file.name} is not UTF-8: byte {e.start}") from e
+    assert text is not None
+    tokenizer = Tokenizer.from_metadata(open_gguf(resolve(choice.target())[0]).metadata)
+    ids = tokenizer.encode(text, add_special=bos, parse_special=parse_special)
+    pieces = [tokenizer.piece(i) for i in ids]
+    if as_json:
+        click.echo(json.dumps({"tokens": list(ids), "pieces": pieces, "n_tokens": len(ids)}, ensure_ascii=False))
+        return
+    for i, piece in zip(ids, pieces, strict=True):
+        click.echo(f"{i:>7}  {json.dumps(piece, ensure_ascii=False)}")

@@ -1,0 +1,219 @@
+"""The catalogue: names become files, and what is wrong is said in one line."""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pyspec import catalog, hub
+from pyspec.catalog import RUNS, catalogue, find, parse, resolve
+from pyspec.errors import ConfigError, DownloadError
+
+MINIMAL = 'schema = 1\n[model.x]\ntitle = "X"\narch = "llama"\n'
+
+
+def test_the_packaged_pair_is_what_the_catalogue_says():
+    entry = catalogue()["demo"]
+    target, draft = resolve("demo")
+    assert entry.draft is not None and draft is not None and entry.target is not None
+    for path, source in ((target, entry.target), (draft, entry.draft.source)):
+        data = path.read_bytes()
+        assert len(data) == source.bytes
+        assert hashlib.sha256(data).hexdigest() == source.sha256
+
+
+def test_the_catalogue_agrees_with_the_packaged_files():
+    from pyspec.gguf import open_gguf
+
+    entry = catalogue()["demo"]
+    target, draft = resolve("demo")
+    assert draft is not None and entry.draft is not None
+    file = open_gguf(target)
+    assert file.architecture == entry.arch
+    assert file.metadata[f"{entry.arch}.context_length"] == entry.ctx_train
+    assert open_gguf(draft).metadata["dflash.block_size"] == entry.draft.block
+
+
+def test_architectures_that_run_are_those_of_the_models_package():
+    from pyspec.models import ARCHITECTURES
+
+    assert set(RUNS) == set(ARCHITECTURES)
+
+
+def test_every_entry_says_where_it_comes_from_or_is_refused_with_the_reason():
+    for entry in catalogue().values():
+        assert entry.runs or entry.arch not in RUNS
+        if not entry.runs:
+            with pytest.raises(ConfigError, match=entry.arch):
+                entry.fetch()
+        else:
+            assert entry.target is not None
+
+
+def test_names_are_found_in_any_case():
+    assert find("DEMO") is catalogue()["demo"]
+    assert find("Qwen3.6-27B") is catalogue()["qwen3.6-27b"]
+
+
+def test_a_file_comes_before_a_name_and_has_no_drafter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("demo").write_bytes(b"")
+    assert resolve("demo") == (Path("demo"), None)
+
+
+def test_a_folder_does_not_hide_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("demo").mkdir()
+    assert resolve("demo")[0].name == "pyspec-demo.gguf"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("dmeo", "did you mean 'demo'"),
+        ("qwen3.6-27", "did you mean 'qwen3.6-27b'"),
+        ("zzzzzz", "pyspec models"),
+        ("user/repo", "-hf user/repo"),
+        ("./gone.gguf", "no file ./gone.gguf"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_a_hint(name: str, hint: str):
+    with pytest.raises(ConfigError, match=hint):
+        resolve(name)
+
+
+def test_a_mistyped_file_is_answered_with_its_neighbour(tmp_path: Path):
+    (tmp_path / "model-q8.gguf").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"did you mean .*model-q8\.gguf"):
+        resolve(str(tmp_path / "model-q9.gguf"))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("schema = 2", "schema is 2"),
+        ("schema = 1\nmodels = 3", "did you mean 'model'"),
+        (MINIMAL + "tittle = 1", "did you mean 'title'"),
+        (MINIMAL + 'ctx_train = "long"', "want int"),
+        (MINIMAL + 'target = { file = "a.gguf" }', "either packaged or repo"),
+        (MINIMAL + 'target = { repo = "a/b", quants = "Q8_0" }', "did you mean 'quant'"),
+        (MINIMAL + 'draft = { kind = "dflash" }', "'source' is missing"),
+        ('schema = 1\n[model.x]\ntitle = "X"', "'arch' is missing"),
+        ("schema = 1\nmodel = 3", "want a table"),
+        ("schema = ", "models.toml"),
+    ],
+)
+def test_a_wrong_catalogue_is_refused_with_the_place(text: str, message: str):
+    with pytest.raises(ConfigError, match=message):
+        parse(text)
+
+
+def test_a_download_nobody_knows_is_said():
+    with pytest.raises(ConfigError, match="knows no download"):
+        parse(MINIMAL)["x"].fetch()
+
+
+FILES = [
+    "README.md",
+    "m-Q8_0.gguf",
+    "m-Q4_K_M.gguf",
+    "mmproj-F16.gguf",
+    "dflash-m-Q4_K_M.gguf",
+    "BF16/m-BF16-00001-of-00002.gguf",
+    "BF16/m-BF16-00002-of-00002.gguf",
+]
+
+
+def test_without_a_quant_q4_k_m_is_chosen_and_sidecars_never():
+    assert hub.choose(FILES) == ["m-Q4_K_M.gguf"]
+    assert hub.choose(["mmproj-F16.gguf", "b-Q6_K.gguf", "a-Q5_0.gguf"]) == ["a-Q5_0.gguf"]
+
+
+def test_a_quant_is_found_in_any_case_with_all_shards():
+    assert hub.choose(FILES, "q8_0") == ["m-Q8_0.gguf"]
+    assert hub.choose(FILES, "bf16") == FILES[-2:]
+
+
+def test_a_file_is_taken_by_its_exact_name_even_a_sidecar():
+    assert hub.choose(FILES, file="dflash-m-Q4_K_M.gguf") == ["dflash-m-Q4_K_M.gguf"]
+    with pytest.raises(ConfigError, match=r"did you mean m-Q8_0\.gguf"):
+        hub.choose(FILES, file="m-Q8.gguf", repo="a/b")
+
+
+def test_a_quant_is_a_whole_word():
+    with pytest.raises(ConfigError, match="has no Q8_0 file"):
+        hub.choose(["m-Q8_0_XL.gguf"], "Q8_0", repo="a/b")
+
+
+def test_a_missing_shard_is_said():
+    with pytest.raises(ConfigError, match="1 are missing"):
+        hub.choose(FILES[:-1], "BF16")
+
+
+def test_hf_names_are_split_and_checked():
+    assert hub.split_name("user/repo:Q8_0") == ("user/repo", "Q8_0")
+    assert hub.split_name("user/repo") == ("user/repo", "")
+    with pytest.raises(ConfigError, match="user/repo"):
+        hub.split_name("repo")
+
+
+def test_a_failing_download_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    import huggingface_hub
+
+    def fail(self: object, repo: str) -> list[str]:
+        raise huggingface_hub.errors.OfflineModeIsEnabled("first line\nsecond line")
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", fail)
+    with pytest.raises(DownloadError, match=r"^user/repo can not be had: first line$"):
+        hub.from_hub("user/repo")
+
+
+def test_offline_looks_only_into_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    import huggingface_hub
+
+    def cached(repo: str, local_files_only: bool = False) -> str:
+        assert local_files_only
+        return str(tmp_path)
+
+    (tmp_path / "m-Q8_0.gguf").write_bytes(b"")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", cached)
+    assert hub.from_hub("user/repo") == tmp_path / "m-Q8_0.gguf"
+
+
+def test_a_download_fetches_every_shard_and_returns_the_first(monkeypatch: pytest.MonkeyPatch):
+    import huggingface_hub
+
+    fetched: list[str] = []
+
+    def download(repo: str, name: str) -> str:
+        fetched.append(name)
+        return f"/cache/{name}"
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, repo: FILES)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert hub.from_hub("user/repo", "BF16") == Path("/cache") / FILES[-2]
+    assert fetched == FILES[-2:]
+
+
+def test_a_truncated_package_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "demo").mkdir()
+    (tmp_path / "demo" / "pyspec-demo.gguf").write_bytes(b"short")
+    monkeypatch.setattr(catalog, "files", lambda package: tmp_path)
+    with pytest.raises(ConfigError, match=r"has 5 bytes, want 22806560"):
+        catalogue()["demo"].fetch()
+
+
+def test_names_are_resolved_without_torch_and_without_the_hub_client():
+    code = (
+        "import sys; from pyspec.catalog import resolve; resolve('demo'); "
+        "print(sorted(set(sys.modules) & {'torch', 'numpy', 'huggingface_hub'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
