@@ -88,47 +88,52 @@ def argmax(logits: Tensor) -> Tensor:
     return best * _BLOCK + block.argmax(-1)
 
 
-def best(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The k best candidates of each row and possibly a few more, without a full sort.
+def best(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k best candidates of each row and some more, without a full sort.
 
     ids      [row, n]  int64  ascending
-    values   [row, n]  f32
-    unsure   [row]     bool   too many ties at the edge: which of them came out is up to the device
+    values   [row, n]  f32    what is larger than the least of these is complete; the least itself may be tied outside
     """
-    n = min(k + _N_SPARE + 1, logits.shape[1])
-    values, ids = logits.topk(n)
-    unsure = (values[:, k - 1] == values[:, -1]) & (n < logits.shape[1])
+    values, ids = logits.topk(min(k + _N_SPARE, logits.shape[1]))
     ids, order = ids.sort(-1)
-    return ids, values.gather(1, order), unsure
+    return ids, values.gather(1, order)
 
 
 def ranked(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Ids and values of the k best candidates of each row, best first, the lower id first among equals. [row, k] each"""
-    ids, values, unsure = best(logits, k)
-    if bool(unsure.any()):
-        values, ids = logits.sort(dim=-1, descending=True, stable=True)
-        return ids[:, :k], values[:, :k]
+    ids, values = best(logits, k)
     values, order = values.sort(dim=-1, descending=True, stable=True)
-    return ids.gather(1, order)[:, :k], values[:, :k]
+    ids = ids.gather(1, order)
+    if ids.shape[1] < logits.shape[1] and bool((values[:, k - 1] == values[:, -1]).any()):
+        values, ids = logits.sort(dim=-1, descending=True, stable=True)
+    return ids[:, :k], values[:, :k]
 
 
-def pick(logits: Tensor, settings: Settings) -> Tensor:
-    """Cut and draw: the chosen candidate's column. Rows must have a finite maximum (otherwise the column means nothing).
+def mass(logits: Tensor) -> Tensor:
+    """Sum of each row's fixed-point weights. [row, 1] int64"""
+    scaled = (logits - logits.amax(-1, keepdim=True)).double()
+    return (scaled.exp() * _UNIT).long().sum(-1, keepdim=True)
 
-    logits  [row, n]  f32  candidates in ascending order of id
-    return  [row]     int64
+
+def pick(logits: Tensor, settings: Settings, total: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Cut and draw. A row without a finite maximum gives a column that means nothing.
+
+    logits  [row, n]  f32    candidates in ascending order of id
+    total   [row, 1]  int64  mass of the whole row, if the candidates are not all of it and top-p needs to know
+    return  [row]     int64  the chosen candidate's column
+            [row]     bool   a survivor equals the least candidate: wrong if there are more candidates elsewhere
     """
-    keep = survivors(logits, settings) if settings.cuts else torch.ones_like(logits, dtype=torch.bool)
+    keep = survivors(logits, settings, total) if settings.cuts else torch.ones_like(logits, dtype=torch.bool)
     top = logits.masked_fill(~keep, -math.inf).amax(-1, keepdim=True)
     scaled = (logits - top).double() / settings.temperature
-    mass = _weights(scaled, keep).cumsum(-1)
-    total = mass[:, -1:]
-    target = torch.minimum((settings.noise * total).long(), total - 1)
-    return torch.searchsorted(mass, target, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
+    below = _weights(scaled, keep).cumsum(-1)
+    target = torch.minimum((settings.noise * below[:, -1:]).long(), below[:, -1:] - 1)
+    column = torch.searchsorted(below, target, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
+    return column, (keep & (logits == logits.amin(-1, keepdim=True))).any(-1)
 
 
-def survivors(logits: Tensor, settings: Settings) -> Tensor:
-    """Candidates left after top-k, typical, top-p and min-p. Same layout as `logits`; bool."""
+def survivors(logits: Tensor, settings: Settings, total: Tensor | None = None) -> Tensor:
+    """Candidates left after top-k, typical, top-p and min-p. Same layout as `logits`; bool. `total` as for `pick`."""
     if not settings.nucleus:
         return logits >= logits.amax(-1, keepdim=True) + settings.min_p
     values, order = logits.sort(dim=-1, descending=True, stable=True)
@@ -139,7 +144,7 @@ def survivors(logits: Tensor, settings: Settings) -> Tensor:
     weights = _weights(scaled, keep)
     rank = keep.long().cumsum(-1) - 1
     before = weights.cumsum(-1) - weights
-    enough = before >= settings.top_p * weights.sum(-1, keepdim=True)
+    enough = before >= settings.top_p * (weights.sum(-1, keepdim=True) if total is None else total)
     keep &= ~enough | (settings.top_p >= 1) | (rank < settings.min_keep.clamp(min=1))
     top = values.masked_fill(~keep, -math.inf).amax(-1, keepdim=True)
     keep &= (values >= top + settings.min_p) | (rank < settings.min_keep.clamp(min=1))

@@ -2,8 +2,8 @@
 
 Sample-and-compare: every row's token is chosen as plain decoding would choose it, and drafts count only as long as they
 equal those choices. As choices depend on (logits, history, seed, position) alone, the text is the same whatever was
-drafted. All slots share one pass per kind of work and one copy to the host; a second copy happens only for logprobs or
-if more than 32 candidates tie at the edge of top-k.
+drafted. All slots share one pass per kind of work and one copy to the host. A second copy happens for logprobs, or if the
+candidates looked at do not decide a row: over 32 ties at the edge of top-k, over 1024 tokens inside top-p or min-p.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from pyspec.errors import SlotError
-from pyspec.request import TokenLogprob
+from pyspec.request import SamplingParams, TokenLogprob
 from pyspec.sample import chain, edits
 from pyspec.sample.sampler import SlotSampler
 from pyspec.sample.synth import SynthAcceptance
 
-_MAX_NARROW = 1024  # up to this top-k, the k best are found without sorting the vocabulary
+_MAX_NARROW = 1024  # so many candidates are found without sorting the vocabulary
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,15 @@ class _Work:
         sampler = self.span.sampler
         if sampler.params.greedy:
             return "edited" if sampler.edits_logits else "greedy"
-        return "narrow" if 0 < sampler.params.top_k <= _MAX_NARROW else "full"
+        return _sampling_kind(sampler.params)
+
+
+def _sampling_kind(params: SamplingParams) -> str:
+    """narrow: top-k leaves few. short: other cuts that follow the order will, most likely. full: anything may be drawn."""
+    if 0 < params.top_k <= _MAX_NARROW:
+        return "narrow"
+    cuts = params.top_p < 1 or params.min_p > 0
+    return "short" if params.top_k <= 0 and params.typical_p >= 1 and cuts else "full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +117,13 @@ def _pick_all(logits: Tensor, work: list[_Work]) -> list[tuple[list[int], list[f
     out: list[tuple[list[int], list[float]]] = [([], [])] * len(work)
     row = 0
     for kind, members in groups.items():
-        n_group = sum(work[i].n_row for i in members)
-        if any(unsure[row : row + n_group]):
-            tokens[row : row + n_group] = _pick("full", batches[kind], [work[i] for i in members]).tokens.tolist()
+        first = row
         for i in members:
             end = row + work[i].n_row
-            out[i] = [int(token) for token in tokens[row:end]], peaks[row:end]
+            found_tokens = [int(token) for token in tokens[row:end]]
+            if any(unsure[row:end]):
+                found_tokens = _pick("full", batches[kind][row - first : end - first], [work[i]]).tokens.tolist()
+            out[i] = found_tokens, peaks[row:end]
             row = end
     return out
 
@@ -141,7 +150,7 @@ def _take(logits: Tensor, rows: list[int]) -> Tensor:
 
 
 def _pick(kind: str, logits: Tensor, work: list[_Work]) -> _Picks:
-    """Choose from rows that are edited already. "narrow" may come back unsure, the rest never does."""
+    """Choose from rows that are edited already. "narrow" and "short" may come back unsure."""
     if kind in ("greedy", "edited"):
         tokens = chain.argmax(logits)
         peaks = logits.gather(1, tokens[:, None]).squeeze(1)
@@ -149,13 +158,15 @@ def _pick(kind: str, logits: Tensor, work: list[_Work]) -> _Picks:
     params = [w.span.sampler.params for w in work for _ in range(w.n_row)]
     noise = [u for w in work for u in w.span.sampler.noise(w.n_row).tolist()]
     settings = chain.Settings.stack(params, noise, logits.shape[1], logits.device)
-    if kind == "narrow":
-        k = min(max(p.top_k for p in params), logits.shape[1])
-        ids, values, unsure = chain.best(logits, k)
-        tokens = ids.gather(1, chain.pick(values, settings)[:, None]).squeeze(1)
-        return _Picks(tokens, values.amax(-1), unsure)
-    tokens = chain.pick(logits, settings)
-    return _Picks(tokens, logits.amax(-1), torch.zeros_like(tokens, dtype=torch.bool))
+    if kind == "full":
+        tokens, unsure = chain.pick(logits, settings)
+        return _Picks(tokens, logits.amax(-1), torch.zeros_like(unsure))
+    k = max(p.top_k for p in params) if kind == "narrow" else _MAX_NARROW
+    total = chain.mass(logits) if kind == "short" and any(p.top_p < 1 for p in params) else None
+    ids, values = chain.best(logits, k)
+    column, unsure = chain.pick(values, settings, total)
+    incomplete = values.shape[1] < logits.shape[1]
+    return _Picks(ids.gather(1, column[:, None]).squeeze(1), values.amax(-1), unsure & incomplete)
 
 
 def _accept(work: _Work, tokens: list[int], peaks: list[float], synth: SynthAcceptance | None) -> Chosen:

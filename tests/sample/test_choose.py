@@ -237,6 +237,18 @@ def test_a_large_vocabulary_gives_what_a_full_sort_gives():
         assert one(logits[:1], narrow).tokens == one(logits[:1], full).tokens
 
 
+@pytest.mark.parametrize("changes", [{"top_p": 0.9}, {"min_p": 0.01}, {"top_p": 0.5, "min_keep": 3}, {"top_p": 0.999}])
+@pytest.mark.parametrize("sharpness", [0.1, 1.5, 4.0])
+def test_cuts_on_the_best_candidates_are_those_on_all(changes, sharpness):
+    """Without top-k only 1024 candidates are looked at first; top-k of almost everything takes the long way."""
+    logits = torch.randn(40, 5000, generator=torch.Generator().manual_seed(4)).mul(sharpness).bfloat16().float()
+    short = [sampler(n_vocab=5000, seed=i, **{**PLAIN, **changes}) for i in range(40)]
+    full = [sampler(n_vocab=5000, seed=i, **{**PLAIN, **changes, "top_k": 5000}) for i in range(40)]
+    found = choose(logits, [Span(s, i, 1) for i, s in enumerate(short)])
+    assert found == choose(logits, [Span(s, i, 1) for i, s in enumerate(full)])
+    assert len({c.tokens[0] for c in found}) > 5
+
+
 def test_no_spans_no_work():
     assert choose(torch.zeros(0, N_VOCAB), []) == []
 

@@ -54,7 +54,7 @@ def test_draws_of_evenly_spread_numbers_follow_llama_cpp_probabilities(case):
     params, n = SamplingParams(**case["params"]), 2000
     rows = LOGITS[case["row"]].expand(n, -1).contiguous()
     settings = chain.Settings.stack([params] * n, [(i + 0.5) / n for i in range(n)], rows.shape[1], rows.device)
-    share = torch.bincount(chain.pick(rows, settings), minlength=rows.shape[1]) / n
+    share = torch.bincount(chain.pick(rows, settings)[0], minlength=rows.shape[1]) / n
     expected = torch.zeros(rows.shape[1])
     for token, p in case["probs"]:
         expected[token] = p
