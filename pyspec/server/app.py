@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from pyspec.errors import NotFound, NotSupported, PyspecError, Unavailable
 from pyspec.server import views
-from pyspec.server.ask import chat_ids, validate
+from pyspec.server.ask import validate
 from pyspec.server.body import ClientGone, on_gone, parse_object, read_body
 from pyspec.server.engine import EngineLike
 from pyspec.server.envelope import JSON, error_body, on_bug, on_error, on_http_error
@@ -28,7 +28,7 @@ from pyspec.server.generate import generation
 from pyspec.server.metrics import EngineCollector, exposition
 from pyspec.server.openapi import document
 from pyspec.server.page import page
-from pyspec.server.prompts import check_ids, mixed_ids, render_chat
+from pyspec.server.prompts import chat_ids, chat_text, check_ids, mixed_ids
 from pyspec.server.schema import ChatBody, DetokenizeBody, TemplateBody, TokenizeBody
 from pyspec.server.service import Service
 from pyspec.server.settings import ServerSettings
@@ -251,7 +251,7 @@ def _apply_template(service: Service, raw: bytes) -> object:
     value = parse_object(raw, service.settings.limits)
     refuse_unsupported(value)
     body = validate(TemplateBody, value)
-    return {"prompt": render_chat(service.engine.template, body, service.settings.limits)}
+    return {"prompt": chat_text(service.engine.template, body, service.settings.limits)}
 
 
 def _input_tokens(service: Service, raw: bytes) -> object:

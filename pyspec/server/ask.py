@@ -18,7 +18,7 @@ from pyspec.request import EngineInfo, Request, SamplingParams
 from pyspec.server.body import parse_object
 from pyspec.server.engine import EngineLike, TokenizerLike
 from pyspec.server.params import draft_limit, sampling_params, stop_strings
-from pyspec.server.prompts import prompt_ids, render_chat, split_prompts
+from pyspec.server.prompts import chat_ids, prompt_ids, split_prompts
 from pyspec.server.schema import SEED_MAX, Body, ChatBody, Generate, NativeBody, TextBody
 from pyspec.server.settings import Limits, ServerSettings
 from pyspec.server.unsupported import refuse_tool_calls, refuse_unsupported
@@ -122,16 +122,6 @@ def _tokenise(body: Generate, engine: EngineLike, limits: Limits) -> list[list[i
         return [chat_ids(engine, body, limits)]
     assert isinstance(body, NativeBody | TextBody)
     return [prompt_ids(engine.tokenizer, prompt) for prompt in split_prompts(body.prompt, limits)]
-
-
-def chat_ids(engine: EngineLike, body: ChatBody, limits: Limits) -> list[int]:
-    """Ids of a rendered chat. A template that writes BOS itself does not get a second one."""
-    text = render_chat(engine.template, body, limits)
-    bos = engine.info.bos_token
-    ids = engine.tokenizer.encode(text, add_special=not (bos and text.startswith(bos)), parse_special=True)
-    if not ids:
-        raise RequestError("messages: the rendered prompt is empty")
-    return list(ids)
 
 
 def _n_choices(body: Generate, info: EngineInfo, n_prompt: int) -> int:

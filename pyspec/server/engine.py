@@ -29,7 +29,7 @@ class TokenizerLike(Protocol):
 
 
 class TemplateLike(Protocol):
-    """The model's chat template."""
+    """The model's chat template. Raises BadTemplate when it refuses the messages."""
 
     def render(
         self,
@@ -39,6 +39,18 @@ class TemplateLike(Protocol):
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] = ...,
     ) -> str: ...
+
+    def encode(
+        self,
+        tokenizer: Any,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        kwargs: Mapping[str, Any] = ...,
+    ) -> list[int]:
+        """Ids of the rendered chat, BOS where the model wants one and the template wrote none."""
+        ...
 
 
 class EngineLike(Protocol):

@@ -41,7 +41,7 @@ class Gate:
         headers = Headers(scope=scope)
         origin = headers.get("origin")
         if origin and scope["method"] not in ("GET", "HEAD", "OPTIONS") and not self._is_known(origin, headers):
-            return Refused(403, f"pages of {origin[:80]} may not use this server; allow them with --cors-origins")
+            return Refused(403, f"pages of {origin[:80]} may not use this server; allow them with --cors-origin")
         if self._keys and scope["path"] not in PUBLIC and not self._has_key(headers):
             return Refused(401, "invalid api key; send it as Authorization: Bearer KEY")
         return None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from pyspec.errors import BadTemplate, NotSupported, RequestError
-from pyspec.server.engine import TemplateLike, TokenizerLike
+from pyspec.server.engine import EngineLike, TemplateLike, TokenizerLike
 from pyspec.server.schema import Chat, Message
 from pyspec.server.settings import Limits
 
@@ -57,8 +59,19 @@ def check_ids(ids: Sequence[int], n_vocab: int) -> None:
             raise RequestError(f"token {token} is outside 0..{n_vocab - 1}")
 
 
-def render_chat(template: TemplateLike | None, body: Chat, limits: Limits) -> str:
-    """The prompt text of a chat. A template that refuses the messages is the request's fault, not the server's."""
+@dataclass(frozen=True)
+class Rendering:
+    """What the template is called with."""
+
+    template: TemplateLike
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+    add_generation_prompt: bool
+    kwargs: dict[str, Any]
+
+
+def rendering(template: TemplateLike | None, body: Chat, limits: Limits) -> Rendering:
+    """Check a chat body against the limits and lay it out for the template."""
     if template is None:
         raise NotSupported("this model has no chat template; use /v1/completions")
     if body.continue_final_message:
@@ -69,11 +82,45 @@ def render_chat(template: TemplateLike | None, body: Chat, limits: Limits) -> st
         raise RequestError(f"chat_template_kwargs: {min(clash)} has a field of its own")
     if body.reasoning_effort is not None:
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
-    messages = [_plain(message, i, limits) for i, message in enumerate(body.messages)]
-    tools = [tool.model_dump() for tool in body.tools or ()] or None
-    add_prompt = body.add_generation_prompt is not False
+    return Rendering(
+        template,
+        messages=[_plain(message, i, limits) for i, message in enumerate(body.messages)],
+        tools=[tool.model_dump() for tool in body.tools or ()] or None,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        kwargs=kwargs,
+    )
+
+
+def chat_text(template: TemplateLike | None, body: Chat, limits: Limits) -> str:
+    """The prompt text of a chat."""
+    r = rendering(template, body, limits)
+    with _blaming_messages():
+        return r.template.render(
+            r.messages, tools=r.tools, add_generation_prompt=r.add_generation_prompt, kwargs=r.kwargs
+        )
+
+
+def chat_ids(engine: EngineLike, body: Chat, limits: Limits) -> list[int]:
+    """The prompt ids of a chat."""
+    r = rendering(engine.template, body, limits)
+    with _blaming_messages():
+        ids = r.template.encode(
+            engine.tokenizer,
+            r.messages,
+            tools=r.tools,
+            add_generation_prompt=r.add_generation_prompt,
+            kwargs=r.kwargs,
+        )
+    if not ids:
+        raise RequestError("messages: the rendered prompt is empty")
+    return list(ids)
+
+
+@contextmanager
+def _blaming_messages() -> Iterator[None]:
+    """A template that refuses the messages is the request's fault, not the server's."""
     try:
-        return template.render(messages, tools=tools, add_generation_prompt=add_prompt, kwargs=kwargs)
+        yield
     except BadTemplate as error:
         raise RequestError(f"messages: the chat template refused them: {error}") from error
 

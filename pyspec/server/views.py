@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pyspec
@@ -85,7 +86,7 @@ def slot_view(slot: SlotInfo, info: EngineInfo) -> dict[str, Any]:
         "n_ctx": slot.n_ctx,
         "speculative": slot.speculative,
         "is_processing": slot.is_processing,
-        "id_task": int(slot.request) if slot.request.isdecimal() else -1,
+        "id_task": _task_number(slot.request),
         "request": slot.request,
         "state": slot.state,
         "n_past": slot.n_past,
@@ -106,6 +107,12 @@ def slot_view(slot: SlotInfo, info: EngineInfo) -> dict[str, Any]:
     if slot.params is not None:
         view["params"] = settings_dict(slot.params) | {"speculative.types": info.drafter}
     return view
+
+
+def _task_number(request: str) -> int:
+    """llama-server numbers its tasks; ours have ids that end in a number. -1: none."""
+    digits = re.search(r"\d+$", request)
+    return int(digits[0]) if digits else -1
 
 
 def ready_view(service: Service, metrics: Metrics) -> tuple[bool, dict[str, Any]]:

@@ -1,30 +1,15 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import pytest
 from server_fakes import FakeEngine
+from server_live import Live, wait_for
 
 from pyspec.server.app import create_app
-from pyspec.server.serve import Server, bind, make_server
+from pyspec.server.serve import bind, make_server
 from pyspec.server.settings import Limits, ServerSettings
-
-
-@dataclass
-class Live:
-    """A server on a real port, in a thread."""
-
-    engine: FakeEngine
-    server: Server
-    thread: threading.Thread
-    port: int
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
 
 
 @pytest.fixture
@@ -54,12 +39,3 @@ def serve(engine: FakeEngine) -> Iterator[Callable[..., Live]]:
         live.server.should_exit = True
         live.thread.join(timeout=10)
         assert not live.thread.is_alive()
-
-
-def wait_for(claim: Callable[[], bool], timeout_s: float = 2.0) -> float:
-    """Wait until `claim` holds; the seconds it took. Fails after `timeout_s`."""
-    start = time.monotonic()
-    while not claim():
-        assert time.monotonic() - start < timeout_s, "it did not happen in time"
-        time.sleep(0.005)
-    return time.monotonic() - start

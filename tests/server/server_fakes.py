@@ -67,6 +67,18 @@ class LineTemplate:
         lines += [f"{name}={value}\n" for name, value in kwargs.items()]
         return "".join(lines) + ("assistant: " if add_generation_prompt else "")
 
+    def encode(
+        self,
+        tokenizer: ByteTokenizer,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        kwargs: Mapping[str, Any] = {},
+    ) -> list[int]:
+        text = self.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs)
+        return tokenizer.encode(text, add_special=True, parse_special=True)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Script:

@@ -272,9 +272,3 @@ def test_tools_are_rendered_when_nothing_counts_on_parsed_calls(app: App, engine
     assert app.post("/v1/chat/completions", CHAT | {"tools": tools}).status_code == 501
     assert app.post("/v1/chat/completions", CHAT | {"tools": tools, "tool_choice": "none"}).status_code == 200
     assert b"tool: clock" in bytes(t for t in engine.seen[0].prompt if t < 256)
-
-
-def test_a_template_that_writes_bos_gets_no_second_one(app: App, engine: FakeEngine) -> None:
-    messages = [{"role": "<s>", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    assert app.post("/v1/chat/completions", {"messages": messages}).status_code == 200
-    assert BOS not in engine.seen[0].prompt

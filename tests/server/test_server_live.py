@@ -20,9 +20,9 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from conftest import Live, wait_for
 from server_client import parse_events
 from server_fakes import FakeEngine, Script
+from server_live import Live, wait_for
 
 from pyspec.server.settings import Limits
 
