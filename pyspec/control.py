@@ -9,51 +9,67 @@ time wins; that may be no draft at all. A slot that does not draft is tried agai
 from __future__ import annotations
 
 import bisect
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from statistics import median
 
 DECAY = 0.96  # of a slot's counts per round
 PRIOR_WEIGHT = 3.0
 OPTIMISM = 0.8  # conditional acceptance before anything is known
 MARGIN = 1.02  # a draft must promise this much more than none
 PROBE_FIRST, PROBE_LAST, PROBE_DRAFT = 32, 512, 4  # rounds between probes of a silent slot; tokens of a probe
+N_SAMPLE, N_TRUST = 5, 3  # samples kept per size; samples needed to believe them
+DOUBT_EVERY = 512  # rounds
 PLAIN_EVERY = 384  # rounds after which the cost of an undrafted round is measured again
 
 
 class Timer:
-    """Milliseconds by size: measured where it was measured, straight lines between, flat outside.
+    """Milliseconds by size: the median of the last samples, straight lines between sizes, flat outside.
 
-    Flat is the optimistic guess for a bandwidth-bound forward; trying it corrects it.
+    Flat is the optimistic guess for a bandwidth-bound forward; trying it corrects it. A size is trusted from its third
+    sample on, so that one hiccup of the machine does not rule a draft length out, and less when it has not been seen for
+    long.
     """
 
     def __init__(self) -> None:
-        self.sizes: list[int] = []
-        self.ms: list[float] = []
+        self.samples: dict[int, deque[float]] = {}
+        self.fresh: set[int] = set()
+        self._sizes: list[int] = []  # trusted ones, ascending
+        self._ms: list[float] = []
 
     def add(self, size: int, ms: float) -> None:
-        i = bisect.bisect_left(self.sizes, size)
-        if i < len(self.sizes) and self.sizes[i] == size:
-            sample = min(ms, 3 * self.ms[i])  # one hiccup of the machine is not a trend
-            self.ms[i] += 0.15 * (sample - self.ms[i])
-        else:
-            self.sizes.insert(i, size)
-            self.ms.insert(i, ms)
+        self.samples.setdefault(size, deque(maxlen=N_SAMPLE)).append(ms)
+        self.fresh.add(size)
+        if self.knows(size):
+            self._tabulate()
+
+    def _tabulate(self) -> None:
+        self._sizes = sorted(size for size in self.samples if self.knows(size))
+        self._ms = [median(self.samples[size]) for size in self._sizes]
 
     def knows(self, size: int) -> bool:
-        i = bisect.bisect_left(self.sizes, size)
-        return i < len(self.sizes) and self.sizes[i] == size
+        return len(self.samples.get(size, ())) >= N_TRUST
+
+    def doubt(self) -> None:
+        """Sizes not seen since the last call need a new sample before they are trusted again."""
+        for size, samples in self.samples.items():
+            while size not in self.fresh and len(samples) >= N_TRUST:
+                samples.popleft()
+        self.fresh.clear()
+        self._tabulate()
 
     def __call__(self, size: int) -> float:
-        if not self.sizes:
+        if not self._sizes:
             return 1.0
-        i = bisect.bisect_left(self.sizes, size)
-        if i == len(self.sizes):
-            return self.ms[-1]
-        if i == 0 or self.sizes[i] == size:
-            return self.ms[i]
-        a, b = self.sizes[i - 1], self.sizes[i]
-        return self.ms[i - 1] + (self.ms[i] - self.ms[i - 1]) * (size - a) / (b - a)
+        i = bisect.bisect_left(self._sizes, size)
+        if i == len(self._sizes):
+            return self._ms[-1]
+        if i == 0 or self._sizes[i] == size:
+            return self._ms[i]
+        a, b = self._sizes[i - 1], self._sizes[i]
+        return self._ms[i - 1] + (self._ms[i] - self._ms[i - 1]) * (size - a) / (b - a)
 
 
 @dataclass(slots=True)
@@ -93,13 +109,19 @@ class Controller:
     n_max: int
     chained: bool = False
     fixed: bool = False
+    force: int | None = None  # warm-up sets the length itself
     verify_ms: Timer = field(default_factory=Timer)
     draft_ms: Timer = field(default_factory=Timer)  # by drafting slots; per pass if chained
 
     def __post_init__(self) -> None:
+        self.since_plain = self.n_round = 0
+        self.forget_acceptance()
+
+    def forget_acceptance(self) -> None:
+        """As new, but the measured costs stay."""
         self.all = _Acceptance([0.0] * self.n_max, [0.0] * self.n_max)
         self.lanes = [self._lane() for _ in range(self.n_slot)]
-        self.since_plain = 0
+        self.force = None
 
     def _lane(self) -> _Lane:
         return _Lane(_Acceptance([0.0] * self.n_max, [0.0] * self.n_max))
@@ -116,7 +138,13 @@ class Controller:
     def choose(self, caps: Sequence[tuple[int, int]]) -> list[int]:
         """n_draft for each (slot, most it may draft) that decodes this round."""
         caps = [(slot, min(cap, self.n_max)) for slot, cap in caps]
-        if self.fixed or self.n_max == 0:
+        self.n_round += 1
+        if self.n_round % DOUBT_EVERY == 0:
+            self.verify_ms.doubt()
+            self.draft_ms.doubt()
+        if self.force is not None:
+            picked, why = [min(cap, self.force) for _, cap in caps], "warm-up"
+        elif self.fixed or self.n_max == 0:
             picked = [cap for _, cap in caps]
             why = "fixed" if self.fixed else "no drafter"
         elif self._plain_is_stale(len(caps)):

@@ -27,6 +27,7 @@ from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.table import SlotTable
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
+from pyspec.warmup import warm_up
 
 log = logging.getLogger(__name__)
 
@@ -185,6 +186,8 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
         target, memory, table, drafter, controller, ubatch=settings.ubatch, queue_limit=settings.queue_limit, synth=synth
     )
     log.info("%s", d.note)
+    if settings.warm_up:
+        warm_up(loop, tokenizer, extra)
     info = _info(path, file, config, d, settings, n_ctx, extra, device, tokenizer)
     return Loaded(loop, tokenizer, ChatTemplate.from_metadata(file.metadata), info)
 

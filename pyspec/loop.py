@@ -220,7 +220,7 @@ class Loop:
         self.table.release(slot)
         self.stats.finished(job)
         if end.error is not None:
-            self._forget(slot)
+            self.forget(slot)
             job.sink(Failed(job.id, end.error))
             log.error("request %s failed in slot %d: %s", job.id, slot.index, end.error)
         else:
@@ -234,7 +234,7 @@ class Loop:
         if self.is_idle:
             self.table.check()
 
-    def _forget(self, slot: Slot) -> None:
+    def forget(self, slot: Slot) -> None:
         """Nothing of this slot may be reused."""
         self.table.trim(slot, 0)
         slot.n_fold = 0

@@ -15,10 +15,7 @@ from pyspec.errors import OutOfBounds, RequestError
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """Number of leading tokens two sequences share."""
-    n = min(len(a), len(b))
-    if a[:n] == b[:n]:
-        return n
-    return next(i for i in range(n) if a[i] != b[i])
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 @dataclass(slots=True)

@@ -1,0 +1,109 @@
+"""The process that renders chat templates: jinja2's immutable sandbox under limits of memory and time.
+
+Templates come from untrusted files. jinja2 keeps them away from Python, but no hook of its can bound what one expression
+may allocate, so rendering happens here, where the kernel bounds it: an address-space limit, and the parent's clock and
+SIGKILL. Started as `python -m pyspec.text.sandbox`; speaks JSON lines: the template first, then one render per line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+from jinja2.nodes import CallBlock, Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+MEMORY_BYTES = 512 << 20  # of address space, the interpreter's own included
+OUTPUT_CHARS = 4 << 20
+
+
+class Refusal(Exception):
+    """The template called raise_exception."""
+
+
+class Generation(jinja2.ext.Extension):
+    """{% generation %}...{% endgeneration %}: marks the assistant's part for training; here it just renders."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's interface
+
+    def parse(self, parser: Parser) -> Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
+
+    def _render(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """What Hugging Face templates expect to find."""
+    env = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation], autoescape=False
+    )
+    env.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    env.filters["tojson"] = _tojson
+    env.filters["from_json"] = json.loads
+    return env
+
+
+def _refuse(message: object) -> None:
+    raise Refusal(str(message))
+
+
+def _tojson(
+    value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def render(template: jinja2.Template, values: Mapping[str, object]) -> dict[str, str]:
+    """{"text": ...}, or {"refused": ...} by the template's own word, or {"failed": ...}."""
+    out, n = [], 0
+    try:
+        for piece in template.generate(**values):
+            n += len(piece)
+            if n > OUTPUT_CHARS:
+                return {"failed": f"renders to more than {OUTPUT_CHARS} characters"}
+            out.append(piece)
+    except Refusal as e:
+        return {"refused": str(e)}
+    except MemoryError:
+        out.clear()
+        return {"failed": f"needs more than {MEMORY_BYTES >> 20} MiB"}
+    except Exception as e:  # noqa: BLE001 - a foreign program: whatever it raises is its failure
+        return {"failed": f"fails on these messages: {' '.join(str(e).split())[:300] or type(e).__name__}"}
+    return {"text": "".join(out)}
+
+
+def answers(lines: Iterator[str]) -> Iterator[dict[str, str]]:
+    """One answer per line: to the template whether it compiles, then to each render."""
+    try:
+        template = environment().from_string(json.loads(next(lines)))
+    except Exception as e:  # noqa: BLE001 - as above
+        yield {"failed": f"does not compile: {' '.join(str(e).split())[:300] or type(e).__name__}"}
+        return
+    yield {"text": ""}
+    for line in lines:
+        yield render(template, json.loads(line))
+
+
+def main() -> None:
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    except (ImportError, ValueError, OSError):
+        pass  # not this system's: the clock still holds
+    for answer in answers(iter(sys.stdin.readline, "")):
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Committed token ids to text as it may be shown: no half characters, nothing of a stop string.
+
+Speculation commits several tokens at once; the result is the same as if they had come one by one.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pyspec.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """text           what may be shown now
+    n_tokens_used  how many of the pushed tokens belong to the output; the rest came after a stop string
+    stopped        the stop string that ended the output, or ""
+    """
+
+    text: str
+    n_tokens_used: int
+    stopped: str
+
+
+def _overlap(text: str, stops: Sequence[str]) -> int:
+    """Length of the longest end of `text` that may be the beginning of a stop string."""
+    longest = max((len(s) - 1 for s in stops), default=0)
+    for n in range(min(longest, len(text)), 0, -1):
+        if any(s.startswith(text[-n:]) for s in stops):
+            return n
+    return 0
+
+
+class TextStream:
+    """One request's output. Control tokens show only if `special`."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, special: bool = False) -> None:
+        self.tokenizer, self.special = tokenizer, special
+        self.stops = tuple(s for s in stop if s)
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = ""
+        self._over = False
+
+    def push(self, ids: Sequence[int]) -> Released:
+        out = []
+        for i, token in enumerate(ids):
+            if self._over:
+                return Released("".join(out), i, "")
+            if not self.special and token in self.tokenizer.special:
+                continue
+            self._held += self._utf8.decode(self.tokenizer.token_bytes(token))
+            if (found := self._find()) is not None:
+                at, stop = found
+                out.append(self._held[:at])
+                self._held, self._over = "", True
+                return Released("".join(out), i + 1, stop)
+            keep = _overlap(self._held, self.stops)
+            cut = len(self._held) - keep
+            out.append(self._held[:cut])
+            self._held = self._held[cut:]
+        return Released("".join(out), len(ids), "")
+
+    def _find(self) -> tuple[int, str] | None:
+        """The stop string that begins first in the held text; of several at one place the longest."""
+        hits = [(self._held.find(s), -len(s), s) for s in self.stops if s in self._held]
+        if not hits:
+            return None
+        at, _, stop = min(hits)
+        return at, stop
+
+    def flush(self) -> str:
+        """The request ended otherwise: what was held back, with U+FFFD for an incomplete character."""
+        if self._over:
+            return ""
+        text, self._held = self._held + self._utf8.decode(b"", True), ""
+        return text

@@ -1,0 +1,69 @@
+"""Before the first request: run rounds of every kind once, so that nothing is compiled or measured on a user's time.
+
+It fills the controller's cost tables, touches all memory paths, and leaves no trace in slots, statistics or estimates.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from pyspec.job import Job
+from pyspec.loop import Loop
+from pyspec.request import Event, Request, SamplingParams
+from pyspec.sample.sampler import SlotSampler
+from pyspec.stats import Stats
+from pyspec.text.stream import TextStream
+from pyspec.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+BUDGET_S = 2.0
+N_PROMPT, N_ROUND = 12, 4
+
+
+def _ignore(event: Event) -> None:
+    pass
+
+
+def _run(loop: Loop, tokenizer: Tokenizer, n_busy: int, n_draft: int, n_overhang: int, seed: int) -> None:
+    """`n_busy` slots decode N_ROUND rounds with exactly `n_draft` drafted tokens."""
+    gen = torch.Generator().manual_seed(seed)
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    n_vocab, n_tokens = loop.target.n_vocab, (n_draft + 1) * N_ROUND + 1
+    loop.controller.force = n_draft
+    for i in range(n_busy):
+        prompt = tuple(torch.randint(n_vocab, (N_PROMPT,), generator=gen).tolist())
+        request = Request(prompt=prompt, params=params, max_tokens=n_tokens, cache_prompt=False)
+        sampler, n_rows = SlotSampler(params, n_vocab, (), prompt), N_PROMPT + n_tokens + n_overhang
+        stream = TextStream(tokenizer, ())
+        loop.submit(Job(f"warm-up {i}", request, _ignore, stream, sampler, frozenset(), n_rows, n_rows))
+    for _ in range(N_ROUND + 1):
+        loop.step()
+    for job in list(loop.jobs.values()):
+        loop.cancel(job)
+    loop.step()
+    for slot in loop.table.slots:
+        loop.forget(slot)
+
+
+def warm_up(loop: Loop, tokenizer: Tokenizer, n_overhang: int) -> None:
+    """Rounds with one and with all slots, plain and drafted, as long as the time budget lasts."""
+    began, controller = time.perf_counter(), loop.controller
+    per_slot = loop.table.n_row // len(loop.table.slots)
+    if per_slot < N_PROMPT + (controller.n_max + 1) * N_ROUND + 1 + n_overhang:
+        return
+    quiet = logging.getLogger("pyspec.loop")
+    level = quiet.level
+    quiet.setLevel(logging.WARNING)
+    n_slot = len(loop.table.slots)
+    for n_busy in sorted({1, n_slot}):
+        for n_draft in sorted({0, controller.n_max // 2, controller.n_max}):
+            if time.perf_counter() - began < BUDGET_S:
+                _run(loop, tokenizer, n_busy, n_draft, n_overhang, seed=n_draft)
+    quiet.setLevel(level)
+    controller.forget_acceptance()
+    loop.stats = Stats(controller.n_max)
+    log.debug("warm-up took %.0f ms", 1e3 * (time.perf_counter() - began))
