@@ -50,6 +50,7 @@ def compute_logits(
         seq = Seq(slot.index, start, tokens, keep=True, n_out=len(tokens))
         batch = lay_out(loop.table, [seq], loop.target.device)
         rows[start : start + len(tokens)] = loop.target.forward(batch).logits.float().cpu().numpy()
+        slot.tokens.extend(tokens)
     return rows
 
 

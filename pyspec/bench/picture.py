@@ -100,7 +100,7 @@ def _rates(at: Element, report: Report) -> int:
 def _acceptance(at: Element, report: Report) -> int:
     rows = [r for r in report.rows if r.per_pos]
     _axis(at, "share of drafted tokens accepted, by position in the draft", 1.0, 0.25)
-    colours = [SHADES[min(i, len(SHADES) - 1)] for i in range(len(rows))]
+    colours = [SHADES[round(i * (len(SHADES) - 1) / max(len(rows) - 1, 1))] for i in range(len(rows))]
     _legend(at, [(f"np {r.np}", c) for r, c in zip(rows, colours, strict=True)])
     n_pos = max(len(r.per_pos) for r in rows)
     slot = (WIDTH - LEFT - RIGHT) / n_pos

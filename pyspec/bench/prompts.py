@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Collection, Sequence
 from importlib.resources import files
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pyspec.errors import ConfigError
@@ -65,7 +66,7 @@ PASSAGE = (
 """Text that prompts are made longer with."""
 
 LONGEST_DEMO = 16  # demo prompts with the longest answers are taken
-DEMO = "pyspec-demo"
+DEMO = "pyspec-demo.gguf"
 
 
 def categories() -> list[tuple[str, str]]:
@@ -75,12 +76,14 @@ def categories() -> list[tuple[str, str]]:
 
 
 def demo_prompts() -> list[str]:
-    """Questions the demo model answers at length, longest answers first."""
+    """The questions the demo model answers at most length, its kinds of text mixed."""
     text = (files("pyspec") / "demo" / "prompts.jsonl").read_text(encoding="utf-8")
     rows = [json.loads(line) for line in text.splitlines() if line]
     single = [r for r in rows if len(r["messages"]) == 1 and r["sensible"]]
     single.sort(key=lambda r: -len(r["answer_ids"]))
-    return [r["messages"][0]["content"] for r in single[:LONGEST_DEMO]]
+    longest = single[:LONGEST_DEMO]
+    random.Random(0).shuffle(longest)  # so that a few streams do not get the stories alone, which are hard to draft
+    return [r["messages"][0]["content"] for r in longest]
 
 
 def random_ids(n_vocab: int, banned: Collection[int], n: int, seed: int) -> list[int]:
@@ -113,7 +116,7 @@ def make_prompts(engine: Engine, count: int, n_prompt: int, is_random: bool) -> 
         n = n_prompt or 16
         made = [random_ids(info.n_vocab, info.eog_ids, n, seed) for seed in range(count)]
     else:
-        texts = demo_prompts() if info.model_name == DEMO else [p for _, p in categories()]
+        texts = demo_prompts() if Path(info.model_path).name == DEMO else [p for _, p in categories()]
         passage = engine.encode(PASSAGE)
         asked = [engine.encode([{"role": "user", "content": texts[i % len(texts)]}]) for i in range(count)]
         made = [lengthen(ids, passage, n_prompt) for ids in asked]

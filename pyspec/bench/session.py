@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from pyspec.engine import Engine
 
 
+WARM_UP = 16  # tokens each stream generates before its rates count
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """What to measure."""
@@ -33,26 +36,27 @@ class Plan:
 
 
 def bench(engine: Engine, plan: Plan, tell: Callable[[str], None] = lambda line: None) -> Report:
-    """Measure. Turns alternate plain, speculative, plain ... so that a slow minute of the machine hits both."""
+    """Measure. Turns alternate plain, speculative, plain ... so that a slow minute of the machine hits both.
+
+    Each turn has its own prompts, the same for both kinds: a ratio compares like with like, and a few streams are not
+    judged by one text.
+    """
     modes: tuple[Mode, ...] = ("plain", "spec") if engine.info.drafter != "none" else ("plain",)
-    n_most = max(plan.streams)
-    prompts = make_prompts(engine, n_most, plan.n_prompt, plan.random_prompts)
-    if plan.warm_up:
-        for mode in modes:
-            _turn(engine, plan, prompts[:n_most], mode, 0, n_predict=8)
+    prompts = make_prompts(engine, max(plan.streams) * plan.turns, plan.n_prompt, plan.random_prompts)
     runs: list[Run] = []
     for n in plan.streams:
+        for mode in modes if plan.warm_up else ():
+            _turn(engine, plan, prompts[:n], mode, 0, WARM_UP)
         for turn in range(plan.turns):
+            asked = prompts[turn * n : (turn + 1) * n]
             for mode in modes:
-                runs.append(_turn(engine, plan, prompts[:n], mode, turn))
+                runs.append(_turn(engine, plan, asked, mode, turn, plan.n_predict))
                 tell(f"np {n} {mode} turn {turn + 1}: {runs[-1].rate:.1f} tokens/s")
     rows = summarise_turns(runs, n_bytes=engine.info.n_bytes, bandwidth=plan.bandwidth)
     return Report(about=about(engine, plan), rows=rows, runs=tuple(runs))
 
 
-def _turn(
-    engine: Engine, plan: Plan, prompts: Sequence[tuple[int, ...]], mode: Mode, turn: int, n_predict: int = 0
-) -> Run:
+def _turn(engine: Engine, plan: Plan, prompts: Sequence[tuple[int, ...]], mode: Mode, turn: int, n_predict: int) -> Run:
     return measure(
         engine.submit,
         engine.cancel,
@@ -60,7 +64,7 @@ def _turn(
         prompts,
         mode=mode,
         turn=turn,
-        n_predict=n_predict or plan.n_predict,
+        n_predict=n_predict,
         ignore_eos=plan.ignore_eos or plan.random_prompts,
         temperature=plan.temperature,
     )

@@ -45,7 +45,7 @@ class Race:
 
 @click.command()
 @click.option("-np", "--parallel", "np", default=8, type=click.IntRange(1, 32), help="Slots, and chats at once.")
-@click.option("-r", "--turns", default=3, type=click.IntRange(1, 20), help="Turns of the comparison.")
+@click.option("-r", "--turns", default=5, type=click.IntRange(1, 20), help="Turns of the comparison.")
 @click.option("-t", "--threads", default=0, help="CPU threads. 0: as torch chooses.")
 @click.option("-dev", "--device", default="auto", help="auto, cpu, cuda, cuda:1 ...")
 @verbose_option
@@ -117,7 +117,7 @@ def _view() -> tuple[AbstractContextManager[object], Callable[[Sequence[Chat], b
         for i, c in enumerate(chats):
             if (c.finish or c.error) and i not in told:
                 told.add(i)
-                click.echo(f"slot chat {i + 1} of {len(chats)} done: {c.question}")
+                click.echo(f"chat {i + 1} of {len(chats)} done: {c.question}")
 
     return nullcontext(), tell
 
@@ -145,7 +145,7 @@ def _show_chats(batch: Batch) -> None:
     t = table("question", "answer", *numbers, right=numbers)
     for c in batch.chats:
         cells = (f"{c.n_predicted}", f"{c.acceptance:.0%}", f"{c.mean_len:.2f}", f"{c.rate:.0f}")
-        row(t, _short(c.question, 34), _short(c.text, 44), *cells)
+        row(t, _short(c.question, 34), _short(c.text, 40), *cells)
     show(t)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from pyspec.cli import verbose_option
-from pyspec.config import KV_TYPES, PAGE_SIZES, WEIGHTS
+from pyspec.config import KV_TYPES, PAGE_SIZES, WEIGHTS, settings_from
 from pyspec.errors import ConfigError
 from pyspec.request import SamplingParams
 
@@ -105,9 +105,14 @@ class EngineChoice:
 
     def load(self, np: int = 0) -> Engine:
         """Load it, with `np` slots if given. Raises PyspecError."""
-        from pyspec.engine import Engine
+        from pyspec.catalog import resolve
 
         target, draft = self.choice.target(), self.choice.drafter()
+        # what can be wrong without torch is found before the seconds its import takes
+        resolve(target)
+        settings_from({"np": np or self.np, "ctx": self.ctx, **self.settings})
+        from pyspec.engine import Engine
+
         return Engine.load(target, draft, np=np or self.np, ctx=self.ctx, **self.settings)
 
 

@@ -27,10 +27,6 @@ def tokenize(
     """Print the token ids of a text.
 
     One line each, with its piece. The file needs only a vocabulary."""
-    from pyspec.catalog import resolve
-    from pyspec.gguf import open_gguf
-    from pyspec.text.tokenizer import Tokenizer
-
     if (text is None) == (file is None):
         raise click.UsageError("want either --text or --file")
     if file is not None:
@@ -39,6 +35,10 @@ def tokenize(
         except UnicodeDecodeError as e:
             raise click.UsageError(f"{file.name} is not UTF-8: byte {e.start}") from e
     assert text is not None
+    from pyspec.catalog import resolve
+    from pyspec.gguf import open_gguf
+    from pyspec.text.tokenizer import Tokenizer
+
     tokenizer = Tokenizer.from_metadata(open_gguf(resolve(choice.target())[0]).metadata)
     ids = tokenizer.encode(text, add_special=bos, parse_special=parse_special)
     pieces = [tokenizer.piece(i) for i in ids]

@@ -1,0 +1,216 @@
+"""The command line's border: help, exit codes, hints, and what it does not import."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from pyspec import errors
+from pyspec.cli import COMMANDS, main
+from pyspec.cli.options import IGNORED, IGNORED_SWITCHES, REMOVED, SPEC_TYPES
+
+PYSPEC = [sys.executable, "-m", "pyspec"]
+
+
+def invoke(*args: str, **options: object) -> tuple[int, str, str]:
+    result = CliRunner().invoke(main, list(args), **options)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_help_comes_at_once():
+    """Best of five, so that a busy machine does not decide; importing torch alone takes over a second."""
+
+    def once() -> float:
+        began = time.perf_counter()
+        subprocess.run([*PYSPEC, "--help"], capture_output=True, check=True)
+        return time.perf_counter() - began
+
+    assert min(once() for _ in range(5)) < 0.3
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_imports_nothing_heavy(command: str):
+    code = (
+        "import sys\nfrom pyspec.cli import main\n"
+        f"main({[command, '--help'] if command else ['--help']}, standalone_mode=False)\n"
+        "heavy = {'torch', 'numpy', 'rich', 'starlette', 'uvicorn', 'tokenizers', 'jinja2', 'huggingface_hub', 'numba'}\n"
+        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.strip() == "[]"
+
+
+def test_help_lists_every_command_with_a_sentence():
+    code, out, _ = invoke("--help")
+    assert code == 0
+    lines = out.partition("Commands:\n")[2].splitlines()
+    assert [line.split()[0] for line in lines] == list(COMMANDS)
+    assert all(len(line.split()) > 4 for line in lines)
+
+
+def test_no_flag_is_spelled_twice_in_a_command():
+    context = click.Context(main)
+    for name in COMMANDS:
+        command = main.get_command(context, name)
+        assert command is not None
+        flags = [f for p in command.params if isinstance(p, click.Option) for f in (*p.opts, *p.secondary_opts)]
+        assert len(flags) == len(set(flags)), name
+
+
+def test_a_mistyped_command_is_answered_with_the_right_one():
+    code, _, err = invoke("serv")
+    assert code == 2
+    assert "Did you mean 'server'?" in err
+
+
+def test_a_mistyped_flag_is_answered_with_the_right_one():
+    code, _, err = invoke("server", "demo", "--cts-size", "5")
+    assert code == 2
+    assert "--ctx-size" in err
+
+
+@pytest.mark.parametrize(("flag", "new"), [(f, new) for flags, new in REMOVED.items() for f in flags])
+def test_a_flag_llama_cpp_removed_names_what_to_type_now(flag: str, new: str):
+    code, _, err = invoke("run", "demo", "-p", "x", flag, "4")
+    assert code == 2
+    assert "not a flag any more" in err
+    assert (new or "found while running") in err
+
+
+@pytest.mark.parametrize("kind", ["draft-eagle3", "draft-simple", "ngram-mod", "dflash,mtp", "dflas"])
+def test_a_drafter_we_do_not_have_is_refused_with_those_we_have(kind: str):
+    code, _, err = invoke("run", "demo", "-p", "x", "--spec-type", kind)
+    assert code == 2
+    assert all(name in err for name in SPEC_TYPES)
+
+
+def test_key_and_value_types_must_agree():
+    code, _, err = invoke("run", "demo", "-p", "x", "-ctk", "f16", "-ctv", "f32")
+    assert code == 2
+    assert "-ctk f16 and -ctv f32" in err
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["run", "-p", "x"], "which model"),
+        (["run", "demo", "-m", "demo", "-p", "x"], "two models"),
+        (["run", "demo", "-hf", "a/b", "-p", "x"], "exclude each other"),
+        (["run", "demo", "-hff", "a.gguf", "-p", "x"], "give that with -hf"),
+        (["run", "-hf", "no-slash", "-p", "x"], "user/repo"),
+        (["run", "demo", "-md", "gone.gguf", "-p", "x"], "no file gone.gguf"),
+        (["run", "nemotron-3-super", "-p", "x"], "nemotron_h_moe"),
+        (["run", "demo", "-p", "x", "--chat", "y"], "exclude each other"),
+        (["run", "demo", "-p", "x", "-np", "0", "-ub", "0"], "-ub"),
+        (["server", "demo", "--host", "0.0.0.0"], "--api-key"),
+        (["server", "demo", "--port", "99999"], "port 99999"),
+        (["tokenize", "demo"], "--text or --file"),
+        (["logits", "demo", "--ids", "1,x", "--out", "x.npz"], "numbers between commas"),
+        (["bench", "demo", "-npl", "1,a"], "numbers between commas"),
+        (["bench", "demo", "--max-regress", "much"], "percentage"),
+        (["bench", "demo", "--baseline", "gone.json"], "cannot read gone.json"),
+        (["synth", "no-such-model", "x.gguf"], "no-such-model"),
+    ],
+)
+def test_what_the_user_got_wrong_is_exit_code_2_and_said(args: list[str], message: str):
+    code, out, err = invoke(*args)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_a_malformed_file_is_exit_code_3_and_one_line(tmp_path: Path):
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(b"GGUF" + b"\xff" * 60)
+    for command in (["inspect"], ["tokenize", "--text", "x"], ["run", "-p", "x"], ["server"]):
+        code, out, err = invoke(command[0], str(path), *command[1:])
+        assert (code, out) == (3, "")
+        assert err.startswith("Error: ") and len(err.splitlines()) == 1
+
+
+def test_every_error_class_reaches_the_shell_with_its_exit_code(monkeypatch: pytest.MonkeyPatch):
+    for kind, code in [
+        (errors.ConfigError, 2),
+        (errors.BadGGUF, 3),
+        (errors.PairError, 4),
+        (errors.DoesNotFit, 5),
+        (errors.DeviceError, 6),
+        (errors.DownloadError, 7),
+        (errors.RequestError, 1),
+    ]:
+        monkeypatch.setattr("pyspec.catalog.catalogue", lambda kind=kind: _raise(kind("what happened; what to do")))
+        assert invoke("models") == (code, "", "Error: what happened; what to do\n")
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.parametrize("args", [["-v", "inspect", "gone.gguf"], ["inspect", "gone.gguf", "-v"]])
+def test_verbose_keeps_the_traceback(args: list[str]):
+    result = CliRunner().invoke(main, args)
+    assert isinstance(result.exception, errors.ConfigError)
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("pyspec.catalog.catalogue", lambda: _raise(ZeroDivisionError("bug")))
+    assert isinstance(CliRunner().invoke(main, ["models"]).exception, ZeroDivisionError)
+
+
+def test_ctrl_c_is_exit_code_130(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("pyspec.catalog.catalogue", lambda: _raise(KeyboardInterrupt()))
+    assert invoke("models") == (130, "", "interrupted\n")
+
+
+def test_a_closed_pipe_is_quiet():
+    done = subprocess.run(
+        ["bash", "-c", f"'{sys.executable}' -m pyspec inspect demo --json | head -c 10"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        check=True,
+    )
+    assert len(done.stdout) == 10
+    assert done.stderr == ""
+
+
+def test_models_lists_the_catalogue():
+    from pyspec.catalog import catalogue
+
+    _, out, _ = invoke("models")
+    assert all(name in out for name in catalogue())
+    entries = json.loads(invoke("models", "--json")[1])
+    assert [e["name"] for e in entries] == list(catalogue())
+    assert entries[0]["runs"] is True and entries[-1]["runs"] is False
+
+
+def test_inspect_shows_the_same_for_people_and_programs():
+    about = json.loads(invoke("inspect", "demo", "--json")[1])
+    _, text, _ = invoke("inspect", "demo")
+    assert about["architecture"] == "qwen35" and "qwen35" in text
+    assert all(t["name"] in text for t in about["tensors"])
+    assert "tensors" not in json.loads(invoke("inspect", "demo", "--json", "--no-tensors")[1])
+
+
+def test_synth_writes_a_file_that_inspect_reads(tmp_path: Path):
+    path = tmp_path / "tiny.gguf"
+    code, out, _ = invoke("synth", "qwen3", str(path), "--tiny", "--quant", "Q8_0")
+    assert (code, out) == (0, "")
+    assert json.loads(invoke("inspect", str(path), "--json")[1])["architecture"] == "qwen3"
+
+
+def test_every_flag_that_changes_nothing_says_why():
+    _, text, _ = invoke("server", "--help")
+    flat = " ".join(text.split())
+    for flags, why in (IGNORED | IGNORED_SWITCHES).items():
+        assert flags[0] in flat and why in flat
