@@ -29,7 +29,7 @@ class TokenizerLike(Protocol):
 
 
 class TemplateLike(Protocol):
-    """The model's chat template. Raises BadTemplate when it refuses the messages."""
+    """The model's chat template. Raises RequestError when it refuses the messages."""
 
     def render(
         self,
@@ -37,7 +37,7 @@ class TemplateLike(Protocol):
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-        kwargs: Mapping[str, Any] = ...,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> str: ...
 
     def encode(
@@ -47,9 +47,9 @@ class TemplateLike(Protocol):
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-        kwargs: Mapping[str, Any] = ...,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Ids of the rendered chat, BOS where the model wants one and the template wrote none."""
+        """Ids of the rendered chat; what users write cannot become control tokens."""
         ...
 
 

@@ -81,7 +81,12 @@ def document() -> dict[str, Any]:
         if path in GENERATE:
             events = "Server-sent events, with stream: true"
             operation["responses"]["200"]["content"]["text/event-stream"] = {
-                "schema": {"type": "string", "description": events}
+                "schema": {
+                    "type": "object",
+                    "description": events,
+                    "required": ["data"],
+                    "properties": {"data": {"type": "string"}},
+                }
             }
         schema = refs[(model, "validation")]
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}

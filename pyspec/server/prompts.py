@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pyspec.errors import BadTemplate, NotSupported, RequestError
+from pyspec.errors import NotSupported, RequestError
 from pyspec.server.engine import EngineLike, TemplateLike, TokenizerLike
 from pyspec.server.schema import Chat, Message
 from pyspec.server.settings import Limits
@@ -29,13 +28,10 @@ def split_prompts(prompt: Any, limits: Limits) -> list[Any]:
 
 
 def prompt_ids(tokenizer: TokenizerLike, prompt: Any) -> list[int]:
-    """Ids of one prompt; BOS and the like are added only where it starts with text."""
+    """Ids of one prompt; BOS and the like are added only where it starts with text. May be empty: the engine decides."""
     if isinstance(prompt, dict):
         prompt = prompt["prompt_string"]
-    ids = mixed_ids(tokenizer, prompt, add_special=True, parse_special=True)
-    if not ids:
-        raise RequestError("prompt: it is empty; give at least one token")
-    return ids
+    return mixed_ids(tokenizer, prompt, add_special=True, parse_special=True)
 
 
 def mixed_ids(tokenizer: TokenizerLike, content: Any, *, add_special: bool, parse_special: bool) -> list[int]:
@@ -94,35 +90,19 @@ def rendering(template: TemplateLike | None, body: Chat, limits: Limits) -> Rend
 def chat_text(template: TemplateLike | None, body: Chat, limits: Limits) -> str:
     """The prompt text of a chat."""
     r = rendering(template, body, limits)
-    with _blaming_messages():
-        return r.template.render(
-            r.messages, tools=r.tools, add_generation_prompt=r.add_generation_prompt, kwargs=r.kwargs
-        )
+    return r.template.render(r.messages, tools=r.tools, add_generation_prompt=r.add_generation_prompt, kwargs=r.kwargs)
 
 
 def chat_ids(engine: EngineLike, body: Chat, limits: Limits) -> list[int]:
     """The prompt ids of a chat."""
     r = rendering(engine.template, body, limits)
-    with _blaming_messages():
-        ids = r.template.encode(
-            engine.tokenizer,
-            r.messages,
-            tools=r.tools,
-            add_generation_prompt=r.add_generation_prompt,
-            kwargs=r.kwargs,
-        )
-    if not ids:
-        raise RequestError("messages: the rendered prompt is empty")
-    return list(ids)
-
-
-@contextmanager
-def _blaming_messages() -> Iterator[None]:
-    """A template that refuses the messages is the request's fault, not the server's."""
-    try:
-        yield
-    except BadTemplate as error:
-        raise RequestError(f"messages: the chat template refused them: {error}") from error
+    return r.template.encode(
+        engine.tokenizer,
+        r.messages,
+        tools=r.tools,
+        add_generation_prompt=r.add_generation_prompt,
+        kwargs=r.kwargs,
+    )
 
 
 def _check_sizes(body: Chat, limits: Limits) -> None:

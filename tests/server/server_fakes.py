@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pyspec.errors import BadTemplate, PromptTooLong, PyspecError, QueueFull, RequestError, Unavailable
+from pyspec.errors import PromptTooLong, PyspecError, QueueFull, RequestError, Unavailable
 from pyspec.request import (
     Delta,
     Done,
@@ -58,13 +58,13 @@ class LineTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-        kwargs: Mapping[str, Any] = {},
+        kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         if any(message["role"] == "bad" for message in messages):
-            raise BadTemplate("unexpected role bad")
+            raise RequestError("the chat template refuses the messages: unexpected role bad")
         lines = [f"{message['role']}: {message['content']}\n" for message in messages]
         lines += [f"tool: {tool['function']['name']}\n" for tool in tools or ()]
-        lines += [f"{name}={value}\n" for name, value in kwargs.items()]
+        lines += [f"{name}={value}\n" for name, value in (kwargs or {}).items()]
         return "".join(lines) + ("assistant: " if add_generation_prompt else "")
 
     def encode(
@@ -74,7 +74,7 @@ class LineTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-        kwargs: Mapping[str, Any] = {},
+        kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         text = self.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs)
         return tokenizer.encode(text, add_special=True, parse_special=True)
@@ -151,8 +151,8 @@ class FakeEngine:
                 raise Unavailable("the engine is not there")
             if len(request.prompt) >= self.info.n_ctx:
                 raise PromptTooLong(len(request.prompt), self.info.n_ctx)
-            if request.max_tokens == 0:
-                raise RequestError("max_tokens: at least 1")
+            if not request.prompt:
+                raise RequestError("the prompt is empty")
             if len(self._queue) >= self.n_queue:
                 raise QueueFull(len(self._queue))
             running = Running(str(len(self.seen)), request, sink, self.script)
