@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 from pyspec.errors import PyspecError, Unavailable
 from pyspec.request import Delta, Done, Event, Progress, Request, Started, Timings, TokenLogprob
 from pyspec.server.engine import TokenizerLike
+from pyspec.server.envelope import dumps
 from pyspec.server.params import settings_dict
 
 FINISH_REASON = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -44,6 +45,27 @@ class Choice:
             self.slot, self.n_prompt = event.slot, event.n_prompt
         elif isinstance(event, Done):
             self.done = event
+
+
+class Answer(Protocol):
+    """Turns choices into one object, or their events into server-sent events. Empty bytes: nothing to send."""
+
+    def whole(self, choices: Sequence[Choice]) -> Any: ...
+
+    def delta(self, i: int, choice: Choice, event: Delta) -> bytes: ...
+
+    def progress(self, i: int, event: Progress) -> bytes: ...
+
+    def finish(self, i: int, choice: Choice) -> bytes: ...
+
+    def tail(self, choices: Sequence[Choice]) -> bytes: ...
+
+    def error(self, error: PyspecError) -> bytes: ...
+
+
+def sse(value: Any) -> bytes:
+    """One server-sent event."""
+    return f"data: {dumps(value)}\n\n".encode()
 
 
 def unfinished(done: Done) -> PyspecError | None:

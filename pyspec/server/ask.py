@@ -73,7 +73,7 @@ def prepare(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings
     _tell_ignored(value, BODIES[kind])
     params = sampling_params(body, engine.tokenizer, settings)
     prompts = _tokenise(body, engine, settings.limits)
-    n = _n_choices(body, engine.info, len(prompts))
+    n = _n_choices(body, engine.info)
     requests = tuple(_request(body, ids, params, i, engine.info, settings) for ids in prompts for i in range(n))
     ping_s = settings.limits.ping_s if body.sse_ping_interval is None else body.sse_ping_interval
     return Ask(
@@ -124,7 +124,7 @@ def _tokenise(body: Generate, engine: EngineLike, limits: Limits) -> list[list[i
     return [prompt_ids(engine.tokenizer, prompt) for prompt in split_prompts(body.prompt, limits)]
 
 
-def _n_choices(body: Generate, info: EngineInfo, n_prompt: int) -> int:
+def _n_choices(body: Generate, info: EngineInfo) -> int:
     n = body.n or body.n_cmpl or 1
     if n > info.n_slot:
         raise RequestError(f"n: {n} choices, but there are {info.n_slot} slots (raise it with -np)")

@@ -8,12 +8,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from pyspec.server.answers import Answer
 from pyspec.server.ask import Ask, Kind, prepare
 from pyspec.server.body import read_body
 from pyspec.server.bridge import Job
 from pyspec.server.envelope import JSON
 from pyspec.server.native import NativeAnswer
-from pyspec.server.openai import Answer, ChatAnswer, TextAnswer
+from pyspec.server.openai import ChatAnswer, TextAnswer
 from pyspec.server.service import Service
 from pyspec.server.stream import EventStream, chunks, gather, while_connected
 

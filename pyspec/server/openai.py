@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from pyspec.errors import PyspecError
 from pyspec.request import Delta, Progress, TokenLogprob
@@ -19,6 +20,7 @@ from pyspec.server.answers import (
     logprob_list,
     measured,
     progress_dict,
+    sse,
     text_logprobs,
     timings_dict,
     usage_dict,
@@ -30,28 +32,7 @@ from pyspec.server.envelope import dumps, error_body
 DONE = b"data: [DONE]\n\n"
 
 
-class Answer(Protocol):
-    """Turns choices into one object, or their events into server-sent events. Empty bytes: nothing to send."""
-
-    def whole(self, choices: Sequence[Choice]) -> Any: ...
-
-    def delta(self, i: int, choice: Choice, event: Delta) -> bytes: ...
-
-    def progress(self, i: int, event: Progress) -> bytes: ...
-
-    def finish(self, i: int, choice: Choice) -> bytes: ...
-
-    def tail(self, choices: Sequence[Choice]) -> bytes: ...
-
-    def error(self, error: PyspecError) -> bytes: ...
-
-
-def sse(value: Any) -> bytes:
-    """One server-sent event."""
-    return f"data: {dumps(value)}\n\n".encode()
-
-
-class _OpenAI:
+class _OpenAI(ABC):
     """What the chat and the text format share: head, usage, held-back logprobs, the tail of a stream."""
 
     prefix = ""
@@ -137,17 +118,17 @@ class _OpenAI:
             self._held_tokens[i] = []
         return value
 
-    def _choice(self, i: int, choice: Choice) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _choice(self, i: int, choice: Choice) -> dict[str, Any]: ...
 
-    def _delta_choice(self, i: int, text: str) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def _delta_choice(self, i: int, text: str) -> str: ...
 
-    def _end_choice(self, i: int) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _end_choice(self, i: int) -> dict[str, Any]: ...
 
-    def _logprobs(self, i: int, entries: list[TokenLogprob]) -> dict[str, Any]:
-        raise NotImplementedError
+    @abstractmethod
+    def _logprobs(self, i: int, entries: list[TokenLogprob]) -> dict[str, Any]: ...
 
 
 class ChatAnswer(_OpenAI):

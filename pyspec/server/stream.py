@@ -15,11 +15,10 @@ from starlette.types import Receive, Scope, Send
 
 from pyspec.errors import PyspecError
 from pyspec.request import Delta, Done, Event, Failed, Progress, Started
-from pyspec.server.answers import Choice, unfinished
+from pyspec.server.answers import Answer, Choice, unfinished
 from pyspec.server.ask import Ask
 from pyspec.server.body import ClientGone
 from pyspec.server.bridge import Job
-from pyspec.server.openai import Answer
 
 log = logging.getLogger(__name__)
 
@@ -66,11 +65,12 @@ async def _stop(task: asyncio.Future[Any]) -> None:
 async def gather(job: Job, ask: Ask, silence_s: float) -> list[Choice]:
     """All choices of a job, finished. Raises what the first failing one failed with."""
     choices = [Choice() for _ in ask.requests]
-    async for batch in job.batches(silence_s):
-        for i, event in batch:
-            if error := failure(event):
-                raise error
-            choices[i].see(event, keep=True)
+    async with contextlib.aclosing(job.batches(silence_s)) as batches:
+        async for batch in batches:
+            for i, event in batch:
+                if error := failure(event):
+                    raise error
+                choices[i].see(event, keep=True)
     return choices
 
 
