@@ -13,24 +13,22 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
-from statistics import median
 
 DECAY = 0.96  # of a slot's counts per round
 PRIOR_WEIGHT = 3.0
 OPTIMISM = 0.8  # conditional acceptance before anything is known
 MARGIN = 1.02  # a draft must promise this much more than none
 PROBE_FIRST, PROBE_LAST, PROBE_DRAFT = 32, 512, 4  # rounds between probes of a silent slot; tokens of a probe
-N_SAMPLE, N_TRUST = 5, 3  # samples kept per size; samples needed to believe them
+N_SAMPLE, N_TRUST = 5, 2  # samples kept per size; samples needed to believe them
 DOUBT_EVERY = 512  # rounds
 PLAIN_EVERY = 384  # rounds after which the cost of an undrafted round is measured again
 
 
 class Timer:
-    """Milliseconds by size: the median of the last samples, straight lines between sizes, flat outside.
+    """Milliseconds by size: the least of the last samples, straight lines between sizes, flat outside.
 
-    Flat is the optimistic guess for a bandwidth-bound forward; trying it corrects it. A size is trusted from its third
-    sample on, so that one hiccup of the machine does not rule a draft length out, and less when it has not been seen for
-    long.
+    The least, because a busy machine only ever adds time. Flat is the optimistic guess for a bandwidth-bound forward;
+    trying it corrects it. A size is trusted from its second sample on, and needs a new one when not seen for long.
     """
 
     def __init__(self) -> None:
@@ -47,7 +45,7 @@ class Timer:
 
     def _tabulate(self) -> None:
         self._sizes = sorted(size for size in self.samples if self.knows(size))
-        self._ms = [median(self.samples[size]) for size in self._sizes]
+        self._ms = [min(self.samples[size]) for size in self._sizes]
 
     def knows(self, size: int) -> bool:
         return len(self.samples.get(size, ())) >= N_TRUST

@@ -29,7 +29,6 @@ from pyspec.load import Loaded, load
 from pyspec.request import (
     Delta,
     Done,
-    EngineInfo,
     Event,
     Failed,
     Finish,
@@ -104,7 +103,11 @@ class Engine:
             values["spec_type"] = draft
         elif draft != "auto":
             values["draft_path"] = Path(draft)
-        elif paired is not None and "draft_path" not in settings and settings.get("spec_type", "auto") in ("auto", "dflash"):
+        elif (
+            paired is not None
+            and "draft_path" not in settings
+            and settings.get("spec_type", "auto") in ("auto", "dflash")
+        ):
             values["draft_path"] = paired
         return cls(load(path, settings_from(values)))
 
@@ -196,9 +199,11 @@ class Engine:
             except PyspecError as e:
                 self._die(e)
                 return
-            except Exception as e:  # noqa: BLE001 - the border: whatever happens here, every request must hear of it
+            except Exception as e:
                 log.exception("the engine stops")
-                self._die(DeviceError(f"the engine failed: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"))
+                self._die(
+                    DeviceError(f"the engine failed: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
+                )
                 return
         self.loop.abort(Unavailable("the engine was closed"))
 
@@ -216,8 +221,13 @@ class Engine:
         jobs, controller = dict(self.loop.jobs), self.loop.controller
         for slot in self.loop.table.slots:
             job, lane = jobs.get(slot.index), controller.lanes[slot.index]
-            base = SlotInfo(slot=slot.index, n_ctx=self.info.n_ctx, is_processing=job is not None, n_past=slot.n_past,
-                            speculative=controller.n_max > 0)
+            base = SlotInfo(
+                slot=slot.index,
+                n_ctx=self.info.n_ctx,
+                is_processing=job is not None,
+                n_past=slot.n_past,
+                speculative=controller.n_max > 0,
+            )
             if job is not None:
                 base = replace(
                     base,

@@ -19,7 +19,7 @@ from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.loop import Loop
 from pyspec.models import read_config
 from pyspec.models.decoder import Decoder, DecoderConfig, decoder_tensors
-from pyspec.models.target import LayerMemory, allocate
+from pyspec.models.target import allocate
 from pyspec.models.weights import Weights, check_tensors, weight_bytes
 from pyspec.plan import MemoryPlan, check_fit, memory_bytes, pick_dense
 from pyspec.request import EngineInfo
@@ -181,9 +181,20 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     controller = Controller(
         settings.np, d.n_draft, chained=drafter is not None and drafter.needs.chained, fixed=settings.n_draft_fixed
     )
-    synth = SynthAcceptance(settings.synth_len, d.n_draft, max(settings.seed, 0)) if settings.synth_len and d.n_draft else None
+    synth = (
+        SynthAcceptance(settings.synth_len, d.n_draft, max(settings.seed, 0))
+        if settings.synth_len and d.n_draft
+        else None
+    )
     loop = Loop(
-        target, memory, table, drafter, controller, ubatch=settings.ubatch, queue_limit=settings.queue_limit, synth=synth
+        target,
+        memory,
+        table,
+        drafter,
+        controller,
+        ubatch=settings.ubatch,
+        queue_limit=settings.queue_limit,
+        synth=synth,
     )
     log.info("%s", d.note)
     if settings.warm_up:

@@ -206,9 +206,7 @@ class Loop:
         if job.cut == slot.n_past and self.memory.states:
             saved = self.drafter.snapshot(slot) if self.drafter is not None else None
             self.checkpoints[slot.index] = (self.memory.checkpoint(slot.index, slot.n_past), saved)
-        job.sink(
-            Progress(job.id, job.n_prompt, job.n_cached, slot.n_past, 1e3 * (time.perf_counter() - job.started))
-        )
+        job.sink(Progress(job.id, job.n_prompt, job.n_cached, slot.n_past, 1e3 * (time.perf_counter() - job.started)))
 
     def _finish(self, job: Job, end: _End) -> None:
         """Give the slot back; its tokens and state stay for a request that goes on from them."""
@@ -218,7 +216,7 @@ class Loop:
             self.drafter.end(slot)
         self.jobs.pop(slot.index)
         self.table.release(slot)
-        self.stats.finished(job)
+        self.stats.finished(job, end.finish)
         if end.error is not None:
             self.forget(slot)
             job.sink(Failed(job.id, end.error))

@@ -65,7 +65,9 @@ def free_bytes(device: torch.device) -> int:
     return 8 << 30  # an unknown system: assume a small machine rather than an endless one
 
 
-def memory_bytes(layers: Sequence[LayerMemory], *, n_slot: int, n_row: int, width: int, kv_size: int) -> tuple[int, int]:
+def memory_bytes(
+    layers: Sequence[LayerMemory], *, n_slot: int, n_row: int, width: int, kv_size: int
+) -> tuple[int, int]:
     """(KV bytes, state bytes) of `target.allocate` with these arguments."""
     kv = sum(2 * n_row * m.n_kv_head * m.head_dim * kv_size for m in layers)
     state = 0
@@ -74,7 +76,9 @@ def memory_bytes(layers: Sequence[LayerMemory], *, n_slot: int, n_row: int, widt
             per_row = s.n_k_head * s.dim + s.n_v_head * s.dim + 2 * s.n_v_head
             conv = (s.n_conv - 1 + width) * s.n_channel
             # the second copy of state and window is the slot's checkpoint
-            state += 4 * n_slot * (2 * s.n_v_head * s.dim * s.dim + conv + (s.n_conv - 1) * s.n_channel + width * per_row)
+            state += (
+                4 * n_slot * (2 * s.n_v_head * s.dim * s.dim + conv + (s.n_conv - 1) * s.n_channel + width * per_row)
+            )
     return kv, state
 
 

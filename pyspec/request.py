@@ -94,7 +94,9 @@ class Timings:
 
     @property
     def predicted_per_second(self) -> float:
-        return 1e3 * (self.predicted_n - 1) / self.predicted_ms if self.predicted_n > 1 and self.predicted_ms > 0 else 0.0
+        return (
+            1e3 * (self.predicted_n - 1) / self.predicted_ms if self.predicted_n > 1 and self.predicted_ms > 0 else 0.0
+        )
 
     @property
     def mean_len(self) -> float:

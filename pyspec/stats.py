@@ -53,8 +53,11 @@ class Stats:
         for i in range(n_accepted):
             self.accepted[i] += 1
 
-    def finished(self, job: Job) -> None:
+    def finished(self, job: Job, finish: str) -> None:
         t = job.timings()
+        self.done += finish not in ("cancelled", "error")
+        self.cancelled += finish == "cancelled"
+        self.failed += finish == "error"
         self.prompt_tokens += t.prompt_n
         self.prompt_tokens_cached += t.cache_n
         self.prompt_seconds += t.prompt_ms / 1e3

@@ -80,7 +80,8 @@ def _row(runs: Sequence[Run], floor_ms: float) -> Row:
     plain, spec = [[r for r in runs if r.mode == mode] for mode in ("plain", "spec")]
     drafted, accepted = _totals([r.drafted for r in spec]), _totals([r.accepted for r in spec])
     n_draft = _totals([r.n_draft for r in spec])
-    ratios = [s.rate / p.rate for p, s in zip(plain, spec, strict=False) if p.rate > 0]
+    ratios = [s.rate / p.rate for p, s in zip(plain, spec, strict=False) if p.rate > 0 and s.rate > 0]
+    plain_rates, spec_rates = [[r.rate for r in kind if r.rate > 0] for kind in (plain, spec)]  # 0: not measured
     plain_round, spec_round = _middle([r.round_ms for r in plain]), _middle([r.round_ms for r in spec])
     return Row(
         np=runs[0].np,
@@ -88,12 +89,12 @@ def _row(runs: Sequence[Run], floor_ms: float) -> Row:
         n_prompt=runs[0].n_prompt,
         n_predicted=sum(r.n_predicted for r in runs),
         prompt=_middle([r.prompt_rate for r in runs]),
-        plain=_middle([r.rate for r in plain]),
-        plain_low=min((r.rate for r in plain), default=0.0),
-        plain_high=max((r.rate for r in plain), default=0.0),
-        spec=_middle([r.rate for r in spec]),
-        spec_low=min((r.rate for r in spec), default=0.0),
-        spec_high=max((r.rate for r in spec), default=0.0),
+        plain=_middle(plain_rates),
+        plain_low=min(plain_rates, default=0.0),
+        plain_high=max(plain_rates, default=0.0),
+        spec=_middle(spec_rates),
+        spec_low=min(spec_rates, default=0.0),
+        spec_high=max(spec_rates, default=0.0),
         ratio=_middle(ratios),
         ratio_low=min(ratios, default=0.0),
         ratio_high=max(ratios, default=0.0),
@@ -161,12 +162,18 @@ def read_rates(path: Path) -> dict[int, dict[str, float]]:
 
 
 def changes(rows: Sequence[Row], baseline: dict[int, dict[str, float]]) -> list[Change]:
-    """Every rate that both have, in order of streams. Raises ConfigError if they have no number of streams in common."""
+    """Every rate of the baseline's that this run has streams for, in their order.
+
+    Raises ConfigError if there are none, or if one was not measured now: neither may look like a pass.
+    """
     found = []
     for row in rows:
         now = {"prompt": row.prompt, "plain": row.plain, "spec": row.spec}
-        before = baseline.get(row.np, {})
-        found += [Change(row.np, name, before[name], now[name]) for name in COMPARED if before.get(name, 0) > 0]
+        before = {name: rate for name, rate in baseline.get(row.np, {}).items() if rate > 0}
+        for name in before:
+            if now[name] <= 0:
+                raise ConfigError(f"np {row.np}: {name} was not measured; is the drafter missing, or -n too small?")
+        found += [Change(row.np, name, before[name], now[name]) for name in before]
     if not found:
         ours = ", ".join(str(r.np) for r in rows)
         raise ConfigError(f"the baseline has streams {', '.join(map(str, baseline)) or 'none'}, this run {ours}")

@@ -175,7 +175,9 @@ class DFlashNet:
         self.attention = [Attention(w, f"blk.{i}", c.attention, self.rope, c.eps) for i in range(n_layer)]
         self.context = [a.qkv.part(1) for a in self.attention]  # k and v of context rows: the block's own weights
         self.ffn = [FeedForward(w, f"blk.{i}") for i in range(n_layer)]
-        self.norms = [(w.vector(f"blk.{i}.attn_norm.weight"), w.vector(f"blk.{i}.ffn_norm.weight")) for i in range(n_layer)]
+        self.norms = [
+            (w.vector(f"blk.{i}.attn_norm.weight"), w.vector(f"blk.{i}.ffn_norm.weight")) for i in range(n_layer)
+        ]
         self.fc, self.fc_norm = w.matrix("fc.weight"), w.vector("enc.output_norm.weight")
         self.norm = w.vector("output_norm.weight")
         self.embed = w.embedding("token_embd.weight") if w.has("token_embd.weight") else target.embed

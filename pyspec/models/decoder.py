@@ -54,7 +54,9 @@ def read_attention(file: GGUFFile, *, gated: bool = False) -> AttentionShape:
     n_embd, n_head = file.get_int(f"{a}.embedding_length"), file.get_int(f"{a}.attention.head_count")
     n_kv = file.get_int(f"{a}.attention.head_count_kv", n_head)
     if n_head < 1 or n_kv < 1 or n_head % n_kv:
-        raise ModelError(f"{n_head} heads do not divide into {n_kv} key heads ({a}.attention.head_count, head_count_kv)")
+        raise ModelError(
+            f"{n_head} heads do not divide into {n_kv} key heads ({a}.attention.head_count, head_count_kv)"
+        )
     dim = file.get_int(f"{a}.attention.key_length", n_embd // n_head)
     if (v := file.get_int(f"{a}.attention.value_length", dim)) != dim:
         raise ModelError(f"keys of {dim} and values of {v} dimensions are not supported together")

@@ -85,7 +85,9 @@ class Attention:
         self.k_norm = w.optional(f"{prefix}.attn_k_norm.weight")
         scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
         self.attend = attend.bind(AttendSpec(w.device, shape.n_head, shape.n_kv_head, shape.head_dim, scale))
-        self.split = [shape.n_head * shape.head_dim * (2 if shape.gated else 1)] + [shape.n_kv_head * shape.head_dim] * 2
+        self.split = [shape.n_head * shape.head_dim * (2 if shape.gated else 1)] + [
+            shape.n_kv_head * shape.head_dim
+        ] * 2
 
     def keys(self, k: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
         """k [row, kv * dim] raw -> [row, kv, dim] normed and turned."""

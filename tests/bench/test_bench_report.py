@@ -71,6 +71,12 @@ def test_the_floor_is_the_time_to_read_the_weights_once():
     assert summarise_turns(RUNS)[0].plain_floor == 0.0
 
 
+def test_a_turn_without_a_window_does_not_count_as_a_slow_one():
+    runs = [replace(r, rate=0.0) if (r.np, r.mode, r.turn) == (1, "spec", 1) else r for r in RUNS]
+    row = summarise_turns(runs)[0]
+    assert (row.spec_low, row.ratio_low, row.ratio_high) == (200.0, 2.0, 2.5)
+
+
 def test_without_a_drafter_there_is_no_ratio():
     rows = summarise_turns(PLAIN_ONLY)
     text = as_markdown(replace(REPORT, rows=rows, runs=tuple(PLAIN_ONLY)))
@@ -159,6 +165,8 @@ def test_a_file_that_is_no_report_is_refused(tmp_path: Path, text: str, message:
 def test_nothing_to_compare_is_an_error_and_not_a_pass():
     with pytest.raises(ConfigError, match="the baseline has streams 4"):
         changes(REPORT.rows, {4: {"prompt": 1.0, "plain": 1.0, "spec": 1.0}})
+    with pytest.raises(ConfigError, match="np 8: spec was not measured"):
+        changes([replace(r, spec=0.0) for r in REPORT.rows], {8: {"prompt": 1.0, "plain": 1.0, "spec": 1.0}})
     with pytest.raises(ConfigError, match="cannot read"):
         read_rates(Path("gone.json"))
 

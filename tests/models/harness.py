@@ -22,7 +22,13 @@ class Bench:
     """A target over `n_slot` slots, with a verify width of at most `width`."""
 
     def __init__(
-        self, path: Path, *, n_slot: int = 1, width: int = 17, n_ctx: int = 256, kv: torch.dtype = torch.float32,
+        self,
+        path: Path,
+        *,
+        n_slot: int = 1,
+        width: int = 17,
+        n_ctx: int = 256,
+        kv: torch.dtype = torch.float32,
         dense: torch.dtype | None = torch.float32,
     ) -> None:
         self.file = open_gguf(path)

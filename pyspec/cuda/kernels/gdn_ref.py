@@ -140,7 +140,9 @@ def bind(spec: GdnSpec) -> Callable[[Tensor, Tensor, Tensor, Tensor, StateLayer,
         deep = max(seq.n_fold for seq in batch.seqs)
         if deep == 0:
             return
-        live = torch.tensor([[t < seq.n_fold for t in range(deep)] for seq in batch.seqs], device=state.device)[..., None]
+        live = torch.tensor([[t < seq.n_fold for t in range(deep)] for seq in batch.seqs], device=state.device)[
+            ..., None
+        ]
         k = _spread(layer.k[slots, :deep], n_v)
         v = layer.v[slots, :deep]
         # a stale record may hold anything, NaN included, so it is masked and not multiplied by zero

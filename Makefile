@@ -1,0 +1,41 @@
+# Two commands do everything on a machine with Python 3.11+ and make:  make demo  and  make test
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint check soak fix clean
+
+demo: $(VENV)/.installed
+	$(BIN)/pyspec demo
+
+test: $(VENV)/.installed-test lint check
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/mypy
+
+check: $(VENV)/.installed-test
+	$(BIN)/python -m pytest
+
+soak: $(VENV)/.installed-test
+	$(BIN)/python tools/soak.py --minutes 10 --np 8
+
+fix: $(VENV)/.installed-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cpu]'
+	touch $@
+
+$(VENV)/.installed-test: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cpu,test]'
+	touch $@ $(VENV)/.installed
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
