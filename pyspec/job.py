@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from pyspec.request import Delta, Done, Event, Failed, Finish, Request, Timings, TokenLogprob
+from pyspec.request import Delta, Done, Event, Failed, Finish, Progress, Request, Timings, TokenLogprob
 from pyspec.sample.sampler import SlotSampler
 from pyspec.slots.table import Slot
 from pyspec.text.stream import TextStream
@@ -64,6 +64,11 @@ class Job:
         self.slot, self.cut = slot, cut
         self.n_cached, self.started = slot.n_past, time.perf_counter()
 
+    def progress(self, n_processed: int) -> None:
+        """Tell that the prompt is in up to `n_processed` tokens."""
+        ms = 1e3 * (time.perf_counter() - self.started)
+        self.sink(Progress(self.id, self.n_prompt, self.n_cached, n_processed, ms))
+
     def count(self, n_draft: int, n_accepted: int) -> None:
         """Statistics of one decode round."""
         self.n_rounds += 1
@@ -96,7 +101,8 @@ class Job:
         text = released.text if finish in (None, "stop") else released.text + self.stream.flush()
         if content or text:
             told = tuple(logprobs[: len(content)])
-            self.sink(Delta(self.id, tuple(content), text, told, n_draft, n_accepted))
+            timings = self.timings() if self.request.timings_per_token else None
+            self.sink(Delta(self.id, tuple(content), text, told, n_draft, n_accepted, timings))
         return _Taken(n_used, finish, released.stopped)
 
     def _is_late(self) -> bool:

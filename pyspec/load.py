@@ -27,7 +27,7 @@ from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.table import SlotTable
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
-from pyspec.warmup import warm_up
+from pyspec.warmup import check_taps, warm_up
 
 log = logging.getLogger(__name__)
 
@@ -159,7 +159,7 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     draft_file = open_gguf(settings.draft_path) if settings.draft_path is not None else None
     config = read_config(file)
     check_tensors(file, decoder_tensors(config, file))
-    tokenizer = Tokenizer.from_metadata(file.metadata)
+    tokenizer, template = Tokenizer.from_metadata(file.metadata), ChatTemplate.from_metadata(file.metadata)
     if draft_file is not None:
         check_vocabulary(file, draft_file)
     d = plan_draft(file, draft_file, settings)
@@ -199,8 +199,10 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     log.info("%s", d.note)
     if settings.warm_up:
         warm_up(loop, tokenizer, extra)
+        if settings.check_tap_shift:
+            check_taps(loop, tokenizer, template, extra)
     info = _info(path, file, config, d, settings, n_ctx, extra, device, tokenizer)
-    return Loaded(loop, tokenizer, ChatTemplate.from_metadata(file.metadata), info)
+    return Loaded(loop, tokenizer, template, info)
 
 
 def _table(s: EngineSettings, n_ctx: int, extra: int) -> SlotTable:

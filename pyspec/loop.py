@@ -17,7 +17,7 @@ from pyspec.draft.drafter import Ask, Drafter, Needs
 from pyspec.errors import PyspecError, SlotError
 from pyspec.job import Job
 from pyspec.models.target import Out, Target
-from pyspec.request import Failed, Progress, Started
+from pyspec.request import Failed, Started
 from pyspec.sample.choose import Chosen, Span, choose
 from pyspec.sample.synth import SynthAcceptance
 from pyspec.scheduler import Queue, cut_of, share_rows
@@ -181,6 +181,8 @@ class Loop:
 
     def _take(self, w: _Work, c: Chosen | None) -> tuple[int, _End | None]:
         """Hand a job its tokens. Returns rows kept, and how the job ends if it does."""
+        if not w.job.is_decoding:
+            w.job.progress(w.slot.n_past + w.seq.width)
         if c is None:
             return w.seq.width, None
         if c.error is not None:
@@ -206,7 +208,6 @@ class Loop:
         if job.cut == slot.n_past and self.memory.states:
             saved = self.drafter.snapshot(slot) if self.drafter is not None else None
             self.checkpoints[slot.index] = (self.memory.checkpoint(slot.index, slot.n_past), saved)
-        job.sink(Progress(job.id, job.n_prompt, job.n_cached, slot.n_past, 1e3 * (time.perf_counter() - job.started)))
 
     def _finish(self, job: Job, end: _End) -> None:
         """Give the slot back; its tokens and state stay for a request that goes on from them."""

@@ -59,6 +59,7 @@ class Request:
     cache_prompt: bool = True
     n_draft_max: int | None = None  # None: the engine's; 0: no speculation for this request
     slot: int = -1  # -1: any
+    timings_per_token: bool = False  # every Delta carries the timings so far
     max_predict_ms: float = 0.0  # 0: no limit; ends the request with "length"
 
 

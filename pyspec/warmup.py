@@ -10,18 +10,23 @@ import time
 
 import torch
 
+from pyspec.draft.dflash import DFlash
+from pyspec.draft.tap_shift import run_by_shift, verdict
 from pyspec.job import Job
 from pyspec.loop import Loop
-from pyspec.request import Event, Request, SamplingParams
+from pyspec.request import Delta, Event, Request, SamplingParams
 from pyspec.sample.sampler import SlotSampler
 from pyspec.stats import Stats
 from pyspec.text.stream import TextStream
+from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 BUDGET_S = 2.0
 N_PROMPT, N_ROUND = 12, 4
+PROBE_TOKENS, PROBE_MS = 48, 60.0  # of text for the tap check; slowest forward it is worth
+PROBE_PROMPT = "Write a short story about a small dog who finds a key."
 
 
 def _ignore(event: Event) -> None:
@@ -67,3 +72,45 @@ def warm_up(loop: Loop, tokenizer: Tokenizer, n_overhang: int) -> None:
     controller.forget_acceptance()
     loop.stats = Stats(controller.n_max)
     log.debug("warm-up took %.0f ms", 1e3 * (time.perf_counter() - began))
+
+
+def greedy_text(loop: Loop, tokenizer: Tokenizer, prompt: tuple[int, ...], n_tokens: int, n_overhang: int) -> list[int]:
+    """Prompt and up to `n_tokens` tokens of the target's own greedy text, undrafted."""
+    text = list(prompt)
+
+    def take(event: Event) -> None:
+        if isinstance(event, Delta):
+            text.extend(event.tokens)
+
+    params = SamplingParams(temperature=0.0)
+    request = Request(prompt=prompt, params=params, max_tokens=n_tokens, cache_prompt=False, n_draft_max=0)
+    sampler = SlotSampler(params, loop.target.n_vocab, tokenizer.eog, prompt)
+    n_rows = len(prompt) + n_tokens + n_overhang
+    loop.submit(Job("probe", request, take, TextStream(tokenizer, ()), sampler, tokenizer.eog, n_rows, n_rows))
+    while not loop.is_idle:
+        loop.step()
+    for slot in loop.table.slots:
+        loop.forget(slot)
+    loop.controller.forget_acceptance()
+    loop.stats = Stats(loop.controller.n_max)
+    return text
+
+
+def check_taps(loop: Loop, tokenizer: Tokenizer, template: ChatTemplate | None, n_overhang: int) -> None:
+    """Warn if a DFlash drafter seems to read the wrong layers. Skipped where a forward is slow."""
+    drafter = loop.drafter
+    n_rows = PROBE_TOKENS + 64 + n_overhang
+    if not isinstance(drafter, DFlash) or loop.controller.verify_ms(1) > PROBE_MS or loop.table.n_row < n_rows:
+        return
+    prompt = PROBE_PROMPT if template is None else template.render([{"role": "user", "content": PROBE_PROMPT}])
+    ids = tuple(tokenizer.encode(prompt))[:64]
+    tokens = greedy_text(loop, tokenizer, ids, PROBE_TOKENS, n_overhang)
+    slot = loop.table.slots[0]
+    loop.table.acquire(slot, n_rows)
+    runs = run_by_shift(drafter, loop.target, loop.table, slot, tokens)
+    loop.table.release(slot)
+    loop.forget(slot)
+    loop.memory.reset(slot.index)
+    log.debug("tokens right in a row by tap shift: %s", runs)
+    if (warning := verdict(runs)) is not None:
+        log.warning("%s", warning)

@@ -29,6 +29,8 @@ QUESTIONS = (
 ALONE = QUESTIONS[1]
 """Asked alone for the one-stream rates."""
 
+TAIL = 30  # characters of a growing answer that the live table shows
+
 
 @dataclass(frozen=True)
 class Race:
@@ -123,29 +125,23 @@ def _view() -> tuple[AbstractContextManager[object], Callable[[Sequence[Chat], b
 
 
 def _live_table(chats: Sequence[Chat]) -> object:
-    from pyspec.cli.tables import row, table
+    from pyspec.cli.tables import clipped_row, table
 
     t = table("question", "answer so far")
     for c in chats:
-        row(t, c.question, _short(c.text, 70, tail=True))
+        line = " ".join(c.text.split())
+        clipped_row(t, c.question, line if len(line) <= TAIL else f"...{line[-TAIL:]}")
     return t
 
 
-def _short(text: str, width: int, tail: bool = False) -> str:
-    line = " ".join(text.split())
-    if len(line) <= width:
-        return line
-    return "..." + line[-width + 3 :] if tail else line[: width - 3] + "..."
-
-
 def _show_chats(batch: Batch) -> None:
-    from pyspec.cli.tables import row, show, table
+    from pyspec.cli.tables import clipped_row, show, table
 
     numbers = ("tokens", "accepted", "a round", "tok/s")
     t = table("question", "answer", *numbers, right=numbers)
     for c in batch.chats:
         cells = (f"{c.n_predicted}", f"{c.acceptance:.0%}", f"{c.mean_len:.2f}", f"{c.rate:.0f}")
-        row(t, _short(c.question, 34), _short(c.text, 40), *cells)
+        clipped_row(t, c.question, c.text, *cells)
     show(t)
 
 
@@ -154,11 +150,13 @@ def _show_races(races: Sequence[Race], np: int) -> None:
 
     from pyspec.cli.tables import row, show, table
 
-    t = table("tokens/s", "plain", "speculative", "ratio", "lowest .. highest", right=("plain", "speculative", "ratio"))
+    t = table(
+        "tokens/s", "plain", "speculative", "ratio", "lowest .. highest turn", right=("plain", "speculative", "ratio")
+    )
     for race in races:
         r = race.ratios
         cells = (f"{median(race.plain):.0f}", f"{median(race.spec):.0f}", f"x{median(r):.2f}")
-        row(t, race.title, *cells, f"{min(r):.2f} .. {max(r):.2f} of {len(r)} turns")
+        row(t, race.title, *cells, f"{min(r):.2f} .. {max(r):.2f} of {len(r)}")
     show(t)
     for race in races:
         if median(race.ratios) <= 1:

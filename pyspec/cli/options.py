@@ -182,6 +182,7 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     click.option("-t", "--threads", default=0, help="CPU threads. 0: as torch chooses."),
     click.option("-dev", "--device", default="auto", help="auto, cpu, cuda, cuda:1 ..."),
     click.option("--weights", type=click.Choice(WEIGHTS), default="auto", help="Keep weights packed or unpack them."),
+    click.option("--warmup/--no-warmup", "warm_up", default=True, help="Run a few rounds before the first request."),
     click.option(
         "--spec-type", default="auto", callback=_spec_type, metavar="TYPE", help=f"One of {', '.join(SPEC_TYPES)}."
     ),
@@ -223,6 +224,7 @@ SETTINGS = (
     "n_draft_fixed",
     "ngram_match",
     "synth_len",
+    "warm_up",
 )
 
 

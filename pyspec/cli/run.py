@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -110,8 +110,8 @@ def answer(engine: Engine, request: Request, as_json: bool) -> str:
     return "".join(text)
 
 
-def _events(engine: Engine, request: Request) -> Iterator[Delta | Done]:
-    return engine.run_stream(request)
+def _events(engine: Engine, request: Request) -> Generator[Delta | Done, None, None]:
+    yield from engine.run_stream(request)
 
 
 def acceptance(t: Timings) -> list[float]:

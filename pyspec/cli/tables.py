@@ -24,6 +24,11 @@ def row(t: Table, *cells: str) -> None:
     t.add_row(*[Text(cell) for cell in cells])
 
 
+def clipped_row(t: Table, *cells: str) -> None:
+    """Add a row that stays one line: what does not fit ends in an ellipsis."""
+    t.add_row(*[Text(" ".join(cell.split()), no_wrap=True, overflow="ellipsis") for cell in cells])
+
+
 def show(t: Table) -> None:
     """Print a table as wide as the terminal, or 120 columns into a pipe."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else 120

@@ -113,6 +113,7 @@ def _request(
         cache_prompt=body.cache_prompt is not False,
         n_draft_max=draft_limit(body, info),
         slot=slot,
+        timings_per_token=bool(body.timings_per_token),
         max_predict_ms=max(0.0, float(body.t_max_predict_ms or 0.0)),
     )
 

@@ -124,7 +124,7 @@ def _content(i: int, content: object) -> str:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise RequestError(f"message {i} has a part of type {kind!r}; only text is supported")
         texts.append(str(part["text"]))
-    return "".join(texts)
+    return "\n".join(texts)  # as llama.cpp joins them
 
 
 class ChatTemplate:

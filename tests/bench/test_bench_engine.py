@@ -16,7 +16,7 @@ from pyspec.errors import ConfigError
 
 
 def bench(*args: str) -> Result:
-    return CliRunner().invoke(main, ["bench", "demo", "-c", "256", "-r", "1", "-n", "12", *args])
+    return CliRunner().invoke(main, ["bench", "demo", "-c", "256", "-r", "1", "-n", "12", "--no-warmup", *args])
 
 
 def test_a_regression_is_exit_code_1_after_the_report(tmp_path: Path):
@@ -54,7 +54,7 @@ def test_a_model_without_a_drafter_is_measured_plain():
 
 
 def test_prompts_have_the_length_asked_for_or_are_refused():
-    with Engine.load("demo", None, ctx=128) as engine:
+    with Engine.load("demo", None, ctx=128, warm_up=False) as engine:
         assert {len(p) for p in make_prompts(engine, 4, 100, False)} == {100}
         assert {len(p) for p in make_prompts(engine, 4, 50, True)} == {50}
         with pytest.raises(ConfigError, match="do not fit -c 128"):

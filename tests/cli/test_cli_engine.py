@@ -47,7 +47,7 @@ def engine() -> Iterator[Engine]:
 
 def test_run_answers_as_llama_cpp_does_and_reports_its_drafts():
     question = "Implement bubble sort in Python"
-    code, out, _ = invoke("run", "demo", "--chat", question, *GREEDY, "--json", "--spec-fixed")
+    code, out, _ = invoke("run", "demo", "--chat", question, *GREEDY, "--json", "--spec-fixed", "--no-warmup")
     answer, wanted = json.loads(out), reference(question)
     assert code == 0
     assert (answer["text"], answer["tokens"]) == (wanted["answer"], wanted["answer_ids"])
@@ -61,7 +61,7 @@ def test_run_answers_as_llama_cpp_does_and_reports_its_drafts():
 
 def test_run_continues_text_from_stdin_and_keeps_talk_off_stdout():
     text = "<|im_start|>user\nHi!<|im_end|>\n<|im_start|>assistant\n"
-    code, out, err = invoke("run", "demo", *GREEDY, "--spec-type", "none", "-ngl", "99", input=text)
+    code, out, err = invoke("run", "demo", *GREEDY, "--spec-type", "none", "-ngl", "99", "--no-warmup", input=text)
     assert (code, out) == (0, reference("Hi!")["answer"] + "\n")
     assert "14 tokens" in err and "drafted" not in err
 
