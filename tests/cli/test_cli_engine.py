@@ -165,7 +165,7 @@ def test_the_demo_streams_compares_and_ends_well():
 
 def test_the_server_says_where_it_is_and_stops_on_a_signal():
     """A real process: banner on stderr, nothing on stdout, an answer, and exit 0 after Ctrl-C."""
-    command = [sys.executable, "-m", "pyspec", "server", "demo", "-np", "2", "-c", "256", "--port", "0"]
+    command = [sys.executable, "-m", "pyspec", "server", "demo", "-np", "2", "-c", "256", "--port", "0", "--no-warmup"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None and server.stdout is not None
         try:

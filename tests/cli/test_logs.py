@@ -1,0 +1,45 @@
+"""Log lines: text for people, one JSON object each for programs, only ours below warnings."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+
+import pytest
+
+from pyspec.cli.logs import set_up
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    root, ours = logging.getLogger(), logging.getLogger("pyspec")
+    kept = root.handlers[:], root.level, ours.level
+    yield
+    root.handlers[:], level, our_level = kept
+    root.setLevel(level)
+    ours.setLevel(our_level)
+
+
+def test_json_lines_are_objects_even_with_quotes_and_tracebacks(capsys: pytest.CaptureFixture):
+    set_up(3, "json")
+    logging.getLogger("pyspec.engine").info("said %s", 'a "quoted"\nword')
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        logging.getLogger("pyspec.loop").exception("stops")
+    first, second = map(json.loads, capsys.readouterr().err.splitlines())
+    assert first["message"] == 'said a "quoted"\nword' and first["level"] == "info"
+    assert first["logger"] == "pyspec.engine" and "traceback" not in first
+    assert "ValueError: broken" in second["traceback"]
+
+
+@pytest.mark.parametrize(("level", "seen"), [(0, ""), (2, "WE"), (3, "IWE"), (4, "DIWE")])
+def test_levels_are_llama_servers_and_other_libraries_only_warn(level: int, seen: str, capsys: pytest.CaptureFixture):
+    set_up(level)
+    for name in ("debug", "info", "warning", "error"):
+        getattr(logging.getLogger("pyspec.x"), name)("ours")
+    logging.getLogger("other").info("theirs")
+    lines = capsys.readouterr().err.splitlines()
+    assert "".join(line.split()[1] for line in lines) == seen
+    assert all(line.endswith("x: ours") for line in lines)
