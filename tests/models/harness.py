@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from pyspec.slots.batch import Seq, lay_out
 from pyspec.slots.table import SlotTable
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
-CPU = torch.device("cpu")
+DEVICE = torch.device(os.environ.get("PYSPEC_TEST_DEVICE", "cpu"))  # the GPU machine runs these tests with cuda
 
 
 class Bench:
@@ -36,9 +37,9 @@ class Bench:
         check_tensors(self.file, decoder_tensors(config, self.file))
         self.table = SlotTable(n_slot, n_slot * n_ctx // 16, 16)
         self.memory = allocate(
-            config.memory(), n_slot=n_slot, n_row=self.table.n_row, width=width, kv_dtype=kv, device=CPU
+            config.memory(), n_slot=n_slot, n_row=self.table.n_row, width=width, kv_dtype=kv, device=DEVICE
         )
-        self.target = Decoder(config, Weights(self.file, CPU, dense), self.memory)
+        self.target = Decoder(config, Weights(self.file, DEVICE, dense), self.memory)
         for slot in self.table.slots:
             self.table.acquire(slot, n_ctx)
 
@@ -47,7 +48,7 @@ class Bench:
         return Seq(slot, s.n_past, tokens, keep, len(tokens) if n_out is None else n_out, s.n_fold)
 
     def forward(self, *seqs: Seq, taps: tuple[int, ...] = ()) -> Out:
-        return self.target.forward(lay_out(self.table, seqs, CPU), taps)
+        return self.target.forward(lay_out(self.table, seqs, DEVICE), taps)
 
     def commit(self, seq: Seq, n: int) -> None:
         """Keep the first n rows of a sequence that has run."""
@@ -60,4 +61,4 @@ class Bench:
         seq = self.seq(slot, tokens, keep=keep)
         out = self.forward(seq)
         self.commit(seq, len(tokens))
-        return out.logits
+        return out.logits.cpu()

@@ -69,7 +69,7 @@ def test_hidden_states_are_after_the_final_norm() -> None:
     tokens, _, data = expected("qwen35")
     bench = Bench(FIXTURES / "qwen35.gguf")
     out = bench.forward(bench.seq(0, tokens))
-    assert (out.hidden - torch.from_numpy(data["hidden"])).abs().max() < ATOL
+    assert (out.hidden.cpu() - torch.from_numpy(data["hidden"])).abs().max() < ATOL
 
 
 def test_demo_target_gives_llama_cpp_logits() -> None:

@@ -11,12 +11,6 @@ MODEL = FIXTURES / "qwen35.gguf"
 TOKENS = np.load(FIXTURES / "qwen35.npz")["tokens"].tolist()
 
 
-def folded_state(bench: Bench, slot: int) -> list[torch.Tensor]:
-    """State and conv window after everything pending is folded in, by running one more kept token."""
-    bench.feed(slot, TOKENS[:1])
-    return [t for s in bench.memory.states.values() for t in (s.state[slot], s.conv[slot, :3])]
-
-
 @pytest.mark.parametrize(("width", "kept"), [(w, k) for w in (1, 2, 3, 8, 17) for k in {1, 2, w // 2, w} if 0 < k <= w])
 def test_refused_rows_leave_no_trace(width: int, kept: int) -> None:
     plain, spec = Bench(MODEL), Bench(MODEL)
@@ -79,7 +73,7 @@ def test_random_walk_of_prefill_verify_and_reject_follows_the_plain_path() -> No
             kept = int(rng.integers(1, width + 1))
             tail = rng.integers(0, 300, width - kept).tolist()
             seq = bench.seq(0, TOKENS[at : at + kept] + tail, keep=False)
-            rows = bench.forward(seq).logits[:kept]
+            rows = bench.forward(seq).logits[:kept].cpu()
             bench.commit(seq, kept)
         assert (rows - want[at : at + kept]).abs().max() < 1e-3, f"at {at}"
         at += kept
