@@ -69,19 +69,41 @@ def _shards(name: str, names: Sequence[str]) -> list[str]:
 def from_hub(repo: str, quant: str = "", file: str = "") -> Path:
     """Path of a repository's GGUF in the Hugging Face cache, downloaded if it is not there; all shards of a split file.
 
-    With HF_HUB_OFFLINE=1 only the cache is looked at. Raises DownloadError, ConfigError.
+    With HF_HUB_OFFLINE=1 only the cache is looked at; without a network it is looked at last. Raises DownloadError,
+    ConfigError.
     """
-    from huggingface_hub import HfApi, hf_hub_download, snapshot_download
+    from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     if HF_HUB_OFFLINE:
-        folder = Path(_asked(repo, lambda: snapshot_download(repo, local_files_only=True)))
-        names = [p.relative_to(folder).as_posix() for p in folder.rglob("*.gguf")]
-        return folder / choose(names, quant, file, repo=repo)[0]
-    wanted = choose(_asked(repo, lambda: list(HfApi().list_repo_files(repo))), quant, file, repo=repo)
+        found = _cached(repo, quant, file)
+        if found is None:
+            raise DownloadError(f"{repo} is not in the local cache, and HF_HUB_OFFLINE forbids to download it")
+        return found
+    try:
+        names = _asked(repo, lambda: list(HfApi().list_repo_files(repo)))
+    except DownloadError as e:
+        found = _cached(repo, quant, file)
+        if found is None:
+            raise
+        log.warning("%s; taking the copy in the cache", e)
+        return found
+    wanted = choose(names, quant, file, repo=repo)
     log.info("fetching %s from %s", ", ".join(wanted), repo)
     paths = [Path(_asked(repo, lambda name=name: hf_hub_download(repo, name))) for name in wanted]
     return paths[0]
+
+
+def _cached(repo: str, quant: str, file: str) -> Path | None:
+    """The file in the newest cached snapshot, or None if the cache has nothing of the repository."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        folder = Path(_asked(repo, lambda: snapshot_download(repo, local_files_only=True)))
+    except DownloadError:
+        return None
+    names = [p.relative_to(folder).as_posix() for p in folder.rglob("*.gguf")]
+    return folder / choose(names, quant, file, repo=f"the cached copy of {repo}")[0]
 
 
 def _asked(repo: str, ask: Callable[[], T]) -> T:

@@ -173,17 +173,46 @@ def test_a_failing_download_is_one_line(monkeypatch: pytest.MonkeyPatch):
         hub.from_hub("user/repo")
 
 
+def cached_in(folder: Path):
+    def cached(repo: str, local_files_only: bool = False) -> str:
+        assert local_files_only
+        return str(folder)
+
+    return cached
+
+
 def test_offline_looks_only_into_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     import huggingface_hub
 
-    def cached(repo: str, local_files_only: bool = False) -> str:
-        assert local_files_only
-        return str(tmp_path)
-
     (tmp_path / "m-Q8_0.gguf").write_bytes(b"")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", cached)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", cached_in(tmp_path))
     assert hub.from_hub("user/repo") == tmp_path / "m-Q8_0.gguf"
+    with pytest.raises(ConfigError, match="cached copy of user/repo has no Q4_0"):
+        hub.from_hub("user/repo", "Q4_0")
+
+
+def test_offline_with_an_empty_cache_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(DownloadError, match="user/nowhere is not in the local cache"):
+        hub.from_hub("user/nowhere")
+
+
+def test_without_a_network_the_cached_copy_is_taken(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    import huggingface_hub
+
+    def fail(self: object, repo: str) -> list[str]:
+        raise ConnectionError("no route")
+
+    (tmp_path / "m-Q8_0.gguf").write_bytes(b"")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", fail)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", cached_in(tmp_path))
+    assert hub.from_hub("user/repo") == tmp_path / "m-Q8_0.gguf"
+    assert "no route; taking the copy in the cache" in caplog.text
 
 
 def test_a_download_fetches_every_shard_and_returns_the_first(monkeypatch: pytest.MonkeyPatch):

@@ -48,3 +48,4 @@ def set_up(level: int = 3, form: str = "text") -> None:
     handler.setFormatter(JsonLines() if form == "json" else Text())
     logging.basicConfig(level=max(logging.WARNING, LEVELS[level]), handlers=[handler], force=True)
     logging.getLogger("pyspec").setLevel(LEVELS[level])
+    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own

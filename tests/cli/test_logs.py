@@ -19,6 +19,7 @@ def as_before() -> Iterator[None]:
     root.handlers[:], level, our_level = kept
     root.setLevel(level)
     ours.setLevel(our_level)
+    logging.getLogger("huggingface_hub").propagate = True
 
 
 def test_json_lines_are_objects_even_with_quotes_and_tracebacks(capsys: pytest.CaptureFixture):
