@@ -126,7 +126,7 @@ class Engine:
         job = self._job(request, sink)
         with self._wake:
             if self._error is not None or self._closing:
-                raise Unavailable(f"the engine has stopped: {self._error or 'it was closed'}")
+                raise Unavailable(f"the engine has stopped: {self._error or 'the engine was closed'}")
             waiting = len(self._inbox) + len(self.loop.queue)
             if waiting >= self.loop.queue.limit:
                 raise QueueFull(waiting)
@@ -168,9 +168,15 @@ class Engine:
         limit = min(n_ctx, room)
 
         def deliver(event: Event) -> None:
-            if isinstance(event, Done | Failed):
-                self._jobs.pop(event.request, None)
-            sink(event)
+            gone = self._jobs.pop(event.request, None) if isinstance(event, Done | Failed) else None
+            try:
+                sink(event)
+            except (
+                Exception
+            ):  # a listener is the caller's code (a closed event loop, say): its failure ends its request
+                log.exception("the listener of request %s failed", event.request)
+                if gone is None and event.request in self._jobs:
+                    self._jobs[event.request].cancelled = True
 
         return Job(
             id=f"r{next(self._ids)}",
@@ -191,9 +197,9 @@ class Engine:
                     self._wake.wait()
                 if self._closing:
                     break
-                arrived, self._inbox = self._inbox, []
-            for job in arrived:
-                self.loop.submit(job)
+                for job in self._inbox:
+                    self.loop.submit(job)
+                self._inbox.clear()
             try:
                 self.loop.step()
             except PyspecError as e:
@@ -205,7 +211,7 @@ class Engine:
                     DeviceError(f"the engine failed: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
                 )
                 return
-        self.loop.abort(Unavailable("the engine was closed"))
+        self._die(Unavailable("the engine was closed"))
 
     def _die(self, error: PyspecError) -> None:
         with self._wake:

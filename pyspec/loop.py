@@ -29,6 +29,7 @@ from pyspec.stats import Stats
 log = logging.getLogger(__name__)
 
 NO_NEEDS = Needs(0)
+PROMPT_SHARE = 8  # prompts get at least this part of a forward, however many rows the decoding slots take
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,8 @@ class Loop:
             work.append(_Work(self.jobs[slot.index], slot, seq, draft))
         prompts = [job for job in self.jobs.values() if not job.is_decoding]
         left = [self._todo(job) for job in prompts]
-        for job, n in zip(prompts, share_rows(self.ubatch - sum(w.seq.width for w in work), left), strict=True):
+        free = max(self.ubatch - sum(w.seq.width for w in work), -(-self.ubatch // PROMPT_SHARE))
+        for job, n in zip(prompts, share_rows(free, left), strict=True):
             slot = job.slot
             if n and slot is not None:
                 end = slot.n_past + n
@@ -290,7 +292,8 @@ class Loop:
                 self.checkpoints.pop(slot.index, None)
                 self.memory.reset(slot.index)
             slot.n_fold = 0
-        elif n == 0 and self.memory.states:
+        elif n == 0 and self.memory.states:  # its pages were taken away, so its checkpoint is another text's
+            self.checkpoints.pop(slot.index, None)
             self.memory.reset(slot.index)
         if not self.memory.states:
             slot.n_fold = 0
@@ -306,10 +309,14 @@ class Loop:
 
     def abort(self, error: PyspecError) -> None:
         """The engine is going down: every request hears why."""
-        for job in list(self.jobs.values()):
-            self._finish(job, _End("error", error=error))
-        for job in self.queue.drain():
+        for job in [*self.jobs.values(), *self.queue.drain()]:
             job.sink(Failed(job.id, error))
+            self.stats.failed += 1
+        for slot in self.table.slots:  # nothing is asked of the drafter: it may be what broke
+            if slot.busy:
+                self.table.release(slot)
+            self.forget(slot)
+        self.jobs.clear()
 
     def flush(self, slot: Slot) -> None:
         """Fold what is pending, so that the slot's state stands at its committed length."""

@@ -72,7 +72,11 @@ class MtpBlock:
 
 @dataclass(slots=True)
 class _State:
-    """Per slot: rows below n_row are exact; `hidden` [m, n_embd] holds h of positions n_row-1 .. n_past-1."""
+    """Per slot: rows below n_row are exact; `hidden` [m, n_embd] holds h of positions n_row-1 .. n_past-1.
+
+    Between a draft and the forward that verifies it the anchor's row is exact already: n_row is n_past + 1, and `hidden`
+    still holds h of n_past-1, for the case that this forward fails and the draft has to be made again.
+    """
 
     generation: int
     n_row: int
@@ -92,14 +96,13 @@ class Mtp:
 
     def begin(self, slot: Slot, saved: object | None) -> None:
         old = self.states[slot.index]
-        if isinstance(saved, Tensor):
-            hidden = saved
-        elif old is not None and old.hidden.shape[0] and old.n_row + old.hidden.shape[0] - 1 == slot.n_past > 0:
+        if isinstance(saved, _State):
+            self.states[slot.index] = _State(slot.generation, saved.n_row, saved.hidden)
+        elif old is not None and old.n_row + old.hidden.shape[0] - 1 == slot.n_past > 0:
             old.generation = slot.generation
-            return
         else:  # cold start, or no hidden state at the reuse boundary: zeros cost one weaker row, never the text
             hidden = torch.zeros(1, self.block.target.n_embd, device=self.device)
-        self.states[slot.index] = _State(slot.generation, slot.n_past, hidden)
+            self.states[slot.index] = _State(slot.generation, slot.n_past, hidden)
 
     def _state(self, slot: Slot) -> _State:
         state = self.states[slot.index]
@@ -112,7 +115,8 @@ class Mtp:
         for s, seq in enumerate(batch.seqs):
             state = self._state(self.table.slots[seq.slot])
             rows = out.hidden[batch.starts[s] : batch.starts[s] + kept[s]]
-            state.hidden = torch.cat([state.hidden, rows])
+            pending = state.hidden[1:] if state.n_row > seq.n_past else state.hidden
+            state.hidden = torch.cat([pending, rows])
             if state.hidden.shape[0] > self.catch_up:
                 slot = self.table.slots[seq.slot]
                 tokens = [*slot.tokens[state.n_row : seq.n_past], *seq.tokens[: kept[s]]]
@@ -135,13 +139,14 @@ class Mtp:
         seqs = []
         for ask in live:
             slot, state = ask.slot, self._state(ask.slot)
+            state.n_row = min(state.n_row, slot.n_past)  # drafted before, but never verified: the anchor's row again
             seqs.append(Seq(slot.index, state.n_row, [*slot.tokens[state.n_row :], ask.anchor], n_out=1))
         batch = lay_out(self.table, seqs, self.device)
         hidden = torch.cat([self._state(ask.slot).hidden for ask in live])
         hidden = self.block.forward(batch, hidden)[batch.out_rows]
         for ask in live:  # the anchor's row is exact, too: its token is final, its hidden state was the target's
             state = self._state(ask.slot)
-            state.n_row, state.hidden = ask.slot.n_past + 1, state.hidden[:0]
+            state.n_row, state.hidden = ask.slot.n_past + 1, state.hidden[-1:]
         depth = 0
         while True:
             logits = self.block.head(hidden)
@@ -164,7 +169,8 @@ class Mtp:
             hidden = self.block.forward(lay_out(self.table, seqs, self.device), hidden)
 
     def snapshot(self, slot: Slot) -> object | None:
-        return self._state(slot).hidden[-1:].clone()
+        state = self._state(slot)
+        return _State(state.generation, state.n_row, state.hidden.clone())
 
     def end(self, slot: Slot) -> None:
         pass  # the state stays for a request that goes on from here; `begin` decides

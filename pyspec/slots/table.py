@@ -68,16 +68,22 @@ class SlotTable:
         return any(not s.busy for s in self.slots) and promised + self.pages_for(n_tokens) <= self.n_page
 
     def pick(self, prompt: Sequence[int], wanted: int = -1) -> Slot | None:
-        """The idle slot that shares the longest prefix with `prompt`; among equals, an empty or the oldest one.
+        """The idle slot that shares the longest prefix with `prompt`; if none shares much, an empty or the oldest one.
 
-        `wanted` names a slot; None if that one (or every one) is busy.
+        A prefix counts if it is half of the slot's tokens or of the prompt: the few tokens every chat begins with are no
+        reason to throw another conversation away. `wanted` names a slot; None if that one (or every one) is busy.
         """
         if wanted >= len(self.slots):
             raise RequestError(f"slot {wanted} does not exist; slots are 0..{len(self.slots) - 1} (-np)")
         idle = [s for s in self.slots if not s.busy and wanted in (-1, s.index)]
         if not idle:
             return None
-        return max(idle, key=lambda s: (common_prefix(s.tokens, prompt), -len(s.tokens), -s.last_used))
+
+        def worth(slot: Slot) -> tuple[int, bool, int]:
+            n = common_prefix(slot.tokens, prompt)
+            return n if 2 * n >= min(slot.n_past, len(prompt)) else 0, not slot.tokens, -slot.last_used
+
+        return max(idle, key=worth)
 
     def acquire(self, slot: Slot, n_tokens: int) -> None:
         """Seat a request of at most `n_tokens` rows in `slot`. The caller asked `can_admit` before."""
