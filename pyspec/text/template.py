@@ -211,9 +211,7 @@ class ChatTemplate:
         forged = [
             i for i, m in enumerate(clean) if m["role"] in ("user", "tool") and tokenizer.has_special(str(m["content"]))
         ]
-        marked = [
-            {**m, "content": f"{_OPEN}{i}{_CLOSE}"} if i in forged else m for i, m in enumerate(clean)
-        ]
+        marked = [{**m, "content": f"{_OPEN}{i}{_CLOSE}"} if i in forged else m for i, m in enumerate(clean)]
         rest = self.render(marked, **options)  # type: ignore[arg-type]
         ids: list[int] = []
         for n, i in enumerate(forged):
