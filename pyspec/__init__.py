@@ -1,3 +1,43 @@
-"""pyspec: speculative decoding for GGUF models."""
+"""pyspec: speculative decoding for GGUF models.
+
+    import pyspec
+    with pyspec.Engine.load("demo", np=8) as engine:
+        print(engine.chat([{"role": "user", "content": "Count from 1 to 10."}], temperature=0).text)
+
+Names load on first use, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pyspec.engine import Engine, Result
+    from pyspec.errors import PyspecError
+    from pyspec.request import Delta, Done, Request, SamplingParams, Timings, TokenLogprob
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "Delta": "pyspec.request",
+    "Done": "pyspec.request",
+    "Engine": "pyspec.engine",
+    "PyspecError": "pyspec.errors",
+    "Request": "pyspec.request",
+    "Result": "pyspec.engine",
+    "SamplingParams": "pyspec.request",
+    "Timings": "pyspec.request",
+    "TokenLogprob": "pyspec.request",
+}
+__all__ = ["Delta", "Done", "Engine", "PyspecError", "Request", "Result", "SamplingParams", "Timings", "TokenLogprob"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'pyspec' has no attribute '{name}'")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

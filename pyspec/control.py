@@ -152,7 +152,10 @@ class Controller:
             picked = [self._probe(slot, cap, n) for (slot, cap), n in zip(caps, picked, strict=True)]
         for (slot, cap), n in zip(caps, picked, strict=True):
             lane = self.lanes[slot]
-            lane.n_draft, lane.reason = n, why if cap else "its last tokens"
+            lane.n_draft, lane.reason = (
+                n,
+                why if cap else "none: switched off for the request, or it is at its last token",
+            )
             lane.silent = 0 if n else lane.silent + 1
         self.since_plain = self.since_plain + 1 if any(picked) else 0
         return picked

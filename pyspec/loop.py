@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pyspec.control import Controller
 from pyspec.cuda.kernels.gdn_ref import flush
 from pyspec.draft.drafter import Ask, Drafter, Needs
-from pyspec.errors import PyspecError, SlotError
+from pyspec.errors import PyspecError, SlotError, Unavailable
 from pyspec.job import Job
 from pyspec.models.target import Out, Target
 from pyspec.request import Failed, Started
@@ -84,17 +84,20 @@ class Loop:
         try:
             batch = lay_out(self.table, [w.seq for w in work], self.target.device)
             out = self.target.forward(batch, self.needs.taps)
+            verified = time.perf_counter()
             chosen = self._choose(work, out)
         except SlotError as e:
             self._blame(e)
             return
-        verified = time.perf_counter()
+        sampled = time.perf_counter()
         self._commit(work, batch, out, chosen)
-        self.stats.round(work_rows=batch.n_row, busy=len(work), times=(began, drafted, verified, time.perf_counter()))
+        self.stats.round(
+            work_rows=batch.n_row, busy=len(work), times=(began, drafted, verified, sampled, time.perf_counter())
+        )
         if all(w.job.is_decoding or w.slot.index not in self.jobs for w in work) and not self._prefilled(work):
             live = [len(d) for d in drafts if d]
             self.controller.timed(
-                batch.n_row, 1e3 * (verified - drafted), len(live), max(live, default=0), 1e3 * (drafted - began)
+                batch.n_row, 1e3 * (sampled - drafted), len(live), max(live, default=0), 1e3 * (drafted - began)
             )
 
     @staticmethod
@@ -223,7 +226,8 @@ class Loop:
         if end.error is not None:
             self.forget(slot)
             job.sink(Failed(job.id, end.error))
-            log.error("request %s failed in slot %d: %s", job.id, slot.index, end.error)
+            level = logging.DEBUG if isinstance(end.error, Unavailable) else logging.ERROR  # a close is no failure
+            log.log(level, "request %s failed in slot %d: %s", job.id, slot.index, end.error)
         else:
             job.done(end.finish, end.stop)  # type: ignore[arg-type]
             t = job.timings()

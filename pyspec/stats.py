@@ -29,6 +29,7 @@ class Stats:
     guard_trips: int = 0
     draft_ms: float = 0.0
     verify_ms: float = 0.0
+    sample_ms: float = 0.0
     host_ms: float = 0.0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
@@ -37,13 +38,14 @@ class Stats:
     def __post_init__(self) -> None:
         self.drafted, self.accepted = [0] * self.n_max, [0] * self.n_max
 
-    def round(self, *, work_rows: int, busy: int, times: tuple[float, float, float, float]) -> None:
-        began, drafted, verified, ended = times
+    def round(self, *, work_rows: int, busy: int, times: tuple[float, float, float, float, float]) -> None:
+        began, drafted, verified, sampled, ended = times
         self.rounds += 1
         self.busy_slot_rounds += busy
         self.draft_ms += 1e3 * (drafted - began)
         self.verify_ms += 1e3 * (verified - drafted)
-        self.host_ms += 1e3 * (ended - verified)
+        self.sample_ms += 1e3 * (sampled - verified)
+        self.host_ms += 1e3 * (ended - sampled)
         self.last_step = time.monotonic()
 
     def verdict(self, n_draft: int, n_accepted: int) -> None:
@@ -89,6 +91,7 @@ class Stats:
             pages_total=pages_total,
             draft_ms=self.draft_ms,
             verify_ms=self.verify_ms,
+            sample_ms=self.sample_ms,
             host_ms=self.host_ms,
             guard_trips=self.guard_trips,
             seconds_since_step=0.0 if idle else time.monotonic() - self.last_step,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -27,6 +29,18 @@ BUDGET_S = 2.0
 N_PROMPT, N_ROUND = 12, 4
 PROBE_TOKENS, PROBE_MS = 48, 60.0  # of text for the tap check; slowest forward it is worth
 PROBE_PROMPT = "Write a short story about a small dog who finds a key."
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No line per request for requests that nobody made."""
+    loop_log = logging.getLogger("pyspec.loop")
+    level = loop_log.level
+    loop_log.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        loop_log.setLevel(level)
 
 
 def _ignore(event: Event) -> None:
@@ -62,15 +76,11 @@ def warm_up(loop: Loop, tokenizer: Tokenizer, n_overhang: int) -> None:
     per_slot = loop.table.n_row // len(loop.table.slots)
     if per_slot < N_PROMPT + (controller.n_max + 1) * N_ROUND + 1 + n_overhang:
         return
-    quiet = logging.getLogger("pyspec.loop")
-    level = quiet.level
-    quiet.setLevel(logging.WARNING)
-    n_slot = len(loop.table.slots)
-    for n_busy in sorted({1, n_slot}):
-        for n_draft in sorted({0, controller.n_max // 2, controller.n_max}):
-            if time.perf_counter() - began < BUDGET_S:
-                _run(loop, tokenizer, n_busy, n_draft, n_overhang, seed=n_draft)
-    quiet.setLevel(level)
+    with _quiet():
+        for n_busy in sorted({1, len(loop.table.slots)}):
+            for n_draft in sorted({0, controller.n_max // 2, controller.n_max}):
+                if time.perf_counter() - began < BUDGET_S:
+                    _run(loop, tokenizer, n_busy, n_draft, n_overhang, seed=n_draft)
     controller.forget_acceptance()
     loop.stats = Stats(controller.n_max)
     log.debug("warm-up took %.0f ms", 1e3 * (time.perf_counter() - began))
@@ -110,7 +120,8 @@ def check_taps(loop: Loop, tokenizer: Tokenizer, template: ChatTemplate | None, 
         return
     prompt = PROBE_PROMPT if template is None else template.render([{"role": "user", "content": PROBE_PROMPT}])
     ids = tuple(tokenizer.encode(prompt))[:64]
-    tokens = greedy_text(loop, tokenizer, ids, PROBE_TOKENS, n_overhang)
+    with _quiet():
+        tokens = greedy_text(loop, tokenizer, ids, PROBE_TOKENS, n_overhang)
     slot = loop.table.slots[0]
     loop.table.acquire(slot, n_rows)
     runs = run_by_shift(drafter, loop.target, loop.table, slot, tokens)
