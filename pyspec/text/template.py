@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import secrets
 import select
 import subprocess
 import sys
@@ -14,7 +16,6 @@ import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import pyspec
 from pyspec.errors import BadTemplate, RequestError
 from pyspec.text.tokenizer import Tokenizer
 
@@ -25,66 +26,95 @@ CHATML = (
 """For files without a template, if the caller wants it."""
 
 TIME_S, START_S = 2.0, 20.0
-TEMPLATE_CHARS, ANSWER_BYTES = 1 << 20, 32 << 20
+TEMPLATE_CHARS, ANSWER_BYTES = 1 << 20, 52 << 20  # JSON writes a character in up to 12 bytes
+WRITE_BYTES = 1 << 16
 MESSAGES, PARTS = 4096, 64
+TRUSTED = ("system", "developer", "assistant")
 Message = Mapping[str, object]
 
-_OPEN, _CLOSE = "\ue000", "\ue001"  # private-use marks where content with forged control tokens goes
+# Marks go where content with forged control tokens goes. Private-use characters around both cases of letters: a template
+# that changes the case, escapes or cuts the content shows by its mark being gone.
+_OPEN, _CLOSE = "\ue000", "\ue001"
 
 
 class _Renderer:
-    """One sandbox process with one template in it; replaced when it had to be killed."""
+    """One sandbox process with one template in it; replaced when it had to be killed, or belongs to a forked parent."""
 
     def __init__(self, source: str) -> None:
         self.source = source
         self.lock = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
+        self._end: weakref.finalize | None = None
 
     def ask(self, values: Mapping[str, object]) -> dict[str, str]:
         """Render; {"failed": why} also when the process went over its time or died of its memory."""
         line = json.dumps(values).encode() + b"\n"
         with self.lock:
-            if self.process is None or self.process.poll() is not None:
-                started = self.start()
-                if "failed" in started:
-                    return started
-            return self._exchange(line, TIME_S)
+            started = self._running()
+            return started if "failed" in started else self._exchange(line, TIME_S)
 
-    def start(self) -> dict[str, str]:
-        root = str(Path(pyspec.__file__).parents[1])
-        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    def check(self) -> dict[str, str]:
+        """Whether the template compiles, by the sandbox's word."""
+        with self.lock:
+            return self._running()
+
+    def _running(self) -> dict[str, str]:
+        # poll() also notices that the process is another one's child, after a fork
+        if self.process is not None and self.process.poll() is None:
+            return {"text": ""}
+        if self._end is not None:
+            self._end()
+        path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "pyspec.text.sandbox"],
+            [sys.executable, "-P", "-m", "pyspec.text.sandbox"],  # -P: not what lies in the working directory
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C is the parent's to handle
         )
-        weakref.finalize(self, _kill, self.process)
-        return self._exchange(json.dumps(self.source).encode() + b"\n", START_S)
+        self._end = weakref.finalize(self, _kill, self.process)
+        answer = self._exchange(b"", START_S)
+        if "failed" not in answer:
+            answer = self._exchange(json.dumps(self.source).encode() + b"\n", TIME_S)
+        if "failed" in answer:
+            self._end()
+        return answer
 
     def _exchange(self, line: bytes, seconds: float) -> dict[str, str]:
+        """Write a line and read one, both as the pipes allow, within the time."""
         assert self.process is not None and self.process.stdin is not None and self.process.stdout is not None
-        deadline, out, answer = time.monotonic() + seconds, self.process.stdout.fileno(), bytearray()
-        inp = self.process.stdin.fileno()
+        deadline, out, inp = time.monotonic() + seconds, self.process.stdout.fileno(), self.process.stdin.fileno()
+        answer = bytearray()
         os.set_blocking(inp, False)
+        poller = select.poll()  # select() takes no descriptor above 1023
+        poller.register(out, select.POLLIN)
+        if line:
+            poller.register(inp, select.POLLOUT)
         while not answer.endswith(b"\n"):
             left = deadline - time.monotonic()
-            if left <= 0 or len(answer) > ANSWER_BYTES:
-                _kill(self.process)
-                return {"failed": f"takes longer than {seconds:g} s"}
-            readable, writable, _ = select.select([out], [inp] if line else [], [], left)
+            if left <= 0:
+                return self._lost(f"takes longer than {seconds:g} s")
+            if len(answer) > ANSWER_BYTES:
+                return self._lost(f"answers with more than {ANSWER_BYTES} bytes")
+            ready = {fd for fd, _ in poller.poll(left * 1e3)}
             try:
-                if writable:
-                    line = line[os.write(inp, line) :]
-                chunk = os.read(out, 1 << 20) if readable else None
+                if inp in ready:
+                    line = line[os.write(inp, line[:WRITE_BYTES]) :]
+                    if not line:
+                        poller.unregister(inp)
+                chunk = os.read(out, 1 << 20) if out in ready else None
             except BrokenPipeError:
                 chunk = b""
             if chunk == b"":
-                _kill(self.process)
-                return {"failed": "made its sandbox process die (too much memory or too deep a recursion)"}
+                return self._lost("made its sandbox process die (too much memory or too deep a recursion)")
             answer += chunk or b""
         return json.loads(answer)
+
+    def _lost(self, why: str) -> dict[str, str]:
+        assert self._end is not None
+        self._end()
+        return {"failed": why}
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
@@ -155,10 +185,11 @@ class ChatTemplate:
 
     def check(self) -> None:
         """Start the sandbox now; BadTemplate if the template does not compile."""
-        with self._renderer.lock:
-            answer = self._renderer.start()
+        answer = self._renderer.check()
         if "failed" in answer:
             raise BadTemplate(f"the chat template {answer['failed']}")
+        if self.tool_use is not None:
+            self.tool_use.check()
 
     def render(
         self,
@@ -184,7 +215,7 @@ class ChatTemplate:
             values["tools"] = list(tools)
         try:
             answer = self._renderer.ask(values)
-        except (TypeError, ValueError) as e:  # kwargs that are no JSON
+        except (TypeError, ValueError, RecursionError) as e:  # kwargs that are no JSON
             raise RequestError(f"the template's arguments can not be passed on: {e}") from e
         if "refused" in answer:
             raise RequestError(f"the chat template refuses the messages: {answer['refused']}")
@@ -206,20 +237,46 @@ class ChatTemplate:
         Only contents that hold the text of a control token are treated apart: the template renders a mark in their place,
         and they are tokenised as plain text. All other prompts take the plain way.
         """
-        options = {"tools": tools, "add_generation_prompt": add_generation_prompt, "kwargs": kwargs}
         clean = normalise(messages)
-        forged = [
-            i for i, m in enumerate(clean) if m["role"] in ("user", "tool") and tokenizer.has_special(str(m["content"]))
-        ]
-        marked = [{**m, "content": f"{_OPEN}{i}{_CLOSE}"} if i in forged else m for i, m in enumerate(clean)]
-        rest = self.render(marked, **options)  # type: ignore[arg-type]
-        ids: list[int] = []
-        for n, i in enumerate(forged):
-            before, mark, rest = rest.partition(f"{_OPEN}{i}{_CLOSE}")
-            if not mark:
-                raise RequestError(
-                    f"message {i} contains the text of a control token, and the chat template hides where it goes"
-                )
-            ids += tokenizer.encode(before, add_special=n == 0)
-            ids += tokenizer.encode(str(clean[i]["content"]), add_special=False, parse_special=False)
-        return ids + tokenizer.encode(rest, add_special=not forged)
+        forged = [i for i, m in enumerate(clean) if _forged(tokenizer, i, m)]
+        nonce = secrets.token_hex(8)  # no content can hold a mark of its own
+        marks = {f"{_OPEN}aB{nonce}x{i}{_CLOSE}": i for i in forged}
+        contents = {i: str(clean[i]["content"]) for i in forged}
+        for mark, i in marks.items():
+            clean[i]["content"] = _around(contents[i], mark)
+        text = self.render(clean, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs)
+        if not forged:
+            return tokenizer.encode(text)
+        pieces = re.split("(" + "|".join(marks) + ")", text)
+        if gone := [i for mark, i in marks.items() if mark not in pieces]:
+            raise RequestError(
+                f"message {gone[0]} contains the text of a control token, and the chat template hides where it goes"
+            )
+        parts = [(contents[marks[p]].strip(), False) if p in marks else (p, True) for p in pieces]
+        return tokenizer.encode_parts(parts)
+
+
+def _around(content: str, mark: str) -> str:
+    """The mark in the place of the content, between its spaces: what a template trims stays the template's choice."""
+    text = content.strip()
+    at = content.index(text)
+    return content[:at] + mark + content[at + len(text) :]
+
+
+def _json(value: object) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as e:
+        raise RequestError(f"a message can not be passed to the chat template: {e}") from e
+
+
+def _forged(tokenizer: Tokenizer, i: int, message: Message) -> bool:
+    """Whether a message from outside holds the text of a control token in its content; elsewhere it may not at all."""
+    if tokenizer.has_special(str(message["role"])):
+        raise RequestError(f"the role of message {i} contains the text of a control token")
+    if message["role"] in TRUSTED:
+        return False
+    rest = {key: value for key, value in message.items() if key != "content"}
+    if tokenizer.has_special(_json(rest)):
+        raise RequestError(f"a field of message {i} contains the text of a control token; only its content may")
+    return tokenizer.has_special(str(message["content"]))
