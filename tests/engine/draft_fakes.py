@@ -1,0 +1,184 @@
+"""Drafters that are always wrong, always right, wild, fickle or broken, and a target whose text is known."""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pyspec.draft.drafter import Ask, Needs
+from pyspec.errors import SlotError
+from pyspec.models.target import Out
+from pyspec.slots.batch import Batch
+from pyspec.slots.memory import KVPool, Memory
+from pyspec.slots.table import Slot, SlotTable
+
+Text = Callable[[Sequence[int]], int]
+N_VOCAB = 300
+EOG = frozenset((294, 296))  # of the fixtures' vocabulary
+
+
+def next_of(tokens: Sequence[int]) -> int:
+    """The FakeTarget's next token: a hash of everything before."""
+    return zlib.crc32(bytes(b for t in tokens for b in t.to_bytes(2, "little"))) % N_VOCAB
+
+
+def text_after(prompt: Sequence[int], n: int) -> list[int]:
+    """The FakeTarget's text with ignore_eos: end tokens are banned, and all others than the best are equal: 0 wins."""
+    tokens = list(prompt)
+    for _ in range(n):
+        token = next_of(tokens)
+        tokens.append(0 if token in EOG else token)
+    return tokens[len(prompt) :]
+
+
+def ending_text_after(prompt: Sequence[int], n: int) -> list[int]:
+    """The same with end tokens, and what would follow them."""
+    tokens = list(prompt)
+    for _ in range(n):
+        tokens.append(next_of(tokens))
+    return tokens[len(prompt) :]
+
+
+class FakeTarget:
+    """Implements `Target`. It keeps token ids where a model keeps keys, and reads them back through the page table.
+
+    One page, row, range or position out of place and its text differs from `text_after`.
+    """
+
+    n_vocab, n_embd, n_layer = N_VOCAB, 8, 1
+    device = torch.device("cpu")
+
+    def __init__(self, table: SlotTable) -> None:
+        self.pool = KVPool(table.n_row, 1, 1, torch.float32, self.device)
+        self.pool.k.fill_(float("nan"))
+        self.memory = Memory({0: self.pool}, {}, 1)
+        self.widths: list[list[int]] = []
+
+    def forward(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
+        self.widths.append([seq.width for seq in batch.seqs])
+        ids = batch.tokens.float().view(-1, 1, 1)
+        self.pool.write(batch.kv_rows, ids, torch.zeros_like(ids))
+        wanted = set(batch.out_rows.tolist())
+        logits = []
+        for s in range(len(batch.seqs)):
+            pages = batch.page_table[s].tolist()
+            for row in range(batch.starts[s], batch.starts[s + 1]):
+                if row in wanted:
+                    here = range(int(batch.lo[row]), int(batch.hi[row]))
+                    at = [pages[p // batch.page_size] * batch.page_size + p % batch.page_size for p in here]
+                    logits.append(self._logits(self.pool.k[torch.tensor(at)].view(-1)))
+        rows = torch.zeros(batch.n_row, self.n_embd)
+        return Out(torch.stack(logits) if logits else torch.zeros(0, N_VOCAB), rows, rows if taps else None)
+
+    @staticmethod
+    def _logits(seen: Tensor) -> Tensor:
+        out = torch.zeros(N_VOCAB)
+        if torch.isnan(seen).any():
+            return out.fill_(float("nan"))  # it read a row nobody wrote
+        out[next_of([int(t) for t in seen.tolist()])] = 9.0
+        return out
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return torch.zeros(tokens.shape[0], self.n_embd)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return torch.zeros(hidden.shape[0], N_VOCAB)
+
+
+@dataclass
+class FakeDrafter:
+    """Base of the fakes: keeps count of begin and end, and checks that it is told of every committed token."""
+
+    n_draft: int = 5
+    name: str = "fake"
+    open: dict[int, int] = field(default_factory=dict)  # slot: tokens it has heard of
+
+    def __post_init__(self) -> None:
+        self.needs = Needs(self.n_draft)
+
+    def begin(self, slot: Slot, saved: object | None) -> None:
+        assert slot.index not in self.open, "begun twice"
+        self.open[slot.index] = slot.n_past
+
+    def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
+        for seq, n in zip(batch.seqs, kept, strict=True):
+            assert 0 <= n <= seq.width
+            assert self.open[seq.slot] == seq.n_past, f"slot {seq.slot}: heard {self.open[seq.slot]}, at {seq.n_past}"
+            self.open[seq.slot] += n
+
+    def draft(self, asks: Sequence[Ask]) -> list[list[int]]:
+        for ask in asks:
+            assert self.open[ask.slot.index] == ask.slot.n_past
+        return [self.guess(ask) for ask in asks]
+
+    def guess(self, ask: Ask) -> list[int]:
+        raise NotImplementedError
+
+    def snapshot(self, slot: Slot) -> object | None:
+        return None
+
+    def end(self, slot: Slot) -> None:
+        del self.open[slot.index]
+
+
+@dataclass
+class Oracle(FakeDrafter):
+    """Always right. `text(tokens, n)` gives the n tokens that follow."""
+
+    text: Callable[[Sequence[int], int], list[int]] = text_after
+
+    def guess(self, ask: Ask) -> list[int]:
+        return self.text([*ask.slot.tokens, ask.anchor], ask.n_draft)
+
+
+@dataclass
+class Liar(Oracle):
+    """Always wrong: every draft is refused whole."""
+
+    def guess(self, ask: Ask) -> list[int]:
+        return [(t + 1) % N_VOCAB for t in super().guess(ask)]
+
+
+@dataclass
+class Wild(Oracle):
+    """Right until it proposes what is no token."""
+
+    wild: tuple[int, ...] = (-1, N_VOCAB, 2**31, -(2**63), 2**64)
+    n_round: int = 0
+
+    def guess(self, ask: Ask) -> list[int]:
+        self.n_round += 1
+        at = self.n_round % (ask.n_draft + 1)
+        return [*super().guess(ask)[:at], self.wild[self.n_round % len(self.wild)], *super().guess(ask)[at:]]
+
+
+@dataclass
+class Fickle(Oracle):
+    """Any length, none and too many included; right for a random stretch."""
+
+    rng: random.Random = field(default_factory=lambda: random.Random(1))
+
+    def guess(self, ask: Ask) -> list[int]:
+        right = super().guess(ask)[: self.rng.randint(0, ask.n_draft)]
+        return [*right, *self.rng.choices(range(N_VOCAB), k=self.rng.randint(0, 4))]
+
+
+@dataclass
+class Broken(Fickle):
+    """Fails every third time."""
+
+    n_round: int = 0
+
+    def draft(self, asks: Sequence[Ask]) -> list[list[int]]:
+        self.n_round += 1
+        if self.n_round % 3 == 0:
+            raise SlotError("the drafter has a bad day")
+        return super().draft(asks)
+
+
+FAKES: dict[str, type[Oracle]] = {"oracle": Oracle, "liar": Liar, "wild": Wild, "fickle": Fickle, "broken": Broken}

@@ -1,0 +1,168 @@
+"""A loop without a thread: submit requests, step by hand, look at everything in between."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+
+from draft_fakes import N_VOCAB, FakeTarget
+
+from pyspec.config import EngineSettings
+from pyspec.control import Controller
+from pyspec.draft.drafter import Drafter
+from pyspec.errors import PyspecError
+from pyspec.gguf import open_gguf
+from pyspec.job import Job
+from pyspec.load import Loaded, load
+from pyspec.loop import Loop
+from pyspec.request import Delta, Done, EngineInfo, Event, Failed, Request, SamplingParams, Started, Timings
+from pyspec.sample.sampler import SlotSampler
+from pyspec.slots.table import SlotTable
+from pyspec.text.stream import TextStream
+from pyspec.text.tokenizer import Tokenizer
+
+ROOT = Path(__file__).parents[2]
+FIXTURES = ROOT / "tests" / "fixtures"
+DEMO, DEMO_DRAFT = ROOT / "pyspec" / "demo" / "pyspec-demo.gguf", ROOT / "pyspec" / "demo" / "pyspec-demo-dflash.gguf"
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+
+
+@dataclass
+class Heard:
+    """What one request was told."""
+
+    request: Request
+    job: Job
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [t for e in self.events if isinstance(e, Delta) for t in e.tokens]
+
+    @property
+    def text(self) -> str:
+        return "".join(e.text for e in self.events if isinstance(e, Delta))
+
+    @property
+    def over(self) -> bool:
+        return isinstance(self.events[-1], Done | Failed) if self.events else False
+
+    @property
+    def finish(self) -> str:
+        assert isinstance(self.events[-1], Done), f"it did not end well: {self.events[-1]}"
+        return self.events[-1].finish
+
+    @property
+    def done(self) -> Done:
+        last = self.events[-1]
+        assert isinstance(last, Done)
+        return last
+
+    @property
+    def error(self) -> PyspecError | None:
+        last = self.events[-1]
+        return last.error if isinstance(last, Failed) else None
+
+    @property
+    def slot(self) -> int:
+        return next(e.slot for e in self.events if isinstance(e, Started))
+
+    @property
+    def timings(self) -> Timings:
+        return self.done.timings
+
+
+class Rig:
+    """A loaded model with its loop."""
+
+    def __init__(self, loaded: Loaded) -> None:
+        self.loop, self.info, self.tokenizer = loaded.loop, loaded.info, loaded.tokenizer
+        self._ids = itertools.count()
+
+    def use(self, drafter: Drafter) -> Rig:
+        """Let `drafter` draft instead; the rig was made with room for its drafts."""
+        self.loop.drafter, self.loop.needs = drafter, drafter.needs
+        return self
+
+    def submit(self, prompt: Sequence[int], n: int = 32, params: SamplingParams = GREEDY, **request: object) -> Heard:
+        r = Request(prompt=tuple(prompt), params=params, max_tokens=n)
+        r = replace(r, **request)  # type: ignore[arg-type]
+        info, eog = self.info, self.tokenizer.eog
+        most = info.n_ctx if n < 0 else min(info.n_ctx, len(prompt) + n)
+        events: list[Event] = []
+        job = Job(
+            id=f"t{next(self._ids)}",
+            request=r,
+            sink=events.append,
+            stream=TextStream(self.tokenizer, r.stop),
+            sampler=SlotSampler(params, info.n_vocab, eog, r.prompt),
+            eog=eog,
+            n_ctx=info.n_ctx,
+            n_rows=most + info.n_overhang,
+        )
+        self.loop.submit(job)
+        return Heard(r, job, events)
+
+    def run(self, limit: int = 3000) -> None:
+        """Step until nothing is left, checking the pages after every round."""
+        for _ in range(limit):
+            if self.loop.is_idle:
+                return
+            self.loop.step()
+            self.loop.table.check()
+        raise AssertionError(f"still busy after {limit} rounds")
+
+    def generate(self, prompt: Sequence[int], n: int = 32, params: SamplingParams = GREEDY, **request: object) -> Heard:
+        heard = self.submit(prompt, n, params, **request)
+        self.run()
+        return heard
+
+
+def rig(path: Path, **settings: object) -> Rig:
+    """Load a model. f32 caches and no warm-up, so that a text depends on nothing but the weights."""
+    values: dict[str, object] = {"np": 1, "ctx": 256, "kv_type": "f32", "warm_up": False, "device": "cpu"}
+    return Rig(load(path, EngineSettings(**(values | settings))))  # type: ignore[arg-type]
+
+
+def plain_rig(path: Path, **settings: object) -> Rig:
+    """One slot, no drafter: what every text is compared with."""
+    return rig(path, spec_type="none", **settings)
+
+
+def rig_for(path: Path, drafter: Drafter, **settings: object) -> Rig:
+    """A rig whose drafter is `drafter`; planned as for n-grams, which need no file, with room for its drafts."""
+    n = drafter.needs.n_draft
+    return rig(path, **({"spec_type": "ngram", "n_draft_max": n, "n_draft_fixed": True} | settings)).use(drafter)
+
+
+def fake_rig(
+    np: int = 1,
+    drafter: Drafter | None = None,
+    *,
+    ctx: int = 256,
+    page_size: int = 16,
+    n_page: int = 0,
+    ubatch: int = 512,
+) -> Rig:
+    """A rig over a FakeTarget."""
+    extra = 9
+    table = SlotTable(np, n_page or -(-(ctx + extra) // page_size) * np, page_size)
+    target = FakeTarget(table)
+    n_draft = drafter.needs.n_draft if drafter is not None else 0
+    loop = Loop(
+        target, target.memory, table, drafter, Controller(np, n_draft, fixed=True), ubatch=ubatch, queue_limit=64
+    )
+    info = EngineInfo(
+        model_name="fake", model_path="", arch="fake", n_vocab=N_VOCAB, n_ctx=ctx, n_ctx_train=ctx, n_slot=np, n_embd=8,
+        n_params=0, n_bytes=0, file_type="", device="cpu", drafter="none", n_overhang=extra,
+    )  # fmt: skip
+    return Rig(Loaded(loop, fixture_tokenizer(), None, info))
+
+
+@cache
+def fixture_tokenizer() -> Tokenizer:
+    """300 tokens: bytes, merges, fillers and specials."""
+    return Tokenizer.from_metadata(open_gguf(FIXTURES / "qwen35.gguf").metadata)
