@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tokenizers import Regex, pre_tokenizers
+from tokenizers.pre_tokenizers import PreTokenizer as HFPreTokenizer
+
 _TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _CONTRACTION = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -39,6 +42,9 @@ class PreTokenizer:
     patterns: tuple[str, ...]
     ignore_merges: bool = False
     add_bos: bool = False
+
+    def cuts(self) -> list[HFPreTokenizer]:
+        return [pre_tokenizers.Split(Regex(p), "isolated") for p in self.patterns]
 
 
 _LLAMA_BPE = PreTokenizer((_LLAMA3,), ignore_merges=True, add_bos=True)

@@ -8,6 +8,7 @@ SIGKILL. Started as `python -m pyspec.text.sandbox`; speaks JSON lines: the temp
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
@@ -21,6 +22,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MEMORY_BYTES = 512 << 20  # of address space, the interpreter's own included
 OUTPUT_CHARS = 4 << 20
+REFUSAL_CHARS = 1000
+OWN_CLOCK_S = 30  # ends the process by SIGALRM if the parent is no more there to do it
 
 
 class Refusal(Exception):
@@ -72,7 +75,7 @@ def render(template: jinja2.Template, values: Mapping[str, object]) -> dict[str,
                 return {"failed": f"renders to more than {OUTPUT_CHARS} characters"}
             out.append(piece)
     except Refusal as e:
-        return {"refused": str(e)}
+        return {"refused": str(e)[:REFUSAL_CHARS]}
     except MemoryError:
         out.clear()
         return {"failed": f"needs more than {MEMORY_BYTES >> 20} MiB"}
@@ -100,9 +103,18 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     except (ImportError, ValueError, OSError):
         pass  # not this system's: the clock still holds
-    for answer in answers(iter(sys.stdin.readline, "")):
+    sys.stdout.write("{}\n")  # started: from here on the parent's shorter clock runs
+    sys.stdout.flush()
+    for answer in answers(_watched(iter(sys.stdin.readline, ""))):
         sys.stdout.write(json.dumps(answer) + "\n")
         sys.stdout.flush()
+
+
+def _watched(lines: Iterator[str]) -> Iterator[str]:
+    for line in lines:
+        signal.alarm(OWN_CLOCK_S)
+        yield line
+        signal.alarm(0)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,11 @@ def _overlap(text: str, stops: Sequence[str]) -> int:
 
 
 class TextStream:
-    """One request's output. Control tokens show only if `special`."""
+    """One request's output. Control tokens show only if `special`.
+
+    The output goes on after a prompt, so the space that begins a SentencePiece word stays, as in llama-server;
+    `Tokenizer.decode` of a whole text takes it away.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, special: bool = False) -> None:
         self.tokenizer, self.special = tokenizer, special

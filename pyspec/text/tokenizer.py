@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Literal
 
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as HF
 
 from pyspec.errors import BadTokenizer
@@ -211,9 +211,8 @@ def _bpe(table: dict[str, int], meta: Mapping[str, object], pre: PreTokenizer) -
     merges = _merges(meta, table)
     model = models.BPE(vocab=table, merges=merges, ignore_merges=pre.ignore_merges, fuse_unk=False)
     hf = HF(model)
-    cuts = [pre_tokenizers.Split(Regex(p), "isolated") for p in pre.patterns]
     hf.pre_tokenizer = pre_tokenizers.Sequence(
-        [*cuts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+        [*pre.cuts(), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     hf.decoder = decoders.ByteLevel()
     return hf
