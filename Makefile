@@ -34,7 +34,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	touch $@
 
 $(VENV)/.installed-test: pyproject.toml constraints.txt | $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cpu,test]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cpu,cuda,test]'
 	touch $@ $(VENV)/.installed
 
 clean:

@@ -51,6 +51,13 @@ class Batch:
     page_table  [seq, page]  int64  pages of each sequence, padded with its first page
     lo, hi      [row]        int64  the row attends to positions lo <= p < hi
     out_rows    [out]        int64  rows whose logits are wanted
+
+    For kernels, which see no host lists:
+    seq_slot    [seq]        int32  slot of each sequence
+    seq_start   [seq + 1]    int32  as `starts`
+    seq_fold    [seq]        int32  n_fold
+    seq_keep    [seq]        int32  0 or 1
+    row_seq     [row]        int32  sequence of each row
     """
 
     seqs: Sequence[Seq]
@@ -62,6 +69,11 @@ class Batch:
     lo: Tensor
     hi: Tensor
     out_rows: Tensor
+    seq_slot: Tensor
+    seq_start: Tensor
+    seq_fold: Tensor
+    seq_keep: Tensor
+    row_seq: Tensor
     page_size: int
     max_hi: Sequence[int] = field(default=())  # per sequence, on the host
 
@@ -95,6 +107,10 @@ def lay_out(table: SlotTable, seqs: Sequence[Seq], device: torch.device, *, see_
     ints = [tokens, positions, kv_rows, his, outs]
     flat = torch.tensor([x for part in ints for x in part], dtype=torch.int64, device=device)
     tok, pos, rows, hi, out = flat.split([len(part) for part in ints])
+    per_seq = [[q.slot for q in seqs], starts, [q.n_fold for q in seqs], [int(q.keep) for q in seqs]]
+    per_seq.append([i for i, q in enumerate(seqs) for _ in range(q.width)])
+    small = torch.tensor([x for part in per_seq for x in part], dtype=torch.int32, device=device)
+    slot_of, start_of, fold_of, keep_of, row_of = small.split([len(part) for part in per_seq])
     pages = torch.tensor([t + [t[0]] * (wide - len(t)) for t in tables], dtype=torch.int64, device=device)
     return Batch(
         seqs=seqs,
@@ -106,6 +122,11 @@ def lay_out(table: SlotTable, seqs: Sequence[Seq], device: torch.device, *, see_
         lo=torch.zeros_like(hi),
         hi=hi,
         out_rows=out,
+        seq_slot=slot_of,
+        seq_start=start_of,
+        seq_fold=fold_of,
+        seq_keep=keep_of,
+        row_seq=row_of,
         page_size=table.page_size,
         max_hi=max_hi,
     )

@@ -1,0 +1,183 @@
+"""From a `.cu` file to a launch: NVRTC through cuda-python, cubins cached on disk, arguments checked once.
+
+Kernels are single header-free sources: `#include "x.cuh"` is replaced by the text of `pyspec/cuda/include/x.cuh`, so the
+program cache sees everything it must key on. Nothing here needs a GPU until `Compiled.kernel`.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from pyspec.errors import DeviceError
+
+if TYPE_CHECKING:
+    from cuda.core import ObjectCode
+
+HERE = Path(__file__).parent
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120f")
+"""What kernels are compiled for in the tests. sm_120f is one cubin for 12.0 and 12.1."""
+
+_INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\s*$', re.MULTILINE)
+Scalar = np.int32 | np.int64 | np.float32 | np.uint32
+Arg = torch.Tensor | Scalar
+
+
+def arch_of(capability: tuple[int, int]) -> str:
+    """The target for a device: feature sets where we use them, the plain one elsewhere."""
+    major, minor = capability
+    return {(9, 0): "sm_90a", (10, 0): "sm_100a", (12, 0): "sm_120f", (12, 1): "sm_120f"}.get(
+        capability, f"sm_{major}{minor}"
+    )
+
+
+@cache
+def source(stem: str) -> str:
+    """A kernel's file with its includes pasted in, each once."""
+    seen: set[str] = set()
+
+    def paste(match: re.Match[str]) -> str:
+        name = match.group(1)
+        if name in seen:
+            return ""
+        seen.add(name)
+        return _INCLUDE.sub(paste, (HERE / "include" / name).read_text().replace("#pragma once", ""))
+
+    return _INCLUDE.sub(paste, (HERE / "kernels" / f"{stem}.cu").read_text())
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas says of one entry point."""
+
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A cubin and its entry points."""
+
+    stem: str
+    arch: str
+    code: ObjectCode
+    resources: Mapping[str, Resources]  # empty when the cubin came from the cache
+
+    def kernel(self, symbol: str, signature: str) -> Kernel:
+        """Load an entry point; `signature` has one letter per argument: p pointer, i int32, l int64, u uint32, f float32.
+
+        The driver's parameter sizes are compared with it here, because a launch checks nothing.
+        """
+        kernel = self.code.get_kernel(symbol)
+        sizes = [info.size for info in kernel.arguments_info]
+        want = [{"p": 8, "l": 8, "i": 4, "u": 4, "f": 4}[c] for c in signature]
+        if sizes != want:
+            raise DeviceError(f"kernel {symbol} takes arguments of {sizes} bytes, '{signature}' gives {want}")
+        return Kernel(symbol, kernel, signature)
+
+
+def compile_cubin(
+    stem: str, arch: str, defines: Mapping[str, int | str] | None = None, *, use_cache: bool = True
+) -> Compiled:
+    """Compile `kernels/<stem>.cu` with macros. DeviceError with the compiler's first message if it fails."""
+    from cuda.core import Program, ProgramOptions
+    from cuda.core.utils import FileStreamProgramCache
+
+    macros = [(k, str(v)) for k, v in (defines or {}).items()]
+    options = ProgramOptions(
+        arch=arch, std="c++17", name=f"{stem}.cu", lineinfo=True, define_macro=macros or None, ptxas_options=["-v"]
+    )
+    log = io.StringIO()
+    store = FileStreamProgramCache(cache_folder()) if use_cache else None
+    try:
+        code = Program(source(stem), "c++", options).compile("cubin", logs=log, cache=store)
+    except Exception as e:  # NVRTC's errors have no common base we could name
+        raise DeviceError(f"{stem}.cu does not compile for {arch}: {_first_error(str(e))}") from e
+    if not len(code.code):
+        raise DeviceError(f"{stem}.cu compiled to nothing for {arch}")
+    return Compiled(stem, arch, code, _resources(log.getvalue()))
+
+
+def cache_folder() -> Path:
+    root = os.environ.get("PYSPEC_CACHE") or Path.home() / ".cache" / "pyspec"
+    return Path(root) / "cubin"
+
+
+def _first_error(text: str) -> str:
+    lines = [line for line in text.splitlines() if "error" in line]
+    return (lines or text.splitlines() or ["no message"])[0].strip()
+
+
+def _resources(log: str) -> dict[str, Resources]:
+    out: dict[str, Resources] = {}
+    name, spills = "", 0
+    for line in log.splitlines():
+        if match := re.search(r"Compiling entry function '(\w+)'", line):
+            name, spills = match.group(1), 0
+        elif match := re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", line):
+            spills = int(match.group(1)) + int(match.group(2))
+        elif match := re.search(r"Used (\d+) registers", line):
+            shared = re.search(r"(\d+) bytes smem", line)
+            out[name] = Resources(int(match.group(1)), spills, int(shared.group(1)) if shared else 0)
+    return out
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A loaded entry point."""
+
+    symbol: str
+    handle: object
+    signature: str
+
+    def allow_shared(self, n_bytes: int) -> Kernel:
+        """Raise the limit of dynamic shared memory above 48 KiB."""
+        from cuda.bindings import driver
+
+        attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        device = driver.CUdevice(torch.cuda.current_device())
+        (err,) = driver.cuKernelSetAttribute(attribute, n_bytes, driver.CUkernel(int(self.handle.handle)), device)  # type: ignore[attr-defined]
+        if err != driver.CUresult.CUDA_SUCCESS:
+            raise DeviceError(f"kernel {self.symbol} can not have {n_bytes} bytes of shared memory: {err.name}")
+        return self
+
+    def launch(self, grid: Sequence[int], block: int, args: Sequence[Arg], shared: int = 0) -> None:
+        """Start on torch's current stream. Tensors go as pointers; scalars must be of the signature's type."""
+        from cuda.core import LaunchConfig, launch
+
+        assert len(args) == len(self.signature), f"{self.symbol}: {len(args)} arguments for '{self.signature}'"
+        values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
+        launch(_stream(), LaunchConfig(grid=tuple(grid), block=block, shmem_size=shared), self.handle, *values)  # type: ignore[arg-type]
+
+
+class _TorchStream:
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.handle
+
+
+@cache
+def _wrapped(device: int, handle: int) -> object:
+    from cuda.core import Device
+
+    own = Device(device)
+    own.set_current()
+    return own.create_stream(_TorchStream(handle))
+
+
+def _stream() -> object:
+    """torch's current stream as cuda.core wants it; wrapped once, because wrapping costs microseconds."""
+    stream = torch.cuda.current_stream()
+    return _wrapped(stream.device.index, stream.cuda_stream)
