@@ -1,0 +1,60 @@
+"""Greedy texts of real models, and tiny models to make them with."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+
+from engine_rig import GREEDY, ROOT, plain_rig
+
+from pyspec import synth
+from pyspec.request import Delta
+
+N_TEXT = 30
+MARGIN = 2e-3  # least distance to the second best token: what batch shapes round differently stays far below
+
+
+@cache
+def tiny(kind: str, *, drafter: bool = False, fork: bool = False, sidecar: bool = False, mtp: bool = True) -> Path:
+    """A tiny random model in a temporary folder, F32 so that rounding is about 1e-5."""
+    name = f"{kind}{'-dflash' * drafter}{'-fork' * fork}{'-mtp' * sidecar}{'' if mtp else '-trunk'}.gguf"
+    path = Path(mkdtemp(prefix="pyspec-tiny-")) / name
+    return synth.write(kind, path, quant="f32", tiny=True, drafter=drafter, fork=fork, sidecar=sidecar, mtp=mtp)
+
+
+@cache
+def known_texts(path: Path, n: int = 9) -> dict[tuple[int, ...], list[int]]:
+    """`n` prompts of many lengths with what plain single-slot decoding says after them, without near ties."""
+    rig = plain_rig(path)
+    texts: dict[tuple[int, ...], list[int]] = {}
+    rng = random.Random(0)
+    while len(texts) < n:
+        prompt = tuple(rng.choices(range(rig.info.n_vocab), k=rng.choice((1, 6, 15, 16, 17, 33, 64, 101))))
+        h = rig.generate(prompt, N_TEXT, replace(GREEDY, logprobs=2), cache_prompt=False)
+        gaps = [p.top[0][1] - p.top[1][1] for e in h.events if isinstance(e, Delta) for p in e.logprobs]
+        if min(gaps) > MARGIN:
+            texts[prompt] = h.tokens
+    return texts
+
+
+def continuation(path: Path, tokens: Sequence[int], n: int) -> list[int]:
+    """What follows `tokens` in one of the known texts; nothing if it is none of them."""
+    for prompt, text in known_texts(path).items():
+        whole = [*prompt, *text]
+        if len(tokens) >= len(prompt) and list(tokens) == whole[: len(tokens)]:
+            return whole[len(tokens) : len(tokens) + n]
+    return []
+
+
+@cache
+def demo_prompts() -> list[tuple[tuple[int, ...], list[int]]]:
+    """Prompts of the packaged pair with the answers it was made to give, without near ties."""
+    lines = (ROOT / "pyspec" / "demo" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    sure = [r for r in rows if r["min_logit_margin"] >= 0.1 and r["stop"] == "eos"]
+    return [(tuple(r["prompt_ids"]), r["answer_ids"]) for r in sure]

@@ -1,0 +1,240 @@
+"""The engine's thread: its last words reach everybody, whatever ends it, and nobody's mistake ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+from engine_rig import FIXTURES, GREEDY
+
+from pyspec.engine import Engine
+from pyspec.errors import ConfigError, DeviceError, PromptTooLong, PyspecError, QueueFull, RequestError, Unavailable
+from pyspec.models.target import Out
+from pyspec.request import Delta, Done, Event, Failed, Request, SamplingParams
+from pyspec.slots.batch import Batch
+
+PATH = FIXTURES / "qwen35.gguf"
+LONG = Request(prompt=(1, 2, 3), params=GREEDY, max_tokens=200)
+
+
+def start(**settings: object) -> Engine:
+    return Engine.load(PATH, **({"np": 2, "ctx": 256, "warm_up": False, "draft": "mtp"} | settings))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with start() as e:
+        yield e
+
+
+def wait_for(claim: Callable[[], bool], seconds: float = 10.0) -> None:
+    began = time.monotonic()
+    while not claim():
+        assert time.monotonic() - began < seconds, "it did not happen in time"
+        time.sleep(0.002)
+
+
+class Ear:
+    """Collects one request's events."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def __call__(self, event: Event) -> None:
+        self.events.append(event)
+
+    @property
+    def last(self) -> Event | None:
+        return self.events[-1] if self.events else None
+
+    @property
+    def over(self) -> bool:
+        return isinstance(self.last, Done | Failed)
+
+
+def replace_forward(engine: Engine, what: Callable[[], None]) -> None:
+    forward = engine.loop.target.forward
+
+    def wrapped(batch: Batch, taps: tuple[int, ...] = ()) -> Out:
+        what()
+        return forward(batch, taps)
+
+    engine.loop.target.forward = wrapped  # type: ignore[method-assign]
+
+
+def test_closing_tells_running_waiting_and_just_arrived_requests() -> None:
+    engine = start()
+    replace_forward(engine, lambda: time.sleep(0.003))
+    ears = [Ear() for _ in range(8)]
+    for ear in ears[:6]:
+        engine.submit(LONG, ear)
+    wait_for(lambda: any(isinstance(e, Delta) for e in ears[0].events))
+    for ear in ears[6:]:
+        engine.submit(LONG, ear)
+    engine.close()
+    for ear in ears:
+        assert isinstance(ear.last, Failed) and isinstance(ear.last.error, Unavailable)
+    assert not engine.alive()
+    with pytest.raises(Unavailable, match="closed"):
+        engine.submit(LONG, Ear())
+    engine.loop.table.check()
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("broken", "kind"),
+    [(ZeroDivisionError("a bug"), DeviceError), (RuntimeError("CUDA error: gone\nat 0x0"), DeviceError), (DeviceError("gone"), DeviceError)],
+)  # fmt: skip
+def test_a_bug_ends_all_requests_and_refuses_new_ones(broken: Exception, kind: type[PyspecError]) -> None:
+    engine, n = start(), 0
+
+    def fail() -> None:
+        nonlocal n
+        n += 1
+        if n == 5:
+            raise broken
+
+    replace_forward(engine, fail)
+    ears = [Ear() for _ in range(5)]
+    for ear in ears:
+        engine.submit(LONG, ear)
+    wait_for(lambda: not engine.alive())
+    for ear in ears:
+        assert isinstance(ear.last, Failed) and isinstance(ear.last.error, kind)
+        assert "\n" not in str(ear.last.error)
+    with pytest.raises(Unavailable):
+        engine.submit(LONG, Ear())
+    assert engine.metrics().requests_failed == 5 and engine.metrics().requests_queued == 0
+    engine.close()
+
+
+def test_a_drafters_bug_reaches_every_request_too() -> None:
+    engine = start()
+    engine.loop.drafter.observe = lambda *a: 1 / 0  # type: ignore[union-attr, method-assign, assignment]
+    engine.loop.drafter.end = lambda slot: 1 / 0  # type: ignore[union-attr, method-assign, assignment]
+    ears = [Ear() for _ in range(3)]
+    for ear in ears:
+        try:
+            engine.submit(LONG, ear)
+        except Unavailable:
+            ear.events.append(Failed("", Unavailable("already")))
+    wait_for(lambda: all(ear.over for ear in ears))
+    engine.close()
+
+
+def test_a_listener_that_fails_ends_its_own_request_only(engine: Engine) -> None:
+    def deaf(event: Event) -> None:
+        raise RuntimeError("Event loop is closed")
+
+    engine.submit(LONG, deaf)
+    assert len(engine.generate([1, 2], params=GREEDY, max_tokens=20).tokens) == 20
+    wait_for(lambda: not any(s.is_processing for s in engine.slots()))
+    assert engine.alive() and engine.metrics().requests_cancelled == 1
+
+
+def test_an_event_loop_that_goes_away_does_not_take_the_engine_along(engine: Engine) -> None:
+    async def leave() -> None:
+        stream = engine.astream([5, 6], params=GREEDY, max_tokens=250)
+        await anext(stream)
+        engine.stream_left = stream  # type: ignore[attr-defined]  # kept, so that nothing closes it in time
+
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(leave())
+    loop.close()
+    wait_for(lambda: not any(s.is_processing for s in engine.slots()))
+    assert engine.generate([1], params=GREEDY, max_tokens=3).n_predicted == 3
+
+
+def test_leaving_a_stream_cancels_its_request(engine: Engine) -> None:
+    stream = engine.stream([1, 2, 3], params=GREEDY, max_tokens=250)
+    next(stream)
+    stream.close()
+    wait_for(lambda: not any(s.is_processing for s in engine.slots()))
+    assert engine.metrics().requests_cancelled == 1
+    engine.cancel("r1")  # over already
+    engine.cancel("never was")
+
+
+def test_a_full_queue_refuses_and_nothing_is_lost() -> None:
+    """Many threads at once: every request is refused at once or answered to its end."""
+    with start(queue=3) as engine:
+        ears: list[Ear] = []
+        refused = 0
+        lock = threading.Lock()
+
+        def hammer() -> None:
+            nonlocal refused
+            for _ in range(30):
+                ear = Ear()
+                try:
+                    engine.submit(Request(prompt=(4, 5), params=GREEDY, max_tokens=2), ear)
+                except QueueFull as e:
+                    assert e.status == 429 and e.retry_after_s >= 1
+                    with lock:
+                        refused += 1
+                    time.sleep(0.001)
+                else:
+                    with lock:
+                        ears.append(ear)
+
+        threads = [threading.Thread(target=hammer) for _ in range(6)]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        wait_for(lambda: all(ear.over for ear in ears))
+        assert all(isinstance(ear.last, Done) for ear in ears)
+        assert refused > 0 and len(ears) + refused == 180 and engine.alive()
+
+
+def test_a_short_queue_does_not_keep_the_engine_from_starting() -> None:
+    with start(np=4, queue=1, warm_up=True) as engine:
+        assert engine.generate([1, 2], params=GREEDY, max_tokens=4).n_predicted == 4
+        assert engine.metrics().requests_done == 1, "the warm-up does not count"
+
+
+@pytest.mark.parametrize(
+    ("request_", "error", "text"),
+    [
+        (Request(prompt=tuple([1] * 256)), PromptTooLong, "256 tokens; a request holds 256"),
+        (Request(prompt=(1, 300)), RequestError, "token 300 is outside 0..299"),
+        (Request(prompt=(-1,)), RequestError, "token -1"),
+        (Request(prompt=(1,), slot=2), RequestError, "slot 2 does not exist; slots are 0..1"),
+        (Request(prompt=(1,), params=SamplingParams(temperature=float("nan"))), RequestError, "temperature"),
+    ],
+)
+def test_what_can_never_run_is_refused_at_once(
+    engine: Engine, request_: Request, error: type[PyspecError], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        engine.submit(request_, Ear())
+    assert engine.generate([1], params=GREEDY, max_tokens=2).n_predicted == 2
+
+
+def test_a_sampling_parameter_that_is_none_gets_a_hint(engine: Engine) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'temperature'"):
+        engine.request([1], temprature=0)
+
+
+def test_two_engines_in_one_process_do_not_meet() -> None:
+    with start(draft=None) as plain, start() as spec:
+        a = plain.generate_many([[i, i + 1] for i in range(6)], params=GREEDY, max_tokens=30)
+        b = spec.generate_many([[i, i + 1] for i in range(6)], params=GREEDY, max_tokens=30)
+        assert [r.tokens for r in a] == [r.tokens for r in b]
+        assert all(r.timings.draft_n == 0 for r in a) and sum(r.timings.draft_n for r in b) > 0
+
+
+def test_memory_of_a_closed_engine_goes_away() -> None:
+    import gc
+    import weakref
+
+    engine = start()
+    engine.generate([1, 2], params=GREEDY, max_tokens=4)
+    state = weakref.ref(next(iter(engine.loop.memory.states.values())))
+    engine.close()
+    del engine
+    gc.collect()
+    assert state() is None

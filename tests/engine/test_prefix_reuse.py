@@ -1,0 +1,188 @@
+"""A request that goes on from what a slot holds says what it would have said anyway, and drafts as well."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from draft_fakes import Oracle, text_after
+from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, GREEDY, Rig, fake_rig, plain_rig, rig
+from known_texts import demo_prompts, known_texts, tiny
+
+from pyspec.draft.mtp import Mtp
+
+QWEN35 = FIXTURES / "qwen35.gguf"
+
+
+def make(kind: str, **settings: object) -> Rig:
+    if kind == "mtp":
+        return rig(QWEN35, spec_type="mtp", n_draft_max=3, n_draft_fixed=True, **settings)
+    if kind == "dflash":
+        return rig(tiny("qwen35"), draft_path=tiny("qwen35", drafter=True), n_draft_fixed=True, **settings)
+    return rig(FIXTURES / "llama.gguf", spec_type="ngram", n_draft_fixed=True, ngram_match=1, **settings)
+
+
+def path_of(kind: str) -> Path:
+    return {"mtp": QWEN35, "dflash": tiny("qwen35")}.get(kind, FIXTURES / "llama.gguf")
+
+
+def random_ids(seed: int, n: int) -> list[int]:
+    return random.Random(seed).choices(range(256), k=n)
+
+
+KINDS = ["mtp", "dflash", "ngram-llama"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_turn_goes_on_from_the_first(kind: str) -> None:
+    r, cold = make(kind, np=2), plain_rig(path_of(kind))
+    first = random_ids(1, 30)
+    answer = r.generate(first, 20).tokens
+    turn = [*first, *answer, *random_ids(2, 9)]
+    h = r.generate(turn, 20)
+    assert h.timings.cache_n == len(first) + 19, "all but the last token, which has no row yet"
+    assert h.timings.prompt_n == len(turn) - h.timings.cache_n
+    assert h.tokens == cold.generate(turn, 20).tokens
+    assert r.generate(turn, 20, cache_prompt=False).tokens == h.tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n", [20, 64, 69, 100])
+def test_the_same_prompt_again(kind: str, n: int) -> None:
+    """Recurrent state goes back to the checkpoint near the prompt's end; short prompts have none."""
+    r = make(kind, page_size=16)
+    prompt = random_ids(3, n)
+    first = r.generate(prompt, 12)
+    for _ in range(2):
+        again = r.generate(prompt, 12)
+        assert again.tokens == first.tokens
+        if kind == "ngram-llama":
+            assert again.timings.cache_n == n - 1, "at least one token is computed"
+        elif n >= 64:
+            assert again.timings.cache_n == (n - 4) // 16 * 16
+        else:
+            assert again.timings.cache_n == 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ubatch", [7, 512])
+def test_there_and_back_again(kind: str, ubatch: int) -> None:
+    """P1: A, B, A and prompts that share a part of either, in chunks that divide nothing."""
+    r, cold = make(kind, ubatch=ubatch, page_size=16), plain_rig(path_of(kind))
+    a, b = random_ids(4, 90), random_ids(5, 110)
+    for prompt in (a, b, a, a[:70] + b[:40], a, b[:81] + a[:8], b, a[:50], a[:82]):
+        h = r.generate(prompt, 8)
+        assert h.tokens == cold.generate(prompt, 8, cache_prompt=False).tokens
+
+
+def test_a_checkpoint_dies_with_the_pages_of_its_text() -> None:
+    """A's checkpoint must not serve B, whose pages came after A's were taken away.
+
+    6 pages of 16. Slot 0: A (prompt 70, checkpoint at 64). A long request in slot 1 takes A's pages. Slot 0: B, a prompt of
+    20 (no checkpoint) with 50 tokens of text. C repeats the first 68 tokens of B: only A's checkpoint would stand below it.
+    """
+    r, cold = make("mtp", np=2, kv_pool=6 * 16, page_size=16), plain_rig(QWEN35)
+    a, b = random_ids(6, 70), random_ids(7, 20)
+    r.generate(a, 2, slot=0)
+    assert 0 in r.loop.checkpoints
+    r.generate(random_ids(8, 80), 10, slot=1)
+    assert r.loop.table.slots[0].n_past == 0, "the pages were taken"
+    text = r.generate(b, 55, slot=0).tokens
+    c = [*b, *text[:48], 3, 1, 4]
+    h = r.generate(c, 15, slot=0)
+    assert h.timings.cache_n == 0
+    assert h.tokens == cold.generate(c, 15).tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rounds", [1, 2, 7])
+def test_a_cancelled_request_can_be_gone_on_from(kind: str, rounds: int) -> None:
+    r, cold = make(kind, ubatch=40, page_size=16), plain_rig(path_of(kind))
+    prompt = random_ids(9, 90)
+    h = r.submit(prompt, 40)
+    for _ in range(rounds):
+        r.loop.step()
+    r.loop.cancel(h.job)
+    r.run()
+    for after in (prompt, [*prompt, *h.tokens, 5, 6], prompt[:30]):
+        assert r.generate(after, 10).tokens == cold.generate(after, 10, cache_prompt=False).tokens
+
+
+def chances(r: Rig, prompt: Sequence[int], n: int, **request: object) -> tuple[int, tuple[int, ...]]:
+    t = r.generate(prompt, n, replace(GREEDY, ignore_eos=False), **request).timings
+    return t.cache_n, t.accepted_per_pos
+
+
+@pytest.mark.parametrize("kind", ["mtp", "dflash"])
+def test_acceptance_after_reuse_is_that_of_a_cold_start(kind: str) -> None:
+    """P5: hidden state and draft cache come back with the prefix; a stale one would show in the accepted drafts."""
+    settings = {"spec_type": "mtp", "n_draft_max": 3} if kind == "mtp" else {"draft_path": DEMO_DRAFT, "n_draft_max": 4}
+    r = rig(DEMO, ctx=512, n_draft_fixed=True, page_size=16, **settings)
+    prompts = [p for p, _ in demo_prompts() if len(p) >= 68][:2]
+    assert len(prompts) == 2
+    for prompt in prompts:
+        none, cold = chances(r, prompt, 50)
+        cached, warm = chances(r, prompt, 50)
+        assert (none, cached > 60) == (0, True)
+        assert warm == cold
+    r.generate(prompts[0], 1)  # no draft is made: what the checkpoint lacks must be caught up on later
+    other = rig(DEMO, ctx=512, n_draft_fixed=True, page_size=16, **settings)
+    assert chances(r, prompts[0], 50)[1] == chances(other, prompts[0], 50)[1]
+
+
+def test_a_checkpoint_waits_for_mtp_rows_not_yet_computed() -> None:
+    """Chunks of 50 and 46 rows: at the checkpoint (96) nothing is caught up on, and the request that took it never drafts."""
+    r, cold = (make("mtp", page_size=16, ubatch=50) for _ in range(2))
+    drafter = r.loop.drafter
+    assert isinstance(drafter, Mtp)
+    drafter.catch_up = 1000
+    prompt = random_ids(12, 101)
+    r.generate(prompt, 1)
+    for pool in drafter.block.memory.kv.values():
+        pool.k.fill_(1e3)
+    h, want = r.generate(prompt, 20), cold.generate(prompt, 20)
+    assert h.timings.cache_n == 96
+    assert h.timings.accepted_per_pos == want.timings.accepted_per_pos
+    assert h.tokens == want.tokens
+
+
+def test_reuse_after_pages_were_taken_away() -> None:
+    """Few pages: what is not there any more is computed again, and requests wait instead of failing."""
+    r = fake_rig(3, Oracle(5), ctx=96, n_page=8)
+    prompts = [random_ids(i, 40 + i) for i in range(4)]
+    for _ in range(3):
+        heard = [r.submit(p, 30) for p in prompts]
+        r.run()
+        for h in heard:
+            assert h.tokens == text_after(h.request.prompt, 30)
+    assert r.loop.stats.failed == 0
+
+
+def test_a_small_pool_queues_requests_instead_of_failing_them() -> None:
+    r = rig(QWEN35, np=4, spec_type="mtp", n_draft_max=3, n_draft_fixed=True, page_size=16, kv_pool=130)
+    texts = known_texts(QWEN35)
+    short = [(p, t) for p, t in texts.items() if len(p) < 70]
+    heard = [(r.submit(p, len(t)), t) for p, t in short]
+    most = 0
+    while not r.loop.is_idle:
+        r.loop.step()
+        r.loop.table.check()
+        most = max(most, len(r.loop.jobs))
+    assert 1 < most < 4
+    for h, text in heard:
+        assert h.tokens == text
+
+
+def test_a_conversation_is_not_thrown_away_for_a_common_opening() -> None:
+    """Every chat begins with the same few tokens; an empty slot is the better place for the second one."""
+    r = fake_rig(2, None)
+    opening = random_ids(1, 5)
+    a, b = opening + random_ids(2, 40), opening + random_ids(3, 40)
+    first, second = r.generate(a, 4), r.generate(b, 4)
+    assert {first.slot, second.slot} == {0, 1}
+    assert r.generate([*a, 1, 2], 4).timings.cache_n == 45
+    third = r.generate(random_ids(4, 30), 4)
+    assert third.slot == second.slot, "the one not used for longest"
