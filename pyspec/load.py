@@ -14,7 +14,7 @@ from pyspec.control import Controller
 from pyspec.draft import DRAFTERS, dflash, mtp
 from pyspec.draft.drafter import Drafter
 from pyspec.draft.ngram import NGram
-from pyspec.errors import ConfigError, DeviceError, PairError
+from pyspec.errors import BadTemplate, ConfigError, DeviceError, PairError
 from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.loop import Loop
 from pyspec.models import read_config
@@ -162,6 +162,7 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     tokenizer, template = Tokenizer.from_metadata(file.metadata), ChatTemplate.from_metadata(file.metadata)
     if draft_file is not None:
         check_vocabulary(file, draft_file)
+    _check_template(template)
     d = plan_draft(file, draft_file, settings)
 
     n_ctx = min(settings.ctx or AUTO_CTX, config.n_ctx_train) if not settings.ctx else settings.ctx
@@ -203,6 +204,15 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
             check_taps(loop, tokenizer, template, extra)
     info = _info(path, file, config, d, settings, n_ctx, extra, device, tokenizer)
     return Loaded(loop, tokenizer, template, info)
+
+
+def _check_template(template: ChatTemplate | None) -> None:
+    """Start the template's sandbox now. A template that is broken costs the chats, not the model."""
+    try:
+        if template is not None:
+            template.check()
+    except BadTemplate as e:
+        log.warning("%s; chats will be refused", e)
 
 
 def _table(s: EngineSettings, n_ctx: int, extra: int) -> SlotTable:
