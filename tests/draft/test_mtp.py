@@ -1,0 +1,166 @@
+"""MTP: rows and chains against llama.cpp, and a cache that is exact whatever was drafted meanwhile."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from draft_fakes import Fickle
+from engine_rig import FIXTURES, Rig, rig
+from harness import Bench
+from known_texts import continuation, known_texts
+
+from pyspec.draft import mtp
+from pyspec.draft.drafter import Ask
+from pyspec.draft.mtp import Mtp
+from pyspec.slots.batch import Batch, Seq, lay_out
+
+CPU = torch.device("cpu")
+MODELS = ["qwen35", "qwen35_q8_0", "qwen35_full_heads_q8_0"]
+QWEN35 = FIXTURES / "qwen35.gguf"
+
+
+def load(name: str, n_slot: int = 1) -> tuple[Bench, Mtp]:
+    bench = Bench(FIXTURES / f"{name}.gguf", n_slot=n_slot)
+    options = {"n_draft": 4, "p_min": 0.0, "kv_dtype": torch.float32, "dense": torch.float32}
+    return bench, mtp.load(bench.file, bench.target, bench.table, **options)
+
+
+def one_shot(bench: Bench, drafter: Mtp, slot: int, tokens: list[int]) -> torch.Tensor:
+    """All rows of the block at once, with the target's hidden states; returns its post-norm output."""
+    hidden = bench.forward(Seq(slot, 0, tokens, keep=True)).hidden
+    before = torch.cat([torch.zeros_like(hidden[:1]), hidden[:-1]])
+    return drafter.block.forward(lay_out(bench.table, [Seq(slot, 0, tokens)], CPU), before)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_are_llama_cpps(name: str) -> None:
+    data = np.load(FIXTURES / f"{name}.npz")
+    bench, drafter = load(name)
+    got = one_shot(bench, drafter, 0, data["tokens"].tolist())
+    assert (got - torch.from_numpy(data["mtp_hidden"])).abs().max() < 1e-3
+    assert (drafter.block.head(got) - torch.from_numpy(data["mtp_logits"])).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("chunk", [1, 37, 120])
+def test_chained_steps_are_llama_cpps(name: str, chunk: int) -> None:
+    """The prompt in chunks, then one draft: tokens and states of every step."""
+    data = np.load(FIXTURES / f"{name}.npz")
+    tokens, chain = data["tokens"].tolist(), data["chain_tokens"].tolist()
+    bench, drafter = load(name)
+    slot = bench.table.slots[0]
+    drafter.begin(slot, None)
+    for i in range(0, len(tokens), chunk):
+        seq = bench.seq(0, tokens[i : i + chunk])
+        batch = lay_out(bench.table, [seq], CPU)
+        drafter.observe(batch, [seq.width], bench.target.forward(batch))
+        bench.commit(seq, seq.width)
+    states: list[torch.Tensor] = []
+    forward = drafter.block.forward
+
+    def watch(batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
+        out = forward(batch, hidden)
+        states.append(out[-1])
+        return out
+
+    drafter.block.forward = watch  # type: ignore[method-assign]
+    assert drafter.draft([Ask(slot, chain[0], 4)])[0][:3] == chain[1:]
+    assert (torch.stack(states) - torch.from_numpy(data["chain_hidden"])).abs().max() < 1e-3
+    logits = drafter.block.head(torch.stack(states))
+    assert (logits - torch.from_numpy(data["chain_logits"])).abs().max() < 1e-3
+
+
+def exact_rows_of(r: Rig, slot: int) -> tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Number of rows the drafter holds to be exact, and their K and V."""
+    drafter = r.loop.drafter
+    assert isinstance(drafter, Mtp)
+    state = drafter.states[slot]
+    assert state is not None
+    rows = torch.tensor(r.loop.table.rows(r.loop.table.slots[slot], 0, state.n_row))
+    return state.n_row, [(p.k[rows], p.v[rows]) for p in drafter.block.memory.kv.values()]
+
+
+@pytest.mark.parametrize("n_draft", [1, 3, 5])
+@pytest.mark.parametrize("ubatch", [16, 512])
+def test_after_any_drafts_the_cache_is_that_of_one_shot(n_draft: int, ubatch: int) -> None:
+    """Three ragged slots with caps from 0 up, refused chains all the time."""
+    r = rig(QWEN35, np=3, spec_type="mtp", n_draft_max=n_draft, n_draft_fixed=True, ubatch=ubatch)
+    rng = random.Random(2)
+    prompts = [rng.choices(range(290), k=n) for n in (5, 90, 33)]
+    heard = [r.submit(p, 70, n_draft_max=(n_draft, 1, n_draft)[i], slot=i) for i, p in enumerate(prompts)]
+    r.run()
+    for i, h in enumerate(heard):
+        n_row, got = exact_rows_of(r, i)
+        assert n_row > len(prompts[i]) + 50, "most rows are caught up on"
+        bench, reference = load("qwen35")
+        tokens = r.loop.table.slots[i].tokens[:n_row]
+        one_shot(bench, reference, 0, tokens)
+        at = torch.tensor(bench.table.rows(bench.table.slots[0], 0, n_row))
+        for (k, v), pool in zip(got, reference.block.memory.kv.values(), strict=True):
+            assert (k - pool.k[at]).abs().max() < 1e-3 and (v - pool.v[at]).abs().max() < 1e-3
+        assert h.timings.draft_n > 0
+
+
+def test_silent_slots_stay_caught_up() -> None:
+    """A request that does not draft keeps at most `catch_up` hidden states, and its rows are exact."""
+    r = rig(QWEN35, spec_type="mtp", n_draft_max=3)
+    drafter = r.loop.drafter
+    assert isinstance(drafter, Mtp)
+    r.generate([1, 2, 3, 4], 150, n_draft_max=0)
+    state = drafter.states[0]
+    assert state is not None and state.hidden.shape[0] <= drafter.catch_up + 1
+    assert state.n_row + state.hidden.shape[0] - 1 == r.loop.table.slots[0].n_past
+    n_row, got = exact_rows_of(r, 0)
+    bench, reference = load("qwen35")
+    one_shot(bench, reference, 0, r.loop.table.slots[0].tokens[:n_row])
+    at = torch.tensor(bench.table.rows(bench.table.slots[0], 0, n_row))
+    assert (got[0][0] - next(iter(reference.block.memory.kv.values())).k[at]).abs().max() < 1e-3
+
+
+def test_drafts_do_not_depend_on_the_neighbours() -> None:
+    """The same request drafts and accepts the same alone and beside seven others."""
+    alone = rig(QWEN35, spec_type="mtp", n_draft_max=4, n_draft_fixed=True)
+    together = rig(QWEN35, np=8, spec_type="mtp", n_draft_max=4, n_draft_fixed=True)
+    prompts = list(known_texts(QWEN35))[:8]
+    want = [alone.generate(p, 30).timings.accepted_per_pos for p in prompts]
+    heard = [together.submit(p, 30) for p in prompts]
+    together.run()
+    assert [h.timings.accepted_per_pos for h in heard] == want
+
+
+def test_a_draft_made_twice_is_the_same() -> None:
+    """A forward may fail between draft and verdict; the second draft starts from the same hidden state."""
+    bench, drafter = load("qwen35")
+    slot = bench.table.slots[0]
+    drafter.begin(slot, None)
+    seq = bench.seq(0, [3, 1, 4, 1, 5, 9, 2, 6])
+    batch = lay_out(bench.table, [seq], CPU)
+    drafter.observe(batch, [8], bench.target.forward(batch))
+    bench.commit(seq, 8)
+    first = drafter.draft([Ask(slot, 7, 4)])
+    assert drafter.draft([Ask(slot, 7, 4)]) == first
+    assert drafter.draft([Ask(slot, 8, 4)]) != first
+    assert drafter.draft([Ask(slot, 7, 2)]) == [first[0][:2]]
+
+
+def test_accepted_chains_keep_the_pairing() -> None:
+    """Long accepted runs by an oracle beside a drafter that only watches: its rows stay exact."""
+    r = rig(QWEN35, spec_type="mtp", n_draft_max=5, n_draft_fixed=True)
+    watcher = r.loop.drafter
+    assert isinstance(watcher, Mtp)
+    oracle = Fickle(5, text=partial(continuation, QWEN35))
+    watcher.draft = lambda asks: [oracle.guess(ask)[: ask.n_draft] for ask in asks]  # type: ignore[method-assign]
+    watcher.catch_up = 4
+    prompt, text = list(known_texts(QWEN35).items())[2]
+    h = r.generate(prompt, 30)
+    assert h.tokens == text and h.timings.draft_n_accepted > 5
+    n_row, got = exact_rows_of(r, 0)
+    bench, reference = load("qwen35")
+    one_shot(bench, reference, 0, r.loop.table.slots[0].tokens[:n_row])
+    at = torch.tensor(bench.table.rows(bench.table.slots[0], 0, n_row))
+    assert n_row > len(prompt) + 20
+    assert (got[0][0] - next(iter(reference.block.memory.kv.values())).k[at]).abs().max() < 1e-3
