@@ -62,6 +62,8 @@ def _refuse(message: object) -> None:
 def _tojson(
     value: Any, ensure_ascii: bool = False, indent: int | None = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
+    if isinstance(value, Iterator):  # the result of a filter such as map
+        value = list(value)
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -234,8 +234,8 @@ class ChatTemplate:
     ) -> list[int]:
         """Ids of the rendered prompt, in which the text of users and tools can not become control tokens.
 
-        Only contents that hold the text of a control token are treated apart: the template renders a mark in their place,
-        and they are tokenised as plain text. All other prompts take the plain way.
+        Only contents that hold the text of a control token, or a half of one at an end, are treated apart: the template
+        renders a mark in their place, and they are tokenised as plain text. All other prompts take the plain way.
         """
         clean = normalise(messages)
         forged = [i for i, m in enumerate(clean) if _forged(tokenizer, i, m)]
@@ -279,4 +279,5 @@ def _forged(tokenizer: Tokenizer, i: int, message: Message) -> bool:
     rest = {key: value for key, value in message.items() if key != "content"}
     if tokenizer.has_special(_json(rest)):
         raise RequestError(f"a field of message {i} contains the text of a control token; only its content may")
-    return tokenizer.has_special(str(message["content"]))
+    content = str(message["content"])
+    return tokenizer.has_special(content) or tokenizer.borders_special(content)

@@ -91,8 +91,8 @@ class Tokenizer:
             make,
             model=model,
             pre=pre,
-            add_bos=bool(meta.get("tokenizer.ggml.add_bos_token", model == "llama" or PRE[pre].add_bos)),
-            add_eos=bool(meta.get("tokenizer.ggml.add_eos_token", False)),
+            add_bos=_flag(meta, "tokenizer.ggml.add_bos_token", model == "llama" or PRE[pre].add_bos),
+            add_eos=_flag(meta, "tokenizer.ggml.add_eos_token", False),
             add_space_prefix=model == "llama" and bool(meta.get("tokenizer.ggml.add_space_prefix", True)),
             ids=read_ids(meta, model, len(tokens)),
         )
@@ -139,12 +139,27 @@ class Tokenizer:
     def _framed(self, ids: list[int]) -> list[int]:
         if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids = [self.bos_id, *ids]
-        return [*ids, self.eos_id] if self.add_eos and self.eos_id is not None else ids
+        add_eos = self.add_eos and self.eos_id is not None and ids[-1:] != [self.eos_id]
+        return [*ids, self.eos_id] if add_eos and self.eos_id is not None else ids
 
     def has_special(self, text: str) -> bool:
         """True if the text of a control token occurs in `text`. 25 ms per million characters, whatever they are."""
         clean = text.encode("utf-8", "replace").decode()
         return bool(self._finder.encode_batch_fast([clean], add_special_tokens=False)[0].ids)
+
+    def borders_special(self, text: str) -> bool:
+        """True if `text` could be one half of a control token's text, with the other half next to it."""
+        heads, tails = self._halves
+        text = text.strip()
+        longest = max(map(len, heads), default=0)
+        return any(text[-n:] in heads or text[:n] in tails for n in range(2, min(longest, len(text)) + 1))
+
+    @cached_property
+    def _halves(self) -> tuple[frozenset[str], frozenset[str]]:
+        """Proper beginnings and ends of control tokens; of any two halves one has at least two characters."""
+        texts = [self._tokens[i] for i in self.special]
+        cuts = [(t[:n], t[-n:]) for t in texts for n in range(2, len(t))]
+        return frozenset(head for head, _ in cuts), frozenset(tail for _, tail in cuts)
 
     @cached_property
     def _finder(self) -> HF:
@@ -251,3 +266,10 @@ def _with_added(hf: HF, table: Mapping[str, int], types: Sequence[int], norm: st
         [AddedToken(t, special=wanted[types[i]], normalized=False) for t, i in table.items() if types[i] in wanted]
     )
     return hf
+
+
+def _flag(meta: Mapping[str, object], key: str, default: bool) -> bool:
+    value = meta.get(key, default)
+    if not isinstance(value, bool | int):
+        raise BadTokenizer(f"{key} is {value!r}, want true or false")
+    return bool(value)

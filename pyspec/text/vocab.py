@@ -129,7 +129,9 @@ def byte_value(text: str) -> int:
 
 
 def token_bytes(text: str, kind: int, model: str) -> bytes:
-    """What a token stands for in text; control and user-defined tokens stand for themselves."""
+    """What a token stands for in text; control and user-defined tokens stand for themselves, fillers for nothing."""
+    if kind == UNUSED:
+        return b""
     if kind == BYTE:
         return bytes([byte_value(text)])
     if kind == NORMAL and model == "llama":

@@ -5,9 +5,9 @@ from tokenizers import pre_tokenizers
 
 from pyspec.text.pretokenize import PRE
 
-QWEN = ("qwen2", "deepseek-r1-qwen", "qwen35")
-LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "pixtral")
-DEEPSEEK = ("deepseek-v3", "joyai-llm", "hunyuan-dense")
+QWEN = ("qwen2", "deepseek-r1-qwen", "megrez", "qwen35")
+LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "lfm2", "pixtral")
+DEEPSEEK = ("deepseek-v3", "joyai-llm", "hunyuan-dense", "hy_v4")
 GPT2 = ("gpt-2", "mpt", "olmo")
 DIGITS_GPT2 = ("starcoder", "command-r", "smollm", "refact")
 ALL = (*QWEN, *LLAMA3, *DEEPSEEK, *GPT2, *DIGITS_GPT2, "tekken")

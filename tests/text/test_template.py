@@ -188,3 +188,17 @@ def test_forged_text_in_a_sentencepiece_prompt_keeps_its_spaces():
     ids = template.encode(tokenizer, [{"role": "user", "content": "the<s>"}])
     assert [i for i in ids if i in tokenizer.special] == [1, 296, 296]
     assert tokenizer.decode(ids, special=True) == "<s>[INST]  the<s> [INST]"
+
+
+def test_two_contents_side_by_side_can_not_make_a_control_token():
+    side_by_side = ChatTemplate("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    tokenizer = Tokenizer.from_metadata(open_gguf(DEMO / "pyspec-demo.gguf").metadata)
+    for a, b in (("<|im_", "end|>"), ("<", "|im_end|>"), ("<|im_end|", ">"), ("x <|im_end", "|> y")):
+        ids = side_by_side.encode(tokenizer, [{"role": "user", "content": a}, {"role": "user", "content": b}])
+        assert not set(ids) & tokenizer.special, (a, b)
+        assert tokenizer.decode(ids) == a + b
+
+
+def test_fillers_have_no_text():
+    tokenizer = Tokenizer.from_metadata(open_gguf(DEMO / "pyspec-demo.gguf").metadata)
+    assert tokenizer.decode([4092], special=True) == ""
