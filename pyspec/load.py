@@ -171,12 +171,12 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     extra = max(d.overhang, d.n_draft + 1)
     table = _table(settings, n_ctx, extra)
     dense = pick_dense(file, device, settings.weights)
-    plan = _memory_plan(file, config, d, settings, table.n_row, dense)
+    plan = _memory_plan(file, config, d, settings, table.n_alloc_row, dense)
     check_fit(plan, device, n_slot=settings.np, n_ctx=n_ctx, packed=dense is None)
 
     kv = DTYPES[settings.kv_type]
     width = d.n_draft + 1
-    memory = allocate(config.memory(), n_slot=settings.np, n_row=table.n_row, width=width, kv_dtype=kv, device=device)
+    memory = allocate(config.memory(), n_slot=settings.np, n_row=table.n_alloc_row, width=width, kv_dtype=kv, device=device)
     target = Decoder(config, Weights(file, device, dense), memory)
     drafter = _drafter(d, target, table, settings, dense)
     controller = Controller(

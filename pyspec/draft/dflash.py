@@ -285,6 +285,6 @@ def load(
     check_pair(c, file, target)
     check_tensors(file, drafter_tensors(c, target.n_embd), c.alias)
     layers = [LayerMemory(c.attention.n_kv_head, c.attention.head_dim)] * len(c.windows)
-    memory = allocate(layers, n_slot=0, n_row=table.n_row, width=0, kv_dtype=kv_dtype, device=target.device)
+    memory = allocate(layers, n_slot=0, n_row=table.n_alloc_row, width=0, kv_dtype=kv_dtype, device=target.device)
     net = DFlashNet(c, Weights(file, target.device, dense, c.alias), memory, target)
     return DFlash(net, table, target.device, n_draft, p_min)

@@ -203,5 +203,5 @@ def load(
         )
     check_tensors(file, mtp_tensors(c, file))
     layers = [LayerMemory()] * c.n_layer + [LayerMemory(c.attention.n_kv_head, c.attention.head_dim)]
-    memory = allocate(layers, n_slot=0, n_row=table.n_row, width=0, kv_dtype=kv_dtype, device=target.device)
+    memory = allocate(layers, n_slot=0, n_row=table.n_alloc_row, width=0, kv_dtype=kv_dtype, device=target.device)
     return Mtp(MtpBlock(c, Weights(file, target.device, dense), memory, target), table, n_draft, p_min)

@@ -7,12 +7,13 @@ was captured and what runs can not drift apart.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from pyspec.errors import OutOfBounds
+from pyspec.slots.arena import Arena, bucket_of
 from pyspec.slots.table import SlotTable
 
 
@@ -75,58 +76,74 @@ class Batch:
     seq_keep: Tensor
     row_seq: Tensor
     page_size: int
-    max_hi: Sequence[int] = field(default=())  # per sequence, on the host
+    max_hi: Sequence[int]  # per sequence, on the host
+    bucket: int | None = None  # rows with padding, if the fields lie in an arena
 
     @property
     def n_row(self) -> int:
         return self.starts[-1]
 
 
-def lay_out(table: SlotTable, seqs: Sequence[Seq], device: torch.device, *, see_block: bool = False) -> Batch:
+def lay_out(
+    table: SlotTable,
+    seqs: Sequence[Seq],
+    device: torch.device,
+    *,
+    see_block: bool = False,
+    arena: Arena | None = None,
+) -> Batch:
     """Build the batch for `seqs`; grows the slots' pages and checks every index on the host.
 
     `see_block`: rows see all rows of their own sequence, later ones too (a drafter's fill-in block); otherwise causal.
+    `arena`: put it there, padded to a bucket, if it fits; `Batch.bucket` tells.
     """
-    starts, tokens, positions, kv_rows, his, outs, tables, max_hi = [0], [], [], [], [], [], [], []
-    for seq in seqs:
+    rows: dict[str, list[int]] = {name: [] for name in (*Arena.ROW64, "row_seq")}
+    starts, tables, max_hi = [0], [], []
+    for i, seq in enumerate(seqs):
         slot, n = table.slots[seq.slot], seq.width
         if not 0 <= seq.n_out <= n:
             raise OutOfBounds(f"slot {seq.slot} logits rows", seq.n_out, n + 1, seq.slot)
         end = seq.n_past + n
         table.grow(slot, end)
-        kv_rows += table.rows(slot, seq.n_past, n)
-        tokens += seq.tokens
+        rows["kv_rows"] += table.rows(slot, seq.n_past, n)
+        rows["tokens"] += seq.tokens
         here = range(seq.n_past, end)
-        positions += here
-        his += [end] * n if see_block else [p + 1 for p in here]
-        outs += range(starts[-1] + n - seq.n_out, starts[-1] + n)
+        rows["positions"] += here
+        rows["hi"] += [end] * n if see_block else [p + 1 for p in here]
+        rows["lo"] += [0] * n
+        rows["out_rows"] += range(starts[-1] + n - seq.n_out, starts[-1] + n)
+        rows["row_seq"] += [i] * n
         starts.append(starts[-1] + n)
         tables.append(slot.pages[: table.pages_for(end)])
         max_hi.append(end)
+    values: dict[str, Sequence[int]] = {
+        **rows,
+        "seq_slot": [q.slot for q in seqs],
+        "seq_start": starts,
+        "seq_fold": [q.n_fold for q in seqs],
+        "seq_keep": [int(q.keep) for q in seqs],
+    }
+    bucket = bucket_of(starts[-1]) if arena is not None and len(seqs) <= arena.n_seq else None
+    if arena is not None and bucket is not None and max(map(len, tables), default=0) <= arena.n_page:
+        fields = arena.fill(values, tables, bucket, table.null_row)
+    else:
+        bucket, fields = None, _fresh(values, tables, device)
+    return Batch(seqs=seqs, starts=starts, page_size=table.page_size, max_hi=max_hi, bucket=bucket, **fields)
+
+
+def _fresh(
+    values: dict[str, Sequence[int]], tables: Sequence[Sequence[int]], device: torch.device
+) -> dict[str, Tensor]:
+    """The fields in memory of their own, without padding: one transfer per integer type."""
+    fields: dict[str, Tensor] = {}
     wide = max((len(t) for t in tables), default=0)
-    ints = [tokens, positions, kv_rows, his, outs]
-    flat = torch.tensor([x for part in ints for x in part], dtype=torch.int64, device=device)
-    tok, pos, rows, hi, out = flat.split([len(part) for part in ints])
-    per_seq = [[q.slot for q in seqs], starts, [q.n_fold for q in seqs], [int(q.keep) for q in seqs]]
-    per_seq.append([i for i, q in enumerate(seqs) for _ in range(q.width)])
-    small = torch.tensor([x for part in per_seq for x in part], dtype=torch.int32, device=device)
-    slot_of, start_of, fold_of, keep_of, row_of = small.split([len(part) for part in per_seq])
-    pages = torch.tensor([t + [t[0]] * (wide - len(t)) for t in tables], dtype=torch.int64, device=device)
-    return Batch(
-        seqs=seqs,
-        starts=starts,
-        tokens=tok,
-        positions=pos,
-        kv_rows=rows,
-        page_table=pages.view(len(tables), wide),
-        lo=torch.zeros_like(hi),
-        hi=hi,
-        out_rows=out,
-        seq_slot=slot_of,
-        seq_start=start_of,
-        seq_fold=fold_of,
-        seq_keep=keep_of,
-        row_seq=row_of,
-        page_size=table.page_size,
-        max_hi=max_hi,
-    )
+    pages = [p for t in tables for p in [*t, *[t[0]] * (wide - len(t))]]
+    small = (*Arena.SEQ32, "seq_start", "row_seq")
+    for dtype, parts in (
+        (torch.int64, {**{name: values[name] for name in Arena.ROW64}, "page_table": pages}),
+        (torch.int32, {name: values[name] for name in small}),
+    ):
+        flat = torch.tensor([x for part in parts.values() for x in part], dtype=dtype, device=device)
+        fields |= zip(parts, flat.split([len(part) for part in parts.values()]), strict=True)
+    fields["page_table"] = fields["page_table"].view(len(tables), wide)
+    return fields

@@ -56,6 +56,16 @@ class SlotTable:
         return self.n_page * self.page_size
 
     @property
+    def null_row(self) -> int:
+        """A row behind all pages that no slot owns: where padding writes. Pools have it, see `n_alloc_row`."""
+        return self.n_row
+
+    @property
+    def n_alloc_row(self) -> int:
+        """Rows a KV pool needs: every page's, and a null page."""
+        return self.n_row + self.page_size
+
+    @property
     def n_page_used(self) -> int:
         return self.n_page - len(self._free)
 

@@ -37,7 +37,7 @@ class Bench:
         check_tensors(self.file, decoder_tensors(config, self.file))
         self.table = SlotTable(n_slot, n_slot * n_ctx // 16, 16)
         self.memory = allocate(
-            config.memory(), n_slot=n_slot, n_row=self.table.n_row, width=width, kv_dtype=kv, device=DEVICE
+            config.memory(), n_slot=n_slot, n_row=self.table.n_alloc_row, width=width, kv_dtype=kv, device=DEVICE
         )
         self.target = Decoder(config, Weights(self.file, DEVICE, dense), self.memory)
         for slot in self.table.slots:

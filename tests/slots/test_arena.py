@@ -1,0 +1,62 @@
+"""Layouts in an arena are the plain ones plus padding, and a model can not tell the difference."""
+
+import pytest
+import torch
+from harness import FIXTURES, Bench
+
+from pyspec.slots.arena import BUCKETS, Arena, bucket_of
+from pyspec.slots.batch import Seq, lay_out
+from pyspec.slots.table import SlotTable
+
+CPU = torch.device("cpu")
+
+
+def seated(n_slot: int) -> SlotTable:
+    table = SlotTable(n_slot, 8 * n_slot, 16)
+    for slot in table.slots:
+        table.acquire(slot, 100)
+    return table
+
+
+def test_buckets_hold_every_row_count_up_to_the_largest() -> None:
+    assert [bucket_of(n) for n in (1, 5, 7, 33, 128, 129)] == [1, 6, 8, 48, 128, None]
+
+
+@pytest.mark.parametrize("widths", [(1,), (3, 1, 5), (16, 16), (1, 1, 1, 1, 1, 1, 1, 1), (8, 2, 7)])
+def test_an_arena_holds_the_plain_layout_and_harmless_padding(widths: tuple[int, ...]) -> None:
+    plain_table, table = seated(8), seated(8)
+    arena = Arena(8, 8, CPU)
+    for first in (0, 9):  # the second layout overwrites the first
+        seqs = [Seq(i, first + i, list(range(w)), i % 2 == 0, 1, 1) for i, w in enumerate(widths)]
+        plain, ours = lay_out(plain_table, seqs, CPU), lay_out(table, seqs, CPU, arena=arena)
+        n, bucket = sum(widths), bucket_of(sum(widths))
+        assert ours.bucket == bucket and ours.n_row == n
+        for name in (*Arena.ROW64, "row_seq"):
+            want, got = getattr(plain, name), getattr(ours, name)
+            assert torch.equal(got[: len(want)], want) and len(got) == bucket, name
+        assert set(ours.kv_rows[n:].tolist()) <= {table.null_row} and set(ours.row_seq[n:].tolist()) <= {-1}
+        assert ours.seq_start.tolist() == plain.starts + [n] * (8 - len(widths))
+        for name in Arena.SEQ32:
+            assert torch.equal(getattr(ours, name)[: len(widths)], getattr(plain, name)), name
+        assert torch.equal(ours.page_table[: len(widths), : plain.page_table.shape[1]], plain.page_table)
+
+
+def test_what_does_not_fit_an_arena_is_laid_out_plainly() -> None:
+    table = SlotTable(1, 32, 16)
+    table.acquire(table.slots[0], 300)
+    arena = Arena(1, 4, CPU)
+    assert lay_out(table, [Seq(0, 0, [0] * (BUCKETS[-1] + 1))], CPU, arena=arena).bucket is None
+    assert lay_out(table, [Seq(0, 70, [0])], CPU, arena=arena).bucket is None, "five pages, four fit"
+
+
+def test_a_model_gives_the_same_rows_from_an_arena() -> None:
+    plain, padded = (Bench(FIXTURES / "qwen35.gguf", n_slot=3) for _ in range(2))
+    arena = Arena(4, 16, CPU)
+    for round_ in range(4):
+        seqs = [plain.seq(s, [7 * s + round_ + i for i in range(1 + 2 * s)], keep=s == 0) for s in range(3)]
+        want = plain.forward(*seqs).logits
+        got = padded.target.forward(lay_out(padded.table, seqs, CPU, arena=arena)).logits
+        assert torch.equal(got[: len(want)], want)
+        for bench in (plain, padded):
+            for seq in seqs:
+                bench.commit(seq, seq.width if seq.keep else 1 + round_ % seq.width)
