@@ -151,13 +151,22 @@ class Kernel:
             raise DeviceError(f"kernel {self.symbol} can not have {n_bytes} bytes of shared memory: {err.name}")
         return self
 
-    def launch(self, grid: Sequence[int], block: int, args: Sequence[Arg], shared: int = 0) -> None:
-        """Start on torch's current stream. Tensors go as pointers; scalars must be of the signature's type."""
+    def launch(
+        self, grid: Sequence[int], block: int, args: Sequence[Arg], shared: int = 0, *, overlap: bool = False
+    ) -> None:
+        """Start on torch's current stream. Tensors go as pointers; scalars must be of the signature's type.
+
+        `overlap`: start as soon as the kernel before allows it (programmatic dependent launch, from 9.0). Only for kernels
+        that wait (`griddepcontrol.wait`) before they touch what that kernel writes.
+        """
         from cuda.core import LaunchConfig, launch
 
         assert len(args) == len(self.signature), f"{self.symbol}: {len(args)} arguments for '{self.signature}'"
         values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
-        launch(_stream(), LaunchConfig(grid=tuple(grid), block=block, shmem_size=shared), self.handle, *values)  # type: ignore[arg-type]
+        config = LaunchConfig(grid=tuple(grid), block=block, shmem_size=shared)
+        if overlap and hasattr(config, "programmatic_stream_serialization"):  # newer cuda-core only
+            config.programmatic_stream_serialization = True
+        launch(_stream(), config, self.handle, *values)  # type: ignore[arg-type]
 
 
 class _TorchStream:
