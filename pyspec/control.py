@@ -21,14 +21,22 @@ MARGIN = 1.02  # a draft must promise this much more than none
 PROBE_FIRST, PROBE_LAST, PROBE_DRAFT = 32, 512, 4  # rounds between probes of a silent slot; tokens of a probe
 N_SAMPLE, N_TRUST = 5, 2  # samples kept per size; samples needed to believe them
 DOUBT_EVERY = 512  # rounds
+HOPE = 0.7  # of the way from the straight line down to the next smaller size: what a size never tried costs
 PLAIN_EVERY = 384  # rounds after which the cost of an undrafted round is measured again
 
 
-class Timer:
-    """Milliseconds by size: the least of the last samples, straight lines between sizes, flat outside.
+def bucket(size: int) -> int:
+    """Sizes that are timed together: single ones below 64, then 32 per octave, named by their largest."""
+    step = 1 << max(size.bit_length() - 6, 0)
+    return -(-size // step) * step
 
-    The least, because a busy machine only ever adds time. Flat is the optimistic guess for a bandwidth-bound forward;
-    trying it corrects it. A size is trusted from its second sample on, and needs a new one when not seen for long.
+
+class Timer:
+    """Milliseconds by size: the least of the last samples. A busy machine only ever adds time.
+
+    A size is trusted from its second sample on, and needs a new one when not seen for long. Between trusted sizes costs
+    lie on a straight line, beyond them they are flat; but a size never tried is hoped to cost little more than the next
+    smaller one, so that it is tried: kernels have steps, and the best size may be the last one on a step.
     """
 
     def __init__(self) -> None:
@@ -38,6 +46,7 @@ class Timer:
         self._ms: list[float] = []
 
     def add(self, size: int, ms: float) -> None:
+        size = bucket(size)
         self.samples.setdefault(size, deque(maxlen=N_SAMPLE)).append(ms)
         self.fresh.add(size)
         if self.knows(size):
@@ -48,7 +57,7 @@ class Timer:
         self._ms = [min(self.samples[size]) for size in self._sizes]
 
     def knows(self, size: int) -> bool:
-        return len(self.samples.get(size, ())) >= N_TRUST
+        return len(self.samples.get(bucket(size), ())) >= N_TRUST
 
     def doubt(self) -> None:
         """Sizes not seen since the last call need a new sample before they are trusted again."""
@@ -59,6 +68,7 @@ class Timer:
         self._tabulate()
 
     def __call__(self, size: int) -> float:
+        size = bucket(size)
         if not self._sizes:
             return 1.0
         i = bisect.bisect_left(self._sizes, size)
@@ -67,7 +77,10 @@ class Timer:
         if i == 0 or self._sizes[i] == size:
             return self._ms[i]
         a, b = self._sizes[i - 1], self._sizes[i]
-        return self._ms[i - 1] + (self._ms[i] - self._ms[i - 1]) * (size - a) / (b - a)
+        line = self._ms[i - 1] + (self._ms[i] - self._ms[i - 1]) * (size - a) / (b - a)
+        if size not in self.samples:
+            return (1 - HOPE) * line + HOPE * self._ms[i - 1]
+        return min(line, *self.samples[size])
 
 
 @dataclass(slots=True)

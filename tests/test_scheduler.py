@@ -1,0 +1,80 @@
+"""The queue, the cut of a prompt, and rows shared among prompts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pyspec.errors import QueueFull
+from pyspec.scheduler import CUT_MIN, CUT_TAIL, Queue, cut_of, share_rows
+from pyspec.slots.table import SlotTable
+
+
+@dataclass
+class Item:
+    n_rows: int = 10
+    wanted_slot: int = -1
+
+
+def test_first_come_first_served_until_it_is_full() -> None:
+    queue: Queue[Item] = Queue(2)
+    a, b = Item(), Item()
+    queue.push(a)
+    queue.push(b)
+    with pytest.raises(QueueFull, match="2 requests are waiting") as e:
+        queue.push(Item())
+    assert (e.value.status, e.value.retry_after_s) == (429, 1)
+    table = SlotTable(2, 4, 16)
+    assert queue.next(table) is a and queue.next(table) is b and queue.next(table) is None
+    queue.push(Item())
+    assert len(queue) == 1 and len(queue.drain()) == 1 and not len(queue)
+
+
+def test_a_request_that_is_too_large_now_holds_the_line_for_itself() -> None:
+    """Small ones do not overtake it for ever."""
+    queue: Queue[Item] = Queue(8)
+    table = SlotTable(3, 4, 16)
+    table.acquire(table.slots[0], 40)
+    large, small = Item(n_rows=33), Item(n_rows=5)
+    queue.push(large)
+    queue.push(small)
+    assert queue.next(table) is None
+    table.release(table.slots[0])
+    assert queue.next(table) is large
+
+
+def test_a_request_for_a_busy_slot_lets_the_others_pass() -> None:
+    queue: Queue[Item] = Queue(8)
+    table = SlotTable(2, 8, 16)
+    table.acquire(table.slots[1], 10)
+    pinned, free = Item(wanted_slot=1), Item()
+    queue.push(pinned)
+    queue.push(free)
+    assert queue.next(table) is free
+    assert queue.next(table) is None
+    table.release(table.slots[1])
+    assert queue.next(table) is pinned
+
+
+@given(st.integers(1, 5000), st.sampled_from([16, 32, 64]))
+def test_a_cut_lies_on_a_page_border_near_the_end(n: int, page: int) -> None:
+    cut = cut_of(n, page)
+    if n < CUT_MIN:
+        assert cut == 0
+    else:
+        assert cut % page == 0 and n - page - CUT_TAIL < cut <= n - CUT_TAIL
+
+
+@given(st.integers(-50, 600), st.lists(st.tuples(st.integers(1, 900), st.integers(0, 900)), max_size=8))
+def test_rows_are_shared_oldest_first_and_never_beyond_a_cut(n_free: int, todo: list[tuple[int, int]]) -> None:
+    given_ = share_rows(n_free, todo)
+    assert len(given_) == len(todo) and sum(given_) <= max(n_free, 0)
+    full = True
+    for n, (left, cut) in zip(given_, todo, strict=True):
+        want = min(left, cut or left)
+        assert 0 <= n <= want
+        assert full or n == 0, "nobody gets rows while an older one waits for some"
+        full = full and n == want
