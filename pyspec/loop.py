@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pyspec.control import Controller
+from pyspec.cuda.graph import Graphed
 from pyspec.cuda.kernels.gdn_ref import flush
 from pyspec.draft.drafter import Ask, Drafter, Needs
 from pyspec.errors import PyspecError, SlotError, Unavailable
@@ -21,6 +22,7 @@ from pyspec.request import Failed, Started
 from pyspec.sample.choose import Chosen, Span, choose
 from pyspec.sample.synth import SynthAcceptance
 from pyspec.scheduler import Queue, cut_of, share_rows
+from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import Checkpoint, Memory
 from pyspec.slots.table import Slot, SlotTable, common_prefix
@@ -56,10 +58,13 @@ class Loop:
         ubatch: int,
         queue_limit: int,
         synth: SynthAcceptance | None = None,
+        arena: Arena | None = None,
     ) -> None:
         self.target, self.memory, self.table, self.drafter = target, memory, table, drafter
         self.needs = drafter.needs if drafter is not None else NO_NEEDS
         self.controller, self.ubatch, self.synth = controller, ubatch, synth
+        self.arena = arena  # where graphs find their batches; None: no graphs
+        self.forward = Graphed(self._run)
         self.queue: Queue[Job] = Queue(queue_limit)
         self.jobs: dict[int, Job] = {}  # by slot, in order of arrival
         self.checkpoints: dict[int, tuple[Checkpoint, object | None]] = {}
@@ -82,8 +87,8 @@ class Loop:
         drafted = time.perf_counter()
         work = self._plan(asks, drafts)
         try:
-            batch = lay_out(self.table, [w.seq for w in work], self.target.device)
-            out = self.target.forward(batch, self.needs.taps)
+            batch = lay_out(self.table, [w.seq for w in work], self.target.device, arena=self.arena)
+            out = self.forward(batch)
             verified = time.perf_counter()
             chosen = self._choose(work, out)
         except SlotError as e:
@@ -99,6 +104,13 @@ class Loop:
             self.controller.timed(
                 batch.n_row, 1e3 * (sampled - drafted), len(live), max(live, default=0), 1e3 * (drafted - began)
             )
+
+    def _run(self, batch: Batch) -> Out:
+        """All device work of a verify that does not depend on what is accepted."""
+        out = self.target.forward(batch, self.needs.taps)
+        if self.drafter is not None:
+            self.drafter.absorb(batch, out)
+        return out
 
     @staticmethod
     def _prefilled(work: Sequence[_Work]) -> bool:

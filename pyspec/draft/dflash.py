@@ -222,21 +222,18 @@ class DFlash:
         self.n_context[slot.index], self.generation[slot.index] = slot.n_past, slot.generation
 
     @torch.inference_mode()
-    def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
+    def absorb(self, batch: Batch, out: Out) -> None:
+        """Context rows for all rows. Those of refused drafts lie beyond the slot's length, where nobody reads them."""
         assert out.taps is not None
-        rows: list[int] = []
+        self.net.inject(out.taps, batch.kv_rows, batch.positions)
+
+    def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
         for s, seq in enumerate(batch.seqs):
             slot = self.table.slots[seq.slot]
             assert self.generation[seq.slot] == slot.generation and self.n_context[seq.slot] == seq.n_past, (
                 f"draft context of slot {seq.slot} ends at {self.n_context[seq.slot]}, its tokens at {seq.n_past}"
             )
-            rows += range(batch.starts[s], batch.starts[s] + kept[s])
             self.n_context[seq.slot] += kept[s]
-        if len(rows) == batch.n_row:
-            self.net.inject(out.taps, batch.kv_rows, batch.positions)
-        elif rows:
-            pick = torch.tensor(rows, device=self.device)
-            self.net.inject(out.taps[pick], batch.kv_rows[pick], batch.positions[pick])
 
     @torch.inference_mode()
     def draft(self, asks: Sequence[Ask]) -> list[list[int]]:

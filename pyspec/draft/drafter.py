@@ -49,6 +49,10 @@ class Drafter(Protocol):
         """
         ...
 
+    def absorb(self, batch: Batch, out: Out) -> None:
+        """Device work on every row of the forward, before anybody knows which are kept. May be captured in a graph."""
+        ...
+
     def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
         """The target ran `batch`; of sequence s the first kept[s] rows are committed. Keeps the draft state fresh.
 

@@ -109,6 +109,9 @@ class Mtp:
         assert state is not None and state.generation == slot.generation, f"MTP state of slot {slot.index} is stale"
         return state
 
+    def absorb(self, batch: Batch, out: Out) -> None:
+        pass  # which token a hidden state is paired with is known only after acceptance
+
     @torch.inference_mode()
     def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
         late = []

@@ -39,6 +39,9 @@ class NGram:
     def begin(self, slot: Slot, saved: object | None) -> None:
         self.index[slot.index] = _Index(slot.generation)
 
+    def absorb(self, batch: Batch, out: Out) -> None:
+        pass
+
     def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
         pass  # it reads the slot's tokens when asked
 

@@ -52,6 +52,7 @@ def feed(
     seq = bench.seq(slot, tokens, keep=keep)
     batch = lay_out(bench.table, [seq], CPU)
     out = bench.target.forward(batch, drafter.needs.taps)
+    drafter.absorb(batch, out)
     drafter.observe(batch, [kept], out)
     bench.commit(seq, kept)
     assert out.taps is not None

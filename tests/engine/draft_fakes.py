@@ -105,6 +105,9 @@ class FakeDrafter:
         assert slot.index not in self.open, "begun twice"
         self.open[slot.index] = slot.n_past
 
+    def absorb(self, batch: Batch, out: Out) -> None:
+        pass
+
     def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
         for seq, n in zip(batch.seqs, kept, strict=True):
             assert 0 <= n <= seq.width
