@@ -176,7 +176,9 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
 
     kv = DTYPES[settings.kv_type]
     width = d.n_draft + 1
-    memory = allocate(config.memory(), n_slot=settings.np, n_row=table.n_alloc_row, width=width, kv_dtype=kv, device=device)
+    memory = allocate(
+        config.memory(), n_slot=settings.np, n_row=table.n_alloc_row, width=width, kv_dtype=kv, device=device
+    )
     target = Decoder(config, Weights(file, device, dense), memory)
     drafter = _drafter(d, target, table, settings, dense)
     controller = Controller(
