@@ -1,0 +1,39 @@
+"""A short soak: the tool's own checks over a few seconds of random traffic (`tools/soak.py --minutes 10` for the long one)."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from engine_rig import ROOT
+
+sys.path.insert(0, str(ROOT / "tools"))
+import soak
+
+
+@pytest.mark.parametrize(
+    ("seconds", "np", "n_prompt"),
+    [(4.0, 4, 8), pytest.param(20.0, 8, 24, marks=pytest.mark.slow)],
+    ids=["short", "long"],
+)
+def test_random_traffic_with_cancels_leaks_nothing_and_keeps_every_text(seconds: float, np: int, n_prompt: int) -> None:
+    well, line = soak.soak(seconds, np, seed=5, n_prompt=n_prompt)
+    assert well, line
+    assert "finished over HTTP" in line and "cancelled" in line and "disconnected" in line
+
+
+def test_the_soak_sees_a_wrong_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tool that cannot fail proves nothing: one known text is falsified."""
+    known = soak.known_texts(1)
+    lie = [soak.replace(k, tokens=(*k.tokens[:-1], 1), text=k.text[:-2] + "#!") for k in known]
+    monkeypatch.setattr(soak, "known_texts", lambda n: lie)
+    well, line = soak.soak(20.0, 2, seed=5)
+    assert not well and line.startswith("FAILED")
+
+
+def test_an_idle_engine_with_a_lost_page_is_seen() -> None:
+    tally = soak.Tally()
+    with soak.Engine.load("demo", draft=None, np=1, warm_up=False) as engine:
+        engine.loop.table.slots[0].reserved = 3
+        soak.inspect_idle(engine, tally)
+    assert "3 pages reserved" in tally.wrong[0]

@@ -1,0 +1,279 @@
+"""Hours of traffic in minutes: random requests with random cancels, in-process and over HTTP, on the packaged demo pair.
+
+    python tools/soak.py --minutes 10 --np 8
+
+Checked: every finished greedy text is the one a single slot without a drafter gives, no request fails, slots and pages are
+free at the end, memory does not grow. One summary line; exit code 1 if anything is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from importlib.resources import files
+from pathlib import Path
+
+import httpx
+
+from pyspec.engine import Engine
+from pyspec.errors import PyspecError
+from pyspec.request import Delta, Request, SamplingParams
+from pyspec.server.app import create_app
+from pyspec.server.serve import bind, make_server
+from pyspec.server.settings import ServerSettings
+
+N_TEXT = 64  # tokens known of each text
+CANCELLED = 0.2  # share of requests
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@dataclass(frozen=True)
+class Known:
+    """A prompt with the text that one slot without a drafter gives."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    text: str
+    ended: bool  # by its end token, within N_TEXT
+
+
+@dataclass
+class Tally:
+    """What happened, from all threads."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def add(self, what: str) -> None:
+        with self.lock:
+            self.counts[what] += 1
+
+    def fail(self, what: str) -> None:
+        with self.lock:
+            self.wrong.append(what)
+
+
+def known_texts(n: int) -> list[Known]:
+    """Plain single-slot texts of `n` demo prompts, near ties left out: those may fall either way in another batch."""
+    lines = (files("pyspec") / "demo" / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if row["min_logit_margin"] >= 0.1]
+    with Engine.load("demo", draft=None, np=1) as plain:
+        found = []
+        for row in rows[:: max(1, len(rows) // n)][:n]:
+            prompt = tuple(row["prompt_ids"])
+            r = plain.run(Request(prompt=prompt, params=GREEDY, max_tokens=N_TEXT))
+            found.append(Known(prompt, r.tokens, r.text, r.finish == "eos"))
+        return found
+
+
+def random_request(rng: random.Random, known: Known) -> Request:
+    """Greedy requests mostly, with all that may change speed but not text; some sampled ones beside them."""
+    request = Request(
+        prompt=known.prompt,
+        params=GREEDY,
+        max_tokens=rng.choice((1, 5, 17, N_TEXT)),
+        cache_prompt=rng.random() < 0.7,
+        n_draft_max=rng.choice((None, None, None, 0, 1, 3)),
+    )
+    if rng.random() < 0.3:
+        params = SamplingParams(
+            temperature=rng.uniform(0.2, 1.5),
+            top_k=rng.choice((0, 1, 40)),
+            repeat_penalty=rng.choice((1.0, 1.2)),
+            dry_multiplier=rng.choice((0.0, 0.8)),
+            logprobs=rng.choice((None, 0, 3)),
+            ignore_eos=rng.random() < 0.3,
+        )
+        request = replace(request, params=params, stop=rng.choice(((), ("the", "xyz"))))
+    return request
+
+
+def verdict(request: Request, known: Known, text: str, finish: str) -> str | None:
+    """What is wrong with a finished text."""
+    if not request.params.greedy:
+        return None
+    if request.max_tokens >= N_TEXT or (known.ended and request.max_tokens > len(known.tokens)):
+        return None if text == known.text else f"{text!r} is not {known.text!r}"
+    if finish != "length" or not known.text.startswith(text.rstrip("\ufffd")):
+        return f"{text!r} ({finish}) is not the beginning of {known.text!r}"
+    return None
+
+
+def in_process(engine: Engine, rng: random.Random, known: Known, tally: Tally) -> None:
+    """One request by the Python interface, left early or read to its end."""
+    request, leave = random_request(rng, known), rng.random() < CANCELLED
+    stay = rng.randint(0, 12)
+    text, tokens, finish = "", [], ""
+    stream = engine.run_stream(request)
+    for n_read, event in enumerate(stream):
+        if leave and n_read >= stay:
+            stream.close()  # type: ignore[attr-defined]
+            tally.add("cancelled")
+            return
+        if isinstance(event, Delta):
+            text += event.text
+            tokens += event.tokens
+        else:
+            finish = event.finish
+    if request.params.greedy and tuple(tokens) != known.tokens[: request.max_tokens]:
+        tally.fail(f"tokens {tokens} are not {known.tokens[: request.max_tokens]}")
+    if (wrong := verdict(request, known, text, finish)) is not None:
+        tally.fail(wrong)
+    tally.add("finished")
+
+
+def over_http(client: httpx.Client, rng: random.Random, known: Known, tally: Tally) -> None:
+    """One streamed /completion, disconnected early or read to its end."""
+    request, leave = random_request(rng, known), rng.random() < CANCELLED
+    p = request.params
+    body = {
+        "prompt": list(request.prompt),
+        "stream": True,
+        "n_predict": request.max_tokens,
+        "cache_prompt": request.cache_prompt,
+        "temperature": p.temperature,
+        "top_k": p.top_k,
+        "repeat_penalty": p.repeat_penalty,
+        "dry_multiplier": p.dry_multiplier,
+        "n_probs": p.logprobs or 0,
+        "ignore_eos": p.ignore_eos,
+        "stop": list(request.stop),
+    }
+    text, finish, n_read, stay = "", "", 0, rng.randint(0, 8)
+    with client.stream("POST", "/completion", json=body) as response:
+        if response.status_code != 200:
+            tally.fail(f"status {response.status_code}: {response.read()[:200]!r}")
+            return
+        for line in response.iter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            n_read += 1
+            if leave and n_read > stay:
+                tally.add("disconnected")
+                return
+            event = json.loads(line[6:])
+            if "error" in event:
+                tally.fail(str(event["error"]))
+                return
+            text += event["content"]
+            if event.get("stop"):
+                finish = {"limit": "length"}.get(event["stop_type"], event["stop_type"])
+    if not finish:
+        tally.fail("a stream ended without its last event")
+    elif (wrong := verdict(request, known, text, finish)) is not None:
+        tally.fail(wrong)
+    tally.add("finished over HTTP")
+
+
+def rss() -> int:
+    """Resident bytes of this process."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * 4096
+
+
+@contextmanager
+def serving(engine: Engine) -> Iterator[str]:
+    settings = ServerSettings(port=0)
+    with bind(settings) as sock:
+        server = make_server(create_app(engine, settings), settings)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]})
+        thread.start()
+        while not server.started:
+            time.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def traffic(engine: Engine, url: str, seed: int, until: float, known: list[Known], tally: Tally) -> None:
+    """One client after another until the time is over; odd ones speak HTTP."""
+    rng = random.Random(seed)
+    with httpx.Client(base_url=url, timeout=120) as client:
+        while time.monotonic() < until and not tally.wrong:
+            pick = rng.choice(known)
+            try:
+                if seed % 2:
+                    over_http(client, rng, pick, tally)
+                else:
+                    in_process(engine, rng, pick, tally)
+            except (PyspecError, httpx.HTTPError) as e:
+                tally.fail(f"{type(e).__name__}: {e}")
+
+
+def inspect_idle(engine: Engine, tally: Tally) -> None:
+    """After the last request: every slot idle, every page accounted for, and free once the caches are dropped."""
+    deadline = time.monotonic() + 10
+    while any(s.is_processing for s in engine.slots()) or engine.metrics().requests_queued:
+        if time.monotonic() > deadline:
+            tally.fail("a slot is still busy after the last request")
+            return
+        time.sleep(0.01)
+    table, metrics = engine.loop.table, engine.metrics()
+    table.check()
+    for slot in table.slots:
+        if slot.reserved or slot.busy:
+            tally.fail(f"slot {slot.index} has {slot.reserved} pages reserved")
+        engine.loop.forget(slot)
+    table.check()
+    if table.n_page_used:
+        tally.fail(f"{table.n_page_used} pages are lost")
+    if metrics.requests_failed or metrics.guard_trips or not engine.alive():
+        tally.fail(f"{metrics.requests_failed} requests failed, {metrics.guard_trips} guards tripped")
+
+
+def soak(seconds: float, np: int, seed: int, n_prompt: int = 24) -> tuple[bool, str]:
+    """Run it; (all well, summary line)."""
+    known, tally = known_texts(n_prompt), Tally()
+    n_client = np + max(2, np // 2)  # more than fit, so that some wait
+    with ExitStack() as stack:
+        engine = stack.enter_context(Engine.load("demo", np=np, queue=4 * n_client))
+        url = stack.enter_context(serving(engine))
+        began = time.monotonic()
+        args = [(engine, url, seed * 1000 + i, began + seconds, known, tally) for i in range(n_client)]
+        threads = [threading.Thread(target=traffic, args=a) for a in args]
+        for t in threads:
+            t.start()
+        time.sleep(seconds * 0.3)  # caches fill up, threads get their arenas
+        early = rss()
+        for t in threads:
+            t.join()
+        late, took = rss(), time.monotonic() - began
+        inspect_idle(engine, tally)
+        m = engine.metrics()
+    grown = late - early
+    if grown > max(0.01 * early, 20 << 20):
+        tally.fail(f"memory grew by {grown >> 20} MiB from {early >> 20} MiB")
+    counts = ", ".join(f"{n} {what}" for what, n in sorted(tally.counts.items()))
+    accepted = m.accepted_tokens / m.draft_tokens if m.draft_tokens else 0.0
+    line = (
+        f"{'FAILED' if tally.wrong else 'ok'}: {took:.0f} s, np {np}: {counts}; {m.predicted_tokens} tokens, "
+        f"{m.predicted_tokens / took:.0f} tok/s, {accepted:.0%} of {m.draft_tokens} drafted accepted; "
+        f"RSS {late >> 20} MiB ({grown / (1 << 20):+.1f})"
+    )
+    return not tally.wrong, "\n".join([line, *(f"  {w[:500]}" for w in tally.wrong[:5])])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--np", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    well, line = soak(60 * arguments.minutes, arguments.np, arguments.seed)
+    print(line)
+    sys.exit(0 if well else 1)
+
+
+if __name__ == "__main__":
+    main()
