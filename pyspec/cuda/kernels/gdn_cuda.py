@@ -1,0 +1,124 @@
+"""`gdn` for NVIDIA GPUs: two launches a layer, sequential over tokens for any width (kernels: gdn.cu).
+
+Same contract and order of tokens as gdn_ref, with its own order of sums. All lengths and counts are read on the device, so a
+captured graph may be replayed for any batch of as many sequences and rows; sequences without rows touch nothing. A state does
+not depend on how its tokens came, to the bit: unlike the reference it has no chunked form that sums in another order.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyspec.cuda import jit
+from pyspec.cuda.kernels.gdn_ref import GdnSpec
+from pyspec.slots.batch import Batch
+from pyspec.slots.memory import StateLayer, StateShape
+
+DIM, TAPS, LANES, THREADS = 128, 4, 8, 128
+SPAN = 64  # rows of one gdn_conv block
+COLUMNS = (1, 2, 4)  # of a lane
+FEW_LANES = (
+    48 * 1024
+)  # lanes that one column each would take, below which it is one: about 3 warps a scheduler of an H200
+CONV_ARGS = "plppp" + "ppppp" + "pppp" + "pppp" + "pppp" + "iiif" + "p"
+ROWS_ARGS = "ppp" + "pppp" + "ppppp" + "p" + "pppp" + "iii" + "p"
+
+
+def limits(spec: GdnSpec) -> str | None:
+    shape = spec.shape
+    if spec.device.type != "cuda":
+        return "runs on NVIDIA GPUs only"
+    if importlib.util.find_spec("cuda.core") is None:
+        return "cuda-core is not installed (pip install pyspec[cuda])"
+    if torch.cuda.get_device_capability(spec.device) < (8, 0):
+        return "needs compute capability 8.0"
+    if shape.dim != DIM:
+        return f"states are {shape.dim} wide; the kernel is built for {DIM}"
+    if shape.n_conv != TAPS:
+        return f"the convolution has {shape.n_conv} taps; the kernel is built for {TAPS}"
+    if shape.n_v_head % shape.n_k_head:
+        return f"{shape.n_v_head} value heads are no multiple of {shape.n_k_head} key heads"
+    return None
+
+
+def blocks_for(arch: str, columns: int) -> int:
+    """Blocks of gdn_rows on a multiprocessor, which bounds its registers: as many as compile without spills."""
+    newer = arch.startswith(("sm_10", "sm_11", "sm_12"))  # their compiler takes more registers for the same source
+    return ({1: 5, 2: 4, 4: 3} if newer else {1: 8, 2: 6, 4: 4})[columns]
+
+
+def defines(shape: StateShape, arch: str, columns: int) -> dict[str, int | str]:
+    """Macros of gdn.cu for one way to share out columns: 1, 2 or 4 to a lane; the result has the same bits."""
+    blocks = blocks_for(arch, columns)
+    return {"N_K": shape.n_k_head, "N_V": shape.n_v_head, "COLS": columns, "BLOCKS": blocks}
+
+
+def columns_for(shape: StateShape, n_seq: int) -> int:
+    """Few sequences want many lanes to fill the GPU, many want few instructions an element."""
+    lanes = n_seq * shape.n_v_head * DIM * LANES
+    return 1 if lanes <= FEW_LANES else 2 if lanes <= 4 * FEW_LANES else 4
+
+
+@cache
+def fault_record(device: torch.device) -> Tensor:
+    """[5] int32 of bounds.cuh: {tripped, op, slot, index, limit}; zero it after reading."""
+    return torch.zeros(5, dtype=torch.int32, device=device)
+
+
+@cache
+def _kernels(shape: StateShape, arch: str, columns: int) -> tuple[jit.Kernel, jit.Kernel]:
+    code = jit.compile_cubin("gdn", arch, defines(shape, arch, columns))
+    return code.kernel("gdn_conv", CONV_ARGS), code.kernel("gdn_rows", ROWS_ARGS)
+
+
+def _check(m: Tensor, g: Tensor, beta: Tensor, conv_w: Tensor, layer: StateLayer, shape: StateShape) -> None:
+    """What only our own code can get wrong: dtypes, shapes, alignment."""
+    tensors = (m, g, beta, conv_w, *layer.tensors())
+    assert all(t.dtype == torch.float32 and t.device == m.device for t in tensors), "gdn takes float32 on one device"
+    assert all(t.is_contiguous() for t in tensors[1:]), "gdn takes contiguous tensors (m may be a slice of wider rows)"
+    assert m.stride() == (m.stride(0), 1) and m.stride(0) % 4 == 0, "rows of m must start at multiples of 16 bytes"
+    assert all(t.data_ptr() % 16 == 0 for t in tensors), "gdn takes tensors that start at multiples of 16 bytes"
+    assert m.shape[1] == shape.n_channel == DIM * (2 * shape.n_k_head + shape.n_v_head)
+    assert g.shape == beta.shape == (m.shape[0], shape.n_v_head) and conv_w.shape == (shape.n_channel, TAPS)
+
+
+def bind(
+    spec: GdnSpec, *, columns: int | None = None
+) -> Callable[[Tensor, Tensor, Tensor, Tensor, StateLayer, Batch], Tensor]:
+    """`columns` fixes how many columns a lane holds (measurements); by default the number of sequences decides."""
+    shape = spec.shape
+    capability = torch.cuda.get_device_capability(spec.device)
+    kernels = {c: _kernels(shape, jit.arch_of(capability), c) for c in ([columns] if columns else COLUMNS)}
+    overlap = capability >= (9, 0)
+    kd, vd, n_v, eps = shape.n_k_head * DIM, shape.n_v_head * DIM, shape.n_v_head, np.float32(spec.eps)
+
+    def gdn(m: Tensor, g: Tensor, beta: Tensor, conv_w: Tensor, layer: StateLayer, batch: Batch) -> Tensor:
+        _check(m, g, beta, conv_w, layer, shape)
+        n_row, n_seq = m.shape[0], batch.seq_slot.shape[0]
+        out = m.new_empty(n_row, n_v, DIM)
+        if not n_row:
+            return out
+        n_old = n_seq * layer.width
+        sizes = [n_old * kd, n_old * vd, n_row * kd, n_row * kd, n_row * vd, n_row * n_v, n_old * n_v, n_old * n_v]
+        fold_k, fold_v, q, k, v, e, fold_e, fold_b = m.new_empty(sum(sizes)).split(sizes)
+        meta = [batch.seq_slot, batch.seq_start, batch.seq_fold, batch.seq_keep]
+        counts = [np.int32(layer.state.shape[0]), np.int32(layer.width), np.int32(n_row)]
+        cols = columns or columns_for(shape, n_seq)
+        conv, rows = kernels[cols]
+        fault = fault_record(m.device)
+        old = [fold_k, fold_v, fold_e, fold_b]
+        records = [layer.conv, layer.k, layer.v, layer.g, layer.beta]
+        args = [m, np.int64(m.stride(0)), g, beta, conv_w, *records, *old, q, k, v, e, *meta, *counts, eps, fault]
+        stretches = -(-n_row // SPAN) if n_row > n_seq * layer.width else 1  # a block takes several if it must
+        conv.launch((2 * shape.n_k_head + n_v, n_seq, stretches), 256, args)
+        args = [layer.state, layer.k, layer.v, *old, q, k, v, e, beta, out, *meta, *counts, fault]
+        rows.launch((n_v, DIM * LANES // (THREADS * cols), n_seq), THREADS, args, overlap=overlap)
+        return out
+
+    return gdn

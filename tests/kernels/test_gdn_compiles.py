@@ -1,0 +1,51 @@
+"""gdn.cu for every architecture, and what its launcher says it can not do. Needs a compiler, no GPU."""
+
+import pytest
+import torch
+
+from pyspec.cuda import jit
+from pyspec.cuda.kernels import gdn_cuda
+from pyspec.cuda.kernels.gdn_ref import GdnSpec
+from pyspec.slots.memory import StateShape
+
+pytest.importorskip("cuda.core")
+SHAPE = StateShape(16, 48, 128, 4, 10240)
+
+
+@pytest.mark.parametrize("arch", jit.ARCHS)
+def test_kernels_compile_without_spills_and_leave_room_for_the_blocks_they_count_on(arch: str) -> None:
+    for columns in gdn_cuda.COLUMNS:
+        found = jit.compile_cubin("gdn", arch, gdn_cuda.defines(SHAPE, arch, columns), use_cache=False).resources
+        assert set(found) == {"gdn_conv", "gdn_rows"}
+        assert all(r.spill_bytes == 0 and r.shared_bytes <= 48 * 1024 for r in found.values()), found
+        assert found["gdn_rows"].registers * gdn_cuda.THREADS * gdn_cuda.blocks_for(arch, columns) <= 65536, found
+
+
+def test_head_counts_are_free_as_long_as_values_are_a_multiple_of_keys() -> None:
+    for n_k, n_v in ((1, 1), (3, 6), (16, 32), (16, 64)):
+        shape = StateShape(n_k, n_v, 128, 4, 128 * (2 * n_k + n_v))
+        assert jit.compile_cubin("gdn", "sm_80", gdn_cuda.defines(shape, "sm_80", 2), use_cache=False).resources
+
+
+def test_a_cpu_is_refused_with_the_reason() -> None:
+    assert gdn_cuda.limits(GdnSpec(torch.device("cpu"), SHAPE, 1e-6)) == "runs on NVIDIA GPUs only"
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        (StateShape(2, 4, 64, 4, 512), "states are 64 wide"),
+        (StateShape(2, 4, 128, 3, 1024), "3 taps"),
+        (StateShape(2, 3, 128, 4, 896), "3 value heads are no multiple of 2 key heads"),
+    ],
+)
+def test_shapes_it_is_not_built_for_are_refused_with_their_numbers(
+    shape: StateShape, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert says in (gdn_cuda.limits(GdnSpec(torch.device("cuda"), shape, 1e-6)) or "")
+    assert gdn_cuda.limits(GdnSpec(torch.device("cuda"), SHAPE, 1e-6)) is None
+
+
+def test_more_sequences_give_a_lane_more_columns() -> None:
+    assert [gdn_cuda.columns_for(SHAPE, n) for n in (1, 4, 8)] == [1, 2, 4]

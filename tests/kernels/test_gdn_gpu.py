@@ -1,0 +1,222 @@
+"""gdn's CUDA kernels against the reference in float64, and against themselves to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyspec.cuda.kernels import gdn_cuda, gdn_ref
+from pyspec.cuda.kernels.gdn_ref import GdnSpec
+from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.memory import StateLayer, StateShape
+from pyspec.slots.table import SlotTable
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+WIDTH, N_SLOT, EPS = 6, 4, 1e-6
+
+
+def shape_of(n_k: int, n_v: int) -> StateShape:
+    return StateShape(n_k, n_v, 128, 4, 128 * (2 * n_k + n_v))
+
+
+def seq(slot: int, n: int, keep: bool = False, fold: int = 0) -> Seq:
+    return Seq(slot, 0, [0] * n, keep, 0, fold)
+
+
+def laid(seqs: list[Seq], device: torch.device) -> Batch:
+    """Only what gdn reads: positions and pages start anew in every forward."""
+    return lay_out(SlotTable(N_SLOT, 64, 64), seqs, device)
+
+
+def inputs(n: int, shape: StateShape, gen: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    m = torch.randn(n, shape.n_channel + 64, generator=gen)[:, : shape.n_channel]
+    return m, -torch.rand(n, shape.n_v_head, generator=gen), torch.rand(n, shape.n_v_head, generator=gen)
+
+
+def wide(x: Tensor) -> Tensor:
+    """To the GPU as a slice of wider rows, as the fused projection gives it."""
+    out = torch.full((x.shape[0], x.shape[1] + 64), float("nan"), device=GPU)[:, : x.shape[1]]
+    return out.copy_(x)
+
+
+def doubled(layer: StateLayer) -> StateLayer:
+    for name in ("state", "conv", "k", "v", "g", "beta"):
+        setattr(layer, name, getattr(layer, name).double())
+    return layer
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got.cpu().double() - want).norm() / want.norm().clamp_min(1e-30))
+
+
+def poisoned_blocks() -> None:
+    """What the allocator hands out next holds NaN."""
+    torch.full((1 << 22,), float("nan"), device=GPU)
+
+
+ROUNDS = [
+    [seq(0, 5, True), seq(2, 1), seq(3, 3, True)],
+    [seq(0, 6), seq(2, 3, fold=1), seq(3, 1)],
+    [seq(2, 1, fold=3), seq(0, 2, fold=1), seq(1, 4, True), seq(3, 6, fold=1)],
+    [seq(3, 1, True, fold=6), seq(0, 2, True, fold=2), seq(2, 6, fold=0), seq(1, 1)],
+    [seq(1, 200, True, fold=1), seq(2, 70, True, fold=6), seq(0, 6)],
+    [seq(0, 9, True, fold=6), seq(1, 1, True), seq(2, 6), seq(3, 2, True)],
+]
+
+
+@pytest.mark.parametrize("columns", gdn_cuda.COLUMNS)
+@pytest.mark.parametrize("heads", [(1, 1), (2, 6), (3, 3), (16, 48)])
+def test_ragged_rounds_follow_the_reference(heads: tuple[int, int], columns: int) -> None:
+    shape, gen = shape_of(*heads), torch.Generator().manual_seed(1)
+    conv_w = torch.randn(shape.n_channel, 4, generator=gen)
+    mine, theirs = StateLayer(shape, N_SLOT, WIDTH, GPU), doubled(StateLayer(shape, N_SLOT, WIDTH, CPU))
+    for t in (mine.k, mine.v, mine.g, mine.beta, mine.conv[:, 3:]):
+        t.fill_(float("nan"))  # records nobody wrote
+    run, reference = gdn_cuda.bind(GdnSpec(GPU, shape, EPS), columns=columns), gdn_ref.bind(GdnSpec(CPU, shape, EPS))
+    for seqs in ROUNDS:
+        m, g, beta = inputs(sum(s.width for s in seqs), shape, gen)
+        poisoned_blocks()
+        got = run(wide(m), g.to(GPU), beta.to(GPU), conv_w.to(GPU), mine, laid(seqs, GPU))
+        want = reference(m.double(), g.double(), beta.double(), conv_w.double(), theirs, laid(seqs, CPU))
+        assert error(got, want) < 1e-5
+        assert error(mine.state, theirs.state) < 1e-5
+        for s in seqs:
+            n = 3 if s.keep else 3 + s.width
+            assert error(mine.conv[s.slot, :n], theirs.conv[s.slot, :n]) < 1e-6
+            if not s.keep:
+                for a, b in zip(mine.tensors()[2:], theirs.tensors()[2:], strict=True):
+                    assert error(a[s.slot, : s.width], b[s.slot, : s.width]) < 1e-5
+
+
+def spread(widths: list[int], accepts: list[int]) -> list[tuple[int, int]]:
+    """(rows verified, rows accepted) of each round."""
+    return list(zip(widths, accepts, strict=True))
+
+
+WAYS = {
+    "one chunk": None,
+    "token by token": spread([1] * 30, [1] * 30),
+    "all accepted": spread([6] * 5, [6] * 5),
+    "one accepted": spread([6] * 30, [1] * 30),
+    "ragged": spread([6, 2, 5, 1, 6, 4, 6, 3, 6, 6], [3, 1, 5, 1, 6, 2, 1, 3, 5, 3]),
+}
+
+
+def run_way(way: str, columns: int, neighbours: bool) -> tuple[Tensor, Tensor]:
+    """Slot 1's 31 tokens as `way` says; rows that are not accepted hold noise. Returns its state and its outputs."""
+    shape, gen = shape_of(2, 6), torch.Generator().manual_seed(2)
+    conv_w = torch.randn(shape.n_channel, 4, generator=gen).to(GPU)
+    text = [x.to(GPU) for x in inputs(31, shape, gen)]
+    run, layer = gdn_cuda.bind(GdnSpec(GPU, shape, EPS), columns=columns), StateLayer(shape, N_SLOT, WIDTH, GPU)
+    outs, done, fold = [], 0, 0
+    for width, accepted in [*(WAYS[way] or []), (0, 0)]:
+        last = width == 0  # what is left is kept, so that nothing stays to be folded
+        n, taken = (31 - done, 31 - done) if last else (width, accepted)
+        noise = [x.to(GPU) for x in inputs(n, shape, gen)]
+        rows = [torch.cat([x[done : done + taken], y[taken:]]) for x, y in zip(text, noise, strict=True)]
+        seqs, at = [seq(1, n, last, fold)], 0
+        if neighbours:
+            seqs, at = [seq(3, 2), *seqs, seq(0, 5, True)], 2
+            other = [x.to(GPU) for x in inputs(7, shape, gen)]
+            rows = [torch.cat([x[:2], y, x[2:]]) for x, y in zip(other, rows, strict=True)]
+        got = run(*rows, conv_w, layer, laid(seqs, GPU))
+        outs.append(got[at : at + taken])
+        done, fold = done + taken, taken
+    return layer.state[1], torch.cat(outs)
+
+
+def test_states_and_outputs_do_not_depend_on_how_tokens_came_nor_on_neighbours_to_the_bit() -> None:
+    state, out = run_way("one chunk", 1, False)
+    assert state.isfinite().all() and state.norm() > 0
+    for way, columns, neighbours in itertools.product(WAYS, gdn_cuda.COLUMNS, (False, True)):
+        again, rows = run_way(way, columns, neighbours)
+        assert torch.equal(again, state) and torch.equal(rows, out), (way, columns, neighbours)
+
+
+def padded(batch: Batch, seqs: int) -> Batch:
+    """`seqs` more sequences without rows and with nonsense for metadata."""
+
+    def more(x: Tensor, value: int) -> Tensor:
+        return torch.cat([x, x.new_full((seqs,), value)])
+
+    return dataclasses.replace(
+        batch,
+        seq_slot=more(batch.seq_slot, 10**9),
+        seq_start=more(batch.seq_start, int(batch.seq_start[-1])),
+        seq_fold=more(batch.seq_fold, -7),
+        seq_keep=more(batch.seq_keep, 1),
+    )
+
+
+def test_padding_and_idle_slots_are_not_touched() -> None:
+    shape, gen = shape_of(2, 4), torch.Generator().manual_seed(3)
+    conv_w = torch.randn(shape.n_channel, 4, generator=gen).to(GPU)
+    run, layer = gdn_cuda.bind(GdnSpec(GPU, shape, EPS)), StateLayer(shape, N_SLOT, WIDTH, GPU)
+    for t in layer.tensors():
+        t[0], t[3] = float("nan"), float("nan")
+    rows = [x.to(GPU) for x in inputs(9, shape, gen)]
+    seqs = [seq(1, 4), seq(2, 2, True)]
+    got = run(*rows, conv_w, layer, padded(laid(seqs, GPU), 2))  # three rows belong to nobody
+    assert got[:6].isfinite().all()
+    for t in layer.tensors():
+        assert t[0].isnan().all() and t[3].isnan().all()
+    assert layer.k[1, :4].isfinite().all() and not layer.k[1, 4:].any() and not layer.k[2].any()
+    assert gdn_cuda.fault_record(rows[0].device).tolist() == [0] * 5
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "index", "limit"),
+    [
+        ("seq_slot", N_SLOT, N_SLOT, N_SLOT),
+        ("seq_slot", -1, -1, N_SLOT),
+        ("seq_fold", 7, 7, 7),
+        ("seq_fold", -1, -1, 7),
+    ],
+)
+def test_a_bad_index_is_reported_and_its_sequence_skipped(field: str, value: int, index: int, limit: int) -> None:
+    shape, gen = shape_of(2, 4), torch.Generator().manual_seed(4)
+    conv_w = torch.randn(shape.n_channel, 4, generator=gen).to(GPU)
+    rows = [x.to(GPU) for x in inputs(6, shape, gen)]
+    run, fault = gdn_cuda.bind(GdnSpec(GPU, shape, EPS)), gdn_cuda.fault_record(rows[0].device)
+    batch = laid([seq(0, 3, True), seq(1, 3)], GPU)
+    good, bad = StateLayer(shape, N_SLOT, WIDTH, GPU), StateLayer(shape, N_SLOT, WIDTH, GPU)
+    want = run(*rows, conv_w, good, batch)
+    assert fault.tolist() == [0] * 5
+    getattr(batch, field)[1] = value
+    try:
+        got = run(*rows, conv_w, bad, batch)
+        assert fault.tolist() == [1, 3, value if field == "seq_slot" else 1, index, limit]
+    finally:
+        fault.zero_()
+    assert torch.equal(got[:3], want[:3])
+    for a, b in zip(bad.tensors(), good.tensors(), strict=True):
+        assert torch.equal(a[0], b[0]) and not a[1:].any()
+
+
+def test_a_captured_graph_runs_other_sequences_of_the_same_count() -> None:
+    shape, gen = shape_of(2, 6), torch.Generator().manual_seed(5)
+    conv_w = torch.randn(shape.n_channel, 4, generator=gen).to(GPU)
+    run, spec_layers = gdn_cuda.bind(GdnSpec(GPU, shape, EPS)), [StateLayer(shape, N_SLOT, WIDTH, GPU) for _ in "ab"]
+    eager, graphed = spec_layers
+    rows = [x.to(GPU) for x in inputs(12, shape, gen)]
+    batch = laid([seq(0, 6), seq(1, 6)], GPU)
+    run(*rows, conv_w, StateLayer(shape, N_SLOT, WIDTH, GPU), batch)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run(*rows, conv_w, graphed, batch)
+    for seqs in ([seq(2, 4), seq(3, 6)], [seq(3, 5, fold=6), seq(2, 2, fold=1)], [seq(2, 11, True, fold=2), seq(0, 1)]):
+        n, fresh = sum(s.width for s in seqs), laid(seqs, GPU)
+        new = [x.to(GPU) for x in inputs(n, shape, gen)]
+        want = run(*new, conv_w, eager, fresh)
+        for old, x in zip(rows, new, strict=True):
+            old[:n] = x
+        for field in ("seq_slot", "seq_start", "seq_fold", "seq_keep"):
+            getattr(batch, field).copy_(getattr(fresh, field))
+        graph.replay()
+        assert torch.equal(got[:n], want)
+        assert all(torch.equal(a, b) for a, b in zip(graphed.tensors(), eager.tensors(), strict=True))
