@@ -24,6 +24,7 @@ from pyspec.models.weights import Weights, check_tensors, weight_bytes
 from pyspec.plan import MemoryPlan, check_fit, memory_bytes, pick_dense
 from pyspec.request import EngineInfo
 from pyspec.sample.synth import SynthAcceptance
+from pyspec.slots.arena import Arena
 from pyspec.slots.table import SlotTable
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
@@ -198,7 +199,10 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
         ubatch=settings.ubatch,
         queue_limit=settings.queue_limit,
         synth=synth,
+        arena=_arena(target, table, n_ctx + extra),
     )
+    if isinstance(drafter, dflash.DFlash):
+        drafter.arena = _arena(target, table, n_ctx + extra)
     log.info("%s", d.note)
     if settings.warm_up:
         warm_up(loop, tokenizer, extra)
@@ -215,6 +219,13 @@ def _check_template(template: ChatTemplate | None) -> None:
             template.check()
     except BadTemplate as e:
         log.warning("%s; chats will be refused", e)
+
+
+def _arena(target: Decoder, table: SlotTable, n_row: int) -> Arena | None:
+    """Static batches for CUDA graphs, where every op of the model can be captured."""
+    if target.device.type != "cuda" or not target.capturable:
+        return None
+    return Arena(len(table.slots), min(table.pages_for(n_row), table.n_page), target.device)
 
 
 def _table(s: EngineSettings, n_ctx: int, extra: int) -> SlotTable:

@@ -29,6 +29,7 @@ class Impl(Generic[Spec]):
     name: str
     bind: Callable[[Spec], Launch]
     limits: Callable[[Spec], str | None] = _no_limits
+    capturable: bool = False  # reads everything that varies from device memory, so a CUDA graph may hold it
 
 
 @dataclass
@@ -59,18 +60,22 @@ class Op(Generic[Spec]):
         except Exception as e:  # noqa: BLE001 - whatever a foreign compiler raises means "do not use it"
             return f"failed its self-check: {type(e).__name__}: {e}"
 
-    def bind(self, spec: Spec) -> Launch:
-        """Choose now; the returned callable only runs. Falling back is logged once per reason."""
+    def chosen(self, spec: Spec) -> Impl[Spec]:
+        """The implementation `spec` runs with. Falling back is logged once per reason."""
         refused = []
         for impl in self.impls:
             if (why := self.refusal(impl, spec)) is None:
-                return impl.bind(spec)
+                return impl
             refused.append(f"{impl.name}: {why}")
         text = f"{self.name} runs as {self.reference.name} ({'; '.join(refused)})"
         if refused and text not in self.told:
             self.told.add(text)
             log.info("%s", text)
-        return self.reference.bind(spec)
+        return self.reference
+
+    def bind(self, spec: Spec) -> Launch:
+        """Choose now; the returned callable only runs."""
+        return self.chosen(spec).bind(spec)
 
     def choices(self, spec: Spec) -> Iterable[tuple[str, str | None]]:
         """(implementation, refusal or None) in order of preference, for `pyspec doctor`."""

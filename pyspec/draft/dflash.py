@@ -15,12 +15,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pyspec.cuda.graph import Graphed
 from pyspec.draft.drafter import Ask, Needs
 from pyspec.errors import ModelError, PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models.layers import Attention, AttentionShape, FeedForward, Rope, rms
 from pyspec.models.target import LayerMemory, Out, Target, allocate
 from pyspec.models.weights import Want, Weights, check_tensors
+from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import Memory
 from pyspec.slots.table import Slot, SlotTable
@@ -214,6 +216,8 @@ class DFlash:
         self.net, self.table, self.device, self.p_min = net, table, device, p_min
         block = net.c.block
         self.needs = Needs(min(n_draft, block - 1), net.c.taps, overhang=block)
+        self.arena: Arena | None = None  # set where forwards run as graphs
+        self.block = Graphed(self._block)
         self.n_context = [0] * len(table.slots)  # tokens of the slot that have context rows
         self.generation = [-1] * len(table.slots)
 
@@ -245,20 +249,23 @@ class DFlash:
             assert self.n_context[ask.slot.index] == ask.slot.n_past, f"slot {ask.slot.index} drafts blind"
         masks = [c.mask_id] * (c.block - 1)  # always the trained block; shorter drafts are cut from it
         seqs = [Seq(ask.slot.index, ask.slot.n_past, [ask.anchor, *masks]) for ask in live]
-        batch = lay_out(self.table, seqs, self.device, see_block=True)
-        wanted = [batch.starts[i] + 1 + r for i, ask in enumerate(live) for r in range(ask.n_draft)]
-        logits = self.net.head(self.net.forward(batch)[torch.tensor(wanted, device=self.device)])
+        tokens, probs = self.block(lay_out(self.table, seqs, self.device, see_block=True, arena=self.arena))
+        flat = tokens.tolist()
+        sure = [True] * len(flat) if probs is None else (probs >= self.p_min).tolist()
+        drafts = {}
+        for i, ask in enumerate(live):
+            first = i * c.block + 1  # row 0 is the anchor, whose output means nothing
+            n = next((r for r in range(ask.n_draft) if not sure[first + r]), ask.n_draft)
+            drafts[ask.slot.index] = flat[first : first + n]
+        return [drafts.get(ask.slot.index, []) for ask in asks]
+
+    def _block(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        """The best token of every block row, and its probability if drafts are cut by it."""
+        logits = self.net.head(self.net.forward(batch))
         tokens = logits.argmax(-1)
         if self.net.to_target is not None:
             tokens = self.net.to_target[tokens]
-        flat = tokens.tolist()
-        sure = (logits.softmax(-1).amax(-1) >= self.p_min).tolist() if self.p_min > 0 else [True] * len(flat)
-        drafts, at = {}, 0
-        for ask in live:
-            n = next((i for i in range(ask.n_draft) if not sure[at + i]), ask.n_draft)
-            drafts[ask.slot.index] = flat[at : at + n]
-            at += ask.n_draft
-        return [drafts.get(ask.slot.index, []) for ask in asks]
+        return tokens, logits.softmax(-1).amax(-1) if self.p_min > 0 else None
 
     def snapshot(self, slot: Slot) -> object | None:
         return None

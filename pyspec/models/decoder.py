@@ -175,6 +175,12 @@ class Decoder:
         self.output = weights.matrix("output.weight" if weights.has("output.weight") else "token_embd.weight")
 
     @property
+    def capturable(self) -> bool:
+        """True if a CUDA graph may hold a forward: no layer looks at the host's lists."""
+        mixers = [b.attention if b.attention is not None else b.delta for b in self.blocks]
+        return all(m is not None and m.capturable for m in mixers)
+
+    @property
     def n_vocab(self) -> int:
         return self.config.n_vocab
 

@@ -84,7 +84,8 @@ class Attention:
         self.q_norm = w.optional(f"{prefix}.attn_q_norm.weight")
         self.k_norm = w.optional(f"{prefix}.attn_k_norm.weight")
         scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
-        self.attend = attend.bind(AttendSpec(w.device, shape.n_head, shape.n_kv_head, shape.head_dim, scale))
+        spec = AttendSpec(w.device, shape.n_head, shape.n_kv_head, shape.head_dim, scale)
+        self.attend, self.capturable = attend.bind(spec), attend.chosen(spec).capturable
         self.split = [shape.n_head * shape.head_dim * (2 if shape.gated else 1)] + [
             shape.n_kv_head * shape.head_dim
         ] * 2
@@ -132,7 +133,8 @@ class GatedDeltaNet:
         self.conv = w.vector(f"{prefix}.ssm_conv1d.weight")
         self.a, self.dt_bias = w.vector(f"{prefix}.ssm_a"), w.vector(f"{prefix}.ssm_dt.bias")
         self.norm = w.vector(f"{prefix}.ssm_norm.weight")
-        self.gdn = gdn.bind(GdnSpec(w.device, shape, eps))
+        spec = GdnSpec(w.device, shape, eps)
+        self.gdn, self.capturable = gdn.bind(spec), gdn.chosen(spec).capturable
         self.split = [shape.n_channel, shape.n_v_head * shape.dim, shape.n_v_head, shape.n_v_head]
 
     def __call__(self, x: Tensor, layer: StateLayer, batch: Batch) -> Tensor:
