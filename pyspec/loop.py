@@ -11,6 +11,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from pyspec.control import Controller
 from pyspec.cuda.graph import Graphed
 from pyspec.cuda.kernels.gdn_ref import flush
@@ -89,6 +91,7 @@ class Loop:
         try:
             batch = lay_out(self.table, [w.seq for w in work], self.target.device, arena=self.arena)
             out = self.forward(batch)
+            self._wait()
             verified = time.perf_counter()
             chosen = self._choose(work, out)
         except SlotError as e:
@@ -104,6 +107,11 @@ class Loop:
             self.controller.timed(
                 batch.n_row, 1e3 * (sampled - drafted), len(live), max(live, default=0), 1e3 * (drafted - began)
             )
+
+    def _wait(self) -> None:
+        """For the device, so that a round's milliseconds are told apart by what took them."""
+        if self.target.device.type == "cuda":
+            torch.cuda.current_stream(self.target.device).synchronize()
 
     def _run(self, batch: Batch) -> Out:
         """All device work of a verify that does not depend on what is accepted."""
