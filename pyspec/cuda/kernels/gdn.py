@@ -1,11 +1,14 @@
 """`gdn`: fold the last verify into the state, then run this forward's rows (Gated DeltaNet)."""
 
-from pyspec.cuda.kernels import gdn_numba, gdn_ref
+from pyspec.cuda.kernels import gdn_cuda, gdn_numba, gdn_ref
 from pyspec.cuda.op import Impl, Op
 
 gdn: Op[gdn_ref.GdnSpec] = Op(
     "gdn",
     Impl("torch", gdn_ref.bind),
-    [Impl("numba", gdn_numba.bind, gdn_numba.limits)],
-    gdn_numba.check,
+    [
+        Impl("cuda", gdn_cuda.bind, gdn_cuda.limits, capturable=True),
+        Impl("numba", gdn_numba.bind, gdn_numba.limits),
+    ],
+    gdn_ref.check,
 )

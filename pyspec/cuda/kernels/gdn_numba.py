@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.kernels import gdn_ref
-from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.batch import Batch
 from pyspec.slots.memory import StateLayer
-from pyspec.slots.table import SlotTable
 
 
 def limits(spec: gdn_ref.GdnSpec) -> str | None:
@@ -106,28 +105,3 @@ def bind(spec: gdn_ref.GdnSpec) -> Callable[[Tensor, Tensor, Tensor, Tensor, Sta
         return torch.from_numpy(result).transpose(0, 1) * dim**-0.5
 
     return gdn
-
-
-def check(launch: Callable[..., Tensor], reference: Callable[..., Tensor], spec: gdn_ref.GdnSpec) -> str | None:
-    """Ragged rounds on both; a sentence if outputs or states part."""
-    gen, shape = torch.Generator().manual_seed(0), spec.shape
-    tables = [SlotTable(3, 12, 16) for _ in range(2)]
-    layers = [StateLayer(shape, 3, 6, spec.device) for _ in range(2)]
-    conv_w = torch.randn(shape.n_channel, shape.n_conv, generator=gen)
-    for seqs in (
-        [Seq(0, 0, [0] * 5, True), Seq(2, 0, [0], True)],
-        [Seq(0, 5, [0] * 6), Seq(2, 1, [0] * 3)],
-        [Seq(2, 4, [0], False, 0, 3), Seq(0, 8, [0] * 2, False, 0, 3), Seq(1, 0, [0] * 4, True)],
-        [Seq(0, 10, [0], True, 0, 1), Seq(2, 5, [0] * 4, True, 0, 1)],
-    ):
-        n = sum(s.width for s in seqs)
-        m = torch.randn(n, shape.n_channel, generator=gen)
-        g, beta = -torch.rand(n, shape.n_v_head, generator=gen), torch.rand(n, shape.n_v_head, generator=gen)
-        got, want = (
-            run(m, g, beta, conv_w, layer, lay_out(table, seqs, spec.device))
-            for run, layer, table in zip((launch, reference), layers, tables, strict=True)
-        )
-        if not torch.allclose(got, want, rtol=1e-4, atol=1e-5):
-            return f"outputs differ from the reference by {(got - want).abs().max():.2g}"
-    off = max(float((a - b).abs().max()) for a, b in zip(layers[0].tensors(), layers[1].tensors(), strict=True))
-    return None if off < 1e-4 else f"states differ from the reference by {off:.2g}"

@@ -26,8 +26,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.errors import OutOfBounds
-from pyspec.slots.batch import Batch
+from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import StateLayer, StateShape
+from pyspec.slots.table import SlotTable
 
 CHUNKED = 24  # rows from which a prompt chunk pays for the chunked form
 CHUNK = 64
@@ -204,3 +205,29 @@ def flush(layer: StateLayer, slot: int, n_fold: int) -> None:
     for t in range(n_fold):
         step(layer.state[slot], k[t], layer.v[slot, t], layer.g[slot, t], layer.beta[slot, t])
     layer.conv[slot, : taps - 1] = layer.conv[slot, n_fold : n_fold + taps - 1].clone()
+
+
+def check(launch: Callable[..., Tensor], reference: Callable[..., Tensor], spec: GdnSpec) -> str | None:
+    """Ragged rounds on both; a sentence if outputs or states part."""
+    gen, shape = torch.Generator().manual_seed(0), spec.shape
+    tables = [SlotTable(3, 12, 16) for _ in range(2)]
+    layers = [StateLayer(shape, 3, 6, spec.device) for _ in range(2)]
+    conv_w = torch.randn(shape.n_channel, shape.n_conv, generator=gen).to(spec.device)
+    for seqs in (
+        [Seq(0, 0, [0] * 5, True), Seq(2, 0, [0], True)],
+        [Seq(0, 5, [0] * 6), Seq(2, 1, [0] * 3)],
+        [Seq(2, 4, [0], False, 0, 3), Seq(0, 8, [0] * 2, False, 0, 3), Seq(1, 0, [0] * 4, True)],
+        [Seq(0, 10, [0], True, 0, 1), Seq(2, 5, [0] * 4, True, 0, 1)],
+    ):
+        n = sum(s.width for s in seqs)
+        sizes = (n, shape.n_channel), (n, shape.n_v_head), (n, shape.n_v_head)
+        m, g, beta = (torch.rand(s, generator=gen).to(spec.device) for s in sizes)
+        m, g = 4 * m - 2, -g
+        got, want = (
+            run(m, g, beta, conv_w, layer, lay_out(table, seqs, spec.device))
+            for run, layer, table in zip((launch, reference), layers, tables, strict=True)
+        )
+        if not torch.allclose(got, want, rtol=1e-4, atol=1e-4):
+            return f"outputs differ from the reference by {(got - want).abs().max():.2g}"
+    off = max(float((a - b).abs().max()) for a, b in zip(layers[0].tensors(), layers[1].tensors(), strict=True))
+    return None if off < 1e-4 else f"states differ from the reference by {off:.2g}"
