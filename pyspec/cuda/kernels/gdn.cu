@@ -1,7 +1,7 @@
 // Gated DeltaNet with deferred commit, in two launches a layer. The meaning is gdn_ref.py's; shapes by macro.
 //
-// gdn_conv  one block per (head of q, k or v; sequence; stretch of rows). It owns the head's 128 channels in window and
-//           records, so old ones are read before new ones are written and no other block sees either:
+// gdn_conv  one block per (key head or v head; sequence; stretch of rows). It owns the head's channels in window and records,
+//           so old ones are read before new ones are written and no other block sees either:
 //           1. the accepted records go to the fold buffers, decays as exp(g); 2. the window moves by the fold;
 //           3. rows through conv, silu and l2 norm. q goes to a buffer; k and v to the records (verify) or to buffers (keep).
 // gdn_rows  one block per (v head, stretch of columns, sequence). A column is a row of S[value, key]: LANES lanes hold its
@@ -28,9 +28,12 @@
 #define TAPS 4
 #define PARTS 2  // running sums of a dot product; with LANES it fixes the order of sums
 #define THREADS 128
-#define CONV_WARPS 8
+#define CONV_WARPS 4
 #define SPAN 64   // rows of one gdn_conv block where sequences are long
 #define STAGE 8   // tokens in shared memory at a time, twice
+#ifndef TRIGGER
+#define TRIGGER 1
+#endif
 #define OP_GDN 3  // this op's number in fault records
 
 constexpr int KD = N_K * DIM, VD = N_V * DIM, CHANNELS = 2 * KD + VD;
@@ -79,9 +82,27 @@ __device__ __forceinline__ float4 fma4(float4 a, float4 b, float4 c) {
   return make_float4(fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y), fmaf(a.z, b.z, c.z), fmaf(a.w, b.w, c.w));
 }
 
-__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
+__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + expf(-x)); }
 
 // ---- gdn_conv -------------------------------------------------------------------------------------------------------
+
+template <int GROUP>
+struct Raw {  // raw inputs of a lane's 4 channels: TAPS - 1 rows and the GROUP rows after them
+  float4 x[GROUP + TAPS - 1];
+};
+
+// Rows first - (TAPS - 1) .. first + count - 1 of a sequence; those before row 0 come from the window.
+template <int GROUP>
+__device__ __forceinline__ void load_raw(Raw<GROUP>& raw, const float* rows, i64 m_stride, const float* window,
+                                         int first, int count) {
+#pragma unroll
+  for (int i = 0; i < GROUP + TAPS - 1; i++) {
+    const int r = first + i - (TAPS - 1);
+    if (i < count + TAPS - 1) {
+      raw.x[i] = r < 0 ? quad(window + static_cast<i64>(r + TAPS - 1) * CHANNELS) : quad(rows + r * m_stride);
+    }
+  }
+}
 
 struct Taps {
   float4 w[TAPS];  // w[tap], one component per channel of the lane
@@ -94,93 +115,158 @@ struct Taps {
     w[2] = make_float4(c[0].z, c[1].z, c[2].z, c[3].z);
     w[3] = make_float4(c[0].w, c[1].w, c[2].w, c[3].w);
   }
+
+  __device__ __forceinline__ float4 operator()(const float4* x) const {
+    float4 y = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int i = 0; i < TAPS; i++) y = fma4(x[i], w[i], y);
+    return make_float4(silu(y.x), silu(y.y), silu(y.z), silu(y.w));
+  }
 };
 
-// grid (2 * N_K + N_V, sequences, stretches), 256 threads.
+__device__ __forceinline__ float dot4(float4 a, float4 b) {
+  return warp_sum(fmaf(a.x, b.x, a.y * b.y) + fmaf(a.z, b.z, a.w * b.w));
+}
+
+__device__ __forceinline__ float4 scaled(float4 a, float by) {
+  return make_float4(a.x * by, a.y * by, a.z * by, a.w * by);
+}
+
+struct ConvArgs {
+  const float *m, *g, *beta, *conv_w;
+  float *conv, *rec_k, *rec_v, *rec_g, *rec_b, *fold_k, *fold_v, *fold_e, *fold_b, *q, *k, *v, *e, *kq;
+  i64 m_stride;
+  int width;
+  float eps;
+};
+
+// VALUES: one v head, 128 channels of v. Otherwise one key head: 128 channels of q and as many of k.
+template <bool VALUES>
+__device__ __forceinline__ void conv_head(const ConvArgs& a, const Seq& seq, int s, int head) {
+  constexpr int PARTS_OF_HEAD = VALUES ? 1 : 2, STRIDE = VALUES ? VD : KD;
+  constexpr int GROUP = VALUES ? 4 : 2;  // rows of a warp at a time: what registers allow
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, at = head * DIM + lane * 4;
+  const i64 slot_row = static_cast<i64>(seq.slot) * a.width, fold_row = static_cast<i64>(s) * a.width;
+  float* record = (VALUES ? a.rec_v : a.rec_k) + slot_row * STRIDE + at;
+  const int span = blockIdx.z * SPAN, step = seq.keep ? gridDim.z * SPAN : SPAN;
+  const int per_warp = min(GROUP, (min(seq.n - span, SPAN) + CONV_WARPS - 1) / CONV_WARPS);
+  int first = span + warp * per_warp, count = min(per_warp, seq.n - first);
+  const float* rows[PARTS_OF_HEAD];
+  float* conv[PARTS_OF_HEAD];
+  Raw<GROUP> raw[PARTS_OF_HEAD];
+  float4 moved[PARTS_OF_HEAD];
+#pragma unroll
+  for (int p = 0; p < PARTS_OF_HEAD; p++) {
+    const int channel = (VALUES ? 2 * KD : p * KD) + at;
+    rows[p] = a.m + seq.start * a.m_stride + channel;
+    conv[p] = a.conv + (slot_row + static_cast<i64>(seq.slot) * (TAPS - 1)) * CHANNELS + channel;
+    const float* window = conv[p] + static_cast<i64>(seq.fold) * CHANNELS;
+    if (count > 0) load_raw(raw[p], rows[p], a.m_stride, window, first, count);
+    if (blockIdx.z == 0 && warp < TAPS - 1) {
+      const int i = seq.keep ? seq.n + warp : warp;  // of window and rows, one after the other
+      moved[p] = i < TAPS - 1 ? quad(static_cast<const float*>(window) + i * CHANNELS)
+                              : quad(rows[p] + (i - (TAPS - 1)) * a.m_stride);
+    }
+  }
+  if (blockIdx.z == 0) {
+    float* fold = (VALUES ? a.fold_v : a.fold_k) + fold_row * STRIDE + at;
+#pragma unroll 4
+    for (i64 t = warp; t < seq.fold; t += CONV_WARPS) quad(fold + t * STRIDE) = quad(record + t * STRIDE);
+    if (VALUES) {
+      for (int t = threadIdx.x; t < seq.fold; t += CONV_WARPS * 32) {
+        const i64 from = (slot_row + t) * N_V + head, to = (fold_row + t) * N_V + head;
+        a.fold_e[to] = expf(a.rec_g[from]);
+        a.fold_b[to] = a.rec_b[from];
+      }
+    }
+  }
+  const Taps taps0(a.conv_w + ((VALUES ? 2 * KD : 0) + at) * TAPS);
+  const Taps taps1(a.conv_w + ((VALUES ? 2 * KD : KD) + at) * TAPS);
+  __syncthreads();  // everything old is read; what follows overwrites it
+#pragma unroll
+  for (int p = 0; p < PARTS_OF_HEAD; p++) {
+    if (blockIdx.z == 0 && warp < TAPS - 1) quad(conv[p] + static_cast<i64>(warp) * CHANNELS) = moved[p];
+  }
+  int stretch = span;
+  for (;;) {
+    float4 y[GROUP];
+#pragma unroll
+    for (int j = 0; j < GROUP; j++) {
+      if (j >= count) break;
+      y[j] = taps0(raw[0].x + j);
+#pragma unroll
+      for (int p = 0; p < PARTS_OF_HEAD; p++) {
+        if (!seq.keep) quad(conv[p] + static_cast<i64>(TAPS - 1 + first + j) * CHANNELS) = raw[p].x[j + TAPS - 1];
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < GROUP; j++) {
+      if (j >= count) break;
+      const int t = first + j;
+      const i64 row = seq.start + t, kept = (seq.keep ? row : t) * STRIDE;
+      if (VALUES) {
+        quad((seq.keep ? a.v + at : record) + kept) = y[j];
+        const i64 from = row * N_V + head, to = (slot_row + t) * N_V + head;
+        if (lane == 0) a.e[from] = expf(a.g[from]);
+        if (lane == 0 && !seq.keep) a.rec_g[to] = a.g[from], a.rec_b[to] = a.beta[from];
+      } else {
+        const float4 z = taps1(raw[PARTS_OF_HEAD - 1].x + j);
+        const float yy = dot4(y[j], y[j]), zz = dot4(z, z), yz = dot4(y[j], z);
+        const float norm_q = rsqrtf(yy + a.eps), norm_k = rsqrtf(zz + a.eps);
+        quad(a.q + row * KD + at) = scaled(y[j], norm_q);
+        quad((seq.keep ? a.k + at : record) + kept) = scaled(z, norm_k);
+        if (lane == 0) a.kq[row * N_K + head] = yz * norm_q * norm_k;
+      }
+    }
+    first += per_warp * CONV_WARPS;
+    if (first - warp * per_warp >= stretch + SPAN) first += step - SPAN, stretch += step;
+    if (first - warp * per_warp >= seq.n) break;
+    count = min(per_warp, seq.n - first);
+#pragma unroll
+    for (int p = 0; p < PARTS_OF_HEAD; p++) {
+      if (count > 0) load_raw(raw[p], rows[p], a.m_stride, nullptr, first, count);
+    }
+  }
+}
+
+// grid (N_K + N_V, sequences, stretches), 128 threads.
 //   m [row, m_stride], g beta [row, v_head], conv_w [channel, TAPS]; conv [slot, TAPS - 1 + width, channel] in place;
-//   rec_* [slot, width, ..] in place; fold_k fold_v fold_e fold_b [seq, width, ..], q k v e [row, ..] written.
-extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32)
+//   rec_* [slot, width, ..] in place; fold_k fold_v fold_e fold_b [seq, width, ..], q k v e [row, ..] written, and
+//   kq [row, k_head], the dot product of each row's key and query.
+extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 4)
     gdn_conv(const float* __restrict__ m, i64 m_stride, const float* __restrict__ g, const float* __restrict__ beta,
              const float* __restrict__ conv_w, float* conv, float* rec_k, float* rec_v, float* rec_g, float* rec_b,
              float* fold_k, float* fold_v, float* fold_e, float* fold_b, float* q, float* k, float* v, float* e,
-             const int* seq_slot, const int* seq_start, const int* seq_fold, const int* seq_keep, int n_slot, int width,
-             int n_row, float eps, int* fault) {
-  __shared__ float4 window[TAPS - 1][32];
+             float* kq, const int* seq_slot, const int* seq_start, const int* seq_fold, const int* seq_keep, int n_slot,
+             int width, int n_row, float eps, int* fault) {
+#if TRIGGER == 0
   let_next_start();
-  const int head = blockIdx.x, s = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#endif
+  const int head = blockIdx.x, s = blockIdx.y;
   const Seq seq = read_seq({seq_slot, seq_start, seq_fold, seq_keep}, s, n_slot, width, n_row, fault);
-  const int first = blockIdx.z * SPAN;
-  if (first >= seq.n || (blockIdx.z > 0 && !seq.keep)) return;
-  const int step = seq.keep ? gridDim.z * SPAN : SPAN;
-  const bool is_q = head < N_K, is_v = head >= 2 * N_K;
-  const int kind_head = is_q ? head : is_v ? head - 2 * N_K : head - N_K;
-  const int stride = is_v ? VD : KD, at = kind_head * DIM + lane * 4;  // of q, k or v
-  const i64 channel = head * DIM + lane * 4;
-  float* slot_conv = conv + static_cast<i64>(seq.slot) * (TAPS - 1 + width) * CHANNELS + channel;
-  const i64 slot_row = static_cast<i64>(seq.slot) * width, fold_row = static_cast<i64>(s) * width;
-  float* record = (is_v ? rec_v : rec_k) + slot_row * stride + at;
-  const float* rows = m + seq.start * m_stride + channel;
-
-  if (blockIdx.z == 0) {
-    if (warp < TAPS - 1) window[warp][lane] = quad(slot_conv + static_cast<i64>(seq.fold + warp) * CHANNELS);
-    if (!is_q) {
-      float* fold = (is_v ? fold_v : fold_k) + fold_row * stride + at;
-      for (i64 t = warp; t < seq.fold; t += CONV_WARPS) quad(fold + t * stride) = quad(record + t * stride);
-    }
-    if (is_v) {
-      for (int t = threadIdx.x; t < seq.fold; t += CONV_WARPS * 32) {
-        const i64 from = (slot_row + t) * N_V + kind_head, to = (fold_row + t) * N_V + kind_head;
-        fold_e[to] = expf(rec_g[from]);
-        fold_b[to] = rec_b[from];
-      }
-    }
-    __syncthreads();  // everything old is read; what follows overwrites it
-    if (warp < TAPS - 1) {
-      const int i = seq.keep ? seq.n + warp : warp;  // of window and rows, one after the other
-      quad(slot_conv + static_cast<i64>(warp) * CHANNELS) =
-          i < TAPS - 1 ? window[i][lane] : quad(rows + (i - (TAPS - 1)) * m_stride);
+  if (static_cast<int>(blockIdx.z) * SPAN < seq.n && (blockIdx.z == 0 || seq.keep)) {
+    const ConvArgs args = {m,      g,      beta,   conv_w, conv, rec_k, rec_v, rec_g, rec_b,    fold_k, fold_v,
+                           fold_e, fold_b, q,      k,      v,    e,     kq,    m_stride, width, eps};
+    if (head < N_K) {
+      conv_head<false>(args, seq, s, head);
+    } else {
+      conv_head<true>(args, seq, s, head - N_K);
     }
   }
-  const Taps taps(conv_w + channel * TAPS);
-  for (int base = first; base < seq.n; base += step) {
-    const int end = min(base + SPAN, seq.n);
-    for (int t = base + warp; t < end; t += CONV_WARPS) {
-      float4 x[TAPS], y = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-      for (int i = 0; i < TAPS; i++) {
-        const int r = t + i - (TAPS - 1);
-        x[i] = r < 0 ? window[r + TAPS - 1][lane] : quad(rows + r * m_stride);
-        y = fma4(x[i], taps.w[i], y);
-      }
-      y = make_float4(silu(y.x), silu(y.y), silu(y.z), silu(y.w));
-      if (!is_v) {
-        const float norm = rsqrtf(warp_sum(y.x * y.x + y.y * y.y + y.z * y.z + y.w * y.w) + eps);
-        y = make_float4(y.x * norm, y.y * norm, y.z * norm, y.w * norm);
-      }
-      const i64 row = seq.start + t;
-      if (is_q || seq.keep) {
-        quad((is_q ? q : is_v ? v : k) + row * stride + at) = y;
-      } else {
-        quad(record + static_cast<i64>(t) * stride) = y;
-      }
-      if (!seq.keep) quad(slot_conv + static_cast<i64>(TAPS - 1 + t) * CHANNELS) = x[TAPS - 1];
-      if (is_v && lane == 0) {
-        const i64 from = row * N_V + kind_head, to = (slot_row + t) * N_V + kind_head;
-        e[from] = expf(g[from]);
-        if (!seq.keep) rec_g[to] = g[from], rec_b[to] = beta[from];
-      }
-    }
-  }
+#if TRIGGER == 1
+  let_next_start();
+#endif
 }
 
 // ---- gdn_rows -------------------------------------------------------------------------------------------------------
 
 struct Stage {
-  float k[STAGE][DIM], q[STAGE][DIM], v[STAGE][TILE], e[STAGE], b[STAGE];
+  float k[STAGE][DIM], q[STAGE][DIM], v[STAGE][TILE];
+  float4 scalars[STAGE];  // decay, write strength, key times query
 };
 
 struct Tokens {  // a run of records or of rows, pointers at this block's head and columns
-  const float *k, *v, *e, *b, *q;  // q null: only fold
+  const float *k, *v, *e, *b, *q, *kq;  // q null: only fold
 };
 
 __device__ __forceinline__ void copy16(void* shared, const float* global) {
@@ -202,8 +288,9 @@ __device__ __forceinline__ void fetch(Stage& stage, const Tokens& from, int coun
     if (x < TILE) copy16(&stage.v[t][x], from.v + t * VD + x);
   }
   if (tid < count) {
-    copy4(&stage.e[tid], from.e + tid * N_V);
-    copy4(&stage.b[tid], from.b + tid * N_V);
+    copy4(&stage.scalars[tid].x, from.e + tid * N_V);
+    copy4(&stage.scalars[tid].y, from.b + tid * N_V);
+    if (from.q != nullptr) copy4(&stage.scalars[tid].z, from.kq + tid * N_K);
   }
 }
 
@@ -224,11 +311,13 @@ __device__ __forceinline__ float dot(const float4 (&a)[QUADS], const float4 (&b)
   return PARTS == 2 ? sum[0] + sum[1 % PARTS] : sum[0];
 }
 
-// Sum each of COLS values over the LANES lanes of a column; lane l of a group gets the sum of column l / (LANES / COLS).
-// At every hop the first half of the columns goes to one half of the lanes and the rest to the other.
-__device__ __forceinline__ float sum_columns(float (&x)[COLS]) {
+// Sum each of N values over the LANES lanes of a column; lane l of a group gets the sum of value l / (LANES / N). At every
+// hop the first half of the values goes to one half of the lanes and the rest to the other, so a value's sum is the same
+// tree for any N.
+template <int N>
+__device__ __forceinline__ float sum_lanes(float (&x)[N]) {
 #pragma unroll
-  for (int hop = LANES / 2, n = COLS; hop > 0; hop /= 2) {
+  for (int hop = LANES / 2, n = N; hop > 0; hop /= 2) {
     const bool up = threadIdx.x & hop;
     n = n > 1 ? n / 2 : 0;
     if (n == 0) x[0] += __shfl_xor_sync(0xffffffffu, x[0], hop);
@@ -246,37 +335,48 @@ __device__ __forceinline__ void load_keys(float4 (&out)[QUADS], const float (&fr
   for (int i = 0; i < QUADS; i++) out[i] = quad(from + (i * LANES + threadIdx.x % LANES) * 4);
 }
 
-// One token over the slice: S <- e S; d = b (v - S k); S <- S + d k^T. With EMIT the rows' o = S q goes to out.
+// Tokens over the slice: S <- e S; d = b (v - S k); S <- S + d k^T. With EMIT also o = S q, as e (S q) + d (k q) with the
+// S before the token, so that both products of the state are summed at once and o is off the chain from token to token.
 template <bool EMIT>
 __device__ __forceinline__ void advance(Slice& slice, const Stage& stage, int count, float* out) {
+  constexpr int N = EMIT ? 2 * COLS : COLS, SHARE = LANES / N;  // SHARE lanes get the same sum
   const int lane = threadIdx.x % 32, sub = lane % LANES;
-  const int own = threadIdx.x / LANES * COLS + sub / (LANES / COLS);  // the column whose sums this lane gets
-  float4 k[QUADS];
+  const int own = sub / SHARE % COLS;  // column whose sum this lane gets: S k in the first lanes, S q in the last
+  const float* values = stage.v[0] + threadIdx.x / LANES * COLS + own;
+  out += threadIdx.x / LANES * COLS + own;
+  float4 k[QUADS], q[QUADS];
   load_keys(k, stage.k[0]);
+  if (EMIT) load_keys(q, stage.q[0]);
 #pragma unroll 1
   for (int t = 0; t < count; t++) {
-    float4 q[QUADS];
-    if (EMIT) load_keys(q, stage.q[t]);
-    const float e = stage.e[t], b = stage.b[t], v = stage.v[t][own];
-    float y[COLS];
-#pragma unroll
-    for (int c = 0; c < COLS; c++) y[c] = dot(slice.s[c], k);
-    const float d = b * fmaf(-e, sum_columns(y), v);
+    const int next = min(t + 1, count - 1);
+    const float4 scalars = stage.scalars[t];
+    const float e = scalars.x, b = scalars.y, v = values[t * TILE];
+    float y[N], d[COLS];
 #pragma unroll
     for (int c = 0; c < COLS; c++) {
-      const float dc = COLS == 1 ? d : __shfl_sync(0xffffffffu, d, (lane - sub) + c * (LANES / COLS));
+      y[c] = dot(slice.s[c], k);
+      if (EMIT) y[COLS * (N / COLS - 1) + c] = dot(slice.s[c], q);
+    }
+    if (EMIT) load_keys(q, stage.q[next]);
+    const float sum = sum_lanes(y), mine = b * fmaf(-e, sum, v);
+    float d_own = 0.0f;
+#pragma unroll
+    for (int c = 0; c < COLS; c++) {
+      d[c] = __shfl_sync(0xffffffffu, mine, (lane - sub) + c * SHARE);
+      if (own == c) d_own = d[c];
 #pragma unroll
       for (int i = 0; i < QUADS; i++) {
         float4& s = slice.s[c][i];
-        s = make_float4(fmaf(k[i].x, dc, e * s.x), fmaf(k[i].y, dc, e * s.y), fmaf(k[i].z, dc, e * s.z),
-                        fmaf(k[i].w, dc, e * s.w));
+        s = make_float4(fmaf(k[i].x, d[c], e * s.x), fmaf(k[i].y, d[c], e * s.y), fmaf(k[i].z, d[c], e * s.z),
+                        fmaf(k[i].w, d[c], e * s.w));
       }
-      if (EMIT) y[c] = dot(slice.s[c], q);
     }
-    load_keys(k, stage.k[t + 1 < count ? t + 1 : t]);
+    load_keys(k, stage.k[next]);
     if (EMIT) {
-      const float o = sum_columns(y) * 0.08838834764831845f;  // DIM ** -0.5
-      if (sub % (LANES / COLS) == 0) out[static_cast<i64>(t) * VD + own] = o;
+      const float o = fmaf(e, sum, d_own * scalars.z) * 0.08838834764831845f;  // DIM ** -0.5
+      if (sub >= LANES / 2 && sub % SHARE == 0) *out = o;
+      out += VD;
     }
   }
 }
@@ -302,7 +402,7 @@ __device__ __forceinline__ void move_state(Slice& slice, float* state, bool stor
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     gdn_rows(float* state, const float* rec_k, const float* rec_v, const float* fold_k, const float* fold_v,
              const float* fold_e, const float* fold_b, const float* q, const float* k, const float* v, const float* e,
-             const float* beta, float* out, const int* seq_slot, const int* seq_start, const int* seq_fold,
+             const float* kq, const float* beta, float* out, const int* seq_slot, const int* seq_start, const int* seq_fold,
              const int* seq_keep, int n_slot, int width, int n_row, int* fault) {
   __shared__ __align__(16) Stage stages[2];
   const int h = blockIdx.x, column = blockIdx.y * TILE, s = blockIdx.z;
@@ -322,7 +422,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       const Tokens from = {(folds ? fold_k : kept ? k : rec_k) + k_at, (folds ? fold_v : kept ? v : rec_v) + v_at,
                            (folds ? fold_e + old * N_V : e + row * N_V) + h,
                            (folds ? fold_b + old * N_V : beta + row * N_V) + h,
-                           folds ? nullptr : q + row * KD + h % N_K * DIM};
+                           folds ? nullptr : q + row * KD + h % N_K * DIM,
+                           kq + row * N_K + h % N_K};
       fetch(stages[j % 2], from, count);
     }
     asm volatile("cp.async.commit_group;" ::: "memory");

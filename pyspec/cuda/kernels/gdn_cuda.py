@@ -26,8 +26,8 @@ COLUMNS = (1, 2, 4)  # of a lane
 FEW_LANES = (
     48 * 1024
 )  # lanes that one column each would take, below which it is one: about 3 warps a scheduler of an H200
-CONV_ARGS = "plppp" + "ppppp" + "pppp" + "pppp" + "pppp" + "iiif" + "p"
-ROWS_ARGS = "ppp" + "pppp" + "ppppp" + "p" + "pppp" + "iii" + "p"
+CONV_ARGS = "plppp" + "ppppp" + "pppp" + "ppppp" + "pppp" + "iiif" + "p"
+ROWS_ARGS = "ppp" + "pppp" + "ppppp" + "pp" + "pppp" + "iii" + "p"
 
 
 def limits(spec: GdnSpec) -> str | None:
@@ -50,7 +50,7 @@ def limits(spec: GdnSpec) -> str | None:
 def blocks_for(arch: str, columns: int) -> int:
     """Blocks of gdn_rows on a multiprocessor, which bounds its registers: as many as compile without spills."""
     newer = arch.startswith(("sm_10", "sm_11", "sm_12"))  # their compiler takes more registers for the same source
-    return ({1: 5, 2: 4, 4: 3} if newer else {1: 8, 2: 6, 4: 4})[columns]
+    return ({1: 5, 2: 4, 4: 3} if newer else {1: 8, 2: 5, 4: 4})[columns]
 
 
 def defines(shape: StateShape, arch: str, columns: int) -> dict[str, int | str]:
@@ -105,8 +105,9 @@ def bind(
         if not n_row:
             return out
         n_old = n_seq * layer.width
-        sizes = [n_old * kd, n_old * vd, n_row * kd, n_row * kd, n_row * vd, n_row * n_v, n_old * n_v, n_old * n_v]
-        fold_k, fold_v, q, k, v, e, fold_e, fold_b = m.new_empty(sum(sizes)).split(sizes)
+        sizes = [n_old * kd, n_old * vd, n_row * kd, n_row * kd, n_row * vd]
+        sizes += [n_row * n_v, n_row * shape.n_k_head, n_old * n_v, n_old * n_v]
+        fold_k, fold_v, q, k, v, e, kq, fold_e, fold_b = m.new_empty(sum(sizes)).split(sizes)
         meta = [batch.seq_slot, batch.seq_start, batch.seq_fold, batch.seq_keep]
         counts = [np.int32(layer.state.shape[0]), np.int32(layer.width), np.int32(n_row)]
         cols = columns or columns_for(shape, n_seq)
@@ -114,10 +115,10 @@ def bind(
         fault = fault_record(m.device)
         old = [fold_k, fold_v, fold_e, fold_b]
         records = [layer.conv, layer.k, layer.v, layer.g, layer.beta]
-        args = [m, np.int64(m.stride(0)), g, beta, conv_w, *records, *old, q, k, v, e, *meta, *counts, eps, fault]
+        args = [m, np.int64(m.stride(0)), g, beta, conv_w, *records, *old, q, k, v, e, kq, *meta, *counts, eps, fault]
         stretches = -(-n_row // SPAN) if n_row > n_seq * layer.width else 1  # a block takes several if it must
-        conv.launch((2 * shape.n_k_head + n_v, n_seq, stretches), 256, args)
-        args = [layer.state, layer.k, layer.v, *old, q, k, v, e, beta, out, *meta, *counts, fault]
+        conv.launch((shape.n_k_head + n_v, n_seq, stretches), THREADS, args)
+        args = [layer.state, layer.k, layer.v, *old, q, k, v, e, kq, beta, out, *meta, *counts, fault]
         rows.launch((n_v, DIM * LANES // (THREADS * cols), n_seq), THREADS, args, overlap=overlap)
         return out
 
