@@ -81,10 +81,10 @@ def _check_split(shards: list[Shard]) -> None:
             if name in owner:
                 raise BadGGUF(f"{shard.path}: tensor {name!r} is in {owner[name].name} as well")
             owner[name] = shard.path
-    want = shards[0].metadata.get("split.tensors.count")
-    if want is not None and want != len(owner):
+    total = shards[0].metadata.get("split.tensors.count")
+    if total is not None and total != len(owner):
         raise BadGGUF(
-            f"{shards[0].path}: split.tensors.count is {str(want)[:40]!r}, the {len(shards)} parts have {len(owner)} tensors"
+            f"{shards[0].path}: split.tensors.count is {str(total)[:40]!r}, the {len(shards)} parts have {len(owner)} tensors"
         )
 
 

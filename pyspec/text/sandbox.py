@@ -49,7 +49,7 @@ def environment() -> ImmutableSandboxedEnvironment:
     env = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation], autoescape=False
     )
-    env.globals |= {"raise_exception": _refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    env.globals |= {"raise_exception": _refuse, "strftime_now": _now}
     env.filters["tojson"] = _tojson
     env.filters["from_json"] = json.loads
     return env
@@ -57,6 +57,10 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 def _refuse(message: object) -> None:
     raise Refusal(str(message))
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)
 
 
 def _tojson(

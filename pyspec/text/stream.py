@@ -48,7 +48,7 @@ class TextStream:
         self._over = False
 
     def push(self, ids: Sequence[int]) -> Released:
-        out = []
+        out: list[str] = []
         for i, token in enumerate(ids):
             if self._over:
                 return Released("".join(out), i, "")
