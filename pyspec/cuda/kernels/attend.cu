@@ -1,0 +1,533 @@
+// attend: paged attention of few rows over long keys; decode, verify and drafter blocks alike.
+//
+//   q            [row, n_head, dim]          f32    contiguous, after rope
+//   k, v         [pool row, n_kv, dim]       T      T is f16 or bf16
+//   page_table   [seq, n_page_col]           int64
+//   positions, lo, hi  [row]                 int64  row sees lo <= p < hi, and p > position - window if window > 0
+//   row_seq      [row]                       int32  -1: padding, skipped here and written as zeros by the merge
+//   seq_start    [seq + 1]                   int32
+//   part         [item, column, dim]         f32    unnormalised sums of an item
+//   part_ml      [item, column, 2]           f32    maximum (log2) and sum of weights
+//   plan         [1 + 3 * MAX_SEQ]           int32  ranges per item; first item, first split, tiles of each sequence
+//   out          [row, n_head, dim]          f32
+//   fault        [5]                         int32  see bounds.cuh
+//
+// Swap form: keys on the M side of m16n8k16, packed (row, head of the group) columns on N in eights, so a group of 6 and
+// one of 16 waste fewer than 8 columns. A block has DIM / 32 warps and takes RANGE = DIM keys at a time: for S = K Q each
+// warp owns 32 keys, for O = V P each owns 32 dims, so every K and V element is loaded by one thread, through a queue in
+// shared memory that only this thread writes and reads (cp.async, no barrier, no bank conflict).
+//
+// Bits: a column never mixes with another; a range starts at a multiple of RANGE and is reduced in one order; ranges are
+// folded in order into splits of 1,024 keys and splits in order into the row. An item is one range or one split, whichever
+// fills the machine, and both give the same bits, so a row's result does not depend on its neighbours or on the batch.
+//
+// Grid: any number of blocks (a static one, for graphs); each finds its items in the metadata. Memory-bound: K and V are
+// read once per tile of COLS columns. q is rounded to T after scaling, and weights to T: errors of 2^-11 or 2^-8 each.
+//
+// Macros: DIM, N_TILE (columns / 8), KV_BF16, DEPTH (queue steps), OP_ID, MIN_BLOCKS, SHARED_BYTES.
+#include "types.cuh"
+#include "bounds.cuh"
+#include "attend_fold.cuh"
+
+constexpr int WARPS = DIM / 32, THREADS = 32 * WARPS, RANGE = DIM, FOLD = SPLIT / RANGE, COLS = 8 * N_TILE;
+constexpr int STEP_BYTES = 2048;  // 32 keys x 32 dims of a warp
+constexpr u32 ALL = 0xffffffffu;
+
+struct Shared {
+  uint4 q[DIM / 32][N_TILE][32];    // fragment order: 8 dims of a column per lane
+  uint4 p[WARPS][N_TILE][32];       // 8 keys of a column per lane
+  char queue[WARPS][DEPTH][STEP_BYTES];
+  float top[WARPS][COLS], sum[WARPS][COLS];
+  float run_m[COLS], run_l[COLS], keep[COLS], take[COLS];
+  int lo[COLS], hi[COLS];
+  int row16[SPLIT / 16];            // pool row of every 16th key of the item
+  int first[MAX_SEQ + 1];           // first item of each sequence
+  int seq_lo[MAX_SEQ], seq_hi[MAX_SEQ];
+  int per_item;                     // ranges per item
+  int hull[4];                      // of the tile: min lo, max hi, max lo, min hi
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "the launcher asks for another size");
+
+__device__ __forceinline__ u32 pack(float a, float b) {
+#if KV_BF16
+  return static_cast<u32>(f32_to_bf16(a)) | static_cast<u32>(f32_to_bf16(b)) << 16;
+#else
+  return static_cast<u32>(f32_to_f16(a)) | static_cast<u32>(f32_to_f16(b)) << 16;
+#endif
+}
+
+__device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+#if KV_BF16
+#define ATTEND_T "bf16"
+#else
+#define ATTEND_T "f16"
+#endif
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." ATTEND_T "." ATTEND_T
+               ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void copy16(u32 to, const void* from, bool real) {  // zeros when not real
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void copy8(u32 to, const void* from, bool real) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(real ? 8 : 0) : "memory");
+}
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void wait_oldest() { asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory"); }
+
+struct Lane {
+  int warp, g, t;  // g = lane / 4 and t = lane % 4, as in the fragment layouts
+};
+
+// What one thread needs to fill its queue.
+struct Stream {
+  const u16 *k, *v;   // at this KV head
+  i64 row_stride;     // elements from one pool row to the next
+  int base;           // position of the item's first key
+  int lo, hi;         // hull of the tile
+  int first, n_step;  // first range of the item that is seen; steps in all
+  u32 queue;          // this lane's corner
+};
+
+// Step `i` of an item: per range WARPS steps of K (32 dims each), then WARPS steps of V (32 keys each).
+__device__ __forceinline__ void fetch(const Shared& s, const Stream& f, const Lane& me, int i, int slot) {
+  if (i < f.n_step) {
+    const int range = f.first + i / (2 * WARPS), step = i % (2 * WARPS);
+    const u32 to = f.queue + slot * STEP_BYTES;
+    if (step < WARPS) {
+      const int key = range * RANGE + 32 * me.warp + 4 * me.g;
+      const i64 row = s.row16[key / 16] + key % 16;
+      const u16* from = f.k + row * f.row_stride + 32 * step + 8 * me.t;
+#pragma unroll
+      for (int x = 0; x < 4; x++) {
+        const int p = f.base + key + x;
+        copy16(to + x * 512 + (4 * me.g + me.t) * 16, from + x * f.row_stride, p >= f.lo && p < f.hi);
+      }
+    } else {
+      const int key = range * RANGE + 32 * (step - WARPS) + 8 * me.t;
+      const i64 row = s.row16[key / 16] + key % 16;
+      const u16* from = f.v + row * f.row_stride + 32 * me.warp + 4 * me.g;
+#pragma unroll
+      for (int x = 0; x < 8; x++) {
+        const int p = f.base + key + x;
+        copy8(to + x * 256 + (4 * me.g + me.t) * 8, from + x * f.row_stride, p >= f.lo && p < f.hi);
+      }
+    }
+  }
+  commit();
+}
+
+// The step in `slot` is in registers: its place takes the step DEPTH later.
+__device__ __forceinline__ void advance(const Shared& s, const Stream& f, const Lane& me, int& step, int& slot) {
+  fetch(s, f, me, step + DEPTH, slot);
+  step++;
+  slot = slot + 1 == DEPTH ? 0 : slot + 1;
+}
+
+// S[key, column] of the warp's 32 keys. Rows g and g + 8 of M tile i are keys 4 g + 2 i and 4 g + 2 i + 1.
+__device__ __forceinline__ void scores(const Shared& s, const Stream& f, const Lane& me, int& step, int& slot,
+                                       float (&acc)[2][N_TILE][4]) {
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+#pragma unroll
+    for (int n = 0; n < N_TILE; n++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) acc[i][n][j] = 0.f;
+  const int lane = 4 * me.g + me.t;
+#pragma unroll 1
+  for (int c = 0; c < WARPS; c++) {
+    wait_oldest();
+#pragma unroll
+    for (int half = 0; half < 2; half++) {  // 16 dims at a time: registers are short
+      uint2 k[4];
+#pragma unroll
+      for (int x = 0; x < 4; x++)
+        k[x] = *reinterpret_cast<const uint2*>(s.queue[me.warp][slot] + x * 512 + lane * 16 + half * 8);
+      if (half) advance(s, f, me, step, slot);
+#pragma unroll
+      for (int n = 0; n < N_TILE; n++) {
+        const uint2 q = reinterpret_cast<const uint2*>(&s.q[c][n][lane])[half];
+#pragma unroll
+        for (int i = 0; i < 2; i++) mma(acc[i][n], k[2 * i].x, k[2 * i + 1].x, k[2 * i].y, k[2 * i + 1].y, q.x, q.y);
+      }
+    }
+  }
+}
+
+// Keys a column does not see become -inf; then the warp's maximum of each column.
+__device__ __forceinline__ void mask_and_top(Shared& s, const Lane& me, int key, bool all_seen,
+                                             float (&acc)[2][N_TILE][4]) {
+#pragma unroll
+  for (int n = 0; n < N_TILE; n++) {
+    const int col = 8 * n + 2 * me.t;
+    float top[2];
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      if (!all_seen) {
+        const int lo = s.lo[col + e], hi = s.hi[col + e];
+#pragma unroll
+        for (int x = 0; x < 4; x++)
+          if (key + x < lo || key + x >= hi) acc[x / 2][n][2 * (x % 2) + e] = none_seen();
+      }
+      top[e] = fmaxf(fmaxf(acc[0][n][e], acc[0][n][2 + e]), fmaxf(acc[1][n][e], acc[1][n][2 + e]));
+#pragma unroll
+      for (int d = 4; d < 32; d <<= 1) top[e] = fmaxf(top[e], __shfl_xor_sync(ALL, top[e], d));
+    }
+    if (me.g == 0) *reinterpret_cast<float2*>(&s.top[me.warp][col]) = make_float2(top[0], top[1]);
+  }
+}
+
+// Weights exp2(S - maximum of the range) to shared memory, as T, and the warp's sums of them.
+__device__ __forceinline__ void weights(Shared& s, const Lane& me, float (&acc)[2][N_TILE][4]) {
+#pragma unroll
+  for (int n = 0; n < N_TILE; n++) {
+    const int col = 8 * n + 2 * me.t;
+    float top[2] = {none_seen(), none_seen()}, sum[2];
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      const float2 other = *reinterpret_cast<const float2*>(&s.top[w][col]);
+      top[0] = fmaxf(top[0], other.x);
+      top[1] = fmaxf(top[1], other.y);
+    }
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const float m = finite_or_zero(top[e]);
+      float w[4];
+#pragma unroll
+      for (int x = 0; x < 4; x++) w[x] = exp2_fast(acc[x / 2][n][2 * (x % 2) + e] - m);
+      char* to = reinterpret_cast<char*>(s.p[me.warp][n]) + (2 * me.t + e) * 64 + me.g * 8;
+      *reinterpret_cast<uint2*>(to) = make_uint2(pack(w[0], w[1]), pack(w[2], w[3]));
+      sum[e] = (w[0] + w[1]) + (w[2] + w[3]);
+#pragma unroll
+      for (int d = 4; d < 32; d <<= 1) sum[e] += __shfl_xor_sync(ALL, sum[e], d);
+    }
+    if (me.g == 0) *reinterpret_cast<float2*>(&s.sum[me.warp][col]) = make_float2(sum[0], sum[1]);
+  }
+}
+
+// O[dim, column] of the warp's 32 dims over the range. M tile i holds dims 4 g + 2 i (row g) and 4 g + 2 i + 1 (row g + 8).
+__device__ __forceinline__ void values(const Shared& s, const Stream& f, const Lane& me, int& step, int& slot,
+                                       float (&acc)[2][N_TILE][4]) {
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+#pragma unroll
+    for (int n = 0; n < N_TILE; n++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) acc[i][n][j] = 0.f;
+  const int lane = 4 * me.g + me.t;
+#pragma unroll 1
+  for (int c = 0; c < WARPS; c++) {
+    wait_oldest();
+#pragma unroll
+    for (int half = 0; half < 2; half++) {  // 16 keys at a time
+      u32 lo[2][2], hi[2][2];  // [M tile][key pair]: two keys of one dim
+#pragma unroll
+      for (int x = 0; x < 2; x++) {
+        const char* at = s.queue[me.warp][slot] + (4 * half + 2 * x) * 256 + lane * 8;
+        const uint2 a = *reinterpret_cast<const uint2*>(at), b = *reinterpret_cast<const uint2*>(at + 256);
+        lo[0][x] = __byte_perm(a.x, b.x, 0x5410);
+        hi[0][x] = __byte_perm(a.x, b.x, 0x7632);
+        lo[1][x] = __byte_perm(a.y, b.y, 0x5410);
+        hi[1][x] = __byte_perm(a.y, b.y, 0x7632);
+      }
+      if (half) advance(s, f, me, step, slot);
+#pragma unroll
+      for (int n = 0; n < N_TILE; n++) {
+        const uint2 p = reinterpret_cast<const uint2*>(&s.p[c][n][lane])[half];
+#pragma unroll
+        for (int i = 0; i < 2; i++) mma(acc[i][n], lo[i][0], hi[i][0], lo[i][1], hi[i][1], p.x, p.y);
+      }
+    }
+  }
+}
+
+struct Args {
+  const float* q;
+  const u16 *k, *v;
+  const i64 *page_table, *positions, *lo, *hi;
+  const int *row_seq, *seq_start;
+  int *plan, *fault;
+  int n_row, n_seq, n_head, n_kv, n_page_col, page_size, n_page, window, max_item;
+  float scale;  // times log2(e)
+};
+
+__device__ __forceinline__ int tiles_of(const Args& a, int width) {
+  return (width * (a.n_head / a.n_kv) + COLS - 1) / COLS;
+}
+
+__device__ __forceinline__ int width_of(const Args& a, int seq) {
+  const int start = a.seq_start[seq], end = a.seq_start[seq + 1];
+  return start >= 0 && end <= a.n_row && start < end ? end - start : 0;
+}
+
+// The span of positions each sequence's rows see, then how many items that makes: the same numbers in every block.
+__device__ void find_items(Shared& s, const Args& a) {
+  for (int i = threadIdx.x; i < a.n_seq; i += THREADS) s.seq_lo[i] = 0x7fffffff, s.seq_hi[i] = 0;
+  __syncthreads();
+  for (int row = threadIdx.x; row < a.n_row; row += THREADS) {
+    if (a.row_seq[row] < 0) continue;
+    const int seq = clamped(a.row_seq[row], a.n_seq, OP_ID, row, a.fault);
+    const Seen seen = seen_by(a.positions[row], a.lo[row], a.hi[row], a.window, a.n_page_col * a.page_size);
+    if (seen.lo >= seen.hi) continue;
+    atomicMin(&s.seq_lo[seq], seen.lo);
+    atomicMax(&s.seq_hi[seq], seen.hi);
+  }
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  int fine = 0, coarse = 0;
+  for (int i = threadIdx.x; i < a.n_seq; i += 32) {
+    const int n = tiles_of(a, width_of(a, i)) * a.n_kv;
+    if (s.seq_lo[i] >= s.seq_hi[i]) continue;
+    fine += n * ((s.seq_hi[i] - 1) / RANGE - s.seq_lo[i] / RANGE + 1);
+    coarse += n * ((s.seq_hi[i] - 1) / SPLIT - s.seq_lo[i] / SPLIT + 1);
+  }
+  coarse = __reduce_add_sync(ALL, coarse);
+  fine = __reduce_add_sync(ALL, fine);
+  // Splits as items write less; ranges as items are FOLD times as many, for when splits would leave the machine idle.
+  const int keys = 4 * coarse <= 3 * static_cast<int>(gridDim.x) && fine <= a.max_item ? RANGE : SPLIT;
+  int before = 0;
+  for (int i0 = 0; i0 < a.n_seq; i0 += 32) {
+    const int i = i0 + threadIdx.x;
+    int n = 0, tiles = 0, from = 0;
+    if (i < a.n_seq && s.seq_lo[i] < s.seq_hi[i]) {
+      tiles = tiles_of(a, width_of(a, i));
+      from = s.seq_lo[i] / keys;
+      n = tiles * a.n_kv * ((s.seq_hi[i] - 1) / keys - from + 1);
+    }
+    int upto = n;
+#pragma unroll
+    for (int d = 1; d < 32; d <<= 1) {
+      const int left = __shfl_up_sync(ALL, upto, d);
+      if (threadIdx.x >= d) upto += left;
+    }
+    if (i < a.n_seq) {
+      s.first[i] = before + upto - n;
+      s.seq_lo[i] = from;
+      s.seq_hi[i] = tiles;
+      if (blockIdx.x == 0) {
+        a.plan[1 + i] = before + upto - n;
+        a.plan[1 + MAX_SEQ + i] = from;
+        a.plan[1 + 2 * MAX_SEQ + i] = tiles;
+      }
+    }
+    before += __shfl_sync(ALL, upto, 31);
+  }
+  if (threadIdx.x == 0) {
+    s.per_item = keys / RANGE;
+    s.first[a.n_seq] = clamped(before, a.max_item + 1, OP_ID, 0, a.fault);
+    if (blockIdx.x == 0) a.plan[0] = keys / RANGE;
+  }
+}
+
+struct Item {
+  int seq, head, split, tile, start, n_col;
+};
+
+__device__ __forceinline__ Item item_of(const Shared& s, const Args& a, int index) {
+  Item item;
+  item.seq = 0;
+  while (s.first[item.seq + 1] <= index) item.seq++;
+  const int tiles = s.seq_hi[item.seq], i = index - s.first[item.seq];
+  item.tile = i % tiles;
+  item.head = i / tiles % a.n_kv;
+  item.split = i / tiles / a.n_kv + s.seq_lo[item.seq];
+  item.start = a.seq_start[item.seq];
+  item.n_col = width_of(a, item.seq) * (a.n_head / a.n_kv) - item.tile * COLS;
+  return item;
+}
+
+// The key ranges of the tile's columns, and where the item's pages lie.
+__device__ __forceinline__ void find_columns(Shared& s, const Args& a, const Item& item, int base, int n_key) {
+  const int group = a.n_head / a.n_kv;
+  for (int c = threadIdx.x; c < COLS; c += THREADS) {
+    Seen seen = {0x7fffffff, 0};
+    if (c < item.n_col) {
+      const int row = item.start + (item.tile * COLS + c) / group;
+      if (a.row_seq[row] == item.seq)
+        seen = seen_by(a.positions[row], a.lo[row], a.hi[row], a.window, a.n_page_col * a.page_size);
+    }
+    s.lo[c] = seen.lo;
+    s.hi[c] = seen.hi;
+    s.run_m[c] = none_seen();
+    s.run_l[c] = 0.f;
+  }
+  for (int i = threadIdx.x; i < n_key / 16; i += THREADS) {
+    const int p = base + 16 * i, col = min(p / a.page_size, a.n_page_col - 1);
+    const i64 page = a.page_table[static_cast<i64>(item.seq) * a.n_page_col + col];
+    const int safe = clamped(page < 0 || page > 0x7fffffff ? -1 : static_cast<int>(page), a.n_page, OP_ID, item.seq, a.fault);
+    s.row16[i] = safe * a.page_size + p % a.page_size;
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    int min_lo = 0x7fffffff, max_hi = 0, max_lo = 0, min_hi = 0x7fffffff;
+    for (int c = threadIdx.x; c < min(COLS, item.n_col); c += 32) {
+      min_lo = min(min_lo, s.lo[c]), max_lo = max(max_lo, s.lo[c]);
+      min_hi = min(min_hi, s.hi[c]), max_hi = max(max_hi, s.hi[c]);
+    }
+    const int hull[4] = {__reduce_min_sync(ALL, min_lo), __reduce_max_sync(ALL, max_hi), __reduce_max_sync(ALL, max_lo),
+                         __reduce_min_sync(ALL, min_hi)};
+    if (threadIdx.x == 0)
+      for (int i = 0; i < 4; i++) s.hull[i] = hull[i];
+  }
+  __syncthreads();
+}
+
+__device__ __forceinline__ void load_q(Shared& s, const Args& a, const Item& item) {
+  const int group = a.n_head / a.n_kv;
+  for (int i = threadIdx.x; i < COLS * DIM / 8; i += THREADS) {
+    const int c = i / (DIM / 8), piece = i % (DIM / 8);
+    uint4 packed = make_uint4(0, 0, 0, 0);
+    if (c < item.n_col && s.hi[c] > 0) {
+      const int col = item.tile * COLS + c, row = item.start + col / group, head = item.head * group + col % group;
+      const float4* at = reinterpret_cast<const float4*>(a.q + (static_cast<i64>(row) * a.n_head + head) * DIM + 8 * piece);
+      const float4 x = at[0], y = at[1];
+      packed = make_uint4(pack(x.x * a.scale, x.y * a.scale), pack(x.z * a.scale, x.w * a.scale),
+                          pack(y.x * a.scale, y.y * a.scale), pack(y.z * a.scale, y.w * a.scale));
+    }
+    s.q[piece / 4][c / 8][c % 8 * 4 + piece % 4] = packed;
+  }
+}
+
+// How the running sums and the range's weigh, by column; the running maximum and sum move on. A thread per column.
+__device__ __forceinline__ void weigh(Shared& s) {
+  for (int c = threadIdx.x; c < COLS; c += THREADS) {
+    float top = none_seen(), sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      top = fmaxf(top, s.top[w][c]);
+      sum += s.sum[w][c];
+    }
+    const Fold fold = fold_of(s.run_m[c], top);
+    s.run_m[c] = fold.m;
+    s.run_l[c] = folded(s.run_l[c], sum, fold);
+    s.keep[c] = fold.keep;
+    s.take[c] = fold.take;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+attend_split(const float* q, const u16* k, const u16* v, const i64* page_table, const i64* positions, const i64* lo,
+             const i64* hi, const int* row_seq, const int* seq_start, float* part, float* part_ml, int* plan, int* fault,
+             int n_row, int n_seq, int n_head, int n_kv, int n_page_col, int page_size, int n_page, int window,
+             int max_item, float scale) {
+  extern __shared__ __align__(16) char raw[];
+  Shared& s = *reinterpret_cast<Shared*>(raw);
+  const Args a = {q,     k,     v,      page_table, positions,  lo,        hi,     row_seq, seq_start, plan, fault,
+                  n_row, n_seq, n_head, n_kv,       n_page_col, page_size, n_page, window,  max_item,  scale};
+  const int lane = threadIdx.x % 32;
+  const Lane me = {static_cast<int>(threadIdx.x) / 32, lane / 4, lane % 4};
+  find_items(s, a);
+  __syncthreads();
+  const int per_item = s.per_item, total = s.first[n_seq];
+
+  for (int index = blockIdx.x; index < total; index += gridDim.x) {
+    const Item item = item_of(s, a, index);
+    const int base = item.split * per_item * RANGE;
+    find_columns(s, a, item, base, per_item * RANGE);
+    Stream f;
+    f.k = k + item.head * DIM;
+    f.v = v + item.head * DIM;
+    f.row_stride = static_cast<i64>(n_kv) * DIM;
+    f.base = base;
+    f.lo = s.hull[0];
+    f.hi = s.hull[1];
+    f.first = max(f.lo - base, 0) / RANGE;
+    const int n_range = min(per_item, (f.hi - base + RANGE - 1) / RANGE) - f.first;
+    if (n_range <= 0) continue;  // no column of this tile sees the item (the same in every thread); nobody reads its part
+    f.n_step = n_range * 2 * WARPS;
+    f.queue = shared_address(s.queue[me.warp]);
+#pragma unroll
+    for (int i = 0; i < DEPTH; i++) fetch(s, f, me, i, i);
+    load_q(s, a, item);
+    __syncthreads();
+
+    float run[2][N_TILE][4] = {};
+    int step = 0, slot = 0;
+#pragma unroll 1
+    for (int r = 0; r < n_range; r++) {
+      const int first_key = base + (f.first + r) * RANGE + 32 * me.warp;
+      float acc[2][N_TILE][4];
+      scores(s, f, me, step, slot, acc);
+      mask_and_top(s, me, first_key + 4 * me.g, first_key >= s.hull[2] && first_key + 32 <= s.hull[3], acc);
+      __syncthreads();
+      weights(s, me, acc);
+      __syncthreads();
+      weigh(s);
+      values(s, f, me, step, slot, acc);
+      __syncthreads();
+#pragma unroll
+      for (int n = 0; n < N_TILE; n++) {
+        const float2 keep = *reinterpret_cast<const float2*>(&s.keep[8 * n + 2 * me.t]);
+        const float2 take = *reinterpret_cast<const float2*>(&s.take[8 * n + 2 * me.t]);
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+          for (int j = 0; j < 4; j++)
+            run[i][n][j] = folded(run[i][n][j], acc[i][n][j], {0.f, j % 2 ? keep.y : keep.x, j % 2 ? take.y : take.x});
+      }
+    }
+    float* to = part + static_cast<i64>(index) * COLS * DIM + 32 * me.warp + 4 * me.g;
+#pragma unroll
+    for (int n = 0; n < N_TILE; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const int c = 8 * n + 2 * me.t + e;
+        if (c < item.n_col)
+          *reinterpret_cast<float4*>(to + c * DIM) =
+              make_float4(run[0][n][e], run[0][n][2 + e], run[1][n][e], run[1][n][2 + e]);
+      }
+    for (int c = threadIdx.x; c < min(COLS, item.n_col); c += THREADS)
+      *reinterpret_cast<float2*>(part_ml + (static_cast<i64>(index) * COLS + c) * 2) = make_float2(s.run_m[c], s.run_l[c]);
+    __syncthreads();  // q and the columns are replaced by the next item's
+  }
+}
+
+// One warp per row and head: ranges fold into splits, splits into the row, in order. Grid (row, head / 4), block 128.
+extern "C" __global__ void __launch_bounds__(128)
+attend_merge(const float* part, const float* part_ml, const int* plan, const i64* positions, const i64* lo, const i64* hi,
+             const int* row_seq, const int* seq_start, float* out, int n_seq, int n_head, int n_kv, int max_key,
+             int window, int max_item, int* fault) {
+  constexpr int VECS = (DIM / 4 + 31) / 32;
+  const int row = blockIdx.x, head = blockIdx.y * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (head >= n_head) return;
+  const int seq_in = row_seq[row];
+  const int seq = seq_in < 0 ? 0 : clamped(seq_in, n_seq, OP_ID, row, fault);
+  Seen seen = seen_by(positions[row], lo[row], hi[row], window, max_key);
+  if (seq_in < 0) seen = {0, 0};
+  const int group = n_head / n_kv, col = (row - seq_start[seq]) * group + head % group;
+  const int per_item = plan[0], tiles = plan[1 + 2 * MAX_SEQ + seq], keys = per_item * RANGE;
+  const int stride = tiles * n_kv;  // items from one split to the next
+  const int at0 = plan[1 + seq] + (head / group) * tiles + col / COLS - plan[1 + MAX_SEQ + seq] * stride;
+
+  Running<VECS> row_sum, split_sum;
+  for (int i = seen.lo / keys; i * keys < seen.hi; i++) {
+    const int item = clamped(at0 + i * stride, max_item, OP_ID, seq, fault);
+    const i64 at = static_cast<i64>(item) * COLS + col % COLS;
+    const float2 ml = *reinterpret_cast<const float2*>(part_ml + 2 * at);
+    float4 o[VECS];
+#pragma unroll
+    for (int x = 0; x < VECS; x++)
+      if (4 * (lane + 32 * x) < DIM) o[x] = *reinterpret_cast<const float4*>(part + at * DIM + 4 * (lane + 32 * x));
+    if (per_item == FOLD) {
+      row_sum.add(ml.x, ml.y, o);
+      continue;
+    }
+    split_sum.add(ml.x, ml.y, o);
+    if ((i + 1) % FOLD == 0 || (i + 1) * keys >= seen.hi) {
+      row_sum.add(split_sum.m, split_sum.l, split_sum.o);
+      split_sum.clear();
+    }
+  }
+  const float one_over = row_sum.l > 0.f ? __frcp_rn(row_sum.l) : 0.f;
+#pragma unroll
+  for (int x = 0; x < VECS; x++) {
+    const float4 y = row_sum.o[x];
+    if (4 * (lane + 32 * x) < DIM)
+      *reinterpret_cast<float4*>(out + (static_cast<i64>(row) * n_head + head) * DIM + 4 * (lane + 32 * x)) =
+          make_float4(y.x * one_over, y.y * one_over, y.z * one_over, y.w * one_over);
+  }
+}

@@ -1,0 +1,226 @@
+"""`attend` for NVIDIA GPUs: tensor cores and split keys for f16 and bf16 pools, a plain kernel for the rest.
+
+Same contract as attend_ref. All lengths, ranges and pages are read on the device, so a captured graph may be replayed for
+any batch of as many rows, sequences and page columns. A row's bits depend on its own keys only. Rows with row_seq -1 come
+out as zeros. A value that is NaN reaches every row of its sequence in the same tile, as in the reference.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyspec.cuda import jit
+from pyspec.cuda.kernels.attend_ref import AttendSpec
+from pyspec.slots.batch import Batch
+from pyspec.slots.memory import KVPool
+
+OP_ID = 4  # in the fault record
+DIMS = (64, 128, 256)
+N_TILES = (1, 2, 3, 4, 6)  # columns of a block in eights
+SPLIT, MAX_SEQ, STEP_BYTES = 1024, 128, 2048  # as in attend_fold.cuh and attend.cu
+MAX_DEPTH = 6
+KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+SPLIT_ARGS = "ppp" + "pppp" + "pp" + "pppp" + "iiiiiiiii" + "f"
+MERGE_ARGS = "ppp" + "ppp" + "pp" + "p" + "iiiiii" + "p"
+PLAIN_ARGS = "ppp" + "pppp" + "ppp" + "iiiiiii" + "f"
+
+
+def limits(spec: AttendSpec) -> str | None:
+    if spec.device.type != "cuda":
+        return "runs on NVIDIA GPUs only"
+    if importlib.util.find_spec("cuda.core") is None:
+        return "cuda-core is not installed (pip install pyspec[cuda])"
+    if torch.cuda.get_device_capability(spec.device) < (8, 0):
+        return "needs compute capability 8.0"
+    if spec.n_head % spec.n_kv_head:
+        return f"{spec.n_head} heads are no multiple of {spec.n_kv_head} KV heads"
+    if spec.head_dim % 32 or spec.head_dim > 512:
+        return f"heads are {spec.head_dim} wide; the kernel takes multiples of 32 up to 512"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One build of attend.cu.
+
+    n_tile  columns of a block in eights
+    blocks  blocks that fit a multiprocessor, which bounds the registers
+    depth   steps of the queue of keys and values
+    """
+
+    dim: int
+    n_tile: int
+    bf16: bool
+    arch: str
+    blocks: int
+    depth: int
+
+    @property
+    def warps(self) -> int:
+        return self.dim // 32
+
+    @property
+    def columns(self) -> int:
+        return 8 * self.n_tile
+
+    @property
+    def shared_bytes(self) -> int:
+        """sizeof(Shared) in attend.cu."""
+        fragments = 2 * self.warps * self.n_tile * 512 + self.warps * self.depth * STEP_BYTES
+        columns = self.columns * 4 * (2 * self.warps + 6)
+        size = fragments + columns + SPLIT // 16 * 4 + 4 * (3 * MAX_SEQ + 1) + 4 + 16
+        return -(-size // 16) * 16
+
+    def defines(self) -> dict[str, int | str]:
+        return {
+            "DIM": self.dim,
+            "N_TILE": self.n_tile,
+            "KV_BF16": int(self.bf16),
+            "DEPTH": self.depth,
+            "OP_ID": OP_ID,
+            "MIN_BLOCKS": self.blocks,
+            "SHARED_BYTES": self.shared_bytes,
+        }
+
+
+def shape_for(dim: int, n_tile: int, bf16: bool, arch: str) -> Shape:
+    """As many blocks as compile without spills, and the deepest queue that lets them fit.
+
+    A block may have 99 KB where multiprocessors have 100 KB (8.6, 8.9, 12.x), else its share of 160 or 224 KB.
+    """
+    blocks = {1: 16, 2: 16, 3: 16, 4: 12, 6: 8}[n_tile] * 32 // dim
+    small = arch.startswith(("sm_86", "sm_89", "sm_12"))
+    room = 99 * 1024 if small else (160 if arch == "sm_80" else 224) * 1024 // blocks
+    shapes = [Shape(dim, n_tile, bf16, arch, blocks, depth) for depth in range(MAX_DEPTH, 1, -1)]
+    return next((s for s in shapes if s.shared_bytes <= room), shapes[-1])
+
+
+def n_tile_for(columns: int) -> int:
+    """The fewest tiles, then the narrowest that hold `columns` (rows of a sequence times heads of a group)."""
+    n_tiles = -(-columns // (8 * N_TILES[-1]))
+    return next(n for n in N_TILES if 8 * n * n_tiles >= columns)
+
+
+@cache
+def fault_record(device: torch.device) -> Tensor:
+    """[5] int32 of bounds.cuh: {tripped, op, slot, index, limit}; zero it after reading. `slot`: the sequence."""
+    return torch.zeros(5, dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    split: jit.Kernel
+    merge: jit.Kernel
+    grid: int
+    shape: Shape
+
+
+@cache
+def _kernels(shape: Shape, device: torch.device) -> Kernels:
+    code = jit.compile_cubin("attend", shape.arch, shape.defines())
+    split = code.kernel("attend_split", SPLIT_ARGS).allow_shared(shape.shared_bytes)
+    n_sm = torch.cuda.get_device_properties(device).multi_processor_count
+    return Kernels(split, code.kernel("attend_merge", MERGE_ARGS), n_sm * shape.blocks, shape)
+
+
+@cache
+def _plain(dim: int, kind: int, arch: str) -> jit.Kernel:
+    code = jit.compile_cubin("attend_plain", arch, {"DIM": dim, "KV_KIND": kind, "OP_ID": OP_ID})
+    return code.kernel("attend_plain", PLAIN_ARGS)
+
+
+class Workspace:
+    """Partial sums, shared by all layers of a device. Outgrown buffers stay: captured graphs may hold them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.buffers: list[Tensor] = []
+        self.plan = torch.zeros(1 + 3 * MAX_SEQ, dtype=torch.int32, device=device)
+
+    def take(self, n_float: int) -> Tensor:
+        if not self.buffers or self.buffers[-1].numel() < n_float:
+            self.buffers.append(torch.empty(n_float, dtype=torch.float32, device=self.device))
+        return self.buffers[-1]
+
+
+@cache
+def workspace(device: torch.device) -> Workspace:
+    return Workspace(device)
+
+
+def max_items(kernels: Kernels, spec: AttendSpec, n_row: int, n_seq: int, n_key: int) -> int:
+    """Items that a batch of this size can need: all splits, or as many ranges as are used instead of splits."""
+    group, columns = spec.n_head // spec.n_kv_head, kernels.shape.columns
+    tiles = (n_row * group) // columns + n_seq
+    ranges = spec.n_kv_head * tiles * -(-n_key // spec.head_dim)
+    splits = spec.n_kv_head * tiles * -(-n_key // SPLIT)
+    return max(splits, min(ranges, 3 * kernels.grid * (SPLIT // spec.head_dim) // 4))
+
+
+def _check(q: Tensor, pool: KVPool, batch: Batch, spec: AttendSpec) -> None:
+    """What only our own code can get wrong: dtypes, shapes, layout."""
+    assert q.dtype == torch.float32 and q.is_contiguous() and q.shape[1:] == (spec.n_head, spec.head_dim)
+    assert pool.k.shape == pool.v.shape and pool.k.shape[1:] == (spec.n_kv_head, spec.head_dim)
+    assert pool.k.is_contiguous() and pool.v.is_contiguous() and pool.k.dtype == pool.v.dtype
+    assert batch.page_size % 16 == 0 and pool.k.shape[0] % batch.page_size == 0
+    for t in (batch.page_table, batch.positions, batch.lo, batch.hi):
+        assert t.dtype == torch.int64 and t.is_contiguous()
+    assert all(len(t) == q.shape[0] for t in (batch.positions, batch.lo, batch.hi, batch.row_seq))
+
+
+def bind(spec: AttendSpec, *, shape: Shape | None = None) -> Callable[[Tensor, KVPool, Batch, int], Tensor]:
+    """`shape` fixes the build (measurements); by default the widest sequence and the pool's dtype decide."""
+    arch = jit.arch_of(torch.cuda.get_device_capability(spec.device))
+    group, i32 = spec.n_head // spec.n_kv_head, np.int32
+    spaces = workspace(spec.device)
+    fault = fault_record(spec.device)
+    scale = np.float32(spec.scale * math.log2(math.e))
+
+    def plain(q: Tensor, pool: KVPool, batch: Batch, window: int) -> Tensor:
+        out = torch.empty_like(q)
+        n_seq, n_col = batch.page_table.shape
+        rows = [batch.page_table, batch.positions, batch.lo, batch.hi, batch.row_seq, out, fault]
+        size = [batch.page_size, pool.k.shape[0] // batch.page_size, window]
+        counts = [i32(x) for x in (n_seq, spec.n_head, spec.n_kv_head, n_col, *size)]
+        kernel = _plain(spec.head_dim, KINDS[pool.k.dtype], arch)
+        kernel.launch((q.shape[0], spec.n_head), 128, [q, pool.k, pool.v, *rows, *counts, scale])
+        return out
+
+    def attend(q: Tensor, pool: KVPool, batch: Batch, window: int = 0) -> Tensor:
+        _check(q, pool, batch, spec)
+        n_row, (n_seq, n_col) = q.shape[0], batch.page_table.shape
+        if not n_row:
+            return torch.empty_like(q)
+        if pool.k.dtype == torch.float32 or spec.head_dim not in DIMS or n_seq > MAX_SEQ:
+            return plain(q, pool, batch, window)
+        widest = max((seq.width for seq in batch.seqs), default=1)
+        n_tile, bf16 = n_tile_for(max(1, widest) * group), pool.k.dtype == torch.bfloat16
+        kernels = _kernels(shape or shape_for(spec.head_dim, n_tile, bf16, arch), spec.device)
+        build = kernels.shape
+        n_key = n_col * batch.page_size
+        n_item = max_items(kernels, spec, n_row, n_seq, n_key)
+        n_part, n_ml = n_item * build.columns * spec.head_dim, n_item * build.columns * 2
+        space = spaces.take(n_part + n_ml)
+        part, part_ml = space[:n_part], space[n_part:]
+        out = torch.empty_like(q)
+        seen, rows = [batch.positions, batch.lo, batch.hi], [batch.row_seq, batch.seq_start]
+        heads = [i32(spec.n_head), i32(spec.n_kv_head)]
+        pages = [i32(n_col), i32(batch.page_size), i32(pool.k.shape[0] // batch.page_size)]
+        args = [q, pool.k, pool.v, batch.page_table, *seen, *rows, part, part_ml, spaces.plan, fault]
+        args += [i32(n_row), i32(n_seq), *heads, *pages, i32(window), i32(n_item), scale]
+        grid = min(kernels.grid, n_item)
+        kernels.split.launch((grid,), 32 * build.warps, args, build.shared_bytes)
+        args = [part, part_ml, spaces.plan, *seen, *rows, out, i32(n_seq), *heads]
+        args += [i32(n_key), i32(window), i32(n_item), fault]
+        kernels.merge.launch((n_row, -(-spec.n_head // 4)), 128, args)
+        return out
+
+    return attend

@@ -1,0 +1,54 @@
+"""attend.cu for every architecture, and what its launcher says it can not do. Needs a compiler, no GPU."""
+
+import pytest
+import torch
+
+from pyspec.cuda import jit
+from pyspec.cuda.kernels import attend_cuda
+from pyspec.cuda.kernels.attend_ref import AttendSpec
+
+pytest.importorskip("cuda.core")
+
+
+@pytest.mark.parametrize("arch", jit.ARCHS)
+def test_kernels_compile_without_spills_in_the_registers_their_blocks_leave(arch: str) -> None:
+    for dim, n_tile, bf16 in ((256, 6, True), (256, 3, False), (128, 4, False), (64, 1, True)):
+        shape = attend_cuda.shape_for(dim, n_tile, bf16, arch)
+        found = jit.compile_cubin("attend", arch, shape.defines(), use_cache=False).resources
+        assert set(found) == {"attend_split", "attend_merge"}
+        assert all(r.spill_bytes == 0 for r in found.values()), (shape, found)
+        assert found["attend_split"].registers * 32 * shape.warps * shape.blocks <= 65536, (shape, found)
+
+
+@pytest.mark.parametrize("arch", jit.ARCHS)
+def test_shared_memory_of_every_build_fits_the_multiprocessor(arch: str) -> None:
+    room = {"sm_80": 164, "sm_90a": 228, "sm_100a": 228}.get(arch, 100) * 1024
+    for dim in attend_cuda.DIMS:
+        for n_tile in attend_cuda.N_TILES:
+            shape = attend_cuda.shape_for(dim, n_tile, False, arch)
+            assert shape.shared_bytes <= room - 1024, shape
+            assert room > 100 * 1024 or shape.shared_bytes <= 99 * 1024, shape
+
+
+@pytest.mark.parametrize("kind", attend_cuda.KINDS.values())
+def test_the_plain_kernel_compiles_for_every_key_dtype(kind: int) -> None:
+    defines = {"DIM": 96, "KV_KIND": kind, "OP_ID": attend_cuda.OP_ID}
+    assert (
+        jit.compile_cubin("attend_plain", "sm_80", defines, use_cache=False).resources["attend_plain"].spill_bytes == 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("columns", "n_tile"), [(1, 1), (6, 1), (16, 2), (24, 3), (48, 6), (64, 4), (96, 6), (256, 6), (40, 6)]
+)
+def test_columns_are_packed_into_the_fewest_and_then_narrowest_tiles(columns: int, n_tile: int) -> None:
+    assert attend_cuda.n_tile_for(columns) == n_tile
+
+
+def test_unsupported_shapes_are_refused_with_their_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert attend_cuda.limits(AttendSpec(torch.device("cpu"), 8, 2, 64, 1.0)) == "runs on NVIDIA GPUs only"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    gpu = torch.device("cuda")
+    assert attend_cuda.limits(AttendSpec(gpu, 24, 4, 256, 1.0)) is None
+    assert "heads are 80 wide" in (attend_cuda.limits(AttendSpec(gpu, 8, 2, 80, 1.0)) or "")
+    assert "7 heads are no multiple of 2" in (attend_cuda.limits(AttendSpec(gpu, 7, 2, 64, 1.0)) or "")

@@ -1,0 +1,157 @@
+"""Check `attend` on a GPU against the reference, then time it: python tools/bench_attend.py [check] [real] [tune] [scale]."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import torch
+
+from pyspec.cuda.kernels import attend_cuda, attend_ref
+from pyspec.cuda.kernels.attend_cases import CASES, TOLERANCE, Case, Made, make, only, worst
+from pyspec.cuda.kernels.attend_cuda import Shape
+from pyspec.cuda.kernels.attend_ref import AttendSpec
+from pyspec.slots.memory import KVPool
+
+GPU = torch.device("cuda", 0)
+FLOOR = 4.3e12  # bytes a second, a device-to-device copy of an H200
+L2 = 60e6
+
+
+def spec_of(case: Case) -> AttendSpec:
+    return AttendSpec(GPU, case.n_head, case.n_kv, case.dim, case.dim**-0.5)
+
+
+def check() -> None:
+    for name, case in CASES.items():
+        made = make(case, GPU)
+        n = made.plain.n_row
+        want = attend_ref.bind(spec_of(case))(made.q[:n].double(), made.pool, made.plain, case.window)
+        attend = attend_cuda.bind(spec_of(case))
+        out = attend(made.q, made.pool, made.batch, case.window)
+        same = torch.equal(out, attend(made.q, made.pool, made.batch, case.window))
+        alone = []
+        for i, (_, width) in enumerate(case.seqs):
+            start = made.plain.starts[i]
+            for first, m in ((0, width), (width - 1, 1), (0, 1)):
+                q, b = only(made, i, first, m)
+                alone.append(torch.equal(out[start + first : start + first + m], attend(q, made.pool, b, case.window)))
+        error, zeros = worst(out[:n], want), not bool(out[n:].any())
+        good = error < TOLERANCE[case.dtype] and same and all(alone) and zeros
+        fault = attend_cuda.fault_record(GPU).tolist()
+        print(f"{'ok ' if good else 'BAD'} {name:20} error {error:.1e} twice {same} alone {alone} pad {zeros} {fault}")
+
+
+def real_case(np: int, ctx: int, width: int, kind: str = "target") -> Case:
+    seqs = [(ctx, width)] * np
+    if kind == "target":
+        return Case(24, 4, 256, torch.float16, seqs, 64)
+    if kind == "nemotron":
+        return Case(32, 2, 128, torch.bfloat16, seqs, 64)
+    return Case(32, 8, 128, torch.float16, seqs, 64, 2048, True)
+
+
+def time_us(case: Case, shape: Shape | None = None, pages: int = 0) -> tuple[float, float]:
+    """Microseconds a call and bytes of keys and values a call; `pages`: width of the page table."""
+    made = make(replace(case, seqs=[(0, w) for _, w in case.seqs]), GPU)
+    made = grown(case, made, pages)
+    n_byte = 2 * case.n_kv * case.dim * 2 * sum(min(p, case.window or p) + w for p, w in case.seqs)
+    n_pool = max(2, min(16, int(3 * L2 / n_byte) + 1))
+    pools = [made.pool] + [
+        KVPool(made.pool.k.shape[0], case.n_kv, case.dim, case.dtype, GPU) for _ in range(n_pool - 1)
+    ]
+    for pool in pools:
+        pool.k.normal_()
+        pool.v.normal_()
+    attend = attend_cuda.bind(spec_of(case), shape=shape)
+    for pool in pools:
+        attend(made.q, pool, made.batch, case.window)
+    graph = torch.cuda.CUDAGraph()
+    n_call = n_pool * max(1, 16 // n_pool)
+    with torch.cuda.graph(graph):
+        for i in range(n_call):
+            attend(made.q, pools[i % n_pool], made.batch, case.window)
+    times = []
+    for _ in range(7):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / n_call)
+    return sorted(times)[3], n_byte
+
+
+def grown(case: Case, made: Made, pages: int) -> Made:
+    """The same rows at the case's positions, over a pool that is filled on the device."""
+    size, b = case.page_size, made.plain
+    counts = [-(-(past + width) // size) for past, width in case.seqs]
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).to(GPU)
+    table = torch.zeros(len(counts), max(pages, *counts), dtype=torch.int64, device=GPU)
+    for i, own in enumerate(order.split(counts)):
+        table[i, : len(own)] = own
+    past = torch.tensor([p for p, w in case.seqs for _ in range(w)], device=GPU)
+    pool = KVPool(sum(counts) * size, case.n_kv, case.dim, case.dtype, GPU)
+    batch = replace(b, page_table=table, positions=b.positions + past, hi=b.hi + past)
+    return replace(made, pool=pool, batch=batch)
+
+
+def show(name: str, case: Case, shape: Shape | None = None, pages: int = 0) -> None:
+    us, n_byte = time_us(case, shape, pages)
+    floor = n_byte / FLOOR * 1e6
+    plan = int(attend_cuda.workspace(GPU).plan[0])
+    print(
+        f"{name:34} {us:7.1f} us {n_byte / us / 1e3:6.0f} GB/s floor {floor:6.1f} us = {100 * floor / us:3.0f}% per_item {plan}",
+        flush=True,
+    )
+
+
+def real() -> None:
+    for np in (1, 8):
+        for ctx in (300, 2048, 8192, 32768):
+            for width in (1, 4, 16):
+                show(f"target np {np} ctx {ctx} width {width}", real_case(np, ctx, width))
+    for np in (1, 8):
+        show(f"nemotron np {np} ctx 8192 width 4", real_case(np, 8192, 4, "nemotron"))
+        show(f"drafter np {np} ctx 8192 width 16", real_case(np, 8192, 16, "drafter"))
+        show(f"drafter np {np} ctx 300 width 16", real_case(np, 300, 16, "drafter"))
+
+
+def tune() -> None:
+    arch = jit_arch()
+    for ctx in (512, 8192):
+        for n_tile, blocks, depth in (
+            (6, 1, 4),
+            (6, 1, 6),
+            (6, 1, 8),
+            (6, 2, 2),
+            (6, 2, 3),
+            (4, 2, 3),
+            (4, 1, 6),
+            (3, 2, 4),
+        ):
+            shape = Shape(256, n_tile, False, arch, blocks, depth)
+            show(f"np 8 ctx {ctx} width 16 {n_tile}/{blocks}/{depth}", real_case(8, ctx, 16), shape)
+        for n_tile, blocks, depth in ((1, 2, 3), (1, 2, 4), (1, 2, 5), (1, 3, 3), (1, 1, 8)):
+            shape = Shape(256, n_tile, False, arch, blocks, depth)
+            show(f"np 8 ctx {ctx} width 1 {n_tile}/{blocks}/{depth}", real_case(8, ctx, 1), shape)
+
+
+def jit_arch() -> str:
+    from pyspec.cuda import jit
+
+    return jit.arch_of(torch.cuda.get_device_capability(GPU))
+
+
+def scale() -> None:
+    """What a wide page table costs when contexts are short, and the parts of a call."""
+    for pages in (0, 512, 4096):
+        show(f"np 8 ctx 300 width 16 pages {pages}", real_case(8, 300, 16), pages=pages)
+        show(f"np 1 ctx 300 width 16 pages {pages}", real_case(1, 300, 16), pages=pages)
+    show("prompt of 2048", real_case(1, 0, 2048))
+
+
+if __name__ == "__main__":
+    jobs = {"check": check, "real": real, "tune": tune, "scale": scale}
+    for name in sys.argv[1:] or jobs:
+        jobs[name]()
