@@ -169,11 +169,9 @@ class Engine:
 
         def deliver(event: Event) -> None:
             gone = self._jobs.pop(event.request, None) if isinstance(event, Done | Failed) else None
-            try:
+            try:  # a listener is the caller's code, an event loop that was closed, say: its failure ends its own request
                 sink(event)
-            except (
-                Exception
-            ):  # a listener is the caller's code (a closed event loop, say): its failure ends its request
+            except Exception:
                 log.exception("the listener of request %s failed", event.request)
                 if gone is None and event.request in self._jobs:
                     self._jobs[event.request].cancelled = True

@@ -143,6 +143,9 @@ def test_a_stop_string_inside_a_draft_ends_the_text(kind: str) -> None:
         assert got.text == whole[: whole.index(stop)] == want.text
         assert (got.tokens, got.finish, got.done.stop_string) == (want.tokens, "stop", stop)
         assert got.done.n_predicted == want.done.n_predicted
+        held = rig.loop.table.slots[0].tokens
+        assert held == [*p, *text_after(p, got.done.n_predicted)][: len(held)], "what came after the stop is not kept"
+        assert len(held) <= len(p) + got.done.n_predicted
 
 
 def test_a_time_limit_ends_a_request() -> None:
