@@ -73,7 +73,7 @@ def time_shape(n_seq: int, width: int, fold: int, keep: bool, columns: int | Non
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--columns", type=int, nargs="*", default=[1, 2, 4], help="columns of a lane; 0 is automatic")
+    parser.add_argument("--columns", type=int, nargs="*", default=[0, 2, 4], help="columns of a lane; 0 is automatic")
     parser.add_argument("--prefill", type=int, nargs="*", default=[64, 512, 2048], help="rows of kept chunks")
     args = parser.parse_args()
     layers = [StateLayer(SHAPE, 8, 16, GPU) for _ in range(48)]

@@ -47,5 +47,5 @@ def test_shapes_it_is_not_built_for_are_refused_with_their_numbers(
     assert gdn_cuda.limits(GdnSpec(torch.device("cuda"), SHAPE, 1e-6)) is None
 
 
-def test_more_sequences_give_a_lane_more_columns() -> None:
-    assert [gdn_cuda.columns_for(SHAPE, n) for n in (1, 4, 8)] == [1, 2, 4]
+def test_a_lane_takes_four_columns_where_that_saves_a_wave() -> None:
+    assert [gdn_cuda.columns_for(SHAPE, n, "sm_90a", 132) for n in (1, 2, 4, 5, 8)] == [2, 2, 4, 4, 2]

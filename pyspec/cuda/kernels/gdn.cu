@@ -1,27 +1,28 @@
 // Gated DeltaNet with deferred commit, in two launches a layer. The meaning is gdn_ref.py's; shapes by macro.
 //
-// gdn_conv  one block per (key head or v head; sequence; stretch of rows). It owns the head's channels in window and records,
-//           so old ones are read before new ones are written and no other block sees either:
-//           1. the accepted records go to the fold buffers, decays as exp(g); 2. the window moves by the fold;
-//           3. rows through conv, silu and l2 norm. q goes to a buffer; k and v to the records (verify) or to buffers (keep).
-// gdn_rows  one block per (v head, stretch of columns, sequence). A column is a row of S[value, key]: LANES lanes hold its
-//           128 numbers in registers, COLS columns to a lane. The state comes in once, the fold runs over it, it goes out
-//           once, then the rows run and write o. Verified rows never touch the stored state.
+// gdn_conv  one block per (key head or v head; sequence; stretch of rows). It owns the head's channels in window and
+//           records, so old ones are read before new ones are written and no other block sees either:
+//           1. accepted records go to the fold buffers, decays as exp(g); 2. the window moves by the fold; 3. rows go
+//           through conv, silu and l2 norm: q to a buffer; k and v to the records (verify) or to buffers (keep).
+// gdn_rows  one block per (v head, stretch of columns, sequence). A column is a row of S[value, key]: LANES lanes hold
+//           its 128 numbers in registers, COLS columns to a lane. The state comes in once, the fold runs over it, it
+//           goes out once, then the rows run and write o. Verified rows never touch the stored state.
 //
-// Bound by: state bytes (read + write) at narrow verifies; fp32 issue (4 operations per state element and row, 3 per folded
-// record) from about 8 rows a sequence. Sums have one fixed tree whatever COLS is, and a folded row runs the same code as
-// a verified or kept one: a state does not depend on how its tokens came.
+// Bound by: state bytes (read + write) at narrow verifies; at wide ones also fp32 issue (4 operations per state element
+// and row, 3 per folded record), which overlaps little with the loads as a wave or two of blocks hold all states; the
+// chain from token to token where one sequence has many rows. Sums have one fixed tree whatever COLS is, and a folded
+// row runs the same operations on the state as a verified or kept one: a state does not depend on how its tokens came.
 //
-// A sequence of no rows is skipped whole. One with a bad index is reported and skipped: clamping it to a real slot would
-// spoil that slot's state.
+// A sequence of no rows is skipped whole. One with a bad index is reported and skipped: clamping it to a real slot
+// would spoil that slot's state.
 #include "types.cuh"
 #include "bounds.cuh"
 
 #ifndef N_K
-#define N_K 16  // key heads
-#define N_V 48  // value heads
+#define N_K 16    // key heads
+#define N_V 48    // value heads
 #define COLS 2    // columns of a lane: 1, 2, 4; changes no bit of the result
-#define BLOCKS 6  // blocks of gdn_rows on a multiprocessor: 65,536 / (128 * BLOCKS) registers a thread
+#define BLOCKS 5  // blocks of gdn_rows on a multiprocessor: 65,536 / (128 * BLOCKS) registers a thread
 #endif
 #define LANES 8  // lanes of a column
 #define DIM 128
@@ -31,9 +32,6 @@
 #define CONV_WARPS 4
 #define SPAN 64   // rows of one gdn_conv block where sequences are long
 #define STAGE 8   // tokens in shared memory at a time, twice
-#ifndef TRIGGER
-#define TRIGGER 1
-#endif
 #define OP_GDN 3  // this op's number in fault records
 
 constexpr int KD = N_K * DIM, VD = N_V * DIM, CHANNELS = 2 * KD + VD;
@@ -239,9 +237,6 @@ extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 4)
              float* fold_k, float* fold_v, float* fold_e, float* fold_b, float* q, float* k, float* v, float* e,
              float* kq, const int* seq_slot, const int* seq_start, const int* seq_fold, const int* seq_keep, int n_slot,
              int width, int n_row, float eps, int* fault) {
-#if TRIGGER == 0
-  let_next_start();
-#endif
   const int head = blockIdx.x, s = blockIdx.y;
   const Seq seq = read_seq({seq_slot, seq_start, seq_fold, seq_keep}, s, n_slot, width, n_row, fault);
   if (static_cast<int>(blockIdx.z) * SPAN < seq.n && (blockIdx.z == 0 || seq.keep)) {
@@ -253,9 +248,7 @@ extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 4)
       conv_head<true>(args, seq, s, head - N_K);
     }
   }
-#if TRIGGER == 1
-  let_next_start();
-#endif
+  let_next_start();  // not sooner: gdn_rows would crowd the multiprocessors that run dry first
 }
 
 // ---- gdn_rows -------------------------------------------------------------------------------------------------------
@@ -311,9 +304,9 @@ __device__ __forceinline__ float dot(const float4 (&a)[QUADS], const float4 (&b)
   return PARTS == 2 ? sum[0] + sum[1 % PARTS] : sum[0];
 }
 
-// Sum each of N values over the LANES lanes of a column; lane l of a group gets the sum of value l / (LANES / N). At every
-// hop the first half of the values goes to one half of the lanes and the rest to the other, so a value's sum is the same
-// tree for any N.
+// Sum each of N values over the LANES lanes of a column; lane l of a group gets the sum of value l / (LANES / N). At
+// every hop the first half of the values goes to one half of the lanes and the rest to the other, so a value's sum is
+// the same tree for any N.
 template <int N>
 __device__ __forceinline__ float sum_lanes(float (&x)[N]) {
 #pragma unroll
@@ -335,8 +328,8 @@ __device__ __forceinline__ void load_keys(float4 (&out)[QUADS], const float (&fr
   for (int i = 0; i < QUADS; i++) out[i] = quad(from + (i * LANES + threadIdx.x % LANES) * 4);
 }
 
-// Tokens over the slice: S <- e S; d = b (v - S k); S <- S + d k^T. With EMIT also o = S q, as e (S q) + d (k q) with the
-// S before the token, so that both products of the state are summed at once and o is off the chain from token to token.
+// Tokens over the slice: S <- e S; d = b (v - S k); S <- S + d k^T. With EMIT also o = S q, as e (S q) + d (k q) with
+// the S before the token, so that both products of the state are summed at once and o is off the chain of tokens.
 template <bool EMIT>
 __device__ __forceinline__ void advance(Slice& slice, const Stage& stage, int count, float* out) {
   constexpr int N = EMIT ? 2 * COLS : COLS, SHARE = LANES / N;  // SHARE lanes get the same sum
@@ -402,8 +395,8 @@ __device__ __forceinline__ void move_state(Slice& slice, float* state, bool stor
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     gdn_rows(float* state, const float* rec_k, const float* rec_v, const float* fold_k, const float* fold_v,
              const float* fold_e, const float* fold_b, const float* q, const float* k, const float* v, const float* e,
-             const float* kq, const float* beta, float* out, const int* seq_slot, const int* seq_start, const int* seq_fold,
-             const int* seq_keep, int n_slot, int width, int n_row, int* fault) {
+             const float* kq, const float* beta, float* out, const int* seq_slot, const int* seq_start,
+             const int* seq_fold, const int* seq_keep, int n_slot, int width, int n_row, int* fault) {
   __shared__ __align__(16) Stage stages[2];
   const int h = blockIdx.x, column = blockIdx.y * TILE, s = blockIdx.z;
   const Seq seq = read_seq({seq_slot, seq_start, seq_fold, seq_keep}, s, n_slot, width, n_row, fault);

@@ -20,12 +20,9 @@ from pyspec.cuda.kernels.gdn_ref import GdnSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import StateLayer, StateShape
 
-DIM, TAPS, LANES, THREADS = 128, 4, 8, 128
+DIM, TAPS, LANES, THREADS, CONV_THREADS = 128, 4, 8, 128, 128
 SPAN = 64  # rows of one gdn_conv block
-COLUMNS = (1, 2, 4)  # of a lane
-FEW_LANES = (
-    48 * 1024
-)  # lanes that one column each would take, below which it is one: about 3 warps a scheduler of an H200
+COLUMNS = (2, 4)  # of a lane; gdn.cu can do 1, which was never faster on an H200
 CONV_ARGS = "plppp" + "ppppp" + "pppp" + "ppppp" + "pppp" + "iiif" + "p"
 ROWS_ARGS = "ppp" + "pppp" + "ppppp" + "pp" + "pppp" + "iii" + "p"
 
@@ -50,24 +47,28 @@ def limits(spec: GdnSpec) -> str | None:
 def blocks_for(arch: str, columns: int) -> int:
     """Blocks of gdn_rows on a multiprocessor, which bounds its registers: as many as compile without spills."""
     newer = arch.startswith(("sm_10", "sm_11", "sm_12"))  # their compiler takes more registers for the same source
-    return ({1: 5, 2: 4, 4: 3} if newer else {1: 8, 2: 5, 4: 4})[columns]
+    return ({2: 4, 4: 3} if newer else {2: 5, 4: 4})[columns]
 
 
 def defines(shape: StateShape, arch: str, columns: int) -> dict[str, int | str]:
-    """Macros of gdn.cu for one way to share out columns: 1, 2 or 4 to a lane; the result has the same bits."""
+    """Macros of gdn.cu for one way to share out columns: 2 or 4 to a lane; the result has the same bits."""
     blocks = blocks_for(arch, columns)
     return {"N_K": shape.n_k_head, "N_V": shape.n_v_head, "COLS": columns, "BLOCKS": blocks}
 
 
-def columns_for(shape: StateShape, n_seq: int) -> int:
-    """Few sequences want many lanes to fill the GPU, many want few instructions an element."""
-    lanes = n_seq * shape.n_v_head * DIM * LANES
-    return 1 if lanes <= FEW_LANES else 2 if lanes <= 4 * FEW_LANES else 4
+def columns_for(shape: StateShape, n_seq: int, arch: str, n_multiprocessor: int) -> int:
+    """Four where that makes one wave of blocks out of two; else two, which keeps more warps in flight."""
+
+    def one_wave(columns: int) -> bool:
+        blocks = shape.n_v_head * n_seq * DIM * LANES // (THREADS * columns)
+        return blocks <= blocks_for(arch, columns) * n_multiprocessor
+
+    return 4 if one_wave(4) and not one_wave(2) else 2
 
 
 @cache
 def fault_record(device: torch.device) -> Tensor:
-    """[5] int32 of bounds.cuh: {tripped, op, slot, index, limit}; zero it after reading."""
+    """[5] int32 of bounds.cuh: {tripped, op, slot, index, limit}, one per device (with its number); zero it after reading."""
     return torch.zeros(5, dtype=torch.int32, device=device)
 
 
@@ -94,7 +95,8 @@ def bind(
     """`columns` fixes how many columns a lane holds (measurements); by default the number of sequences decides."""
     shape = spec.shape
     capability = torch.cuda.get_device_capability(spec.device)
-    kernels = {c: _kernels(shape, jit.arch_of(capability), c) for c in ([columns] if columns else COLUMNS)}
+    arch, n_sm = jit.arch_of(capability), torch.cuda.get_device_properties(spec.device).multi_processor_count
+    kernels = {c: _kernels(shape, arch, c) for c in ([columns] if columns else COLUMNS)}
     overlap = capability >= (9, 0)
     kd, vd, n_v, eps = shape.n_k_head * DIM, shape.n_v_head * DIM, shape.n_v_head, np.float32(spec.eps)
 
@@ -110,14 +112,14 @@ def bind(
         fold_k, fold_v, q, k, v, e, kq, fold_e, fold_b = m.new_empty(sum(sizes)).split(sizes)
         meta = [batch.seq_slot, batch.seq_start, batch.seq_fold, batch.seq_keep]
         counts = [np.int32(layer.state.shape[0]), np.int32(layer.width), np.int32(n_row)]
-        cols = columns or columns_for(shape, n_seq)
+        cols = columns or columns_for(shape, n_seq, arch, n_sm)
         conv, rows = kernels[cols]
         fault = fault_record(m.device)
         old = [fold_k, fold_v, fold_e, fold_b]
         records = [layer.conv, layer.k, layer.v, layer.g, layer.beta]
         args = [m, np.int64(m.stride(0)), g, beta, conv_w, *records, *old, q, k, v, e, kq, *meta, *counts, eps, fault]
         stretches = -(-n_row // SPAN) if n_row > n_seq * layer.width else 1  # a block takes several if it must
-        conv.launch((shape.n_k_head + n_v, n_seq, stretches), THREADS, args)
+        conv.launch((shape.n_k_head + n_v, n_seq, stretches), CONV_THREADS, args)
         args = [layer.state, layer.k, layer.v, *old, q, k, v, e, kq, beta, out, *meta, *counts, fault]
         rows.launch((n_v, DIM * LANES // (THREADS * cols), n_seq), THREADS, args, overlap=overlap)
         return out
