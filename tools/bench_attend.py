@@ -1,4 +1,4 @@
-"""Check `attend` on a GPU against the reference, then time it: python tools/bench_attend.py [check] [real] [tune] [scale]."""
+"""Check `attend` on a GPU against the reference, then time it: python tools/bench_attend.py [check] [real] [tune] [scale] [parts]."""
 
 from __future__ import annotations
 
@@ -117,24 +117,50 @@ def real() -> None:
         show(f"drafter np {np} ctx 300 width 16", real_case(np, 300, 16, "drafter"))
 
 
+WIDE = ((6, 1, 4), (6, 1, 6), (6, 2, 3), (6, 2, 4), (4, 2, 4), (4, 1, 6))
+NARROW = ((1, 2, 4), (1, 2, 6), (1, 3, 3), (1, 3, 4))
+
+
 def tune() -> None:
-    arch = jit_arch()
-    for ctx in (512, 8192):
-        for n_tile, blocks, depth in (
-            (6, 1, 4),
-            (6, 1, 6),
-            (6, 1, 8),
-            (6, 2, 2),
-            (6, 2, 3),
-            (4, 2, 3),
-            (4, 1, 6),
-            (3, 2, 4),
-        ):
-            shape = Shape(256, n_tile, False, arch, blocks, depth)
-            show(f"np 8 ctx {ctx} width 16 {n_tile}/{blocks}/{depth}", real_case(8, ctx, 16), shape)
-        for n_tile, blocks, depth in ((1, 2, 3), (1, 2, 4), (1, 2, 5), (1, 3, 3), (1, 1, 8)):
-            shape = Shape(256, n_tile, False, arch, blocks, depth)
-            show(f"np 8 ctx {ctx} width 1 {n_tile}/{blocks}/{depth}", real_case(8, ctx, 1), shape)
+    """Tiles, blocks a multiprocessor, queue steps, and bytes a miss brings into L2."""
+    for np, ctx in ((8, 300), (8, 8192), (1, 8192)):
+        for width, builds in ((16, WIDE), (1, NARROW)):
+            for n_tile, blocks, depth in builds:
+                for fetch in (64, 128, 256) if ctx == 8192 and np == 8 and depth in (4, 6) else (256,):
+                    shape = Shape(256, n_tile, False, jit_arch(), blocks, depth, fetch)
+                    name = f"np {np} ctx {ctx} width {width} {n_tile}/{blocks}/{depth}/{fetch}"
+                    show(name, real_case(np, ctx, width), shape)
+
+
+def parts() -> None:
+    """Device time of each kernel by itself, from the profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    for np, ctx, width in ((1, 300, 1), (1, 300, 16), (8, 300, 16), (1, 8192, 1), (8, 8192, 1), (8, 8192, 16)):
+        case = real_case(np, ctx, width)
+        made = grown(case, make(replace(case, seqs=[(0, w) for _, w in case.seqs]), GPU), 0)
+        attend = attend_cuda.bind(spec_of(case))
+        trash = torch.empty(64 << 20, device=GPU)
+        attend(made.q, made.pool, made.batch, 0)
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
+            for _ in range(5):
+                trash.zero_()
+                attend(made.q, made.pool, made.batch, 0)
+            torch.cuda.synchronize()
+        each = [(e.key, e.device_time_total / e.count) for e in found.key_averages() if "attend" in e.key]
+        print(f"np {np} ctx {ctx} width {width}: " + ", ".join(f"{k} {t:.1f} us" for k, t in each), flush=True)
+
+
+def counters() -> None:
+    """A few calls for a profiler that reads hardware counters."""
+    for width in (1, 16):
+        case = real_case(8, 8192, width)
+        made = grown(case, make(replace(case, seqs=[(0, w) for _, w in case.seqs]), GPU), 0)
+        made.pool.k.normal_()
+        made.pool.v.normal_()
+        attend = attend_cuda.bind(spec_of(case))
+        attend(made.q, made.pool, made.batch, 0)
+        torch.cuda.synchronize()
 
 
 def jit_arch() -> str:
@@ -152,6 +178,6 @@ def scale() -> None:
 
 
 if __name__ == "__main__":
-    jobs = {"check": check, "real": real, "tune": tune, "scale": scale}
-    for name in sys.argv[1:] or jobs:
+    jobs = {"check": check, "real": real, "tune": tune, "scale": scale, "parts": parts, "counters": counters}
+    for name in sys.argv[1:] or ["check", "real", "scale"]:
         jobs[name]()

@@ -24,7 +24,8 @@
 // Grid: any number of blocks (a static one, for graphs); each finds its items in the metadata. Memory-bound: K and V are
 // read once per tile of COLS columns. q is rounded to T after scaling, and weights to T: errors of 2^-11 or 2^-8 each.
 //
-// Macros: DIM, N_TILE (columns / 8), KV_BF16, DEPTH (queue steps), OP_ID, MIN_BLOCKS, SHARED_BYTES.
+// Macros: DIM, N_TILE (columns / 8), KV_BF16, DEPTH (queue steps), OP_ID, MIN_BLOCKS, SHARED_BYTES,
+// L2_FETCH (a string: how much a miss brings into L2; all of it is used by the same block soon).
 #include "types.cuh"
 #include "bounds.cuh"
 #include "attend_fold.cuh"
@@ -33,16 +34,17 @@ constexpr int WARPS = DIM / 32, THREADS = 32 * WARPS, RANGE = DIM, FOLD = SPLIT 
 constexpr int STEP_BYTES = 2048;  // 32 keys x 32 dims of a warp
 constexpr u32 ALL = 0xffffffffu;
 
-struct Shared {
-  uint4 q[DIM / 32][N_TILE][32];    // fragment order: 8 dims of a column per lane
-  uint4 p[WARPS][N_TILE][32];       // 8 keys of a column per lane
+struct alignas(16) Shared {
+  uint2 q[WARPS][2][N_TILE][32];    // fragment order: 4 of 32 dims of a column per lane and half
+  uint2 p[WARPS][2][N_TILE][32];    // 4 of 32 keys of a column per lane and half
   char queue[WARPS][DEPTH][STEP_BYTES];
   float top[WARPS][COLS], sum[WARPS][COLS];
   float run_m[COLS], run_l[COLS], keep[COLS], take[COLS];
   int lo[COLS], hi[COLS];
+  int q_row[COLS];                  // row * n_head + head of a column; -1: none
   int row16[SPLIT / 16];            // pool row of every 16th key of the item
   int first[MAX_SEQ + 1];           // first item of each sequence
-  int seq_lo[MAX_SEQ], seq_hi[MAX_SEQ];
+  int seq_lo[MAX_SEQ], seq_hi[MAX_SEQ], width[MAX_SEQ];
   int per_item;                     // ranges per item
   int hull[4];                      // of the tile: min lo, max hi, max lo, min hi
 };
@@ -71,11 +73,20 @@ __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a
 __device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
 __device__ __forceinline__ void copy16(u32 to, const void* from, bool real) {  // zeros when not real
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::" L2_FETCH " [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
 }
-__device__ __forceinline__ void copy8(u32 to, const void* from, bool real) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(real ? 8 : 0) : "memory");
+// The merge starts while the last parts are written, and waits here for all of them (from 9.0).
+__device__ __forceinline__ void wait_for_parts() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
+__device__ __forceinline__ void let_merge_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void wait_oldest() { asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory"); }
 
@@ -108,13 +119,15 @@ __device__ __forceinline__ void fetch(const Shared& s, const Stream& f, const La
         copy16(to + x * 512 + (4 * me.g + me.t) * 16, from + x * f.row_stride, p >= f.lo && p < f.hi);
       }
     } else {
-      const int key = range * RANGE + 32 * (step - WARPS) + 8 * me.t;
+      // Four lanes take the 64 bytes of a key; key 8 t + x goes to place 4 x + t, turned so that no bank is hit twice.
+      const int t = me.g % 4, x0 = me.g / 4, key = range * RANGE + 32 * (step - WARPS) + 8 * t + x0;
       const i64 row = s.row16[key / 16] + key % 16;
-      const u16* from = f.v + row * f.row_stride + 32 * me.warp + 4 * me.g;
+      const u16* from = f.v + row * f.row_stride + 32 * me.warp + 8 * me.t;
+      const u32 at = to + (4 * x0 + t) * 64 + (me.t ^ t / 2 * 2) * 16;
 #pragma unroll
-      for (int x = 0; x < 8; x++) {
-        const int p = f.base + key + x;
-        copy8(to + x * 256 + (4 * me.g + me.t) * 8, from + x * f.row_stride, p >= f.lo && p < f.hi);
+      for (int j = 0; j < 4; j++) {
+        const int p = f.base + key + 2 * j;
+        copy16(at + j * 512, from + 2 * j * f.row_stride, p >= f.lo && p < f.hi);
       }
     }
   }
@@ -141,19 +154,22 @@ __device__ __forceinline__ void scores(const Shared& s, const Stream& f, const L
 #pragma unroll 1
   for (int c = 0; c < WARPS; c++) {
     wait_oldest();
+    uint4 k[4];
 #pragma unroll
-    for (int half = 0; half < 2; half++) {  // 16 dims at a time: registers are short
-      uint2 k[4];
+    for (int x = 0; x < 4; x++)
+      k[x] = *reinterpret_cast<const uint4*>(s.queue[me.warp][slot] + x * 512 + lane * 16);
+    advance(s, f, me, step, slot);
 #pragma unroll
-      for (int x = 0; x < 4; x++)
-        k[x] = *reinterpret_cast<const uint2*>(s.queue[me.warp][slot] + x * 512 + lane * 16 + half * 8);
-      if (half) advance(s, f, me, step, slot);
+    for (int n = 0; n < N_TILE; n++) {
+      const uint2 q = s.q[c][0][n][lane];
 #pragma unroll
-      for (int n = 0; n < N_TILE; n++) {
-        const uint2 q = reinterpret_cast<const uint2*>(&s.q[c][n][lane])[half];
+      for (int i = 0; i < 2; i++) mma(acc[i][n], k[2 * i].x, k[2 * i + 1].x, k[2 * i].y, k[2 * i + 1].y, q.x, q.y);
+    }
 #pragma unroll
-        for (int i = 0; i < 2; i++) mma(acc[i][n], k[2 * i].x, k[2 * i + 1].x, k[2 * i].y, k[2 * i + 1].y, q.x, q.y);
-      }
+    for (int n = 0; n < N_TILE; n++) {
+      const uint2 q = s.q[c][1][n][lane];
+#pragma unroll
+      for (int i = 0; i < 2; i++) mma(acc[i][n], k[2 * i].z, k[2 * i + 1].z, k[2 * i].w, k[2 * i + 1].w, q.x, q.y);
     }
   }
 }
@@ -199,8 +215,7 @@ __device__ __forceinline__ void weights(Shared& s, const Lane& me, float (&acc)[
       float w[4];
 #pragma unroll
       for (int x = 0; x < 4; x++) w[x] = exp2_fast(acc[x / 2][n][2 * (x % 2) + e] - m);
-      char* to = reinterpret_cast<char*>(s.p[me.warp][n]) + (2 * me.t + e) * 64 + me.g * 8;
-      *reinterpret_cast<uint2*>(to) = make_uint2(pack(w[0], w[1]), pack(w[2], w[3]));
+      s.p[me.warp][me.g % 2][n][(2 * me.t + e) * 4 + me.g / 2] = make_uint2(pack(w[0], w[1]), pack(w[2], w[3]));
       sum[e] = (w[0] + w[1]) + (w[2] + w[3]);
 #pragma unroll
       for (int d = 4; d < 32; d <<= 1) sum[e] += __shfl_xor_sync(ALL, sum[e], d);
@@ -218,26 +233,30 @@ __device__ __forceinline__ void values(const Shared& s, const Stream& f, const L
     for (int n = 0; n < N_TILE; n++)
 #pragma unroll
       for (int j = 0; j < 4; j++) acc[i][n][j] = 0.f;
-  const int lane = 4 * me.g + me.t;
+  const int lane = 4 * me.g + me.t, turned = me.t * 64 + (me.g / 2 ^ me.t / 2 * 2) * 16 + me.g % 2 * 8;
 #pragma unroll 1
   for (int c = 0; c < WARPS; c++) {
     wait_oldest();
+    __syncwarp();  // other lanes' copies
 #pragma unroll
     for (int half = 0; half < 2; half++) {  // 16 keys at a time
       u32 lo[2][2], hi[2][2];  // [M tile][key pair]: two keys of one dim
 #pragma unroll
       for (int x = 0; x < 2; x++) {
-        const char* at = s.queue[me.warp][slot] + (4 * half + 2 * x) * 256 + lane * 8;
+        const char* at = s.queue[me.warp][slot] + (4 * half + 2 * x) * 256 + turned;
         const uint2 a = *reinterpret_cast<const uint2*>(at), b = *reinterpret_cast<const uint2*>(at + 256);
         lo[0][x] = __byte_perm(a.x, b.x, 0x5410);
         hi[0][x] = __byte_perm(a.x, b.x, 0x7632);
         lo[1][x] = __byte_perm(a.y, b.y, 0x5410);
         hi[1][x] = __byte_perm(a.y, b.y, 0x7632);
       }
-      if (half) advance(s, f, me, step, slot);
+      if (half) {
+        __syncwarp();
+        advance(s, f, me, step, slot);
+      }
 #pragma unroll
       for (int n = 0; n < N_TILE; n++) {
-        const uint2 p = reinterpret_cast<const uint2*>(&s.p[c][n][lane])[half];
+        const uint2 p = s.p[c][half][n][lane];
 #pragma unroll
         for (int i = 0; i < 2; i++) mma(acc[i][n], lo[i][0], hi[i][0], lo[i][1], hi[i][1], p.x, p.y);
       }
@@ -266,13 +285,17 @@ __device__ __forceinline__ int width_of(const Args& a, int seq) {
 
 // The span of positions each sequence's rows see, then how many items that makes: the same numbers in every block.
 __device__ void find_items(Shared& s, const Args& a) {
-  for (int i = threadIdx.x; i < a.n_seq; i += THREADS) s.seq_lo[i] = 0x7fffffff, s.seq_hi[i] = 0;
+  for (int i = threadIdx.x; i < a.n_seq; i += THREADS) {
+    s.seq_lo[i] = 0x7fffffff;
+    s.seq_hi[i] = 0;
+    s.width[i] = width_of(a, i);
+  }
   __syncthreads();
   for (int row = threadIdx.x; row < a.n_row; row += THREADS) {
-    if (a.row_seq[row] < 0) continue;
-    const int seq = clamped(a.row_seq[row], a.n_seq, OP_ID, row, a.fault);
     const Seen seen = seen_by(a.positions[row], a.lo[row], a.hi[row], a.window, a.n_page_col * a.page_size);
-    if (seen.lo >= seen.hi) continue;
+    const int of = a.row_seq[row];
+    if (of < 0 || seen.lo >= seen.hi) continue;
+    const int seq = clamped(of, a.n_seq, OP_ID, -1, a.fault);
     atomicMin(&s.seq_lo[seq], seen.lo);
     atomicMax(&s.seq_hi[seq], seen.hi);
   }
@@ -280,7 +303,7 @@ __device__ void find_items(Shared& s, const Args& a) {
   if (threadIdx.x >= 32) return;
   int fine = 0, coarse = 0;
   for (int i = threadIdx.x; i < a.n_seq; i += 32) {
-    const int n = tiles_of(a, width_of(a, i)) * a.n_kv;
+    const int n = tiles_of(a, s.width[i]) * a.n_kv;
     if (s.seq_lo[i] >= s.seq_hi[i]) continue;
     fine += n * ((s.seq_hi[i] - 1) / RANGE - s.seq_lo[i] / RANGE + 1);
     coarse += n * ((s.seq_hi[i] - 1) / SPLIT - s.seq_lo[i] / SPLIT + 1);
@@ -294,7 +317,7 @@ __device__ void find_items(Shared& s, const Args& a) {
     const int i = i0 + threadIdx.x;
     int n = 0, tiles = 0, from = 0;
     if (i < a.n_seq && s.seq_lo[i] < s.seq_hi[i]) {
-      tiles = tiles_of(a, width_of(a, i));
+      tiles = tiles_of(a, s.width[i]);
       from = s.seq_lo[i] / keys;
       n = tiles * a.n_kv * ((s.seq_hi[i] - 1) / keys - from + 1);
     }
@@ -336,7 +359,7 @@ __device__ __forceinline__ Item item_of(const Shared& s, const Args& a, int inde
   item.head = i / tiles % a.n_kv;
   item.split = i / tiles / a.n_kv + s.seq_lo[item.seq];
   item.start = a.seq_start[item.seq];
-  item.n_col = width_of(a, item.seq) * (a.n_head / a.n_kv) - item.tile * COLS;
+  item.n_col = s.width[item.seq] * (a.n_head / a.n_kv) - item.tile * COLS;
   return item;
 }
 
@@ -345,17 +368,22 @@ __device__ __forceinline__ void find_columns(Shared& s, const Args& a, const Ite
   const int group = a.n_head / a.n_kv;
   for (int c = threadIdx.x; c < COLS; c += THREADS) {
     Seen seen = {0x7fffffff, 0};
+    int q_row = -1;
     if (c < item.n_col) {
-      const int row = item.start + (item.tile * COLS + c) / group;
-      if (a.row_seq[row] == item.seq)
-        seen = seen_by(a.positions[row], a.lo[row], a.hi[row], a.window, a.n_page_col * a.page_size);
+      const int col = item.tile * COLS + c, row = item.start + col / group;
+      const Seen own = seen_by(a.positions[row], a.lo[row], a.hi[row], a.window, a.n_page_col * a.page_size);
+      if (a.row_seq[row] == item.seq && own.hi > 0) {
+        seen = own;
+        q_row = row * a.n_head + item.head * group + col % group;
+      }
     }
+    s.q_row[c] = q_row;
     s.lo[c] = seen.lo;
     s.hi[c] = seen.hi;
     s.run_m[c] = none_seen();
     s.run_l[c] = 0.f;
   }
-  for (int i = threadIdx.x; i < n_key / 16; i += THREADS) {
+  for (int i = THREADS - 1 - threadIdx.x; i < n_key / 16; i += THREADS) {  // other threads than the columns'
     const int p = base + 16 * i, col = min(p / a.page_size, a.n_page_col - 1);
     const i64 page = a.page_table[static_cast<i64>(item.seq) * a.n_page_col + col];
     const int safe = clamped(page < 0 || page > 0x7fffffff ? -1 : static_cast<int>(page), a.n_page, OP_ID, item.seq, a.fault);
@@ -376,20 +404,25 @@ __device__ __forceinline__ void find_columns(Shared& s, const Args& a, const Ite
   __syncthreads();
 }
 
-__device__ __forceinline__ void load_q(Shared& s, const Args& a, const Item& item) {
-  const int group = a.n_head / a.n_kv;
-  for (int i = threadIdx.x; i < COLS * DIM / 8; i += THREADS) {
-    const int c = i / (DIM / 8), piece = i % (DIM / 8);
-    uint4 packed = make_uint4(0, 0, 0, 0);
-    if (c < item.n_col && s.hi[c] > 0) {
-      const int col = item.tile * COLS + c, row = item.start + col / group, head = item.head * group + col % group;
-      const float4* at = reinterpret_cast<const float4*>(a.q + (static_cast<i64>(row) * a.n_head + head) * DIM + 8 * piece);
-      const float4 x = at[0], y = at[1];
-      packed = make_uint4(pack(x.x * a.scale, x.y * a.scale), pack(x.z * a.scale, x.w * a.scale),
-                          pack(y.x * a.scale, y.y * a.scale), pack(y.z * a.scale, y.w * a.scale));
-    }
-    s.q[piece / 4][c / 8][c % 8 * 4 + piece % 4] = packed;
+// Scaled, rounded to T, in fragment order: a thread has 8 dims of one column of every N tile.
+__device__ __forceinline__ void load_q(Shared& s, const Args& a) {
+  const int in_tile = threadIdx.x / (DIM / 8), piece = threadIdx.x % (DIM / 8);
+  float4 x[N_TILE][2];
+#pragma unroll
+  for (int n = 0; n < N_TILE; n++) {
+    const int row = s.q_row[8 * n + in_tile];
+    const float4* at = reinterpret_cast<const float4*>(a.q + static_cast<i64>(max(row, 0)) * DIM + 8 * piece);
+    x[n][0] = row < 0 ? make_float4(0.f, 0.f, 0.f, 0.f) : at[0];
+    x[n][1] = row < 0 ? make_float4(0.f, 0.f, 0.f, 0.f) : at[1];
   }
+#pragma unroll
+  for (int n = 0; n < N_TILE; n++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const float4 y = x[n][half];
+      s.q[piece / 4][half][n][in_tile * 4 + piece % 4] =
+          make_uint2(pack(y.x * a.scale, y.y * a.scale), pack(y.z * a.scale, y.w * a.scale));
+    }
 }
 
 // How the running sums and the range's weigh, by column; the running maximum and sum move on. A thread per column.
@@ -442,7 +475,7 @@ attend_split(const float* q, const u16* k, const u16* v, const i64* page_table, 
     f.queue = shared_address(s.queue[me.warp]);
 #pragma unroll
     for (int i = 0; i < DEPTH; i++) fetch(s, f, me, i, i);
-    load_q(s, a, item);
+    load_q(s, a);
     __syncthreads();
 
     float run[2][N_TILE][4] = {};
@@ -484,50 +517,60 @@ attend_split(const float* q, const u16* k, const u16* v, const i64* page_table, 
       *reinterpret_cast<float2*>(part_ml + (static_cast<i64>(index) * COLS + c) * 2) = make_float2(s.run_m[c], s.run_l[c]);
     __syncthreads();  // q and the columns are replaced by the next item's
   }
+  let_merge_start();
 }
 
-// One warp per row and head: ranges fold into splits, splits into the row, in order. Grid (row, head / 4), block 128.
+// Ranges fold into splits, splits into the row, in order. One warp per row, head and 128 dims, BATCH partials in flight.
+// Grid (row, head * PIECES / 4), block 128.
 extern "C" __global__ void __launch_bounds__(128)
 attend_merge(const float* part, const float* part_ml, const int* plan, const i64* positions, const i64* lo, const i64* hi,
              const int* row_seq, const int* seq_start, float* out, int n_seq, int n_head, int n_kv, int max_key,
              int window, int max_item, int* fault) {
-  constexpr int VECS = (DIM / 4 + 31) / 32;
-  const int row = blockIdx.x, head = blockIdx.y * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+  constexpr int PIECES = (DIM + 127) / 128, BATCH = 16;
+  const int row = blockIdx.x, warp = blockIdx.y * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int head = warp / PIECES, dim = warp % PIECES * 128 + 4 * lane;
   if (head >= n_head) return;
-  const int seq_in = row_seq[row];
-  const int seq = seq_in < 0 ? 0 : clamped(seq_in, n_seq, OP_ID, row, fault);
   Seen seen = seen_by(positions[row], lo[row], hi[row], window, max_key);
-  if (seq_in < 0) seen = {0, 0};
+  const int of = row_seq[row], seq = of < 0 ? 0 : clamped(of, n_seq, OP_ID, -1, fault);
+  if (of < 0) seen = {0, 0};
   const int group = n_head / n_kv, col = (row - seq_start[seq]) * group + head % group;
+  wait_for_parts();
   const int per_item = plan[0], tiles = plan[1 + 2 * MAX_SEQ + seq], keys = per_item * RANGE;
   const int stride = tiles * n_kv;  // items from one split to the next
   const int at0 = plan[1 + seq] + (head / group) * tiles + col / COLS - plan[1 + MAX_SEQ + seq] * stride;
+  const int first = seen.lo / keys, end = seen.hi > seen.lo ? (seen.hi - 1) / keys + 1 : first;
 
-  Running<VECS> row_sum, split_sum;
-  for (int i = seen.lo / keys; i * keys < seen.hi; i++) {
-    const int item = clamped(at0 + i * stride, max_item, OP_ID, seq, fault);
-    const i64 at = static_cast<i64>(item) * COLS + col % COLS;
-    const float2 ml = *reinterpret_cast<const float2*>(part_ml + 2 * at);
-    float4 o[VECS];
+  Running<1> row_sum, split_sum;
+  for (int i0 = first; i0 < end; i0 += BATCH) {
+    float2 ml[BATCH];
+    float4 o[BATCH][1];
 #pragma unroll
-    for (int x = 0; x < VECS; x++)
-      if (4 * (lane + 32 * x) < DIM) o[x] = *reinterpret_cast<const float4*>(part + at * DIM + 4 * (lane + 32 * x));
-    if (per_item == FOLD) {
-      row_sum.add(ml.x, ml.y, o);
-      continue;
+    for (int j = 0; j < BATCH; j++) {
+      const int item = i0 + j < end ? clamped(at0 + (i0 + j) * stride, max_item, OP_ID, seq, fault) : 0;
+      const i64 at = static_cast<i64>(item) * COLS + col % COLS;
+      ml[j] = make_float2(none_seen(), 0.f);
+      if (i0 + j < end && dim < DIM) {
+        ml[j] = *reinterpret_cast<const float2*>(part_ml + 2 * at);
+        o[j][0] = *reinterpret_cast<const float4*>(part + at * DIM + dim);
+      }
     }
-    split_sum.add(ml.x, ml.y, o);
-    if ((i + 1) % FOLD == 0 || (i + 1) * keys >= seen.hi) {
-      row_sum.add(split_sum.m, split_sum.l, split_sum.o);
-      split_sum.clear();
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+      if (i0 + j >= end) break;
+      if (per_item == FOLD) {
+        row_sum.add(ml[j].x, ml[j].y, o[j]);
+        continue;
+      }
+      split_sum.add(ml[j].x, ml[j].y, o[j]);
+      if ((i0 + j + 1) % FOLD == 0 || i0 + j + 1 == end) {
+        row_sum.add(split_sum.m, split_sum.l, split_sum.o);
+        split_sum.clear();
+      }
     }
   }
   const float one_over = row_sum.l > 0.f ? __frcp_rn(row_sum.l) : 0.f;
-#pragma unroll
-  for (int x = 0; x < VECS; x++) {
-    const float4 y = row_sum.o[x];
-    if (4 * (lane + 32 * x) < DIM)
-      *reinterpret_cast<float4*>(out + (static_cast<i64>(row) * n_head + head) * DIM + 4 * (lane + 32 * x)) =
-          make_float4(y.x * one_over, y.y * one_over, y.z * one_over, y.w * one_over);
-  }
+  const float4 y = row_sum.o[0];
+  if (dim < DIM)
+    *reinterpret_cast<float4*>(out + (static_cast<i64>(row) * n_head + head) * DIM + dim) =
+        make_float4(y.x * one_over, y.y * one_over, y.z * one_over, y.w * one_over);
 }

@@ -54,6 +54,7 @@ class Shape:
     n_tile  columns of a block in eights
     blocks  blocks that fit a multiprocessor, which bounds the registers
     depth   steps of the queue of keys and values
+    fetch   bytes that a miss brings into L2: 64, 128 or 256
     """
 
     dim: int
@@ -62,6 +63,7 @@ class Shape:
     arch: str
     blocks: int
     depth: int
+    fetch: int = 256
 
     @property
     def warps(self) -> int:
@@ -75,8 +77,8 @@ class Shape:
     def shared_bytes(self) -> int:
         """sizeof(Shared) in attend.cu."""
         fragments = 2 * self.warps * self.n_tile * 512 + self.warps * self.depth * STEP_BYTES
-        columns = self.columns * 4 * (2 * self.warps + 6)
-        size = fragments + columns + SPLIT // 16 * 4 + 4 * (3 * MAX_SEQ + 1) + 4 + 16
+        columns = self.columns * 4 * (2 * self.warps + 7)
+        size = fragments + columns + SPLIT // 16 * 4 + 4 * (4 * MAX_SEQ + 1) + 4 + 16
         return -(-size // 16) * 16
 
     def defines(self) -> dict[str, int | str]:
@@ -88,6 +90,7 @@ class Shape:
             "OP_ID": OP_ID,
             "MIN_BLOCKS": self.blocks,
             "SHARED_BYTES": self.shared_bytes,
+            "L2_FETCH": f'"{self.fetch}B"',
         }
 
 
@@ -178,7 +181,8 @@ def _check(q: Tensor, pool: KVPool, batch: Batch, spec: AttendSpec) -> None:
 
 def bind(spec: AttendSpec, *, shape: Shape | None = None) -> Callable[[Tensor, KVPool, Batch, int], Tensor]:
     """`shape` fixes the build (measurements); by default the widest sequence and the pool's dtype decide."""
-    arch = jit.arch_of(torch.cuda.get_device_capability(spec.device))
+    capability = torch.cuda.get_device_capability(spec.device)
+    arch, overlap = jit.arch_of(capability), capability >= (9, 0)
     group, i32 = spec.n_head // spec.n_kv_head, np.int32
     spaces = workspace(spec.device)
     fault = fault_record(spec.device)
@@ -220,7 +224,8 @@ def bind(spec: AttendSpec, *, shape: Shape | None = None) -> Callable[[Tensor, K
         kernels.split.launch((grid,), 32 * build.warps, args, build.shared_bytes)
         args = [part, part_ml, spaces.plan, *seen, *rows, out, i32(n_seq), *heads]
         args += [i32(n_key), i32(window), i32(n_item), fault]
-        kernels.merge.launch((n_row, -(-spec.n_head // 4)), 128, args)
+        pieces = -(-spec.head_dim // 128)
+        kernels.merge.launch((n_row, -(-spec.n_head * pieces // 4)), 128, args, overlap=overlap)
         return out
 
     return attend
