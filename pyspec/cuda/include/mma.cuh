@@ -1,0 +1,67 @@
+// Tensor-core products and asynchronous copies as inline PTX, for sm_80 and later.
+#pragma once
+#include "types.cuh"
+
+// d = a b + c, m16n8k16, f16 operands, f32 sums. Lane 4 g + t holds
+//   a: rows g, g + 8, g, g + 8; columns 2t, 2t + 1 (a0, a1) and 2t + 8, 2t + 9 (a2, a3)
+//   b: rows 2t, 2t + 1 (b0) and 2t + 8, 2t + 9 (b1) of column g
+//   d: row g columns 2t, 2t + 1 (d0, d1), row g + 8 the same columns (d2, d3)
+__device__ __forceinline__ void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, float c0,
+                                        float c1, float c2, float c3) {
+  asm(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%11,%12,%13};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c0), "f"(c1), "f"(c2), "f"(c3));
+}
+
+__device__ __forceinline__ u32 shared_address(const void* p) {
+  u64 out;
+  asm("cvta.to.shared.u64 %0, %1;" : "=l"(out) : "l"(reinterpret_cast<u64>(p)));
+  return static_cast<u32>(out);
+}
+
+__device__ __forceinline__ u64 evict_first() {  // for bytes read once: leaves the second-level cache to the rest
+  u64 policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ void copy16(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void copy16_once(u32 to, const void* from, u64 policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "l"(policy)
+               : "memory");
+}
+
+__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int kLeft>
+__device__ __forceinline__ void copies_wait() {  // until at most kLeft groups are under way
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+__device__ __forceinline__ u32 sub_f16x2(u32 a, u32 b) {
+  u32 out;
+  asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+
+__device__ __forceinline__ uint4 shared_16(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+
+__device__ __forceinline__ uint2 shared_8(u32 address) {
+  uint2 v;
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address));
+  return v;
+}
+
+__device__ __forceinline__ u32 shared_4(u32 address) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}

@@ -1,0 +1,264 @@
+"""`linear` on NVIDIA GPUs: rows to f16 blocks (linear_rows.cu), then one pass over the weights (linear.cu).
+
+A product's order of summation depends on the matrix and the device only, so a row's bits do not depend on the other rows.
+More than 128 rows run in passes. Buffers are made at bind and shared by matrices of one device: all launches must be on one
+stream, and the rows `RowsLaunch` returns hold until its next call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
+from pyspec.cuda.kernels.dequant_ref import quantize
+from pyspec.cuda.kernels.linear_pack import CHUNKS, RECORDS, TILE, Packed, n_chunks, n_groups, repack
+from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
+from pyspec.gguf import GGMLType
+
+MAX_ROWS = 128
+_TYPE_CODES = {GGMLType.Q8_0: 0, GGMLType.Q4_0: 1, GGMLType.Q4_K: 2, GGMLType.Q6_K: 3}
+_SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}  # KiB a block may have
+_STATIC = 2048  # bytes of a CTA kept for the kernel's static shared memory and the driver's
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a CTA covers 256 weight rows and `rows` tokens: warps along both, 16-row and 8-token tiles of each.
+
+    From sm_90: `producer` gives the copies a warp of their own, `resident` CTAs share a multiprocessor's memory.
+    """
+
+    warps_m: int
+    warps_n: int
+    tiles_m: int
+    tiles_n: int
+    producer: bool = False
+    resident: int = 1
+
+    @property
+    def rows(self) -> int:
+        return 8 * self.warps_n * self.tiles_n
+
+    @property
+    def threads(self) -> int:
+        return 32 * (self.warps_m * self.warps_n + self.producer)
+
+
+SHAPES = (
+    Shape(16, 1, 1, 1),
+    Shape(16, 1, 1, 2),
+    Shape(16, 1, 1, 3),
+    Shape(16, 1, 1, 4),
+    Shape(8, 1, 2, 6),
+    Shape(8, 1, 2, 8),
+    Shape(8, 1, 2, 12),
+    Shape(8, 1, 2, 16),
+)
+
+
+def stage_bytes(type: GGMLType, shape: Shape) -> int:
+    chunk = CHUNKS[type]
+    sums = 4 * chunk * shape.rows if type == GGMLType.Q4_K else 0
+    return TILE * RECORDS[type] + 64 * chunk * shape.rows + sums
+
+
+def n_stages(type: GGMLType, shape: Shape, capability: tuple[int, int]) -> int:
+    """Chunks in shared memory at once, at most 8; below 2 the shape does not fit."""
+    limit = _SHARED.get(capability, 99) * 1024 // shape.resident - _STATIC
+    return min(8, limit // stage_bytes(type, shape))
+
+
+def fitting(type: GGMLType, capability: tuple[int, int]) -> tuple[Shape, ...]:
+    return tuple(s for s in SHAPES if n_stages(type, s, capability) >= 2)
+
+
+def limits(spec: LinearSpec) -> str | None:
+    if spec.device.type != "cuda":
+        return "runs on NVIDIA GPUs only"
+    capability = torch.cuda.get_device_capability(spec.device)
+    if capability < (8, 0):
+        return f"needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
+    if spec.type not in CHUNKS:
+        return f"{spec.type.name} matrices have no packed form yet"
+    if spec.n_in % 32:
+        return f"{spec.n_in} columns are not a multiple of 32"
+    if not fitting(spec.type, capability):
+        return f"{spec.type.name} does not fit this GPU's shared memory"
+    return None
+
+
+def stem(capability: tuple[int, int]) -> str:
+    """linear_sm90.cu where the copy engine is."""
+    return "linear_sm90" if capability >= (9, 0) else "linear"
+
+
+def defines(type: GGMLType, shape: Shape, stages: int, epilogue: Epilogue) -> dict[str, int | str]:
+    """Macros of linear.cu."""
+    return {
+        "TYPE": _TYPE_CODES[type],
+        "CHUNK": CHUNKS[type],
+        "RECORD": RECORDS[type],
+        "WARPS_M": shape.warps_m,
+        "WARPS_N": shape.warps_n,
+        "TILES_M": shape.tiles_m,
+        "TILES_N": shape.tiles_n,
+        "STAGES": stages,
+        "PRODUCER": int(shape.producer),
+        "RESIDENT": shape.resident,
+        "EPILOGUE": int(epilogue),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows ready to be multiplied, padded to `pad` with zeros: see linear_rows.cu."""
+
+    blocks: Tensor
+    sums: Tensor
+    powers: Tensor
+    n_row: int
+    pad: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One compiled shape."""
+
+    shape: Shape
+    kernel: Kernel
+    shared: int
+
+
+@cache
+def _steps(device: torch.device, type: GGMLType, epilogue: Epilogue) -> tuple[_Step, ...]:
+    capability = torch.cuda.get_device_capability(device)
+    return tuple(step(device, type, epilogue, shape) for shape in fitting(type, capability))
+
+
+def step(device: torch.device, type: GGMLType, epilogue: Epilogue, shape: Shape) -> _Step:
+    """Compile linear.cu for one shape, with as many stages as fit."""
+    capability = torch.cuda.get_device_capability(device)
+    stages = n_stages(type, shape, capability)
+    code = compile_cubin(stem(capability), arch_of(capability), defines(type, shape, stages, epilogue))
+    shared = stages * stage_bytes(type, shape)
+    return _Step(shape, code.kernel("linear", "ppppppppiiii").allow_shared(shared), shared)
+
+
+@cache
+def _rows_kernel(capability: tuple[int, int], is_bf16: bool, has_norm: bool) -> Kernel:
+    code = compile_cubin("linear_rows", arch_of(capability), {"IS_BF16": int(is_bf16), "HAS_NORM": int(has_norm)})
+    return code.kernel("linear_rows", "pppppfiiil")
+
+
+@cache
+def _workspace(device: torch.device, n_sm: int) -> tuple[Tensor, Tensor]:
+    """(shares of cut tiles, tickets): two tiles of 128 rows a CTA; a ticket for each tile a matrix may have."""
+    partial = torch.empty(2 * n_sm * 256 * MAX_ROWS, dtype=torch.float32, device=device)
+    return partial, torch.zeros(1 << 14, dtype=torch.int32, device=device)
+
+
+class RowsLaunch:
+    """Prepares rows of n_in columns, RMS-normed if a weight is given. Owns what it returns until the next call."""
+
+    def __init__(self, device: torch.device, n_in: int, pads: tuple[int, ...]) -> None:
+        self.n_in, self.pads, self.n_block = n_in, pads, -(-n_in // 256) * 8
+        self.capability = torch.cuda.get_device_capability(device)
+        self.overlap = self.capability >= (9, 0)
+        self.blocks = torch.empty(self.n_block * pads[-1] * 32, dtype=torch.float16, device=device)
+        self.sums = torch.empty(self.n_block * pads[-1], dtype=torch.float32, device=device)
+        self.powers = torch.empty(pads[-1], dtype=torch.float32, device=device)
+        for has_norm in (False, True):
+            for is_bf16 in (False, True):
+                _rows_kernel(self.capability, is_bf16, has_norm)
+
+    def __call__(self, x: Tensor, weight: Tensor | None = None, eps: float = 0.0) -> Rows:
+        """x [row, n_in] f32 or bf16, columns contiguous, rows at most the largest pad; weight [n_in] f32."""
+        n_row = x.shape[0]
+        assert x.shape[1] == self.n_in and x.stride(1) == 1 and x.stride(0) % 4 == 0
+        pad = next(p for p in self.pads if n_row <= p)
+        kernel = _rows_kernel(self.capability, x.dtype == torch.bfloat16, weight is not None)
+        args = (x, self.powers if weight is None else weight, self.blocks, self.sums, self.powers, np.float32(eps))
+        scalars = (np.int32(n_row), np.int32(self.n_in), np.int32(self.n_block), np.int64(x.stride(0)))
+        kernel.launch((pad,), 512, (*args, *scalars), overlap=self.overlap)
+        return Rows(self.blocks, self.sums, self.powers, n_row, pad)
+
+
+@cache
+def bind_rows(device: torch.device, type: GGMLType, n_in: int) -> RowsLaunch:
+    """One launch, and one buffer, for all matrices of a type and n_in; pads are those of `linear` for the type."""
+    pads = tuple(s.rows for s in fitting(type, torch.cuda.get_device_capability(device)))
+    return RowsLaunch(device, n_in, pads)
+
+
+class LinearLaunch:
+    """Multiplies rows with one matrix of `spec`."""
+
+    def __init__(self, spec: LinearSpec, steps: tuple[_Step, ...]) -> None:
+        self.spec, self.steps = spec, {s.shape.rows: s for s in steps}
+        self.max_rows = max(self.steps)
+        self.rows = bind_rows(spec.device, spec.type, spec.n_in)
+        n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
+        n_group, n_chunk = n_groups(spec.n_weight_row), n_chunks(spec.type, spec.n_in)
+        n_tile = -(-n_group // TILE)
+        self.grid = (min(n_sm, n_tile * n_chunk),)
+        self.partial, self.tickets = _workspace(spec.device, n_sm)
+        assert n_tile <= self.tickets.numel()
+        self.sizes = np.int32(spec.n_out), np.int32(n_group), np.int32(n_chunk)
+
+    def __call__(self, x: Tensor, packed: Packed, out: Tensor, residual: Tensor | None = None) -> None:
+        """See linear_ref. out and residual contiguous; residual may be `out`."""
+        for first in range(0, x.shape[0], self.max_rows):
+            part = slice(first, first + self.max_rows)
+            rows = self.rows(x[part])
+            self.multiply(rows, packed, out[part], None if residual is None else residual[part])
+
+    def multiply(self, rows: Rows, packed: Packed, out: Tensor, residual: Tensor | None = None) -> None:
+        """The product alone, for rows that several matrices share."""
+        assert out.is_contiguous() and out.shape == (rows.n_row, self.spec.n_out) and out.dtype == torch.float32
+        assert (packed.n_out, packed.n_in, packed.type) == (self.spec.n_weight_row, self.spec.n_in, self.spec.type)
+        assert (residual is not None) == (self.spec.epilogue is Epilogue.RESIDUAL)
+        run = self.steps[rows.pad]
+        tensors = (packed.data, rows.blocks, rows.sums, rows.powers, out if residual is None else residual, out)
+        args = (*tensors, self.partial, self.tickets, np.int32(rows.n_row), *self.sizes)
+        run.kernel.launch(self.grid, run.shape.threads, args, run.shared, overlap=self.rows.overlap)
+
+
+def bind(spec: LinearSpec) -> LinearLaunch:
+    return LinearLaunch(spec, _steps(spec.device, spec.type, spec.epilogue))
+
+
+def check(launch: Callable[..., None], reference: Callable[..., None], spec: LinearSpec) -> str | None:
+    """Ragged row counts on both; a sentence if the outputs part."""
+    gen = torch.Generator().manual_seed(0)
+    n_out = spec.n_weight_row
+    packed = repack(_random_weights(spec.type, n_out, spec.n_in, gen).to(spec.device), spec.type, (n_out, spec.n_in))
+    for n_row in (1, 9, 33, 100):
+        x = torch.randn(n_row, spec.n_in, generator=gen).to(spec.device)
+        residual = torch.randn(n_row, spec.n_out, generator=gen).to(spec.device)
+        got, want = (torch.full_like(residual, torch.nan) for _ in "gw")
+        for run, out in ((launch, got), (reference, want)):
+            run(x, packed, out, residual if spec.epilogue is Epilogue.RESIDUAL else None)
+        off = float((got - want).norm() / want.norm())
+        if not off < 1e-3:
+            return f"outputs for {n_row} rows differ from the reference by {off:.2g}"
+    return None
+
+
+def _random_weights(type: GGMLType, n_out: int, n_in: int, gen: torch.Generator) -> Tensor:
+    """[n_out, row_bytes] uint8. K types have no encoder here: random codes and scales, the half floats set."""
+    if type in (GGMLType.Q8_0, GGMLType.Q4_0):
+        return quantize(torch.randn(n_out, n_in, generator=gen), type)
+    layout = type.layout
+    assert layout is not None
+    blocks = torch.randint(0, 256, (n_out, n_in // 256, type.type_size), generator=gen, dtype=torch.uint8)
+    for name in ("d", "dmin"):
+        if (field := getattr(layout, name, None)) is not None:
+            half = (torch.rand(n_out, n_in // 256, 1, generator=gen) * 0.01).half()
+            blocks[..., field.offset : field.offset + 2] = half.view(torch.uint8)
+    return blocks.view(n_out, -1)
