@@ -237,7 +237,7 @@ def check(launch: Callable[..., None], reference: Callable[..., None], spec: Lin
     """Ragged row counts on both; a sentence if the outputs part."""
     gen = torch.Generator().manual_seed(0)
     n_out = spec.n_weight_row
-    packed = repack(_random_weights(spec.type, n_out, spec.n_in, gen).to(spec.device), spec.type, (n_out, spec.n_in))
+    packed = repack(random_weights(spec.type, n_out, spec.n_in, gen).to(spec.device), spec.type, (n_out, spec.n_in))
     for n_row in (1, 9, 33, 100):
         x = torch.randn(n_row, spec.n_in, generator=gen).to(spec.device)
         residual = torch.randn(n_row, spec.n_out, generator=gen).to(spec.device)
@@ -250,7 +250,7 @@ def check(launch: Callable[..., None], reference: Callable[..., None], spec: Lin
     return None
 
 
-def _random_weights(type: GGMLType, n_out: int, n_in: int, gen: torch.Generator) -> Tensor:
+def random_weights(type: GGMLType, n_out: int, n_in: int, gen: torch.Generator) -> Tensor:
     """[n_out, row_bytes] uint8. K types have no encoder here: random codes and scales, the half floats set."""
     if type in (GGMLType.Q8_0, GGMLType.Q4_0):
         return quantize(torch.randn(n_out, n_in, generator=gen), type)

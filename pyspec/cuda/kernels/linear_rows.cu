@@ -7,7 +7,7 @@
 //   powers  [PAD]             f32   x = out * power
 //
 // Within a block the columns are in the order of quants.cuh: 0-3, 16-19, 4-7, 20-23, ...
-// The power brings the row's largest magnitude into [1, 2): rounding is 2^-12 of each value down to 2^-14 of the
+// The power brings the row's largest magnitude into [1, 2): rounding is 2^-11 of each value down to 2^-14 of the
 // largest, absolute below. One CTA of 512 threads a row of PAD; bound by latency.
 #include "types.cuh"
 #include "overlap.cuh"

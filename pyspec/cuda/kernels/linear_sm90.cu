@@ -3,12 +3,16 @@
 // One thread keeps the stages filled by bulk copies, each completing on a barrier; warps wait for stages one by one and
 // leave them one by one, so nothing holds all warps together. Weights do not depend on the predecessor: with a
 // programmatic launch the first stages stream in while it ends.
+//
+// Set by the launcher besides linear.cu's: PRODUCER (1: the copying thread is in a warp of its own, 0: in the first
+// computing warp), RESIDENT (CTAs that fit a multiprocessor: with 2 the successor's first stages load beside our last).
 #include "linear.cuh"
 #include "bulk.cuh"
 #include "overlap.cuh"
 
 constexpr int kWarps = WARPS_M * WARPS_N;
-constexpr int kLag = STAGES > 4 ? 2 : 1;  // units after which a computing thread refills a stage
+constexpr int kBlock = kThreads + 32 * PRODUCER;
+constexpr int kLag = PRODUCER ? 0 : STAGES > 4 ? 2 : 1;  // units after which a computing thread refills a stage
 
 struct Cursor {
   int tile, chunk, stage;
@@ -41,7 +45,35 @@ __device__ __forceinline__ void load_rows(u32 to, u32 full, const Source& from, 
 #endif
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+struct Line {  // a CTA's run of units and its stages
+  u32 base, full, empty;
+  Cursor fill;
+  int n_unit, n_filled;
+  u64 policy;
+
+  // Before the predecessor ended: only weights.
+  __device__ __forceinline__ void start(const Source& from) {
+    const int n_first = min(STAGES, n_unit);
+    Cursor rows = fill;
+    for (; n_filled < n_first; ++n_filled, fill.step(from.n_chunk))
+      load_weights(base + fill.stage * kStageBytes, full + fill.stage * 8, from, fill, policy);
+    wait_for_predecessor();
+    for (int i = 0; i < n_first; ++i, rows.step(from.n_chunk))
+      load_rows(base + rows.stage * kStageBytes, full + rows.stage * 8, from, rows);
+  }
+
+  // As soon as all computing warps have left the next stage.
+  __device__ __forceinline__ void refill(const Source& from) {
+    const u32 to = base + fill.stage * kStageBytes, barrier = full + fill.stage * 8;
+    barrier_wait(empty + fill.stage * 8, fill.parity ^ 1);
+    load_weights(to, barrier, from, fill, policy);
+    load_rows(to, barrier, from, fill);
+    fill.step(from.n_chunk);
+    ++n_filled;
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(kBlock, RESIDENT)
     linear(const u8* __restrict__ weights, const u16* __restrict__ x, const float* __restrict__ sums,
            const float* __restrict__ powers, const float* residual, float* out, float* partial, int* tickets, int n_row,
            int n_out, int n_tile16, int n_chunk) {
@@ -59,33 +91,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     barriers_visible();
   }
   __syncthreads();
+  let_successor_start();  // it finds room as CTAs end, and waits for their results itself
 
   const Source from{weights, reinterpret_cast<const u8*>(x), reinterpret_cast<const u8*>(sums), n_tile16, n_chunk};
-  const u64 policy = evict_first();
-  const int n_unit = end - begin, n_first = min(STAGES, n_unit);
-  Cursor at{begin / n_chunk, begin % n_chunk, 0, 0}, fill = at, rows = at;
-  for (int i = 0; i < n_first; ++i, fill.step(n_chunk))
-    if (threadIdx.x == 0) load_weights(base + fill.stage * kStageBytes, full + fill.stage * 8, from, fill, policy);
-  let_successor_start();  // it finds room as CTAs end, and waits for their results itself
+  const int n_unit = end - begin;
+  Cursor at{begin / n_chunk, begin % n_chunk, 0, 0};
+  Line line{base, full, empty, at, n_unit, 0, evict_first()};
+  const bool copies = threadIdx.x == (PRODUCER ? kThreads : 0);
+  if (copies) line.start(from);
+#if PRODUCER
+  if (threadIdx.x >= kThreads) {
+    while (copies && line.n_filled < n_unit) line.refill(from);
+    return;
+  }
+#endif
   wait_for_predecessor();
-  for (int i = 0; i < n_first; ++i, rows.step(n_chunk))
-    if (threadIdx.x == 0) load_rows(base + rows.stage * kStageBytes, full + rows.stage * 8, from, rows);
 
   const Shape s{n_row, n_out, n_tile16, n_chunk};
   Accumulator acc;
   clear(acc);
   bool is_first = true;
   for (int unit = 0; unit < n_unit; ++unit) {
-    if (unit >= kLag && unit - kLag + STAGES < n_unit) {  // refill the stage that was read kLag units ago
-      if (threadIdx.x == 0) {
-        const u32 to = base + fill.stage * kStageBytes, barrier = full + fill.stage * 8;
-        barrier_wait(empty + fill.stage * 8, fill.parity ^ 1);
-        load_weights(to, barrier, from, fill, policy);
-        load_rows(to, barrier, from, fill);
-      }
+#if !PRODUCER
+    if (threadIdx.x < 32) {
+      if (copies && unit >= kLag && line.n_filled < n_unit) line.refill(from);
       __syncwarp();
-      fill.step(n_chunk);
     }
+#endif
     const int tile = at.tile;
     barrier_wait(full + at.stage * 8, at.parity);
     compute_stage(acc, base + at.stage * kStageBytes, min(kTile, n_tile16 - tile * kTile));

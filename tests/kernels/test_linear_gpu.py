@@ -1,0 +1,144 @@
+"""Products on the GPU against float64: every type, ragged rows, sizes that fill no tile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyspec.cuda.kernels import linear_cuda, linear_ref
+from pyspec.cuda.kernels.linear import linear
+from pyspec.cuda.kernels.linear_cuda import LinearLaunch, RowsLaunch, Shape, random_weights, step
+from pyspec.cuda.kernels.linear_pack import CHUNKS, Packed, repack, unpack
+from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
+from pyspec.gguf import GGMLType
+
+CUDA = torch.device("cuda", 0)
+N_ROWS = (1, 2, 7, 8, 9, 16, 17, 24, 32, 33, 48, 64, 65, 96, 100, 128)
+
+
+def matrix(type: GGMLType, n_out: int, n_in: int) -> Packed:
+    gen = torch.Generator().manual_seed(n_out + n_in)
+    return repack(random_weights(type, n_out, n_in, gen).to(CUDA), type, (n_out, n_in))
+
+
+def product(spec: LinearSpec, packed: Packed, x: Tensor, residual: Tensor | None = None) -> Tensor:
+    """The op's result, its output poisoned before and the memory around it checked after."""
+    guarded = torch.full((x.shape[0] + 2, spec.n_out), torch.nan, device=CUDA)
+    linear_cuda.bind(spec)(x, packed, guarded[1:-1], residual)
+    torch.cuda.synchronize()
+    assert guarded[[0, -1]].isnan().all(), "wrote outside its rows"
+    return guarded[1:-1].clone()
+
+
+def off(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.parametrize("type", CHUNKS)
+@pytest.mark.parametrize(("n_out", "n_in"), [(96, 5120), (48, 1024), (300, 6144), (5120, 17408), (1030, 256)])
+def test_products_equal_exact_sums_of_rounded_rows(type: GGMLType, n_out: int, n_in: int) -> None:
+    packed, spec = matrix(type, n_out, n_in), LinearSpec(CUDA, type, n_out, n_in)
+    weights = unpack(packed).double()
+    for n_row in N_ROWS:
+        x = torch.randn(n_row, n_in, device=CUDA) * torch.logspace(-3, 3, n_row, device=CUDA)[:, None]
+        got = product(spec, packed, x)
+        assert off(got, linear_ref.rounded(x) @ weights.T) < 3e-6
+        assert off(got, x.double() @ weights.T) < 2e-3
+
+
+@pytest.mark.parametrize("n_in", [32, 64, 96, 2688])
+def test_columns_that_fill_no_chunk_add_nothing(n_in: int) -> None:
+    for type in (GGMLType.Q8_0, GGMLType.Q4_0):
+        packed, spec = matrix(type, 300, n_in), LinearSpec(CUDA, type, 300, n_in)
+        x = torch.randn(5, n_in, device=CUDA).bfloat16()
+        assert off(product(spec, packed, x), linear_ref.rounded(x) @ unpack(packed).double().T) < 3e-6
+
+
+@pytest.mark.parametrize("type", CHUNKS)
+def test_a_row_has_the_same_bits_whatever_runs_beside_it(type: GGMLType) -> None:
+    packed, spec = matrix(type, 5000, 2048), LinearSpec(CUDA, type, 5000, 2048)
+    x = torch.randn(200, 2048, device=CUDA)
+    alone = torch.cat([product(spec, packed, row[None]) for row in x])
+    for n_row in (*N_ROWS, 200):
+        assert torch.equal(product(spec, packed, x[:n_row]), alone[:n_row])
+    assert torch.equal(product(spec, packed, x.flip(0)).flip(0), alone)
+
+
+def test_rows_with_nan_do_not_touch_others() -> None:
+    packed, spec = matrix(GGMLType.Q8_0, 300, 1024), LinearSpec(CUDA, GGMLType.Q8_0, 300, 1024)
+    x = torch.randn(20, 1024, device=CUDA)
+    clean = product(spec, packed, x)
+    x[3], x[17, 5], x[18, 0] = torch.nan, torch.inf, -torch.inf
+    got = product(spec, packed, x)
+    keep = [i for i in range(20) if i not in (3, 17, 18)]
+    assert torch.equal(got[keep], clean[keep]) and got[3].isnan().all() and not got[[17, 18]].isfinite().any()
+    memory = torch.full((32, 1024), torch.nan, device=CUDA)  # rows past the count hold NaN
+    memory[:9] = clean_rows = torch.randn(9, 1024, device=CUDA)
+    assert torch.equal(product(spec, packed, memory[:9]), product(spec, packed, clean_rows))
+
+
+def test_rows_of_any_magnitude_keep_their_precision() -> None:
+    packed, spec = matrix(GGMLType.Q8_0, 64, 1024), LinearSpec(CUDA, GGMLType.Q8_0, 64, 1024)
+    x = torch.randn(6, 1024, device=CUDA) * torch.tensor([1e-33, 1e-8, 1e-3, 1e4, 1e10, 1e30], device=CUDA)[:, None]
+    got, want = product(spec, packed, x).double(), x.double() @ unpack(packed).double().T
+    assert ((got - want).norm(dim=1) / want.norm(dim=1) < 5e-4).all()
+    assert not product(spec, packed, torch.zeros(2, 1024, device=CUDA)).any()
+
+
+@pytest.mark.parametrize("epilogue", [Epilogue.RESIDUAL, Epilogue.GATED])
+def test_epilogues_equal_the_reference(epilogue: Epilogue) -> None:
+    for n_out, n_in in ((1096, 1024), (96, 5120)):
+        spec = LinearSpec(CUDA, GGMLType.Q8_0, n_out, n_in, epilogue)
+        packed = matrix(GGMLType.Q8_0, spec.n_weight_row, n_in)
+        for n_row in (1, 12, 128):
+            x = torch.randn(n_row, n_in, device=CUDA) / 16
+            residual = torch.randn(n_row, n_out, device=CUDA) if epilogue is Epilogue.RESIDUAL else None
+            want = torch.empty(n_row, n_out, device=CUDA)
+            linear_ref.bind(spec)(x, packed, want, residual)
+            assert off(product(spec, packed, x, residual), want) < 1e-3
+
+
+def test_rows_are_normed_as_the_reference_norms_them() -> None:
+    packed, spec = matrix(GGMLType.Q8_0, 300, 5120), LinearSpec(CUDA, GGMLType.Q8_0, 300, 5120)
+    launch, weight = linear_cuda.bind(spec), torch.rand(5120, device=CUDA) + 0.5
+    for dtype in (torch.float32, torch.bfloat16):
+        x = (torch.randn(19, 5120, device=CUDA) * 30).to(dtype)
+        out = torch.full((19, 300), torch.nan, device=CUDA)
+        launch.multiply(launch.rows(x, weight, 1e-6), packed, out)
+        assert off(out, linear_ref.normed(x, weight, 1e-6).double() @ unpack(packed).double().T) < 5e-4
+
+
+@pytest.mark.parametrize("producer", [False, True])
+@pytest.mark.parametrize("resident", [1, 2])
+def test_every_shape_gives_the_same_bits(producer: bool, resident: int) -> None:
+    spec = LinearSpec(CUDA, GGMLType.Q8_0, 5000, 2048)
+    packed, x = matrix(GGMLType.Q8_0, 5000, 2048), torch.randn(128, 2048, device=CUDA)
+    for shape in (Shape(8, 1, 2, 1), Shape(16, 1, 1, 2), Shape(8, 1, 2, 4), Shape(8, 2, 2, 4)):
+        shape = replace(shape, producer=producer, resident=resident)
+        launch = LinearLaunch(spec, (step(CUDA, spec.type, spec.epilogue, shape),))
+        rows = RowsLaunch(CUDA, 2048, (shape.rows,))(x[: shape.rows])
+        for _ in range(10):
+            out = torch.full((shape.rows, 5000), torch.nan, device=CUDA)
+            launch.multiply(rows, packed, out)
+            assert torch.equal(out, product(spec, packed, x[: shape.rows]))
+
+
+def test_a_captured_product_replays_with_new_rows() -> None:
+    packed, spec = matrix(GGMLType.Q8_0, 5120, 1024), LinearSpec(CUDA, GGMLType.Q8_0, 5120, 1024)
+    launch, x, out = linear_cuda.bind(spec), torch.randn(8, 1024, device=CUDA), torch.empty(8, 5120, device=CUDA)
+    launch(x, packed, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch(x, packed, out)
+    for _ in range(20):
+        x.normal_()
+        graph.replay()
+        assert torch.equal(out, product(spec, packed, x))
+
+
+def test_the_op_takes_the_kernel_after_checking_it() -> None:
+    spec = LinearSpec(CUDA, GGMLType.Q8_0, 96, 1024)
+    assert dict(linear.choices(spec)) == {"cuda": None, "torch": None}

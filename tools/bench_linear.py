@@ -1,0 +1,109 @@
+"""Time `linear` on this GPU: milliseconds, GB/s and share of the floor for a model's matrices, graphs of many launches.
+
+Weights rotate so that each launch reads from memory. `python tools/bench_linear.py [rows ...]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable
+
+import torch
+
+from pyspec.cuda.kernels import linear_cuda
+from pyspec.cuda.kernels.linear_cuda import LinearLaunch, Shape
+from pyspec.cuda.kernels.linear_pack import RECORDS, Packed, n_chunks, n_groups
+from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
+from pyspec.gguf import GGMLType
+
+FLOOR = 4.3e12  # bytes a second a device-to-device copy moves on an H200
+MATRICES = ((34816, 5120), (5120, 17408), (16480, 5120), (5120, 6144), (14336, 5120), (248320, 5120))
+EXTRA = (
+    *(Shape(16, 1, 1, n, True) for n in (1, 2, 4, 8)),
+    *(Shape(8, 1, 2, n, True) for n in (1, 2, 4, 8, 12, 16)),
+    *(Shape(8, 1, 2, n, True, 2) for n in (1, 2, 4)),
+    *(Shape(8, 1, 2, n, False, 2) for n in (1, 2, 4)),
+    Shape(8, 2, 2, 8),
+)
+HALVES = {GGMLType.Q8_0: 64, GGMLType.Q4_0: 128, GGMLType.Q4_K: 64, GGMLType.Q6_K: 32}  # bytes of a record
+DEVICE = torch.device("cuda", 0)
+
+
+def random_packed(type: GGMLType, n_out: int, n_in: int) -> Packed:
+    """Random codes; the half floats that end each record are small and finite."""
+    n_record = n_groups(n_out) * n_chunks(type, n_in)
+    data = torch.randint(0, 256, (n_record, RECORDS[type]), dtype=torch.uint8, device=DEVICE)
+    data[:, -HALVES[type] :] &= 0x1F
+    return Packed(data.view(-1), type, n_out, n_in)
+
+
+def graph_us(launches: list[Callable[[], None]], repeats: int = 7) -> float:
+    """Median microseconds of one launch in a captured row of all of them."""
+    for launch in launches:
+        launch()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in "se")
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(launches))
+    return statistics.median(times)
+
+
+def time_matrix(
+    spec: LinearSpec, weights: list[Packed], rows: int, overlap: bool, shape: Shape | None = None
+) -> tuple[float, float]:
+    """(product, product with its rows prepared) in microseconds."""
+    launch = linear_cuda.bind(spec)
+    launch.rows.overlap = overlap
+    if shape is not None:
+        launch = LinearLaunch(spec, (linear_cuda.step(DEVICE, spec.type, spec.epilogue, shape),))
+    x, out = torch.randn(rows, spec.n_in, device=DEVICE), torch.empty(rows, spec.n_out, device=DEVICE)
+    ready = linear_cuda.RowsLaunch(DEVICE, spec.n_in, tuple(launch.steps))(x)
+    turns = weights * max(2, 24 // len(weights))
+    alone = graph_us([lambda w=w: launch.multiply(ready, w, out) for w in turns])
+    return alone, graph_us([lambda w=w: launch(x, w, out) for w in turns]) if shape is None else 0.0
+
+
+def time_bf16(n_out: int, n_in: int, rows: int) -> float:
+    weights = [torch.randn(n_out, n_in, device=DEVICE, dtype=torch.bfloat16) for _ in range(4)]
+    x = torch.randn(rows, n_in, device=DEVICE, dtype=torch.bfloat16)
+    return graph_us([lambda w=weights[i % 4]: x @ w.T for i in range(24)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("rows", type=int, nargs="*", default=[1, 8, 16, 24, 32, 48, 64, 96, 128])
+    parser.add_argument("--types", default="Q8_0")
+    parser.add_argument("--matrices", type=int, default=len(MATRICES))
+    parser.add_argument("--alone", action="store_true", help="no programmatic launches")
+    parser.add_argument("--shapes", action="store_true", help="time other shapes and cuBLAS bf16 as well")
+    args = parser.parse_args()
+    for type in (GGMLType[name] for name in args.types.split(",")):
+        for n_out, n_in in MATRICES[: args.matrices]:
+            spec = LinearSpec(DEVICE, type, n_out, n_in, Epilogue.PLAIN)
+            n_bytes = n_groups(n_out) * n_chunks(type, n_in) * RECORDS[type]
+            weights = [random_packed(type, n_out, n_in) for _ in range(min(8, 1 + int(6e8 / n_bytes)))]
+            print(f"{type.name} {n_out} x {n_in}: floor {n_bytes / FLOOR * 1e6:.1f} us")
+            for rows in args.rows:
+                us, both = time_matrix(spec, weights, rows, not args.alone)
+                share = n_bytes / us / 1e-6 / FLOOR
+                line = f"  {rows:4} rows {us:8.1f} us {n_bytes / us / 1e3:7.0f} GB/s {share:5.0%} with rows {both:8.1f}"
+                if args.shapes and n_out < 100_000:
+                    line += f" cublas bf16 {time_bf16(n_out, n_in, rows):8.1f}"
+                print(line, flush=True)
+            for shape in EXTRA if args.shapes else ():
+                us, _ = time_matrix(spec, weights, shape.rows, not args.alone, shape)
+                print(f"  {shape} {shape.rows} rows: {us:.1f} us", flush=True)
+
+
+if __name__ == "__main__":
+    main()
