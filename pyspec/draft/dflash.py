@@ -56,7 +56,7 @@ def _layers(file: GGUFFile, n_layer: int) -> tuple[tuple[int, ...], tuple[bool, 
     pattern = [window > 0] * n_layer
     has_pattern = f"{a}.attention.sliding_window_pattern" in file.metadata
     if has_pattern:
-        pattern = [bool(x) for x in file.get_array(f"{a}.attention.sliding_window_pattern")]
+        pattern = [bool(x) for x in file.get_numbers(f"{a}.attention.sliding_window_pattern")]
         if len(pattern) != n_layer:
             raise ModelError(f"{a}.attention.sliding_window_pattern has {len(pattern)} entries for {n_layer} layers")
         if any(pattern) and window < 1:
@@ -101,7 +101,7 @@ def read_config(file: GGUFFile) -> DFlashConfig:
     if n_layer < 1 or n_kv < 1 or n_head % n_kv:
         raise ModelError(f"{n_layer} layers, {n_head} heads, {n_kv} key heads: not a drafter")
     windows, causal = _layers(file, n_layer)
-    stored = file.get_array(f"{a}.dflash.target_layer_ids" if a == FORK else f"{a}.target_layers")
+    stored = file.get_numbers(f"{a}.dflash.target_layer_ids" if a == FORK else f"{a}.target_layers")
     mask = f"{a}.dflash.mask_token_id" if a == FORK else "tokenizer.ggml.mask_token_id"
     return DFlashConfig(
         n_embd=n_embd,

@@ -27,7 +27,7 @@ def recurrent_layers(file: GGUFFile, n_layer: int) -> Sequence[bool]:
     """Which trunk layers are Gated DeltaNet: the explicit list if the file has it, else the interval rule."""
     a = file.architecture
     if f"{a}.attention.recurrent_layers" in file.metadata:
-        flags = [bool(x) for x in file.get_array(f"{a}.attention.recurrent_layers")]
+        flags = [bool(x) for x in file.get_numbers(f"{a}.attention.recurrent_layers")]
         if len(flags) < n_layer:
             raise ModelError(f"{a}.attention.recurrent_layers has {len(flags)} entries for {n_layer} layers")
         return flags[:n_layer]
@@ -42,7 +42,7 @@ def read(file: GGUFFile) -> DecoderConfig:
     n_block, n_nextn = file.get_int("qwen35.block_count"), file.get_int("qwen35.nextn_predict_layers", 0)
     if not 0 <= n_nextn < n_block:
         raise ModelError(f"{n_nextn} MTP blocks among {n_block} blocks (qwen35.nextn_predict_layers, block_count)")
-    sections = file.get_array("qwen35.rope.dimension_sections")
+    sections = file.get_numbers("qwen35.rope.dimension_sections")
     n_rot = file.get_int("qwen35.rope.dimension_count")
     if 2 * sum(int(x) for x in sections) < n_rot:
         raise ModelError(f"rope sections {[int(x) for x in sections]} cover fewer than {n_rot // 2} frequencies")
