@@ -8,14 +8,14 @@
 //   seq_start    [seq + 1]                   int32
 //   part         [item, column, dim]         f32    unnormalised sums of an item
 //   part_ml      [item, column, 2]           f32    maximum (log2) and sum of weights
-//   plan         [1 + 3 * MAX_SEQ]           int32  ranges per item; first item, first split, tiles of each sequence
+//   plan         [1 + 3 * MAX_SEQ]           int32  ranges per item; first item, first split, tiles by sequence
 //   out          [row, n_head, dim]          f32
 //   fault        [5]                         int32  see bounds.cuh
 //
 // Swap form: keys on the M side of m16n8k16, packed (row, head of the group) columns on N in eights, so a group of 6 and
 // one of 16 waste fewer than 8 columns. A block has DIM / 32 warps and takes RANGE = DIM keys at a time: for S = K Q each
-// warp owns 32 keys, for O = V P each owns 32 dims, so every K and V element is loaded by one thread, through a queue in
-// shared memory that only this thread writes and reads (cp.async, no barrier, no bank conflict).
+// warp owns 32 keys, for O = V P each owns 32 dims, so every K and V element is loaded by one warp, through a queue in
+// shared memory that only this warp writes and reads (cp.async, no block barrier, no bank conflict).
 //
 // Bits: a column never mixes with another; a range starts at a multiple of RANGE and is reduced in one order; ranges are
 // folded in order into splits of 1,024 keys and splits in order into the row. An item is one range or one split, whichever
@@ -50,20 +50,19 @@ struct alignas(16) Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the launcher asks for another size");
 
-__device__ __forceinline__ u32 pack(float a, float b) {
-#if KV_BF16
-  return static_cast<u32>(f32_to_bf16(a)) | static_cast<u32>(f32_to_bf16(b)) << 16;
-#else
-  return static_cast<u32>(f32_to_f16(a)) | static_cast<u32>(f32_to_f16(b)) << 16;
-#endif
-}
-
-__device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
 #if KV_BF16
 #define ATTEND_T "bf16"
 #else
 #define ATTEND_T "f16"
 #endif
+
+__device__ __forceinline__ u32 pack(float low, float high) {
+  u32 both;
+  asm("cvt.rn." ATTEND_T "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+
+__device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." ATTEND_T "." ATTEND_T
                ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
@@ -73,7 +72,9 @@ __device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a
 __device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
 __device__ __forceinline__ void copy16(u32 to, const void* from, bool real) {  // zeros when not real
-  asm volatile("cp.async.cg.shared.global.L2::" L2_FETCH " [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::" L2_FETCH " [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(real ? 16 : 0)
+               : "memory");
 }
 // The merge starts while the last parts are written, and waits here for all of them (from 9.0).
 __device__ __forceinline__ void wait_for_parts() {
@@ -520,24 +521,32 @@ attend_split(const float* q, const u16* k, const u16* v, const i64* page_table, 
   let_merge_start();
 }
 
+struct MergeArgs {
+  const float *part, *part_ml;
+  const int* plan;
+  const i64 *positions, *lo, *hi;
+  const int *row_seq, *seq_start;
+  float* out;
+  int n_seq, n_head, n_kv, max_key, window, max_item;
+  int* fault;
+};
+
 // Ranges fold into splits, splits into the row, in order. One warp per row, head and 128 dims, BATCH partials in flight.
 // Grid (row, head * PIECES / 4), block 128.
-extern "C" __global__ void __launch_bounds__(128)
-attend_merge(const float* part, const float* part_ml, const int* plan, const i64* positions, const i64* lo, const i64* hi,
-             const int* row_seq, const int* seq_start, float* out, int n_seq, int n_head, int n_kv, int max_key,
-             int window, int max_item, int* fault) {
-  constexpr int PIECES = (DIM + 127) / 128, BATCH = 16;
+template <int BATCH>
+__device__ __forceinline__ void merge(const MergeArgs& a) {
+  constexpr int PIECES = (DIM + 127) / 128;
   const int row = blockIdx.x, warp = blockIdx.y * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
   const int head = warp / PIECES, dim = warp % PIECES * 128 + 4 * lane;
-  if (head >= n_head) return;
-  Seen seen = seen_by(positions[row], lo[row], hi[row], window, max_key);
-  const int of = row_seq[row], seq = of < 0 ? 0 : clamped(of, n_seq, OP_ID, -1, fault);
+  if (head >= a.n_head) return;
+  Seen seen = seen_by(a.positions[row], a.lo[row], a.hi[row], a.window, a.max_key);
+  const int of = a.row_seq[row], seq = of < 0 ? 0 : clamped(of, a.n_seq, OP_ID, -1, a.fault);
   if (of < 0) seen = {0, 0};
-  const int group = n_head / n_kv, col = (row - seq_start[seq]) * group + head % group;
+  const int group = a.n_head / a.n_kv, col = (row - a.seq_start[seq]) * group + head % group;
   wait_for_parts();
-  const int per_item = plan[0], tiles = plan[1 + 2 * MAX_SEQ + seq], keys = per_item * RANGE;
-  const int stride = tiles * n_kv;  // items from one split to the next
-  const int at0 = plan[1 + seq] + (head / group) * tiles + col / COLS - plan[1 + MAX_SEQ + seq] * stride;
+  const int per_item = a.plan[0], tiles = a.plan[1 + 2 * MAX_SEQ + seq], keys = per_item * RANGE;
+  const int stride = tiles * a.n_kv;  // items from one split to the next
+  const int at0 = a.plan[1 + seq] + (head / group) * tiles + col / COLS - a.plan[1 + MAX_SEQ + seq] * stride;
   const int first = seen.lo / keys, end = seen.hi > seen.lo ? (seen.hi - 1) / keys + 1 : first;
 
   Running<1> row_sum, split_sum;
@@ -546,12 +555,12 @@ attend_merge(const float* part, const float* part_ml, const int* plan, const i64
     float4 o[BATCH][1];
 #pragma unroll
     for (int j = 0; j < BATCH; j++) {
-      const int item = i0 + j < end ? clamped(at0 + (i0 + j) * stride, max_item, OP_ID, seq, fault) : 0;
+      const int item = i0 + j < end ? clamped(at0 + (i0 + j) * stride, a.max_item, OP_ID, seq, a.fault) : 0;
       const i64 at = static_cast<i64>(item) * COLS + col % COLS;
       ml[j] = make_float2(none_seen(), 0.f);
       if (i0 + j < end && dim < DIM) {
-        ml[j] = *reinterpret_cast<const float2*>(part_ml + 2 * at);
-        o[j][0] = *reinterpret_cast<const float4*>(part + at * DIM + dim);
+        ml[j] = *reinterpret_cast<const float2*>(a.part_ml + 2 * at);
+        o[j][0] = *reinterpret_cast<const float4*>(a.part + at * DIM + dim);
       }
     }
 #pragma unroll
@@ -571,6 +580,17 @@ attend_merge(const float* part, const float* part_ml, const int* plan, const i64
   const float one_over = row_sum.l > 0.f ? __frcp_rn(row_sum.l) : 0.f;
   const float4 y = row_sum.o[0];
   if (dim < DIM)
-    *reinterpret_cast<float4*>(out + (static_cast<i64>(row) * n_head + head) * DIM + dim) =
+    *reinterpret_cast<float4*>(a.out + (static_cast<i64>(row) * a.n_head + head) * DIM + dim) =
         make_float4(y.x * one_over, y.y * one_over, y.z * one_over, y.w * one_over);
 }
+
+#define MERGE_ARGS                                                                                                  \
+  const float *part, const float *part_ml, const int *plan, const i64 *positions, const i64 *lo, const i64 *hi,     \
+      const int *row_seq, const int *seq_start, float *out, int n_seq, int n_head, int n_kv, int max_key, int window, \
+      int max_item, int *fault
+#define MERGE_VALUES \
+  {part, part_ml, plan, positions, lo, hi, row_seq, seq_start, out, n_seq, n_head, n_kv, max_key, window, max_item, fault}
+
+// Few rows with many partials each want loads in flight, many rows want many warps: the same sums.
+extern "C" __global__ void __launch_bounds__(128) attend_merge_long(MERGE_ARGS) { merge<16>(MERGE_VALUES); }
+extern "C" __global__ void __launch_bounds__(128, 8) attend_merge_wide(MERGE_ARGS) { merge<4>(MERGE_VALUES); }

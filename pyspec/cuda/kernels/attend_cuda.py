@@ -1,7 +1,8 @@
 """`attend` for NVIDIA GPUs: tensor cores and split keys for f16 and bf16 pools, a plain kernel for the rest.
 
-Same contract as attend_ref. All lengths, ranges and pages are read on the device, so a captured graph may be replayed for
-any batch of as many rows, sequences and page columns. A row's bits depend on its own keys only. Rows with row_seq -1 come
+Same contract as attend_ref; q and the weights are rounded to the pool's dtype, so a row errs by 1e-3 of its norm with f16
+and 9e-3 with bf16. All lengths, ranges and pages are read on the device: a captured graph may be replayed for any batch of
+as many rows, sequences and page columns. A row's bits depend on its own keys only. Rows with row_seq -1 come
 out as zeros. A value that is NaN reaches every row of its sequence in the same tile, as in the reference.
 """
 
@@ -27,6 +28,7 @@ DIMS = (64, 128, 256)
 N_TILES = (1, 2, 3, 4, 6)  # columns of a block in eights
 SPLIT, MAX_SEQ, STEP_BYTES = 1024, 128, 2048  # as in attend_fold.cuh and attend.cu
 MAX_DEPTH = 6
+WIDE_WARPS = 1536  # of the merge: about as many as fit an H200 when each keeps 16 partials in registers
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 SPLIT_ARGS = "ppp" + "pppp" + "pp" + "pppp" + "iiiiiiiii" + "f"
 MERGE_ARGS = "ppp" + "ppp" + "pp" + "p" + "iiiiii" + "p"
@@ -81,6 +83,11 @@ class Shape:
         size = fragments + columns + SPLIT // 16 * 4 + 4 * (4 * MAX_SEQ + 1) + 4 + 16
         return -(-size // 16) * 16
 
+    @property
+    def resident(self) -> int:
+        """Blocks that run at once on a multiprocessor."""
+        return min(self.blocks, room_of(self.arch) // (self.shared_bytes + 1024))
+
     def defines(self) -> dict[str, int | str]:
         return {
             "DIM": self.dim,
@@ -94,16 +101,17 @@ class Shape:
         }
 
 
-def shape_for(dim: int, n_tile: int, bf16: bool, arch: str) -> Shape:
-    """As many blocks as compile without spills, and the deepest queue that lets them fit.
+def room_of(arch: str) -> int:
+    """Bytes of shared memory of a multiprocessor; a block takes 1 KB more than it asks for."""
+    return {"sm_80": 164, "sm_87": 164, "sm_90a": 228, "sm_100a": 228}.get(arch, 100) * 1024
 
-    A block may have 99 KB where multiprocessors have 100 KB (8.6, 8.9, 12.x), else its share of 160 or 224 KB.
-    """
-    blocks = {1: 16, 2: 16, 3: 16, 4: 12, 6: 8}[n_tile] * 32 // dim
-    small = arch.startswith(("sm_86", "sm_89", "sm_12"))
-    room = 99 * 1024 if small else (160 if arch == "sm_80" else 224) * 1024 // blocks
-    shapes = [Shape(dim, n_tile, bf16, arch, blocks, depth) for depth in range(MAX_DEPTH, 1, -1)]
-    return next((s for s in shapes if s.shared_bytes <= room), shapes[-1])
+
+def shape_for(dim: int, n_tile: int, bf16: bool, arch: str) -> Shape:
+    """As many warps as compile without spills, then the depth that keeps most bytes in flight on a multiprocessor."""
+    large = room_of(arch) > 200 * 1024
+    warps = {1: 24 if large and dim == 256 else 16, 2: 16, 3: 16, 4: 12, 6: 8}[n_tile]
+    shapes = [Shape(dim, n_tile, bf16, arch, warps * 32 // dim, depth) for depth in range(2, MAX_DEPTH + 1)]
+    return max(shapes, key=lambda s: (s.resident * s.depth, s.resident))
 
 
 def n_tile_for(columns: int) -> int:
@@ -121,7 +129,8 @@ def fault_record(device: torch.device) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class Kernels:
     split: jit.Kernel
-    merge: jit.Kernel
+    merge_long: jit.Kernel
+    merge_wide: jit.Kernel
     grid: int
     shape: Shape
 
@@ -131,7 +140,8 @@ def _kernels(shape: Shape, device: torch.device) -> Kernels:
     code = jit.compile_cubin("attend", shape.arch, shape.defines())
     split = code.kernel("attend_split", SPLIT_ARGS).allow_shared(shape.shared_bytes)
     n_sm = torch.cuda.get_device_properties(device).multi_processor_count
-    return Kernels(split, code.kernel("attend_merge", MERGE_ARGS), n_sm * shape.blocks, shape)
+    merges = [code.kernel(f"attend_merge_{name}", MERGE_ARGS) for name in ("long", "wide")]
+    return Kernels(split, *merges, n_sm * shape.resident, shape)
 
 
 @cache
@@ -225,7 +235,9 @@ def bind(spec: AttendSpec, *, shape: Shape | None = None) -> Callable[[Tensor, K
         args = [part, part_ml, spaces.plan, *seen, *rows, out, i32(n_seq), *heads]
         args += [i32(n_key), i32(window), i32(n_item), fault]
         pieces = -(-spec.head_dim // 128)
-        kernels.merge.launch((n_row, -(-spec.n_head * pieces // 4)), 128, args, overlap=overlap)
+        n_warp = n_row * spec.n_head * pieces
+        merge = kernels.merge_wide if n_warp > WIDE_WARPS else kernels.merge_long
+        merge.launch((n_row, -(-spec.n_head * pieces // 4)), 128, args, overlap=overlap)
         return out
 
     return attend
