@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.kernels import attend_ref
-from pyspec.cuda.kernels.attend_cases import check
+from pyspec.cuda.kernels.attend import check
 from pyspec.cuda.kernels.attend_ref import AttendSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import KVPool
@@ -17,15 +17,15 @@ def test_the_reference_passes() -> None:
     assert check(REFERENCE, REFERENCE, SPEC) is None
 
 
-def test_a_launch_that_forgets_the_window_is_named() -> None:
+def test_a_launch_that_forgets_the_window_is_refused() -> None:
     def forgets(q: Tensor, pool: KVPool, batch: Batch, window: int) -> Tensor:
         return REFERENCE(q, pool, batch, 0)
 
-    assert "window 40" in (check(forgets, REFERENCE, SPEC) or "")
+    assert "differs" in (check(forgets, REFERENCE, SPEC) or "")
 
 
 def test_a_launch_that_reads_what_nobody_wrote_is_refused() -> None:
     def leaks(q: Tensor, pool: KVPool, batch: Batch, window: int) -> Tensor:
         return REFERENCE(q, pool, batch, window) + 0 * pool.v.sum()
 
-    assert "differs by inf" in (check(leaks, REFERENCE, SPEC) or "")
+    assert "differs from the reference by inf" in (check(leaks, REFERENCE, SPEC) or "")

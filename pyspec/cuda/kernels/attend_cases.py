@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from pyspec.cuda.kernels.attend_ref import AttendSpec
 from pyspec.slots.batch import Batch, Seq
 from pyspec.slots.memory import KVPool
-
-Attend = Callable[[Tensor, KVPool, Batch, int], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,17 +159,3 @@ def worst(out: Tensor, want: Tensor) -> float:
         return float("inf")
     error = (out.double() - want.double()).norm(dim=-1) / want.double().norm(dim=-1)
     return float(error.max())
-
-
-def check(launch: Attend, reference: Attend, spec: AttendSpec) -> str | None:
-    """What differs from the reference on ragged rows of the spec's own shape; None if nothing does."""
-    for dtype, allowed in TOLERANCE.items():
-        shape = (spec.n_head, spec.n_kv_head, spec.head_dim, dtype)
-        for window, block in ((0, False), (40, True)):
-            made = make(Case(*shape, ((0, 3), (600, 1), (70, 16)), 16, window, block), spec.device)
-            error = worst(
-                launch(made.q, made.pool, made.batch, window), reference(made.q, made.pool, made.plain, window)
-            )
-            if not error < allowed:
-                return f"differs by {error:.1e} with {dtype} keys and window {window} (allowed: {allowed:.1e})"
-    return None
