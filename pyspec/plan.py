@@ -85,9 +85,9 @@ def memory_bytes(
 def pick_dense(file: GGUFFile, device: torch.device, wanted: str) -> torch.dtype | None:
     """The dtype matrices are unpacked to, or None to keep them packed.
 
-    Plain torch has no product with packed blocks, so unpacked wins wherever it fits.
+    CPUs have no product with packed blocks, so unpacked wins wherever it fits. GPUs keep them packed for the kernels.
     """
-    if wanted == "packed":
+    if wanted == "packed" or (wanted == "auto" and device.type == "cuda"):
         return None
     exact = device.type == "cpu" or all(t.type.name == "F32" for t in file.tensors.values() if len(t.shape) > 1)
     dense = torch.float32 if exact else torch.bfloat16

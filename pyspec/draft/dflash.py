@@ -175,7 +175,8 @@ class DFlashNet:
         self.rope = Rope(c.n_rot, c.rope_base, neox=True, divisors=w.optional("rope_freqs.weight"))
         n_layer = len(c.windows)
         self.attention = [Attention(w, f"blk.{i}", c.attention, self.rope, c.eps) for i in range(n_layer)]
-        self.context = [a.qkv.part(1) for a in self.attention]  # k and v of context rows: the block's own weights
+        # k and v of context rows are made with the block's own weights
+        self.context = [w.matrix(f"blk.{i}.attn_k.weight", f"blk.{i}.attn_v.weight") for i in range(n_layer)]
         self.ffn = [FeedForward(w, f"blk.{i}") for i in range(n_layer)]
         self.norms = [
             (w.vector(f"blk.{i}.attn_norm.weight"), w.vector(f"blk.{i}.ffn_norm.weight")) for i in range(n_layer)

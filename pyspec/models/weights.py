@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.kernels.dequant_ref import dequantize, dequantize_rows
+from pyspec.cuda.kernels.linear import linear
+from pyspec.cuda.kernels.linear_pack import Packed, repack
+from pyspec.cuda.kernels.linear_ref import LinearSpec
 from pyspec.errors import BadTensors
-from pyspec.gguf import GGUFFile, TensorInfo
+from pyspec.gguf import GGMLType, GGUFFile, TensorInfo
+
+PLAIN = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
+PROBE_ROWS = 272  # of the matrix a kernel is checked with
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,59 +48,74 @@ def check_tensors(file: GGUFFile, wants: Mapping[str, Want], alias: Mapping[str,
         raise BadTensors(f"{len(bad)} tensors do not fit {file.architecture}: " + "; ".join(bad))
 
 
-class Matrix:
-    """y = x W^T for a weight [out, in]: dense, or packed as in the file and unpacked at each use.
+class Matrix(Protocol):
+    """y = x W^T for a weight [out, in]: x [row, in] f32 -> [row, out] f32."""
 
-    x [row, in] f32 -> [row, out] f32.
-    """
+    def __call__(self, x: Tensor) -> Tensor: ...
 
-    def __init__(
-        self, dense: Tensor | None, packed: Sequence[tuple[Tensor, TensorInfo, float]], parts: Sequence[int], n_in: int
-    ) -> None:
-        self.dense, self.packed, self.parts = dense, packed, parts
-        self.shape = (sum(parts), n_in)
 
-    def part(self, first: int) -> Matrix:
-        """The parts from number `first` on, as a matrix of its own that shares the memory."""
-        dense = None if self.dense is None else self.dense[sum(self.parts[:first]) :]
-        return Matrix(dense, self.packed[first:], self.parts[first:], self.shape[1])
+class Dense:
+    """An unpacked weight [out, in]."""
 
-    def weight(self) -> Tensor:
-        """[out, in] dense."""
-        if self.dense is not None:
-            return self.dense
-        parts = [dequantize(raw, info.type, info.shape) * scale for raw, info, scale in self.packed]
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        w = self.weight()
-        return F.linear(x.to(w.dtype), w).float()
+        return F.linear(x.to(self.weight.dtype), self.weight).float()
 
-    @property
-    def n_bytes(self) -> int:
-        if self.dense is not None:
-            return self.dense.numel() * self.dense.element_size()
-        return sum(raw.numel() for raw, _, _ in self.packed)
+
+class Unpacked:
+    """Parts as in the file, unpacked at each use: right everywhere, slow."""
+
+    def __init__(self, parts: Sequence[tuple[Tensor, TensorInfo, float]]) -> None:
+        self.parts = parts
+
+    def __call__(self, x: Tensor) -> Tensor:
+        weights = [dequantize(raw, info.type, info.shape) * scale for raw, info, scale in self.parts]
+        return F.linear(x, torch.cat(weights) if len(weights) > 1 else weights[0])
+
+
+class Streamed:
+    """A weight repacked for the `linear` kernel, which reads it once for up to 128 rows."""
+
+    def __init__(self, packed: Packed, launch: Callable[..., object]) -> None:
+        self.packed, self.launch = packed, launch
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = torch.empty(x.shape[0], self.packed.n_out, dtype=torch.float32, device=x.device)
+        self.launch(x, self.packed, out)
+        return out
+
+
+class Joined:
+    """Matrices of one input, their outputs side by side."""
+
+    def __init__(self, matrices: Sequence[Matrix]) -> None:
+        self.matrices = matrices
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.cat([m(x) for m in self.matrices], -1)
 
 
 class Embedding:
-    """Rows of a table by token id; a packed table is unpacked for the asked rows only."""
+    """Rows of a table by token id; only the asked rows are unpacked.
 
-    def __init__(self, matrix: Matrix) -> None:
-        self.matrix = matrix
+    raw [token, bytes of a row] uint8 of `type`.
+    """
+
+    def __init__(self, raw: Tensor, type: GGMLType, scale: float) -> None:
+        self.raw, self.type, self.scale = raw, type, scale
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        m = self.matrix
-        if m.dense is not None:
-            return m.dense[tokens].float()
-        raw, info, scale = m.packed[0]
-        return dequantize_rows(raw.view(m.shape[0], -1), info.type, tokens) * scale
+        rows = dequantize_rows(self.raw, self.type, tokens)
+        return rows if self.scale == 1.0 else rows * self.scale
 
 
 class Weights:
     """A file's tensors, brought to a device.
 
-    `dense`: the dtype matrices are unpacked to at load; None keeps them packed (less memory, slower without kernels).
+    `dense`: the dtype matrices are unpacked to at load; None keeps them packed, for the kernels on a GPU, or
+    unpacked at each use on a CPU (less memory, slow).
     """
 
     def __init__(
@@ -124,21 +147,48 @@ class Weights:
         return self._shared[names]
 
     def _load(self, names: Sequence[str]) -> Matrix:
+        if self.dense is not None:
+            return Dense(self._dense(names, self.dense))
+        if self.device.type != "cuda":
+            return Unpacked([(self._raw(n), self._info(n), self._scale(n)) for n in names])
+        runs = groupby(names, key=lambda n: (self._streams(n), self._info(n).type if self._streams(n) else None))
+        parts = [self._stream(list(run)) if kernel else self._exact(list(run)) for (kernel, _), run in runs]
+        return parts[0] if len(parts) == 1 else Joined(parts)
+
+    def _streams(self, name: str) -> bool:
+        """Whether the kernel takes this tensor; asked of a small matrix, since the check would unpack a large one."""
+        info = self._info(name)
+        if len(info.shape) != 2 or info.type in PLAIN or self._scale(name) != 1.0:
+            return False
+        return (
+            linear.chosen(LinearSpec(self.device, info.type, PROBE_ROWS, info.shape[1])).name != linear.reference.name
+        )
+
+    def _stream(self, names: Sequence[str]) -> Matrix:
         infos = [self._info(n) for n in names]
-        parts, n_in = [i.shape[0] for i in infos], infos[0].shape[-1]
-        if self.dense is None:
-            packed = [(self._raw(n), i, self._scale(n)) for n, i in zip(names, infos, strict=True)]
-            return Matrix(None, packed, parts, n_in)
-        whole = torch.empty(sum(parts), n_in, dtype=self.dense, device=self.device)
+        n_out, n_in, kind = sum(i.shape[0] for i in infos), infos[0].shape[1], infos[0].type
+        impl = linear.chosen(LinearSpec(self.device, kind, PROBE_ROWS, n_in))
+        raw = torch.cat([self._raw(n) for n in names])
+        return Streamed(repack(raw, kind, (n_out, n_in)), impl.bind(LinearSpec(self.device, kind, n_out, n_in)))
+
+    def _exact(self, names: Sequence[str]) -> Matrix:
+        """Without a kernel: f32 as it is, the rest as bf16."""
+        is_f32 = all(self._info(n).type is GGMLType.F32 for n in names)
+        return Dense(self._dense(names, torch.float32 if is_f32 else torch.bfloat16))
+
+    def _dense(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
+        infos = [self._info(n) for n in names]
+        whole = torch.empty(sum(i.shape[0] for i in infos), infos[0].shape[-1], dtype=dtype, device=self.device)
         at = 0
         for n, i in zip(names, infos, strict=True):
             part = dequantize(self._raw(n), i.type, i.shape)
             whole[at : at + i.shape[0]] = part if (s := self._scale(n)) == 1.0 else part * s
             at += i.shape[0]
-        return Matrix(whole, (), parts, n_in)
+        return whole
 
     def embedding(self, name: str) -> Embedding:
-        return Embedding(self.matrix(name))
+        info = self._info(name)
+        return Embedding(self._raw(name).view(info.shape[0], -1), info.type, self._scale(name))
 
     def vector(self, name: str) -> Tensor:
         """A small tensor in f32, shape as in the file."""

@@ -118,7 +118,7 @@ def dense_reference(
             + (F.silu(f @ t(f"{p}.ffn_gate.weight").T) * (f @ t(f"{p}.ffn_up.weight").T)) @ t(f"{p}.ffn_down.weight").T
         )
     y = norm(x, t("output_norm.weight"))
-    head = t("output.weight").T if "output.weight" in file.tensors else bench.target.output.weight().double().T
+    head = t("output.weight").T if "output.weight" in file.tensors else bench.target.output.weight.double().T
     return y @ head
 
 
