@@ -162,7 +162,7 @@ class Controller:
             picked, why = [0] * len(caps), "measuring an undrafted round"
         else:
             picked, why = self._best(caps)
-            picked = [self._probe(slot, cap, n) for (slot, cap), n in zip(caps, picked, strict=True)]
+            picked = self._probe(caps, picked)
         for (slot, cap), n in zip(caps, picked, strict=True):
             lane = self.lanes[slot]
             lane.n_draft, lane.reason = (
@@ -176,12 +176,15 @@ class Controller:
     def _plain_is_stale(self, busy: int) -> bool:
         return not self.verify_ms.knows(busy) or self.since_plain >= PLAIN_EVERY
 
-    def _probe(self, slot: int, cap: int, n: int) -> int:
-        lane = self.lanes[slot]
-        if n or lane.silent < lane.probe_in:
-            return n
-        lane.probe_in = min(2 * lane.probe_in, PROBE_LAST)
-        return min(cap, PROBE_DRAFT)
+    def _probe(self, caps: Sequence[tuple[int, int]], picked: list[int]) -> list[int]:
+        """When one silent slot is due for a try, all silent ones try: they share the cost of one draft."""
+        silent = [(i, self.lanes[slot]) for i, (slot, _) in enumerate(caps) if picked[i] == 0]
+        if not any(lane.silent >= lane.probe_in for _, lane in silent):
+            return picked
+        for i, lane in silent:
+            lane.probe_in = min(2 * lane.probe_in, PROBE_LAST)
+            picked[i] = min(caps[i][1], 1 if self.chained else PROBE_DRAFT)
+        return picked
 
     def _best(self, caps: Sequence[tuple[int, int]]) -> tuple[list[int], str]:
         busy = len(caps)
