@@ -20,8 +20,8 @@ from pyspec.loop import Loop
 from pyspec.models import read_config
 from pyspec.models.decoder import Decoder, DecoderConfig, decoder_tensors
 from pyspec.models.target import allocate
-from pyspec.models.weights import Weights, check_tensors, weight_bytes
-from pyspec.plan import MemoryPlan, check_fit, memory_bytes, pick_dense
+from pyspec.models.weights import Weights, check_tensors, weight_bytes, wide_bytes
+from pyspec.plan import MemoryPlan, check_fit, memory_bytes, pick_dense, with_copies
 from pyspec.request import EngineInfo
 from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.arena import Arena
@@ -139,7 +139,7 @@ def _memory_plan(
 
 
 def _drafter(
-    d: DraftPlan, target: Decoder, table: SlotTable, s: EngineSettings, dense: torch.dtype | None
+    d: DraftPlan, target: Decoder, table: SlotTable, s: EngineSettings, dense: torch.dtype | None, wide: bool
 ) -> Drafter | None:
     if d.kind == "none":
         return None
@@ -148,7 +148,7 @@ def _drafter(
     assert d.file is not None
     build = import_module(DRAFTERS[d.kind]).load
     kv = DTYPES[s.kv_type]
-    return build(d.file, target, table, n_draft=d.n_draft, p_min=s.draft_p_min, kv_dtype=kv, dense=dense)
+    return build(d.file, target, table, n_draft=d.n_draft, p_min=s.draft_p_min, kv_dtype=kv, dense=dense, wide=wide)
 
 
 def load(path: Path, settings: EngineSettings) -> Loaded:
@@ -173,6 +173,8 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     table = _table(settings, n_ctx, extra)
     dense = pick_dense(file, device, settings.weights)
     plan = _memory_plan(file, config, d, settings, table.n_alloc_row, dense)
+    files = [f for f in {file, d.file} if f is not None]
+    plan = with_copies(plan, sum(wide_bytes(f) for f in files) if dense is None else 0, device, settings.weights)
     check_fit(plan, device, n_slot=settings.np, n_ctx=n_ctx, packed=dense is None)
 
     kv = DTYPES[settings.kv_type]
@@ -180,8 +182,8 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     memory = allocate(
         config.memory(), n_slot=settings.np, n_row=table.n_alloc_row, width=width, kv_dtype=kv, device=device
     )
-    target = Decoder(config, Weights(file, device, dense), memory)
-    drafter = _drafter(d, target, table, settings, dense)
+    target = Decoder(config, Weights(file, device, dense, wide=plan.wide > 0), memory)
+    drafter = _drafter(d, target, table, settings, dense, plan.wide > 0)
     controller = Controller(
         settings.np, d.n_draft, chained=drafter is not None and drafter.needs.chained, fixed=settings.n_draft_fixed
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -28,10 +28,11 @@ class MemoryPlan:
     state: int
     draft_weights: int = 0
     draft_kv: int = 0
+    wide: int = 0  # f16 copies for wide batches
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv + self.state + self.draft_weights + self.draft_kv
+        return self.weights + self.kv + self.state + self.draft_weights + self.draft_kv + self.wide
 
     def __str__(self) -> str:
         parts = [
@@ -40,6 +41,7 @@ class MemoryPlan:
             ("state", self.state),
             ("draft weights", self.draft_weights),
             ("draft KV", self.draft_kv),
+            ("f16 copies", self.wide),
         ]
         return ", ".join(f"{name} {size(n)}" for name, n in parts if n) + f"; {size(self.total)} in all"
 
@@ -94,6 +96,13 @@ def pick_dense(file: GGUFFile, device: torch.device, wanted: str) -> torch.dtype
     if wanted == "dense" or weight_bytes(file, dense) < 0.6 * free_bytes(device):
         return dense
     return None
+
+
+def with_copies(plan: MemoryPlan, n_bytes: int, device: torch.device, wanted: str) -> MemoryPlan:
+    """The plan with f16 copies for wide batches, where a GPU has memory to spare and nobody asked for `packed`."""
+    if device.type != "cuda" or wanted != "auto" or plan.total + n_bytes > 0.85 * free_bytes(device):
+        return plan
+    return replace(plan, wide=n_bytes)
 
 
 def check_fit(plan: MemoryPlan, device: torch.device, *, n_slot: int, n_ctx: int, packed: bool) -> None:

@@ -177,10 +177,7 @@ class DFlashNet:
         self.attention = [Attention(w, f"blk.{i}", c.attention, self.rope, c.eps) for i in range(n_layer)]
         # k and v of context rows are made with the block's own weights
         self.context = [w.matrix(f"blk.{i}.attn_k.weight", f"blk.{i}.attn_v.weight") for i in range(n_layer)]
-        self.ffn = [FeedForward(w, f"blk.{i}") for i in range(n_layer)]
-        self.norms = [
-            (w.vector(f"blk.{i}.attn_norm.weight"), w.vector(f"blk.{i}.ffn_norm.weight")) for i in range(n_layer)
-        ]
+        self.ffn = [FeedForward(w, f"blk.{i}", c.eps) for i in range(n_layer)]
         self.fc, self.fc_norm = w.matrix("fc.weight"), w.vector("enc.output_norm.weight")
         self.norm = w.vector("output_norm.weight")
         self.embed = w.embedding("token_embd.weight") if w.has("token_embd.weight") else target.embed
@@ -201,10 +198,8 @@ class DFlashNet:
         x, angles = self.embed(batch.tokens), self.rope.angles(batch.positions)
         causal = replace(batch, hi=batch.positions + 1)
         for i, attention in enumerate(self.attention):
-            norm, ffn_norm = self.norms[i]
             seen = causal if self.c.causal[i] else batch
-            x = x + attention(rms(x, norm, self.c.eps), angles, self.memory.kv[i], seen, self.c.windows[i])
-            x = x + self.ffn[i](rms(x, ffn_norm, self.c.eps))
+            x = self.ffn[i](attention(x, angles, self.memory.kv[i], seen, self.c.windows[i]))
         return rms(x, self.norm, self.c.eps)
 
 
@@ -284,6 +279,7 @@ def load(
     p_min: float,
     kv_dtype: torch.dtype,
     dense: torch.dtype | None,
+    wide: bool = False,
 ) -> DFlash:
     """Check the pair, then load the drafter next to its target."""
     c = read_config(file)
@@ -291,5 +287,5 @@ def load(
     check_tensors(file, drafter_tensors(c, target.n_embd), c.alias)
     layers = [LayerMemory(c.attention.n_kv_head, c.attention.head_dim)] * len(c.windows)
     memory = allocate(layers, n_slot=0, n_row=table.n_alloc_row, width=0, kv_dtype=kv_dtype, device=target.device)
-    net = DFlashNet(c, Weights(file, target.device, dense, c.alias), memory, target)
+    net = DFlashNet(c, Weights(file, target.device, dense, c.alias, wide=wide), memory, target)
     return DFlash(net, table, target.device, n_draft, p_min)

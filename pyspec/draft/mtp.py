@@ -188,6 +188,7 @@ def load(
     p_min: float,
     kv_dtype: torch.dtype,
     dense: torch.dtype | None,
+    wide: bool = False,
 ) -> Mtp:
     """The MTP block of `file`: the target's own file, or a sidecar that has only the block."""
     if not isinstance(target, Decoder):
@@ -207,4 +208,4 @@ def load(
     check_tensors(file, mtp_tensors(c, file))
     layers = [LayerMemory()] * c.n_layer + [LayerMemory(c.attention.n_kv_head, c.attention.head_dim)]
     memory = allocate(layers, n_slot=0, n_row=table.n_alloc_row, width=0, kv_dtype=kv_dtype, device=target.device)
-    return Mtp(MtpBlock(c, Weights(file, target.device, dense), memory, target), table, n_draft, p_min)
+    return Mtp(MtpBlock(c, Weights(file, target.device, dense, wide=wide), memory, target), table, n_draft, p_min)

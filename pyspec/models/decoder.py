@@ -142,22 +142,19 @@ def decoder_tensors(c: DecoderConfig, file: GGUFFile) -> dict[str, Want]:
 
 
 class Block:
-    """x + mix(norm(x)), then x + ffn(norm(x)); mix is attention or Gated DeltaNet."""
+    """A mixer (attention or Gated DeltaNet), then a feed-forward; each adds to the residual stream behind its norm."""
 
     def __init__(self, c: DecoderConfig, w: Weights, p: str, rope: Rope, *, recurrent: bool) -> None:
-        self.eps = c.eps
-        self.norm, self.ffn_norm = w.vector(f"{p}.attn_norm.weight"), w.vector(f"{p}.{c.ffn_norm}.weight")
         self.attention = None if recurrent else Attention(w, p, c.attention, rope, c.eps)
         self.delta = GatedDeltaNet(w, p, c.state, c.eps) if recurrent and c.state is not None else None
-        self.ffn = FeedForward(w, p)
+        self.ffn = FeedForward(w, p, c.eps, c.ffn_norm)
 
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], memory: Memory, layer: int, batch: Batch) -> Tensor:
-        a = rms(x, self.norm, self.eps)
         if self.attention is not None:
-            x = x + self.attention(a, angles, memory.kv[layer], batch)
+            x = self.attention(x, angles, memory.kv[layer], batch)
         elif self.delta is not None:
-            x = x + self.delta(a, memory.states[layer], batch)
-        return x + self.ffn(rms(x, self.ffn_norm, self.eps))
+            x = self.delta(x, memory.states[layer], batch)
+        return self.ffn(x)
 
 
 class Decoder:

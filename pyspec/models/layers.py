@@ -15,7 +15,7 @@ from pyspec.cuda.kernels.attend import attend
 from pyspec.cuda.kernels.attend_ref import AttendSpec
 from pyspec.cuda.kernels.gdn import gdn
 from pyspec.cuda.kernels.gdn_ref import GdnSpec
-from pyspec.models.weights import Matrix, Weights
+from pyspec.models.weights import Matrix, Norm, Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import KVPool, StateLayer, StateShape
 
@@ -74,6 +74,7 @@ class Attention:
 
     def __init__(self, w: Weights, prefix: str, shape: AttentionShape, rope: Rope, eps: float) -> None:
         self.shape, self.rope, self.eps = shape, rope, eps
+        self.norm = Norm(w.vector(f"{prefix}.attn_norm.weight"), eps)
         names = [f"{prefix}.attn_qkv.weight"]
         if not w.has(names[0]):
             names = [f"{prefix}.attn_{p}.weight" for p in "qkv"]
@@ -96,9 +97,9 @@ class Attention:
         return self.rope(k if self.k_norm is None else rms(k, self.k_norm, self.eps), angles)
 
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], pool: KVPool, batch: Batch, window: int = 0) -> Tensor:
-        """x [row, n_embd] normed -> [row, n_embd]. Writes the rows' K and V, then attends."""
+        """The residual stream x [row, n_embd] -> x + attention(norm(x)). Writes the rows' K and V, then attends."""
         s, n = self.shape, x.shape[0]
-        y = self.qkv(x)
+        y = self.qkv(x, self.norm)
         if self.bias is not None:
             y = y + self.bias
         q, k, v = y.split(self.split, -1)
@@ -109,7 +110,7 @@ class Attention:
         o = self.attend(q.contiguous(), pool, batch, window)
         if gate is not None:
             o = o * torch.sigmoid(gate)
-        y = self.out(o.reshape(n, -1))
+        y = self.out(o.reshape(n, -1), residual=x)
         return y if self.out_bias is None else y + self.out_bias
 
 
@@ -132,27 +133,28 @@ class GatedDeltaNet:
         self.out = w.matrix(f"{prefix}.ssm_out.weight")
         self.conv = w.vector(f"{prefix}.ssm_conv1d.weight")
         self.a, self.dt_bias = w.vector(f"{prefix}.ssm_a"), w.vector(f"{prefix}.ssm_dt.bias")
-        self.norm = w.vector(f"{prefix}.ssm_norm.weight")
+        self.norm = Norm(w.vector(f"{prefix}.attn_norm.weight"), eps)
+        self.gate_norm = w.vector(f"{prefix}.ssm_norm.weight")
         spec = GdnSpec(w.device, shape, eps)
         self.gdn, self.capturable = gdn.bind(spec), gdn.chosen(spec).capturable
         self.split = [shape.n_channel, shape.n_v_head * shape.dim, shape.n_v_head, shape.n_v_head]
 
     def __call__(self, x: Tensor, layer: StateLayer, batch: Batch) -> Tensor:
-        """x [row, n_embd] normed -> [row, n_embd]."""
-        m, z, alpha, beta = self.proj(x).split(self.split, -1)
+        """The residual stream x [row, n_embd] -> x + delta(norm(x))."""
+        m, z, alpha, beta = self.proj(x, self.norm).split(self.split, -1)
         g = self.a * F.softplus(alpha + self.dt_bias)
         o = self.gdn(m, g, torch.sigmoid(beta), self.conv, layer, batch)
-        o = rms(o, self.norm, self.eps) * F.silu(z.view(o.shape))
-        return self.out(o.flatten(1))
+        o = rms(o, self.gate_norm, self.eps) * F.silu(z.view(o.shape))
+        return self.out(o.flatten(1), residual=x)
 
 
 class FeedForward:
-    """SwiGLU: down(silu(gate x) * up x)."""
+    """SwiGLU behind its norm: x + down(silu(gate n) * up n) with n = norm(x). `norm` is the norm tensor's GGUF name."""
 
-    def __init__(self, w: Weights, prefix: str) -> None:
-        self.gate_up = w.matrix(f"{prefix}.ffn_gate.weight", f"{prefix}.ffn_up.weight")
+    def __init__(self, w: Weights, prefix: str, eps: float, norm: str = "ffn_norm") -> None:
+        self.norm = Norm(w.vector(f"{prefix}.{norm}.weight"), eps)
+        self.gate_up = w.gated(f"{prefix}.ffn_gate.weight", f"{prefix}.ffn_up.weight")
         self.down = w.matrix(f"{prefix}.ffn_down.weight")
 
     def __call__(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(F.silu(gate) * up)
+        return self.down(self.gate_up(x, self.norm), residual=x)

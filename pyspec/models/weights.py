@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Protocol
 
@@ -11,15 +11,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyspec.cuda.kernels import linear_cuda
 from pyspec.cuda.kernels.dequant_ref import dequantize, dequantize_rows
 from pyspec.cuda.kernels.linear import linear
-from pyspec.cuda.kernels.linear_pack import Packed, repack
-from pyspec.cuda.kernels.linear_ref import LinearSpec
+from pyspec.cuda.kernels.linear_pack import Packed, interleave, repack
+from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
 from pyspec.errors import BadTensors
 from pyspec.gguf import GGMLType, GGUFFile, TensorInfo
 
 PLAIN = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 PROBE_ROWS = 272  # of the matrix a kernel is checked with
+WIDE_ROWS = 48  # up to here the kernel beats the library's product on f16 copies (docs/log.md, linear kernel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,53 +50,97 @@ def check_tensors(file: GGUFFile, wants: Mapping[str, Want], alias: Mapping[str,
         raise BadTensors(f"{len(bad)} tensors do not fit {file.architecture}: " + "; ".join(bad))
 
 
-class Matrix(Protocol):
-    """y = x W^T for a weight [out, in]: x [row, in] f32 -> [row, out] f32."""
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """An RMSNorm that a product takes over for its input. weight [in] f32."""
 
-    def __call__(self, x: Tensor) -> Tensor: ...
+    weight: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Matrix(Protocol):
+    """y = norm(x) W^T + residual for a weight [out, in]: x [row, in] f32 -> [row, out] f32.
+
+    Norm and residual are arguments because kernels do them on the way. A gated matrix gives silu(gate) * up.
+    """
+
+    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor: ...
+
+
+def _finish(y: Tensor, gated: bool, residual: Tensor | None) -> Tensor:
+    if gated:
+        gate, up = y.chunk(2, -1)
+        y = F.silu(gate) * up
+    return y if residual is None else residual + y
 
 
 class Dense:
-    """An unpacked weight [out, in]."""
+    """An unpacked weight [out, in]; gated: the first half of its rows are gates."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
+    def __init__(self, weight: Tensor, gated: bool = False) -> None:
+        self.weight, self.gated = weight, gated
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x.to(self.weight.dtype), self.weight).float()
+    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+        x = x if norm is None else norm(x)
+        return _finish(F.linear(x.to(self.weight.dtype), self.weight).float(), self.gated, residual)
 
 
 class Unpacked:
     """Parts as in the file, unpacked at each use: right everywhere, slow."""
 
-    def __init__(self, parts: Sequence[tuple[Tensor, TensorInfo, float]]) -> None:
-        self.parts = parts
+    def __init__(self, parts: Sequence[tuple[Tensor, TensorInfo, float]], gated: bool = False) -> None:
+        self.parts, self.gated = parts, gated
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
         weights = [dequantize(raw, info.type, info.shape) * scale for raw, info, scale in self.parts]
-        return F.linear(x, torch.cat(weights) if len(weights) > 1 else weights[0])
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        return _finish(F.linear(x if norm is None else norm(x), weight), self.gated, residual)
 
 
 class Streamed:
-    """A weight repacked for the `linear` kernel, which reads it once for up to 128 rows."""
+    """A weight repacked for the `linear` kernel, which reads it once for up to 128 rows.
 
-    def __init__(self, packed: Packed, launch: Callable[..., object]) -> None:
-        self.packed, self.launch = packed, launch
+    wide [out, in] f16: a copy for batches that are bound by arithmetic, where the library's product wins; or None. It too
+    rounds rows to f16 over a power of two of their own, and sums in f32.
+    """
 
-    def __call__(self, x: Tensor) -> Tensor:
-        out = torch.empty(x.shape[0], self.packed.n_out, dtype=torch.float32, device=x.device)
-        self.launch(x, self.packed, out)
-        return out
+    def __init__(self, packed: Packed, device: torch.device, gated: bool, wide: Tensor | None) -> None:
+        self.packed, self.gated, self.wide = packed, gated, wide
+        n_out = packed.n_out // 2 if gated else packed.n_out
+        spec = LinearSpec(device, packed.type, n_out, packed.n_in, Epilogue.GATED if gated else Epilogue.PLAIN)
+        self.n_out, self.plain = n_out, linear_cuda.bind(spec)
+        self.added = None if gated else linear_cuda.bind(replace(spec, epilogue=Epilogue.RESIDUAL))
+
+    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+        if self.wide is not None and x.shape[0] > WIDE_ROWS:
+            return _finish(self._wide(x if norm is None else norm(x), self.wide), self.gated, residual)
+        launch = self.plain if residual is None or self.added is None else self.added
+        out = torch.empty(x.shape[0], self.n_out, dtype=torch.float32, device=x.device)
+        for first in range(0, x.shape[0], launch.max_rows):
+            part = slice(first, first + launch.max_rows)
+            rows = launch.rows(x[part]) if norm is None else launch.rows(x[part], norm.weight, norm.eps)
+            add = residual[part] if residual is not None and launch is self.added else None
+            launch.multiply(rows, self.packed, out[part], add)
+        return out if residual is None or launch is self.added else residual + out
+
+    @staticmethod
+    def _wide(x: Tensor, weight: Tensor) -> Tensor:
+        power = x.abs().amax(-1, keepdim=True).clamp_min(1e-30).log2().floor().exp2()
+        return torch.mm((x / power).half(), weight.T, out_dtype=torch.float32).mul_(power)
 
 
 class Joined:
     """Matrices of one input, their outputs side by side."""
 
-    def __init__(self, matrices: Sequence[Matrix]) -> None:
-        self.matrices = matrices
+    def __init__(self, matrices: Sequence[Matrix], gated: bool = False) -> None:
+        self.matrices, self.gated = matrices, gated
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return torch.cat([m(x) for m in self.matrices], -1)
+    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+        x = x if norm is None else norm(x)
+        return _finish(torch.cat([m(x) for m in self.matrices], -1), self.gated, residual)
 
 
 class Embedding:
@@ -115,13 +161,18 @@ class Weights:
     """A file's tensors, brought to a device.
 
     `dense`: the dtype matrices are unpacked to at load; None keeps them packed, for the kernels on a GPU, or
-    unpacked at each use on a CPU (less memory, slow).
+    unpacked at each use on a CPU (less memory, slow). `wide`: keep f16 copies beside what the kernels stream.
     """
 
     def __init__(
-        self, file: GGUFFile, device: torch.device, dense: torch.dtype | None, alias: Mapping[str, str] | None = None
+        self,
+        file: GGUFFile,
+        device: torch.device,
+        dense: torch.dtype | None,
+        alias: Mapping[str, str] | None = None,
+        wide: bool = False,
     ) -> None:
-        self.file, self.device, self.dense, self.alias = file, device, dense, alias or {}
+        self.file, self.device, self.dense, self.alias, self.wide = file, device, dense, alias or {}, wide
         self._shared: dict[tuple[str, ...], Matrix] = {}
 
     def _info(self, name: str) -> TensorInfo:
@@ -143,17 +194,24 @@ class Weights:
     def matrix(self, *names: str) -> Matrix:
         """One matrix, or several with the same input side by side along their outputs."""
         if names not in self._shared:
-            self._shared[names] = self._load(names)
+            self._shared[names] = self._load(names, gated=False)
         return self._shared[names]
 
-    def _load(self, names: Sequence[str]) -> Matrix:
+    def gated(self, gate: str, up: str) -> Matrix:
+        """silu(gate x) * up x as one product."""
+        return self._load((gate, up), gated=True)
+
+    def _load(self, names: Sequence[str], gated: bool) -> Matrix:
         if self.dense is not None:
-            return Dense(self._dense(names, self.dense))
+            return Dense(self._dense(names, self.dense), gated)
         if self.device.type != "cuda":
-            return Unpacked([(self._raw(n), self._info(n), self._scale(n)) for n in names])
+            return Unpacked([(self._raw(n), self._info(n), self._scale(n)) for n in names], gated)
         runs = groupby(names, key=lambda n: (self._streams(n), self._info(n).type if self._streams(n) else None))
-        parts = [self._stream(list(run)) if kernel else self._exact(list(run)) for (kernel, _), run in runs]
-        return parts[0] if len(parts) == 1 else Joined(parts)
+        groups = [(kernel, list(run)) for (kernel, _), run in runs]
+        if len(groups) == 1:
+            kernel, all_names = groups[0]
+            return self._stream(all_names, gated) if kernel else self._exact(all_names, gated)
+        return Joined([self._stream(n, False) if kernel else self._exact(n, False) for kernel, n in groups], gated)
 
     def _streams(self, name: str) -> bool:
         """Whether the kernel takes this tensor; asked of a small matrix, since the check would unpack a large one."""
@@ -164,17 +222,20 @@ class Weights:
             linear.chosen(LinearSpec(self.device, info.type, PROBE_ROWS, info.shape[1])).name != linear.reference.name
         )
 
-    def _stream(self, names: Sequence[str]) -> Matrix:
+    def _stream(self, names: Sequence[str], gated: bool) -> Matrix:
         infos = [self._info(n) for n in names]
         n_out, n_in, kind = sum(i.shape[0] for i in infos), infos[0].shape[1], infos[0].type
-        impl = linear.chosen(LinearSpec(self.device, kind, PROBE_ROWS, n_in))
-        raw = torch.cat([self._raw(n) for n in names])
-        return Streamed(repack(raw, kind, (n_out, n_in)), impl.bind(LinearSpec(self.device, kind, n_out, n_in)))
+        if gated and infos[0].shape[0] % 8:
+            return Joined([self._stream([n], False) for n in names], gated=True)
+        raws = [self._raw(n).view(i.shape[0], -1) for n, i in zip(names, infos, strict=True)]
+        raw = interleave(*raws) if gated else torch.cat(raws)
+        wide = self._dense(names, torch.float16) if self.wide else None
+        return Streamed(repack(raw.contiguous(), kind, (n_out, n_in)), self.device, gated, wide)
 
-    def _exact(self, names: Sequence[str]) -> Matrix:
+    def _exact(self, names: Sequence[str], gated: bool) -> Matrix:
         """Without a kernel: f32 as it is, the rest as bf16."""
         is_f32 = all(self._info(n).type is GGMLType.F32 for n in names)
-        return Dense(self._dense(names, torch.float32 if is_f32 else torch.bfloat16))
+        return Dense(self._dense(names, torch.float32 if is_f32 else torch.bfloat16), gated)
 
     def _dense(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
         infos = [self._info(n) for n in names]
@@ -205,3 +266,8 @@ def weight_bytes(file: GGUFFile, dense: torch.dtype | None) -> int:
     big = [t for t in file.tensors.values() if len(t.shape) > 1]
     small = sum(4 * t.n_elements for t in file.tensors.values() if len(t.shape) == 1)
     return small + sum(t.n_bytes if size == 0 else size * t.n_elements for t in big)
+
+
+def wide_bytes(file: GGUFFile) -> int:
+    """Bytes of f16 copies of the matrices that kernels stream."""
+    return sum(2 * t.n_elements for t in file.tensors.values() if len(t.shape) == 2 and t.type not in PLAIN)
