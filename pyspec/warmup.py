@@ -18,6 +18,8 @@ from pyspec.job import Job
 from pyspec.loop import Loop
 from pyspec.request import Delta, Event, Request, SamplingParams
 from pyspec.sample.sampler import SlotSampler
+from pyspec.slots.arena import BUCKETS
+from pyspec.slots.batch import Seq, lay_out
 from pyspec.stats import Stats
 from pyspec.text.stream import TextStream
 from pyspec.text.template import ChatTemplate
@@ -70,8 +72,35 @@ def _run(loop: Loop, tokenizer: Tokenizer, n_busy: int, n_draft: int, n_overhang
         loop.forget(slot)
 
 
+@torch.inference_mode()
+def capture(loop: Loop) -> None:
+    """Capture the graphs of every batch size now. Verifies on empty slots change nothing that anybody reads.
+
+    A graph is captured at the second call, and its kernels are picked for the widths it is captured with: rows are
+    shared out evenly.
+    """
+    slots, device, width = loop.table.slots, loop.target.device, max(loop.controller.n_max + 1, loop.needs.overhang)
+    if loop.arena is None or loop.table.n_page < len(slots) * loop.table.pages_for(width):
+        return  # no graphs, or a pool too small to try them all: they are captured as they come
+    for n_row in [b for b in BUCKETS if b <= len(slots) * (loop.controller.n_max + 1)]:
+        n_seq = min(len(slots), n_row)
+        shares = [n_row // n_seq + (i < n_row % n_seq) for i in range(n_seq)]
+        seqs = [Seq(i, 0, [0] * n, n_out=n) for i, n in enumerate(shares)]
+        for _ in range(2):
+            loop.forward(lay_out(loop.table, seqs, device, arena=loop.arena))
+    drafter = loop.drafter
+    if isinstance(drafter, DFlash):
+        for n_seq in range(1, len(slots) + 1):
+            seqs = [Seq(i, 0, [0] * drafter.net.c.block) for i in range(n_seq)]
+            for _ in range(2):
+                drafter.block(lay_out(loop.table, seqs, device, see_block=True, arena=drafter.arena))
+    for slot in slots:
+        loop.forget(slot)
+
+
 def warm_up(loop: Loop, tokenizer: Tokenizer, n_overhang: int) -> None:
     """Rounds with one and with all slots, plain and drafted, as long as the time budget lasts."""
+    capture(loop)
     began, controller = time.perf_counter(), loop.controller
     per_slot = loop.table.n_row // len(loop.table.slots)
     if per_slot < N_PROMPT + (controller.n_max + 1) * N_ROUND + 1 + n_overhang:
