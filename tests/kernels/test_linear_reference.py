@@ -32,7 +32,7 @@ def test_the_residual_may_be_the_output() -> None:
 
 
 def test_rounded_rows_are_off_by_at_most_one_part_in_2048() -> None:
-    x = torch.randn(6, 1024) * torch.tensor([0.0, 1e-33, 1e-6, 1.0, 1e9, 1e38])[:, None]
+    x = torch.randn(6, 1024) * torch.tensor([0.0, 1e-33, 1e-6, 1.0, 1e9, 1e37])[:, None]
     off = (linear_ref.rounded(x) - x.double()).abs()
     assert (off <= x.abs().double() * 2.0**-11 + x.abs().amax(1, keepdim=True).double() * 2.0**-24).all()
     assert float(off[3].norm() / x[3].double().norm()) < 2.5e-4
