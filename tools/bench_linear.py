@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from pyspec.cuda.kernels import linear_cuda
+from pyspec.cuda.kernels import linear_cuda, rows_cuda
 from pyspec.cuda.kernels.linear_cuda import LinearLaunch, Shape
 from pyspec.cuda.kernels.linear_pack import RECORDS, Packed, n_chunks, n_groups
 from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
@@ -67,7 +67,7 @@ def time_matrix(
     if shape is not None:
         launch = LinearLaunch(spec, (linear_cuda.step(DEVICE, spec.type, spec.epilogue, shape),))
     x, out = torch.randn(rows, spec.n_in, device=DEVICE), torch.empty(rows, spec.n_out, device=DEVICE)
-    ready = linear_cuda.RowsLaunch(DEVICE, spec.n_in, tuple(launch.steps))(x)
+    ready = rows_cuda.RowsLaunch(DEVICE, spec.n_in, tuple(launch.steps))(x)
     turns = weights * max(2, 24 // len(weights))
     alone = graph_us([lambda w=w: launch.multiply(ready, w, out) for w in turns])
     return alone, graph_us([lambda w=w: launch(x, w, out) for w in turns]) if shape is None else 0.0

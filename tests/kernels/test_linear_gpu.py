@@ -10,9 +10,10 @@ from torch import Tensor
 
 from pyspec.cuda.kernels import linear_cuda, linear_ref
 from pyspec.cuda.kernels.linear import linear
-from pyspec.cuda.kernels.linear_cuda import LinearLaunch, RowsLaunch, Shape, random_weights, step
+from pyspec.cuda.kernels.linear_cuda import LinearLaunch, Shape, random_weights, step
 from pyspec.cuda.kernels.linear_pack import CHUNKS, Packed, repack, unpack
 from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
+from pyspec.cuda.kernels.rows_cuda import RowsLaunch
 from pyspec.gguf import GGMLType
 
 CUDA = torch.device("cuda", 0)

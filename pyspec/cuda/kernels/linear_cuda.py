@@ -1,4 +1,4 @@
-"""`linear` on NVIDIA GPUs: rows to f16 blocks (linear_rows.cu), then one pass over the weights (linear.cu).
+"""`linear` on NVIDIA GPUs: rows to f16 blocks (rows_cuda.py), then one pass over the weights (linear.cu).
 
 A product's order of summation depends on the matrix and the device only, so a row's bits do not depend on the other rows.
 More than 128 rows run in passes. Buffers are made at bind and shared by matrices of one device: all launches must be on one
@@ -19,6 +19,7 @@ from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
 from pyspec.cuda.kernels.dequant_ref import quantize
 from pyspec.cuda.kernels.linear_pack import CHUNKS, RECORDS, TILE, Packed, n_chunks, n_groups, repack
 from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
+from pyspec.cuda.kernels.rows_cuda import Rows, RowsLaunch
 from pyspec.gguf import GGMLType
 
 MAX_ROWS = 128
@@ -116,17 +117,6 @@ def defines(type: GGMLType, shape: Shape, stages: int, epilogue: Epilogue) -> di
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """Rows ready to be multiplied, padded to `pad` with zeros: see linear_rows.cu."""
-
-    blocks: Tensor
-    sums: Tensor
-    powers: Tensor
-    n_row: int
-    pad: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Step:
     """One compiled shape."""
 
@@ -151,42 +141,10 @@ def step(device: torch.device, type: GGMLType, epilogue: Epilogue, shape: Shape)
 
 
 @cache
-def _rows_kernel(capability: tuple[int, int], is_bf16: bool, has_norm: bool) -> Kernel:
-    code = compile_cubin("linear_rows", arch_of(capability), {"IS_BF16": int(is_bf16), "HAS_NORM": int(has_norm)})
-    return code.kernel("linear_rows", "pppppfiiil")
-
-
-@cache
 def _workspace(device: torch.device, n_sm: int) -> tuple[Tensor, Tensor]:
     """(shares of cut tiles, tickets): two tiles of 128 rows a CTA; a ticket for each tile a matrix may have."""
     partial = torch.empty(2 * n_sm * 256 * MAX_ROWS, dtype=torch.float32, device=device)
     return partial, torch.zeros(1 << 14, dtype=torch.int32, device=device)
-
-
-class RowsLaunch:
-    """Prepares rows of n_in columns, RMS-normed if a weight is given. Owns what it returns until the next call."""
-
-    def __init__(self, device: torch.device, n_in: int, pads: tuple[int, ...]) -> None:
-        self.n_in, self.pads, self.n_block = n_in, pads, -(-n_in // 256) * 8
-        self.capability = torch.cuda.get_device_capability(device)
-        self.overlap = self.capability >= (9, 0)
-        self.blocks = torch.empty(self.n_block * pads[-1] * 32, dtype=torch.float16, device=device)
-        self.sums = torch.empty(self.n_block * pads[-1], dtype=torch.float32, device=device)
-        self.powers = torch.empty(pads[-1], dtype=torch.float32, device=device)
-        for has_norm in (False, True):
-            for is_bf16 in (False, True):
-                _rows_kernel(self.capability, is_bf16, has_norm)
-
-    def __call__(self, x: Tensor, weight: Tensor | None = None, eps: float = 0.0) -> Rows:
-        """x [row, n_in] f32 or bf16, columns contiguous, rows at most the largest pad; weight [n_in] f32."""
-        n_row = x.shape[0]
-        assert x.shape[1] == self.n_in and x.stride(1) == 1 and x.stride(0) % 4 == 0
-        pad = next(p for p in self.pads if n_row <= p)
-        kernel = _rows_kernel(self.capability, x.dtype == torch.bfloat16, weight is not None)
-        args = (x, self.powers if weight is None else weight, self.blocks, self.sums, self.powers, np.float32(eps))
-        scalars = (np.int32(n_row), np.int32(self.n_in), np.int32(self.n_block), np.int64(x.stride(0)))
-        kernel.launch((pad,), 512, (*args, *scalars), overlap=self.overlap)
-        return Rows(self.blocks, self.sums, self.powers, n_row, pad)
 
 
 @cache
