@@ -55,12 +55,18 @@ def time_shape(n_seq: int, width: int, fold: int, keep: bool, columns: int | Non
     seqs = [Seq(i, 0, [0] * width, keep, 0, fold) for i in range(n_seq)]
     batch = lay_out(SlotTable(n_seq, 64 * n_seq, 64), seqs, GPU)
     n = n_seq * width
-    m, w = torch.randn(n, SHAPE.n_channel, device=GPU), torch.randn(SHAPE.n_channel, 4, device=GPU)
-    g, beta = -torch.rand(n, SHAPE.n_v_head, device=GPU), torch.rand(n, SHAPE.n_v_head, device=GPU)
+    n_v = SHAPE.n_v_head
+    sizes = [SHAPE.n_channel, n_v * SHAPE.dim, n_v, n_v]  # as the fused projection gives them
+    m, _, alpha, beta = torch.randn(n, sum(sizes), device=GPU).split(sizes, 1)
+    a, dt_bias, conv_w = (
+        -torch.rand(n_v, device=GPU),
+        torch.randn(n_v, device=GPU),
+        torch.randn(SHAPE.n_channel, 4, device=GPU),
+    )
 
     def forward() -> None:
         for layer in layers:
-            run(m, g, beta, w, layer, batch)
+            run(m, alpha, beta, a, dt_bias, conv_w, layer, batch)
 
     took = replayed(forward, 3 if width > 64 else 15) / len(layers) * 1e3
     least = floor_bytes(seqs) / BANDWIDTH * 1e6

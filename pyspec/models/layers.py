@@ -142,8 +142,7 @@ class GatedDeltaNet:
     def __call__(self, x: Tensor, layer: StateLayer, batch: Batch) -> Tensor:
         """The residual stream x [row, n_embd] -> x + delta(norm(x))."""
         m, z, alpha, beta = self.proj(x, self.norm).split(self.split, -1)
-        g = self.a * F.softplus(alpha + self.dt_bias)
-        o = self.gdn(m, g, torch.sigmoid(beta), self.conv, layer, batch)
+        o = self.gdn(m, alpha, beta, self.a, self.dt_bias, self.conv, layer, batch)
         o = rms(o, self.gate_norm, self.eps) * F.silu(z.view(o.shape))
         return self.out(o.flatten(1), residual=x)
 

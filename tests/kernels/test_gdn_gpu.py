@@ -33,14 +33,25 @@ def laid(seqs: list[Seq], device: torch.device) -> Batch:
 
 
 def inputs(n: int, shape: StateShape, gen: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    m = torch.randn(n, shape.n_channel + 64, generator=gen)[:, : shape.n_channel]
-    return m, -torch.rand(n, shape.n_v_head, generator=gen), torch.rand(n, shape.n_v_head, generator=gen)
+    """m and the raw gates."""
+    sizes = shape.n_channel, shape.n_v_head, shape.n_v_head
+    m, alpha, beta = (torch.randn(n, size, generator=gen) for size in sizes)
+    return m, 3 * alpha, 3 * beta
 
 
-def wide(x: Tensor) -> Tensor:
-    """To the GPU as a slice of wider rows, as the fused projection gives it."""
-    out = torch.full((x.shape[0], x.shape[1] + 64), float("nan"), device=GPU)[:, : x.shape[1]]
-    return out.copy_(x)
+def weights(shape: StateShape, gen: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """a, dt_bias, conv_w; some heads keep all they saw, some forget at once."""
+    scale = torch.tensor([0.0, 0.1, 1.0, 30.0])[torch.arange(shape.n_v_head) % 4]
+    a = -scale * torch.rand(shape.n_v_head, generator=gen)
+    return a, torch.randn(shape.n_v_head, generator=gen), torch.randn(shape.n_channel, 4, generator=gen)
+
+
+def wide(*parts: Tensor) -> list[Tensor]:
+    """To the GPU as slices of wider rows, as the fused projection gives them."""
+    sizes = [x.shape[1] for x in parts]
+    sizes.append(64 + -sum(sizes) % 4)
+    out = torch.full((parts[0].shape[0], sum(sizes)), float("nan"), device=GPU).split(sizes, 1)
+    return [y.copy_(x) for x, y in zip(parts, out[:-1], strict=True)]
 
 
 def doubled(layer: StateLayer) -> StateLayer:
@@ -72,16 +83,16 @@ ROUNDS = [
 @pytest.mark.parametrize("heads", [(1, 1), (2, 6), (3, 3), (16, 48)])
 def test_ragged_rounds_follow_the_reference(heads: tuple[int, int], columns: int) -> None:
     shape, gen = shape_of(*heads), torch.Generator().manual_seed(1)
-    conv_w = torch.randn(shape.n_channel, 4, generator=gen)
+    w = weights(shape, gen)
     mine, theirs = StateLayer(shape, N_SLOT, WIDTH, GPU), doubled(StateLayer(shape, N_SLOT, WIDTH, CPU))
     for t in (mine.k, mine.v, mine.g, mine.beta, mine.conv[:, 3:]):
         t.fill_(float("nan"))  # records nobody wrote
     run, reference = gdn_cuda.bind(GdnSpec(GPU, shape, EPS), columns=columns), gdn_ref.bind(GdnSpec(CPU, shape, EPS))
     for seqs in ROUNDS:
-        m, g, beta = inputs(sum(s.width for s in seqs), shape, gen)
+        rows = inputs(sum(s.width for s in seqs), shape, gen)
         poisoned_blocks()
-        got = run(wide(m), g.to(GPU), beta.to(GPU), conv_w.to(GPU), mine, laid(seqs, GPU))
-        want = reference(m.double(), g.double(), beta.double(), conv_w.double(), theirs, laid(seqs, CPU))
+        got = run(*wide(*rows), *(x.to(GPU) for x in w), mine, laid(seqs, GPU))
+        want = reference(*(x.double() for x in (*rows, *w)), theirs, laid(seqs, CPU))
         assert error(got, want) < 1e-5
         assert error(mine.state, theirs.state) < 1e-5
         for s in seqs:
@@ -109,7 +120,7 @@ WAYS = {
 def run_way(way: str, columns: int, neighbours: bool) -> tuple[Tensor, Tensor]:
     """Slot 1's 31 tokens as `way` says; rows that are not accepted hold noise. Returns its state and its outputs."""
     shape, gen = shape_of(2, 6), torch.Generator().manual_seed(2)
-    conv_w = torch.randn(shape.n_channel, 4, generator=gen).to(GPU)
+    w = [x.to(GPU) for x in weights(shape, gen)]
     text = [x.to(GPU) for x in inputs(31, shape, gen)]
     run, layer = gdn_cuda.bind(GdnSpec(GPU, shape, EPS), columns=columns), StateLayer(shape, N_SLOT, WIDTH, GPU)
     outs, done, fold = [], 0, 0
@@ -123,7 +134,7 @@ def run_way(way: str, columns: int, neighbours: bool) -> tuple[Tensor, Tensor]:
             seqs, at = [seq(3, 2), *seqs, seq(0, 5, True)], 2
             other = [x.to(GPU) for x in inputs(7, shape, gen)]
             rows = [torch.cat([x[:2], y, x[2:]]) for x, y in zip(other, rows, strict=True)]
-        got = run(*rows, conv_w, layer, laid(seqs, GPU))
+        got = run(*rows, *w, layer, laid(seqs, GPU))
         outs.append(got[at : at + taken])
         done, fold = done + taken, taken
     return layer.state[1], torch.cat(outs)
@@ -154,13 +165,13 @@ def padded(batch: Batch, seqs: int) -> Batch:
 
 def test_padding_and_idle_slots_are_not_touched() -> None:
     shape, gen = shape_of(2, 4), torch.Generator().manual_seed(3)
-    conv_w = torch.randn(shape.n_channel, 4, generator=gen).to(GPU)
+    w = [x.to(GPU) for x in weights(shape, gen)]
     run, layer = gdn_cuda.bind(GdnSpec(GPU, shape, EPS)), StateLayer(shape, N_SLOT, WIDTH, GPU)
     for t in layer.tensors():
         t[0], t[3] = float("nan"), float("nan")
     rows = [x.to(GPU) for x in inputs(9, shape, gen)]
     seqs = [seq(1, 4), seq(2, 2, True)]
-    got = run(*rows, conv_w, layer, padded(laid(seqs, GPU), 2))  # three rows belong to nobody
+    got = run(*rows, *w, layer, padded(laid(seqs, GPU), 2))  # three rows belong to nobody
     assert got[:6].isfinite().all()
     for t in layer.tensors():
         assert t[0].isnan().all() and t[3].isnan().all()
@@ -179,16 +190,16 @@ def test_padding_and_idle_slots_are_not_touched() -> None:
 )
 def test_a_bad_index_is_reported_and_its_sequence_skipped(field: str, value: int, index: int, limit: int) -> None:
     shape, gen = shape_of(2, 4), torch.Generator().manual_seed(4)
-    conv_w = torch.randn(shape.n_channel, 4, generator=gen).to(GPU)
+    w = [x.to(GPU) for x in weights(shape, gen)]
     rows = [x.to(GPU) for x in inputs(6, shape, gen)]
     run, fault = gdn_cuda.bind(GdnSpec(GPU, shape, EPS)), gdn_cuda.fault_record(rows[0].device)
     batch = laid([seq(0, 3, True), seq(1, 3)], GPU)
     good, bad = StateLayer(shape, N_SLOT, WIDTH, GPU), StateLayer(shape, N_SLOT, WIDTH, GPU)
-    want = run(*rows, conv_w, good, batch)
+    want = run(*rows, *w, good, batch)
     assert fault.tolist() == [0] * 5
     getattr(batch, field)[1] = value
     try:
-        got = run(*rows, conv_w, bad, batch)
+        got = run(*rows, *w, bad, batch)
         assert fault.tolist() == [1, 3, value if field == "seq_slot" else 1, index, limit]
     finally:
         fault.zero_()
@@ -199,20 +210,20 @@ def test_a_bad_index_is_reported_and_its_sequence_skipped(field: str, value: int
 
 def test_a_captured_graph_runs_other_sequences_of_the_same_count() -> None:
     shape, gen = shape_of(2, 6), torch.Generator().manual_seed(5)
-    conv_w = torch.randn(shape.n_channel, 4, generator=gen).to(GPU)
+    w = [x.to(GPU) for x in weights(shape, gen)]
     run, spec_layers = gdn_cuda.bind(GdnSpec(GPU, shape, EPS)), [StateLayer(shape, N_SLOT, WIDTH, GPU) for _ in "ab"]
     eager, graphed = spec_layers
     rows = [x.to(GPU) for x in inputs(12, shape, gen)]
     batch = laid([seq(0, 6), seq(1, 6)], GPU)
-    run(*rows, conv_w, StateLayer(shape, N_SLOT, WIDTH, GPU), batch)
+    run(*rows, *w, StateLayer(shape, N_SLOT, WIDTH, GPU), batch)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        got = run(*rows, conv_w, graphed, batch)
+        got = run(*rows, *w, graphed, batch)
     for seqs in ([seq(2, 4), seq(3, 6)], [seq(3, 5, fold=6), seq(2, 2, fold=1)], [seq(2, 11, True, fold=2), seq(0, 1)]):
         n, fresh = sum(s.width for s in seqs), laid(seqs, GPU)
         new = [x.to(GPU) for x in inputs(n, shape, gen)]
-        want = run(*new, conv_w, eager, fresh)
+        want = run(*new, *w, eager, fresh)
         for old, x in zip(rows, new, strict=True):
             old[:n] = x
         for field in ("seq_slot", "seq_start", "seq_fold", "seq_keep"):

@@ -38,7 +38,8 @@ def test_state_is_bit_equal_whether_tokens_came_singly_or_in_a_verify() -> None:
     g = torch.Generator().manual_seed(0)
     n, cpu = 12, torch.device("cpu")
     m, conv_w = torch.randn(n, shape.n_channel, generator=g), torch.randn(shape.n_channel, 4, generator=g)
-    decay, beta = -torch.rand(n, 4, generator=g), torch.rand(n, 4, generator=g)
+    alpha, beta = torch.randn(n, 4, generator=g), torch.randn(n, 4, generator=g)
+    a, dt_bias = -torch.rand(4, generator=g), torch.randn(4, generator=g)
     run = gdn_ref.bind(gdn_ref.GdnSpec(cpu, shape, 1e-6))
     outs = {}
     for widths in ((12,), (1,) * 12, (5, 1, 6), (2, 8, 2)):
@@ -48,7 +49,7 @@ def test_state_is_bit_equal_whether_tokens_came_singly_or_in_a_verify() -> None:
         for w in widths:
             part = slice(at, at + w)
             batch = lay_out(table, [Seq(0, at, [0] * w, False, 0, fold)], cpu)
-            rows.append(run(m[part], decay[part], beta[part], conv_w, layer, batch))
+            rows.append(run(m[part], alpha[part], beta[part], a, dt_bias, conv_w, layer, batch))
             at, fold = at + w, w
         gdn_ref.flush(layer, 0, fold)
         outs[widths] = (torch.cat(rows), layer.state.clone(), layer.conv[:, :3].clone())

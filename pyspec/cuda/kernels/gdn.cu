@@ -3,7 +3,8 @@
 // gdn_conv  one block per (key head or v head; sequence; stretch of rows). It owns the head's channels in window and
 //           records, so old ones are read before new ones are written and no other block sees either:
 //           1. accepted records go to the fold buffers, decays as exp(g); 2. the window moves by the fold; 3. rows go
-//           through conv, silu and l2 norm: q to a buffer; k and v to the records (verify) or to buffers (keep).
+//           through conv, silu and l2 norm: q to a buffer; k and v to the records (verify) or to buffers (keep); value
+//           heads make decay and write strength of their rows from the raw gates.
 // gdn_rows  one block per (v head, stretch of columns, sequence). A column is a row of S[value, key]: LANES lanes hold
 //           its 128 numbers in registers, COLS columns to a lane. The state comes in once, the fold runs over it, it
 //           goes out once, then the rows run and write o. Verified rows never touch the stored state.
@@ -130,10 +131,13 @@ __device__ __forceinline__ float4 scaled(float4 a, float by) {
   return make_float4(a.x * by, a.y * by, a.z * by, a.w * by);
 }
 
+__device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
 struct ConvArgs {
-  const float *m, *g, *beta, *conv_w;
-  float *conv, *rec_k, *rec_v, *rec_g, *rec_b, *fold_k, *fold_v, *fold_e, *fold_b, *q, *k, *v, *e, *kq;
-  i64 m_stride;
+  const float *m, *alpha, *beta, *a, *dt_bias, *conv_w;
+  float *conv, *rec_k, *rec_v, *rec_g, *rec_b, *fold_k, *fold_v, *fold_e, *fold_b, *q, *k, *v, *e, *b, *kq;
+  i64 m_stride, gate_stride;
   int width;
   float eps;
 };
@@ -178,6 +182,7 @@ __device__ __forceinline__ void conv_head(const ConvArgs& a, const Seq& seq, int
       }
     }
   }
+  const float rate = VALUES ? a.a[head] : 0.0f, bias = VALUES ? a.dt_bias[head] : 0.0f;
   const Taps taps0(a.conv_w + ((VALUES ? 2 * KD : 0) + at) * TAPS);
   const Taps taps1(a.conv_w + ((VALUES ? 2 * KD : KD) + at) * TAPS);
   __syncthreads();  // everything old is read; what follows overwrites it
@@ -188,6 +193,14 @@ __device__ __forceinline__ void conv_head(const ConvArgs& a, const Seq& seq, int
   int stretch = span;
   for (;;) {
     float4 y[GROUP];
+    if (VALUES && lane < count) {  // a lane makes the gates of a row
+      const i64 row = seq.start + first + lane, at = row * N_V + head, to = (slot_row + first + lane) * N_V + head;
+      const float g = rate * softplus(a.alpha[row * a.gate_stride + head] + bias);
+      const float b = sigmoid(a.beta[row * a.gate_stride + head]);
+      a.e[at] = expf(g);
+      a.b[at] = b;
+      if (!seq.keep) a.rec_g[to] = g, a.rec_b[to] = b;
+    }
 #pragma unroll
     for (int j = 0; j < GROUP; j++) {
       if (j >= count) break;
@@ -204,9 +217,6 @@ __device__ __forceinline__ void conv_head(const ConvArgs& a, const Seq& seq, int
       const i64 row = seq.start + t, kept = (seq.keep ? row : t) * STRIDE;
       if (VALUES) {
         quad((seq.keep ? a.v + at : record) + kept) = y[j];
-        const i64 from = row * N_V + head, to = (slot_row + t) * N_V + head;
-        if (lane == 0) a.e[from] = expf(a.g[from]);
-        if (lane == 0 && !seq.keep) a.rec_g[to] = a.g[from], a.rec_b[to] = a.beta[from];
       } else {
         const float4 z = taps1(raw[PARTS_OF_HEAD - 1].x + j);
         const float yy = dot4(y[j], y[j]), zz = dot4(z, z), yz = dot4(y[j], z);
@@ -228,20 +238,21 @@ __device__ __forceinline__ void conv_head(const ConvArgs& a, const Seq& seq, int
 }
 
 // grid (N_K + N_V, sequences, stretches), 128 threads.
-//   m [row, m_stride], g beta [row, v_head], conv_w [channel, TAPS]; conv [slot, TAPS - 1 + width, channel] in place;
-//   rec_* [slot, width, ..] in place; fold_k fold_v fold_e fold_b [seq, width, ..], q k v e [row, ..] written, and
-//   kq [row, k_head], the dot product of each row's key and query.
+//   m [row, m_stride], alpha beta [row, gate_stride], a dt_bias [v_head], conv_w [channel, TAPS]; conv [slot, TAPS - 1 + width, channel] in place;
+//   rec_* [slot, width, ..] in place; fold_k fold_v fold_e fold_b [seq, width, ..], q k v e b [row, ..] written (e is
+//   the decay, b the write strength), and kq [row, k_head], the dot product of each row's key and query.
 extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 4)
-    gdn_conv(const float* __restrict__ m, i64 m_stride, const float* __restrict__ g, const float* __restrict__ beta,
-             const float* __restrict__ conv_w, float* conv, float* rec_k, float* rec_v, float* rec_g, float* rec_b,
-             float* fold_k, float* fold_v, float* fold_e, float* fold_b, float* q, float* k, float* v, float* e,
-             float* kq, const int* seq_slot, const int* seq_start, const int* seq_fold, const int* seq_keep, int n_slot,
-             int width, int n_row, float eps, int* fault) {
+    gdn_conv(const float* __restrict__ m, i64 m_stride, const float* __restrict__ alpha,
+             const float* __restrict__ beta, i64 gate_stride, const float* __restrict__ a,
+             const float* __restrict__ dt_bias, const float* __restrict__ conv_w, float* conv, float* rec_k,
+             float* rec_v, float* rec_g, float* rec_b, float* fold_k, float* fold_v, float* fold_e, float* fold_b,
+             float* q, float* k, float* v, float* e, float* b, float* kq, const int* seq_slot, const int* seq_start,
+             const int* seq_fold, const int* seq_keep, int n_slot, int width, int n_row, float eps, int* fault) {
   const int head = blockIdx.x, s = blockIdx.y;
   const Seq seq = read_seq({seq_slot, seq_start, seq_fold, seq_keep}, s, n_slot, width, n_row, fault);
   if (static_cast<int>(blockIdx.z) * SPAN < seq.n && (blockIdx.z == 0 || seq.keep)) {
-    const ConvArgs args = {m,      g,      beta,   conv_w, conv, rec_k, rec_v, rec_g, rec_b,    fold_k, fold_v,
-                           fold_e, fold_b, q,      k,      v,    e,     kq,    m_stride, width, eps};
+    const ConvArgs args = {m,      alpha, beta, a, dt_bias, conv_w, conv, rec_k, rec_v,    rec_g,       rec_b, fold_k,
+                           fold_v, fold_e, fold_b, q, k, v, e, b, kq, m_stride, gate_stride, width, eps};
     if (head < N_K) {
       conv_head<false>(args, seq, s, head);
     } else {
@@ -395,7 +406,7 @@ __device__ __forceinline__ void move_state(Slice& slice, float* state, bool stor
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     gdn_rows(float* state, const float* rec_k, const float* rec_v, const float* fold_k, const float* fold_v,
              const float* fold_e, const float* fold_b, const float* q, const float* k, const float* v, const float* e,
-             const float* kq, const float* beta, float* out, const int* seq_slot, const int* seq_start,
+             const float* kq, const float* b, float* out, const int* seq_slot, const int* seq_start,
              const int* seq_fold, const int* seq_keep, int n_slot, int width, int n_row, int* fault) {
   __shared__ __align__(16) Stage stages[2];
   const int h = blockIdx.x, column = blockIdx.y * TILE, s = blockIdx.z;
@@ -414,7 +425,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       const i64 k_at = at * KD + h % N_K * DIM, v_at = at * VD + h * DIM + column;
       const Tokens from = {(folds ? fold_k : kept ? k : rec_k) + k_at, (folds ? fold_v : kept ? v : rec_v) + v_at,
                            (folds ? fold_e + old * N_V : e + row * N_V) + h,
-                           (folds ? fold_b + old * N_V : beta + row * N_V) + h,
+                           (folds ? fold_b + old * N_V : b + row * N_V) + h,
                            folds ? nullptr : q + row * KD + h % N_K * DIM,
                            kq + row * N_K + h % N_K};
       fetch(stages[j % 2], from, count);

@@ -8,7 +8,7 @@ not depend on how its tokens came, to the bit: unlike the reference it has no ch
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import jit
-from pyspec.cuda.kernels.gdn_ref import GdnSpec
+from pyspec.cuda.kernels.gdn_ref import Gdn, GdnSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import StateLayer, StateShape
 
 DIM, TAPS, LANES, THREADS, CONV_THREADS = 128, 4, 8, 128, 128
 SPAN = 64  # rows of one gdn_conv block
 COLUMNS = (2, 4)  # of a lane; gdn.cu can do 1, which was never faster on an H200
-CONV_ARGS = "plppp" + "ppppp" + "pppp" + "ppppp" + "pppp" + "iiif" + "p"
+CONV_ARGS = "plpplppp" + "ppppp" + "pppp" + "pppppp" + "pppp" + "iiif" + "p"
 ROWS_ARGS = "ppp" + "pppp" + "ppppp" + "pp" + "pppp" + "iii" + "p"
 
 
@@ -78,20 +78,21 @@ def _kernels(shape: StateShape, arch: str, columns: int) -> tuple[jit.Kernel, ji
     return code.kernel("gdn_conv", CONV_ARGS), code.kernel("gdn_rows", ROWS_ARGS)
 
 
-def _check(m: Tensor, g: Tensor, beta: Tensor, conv_w: Tensor, layer: StateLayer, shape: StateShape) -> None:
+def _check(rows: Sequence[Tensor], weights: Sequence[Tensor], layer: StateLayer, shape: StateShape) -> None:
     """What only our own code can get wrong: dtypes, shapes, alignment."""
-    tensors = (m, g, beta, conv_w, *layer.tensors())
-    assert all(t.dtype == torch.float32 and t.device == m.device for t in tensors), "gdn takes float32 on one device"
-    assert all(t.is_contiguous() for t in tensors[1:]), "gdn takes contiguous tensors (m may be a slice of wider rows)"
-    assert m.stride() == (m.stride(0), 1) and m.stride(0) % 4 == 0, "rows of m must start at multiples of 16 bytes"
-    assert all(t.data_ptr() % 16 == 0 for t in tensors), "gdn takes tensors that start at multiples of 16 bytes"
+    m, alpha, beta = rows
+    whole = (*weights, *layer.tensors())
+    assert all(t.dtype == torch.float32 and t.device == m.device for t in (*rows, *whole)), "gdn takes float32"
+    assert all(t.is_contiguous() for t in whole), "gdn takes contiguous tensors, or rows that are slices of wider rows"
+    assert all(t.stride(1) == 1 for t in rows) and alpha.stride(0) == beta.stride(0), "gdn takes rows of one stride"
+    assert m.stride(0) % 4 == 0, "rows of m must start at multiples of 16 bytes"
+    assert all(t.data_ptr() % 16 == 0 for t in (m, *whole)), "gdn takes tensors that start at multiples of 16 bytes"
     assert m.shape[1] == shape.n_channel == DIM * (2 * shape.n_k_head + shape.n_v_head)
-    assert g.shape == beta.shape == (m.shape[0], shape.n_v_head) and conv_w.shape == (shape.n_channel, TAPS)
+    assert alpha.shape == beta.shape == (m.shape[0], shape.n_v_head)
+    assert [tuple(t.shape) for t in weights] == [(shape.n_v_head,)] * 2 + [(shape.n_channel, TAPS)]
 
 
-def bind(
-    spec: GdnSpec, *, columns: int | None = None
-) -> Callable[[Tensor, Tensor, Tensor, Tensor, StateLayer, Batch], Tensor]:
+def bind(spec: GdnSpec, *, columns: int | None = None) -> Gdn:
     """`columns` fixes how many columns a lane holds (measurements); by default the number of sequences decides."""
     shape = spec.shape
     capability = torch.cuda.get_device_capability(spec.device)
@@ -100,16 +101,25 @@ def bind(
     overlap = capability >= (9, 0)
     kd, vd, n_v, eps = shape.n_k_head * DIM, shape.n_v_head * DIM, shape.n_v_head, np.float32(spec.eps)
 
-    def gdn(m: Tensor, g: Tensor, beta: Tensor, conv_w: Tensor, layer: StateLayer, batch: Batch) -> Tensor:
-        _check(m, g, beta, conv_w, layer, shape)
+    def gdn(
+        m: Tensor,
+        alpha: Tensor,
+        beta: Tensor,
+        a: Tensor,
+        dt_bias: Tensor,
+        conv_w: Tensor,
+        layer: StateLayer,
+        batch: Batch,
+    ) -> Tensor:
+        _check((m, alpha, beta), (a, dt_bias, conv_w), layer, shape)
         n_row, n_seq = m.shape[0], batch.seq_slot.shape[0]
         out = m.new_empty(n_row, n_v, DIM)
         if not n_row:
             return out
         n_old = n_seq * layer.width
         sizes = [n_old * kd, n_old * vd, n_row * kd, n_row * kd, n_row * vd]
-        sizes += [n_row * n_v, n_row * shape.n_k_head, n_old * n_v, n_old * n_v]
-        fold_k, fold_v, q, k, v, e, kq, fold_e, fold_b = m.new_empty(sum(sizes)).split(sizes)
+        sizes += [n_row * n_v, n_row * n_v, n_row * shape.n_k_head, n_old * n_v, n_old * n_v]
+        fold_k, fold_v, q, k, v, e, b, kq, fold_e, fold_b = m.new_empty(sum(sizes)).split(sizes)
         meta = [batch.seq_slot, batch.seq_start, batch.seq_fold, batch.seq_keep]
         counts = [np.int32(layer.state.shape[0]), np.int32(layer.width), np.int32(n_row)]
         cols = columns or columns_for(shape, n_seq, arch, n_sm)
@@ -117,10 +127,11 @@ def bind(
         fault = fault_record(m.device)
         old = [fold_k, fold_v, fold_e, fold_b]
         records = [layer.conv, layer.k, layer.v, layer.g, layer.beta]
-        args = [m, np.int64(m.stride(0)), g, beta, conv_w, *records, *old, q, k, v, e, kq, *meta, *counts, eps, fault]
+        gates = [alpha, beta, np.int64(alpha.stride(0)), a, dt_bias]
+        args = [m, np.int64(m.stride(0)), *gates, conv_w, *records, *old, q, k, v, e, b, kq, *meta, *counts, eps, fault]
         stretches = -(-n_row // SPAN) if n_row > n_seq * layer.width else 1  # a block takes several if it must
         conv.launch((shape.n_k_head + n_v, n_seq, stretches), CONV_THREADS, args)
-        args = [layer.state, layer.k, layer.v, *old, q, k, v, e, kq, beta, out, *meta, *counts, fault]
+        args = [layer.state, layer.k, layer.v, *old, q, k, v, e, kq, b, out, *meta, *counts, fault]
         rows.launch((n_v, DIM * LANES // (THREADS * cols), n_seq), THREADS, args, overlap=overlap)
         return out
 

@@ -66,15 +66,25 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1), "pyspec-gdn")
 
 
-def bind(spec: gdn_ref.GdnSpec) -> Callable[[Tensor, Tensor, Tensor, Tensor, StateLayer, Batch], Tensor]:
+def bind(spec: gdn_ref.GdnSpec) -> gdn_ref.Gdn:
     run_head, reference, shape = _compiled(), gdn_ref.bind(spec), spec.shape
     kd, n_v, n_k, dim = shape.n_k_head * shape.dim, shape.n_v_head, shape.n_k_head, shape.dim
     empty = np.zeros((0, dim), np.float32)
 
-    def gdn(m: Tensor, g: Tensor, beta: Tensor, conv_w: Tensor, layer: StateLayer, batch: Batch) -> Tensor:
+    def gdn(
+        m: Tensor,
+        alpha: Tensor,
+        beta: Tensor,
+        a: Tensor,
+        dt_bias: Tensor,
+        conv_w: Tensor,
+        layer: StateLayer,
+        batch: Batch,
+    ) -> Tensor:
         if any(s.keep and s.width >= gdn_ref.CHUNKED for s in batch.seqs):
-            return reference(m, g, beta, conv_w, layer, batch)
+            return reference(m, alpha, beta, a, dt_bias, conv_w, layer, batch)
         gdn_ref.check_seqs(batch, layer)
+        g, beta = gdn_ref.gates(alpha, beta, a, dt_bias)
         c = gdn_ref.convolve(m, conv_w, layer, batch, shape.n_conv)
         q, k, v = c.split([kd, kd, n_v * dim], -1)
         q, k = (gdn_ref.l2norm(t.unflatten(-1, (n_k, dim)), spec.eps) for t in (q, k))

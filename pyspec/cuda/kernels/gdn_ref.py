@@ -1,16 +1,17 @@
 """Gated DeltaNet with deferred commit: fold, verify, prefill. The meaning, in plain torch.
 
-    m        [row, channel]        f32  raw inputs of the convolution: q, k (k_head * dim each), v (v_head * dim, tiled)
-    g, beta  [row, v_head]         f32  log decay (<= 0) and write strength (0..1)
-    conv_w   [channel, taps]       f32  the last tap multiplies the current token
-    layer    state, conv window and records of every slot (slots.memory); read and written for the batch's slots only
-    out      [row, v_head, dim]    f32  before the gated norm
+    m            [row, channel]      f32  raw inputs of the convolution: q, k (k_head * dim each), v (v_head * dim, tiled)
+    alpha, beta  [row, v_head]       f32  raw gates; like m, slices of wider rows
+    a, dt_bias   [v_head]            f32  log decay g = a softplus(alpha + dt_bias) (<= 0), write strength b = sigmoid(beta)
+    conv_w       [channel, taps]     f32  the last tap multiplies the current token
+    layer        state, conv window and records of every slot (slots.memory); read and written for the batch's slots only
+    out          [row, v_head, dim]  f32  before the gated norm
 
 Per sequence: (1) fold the `n_fold` recorded rows into the state and shift the conv window by as many, (2) run the new rows
 through conv, silu, l2 norm and the recurrence, (3) if the sequence is `keep`, store state and window after its rows, else
-record the rows (k, v, g, beta and raw m) and leave the stored state before them.
+record the rows (k, v, g, b and raw m) and leave the stored state before them.
 
-Recurrence per value head, with key head h % n_k_head: S <- e^g S; d = beta (v - S k); S <- S + d k^T; o = S q / sqrt(dim).
+Recurrence per value head, with key head h % n_k_head: S <- e^g S; d = b (v - S k); S <- S + d k^T; o = S q / sqrt(dim).
 Tokens are taken in this order one by one, in a fold as in a verify, so a state does not depend on how its tokens came.
 Only prompt chunks of at least CHUNKED rows go through the chunked form, which sums in another order.
 Source: arXiv:2412.06464; memory layout of llama.cpp's qwen35.
@@ -30,6 +31,7 @@ from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import StateLayer, StateShape
 from pyspec.slots.table import SlotTable
 
+Gdn = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateLayer, Batch], Tensor]
 CHUNKED = 24  # rows from which a prompt chunk pays for the chunked form
 CHUNK = 64
 
@@ -51,6 +53,15 @@ def check_seqs(batch: Batch, layer: StateLayer) -> None:
             raise OutOfBounds(f"slot {seq.slot} fold count", seq.n_fold, layer.width + 1, seq.slot)
         if not seq.keep and seq.width > layer.width:
             raise OutOfBounds(f"slot {seq.slot} verify width", seq.width, layer.width + 1, seq.slot)
+
+
+def gates(alpha: Tensor, beta: Tensor, a: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Log decay and write strength of every row and value head.
+
+    Spelt out, because torch's own softplus and sigmoid give the last rows of a tensor other bits than the rest on CPUs.
+    """
+    x = alpha + dt_bias
+    return a * torch.where(x > 20, x, x.clamp(max=20).exp().log1p()), 1 / (1 + (-beta).exp())
 
 
 def l2norm(x: Tensor, eps: float) -> Tensor:
@@ -131,7 +142,7 @@ def record(layer: StateLayer, batch: Batch, k: Tensor, v: Tensor, g: Tensor, bet
             layer.g[seq.slot, :n], layer.beta[seq.slot, :n] = g[rows], beta[rows]
 
 
-def bind(spec: GdnSpec) -> Callable[[Tensor, Tensor, Tensor, Tensor, StateLayer, Batch], Tensor]:
+def bind(spec: GdnSpec) -> Gdn:
     shape = spec.shape
     kd, n_v, dim, taps = shape.n_k_head * shape.dim, shape.n_v_head, shape.dim, shape.n_conv
     scale = dim**-0.5
@@ -154,8 +165,18 @@ def bind(spec: GdnSpec) -> Callable[[Tensor, Tensor, Tensor, Tensor, StateLayer,
         for t in range(deep):
             step(flat, *(x[:, t].reshape(flat.shape[0], *x.shape[3:]) for x in (k, v, g, beta)))
 
-    def gdn(m: Tensor, g: Tensor, beta: Tensor, conv_w: Tensor, layer: StateLayer, batch: Batch) -> Tensor:
+    def gdn(
+        m: Tensor,
+        alpha: Tensor,
+        beta: Tensor,
+        a: Tensor,
+        dt_bias: Tensor,
+        conv_w: Tensor,
+        layer: StateLayer,
+        batch: Batch,
+    ) -> Tensor:
         check_seqs(batch, layer)
+        g, beta = gates(alpha, beta, a, dt_bias)
         c = convolve(m, conv_w, layer, batch, taps)
         q, k, v = c.split([kd, kd, n_v * dim], -1)
         q, k = (l2norm(t.unflatten(-1, (-1, dim)), spec.eps) for t in (q, k))
@@ -212,6 +233,8 @@ def check(launch: Callable[..., Tensor], reference: Callable[..., Tensor], spec:
     gen, shape = torch.Generator().manual_seed(0), spec.shape
     tables = [SlotTable(3, 12, 16) for _ in range(2)]
     layers = [StateLayer(shape, 3, 6, spec.device) for _ in range(2)]
+    a, dt_bias = -torch.rand(shape.n_v_head, generator=gen), torch.randn(shape.n_v_head, generator=gen)
+    a, dt_bias = a.to(spec.device), dt_bias.to(spec.device)
     conv_w = torch.randn(shape.n_channel, shape.n_conv, generator=gen).to(spec.device)
     for seqs in (
         [Seq(0, 0, [0] * 5, True), Seq(2, 0, [0], True)],
@@ -221,10 +244,9 @@ def check(launch: Callable[..., Tensor], reference: Callable[..., Tensor], spec:
     ):
         n = sum(s.width for s in seqs)
         sizes = (n, shape.n_channel), (n, shape.n_v_head), (n, shape.n_v_head)
-        m, g, beta = (torch.rand(s, generator=gen).to(spec.device) for s in sizes)
-        m, g = 4 * m - 2, -g
+        m, alpha, beta = (4 * torch.rand(s, generator=gen).to(spec.device) - 2 for s in sizes)
         got, want = (
-            run(m, g, beta, conv_w, layer, lay_out(table, seqs, spec.device))
+            run(m, alpha, beta, a, dt_bias, conv_w, layer, lay_out(table, seqs, spec.device))
             for run, layer, table in zip((launch, reference), layers, tables, strict=True)
         )
         if not torch.allclose(got, want, rtol=1e-4, atol=1e-4):
