@@ -1,8 +1,9 @@
 """An operation and the ways to run it: the first implementation that does not refuse, the torch reference last.
 
-An implementation states its limits as data: `limits(spec)` returns a sentence for what it can not do, and looks only at the
-spec (shapes, dtypes, device), so a planner can ask before anything is allocated. A chosen implementation is compared with
-the reference on the op's own cases once per process; one that differs or fails is refused and the next one is tried.
+An implementation states its limits as data: a range of compute capabilities, and `limits(spec)`, which returns a sentence
+for what it can not do and looks only at the spec (shapes, dtypes, device), so a planner can ask before anything is
+allocated. What is within its limits is compared with the reference on the op's own cases, on a GPU in a child process
+(probe.py); one that differs, fails, crashes or hangs is refused and the next one is tried.
 """
 
 from __future__ import annotations
@@ -12,10 +13,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import torch
+
+from pyspec.cuda import probe
+
 log = logging.getLogger(__name__)
 
 Spec = TypeVar("Spec")
 Launch = Callable[..., object]
+Capability = tuple[int, int]
 
 
 def _no_limits(spec: object) -> str | None:
@@ -30,22 +36,33 @@ class Impl(Generic[Spec]):
     bind: Callable[[Spec], Launch]
     limits: Callable[[Spec], str | None] = _no_limits
     capturable: bool = False  # reads everything that varies from device memory, so a CUDA graph may hold it
+    capabilities: tuple[Capability, Capability] = ((8, 0), (12, 1))  # first and last it is made for, on GPUs
+    native: bool = False  # can crash or hang the process without a GPU, too: never checked inside it
 
 
 @dataclass
 class Op(Generic[Spec]):
-    """`check(launch, reference_launch, spec)` returns a sentence when an implementation differs from the reference."""
+    """`check(launch, reference_launch, spec)` returns a sentence when an implementation differs from the reference.
+
+    home   "module:name" where a child process finds this op; empty: pyspec.cuda.kernels.<name>:<name>
+    asked  the specs that were bound or asked about
+    """
 
     name: str
     reference: Impl[Spec]
     impls: Sequence[Impl[Spec]] = ()
     check: Callable[[Launch, Launch, Spec], str | None] | None = None
+    home: str = ""
     verdicts: dict[tuple[str, object], str | None] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)
+    asked: dict[Spec, None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.home = self.home or f"pyspec.cuda.kernels.{self.name}:{self.name}"
 
     def refusal(self, impl: Impl[Spec], spec: Spec) -> str | None:
         """Why `impl` can not run `spec`; None if it can."""
-        if (why := impl.limits(spec)) is not None:
+        if (why := impl.limits(spec)) is not None or (why := _outside(impl, spec)) is not None:
             return why
         key = (impl.name, spec)
         if key not in self.verdicts:
@@ -55,13 +72,16 @@ class Op(Generic[Spec]):
     def _verdict(self, impl: Impl[Spec], spec: Spec) -> str | None:
         if self.check is None:
             return None
+        if impl.native or device_of(spec).type == "cuda":
+            return probe.verdict(self, impl, spec)
         try:
             return self.check(impl.bind(spec), self.reference.bind(spec), spec)
         except Exception as e:  # noqa: BLE001 - whatever a foreign compiler raises means "do not use it"
-            return f"failed its self-check: {type(e).__name__}: {e}"
+            return f"failed its check: {probe.sentence(e)}"
 
     def chosen(self, spec: Spec) -> Impl[Spec]:
         """The implementation `spec` runs with. Falling back is logged once per reason."""
+        self.asked[spec] = None
         refused = []
         for impl in self.impls:
             if (why := self.refusal(impl, spec)) is None:
@@ -74,11 +94,33 @@ class Op(Generic[Spec]):
         return self.reference
 
     def bind(self, spec: Spec) -> Launch:
-        """Choose now; the returned callable only runs."""
-        return self.chosen(spec).bind(spec)
+        """Choose now; the returned callable only runs. What passed its check but can not be bound here is refused, too."""
+        while (impl := self.chosen(spec)) is not self.reference:
+            try:
+                return impl.bind(spec)
+            except Exception as e:  # noqa: BLE001 - as in a check
+                self.verdicts[impl.name, spec] = f"can not be bound: {probe.sentence(e)}"
+        return impl.bind(spec)
 
     def choices(self, spec: Spec) -> Iterable[tuple[str, str | None]]:
         """(implementation, refusal or None) in order of preference, for `pyspec doctor`."""
         for impl in self.impls:
             yield impl.name, self.refusal(impl, spec)
         yield self.reference.name, None
+
+
+def device_of(spec: object) -> torch.device:
+    """Where a spec runs; a spec without a device is the CPU's."""
+    device = getattr(spec, "device", None)
+    return device if isinstance(device, torch.device) else torch.device("cpu")
+
+
+def _outside(impl: Impl[Spec], spec: Spec) -> str | None:
+    device = device_of(spec)
+    if device.type != "cuda":
+        return None
+    capability, (first, last) = torch.cuda.get_device_capability(device), impl.capabilities
+    if first <= capability <= last:
+        return None
+    have, low, high = (f"{major}.{minor}" for major, minor in (capability, first, last))
+    return f"made for compute capability {low} to {high}, this GPU has {have}"

@@ -1,0 +1,92 @@
+"""The fault record of a device: where kernels write the first index that left its bounds, and how the host reads it.
+
+A kernel's guard clamps the index, records it and goes on (include/bounds.cuh), so the results of whatever it belonged to
+mean nothing, and all others are right. All ops of a device share one record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from pyspec.errors import OutOfBounds
+
+N_FIELD = 5  # {tripped, op, slot, index, limit}
+OPS = {3: "gdn", 4: "attend", 5: "rope_kv"}
+BY_SLOT = ("gdn",)  # these name the slot
+BY_ROW = ("rope_kv",)  # these the batch's row; the others its sequence
+EVERYONE = -1  # whose it was is not known
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What a guard recorded. `place`: a slot, a row or a sequence of the batch, depending on the op."""
+
+    op: str
+    place: int
+    index: int
+    limit: int
+
+    def slot(self, slots: Sequence[int], starts: Sequence[int]) -> int:
+        """The slot it concerns, in a batch whose sequence i is of slots[i] and has rows starts[i]..starts[i + 1] - 1."""
+        if self.op in BY_SLOT:
+            return self.place if self.place in slots else EVERYONE
+        at = self.place
+        if self.op in BY_ROW:
+            at = next((i for i in range(len(slots)) if starts[i] <= self.place < starts[i + 1]), -1)
+        return slots[at] if 0 <= at < len(slots) else EVERYONE
+
+    def error(self, slot: int) -> OutOfBounds:
+        whose = f"slot {slot}" if slot != EVERYONE else "a slot that is not known"
+        return OutOfBounds(f"kernel {self.op}, {whose}: index", self.index, self.limit, None if slot < 0 else slot)
+
+
+def record(device: torch.device) -> Tensor:
+    """[5] int32, what kernels are given; see include/bounds.cuh."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return _record(device)
+
+
+@cache
+def _record(device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # it is written inside and outside of that mode
+        return torch.zeros(N_FIELD, dtype=torch.int32, device=device)
+
+
+class Reader:
+    """Reads a device's record without waiting for the device: `fetch` on the stream, then whatever syncs, then `take`."""
+
+    def __init__(self, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.record = record(device)
+            self.host = torch.zeros(N_FIELD, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+    def fetch(self) -> None:
+        """Start the copy, behind the work that is under way."""
+        self.host.copy_(self.record, non_blocking=True)
+
+    def clear(self) -> None:
+        """From here on on the stream, nothing has tripped."""
+        self.record.zero_()
+
+    def take(self) -> Fault | None:
+        """What the last `fetch` brought, once the stream was waited for. Clears the record if it had tripped."""
+        tripped, op, place, index, limit = self.host.tolist()
+        if not tripped:
+            return None
+        self.clear()
+        return Fault(OPS.get(op, f"number {op}"), place, index, limit)
+
+
+def read(device: torch.device) -> Fault | None:
+    """What has tripped since the last time; waits for the device."""
+    reader = Reader(device)
+    reader.fetch()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return reader.take()

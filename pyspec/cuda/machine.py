@@ -1,0 +1,100 @@
+"""The machine as kernels see it: GPU, driver and compiler, and how fast its memory is."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+DRIVER = Path("/sys/module/nvidia/version")
+PROBE_BYTES = 1 << 30  # of the buffer whose reading is timed; far more than any cache holds
+CPU_BYTES = 1 << 28
+N_TIMES = 10
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What decides whether a kernel that was right once is right again; "" where there is no such thing."""
+
+    gpu: str  # or the processor, without a GPU
+    capability: str
+    driver: str
+    nvrtc: str
+    cuda_core: str
+
+
+@cache
+def machine(device: torch.device) -> Machine:
+    if device.type != "cuda":
+        return Machine(platform.machine(), "", "", nvrtc_version(), version_of("cuda-core"))
+    about = torch.cuda.get_device_properties(device)
+    capability = f"{about.major}.{about.minor}"
+    return Machine(about.name, capability, driver_version(), nvrtc_version(), version_of("cuda-core"))
+
+
+def version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def driver_version() -> str:
+    """The driver's build where the system tells it, and the CUDA version it speaks."""
+    from cuda.bindings import driver
+
+    _, number = driver.cuDriverGetVersion()
+    build = DRIVER.read_text().strip() if DRIVER.is_file() else ""
+    return f"{build} (CUDA {number // 1000}.{number % 1000 // 10})".strip()
+
+
+def nvrtc_version() -> str:
+    """The compiler's version; the package's is finer than what the library tells."""
+    try:
+        from cuda.bindings import nvrtc
+
+        _, major, minor = nvrtc.nvrtcVersion()
+    except Exception:  # noqa: BLE001 - not installed, or installed without its library, which has errors of its own
+        return ""
+    package = version_of("nvidia-cuda-nvrtc")
+    return package if package.startswith(f"{major}.{minor}.") else f"{major}.{minor}"
+
+
+def memory_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+
+
+def bandwidth(device: torch.device, n_bytes: int = PROBE_BYTES) -> float:
+    """Bytes per second. GPU: reading a large buffer, by events. CPU: a copy, reads and writes counted."""
+    if device.type == "cuda":
+        n_bytes = min(n_bytes, torch.cuda.mem_get_info(device)[0] // 4)
+        x = torch.ones(n_bytes // 4, device=device)
+        return n_bytes / statistics.median(_gpu_seconds(lambda: x.sum()) for _ in range(N_TIMES))
+    x = torch.ones(min(n_bytes, CPU_BYTES) // 8)
+    y = torch.empty_like(x)
+    return 2 * x.nbytes / statistics.median(_seconds(lambda: y.copy_(x)) for _ in range(N_TIMES))
+
+
+def _gpu_seconds(run: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in "se")
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    run()
+    return time.perf_counter() - began

@@ -1,0 +1,272 @@
+"""Checks of implementations in a child process: one that crashes, hangs or poisons the GPU costs the child.
+
+The child is started when the first check is wanted, serves one after another, says what it is at, and leaves when nothing
+is asked of it for a while. If it dies, what it was at gets the blame, and a new child goes on with the next. Verdicts are
+kept on disk (verdicts.py), so all this happens once per machine, spec and source.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import faulthandler
+import importlib
+import json
+import logging
+import os
+import pickle
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
+
+from pyspec.cuda import faults, verdicts
+from pyspec.cuda.verdicts import Verdict
+
+if TYPE_CHECKING:
+    from pyspec.cuda.op import Impl, Op
+
+log = logging.getLogger(__name__)
+
+LIMITS_S = {"start": 120.0, "binding": 300.0, "check": 60.0}  # how long the child may be at each, compiling included
+IDLE_S = 20.0  # then the child leaves, and its memory on the GPU with it
+TAIL = 200  # characters of the child's last words
+
+
+def verdict(op: Op[Any], impl: Impl[Any], spec: Any) -> str | None:
+    """Why `impl` must not be used for `spec`: what is known of it on this machine, or else what a child finds."""
+    key = verdicts.key_of(op, impl, spec)
+    kept = verdicts.load(key)
+    if kept is not None:
+        return kept.refusal
+    began = time.perf_counter()
+    found = prober().check(op.home, impl.name, spec)
+    log.info("checked %s %s in %.1f s: %s", op.name, impl.name, time.perf_counter() - began, found.refusal or "right")
+    if found.lasting:
+        verdicts.save(key, found.refusal)
+    return found.refusal
+
+
+def probe_all(asks: Iterable[tuple[Op[Any], Any]]) -> None:
+    """Have all verdicts on these (op, spec) ready, with one child, and let it go; loading needs none afterwards."""
+    for op, spec in asks:
+        op.chosen(spec)
+    close()
+
+
+def close() -> None:
+    """Let the child go now instead of when it has been idle."""
+    prober().close()
+
+
+@cache
+def prober() -> Prober:
+    return Prober(LIMITS_S)
+
+
+def sentence(error: BaseException) -> str:
+    """An exception in one line."""
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__
+
+
+class Prober:
+    """The parent's side. Safe to use from several threads; one check at a time."""
+
+    def __init__(self, limits_s: dict[str, float]) -> None:
+        self.limits_s = limits_s
+        self._child: _Child | None = None
+        self._lock = threading.Lock()
+
+    def check(self, home: str, impl: str, spec: object) -> Verdict:
+        """Have `impl` of the op at `home` ("module:name") checked for `spec`."""
+        try:
+            request = base64.b64encode(pickle.dumps((home, impl, spec))) + b"\n"
+        except (pickle.PicklingError, AttributeError, TypeError) as e:
+            return Verdict(f"could not be checked: {sentence(e)}", lasting=False)
+        with self._lock:
+            why = ""
+            for _ in range(2):  # a child may leave, idle, just as it is asked
+                child = self._child = self._child or _Child()
+                child.send(request)
+                found, why = self._listen(child)
+                if found is not None:
+                    return found
+            return Verdict(f"could not be checked: {why}", lasting=False)
+
+    def _listen(self, child: _Child) -> tuple[Verdict | None, str]:
+        """The child's verdict; None and the reason if it never came to this request."""
+        at = "start"
+        while True:
+            try:
+                line = child.lines.get(timeout=self.limits_s[at])
+            except queue.Empty:
+                self._drop()
+                late = f"its {at} took more than {self.limits_s[at]:.0f} s"
+                return (None, late) if at == "start" else (Verdict(late), "")
+            if line is None:
+                self._drop()
+                why = child.last_words()
+                if at == "start":
+                    return None, why
+                killed = child.process.returncode == -signal.SIGKILL  # by a person, or for want of memory
+                return Verdict(f"its {at} ended the process: {why}", lasting=not killed), ""
+            told = json.loads(line)
+            if "at" in told:
+                at = told["at"]
+                continue
+            if told["spoilt"]:
+                self._drop()
+            return Verdict(told["refusal"], told["lasting"]), ""
+
+    def _drop(self) -> None:
+        if self._child is not None:
+            self._child.end()
+            self._child = None
+
+    def close(self) -> None:
+        with self._lock:
+            self._drop()
+
+
+class _Child:
+    """A running child: its lines as they come, None when it is gone."""
+
+    def __init__(self) -> None:
+        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "pyspec.cuda.probe"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C is for the parent, and says nothing about a kernel
+        )
+        self.lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="pyspec-probe", daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        with self.process.stdout as out:
+            for line in out:
+                self.lines.put(line)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5)  # for its own end, which tells more than being killed
+        self.lines.put(None)
+
+    def send(self, request: bytes) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):  # it is gone: `lines` tells
+            self.process.stdin.write(request)
+            self.process.stdin.flush()
+
+    def last_words(self) -> str:
+        """How it ended, and the end of what it wrote."""
+        code = self.process.returncode
+        if code is None:
+            how = "it does not end"
+        elif code < 0:
+            how = f"killed by signal {-code}, {signal.strsignal(-code)}"
+        else:
+            how = f"exit status {code}"
+        self.errors.seek(0)
+        said = " ".join(self.errors.read().decode(errors="replace").split())[-TAIL:]
+        return f"{how} ({said})" if said else how
+
+    def end(self) -> None:
+        """End it whatever it does. A process that hangs in the driver may outlive this; nobody waits for it."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):  # what was not sent to a child that is gone
+            self.process.stdin.close()
+        self.process.kill()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            log.warning("a child process that checked kernels does not end (pid %d)", self.process.pid)
+
+
+# -- the child's side --------------------------------------------------------------------------------------------
+
+
+def serve(requests: IO[bytes], answers: IO[str]) -> None:
+    """Answer requests until there are none."""
+
+    def tell(**what: object) -> None:
+        answers.write(json.dumps(what) + "\n")
+        answers.flush()
+
+    while True:
+        idle = threading.Timer(IDLE_S, os._exit, (0,))
+        idle.daemon = True
+        idle.start()
+        line = requests.readline()
+        idle.cancel()
+        if not line:
+            return
+        home, name, spec = pickle.loads(base64.b64decode(line))
+        module, _, attribute = home.partition(":")
+        op = getattr(importlib.import_module(module), attribute)
+        impl = next(i for i in op.impls if i.name == name)
+        # the parent ends whatever takes too long; this is for the case that there is no parent any more
+        faulthandler.dump_traceback_later(sum(LIMITS_S.values()), exit=True)
+        found = examine(op, impl, spec, lambda at: tell(at=at))
+        faulthandler.cancel_dump_traceback_later()
+        spoilt = found.refusal is not None and not _is_sound(spec)
+        tell(refusal=found.refusal, lasting=found.lasting, spoilt=spoilt)
+        if spoilt:
+            return
+
+
+def examine(op: Op[Any], impl: Impl[Any], spec: Any, tell: Callable[[str], None]) -> Verdict:
+    """Bind and check, here and now. `tell` hears what it is at."""
+    assert op.check is not None
+    try:
+        tell("binding")
+        device = getattr(spec, "device", torch.device("cpu"))
+        launch, reference = impl.bind(spec), op.reference.bind(spec)
+        tell("check")
+        faults.read(device)
+        refusal = op.check(launch, reference, spec)
+        if (fault := faults.read(device)) is not None and refusal is None:
+            refusal = f"its guard tripped in its check: {fault.error(faults.EVERYONE)}"
+        return Verdict(refusal)
+    except Exception as e:  # noqa: BLE001 - whatever a foreign compiler raises means "do not use it"
+        full = isinstance(e, MemoryError | torch.OutOfMemoryError) or "out of memory" in str(e)
+        return Verdict(f"failed its check: {sentence(e)}", lasting=not full)
+
+
+def _is_sound(spec: object) -> bool:
+    """Whether the GPU still obeys: an illegal access poisons a process for good."""
+    device = getattr(spec, "device", torch.device("cpu"))
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _main() -> None:
+    """What writes to stdout without being asked writes to the log instead: stdout belongs to the answers."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    except (ImportError, ValueError, OSError):
+        log.debug("cores are dumped as usual")
+    serve(sys.stdin.buffer, answers)
+
+
+if __name__ == "__main__":
+    _main()

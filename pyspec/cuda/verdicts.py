@@ -1,0 +1,130 @@
+"""Verdicts on implementations, kept on disk: what was checked on this machine is not checked again.
+
+A verdict holds for one op, implementation and spec, on one kind of GPU with one driver and compiler, and for the sources it
+was made with. Each is a file of its own, written whole or not at all; one that can not be read is as good as none.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import re
+import tempfile
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pyspec.cuda import jit
+from pyspec.cuda.machine import machine
+
+if TYPE_CHECKING:
+    from pyspec.cuda.op import Impl, Op
+
+log = logging.getLogger(__name__)
+
+OURS = (
+    "pyspec.cuda.kernels",
+    "pyspec.cuda.jit",
+    "pyspec.slots",
+)  # sources that count if an implementation imports them
+Key = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`refusal` is None for an implementation that may be used. `lasting`: the same would be found again."""
+
+    refusal: str | None
+    lasting: bool = True
+
+
+def folder() -> Path:
+    return jit.cache_folder().parent / "verdicts"
+
+
+def key_of(op: Op[Any], impl: Impl[Any], spec: Any) -> Key:
+    """Everything a verdict depends on. Devices of one kind share verdicts."""
+    device = getattr(spec, "device", torch.device("cpu"))
+    if is_dataclass(spec) and not isinstance(spec, type) and hasattr(spec, "device"):
+        spec = replace(spec, device=torch.device(device.type))  # type: ignore[type-var]
+    modules = (op.home.partition(":")[0], impl.bind.__module__)
+    about = {"op": op.name, "impl": impl.name, "spec": repr(spec), "sources": digest(modules)}
+    return about | asdict(machine(device))
+
+
+def load(key: Key) -> Verdict | None:
+    """The verdict that was kept, if any."""
+    try:
+        kept = json.loads(_path(key).read_text())
+        refusal = kept["refusal"]
+        known = kept["key"] == key and (refusal is None or isinstance(refusal, str))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return Verdict(refusal) if known else None
+
+
+def save(key: Key, refusal: str | None) -> None:
+    """Keep a verdict. A folder that can not be written costs the next process a check."""
+    path = _path(key)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+            json.dump({"key": key, "refusal": refusal}, file, indent=1)
+        os.replace(file.name, path)
+    except OSError as e:
+        log.debug("a verdict is not kept: %s", e)
+
+
+def forget(key: Key) -> None:
+    _path(key).unlink(missing_ok=True)
+
+
+def _path(key: Key) -> Path:
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:40]
+    return folder() / f"{name}.json"
+
+
+@cache
+def digest(modules: tuple[str, ...]) -> str:
+    """A hash of these modules, of what they import of `OURS`, and of the kernels they name, includes and all."""
+    files = {name: path for name in modules if (path := _file_of(name)) is not None}
+    todo = list(files)
+    while todo:
+        for name in _imports(files[todo.pop()].read_text()):
+            if name not in files and (path := _file_of(name)) is not None:
+                files[name] = path
+                todo.append(name)
+    kernels = {path.stem for path in (jit.HERE / "kernels").glob("*.cu")}
+    sha = hashlib.sha256()
+    for _, path in sorted(files.items()):
+        text = path.read_text()
+        sha.update(text.encode())
+        for stem in sorted(kernels & set(re.findall(r'"(\w+)"', text))):
+            sha.update(jit.source(stem).encode())
+    return sha.hexdigest()[:16]
+
+
+def _file_of(name: str) -> Path | None:
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):
+        return None
+    return None if spec is None or not spec.has_location or spec.origin is None else Path(spec.origin)
+
+
+def _imports(text: str) -> set[str]:
+    """Modules of ours that a source imports, at any depth."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{a.name}" for a in node.names)}
+        elif isinstance(node, ast.Import):
+            names |= {a.name for a in node.names}
+    return {n for n in names if n.startswith(OURS)}
