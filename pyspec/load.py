@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 from pyspec.config import EngineSettings
 from pyspec.control import Controller
 from pyspec.draft import DRAFTERS, dflash, mtp
-from pyspec.draft.drafter import Drafter
+from pyspec.draft.drafter import Drafter, Graphing
 from pyspec.draft.ngram import NGram
 from pyspec.errors import BadTemplate, ConfigError, DeviceError, PairError
 from pyspec.gguf import GGUFFile, open_gguf
@@ -192,6 +193,7 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
         if settings.synth_len and d.n_draft
         else None
     )
+    make_arena = partial(_arena, target, table, n_ctx + extra)
     loop = Loop(
         target,
         memory,
@@ -201,10 +203,10 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
         ubatch=settings.ubatch,
         queue_limit=settings.queue_limit,
         synth=synth,
-        arena=_arena(target, table, n_ctx + extra),
+        arena=make_arena(),
     )
-    if isinstance(drafter, dflash.DFlash):
-        drafter.arena = _arena(target, table, n_ctx + extra)
+    if loop.arena is not None and isinstance(drafter, Graphing):
+        drafter.use_graphs(make_arena)
     log.info("%s", d.note)
     if settings.warm_up:
         warm_up(loop, tokenizer, extra)

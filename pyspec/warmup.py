@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from pyspec.draft.dflash import DFlash
+from pyspec.draft.drafter import Graphing
 from pyspec.draft.tap_shift import run_by_shift, verdict
 from pyspec.job import Job
 from pyspec.loop import Loop
@@ -88,12 +89,8 @@ def capture(loop: Loop) -> None:
         seqs = [Seq(i, 0, [0] * n, n_out=n) for i, n in enumerate(shares)]
         for _ in range(2):
             loop.forward(lay_out(loop.table, seqs, device, arena=loop.arena))
-    drafter = loop.drafter
-    if isinstance(drafter, DFlash):
-        for n_seq in range(1, len(slots) + 1):
-            seqs = [Seq(i, 0, [0] * drafter.net.c.block) for i in range(n_seq)]
-            for _ in range(2):
-                drafter.block(lay_out(loop.table, seqs, device, see_block=True, arena=drafter.arena))
+    if isinstance(loop.drafter, Graphing):
+        loop.drafter.capture()
     for slot in slots:
         loop.forget(slot)
 

@@ -9,7 +9,7 @@ the target's unless the file has its own. Source: arXiv:2602.06036; GGUF of llam
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -172,7 +172,7 @@ class DFlashNet:
 
     def __init__(self, c: DFlashConfig, w: Weights, memory: Memory, target: Target) -> None:
         self.c, self.memory = c, memory
-        self.rope = Rope(c.n_rot, c.rope_base, neox=True, divisors=w.optional("rope_freqs.weight"))
+        self.rope = Rope(c.n_rot, c.rope_base, True, w.device, divisors=w.optional("rope_freqs.weight"))
         n_layer = len(c.windows)
         self.attention = [Attention(w, f"blk.{i}", c.attention, self.rope, c.eps) for i in range(n_layer)]
         # k and v of context rows are made with the block's own weights
@@ -188,10 +188,8 @@ class DFlashNet:
         """Context keys and values of committed tokens: taps [row, T * n_target], pool rows [row], positions [row]."""
         c = rms(self.fc(taps), self.fc_norm, self.c.eps)
         angles = self.rope.angles(positions)
-        s = self.c.attention
         for i, (attention, kv) in enumerate(zip(self.attention, self.context, strict=True)):
-            k, v = kv(c).chunk(2, -1)
-            self.memory.kv[i].write(rows, attention.keys(k, angles), v.view(-1, s.n_kv_head, s.head_dim))
+            attention.write(kv(c), angles, self.memory.kv[i], rows)
 
     def forward(self, batch: Batch) -> Tensor:
         """The block rows of `batch` (laid out with see_block) -> [row, n_embd] after the final norm."""
@@ -212,10 +210,20 @@ class DFlash:
         self.net, self.table, self.device, self.p_min = net, table, device, p_min
         block = net.c.block
         self.needs = Needs(min(n_draft, block - 1), net.c.taps, overhang=block)
-        self.arena: Arena | None = None  # set where forwards run as graphs
+        self.arena: Arena | None = None
         self.block = Graphed(self._block)
         self.n_context = [0] * len(table.slots)  # tokens of the slot that have context rows
         self.generation = [-1] * len(table.slots)
+
+    def use_graphs(self, make_arena: Callable[[], Arena]) -> None:
+        self.arena = make_arena()
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        for n in range(1, len(self.table.slots) + 1):
+            seqs = [Seq(i, 0, [self.net.c.mask_id] * self.net.c.block) for i in range(n)]
+            for _ in range(2):
+                self.block(lay_out(self.table, seqs, self.device, see_block=True, arena=self.arena))
 
     def begin(self, slot: Slot, saved: object | None) -> None:
         assert self.n_context[slot.index] >= slot.n_past, f"slot {slot.index} reuses tokens without draft context"

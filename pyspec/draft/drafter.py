@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from pyspec.models.target import Out
+from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch
 from pyspec.slots.table import Slot
 
@@ -70,4 +71,17 @@ class Drafter(Protocol):
 
     def end(self, slot: Slot) -> None:
         """The request is over. Exactly once per `begin`."""
+        ...
+
+
+@runtime_checkable
+class Graphing(Protocol):
+    """A drafter whose passes can run as CUDA graphs."""
+
+    def use_graphs(self, make_arena: Callable[[], Arena]) -> None:
+        """Lay batches out in arenas of its own from now on."""
+        ...
+
+    def capture(self) -> None:
+        """Capture the graphs of every number of slots now. All slots are idle; what it leaves in them is forgotten."""
         ...

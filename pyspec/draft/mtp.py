@@ -8,12 +8,13 @@ and are overwritten. Source: llama.cpp draft-mtp (positions), vLLM (schedule).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from pyspec.cuda.graph import Graphed
 from pyspec.draft.drafter import Ask, Needs
 from pyspec.errors import PairError
 from pyspec.gguf import GGUFFile
@@ -21,6 +22,7 @@ from pyspec.models.decoder import Block, Decoder, DecoderConfig, block_tensors
 from pyspec.models.layers import Rope, rms
 from pyspec.models.target import LayerMemory, Out, Target, allocate
 from pyspec.models.weights import Matrix, Want, Weights, check_tensors
+from pyspec.slots.arena import BUCKETS, Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import Memory
 from pyspec.slots.table import Slot, SlotTable
@@ -93,6 +95,13 @@ class Mtp:
         self.needs = Needs(n_draft, overhang=n_draft + 1, chained=True)
         self.device = block.target.device
         self.states: list[_State | None] = [None] * len(table.slots)
+        self.arenas: list[Arena | None] = [None, None]  # of the first pass, and of the chained ones
+        self._first, self._next = Graphed(self._start), Graphed(self._step)
+        # what one pass hands to the next, at fixed places for graphs; a first pass catches up on catch_up rows at most
+        n_row = max(len(table.slots) * (catch_up + 1), BUCKETS[-1])
+        self.tokens = torch.zeros(n_row, dtype=torch.int64, device=self.device)
+        self.probs = torch.ones(n_row, device=self.device)
+        self.hidden = torch.zeros(n_row, block.target.n_embd, device=self.device)
 
     def begin(self, slot: Slot, saved: object | None) -> None:
         old = self.states[slot.index]
@@ -139,37 +148,64 @@ class Mtp:
         return [drafts[ask.slot.index] for ask in asks]
 
     def _chain(self, live: list[Ask], drafts: dict[int, list[int]]) -> None:
+        """All slots draft as far as the one that asked for most; nothing is read back before the end, or before p_min."""
         seqs = []
         for ask in live:
             slot, state = ask.slot, self._state(ask.slot)
             state.n_row = min(state.n_row, slot.n_past)  # drafted before, but never verified: the anchor's row again
             seqs.append(Seq(slot.index, state.n_row, [*slot.tokens[state.n_row :], ask.anchor], n_out=1))
-        batch = lay_out(self.table, seqs, self.device)
-        hidden = torch.cat([self._state(ask.slot).hidden for ask in live])
-        hidden = self.block.forward(batch, hidden)[batch.out_rows]
+        n_row = sum(seq.width for seq in seqs)
+        torch.cat([self._state(ask.slot).hidden for ask in live], out=self.hidden[:n_row])
+        self._first(lay_out(self.table, seqs, self.device, arena=self.arenas[0]))
         for ask in live:  # the anchor's row is exact, too: its token is final, its hidden state was the target's
             state = self._state(ask.slot)
             state.n_row, state.hidden = ask.slot.n_past + 1, state.hidden[-1:]
-        depth = 0
-        while True:
-            logits = self.block.head(hidden)
-            tokens = logits.argmax(-1)
-            sure = [True] * len(live)
-            if self.p_min > 0:
-                sure = (logits.softmax(-1).amax(-1) >= self.p_min).tolist()
-            depth += 1
-            go = []
-            for i, (ask, token) in enumerate(zip(live, tokens.tolist(), strict=True)):
-                if sure[i]:
-                    drafts[ask.slot.index].append(token)
-                if sure[i] and depth < ask.n_draft:
-                    go.append(i)
-            if not go:
-                return
-            live = [live[i] for i in go]
-            hidden = hidden[go]
-            seqs = [Seq(a.slot.index, a.slot.n_past + depth, drafts[a.slot.index][-1:], n_out=1) for a in live]
-            hidden = self.block.forward(lay_out(self.table, seqs, self.device), hidden)
+        n, most = len(live), max(ask.n_draft for ask in live)
+        steps, sure = [self.tokens[:n].clone()], [self.probs[:n] >= self.p_min]
+        while len(steps) < most and (self.p_min == 0 or bool(sure[-1].any())):
+            # the tokens of this pass are on the device; the layout's are place holders
+            seqs = [Seq(ask.slot.index, ask.slot.n_past + len(steps), [0], n_out=1) for ask in live]
+            self._next(lay_out(self.table, seqs, self.device, arena=self.arenas[1]))
+            steps.append(self.tokens[:n].clone())
+            sure.append(sure[-1] & (self.probs[:n] >= self.p_min))
+        lengths = torch.stack(sure).sum(0).tolist() if self.p_min > 0 else [most] * n
+        for ask, tokens, length in zip(live, torch.stack(steps, 1).tolist(), lengths, strict=True):
+            drafts[ask.slot.index] = tokens[: min(length, ask.n_draft)]
+
+    def _start(self, batch: Batch) -> None:
+        """The first pass: exact rows up to the anchor's, `self.hidden` given by the host."""
+        n = min(len(self.table.slots), batch.tokens.shape[0])
+        hidden = self.block.forward(batch, self.hidden[: batch.tokens.shape[0]])
+        self._pick(hidden[batch.out_rows[:n]])
+
+    def _step(self, batch: Batch) -> None:
+        """A chained pass: a row a slot, after the pass before."""
+        n = batch.tokens.shape[0]
+        self._pick(self.block.forward(replace(batch, tokens=self.tokens[:n]), self.hidden[:n]))
+
+    def _pick(self, hidden: Tensor) -> None:
+        logits = self.block.head(hidden)
+        n = hidden.shape[0]
+        self.tokens[:n] = logits.argmax(-1)
+        self.hidden[:n] = hidden
+        if self.p_min > 0:
+            self.probs[:n] = logits.softmax(-1).amax(-1)
+
+    def use_graphs(self, make_arena: Callable[[], Arena]) -> None:
+        self.arenas = [make_arena(), make_arena()]
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        slots = self.table.slots
+        for n_row in [b for b in BUCKETS if b <= len(slots) * (self.needs.n_draft + 1)]:
+            n = min(len(slots), n_row)
+            seqs = [Seq(i, 0, [0] * (n_row // n + (i < n_row % n)), n_out=1) for i in range(n)]
+            for _ in range(2):
+                self._first(lay_out(self.table, seqs, self.device, arena=self.arenas[0]))
+        for n in range(1, len(slots) + 1):
+            for _ in range(2):
+                seqs = [Seq(i, 0, [0], n_out=1) for i in range(n)]
+                self._next(lay_out(self.table, seqs, self.device, arena=self.arenas[1]))
 
     def snapshot(self, slot: Slot) -> object | None:
         state = self._state(slot)

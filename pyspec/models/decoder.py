@@ -163,7 +163,7 @@ class Decoder:
     def __init__(self, config: DecoderConfig, weights: Weights, memory: Memory) -> None:
         self.config, self.memory, self.device = config, memory, weights.device
         divisors = weights.optional("rope_freqs.weight")
-        self.rope = Rope(config.n_rot, config.rope_base, config.rope_neox, config.rope_factor, divisors)
+        self.rope = Rope(config.n_rot, config.rope_base, config.rope_neox, weights.device, config.rope_factor, divisors)
         self.embedding = weights.embedding("token_embd.weight")
         self.blocks = [
             Block(config, weights, f"blk.{i}", self.rope, recurrent=r) for i, r in enumerate(config.recurrent)

@@ -5,7 +5,7 @@ Activations and the residual stream are f32; matrices decide their own input dty
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,10 @@ from pyspec.cuda.kernels.attend import attend
 from pyspec.cuda.kernels.attend_ref import AttendSpec
 from pyspec.cuda.kernels.gdn import gdn
 from pyspec.cuda.kernels.gdn_ref import GdnSpec
-from pyspec.models.weights import Matrix, Norm, Weights
+from pyspec.cuda.kernels.rope_kv import rope_kv
+from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
+from pyspec.cuda.kernels.rows_ref import HeadGate, HeadNorm, Norm
+from pyspec.models.weights import Matrix, Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import KVPool, StateLayer, StateShape
 
@@ -25,39 +28,31 @@ def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return F.rms_norm(x, weight.shape, weight, eps)
 
 
-@dataclass(frozen=True, slots=True)
 class Rope:
     """Rotary embedding of the first `n_rot` dimensions.
 
     neox: pairs (d, d + n_rot/2); otherwise adjacent pairs (2d, 2d + 1), as llama's converter permutes them.
-    `divisors` [n_rot/2] f32 are llama 3's rope_freqs.
+    factor: linear scaling, positions are divided by it. `divisors` [n_rot/2] f32 are llama 3's rope_freqs.
     """
 
-    n_rot: int
-    base: float
-    neox: bool
-    factor: float = 1.0  # linear scaling: positions are divided by it
-    divisors: Tensor | None = None
+    def __init__(
+        self,
+        n_rot: int,
+        base: float,
+        neox: bool,
+        device: torch.device,
+        factor: float = 1.0,
+        divisors: Tensor | None = None,
+    ) -> None:
+        self.n_rot, self.neox, self.factor = n_rot, neox, factor
+        d = torch.arange(0, n_rot, 2, device=device, dtype=torch.float32)
+        freq = base ** (-d / n_rot)
+        self.freq = freq if divisors is None else freq / divisors
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin [row, 1, n_rot/2] f32 for positions [row]; computed once per forward."""
-        d = torch.arange(0, self.n_rot, 2, device=positions.device, dtype=torch.float32)
-        freq = self.base ** (-d / self.n_rot)
-        if self.divisors is not None:
-            freq = freq / self.divisors
-        theta = (positions.float() / self.factor)[:, None] * freq
+        theta = (positions[:, None] if self.factor == 1.0 else positions[:, None].float() / self.factor) * self.freq
         return theta.cos()[:, None], theta.sin()[:, None]
-
-    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """x [row, head, dim] f32."""
-        cos, sin = angles
-        h = self.n_rot // 2
-        if not self.neox:
-            a, b = x[..., 0 : self.n_rot : 2], x[..., 1 : self.n_rot : 2]
-            turned = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
-            return turned if self.n_rot == x.shape[-1] else torch.cat([turned, x[..., self.n_rot :]], -1)
-        a, b = x[..., :h], x[..., h : self.n_rot]
-        return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., self.n_rot :]], -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +81,25 @@ class Attention:
         self.k_norm = w.optional(f"{prefix}.attn_k_norm.weight")
         scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
         spec = AttendSpec(w.device, shape.n_head, shape.n_kv_head, shape.head_dim, scale)
-        self.attend, self.capturable = attend.bind(spec), attend.chosen(spec).capturable
-        self.split = [shape.n_head * shape.head_dim * (2 if shape.gated else 1)] + [
-            shape.n_kv_head * shape.head_dim
-        ] * 2
+        self.attend = attend.bind(spec)
+        turn = RopeKvSpec(
+            w.device,
+            shape.n_head,
+            shape.n_kv_head,
+            shape.head_dim,
+            rope.n_rot,
+            rope.neox,
+            shape.gated,
+            self.k_norm is not None,
+            eps,
+        )
+        self.rope_kv, alone = rope_kv.bind(turn), replace(turn, n_q=0, gated=False)
+        self.store = rope_kv.bind(alone)
+        self.capturable = attend.chosen(spec).capturable and rope_kv.chosen(turn).capturable
 
-    def keys(self, k: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        """k [row, kv * dim] raw -> [row, kv, dim] normed and turned."""
-        k = k.view(k.shape[0], self.shape.n_kv_head, self.shape.head_dim)
-        return self.rope(k if self.k_norm is None else rms(k, self.k_norm, self.eps), angles)
+    def write(self, kv: Tensor, angles: tuple[Tensor, Tensor], pool: KVPool, rows: Tensor) -> None:
+        """Keys and values alone: kv [row, 2 * n_kv * dim] raw products go to `rows` [row] of the pool."""
+        self.store(kv, None, self.k_norm, angles, pool, rows)
 
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], pool: KVPool, batch: Batch, window: int = 0) -> Tensor:
         """The residual stream x [row, n_embd] -> x + attention(norm(x)). Writes the rows' K and V, then attends."""
@@ -102,15 +107,12 @@ class Attention:
         y = self.qkv(x, self.norm)
         if self.bias is not None:
             y = y + self.bias
-        q, k, v = y.split(self.split, -1)
-        q = q.view(n, s.n_head, -1)
-        q, gate = q.split(s.head_dim, -1) if s.gated else (q, None)
-        q = self.rope(q if self.q_norm is None else rms(q, self.q_norm, self.eps), angles)
-        pool.write(batch.kv_rows, self.keys(k, angles), v.view(n, s.n_kv_head, s.head_dim))
-        o = self.attend(q.contiguous(), pool, batch, window)
-        if gate is not None:
-            o = o * torch.sigmoid(gate)
-        y = self.out(o.reshape(n, -1), residual=x)
+        q = self.rope_kv(y, self.q_norm, self.k_norm, angles, pool, batch.kv_rows)
+        o = self.attend(q, pool, batch, window).view(n, -1)
+        gate = None
+        if s.gated:
+            gate = HeadGate(y[:, : 2 * s.n_head * s.head_dim].view(n, s.n_head, -1)[..., s.head_dim :])
+        y = self.out(o, gate, residual=x)
         return y if self.out_bias is None else y + self.out_bias
 
 
@@ -143,8 +145,7 @@ class GatedDeltaNet:
         """The residual stream x [row, n_embd] -> x + delta(norm(x))."""
         m, z, alpha, beta = self.proj(x, self.norm).split(self.split, -1)
         o = self.gdn(m, alpha, beta, self.a, self.dt_bias, self.conv, layer, batch)
-        o = rms(o, self.gate_norm, self.eps) * F.silu(z.view(o.shape))
-        return self.out(o.flatten(1), residual=x)
+        return self.out(o.flatten(1), HeadNorm(self.gate_norm, self.eps, z), residual=x)
 
 
 class FeedForward:
@@ -156,4 +157,4 @@ class FeedForward:
         self.down = w.matrix(f"{prefix}.ffn_down.weight")
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(self.gate_up(x, self.norm), residual=x)
+        return self.down(*self.gate_up.unfinished(x, self.norm), residual=x)

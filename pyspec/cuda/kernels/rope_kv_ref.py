@@ -1,0 +1,68 @@
+"""Between the product of q, k, v and attention: head norms, rope, and keys and values into their pages. In plain torch.
+
+y        [row, n_q * step + 2 * n_kv * dim]  f32  q heads (each followed by its gate if gated: step = 2 dim), k, v
+angles   cos, sin [row, 1, n_rot / 2]        f32
+rows     [row]                               int64  rows of the pool
+returns  q [row, n_q, dim]                   f32
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyspec.slots.memory import KVPool
+
+Angles = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeKvSpec:
+    """n_q may be 0: keys and values alone. neox: pairs (d, d + n_rot/2), otherwise (2d, 2d + 1)."""
+
+    device: torch.device
+    n_q: int
+    n_kv: int
+    dim: int
+    n_rot: int
+    neox: bool
+    gated: bool
+    has_norm: bool
+    eps: float
+
+
+def turn(x: Tensor, angles: Angles, neox: bool) -> Tensor:
+    """Rotary embedding of the first dimensions of x [row, head, dim] f32, as many as there are angles."""
+    cos, sin = angles
+    h = cos.shape[-1]
+    if not neox:
+        a, b = x[..., 0 : 2 * h : 2], x[..., 1 : 2 * h : 2]
+        turned = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+        return turned if 2 * h == x.shape[-1] else torch.cat([turned, x[..., 2 * h :]], -1)
+    a, b = x[..., :h], x[..., h : 2 * h]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * h :]], -1)
+
+
+def bind(spec: RopeKvSpec) -> Callable[..., Tensor]:
+    step = spec.dim * (2 if spec.gated else 1)
+    width = [spec.n_q * step, spec.n_kv * spec.dim, spec.n_kv * spec.dim]
+
+    def rope_kv(
+        y: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, angles: Angles, pool: KVPool, rows: Tensor
+    ) -> Tensor:
+        n = y.shape[0]
+        q, k, v = y.split(width, -1)
+        q = q.reshape(n, spec.n_q, step)[..., : spec.dim]
+        k = k.reshape(n, spec.n_kv, spec.dim)
+        if q_norm is not None:
+            q = F.rms_norm(q, (spec.dim,), q_norm, spec.eps)
+        if k_norm is not None:
+            k = F.rms_norm(k, (spec.dim,), k_norm, spec.eps)
+        pool.write(rows, turn(k, angles, spec.neox), v.reshape(n, spec.n_kv, spec.dim))
+        return turn(q, angles, spec.neox)
+
+    return rope_kv

@@ -1,0 +1,135 @@
+// rows: activations as a product reads them: prepared (normed, gated), f16 over a power of two, in the product's layout.
+//
+//   x       [row, COLUMNS]    f32   rows `stride` elements apart; [row, 2 COLUMNS] for GLU
+//   weight  NORM: [COLUMNS] f32; HEADS: [DIM] f32
+//   gate    HEADS, GATE: f32, column c of a row at  row * gate_stride + c / DIM * gate_step + c % DIM
+//   out     LAYOUT 0: [block][pad][32] f16, the columns of a block in the order of quants.cuh: 0-3, 16-19, 4-7, 20-23, ...
+//                     and blocks up to a whole number of 256 columns, zero from COLUMNS on; rows of the pad stay as they are
+//           LAYOUT 1: [row, COLUMNS] f16
+//   sums    LAYOUT 0: [block][pad] f32  sums of the block's f16 values
+//   powers  [row]             f32   prepared row = out * power
+//
+// KIND: what happens to x first
+//   PLAIN  nothing              NORM  x * rsqrt(mean x^2 + eps) * weight, over the row
+//   HEADS  the same over each DIM columns, times silu(gate)
+//   GATE   x * sigmoid(gate)    GLU   silu(first half) * second half
+//
+// NORM divides by `power` as given, for normed values are bounded; the others by the power that brings the row's largest
+// magnitude into [1, 2). Rounding is 2^-11 of each value down to 2^-14 of the power, absolute below.
+// One CTA of 512 threads a row, its values in registers; bound by latency.
+#include "types.cuh"
+#include "overlap.cuh"
+
+#define PLAIN 0
+#define NORM 1
+#define HEADS 2
+#define GATE 3
+#define GLU 4
+
+constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kPadded = LAYOUT == 0 ? (COLUMNS + 255) / 256 * 256 : COLUMNS;
+constexpr int kQuads = (kPadded / 4 + kThreads - 1) / kThreads;  // of 4 columns, of a thread
+static_assert(COLUMNS % 32 == 0 && (KIND != HEADS || COLUMNS % 128 == 0), "whole blocks, and whole warps of a head");
+
+struct Source {
+  const float *x, *weight, *gate;
+  int gate_step;
+  float eps;
+};
+
+__device__ __forceinline__ float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
+__device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + __expf(-x)); }
+
+// Four values, prepared but for NORM's common factor; zeros beyond the row. `squares` grows by those of x.
+__device__ __forceinline__ float4 prepared(const Source& s, int column, float& squares) {
+  const bool is_in = column < COLUMNS;
+  float4 v = is_in ? load4(s.x + column) : make_float4(0.f, 0.f, 0.f, 0.f);
+  if (KIND == NORM || KIND == HEADS) squares += v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w);
+  if (KIND == NORM && is_in) {
+    const float4 w = load4(s.weight + column);
+    v = make_float4(v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w);
+  }
+  if (KIND == HEADS) {
+    float sum = squares;
+#pragma unroll
+    for (int lane = DIM / 8; lane > 0; lane >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
+    squares = 0.f;
+    const float scale = rsqrtf(sum / DIM + s.eps);
+    const float4 w = load4(s.weight + column % DIM);
+    v = make_float4(v.x * scale * w.x, v.y * scale * w.y, v.z * scale * w.z, v.w * scale * w.w);
+  }
+  if ((KIND == HEADS || KIND == GATE) && is_in) {
+    const float4 g = load4(s.gate + static_cast<i64>(column / DIM) * s.gate_step + column % DIM);
+    v.x *= sigmoid(g.x) * (KIND == HEADS ? g.x : 1.f);
+    v.y *= sigmoid(g.y) * (KIND == HEADS ? g.y : 1.f);
+    v.z *= sigmoid(g.z) * (KIND == HEADS ? g.z : 1.f);
+    v.w *= sigmoid(g.w) * (KIND == HEADS ? g.w : 1.f);
+  }
+  if (KIND == GLU && is_in) {
+    const float4 up = load4(s.x + COLUMNS + column);
+    v = make_float4(v.x * sigmoid(v.x) * up.x, v.y * sigmoid(v.y) * up.y, v.z * sigmoid(v.z) * up.z,
+                    v.w * sigmoid(v.w) * up.w);
+  }
+  return v;
+}
+
+__device__ __forceinline__ float over_block(float mine, bool is_sum) {
+  __shared__ float each[kWarps];
+  mine = is_sum ? warp_sum(mine) : warp_max(mine);
+  if ((threadIdx.x & 31) == 0) each[threadIdx.x >> 5] = mine;
+  __syncthreads();
+  const float other = (threadIdx.x & 31) < kWarps ? each[threadIdx.x & 31] : 0.f;
+  return is_sum ? warp_sum(other) : warp_max(other);
+}
+
+__device__ __forceinline__ u32 pair(float low, float high) {
+  return f32_to_f16(low) | static_cast<u32>(f32_to_f16(high)) << 16;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    rows(const float* __restrict__ x, i64 stride, const float* __restrict__ weight, float eps, float given,
+         const float* __restrict__ gate, i64 gate_stride, int gate_step, u16* __restrict__ out,
+         float* __restrict__ sums, float* __restrict__ powers, int pad) {
+  let_successor_start();
+  wait_for_predecessor();
+  const int row = blockIdx.x;
+  const Source source{x + row * stride, weight, gate + row * gate_stride, gate_step, eps};
+
+  float4 v[kQuads];
+  float squares = 0.f, largest = 0.f;
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+    v[i] = prepared(source, (i * kThreads + threadIdx.x) * 4, squares);
+    largest = fmaxf(fmaxf(fmaxf(fabsf(v[i].x), fabsf(v[i].y)), fmaxf(fabsf(v[i].z), fabsf(v[i].w))), largest);
+  }
+  float power = given, factor = 1.f / given;
+  if (KIND == NORM) {
+    factor *= rsqrtf(over_block(squares, true) / COLUMNS + eps);
+  } else {
+    const u32 exponent = __float_as_uint(over_block(largest, false)) & 0x7f800000u;
+    const bool is_usual = exponent >= 0x00800000u && exponent < 0x7f800000u;  // zero and infinite rows go as they are
+    const u32 bits = min(exponent, 0x7e800000u);                              // 2^126, whose inverse is a normal number
+    power = is_usual ? __uint_as_float(bits) : 1.f;
+    factor = is_usual ? __uint_as_float(0x7f000000u - bits) : 1.f;
+  }
+  if (threadIdx.x == 0) powers[row] = power;
+
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+    const int column = (i * kThreads + threadIdx.x) * 4;
+    const uint2 packed = make_uint2(pair(v[i].x * factor, v[i].y * factor), pair(v[i].z * factor, v[i].w * factor));
+#if LAYOUT == 1
+    if (column < COLUMNS) *reinterpret_cast<uint2*>(out + static_cast<i64>(row) * COLUMNS + column) = packed;
+#else
+    float total = f16_to_f32(static_cast<u16>(packed.x)) + f16_to_f32(static_cast<u16>(packed.x >> 16)) +
+                  (f16_to_f32(static_cast<u16>(packed.y)) + f16_to_f32(static_cast<u16>(packed.y >> 16)));
+#pragma unroll
+    for (int lane = 4; lane > 0; lane >>= 1) total += __shfl_xor_sync(0xffffffffu, total, lane);
+    if (column >= kPadded) continue;
+    const i64 at = static_cast<i64>(column / 32) * pad + row;
+    const int quad = column % 32 / 4;
+    *reinterpret_cast<uint2*>(out + at * 32 + (quad & 3) * 8 + (quad >> 2) * 4) = packed;
+    if (quad == 0) sums[at] = total;
+#endif
+  }
+}

@@ -1,0 +1,111 @@
+"""What happens to rows on their way into a product: the meaning, in plain torch.
+
+A `Prep` is callable: prep(x) [row, n_in] f32 is what the matrix is multiplied with. Kernels do the same while they round the rows
+to f16 (rows_cuda.py), so a model hands the preparation to the product instead of running it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Kind(IntEnum):
+    """The preparations; the values are rows.cu's."""
+
+    PLAIN = 0
+    NORM = 1
+    HEADS = 2
+    GATE = 3
+    GLU = 4
+
+
+class Norm:
+    """RMSNorm over the row. weight [n_in] f32.
+
+    `power`: the power of two that f16 rows are divided by. Normed values are at most sqrt(n_in) times a weight, so one
+    power serves all rows, and it is 1 for weights of usual size.
+    """
+
+    kind, dim = Kind.NORM, 0
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        self.weight, self.eps = weight, eps
+        largest = float(weight.abs().amax())
+        usual = 2.0**-6 <= largest <= 2.0**7 or not 0.0 < largest < float("inf")
+        self.power = 1.0 if usual else 2.0 ** torch.tensor(largest).log2().floor().item()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """RMSNorm over every head's `dim` columns, times silu(gate). weight [dim] f32; gate [row, n_in], rows strided."""
+
+    weight: Tensor
+    eps: float
+    gate: Tensor
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.HEADS
+
+    @property
+    def dim(self) -> int:
+        return self.weight.shape[0]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        heads = x.unflatten(-1, (-1, self.dim))
+        return (F.rms_norm(heads, (self.dim,), self.weight, self.eps)).flatten(-2) * F.silu(self.gate)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadGate:
+    """Times sigmoid(gate). gate [row, head, dim], rows and heads strided."""
+
+    gate: Tensor
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.GATE
+
+    @property
+    def dim(self) -> int:
+        return self.gate.shape[2]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.gate).flatten(1)
+
+
+class Glu:
+    """silu of the first half of the columns times the second half: [row, 2 n_in] -> [row, n_in]."""
+
+    kind, dim = Kind.GLU, 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, -1)
+        return F.silu(gate) * up
+
+
+Prep = Norm | HeadNorm | HeadGate | Glu
+
+
+@dataclass(frozen=True, slots=True)
+class RowsSpec:
+    """Rows of n_in columns, prepared as `kind` says; `dim` columns a head (HEADS, GATE)."""
+
+    device: torch.device
+    n_in: int
+    kind: Kind = Kind.PLAIN
+    dim: int = 0
+
+
+def power_of(x: Tensor) -> Tensor:
+    """[row, 1]: the power of two that brings a row's largest magnitude into [1, 2); 1 for rows of zeros."""
+    largest = x.abs().amax(-1, keepdim=True)
+    return torch.exp2(torch.log2(largest).floor()).where(largest > 0, torch.ones_like(largest))

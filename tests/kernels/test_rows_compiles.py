@@ -1,0 +1,33 @@
+"""rows, rows_finish and rope_kv compile for every architecture without spills."""
+
+import pytest
+import torch
+
+from pyspec.cuda.jit import ARCHS, compile_cubin
+from pyspec.cuda.kernels import rope_kv_cuda, rows_cuda
+from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
+from pyspec.cuda.kernels.rows_ref import Kind, RowsSpec
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_rows_compile_everywhere(arch: str) -> None:
+    for kind in Kind:
+        for n_in, layout in ((5120, rows_cuda.BLOCKED), (25600, rows_cuda.ROW_MAJOR)):
+            macros = rows_cuda.defines(n_in, kind, 128, layout)
+            assert compile_cubin("rows", arch, macros, use_cache=False).resources["rows"].spill_bytes == 0
+    assert compile_cubin("rows_finish", arch, use_cache=False).resources["rows_finish"].spill_bytes == 0
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_rope_kv_compiles_everywhere(arch: str) -> None:
+    for kind in (0, 1, 2):
+        spec = RopeKvSpec(CPU, 24, 4, 256, 64, True, True, True, 1e-6)
+        found = compile_cubin("rope_kv", arch, rope_kv_cuda.defines(spec, kind), use_cache=False)
+        assert found.resources["rope_kv"].spill_bytes == 0
+
+
+def test_limits_are_sentences() -> None:
+    assert "NVIDIA" in (rows_cuda.limits(RowsSpec(CPU, 256)) or "")
+    assert "NVIDIA" in (rope_kv_cuda.limits(RopeKvSpec(CPU, 1, 1, 64, 64, True, False, False, 1e-6)) or "")
