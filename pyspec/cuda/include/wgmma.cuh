@@ -1,0 +1,67 @@
+// Products of a warpgroup (sm_90a): 64 rows of A from registers times PAD rows of B in shared memory, f16, f32 sums.
+//
+// The four warps of a group own 16 rows of A each, laid out as in mma_f16. Sums of a thread: acc[4 j + i] is what mma_f16
+// calls d[i] of B's rows 8 j to 8 j + 7.
+//
+// B lies as [row][64 halves] at an address that is a multiple of 1024; the eight 16-byte parts of row n change places by
+// xor with n % 8, which the hardware calls the 128-byte swizzle.
+//
+// Set by the launcher: PAD (rows of B).
+#pragma once
+#include "mma.cuh"
+
+constexpr int kSums = PAD / 2;
+
+__device__ __forceinline__ u64 wgmma_operand(u32 address) {
+  constexpr u64 kEightRows = 1024 >> 4, kSwizzle128 = 1;
+  return kSwizzle128 << 62 | kEightRows << 32 | 1ull << 16 | (address & 0x3ffff) >> 4;
+}
+
+__device__ __forceinline__ void wgmma_fence() {  // registers written since the last product may be read by the next
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+template <int kLeft>
+__device__ __forceinline__ void wgmma_wait() {  // until at most kLeft groups are under way
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void registers_up() {  // by a whole warpgroup, once another gave some back
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void registers_down() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+#define NAMES_32                                                                                                   \
+  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29," \
+  "%30,%31"
+#define NAMES_48 NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
+#define NAMES_64 NAMES_48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define SUMS_8(i)                                                                                            \
+  "+f"(acc[i]), "+f"(acc[i + 1]), "+f"(acc[i + 2]), "+f"(acc[i + 3]), "+f"(acc[i + 4]), "+f"(acc[i + 5]),    \
+      "+f"(acc[i + 6]), "+f"(acc[i + 7])
+#define SUMS_32 SUMS_8(0), SUMS_8(8), SUMS_8(16), SUMS_8(24)
+#define SUMS_48 SUMS_32, SUMS_8(32), SUMS_8(40)
+#define SUMS_64 SUMS_48, SUMS_8(48), SUMS_8(56)
+
+#if PAD == 64
+#define WGMMA "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " NAMES_32 "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 0;"
+#define WGMMA_SUMS SUMS_32
+#elif PAD == 96
+#define WGMMA "wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 " NAMES_48 "}, {%48,%49,%50,%51}, %52, 1, 1, 1, 0;"
+#define WGMMA_SUMS SUMS_48
+#elif PAD == 128
+#define WGMMA "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " NAMES_64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 0;"
+#define WGMMA_SUMS SUMS_64
+#endif
+
+// acc += a b over 16 columns; under way until a wait says otherwise.
+__device__ __forceinline__ void wgmma(float (&acc)[kSums], u32 a0, u32 a1, u32 a2, u32 a3, u64 b) {
+  asm volatile(WGMMA : WGMMA_SUMS : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "l"(b));
+}

@@ -1,0 +1,381 @@
+// linear_wgmma: up to 128 rows of activations times packed weights, on the warpgroup products of sm_90a.
+//
+//   weights   [tile][chunk][16 rows]   packed        see linear_pack.py
+//   x         [64 columns][PAD][64]    f16           see linear_wgmma.py
+//   powers    [PAD]                    f32           a row is its f16 values times its power
+//   residual  [n_row, n_out]           f32           read when EPILOGUE is RESIDUAL; may be out
+//   out       [n_row, n_out]           f32
+//   partial   [2 gridDim][256 * PAD]   f32           shares of cut tiles
+//   counts    [n_tile]                 int32         zero before and after
+//   states    [gridDim]                int32         zero before and after
+//
+// A CTA of four warpgroups owns tiles of 256 weight rows. Codes become f16, times their scale, in registers (operand A);
+// activations are operand B. One warp copies both in bulk, ahead of the others; a group unpacks while the others multiply.
+//
+// Tiles times chunks are one line that the CTAs cut into equal runs. A tile that is cut is summed from its shares in the
+// order of its columns, whoever arrives first, so bits depend on matrix and device only. Nobody has to wait for anybody:
+// who waits too long leaves its part to the last to arrive (see `settle`).
+//
+// Set by the launcher: TYPE, CHUNK, RECORD (quants.cuh), PAD (64, 96 or 128), EPILOGUE, WEIGHT_STAGES, ROW_STAGES,
+// PATIENCE (clocks to wait for others).
+#include "quants.cuh"
+#include "wgmma.cuh"
+#include "bulk.cuh"
+#include "overlap.cuh"
+
+#define PLAIN 0
+#define RESIDUAL 1
+#define GATED 2  // rows 0-7 of each 16 are gates, 8-15 the ups of the same features: writes silu(gate) * up
+
+constexpr int kWarps = 16, kThreads = 32 * kWarps, kBlock = kThreads + 128;
+constexpr int kTile = 16;           // 16-row records of a tile
+constexpr int kSteps = CHUNK / 2;   // of 64 columns, in a chunk
+constexpr int kWeightBytes = kTile * RECORD, kRowBytes = PAD * 128;
+constexpr int kParts = kTile * PAD / 8;  // of a tile: 16 weight rows by 8 rows, a float4 of each lane
+constexpr int kMaxGrid = 256;
+enum State { kNothing = 0, kGo = 1, kGone = 2 };
+
+struct Matrix {
+  int n_row, n_out, n_record, n_chunk, grid;
+  i64 total;  // units: tiles times chunks
+
+  __device__ __forceinline__ int run_start(int cta) const { return static_cast<int>(total * cta / grid); }
+};
+
+struct Ring {  // of stages: where it lies, its barriers, and the next stage
+  u32 data, full, empty;
+  int stage;
+  u32 parity;
+
+  template <int kStages>
+  __device__ __forceinline__ void step() {
+    if (++stage == kStages) stage = 0, parity ^= 1;
+  }
+};
+
+struct Unit {
+  int tile, chunk;
+
+  __device__ __forceinline__ void step(int n_chunk) {
+    if (++chunk == n_chunk) chunk = 0, ++tile;
+  }
+};
+
+// ---- copying
+
+__device__ __forceinline__ void load_weights(Ring& ring, const u8* weights, const Matrix& m, Unit at, u64 policy) {
+  const int n16 = min(kTile, m.n_record - at.tile * kTile);
+  const i64 record = static_cast<i64>(at.tile) * kTile * m.n_chunk + static_cast<i64>(at.chunk) * n16;
+  const u32 barrier = ring.full + ring.stage * 8;
+  barrier_wait(ring.empty + ring.stage * 8, ring.parity ^ 1);
+  barrier_expect(barrier, n16 * RECORD);
+  bulk_copy_once(ring.data + ring.stage * kWeightBytes, weights + record * RECORD, n16 * RECORD, barrier, policy);
+  ring.step<WEIGHT_STAGES>();
+}
+
+__device__ __forceinline__ void load_rows(Ring& ring, const u8* x, int step64) {
+  const u32 barrier = ring.full + ring.stage * 8;
+  barrier_wait(ring.empty + ring.stage * 8, ring.parity ^ 1);
+  barrier_expect(barrier, kRowBytes);
+  bulk_copy(ring.data + ring.stage * kRowBytes, x + static_cast<i64>(step64) * kRowBytes, kRowBytes, barrier);
+  ring.step<ROW_STAGES>();
+}
+
+// Weights do not depend on the predecessor: as many as fit stream in while it ends.
+__device__ __forceinline__ void copy_all(Ring& w, Ring& b, const u8* weights, const u8* x, const Matrix& m, int begin,
+                                         int end) {
+  const u64 policy = evict_first();
+  Unit ahead{begin / m.n_chunk, begin % m.n_chunk}, at = ahead;
+  int n_ahead = min(WEIGHT_STAGES, end - begin);
+  for (int i = 0; i < n_ahead; ++i, ahead.step(m.n_chunk)) load_weights(w, weights, m, ahead, policy);
+  wait_for_predecessor();
+  for (int unit = begin; unit < end; ++unit, at.step(m.n_chunk)) {
+    if (n_ahead > 0) {
+      --n_ahead;
+    } else {
+      load_weights(w, weights, m, at, policy);
+    }
+    for (int s = 0; s < kSteps; ++s) load_rows(b, x, at.chunk * kSteps + s);
+  }
+}
+
+// ---- multiplying
+
+__device__ __forceinline__ u32 both_halves(float x) {
+  u32 out;
+  asm("cvt.rn.f16x2.f32 %0, %1, %1;" : "=r"(out) : "f"(x));
+  return out;
+}
+
+__device__ __forceinline__ u32 mul_f16x2(u32 a, u32 b) {
+  u32 out;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+
+__device__ __forceinline__ u32 fma_f16x2(u32 a, u32 b, u32 c) {
+  u32 out;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+  return out;
+}
+
+// Values of 16 rows by 32 columns, rounded to f16 once (twice where the scale itself is a product).
+__device__ __forceinline__ void weights_f16(u32 (&a)[8], u32 record, int block, int lane) {
+  Weights w;
+  unpack(w, record, block, lane);
+  const u32 scale = both_halves(w.scale), scale8 = both_halves(w.scale8);
+#if HAS_MIN
+  const u32 low = both_halves(-w.more), low8 = both_halves(-w.more8);
+#elif HALF_SCALES
+  const u32 more = both_halves(w.more), more8 = both_halves(w.more8);
+#else
+  const u32 more = scale, more8 = scale8;
+#endif
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+#if HAS_MIN
+    a[i] = fma_f16x2(w.a[i], i & 1 ? scale8 : scale, i & 1 ? low8 : low);
+#else
+    a[i] = mul_f16x2(w.a[i], i < 4 ? (i & 1 ? scale8 : scale) : (i & 1 ? more8 : more));
+#endif
+  }
+}
+
+__device__ __forceinline__ void release(u32 barrier) {
+  if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
+}
+
+// Adds n_unit chunks. One product of 32 columns is under way while the next block is unpacked; stages are given back
+// when the product after their last has started.
+__device__ __forceinline__ void multiply(float (&acc)[kSums], Ring& w, Ring& b, int n_unit) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  u32 old_w = 0, old_b = 0;
+#pragma unroll 1
+  for (int unit = 0; unit < n_unit; ++unit) {
+    const u32 record = w.data + w.stage * kWeightBytes + warp * RECORD;
+    barrier_wait(w.full + w.stage * 8, w.parity);
+#pragma unroll(kSteps <= 2 ? kSteps : 1)
+    for (int s = 0; s < kSteps; ++s) {
+      const u64 rows = wgmma_operand(b.data + b.stage * kRowBytes);
+      u32 a[2][8];
+      weights_f16(a[0], record, 2 * s, lane);
+      barrier_wait(b.full + b.stage * 8, b.parity);
+      wgmma_fence();
+      wgmma(acc, a[0][0], a[0][1], a[0][2], a[0][3], rows);
+      wgmma(acc, a[0][4], a[0][5], a[0][6], a[0][7], rows + 2);
+      wgmma_commit();
+      wgmma_wait<1>();
+      if (old_b) release(old_b);
+      if (s == 0 && old_w) release(old_w);
+      weights_f16(a[1], record, 2 * s + 1, lane);
+      wgmma_fence();
+      wgmma(acc, a[1][0], a[1][1], a[1][2], a[1][3], rows + 4);
+      wgmma(acc, a[1][4], a[1][5], a[1][6], a[1][7], rows + 6);
+      wgmma_commit();
+      wgmma_wait<1>();
+      old_b = b.empty + b.stage * 8;
+      b.step<ROW_STAGES>();
+    }
+    old_w = w.empty + w.stage * 8;
+    w.step<WEIGHT_STAGES>();
+  }
+  wgmma_wait<0>();
+  release(old_b);
+  release(old_w);
+}
+
+// ---- storing
+
+__device__ __forceinline__ float silu(float x) { return x / (1.f + __expf(-x)); }
+
+// Four sums of a lane: rows 8 j + 2 t and the next, weight rows g and g + 8 of a record.
+__device__ __forceinline__ void store(float4 sum, const Matrix& m, int record, int j, const float* powers,
+                                      const float* residual, float* out) {
+  const int lane = threadIdx.x & 31, g = lane >> 2, row = j * 8 + (lane & 3) * 2;
+  const float v[2][2] = {{sum.x, sum.z}, {sum.y, sum.w}};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    if (row + i >= m.n_row) continue;
+    const float power = powers[row + i], y = v[i][0] * power, y8 = v[i][1] * power;
+#if EPILOGUE == GATED
+    const int column = record * 8 + g;
+    if (column < m.n_out) out[static_cast<i64>(row + i) * m.n_out + column] = silu(y) * y8;
+#else
+    const int column = record * 16 + g;
+    const i64 at = static_cast<i64>(row + i) * m.n_out + column;
+    if (column < m.n_out) out[at] = EPILOGUE == RESIDUAL ? residual[at] + y : y;
+    if (column + 8 < m.n_out) out[at + 8] = EPILOGUE == RESIDUAL ? residual[at + 8] + y8 : y8;
+#endif
+  }
+}
+
+struct Finish {  // what the sums of a tile need on their way out
+  const Matrix& m;
+  const float* powers;
+  const float* residual;
+  float* out;
+  float* partial;
+  int* counts;
+  int* states;
+
+  __device__ __forceinline__ void store_all(const float (&acc)[kSums], int tile) const {
+#pragma unroll
+    for (int j = 0; j < PAD / 8; ++j)
+      store(make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]), m,
+            tile * kTile + (threadIdx.x >> 5), j, powers, residual, out);
+  }
+};
+
+// ---- tiles that several CTAs share
+
+__device__ __forceinline__ void sync_computing() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
+
+__device__ __forceinline__ int load_acquire(const int* p) {
+  int v;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+struct Sharers {
+  int first, n, n_stay;  // CTAs first to first + n - 1; only the last may go on with the next tile, the others stay
+  bool is_second;        // the first one began with an earlier tile: its share lies in its second slot
+
+  __device__ __forceinline__ Sharers(const Matrix& m, int tile) {
+    const i64 start = static_cast<i64>(tile) * m.n_chunk, end = start + m.n_chunk;
+    first = static_cast<int>(((start + 1) * m.grid - 1) / m.total);
+    const int last = static_cast<int>((end * m.grid - 1) / m.total);
+    n = last - first + 1;
+    n_stay = n - (m.run_start(last + 1) > end);
+    is_second = m.run_start(first) < start;
+  }
+
+  __device__ __forceinline__ float4* share(float* partial, int rank) const {
+    const i64 slot = 2 * (first + rank) + (rank == 0 && is_second);
+    return reinterpret_cast<float4*>(partial) + slot * (kParts * 32) + threadIdx.x;
+  }
+};
+
+__device__ __forceinline__ void write_share(const float (&acc)[kSums], float4* share) {
+#pragma unroll
+  for (int j = 0; j < PAD / 8; ++j)
+    __stcg(share + j * kThreads, make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]));
+  __threadfence();
+}
+
+// Sums and stores the part of a tile that falls to one of the CTAs that stay.
+__device__ __forceinline__ void reduce(const Finish& f, const Sharers& who, int rank, int tile) {
+  const int end = kParts * (rank + 1) / who.n_stay, warp = threadIdx.x >> 5;
+  for (int part = kParts * rank / who.n_stay + warp; part < end; part += kWarps) {
+    const int offset = (part - warp) * 32;  // `share` has this thread's place in the first 16 parts
+    float4 sum = __ldcg(who.share(f.partial, 0) + offset);
+#pragma unroll 4
+    for (int r = 1; r < who.n; ++r) {
+      const float4 v = __ldcg(who.share(f.partial, r) + offset);
+      sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+    }
+    store(sum, f.m, tile * kTile + part % kTile, part / kTile, f.powers, f.residual, f.out);
+  }
+}
+
+// Waits for the last to arrive, but not for ever; false: it has been left to that one.
+__device__ __forceinline__ bool wait_for_go(int* state) {
+  const i64 start = clock64();
+  while (load_acquire(state) != kGo)
+    if (clock64() - start > PATIENCE) return false;
+  return true;
+}
+
+// A share of a tile is complete. The last to arrive tells the CTAs that stay, each sums its part of the tile. One that
+// did not wait marks itself gone, by a compare and swap against that message, and the last to arrive does its part.
+// With two sharers of which one goes on, the other keeps its sums in registers: it has no part but the whole.
+__device__ __forceinline__ void settle(float (&acc)[kSums], const Finish& f, int tile) {
+  __shared__ int came_last, may_go;
+  __shared__ u8 is_gone[kMaxGrid];
+  const Sharers who(f.m, tile);
+  const int rank = blockIdx.x - who.first;
+  const bool stays = rank < who.n_stay, keeps = stays && who.n_stay == 1;
+  int* const state = f.states + blockIdx.x;
+  if (!keeps) write_share(acc, who.share(f.partial, rank));
+  sync_computing();
+  if (threadIdx.x == 0) {
+    came_last = atomicAdd(f.counts + tile, 1) == who.n - 1;
+    if (came_last) f.counts[tile] = 0;  // nobody looks at it any more
+    __threadfence();
+  }
+  sync_computing();
+  if (came_last) {
+    for (int r = threadIdx.x; r < who.n_stay; r += kThreads) {
+      int* const theirs = f.states + who.first + r;
+      is_gone[r] = r != rank && atomicExch(theirs, kGo) == kGone;
+      if (is_gone[r]) *theirs = kNothing;
+    }
+    __threadfence();
+    sync_computing();
+    for (int r = 0; r < who.n_stay; ++r)
+      if (is_gone[r]) reduce(f, who, r, tile);
+  } else if (stays) {
+    if (threadIdx.x == 0) may_go = wait_for_go(state);
+    sync_computing();
+    if (!may_go) {
+      if (keeps) write_share(acc, who.share(f.partial, rank));
+      sync_computing();
+      if (threadIdx.x == 0) may_go = atomicCAS(state, kNothing, kGone) == kGo;
+      sync_computing();
+    }
+    if (!may_go) return;
+    if (threadIdx.x == 0) *state = kNothing;
+    __threadfence();
+  }
+  if (!stays) return;
+  if (!keeps) return reduce(f, who, rank, tile);
+  const float4* const theirs = who.share(f.partial, 1);
+#pragma unroll
+  for (int j = 0; j < PAD / 8; ++j) {
+    const float4 v = __ldcg(theirs + j * kThreads);
+    acc[4 * j] += v.x, acc[4 * j + 1] += v.y, acc[4 * j + 2] += v.z, acc[4 * j + 3] += v.w;
+  }
+  f.store_all(acc, tile);
+}
+
+extern "C" __global__ void __launch_bounds__(kBlock, 1)
+    linear_wgmma(const u8* __restrict__ weights, const u8* __restrict__ x, const float* __restrict__ powers,
+                 const float* residual, float* out, float* partial, int* counts, int* states, int n_row, int n_out,
+                 int n_record, int n_chunk) {
+  extern __shared__ __align__(1024) uint4 stages[];
+  __shared__ u64 barriers[2 * (WEIGHT_STAGES + ROW_STAGES)];
+  const int grid = gridDim.x, cta = blockIdx.x;
+  const Matrix m{n_row, n_out, n_record, n_chunk, grid, static_cast<i64>((n_record + kTile - 1) / kTile) * n_chunk};
+  const u32 data = shared_address(stages), full = shared_address(barriers);
+  Ring b{data, full, full + ROW_STAGES * 8, 0, 0};
+  Ring w{data + ROW_STAGES * kRowBytes, b.empty + ROW_STAGES * 8, b.empty + (ROW_STAGES + WEIGHT_STAGES) * 8, 0, 0};
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < ROW_STAGES; ++i) barrier_init(b.full + i * 8, 1), barrier_init(b.empty + i * 8, kWarps);
+    for (int i = 0; i < WEIGHT_STAGES; ++i) barrier_init(w.full + i * 8, 1), barrier_init(w.empty + i * 8, kWarps);
+    barriers_visible();
+  }
+  __syncthreads();
+  let_successor_start();  // it finds room as CTAs end, and waits for their results itself
+
+  const int begin = m.run_start(cta), end = m.run_start(cta + 1);
+  if (threadIdx.x >= kThreads) {  // four warps, because registers change hands by warpgroups
+    registers_down<24>();
+    if (threadIdx.x == kThreads) copy_all(w, b, weights, x, m, begin, end);
+    return;
+  }
+  registers_up<120>();
+  wait_for_predecessor();
+  const Finish finish{m, powers, residual, out, partial, counts, states};
+  for (int unit = begin; unit < end;) {
+    const int tile = unit / n_chunk, stop = min(end, (tile + 1) * n_chunk);
+    float acc[kSums];
+#pragma unroll
+    for (float& v : acc) v = 0.f;
+    multiply(acc, w, b, stop - unit);
+    if (stop - unit == n_chunk) {
+      finish.store_all(acc, tile);
+    } else {
+      settle(acc, finish, tile);
+    }
+    unit = stop;
+  }
+}
