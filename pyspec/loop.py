@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from pyspec.control import Controller
+from pyspec.cuda.faults import EVERYONE, Fault, Reader
 from pyspec.cuda.graph import Graphed
 from pyspec.cuda.kernels.gdn_ref import flush
 from pyspec.draft.drafter import Ask, Drafter, Needs
@@ -67,9 +68,11 @@ class Loop:
         self.controller, self.ubatch, self.synth = controller, ubatch, synth
         self.arena = arena  # where graphs find their batches; None: no graphs
         self.forward = Graphed(self._run)
+        self.faults, self.draft_faults = Reader(target.device), Reader(target.device)
         self.queue: Queue[Job] = Queue(queue_limit)
         self.jobs: dict[int, Job] = {}  # by slot, in order of arrival
         self.checkpoints: dict[int, tuple[Checkpoint, object | None]] = {}
+        self.deaf: set[int] = set()  # slots the drafter lost track of: no drafts until their requests end
         self.stats = Stats(controller.n_max)
 
     # -- the round -----------------------------------------------------------------------------------------------
@@ -90,13 +93,16 @@ class Loop:
         work = self._plan(asks, drafts)
         try:
             batch = lay_out(self.table, [w.seq for w in work], self.target.device, arena=self.arena)
+            self._watch()
             out = self.forward(batch)
-            self._wait()
-            verified = time.perf_counter()
-            chosen = self._choose(work, out)
         except SlotError as e:
             self._blame(e)
             return
+        fault = self._wait()
+        verified = time.perf_counter()
+        chosen = self._choose(work, out)
+        if fault is not None:
+            chosen = self._condemn(fault, work, batch, chosen)
         sampled = time.perf_counter()
         self._commit(work, batch, out, chosen)
         self.stats.round(
@@ -108,10 +114,36 @@ class Loop:
                 batch.n_row, 1e3 * (sampled - drafted), len(live), max(live, default=0), 1e3 * (drafted - began)
             )
 
-    def _wait(self) -> None:
-        """For the device, so that a round's milliseconds are told apart by what took them."""
+    def _watch(self) -> None:
+        """From here on a guard that trips is the target's; what tripped before was the drafter's."""
+        if self.drafter is not None:
+            self.draft_faults.fetch()
+        self.faults.clear()
+
+    def _wait(self) -> Fault | None:
+        """For the device, so that a round's milliseconds are told apart by what took them. Returns what its guards say."""
+        self.faults.fetch()
         if self.target.device.type == "cuda":
             torch.cuda.current_stream(self.target.device).synchronize()
+        fault, drafting = self.faults.take(), self.draft_faults.take()
+        if drafting is not None:  # its drafts may be wrong, which costs their rows and no text
+            self.stats.guard_trips += 1
+            log.warning("while drafting: %s", drafting.error(EVERYONE))
+        return fault
+
+    def _condemn(
+        self, fault: Fault, work: Sequence[_Work], batch: Batch, chosen: Sequence[Chosen | None]
+    ) -> list[Chosen | None]:
+        """A guard tripped in this forward: the slot it names loses its round, or all do if it names none.
+
+        The forward ran, and every other slot's results are right: they are committed like those of any round.
+        """
+        self.stats.guard_trips += 1
+        guilty = fault.slot([w.seq.slot for w in work], batch.starts)
+        return [
+            Chosen([], 0, error=fault.error(w.seq.slot)) if guilty in (w.seq.slot, EVERYONE) else c
+            for w, c in zip(work, chosen, strict=True)
+        ]
 
     def _run(self, batch: Batch) -> Out:
         """All device work of a verify that does not depend on what is accepted."""
@@ -135,16 +167,20 @@ class Loop:
         ]
         if self.drafter is None or not any(picked):
             return asks, [[] for _ in asks]
+        heard = [ask for ask in asks if ask.slot.index not in self.deaf]
         try:
-            return asks, self.drafter.draft(asks)
+            drafts = {ask.slot.index: d for ask, d in zip(heard, self.drafter.draft(heard), strict=True)}
         except SlotError as e:
             log.warning("no drafts this round: %s", e)
             self.stats.guard_trips += 1
-            return asks, [[] for _ in asks]
+            drafts = {}
+        return asks, [drafts.get(ask.slot.index, []) for ask in asks]
 
     def _cap(self, job: Job) -> int:
         """Most tokens worth drafting: the bonus token comes for free, so one less than the request may still emit."""
         asked = job.request.n_draft_max
+        if job.slot is not None and job.slot.index in self.deaf:
+            return 0
         return max(0, min(self.needs.n_draft, job.n_left - 1, self.needs.n_draft if asked is None else asked))
 
     def _plan(self, asks: Sequence[Ask], drafts: Sequence[Sequence[int]]) -> list[_Work]:
@@ -194,8 +230,7 @@ class Loop:
             n, finish = self._take(w, c)
             kept.append(n)
             taken.append(finish)
-        if self.drafter is not None:
-            self.drafter.observe(batch, kept, out)
+        self._observe(batch, kept, out)
         for w, n, finish in zip(work, kept, taken, strict=True):
             w.slot.tokens.extend(w.seq.tokens[:n])
             w.slot.n_fold = 0 if w.seq.keep else n
@@ -203,6 +238,23 @@ class Loop:
                 self._finish(w.job, finish)
             elif not w.job.is_decoding:
                 self._after_chunk(w)
+
+    def _observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
+        """Tell the drafter what is kept. If it fails, nobody knows whom it heard of: these slots go on without drafts."""
+        heard = [i for i, seq in enumerate(batch.seqs) if seq.slot not in self.deaf]
+        if self.drafter is None or not heard:
+            return
+        if len(heard) < len(batch.seqs):
+            starts = [*(batch.starts[i] for i in heard), batch.n_row]
+            batch, kept = replace(batch, seqs=[batch.seqs[i] for i in heard], starts=starts), [kept[i] for i in heard]
+        try:
+            self.drafter.observe(batch, kept, out)
+        except SlotError as e:
+            self.stats.guard_trips += 1
+            log.warning("no more drafts for the requests in slots %s: %s", [seq.slot for seq in batch.seqs], e)
+            for seq in batch.seqs:
+                self.deaf.add(seq.slot)
+                self.drafter.end(self.table.slots[seq.slot])
 
     def _take(self, w: _Work, c: Chosen | None) -> tuple[int, _End | None]:
         """Hand a job its tokens. Returns rows kept, and how the job ends if it does."""
@@ -231,18 +283,22 @@ class Loop:
         """A prompt chunk is in; take the checkpoint if this is its place."""
         job, slot = w.job, w.slot
         if job.cut == slot.n_past and self.memory.states:
-            saved = self.drafter.snapshot(slot) if self.drafter is not None else None
+            saved = self.drafter.snapshot(slot) if self.drafter is not None and slot.index not in self.deaf else None
             self.checkpoints[slot.index] = (self.memory.checkpoint(slot.index, slot.n_past), saved)
 
     def _finish(self, job: Job, end: _End) -> None:
         """Give the slot back; its tokens and state stay for a request that goes on from them."""
         slot = job.slot
         assert slot is not None
-        if self.drafter is not None:
+        was_deaf = slot.index in self.deaf
+        self.deaf.discard(slot.index)
+        if self.drafter is not None and not was_deaf:
             self.drafter.end(slot)
         self.jobs.pop(slot.index)
         self.table.release(slot)
         self.stats.finished(job, end.finish)
+        if was_deaf:  # the drafter knows nothing of these tokens, so nobody may go on from them
+            self.forget(slot)
         if end.error is not None:
             self.forget(slot)
             job.sink(Failed(job.id, end.error))
@@ -325,7 +381,10 @@ class Loop:
         return saved
 
     def _blame(self, error: SlotError) -> None:
-        """A round failed before anything was committed: end the slot it names, or all if it names none."""
+        """A forward refused its batch: end the slot it names, or all if it names none.
+
+        The others lay out the same rows again, which is right because indices are checked before any state is written.
+        """
         self.stats.guard_trips += 1
         guilty = [self.jobs[error.slot]] if error.slot in self.jobs else list(self.jobs.values())
         for job in guilty:
@@ -341,6 +400,7 @@ class Loop:
                 self.table.release(slot)
             self.forget(slot)
         self.jobs.clear()
+        self.deaf.clear()
 
     def flush(self, slot: Slot) -> None:
         """Fold what is pending, so that the slot's state stands at its committed length."""

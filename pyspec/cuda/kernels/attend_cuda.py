@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyspec.cuda import jit
+from pyspec.cuda import faults, jit
 from pyspec.cuda.kernels.attend_ref import AttendSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import KVPool
@@ -120,10 +120,9 @@ def n_tile_for(columns: int) -> int:
     return next(n for n in N_TILES if 8 * n * n_tiles >= columns)
 
 
-@cache
 def fault_record(device: torch.device) -> Tensor:
-    """[5] int32 of bounds.cuh: {tripped, op, slot, index, limit}; zero it after reading. `slot`: the sequence."""
-    return torch.zeros(5, dtype=torch.int32, device=device)
+    """The device's record (cuda/faults.py). `slot` is the sequence there."""
+    return faults.record(device)
 
 
 @dataclass(frozen=True, slots=True)
