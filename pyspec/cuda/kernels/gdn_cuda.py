@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyspec.cuda import jit
+from pyspec.cuda import faults, jit
 from pyspec.cuda.kernels.gdn_ref import Gdn, GdnSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import StateLayer, StateShape
@@ -66,10 +66,9 @@ def columns_for(shape: StateShape, n_seq: int, arch: str, n_multiprocessor: int)
     return 4 if one_wave(4) and not one_wave(2) else 2
 
 
-@cache
 def fault_record(device: torch.device) -> Tensor:
-    """[5] int32 of bounds.cuh: {tripped, op, slot, index, limit}, one per device (with its number); zero it after reading."""
-    return torch.zeros(5, dtype=torch.int32, device=device)
+    """The device's record (cuda/faults.py). `slot` is the slot there."""
+    return faults.record(device)
 
 
 @cache
