@@ -44,8 +44,8 @@ class Impl(Generic[Spec]):
 class Op(Generic[Spec]):
     """`check(launch, reference_launch, spec)` returns a sentence when an implementation differs from the reference.
 
-    home   "module:name" where a child process finds this op; empty: pyspec.cuda.kernels.<name>:<name>
-    asked  the specs that were bound or asked about
+    home     "module:name" where a child process finds this op; empty: pyspec.cuda.kernels.<name>:<name>
+    decided  what runs for each spec that was asked about: a forward may ask again
     """
 
     name: str
@@ -55,7 +55,7 @@ class Op(Generic[Spec]):
     home: str = ""
     verdicts: dict[tuple[str, object], str | None] = field(default_factory=dict)
     told: set[str] = field(default_factory=set)
-    asked: dict[Spec, None] = field(default_factory=dict)
+    decided: dict[Spec, Impl[Spec]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.home = self.home or f"pyspec.cuda.kernels.{self.name}:{self.name}"
@@ -81,7 +81,11 @@ class Op(Generic[Spec]):
 
     def chosen(self, spec: Spec) -> Impl[Spec]:
         """The implementation `spec` runs with. Falling back is logged once per reason."""
-        self.asked[spec] = None
+        if spec not in self.decided:
+            self.decided[spec] = self._choose(spec)
+        return self.decided[spec]
+
+    def _choose(self, spec: Spec) -> Impl[Spec]:
         refused = []
         for impl in self.impls:
             if (why := self.refusal(impl, spec)) is None:
@@ -100,10 +104,11 @@ class Op(Generic[Spec]):
                 return impl.bind(spec)
             except Exception as e:  # noqa: BLE001 - as in a check
                 self.verdicts[impl.name, spec] = f"can not be bound: {probe.sentence(e)}"
+                del self.decided[spec]
         return impl.bind(spec)
 
     def choices(self, spec: Spec) -> Iterable[tuple[str, str | None]]:
-        """(implementation, refusal or None) in order of preference, for `pyspec doctor`."""
+        """(implementation, why it is refused or None) in order of preference, for `pyspec doctor`."""
         for impl in self.impls:
             yield impl.name, self.refusal(impl, spec)
         yield self.reference.name, None

@@ -45,7 +45,7 @@ def children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[i
 
 def fresh(op: Op[TwiceSpec]) -> Op[TwiceSpec]:
     """The op as another process sees it: nothing remembered."""
-    return replace(op, verdicts={}, told=set(), asked={})
+    return replace(op, verdicts={}, told=set(), decided={})
 
 
 def test_every_bad_implementation_is_refused_with_its_reason(children: list[int]) -> None:
@@ -164,7 +164,7 @@ def test_what_fails_only_here_is_refused_too(children: list[int]) -> None:
     def fails(spec: TwiceSpec) -> probe_fakes.Launch:
         raise RuntimeError("no room")
 
-    here = replace(op, impls=[replace(op.impls[0], bind=fails)], verdicts={("right", SPEC): None}, told=set())
+    here = replace(op, impls=[replace(op.impls[0], bind=fails)], verdicts={("right", SPEC): None}, decided={})
     assert torch.equal(here.bind(SPEC)(torch.ones(2)), torch.full((2,), 2.0))  # type: ignore[arg-type]
     assert here.chosen(SPEC).name == "torch"
     assert dict(here.choices(SPEC))["right"] == "can not be bound: RuntimeError: no room"
@@ -172,7 +172,7 @@ def test_what_fails_only_here_is_refused_too(children: list[int]) -> None:
 
 def test_without_a_gpu_what_is_not_native_is_checked_here(children: list[int]) -> None:
     impls = [replace(impl, native=False) for impl in probe_fakes.only_bad.impls[:2]]
-    op = replace(probe_fakes.only_bad, impls=impls, verdicts={}, told=set())
+    op = replace(probe_fakes.only_bad, impls=impls, verdicts={}, decided={})
     assert [why for _, why in op.choices(SPEC)] == [
         "its doubles are no doubles",
         "failed its check: ValueError: the compiler says no",
