@@ -23,6 +23,7 @@ COMMANDS = {
     "tokenize": "pyspec.cli.tokenize:tokenize",
     "logits": "pyspec.cli.logits:logits",
     "synth": "pyspec.cli.synth:synth",
+    "doctor": "pyspec.cli.doctor:doctor",
 }
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
 

@@ -82,8 +82,10 @@ def save(key: Key, refusal: str | None) -> None:
         log.debug("a verdict is not kept: %s", e)
 
 
-def forget(key: Key) -> None:
-    _path(key).unlink(missing_ok=True)
+def forget_all() -> None:
+    """Whatever was found so far is asked again."""
+    for path in folder().glob("*.json"):
+        path.unlink(missing_ok=True)
 
 
 def _path(key: Key) -> Path:

@@ -120,8 +120,8 @@ def test_a_broken_cache_costs_a_check_and_nothing_else(children: list[int], tmp_
         assert verdicts.load(key) is None, text
     assert fresh(op).chosen(SPEC).name == "right" and len(children) == 2
     assert verdicts.load(key) == verdicts.Verdict(None)
-    verdicts.forget(key)
-    verdicts.forget(key)
+    verdicts.forget_all()
+    verdicts.forget_all()
     assert verdicts.load(key) is None
 
 

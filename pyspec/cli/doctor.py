@@ -1,0 +1,125 @@
+"""`pyspec doctor`: what this machine is, which kernels it runs, and why it does not run the others."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pyspec.cli.options import ModelChoice, model_options
+
+if TYPE_CHECKING:
+    from pyspec.cuda.survey import Finding
+
+VERDICT = "this machine runs pyspec with its own kernels"
+
+
+@click.command()
+@model_options
+@click.option("-md", "--model-draft", default="", help="Drafter's GGUF file, if the model is to be loaded with one.")
+@click.option("-dev", "--device", "device_name", default="auto", help="auto, cpu, cuda, cuda:1 ...")
+@click.option("--recheck", is_flag=True, help="Forget what is known of kernels and check them again.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def doctor(ctx: click.Context, choice: ModelChoice, device_name: str, recheck: bool, as_json: bool) -> None:
+    """Check the kernels on this machine; exit status 0 if all that is needed runs on them, else 1.
+
+    With MODEL it is loaded, and checked is what it runs with; without, a set of usual shapes.
+    """
+    about = examine(choice, device_name, recheck)
+    if as_json:
+        click.echo(json.dumps(about, indent=1))
+    else:
+        _show(about)
+    ctx.exit(0 if about["own_kernels"] else 1)
+
+
+def examine(choice: ModelChoice, device_name: str, recheck: bool) -> dict[str, Any]:
+    """Everything doctor says, as JSON has it."""
+    from dataclasses import asdict
+
+    import torch
+
+    from pyspec.cuda import probe, survey, verdicts
+    from pyspec.cuda.machine import bandwidth, machine, memory_bytes
+    from pyspec.load import pick_device
+
+    device = pick_device(device_name)
+    if recheck:
+        verdicts.forget_all()
+    speed = bandwidth(device)  # before anything else takes memory
+    if choice.model or choice.repo:
+        _load(choice, str(device))
+        asks = survey.asked()
+    else:
+        asks = survey.standard(device)
+    found = survey.findings(asks)
+    probe.close()
+    why = _why_not(device.type, found)
+    return {
+        "machine": {**asdict(machine(device)), "torch": torch.__version__, "device": str(device)},
+        "memory_bytes": memory_bytes(device),
+        "bandwidth_bytes_per_s": round(speed),
+        "cache": str(verdicts.folder().parent),
+        "ops": [asdict(f) for f in found],
+        "own_kernels": not why,
+        "reason": why,
+    }
+
+
+def _load(choice: ModelChoice, device: str) -> None:
+    """Load the model as the server would, with one slot; whatever it asks for is remembered by the ops."""
+    from pathlib import Path
+
+    from pyspec.catalog import resolve
+    from pyspec.config import EngineSettings
+    from pyspec.cuda.survey import ops
+    from pyspec.load import load
+
+    path, paired = resolve(choice.target())
+    draft_path = paired if (draft := choice.drafter()) == "auto" else Path(draft)
+    for op in ops():
+        op.decided.clear()
+    load(path, EngineSettings(ctx=512, draft_path=draft_path, device=device, check_tap_shift=False))
+
+
+def _why_not(device_type: str, found: list[Finding]) -> str:
+    """Why the machine does not run everything with kernels of ours; "" if it does."""
+    import torch
+
+    if device_type != "cuda":
+        if torch.cuda.is_available():
+            return "asked about the CPU"
+        return "no NVIDIA GPU" if torch.version.cuda else "this torch is built without CUDA"
+    slow = [f for f in found if not f.own]
+    if not slow:
+        return ""
+    first = slow[0]
+    reasons = "; ".join(f"{r.impl}: {r.reason}" for r in first.refused)
+    return f"{len(slow)} of {len(found)} run as torch, first {first.op} ({first.shape}): {reasons}"
+
+
+def _show(about: dict[str, Any]) -> None:
+    from pyspec.cli.tables import row, show, table
+
+    m = about["machine"]
+    facts = table("machine", "")
+    for name, value in (
+        ("device", f"{m['device']}: {m['gpu']}"),
+        ("compute capability", m["capability"]),
+        ("memory", f"{about['memory_bytes'] / 1e9:,.1f} GB"),
+        ("bandwidth", f"{about['bandwidth_bytes_per_s'] / 1e9:,.0f} GB/s measured"),
+        ("driver", m["driver"]),
+        ("NVRTC", m["nvrtc"]),
+        ("cuda-core", m["cuda_core"]),
+        ("torch", m["torch"]),
+        ("cache", about["cache"]),
+    ):
+        row(facts, name, value or "-")
+    show(facts)
+    t = table("op", "shape", "runs as", "refused")
+    for f in about["ops"]:
+        row(t, f["op"], f["shape"], f["choice"], "\n".join(f"{r['impl']}: {r['reason']}" for r in f["refused"]) or "-")
+    show(t)
+    click.echo(f"{VERDICT}: yes" if about["own_kernels"] else f"{VERDICT}: no: {about['reason']}")

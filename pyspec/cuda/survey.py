@@ -1,0 +1,105 @@
+"""What runs on this machine: for each op and shape the implementation that is chosen, and why others are not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from pyspec.cuda.op import Op
+from pyspec.gguf import GGMLType
+from pyspec.slots.memory import StateShape
+
+OPS = ("attend", "rope_kv", "gdn", "linear", "rows")
+PACKED = (GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_K, GGMLType.Q6_K)
+
+Ask = tuple[Op[Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    impl: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One op in one shape. `own`: what runs is not the torch reference."""
+
+    op: str
+    shape: str
+    choice: str
+    own: bool
+    refused: tuple[Refusal, ...]
+
+
+def ops() -> list[Op[Any]]:
+    return [getattr(import_module(f"pyspec.cuda.kernels.{name}"), name) for name in OPS]
+
+
+def standard(device: torch.device) -> list[Ask]:
+    """Every op in shapes that models have: 27B and 8B dense ones, Gated DeltaNet of 27B."""
+    from pyspec.cuda.kernels.attend_ref import AttendSpec
+    from pyspec.cuda.kernels.gdn_ref import GdnSpec
+    from pyspec.cuda.kernels.linear_ref import LinearSpec
+    from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
+    from pyspec.cuda.kernels.rows_ref import Kind, RowsSpec
+
+    attend, rope_kv, gdn, linear, rows = ops()
+    delta = StateShape(n_k_head=16, n_v_head=48, dim=128, n_conv=4, n_channel=(2 * 16 + 48) * 128)
+    return [
+        *(
+            (attend, AttendSpec(device, *heads, heads[2] ** -0.5))
+            for heads in ((24, 4, 256), (32, 8, 128), (16, 2, 64))
+        ),
+        (rope_kv, RopeKvSpec(device, 24, 4, 256, 64, neox=True, gated=True, has_norm=True, eps=1e-6)),
+        (rope_kv, RopeKvSpec(device, 32, 8, 128, 128, neox=True, gated=False, has_norm=True, eps=1e-6)),
+        (gdn, GdnSpec(device, delta, 1e-6)),
+        *((linear, LinearSpec(device, type, 272, 5120)) for type in PACKED),
+        (rows, RowsSpec(device, 5120, Kind.NORM)),
+        (rows, RowsSpec(device, 6144, Kind.HEADS, 128)),
+        (rows, RowsSpec(device, 6144, Kind.GATE, 256)),
+        (rows, RowsSpec(device, 17408, Kind.GLU)),
+    ]
+
+
+def asked() -> list[Ask]:
+    """What this process has decided so far: after a load, everything the model and its drafter run with."""
+    return [(op, spec) for op in ops() for spec in op.decided]
+
+
+def findings(asks: Iterable[Ask]) -> list[Finding]:
+    """Have each checked, as a load does, and tell what came of it."""
+    out = []
+    for op, spec in asks:
+        chosen = op.chosen(spec)
+        refused = []
+        for name, why in op.choices(spec):
+            if name == chosen.name:
+                break
+            refused.append(Refusal(name, why or ""))
+        out.append(Finding(op.name, shape_of(spec), chosen.name, chosen is not op.reference, tuple(refused)))
+    return out
+
+
+def shape_of(spec: Any) -> str:
+    """A spec in words, without its device."""
+    parts = []
+    for field in dataclasses.fields(spec):
+        value = getattr(spec, field.name)
+        if isinstance(value, Enum):
+            parts.append(value.name)
+        elif dataclasses.is_dataclass(value):
+            parts.append(shape_of(value))
+        elif isinstance(value, bool):
+            parts += [field.name] * value
+        elif isinstance(value, float):
+            parts.append(f"{field.name} {value:.4g}")
+        elif not isinstance(value, torch.device):
+            parts.append(f"{field.name} {value}")
+    return ", ".join(parts)

@@ -1,0 +1,89 @@
+"""`pyspec doctor` on a machine without a GPU: it says so, and what runs instead."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from pyspec.cli import doctor, main
+from pyspec.cuda import machine, survey, verdicts
+from pyspec.cuda.survey import Finding, Refusal
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "qwen35.gguf"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _small_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A small buffer to time, and a cache of its own."""
+    monkeypatch.setattr(machine, "CPU_BYTES", 1 << 20)
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+
+
+def invoke(*args: str) -> tuple[int, str]:
+    result = CliRunner().invoke(main, ["doctor", "-dev", "cpu", *args])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout
+
+
+def test_without_a_gpu_doctor_says_no_and_why(tmp_path: Path) -> None:
+    code, out = invoke()
+    assert code == 1
+    last = out.strip().splitlines()[-1]
+    assert last.startswith("this machine runs pyspec with its own kernels: no: ")
+    assert "GB/s measured" in out and str(tmp_path) in out.replace("\n", "")
+    for op in survey.OPS:
+        assert f"\n {op} " in out
+
+
+def test_json_says_the_same(tmp_path: Path) -> None:
+    code, out = invoke("--json")
+    about = json.loads(out)
+    assert code == 1 and about["own_kernels"] is False and about["reason"]
+    assert about["bandwidth_bytes_per_s"] > 1e8 and about["memory_bytes"] > 1 << 28
+    assert about["cache"] == str(tmp_path)
+    assert {f["op"] for f in about["ops"]} == set(survey.OPS)
+    assert all(f["choice"] != "cuda" and f["refused"][0]["impl"] == "cuda" for f in about["ops"])
+    gdn = next(f for f in about["ops"] if f["op"] == "gdn")
+    assert (gdn["choice"], gdn["own"]) == ("numba", True)
+
+
+def test_with_a_model_its_own_shapes_are_looked_at() -> None:
+    code, out = invoke(str(FIXTURE), "--json")
+    shapes = {f["op"]: f["shape"] for f in json.loads(out)["ops"]}
+    assert code == 1
+    assert {"attend", "gdn"} <= set(shapes) and "head_dim 256" not in shapes["attend"]
+    assert CliRunner().invoke(main, ["doctor", "no-such-model"]).exit_code == 2
+
+
+def test_recheck_forgets_what_was_known() -> None:
+    verdicts.save({"op": "x"}, "it was bad")
+    invoke("--json")
+    assert verdicts.load({"op": "x"}) is not None
+    invoke("--json", "--recheck")
+    assert verdicts.load({"op": "x"}) is None
+
+
+def test_yes_takes_kernels_of_our_own_for_all() -> None:
+    good = Finding("gdn", "n 3", "cuda", True, ())
+    bad = Finding("linear", "Q5_K, n_in 64", "torch", False, (Refusal("cuda", "no packed form"),))
+    assert doctor._why_not("cuda", [good, good]) == ""
+    assert doctor._why_not("cuda", [good, bad]) == (
+        "1 of 2 run as torch, first linear (Q5_K, n_in 64): cuda: no packed form"
+    )
+    assert doctor._why_not("cpu", [good]) != ""
+
+
+def test_the_standard_shapes_name_every_op_once_at_least() -> None:
+    asks = survey.standard(CPU)
+    assert {op.name for op, _ in asks} == set(survey.OPS)
+    for op, spec in asks:
+        assert op.home == f"pyspec.cuda.kernels.{op.name}:{op.name}"
+        assert "device" not in survey.shape_of(spec)
+        assert replace(spec, device=torch.device("cuda", 1)) != spec
