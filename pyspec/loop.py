@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from pyspec.control import Controller
 from pyspec.cuda.faults import EVERYONE, Fault, Reader
@@ -22,7 +23,7 @@ from pyspec.errors import PyspecError, SlotError, Unavailable
 from pyspec.job import Job
 from pyspec.models.target import Out, Target
 from pyspec.request import Failed, Started
-from pyspec.sample.choose import Chosen, Span, choose
+from pyspec.sample.choose import Chosen, Span, choose, top
 from pyspec.sample.synth import SynthAcceptance
 from pyspec.scheduler import Queue, cut_of, share_rows
 from pyspec.slots.arena import Arena
@@ -68,6 +69,7 @@ class Loop:
         self.controller, self.ubatch, self.synth = controller, ubatch, synth
         self.arena = arena  # where graphs find their batches; None: no graphs
         self.forward = Graphed(self._run)
+        self.best = torch.empty(0, dtype=torch.float64)  # pinned memory for what greedy rounds read
         self.faults, self.draft_faults = Reader(target.device), Reader(target.device)
         self.queue: Queue[Job] = Queue(queue_limit)
         self.jobs: dict[int, Job] = {}  # by slot, in order of arrival
@@ -98,9 +100,10 @@ class Loop:
         except SlotError as e:
             self._blame(e)
             return
+        best = self._fetch(out)
         fault = self._wait()
         verified = time.perf_counter()
-        chosen = self._choose(work, out)
+        chosen = self._choose(work, out, best)
         if fault is not None:
             chosen = self._condemn(fault, work, batch, chosen)
         sampled = time.perf_counter()
@@ -119,6 +122,17 @@ class Loop:
         if self.drafter is not None:
             self.draft_faults.fetch()
         self.faults.clear()
+
+    def _fetch(self, out: Out) -> Tensor | None:
+        """Start copying each row's best token to the host, to be there when `_wait` returns."""
+        if out.best is None:
+            return None
+        n = out.best.numel()
+        if self.best.numel() < n:
+            self.best = torch.empty(n, dtype=torch.float64, pin_memory=True)
+        here = self.best[:n].view_as(out.best)
+        here.copy_(out.best, non_blocking=True)
+        return here
 
     def _wait(self) -> Fault | None:
         """For the device, so that a round's milliseconds are told apart by what took them. Returns what its guards say."""
@@ -150,7 +164,7 @@ class Loop:
         out = self.target.forward(batch, self.needs.taps)
         if self.drafter is not None:
             self.drafter.absorb(batch, out)
-        return out
+        return out if batch.tokens.device.type == "cpu" else replace(out, best=top(out.logits))
 
     @staticmethod
     def _prefilled(work: Sequence[_Work]) -> bool:
@@ -211,14 +225,14 @@ class Loop:
         done = job.slot.n_past
         return job.n_prompt - done, max(job.cut - done, 0)
 
-    def _choose(self, work: Sequence[_Work], out: Out) -> list[Chosen | None]:
+    def _choose(self, work: Sequence[_Work], out: Out, best: Tensor | None) -> list[Chosen | None]:
         """The target's verdict on every sequence that has logits."""
         spans, at = [], 0
         for w in work:
             if w.seq.n_out:
                 spans.append(Span(w.job.sampler, at, w.seq.n_out, w.draft))
                 at += w.seq.n_out
-        verdicts = iter(choose(out.logits, spans, synth=self.synth))
+        verdicts = iter(choose(out.logits, spans, synth=self.synth, best=best))
         return [next(verdicts) if w.seq.n_out else None for w in work]
 
     # -- commit --------------------------------------------------------------------------------------------------

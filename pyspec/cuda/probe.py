@@ -232,6 +232,8 @@ def examine(op: Op[Any], impl: Impl[Any], spec: Any, tell: Callable[[str], None]
     try:
         tell("binding")
         device = getattr(spec, "device", torch.device("cpu"))
+        if device.type == "cuda":
+            torch.zeros(1, device=device)  # makes the context that kernels are loaded into
         launch, reference = impl.bind(spec), op.reference.bind(spec)
         tell("check")
         faults.read(device)

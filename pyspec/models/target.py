@@ -20,11 +20,13 @@ class Out:
     logits  [out, vocab]      f32  for the batch's `out_rows`
     hidden  [row, n_embd]     f32  after the final norm, every row (the MTP seed)
     taps    [row, T * n_embd] f32  outputs of the asked layers, side by side, before the next layer's norm; or None
+    best    [2, out]          f64  each row's largest logit's token (the lowest on ties) and value; or None
     """
 
     logits: Tensor
     hidden: Tensor
     taps: Tensor | None = None
+    best: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

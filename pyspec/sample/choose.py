@@ -62,7 +62,7 @@ class _Work:
     def kind(self) -> str:
         sampler = self.span.sampler
         if sampler.params.greedy:
-            return "edited" if sampler.edits_logits else "greedy"
+            return "edited" if sampler.edits_logits and not sampler.only_bans else "greedy"
         return _sampling_kind(sampler.params)
 
 
@@ -83,17 +83,27 @@ class _Picks:
     unsure: Tensor  # bool
 
 
-def choose(logits: Tensor, spans: Sequence[Span], synth: SynthAcceptance | None = None) -> list[Chosen]:
+def top(logits: Tensor) -> Tensor:
+    """[2, row] f64: the token of each row's largest logit, the lowest on ties, and its value. Ids are exact in f64."""
+    tokens = chain.argmax(logits)
+    return torch.stack([tokens.double(), logits.gather(1, tokens[:, None]).squeeze(1).double()])
+
+
+def choose(
+    logits: Tensor, spans: Sequence[Span], synth: SynthAcceptance | None = None, best: Tensor | None = None
+) -> list[Chosen]:
     """Decide every slot's round. `logits` is not changed, nothing is committed.
 
     logits  [row, vocab]  f32  rows no span names are ignored
+    best    top(logits), if it is known, on the host or not: greedy rounds then read nothing else
 
     A row with NaN, +inf or nothing above -inf is an error of its span if acceptance reaches it.
     """
     if not spans:
         return []
     work = [_prepare(span, logits) for span in spans]
-    picks = _pick_all(logits, work)
+    picks = _greedy(logits, work, best) if best is not None else None
+    picks = _pick_all(logits, work) if picks is None else picks
     chosen = [_accept(w, *picks[i], synth) for i, w in enumerate(work)]
     return _with_logprobs(logits, spans, chosen)
 
@@ -103,6 +113,22 @@ def _prepare(span: Span, logits: Tensor) -> _Work:
     assert 0 <= span.first_row <= logits.shape[0] - span.width, "a span's rows are rows of the batch"
     assert span.sampler.n_vocab == logits.shape[1], "a sampler is made for the target's vocabulary"
     return _Work(span, span.sampler.usable(span.drafts))
+
+
+def _greedy(logits: Tensor, work: list[_Work], best: Tensor) -> list[tuple[list[int], list[float]]] | None:
+    """The verdict of a round of greedy spans, from the largest logits alone; None if it takes more than that."""
+    if any(w.kind != "greedy" for w in work):
+        return None
+    tokens, peaks = best.tolist()
+    out = []
+    for w in work:
+        rows, banned = slice(w.span.first_row, w.span.first_row + w.n_row), w.span.sampler.bias_ids
+        found, values = [int(token) for token in tokens[rows]], peaks[rows]
+        if banned and not banned.isdisjoint(found):  # bans only lower logits: they matter where they hit the best one
+            picks = _pick("greedy", _rows(logits, [w]), [w])
+            found, values = picks.tokens.tolist(), picks.peaks.tolist()
+        out.append((found, values))
+    return out
 
 
 def _pick_all(logits: Tensor, work: list[_Work]) -> list[tuple[list[int], list[float]]]:

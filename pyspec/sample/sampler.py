@@ -67,6 +67,7 @@ class SlotSampler:
         self.seed = resolve_seed(params.seed)
         self.eog_ids = frozenset(eog_ids)
         self.bias = _bias(params, n_vocab, self.eog_ids)
+        self.bias_ids = frozenset(self.bias[0].tolist())
         self.penalises = params.repeat_last_n != 0 and (
             params.repeat_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         )
@@ -84,6 +85,11 @@ class SlotSampler:
     def edits_logits(self) -> bool:
         """True if some logit may change before the cuts."""
         return bool(len(self.bias[0])) or self.penalises or self.dry.active
+
+    @property
+    def only_bans(self) -> bool:
+        """True if all that may change is that some logits fall (a ban on end tokens, negative biases)."""
+        return bool((self.bias[1] <= 0).all()) and not self.penalises and not self.dry.active
 
     @property
     def history(self) -> list[int]:

@@ -220,7 +220,7 @@ def test_a_sampling_parameter_that_is_none_gets_a_hint(engine: Engine) -> None:
 
 
 def test_two_engines_in_one_process_do_not_meet() -> None:
-    with start(draft=None) as plain, start() as spec:
+    with start(draft=None) as plain, start(n_draft_fixed=True) as spec:
         a = plain.generate_many([[i, i + 1] for i in range(6)], params=GREEDY, max_tokens=30)
         b = spec.generate_many([[i, i + 1] for i in range(6)], params=GREEDY, max_tokens=30)
         assert [r.tokens for r in a] == [r.tokens for r in b]

@@ -10,7 +10,7 @@ from sampling_reference import TooCloseToCall, distribution, draw, edited
 
 from pyspec.errors import OutOfBounds, RequestError
 from pyspec.request import SamplingParams
-from pyspec.sample.choose import Chosen, Span, choose
+from pyspec.sample.choose import Chosen, Span, choose, top
 from pyspec.sample.noise import resolve_seed
 from pyspec.sample.sampler import SlotSampler
 
@@ -183,6 +183,21 @@ def test_banning_every_token_is_an_error_not_a_token():
     for temperature in 0.0, 1.0:
         found = one(rows_for([5]), sampler(temperature=temperature, logit_bias=everything))
         assert "every logit is -inf" in str(found.error)
+
+
+def test_the_largest_logits_alone_give_the_same_greedy_verdicts():
+    """With `best` a round reads nothing else: drafts, bans that hit, bans of everything, broken rows, other kinds."""
+    gen = torch.Generator().manual_seed(5)
+    logits = torch.randint(0, 4, (14, N_VOCAB), generator=gen).float()  # many ties
+    logits[11, 3], logits[13] = math.nan, -math.inf
+    everything = tuple((token, -math.inf) for token in range(N_VOCAB))
+    best = logits.argmax(-1).tolist()
+    changes = [{}, {"ignore_eos": True}, {"logit_bias": ((best[4], -9.0), (best[5], -0.5))}, {"logit_bias": everything}]
+    spans = [Span(sampler(temperature=0.0, **c), 3 * i, 3, best[3 * i : 3 * i + 2]) for i, c in enumerate(changes)]
+    spans += [Span(sampler(temperature=0.0), 12, 1), Span(sampler(temperature=0.0), 13, 1)]
+    for few in (spans, [*spans, Span(sampler(temperature=1.0, seed=3), 0, 1)]):
+        for a, b in zip(choose(logits, few), choose(logits, few, best=top(logits)), strict=True):
+            assert (a.tokens, a.n_accepted, str(a.error)) == (b.tokens, b.n_accepted, str(b.error))
 
 
 def test_logits_are_left_as_they_were():
