@@ -50,8 +50,8 @@ def floor_bytes(seqs: list[Seq]) -> int:
     return total
 
 
-def time_shape(n_seq: int, width: int, fold: int, keep: bool, columns: int | None, layers: list[StateLayer]) -> None:
-    run = gdn_cuda.bind(gdn_ref.GdnSpec(GPU, SHAPE, 1e-6), columns=columns)
+def time_shape(n_seq: int, width: int, fold: int, keep: bool, how: dict[str, int], layers: list[StateLayer]) -> None:
+    run = gdn_cuda.bind(gdn_ref.GdnSpec(GPU, SHAPE, 1e-6), **how)
     seqs = [Seq(i, 0, [0] * width, keep, 0, fold) for i in range(n_seq)]
     batch = lay_out(SlotTable(n_seq, 64 * n_seq, 64), seqs, GPU)
     n = n_seq * width
@@ -71,7 +71,7 @@ def time_shape(n_seq: int, width: int, fold: int, keep: bool, columns: int | Non
     took = replayed(forward, 3 if width > 64 else 15) / len(layers) * 1e3
     least = floor_bytes(seqs) / BANDWIDTH * 1e6
     print(
-        f"np {n_seq} T {width:4} fold {fold:2} {'keep' if keep else 'verify':6} columns {columns or 'auto'}: "
+        f"np {n_seq} T {width:4} fold {fold:2} {'keep' if keep else 'verify':6} {how or ''}: "
         f"{took:7.2f} us a layer, floor {least:5.2f} ({least / took:4.0%}), {floor_bytes(seqs) / took / 1e3:5.0f} GB/s",
         flush=True,
     )
@@ -80,7 +80,7 @@ def time_shape(n_seq: int, width: int, fold: int, keep: bool, columns: int | Non
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--columns", type=int, nargs="*", default=[0, 2, 4], help="columns of a lane; 0 is automatic")
-    parser.add_argument("--prefill", type=int, nargs="*", default=[64, 512, 2048], help="rows of kept chunks")
+    parser.add_argument("--prefill", nargs="*", default=["1x64", "1x512", "1x2048", "4x128"], help="kept: slots x rows")
     args = parser.parse_args()
     layers = [StateLayer(SHAPE, 8, 16, GPU) for _ in range(48)]
     for layer in layers:
@@ -90,9 +90,11 @@ def main() -> None:
     for columns in args.columns:
         for n_seq in (1, 2, 4, 8):
             for width, fold in ((1, 1), (4, 3), (16, 6)):
-                time_shape(n_seq, width, fold, False, columns or None, layers)
-        for rows in args.prefill:
-            time_shape(1, rows, 0, True, columns or None, layers)
+                time_shape(n_seq, width, fold, False, {"columns": columns} if columns else {}, layers)
+    for shape in args.prefill:
+        n_seq, rows = map(int, shape.split("x"))
+        for chunked in (gdn_cuda.CHUNKED, gdn_cuda.NEVER):
+            time_shape(n_seq, rows, 0, True, {"chunked": chunked}, layers)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pyspec.cuda import jit
-from pyspec.cuda.kernels import gdn_cuda
+from pyspec.cuda.kernels import gdn_chunk, gdn_cuda
 from pyspec.cuda.kernels.gdn_ref import GdnSpec
 from pyspec.slots.memory import StateShape
 
@@ -21,10 +21,19 @@ def test_kernels_compile_without_spills_and_leave_room_for_the_blocks_they_count
         assert found["gdn_rows"].registers * gdn_cuda.THREADS * gdn_cuda.blocks_for(arch, columns) <= 65536, found
 
 
+@pytest.mark.parametrize("arch", jit.ARCHS)
+def test_kernels_of_prompts_compile_without_spills_and_leave_room_for_two_blocks(arch: str) -> None:
+    found = jit.compile_cubin("gdn_chunk", arch, gdn_chunk.defines(SHAPE, arch), use_cache=False).resources
+    assert set(found) == {"gdn_chunk_conv", "gdn_chunk_solve", "gdn_chunk_state"}
+    assert all(r.spill_bytes == 0 for r in found.values()), found
+    assert found["gdn_chunk_state"].registers * gdn_chunk.THREADS * 2 <= 65536, found
+
+
 def test_head_counts_are_free_as_long_as_values_are_a_multiple_of_keys() -> None:
     for n_k, n_v in ((1, 1), (3, 6), (16, 32), (16, 64)):
         shape = StateShape(n_k, n_v, 128, 4, 128 * (2 * n_k + n_v))
         assert jit.compile_cubin("gdn", "sm_80", gdn_cuda.defines(shape, "sm_80", 2), use_cache=False).resources
+        assert jit.compile_cubin("gdn_chunk", "sm_80", gdn_chunk.defines(shape, "sm_80"), use_cache=False).resources
 
 
 def test_a_cpu_is_refused_with_the_reason() -> None:

@@ -14,68 +14,26 @@
 // chain from token to token where one sequence has many rows. Sums have one fixed tree whatever COLS is, and a folded
 // row runs the same operations on the state as a verified or kept one: a state does not depend on how its tokens came.
 //
+// Kept sequences of `chunked` rows and more go through gdn_chunk.cu: gdn_conv skips them, gdn_rows only folds.
+//
 // A sequence of no rows is skipped whole. One with a bad index is reported and skipped: clamping it to a real slot
 // would spoil that slot's state.
-#include "types.cuh"
-#include "bounds.cuh"
+#include "gdn.cuh"
 
-#ifndef N_K
-#define N_K 16    // key heads
-#define N_V 48    // value heads
+#ifndef COLS
 #define COLS 2    // columns of a lane: 1, 2, 4; changes no bit of the result
 #define BLOCKS 5  // blocks of gdn_rows on a multiprocessor: 65,536 / (128 * BLOCKS) registers a thread
 #endif
 #define LANES 8  // lanes of a column
-#define DIM 128
 #define TAPS 4
 #define PARTS 2  // running sums of a dot product; with LANES it fixes the order of sums
 #define THREADS 128
 #define CONV_WARPS 4
-#define SPAN 64   // rows of one gdn_conv block where sequences are long
-#define STAGE 8   // tokens in shared memory at a time, twice
-#define OP_GDN 3  // this op's number in fault records
+#define SPAN 64  // rows of one gdn_conv block where sequences are long
+#define STAGE 8  // tokens in shared memory at a time, twice
 
-constexpr int KD = N_K * DIM, VD = N_V * DIM, CHANNELS = 2 * KD + VD;
 constexpr int TILE = THREADS / LANES * COLS;  // columns of a block
 constexpr int QUADS = DIM / 4 / LANES;        // float4 of one column in a lane
-
-struct Seq {
-  int slot, start, n, fold;  // n == 0: nothing to do
-  bool keep;
-};
-
-struct Meta {
-  const int *slot, *start, *fold, *keep;
-};
-
-__device__ __forceinline__ Seq read_seq(Meta meta, int s, int n_slot, int width, int n_row, int* fault) {
-  const Seq none = {0, 0, 0, 0, false};
-  Seq seq = {meta.slot[s], meta.start[s], 0, meta.fold[s], meta.keep[s] != 0};
-  int n = meta.start[s + 1] - seq.start;
-  if (n <= 0) return none;
-  if (clamped(seq.slot, n_slot, OP_GDN, seq.slot, fault) != seq.slot) return none;
-  if (clamped(seq.fold, width + 1, OP_GDN, seq.slot, fault) != seq.fold) return none;
-  if (clamped(seq.start, n_row, OP_GDN, seq.slot, fault) != seq.start) return none;
-  if (clamped(seq.start + n - 1, n_row, OP_GDN, seq.slot, fault) != seq.start + n - 1) return none;
-  if (!seq.keep && clamped(n, width + 1, OP_GDN, seq.slot, fault) != n) return none;
-  seq.n = n;
-  return seq;
-}
-
-__device__ __forceinline__ void let_next_start() {  // programmatic dependent launch: no-ops where it is not used
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ void wait_previous() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ float4& quad(float* p) { return *reinterpret_cast<float4*>(p); }
-__device__ __forceinline__ float4 quad(const float* p) { return *reinterpret_cast<const float4*>(p); }
 
 __device__ __forceinline__ float4 fma4(float4 a, float4 b, float4 c) {
   return make_float4(fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y), fmaf(a.z, b.z, c.z), fmaf(a.w, b.w, c.w));
@@ -182,7 +140,6 @@ __device__ __forceinline__ void conv_head(const ConvArgs& a, const Seq& seq, int
       }
     }
   }
-  const float rate = VALUES ? a.a[head] : 0.0f, bias = VALUES ? a.dt_bias[head] : 0.0f;
   const Taps taps0(a.conv_w + ((VALUES ? 2 * KD : 0) + at) * TAPS);
   const Taps taps1(a.conv_w + ((VALUES ? 2 * KD : KD) + at) * TAPS);
   __syncthreads();  // everything old is read; what follows overwrites it
@@ -195,7 +152,7 @@ __device__ __forceinline__ void conv_head(const ConvArgs& a, const Seq& seq, int
     float4 y[GROUP];
     if (VALUES && lane < count) {  // a lane makes the gates of a row
       const i64 row = seq.start + first + lane, at = row * N_V + head, to = (slot_row + first + lane) * N_V + head;
-      const float g = rate * softplus(a.alpha[row * a.gate_stride + head] + bias);
+      const float g = a.a[head] * softplus(a.alpha[row * a.gate_stride + head] + a.dt_bias[head]);
       const float b = sigmoid(a.beta[row * a.gate_stride + head]);
       a.e[at] = expf(g);
       a.b[at] = b;
@@ -247,9 +204,11 @@ extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 4)
              const float* __restrict__ dt_bias, const float* __restrict__ conv_w, float* conv, float* rec_k,
              float* rec_v, float* rec_g, float* rec_b, float* fold_k, float* fold_v, float* fold_e, float* fold_b,
              float* q, float* k, float* v, float* e, float* b, float* kq, const int* seq_slot, const int* seq_start,
-             const int* seq_fold, const int* seq_keep, int n_slot, int width, int n_row, float eps, int* fault) {
+             const int* seq_fold, const int* seq_keep, int n_slot, int width, int n_row, int chunked,
+             float eps, int* fault) {
   const int head = blockIdx.x, s = blockIdx.y;
-  const Seq seq = read_seq({seq_slot, seq_start, seq_fold, seq_keep}, s, n_slot, width, n_row, fault);
+  Seq seq = read_seq({seq_slot, seq_start, seq_fold, seq_keep, n_slot, width, n_row, chunked}, s, fault);
+  if (seq.chunked) seq.n = 0;
   if (static_cast<int>(blockIdx.z) * SPAN < seq.n && (blockIdx.z == 0 || seq.keep)) {
     const ConvArgs args = {m,      alpha, beta, a, dt_bias, conv_w, conv, rec_k, rec_v,    rec_g,       rec_b, fold_k,
                            fold_v, fold_e, fold_b, q, k, v, e, b, kq, m_stride, gate_stride, width, eps};
@@ -259,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 4)
       conv_head<true>(args, seq, s, head - N_K);
     }
   }
-  let_next_start();  // not sooner: gdn_rows would crowd the multiprocessors that run dry first
+  let_successor_start();  // not sooner: gdn_rows would crowd the multiprocessors that run dry first
 }
 
 // ---- gdn_rows -------------------------------------------------------------------------------------------------------
@@ -407,11 +366,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     gdn_rows(float* state, const float* rec_k, const float* rec_v, const float* fold_k, const float* fold_v,
              const float* fold_e, const float* fold_b, const float* q, const float* k, const float* v, const float* e,
              const float* kq, const float* b, float* out, const int* seq_slot, const int* seq_start,
-             const int* seq_fold, const int* seq_keep, int n_slot, int width, int n_row, int* fault) {
+             const int* seq_fold, const int* seq_keep, int n_slot, int width, int n_row, int chunked,
+             int* fault) {
   __shared__ __align__(16) Stage stages[2];
   const int h = blockIdx.x, column = blockIdx.y * TILE, s = blockIdx.z;
-  const Seq seq = read_seq({seq_slot, seq_start, seq_fold, seq_keep}, s, n_slot, width, n_row, fault);
-  if (seq.n == 0) return;
+  Seq seq = read_seq({seq_slot, seq_start, seq_fold, seq_keep, n_slot, width, n_row, chunked}, s, fault);
+  if (seq.chunked) seq.n = 0;
+  if (seq.n + seq.fold == 0) {
+    wait_for_predecessor();  // whoever starts after this kernel counts on gdn_conv
+    return;
+  }
   const i64 fold_row = static_cast<i64>(s) * width, slot_row = static_cast<i64>(seq.slot) * width;
   float* own = state + ((static_cast<i64>(seq.slot) * N_V + h) * DIM + column) * DIM;
   const int n_fold = (seq.fold + STAGE - 1) / STAGE, n_stage = n_fold + (seq.n + STAGE - 1) / STAGE;
@@ -435,7 +399,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
   Slice slice;
   move_state(slice, own, false);
-  wait_previous();
+  wait_for_predecessor();
   start_fetch(0);
 #pragma unroll 1
   for (int j = 0; j < n_stage; j++) {

@@ -1,8 +1,11 @@
-"""`gdn` for NVIDIA GPUs: two launches a layer, sequential over tokens for any width (kernels: gdn.cu).
+"""`gdn` for NVIDIA GPUs: two launches a layer, sequential over tokens; prompts in chunks (kernels: gdn.cu, gdn_chunk.cu).
 
-Same contract and order of tokens as gdn_ref, with its own order of sums. All lengths and counts are read on the device, so a
-captured graph may be replayed for any batch of as many sequences and rows; sequences without rows touch nothing. A state does
-not depend on how its tokens came, to the bit: unlike the reference it has no chunked form that sums in another order.
+Same contract as gdn_ref, with its own order of sums. All lengths and counts are read on the device, so a captured graph may
+be replayed for any batch of as many sequences and rows; sequences without rows touch nothing.
+
+A state does not depend on how its tokens came, to the bit, as long as they came as verifies or as kept rows of fewer than
+CHUNKED. Longer kept sequences, outside graphs, are summed in chunks of 64 rows: within 1e-5 of the sequential state (outputs
+within 1e-3, their last products are one pass of f16), the same whatever the neighbours, rounded otherwise for another cut.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import faults, jit
+from pyspec.cuda.kernels import gdn_chunk
 from pyspec.cuda.kernels.gdn_ref import Gdn, GdnSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import StateLayer, StateShape
@@ -23,8 +27,10 @@ from pyspec.slots.memory import StateLayer, StateShape
 DIM, TAPS, LANES, THREADS, CONV_THREADS = 128, 4, 8, 128, 128
 SPAN = 64  # rows of one gdn_conv block
 COLUMNS = (2, 4)  # of a lane; gdn.cu can do 1, which was never faster on an H200
-CONV_ARGS = "plpplppp" + "ppppp" + "pppp" + "pppppp" + "pppp" + "iiif" + "p"
-ROWS_ARGS = "ppp" + "pppp" + "ppppp" + "pp" + "pppp" + "iii" + "p"
+CHUNKED = 64  # rows from which a kept sequence is chunked, outside graphs
+NEVER = 2**31 - 1
+CONV_ARGS = "plpplppp" + "ppppp" + "pppp" + "pppppp" + "pppp" + "iiiif" + "p"
+ROWS_ARGS = "ppp" + "pppp" + "ppppp" + "pp" + "pppp" + "iiii" + "p"
 
 
 def limits(spec: GdnSpec) -> str | None:
@@ -91,12 +97,14 @@ def _check(rows: Sequence[Tensor], weights: Sequence[Tensor], layer: StateLayer,
     assert [tuple(t.shape) for t in weights] == [(shape.n_v_head,)] * 2 + [(shape.n_channel, TAPS)]
 
 
-def bind(spec: GdnSpec, *, columns: int | None = None) -> Gdn:
-    """`columns` fixes how many columns a lane holds (measurements); by default the number of sequences decides."""
+def bind(spec: GdnSpec, *, columns: int | None = None, chunked: int = CHUNKED) -> Gdn:
+    """For measurements, `columns` fixes how many columns a lane holds (else the number of sequences decides) and `chunked`
+    from how many rows a kept sequence is chunked."""
     shape = spec.shape
     capability = torch.cuda.get_device_capability(spec.device)
     arch, n_sm = jit.arch_of(capability), torch.cuda.get_device_properties(spec.device).multi_processor_count
     kernels = {c: _kernels(shape, arch, c) for c in ([columns] if columns else COLUMNS)}
+    chunks = gdn_chunk.kernels(shape, arch)
     overlap = capability >= (9, 0)
     kd, vd, n_v, eps = shape.n_k_head * DIM, shape.n_v_head * DIM, shape.n_v_head, np.float32(spec.eps)
 
@@ -115,23 +123,38 @@ def bind(spec: GdnSpec, *, columns: int | None = None) -> Gdn:
         out = m.new_empty(n_row, n_v, DIM)
         if not n_row:
             return out
+        # only batches that run as they are may be cut here: a graph's are replayed for others
+        long = [] if batch.bucket is not None else [s for s in batch.seqs if s.keep and s.width >= chunked]
+        n_chunk = sum(-(-s.width // gdn_chunk.CHUNK) for s in long)
+        only_long = bool(long) and len(long) == len(batch.seqs)
         n_old = n_seq * layer.width
         sizes = [n_old * kd, n_old * vd, n_row * kd, n_row * kd, n_row * vd]
         sizes += [n_row * n_v, n_row * n_v, n_row * shape.n_k_head, n_old * n_v, n_old * n_v]
         fold_k, fold_v, q, k, v, e, b, kq, fold_e, fold_b = m.new_empty(sum(sizes)).split(sizes)
         meta = [batch.seq_slot, batch.seq_start, batch.seq_fold, batch.seq_keep]
-        counts = [np.int32(layer.state.shape[0]), np.int32(layer.width), np.int32(n_row)]
+        sizes_of = (layer.state.shape[0], layer.width, n_row, chunked if long else NEVER)
+        counts: list[jit.Arg] = [*meta, *map(np.int32, sizes_of)]
         cols = columns or columns_for(shape, n_seq, arch, n_sm)
         conv, rows = kernels[cols]
         fault = fault_record(m.device)
         old = [fold_k, fold_v, fold_e, fold_b]
         records = [layer.conv, layer.k, layer.v, layer.g, layer.beta]
-        gates = [alpha, beta, np.int64(alpha.stride(0)), a, dt_bias]
-        args = [m, np.int64(m.stride(0)), *gates, conv_w, *records, *old, q, k, v, e, b, kq, *meta, *counts, eps, fault]
-        stretches = -(-n_row // SPAN) if n_row > n_seq * layer.width else 1  # a block takes several if it must
-        conv.launch((shape.n_k_head + n_v, n_seq, stretches), CONV_THREADS, args)
-        args = [layer.state, layer.k, layer.v, *old, q, k, v, e, kq, b, out, *meta, *counts, fault]
-        rows.launch((n_v, DIM * LANES // (THREADS * cols), n_seq), THREADS, args, overlap=overlap)
+        gates: list[jit.Arg] = [alpha, beta, np.int64(alpha.stride(0)), a, dt_bias]
+        inputs: list[jit.Arg] = [m, np.int64(m.stride(0)), *gates, conv_w]
+        if not only_long:
+            stretches = -(-n_row // SPAN) if n_row > n_seq * layer.width else 1  # a block takes several if it must
+            args = [*inputs, *records, *old, q, k, v, e, b, kq, *counts, eps, fault]
+            conv.launch((shape.n_k_head + n_v, n_seq, stretches), CONV_THREADS, args)
+        if long:
+            more, here = [*counts, np.int32(n_seq)], (v, e, b)
+            qk = chunks.prepare(inputs, records, old, here, more, n_chunk, [eps, fault])
+        runs_rows = not only_long or any(s.n_fold for s in long)
+        if runs_rows:
+            args = [layer.state, layer.k, layer.v, *old, q, k, v, e, kq, b, out, *counts, fault]
+            rows.launch((n_v, DIM * LANES // (THREADS * cols), n_seq), THREADS, args, overlap=overlap)
+        if long:
+            overlaps = overlap and not runs_rows, overlap
+            chunks.run(qk, here, layer.state, out, more, n_seq, n_chunk, fault, overlap=overlaps)
         return out
 
     return gdn

@@ -231,7 +231,7 @@ def flush(layer: StateLayer, slot: int, n_fold: int) -> None:
 def check(launch: Callable[..., Tensor], reference: Callable[..., Tensor], spec: GdnSpec) -> str | None:
     """Ragged rounds on both; a sentence if outputs or states part."""
     gen, shape = torch.Generator().manual_seed(0), spec.shape
-    tables = [SlotTable(3, 12, 16) for _ in range(2)]
+    tables = [SlotTable(3, 32, 16) for _ in range(2)]
     layers = [StateLayer(shape, 3, 6, spec.device) for _ in range(2)]
     a, dt_bias = -torch.rand(shape.n_v_head, generator=gen), torch.randn(shape.n_v_head, generator=gen)
     a, dt_bias = a.to(spec.device), dt_bias.to(spec.device)
@@ -241,6 +241,8 @@ def check(launch: Callable[..., Tensor], reference: Callable[..., Tensor], spec:
         [Seq(0, 5, [0] * 6), Seq(2, 1, [0] * 3)],
         [Seq(2, 4, [0], False, 0, 3), Seq(0, 8, [0] * 2, False, 0, 3), Seq(1, 0, [0] * 4, True)],
         [Seq(0, 10, [0], True, 0, 1), Seq(2, 5, [0] * 4, True, 0, 1)],
+        [Seq(1, 4, [0] * 3), Seq(0, 11, [0] * 130, True)],
+        [Seq(1, 7, [0] * 65, True, 0, 2), Seq(2, 9, [0] * 64, True), Seq(0, 141, [0] * 2)],
     ):
         n = sum(s.width for s in seqs)
         sizes = (n, shape.n_channel), (n, shape.n_v_head), (n, shape.n_v_head)
@@ -249,7 +251,8 @@ def check(launch: Callable[..., Tensor], reference: Callable[..., Tensor], spec:
             run(m, alpha, beta, a, dt_bias, conv_w, layer, lay_out(table, seqs, spec.device))
             for run, layer, table in zip((launch, reference), layers, tables, strict=True)
         )
-        if not torch.allclose(got, want, rtol=1e-4, atol=1e-4):
+        close = 2e-3 if any(s.width > 6 for s in seqs) else 1e-4  # prompts may take f16 where only outputs see it
+        if not torch.allclose(got, want, rtol=close, atol=close * float(want.abs().mean())):
             return f"outputs differ from the reference by {(got - want).abs().max():.2g}"
     off = max(float((a - b).abs().max()) for a, b in zip(layers[0].tensors(), layers[1].tensors(), strict=True))
     return None if off < 1e-4 else f"states differ from the reference by {off:.2g}"

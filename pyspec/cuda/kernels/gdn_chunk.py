@@ -1,0 +1,94 @@
+"""Launches of gdn_chunk.cu: `gdn` over long kept sequences, 64 rows at a time. Part of gdn_cuda, which decides who is long."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyspec.cuda import jit
+from pyspec.slots.memory import StateShape
+
+DIM, CHUNK, VALUES, THREADS = 128, 64, 64, 128  # VALUES of a block of gdn_chunk_state
+RECORD = 3 * 2 * CHUNK * CHUNK + 2 * 4 * CHUNK  # bytes gdn_chunk_solve leaves for a chunk and value head
+KEYS = 2 * CHUNK * DIM  # bytes of a chunk of f16 keys
+COUNTS = "pppp" + "iiiii"
+CONV_ARGS = "plpplppp" + "ppppp" + "pppp" + "pppppp" + COUNTS + "fp"
+SOLVE_ARGS = "ppp" + "pp" + "p" + COUNTS + "p"
+STATE_ARGS = "p" + "ppp" + "p" + "pp" + COUNTS + "ip"
+
+
+def key_stages(arch: str) -> int:
+    """Two where a block may have more than 99 KiB of shared memory."""
+    return 1 if arch.startswith(("sm_86", "sm_89", "sm_12")) else 2
+
+
+def defines(shape: StateShape, arch: str) -> dict[str, int | str]:
+    return {"N_K": shape.n_k_head, "N_V": shape.n_v_head, "KEY_STAGES": key_stages(arch)}
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Kernels for one shape. `prepare` goes before gdn_rows, which may have records to fold, and `run` after it."""
+
+    shape: StateShape
+    conv: jit.Kernel
+    solve: jit.Kernel
+    state: jit.Kernel
+    shared: int  # bytes of gdn_chunk_state
+
+    def prepare(
+        self,
+        inputs: Sequence[jit.Arg],
+        records: Sequence[Tensor],
+        old: Sequence[Tensor],
+        rows: Sequence[Tensor],
+        counts: Sequence[jit.Arg],
+        n_chunk: int,
+        last: Sequence[jit.Arg],
+    ) -> Tensor:
+        """The convolution; rows are v, g, b. Returns the f16 queries and keys (high halves, low halves)."""
+        v = rows[0]
+        n_row = v.numel() // (self.shape.n_v_head * DIM)
+        qk = torch.empty(3, n_row, self.shape.n_k_head * DIM, dtype=torch.float16, device=v.device)
+        grid = (2 * self.shape.n_k_head + self.shape.n_v_head, n_chunk)
+        self.conv.launch(grid, THREADS, [*inputs, *records, *old, *qk, *rows, *counts, *last])
+        return qk
+
+    def run(
+        self,
+        qk: Tensor,
+        rows: Sequence[Tensor],
+        state: Tensor,
+        out: Tensor,
+        counts: Sequence[jit.Arg],
+        n_seq: int,
+        n_chunk: int,
+        fault: Tensor,
+        *,
+        overlap: tuple[bool, bool],
+    ) -> None:
+        v, g, b = rows
+        n_v = self.shape.n_v_head
+        solved = torch.empty(n_chunk * n_v * RECORD, dtype=torch.uint8, device=v.device)
+        args = [*qk, g, b, solved, *counts, fault]
+        self.solve.launch((n_v, n_chunk), THREADS, args, 3 * KEYS, overlap=overlap[0])
+        args = [state, *qk, v, solved, out, *counts, np.int32(n_chunk), fault]
+        self.state.launch((n_v, DIM // VALUES, n_seq), THREADS, args, self.shared, overlap=overlap[1])
+
+
+@cache
+def kernels(shape: StateShape, arch: str) -> Chunks:
+    code = jit.compile_cubin("gdn_chunk", arch, defines(shape, arch))
+    shared = (2 * key_stages(arch) + 1) * KEYS + RECORD
+    return Chunks(
+        shape,
+        code.kernel("gdn_chunk_conv", CONV_ARGS),
+        code.kernel("gdn_chunk_solve", SOLVE_ARGS).allow_shared(3 * KEYS),
+        code.kernel("gdn_chunk_state", STATE_ARGS).allow_shared(shared),
+        shared,
+    )
