@@ -6,16 +6,17 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Callable
 
 import torch
-from bench_linear import FLOOR, graph_us, random_packed
 
-from pyspec.cuda.kernels.linear_pack import Packed
+from pyspec.cuda.kernels.linear_pack import RECORDS, Packed, n_chunks, n_groups
 from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
 from pyspec.cuda.kernels.linear_wgmma import WgmmaLaunch, prepare
 from pyspec.gguf import GGMLType
 
+FLOOR = 4.3e12  # bytes a second a device-to-device copy moves on an H200
 PEAK = 790e12  # f16 operations a second of a large cuBLAS product on an H200
 DEVICE = torch.device("cuda", 0)
 # weight rows, columns, epilogue, how many Qwen3.6-27B has
@@ -27,6 +28,35 @@ MATRICES = (
     (5120, 6144, Epilogue.RESIDUAL, 64),
     (248320, 5120, Epilogue.PLAIN, 1),
 )
+HALVES = {GGMLType.Q8_0: 64, GGMLType.Q4_0: 128, GGMLType.Q4_K: 64, GGMLType.Q6_K: 32}  # bytes at a record's end
+
+
+def random_packed(type: GGMLType, n_out: int, n_in: int) -> Packed:
+    """Random codes; the half floats that end each record are small and finite."""
+    n_record = n_groups(n_out) * n_chunks(type, n_in)
+    data = torch.randint(0, 256, (n_record, RECORDS[type]), dtype=torch.uint8, device=DEVICE)
+    data[:, -HALVES[type] :] &= 0x1F
+    return Packed(data.view(-1), type, n_out, n_in)
+
+
+def graph_us(launches: list[Callable[[], None]], repeats: int = 7) -> float:
+    """Median microseconds of one launch in a captured row of all of them."""
+    for launch in launches:
+        launch()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for launch in launches:
+            launch()
+    graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in "se")
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / len(launches))
+    return statistics.median(times)
 
 
 def launches(spec: LinearSpec, weights: list[Packed], n_row: int, overlap: bool) -> list[Callable[[], None]]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 from torch import Tensor
 
 from pyspec.cuda.kernels import linear_ref
 from pyspec.cuda.kernels.linear_cuda import random_weights
-from pyspec.cuda.kernels.linear_pack import CHUNKS, Packed, repack, unpack
+from pyspec.cuda.kernels.linear_pack import CHUNKS, RECORDS, Packed, n_chunks, n_groups, repack, unpack
 from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
 from pyspec.cuda.kernels.linear_wgmma import PATIENCE, WgmmaLaunch, limits, prepare
 from pyspec.gguf import GGMLType
@@ -22,8 +20,19 @@ if limits(LinearSpec(CUDA, GGMLType.Q8_0, 64, 64)) is not None:
     pytest.skip("needs compute capability 9.0", allow_module_level=True)
 
 
-@cache
+HALVES = {GGMLType.Q8_0: 64, GGMLType.Q4_0: 128, GGMLType.Q4_K: 64, GGMLType.Q6_K: 32}  # bytes at a record's end
+
+
 def matrix(type: GGMLType, n_out: int, n_in: int) -> Packed:
+    """Random codes, also in rows and columns of the padding; the half floats are positive and small, some denormal."""
+    gen = torch.Generator(CUDA).manual_seed(n_out + n_in)
+    n_record = n_groups(n_out) * n_chunks(type, n_in)
+    data = torch.randint(0, 256, (n_record, RECORDS[type]), dtype=torch.uint8, device=CUDA, generator=gen)
+    data[:, -HALVES[type] :] &= 0x1F
+    return Packed(data.view(-1), type, n_out, n_in)
+
+
+def quantized(type: GGMLType, n_out: int, n_in: int) -> Packed:
     gen = torch.Generator().manual_seed(n_out + n_in)
     return repack(random_weights(type, n_out, n_in, gen).to(CUDA), type, (n_out, n_in))
 
@@ -46,7 +55,9 @@ def off(got: Tensor, want: Tensor) -> float:
 
 
 @pytest.mark.parametrize("type", CHUNKS)
-@pytest.mark.parametrize(("n_out", "n_in"), [(96, 5120), (48, 1024), (300, 6144), (5120, 2048), (700, 17408), (1030, 256)])
+@pytest.mark.parametrize(
+    ("n_out", "n_in"), [(96, 5120), (48, 1024), (300, 6144), (5120, 2048), (700, 17408), (1030, 256)]
+)
 def test_products_equal_float64(type: GGMLType, n_out: int, n_in: int) -> None:
     packed, spec = matrix(type, n_out, n_in), LinearSpec(CUDA, type, n_out, n_in)
     weights = unpack(packed).double()
@@ -61,7 +72,7 @@ def test_products_equal_float64(type: GGMLType, n_out: int, n_in: int) -> None:
 @pytest.mark.parametrize("n_in", [32, 64, 96, 2688])
 def test_columns_that_fill_no_chunk_add_nothing(n_in: int) -> None:
     for type in (GGMLType.Q8_0, GGMLType.Q4_0):
-        packed, spec = matrix(type, 300, n_in), LinearSpec(CUDA, type, 300, n_in)
+        packed, spec = quantized(type, 300, n_in), LinearSpec(CUDA, type, 300, n_in)
         x = torch.randn(40, n_in, device=CUDA).bfloat16()
         assert off(product(spec, packed, x), linear_ref.rounded(x) @ unpack(packed).double().T) < 1e-3
 

@@ -362,7 +362,7 @@ extern "C" __global__ void __launch_bounds__(kBlock, 1)
     if (threadIdx.x == kThreads) copy_all(w, b, weights, x, m, begin, end);
     return;
   }
-  registers_up<120>();
+  registers_up<112>();  // 16 * 112 + 4 * 24 is what 20 warps of 96 start with; to ask for more is to wait for ever
   wait_for_predecessor();
   const Finish finish{m, powers, residual, out, partial, counts, states};
   for (int unit = begin; unit < end;) {
