@@ -361,7 +361,8 @@ class Loop:
             self.table.acquire(slot, job.n_rows)
             if self.drafter is not None:
                 self.drafter.begin(slot, saved)
-            cut = cut_of(len(prompt), self.table.page_size) if self.memory.states else 0
+            keeps = bool(self.memory.states) and job.request.cache_prompt  # a checkpoint costs a forward of its own
+            cut = cut_of(len(prompt), self.table.page_size) if keeps else 0
             job.begin(slot, cut if cut > slot.n_past else 0)
             job.synthetic = self.synth is not None and self.drafter is not None
             self.controller.begin(slot.index)

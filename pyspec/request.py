@@ -56,7 +56,7 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int = -1  # -1: until the context is full
     stop: tuple[str, ...] = ()
-    cache_prompt: bool = True
+    cache_prompt: bool = True  # False: go on from no other request's state, and leave no checkpoint of the prompt
     n_draft_max: int | None = None  # None: the engine's; 0: no speculation for this request
     slot: int = -1  # -1: any
     timings_per_token: bool = False  # every Delta carries the timings so far
