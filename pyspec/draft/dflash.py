@@ -197,7 +197,7 @@ class DFlashNet:
         causal = replace(batch, hi=batch.positions + 1)
         for i, attention in enumerate(self.attention):
             seen = causal if self.c.causal[i] else batch
-            x = self.ffn[i](attention(x, angles, self.memory.kv[i], seen, self.c.windows[i]))
+            x = self.ffn[i](attention(x, angles, self.memory, i, seen, self.c.windows[i]))
         return rms(x, self.norm, self.c.eps)
 
 

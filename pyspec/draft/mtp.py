@@ -37,7 +37,7 @@ def mtp_tensors(c: DecoderConfig, file: GGUFFile) -> dict[str, Want]:
     """Wanted tensors of the MTP block, which stands after the trunk."""
     p, n = f"blk.{c.n_layer}", c.n_embd
     return {
-        **block_tensors(c, file, p, recurrent=False),
+        **block_tensors(c, file, p, c.mtp_layer),
         f"{p}.nextn.eh_proj.weight": Want((n, 2 * n)),
         f"{p}.nextn.enorm.weight": Want((n,)),
         f"{p}.nextn.hnorm.weight": Want((n,)),
@@ -54,7 +54,7 @@ class MtpBlock:
         p = f"blk.{config.n_layer}"
         self.eps, self.memory, self.target, self.layer = config.eps, memory, target, config.n_layer
         self.rope: Rope = target.rope
-        self.block = Block(config, weights, p, self.rope, recurrent=False)
+        self.block = Block(config, weights, p, self.rope, config.mtp_layer)
         self.eh: Matrix = weights.matrix(f"{p}.nextn.eh_proj.weight")
         self.enorm, self.hnorm = weights.vector(f"{p}.nextn.enorm.weight"), weights.vector(f"{p}.nextn.hnorm.weight")
         norm = weights.optional(f"{p}.nextn.shared_head_norm.weight")

@@ -1,12 +1,14 @@
-"""A decoder of one residual stream: attention or Gated DeltaNet layers, each followed by a feed-forward.
+"""A decoder of one residual stream, whose blocks are a mixer (attention, Gated DeltaNet), a feed-forward, or both.
 
-`llama`, `qwen3` and `qwen35` are declarations of this: a DecoderConfig read from the file and the tensors it implies.
+`llama`, `qwen3` and `qwen35` are declarations of this: a DecoderConfig read from the file and the tensors it implies. To add
+a kind of mixer or feed-forward: a line in MIXERS or FEEDS.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +20,15 @@ from pyspec.models.target import LayerMemory, Out
 from pyspec.models.weights import Want, Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Memory, StateShape
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """What one block is made of: keys of MIXERS and FEEDS, "" for none; the GGUF name of the norm before the feed-forward."""
+
+    mixer: str = "attention"
+    feed: str = "swiglu"
+    feed_norm: str = "ffn_norm"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,15 +48,18 @@ class DecoderConfig:
     rope_base: float
     rope_factor: float = 1.0
     rope_neox: bool
-    ffn_norm: str = "ffn_norm"  # GGUF name of the norm before the feed-forward
     qk_norm: bool = False
-    recurrent: tuple[bool, ...]  # per trunk layer
-    state: StateShape | None = None
+    layers: tuple[Layer, ...]  # of the trunk
+    mtp_layer: Layer = Layer()
+    state: StateShape | None = None  # of the recurrent mixers
 
     def memory(self) -> list[LayerMemory]:
         """What each trunk layer keeps per slot."""
-        kv = LayerMemory(self.attention.n_kv_head, self.attention.head_dim)
-        return [LayerMemory(state=self.state) if r else kv for r in self.recurrent]
+        kinds = {
+            "attention": LayerMemory(self.attention.n_kv_head, self.attention.head_dim),
+            "delta": LayerMemory(state=self.state),
+        }
+        return [kinds.get(layer.mixer, LayerMemory()) for layer in self.layers]
 
 
 def read_attention(file: GGUFFile, *, gated: bool = False) -> AttentionShape:
@@ -82,9 +96,9 @@ def vocab_size(file: GGUFFile) -> int:
     return file.tensors["token_embd.weight"].shape[0]
 
 
-def attention_tensors(c: DecoderConfig, p: str, fused: bool) -> dict[str, Want]:
+def attention_tensors(c: DecoderConfig, file: GGUFFile, p: str) -> dict[str, Want]:
     """Wanted tensors of an attention layer with prefix `p` (blk.N)."""
-    s, n = c.attention, c.n_embd
+    s, n, fused = c.attention, c.n_embd, f"{p}.attn_qkv.weight" in file.tensors
     q, kv = s.n_head * s.head_dim * (2 if s.gated else 1), s.n_kv_head * s.head_dim
     wants = {f"{p}.attn_output.weight": Want((n, s.n_head * s.head_dim))}
     if fused:
@@ -114,18 +128,24 @@ def state_tensors(c: DecoderConfig, p: str) -> dict[str, Want]:
     }
 
 
-def block_tensors(c: DecoderConfig, file: GGUFFile, p: str, *, recurrent: bool) -> dict[str, Want]:
-    """Wanted tensors of one whole block."""
+def swiglu_tensors(c: DecoderConfig, p: str) -> dict[str, Want]:
+    """Wanted tensors of a SwiGLU feed-forward."""
     n, f = c.n_embd, c.n_ff
-    fused = f"{p}.attn_qkv.weight" in file.tensors
     return {
-        f"{p}.attn_norm.weight": Want((n,)),
-        **(state_tensors(c, p) if recurrent else attention_tensors(c, p, fused)),
-        f"{p}.{c.ffn_norm}.weight": Want((n,)),
         f"{p}.ffn_gate.weight": Want((f, n)),
         f"{p}.ffn_up.weight": Want((f, n)),
         f"{p}.ffn_down.weight": Want((n, f)),
     }
+
+
+def block_tensors(c: DecoderConfig, file: GGUFFile, p: str, layer: Layer) -> dict[str, Want]:
+    """Wanted tensors of one whole block."""
+    wants: dict[str, Want] = {}
+    if layer.mixer:
+        wants |= {f"{p}.attn_norm.weight": Want((c.n_embd,)), **MIXERS[layer.mixer].tensors(c, file, p)}
+    if layer.feed:
+        wants |= {f"{p}.{layer.feed_norm}.weight": Want((c.n_embd,)), **FEEDS[layer.feed].tensors(c, file, p)}
+    return wants
 
 
 def decoder_tensors(c: DecoderConfig, file: GGUFFile) -> dict[str, Want]:
@@ -136,25 +156,62 @@ def decoder_tensors(c: DecoderConfig, file: GGUFFile) -> dict[str, Want]:
         "output.weight": Want((c.n_vocab, c.n_embd), optional=True),
         "rope_freqs.weight": Want((c.n_rot // 2,), optional=True),
     }
-    for i, r in enumerate(c.recurrent):
-        wants |= block_tensors(c, file, f"blk.{i}", recurrent=r)
+    for i, layer in enumerate(c.layers):
+        wants |= block_tensors(c, file, f"blk.{i}", layer)
     return wants
 
 
+Angles = tuple[Tensor, Tensor]
+
+
+class Mixer(Protocol):
+    """The residual stream x [row, n_embd] f32 -> x + mixer(norm(x)), reading and writing what the layer keeps per slot."""
+
+    capturable: bool  # a CUDA graph may hold it: it looks at no list of the host
+
+    def __call__(self, x: Tensor, angles: Angles, memory: Memory, layer: int, batch: Batch) -> Tensor: ...
+
+
+class Feed(Protocol):
+    """The residual stream x [row, n_embd] f32 -> x + feed(norm(x)), row by row."""
+
+    capturable: bool
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class Kind(NamedTuple):
+    """A kind of mixer or feed-forward: the tensors it wants, and how to build it from them (a block's prefix, its Layer)."""
+
+    tensors: Callable[[DecoderConfig, GGUFFile, str], dict[str, Want]]
+    build: Callable[[DecoderConfig, Weights, str, Rope, Layer], Any]
+
+
+MIXERS = {
+    "attention": Kind(attention_tensors, lambda c, w, p, rope, layer: Attention(w, p, c.attention, rope, c.eps)),
+    "delta": Kind(
+        lambda c, file, p: state_tensors(c, p), lambda c, w, p, rope, layer: GatedDeltaNet(w, p, c.state, c.eps)
+    ),
+}
+FEEDS = {
+    "swiglu": Kind(
+        lambda c, file, p: swiglu_tensors(c, p), lambda c, w, p, rope, layer: FeedForward(w, p, c.eps, layer.feed_norm)
+    ),
+}
+
+
 class Block:
-    """A mixer (attention or Gated DeltaNet), then a feed-forward; each adds to the residual stream behind its norm."""
+    """A mixer, then a feed-forward, as far as the layer has them; each adds to the residual stream behind its norm."""
 
-    def __init__(self, c: DecoderConfig, w: Weights, p: str, rope: Rope, *, recurrent: bool) -> None:
-        self.attention = None if recurrent else Attention(w, p, c.attention, rope, c.eps)
-        self.delta = GatedDeltaNet(w, p, c.state, c.eps) if recurrent and c.state is not None else None
-        self.ffn = FeedForward(w, p, c.eps, c.ffn_norm)
+    def __init__(self, c: DecoderConfig, w: Weights, p: str, rope: Rope, layer: Layer) -> None:
+        self.mixer: Mixer | None = MIXERS[layer.mixer].build(c, w, p, rope, layer) if layer.mixer else None
+        self.feed: Feed | None = FEEDS[layer.feed].build(c, w, p, rope, layer) if layer.feed else None
+        self.capturable = all(part is None or part.capturable for part in (self.mixer, self.feed))
 
-    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], memory: Memory, layer: int, batch: Batch) -> Tensor:
-        if self.attention is not None:
-            x = self.attention(x, angles, memory.kv[layer], batch)
-        elif self.delta is not None:
-            x = self.delta(x, memory.states[layer], batch)
-        return self.ffn(x)
+    def __call__(self, x: Tensor, angles: Angles, memory: Memory, layer: int, batch: Batch) -> Tensor:
+        if self.mixer is not None:
+            x = self.mixer(x, angles, memory, layer, batch)
+        return x if self.feed is None else self.feed(x)
 
 
 class Decoder:
@@ -165,17 +222,14 @@ class Decoder:
         divisors = weights.optional("rope_freqs.weight")
         self.rope = Rope(config.n_rot, config.rope_base, config.rope_neox, weights.device, config.rope_factor, divisors)
         self.embedding = weights.embedding("token_embd.weight")
-        self.blocks = [
-            Block(config, weights, f"blk.{i}", self.rope, recurrent=r) for i, r in enumerate(config.recurrent)
-        ]
+        self.blocks = [Block(config, weights, f"blk.{i}", self.rope, layer) for i, layer in enumerate(config.layers)]
         self.norm = weights.vector("output_norm.weight")
         self.output = weights.matrix("output.weight" if weights.has("output.weight") else "token_embd.weight")
 
     @property
     def capturable(self) -> bool:
-        """True if a CUDA graph may hold a forward: no layer looks at the host's lists."""
-        mixers = [b.attention if b.attention is not None else b.delta for b in self.blocks]
-        return all(m is not None and m.capturable for m in mixers)
+        """True if a CUDA graph may hold a forward."""
+        return all(block.capturable for block in self.blocks)
 
     @property
     def n_vocab(self) -> int:

@@ -20,7 +20,7 @@ from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
 from pyspec.cuda.kernels.rows_ref import HeadGate, HeadNorm, Norm
 from pyspec.models.weights import Matrix, Weights
 from pyspec.slots.batch import Batch
-from pyspec.slots.memory import KVPool, StateLayer, StateShape
+from pyspec.slots.memory import KVPool, Memory, StateShape
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -101,9 +101,11 @@ class Attention:
         """Keys and values alone: kv [row, 2 * n_kv * dim] raw products go to `rows` [row] of the pool."""
         self.store(kv, None, self.k_norm, angles, pool, rows)
 
-    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], pool: KVPool, batch: Batch, window: int = 0) -> Tensor:
+    def __call__(
+        self, x: Tensor, angles: tuple[Tensor, Tensor], memory: Memory, layer: int, batch: Batch, window: int = 0
+    ) -> Tensor:
         """The residual stream x [row, n_embd] -> x + attention(norm(x)). Writes the rows' K and V, then attends."""
-        s, n = self.shape, x.shape[0]
+        s, n, pool = self.shape, x.shape[0], memory.kv[layer]
         y = self.qkv(x, self.norm)
         if self.bias is not None:
             y = y + self.bias
@@ -141,15 +143,17 @@ class GatedDeltaNet:
         self.gdn, self.capturable = gdn.bind(spec), gdn.chosen(spec).capturable
         self.split = [shape.n_channel, shape.n_v_head * shape.dim, shape.n_v_head, shape.n_v_head]
 
-    def __call__(self, x: Tensor, layer: StateLayer, batch: Batch) -> Tensor:
+    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], memory: Memory, layer: int, batch: Batch) -> Tensor:
         """The residual stream x [row, n_embd] -> x + delta(norm(x))."""
         m, z, alpha, beta = self.proj(x, self.norm).split(self.split, -1)
-        o = self.gdn(m, alpha, beta, self.a, self.dt_bias, self.conv, layer, batch)
+        o = self.gdn(m, alpha, beta, self.a, self.dt_bias, self.conv, memory.states[layer], batch)
         return self.out(o.flatten(1), HeadNorm(self.gate_norm, self.eps, z), residual=x)
 
 
 class FeedForward:
     """SwiGLU behind its norm: x + down(silu(gate n) * up n) with n = norm(x). `norm` is the norm tensor's GGUF name."""
+
+    capturable = True
 
     def __init__(self, w: Weights, prefix: str, eps: float, norm: str = "ffn_norm") -> None:
         self.norm = Norm(w.vector(f"{prefix}.{norm}.weight"), eps)

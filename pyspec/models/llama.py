@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
-from pyspec.models.decoder import DecoderConfig, read_attention, rope_factor, vocab_size
+from pyspec.models.decoder import DecoderConfig, Layer, read_attention, rope_factor, vocab_size
 
 
 def read(file: GGUFFile) -> DecoderConfig:
@@ -24,5 +24,5 @@ def read(file: GGUFFile) -> DecoderConfig:
         rope_base=file.get_float("llama.rope.freq_base", 10000.0),
         rope_factor=rope_factor(file),
         rope_neox=False,
-        recurrent=(False,) * n_layer,
+        layers=(Layer(),) * n_layer,
     )

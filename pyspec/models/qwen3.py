@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pyspec.gguf import GGUFFile
-from pyspec.models.decoder import DecoderConfig, read_attention, rope_factor, vocab_size
+from pyspec.models.decoder import DecoderConfig, Layer, read_attention, rope_factor, vocab_size
 
 
 def read(file: GGUFFile) -> DecoderConfig:
@@ -22,5 +22,5 @@ def read(file: GGUFFile) -> DecoderConfig:
         rope_factor=rope_factor(file),
         rope_neox=True,
         qk_norm=True,
-        recurrent=(False,) * n_layer,
+        layers=(Layer(),) * n_layer,
     )

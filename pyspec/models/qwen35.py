@@ -10,8 +10,10 @@ from collections.abc import Sequence
 
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
-from pyspec.models.decoder import DecoderConfig, read_attention, rope_factor, vocab_size
+from pyspec.models.decoder import DecoderConfig, Layer, read_attention, rope_factor, vocab_size
 from pyspec.slots.memory import StateShape
+
+NORM = "post_attention_norm"  # before the feed-forward
 
 
 def read_state(file: GGUFFile) -> StateShape:
@@ -61,8 +63,8 @@ def read(file: GGUFFile) -> DecoderConfig:
         rope_base=file.get_float("qwen35.rope.freq_base"),
         rope_factor=rope_factor(file),
         rope_neox=True,
-        ffn_norm="post_attention_norm",
         qk_norm=True,
-        recurrent=tuple(recurrent_layers(file, n_layer)),
+        layers=tuple(Layer("delta" if r else "attention", "swiglu", NORM) for r in recurrent_layers(file, n_layer)),
+        mtp_layer=Layer("attention", "swiglu", NORM),
         state=read_state(file),
     )
