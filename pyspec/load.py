@@ -12,6 +12,7 @@ import torch
 
 from pyspec.config import EngineSettings
 from pyspec.control import Controller
+from pyspec.cuda import probe
 from pyspec.draft import DRAFTERS, dflash, mtp
 from pyspec.draft.drafter import Drafter, Graphing
 from pyspec.draft.ngram import NGram
@@ -212,6 +213,7 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
         warm_up(loop, tokenizer, extra)
         if settings.check_tap_shift:
             check_taps(loop, tokenizer, template, extra)
+    probe.close()  # the child that checked kernels, and its memory on the GPU
     info = _info(path, file, config, d, settings, n_ctx, extra, device, tokenizer)
     return Loaded(loop, tokenizer, template, info)
 

@@ -238,9 +238,8 @@ class Weights:
         info = self._info(name)
         if len(info.shape) != 2 or info.type in PLAIN or self._scale(name) != 1.0:
             return False
-        return (
-            linear.chosen(LinearSpec(self.device, info.type, PROBE_ROWS, info.shape[1])).name != linear.reference.name
-        )
+        spec = LinearSpec(self.device, info.type, PROBE_ROWS, info.shape[1])
+        return all(linear.chosen(replace(spec, epilogue=e)).name != linear.reference.name for e in Epilogue)
 
     def _stream(self, names: Sequence[str], gated: bool) -> Matrix:
         infos = [self._info(n) for n in names]

@@ -342,7 +342,7 @@ __device__ void find_items(Shared& s, const Args& a) {
   }
   if (threadIdx.x == 0) {
     s.per_item = keys / RANGE;
-    s.first[a.n_seq] = clamped(before, a.max_item + 1, OP_ID, 0, a.fault);
+    s.first[a.n_seq] = clamped(before, a.max_item + 1, OP_ID, -1, a.fault);
     if (blockIdx.x == 0) a.plan[0] = keys / RANGE;
   }
 }

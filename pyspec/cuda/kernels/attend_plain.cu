@@ -32,7 +32,7 @@ attend_plain(const float* q, const Kv* k, const Kv* v, const i64* page_table, co
   const i64 at = (static_cast<i64>(row) * n_head + head) * DIM;
   float m = none_seen(), l = 0.f, o[PER_LANE] = {}, query[PER_LANE];
   if (row_seq[row] >= 0) {
-    const int seq = clamped(row_seq[row], n_seq, OP_ID, row, fault);
+    const int seq = clamped(row_seq[row], n_seq, OP_ID, -1, fault);
     const Seen seen = seen_by(positions[row], lo[row], hi[row], window, n_page_col * page_size);
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) query[i] = q[at + lane + 32 * i] * scale;

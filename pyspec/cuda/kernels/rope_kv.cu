@@ -51,7 +51,8 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
   if (!is_q) {
     const i64 given = kv_rows[row];
     const int place = given < 0 || given > 0x7fffffff ? -1 : static_cast<int>(given);
-    at = (static_cast<i64>(clamped(place, n_pool, OP_ID, row, fault)) * n_kv + (unit - n_q - (is_v ? n_kv : 0))) * DIM;
+    if (clamped(place, n_pool, OP_ID, row, fault) != place) return;  // a write elsewhere would spoil another slot
+    at = (static_cast<i64>(place) * n_kv + (unit - n_q - (is_v ? n_kv : 0))) * DIM;
   }
   if (is_v) {
 #pragma unroll
