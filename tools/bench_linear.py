@@ -1,6 +1,7 @@
 """Time `linear` on this GPU: milliseconds, GB/s and share of the floor for a model's matrices, graphs of many launches.
 
-Weights rotate so that each launch reads from memory. `python tools/bench_linear.py [rows ...]`
+Weights rotate so that each launch reads from memory. `python tools/bench_linear.py [rows ...]`; `--chain` times a layer's four
+products in a row, each behind the preparation of its rows, as a forward runs them.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -19,13 +21,8 @@ from pyspec.gguf import GGMLType
 
 FLOOR = 4.3e12  # bytes a second a device-to-device copy moves on an H200
 MATRICES = ((34816, 5120), (5120, 17408), (16480, 5120), (5120, 6144), (14336, 5120), (248320, 5120))
-EXTRA = (
-    *(Shape(16, 1, 1, n, True) for n in (1, 2, 4, 8)),
-    *(Shape(8, 1, 2, n, True) for n in (1, 2, 4, 8, 12, 16)),
-    *(Shape(8, 1, 2, n, True, 2) for n in (1, 2, 4)),
-    *(Shape(8, 1, 2, n, False, 2) for n in (1, 2, 4)),
-    Shape(8, 2, 2, 8),
-)
+LAYER = ((16480, 5120), (5120, 6144), (34816, 5120), (5120, 17408))  # of Qwen3.6-27B, with Gated DeltaNet
+EXTRA = tuple(Shape(m, n, 16 // m, t // n) for t in (1, 2, 4, 6, 8) for m, n in ((16, 1), (4, 2)) if t % n == 0)
 HALVES = {GGMLType.Q8_0: 64, GGMLType.Q4_0: 128, GGMLType.Q4_K: 64, GGMLType.Q6_K: 32}  # bytes of a record
 DEVICE = torch.device("cuda", 0)
 
@@ -73,6 +70,18 @@ def time_matrix(
     return alone, graph_us([lambda w=w: launch(x, w, out) for w in turns]) if shape is None else 0.0
 
 
+def time_layer(type: GGMLType, rows: int) -> tuple[float, float]:
+    """(microseconds, floor) of one layer's products with their rows, out of six different layers."""
+    launches: list[Callable[[], None]] = []
+    weights = [random_packed(type, *shape) for shape in LAYER * 6]
+    for packed in weights:
+        launch = linear_cuda.bind(LinearSpec(DEVICE, type, packed.n_out, packed.n_in, Epilogue.PLAIN))
+        x, out = (torch.randn(rows, n, device=DEVICE) for n in (packed.n_in, packed.n_out))
+        launches.append(partial(launch, x, packed, out))
+    floor = sum(packed.data.numel() for packed in weights) / FLOOR * 1e6
+    return graph_us(launches) * len(LAYER), floor / 6
+
+
 def time_bf16(n_out: int, n_in: int, rows: int) -> float:
     weights = [torch.randn(n_out, n_in, device=DEVICE, dtype=torch.bfloat16) for _ in range(4)]
     x = torch.randn(rows, n_in, device=DEVICE, dtype=torch.bfloat16)
@@ -86,8 +95,14 @@ def main() -> None:
     parser.add_argument("--matrices", type=int, default=len(MATRICES))
     parser.add_argument("--alone", action="store_true", help="no programmatic launches")
     parser.add_argument("--shapes", action="store_true", help="time other shapes and cuBLAS bf16 as well")
+    parser.add_argument("--chain", action="store_true", help="a layer's products in a row, nothing else")
     args = parser.parse_args()
     for type in (GGMLType[name] for name in args.types.split(",")):
+        for rows in args.rows if args.chain else ():
+            us, floor = time_layer(type, rows)
+            print(f"{type.name} layer, {rows:3} rows: {us:.1f} us, floor {floor:.1f}", flush=True)
+        if args.chain:
+            continue
         for n_out, n_in in MATRICES[: args.matrices]:
             spec = LinearSpec(DEVICE, type, n_out, n_in, Epilogue.PLAIN)
             n_bytes = n_groups(n_out) * n_chunks(type, n_in) * RECORDS[type]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import Tensor
@@ -54,7 +52,7 @@ def test_products_equal_exact_sums_of_rounded_rows(type: GGMLType, n_out: int, n
 def test_columns_that_fill_no_chunk_add_nothing(n_in: int) -> None:
     for type in (GGMLType.Q8_0, GGMLType.Q4_0):
         packed, spec = matrix(type, 300, n_in), LinearSpec(CUDA, type, 300, n_in)
-        x = torch.randn(5, n_in, device=CUDA).bfloat16()
+        x = torch.randn(5, n_in, device=CUDA)
         assert off(product(spec, packed, x), linear_ref.rounded(x) @ unpack(packed).double().T) < 3e-6
 
 
@@ -102,23 +100,10 @@ def test_epilogues_equal_the_reference(epilogue: Epilogue) -> None:
             assert off(product(spec, packed, x, residual), want) < 1e-3
 
 
-def test_rows_are_normed_as_the_reference_norms_them() -> None:
-    packed, spec = matrix(GGMLType.Q8_0, 300, 5120), LinearSpec(CUDA, GGMLType.Q8_0, 300, 5120)
-    launch, weight = linear_cuda.bind(spec), torch.rand(5120, device=CUDA) + 0.5
-    for dtype in (torch.float32, torch.bfloat16):
-        x = (torch.randn(19, 5120, device=CUDA) * 30).to(dtype)
-        out = torch.full((19, 300), torch.nan, device=CUDA)
-        launch.multiply(launch.rows(x, weight, 1e-6), packed, out)
-        assert off(out, linear_ref.normed(x, weight, 1e-6).double() @ unpack(packed).double().T) < 5e-4
-
-
-@pytest.mark.parametrize("producer", [False, True])
-@pytest.mark.parametrize("resident", [1, 2])
-def test_every_shape_gives_the_same_bits(producer: bool, resident: int) -> None:
+def test_every_shape_gives_the_same_bits() -> None:
     spec = LinearSpec(CUDA, GGMLType.Q8_0, 5000, 2048)
     packed, x = matrix(GGMLType.Q8_0, 5000, 2048), torch.randn(128, 2048, device=CUDA)
-    for shape in (Shape(8, 1, 2, 1), Shape(16, 1, 1, 2), Shape(8, 1, 2, 4), Shape(8, 2, 2, 4)):
-        shape = replace(shape, producer=producer, resident=resident)
+    for shape in (Shape(16, 1, 1, 1), Shape(4, 2, 4, 1), Shape(16, 1, 1, 4), Shape(8, 1, 2, 4), Shape(4, 2, 4, 4)):
         launch = LinearLaunch(spec, (step(CUDA, spec.type, spec.epilogue, shape),))
         rows = RowsLaunch(CUDA, 2048, (shape.rows,))(x[: shape.rows])
         for _ in range(10):

@@ -12,7 +12,7 @@ constexpr int kPad = 8 * TILES_N * WARPS_N;
 constexpr int kWeightBytes = kTile * RECORD;
 constexpr int kRowBytes = CHUNK * kPad * 64;
 constexpr int kSumBytes = HAS_MIN ? CHUNK * kPad * 4 : 0;
-constexpr int kUnroll = TILES_M * TILES_N > 4 ? 1 : 2;  // blocks in flight: more spills with wide tiles
+constexpr int kWarps = WARPS_M * WARPS_N;
 constexpr int kStageBytes = kWeightBytes + kRowBytes + kSumBytes;
 static_assert(WARPS_M * TILES_M == kTile, "a CTA owns 256 rows");
 
@@ -35,7 +35,7 @@ __device__ __forceinline__ void each(Accumulator& acc, F f) {
       for (int j = 0; j < 4; ++j) f(acc.v[m][n][j], (m * TILES_N + n) * 4 + j);
 }
 
-__device__ __forceinline__ void multiply(float (&acc)[4], const Weights& w, uint4 b, u32 sums) {
+__device__ __forceinline__ void multiply(float (&acc)[4], const Weights& w, uint4 b, float s0, float s1) {
   float part[4];
   mma_f16(part, w.a[0], w.a[1], w.a[2], w.a[3], b.x, b.y, 0.f, 0.f, 0.f, 0.f);
 #if HALF_SCALES
@@ -56,8 +56,6 @@ __device__ __forceinline__ void multiply(float (&acc)[4], const Weights& w, uint
   acc[3] = fmaf(part[3], w.scale8, acc[3]);
 #endif
 #if HAS_MIN
-  const uint2 sum = shared_8(sums);
-  const float s0 = __uint_as_float(sum.x), s1 = __uint_as_float(sum.y);
   acc[0] = fmaf(-w.more, s0, acc[0]);
   acc[1] = fmaf(-w.more, s1, acc[1]);
   acc[2] = fmaf(-w.more8, s0, acc[2]);
@@ -65,24 +63,44 @@ __device__ __forceinline__ void multiply(float (&acc)[4], const Weights& w, uint
 #endif
 }
 
-__device__ __forceinline__ void compute_stage(Accumulator& acc, u32 stage, int n16) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int tile = (warp / WARPS_N) * TILES_M, column = (warp % WARPS_N) * TILES_N;
-  if (tile >= n16) return;  // a last tile of fewer rows; its second half, if missing, is computed and not stored
-  const u32 rows = stage + kWeightBytes + column * 512 + lane * 16;
-  const u32 sums = stage + kWeightBytes + kRowBytes + column * 32 + (lane & 3) * 8;
-#pragma unroll kUnroll
-  for (int block = 0; block < CHUNK; ++block) {
-    Weights w[TILES_M];
+// What a warp multiplies of one block: its part of the weights and of the rows.
+struct Left {
+  Codes codes[TILES_M];
+};
+
+struct Right {
+  uint4 x[TILES_N];
+  uint2 sums[TILES_N];
+};
+
+// Past the rows of a last, lower tile lies anything: it is multiplied and not stored.
+__device__ __forceinline__ void fetch(Left& left, u32 stage, int block) {
+  const int lane = threadIdx.x & 31, tile = (threadIdx.x >> 5) / WARPS_N * TILES_M;
 #pragma unroll
-    for (int m = 0; m < TILES_M; ++m) unpack(w[m], stage + (tile + m) * RECORD, block, lane);
+  for (int m = 0; m < TILES_M; ++m) fetch(left.codes[m], stage + (tile + m) * RECORD, block, lane);
+}
+
+__device__ __forceinline__ void fetch(Right& right, u32 stage, int block) {
+  const int lane = threadIdx.x & 31, column = (threadIdx.x >> 5) % WARPS_N * TILES_N;
+  const u32 rows = stage + kWeightBytes + block * (kPad * 64) + column * 512 + lane * 16;
+  const u32 sums = stage + kWeightBytes + kRowBytes + block * (kPad * 4) + column * 32 + (lane & 3) * 8;
 #pragma unroll
-    for (int n = 0; n < TILES_N; ++n) {
-      const uint4 b = shared_16(rows + block * (kPad * 64) + n * 512);
+  for (int n = 0; n < TILES_N; ++n) right.x[n] = shared_16(rows + n * 512);
+#if HAS_MIN
 #pragma unroll
-      for (int m = 0; m < TILES_M; ++m) multiply(acc.v[m][n], w[m], b, sums + block * (kPad * 4) + n * 32);
-    }
-  }
+  for (int n = 0; n < TILES_N; ++n) right.sums[n] = shared_8(sums + n * 32);
+#endif
+}
+
+__device__ __forceinline__ void multiply(Accumulator& acc, const Left& left, const Right& right) {
+  Weights w[TILES_M];
+#pragma unroll
+  for (int m = 0; m < TILES_M; ++m) unpack(w[m], left.codes[m]);
+#pragma unroll
+  for (int n = 0; n < TILES_N; ++n)
+#pragma unroll
+    for (int m = 0; m < TILES_M; ++m)
+      multiply(acc.v[m][n], w[m], right.x[n], __uint_as_float(right.sums[n].x), __uint_as_float(right.sums[n].y));
 }
 
 __device__ __forceinline__ void clear(Accumulator& acc) {
@@ -131,30 +149,43 @@ __device__ __forceinline__ Sharers sharers(int tile, int n_chunk, i64 total, int
   return {first, static_cast<int>(((start + n_chunk) * grid - 1) / total), total * first / grid < start};
 }
 
-__device__ __forceinline__ void sync_computing() {  // a copying warp, if there is one, takes no part
-  asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
+// Counts an arrival; sees what earlier ones wrote, and shows what this thread (and those it synchronised with) wrote.
+__device__ __forceinline__ int arrive(int* ticket) {
+  int n;
+  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(n) : "l"(ticket) : "memory");
+  return n;
 }
 
-// Adds the shares of a cut tile in the order of its columns; false for all but the last CTA to arrive.
-__device__ __forceinline__ bool gather(Accumulator& acc, float* partial, int* ticket, Sharers who, int slot) {
-  __shared__ int is_last;
-  constexpr i64 kSlot = 256 * kPad;
-  float* mine = partial + slot * kSlot + threadIdx.x;
-  each(acc, [&](float& v, int i) { __stcg(mine + i * kThreads, v); });
-  __threadfence();
-  sync_computing();
-  if (threadIdx.x == 0) {
-    is_last = atomicAdd(ticket, 1) == who.last - who.first;
-    if (is_last) *ticket = 0;
+// Adds the shares of a cut tile in the order of its columns; false for all but the last to arrive. Each warp has a ticket
+// of its own and waits for no other: a CTA's warps cover different rows or tokens.
+__device__ __forceinline__ bool gather(Accumulator& acc, float* partial, int* tickets, Sharers who, int slot) {
+  constexpr int kVectors = TILES_M * TILES_N;
+  constexpr int kSlot = 64 * kPad;  // in vectors
+  constexpr int kAtOnce = kVectors <= 2 ? 4 : kVectors <= 4 ? 2 : 1;  // shares under way
+  float4* shares = reinterpret_cast<float4*>(partial) + threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    const float(&v)[4] = acc.v[i / TILES_N][i % TILES_N];
+    __stcg(shares + slot * kSlot + i * kThreads, make_float4(v[0], v[1], v[2], v[3]));
   }
-  sync_computing();
-  if (!is_last) return false;
-  __threadfence();
-  const float* share = partial + (2 * who.first + who.is_second) * kSlot + threadIdx.x;
-  each(acc, [&](float& v, int i) { v = __ldcg(share + i * kThreads); });
-  for (int cta = who.first + 1; cta <= who.last; ++cta) {
-    share = partial + 2 * cta * kSlot + threadIdx.x;
-    each(acc, [&](float& v, int i) { v += __ldcg(share + i * kThreads); });
+  __syncwarp();
+  int n_before = 0;
+  if ((threadIdx.x & 31) == 0) {
+    int* ticket = tickets + (threadIdx.x >> 5);
+    n_before = arrive(ticket);
+    if (n_before == who.last - who.first) *ticket = 0;
+  }
+  if (__shfl_sync(0xffffffffu, n_before, 0) != who.last - who.first) return false;
+  clear(acc);
+#pragma unroll kAtOnce
+  for (int cta = who.first; cta <= who.last; ++cta) {
+    const float4* share = shares + (2 * cta + (cta == who.first && who.is_second)) * kSlot;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const float4 v = __ldcg(share + i * kThreads);
+      float(&sum)[4] = acc.v[i / TILES_N][i % TILES_N];
+      sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+    }
   }
   return true;
 }

@@ -7,11 +7,11 @@
 //   residual  [row, n_out]                    f32  added when EPILOGUE == RESIDUAL; may be `out`
 //   out       [row, n_out]                    f32  rows below n_row are written; silu(gate) * up halves n_out
 //   partial   [2 grid][256 PAD]               f32  sums of tiles that several CTAs share
-//   tickets   [n_tile]                        i32  zero before and after
+//   tickets   [n_tile][warps]                 i32  zero before and after
 //
 // Swapped operands: weight rows are the M of m16n8k16, tokens its N. Work is the line of all (tile, chunk) units, cut
-// into gridDim.x equal runs; a run's share of a tile it does not finish alone goes through `partial`, and the last CTA
-// to arrive adds the shares in the order of the columns. Order and cuts do not depend on the number of rows, so a
+// into gridDim.x equal runs; a run's share of a tile it does not finish alone goes through `partial`, and the last
+// warp to arrive adds the shares in the order of the columns. Order and cuts do not depend on the number of rows, so a
 // row's result has the same bits whatever runs beside it.
 //
 // Memory-bound up to about 64 rows: bytes of the weights. Set by the launcher: TYPE, CHUNK, RECORD, WARPS_M, WARPS_N,
@@ -70,12 +70,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     copies_wait<STAGES - 2>();
     __syncthreads();
     load_next();
-    compute_stage(acc, base + stage * kStageBytes, min(kTile, n_tile16 - tile * kTile));
+    const u32 from = base + stage * kStageBytes;
+#pragma unroll 2
+    for (int block = 0; block < CHUNK; ++block) {
+      Left left;
+      Right right;
+      fetch(left, from, block);
+      fetch(right, from, block);
+      multiply(acc, left, right);
+    }
     stage = stage + 1 == STAGES ? 0 : stage + 1;
     if (++chunk < n_chunk && unit + 1 < end) continue;
 
     const Sharers who = sharers(tile, n_chunk, total, grid);
-    if (who.first == who.last || gather(acc, partial, tickets + tile, who, 2 * cta + (run != begin)))
+    if (who.first == who.last || gather(acc, partial, tickets + tile * kWarps, who, 2 * cta + (run != begin)))
       store(acc, s, tile, powers, residual, out);
     clear(acc);
     run = unit + 1;

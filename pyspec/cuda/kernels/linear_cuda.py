@@ -30,37 +30,23 @@ _STATIC = 2048  # bytes of a CTA kept for the kernel's static shared memory and 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How a CTA covers 256 weight rows and `rows` tokens: warps along both, 16-row and 8-token tiles of each.
-
-    From sm_90: `producer` gives the copies a warp of their own, `resident` CTAs share a multiprocessor's memory.
-    """
+    """How a CTA covers 256 weight rows and `rows` tokens: warps along both, 16-row and 8-token tiles of each."""
 
     warps_m: int
     warps_n: int
     tiles_m: int
     tiles_n: int
-    producer: bool = False
-    resident: int = 1
 
     @property
     def rows(self) -> int:
         return 8 * self.warps_n * self.tiles_n
 
     @property
-    def threads(self) -> int:
-        return 32 * (self.warps_m * self.warps_n + self.producer)
+    def n_warp(self) -> int:
+        return self.warps_m * self.warps_n
 
 
-SHAPES = (
-    Shape(16, 1, 1, 1),
-    Shape(16, 1, 1, 2),
-    Shape(16, 1, 1, 3),
-    Shape(16, 1, 1, 4),
-    Shape(8, 1, 2, 6),
-    Shape(8, 1, 2, 8),
-    Shape(8, 1, 2, 12),
-    Shape(8, 1, 2, 16),
-)
+SHAPES = tuple(Shape(8, 1, 2, n) for n in (1, 2, 3, 4, 6, 8, 12, 16))
 
 
 def stage_bytes(type: GGMLType, shape: Shape) -> int:
@@ -71,7 +57,7 @@ def stage_bytes(type: GGMLType, shape: Shape) -> int:
 
 def n_stages(type: GGMLType, shape: Shape, capability: tuple[int, int]) -> int:
     """Chunks in shared memory at once, at most 8; below 2 the shape does not fit."""
-    limit = _SHARED.get(capability, 99) * 1024 // shape.resident - _STATIC
+    limit = _SHARED.get(capability, 99) * 1024 - _STATIC
     return min(8, limit // stage_bytes(type, shape))
 
 
@@ -110,8 +96,6 @@ def defines(type: GGMLType, shape: Shape, stages: int, epilogue: Epilogue) -> di
         "TILES_M": shape.tiles_m,
         "TILES_N": shape.tiles_n,
         "STAGES": stages,
-        "PRODUCER": int(shape.producer),
-        "RESIDENT": shape.resident,
         "EPILOGUE": int(epilogue),
     }
 
@@ -122,6 +106,7 @@ class _Step:
 
     shape: Shape
     kernel: Kernel
+    threads: int
     shared: int
 
 
@@ -137,14 +122,15 @@ def step(device: torch.device, type: GGMLType, epilogue: Epilogue, shape: Shape)
     stages = n_stages(type, shape, capability)
     code = compile_cubin(stem(capability), arch_of(capability), defines(type, shape, stages, epilogue))
     shared = stages * stage_bytes(type, shape)
-    return _Step(shape, code.kernel("linear", "ppppppppiiii").allow_shared(shared), shared)
+    threads = 32 * (shape.n_warp + (code.stem == "linear_sm90"))  # there a warp of its own copies
+    return _Step(shape, code.kernel("linear", "ppppppppiiii").allow_shared(shared), threads, shared)
 
 
 @cache
 def _workspace(device: torch.device, n_sm: int) -> tuple[Tensor, Tensor]:
-    """(shares of cut tiles, tickets): two tiles of 128 rows a CTA; a ticket for each tile a matrix may have."""
+    """(shares of cut tiles, tickets): two tiles of 128 rows a CTA; a ticket for each warp of the tiles a matrix may have."""
     partial = torch.empty(2 * n_sm * 256 * MAX_ROWS, dtype=torch.float32, device=device)
-    return partial, torch.zeros(1 << 14, dtype=torch.int32, device=device)
+    return partial, torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 
 @cache
@@ -166,7 +152,7 @@ class LinearLaunch:
         n_tile = -(-n_group // TILE)
         self.grid = (min(n_sm, n_tile * n_chunk),)
         self.partial, self.tickets = _workspace(spec.device, n_sm)
-        assert n_tile <= self.tickets.numel()
+        assert n_tile * max(s.shape.n_warp for s in steps) <= self.tickets.numel()
         self.sizes = np.int32(spec.n_out), np.int32(n_group), np.int32(n_chunk)
 
     def __call__(self, x: Tensor, packed: Packed, out: Tensor, residual: Tensor | None = None) -> None:
@@ -184,7 +170,7 @@ class LinearLaunch:
         run = self.steps[rows.pad]
         tensors = (packed.data, rows.blocks, rows.sums, rows.powers, out if residual is None else residual, out)
         args = (*tensors, self.partial, self.tickets, np.int32(rows.n_row), *self.sizes)
-        run.kernel.launch(self.grid, run.shape.threads, args, run.shared, overlap=self.rows.overlap)
+        run.kernel.launch(self.grid, run.threads, args, run.shared, overlap=self.rows.overlap)
 
 
 def bind(spec: LinearSpec) -> LinearLaunch:

@@ -1,79 +1,106 @@
 // linear_sm90: linear.cu with the copy engine of sm_90 and later; same arguments, same sums in the same order.
 //
-// One thread keeps the stages filled by bulk copies, each completing on a barrier; warps wait for stages one by one and
-// leave them one by one, so nothing holds all warps together. Weights do not depend on the predecessor: with a
-// programmatic launch the first stages stream in while it ends.
-//
-// Set by the launcher besides linear.cu's: PRODUCER (1: the copying thread is in a warp of its own, 0: in the first
-// computing warp), RESIDENT (CTAs that fit a multiprocessor: with 2 the successor's first stages load beside our last).
+// A warp of its own keeps the stages filled by bulk copies, each completing on a barrier; computing warps wait for
+// stages one by one and leave them one by one, so nothing holds all warps together. A warp fetches a block's codes while
+// it multiplies the block before, across stages too: with two warps a scheduler, latency is what there is to hide.
+// Weights do not depend on the predecessor: with a programmatic launch the first stages stream in while it ends.
 #include "linear.cuh"
 #include "bulk.cuh"
 #include "overlap.cuh"
 
-constexpr int kWarps = WARPS_M * WARPS_N;
-constexpr int kBlock = kThreads + 32 * PRODUCER;
-constexpr int kLag = PRODUCER ? 0 : STAGES > 4 ? 2 : 1;  // units after which a computing thread refills a stage
+constexpr bool kHolds = TILES_M * TILES_N <= 8;  // registers hold a block's rows while the next stage is waited for
+static_assert(CHUNK % 2 == 0, "blocks go in pairs");
 
-struct Cursor {
-  int tile, chunk, stage;
+struct Ring {  // a place in the stages
+  int stage;
   u32 parity;
 
-  __device__ __forceinline__ void step(int n_chunk) {
-    if (++chunk == n_chunk) chunk = 0, ++tile;
+  __device__ __forceinline__ void step() {
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
 };
 
-struct Source {
+struct Source {  // a unit of a CTA's run
   const u8* weights;
   const u8* x;
   const u8* sums;
-  int n_tile16, n_chunk;
-};
+  int n_tile16, n_chunk, tile, chunk;
 
-__device__ __forceinline__ void load_weights(u32 to, u32 full, const Source& from, const Cursor& at, u64 policy) {
-  const int n16 = min(kTile, from.n_tile16 - at.tile * kTile);
-  const i64 record = static_cast<i64>(at.tile) * kTile * from.n_chunk + static_cast<i64>(at.chunk) * n16;
-  barrier_expect(full, n16 * RECORD + kRowBytes + kSumBytes);
-  bulk_copy_once(to, from.weights + record * RECORD, n16 * RECORD, full, policy);
-}
+  __device__ __forceinline__ void step() {
+    if (++chunk == n_chunk) chunk = 0, ++tile;
+  }
 
-__device__ __forceinline__ void load_rows(u32 to, u32 full, const Source& from, const Cursor& at) {
-  bulk_copy(to + kWeightBytes, from.x + static_cast<i64>(at.chunk) * kRowBytes, kRowBytes, full);
+  __device__ __forceinline__ void load_weights(u32 to, u32 full, u64 policy) const {
+    const int n16 = min(kTile, n_tile16 - tile * kTile);
+    const i64 record = static_cast<i64>(tile) * kTile * n_chunk + static_cast<i64>(chunk) * n16;
+    barrier_expect(full, n16 * RECORD + kRowBytes + kSumBytes);
+    bulk_copy_once(to, weights + record * RECORD, n16 * RECORD, full, policy);
+  }
+
+  __device__ __forceinline__ void load_rows(u32 to, u32 full) const {
+    bulk_copy(to + kWeightBytes, x + static_cast<i64>(chunk) * kRowBytes, kRowBytes, full);
 #if HAS_MIN
-  bulk_copy(to + kWeightBytes + kRowBytes, from.sums + static_cast<i64>(at.chunk) * kSumBytes, kSumBytes, full);
+    bulk_copy(to + kWeightBytes + kRowBytes, sums + static_cast<i64>(chunk) * kSumBytes, kSumBytes, full);
 #endif
-}
-
-struct Line {  // a CTA's run of units and its stages
-  u32 base, full, empty;
-  Cursor fill;
-  int n_unit, n_filled;
-  u64 policy;
-
-  // Before the predecessor ended: only weights.
-  __device__ __forceinline__ void start(const Source& from) {
-    const int n_first = min(STAGES, n_unit);
-    Cursor rows = fill;
-    for (; n_filled < n_first; ++n_filled, fill.step(from.n_chunk))
-      load_weights(base + fill.stage * kStageBytes, full + fill.stage * 8, from, fill, policy);
-    wait_for_predecessor();
-    for (int i = 0; i < n_first; ++i, rows.step(from.n_chunk))
-      load_rows(base + rows.stage * kStageBytes, full + rows.stage * 8, from, rows);
-  }
-
-  // As soon as all computing warps have left the next stage.
-  __device__ __forceinline__ void refill(const Source& from) {
-    const u32 to = base + fill.stage * kStageBytes, barrier = full + fill.stage * 8;
-    barrier_wait(empty + fill.stage * 8, fill.parity ^ 1);
-    load_weights(to, barrier, from, fill, policy);
-    load_rows(to, barrier, from, fill);
-    fill.step(from.n_chunk);
-    ++n_filled;
   }
 };
 
-extern "C" __global__ void __launch_bounds__(kBlock, RESIDENT)
+// One thread's work: all copies of a CTA's run.
+__device__ __forceinline__ void copy_units(Source from, u32 base, u32 full, u32 empty, int n_unit) {
+  const u64 policy = evict_first();
+  const int n_first = min(STAGES, n_unit);
+  Source rows = from;
+  for (int i = 0; i < n_first; ++i, from.step()) from.load_weights(base + i * kStageBytes, full + i * 8, policy);
+  wait_for_predecessor();
+  for (int i = 0; i < n_first; ++i, rows.step()) rows.load_rows(base + i * kStageBytes, full + i * 8);
+  Ring at{0, 0};
+  for (int unit = n_first; unit < n_unit; ++unit, at.step(), from.step()) {
+    const u32 to = base + at.stage * kStageBytes, barrier = full + at.stage * 8;
+    barrier_wait(empty + at.stage * 8, at.parity);
+    from.load_weights(to, barrier, policy);
+    from.load_rows(to, barrier);
+  }
+}
+
+__device__ __forceinline__ void leave(u32 empty) {
+  __syncwarp();
+  if ((threadIdx.x & 31) == 0) barrier_arrive(empty);
+}
+
+// Adds n > 0 units of one tile.
+__device__ __forceinline__ void sum_units(Accumulator& acc, Ring& at, int n, u32 base, u32 full, u32 empty) {
+  Left even, odd;
+  Right right;
+  barrier_wait(full + at.stage * 8, at.parity);
+  fetch(even, base + at.stage * kStageBytes, 0);
+#pragma unroll 1
+  while (n-- > 0) {
+    const u32 stage = base + at.stage * kStageBytes;
+#pragma unroll 1
+    for (int block = 0; block < CHUNK - 2; block += 2) {
+      fetch(right, stage, block);
+      fetch(odd, stage, block + 1);
+      multiply(acc, even, right);
+      fetch(right, stage, block + 1);
+      fetch(even, stage, block + 2);
+      multiply(acc, odd, right);
+    }
+    fetch(right, stage, CHUNK - 2);
+    fetch(odd, stage, CHUNK - 1);
+    multiply(acc, even, right);
+    fetch(right, stage, CHUNK - 1);
+    if (!kHolds) multiply(acc, odd, right);
+    leave(empty + at.stage * 8);
+    at.step();
+    if (n > 0) {
+      barrier_wait(full + at.stage * 8, at.parity);
+      fetch(even, base + at.stage * kStageBytes, 0);
+    }
+    if (kHolds) multiply(acc, odd, right);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
     linear(const u8* __restrict__ weights, const u16* __restrict__ x, const float* __restrict__ sums,
            const float* __restrict__ powers, const float* residual, float* out, float* partial, int* tickets, int n_row,
            int n_out, int n_tile16, int n_chunk) {
@@ -93,43 +120,24 @@ extern "C" __global__ void __launch_bounds__(kBlock, RESIDENT)
   __syncthreads();
   let_successor_start();  // it finds room as CTAs end, and waits for their results itself
 
-  const Source from{weights, reinterpret_cast<const u8*>(x), reinterpret_cast<const u8*>(sums), n_tile16, n_chunk};
-  const int n_unit = end - begin;
-  Cursor at{begin / n_chunk, begin % n_chunk, 0, 0};
-  Line line{base, full, empty, at, n_unit, 0, evict_first()};
-  const bool copies = threadIdx.x == (PRODUCER ? kThreads : 0);
-  if (copies) line.start(from);
-#if PRODUCER
   if (threadIdx.x >= kThreads) {
-    while (copies && line.n_filled < n_unit) line.refill(from);
+    const Source from{weights, reinterpret_cast<const u8*>(x), reinterpret_cast<const u8*>(sums),
+                      n_tile16, n_chunk, begin / n_chunk, begin % n_chunk};
+    if (threadIdx.x == kThreads) copy_units(from, base, full, empty, end - begin);
     return;
   }
-#endif
   wait_for_predecessor();
 
   const Shape s{n_row, n_out, n_tile16, n_chunk};
-  Accumulator acc;
-  clear(acc);
-  bool is_first = true;
-  for (int unit = 0; unit < n_unit; ++unit) {
-#if !PRODUCER
-    if (threadIdx.x < 32) {
-      if (copies && unit >= kLag && line.n_filled < n_unit) line.refill(from);
-      __syncwarp();
-    }
-#endif
-    const int tile = at.tile;
-    barrier_wait(full + at.stage * 8, at.parity);
-    compute_stage(acc, base + at.stage * kStageBytes, min(kTile, n_tile16 - tile * kTile));
-    __syncwarp();
-    if ((threadIdx.x & 31) == 0) barrier_arrive(empty + at.stage * 8);
-    at.step(n_chunk);
-    if (at.chunk != 0 && unit + 1 < n_unit) continue;
-
-    const Sharers who = sharers(tile, n_chunk, total, grid);
-    if (who.first == who.last || gather(acc, partial, tickets + tile, who, 2 * cta + !is_first))
-      store(acc, s, tile, powers, residual, out);
+  Ring at{0, 0};
+  for (int unit = begin; unit < end;) {
+    const int tile = unit / n_chunk, next = min(end, (tile + 1) * n_chunk);
+    Accumulator acc;
     clear(acc);
-    is_first = false;
+    sum_units(acc, at, next - unit, base, full, empty);
+    const Sharers who = sharers(tile, n_chunk, total, grid);
+    if (who.first == who.last || gather(acc, partial, tickets + tile * kWarps, who, 2 * cta + (unit != begin)))
+      store(acc, s, tile, powers, residual, out);
+    unit = next;
   }
 }
