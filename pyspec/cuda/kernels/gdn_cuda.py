@@ -4,7 +4,7 @@ Same contract as gdn_ref, with its own order of sums. All lengths and counts are
 be replayed for any batch of as many sequences and rows; sequences without rows touch nothing.
 
 A state does not depend on how its tokens came, to the bit, as long as they came as verifies or as kept rows of fewer than
-CHUNKED. Longer kept sequences, outside graphs, are summed in chunks of 64 rows: within 1e-5 of the sequential state (outputs
+CHUNKED. Longer kept sequences, outside graphs, are summed in chunks of 64 rows: within 3e-5 of the sequential state (outputs
 within 1e-3, their last products are one pass of f16), the same whatever the neighbours, rounded otherwise for another cut.
 """
 

@@ -228,6 +228,15 @@ def flush(layer: StateLayer, slot: int, n_fold: int) -> None:
     layer.conv[slot, : taps - 1] = layer.conv[slot, n_fold : n_fold + taps - 1].clone()
 
 
+def _parted(got: Tensor, want: Tensor, has_prompt: bool) -> str | None:
+    """Whether outputs differ by more than rounding; the last products of prompts may be of f16, which no state sees."""
+    if not has_prompt:
+        close = torch.allclose(got, want, rtol=1e-4, atol=1e-4)
+    else:  # a sum of many f16 products can miss a small output by a lot, but not many, and never by the size of others
+        close = float((got - want).norm() / want.norm()) < 1e-3 and float((got - want).abs().max() / want.std()) < 0.1
+    return None if close else f"outputs differ from the reference by {(got - want).abs().max():.2g}"
+
+
 def check(launch: Callable[..., Tensor], reference: Callable[..., Tensor], spec: GdnSpec) -> str | None:
     """Ragged rounds on both; a sentence if outputs or states part."""
     gen, shape = torch.Generator().manual_seed(0), spec.shape
@@ -251,8 +260,7 @@ def check(launch: Callable[..., Tensor], reference: Callable[..., Tensor], spec:
             run(m, alpha, beta, a, dt_bias, conv_w, layer, lay_out(table, seqs, spec.device))
             for run, layer, table in zip((launch, reference), layers, tables, strict=True)
         )
-        close = 2e-3 if any(s.width > 6 for s in seqs) else 1e-4  # prompts may take f16 where only outputs see it
-        if not torch.allclose(got, want, rtol=close, atol=close * float(want.abs().mean())):
-            return f"outputs differ from the reference by {(got - want).abs().max():.2g}"
+        if why := _parted(got, want, any(s.width > 6 for s in seqs)):
+            return why
     off = max(float((a - b).abs().max()) for a, b in zip(layers[0].tensors(), layers[1].tensors(), strict=True))
     return None if off < 1e-4 else f"states differ from the reference by {off:.2g}"
