@@ -130,6 +130,12 @@ def test_chunked_prompts_follow_the_reference(heads: tuple[int, int]) -> None:
     assert gdn_cuda.fault_record(mine.state.device).tolist() == [0] * 5
 
 
+@pytest.mark.parametrize("heads", [(2, 6), (16, 48)])
+def test_the_kernels_pass_the_check_they_are_chosen_by(heads: tuple[int, int]) -> None:
+    spec = GdnSpec(GPU, shape_of(*heads), EPS)
+    assert gdn_ref.check(gdn_cuda.bind(spec), gdn_ref.bind(spec), spec) is None
+
+
 def hostile(
     kind: str, n: int, shape: StateShape, gen: torch.Generator
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
