@@ -20,7 +20,7 @@ def test_every_type_and_size_fits_a_multiprocessor(type: GGMLType, pad: int) -> 
     epilogue = Epilogue(pad // 32 % 3)
     code = compile_cubin("linear_wgmma", "sm_90a", defines(type, pad, epilogue), use_cache=False)
     found = code.resources["linear_wgmma"]
-    assert found.registers * 640 <= 65536 and found.spill_bytes <= 256
+    assert found.registers * 640 <= 65536 and found.spill_bytes <= 512
     assert shared_bytes(type, pad) + found.shared_bytes <= 227 * 1024
 
 
