@@ -1,0 +1,94 @@
+"""The demo pair on a GPU: same text with any drafter and any neighbours, same bits twice, nothing allocated on the way.
+
+Not run by CI, which has no GPU: `python -m pytest tests/engine/test_on_gpu.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from pyspec.engine import Engine, Result
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+QUESTIONS = [
+    "Write a short story about a dog.",
+    "What is a river?",
+    "Tell me about the moon.",
+    "Count from one to ten.",
+    "Why is the sky blue?",
+    "Name three animals.",
+    "Write a story about a girl and her red kite.",
+    "What do bees do?",
+]
+
+
+def load(draft: str | None, np: int) -> Engine:
+    return Engine.load("demo", draft, np=np, ctx=1024, device="cuda", check_tap_shift=False)
+
+
+def answers(engine: Engine, n: int = len(QUESTIONS), **options: object) -> list[Result]:
+    prompts = [[{"role": "user", "content": q}] for q in QUESTIONS[:n]]
+    return engine.generate_many(prompts, max_tokens=160, temperature=0.0, cache_prompt=False, **options)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[tuple[int, ...]]:
+    with load(None, 1) as engine:
+        return [r.tokens for r in answers(engine)]
+
+
+@pytest.mark.parametrize("np", [1, 2, 4, 8])
+@pytest.mark.parametrize("draft", [None, "auto", "mtp", "ngram"])
+def test_the_text_is_that_of_plain_decoding_in_one_slot(draft: str | None, np: int, expected: list) -> None:
+    with load(draft, np) as engine:
+        assert [r.tokens for r in answers(engine)] == expected
+
+
+def test_two_runs_have_the_same_bits_and_neighbours_do_not_matter() -> None:
+    with load("auto", 4) as engine:
+        first, second = (answers(engine, 4, logprobs=2) for _ in range(2))
+        assert [r.logprobs for r in first] == [r.logprobs for r in second]
+        alone = answers(engine, 1, logprobs=2)[0]
+        assert alone.tokens == first[0].tokens
+        for a, b in zip(alone.logprobs, first[0].logprobs, strict=True):  # other bucket, other kernels: nearly the same
+            assert a.token == b.token and abs(a.logprob - b.logprob) < 2e-3
+
+
+def test_nothing_is_allocated_after_warm_up() -> None:
+    with load("auto", 8) as engine:
+        answers(engine)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
+        for _ in range(3):
+            answers(engine)
+        torch.cuda.synchronize()
+        assert (torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]) == before
+
+
+ROUNDS = """
+from pyspec.engine import Engine
+with Engine.load("demo", "mtp", np=4, ctx=1024, device="cuda", n_draft_fixed=True, check_tap_shift=False) as e:
+    n, text = 0, []
+    while n < 1000:
+        for r in e.generate_many(["A dog", "The sun", "Once", "She"], max_tokens=200, temperature=0.0, ignore_eos=True):
+            text.append(r.tokens)
+            n += r.timings.n_rounds
+    print(hash(tuple(text)), len(text))
+"""
+
+
+def test_a_thousand_rounds_are_the_same_with_launch_blocking() -> None:
+    def run(**env: str) -> str:
+        found = subprocess.run(
+            [sys.executable, "-c", ROUNDS], capture_output=True, text=True, env={**os.environ, **env}, timeout=300
+        )
+        assert found.returncode == 0, found.stderr[-2000:]
+        return found.stdout
+
+    assert run(CUDA_LAUNCH_BLOCKING="1") == run(CUDA_LAUNCH_BLOCKING="0")
