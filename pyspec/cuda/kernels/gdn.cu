@@ -195,7 +195,8 @@ __device__ __forceinline__ void conv_head(const ConvArgs& a, const Seq& seq, int
 }
 
 // grid (N_K + N_V, sequences, stretches), 128 threads.
-//   m [row, m_stride], alpha beta [row, gate_stride], a dt_bias [v_head], conv_w [channel, TAPS]; conv [slot, TAPS - 1 + width, channel] in place;
+//   m [row, m_stride], alpha beta [row, gate_stride], a dt_bias [v_head], conv_w [channel, TAPS];
+//   conv [slot, TAPS - 1 + width, channel] in place;
 //   rec_* [slot, width, ..] in place; fold_k fold_v fold_e fold_b [seq, width, ..], q k v e b [row, ..] written (e is
 //   the decay, b the write strength), and kq [row, k_head], the dot product of each row's key and query.
 extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 4)

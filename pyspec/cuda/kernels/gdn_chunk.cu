@@ -32,7 +32,8 @@
 constexpr int kRow = DIM * 2;                  // bytes of a row of f16 keys or queries
 constexpr int kSquare = CHUNK * CHUNK * 2;     // bytes of CHUNK x CHUNK f16
 constexpr int kKeys = CHUNK * kRow;            // bytes of a chunk of f16 keys
-constexpr int kRecord = 3 * kSquare + 2 * CHUNK * 4;  // of a chunk and value head: T b hi, T b lo, P, e^c, e^(c_last - c)
+// Of a chunk and value head: T b hi, T b lo, P, e^c, e^(c_last - c).
+constexpr int kRecord = 3 * kSquare + 2 * CHUNK * 4;
 constexpr int kPad = CHUNK + 4;                // floats of a row of a square in shared memory
 constexpr int kCopyUnroll = KEY_STAGES > 1 ? 4 : 2;  // neither spills
 
@@ -146,7 +147,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (place.chunk == 0) {
       const i64 record = static_cast<i64>(seq.slot) * width, fold = static_cast<i64>(place.s) * width;
       __syncthreads();  // the old window is read
-      if (warp < TAPS - 1) quad(old + static_cast<i64>(warp) * CHANNELS) = quad(rows + (seq.n - (TAPS - 1) + warp) * m_stride);
+      if (warp < TAPS - 1) {
+        quad(old + static_cast<i64>(warp) * CHANNELS) = quad(rows + (seq.n - (TAPS - 1) + warp) * m_stride);
+      }
       for (int i = warp; i < seq.fold; i += THREADS / 32) {
         if (part >= N_K && head < 0) {
           const int at = channel - KD;
@@ -278,8 +281,8 @@ __device__ __forceinline__ void square_product(const float* left, const float* r
   }
 }
 
-// inverse = (1 + lower)^-1, both CHUNK x CHUNK with rows of kPad, `lower` strictly lower triangular. `inverse` must hold
-// zeros above its diagonal blocks of 16; what lies above those of `lower` is overwritten.
+// inverse = (1 + lower)^-1, both CHUNK x CHUNK with rows of kPad, `lower` strictly lower triangular. `inverse` must
+// hold zeros above its diagonal blocks of 16; what lies above those of `lower` is overwritten.
 __device__ __forceinline__ void invert(float* lower, float* inverse) {
   const int tid = threadIdx.x;
   if (tid < CHUNK) {  // a column of a diagonal block, by substitution
@@ -333,7 +336,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     copies_commit();
     if (warp == 0) {  // running sums of log decays; rows past the end decay nothing
       const int t = lane * 2;
-      const float g0 = t < count ? g[(row + t) * N_V + h] : 0.0f, g1 = t + 1 < count ? g[(row + t + 1) * N_V + h] : 0.0f;
+      const float g0 = t < count ? g[(row + t) * N_V + h] : 0.0f;
+      const float g1 = t + 1 < count ? g[(row + t + 1) * N_V + h] : 0.0f;
       float sum = g0 + g1;
 #pragma unroll
       for (int hop = 1; hop < 32; hop *= 2) {
