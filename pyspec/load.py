@@ -23,10 +23,10 @@ from pyspec.models import read_config
 from pyspec.models.decoder import Decoder, DecoderConfig, decoder_tensors
 from pyspec.models.target import allocate
 from pyspec.models.weights import Weights, check_tensors, weight_bytes, wide_bytes
-from pyspec.plan import MemoryPlan, check_fit, memory_bytes, pick_dense, with_copies
+from pyspec.plan import MemoryPlan, check_fit, memory_bytes, pick_dense, size, used_bytes, with_copies, workspace_bytes
 from pyspec.request import EngineInfo
 from pyspec.sample.synth import SynthAcceptance
-from pyspec.slots.arena import Arena
+from pyspec.slots.arena import BUCKETS, Arena
 from pyspec.slots.table import SlotTable
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
@@ -125,7 +125,13 @@ def check_vocabulary(target: GGUFFile, draft: GGUFFile) -> None:
 
 
 def _memory_plan(
-    file: GGUFFile, c: DecoderConfig, d: DraftPlan, s: EngineSettings, n_row: int, dense: torch.dtype | None
+    file: GGUFFile,
+    c: DecoderConfig,
+    d: DraftPlan,
+    s: EngineSettings,
+    n_row: int,
+    dense: torch.dtype | None,
+    device: torch.device,
 ) -> MemoryPlan:
     kv_size = DTYPES[s.kv_type].itemsize
     kv, state = memory_bytes(c.memory(), n_slot=s.np, n_row=n_row, width=d.n_draft + 1, kv_size=kv_size)
@@ -137,7 +143,23 @@ def _memory_plan(
         draft_kv = 2 * n_row * a.attention.n_kv_head * a.attention.head_dim * kv_size * len(a.windows)
     if d.file is not None and d.file is not file:
         draft_weights = weight_bytes(d.file, dense)
-    return MemoryPlan(weight_bytes(file, dense), kv, state, draft_weights, draft_kv)
+    return MemoryPlan(
+        weight_bytes(file, dense), kv, state, draft_weights, draft_kv, workspace=_workspace(c, d, s, device)
+    )
+
+
+def _workspace(c: DecoderConfig, d: DraftPlan, s: EngineSettings, device: torch.device) -> int:
+    cuda = device.type == "cuda"
+    n_tap = len(dflash.read_config(d.file).taps) if d.kind == "dflash" and d.file is not None else 0
+    return workspace_bytes(
+        n_row=s.ubatch,
+        n_embd=c.n_embd,
+        n_ff=c.n_ff,
+        n_vocab=c.n_vocab,
+        graph_rows=sum(b for b in BUCKETS if b <= s.np * (d.n_draft + 1)) if cuda else 0,
+        n_tap=n_tap,
+        cuda=cuda,
+    )
 
 
 def _drafter(
@@ -174,9 +196,10 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     extra = max(d.overhang, d.n_draft + 1)
     table = _table(settings, n_ctx, extra)
     dense = pick_dense(file, device, settings.weights)
-    plan = _memory_plan(file, config, d, settings, table.n_alloc_row, dense)
+    plan = _memory_plan(file, config, d, settings, table.n_alloc_row, dense, device)
     files = [f for f in {file, d.file} if f is not None]
     plan = with_copies(plan, sum(wide_bytes(f) for f in files) if dense is None else 0, device, settings.weights)
+    before = used_bytes(device) if device.type == "cuda" else 0
     check_fit(plan, device, n_slot=settings.np, n_ctx=n_ctx, packed=dense is None)
 
     kv = DTYPES[settings.kv_type]
@@ -214,6 +237,8 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
         if settings.check_tap_shift:
             check_taps(loop, tokenizer, template, extra)
     probe.close()  # the child that checked kernels, and its memory on the GPU
+    if device.type == "cuda":
+        log.info("memory in use: %s, planned %s", size(used_bytes(device) - before), size(plan.total))
     info = _info(path, file, config, d, settings, n_ctx, extra, device, tokenizer)
     return Loaded(loop, tokenizer, template, info)
 

@@ -16,7 +16,8 @@ from pyspec.models.weights import weight_bytes
 
 log = logging.getLogger(__name__)
 
-RESERVE = 0.08  # share of free memory left to activations and everybody else
+RESERVE = 0.04  # share of free memory left to everybody else
+CUDA_BYTES = 600 << 20  # of a process on a GPU before it holds anything: context, libraries, kernels
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +30,11 @@ class MemoryPlan:
     draft_weights: int = 0
     draft_kv: int = 0
     wide: int = 0  # f16 copies for wide batches
+    workspace: int = 0  # activations of the largest forward, results that graphs keep, the GPU's own
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv + self.state + self.draft_weights + self.draft_kv + self.wide
+        return self.weights + self.kv + self.state + self.draft_weights + self.draft_kv + self.wide + self.workspace
 
     def __str__(self) -> str:
         parts = [
@@ -42,6 +44,7 @@ class MemoryPlan:
             ("draft weights", self.draft_weights),
             ("draft KV", self.draft_kv),
             ("f16 copies", self.wide),
+            ("workspace", self.workspace),
         ]
         return ", ".join(f"{name} {size(n)}" for name, n in parts if n) + f"; {size(self.total)} in all"
 
@@ -84,6 +87,25 @@ def memory_bytes(
     return kv, state
 
 
+def workspace_bytes(
+    *, n_row: int, n_embd: int, n_ff: int, n_vocab: int, graph_rows: int, n_tap: int, cuda: bool
+) -> int:
+    """What forwards need besides weights and slots.
+
+    n_row       rows of the largest forward: gate and up in f32, their product in f16, a few rows of the residual stream
+    graph_rows  rows of all graphs together: their logits, hidden states and taps stay at fixed places
+    """
+    activations = n_row * (2 * n_ff * 4 + n_ff * 2 + 5 * n_embd * 4 + n_tap * n_embd * 4)
+    results = graph_rows * 4 * (n_vocab + (1 + n_tap) * n_embd)
+    return activations + results + (CUDA_BYTES if cuda else 0)
+
+
+def used_bytes(device: torch.device) -> int:
+    """Memory that is taken on a GPU, by whomever."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
 def pick_dense(file: GGUFFile, device: torch.device, wanted: str) -> torch.dtype | None:
     """The dtype matrices are unpacked to, or None to keep them packed.
 
@@ -111,7 +133,7 @@ def check_fit(plan: MemoryPlan, device: torch.device, *, n_slot: int, n_ctx: int
     log.info("memory plan: %s; %s free on %s", plan, size(free), device)
     if plan.total <= free * (1 - RESERVE):
         return
-    room = free * (1 - RESERVE) - plan.weights - plan.draft_weights
+    room = free * (1 - RESERVE) - plan.weights - plan.draft_weights - plan.workspace
     slots = plan.kv + plan.state + plan.draft_kv
     hints = []
     if room > 0:
