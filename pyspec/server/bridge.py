@@ -1,7 +1,8 @@
 """From the engine's thread to one coroutine: events cross here, and a request that nobody wants any more is cancelled.
 
-The engine must never wait for a client. `Inbox.put` appends under a lock and wakes the event loop at most once until
-the reader comes; a reader that lets more than the limit pile up loses the request, not the engine its time.
+The engine must never wait for a client, nor pay for each of them: `Inbox.put` appends under a lock, and the first one of
+a round wakes the event loop for all. A reader that lets more than the limit pile up loses the request, not the engine
+its time.
 """
 
 from __future__ import annotations
@@ -35,19 +36,51 @@ def event_cost(event: Event) -> int:
     return EVENT_COST + len(event.text) + TOKEN_COST * len(event.tokens) + LOGPROB_COST * n_logprob
 
 
+class Post:
+    """Wakes one event loop for many inboxes. `announce` from any thread; a wake-up costs the engine a system call, so
+    there is none while the loop is still at work on what came before."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._full: deque[Inbox] = deque()
+        self._is_awake = False
+
+    def announce(self, inbox: Inbox) -> None:
+        """Have `inbox.wake` called on the loop."""
+        self._full.append(inbox)
+        if not self._is_awake:
+            self._is_awake = True
+            with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to read
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        """Wake who has something, then come back after they have run, until nothing came meanwhile."""
+        if not self._full:
+            self._is_awake = False
+            if not self._full:  # else it was announced just before, by someone who relies on us
+                return
+            self._is_awake = True
+        while self._full:
+            self._full.popleft().wake()
+        self._loop.call_soon(self._deliver)
+
+
 class Inbox:
     """Events on their way to one coroutine. `put` from any thread, `take` on the loop; at most `limit` bytes wait."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, limit: int) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, limit: int, post: Post | None = None) -> None:
         self.overflow = asyncio.Event()
         self._loop = loop
+        self._post = post or Post(loop)
         self._limit = limit
         self._lock = threading.Lock()
-        self._events: deque[tuple[int, Event]] = deque()
+        self._events: list[tuple[int, Event]] = []
         self._size = 0
         self._is_full = False
-        self._is_waking = False
-        self._ready = asyncio.Event()
+        self._is_announced = False
+        self._reader: asyncio.Future[bool] | None = None  # its result: whether there may be something
+        self._deadline = 0.0
+        self._alarm: asyncio.TimerHandle | None = None
 
     def put(self, choice: int, event: Event) -> None:
         """Add an event; never blocks. Past the limit everything waiting is dropped and `overflow` is set."""
@@ -60,39 +93,55 @@ class Inbox:
                 self._events.clear()
             else:
                 self._events.append((choice, event))
-            if self._is_waking:
+            if self._is_announced:
                 return
-            self._is_waking = True
-        with contextlib.suppress(RuntimeError):  # the loop has closed: nobody is left to read
-            self._loop.call_soon_threadsafe(self._wake)
+            self._is_announced = True
+        self._post.announce(self)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Let the reader look. Called on the loop."""
         with self._lock:
-            self._is_waking = False
+            self._is_announced = False
             is_full = self._is_full
         if is_full:
             self.overflow.set()
-        self._ready.set()
+        self._tell(True)
+
+    def _tell(self, has_something: bool) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(has_something)
 
     async def take(self, timeout_s: float) -> Batch:
         """Everything that waits; an empty list after `timeout_s` of silence. Raises Unavailable after an overflow."""
-        batch: Batch = []
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not batch:  # a wake-up may come after what it announced was taken
-                    await self._ready.wait()
-                    batch = self._empty()
-        except TimeoutError:
-            pass
+        self._deadline = self._loop.time() + timeout_s
+        if self._alarm is None or self._alarm.when() > self._deadline:
+            self.close()
+            self._alarm = self._loop.call_at(self._deadline, self._ring)
+        while not (batch := self._empty()):  # a wake-up may come after what it announced was taken
+            self._reader = self._loop.create_future()
+            if not await self._reader:
+                break
         return batch
+
+    def _ring(self) -> None:
+        """The alarm is set once and moved on when it rings too early: most streams are never silent that long."""
+        if self._loop.time() >= self._deadline:
+            self._alarm = None
+            self._tell(False)
+        else:
+            self._alarm = self._loop.call_at(self._deadline, self._ring)
+
+    def close(self) -> None:
+        """Nobody takes any more; the alarm goes."""
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm = None
 
     def _empty(self) -> Batch:
         with self._lock:
             if self._is_full:
                 raise Unavailable(f"more than {self._limit} bytes waited to be read; the request was aborted")
-            self._ready.clear()
-            batch = list(self._events)
-            self._events.clear()
+            batch, self._events = self._events, []
             self._size = 0
         return batch
 
@@ -104,9 +153,9 @@ class Job:
     no reason to refuse; only the first one must find room.
     """
 
-    def __init__(self, engine: EngineLike, limit: int) -> None:
+    def __init__(self, engine: EngineLike, limit: int, post: Post | None = None) -> None:
         self._engine = engine
-        self._inbox = Inbox(asyncio.get_running_loop(), limit)
+        self._inbox = Inbox(asyncio.get_running_loop(), limit, post)
         self._todo: deque[tuple[int, Request]] = deque()
         self._ids: dict[int, str] = {}
         self._open: set[int] = set()
@@ -165,6 +214,7 @@ class Job:
     def close(self) -> None:
         """Cancel whatever has not ended. Safe to call twice."""
         self._todo.clear()
+        self._inbox.close()
         for choice in sorted(self._open):
             self._engine.cancel(self._ids[choice])
         self._open.clear()

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pyspec.errors import PyspecError, QueueFull, Unavailable
 from pyspec.server.ask import Ask
-from pyspec.server.bridge import Job
+from pyspec.server.bridge import Job, Post
 from pyspec.server.engine import EngineLike
 from pyspec.server.settings import ServerSettings
 
@@ -30,6 +30,7 @@ class Service:
         self._jobs: dict[Job, asyncio.TimerHandle] = {}
         self.n_inside = 0
         self._text: ThreadPoolExecutor | None = None
+        self._post: tuple[asyncio.AbstractEventLoop, Post] | None = None
 
     @property
     def n_jobs(self) -> int:
@@ -68,12 +69,19 @@ class Service:
     def start(self, ask: Ask) -> Job:
         """Submit what was asked; `end` must follow. Raises RequestError, QueueFull, Unavailable."""
         # an answer given whole is gathered in memory anyway; only a stream waits for its reader
-        job = Job(self.engine, self.settings.limits.stream_buffer if ask.stream else 1 << 62)
+        job = Job(self.engine, self.settings.limits.stream_buffer if ask.stream else 1 << 62, self._one_post())
         job.submit(ask.requests)
         limit_s = self.settings.limits.total_s
         error = Unavailable(f"the request took longer than {limit_s:g} s")
         self._jobs[job] = asyncio.get_running_loop().call_later(limit_s, job.abort, error)
         return job
+
+    def _one_post(self) -> Post:
+        """One for all jobs; a new one if the application was moved to another loop."""
+        loop = asyncio.get_running_loop()
+        if self._post is None or self._post[0] is not loop:
+            self._post = loop, Post(loop)
+        return self._post[1]
 
     def end(self, job: Job) -> None:
         """Forget a job and cancel what still runs of it. Safe to call twice."""
