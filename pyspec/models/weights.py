@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyspec.cuda.kernels import linear_cuda
+from pyspec.cuda.kernels import linear_cuda, linear_wgmma
 from pyspec.cuda.kernels.dequant_ref import dequantize, dequantize_rows
-from pyspec.cuda.kernels.linear import linear
+from pyspec.cuda.kernels.linear import linear, linear_tall
 from pyspec.cuda.kernels.linear_pack import Packed, interleave, repack
 from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
+from pyspec.cuda.kernels.linear_wgmma import WgmmaLaunch
 from pyspec.cuda.kernels.rows import rows
 from pyspec.cuda.kernels.rows_cuda import WideRows
 from pyspec.cuda.kernels.rows_ref import Glu, Norm, Prep, RowsSpec
@@ -109,8 +110,8 @@ class Unpacked(_Finished):
 class Streamed:
     """A weight repacked for the `linear` kernel, which reads it once for up to 128 rows.
 
-    wide [out, in] f16: a copy for batches that are bound by arithmetic, where the library's product wins; or None. It too
-    rounds rows to f16 over a power of two of their own, and sums in f32.
+    wide [out, in] f16: a copy for batches that are bound by arithmetic, where the library's product wins; or None, then
+    `linear_tall` takes them where it can. Both round rows to f16 over a power of two, and sum in f32.
     """
 
     def __init__(self, packed: Packed, device: torch.device, gated: bool, wide: Tensor | None) -> None:
@@ -118,21 +119,29 @@ class Streamed:
         n_out = packed.n_out // 2 if gated else packed.n_out
         spec = LinearSpec(device, packed.type, n_out, packed.n_in, Epilogue.GATED if gated else Epilogue.PLAIN)
         self.n_out, self.plain = n_out, linear_cuda.bind(spec)
-        self.added = None if gated else linear_cuda.bind(replace(spec, epilogue=Epilogue.RESIDUAL))
+        self.added = None if gated else linear_cuda.bind(self._adding(spec))
         self.wide_rows = None if wide is None else WideRows(device, packed.n_in)
+        self.tall, self.tall_added = (None, None) if wide is not None else (_tall(spec), _tall(self._adding(spec)))
 
     def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
         if self.wide is not None and x.shape[0] > WIDE_ROWS:
             y = self._wide(x, prep, residual)
             return GLU(y) if self.gated else y
         x, prep = self._fused(x, prep, self.plain.max_rows)
-        launch = self.plain if residual is None or self.added is None else self.added
+        adds = residual is not None and self.added is not None
+        launch = self.added if adds and self.added is not None else self.plain
+        if x.shape[0] > WIDE_ROWS and (tall := self.tall_added if adds else self.tall) is not None:
+            launch = tall
         out = torch.empty(x.shape[0], self.n_out, dtype=torch.float32, device=x.device)
         for first in range(0, x.shape[0], launch.max_rows):
             part = slice(first, first + launch.max_rows)
-            add = residual[part] if residual is not None and launch is self.added else None
+            add = residual[part] if residual is not None and adds else None
             launch.multiply(launch.rows(x[part], prep), self.packed, out[part], add)
-        return out if residual is None or launch is self.added else residual + out
+        return out if residual is None or adds else residual + out
+
+    @staticmethod
+    def _adding(spec: LinearSpec) -> LinearSpec:
+        return spec if spec.epilogue is Epilogue.GATED else replace(spec, epilogue=Epilogue.RESIDUAL)
 
     def unfinished(self, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]:
         if self.gated and self.wide is not None and x.shape[0] > WIDE_ROWS:
@@ -150,6 +159,12 @@ class Streamed:
         assert self.wide is not None and self.wide_rows is not None
         half, powers = self.wide_rows(*self._fused(x, prep, x.shape[0]))
         return self.wide_rows.finish(torch.mm(half, self.wide.T, out_dtype=torch.float32), powers, residual)
+
+
+def _tall(spec: LinearSpec) -> WgmmaLaunch | None:
+    """The product of many rows without a copy of the weight, where there is a kernel for it."""
+    n_out = PROBE_ROWS  # checked on a small matrix, since the check unpacks it
+    return None if linear_tall.chosen(replace(spec, n_out=n_out)) is linear_tall.reference else linear_wgmma.bind(spec)
 
 
 class Joined(_Finished):

@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("arch", ARCHS)
 def test_rows_compile_everywhere(arch: str) -> None:
     for kind in Kind:
-        for n_in, layout in ((5120, rows_cuda.BLOCKED), (25600, rows_cuda.ROW_MAJOR)):
+        for n_in, layout in ((5120, rows_cuda.BLOCKED), (25600, rows_cuda.ROW_MAJOR), (17408, rows_cuda.TALL)):
             macros = rows_cuda.defines(n_in, kind, 128, layout)
             assert compile_cubin("rows", arch, macros, use_cache=False).resources["rows"].spill_bytes == 0
     assert compile_cubin("rows_finish", arch, use_cache=False).resources["rows_finish"].spill_bytes == 0

@@ -5,6 +5,7 @@ import torch
 
 from pyspec.cuda.kernels import rope_kv_cuda, rows_cuda
 from pyspec.cuda.kernels.attend_cuda import fault_record
+from pyspec.cuda.kernels.linear_wgmma import blocks_for_wgmma
 from pyspec.cuda.kernels.rope_kv import check as check_rope_kv
 from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
 from pyspec.cuda.kernels.rope_kv_ref import bind as rope_kv_reference
@@ -47,6 +48,16 @@ def test_blocks_hold_the_same_values(n_in: int, kind: Kind) -> None:
     sums = got.sums[: n_block * 8].view(n_block, 8)[:, :5].T
     assert torch.allclose(sums, flat.float().view(5, n_block, 32).sum(-1), rtol=1e-4, atol=1e-4)
     assert power is None or torch.equal(got.powers[:5], power)
+
+
+@pytest.mark.parametrize("n_in", [256, 320, 5120, 17408])
+@pytest.mark.parametrize("kind", [Kind.PLAIN, Kind.NORM, Kind.GLU])
+def test_rows_for_warpgroup_products_stand_where_the_torch_function_puts_them(n_in: int, kind: Kind) -> None:
+    x, prep = make(RowsSpec(CUDA, n_in, kind), 37, torch.Generator().manual_seed(4))
+    launch = rows_cuda.RowsLaunch(CUDA, n_in, (64, 96), rows_cuda.TALL)
+    got = launch(x, prep)
+    want = blocks_for_wgmma(rows_cuda.WideRows(CUDA, n_in)(x, prep)[0], got.pad).view(-1, got.pad, 64)
+    assert torch.equal(got.blocks[: want.numel()].view_as(want)[:, :37], want[:, :37])
 
 
 def test_a_norm_of_huge_weights_has_a_power() -> None:

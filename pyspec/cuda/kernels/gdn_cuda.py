@@ -4,7 +4,7 @@ Same contract as gdn_ref, with its own order of sums. All lengths and counts are
 be replayed for any batch of as many sequences and rows; sequences without rows touch nothing.
 
 A state does not depend on how its tokens came, to the bit, as long as they came as verifies or as kept rows of fewer than
-CHUNKED. Longer kept sequences, outside graphs, are summed in chunks of 64 rows: within 3e-5 of the sequential state (outputs
+CHUNKED. Longer kept sequences are summed in chunks of 64 rows: within 3e-5 of the sequential state (outputs
 within 1e-3, their last products are one pass of f16), the same whatever the neighbours, rounded otherwise for another cut.
 """
 
@@ -21,13 +21,14 @@ from torch import Tensor
 from pyspec.cuda import faults, jit
 from pyspec.cuda.kernels import gdn_chunk
 from pyspec.cuda.kernels.gdn_ref import Gdn, GdnSpec
+from pyspec.slots.arena import BUCKETS
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import StateLayer, StateShape
 
 DIM, TAPS, LANES, THREADS, CONV_THREADS = 128, 4, 8, 128, 128
 SPAN = 64  # rows of one gdn_conv block
 COLUMNS = (2, 4)  # of a lane; gdn.cu can do 1, which was never faster on an H200
-CHUNKED = 64  # rows from which a kept sequence is chunked, outside graphs
+CHUNKED = BUCKETS[-1] + 1  # rows from which a kept sequence is chunked: such batches are never in a graph, alone or not
 NEVER = 2**31 - 1
 CONV_ARGS = "plpplppp" + "ppppp" + "pppp" + "pppppp" + "pppp" + "iiiif" + "p"
 ROWS_ARGS = "ppp" + "pppp" + "ppppp" + "pp" + "pppp" + "iiii" + "p"

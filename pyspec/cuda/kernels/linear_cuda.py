@@ -7,7 +7,7 @@ stream, and the rows `RowsLaunch` returns hold until its next call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -177,12 +177,17 @@ def bind(spec: LinearSpec) -> LinearLaunch:
     return LinearLaunch(spec, _steps(spec.device, spec.type, spec.epilogue))
 
 
-def check(launch: Callable[..., None], reference: Callable[..., None], spec: LinearSpec) -> str | None:
+def check(
+    launch: Callable[..., None],
+    reference: Callable[..., None],
+    spec: LinearSpec,
+    n_rows: Sequence[int] = (1, 9, 33, 100),
+) -> str | None:
     """Ragged row counts on both; a sentence if the outputs part."""
     gen = torch.Generator().manual_seed(0)
     n_out = spec.n_weight_row
     packed = repack(random_weights(spec.type, n_out, spec.n_in, gen).to(spec.device), spec.type, (n_out, spec.n_in))
-    for n_row in (1, 9, 33, 100):
+    for n_row in n_rows:
         x = torch.randn(n_row, spec.n_in, generator=gen).to(spec.device)
         residual = torch.randn(n_row, spec.n_out, generator=gen).to(spec.device)
         got, want = (torch.full_like(residual, torch.nan) for _ in "gw")

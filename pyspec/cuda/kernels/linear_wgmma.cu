@@ -33,13 +33,20 @@ constexpr int kSteps = CHUNK / 2;   // of 64 columns, in a chunk
 constexpr int kWeightBytes = kTile * RECORD, kRowBytes = PAD * 128;
 constexpr int kParts = kTile * PAD / 8;  // of a tile: 16 weight rows by 8 rows, a float4 of each lane
 constexpr int kMaxGrid = 256;
+constexpr int kLoads = 4;  // shares of a part under way; with 8 the compiler spills in the products' loop
 enum State { kNothing = 0, kGo = 1, kGone = 2 };
 
 struct Matrix {
   int n_row, n_out, n_record, n_chunk, grid;
-  i64 total;  // units: tiles times chunks
+  int total;  // units: tiles times chunks; times the grid it fits 32 bits
 
-  __device__ __forceinline__ int run_start(int cta) const { return static_cast<int>(total * cta / grid); }
+  __device__ __forceinline__ int run_start(int cta) const {
+    return static_cast<int>(static_cast<u32>(total) * static_cast<u32>(cta) / static_cast<u32>(grid));
+  }
+
+  __device__ __forceinline__ int owner(int unit) const {  // the CTA whose run has it
+    return static_cast<int>((static_cast<u32>(unit + 1) * static_cast<u32>(grid) - 1) / static_cast<u32>(total));
+  }
 };
 
 struct Ring {  // of stages: where it lies, its barriers, and the next stage
@@ -186,49 +193,90 @@ __device__ __forceinline__ void multiply(float (&acc)[kSums], Ring& w, Ring& b, 
 
 // ---- storing
 
-__device__ __forceinline__ float silu(float x) { return x / (1.f + __expf(-x)); }
+__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.f + __expf(-x)); }
 
-// Four sums of a lane: rows 8 j + 2 t and the next, weight rows g and g + 8 of a record.
-__device__ __forceinline__ void store(float4 sum, const Matrix& m, int record, int j, const float* powers,
-                                      const float* residual, float* out) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, row = j * 8 + (lane & 3) * 2;
-  const float v[2][2] = {{sum.x, sum.z}, {sum.y, sum.w}};
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    if (row + i >= m.n_row) continue;
-    const float power = powers[row + i], y = v[i][0] * power, y8 = v[i][1] * power;
+// A value the compiler takes for new: what follows from it is not computed ahead, in registers the products need.
+__device__ __forceinline__ int anew(int x) {
+  int v;
+  asm volatile("mov.u32 %0, %1;" : "=r"(v) : "r"(x));
+  return v;
+}
+
+// Where a lane's sums go: rows 8 j + 2 t and the next, weight rows g and g + 8 of a record. Four at a time; loads and
+// stores are apart, because the compiler may not move a load over a store that may be to its place.
+struct Place {
+  int row, column, n_row, n_out;
+  u32 at;  // floats from the start: 32 bits are enough for 128 rows, and registers are few
+
+  __device__ __forceinline__ Place(const Matrix& m, int record, int j) : n_row(anew(m.n_row)), n_out(anew(m.n_out)) {
+    const int lane = anew(threadIdx.x) & 31;
+    row = j * 8 + (lane & 3) * 2;
+    column = record * (EPILOGUE == GATED ? 8 : 16) + (lane >> 2);
+    at = static_cast<u32>(row) * static_cast<u32>(n_out) + column;
+  }
+
+  __device__ __forceinline__ void next() { row += 8, at += 8u * n_out; }  // j
+
+  __device__ __forceinline__ float4 load(const float* from) const {
+    float4 v = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (row < n_row && column < n_out) v.x = from[at];
+    if (row < n_row && column + 8 < n_out) v.z = from[at + 8];
+    if (row + 1 < n_row && column < n_out) v.y = from[at + n_out];
+    if (row + 1 < n_row && column + 8 < n_out) v.w = from[at + n_out + 8];
+    return v;
+  }
+
+  __device__ __forceinline__ void store(float4 sum, float2 power, float4 old, float* out) const {
+    float4 y = make_float4(sum.x * power.x, sum.y * power.y, sum.z * power.x, sum.w * power.y);
 #if EPILOGUE == GATED
-    const int column = record * 8 + g;
-    if (column < m.n_out) out[static_cast<i64>(row + i) * m.n_out + column] = silu(y) * y8;
+    if (row < n_row && column < n_out) out[at] = silu(y.x) * y.z;
+    if (row + 1 < n_row && column < n_out) out[at + n_out] = silu(y.y) * y.w;
 #else
-    const int column = record * 16 + g;
-    const i64 at = static_cast<i64>(row + i) * m.n_out + column;
-    if (column < m.n_out) out[at] = EPILOGUE == RESIDUAL ? residual[at] + y : y;
-    if (column + 8 < m.n_out) out[at + 8] = EPILOGUE == RESIDUAL ? residual[at + 8] + y8 : y8;
+    if (EPILOGUE == RESIDUAL) y = make_float4(old.x + y.x, old.y + y.y, old.z + y.z, old.w + y.w);
+    if (row < n_row && column < n_out) out[at] = y.x;
+    if (row < n_row && column + 8 < n_out) out[at + 8] = y.z;
+    if (row + 1 < n_row && column < n_out) out[at + n_out] = y.y;
+    if (row + 1 < n_row && column + 8 < n_out) out[at + n_out + 8] = y.w;
 #endif
   }
-}
+};
 
 struct Finish {  // what the sums of a tile need on their way out
   const Matrix& m;
-  const float* powers;
+  const float* powers;  // in shared memory
   const float* residual;
   float* out;
   float* partial;
   int* counts;
   int* states;
 
+  __device__ __forceinline__ float2 power(int row) const { return *reinterpret_cast<const float2*>(powers + row); }
+
   __device__ __forceinline__ void store_all(const float (&acc)[kSums], int tile) const {
+    constexpr int kGroup = 2;  // loads of the residual under way: registers are few
+    Place place(m, tile * kTile + (anew(threadIdx.x) >> 5), 0);
 #pragma unroll
-    for (int j = 0; j < PAD / 8; ++j)
-      store(make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]), m,
-            tile * kTile + (threadIdx.x >> 5), j, powers, residual, out);
+    for (int j = 0; j < PAD / 8; j += kGroup) {
+      float4 old[kGroup];
+      Place ahead = place;
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i, ahead.next())
+        if (EPILOGUE == RESIDUAL) old[i] = ahead.load(residual);
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i, place.next()) {
+        const float* v = acc + 4 * (j + i);
+        place.store(make_float4(v[0], v[1], v[2], v[3]), power(place.row), old[i], out);
+      }
+    }
   }
 };
 
 // ---- tiles that several CTAs share
 
 __device__ __forceinline__ void sync_computing() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
+
+// Between a barrier and a message, or a message and a barrier: one thread's fence covers what the barrier ordered.
+__device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 __device__ __forceinline__ int load_acquire(const int* p) {
   int v;
@@ -241,9 +289,9 @@ struct Sharers {
   bool is_second;        // the first one began with an earlier tile: its share lies in its second slot
 
   __device__ __forceinline__ Sharers(const Matrix& m, int tile) {
-    const i64 start = static_cast<i64>(tile) * m.n_chunk, end = start + m.n_chunk;
-    first = static_cast<int>(((start + 1) * m.grid - 1) / m.total);
-    const int last = static_cast<int>((end * m.grid - 1) / m.total);
+    const int start = tile * m.n_chunk, end = start + m.n_chunk;
+    first = m.owner(start);
+    const int last = m.owner(end - 1);
     n = last - first + 1;
     n_stay = n - (m.run_start(last + 1) > end);
     is_second = m.run_start(first) < start;
@@ -259,7 +307,6 @@ __device__ __forceinline__ void write_share(const float (&acc)[kSums], float4* s
 #pragma unroll
   for (int j = 0; j < PAD / 8; ++j)
     __stcg(share + j * kThreads, make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]));
-  __threadfence();
 }
 
 // Sums and stores the part of a tile that falls to one of the CTAs that stay.
@@ -267,13 +314,24 @@ __device__ __forceinline__ void reduce(const Finish& f, const Sharers& who, int 
   const int end = kParts * (rank + 1) / who.n_stay, warp = threadIdx.x >> 5;
   for (int part = kParts * rank / who.n_stay + warp; part < end; part += kWarps) {
     const int offset = (part - warp) * 32;  // `share` has this thread's place in the first 16 parts
-    float4 sum = __ldcg(who.share(f.partial, 0) + offset);
-#pragma unroll 4
-    for (int r = 1; r < who.n; ++r) {
-      const float4 v = __ldcg(who.share(f.partial, r) + offset);
-      sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+    const Place place(f.m, tile * kTile + part % kTile, part / kTile);
+    float4 sum, old = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (EPILOGUE == RESIDUAL) old = place.load(f.residual);
+    for (int first = 0; first < who.n; first += kLoads) {
+      float4 v[kLoads];
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i)
+        if (first + i < who.n) v[i] = __ldcg(who.share(f.partial, first + i) + offset);
+      if (first == 0) {
+        sum = v[0];
+      } else {
+        sum.x += v[0].x, sum.y += v[0].y, sum.z += v[0].z, sum.w += v[0].w;
+      }
+#pragma unroll
+      for (int i = 1; i < kLoads; ++i)
+        if (first + i < who.n) sum.x += v[i].x, sum.y += v[i].y, sum.z += v[i].z, sum.w += v[i].w;
     }
-    store(sum, f.m, tile * kTile + part % kTile, part / kTile, f.powers, f.residual, f.out);
+    place.store(sum, f.power(place.row), old, f.out);
   }
 }
 
@@ -287,54 +345,64 @@ __device__ __forceinline__ bool wait_for_go(int* state) {
 
 // A share of a tile is complete. The last to arrive tells the CTAs that stay, each sums its part of the tile. One that
 // did not wait marks itself gone, by a compare and swap against that message, and the last to arrive does its part.
-// With two sharers of which one goes on, the other keeps its sums in registers: it has no part but the whole.
-__device__ __forceinline__ void settle(float (&acc)[kSums], const Finish& f, int tile) {
+// With two sharers of which one goes on, the other keeps its sums in registers: it has no part but the whole. True if
+// `acc` became that whole.
+__device__ __forceinline__ bool settle(float (&acc)[kSums], const Finish& f, int tile) {
   __shared__ int came_last, may_go;
-  __shared__ u8 is_gone[kMaxGrid];
-  const Sharers who(f.m, tile);
+  __shared__ u8 is_mine[kMaxGrid];
+  const Sharers who(f.m, anew(tile));
   const int rank = blockIdx.x - who.first;
   const bool stays = rank < who.n_stay, keeps = stays && who.n_stay == 1;
   int* const state = f.states + blockIdx.x;
   if (!keeps) write_share(acc, who.share(f.partial, rank));
   sync_computing();
   if (threadIdx.x == 0) {
+    fence();
     came_last = atomicAdd(f.counts + tile, 1) == who.n - 1;
     if (came_last) f.counts[tile] = 0;  // nobody looks at it any more
-    __threadfence();
+    fence();
   }
   sync_computing();
+  int from = rank, to = rank + 1;  // parts of this CTA
   if (came_last) {
+    from = 0, to = who.n_stay;
+#pragma unroll 1
     for (int r = threadIdx.x; r < who.n_stay; r += kThreads) {
       int* const theirs = f.states + who.first + r;
-      is_gone[r] = r != rank && atomicExch(theirs, kGo) == kGone;
-      if (is_gone[r]) *theirs = kNothing;
+      is_mine[r] = r == rank || atomicExch(theirs, kGo) == kGone;
+      if (is_mine[r] && r != rank) *theirs = kNothing;
+      fence();
     }
-    __threadfence();
-    sync_computing();
-    for (int r = 0; r < who.n_stay; ++r)
-      if (is_gone[r]) reduce(f, who, r, tile);
-  } else if (stays) {
+  } else {
+    if (!stays) return false;
     if (threadIdx.x == 0) may_go = wait_for_go(state);
     sync_computing();
     if (!may_go) {
       if (keeps) write_share(acc, who.share(f.partial, rank));
       sync_computing();
-      if (threadIdx.x == 0) may_go = atomicCAS(state, kNothing, kGone) == kGo;
+      if (threadIdx.x == 0) {
+        fence();
+        may_go = atomicCAS(state, kNothing, kGone) == kGo;
+        fence();
+      }
       sync_computing();
     }
-    if (!may_go) return;
-    if (threadIdx.x == 0) *state = kNothing;
-    __threadfence();
+    if (!may_go) return false;
+    if (threadIdx.x == 0) *state = kNothing, is_mine[rank] = true;
   }
-  if (!stays) return;
-  if (!keeps) return reduce(f, who, rank, tile);
+  sync_computing();
+  if (!keeps) {
+    for (int r = from; r < to; ++r)
+      if (is_mine[r]) reduce(f, who, r, tile);
+    return false;
+  }
   const float4* const theirs = who.share(f.partial, 1);
 #pragma unroll
   for (int j = 0; j < PAD / 8; ++j) {
     const float4 v = __ldcg(theirs + j * kThreads);
     acc[4 * j] += v.x, acc[4 * j + 1] += v.y, acc[4 * j + 2] += v.z, acc[4 * j + 3] += v.w;
   }
-  f.store_all(acc, tile);
+  return true;
 }
 
 extern "C" __global__ void __launch_bounds__(kBlock, 1)
@@ -343,8 +411,9 @@ extern "C" __global__ void __launch_bounds__(kBlock, 1)
                  int n_record, int n_chunk) {
   extern __shared__ __align__(1024) uint4 stages[];
   __shared__ u64 barriers[2 * (WEIGHT_STAGES + ROW_STAGES)];
+  __shared__ __align__(8) float row_powers[PAD];
   const int grid = gridDim.x, cta = blockIdx.x;
-  const Matrix m{n_row, n_out, n_record, n_chunk, grid, static_cast<i64>((n_record + kTile - 1) / kTile) * n_chunk};
+  const Matrix m{n_row, n_out, n_record, n_chunk, grid, (n_record + kTile - 1) / kTile * n_chunk};
   const u32 data = shared_address(stages), full = shared_address(barriers);
   Ring b{data, full, full + ROW_STAGES * 8, 0, 0};
   Ring w{data + ROW_STAGES * kRowBytes, b.empty + ROW_STAGES * 8, b.empty + (ROW_STAGES + WEIGHT_STAGES) * 8, 0, 0};
@@ -364,18 +433,16 @@ extern "C" __global__ void __launch_bounds__(kBlock, 1)
   }
   registers_up<112>();  // 16 * 112 + 4 * 24 is what 20 warps of 96 start with; to ask for more is to wait for ever
   wait_for_predecessor();
-  const Finish finish{m, powers, residual, out, partial, counts, states};
+  for (int i = threadIdx.x; i < PAD; i += kThreads) row_powers[i] = i < n_row ? powers[i] : 0.f;
+  sync_computing();
+  const Finish finish{m, row_powers, residual, out, partial, counts, states};
   for (int unit = begin; unit < end;) {
     const int tile = unit / n_chunk, stop = min(end, (tile + 1) * n_chunk);
     float acc[kSums];
 #pragma unroll
     for (float& v : acc) v = 0.f;
     multiply(acc, w, b, stop - unit);
-    if (stop - unit == n_chunk) {
-      finish.store_all(acc, tile);
-    } else {
-      settle(acc, finish, tile);
-    }
+    if (stop - unit == n_chunk || settle(acc, finish, tile)) finish.store_all(acc, tile);
     unit = stop;
   }
 }

@@ -4,7 +4,7 @@ Where linear_cuda scales sums in float32, this rounds weights to f16 first: 2^-1
 relative L2 norm together with the rows' own rounding (linear_ref.py). A product's order of summation depends on the matrix
 and the device only, so a row's bits do not depend on the other rows nor on their number.
 
-Rows come as linear_rows' f16 values over a power of two, in the order of `blocks_for_wgmma`. More than 128 run in passes.
+Rows come as rows.cu's f16 values over a power of two, in the order of `blocks_for_wgmma`. More than 128 run in passes.
 Buffers are made at bind and shared by the matrices of a device: all launches must be on one stream.
 """
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from pyspec.cuda.jit import Kernel, compile_cubin
 from pyspec.cuda.kernels.linear_pack import CHUNKS, RECORDS, TILE, Packed, n_chunks, n_groups
 from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
-from pyspec.cuda.kernels.rows_cuda import Rows
+from pyspec.cuda.kernels.rows_cuda import TALL, Rows, RowsLaunch
 from pyspec.gguf import GGMLType
 
 PADS = (64, 96, 128)
@@ -120,20 +120,27 @@ def _workspace(device: torch.device, n_sm: int) -> _Workspace:
     return _Workspace(partial, counts, states)
 
 
+@cache
+def bind_rows(device: torch.device, n_in: int) -> RowsLaunch:
+    """One launch, and one buffer, for all matrices of n_in columns."""
+    return RowsLaunch(device, n_in, PADS, TALL)
+
+
 class WgmmaLaunch:
     """Multiplies rows with one matrix of `spec`."""
 
-    pads = PADS
     max_rows = MAX_ROWS
 
     def __init__(self, spec: LinearSpec, patience: int = PATIENCE, overlap: bool = True) -> None:
         self.spec, self.overlap = spec, overlap
+        self.rows = bind_rows(spec.device, spec.n_in)
         self.kernels = {pad: _kernel(spec.type, pad, spec.epilogue, patience) for pad in PADS}
         n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
         n_group, n_chunk = n_groups(spec.n_weight_row), n_chunks(spec.type, spec.n_in)
         n_tile = -(-n_group // TILE)
         assert n_tile <= _MAX_TILES
         self.grid = (min(n_sm, _MAX_GRID, n_tile * n_chunk),)
+        assert n_tile * n_chunk * self.grid[0] < 1 << 31 and MAX_ROWS * spec.n_out < 1 << 31, "32-bit arithmetic"
         self.workspace = _workspace(spec.device, n_sm)
         self.sizes = np.int32(spec.n_out), np.int32(n_group), np.int32(n_chunk)
 
@@ -141,7 +148,7 @@ class WgmmaLaunch:
         """See linear_ref. out and residual contiguous; residual may be `out`."""
         for first in range(0, x.shape[0], MAX_ROWS):
             part = slice(first, first + MAX_ROWS)
-            self.multiply(prepare(x[part]), packed, out[part], None if residual is None else residual[part])
+            self.multiply(self.rows(x[part]), packed, out[part], None if residual is None else residual[part])
 
     def multiply(self, rows: Rows, packed: Packed, out: Tensor, residual: Tensor | None = None) -> None:
         """The product alone, for rows that several matrices share. Reads rows.blocks as `blocks_for_wgmma` makes them."""

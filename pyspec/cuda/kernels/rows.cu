@@ -6,6 +6,8 @@
 //   out     LAYOUT 0: [block][pad][32] f16, the columns of a block in the order of quants.cuh: 0-3, 16-19, 4-7, 20-23, ...
 //                     and blocks up to a whole number of 256 columns, zero from COLUMNS on; rows of the pad stay as they are
 //           LAYOUT 1: [row, COLUMNS] f16
+//           LAYOUT 2: [block of 64][pad][64] f16 for warpgroup products, padded like LAYOUT 0; the order of columns is that
+//                     of linear_wgmma.py's blocks_for_wgmma
 //   sums    LAYOUT 0: [block][pad] f32  sums of the block's f16 values
 //   powers  [row]             f32   prepared row = out * power
 //
@@ -27,7 +29,7 @@
 #define GLU 4
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
-constexpr int kPadded = LAYOUT == 0 ? (COLUMNS + 255) / 256 * 256 : COLUMNS;
+constexpr int kPadded = LAYOUT == 1 ? COLUMNS : (COLUMNS + 255) / 256 * 256;
 constexpr int kQuads = (kPadded / 4 + kThreads - 1) / kThreads;  // of 4 columns, of a thread
 static_assert(COLUMNS % 32 == 0 && (KIND != HEADS || COLUMNS % 128 == 0), "whole blocks, and whole warps of a head");
 
@@ -120,6 +122,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const uint2 packed = make_uint2(pair(v[i].x * factor, v[i].y * factor), pair(v[i].z * factor, v[i].w * factor));
 #if LAYOUT == 1
     if (column < COLUMNS) *reinterpret_cast<uint2*>(out + static_cast<i64>(row) * COLUMNS + column) = packed;
+#elif LAYOUT == 2
+    if (column >= kPadded) continue;
+    const int part = column % 64 / 16 * 2, turn = row % 8, at = column % 16 / 2;  // two of the row's eight parts
+    u16* to = out + (static_cast<i64>(column / 64) * pad + row) * 64 + at;
+    *reinterpret_cast<u32*>(to + (part ^ turn) * 8) = packed.x;
+    *reinterpret_cast<u32*>(to + ((part + 1) ^ turn) * 8) = packed.y;
 #else
     float total = f16_to_f32(static_cast<u16>(packed.x)) + f16_to_f32(static_cast<u16>(packed.x >> 16)) +
                   (f16_to_f32(static_cast<u16>(packed.y)) + f16_to_f32(static_cast<u16>(packed.y >> 16)));

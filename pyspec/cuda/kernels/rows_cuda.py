@@ -17,7 +17,7 @@ from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
 from pyspec.cuda.kernels.rows_ref import HeadGate, HeadNorm, Kind, Norm, Prep, RowsSpec
 
 MAX_COLUMNS = 32768  # 16 times 4 columns in each thread's registers
-BLOCKED, ROW_MAJOR = 0, 1
+BLOCKED, ROW_MAJOR, TALL = 0, 1, 2  # rows.cu's layouts: for `linear`, a library, `linear_tall`
 ROWS_ARGS = "plpff" + "pli" + "ppp" + "i"
 STRETCH, THREADS = 4096, 512
 
@@ -36,7 +36,7 @@ def limits(spec: RowsSpec) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows ready to be multiplied, padded to `pad`: see rows.cu, LAYOUT 0. What rows of the pad hold means nothing."""
+    """Rows ready to be multiplied, padded to `pad`, in a layout of rows.cu. What rows of the pad hold means nothing."""
 
     blocks: Tensor
     sums: Tensor
@@ -91,11 +91,11 @@ class _Prepare:
 
 
 class RowsLaunch:
-    """Rows in blocks, for the `linear` kernel. Owns what it returns until the next call."""
+    """Rows in blocks, for our own products. Owns what it returns until the next call."""
 
-    def __init__(self, device: torch.device, n_in: int, pads: tuple[int, ...]) -> None:
+    def __init__(self, device: torch.device, n_in: int, pads: tuple[int, ...], layout: int = BLOCKED) -> None:
         self.n_in, self.pads, n_block = n_in, pads, -(-n_in // 256) * 8
-        self.prepare = _Prepare(device, n_in, BLOCKED)
+        self.prepare = _Prepare(device, n_in, layout)
         self.overlap = self.prepare.overlap
         self.blocks = torch.zeros(n_block * pads[-1] * 32, dtype=torch.float16, device=device)
         self.sums = torch.zeros(n_block * pads[-1], dtype=torch.float32, device=device)
