@@ -117,7 +117,7 @@ def test_chunked_prompts_follow_the_reference(heads: tuple[int, int]) -> None:
     mine, theirs = StateLayer(shape, N_SLOT, WIDTH, GPU), doubled(StateLayer(shape, N_SLOT, WIDTH, CPU))
     for t in (mine.k, mine.v, mine.g, mine.beta, mine.conv[:, 3:]):
         t.fill_(float("nan"))
-    run, reference = gdn_cuda.bind(GdnSpec(GPU, shape, EPS)), gdn_ref.bind(GdnSpec(CPU, shape, EPS))
+    run, reference = gdn_cuda.bind(GdnSpec(GPU, shape, EPS), chunked=64), gdn_ref.bind(GdnSpec(CPU, shape, EPS))
     for seqs in PROMPTS:
         rows = inputs(sum(s.width for s in seqs), shape, gen)
         poisoned_blocks()
@@ -161,7 +161,7 @@ def test_chunked_prompts_follow_the_reference_on_hostile_rows(kind: str) -> None
     shape, gen = shape_of(2, 6), torch.Generator().manual_seed(7)
     rows, w = hostile(kind, 700, shape, gen)
     mine, theirs = StateLayer(shape, N_SLOT, WIDTH, GPU), doubled(StateLayer(shape, N_SLOT, WIDTH, CPU))
-    run, reference = gdn_cuda.bind(GdnSpec(GPU, shape, EPS)), gdn_ref.bind(GdnSpec(CPU, shape, EPS))
+    run, reference = gdn_cuda.bind(GdnSpec(GPU, shape, EPS), chunked=64), gdn_ref.bind(GdnSpec(CPU, shape, EPS))
     seqs = [seq(1, 580, True), seq(3, 120, True)]
     got = run(*wide(*rows), *(x.to(GPU) for x in w), mine, laid(seqs, GPU))
     want = reference(*(x.double() for x in (*rows, *w)), theirs, laid(seqs, CPU))
@@ -174,7 +174,7 @@ def test_chunked_prompts_follow_the_reference_on_hostile_rows(kind: str) -> None
 def test_a_chunked_prompt_does_not_depend_on_its_neighbours_to_the_bit() -> None:
     shape, gen = shape_of(2, 6), torch.Generator().manual_seed(8)
     w, rows = [x.to(GPU) for x in weights(shape, gen)], [x.to(GPU) for x in inputs(500, shape, gen)]
-    run, found = gdn_cuda.bind(GdnSpec(GPU, shape, EPS)), []
+    run, found = gdn_cuda.bind(GdnSpec(GPU, shape, EPS), chunked=64), []
     for before, after in (
         ([], []),
         ([seq(0, 100, True), seq(3, 4)], [seq(2, 64, True)]),
@@ -194,7 +194,7 @@ def test_a_chunked_prompt_does_not_depend_on_its_neighbours_to_the_bit() -> None
 def test_a_long_sequence_with_a_bad_slot_is_skipped_and_the_others_run() -> None:
     shape, gen = shape_of(2, 4), torch.Generator().manual_seed(10)
     w, rows = [x.to(GPU) for x in weights(shape, gen)], [x.to(GPU) for x in inputs(270, shape, gen)]
-    run, fault = gdn_cuda.bind(GdnSpec(GPU, shape, EPS)), gdn_cuda.fault_record(rows[0].device)
+    run, fault = gdn_cuda.bind(GdnSpec(GPU, shape, EPS), chunked=64), gdn_cuda.fault_record(rows[0].device)
     good, bad = (StateLayer(shape, N_SLOT, WIDTH, GPU) for _ in "ab")
     seqs = [seq(0, 100, True), seq(1, 70, True), seq(2, 100, True)]
     want = run(*rows, *w, good, laid(seqs, GPU))
