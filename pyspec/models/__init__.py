@@ -12,6 +12,7 @@ ARCHITECTURES = {
     "llama": "pyspec.models.llama",
     "qwen3": "pyspec.models.qwen3",
     "qwen35": "pyspec.models.qwen35",
+    "qwen35moe": "pyspec.models.qwen35moe",
 }
 
 

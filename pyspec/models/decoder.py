@@ -16,6 +16,7 @@ from torch import Tensor
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGUFFile
 from pyspec.models.layers import Attention, AttentionShape, FeedForward, GatedDeltaNet, Rope, rms
+from pyspec.models.moe import MoeFeed, MoeShape, moe_tensors
 from pyspec.models.target import LayerMemory, Out
 from pyspec.models.weights import Want, Weights
 from pyspec.slots.batch import Batch
@@ -40,7 +41,7 @@ class DecoderConfig:
     n_embd: int
     n_layer: int  # trunk layers, without MTP blocks
     n_nextn: int = 0  # MTP blocks the metadata announces
-    n_ff: int
+    n_ff: int  # inner values of a row; with experts, those of all it uses
     n_ctx_train: int
     eps: float
     attention: AttentionShape
@@ -52,6 +53,7 @@ class DecoderConfig:
     layers: tuple[Layer, ...]  # of the trunk
     mtp_layer: Layer = Layer()
     state: StateShape | None = None  # of the recurrent mixers
+    moe: MoeShape | None = None  # of the feeds of experts
 
     def memory(self) -> list[LayerMemory]:
         """What each trunk layer keeps per slot."""
@@ -196,6 +198,10 @@ MIXERS = {
 FEEDS = {
     "swiglu": Kind(
         lambda c, file, p: swiglu_tensors(c, p), lambda c, w, p, rope, layer: FeedForward(w, p, c.eps, layer.feed_norm)
+    ),
+    "moe": Kind(
+        lambda c, file, p: moe_tensors(c.moe, c.n_embd, file, p),
+        lambda c, w, p, rope, layer: MoeFeed(w, p, c.moe, c.eps, layer.feed_norm),
     ),
 }
 

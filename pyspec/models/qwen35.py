@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
 from pyspec.models.decoder import DecoderConfig, Layer, read_attention, rope_factor, vocab_size
+from pyspec.models.moe import MoeShape
 from pyspec.slots.memory import StateShape
 
 NORM = "post_attention_norm"  # before the feed-forward
@@ -40,31 +41,38 @@ def recurrent_layers(file: GGUFFile, n_layer: int) -> Sequence[bool]:
 
 
 def read(file: GGUFFile) -> DecoderConfig:
+    return read_hybrid(file, n_ff=file.get_int("qwen35.feed_forward_length"))
+
+
+def read_hybrid(file: GGUFFile, *, n_ff: int, feed: str = "swiglu", moe: MoeShape | None = None) -> DecoderConfig:
+    """The configuration of this family with any kind of feed-forward."""
+    a = file.architecture
     attention = read_attention(file, gated=True)
-    n_block, n_nextn = file.get_int("qwen35.block_count"), file.get_int("qwen35.nextn_predict_layers", 0)
+    n_block, n_nextn = file.get_int(f"{a}.block_count"), file.get_int(f"{a}.nextn_predict_layers", 0)
     if not 0 <= n_nextn < n_block:
-        raise ModelError(f"{n_nextn} MTP blocks among {n_block} blocks (qwen35.nextn_predict_layers, block_count)")
-    sections = file.get_numbers("qwen35.rope.dimension_sections")
-    n_rot = file.get_int("qwen35.rope.dimension_count")
+        raise ModelError(f"{n_nextn} MTP blocks among {n_block} blocks ({a}.nextn_predict_layers, block_count)")
+    sections = file.get_numbers(f"{a}.rope.dimension_sections")
+    n_rot = file.get_int(f"{a}.rope.dimension_count")
     if 2 * sum(int(x) for x in sections) < n_rot:
         raise ModelError(f"rope sections {[int(x) for x in sections]} cover fewer than {n_rot // 2} frequencies")
     n_layer = n_block - n_nextn
     return DecoderConfig(
-        arch="qwen35",
+        arch=a,
         n_vocab=vocab_size(file),
-        n_embd=file.get_int("qwen35.embedding_length"),
+        n_embd=file.get_int(f"{a}.embedding_length"),
         n_layer=n_layer,
         n_nextn=n_nextn,
-        n_ff=file.get_int("qwen35.feed_forward_length"),
-        n_ctx_train=file.get_int("qwen35.context_length"),
-        eps=file.get_float("qwen35.attention.layer_norm_rms_epsilon"),
+        n_ff=n_ff,
+        n_ctx_train=file.get_int(f"{a}.context_length"),
+        eps=file.get_float(f"{a}.attention.layer_norm_rms_epsilon"),
         attention=attention,
         n_rot=n_rot,
-        rope_base=file.get_float("qwen35.rope.freq_base"),
+        rope_base=file.get_float(f"{a}.rope.freq_base"),
         rope_factor=rope_factor(file),
         rope_neox=True,
         qk_norm=True,
-        layers=tuple(Layer("delta" if r else "attention", "swiglu", NORM) for r in recurrent_layers(file, n_layer)),
-        mtp_layer=Layer("attention", "swiglu", NORM),
+        layers=tuple(Layer("delta" if r else "attention", feed, NORM) for r in recurrent_layers(file, n_layer)),
+        mtp_layer=Layer("attention", feed, NORM),
         state=read_state(file),
+        moe=moe,
     )

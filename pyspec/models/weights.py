@@ -17,6 +17,7 @@ from pyspec.cuda.kernels.linear import linear, linear_tall
 from pyspec.cuda.kernels.linear_pack import Packed, interleave, repack
 from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
 from pyspec.cuda.kernels.linear_wgmma import WgmmaLaunch
+from pyspec.cuda.kernels.moe_ref import Stack
 from pyspec.cuda.kernels.rows import rows
 from pyspec.cuda.kernels.rows_cuda import WideRows
 from pyspec.cuda.kernels.rows_ref import Glu, Norm, Prep, RowsSpec
@@ -280,6 +281,15 @@ class Weights:
             whole[at : at + i.shape[0]] = part if (s := self._scale(n)) == 1.0 else part * s
             at += i.shape[0]
         return whole
+
+    def stack(self, name: str) -> Stack:
+        """One matrix of every expert [expert, out, in]: as in the file, or unpacked where matrices are."""
+        info, side = self._info(name), name.removesuffix(".weight") + ".scale"
+        scale = self.vector(side).expand(info.shape[0]) if self.has(side) else None
+        raw, (n_out, n_in) = self._raw(name), info.shape[1:]
+        if self.dense is None:
+            return Stack(raw.view(info.shape[0], -1), info.type, n_out, n_in, scale)
+        return Stack(dequantize(raw, info.type, info.shape, self.dense), None, n_out, n_in, scale)
 
     def embedding(self, name: str) -> Embedding:
         info = self._info(name)

@@ -1,0 +1,154 @@
+"""A feed-forward of experts, a few of which run for each row, and one shared expert that runs for all.
+
+`qwen35moe` and `nemotron_h_moe` declare theirs as a MoeShape; tensors have llama.cpp's names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyspec.cuda.kernels.moe import moe, moe_route
+from pyspec.cuda.kernels.moe_ref import Act, MoeSpec, Router, RouteSpec, Stack, Stacks, activate
+from pyspec.cuda.kernels.rows_ref import Norm
+from pyspec.errors import ModelError
+from pyspec.gguf import GGUFFile
+from pyspec.models.weights import Matrix, Want, Weights
+
+
+@dataclass(frozen=True, slots=True)
+class MoeShape:
+    """What a file declares of its experts.
+
+    n_ff         width of an expert; n_ff_shared that of the shared one, 0 for none
+    renorm       weights of a row are divided by their sum, then multiplied with `scale`
+    latent       experts work in this width instead of n_embd, between two plain matrices; 0 for n_embd
+    shared_gate  the shared expert is multiplied with sigmoid(ffn_gate_inp_shexp . x)
+    """
+
+    n_expert: int
+    n_used: int
+    n_ff: int
+    n_ff_shared: int = 0
+    router: Router = "softmax"
+    renorm: bool = True
+    scale: float = 1.0
+    act: Act = "swiglu"
+    latent: int = 0
+    shared_gate: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.n_used <= self.n_expert:
+            raise ModelError(f"{self.n_used} of {self.n_expert} experts can not be used")
+        if self.n_ff < 1:
+            raise ModelError(f"experts of width {self.n_ff}")
+
+
+def moe_tensors(s: MoeShape, n_embd: int, file: GGUFFile, p: str) -> dict[str, Want]:
+    """Wanted tensors of the feed-forward with prefix `p` (blk.N), without its norm."""
+    n, f, e = s.latent or n_embd, s.n_ff, s.n_expert
+    wants = {f"{p}.ffn_gate_inp.weight": Want((e, n_embd)), f"{p}.exp_probs_b.bias": Want((e,), optional=True)}
+    if f"{p}.ffn_gate_up_exps.weight" in file.tensors and s.act == "swiglu":
+        wants[f"{p}.ffn_gate_up_exps.weight"] = Want((e, 2 * f, n))
+    else:
+        wants |= {f"{p}.ffn_{x}_exps.weight": Want((e, f, n)) for x in _inner(s)}
+    wants[f"{p}.ffn_down_exps.weight"] = Want((e, n, f))
+    if s.latent:
+        wants |= {f"{p}.ffn_latent_down.weight": Want((n, n_embd)), f"{p}.ffn_latent_up.weight": Want((n_embd, n))}
+    if s.n_ff_shared:
+        wants |= {f"{p}.ffn_{x}_shexp.weight": Want((s.n_ff_shared, n_embd)) for x in _inner(s)}
+        wants[f"{p}.ffn_down_shexp.weight"] = Want((n_embd, s.n_ff_shared))
+        if s.shared_gate:
+            wants[f"{p}.ffn_gate_inp_shexp.weight"] = Want((n_embd,), also=((1, n_embd),))
+    return wants
+
+
+def _inner(s: MoeShape) -> tuple[str, ...]:
+    return ("gate", "up") if s.act == "swiglu" else ("up",)
+
+
+def _stacks(w: Weights, p: str, act: Act) -> Stacks:
+    down = w.stack(f"{p}.ffn_down_exps.weight")
+    if w.has(both := f"{p}.ffn_gate_up_exps.weight"):
+        return Stacks(*halves(w.stack(both)), down)
+    gate = w.stack(f"{p}.ffn_gate_exps.weight") if act == "swiglu" else None
+    return Stacks(gate, w.stack(f"{p}.ffn_up_exps.weight"), down)
+
+
+def halves(stack: Stack) -> tuple[Stack, Stack]:
+    """A fused stack as gates (the first half of an expert's rows) and ups; both are views of it."""
+    half = stack.n_out // 2
+    parts = stack.data.chunk(2, 1)  # rows of a matrix, or their bytes: both lie in order
+    gate, up = (Stack(data, stack.type, half, stack.n_in, stack.scale) for data in parts)
+    return gate, up
+
+
+class MoeFeed:
+    """x + experts(n) + shared(n) with n = norm(x). `norm_name` is the norm tensor's GGUF name."""
+
+    def __init__(self, w: Weights, prefix: str, shape: MoeShape, eps: float, norm_name: str = "ffn_norm") -> None:
+        p, self.shape = prefix, shape
+        self.norm = Norm(w.vector(f"{p}.{norm_name}.weight"), eps)
+        self.router = w.vector(f"{p}.ffn_gate_inp.weight")  # f32 whatever the file has: a near tie decides what runs
+        if shape.shared_gate:
+            gate = w.vector(f"{p}.ffn_gate_inp_shexp.weight").view(1, -1)
+            self.router = torch.cat((self.router, gate))
+        self.bias = w.optional(f"{p}.exp_probs_b.bias")
+        route = self._route_spec(w.device)
+        self.route, self.capturable = moe_route.bind(route), moe_route.chosen(route).capturable
+        stacks = _stacks(w, p, shape.act)
+        spec = self._spec(w.device, stacks)
+        self.experts, self.capturable = moe.bind(spec)(stacks), self.capturable and moe.chosen(spec).capturable
+        self.latent_down: Matrix | None = w.matrix(f"{p}.ffn_latent_down.weight") if shape.latent else None
+        self.latent_up: Matrix | None = w.matrix(f"{p}.ffn_latent_up.weight") if shape.latent else None
+        self.shared = _Shared(w, p, shape.act) if shape.n_ff_shared else None
+
+    def _route_spec(self, device: torch.device) -> RouteSpec:
+        s = self.shape
+        return RouteSpec(
+            device,
+            self.router.shape[1],
+            s.n_expert,
+            s.n_used,
+            s.router,
+            s.renorm,
+            s.scale,
+            biased=self.bias is not None,
+            gated=s.shared_gate,
+        )
+
+    def _spec(self, device: torch.device, stacks: Stacks) -> MoeSpec:
+        s, scaled = (
+            self.shape,
+            any(x is not None and x.scale is not None for x in (stacks.gate, stacks.up, stacks.down)),
+        )
+        up = stacks.up.type if stacks.gate is None or stacks.gate.type is stacks.up.type else None
+        return MoeSpec(device, s.n_used, stacks.down.n_out, s.n_ff, s.act, up, stacks.down.type, scaled)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        n = self.norm(x)
+        routes = self.route(n, self.router, self.bias)
+        y = self.experts(n if self.latent_down is None else self.latent_down(n), routes.ids, routes.weights)
+        if self.latent_up is not None:
+            y = self.latent_up(y)
+        if self.shared is not None:
+            shared = self.shared(n)
+            y = y + (shared if routes.gate is None else shared * routes.gate)
+        return x + y
+
+
+class _Shared:
+    """The expert that every row takes."""
+
+    def __init__(self, w: Weights, p: str, act: Act) -> None:
+        up = f"{p}.ffn_up_shexp.weight"
+        self.act = act
+        self.up = w.gated(f"{p}.ffn_gate_shexp.weight", up) if act == "swiglu" else w.matrix(up)
+        self.down = w.matrix(f"{p}.ffn_down_shexp.weight")
+
+    def __call__(self, n: Tensor) -> Tensor:
+        if self.act == "swiglu":
+            return self.down(*self.up.unfinished(n))
+        return self.down(activate(None, self.up(n)))

@@ -1,0 +1,39 @@
+"""`qwen35moe` (Qwen3.5, 3.6 with experts): as `qwen35`, and every feed-forward, the MTP block's too, is one of experts.
+
+The router is fixed by the architecture, not by metadata: softmax over all experts, weights of the chosen ones divided by
+their sum, no bias, no groups. The shared expert has a gate of its own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pyspec.errors import ModelError
+from pyspec.gguf import GGUFFile
+from pyspec.models.decoder import DecoderConfig
+from pyspec.models.moe import MoeShape
+from pyspec.models.qwen35 import read_hybrid
+
+
+def _same(file: GGUFFile, key: str, default: int | None = None) -> int:
+    """A number, or one for each block as some writers have it; blocks of different sizes are refused."""
+    key = f"{file.architecture}.{key}"
+    value = file.metadata.get(key)
+    if not isinstance(value, np.ndarray):
+        return file.get_int(key) if default is None else file.get_int(key, default)
+    sizes = {int(x) for x in value}
+    if len(sizes) != 1:
+        raise ModelError(f"{key} has blocks of different sizes: {sorted(sizes)}")
+    return sizes.pop()
+
+
+def read(file: GGUFFile) -> DecoderConfig:
+    n_used, n_ff = _same(file, "expert_used_count"), _same(file, "feed_forward_length", 0)
+    moe = MoeShape(
+        n_expert=_same(file, "expert_count"),
+        n_used=n_used,
+        n_ff=_same(file, "expert_feed_forward_length", n_ff // max(n_used, 1)),
+        n_ff_shared=_same(file, "expert_shared_feed_forward_length", n_ff),
+        shared_gate=True,
+    )
+    return read_hybrid(file, n_ff=n_used * moe.n_ff + moe.n_ff_shared, feed="moe", moe=moe)
