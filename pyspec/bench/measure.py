@@ -16,6 +16,7 @@ from pyspec.errors import PyspecError
 from pyspec.request import Delta, Done, Event, Failed, Metrics, Request, SamplingParams, Timings
 
 Mode = Literal["plain", "spec"]
+Via = Literal["engine", "http"]
 PARTS = ("draft", "verify", "sample", "host")
 
 
@@ -34,6 +35,7 @@ class Run:
     drafted, accepted  per draft position, whole turn
     n_draft      slot rounds by how many tokens were drafted, whole turn
     mean_len     tokens a slot gains a round, whole turn
+    via          "engine": in process, timed where tokens are handed over; "http": through the server, timed by its clients
     """
 
     np: int
@@ -54,6 +56,18 @@ class Run:
     n_draft: tuple[int, ...]
     mean_len: float
     synthetic: bool = False
+    via: Via = "engine"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """How one turn is to run."""
+
+    mode: Mode
+    turn: int
+    n_predict: int
+    ignore_eos: bool
+    temperature: float = 0.0
 
 
 @dataclass
@@ -67,7 +81,7 @@ class Round:
 
 @dataclass
 class Watch:
-    """Collects the events of one turn on the engine's thread, sorted into rounds.
+    """Collects the events of one turn, sorted into rounds.
 
     A stream has at most one Delta a round, so a stream that comes again begins the next round. The window is made of the
     rounds after the one in which the last stream began, before the one in which the first stream ended.
@@ -85,6 +99,7 @@ class Watch:
     error: PyspecError | None = None
     over: threading.Event = field(default_factory=threading.Event)
     n_over: int = 0
+    clock: Callable[[], float] = lambda: time.perf_counter()
 
     def sink(self, stream: int) -> Callable[[Event], None]:
         return lambda event: self._take(stream, event)
@@ -109,7 +124,7 @@ class Watch:
             if self.opened is None and len(self.started) == self.n_stream:
                 self.opened = len(self.rounds) - 1, self.metrics()
         now = self.rounds[-1]
-        now.n, now.ended = now.n + n, time.perf_counter()
+        now.n, now.ended = now.n + n, self.clock()
         now.streams.add(stream)
         if stream not in self.started:
             self.started.add(stream)
@@ -129,16 +144,11 @@ def measure(
     cancel: Callable[[str], None],
     metrics: Callable[[], Metrics],
     prompts: Sequence[tuple[int, ...]],
-    *,
-    mode: Mode,
-    turn: int,
-    n_predict: int,
-    ignore_eos: bool,
-    temperature: float = 0.0,
+    how: Turn,
 ) -> Run:
     """Run one stream per prompt side by side and time them. Raises what the engine answers if a request fails."""
     watch = Watch(len(prompts), metrics)
-    params = SamplingParams(temperature=temperature, seed=turn + 1, ignore_eos=ignore_eos)
+    params = SamplingParams(temperature=how.temperature, seed=how.turn + 1, ignore_eos=how.ignore_eos)
     ids = []
     watch.began = time.perf_counter()
     try:
@@ -146,9 +156,9 @@ def measure(
             request = Request(
                 prompt=prompt,
                 params=params,
-                max_tokens=n_predict,
+                max_tokens=how.n_predict,
                 cache_prompt=False,
-                n_draft_max=0 if mode == "plain" else None,
+                n_draft_max=0 if how.mode == "plain" else None,
             )
             ids.append(submit(request, watch.sink(i)))
         while not watch.over.wait(0.1):  # in steps, so that Ctrl-C is heard
@@ -158,7 +168,7 @@ def measure(
             cancel(name)
     if watch.error is not None:
         raise watch.error
-    return summarise(watch, mode, turn, sum(map(len, prompts)))
+    return summarise(watch, how.mode, how.turn, sum(map(len, prompts)))
 
 
 def summarise(watch: Watch, mode: Mode, turn: int, n_prompt: int) -> Run:

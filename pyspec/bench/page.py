@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 
 from pyspec.bench.picture import picture
-from pyspec.bench.report import MADE_UP
+from pyspec.bench.report import MADE_UP, http_cells
 from pyspec.bench.result import Report
 
 STYLE = """
@@ -37,10 +37,13 @@ def as_html(report: Report) -> str:
         )
         for r in report.rows
     ]
+    through = [cells for r in report.rows for cells in http_cells(r)]
+    http_head = ("streams", "kind", "in process tok/s", "HTTP tok/s", "share", "lowest..highest")
+    http = f"<h2>Through HTTP</h2>\n{_table(http_head, through)}\n" if through else ""
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><title>{escape(title)}</title>'
         f"<style>{STYLE}</style></head>\n<body><h1>{escape(title)}</h1>{warning}\n"
-        f"{picture(report)}\n{_table(head, rows)}\n<h2>What ran</h2>\n{about}</body></html>\n"
+        f"{picture(report)}\n{_table(head, rows)}\n{http}<h2>What ran</h2>\n{about}</body></html>\n"
     )
 
 

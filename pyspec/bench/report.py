@@ -21,6 +21,9 @@ def as_markdown(report: Report) -> str:
         head.append(f"**{MADE_UP}**: speed only; the text is not the model's")
     rates = ["np", "prompt tok/s", "plain tok/s", "per stream", "spec tok/s", "per stream", "ratio", "lowest..highest"]
     tables = [_table(rates, [_rate_cells(r) for r in report.rows])]
+    if any(r.plain_http for r in report.rows):
+        through = ["np", "kind", "in process tok/s", "HTTP tok/s", "share", "lowest..highest"]
+        tables.append(_table(through, [cells for r in report.rows for cells in http_cells(r)]))
     parts = ["np", "kind", "round ms", "draft", "verify", "sample", "host", "of floor"]
     tables.append(_table(parts, [cells for r in report.rows for cells in _part_cells(r)]))
     if any(r.n_draft for r in report.rows):
@@ -38,10 +41,27 @@ def _rate_cells(r: Row) -> list[str]:
     return [str(r.np), f"{r.prompt:.0f}", plain, streams[0], spec, streams[1], f"x{r.ratio:.2f}", spread]
 
 
+def http_cells(r: Row) -> list[list[str]]:
+    """Rates in process and through HTTP, a line for each kind that was measured."""
+    kinds = [
+        ("plain", r.plain, r.plain_http, r.plain_http_share, r.plain_http_low, r.plain_http_high),
+        ("spec", r.spec, r.spec_http, r.spec_http_share, r.spec_http_low, r.spec_http_high),
+    ]
+    return [
+        [str(r.np), kind, f"{direct:.1f}", f"{http:.1f}", f"{share:.3f}", f"{low:.3f}..{high:.3f} ({r.turns})"]
+        for kind, direct, http, share, low, high in kinds
+        if http
+    ]
+
+
 def _part_cells(r: Row) -> list[list[str]]:
     kinds = [("plain", r.plain_round_ms, r.plain_ms, r.plain_floor)]
+    if r.plain_http:
+        kinds.append(("plain HTTP", r.plain_http_round_ms, r.plain_http_ms, 0.0))
     if r.spec:
         kinds.append(("spec", r.spec_round_ms, r.spec_ms, r.spec_floor))
+    if r.spec_http:
+        kinds.append(("spec HTTP", r.spec_http_round_ms, r.spec_http_ms, 0.0))
     return [
         [str(r.np), kind, f"{whole:.2f}", *(f"{v:.2f}" for v in ms.values()), f"{floor:.0%}" if floor else "-"]
         for kind, whole, ms, floor in kinds

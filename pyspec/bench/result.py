@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from pyspec.bench.measure import PARTS, Run
+from pyspec.bench.measure import PARTS, Mode, Run
 from pyspec.errors import ConfigError
 
 SCHEMA = 1
@@ -25,6 +26,7 @@ class Row:
     n_draft      share of slot rounds that ran with 0, 1, 2 ... drafted tokens
     plain_ms, spec_ms    milliseconds of a round by part; round_ms: wall milliseconds
     floor        share of the bandwidth floor that was reached: time to read the weights once / time of a round
+    *_http       the same through HTTP; share: of the in-process rate of the neighbouring turn, lowest and highest
     """
 
     np: int
@@ -51,6 +53,18 @@ class Row:
     spec_round_ms: float = 0.0
     plain_floor: float = 0.0
     spec_floor: float = 0.0
+    plain_http: float = 0.0
+    plain_http_share: float = 0.0
+    plain_http_low: float = 0.0
+    plain_http_high: float = 0.0
+    plain_http_ms: dict[str, float] = field(default_factory=dict)
+    plain_http_round_ms: float = 0.0
+    spec_http: float = 0.0
+    spec_http_share: float = 0.0
+    spec_http_low: float = 0.0
+    spec_http_high: float = 0.0
+    spec_http_ms: dict[str, float] = field(default_factory=dict)
+    spec_http_round_ms: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +90,8 @@ def summarise_turns(runs: Sequence[Run], *, n_bytes: int = 0, bandwidth: float =
     return tuple(_row([r for r in runs if r.np == np], floor_ms) for np in sorted({r.np for r in runs}))
 
 
-def _row(runs: Sequence[Run], floor_ms: float) -> Row:
+def _row(every: Sequence[Run], floor_ms: float) -> Row:
+    runs = [r for r in every if r.via == "engine"]
     plain, spec = [[r for r in runs if r.mode == mode] for mode in ("plain", "spec")]
     drafted, accepted = _totals([r.drafted for r in spec]), _totals([r.accepted for r in spec])
     n_draft = _totals([r.n_draft for r in spec])
@@ -87,7 +102,7 @@ def _row(runs: Sequence[Run], floor_ms: float) -> Row:
         np=runs[0].np,
         turns=len(plain),
         n_prompt=runs[0].n_prompt,
-        n_predicted=sum(r.n_predicted for r in runs),
+        n_predicted=sum(r.n_predicted for r in every),
         prompt=_middle([r.prompt_rate for r in runs]),
         plain=_middle(plain_rates),
         plain_low=min(plain_rates, default=0.0),
@@ -108,7 +123,25 @@ def _row(runs: Sequence[Run], floor_ms: float) -> Row:
         spec_round_ms=spec_round,
         plain_floor=floor_ms / plain_round if plain_round > 0 else 0.0,
         spec_floor=floor_ms / spec_round if spec_round > 0 else 0.0,
+        **_http(every, "plain"),
+        **_http(every, "spec"),
     )
+
+
+def _http(runs: Sequence[Run], mode: Mode) -> dict[str, Any]:
+    """The fields of Row that tell of HTTP turns of one mode."""
+    through = [r for r in runs if (r.via, r.mode) == ("http", mode)]
+    direct = {r.turn: r.rate for r in runs if (r.via, r.mode) == ("engine", mode)}
+    shares = [r.rate / direct[r.turn] for r in through if r.rate > 0 and direct.get(r.turn, 0.0) > 0]
+    figures = {
+        "": _middle([r.rate for r in through if r.rate > 0]),
+        "_share": _middle(shares),
+        "_low": min(shares, default=0.0),
+        "_high": max(shares, default=0.0),
+        "_ms": {p: _middle([r.ms[p] for r in through]) for p in PARTS} if through else {},
+        "_round_ms": _middle([r.round_ms for r in through]),
+    }
+    return {f"{mode}_http{name}": value for name, value in figures.items()}
 
 
 def _middle(values: Sequence[float]) -> float:
@@ -144,7 +177,7 @@ class Change:
         return self.after / self.before - 1
 
 
-COMPARED = ("prompt", "plain", "spec")
+COMPARED = ("prompt", "plain", "spec", "plain_http", "spec_http")
 """Fields of Row that are rates: more is better."""
 
 
@@ -154,7 +187,7 @@ def read_rates(path: Path) -> dict[int, dict[str, float]]:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["schema"] != SCHEMA:
             raise ConfigError(f"{path}: schema {data['schema']}; this version reads {SCHEMA}")
-        return {int(row["np"]): {name: float(row[name]) for name in COMPARED} for row in data["rows"]}
+        return {int(row["np"]): {name: float(row.get(name, 0.0)) for name in COMPARED} for row in data["rows"]}
     except OSError as e:
         raise ConfigError(f"cannot read {path}: {e.strerror or e}") from e
     except (ValueError, KeyError, TypeError) as e:
@@ -168,11 +201,13 @@ def changes(rows: Sequence[Row], baseline: dict[int, dict[str, float]]) -> list[
     """
     found = []
     for row in rows:
-        now = {"prompt": row.prompt, "plain": row.plain, "spec": row.spec}
+        now = {name: getattr(row, name) for name in COMPARED}
         before = {name: rate for name, rate in baseline.get(row.np, {}).items() if rate > 0}
         for name in before:
             if now[name] <= 0:
-                raise ConfigError(f"np {row.np}: {name} was not measured; is the drafter missing, or -n too small?")
+                raise ConfigError(
+                    f"np {row.np}: {name} was not measured; is the drafter or --http missing, or -n too small?"
+                )
         found += [Change(row.np, name, before[name], now[name]) for name in before]
     if not found:
         ours = ", ".join(str(r.np) for r in rows)

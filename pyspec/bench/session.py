@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from pyspec import __version__
-from pyspec.bench.measure import Mode, Run, measure
+from pyspec.bench.measure import Mode, Run, Turn, measure
+from pyspec.bench.over_http import Clients, measure_http
 from pyspec.bench.prompts import make_prompts
 from pyspec.bench.result import Report, summarise_turns
 
@@ -35,10 +36,13 @@ class Plan:
     warm_up: bool = True
 
 
-def bench(engine: Engine, plan: Plan, tell: Callable[[str], None] = lambda line: None) -> Report:
-    """Measure. Turns alternate plain, speculative, plain ... so that a slow minute of the machine hits both.
+def bench(
+    engine: Engine, plan: Plan, tell: Callable[[str], None] = lambda line: None, clients: Clients | None = None
+) -> Report:
+    """Measure. Turns alternate plain, speculative, plain ... so that a slow minute of the machine hits both. With
+    `clients` of a server of this engine each of them is followed by the same turn through HTTP.
 
-    Each turn has its own prompts, the same for both kinds: a ratio compares like with like, and a few streams are not
+    Each turn has its own prompts, the same for all kinds: a ratio compares like with like, and a few streams are not
     judged by one text.
     """
     modes: tuple[Mode, ...] = ("plain", "spec") if engine.info.drafter != "none" else ("plain",)
@@ -46,28 +50,40 @@ def bench(engine: Engine, plan: Plan, tell: Callable[[str], None] = lambda line:
     runs: list[Run] = []
     for n in plan.streams:
         for mode in modes if plan.warm_up else ():
-            _turn(engine, plan, prompts[:n], mode, 0, WARM_UP)
+            for _ in _turns(engine, clients, plan, prompts[:n], mode, 0, WARM_UP):
+                pass
         for turn in range(plan.turns):
             asked = prompts[turn * n : (turn + 1) * n]
             for mode in modes:
-                runs.append(_turn(engine, plan, asked, mode, turn, plan.n_predict))
-                tell(f"np {n} {mode} turn {turn + 1}: {runs[-1].rate:.1f} tokens/s")
+                for run in _turns(engine, clients, plan, asked, mode, turn, plan.n_predict):
+                    runs.append(run)
+                    way = " through HTTP" if run.via == "http" else ""
+                    tell(f"np {n} {mode} turn {turn + 1}{way}: {run.rate:.1f} tokens/s")
     rows = summarise_turns(runs, n_bytes=engine.info.n_bytes, bandwidth=plan.bandwidth)
-    return Report(about=about(engine, plan), rows=rows, runs=tuple(runs))
+    facts = about(engine, plan) | ({"http": "loopback, clients in one process of their own"} if clients else {})
+    return Report(about=facts, rows=rows, runs=tuple(runs))
 
 
-def _turn(engine: Engine, plan: Plan, prompts: Sequence[tuple[int, ...]], mode: Mode, turn: int, n_predict: int) -> Run:
-    return measure(
-        engine.submit,
-        engine.cancel,
-        engine.metrics,
-        prompts,
+def _turns(
+    engine: Engine,
+    clients: Clients | None,
+    plan: Plan,
+    prompts: Sequence[tuple[int, ...]],
+    mode: Mode,
+    turn: int,
+    n_predict: int,
+) -> Iterator[Run]:
+    """One turn in process and, with clients, the same one through HTTP."""
+    how = Turn(
         mode=mode,
         turn=turn,
         n_predict=n_predict,
         ignore_eos=plan.ignore_eos or plan.random_prompts,
         temperature=plan.temperature,
     )
+    yield measure(engine.submit, engine.cancel, engine.metrics, prompts, how)
+    if clients is not None:
+        yield measure_http(clients, engine.metrics, prompts, how)
 
 
 def about(engine: Engine, plan: Plan) -> dict[str, object]:

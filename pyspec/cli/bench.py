@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +12,9 @@ import click
 from pyspec.cli.options import EngineChoice, engine_options, tell_ignored
 
 if TYPE_CHECKING:
+    from pyspec.bench.over_http import Clients
     from pyspec.bench.result import Report
+    from pyspec.engine import Engine
 
 
 def _counts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
@@ -39,6 +43,7 @@ def _percent(ctx: click.Context, param: click.Parameter, value: str) -> float:
 @click.option("--temp", "temperature", default=0.0, type=click.FloatRange(0), help="Temperature; 0 is greedy.")
 @click.option("--random-prompts", is_flag=True, help="Random ids, for models without meaning (`pyspec synth`).")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-generation token.")
+@click.option("--http", is_flag=True, help="Each turn also through the HTTP server, streamed to another process.")
 @click.option("--bandwidth", default=0.0, metavar="GB/S", help="Memory bandwidth, to show the share of the floor.")
 @click.option("-o", "--output", type=click.Choice(["md", "json", "csv", "jsonl"]), default="md", help="Form on stdout.")
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also write a report with a picture.")
@@ -55,6 +60,7 @@ def bench(
     temperature: float,
     random_prompts: bool,
     ignore_eos: bool,
+    http: bool,
     bandwidth: float,
     output: str,
     html: Path | None,
@@ -84,13 +90,23 @@ def bench(
         temperature=temperature,
         bandwidth=bandwidth,
     )
-    with engine.load(max(engine.np, *streams)) as loaded:
-        report = run_bench(loaded, plan, lambda line: click.echo(line, err=True))
+    with engine.load(max(engine.np, *streams)) as loaded, _clients(loaded) if http else nullcontext() as clients:
+        report = run_bench(loaded, plan, lambda line: click.echo(line, err=True), clients)
     click.echo(FORMATS[output](report), nl=False)
     if html is not None:
         _write_page(html, report)
     if before and not _holds(report, before, max_regress):
         ctx.exit(1)
+
+
+@contextmanager
+def _clients(engine: Engine) -> Iterator[Clients]:
+    """A server for the engine, and the process that asks it."""
+    from pyspec.bench.over_http import Clients
+    from pyspec.cli.chats import served
+
+    with served(engine) as port, Clients(port) as clients:
+        yield clients
 
 
 def _write_page(path: Path, report: Report) -> None:

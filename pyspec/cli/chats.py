@@ -1,4 +1,4 @@
-"""Several chats at once against a running server, streamed over plain HTTP: the client side of `pyspec demo`."""
+"""An engine served on this machine, and several chats at once against it, streamed over plain HTTP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from pyspec.errors import PyspecError, Unavailable
 
 if TYPE_CHECKING:
-    from pyspec.engine import Engine
+    from pyspec.server.engine import EngineLike
 
 TIMEOUT_S = 120.0
 
@@ -35,7 +35,7 @@ class Chat:
 
 
 @contextlib.contextmanager
-def served(engine: Engine) -> Iterator[int]:
+def served(engine: EngineLike) -> Iterator[int]:
     """Serve `engine` on a free loopback port in a thread; yields the port. Raises Unavailable if it does not start."""
     from pyspec.server.app import create_app
     from pyspec.server.serve import bind, make_server
@@ -45,11 +45,11 @@ def served(engine: Engine) -> Iterator[int]:
     ready = threading.Event()
     with bind(settings) as sock:
         server = make_server(create_app(engine, settings), settings, ready.set)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="pyspec-demo-server")
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, name="pyspec-server")
         thread.start()
         try:
             if not ready.wait(20.0):
-                raise Unavailable("the demo server did not start within 20 s")
+                raise Unavailable("the server did not start within 20 s")
             yield sock.getsockname()[1]
         finally:
             server.should_exit = True

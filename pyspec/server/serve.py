@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -22,6 +23,10 @@ from pyspec.server.engine import EngineLike
 from pyspec.server.service import Service
 from pyspec.server.settings import ServerSettings
 
+SWITCH_S = 1e-4
+"""How long a thread that wants the GIL waits before it asks for it. Python's 5 ms would be lost each time the engine lets go
+of it, which is at every launch, while another thread is at work on a long text."""
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 FLUSH_S = 3.0  # after the drain: time to write the last events
 
@@ -33,10 +38,12 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.service = service
         self._on_ready = on_ready
+        self._switch_s = sys.getswitchinterval()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
+            sys.setswitchinterval(min(SWITCH_S, self._switch_s))
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -46,6 +53,7 @@ class Server(uvicorn.Server):
         timer = loop.call_later(self.service.settings.limits.drain_s, self.service.abort_all, error)
         await super().shutdown(sockets)
         timer.cancel()
+        sys.setswitchinterval(self._switch_s)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:

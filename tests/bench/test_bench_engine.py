@@ -53,6 +53,23 @@ def test_a_model_without_a_drafter_is_measured_plain():
     assert " spec | " not in result.stdout and "drafter none" in result.stdout
 
 
+def test_each_turn_is_run_through_http_too():
+    result = bench("-npl", "2", "-n", "40", "-o", "json", "--http", "--spec-draft-n-max", "3")
+    report = json.loads(result.stdout)
+    assert [(r["mode"], r["via"]) for r in report["runs"]] == [
+        ("plain", "engine"),
+        ("plain", "http"),
+        ("spec", "engine"),
+        ("spec", "http"),
+    ]
+    for direct, through in zip(report["runs"][::2], report["runs"][1::2], strict=True):
+        assert through["n_predicted"] == direct["n_predicted"]
+        assert through["rate"] > 0 and through["prompt_rate"] > 0
+        assert (sum(through["drafted"]) > 0) == (through["mode"] == "spec")
+    assert report["rows"][0]["plain_http_share"] > 0.3
+    assert "turn 1 through HTTP" in result.stderr
+
+
 def test_prompts_have_the_length_asked_for_or_are_refused():
     with Engine.load("demo", None, ctx=128, warm_up=False) as engine:
         assert {len(p) for p in make_prompts(engine, 4, 100, False)} == {100}

@@ -68,10 +68,7 @@ def run(monkeypatch: pytest.MonkeyPatch, steps: Sequence[Step], n_stream: int, m
         script.cancelled.append,
         script.metrics,
         prompts,
-        mode=mode,
-        turn=0,
-        n_predict=16,
-        ignore_eos=False,
+        m.Turn(mode=mode, turn=0, n_predict=16, ignore_eos=False),
     )
 
 
@@ -127,9 +124,8 @@ def test_plain_turns_ask_for_no_drafts_and_no_turn_reuses_a_prompt(
     clock = Clock()
     monkeypatch.setattr(m, "time", clock)
     script = Script(clock, [(1.0, 0, delta(1)), (0.0, 0, done(1))], 1)
-    m.measure(
-        script.submit, script.cancelled.append, script.metrics, [(1,)], mode=mode, turn=0, n_predict=4, ignore_eos=True
-    )
+    how = m.Turn(mode=mode, turn=0, n_predict=4, ignore_eos=True)
+    m.measure(script.submit, script.cancelled.append, script.metrics, [(1,)], how)
     request = script.requests[0]
     assert request.n_draft_max == limit
     assert not request.cache_prompt
@@ -147,9 +143,6 @@ def test_a_failed_stream_fails_the_turn_and_the_others_are_cancelled(monkeypatch
             script.cancelled.append,
             script.metrics,
             [(1,), (2,)],
-            mode="spec",
-            turn=0,
-            n_predict=4,
-            ignore_eos=False,
+            m.Turn(mode="spec", turn=0, n_predict=4, ignore_eos=False),
         )
     assert script.cancelled == ["r1", "r2"]

@@ -193,3 +193,30 @@ def test_random_ids_repeat_with_the_seed_and_avoid_banned_ones():
     ids = random_ids(50, {3, 4}, 400, seed=1)
     assert ids == random_ids(50, {3, 4}, 400, seed=1) != random_ids(50, {3, 4}, 400, seed=2)
     assert set(ids) == set(range(50)) - {3, 4}
+
+
+def http_turns(runs: list[Run], share: float) -> list[Run]:
+    return [replace(r, via="http", rate=r.rate * share) for r in runs]
+
+
+def test_http_is_compared_with_the_same_turn_in_process():
+    runs = [*RUNS, *http_turns(RUNS[:-1], 0.98), replace(RUNS[-1], via="http", rate=0.0)]
+    report = Report(about=ABOUT, rows=summarise_turns(runs), runs=tuple(runs))
+    row = report.rows[1]
+    assert (row.plain, row.spec, row.ratio, row.turns) == (800.0, 1600.0, 2.5, 3)
+    assert (row.spec_http, row.spec_http_share) == (pytest.approx(0.98 * 1400), pytest.approx(0.98))
+    assert row.plain_http_low == pytest.approx(0.98) and row.plain_http_ms["verify"] == 6.0
+    text = as_markdown(report)
+    assert "HTTP tok/s" in text and "0.980..0.980 (3)" in text and "spec HTTP" in text
+    assert "HTTP tok/s" in as_html(report) and "HTTP" not in as_markdown(REPORT)
+    flat = list(csv.DictReader(io.StringIO(as_csv(report))))
+    assert float(flat[0]["plain_http_share"]) == pytest.approx(0.98)
+    assert {json.loads(line)["via"] for line in as_jsonl(report).splitlines()} == {"engine", "http"}
+
+
+def test_a_baseline_with_http_is_not_met_without_it(tmp_path: Path):
+    runs = [*RUNS, *http_turns(RUNS, 0.9)]
+    path = tmp_path / "base.json"
+    path.write_text(as_json(Report(about=ABOUT, rows=summarise_turns(runs), runs=tuple(runs))))
+    with pytest.raises(ConfigError, match="plain_http was not measured"):
+        changes(REPORT.rows, read_rates(path))
