@@ -17,7 +17,7 @@ from torch import Tensor
 from pyspec.control import Controller
 from pyspec.cuda.faults import EVERYONE, Fault, Reader
 from pyspec.cuda.graph import Graphed
-from pyspec.cuda.kernels.gdn_ref import flush
+from pyspec.cuda.kernels.flush import flush
 from pyspec.draft.drafter import Ask, Drafter, Needs
 from pyspec.errors import PyspecError, SlotError, Unavailable
 from pyspec.job import Job

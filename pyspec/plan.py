@@ -13,6 +13,7 @@ from pyspec.errors import DoesNotFit
 from pyspec.gguf import GGUFFile
 from pyspec.models.target import LayerMemory
 from pyspec.models.weights import weight_bytes
+from pyspec.slots.memory import slot_floats
 
 log = logging.getLogger(__name__)
 
@@ -78,12 +79,8 @@ def memory_bytes(
     state = 0
     for m in layers:
         if (s := m.state) is not None:
-            per_row = s.n_k_head * s.dim + s.n_v_head * s.dim + 2 * s.n_v_head
-            conv = (s.n_conv - 1 + width) * s.n_channel
-            # the second copy of state and window is the slot's checkpoint
-            state += (
-                4 * n_slot * (2 * s.n_v_head * s.dim * s.dim + conv + (s.n_conv - 1) * s.n_channel + width * per_row)
-            )
+            live, saved = slot_floats(s, width)
+            state += 4 * n_slot * (live + saved)  # the second copy is the slot's checkpoint
     return kv, state
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyspec.slots.batch import Batch
-from pyspec.slots.memory import KVPool, Memory, StateLayer, StateShape
+from pyspec.slots.memory import KVPool, Memory, RecurrentShape, StateLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class LayerMemory:
 
     n_kv_head: int = 0
     head_dim: int = 0
-    state: StateShape | None = None
+    state: RecurrentShape | None = None
 
 
 class Target(Protocol):

@@ -5,7 +5,10 @@ Everything is allocated once, at load. A page is written only by the slot that h
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,44 +34,115 @@ class KVPool:
         return 2 * self.k.numel() * self.k.element_size()
 
 
+class RecurrentShape(Protocol):
+    """What one recurrent layer keeps for a slot, whatever its recurrence."""
+
+    @property
+    def n_conv(self) -> int:
+        """Taps of the convolution."""
+        ...
+
+    @property
+    def n_channel(self) -> int:
+        """Channels of the convolution."""
+        ...
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        """Dimensions of the state."""
+        ...
+
+    @property
+    def records(self) -> Mapping[str, tuple[int, ...]]:
+        """Dimensions of what a verify records of each row, by name: enough to fold the row later."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """Dimensions of one recurrent layer (Gated DeltaNet)."""
+    """Dimensions of one Gated DeltaNet layer. It records normalised keys, values, log decay and strength."""
 
     n_k_head: int
     n_v_head: int
     dim: int  # of keys and of values
-    n_conv: int  # taps of the convolution
+    n_conv: int
     n_channel: int  # 2 * n_k_head * dim + n_v_head * dim
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        return self.n_v_head, self.dim, self.dim  # S[value, key]
+
+    @property
+    def records(self) -> Mapping[str, tuple[int, ...]]:
+        k, v = (self.n_k_head, self.dim), (self.n_v_head, self.dim)
+        return {"k": k, "v": v, "g": (self.n_v_head,), "beta": (self.n_v_head,)}
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Shape:
+    """Dimensions of one Mamba-2 layer. It records inputs, their directions (B), decay and step."""
+
+    n_head: int
+    head_dim: int
+    n_group: int  # heads of a group share B and C
+    n_state: int
+    n_conv: int
+
+    @property
+    def n_channel(self) -> int:
+        return self.n_head * self.head_dim + 2 * self.n_group * self.n_state
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        return self.n_head, self.head_dim, self.n_state
+
+    @property
+    def records(self) -> Mapping[str, tuple[int, ...]]:
+        x, b = (self.n_head, self.head_dim), (self.n_group, self.n_state)
+        return {"x": x, "b": b, "decay": (self.n_head,), "dt": (self.n_head,)}
+
+
+def slot_floats(shape: RecurrentShape, width: int) -> tuple[int, int]:
+    """(floats of a layer for one slot, floats of a checkpoint of it)."""
+    window = (shape.n_conv - 1) * shape.n_channel
+    saved = prod(shape.state) + window
+    return saved + width * (shape.n_channel + sum(map(prod, shape.records.values()))), saved
 
 
 class StateLayer:
     """Recurrent state of one layer for every slot, committed by folding.
 
-    state  [slot, v_head, dim, dim]     f32  S[value, key] after the committed, folded tokens
+    state  [slot, *shape.state]         f32  after the committed, folded tokens
     conv   [slot, taps - 1 + width, ch] f32  rows 0..taps-2: the last raw inputs before the fold point; then the raw inputs
                                              of the slot's last verify
-    k      [slot, width, k_head, dim]   f32  records of the last verify: normalised keys, values, log decay, strength
-    v      [slot, width, v_head, dim]   f32
-    g      [slot, width, v_head]        f32
-    beta   [slot, width, v_head]        f32
+    NAME   [slot, width, *dims]         f32  for each of shape.records: records of the last verify
 
     A verify only writes records. The next forward of the slot folds the accepted ones into `state`, in order, and shifts
     `conv` by as many: rolling back is folding fewer, so it copies nothing (spec: deferred commit).
     """
 
-    def __init__(self, shape: StateShape, n_slot: int, width: int, device: torch.device) -> None:
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    x: Tensor
+    b: Tensor
+    decay: Tensor
+    dt: Tensor
+
+    def __init__(self, shape: RecurrentShape, n_slot: int, width: int, device: torch.device) -> None:
         f32 = {"dtype": torch.float32, "device": device}
         self.shape, self.width = shape, width
-        self.state = torch.zeros(n_slot, shape.n_v_head, shape.dim, shape.dim, **f32)
+        self.state = torch.zeros(n_slot, *shape.state, **f32)
         self.conv = torch.zeros(n_slot, shape.n_conv - 1 + width, shape.n_channel, **f32)
-        self.k = torch.zeros(n_slot, width, shape.n_k_head, shape.dim, **f32)
-        self.v = torch.zeros(n_slot, width, shape.n_v_head, shape.dim, **f32)
-        self.g = torch.zeros(n_slot, width, shape.n_v_head, **f32)
-        self.beta = torch.zeros(n_slot, width, shape.n_v_head, **f32)
+        for name, dims in shape.records.items():
+            setattr(self, name, torch.zeros(n_slot, width, *dims, **f32))
+
+    def records(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, name) for name in self.shape.records)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.state, self.conv, self.k, self.v, self.g, self.beta
+        return self.state, self.conv, *self.records()
 
     def reset(self, slot: int) -> None:
         """A new sequence: zero state, zero conv window. Records are dead without a fold count."""

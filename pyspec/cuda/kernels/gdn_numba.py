@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pyspec.cuda.kernels import gdn_ref
+from pyspec.cuda.kernels import gdn_ref, recurrent_ref
+from pyspec.cuda.kernels.threads import run_all
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import StateLayer
 
@@ -61,11 +61,6 @@ def _compiled() -> Callable[..., None]:
     return head
 
 
-@lru_cache(maxsize=1)
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(torch.get_num_threads() - 1, 1), "pyspec-gdn")
-
-
 def bind(spec: gdn_ref.GdnSpec) -> gdn_ref.Gdn:
     run_head, reference, shape = _compiled(), gdn_ref.bind(spec), spec.shape
     kd, n_v, n_k, dim = shape.n_k_head * shape.dim, shape.n_v_head, shape.n_k_head, shape.dim
@@ -83,9 +78,9 @@ def bind(spec: gdn_ref.GdnSpec) -> gdn_ref.Gdn:
     ) -> Tensor:
         if any(s.keep and s.width >= gdn_ref.CHUNKED for s in batch.seqs):
             return reference(m, alpha, beta, a, dt_bias, conv_w, layer, batch)
-        gdn_ref.check_seqs(batch, layer)
+        recurrent_ref.check_seqs(batch, layer)
         g, beta = gdn_ref.gates(alpha, beta, a, dt_bias)
-        c = gdn_ref.convolve(m, conv_w, layer, batch, shape.n_conv)
+        c = recurrent_ref.convolve(m, conv_w, layer, batch, shape.n_conv)
         q, k, v = c.split([kd, kd, n_v * dim], -1)
         q, k = (gdn_ref.l2norm(t.unflatten(-1, (n_k, dim)), spec.eps) for t in (q, k))
         v = v.unflatten(-1, (n_v, dim))
@@ -105,13 +100,8 @@ def bind(spec: gdn_ref.GdnSpec) -> gdn_ref.Gdn:
             run_head(live, ks[kh, rows], vs[h, rows], gs[h, rows], bs[h, rows], qs[kh, rows], result[h, rows])
 
         work = [(s, h) for s in range(len(batch.seqs)) for h in range(n_v)]
-        half = len(work) // 2 if torch.get_num_threads() > 1 and len(work) > 1 else 0
-        other = _pool().submit(lambda: [one(*w) for w in work[:half]]) if half else None
-        for w in work[half:]:
-            one(*w)
-        if other is not None:
-            other.result()
-        gdn_ref.record(layer, batch, k, v, g, beta)
+        run_all(one, work)
+        recurrent_ref.record(layer, batch, (k, v, g, beta))
         return torch.from_numpy(result).transpose(0, 1) * dim**-0.5
 
     return gdn

@@ -19,13 +19,21 @@ Source: arXiv:2412.06464; memory layout of llama.cpp's qwen35.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from pyspec.cuda.kernels.recurrent_ref import (
+    check_seqs,
+    convolve,
+    live_records,
+    pad,
+    record,
+    shift_window,
+    softplus,
+)
 from pyspec.errors import OutOfBounds
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import StateLayer, StateShape
@@ -43,25 +51,9 @@ class GdnSpec:
     eps: float
 
 
-def check_seqs(batch: Batch, layer: StateLayer) -> None:
-    """Every index the op will use, on the host, before anything is written."""
-    n_slot = layer.state.shape[0]
-    for seq in batch.seqs:
-        if not 0 <= seq.slot < n_slot:
-            raise OutOfBounds("state slot", seq.slot, n_slot, seq.slot)
-        if not 0 <= seq.n_fold <= layer.width:
-            raise OutOfBounds(f"slot {seq.slot} fold count", seq.n_fold, layer.width + 1, seq.slot)
-        if not seq.keep and seq.width > layer.width:
-            raise OutOfBounds(f"slot {seq.slot} verify width", seq.width, layer.width + 1, seq.slot)
-
-
 def gates(alpha: Tensor, beta: Tensor, a: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Log decay and write strength of every row and value head.
-
-    Spelt out, because torch's own softplus and sigmoid give the last rows of a tensor other bits than the rest on CPUs.
-    """
-    x = alpha + dt_bias
-    return a * torch.where(x > 20, x, x.clamp(max=20).exp().log1p()), 1 / (1 + (-beta).exp())
+    """Log decay and write strength of every row and value head. The sigmoid is spelt out for the reason of softplus."""
+    return a * softplus(alpha + dt_bias), 1 / (1 + (-beta).exp())
 
 
 def l2norm(x: Tensor, eps: float) -> Tensor:
@@ -100,46 +92,9 @@ def chunked(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Ten
     return torch.cat(out, 1)
 
 
-def _pad(rows: Sequence[Tensor], width: int) -> Tensor:
-    """Ragged [n_i, ...] to [seq, width, ...], filled with zeros, the neutral element of `step`."""
-    out = rows[0].new_zeros(len(rows), width, *rows[0].shape[1:])
-    for i, r in enumerate(rows):
-        out[i, : r.shape[0]] = r
-    return out
-
-
 def _spread(k: Tensor, n_v_head: int) -> Tensor:
     """Key heads to value heads, tiled: value head h reads key head h % n_k_head."""
     return k.repeat(*([1] * (k.dim() - 2)), n_v_head // k.shape[-2], 1)
-
-
-def convolve(m: Tensor, w: Tensor, layer: StateLayer, batch: Batch, taps: int) -> Tensor:
-    """Shift windows by the fold, convolve, silu; store windows (keep) or raw rows (verify)."""
-    out = torch.empty_like(m)
-    for s, seq in enumerate(batch.seqs):
-        rows = m[batch.starts[s] : batch.starts[s + 1]]
-        window = layer.conv[seq.slot, seq.n_fold : seq.n_fold + taps - 1].clone()
-        x = torch.cat([window, rows])
-        n = seq.width
-        y = x[0:n] * w[:, 0]
-        for t in range(1, taps):
-            y = torch.addcmul(y, x[t : t + n], w[:, t])
-        out[batch.starts[s] : batch.starts[s + 1]] = y
-        if seq.keep:
-            layer.conv[seq.slot, : taps - 1] = x[n:]
-        else:
-            layer.conv[seq.slot, : taps - 1] = window
-            layer.conv[seq.slot, taps - 1 : taps - 1 + n] = rows
-    return F.silu(out)
-
-
-def record(layer: StateLayer, batch: Batch, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
-    """Keep the rows of every verify for the fold that may come: k [row, k_head, dim], v [row, v_head, dim], g, beta."""
-    for s, seq in enumerate(batch.seqs):
-        if not seq.keep:
-            rows, n = slice(batch.starts[s], batch.starts[s + 1]), seq.width
-            layer.k[seq.slot, :n], layer.v[seq.slot, :n] = k[rows], v[rows]
-            layer.g[seq.slot, :n], layer.beta[seq.slot, :n] = g[rows], beta[rows]
 
 
 def bind(spec: GdnSpec) -> Gdn:
@@ -152,12 +107,9 @@ def bind(spec: GdnSpec) -> Gdn:
         deep = max(seq.n_fold for seq in batch.seqs)
         if deep == 0:
             return
-        live = torch.tensor([[t < seq.n_fold for t in range(deep)] for seq in batch.seqs], device=state.device)[
-            ..., None
-        ]
+        live = live_records(batch, deep, state.device)[..., None]
         k = _spread(layer.k[slots, :deep], n_v)
         v = layer.v[slots, :deep]
-        # a stale record may hold anything, NaN included, so it is masked and not multiplied by zero
         g = torch.where(live, layer.g[slots, :deep], 0.0)
         beta = torch.where(live, layer.beta[slots, :deep], 0.0)
         k, v = torch.where(live[..., None], k, 0.0), torch.where(live[..., None], v, 0.0)
@@ -190,11 +142,11 @@ def bind(spec: GdnSpec) -> Gdn:
         for s, seq in enumerate(batch.seqs):
             if not seq.keep:  # the state of a verify is stored as it stands before its rows
                 layer.state[seq.slot] = state[s]
-        record(layer, batch, k, v, g, beta)
+        record(layer, batch, (k, v, g, beta))
         if short:
             part = state if len(short) == len(spans) else state[short]
             wide = max(batch.seqs[s].width for s in short)
-            qs, ks, vs, gs, bs = (_pad([x[spans[s]] for s in short], wide) for x in (q, k, v, g, beta))
+            qs, ks, vs, gs, bs = (pad([x[spans[s]] for s in short], wide) for x in (q, k, v, g, beta))
             qs, ks = _spread(qs, n_v), _spread(ks, n_v)
             flat = part.view(-1, dim, dim)
             y = torch.empty(len(short), wide, n_v, dim, device=m.device)
@@ -221,11 +173,10 @@ def flush(layer: StateLayer, slot: int, n_fold: int) -> None:
         raise OutOfBounds(f"slot {slot} fold count", n_fold, layer.width + 1, slot)
     if n_fold == 0:
         return
-    n_v, taps = layer.shape.n_v_head, layer.shape.n_conv
-    k = _spread(layer.k[slot, :n_fold], n_v)
+    k = _spread(layer.k[slot, :n_fold], layer.v.shape[2])
     for t in range(n_fold):
         step(layer.state[slot], k[t], layer.v[slot, t], layer.g[slot, t], layer.beta[slot, t])
-    layer.conv[slot, : taps - 1] = layer.conv[slot, n_fold : n_fold + taps - 1].clone()
+    shift_window(layer, slot, n_fold)
 
 
 def _parted(got: Tensor, want: Tensor, has_prompt: bool) -> str | None:

@@ -1,0 +1,12 @@
+"""Fold a slot's records now, whatever the recurrence, so that its state stands at its committed length."""
+
+from __future__ import annotations
+
+from pyspec.cuda.kernels import gdn_ref, mamba2_ref
+from pyspec.slots.memory import Mamba2Shape, StateLayer, StateShape
+
+FOLDS = {StateShape: gdn_ref.flush, Mamba2Shape: mamba2_ref.flush}
+
+
+def flush(layer: StateLayer, slot: int, n_fold: int) -> None:
+    FOLDS[type(layer.shape)](layer, slot, n_fold)  # type: ignore[index]

@@ -1,0 +1,77 @@
+"""What recurrent layers with deferred commit have in common: bounds, the convolution with its window, ragged batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyspec.errors import OutOfBounds
+from pyspec.slots.batch import Batch
+from pyspec.slots.memory import StateLayer
+
+
+def check_seqs(batch: Batch, layer: StateLayer) -> None:
+    """Every index the op will use, on the host, before anything is written."""
+    n_slot = layer.state.shape[0]
+    for seq in batch.seqs:
+        if not 0 <= seq.slot < n_slot:
+            raise OutOfBounds("state slot", seq.slot, n_slot, seq.slot)
+        if not 0 <= seq.n_fold <= layer.width:
+            raise OutOfBounds(f"slot {seq.slot} fold count", seq.n_fold, layer.width + 1, seq.slot)
+        if not seq.keep and seq.width > layer.width:
+            raise OutOfBounds(f"slot {seq.slot} verify width", seq.width, layer.width + 1, seq.slot)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """Spelt out, because torch's own gives the last rows of a tensor other bits than the rest on CPUs."""
+    return torch.where(x > 20, x, x.clamp(max=20).exp().log1p())
+
+
+def pad(rows: Sequence[Tensor], width: int, fill: float = 0.0) -> Tensor:
+    """Ragged [n_i, ...] to [seq, width, ...], filled with what leaves a state as it is."""
+    out = rows[0].new_full((len(rows), width, *rows[0].shape[1:]), fill)
+    for i, r in enumerate(rows):
+        out[i, : r.shape[0]] = r
+    return out
+
+
+def live_records(batch: Batch, deep: int, device: torch.device) -> Tensor:
+    """[seq, deep] bool: which records are to be folded. Others may hold anything, NaN included: mask, do not multiply."""
+    return torch.tensor([[t < seq.n_fold for t in range(deep)] for seq in batch.seqs], device=device)
+
+
+def convolve(m: Tensor, w: Tensor, layer: StateLayer, batch: Batch, taps: int, bias: Tensor | None = None) -> Tensor:
+    """Shift windows by the fold, convolve, silu; store windows (keep) or raw rows (verify)."""
+    out = torch.empty_like(m)
+    for s, seq in enumerate(batch.seqs):
+        rows = m[batch.starts[s] : batch.starts[s + 1]]
+        window = layer.conv[seq.slot, seq.n_fold : seq.n_fold + taps - 1].clone()
+        x = torch.cat([window, rows])
+        n = seq.width
+        y = x[0:n] * w[:, 0] if bias is None else torch.addcmul(bias, x[0:n], w[:, 0])
+        for t in range(1, taps):
+            y = torch.addcmul(y, x[t : t + n], w[:, t])
+        out[batch.starts[s] : batch.starts[s + 1]] = y
+        if seq.keep:
+            layer.conv[seq.slot, : taps - 1] = x[n:]
+        else:
+            layer.conv[seq.slot, : taps - 1] = window
+            layer.conv[seq.slot, taps - 1 : taps - 1 + n] = rows
+    return F.silu(out)
+
+
+def record(layer: StateLayer, batch: Batch, rows: Sequence[Tensor]) -> None:
+    """Keep the rows of every verify for the fold that may come; `rows` [row, ...] in the order of the shape's records."""
+    for s, seq in enumerate(batch.seqs):
+        if not seq.keep:
+            for record, new in zip(layer.records(), rows, strict=True):
+                record[seq.slot, : seq.width] = new[batch.starts[s] : batch.starts[s + 1]]
+
+
+def shift_window(layer: StateLayer, slot: int, n_fold: int) -> None:
+    """Move a slot's conv window to after its first `n_fold` recorded rows, without new rows."""
+    taps = layer.shape.n_conv
+    layer.conv[slot, : taps - 1] = layer.conv[slot, n_fold : n_fold + taps - 1].clone()
