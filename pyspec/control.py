@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
@@ -39,14 +39,15 @@ class Timer:
     smaller one, so that it is tried: kernels have steps, and the best size may be the last one on a step.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bucket: Callable[[int], int] = bucket) -> None:
+        self.bucket = bucket
         self.samples: dict[int, deque[float]] = {}
         self.fresh: set[int] = set()
         self._sizes: list[int] = []  # trusted ones, ascending
         self._ms: list[float] = []
 
     def add(self, size: int, ms: float) -> None:
-        size = bucket(size)
+        size = self.bucket(size)
         self.samples.setdefault(size, deque(maxlen=N_SAMPLE)).append(ms)
         self.fresh.add(size)
         if self.knows(size):
@@ -57,7 +58,7 @@ class Timer:
         self._ms = [min(self.samples[size]) for size in self._sizes]
 
     def knows(self, size: int) -> bool:
-        return len(self.samples.get(bucket(size), ())) >= N_TRUST
+        return len(self.samples.get(self.bucket(size), ())) >= N_TRUST
 
     def doubt(self) -> None:
         """Sizes not seen since the last call need a new sample before they are trusted again."""
@@ -68,7 +69,7 @@ class Timer:
         self._tabulate()
 
     def __call__(self, size: int) -> float:
-        size = bucket(size)
+        size = self.bucket(size)
         if not self._sizes:
             return 1.0
         i = bisect.bisect_left(self._sizes, size)
@@ -177,11 +178,13 @@ class Controller:
         return not self.verify_ms.knows(busy) or self.since_plain >= PLAIN_EVERY
 
     def _probe(self, caps: Sequence[tuple[int, int]], picked: list[int]) -> list[int]:
-        """When one silent slot is due for a try, all silent ones try: they share the cost of one draft."""
+        """When one silent slot is due for a try, those that soon will be try with it: they share the cost of one draft."""
         silent = [(i, self.lanes[slot]) for i, (slot, _) in enumerate(caps) if picked[i] == 0]
         if not any(lane.silent >= lane.probe_in for _, lane in silent):
             return picked
         for i, lane in silent:
+            if 2 * lane.silent < lane.probe_in:
+                continue
             lane.probe_in = min(2 * lane.probe_in, PROBE_LAST)
             picked[i] = min(caps[i][1], 1 if self.chained else PROBE_DRAFT)
         return picked

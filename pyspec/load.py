@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from pyspec.config import EngineSettings
-from pyspec.control import Controller
+from pyspec.control import Controller, Timer, bucket
 from pyspec.cuda import probe
 from pyspec.draft import DRAFTERS, dflash, mtp
 from pyspec.draft.drafter import Drafter, Graphing
@@ -26,7 +26,7 @@ from pyspec.models.weights import Weights, check_tensors, weight_bytes, wide_byt
 from pyspec.plan import MemoryPlan, check_fit, memory_bytes, pick_dense, size, used_bytes, with_copies, workspace_bytes
 from pyspec.request import EngineInfo
 from pyspec.sample.synth import SynthAcceptance
-from pyspec.slots.arena import BUCKETS, Arena
+from pyspec.slots.arena import BUCKETS, Arena, bucket_of
 from pyspec.slots.table import SlotTable
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
@@ -80,7 +80,7 @@ def plan_draft(target: GGUFFile, draft: GGUFFile | None, settings: EngineSetting
         if draft is not None:
             kind = _kind_of(draft)
         else:
-            kind = "mtp" if target.architecture == "qwen35" and mtp.has_mtp(target) else "none"
+            kind = "mtp" if target.architecture in ("qwen35", "qwen35moe") and mtp.has_mtp(target) else "none"
     if kind == "none":
         return DraftPlan(kind, None, 0, 0, "speculation: off (no drafter)")
     if kind == "dflash" and draft is None:
@@ -209,15 +209,21 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     )
     target = Decoder(config, Weights(file, device, dense, wide=plan.wide > 0), memory)
     drafter = _drafter(d, target, table, settings, dense, plan.wide > 0)
+    make_arena = partial(_arena, target, table, n_ctx + extra)
+    arena = make_arena()
     controller = Controller(
-        settings.np, d.n_draft, chained=drafter is not None and drafter.needs.chained, fixed=settings.n_draft_fixed
+        settings.np,
+        d.n_draft,
+        chained=drafter is not None and drafter.needs.chained,
+        fixed=settings.n_draft_fixed,
+        # graphs pad their batches, so what takes the same time is a bucket of theirs
+        verify_ms=Timer() if arena is None else Timer(lambda n_row: bucket_of(n_row) or bucket(n_row)),
     )
     synth = (
         SynthAcceptance(settings.synth_len, d.n_draft, max(settings.seed, 0))
         if settings.synth_len and d.n_draft
         else None
     )
-    make_arena = partial(_arena, target, table, n_ctx + extra)
     loop = Loop(
         target,
         memory,
@@ -227,9 +233,9 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
         ubatch=settings.ubatch,
         queue_limit=settings.queue_limit,
         synth=synth,
-        arena=make_arena(),
+        arena=arena,
     )
-    if loop.arena is not None and isinstance(drafter, Graphing):
+    if arena is not None and isinstance(drafter, Graphing):
         drafter.use_graphs(make_arena)
     log.info("%s", d.note)
     if settings.warm_up:
