@@ -12,6 +12,8 @@ ARCHITECTURES = {
     "llama": "pyspec.models.llama",
     "qwen3": "pyspec.models.qwen3",
     "qwen35": "pyspec.models.qwen35",
+    "nemotron_h": "pyspec.models.nemotron",
+    "nemotron_h_moe": "pyspec.models.nemotron",
     "qwen35moe": "pyspec.models.qwen35moe",
 }
 

@@ -1,6 +1,6 @@
-"""A decoder of one residual stream, whose blocks are a mixer (attention, Gated DeltaNet), a feed-forward, or both.
+"""A decoder of one residual stream, whose blocks are a mixer (attention, a recurrence), a feed-forward, or both.
 
-`llama`, `qwen3` and `qwen35` are declarations of this: a DecoderConfig read from the file and the tensors it implies. To add
+Architectures are declarations of this: a DecoderConfig read from the file and the tensors it implies. To add
 a kind of mixer or feed-forward: a line in MIXERS or FEEDS.
 """
 
@@ -15,12 +15,13 @@ from torch import Tensor
 
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGUFFile
-from pyspec.models.layers import Attention, AttentionShape, FeedForward, GatedDeltaNet, Rope, rms
+from pyspec.models.layers import Attention, AttentionShape, FeedForward, GatedDeltaNet, Relu2, Rope, rms
+from pyspec.models.mamba import Mamba, mamba_tensors
 from pyspec.models.moe import MoeFeed, MoeShape, moe_tensors
 from pyspec.models.target import LayerMemory, Out
 from pyspec.models.weights import Want, Weights
 from pyspec.slots.batch import Batch
-from pyspec.slots.memory import Memory, StateShape
+from pyspec.slots.memory import Memory, RecurrentShape, StateShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class DecoderConfig:
     qk_norm: bool = False
     layers: tuple[Layer, ...]  # of the trunk
     mtp_layer: Layer = Layer()
-    state: StateShape | None = None  # of the recurrent mixers
+    state: RecurrentShape | None = None  # of the recurrent mixers
     moe: MoeShape | None = None  # of the feeds of experts
 
     def memory(self) -> list[LayerMemory]:
@@ -60,6 +61,7 @@ class DecoderConfig:
         kinds = {
             "attention": LayerMemory(self.attention.n_kv_head, self.attention.head_dim),
             "delta": LayerMemory(state=self.state),
+            "mamba": LayerMemory(state=self.state),
         }
         return [kinds.get(layer.mixer, LayerMemory()) for layer in self.layers]
 
@@ -114,7 +116,7 @@ def attention_tensors(c: DecoderConfig, file: GGUFFile, p: str) -> dict[str, Wan
 
 def state_tensors(c: DecoderConfig, p: str) -> dict[str, Want]:
     """Wanted tensors of a Gated DeltaNet layer."""
-    assert c.state is not None
+    assert isinstance(c.state, StateShape)
     s, n = c.state, c.n_embd
     inner = s.n_v_head * s.dim
     return {
@@ -137,6 +139,17 @@ def swiglu_tensors(c: DecoderConfig, p: str) -> dict[str, Want]:
         f"{p}.ffn_gate.weight": Want((f, n)),
         f"{p}.ffn_up.weight": Want((f, n)),
         f"{p}.ffn_down.weight": Want((n, f)),
+    }
+
+
+def relu2_tensors(c: DecoderConfig, p: str) -> dict[str, Want]:
+    """Wanted tensors of a feed-forward of relu^2."""
+    n, f = c.n_embd, c.n_ff
+    return {
+        f"{p}.ffn_up.weight": Want((f, n)),
+        f"{p}.ffn_up.bias": Want((f,), optional=True),
+        f"{p}.ffn_down.weight": Want((n, f)),
+        f"{p}.ffn_down.bias": Want((n,), optional=True),
     }
 
 
@@ -194,10 +207,16 @@ MIXERS = {
     "delta": Kind(
         lambda c, file, p: state_tensors(c, p), lambda c, w, p, rope, layer: GatedDeltaNet(w, p, c.state, c.eps)
     ),
+    "mamba": Kind(
+        lambda c, file, p: mamba_tensors(c.state, c.n_embd, p), lambda c, w, p, rope, layer: Mamba(w, p, c.state, c.eps)
+    ),
 }
 FEEDS = {
     "swiglu": Kind(
         lambda c, file, p: swiglu_tensors(c, p), lambda c, w, p, rope, layer: FeedForward(w, p, c.eps, layer.feed_norm)
+    ),
+    "relu2": Kind(
+        lambda c, file, p: relu2_tensors(c, p), lambda c, w, p, rope, layer: Relu2(w, p, c.eps, layer.feed_norm)
     ),
     "moe": Kind(
         lambda c, file, p: moe_tensors(c.moe, c.n_embd, file, p),

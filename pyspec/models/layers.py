@@ -162,3 +162,20 @@ class FeedForward:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(*self.gate_up.unfinished(x, self.norm), residual=x)
+
+
+class Relu2:
+    """Behind its norm: x + down(relu(up n)^2) with n = norm(x), biases where the file has them."""
+
+    capturable = True
+
+    def __init__(self, w: Weights, prefix: str, eps: float, norm: str) -> None:
+        self.norm = Norm(w.vector(f"{prefix}.{norm}.weight"), eps)
+        self.up, self.up_bias = w.matrix(f"{prefix}.ffn_up.weight"), w.optional(f"{prefix}.ffn_up.bias")
+        self.down, self.down_bias = w.matrix(f"{prefix}.ffn_down.weight"), w.optional(f"{prefix}.ffn_down.bias")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = self.up(x, self.norm)
+        y = y if self.up_bias is None else y + self.up_bias
+        y = self.down(F.relu(y).square(), residual=x)
+        return y if self.down_bias is None else y + self.down_bias

@@ -9,7 +9,7 @@
 //   fault     [5]                         int32  see bounds.cuh
 //
 // Q_STEP is DIM, or 2 DIM where each query is followed by its gate, which stays where it is. NEOX pairs d with
-// d + N_ROT / 2, otherwise 2d with 2d + 1. One warp a head; bound by latency.
+// d + N_ROT / 2, otherwise 2d with 2d + 1. With N_ROT 0 nothing turns. One warp a head; bound by latency.
 // Macros: DIM, N_ROT, NEOX, HAS_NORM, Q_STEP, KV_KIND (0 f32, 1 f16, 2 bf16), OP_ID.
 #include "types.cuh"
 #include "bounds.cuh"
@@ -35,7 +35,9 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
             const float* __restrict__ k_weight, float eps, const float* __restrict__ cos_of,
             const float* __restrict__ sin_of, const i64* __restrict__ kv_rows, float* __restrict__ q,
             Kv* __restrict__ k, Kv* __restrict__ v, int n_q, int n_kv, int n_pool, int* fault) {
+#if N_ROT
   __shared__ float heads[kWarps][DIM];
+#endif
   let_successor_start();
   wait_for_predecessor();
   const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -68,12 +70,15 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
 #pragma unroll
   for (int i = 0; i < kEach; ++i) x[i] *= scale * weight[i * 32 + lane];
 #endif
+#if N_ROT
 #pragma unroll
   for (int i = 0; i < kEach; ++i) heads[warp][i * 32 + lane] = x[i];
   __syncwarp();
+#endif
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const int d = i * 32 + lane;
+#if N_ROT
     if (d < N_ROT) {
       const int pair = NEOX ? d % kHalf : d / 2;
       const bool is_second = NEOX ? d >= kHalf : d & 1;
@@ -81,6 +86,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
       const float c = cos_of[row * kHalf + pair], s = sin_of[row * kHalf + pair];
       x[i] = x[i] * c + (is_second ? other : -other) * s;
     }
+#endif
     if (is_q) {
       q[(static_cast<i64>(row) * n_q + unit) * DIM + d] = x[i];
     } else {

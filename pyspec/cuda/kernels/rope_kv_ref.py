@@ -39,6 +39,8 @@ def turn(x: Tensor, angles: Angles, neox: bool) -> Tensor:
     """Rotary embedding of the first dimensions of x [row, head, dim] f32, as many as there are angles."""
     cos, sin = angles
     h = cos.shape[-1]
+    if h == 0:
+        return x.contiguous()
     if not neox:
         a, b = x[..., 0 : 2 * h : 2], x[..., 1 : 2 * h : 2]
         turned = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)

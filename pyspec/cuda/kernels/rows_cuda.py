@@ -29,6 +29,8 @@ def limits(spec: RowsSpec) -> str | None:
         return f"{spec.n_in} columns; the kernel takes multiples of 32 up to {MAX_COLUMNS}"
     if spec.kind is Kind.HEADS and (spec.n_in % 128 or spec.dim not in (32, 64, 128)):
         return f"heads of {spec.dim} in {spec.n_in} columns; the kernel takes heads of 32, 64 or 128"
+    if spec.kind is Kind.GROUPS:
+        return "norms over groups have no kernel"
     if spec.kind is Kind.GATE and spec.dim % 4:
         return f"heads of {spec.dim} columns; the kernel takes multiples of 4"
     return None

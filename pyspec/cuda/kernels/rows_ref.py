@@ -22,6 +22,7 @@ class Kind(IntEnum):
     HEADS = 2
     GATE = 3
     GLU = 4
+    GROUPS = 5  # without a kernel yet
 
 
 class Norm:
@@ -92,7 +93,29 @@ class Glu:
         return F.silu(gate) * up
 
 
-Prep = Norm | HeadNorm | HeadGate | Glu
+@dataclass(frozen=True, slots=True)
+class GroupNorm:
+    """Times silu(gate), then RMSNorm over every group of columns. weight [n_in] f32; gate [row, n_in], rows strided."""
+
+    weight: Tensor
+    eps: float
+    gate: Tensor
+    n_group: int
+
+    @property
+    def kind(self) -> Kind:
+        return Kind.GROUPS
+
+    @property
+    def dim(self) -> int:
+        return self.weight.shape[0] // self.n_group
+
+    def __call__(self, x: Tensor) -> Tensor:
+        groups = (F.silu(self.gate) * x).unflatten(-1, (self.n_group, self.dim))
+        return F.rms_norm(groups, (self.dim,), None, self.eps).flatten(-2) * self.weight
+
+
+Prep = Norm | HeadNorm | HeadGate | Glu | GroupNorm
 
 
 @dataclass(frozen=True, slots=True)

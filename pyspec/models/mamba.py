@@ -1,0 +1,50 @@
+"""The Mamba-2 mixer (nemotron_h): one projection, conv, a decaying state, gate, grouped norm, one projection."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from pyspec.cuda.kernels.mamba2 import mamba2
+from pyspec.cuda.kernels.mamba2_ref import Mamba2Spec, Params
+from pyspec.cuda.kernels.rows_ref import GroupNorm, Norm
+from pyspec.models.weights import Want, Weights
+from pyspec.slots.batch import Batch
+from pyspec.slots.memory import Mamba2Shape, Memory
+
+
+def mamba_tensors(s: Mamba2Shape, n_embd: int, p: str) -> dict[str, Want]:
+    """Wanted tensors of a Mamba-2 layer with prefix `p` (blk.N). `ssm_a` holds -exp(A_log) already."""
+    inner, heads = s.n_head * s.head_dim, (s.n_head, 1)
+    return {
+        f"{p}.ssm_in.weight": Want((inner + s.n_channel + s.n_head, n_embd)),
+        f"{p}.ssm_conv1d.weight": Want((s.n_channel, s.n_conv)),
+        f"{p}.ssm_conv1d.bias": Want((s.n_channel,)),
+        f"{p}.ssm_dt.bias": Want((s.n_head,)),
+        f"{p}.ssm_a": Want(heads, also=((s.n_head,),)),
+        f"{p}.ssm_d": Want(heads, also=((s.n_head,),)),
+        f"{p}.ssm_norm.weight": Want((s.n_group, inner // s.n_group), also=((inner,),)),
+        f"{p}.ssm_out.weight": Want((n_embd, inner)),
+    }
+
+
+class Mamba:
+    """Mamba-2 over the slot's state."""
+
+    def __init__(self, w: Weights, prefix: str, shape: Mamba2Shape, eps: float) -> None:
+        self.shape, self.eps = shape, eps
+        self.norm = Norm(w.vector(f"{prefix}.attn_norm.weight"), eps)
+        self.proj = w.matrix(f"{prefix}.ssm_in.weight")
+        self.out = w.matrix(f"{prefix}.ssm_out.weight")
+        conv_w, conv_b = (w.vector(f"{prefix}.ssm_conv1d.{name}") for name in ("weight", "bias"))
+        a, dt_bias, d = (w.vector(f"{prefix}.{name}").flatten() for name in ("ssm_a", "ssm_dt.bias", "ssm_d"))
+        self.params = Params(a, dt_bias, d, conv_w, conv_b)
+        self.group_norm = w.vector(f"{prefix}.ssm_norm.weight").flatten()
+        spec = Mamba2Spec(w.device, shape)
+        self.mamba2, self.capturable = mamba2.bind(spec), mamba2.chosen(spec).capturable
+        self.split = [shape.n_head * shape.head_dim, shape.n_channel, shape.n_head]
+
+    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], memory: Memory, layer: int, batch: Batch) -> Tensor:
+        """The residual stream x [row, n_embd] -> x + mamba(norm(x))."""
+        gate, m, dt = self.proj(x, self.norm).split(self.split, -1)
+        o = self.mamba2(m, dt, self.params, memory.states[layer], batch)
+        return self.out(o.flatten(1), GroupNorm(self.group_norm, self.eps, gate, self.shape.n_group), residual=x)
