@@ -27,7 +27,9 @@ SPECIALS = {
     "<think>": gguf.TokenType.USER_DEFINED,
     "</think>": gguf.TokenType.USER_DEFINED,
 }
-PRE = {"llama": "llama-bpe", "qwen3": "qwen2", "qwen35": "qwen35"}
+PRE = {"llama": "llama-bpe", "qwen3": "qwen2", "qwen35": "qwen35", "qwen35moe": "qwen35"}
+HYBRID = ("qwen35", "qwen35moe")
+Q8_0, Q4_0 = gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_0
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -37,7 +39,10 @@ Weights = dict[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Tiny:
-    """Shape of one tiny model. `layers` counts the trunk; `mtp` adds one block after it."""
+    """Shape of one tiny model. `layers` counts the trunk; `mtp` adds one block after it.
+
+    `experts`: (in all, used by a token); `ffn` is then the width of one, `shared_ffn` that of the shared expert.
+    """
 
     name: str
     arch: str
@@ -60,13 +65,17 @@ class Tiny:
     ffn: int = 64
     interval: int = 4
     rope_base: float = 1e4
+    experts: tuple[int, int] = (0, 0)
+    shared_ffn: int = 0
+    fused_experts: bool = False
+    coarse_experts: bool = False  # gates and ups of experts as Q4_0 in a quantised file
 
     @property
     def blocks(self) -> int:
         return self.layers + self.mtp
 
     def is_recurrent(self, block: int) -> bool:
-        if self.arch != "qwen35" or block >= self.layers:
+        if self.arch not in HYBRID or block >= self.layers:
             return False
         return self.recurrent[block] if self.recurrent else (block + 1) % self.interval != 0
 
@@ -111,6 +120,55 @@ MODELS = (
         state=128,
         rope_base=1e7,
     ),
+    Tiny(
+        "qwen35moe",
+        "qwen35moe",
+        4,
+        2,
+        1,
+        32,
+        16,
+        mtp=True,
+        hidden=32,
+        ffn=32,
+        rope_base=1e5,
+        experts=(8, 3),
+        shared_ffn=48,
+    ),
+    Tiny(
+        "qwen35moe_fused_tied",
+        "qwen35moe",
+        3,
+        4,
+        2,
+        32,
+        16,
+        tied=True,
+        recurrent=(True, False, True),
+        hidden=32,
+        ffn=16,
+        rope_base=1e5,
+        experts=(16, 4),
+        shared_ffn=32,
+        fused_experts=True,
+    ),
+    Tiny(
+        "qwen35moe_mixed_q8_0",
+        "qwen35moe",
+        3,
+        4,
+        2,
+        32,
+        16,
+        quantised=True,
+        mtp=True,
+        ffn=32,
+        interval=2,
+        rope_base=1e5,
+        experts=(8, 2),
+        shared_ffn=32,
+        coarse_experts=True,
+    ),
 )
 
 
@@ -124,7 +182,7 @@ def _matrix(rng: np.random.Generator, rows: int, columns: int, gain: float = 1.0
 
 def _attention(tiny: Tiny, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
     n, width, kv_width = tiny.hidden, tiny.heads * tiny.head_dim, tiny.kv_heads * tiny.head_dim
-    gate = 2 if tiny.arch == "qwen35" else 1
+    gate = 2 if tiny.arch in HYBRID else 1
     q, k, v = (_matrix(rng, rows, n, gain) for rows, gain in ((gate * width, 1.5), (kv_width, 1.5), (kv_width, 1.0)))
     if tiny.fused_qkv:
         yield "attn_qkv.weight", np.concatenate([q, k, v])
@@ -151,14 +209,36 @@ def _delta_net(tiny: Tiny, rng: np.random.Generator) -> Iterator[tuple[str, np.n
     yield "ssm_out.weight", _matrix(rng, n, inner)
 
 
+def _stack(rng: np.random.Generator, experts: int, rows: int, columns: int, gain: float = 1.0) -> np.ndarray:
+    return np.stack([_matrix(rng, rows, columns, gain) for _ in range(experts)])
+
+
+def _feed(tiny: Tiny, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
+    n, ffn, (experts, _) = tiny.hidden, tiny.ffn, tiny.experts
+    if not experts:
+        yield "ffn_gate.weight", _matrix(rng, ffn, n, 1.5)
+        yield "ffn_up.weight", _matrix(rng, ffn, n, 1.5)
+        yield "ffn_down.weight", _matrix(rng, n, ffn)
+        return
+    yield "ffn_gate_inp.weight", _matrix(rng, experts, n, 2.0)
+    gate, up = _stack(rng, experts, ffn, n, 1.5), _stack(rng, experts, ffn, n, 1.5)
+    if tiny.fused_experts:
+        yield "ffn_gate_up_exps.weight", np.concatenate([gate, up], 1)
+    else:
+        yield from (("ffn_gate_exps.weight", gate), ("ffn_up_exps.weight", up))
+    yield "ffn_down_exps.weight", _stack(rng, experts, n, ffn, 2.0)
+    yield "ffn_gate_inp_shexp.weight", _matrix(rng, 1, n)[0]
+    yield "ffn_gate_shexp.weight", _matrix(rng, tiny.shared_ffn, n, 1.5)
+    yield "ffn_up_shexp.weight", _matrix(rng, tiny.shared_ffn, n, 1.5)
+    yield "ffn_down_shexp.weight", _matrix(rng, n, tiny.shared_ffn)
+
+
 def _block(tiny: Tiny, block: int, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
-    n, ffn = tiny.hidden, tiny.ffn
+    n = tiny.hidden
     yield "attn_norm.weight", _norm(rng, n)
     yield from _delta_net(tiny, rng) if tiny.is_recurrent(block) else _attention(tiny, rng)
-    yield "post_attention_norm.weight" if tiny.arch == "qwen35" else "ffn_norm.weight", _norm(rng, n)
-    yield "ffn_gate.weight", _matrix(rng, ffn, n, 1.5)
-    yield "ffn_up.weight", _matrix(rng, ffn, n, 1.5)
-    yield "ffn_down.weight", _matrix(rng, n, ffn)
+    yield "post_attention_norm.weight" if tiny.arch in HYBRID else "ffn_norm.weight", _norm(rng, n)
+    yield from _feed(tiny, rng)
     if block >= tiny.layers:
         yield "nextn.eh_proj.weight", _matrix(rng, n, 2 * n)
         for name in ("enorm", "hnorm", "shared_head_norm"):
@@ -178,15 +258,13 @@ def weights(tiny: Tiny) -> Weights:
     return found
 
 
-def is_quantised(tiny: Tiny, name: str, value: np.ndarray) -> bool:
-    """The split of real Q8_0 files: every matrix but the convolution, and the two gate projections in some files."""
+def type_of(tiny: Tiny, name: str, value: np.ndarray) -> gguf.GGMLQuantizationType | None:
+    """The split of real Q8_0 files: every matrix but convolution and router, and the two gate projections in some; None for F32."""
     gates = name.endswith(("ssm_alpha.weight", "ssm_beta.weight"))
-    return (
-        tiny.quantised
-        and value.ndim == 2
-        and not name.endswith("conv1d.weight")
-        and (tiny.quantised_gates or not gates)
-    )
+    plain = value.ndim < 2 or name.endswith(("conv1d.weight", "ffn_gate_inp.weight"))
+    if not tiny.quantised or plain or (gates and not tiny.quantised_gates):
+        return None
+    return Q4_0 if tiny.coarse_experts and name.endswith(("gate_exps.weight", "up_exps.weight")) else Q8_0
 
 
 def _add_metadata(writer: gguf.GGUFWriter, tiny: Tiny) -> None:
@@ -206,24 +284,29 @@ def _add_metadata(writer: gguf.GGUFWriter, tiny: Tiny) -> None:
     writer.add_rope_freq_base(tiny.rope_base)
     writer.add_rope_dimension_count(tiny.rotary)
     writer.add_vocab_size(VOCAB)
-    if tiny.arch == "qwen35":
+    if tiny.arch in HYBRID:
         _add_hybrid_metadata(writer, tiny)
+    if tiny.experts[0]:
+        writer.add_expert_count(tiny.experts[0])
+        writer.add_expert_used_count(tiny.experts[1])
+        writer.add_expert_feed_forward_length(tiny.ffn)
+        writer.add_expert_shared_feed_forward_length(tiny.shared_ffn)
 
 
 def _add_hybrid_metadata(writer: gguf.GGUFWriter, tiny: Tiny) -> None:
-    pairs = tiny.rotary // 2
-    writer.add_array("qwen35.rope.dimension_sections", [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
-    writer.add_uint32("qwen35.ssm.conv_kernel", 4)
-    writer.add_uint32("qwen35.ssm.state_size", tiny.state)
-    writer.add_uint32("qwen35.ssm.group_count", tiny.k_heads)
-    writer.add_uint32("qwen35.ssm.time_step_rank", tiny.v_heads)
-    writer.add_uint32("qwen35.ssm.inner_size", tiny.v_heads * tiny.state)
+    a, pairs = tiny.arch, tiny.rotary // 2
+    writer.add_array(f"{a}.rope.dimension_sections", [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
+    writer.add_uint32(f"{a}.ssm.conv_kernel", 4)
+    writer.add_uint32(f"{a}.ssm.state_size", tiny.state)
+    writer.add_uint32(f"{a}.ssm.group_count", tiny.k_heads)
+    writer.add_uint32(f"{a}.ssm.time_step_rank", tiny.v_heads)
+    writer.add_uint32(f"{a}.ssm.inner_size", tiny.v_heads * tiny.state)
     if tiny.mtp:
-        writer.add_uint32("qwen35.nextn_predict_layers", 1)
+        writer.add_uint32(f"{a}.nextn_predict_layers", 1)
     if tiny.recurrent:
-        writer.add_array("qwen35.attention.recurrent_layers", list(tiny.recurrent))
+        writer.add_array(f"{a}.attention.recurrent_layers", list(tiny.recurrent))
     else:
-        writer.add_uint32("qwen35.full_attention_interval", tiny.interval)
+        writer.add_uint32(f"{a}.full_attention_interval", tiny.interval)
 
 
 def _add_tokenizer(writer: gguf.GGUFWriter, tiny: Tiny) -> None:
@@ -253,8 +336,7 @@ def write(path: Path, tiny: Tiny) -> None:
     _add_metadata(writer, tiny)
     _add_tokenizer(writer, tiny)
     for name, value in weights(tiny).items():
-        if is_quantised(tiny, name, value):
-            kind = gguf.GGMLQuantizationType.Q8_0
+        if (kind := type_of(tiny, name, value)) is not None:
             writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, value)

@@ -202,6 +202,7 @@ def main() -> None:
     parser.add_argument("oracle", help="Python interpreter that has llama_cpp")
     parser.add_argument("--out", type=Path, default=ROOT / "tests" / "fixtures")
     parser.add_argument("--demo", type=Path, default=ROOT / "pyspec" / "demo")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these models alone, beside the others")
     parser.add_argument("--greedy", action="store_true", help="only time greedy decoding of the demo target")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -212,14 +213,18 @@ def main() -> None:
         if arguments.greedy:
             log.info("%s", oracle.greedy(arguments.demo / "pyspec-demo.gguf", arguments.demo / "prompts.jsonl"))
             return
-        facts = {}
+        known = arguments.out / "facts.json"
+        facts = json.loads(known.read_text()) if arguments.only else {}
         for tiny in MODELS:
+            if arguments.only and tiny.name not in arguments.only:
+                continue
             facts[tiny.name] = make_tiny(tiny, oracle, arguments.out, scratch)
             log.info("%s %s", tiny.name, facts[tiny.name])
-        facts["demo"] = make_demo(oracle, arguments.demo, arguments.out, scratch)
-        log.info("demo %s", facts["demo"])
-        make_tokens(oracle, arguments.demo, arguments.out)
-        (arguments.out / "facts.json").write_text(json.dumps(facts, indent=2) + "\n")
+        if not arguments.only:
+            facts["demo"] = make_demo(oracle, arguments.demo, arguments.out, scratch)
+            log.info("demo %s", facts["demo"])
+            make_tokens(oracle, arguments.demo, arguments.out)
+        known.write_text(json.dumps(facts, indent=2) + "\n")
 
 
 if __name__ == "__main__":

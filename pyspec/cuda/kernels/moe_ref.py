@@ -173,7 +173,7 @@ def bind(spec: MoeSpec) -> Callable[[Stacks], Run]:
                     places = order[at : at + n]
                     y[places] = expert(e, x[places // n_used])
                     at += n
-            return combine(y.view(n_row, n_used, -1), weights)
+            return combine(y.view(n_row, n_used, spec.n_in), weights)
 
         return moe
 

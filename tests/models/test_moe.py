@@ -1,0 +1,160 @@
+"""MoeFeed of every kind a file may declare, against the formulas of the two families written out in numpy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pyspec.errors import BadTensors, ModelError
+from pyspec.gguf import GGMLType, GGUFFile, GGUFWriter, open_gguf
+from pyspec.models.moe import MoeFeed, MoeShape, moe_tensors
+from pyspec.models.weights import Weights, check_tensors
+
+CPU, N, EPS, P = torch.device("cpu"), 32, 1e-6, "blk.0"
+QWEN = MoeShape(8, 3, 16, n_ff_shared=24, shared_gate=True)
+NEMOTRON = MoeShape(8, 4, 48, n_ff_shared=40, router="sigmoid", scale=2.5, act="relu2", latent=16)
+SHAPES = {
+    "qwen": QWEN,
+    "nemotron": NEMOTRON,
+    "nano": MoeShape(8, 2, 24, n_ff_shared=16, router="sigmoid", scale=2.5, act="relu2"),
+    "alone": MoeShape(6, 6, 16, renorm=False),
+}
+Tensors = dict[str, np.ndarray]
+
+
+def tensors(s: MoeShape, *, bias: bool = False, seed: int = 0) -> Tensors:
+    rng = np.random.default_rng(seed)
+    n, e = s.latent or N, s.n_expert
+
+    def draw(*shape: int) -> np.ndarray:
+        return (rng.standard_normal(shape) / shape[-1] ** 0.5).astype(np.float32)
+
+    made = {"ffn_norm.weight": 1 + 0.1 * draw(N), "ffn_gate_inp.weight": 3 * draw(e, N)}
+    inner = ("gate", "up") if s.act == "swiglu" else ("up",)
+    made |= {f"ffn_{x}_exps.weight": draw(e, s.n_ff, n) for x in inner}
+    made["ffn_down_exps.weight"] = draw(e, n, s.n_ff)
+    if bias:
+        made["exp_probs_b.bias"] = rng.standard_normal(e).astype(np.float32)
+    if s.latent:
+        made |= {"ffn_latent_down.weight": draw(n, N), "ffn_latent_up.weight": draw(N, n)}
+    if s.n_ff_shared:
+        made |= {f"ffn_{x}_shexp.weight": draw(s.n_ff_shared, N) for x in inner}
+        made["ffn_down_shexp.weight"] = draw(N, s.n_ff_shared)
+    if s.shared_gate:
+        made["ffn_gate_inp_shexp.weight"] = draw(N)
+    return made
+
+
+def write(path: Path, made: Tensors) -> GGUFFile:
+    writer = GGUFWriter(path, "any")
+    for name, value in made.items():
+        writer.add_tensor_info(f"{P}.{name}", GGMLType.F32, value.shape)
+    writer.write(lambda info: iter([made[info.name.removeprefix(f"{P}.")].astype("<f4").tobytes()]))
+    return open_gguf(path)
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def expected(s: MoeShape, made: Tensors, x: np.ndarray) -> np.ndarray:
+    """One row after the other, in float64."""
+    t = {name: value.astype(np.float64) for name, value in made.items()}
+    out = []
+    for row in x.astype(np.float64):
+        f = row / np.sqrt((row**2).mean() + EPS) * t["ffn_norm.weight"]
+        r = t["ffn_gate_inp.weight"] @ f
+        p = sigmoid(r) if s.router == "sigmoid" else np.exp(r - r.max()) / np.exp(r - r.max()).sum()
+        chosen = np.argsort(-(p + t.get("exp_probs_b.bias", 0.0)), kind="stable")[: s.n_used]
+        w = p[chosen] / (max(p[chosen].sum(), 2**-14) if s.renorm else 1.0) * s.scale
+        v = t["ffn_latent_down.weight"] @ f if s.latent else f
+
+        def feed(u: np.ndarray, kind: str, part: tuple[int, ...] = ()) -> np.ndarray:
+            up = t[f"ffn_up_{kind}.weight"][part] @ u
+            gate = t[f"ffn_gate_{kind}.weight"][part] @ u if s.act == "swiglu" else up
+            h = gate * sigmoid(gate) * up if s.act == "swiglu" else np.maximum(up, 0) ** 2
+            return t[f"ffn_down_{kind}.weight"][part] @ h
+
+        y = sum(w[i] * feed(v, "exps", (e,)) for i, e in enumerate(chosen))
+        y = t["ffn_latent_up.weight"] @ y if s.latent else y
+        if s.n_ff_shared:
+            gate = sigmoid(t["ffn_gate_inp_shexp.weight"] @ f) if s.shared_gate else 1.0
+            y = y + gate * feed(f, "shexp")
+        out.append(row + y)
+    return np.stack(out)
+
+
+@pytest.mark.parametrize("dense", [torch.float32, None], ids=["unpacked", "packed"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", SHAPES)
+def test_every_kind_of_shape(kind: str, bias: bool, dense: torch.dtype | None, tmp_path: Path) -> None:
+    s = SHAPES[kind]
+    made = tensors(s, bias=bias)
+    with write(tmp_path / "m.gguf", made) as file:
+        check_tensors(file, moe_tensors(s, N, file, P))
+        feed = MoeFeed(Weights(file, CPU, dense), P, s, EPS)
+        x = np.random.default_rng(1).standard_normal((11, N)).astype(np.float32)
+        got = feed(torch.from_numpy(x))
+    assert np.abs(got.numpy() - expected(s, made, x)).max() < 1e-4
+
+
+def test_gates_and_ups_in_one_tensor(tmp_path: Path) -> None:
+    made = tensors(QWEN)
+    joined = {k: v for k, v in made.items() if k not in ("ffn_gate_exps.weight", "ffn_up_exps.weight")}
+    joined["ffn_gate_up_exps.weight"] = np.concatenate((made["ffn_gate_exps.weight"], made["ffn_up_exps.weight"]), 1)
+    x = torch.randn(5, N)
+    for dense in (torch.float32, None):
+        with write(tmp_path / "a.gguf", made) as apart, write(tmp_path / "b.gguf", joined) as one:
+            check_tensors(one, moe_tensors(QWEN, N, one, P))
+            a, b = (MoeFeed(Weights(f, CPU, dense), P, QWEN, EPS)(x) for f in (apart, one))
+        assert torch.equal(a, b)
+
+
+def test_the_shared_gate_may_be_a_row(tmp_path: Path) -> None:
+    made = tensors(QWEN)
+    row = made | {"ffn_gate_inp_shexp.weight": made["ffn_gate_inp_shexp.weight"][None]}
+    x = torch.randn(5, N)
+    with write(tmp_path / "a.gguf", made) as vector, write(tmp_path / "b.gguf", row) as matrix:
+        check_tensors(matrix, moe_tensors(QWEN, N, matrix, P))
+        a, b = (MoeFeed(Weights(f, CPU, torch.float32), P, QWEN, EPS)(x) for f in (vector, matrix))
+    assert torch.equal(a, b)
+
+
+def test_the_router_stays_f32_when_matrices_are_not(tmp_path: Path) -> None:
+    """Two experts that differ in the twentieth bit: bfloat16 would not tell them apart."""
+    made = tensors(QWEN)
+    made["ffn_gate_inp.weight"][5] = made["ffn_gate_inp.weight"][2]
+    made["ffn_gate_inp.weight"][5, 0] *= 1 + 2**-18
+    with write(tmp_path / "m.gguf", made) as file:
+        feed = MoeFeed(Weights(file, CPU, torch.bfloat16), P, QWEN, EPS)
+    assert feed.router.dtype == torch.float32 and not torch.equal(feed.router[2], feed.router[5])
+
+
+def test_second_level_scales_of_experts(tmp_path: Path) -> None:
+    """`.scale` [expert] beside a stack multiplies its products; folding it into the weights gives the same."""
+    made, rng = tensors(NEMOTRON), np.random.default_rng(5)
+    scales = {x: rng.uniform(0.5, 2, 8).astype(np.float32) for x in ("up", "down")}
+    folded = made | {f"ffn_{x}_exps.weight": made[f"ffn_{x}_exps.weight"] * v[:, None, None] for x, v in scales.items()}
+    beside = made | {f"ffn_{x}_exps.scale": v for x, v in scales.items()}
+    x = torch.randn(7, N)
+    with write(tmp_path / "a.gguf", folded) as a, write(tmp_path / "b.gguf", beside) as b:
+        for dense in (torch.float32, None):
+            one, two = (MoeFeed(Weights(f, CPU, dense), P, NEMOTRON, EPS)(x) for f in (a, b))
+            assert torch.allclose(one, two, atol=1e-4)
+
+
+def test_a_wrong_stack_is_named(tmp_path: Path) -> None:
+    made = tensors(NEMOTRON)
+    made["ffn_up_exps.weight"] = made["ffn_up_exps.weight"][:, :, :8].copy()
+    says = r"blk\.0\.ffn_up_exps\.weight: want \[8, 48, 16\], file has \[8, 48, 8\]"
+    with write(tmp_path / "m.gguf", made) as file, pytest.raises(BadTensors, match=says):
+        check_tensors(file, moe_tensors(NEMOTRON, N, file, P))
+
+
+@pytest.mark.parametrize(("n_expert", "n_used", "n_ff"), [(8, 9, 16), (8, 0, 16), (0, 0, 16), (8, 2, 0)])
+def test_impossible_shapes_are_refused(n_expert: int, n_used: int, n_ff: int) -> None:
+    with pytest.raises(ModelError, match="expert"):
+        MoeShape(n_expert, n_used, n_ff)
