@@ -1,4 +1,4 @@
-"""MTP drafter (qwen35): the model's own next-token block, chained to any depth.
+"""MTP drafter (qwen35, nemotron_h_moe): the model's own next-token block, chained to any depth.
 
 Row p of the block pairs token x_p with the target's final-norm hidden state h_{p-1} and predicts x_{p+1}; row 0 pairs
 with zeros. Chaining feeds the block's own post-norm output. Rows of committed tokens are computed once, with true hidden
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.graph import Graphed
@@ -48,9 +49,14 @@ def mtp_tensors(c: DecoderConfig, file: GGUFFile) -> dict[str, Want]:
 
 
 class MtpBlock:
-    """One MTP block over the target's embedding and head."""
+    """One MTP block over the target's embedding and head.
 
-    def __init__(self, config: DecoderConfig, weights: Weights, memory: Memory, target: Decoder) -> None:
+    layer_norm: its last norm is LayerNorm, as llama.cpp has it for nemotron_h_moe; other runtimes take RMSNorm there, too.
+    """
+
+    def __init__(
+        self, config: DecoderConfig, weights: Weights, memory: Memory, target: Decoder, layer_norm: bool = False
+    ) -> None:
         p = f"blk.{config.n_layer}"
         self.eps, self.memory, self.target, self.layer = config.eps, memory, target, config.n_layer
         self.rope: Rope = target.rope
@@ -59,6 +65,7 @@ class MtpBlock:
         self.enorm, self.hnorm = weights.vector(f"{p}.nextn.enorm.weight"), weights.vector(f"{p}.nextn.hnorm.weight")
         norm = weights.optional(f"{p}.nextn.shared_head_norm.weight")
         self.norm = target.norm if norm is None else norm
+        self.layer_norm = layer_norm
         own = f"{p}.nextn.embed_tokens.weight"
         self.embed = weights.embedding(own) if weights.has(own) else target.embed
         own = f"{p}.nextn.shared_head_head.weight"
@@ -69,6 +76,8 @@ class MtpBlock:
         e = rms(self.embed(batch.tokens), self.enorm, self.eps)
         x = self.eh(torch.cat([e, rms(hidden, self.hnorm, self.eps)], -1))
         x = self.block(x, self.rope.angles(batch.positions), self.memory, self.layer, batch)
+        if self.layer_norm:
+            return F.layer_norm(x, self.norm.shape, self.norm, None, self.eps)
         return rms(x, self.norm, self.eps)
 
 
@@ -225,6 +234,7 @@ def load(
     kv_dtype: torch.dtype,
     dense: torch.dtype | None,
     wide: bool = False,
+    layer_norm: bool = False,
 ) -> Mtp:
     """The MTP block of `file`: the target's own file, or a sidecar that has only the block."""
     if not isinstance(target, Decoder):
@@ -244,4 +254,5 @@ def load(
     check_tensors(file, mtp_tensors(c, file))
     layers = [LayerMemory()] * c.n_layer + [LayerMemory(c.attention.n_kv_head, c.attention.head_dim)]
     memory = allocate(layers, n_slot=0, n_row=table.n_alloc_row, width=0, kv_dtype=kv_dtype, device=target.device)
-    return Mtp(MtpBlock(c, Weights(file, target.device, dense, wide=wide), memory, target), table, n_draft, p_min)
+    block = MtpBlock(c, Weights(file, target.device, dense, wide=wide), memory, target, layer_norm)
+    return Mtp(block, table, n_draft, p_min)
