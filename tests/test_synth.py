@@ -38,6 +38,10 @@ def test_real_models_have_the_published_tensor_and_parameter_counts() -> None:
     assert n_params("qwen3.6-27b", Parts()) == pytest.approx(26.896, abs=1e-3)
     assert n_params("qwen3.6-27b", with_mtp) - n_params("qwen3.6-27b", Parts()) == pytest.approx(0.425, abs=1e-3)
     assert [round(n_params(f"qwen3.5-{x}", Parts()), 2) for x in ("9b", "4b", "2b", "0.8b")] == [8.95, 4.21, 1.88, 0.75]
+    assert count("qwen3.6-35b-a3b", with_mtp) == 753
+    for name, trunk, block in (("qwen3.5-122b-a10b", 122.11, 2.52), ("qwen3.6-35b-a3b", 34.66, 0.845)):
+        assert n_params(name, Parts()) == pytest.approx(trunk, abs=0.005)
+        assert n_params(name, with_mtp) - n_params(name, Parts()) == pytest.approx(block, abs=0.005)
     assert n_params("qwen3-4b", Parts()) == pytest.approx(4.02, abs=0.01)
     assert n_params("llama-3-8b", Parts()) == pytest.approx(8.03, abs=0.01)
 
@@ -64,17 +68,18 @@ def test_real_vocabularies_have_the_right_size_unique_texts_and_special_ids() ->
 def test_a_tiny_model_holds_every_tensor(name: str, quant: str, tmp_path: Path) -> None:
     with open_gguf(synth.write(name, tmp_path / "m.gguf", quant=quant, tiny=True)) as file:
         dims = synth.TINY[name]
-        parts = Parts(mtp=dims.arch == "qwen35")
+        parts = Parts(mtp=isinstance(dims, synth.Qwen35))
         assert {k: t.shape for k, t in file.tensors.items()} == {s.name: s.shape for s in layout.tensors(dims, parts)}
         assert file.architecture == dims.arch
         assert file.get_int(f"{dims.arch}.block_count") == dims.n_layer + parts.mtp
         assert len(set(file.get_strings("tokenizer.ggml.tokens"))) == dims.n_vocab
-        assert file.tensors["blk.0.ffn_up.weight"].type.name == quant.upper()
+        up = "blk.0.ffn_up_exps.weight" if isinstance(dims, synth.Qwen35Moe) else "blk.0.ffn_up.weight"
+        assert file.tensors[up].type.name == quant.upper()
         for name in file.tensors:
             values = tensor(file, name)
             assert values.isfinite().all()
             assert values.numel() == 1 or values.std() > 0
-        assert file.n_bytes < 1 << 20
+        assert file.n_bytes < 1 << 21
 
 
 @pytest.mark.parametrize("quant", [q for q in synth.QUANTS if q not in ("f32", "q8_0")])
@@ -88,6 +93,18 @@ def test_every_quantisation_gives_its_type_and_the_same_spread(quant: str, tmp_p
         want = file.tensors[name].shape[-1] ** -0.5
         assert values.std() == pytest.approx(want, rel=0.5 if quant == "mxfp4" else 0.15)  # mxfp4: powers of two
         assert abs(values.mean()) < 0.1 * want
+
+
+@pytest.mark.parametrize("quant", ["q8_0", "q4_k", "nvfp4"])
+def test_experts_differ_and_have_a_scale_each(quant: str, tmp_path: Path) -> None:
+    with open_gguf(synth.write("qwen35moe", tmp_path / "m.gguf", quant=quant, tiny=True)) as file:
+        values = tensor(file, "blk.0.ffn_down_exps.weight")
+        if quant == "nvfp4":
+            assert file.tensors["blk.0.ffn_down_exps.scale"].shape == values.shape[:1]
+            values = values * tensor(file, "blk.0.ffn_down_exps.scale")[:, None, None]
+        assert len({tuple(expert.flatten().tolist()) for expert in values}) == values.shape[0] >= 4
+        assert values.std() == pytest.approx(2 * values.shape[-1] ** -0.5, rel=0.15)
+        assert file.tensors["blk.0.ffn_gate_inp.weight"].type is GGMLType.F32
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:

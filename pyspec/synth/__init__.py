@@ -15,11 +15,24 @@ import numpy as np
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGMLType, GGUFWriter, LlamaFileType, TensorInfo, ValueType
 from pyspec.synth import layout, vocab
-from pyspec.synth.dims import MODELS, TINY, DFlash, Dims, Llama, Qwen3, Qwen35, drafter_of, find, widened
+from pyspec.synth.dims import MODELS, TINY, DFlash, Dims, Llama, Qwen3, Qwen35, Qwen35Moe, drafter_of, find, widened
 from pyspec.synth.fill import Filler
 from pyspec.synth.layout import Parts, Spec
 
-__all__ = ["MODELS", "QUANTS", "TINY", "DFlash", "Dims", "Llama", "Qwen3", "Qwen35", "drafter_of", "find", "write"]
+__all__ = [
+    "MODELS",
+    "QUANTS",
+    "TINY",
+    "DFlash",
+    "Dims",
+    "Llama",
+    "Qwen3",
+    "Qwen35",
+    "Qwen35Moe",
+    "drafter_of",
+    "find",
+    "write",
+]
 
 QUANTS: dict[str, LlamaFileType] = {
     "f32": LlamaFileType.F32,
@@ -62,8 +75,8 @@ def write(
 
     entry     a name of MODELS (with `tiny` also one of TINY), or dimensions of one's own
     quant     type of the matrices, a key of QUANTS; norms and other small tensors are F32
-    mtp       qwen35 only: with its multi-token-prediction block
-    sidecar   qwen35 only: nothing but that block, the embedding and the head
+    mtp       qwen35 and qwen35moe only: with its multi-token-prediction block
+    sidecar   these only: nothing but that block, the embedding and the head
     drafter   the DFlash drafter that fits the entry; `fork` in the naming older forks wrote
     progress  called with tensor bytes done and in all
     Errors: ConfigError for an unknown name or an impossible combination, ModelError if the file cannot be written.
@@ -84,7 +97,7 @@ def write(
         largest[kinds[name]] = max(largest.get(kinds[name], 0), blocks)
         writer.add_tensor_info(name, kinds[name], spec.shape)
         if kinds[name] is GGMLType.NVFP4:
-            writer.add_tensor_info(name.removesuffix(".weight") + ".scale", GGMLType.F32, (1,))
+            writer.add_tensor_info(name.removesuffix(".weight") + ".scale", GGMLType.F32, _scales(spec))
     writer.write(_fill(writer, specs, Filler(seed, largest), progress))
     if progress is not None:
         progress(writer.n_bytes, writer.n_bytes)
@@ -126,6 +139,11 @@ def _type_of(spec: Spec, dims: Dims, quant: str) -> GGMLType:
     return GGMLType.Q8_0 if spec.shape[-1] % 32 == 0 else GGMLType.F16
 
 
+def _scales(spec: Spec) -> tuple[int]:
+    """Shape of NVFP4's second-level scales: one, or one for each expert."""
+    return (spec.shape[0] if len(spec.shape) == 3 else 1,)
+
+
 def _fill(
     writer: GGUFWriter, specs: dict[str, Spec], filler: Filler, progress: Progress | None
 ) -> Callable[[TensorInfo], Iterator[np.ndarray]]:
@@ -136,6 +154,6 @@ def _fill(
             yield from filler.bytes(specs[info.name], info.type)
         else:
             weight = specs[info.name.removesuffix(".scale") + ".weight"]
-            yield np.array([filler.second_scale(weight)], "<f4").view(np.uint8)
+            yield np.full(_scales(weight), filler.second_scale(weight), "<f4").view(np.uint8)
 
     return fill

@@ -70,6 +70,16 @@ class Qwen35(Dims):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Qwen35Moe(Qwen35):
+    """Every feed-forward is one of experts; `n_ff` is the width of one."""
+
+    arch: ClassVar[str] = "qwen35moe"
+    n_expert: int
+    n_used: int
+    n_ff_shared: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class DFlash(Dims):
     """A block drafter. `taps` are layer ids of the target as its training code counts them; the file stores them + 1.
 
@@ -108,6 +118,11 @@ def _qwen35(
     )
 
 
+def _qwen35moe(name: str, n_layer: int, n_embd: int, n_ff: int, n_head: int, n_v_head: int) -> Qwen35Moe:
+    dense = _qwen35(name, n_layer, n_embd, n_ff, (n_head, 2), n_v_head, tied=False)
+    return Qwen35Moe(**vars(dense), n_expert=256, n_used=8, n_ff_shared=n_ff)
+
+
 def _qwen3(name: str, n_embd: int, n_ff: int, rope_base: float, n_ctx: int, tied: bool) -> Qwen3:
     return Qwen3(
         name=name,
@@ -131,6 +146,8 @@ _REAL: tuple[Dims, ...] = (
     _qwen35("Qwen3.5-4B", 32, 2560, 9216, (16, 4), 32, tied=True),
     _qwen35("Qwen3.5-2B", 24, 2048, 6144, (8, 2), 16, tied=True),
     _qwen35("Qwen3.5-0.8B", 24, 1024, 3584, (8, 2), 16, tied=True),
+    _qwen35moe("Qwen3.5-122B-A10B", 48, 3072, 1024, 32, 64),
+    _qwen35moe("Qwen3.6-35B-A3B", 40, 2048, 512, 16, 32),
     _qwen3("Qwen3-4B", 2560, 9728, 5e6, 262_144, tied=True),
     _qwen3("Qwen3-8B", 4096, 12_288, 1e6, 40_960, tied=False),
     Llama(
@@ -160,20 +177,22 @@ _TINY = {
     "n_ctx": 1024,
     "rope_base": 1e5,
 }
+_TINY_HYBRID = {"n_k_head": 2, "n_v_head": 4, "state": 16, "n_rot": 8, "sections": (2, 1, 1, 0)}
 TINY: dict[str, Dims] = {
     "llama": Llama(name="tiny-llama", n_layer=2, vocab="llama-bpe", **_TINY),
     "llama-spm": Llama(name="tiny-llama-spm", n_layer=2, vocab="spm", **_TINY),
     "qwen3": Qwen3(name="tiny-qwen3", n_layer=3, vocab="qwen2", **_TINY),
-    "qwen35": Qwen35(
-        name="tiny-qwen35",
-        n_layer=4,
+    "qwen35": Qwen35(name="tiny-qwen35", n_layer=4, vocab="qwen35", **_TINY_HYBRID, **_TINY),
+    "qwen35moe": Qwen35Moe(
+        name="tiny-qwen35moe",
+        n_layer=3,
         vocab="qwen35",
-        n_k_head=2,
-        n_v_head=4,
-        state=16,
-        n_rot=8,
-        sections=(2, 1, 1, 0),
-        **_TINY,
+        interval=2,
+        n_expert=6,
+        n_used=2,
+        n_ff_shared=64,
+        **_TINY_HYBRID,
+        **(_TINY | {"n_ff": 64}),
     ),
 }
 """By architecture; `llama-spm` is llama with a SentencePiece vocabulary."""
@@ -195,6 +214,7 @@ def find(name: str, *, tiny: bool = False) -> Dims:
 def widened(dims: Dims) -> Dims:
     """Tiny dimensions whose rows all hold whole blocks of 256, for the K types."""
     wide = replace(dims, n_embd=256, n_ff=256, head_dim=64, name=f"{dims.name}-wide")
+    wide = replace(wide, n_ff_shared=256, n_expert=4, n_used=2) if isinstance(wide, Qwen35Moe) else wide
     return replace(wide, state=64, n_rot=16, sections=(3, 3, 2, 0)) if isinstance(wide, Qwen35) else wide
 
 
@@ -202,7 +222,7 @@ def drafter_of(target: Dims, *, fork: bool = False) -> DFlash:
     """A DFlash drafter that fits the target: the published one of Qwen3.6-27B and Qwen3-8B, the usual shape for others."""
     real = target.n_vocab > 1000
     n_layer = 5 if real else 2
-    sliding = (True,) * (n_layer - 1) + (False,) if target.arch == "qwen35" else ()
+    sliding = (True,) * (n_layer - 1) + (False,) if isinstance(target, Qwen35) else ()
     return DFlash(
         name=f"{target.name}-DFlash",
         n_layer=n_layer,
@@ -222,7 +242,7 @@ def drafter_of(target: Dims, *, fork: bool = False) -> DFlash:
         block=16 if real else 8,
         window=(2048 if real else 64) if sliding else 0,
         sliding=sliding,
-        mrope=target.arch == "qwen35",
+        mrope=isinstance(target, Qwen35),
         fork=fork,
     )
 

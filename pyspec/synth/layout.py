@@ -8,9 +8,9 @@ from typing import Literal
 
 from pyspec.gguf import ValueType
 from pyspec.gguf.write import Value
-from pyspec.synth.dims import DFlash, Dims, Qwen35
+from pyspec.synth.dims import DFlash, Dims, Qwen35, Qwen35Moe
 
-Kind = Literal["matrix", "embedding", "head", "gate", "norm", "conv", "decay", "step"]
+Kind = Literal["matrix", "embedding", "head", "gate", "router", "norm", "conv", "decay", "step"]
 Key = tuple[str, Value, ValueType]
 POINTED = 2.0
 U32, F32 = ValueType.UINT32, ValueType.FLOAT32
@@ -53,7 +53,8 @@ def _common(dims: Dims, n_block: int) -> Iterator[Key]:
     yield f"{a}.block_count", n_block, U32
     yield f"{a}.context_length", dims.n_ctx, U32
     yield f"{a}.embedding_length", dims.n_embd, U32
-    yield f"{a}.feed_forward_length", dims.n_ff, U32
+    if not isinstance(dims, Qwen35Moe):
+        yield f"{a}.feed_forward_length", dims.n_ff, U32
     yield f"{a}.attention.head_count", dims.n_head, U32
     yield f"{a}.attention.head_count_kv", dims.n_head_kv, U32
     yield f"{a}.attention.key_length", dims.head_dim, U32
@@ -70,17 +71,27 @@ def _plain_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
 
 def _qwen35_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
     assert isinstance(dims, Qwen35)
+    a = dims.arch
     yield from _common(dims, dims.n_layer + parts.mtp)
     if parts.mtp:
-        yield "qwen35.nextn_predict_layers", 1, U32
-    yield "qwen35.full_attention_interval", dims.interval, U32
-    yield "qwen35.rope.dimension_count", dims.n_rot, U32
-    yield "qwen35.rope.dimension_sections", list(dims.sections), ValueType.INT32
-    yield "qwen35.ssm.conv_kernel", dims.conv, U32
-    yield "qwen35.ssm.state_size", dims.state, U32
-    yield "qwen35.ssm.group_count", dims.n_k_head, U32
-    yield "qwen35.ssm.time_step_rank", dims.n_v_head, U32
-    yield "qwen35.ssm.inner_size", dims.inner, U32
+        yield f"{a}.nextn_predict_layers", 1, U32
+    yield f"{a}.full_attention_interval", dims.interval, U32
+    yield f"{a}.rope.dimension_count", dims.n_rot, U32
+    yield f"{a}.rope.dimension_sections", list(dims.sections), ValueType.INT32
+    yield f"{a}.ssm.conv_kernel", dims.conv, U32
+    yield f"{a}.ssm.state_size", dims.state, U32
+    yield f"{a}.ssm.group_count", dims.n_k_head, U32
+    yield f"{a}.ssm.time_step_rank", dims.n_v_head, U32
+    yield f"{a}.ssm.inner_size", dims.inner, U32
+
+
+def _qwen35moe_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
+    assert isinstance(dims, Qwen35Moe)
+    yield from _qwen35_metadata(dims, parts)
+    yield "qwen35moe.expert_count", dims.n_expert, U32
+    yield "qwen35moe.expert_used_count", dims.n_used, U32
+    yield "qwen35moe.expert_feed_forward_length", dims.n_ff, U32
+    yield "qwen35moe.expert_shared_feed_forward_length", dims.n_ff_shared, U32
 
 
 def _dflash_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
@@ -139,9 +150,25 @@ def _delta_net(dims: Qwen35, p: str) -> Iterator[Spec]:
 
 def _feed_forward(dims: Dims, p: str, norm: str) -> Iterator[Spec]:
     yield Spec(f"{p}.{norm}.weight", (dims.n_embd,), "norm")
+    if isinstance(dims, Qwen35Moe):
+        yield from _experts(dims, p)
+        return
     yield Spec(f"{p}.ffn_gate.weight", (dims.n_ff, dims.n_embd), "matrix")
     yield Spec(f"{p}.ffn_up.weight", (dims.n_ff, dims.n_embd), "matrix")
     yield Spec(f"{p}.ffn_down.weight", (dims.n_embd, dims.n_ff), "matrix")
+
+
+def _experts(dims: Qwen35Moe, p: str) -> Iterator[Spec]:
+    """Down matrices larger than usual: the weights of a row's experts sum to one, and their outputs partly cancel."""
+    n, e, f, shared = dims.n_embd, dims.n_expert, dims.n_ff, dims.n_ff_shared
+    yield Spec(f"{p}.ffn_gate_inp.weight", (e, n), "router", POINTED)
+    yield Spec(f"{p}.ffn_gate_exps.weight", (e, f, n), "matrix")
+    yield Spec(f"{p}.ffn_up_exps.weight", (e, f, n), "matrix")
+    yield Spec(f"{p}.ffn_down_exps.weight", (e, n, f), "matrix", POINTED)
+    yield Spec(f"{p}.ffn_gate_inp_shexp.weight", (n,), "router")
+    yield Spec(f"{p}.ffn_gate_shexp.weight", (shared, n), "matrix")
+    yield Spec(f"{p}.ffn_up_shexp.weight", (shared, n), "matrix")
+    yield Spec(f"{p}.ffn_down_shexp.weight", (n, shared), "matrix")
 
 
 def _plain_tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
@@ -189,6 +216,7 @@ ARCHITECTURES: dict[str, tuple[Callable[[Dims, Parts], Iterator[Key]], Callable[
     "llama": (_plain_metadata, _plain_tensors),
     "qwen3": (_plain_metadata, _plain_tensors),
     "qwen35": (_qwen35_metadata, _qwen35_tensors),
+    "qwen35moe": (_qwen35moe_metadata, _qwen35_tensors),
     "dflash": (_dflash_metadata, _dflash_tensors),
 }
 """Architecture: its metadata and its tensors."""
