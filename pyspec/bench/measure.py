@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -139,8 +139,11 @@ class Watch:
         return sum(r.n for r in self.rounds[start:end]), self.rounds[end - 1].ended - self.rounds[start - 1].ended
 
 
+Submit = Callable[[Request, Callable[[Event], None]], str]
+
+
 def measure(
-    submit: Callable[[Request, Callable[[Event], None]], str],
+    submit: Submit,
     cancel: Callable[[str], None],
     metrics: Callable[[], Metrics],
     prompts: Sequence[tuple[int, ...]],
@@ -148,19 +151,10 @@ def measure(
 ) -> Run:
     """Run one stream per prompt side by side and time them. Raises what the engine answers if a request fails."""
     watch = Watch(len(prompts), metrics)
-    params = SamplingParams(temperature=how.temperature, seed=how.turn + 1, ignore_eos=how.ignore_eos)
-    ids = []
     watch.began = time.perf_counter()
+    ids: list[str] = []
     try:
-        for i, prompt in enumerate(prompts):
-            request = Request(
-                prompt=prompt,
-                params=params,
-                max_tokens=how.n_predict,
-                cache_prompt=False,
-                n_draft_max=0 if how.mode == "plain" else None,
-            )
-            ids.append(submit(request, watch.sink(i)))
+        ids += submit_all(submit, prompts, how, watch)
         while not watch.over.wait(0.1):  # in steps, so that Ctrl-C is heard
             pass
     finally:
@@ -169,6 +163,20 @@ def measure(
     if watch.error is not None:
         raise watch.error
     return summarise(watch, how.mode, how.turn, sum(map(len, prompts)))
+
+
+def submit_all(submit: Submit, prompts: Sequence[tuple[int, ...]], how: Turn, watch: Watch) -> Iterator[str]:
+    """Submit a turn's requests one after the other, with `watch` for a listener; gives their ids."""
+    params = SamplingParams(temperature=how.temperature, seed=how.turn + 1, ignore_eos=how.ignore_eos)
+    for i, prompt in enumerate(prompts):
+        request = Request(
+            prompt=prompt,
+            params=params,
+            max_tokens=how.n_predict,
+            cache_prompt=False,
+            n_draft_max=0 if how.mode == "plain" else None,
+        )
+        yield submit(request, watch.sink(i))
 
 
 def summarise(watch: Watch, mode: Mode, turn: int, n_prompt: int) -> Run:

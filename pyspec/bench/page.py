@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from pyspec.bench.parts import DEVICE_PARTS
 from pyspec.bench.picture import picture
-from pyspec.bench.report import MADE_UP, http_cells
+from pyspec.bench.report import MADE_UP, device_cells, http_cells
 from pyspec.bench.result import Report
 
 STYLE = """
@@ -39,11 +40,15 @@ def as_html(report: Report) -> str:
     ]
     through = [cells for r in report.rows for cells in http_cells(r)]
     http_head = ("streams", "kind", "in process tok/s", "HTTP tok/s", "share", "lowest..highest")
-    http = f"<h2>Through HTTP</h2>\n{_table(http_head, through)}\n" if through else ""
+    more = f"<h2>Through HTTP</h2>\n{_table(http_head, through)}\n" if through else ""
+    device = [cells for r in report.rows for cells in device_cells(r)]
+    device_head = ("streams", "kind", *(f"{part} ms" for part in DEVICE_PARTS))
+    if device:
+        more += f"<h2>Device time of a round</h2>\n{_table(device_head, device)}\n"
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><title>{escape(title)}</title>'
         f"<style>{STYLE}</style></head>\n<body><h1>{escape(title)}</h1>{warning}\n"
-        f"{picture(report)}\n{_table(head, rows)}\n{http}<h2>What ran</h2>\n{about}</body></html>\n"
+        f"{picture(report)}\n{_table(head, rows)}\n{more}<h2>What ran</h2>\n{about}</body></html>\n"
     )
 
 

@@ -8,6 +8,8 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
+from pyspec.bench.measure import PARTS
+from pyspec.bench.parts import DEVICE_PARTS
 from pyspec.bench.result import Report, Row, to_json
 
 MADE_UP = "synthetic acceptance"
@@ -26,6 +28,9 @@ def as_markdown(report: Report) -> str:
         tables.append(_table(through, [cells for r in report.rows for cells in http_cells(r)]))
     parts = ["np", "kind", "round ms", "draft", "verify", "sample", "host", "of floor"]
     tables.append(_table(parts, [cells for r in report.rows for cells in _part_cells(r)]))
+    if any(r.plain_parts or r.spec_parts for r in report.rows):
+        device = ["np", "kind", *(f"{part} ms" for part in DEVICE_PARTS)]
+        tables.append(_table(device, [cells for r in report.rows for cells in device_cells(r)]))
     if any(r.n_draft for r in report.rows):
         fares = ["np", "tokens a round", "accepted", "by position", "n_draft used"]
         tables.append(_table(fares, [_draft_cells(r) for r in report.rows]))
@@ -52,6 +57,12 @@ def http_cells(r: Row) -> list[list[str]]:
         for kind, direct, http, share, low, high in kinds
         if http
     ]
+
+
+def device_cells(r: Row) -> list[list[str]]:
+    """Device time of a round by kind of kernel."""
+    kinds = [("plain", r.plain_parts), ("spec", r.spec_parts)]
+    return [[str(r.np), kind, *(f"{parts[p]:.2f}" for p in DEVICE_PARTS)] for kind, parts in kinds if parts]
 
 
 def _part_cells(r: Row) -> list[list[str]]:
@@ -96,7 +107,8 @@ def _flat(report: Report, row: Row) -> dict[str, object]:
     flat: dict[str, object] = {name: report.about[name] for name in names} | {"synthetic": report.synthetic}
     for name, value in asdict(row).items():
         if isinstance(value, dict):
-            flat |= {f"{name}_{part}": round(value.get(part, 0.0), 4) for part in ("draft", "verify", "sample", "host")}
+            known = DEVICE_PARTS if name.endswith("_parts") else PARTS
+            flat |= {f"{name}_{part}": round(value.get(part, 0.0), 4) for part in known}
         elif isinstance(value, tuple):
             flat[name] = " ".join(f"{v:.4f}" for v in value)
         else:

@@ -26,6 +26,7 @@ class Row:
     n_draft      share of slot rounds that ran with 0, 1, 2 ... drafted tokens
     plain_ms, spec_ms    milliseconds of a round by part; round_ms: wall milliseconds
     floor        share of the bandwidth floor that was reached: time to read the weights once / time of a round
+    *_parts      device milliseconds of a round by kind of kernel, drafting included; empty unless asked for
     *_http       the same through HTTP; share: of the in-process rate of the neighbouring turn, lowest and highest
     """
 
@@ -65,6 +66,8 @@ class Row:
     spec_http_high: float = 0.0
     spec_http_ms: dict[str, float] = field(default_factory=dict)
     spec_http_round_ms: float = 0.0
+    plain_parts: dict[str, float] = field(default_factory=dict)
+    spec_parts: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,20 +5,22 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from pyspec import __version__
 from pyspec.bench.measure import Mode, Run, Turn, measure
 from pyspec.bench.over_http import Clients, measure_http
+from pyspec.bench.parts import watch_rounds
 from pyspec.bench.prompts import make_prompts
-from pyspec.bench.result import Report, summarise_turns
+from pyspec.bench.result import Report, Row, summarise_turns
 
 if TYPE_CHECKING:
     from pyspec.engine import Engine
 
 
 WARM_UP = 16  # tokens each stream generates before its rates count
+PROFILED = 512  # tokens each stream may generate while kernels are watched; it is cancelled before
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,7 @@ class Plan:
     temperature: float = 0.0
     bandwidth: float = 0.0  # GB/s of the memory the weights lie in; 0: not known
     warm_up: bool = True
+    parts: bool = False  # also split a round's device time by kernel
 
 
 def bench(
@@ -60,8 +63,34 @@ def bench(
                     way = " through HTTP" if run.via == "http" else ""
                     tell(f"np {n} {mode} turn {turn + 1}{way}: {run.rate:.1f} tokens/s")
     rows = summarise_turns(runs, n_bytes=engine.info.n_bytes, bandwidth=plan.bandwidth)
+    if plan.parts:
+        rows = _with_parts(engine, plan, rows, modes, prompts, tell)
     facts = about(engine, plan) | ({"http": "loopback, clients in one process of their own"} if clients else {})
     return Report(about=facts, rows=rows, runs=tuple(runs))
+
+
+def _with_parts(
+    engine: Engine,
+    plan: Plan,
+    rows: Sequence[Row],
+    modes: Sequence[Mode],
+    prompts: Sequence[tuple[int, ...]],
+    tell: Callable[[str], None],
+) -> tuple[Row, ...]:
+    """The rows with device time by kind of kernel."""
+    if not engine.info.device.startswith("cuda"):
+        tell("--parts: no GPU, so there are no kernels to tell apart")
+        return tuple(rows)
+    split = []
+    for row in rows:
+        found: dict[str, Any] = {}
+        for mode in modes:
+            how = Turn(mode=mode, turn=0, n_predict=PROFILED, ignore_eos=True, temperature=plan.temperature)
+            found[f"{mode}_parts"] = watch_rounds(engine, prompts[: row.np], how)
+            if not found[f"{mode}_parts"]:
+                tell(f"--parts: np {row.np} {mode}: the streams ended before enough rounds had passed")
+        split.append(replace(row, **found))
+    return tuple(split)
 
 
 def _turns(

@@ -44,6 +44,7 @@ def _percent(ctx: click.Context, param: click.Parameter, value: str) -> float:
 @click.option("--random-prompts", is_flag=True, help="Random ids, for models without meaning (`pyspec synth`).")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-generation token.")
 @click.option("--http", is_flag=True, help="Each turn also through the HTTP server, streamed to another process.")
+@click.option("--parts", is_flag=True, help="Also split a round's device time: linear, attention, state (GPU).")
 @click.option("--bandwidth", default=0.0, metavar="GB/S", help="Memory bandwidth, to show the share of the floor.")
 @click.option("-o", "--output", type=click.Choice(["md", "json", "csv", "jsonl"]), default="md", help="Form on stdout.")
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also write a report with a picture.")
@@ -61,6 +62,7 @@ def bench(
     random_prompts: bool,
     ignore_eos: bool,
     http: bool,
+    parts: bool,
     bandwidth: float,
     output: str,
     html: Path | None,
@@ -89,6 +91,7 @@ def bench(
         ignore_eos=ignore_eos,
         temperature=temperature,
         bandwidth=bandwidth,
+        parts=parts,
     )
     with engine.load(max(engine.np, *streams)) as loaded, _clients(loaded) if http else nullcontext() as clients:
         report = run_bench(loaded, plan, lambda line: click.echo(line, err=True), clients)

@@ -7,7 +7,7 @@ import time
 import zlib
 from dataclasses import dataclass
 
-from pyspec.request import Delta, Done, EngineInfo, Metrics, Request, SlotInfo, Started, Timings
+from pyspec.request import Delta, Done, EngineInfo, Finish, Metrics, Request, SlotInfo, Started, Timings
 from pyspec.server.engine import Sink
 
 N_VOCAB = 1000
@@ -36,6 +36,7 @@ class Stream:
     request: Request
     sink: Sink
     n: int = 0
+    is_cancelled: bool = False
 
 
 class Clockwork:
@@ -101,8 +102,10 @@ class Clockwork:
             return self.streams[-1].id
 
     def cancel(self, request_id: str) -> None:
+        """The next hand-over ends it."""
         with self._wake:
-            self.streams = [s for s in self.streams if s.id != request_id]
+            for s in self.streams:
+                s.is_cancelled = s.is_cancelled or s.id == request_id
 
     def slots(self) -> list[SlotInfo]:
         return []
@@ -142,11 +145,14 @@ class Clockwork:
 
     def _hand_out(self, streams: list[Stream]) -> None:
         for s in streams:
+            if s not in self.streams:
+                continue
             if not s.n:
                 s.sink(Started(s.id, 0, len(s.request.prompt), 0))
             s.n += WIDTH
             s.sink(Delta(s.id, tuple(range(WIDTH)), " a few words of text"))
-            if s.n == s.request.max_tokens:
+            if s.is_cancelled or s.n >= s.request.max_tokens:
                 with self._wake:
                     self.streams.remove(s)
-                s.sink(Done(s.id, "length", len(s.request.prompt), s.n, Timings(predicted_n=s.n)))
+                finish: Finish = "cancelled" if s.is_cancelled else "length"
+                s.sink(Done(s.id, finish, len(s.request.prompt), s.n, Timings(predicted_n=s.n)))

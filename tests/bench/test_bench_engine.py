@@ -48,8 +48,9 @@ def test_synthetic_acceptance_is_marked_and_held():
 
 
 def test_a_model_without_a_drafter_is_measured_plain():
-    result = bench("-npl", "1", "--spec-type", "none", "-p", "40")
+    result = bench("-npl", "1", "--spec-type", "none", "-p", "40", "--parts")
     assert result.exit_code == 0
+    assert "--parts: no GPU" in result.stderr and "linear ms" not in result.stdout
     assert " spec | " not in result.stdout and "drafter none" in result.stdout
 
 

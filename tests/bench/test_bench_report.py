@@ -220,3 +220,16 @@ def test_a_baseline_with_http_is_not_met_without_it(tmp_path: Path):
     path.write_text(as_json(Report(about=ABOUT, rows=summarise_turns(runs), runs=tuple(runs))))
     with pytest.raises(ConfigError, match="plain_http was not measured"):
         changes(REPORT.rows, read_rates(path))
+
+
+def test_device_parts_are_shown_where_they_were_asked_for():
+    parts = {"linear": 6.5, "attention": 0.75, "state": 0.5, "other": 0.25}
+    report = replace(REPORT, rows=(replace(REPORT.rows[0], plain_parts=parts), REPORT.rows[1]))
+    assert "attention ms" in as_markdown(report) and "attention ms" not in as_markdown(REPORT)
+    assert "<td>0.75</td>" in as_html(report)
+    first, second = csv.DictReader(io.StringIO(as_csv(report)))
+    assert (first["plain_parts_linear"], second["plain_parts_linear"], first["spec_parts_state"]) == (
+        "6.5",
+        "0.0",
+        "0.0",
+    )
