@@ -44,7 +44,11 @@ def live_records(batch: Batch, deep: int, device: torch.device) -> Tensor:
 
 
 def convolve(m: Tensor, w: Tensor, layer: StateLayer, batch: Batch, taps: int, bias: Tensor | None = None) -> Tensor:
-    """Shift windows by the fold, convolve, silu; store windows (keep) or raw rows (verify)."""
+    """Shift windows by the fold, convolve, silu; store windows (keep) or raw rows (verify).
+
+    A row's bits do not depend on the rows beside it if there are a multiple of 32 channels, as models have: on CPUs
+    torch's silu rounds what is left over otherwise.
+    """
     out = torch.empty_like(m)
     for s, seq in enumerate(batch.seqs):
         rows = m[batch.starts[s] : batch.starts[s + 1]]

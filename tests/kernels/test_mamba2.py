@@ -1,0 +1,160 @@
+"""`mamba2`: what tokens do to a state does not depend on how they came; extremes; its self-check. Needs no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyspec.cuda.kernels import mamba2_numba, mamba2_ref
+from pyspec.cuda.kernels.mamba2_ref import Mamba2Spec, make_params
+from pyspec.slots.batch import Seq, lay_out
+from pyspec.slots.memory import Mamba2Shape, StateLayer
+from pyspec.slots.table import SlotTable
+
+CPU = torch.device("cpu")
+SHAPES = [Mamba2Shape(4, 16, 2, 16, 4), Mamba2Shape(8, 64, 2, 128, 4), Mamba2Shape(6, 32, 3, 96, 3)]
+BINDS = {"torch": mamba2_ref.bind, "numba": mamba2_numba.bind}
+
+
+def rows_of(n: int, shape: Mamba2Shape, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Raw rows, slices of wider ones as a projection gives them."""
+    wide = torch.randn(n, 8 + shape.n_channel + shape.n_head, generator=torch.Generator().manual_seed(seed))
+    return wide[:, 8 : 8 + shape.n_channel], wide[:, 8 + shape.n_channel :]
+
+
+def run(bind: Callable[..., mamba2_ref.Mamba2], shape: Mamba2Shape, cuts: tuple[tuple[int, bool], ...]) -> list[Tensor]:
+    """Tokens in pieces of (width, keep), all kept: outputs, state, window after them."""
+    launch, layer = bind(Mamba2Spec(CPU, shape)), StateLayer(shape, 2, 12, CPU)
+    p = make_params(shape, torch.Generator().manual_seed(1), CPU)
+    m, dt = rows_of(sum(width for width, _ in cuts), shape)
+    table, at, fold, outs = SlotTable(2, 16, 16), 0, 0, []
+    for width, keep in cuts:
+        batch = lay_out(table, [Seq(1, at, [0] * width, keep, 0, fold)], CPU)
+        outs.append(launch(m[at : at + width], dt[at : at + width], p, layer, batch))
+        at, fold = at + width, 0 if keep else width
+    mamba2_ref.flush(layer, 1, fold)
+    return [torch.cat(outs), layer.state.clone(), layer.conv[:, : shape.n_conv - 1].clone()]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", BINDS)
+def test_a_state_is_bit_equal_however_its_tokens_came(name: str, shape: Mamba2Shape) -> None:
+    """The last piece is kept, so that no fold of the reference comes after what numba did."""
+    first, *others = (
+        run(BINDS[name], shape, (*((w, keep) for w in widths), (1, True)))
+        for widths, keep in (((12,), False), ((1,) * 12, False), ((5, 1, 6), False), ((2, 8, 2), False), ((1,) * 12, True))
+    )  # fmt: skip
+    for other in others:
+        for what, a, b in zip(("output", "state", "window"), first, other, strict=True):
+            assert torch.equal(a, b), f"{what} differs"
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_chunks_give_the_sequential_state_to_rounding(shape: Mamba2Shape) -> None:
+    whole, single = (run(mamba2_ref.bind, shape, cuts) for cuts in (((150, True),), ((1, True),) * 150))
+    for a, b in zip(whole, single, strict=True):
+        assert (a - b).norm() < 1e-5 * b.norm()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_formulas_in_f64_agree(shape: Mamba2Shape) -> None:
+    """The recurrence written out once more, head by head."""
+    n, p = 9, make_params(shape, torch.Generator().manual_seed(1), CPU)
+    m, dt = (t.double() for t in rows_of(n, shape))
+    before = torch.cat([torch.zeros(shape.n_conv - 1, shape.n_channel), m])
+    v = sum(before[t : t + n] * p.conv_w[:, t] for t in range(shape.n_conv)) + p.conv_b
+    v = v * torch.sigmoid(v)
+    inner, wide = shape.n_head * shape.head_dim, shape.n_group * shape.n_state
+    out = torch.zeros(n, shape.n_head, shape.head_dim, dtype=torch.float64)
+    for h in range(shape.n_head):
+        x = v[:, h * shape.head_dim : (h + 1) * shape.head_dim]
+        g = h // (shape.n_head // shape.n_group)
+        b, c = (v[:, at + g * shape.n_state :][:, : shape.n_state] for at in (inner, inner + wide))
+        state = torch.zeros(shape.head_dim, shape.n_state, dtype=torch.float64)
+        for t in range(n):
+            step = torch.log1p(torch.exp(dt[t, h] + p.dt_bias[h]))
+            state = state * torch.exp(step * p.a[h]) + torch.outer(step * x[t], b[t])
+            out[t, h] = state @ c[t] + p.d[h] * x[t]
+    for bind in BINDS.values():
+        got = run(bind, shape, ((9, False),))[0]
+        assert (got.double() - out).norm() < 1e-6 * out.norm()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("name", BINDS)
+@pytest.mark.parametrize("raw", [50.0, -50.0, 1e4, -1e30])
+def test_extreme_steps_forget_all_or_nothing_and_never_give_nan(name: str, keep: bool, raw: float) -> None:
+    shape = SHAPES[0]
+    launch, layer, table = BINDS[name](Mamba2Spec(CPU, shape)), StateLayer(shape, 1, 40, CPU), SlotTable(1, 16, 16)
+    p = make_params(shape, torch.Generator().manual_seed(1), CPU)
+    layer.state.normal_()
+    old = layer.state.clone()
+    m, dt = rows_of(40, shape)
+    dt = dt.clone()
+    dt[:] = raw
+    out = launch(m, dt, p, layer, lay_out(table, [Seq(0, 0, [0] * 40, keep)], CPU))
+    mamba2_ref.flush(layer, 0, 0 if keep else 40)
+    assert out.isfinite().all() and layer.state.isfinite().all()
+    if raw < 0:
+        assert torch.allclose(layer.state, old)
+    else:
+        spoilt, want = StateLayer(shape, 1, 40, CPU), layer.state.clone()
+        spoilt.state.fill_(1e6)
+        launch(m, dt, replace(p, a=p.a.clamp(max=-5.0)), spoilt, lay_out(table, [Seq(0, 0, [0] * 40, True)], CPU))
+        assert spoilt.state.abs().max() < 10 * want.abs().max() + 1e3 * raw
+
+
+def test_one_token_that_forgets_all_does_not_blur_the_decays_after_it() -> None:
+    """In chunks decays are differences of sums: a log decay of -1e6 among them must not cost the others their digits."""
+    shape = SHAPES[0]
+    m, dt = rows_of(64, shape)
+    dt = dt.clone()
+    dt[3] = 3e3  # times a of down to -300
+    p, results = make_params(shape, torch.Generator().manual_seed(1), CPU), []
+    for cuts in ((64,), (1,) * 64):
+        launch, layer, table, at = (
+            mamba2_ref.bind(Mamba2Spec(CPU, shape)),
+            StateLayer(shape, 1, 4, CPU),
+            SlotTable(1, 16, 16),
+            0,
+        )
+        for n in cuts:
+            launch(m[at : at + n], dt[at : at + n], p, layer, lay_out(table, [Seq(0, at, [0] * n, True)], CPU))
+            at += n
+        results.append(layer.state)
+    assert (results[0] - results[1]).norm() < 1e-5 * results[1].norm()
+
+
+# -- the op's own check ----------------------------------------------------------------------------------------------
+
+
+def checked(change: Callable[[Tensor, StateLayer], None]) -> str | None:
+    """What the check says of the reference with `change(outputs, layer)`."""
+    spec = Mamba2Spec(CPU, SHAPES[0])
+    reference = mamba2_ref.bind(spec)
+
+    def launch(*args: object) -> Tensor:
+        out = reference(*args)  # type: ignore[arg-type]
+        change(out, args[3])  # type: ignore[arg-type]
+        return out
+
+    return mamba2_ref.check(launch, reference, spec)
+
+
+def test_the_check_lets_the_reference_pass_and_nothing_that_is_off() -> None:
+    assert checked(lambda out, layer: None) is None
+    assert "outputs differ" in (checked(lambda out, layer: out[-1, -1].mul_(1.01)) or "")
+    assert "outputs differ" in (checked(lambda out, layer: out[0, 0, :1].fill_(float("nan"))) or "")
+    assert "states differ" in (checked(lambda out, layer: layer.dt[:, -1].add_(0.1)) or "")
+    assert checked(lambda out, layer: layer.state.mul_(1.001)) is not None
+    assert checked(lambda out, layer: layer.conv[:, 0].add_(0.1)) is not None
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_numba_passes_the_check(shape: Mamba2Shape) -> None:
+    spec = Mamba2Spec(CPU, shape)
+    assert mamba2_ref.check(mamba2_numba.bind(spec), mamba2_ref.bind(spec), spec) is None

@@ -1,0 +1,282 @@
+"""`nemotron_h`, `nemotron_h_moe`: logits, states and MTP block against llama.cpp, whichever way the rows came in.
+
+Names S1..S8 are the guarantees that a design for recurrent state under speculation must give.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from harness import DEVICE, FIXTURES, Bench
+
+from pyspec.cuda.kernels.flush import flush
+from pyspec.draft import mtp
+from pyspec.draft.drafter import Ask
+from pyspec.errors import OutOfBounds
+from pyspec.slots.batch import Batch, Seq, lay_out
+
+MODELS = ["nemotron_dense", "nemotron_moe", "nemotron_latent", "nemotron_latent_q8_0"]
+WITH_MTP = MODELS[1:]
+MODEL = "nemotron_latent"
+ATOL = 1e-4
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    n = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n)
+
+
+def expected(name: str = MODEL) -> dict[str, np.ndarray]:
+    return dict(np.load(FIXTURES / f"{name}.npz"))
+
+
+def bench_of(name: str = MODEL, **options: object) -> Bench:
+    return Bench(FIXTURES / f"{name}.gguf", **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dense", [torch.float32, None], ids=["unpacked", "packed"])
+@pytest.mark.parametrize("chunk", [1, 3, 16, 100])
+@pytest.mark.parametrize("name", MODELS)
+def test_prefill_in_any_chunks_gives_llama_cpp_logits(name: str, chunk: int, dense: torch.dtype | None) -> None:
+    data = expected(name)
+    tokens, bench = data["tokens"].tolist(), bench_of(name, dense=dense)
+    got = torch.cat([bench.feed(0, tokens[i : i + chunk]) for i in range(0, len(tokens), chunk)])
+    assert (got - torch.from_numpy(data["logits"])).abs().max() < ATOL
+
+
+@pytest.mark.parametrize("width", range(1, 18))
+@pytest.mark.parametrize("name", ["nemotron_dense", "nemotron_latent"])
+def test_verify_of_any_width_gives_the_same_logits(name: str, width: int) -> None:
+    data = expected(name)
+    tokens, bench = data["tokens"].tolist(), bench_of(name)
+    got = torch.cat([bench.feed(0, tokens[i : i + width], keep=False) for i in range(0, len(tokens), width)])
+    assert (got - torch.from_numpy(data["logits"])).abs().max() < ATOL
+
+
+def test_hidden_states_are_after_the_final_norm() -> None:
+    data, bench = expected(), bench_of()
+    out = bench.forward(bench.seq(0, data["tokens"].tolist()))
+    assert (out.hidden.cpu() - torch.from_numpy(data["hidden"])).abs().max() < ATOL
+
+
+def test_rounding_to_eight_bits_explains_llama_cpps_own_logits() -> None:
+    """llama.cpp rounds activations, which flips near ties of the router; we may not be farther from it than that."""
+    data = expected("nemotron_latent_q8_0")
+    exact, rounded = (torch.from_numpy(data[k]).double().log_softmax(-1) for k in ("logits", "quantised_logits"))
+    got = bench_of("nemotron_latent_q8_0").feed(0, data["tokens"].tolist()).double().log_softmax(-1)
+    ours, theirs = (float((rounded.exp() * (rounded - q)).sum(-1).mean()) for q in (got, exact))
+    assert ours < 1.1 * theirs + 1e-4
+
+
+# -- state -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("width", "kept"), [(w, k) for w in (1, 2, 3, 8, 17) for k in {1, 2, w // 2, w} if 0 < k <= w])
+def test_s6_refused_rows_leave_no_trace(width: int, kept: int) -> None:
+    data, bench = expected(), bench_of()
+    tokens, want = data["tokens"].tolist(), torch.from_numpy(data["logits"])
+    bench.feed(0, tokens[:20])
+    wrong = [(t + 7) % 300 for t in tokens[20 + kept : 20 + width]]
+    seq = bench.seq(0, tokens[20 : 20 + kept] + wrong, keep=False)
+    bench.forward(seq)
+    bench.commit(seq, kept)
+    for at in range(20 + kept, 25 + kept):
+        assert (bench.feed(0, [tokens[at]]) - want[at]).abs().max() < ATOL
+
+
+def test_s2_any_order_of_prompt_verify_full_accept_and_refusal_follows_the_plain_path() -> None:
+    data, bench, rng = expected(), bench_of(), np.random.default_rng(3)
+    tokens, want, at = data["tokens"].tolist(), torch.from_numpy(data["logits"]), 0
+    while at < 110:
+        kind = rng.integers(5)
+        n = int(rng.integers(1, 40 if kind == 0 else 12))
+        n = min(n, 118 - at)
+        if kind == 0:
+            rows, kept = bench.feed(0, tokens[at : at + n]), n
+        else:
+            kept = {1: 1, 2: n}.get(int(kind), int(rng.integers(1, n + 1)))
+            seq = bench.seq(0, tokens[at : at + kept] + rng.integers(0, 300, n - kept).tolist(), keep=False)
+            rows = bench.forward(seq).logits[:kept].cpu()
+            bench.commit(seq, kept)
+        assert (rows - want[at : at + kept]).abs().max() < ATOL, f"at {at}"
+        at += kept
+
+
+def test_s1_a_verify_leaves_the_stored_state_where_it_was() -> None:
+    """State and window stand at the committed length before the fold, whatever lies in records."""
+    data, bench = expected(), bench_of()
+    bench.feed(0, data["tokens"][:30].tolist())
+    layers = bench.memory.states.values()
+    before = [(x.state.clone(), x.conv[:, :3].clone()) for x in layers]
+    bench.forward(bench.seq(0, data["tokens"][30:36].tolist(), keep=False))
+    for layer, (state, window) in zip(layers, before, strict=True):
+        assert torch.equal(layer.state, state) and torch.equal(layer.conv[:, :3], window)
+
+
+@pytest.mark.parametrize("n_fold", [-1, 10, 2**31 - 1])
+def test_s3_a_wild_fold_count_names_its_slot_and_writes_nothing(n_fold: int) -> None:
+    data, bench = expected(), bench_of(n_slot=2, width=9)
+    bench.feed(1, data["tokens"][:8].tolist())
+    bench.forward(bench.seq(1, data["tokens"][8:14].tolist(), keep=False))
+    before = [t.clone() for layer in bench.memory.states.values() for t in layer.tensors()]
+    bad = Seq(1, 8, [1, 2], False, 2, n_fold)
+    with pytest.raises(OutOfBounds) as e:
+        bench.forward(bench.seq(0, [5]), bad)
+    assert e.value.slot == 1
+    after = [t for layer in bench.memory.states.values() for t in layer.tensors()]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_s3_a_verify_wider_than_the_records_is_refused() -> None:
+    bench = bench_of(width=4)
+    with pytest.raises(OutOfBounds, match="verify width"):
+        bench.forward(bench.seq(0, [1] * 5, keep=False))
+
+
+def test_s5_a_slot_given_up_in_a_verify_serves_the_next_as_if_new() -> None:
+    data = expected()
+    tokens, want, bench = data["tokens"].tolist(), torch.from_numpy(data["logits"]), bench_of()
+    bench.feed(0, [7] * 33)
+    bench.forward(bench.seq(0, [9, 8, 7], keep=False))
+    bench.table.slots[0].tokens.clear()
+    bench.table.slots[0].n_fold = 0
+    bench.memory.reset(0)
+    got = torch.cat(
+        [bench.feed(0, tokens[:31]), bench.feed(0, tokens[31:40], keep=False), bench.feed(0, tokens[40:90])]
+    )
+    assert (got - want[:90]).abs().max() < ATOL
+
+
+def test_s7_ragged_slots_do_not_touch_each_other() -> None:
+    """Eight slots, five busy with widths from 1 to 9 in changing order. Idle slots, free pages, dead records are NaN."""
+    data = expected()
+    tokens, want = data["tokens"].tolist(), torch.from_numpy(data["logits"])
+    bench, at = bench_of(n_slot=8), [0] * 5
+    for pool in bench.memory.kv.values():
+        pool.k.fill_(float("nan"))
+        pool.v.fill_(float("nan"))
+    for layer in bench.memory.states.values():
+        for t in layer.records():
+            t.fill_(float("nan"))
+        for t in layer.tensors():
+            t[5:].fill_(float("nan"))
+    for rnd, order in enumerate(itertools.islice(itertools.permutations(range(5)), 0, 120, 13)):
+        seqs = [bench.seq(s, tokens[at[s] : at[s] + 1 + (2 * s + rnd) % 9], keep=s == 0) for s in order]
+        logits, row = bench.forward(*seqs).logits.cpu(), 0
+        for seq in seqs:
+            first = at[seq.slot]
+            assert (logits[row : row + seq.width] - want[first : first + seq.width]).abs().max() < ATOL
+            row += seq.width
+            kept = seq.width if seq.keep else 1 + rnd % seq.width
+            bench.commit(seq, kept)
+            at[seq.slot] += kept
+    assert all(layer.state[5:].isnan().all() for layer in bench.memory.states.values()), "an idle slot was written"
+
+
+def test_s8_a_verify_beside_a_long_prompt_still_rolls_back() -> None:
+    data = expected()
+    tokens, want, bench = data["tokens"].tolist(), torch.from_numpy(data["logits"]), bench_of(n_slot=3)
+    bench.feed(1, tokens[:10])
+    verify = bench.seq(1, [*tokens[10:12], 5, 6, 7], keep=False)
+    prompts = [bench.seq(0, tokens[:70]), bench.seq(2, tokens[:23])]
+    logits = bench.forward(prompts[0], verify, prompts[1]).logits.cpu()
+    assert (logits[:70] - want[:70]).abs().max() < ATOL and (logits[70:72] - want[10:12]).abs().max() < ATOL
+    for seq, n in ((prompts[0], 70), (verify, 2), (prompts[1], 23)):
+        bench.commit(seq, n)
+    follow = [bench.seq(1, tokens[12:50]), bench.seq(0, tokens[70:75], keep=False), bench.seq(2, tokens[23:24])]
+    logits = bench.forward(*follow).logits.cpu()
+    for got, at in zip(logits.split([38, 5, 1]), (12, 70, 23), strict=True):
+        assert (got - want[at : at + len(got)]).abs().max() < ATOL
+
+
+def test_a_checkpoint_taken_after_a_fold_serves_two_slots() -> None:
+    """P2: the copy stands at exactly its tokens, and slots that go on from it do not change it."""
+    data = expected()
+    tokens, want, bench = data["tokens"].tolist(), torch.from_numpy(data["logits"]), bench_of(n_slot=3)
+    bench.feed(0, tokens[:32])
+    seq = bench.seq(0, [*tokens[32:35], 1, 2], keep=False)
+    bench.forward(seq)
+    bench.commit(seq, 3)
+    for layer in bench.memory.states.values():
+        flush(layer, 0, 3)
+    bench.table.slots[0].n_fold = 0
+    saved = bench.memory.checkpoint(0, 35)
+    for slot in (1, 2, 1):
+        bench.table.slots[slot].tokens.clear()
+        bench.memory.reset(slot)
+        bench.feed(slot, tokens[:35])  # keys and values; the state is spoilt next
+        for layer in bench.memory.states.values():
+            layer.state[slot].fill_(float("nan"))
+        bench.memory.restore(slot, saved)
+        got = torch.cat(
+            [bench.feed(slot, tokens[35 : 40 + slot], keep=False), bench.feed(slot, tokens[40 + slot : 70])]
+        )
+        assert (got - want[35:70]).abs().max() < ATOL
+    assert (bench.feed(0, tokens[35:60]) - want[35:60]).abs().max() < ATOL
+
+
+# -- the MTP block ---------------------------------------------------------------------------------------------------
+
+
+def mtp_of(name: str, *, layer_norm: bool = True) -> tuple[Bench, mtp.Mtp]:
+    bench = bench_of(name)
+    options = {"n_draft": 4, "p_min": 0.0, "kv_dtype": torch.float32, "dense": torch.float32}
+    return bench, mtp.load(bench.file, bench.target, bench.table, layer_norm=layer_norm, **options)
+
+
+@pytest.mark.parametrize("name", WITH_MTP)
+def test_mtp_rows_are_llama_cpps(name: str) -> None:
+    """The block alone: it is given llama.cpp's hidden states."""
+    data = expected(name)
+    bench, drafter = mtp_of(name)
+    hidden = torch.from_numpy(data["hidden"]).to(DEVICE)
+    before = torch.cat([torch.zeros_like(hidden[:1]), hidden[:-1]])
+    got = drafter.block.forward(lay_out(bench.table, [Seq(0, 0, data["tokens"].tolist())], DEVICE), before)
+    assert (got.cpu() - torch.from_numpy(data["mtp_hidden"])).abs().max() < ATOL
+    assert (drafter.block.head(got).cpu() - torch.from_numpy(data["mtp_logits"])).abs().max() < ATOL
+
+
+@pytest.mark.parametrize("name", WITH_MTP)
+def test_chained_mtp_steps_are_llama_cpps(name: str) -> None:
+    """Behind the whole model, whose rounding the block adds its own to."""
+    data = expected(name)
+    tokens, chain = data["tokens"].tolist(), data["chain_tokens"].tolist()
+    bench, drafter = mtp_of(name)
+    slot = bench.table.slots[0]
+    drafter.begin(slot, None)
+    for i in range(0, len(tokens), 37):
+        seq = bench.seq(0, tokens[i : i + 37])
+        batch = lay_out(bench.table, [seq], DEVICE)
+        drafter.observe(batch, [seq.width], bench.target.forward(batch))
+        bench.commit(seq, seq.width)
+    states: list[torch.Tensor] = []
+    forward = drafter.block.forward
+
+    def watch(batch: Batch, hidden: torch.Tensor) -> torch.Tensor:
+        out = forward(batch, hidden)
+        states.append(out[-1])
+        return out
+
+    drafter.block.forward = watch  # type: ignore[method-assign]
+    assert drafter.draft([Ask(slot, chain[0], 4)])[0][:3] == chain[1:]
+    assert (torch.stack(states).cpu() - torch.from_numpy(data["chain_hidden"])).abs().max() < 5 * ATOL
+
+
+def test_without_a_word_the_block_ends_in_rmsnorm() -> None:
+    """Undo each norm's last step: both saw the same stream, one of them without its mean."""
+    data = expected("nemotron_moe")
+    rows = []
+    for layer_norm in (True, False):
+        bench, drafter = mtp_of("nemotron_moe", layer_norm=layer_norm)
+        batch = lay_out(bench.table, [Seq(0, 0, data["tokens"].tolist())], DEVICE)
+        rows.append(drafter.block.forward(batch, torch.from_numpy(data["hidden"]).to(DEVICE)) / drafter.block.norm)
+    centred = rows[1] - rows[1].mean(-1, keepdim=True)
+    assert torch.allclose(torch.nn.functional.layer_norm(centred, centred.shape[-1:]), rows[0], atol=1e-3)
+    assert (rows[1].square().mean(-1) - 1).abs().max() < 1e-2 and rows[1].mean(-1).abs().max() > 0.05
