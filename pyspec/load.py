@@ -80,7 +80,7 @@ def plan_draft(target: GGUFFile, draft: GGUFFile | None, settings: EngineSetting
         if draft is not None:
             kind = _kind_of(draft)
         else:
-            kind = "mtp" if target.architecture in ("qwen35", "qwen35moe") and mtp.has_mtp(target) else "none"
+            kind = "mtp" if mtp.has_mtp(target) else "none"
     if kind == "none":
         return DraftPlan(kind, None, 0, 0, "speculation: off (no drafter)")
     if kind == "dflash" and draft is None:
