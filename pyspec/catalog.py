@@ -19,7 +19,7 @@ from pyspec.errors import ConfigError
 from pyspec.hub import from_hub
 
 SCHEMA = 1
-RUNS = ("llama", "qwen3", "qwen35", "qwen35moe")
+RUNS = ("llama", "qwen3", "qwen35", "qwen35moe", "nemotron_h", "nemotron_h_moe")
 """Architectures this version runs; the table itself is `pyspec.models.ARCHITECTURES`, behind torch."""
 
 T = TypeVar("T")

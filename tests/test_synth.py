@@ -42,6 +42,11 @@ def test_real_models_have_the_published_tensor_and_parameter_counts() -> None:
     for name, trunk, block in (("qwen3.5-122b-a10b", 122.11, 2.52), ("qwen3.6-35b-a3b", 34.66, 0.845)):
         assert n_params(name, Parts()) == pytest.approx(trunk, abs=0.005)
         assert n_params(name, with_mtp) - n_params(name, Parts()) == pytest.approx(block, abs=0.005)
+    for name, trunk, block in (("nemotron-3-super", 120.67, 2.94), ("nemotron-3-nano", 31.58, 0.0)):
+        mtp = Parts(mtp=find(name).mtp)
+        assert n_params(name, Parts()) == pytest.approx(trunk, abs=0.005)
+        assert n_params(name, mtp) - n_params(name, Parts()) == pytest.approx(block, abs=0.005)
+    assert count("nemotron-3-super", sidecar) == 21
     assert n_params("qwen3-4b", Parts()) == pytest.approx(4.02, abs=0.01)
     assert n_params("llama-3-8b", Parts()) == pytest.approx(8.03, abs=0.01)
 
@@ -68,12 +73,12 @@ def test_real_vocabularies_have_the_right_size_unique_texts_and_special_ids() ->
 def test_a_tiny_model_holds_every_tensor(name: str, quant: str, tmp_path: Path) -> None:
     with open_gguf(synth.write(name, tmp_path / "m.gguf", quant=quant, tiny=True)) as file:
         dims = synth.TINY[name]
-        parts = Parts(mtp=isinstance(dims, synth.Qwen35))
+        parts = Parts(mtp=dims.mtp)
         assert {k: t.shape for k, t in file.tensors.items()} == {s.name: s.shape for s in layout.tensors(dims, parts)}
         assert file.architecture == dims.arch
         assert file.get_int(f"{dims.arch}.block_count") == dims.n_layer + parts.mtp
         assert len(set(file.get_strings("tokenizer.ggml.tokens"))) == dims.n_vocab
-        up = "blk.0.ffn_up_exps.weight" if isinstance(dims, synth.Qwen35Moe) else "blk.0.ffn_up.weight"
+        up = next(n for n in file.tensors if n.endswith((".ffn_up.weight", ".ffn_up_exps.weight")))
         assert file.tensors[up].type.name == quant.upper()
         for name in file.tensors:
             values = tensor(file, name)

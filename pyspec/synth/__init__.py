@@ -15,7 +15,21 @@ import numpy as np
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGMLType, GGUFWriter, LlamaFileType, TensorInfo, ValueType
 from pyspec.synth import layout, vocab
-from pyspec.synth.dims import MODELS, TINY, DFlash, Dims, Llama, Qwen3, Qwen35, Qwen35Moe, drafter_of, find, widened
+from pyspec.synth.dims import (
+    MODELS,
+    TINY,
+    DFlash,
+    Dims,
+    Llama,
+    NemotronH,
+    NemotronHMoe,
+    Qwen3,
+    Qwen35,
+    Qwen35Moe,
+    drafter_of,
+    find,
+    widened,
+)
 from pyspec.synth.fill import Filler
 from pyspec.synth.layout import Parts, Spec
 
@@ -26,6 +40,8 @@ __all__ = [
     "DFlash",
     "Dims",
     "Llama",
+    "NemotronH",
+    "NemotronHMoe",
     "Qwen3",
     "Qwen35",
     "Qwen35Moe",
@@ -75,18 +91,16 @@ def write(
 
     entry     a name of MODELS (with `tiny` also one of TINY), or dimensions of one's own
     quant     type of the matrices, a key of QUANTS; norms and other small tensors are F32
-    mtp       qwen35 and qwen35moe only: with its multi-token-prediction block
-    sidecar   these only: nothing but that block, the embedding and the head
+    mtp       with the multi-token-prediction block, if the model has one
+    sidecar   nothing but that block, the embedding and the head
     drafter   the DFlash drafter that fits the entry; `fork` in the naming older forks wrote
     progress  called with tensor bytes done and in all
     Errors: ConfigError for an unknown name or an impossible combination, ModelError if the file cannot be written.
     """
     dims = _resolve(entry, quant, tiny, drafter, fork)
-    if sidecar and (not isinstance(dims, Qwen35) or not mtp):
-        raise ConfigError(
-            f"{dims.name} ({dims.arch}) has no MTP block for a sidecar file; only qwen35 with mtp has one"
-        )
-    parts = Parts(trunk=not sidecar, mtp=mtp and isinstance(dims, Qwen35))
+    if sidecar and not (dims.mtp and mtp):
+        raise ConfigError(f"{dims.name} ({dims.arch}) has no MTP block for a sidecar file, or is to have none")
+    parts = Parts(trunk=not sidecar, mtp=mtp and dims.mtp)
     writer = GGUFWriter(out_path, layout.file_arch(dims))
     _add_metadata(writer, dims, parts, quant)
     specs = {spec.name: spec for spec in layout.tensors(dims, parts)}

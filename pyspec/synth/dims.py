@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 from pyspec.errors import ConfigError
 
-VocabKind = Literal["qwen2", "qwen35", "llama-bpe", "spm"]
+VocabKind = Literal["qwen2", "qwen35", "llama-bpe", "pixtral", "spm"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,7 @@ class Dims:
     rope_base: float
     eps: float = 1e-6
     tied: bool = False
+    mtp: bool = False  # there is a multi-token-prediction block
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,7 @@ class Qwen35(Dims):
     """Every `interval`-th layer is gated attention, the others are Gated DeltaNet."""
 
     arch: ClassVar[str] = "qwen35"
+    mtp: bool = True
     n_k_head: int
     n_v_head: int
     state: int = 128
@@ -77,6 +79,39 @@ class Qwen35Moe(Qwen35):
     n_expert: int
     n_used: int
     n_ff_shared: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class NemotronH(Dims):
+    """Blocks of one part each, as `pattern` names them: M Mamba-2, * attention, - feed-forward, E experts."""
+
+    arch: ClassVar[str] = "nemotron_h"
+    pattern: str
+    mamba_heads: int
+    mamba_dim: int = 64
+    groups: int = 8
+    state: int = 128
+    conv: int = 4
+
+    @property
+    def inner(self) -> int:
+        return self.mamba_heads * self.mamba_dim
+
+    @property
+    def n_channel(self) -> int:
+        return self.inner + 2 * self.groups * self.state
+
+
+@dataclass(frozen=True, kw_only=True)
+class NemotronHMoe(NemotronH):
+    """`n_ff` is the width of an expert; with `latent` experts work in that width instead of n_embd."""
+
+    arch: ClassVar[str] = "nemotron_h_moe"
+    n_expert: int
+    n_used: int
+    n_ff_shared: int
+    routed_scale: float
+    latent: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +175,42 @@ def _qwen3(name: str, n_embd: int, n_ff: int, rope_base: float, n_ctx: int, tied
     )
 
 
+def _nemotron(
+    name: str,
+    pattern: str,
+    n_embd: int,
+    n_ff: int,
+    mamba_heads: int,
+    experts: tuple[int, int],
+    scale: float,
+    latent: int,
+) -> NemotronHMoe:
+    return NemotronHMoe(
+        name=name,
+        pattern=pattern,
+        n_layer=len(pattern),
+        n_embd=n_embd,
+        n_ff=n_ff,
+        n_head=32,
+        n_head_kv=2,
+        head_dim=128,
+        n_vocab=131_072,
+        vocab="pixtral",
+        n_ctx=1 << 20,
+        rope_base=1e4,
+        eps=1e-5,
+        mtp=bool(latent),
+        mamba_heads=mamba_heads,
+        n_expert=experts[0],
+        n_used=experts[1],
+        n_ff_shared=2 * n_ff,
+        routed_scale=scale,
+        latent=latent,
+    )
+
+
+_NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+_SUPER = "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
 _REAL: tuple[Dims, ...] = (
     _qwen35("Qwen3.6-27B", 64, 5120, 17_408, (24, 4), 48, tied=False),
     _qwen35("Qwen3.5-9B", 32, 4096, 12_288, (16, 4), 32, tied=False),
@@ -148,6 +219,8 @@ _REAL: tuple[Dims, ...] = (
     _qwen35("Qwen3.5-0.8B", 24, 1024, 3584, (8, 2), 16, tied=True),
     _qwen35moe("Qwen3.5-122B-A10B", 48, 3072, 1024, 32, 64),
     _qwen35moe("Qwen3.6-35B-A3B", 40, 2048, 512, 16, 32),
+    _nemotron("Nemotron-3-Super", _SUPER, 4096, 2688, 128, (512, 22), 5.0, 1024),
+    _nemotron("Nemotron-3-Nano", _NANO, 2688, 1856, 64, (128, 6), 2.5, 0),
     _qwen3("Qwen3-4B", 2560, 9728, 5e6, 262_144, tied=True),
     _qwen3("Qwen3-8B", 4096, 12_288, 1e6, 40_960, tied=False),
     Llama(
@@ -178,6 +251,7 @@ _TINY = {
     "rope_base": 1e5,
 }
 _TINY_HYBRID = {"n_k_head": 2, "n_v_head": 4, "state": 16, "n_rot": 8, "sections": (2, 1, 1, 0)}
+_TINY_MAMBA = {"vocab": "pixtral", "mamba_heads": 4, "mamba_dim": 16, "groups": 2, "state": 16}
 TINY: dict[str, Dims] = {
     "llama": Llama(name="tiny-llama", n_layer=2, vocab="llama-bpe", **_TINY),
     "llama-spm": Llama(name="tiny-llama-spm", n_layer=2, vocab="spm", **_TINY),
@@ -192,6 +266,20 @@ TINY: dict[str, Dims] = {
         n_used=2,
         n_ff_shared=64,
         **_TINY_HYBRID,
+        **(_TINY | {"n_ff": 64}),
+    ),
+    "nemotron_h": NemotronH(name="tiny-nemotron-h", n_layer=6, pattern="M-*MM-", **_TINY_MAMBA, **_TINY),
+    "nemotron_h_moe": NemotronHMoe(
+        name="tiny-nemotron-h-moe",
+        n_layer=5,
+        pattern="ME*EM",
+        mtp=True,
+        n_expert=6,
+        n_used=2,
+        n_ff_shared=128,
+        routed_scale=2.5,
+        latent=32,
+        **_TINY_MAMBA,
         **(_TINY | {"n_ff": 64}),
     ),
 }
@@ -214,7 +302,9 @@ def find(name: str, *, tiny: bool = False) -> Dims:
 def widened(dims: Dims) -> Dims:
     """Tiny dimensions whose rows all hold whole blocks of 256, for the K types."""
     wide = replace(dims, n_embd=256, n_ff=256, head_dim=64, name=f"{dims.name}-wide")
-    wide = replace(wide, n_ff_shared=256, n_expert=4, n_used=2) if isinstance(wide, Qwen35Moe) else wide
+    wide = replace(wide, n_ff_shared=256, n_expert=4, n_used=2) if isinstance(wide, Qwen35Moe | NemotronHMoe) else wide
+    wide = replace(wide, latent=256) if isinstance(wide, NemotronHMoe) else wide
+    wide = replace(wide, mamba_dim=64) if isinstance(wide, NemotronH) else wide
     return replace(wide, state=64, n_rot=16, sections=(3, 3, 2, 0)) if isinstance(wide, Qwen35) else wide
 
 
@@ -256,5 +346,5 @@ def _taps(n_layer: int, n: int) -> tuple[int, ...]:
 
 def mask_id(target: Dims) -> int:
     """The token drafters put into positions to be filled: a reserved id of the vocabulary."""
-    by_kind = {"qwen35": 248_070, "qwen2": 151_669, "llama-bpe": 128_002}
+    by_kind = {"qwen35": 248_070, "qwen2": 151_669, "llama-bpe": 128_002, "pixtral": 14}
     return by_kind[target.vocab] if target.n_vocab > 1000 else target.n_vocab - 1

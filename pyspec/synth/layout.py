@@ -8,7 +8,7 @@ from typing import Literal
 
 from pyspec.gguf import ValueType
 from pyspec.gguf.write import Value
-from pyspec.synth.dims import DFlash, Dims, Qwen35, Qwen35Moe
+from pyspec.synth.dims import DFlash, Dims, NemotronH, NemotronHMoe, Qwen35, Qwen35Moe
 
 Kind = Literal["matrix", "embedding", "head", "gate", "router", "norm", "conv", "decay", "step"]
 Key = tuple[str, Value, ValueType]
@@ -92,6 +92,33 @@ def _qwen35moe_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
     yield "qwen35moe.expert_used_count", dims.n_used, U32
     yield "qwen35moe.expert_feed_forward_length", dims.n_ff, U32
     yield "qwen35moe.expert_shared_feed_forward_length", dims.n_ff_shared, U32
+
+
+def _nemotron_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
+    assert isinstance(dims, NemotronH)
+    a, blocks, per_block = dims.arch, dims.pattern + "+" * parts.mtp, (".feed_forward_length", ".head_count_kv")
+    yield from (key for key in _common(dims, len(blocks)) if not key[0].endswith(per_block))
+    yield f"{a}.attention.head_count_kv", [dims.n_head_kv if b in "*+" else 0 for b in blocks], U32
+    yield f"{a}.feed_forward_length", [dims.n_ff if b in "-E+" else 0 for b in blocks], U32
+    yield f"{a}.attention.layer_norm_epsilon", dims.eps, F32
+    yield f"{a}.rope.dimension_count", dims.head_dim, U32  # there, and not used
+    if parts.mtp:
+        yield f"{a}.nextn_predict_layers", 1, U32
+    yield f"{a}.ssm.conv_kernel", dims.conv, U32
+    yield f"{a}.ssm.state_size", dims.state, U32
+    yield f"{a}.ssm.group_count", dims.groups, U32
+    yield f"{a}.ssm.time_step_rank", dims.mamba_heads, U32
+    yield f"{a}.ssm.inner_size", dims.inner, U32
+    if isinstance(dims, NemotronHMoe):
+        yield f"{a}.expert_count", dims.n_expert, U32
+        yield f"{a}.expert_used_count", dims.n_used, U32
+        yield f"{a}.expert_feed_forward_length", dims.n_ff, U32
+        yield f"{a}.expert_shared_feed_forward_length", dims.n_ff_shared, U32
+        yield f"{a}.expert_shared_count", 1, U32
+        yield f"{a}.expert_weights_norm", True, ValueType.BOOL
+        yield f"{a}.expert_weights_scale", dims.routed_scale, F32
+        if dims.latent:
+            yield f"{a}.moe_latent_size", dims.latent, U32
 
 
 def _dflash_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
@@ -186,6 +213,14 @@ def _qwen35_block(dims: Qwen35, i: int) -> Iterator[Spec]:
     yield from _feed_forward(dims, p, "post_attention_norm")
 
 
+def _nextn(dims: Dims, p: str) -> Iterator[Spec]:
+    """What an MTP block has besides its layer."""
+    n = dims.n_embd
+    yield Spec(f"{p}.nextn.eh_proj.weight", (n, 2 * n), "matrix")
+    for name in ("enorm", "hnorm", "shared_head_norm"):
+        yield Spec(f"{p}.nextn.{name}.weight", (n,), "norm")
+
+
 def _qwen35_tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
     assert isinstance(dims, Qwen35)
     yield from _ends(dims)
@@ -193,11 +228,56 @@ def _qwen35_tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
         for i in range(dims.n_layer):
             yield from _qwen35_block(dims, i)
     if parts.mtp:
-        n, p = dims.n_embd, f"blk.{dims.n_layer}"
+        p = f"blk.{dims.n_layer}"
         yield from _qwen35_block(dims, dims.n_layer)
-        yield Spec(f"{p}.nextn.eh_proj.weight", (n, 2 * n), "matrix")
-        for name in ("enorm", "hnorm", "shared_head_norm"):
-            yield Spec(f"{p}.nextn.{name}.weight", (n,), "norm")
+        yield from _nextn(dims, p)
+
+
+def _mamba(dims: NemotronH, p: str) -> Iterator[Spec]:
+    n, heads = dims.n_embd, dims.mamba_heads
+    yield Spec(f"{p}.ssm_in.weight", (dims.inner + dims.n_channel + heads, n), "matrix")
+    yield Spec(f"{p}.ssm_conv1d.weight", (dims.n_channel, dims.conv), "conv")
+    yield Spec(f"{p}.ssm_conv1d.bias", (dims.n_channel,), "conv")
+    yield Spec(f"{p}.ssm_dt.bias", (heads,), "step")
+    yield Spec(f"{p}.ssm_a", (heads, 1), "decay")
+    yield Spec(f"{p}.ssm_d", (heads, 1), "norm")
+    yield Spec(f"{p}.ssm_norm.weight", (dims.groups, dims.inner // dims.groups), "norm")
+    yield Spec(f"{p}.ssm_out.weight", (n, dims.inner), "matrix")
+
+
+def _relu2(dims: NemotronH, p: str) -> Iterator[Spec]:
+    n, f = dims.n_embd, dims.n_ff
+    if not isinstance(dims, NemotronHMoe):
+        yield Spec(f"{p}.ffn_up.weight", (f, n), "matrix")
+        yield Spec(f"{p}.ffn_down.weight", (n, f), "matrix")
+        return
+    e, shared, wide = dims.n_expert, dims.n_ff_shared, dims.latent or n
+    yield Spec(f"{p}.ffn_gate_inp.weight", (e, n), "router", POINTED)
+    yield Spec(f"{p}.exp_probs_b.bias", (e,), "router")
+    if dims.latent:  # "gate": files of 4-bit floats have it finer than that
+        yield Spec(f"{p}.ffn_latent_down.weight", (wide, n), "gate")
+        yield Spec(f"{p}.ffn_latent_up.weight", (n, wide), "gate")
+    yield Spec(f"{p}.ffn_up_exps.weight", (e, f, wide), "matrix")
+    yield Spec(f"{p}.ffn_down_exps.weight", (e, wide, f), "matrix")
+    yield Spec(f"{p}.ffn_up_shexp.weight", (shared, n), "matrix")
+    yield Spec(f"{p}.ffn_down_shexp.weight", (n, shared), "matrix")
+
+
+def _nemotron_tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
+    assert isinstance(dims, NemotronH)
+    n, trunk = dims.n_embd, dims.pattern if parts.trunk else ""
+    yield from _ends(dims)
+    for p, kind in ((f"blk.{i}", kind) for i, kind in enumerate(trunk)):
+        yield Spec(f"{p}.attn_norm.weight", (n,), "norm")
+        parts_of = {"M": _mamba, "-": _relu2, "E": _relu2}
+        yield from parts_of[kind](dims, p) if kind in parts_of else _attention(dims, p, qk_norm=False)
+    if parts.mtp:
+        p = f"blk.{dims.n_layer}"
+        yield Spec(f"{p}.attn_norm.weight", (n,), "norm")
+        yield from _attention(dims, p, qk_norm=False)
+        yield Spec(f"{p}.post_attention_norm.weight", (n,), "norm")
+        yield from _relu2(dims, p)
+        yield from _nextn(dims, p)
 
 
 def _dflash_tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
@@ -217,6 +297,8 @@ ARCHITECTURES: dict[str, tuple[Callable[[Dims, Parts], Iterator[Key]], Callable[
     "qwen3": (_plain_metadata, _plain_tensors),
     "qwen35": (_qwen35_metadata, _qwen35_tensors),
     "qwen35moe": (_qwen35moe_metadata, _qwen35_tensors),
+    "nemotron_h": (_nemotron_metadata, _nemotron_tensors),
+    "nemotron_h_moe": (_nemotron_metadata, _nemotron_tensors),
     "dflash": (_dflash_metadata, _dflash_tensors),
 }
 """Architecture: its metadata and its tensors."""

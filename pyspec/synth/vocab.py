@@ -34,6 +34,17 @@ _LLAMA = {
     128_010: "<|im_start|>",
     128_011: "<|im_end|>",
 }
+_NEMOTRON = {
+    0: "<unk>",
+    1: "<s>",
+    2: "</s>",
+    10: "<|im_start|>",
+    11: "<|im_end|>",
+    12: "<think>",
+    13: "</think>",
+    14: "<|mask|>",
+}
+_CONTROL = ("<unk>", "<s>", "</s>")  # and what begins with <|
 _QWEN35_SHIFT = 96_401  # Qwen3.5 keeps the order of Qwen3's special tokens, this much higher
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -95,6 +106,8 @@ def _specials(dims: Dims) -> dict[int, str]:
         return _LLAMA
     if dims.vocab == "qwen2":
         return _QWEN
+    if dims.vocab == "pixtral":
+        return _NEMOTRON
     moved = {i + _QWEN35_SHIFT: text for i, text in _QWEN.items() if text != "<|mask|>"}
     return moved | {mask_id(dims): "<|mask|>"}
 
@@ -109,7 +122,7 @@ def _bpe(dims: Dims) -> Vocab:
     tokens = [specials.get(i) or next(texts) for i in range(dims.n_vocab)]
     types = [NORMAL] * dims.n_vocab
     for i, text in specials.items():
-        types[i] = CONTROL if text.startswith("<|") else USER_DEFINED
+        types[i] = CONTROL if text.startswith("<|") or text in _CONTROL else USER_DEFINED
     ids = {text: i for i, text in specials.items()}
     end = ids.get("<|endoftext|>", ids.get("<|end_of_text|>", 0))
     return Vocab(
@@ -117,7 +130,7 @@ def _bpe(dims: Dims) -> Vocab:
         pre=dims.vocab,
         tokens=tokens,
         types=types,
-        bos=ids.get("<|begin_of_text|>", end),
+        bos=ids.get("<|begin_of_text|>", ids.get("<s>", end)),
         eos=ids["<|im_end|>"],
         pad=end,
         mask=ids["<|mask|>"],
