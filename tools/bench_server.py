@@ -1,4 +1,4 @@
-"""What HTTP costs an engine: rounds of a made-up one in process and through the server, in turns. No GPU, no model.
+"""What HTTP costs an engine's thread: a made-up one in process and through the server, in turns. No GPU, no model.
 
 A round is some milliseconds of work on the GIL, then some of waiting as for a device, then one Delta a stream.
 `python tools/bench_server.py --host-ms 2 --device-ms 10 --streams 1 8`
@@ -10,6 +10,7 @@ import argparse
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -28,28 +29,36 @@ def server_cpu() -> float:
 
 
 def compare(engine: Clockwork, clients: Clients, n_stream: int, n_round: int, turns: int) -> str:
-    """Milliseconds of a round and of its host part in process, what HTTP adds to each, and the server's CPU a chunk."""
+    """What HTTP does to the two parts of a round in which the engine needs the GIL, and the server's CPU a chunk.
+
+    Medians over rounds, then over turns: the rate is left to `pyspec bench --http`, because a shared machine's sleep is
+    no clock.
+    """
     prompts = [(1, 2, 3)] * n_stream
-    rounds, hosts = [], []
+    alone, added = [], []
     cpu = 0.0
     for turn in range(turns):
         how = Turn(mode="plain", turn=turn, n_predict=n_round * WIDTH, ignore_eos=True)
-        engine.host.clear()
-        direct = measure(engine.submit, engine.cancel, engine.metrics, prompts, how)
-        alone = 1e3 * median(engine.host)
-        engine.host.clear()
+        direct = clocked(engine, lambda how=how: measure(engine.submit, engine.cancel, engine.metrics, prompts, how))
         cpu -= server_cpu()
-        through = measure_http(clients, engine.metrics, prompts, how)
+        through = clocked(engine, lambda how=how: measure_http(clients, engine.metrics, prompts, how))
         cpu += server_cpu()
-        hosts.append((alone, 1e3 * median(engine.host) - alone))
-        ms = [1e3 * WIDTH * n_stream / r.rate for r in (direct, through)]
-        rounds.append((ms[0], ms[1] - ms[0]))
-    (ms, more), (host, host_more) = (map(median, zip(*pairs, strict=True)) for pairs in (rounds, hosts))
-    low, high = min(m for _, m in rounds), max(m for _, m in rounds)
+        alone.append(direct)
+        added.append([b - a for a, b in zip(direct, through, strict=True)])
+    (work, hand), (more_work, more_hand) = (map(median, zip(*pairs, strict=True)) for pairs in (alone, added))
     return (
-        f"{n_stream} streams: round {ms:.2f} ms, HTTP adds {more:+.3f} ({low:+.3f}..{high:+.3f}), ratio {ms / (ms + more):.3f}; "
-        f"host part {host:.2f} {host_more:+.3f} ms; server {1e6 * cpu / turns / n_round / n_stream:.0f} us CPU a chunk"
+        f"{n_stream} streams: work {work:.2f} {more_work:+.3f} ms, hand-over {hand:.3f} {more_hand:+.3f} ms; "
+        f"in all {more_work + more_hand:+.3f} ({min(map(sum, added)):+.3f}..{max(map(sum, added)):+.3f}); "
+        f"server {1e6 * cpu / turns / n_round / n_stream:.0f} us CPU a chunk"
     )
+
+
+def clocked(engine: Clockwork, turn: Callable[[], object]) -> tuple[float, float]:
+    """Milliseconds of a turn's median round: work, and handing over."""
+    engine.host.clear()
+    engine.handing.clear()
+    turn()
+    return 1e3 * median(engine.host), 1e3 * median(engine.handing)
 
 
 def chew(stop: threading.Event) -> None:

@@ -69,6 +69,7 @@ class Clockwork:
         self.tokenizer, self.template = Ids(), None
         self.host_ms, self.device_ms, self.is_deferring = host_ms, device_ms, is_deferring
         self.host: list[float] = []  # seconds that each round's work took
+        self.handing: list[float] = []  # seconds that handing tokens over took
         self.streams: list[Stream] = []
         self.rounds = 0
         self.n_seen = 0
@@ -144,6 +145,7 @@ class Clockwork:
                 due = []
 
     def _hand_out(self, streams: list[Stream]) -> None:
+        began = time.perf_counter()
         for s in streams:
             if s not in self.streams:
                 continue
@@ -156,3 +158,5 @@ class Clockwork:
                     self.streams.remove(s)
                 finish: Finish = "cancelled" if s.is_cancelled else "length"
                 s.sink(Done(s.id, finish, len(s.request.prompt), s.n, Timings(predicted_n=s.n)))
+        if streams:
+            self.handing.append(time.perf_counter() - began)
