@@ -7,6 +7,7 @@ import itertools
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
@@ -79,6 +80,11 @@ class Engine:
         self._wake = threading.Condition()
         self._inbox: list[Job] = []
         self._jobs: dict[str, Job] = {}
+        self._due: deque[tuple[Sink, Event]] = deque()
+        self._is_urgent = False
+        self._may_defer = self.loop.target.device.type != "cpu"  # there a forward is over when it returns
+        if self._may_defer:
+            self.loop.on_wait = self._hand_out
         self._error: PyspecError | None = None
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="pyspec-engine", daemon=True)
@@ -168,13 +174,10 @@ class Engine:
         limit = min(n_ctx, room)
 
         def deliver(event: Event) -> None:
-            gone = self._jobs.pop(event.request, None) if isinstance(event, Done | Failed) else None
-            try:  # a listener is the caller's code, an event loop that was closed, say: its failure ends its own request
-                sink(event)
-            except Exception:
-                log.exception("the listener of request %s failed", event.request)
-                if gone is None and event.request in self._jobs:
-                    self._jobs[event.request].cancelled = True
+            if isinstance(event, Done | Failed):
+                self._jobs.pop(event.request, None)
+            self._is_urgent = self._is_urgent or not isinstance(event, Delta)
+            self._due.append((sink, event))
 
         return Job(
             id=f"r{next(self._ids)}",
@@ -186,6 +189,19 @@ class Engine:
             n_ctx=limit,
             n_rows=min(most, limit) + self.info.n_overhang,
         )
+
+    def _hand_out(self) -> None:
+        """Give listeners what rounds said. A listener wakes other threads, and these want the GIL: what is not urgent is
+        handed out while the device works on the next round, when nobody else needs it."""
+        self._is_urgent = False
+        while self._due:
+            sink, event = self._due.popleft()
+            try:  # a listener is the caller's code, an event loop that was closed, say: its failure ends its own request
+                sink(event)
+            except Exception:
+                log.exception("the listener of request %s failed", event.request)
+                if (job := self._jobs.get(event.request)) is not None:
+                    job.cancelled = True
 
     def _run(self) -> None:
         """The engine's thread: one round after another, asleep when there is nothing to do."""
@@ -209,6 +225,8 @@ class Engine:
                     DeviceError(f"the engine failed: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
                 )
                 return
+            if self._is_urgent or not self._may_defer or not self.loop.jobs:
+                self._hand_out()
         self._die(Unavailable("the engine was closed"))
 
     def _die(self, error: PyspecError) -> None:
@@ -218,6 +236,8 @@ class Engine:
         for job in lost:
             self.loop.queue.push(job)
         self.loop.abort(error)
+        self._hand_out()
+        self.loop.on_wait = lambda: None  # else the loop would keep us, and we its memory
 
     def slots(self) -> list[SlotInfo]:
         """One row per slot, for people and dashboards; a round may pass while it is read."""
