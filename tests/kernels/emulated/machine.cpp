@@ -1,0 +1,536 @@
+// Runs a kernel: blocks of threads as fibers, in an order drawn from a seed, and says what no GPU would say.
+//
+// A thread runs until it meets others (shuffles, barriers, products) or waits for memory. Who runs next is drawn, warp by
+// warp: sometimes one warp runs as far as it can while the others stand, sometimes all take turns. Blocks are taken in a
+// drawn order, as many at once as the caller says are resident.
+#include "state.h"
+
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+emulator::Dim threadIdx, blockIdx, blockDim, gridDim;
+
+namespace emulator {
+
+Fiber* self;
+
+namespace {
+
+constexpr size_t kStack = 128 * 1024;
+constexpr size_t kForbidden = 1 << 20;  // on both sides of an argument's pages
+constexpr int kMaxStalls = 1 << 20;  // turns in which threads only waited for memory
+
+struct Launch {
+  void (*body)(void**);
+  void** args;
+  int n_thread, n_resident;
+  u32 n_shared;
+  std::vector<int> order;  // of blocks
+  size_t next = 0;
+  int switches;   // a warp stops after a turn with chance 1 in this; 0: only when it waits
+  int arrivals;   // a bulk copy arrives with chance 1 in this between turns; 0: only when all wait
+  int stalls = 0;
+  i64 clock = 0;
+  char* message;
+  int message_size;
+};
+
+struct Region {  // an argument's memory, between pages nobody may touch
+  u8 *pages, *data;
+  size_t n_page, n_bytes;
+};
+
+struct Turn {
+  Warp* warp = nullptr;
+  u32 step = 1, first = 0, i = 32;
+};
+
+Launch* launch;
+Turn turn;
+u64 random_state;
+sigjmp_buf home;
+std::vector<std::unique_ptr<Block>> blocks;
+std::vector<Fiber*> idle;  // fibers that no block has
+std::vector<std::unique_ptr<Fiber>> all_fibers;
+std::vector<u8*> windows;
+std::vector<Region> regions;
+
+size_t page() { return static_cast<size_t>(sysconf(_SC_PAGESIZE)); }
+
+void say(const char* format, ...) {
+  va_list list;
+  va_start(list, format);
+  const size_t used = strlen(launch->message);
+  vsnprintf(launch->message + used, launch->message_size - used, format, list);
+  va_end(list);
+}
+
+[[noreturn]] void go_home() { siglongjmp(home, 1); }
+
+// ---- fibers
+
+void take(Fiber* next) {
+  self = next;
+  const Block& block = *next->block;
+  const u32 tid = static_cast<u32>(next->lane + 32 * (next->warp - block.warps.data()));
+  threadIdx = {tid, 0, 0};
+  blockIdx = block.at;
+}
+
+void finish_thread();
+
+void entry() {
+  for (;;) {
+    launch->body(launch->args);
+    finish_thread();  // comes back when another block has this fiber
+  }
+}
+
+[[noreturn]] void resume(Fiber* next) {
+  take(next);
+  if (next->started) _longjmp(next->at, 1);
+  next->started = true;
+  getcontext(&next->first);
+  next->first.uc_stack.ss_sp = next->stack;
+  next->first.uc_stack.ss_size = kStack;
+  next->first.uc_link = nullptr;
+  makecontext(&next->first, entry, 0);
+  setcontext(&next->first);
+  __builtin_unreachable();
+}
+
+Fiber* pick();
+
+void leave() {
+  Fiber* const me = self;
+  Fiber* const next = pick();
+  if (next == nullptr) {
+    me->started = false;  // nobody comes back to here
+    go_home();
+  }
+  if (next == me) return take(me);
+  if (!_setjmp(me->at)) resume(next);
+}
+
+Fiber* new_fiber() {
+  if (idle.empty()) {
+    all_fibers.push_back(std::make_unique<Fiber>());
+    u8* memory = static_cast<u8*>(
+        mmap(nullptr, kStack + page(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    mprotect(memory, page(), PROT_NONE);  // a stack that is too small is a fault, not a surprise
+    all_fibers.back()->stack = memory + page();
+    idle.push_back(all_fibers.back().get());
+  }
+  Fiber* fiber = idle.back();
+  idle.pop_back();
+  fiber->open.clear();
+  fiber->groups.clear();
+  fiber->waits_for = nullptr;
+  fiber->line = 0;
+  return fiber;
+}
+
+// ---- blocks
+
+constexpr size_t kWindow = 512 * 1024;
+
+void start_block() {
+  const int index = launch->order[launch->next++];
+  auto block = std::make_unique<Block>();
+  const int x = static_cast<int>(gridDim.x), y = static_cast<int>(gridDim.y);
+  block->at = {static_cast<u32>(index % x), static_cast<u32>(index / x % y), static_cast<u32>(index / x / y)};
+  block->n_thread = block->n_alive = launch->n_thread;
+  block->n_dynamic = launch->n_shared;
+  block->declared_end = kFirst + launch->n_shared + kGap;
+  if (windows.empty()) {
+    windows.push_back(static_cast<u8*>(
+        mmap(nullptr, kWindow, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0)));
+  }
+  block->memory = windows.back();
+  windows.pop_back();
+  memset(block->memory, kPoison, kFirst + launch->n_shared + kGap + kDeclared);
+  block->warps.resize((launch->n_thread + 31) / 32);
+  for (int t = 0; t < launch->n_thread; ++t) {
+    Fiber* fiber = new_fiber();
+    Warp& warp = block->warps[t / 32];
+    fiber->block = block.get();
+    fiber->warp = &warp;
+    fiber->lane = t % 32;
+    warp.ready |= 1u << (t % 32);
+    warp.fibers.push_back(fiber);
+    block->fibers.push_back(fiber);
+  }
+  for (Warp& warp : block->warps)
+    if (warp.fibers.size() < 32) warp.done = ~0u << warp.fibers.size();
+  blocks.push_back(std::move(block));
+}
+
+void check_gaps(const Block& block) {
+  auto untouched = [&](u32 from, u32 to) {
+    for (u32 i = from; i < to; ++i)
+      if (block.memory[i] != kPoison) {
+        if (i < kFirst + block.n_dynamic + kGap)
+          fail(0, "wrote shared memory outside the %u bytes that were asked for, at byte %lld", block.n_dynamic,
+               static_cast<i64>(i) - kFirst);
+        fail(0, "wrote shared memory beside its declared variables");
+      }
+  };
+  untouched(0, kFirst);
+  u32 from = kFirst + block.n_dynamic;
+  std::vector<std::pair<u32, u32>> places;
+  for (const auto& item : block.declared) places.push_back(item.second);
+  std::sort(places.begin(), places.end());
+  for (const auto& place : places) {
+    untouched(from, place.first);
+    from = place.first + place.second;
+  }
+  untouched(from, kFirst + block.n_dynamic + kGap + kDeclared);
+}
+
+void end_block(Block* block) {
+  check_gaps(*block);
+  if (!block->bulk.empty()) fail(block->bulk[0].line, "a block ends while a bulk copy into it is under way");
+  for (const auto& item : block->messages)
+    if (item.second.bytes != 0) fail(0, "a block ends with %lld bytes missing on a barrier", item.second.bytes);
+  for (Fiber* fiber : block->fibers) idle.push_back(fiber);
+  windows.push_back(block->memory);
+  turn.warp = nullptr;
+  auto same = [&](const std::unique_ptr<Block>& b) { return b.get() == block; };
+  blocks.erase(std::find_if(blocks.begin(), blocks.end(), same));
+}
+
+void pass_barrier(Barrier& barrier) {
+  barrier.came = 0;
+  for (Fiber* fiber : barrier.waiting) wake(fiber);
+  barrier.waiting.clear();
+}
+
+void finish_thread() {
+  Fiber& me = *self;
+  Block& block = *me.block;
+  const u32 bit = 1u << me.lane;
+  me.warp->done |= bit;
+  launch->stalls = 0;
+  for (const Meeting& m : me.warp->meetings)
+    if (m.came != 0 && m.mask & bit)
+      fail(m.line, "lane %d returns while others of its warp wait for it in %s", me.lane, m.what);
+  if (--block.n_alive == 0) {
+    end_block(&block);
+  } else {  // who returned is not waited for
+    for (Barrier& b : block.barriers)
+      if (b.came > 0 && b.want == 0 && b.came == block.n_alive) pass_barrier(b);
+  }
+  leave();
+}
+
+// ---- who runs next
+
+bool shuffle_turn(Warp* warp) {
+  turn = {warp, random_bits() | 1, random_bits(), 0};
+  return true;
+}
+
+bool next_arrives(int index) {  // one of all bulk copies
+  for (auto& block : blocks) {
+    if (index < static_cast<int>(block->bulk.size())) {
+      const Bulk bulk = block->bulk[index];
+      block->bulk.erase(block->bulk.begin() + index);
+      complete(*block, bulk);
+      launch->stalls = 0;
+      return true;
+    }
+    index -= static_cast<int>(block->bulk.size());
+  }
+  return false;
+}
+
+bool any_arrives() {
+  size_t n = 0;
+  for (auto& block : blocks) n += block->bulk.size();
+  return n > 0 && next_arrives(static_cast<int>(random_bits() % n));
+}
+
+[[noreturn]] void all_wait() {
+  say("deadlock:");
+  for (auto& block : blocks) {
+    std::map<std::pair<int, const char*>, std::vector<u32>> places;
+    for (size_t t = 0; t < block->fibers.size(); ++t) {
+      const Fiber& fiber = *block->fibers[t];
+      if (fiber.waits_for) places[{fiber.line, fiber.waits_for}].push_back(static_cast<u32>(t));
+    }
+    for (const auto& item : places)
+      say(" block (%u, %u, %u) has %zu threads from %u in %s, line %d;", block->at.x, block->at.y, block->at.z,
+          item.second.size(), item.second[0], item.first.second, item.first.first);
+  }
+  go_home();
+}
+
+Warp* choose_warp() {
+  Warp* found = nullptr;
+  u32 n = 0;
+  for (auto& block : blocks)
+    for (Warp& warp : block->warps)
+      if (warp.ready != 0 && random_bits() % ++n == 0) found = &warp;
+  return found;
+}
+
+Fiber* pick() {
+  for (;;) {
+    while (turn.warp && turn.warp->ready != 0 && turn.i < 32) {
+      const u32 lane = (turn.step * turn.i++ + turn.first) % 32;
+      if (turn.warp->ready >> lane & 1) {
+        turn.warp->ready &= ~(1u << lane);
+        return turn.warp->fibers[lane];
+      }
+    }
+    if (turn.warp && turn.warp->ready != 0 && (launch->switches == 0 || !chance(launch->switches))) {
+      shuffle_turn(turn.warp);
+      continue;
+    }
+    while (static_cast<int>(blocks.size()) < launch->n_resident && launch->next < launch->order.size()) start_block();
+    if (launch->arrivals > 0 && chance(launch->arrivals)) any_arrives();
+    Warp* const warp = choose_warp();
+    if (warp) {
+      shuffle_turn(warp);
+    } else if (!any_arrives()) {
+      if (blocks.empty()) return nullptr;
+      all_wait();
+    }
+  }
+}
+
+}  // namespace
+
+u32 random_bits() {
+  random_state += 0x9e3779b97f4a7c15ull;
+  u64 z = random_state;
+  z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9ull;
+  z = (z ^ z >> 27) * 0x94d049bb133111ebull;
+  return static_cast<u32>((z ^ z >> 31) >> 32);
+}
+
+void wait(const char* what, int line) {
+  self->waits_for = what;
+  self->line = line;
+  launch->stalls = 0;
+  leave();
+}
+
+void wake(Fiber* fiber) {
+  fiber->waits_for = nullptr;
+  fiber->warp->ready |= 1u << fiber->lane;
+}
+
+void pause(int line) {
+  self->line = line;
+  if (++launch->stalls > kMaxStalls) fail(line, "waits for memory that nobody writes");
+  launch->clock += 256;
+  self->warp->ready |= 1u << self->lane;
+  turn.warp = nullptr;
+  leave();
+}
+
+void interleave(int line) {
+  self->line = line;
+  if (!chance(2)) return;
+  self->warp->ready |= 1u << self->lane;
+  if (chance(2)) turn.warp = nullptr;
+  leave();
+}
+
+i64 clock() { return launch->clock; }
+
+void fail(int line, const char* format, ...) {
+  char text[512];
+  va_list list;
+  va_start(list, format);
+  vsnprintf(text, sizeof text, format, list);
+  va_end(list);
+  say("block (%u, %u, %u) thread %u: %s, line %d", blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x, text, line);
+  go_home();
+}
+
+void nothing(void* const*, u32) {}
+
+void meet(int line, const char* what, u32 mask, void* mine, Together* run) {
+  Warp& warp = *self->warp;
+  const u32 bit = 1u << self->lane;
+  if (!(mask & bit)) fail(line, "lane %d calls %s for lanes %08x without itself", self->lane, what, mask);
+  if (warp.done & mask) fail(line, "%s waits for lanes %08x, which have returned", what, warp.done & mask);
+  Meeting* found = nullptr;
+  for (Meeting& m : warp.meetings) {
+    if (m.came == 0 || m.mask != mask) continue;  // lanes of other masks meet elsewhere
+    if (m.line != line || strcmp(m.what, what) != 0)
+      fail(line, "the warp diverges: lane %d comes to %s while lanes %08x wait in %s, line %d", self->lane, what, m.came,
+           m.what, m.line);
+    found = &m;
+  }
+  for (Meeting& m : warp.meetings)
+    if (!found && m.came == 0) found = &m;
+  if (!found) found = &warp.meetings.emplace_back();
+  if (found->came == 0) found->mask = mask, found->line = line, found->what = what;
+  found->brought[self->lane] = mine;
+  found->came |= bit;
+  if (found->came != mask) return wait(what, line);
+  self->line = line;
+  found->came = 0;
+  run(found->brought, mask);
+  launch->stalls = 0;
+  for (u32 lane = 0; lane < 32; ++lane)
+    if (mask >> lane & 1 && static_cast<int>(lane) != self->lane) wake(warp.fibers[lane]);
+}
+
+void block_barrier(int line, int id, int n_thread) {
+  Block& block = *self->block;
+  if (id < 0 || id > 15 || n_thread < 0 || n_thread % 32 != 0) fail(line, "bar.sync %d, %d", id, n_thread);
+  Barrier& barrier = block.barriers[id];
+  if (barrier.came > 0 && (barrier.want != n_thread || barrier.line != line))
+    fail(line, "threads come to barrier %d from different lines; others wait in line %d", id, barrier.line);
+  barrier.want = n_thread;
+  barrier.line = line;
+  self->line = line;
+  if (++barrier.came == (n_thread ? n_thread : block.n_alive)) return pass_barrier(barrier);
+  barrier.waiting.push_back(self);
+  wait("a barrier of the block", line);
+}
+
+u32 shared_address(const void* p, int line) {
+  const ptrdiff_t at = static_cast<const u8*>(p) - self->block->memory;
+  if (at < static_cast<ptrdiff_t>(kFirst) || at > static_cast<ptrdiff_t>(self->block->declared_end))
+    fail(line, "takes the shared address of something else");
+  return static_cast<u32>(at);
+}
+
+u8* shared_at(u32 address, u32 n_bytes, u32 align, int line) {
+  const Block& block = *self->block;
+  if (address % align != 0) fail(line, "shared address %u is no multiple of %u", address, align);
+  if (address < kFirst || address + n_bytes > block.declared_end ||
+      (address + n_bytes > kFirst + block.n_dynamic && address < kFirst + block.n_dynamic + kGap))
+    fail(line, "%u bytes at shared address %u, %lld behind the start of dynamic memory, of which there are %u", n_bytes,
+         address, static_cast<i64>(address) - kFirst, block.n_dynamic);
+  return block.memory + address;
+}
+
+void* dynamic_shared(u32 align) {
+  if (align > kFirst) fail(0, "dynamic shared memory is declared with alignment %u", align);
+  return self->block->memory + kFirst;
+}
+
+void* static_shared(int id, u32 n_bytes, u32 align) {
+  Block& block = *self->block;
+  auto [place, is_new] = block.declared.try_emplace(id, 0, n_bytes);
+  if (is_new) {
+    place->second.first = (block.declared_end + 16 + align - 1) / align * align;
+    block.declared_end = place->second.first + n_bytes;
+    if (block.declared_end > kFirst + block.n_dynamic + kGap + kDeclared) fail(0, "too many bytes of shared variables");
+  }
+  return block.memory + place->second.first;
+}
+
+namespace {
+
+void on_fault(int, siginfo_t* info, void*) {
+  const u8* at = static_cast<const u8*>(info->si_addr);
+  say("block (%u, %u, %u) thread %u: ", blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x);
+  bool known = false;
+  for (size_t i = 0; i < regions.size(); ++i) {
+    const Region& r = regions[i];
+    if (at < r.pages || at >= r.pages + r.n_page) continue;
+    say("touches byte %lld of memory %zu, which has %zu", static_cast<i64>(at - r.data), i, r.n_bytes);
+    known = true;
+  }
+  if (!known) say("touches memory that is no argument's");
+  say(", after line %d", self ? self->line : 0);
+  siglongjmp(home, 1);
+}
+
+}  // namespace
+}  // namespace emulator
+
+using namespace emulator;
+
+// A copy of an argument's memory that ends where a forbidden page begins, as far as its alignment allows.
+extern "C" void* emulator_guard(const void* from, long long n_bytes) {
+  const size_t unit = page(), inner = (static_cast<size_t>(n_bytes) + 64 + unit - 1) / unit * unit;
+  Region r;
+  r.n_page = inner + 2 * kForbidden;
+  r.n_bytes = static_cast<size_t>(n_bytes);
+  r.pages = static_cast<u8*>(mmap(nullptr, r.n_page, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  mprotect(r.pages + kForbidden, inner, PROT_READ | PROT_WRITE);
+  u8* const end = r.pages + kForbidden + inner;
+  r.data = end - r.n_bytes;
+  const size_t over = (reinterpret_cast<size_t>(r.data) - reinterpret_cast<size_t>(from)) % 64;
+  r.data -= over;  // as aligned as the original
+  memset(r.pages + kForbidden, kPoison, inner);
+  memcpy(r.data, from, r.n_bytes);
+  regions.push_back(r);
+  return r.data;
+}
+
+// Copies memory `index` back. The byte that was written outside of it, or none: -1.
+extern "C" long long emulator_take_back(int index, void* to) {
+  const Region& r = regions[index];
+  const u8 *first = r.pages + kForbidden, *end = r.pages + r.n_page - kForbidden;
+  for (const u8* p = first; p < end; ++p) {
+    if (p == r.data) p += r.n_bytes;
+    if (p < end && *p != kPoison) return p < r.data ? 1LL << 62 | (r.data - p) : p - r.data;
+  }
+  memcpy(to, r.data, r.n_bytes);
+  return -1;
+}
+
+extern "C" void emulator_forget() {
+  for (const Region& r : regions) munmap(r.pages, r.n_page);
+  regions.clear();
+}
+
+// 0 if the kernel ran to its end; else `message` says what happened.
+extern "C" int emulator_run(void (*body)(void**), void** args, const int* grid, int n_thread, int n_shared, int n_resident,
+                            unsigned long long seed, char* message, int message_size) {
+  Launch now;
+  launch = &now;
+  now.body = body, now.args = args, now.n_thread = n_thread, now.n_resident = n_resident;
+  now.n_shared = static_cast<u32>(n_shared), now.message = message, now.message_size = message_size;
+  message[0] = 0;
+  random_state = seed;
+  gridDim = {static_cast<u32>(grid[0]), static_cast<u32>(grid[1]), static_cast<u32>(grid[2])};
+  blockDim = {static_cast<u32>(n_thread), 1, 1};
+  for (int i = 0; i < grid[0] * grid[1] * grid[2]; ++i) now.order.push_back(i);
+  for (size_t i = now.order.size(); i > 1; --i) std::swap(now.order[i - 1], now.order[random_bits() % i]);
+  const int policies[] = {0, 2, 8};
+  now.switches = policies[random_bits() % 3];
+  now.arrivals = policies[random_bits() % 3];
+  turn = Turn();
+
+  static u8 other_stack[64 * 1024];
+  stack_t mine = {}, old_stack;
+  mine.ss_sp = other_stack, mine.ss_size = sizeof other_stack;
+  sigaltstack(&mine, &old_stack);
+  struct sigaction action = {}, old_segv, old_bus;
+  action.sa_sigaction = on_fault;
+  action.sa_flags = SA_SIGINFO | SA_ONSTACK;
+  sigaction(SIGSEGV, &action, &old_segv);
+  sigaction(SIGBUS, &action, &old_bus);
+  if (!sigsetjmp(home, 1)) {
+    Fiber* first = pick();
+    if (first) resume(first);
+  }
+  sigaction(SIGSEGV, &old_segv, nullptr);
+  sigaction(SIGBUS, &old_bus, nullptr);
+  if (old_stack.ss_flags & SS_DISABLE) old_stack.ss_size = sizeof other_stack;
+  sigaltstack(&old_stack, nullptr);
+  if (message[0] != 0) {  // threads stand anywhere: their stacks start anew
+    for (auto& block : blocks) windows.push_back(block->memory);
+    blocks.clear();
+    idle.clear();
+    for (auto& fiber : all_fibers) fiber->started = false, idle.push_back(fiber.get());
+  }
+  self = nullptr;
+  return message[0] != 0;
+}

@@ -1,0 +1,98 @@
+"""linear.cu and linear_sm90.cu run thread by thread on the CPU: every type, cut tiles, lower tiles, every epilogue."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from emulated.gpu import CPU, emulated_gpu
+from emulated.machine import needs_compiler
+from torch import Tensor
+
+from pyspec.cuda.kernels import linear_cuda, linear_ref
+from pyspec.cuda.kernels.linear_cuda import SHAPES, LinearLaunch, Shape, random_weights, step
+from pyspec.cuda.kernels.linear_pack import CHUNKS, Packed, repack, unpack
+from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
+from pyspec.gguf import GGMLType
+
+pytestmark = needs_compiler
+SEEDS = (0, 1)
+CAPABILITIES = ((8, 0), (9, 0))  # linear.cu, linear_sm90.cu
+
+
+def matrix(spec: LinearSpec) -> Packed:
+    gen = torch.Generator().manual_seed(spec.n_out + spec.n_in)
+    size = spec.n_weight_row, spec.n_in
+    return repack(random_weights(spec.type, *size, gen), spec.type, size)
+
+
+def product(
+    spec: LinearSpec, packed: Packed, x: Tensor, residual: Tensor | None = None, shape: Shape = SHAPES[0]
+) -> Tensor:
+    """The result of one build; rows of the pad hold NaN, tickets must be zero again."""
+    launch = LinearLaunch(spec, (step(CPU, spec.type, spec.epilogue, shape),))
+    launch.rows = linear_cuda.RowsLaunch(CPU, spec.n_in, (shape.rows,))
+    for t in (launch.rows.blocks, launch.rows.sums, launch.rows.powers):
+        t.fill_(torch.nan)
+    out = torch.full((x.shape[0], spec.n_out), torch.nan)
+    launch(x, packed, out, residual)
+    assert not launch.tickets.any(), "tickets are left over"
+    return out
+
+
+def off(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("type", CHUNKS)
+def test_products_equal_exact_sums_of_rounded_rows(type: GGMLType, capability: tuple[int, int], seed: int) -> None:
+    """300 rows fill a tile and a lower one; three CTAs cut both."""
+    spec = LinearSpec(CPU, type, 300, 1024)
+    packed = matrix(spec)
+    x = torch.randn(5, spec.n_in) * torch.logspace(-3, 3, 5)[:, None]
+    with emulated_gpu(capability, seed=seed):
+        assert off(product(spec, packed, x), linear_ref.rounded(x) @ unpack(packed).double().T) < 3e-6
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("epilogue", [Epilogue.RESIDUAL, Epilogue.GATED])
+def test_epilogues_equal_the_reference(epilogue: Epilogue, capability: tuple[int, int], seed: int) -> None:
+    spec = LinearSpec(CPU, GGMLType.Q8_0, 136, 256, epilogue)
+    packed, x, want = matrix(spec), torch.randn(12, 256) / 16, torch.empty(12, 136)
+    residual = torch.randn(12, 136) if epilogue is Epilogue.RESIDUAL else None
+    linear_ref.bind(spec)(x, packed, want, residual)
+    with emulated_gpu(capability, seed=seed):
+        assert off(product(spec, packed, x, residual, SHAPES[1]), want) < 1e-3
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("n_in", [32, 96])
+def test_columns_that_fill_no_chunk_add_nothing(n_in: int, capability: tuple[int, int]) -> None:
+    spec = LinearSpec(CPU, GGMLType.Q8_0, 40, n_in)
+    packed, x = matrix(spec), torch.randn(3, n_in)
+    with emulated_gpu(capability):
+        assert off(product(spec, packed, x), linear_ref.rounded(x) @ unpack(packed).double().T) < 3e-6
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_bits_depend_neither_on_the_build_nor_on_neighbours_nor_on_the_order(capability: tuple[int, int]) -> None:
+    spec = LinearSpec(CPU, GGMLType.Q8_0, 530, 320)
+    packed, x = matrix(spec), torch.randn(33, 320)
+    found = []
+    for seed, shape, n_row in ((0, SHAPES[0], 8), (1, SHAPES[0], 3), (2, SHAPES[4], 33), (3, Shape(16, 1, 1, 1), 8)):
+        with emulated_gpu(capability, seed=seed, n_multiprocessor=7):
+            found.append(product(spec, packed, x[:n_row], shape=shape))
+    for other in found[1:]:
+        n = min(len(other), len(found[0]))
+        assert torch.equal(other[:n], found[0][:n])
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_the_launcher_takes_many_rows_in_passes_of_the_shapes_that_fit(capability: tuple[int, int]) -> None:
+    """The op's own check, on a matrix of one tile: 1, 9 and 33 rows in one pass each, 135 in two."""
+    spec = LinearSpec(CPU, GGMLType.Q8_0, 24, 64)
+    with emulated_gpu(capability):
+        launch = linear_cuda.bind(spec)
+        assert linear_cuda.check(launch, linear_ref.bind(spec), spec, n_rows=(1, 9, 33, 135)) is None

@@ -1,0 +1,145 @@
+"""rows.cu, rows_finish.cu and rope_kv.cu run thread by thread on the CPU, against their references."""
+
+import pytest
+import torch
+from emulated.gpu import CPU, emulated_gpu
+from emulated.machine import needs_compiler
+from torch import Tensor
+
+from pyspec.cuda import faults
+from pyspec.cuda.kernels import rope_kv_cuda, rows_cuda
+from pyspec.cuda.kernels.linear_wgmma import blocks_for_wgmma
+from pyspec.cuda.kernels.rope_kv import check as check_rope_kv
+from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
+from pyspec.cuda.kernels.rope_kv_ref import bind as rope_kv_reference
+from pyspec.cuda.kernels.rows import check, make, rows
+from pyspec.cuda.kernels.rows_ref import Kind, Norm, RowsSpec
+from pyspec.slots.memory import KVPool
+
+pytestmark = needs_compiler
+SEEDS = (0, 1)
+DIMS = {Kind.HEADS: 64, Kind.GATE: 96}
+
+
+def spec_of(kind: Kind, n_in: int) -> RowsSpec:
+    return RowsSpec(CPU, n_in, kind, DIMS.get(kind, 0))
+
+
+def untouched(launch: rows_cuda.RowsLaunch) -> rows_cuda.RowsLaunch:
+    for t in (launch.blocks, launch.sums, launch.powers):
+        t.fill_(torch.nan)
+    return launch
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("n_in", [384, 2688])
+def test_row_major_rows_equal_the_reference(n_in: int, kind: Kind, seed: int) -> None:
+    spec = spec_of(kind, n_in)
+    with emulated_gpu(seed=seed):
+        assert check(rows_cuda.WideRows(CPU, n_in), rows.reference.bind(spec), spec) is None
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("n_in", [384, 2688])
+def test_blocks_hold_the_same_values_and_their_sums(n_in: int, kind: Kind, seed: int) -> None:
+    x, prep = make(spec_of(kind, n_in), 5, torch.Generator().manual_seed(1))
+    with emulated_gpu(seed=seed):
+        got = untouched(rows_cuda.RowsLaunch(CPU, n_in, (8, 16)))(x, prep)
+        want, powers = rows_cuda.WideRows(CPU, n_in)(x, prep)
+    n_block = -(-n_in // 256) * 8
+    blocks = got.blocks[: n_block * 8 * 32].view(n_block, 8, 4, 2, 4)  # column 16 h + 4 i + j at [i, h, j]
+    flat = blocks[:, :5].permute(1, 0, 3, 2, 4).reshape(5, -1)
+    assert torch.equal(flat[:, :n_in], want) and not flat[:, n_in:].any()
+    sums = got.sums[: n_block * 8].view(n_block, 8)[:, :5].T
+    assert torch.allclose(sums, flat.float().view(5, n_block, 32).sum(-1), rtol=1e-4, atol=1e-4)
+    assert powers is None or torch.equal(got.powers[:5], powers)
+    assert blocks[:, 5:].isnan().all() and got.blocks[n_block * 8 * 32 :].isnan().all()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", [Kind.PLAIN, Kind.NORM, Kind.GLU])
+@pytest.mark.parametrize("n_in", [320, 2688])
+def test_rows_for_warpgroup_products_stand_where_the_torch_function_puts_them(n_in: int, kind: Kind, seed: int) -> None:
+    x, prep = make(RowsSpec(CPU, n_in, kind), 37, torch.Generator().manual_seed(4))
+    with emulated_gpu(seed=seed):
+        got = untouched(rows_cuda.RowsLaunch(CPU, n_in, (64, 96), rows_cuda.TALL))(x, prep)
+        want = blocks_for_wgmma(rows_cuda.WideRows(CPU, n_in)(x, prep)[0], got.pad).view(-1, got.pad, 64)
+    assert torch.equal(got.blocks[: want.numel()].view_as(want)[:, :37], want[:, :37])
+
+
+def test_rows_of_any_size_have_the_power_of_their_largest_value() -> None:
+    x = torch.randn(6, 384) * torch.tensor([1e-38, 1e-33, 0.0, 1.0, 1e30, 3e37])[:, None]
+    with emulated_gpu():
+        got, powers = rows_cuda.WideRows(CPU, 384)(x)
+    assert powers is not None and powers[2] == 1 and not got[2].any() and bool(got.isfinite().all())
+    assert torch.allclose(got.double() * powers.double()[:, None], x.double(), rtol=2**-10, atol=0)
+
+
+def test_a_norm_of_huge_weights_has_a_power() -> None:
+    x, prep = make(RowsSpec(CPU, 384, Kind.NORM), 3, torch.Generator().manual_seed(2))
+    assert isinstance(prep, Norm)
+    big = Norm(prep.weight * 1e6, 1e-6)
+    with emulated_gpu():
+        got, powers = rows_cuda.WideRows(CPU, 384)(x, big)
+    assert powers is not None and big.power > 1e5
+    assert torch.allclose(got.float() * powers[:, None], big(x), rtol=2e-3, atol=2e3)
+
+
+@pytest.mark.parametrize("n", [8, 4100, 10])
+def test_finish_scales_and_adds(n: int) -> None:
+    gen = torch.Generator().manual_seed(3)
+    y, residual = (torch.randn(3, n, generator=gen) for _ in range(2))
+    powers = torch.exp2(torch.arange(3.0))
+    with emulated_gpu():
+        wide = rows_cuda.WideRows(CPU, 384)
+        for p in (powers, None):
+            for r in (residual, None):
+                want = y * (1 if p is None else p[:, None]) + (0 if r is None else r)
+                assert torch.allclose(wide.finish(y.clone(), p, r), want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    ("n_q", "n_kv", "dim", "n_rot", "neox", "gated", "norm"),
+    [
+        (6, 2, 256, 64, True, True, True),
+        (3, 1, 64, 64, False, False, False),
+        (0, 2, 128, 128, True, False, True),
+        (6, 1, 96, 32, False, True, True),
+    ],
+)
+def test_rope_kv_equals_the_reference(
+    n_q: int, n_kv: int, dim: int, n_rot: int, neox: bool, gated: bool, norm: bool, seed: int
+) -> None:
+    spec = RopeKvSpec(CPU, n_q, n_kv, dim, n_rot, neox, gated, norm, 1e-6)
+    with emulated_gpu(seed=seed):
+        assert check_rope_kv(rope_kv_cuda.bind(spec), rope_kv_reference(spec), spec) is None
+
+
+def rope_kv_into(rows: list[int]) -> tuple[KVPool, Tensor, list[int]]:
+    """A pool of 16 rows after keys and values went to `rows`; what was written for queries; the fault record."""
+    spec, n = RopeKvSpec(CPU, 2, 1, 64, 64, True, False, False, 1e-6), len(rows)
+    pool = KVPool(16, 1, 64, torch.float16, CPU)
+    angles = (torch.ones(n, 1, 32), torch.zeros(n, 1, 32))
+    with emulated_gpu():
+        q = rope_kv_cuda.bind(spec)(torch.randn(n, 256), None, None, angles, pool, torch.tensor(rows))
+        fault = faults.record(CPU).tolist()
+    return pool, q, fault
+
+
+@pytest.mark.parametrize(("bad", "seen"), [(16, 16), (-1, -1), (1 << 40, -1), (-(1 << 40), -1), (2**31, -1)])
+def test_a_pool_row_that_does_not_exist_is_reported_and_nothing_is_written(bad: int, seen: int) -> None:
+    pool, q, fault = rope_kv_into([3, bad, 7])
+    assert fault == [1, rope_kv_cuda.OP_ID, 1, seen, 16]
+    others = [i for i in range(16) if i not in (3, 7)]
+    for t in (pool.k, pool.v):
+        assert t[[3, 7]].any(-1).all() and not t[others].any()
+    assert q.isfinite().all()
+
+
+def test_the_first_and_the_last_pool_row_exist() -> None:
+    pool, _, fault = rope_kv_into([15, 0])
+    assert fault == [0] * 5
+    assert pool.k[[0, 15]].any(-1).all() and not pool.k[1:15].any()
