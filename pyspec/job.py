@@ -28,7 +28,7 @@ class Job:
     n_rows: int  # most KV rows it will need
     slot: Slot | None = None
     anchor: int | None = None
-    cut: int = 0  # prompt position at which a checkpoint is due
+    cuts: tuple[int, ...] = ()  # prompt positions at which checkpoints are due
     n_cached: int = 0
     n_predicted: int = 0
     cancelled: bool = False
@@ -46,6 +46,10 @@ class Job:
         return self.request.slot
 
     @property
+    def reusable(self) -> Sequence[int]:
+        return self.request.prompt if self.request.cache_prompt else ()
+
+    @property
     def n_prompt(self) -> int:
         return len(self.request.prompt)
 
@@ -60,8 +64,8 @@ class Job:
         most = self.request.max_tokens
         return room if most < 0 else min(room, most - self.n_predicted)
 
-    def begin(self, slot: Slot, cut: int) -> None:
-        self.slot, self.cut = slot, cut
+    def begin(self, slot: Slot, cuts: tuple[int, ...]) -> None:
+        self.slot, self.cuts = slot, cuts
         self.n_cached, self.started = slot.n_past, time.perf_counter()
 
     def progress(self, n_processed: int) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,18 +18,21 @@ from pyspec.control import Controller
 from pyspec.cuda.faults import EVERYONE, Fault, Reader
 from pyspec.cuda.graph import Graphed
 from pyspec.cuda.kernels.flush import flush
-from pyspec.draft.drafter import Ask, Drafter, Needs
+from pyspec.draft.drafter import Ask, Drafter, Needs, Paged
 from pyspec.errors import PyspecError, SlotError, Unavailable
 from pyspec.job import Job
 from pyspec.models.target import Out, Target
 from pyspec.request import Failed, Started
 from pyspec.sample.choose import Chosen, Span, choose, top
 from pyspec.sample.synth import SynthAcceptance
-from pyspec.scheduler import Queue, cut_of, share_rows
+from pyspec.scheduler import Queue, cuts_of, share_rows
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
-from pyspec.slots.memory import Checkpoint, Memory
-from pyspec.slots.table import Slot, SlotTable, common_prefix
+from pyspec.slots.cache import PrefixCache
+from pyspec.slots.memory import KVPool, Memory
+from pyspec.slots.prefix import NO_HIT
+from pyspec.slots.states import StateStore
+from pyspec.slots.table import Slot, SlotTable
 from pyspec.stats import Stats
 
 log = logging.getLogger(__name__)
@@ -63,6 +66,7 @@ class Loop:
         queue_limit: int,
         synth: SynthAcceptance | None = None,
         arena: Arena | None = None,
+        cache: PrefixCache | None = None,
     ) -> None:
         self.target, self.memory, self.table, self.drafter = target, memory, table, drafter
         self.needs = drafter.needs if drafter is not None else NO_NEEDS
@@ -73,9 +77,10 @@ class Loop:
         self.faults, self.draft_faults = Reader(target.device), Reader(target.device)
         self.queue: Queue[Job] = Queue(queue_limit)
         self.jobs: dict[int, Job] = {}  # by slot, in order of arrival
-        self.checkpoints: dict[int, tuple[Checkpoint, object | None]] = {}
+        self.cache = cache or PrefixCache(table, memory, StateStore(1 << 62, 0))
         self.deaf: set[int] = set()  # slots the drafter lost track of: no drafts until their requests end
         self.stats = Stats(controller.n_max)
+        self.on_wait: Callable[[], None] = lambda: None  # called while the device is at work on a round
 
     # -- the round -----------------------------------------------------------------------------------------------
 
@@ -137,6 +142,7 @@ class Loop:
     def _wait(self) -> Fault | None:
         """For the device, so that a round's milliseconds are told apart by what took them. Returns what its guards say."""
         self.faults.fetch()
+        self.on_wait()
         if self.target.device.type == "cuda":
             torch.cuda.current_stream(self.target.device).synchronize()
         fault, drafting = self.faults.take(), self.draft_faults.take()
@@ -223,7 +229,7 @@ class Loop:
     def _todo(job: Job) -> tuple[int, int]:
         assert job.slot is not None
         done = job.slot.n_past
-        return job.n_prompt - done, max(job.cut - done, 0)
+        return job.n_prompt - done, next((cut - done for cut in job.cuts if cut > done), 0)
 
     def _choose(self, work: Sequence[_Work], out: Out, best: Tensor | None) -> list[Chosen | None]:
         """The target's verdict on every sequence that has logits."""
@@ -264,11 +270,16 @@ class Loop:
         try:
             self.drafter.observe(batch, kept, out)
         except SlotError as e:
-            self.stats.guard_trips += 1
-            log.warning("no more drafts for the requests in slots %s: %s", [seq.slot for seq in batch.seqs], e)
-            for seq in batch.seqs:
-                self.deaf.add(seq.slot)
-                self.drafter.end(self.table.slots[seq.slot])
+            self._deafen([self.table.slots[seq.slot] for seq in batch.seqs], e)
+
+    def _deafen(self, slots: Sequence[Slot], error: SlotError) -> None:
+        """The drafter lost track of these slots: it is not asked again for their requests, and they leave nothing more."""
+        assert self.drafter is not None
+        self.stats.guard_trips += 1
+        log.warning("no more drafts for the requests in slots %s: %s", [slot.index for slot in slots], error)
+        for slot in slots:
+            self.deaf.add(slot.index)
+            self.drafter.end(slot)
 
     def _take(self, w: _Work, c: Chosen | None) -> tuple[int, _End | None]:
         """Hand a job its tokens. Returns rows kept, and how the job ends if it does."""
@@ -286,35 +297,44 @@ class Loop:
         taken = w.job.take(c.tokens, c.logprobs or (), len(w.draft), c.n_accepted)
         self.stats.predicted_tokens += taken.n_used
         w.job.sampler.commit(c.tokens[: taken.n_used])
-        # row 0 is the anchor, row i the draft i; the last token has no row yet
-        kept = 1 + min(taken.n_used, c.n_accepted) if was_decoding else w.seq.width
+        # row 0 is the anchor, row i the draft i; the last token gets no row, drafted or not: what a request leaves does not
+        # depend on speculation
+        kept = max(1, min(taken.n_used, 1 + c.n_accepted)) if was_decoding else w.seq.width
         if taken.finish is not None:
             return kept, _End(taken.finish, taken.stop)
         w.job.anchor = c.tokens[-1]
         return kept, None
 
     def _after_chunk(self, w: _Work) -> None:
-        """A prompt chunk is in; take the checkpoint if this is its place."""
-        job, slot = w.job, w.slot
-        if job.cut == slot.n_past and self.memory.states:
-            saved = self.drafter.snapshot(slot) if self.drafter is not None and slot.index not in self.deaf else None
-            self.checkpoints[slot.index] = (self.memory.checkpoint(slot.index, slot.n_past), saved)
+        """A prompt chunk is in: leave it to others where a checkpoint is due, or where none is needed at the prompt's end."""
+        at = w.slot.n_past
+        if at in w.job.cuts or (at == w.job.n_prompt and not self.memory.states):
+            self._keep(w.job, w.slot)
+
+    def _keep(self, job: Job, slot: Slot, *, whole: bool = False) -> None:
+        """File what the slot has committed, unless the request or the drafter's state forbids it."""
+        if not self.cache.on or not job.request.cache_prompt or slot.index in self.deaf or slot.n_past == 0:
+            return
+        try:
+            draft = self.drafter.snapshot(slot) if self.drafter is not None else None
+        except SlotError as e:
+            self._deafen([slot], e)
+            return
+        self.cache.keep(slot, draft, self.flush, whole=whole)
 
     def _finish(self, job: Job, end: _End) -> None:
-        """Give the slot back; its tokens and state stay for a request that goes on from them."""
+        """Give the slot back. What it committed stays in the cache, unless something went wrong."""
         slot = job.slot
         assert slot is not None
-        was_deaf = slot.index in self.deaf
-        self.deaf.discard(slot.index)
-        if self.drafter is not None and not was_deaf:
+        if end.error is None:
+            self._keep(job, slot, whole=True)
+        if self.drafter is not None and slot.index not in self.deaf:
             self.drafter.end(slot)
+        self.deaf.discard(slot.index)
         self.jobs.pop(slot.index)
-        self.table.release(slot)
+        self.table.release(slot, trusted=end.error is None)
         self.stats.finished(job, end.finish)
-        if was_deaf:  # the drafter knows nothing of these tokens, so nobody may go on from them
-            self.forget(slot)
         if end.error is not None:
-            self.forget(slot)
             job.sink(Failed(job.id, end.error))
             level = logging.DEBUG if isinstance(end.error, Unavailable) else logging.ERROR  # a close is no failure
             log.log(level, "request %s failed in slot %d: %s", job.id, slot.index, end.error)
@@ -327,13 +347,11 @@ class Loop:
                 *(t.predicted_per_second, t.n_rounds, t.mean_len),
             )
         if self.is_idle:
-            self.table.check()
+            self.cache.check()
 
     def forget(self, slot: Slot) -> None:
-        """Nothing of this slot may be reused."""
-        self.table.trim(slot, 0)
-        slot.n_fold = 0
-        self.checkpoints.pop(slot.index, None)
+        """Take everything from an idle slot."""
+        self.table.drop(slot)
 
     # -- admission, cancel, failure ------------------------------------------------------------------------------
 
@@ -354,46 +372,26 @@ class Loop:
 
     def _admit(self) -> None:
         while (job := self.queue.next(self.table)) is not None:
-            prompt = job.request.prompt
-            slot = self.table.pick(prompt, job.request.slot)
+            request, size = job.request, self.table.page_size
+            slot = self.table.pick(request.slot)
             assert slot is not None, "the queue offered a job without an idle slot"
-            saved = self._reuse(slot, job)
-            self.table.acquire(slot, job.n_rows)
+            hit = self.cache.find(request.prompt) if request.cache_prompt else NO_HIT
+            saved = self.cache.seat(slot, job.n_rows, request.prompt, hit, self._pools())
             if self.drafter is not None:
                 self.drafter.begin(slot, saved)
-            keeps = bool(self.memory.states) and job.request.cache_prompt  # a checkpoint costs a forward of its own
-            cut = cut_of(len(prompt), self.table.page_size) if keeps else 0
-            job.begin(slot, cut if cut > slot.n_past else 0)
+            keeps = self.cache.on and request.cache_prompt and bool(self.memory.states)
+            every = self.cache.every
+            cuts = cuts_of(job.n_prompt, size, hit.n, {hit.n_match, request.turn}, every) if keeps else ()
+            job.begin(slot, cuts)
             job.synthetic = self.synth is not None and self.drafter is not None
             self.controller.begin(slot.index)
             self.jobs[slot.index] = job
             job.sink(Started(job.id, slot.index, job.n_prompt, job.n_cached))
 
-    def _reuse(self, slot: Slot, job: Job) -> object | None:
-        """Trim an idle slot to the prefix it can serve; at least one prompt token is left to compute.
-
-        Recurrent state can not be trimmed: it serves its own length, or the one of the slot's checkpoint.
-        """
-        prompt = job.request.prompt
-        n = min(common_prefix(slot.tokens, prompt), len(prompt) - 1) if job.request.cache_prompt else 0
-        saved: object | None = None
-        if self.memory.states and n < slot.n_past:
-            checkpoint, saved_draft = self.checkpoints.get(slot.index, (None, None))
-            if checkpoint is not None and 0 < checkpoint.n_past <= n:
-                n, saved = checkpoint.n_past, saved_draft
-                self.memory.restore(slot.index, checkpoint)
-            else:
-                n = 0
-                self.checkpoints.pop(slot.index, None)
-                self.memory.reset(slot.index)
-            slot.n_fold = 0
-        elif n == 0 and self.memory.states:  # its pages were taken away, so its checkpoint is another text's
-            self.checkpoints.pop(slot.index, None)
-            self.memory.reset(slot.index)
-        if not self.memory.states:
-            slot.n_fold = 0
-        self.table.trim(slot, n)
-        return saved
+    def _pools(self) -> list[KVPool]:
+        """Everything that has pages: the target's layers and the drafter's."""
+        drafts = self.drafter.pools() if isinstance(self.drafter, Paged) else ()
+        return [*self.memory.kv.values(), *drafts]
 
     def _blame(self, error: SlotError) -> None:
         """A forward refused its batch: end the slot it names, or all if it names none.
@@ -412,8 +410,7 @@ class Loop:
             self.stats.failed += 1
         for slot in self.table.slots:  # nothing is asked of the drafter: it may be what broke
             if slot.busy:
-                self.table.release(slot)
-            self.forget(slot)
+                self.table.release(slot, trusted=False)
         self.jobs.clear()
         self.deaf.clear()
 

@@ -56,7 +56,8 @@ class Request:
     params: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int = -1  # -1: until the context is full
     stop: tuple[str, ...] = ()
-    cache_prompt: bool = True  # False: go on from no other request's state, and leave no checkpoint of the prompt
+    cache_prompt: bool = True  # False: take nothing from the prefix cache and leave nothing there
+    turn: int = 0  # prompt tokens before the last user turn, if known: a good place for a checkpoint
     n_draft_max: int | None = None  # None: the engine's; 0: no speculation for this request
     slot: int = -1  # -1: any
     timings_per_token: bool = False  # every Delta carries the timings so far

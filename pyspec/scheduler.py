@@ -6,7 +6,7 @@ Arithmetic only. Decoding slots always get their rows; what is left of the forwa
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
 from typing import Generic, Protocol, TypeVar
 
 from pyspec.errors import QueueFull
@@ -24,11 +24,17 @@ class Waiting(Protocol):
     @property
     def wanted_slot(self) -> int: ...
 
+    @property
+    def reusable(self) -> Sequence[int]:
+        """The prompt, if it may share pages with other requests."""
+        ...
+
 
 W = TypeVar("W", bound=Waiting)
 
 CUT_MIN = 64  # a prompt is cut for a checkpoint from this length on
 CUT_TAIL = 4  # at least so many tokens stand after the cut
+CUT_GAP = 64  # a checkpoint is worth its forward if it saves so many tokens
 
 
 class Queue(Generic[W]):
@@ -58,7 +64,7 @@ class Queue(Generic[W]):
             pinned = item.wanted_slot
             if pinned >= 0 and table.slots[pinned].busy:
                 continue
-            if not table.can_admit(item.n_rows):
+            if not table.can_admit(item.n_rows, item.reusable):
                 return None
             self._waiting.remove(item)
             return item
@@ -73,6 +79,21 @@ class Queue(Generic[W]):
 def cut_of(n_prompt: int, page_size: int) -> int:
     """Where a prompt's prefill is cut so that a checkpoint can be taken: near its end, on a page border; 0: nowhere."""
     return 0 if n_prompt < CUT_MIN else (n_prompt - CUT_TAIL) // page_size * page_size
+
+
+def cuts_of(n_prompt: int, page_size: int, n_cached: int, special: Set[int], every: int) -> tuple[int, ...]:
+    """Where a prompt's prefill is cut for checkpoints, in order: near its end, at `special` places, and every so often.
+
+    All on page borders, behind what is cached, and CUT_GAP apart; where two are too close the later one stays.
+    """
+    end = cut_of(n_prompt, page_size)
+    often = range(every, end, every) if every else ()
+    least = n_cached + CUT_GAP if n_cached else 1
+    cuts: list[int] = []
+    for at in sorted({p // page_size * page_size for p in (end, *special, *often)}, reverse=True):
+        if least <= at <= end and (not cuts or cuts[-1] - at >= CUT_GAP):
+            cuts.append(at)
+    return tuple(reversed(cuts))
 
 
 def share_rows(n_free: int, todo: Iterable[tuple[int, int]]) -> list[int]:

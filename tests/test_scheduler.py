@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyspec.errors import QueueFull
-from pyspec.scheduler import CUT_MIN, CUT_TAIL, Queue, cut_of, share_rows
+from pyspec.scheduler import CUT_GAP, CUT_MIN, CUT_TAIL, Queue, cut_of, cuts_of, share_rows
 from pyspec.slots.table import SlotTable
 
 
@@ -17,6 +17,7 @@ from pyspec.slots.table import SlotTable
 class Item:
     n_rows: int = 10
     wanted_slot: int = -1
+    reusable: tuple[int, ...] = ()
 
 
 def test_first_come_first_served_until_it_is_full() -> None:
@@ -66,6 +67,36 @@ def test_a_cut_lies_on_a_page_border_near_the_end(n: int, page: int) -> None:
         assert cut == 0
     else:
         assert cut % page == 0 and n - page - CUT_TAIL < cut <= n - CUT_TAIL
+
+
+@given(
+    st.integers(1, 20_000),
+    st.sampled_from([16, 32, 64]),
+    st.integers(0, 20_000),
+    st.sets(st.integers(0, 30_000), max_size=3),
+    st.sampled_from([0, 1, 100, 4096]),
+)
+def test_cuts_lie_where_a_checkpoint_is_worth_its_forward(
+    n: int, page: int, n_cached: int, special: set[int], every: int
+) -> None:
+    n_cached = min(n_cached, n - 1)
+    cuts, end = cuts_of(n, page, n_cached, special, every), cut_of(n, page)
+    assert all(c % page == 0 and n_cached < c < n for c in cuts)
+    assert all(b - a >= CUT_GAP for a, b in zip((n_cached, *cuts), cuts, strict=False) if a)
+    worth = n_cached + CUT_GAP if n_cached else 1
+    assert (end in cuts) == (worth <= end), "the prompt's end comes first"
+    for p in special:
+        if worth <= p // page * page <= end:
+            assert any(0 <= c - p // page * page < CUT_GAP for c in cuts), "it is there, or soon after it"
+    if every >= CUT_GAP:
+        assert all(b - a < every + 3 * CUT_GAP for a, b in zip((worth, *cuts), (*cuts, end), strict=True))
+
+
+def test_a_long_prompt_is_cut_where_it_forks_where_the_turn_begins_and_now_and_then() -> None:
+    assert cuts_of(10_000, 32, 0, {5000, 9900}, 4096) == (4096, 4992, 8192, 9888, 9984)
+    assert cuts_of(10_000, 32, 9000, {5000, 9900}, 4096) == (9888, 9984)
+    assert cuts_of(10_000, 32, 0, {0, 9960}, 0) == (9984,), "too near the end's"
+    assert cuts_of(10_000, 32, 9960, {0}, 16) == (), "nothing is gained"
 
 
 @given(st.integers(-50, 600), st.lists(st.tuples(st.integers(1, 900), st.integers(0, 900)), max_size=8))

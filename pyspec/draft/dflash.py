@@ -9,7 +9,7 @@ the target's unless the file has its own. Source: arXiv:2602.06036; GGUF of llam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,7 +24,7 @@ from pyspec.models.target import LayerMemory, Out, Target, allocate
 from pyspec.models.weights import Want, Weights, check_tensors
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
-from pyspec.slots.memory import Memory
+from pyspec.slots.memory import KVPool, Memory
 from pyspec.slots.table import Slot, SlotTable
 
 FORK = "dflash-draft"
@@ -226,7 +226,6 @@ class DFlash:
                 self.block(lay_out(self.table, seqs, self.device, see_block=True, arena=self.arena))
 
     def begin(self, slot: Slot, saved: object | None) -> None:
-        assert self.n_context[slot.index] >= slot.n_past, f"slot {slot.index} reuses tokens without draft context"
         self.n_context[slot.index], self.generation[slot.index] = slot.n_past, slot.generation
 
     @torch.inference_mode()
@@ -272,10 +271,13 @@ class DFlash:
         return tokens, logits.softmax(-1).amax(-1) if self.p_min > 0 else None
 
     def snapshot(self, slot: Slot) -> object | None:
-        return None
+        return None  # context rows are made with the target's, so the pages have all of them
+
+    def pools(self) -> Iterable[KVPool]:
+        return self.net.memory.kv.values()
 
     def end(self, slot: Slot) -> None:
-        pass  # the context rows stay with the slot's pages, for a request that goes on from them
+        self.generation[slot.index] = -1
 
 
 def load(

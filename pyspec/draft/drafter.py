@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from pyspec.models.target import Out
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch
+from pyspec.slots.memory import KVPool
 from pyspec.slots.table import Slot
 
 
@@ -44,9 +45,10 @@ class Drafter(Protocol):
     needs: Needs
 
     def begin(self, slot: Slot, saved: object | None) -> None:
-        """A request starts on `slot`, whose first slot.n_past tokens are reused.
+        """A request starts on `slot`, whose first slot.n_past tokens are reused: their rows stand in the slot's pages.
 
-        `saved` is what `snapshot` returned at exactly that length, or None when the slot simply went on from there.
+        `saved` is what `snapshot` returned for exactly these tokens in some slot, or None if there is nothing of the kind.
+        It may be handed out again: nobody changes it.
         """
         ...
 
@@ -66,12 +68,22 @@ class Drafter(Protocol):
         ...
 
     def snapshot(self, slot: Slot) -> object | None:
-        """What `begin` needs to continue from the slot's present length, beyond its KV pages."""
+        """What `begin` needs to continue from the slot's present length, beyond its KV pages.
+
+        The pages are filed next: the drafter's rows of all committed tokens must stand there when this returns.
+        """
         ...
 
     def end(self, slot: Slot) -> None:
         """The request is over. Exactly once per `begin`."""
         ...
+
+
+@runtime_checkable
+class Paged(Protocol):
+    """A drafter with caches of its own, whose pages have the target's numbers."""
+
+    def pools(self) -> Iterable[KVPool]: ...
 
 
 @runtime_checkable

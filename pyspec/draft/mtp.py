@@ -8,7 +8,7 @@ and are overwritten. Source: llama.cpp draft-mtp (positions), vLLM (schedule).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,7 +25,7 @@ from pyspec.models.target import LayerMemory, Out, Target, allocate
 from pyspec.models.weights import Matrix, Want, Weights, check_tensors
 from pyspec.slots.arena import BUCKETS, Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
-from pyspec.slots.memory import Memory
+from pyspec.slots.memory import KVPool, Memory
 from pyspec.slots.table import Slot, SlotTable
 
 
@@ -113,11 +113,8 @@ class Mtp:
         self.hidden = torch.zeros(n_row, block.target.n_embd, device=self.device)
 
     def begin(self, slot: Slot, saved: object | None) -> None:
-        old = self.states[slot.index]
         if isinstance(saved, _State):
             self.states[slot.index] = _State(slot.generation, saved.n_row, saved.hidden)
-        elif old is not None and old.n_row + old.hidden.shape[0] - 1 == slot.n_past > 0:
-            old.generation = slot.generation
         else:  # cold start, or no hidden state at the reuse boundary: zeros cost one weaker row, never the text
             hidden = torch.zeros(1, self.block.target.n_embd, device=self.device)
             self.states[slot.index] = _State(slot.generation, slot.n_past, hidden)
@@ -216,12 +213,20 @@ class Mtp:
                 seqs = [Seq(i, 0, [0], n_out=1) for i in range(n)]
                 self._next(lay_out(self.table, seqs, self.device, arena=self.arenas[1]))
 
+    @torch.inference_mode()
     def snapshot(self, slot: Slot) -> object | None:
         state = self._state(slot)
-        return _State(state.generation, state.n_row, state.hidden.clone())
+        n_row = min(state.n_row, slot.n_past)  # a row beyond is the anchor's, which is not committed yet
+        if tokens := slot.tokens[n_row:]:
+            self.block.forward(lay_out(self.table, [Seq(slot.index, n_row, tokens)], self.device), state.hidden[:-1])
+        state.n_row, state.hidden = slot.n_past, state.hidden[-1:].clone()
+        return _State(state.generation, state.n_row, state.hidden)
+
+    def pools(self) -> Iterable[KVPool]:
+        return self.block.memory.kv.values()
 
     def end(self, slot: Slot) -> None:
-        pass  # the state stays for a request that goes on from here; `begin` decides
+        self.states[slot.index] = None
 
 
 def load(

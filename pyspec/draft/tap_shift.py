@@ -13,7 +13,8 @@ import torch
 from pyspec.draft.dflash import DFlash
 from pyspec.models.target import Target
 from pyspec.slots.batch import Seq, lay_out
-from pyspec.slots.table import Slot, SlotTable, common_prefix
+from pyspec.slots.prefix import common_prefix
+from pyspec.slots.table import Slot, SlotTable
 
 SHIFTS = (0, -1, 1)
 EVERY = 3  # tokens between anchors

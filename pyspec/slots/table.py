@@ -1,30 +1,28 @@
 """Slots and KV pages: who sits where, and which pages hold whose tokens. No torch here: it is arithmetic.
 
-All index arithmetic on pages happens in this file. A slot keeps its pages and tokens after its request ended, so the
-next request that begins with the same tokens continues from them; the pages of idle slots are taken back when another
-slot needs them.
+All index arithmetic on pages happens in this file. A slot reads the first pages of its text where the prefix tree has them,
+together with every other slot whose text begins with them, and holds pages of its own for the rest. What a request leaves
+is filed in the tree; its pages are taken back when a slot needs them.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pyspec.errors import OutOfBounds, RequestError
-
-
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
-    """Number of leading tokens two sequences share."""
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+from pyspec.slots.prefix import NO_HIT, Hit, Node, PrefixTree
 
 
 @dataclass(slots=True)
 class Slot:
     """One lane of the batch.
 
-    `tokens` are the committed ones: their K and V stand in `pages`, at position = index. `n_fold` counts the rows of the
-    slot's last verify that are committed but not yet folded into its recurrent state; `generation` grows with every
-    request, and whoever keeps state per slot tags it with that number.
+    `tokens` are the committed ones: their K and V stand in `pages`, at position = index. The first pages are those of
+    `nodes`, which are filed and immutable. `n_fold` counts the rows of the slot's last verify that are committed but not yet
+    folded into its recurrent state; `generation` grows with every request, and whoever keeps state per slot tags it with
+    that number.
     """
 
     index: int
@@ -35,6 +33,7 @@ class Slot:
     last_used: int = 0
     tokens: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
 
     @property
     def n_past(self) -> int:
@@ -42,13 +41,15 @@ class Slot:
 
 
 class SlotTable:
-    """Owns every slot and every KV page: a page is free or held by exactly one slot."""
+    """Owns every slot and every KV page: a page is free, filed in the tree, or one slot's own."""
 
     def __init__(self, n_slot: int, n_page: int, page_size: int) -> None:
         self.page_size = page_size
         self.n_page = n_page
         self.slots = [Slot(i) for i in range(n_slot)]
         self._free = list(range(n_page - 1, -1, -1))
+        self.tree = PrefixTree(page_size, self._free.append)
+        self.needs_state = False  # a prefix can be gone on from only where a state was kept (recurrent layers)
         self._clock = 0
 
     @property
@@ -67,71 +68,122 @@ class SlotTable:
 
     @property
     def n_page_used(self) -> int:
-        return self.n_page - len(self._free)
+        """Pages that slots hold. Those that are filed only are as good as free."""
+        return self.n_page - len(self._free) - self.tree.n_idle
+
+    @property
+    def n_page_cached(self) -> int:
+        """Filed pages, held or not."""
+        return self.tree.n_node
 
     def pages_for(self, n_tokens: int) -> int:
         return -(-n_tokens // self.page_size)
 
-    def can_admit(self, n_tokens: int) -> bool:
-        """True if a request of at most `n_tokens` rows can run to its end beside the busy ones."""
-        promised = sum(s.reserved for s in self.slots if s.busy)
-        return any(not s.busy for s in self.slots) and promised + self.pages_for(n_tokens) <= self.n_page
+    @property
+    def _promised(self) -> int:
+        """Pages that running requests hold or may still ask for; a page they share counts once."""
+        return self.tree.n_held + sum(s.reserved - len(s.nodes) for s in self.slots if s.busy)
 
-    def pick(self, prompt: Sequence[int], wanted: int = -1) -> Slot | None:
-        """The idle slot that shares the longest prefix with `prompt`; if none shares much, an empty or the oldest one.
+    def can_admit(self, n_tokens: int, prompt: Sequence[int] = ()) -> bool:
+        """True if a request of at most `n_tokens` rows can run to its end beside the busy ones.
 
-        A prefix counts if it is half of the slot's tokens or of the prompt: the few tokens every chat begins with are no
-        reason to throw another conversation away. `wanted` names a slot; None if that one (or every one) is busy.
+        `prompt` is given if it may share pages with them.
         """
+        if all(s.busy for s in self.slots):
+            return False
+        over = self._promised + self.pages_for(n_tokens) - self.n_page
+        return over <= 0 or (len(prompt) > 0 and over <= sum(node.refs > 0 for node in self.find(prompt).nodes))
+
+    def find(self, prompt: Sequence[int]) -> Hit:
+        """What is there of a prompt."""
+        return self.tree.find(prompt, self.needs_state)
+
+    def pick(self, wanted: int = -1) -> Slot | None:
+        """The idle slot that was not used for longest. `wanted` names a slot; None if that one (or every one) is busy."""
         if wanted >= len(self.slots):
             raise RequestError(f"slot {wanted} does not exist; slots are 0..{len(self.slots) - 1} (-np)")
         idle = [s for s in self.slots if not s.busy and wanted in (-1, s.index)]
-        if not idle:
-            return None
+        return min(idle, key=lambda s: s.last_used, default=None)
 
-        def worth(slot: Slot) -> tuple[int, bool, int]:
-            n = common_prefix(slot.tokens, prompt)
-            return n if 2 * n >= min(slot.n_past, len(prompt)) else 0, not slot.tokens, -slot.last_used
+    def acquire(
+        self, slot: Slot, n_tokens: int, prompt: Sequence[int] = (), hit: Hit = NO_HIT
+    ) -> tuple[int, int] | None:
+        """Seat a request of at most `n_tokens` rows in `slot`, with what `hit` has of its prompt.
 
-        return max(idle, key=worth)
-
-    def acquire(self, slot: Slot, n_tokens: int) -> None:
-        """Seat a request of at most `n_tokens` rows in `slot`. The caller asked `can_admit` before."""
+        The caller asked `can_admit` before. Returns (from, to) if a page has to be copied before anything else runs.
+        """
         assert not slot.busy
+        self.drop(slot)
         self._clock += 1
         slot.busy, slot.last_used = True, self._clock
         slot.generation += 1
         slot.reserved = self.pages_for(n_tokens)
+        for node in hit.nodes:
+            self.tree.hold(node)
+        slot.nodes.extend(hit.nodes)
+        slot.pages.extend(node.page for node in hit.nodes)
+        slot.tokens.extend(prompt[: hit.n])
+        if hit.tail is None:
+            return None
+        self.tree.touch(hit.tail)
+        slot.pages.append(self._take())
+        # if nothing else was left, it is the page itself that was taken: it holds what a copy would
+        return None if slot.pages[-1] == hit.tail.page else (hit.tail.page, slot.pages[-1])
 
-    def release(self, slot: Slot) -> None:
-        """End the slot's request; its tokens and pages stay for reuse."""
+    def file(self, slot: Slot, *, whole: bool = False) -> Node | None:
+        """File the pages of the slot's committed tokens that are full. What is filed already is shared from now on.
+
+        `whole`: the page that is not full, too; the slot must be released next. Returns the node that holds the slot's last
+        token, if that is filed.
+        """
+        size, by = self.page_size, (slot.index, slot.generation)
+        for i in range(len(slot.nodes), self.pages_for(slot.n_past) if whole else slot.n_past // size):
+            parent = slot.nodes[-1] if slot.nodes else self.tree.root
+            node = self.tree.add(
+                parent, tuple(slot.tokens[i * size : min((i + 1) * size, slot.n_past)]), slot.pages[i], by
+            )
+            if node.page != slot.pages[i]:
+                self._free.append(slot.pages[i])
+                slot.pages[i] = node.page
+            self.tree.hold(node)
+            slot.nodes.append(node)
+        return slot.nodes[-1] if slot.nodes and slot.n_past <= slot.nodes[-1].end else None
+
+    def release(self, slot: Slot, *, trusted: bool = True) -> None:
+        """End the slot's request. What it filed stays; if it is not `trusted`, that goes as well."""
         assert slot.busy
+        by = (slot.index, slot.generation)
+        first = next((node for node in slot.nodes if node.by == by), None)
         slot.busy, slot.reserved = False, 0
+        self.drop(slot)
+        if first is not None and not trusted:
+            self.tree.prune(first)
 
-    def trim(self, slot: Slot, n_tokens: int) -> None:
-        """Forget all tokens from position `n_tokens` on and give back the pages that no token needs any more."""
-        if not 0 <= n_tokens <= slot.n_past:
-            raise OutOfBounds(f"slot {slot.index} length", n_tokens, slot.n_past + 1, slot.index)
-        del slot.tokens[n_tokens:]
-        keep = self.pages_for(n_tokens)
-        self._free.extend(reversed(slot.pages[keep:]))
-        del slot.pages[keep:]
+    def drop(self, slot: Slot) -> None:
+        """Take everything from a slot."""
+        self._free.extend(reversed(slot.pages[len(slot.nodes) :]))
+        self.tree.let_go(slot.nodes)
+        slot.nodes.clear()
+        slot.pages.clear()
+        slot.tokens.clear()
+        slot.n_fold = 0
+
+    def clear(self) -> None:
+        """Forget every filed page that no slot holds."""
+        self.tree.prune(self.tree.root)
 
     def grow(self, slot: Slot, n_tokens: int) -> None:
-        """Hold pages for `n_tokens` positions. Takes pages from idle slots, oldest first, when none is free."""
+        """Hold pages for `n_tokens` positions. Filed pages that nobody holds are taken when none is free."""
         need = self.pages_for(n_tokens) - len(slot.pages)
-        if need <= 0:
-            return
-        while need > len(self._free):
-            idle = [s for s in self.slots if not s.busy and s.pages]
-            if not idle:
-                raise OutOfBounds(f"slot {slot.index} page", len(slot.pages) + need, self.n_page, slot.index)
-            victim = min(idle, key=lambda s: s.last_used)
-            self.trim(victim, 0)
-            victim.n_fold = 0
-            victim.generation += 1
-        for _ in range(need):
-            slot.pages.append(self._free.pop())
+        if need > len(self._free) + self.tree.n_idle:
+            raise OutOfBounds(f"slot {slot.index} page", len(slot.pages) + need, self.n_page, slot.index)
+        slot.pages.extend(self._take() for _ in range(need))
+
+    def _take(self) -> int:
+        """A free page, or the filed one that was of no use for longest."""
+        if not self._free:
+            self.tree.evict()
+        return self._free.pop()
 
     def row(self, slot: Slot, pos: int) -> int:
         """KV row of the token at `pos`: page * page_size + offset."""
@@ -151,9 +203,17 @@ class SlotTable:
         return [pages[p // size] * size + p % size for p in range(first, first + n)]
 
     def check(self) -> None:
-        """Every page is in exactly one place, and no slot holds more tokens than rows. Cheap; run when idle."""
-        held = sorted(self._free + [p for s in self.slots for p in s.pages])
-        assert held == list(range(self.n_page)), "a page is lost or held twice"
+        """Every page is in one place, and every count is right. Cheap; run when idle."""
+        filed = [node.page for node in self.tree.nodes()]
+        own = [p for s in self.slots for p in s.pages[len(s.nodes) :]]
+        assert sorted(self._free + filed + own) == list(range(self.n_page)), "a page is lost or held twice"
+        self.tree.check()
+        holds: Counter[Node] = Counter()
         for s in self.slots:
+            holds.update(s.nodes)
             assert s.n_past <= len(s.pages) * self.page_size, f"slot {s.index} has tokens without pages"
             assert s.n_fold <= s.n_past, f"slot {s.index} folds {s.n_fold} of {s.n_past} tokens"
+            assert s.pages[: len(s.nodes)] == [node.page for node in s.nodes], f"slot {s.index} reads other pages"
+            text = [t for node in s.nodes for t in node.tokens]
+            assert s.tokens[: len(text)] == text, f"slot {s.index} holds another text's pages"
+        assert all(node.refs == holds[node] for node in self.tree.nodes()), "the holders of a page are miscounted"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from draft_fakes import Fickle
-from engine_rig import FIXTURES, Rig, rig
+from engine_rig import FIXTURES, Heard, Rig, rig
 from harness import Bench
 from known_texts import continuation, known_texts
 
@@ -74,14 +74,14 @@ def test_chained_steps_are_llama_cpps(name: str, chunk: int) -> None:
     assert (logits - torch.from_numpy(data["chain_logits"])).abs().max() < 1e-3
 
 
-def exact_rows_of(r: Rig, slot: int) -> tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Number of rows the drafter holds to be exact, and their K and V."""
+def exact_rows_of(r: Rig, h: Heard) -> tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """What a finished request left in the cache: its tokens, and the K and V that the drafter holds to be exact."""
     drafter = r.loop.drafter
     assert isinstance(drafter, Mtp)
-    state = drafter.states[slot]
-    assert state is not None
-    rows = torch.tensor(r.loop.table.rows(r.loop.table.slots[slot], 0, state.n_row))
-    return state.n_row, [(p.k[rows], p.v[rows]) for p in drafter.block.memory.kv.values()]
+    tokens = [*h.request.prompt, *h.tokens][:-1]  # the last one has no row
+    rows = torch.tensor(r.filed(tokens))
+    assert len(rows) == len(tokens)
+    return tokens, [(p.k[rows], p.v[rows]) for p in drafter.block.memory.kv.values()]
 
 
 @pytest.mark.parametrize("n_draft", [1, 3, 5])
@@ -94,12 +94,11 @@ def test_after_any_drafts_the_cache_is_that_of_one_shot(n_draft: int, ubatch: in
     heard = [r.submit(p, 70, n_draft_max=(n_draft, 1, n_draft)[i], slot=i) for i, p in enumerate(prompts)]
     r.run()
     for i, h in enumerate(heard):
-        n_row, got = exact_rows_of(r, i)
-        assert n_row > len(prompts[i]) + 50, "most rows are caught up on"
+        tokens, got = exact_rows_of(r, h)
+        assert len(tokens) == len(prompts[i]) + 69
         bench, reference = load("qwen35")
-        tokens = r.loop.table.slots[i].tokens[:n_row]
         one_shot(bench, reference, 0, tokens)
-        at = torch.tensor(bench.table.rows(bench.table.slots[0], 0, n_row))
+        at = torch.tensor(bench.table.rows(bench.table.slots[0], 0, len(tokens)))
         for (k, v), pool in zip(got, reference.block.memory.kv.values(), strict=True):
             assert (k - pool.k[at]).abs().max() < 1e-3 and (v - pool.v[at]).abs().max() < 1e-3
         assert h.timings.draft_n > 0
@@ -110,14 +109,17 @@ def test_silent_slots_stay_caught_up() -> None:
     r = rig(QWEN35, spec_type="mtp", n_draft_max=3)
     drafter = r.loop.drafter
     assert isinstance(drafter, Mtp)
-    r.generate([1, 2, 3, 4], 150, n_draft_max=0)
-    state = drafter.states[0]
-    assert state is not None and state.hidden.shape[0] <= drafter.catch_up + 1
-    assert state.n_row + state.hidden.shape[0] - 1 == r.loop.table.slots[0].n_past
-    n_row, got = exact_rows_of(r, 0)
+    h, most = r.submit([1, 2, 3, 4], 150, n_draft_max=0), 0
+    while not h.over:
+        r.loop.step()
+        if (state := drafter.states[0]) is not None:
+            most = max(most, state.hidden.shape[0])
+            assert state.n_row + state.hidden.shape[0] - 1 == r.loop.table.slots[0].n_past
+    assert drafter.catch_up // 2 < most <= drafter.catch_up + 1
+    tokens, got = exact_rows_of(r, h)
     bench, reference = load("qwen35")
-    one_shot(bench, reference, 0, r.loop.table.slots[0].tokens[:n_row])
-    at = torch.tensor(bench.table.rows(bench.table.slots[0], 0, n_row))
+    one_shot(bench, reference, 0, tokens)
+    at = torch.tensor(bench.table.rows(bench.table.slots[0], 0, len(tokens)))
     assert (got[0][0] - next(iter(reference.block.memory.kv.values())).k[at]).abs().max() < 1e-3
 
 
@@ -168,9 +170,8 @@ def test_accepted_chains_keep_the_pairing() -> None:
     prompt, text = list(known_texts(QWEN35).items())[2]
     h = r.generate(prompt, 30)
     assert h.tokens == text and h.timings.draft_n_accepted > 5
-    n_row, got = exact_rows_of(r, 0)
+    tokens, got = exact_rows_of(r, h)
     bench, reference = load("qwen35")
-    one_shot(bench, reference, 0, r.loop.table.slots[0].tokens[:n_row])
-    at = torch.tensor(bench.table.rows(bench.table.slots[0], 0, n_row))
-    assert n_row > len(prompt) + 20
+    one_shot(bench, reference, 0, tokens)
+    at = torch.tensor(bench.table.rows(bench.table.slots[0], 0, len(tokens)))
     assert (got[0][0] - next(iter(reference.block.memory.kv.values())).k[at]).abs().max() < 1e-3

@@ -112,8 +112,16 @@ class Rig:
             if self.loop.is_idle:
                 return
             self.loop.step()
-            self.loop.table.check()
+            self.loop.cache.check()
         raise AssertionError(f"still busy after {limit} rounds")
+
+    def filed(self, tokens: Sequence[int]) -> list[int]:
+        """Rows of the KV pools where the prefix cache has these tokens, as far as it has them."""
+        table = self.loop.table
+        whole, partial = table.tree._match(tokens, len(tokens))
+        node, n = max(partial, key=lambda x: x[1], default=(table.tree.root, 0))
+        pages, n = [x.page for x in [*whole, node]], n + len(whole) * table.page_size
+        return [pages[i // table.page_size] * table.page_size + i % table.page_size for i in range(n)]
 
     def generate(self, prompt: Sequence[int], n: int = 32, params: SamplingParams = GREEDY, **request: object) -> Heard:
         heard = self.submit(prompt, n, params, **request)

@@ -80,18 +80,18 @@ def test_there_and_back_again(kind: str, ubatch: int) -> None:
         assert h.tokens == cold.generate(prompt, 8, cache_prompt=False).tokens
 
 
-def test_a_checkpoint_dies_with_the_pages_of_its_text() -> None:
-    """A's checkpoint must not serve B, whose pages came after A's were taken away.
+def test_a_state_dies_with_its_page() -> None:
+    """A's states must not serve B, whose pages came after A's were taken away.
 
-    6 pages of 16. Slot 0: A (prompt 70, checkpoint at 64). A long request in slot 1 takes A's pages. Slot 0: B, a prompt of
-    20 (no checkpoint) with 50 tokens of text. C repeats the first 68 tokens of B: only A's checkpoint would stand below it.
+    6 pages of 16. A has 70 + 2 tokens, states at 64 and 71. A request of 90 tokens takes A's pages. B has 20 + 55. C repeats
+    68 of B's tokens, so only A's state of 64 would stand below it.
     """
     r, cold = make("mtp", np=2, kv_pool=6 * 16, page_size=16), plain_rig(QWEN35)
     a, b = random_ids(6, 70), random_ids(7, 20)
-    r.generate(a, 2, slot=0)
-    assert 0 in r.loop.checkpoints
+    first = r.generate(a, 2, slot=0)
+    assert len(r.loop.cache.states) == 2 and len(r.filed([*a, *first.tokens])) == 71
     r.generate(random_ids(8, 80), 10, slot=1)
-    assert r.loop.table.slots[0].n_past == 0, "the pages were taken"
+    assert len(r.filed([*a, *first.tokens])) == 0, "the pages were taken"
     text = r.generate(b, 55, slot=0).tokens
     c = [*b, *text[:48], 3, 1, 4]
     h = r.generate(c, 15, slot=0)
@@ -135,28 +135,25 @@ def test_acceptance_after_reuse_is_that_of_a_cold_start(kind: str) -> None:
     assert chances(r, prompts[0], 50)[1] == chances(other, prompts[0], 50)[1]
 
 
-def test_a_checkpoint_waits_for_mtp_rows_not_yet_computed() -> None:
-    """Chunks of 50 and 46 rows: at the checkpoint (96) nothing is caught up on, and the request that took it never drafts."""
+def test_mtp_rows_not_yet_computed_are_computed_before_their_page_is_filed() -> None:
+    """Chunks of 50 and 46 rows: at the checkpoint (96) the drafter has caught up on nothing, and it never drafts."""
     r, cold = (make("mtp", page_size=16, ubatch=50) for _ in range(2))
-    drafter = r.loop.drafter
-    assert isinstance(drafter, Mtp)
-    drafter.catch_up = 1000
     prompt = random_ids(12, 101)
+    for one in (r, cold):
+        assert isinstance(one.loop.drafter, Mtp)
+        one.loop.drafter.catch_up = 1000
     r.generate(prompt, 1)
-    for pool in drafter.block.memory.kv.values():
-        pool.k.fill_(1e3)
     inputs: list[list[torch.Tensor]] = []
     cached = []
     for one in (r, cold):
         watch(one, inputs)
         cached.append(one.generate(prompt, 20).timings.cache_n)
     assert cached == [96, 0]
-    (warm_rows, fresh_rows), (warm, fresh) = ([len(x[0]) for x in inputs], inputs)
-    assert warm_rows == fresh_rows == 102, (
-        "every row of the prompt is computed with its own hidden state, and the anchor's"
+    warm, (before, behind) = inputs[0][0], inputs[1][:2]
+    assert [len(x) for x in (warm, before, behind)] == [6, 96, 6], (
+        "rows up to the checkpoint; the others and the anchor's"
     )
-    for x, y in zip(warm, fresh, strict=True):
-        assert (x - y).abs().max() < 1e-3
+    assert (warm - behind).abs().max() < 1e-3
 
 
 def watch(r: Rig, seen: list[list[torch.Tensor]]) -> None:

@@ -1,0 +1,72 @@
+"""The prefix cache: what requests leave in pages and states, and what a new one takes from it.
+
+`find` says how much of a prompt is there, `seat` gives it to a slot, `keep` files what a slot has. Everything a prefix needs
+comes and goes together: pages of the target and of the drafter stand at the same numbers, and a recurrent layer's state, its
+convolution's window and the drafter's share are one State at one exact number of tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from pyspec.slots.memory import KVPool, Memory
+from pyspec.slots.prefix import NO_HIT, Hit
+from pyspec.slots.states import Saved, StateStore
+from pyspec.slots.table import Slot, SlotTable
+
+
+class PrefixCache:
+    """`every`: tokens between the checkpoints of a long prompt, 0 for none between."""
+
+    def __init__(
+        self, table: SlotTable, memory: Memory, states: StateStore, *, on: bool = True, every: int = 0
+    ) -> None:
+        self.table, self.memory, self.states, self.on, self.every = table, memory, states, on, every
+        table.needs_state = bool(memory.states)
+        table.tree.lose = states.lose
+        self._state_bytes = 0  # of one checkpoint, once it is known
+
+    def find(self, prompt: Sequence[int]) -> Hit:
+        return self.table.find(prompt) if self.on else NO_HIT
+
+    def seat(self, slot: Slot, n_rows: int, prompt: Sequence[int], hit: Hit, pools: Iterable[KVPool]) -> object | None:
+        """Seat a request with what `hit` has of its prompt; `pools` are all that have pages. Returns the drafter's share."""
+        saved = hit.state.content if hit.state is not None else None
+        if hit.state is not None:
+            self.states.touch(hit.state)
+        copy = self.table.acquire(slot, n_rows, prompt, hit)
+        if copy is not None:
+            size = self.table.page_size
+            old, new = (slice(page * size, (page + 1) * size) for page in copy)
+            for pool in pools:
+                pool.k[new], pool.v[new] = pool.k[old], pool.v[old]
+        if isinstance(saved, Saved):
+            self.memory.restore(slot.index, saved.checkpoint)
+            return saved.draft
+        if self.memory.states:
+            self.memory.reset(slot.index)
+        return None
+
+    def keep(self, slot: Slot, draft: object | None, fold: Callable[[Slot], None], *, whole: bool = False) -> None:
+        """File what the slot has committed, and its state there.
+
+        draft  the drafter's share at this length; its rows of all committed tokens stand in the pages
+        fold   brings the slot's recurrent state to its committed length
+        whole  the last page, too, though it is not full: the request is over
+        """
+        node = self.table.file(slot, whole=whole)
+        if node is None or not (self.memory.states or draft is not None):
+            return
+        if (old := node.states.get(slot.n_past)) is not None:  # another request came by here
+            self.states.touch(old)
+            return
+        fold(slot)
+        self.states.room(self._state_bytes)  # before the copy is made, so that the device never holds more
+        saved = Saved(self.memory.checkpoint(slot.index, slot.n_past), draft)
+        self._state_bytes = saved.n_bytes
+        self.states.add(node, slot.n_past, saved)
+
+    def check(self) -> None:
+        """Everything that is always true between rounds."""
+        self.table.check()
+        self.states.check({s for node in self.table.tree.nodes() for s in node.states.values()})

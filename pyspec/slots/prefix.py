@@ -1,0 +1,234 @@
+"""The prefix tree: which pages hold which tokens, for everybody who begins with them. No torch here: it is arithmetic.
+
+A node is one filed page behind its parent's. Its tokens fill the page, or fewer do and nothing follows it. A filed page is
+immutable: a slot that goes on from whole pages reads them where they are, one that goes on from the middle of a page copies
+that page. Pages that no slot holds are given back, the longest unused first and children before their parents, when
+somebody needs them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Number of leading tokens two sequences share."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@dataclass(eq=False, slots=True)
+class State:
+    """What a request needs beside the pages to go on from exactly `n_past` tokens. It hangs at the node of the last one."""
+
+    node: Node
+    n_past: int
+    content: object
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One filed page. `by` is the slot and generation that filed it, `refs` the number of slots that hold it now."""
+
+    page: int
+    tokens: tuple[int, ...]
+    end: int  # tokens from the root to the last one of this page
+    parent: Node | None
+    by: tuple[int, int] = (-1, -1)
+    refs: int = 0
+    used: int = 0
+    children: dict[int, list[Node]] = field(default_factory=dict)  # by their first token
+    states: dict[int, State] = field(default_factory=dict)  # by n_past
+
+    @property
+    def start(self) -> int:
+        return self.end - len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """What the tree has of a prompt.
+
+    n        tokens that need no computing
+    n_match  tokens whose pages are filed; more than n where the state at that place is missing
+    nodes    whole pages to share
+    tail     page to copy for the tokens behind them
+    state    what was kept at exactly n tokens
+    """
+
+    n: int = 0
+    n_match: int = 0
+    nodes: tuple[Node, ...] = ()
+    tail: Node | None = None
+    state: State | None = None
+
+
+NO_HIT = Hit()
+
+
+class PrefixTree:
+    """Filed pages by content. `give` takes back the page of a node that goes, `lose` hears of every state that goes."""
+
+    def __init__(self, page_size: int, give: Callable[[int], None]) -> None:
+        self.page_size, self.give = page_size, give
+        self.lose: Callable[[State], None] = lambda state: None
+        self.root = Node(-1, (), 0, None)
+        self.n_node = self.n_held = 0  # filed pages, and those that slots hold
+        self._clock = 0
+        self._idle: list[
+            tuple[int, int, Node]
+        ] = []  # heap of what may go next; entries that are out of date are skipped
+
+    @property
+    def n_idle(self) -> int:
+        """Filed pages that no slot holds: all of them can be given back."""
+        return self.n_node - self.n_held
+
+    def nodes(self, first: Node | None = None) -> Iterator[Node]:
+        """`first` (or all) and what follows, parents before their children."""
+        todo = [first or self.root]
+        while todo:
+            node = todo.pop()
+            if node is not self.root:
+                yield node
+            todo += [child for children in node.children.values() for child in children]
+
+    # -- finding -------------------------------------------------------------------------------------------------
+
+    def find(self, prompt: Sequence[int], needs_state: bool) -> Hit:
+        """The longest prefix of `prompt`, without its last token, that can be gone on from.
+
+        With `needs_state` that is only where a state was kept; otherwise anywhere.
+        """
+        whole, partial = self._match(prompt, len(prompt) - 1)
+        best = max(partial, key=lambda x: x[1], default=(self.root, 0))
+        base = len(whole) * self.page_size
+        n_match = base + best[1]
+        if not needs_state:
+            tail = best[0] if best[1] else None
+            last = tail or (whole[-1] if whole else self.root)
+            return Hit(n_match, n_match, tuple(whole), tail, last.states.get(n_match))
+        found = [s for node, m in partial for s in node.states.values() if s.n_past <= base + m]
+        for node in reversed(whole):
+            if found:
+                break
+            found = list(node.states.values())
+        if not found:
+            return Hit(0, n_match)
+        state = max(found, key=lambda s: s.n_past)
+        n_whole, rest = divmod(state.n_past, self.page_size)
+        return Hit(state.n_past, n_match, tuple(whole[:n_whole]), state.node if rest else None, state)
+
+    def _match(self, tokens: Sequence[int], n: int) -> tuple[list[Node], list[tuple[Node, int]]]:
+        """Nodes whose whole pages are the beginning of tokens[:n]; what follows in part, with how many tokens."""
+        node, at, whole = self.root, 0, []
+        while at < n:
+            block = tuple(tokens[at : min(at + self.page_size, n)])
+            near = node.children.get(block[0], [])
+            same = next((c for c in near if c.tokens == block and len(block) == self.page_size), None)
+            if same is None:
+                return whole, [(c, common_prefix(c.tokens, block)) for c in near]
+            whole.append(same)
+            node, at = same, at + self.page_size
+        return whole, []
+
+    # -- holding -------------------------------------------------------------------------------------------------
+
+    def hold(self, node: Node) -> None:
+        """A slot reads this page; it holds all pages before it, too."""
+        self.n_held += node.refs == 0
+        node.refs += 1
+
+    def let_go(self, nodes: Sequence[Node]) -> None:
+        """A slot is done with these pages, given in order."""
+        for node in reversed(nodes):
+            node.refs -= 1
+            self.n_held -= node.refs == 0
+            self.touch(node)
+
+    def touch(self, node: Node) -> None:
+        """It was of use now."""
+        self._clock += 1
+        node.used = self._clock
+        self._offer(node)
+
+    def _offer(self, node: Node) -> None:
+        if node.refs or node.children or node.parent is None:
+            return
+        if len(self._idle) > 2 * self.n_node + 64:
+            self._idle = [(n.used, id(n), n) for n in self.nodes() if not n.refs and not n.children]
+            heapq.heapify(self._idle)
+        heapq.heappush(self._idle, (node.used, id(node), node))
+
+    # -- filing and giving back ----------------------------------------------------------------------------------
+
+    def add(self, parent: Node, tokens: tuple[int, ...], page: int, by: tuple[int, int]) -> Node:
+        """File `page` behind `parent`. If its content is filed already, that node is returned and the page is still free.
+
+        Short pages that `tokens` begins with are taken in: their states move to the new node.
+        """
+        near = parent.children.setdefault(tokens[0], [])
+        for child in near:
+            if child.tokens[: len(tokens)] == tokens:
+                return child
+        node = Node(page, tokens, parent.end + len(tokens), parent, by)
+        for short in [c for c in near if tokens[: len(c.tokens)] == c.tokens]:
+            for state in short.states.values():
+                state.node = node
+            node.states |= short.states
+            short.states = {}
+            self.remove(short)
+        parent.children.setdefault(tokens[0], []).append(node)
+        self.n_node += 1
+        self.touch(node)
+        return node
+
+    def remove(self, node: Node) -> None:
+        """Give a page back with the states at it. Nobody holds it and nothing follows it."""
+        parent = node.parent
+        assert parent is not None and not node.refs and not node.children, "a page in use is given back"
+        for state in node.states.values():
+            self.lose(state)
+        near = parent.children[node.tokens[0]]
+        near.remove(node)
+        if not near:
+            del parent.children[node.tokens[0]]
+        node.parent = None
+        self.n_node -= 1
+        self.give(node.page)
+        self._offer(parent)
+
+    def evict(self) -> bool:
+        """Give back the page that was of no use for longest. False if there is none."""
+        while self._idle:
+            used, _, node = heapq.heappop(self._idle)
+            if not node.refs and not node.children and node.parent is not None and node.used == used:
+                self.remove(node)
+                return True
+        return False
+
+    def prune(self, node: Node) -> None:
+        """Give back a node and what follows it, except what is held."""
+        for each in reversed(list(self.nodes(node))):  # children before their parents
+            if each is not self.root and not each.refs and not each.children:
+                self.remove(each)
+
+    def check(self) -> None:
+        """Everything that is always true of the tree by itself."""
+        n_node = n_held = 0
+        for node in self.nodes():
+            n_node, n_held = n_node + 1, n_held + (node.refs > 0)
+            assert node.parent is not None and node.end == node.parent.end + len(node.tokens)
+            assert 0 < len(node.tokens) <= self.page_size and node.start % self.page_size == 0
+            assert not node.children or len(node.tokens) == self.page_size, "something follows a page that is not full"
+            assert node.refs <= node.parent.refs or node.parent is self.root, "a page is held without those before it"
+            for n_past, state in node.states.items():
+                assert state.node is node and state.n_past == n_past and node.start < n_past <= node.end, (
+                    f"a state of {n_past} tokens hangs at a page of {node.start}..{node.end}"
+                )
+            for first, near in node.children.items():
+                assert near and all(c.tokens[0] == first for c in near)
+                for a in near:
+                    assert not any(a is not b and b.tokens[: len(a.tokens)] == a.tokens for b in near), "filed twice"
+        assert (n_node, n_held) == (self.n_node, self.n_held), "pages are miscounted"

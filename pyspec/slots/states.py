@@ -1,0 +1,117 @@
+"""States kept at places of the prefix tree: recurrent layers and a drafter's share, on the device, then in host memory.
+
+What was of no use for longest moves from the device to the host and from there to nowhere. A state is copied into a slot,
+never lent: it stays what it was.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyspec.slots.memory import Checkpoint
+from pyspec.slots.prefix import Node, State
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The content of a State: the target's checkpoint and what the drafter gave with it."""
+
+    checkpoint: Checkpoint
+    draft: object | None
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in _tensors(self.checkpoint))
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    """All tensors in a structure of dataclasses, lists and tuples."""
+    if isinstance(x, Tensor):
+        return [x]
+    if is_dataclass(x):
+        return [t for f in fields(x) for t in _tensors(getattr(x, f.name))]
+    return [t for y in x for t in _tensors(y)] if isinstance(x, list | tuple) else []
+
+
+def _to_host(x: Any) -> Any:
+    """The same structure with its tensors in host memory, pinned so that the way back is fast."""
+    if isinstance(x, Tensor):
+        if x.device.type == "cpu":
+            return x
+        return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+    if is_dataclass(x) and not isinstance(x, type):
+        return replace(x, **{f.name: _to_host(getattr(x, f.name)) for f in fields(x)})
+    return type(x)(_to_host(y) for y in x) if isinstance(x, list | tuple) else x
+
+
+class StateStore:
+    """Every State there is, within two budgets in bytes; each a queue from the longest unused to the latest."""
+
+    def __init__(self, device_bytes: int, host_bytes: int) -> None:
+        self.limits = (device_bytes, host_bytes)
+        self.tiers: tuple[OrderedDict[State, int], OrderedDict[State, int]] = (OrderedDict(), OrderedDict())
+        self.n_bytes = [0, 0]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.tiers))
+
+    def room(self, n_bytes: int) -> None:
+        """Move states to the host until so many bytes are left on the device."""
+        device = self.tiers[0]
+        while device and self.n_bytes[0] + n_bytes > self.limits[0]:
+            state = next(iter(device))
+            self.lose(state)
+            self._to_host(state)
+
+    def add(self, node: Node, n_past: int, saved: Saved) -> None:
+        """Keep what was saved at exactly `n_past` tokens, whose last one is on the node's page."""
+        assert n_past not in node.states and node.start < n_past <= node.end
+        state = node.states[n_past] = State(node, n_past, saved)
+        self.room(saved.n_bytes)
+        if saved.n_bytes > self.limits[0]:
+            self._to_host(state)
+        else:
+            self._put(0, state, saved.n_bytes)
+
+    def _put(self, tier: int, state: State, n_bytes: int) -> None:
+        self.tiers[tier][state] = n_bytes
+        self.n_bytes[tier] += n_bytes
+
+    def _to_host(self, state: State) -> None:
+        saved, host = state.content, self.tiers[1]
+        assert isinstance(saved, Saved)
+        n_bytes = saved.n_bytes
+        while host and self.n_bytes[1] + n_bytes > self.limits[1]:
+            self.drop(next(iter(host)))
+        if n_bytes > self.limits[1]:
+            del state.node.states[state.n_past]
+            return
+        state.content = replace(saved, checkpoint=_to_host(saved.checkpoint))
+        self._put(1, state, n_bytes)
+
+    def touch(self, state: State) -> None:
+        """It was of use now."""
+        for tier in self.tiers:
+            if state in tier:
+                tier.move_to_end(state)
+
+    def drop(self, state: State) -> None:
+        """Forget a state; its page stays."""
+        self.lose(state)
+        del state.node.states[state.n_past]
+
+    def lose(self, state: State) -> None:
+        """Count a state no more: its page is gone."""
+        for i, tier in enumerate(self.tiers):
+            self.n_bytes[i] -= tier.pop(state, 0)
+
+    def check(self, held: set[State]) -> None:
+        """`held` are the states of the tree."""
+        assert held == {*self.tiers[0], *self.tiers[1]} and not self.tiers[0].keys() & self.tiers[1].keys()
+        for n_bytes, limit, tier in zip(self.n_bytes, self.limits, self.tiers, strict=True):
+            assert n_bytes == sum(tier.values()) <= limit, "the bytes of states are miscounted"
