@@ -14,8 +14,8 @@ from functools import partial
 import torch
 
 from pyspec.cuda.kernels import linear_cuda, rows_cuda
-from pyspec.cuda.kernels.linear_cuda import LinearLaunch, Shape
-from pyspec.cuda.kernels.linear_pack import RECORDS, Packed, n_chunks, n_groups
+from pyspec.cuda.kernels.linear_cuda import LinearLaunch, Shape, random_packed
+from pyspec.cuda.kernels.linear_pack import Packed, packed_bytes
 from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
 from pyspec.gguf import GGMLType
 
@@ -23,16 +23,7 @@ FLOOR = 4.3e12  # bytes a second a device-to-device copy moves on an H200
 MATRICES = ((34816, 5120), (5120, 17408), (16480, 5120), (5120, 6144), (14336, 5120), (248320, 5120))
 LAYER = ((16480, 5120), (5120, 6144), (34816, 5120), (5120, 17408))  # of Qwen3.6-27B, with Gated DeltaNet
 EXTRA = tuple(Shape(m, n, 16 // m, t // n) for t in (1, 2, 4, 6, 8) for m, n in ((16, 1), (4, 2)) if t % n == 0)
-HALVES = {GGMLType.Q8_0: 64, GGMLType.Q4_0: 128, GGMLType.Q4_K: 64, GGMLType.Q6_K: 32}  # bytes of a record
 DEVICE = torch.device("cuda", 0)
-
-
-def random_packed(type: GGMLType, n_out: int, n_in: int) -> Packed:
-    """Random codes; the half floats that end each record are small and finite."""
-    n_record = n_groups(n_out) * n_chunks(type, n_in)
-    data = torch.randint(0, 256, (n_record, RECORDS[type]), dtype=torch.uint8, device=DEVICE)
-    data[:, -HALVES[type] :] &= 0x1F
-    return Packed(data.view(-1), type, n_out, n_in)
 
 
 def graph_us(launches: list[Callable[[], None]], repeats: int = 7) -> float:
@@ -73,7 +64,7 @@ def time_matrix(
 def time_layer(type: GGMLType, rows: int) -> tuple[float, float]:
     """(microseconds, floor) of one layer's products with their rows, out of six different layers."""
     launches: list[Callable[[], None]] = []
-    weights = [random_packed(type, *shape) for shape in LAYER * 6]
+    weights = [random_packed(type, *shape, DEVICE) for shape in LAYER * 6]
     for packed in weights:
         launch = linear_cuda.bind(LinearSpec(DEVICE, type, packed.n_out, packed.n_in, Epilogue.PLAIN))
         x, out = (torch.randn(rows, n, device=DEVICE) for n in (packed.n_in, packed.n_out))
@@ -105,8 +96,8 @@ def main() -> None:
             continue
         for n_out, n_in in MATRICES[: args.matrices]:
             spec = LinearSpec(DEVICE, type, n_out, n_in, Epilogue.PLAIN)
-            n_bytes = n_groups(n_out) * n_chunks(type, n_in) * RECORDS[type]
-            weights = [random_packed(type, n_out, n_in) for _ in range(min(8, 1 + int(6e8 / n_bytes)))]
+            n_bytes = packed_bytes(type, n_out, n_in)
+            weights = [random_packed(type, n_out, n_in, DEVICE) for _ in range(min(8, 1 + int(6e8 / n_bytes)))]
             print(f"{type.name} {n_out} x {n_in}: floor {n_bytes / FLOOR * 1e6:.1f} us")
             for rows in args.rows:
                 us, both = time_matrix(spec, weights, rows, not args.alone)

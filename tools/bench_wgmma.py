@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import torch
 
-from pyspec.cuda.kernels.linear_pack import RECORDS, Packed, n_chunks, n_groups
+from pyspec.cuda.kernels.linear_cuda import random_packed
+from pyspec.cuda.kernels.linear_pack import Packed
 from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
 from pyspec.cuda.kernels.linear_wgmma import WgmmaLaunch, prepare
 from pyspec.gguf import GGMLType
@@ -28,15 +29,6 @@ MATRICES = (
     (5120, 6144, Epilogue.RESIDUAL, 64),
     (248320, 5120, Epilogue.PLAIN, 1),
 )
-HALVES = {GGMLType.Q8_0: 64, GGMLType.Q4_0: 128, GGMLType.Q4_K: 64, GGMLType.Q6_K: 32}  # bytes at a record's end
-
-
-def random_packed(type: GGMLType, n_out: int, n_in: int) -> Packed:
-    """Random codes; the half floats that end each record are small and finite."""
-    n_record = n_groups(n_out) * n_chunks(type, n_in)
-    data = torch.randint(0, 256, (n_record, RECORDS[type]), dtype=torch.uint8, device=DEVICE)
-    data[:, -HALVES[type] :] &= 0x1F
-    return Packed(data.view(-1), type, n_out, n_in)
 
 
 def graph_us(launches: list[Callable[[], None]], repeats: int = 7) -> float:
@@ -87,9 +79,12 @@ def main() -> None:
             total = total_f16 = 0.0
             for n_out, n_in, epilogue, count in MATRICES:
                 spec = LinearSpec(DEVICE, type, n_out // (2 if epilogue is Epilogue.GATED else 1), n_in, epilogue)
-                first = random_packed(type, n_out, n_in)
+                first = random_packed(type, n_out, n_in, DEVICE)
                 n_bytes = first.data.numel()
-                weights = [first, *(random_packed(type, n_out, n_in) for _ in range(min(7, int(6e8 / n_bytes))))]
+                weights = [
+                    first,
+                    *(random_packed(type, n_out, n_in, DEVICE) for _ in range(min(7, int(6e8 / n_bytes)))),
+                ]
                 us = graph_us(launches(spec, weights, n_row, not args.alone))
                 floor = max(n_bytes / FLOOR, 2 * n_out * n_in * n_row / PEAK) * 1e6
                 line = f"{type.name:5} {n_out:6} x {n_in:5} {n_row:4} rows: floor {floor:6.1f} us, here {us:6.1f} us"

@@ -14,7 +14,7 @@ from torch import Tensor
 from pyspec.cuda.kernels import linear_cuda, linear_wgmma
 from pyspec.cuda.kernels.dequant_ref import dequantize, dequantize_rows
 from pyspec.cuda.kernels.linear import linear, linear_tall
-from pyspec.cuda.kernels.linear_pack import Packed, interleave, repack
+from pyspec.cuda.kernels.linear_pack import FORMATS, Packed, interleave, repack
 from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
 from pyspec.cuda.kernels.linear_wgmma import WgmmaLaunch
 from pyspec.cuda.kernels.moe_ref import Stack
@@ -252,7 +252,9 @@ class Weights:
     def _streams(self, name: str) -> bool:
         """Whether the kernel takes this tensor; asked of a small matrix, since the check would unpack a large one."""
         info = self._info(name)
-        if len(info.shape) != 2 or info.type in PLAIN or self._scale(name) != 1.0:
+        if len(info.shape) != 2 or info.type in PLAIN:
+            return False
+        if self._scale(name) != 1.0 and not (info.type in FORMATS and FORMATS[info.type].scaled):
             return False
         spec = LinearSpec(self.device, info.type, PROBE_ROWS, info.shape[1])
         return all(linear.chosen(replace(spec, epilogue=e)).name != linear.reference.name for e in Epilogue)
@@ -265,7 +267,13 @@ class Weights:
         raws = [self._raw(n).view(i.shape[0], -1) for n, i in zip(names, infos, strict=True)]
         raw = interleave(*raws) if gated else torch.cat(raws)
         wide = self._dense(names, torch.float16) if self.wide else None
-        return Streamed(repack(raw.contiguous(), kind, (n_out, n_in)), self.device, gated, wide)
+        scales = self._row_scales(names, gated) if FORMATS[kind].scaled else None
+        return Streamed(repack(raw.contiguous(), kind, (n_out, n_in), scales), self.device, gated, wide)
+
+    def _row_scales(self, names: Sequence[str], gated: bool) -> Tensor:
+        """[row] f32: each tensor's second scale for each of its rows, in their order."""
+        parts = [torch.full((self._info(n).shape[0], 1), self._scale(n), device=self.device) for n in names]
+        return (interleave(*parts) if gated else torch.cat(parts)).view(-1)
 
     def _exact(self, names: Sequence[str], gated: bool) -> Matrix:
         """Without a kernel: f32 as it is, the rest as bf16."""

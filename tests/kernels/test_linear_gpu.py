@@ -8,8 +8,8 @@ from torch import Tensor
 
 from pyspec.cuda.kernels import linear_cuda, linear_ref
 from pyspec.cuda.kernels.linear import linear
-from pyspec.cuda.kernels.linear_cuda import LinearLaunch, Shape, random_weights, step
-from pyspec.cuda.kernels.linear_pack import CHUNKS, Packed, repack, unpack
+from pyspec.cuda.kernels.linear_cuda import LinearLaunch, Shape, random_matrix, step
+from pyspec.cuda.kernels.linear_pack import CHUNKS, Packed, unpack
 from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
 from pyspec.cuda.kernels.rows_cuda import RowsLaunch
 from pyspec.gguf import GGMLType
@@ -19,8 +19,7 @@ N_ROWS = (1, 2, 7, 8, 9, 16, 17, 24, 32, 33, 48, 64, 65, 96, 100, 128)
 
 
 def matrix(type: GGMLType, n_out: int, n_in: int) -> Packed:
-    gen = torch.Generator().manual_seed(n_out + n_in)
-    return repack(random_weights(type, n_out, n_in, gen).to(CUDA), type, (n_out, n_in))
+    return random_matrix(type, n_out, n_in, torch.Generator().manual_seed(n_out + n_in), CUDA)
 
 
 def product(spec: LinearSpec, packed: Packed, x: Tensor, residual: Tensor | None = None) -> Tensor:
@@ -50,7 +49,7 @@ def test_products_equal_exact_sums_of_rounded_rows(type: GGMLType, n_out: int, n
 
 @pytest.mark.parametrize("n_in", [32, 64, 96, 2688])
 def test_columns_that_fill_no_chunk_add_nothing(n_in: int) -> None:
-    for type in (GGMLType.Q8_0, GGMLType.Q4_0):
+    for type in (t for t in CHUNKS if n_in % t.block_size == 0):
         packed, spec = matrix(type, 300, n_in), LinearSpec(CUDA, type, 300, n_in)
         x = torch.randn(5, n_in, device=CUDA)
         assert off(product(spec, packed, x), linear_ref.rounded(x) @ unpack(packed).double().T) < 3e-6
@@ -89,9 +88,9 @@ def test_rows_of_any_magnitude_keep_their_precision() -> None:
 
 @pytest.mark.parametrize("epilogue", [Epilogue.RESIDUAL, Epilogue.GATED])
 def test_epilogues_equal_the_reference(epilogue: Epilogue) -> None:
-    for n_out, n_in in ((1096, 1024), (96, 5120)):
-        spec = LinearSpec(CUDA, GGMLType.Q8_0, n_out, n_in, epilogue)
-        packed = matrix(GGMLType.Q8_0, spec.n_weight_row, n_in)
+    for n_out, n_in, type in ((1096, 1024, GGMLType.Q8_0), (96, 5120, GGMLType.Q8_0), (1096, 1024, GGMLType.NVFP4)):
+        spec = LinearSpec(CUDA, type, n_out, n_in, epilogue)
+        packed = matrix(type, spec.n_weight_row, n_in)
         for n_row in (1, 12, 128):
             x = torch.randn(n_row, n_in, device=CUDA) / 16
             residual = torch.randn(n_row, n_out, device=CUDA) if epilogue is Epilogue.RESIDUAL else None

@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.kernels.dequant_ref import dequantize
-from pyspec.cuda.kernels.linear_pack import CHUNKS, interleave, packed_bytes, repack, unpack
+from pyspec.cuda.kernels.linear_cuda import random_packed
+from pyspec.cuda.kernels.linear_pack import (
+    CHUNKS,
+    MXFP4_LARGEST,
+    interleave,
+    packed_bytes,
+    repack,
+    row_scales,
+    unpack,
+)
 from pyspec.errors import ModelError
 from pyspec.gguf import GGMLType
 
@@ -18,11 +27,13 @@ def random_blocks(type: GGMLType, n_out: int, n_in: int, seed: int = 0) -> Tenso
     blocks = torch.randint(0, 256, (n_out, n_in // type.block_size, type.type_size), generator=gen, dtype=torch.uint8)
     layout = type.layout
     assert layout is not None
-    for name in ("d", "dmin"):
-        if hasattr(layout, name):
+    for name in ("d", "dmin", "m"):
+        if hasattr(layout, name) and getattr(layout, name).size == 2:
             at = getattr(layout, name).offset
             half = (torch.rand(*blocks.shape[:2], 1, generator=gen) * 0.02).half()
             blocks[..., at : at + 2] = half.view(torch.uint8)
+    if type is GGMLType.MXFP4:
+        blocks[..., 0] %= MXFP4_LARGEST + 1
     return blocks.view(n_out, -1)
 
 
@@ -36,7 +47,7 @@ def test_unpacked_weights_equal_the_files(type: GGMLType, n_out: int, n_in: int)
 
 @pytest.mark.parametrize("n_in", [32, 64, 96, 160, 2688])
 def test_columns_that_fill_no_chunk_are_padded(n_in: int) -> None:
-    for type in (GGMLType.Q8_0, GGMLType.Q4_0):
+    for type in (t for t in CHUNKS if n_in % t.block_size == 0):
         raw = random_blocks(type, 40, n_in)
         assert torch.equal(unpack(repack(raw, type, (40, n_in))), dequantize(raw, type, (40, n_in)))
 
@@ -48,11 +59,51 @@ def test_large_matrices_grow_by_less_than_three_percent(type: GGMLType) -> None:
         assert raw <= packed_bytes(type, n_out, n_in) <= 1.03 * raw
 
 
-def test_large_matrices_are_repacked_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = random_blocks(GGMLType.Q8_0, 800, 64)
-    whole = repack(raw, GGMLType.Q8_0, (800, 64)).data
+@pytest.mark.parametrize("type", [GGMLType.Q8_0, GGMLType.NVFP4])
+def test_large_matrices_are_repacked_in_slices(type: GGMLType, monkeypatch: pytest.MonkeyPatch) -> None:
+    raw = random_blocks(type, 800, 64)
+    whole = repack(raw, type, (800, 64)).data
     monkeypatch.setattr("pyspec.cuda.kernels.linear_pack._SLICE", 1)
-    assert torch.equal(repack(raw, GGMLType.Q8_0, (800, 64)).data, whole)
+    assert torch.equal(repack(raw, type, (800, 64)).data, whole)
+
+
+@pytest.mark.parametrize("type", CHUNKS)
+def test_what_is_packed_has_the_size_that_is_told(type: GGMLType) -> None:
+    for n_out in (1, 255, 257):
+        assert repack(random_blocks(type, n_out, 512), type, (n_out, 512)).data.numel() == packed_bytes(
+            type, n_out, 512
+        )
+        assert random_packed(type, n_out, 512, torch.device("cpu")).data.numel() == packed_bytes(type, n_out, 512)
+
+
+@pytest.mark.parametrize("type", CHUNKS)
+def test_random_bytes_in_place_of_records_are_finite_weights(type: GGMLType) -> None:
+    weights = unpack(random_packed(type, 40, 512, torch.device("cpu")))
+    assert weights.isfinite().all() and weights.any(1).all()
+
+
+def test_second_scales_multiply_their_rows() -> None:
+    raw, scales = random_blocks(GGMLType.NVFP4, 300, 192), torch.rand(300)
+    packed = repack(raw, GGMLType.NVFP4, (300, 192), scales)
+    assert torch.equal(row_scales(packed), scales)
+    assert torch.equal(unpack(packed), dequantize(raw, GGMLType.NVFP4, (300, 192)) * scales[:, None])
+    assert torch.equal(row_scales(repack(raw, GGMLType.NVFP4, (300, 192))), torch.ones(300))
+
+
+def test_all_scales_of_nvfp4_come_back() -> None:
+    raw = torch.full((16, 4, 36), 0x22, dtype=torch.uint8)
+    raw[..., :4] = torch.arange(256, dtype=torch.uint8).view(16, 4, 4)
+    want = dequantize(raw, GGMLType.NVFP4, (16, 256))
+    assert torch.equal(unpack(repack(raw, GGMLType.NVFP4, (16, 256))), want)
+
+
+def test_scales_no_model_has_are_refused() -> None:
+    raw = torch.zeros(16, 17, dtype=torch.uint8)
+    raw[3, 0] = MXFP4_LARGEST
+    assert float(unpack(repack(raw, GGMLType.MXFP4, (16, 32))).sum()) == 0.0
+    raw[5, 0] = 255
+    with pytest.raises(ModelError, match=r"an MXFP4 scale of 2\^128"):
+        repack(raw, GGMLType.MXFP4, (16, 32))
 
 
 def test_gate_and_up_alternate_by_eight_rows() -> None:

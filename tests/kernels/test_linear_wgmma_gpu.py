@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.kernels import linear_ref
-from pyspec.cuda.kernels.linear_cuda import random_weights
-from pyspec.cuda.kernels.linear_pack import CHUNKS, RECORDS, Packed, n_chunks, n_groups, repack, unpack
+from pyspec.cuda.kernels.linear_cuda import random_matrix, random_packed
+from pyspec.cuda.kernels.linear_pack import CHUNKS, Packed, unpack
 from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
 from pyspec.cuda.kernels.linear_wgmma import PATIENCE, WgmmaLaunch, limits, prepare
 from pyspec.gguf import GGMLType
@@ -20,21 +20,14 @@ if limits(LinearSpec(CUDA, GGMLType.Q8_0, 64, 64)) is not None:
     pytest.skip("needs compute capability 9.0", allow_module_level=True)
 
 
-HALVES = {GGMLType.Q8_0: 64, GGMLType.Q4_0: 128, GGMLType.Q4_K: 64, GGMLType.Q6_K: 32}  # bytes at a record's end
-
-
 def matrix(type: GGMLType, n_out: int, n_in: int) -> Packed:
-    """Random codes, also in rows and columns of the padding; the half floats are positive and small, some denormal."""
-    gen = torch.Generator(CUDA).manual_seed(n_out + n_in)
-    n_record = n_groups(n_out) * n_chunks(type, n_in)
-    data = torch.randint(0, 256, (n_record, RECORDS[type]), dtype=torch.uint8, device=CUDA, generator=gen)
-    data[:, -HALVES[type] :] &= 0x1F
-    return Packed(data.view(-1), type, n_out, n_in)
+    """Random codes, also in rows and columns of the padding; the scales are positive and small, some denormal."""
+    torch.manual_seed(n_out + n_in)
+    return random_packed(type, n_out, n_in, CUDA)
 
 
 def quantized(type: GGMLType, n_out: int, n_in: int) -> Packed:
-    gen = torch.Generator().manual_seed(n_out + n_in)
-    return repack(random_weights(type, n_out, n_in, gen).to(CUDA), type, (n_out, n_in))
+    return random_matrix(type, n_out, n_in, torch.Generator().manual_seed(n_out + n_in), CUDA)
 
 
 def product(

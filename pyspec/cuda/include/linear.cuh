@@ -109,9 +109,20 @@ __device__ __forceinline__ void clear(Accumulator& acc) {
 
 __device__ __forceinline__ float silu(float x) { return x / (1.f + __expf(-x)); }
 
-__device__ __forceinline__ void store(const Accumulator& acc, Shape s, int tile, const float* powers,
+__device__ __forceinline__ void store(const Accumulator& acc, Shape s, int tile, const u8* weights, const float* powers,
                                       const float* residual, float* out) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2;
+  const int first16 = tile * kTile + (warp / WARPS_N) * TILES_M;
+  float scale[TILES_M], scale8[TILES_M];
+#pragma unroll
+  for (int m = 0; m < TILES_M; ++m) {
+    scale[m] = scale8[m] = kUnit;
+#if ROW_SCALES
+    const float* row_scales = reinterpret_cast<const float*>(weights + static_cast<i64>(s.n_tile16) * s.n_chunk * RECORD);
+    scale[m] *= row_scales[(first16 + m) * 16 + g];
+    scale8[m] *= row_scales[(first16 + m) * 16 + g + 8];
+#endif
+  }
 #pragma unroll
   for (int n = 0; n < TILES_N; ++n) {
     const int row = ((warp % WARPS_N) * TILES_N + n) * 8 + (lane & 3) * 2;
@@ -121,8 +132,8 @@ __device__ __forceinline__ void store(const Accumulator& acc, Shape s, int tile,
       const float power = powers[row + j];
 #pragma unroll
       for (int m = 0; m < TILES_M; ++m) {
-        const int tile16 = tile * kTile + (warp / WARPS_N) * TILES_M + m;
-        const float y = acc.v[m][n][j] * power, y8 = acc.v[m][n][j + 2] * power;
+        const int tile16 = first16 + m;
+        const float y = acc.v[m][n][j] * scale[m] * power, y8 = acc.v[m][n][j + 2] * scale8[m] * power;
 #if EPILOGUE == GATED
         const int column = tile16 * 8 + g;
         if (column < s.n_out) out[static_cast<i64>(row + j) * s.n_out + column] = silu(y) * y8;

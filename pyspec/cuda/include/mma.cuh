@@ -48,6 +48,19 @@ __device__ __forceinline__ u32 sub_f16x2(u32 a, u32 b) {
   return out;
 }
 
+// (a & b) | c in one instruction: the compiler joins a row of them otherwise, to more than it had.
+__device__ __forceinline__ u32 and_or(u32 a, u32 b, u32 c) {
+  u32 out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+  return out;
+}
+
+__device__ __forceinline__ u32 fma_f16x2(u32 a, u32 b, u32 c) {
+  u32 out;
+  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+  return out;
+}
+
 __device__ __forceinline__ uint4 shared_16(u32 address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));

@@ -1,8 +1,11 @@
 // Packed weights to tensor-core operands. A record holds 16 rows by CHUNK blocks of 32 weights; see linear_pack.py.
 //
-// Codes become f16 exactly (1024 + code by bit pattern, less the bias), scales stay f32 and multiply sums, not weights.
-// Lane 4 g + t owns rows g and g + 8 and weights 4t..4t+3 and 16+4t..16+4t+3 of each block, so that the two products
-// of a block cover its halves.
+// Codes become f16 exactly, scales stay f32 and multiply sums, not weights. Lane 4 g + t owns rows g and g + 8 and weights
+// 4t..4t+3 and 16+4t..16+4t+3 of each block, so that the two products of a block cover its halves. Four ways to an f16:
+//   8 bits         1024 + code by bit pattern, less 1024 + 128
+//   4, 5, 6 bits   cut out in pairs, 1024 + code or 1024 + 16 code, less what is too much
+//   tables         bytes by permutation of a table in registers, then as 8 bits
+//   E2M1           the bits alone: f16 has them in the same order, denormal numbers too, and counts them 2^-14
 //
 // Set by the launcher: TYPE, CHUNK (blocks in a record), RECORD (bytes of one).
 #pragma once
@@ -10,11 +13,27 @@
 
 #define Q8_0 0
 #define Q4_0 1
-#define Q4_K 2
-#define Q6_K 3
+#define Q4_1 2
+#define Q5_0 3
+#define Q5_1 4
+#define Q4_K 5
+#define Q5_K 6
+#define Q6_K 7
+#define IQ4_NL 8
+#define IQ4_XS 9
+#define MXFP4 10
+#define NVFP4 11
 
-#define HAS_MIN (TYPE == Q4_K)      // weights are scale * code - min
-#define HALF_SCALES (TYPE == Q6_K)  // one scale for each 16 weights
+#define FIVE_BITS (TYPE == Q5_0 || TYPE == Q5_1 || TYPE == Q5_K)
+#define TABLE (TYPE == IQ4_NL || TYPE == IQ4_XS)
+#define E2M1 (TYPE == MXFP4 || TYPE == NVFP4)
+#define BYTE_SCALES (TYPE == IQ4_XS || TYPE == MXFP4)  // a word holds those of rows g and g + 8 of two blocks
+#define HAS_MIN (TYPE == Q4_1 || TYPE == Q5_1 || TYPE == Q4_K || TYPE == Q5_K)  // weights are scale * code - min
+#define HALF_SCALES (TYPE == Q6_K || TYPE == NVFP4)                             // one scale for each 16 weights
+#define ROW_SCALES (TYPE == NVFP4)  // behind the last record a second scale for each row, f32
+
+// What sums of operands times scales are to be multiplied with.
+constexpr float kUnit = TYPE == MXFP4 ? 8192.f : TYPE == NVFP4 ? 4194304.f : 1.f;
 
 #if TYPE == Q8_0
 struct Codes {  // a lane's part of a block as it lies in a record
@@ -37,14 +56,15 @@ struct Weights {
 
 __device__ __forceinline__ float low_half(u32 v) { return f16_to_f32(static_cast<u16>(v)); }
 __device__ __forceinline__ float high_half(u32 v) { return f16_to_f32(static_cast<u16>(v >> 16)); }
-
-#if TYPE == Q8_0
+__device__ __forceinline__ float signed_byte(u32 v) { return static_cast<float>(static_cast<i8>(v)); }
 
 __device__ __forceinline__ void bytes_to_f16(u32 v, u32& first, u32& second) {
   constexpr u32 kBias = 0x64806480u;  // 1024 + 128
   first = sub_f16x2(__byte_perm(v, 0x64646464u, 0x4140), kBias);
   second = sub_f16x2(__byte_perm(v, 0x64646464u, 0x4342), kBias);
 }
+
+#if TYPE == Q8_0
 
 __device__ __forceinline__ void fetch(Codes& c, u32 record, int block, int lane) {
   c.q = shared_16(record + block * 512 + lane * 16);
@@ -62,51 +82,117 @@ __device__ __forceinline__ void unpack(Weights& w, const Codes& c) {
 
 #else
 
-// Eight nibbles in the order k0 k2 k4 k6 k1 k3 k5 k7, two more bits of each in `high` (zero for 4-bit types).
-__device__ __forceinline__ u32 pair(u32 nibbles, u32 high, int p, u32 bias) {
-  return sub_f16x2(((nibbles >> (4 * p)) & 0x000f000fu) | high | 0x64006400u, bias);
-}
-
-__device__ __forceinline__ u32 high_bits(u32 h, int j) {
-  return (j < 2 ? h << (4 - 2 * j) : h >> (2 * j - 4)) & 0x00300030u;
-}
-
 __device__ __forceinline__ void fetch(Codes& c, u32 record, int block, int lane) {
-  constexpr int kScales = CHUNK * 256 + (TYPE == Q6_K ? CHUNK * 128 : 0);
-  const u32 pairs = record + kScales + (lane >> 2) * 4;
+  constexpr int kHigh = CHUNK * 256, kScales = kHigh + (TYPE == Q6_K ? CHUNK * 128 : FIVE_BITS ? CHUNK * 64 : 0);
+  const int row = lane >> 2;
+  const u32 scales = record + kScales;
   c.q = shared_8(record + (block >> 1) * 512 + lane * 16 + (block & 1) * 8);
-#if TYPE == Q4_0
-  c.d.x = shared_4(pairs + block * 32);
-#elif TYPE == Q4_K
-  c.s = shared_4(pairs + block * 32);  // scale, min of row g; of row g + 8
-  c.d = shared_8(pairs + CHUNK * 32 + (lane >> 2) * 4);
+#if TYPE == Q6_K
+  c.h = shared_4(record + kHigh + (block >> 2) * 512 + lane * 16 + (block & 3) * 4);
+#elif FIVE_BITS
+  c.h = shared_4(record + kHigh + (block >> 1) * 128 + lane * 4) >> (block & 1) * 8;
+#endif
+#if BYTE_SCALES
+  c.s = shared_4(scales + (block >> 1) * 32 + row * 4) >> (block & 1) * 16;
+  if (TYPE == IQ4_XS) c.d.x = shared_4(scales + CHUNK * 16 + row * 4);
+#elif TYPE == Q4_1 || TYPE == Q5_1
+  c.d = shared_8(scales + block * 64 + row * 8);  // scale, min of row g; of row g + 8
+#elif TYPE == Q4_K || TYPE == Q5_K
+  c.s = shared_4(scales + block * 32 + row * 4);  // the same, six bits each
+  c.d = shared_8(scales + CHUNK * 32 + row * 8);
+#elif HALF_SCALES
+  c.s = shared_4(scales + block * 32 + row * 4);  // both halves of row g; of row g + 8
+  if (TYPE == Q6_K) c.d.x = shared_4(scales + CHUNK * 32 + row * 4);
 #else
-  c.h = shared_4(record + CHUNK * 256 + (block >> 2) * 512 + lane * 16 + (block & 3) * 4);
-  c.s = shared_4(pairs + block * 32);  // both halves of row g; of row g + 8
-  c.d.x = shared_4(pairs + CHUNK * 32);
+  c.d.x = shared_4(scales + block * 32 + row * 4);
 #endif
 }
 
-__device__ __forceinline__ void unpack(Weights& w, const Codes& c) {
-  constexpr u32 kBias = TYPE == Q4_0 ? 0x64086408u : TYPE == Q4_K ? 0x64006400u : 0x64206420u;
+#if TABLE
+
+// Eight nibbles of a row: both halves of the table, then the one that a nibble's highest bit says.
+__device__ __forceinline__ void unpack_row(u32 (&a)[8], int r, u32 nibbles, u32) {
+  constexpr u32 k0 = 0x3f2d1801u, k4 = 0x766a5d4fu, k8 = 0xa6998d81u, k12 = 0xf1d9c5b5u;  // values + 128
+  const u32 low = nibbles & 0x77777777u, half = 0x32103210u | ((nibbles >> 1) & 0x44444444u);
 #pragma unroll
-  for (int p = 0; p < 4; ++p) {
-    w.a[2 * p] = pair(c.q.x, TYPE == Q6_K ? high_bits(c.h, p) : 0, p, kBias);
-    w.a[2 * p + 1] = pair(c.q.y, TYPE == Q6_K ? high_bits(c.h, 4 + p) : 0, p, kBias);
+  for (int i = 0; i < 2; ++i) {
+    const u32 at = low >> (16 * i);
+    const u32 values = __byte_perm(__byte_perm(k0, k4, at), __byte_perm(k8, k12, at), half >> (16 * i));
+    bytes_to_f16(values, a[4 * i + r], a[4 * i + 2 + r]);
   }
-#if TYPE == Q4_0
+}
+
+#elif E2M1
+
+__device__ __forceinline__ void unpack_row(u32 (&a)[8], int r, u32 v, u32) {
+  a[r] = v & 0x8e008e00u;
+  a[2 + r] = (v << 3) & 0x8e008e00u;
+  a[4 + r] = and_or(v << 6, 0x0e000e00u, (v << 1) & 0x80008000u);
+  a[6 + r] = and_or(v << 9, 0x0e000e00u, (v << 2) & 0x80008000u);
+}
+
+#else
+
+// The bits above the nibbles, shifted to where `pair` wants those of pair p of row r (g or g + 8); others lie around them.
+__device__ __forceinline__ u32 high_bits(u32 h, int r, int p) {
+#if TYPE == Q6_K
+  return r == 0 ? h << (4 - p / 2 * 2) : h >> (4 + p / 2 * 2);
+#else
+  return h << (4 - 2 * r - p / 2);
+#endif
+}
+
+__device__ __forceinline__ u32 pair(u32 nibbles, u32 high, int p) {
+  constexpr u32 kZero = TYPE == Q4_0 ? 8 : TYPE == Q5_0 ? 16 : TYPE == Q6_K ? 32 : 0;  // the code of a zero
+  constexpr u32 kHigh = TYPE == Q6_K ? 0x00300030u : FIVE_BITS ? 0x00100010u : 0;
+  constexpr u32 k1024 = 0x64006400u, k64 = 0x54005400u, k16th = 0x2c002c00u, kMinus = 0x80008000u, kBoth = 0x00010001u;
+  const int shift = p & 1 ? 4 : 0;
+  u32 v = and_or(p < 2 ? nibbles : nibbles >> 8, 0x000f000fu << shift, k1024);
+  if (kHigh) v = and_or(high, kHigh << shift, v);
+  if (p & 1) return fma_f16x2(v, k16th, (k64 + kZero * 16 * kBoth) | kMinus);
+  return sub_f16x2(v, k1024 + kZero * kBoth);
+}
+
+__device__ __forceinline__ void unpack_row(u32 (&a)[8], int r, u32 nibbles, u32 h) {
+#pragma unroll
+  for (int p = 0; p < 4; ++p) a[2 * p + r] = pair(nibbles, high_bits(h, r, p), p);
+}
+
+#endif
+
+__device__ __forceinline__ void unpack(Weights& w, const Codes& c) {
+  unpack_row(w.a, 0, c.q.x, c.h);
+  unpack_row(w.a, 1, c.q.y, c.h);
+#if TYPE == Q4_1 || TYPE == Q5_1
   w.scale = low_half(c.d.x);
-  w.scale8 = high_half(c.d.x);
-#elif TYPE == Q4_K
+  w.more = -high_half(c.d.x);
+  w.scale8 = low_half(c.d.y);
+  w.more8 = -high_half(c.d.y);
+#elif TYPE == Q4_K || TYPE == Q5_K
   w.scale = low_half(c.d.x) * static_cast<float>(c.s & 255);
   w.more = high_half(c.d.x) * static_cast<float>((c.s >> 8) & 255);
   w.scale8 = low_half(c.d.y) * static_cast<float>((c.s >> 16) & 255);
   w.more8 = high_half(c.d.y) * static_cast<float>(c.s >> 24);
+#elif TYPE == Q6_K
+  w.scale = low_half(c.d.x) * signed_byte(c.s);
+  w.more = low_half(c.d.x) * signed_byte(c.s >> 8);
+  w.scale8 = high_half(c.d.x) * signed_byte(c.s >> 16);
+  w.more8 = high_half(c.d.x) * signed_byte(c.s >> 24);
+#elif TYPE == IQ4_XS
+  w.scale = low_half(c.d.x) * signed_byte(c.s);
+  w.scale8 = high_half(c.d.x) * signed_byte(c.s >> 8);
+#elif TYPE == MXFP4
+  w.scale = __uint_as_float((c.s & 255) << 23);
+  w.scale8 = __uint_as_float((c.s & 0xff00u) << 15);
+#elif TYPE == NVFP4
+  const u32 first = (c.s & 0x00ff00ffu) << 7, second = (c.s & 0xff00ff00u) >> 1;  // f16 of 2^-8 times the scale
+  w.scale = low_half(first);
+  w.more = low_half(second);
+  w.scale8 = high_half(first);
+  w.more8 = high_half(second);
 #else
-  w.scale = low_half(c.d.x) * static_cast<float>(static_cast<i8>(c.s));
-  w.more = low_half(c.d.x) * static_cast<float>(static_cast<i8>(c.s >> 8));
-  w.scale8 = high_half(c.d.x) * static_cast<float>(static_cast<i8>(c.s >> 16));
-  w.more8 = high_half(c.d.x) * static_cast<float>(static_cast<i8>(c.s >> 24));
+  w.scale = low_half(c.d.x);
+  w.scale8 = high_half(c.d.x);
 #endif
 }
 

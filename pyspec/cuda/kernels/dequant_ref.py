@@ -22,8 +22,8 @@ ATOL = RTOL = 0.0  # float32 results are exact
 CPU_CHUNK = 1 << 20  # weights per step; 1 << 16 and 1 << 18 are up to 1.8 times slower, larger gains nothing
 GPU_CHUNK = 1 << 26  # weights per step: bounds the temporaries to about 1 GB
 
-_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled; the scales are halved
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled; the scales are halved
 
 
 def _bytes(raw: Tensor, layout: type[Block], name: str) -> Tensor:
@@ -152,7 +152,7 @@ def _q6_k(raw: Tensor) -> Tensor:
 
 
 def _iq4_nl(raw: Tensor) -> Tensor:
-    q = _looked_up(_bytes(raw, blocks.BlockIQ4_NL, "qs"), _IQ4).flatten(1)
+    q = _looked_up(_bytes(raw, blocks.BlockIQ4_NL, "qs"), IQ4).flatten(1)
     return _half(raw, blocks.BlockIQ4_NL, "d") * q
 
 
@@ -161,19 +161,19 @@ def _iq4_xs(raw: Tensor) -> Tensor:
     low = _unpack(_bytes(raw, layout, "scales_l").unsqueeze(-1), 2, 4).flatten(1)
     high = _unpack(_bytes(raw, layout, "scales_h").unsqueeze(-1), 4, 2).flatten(1)
     scale = _half(raw, layout, "d") * ((low | (high << 4)).view(torch.int8) - 32)
-    q = _looked_up(_bytes(raw, layout, "qs").unflatten(1, (8, 16)), _IQ4).flatten(2)
+    q = _looked_up(_bytes(raw, layout, "qs").unflatten(1, (8, 16)), IQ4).flatten(2)
     return (scale.unsqueeze(-1) * q).flatten(1)
 
 
 @cache
-def _e8m0(device: torch.device) -> Tensor:
+def e8m0(device: torch.device) -> Tensor:
     """[256] float32: half of 2^(code - 127); the two smallest are subnormal."""
     bits = [0x0020_0000 << code if code < 2 else (code - 1) << 23 for code in range(256)]
     return torch.tensor(bits, dtype=torch.int32, device=device).view(torch.float32)
 
 
 @cache
-def _ue4m3(device: torch.device) -> Tensor:
+def ue4m3(device: torch.device) -> Tensor:
     """[256] float32: half of the unsigned E4M3 number, bias 7, the sign bit ignored; 0x7f counts as zero."""
 
     def value(code: int) -> float:
@@ -186,13 +186,13 @@ def _ue4m3(device: torch.device) -> Tensor:
 
 
 def _mxfp4(raw: Tensor) -> Tensor:
-    scale = _e8m0(raw.device).index_select(0, _bytes(raw, blocks.BlockMXFP4, "e").flatten().int()).unsqueeze(-1)
-    return scale * _looked_up(_bytes(raw, blocks.BlockMXFP4, "qs"), _E2M1).flatten(1)
+    scale = e8m0(raw.device).index_select(0, _bytes(raw, blocks.BlockMXFP4, "e").flatten().int()).unsqueeze(-1)
+    return scale * _looked_up(_bytes(raw, blocks.BlockMXFP4, "qs"), E2M1).flatten(1)
 
 
 def _nvfp4(raw: Tensor) -> Tensor:
-    scale = _ue4m3(raw.device).index_select(0, _bytes(raw, blocks.BlockNVFP4, "d").flatten().int()).view(-1, 4, 1)
-    q = _looked_up(_bytes(raw, blocks.BlockNVFP4, "qs").unflatten(1, (4, 8)), _E2M1).flatten(2)
+    scale = ue4m3(raw.device).index_select(0, _bytes(raw, blocks.BlockNVFP4, "d").flatten().int()).view(-1, 4, 1)
+    q = _looked_up(_bytes(raw, blocks.BlockNVFP4, "qs").unflatten(1, (4, 8)), E2M1).flatten(2)
     return (scale * q).flatten(1)
 
 

@@ -84,7 +84,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 
     const Sharers who = sharers(tile, n_chunk, total, grid);
     if (who.first == who.last || gather(acc, partial, tickets + tile * kWarps, who, 2 * cta + (run != begin)))
-      store(acc, s, tile, powers, residual, out);
+      store(acc, s, tile, weights, powers, residual, out);
     clear(acc);
     run = unit + 1;
     chunk = 0;

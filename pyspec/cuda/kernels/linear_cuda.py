@@ -17,13 +17,22 @@ from torch import Tensor
 
 from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
 from pyspec.cuda.kernels.dequant_ref import quantize
-from pyspec.cuda.kernels.linear_pack import CHUNKS, RECORDS, TILE, Packed, n_chunks, n_groups, repack
+from pyspec.cuda.kernels.linear_pack import (
+    CHUNKS,
+    FORMATS,
+    RECORDS,
+    TILE,
+    Packed,
+    n_chunks,
+    n_groups,
+    packed_bytes,
+    repack,
+)
 from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
 from pyspec.cuda.kernels.rows_cuda import Rows, RowsLaunch
 from pyspec.gguf import GGMLType
 
 MAX_ROWS = 128
-_TYPE_CODES = {GGMLType.Q8_0: 0, GGMLType.Q4_0: 1, GGMLType.Q4_K: 2, GGMLType.Q6_K: 3}
 _SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}  # KiB a block may have
 _STATIC = 2048  # bytes of a CTA kept for the kernel's static shared memory and the driver's
 
@@ -51,7 +60,7 @@ SHAPES = tuple(Shape(8, 1, 2, n) for n in (1, 2, 3, 4, 6, 8, 12, 16))
 
 def stage_bytes(type: GGMLType, shape: Shape) -> int:
     chunk = CHUNKS[type]
-    sums = 4 * chunk * shape.rows if type == GGMLType.Q4_K else 0
+    sums = 4 * chunk * shape.rows if FORMATS[type].minima else 0
     return TILE * RECORDS[type] + 64 * chunk * shape.rows + sums
 
 
@@ -88,7 +97,7 @@ def stem(capability: tuple[int, int]) -> str:
 def defines(type: GGMLType, shape: Shape, stages: int, epilogue: Epilogue) -> dict[str, int | str]:
     """Macros of linear.cu."""
     return {
-        "TYPE": _TYPE_CODES[type],
+        "TYPE": FORMATS[type].code,
         "CHUNK": CHUNKS[type],
         "RECORD": RECORDS[type],
         "WARPS_M": shape.warps_m,
@@ -185,8 +194,7 @@ def check(
 ) -> str | None:
     """Ragged row counts on both; a sentence if the outputs part."""
     gen = torch.Generator().manual_seed(0)
-    n_out = spec.n_weight_row
-    packed = repack(random_weights(spec.type, n_out, spec.n_in, gen).to(spec.device), spec.type, (n_out, spec.n_in))
+    packed = random_matrix(spec.type, spec.n_weight_row, spec.n_in, gen, spec.device)
     for n_row in n_rows:
         x = torch.randn(n_row, spec.n_in, generator=gen).to(spec.device)
         residual = torch.randn(n_row, spec.n_out, generator=gen).to(spec.device)
@@ -199,15 +207,41 @@ def check(
     return None
 
 
+def random_matrix(type: GGMLType, n_out: int, n_in: int, gen: torch.Generator, device: torch.device) -> Packed:
+    """Repacked `random_weights`, with different scales of the rows where a type has them."""
+    scales = 0.5 + torch.rand(n_out, generator=gen) if FORMATS[type].scaled else None
+    raw = random_weights(type, n_out, n_in, gen).to(device)
+    return repack(raw, type, (n_out, n_in), None if scales is None else scales.to(device))
+
+
+def random_packed(type: GGMLType, n_out: int, n_in: int, device: torch.device) -> Packed:
+    """Random bytes in place of a repacked matrix, also where rows and columns are padding; scales are small and positive."""
+    n_record, n_half = n_groups(n_out) * n_chunks(type, n_in), len(_half_floats(type))
+    records = torch.randint(0, 256, (n_record, RECORDS[type]), dtype=torch.uint8, device=device)
+    n_block = CHUNKS[type] * 32 // type.block_size
+    floats = records[:, -(n_half * 32 * n_block or RECORDS[type] - 256 * CHUNKS[type]) :]  # all behind E2M1 codes
+    floats &= 0x1F
+    if type is GGMLType.MXFP4:
+        floats |= 0x60
+    ones = torch.ones((packed_bytes(type, n_out, n_in) - records.numel()) // 4, device=device)
+    return Packed(torch.cat((records.view(-1), ones.view(torch.uint8))), type, n_out, n_in)
+
+
 def random_weights(type: GGMLType, n_out: int, n_in: int, gen: torch.Generator) -> Tensor:
-    """[n_out, row_bytes] uint8. K types have no encoder here: random codes and scales, the half floats set."""
+    """[n_out, row_bytes] uint8. Most types have no encoder here: random codes and scales, the half floats set."""
     if type in (GGMLType.Q8_0, GGMLType.Q4_0):
         return quantize(torch.randn(n_out, n_in, generator=gen), type)
-    layout = type.layout
-    assert layout is not None
-    blocks = torch.randint(0, 256, (n_out, n_in // 256, type.type_size), generator=gen, dtype=torch.uint8)
-    for name in ("d", "dmin"):
-        if (field := getattr(layout, name, None)) is not None:
-            half = (torch.rand(n_out, n_in // 256, 1, generator=gen) * 0.01).half()
-            blocks[..., field.offset : field.offset + 2] = half.view(torch.uint8)
+    n_block = n_in // type.block_size
+    blocks = torch.randint(0, 256, (n_out, n_block, type.type_size), generator=gen, dtype=torch.uint8)
+    for at in _half_floats(type):
+        half = (torch.rand(n_out, n_block, 1, generator=gen) * 0.01).half()
+        blocks[..., at : at + 2] = half.view(torch.uint8)
+    if type is GGMLType.MXFP4:
+        blocks[..., 0] = 120 + blocks[..., 0] % 8
     return blocks.view(n_out, -1)
+
+
+def _half_floats(type: GGMLType) -> list[int]:
+    """Where in a block they are."""
+    fields = [getattr(type.layout, name, None) for name in ("d", "dmin", "m")]
+    return [field.offset for field in fields if field is not None and field.size == 2]

@@ -1,10 +1,14 @@
 """Quantised matrices in the order linear.cu streams them: repacked once at load, and unpacked for the reference.
 
 A tile is 256 output rows, a chunk `CHUNKS[type]` blocks of 32 columns, a record 16 rows of one chunk: codes in the order of
-tensor-core operands, then scales. Records lie as [tile][chunk][16 rows]; the last tile may be lower. Rows are padded to a
-multiple of 16 and columns to whole chunks with zeros; nothing else grows.
+tensor-core operands, then scales (linear_planes.py). Records lie as [tile][chunk][16 rows]; the last tile may be lower. Rows are
+padded to a multiple of 16 and columns to whole chunks with zeros. Bytes of a record over those of the file's blocks:
 
-Within a record, lane 4 g + t of a warp owns rows g and g + 8 and columns 4t..4t+3, 16+4t..16+4t+3 of each block.
+    Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q6_K IQ4_NL MXFP4 NVFP4   the same
+    Q4_K +2.8 %, Q5_K +2.3 %, IQ4_XS +1.5 %            six-bit scales become bytes
+
+NVFP4 matrices have a second scale in the file, one f32 a tensor. Behind the records lies one for each row, rows padded to
+whole tiles, because a matrix may be made of several tensors.
 """
 
 from __future__ import annotations
@@ -16,13 +20,36 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyspec.cuda.kernels import linear_planes as planes
+from pyspec.cuda.kernels.dequant_ref import E2M1, IQ4, e8m0, ue4m3
 from pyspec.errors import ModelError
 from pyspec.gguf import GGMLType
 
 TILE = 16  # 16-row groups of a tile
-CHUNKS = {GGMLType.Q8_0: 2, GGMLType.Q4_0: 4, GGMLType.Q4_K: 8, GGMLType.Q6_K: 8}
-RECORDS = {GGMLType.Q8_0: 1088, GGMLType.Q4_0: 1152, GGMLType.Q4_K: 2368, GGMLType.Q6_K: 3360}
+MXFP4_LARGEST = 127 + 7  # code of the scale 2^7: what linear_wgmma's f16 weights can hold, and far beyond any model's
 _SLICE = 1 << 26  # weights repacked at once: bounds the temporaries to about 0.5 GB
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """How matrices of a type are packed.
+
+    code    the type's number in quants.cuh
+    chunk   blocks of 32 columns in a record
+    record  bytes of one
+    encode  the file's blocks [group, 2, 8, chunk, block, type_size] -> records [group, chunk, record]
+    decode  records -> weights [group, 2, 8, chunk, block, 32] f32
+    minima  weights are scale * code - minimum: the kernels need sums of the rows, too
+    scaled  a second scale for each row
+    """
+
+    code: int
+    chunk: int
+    record: int
+    encode: Callable[[Tensor], Tensor]
+    decode: Callable[[Tensor], Tensor]
+    minima: bool = False
+    scaled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +72,15 @@ def n_groups(n_out: int) -> int:
 
 def packed_bytes(type: GGMLType, n_out: int, n_in: int) -> int:
     """What `repack` will allocate."""
+    return _record_bytes(type, n_out, n_in) + (4 * _scale_rows(n_out) if FORMATS[type].scaled else 0)
+
+
+def _record_bytes(type: GGMLType, n_out: int, n_in: int) -> int:
     return n_groups(n_out) * n_chunks(type, n_in) * RECORDS[type]
+
+
+def _scale_rows(n_out: int) -> int:
+    return -(-n_out // (TILE * 16)) * TILE * 16
 
 
 def interleave(gate: Tensor, up: Tensor) -> Tensor:
@@ -56,10 +91,12 @@ def interleave(gate: Tensor, up: Tensor) -> Tensor:
     return pairs.view(-1, gate.shape[1])
 
 
-def repack(raw: Tensor, type: GGMLType, shape: tuple[int, int]) -> Packed:
+def repack(raw: Tensor, type: GGMLType, shape: tuple[int, int], scales: Tensor | None = None) -> Packed:
     """The file's bytes of a matrix [n_out, n_in] repacked, on raw's device.
 
-    raw [n_bytes] uint8 in any shape, contiguous. Errors: ModelError for other types, and for bytes that do not fit.
+    raw     [n_bytes] uint8  in any shape, contiguous
+    scales  [n_out] f32      what each row is multiplied with, for types that have a second scale; None: ones
+    Errors: ModelError for other types, for bytes that do not fit, and for scales out of range.
     """
     n_out, n_in = shape
     if type not in CHUNKS:
@@ -67,6 +104,7 @@ def repack(raw: Tensor, type: GGMLType, shape: tuple[int, int]) -> Packed:
     row_bytes = n_in // type.block_size * type.type_size
     if n_in % type.block_size or raw.numel() != n_out * row_bytes:
         raise ModelError(f"a {type.name} matrix of {n_out} x {n_in} has {n_out * row_bytes} bytes, got {raw.numel()}")
+    assert scales is None or (FORMATS[type].scaled and scales.shape == (n_out,))
     rows = raw.reshape(n_out, n_in // type.block_size, type.type_size)
     out = torch.empty(packed_bytes(type, n_out, n_in), dtype=torch.uint8, device=raw.device)
     step, at = max(1, _SLICE // (TILE * 16 * n_in)) * TILE * 16, 0
@@ -74,17 +112,27 @@ def repack(raw: Tensor, type: GGMLType, shape: tuple[int, int]) -> Packed:
         for tile in _tiles(_records(rows[first : first + step], type)):
             out[at : at + tile.numel()] = tile.view(-1)
             at += tile.numel()
+    if FORMATS[type].scaled:
+        behind = out[at:].view(torch.float32)
+        behind[:n_out], behind[n_out:] = 1.0 if scales is None else scales.to(behind), 0.0
     return Packed(out, type, n_out, n_in)
 
 
+def row_scales(packed: Packed) -> Tensor:
+    """[n_out] f32: the second scale of each row, for types that have one."""
+    at = _record_bytes(packed.type, packed.n_out, packed.n_in)
+    return packed.data[at:].view(torch.float32)[: packed.n_out]
+
+
 def unpack(packed: Packed) -> Tensor:
-    """[n_out, n_in] float32, equal to the file's dequantised weights bit for bit."""
-    n_chunk, record = n_chunks(packed.type, packed.n_in), RECORDS[packed.type]
-    tile_bytes, parts = TILE * n_chunk * record, []
-    for tile in packed.data.split(tile_bytes):
-        records = tile.view(n_chunk, -1, record).transpose(0, 1)
-        parts.append(_DECODERS[packed.type](records))
-    return torch.cat(parts)[: packed.n_out, : packed.n_in].contiguous()
+    """[n_out, n_in] float32, equal to the file's dequantised weights, times the row's second scale, bit for bit."""
+    kind, n_chunk = FORMATS[packed.type], n_chunks(packed.type, packed.n_in)
+    tile_bytes, parts = TILE * n_chunk * kind.record, []
+    for tile in packed.data[: _record_bytes(packed.type, packed.n_out, packed.n_in)].split(tile_bytes):
+        records = tile.view(n_chunk, -1, kind.record).transpose(0, 1)
+        parts.append(kind.decode(records).flatten(0, 2).flatten(1))
+    whole = torch.cat(parts)[: packed.n_out, : packed.n_in].contiguous()
+    return whole * row_scales(packed)[:, None] if kind.scaled else whole
 
 
 def _records(rows: Tensor, type: GGMLType) -> Tensor:
@@ -92,8 +140,7 @@ def _records(rows: Tensor, type: GGMLType) -> Tensor:
     n_row, n_block, size = rows.shape
     per_chunk = CHUNKS[type] * 32 // type.block_size
     rows = F.pad(rows, (0, 0, 0, -n_block % per_chunk, 0, -n_row % 16))
-    blocks = rows.view(rows.shape[0] // 16, 2, 8, -1, per_chunk, size)
-    return _ENCODERS[type](blocks)
+    return FORMATS[type].encode(rows.view(rows.shape[0] // 16, 2, 8, -1, per_chunk, size))
 
 
 def _tiles(records: Tensor) -> Iterator[Tensor]:
@@ -102,77 +149,126 @@ def _tiles(records: Tensor) -> Iterator[Tensor]:
         yield tile.transpose(0, 1).contiguous()
 
 
-def _by_lane(codes: Tensor) -> Tensor:
-    """[group, 2, 8, chunk, block, 32] -> [group, chunk, block, lane, 2, 8]: what each lane multiplies."""
-    x = codes.unflatten(-1, (2, 4, 4)).permute(0, 3, 4, 2, 6, 1, 5, 7)
-    return x.reshape(*x.shape[:3], 32, 2, 8)
+def _nibbles(x: Tensor) -> Tensor:
+    """[..., n] bytes -> [..., 2 n]: low nibbles, then high ones."""
+    return torch.cat((x & 15, x >> 4), -1)
 
 
-def _from_lanes(x: Tensor) -> Tensor:
-    """The inverse: [group, chunk, block, lane, 2, 8] -> [group, 2, 8, chunk, block, 32]."""
-    x = x.unflatten(-1, (2, 4)).unflatten(3, (8, 4))  # group chunk block g t h half i
-    return x.permute(0, 5, 3, 1, 2, 6, 4, 7).flatten(-3)
+def _eight_blocks(qs: Tensor) -> Tensor:
+    """[..., 128] bytes of a K block -> [..., 8, 32] nibbles: blocks 2 i in the low ones of 32 bytes, 2 i + 1 in the high."""
+    q = qs.unflatten(-1, (4, 1, 32))
+    return torch.cat((q & 15, q >> 4), -2).flatten(-3, -2)
 
 
-def _nibbles_in(x: Tensor) -> Tensor:
-    """[group, chunk, block, lane, 2, 8] codes -> bytes of their low nibbles, 16 a lane for two blocks."""
-    low = x & 15
-    packed = torch.stack([low[..., k] | low[..., k + 2] << 4 for k in (0, 4, 1, 5)], -1)
-    return packed.unflatten(2, (-1, 2)).permute(0, 1, 2, 4, 3, 5, 6).flatten(2)
+def _half(x: Tensor) -> Tensor:
+    """[..., 2 n] bytes -> [..., n] float32."""
+    return x.contiguous().view(torch.float16).float()
 
 
-def _nibbles_out(data: Tensor, n_block: int) -> Tensor:
-    x = data.unflatten(-1, (n_block // 2, 32, 2, 2, 4)).permute(0, 1, 2, 4, 3, 5, 6).flatten(2, 3)
-    low, high = x & 15, x >> 4
-    order = [low[..., 0], low[..., 2], high[..., 0], high[..., 2], low[..., 1], low[..., 3], high[..., 1], high[..., 3]]
-    return torch.stack(order, -1)
-
-
-def _crumbs_in(x: Tensor) -> Tensor:
-    """[group, chunk, block, lane, 2, 8] codes -> bytes of their bits 4 and 5, 16 a lane for four blocks."""
-    high = x >> 4
-    even, odd = ((high[..., k] | high[..., k + 2] << 2 | high[..., k + 4] << 4 | high[..., k + 6] << 6) for k in (0, 1))
-    packed = torch.cat((even, odd), -1)
-    return packed.unflatten(2, (-1, 4)).permute(0, 1, 2, 4, 3, 5).flatten(2)
-
-
-def _crumbs_out(data: Tensor, n_block: int) -> Tensor:
-    x = data.unflatten(-1, (n_block // 4, 32, 4, 2, 2)).permute(0, 1, 2, 4, 3, 5, 6).flatten(2, 3)  # ... lane odd h
-    return torch.stack([x[..., k % 2, :] >> (k // 2 * 2) & 3 for k in range(8)], -1)
-
-
-def _pairs_in(x: Tensor) -> Tensor:
-    """[group, 2, 8, chunk, ..., bytes] of rows -> bytes with rows g and g + 8 side by side."""
-    order = (0, 3, *range(4, x.dim() - 1), 2, 1, x.dim() - 1)
-    return x.permute(order).flatten(2)
-
-
-def _pairs_out(data: Tensor, *shape: int) -> Tensor:
-    """The inverse; `shape` are the dimensions after chunk, bytes last."""
-    x = data.unflatten(-1, (*shape[:-1], 8, 2, shape[-1]))
-    g = x.dim() - 3
-    return x.permute(0, g + 1, g, 1, *range(2, g), g + 2)
+def _values(codes: Tensor, table: tuple[int, ...]) -> Tensor:
+    return torch.tensor(table, dtype=torch.float32, device=codes.device)[codes.int()]
 
 
 def _encode_q8_0(blocks: Tensor) -> Tensor:
-    codes = _by_lane(blocks[..., 2:] ^ 128).flatten(2)
-    return torch.cat((codes, _pairs_in(blocks[..., :2])), -1)
+    codes = planes.by_lane(blocks[..., 2:] ^ 128).flatten(2)
+    return torch.cat((codes, planes.pairs_in(blocks[..., :2])), -1)
 
 
-def _encode_q4_0(blocks: Tensor) -> Tensor:
-    q = blocks[..., 2:]
-    return torch.cat((_nibbles_in(_by_lane(torch.cat((q & 15, q >> 4), -1))), _pairs_in(blocks[..., :2])), -1)
+def _decode_q8_0(records: Tensor) -> Tensor:
+    codes = planes.from_lanes(records[..., :1024].unflatten(-1, (2, 32, 2, 8)))
+    return (codes.short() - 128) * _half(planes.pairs_out(records[..., 1024:], 2, 2))
+
+
+def _encode_q4(n_half: int, order: tuple[int, ...] = planes.SPREAD) -> Callable[[Tensor], Tensor]:
+    """Q4_0, Q4_1, IQ4_NL: n_half half floats, then nibbles."""
+
+    def encode(blocks: Tensor) -> Tensor:
+        lanes = planes.by_lane(_nibbles(blocks[..., 2 * n_half :]))
+        return torch.cat((planes.nibbles_in(lanes, order), planes.pairs_in(blocks[..., : 2 * n_half])), -1)
+
+    return encode
+
+
+def _decode_q4_0(records: Tensor) -> Tensor:
+    q = planes.from_lanes(planes.nibbles_out(records[..., :1024])).short() - 8
+    return q * _half(planes.pairs_out(records[..., 1024:], 4, 2))
+
+
+def _decode_q4_1(records: Tensor) -> Tensor:
+    q = planes.from_lanes(planes.nibbles_out(records[..., :1024]))
+    d = _half(planes.pairs_out(records[..., 1024:], 4, 4))
+    return d[..., :1] * q + d[..., 1:]
+
+
+def _decode_iq4_nl(records: Tensor) -> Tensor:
+    q = planes.from_lanes(planes.nibbles_out(records[..., :1024], planes.NATURAL))
+    return _half(planes.pairs_out(records[..., 1024:], 4, 2)) * _values(q, IQ4)
+
+
+def _encode_q5(n_half: int) -> Callable[[Tensor], Tensor]:
+    """Q5_0, Q5_1: n_half half floats, 32 high bits, then nibbles."""
+
+    def encode(blocks: Tensor) -> Tensor:
+        at = 2 * n_half
+        shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
+        high = (blocks[..., at : at + 4].unsqueeze(-1) >> shifts & 1).flatten(-2)
+        lanes = planes.by_lane(_nibbles(blocks[..., at + 4 :]) | high << 4)
+        return torch.cat((planes.nibbles_in(lanes), planes.bits_in(lanes), planes.pairs_in(blocks[..., :at])), -1)
+
+    return encode
+
+
+def _five_out(records: Tensor, n_block: int) -> Tensor:
+    low, high = records[..., : n_block * 256], records[..., n_block * 256 : n_block * 320]
+    return planes.from_lanes(planes.nibbles_out(low) | planes.bits_out(high) << 4)
+
+
+def _decode_q5_0(records: Tensor) -> Tensor:
+    return (_five_out(records, 4).short() - 16) * _half(planes.pairs_out(records[..., 1280:], 4, 2))
+
+
+def _decode_q5_1(records: Tensor) -> Tensor:
+    d = _half(planes.pairs_out(records[..., 1280:], 4, 4))
+    return d[..., :1] * _five_out(records, 4) + d[..., 1:]
+
+
+def _six_bit_scales(x: Tensor) -> Tensor:
+    """[..., 8, 2] scales and minima of the 12 bytes of Q4_K and Q5_K."""
+    scale, low, rest = x.unflatten(-1, (3, 4)).unbind(-2)
+    scales = torch.cat((scale & 63, (rest & 15) | ((scale >> 2) & 48)), -1)
+    lows = torch.cat((low & 63, (rest >> 4) | ((low >> 2) & 48)), -1)
+    return torch.stack((scales, lows), -1)
 
 
 def _encode_q4_k(blocks: Tensor) -> Tensor:
     x = blocks.squeeze(-2)  # one block of 256 is one chunk
-    q = x[..., 16:].unflatten(-1, (4, 1, 32))
-    codes = torch.cat((q & 15, q >> 4), -2).flatten(-3, -2)
-    scale, low, rest = x[..., 4:16].unflatten(-1, (3, 4)).unbind(-2)
-    scales = torch.cat((scale & 63, (rest & 15) | ((scale >> 2) & 48)), -1)
-    lows = torch.cat((low & 63, (rest >> 4) | ((low >> 2) & 48)), -1)
-    both = torch.stack((scales, lows), -1)
-    return torch.cat((_nibbles_in(_by_lane(codes)), _pairs_in(both), _pairs_in(x[..., :4])), -1)
+    lanes, scales = planes.by_lane(_eight_blocks(x[..., 16:])), planes.pairs_in(_six_bit_scales(x[..., 4:16]))
+    return torch.cat((planes.nibbles_in(lanes), scales, planes.pairs_in(x[..., :4])), -1)
+
+
+def _encode_q5_k(blocks: Tensor) -> Tensor:
+    x = blocks.squeeze(-2)
+    high = torch.stack([x[..., 16:48] >> i & 1 for i in range(8)], -2)
+    lanes, scales = (
+        planes.by_lane(_eight_blocks(x[..., 48:]) | high << 4),
+        planes.pairs_in(_six_bit_scales(x[..., 4:16])),
+    )
+    return torch.cat((planes.nibbles_in(lanes), planes.bits_in(lanes), scales, planes.pairs_in(x[..., :4])), -1)
+
+
+def _scaled_less_minima(q: Tensor, scales: Tensor) -> Tensor:
+    both = planes.pairs_out(scales[..., :256], 8, 2)
+    d = _half(planes.pairs_out(scales[..., 256:], 4)).unsqueeze(-2)
+    return (d[..., :1] * both[..., :1]) * q - d[..., 1:] * both[..., 1:]
+
+
+def _decode_q4_k(records: Tensor) -> Tensor:
+    q = planes.from_lanes(planes.nibbles_out(records[..., :2048]))
+    return _scaled_less_minima(q, records[..., 2048:])
+
+
+def _decode_q5_k(records: Tensor) -> Tensor:
+    return _scaled_less_minima(_five_out(records, 8), records[..., 2560:])
 
 
 def _encode_q6_k(blocks: Tensor) -> Tensor:
@@ -181,56 +277,75 @@ def _encode_q6_k(blocks: Tensor) -> Tensor:
     low = torch.cat((low & 15, low >> 4), -2).flatten(-3)
     high = x[..., 128:192].unflatten(-1, (2, 1, 32))
     high = torch.cat([high >> s & 3 for s in (0, 2, 4, 6)], -2).flatten(-3)
-    lanes = _by_lane((low | high << 4).unflatten(-1, (8, 32)))
-    scales = x[..., 192:208].unflatten(-1, (8, 2))
-    return torch.cat((_nibbles_in(lanes), _crumbs_in(lanes), _pairs_in(scales), _pairs_in(x[..., 208:])), -1)
-
-
-def _half(x: Tensor) -> Tensor:
-    """[..., 2 n] bytes -> [..., n] float32."""
-    return x.contiguous().view(torch.float16).float()
-
-
-def _to_rows(x: Tensor) -> Tensor:
-    """[group, 2, 8, chunk, block, 32] -> [row, column]."""
-    return x.flatten(0, 2).flatten(1)
-
-
-def _decode_q8_0(records: Tensor) -> Tensor:
-    codes = _from_lanes(records[..., :1024].unflatten(-1, (2, 32, 2, 8)))
-    q = codes.short() - 128
-    return _to_rows(q * _half(_pairs_out(records[..., 1024:], 2, 2)))
-
-
-def _decode_q4_0(records: Tensor) -> Tensor:
-    q = _from_lanes(_nibbles_out(records[..., :1024], 4)).short() - 8
-    return _to_rows(q * _half(_pairs_out(records[..., 1024:], 4, 2)))
-
-
-def _decode_q4_k(records: Tensor) -> Tensor:
-    q = _from_lanes(_nibbles_out(records[..., :2048], 8))
-    both = _pairs_out(records[..., 2048:2304], 8, 2)
-    d = _half(_pairs_out(records[..., 2304:], 4)).unsqueeze(-2)
-    return _to_rows((d[..., :1] * both[..., :1]) * q - d[..., 1:] * both[..., 1:])
+    lanes = planes.by_lane((low | high << 4).unflatten(-1, (8, 32)))
+    scales = planes.pairs_in(x[..., 192:208].unflatten(-1, (8, 2)))
+    return torch.cat((planes.nibbles_in(lanes), planes.crumbs_in(lanes), scales, planes.pairs_in(x[..., 208:])), -1)
 
 
 def _decode_q6_k(records: Tensor) -> Tensor:
-    lanes = _nibbles_out(records[..., :2048], 8) | _crumbs_out(records[..., 2048:3072], 8) << 4
-    q = _from_lanes(lanes).short() - 32
-    scales = _pairs_out(records[..., 3072:3328], 8, 2).contiguous().view(torch.int8)
-    d = _half(_pairs_out(records[..., 3328:], 2)).unsqueeze(-2)
-    return _to_rows((d * scales).repeat_interleave(16, -1) * q)
+    lanes = planes.nibbles_out(records[..., :2048]) | planes.crumbs_out(records[..., 2048:3072]) << 4
+    q = planes.from_lanes(lanes).short() - 32
+    scales = planes.pairs_out(records[..., 3072:3328], 8, 2).contiguous().view(torch.int8)
+    d = _half(planes.pairs_out(records[..., 3328:], 2)).unsqueeze(-2)
+    return (d * scales).repeat_interleave(16, -1) * q
 
 
-_ENCODERS: dict[GGMLType, Callable[[Tensor], Tensor]] = {
-    GGMLType.Q8_0: _encode_q8_0,
-    GGMLType.Q4_0: _encode_q4_0,
-    GGMLType.Q4_K: _encode_q4_k,
-    GGMLType.Q6_K: _encode_q6_k,
+def _encode_iq4_xs(blocks: Tensor) -> Tensor:
+    x = blocks.squeeze(-2)
+    high = torch.stack([x[..., 2:4] >> s & 3 for s in (0, 2, 4, 6)], -1).flatten(-2)
+    low = torch.stack((x[..., 4:8] & 15, x[..., 4:8] >> 4), -1).flatten(-2)
+    lanes = planes.by_lane(_nibbles(x[..., 8:].unflatten(-1, (8, 16))))
+    scales = planes.bytes_in((low | high << 4) - 32)  # int8 from here on
+    return torch.cat((planes.nibbles_in(lanes, planes.NATURAL), scales, planes.pairs_in(x[..., :2])), -1)
+
+
+def _decode_iq4_xs(records: Tensor) -> Tensor:
+    q = planes.from_lanes(planes.nibbles_out(records[..., :2048], planes.NATURAL))
+    scales = planes.bytes_out(records[..., 2048:2176]).contiguous().view(torch.int8)
+    return (_half(planes.pairs_out(records[..., 2176:], 2)) * scales).unsqueeze(-1) * _values(q, IQ4)
+
+
+def _encode_mxfp4(blocks: Tensor) -> Tensor:
+    if (blocks[..., 0] > MXFP4_LARGEST).any():
+        raise ModelError(f"an MXFP4 scale of 2^{int(blocks[..., 0].max()) - 127}; up to 2^7 the kernels can hold")
+    lanes = planes.by_lane(_nibbles(blocks[..., 1:]))
+    # one higher, so that the smallest scale, a denormal number in f32, is a normal one as well
+    return torch.cat((planes.e2m1_in(lanes), planes.bytes_in(blocks[..., 0] + 1)), -1)
+
+
+def _decode_mxfp4(records: Tensor) -> Tensor:
+    q = planes.from_lanes(planes.e2m1_out(records[..., :1024]))
+    return e8m0(q.device)[planes.bytes_out(records[..., 1024:]).int() - 1].unsqueeze(-1) * _values(q, E2M1)
+
+
+def _encode_nvfp4(blocks: Tensor) -> Tensor:
+    scales = blocks[..., :4]
+    scales = torch.where(scales == 0x7F, 0, scales & 0x7F)  # 0x7f counts as zero; 0xff, of no use, as 480
+    codes = _nibbles(blocks[..., 4:].unflatten(-1, (4, 8))).flatten(-2)  # two blocks of 32
+    lanes = planes.by_lane(codes.unflatten(-1, (2, 32)).flatten(-3, -2))
+    scales = planes.pairs_in(scales.unflatten(-1, (2, 2)).flatten(-3, -2))
+    return torch.cat((planes.e2m1_in(lanes), scales), -1)
+
+
+def _decode_nvfp4(records: Tensor) -> Tensor:
+    q = planes.from_lanes(planes.e2m1_out(records[..., :1024]))
+    scales = ue4m3(q.device)[planes.pairs_out(records[..., 1024:], 4, 2).int() | 0x80]
+    return scales.repeat_interleave(16, -1) * _values(q, E2M1)
+
+
+FORMATS: dict[GGMLType, Format] = {
+    GGMLType.Q8_0: Format(0, 2, 1088, _encode_q8_0, _decode_q8_0),
+    GGMLType.Q4_0: Format(1, 4, 1152, _encode_q4(1), _decode_q4_0),
+    GGMLType.Q4_1: Format(2, 4, 1280, _encode_q4(2), _decode_q4_1, minima=True),
+    GGMLType.Q5_0: Format(3, 4, 1408, _encode_q5(1), _decode_q5_0),
+    GGMLType.Q5_1: Format(4, 4, 1536, _encode_q5(2), _decode_q5_1, minima=True),
+    GGMLType.Q4_K: Format(5, 8, 2368, _encode_q4_k, _decode_q4_k, minima=True),
+    GGMLType.Q5_K: Format(6, 8, 2880, _encode_q5_k, _decode_q5_k, minima=True),
+    GGMLType.Q6_K: Format(7, 8, 3360, _encode_q6_k, _decode_q6_k),
+    GGMLType.IQ4_NL: Format(8, 4, 1152, _encode_q4(1, planes.NATURAL), _decode_iq4_nl),
+    GGMLType.IQ4_XS: Format(9, 8, 2208, _encode_iq4_xs, _decode_iq4_xs),
+    GGMLType.MXFP4: Format(10, 4, 1088, _encode_mxfp4, _decode_mxfp4),
+    GGMLType.NVFP4: Format(11, 4, 1152, _encode_nvfp4, _decode_nvfp4, scaled=True),
 }
-_DECODERS: dict[GGMLType, Callable[[Tensor], Tensor]] = {
-    GGMLType.Q8_0: _decode_q8_0,
-    GGMLType.Q4_0: _decode_q4_0,
-    GGMLType.Q4_K: _decode_q4_k,
-    GGMLType.Q6_K: _decode_q6_k,
-}
+CHUNKS = {type: kind.chunk for type, kind in FORMATS.items()}
+RECORDS = {type: kind.record for type, kind in FORMATS.items()}

@@ -8,7 +8,8 @@
 #include "bulk.cuh"
 #include "overlap.cuh"
 
-constexpr bool kHolds = TILES_M * TILES_N <= 8;  // registers hold a block's rows while the next stage is waited for
+// Registers hold a block's rows while the next stage is waited for. From sm_120 on the compiler needs more: fewer spills.
+constexpr bool kHolds = TILES_M * TILES_N <= (__CUDA_ARCH__ < 1200 ? 8 : 4);
 static_assert(CHUNK % 2 == 0, "blocks go in pairs");
 
 struct Ring {  // a place in the stages
@@ -137,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
     sum_units(acc, at, next - unit, base, full, empty);
     const Sharers who = sharers(tile, n_chunk, total, grid);
     if (who.first == who.last || gather(acc, partial, tickets + tile * kWarps, who, 2 * cta + (unit != begin)))
-      store(acc, s, tile, powers, residual, out);
+      store(acc, s, tile, weights, powers, residual, out);
     unit = next;
   }
 }

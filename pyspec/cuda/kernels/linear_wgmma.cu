@@ -1,6 +1,6 @@
 // linear_wgmma: up to 128 rows of activations times packed weights, on the warpgroup products of sm_90a.
 //
-//   weights   [tile][chunk][16 rows]   packed        see linear_pack.py
+//   weights   [tile][chunk][16 rows]   packed        see linear_pack.py; then a scale for each row, types that have one
 //   x         [64 columns][PAD][64]    f16           see linear_wgmma.py
 //   powers    [PAD]                    f32           a row is its f16 values times its power
 //   residual  [n_row, n_out]           f32           read when EPILOGUE is RESIDUAL; may be out
@@ -33,6 +33,8 @@ constexpr int kSteps = CHUNK / 2;   // of 64 columns, in a chunk
 constexpr int kWeightBytes = kTile * RECORD, kRowBytes = PAD * 128;
 constexpr int kParts = kTile * PAD / 8;  // of a tile: 16 weight rows by 8 rows, a float4 of each lane
 constexpr int kMaxGrid = 256;
+// Scales become f16 too: those of floats are shifted, so that 2^-17 to 2^7 (MXFP4) and all products (NVFP4) are exact.
+constexpr float kLift = TYPE == MXFP4 ? 128.f : TYPE == NVFP4 ? 16384.f : 1.f;
 constexpr int kLoads = 4;  // shares of a part under way; with 8 the compiler spills in the products' loop
 enum State { kNothing = 0, kGo = 1, kGone = 2 };
 
@@ -120,21 +122,15 @@ __device__ __forceinline__ u32 mul_f16x2(u32 a, u32 b) {
   return out;
 }
 
-__device__ __forceinline__ u32 fma_f16x2(u32 a, u32 b, u32 c) {
-  u32 out;
-  asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
-  return out;
-}
-
 // Values of 16 rows by 32 columns, rounded to f16 once (twice where the scale itself is a product).
 __device__ __forceinline__ void weights_f16(u32 (&a)[8], u32 record, int block, int lane) {
   Weights w;
   unpack(w, record, block, lane);
-  const u32 scale = both_halves(w.scale), scale8 = both_halves(w.scale8);
+  const u32 scale = both_halves(w.scale * kLift), scale8 = both_halves(w.scale8 * kLift);
 #if HAS_MIN
   const u32 low = both_halves(-w.more), low8 = both_halves(-w.more8);
 #elif HALF_SCALES
-  const u32 more = both_halves(w.more), more8 = both_halves(w.more8);
+  const u32 more = both_halves(w.more * kLift), more8 = both_halves(w.more8 * kLift);
 #else
   const u32 more = scale, more8 = scale8;
 #endif
@@ -226,7 +222,8 @@ struct Place {
     return v;
   }
 
-  __device__ __forceinline__ void store(float4 sum, float2 power, float4 old, float* out) const {
+  __device__ __forceinline__ void store(float4 sum, float2 power, float2 scale, float4 old, float* out) const {
+    sum = make_float4(sum.x * scale.x, sum.y * scale.x, sum.z * scale.y, sum.w * scale.y);
     float4 y = make_float4(sum.x * power.x, sum.y * power.y, sum.z * power.x, sum.w * power.y);
 #if EPILOGUE == GATED
     if (row < n_row && column < n_out) out[at] = silu(y.x) * y.z;
@@ -243,6 +240,7 @@ struct Place {
 
 struct Finish {  // what the sums of a tile need on their way out
   const Matrix& m;
+  const u8* weights;
   const float* powers;  // in shared memory
   const float* residual;
   float* out;
@@ -252,9 +250,21 @@ struct Finish {  // what the sums of a tile need on their way out
 
   __device__ __forceinline__ float2 power(int row) const { return *reinterpret_cast<const float2*>(powers + row); }
 
+  __device__ __forceinline__ float2 scale(int record) const {  // of its rows g and g + 8
+#if ROW_SCALES
+    const u8* const behind = weights + static_cast<i64>(m.n_record) * m.n_chunk * RECORD;
+    const float* const scales = reinterpret_cast<const float*>(behind) + record * 16 + ((anew(threadIdx.x) & 31) >> 2);
+    return make_float2(scales[0], scales[8]);
+#else
+    return make_float2(1.f, 1.f);
+#endif
+  }
+
   __device__ __forceinline__ void store_all(const float (&acc)[kSums], int tile) const {
     constexpr int kGroup = 2;  // loads of the residual under way: registers are few
-    Place place(m, tile * kTile + (anew(threadIdx.x) >> 5), 0);
+    const int record = tile * kTile + (anew(threadIdx.x) >> 5);
+    const float2 of_rows = scale(record);
+    Place place(m, record, 0);
 #pragma unroll
     for (int j = 0; j < PAD / 8; j += kGroup) {
       float4 old[kGroup];
@@ -265,7 +275,7 @@ struct Finish {  // what the sums of a tile need on their way out
 #pragma unroll
       for (int i = 0; i < kGroup; ++i, place.next()) {
         const float* v = acc + 4 * (j + i);
-        place.store(make_float4(v[0], v[1], v[2], v[3]), power(place.row), old[i], out);
+        place.store(make_float4(v[0], v[1], v[2], v[3]), power(place.row), of_rows, old[i], out);
       }
     }
   }
@@ -331,7 +341,7 @@ __device__ __forceinline__ void reduce(const Finish& f, const Sharers& who, int 
       for (int i = 1; i < kLoads; ++i)
         if (first + i < who.n) sum.x += v[i].x, sum.y += v[i].y, sum.z += v[i].z, sum.w += v[i].w;
     }
-    place.store(sum, f.power(place.row), old, f.out);
+    place.store(sum, f.power(place.row), f.scale(tile * kTile + part % kTile), old, f.out);
   }
 }
 
@@ -433,9 +443,9 @@ extern "C" __global__ void __launch_bounds__(kBlock, 1)
   }
   registers_up<112>();  // 16 * 112 + 4 * 24 is what 20 warps of 96 start with; to ask for more is to wait for ever
   wait_for_predecessor();
-  for (int i = threadIdx.x; i < PAD; i += kThreads) row_powers[i] = i < n_row ? powers[i] : 0.f;
+  for (int i = threadIdx.x; i < PAD; i += kThreads) row_powers[i] = i < n_row ? powers[i] * (kUnit / kLift) : 0.f;
   sync_computing();
-  const Finish finish{m, row_powers, residual, out, partial, counts, states};
+  const Finish finish{m, weights, row_powers, residual, out, partial, counts, states};
   for (int unit = begin; unit < end;) {
     const int tile = unit / n_chunk, stop = min(end, (tile + 1) * n_chunk);
     float acc[kSums];

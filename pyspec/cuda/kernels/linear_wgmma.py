@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.jit import Kernel, compile_cubin
-from pyspec.cuda.kernels.linear_pack import CHUNKS, RECORDS, TILE, Packed, n_chunks, n_groups
+from pyspec.cuda.kernels.linear_pack import CHUNKS, FORMATS, RECORDS, TILE, Packed, n_chunks, n_groups
 from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
 from pyspec.cuda.kernels.rows_cuda import TALL, Rows, RowsLaunch
 from pyspec.gguf import GGMLType
@@ -27,7 +27,6 @@ from pyspec.gguf import GGMLType
 PADS = (64, 96, 128)
 MAX_ROWS = PADS[-1]
 PATIENCE = 1 << 22  # clocks, 2 ms: far more than the sharers of a tile lie apart
-_TYPE_CODES = {GGMLType.Q8_0: 0, GGMLType.Q4_0: 1, GGMLType.Q4_K: 2, GGMLType.Q6_K: 3}
 _SHARED = 226 * 1024  # of 227 KiB: the rest is the kernel's static shared memory
 _THREADS = 640  # four multiplying warpgroups, one for copies
 _MAX_TILES, _MAX_GRID = 1 << 14, 256
@@ -87,7 +86,7 @@ def defines(type: GGMLType, pad: int, epilogue: Epilogue, patience: int = PATIEN
     """Macros of linear_wgmma.cu."""
     n_weight, n_row = stages(type, pad)
     return {
-        "TYPE": _TYPE_CODES[type],
+        "TYPE": FORMATS[type].code,
         "CHUNK": CHUNKS[type],
         "RECORD": RECORDS[type],
         "PAD": pad,
