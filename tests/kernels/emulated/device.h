@@ -9,7 +9,12 @@
 #define __noinline__
 #define __restrict__ __restrict
 #define __align__(n) alignas(n)
-#define HERE int line = __builtin_LINE()
+
+struct Line {  // no int: an operand must not be taken for one
+  int at;
+  constexpr operator int() const { return at; }
+};
+#define HERE Line line = Line{__builtin_LINE()}
 
 using emulator::u32;  // the kernels' own typedefs are the same types
 using emulator::u64;
