@@ -13,9 +13,9 @@ import torch
 
 from pyspec.cuda.op import Op
 from pyspec.gguf import GGMLType
-from pyspec.slots.memory import StateShape
+from pyspec.slots.memory import Mamba2Shape, StateShape
 
-OPS = ("attend", "rope_kv", "gdn", "linear", "rows")
+OPS = ("attend", "rope_kv", "gdn", "linear", "rows", "mamba2")
 PACKED = (GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_K, GGMLType.Q6_K)
 
 Ask = tuple[Op[Any], Any]
@@ -43,14 +43,15 @@ def ops() -> list[Op[Any]]:
 
 
 def standard(device: torch.device) -> list[Ask]:
-    """Every op in shapes that models have: 27B and 8B dense ones, Gated DeltaNet of 27B."""
+    """Every op in shapes that models have: 27B and 8B dense ones, Gated DeltaNet of 27B, Nemotron 3 Super."""
     from pyspec.cuda.kernels.attend_ref import AttendSpec
     from pyspec.cuda.kernels.gdn_ref import GdnSpec
     from pyspec.cuda.kernels.linear_ref import LinearSpec
+    from pyspec.cuda.kernels.mamba2_ref import Mamba2Spec
     from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
     from pyspec.cuda.kernels.rows_ref import Kind, RowsSpec
 
-    attend, rope_kv, gdn, linear, rows = ops()
+    attend, rope_kv, gdn, linear, rows, mamba2 = ops()
     delta = StateShape(n_k_head=16, n_v_head=48, dim=128, n_conv=4, n_channel=(2 * 16 + 48) * 128)
     return [
         *(
@@ -65,6 +66,8 @@ def standard(device: torch.device) -> list[Ask]:
         (rows, RowsSpec(device, 6144, Kind.HEADS, 128)),
         (rows, RowsSpec(device, 6144, Kind.GATE, 256)),
         (rows, RowsSpec(device, 17408, Kind.GLU)),
+        (rope_kv, RopeKvSpec(device, 32, 2, 128, 0, neox=False, gated=False, has_norm=False, eps=1e-5)),
+        (mamba2, Mamba2Spec(device, Mamba2Shape(n_head=128, head_dim=64, n_group=8, n_state=128, n_conv=4))),
     ]
 
 

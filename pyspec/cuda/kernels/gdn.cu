@@ -32,54 +32,13 @@
 #define SPAN 64  // rows of one gdn_conv block where sequences are long
 #define STAGE 8  // tokens in shared memory at a time, twice
 
+#include "conv.cuh"
+#include "lanes.cuh"
+
 constexpr int TILE = THREADS / LANES * COLS;  // columns of a block
 constexpr int QUADS = DIM / 4 / LANES;        // float4 of one column in a lane
 
-__device__ __forceinline__ float4 fma4(float4 a, float4 b, float4 c) {
-  return make_float4(fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y), fmaf(a.z, b.z, c.z), fmaf(a.w, b.w, c.w));
-}
-
-__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + expf(-x)); }
-
 // ---- gdn_conv -------------------------------------------------------------------------------------------------------
-
-template <int GROUP>
-struct Raw {  // raw inputs of a lane's 4 channels: TAPS - 1 rows and the GROUP rows after them
-  float4 x[GROUP + TAPS - 1];
-};
-
-// Rows first - (TAPS - 1) .. first + count - 1 of a sequence; those before row 0 come from the window.
-template <int GROUP>
-__device__ __forceinline__ void load_raw(Raw<GROUP>& raw, const float* rows, i64 m_stride, const float* window,
-                                         int first, int count) {
-#pragma unroll
-  for (int i = 0; i < GROUP + TAPS - 1; i++) {
-    const int r = first + i - (TAPS - 1);
-    if (i < count + TAPS - 1) {
-      raw.x[i] = r < 0 ? quad(window + static_cast<i64>(r + TAPS - 1) * CHANNELS) : quad(rows + r * m_stride);
-    }
-  }
-}
-
-struct Taps {
-  float4 w[TAPS];  // w[tap], one component per channel of the lane
-
-  __device__ __forceinline__ explicit Taps(const float* conv_w) {
-    float4 c[4];
-    for (int i = 0; i < 4; i++) c[i] = quad(conv_w + i * TAPS);
-    w[0] = make_float4(c[0].x, c[1].x, c[2].x, c[3].x);
-    w[1] = make_float4(c[0].y, c[1].y, c[2].y, c[3].y);
-    w[2] = make_float4(c[0].z, c[1].z, c[2].z, c[3].z);
-    w[3] = make_float4(c[0].w, c[1].w, c[2].w, c[3].w);
-  }
-
-  __device__ __forceinline__ float4 operator()(const float4* x) const {
-    float4 y = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-    for (int i = 0; i < TAPS; i++) y = fma4(x[i], w[i], y);
-    return make_float4(silu(y.x), silu(y.y), silu(y.z), silu(y.w));
-  }
-};
 
 __device__ __forceinline__ float dot4(float4 a, float4 b) {
   return warp_sum(fmaf(a.x, b.x, a.y * b.y) + fmaf(a.z, b.z, a.w * b.w));
@@ -89,7 +48,6 @@ __device__ __forceinline__ float4 scaled(float4 a, float by) {
   return make_float4(a.x * by, a.y * by, a.z * by, a.w * by);
 }
 
-__device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 struct ConvArgs {
@@ -233,16 +191,6 @@ struct Tokens {  // a run of records or of rows, pointers at this block's head a
   const float *k, *v, *e, *b, *q, *kq;  // q null: only fold
 };
 
-__device__ __forceinline__ void copy16(void* shared, const float* global) {
-  const u32 to = static_cast<u32>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
-}
-
-__device__ __forceinline__ void copy4(void* shared, const float* global) {
-  const u32 to = static_cast<u32>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(global) : "memory");
-}
-
 __device__ __forceinline__ void fetch(Stage& stage, const Tokens& from, int count) {
   const int tid = threadIdx.x, x = tid % 32 * 4;
 #pragma unroll 1
@@ -261,38 +209,6 @@ __device__ __forceinline__ void fetch(Stage& stage, const Tokens& from, int coun
 struct Slice {  // the lane's share of its COLS columns: keys (i * LANES + lane % LANES) * 4 .. + 3
   float4 s[COLS][QUADS];
 };
-
-__device__ __forceinline__ float dot(const float4 (&a)[QUADS], const float4 (&b)[QUADS]) {
-  float sum[PARTS] = {};
-#pragma unroll
-  for (int i = 0; i < QUADS; i++) {
-    sum[0] = fmaf(a[i].x, b[i].x, sum[0]);
-    sum[1 % PARTS] = fmaf(a[i].y, b[i].y, sum[1 % PARTS]);
-    sum[2 % PARTS] = fmaf(a[i].z, b[i].z, sum[2 % PARTS]);
-    sum[3 % PARTS] = fmaf(a[i].w, b[i].w, sum[3 % PARTS]);
-  }
-  if (PARTS == 4) return (sum[0] + sum[1 % PARTS]) + (sum[2 % PARTS] + sum[3 % PARTS]);
-  return PARTS == 2 ? sum[0] + sum[1 % PARTS] : sum[0];
-}
-
-// Sum each of N values over the LANES lanes of a column; lane l of a group gets the sum of value l / (LANES / N). At
-// every hop the first half of the values goes to one half of the lanes and the rest to the other, so a value's sum is
-// the same tree for any N.
-template <int N>
-__device__ __forceinline__ float sum_lanes(float (&x)[N]) {
-#pragma unroll
-  for (int hop = LANES / 2, n = N; hop > 0; hop /= 2) {
-    const bool up = threadIdx.x & hop;
-    n = n > 1 ? n / 2 : 0;
-    if (n == 0) x[0] += __shfl_xor_sync(0xffffffffu, x[0], hop);
-#pragma unroll
-    for (int c = 0; c < n; c++) {
-      const float mine = up ? x[c + n] : x[c], other = up ? x[c] : x[c + n];
-      x[c] = mine + __shfl_xor_sync(0xffffffffu, other, hop);
-    }
-  }
-  return x[0];
-}
 
 __device__ __forceinline__ void load_keys(float4 (&out)[QUADS], const float (&from)[DIM]) {
 #pragma unroll
@@ -395,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                            kq + row * N_K + h % N_K};
       fetch(stages[j % 2], from, count);
     }
-    asm volatile("cp.async.commit_group;" ::: "memory");
+    copies_commit();
   };
 
   Slice slice;
@@ -405,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #pragma unroll 1
   for (int j = 0; j < n_stage; j++) {
     start_fetch(j + 1);
-    asm volatile("cp.async.wait_group 1;" ::: "memory");
+    copies_wait_but_last();
     __syncthreads();
     if (j < n_fold) {
       advance<false>(slice, stages[j % 2], min(STAGE, seq.fold - j * STAGE), nullptr);

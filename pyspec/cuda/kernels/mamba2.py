@@ -1,11 +1,14 @@
 """`mamba2`: fold the last verify into the state, then run this forward's rows (Mamba-2)."""
 
-from pyspec.cuda.kernels import mamba2_numba, mamba2_ref
+from pyspec.cuda.kernels import mamba2_cuda, mamba2_numba, mamba2_ref
 from pyspec.cuda.op import Impl, Op
 
 mamba2: Op[mamba2_ref.Mamba2Spec] = Op(
     "mamba2",
     Impl("torch", mamba2_ref.bind),
-    [Impl("numba", mamba2_numba.bind, mamba2_numba.limits)],
+    [
+        Impl("cuda", mamba2_cuda.bind, mamba2_cuda.limits, capturable=True),
+        Impl("numba", mamba2_numba.bind, mamba2_numba.limits),
+    ],
     mamba2_ref.check,
 )

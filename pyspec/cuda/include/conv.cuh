@@ -1,0 +1,53 @@
+// The convolution of recurrent layers: TAPS taps, a window of raw inputs before the first row, silu. A lane has 4 channels.
+// Macros: TAPS (4). CHANNELS is defined by whoever includes this.
+#pragma once
+#include "seq.cuh"
+
+__device__ __forceinline__ float4 fma4(float4 a, float4 b, float4 c) {
+  return make_float4(fmaf(a.x, b.x, c.x), fmaf(a.y, b.y, c.y), fmaf(a.z, b.z, c.z), fmaf(a.w, b.w, c.w));
+}
+
+__device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + expf(-x)); }
+
+template <int GROUP>
+struct Raw {  // raw inputs of a lane's 4 channels: TAPS - 1 rows and the GROUP rows after them
+  float4 x[GROUP + TAPS - 1];
+};
+
+// Rows first - (TAPS - 1) .. first + count - 1 of a sequence; those before row 0 come from the window.
+template <int GROUP>
+__device__ __forceinline__ void load_raw(Raw<GROUP>& raw, const float* rows, i64 m_stride, const float* window,
+                                         int first, int count) {
+#pragma unroll
+  for (int i = 0; i < GROUP + TAPS - 1; i++) {
+    const int r = first + i - (TAPS - 1);
+    if (i < count + TAPS - 1) {
+      raw.x[i] = r < 0 ? quad(window + static_cast<i64>(r + TAPS - 1) * CHANNELS) : quad(rows + r * m_stride);
+    }
+  }
+}
+
+struct Taps {
+  float4 w[TAPS];  // w[tap], one component per channel of the lane
+
+  __device__ __forceinline__ explicit Taps(const float* conv_w) {
+    float4 c[4];
+    for (int i = 0; i < 4; i++) c[i] = quad(conv_w + i * TAPS);
+    w[0] = make_float4(c[0].x, c[1].x, c[2].x, c[3].x);
+    w[1] = make_float4(c[0].y, c[1].y, c[2].y, c[3].y);
+    w[2] = make_float4(c[0].z, c[1].z, c[2].z, c[3].z);
+    w[3] = make_float4(c[0].w, c[1].w, c[2].w, c[3].w);
+  }
+
+  __device__ __forceinline__ float4 operator()(const float4* x) const {
+    return operator()(x, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+  }
+
+  __device__ __forceinline__ float4 operator()(const float4* x, float4 y) const {  // y: the bias
+#pragma unroll
+    for (int i = 0; i < TAPS; i++) y = fma4(x[i], w[i], y);
+    return make_float4(silu(y.x), silu(y.y), silu(y.z), silu(y.w));
+  }
+};
+
+__device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }

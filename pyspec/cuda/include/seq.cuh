@@ -1,0 +1,35 @@
+// Sequences of a recurrent layer's batch: the one reader of their metadata. A bad index is reported, and its sequence is
+// skipped: clamping it to a real slot would spoil that slot's state.
+#pragma once
+#include "types.cuh"
+#include "bounds.cuh"
+
+struct Seq {
+  int slot, start, n, fold;  // n == 0: nothing to do
+  bool keep;
+  bool chunked;  // rows go through a kernel for chunks; here they are only folded
+};
+
+struct Meta {
+  const int *slot, *start, *fold, *keep;
+  int n_slot, width, n_row;
+  int chunked;  // kept sequences of at least as many rows are chunked
+};
+
+__device__ __forceinline__ Seq read_seq(const Meta& meta, int s, int op, int* fault) {
+  const Seq none = {0, 0, 0, 0, false, false};
+  Seq seq = {meta.slot[s], meta.start[s], 0, meta.fold[s], meta.keep[s] != 0, false};
+  const int n = meta.start[s + 1] - seq.start, last = seq.start + n - 1;
+  if (n <= 0) return none;
+  if (clamped(seq.slot, meta.n_slot, op, seq.slot, fault) != seq.slot) return none;
+  if (clamped(seq.fold, meta.width + 1, op, seq.slot, fault) != seq.fold) return none;
+  if (clamped(seq.start, meta.n_row, op, seq.slot, fault) != seq.start) return none;
+  if (clamped(last, meta.n_row, op, seq.slot, fault) != last) return none;
+  if (!seq.keep && clamped(n, meta.width + 1, op, seq.slot, fault) != n) return none;
+  seq.n = n;
+  seq.chunked = seq.keep && n >= meta.chunked;
+  return seq;
+}
+
+__device__ __forceinline__ float4& quad(float* p) { return *reinterpret_cast<float4*>(p); }
+__device__ __forceinline__ float4 quad(const float* p) { return *reinterpret_cast<const float4*>(p); }

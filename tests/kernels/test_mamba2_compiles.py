@@ -1,0 +1,65 @@
+"""mamba2.cu for every architecture, and what its launcher says it can not do. Needs a compiler, no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pyspec.cuda import jit
+from pyspec.cuda.kernels import mamba2_cuda, rope_kv_cuda
+from pyspec.cuda.kernels.mamba2_ref import Mamba2Spec
+from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
+from pyspec.slots.memory import Mamba2Shape
+
+pytest.importorskip("cuda.core")
+SUPER, NANO, PUZZLE = (Mamba2Shape(h, 64, 8, n, 4) for h, n in ((128, 128), (64, 128), (128, 96)))
+
+
+@pytest.mark.parametrize("arch", jit.ARCHS)
+def test_kernels_compile_without_spills_and_leave_room_for_the_blocks_they_count_on(arch: str) -> None:
+    for columns in mamba2_cuda.COLUMNS:
+        found = jit.compile_cubin("mamba2", arch, mamba2_cuda.defines(SUPER, arch, columns), use_cache=False).resources
+        assert set(found) == {"mamba2_conv", "mamba2_rows"}
+        assert all(r.spill_bytes == 0 and r.shared_bytes <= 48 * 1024 for r in found.values()), found
+        assert found["mamba2_rows"].registers * mamba2_cuda.THREADS * mamba2_cuda.blocks_for(arch, columns) <= 65536, (
+            found
+        )
+
+
+@pytest.mark.parametrize("shape", [NANO, PUZZLE, Mamba2Shape(8, 32, 4, 32, 4), Mamba2Shape(4, 128, 2, 64, 4)])
+def test_other_shapes_compile_too(shape: Mamba2Shape) -> None:
+    for columns in mamba2_cuda.columns_of(shape):
+        found = jit.compile_cubin("mamba2", "sm_90a", mamba2_cuda.defines(shape, "sm_90a", columns), use_cache=False)
+        assert all(r.spill_bytes == 0 for r in found.resources.values())
+
+
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        (Mamba2Shape(128, 64, 8, 128, 3), "3 taps"),
+        (Mamba2Shape(128, 48, 8, 128, 4), "heads are 48 wide"),
+        (Mamba2Shape(128, 64, 8, 256, 4), "states are 256 wide"),
+        (Mamba2Shape(128, 64, 8, 80, 4), "states are 80 wide"),
+        (Mamba2Shape(6, 64, 3, 128, 4), "6 heads of 64"),
+        (Mamba2Shape(8, 64, 1, 32, 4), "1 groups of 32"),
+    ],
+)
+def test_shapes_it_is_not_built_for_are_refused_with_their_numbers(
+    shape: Mamba2Shape, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert says in (mamba2_cuda.limits(Mamba2Spec(torch.device("cuda"), shape)) or "")
+    for known in (SUPER, NANO, PUZZLE):
+        assert mamba2_cuda.limits(Mamba2Spec(torch.device("cuda"), known)) is None
+
+
+def test_a_lane_takes_four_columns_where_that_saves_a_wave() -> None:
+    assert [mamba2_cuda.columns_for(SUPER, n, "sm_90a", 132) for n in (1, 2, 3, 4, 5, 8)] == [2, 2, 4, 4, 2, 2]
+
+
+@pytest.mark.parametrize("arch", jit.ARCHS)
+def test_heads_that_do_not_turn_compile(arch: str) -> None:
+    spec = RopeKvSpec(torch.device("cuda"), 32, 2, 128, 0, neox=False, gated=False, has_norm=False, eps=1e-5)
+    for kind in range(3):
+        found = jit.compile_cubin("rope_kv", arch, rope_kv_cuda.defines(spec, kind), use_cache=False).resources
+        assert found["rope_kv"].spill_bytes == 0
