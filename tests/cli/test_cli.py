@@ -109,7 +109,7 @@ def test_key_and_value_types_must_agree():
         (["run", "demo", "-hff", "a.gguf", "-p", "x"], "give that with -hf"),
         (["run", "-hf", "no-slash", "-p", "x"], "user/repo"),
         (["run", "demo", "-md", "gone.gguf", "-p", "x"], "no file gone.gguf"),
-        (["run", "nemotron-3-super", "-p", "x"], "nemotron_h_moe"),
+        (["run", "deepseek-v4-flash", "-p", "x"], "deepseek4"),
         (["run", "demo", "-p", "x", "--chat", "y"], "exclude each other"),
         (["run", "demo", "-p", "x", "-np", "0", "-ub", "0"], "-ub"),
         (["server", "demo", "--host", "0.0.0.0"], "--api-key"),
