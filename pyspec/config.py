@@ -24,6 +24,10 @@ class EngineSettings:
     kv_pool: int = 0  # tokens of all slots together; 0: np * ctx
     page_size: int = 32  # tokens
     ubatch: int = 512  # rows of one forward
+    prefix_cache: bool = True  # go on from what earlier requests left, and leave something for later ones
+    cache_device: int = 0  # MiB on the device for recurrent checkpoints; 0: one checkpoint per slot
+    cache_ram: int = 8192  # MiB of host memory for those the device has no room for, at most half of what is free
+    checkpoint_every: int = 8192  # tokens between the checkpoints inside a long prompt; 0: none
     draft_path: Path | None = None
     spec_type: str = "auto"
     n_draft_max: int = 0  # drafted tokens a round; 0: the drafter's own (block - 1, or 3 for MTP, 8 for n-grams)
@@ -49,6 +53,9 @@ class EngineSettings:
         need(self.ctx >= 0, f"-c is {self.ctx}; want 0 (automatic) or more")
         need(self.page_size in PAGE_SIZES, f"page size {self.page_size} is not one of {PAGE_SIZES}")
         need(1 <= self.ubatch <= 65536, f"-ub is {self.ubatch}; want 1..65536")
+        for mib, flag in ((self.cache_device, "--cache-device"), (self.cache_ram, "--cache-ram")):
+            need(mib >= 0, f"{flag} is {mib} MiB; want 0 or more")
+        need(self.checkpoint_every >= 0, f"--checkpoint-every is {self.checkpoint_every}; want 0 (none) or more tokens")
         need(0 <= self.n_draft_max <= 64, f"--spec-draft-n-max is {self.n_draft_max}; want 0..64")
         need(0.0 <= self.draft_p_min <= 1.0, f"--spec-draft-p-min is {self.draft_p_min}; want 0..1")
         need(self.synth_len == 0 or self.synth_len >= 1, f"--spec-synth-len is {self.synth_len}; want at least 1")

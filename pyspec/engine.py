@@ -8,7 +8,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -162,7 +162,8 @@ class Engine:
             raise RequestError(f"prompt token {bad} is outside 0..{info.n_vocab - 1}")
         if request.slot >= info.n_slot:
             raise RequestError(f"slot {request.slot} does not exist; slots are 0..{info.n_slot - 1} (-np)")
-        return request
+        turn = request.turn or last_turn(request.prompt, self.tokenizer.special - self.tokenizer.eog)
+        return replace(request, turn=turn) if 0 <= turn < n else request
 
     def _job(self, request: Request, sink: Sink) -> Job:
         n, n_ctx = len(request.prompt), self.info.n_ctx
@@ -273,12 +274,20 @@ class Engine:
         return rows
 
     def metrics(self) -> Metrics:
-        table = self.loop.table
-        return self.loop.stats.snapshot(
+        table, states = self.loop.table, self.loop.cache.states
+        counts = self.loop.stats.snapshot(
             processing=len(self.loop.jobs),
             queued=len(self.loop.queue) + len(self._inbox),
             pages_used=table.n_page_used,
             pages_total=table.n_page,
+        )
+        on_device, on_host = states.n_bytes
+        return replace(
+            counts,
+            pages_cached=table.n_page_cached,
+            states=len(states),
+            states_device_bytes=on_device,
+            states_host_bytes=on_host,
         )
 
     def alive(self) -> bool:
@@ -413,6 +422,15 @@ class Engine:
     async def agenerate(self, prompt: Prompt, **options: object) -> Result:
         """`generate` for asyncio."""
         return collect([event async for event in self.astream(prompt, **options)])
+
+
+def last_turn(prompt: Sequence[int], opening: Container[int]) -> int:
+    """Prompt tokens before the last user turn of a chat, 0 if it is none.
+
+    Turns begin with the same control token, and the last one is the answer that the prompt asks for.
+    """
+    last = next((i for i in range(len(prompt) - 1, -1, -1) if prompt[i] in opening), 0)
+    return next((i for i in range(last - 1, 0, -1) if prompt[i] == prompt[last]), 0)
 
 
 def collect(events: Iterator[Delta | Done] | Sequence[Delta | Done]) -> Result:

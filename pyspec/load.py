@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -23,10 +23,23 @@ from pyspec.models import read_config
 from pyspec.models.decoder import Decoder, DecoderConfig, decoder_tensors
 from pyspec.models.target import allocate
 from pyspec.models.weights import Weights, check_tensors, weight_bytes, wide_bytes
-from pyspec.plan import MemoryPlan, check_fit, memory_bytes, pick_dense, size, used_bytes, with_copies, workspace_bytes
+from pyspec.plan import (
+    MemoryPlan,
+    check_fit,
+    checkpoint_bytes,
+    free_bytes,
+    memory_bytes,
+    pick_dense,
+    size,
+    used_bytes,
+    with_copies,
+    workspace_bytes,
+)
 from pyspec.request import EngineInfo
 from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.arena import BUCKETS, Arena, bucket_of
+from pyspec.slots.cache import PrefixCache
+from pyspec.slots.states import StateStore
 from pyspec.slots.table import SlotTable
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
@@ -162,6 +175,14 @@ def _workspace(c: DecoderConfig, d: DraftPlan, s: EngineSettings, device: torch.
     )
 
 
+def _state_budgets(c: DecoderConfig, s: EngineSettings) -> tuple[int, int]:
+    """Bytes for checkpoints on the device and in host memory."""
+    if not s.prefix_cache:
+        return 0, 0
+    device = s.cache_device << 20 or s.np * checkpoint_bytes(c.memory())
+    return device, min(s.cache_ram << 20, free_bytes(torch.device("cpu")) // 2)
+
+
 def _drafter(
     d: DraftPlan, target: Decoder, table: SlotTable, s: EngineSettings, dense: torch.dtype | None, wide: bool
 ) -> Drafter | None:
@@ -199,6 +220,9 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     plan = _memory_plan(file, config, d, settings, table.n_alloc_row, dense, device)
     files = [f for f in {file, d.file} if f is not None]
     plan = with_copies(plan, sum(wide_bytes(f) for f in files) if dense is None else 0, device, settings.weights)
+    states = StateStore(*_state_budgets(config, settings))
+    planned = settings.np * checkpoint_bytes(config.memory())
+    plan = replace(plan, state=plan.state - planned + states.limits[0])
     before = used_bytes(device) if device.type == "cuda" else 0
     check_fit(plan, device, n_slot=settings.np, n_ctx=n_ctx, packed=dense is None)
 
@@ -234,6 +258,7 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
         queue_limit=settings.queue_limit,
         synth=synth,
         arena=arena,
+        cache=PrefixCache(table, memory, states, on=settings.prefix_cache, every=settings.checkpoint_every),
     )
     if arena is not None and isinstance(drafter, Graphing):
         drafter.use_graphs(make_arena)

@@ -84,6 +84,11 @@ def memory_bytes(
     return kv, state
 
 
+def checkpoint_bytes(layers: Sequence[LayerMemory]) -> int:
+    """Bytes of one checkpoint of a slot's recurrent state; `memory_bytes` counts one for every slot."""
+    return sum(4 * slot_floats(m.state, 0)[1] for m in layers if m.state is not None)
+
+
 def workspace_bytes(
     *, n_row: int, n_embd: int, n_ff: int, n_vocab: int, graph_rows: int, n_tap: int, cuda: bool
 ) -> int:

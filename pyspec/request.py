@@ -217,12 +217,21 @@ class Metrics:
     accepted_per_pos: tuple[int, ...] = ()
     pages_used: int = 0
     pages_total: int = 0
+    pages_cached: int = 0  # filed for later requests, in use or not
+    states: int = 0  # recurrent checkpoints kept
+    states_device_bytes: int = 0
+    states_host_bytes: int = 0
     draft_ms: float = 0.0  # wall time by part, summed
     verify_ms: float = 0.0
     sample_ms: float = 0.0
     host_ms: float = 0.0
     guard_trips: int = 0
     seconds_since_step: float = 0.0  # age of the last finished round while busy; 0 when idle
+
+    @property
+    def prompt_tokens_seen(self) -> int:
+        """Processed or cached."""
+        return self.prompt_tokens + self.prompt_tokens_cached
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

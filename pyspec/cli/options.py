@@ -175,6 +175,12 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     click.option("-c", "--ctx-size", "ctx", default=0, help="Tokens one request may hold. 0: the model's, up to 8192."),
     click.option("--kv-pool", default=0, help="Tokens of all slots together. 0: -np times -c."),
     click.option("--page-size", default=32, type=click.Choice(PAGE_SIZES), help="Tokens of one KV page."),
+    click.option(
+        "--cache-prompt/--no-cache-prompt", "prefix_cache", default=True, help="Keep prompts for requests like them."
+    ),
+    click.option("--cache-device", default=0, help="MiB on the device for recurrent checkpoints. 0: one per slot."),
+    click.option("-cram", "--cache-ram", default=8192, help="MiB of host memory for those that do not fit there."),
+    click.option("--checkpoint-every", default=8192, help="Tokens between checkpoints in a long prompt. 0: none."),
     click.option("-b", "--batch-size", default=2048, help="An upper limit for -ub."),
     click.option("-ub", "--ubatch-size", "ubatch", default=512, help="Rows of one forward."),
     click.option("-ctk", "--cache-type-k", type=click.Choice(KV_TYPES), default=None, help="Type of KV entries [f16]."),
@@ -215,6 +221,10 @@ SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
 SETTINGS = (
     "kv_pool",
     "page_size",
+    "prefix_cache",
+    "cache_device",
+    "cache_ram",
+    "checkpoint_every",
     "threads",
     "device",
     "weights",

@@ -18,7 +18,14 @@ from pyspec.request import Metrics, SlotInfo
 # (attribute of Metrics, native name, llama-server's, vLLM's, what it counts); "" means: they have none
 COUNTERS = (
     ("prompt_tokens", "prompt_tokens", "prompt_tokens", "prompt_tokens", "prompt tokens processed"),
-    ("prompt_tokens_cached", "prompt_tokens_cached", "prompt_tokens_cached", "", "prompt tokens taken from the cache"),
+    (
+        "prompt_tokens_cached",
+        "prompt_tokens_cached",
+        "prompt_tokens_cached",
+        "prefix_cache_hits",
+        "prompt tokens taken from the cache",
+    ),
+    ("prompt_tokens_seen", "prompt_tokens_seen", "", "prefix_cache_queries", "prompt tokens processed or cached"),
     ("prompt_seconds", "prompt_seconds", "prompt_seconds", "", "seconds spent on prompts"),
     ("predicted_tokens", "predicted_tokens", "tokens_predicted", "generation_tokens", "tokens generated"),
     ("predicted_seconds", "predicted_seconds", "tokens_predicted_seconds", "", "seconds spent generating"),
@@ -53,6 +60,10 @@ GAUGES = (
     ("n_tokens_max", "n_tokens_max", "n_tokens_max", "", "largest context seen"),
     ("pages_used", "pages_used", "", "", "cache pages in use"),
     ("pages_total", "pages_total", "", "", "cache pages there are"),
+    ("pages_cached", "pages_cached", "", "", "cache pages filed for later requests"),
+    ("states", "checkpoints", "", "", "recurrent checkpoints kept"),
+    ("states_device_bytes", "checkpoint_device_bytes", "", "", "bytes of checkpoints on the device"),
+    ("states_host_bytes", "checkpoint_host_bytes", "", "", "bytes of checkpoints in host memory"),
     ("seconds_since_step", "step_age_seconds", "", "", "age of the last round while busy"),
 )
 PER_POSITION = (
@@ -98,6 +109,8 @@ class EngineCollector(Collector):
         yield GaugeMetricFamily("llamacpp:n_busy_slots_per_decode", "busy slots per target forward", busy)
         rate = m.accepted_tokens / m.draft_tokens if m.draft_tokens else 0.0
         yield GaugeMetricFamily("pyspec_draft_acceptance_rate", "accepted / drafted tokens since start", rate)
+        hits = m.prompt_tokens_cached / m.prompt_tokens_seen if m.prompt_tokens_seen else 0.0
+        yield GaugeMetricFamily("pyspec_prefix_cache_hit_ratio", "cached / all prompt tokens since start", hits)
         usage = m.pages_used / m.pages_total if m.pages_total else 0.0
         yield GaugeMetricFamily("vllm:kv_cache_usage_perc", "share of cache pages in use, 0..1", usage)
 
