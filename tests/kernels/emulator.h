@@ -1,7 +1,7 @@
 // Enough of CUDA for sources that use no tensor cores, to run a grid on a CPU: block after block, a fiber a thread.
 //
-// Asynchronous copies arrive when they are waited for, and not sooner: until then their destination holds NaN. Shared memory
-// holds NaN when a block starts.
+// Asynchronous copies arrive when they are waited for, and not sooner: until then their destination holds NaN. Shared
+// memory holds NaN when a block starts.
 #include <math.h>
 #include <stdint.h>
 #include <string.h>

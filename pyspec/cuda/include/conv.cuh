@@ -1,5 +1,5 @@
-// The convolution of recurrent layers: TAPS taps, a window of raw inputs before the first row, silu. A lane has 4 channels.
-// Macros: TAPS (4). CHANNELS is defined by whoever includes this.
+// The convolution of recurrent layers: TAPS taps, a window of raw inputs before the first row, silu. A lane has 4
+// channels. Macros: TAPS (4). CHANNELS is defined by whoever includes this.
 #pragma once
 #include "seq.cuh"
 

@@ -1,5 +1,5 @@
-// Rows of a state spread over LANES lanes of a warp: copies into shared memory, dot products with one fixed order of sums.
-// Macros: LANES, PARTS (running sums of a dot product).
+// Rows of a state spread over LANES lanes of a warp: copies into shared memory, dot products with one fixed order of
+// sums. Macros: LANES, PARTS (running sums of a dot product).
 #pragma once
 #include "types.cuh"
 

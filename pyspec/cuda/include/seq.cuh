@@ -1,5 +1,5 @@
-// Sequences of a recurrent layer's batch: the one reader of their metadata. A bad index is reported, and its sequence is
-// skipped: clamping it to a real slot would spoil that slot's state.
+// Sequences of a recurrent layer's batch: the one reader of their metadata. A bad index is reported, and its sequence
+// is skipped: clamping it to a real slot would spoil that slot's state.
 #pragma once
 #include "types.cuh"
 #include "bounds.cuh"

@@ -1,18 +1,19 @@
-// Mamba-2 with deferred commit, in two launches a layer. The meaning is mamba2_ref.py's; shapes by macro. Built as gdn.cu.
+// Mamba-2 with deferred commit, in two launches a layer, built as gdn.cu is. The meaning is mamba2_ref.py's; shapes by
+// macro.
 //
-// mamba2_conv  one block per (128 channels of x, B or C; sequence; stretch of rows). It owns the channels in window and
-//              records, so old ones are read before new ones are written and no other block sees either:
-//              1. accepted records go to the fold buffers; 2. the window moves by the fold; 3. rows go through conv and
-//              silu: C to a buffer; x and B to the records (verify) or to buffers (keep); blocks of x make the steps and
-//              decays of their heads' rows from the raw dt.
+// mamba2_conv  one block per (128 channels of x, B or C; sequence; stretch of rows). It owns the channels in window
+//              and records, so old ones are read before new ones are written and no other block sees either:
+//              1. accepted records go to the fold buffers; 2. the window moves by the fold; 3. rows go through conv
+//              and silu: C to a buffer; x and B to the records (verify) or to buffers (keep); blocks of x make the
+//              steps and decays of their heads' rows from the raw dt.
 // mamba2_rows  one block per (head, stretch of head_dim, sequence). A row of S [head_dim, state] lies in LANES lanes'
-//              registers, COLS rows to a lane. The state comes in once, the fold runs over it, it goes out once, then the
-//              rows run and write o. Verified rows never touch the stored state.
+//              registers, COLS rows to a lane. The state comes in once, the fold runs over it, it goes out once, then
+//              the rows run and write o. Verified rows never touch the stored state.
 //
 // Bound by: state bytes (read + write) at narrow verifies; at wide ones also fp32 issue (3 operations per state element
 // and row, 2 per folded record). No token waits for a sum over lanes, only for the state's own decay and addition.
-// A folded row runs the same operations on the state as a verified or kept one, and their order does not depend on COLS:
-// a state does not depend on how its tokens came.
+// A folded row runs the same operations on the state as a verified or kept one, and their order does not depend on
+// COLS: a state does not depend on how its tokens came.
 //
 // A sequence of no rows is skipped whole, and so is one with a bad index, which is reported.
 #include "seq.cuh"
@@ -244,7 +245,7 @@ __device__ __forceinline__ void move_state(Slice& slice, float* state, bool stor
 }
 
 // grid (HEADS, DIM / TILE, sequences), 128 threads. state [slot, head, head_dim, state] in place, d [head] read,
-// out [row, head, head_dim] written; the rest is mamba2_conv's. Launched so that its state may load while that one runs.
+// out [row, head, head_dim] written; the rest is mamba2_conv's. Launched so that its state may load while that runs.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     mamba2_rows(float* state, const float* __restrict__ d, const float* rec_x, const float* rec_b, const float* fold_x,
                 const float* fold_b, const float* fold_e, const float* fold_t, const float* x, const float* b,
