@@ -186,13 +186,13 @@ template <class T>
 inline void __stcg(T* p, T value) { *p = value; }
 inline u64 __cvta_generic_to_shared(const void* p, HERE) { return emulator::shared_address(p, line); }
 
-#define ATOMIC(name, expression)                     \
-  template <class T>                                 \
-  inline T name(T* p, T x, HERE) {                   \
-    emulator::interleave(line);                      \
-    const T old = *p;                                \
-    *p = expression;                                 \
-    return old;                                      \
+#define ATOMIC(name, expression)      \
+  template <class T, class U>         \
+  inline T name(T* p, U given, HERE) { \
+    emulator::interleave(line);       \
+    const T old = *p, x = static_cast<T>(given); \
+    *p = expression;                  \
+    return old;                       \
   }
 ATOMIC(atomicAdd, old + x)
 ATOMIC(atomicSub, old - x)
@@ -201,11 +201,11 @@ ATOMIC(atomicMax, (old < x ? x : old))
 ATOMIC(atomicExch, x)
 ATOMIC(atomicOr, old | x)
 ATOMIC(atomicAnd, old & x)
-template <class T>
-inline T atomicCAS(T* p, T want, T x, HERE) {
+template <class T, class U, class V>
+inline T atomicCAS(T* p, U want, V given, HERE) {
   emulator::interleave(line);
   const T old = *p;
-  if (old == want) *p = x;
+  if (old == static_cast<T>(want)) *p = static_cast<T>(given);
   return old;
 }
 

@@ -1,0 +1,234 @@
+"""gdn.cu and gdn_chunk.cu run thread by thread on the CPU, against the reference in float64 and themselves to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from emulated.gpu import CPU, emulated_gpu
+from emulated.machine import needs_compiler
+from torch import Tensor
+
+from pyspec.cuda import faults
+from pyspec.cuda.kernels import gdn_cuda, gdn_ref
+from pyspec.cuda.kernels.gdn_ref import GdnSpec
+from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.memory import StateLayer, StateShape
+from pyspec.slots.table import SlotTable
+
+pytestmark = needs_compiler
+SEEDS = (0, 1)
+WIDTH, N_SLOT, EPS = 6, 4, 1e-6
+
+
+def shape_of(n_k: int, n_v: int) -> StateShape:
+    return StateShape(n_k, n_v, 128, 4, 128 * (2 * n_k + n_v))
+
+
+def seq(slot: int, n: int, keep: bool = False, fold: int = 0) -> Seq:
+    return Seq(slot, 0, [0] * n, keep, 0, fold)
+
+
+def laid(seqs: list[Seq]) -> Batch:
+    return lay_out(SlotTable(N_SLOT, 64, 64), seqs, CPU)
+
+
+def inputs(n: int, shape: StateShape, gen: torch.Generator) -> list[Tensor]:
+    """m and the raw gates, as slices of wider rows that are NaN elsewhere."""
+    sizes = [shape.n_channel, shape.n_v_head, shape.n_v_head]
+    sizes.append(64 + -sum(sizes) % 4)
+    out = torch.full((n, sum(sizes)), torch.nan).split(sizes, 1)[:3]
+    for x, scale in zip(out, (1.0, 3.0, 3.0), strict=True):
+        x.copy_(scale * torch.randn(x.shape, generator=gen))
+    return list(out)
+
+
+def weights(shape: StateShape, gen: torch.Generator) -> list[Tensor]:
+    """a, dt_bias, conv_w; some heads keep all they saw, some forget at once."""
+    scale = torch.tensor([0.0, 0.1, 1.0, 30.0])[torch.arange(shape.n_v_head) % 4]
+    a = -scale * torch.rand(shape.n_v_head, generator=gen)
+    return [a, torch.randn(shape.n_v_head, generator=gen), torch.randn(shape.n_channel, 4, generator=gen)]
+
+
+def layer_of(shape: StateShape, doubled: bool = False) -> StateLayer:
+    """A new layer; records nobody wrote hold NaN where the kernels run."""
+    layer = StateLayer(shape, N_SLOT, WIDTH, CPU)
+    for name in ("state", "conv", "k", "v", "g", "beta"):
+        t = getattr(layer, name)
+        if doubled:
+            setattr(layer, name, t.double())
+        elif name != "state":
+            (t[:, 3:] if name == "conv" else t).fill_(torch.nan)
+    return layer
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want).norm() / want.norm().clamp_min(1e-30))
+
+
+ROUNDS = [
+    [seq(0, 5, True), seq(2, 1), seq(3, 3, True)],
+    [seq(0, 6), seq(2, 3, fold=1), seq(3, 1)],
+    [seq(2, 1, fold=3), seq(0, 2, fold=1), seq(1, 4, True), seq(3, 6, fold=1)],
+    [seq(3, 1, True, fold=6), seq(0, 2, True, fold=2), seq(2, 6, fold=0), seq(1, 1)],
+    [seq(1, 66, True, fold=1), seq(2, 25, True, fold=6), seq(0, 6)],
+    [seq(0, 9, True, fold=6), seq(1, 1, True), seq(2, 6), seq(3, 2, True)],
+]
+PROMPTS = [
+    [seq(0, 64, True), seq(2, 3), seq(3, 63, True)],
+    [seq(2, 65, True, fold=2), seq(0, 130, True), seq(1, 6), seq(3, 2, True)],
+    [seq(1, 72, True, fold=6), seq(3, 64, True)],
+]
+
+
+def follow(rounds: list[list[Seq]], heads: tuple[int, int], capability: tuple[int, int], seed: int, **how: int) -> None:
+    """All rounds on the kernels and on the reference in float64."""
+    shape, gen = shape_of(*heads), torch.Generator().manual_seed(1)
+    w, mine, theirs = weights(shape, gen), layer_of(shape), layer_of(shape, doubled=True)
+    reference = gdn_ref.bind(GdnSpec(CPU, shape, EPS))
+    with emulated_gpu(capability, seed=seed):
+        run = gdn_cuda.bind(GdnSpec(CPU, shape, EPS), **how)  # type: ignore[arg-type]
+        for seqs in rounds:
+            rows = inputs(sum(s.width for s in seqs), shape, gen)
+            got = run(*rows, *w, mine, laid(seqs))
+            want = reference(*(x.double() for x in (*rows, *w)), theirs, laid(seqs))
+            chunked = max(s.width for s in seqs) >= how.get("chunked", gdn_cuda.CHUNKED)
+            assert error(got, want) < (1e-3 if chunked else 1e-5)
+            assert error(mine.state, theirs.state) < 3e-5
+            for s in seqs:
+                n = 3 if s.keep else 3 + s.width
+                assert error(mine.conv[s.slot, :n], theirs.conv[s.slot, :n]) < 1e-6
+                if not s.keep:
+                    for a, b in zip(mine.tensors()[2:], theirs.tensors()[2:], strict=True):
+                        assert error(a[s.slot, : s.width], b[s.slot, : s.width]) < 1e-5
+        assert faults.record(CPU).tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("heads", "columns"), [((1, 1), 2), ((2, 4), 4)])
+def test_ragged_rounds_follow_the_reference(heads: tuple[int, int], columns: int, seed: int) -> None:
+    follow(ROUNDS, heads, (9, 0), seed, columns=columns, chunked=gdn_cuda.NEVER)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("heads", "capability"), [((1, 2), (9, 0)), ((2, 2), (8, 6))])
+def test_chunked_prompts_follow_the_reference(heads: tuple[int, int], capability: tuple[int, int], seed: int) -> None:
+    """Two stages of keys, and one as on GPUs with less shared memory."""
+    follow(PROMPTS, heads, capability, seed, columns=2, chunked=63)
+
+
+def test_the_kernels_pass_the_check_they_are_chosen_by() -> None:
+    spec = GdnSpec(CPU, shape_of(1, 2), EPS)
+    with emulated_gpu(seed=2):
+        assert gdn_ref.check(gdn_cuda.bind(spec), gdn_ref.bind(spec), spec) is None
+
+
+def test_a_chunked_prompt_does_not_depend_on_its_neighbours_nor_on_the_order_to_the_bit() -> None:
+    shape, gen = shape_of(1, 1), torch.Generator().manual_seed(8)
+    w, rows, found = weights(shape, gen), inputs(300, shape, gen), []
+    for seed, (before, after) in enumerate((([], []), ([seq(0, 70, True), seq(3, 4)], [seq(2, 64, True)]))):
+        layer, first = StateLayer(shape, N_SLOT, WIDTH, CPU), sum(s.width for s in before)
+        for t in layer.tensors():
+            t.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(9)))
+        seqs = [*before, seq(1, 100, True, fold=3), *after]
+        own = [torch.cat([x[150 : 150 + first], x[:100], x[230:]])[: sum(s.width for s in seqs)] for x in rows]
+        with emulated_gpu(seed=seed):
+            got = gdn_cuda.bind(GdnSpec(CPU, shape, EPS), columns=2, chunked=63)(*own, *w, layer, laid(seqs))
+        found.append((got[first : first + 100], layer.state[1], layer.conv[1, :3]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+WAYS = {
+    "token by token": ([1] * 14, [1] * 14),
+    "all accepted": ([6] * 2, [6] * 2),
+    "none but the anchor accepted": ([6] * 14, [1] * 14),
+    "ragged": ([6, 2, 5, 1, 6], [3, 1, 5, 1, 2]),
+}
+
+
+def run_way(widths: list[int], accepts: list[int], columns: int, neighbours: bool, seed: int) -> tuple[Tensor, Tensor]:
+    """Slot 1's 15 tokens in verifies, what is left kept; rows that are not accepted hold noise. Its state and outputs."""
+    shape, gen, n_text = shape_of(1, 2), torch.Generator().manual_seed(2), 15
+    w, text = weights(shape, gen), inputs(n_text, shape, gen)
+    layer, outs, done, fold = StateLayer(shape, N_SLOT, WIDTH, CPU), [], 0, 0
+    with emulated_gpu(seed=seed):
+        run = gdn_cuda.bind(GdnSpec(CPU, shape, EPS), columns=columns)
+        for width, accepted in [*zip(widths, accepts, strict=True), (0, 0)]:
+            last = width == 0
+            n, taken = (n_text - done, n_text - done) if last else (width, accepted)
+            noise = inputs(n, shape, gen)
+            rows = [torch.cat([x[done : done + taken], y[taken:]]) for x, y in zip(text, noise, strict=True)]
+            seqs, at = [seq(1, n, last, fold)], 0
+            if neighbours:
+                seqs, at = [seq(3, 2), *seqs, seq(0, 5, True)], 2
+                other = inputs(7, shape, gen)
+                rows = [torch.cat([x[:2], y, x[2:]]) for x, y in zip(other, rows, strict=True)]
+            got = run(*rows, *w, layer, laid(seqs))
+            outs.append(got[at : at + taken])
+            done, fold = done + taken, taken
+    return layer.state[1], torch.cat(outs)
+
+
+def test_states_and_outputs_do_not_depend_on_how_tokens_came_nor_on_neighbours_to_the_bit() -> None:
+    state, out = run_way([], [], 2, False, 0)
+    assert state.isfinite().all() and state.norm() > 0
+    for seed, (way, columns, neighbours) in enumerate(zip(WAYS, (2, 4, 2, 4), (False, True, False, True), strict=True)):
+        again, rows = run_way(*WAYS[way], columns, neighbours, seed)
+        assert torch.equal(again, state) and torch.equal(rows, out), way
+
+
+def test_padding_and_idle_slots_are_not_touched() -> None:
+    shape, gen = shape_of(1, 2), torch.Generator().manual_seed(3)
+    w, layer, rows = weights(shape, gen), StateLayer(shape, N_SLOT, WIDTH, CPU), inputs(9, shape, gen)
+    for t in layer.tensors():
+        t[0], t[3] = torch.nan, torch.nan
+    batch = laid([seq(1, 4), seq(2, 2, True)])
+
+    def more(x: Tensor, value: int) -> Tensor:
+        return torch.cat([x, x.new_full((2,), value)])
+
+    batch = dataclasses.replace(  # two sequences of no rows, and three rows of nobody
+        batch,
+        seq_slot=more(batch.seq_slot, 10**9),
+        seq_start=more(batch.seq_start, 6),
+        seq_fold=more(batch.seq_fold, -7),
+        seq_keep=more(batch.seq_keep, 1),
+    )
+    with emulated_gpu():
+        got = gdn_cuda.bind(GdnSpec(CPU, shape, EPS), columns=2)(*rows, *w, layer, batch)
+        assert faults.record(CPU).tolist() == [0] * 5
+    assert got[:6].isfinite().all() and got[6:].isnan().all()
+    for t in layer.tensors():
+        assert t[0].isnan().all() and t[3].isnan().all()
+    assert layer.k[1, :4].isfinite().all() and not layer.k[1, 4:].any() and not layer.k[2].any()
+
+
+@pytest.mark.parametrize("n", [3, 70])
+@pytest.mark.parametrize(
+    ("field", "value", "index", "limit"),
+    [
+        ("seq_slot", N_SLOT, N_SLOT, N_SLOT),
+        ("seq_slot", -1, -1, N_SLOT),
+        ("seq_fold", 7, 7, 7),
+        ("seq_fold", -1, -1, 7),
+    ],
+)
+def test_a_bad_index_is_reported_and_its_sequence_skipped(
+    field: str, value: int, index: int, limit: int, n: int
+) -> None:
+    """One of few rows, and one that is chunked."""
+    shape, gen = shape_of(1, 1), torch.Generator().manual_seed(4)
+    w, rows, seqs = weights(shape, gen), inputs(6 + n, shape, gen), [seq(0, 3, True), seq(1, n, True), seq(2, 3)]
+    good, bad, batch = StateLayer(shape, N_SLOT, WIDTH, CPU), StateLayer(shape, N_SLOT, WIDTH, CPU), laid(seqs)
+    with emulated_gpu():
+        run = gdn_cuda.bind(GdnSpec(CPU, shape, EPS), columns=2, chunked=63)
+        want = run(*rows, *w, good, laid(seqs))
+        assert faults.record(CPU).tolist() == [0] * 5
+        getattr(batch, field)[1] = value
+        got = run(*rows, *w, bad, batch)
+        assert faults.record(CPU).tolist() == [1, 3, value if field == "seq_slot" else 1, index, limit]
+    for part in (slice(0, 3), slice(3 + n, 6 + n)):
+        assert torch.equal(got[part], want[part])
+    for a, b in zip(bad.tensors(), good.tensors(), strict=True):
+        assert torch.equal(a[[0, 2]], b[[0, 2]]) and not a[[1, 3]].any()

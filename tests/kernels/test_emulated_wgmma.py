@@ -1,0 +1,106 @@
+"""linear_wgmma.cu runs thread by thread on the CPU: warpgroup products, stages, and tiles that several CTAs sum."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from emulated.gpu import CPU, emulated_gpu
+from emulated.machine import needs_compiler
+from torch import Tensor
+
+from pyspec.cuda.kernels import linear_ref, linear_wgmma
+from pyspec.cuda.kernels.linear_cuda import random_weights
+from pyspec.cuda.kernels.linear_pack import CHUNKS, Packed, repack, unpack
+from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
+from pyspec.cuda.kernels.linear_wgmma import PATIENCE, WgmmaLaunch, prepare
+from pyspec.gguf import GGMLType
+
+pytestmark = needs_compiler
+SEEDS = (0, 1)
+
+
+@pytest.fixture(autouse=True)
+def _only_64_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builds for more rows are compiled where they are asked for."""
+    monkeypatch.setattr(linear_wgmma, "PADS", (64,))
+
+
+def matrix(spec: LinearSpec) -> Packed:
+    gen = torch.Generator().manual_seed(spec.n_out + spec.n_in)
+    size = spec.n_weight_row, spec.n_in
+    return repack(random_weights(spec.type, *size, gen), spec.type, size)
+
+
+def product(
+    spec: LinearSpec, packed: Packed, x: Tensor, residual: Tensor | None = None, patience: int = PATIENCE
+) -> Tensor:
+    launch = WgmmaLaunch(spec, patience)
+    out = torch.full((x.shape[0], spec.n_out), torch.nan)
+    launch(x, packed, out, residual)
+    assert not launch.workspace.counts.any() and not launch.workspace.states.any(), "flags are left over"
+    return out
+
+
+def off(got: Tensor, want: Tensor) -> float:
+    return float((got.double() - want.double()).norm() / want.double().norm())
+
+
+@pytest.mark.parametrize("type", CHUNKS)
+def test_products_equal_float64(type: GGMLType) -> None:
+    """A tile and a lower one, cut by three CTAs that run together or one after another."""
+    spec = LinearSpec(CPU, type, 264, 512)
+    packed, x = matrix(spec), torch.randn(35, 512) * torch.logspace(-3, 3, 35)[:, None]
+    want = linear_ref.rounded(x) @ unpack(packed).double().T
+    for seed in SEEDS:
+        with emulated_gpu(seed=seed):
+            assert off(product(spec, packed, x), want) < 1e-3
+
+
+@pytest.mark.parametrize("n_row", [65, 128, 130])
+def test_all_pads_give_the_same_bits(n_row: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """96 and 128 rows at a time, and a second pass."""
+    monkeypatch.setattr(linear_wgmma, "PADS", (64, 96, 128))
+    spec = LinearSpec(CPU, GGMLType.Q8_0, 40, 320)
+    packed, x = matrix(spec), torch.randn(n_row, 320)
+    with emulated_gpu(seed=2):
+        got, few = product(spec, packed, x), product(spec, packed, x[:33])
+    assert off(got, linear_ref.rounded(x) @ unpack(packed).double().T) < 1e-3
+    assert torch.equal(got[:33], few)
+
+
+@pytest.mark.parametrize("epilogue", [Epilogue.RESIDUAL, Epilogue.GATED])
+def test_epilogues_equal_the_reference(epilogue: Epilogue) -> None:
+    spec = LinearSpec(CPU, GGMLType.Q8_0, 136, 256, epilogue)
+    packed, x, want = matrix(spec), torch.randn(33, 256) / 16, torch.empty(33, 136)
+    residual = torch.randn(33, 136) if epilogue is Epilogue.RESIDUAL else None
+    linear_ref.bind(spec)(x, packed, want, residual)
+    for seed in SEEDS:
+        with emulated_gpu(seed=seed):
+            assert off(product(spec, packed, x, residual), want) < 1e-3
+
+
+@pytest.mark.parametrize(("n_out", "n_in", "n_cta"), [(24, 640, 4), (530, 256, 2), (530, 256, 5), (264, 512, 7)])
+def test_bits_do_not_depend_on_who_arrives_when(n_out: int, n_in: int, n_cta: int) -> None:
+    """Everybody waits and sums a part; nobody waits and the last sums all; one CTA after another; some patience."""
+    spec = LinearSpec(CPU, GGMLType.Q8_0, n_out, n_in)
+    packed, x, found = matrix(spec), torch.randn(33, n_in), []
+    for seed, (patience, resident) in enumerate(
+        ((PATIENCE, n_cta), (-1, n_cta), (-1, 1), (PATIENCE, 1), (2000, n_cta), (20000, 2), (0, n_cta))
+    ):
+        with emulated_gpu(seed=seed, resident=resident, n_multiprocessor=n_cta):
+            found.append(product(spec, packed, x, patience=patience))
+    assert all(torch.equal(other, found[0]) for other in found[1:])
+    assert off(found[0], linear_ref.rounded(x) @ unpack(packed).double().T) < 1e-3
+
+
+def test_rows_with_nan_do_not_touch_others() -> None:
+    spec = LinearSpec(CPU, GGMLType.Q8_0, 24, 256)
+    packed, x = matrix(spec), torch.randn(50, 256)
+    with emulated_gpu():
+        clean, rows = product(spec, packed, x), prepare(x)
+        rows.blocks.view(-1, 64, 8, 8)[:, 50:] = torch.nan  # rows past the count
+        rows.blocks.view(-1, 64, 8, 8)[:, 3] = torch.nan
+        out = torch.full_like(clean, torch.nan)
+        WgmmaLaunch(spec).multiply(rows, packed, out)
+    keep = [i for i in range(50) if i != 3]
+    assert torch.equal(out[keep], clean[keep]) and out[3].isnan().all()
