@@ -102,18 +102,23 @@ def chunked(state: Tensor, rows: Rows) -> Tensor:
 
     Log decays are summed in f64: only differences are used, and one token that forgets everything would take their digits.
     """
-    n_head = state.shape[0]
+    n_head, dim, _ = state.shape
+    n_group = rows.b.shape[1]
+    whole = state.view(n_group, -1, state.shape[2])  # what shares B and C is multiplied with them at once
     out = []
     for i in range(0, rows.x.shape[0], CHUNK):
         x = (rows.dt[i : i + CHUNK, :, None] * rows.x[i : i + CHUNK]).transpose(0, 1)
-        b, c = (spread(t[i : i + CHUNK], n_head).transpose(0, 1) for t in (rows.b, rows.c))
+        b, c = (t[i : i + CHUNK].transpose(0, 1) for t in (rows.b, rows.c))
         total = rows.log_decay[i : i + CHUNK].T.double().cumsum(-1)
         n = x.shape[1]
         low = torch.ones(n, n, dtype=torch.bool, device=x.device).tril()
         decay = (total[:, :, None] - total[:, None, :]).float().masked_fill(~low, float("-inf")).exp()
         since, left = total.exp().float()[..., None], (total[:, -1:] - total).exp().float()[..., None]
-        out.append((c @ b.mT * decay) @ x + since * (c @ state.mT))
-        state.mul_(since[:, -1:]).baddbmm_((left * x).mT, b)
+        pairs = ((c @ b.mT)[:, None] * decay.view(n_group, -1, n, n)).view(n_head, n, n)
+        before = (c @ whole.mT).view(n_group, n, -1, dim).transpose(1, 2).reshape(n_head, n, dim)
+        out.append(torch.baddbmm(since * before, pairs, x))
+        state.mul_(since[:, -1:])
+        whole.baddbmm_((left * x).mT.reshape(n_group, -1, n), b)
     return torch.cat(out, 1)
 
 
