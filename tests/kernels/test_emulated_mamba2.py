@@ -1,16 +1,13 @@
-"""mamba2.cu and its launcher, run on the CPU by emulation: right, bit-equal however tokens came, and safe.
-
-Not a GPU: it says nothing of speed, of races inside a warp, or of what a compiler for GPUs makes of the source.
-"""
+"""mamba2.cu and its launcher run thread by thread on the CPU: right, bit-equal however tokens came, and safe."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-from emulator import as_gpu
+from emulated.gpu import CPU, emulated_gpu
+from emulated.machine import needs_compiler
 from torch import Tensor
 
 from pyspec.cuda import faults
@@ -21,26 +18,18 @@ from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import Mamba2Shape, StateLayer
 from pyspec.slots.table import SlotTable
 
-CPU = torch.device("cpu")
+pytestmark = needs_compiler
 SHAPE = Mamba2Shape(4, 64, 1, 128, 4)
 SHAPES = [SHAPE, Mamba2Shape(8, 32, 4, 32, 4), Mamba2Shape(4, 128, 4, 96, 4)]
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """What is not written holds NaN; what was compiled serves all tests."""
-    mamba2_cuda._kernels.cache_clear()
-    torch.use_deterministic_algorithms(True)
-    yield tmp_path_factory.mktemp("emulated")
-    torch.use_deterministic_algorithms(False)
-    mamba2_cuda._kernels.cache_clear()
-
-
-@pytest.fixture(autouse=True)
-def _gpu(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    as_gpu(monkeypatch, built)
+@pytest.fixture(autouse=True, params=[0, 1])
+def _gpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """In two orders of threads and blocks. What is not written holds NaN."""
     torch.set_num_threads(1)
-    faults.record(CPU).zero_()
+    with emulated_gpu(seed=request.param):
+        faults.record(CPU).zero_()
+        yield
 
 
 def bound(shape: Mamba2Shape, columns: int = 2) -> Mamba2:
