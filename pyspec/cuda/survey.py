@@ -67,6 +67,7 @@ def standard(device: torch.device) -> list[Ask]:
         (rows, RowsSpec(device, 6144, Kind.GATE, 256)),
         (rows, RowsSpec(device, 17408, Kind.GLU)),
         (rope_kv, RopeKvSpec(device, 32, 2, 128, 0, neox=False, gated=False, has_norm=False, eps=1e-5)),
+        (rows, RowsSpec(device, 8192, Kind.GROUPS, 1024)),
         (mamba2, Mamba2Spec(device, Mamba2Shape(n_head=128, head_dim=64, n_group=8, n_state=128, n_conv=4))),
     ]
 

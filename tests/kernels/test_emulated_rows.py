@@ -18,7 +18,7 @@ from pyspec.slots.memory import KVPool
 
 pytestmark = needs_compiler
 SEEDS = (0, 1)
-DIMS = {Kind.HEADS: 64, Kind.GATE: 96}
+DIMS = {Kind.HEADS: 64, Kind.GATE: 96, Kind.GROUPS: 384}
 
 
 def spec_of(kind: Kind, n_in: int) -> RowsSpec:

@@ -1,8 +1,8 @@
 // rows: activations as a product reads them: prepared (normed, gated), f16 over a power of two, in the product's layout.
 //
 //   x       [row, COLUMNS]    f32   rows `stride` elements apart; [row, 2 COLUMNS] for GLU
-//   weight  NORM: [COLUMNS] f32; HEADS: [DIM] f32
-//   gate    HEADS, GATE: f32, column c of a row at  row * gate_stride + c / DIM * gate_step + c % DIM
+//   weight  NORM, GROUPS: [COLUMNS] f32; HEADS: [DIM] f32
+//   gate    HEADS, GATE, GROUPS: f32, column c of a row at  row * gate_stride + c / DIM * gate_step + c % DIM
 //   out     LAYOUT 0: [block][pad][32] f16, the columns of a block in the order of quants.cuh: 0-3, 16-19, 4-7, 20-23, ...
 //                     and blocks up to a whole number of 256 columns, zero from COLUMNS on; rows of the pad stay as they are
 //           LAYOUT 1: [row, COLUMNS] f16
@@ -15,6 +15,7 @@
 //   PLAIN  nothing              NORM  x * rsqrt(mean x^2 + eps) * weight, over the row
 //   HEADS  the same over each DIM columns, times silu(gate)
 //   GATE   x * sigmoid(gate)    GLU   silu(first half) * second half
+//   GROUPS y * rsqrt(mean y^2 + eps) * weight with y = x * silu(gate), over each DIM columns
 //
 // NORM divides by `power` as given, for normed values are bounded; the others by the power that brings the row's largest
 // magnitude into [1, 2). Rounding is 2^-11 of each value down to 2^-14 of the power, absolute below.
@@ -27,11 +28,13 @@
 #define HEADS 2
 #define GATE 3
 #define GLU 4
+#define GROUPS 5
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kPadded = LAYOUT == 1 ? COLUMNS : (COLUMNS + 255) / 256 * 256;
 constexpr int kQuads = (kPadded / 4 + kThreads - 1) / kThreads;  // of 4 columns, of a thread
 static_assert(COLUMNS % 32 == 0 && (KIND != HEADS || COLUMNS % 128 == 0), "whole blocks, and whole warps of a head");
+static_assert(KIND != GROUPS || (DIM % 128 == 0 && COLUMNS % DIM == 0), "a warp's columns are of one group");
 
 struct Source {
   const float *x, *weight, *gate;
@@ -60,12 +63,12 @@ __device__ __forceinline__ float4 prepared(const Source& s, int column, float& s
     const float4 w = load4(s.weight + column % DIM);
     v = make_float4(v.x * scale * w.x, v.y * scale * w.y, v.z * scale * w.z, v.w * scale * w.w);
   }
-  if ((KIND == HEADS || KIND == GATE) && is_in) {
+  if ((KIND == HEADS || KIND == GATE || KIND == GROUPS) && is_in) {
     const float4 g = load4(s.gate + static_cast<i64>(column / DIM) * s.gate_step + column % DIM);
-    v.x *= sigmoid(g.x) * (KIND == HEADS ? g.x : 1.f);
-    v.y *= sigmoid(g.y) * (KIND == HEADS ? g.y : 1.f);
-    v.z *= sigmoid(g.z) * (KIND == HEADS ? g.z : 1.f);
-    v.w *= sigmoid(g.w) * (KIND == HEADS ? g.w : 1.f);
+    v.x *= sigmoid(g.x) * (KIND == GATE ? 1.f : g.x);
+    v.y *= sigmoid(g.y) * (KIND == GATE ? 1.f : g.y);
+    v.z *= sigmoid(g.z) * (KIND == GATE ? 1.f : g.z);
+    v.w *= sigmoid(g.w) * (KIND == GATE ? 1.f : g.w);
   }
   if (KIND == GLU && is_in) {
     const float4 up = load4(s.x + COLUMNS + column);
@@ -83,6 +86,30 @@ __device__ __forceinline__ float over_block(float mine, bool is_sum) {
   const float other = (threadIdx.x & 31) < kWarps ? each[threadIdx.x & 31] : 0.f;
   return is_sum ? warp_sum(other) : warp_max(other);
 }
+
+#if KIND == GROUPS
+// Norm the groups: the sums of all warps' columns meet in shared memory, and each thread adds those of its group.
+__device__ __forceinline__ void norm_groups(float4 (&v)[kQuads], const Source& s) {
+  __shared__ float sums[kQuads * kWarps];  // [column / 128]
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+    const float sum = warp_sum(v[i].x * v[i].x + v[i].y * v[i].y + (v[i].z * v[i].z + v[i].w * v[i].w));
+    if (threadIdx.x % 32 == 0) sums[i * kWarps + threadIdx.x / 32] = sum;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+    const int column = (i * kThreads + threadIdx.x) * 4;
+    if (column >= COLUMNS) break;
+    float sum = 0.f;
+#pragma unroll 8
+    for (int part = 0; part < DIM / 128; ++part) sum += sums[column / DIM * (DIM / 128) + part];
+    const float scale = rsqrtf(sum / DIM + s.eps);
+    const float4 w = load4(s.weight + column);
+    v[i] = make_float4(v[i].x * scale * w.x, v[i].y * scale * w.y, v[i].z * scale * w.z, v[i].w * scale * w.w);
+  }
+}
+#endif
 
 __device__ __forceinline__ u32 pair(float low, float high) {
   return f32_to_f16(low) | static_cast<u32>(f32_to_f16(high)) << 16;
@@ -102,6 +129,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
   for (int i = 0; i < kQuads; ++i) {
     v[i] = prepared(source, (i * kThreads + threadIdx.x) * 4, squares);
+#if KIND == GROUPS
+  }
+  norm_groups(v, source);
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+#endif
     largest = fmaxf(fmaxf(fmaxf(fabsf(v[i].x), fabsf(v[i].y)), fmaxf(fabsf(v[i].z), fabsf(v[i].w))), largest);
   }
   float power = given, factor = 1.f / given;

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.kernels import rows_cuda
-from pyspec.cuda.kernels.rows_ref import Glu, HeadGate, HeadNorm, Kind, Norm, Prep, RowsSpec, power_of
+from pyspec.cuda.kernels.rows_ref import Glu, GroupNorm, HeadGate, HeadNorm, Kind, Norm, Prep, RowsSpec, power_of
 from pyspec.cuda.op import Impl, Op
 
 Launch = Callable[[Tensor, Prep | None], tuple[Tensor, Tensor | None]]
@@ -39,6 +39,9 @@ def make(spec: RowsSpec, n_row: int, gen: torch.Generator) -> tuple[Tensor, Prep
         prep = HeadNorm(1 + 0.1 * draw(spec.dim), 1e-6, draw(n_row, n + 32)[:, 32:])
     elif spec.kind is Kind.GATE:
         prep = HeadGate(draw(n_row, n // spec.dim, 2 * spec.dim)[..., spec.dim :])
+    elif spec.kind is Kind.GROUPS:
+        weight, gate = 1 + 0.1 * draw(n), draw(n_row, n + 32)[:, 32:]
+        prep = GroupNorm(weight, 1e-6, gate, n // spec.dim)
     elif spec.kind is Kind.GLU:
         prep = Glu()
     return x, prep

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
-from pyspec.cuda.kernels.rows_ref import HeadGate, HeadNorm, Kind, Norm, Prep, RowsSpec
+from pyspec.cuda.kernels.rows_ref import GroupNorm, HeadGate, HeadNorm, Kind, Norm, Prep, RowsSpec
 
 MAX_COLUMNS = 32768  # 16 times 4 columns in each thread's registers
 BLOCKED, ROW_MAJOR, TALL = 0, 1, 2  # rows.cu's layouts: for `linear`, a library, `linear_tall`
@@ -29,8 +29,8 @@ def limits(spec: RowsSpec) -> str | None:
         return f"{spec.n_in} columns; the kernel takes multiples of 32 up to {MAX_COLUMNS}"
     if spec.kind is Kind.HEADS and (spec.n_in % 128 or spec.dim not in (32, 64, 128)):
         return f"heads of {spec.dim} in {spec.n_in} columns; the kernel takes heads of 32, 64 or 128"
-    if spec.kind is Kind.GROUPS:
-        return "norms over groups have no kernel"
+    if spec.kind is Kind.GROUPS and (spec.dim % 128 or not spec.dim or spec.n_in % spec.dim):
+        return f"groups of {spec.dim} in {spec.n_in} columns; the kernel takes whole groups of a multiple of 128"
     if spec.kind is Kind.GATE and spec.dim % 4:
         return f"heads of {spec.dim} columns; the kernel takes multiples of 4"
     return None
@@ -77,11 +77,11 @@ class _Prepare:
         assert x.dtype == torch.float32 and x.stride(1) == 1 and x.stride(0) % 4 == 0
         assert x.shape[1] == self.n_in * (2 if kind is Kind.GLU else 1)
         weight, eps, power, gate, steps = self.none, 0.0, 1.0, self.none, (0, 0)
-        if isinstance(prep, (Norm, HeadNorm)):
+        if isinstance(prep, (Norm, HeadNorm, GroupNorm)):
             weight, eps = prep.weight, prep.eps
         if isinstance(prep, Norm):
             power = prep.power
-        elif isinstance(prep, HeadNorm):
+        elif isinstance(prep, HeadNorm | GroupNorm):
             gate, steps = prep.gate, (prep.gate.stride(0), dim)
         elif isinstance(prep, HeadGate):
             gate, steps = prep.gate, (prep.gate.stride(0), prep.gate.stride(1))

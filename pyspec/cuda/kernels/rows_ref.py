@@ -22,7 +22,7 @@ class Kind(IntEnum):
     HEADS = 2
     GATE = 3
     GLU = 4
-    GROUPS = 5  # without a kernel yet
+    GROUPS = 5
 
 
 class Norm:
@@ -120,7 +120,7 @@ Prep = Norm | HeadNorm | HeadGate | Glu | GroupNorm
 
 @dataclass(frozen=True, slots=True)
 class RowsSpec:
-    """Rows of n_in columns, prepared as `kind` says; `dim` columns a head (HEADS, GATE)."""
+    """Rows of n_in columns, prepared as `kind` says; `dim` columns a head or group (HEADS, GATE, GROUPS)."""
 
     device: torch.device
     n_in: int
