@@ -256,7 +256,7 @@ class Loop:
             w.slot.n_fold = 0 if w.seq.keep else n
             if finish is not None:
                 self._finish(w.job, finish)
-            elif not w.job.is_decoding:
+            elif w.slot.n_past <= w.job.n_prompt:
                 self._after_chunk(w)
 
     def _observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:

@@ -1,0 +1,108 @@
+"""Checkpoints within two budgets: the longest unused moves to the host, then goes; what is counted is what there is."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from pyspec.slots.memory import Checkpoint
+from pyspec.slots.prefix import State
+from pyspec.slots.states import Saved, StateStore
+from pyspec.slots.table import SlotTable
+
+SIZE = 400  # bytes of one state
+
+
+def saved(mark: float = 0.0, n_bytes: int = SIZE) -> Saved:
+    return Saved(Checkpoint(1, [torch.full((n_bytes // 8,), mark)], [torch.full((n_bytes // 8,), -mark)]), mark)
+
+
+def store_of(n_device: int, n_host: int, n: int) -> tuple[SlotTable, StateStore, list[State]]:
+    """`n` states on a text of 16 tokens."""
+    table, store = SlotTable(1, 8, 16), StateStore(n_device * SIZE, n_host * SIZE)
+    table.tree.lose = store.lose
+    slot = table.slots[0]
+    table.acquire(slot, 32)
+    table.grow(slot, 16)
+    slot.tokens.extend(range(16))
+    node = table.file(slot)
+    assert node is not None
+    states = []
+    for i in range(1, n + 1):
+        store.add(node, i, saved(float(i)))
+        states += [s for s in node.states.values() if s.n_past == i]
+        check(table, store)
+    return table, store, states
+
+
+def check(table: SlotTable, store: StateStore) -> None:
+    table.check()
+    store.check({s for node in table.tree.nodes() for s in node.states.values()})
+
+
+def test_the_longest_unused_moves_to_the_host_and_from_there_to_nowhere() -> None:
+    table, store, _ = store_of(2, 3, 7)
+    assert [s.n_past for s in store.tiers[0]] == [6, 7] and [s.n_past for s in store.tiers[1]] == [3, 4, 5]
+    assert sorted(next(table.tree.nodes()).states) == [3, 4, 5, 6, 7]
+    assert all(torch.equal(s.content.checkpoint.states[0], torch.full((50,), float(s.n_past))) for s in store.tiers[1])
+    assert all(s.content.draft == s.n_past for s in store.tiers[1])
+
+
+def test_what_was_used_stays_longer() -> None:
+    table, store, states = store_of(2, 2, 4)
+    store.touch(states[0])  # on the host, where 2 is now the oldest
+    store.touch(states[2])  # on the device, before 4
+    node = states[0].node
+    store.add(node, 9, saved())
+    assert [s.n_past for s in store.tiers[0]] == [3, 9] and [s.n_past for s in store.tiers[1]] == [1, 4]
+    assert sorted(node.states) == [1, 3, 4, 9]
+    check(table, store)
+
+
+def test_room_is_made_before_a_copy() -> None:
+    table, store, _ = store_of(3, 8, 3)
+    store.room(2 * SIZE)
+    assert store.n_bytes == [SIZE, 2 * SIZE]
+    check(table, store)
+
+
+def test_budgets_too_small_for_one_state_keep_none() -> None:
+    for n_device, n_host, want in ((0, 2, [0, 2]), (2, 0, [2, 0]), (0, 0, [0, 0])):
+        table, store, _ = store_of(n_device, n_host, 3)
+        assert [len(t) for t in store.tiers] == want
+        assert len(next(table.tree.nodes()).states) == sum(want)
+
+
+def test_states_go_with_their_page() -> None:
+    table, store, _ = store_of(1, 2, 3)
+    table.release(table.slots[0])
+    assert len(store) == 3 and table.tree.evict()
+    assert len(store) == 0 and store.n_bytes == [0, 0]
+    check(table, store)
+
+
+def test_states_without_tensors_count_nothing() -> None:
+    """A model without recurrent layers keeps a drafter's share only."""
+    table, store, states = store_of(0, 0, 0)
+    node = next(table.tree.nodes())
+    store.add(node, 5, Saved(Checkpoint(5, [], []), "share"))
+    assert len(store) == 1 and store.n_bytes == [0, 0] and not states
+    check(table, store)
+
+
+def test_any_order_of_calls_keeps_the_counts() -> None:
+    rng = random.Random(1)
+    for _ in range(30):
+        table, store, _ = store_of(rng.randint(0, 3), rng.randint(0, 3), 0)
+        node = next(table.tree.nodes())
+        for _ in range(40):
+            states = list(node.states.values())
+            at = rng.randint(1, 16)
+            if at not in node.states:
+                store.add(node, at, saved(n_bytes=SIZE * rng.randint(1, 2)))
+            elif rng.random() < 0.5:
+                store.touch(rng.choice(states))
+            else:
+                store.drop(rng.choice(states))
+            check(table, store)
