@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from draft_fakes import FAKES
 from engine_rig import FIXTURES, GREEDY, plain_rig, rig, rig_for
-from known_texts import N_TEXT, continuation, known_texts
+from known_texts import N_TEXT, continuation, known_texts, tiny
 
 from pyspec.request import Started
 
@@ -117,3 +117,12 @@ def test_a_prompt_that_was_shared_goes_on_from_its_checkpoint() -> None:
 
 def test_without_a_word_a_file_with_the_block_drafts_with_it() -> None:
     assert rig(MODEL).info.drafter == "mtp" and rig(FIXTURES / "nemotron_dense.gguf").info.drafter == "none"
+
+
+def test_a_file_of_the_block_alone_drafts_for_a_target_without_it() -> None:
+    target, block = tiny("nemotron_h_moe", mtp=False), tiny("nemotron_h_moe", sidecar=True)
+    r, texts = rig(target, np=2, draft_path=block, n_draft_max=2, n_draft_fixed=True), known_texts(target, 4)
+    heard = [r.submit(prompt, N_TEXT) for prompt in texts]
+    r.run()
+    assert [h.tokens for h in heard] == list(texts.values())
+    assert r.info.drafter == "mtp" and sum(h.timings.draft_n for h in heard) > 50
