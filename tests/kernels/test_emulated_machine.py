@@ -192,6 +192,7 @@ def test_shared_memory_has_the_size_that_was_asked_for() -> None:
 def test_deadlocks_name_who_waits_where() -> None:
     text = message("if (threadIdx.x < 32)\n__syncwarp(); else\n__shfl_sync(~0u, 1, threadIdx.x % 32 < 31 ? 0 : 1);\n"
                    'if (threadIdx.x < 40) asm volatile("bar.sync 1, 64;");')  # fmt: skip
+    assert "asm volatile" in text.splitlines()[-1]
     assert "deadlock" in text and "40 threads from 0 in a barrier of the block" in text
     assert "waits for memory that nobody writes" in message("while (atomicAdd(y, 0) == 0) __nanosleep(10);")
 
@@ -283,6 +284,6 @@ def test_texts_are_rewritten_line_by_line() -> None:
     text = translated(
         'asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1],\\n"\n " 16, %2;" ::"r"(a + 1), "l"(b), "r"(c ? 1 : 2));'
     )
-    assert text.strip() == "ptx_cp_async_cg_shared_global((a + 1), (b), 16, (c ? 1 : 2))\n;"
+    assert text.strip() == "ptx_cp_async_cg_shared_global(__LINE__, (a + 1), (b), 16, (c ? 1 : 2))\n;"
     with pytest.raises(ValueError, match="several instructions"):
         translated('asm("a %0; b %0;" : "=r"(x));')

@@ -9,12 +9,7 @@
 #define __noinline__
 #define __restrict__ __restrict
 #define __align__(n) alignas(n)
-
-struct Line {  // no int: an operand must not be taken for one
-  int at;
-  constexpr operator int() const { return at; }
-};
-#define HERE Line line = Line{__builtin_LINE()}
+#define HERE int line = __builtin_LINE()
 
 using emulator::u32;  // the kernels' own typedefs are the same types
 using emulator::u64;
@@ -220,23 +215,23 @@ inline Refs<T, 1 + sizeof...(More)> refs(const T& first, const More&... more) {
   return {{const_cast<T*>(&first), const_cast<T*>(&more)...}};
 }
 
-inline void ptx_mov_u32(int& out, int x) { out = x; }
-inline void ptx_mov_u32(u32& out, u32 x) { out = x; }
-inline void ptx_lop3_b32(u32& out, u32 a, u32 b, u32 c, int table) {
+inline void ptx_mov_u32(int, int& out, int x) { out = x; }
+inline void ptx_mov_u32(int, u32& out, u32 x) { out = x; }
+inline void ptx_lop3_b32(int, u32& out, u32 a, u32 b, u32 c, int table) {
   out = 0;
   for (int i = 0; i < 8; ++i)
     if (table >> i & 1) out |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
 }
-inline void ptx_cvt_rn_bf16_f32(unsigned short& out, float x) { out = emulator::bf16_of_f32(x); }
-inline void ptx_cvt_rn_f16_f32(unsigned short& out, float x) { out = emulator::f16_of_f32(x); }
-inline void ptx_cvt_f32_f16(float& out, unsigned short x) { out = emulator::f32_of_f16(x); }
-inline void ptx_cvt_rn_f16x2_f32(u32& out, float high, float low) {
+inline void ptx_cvt_rn_bf16_f32(int, unsigned short& out, float x) { out = emulator::bf16_of_f32(x); }
+inline void ptx_cvt_rn_f16_f32(int, unsigned short& out, float x) { out = emulator::f16_of_f32(x); }
+inline void ptx_cvt_f32_f16(int, float& out, unsigned short x) { out = emulator::f32_of_f16(x); }
+inline void ptx_cvt_rn_f16x2_f32(int, u32& out, float high, float low) {
   out = static_cast<u32>(emulator::f16_of_f32(high)) << 16 | emulator::f16_of_f32(low);
 }
-inline void ptx_cvt_rn_bf16x2_f32(u32& out, float high, float low) {
+inline void ptx_cvt_rn_bf16x2_f32(int, u32& out, float high, float low) {
   out = static_cast<u32>(emulator::bf16_of_f32(high)) << 16 | emulator::bf16_of_f32(low);
 }
-inline void ptx_ex2_approx_ftz_f32(float& out, float x) { out = __builtin_exp2f(x); }
+inline void ptx_ex2_approx_ftz_f32(int, float& out, float x) { out = __builtin_exp2f(x); }
 
 template <class F>
 inline u32 in_halves(F f) {  // f of both halves' values, rounded once
@@ -244,16 +239,16 @@ inline u32 in_halves(F f) {  // f of both halves' values, rounded once
   return high << 16 | low;
 }
 inline float half_of(u32 x, int shift) { return emulator::f32_of_f16(static_cast<unsigned short>(x >> shift)); }
-inline void ptx_sub_rn_f16x2(u32& out, u32 a, u32 b) {
+inline void ptx_sub_rn_f16x2(int, u32& out, u32 a, u32 b) {
   out = in_halves([&](int i) { return half_of(a, i) - half_of(b, i); });
 }
-inline void ptx_add_rn_f16x2(u32& out, u32 a, u32 b) {
+inline void ptx_add_rn_f16x2(int, u32& out, u32 a, u32 b) {
   out = in_halves([&](int i) { return half_of(a, i) + half_of(b, i); });
 }
-inline void ptx_mul_rn_f16x2(u32& out, u32 a, u32 b) {
+inline void ptx_mul_rn_f16x2(int, u32& out, u32 a, u32 b) {
   out = in_halves([&](int i) { return half_of(a, i) * half_of(b, i); });
 }
-inline void ptx_fma_rn_f16x2(u32& out, u32 a, u32 b, u32 c) {
+inline void ptx_fma_rn_f16x2(int, u32& out, u32 a, u32 b, u32 c) {
   out = in_halves([&](int i) { return static_cast<float>(static_cast<double>(half_of(a, i)) * half_of(b, i) + half_of(c, i)); });
 }
 
@@ -264,12 +259,12 @@ inline void product(int line, Refs<float, 4> d, Refs<u32, 4> a, Refs<u32, 2> b, 
   emulator::meet(line, "mma.sync", 0xffffffffu, &p, run);
   for (int i = 0; i < 4; ++i) *d.p[i] = p.d[i];
 }
-inline void ptx_mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(Refs<float, 4> d, Refs<u32, 4> a, Refs<u32, 2> b,
-                                                                  Refs<float, 4> c, HERE) {
+inline void ptx_mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32(int line, Refs<float, 4> d, Refs<u32, 4> a, Refs<u32, 2> b,
+                                                                  Refs<float, 4> c) {
   product(line, d, a, b, c, emulator::product_f16);
 }
-inline void ptx_mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(Refs<float, 4> d, Refs<u32, 4> a, Refs<u32, 2> b,
-                                                                    Refs<float, 4> c, HERE) {
+inline void ptx_mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(int line, Refs<float, 4> d, Refs<u32, 4> a, Refs<u32, 2> b,
+                                                                    Refs<float, 4> c) {
   product(line, d, a, b, c, emulator::product_bf16);
 }
 
@@ -278,60 +273,59 @@ inline void load_matrices(int line, Refs<u32, 4> out, u32 address, emulator::Tog
   emulator::meet(line, "ldmatrix", 0xffffffffu, &m, run);
   for (int i = 0; i < 4; ++i) *out.p[i] = m.got[i];
 }
-inline void ptx_ldmatrix_sync_aligned_m8n8_x4_shared_b16(Refs<u32, 4> out, u32 address, HERE) {
+inline void ptx_ldmatrix_sync_aligned_m8n8_x4_shared_b16(int line, Refs<u32, 4> out, u32 address) {
   load_matrices(line, out, address, emulator::matrices);
 }
-inline void ptx_ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(Refs<u32, 4> out, u32 address, HERE) {
+inline void ptx_ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(int line, Refs<u32, 4> out, u32 address) {
   load_matrices(line, out, address, emulator::matrices_turned);
 }
 
-inline void ptx_cvta_to_shared_u64(u64& out, u64 p, HERE) { out = emulator::shared_address(reinterpret_cast<void*>(p), line); }
-inline void ptx_createpolicy_fractional_L2__evict_first_b64(u64& out, double) { out = 1; }
+inline void ptx_cvta_to_shared_u64(int line, u64& out, u64 p) { out = emulator::shared_address(reinterpret_cast<void*>(p), line); }
+inline void ptx_createpolicy_fractional_L2__evict_first_b64(int, u64& out, double) { out = 1; }
 template <int N>
 inline void load_shared(int line, Refs<u32, N> out, u32 address) {
   const u32* from = reinterpret_cast<const u32*>(emulator::shared_at(address, 4 * N, 4 * N, line));
   for (int i = 0; i < N; ++i) *out.p[i] = from[i];
 }
-inline void ptx_ld_shared_v4_u32(Refs<u32, 4> out, u32 address, HERE) { load_shared(line, out, address); }
-inline void ptx_ld_shared_v2_u32(Refs<u32, 2> out, u32 address, HERE) { load_shared(line, out, address); }
-inline void ptx_ld_shared_u32(u32& out, u32 address, HERE) { load_shared(line, Refs<u32, 1>{{&out}}, address); }
+inline void ptx_ld_shared_v4_u32(int line, Refs<u32, 4> out, u32 address) { load_shared(line, out, address); }
+inline void ptx_ld_shared_v2_u32(int line, Refs<u32, 2> out, u32 address) { load_shared(line, out, address); }
+inline void ptx_ld_shared_u32(int line, u32& out, u32 address) { load_shared(line, Refs<u32, 1>{{&out}}, address); }
 
-inline void ptx_cp_async_cg_shared_global(u32 to, const void* from, int n, HERE) { emulator::copy_async(to, from, n, n, line); }
-inline void ptx_cp_async_cg_shared_global(u32 to, const void* from, int n, int real, HERE) {
+inline void ptx_cp_async_cg_shared_global(int line, u32 to, const void* from, int n) { emulator::copy_async(to, from, n, n, line); }
+inline void ptx_cp_async_cg_shared_global(int line, u32 to, const void* from, int n, int real) {
   emulator::copy_async(to, from, n, real, line);
 }
-inline void ptx_cp_async_cg_shared_global_L2__cache_hint(u32 to, const void* from, int n, u64, HERE) {
+inline void ptx_cp_async_cg_shared_global_L2__cache_hint(int line, u32 to, const void* from, int n, u64) {
   emulator::copy_async(to, from, n, n, line);
 }
-inline void ptx_cp_async_ca_shared_global(u32 to, const void* from, int n, HERE) { emulator::copy_async(to, from, n, n, line); }
-inline void ptx_cp_async_commit_group() { emulator::copies_commit(); }
-inline void ptx_cp_async_wait_group(int n_left) { emulator::copies_wait(n_left); }
+inline void ptx_cp_async_ca_shared_global(int line, u32 to, const void* from, int n) { emulator::copy_async(to, from, n, n, line); }
+inline void ptx_cp_async_commit_group(int) { emulator::copies_commit(); }
+inline void ptx_cp_async_wait_group(int, int n_left) { emulator::copies_wait(n_left); }
 
-inline void ptx_mbarrier_init_shared__cta_b64(u32 barrier, u32 n, HERE) { emulator::message_init(barrier, n, line); }
-inline void ptx_mbarrier_arrive_shared__cta_b64(u32 barrier, HERE) { emulator::message_arrive(barrier, 0, line); }
-inline void ptx_mbarrier_arrive_expect_tx_shared__cta_b64(u32 barrier, u32 n_bytes, HERE) {
+inline void ptx_mbarrier_init_shared__cta_b64(int line, u32 barrier, u32 n) { emulator::message_init(barrier, n, line); }
+inline void ptx_mbarrier_arrive_shared__cta_b64(int line, u32 barrier) { emulator::message_arrive(barrier, 0, line); }
+inline void ptx_mbarrier_arrive_expect_tx_shared__cta_b64(int line, u32 barrier, u32 n_bytes) {
   emulator::message_arrive(barrier, n_bytes, line);
 }
-inline void ptx_mbarrier_wait(u32 barrier, u32 parity, HERE) { emulator::message_wait(barrier, parity, line); }
-inline void ptx_cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(u32 to, const void* from, u32 n_bytes,
-                                                                                  u32 barrier, HERE) {
+inline void ptx_mbarrier_wait(int line, u32 barrier, u32 parity) { emulator::message_wait(barrier, parity, line); }
+inline void ptx_cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(int line, u32 to, const void* from, u32 n_bytes,
+                                                                                  u32 barrier) {
   emulator::copy_bulk(to, from, n_bytes, barrier, line);
 }
-inline void ptx_cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(
-    u32 to, const void* from, u32 n_bytes, u32 barrier, u64, HERE) {
+inline void ptx_cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(int line, u32 to, const void* from, u32 n_bytes, u32 barrier, u64) {
   emulator::copy_bulk(to, from, n_bytes, barrier, line);
 }
 
-inline void ptx_fence_mbarrier_init_release_cluster() {}
-inline void ptx_griddepcontrol_wait() {}
-inline void ptx_griddepcontrol_launch_dependents() {}
-inline void ptx_fence_acq_rel_gpu(HERE) { emulator::interleave(line); }
-inline void ptx_bar_sync(int id, int n_thread, HERE) { emulator::block_barrier(line, id, n_thread); }
-inline void ptx_ld_acquire_gpu_global_s32(int& out, const int* p, HERE) {
+inline void ptx_fence_mbarrier_init_release_cluster(int) {}
+inline void ptx_griddepcontrol_wait(int) {}
+inline void ptx_griddepcontrol_launch_dependents(int) {}
+inline void ptx_fence_acq_rel_gpu(int line) { emulator::interleave(line); }
+inline void ptx_bar_sync(int line, int id, int n_thread) { emulator::block_barrier(line, id, n_thread); }
+inline void ptx_ld_acquire_gpu_global_s32(int line, int& out, const int* p) {
   emulator::interleave(line);
   out = *p;
 }
-inline void ptx_atom_add_acq_rel_gpu_global_s32(int& out, int* p, int x, HERE) { out = atomicAdd(p, x, line); }
+inline void ptx_atom_add_acq_rel_gpu_global_s32(int line, int& out, int* p, int x) { out = atomicAdd(p, x, line); }
 
 template <int kSums>
 inline void warpgroup_product(int line, int n, const Refs<float, kSums>& d, Refs<u32, 4> a, u64 b) {
@@ -339,8 +333,8 @@ inline void warpgroup_product(int line, int n, const Refs<float, kSums>& d, Refs
   emulator::meet(line, "wgmma", 0xffffffffu, &w, emulator::warpgroup_product);
 }
 #define WARPGROUP(n)                                                                                               \
-  inline void ptx_wgmma_mma_async_sync_aligned_m64n##n##k16_f32_f16_f16(const Refs<float, n / 2>& d, Refs<u32, 4> a, \
-                                                                        u64 b, int, int, int, int, HERE) {         \
+  inline void ptx_wgmma_mma_async_sync_aligned_m64n##n##k16_f32_f16_f16(int line, const Refs<float, n / 2>& d, Refs<u32, 4> a, \
+                                                                        u64 b, int, int, int, int) {         \
     warpgroup_product(line, n, d, a, b);                                                                           \
   }
 WARPGROUP(64)
@@ -348,13 +342,15 @@ WARPGROUP(96)
 WARPGROUP(128)
 WARPGROUP(256)
 inline void together(int line, const char* what) { emulator::meet(line, what, 0xffffffffu, nullptr, emulator::nothing); }
-inline void ptx_wgmma_fence_sync_aligned(HERE) { together(line, "wgmma.fence"); }
-inline void ptx_wgmma_commit_group_sync_aligned(HERE) {
+inline void ptx_wgmma_fence_sync_aligned(int line) {
+  emulator::meet(line, "wgmma.fence", 0xffffffffu, nullptr, emulator::warpgroup_fence);
+}
+inline void ptx_wgmma_commit_group_sync_aligned(int line) {
   emulator::meet(line, "wgmma.commit_group", 0xffffffffu, nullptr, emulator::warpgroup_commit);
 }
-inline void ptx_wgmma_wait_group_sync_aligned(int n_left, HERE) { emulator::warpgroup_wait(n_left, line); }
-inline void ptx_setmaxnreg_inc_sync_aligned_u32(int, HERE) { together(line, "setmaxnreg"); }
-inline void ptx_setmaxnreg_dec_sync_aligned_u32(int, HERE) { together(line, "setmaxnreg"); }
+inline void ptx_wgmma_wait_group_sync_aligned(int line, int n_left) { emulator::warpgroup_wait(n_left, line); }
+inline void ptx_setmaxnreg_inc_sync_aligned_u32(int line, int) { together(line, "setmaxnreg"); }
+inline void ptx_setmaxnreg_dec_sync_aligned_u32(int line, int) { together(line, "setmaxnreg"); }
 
 // ---- starting a kernel: its arguments lie behind pointers
 

@@ -2,7 +2,8 @@
 //
 // A thread runs until it meets others (shuffles, barriers, products) or waits for memory. Who runs next is drawn, warp by
 // warp: sometimes one warp runs as far as it can while the others stand, sometimes all take turns. Blocks are taken in a
-// drawn order, as many at once as the caller says are resident.
+// drawn order, as many at once as the caller says are resident. In some launches some lanes, or one warp of each block, run
+// only when nobody else can: what the others may not do before them, they then do before them.
 #include "state.h"
 
 #include <signal.h>
@@ -33,8 +34,10 @@ struct Launch {
   u32 n_shared;
   std::vector<int> order;  // of blocks
   size_t next = 0;
-  int switches;   // a warp stops after a turn with chance 1 in this; 0: only when it waits
-  int arrivals;   // a bulk copy arrives with chance 1 in this between turns; 0: only when all wait
+  int switches;  // a warp stops after a turn with chance 1 in this; 0: only when it waits
+  int breaks;    // a warp stops within a turn, some lanes ahead of others, with chance 1 in this; 0: never
+  int arrivals;  // a bulk copy arrives with chance 1 in this between turns; 0: only when all wait
+  int late;      // who runs last. 0: nobody, 1: a warp of each block, 2: a lane of each warp
   int stalls = 0;
   i64 clock = 0;
   char* message;
@@ -48,6 +51,7 @@ struct Region {  // an argument's memory, between pages nobody may touch
 
 struct Turn {
   Warp* warp = nullptr;
+  bool is_late = false;  // those that run last
   u32 step = 1, first = 0, i = 32;
 };
 
@@ -166,8 +170,12 @@ void start_block() {
     warp.fibers.push_back(fiber);
     block->fibers.push_back(fiber);
   }
-  for (Warp& warp : block->warps)
+  const u32 late_warp = random_bits() % block->warps.size(), late_lane = random_bits() % 32;
+  for (Warp& warp : block->warps) {
     if (warp.fibers.size() < 32) warp.done = ~0u << warp.fibers.size();
+    if (launch->late == 1 && &warp == &block->warps[late_warp]) warp.late = ~0u;
+    if (launch->late == 2) warp.late = 1u << late_lane;
+  }
   blocks.push_back(std::move(block));
 }
 
@@ -231,10 +239,9 @@ void finish_thread() {
 
 // ---- who runs next
 
-bool shuffle_turn(Warp* warp) {
-  turn = {warp, random_bits() | 1, random_bits(), 0};
-  return true;
-}
+void start_turn(Warp* warp, bool is_late) { turn = {warp, is_late, random_bits() | 1, random_bits(), 0}; }
+
+u32 ready(const Warp& warp, bool is_late) { return warp.ready & (is_late ? ~0u : ~warp.late); }
 
 bool next_arrives(int index) {  // one of all bulk copies
   for (auto& block : blocks) {
@@ -271,37 +278,38 @@ bool any_arrives() {
   go_home();
 }
 
-Warp* choose_warp() {
+bool choose_warp(bool is_late) {
   Warp* found = nullptr;
   u32 n = 0;
   for (auto& block : blocks)
     for (Warp& warp : block->warps)
-      if (warp.ready != 0 && random_bits() % ++n == 0) found = &warp;
+      if (ready(warp, is_late) != 0 && random_bits() % ++n == 0) found = &warp;
+  start_turn(found, is_late);
   return found;
 }
 
 Fiber* pick() {
   for (;;) {
-    while (turn.warp && turn.warp->ready != 0 && turn.i < 32) {
+    while (turn.warp && ready(*turn.warp, turn.is_late) != 0 && turn.i < 32) {
+      if (launch->breaks > 0 && chance(launch->breaks)) turn.warp = nullptr;
+      if (!turn.warp) break;
       const u32 lane = (turn.step * turn.i++ + turn.first) % 32;
-      if (turn.warp->ready >> lane & 1) {
+      if (ready(*turn.warp, turn.is_late) >> lane & 1) {
         turn.warp->ready &= ~(1u << lane);
         return turn.warp->fibers[lane];
       }
     }
-    if (turn.warp && turn.warp->ready != 0 && (launch->switches == 0 || !chance(launch->switches))) {
-      shuffle_turn(turn.warp);
+    if (turn.warp && !turn.is_late && ready(*turn.warp, false) != 0 && (launch->switches == 0 || !chance(launch->switches))) {
+      start_turn(turn.warp, false);
       continue;
     }
     while (static_cast<int>(blocks.size()) < launch->n_resident && launch->next < launch->order.size()) start_block();
     if (launch->arrivals > 0 && chance(launch->arrivals)) any_arrives();
-    Warp* const warp = choose_warp();
-    if (warp) {
-      shuffle_turn(warp);
-    } else if (!any_arrives()) {
-      if (blocks.empty()) return nullptr;
-      all_wait();
-    }
+    const bool fair = chance(256);  // who waits for memory must not keep others from writing it
+    if (!fair && choose_warp(false)) continue;
+    if (choose_warp(true) || any_arrives()) continue;
+    if (blocks.empty()) return nullptr;
+    all_wait();
   }
 }
 
@@ -504,8 +512,11 @@ extern "C" int emulator_run(void (*body)(void**), void** args, const int* grid, 
   for (int i = 0; i < grid[0] * grid[1] * grid[2]; ++i) now.order.push_back(i);
   for (size_t i = now.order.size(); i > 1; --i) std::swap(now.order[i - 1], now.order[random_bits() % i]);
   const int policies[] = {0, 2, 8};
+  const int breaks[] = {0, 128, 2};
   now.switches = policies[random_bits() % 3];
   now.arrivals = policies[random_bits() % 3];
+  now.breaks = breaks[random_bits() % 3];
+  now.late = static_cast<int>(random_bits() % 3);
   turn = Turn();
 
   static u8 other_stack[64 * 1024];

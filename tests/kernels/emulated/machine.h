@@ -74,7 +74,7 @@ struct Warpgroup {  // one product of m64 n k16: a warp's 16 rows of it
   u32 a[4];
   u64 b;
 };
-Together warpgroup_product, warpgroup_commit;
+Together warpgroup_product, warpgroup_fence, warpgroup_commit;
 void warpgroup_wait(int n_left, int line);
 
 }  // namespace emulator

@@ -56,7 +56,8 @@ struct PendingProduct {
 };
 
 struct Warp {
-  u32 ready = 0, done = 0;
+  u32 ready = 0, done = 0, late = 0;
+  bool fenced = false;  // wgmma.fence since the last commit
   std::vector<Meeting> meetings;
   std::vector<Fiber*> fibers;
   std::vector<PendingProduct> open;

@@ -1,7 +1,7 @@
 """A kernel's text, preprocessed, to C++ that device.h compiles.
 
 Three things CUDA has and C++ has not are rewritten, on the same lines: shared variables become references into the
-block's memory, `asm` statements become calls of functions named after the instruction, launch bounds become constants
+block's memory, `asm` statements become calls of functions named after the instruction (the line first), launch bounds become constants
 that can be asked for.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-_SPECIAL = ((re.compile(r"mbarrier\.try_wait\.parity\."), "ptx_mbarrier_wait(%0, %1)"),)
+_SPECIAL = ((re.compile(r"mbarrier\.try_wait\.parity\."), "ptx_mbarrier_wait(__LINE__, %0, %1)"),)
 """Templates of several instructions, loops for the most part, and the one call each stands for."""
 
 
@@ -115,7 +115,7 @@ def _call(template: str) -> str:
     name, _, rest = statement.partition(" ")
     name = re.sub(r"\.L2::\d+B", "", name)
     operands = [_operand(o) for o in split(rest) if o and o != "_"]
-    return f"ptx_{re.sub(r'[^A-Za-z0-9]', '_', name)}({', '.join(operands)})"
+    return f"ptx_{re.sub(r'[^A-Za-z0-9]', '_', name)}({', '.join(['__LINE__', *operands])})"
 
 
 def _operand(text: str) -> str:

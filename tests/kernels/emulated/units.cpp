@@ -293,6 +293,7 @@ void multiply(PendingProduct& p) {
 
 void warpgroup_product(void* const* brought, u32) {
   const Warpgroup& first = *static_cast<Warpgroup*>(brought[0]);
+  if (!self->warp->fenced) fail(first.line, "wgmma: registers were written, and no wgmma.fence came after");
   PendingProduct p;
   p.n = first.n, p.line = first.line;
   for (int lane = 0; lane < 32; ++lane) {
@@ -306,7 +307,10 @@ void warpgroup_product(void* const* brought, u32) {
   self->warp->open.push_back(std::move(p));
 }
 
+void warpgroup_fence(void* const*, u32) { self->warp->fenced = true; }
+
 void warpgroup_commit(void* const*, u32) {
+  self->warp->fenced = false;
   self->warp->groups.push_back(std::move(self->warp->open));
   self->warp->open.clear();
 }
