@@ -250,14 +250,18 @@ class Weights:
         return Joined([self._stream(n, False) if kernel else self._exact(n, False) for kernel, n in groups], gated)
 
     def _streams(self, name: str) -> bool:
-        """Whether the kernel takes this tensor; asked of a small matrix, since the check would unpack a large one."""
+        """Whether the kernel takes this tensor; asked of a small matrix, since the check would unpack a large one.
+
+        f16 and bf16 stay with the library where many rows would be slow: they have no copy for these.
+        """
         info = self._info(name)
-        if len(info.shape) != 2 or info.type in PLAIN:
+        if len(info.shape) != 2 or info.type not in FORMATS:
             return False
-        if self._scale(name) != 1.0 and not (info.type in FORMATS and FORMATS[info.type].scaled):
+        if self._scale(name) != 1.0 and not FORMATS[info.type].scaled:
             return False
         spec = LinearSpec(self.device, info.type, PROBE_ROWS, info.shape[1])
-        return all(linear.chosen(replace(spec, epilogue=e)).name != linear.reference.name for e in Epilogue)
+        ops = (linear, linear_tall) if info.type in PLAIN else (linear,)
+        return all(op.chosen(replace(spec, epilogue=e)) is not op.reference for op in ops for e in Epilogue)
 
     def _stream(self, names: Sequence[str], gated: bool) -> Matrix:
         infos = [self._info(n) for n in names]
@@ -266,7 +270,7 @@ class Weights:
             return Joined([self._stream([n], False) for n in names], gated=True)
         raws = [self._raw(n).view(i.shape[0], -1) for n, i in zip(names, infos, strict=True)]
         raw = interleave(*raws) if gated else torch.cat(raws)
-        wide = self._dense(names, torch.float16) if self.wide else None
+        wide = self._dense(names, torch.float16) if self.wide and kind not in PLAIN else None
         scales = self._row_scales(names, gated) if FORMATS[kind].scaled else None
         return Streamed(repack(raw.contiguous(), kind, (n_out, n_in), scales), self.device, gated, wide)
 

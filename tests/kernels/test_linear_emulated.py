@@ -13,6 +13,7 @@ from emulated.machine import needs_compiler
 from torch import Tensor
 
 from pyspec.cuda.kernels import linear_cuda, linear_ref, linear_wgmma
+from pyspec.cuda.kernels.linear import linear, linear_tall
 from pyspec.cuda.kernels.linear_cuda import SHAPES, LinearLaunch, random_matrix, random_packed, random_weights, step
 from pyspec.cuda.kernels.linear_pack import CHUNKS, FORMATS, MXFP4_LARGEST, Packed, repack, unpack
 from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
@@ -22,7 +23,7 @@ from pyspec.models.weights import Weights
 
 pytestmark = needs_compiler
 CAPABILITIES = ((8, 0), (9, 0))  # linear.cu, linear_sm90.cu
-EXACT_IN_F16 = (GGMLType.MXFP4, GGMLType.NVFP4)
+EXACT_IN_F16 = (GGMLType.MXFP4, GGMLType.NVFP4, GGMLType.F16, GGMLType.BF16)
 SCALED = tuple(t for t in CHUNKS if FORMATS[t].scaled)
 
 
@@ -79,6 +80,20 @@ def test_second_scales_come_before_what_the_epilogue_does(
         assert off(product(spec, packed, x, residual), want) < 3e-6
 
 
+@pytest.mark.parametrize("kind", [GGMLType.Q8_0, GGMLType.F16, GGMLType.BF16, GGMLType.F32, GGMLType.Q2_K])
+@pytest.mark.parametrize("has_tall", [True, False])
+def test_half_floats_stream_where_many_rows_of_them_do(
+    kind: GGMLType, has_tall: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    infos = {"a.weight": SimpleNamespace(type=kind, shape=(64, 256))}
+    found = Weights(cast(GGUFFile, SimpleNamespace(tensors=infos)), CPU, None)
+    for op, runs in ((linear, True), (linear_tall, has_tall)):
+        monkeypatch.setattr(op, "_choose", lambda spec, op=op, runs=runs: op.impls[0] if runs else op.reference)
+        monkeypatch.setattr(op, "decided", {})
+    kinds = (GGMLType.Q8_0, GGMLType.F16, GGMLType.BF16) if has_tall else (GGMLType.Q8_0,)
+    assert found._streams("a.weight") == (kind in kinds)
+
+
 @pytest.mark.parametrize("gated", [True, False])
 def test_each_tensor_of_a_matrix_keeps_its_own_second_scale(gated: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two tensors of a file as one matrix, side by side or as gates and ups in turn."""
@@ -98,7 +113,7 @@ def test_each_tensor_of_a_matrix_keeps_its_own_second_scale(gated: bool, monkeyp
 
 @pytest.mark.parametrize("type", CHUNKS)
 def test_weights_are_rounded_to_f16_at_most(type: GGMLType) -> None:
-    """Floats of four bits are not rounded at all. Three CTAs cut both tiles."""
+    """Floats of four bits, f16 and bf16 are not rounded at all. Three CTAs cut both tiles."""
     spec, x = LinearSpec(CPU, type, 264, 512), torch.randn(50, 512)
     packed = matrix(spec)
     with emulated_gpu():

@@ -6,6 +6,7 @@
 //   4, 5, 6 bits   cut out in pairs, 1024 + code or 1024 + 16 code, less what is too much
 //   tables         bytes by permutation of a table in registers, then as 8 bits
 //   E2M1           the bits alone: f16 has them in the same order, denormal numbers too, and counts them 2^-14
+// F16 and BF16 weights are f16 in the record, in the order of the operands.
 //
 // Set by the launcher: TYPE, CHUNK (blocks in a record), RECORD (bytes of one).
 #pragma once
@@ -23,6 +24,8 @@
 #define IQ4_XS 9
 #define MXFP4 10
 #define NVFP4 11
+#define F16 12
+#define BF16 13
 
 #define FIVE_BITS (TYPE == Q5_0 || TYPE == Q5_1 || TYPE == Q5_K)
 #define TABLE (TYPE == IQ4_NL || TYPE == IQ4_XS)
@@ -30,7 +33,8 @@
 #define BYTE_SCALES (TYPE == IQ4_XS || TYPE == MXFP4)  // a word holds those of rows g and g + 8 of two blocks
 #define HAS_MIN (TYPE == Q4_1 || TYPE == Q5_1 || TYPE == Q4_K || TYPE == Q5_K)  // weights are scale * code - min
 #define HALF_SCALES (TYPE == Q6_K || TYPE == NVFP4)                             // one scale for each 16 weights
-#define ROW_SCALES (TYPE == NVFP4)  // behind the last record a second scale for each row, f32
+#define HALVES (TYPE == F16 || TYPE == BF16)            // no codes, no scales in the record
+#define ROW_SCALES (TYPE == NVFP4 || TYPE == BF16)      // behind the last record a second scale for each row, f32
 
 // What sums of operands times scales are to be multiplied with.
 constexpr float kUnit = TYPE == MXFP4 ? 8192.f : TYPE == NVFP4 ? 4194304.f : 1.f;
@@ -39,6 +43,10 @@ constexpr float kUnit = TYPE == MXFP4 ? 8192.f : TYPE == NVFP4 ? 4194304.f : 1.f
 struct Codes {  // a lane's part of a block as it lies in a record
   uint4 q;
   u32 d;
+};
+#elif HALVES
+struct Codes {
+  uint4 first, second;
 };
 #else
 struct Codes {
@@ -78,6 +86,19 @@ __device__ __forceinline__ void unpack(Weights& w, const Codes& c) {
   bytes_to_f16(c.q.w, w.a[5], w.a[7]);
   w.scale = low_half(c.d);
   w.scale8 = high_half(c.d);
+}
+
+#elif HALVES
+
+__device__ __forceinline__ void fetch(Codes& c, u32 record, int block, int lane) {
+  c.first = shared_16(record + block * 1024 + lane * 16);
+  c.second = shared_16(record + block * 1024 + 512 + lane * 16);
+}
+
+__device__ __forceinline__ void unpack(Weights& w, const Codes& c) {
+  w.a[0] = c.first.x, w.a[1] = c.first.y, w.a[2] = c.first.z, w.a[3] = c.first.w;
+  w.a[4] = c.second.x, w.a[5] = c.second.y, w.a[6] = c.second.z, w.a[7] = c.second.w;
+  w.scale = w.scale8 = 1.f;
 }
 
 #else

@@ -33,6 +33,7 @@ from pyspec.cuda.kernels.rows_cuda import Rows, RowsLaunch
 from pyspec.gguf import GGMLType
 
 MAX_ROWS = 128
+HALVES = (GGMLType.F16, GGMLType.BF16)
 _SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}  # KiB a block may have
 _STATIC = 2048  # bytes of a CTA kept for the kernel's static shared memory and the driver's
 
@@ -219,7 +220,10 @@ def random_packed(type: GGMLType, n_out: int, n_in: int, device: torch.device) -
     n_record, n_half = n_groups(n_out) * n_chunks(type, n_in), len(_half_floats(type))
     records = torch.randint(0, 256, (n_record, RECORDS[type]), dtype=torch.uint8, device=device)
     n_block = CHUNKS[type] * 32 // type.block_size
-    floats = records[:, -(n_half * 32 * n_block or RECORDS[type] - 256 * CHUNKS[type]) :]  # all behind E2M1 codes
+    at = (
+        0 if type in HALVES else -(n_half * 32 * n_block or RECORDS[type] - 256 * CHUNKS[type])
+    )  # all behind E2M1 codes
+    floats = records[:, at:]
     floats &= 0x1F
     if type is GGMLType.MXFP4:
         floats |= 0x60
@@ -229,7 +233,7 @@ def random_packed(type: GGMLType, n_out: int, n_in: int, device: torch.device) -
 
 def random_weights(type: GGMLType, n_out: int, n_in: int, gen: torch.Generator) -> Tensor:
     """[n_out, row_bytes] uint8. Most types have no encoder here: random codes and scales, the half floats set."""
-    if type in (GGMLType.Q8_0, GGMLType.Q4_0):
+    if type in (*HALVES, GGMLType.Q8_0, GGMLType.Q4_0):
         return quantize(torch.randn(n_out, n_in, generator=gen), type)
     n_block = n_in // type.block_size
     blocks = torch.randint(0, 256, (n_out, n_block, type.type_size), generator=gen, dtype=torch.uint8)

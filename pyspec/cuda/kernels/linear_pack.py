@@ -4,11 +4,12 @@ A tile is 256 output rows, a chunk `CHUNKS[type]` blocks of 32 columns, a record
 tensor-core operands, then scales (linear_planes.py). Records lie as [tile][chunk][16 rows]; the last tile may be lower. Rows are
 padded to a multiple of 16 and columns to whole chunks with zeros. Bytes of a record over those of the file's blocks:
 
-    Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q6_K IQ4_NL MXFP4 NVFP4   the same
-    Q4_K +2.8 %, Q5_K +2.3 %, IQ4_XS +1.5 %            six-bit scales become bytes
+    F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q6_K IQ4_NL MXFP4 NVFP4   the same
+    Q4_K +2.8 %, Q5_K +2.3 %, IQ4_XS +1.5 %                     six-bit scales become bytes
 
-NVFP4 matrices have a second scale in the file, one f32 a tensor. Behind the records lies one for each row, rows padded to
-whole tiles, because a matrix may be made of several tensors.
+Behind the records of NVFP4 and BF16 lies a scale for each row, f32, rows padded to whole tiles. NVFP4 has such a second scale
+in the file, one a tensor, and a matrix may be made of several tensors. BF16 weights become f16 over a power of two, that of
+their row: no bit is lost of those larger than 2^-32 times the row's largest.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Format:
     decode  records -> weights [group, 2, 8, chunk, block, 32] f32
     minima  weights are scale * code - minimum: the kernels need sums of the rows, too
     scaled  a second scale for each row
+    split   the file's rows [row, block, type_size] -> the rows that are encoded, and what each is multiplied with
     """
 
     code: int
@@ -50,6 +52,7 @@ class Format:
     decode: Callable[[Tensor], Tensor]
     minima: bool = False
     scaled: bool = False
+    split: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,24 +107,34 @@ def repack(raw: Tensor, type: GGMLType, shape: tuple[int, int], scales: Tensor |
     row_bytes = n_in // type.block_size * type.type_size
     if n_in % type.block_size or raw.numel() != n_out * row_bytes:
         raise ModelError(f"a {type.name} matrix of {n_out} x {n_in} has {n_out * row_bytes} bytes, got {raw.numel()}")
-    assert scales is None or (FORMATS[type].scaled and scales.shape == (n_out,))
+    kind = FORMATS[type]
+    assert scales is None or (kind.scaled and scales.shape == (n_out,))
     rows = raw.reshape(n_out, n_in // type.block_size, type.type_size)
-    out = torch.empty(packed_bytes(type, n_out, n_in), dtype=torch.uint8, device=raw.device)
+    packed = Packed(
+        torch.empty(packed_bytes(type, n_out, n_in), dtype=torch.uint8, device=raw.device), type, n_out, n_in
+    )
+    if kind.scaled:
+        _behind(packed).zero_()
+        row_scales(packed).copy_(torch.ones(()) if scales is None else scales)
     step, at = max(1, _SLICE // (TILE * 16 * n_in)) * TILE * 16, 0
     for first in range(0, n_out, step):
-        for tile in _tiles(_records(rows[first : first + step], type)):
-            out[at : at + tile.numel()] = tile.view(-1)
+        part = rows[first : first + step]
+        if kind.split is not None:
+            part, powers = kind.split(part)
+            row_scales(packed)[first : first + step] *= powers
+        for tile in _tiles(_records(part, type)):
+            packed.data[at : at + tile.numel()] = tile.view(-1)
             at += tile.numel()
-    if FORMATS[type].scaled:
-        behind = out[at:].view(torch.float32)
-        behind[:n_out], behind[n_out:] = 1.0 if scales is None else scales.to(behind), 0.0
-    return Packed(out, type, n_out, n_in)
+    return packed
 
 
 def row_scales(packed: Packed) -> Tensor:
     """[n_out] f32: the second scale of each row, for types that have one."""
-    at = _record_bytes(packed.type, packed.n_out, packed.n_in)
-    return packed.data[at:].view(torch.float32)[: packed.n_out]
+    return _behind(packed)[: packed.n_out]
+
+
+def _behind(packed: Packed) -> Tensor:
+    return packed.data[_record_bytes(packed.type, packed.n_out, packed.n_in) :].view(torch.float32)
 
 
 def unpack(packed: Packed) -> Tensor:
@@ -167,6 +180,23 @@ def _half(x: Tensor) -> Tensor:
 
 def _values(codes: Tensor, table: tuple[int, ...]) -> Tensor:
     return torch.tensor(table, dtype=torch.float32, device=codes.device)[codes.int()]
+
+
+def _encode_f16(blocks: Tensor) -> Tensor:
+    lanes = planes.by_lane(blocks.contiguous().view(torch.int16).flatten(-2).unflatten(-1, (-1, 32)))
+    return planes.halves_in(lanes)
+
+
+def _decode_f16(records: Tensor) -> Tensor:
+    return planes.from_lanes(planes.halves_out(records)).contiguous().view(torch.float16).float()
+
+
+def _split_bf16(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Over the power of two that brings a row's largest to 2^14 or more: f16 holds 2^15, and 2^-17 with all bits."""
+    x = rows.contiguous().view(torch.bfloat16).float().flatten(1)
+    exponents = torch.frexp(x.abs().amax(1)).exponent.clamp(-111, 128) - 15  # normal numbers
+    powers = torch.ldexp(torch.ones_like(x[:, 0]), exponents)
+    return (x / powers[:, None]).half().view(torch.uint8).view(rows.shape), powers
 
 
 def _encode_q8_0(blocks: Tensor) -> Tensor:
@@ -346,6 +376,8 @@ FORMATS: dict[GGMLType, Format] = {
     GGMLType.IQ4_XS: Format(9, 8, 2208, _encode_iq4_xs, _decode_iq4_xs),
     GGMLType.MXFP4: Format(10, 4, 1088, _encode_mxfp4, _decode_mxfp4),
     GGMLType.NVFP4: Format(11, 4, 1152, _encode_nvfp4, _decode_nvfp4, scaled=True),
+    GGMLType.F16: Format(12, 2, 2048, _encode_f16, _decode_f16),
+    GGMLType.BF16: Format(13, 2, 2048, _encode_f16, _decode_f16, scaled=True, split=_split_bf16),
 }
 CHUNKS = {type: kind.chunk for type, kind in FORMATS.items()}
 RECORDS = {type: kind.record for type, kind in FORMATS.items()}

@@ -69,6 +69,17 @@ def e2m1_out(plane: Tensor) -> Tensor:
     return torch.stack(codes, -1).to(torch.uint8)
 
 
+def halves_in(lanes: Tensor) -> Tensor:
+    """f16 weights as int16: a lane's operands of the first 16 columns of a block, 16 bytes, then all of the second."""
+    x = lanes.unflatten(-1, (2, 2, 2))  # group chunk block lane r half pair e
+    return x.permute(0, 1, 2, 5, 3, 6, 4, 7).flatten(2).contiguous().view(torch.uint8)
+
+
+def halves_out(plane: Tensor) -> Tensor:
+    x = plane.contiguous().view(torch.int16).unflatten(-1, (-1, 2, 32, 2, 2, 2))
+    return x.permute(0, 1, 2, 4, 6, 3, 5, 7).flatten(-3)
+
+
 def crumbs_in(lanes: Tensor) -> Tensor:
     """Bits 4 and 5 of each code, 16 bytes a lane for four blocks.
 

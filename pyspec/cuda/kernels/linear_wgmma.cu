@@ -136,7 +136,9 @@ __device__ __forceinline__ void weights_f16(u32 (&a)[8], u32 record, int block, 
 #endif
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-#if HAS_MIN
+#if HALVES
+    a[i] = w.a[i];
+#elif HAS_MIN
     a[i] = fma_f16x2(w.a[i], i & 1 ? scale8 : scale, i & 1 ? low8 : low);
 #else
     a[i] = mul_f16x2(w.a[i], i < 4 ? (i & 1 ? scale8 : scale) : (i & 1 ? more8 : more));

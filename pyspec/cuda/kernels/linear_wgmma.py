@@ -1,8 +1,9 @@
 """`linear` for 33 rows and more on Hopper: one pass over the packed weights for 128 rows (linear_wgmma.cu).
 
 Where linear_cuda scales sums in float32, this rounds weights to f16 first: 2^-12 of each at most, 4e-4 of an output in
-relative L2 norm together with the rows' own rounding (linear_ref.py). A product's order of summation depends on the matrix
-and the device only, so a row's bits do not depend on the other rows nor on their number.
+relative L2 norm together with the rows' own rounding (linear_ref.py). F16, BF16, NVFP4 and MXFP4 weights are not rounded. A
+product's order of summation depends on the matrix and the device only, so a row's bits do not depend on the other rows nor on
+their number.
 
 Rows come as rows.cu's f16 values over a power of two, in the order of `blocks_for_wgmma`. More than 128 run in passes.
 Buffers are made at bind and shared by the matrices of a device: all launches must be on one stream.
