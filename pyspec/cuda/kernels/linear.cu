@@ -1,6 +1,7 @@
 // linear: y = x W^T for packed quantised weights and few rows; the weights stream through once.
 //
-//   weights   [tile][chunk][16 rows][record]  u8   linear_pack.py; a tile is 256 output rows
+//   weights   [tile][chunk][16 rows][record]  u8   linear_pack.py; a tile is 256 output rows; behind them
+//                                                  a scale for each row, f32, for types that have one
 //   x         [block][PAD][32]                f16  linear_rows.cu: rows over a power of two, blocks of 32 columns
 //   sums      [block][PAD]                    f32  sums over the 32 columns (read for types with minima only)
 //   powers    [PAD]                           f32  the rows' powers of two
