@@ -14,6 +14,7 @@ from torch import Tensor
 from pyspec.cuda.kernels import linear_cuda, linear_wgmma
 from pyspec.cuda.kernels.dequant_ref import dequantize, dequantize_rows
 from pyspec.cuda.kernels.linear import linear, linear_tall
+from pyspec.cuda.kernels.linear_cuda import LinearLaunch
 from pyspec.cuda.kernels.linear_pack import FORMATS, Packed, interleave, repack
 from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
 from pyspec.cuda.kernels.linear_wgmma import WgmmaLaunch
@@ -130,7 +131,7 @@ class Streamed:
             return GLU(y) if self.gated else y
         x, prep = self._fused(x, prep, self.plain.max_rows)
         adds = residual is not None and self.added is not None
-        launch = self.added if adds and self.added is not None else self.plain
+        launch: LinearLaunch | WgmmaLaunch = self.added if adds and self.added is not None else self.plain
         if x.shape[0] > WIDE_ROWS and (tall := self.tall_added if adds else self.tall) is not None:
             launch = tall
         out = torch.empty(x.shape[0], self.n_out, dtype=torch.float32, device=x.device)
