@@ -22,6 +22,8 @@ PROBE_FIRST, PROBE_LAST, PROBE_DRAFT = 32, 512, 4  # rounds between probes of a 
 N_SAMPLE, N_TRUST = 5, 2  # samples kept per size; samples needed to believe them
 DOUBT_EVERY = 512  # rounds
 HOPE = 0.7  # of the way from the straight line down to the next smaller size: what a size never tried costs
+TRY_ROUNDS, TRY_SHARE = 4, 0.001  # what trying sizes may lose: plain rounds at first, then a share of the time
+TRY_MOST = 0.3  # of a plain round: what one try counts at most, so that a cliff is found out about
 PLAIN_EVERY = 384  # rounds after which the cost of an undrafted round is measured again
 
 
@@ -36,7 +38,8 @@ class Timer:
 
     A size is trusted from its second sample on, and needs a new one when not seen for long. Between trusted sizes costs
     lie on a straight line, beyond them they are flat; but a size never tried is hoped to cost little more than the next
-    smaller one, so that it is tried: kernels have steps, and the best size may be the last one on a step.
+    smaller one, so that it is tried: kernels have steps, and the best size may be the last one on a step. Where each row
+    costs its share, as with experts, hope only loses: the controller says when there has been enough of it.
     """
 
     def __init__(self, bucket: Callable[[int], int] = bucket) -> None:
@@ -68,7 +71,7 @@ class Timer:
         self.fresh.clear()
         self._tabulate()
 
-    def __call__(self, size: int) -> float:
+    def __call__(self, size: int, hopeful: bool = True) -> float:
         size = self.bucket(size)
         if not self._sizes:
             return 1.0
@@ -79,9 +82,9 @@ class Timer:
             return self._ms[i]
         a, b = self._sizes[i - 1], self._sizes[i]
         line = self._ms[i - 1] + (self._ms[i] - self._ms[i - 1]) * (size - a) / (b - a)
-        if size not in self.samples:
+        if size not in self.samples and hopeful:
             return (1 - HOPE) * line + HOPE * self._ms[i - 1]
-        return min(line, *self.samples[size])
+        return min((line, *self.samples.get(size, ())))
 
 
 @dataclass(slots=True)
@@ -127,6 +130,8 @@ class Controller:
 
     def __post_init__(self) -> None:
         self.since_plain = self.n_round = 0
+        self.ms = self.lost_ms = 0.0  # of all rounds, and what those of sizes not known yet took more than plain ones
+        self._worth_ms: float | None = None  # of a round of such a size: what its expected tokens take without drafts
         self.forget_acceptance()
 
     def forget_acceptance(self) -> None:
@@ -192,6 +197,8 @@ class Controller:
     def _best(self, caps: Sequence[tuple[int, int]]) -> tuple[list[int], str]:
         busy = len(caps)
         plain = busy / self.verify_ms(busy)
+        hopeful = self.lost_ms < TRY_ROUNDS * self.verify_ms(busy) + TRY_SHARE * self.ms
+        self._worth_ms = None
         best, best_rate = [0] * busy, plain * MARGIN
         now, tokens, rows, live = [0] * busy, float(busy), busy, 0
         heap = [(-self.chance(slot, 0), i) for i, (slot, cap) in enumerate(caps) if cap > 0]
@@ -203,9 +210,10 @@ class Controller:
             now[i] += 1
             tokens, rows = tokens - survive, rows + 1
             passes = max(now) if self.chained else 1
-            rate = tokens / (self.verify_ms(rows) + passes * self.draft_ms(live))
+            rate = tokens / (self.verify_ms(rows, hopeful) + passes * self.draft_ms(live))
             if rate > best_rate:
                 best, best_rate = now.copy(), rate
+                self._worth_ms = None if self.verify_ms.knows(rows) else tokens / plain
             if now[i] < cap:
                 heappush(heap, (survive * self.chance(slot, now[i]), i))
         if not any(best):
@@ -224,6 +232,10 @@ class Controller:
 
     def timed(self, rows: int, verify_ms: float, live: int, passes: int, draft_ms: float) -> None:
         """What a round of only decoding slots took."""
+        self.ms += verify_ms + draft_ms
+        if live and self._worth_ms is not None:
+            lost = verify_ms + draft_ms - self._worth_ms
+            self.lost_ms = max(0.0, self.lost_ms + min(lost, TRY_MOST * self._worth_ms))
         self.verify_ms.add(rows, verify_ms)
         if live:
             self.draft_ms.add(live, draft_ms / (max(passes, 1) if self.chained else 1))

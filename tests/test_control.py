@@ -120,6 +120,35 @@ def test_low_acceptance_costs_less_than_two_percent() -> None:
     assert 0 < drafted < 0.02 * 1800 * 4, "it goes on asking, rarely"
 
 
+def experts(rows: int) -> float:
+    """Every row has its own experts read: a fifth of a round each."""
+    return 10.0 * (1 + 0.2 * (rows - 1))
+
+
+def warmed(**machine: object) -> Machine:
+    """Costs of one and of all slots are known for three lengths, as after a load."""
+    m = Machine(**machine)  # type: ignore[arg-type]
+    for busy in (1, m.n_slot):
+        for n in (0, N_MAX // 2, N_MAX):
+            m.controller.force = n
+            for _ in range(4):
+                m.round([0.3] * busy)
+    m.controller.forget_acceptance()
+    return m
+
+
+@pytest.mark.parametrize("busy", [1, 4, 8])
+@pytest.mark.parametrize("chained", [False, True])
+def test_dear_rows_never_cost_two_percent_of_plain_decoding(chained: bool, busy: int) -> None:
+    """A mixture of experts: drafts pay at high acceptance only, and finding out at any other is cheap."""
+    for acceptance in (0.0, 0.2, 0.4, 0.5, 0.6, 0.65, 0.7, 0.8, 0.95):
+        kind = {"cost": experts, "draft_cost": 0.5, "chained": chained}
+        plain = Machine(fixed=0, **kind).run(2000, [acceptance] * busy)  # type: ignore[arg-type]
+        got = warmed(**kind).run(2000, [acceptance] * busy)
+        assert got > 0.98 * plain, f"at {acceptance}: {got / plain:.4f} of plain"
+        assert acceptance < 0.95 or got > 1.1 * plain
+
+
 def test_it_comes_back_when_acceptance_does() -> None:
     m = Machine(flat, 2.0, n_slot=1)
     m.run(600, [0.02])
