@@ -219,15 +219,15 @@ def inspect_idle(engine: Engine, tally: Tally) -> None:
             tally.fail("a slot is still busy after the last request")
             return
         time.sleep(0.01)
-    table, metrics = engine.loop.table, engine.metrics()
-    table.check()
+    table, cache, metrics = engine.loop.table, engine.loop.cache, engine.metrics()
+    cache.check()
     for slot in table.slots:
         if slot.reserved or slot.busy:
             tally.fail(f"slot {slot.index} has {slot.reserved} pages reserved")
-        engine.loop.forget(slot)
-    table.check()
-    if table.n_page_used:
-        tally.fail(f"{table.n_page_used} pages are lost")
+    table.clear()
+    cache.check()
+    if table.n_page_used or table.n_page_cached or len(cache.states):
+        tally.fail(f"{table.n_page_used} + {table.n_page_cached} pages and {len(cache.states)} states are lost")
     if metrics.requests_failed or metrics.guard_trips or not engine.alive():
         tally.fail(f"{metrics.requests_failed} requests failed, {metrics.guard_trips} guards tripped")
 
@@ -237,7 +237,7 @@ def soak(seconds: float, np: int, seed: int, n_prompt: int = 24) -> tuple[bool, 
     known, tally = known_texts(n_prompt), Tally()
     n_client = np + max(2, np // 2)  # more than fit, so that some wait
     with ExitStack() as stack:
-        engine = stack.enter_context(Engine.load("demo", np=np, queue=4 * n_client))
+        engine = stack.enter_context(Engine.load("demo", np=np, queue=4 * n_client, cache_ram=16))
         url = stack.enter_context(serving(engine))
         began = time.monotonic()
         args = [(engine, url, seed * 1000 + i, began + seconds, known, tally) for i in range(n_client)]
@@ -269,8 +269,15 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--np", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--chats", action="store_true", help="conversations over the prefix cache (soak_chats.py)")
+    parser.add_argument("--model", type=Path, default=None, help="of the conversations: any file with an MTP block")
     arguments = parser.parse_args()
-    well, line = soak(60 * arguments.minutes, arguments.np, arguments.seed)
+    if arguments.chats:
+        from soak_chats import soak_chats
+
+        well, line = soak_chats(60 * arguments.minutes, arguments.np, arguments.seed, arguments.model)
+    else:
+        well, line = soak(60 * arguments.minutes, arguments.np, arguments.seed)
     print(line)
     sys.exit(0 if well else 1)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from draft_fakes import Fickle, Liar, Oracle, text_after
+from draft_fakes import EOG, Fickle, Liar, Oracle, ending_text_after, text_after
 from engine_rig import FIXTURES, GREEDY, Heard, Rig, fake_rig, plain_rig, rig
 from known_texts import N_TEXT, continuation, known_texts, tiny
 
@@ -25,12 +25,13 @@ from pyspec.engine import last_turn
 from pyspec.errors import SlotError
 from pyspec.slots.states import Saved
 
-PATHS = {"llama": FIXTURES / "llama.gguf", "qwen35": FIXTURES / "qwen35.gguf"}
-KINDS = ["mtp", "dflash", "ngram", "llama"]
+QWEN35 = FIXTURES / "qwen35.gguf"
+PATHS = {"llama": FIXTURES / "llama.gguf", "nemotron": FIXTURES / "nemotron_latent.gguf"}
+KINDS = ["mtp", "nemotron", "dflash", "ngram", "llama"]
 
 
 def path_of(kind: str) -> Path:
-    return tiny("qwen35") if kind == "dflash" else PATHS["llama" if kind == "llama" else "qwen35"]
+    return tiny("qwen35") if kind == "dflash" else PATHS.get(kind, QWEN35)
 
 
 def make(kind: str, **settings: object) -> Rig:
@@ -38,6 +39,7 @@ def make(kind: str, **settings: object) -> Rig:
     name, _, off = kind.partition("-")
     drafts: dict[str, object] = {
         "mtp": {"spec_type": "mtp", "n_draft_max": 3},
+        "nemotron": {"spec_type": "mtp", "n_draft_max": 2},
         "dflash": {"draft_path": tiny("qwen35", drafter=True)},
         "ngram": {"spec_type": "ngram", "ngram_match": 1},
         "llama": {"spec_type": "ngram", "ngram_match": 1},
@@ -210,7 +212,7 @@ class Random(Fickle):
 @pytest.mark.parametrize("rounds", [0, 1, 2, 3, 7])
 def test_a_state_is_of_committed_tokens_only(drafter: str, rounds: int) -> None:
     """P6: all accepted, all refused, some; at the end, or cancelled in the middle with records not folded yet."""
-    path = PATHS["qwen35"]
+    path = QWEN35
     prompt, text = next((p, t) for p, t in known_texts(path).items() if len(p) > 60)
     r = rig(path, spec_type="mtp", n_draft_max=5, n_draft_fixed=True, page_size=16)
     mtp = r.loop.drafter
@@ -239,6 +241,42 @@ def test_a_state_is_of_committed_tokens_only(drafter: str, rounds: int) -> None:
         assert (a - b).abs().max() < 1e-3
     again = r.generate([*prompt, *h.tokens, 3], 5)
     assert again.timings.cache_n == n_past
+
+
+@pytest.mark.parametrize("kind", ["mtp", "nemotron", "dflash"])
+def test_the_drafter_s_rows_come_with_the_pages(kind: str) -> None:
+    """Whole pages shared, the middle of one copied: at the end all rows are those of a cold start."""
+    r, fresh = make(kind), make(kind)
+    first = ids(1, 70)
+    turn = [*first, *r.generate(first, 20).tokens, *ids(2, 30)]
+    heard = [one.generate(turn, 25) for one in (r, fresh)]
+    assert [h.timings.cache_n for h in heard] == [89, 0]
+    text = [*turn, *heard[0].tokens][:-1]
+    drafters = [one.loop.drafter for one in (r, fresh)]
+    assert all(isinstance(drafter, Paged) for drafter in drafters)
+    for a, b in zip(*(drafter.pools() for drafter in drafters), strict=True):  # type: ignore[union-attr]
+        rows = [torch.tensor(one.filed(text)) for one in (r, fresh)]
+        assert len(rows[0]) == len(rows[1]) == len(text)
+        assert (a.k[rows[0]] - b.k[rows[1]]).abs().max() < 1e-3 and (a.v[rows[0]] - b.v[rows[1]]).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("n_draft", [0, 1, 5])
+def test_an_end_token_inside_an_accepted_draft_gets_no_row(n_draft: int) -> None:
+    """What is left to go on from is the same as without drafts."""
+    drafter = Oracle(n_draft, text=ending_text_after) if n_draft else None
+    ended = 0
+    for seed in range(400):
+        prompt = ids(seed, 5)
+        if not EOG & {*ending_text_after(prompt, 12)[2:]}:
+            continue
+        r = fake_rig(1, drafter)
+        h = r.generate(prompt, 30, replace(GREEDY, ignore_eos=False))
+        assert h.finish == "eos" and h.tokens == ending_text_after(prompt, 30)[: len(h.tokens)]
+        assert r.loop.stats.n_tokens_max == len(prompt) + len(h.tokens) + 1
+        text = [*prompt, *ending_text_after(prompt, 30)]
+        assert len(r.filed(text)) == len(prompt) + len(h.tokens)
+        ended += 1
+    assert ended > 10
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -332,6 +370,17 @@ def test_a_failed_request_leaves_nothing_but_what_others_read() -> None:
     assert good.timings.cache_n == 100 and good.tokens == text_after([*prompt[:100], 7], 40)
     again = r.generate(prompt, 10)
     assert again.tokens == text_after(prompt, 10)
+
+
+@pytest.mark.slow
+def test_the_second_turn_of_a_long_conversation_starts_ten_times_sooner() -> None:
+    """8,000 tokens, with MTP: milliseconds to the first token of either turn."""
+    r = make("mtp", ctx=8300, page_size=32)
+    first = ids(1, 8000)
+    h = r.generate(first, 20)
+    again = r.generate([*first, *h.tokens, *ids(2, 30)], 20)
+    assert (h.timings.cache_n, again.timings.cache_n) == (0, 8019)
+    assert again.timings.prompt_ms < h.timings.prompt_ms / 10
 
 
 def test_the_end_of_the_context_leaves_a_place_to_go_on_from() -> None:

@@ -1,0 +1,133 @@
+"""Conversations that share and fork their beginnings, with drafts and cancels, over a prefix cache that is always too small.
+
+    python tools/soak.py --chats --minutes 20
+
+Checked: every text, cancelled ones included, is what one slot without drafter and without cache says; no request fails; every
+page and state is accounted for at the end.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+from soak import Tally, inspect_idle
+
+from pyspec import synth
+from pyspec.draft.drafter import Ask
+from pyspec.engine import Engine, Result
+from pyspec.errors import PyspecError
+from pyspec.request import Delta, Request, SamplingParams
+
+N_CHAT, CTX = 8, 768
+AGAIN, CANCELLED, FORKED = 0.8, 0.2, 0.15  # shares: go on from what was said; are left early; go on from its middle
+TIE = 2e-3  # a token that is no better than the next one by more may fall either way in another batch
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=2)
+
+
+def openings(rng: random.Random) -> list[list[int]]:
+    """What several conversations begin with."""
+    return [[rng.randrange(250) for _ in range(n)] for n in (20, 75, 130, 200)]
+
+
+class Prompter:
+    """Drafts like the block of a trained model: right for a while. A random one never is, and nothing would be accepted."""
+
+    def __init__(self, engine: Engine, seed: int) -> None:
+        drafter = engine.loop.drafter
+        assert drafter is not None
+        self.own, self.rng, self.scripts = drafter.draft, random.Random(seed), dict[int, list[int]]()
+        drafter.draft = self.draft  # type: ignore[method-assign]
+
+    def draft(self, asks: Sequence[Ask]) -> list[list[int]]:
+        return [self.mixed(ask, draft) for ask, draft in zip(asks, self.own(asks), strict=True)]
+
+    def mixed(self, ask: Ask, draft: list[int]) -> list[int]:
+        text = [*ask.slot.tokens, ask.anchor]
+        right = next((s[len(text) :] for s in list(self.scripts.values()) if s[: len(text)] == text), [])
+        n = min(self.rng.randint(0, len(draft)), len(right))
+        return [*right[:n], *draft[n:]]
+
+
+def verdict(prompt: list[int], tokens: list[int], want: Result) -> str | None:
+    """What is wrong with `tokens` after `prompt`; near ties end the comparison."""
+    for i, (a, b) in enumerate(zip(tokens, want.tokens, strict=False)):
+        if a != b:
+            best, second = (p for _, p in want.logprobs[i].top)
+            return None if best - second < TIE else f"after {len(prompt)} tokens, token {i} is {a} and should be {b}"
+    return None
+
+
+def chat(engine: Engine, cold: Engine, prompter: Prompter, seed: int, until: float, tally: Tally) -> None:
+    """One user after another."""
+    rng, common = random.Random(seed), openings(random.Random(0))
+    text: list[int] = []
+    while time.monotonic() < until and not tally.wrong:
+        if not text or rng.random() > AGAIN or len(text) > CTX - 120:
+            text = list(rng.choice(common))
+        elif rng.random() < FORKED:
+            text = text[: rng.randint(1, len(text))]
+        prompt = [*text, *(rng.randrange(250) for _ in range(rng.randint(1, 40)))]
+        n_draft, leave, stay = rng.randint(1, 3), rng.random() < CANCELLED, rng.randint(0, 12)
+        request = Request(prompt=tuple(prompt), params=GREEDY, max_tokens=rng.randint(1, 60), n_draft_max=n_draft)
+        tokens: list[int] = []
+        try:
+            want = cold.run(replace(request, n_draft_max=None))
+            prompter.scripts[seed] = [*prompt, *want.tokens]
+            stream = engine.run_stream(request)
+            for n_read, event in enumerate(stream):
+                if isinstance(event, Delta):
+                    tokens += event.tokens
+                if leave and n_read >= stay:
+                    stream.close()  # type: ignore[attr-defined]
+                    break
+            tally.add("cancelled" if leave else "finished")
+            wrong = verdict(prompt, tokens, want)
+            if wrong is None and not leave and len(tokens) != request.max_tokens:
+                wrong = f"{len(tokens)} tokens, should be {request.max_tokens}"
+            if wrong is not None:
+                tally.fail(f"{wrong} (n_draft {n_draft})")
+        except PyspecError as e:
+            tally.fail(f"{type(e).__name__}: {e}")
+        text = [*prompt, *tokens]
+
+
+def soak_chats(seconds: float, np: int, seed: int, model: Path | None = None) -> tuple[bool, str]:
+    """Run it; (all well, summary line). Without a model it is a tiny random one with Gated DeltaNet and MTP."""
+    tally = Tally()
+    with ExitStack() as stack:
+        if model is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            model = synth.write("qwen35", folder / "tiny.gguf", quant="f32", tiny=True)
+        settings = {"kv_type": "f32", "device": "cpu", "warm_up": False, "page_size": 16, "ctx": CTX, "queue": 64}
+        engine = stack.enter_context(
+            Engine.load(
+                model, "mtp", np=np, n_draft_max=3, n_draft_fixed=True, kv_pool=np * CTX // 2, cache_ram=4, ubatch=100,
+                checkpoint_every=160, **settings,
+            )
+        )  # fmt: skip
+        cold = stack.enter_context(Engine.load(model, None, np=1, prefix_cache=False, **settings))
+        began = time.monotonic()
+        prompter = Prompter(engine, seed)
+        args = [(engine, cold, prompter, seed * 1000 + i, began + seconds, tally) for i in range(N_CHAT)]
+        threads = [threading.Thread(target=chat, args=a) for a in args]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        took, m = time.monotonic() - began, engine.metrics()
+        inspect_idle(engine, tally)
+    counts = ", ".join(f"{n} {what}" for what, n in sorted(tally.counts.items()))
+    line = (
+        f"{'FAILED' if tally.wrong else 'ok'}: {took:.0f} s, np {np}: {counts}; "
+        f"{m.prompt_tokens_cached / max(1, m.prompt_tokens_seen):.0%} of {m.prompt_tokens_seen} prompt tokens cached; "
+        f"{m.accepted_tokens / max(1, m.draft_tokens):.0%} of {m.draft_tokens} drafted accepted; "
+        f"{m.states} states, {m.pages_cached} of {m.pages_total} pages filed"
+    )
+    return not tally.wrong, "\n".join([line, *(f"  {w[:500]}" for w in tally.wrong[:5])])
