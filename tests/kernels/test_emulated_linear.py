@@ -10,13 +10,25 @@ from torch import Tensor
 
 from pyspec.cuda.kernels import linear_cuda, linear_ref
 from pyspec.cuda.kernels.linear_cuda import SHAPES, LinearLaunch, Shape, random_weights, step
-from pyspec.cuda.kernels.linear_pack import CHUNKS, Packed, repack, unpack
+from pyspec.cuda.kernels.linear_pack import Packed, repack, unpack
 from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
 from pyspec.gguf import GGMLType
 
 pytestmark = needs_compiler
 SEEDS = (0, 1)
 CAPABILITIES = ((8, 0), (9, 0))  # linear.cu, linear_sm90.cu
+TYPES = (
+    GGMLType.Q8_0,
+    GGMLType.Q4_0,
+    GGMLType.Q4_K,
+    GGMLType.Q6_K,
+)  # all ways scales lie; test_linear_emulated has the rest
+
+
+@pytest.fixture(autouse=True)
+def _few_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that matrices this small go round the ring of stages."""
+    monkeypatch.setattr(linear_cuda, "n_stages", lambda type, shape, capability: 2 if capability >= (9, 0) else 3)
 
 
 def matrix(spec: LinearSpec) -> Packed:
@@ -45,10 +57,10 @@ def off(got: Tensor, want: Tensor) -> float:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("capability", CAPABILITIES)
-@pytest.mark.parametrize("type", CHUNKS)
+@pytest.mark.parametrize("type", TYPES)
 def test_products_equal_exact_sums_of_rounded_rows(type: GGMLType, capability: tuple[int, int], seed: int) -> None:
     """300 rows fill a tile and a lower one; three CTAs cut both."""
-    spec = LinearSpec(CPU, type, 300, 1024)
+    spec = LinearSpec(CPU, type, 300, 1536)
     packed = matrix(spec)
     x = torch.randn(5, spec.n_in) * torch.logspace(-3, 3, 5)[:, None]
     with emulated_gpu(capability, seed=seed):
@@ -72,8 +84,9 @@ def test_epilogues_equal_the_reference(epilogue: Epilogue, capability: tuple[int
 def test_columns_that_fill_no_chunk_add_nothing(n_in: int, capability: tuple[int, int]) -> None:
     spec = LinearSpec(CPU, GGMLType.Q8_0, 40, n_in)
     packed, x = matrix(spec), torch.randn(3, n_in)
-    with emulated_gpu(capability):
-        assert off(product(spec, packed, x), linear_ref.rounded(x) @ unpack(packed).double().T) < 3e-6
+    for seed in range(4):
+        with emulated_gpu(capability, seed=seed):
+            assert off(product(spec, packed, x), linear_ref.rounded(x) @ unpack(packed).double().T) < 3e-6
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
@@ -87,6 +100,16 @@ def test_bits_depend_neither_on_the_build_nor_on_neighbours_nor_on_the_order(cap
     for other in found[1:]:
         n = min(len(other), len(found[0]))
         assert torch.equal(other[:n], found[0][:n])
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_a_tile_cut_among_many_has_the_same_bits_in_many_orders(capability: tuple[int, int]) -> None:
+    spec = LinearSpec(CPU, GGMLType.Q8_0, 24, 384)
+    packed, x, found = matrix(spec), torch.randn(3, 384), []
+    for seed in range(60):
+        with emulated_gpu(capability, seed=seed, n_multiprocessor=5, resident=5):
+            found.append(product(spec, packed, x))
+    assert all(torch.equal(other, found[0]) for other in found[1:])
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)

@@ -10,19 +10,26 @@ from torch import Tensor
 
 from pyspec.cuda.kernels import linear_ref, linear_wgmma
 from pyspec.cuda.kernels.linear_cuda import random_weights
-from pyspec.cuda.kernels.linear_pack import CHUNKS, Packed, repack, unpack
+from pyspec.cuda.kernels.linear_pack import Packed, repack, unpack
 from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
 from pyspec.cuda.kernels.linear_wgmma import PATIENCE, WgmmaLaunch, prepare
 from pyspec.gguf import GGMLType
 
 pytestmark = needs_compiler
 SEEDS = (0, 1)
+TYPES = (
+    GGMLType.Q8_0,
+    GGMLType.Q4_0,
+    GGMLType.Q4_K,
+    GGMLType.Q6_K,
+)  # all ways scales lie; test_linear_emulated has the rest
 
 
 @pytest.fixture(autouse=True)
-def _only_64_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Builds for more rows are compiled where they are asked for."""
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only builds for 64 rows, and few stages, so that matrices this small go round the rings."""
     monkeypatch.setattr(linear_wgmma, "PADS", (64,))
+    monkeypatch.setattr(linear_wgmma, "stages", lambda type, pad: (2, 2))
 
 
 def matrix(spec: LinearSpec) -> Packed:
@@ -45,15 +52,25 @@ def off(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
-@pytest.mark.parametrize("type", CHUNKS)
+@pytest.mark.parametrize("type", TYPES)
 def test_products_equal_float64(type: GGMLType) -> None:
     """A tile and a lower one, cut by three CTAs that run together or one after another."""
-    spec = LinearSpec(CPU, type, 264, 512)
-    packed, x = matrix(spec), torch.randn(35, 512) * torch.logspace(-3, 3, 35)[:, None]
+    spec = LinearSpec(CPU, type, 264, 1024)
+    packed, x = matrix(spec), torch.randn(35, 1024) * torch.logspace(-3, 3, 35)[:, None]
     want = linear_ref.rounded(x) @ unpack(packed).double().T
     for seed in SEEDS:
         with emulated_gpu(seed=seed):
             assert off(product(spec, packed, x), want) < 1e-3
+
+
+@pytest.mark.parametrize("n_in", [32, 96])
+def test_columns_that_fill_no_chunk_add_nothing(n_in: int) -> None:
+    """So few that a warp may end before another begins."""
+    spec = LinearSpec(CPU, GGMLType.Q8_0, 24, n_in)
+    packed, x = matrix(spec), torch.randn(40, n_in)
+    for seed in range(24):
+        with emulated_gpu(seed=seed):
+            assert off(product(spec, packed, x), linear_ref.rounded(x) @ unpack(packed).double().T) < 1e-3
 
 
 @pytest.mark.parametrize("n_row", [65, 128, 130])

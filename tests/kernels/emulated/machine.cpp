@@ -2,7 +2,7 @@
 //
 // A thread runs until it meets others (shuffles, barriers, products) or waits for memory. Who runs next is drawn, warp by
 // warp: sometimes one warp runs as far as it can while the others stand, sometimes all take turns. Blocks are taken in a
-// drawn order, as many at once as the caller says are resident. In some launches some lanes, or one warp of each block, run
+// drawn order, as many at once as the caller says are resident. In some launches some lanes, or one warp of a block, run
 // only when nobody else can: what the others may not do before them, they then do before them.
 #include "state.h"
 
@@ -37,7 +37,7 @@ struct Launch {
   int switches;  // a warp stops after a turn with chance 1 in this; 0: only when it waits
   int breaks;    // a warp stops within a turn, some lanes ahead of others, with chance 1 in this; 0: never
   int arrivals;  // a bulk copy arrives with chance 1 in this between turns; 0: only when all wait
-  int late;      // who runs last. 0: nobody, 1: a warp of each block, 2: a lane of each warp
+  int late;      // who runs last in some blocks. 0: nobody, 1: a warp, 2: a lane of each warp
   int stalls = 0;
   i64 clock = 0;
   char* message;
@@ -171,10 +171,11 @@ void start_block() {
     block->fibers.push_back(fiber);
   }
   const u32 late_warp = random_bits() % block->warps.size(), late_lane = random_bits() % 32;
+  const int late = chance(2) ? launch->late : 0;  // not in all: a block that is done may read what another has not written
   for (Warp& warp : block->warps) {
     if (warp.fibers.size() < 32) warp.done = ~0u << warp.fibers.size();
-    if (launch->late == 1 && &warp == &block->warps[late_warp]) warp.late = ~0u;
-    if (launch->late == 2) warp.late = 1u << late_lane;
+    if (late == 1 && &warp == &block->warps[late_warp]) warp.late = ~0u;
+    if (late == 2) warp.late = 1u << late_lane;
   }
   blocks.push_back(std::move(block));
 }
@@ -307,6 +308,7 @@ Fiber* pick() {
     if (launch->arrivals > 0 && chance(launch->arrivals)) any_arrives();
     const bool fair = chance(256);  // who waits for memory must not keep others from writing it
     if (!fair && choose_warp(false)) continue;
+    if (chance(2) && any_arrives()) continue;
     if (choose_warp(true) || any_arrives()) continue;
     if (blocks.empty()) return nullptr;
     all_wait();

@@ -26,6 +26,7 @@ import torch
 from emulated.translate import translated
 
 from pyspec.cuda import jit
+from pyspec.errors import DeviceError
 
 HERE = Path(__file__).parent
 COMPILER = os.environ.get("CXX", "g++")
@@ -70,10 +71,8 @@ def _folder() -> Path:
 
 def _run(*command: str, text: str | None = None) -> str:
     done = subprocess.run([COMPILER, *command], input=text, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise EmulationError(
-            "\n".join(line for line in done.stderr.splitlines() if "error" in line)[:4000] or done.stderr
-        )
+    if done.returncode:  # the error that jit gives, too
+        raise DeviceError("\n".join(x for x in done.stderr.splitlines() if "error" in x)[:4000] or done.stderr)
     return done.stdout
 
 

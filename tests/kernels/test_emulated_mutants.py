@@ -1,0 +1,61 @@
+"""Kernels from which one wait or barrier is taken away fail the tests that emulate them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import test_emulated_attend as attend
+import test_emulated_gdn as gdn
+import test_emulated_linear as linear
+import test_emulated_rows as rows
+import test_emulated_wgmma as wgmma
+from emulated.machine import needs_compiler
+
+from pyspec.cuda import jit
+from pyspec.cuda.kernels import linear_cuda, linear_wgmma
+from pyspec.cuda.kernels.rows_ref import Kind
+from pyspec.gguf import GGMLType
+
+pytestmark = needs_compiler
+
+
+def attended(name: str, seed: int) -> None:
+    attend.test_every_row_is_the_references_and_padding_comes_out_as_zeros(name, seed)
+
+
+def multiplied(capability: tuple[int, int], seed: int) -> None:
+    linear.test_products_equal_exact_sums_of_rounded_rows(GGMLType.Q8_0, capability, seed)
+
+
+MUTANTS: list[tuple[str, str, int, Callable[[int], None]]] = [
+    ("rows", "__syncthreads();", 0, lambda seed: rows.test_row_major_rows_equal_the_reference(384, Kind.PLAIN, seed)),
+    ("attend", "wait_oldest();", 0, lambda seed: attended("ragged", seed)),
+    ("attend", "__syncwarp();  // other lanes' copies", 0, lambda seed: attended("ragged", seed)),
+    ("attend_plain", "__syncthreads();", 0, lambda seed: attended("f32", seed)),
+    ("linear", "copies_wait<STAGES - 2>();", 0, lambda seed: multiplied((8, 0), seed)),
+    ("linear_sm90", "barrier_wait(empty + at.stage * 8, at.parity);", 0, lambda seed: multiplied((9, 0), seed)),
+    ("linear_sm90", "leave(empty + at.stage * 8);", 0, lambda seed: multiplied((9, 0), seed)),
+    ("gdn", "__syncthreads();", 0, lambda seed: gdn.test_ragged_rounds_follow_the_reference((1, 1), 2, seed)),
+    ("gdn", "__syncthreads();", 1, lambda seed: gdn.test_ragged_rounds_follow_the_reference((1, 1), 2, seed)),
+    ("gdn_chunk", "copies_wait<1>();", 0, lambda seed: gdn.test_chunked_prompts_follow_the_reference((1, 2), (9, 0), seed)),
+    ("linear_wgmma", "wgmma_wait<0>();", 0, lambda _: wgmma.test_products_equal_float64(GGMLType.Q8_0)),
+    ("linear_wgmma", "barrier_wait(b.full + b.stage * 8, b.parity);", 0, lambda _: wgmma.test_products_equal_float64(GGMLType.Q8_0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("stem", "text", "which", "run"), MUTANTS, ids=[f"{m[0]}-{m[1]}-{m[2]}" for m in MUTANTS])
+def test_without_it_the_kernel_is_wrong(
+    stem: str, text: str, which: int, run: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = jit.source
+    parts = real(stem).split(text)
+    assert len(parts) > which + 1, f"{stem}.cu has no such {text}"
+    mutant = text.join(parts[: which + 1]) + ";" + text.join(parts[which + 1 :])
+    monkeypatch.setattr(jit, "source", lambda name: mutant if name == stem else real(name))
+    monkeypatch.setattr(linear_cuda, "n_stages", lambda type, shape, capability: 2 if capability >= (9, 0) else 3)
+    monkeypatch.setattr(linear_wgmma, "PADS", (64,))
+    monkeypatch.setattr(linear_wgmma, "stages", lambda type, pad: (2, 2))
+    with pytest.raises(AssertionError):  # EmulationError is one
+        for seed in range(3):
+            run(seed)
