@@ -122,7 +122,8 @@ class PrefixTree:
 
     def _match(self, tokens: Sequence[int], n: int) -> tuple[list[Node], list[tuple[Node, int]]]:
         """Nodes whose whole pages are the beginning of tokens[:n]; what follows in part, with how many tokens."""
-        node, at, whole = self.root, 0, []
+        node, at = self.root, 0
+        whole: list[Node] = []
         while at < n:
             block = tuple(tokens[at : min(at + self.page_size, n)])
             near = node.children.get(block[0], [])
