@@ -15,7 +15,7 @@ from pyspec.cuda.op import Op
 from pyspec.gguf import GGMLType
 from pyspec.slots.memory import Mamba2Shape, StateShape
 
-OPS = ("attend", "rope_kv", "gdn", "linear", "rows", "mamba2")
+OPS = ("attend", "rope_kv", "gdn", "linear", "rows", "mamba2", "moe_route", "moe")
 PACKED = (GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_K, GGMLType.Q6_K)
 
 Ask = tuple[Op[Any], Any]
@@ -43,15 +43,16 @@ def ops() -> list[Op[Any]]:
 
 
 def standard(device: torch.device) -> list[Ask]:
-    """Every op in shapes that models have: 27B and 8B dense ones, Gated DeltaNet of 27B, Nemotron 3 Super."""
+    """Every op in shapes that models have: 27B and 8B dense ones, Gated DeltaNet of 27B, Nemotron 3 Super, experts."""
     from pyspec.cuda.kernels.attend_ref import AttendSpec
     from pyspec.cuda.kernels.gdn_ref import GdnSpec
     from pyspec.cuda.kernels.linear_ref import LinearSpec
     from pyspec.cuda.kernels.mamba2_ref import Mamba2Spec
+    from pyspec.cuda.kernels.moe_ref import MoeSpec, RouteSpec
     from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
     from pyspec.cuda.kernels.rows_ref import Kind, RowsSpec
 
-    attend, rope_kv, gdn, linear, rows, mamba2 = ops()
+    attend, rope_kv, gdn, linear, rows, mamba2, moe_route, moe = ops()
     delta = StateShape(n_k_head=16, n_v_head=48, dim=128, n_conv=4, n_channel=(2 * 16 + 48) * 128)
     return [
         *(
@@ -69,6 +70,10 @@ def standard(device: torch.device) -> list[Ask]:
         (rope_kv, RopeKvSpec(device, 32, 2, 128, 0, neox=False, gated=False, has_norm=False, eps=1e-5)),
         (rows, RowsSpec(device, 8192, Kind.GROUPS, 1024)),
         (mamba2, Mamba2Spec(device, Mamba2Shape(n_head=128, head_dim=64, n_group=8, n_state=128, n_conv=4))),
+        (moe_route, RouteSpec(device, 3072, 256, 8, gated=True)),
+        (moe_route, RouteSpec(device, 4096, 512, 22, "sigmoid", scale=5.0, biased=True)),
+        (moe, MoeSpec(device, 8, 3072, 1024, "swiglu", GGMLType.Q4_K, GGMLType.Q6_K)),
+        (moe, MoeSpec(device, 8, 2048, 512, "swiglu", GGMLType.Q8_0, GGMLType.Q8_0)),
     ]
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyspec.cuda.kernels.moe import moe, moe_route
+from pyspec.cuda.kernels.moe import moe
 from pyspec.cuda.kernels.moe_ref import Act, MoeSpec, Router, RouteSpec, Stack, Stacks, activate
+from pyspec.cuda.kernels.moe_route import moe_route
 from pyspec.cuda.kernels.rows_ref import Norm
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 
 from pyspec.cuda.kernels import moe_ref
 from pyspec.cuda.kernels.dequant_ref import dequantize, quantize
-from pyspec.cuda.kernels.moe import moe, moe_route
+from pyspec.cuda.kernels.moe import moe
 from pyspec.cuda.kernels.moe_ref import MoeSpec, RouteSpec, Stack, Stacks, choose
+from pyspec.cuda.kernels.moe_route import moe_route
 from pyspec.gguf import GGMLType
 
 CPU = torch.device("cpu")

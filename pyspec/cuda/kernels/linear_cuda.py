@@ -65,10 +65,14 @@ def stage_bytes(type: GGMLType, shape: Shape) -> int:
     return TILE * RECORDS[type] + 64 * chunk * shape.rows + sums
 
 
+def n_shared(capability: tuple[int, int]) -> int:
+    """Bytes of dynamic shared memory that a CTA may have."""
+    return _SHARED.get(capability, 99) * 1024 - _STATIC
+
+
 def n_stages(type: GGMLType, shape: Shape, capability: tuple[int, int]) -> int:
     """Chunks in shared memory at once, at most 8; below 2 the shape does not fit."""
-    limit = _SHARED.get(capability, 99) * 1024 - _STATIC
-    return min(8, limit // stage_bytes(type, shape))
+    return min(8, n_shared(capability) // stage_bytes(type, shape))
 
 
 def fitting(type: GGMLType, capability: tuple[int, int]) -> tuple[Shape, ...]:

@@ -1,9 +1,11 @@
-"""`moe` and `moe_route`: a feed-forward of experts, and the choice of them."""
+"""`moe`: rows through the experts they chose."""
 
-from pyspec.cuda.kernels import moe_ref
+from pyspec.cuda.kernels import moe_cuda, moe_ref
 from pyspec.cuda.op import Impl, Op
 
-moe: Op[moe_ref.MoeSpec] = Op("moe", Impl("torch", moe_ref.bind))
-moe_route: Op[moe_ref.RouteSpec] = Op(
-    "moe_route", Impl("torch", moe_ref.bind_route), home="pyspec.cuda.kernels.moe:moe_route"
+moe: Op[moe_ref.MoeSpec] = Op(
+    "moe",
+    Impl("torch", moe_ref.bind),
+    [Impl("cuda", moe_cuda.bind, moe_cuda.limits, capturable=True)],
+    moe_cuda.check,
 )

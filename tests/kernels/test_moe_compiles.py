@@ -1,0 +1,56 @@
+"""The kernels of experts compile for every architecture, without a GPU, without spills, within shared memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pyspec.cuda.jit import ARCHS, compile_cubin
+from pyspec.cuda.kernels import moe_cuda, moe_route_cuda
+from pyspec.cuda.kernels.linear_cuda import n_shared
+from pyspec.cuda.kernels.linear_pack import CHUNKS
+from pyspec.cuda.kernels.moe_cuda import NONE, RELU2, SWIGLU, defines, n_stages, stage_bytes
+from pyspec.cuda.kernels.moe_ref import RouteSpec
+from pyspec.gguf import GGMLType
+
+CAPABILITIES = dict(zip(ARCHS, [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)], strict=True))
+CPU = torch.device("cpu")
+
+
+def product(type: GGMLType, arch: str, tiles_n: int, act: int, inner: bool) -> None:
+    stages = n_stages(type, tiles_n, CAPABILITIES[arch])
+    assert stages >= 2 and stages * stage_bytes(type, tiles_n) <= n_shared(CAPABILITIES[arch])
+    macros = defines(type, tiles_n, stages, act, inner)
+    found = compile_cubin("moe", arch, macros, use_cache=False).resources["moe"]
+    assert found.spill_bytes == 0 and found.registers <= 168
+
+
+@pytest.mark.parametrize("tiles_n", [1, 4])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_products_compile_for_every_architecture(arch: str, tiles_n: int) -> None:
+    product(GGMLType.Q4_K, arch, tiles_n, SWIGLU, True)
+    product(GGMLType.Q6_K, arch, tiles_n, NONE, False)
+
+
+@pytest.mark.parametrize("type", CHUNKS)
+def test_products_compile_for_every_type(type: GGMLType) -> None:
+    product(type, "sm_90a", 4, RELU2, True)
+    product(type, "sm_89", 1, NONE, False)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_lists_and_routes_compile_for_every_architecture(arch: str) -> None:
+    found = compile_cubin("moe_pairs", arch, use_cache=False).resources
+    assert found["moe_lists"].spill_bytes == found["moe_combine"].spill_bytes == 0
+    for spec in (
+        RouteSpec(CPU, 2048, 256, 8, gated=True),
+        RouteSpec(CPU, 4096, 512, 22, "sigmoid", scale=5.0, biased=True),
+        RouteSpec(CPU, 64, 512, 32, "softmax", False, biased=True),
+    ):
+        found = compile_cubin("moe_route", arch, moe_route_cuda.defines(spec), use_cache=False).resources
+        assert found["moe_scores"].spill_bytes == found["moe_choose"].spill_bytes == 0
+
+
+def test_what_does_not_fit_is_known_before_compiling() -> None:
+    assert all(n_stages(type, 4, (8, 9)) >= 2 for type in CHUNKS)
+    assert moe_cuda.limits(moe_cuda.MoeSpec(CPU, 8, 64, 64, "swiglu", None, None)) == "runs on NVIDIA GPUs only"
