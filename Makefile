@@ -17,7 +17,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/mypy
 
 check: $(VENV)/.installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 soak: $(VENV)/.installed-test
 	$(BIN)/python tools/soak.py --minutes 10 --np 8
