@@ -18,7 +18,7 @@ from pyspec.cuda.kernels.gdn_ref import GdnSpec
 from pyspec.cuda.kernels.rope_kv import rope_kv
 from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
 from pyspec.cuda.kernels.rows_ref import HeadGate, HeadNorm, Norm
-from pyspec.models.weights import Matrix, Weights
+from pyspec.models.weights import Matrix, Weights, unfinished
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import KVPool, Memory, StateShape
 
@@ -161,7 +161,7 @@ class FeedForward:
         self.down = w.matrix(f"{prefix}.ffn_down.weight")
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(*self.gate_up.unfinished(x, self.norm), residual=x)
+        return self.down(*unfinished(self.gate_up, x, self.norm), residual=x)
 
 
 class Relu2:

@@ -16,7 +16,7 @@ from pyspec.cuda.kernels.moe_route import moe_route
 from pyspec.cuda.kernels.rows_ref import Norm
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
-from pyspec.models.weights import Matrix, Want, Weights
+from pyspec.models.weights import Matrix, Want, Weights, unfinished
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,5 +151,5 @@ class _Shared:
 
     def __call__(self, n: Tensor) -> Tensor:
         if self.act == "swiglu":
-            return self.down(*self.up.unfinished(n))
+            return self.down(*unfinished(self.up, n))
         return self.down(activate(None, self.up(n)))

@@ -66,19 +66,10 @@ class Matrix(Protocol):
 
     def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor: ...
 
-    def unfinished(self, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]:
-        """The product, and what is left to do to it; the next matrix may do that on the way."""
-        ...
 
-
-class _Finished:
-    """A matrix that leaves nothing to do."""
-
-    def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
-        raise NotImplementedError
-
-    def unfinished(self, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]:
-        return self(x, prep), None
+def unfinished(matrix: Matrix, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]:
+    """A product, and what is left to do to it: the next matrix may do that on the way."""
+    return matrix.unfinished(x, prep) if isinstance(matrix, Streamed) else (matrix(x, prep), None)
 
 
 def _finish(y: Tensor, gated: bool, residual: Tensor | None) -> Tensor:
@@ -86,7 +77,7 @@ def _finish(y: Tensor, gated: bool, residual: Tensor | None) -> Tensor:
     return y if residual is None else residual + y
 
 
-class Dense(_Finished):
+class Dense:
     """An unpacked weight [out, in]; gated: the first half of its rows are gates."""
 
     def __init__(self, weight: Tensor, gated: bool = False) -> None:
@@ -97,7 +88,7 @@ class Dense(_Finished):
         return _finish(F.linear(x.to(self.weight.dtype), self.weight).float(), self.gated, residual)
 
 
-class Unpacked(_Finished):
+class Unpacked:
     """Parts as in the file, unpacked at each use: right everywhere, slow."""
 
     def __init__(self, parts: Sequence[tuple[Tensor, TensorInfo, float]], gated: bool = False) -> None:
@@ -169,7 +160,7 @@ def _tall(spec: LinearSpec) -> WgmmaLaunch | None:
     return None if linear_tall.chosen(replace(spec, n_out=n_out)) is linear_tall.reference else linear_wgmma.bind(spec)
 
 
-class Joined(_Finished):
+class Joined:
     """Matrices of one input, their outputs side by side."""
 
     def __init__(self, matrices: Sequence[Matrix], gated: bool = False) -> None:

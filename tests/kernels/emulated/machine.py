@@ -99,18 +99,18 @@ class Emulated:
 
     stem: str
     arch: str
-    library: ctypes.CDLL
+    code: ctypes.CDLL
     lines: Sequence[str]
 
     def kernel(self, symbol: str, signature: str) -> EmulatedKernel:
         """As jit.Compiled.kernel: `signature` has one letter per argument."""
-        start = getattr(self.library, f"emulator_start_{symbol}")
+        start = getattr(self.code, f"emulator_start_{symbol}")
         sizes = (ctypes.c_int * 128)()
-        getattr(self.library, f"emulator_sizes_{symbol}")(sizes)
+        getattr(self.code, f"emulator_sizes_{symbol}")(sizes)
         n = next(i for i, size in enumerate(sizes) if not size)
         if (found := list(sizes[:n])) != [ctypes.sizeof(CTYPES[c]) for c in signature]:
             raise EmulationError(f"kernel {symbol} takes arguments of {found} bytes, '{signature}' gives others")
-        return EmulatedKernel(symbol, signature, self, start, getattr(self.library, f"emulator_bound_{symbol}")())
+        return EmulatedKernel(symbol, signature, self, start, getattr(self.code, f"emulator_bound_{symbol}")())
 
 
 def emulate(stem: str, defines: Mapping[str, int | str] | None = None, arch: str = "sm_90a") -> Emulated:
