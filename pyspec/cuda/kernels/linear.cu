@@ -20,13 +20,13 @@
 #include "linear.cuh"
 
 __device__ __forceinline__ void load_stage(u32 to, const u8* weights, const u16* x, const float* sums, Shape s, int tile,
-                                           int chunk, u64 policy) {
+                                           int chunk) {
   const int n16 = min(kTile, s.n_tile16 - tile * kTile);
   const u8* from = weights + (static_cast<i64>(tile) * kTile * s.n_chunk + static_cast<i64>(chunk) * n16) * RECORD;
   const int n_weight = n16 * (RECORD / 16);
 #pragma unroll
   for (int i = threadIdx.x; i < kWeightBytes / 16; i += kThreads)
-    if (i < n_weight) copy16_once(to + i * 16, from + i * 16, policy);
+    if (i < n_weight) copy16(to + i * 16, from + i * 16);
   const u8* rows = reinterpret_cast<const u8*>(x) + static_cast<i64>(chunk) * kRowBytes;
 #pragma unroll
   for (int i = threadIdx.x; i < kRowBytes / 16; i += kThreads) copy16(to + kWeightBytes + i * 16, rows + i * 16);
@@ -46,12 +46,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   const i64 total = static_cast<i64>((n_tile16 + kTile - 1) / kTile) * n_chunk;
   const int grid = gridDim.x, cta = blockIdx.x;
   const int begin = static_cast<int>(total * cta / grid), end = static_cast<int>(total * (cta + 1) / grid);
-  const u64 policy = evict_first();
 
   int next = begin, next_tile = begin / n_chunk, next_chunk = begin % n_chunk, next_stage = 0;
   auto load_next = [&] {
     if (next < end) {
-      load_stage(base + next_stage * kStageBytes, weights, x, sums, s, next_tile, next_chunk, policy);
+      load_stage(base + next_stage * kStageBytes, weights, x, sums, s, next_tile, next_chunk);
       next_stage = next_stage + 1 == STAGES ? 0 : next_stage + 1;
       ++next;
       if (++next_chunk == n_chunk) {

@@ -42,9 +42,9 @@ __device__ __forceinline__ Groups groups(const u8* expert, int n_tile16, int n_c
 }
 
 __device__ __forceinline__ void load_chunk(u32 to, Groups g, const u8* x, const float* sums, const int* rows, int pad,
-                                           int chunk, u64 policy) {
+                                           int chunk) {
   const u8* from = g.from + static_cast<i64>(chunk) * g.step * RECORD;
-  for (int i = threadIdx.x; i < g.n * (RECORD / 16); i += kThreads) copy16_once(to + i * 16, from + i * 16, policy);
+  for (int i = threadIdx.x; i < g.n * (RECORD / 16); i += kThreads) copy16(to + i * 16, from + i * 16);
 #pragma unroll
   for (int i = threadIdx.x; i < kRowBytes / 16; i += kThreads) {
     const int block = i / (kPad * 4), token = i / 4 % kPad;
@@ -89,19 +89,18 @@ extern "C" __global__ void __launch_bounds__(kThreads, 4)
   }
   __syncthreads();
   const u32 base = shared_address(stages);
-  const u64 policy = evict_first();
   const Groups g = groups(weights + item.x * expert_bytes, n_tile16, n_chunk);
   float acc[TILES_N][4] = {};
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) {
-    if (i < n_chunk) load_chunk(base + i * kStage, g, x, sums, rows, pad, i, policy);
+    if (i < n_chunk) load_chunk(base + i * kStage, g, x, sums, rows, pad, i);
     copies_commit();
   }
   for (int chunk = 0, stage = 0, next = STAGES - 1; chunk < n_chunk; ++chunk) {
     copies_wait<STAGES - 2>();
     __syncthreads();
     if (chunk + STAGES - 1 < n_chunk)
-      load_chunk(base + next * kStage, g, x, sums, rows, pad, chunk + STAGES - 1, policy);
+      load_chunk(base + next * kStage, g, x, sums, rows, pad, chunk + STAGES - 1);
     copies_commit();
     next = next + 1 == STAGES ? 0 : next + 1;
     add_chunk(acc, base + stage * kStage);

@@ -295,9 +295,6 @@ inline void ptx_cp_async_cg_shared_global(int line, u32 to, const void* from, in
 inline void ptx_cp_async_cg_shared_global(int line, u32 to, const void* from, int n, int real) {
   emulator::copy_async(to, from, n, real, line);
 }
-inline void ptx_cp_async_cg_shared_global_L2__cache_hint(int line, u32 to, const void* from, int n, u64) {
-  emulator::copy_async(to, from, n, n, line);
-}
 inline void ptx_cp_async_ca_shared_global(int line, u32 to, const void* from, int n) { emulator::copy_async(to, from, n, n, line); }
 inline void ptx_cp_async_commit_group(int) { emulator::copies_commit(); }
 inline void ptx_cp_async_wait_group(int, int n_left) { emulator::copies_wait(n_left); }
