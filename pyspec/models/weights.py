@@ -28,7 +28,7 @@ from pyspec.gguf import GGMLType, GGUFFile, TensorInfo
 PLAIN = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 GLU = Glu()
 PROBE_ROWS = 272  # of the matrix a kernel is checked with
-WIDE_ROWS = 48  # up to here the kernel beats the library's product on f16 copies (docs/log.md, linear kernel)
+FEW_ROWS = 48  # up to here `linear` is the fastest, then `linear_tall` where it runs (docs/log.md)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,28 +103,29 @@ class Unpacked:
 class Streamed:
     """A weight repacked for the `linear` kernel, which reads it once for up to 128 rows.
 
-    wide [out, in] f16: a copy for batches that are bound by arithmetic, where the library's product wins; or None, then
-    `linear_tall` takes them where it can. Both round rows to f16 over a power of two, and sum in f32.
+    `linear_tall` takes more than FEW_ROWS where it runs. wide [out, in] f16: a copy for what neither reads once, where the
+    library's product wins; or None. All round rows to f16 over a power of two, and sum in f32.
     """
 
     def __init__(self, packed: Packed, device: torch.device, gated: bool, wide: Tensor | None) -> None:
         self.packed, self.device, self.gated, self.wide = packed, device, gated, wide
         n_out = packed.n_out // 2 if gated else packed.n_out
         spec = LinearSpec(device, packed.type, n_out, packed.n_in, Epilogue.GATED if gated else Epilogue.PLAIN)
-        self.n_out, self.plain = n_out, linear_cuda.bind(spec)
-        self.added = None if gated else linear_cuda.bind(self._adding(spec))
+        adding = spec if gated else replace(spec, epilogue=Epilogue.RESIDUAL)
+        self.n_out, self.plain, self.added = n_out, linear_cuda.bind(spec), linear_cuda.bind(adding)
+        self.tall, self.tall_added = _tall(spec), _tall(adding)
         self.wide_rows = None if wide is None else WideRows(device, packed.n_in)
-        self.tall, self.tall_added = (None, None) if wide is not None else (_tall(spec), _tall(self._adding(spec)))
+        self.max_rows = FEW_ROWS if self.tall is None else self.tall.max_rows  # without the copy
 
     def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
-        if self.wide is not None and x.shape[0] > WIDE_ROWS:
+        if self._is_wide(x):
             y = self._wide(x, prep, residual)
             return GLU(y) if self.gated else y
-        x, prep = self._fused(x, prep, self.plain.max_rows)
-        adds = residual is not None and self.added is not None
-        launch: LinearLaunch | WgmmaLaunch = self.added if adds and self.added is not None else self.plain
-        if x.shape[0] > WIDE_ROWS and (tall := self.tall_added if adds else self.tall) is not None:
+        adds = residual is not None and not self.gated
+        launch: LinearLaunch | WgmmaLaunch = self.added if adds else self.plain
+        if x.shape[0] > FEW_ROWS and (tall := self.tall_added if adds else self.tall) is not None:
             launch = tall
+        x, prep = self._fused(x, prep, launch.max_rows)
         out = torch.empty(x.shape[0], self.n_out, dtype=torch.float32, device=x.device)
         for first in range(0, x.shape[0], launch.max_rows):
             part = slice(first, first + launch.max_rows)
@@ -132,14 +133,13 @@ class Streamed:
             launch.multiply(launch.rows(x[part], prep), self.packed, out[part], add)
         return out if residual is None or adds else residual + out
 
-    @staticmethod
-    def _adding(spec: LinearSpec) -> LinearSpec:
-        return spec if spec.epilogue is Epilogue.GATED else replace(spec, epilogue=Epilogue.RESIDUAL)
-
     def unfinished(self, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]:
-        if self.gated and self.wide is not None and x.shape[0] > WIDE_ROWS:
+        if self.gated and self._is_wide(x):
             return self._wide(x, prep, None), GLU
         return self(x, prep), None
+
+    def _is_wide(self, x: Tensor) -> bool:
+        return self.wide is not None and x.shape[0] > self.max_rows
 
     def _fused(self, x: Tensor, prep: Prep | None, n_max: int) -> tuple[Tensor, Prep | None]:
         """Prepare here what the kernel for rows can not do; the rows of gates are not cut, so several passes can not."""

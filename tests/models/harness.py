@@ -62,3 +62,15 @@ class Bench:
         out = self.forward(seq)
         self.commit(seq, len(tokens))
         return out.logits.cpu()
+
+
+def near(got: torch.Tensor, want: torch.Tensor, dense: torch.dtype | None, atol: float) -> bool:
+    """Whether logits [row, token] agree: all of them, where products are exact.
+
+    A GPU's products of packed matrices round their rows to f16, so a close choice of experts may turn: there a tenth of the
+    rows may differ.
+    """
+    if dense is not None or DEVICE.type == "cpu":
+        return bool((got - want).abs().max() < (atol if DEVICE.type == "cpu" else 2 * atol))
+    off = (got - want).abs().amax(-1) > 0.05 * want.std()
+    return bool(off.float().mean() < 0.1)

@@ -29,6 +29,10 @@
 #include "types.cuh"
 #include "bounds.cuh"
 #include "attend_fold.cuh"
+#include "overlap.cuh"
+#ifndef EARLY
+#define EARLY 1
+#endif
 
 constexpr int WARPS = DIM / 32, THREADS = 32 * WARPS, RANGE = DIM, FOLD = SPLIT / RANGE, COLS = 8 * N_TILE;
 constexpr int STEP_BYTES = 2048;  // 32 keys x 32 dims of a warp
@@ -76,18 +80,6 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, bool real) {  /
                "r"(real ? 16 : 0)
                : "memory");
 }
-// The merge starts while the last parts are written, and waits here for all of them (from 9.0).
-__device__ __forceinline__ void wait_for_parts() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void let_merge_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void wait_oldest() { asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory"); }
 
@@ -448,6 +440,10 @@ attend_split(const float* q, const u16* k, const u16* v, const i64* page_table, 
              const i64* hi, const int* row_seq, const int* seq_start, float* part, float* part_ml, int* plan, int* fault,
              int n_row, int n_seq, int n_head, int n_kv, int n_page_col, int page_size, int n_page, int window,
              int max_item, float scale) {
+#if EARLY
+  let_successor_start();
+#endif
+  wait_for_predecessor();
   extern __shared__ __align__(16) char raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
   const Args a = {q,     k,     v,      page_table, positions,  lo,        hi,     row_seq, seq_start, plan, fault,
@@ -518,7 +514,9 @@ attend_split(const float* q, const u16* k, const u16* v, const i64* page_table, 
       *reinterpret_cast<float2*>(part_ml + (static_cast<i64>(index) * COLS + c) * 2) = make_float2(s.run_m[c], s.run_l[c]);
     __syncthreads();  // q and the columns are replaced by the next item's
   }
-  let_merge_start();
+#if !EARLY
+  let_successor_start();
+#endif
 }
 
 struct MergeArgs {
@@ -538,12 +536,15 @@ __device__ __forceinline__ void merge(const MergeArgs& a) {
   constexpr int PIECES = (DIM + 127) / 128;
   const int row = blockIdx.x, warp = blockIdx.y * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
   const int head = warp / PIECES, dim = warp % PIECES * 128 + 4 * lane;
+#if EARLY
+  let_successor_start();
+#endif
   if (head >= a.n_head) return;
   Seen seen = seen_by(a.positions[row], a.lo[row], a.hi[row], a.window, a.max_key);
   const int of = a.row_seq[row], seq = of < 0 ? 0 : clamped(of, a.n_seq, OP_ID, -1, a.fault);
   if (of < 0) seen = {0, 0};
   const int group = a.n_head / a.n_kv, col = (row - a.seq_start[seq]) * group + head % group;
-  wait_for_parts();
+  wait_for_predecessor();
   const int per_item = a.plan[0], tiles = a.plan[1 + 2 * MAX_SEQ + seq], keys = per_item * RANGE;
   const int stride = tiles * a.n_kv;  // items from one split to the next
   const int at0 = a.plan[1 + seq] + (head / group) * tiles + col / COLS - a.plan[1 + MAX_SEQ + seq] * stride;

@@ -230,7 +230,7 @@ def bind(spec: AttendSpec, *, shape: Shape | None = None) -> Callable[[Tensor, K
         args = [q, pool.k, pool.v, batch.page_table, *seen, *rows, part, part_ml, spaces.plan, fault]
         args += [i32(n_row), i32(n_seq), *heads, *pages, i32(window), i32(n_item), scale]
         grid = min(kernels.grid, n_item)
-        kernels.split.launch((grid,), 32 * build.warps, args, build.shared_bytes)
+        kernels.split.launch((grid,), 32 * build.warps, args, build.shared_bytes, overlap=overlap)
         args = [part, part_ml, spaces.plan, *seen, *rows, out, i32(n_seq), *heads]
         args += [i32(n_key), i32(window), i32(n_item), fault]
         pieces = -(-spec.head_dim // 128)

@@ -145,7 +145,7 @@ def bind(spec: GdnSpec, *, columns: int | None = None, chunked: int = CHUNKED) -
         if not only_long:
             stretches = -(-n_row // SPAN) if n_row > n_seq * layer.width else 1  # a block takes several if it must
             args = [*inputs, *records, *old, q, k, v, e, b, kq, *counts, eps, fault]
-            conv.launch((shape.n_k_head + n_v, n_seq, stretches), CONV_THREADS, args)
+            conv.launch((shape.n_k_head + n_v, n_seq, stretches), CONV_THREADS, args, overlap=overlap)
         if long:
             more, here = [*counts, np.int32(n_seq)], (v, e, b)
             qk = chunks.prepare(inputs, records, old, here, more, n_chunk, [eps, fault])

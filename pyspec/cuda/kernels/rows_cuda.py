@@ -62,6 +62,13 @@ def _finish_kernel(capability: tuple[int, int]) -> Kernel:
     return compile_cubin("rows_finish", arch_of(capability)).kernel("rows_finish", "ppppi")
 
 
+def _aligned(gate: Tensor) -> Tensor:
+    """As the kernel reads it, four values at once; a part of an oddly wide product has to be copied."""
+    steps = gate.stride()
+    is_whole = steps[-1] == 1 and all(n % 4 == 0 for n in steps[:-1]) and gate.data_ptr() % 16 == 0
+    return gate if is_whole else gate.clone(memory_format=torch.contiguous_format)
+
+
 class _Prepare:
     """Launches rows.cu for rows of n_in columns in one layout."""
 
@@ -82,10 +89,12 @@ class _Prepare:
         if isinstance(prep, Norm):
             power = prep.power
         elif isinstance(prep, HeadNorm | GroupNorm):
-            gate, steps = prep.gate, (prep.gate.stride(0), dim)
+            gate = _aligned(prep.gate)
+            steps = gate.stride(0), dim
         elif isinstance(prep, HeadGate):
-            gate, steps = prep.gate, (prep.gate.stride(0), prep.gate.stride(1))
-        assert gate.stride(-1) == 1 and steps[0] % 4 == steps[1] % 4 == 0 and gate.data_ptr() % 16 == 0
+            gate = _aligned(prep.gate)
+            steps = gate.stride(0), gate.stride(1)
+        assert steps[0] % 4 == steps[1] % 4 == 0
         kernel = _kernel(self.capability, self.n_in, kind, dim, self.layout)
         args = (x, np.int64(x.stride(0)), weight, np.float32(eps), np.float32(power), gate, np.int64(steps[0]))
         args += (np.int32(steps[1]), out, sums, powers, np.int32(pad))
