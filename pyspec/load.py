@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -231,8 +234,9 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     memory = allocate(
         config.memory(), n_slot=settings.np, n_row=table.n_alloc_row, width=width, kv_dtype=kv, device=device
     )
-    target = Decoder(config, Weights(file, device, dense, wide=plan.wide > 0), memory)
-    drafter = _drafter(d, target, table, settings, dense, plan.wide > 0)
+    with _timed("weights", device):
+        target = Decoder(config, Weights(file, device, dense, wide=plan.wide > 0), memory)
+        drafter = _drafter(d, target, table, settings, dense, plan.wide > 0)
     make_arena = partial(_arena, target, table, n_ctx + extra)
     arena = make_arena()
     controller = Controller(
@@ -264,14 +268,25 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
         drafter.use_graphs(make_arena)
     log.info("%s", d.note)
     if settings.warm_up:
-        warm_up(loop, tokenizer, extra)
-        if settings.check_tap_shift:
-            check_taps(loop, tokenizer, template, extra)
+        with _timed("graphs and warm-up", device):
+            warm_up(loop, tokenizer, extra)
+            if settings.check_tap_shift:
+                check_taps(loop, tokenizer, template, extra)
     probe.close()  # the child that checked kernels, and its memory on the GPU
     if device.type == "cuda":
         log.info("memory in use: %s, planned %s", size(used_bytes(device) - before), size(plan.total))
     info = _info(path, file, config, d, settings, n_ctx, extra, device, tokenizer)
     return Loaded(loop, tokenizer, template, info)
+
+
+@contextmanager
+def _timed(what: str, device: torch.device) -> Iterator[None]:
+    """Says how long a part of loading took."""
+    began = time.perf_counter()
+    yield
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    log.info("%s: %.1f s", what, time.perf_counter() - began)
 
 
 def _check_template(template: ChatTemplate | None) -> None:

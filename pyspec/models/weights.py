@@ -24,6 +24,7 @@ from pyspec.cuda.kernels.rows_cuda import WideRows
 from pyspec.cuda.kernels.rows_ref import Glu, Norm, Prep, RowsSpec
 from pyspec.errors import BadTensors
 from pyspec.gguf import GGMLType, GGUFFile, TensorInfo
+from pyspec.models.upload import Upload
 
 PLAIN = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 GLU = Glu()
@@ -202,6 +203,7 @@ class Weights:
     ) -> None:
         self.file, self.device, self.dense, self.alias, self.wide = file, device, dense, alias or {}, wide
         self._shared: dict[tuple[str, ...], Matrix] = {}
+        self._upload = Upload(device)
 
     def _info(self, name: str) -> TensorInfo:
         return self.file.tensors[self.alias.get(name, name)]
@@ -210,9 +212,7 @@ class Weights:
         return self.alias.get(name, name) in self.file.tensors
 
     def _raw(self, name: str) -> Tensor:
-        # the mmap is read-only, and torch warns about sharing read-only memory: a copy is wanted anyway
-        raw = torch.from_numpy(self.file.raw(self.alias.get(name, name)).copy())
-        return raw.to(self.device)
+        return self._upload(self.file.raw(self.alias.get(name, name)))
 
     def _scale(self, name: str) -> float:
         """NVFP4's second-level scale, a sidecar tensor that multiplies the product."""
@@ -262,7 +262,7 @@ class Weights:
             return Joined([self._stream([n], False) for n in names], gated=True)
         raws = [self._raw(n).view(i.shape[0], -1) for n, i in zip(names, infos, strict=True)]
         raw = interleave(*raws) if gated else torch.cat(raws)
-        wide = self._dense(names, torch.float16) if self.wide and kind not in PLAIN else None
+        wide = self._unpack(names, raws, torch.float16) if self.wide and kind not in PLAIN else None
         scales = self._row_scales(names, gated) if FORMATS[kind].scaled else None
         return Streamed(repack(raw.contiguous(), kind, (n_out, n_in), scales), self.device, gated, wide)
 
@@ -277,11 +277,15 @@ class Weights:
         return Dense(self._dense(names, torch.float32 if is_f32 else torch.bfloat16), gated)
 
     def _dense(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
+        return self._unpack(names, [self._raw(n) for n in names], dtype)
+
+    def _unpack(self, names: Sequence[str], raws: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """[rows of all, columns]."""
         infos = [self._info(n) for n in names]
         whole = torch.empty(sum(i.shape[0] for i in infos), infos[0].shape[-1], dtype=dtype, device=self.device)
         at = 0
-        for n, i in zip(names, infos, strict=True):
-            part = dequantize(self._raw(n), i.type, i.shape)
+        for n, i, raw in zip(names, infos, raws, strict=True):
+            part = dequantize(raw.view(-1), i.type, i.shape)
             whole[at : at + i.shape[0]] = part if (s := self._scale(n)) == 1.0 else part * s
             at += i.shape[0]
         return whole
