@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
 import pytest
 import torch
 from emulated.gpu import CPU, emulated_gpu
@@ -33,11 +31,6 @@ def _few_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear_cuda, "n_stages", lambda type, shape, capability: 2 if capability >= (9, 0) else 3)
 
 
-def gpu(capability: tuple[int, int], seed: int = 0, n_multiprocessor: int = 3) -> AbstractContextManager[None]:
-    """All CTAs of a launch run at once: those that share a tile wait for each other."""
-    return emulated_gpu(capability, seed=seed, n_multiprocessor=n_multiprocessor, resident=n_multiprocessor)
-
-
 def matrix(spec: LinearSpec) -> Packed:
     gen = torch.Generator().manual_seed(spec.n_out + spec.n_in)
     size = spec.n_weight_row, spec.n_in
@@ -47,14 +40,14 @@ def matrix(spec: LinearSpec) -> Packed:
 def product(
     spec: LinearSpec, packed: Packed, x: Tensor, residual: Tensor | None = None, shape: Shape = SHAPES[0]
 ) -> Tensor:
-    """The result of one build; rows of the pad hold NaN, all shares must be taken."""
+    """The result of one build; rows of the pad hold NaN, tickets must be zero again."""
     launch = LinearLaunch(spec, (step(CPU, spec.type, spec.epilogue, shape),))
     launch.rows = linear_cuda.RowsLaunch(CPU, spec.n_in, (shape.rows,))
     for t in (launch.rows.blocks, launch.rows.sums, launch.rows.powers):
         t.fill_(torch.nan)
     out = torch.full((x.shape[0], spec.n_out), torch.nan)
     launch(x, packed, out, residual)
-    assert (launch.partial == -1).all(), "shares are left over"
+    assert not launch.tickets.any(), "tickets are left over"
     return out
 
 
@@ -70,7 +63,7 @@ def test_products_equal_exact_sums_of_rounded_rows(type: GGMLType, capability: t
     spec = LinearSpec(CPU, type, 300, 1536)
     packed = matrix(spec)
     x = torch.randn(5, spec.n_in) * torch.logspace(-3, 3, 5)[:, None]
-    with gpu(capability, seed=seed):
+    with emulated_gpu(capability, seed=seed):
         assert off(product(spec, packed, x), linear_ref.rounded(x) @ unpack(packed).double().T) < 3e-6
 
 
@@ -82,7 +75,7 @@ def test_epilogues_equal_the_reference(epilogue: Epilogue, capability: tuple[int
     packed, x, want = matrix(spec), torch.randn(12, 256) / 16, torch.empty(12, 136)
     residual = torch.randn(12, 136) if epilogue is Epilogue.RESIDUAL else None
     linear_ref.bind(spec)(x, packed, want, residual)
-    with gpu(capability, seed=seed):
+    with emulated_gpu(capability, seed=seed):
         assert off(product(spec, packed, x, residual, SHAPES[1]), want) < 1e-3
 
 
@@ -92,7 +85,7 @@ def test_columns_that_fill_no_chunk_add_nothing(n_in: int, capability: tuple[int
     spec = LinearSpec(CPU, GGMLType.Q8_0, 40, n_in)
     packed, x = matrix(spec), torch.randn(3, n_in)
     for seed in range(4):
-        with gpu(capability, seed=seed):
+        with emulated_gpu(capability, seed=seed):
             assert off(product(spec, packed, x), linear_ref.rounded(x) @ unpack(packed).double().T) < 3e-6
 
 
@@ -102,7 +95,7 @@ def test_bits_depend_neither_on_the_build_nor_on_neighbours_nor_on_the_order(cap
     packed, x = matrix(spec), torch.randn(33, 320)
     found = []
     for seed, shape, n_row in ((0, SHAPES[0], 8), (1, SHAPES[0], 3), (2, SHAPES[4], 33), (3, Shape(16, 1, 1, 1), 8)):
-        with gpu(capability, seed=seed, n_multiprocessor=7):
+        with emulated_gpu(capability, seed=seed, n_multiprocessor=7):
             found.append(product(spec, packed, x[:n_row], shape=shape))
     for other in found[1:]:
         n = min(len(other), len(found[0]))
@@ -114,7 +107,7 @@ def test_a_tile_cut_among_many_has_the_same_bits_in_many_orders(capability: tupl
     spec = LinearSpec(CPU, GGMLType.Q8_0, 24, 384)
     packed, x, found = matrix(spec), torch.randn(3, 384), []
     for seed in range(60):
-        with gpu(capability, seed=seed, n_multiprocessor=5):
+        with emulated_gpu(capability, seed=seed, n_multiprocessor=5, resident=5):
             found.append(product(spec, packed, x))
     assert all(torch.equal(other, found[0]) for other in found[1:])
 
@@ -123,6 +116,6 @@ def test_a_tile_cut_among_many_has_the_same_bits_in_many_orders(capability: tupl
 def test_the_launcher_takes_many_rows_in_passes_of_the_shapes_that_fit(capability: tuple[int, int]) -> None:
     """The op's own check, on a matrix of one tile: 1, 9 and 33 rows in one pass each, 135 in two."""
     spec = LinearSpec(CPU, GGMLType.Q8_0, 24, 64)
-    with gpu(capability):
+    with emulated_gpu(capability):
         launch = linear_cuda.bind(spec)
         assert linear_cuda.check(launch, linear_ref.bind(spec), spec, n_rows=(1, 9, 33, 135)) is None

@@ -109,9 +109,8 @@ __device__ __forceinline__ void clear(Accumulator& acc) {
 
 __device__ __forceinline__ float silu(float x) { return x / (1.f + __expf(-x)); }
 
-// Stores the vectors of sums (16 weight rows, 8 rows) whose bits are set.
-__device__ __forceinline__ void store(const Accumulator& acc, u32 vectors, Shape s, int tile, const u8* weights,
-                                      const float* powers, const float* residual, float* out) {
+__device__ __forceinline__ void store(const Accumulator& acc, Shape s, int tile, const u8* weights, const float* powers,
+                                      const float* residual, float* out) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2;
   const int first16 = tile * kTile + (warp / WARPS_N) * TILES_M;
   float scale[TILES_M], scale8[TILES_M];
@@ -133,7 +132,6 @@ __device__ __forceinline__ void store(const Accumulator& acc, u32 vectors, Shape
       const float power = powers[row + j];
 #pragma unroll
       for (int m = 0; m < TILES_M; ++m) {
-        if (!(vectors >> (m * TILES_N + n) & 1)) continue;
         const int tile16 = first16 + m;
         const float y = acc.v[m][n][j] * scale[m] * power, y8 = acc.v[m][n][j + 2] * scale8[m] * power;
 #if EPILOGUE == GATED
@@ -150,88 +148,55 @@ __device__ __forceinline__ void store(const Accumulator& acc, u32 vectors, Shape
   }
 }
 
-// Which CTAs share a tile, from the cut of the line of units. Only the last may go on with another tile: the others stay.
+// Which CTAs share a tile, from the cut of the line of units.
 struct Sharers {
-  int first, last, n_stay;
+  int first, last;
   bool is_second;  // the first sharer began with an earlier tile: its share lies in its second slot
 };
 
 __device__ __forceinline__ Sharers sharers(int tile, int n_chunk, i64 total, int grid) {
-  const i64 start = static_cast<i64>(tile) * n_chunk, end = start + n_chunk;
+  const i64 start = static_cast<i64>(tile) * n_chunk;
   const int first = static_cast<int>(((start + 1) * grid - 1) / total);
-  const int last = static_cast<int>((end * grid - 1) / total);
-  return {first, last, last - first + (total * (last + 1) / grid <= end), total * first / grid < start};
+  return {first, static_cast<int>(((start + n_chunk) * grid - 1) / total), total * first / grid < start};
 }
 
-// Shares carry their own message: a word is there once it is not kNothing, which whoever took it puts back.
-constexpr u32 kNothing = 0xffffffffu;  // a NaN that no arithmetic makes
-
-__device__ __forceinline__ uint4 load_relaxed(const uint4* from) {
-  uint4 v;
-  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(from)
-               : "memory");
-  return v;
+// Counts an arrival; sees what earlier ones wrote, and shows what this thread (and those it synchronised with) wrote.
+__device__ __forceinline__ int arrive(int* ticket) {
+  int n;
+  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(n) : "l"(ticket) : "memory");
+  return n;
 }
 
-__device__ __forceinline__ void store_relaxed(uint4* to, uint4 v) {
-  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(to), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-               : "memory");
-}
-
-__device__ __forceinline__ u32 word(float x) { return min(__float_as_uint(x), kNothing - 1); }
-
-__device__ __forceinline__ bool is_there(uint4 v) {
-  return v.x != kNothing && v.y != kNothing && v.z != kNothing && v.w != kNothing;
-}
-
-// Adds the shares of a cut tile in the order of its columns. The vectors of sums fall in turn to the CTAs that stay, warp by
-// warp: each gives away the others' and waits for its own, so all that stay must be running: a CTA for each multiprocessor
-// is no more than the GPU holds. Returns a bit for each vector that is this warp's to store.
-__device__ __forceinline__ u32 gather(Accumulator& acc, uint4* partial, Sharers who, int cta, bool is_second) {
+// Adds the shares of a cut tile in the order of its columns; false for all but the last to arrive. Each warp has a ticket
+// of its own and waits for no other: a CTA's warps cover different rows or tokens.
+__device__ __forceinline__ bool gather(Accumulator& acc, float* partial, int* tickets, Sharers who, int slot) {
   constexpr int kVectors = TILES_M * TILES_N;
-  constexpr int kSlot = 64 * kPad;                   // in vectors
-  constexpr int kAtOnce = kVectors <= 8 ? 8 : 4;     // shares looked for together
-  uint4* const own = partial + (2 * cta + is_second) * kSlot + threadIdx.x;
-  u32 mine = 0;
+  constexpr int kSlot = 64 * kPad;  // in vectors
+  constexpr int kAtOnce = kVectors <= 2 ? 4 : kVectors <= 4 ? 2 : 1;  // shares under way
+  float4* shares = reinterpret_cast<float4*>(partial) + threadIdx.x;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const float(&v)[4] = acc.v[i / TILES_N][i % TILES_N];
-    if (who.first + ((threadIdx.x >> 5) * kVectors + i) % who.n_stay == cta)
-      mine |= 1u << i;
-    else
-      store_relaxed(own + i * kThreads, make_uint4(word(v[0]), word(v[1]), word(v[2]), word(v[3])));
+    __stcg(shares + slot * kSlot + i * kThreads, make_float4(v[0], v[1], v[2], v[3]));
   }
+  __syncwarp();
+  int n_before = 0;
+  if ((threadIdx.x & 31) == 0) {
+    int* ticket = tickets + (threadIdx.x >> 5);
+    n_before = arrive(ticket);
+    if (n_before == who.last - who.first) *ticket = 0;
+  }
+  if (__shfl_sync(0xffffffffu, n_before, 0) != who.last - who.first) return false;
+  clear(acc);
+#pragma unroll kAtOnce
+  for (int cta = who.first; cta <= who.last; ++cta) {
+    const float4* share = shares + (2 * cta + (cta == who.first && who.is_second)) * kSlot;
 #pragma unroll
-  for (int i = 0; i < kVectors; ++i) {
-    if (!(mine >> i & 1)) continue;
-    float(&v)[4] = acc.v[i / TILES_N][i % TILES_N];
-    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 1
-    for (int from = who.first; from <= who.last; from += kAtOnce) {
-      uint4 share[kAtOnce];
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        share[j] = make_uint4(__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]), __float_as_uint(v[3]));
-        if (from + j <= who.last && from + j != cta)
-          share[j] = load_relaxed(partial + (2 * (from + j) + (from + j == who.first && who.is_second)) * kSlot +
-                                  i * kThreads + threadIdx.x);
-      }
-#pragma unroll
-      for (int j = 0; j < kAtOnce; ++j) {
-        if (from + j > who.last) break;
-        if (from + j != cta) {
-          uint4* const at = partial + (2 * (from + j) + (from + j == who.first && who.is_second)) * kSlot +
-                            i * kThreads + threadIdx.x;
-          while (!is_there(share[j])) share[j] = load_relaxed(at);
-          store_relaxed(at, make_uint4(kNothing, kNothing, kNothing, kNothing));
-        }
-        sum.x += __uint_as_float(share[j].x), sum.y += __uint_as_float(share[j].y);
-        sum.z += __uint_as_float(share[j].z), sum.w += __uint_as_float(share[j].w);
-      }
+    for (int i = 0; i < kVectors; ++i) {
+      const float4 v = __ldcg(share + i * kThreads);
+      float(&sum)[4] = acc.v[i / TILES_N][i % TILES_N];
+      sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
     }
-    v[0] = sum.x, v[1] = sum.y, v[2] = sum.z, v[3] = sum.w;
   }
-  return mine;
+  return true;
 }

@@ -7,12 +7,13 @@
 //   powers    [PAD]                           f32  the rows' powers of two
 //   residual  [row, n_out]                    f32  added when EPILOGUE == RESIDUAL; may be `out`
 //   out       [row, n_out]                    f32  rows below n_row are written; silu(gate) * up halves n_out
-//   partial   [2 grid][256 PAD]               f32  sums of tiles that several CTAs share; all bits set before and after
+//   partial   [2 grid][256 PAD]               f32  sums of tiles that several CTAs share
+//   tickets   [n_tile][warps]                 i32  zero before and after
 //
 // Swapped operands: weight rows are the M of m16n8k16, tokens its N. Work is the line of all (tile, chunk) units, cut
-// into gridDim.x equal runs; a run's share of a tile it does not finish alone goes through `partial`, where the CTAs
-// whose runs end in the tile add the shares, each some of the sums, in the order of the columns. Order and cuts do not
-// depend on the number of rows, so a row's result has the same bits whatever runs beside it.
+// into gridDim.x equal runs; a run's share of a tile it does not finish alone goes through `partial`, and the last
+// warp to arrive adds the shares in the order of the columns. Order and cuts do not depend on the number of rows, so a
+// row's result has the same bits whatever runs beside it.
 //
 // Memory-bound up to about 64 rows: bytes of the weights. Set by the launcher: TYPE, CHUNK, RECORD, WARPS_M, WARPS_N,
 // TILES_M (16-row tiles of a warp), TILES_N (8-token tiles of a warp), STAGES, EPILOGUE.
@@ -37,8 +38,8 @@ __device__ __forceinline__ void load_stage(u32 to, const u8* weights, const u16*
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     linear(const u8* __restrict__ weights, const u16* __restrict__ x, const float* __restrict__ sums,
-           const float* __restrict__ powers, const float* residual, float* out, uint4* partial, int n_row, int n_out,
-           int n_tile16, int n_chunk) {
+           const float* __restrict__ powers, const float* residual, float* out, float* partial, int* tickets, int n_row,
+           int n_out, int n_tile16, int n_chunk) {
   extern __shared__ uint4 stages[];
   const u32 base = shared_address(stages);
   const Shape s{n_row, n_out, n_tile16, n_chunk};
@@ -82,8 +83,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (++chunk < n_chunk && unit + 1 < end) continue;
 
     const Sharers who = sharers(tile, n_chunk, total, grid);
-    const u32 vectors = who.first == who.last ? ~0u : gather(acc, partial, who, cta, run != begin);
-    if (vectors) store(acc, vectors, s, tile, weights, powers, residual, out);
+    if (who.first == who.last || gather(acc, partial, tickets + tile * kWarps, who, 2 * cta + (run != begin)))
+      store(acc, s, tile, weights, powers, residual, out);
     clear(acc);
     run = unit + 1;
     chunk = 0;

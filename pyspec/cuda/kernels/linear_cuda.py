@@ -137,13 +137,14 @@ def step(device: torch.device, type: GGMLType, epilogue: Epilogue, shape: Shape)
     code = compile_cubin(stem(capability), arch_of(capability), defines(type, shape, stages, epilogue))
     shared = stages * stage_bytes(type, shape)
     threads = 32 * (shape.n_warp + (code.stem == "linear_sm90"))  # there a warp of its own copies
-    return _Step(shape, code.kernel("linear", "pppppppiiii").allow_shared(shared), threads, shared)
+    return _Step(shape, code.kernel("linear", "ppppppppiiii").allow_shared(shared), threads, shared)
 
 
 @cache
-def _shares(device: torch.device, n_sm: int) -> Tensor:
-    """Room for shares of cut tiles, two tiles of 128 rows a CTA: 32-bit words, all bits set where there is none."""
-    return torch.full((2 * n_sm * 256 * MAX_ROWS,), -1, dtype=torch.int32, device=device)
+def _workspace(device: torch.device, n_sm: int) -> tuple[Tensor, Tensor]:
+    """(shares of cut tiles, tickets): two tiles of 128 rows a CTA; a ticket for each warp of the tiles a matrix may have."""
+    partial = torch.empty(2 * n_sm * 256 * MAX_ROWS, dtype=torch.float32, device=device)
+    return partial, torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 
 @cache
@@ -164,7 +165,8 @@ class LinearLaunch:
         n_group, n_chunk = n_groups(spec.n_weight_row), n_chunks(spec.type, spec.n_in)
         n_tile = -(-n_group // TILE)
         self.grid = (min(n_sm, n_tile * n_chunk),)
-        self.partial = _shares(spec.device, n_sm)
+        self.partial, self.tickets = _workspace(spec.device, n_sm)
+        assert n_tile * max(s.shape.n_warp for s in steps) <= self.tickets.numel()
         self.sizes = np.int32(spec.n_out), np.int32(n_group), np.int32(n_chunk)
 
     def __call__(self, x: Tensor, packed: Packed, out: Tensor, residual: Tensor | None = None) -> None:
@@ -181,7 +183,7 @@ class LinearLaunch:
         assert (residual is not None) == (self.spec.epilogue is Epilogue.RESIDUAL)
         run = self.steps[rows.pad]
         tensors = (packed.data, rows.blocks, rows.sums, rows.powers, out if residual is None else residual, out)
-        args = (*tensors, self.partial, np.int32(rows.n_row), *self.sizes)
+        args = (*tensors, self.partial, self.tickets, np.int32(rows.n_row), *self.sizes)
         run.kernel.launch(self.grid, run.threads, args, run.shared, overlap=self.rows.overlap)
 
 

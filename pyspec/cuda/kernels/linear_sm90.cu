@@ -103,8 +103,8 @@ __device__ __forceinline__ void sum_units(Accumulator& acc, Ring& at, int n, u32
 
 extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
     linear(const u8* __restrict__ weights, const u16* __restrict__ x, const float* __restrict__ sums,
-           const float* __restrict__ powers, const float* residual, float* out, uint4* partial, int n_row, int n_out,
-           int n_tile16, int n_chunk) {
+           const float* __restrict__ powers, const float* residual, float* out, float* partial, int* tickets, int n_row,
+           int n_out, int n_tile16, int n_chunk) {
   extern __shared__ __align__(128) uint4 stages[];
   __shared__ u64 barriers[2 * STAGES];
   const u32 base = shared_address(stages), full = shared_address(barriers), empty = full + STAGES * 8;
@@ -137,8 +137,8 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
     clear(acc);
     sum_units(acc, at, next - unit, base, full, empty);
     const Sharers who = sharers(tile, n_chunk, total, grid);
-    const u32 vectors = who.first == who.last ? ~0u : gather(acc, partial, who, cta, unit != begin);
-    if (vectors) store(acc, vectors, s, tile, weights, powers, residual, out);
+    if (who.first == who.last || gather(acc, partial, tickets + tile * kWarps, who, 2 * cta + (unit != begin)))
+      store(acc, s, tile, weights, powers, residual, out);
     unit = next;
   }
 }

@@ -322,16 +322,6 @@ inline void ptx_ld_acquire_gpu_global_s32(int line, int& out, const int* p) {
   emulator::interleave(line);
   out = *p;
 }
-inline void ptx_ld_relaxed_gpu_global_v4_u32(int line, Refs<u32, 4> out, const uint4* p) {
-  emulator::pause(line);
-  const u32* from = reinterpret_cast<const u32*>(p);
-  for (int i = 0; i < 4; ++i) *out.p[i] = from[i];
-}
-inline void ptx_st_relaxed_gpu_global_v4_u32(int line, const uint4* p, Refs<u32, 4> in) {
-  emulator::interleave(line);
-  u32* to = reinterpret_cast<u32*>(const_cast<uint4*>(p));
-  for (int i = 0; i < 4; ++i) to[i] = *in.p[i];
-}
 inline void ptx_atom_add_acq_rel_gpu_global_s32(int line, int& out, int* p, int x) { out = atomicAdd(p, x, line); }
 
 template <int kSums>
