@@ -28,13 +28,13 @@ QUESTIONS = [
 ]
 
 
-def load(draft: str | None, np: int) -> Engine:
-    return Engine.load("demo", draft, np=np, ctx=1024, device="cuda", check_tap_shift=False)
+def load(draft: str | None, np: int, **options: object) -> Engine:
+    return Engine.load("demo", draft, np=np, ctx=1024, device="cuda", check_tap_shift=False, **options)
 
 
 def answers(engine: Engine, n: int = len(QUESTIONS), **options: object) -> list[Result]:
     prompts = [[{"role": "user", "content": q}] for q in QUESTIONS[:n]]
-    return engine.generate_many(prompts, max_tokens=160, temperature=0.0, cache_prompt=False, **options)
+    return engine.generate_many(prompts, max_tokens=160, temperature=0.0, **options)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_the_text_is_that_of_plain_decoding_in_one_slot(draft: str | None, np: i
 
 
 def test_two_runs_have_the_same_bits_and_neighbours_do_not_matter() -> None:
-    with load("auto", 4) as engine:
+    with load("auto", 4, n_draft_fixed=True, prefix_cache=False) as engine:
         first, second = (answers(engine, 4, logprobs=2) for _ in range(2))
         assert [r.logprobs for r in first] == [r.logprobs for r in second]
         alone = answers(engine, 1, logprobs=2)[0]
@@ -61,7 +61,7 @@ def test_two_runs_have_the_same_bits_and_neighbours_do_not_matter() -> None:
 
 
 def test_nothing_is_allocated_after_warm_up() -> None:
-    with load("auto", 8) as engine:
+    with load("auto", 8, prefix_cache=False) as engine:
         answers(engine)
         torch.cuda.synchronize()
         before = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]

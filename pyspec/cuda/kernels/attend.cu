@@ -30,9 +30,6 @@
 #include "bounds.cuh"
 #include "attend_fold.cuh"
 #include "overlap.cuh"
-#ifndef EARLY
-#define EARLY 1
-#endif
 
 constexpr int WARPS = DIM / 32, THREADS = 32 * WARPS, RANGE = DIM, FOLD = SPLIT / RANGE, COLS = 8 * N_TILE;
 constexpr int STEP_BYTES = 2048;  // 32 keys x 32 dims of a warp
@@ -440,9 +437,7 @@ attend_split(const float* q, const u16* k, const u16* v, const i64* page_table, 
              const i64* hi, const int* row_seq, const int* seq_start, float* part, float* part_ml, int* plan, int* fault,
              int n_row, int n_seq, int n_head, int n_kv, int n_page_col, int page_size, int n_page, int window,
              int max_item, float scale) {
-#if EARLY
   let_successor_start();
-#endif
   wait_for_predecessor();
   extern __shared__ __align__(16) char raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
@@ -514,9 +509,6 @@ attend_split(const float* q, const u16* k, const u16* v, const i64* page_table, 
       *reinterpret_cast<float2*>(part_ml + (static_cast<i64>(index) * COLS + c) * 2) = make_float2(s.run_m[c], s.run_l[c]);
     __syncthreads();  // q and the columns are replaced by the next item's
   }
-#if !EARLY
-  let_successor_start();
-#endif
 }
 
 struct MergeArgs {
@@ -536,9 +528,7 @@ __device__ __forceinline__ void merge(const MergeArgs& a) {
   constexpr int PIECES = (DIM + 127) / 128;
   const int row = blockIdx.x, warp = blockIdx.y * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
   const int head = warp / PIECES, dim = warp % PIECES * 128 + 4 * lane;
-#if EARLY
   let_successor_start();
-#endif
   if (head >= a.n_head) return;
   Seen seen = seen_by(a.positions[row], a.lo[row], a.hi[row], a.window, a.max_key);
   const int of = a.row_seq[row], seq = of < 0 ? 0 : clamped(of, a.n_seq, OP_ID, -1, a.fault);

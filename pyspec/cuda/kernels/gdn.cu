@@ -34,9 +34,6 @@
 
 #include "conv.cuh"
 #include "lanes.cuh"
-#ifndef EARLY
-#define EARLY 2
-#endif
 
 constexpr int TILE = THREADS / LANES * COLS;  // columns of a block
 constexpr int QUADS = DIM / 4 / LANES;        // float4 of one column in a lane
@@ -168,9 +165,7 @@ extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 4)
              float* q, float* k, float* v, float* e, float* b, float* kq, const int* seq_slot, const int* seq_start,
              const int* seq_fold, const int* seq_keep, int n_slot, int width, int n_row, int chunked,
              float eps, int* fault) {
-#if EARLY
   let_successor_start();
-#endif
   wait_for_predecessor();
   const int head = blockIdx.x, s = blockIdx.y;
   Seq seq = read_seq({seq_slot, seq_start, seq_fold, seq_keep, n_slot, width, n_row, chunked}, s, fault);
@@ -184,9 +179,6 @@ extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 4)
       conv_head<true>(args, seq, s, head - N_K);
     }
   }
-#if !EARLY
-  let_successor_start();  // not sooner: gdn_rows would crowd the multiprocessors that run dry first
-#endif
 }
 
 // ---- gdn_rows -------------------------------------------------------------------------------------------------------
@@ -294,9 +286,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
              const float* kq, const float* b, float* out, const int* seq_slot, const int* seq_start,
              const int* seq_fold, const int* seq_keep, int n_slot, int width, int n_row, int chunked,
              int* fault) {
-#if EARLY > 1
   let_successor_start();
-#endif
   __shared__ __align__(16) Stage stages[2];
   const int h = blockIdx.x, column = blockIdx.y * TILE, s = blockIdx.z;
   Seq seq = read_seq({seq_slot, seq_start, seq_fold, seq_keep, n_slot, width, n_row, chunked}, s, fault);

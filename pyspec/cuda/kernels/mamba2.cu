@@ -141,6 +141,8 @@ extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 4)
                 float* fold_x, float* fold_b, float* fold_e, float* fold_t, float* x, float* b, float* c, float* e,
                 float* t, const int* seq_slot, const int* seq_start, const int* seq_fold, const int* seq_keep,
                 int n_slot, int width, int n_row, int* fault) {
+  let_successor_start();
+  wait_for_predecessor();
   const int channel = blockIdx.x * 128, s = blockIdx.y;
   const Seq seq = read_seq({seq_slot, seq_start, seq_fold, seq_keep, n_slot, width, n_row, NEVER}, s, OP_MAMBA2, fault);
   if (static_cast<int>(blockIdx.z) * SPAN < seq.n && (blockIdx.z == 0 || seq.keep)) {
@@ -155,7 +157,6 @@ extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 4)
       conv_part<C>(args, seq, s);
     }
   }
-  let_successor_start();  // not sooner: mamba2_rows would crowd the multiprocessors that run dry first
 }
 
 // ---- mamba2_rows ----------------------------------------------------------------------------------------------------
@@ -251,6 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
                 const float* fold_b, const float* fold_e, const float* fold_t, const float* x, const float* b,
                 const float* c, const float* e, const float* t, float* out, const int* seq_slot, const int* seq_start,
                 const int* seq_fold, const int* seq_keep, int n_slot, int width, int n_row, int* fault) {
+  let_successor_start();
   __shared__ __align__(16) Stage stages[2];
   const int h = blockIdx.x, row0 = blockIdx.y * TILE, s = blockIdx.z, group = h / (HEADS / GROUPS);
   const Seq seq = read_seq({seq_slot, seq_start, seq_fold, seq_keep, n_slot, width, n_row, NEVER}, s, OP_MAMBA2, fault);

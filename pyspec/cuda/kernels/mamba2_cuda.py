@@ -127,7 +127,7 @@ def bind(spec: Mamba2Spec, *, columns: int | None = None) -> Mamba2:
         conv, rows = kernels[cols]
         stretches = -(-n_row // SPAN) if n_row > n_seq * layer.width else 1  # a block takes several if it must
         args = [*inputs, p.a, p.dt_bias, p.conv_w, p.conv_b, layer.conv, *records, *old, x, b, c, e, t, *counts]
-        conv.launch((s.n_channel // CHANNELS, n_seq, stretches), CONV_THREADS, args)
+        conv.launch((s.n_channel // CHANNELS, n_seq, stretches), CONV_THREADS, args, overlap=overlap)
         args = [layer.state, p.d, layer.x, layer.b, *old, x, b, c, e, t, out, *counts]
         rows.launch((s.n_head, s.head_dim * LANES // (THREADS * cols), n_seq), THREADS, args, overlap=overlap)
         return out
