@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.kernels.attend import attend
+from pyspec.cuda.kernels.attend_prompt import with_prompts
 from pyspec.cuda.kernels.attend_ref import AttendSpec
 from pyspec.cuda.kernels.gdn import gdn
 from pyspec.cuda.kernels.gdn_ref import GdnSpec
@@ -81,7 +82,7 @@ class Attention:
         self.k_norm = w.optional(f"{prefix}.attn_k_norm.weight")
         scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
         spec = AttendSpec(w.device, shape.n_head, shape.n_kv_head, shape.head_dim, scale)
-        self.attend = attend.bind(spec)
+        self.attend = with_prompts(attend.bind(spec), spec)
         turn = RopeKvSpec(
             w.device,
             shape.n_head,

@@ -77,6 +77,7 @@ class Batch:
     row_seq: Tensor
     page_size: int
     max_hi: Sequence[int]  # per sequence, on the host
+    causal: bool  # rows see what stands before them and themselves
     bucket: int | None = None  # rows with padding, if the fields lie in an arena
 
     @property
@@ -128,7 +129,8 @@ def lay_out(
         fields = arena.fill(values, tables, bucket, table.null_row)
     else:
         bucket, fields = None, _fresh(values, tables, device)
-    return Batch(seqs=seqs, starts=starts, page_size=table.page_size, max_hi=max_hi, bucket=bucket, **fields)
+    causal, size = not see_block, table.page_size
+    return Batch(seqs=seqs, starts=starts, page_size=size, max_hi=max_hi, causal=causal, bucket=bucket, **fields)
 
 
 def _fresh(
