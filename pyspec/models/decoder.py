@@ -248,6 +248,8 @@ class Decoder:
         self.rope = Rope(config.n_rot, config.rope_base, config.rope_neox, weights.device, config.rope_factor, divisors)
         self.embedding = weights.embedding("token_embd.weight")
         self.blocks = [Block(config, weights, f"blk.{i}", self.rope, layer) for i, layer in enumerate(config.layers)]
+        for i, state in memory.states.items():
+            state.fold = self.blocks[i].mixer.fold  # type: ignore[union-attr]  # recurrent mixers have one
         self.norm = weights.vector("output_norm.weight")
         self.output = weights.matrix("output.weight" if weights.has("output.weight") else "token_embd.weight")
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyspec.cuda.kernels import gdn_cuda
 from pyspec.cuda.kernels.attend import attend
 from pyspec.cuda.kernels.attend_prompt import with_prompts
 from pyspec.cuda.kernels.attend_ref import AttendSpec
@@ -142,6 +143,7 @@ class GatedDeltaNet:
         self.gate_norm = w.vector(f"{prefix}.ssm_norm.weight")
         spec = GdnSpec(w.device, shape, eps)
         self.gdn, self.capturable = gdn.bind(spec), gdn.chosen(spec).capturable
+        self.fold = gdn_cuda.folder(spec) if gdn.chosen(spec).name == "cuda" else None
         self.split = [shape.n_channel, shape.n_v_head * shape.dim, shape.n_v_head, shape.n_v_head]
 
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], memory: Memory, layer: int, batch: Batch) -> Tensor:
