@@ -205,14 +205,13 @@ class Loop:
 
     def _plan(self, asks: Sequence[Ask], drafts: Sequence[Sequence[int]]) -> list[_Work]:
         """Rows of this forward: [anchor, drafts...] of decoding slots, then prompt chunks in what room is left."""
-        work, n_vocab = [], self.target.n_vocab
+        work = []
         for ask, draft in zip(asks, drafts, strict=True):
-            slot = ask.slot
-            bad = next((i for i, t in enumerate(draft) if not 0 <= t < n_vocab), len(draft))
-            draft = draft[: min(bad, ask.n_draft)]  # a wild id is never embedded
+            slot, job = ask.slot, self.jobs[ask.slot.index]
+            draft = job.sampler.usable(draft)[: ask.n_draft]  # a wild id is never embedded
             tokens = [ask.anchor, *draft]
             seq = Seq(slot.index, slot.n_past, tokens, keep=not draft, n_out=len(tokens), n_fold=slot.n_fold)
-            work.append(_Work(self.jobs[slot.index], slot, seq, draft))
+            work.append(_Work(job, slot, seq, draft))
         prompts = [job for job in self.jobs.values() if not job.is_decoding]
         left = [self._todo(job) for job in prompts]
         free = max(self.ubatch - sum(w.seq.width for w in work), -(-self.ubatch // PROMPT_SHARE))

@@ -123,7 +123,7 @@ def _greedy(logits: Tensor, work: list[_Work], best: Tensor) -> list[tuple[list[
     out = []
     for w in work:
         rows, banned = slice(w.span.first_row, w.span.first_row + w.n_row), w.span.sampler.bias_ids
-        found, values = [int(token) for token in tokens[rows]], peaks[rows]
+        found, values = list(map(int, tokens[rows])), peaks[rows]
         if banned and not banned.isdisjoint(found):  # bans only lower logits: they matter where they hit the best one
             picks = _pick("greedy", _rows(logits, [w]), [w])
             found, values = picks.tokens.tolist(), picks.peaks.tolist()
@@ -197,18 +197,17 @@ def _pick(kind: str, logits: Tensor, work: list[_Work]) -> _Picks:
 
 def _accept(work: _Work, tokens: list[int], peaks: list[float], synth: SynthAcceptance | None) -> Chosen:
     sampler = work.span.sampler
-    ends = frozenset() if sampler.params.ignore_eos else sampler.eog_ids
     if synth is None:
         n = next((i for i, draft in enumerate(work.drafts) if draft != tokens[i]), len(work.drafts))
-        n_kept = next((i + 1 for i in range(n) if tokens[i] in ends), n + 1)
+        n_kept = next((i + 1 for i in range(n) if tokens[i] in sampler.ends), n + 1)
         kept = tokens[:n_kept]
     else:
         n = synth.n_accepted(sampler.fingerprint, sampler.n_history, len(work.drafts))
         n = next((i for i in range(n) if work.drafts[i] in sampler.eog_ids), n)
         kept = [*work.drafts[:n], tokens[n]]
-    for i in range(len(kept)):
-        if not math.isfinite(peaks[i]):
-            return Chosen([], 0, error=_bad_row(sampler.n_history + i, peaks[i]))
+    for i, peak in enumerate(peaks[: len(kept)]):
+        if not math.isfinite(peak):
+            return Chosen([], 0, error=_bad_row(sampler.n_history + i, peak))
     return Chosen(kept, min(n, len(kept)))
 
 
