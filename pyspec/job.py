@@ -96,8 +96,8 @@ class Job:
             rounds.extend([0] * (n + 1 - len(rounds)))
             rounds[n] += 1
 
-    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob], n_draft: int, n_accepted: int) -> _Taken:
-        """Let tokens of one round out, up to the one that ends the request. Sends the Delta."""
+    def take(self, tokens: Sequence[int]) -> Taken:
+        """Let tokens of one round out, up to the one that ends the request. `tell` says so to the listener."""
         tokens = tokens[: self.n_left]
         self.last = time.perf_counter()
         if not self.first:
@@ -117,11 +117,14 @@ class Job:
         if finish is None and (self.n_left <= 0 or self._is_late()):
             finish = "length"
         text = released.text if finish in (None, "stop") else released.text + self.stream.flush()
-        if content or text:
-            told = tuple(logprobs[: len(content)])
+        return Taken(content, text, n_used, finish, released.stopped)
+
+    def tell(self, taken: Taken, logprobs: Sequence[TokenLogprob], n_draft: int, n_accepted: int) -> None:
+        """Send the Delta of what was taken in the last round."""
+        if taken.content or taken.text:
+            told = tuple(logprobs[: len(taken.content)])
             timings = self.timings() if self.request.timings_per_token else None
-            self.sink(Delta(self.id, tuple(content), text, told, n_draft, n_accepted, timings))
-        return _Taken(n_used, finish, released.stopped)
+            self.sink(Delta(self.id, tuple(taken.content), taken.text, told, n_draft, n_accepted, timings))
 
     def _is_late(self) -> bool:
         limit = self.request.max_predict_ms
@@ -155,9 +158,11 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
-    """How many of a round's tokens the request used, and whether it is over."""
+class Taken:
+    """What a round gives to the listener, how many of its tokens the request used, and whether it is over."""
 
+    content: Sequence[int]
+    text: str
     n_used: int
     finish: Finish | None
     stop: str
