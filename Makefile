@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint check soak fix clean
+.PHONY: demo test lint check check-gpu soak fix clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pyspec demo
@@ -18,6 +18,13 @@ lint: $(VENV)/.installed-test
 
 check: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# On a machine with a GPU, whose Python (with a CUDA torch) has pyspec[cuda,test] installed: make check-gpu PYTHON=python3
+check-gpu:
+	$(PYTHON) -m pyspec doctor
+	$(PYTHON) -m pytest -n 4 -p no:benchmark tests/kernels/test_*_gpu.py
+	PYSPEC_TEST_DEVICE=cuda $(PYTHON) -m pytest -n 4 -p no:benchmark tests/models
+	$(PYTHON) -m pytest -p no:benchmark tests/engine/test_on_gpu.py
 
 soak: $(VENV)/.installed-test
 	$(BIN)/python tools/soak.py --minutes 10 --np 8
