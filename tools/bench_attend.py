@@ -11,7 +11,7 @@ from pyspec.cuda.kernels import attend_cuda, attend_ref
 from pyspec.cuda.kernels.attend_cases import CASES, TOLERANCE, Case, Made, make, only, worst
 from pyspec.cuda.kernels.attend_cuda import Shape
 from pyspec.cuda.kernels.attend_ref import AttendSpec
-from pyspec.slots.memory import KVPool
+from pyspec.slots.kv import KVPool
 
 GPU = torch.device("cuda", 0)
 FLOOR = 4.3e12  # bytes a second, a device-to-device copy of an H200

@@ -14,7 +14,7 @@ from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
 from pyspec.cuda.kernels.rope_kv_ref import bind as rope_kv_reference
 from pyspec.cuda.kernels.rows import check, make, rows
 from pyspec.cuda.kernels.rows_ref import Kind, Norm, RowsSpec
-from pyspec.slots.memory import KVPool
+from pyspec.slots.kv import KVPool
 
 pytestmark = needs_compiler
 SEEDS = (0, 1)
