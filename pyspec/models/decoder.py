@@ -220,9 +220,7 @@ FEEDS = {
     "swiglu": Kind(
         lambda c, file, p: swiglu_tensors(c, p), lambda c, w, p, layer: FeedForward(w, p, c.eps, layer.feed_norm)
     ),
-    "relu2": Kind(
-        lambda c, file, p: relu2_tensors(c, p), lambda c, w, p, layer: Relu2(w, p, c.eps, layer.feed_norm)
-    ),
+    "relu2": Kind(lambda c, file, p: relu2_tensors(c, p), lambda c, w, p, layer: Relu2(w, p, c.eps, layer.feed_norm)),
     "moe": Kind(
         lambda c, file, p: moe_tensors(c.moe, c.n_embd, file, p),
         lambda c, w, p, layer: MoeFeed(w, p, c.moe, c.eps, layer.feed_norm),
@@ -253,7 +251,8 @@ class Decoder:
         self.rope = Rope(config.n_rot, config.rope_base, config.rope_neox, weights.device, config.rope_factor, divisors)
         self.embedding = weights.embedding("token_embd.weight")
         self.blocks = [
-            Block(config, weights, f"blk.{i}", self.rope, layer, memory.kv_dtype) for i, layer in enumerate(config.layers)
+            Block(config, weights, f"blk.{i}", self.rope, layer, memory.kv_dtype)
+            for i, layer in enumerate(config.layers)
         ]
         self.norm = weights.vector("output_norm.weight")
         self.output = weights.matrix("output.weight" if weights.has("output.weight") else "token_embd.weight")

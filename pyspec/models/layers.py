@@ -71,9 +71,7 @@ SINKS = "attn_sinks.weight"  # one logit a head
 class Attention:
     """Grouped-query attention over the slot's pages, whose entries are of type `kv` (slots.kv)."""
 
-    def __init__(
-        self, w: Weights, prefix: str, shape: AttentionShape, rope: Rope, eps: float, kv: torch.dtype
-    ) -> None:
+    def __init__(self, w: Weights, prefix: str, shape: AttentionShape, rope: Rope, eps: float, kv: torch.dtype) -> None:
         self.shape, self.rope, self.eps = shape, rope, eps
         self.norm = Norm(w.vector(f"{prefix}.attn_norm.weight"), eps)
         names = [f"{prefix}.attn_qkv.weight"]

@@ -37,7 +37,11 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(name: str) -> None:
         assert torch.equal(out[start : start + width], attend(q, made.pool, batch, case.window, made.sinks)), (name, i)
         for row in {0, width // 2, width - 1}:
             q, batch = only(made, i, row, 1)
-            assert torch.equal(out[start + row], attend(q, made.pool, batch, case.window, made.sinks)[0]), (name, i, row)
+            assert torch.equal(out[start + row], attend(q, made.pool, batch, case.window, made.sinks)[0]), (
+                name,
+                i,
+                row,
+            )
 
 
 def test_ranges_and_splits_as_items_give_the_same_bits() -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import torch
-
 from pyspec.cuda.kernels import attend_cuda, attend_ref
 from pyspec.cuda.kernels.attend_cases import TOLERANCE, Case, make, worst
 from pyspec.cuda.kernels.attend_ref import Attend
 from pyspec.cuda.op import Impl, Op
-
 
 
 def check(launch: Attend, reference: Attend, spec: attend_ref.AttendSpec) -> str | None:

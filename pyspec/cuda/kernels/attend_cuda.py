@@ -118,7 +118,11 @@ def room_of(arch: str) -> int:
 def shape_for(dim: int, n_tile: int, kv: torch.dtype, arch: str, has_sinks: bool = False) -> Shape:
     """As many warps as compile without spills, then the depth that keeps most bytes in flight on a multiprocessor."""
     large = room_of(arch) > 200 * 1024
-    warps = {1: 24 if large and dim == 256 else 16, 2: 16, 3: 12 if kv is SCALED and dim == 64 else 16, 4: 12, 6: 8}[n_tile]
+    warps = {1: 16, 2: 16, 3: 16, 4: 12, 6: 8}[n_tile]
+    if dim == 256 and n_tile == 1 and large and kv is not SCALED:
+        warps = 24
+    if dim == 64 and n_tile == 3 and kv is SCALED:
+        warps = 12
     shapes = [
         Shape(dim, n_tile, kv, arch, warps * 32 // dim, depth, has_sinks=has_sinks) for depth in range(2, MAX_DEPTH + 1)
     ]

@@ -23,7 +23,6 @@ from torch import Tensor
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 
-
 Attend = Callable[..., Tensor]
 """attend(q, pool, batch, window=0, sinks=None) -> out"""
 

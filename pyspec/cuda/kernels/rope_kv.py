@@ -36,7 +36,9 @@ def check(launch: Callable[..., Tensor], reference: Callable[..., Tensor], spec:
             run(y, *norms, (theta.cos(), theta.sin()), pool, rows)
             for run, pool in zip((launch, reference), pools, strict=True)
         )
-        (k, v), (k_want, v_want) = (pool.read(torch.arange(N_POOL, device=spec.device), torch.float32) for pool in pools)
+        (k, v), (k_want, v_want) = (
+            pool.read(torch.arange(N_POOL, device=spec.device), torch.float32) for pool in pools
+        )
         for a, b, name, off in ((got, want, "q", 1e-4), (k, k_want, "k", OFF[dtype]), (v, v_want, "v", OFF[dtype])):
             if not torch.allclose(a, b, rtol=off, atol=off):
                 return f"{name} of {name_of(dtype)} differs from the reference by {(a - b).abs().max():.2g}"

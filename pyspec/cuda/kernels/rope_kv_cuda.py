@@ -50,7 +50,9 @@ def defines(spec: RopeKvSpec, kind: int) -> dict[str, int | str]:
 @cache
 def _kernel(spec: RopeKvSpec, kind: int) -> jit.Kernel:
     arch = jit.arch_of(torch.cuda.get_device_capability(spec.device))
-    return jit.compile_cubin("rope_kv", arch, defines(spec, kind)).kernel("rope_kv", ARGS.format(planes="pppp" if kind == KINDS[torch.int8] else "pp"))
+    return jit.compile_cubin("rope_kv", arch, defines(spec, kind)).kernel(
+        "rope_kv", ARGS.format(planes="pppp" if kind == KINDS[torch.int8] else "pp")
+    )
 
 
 def bind(spec: RopeKvSpec) -> Callable[..., Tensor]:
