@@ -1,4 +1,4 @@
-"""The memory that slots keep between rounds: paged keys and values, and recurrent state with its records.
+"""The memory that slots keep between rounds: paged keys and values (kv.py), and recurrent state with its records.
 
 Everything is allocated once, at load. A page is written only by the slot that holds it; a state row only by its slot.
 """
