@@ -30,7 +30,11 @@ def check() -> None:
             start = made.plain.starts[i]
             for first, m in ((0, width), (width - 1, 1), (0, 1)):
                 q, b = only(made, i, first, m)
-                alone.append(torch.equal(out[start + first : start + first + m], attend(q, made.pool, b, case.window, made.sinks)))
+                alone.append(
+                    torch.equal(
+                        out[start + first : start + first + m], attend(q, made.pool, b, case.window, made.sinks)
+                    )
+                )
         error, zeros = worst(out[:n], want), not bool(out[n:].any())
         good = error < TOLERANCE[case.dtype] and same and all(alone) and zeros
         fault = attend_cuda.fault_record(GPU).tolist()
@@ -187,6 +191,14 @@ def scale() -> None:
 
 
 if __name__ == "__main__":
-    jobs = {"check": check, "real": real, "types": types, "tune": tune, "scale": scale, "parts": parts, "counters": counters}
+    jobs = {
+        "check": check,
+        "real": real,
+        "types": types,
+        "tune": tune,
+        "scale": scale,
+        "parts": parts,
+        "counters": counters,
+    }
     for name in sys.argv[1:] or ["check", "real", "scale"]:
         jobs[name]()
