@@ -53,7 +53,10 @@ class Timer:
         size = self.bucket(size)
         self.samples.setdefault(size, deque(maxlen=N_SAMPLE)).append(ms)
         self.fresh.add(size)
-        if self.knows(size):
+        i = bisect.bisect_left(self._sizes, size)
+        if self._sizes[i : i + 1] == [size]:
+            self._ms[i] = min(self.samples[size])
+        elif self.knows(size):
             self._tabulate()
 
     def _tabulate(self) -> None:

@@ -82,8 +82,7 @@ class Engine:
         self._jobs: dict[str, Job] = {}
         self._due: deque[tuple[Sink, Event]] = deque()
         self._is_urgent = False
-        self._may_defer = self.loop.target.device.type != "cpu"  # there a forward is over when it returns
-        if self._may_defer:
+        if self.loop.may_defer:
             self.loop.on_wait = self._hand_out
         self._error: PyspecError | None = None
         self._closing = False
@@ -226,7 +225,7 @@ class Engine:
                     DeviceError(f"the engine failed: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
                 )
                 return
-            if self._is_urgent or not self._may_defer or not self.loop.jobs:
+            if self._is_urgent or not self.loop.may_defer or not self.loop.jobs:
                 self._hand_out()
         self._die(Unavailable("the engine was closed"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from pyspec.request import Delta, Done, Event, Failed, Finish, Progress, Request, Timings, TokenLogprob
 from pyspec.sample.sampler import SlotSampler
@@ -12,6 +13,11 @@ from pyspec.slots.table import Slot
 from pyspec.text.stream import TextStream
 
 Sink = Callable[[Event], None]
+
+
+def at_least(rounds: Sequence[int]) -> list[int]:
+    """How many rounds had 1 or more of something, 2 or more, ..., if rounds[n] had exactly n."""
+    return list(accumulate(reversed(rounds[1:])))[::-1]
 
 
 @dataclass
@@ -36,10 +42,13 @@ class Job:
     first: float = 0.0  # when the first token was there
     last: float = 0.0
     n_rounds: int = 0
-    drafted: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
     used: list[int] = field(default_factory=list)  # rounds by n_draft
+    right: list[int] = field(default_factory=list)  # rounds by n_accepted
     synthetic: bool = False
+
+    def __post_init__(self) -> None:
+        room, most = self.n_ctx - self.n_prompt, self.request.max_tokens
+        self.n_most = room if most < 0 else min(room, most)  # tokens it may emit, by its own limit and by the context's
 
     @property
     def wanted_slot(self) -> int:
@@ -59,10 +68,17 @@ class Job:
 
     @property
     def n_left(self) -> int:
-        """Tokens it may still emit, by its own limit and by the context's."""
-        room = self.n_ctx - self.n_prompt - self.n_predicted
-        most = self.request.max_tokens
-        return room if most < 0 else min(room, most - self.n_predicted)
+        """Tokens it may still emit."""
+        return self.n_most - self.n_predicted
+
+    @property
+    def drafted(self) -> list[int]:
+        """Rounds that drafted each position."""
+        return at_least(self.used)
+
+    @property
+    def accepted(self) -> list[int]:
+        return at_least(self.right)
 
     def begin(self, slot: Slot, cuts: tuple[int, ...]) -> None:
         self.slot, self.cuts = slot, cuts
@@ -76,21 +92,19 @@ class Job:
     def count(self, n_draft: int, n_accepted: int) -> None:
         """Statistics of one decode round."""
         self.n_rounds += 1
-        for counts, n in ((self.drafted, n_draft), (self.accepted, n_accepted), (self.used, n_draft + 1)):
-            counts.extend([0] * (n - len(counts)))
-        self.used[n_draft] += 1
-        for i in range(n_draft):
-            self.drafted[i] += 1
-        for i in range(n_accepted):
-            self.accepted[i] += 1
+        for rounds, n in ((self.used, n_draft), (self.right, n_accepted)):
+            rounds.extend([0] * (n + 1 - len(rounds)))
+            rounds[n] += 1
 
-    def take(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob], n_draft: int, n_accepted: int) -> _Taken:
-        """Let tokens of one round out, up to the one that ends the request. Sends the Delta."""
+    def take(self, tokens: Sequence[int]) -> Taken:
+        """Let tokens of one round out, up to the one that ends the request. `tell` says so to the listener."""
         tokens = tokens[: self.n_left]
         self.last = time.perf_counter()
         if not self.first:
             self.first = self.last
-        end = next((i for i, t in enumerate(tokens) if t in self.eog and not self.request.params.ignore_eos), None)
+        end = None
+        if not (self.request.params.ignore_eos or self.eog.isdisjoint(tokens)):
+            end = next(i for i, t in enumerate(tokens) if t in self.eog)
         content = tokens if end is None else tokens[:end]
         released = self.stream.push(content)
         finish: Finish | None = None
@@ -103,29 +117,32 @@ class Job:
         if finish is None and (self.n_left <= 0 or self._is_late()):
             finish = "length"
         text = released.text if finish in (None, "stop") else released.text + self.stream.flush()
-        if content or text:
-            told = tuple(logprobs[: len(content)])
+        return Taken(content, text, n_used, finish, released.stopped)
+
+    def tell(self, taken: Taken, logprobs: Sequence[TokenLogprob], n_draft: int, n_accepted: int) -> None:
+        """Send the Delta of what was taken in the last round."""
+        if taken.content or taken.text:
+            told = tuple(logprobs[: len(taken.content)])
             timings = self.timings() if self.request.timings_per_token else None
-            self.sink(Delta(self.id, tuple(content), text, told, n_draft, n_accepted, timings))
-        return _Taken(n_used, finish, released.stopped)
+            self.sink(Delta(self.id, tuple(taken.content), taken.text, told, n_draft, n_accepted, timings))
 
     def _is_late(self) -> bool:
         limit = self.request.max_predict_ms
         return limit > 0 and 1e3 * (self.last - self.first) >= limit
 
     def timings(self) -> Timings:
-        first = self.first or time.perf_counter()
+        first, drafted, accepted = self.first or time.perf_counter(), self.drafted, self.accepted
         return Timings(
             cache_n=self.n_cached,
             prompt_n=self.n_prompt - self.n_cached,
             prompt_ms=1e3 * (first - self.started),
             predicted_n=self.n_predicted,
             predicted_ms=1e3 * (self.last - self.first),
-            draft_n=sum(self.drafted),
-            draft_n_accepted=sum(self.accepted),
+            draft_n=sum(drafted),
+            draft_n_accepted=sum(accepted),
             n_rounds=self.n_rounds,
-            drafted_per_pos=tuple(self.drafted),
-            accepted_per_pos=tuple(self.accepted),
+            drafted_per_pos=tuple(drafted),
+            accepted_per_pos=tuple(accepted),
             n_draft_used=tuple(self.used),
             synthetic=self.synthetic,
         )
@@ -141,9 +158,11 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
-    """How many of a round's tokens the request used, and whether it is over."""
+class Taken:
+    """What a round gives to the listener, how many of its tokens the request used, and whether it is over."""
 
+    content: Sequence[int]
+    text: str
     n_used: int
     finish: Finish | None
     stop: str

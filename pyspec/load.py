@@ -146,6 +146,7 @@ def _memory_plan(
     d: DraftPlan,
     s: EngineSettings,
     n_row: int,
+    n_ctx: int,
     dense: torch.dtype | None,
     device: torch.device,
 ) -> MemoryPlan:
@@ -160,11 +161,11 @@ def _memory_plan(
     if d.file is not None and d.file is not file:
         draft_weights = weight_bytes(d.file, dense)
     return MemoryPlan(
-        weight_bytes(file, dense), kv, state, draft_weights, draft_kv, workspace=_workspace(c, d, s, device)
+        weight_bytes(file, dense), kv, state, draft_weights, draft_kv, workspace=_workspace(c, d, s, n_ctx, device)
     )
 
 
-def _workspace(c: DecoderConfig, d: DraftPlan, s: EngineSettings, device: torch.device) -> int:
+def _workspace(c: DecoderConfig, d: DraftPlan, s: EngineSettings, n_ctx: int, device: torch.device) -> int:
     cuda = device.type == "cuda"
     n_tap = len(dflash.read_config(d.file).taps) if d.kind == "dflash" and d.file is not None else 0
     return workspace_bytes(
@@ -174,6 +175,7 @@ def _workspace(c: DecoderConfig, d: DraftPlan, s: EngineSettings, device: torch.
         n_vocab=c.n_vocab,
         graph_rows=sum(b for b in BUCKETS if b <= s.np * (d.n_draft + 1)) if cuda else 0,
         n_tap=n_tap,
+        key_bytes=(8 if s.kv_type in ("q8_0", "f8_e4m3") else 4) * n_ctx * c.attention.n_kv_head * c.attention.head_dim,
         cuda=cuda,
     )
 
@@ -220,7 +222,7 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     extra = max(d.overhang, d.n_draft + 1)
     table = _table(settings, n_ctx, extra)
     dense = pick_dense(file, device, settings.weights)
-    plan = _memory_plan(file, config, d, settings, table.n_alloc_row, dense, device)
+    plan = _memory_plan(file, config, d, settings, table.n_alloc_row, n_ctx, dense, device)
     files = [f for f in {file, d.file} if f is not None]
     plan = with_copies(plan, sum(wide_bytes(f) for f in files) if dense is None else 0, device, settings.weights)
     states = StateStore(*_state_budgets(config, settings))
@@ -234,7 +236,7 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     memory = allocate(
         config.memory(), n_slot=settings.np, n_row=table.n_alloc_row, width=width, kv_dtype=kv, device=device
     )
-    with _timed("weights", device):
+    with _timed("weights", device, release=True):
         target = Decoder(config, Weights(file, device, dense, wide=plan.wide > 0), memory)
         drafter = _drafter(d, target, table, settings, dense, plan.wide > 0)
     make_arena = partial(_arena, target, table, n_ctx + extra)
@@ -280,12 +282,14 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
 
 
 @contextmanager
-def _timed(what: str, device: torch.device) -> Iterator[None]:
-    """Says how long a part of loading took."""
+def _timed(what: str, device: torch.device, release: bool = False) -> Iterator[None]:
+    """Says how long a part of loading took; `release`: what it allocated and freed is the device's again."""
     began = time.perf_counter()
     yield
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+        if release:
+            torch.cuda.empty_cache()
     log.info("%s: %.1f s", what, time.perf_counter() - began)
 
 

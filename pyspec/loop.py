@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from pyspec.cuda.graph import Graphed
 from pyspec.cuda.kernels.flush import flush
 from pyspec.draft.drafter import Ask, Drafter, Needs, Paged
 from pyspec.errors import PyspecError, SlotError, Unavailable
-from pyspec.job import Job
+from pyspec.job import Job, Taken
 from pyspec.models.target import Out, Target
 from pyspec.request import Failed, Started
 from pyspec.sample.choose import Chosen, Span, choose, top
@@ -82,6 +83,8 @@ class Loop:
         self.deaf: set[int] = set()  # slots the drafter lost track of: no drafts until their requests end
         self.stats = Stats(controller.n_max)
         self.on_wait: Callable[[], None] = lambda: None  # called while the device is at work on a round
+        self.may_defer = target.device.type != "cpu"  # there a forward is over when it returns
+        self.later: list[Callable[[], None]] = []  # what is put off until the device is at work on the next round
 
     # -- the round -----------------------------------------------------------------------------------------------
 
@@ -143,6 +146,7 @@ class Loop:
     def _wait(self) -> Fault | None:
         """For the device, so that a round's milliseconds are told apart by what took them. Returns what its guards say."""
         self.faults.fetch()
+        self._settle()
         self.on_wait()
         if self.target.device.type == "cuda":
             torch.cuda.current_stream(self.target.device).synchronize()
@@ -206,14 +210,13 @@ class Loop:
 
     def _plan(self, asks: Sequence[Ask], drafts: Sequence[Sequence[int]]) -> list[_Work]:
         """Rows of this forward: [anchor, drafts...] of decoding slots, then prompt chunks in what room is left."""
-        work, n_vocab = [], self.target.n_vocab
+        work = []
         for ask, draft in zip(asks, drafts, strict=True):
-            slot = ask.slot
-            bad = next((i for i, t in enumerate(draft) if not 0 <= t < n_vocab), len(draft))
-            draft = draft[: min(bad, ask.n_draft)]  # a wild id is never embedded
+            slot, job = ask.slot, self.jobs[ask.slot.index]
+            draft = job.sampler.usable(draft)[: ask.n_draft]  # a wild id is never embedded
             tokens = [ask.anchor, *draft]
             seq = Seq(slot.index, slot.n_past, tokens, keep=not draft, n_out=len(tokens), n_fold=slot.n_fold)
-            work.append(_Work(self.jobs[slot.index], slot, seq, draft))
+            work.append(_Work(job, slot, seq, draft))
         prompts = [job for job in self.jobs.values() if not job.is_decoding]
         left = [self._todo(job) for job in prompts]
         free = max(self.ubatch - sum(w.seq.width for w in work), -(-self.ubatch // PROMPT_SHARE))
@@ -259,6 +262,8 @@ class Loop:
                 self._finish(w.job, finish)
             elif w.slot.n_past <= w.job.n_prompt:
                 self._after_chunk(w)
+        if not self.may_defer:
+            self._settle()
 
     def _observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
         """Tell the drafter what is kept. If it fails, nobody knows whom it heard of: these slots go on without drafts."""
@@ -293,11 +298,8 @@ class Loop:
         was_decoding = w.job.is_decoding
         if was_decoding:
             self.controller.record(w.slot.index, len(w.draft), c.n_accepted)
-            w.job.count(len(w.draft), c.n_accepted)
-            self.stats.verdict(len(w.draft), c.n_accepted)
-        taken = w.job.take(c.tokens, c.logprobs or (), len(w.draft), c.n_accepted)
-        self.stats.predicted_tokens += taken.n_used
-        w.job.sampler.commit(c.tokens[: taken.n_used])
+        taken = w.job.take(c.tokens)
+        self.later.append(partial(self._book, w, c, taken, was_decoding))
         # row 0 is the anchor, row i the draft i; the last token gets no row, drafted or not: what a request leaves does not
         # depend on speculation
         kept = max(1, min(taken.n_used, 1 + c.n_accepted)) if was_decoding else w.seq.width
@@ -305,6 +307,22 @@ class Loop:
             return kept, _End(taken.finish, taken.stop)
         w.job.anchor = c.tokens[-1]
         return kept, None
+
+    def _book(self, w: _Work, c: Chosen, taken: Taken, was_decoding: bool) -> None:
+        """What the next forward does not need to know of a job's round: counts, the sampler's history, the Delta."""
+        n_draft = len(w.draft)
+        if was_decoding:
+            w.job.count(n_draft, c.n_accepted)
+            self.stats.verdict(n_draft, c.n_accepted)
+        self.stats.predicted_tokens += taken.n_used
+        w.job.sampler.commit(c.tokens[: taken.n_used])
+        w.job.tell(taken, c.logprobs or (), n_draft, c.n_accepted)
+
+    def _settle(self) -> None:
+        """Do what was put off."""
+        later, self.later = self.later, []
+        for do in later:
+            do()
 
     def _after_chunk(self, w: _Work) -> None:
         """A prompt chunk is in: leave it to others where a checkpoint is due, or where none is needed at the prompt's end."""
@@ -325,6 +343,7 @@ class Loop:
 
     def _finish(self, job: Job, end: _End) -> None:
         """Give the slot back. What it committed stays in the cache, unless something went wrong."""
+        self._settle()
         slot = job.slot
         assert slot is not None
         if end.error is None:
@@ -406,6 +425,7 @@ class Loop:
 
     def abort(self, error: PyspecError) -> None:
         """The engine is going down: every request hears why."""
+        self._settle()
         for job in [*self.jobs.values(), *self.queue.drain()]:
             job.sink(Failed(job.id, error))
             self.stats.failed += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from pyspec.job import Job
+from pyspec.job import Job, at_least
 from pyspec.request import Metrics
 
 
@@ -31,12 +31,12 @@ class Stats:
     verify_ms: float = 0.0
     sample_ms: float = 0.0
     host_ms: float = 0.0
-    drafted: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
+    used: list[int] = field(default_factory=list)  # verdicts by n_draft
+    right: list[int] = field(default_factory=list)  # verdicts by n_accepted
     last_step: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
-        self.drafted, self.accepted = [0] * self.n_max, [0] * self.n_max
+        self.used, self.right = [0] * (self.n_max + 1), [0] * (self.n_max + 1)
 
     def round(self, *, work_rows: int, busy: int, times: tuple[float, float, float, float, float]) -> None:
         began, drafted, verified, sampled, ended = times
@@ -50,10 +50,8 @@ class Stats:
 
     def verdict(self, n_draft: int, n_accepted: int) -> None:
         self.drafts += n_draft > 0
-        for i in range(n_draft):
-            self.drafted[i] += 1
-        for i in range(n_accepted):
-            self.accepted[i] += 1
+        self.used[n_draft] += 1
+        self.right[n_accepted] += 1
 
     def finished(self, job: Job, finish: str) -> None:
         t = job.timings()
@@ -68,6 +66,7 @@ class Stats:
 
     def snapshot(self, *, processing: int, queued: int, pages_used: int, pages_total: int) -> Metrics:
         idle = processing == 0 and queued == 0
+        drafted, accepted = at_least(self.used), at_least(self.right)
         return Metrics(
             prompt_tokens=self.prompt_tokens,
             prompt_tokens_cached=self.prompt_tokens_cached,
@@ -83,10 +82,10 @@ class Stats:
             busy_slot_rounds=self.busy_slot_rounds,
             n_tokens_max=self.n_tokens_max,
             drafts=self.drafts,
-            draft_tokens=sum(self.drafted),
-            accepted_tokens=sum(self.accepted),
-            drafted_per_pos=tuple(self.drafted),
-            accepted_per_pos=tuple(self.accepted),
+            draft_tokens=sum(drafted),
+            accepted_tokens=sum(accepted),
+            drafted_per_pos=tuple(drafted),
+            accepted_per_pos=tuple(accepted),
             pages_used=pages_used,
             pages_total=pages_total,
             draft_ms=self.draft_ms,

@@ -75,7 +75,7 @@ def _run(loop: Loop, tokenizer: Tokenizer, n_busy: int, n_draft: int, n_overhang
 
 @torch.inference_mode()
 def capture(loop: Loop) -> None:
-    """Capture the graphs of every batch size now. Verifies on empty slots change nothing that anybody reads.
+    """Capture the graphs of every batch size now. Forwards on empty slots change nothing that anybody reads.
 
     A graph is captured at the second call, and its kernels are picked for the widths it is captured with: rows are
     shared out evenly.
@@ -91,6 +91,10 @@ def capture(loop: Loop) -> None:
             loop.forward(lay_out(loop.table, seqs, device, arena=loop.arena))
     if isinstance(loop.drafter, Graphing):
         loop.drafter.capture()
+    # the largest piece of a prompt: what it needs is allocated before the first user comes
+    n_row = min(loop.ubatch, loop.table.n_row // len(slots))
+    loop.forward(lay_out(loop.table, [Seq(0, 0, [0] * n_row, keep=True, n_out=1)], device))
+    loop.memory.reset(0)
     for slot in slots:
         loop.forget(slot)
 

@@ -33,6 +33,7 @@ class Tiny:
     name: str
     pattern: str
     experts: tuple[int, int] = (0, 0)  # in all, used by a token
+    differ: tuple[tuple[int, int], ...] = ()  # of each block of experts: used by a token, width
     latent: int = 0
     mtp: bool = False
     fused_qkv: bool = False
@@ -57,6 +58,19 @@ class Tiny:
     def blocks(self) -> str:
         return self.pattern + "+" * self.mtp
 
+    def _of_blocks(self, same: int, which: int) -> list[int]:
+        """A number for each block, 0 for those without a feed-forward."""
+        own = iter(self.differ)
+        return [(next(own)[which] if self.differ else same) if kind in "E-+" else 0 for kind in self.blocks]
+
+    @property
+    def widths(self) -> list[int]:
+        return self._of_blocks(self.ffn, 1)
+
+    @property
+    def used(self) -> list[int]:
+        return self._of_blocks(self.experts[1], 0)
+
     @property
     def inner(self) -> int:
         return self.mamba_heads * self.mamba_dim
@@ -70,6 +84,7 @@ MODELS = (
     Tiny("nemotron_dense", "M-*MM-M*", fused_qkv=True),
     Tiny("nemotron_moe", "MEM*EME", (8, 3), mtp=True),
     Tiny("nemotron_latent", "ME*EMM", (16, 5), latent=24, mtp=True, mamba_heads=8),
+    Tiny("nemotron_differ", "MEM*EME", (8, 0), latent=24, differ=((3, 32), (1, 64), (5, 48))),
     Tiny(
         "nemotron_latent_q8_0",
         "MEM*E",
@@ -108,8 +123,8 @@ def _mamba(tiny: Tiny, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarr
     yield "ssm_out.weight", _matrix(rng, n, tiny.inner)
 
 
-def _feed(tiny: Tiny, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
-    n, ffn, (experts, _) = tiny.hidden, tiny.ffn, tiny.experts
+def _feed(tiny: Tiny, rng: np.random.Generator, ffn: int) -> Iterator[tuple[str, np.ndarray]]:
+    n, (experts, _) = tiny.hidden, tiny.experts
     if not experts:
         yield from (("ffn_up.weight", _matrix(rng, ffn, n, 1.2)), ("ffn_down.weight", _matrix(rng, n, ffn)))
         return
@@ -125,15 +140,15 @@ def _feed(tiny: Tiny, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarra
     yield "ffn_down_shexp.weight", _matrix(rng, n, tiny.shared_ffn)
 
 
-def _block(tiny: Tiny, kind: str, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
-    n = tiny.hidden
+def _block(tiny: Tiny, i: int, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
+    n, kind = tiny.hidden, tiny.blocks[i]
     yield "attn_norm.weight", _norm(rng, n)
     if kind in "*+":
         yield from _attention(tiny, rng)
     if kind == "M":
         yield from _mamba(tiny, rng)
     if kind in "E-+":
-        yield from _feed(tiny, rng)
+        yield from _feed(tiny, rng, tiny.widths[i])
     if kind == "+":
         yield "post_attention_norm.weight", _norm(rng, n)
         yield "nextn.eh_proj.weight", _matrix(rng, n, 2 * n)
@@ -146,8 +161,8 @@ def weights(tiny: Tiny) -> Weights:
     rng = np.random.default_rng(zlib.crc32(tiny.name.encode()))
     found = {"token_embd.weight": _matrix(rng, VOCAB, tiny.hidden, 2.0), "output_norm.weight": _norm(rng, tiny.hidden)}
     found["output.weight"] = _matrix(rng, VOCAB, tiny.hidden, 2.0)
-    for i, kind in enumerate(tiny.blocks):
-        found.update({f"blk.{i}.{name}": value for name, value in _block(tiny, kind, rng)})
+    for i in range(len(tiny.blocks)):
+        found.update({f"blk.{i}.{name}": value for name, value in _block(tiny, i, rng)})
     return found
 
 
@@ -170,7 +185,7 @@ def _add_metadata(w: gguf.GGUFWriter, tiny: Tiny) -> None:
     w.add_embedding_length(tiny.hidden)
     w.add_head_count(tiny.heads)
     w.add_head_count_kv([tiny.kv_heads if kind in "*+" else 0 for kind in tiny.blocks])
-    w.add_feed_forward_length([tiny.ffn if kind in "E-+" else 0 for kind in tiny.blocks])
+    w.add_feed_forward_length(tiny.widths)
     w.add_key_length(tiny.head_dim)
     w.add_value_length(tiny.head_dim)
     w.add_layer_norm_eps(1e-5)
@@ -184,8 +199,12 @@ def _add_metadata(w: gguf.GGUFWriter, tiny: Tiny) -> None:
     w.add_rope_freq_base(10000.0)
     if tiny.experts[0]:
         w.add_expert_count(tiny.experts[0])
-        w.add_expert_used_count(tiny.experts[1])
-        w.add_expert_feed_forward_length(tiny.ffn)
+        if tiny.differ:
+            w.add_array(f"{tiny.arch}.expert_used_count", tiny.used)
+            w.add_array(f"{tiny.arch}.expert_feed_forward_length", tiny.widths)
+        else:
+            w.add_expert_used_count(tiny.experts[1])
+            w.add_expert_feed_forward_length(tiny.ffn)
         w.add_expert_shared_feed_forward_length(tiny.shared_ffn)
         w.add_expert_shared_count(1)
         w.add_expert_weights_norm(True)

@@ -8,26 +8,32 @@ page and state is accounted for at the end.
 
 from __future__ import annotations
 
+import math
 import random
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from soak import Tally, inspect_idle
+from torch import Tensor
 
 from pyspec import synth
+from pyspec.cuda.kernels.moe_ref import Routes
 from pyspec.draft.drafter import Ask
 from pyspec.engine import Engine, Result
 from pyspec.errors import PyspecError
+from pyspec.models.moe import MoeFeed
 from pyspec.request import Delta, Request, SamplingParams
 
 N_CHAT, CTX = 8, 768
 AGAIN, CANCELLED, FORKED = 0.8, 0.2, 0.15  # shares: go on from what was said; are left early; go on from its middle
 TIE = 2e-3  # a token that is no better than the next one by more may fall either way in another batch
+MOST_DOUBTS = 20
+CLOSE = 5e-6  # so may a choice of experts: scores differ by up to 3e-6 with the cut of a prompt
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=2)
 
 
@@ -55,20 +61,57 @@ class Prompter:
         return [*right[:n], *draft[n:]]
 
 
-def verdict(prompt: list[int], tokens: list[int], want: Result) -> str | None:
+class Choices:
+    """How close the closest choice of experts is that an engine makes on its way through a text."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.closest = engine, math.inf
+        for block in engine.loop.target.blocks:
+            if isinstance(block.feed, MoeFeed):
+                block.feed.route = self.watched(block.feed)
+
+    def watched(self, feed: MoeFeed) -> Callable[..., Routes]:
+        route, n_expert, n_used = feed.route, feed.shape.n_expert, feed.shape.n_used
+
+        def run(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Routes:
+            logits = (x @ matrix.T)[:, :n_expert]
+            scores = (logits if bias is None else logits.sigmoid() + bias).sort(-1, descending=True).values
+            self.closest = min(self.closest, float((scores[:, n_used - 1] - scores[:, n_used]).min()))
+            return route(x, matrix, bias)
+
+        return run
+
+    def along(self, text: Sequence[int]) -> float:
+        self.closest = math.inf
+        self.engine.run(Request(prompt=tuple(text), params=GREEDY, max_tokens=1, cache_prompt=False))
+        return self.closest
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A text that parts from what it should be: right up to `until`."""
+
+    until: list[int]
+    what: str
+
+
+def verdict(prompt: list[int], tokens: list[int], want: Result) -> Wrong | None:
     """What is wrong with `tokens` after `prompt`; near ties end the comparison."""
     for i, (a, b) in enumerate(zip(tokens, want.tokens, strict=False)):
         if a != b:
             best, second = (p for _, p in want.logprobs[i].top)
-            return None if best - second < TIE else f"after {len(prompt)} tokens, token {i} is {a} and should be {b}"
+            what = f"after {len(prompt)} tokens, token {i} is {a} and should be {b}, better by {best - second:.2g}"
+            return None if best - second < TIE else Wrong([*prompt, *tokens[:i]], what)
     return None
 
 
-def chat(engine: Engine, cold: Engine, prompter: Prompter, seed: int, until: float, tally: Tally) -> None:
-    """One user after another."""
+def chat(
+    engine: Engine, cold: Engine, prompter: Prompter, seed: int, until: float, tally: Tally, doubts: list[Wrong]
+) -> None:
+    """One user after another. What is wrong is in doubt until `judge` looked at the choices of experts on the way."""
     rng, common = random.Random(seed), openings(random.Random(0))
     text: list[int] = []
-    while time.monotonic() < until and not tally.wrong:
+    while time.monotonic() < until and not tally.wrong and len(doubts) < MOST_DOUBTS:
         if not text or rng.random() > AGAIN or len(text) > CTX - 120:
             text = list(rng.choice(common))
         elif rng.random() < FORKED:
@@ -88,14 +131,22 @@ def chat(engine: Engine, cold: Engine, prompter: Prompter, seed: int, until: flo
                     stream.close()  # type: ignore[attr-defined]
                     break
             tally.add("cancelled" if leave else "finished")
-            wrong = verdict(prompt, tokens, want)
-            if wrong is None and not leave and len(tokens) != request.max_tokens:
-                wrong = f"{len(tokens)} tokens, should be {request.max_tokens}"
-            if wrong is not None:
-                tally.fail(f"{wrong} (n_draft {n_draft})")
+            if (wrong := verdict(prompt, tokens, want)) is not None:
+                doubts.append(replace(wrong, what=f"{wrong.what} (n_draft {n_draft})"))
+            if not leave and len(tokens) != request.max_tokens:
+                tally.fail(f"{len(tokens)} tokens, should be {request.max_tokens} (n_draft {n_draft})")
         except PyspecError as e:
             tally.fail(f"{type(e).__name__}: {e}")
         text = [*prompt, *tokens]
+
+
+def judge(doubts: Sequence[Wrong], choices: Choices, tally: Tally) -> None:
+    """A wrong text is excused if experts were chosen on a knife's edge before it parted; one text in fifty comes so close."""
+    for wrong in doubts:
+        if (gap := choices.along(wrong.until)) < CLOSE:
+            tally.add("parted where experts tie")
+        else:
+            tally.fail(f"{wrong.what}; closest choice of experts {gap:.2g}")
 
 
 def soak_chats(seconds: float, np: int, seed: int, model: Path | None = None) -> tuple[bool, str]:
@@ -114,14 +165,15 @@ def soak_chats(seconds: float, np: int, seed: int, model: Path | None = None) ->
         )  # fmt: skip
         cold = stack.enter_context(Engine.load(model, None, np=1, prefix_cache=False, **settings))
         began = time.monotonic()
-        prompter = Prompter(engine, seed)
-        args = [(engine, cold, prompter, seed * 1000 + i, began + seconds, tally) for i in range(N_CHAT)]
+        prompter, choices, doubts = Prompter(engine, seed), Choices(cold), list[Wrong]()
+        args = [(engine, cold, prompter, seed * 1000 + i, began + seconds, tally, doubts) for i in range(N_CHAT)]
         threads = [threading.Thread(target=chat, args=a) for a in args]
         for t in threads:
             t.start()
         for t in threads:
             t.join()
         took, m = time.monotonic() - began, engine.metrics()
+        judge(doubts, choices, tally)
         inspect_idle(engine, tally)
     counts = ", ".join(f"{n} {what}" for what, n in sorted(tally.counts.items()))
     line = (

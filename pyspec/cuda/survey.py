@@ -16,7 +16,7 @@ from pyspec.gguf import GGMLType
 from pyspec.slots.kv import name_of
 from pyspec.slots.memory import Mamba2Shape, StateShape
 
-OPS = ("attend", "rope_kv", "gdn", "linear", "rows", "mamba2", "moe_route", "moe")
+OPS = ("attend", "attend_prompt", "rope_kv", "gdn", "linear", "rows", "mamba2", "moe_route", "moe")
 PACKED = (GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_K, GGMLType.Q6_K)
 
 Ask = tuple[Op[Any], Any]
@@ -53,7 +53,7 @@ def standard(device: torch.device) -> list[Ask]:
     from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
     from pyspec.cuda.kernels.rows_ref import Kind, RowsSpec
 
-    attend, rope_kv, gdn, linear, rows, mamba2, moe_route, moe = ops()
+    attend, attend_prompt, rope_kv, gdn, linear, rows, mamba2, moe_route, moe = ops()
     delta = StateShape(n_k_head=16, n_v_head=48, dim=128, n_conv=4, n_channel=(2 * 16 + 48) * 128)
     return [
         *(
@@ -61,6 +61,7 @@ def standard(device: torch.device) -> list[Ask]:
             for heads in ((24, 4, 256), (32, 8, 128), (16, 2, 64))
         ),
         *((attend, AttendSpec(device, 24, 4, 256, 256**-0.5, kv)) for kv in (torch.int8, torch.float8_e4m3fn)),
+        (attend_prompt, AttendSpec(device, 24, 4, 256, 0.0625)),
         (rope_kv, RopeKvSpec(device, 24, 4, 256, 64, neox=True, gated=True, has_norm=True, eps=1e-6)),
         (rope_kv, RopeKvSpec(device, 32, 8, 128, 128, neox=True, gated=False, has_norm=True, eps=1e-6)),
         (gdn, GdnSpec(device, delta, 1e-6)),

@@ -112,6 +112,7 @@ class Mtp:
         self.tokens = torch.zeros(n_row, dtype=torch.int64, device=self.device)
         self.probs = torch.ones(n_row, device=self.device)
         self.hidden = torch.zeros(n_row, block.target.n_embd, device=self.device)
+        self.steps = torch.zeros(n_draft, len(table.slots), dtype=torch.int64, device=self.device)  # tokens by pass
 
     def begin(self, slot: Slot, saved: object | None) -> None:
         if isinstance(saved, _State):
@@ -130,12 +131,12 @@ class Mtp:
 
     @torch.inference_mode()
     def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
-        late = []
+        late, hidden = [], out.hidden[: batch.n_row].clone()  # the next replay overwrites it
         for s, seq in enumerate(batch.seqs):
             state = self._state(self.table.slots[seq.slot])
-            rows = out.hidden[batch.starts[s] : batch.starts[s] + kept[s]]
-            pending = state.hidden[1:] if state.n_row > seq.n_past else state.hidden
-            state.hidden = torch.cat([pending, rows])
+            rows = hidden[batch.starts[s] : batch.starts[s] + kept[s]]
+            # right after a draft nothing is pending: the one row there is was that of the anchor, which is exact
+            state.hidden = rows if state.n_row > seq.n_past else torch.cat([state.hidden, rows])
             if state.hidden.shape[0] > self.catch_up:
                 slot = self.table.slots[seq.slot]
                 tokens = [*slot.tokens[state.n_row : seq.n_past], *seq.tokens[: kept[s]]]
@@ -167,17 +168,21 @@ class Mtp:
         for ask in live:  # the anchor's row is exact, too: its token is final, its hidden state was the target's
             state = self._state(ask.slot)
             state.n_row, state.hidden = ask.slot.n_past + 1, state.hidden[-1:]
-        n, most = len(live), max(ask.n_draft for ask in live)
-        steps, sure = [self.tokens[:n].clone()], [self.probs[:n] >= self.p_min]
-        while len(steps) < most and (self.p_min == 0 or bool(sure[-1].any())):
+        n, most, done = len(live), max(ask.n_draft for ask in live), 1
+        self.steps[0, :n] = self.tokens[:n]
+        sure = [self.probs[:n] >= self.p_min] if self.p_min > 0 else []
+        while done < most and (not sure or bool(sure[-1].any())):
             # the tokens of this pass are on the device; the layout's are place holders
-            seqs = [Seq(ask.slot.index, ask.slot.n_past + len(steps), [0], n_out=1) for ask in live]
+            seqs = [Seq(ask.slot.index, ask.slot.n_past + done, [0], n_out=1) for ask in live]
             self._next(lay_out(self.table, seqs, self.device, arena=self.arenas[1]))
-            steps.append(self.tokens[:n].clone())
-            sure.append(sure[-1] & (self.probs[:n] >= self.p_min))
-        lengths = torch.stack(sure).sum(0).tolist() if self.p_min > 0 else [most] * n
-        for ask, tokens, length in zip(live, torch.stack(steps, 1).tolist(), lengths, strict=True):
-            drafts[ask.slot.index] = tokens[: min(length, ask.n_draft)]
+            self.steps[done, :n] = self.tokens[:n]
+            if sure:
+                sure.append(sure[-1] & (self.probs[:n] >= self.p_min))
+            done += 1
+        lengths = torch.stack(sure).sum(0).tolist() if sure else [done] * n
+        steps = self.steps[:done].tolist()
+        for i, (ask, length) in enumerate(zip(live, lengths, strict=True)):
+            drafts[ask.slot.index] = [step[i] for step in steps[: min(length, ask.n_draft)]]
 
     def _start(self, batch: Batch) -> None:
         """The first pass: exact rows up to the anchor's, `self.hidden` given by the host."""

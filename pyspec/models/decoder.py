@@ -26,11 +26,13 @@ from pyspec.slots.memory import Memory, RecurrentShape, StateShape
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """What one block is made of: keys of MIXERS and FEEDS, "" for none; the GGUF name of the norm before the feed-forward."""
+    """What one block is made of: keys of MIXERS and FEEDS, "" for none; the GGUF name of the norm before the feed-forward;
+    its experts."""
 
     mixer: str = "attention"
     feed: str = "swiglu"
     feed_norm: str = "ffn_norm"
+    moe: MoeShape | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +56,6 @@ class DecoderConfig:
     layers: tuple[Layer, ...]  # of the trunk
     mtp_layer: Layer = Layer()
     state: RecurrentShape | None = None  # of the recurrent mixers
-    moe: MoeShape | None = None  # of the feeds of experts
 
     def memory(self) -> list[LayerMemory]:
         """What each trunk layer keeps per slot."""
@@ -158,9 +159,9 @@ def block_tensors(c: DecoderConfig, file: GGUFFile, p: str, layer: Layer) -> dic
     """Wanted tensors of one whole block."""
     wants: dict[str, Want] = {}
     if layer.mixer:
-        wants |= {f"{p}.attn_norm.weight": Want((c.n_embd,)), **MIXERS[layer.mixer].tensors(c, file, p)}
+        wants |= {f"{p}.attn_norm.weight": Want((c.n_embd,)), **MIXERS[layer.mixer].tensors(c, file, p, layer)}
     if layer.feed:
-        wants |= {f"{p}.{layer.feed_norm}.weight": Want((c.n_embd,)), **FEEDS[layer.feed].tensors(c, file, p)}
+        wants |= {f"{p}.{layer.feed_norm}.weight": Want((c.n_embd,)), **FEEDS[layer.feed].tensors(c, file, p, layer)}
     return wants
 
 
@@ -203,27 +204,33 @@ class Kind(NamedTuple):
     values, a feed-forward from its Layer.
     """
 
-    tensors: Callable[[DecoderConfig, GGUFFile, str], dict[str, Want]]
+    tensors: Callable[[DecoderConfig, GGUFFile, str, Layer], dict[str, Want]]
     build: Callable[..., Any]
 
 
 MIXERS = {
-    "attention": Kind(attention_tensors, lambda c, w, p, rope, kv: Attention(w, p, c.attention, rope, c.eps, kv)),
+    "attention": Kind(
+        lambda c, file, p, layer: attention_tensors(c, file, p),
+        lambda c, w, p, rope, kv: Attention(w, p, c.attention, rope, c.eps, kv),
+    ),
     "delta": Kind(
-        lambda c, file, p: state_tensors(c, p), lambda c, w, p, rope, kv: GatedDeltaNet(w, p, c.state, c.eps)
+        lambda c, file, p, layer: state_tensors(c, p), lambda c, w, p, rope, kv: GatedDeltaNet(w, p, c.state, c.eps)
     ),
     "mamba": Kind(
-        lambda c, file, p: mamba_tensors(c.state, c.n_embd, p), lambda c, w, p, rope, kv: Mamba(w, p, c.state, c.eps)
+        lambda c, file, p, layer: mamba_tensors(c.state, c.n_embd, p),
+        lambda c, w, p, rope, kv: Mamba(w, p, c.state, c.eps),
     ),
 }
 FEEDS = {
     "swiglu": Kind(
-        lambda c, file, p: swiglu_tensors(c, p), lambda c, w, p, layer: FeedForward(w, p, c.eps, layer.feed_norm)
+        lambda c, file, p, layer: swiglu_tensors(c, p), lambda c, w, p, layer: FeedForward(w, p, c.eps, layer.feed_norm)
     ),
-    "relu2": Kind(lambda c, file, p: relu2_tensors(c, p), lambda c, w, p, layer: Relu2(w, p, c.eps, layer.feed_norm)),
+    "relu2": Kind(
+        lambda c, file, p, layer: relu2_tensors(c, p), lambda c, w, p, layer: Relu2(w, p, c.eps, layer.feed_norm)
+    ),
     "moe": Kind(
-        lambda c, file, p: moe_tensors(c.moe, c.n_embd, file, p),
-        lambda c, w, p, layer: MoeFeed(w, p, c.moe, c.eps, layer.feed_norm),
+        lambda c, file, p, layer: moe_tensors(layer.moe, c.n_embd, file, p),
+        lambda c, w, p, layer: MoeFeed(w, p, layer.moe, c.eps, layer.feed_norm),
     ),
 }
 
@@ -254,6 +261,8 @@ class Decoder:
             Block(config, weights, f"blk.{i}", self.rope, layer, memory.kv_dtype)
             for i, layer in enumerate(config.layers)
         ]
+        for i, state in memory.states.items():
+            state.fold = self.blocks[i].mixer.fold  # type: ignore[union-attr]  # recurrent mixers have one
         self.norm = weights.vector("output_norm.weight")
         self.output = weights.matrix("output.weight" if weights.has("output.weight") else "token_embd.weight")
 

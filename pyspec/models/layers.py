@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyspec.cuda.kernels import gdn_cuda
 from pyspec.cuda.kernels.attend import attend
+from pyspec.cuda.kernels.attend_prompt import with_prompts
 from pyspec.cuda.kernels.attend_ref import AttendSpec
 from pyspec.cuda.kernels.gdn import gdn
 from pyspec.cuda.kernels.gdn_ref import GdnSpec
@@ -87,7 +89,7 @@ class Attention:
         scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
         heads, has_sinks = (shape.n_head, shape.n_kv_head, shape.head_dim), self.sinks is not None
         spec = AttendSpec(w.device, *heads, scale, kv, has_sinks)
-        self.attend = attend.bind(spec)
+        self.attend = with_prompts(attend.bind(spec), spec)
         turn = RopeKvSpec(w.device, *heads, rope.n_rot, rope.neox, shape.gated, self.k_norm is not None, eps)
         self.rope_kv, alone = rope_kv.bind(turn), replace(turn, n_q=0, gated=False)
         self.store = rope_kv.bind(alone)
@@ -137,6 +139,7 @@ class GatedDeltaNet:
         self.gate_norm = w.vector(f"{prefix}.ssm_norm.weight")
         spec = GdnSpec(w.device, shape, eps)
         self.gdn, self.capturable = gdn.bind(spec), gdn.chosen(spec).capturable
+        self.fold = gdn_cuda.folder(spec) if gdn.chosen(spec).name == "cuda" else None
         self.split = [shape.n_channel, shape.n_v_head * shape.dim, shape.n_v_head, shape.n_v_head]
 
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], memory: Memory, layer: int, batch: Batch) -> Tensor:

@@ -41,6 +41,7 @@ class Mamba:
         self.group_norm = w.vector(f"{prefix}.ssm_norm.weight").flatten()
         spec = Mamba2Spec(w.device, shape)
         self.mamba2, self.capturable = mamba2.bind(spec), mamba2.chosen(spec).capturable
+        self.fold = None
         self.split = [shape.n_head * shape.head_dim, shape.n_channel, shape.n_head]
 
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], memory: Memory, layer: int, batch: Batch) -> Tensor:

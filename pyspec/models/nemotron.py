@@ -63,29 +63,34 @@ def read_state(file: GGUFFile) -> Mamba2Shape:
     return Mamba2Shape(n_head, inner // n_head, n_group, n_state, taps)
 
 
-def read_experts(file: GGUFFile, widths: Sequence[int]) -> MoeShape | None:
-    """None for models without experts. `widths`: the blocks' feed_forward_length."""
+def read_experts(file: GGUFFile, widths: Sequence[int]) -> list[MoeShape | None]:
+    """Of each block; blocks may differ (Puzzle). `widths`: their feed_forward_length."""
     a = file.architecture
-    n_expert = file.get_int(f"{a}.expert_count", 0)
+    n_expert, n_block = file.get_int(f"{a}.expert_count", 0), len(widths)
     if not n_expert:
-        return None
-    n_block = len(widths)
-    n_used = one_of(f"{a}.expert_used_count", per_block(file, f"{a}.expert_used_count", n_block))
-    key = f"{a}.expert_feed_forward_length"
-    n_ff = one_of(key, per_block(file, key, n_block)) if key in file.metadata else one_of(key, widths) // max(n_used, 1)
+        return [None] * n_block
     if file.get_int(f"{a}.expert_group_count", 1) > 1:
         raise ModelError(f"experts in groups are not supported ({a}.expert_group_count)")
-    return MoeShape(
-        n_expert=n_expert,
-        n_used=n_used,
-        n_ff=n_ff,
-        n_ff_shared=file.get_int(f"{a}.expert_shared_feed_forward_length", 0),
-        router="sigmoid",
-        renorm=file.get_bool(f"{a}.expert_weights_norm", False),
-        scale=file.get_float(f"{a}.expert_weights_scale", 0.0) or 1.0,
-        act="relu2",
-        latent=file.get_int(f"{a}.moe_latent_size", 0),
-    )
+    used, key = per_block(file, f"{a}.expert_used_count", n_block), f"{a}.expert_feed_forward_length"
+    if key in file.metadata:
+        inner = per_block(file, key, n_block)
+    else:
+        inner = [width // max(n, 1) for width, n in zip(widths, used, strict=True)]
+
+    def shape(n_used: int, n_ff: int) -> MoeShape:
+        return MoeShape(
+            n_expert=n_expert,
+            n_used=n_used,
+            n_ff=n_ff,
+            n_ff_shared=file.get_int(f"{a}.expert_shared_feed_forward_length", 0),
+            router="sigmoid",
+            renorm=file.get_bool(f"{a}.expert_weights_norm", False),
+            scale=file.get_float(f"{a}.expert_weights_scale", 0.0) or 1.0,
+            act="relu2",
+            latent=file.get_int(f"{a}.moe_latent_size", 0),
+        )
+
+    return [shape(*of) if width else None for width, of in zip(widths, zip(used, inner, strict=True), strict=True)]
 
 
 def read(file: GGUFFile) -> DecoderConfig:
@@ -96,12 +101,16 @@ def read(file: GGUFFile) -> DecoderConfig:
     kv_heads = per_block(file, f"{a}.attention.head_count_kv", n_block)
     widths = per_block(file, f"{a}.feed_forward_length", n_block)
     experts, n_layer = read_experts(file, widths), n_block - n_nextn
-    feed = "relu2" if experts is None else "moe"
+    has_experts = any(experts)
+    key = f"{a}.feed_forward_length"
 
     def layer(i: int) -> Layer:
         if widths[i]:
-            return Layer("", feed, NORM)
+            return Layer("", "moe" if experts[i] else "relu2", NORM, experts[i])
         return Layer("attention" if kv_heads[i] else "mamba", "", NORM)
+
+    # files of the MTP block alone say no width for it: then it is as the others
+    mtp_experts = (experts[n_layer] if n_nextn else None) or next(filter(None, experts), None)
 
     return DecoderConfig(
         arch=a,
@@ -109,7 +118,7 @@ def read(file: GGUFFile) -> DecoderConfig:
         n_embd=file.get_int(f"{a}.embedding_length"),
         n_layer=n_layer,
         n_nextn=n_nextn,
-        n_ff=one_of(f"{a}.feed_forward_length", widths),
+        n_ff=max(widths) if has_experts else one_of(key, widths),
         n_ctx_train=file.get_int(f"{a}.context_length"),
         eps=file.get_float(
             f"{a}.attention.layer_norm_rms_epsilon", file.get_float(f"{a}.attention.layer_norm_epsilon", 1e-5)
@@ -119,7 +128,6 @@ def read(file: GGUFFile) -> DecoderConfig:
         rope_base=1.0,
         rope_neox=False,
         layers=tuple(layer(i) for i in range(n_layer)),
-        mtp_layer=Layer("attention", feed, "post_attention_norm"),
+        mtp_layer=Layer("attention", "moe" if has_experts else "relu2", "post_attention_norm", mtp_experts),
         state=read_state(file),
-        moe=experts,
     )

@@ -71,8 +71,7 @@ def read_hybrid(file: GGUFFile, *, n_ff: int, feed: str = "swiglu", moe: MoeShap
         rope_factor=rope_factor(file),
         rope_neox=True,
         qk_norm=True,
-        layers=tuple(Layer("delta" if r else "attention", feed, NORM) for r in recurrent_layers(file, n_layer)),
-        mtp_layer=Layer("attention", feed, NORM),
+        layers=tuple(Layer("delta" if r else "attention", feed, NORM, moe) for r in recurrent_layers(file, n_layer)),
+        mtp_layer=Layer("attention", feed, NORM, moe),
         state=read_state(file),
-        moe=moe,
     )

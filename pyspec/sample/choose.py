@@ -101,17 +101,18 @@ def choose(
     """
     if not spans:
         return []
-    work = [_prepare(span, logits) for span in spans]
+    n_row, n_vocab = logits.shape
+    work = [_prepare(span, n_row, n_vocab) for span in spans]
     picks = _greedy(logits, work, best) if best is not None else None
     picks = _pick_all(logits, work) if picks is None else picks
     chosen = [_accept(w, *picks[i], synth) for i, w in enumerate(work)]
     return _with_logprobs(logits, spans, chosen)
 
 
-def _prepare(span: Span, logits: Tensor) -> _Work:
+def _prepare(span: Span, n_row: int, n_vocab: int) -> _Work:
     assert span.width == len(span.drafts) + 1, "a span's width is its drafts and one"
-    assert 0 <= span.first_row <= logits.shape[0] - span.width, "a span's rows are rows of the batch"
-    assert span.sampler.n_vocab == logits.shape[1], "a sampler is made for the target's vocabulary"
+    assert 0 <= span.first_row <= n_row - span.width, "a span's rows are rows of the batch"
+    assert span.sampler.n_vocab == n_vocab, "a sampler is made for the target's vocabulary"
     return _Work(span, span.sampler.usable(span.drafts))
 
 
@@ -123,7 +124,7 @@ def _greedy(logits: Tensor, work: list[_Work], best: Tensor) -> list[tuple[list[
     out = []
     for w in work:
         rows, banned = slice(w.span.first_row, w.span.first_row + w.n_row), w.span.sampler.bias_ids
-        found, values = [int(token) for token in tokens[rows]], peaks[rows]
+        found, values = list(map(int, tokens[rows])), peaks[rows]
         if banned and not banned.isdisjoint(found):  # bans only lower logits: they matter where they hit the best one
             picks = _pick("greedy", _rows(logits, [w]), [w])
             found, values = picks.tokens.tolist(), picks.peaks.tolist()
@@ -196,20 +197,21 @@ def _pick(kind: str, logits: Tensor, work: list[_Work]) -> _Picks:
 
 
 def _accept(work: _Work, tokens: list[int], peaks: list[float], synth: SynthAcceptance | None) -> Chosen:
-    sampler = work.span.sampler
-    ends = frozenset() if sampler.params.ignore_eos else sampler.eog_ids
+    sampler, drafts = work.span.sampler, work.drafts
     if synth is None:
-        n = next((i for i, draft in enumerate(work.drafts) if draft != tokens[i]), len(work.drafts))
-        n_kept = next((i + 1 for i in range(n) if tokens[i] in ends), n + 1)
-        kept = tokens[:n_kept]
+        n, is_end = 0, False
+        while n < len(drafts) and drafts[n] == tokens[n] and not is_end:
+            is_end = tokens[n] in sampler.ends
+            n += 1
+        kept = tokens[: n if is_end else n + 1]
     else:
-        n = synth.n_accepted(sampler.fingerprint, sampler.n_history, len(work.drafts))
-        n = next((i for i in range(n) if work.drafts[i] in sampler.eog_ids), n)
-        kept = [*work.drafts[:n], tokens[n]]
-    for i in range(len(kept)):
-        if not math.isfinite(peaks[i]):
-            return Chosen([], 0, error=_bad_row(sampler.n_history + i, peaks[i]))
-    return Chosen(kept, min(n, len(kept)))
+        n = synth.n_accepted(sampler.fingerprint, sampler.n_history, len(drafts))
+        n = next((i for i in range(n) if drafts[i] in sampler.eog_ids), n)
+        kept = [*drafts[:n], tokens[n]]
+    if not all(map(math.isfinite, peaks[: len(kept)])):
+        i = next(i for i, peak in enumerate(peaks) if not math.isfinite(peak))
+        return Chosen([], 0, error=_bad_row(sampler.n_history + i, peaks[i]))
+    return Chosen(kept, n)
 
 
 def _bad_row(position: int, peak: float) -> SlotError:

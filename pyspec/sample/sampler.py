@@ -47,6 +47,10 @@ class SlotSampler:
     """One request's sampler. It holds committed tokens only, so nothing is ever rolled back.
 
     Drafts are looked at, not kept: row i of a span is conditioned on the history and the drafts before it.
+
+    ends          tokens that end the request
+    edits_logits  some logit may change before the cuts
+    only_bans     all that may change is that some logits fall (a ban on end tokens, negative biases)
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class SlotSampler:
         self.n_vocab = n_vocab
         self.seed = resolve_seed(params.seed)
         self.eog_ids = frozenset(eog_ids)
+        self.ends = frozenset() if params.ignore_eos else self.eog_ids
         self.bias = _bias(params, n_vocab, self.eog_ids)
         self.bias_ids = frozenset(self.bias[0].tolist())
         self.penalises = params.repeat_last_n != 0 and (
@@ -75,21 +80,13 @@ class SlotSampler:
         if self.dry.active and params.dry_sequence_breakers:
             assert breakers is not None, "DRY with sequence breakers needs the tokenizer's DryBreakers"
             self.dry = Dry(params, breakers.heads(params))
+        self.edits_logits = bool(len(self.bias[0])) or self.penalises or self.dry.active
+        self.only_bans = bool((self.bias[1] <= 0).all()) and not self.penalises and not self.dry.active
         self.fingerprint = zlib.crc32(np.asarray(prompt, dtype=np.int64).tobytes())  # tells requests apart, repeatably
         self.n_history = 0
         self._tokens = np.zeros(len(prompt) + 256, dtype=np.int64)
         self._counts: dict[int, int] = {}
         self.commit(prompt)
-
-    @property
-    def edits_logits(self) -> bool:
-        """True if some logit may change before the cuts."""
-        return bool(len(self.bias[0])) or self.penalises or self.dry.active
-
-    @property
-    def only_bans(self) -> bool:
-        """True if all that may change is that some logits fall (a ban on end tokens, negative biases)."""
-        return bool((self.bias[1] <= 0).all()) and not self.penalises and not self.dry.active
 
     @property
     def history(self) -> list[int]:
@@ -109,9 +106,8 @@ class SlotSampler:
 
     def usable(self, drafts: Sequence[int]) -> list[int]:
         """The drafts before the first one that is no token id; nothing after it can be accepted."""
-        for i, token in enumerate(drafts):
-            if not 0 <= token < self.n_vocab:
-                return list(drafts[:i])
+        if drafts and (min(drafts) < 0 or max(drafts) >= self.n_vocab):
+            drafts = drafts[: next(i for i, token in enumerate(drafts) if not 0 <= token < self.n_vocab)]
         return list(drafts)
 
     def noise(self, n_row: int) -> NDArray[np.float64]:

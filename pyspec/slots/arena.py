@@ -8,14 +8,18 @@ K and V to the table's null row, belong to no sequence (row_seq -1) and give res
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 RING = 3  # host copies: the one being written is never the one in flight
+ROW64 = ("tokens", "positions", "kv_rows", "hi", "lo", "out_rows")
+SEQ32 = ("seq_slot", "seq_fold", "seq_keep", "seq_start")
 
 
 def bucket_of(n_row: int) -> int | None:
@@ -23,73 +27,105 @@ def bucket_of(n_row: int) -> int | None:
     return next((b for b in BUCKETS if b >= n_row), None)
 
 
-@dataclass
-class _Stage:
-    """One host copy and the event that says it has been read."""
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The integers of a batch on the host, without padding. Fields by name: see `slots.batch.Batch`.
 
-    memory: Tensor  # uint8, pinned where there is a GPU
-    event: torch.cuda.Event | None = None
-    views: dict[str, np.ndarray] = field(default_factory=dict)
+    rows     [6, row]      int64  one line for each of ROW64; that of out_rows ends with zeros
+    row_seq  [row]         int64
+    seqs     [4, seq + 1]  int32  one line for each of SEQ32; the last column is seq_start's alone
+    pages    per sequence  int64  as from `SlotTable.reach`
+    """
+
+    rows: NDArray[np.int64]
+    row_seq: NDArray[np.int64]
+    seqs: NDArray[np.int32]
+    pages: Sequence[NDArray[np.int64]]
+
+    def page_row(self, seq: int, out: NDArray[np.int64]) -> None:
+        """The pages of a sequence, padded with its first."""
+        pages = self.pages[seq]
+        out[: len(pages)] = pages
+        out[len(pages) :] = pages[0] if len(pages) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Where fields of one type lie in an arena."""
+
+    at: int  # bytes
+    kind: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.at + -(-prod(self.shape) * self.kind.itemsize // 16) * 16
+
+    def of(self, memory: Tensor) -> Tensor:
+        return memory[self.at : self.at + prod(self.shape) * self.kind.itemsize].view(self.kind).view(self.shape)
+
+
+class _Stage:
+    """One host copy, and the event that says it has been read."""
+
+    def __init__(self, blocks: dict[str, _Block], n_byte: int, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self.memory = torch.zeros(n_byte, dtype=torch.uint8, pin_memory=cuda)
+        self.event = torch.cuda.Event() if cuda else None
+        views = {name: block.of(self.memory).numpy() for name, block in blocks.items()}
+        self.rows, self.row_seq, self.seqs = views["rows"], views["row_seq"], views["seqs"]
+        self.page_table = views["page_table"]
+        self.pages: list[object] = [None] * len(self.page_table)  # what each row of it was written from
+
+    def write(self, layout: Layout, null_row: int) -> None:
+        n_row, n_seq = len(layout.row_seq), len(layout.pages)
+        self.rows[:, :n_row] = layout.rows
+        self.rows[:, n_row:] = 0
+        self.rows[ROW64.index("kv_rows"), n_row:] = null_row
+        self.rows[ROW64.index("hi"), n_row:] = 1
+        self.row_seq[:n_row] = layout.row_seq
+        self.row_seq[n_row:] = -1
+        self.seqs[:, : n_seq + 1] = layout.seqs
+        self.seqs[:, n_seq:] = 0
+        self.seqs[SEQ32.index("seq_start"), n_seq:] = n_row
+        for i, pages in enumerate(layout.pages):
+            if self.pages[i] is not pages:  # most stay for many rounds
+                layout.page_row(i, self.page_table[i])
+                self.pages[i] = pages
 
 
 class Arena:
-    """Static memory for the layouts of one caller (verify, draft, ...) of at most max(BUCKETS) rows.
-
-    Fields by name, at their largest: see `slots.batch.Batch`.
-    """
-
-    ROW64 = ("tokens", "positions", "kv_rows", "hi", "lo", "out_rows")
-    SEQ32 = ("seq_slot", "seq_fold", "seq_keep")
+    """Static memory for the layouts of one caller (verify, draft, ...) of at most max(BUCKETS) rows."""
 
     def __init__(self, n_seq: int, n_page: int, device: torch.device) -> None:
-        self.n_seq, self.n_page, self.device = n_seq, n_page, device
-        wide = BUCKETS[-1]
-        sizes = [(name, np.int64, wide) for name in self.ROW64] + [("page_table", np.int64, n_seq * n_page)]
-        sizes += [(name, np.int32, n_seq) for name in self.SEQ32]
-        sizes += [("seq_start", np.int32, n_seq + 1), ("row_seq", np.int32, wide)]
-        self._places: list[tuple[str, type, int, int]] = []
-        at = 0
-        for name, dtype, n in sizes:
-            self._places.append((name, dtype, at, n))
-            at += -(-n * np.dtype(dtype).itemsize // 16) * 16
-        self.memory = torch.zeros(at, dtype=torch.uint8, device=device)
-        self.fields = {name: self._view(self.memory, dtype, at, n) for name, dtype, at, n in self._places}
-        self._stages = [self._stage(at) for _ in range(RING)]
+        self.n_seq, self.n_page = n_seq, n_page
+        n_start = -(-(n_seq + 1) // 4) * 4  # lines of 16 bytes
+        rows = _Block(0, torch.int64, (len(ROW64), BUCKETS[-1]))
+        page_table = _Block(rows.end, torch.int64, (n_seq, n_page))
+        seqs = _Block(page_table.end, torch.int32, (len(SEQ32), n_start))
+        row_seq = _Block(seqs.end, torch.int32, (BUCKETS[-1],))
+        blocks = {"rows": rows, "page_table": page_table, "seqs": seqs, "row_seq": row_seq}
+        self.memory = torch.zeros(row_seq.end, dtype=torch.uint8, device=device)
+        self._fields = {bucket: self._cut(blocks, bucket) for bucket in BUCKETS}
+        self._stages = [_Stage(blocks, row_seq.end, device) for _ in range(RING)]
         self._next = 0
 
-    @staticmethod
-    def _view(memory: Tensor, dtype: type, at: int, n: int) -> Tensor:
-        kind = torch.int64 if dtype is np.int64 else torch.int32
-        return memory[at : at + n * kind.itemsize].view(kind)
+    def _cut(self, blocks: dict[str, _Block], bucket: int) -> dict[str, Tensor]:
+        """The fields of a batch of `bucket` rows."""
+        whole = {name: block.of(self.memory) for name, block in blocks.items()}
+        out = {name: line[:bucket] for name, line in zip(ROW64, whole["rows"], strict=True)}
+        out |= {name: line[: self.n_seq] for name, line in zip(SEQ32, whole["seqs"], strict=True)}
+        out["seq_start"] = whole["seqs"][SEQ32.index("seq_start"), : self.n_seq + 1]
+        return out | {"page_table": whole["page_table"], "row_seq": whole["row_seq"][:bucket]}
 
-    def _stage(self, n_bytes: int) -> _Stage:
-        memory = torch.zeros(n_bytes, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        views = {name: self._view(memory, dtype, at, n).numpy() for name, dtype, at, n in self._places}
-        return _Stage(memory, None, views)
-
-    def fill(
-        self, values: dict[str, Sequence[int]], pages: Sequence[Sequence[int]], bucket: int, null_row: int
-    ) -> dict[str, Tensor]:
+    def fill(self, layout: Layout, bucket: int, null_row: int) -> dict[str, Tensor]:
         """Write a layout, padded to `bucket` rows, and start its copy. Returns the fields cut to the bucket."""
         stage = self._stages[self._next]
         self._next = (self._next + 1) % RING
         if stage.event is not None:
             stage.event.synchronize()
-        pad = {"kv_rows": null_row, "hi": 1, "row_seq": -1, "seq_start": values["seq_start"][-1]}
-        for name, view in stage.views.items():
-            if name != "page_table":
-                given = values[name]
-                view[: len(given)] = given
-                view[len(given) :] = pad.get(name, 0)
-        table = stage.views["page_table"].reshape(self.n_seq, self.n_page)
-        for row, mine in zip(table, pages, strict=False):
-            row[: len(mine)] = mine
-            row[len(mine) :] = mine[0] if mine else 0
+        stage.write(layout, null_row)
         self.memory.copy_(stage.memory, non_blocking=True)
-        if self.device.type == "cuda":
-            stage.event = torch.cuda.Event()
+        if stage.event is not None:
             stage.event.record()
-        out = {name: self.fields[name][:bucket] for name in (*self.ROW64, "row_seq")}
-        out |= {name: self.fields[name] for name in (*self.SEQ32, "seq_start")}
-        out["page_table"] = self.fields["page_table"].view(self.n_seq, self.n_page)
-        return out
+        return self._fields[bucket]

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pyspec.errors import OutOfBounds
-from pyspec.slots.arena import Arena, bucket_of
+from pyspec.slots.arena import ROW64, SEQ32, Arena, Layout, bucket_of
 from pyspec.slots.table import SlotTable
 
 
@@ -77,6 +79,7 @@ class Batch:
     row_seq: Tensor
     page_size: int
     max_hi: Sequence[int]  # per sequence, on the host
+    causal: bool  # rows see what stands before them and themselves
     bucket: int | None = None  # rows with padding, if the fields lie in an arena
 
     @property
@@ -97,53 +100,62 @@ def lay_out(
     `see_block`: rows see all rows of their own sequence, later ones too (a drafter's fill-in block); otherwise causal.
     `arena`: put it there, padded to a bucket, if it fits; `Batch.bucket` tells.
     """
-    rows: dict[str, list[int]] = {name: [] for name in (*Arena.ROW64, "row_seq")}
-    starts, tables, max_hi = [0], [], []
-    for i, seq in enumerate(seqs):
-        slot, n = table.slots[seq.slot], seq.width
+    pages, starts = [], [0]
+    for seq in seqs:
+        n = seq.width
         if not 0 <= seq.n_out <= n:
             raise OutOfBounds(f"slot {seq.slot} logits rows", seq.n_out, n + 1, seq.slot)
-        end = seq.n_past + n
-        table.grow(slot, end)
-        rows["kv_rows"] += table.rows(slot, seq.n_past, n)
-        rows["tokens"] += seq.tokens
-        here = range(seq.n_past, end)
-        rows["positions"] += here
-        rows["hi"] += [end] * n if see_block else [p + 1 for p in here]
-        rows["lo"] += [0] * n
-        rows["out_rows"] += range(starts[-1] + n - seq.n_out, starts[-1] + n)
-        rows["row_seq"] += [i] * n
+        pages.append(table.reach(table.slots[seq.slot], seq.n_past, seq.n_past + n))
         starts.append(starts[-1] + n)
-        tables.append(slot.pages[: table.pages_for(end)])
-        max_hi.append(end)
-    values: dict[str, Sequence[int]] = {
-        **rows,
-        "seq_slot": [q.slot for q in seqs],
-        "seq_start": starts,
-        "seq_fold": [q.n_fold for q in seqs],
-        "seq_keep": [int(q.keep) for q in seqs],
-    }
+    max_hi = [seq.n_past + seq.width for seq in seqs]
+    layout, n_out = _write(table, seqs, starts, max_hi, pages, see_block)
     bucket = bucket_of(starts[-1]) if arena is not None and len(seqs) <= arena.n_seq else None
-    if arena is not None and bucket is not None and max(map(len, tables), default=0) <= arena.n_page:
-        fields = arena.fill(values, tables, bucket, table.null_row)
+    if arena is not None and bucket is not None and max(map(len, pages), default=0) <= arena.n_page:
+        fields = arena.fill(layout, bucket, table.null_row)
     else:
-        bucket, fields = None, _fresh(values, tables, device)
-    return Batch(seqs=seqs, starts=starts, page_size=table.page_size, max_hi=max_hi, bucket=bucket, **fields)
+        bucket, fields = None, _fresh(layout, n_out, device)
+    causal, size = not see_block, table.page_size
+    return Batch(seqs=seqs, starts=starts, page_size=size, max_hi=max_hi, causal=causal, bucket=bucket, **fields)
 
 
-def _fresh(
-    values: dict[str, Sequence[int]], tables: Sequence[Sequence[int]], device: torch.device
-) -> dict[str, Tensor]:
+def _write(
+    table: SlotTable,
+    seqs: Sequence[Seq],
+    starts: Sequence[int],
+    max_hi: Sequence[int],
+    pages: Sequence[NDArray[np.int64]],
+    see_block: bool,
+) -> tuple[Layout, int]:
+    """The layout, and how many of its rows give logits."""
+    slots, folds, keeps = [q.slot for q in seqs], [q.n_fold for q in seqs], [q.keep for q in seqs]
+    per_seq = np.array([[*slots, 0], [*folds, 0], [*keeps, 0], starts], dtype=np.int32)
+    widths = np.array([q.width for q in seqs], dtype=np.int64)
+    before = [q.n_past - start for q, start in zip(seqs, starts, strict=False)]
+    first_out = [end - q.n_out for q, end in zip(seqs, starts[1:], strict=True)]
+    per_row = np.array([list(range(len(seqs))), before, first_out, max_hi], dtype=np.int64).repeat(widths, axis=1)
+    row_seq, n_before, first_out_row, end = per_row
+    row = np.arange(starts[-1])
+    out_rows = (row >= first_out_row).nonzero()[0]
+    rows = np.zeros((len(ROW64), len(row)), dtype=np.int64)
+    tokens, positions, kv_rows, hi, _, out = rows
+    tokens[:] = [token for seq in seqs for token in seq.tokens]
+    positions[:] = row + n_before
+    kv_rows[:] = table.rows_of(pages, widths, positions)
+    hi[:] = end if see_block else positions + 1
+    out[: len(out_rows)] = out_rows
+    return Layout(rows, row_seq, per_seq, pages), len(out_rows)
+
+
+def _fresh(layout: Layout, n_out: int, device: torch.device) -> dict[str, Tensor]:
     """The fields in memory of their own, without padding: one transfer per integer type."""
-    fields: dict[str, Tensor] = {}
-    wide = max((len(t) for t in tables), default=0)
-    pages = [p for t in tables for p in [*t, *[t[0]] * (wide - len(t))]]
-    small = (*Arena.SEQ32, "seq_start", "row_seq")
-    for dtype, parts in (
-        (torch.int64, {**{name: values[name] for name in Arena.ROW64}, "page_table": pages}),
-        (torch.int32, {name: values[name] for name in small}),
-    ):
-        flat = torch.tensor([x for part in parts.values() for x in part], dtype=dtype, device=device)
-        fields |= zip(parts, flat.split([len(part) for part in parts.values()]), strict=True)
-    fields["page_table"] = fields["page_table"].view(len(tables), wide)
-    return fields
+    n_seq = len(layout.pages)
+    page_table = np.zeros((n_seq, max(map(len, layout.pages), default=0)), dtype=np.int64)
+    for i in range(n_seq):
+        layout.page_row(i, page_table[i])
+    wide = torch.from_numpy(np.concatenate([layout.rows.ravel(), page_table.ravel()])).to(device)
+    small = torch.from_numpy(np.concatenate([layout.seqs.ravel(), layout.row_seq], dtype=np.int32)).to(device)
+    rows, pages = wide[: layout.rows.size].view(layout.rows.shape), wide[layout.rows.size :]
+    lines, row_seq = small[: layout.seqs.size].view(layout.seqs.shape), small[layout.seqs.size :]
+    fields = dict(zip(ROW64, rows, strict=True)) | {name: line[:n_seq] for name, line in zip(SEQ32, lines, strict=True)}
+    fields |= {"out_rows": fields["out_rows"][:n_out], "seq_start": lines[SEQ32.index("seq_start")]}
+    return fields | {"page_table": pages.view(page_table.shape), "row_seq": row_seq}

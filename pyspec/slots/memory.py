@@ -5,7 +5,7 @@ Everything is allocated once, at load. A page is written only by the slot that h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Protocol
@@ -115,6 +115,7 @@ class StateLayer:
     def __init__(self, shape: RecurrentShape, n_slot: int, width: int, device: torch.device) -> None:
         f32 = {"dtype": torch.float32, "device": device}
         self.shape, self.width = shape, width
+        self.fold: Callable[[StateLayer, int, int], None] | None = None  # (this, slot, n): what its kernels fold with
         self.state = torch.zeros(n_slot, *shape.state, **f32)
         self.conv = torch.zeros(n_slot, shape.n_conv - 1 + width, shape.n_channel, **f32)
         for name, dims in shape.records.items():

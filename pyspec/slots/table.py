@@ -10,6 +10,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pyspec.errors import OutOfBounds, RequestError
 from pyspec.slots.prefix import NO_HIT, Hit, Node, PrefixTree
@@ -34,6 +38,7 @@ class Slot:
     tokens: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
+    page_ids: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)  # see SlotTable.reach
 
     @property
     def n_past(self) -> int:
@@ -144,7 +149,7 @@ class SlotTable:
             )
             if node.page != slot.pages[i]:
                 self._free.append(slot.pages[i])
-                slot.pages[i] = node.page
+                slot.pages[i], slot.page_ids = node.page, None
             self.tree.hold(node)
             slot.nodes.append(node)
         return slot.nodes[-1] if slot.nodes and slot.n_past <= slot.nodes[-1].end else None
@@ -166,7 +171,7 @@ class SlotTable:
         slot.nodes.clear()
         slot.pages.clear()
         slot.tokens.clear()
-        slot.n_fold = 0
+        slot.n_fold, slot.page_ids = 0, None
 
     def clear(self) -> None:
         """Forget every filed page that no slot holds."""
@@ -175,9 +180,34 @@ class SlotTable:
     def grow(self, slot: Slot, n_tokens: int) -> None:
         """Hold pages for `n_tokens` positions. Filed pages that nobody holds are taken when none is free."""
         need = self.pages_for(n_tokens) - len(slot.pages)
+        if need <= 0:
+            return
         if need > len(self._free) + self.tree.n_idle:
             raise OutOfBounds(f"slot {slot.index} page", len(slot.pages) + need, self.n_page, slot.index)
         slot.pages.extend(self._take() for _ in range(need))
+        slot.page_ids = None
+
+    def reach(self, slot: Slot, first: int, end: int) -> NDArray[np.int64]:
+        """Hold pages for positions `first` to `end` - 1. Returns all pages of the slot.
+
+        It is the same array as long as they are the same pages, and never written to.
+        """
+        if first < 0:
+            raise OutOfBounds(f"slot {slot.index} position", first, len(slot.pages) * self.page_size, slot.index)
+        self.grow(slot, end)
+        if slot.page_ids is None:
+            slot.page_ids = np.array(slot.pages, dtype=np.int64)
+        return slot.page_ids
+
+    def rows_of(
+        self, pages: Sequence[NDArray[np.int64]], widths: NDArray[np.int64], positions: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """KV rows of tokens of several slots, one after another: widths[i] of the slot that has pages[i]."""
+        if not len(positions):
+            return positions
+        first = np.array([0, *accumulate(map(len, pages[:-1]))]).repeat(widths)
+        page, offset = positions // self.page_size, positions % self.page_size
+        return np.concatenate(pages)[first + page] * self.page_size + offset
 
     def _take(self) -> int:
         """A free page, or the filed one that was of no use for longest."""
@@ -212,6 +242,7 @@ class SlotTable:
         for s in self.slots:
             holds.update(s.nodes)
             assert s.n_past <= len(s.pages) * self.page_size, f"slot {s.index} has tokens without pages"
+            assert s.page_ids is None or s.page_ids.tolist() == s.pages, f"slot {s.index} is laid out on other pages"
             assert s.n_fold <= s.n_past, f"slot {s.index} folds {s.n_fold} of {s.n_past} tokens"
             assert s.pages[: len(s.nodes)] == [node.page for node in s.nodes], f"slot {s.index} reads other pages"
             text = [t for node in s.nodes for t in node.tokens]

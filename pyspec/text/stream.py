@@ -48,13 +48,13 @@ class TextStream:
         self._over = False
 
     def push(self, ids: Sequence[int]) -> Released:
+        if not self.stops:
+            return Released(self._utf8.decode(b"".join(map(self._bytes, ids))), len(ids), "")
         out: list[str] = []
         for i, token in enumerate(ids):
             if self._over:
                 return Released("".join(out), i, "")
-            if not self.special and token in self.tokenizer.special:
-                continue
-            self._held += self._utf8.decode(self.tokenizer.token_bytes(token))
+            self._held += self._utf8.decode(self._bytes(token))
             if (found := self._find()) is not None:
                 at, stop = found
                 out.append(self._held[:at])
@@ -65,6 +65,10 @@ class TextStream:
             out.append(self._held[:cut])
             self._held = self._held[cut:]
         return Released("".join(out), len(ids), "")
+
+    def _bytes(self, token: int) -> bytes:
+        shows = self.special or token not in self.tokenizer.special
+        return self.tokenizer.token_bytes(token) if shows else b""
 
     def _find(self) -> tuple[int, str] | None:
         """The stop string that begins first in the held text; of several at one place the longest."""

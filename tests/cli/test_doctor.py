@@ -46,10 +46,10 @@ def test_json_says_the_same(tmp_path: Path) -> None:
     code, out = invoke("--json")
     about = json.loads(out)
     assert code == 1 and about["own_kernels"] is False and about["reason"]
-    assert about["bandwidth_bytes_per_s"] > 1e8 and about["memory_bytes"] > 1 << 28
+    assert about["bandwidth_bytes_per_s"] > 1e6 and about["memory_bytes"] > 1 << 28
     assert about["cache"] == str(tmp_path)
     assert {f["op"] for f in about["ops"]} == set(survey.OPS)
-    assert all(f["choice"] != "cuda" and f["refused"][0]["impl"] == "cuda" for f in about["ops"])
+    assert all(f["choice"] != "cuda" and f["refused"][0]["impl"] in ("cuda", "library") for f in about["ops"])
     gdn = next(f for f in about["ops"] if f["op"] == "gdn")
     assert (gdn["choice"], gdn["own"]) == ("numba", True)
 

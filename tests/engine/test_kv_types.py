@@ -116,7 +116,9 @@ def test_the_memory_plan_has_the_bytes_that_are_taken(kind: str, kv_type: str) -
     draft = open_gguf(DEMO_DRAFT) if kind == "dflash-demo" else None
     settings = EngineSettings(np=3, ctx=256, kv_type=kv_type, n_draft_max=4 if kind == "mtp" else 5)
     n_row, cpu = r.loop.table.n_alloc_row, torch.device("cpu")
-    plan = _memory_plan(file, read_config(file), plan_draft(file, draft, settings), settings, n_row, torch.float32, cpu)
+    plan = _memory_plan(
+        file, read_config(file), plan_draft(file, draft, settings), settings, n_row, 256, torch.float32, cpu
+    )
     drafter = r.loop.drafter
     assert drafter is not None
     assert plan.kv == r.loop.memory.kv_bytes

@@ -9,7 +9,9 @@ from engine_rig import FIXTURES, ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
 import soak_chats
+from soak import Tally
 
+from pyspec.engine import Engine
 from pyspec.slots.cache import PrefixCache
 
 
@@ -30,3 +32,15 @@ def test_the_soak_sees_a_state_that_was_not_folded(monkeypatch: pytest.MonkeyPat
     )
     well, line = soak_chats.soak_chats(30.0, 4, seed=3)
     assert not well and line.startswith("FAILED")
+
+
+def test_only_a_tie_of_experts_on_the_way_excuses_a_wrong_text() -> None:
+    with Engine.load(FIXTURES / "nemotron_latent.gguf", None, np=1, kv_type="f32", device="cpu", warm_up=False) as cold:
+        choices, tally = soak_chats.Choices(cold), Tally()
+        gaps = {seed: choices.along([seed, *range(30)]) for seed in range(3)}
+        assert all(0 < gap < 1 for gap in gaps.values()) and len(set(gaps.values())) == 3
+        soak_chats.judge([soak_chats.Wrong([0, *range(30)], "token 3 is 5")], choices, tally)
+        assert len(tally.wrong) == 1 and "closest choice of experts" in tally.wrong[0]
+        choices.along = lambda text: soak_chats.CLOSE / 2  # type: ignore[method-assign]
+        soak_chats.judge([soak_chats.Wrong([0], "token 0 is 5")], choices, tally)
+    assert len(tally.wrong) == 1 and tally.counts["parted where experts tie"] == 1

@@ -13,6 +13,7 @@ from torch import Tensor
 from pyspec.cuda import faults
 from pyspec.cuda.kernels import gdn_cuda, gdn_ref
 from pyspec.cuda.kernels.gdn_ref import GdnSpec
+from pyspec.errors import OutOfBounds
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import StateLayer, StateShape
 from pyspec.slots.table import SlotTable
@@ -168,6 +169,29 @@ def run_way(widths: list[int], accepts: list[int], columns: int, neighbours: boo
             outs.append(got[at : at + taken])
             done, fold = done + taken, taken
     return layer.state[1], torch.cat(outs)
+
+
+@pytest.mark.parametrize("fold", [1, 3, WIDTH])
+def test_folding_alone_gives_the_bits_of_folding_before_rows(fold: int) -> None:
+    shape, gen = shape_of(2, 4), torch.Generator().manual_seed(4)
+    w, one, two = weights(shape, gen), layer_of(shape), layer_of(shape)
+    first, later = inputs(WIDTH, shape, gen), inputs(2, shape, gen)
+    before = [t.clone() for t in one.tensors()]
+    with emulated_gpu(seed=fold):
+        run, alone = gdn_cuda.bind(GdnSpec(CPU, shape, EPS)), gdn_cuda.folder(GdnSpec(CPU, shape, EPS))
+        for layer in (one, two):
+            run(*first, *w, layer, laid([seq(1, WIDTH)]))
+        alone(one, 1, fold)
+        alone(one, 2, 0)
+        a = run(*later, *w, one, laid([seq(1, 2, True)]))
+        b = run(*later, *w, two, laid([seq(1, 2, True, fold)]))
+        assert torch.equal(a, b) and torch.equal(one.state, two.state)
+        assert torch.equal(one.conv[1, :3], two.conv[1, :3])
+        for t, old in zip(one.tensors(), before, strict=True):  # other slots stay as they were, NaN where nothing is
+            assert torch.equal(t[[0, 2]].nan_to_num(7.5), old[[0, 2]].nan_to_num(7.5))
+        with pytest.raises(OutOfBounds):
+            alone(one, 1, WIDTH + 1)
+        assert faults.record(CPU).tolist() == [0] * 5
 
 
 def test_states_and_outputs_do_not_depend_on_how_tokens_came_nor_on_neighbours_to_the_bit() -> None:

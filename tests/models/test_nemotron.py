@@ -19,8 +19,8 @@ from pyspec.draft.drafter import Ask
 from pyspec.errors import OutOfBounds
 from pyspec.slots.batch import Batch, Seq, lay_out
 
-MODELS = ["nemotron_dense", "nemotron_moe", "nemotron_latent", "nemotron_latent_q8_0"]
-WITH_MTP = MODELS[1:]
+WITH_MTP = ["nemotron_moe", "nemotron_latent", "nemotron_latent_q8_0"]
+MODELS = ["nemotron_dense", "nemotron_differ", *WITH_MTP]
 MODEL = "nemotron_latent"
 ATOL = 1e-4
 

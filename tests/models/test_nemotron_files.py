@@ -97,7 +97,7 @@ def test_the_real_models_are_read_as_published(tmp_path: Path, monkeypatch: pyte
         writer.write(lambda info: iter([np.zeros(32, np.uint8)]))
         with open_gguf(writer.path) as file:
             c = read_config(file)
-        assert (c.state, c.moe, c.n_layer, c.n_nextn, c.eps) == (
+        assert (c.state, c.layers[1].moe, c.n_layer, c.n_nextn, c.eps) == (
             state,
             moe,
             dims.n_layer,
@@ -106,7 +106,7 @@ def test_the_real_models_are_read_as_published(tmp_path: Path, monkeypatch: pyte
         )
         assert tuple(i for i, layer in enumerate(c.layers) if layer.mixer == "attention") == attention[name]
         assert [layer.mixer or layer.feed for layer in c.layers[:3]] == ["mamba", "moe", "mamba"]
-        assert c.mtp_layer == Layer("attention", "moe", "post_attention_norm")
+        assert c.mtp_layer == Layer("attention", "moe", "post_attention_norm", moe)
         assert (c.attention.n_head, c.attention.n_kv_head, c.attention.head_dim, c.n_rot) == (32, 2, 128, 0)
     floats = slot_floats(Mamba2Shape(128, 64, 8, 128, 4), 0)
     assert floats == (1_048_576 + 30_720,) * 2, "bytes a slot takes per layer, as the files' makers count them"
@@ -143,8 +143,8 @@ def changed(path: Path, change: dict[str, object], *, drop: Sequence[str] = ()) 
     [
         ({"attention.head_count_kv": [0, 0, 1]}, "3 entries for 7 blocks"),
         ({"attention.head_count_kv": [0, 0, 1, 0, 0, 0, 2]}, r"blocks that differ.*head_count_kv is \[1, 2\]"),
-        ({"feed_forward_length": [0, 32, 0, 48, 0, 0, 32]}, r"feed_forward_length is \[32, 48\]"),
-        ({"expert_feed_forward_length": [0, 32, 0, 48, 0, 0, 32]}, "blocks that differ"),
+        ({"expert_used_count": [0, 5, 0, 17, 0, 0, 5]}, "17 of 16 experts"),
+        ({"expert_feed_forward_length": [0, 32, 0, 0, 0, 0, 32]}, "experts of width 0"),
         ({"ssm.inner_size": 100}, "does not give inner size 100"),
         ({"ssm.group_count": 3}, "8 heads, 3 groups"),
         ({"ssm.group_count": 0}, "0 groups"),
@@ -181,8 +181,15 @@ def test_single_numbers_and_arrays_mean_the_same(tmp_path: Path) -> None:
         with open_gguf(FIXTURES / "nemotron_latent.gguf") as file:
             want = read_config(file)
         assert read_config(a) == want
-        assert read_config(b).moe == want.moe
-    assert want.moe is not None and (want.moe.n_ff, want.moe.n_used, want.moe.scale) == (32, 5, 2.5)
+        assert read_config(b).layers == want.layers
+    moe = want.layers[1].moe
+    assert moe is not None and (moe.n_ff, moe.n_used, moe.scale) == (32, 5, 2.5)
+
+
+def test_blocks_of_experts_may_differ() -> None:
+    with open_gguf(FIXTURES / "nemotron_differ.gguf") as file:
+        found = [(layer.moe.n_used, layer.moe.n_ff) for layer in read_config(file).layers if layer.moe is not None]
+    assert found == [(3, 32), (1, 64), (5, 48)]
 
 
 def test_rope_keys_are_there_and_change_nothing(tmp_path: Path) -> None:

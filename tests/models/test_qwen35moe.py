@@ -172,7 +172,7 @@ def rewritten(path: Path, change: dict[str, object], drop: str = "") -> Path:
 def test_widths_may_stand_once_for_all_blocks_or_once_for_each(tmp_path: Path) -> None:
     same = {"expert_used_count": [3] * 5, "expert_feed_forward_length": [32] * 5, "feed_forward_length": None}
     with open_gguf(rewritten(tmp_path / "arrays.gguf", same)) as file:
-        moe = read_config(file).moe
+        moe = read_config(file).layers[0].moe
         assert moe is not None and (moe.n_expert, moe.n_used, moe.n_ff, moe.n_ff_shared) == (8, 3, 32, 48)
     says, mixed = r"expert_used_count has blocks of different sizes: \[2, 3\]", {"expert_used_count": [3, 3, 2, 3, 3]}
     with open_gguf(rewritten(tmp_path / "mixed.gguf", mixed)) as file, pytest.raises(ModelError, match=says):

@@ -140,6 +140,7 @@ def _batch(case: Case, pages: list[list[int]], device: torch.device) -> Batch:
         row_seq=row_seq.to(device),
         page_size=case.page_size,
         max_hi=ends,
+        causal=not case.block,
     )
 
 

@@ -9,4 +9,5 @@ FOLDS = {StateShape: gdn_ref.flush, Mamba2Shape: mamba2_ref.flush}
 
 
 def flush(layer: StateLayer, slot: int, n_fold: int) -> None:
-    FOLDS[type(layer.shape)](layer, slot, n_fold)  # type: ignore[index]
+    fold = layer.fold or FOLDS[type(layer.shape)]  # type: ignore[index]
+    fold(layer, slot, n_fold)

@@ -16,7 +16,7 @@
 //
 // Kept sequences of `chunked` rows and more go through gdn_chunk.cu: gdn_conv skips them, gdn_rows only folds.
 //
-// A sequence of no rows is skipped whole. One with a bad index is reported and skipped: clamping it to a real slot
+// A sequence of no rows is skipped whole, unless it is there to be folded (seq_keep 2, see gdn_cuda.folder). One with a bad index is reported and skipped: clamping it to a real slot
 // would spoil that slot's state.
 #include "gdn.cuh"
 
@@ -170,7 +170,8 @@ extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 4)
   const int head = blockIdx.x, s = blockIdx.y;
   Seq seq = read_seq({seq_slot, seq_start, seq_fold, seq_keep, n_slot, width, n_row, chunked}, s, fault);
   if (seq.chunked) seq.n = 0;
-  if (static_cast<int>(blockIdx.z) * SPAN < seq.n && (blockIdx.z == 0 || seq.keep)) {
+  const bool has_rows = static_cast<int>(blockIdx.z) * SPAN < seq.n && (blockIdx.z == 0 || seq.keep);
+  if (has_rows || seq.only_folds) {
     const ConvArgs args = {m,      alpha, beta, a, dt_bias, conv_w, conv, rec_k, rec_v,    rec_g,       rec_b, fold_k,
                            fold_v, fold_e, fold_b, q, k, v, e, b, kq, m_stride, gate_stride, width, eps};
     if (head < N_K) {

@@ -1,0 +1,76 @@
+"""What a round puts off until the device is at work on the next: listeners hear the same, in the same order."""
+
+from __future__ import annotations
+
+import pytest
+from draft_fakes import Fickle
+from engine_rig import GREEDY, Heard, Rig, fake_rig
+
+from pyspec.errors import DeviceError
+from pyspec.request import Delta, Done, Event, SamplingParams
+
+
+def loop_of(*, defers: bool) -> Rig:
+    r = fake_rig(3, Fickle(5))
+    r.loop.may_defer = defers
+    return r
+
+
+def told(events: list[Event]) -> list[object]:
+    """Events without what a clock says."""
+    out: list[object] = []
+    for e in events:
+        plain = isinstance(e, Delta)
+        out.append((e.tokens, e.text, e.n_draft, e.n_accepted) if plain else type(e))
+        if isinstance(e, Done):
+            t = e.timings
+            out.append((e.finish, e.n_predicted, e.stop_string, t.n_rounds, t.accepted_per_pos, t.n_draft_used))
+    return out
+
+
+def ask_all(r: Rig) -> list[Heard]:
+    free, drawn = SamplingParams(temperature=0.0), SamplingParams(temperature=0.7, seed=3, repeat_penalty=1.3)
+    return [
+        r.submit([1, 2, 3], 40),
+        r.submit([4, 5], 200, free),
+        r.submit([6, 7, 8, 9], 50, stop=("a", "e", "t")),
+        r.submit([7] * 20, 30, drawn),
+        r.submit([8, 1], 1),
+    ]
+
+
+def test_events_are_the_same_and_in_the_same_order() -> None:
+    heard = []
+    for defers in (False, True):
+        r = loop_of(defers=defers)
+        heard.append(ask_all(r))
+        r.run()
+        assert r.loop.later == []
+    assert [told(h.events) for h in heard[0]] == [told(h.events) for h in heard[1]]
+    assert {h.finish for h in heard[1]} >= {"length", "stop"}
+
+
+@pytest.mark.parametrize("n_round", [2, 5])
+def test_a_cancelled_request_hears_of_its_last_round_first(n_round: int) -> None:
+    texts = []
+    for defers in (False, True):
+        r = loop_of(defers=defers)
+        heard = [r.submit([i, 2, 3], 100, GREEDY) for i in range(2)]
+        for _ in range(n_round):
+            r.loop.step()
+        assert bool(r.loop.later) == defers
+        r.loop.cancel(heard[0].job)
+        r.loop.step()
+        assert heard[0].finish == "cancelled"
+        texts.append(told(heard[0].events))
+    assert texts[0] == texts[1]
+
+
+def test_an_engine_that_goes_down_says_what_it_had_first() -> None:
+    r = loop_of(defers=True)
+    heard = r.submit([1, 2, 3], 100)
+    for _ in range(3):
+        r.loop.step()
+    n = len(heard.tokens)
+    r.loop.abort(DeviceError("gone"))
+    assert len(heard.tokens) > n and isinstance(heard.error, DeviceError)
