@@ -9,7 +9,7 @@ from pathlib import Path
 from pyspec.errors import ConfigError
 
 SPEC_TYPES = ("auto", "none", "dflash", "mtp", "ngram")
-KV_TYPES = ("f16", "bf16", "f32")
+KV_TYPES = ("f16", "bf16", "f32", "q8_0", "f8_e4m3")
 WEIGHTS = ("auto", "dense", "packed")
 PAGE_SIZES = (16, 32, 64)
 MAX_SLOTS = 256

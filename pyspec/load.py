@@ -42,6 +42,7 @@ from pyspec.request import EngineInfo
 from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.arena import BUCKETS, Arena, bucket_of
 from pyspec.slots.cache import PrefixCache
+from pyspec.slots.kv import KV_DTYPES, row_bytes
 from pyspec.slots.states import StateStore
 from pyspec.slots.table import SlotTable
 from pyspec.text.template import ChatTemplate
@@ -51,7 +52,6 @@ from pyspec.warmup import check_taps, warm_up
 log = logging.getLogger(__name__)
 
 AUTO_CTX = 8192
-DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16, "f32": torch.float32}
 DEFAULT_DRAFT = {"mtp": 3, "ngram": 8}
 
 
@@ -150,14 +150,14 @@ def _memory_plan(
     dense: torch.dtype | None,
     device: torch.device,
 ) -> MemoryPlan:
-    kv_size = DTYPES[s.kv_type].itemsize
-    kv, state = memory_bytes(c.memory(), n_slot=s.np, n_row=n_row, width=d.n_draft + 1, kv_size=kv_size)
+    kv_dtype = KV_DTYPES[s.kv_type]
+    kv, state = memory_bytes(c.memory(), n_slot=s.np, n_row=n_row, width=d.n_draft + 1, kv_dtype=kv_dtype)
     draft_weights = draft_kv = 0
     if d.kind == "mtp":
-        draft_kv = 2 * n_row * c.attention.n_kv_head * c.attention.head_dim * kv_size
+        draft_kv = n_row * row_bytes(c.attention.n_kv_head, c.attention.head_dim, kv_dtype)
     if d.kind == "dflash" and d.file is not None:
         a = dflash.read_config(d.file)
-        draft_kv = 2 * n_row * a.attention.n_kv_head * a.attention.head_dim * kv_size * len(a.windows)
+        draft_kv = n_row * row_bytes(a.attention.n_kv_head, a.attention.head_dim, kv_dtype) * len(a.windows)
     if d.file is not None and d.file is not file:
         draft_weights = weight_bytes(d.file, dense)
     return MemoryPlan(
@@ -175,7 +175,7 @@ def _workspace(c: DecoderConfig, d: DraftPlan, s: EngineSettings, n_ctx: int, de
         n_vocab=c.n_vocab,
         graph_rows=sum(b for b in BUCKETS if b <= s.np * (d.n_draft + 1)) if cuda else 0,
         n_tap=n_tap,
-        key_bytes=4 * n_ctx * c.attention.n_kv_head * c.attention.head_dim,
+        key_bytes=(8 if s.kv_type in ("q8_0", "f8_e4m3") else 4) * n_ctx * c.attention.n_kv_head * c.attention.head_dim,
         cuda=cuda,
     )
 
@@ -197,7 +197,7 @@ def _drafter(
         return NGram(s.np, d.n_draft, s.ngram_match)
     assert d.file is not None
     build = import_module(DRAFTERS[d.kind]).load
-    kv = DTYPES[s.kv_type]
+    kv = KV_DTYPES[s.kv_type]
     return build(d.file, target, table, n_draft=d.n_draft, p_min=s.draft_p_min, kv_dtype=kv, dense=dense, wide=wide)
 
 
@@ -231,7 +231,7 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     before = used_bytes(device) if device.type == "cuda" else 0
     check_fit(plan, device, n_slot=settings.np, n_ctx=n_ctx, packed=dense is None)
 
-    kv = DTYPES[settings.kv_type]
+    kv = KV_DTYPES[settings.kv_type]
     width = d.n_draft + 1
     memory = allocate(
         config.memory(), n_slot=settings.np, n_row=table.n_alloc_row, width=width, kv_dtype=kv, device=device

@@ -30,7 +30,8 @@ from pyspec.scheduler import Queue, cuts_of, share_rows
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.cache import PrefixCache
-from pyspec.slots.memory import KVPool, Memory
+from pyspec.slots.kv import KVPool
+from pyspec.slots.memory import Memory
 from pyspec.slots.prefix import NO_HIT
 from pyspec.slots.states import StateStore
 from pyspec.slots.table import Slot, SlotTable

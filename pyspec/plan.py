@@ -13,6 +13,7 @@ from pyspec.errors import DoesNotFit
 from pyspec.gguf import GGUFFile
 from pyspec.models.target import LayerMemory
 from pyspec.models.weights import weight_bytes
+from pyspec.slots.kv import row_bytes
 from pyspec.slots.memory import slot_floats
 
 log = logging.getLogger(__name__)
@@ -72,10 +73,10 @@ def free_bytes(device: torch.device) -> int:
 
 
 def memory_bytes(
-    layers: Sequence[LayerMemory], *, n_slot: int, n_row: int, width: int, kv_size: int
+    layers: Sequence[LayerMemory], *, n_slot: int, n_row: int, width: int, kv_dtype: torch.dtype
 ) -> tuple[int, int]:
     """(KV bytes, state bytes) of `target.allocate` with these arguments."""
-    kv = sum(2 * n_row * m.n_kv_head * m.head_dim * kv_size for m in layers)
+    kv = sum(n_row * row_bytes(m.n_kv_head, m.head_dim, kv_dtype) for m in layers if m.n_kv_head)
     state = 0
     for m in layers:
         if (s := m.state) is not None:
@@ -96,7 +97,7 @@ def workspace_bytes(
 
     n_row       rows of the largest forward: gate and up in f32, their product in f16, a few rows of the residual stream
     graph_rows  rows of all graphs together: their logits, hidden states and taps stay at fixed places
-    key_bytes   keys and values of one layer and slot: a prompt's attention gathers them from their pages
+    key_bytes   keys and values of one layer and slot: a prompt's attention gathers them from their pages, as f16
     """
     activations = n_row * (2 * n_ff * 4 + n_ff * 2 + 5 * n_embd * 4 + n_tap * n_embd * 4)
     results = graph_rows * 4 * (n_vocab + (1 + n_tap) * n_embd)

@@ -1,4 +1,4 @@
-"""Check `attend` on a GPU against the reference, then time it: python tools/bench_attend.py [check] [real] [tune] [scale] [parts]."""
+"""Check `attend` on a GPU against the reference, then time it: python tools/bench_attend.py [check] [real] [types] ..."""
 
 from __future__ import annotations
 
@@ -8,34 +8,33 @@ from dataclasses import replace
 import torch
 
 from pyspec.cuda.kernels import attend_cuda, attend_ref
-from pyspec.cuda.kernels.attend_cases import CASES, TOLERANCE, Case, Made, make, only, worst
+from pyspec.cuda.kernels.attend_cases import CASES, TOLERANCE, Case, Made, make, only, spec_of, worst
 from pyspec.cuda.kernels.attend_cuda import Shape
-from pyspec.cuda.kernels.attend_ref import AttendSpec
-from pyspec.slots.memory import KVPool
+from pyspec.slots.kv import KV_DTYPES, KVPool, row_bytes
 
 GPU = torch.device("cuda", 0)
 FLOOR = 4.3e12  # bytes a second, a device-to-device copy of an H200
 L2 = 60e6
 
 
-def spec_of(case: Case) -> AttendSpec:
-    return AttendSpec(GPU, case.n_head, case.n_kv, case.dim, case.dim**-0.5)
-
-
 def check() -> None:
     for name, case in CASES.items():
         made = make(case, GPU)
         n = made.plain.n_row
-        want = attend_ref.bind(spec_of(case))(made.q[:n].double(), made.pool, made.plain, case.window)
-        attend = attend_cuda.bind(spec_of(case))
-        out = attend(made.q, made.pool, made.batch, case.window)
-        same = torch.equal(out, attend(made.q, made.pool, made.batch, case.window))
+        want = attend_ref.bind(spec_of(case, GPU))(made.q[:n].double(), made.pool, made.plain, case.window, made.sinks)
+        attend = attend_cuda.bind(spec_of(case, GPU))
+        out = attend(made.q, made.pool, made.batch, case.window, made.sinks)
+        same = torch.equal(out, attend(made.q, made.pool, made.batch, case.window, made.sinks))
         alone = []
         for i, (_, width) in enumerate(case.seqs):
             start = made.plain.starts[i]
             for first, m in ((0, width), (width - 1, 1), (0, 1)):
                 q, b = only(made, i, first, m)
-                alone.append(torch.equal(out[start + first : start + first + m], attend(q, made.pool, b, case.window)))
+                alone.append(
+                    torch.equal(
+                        out[start + first : start + first + m], attend(q, made.pool, b, case.window, made.sinks)
+                    )
+                )
         error, zeros = worst(out[:n], want), not bool(out[n:].any())
         good = error < TOLERANCE[case.dtype] and same and all(alone) and zeros
         fault = attend_cuda.fault_record(GPU).tolist()
@@ -55,15 +54,14 @@ def time_us(case: Case, shape: Shape | None = None, pages: int = 0) -> tuple[flo
     """Microseconds a call and bytes of keys and values a call; `pages`: width of the page table."""
     made = make(replace(case, seqs=[(0, w) for _, w in case.seqs]), GPU)
     made = grown(case, made, pages)
-    n_byte = 2 * case.n_kv * case.dim * 2 * sum(min(p, case.window or p) + w for p, w in case.seqs)
+    n_byte = row_bytes(case.n_kv, case.dim, case.dtype) * sum(min(p, case.window or p) + w for p, w in case.seqs)
     n_pool = max(2, min(16, int(3 * L2 / n_byte) + 1))
     pools = [made.pool] + [
         KVPool(made.pool.k.shape[0], case.n_kv, case.dim, case.dtype, GPU) for _ in range(n_pool - 1)
     ]
     for pool in pools:
-        pool.k.normal_()
-        pool.v.normal_()
-    attend = attend_cuda.bind(spec_of(case), shape=shape)
+        fill(pool)
+    attend = attend_cuda.bind(spec_of(case, GPU), shape=shape)
     for pool in pools:
         attend(made.q, pool, made.batch, case.window)
     graph = torch.cuda.CUDAGraph()
@@ -80,6 +78,14 @@ def time_us(case: Case, shape: Shape | None = None, pages: int = 0) -> tuple[flo
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / n_call)
     return sorted(times)[3], n_byte
+
+
+def fill(pool: KVPool) -> None:
+    for plane in pool.planes:
+        if plane.dtype is torch.int8:
+            plane.random_(-127, 128)
+        else:
+            plane.copy_(torch.randn(plane.shape[1:], device=GPU))
 
 
 def grown(case: Case, made: Made, pages: int) -> Made:
@@ -117,6 +123,14 @@ def real() -> None:
         show(f"drafter np {np} ctx 300 width 16", real_case(np, 300, 16, "drafter"))
 
 
+def types() -> None:
+    """The same keys in every type."""
+    for np, ctx in ((1, 8192), (8, 300), (8, 8192)):
+        for width in (1, 4, 16):
+            for name, dtype in KV_DTYPES.items():
+                show(f"{name} np {np} ctx {ctx} width {width}", replace(real_case(np, ctx, width), dtype=dtype))
+
+
 WIDE = ((6, 1, 4), (6, 1, 6), (6, 2, 3), (6, 2, 4), (4, 2, 4), (4, 1, 6))
 NARROW = ((1, 2, 4), (1, 2, 6), (1, 3, 3), (1, 3, 4))
 
@@ -127,7 +141,7 @@ def tune() -> None:
         for width, builds in ((16, WIDE), (1, NARROW)):
             for n_tile, blocks, depth in builds:
                 for fetch in (64, 128, 256) if ctx == 8192 and np == 8 and depth in (4, 6) else (256,):
-                    shape = Shape(256, n_tile, False, jit_arch(), blocks, depth, fetch)
+                    shape = Shape(256, n_tile, torch.float16, jit_arch(), blocks, depth, fetch)
                     name = f"np {np} ctx {ctx} width {width} {n_tile}/{blocks}/{depth}/{fetch}"
                     show(name, real_case(np, ctx, width), shape)
 
@@ -139,7 +153,7 @@ def parts() -> None:
     for np, ctx, width in ((1, 300, 1), (1, 300, 16), (8, 300, 16), (1, 8192, 1), (8, 8192, 1), (8, 8192, 16)):
         case = real_case(np, ctx, width)
         made = grown(case, make(replace(case, seqs=[(0, w) for _, w in case.seqs]), GPU), 0)
-        attend = attend_cuda.bind(spec_of(case))
+        attend = attend_cuda.bind(spec_of(case, GPU))
         trash = torch.empty(64 << 20, device=GPU)
         attend(made.q, made.pool, made.batch, 0)
         with profile(activities=[ProfilerActivity.CUDA]) as found:
@@ -156,9 +170,8 @@ def counters() -> None:
     for width in (1, 16):
         case = real_case(8, 8192, width)
         made = grown(case, make(replace(case, seqs=[(0, w) for _, w in case.seqs]), GPU), 0)
-        made.pool.k.normal_()
-        made.pool.v.normal_()
-        attend = attend_cuda.bind(spec_of(case))
+        fill(made.pool)
+        attend = attend_cuda.bind(spec_of(case, GPU))
         attend(made.q, made.pool, made.batch, 0)
         torch.cuda.synchronize()
 
@@ -178,6 +191,14 @@ def scale() -> None:
 
 
 if __name__ == "__main__":
-    jobs = {"check": check, "real": real, "tune": tune, "scale": scale, "parts": parts, "counters": counters}
+    jobs = {
+        "check": check,
+        "real": real,
+        "types": types,
+        "tune": tune,
+        "scale": scale,
+        "parts": parts,
+        "counters": counters,
+    }
     for name in sys.argv[1:] or ["check", "real", "scale"]:
         jobs[name]()

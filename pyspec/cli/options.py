@@ -183,7 +183,9 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--checkpoint-every", default=8192, help="Tokens between checkpoints in a long prompt. 0: none."),
     click.option("-b", "--batch-size", default=2048, help="An upper limit for -ub."),
     click.option("-ub", "--ubatch-size", "ubatch", default=512, help="Rows of one forward."),
-    click.option("-ctk", "--cache-type-k", type=click.Choice(KV_TYPES), default=None, help="Type of KV entries [f16]."),
+    click.option(
+        "-ctk", "--cache-type-k", type=click.Choice(KV_TYPES), default=None, help="Type of keys and values [f16]."
+    ),
     click.option("-ctv", "--cache-type-v", type=click.Choice(KV_TYPES), default=None, help="The same as -ctk."),
     click.option("-t", "--threads", default=0, help="CPU threads. 0: as torch chooses."),
     click.option("-dev", "--device", default="auto", help="auto, cpu, cuda, cuda:1 ..."),

@@ -13,6 +13,7 @@ import torch
 
 from pyspec.cuda.op import Op
 from pyspec.gguf import GGMLType
+from pyspec.slots.kv import name_of
 from pyspec.slots.memory import Mamba2Shape, StateShape
 
 OPS = ("attend", "attend_prompt", "rope_kv", "gdn", "linear", "rows", "mamba2", "moe_route", "moe")
@@ -59,6 +60,7 @@ def standard(device: torch.device) -> list[Ask]:
             (attend, AttendSpec(device, *heads, heads[2] ** -0.5))
             for heads in ((24, 4, 256), (32, 8, 128), (16, 2, 64))
         ),
+        *((attend, AttendSpec(device, 24, 4, 256, 256**-0.5, kv)) for kv in (torch.int8, torch.float8_e4m3fn)),
         (attend_prompt, AttendSpec(device, 24, 4, 256, 0.0625)),
         (rope_kv, RopeKvSpec(device, 24, 4, 256, 64, neox=True, gated=True, has_norm=True, eps=1e-6)),
         (rope_kv, RopeKvSpec(device, 32, 8, 128, 128, neox=True, gated=False, has_norm=True, eps=1e-6)),
@@ -110,6 +112,8 @@ def shape_of(spec: Any) -> str:
             parts += [field.name] * value
         elif isinstance(value, float):
             parts.append(f"{field.name} {value:.4g}")
+        elif isinstance(value, torch.dtype):
+            parts.append(f"{field.name} {name_of(value)}")
         elif not isinstance(value, torch.device):
             parts.append(f"{field.name} {value}")
     return ", ".join(parts)

@@ -19,12 +19,13 @@ from pyspec.cuda.graph import Graphed
 from pyspec.draft.drafter import Ask, Needs
 from pyspec.errors import ModelError, PairError
 from pyspec.gguf import GGUFFile
-from pyspec.models.layers import Attention, AttentionShape, FeedForward, Rope, rms
+from pyspec.models.layers import SINKS, Attention, AttentionShape, FeedForward, Rope, rms
 from pyspec.models.target import LayerMemory, Out, Target, allocate
 from pyspec.models.weights import Want, Weights, check_tensors
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
-from pyspec.slots.memory import KVPool, Memory
+from pyspec.slots.kv import KVPool
+from pyspec.slots.memory import Memory
 from pyspec.slots.table import Slot, SlotTable
 
 FORK = "dflash-draft"
@@ -82,7 +83,6 @@ def _refuse_relatives(file: GGUFFile) -> None:
     for tensor, what in (
         ("selector_hidden.weight", "DFlash2 (candidate selector)"),
         ("markov_w1.weight", "DSpark (Markov head)"),
-        ("blk.0.attn_sinks.weight", "a drafter with attention sinks"),
         ("blk.0.layer_output_scale.weight", "a drafter with layer scales"),
         ("blk.0.post_ffw_norm.weight", "a drafter with output norms"),
     ):
@@ -138,6 +138,7 @@ def drafter_tensors(c: DFlashConfig, n_target: int) -> dict[str, Want]:
             f"{p}.attn_output.weight": Want((n, q)),
             f"{p}.attn_q_norm.weight": Want((s.head_dim,)),
             f"{p}.attn_k_norm.weight": Want((s.head_dim,)),
+            f"{p}.{SINKS}": Want((s.n_head,), optional=True),
             f"{p}.ffn_norm.weight": Want((n,)),
             f"{p}.ffn_gate.weight": Want((c.n_ff, n)),
             f"{p}.ffn_up.weight": Want((c.n_ff, n)),
@@ -174,7 +175,9 @@ class DFlashNet:
         self.c, self.memory = c, memory
         self.rope = Rope(c.n_rot, c.rope_base, True, w.device, divisors=w.optional("rope_freqs.weight"))
         n_layer = len(c.windows)
-        self.attention = [Attention(w, f"blk.{i}", c.attention, self.rope, c.eps) for i in range(n_layer)]
+        self.attention = [
+            Attention(w, f"blk.{i}", c.attention, self.rope, c.eps, memory.kv_dtype) for i in range(n_layer)
+        ]
         # k and v of context rows are made with the block's own weights
         self.context = [w.matrix(f"blk.{i}.attn_k.weight", f"blk.{i}.attn_v.weight") for i in range(n_layer)]
         self.ffn = [FeedForward(w, f"blk.{i}", c.eps) for i in range(n_layer)]

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 from pyspec.models.target import Out
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch
-from pyspec.slots.memory import KVPool
+from pyspec.slots.kv import KVPool
 from pyspec.slots.table import Slot
 
 

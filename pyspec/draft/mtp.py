@@ -25,7 +25,8 @@ from pyspec.models.target import LayerMemory, Out, Target, allocate
 from pyspec.models.weights import Matrix, Want, Weights, check_tensors
 from pyspec.slots.arena import BUCKETS, Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
-from pyspec.slots.memory import KVPool, Memory
+from pyspec.slots.kv import KVPool
+from pyspec.slots.memory import Memory
 from pyspec.slots.table import Slot, SlotTable
 
 
@@ -60,7 +61,7 @@ class MtpBlock:
         p = f"blk.{config.n_layer}"
         self.eps, self.memory, self.target, self.layer = config.eps, memory, target, config.n_layer
         self.rope: Rope = target.rope
-        self.block = Block(config, weights, p, self.rope, config.mtp_layer)
+        self.block = Block(config, weights, p, self.rope, config.mtp_layer, memory.kv_dtype)
         self.eh: Matrix = weights.matrix(f"{p}.nextn.eh_proj.weight")
         self.enorm, self.hnorm = weights.vector(f"{p}.nextn.enorm.weight"), weights.vector(f"{p}.nextn.hnorm.weight")
         norm = weights.optional(f"{p}.nextn.shared_head_norm.weight")

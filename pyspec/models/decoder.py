@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGUFFile
-from pyspec.models.layers import Attention, AttentionShape, FeedForward, GatedDeltaNet, Relu2, Rope, rms
+from pyspec.models.layers import SINKS, Attention, AttentionShape, FeedForward, GatedDeltaNet, Relu2, Rope, rms
 from pyspec.models.mamba import Mamba, mamba_tensors
 from pyspec.models.moe import MoeFeed, MoeShape, moe_tensors
 from pyspec.models.target import LayerMemory, Out
@@ -112,6 +112,7 @@ def attention_tensors(c: DecoderConfig, file: GGUFFile, p: str) -> dict[str, Wan
         wants |= {f"{p}.attn_{x}.weight": Want((rows, n)) for x, rows in (("q", q), ("k", kv), ("v", kv))}
     if c.qk_norm:
         wants |= {f"{p}.attn_{x}_norm.weight": Want((s.head_dim,)) for x in "qk"}
+    wants[f"{p}.{SINKS}"] = Want((s.n_head,), optional=True)
     return wants
 
 
@@ -197,36 +198,39 @@ class Feed(Protocol):
 
 
 class Kind(NamedTuple):
-    """A kind of mixer or feed-forward: the tensors it wants, and how to build it from them (a block's prefix, its Layer)."""
+    """A kind of mixer or feed-forward: the tensors it wants, and how to build it from them.
+
+    Both are built from the config, the weights and a block's prefix; a mixer also from the rope and the type of keys and
+    values, a feed-forward from its Layer.
+    """
 
     tensors: Callable[[DecoderConfig, GGUFFile, str, Layer], dict[str, Want]]
-    build: Callable[[DecoderConfig, Weights, str, Rope, Layer], Any]
+    build: Callable[..., Any]
 
 
 MIXERS = {
     "attention": Kind(
         lambda c, file, p, layer: attention_tensors(c, file, p),
-        lambda c, w, p, rope, layer: Attention(w, p, c.attention, rope, c.eps),
+        lambda c, w, p, rope, kv: Attention(w, p, c.attention, rope, c.eps, kv),
     ),
     "delta": Kind(
-        lambda c, file, p, layer: state_tensors(c, p), lambda c, w, p, rope, layer: GatedDeltaNet(w, p, c.state, c.eps)
+        lambda c, file, p, layer: state_tensors(c, p), lambda c, w, p, rope, kv: GatedDeltaNet(w, p, c.state, c.eps)
     ),
     "mamba": Kind(
         lambda c, file, p, layer: mamba_tensors(c.state, c.n_embd, p),
-        lambda c, w, p, rope, layer: Mamba(w, p, c.state, c.eps),
+        lambda c, w, p, rope, kv: Mamba(w, p, c.state, c.eps),
     ),
 }
 FEEDS = {
     "swiglu": Kind(
-        lambda c, file, p, layer: swiglu_tensors(c, p),
-        lambda c, w, p, rope, layer: FeedForward(w, p, c.eps, layer.feed_norm),
+        lambda c, file, p, layer: swiglu_tensors(c, p), lambda c, w, p, layer: FeedForward(w, p, c.eps, layer.feed_norm)
     ),
     "relu2": Kind(
-        lambda c, file, p, layer: relu2_tensors(c, p), lambda c, w, p, rope, layer: Relu2(w, p, c.eps, layer.feed_norm)
+        lambda c, file, p, layer: relu2_tensors(c, p), lambda c, w, p, layer: Relu2(w, p, c.eps, layer.feed_norm)
     ),
     "moe": Kind(
         lambda c, file, p, layer: moe_tensors(layer.moe, c.n_embd, file, p),
-        lambda c, w, p, rope, layer: MoeFeed(w, p, layer.moe, c.eps, layer.feed_norm),
+        lambda c, w, p, layer: MoeFeed(w, p, layer.moe, c.eps, layer.feed_norm),
     ),
 }
 
@@ -234,9 +238,9 @@ FEEDS = {
 class Block:
     """A mixer, then a feed-forward, as far as the layer has them; each adds to the residual stream behind its norm."""
 
-    def __init__(self, c: DecoderConfig, w: Weights, p: str, rope: Rope, layer: Layer) -> None:
-        self.mixer: Mixer | None = MIXERS[layer.mixer].build(c, w, p, rope, layer) if layer.mixer else None
-        self.feed: Feed | None = FEEDS[layer.feed].build(c, w, p, rope, layer) if layer.feed else None
+    def __init__(self, c: DecoderConfig, w: Weights, p: str, rope: Rope, layer: Layer, kv: torch.dtype) -> None:
+        self.mixer: Mixer | None = MIXERS[layer.mixer].build(c, w, p, rope, kv) if layer.mixer else None
+        self.feed: Feed | None = FEEDS[layer.feed].build(c, w, p, layer) if layer.feed else None
         self.capturable = all(part is None or part.capturable for part in (self.mixer, self.feed))
 
     def __call__(self, x: Tensor, angles: Angles, memory: Memory, layer: int, batch: Batch) -> Tensor:
@@ -253,7 +257,10 @@ class Decoder:
         divisors = weights.optional("rope_freqs.weight")
         self.rope = Rope(config.n_rot, config.rope_base, config.rope_neox, weights.device, config.rope_factor, divisors)
         self.embedding = weights.embedding("token_embd.weight")
-        self.blocks = [Block(config, weights, f"blk.{i}", self.rope, layer) for i, layer in enumerate(config.layers)]
+        self.blocks = [
+            Block(config, weights, f"blk.{i}", self.rope, layer, memory.kv_dtype)
+            for i, layer in enumerate(config.layers)
+        ]
         for i, state in memory.states.items():
             state.fold = self.blocks[i].mixer.fold  # type: ignore[union-attr]  # recurrent mixers have one
         self.norm = weights.vector("output_norm.weight")

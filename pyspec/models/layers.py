@@ -22,7 +22,8 @@ from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
 from pyspec.cuda.kernels.rows_ref import HeadGate, HeadNorm, Norm
 from pyspec.models.weights import Matrix, Weights, unfinished
 from pyspec.slots.batch import Batch
-from pyspec.slots.memory import KVPool, Memory, StateShape
+from pyspec.slots.kv import KVPool
+from pyspec.slots.memory import Memory, StateShape
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -66,10 +67,13 @@ class AttentionShape:
     scale: float | None = None  # default 1/sqrt(head_dim)
 
 
-class Attention:
-    """Grouped-query attention over the slot's pages."""
+SINKS = "attn_sinks.weight"  # one logit a head
 
-    def __init__(self, w: Weights, prefix: str, shape: AttentionShape, rope: Rope, eps: float) -> None:
+
+class Attention:
+    """Grouped-query attention over the slot's pages, whose entries are of type `kv` (slots.kv)."""
+
+    def __init__(self, w: Weights, prefix: str, shape: AttentionShape, rope: Rope, eps: float, kv: torch.dtype) -> None:
         self.shape, self.rope, self.eps = shape, rope, eps
         self.norm = Norm(w.vector(f"{prefix}.attn_norm.weight"), eps)
         names = [f"{prefix}.attn_qkv.weight"]
@@ -81,20 +85,12 @@ class Attention:
         self.out_bias = w.optional(f"{prefix}.attn_output.bias")
         self.q_norm = w.optional(f"{prefix}.attn_q_norm.weight")
         self.k_norm = w.optional(f"{prefix}.attn_k_norm.weight")
+        self.sinks = w.optional(f"{prefix}.{SINKS}")
         scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
-        spec = AttendSpec(w.device, shape.n_head, shape.n_kv_head, shape.head_dim, scale)
+        heads, has_sinks = (shape.n_head, shape.n_kv_head, shape.head_dim), self.sinks is not None
+        spec = AttendSpec(w.device, *heads, scale, kv, has_sinks)
         self.attend = with_prompts(attend.bind(spec), spec)
-        turn = RopeKvSpec(
-            w.device,
-            shape.n_head,
-            shape.n_kv_head,
-            shape.head_dim,
-            rope.n_rot,
-            rope.neox,
-            shape.gated,
-            self.k_norm is not None,
-            eps,
-        )
+        turn = RopeKvSpec(w.device, *heads, rope.n_rot, rope.neox, shape.gated, self.k_norm is not None, eps)
         self.rope_kv, alone = rope_kv.bind(turn), replace(turn, n_q=0, gated=False)
         self.store = rope_kv.bind(alone)
         self.capturable = attend.chosen(spec).capturable and rope_kv.chosen(turn).capturable
@@ -112,7 +108,7 @@ class Attention:
         if self.bias is not None:
             y = y + self.bias
         q = self.rope_kv(y, self.q_norm, self.k_norm, angles, pool, batch.kv_rows)
-        o = self.attend(q, pool, batch, window).view(n, -1)
+        o = self.attend(q, pool, batch, window, self.sinks).view(n, -1)
         gate = None
         if s.gated:
             gate = HeadGate(y[:, : 2 * s.n_head * s.head_dim].view(n, s.n_head, -1)[..., s.head_dim :])

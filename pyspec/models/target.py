@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from pyspec.slots.batch import Batch
-from pyspec.slots.memory import KVPool, Memory, RecurrentShape, StateLayer
+from pyspec.slots.kv import KVPool
+from pyspec.slots.memory import Memory, RecurrentShape, StateLayer
 
 
 @dataclass(frozen=True, slots=True)

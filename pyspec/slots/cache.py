@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from pyspec.slots.memory import KVPool, Memory
+from pyspec.slots.kv import KVPool
+from pyspec.slots.memory import Memory
 from pyspec.slots.prefix import NO_HIT, Hit
 from pyspec.slots.states import Saved, StateStore
 from pyspec.slots.table import Slot, SlotTable
@@ -39,7 +40,7 @@ class PrefixCache:
             size = self.table.page_size
             old, new = (slice(page * size, (page + 1) * size) for page in copy)
             for pool in pools:
-                pool.k[new], pool.v[new] = pool.k[old], pool.v[old]
+                pool.copy(new, old)
         if isinstance(saved, Saved):
             self.memory.restore(slot.index, saved.checkpoint)
             return saved.draft

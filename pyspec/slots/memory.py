@@ -1,4 +1,4 @@
-"""The memory that slots keep between rounds: paged keys and values, and recurrent state with its records.
+"""The memory that slots keep between rounds: paged keys and values (kv.py), and recurrent state with its records.
 
 Everything is allocated once, at load. A page is written only by the slot that holds it; a state row only by its slot.
 """
@@ -13,25 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-
-class KVPool:
-    """Keys and values of one attention layer for every page.
-
-    k, v  [row, head, dim]  row = page * page_size + offset
-    """
-
-    def __init__(self, n_row: int, n_head: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.k = torch.zeros(n_row, n_head, head_dim, dtype=dtype, device=device)
-        self.v = torch.zeros_like(self.k)
-
-    def write(self, rows: Tensor, k: Tensor, v: Tensor) -> None:
-        """k, v [row, head, dim] go to pool rows `rows` [row]."""
-        self.k.index_copy_(0, rows, k.to(self.k.dtype))
-        self.v.index_copy_(0, rows, v.to(self.v.dtype))
-
-    @property
-    def n_bytes(self) -> int:
-        return 2 * self.k.numel() * self.k.element_size()
+from pyspec.slots.kv import KVPool
 
 
 class RecurrentShape(Protocol):
@@ -170,6 +152,11 @@ class Memory:
 
     def __init__(self, kv: dict[int, KVPool], states: dict[int, StateLayer], width: int) -> None:
         self.kv, self.states, self.width = kv, states, width
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """The type of keys and values, the same in all layers; f16 if no layer has any."""
+        return next((pool.dtype for pool in self.kv.values()), torch.float16)
 
     def reset(self, slot: int) -> None:
         for layer in self.states.values():

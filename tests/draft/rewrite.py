@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pyspec.gguf import GGUFWriter, TensorInfo, ValueType, open_gguf
+from pyspec.gguf import GGMLType, GGUFWriter, TensorInfo, ValueType, open_gguf
 
 
 def value_type(value: object) -> ValueType:
@@ -25,8 +25,9 @@ def rewrite(
     change: Mapping[str, object] | None = None,
     rename: Callable[[str], str] = lambda name: name,
     drop: Callable[[str], bool] = lambda name: False,
+    add: Mapping[str, np.ndarray] | None = None,
 ) -> Path:
-    """`change` gives metadata by new name (None leaves a key out); keys of the architecture move to `arch`."""
+    """`change` gives metadata by new name (None leaves a key out); keys of the architecture move to `arch`; `add` are f32 tensors."""
     file = open_gguf(source)
     arch = arch or file.architecture
     metadata: dict[str, object] = {}
@@ -44,6 +45,9 @@ def rewrite(
     for name, info in file.tensors.items():
         if not drop(name):
             writer.add_tensor_info(rename(name), info.type, info.shape)
+    for name, values in (add or {}).items():
+        raw[name] = np.frombuffer(values.astype("<f4").tobytes(), np.uint8)
+        writer.add_tensor_info(name, GGMLType.F32, values.shape)
 
     def fill(info: TensorInfo) -> Iterator[np.ndarray]:
         yield np.ascontiguousarray(raw[info.name])

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -109,8 +110,11 @@ def dense_reference(
             seen &= away < WINDOW
         if causal[i]:
             seen &= away >= 0
-        scores = torch.einsum("rhd,khd->hrk", q, k) / dim**0.5
-        o = torch.einsum("hrk,khd->rhd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)
+        weights = (torch.einsum("rhd,khd->hrk", q, k) / dim**0.5).masked_fill(~seen, float("-inf")).exp()
+        below = weights.sum(-1, keepdim=True)
+        if (sinks := w.optional(f"{p}.attn_sinks.weight")) is not None:
+            below = below + sinks.double().exp()[:, None, None]
+        o = torch.einsum("hrk,khd->rhd", weights / below, v)
         x = x + o.reshape(block, -1) @ t(f"{p}.attn_output.weight").T
         f = norm(x, t(f"{p}.ffn_norm.weight"))
         x = (
@@ -140,6 +144,22 @@ def test_a_block_equals_the_dense_formulas(
     assert (got - want).abs().max() < 1e-3
     wrong = dense_reference(draft, bench, taps, TOKENS[-1], [True, False], [not c for c in causal])
     assert (got - wrong).abs().max() > 1e-2, "the mask matters here"
+
+
+@pytest.mark.parametrize("n_context", [1, N_CTX])
+def test_sinks_take_their_share_of_the_weights(files: tuple[Path, Path], tmp_path: Path, n_context: int) -> None:
+    """The second layer has none: each layer for itself."""
+    target, draft = files
+    n_head = int(open_gguf(draft).metadata["dflash.attention.head_count"])  # type: ignore[call-overload]
+    sinks = np.linspace(-2, 4, n_head)
+    sunk = rewrite(draft, tmp_path / "d.gguf", add={"blk.0.attn_sinks.weight": sinks})
+    bench, drafter = load(target, sunk)
+    taps = feed(bench, drafter, 0, TOKENS[:n_context])
+    got = block_logits(bench, drafter, 0, TOKENS[-1])
+    want = dense_reference(sunk, bench, taps, TOKENS[-1], [True, False], [True, False])
+    assert (got - want).abs().max() < 1e-3
+    without = dense_reference(draft, bench, taps, TOKENS[-1], [True, False], [True, False])
+    assert (got - without).abs().max() > 1e-2, "sinks matter here"
 
 
 @pytest.mark.parametrize("pieces", [[1] * N_CTX, [7] * 12 + [6], [64, 26], [16, 16, 58]])

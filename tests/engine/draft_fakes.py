@@ -14,7 +14,8 @@ from pyspec.draft.drafter import Ask, Needs
 from pyspec.errors import SlotError
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch
-from pyspec.slots.memory import KVPool, Memory
+from pyspec.slots.kv import KVPool
+from pyspec.slots.memory import Memory
 from pyspec.slots.table import Slot, SlotTable
 
 Text = Callable[[Sequence[int]], int]

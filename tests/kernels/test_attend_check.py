@@ -7,7 +7,7 @@ from pyspec.cuda.kernels import attend_ref
 from pyspec.cuda.kernels.attend import check
 from pyspec.cuda.kernels.attend_ref import AttendSpec
 from pyspec.slots.batch import Batch
-from pyspec.slots.memory import KVPool
+from pyspec.slots.kv import KVPool
 
 SPEC = AttendSpec(torch.device("cpu"), 6, 1, 64, 0.125)
 REFERENCE = attend_ref.bind(SPEC)
@@ -18,14 +18,14 @@ def test_the_reference_passes() -> None:
 
 
 def test_a_launch_that_forgets_the_window_is_refused() -> None:
-    def forgets(q: Tensor, pool: KVPool, batch: Batch, window: int) -> Tensor:
+    def forgets(q: Tensor, pool: KVPool, batch: Batch, window: int, sinks: object) -> Tensor:
         return REFERENCE(q, pool, batch, 0)
 
     assert "differs" in (check(forgets, REFERENCE, SPEC) or "")
 
 
 def test_a_launch_that_reads_what_nobody_wrote_is_refused() -> None:
-    def leaks(q: Tensor, pool: KVPool, batch: Batch, window: int) -> Tensor:
+    def leaks(q: Tensor, pool: KVPool, batch: Batch, window: int, sinks: object) -> Tensor:
         return REFERENCE(q, pool, batch, window) + 0 * pool.v.sum()
 
     assert "differs from the reference by inf" in (check(leaks, REFERENCE, SPEC) or "")

@@ -12,9 +12,20 @@ pytest.importorskip("cuda.core")
 
 @pytest.mark.parametrize("arch", jit.ARCHS)
 def test_kernels_compile_without_spills_in_the_registers_their_blocks_leave(arch: str) -> None:
-    dim, n_tile, bf16 = (256, 1, False) if arch in ("sm_80", "sm_100a") else (256, 6, True)
-    shape = attend_cuda.shape_for(dim, n_tile, bf16, arch)
-    found = jit.compile_cubin("attend", arch, shape.defines(), use_cache=False).resources
+    dim, n_tile, kv = (256, 1, torch.float16) if arch in ("sm_80", "sm_100a") else (256, 6, torch.bfloat16)
+    assert_fits(attend_cuda.shape_for(dim, n_tile, kv, arch))
+
+
+@pytest.mark.parametrize("kv", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("arch", jit.ARCHS)
+def test_so_do_kernels_that_read_bytes(arch: str, kv: torch.dtype) -> None:
+    """With a sink, and in the builds that have least registers to spare."""
+    for dim, n_tile in ((64, 3), (128, 3), (256, 1)):
+        assert_fits(attend_cuda.shape_for(dim, n_tile, kv, arch, has_sinks=True))
+
+
+def assert_fits(shape: attend_cuda.Shape) -> None:
+    found = jit.compile_cubin("attend", shape.arch, shape.defines(), use_cache=False).resources
     assert set(found) == {"attend_split", "attend_merge_long", "attend_merge_wide"}
     assert all(r.spill_bytes == 0 for r in found.values()), (shape, found)
     assert found["attend_split"].registers * 32 * shape.warps * shape.blocks <= 65536, (shape, found)
@@ -25,9 +36,10 @@ def test_shared_memory_of_every_build_fits_the_multiprocessor(arch: str) -> None
     room = attend_cuda.room_of(arch)
     for dim in attend_cuda.DIMS:
         for n_tile in attend_cuda.N_TILES:
-            shape = attend_cuda.shape_for(dim, n_tile, False, arch)
-            assert shape.shared_bytes <= room - 1024, shape
-            assert room > 100 * 1024 or shape.shared_bytes <= 99 * 1024, shape
+            for kv in (torch.float16, torch.int8, torch.float8_e4m3fn):
+                shape = attend_cuda.shape_for(dim, n_tile, kv, arch)
+                assert shape.shared_bytes <= room - 1024, shape
+                assert room > 100 * 1024 or shape.shared_bytes <= 99 * 1024, shape
 
 
 @pytest.mark.parametrize("kind", attend_cuda.KINDS.values())

@@ -6,14 +6,9 @@ import pytest
 import torch
 
 from pyspec.cuda.kernels import attend_cases, attend_cuda, attend_ref
-from pyspec.cuda.kernels.attend_cases import CASES, TOLERANCE, Case, make, only, worst
-from pyspec.cuda.kernels.attend_ref import AttendSpec
+from pyspec.cuda.kernels.attend_cases import CASES, TOLERANCE, Case, make, only, spec_of, worst
 
 GPU = torch.device("cuda", 0)
-
-
-def spec_of(case: Case) -> AttendSpec:
-    return AttendSpec(GPU, case.n_head, case.n_kv, case.dim, case.scale or case.dim**-0.5)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -21,12 +16,12 @@ def test_every_row_is_the_references_and_padding_comes_out_as_zeros(name: str) -
     case = CASES[name]
     made = make(case, GPU)
     n = made.plain.n_row
-    want = attend_ref.bind(spec_of(case))(made.q[:n].double(), made.pool, made.plain, case.window)
-    attend = attend_cuda.bind(spec_of(case))
-    out = attend(made.q, made.pool, made.batch, case.window)
+    want = attend_ref.bind(spec_of(case, GPU))(made.q[:n].double(), made.pool, made.plain, case.window, made.sinks)
+    attend = attend_cuda.bind(spec_of(case, GPU))
+    out = attend(made.q, made.pool, made.batch, case.window, made.sinks)
     assert worst(out[:n], want) < TOLERANCE[case.dtype]
     assert not out[n:].any()
-    assert torch.equal(out, attend(made.q, made.pool, made.batch, case.window))
+    assert torch.equal(out, attend(made.q, made.pool, made.batch, case.window, made.sinks))
     assert attend_cuda.fault_record(GPU).tolist() == [0] * 5
 
 
@@ -34,21 +29,25 @@ def test_every_row_is_the_references_and_padding_comes_out_as_zeros(name: str) -
 def test_a_row_has_the_same_bits_alone_and_in_any_company(name: str) -> None:
     case = CASES[name]
     made = make(case, GPU, seed=1)
-    attend = attend_cuda.bind(spec_of(case))
-    out = attend(made.q, made.pool, made.batch, case.window)
+    attend = attend_cuda.bind(spec_of(case, GPU))
+    out = attend(made.q, made.pool, made.batch, case.window, made.sinks)
     for i, (_, width) in enumerate(case.seqs):
         start = made.plain.starts[i]
         q, batch = only(made, i)
-        assert torch.equal(out[start : start + width], attend(q, made.pool, batch, case.window)), (name, i)
+        assert torch.equal(out[start : start + width], attend(q, made.pool, batch, case.window, made.sinks)), (name, i)
         for row in {0, width // 2, width - 1}:
             q, batch = only(made, i, row, 1)
-            assert torch.equal(out[start + row], attend(q, made.pool, batch, case.window)[0]), (name, i, row)
+            assert torch.equal(out[start + row], attend(q, made.pool, batch, case.window, made.sinks)[0]), (
+                name,
+                i,
+                row,
+            )
 
 
 def test_ranges_and_splits_as_items_give_the_same_bits() -> None:
     case = Case(24, 4, 256, torch.float16, [(9000 + 77 * i, 16) for i in range(12)], 64)
     made = make(case, GPU)
-    attend = attend_cuda.bind(spec_of(case))
+    attend = attend_cuda.bind(spec_of(case, GPU))
     out = attend(made.q, made.pool, made.batch, 0)
     assert int(attend_cuda.workspace(GPU).plan[0]) == 4
     q, batch = only(made, 5)
@@ -60,7 +59,7 @@ def test_ranges_and_splits_as_items_give_the_same_bits() -> None:
 def test_a_captured_graph_serves_batches_of_other_lengths() -> None:
     case = Case(24, 4, 256, torch.float16, [(2000, 4), (1500, 4)], 16)
     made = make(case, GPU)
-    attend = attend_cuda.bind(spec_of(case))
+    attend = attend_cuda.bind(spec_of(case, GPU))
     attend(made.q, made.pool, made.batch, 0)
     b = replace(made.batch, hi=made.batch.hi.clone(), positions=made.batch.positions.clone())
     graph = torch.cuda.CUDAGraph()
@@ -72,21 +71,21 @@ def test_a_captured_graph_serves_batches_of_other_lengths() -> None:
         graph.replay()
         torch.cuda.synchronize()
         now = replace(made.plain, hi=b.hi, positions=b.positions)
-        want = attend_ref.bind(spec_of(case))(made.q.double(), made.pool, now, 0)
+        want = attend_ref.bind(spec_of(case, GPU))(made.q.double(), made.pool, now, 0)
         assert worst(out, want) < TOLERANCE[case.dtype], shift
 
 
 def test_pools_beyond_two_gigarows_of_bytes_are_addressed() -> None:
     case = Case(8, 4, 256, torch.float16, [(100, 3)], 16, spare=200_000)  # 6.5 GB each of K and V
     made = make(case, GPU, seed=3)
-    want = attend_ref.bind(spec_of(case))(made.q.double(), made.pool, made.plain, 0)
-    assert worst(attend_cuda.bind(spec_of(case))(made.q, made.pool, made.batch, 0), want) < TOLERANCE[case.dtype]
+    want = attend_ref.bind(spec_of(case, GPU))(made.q.double(), made.pool, made.plain, 0)
+    assert worst(attend_cuda.bind(spec_of(case, GPU))(made.q, made.pool, made.batch, 0), want) < TOLERANCE[case.dtype]
 
 
 def test_a_page_out_of_the_pool_is_reported_and_harms_no_other_sequence() -> None:
     case = CASES["ragged"]
     made = make(case, GPU)
-    attend = attend_cuda.bind(spec_of(case))
+    attend = attend_cuda.bind(spec_of(case, GPU))
     out = attend(made.q, made.pool, made.batch, 0)
     table = made.batch.page_table.clone()
     table[4, 3] = 1 << 33
@@ -103,7 +102,7 @@ def test_rows_without_keys_come_out_as_zeros() -> None:
     made = make(case, GPU)
     hi = made.batch.hi.clone()
     hi[2] = 0
-    out = attend_cuda.bind(spec_of(case))(made.q, made.pool, replace(made.batch, hi=hi), 0)
+    out = attend_cuda.bind(spec_of(case, GPU))(made.q, made.pool, replace(made.batch, hi=hi), 0)
     assert not out[2].any() and bool(torch.isfinite(out).all())
 
 
@@ -112,5 +111,5 @@ def test_lower_bounds_hold_row_by_row() -> None:
     made = make(case, GPU)
     lo = torch.arange(made.plain.n_row, device=GPU) * 37 % 90
     b, plain = replace(made.batch, lo=torch.cat([lo, lo[:16]])), replace(made.plain, lo=lo)
-    want = attend_ref.bind(spec_of(case))(made.q[:48].double(), made.pool, plain, 0)
-    assert attend_cases.worst(attend_cuda.bind(spec_of(case))(made.q, made.pool, b, 0)[:48], want) < 2e-3
+    want = attend_ref.bind(spec_of(case, GPU))(made.q[:48].double(), made.pool, plain, 0)
+    assert attend_cases.worst(attend_cuda.bind(spec_of(case, GPU))(made.q, made.pool, b, 0)[:48], want) < 2e-3

@@ -14,7 +14,7 @@ from pyspec.cuda.kernels.attend_prompt import MANY
 from pyspec.cuda.kernels.attend_prompt import attend_prompt as op
 from pyspec.cuda.kernels.attend_ref import AttendSpec
 from pyspec.slots.batch import Batch
-from pyspec.slots.memory import KVPool
+from pyspec.slots.kv import KVPool
 
 CPU = torch.device("cpu")
 HEADS = (6, 2, 64)
@@ -34,13 +34,13 @@ class Counted:
     def __init__(self) -> None:
         self.run, self.widths = attend_ref.bind(SPEC), list[int]()
 
-    def __call__(self, q: Tensor, pool: KVPool, batch: Batch, window: int = 0) -> Tensor:
+    def __call__(self, q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None) -> Tensor:
         self.widths += [seq.width for seq in batch.seqs]
         assert len(q) == batch.n_row == len(batch.row_seq) and batch.seq_start.tolist() == list(batch.starts)
-        return self.run(q, pool, batch, window)
+        return self.run(q, pool, batch, window, sinks)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("seqs", BATCHES.values(), ids=BATCHES.keys())
 def test_rows_equal_the_reference_whoever_runs_them(seqs: list[tuple[int, int]], dtype: torch.dtype) -> None:
     made, own = make(Case(*HEADS, dtype, seqs, scale=0.125), CPU), Counted()
@@ -61,11 +61,11 @@ def test_a_sequence_has_the_same_bits_alone() -> None:
     )
 
 
-@pytest.mark.parametrize("change", [{"block": True}, {"window": 50}, {"dtype": torch.float32}])
-def test_blocks_windows_and_f32_stay_with_our_own(change: dict[str, object]) -> None:
+@pytest.mark.parametrize("change", [{"block": True}, {"window": 50}, {"dtype": torch.float32}, {"sinks": True}])
+def test_blocks_windows_f32_and_sinks_stay_with_our_own(change: dict[str, object]) -> None:
     case, own = replace(Case(*HEADS, torch.float16, [(20, MANY)]), **change), Counted()  # type: ignore[arg-type]
     made = make(case, CPU)
-    attend_prompt.beside(own, attend_prompt.library(SPEC))(made.q, made.pool, made.plain, case.window)
+    attend_prompt.beside(own, attend_prompt.library(SPEC))(made.q, made.pool, made.plain, case.window, made.sinks)
     assert own.widths == [MANY]
 
 

@@ -11,11 +11,11 @@ from emulated.machine import needs_compiler
 
 from pyspec.cuda import faults
 from pyspec.cuda.kernels import attend_cuda, attend_ref
-from pyspec.cuda.kernels.attend_cases import TOLERANCE, Case, make, only, worst
-from pyspec.cuda.kernels.attend_ref import AttendSpec
+from pyspec.cuda.kernels.attend_cases import TOLERANCE, Case, make, only, spec_of, worst
 
 pytestmark = needs_compiler
 SEEDS = (0, 1)
+F8 = torch.float8_e4m3fn
 CASES = {
     "first token": Case(6, 1, 64, torch.float16, [(0, 1), (0, 5)]),
     "ragged": Case(6, 2, 128, torch.float16, [(0, 3), (255, 1), (127, 9), (1023, 2)], 32, pad=(5, 2)),
@@ -29,11 +29,20 @@ CASES = {
     "f32": Case(6, 2, 64, torch.float32, [(100, 3), (33, 1)], 16, pad=(2, 1)),
     "odd size": Case(6, 2, 96, torch.float16, [(100, 3), (33, 1)], 16, 50),
     "odd size bf16": Case(2, 1, 32, torch.bfloat16, [(40, 2)], 16),
+    "q8_0": Case(6, 2, 128, torch.int8, [(0, 3), (255, 1), (127, 9), (1023, 2)], 32, pad=(5, 2)),
+    "q8_0 of 256": Case(6, 1, 256, torch.int8, [(17, 3), (300, 1), (15, 1)], 16, pad=(1, 1)),
+    "q8_0 group 16": Case(16, 1, 64, torch.int8, [(130, 4), (300, 1), (3, 2)], 16),
+    "q8_0 block": Case(8, 2, 64, torch.int8, [(1100, 8), (100, 8)], 16, 2048, True, (8, 1)),
+    "q8_0 window": Case(2, 2, 64, torch.int8, [(600, 5), (127, 17), (9, 4)], 16, 7),
+    "q8_0 odd size": Case(6, 2, 96, torch.int8, [(100, 3), (33, 1)], 16, 50, pad=(2, 1), sinks=True),
+    "f8": Case(6, 2, 128, F8, [(0, 3), (255, 1), (127, 9), (1023, 2)], 32, pad=(5, 2)),
+    "f8 of 256": Case(6, 1, 256, F8, [(17, 3), (300, 1)], 64, 19, pad=(1, 1)),
+    "f8 wide rows": Case(6, 1, 64, F8, [(40, 70), (0, 33)], 64, pad=(7, 1)),
+    "f8 odd size": Case(2, 1, 96, F8, [(40, 2)], 16),
+    "sinks": Case(6, 2, 64, torch.float16, [(0, 1), (255, 5), (1100, 2)], 16, 128, pad=(2, 1), sinks=True),
+    "sinks q8_0": Case(16, 1, 128, torch.int8, [(0, 1), (300, 3)], 16, sinks=True),
+    "sinks f32": Case(6, 2, 96, torch.float32, [(100, 3), (33, 1)], 16, pad=(2, 1), sinks=True),
 }
-
-
-def spec_of(case: Case) -> AttendSpec:
-    return AttendSpec(CPU, case.n_head, case.n_kv, case.dim, case.scale or case.dim**-0.5)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -42,61 +51,65 @@ def test_every_row_is_the_references_and_padding_comes_out_as_zeros(name: str, s
     case = CASES[name]
     made = make(case, CPU)
     n = made.plain.n_row
-    want = attend_ref.bind(spec_of(case))(made.q[:n].double(), made.pool, made.plain, case.window)
+    want = attend_ref.bind(spec_of(case, CPU))(made.q[:n].double(), made.pool, made.plain, case.window, made.sinks)
     with emulated_gpu(seed=seed):
-        out = attend_cuda.bind(spec_of(case))(made.q, made.pool, made.batch, case.window)
+        out = attend_cuda.bind(spec_of(case, CPU))(made.q, made.pool, made.batch, case.window, made.sinks)
         assert faults.record(CPU).tolist() == [0] * 5
     assert worst(out[:n], want) < TOLERANCE[case.dtype]
     assert not out[n:].any()
 
 
-@pytest.mark.parametrize("name", ["ragged", "one head a group", "odd size"])
+@pytest.mark.parametrize("name", ["ragged", "one head a group", "odd size", "q8_0", "q8_0 odd size", "f8", "sinks"])
 def test_a_row_has_the_same_bits_alone_and_in_any_company(name: str) -> None:
     case = CASES[name]
     made = make(case, CPU, seed=1)
     with emulated_gpu(seed=2):
-        attend = attend_cuda.bind(spec_of(case))
-        out = attend(made.q, made.pool, made.batch, case.window)
+        attend = attend_cuda.bind(spec_of(case, CPU))
+        out = attend(made.q, made.pool, made.batch, case.window, made.sinks)
         for i, (_, width) in enumerate(case.seqs):
             start = made.plain.starts[i]
             for first, n in ((0, width), (width - 1, 1)):
                 q, batch = only(made, i, first, n)
-                alone = attend(q, made.pool, batch, case.window)
+                alone = attend(q, made.pool, batch, case.window, made.sinks)
                 assert torch.equal(out[start + first : start + first + n], alone), (name, i, first)
 
 
-def test_ranges_and_splits_as_items_give_the_same_bits() -> None:
-    case = Case(4, 1, 64, torch.float16, [(1200, 2), (1500, 2)], 16)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.float8_e4m3fn])
+def test_ranges_and_splits_as_items_give_the_same_bits(dtype: torch.dtype) -> None:
+    case = Case(4, 1, 64, dtype, [(1200, 2), (1500, 2)], 16)
     made, found = make(case, CPU), []
     for n_multiprocessor, per_item in ((1, 16), (40, 1)):
         with emulated_gpu(seed=3, n_multiprocessor=n_multiprocessor):
-            shape = replace(attend_cuda.shape_for(64, 1, False, "sm_90a"), blocks=1)
-            found.append(attend_cuda.bind(spec_of(case), shape=shape)(made.q, made.pool, made.batch, 0))
+            shape = replace(attend_cuda.shape_for(64, 1, dtype, "sm_90a"), blocks=1)
+            found.append(attend_cuda.bind(spec_of(case, CPU), shape=shape)(made.q, made.pool, made.batch, 0))
             assert int(attend_cuda.workspace(CPU).plan[0]) == per_item
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("name", ["ragged", "q8_0", "f8"])
 @pytest.mark.parametrize("arch", [(8, 0), (8, 6), (12, 0)])
-def test_other_architectures_builds_give_the_same_rows(arch: tuple[int, int]) -> None:
-    case = CASES["ragged"]
+def test_other_architectures_builds_give_the_same_rows(arch: tuple[int, int], name: str) -> None:
+    case = CASES[name]
     made = make(case, CPU)
-    want = attend_ref.bind(spec_of(case))(made.q[: made.plain.n_row].double(), made.pool, made.plain, 0)
+    want = attend_ref.bind(spec_of(case, CPU))(made.q[: made.plain.n_row].double(), made.pool, made.plain, 0)
     with emulated_gpu(arch, seed=4):
-        out = attend_cuda.bind(spec_of(case))(made.q, made.pool, made.batch, 0)
+        out = attend_cuda.bind(spec_of(case, CPU))(made.q, made.pool, made.batch, 0)
     assert worst(out[: made.plain.n_row], want) < TOLERANCE[case.dtype]
 
 
-@pytest.mark.parametrize("name", ["ragged", "f32"])
+@pytest.mark.parametrize("name", ["ragged", "f32", "q8_0"])
 @pytest.mark.parametrize("bad", [-1, 1000, 1 << 40])
 def test_a_page_that_does_not_exist_is_reported_and_other_rows_are_right(name: str, bad: int) -> None:
     case = CASES[name]
     made = make(case, CPU)
-    made.pool.k.nan_to_num_(0.0), made.pool.v.nan_to_num_(0.0)  # the page that is read instead may be nobody's
+    for plane in made.pool.planes:  # the page that is read instead may be nobody's
+        if plane.dtype is not torch.int8:
+            plane[plane.isnan()] = 0
     n = made.plain.n_row
-    want = attend_ref.bind(spec_of(case))(made.q[:n].double(), made.pool, made.plain, case.window)
+    want = attend_ref.bind(spec_of(case, CPU))(made.q[:n].double(), made.pool, made.plain, case.window, made.sinks)
     made.batch.page_table[1, 0] = bad
     with emulated_gpu(seed=5):
-        out = attend_cuda.bind(spec_of(case))(made.q, made.pool, made.batch, case.window)
+        out = attend_cuda.bind(spec_of(case, CPU))(made.q, made.pool, made.batch, case.window, made.sinks)
         fault, n_page = faults.record(CPU).tolist(), made.pool.k.shape[0] // case.page_size
     assert fault == [1, attend_cuda.OP_ID, 1, bad if bad < 1 << 31 else -1, n_page]
     others = [i for i in range(n) if not made.plain.starts[1] <= i < made.plain.starts[2]]

@@ -30,8 +30,14 @@ def multiplied(capability: tuple[int, int], seed: int) -> None:
 
 MUTANTS: list[tuple[str, str, int, Callable[[int], None]]] = [
     ("rows", "__syncthreads();", 0, lambda seed: rows.test_row_major_rows_equal_the_reference(384, Kind.PLAIN, seed)),
-    ("attend", "wait_oldest();", 0, lambda seed: attended("ragged", seed)),
-    ("attend", "__syncwarp();  // other lanes' copies", 0, lambda seed: attended("ragged", seed)),
+    ("attend", "wait_oldest();", 0, lambda seed: attended("q8_0", seed)),
+    ("attend", "wait_oldest();", 1, lambda seed: attended("f8", seed)),
+    ("attend", "wait_oldest();", 2, lambda seed: attended("ragged", seed)),
+    ("attend", "__syncwarp();  // other lanes' scales", 0, lambda seed: attended("q8_0", seed)),
+    ("attend", "__syncwarp();", 1, lambda seed: attended("q8_0", seed)),  # before the scales' place is filled again
+    ("attend", "__syncwarp();  // other lanes' copies", 0, lambda seed: attended("f8", seed)),
+    ("attend", "__syncwarp();", 3, lambda seed: attended("f8", seed)),  # before the step's place is filled again
+    ("attend", "__syncwarp();  // other lanes' copies", 1, lambda seed: attended("ragged", seed)),
     ("attend_plain", "__syncthreads();", 0, lambda seed: attended("f32", seed)),
     ("linear", "copies_wait<STAGES - 2>();", 0, lambda seed: multiplied((8, 0), seed)),
     ("linear_sm90", "barrier_wait(empty + at.stage * 8, at.parity);", 0, lambda seed: multiplied((9, 0), seed)),

@@ -14,7 +14,7 @@ from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
 from pyspec.cuda.kernels.rope_kv_ref import bind as rope_kv_reference
 from pyspec.cuda.kernels.rows import check, make, rows
 from pyspec.cuda.kernels.rows_ref import Kind, Norm, RowsSpec
-from pyspec.slots.memory import KVPool
+from pyspec.slots.kv import KV_DTYPES, KVPool
 
 pytestmark = needs_compiler
 SEEDS = (0, 1)
@@ -116,6 +116,27 @@ def test_rope_kv_equals_the_reference(
     spec = RopeKvSpec(CPU, n_q, n_kv, dim, n_rot, neox, gated, norm, 1e-6)
     with emulated_gpu(seed=seed):
         assert check_rope_kv(rope_kv_cuda.bind(spec), rope_kv_reference(spec), spec) is None
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES.values())
+def test_keys_and_values_are_rounded_as_on_the_cpu_bit_by_bit(dtype: torch.dtype) -> None:
+    """What stands in a cache decides texts: of all sizes, ties between two values, and what no number is."""
+    spec, n = RopeKvSpec(CPU, 0, 2, 64, 0, True, False, False, 1e-6), 60
+    gen = torch.Generator().manual_seed(5)
+    y = torch.randn(n, 256, generator=gen) * torch.logspace(-12, 8, n)[:, None]
+    y[3] = (torch.arange(256) - 128) / 2  # a tie in every second code
+    y[4] = (torch.arange(256) - 128) / 1024  # around the smallest f8
+    y[5] = torch.arange(256) * 2.0
+    y[6] = 0.0
+    y[7, ::7], y[8, 1::9], y[9, 2::9] = torch.nan, torch.inf, -torch.inf
+    want, got = (KVPool(n, 2, 64, dtype, CPU) for _ in range(2))
+    want.write(torch.arange(n), y[:, :128].view(n, 2, 64), y[:, 128:].view(n, 2, 64))
+    angles = (torch.ones(n, 1, 0), torch.zeros(n, 1, 0))
+    with emulated_gpu():
+        rope_kv_cuda.bind(spec)(y, None, None, angles, got, torch.arange(n))
+    for a, b in zip(got.planes, want.planes, strict=True):
+        a, b = a.float(), b.float()
+        assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
 
 
 def rope_kv_into(rows: list[int]) -> tuple[KVPool, Tensor, list[int]]:

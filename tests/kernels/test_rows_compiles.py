@@ -5,6 +5,7 @@ import torch
 
 from pyspec.cuda.jit import ARCHS, compile_cubin
 from pyspec.cuda.kernels import rope_kv_cuda, rows_cuda
+from pyspec.cuda.kernels.attend_cuda import KINDS
 from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
 from pyspec.cuda.kernels.rows_ref import Kind, RowsSpec
 
@@ -22,7 +23,7 @@ def test_rows_compile_everywhere(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_rope_kv_compiles_everywhere(arch: str) -> None:
-    for kind in (0, 1, 2):
+    for kind in KINDS.values():
         spec = RopeKvSpec(CPU, 24, 4, 256, 64, True, True, True, 1e-6)
         found = compile_cubin("rope_kv", arch, rope_kv_cuda.defines(spec, kind), use_cache=False)
         assert found.resources["rope_kv"].spill_bytes == 0

@@ -11,7 +11,7 @@ from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
 from pyspec.cuda.kernels.rope_kv_ref import bind as rope_kv_reference
 from pyspec.cuda.kernels.rows import check, make, rows
 from pyspec.cuda.kernels.rows_ref import Kind, RowsSpec
-from pyspec.slots.memory import KVPool
+from pyspec.slots.kv import KVPool
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CUDA = torch.device("cuda", 0)

@@ -1,7 +1,8 @@
 // attend: paged attention of few rows over long keys; decode, verify and drafter blocks alike.
 //
 //   q            [row, n_head, dim]          f32    contiguous, after rope
-//   k, v         [pool row, n_kv, dim]       T      T is f16 or bf16
+//   k, v         [pool row, n_kv, dim]       KV     KV_KIND 1: f16, 2: bf16, 3: i8 codes of q8_0, 4: f8_e4m3
+//   k_scale, v_scale  [pool row, n_kv, dim / 32]  f16  of q8_0 alone
 //   page_table   [seq, n_page_col]           int64
 //   positions, lo, hi  [row]                 int64  row sees lo <= p < hi, and p > position - window if window > 0
 //   row_seq      [row]                       int32  -1: padding, skipped here and written as zeros by the merge
@@ -9,6 +10,7 @@
 //   part         [item, column, dim]         f32    unnormalised sums of an item
 //   part_ml      [item, column, 2]           f32    maximum (log2) and sum of weights
 //   plan         [1 + 3 * MAX_SEQ]           int32  ranges per item; first item, first split, tiles by sequence
+//   sinks        [n_head]                    f32    with HAS_SINKS: a logit of each head, of a key without value
 //   out          [row, n_head, dim]          f32
 //   fault        [5]                         int32  see bounds.cuh
 //
@@ -22,17 +24,23 @@
 // fills the machine, and both give the same bits, so a row's result does not depend on its neighbours or on the batch.
 //
 // Grid: any number of blocks (a static one, for graphs); each finds its items in the metadata. Memory-bound: K and V are
-// read once per tile of COLS columns. q is rounded to T after scaling, and weights to T: errors of 2^-11 or 2^-8 each.
+// read once per tile of COLS columns. Products are of T, which is bf16 for bf16 pools, else f16: q is rounded to T after
+// scaling, and weights to T, errors of 2^-8 or 2^-11 each. Bytes become f16 on their way from shared memory to the product.
 //
-// Macros: DIM, N_TILE (columns / 8), KV_BF16, DEPTH (queue steps), OP_ID, MIN_BLOCKS, SHARED_BYTES,
-// L2_FETCH (a string: how much a miss brings into L2; all of it is used by the same block soon).
+// Macros: DIM, N_TILE (columns / 8), KV_KIND, F8_CVT (the GPU has an instruction for it), HAS_SINKS, DEPTH (queue steps),
+// OP_ID, MIN_BLOCKS, SHARED_BYTES, L2_FETCH (a string: how much a miss brings into L2; all of it is used by the same block
+// soon).
 #include "types.cuh"
 #include "bounds.cuh"
 #include "attend_fold.cuh"
 #include "overlap.cuh"
 
 constexpr int WARPS = DIM / 32, THREADS = 32 * WARPS, RANGE = DIM, FOLD = SPLIT / RANGE, COLS = 8 * N_TILE;
-constexpr int STEP_BYTES = 2048;  // 32 keys x 32 dims of a warp
+#if KV_KIND == 3
+constexpr int STEP_BYTES = 2048 + 256;  // and the scales of up to 64 keys, of 64 dims
+#else
+constexpr int STEP_BYTES = 2048;  // of a warp
+#endif
 constexpr u32 ALL = 0xffffffffu;
 
 struct alignas(16) Shared {
@@ -51,7 +59,7 @@ struct alignas(16) Shared {
 };
 static_assert(sizeof(Shared) == SHARED_BYTES, "the launcher asks for another size");
 
-#if KV_BF16
+#if KV_KIND == 2
 #define ATTEND_T "bf16"
 #else
 #define ATTEND_T "f16"
@@ -80,89 +88,21 @@ __device__ __forceinline__ void copy16(u32 to, const void* from, bool real) {  /
 __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void wait_oldest() { asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory"); }
 
+#if KV_KIND >= 3
+typedef u8 Kv;
+#else
+typedef u16 Kv;
+#endif
+
 struct Lane {
   int warp, g, t;  // g = lane / 4 and t = lane % 4, as in the fragment layouts
 };
 
-// What one thread needs to fill its queue.
-struct Stream {
-  const u16 *k, *v;   // at this KV head
-  i64 row_stride;     // elements from one pool row to the next
-  int base;           // position of the item's first key
-  int lo, hi;         // hull of the tile
-  int first, n_step;  // first range of the item that is seen; steps in all
-  u32 queue;          // this lane's corner
-};
-
-// Step `i` of an item: per range WARPS steps of K (32 dims each), then WARPS steps of V (32 keys each).
-__device__ __forceinline__ void fetch(const Shared& s, const Stream& f, const Lane& me, int i, int slot) {
-  if (i < f.n_step) {
-    const int range = f.first + i / (2 * WARPS), step = i % (2 * WARPS);
-    const u32 to = f.queue + slot * STEP_BYTES;
-    if (step < WARPS) {
-      const int key = range * RANGE + 32 * me.warp + 4 * me.g;
-      const i64 row = s.row16[key / 16] + key % 16;
-      const u16* from = f.k + row * f.row_stride + 32 * step + 8 * me.t;
-#pragma unroll
-      for (int x = 0; x < 4; x++) {
-        const int p = f.base + key + x;
-        copy16(to + x * 512 + (4 * me.g + me.t) * 16, from + x * f.row_stride, p >= f.lo && p < f.hi);
-      }
-    } else {
-      // Four lanes take the 64 bytes of a key; key 8 t + x goes to place 4 x + t, turned so that no bank is hit twice.
-      const int t = me.g % 4, x0 = me.g / 4, key = range * RANGE + 32 * (step - WARPS) + 8 * t + x0;
-      const i64 row = s.row16[key / 16] + key % 16;
-      const u16* from = f.v + row * f.row_stride + 32 * me.warp + 8 * me.t;
-      const u32 at = to + (4 * x0 + t) * 64 + (me.t ^ t / 2 * 2) * 16;
-#pragma unroll
-      for (int j = 0; j < 4; j++) {
-        const int p = f.base + key + 2 * j;
-        copy16(at + j * 512, from + 2 * j * f.row_stride, p >= f.lo && p < f.hi);
-      }
-    }
-  }
-  commit();
-}
-
-// The step in `slot` is in registers: its place takes the step DEPTH later.
-__device__ __forceinline__ void advance(const Shared& s, const Stream& f, const Lane& me, int& step, int& slot) {
-  fetch(s, f, me, step + DEPTH, slot);
-  step++;
-  slot = slot + 1 == DEPTH ? 0 : slot + 1;
-}
-
-// S[key, column] of the warp's 32 keys. Rows g and g + 8 of M tile i are keys 4 g + 2 i and 4 g + 2 i + 1.
-__device__ __forceinline__ void scores(const Shared& s, const Stream& f, const Lane& me, int& step, int& slot,
-                                       float (&acc)[2][N_TILE][4]) {
-#pragma unroll
-  for (int i = 0; i < 2; i++)
-#pragma unroll
-    for (int n = 0; n < N_TILE; n++)
-#pragma unroll
-      for (int j = 0; j < 4; j++) acc[i][n][j] = 0.f;
-  const int lane = 4 * me.g + me.t;
-#pragma unroll 1
-  for (int c = 0; c < WARPS; c++) {
-    wait_oldest();
-    uint4 k[4];
-#pragma unroll
-    for (int x = 0; x < 4; x++)
-      k[x] = *reinterpret_cast<const uint4*>(s.queue[me.warp][slot] + x * 512 + lane * 16);
-    advance(s, f, me, step, slot);
-#pragma unroll
-    for (int n = 0; n < N_TILE; n++) {
-      const uint2 q = s.q[c][0][n][lane];
-#pragma unroll
-      for (int i = 0; i < 2; i++) mma(acc[i][n], k[2 * i].x, k[2 * i + 1].x, k[2 * i].y, k[2 * i + 1].y, q.x, q.y);
-    }
-#pragma unroll
-    for (int n = 0; n < N_TILE; n++) {
-      const uint2 q = s.q[c][1][n][lane];
-#pragma unroll
-      for (int i = 0; i < 2; i++) mma(acc[i][n], k[2 * i].z, k[2 * i + 1].z, k[2 * i].w, k[2 * i + 1].w, q.x, q.y);
-    }
-  }
-}
+#if KV_KIND >= 3
+#include "attend_bytes.cuh"
+#else
+#include "attend_halves.cuh"
+#endif
 
 // Keys a column does not see become -inf; then the warp's maximum of each column.
 __device__ __forceinline__ void mask_and_top(Shared& s, const Lane& me, int key, bool all_seen,
@@ -214,49 +154,9 @@ __device__ __forceinline__ void weights(Shared& s, const Lane& me, float (&acc)[
   }
 }
 
-// O[dim, column] of the warp's 32 dims over the range. M tile i holds dims 4 g + 2 i (row g) and 4 g + 2 i + 1 (row g + 8).
-__device__ __forceinline__ void values(const Shared& s, const Stream& f, const Lane& me, int& step, int& slot,
-                                       float (&acc)[2][N_TILE][4]) {
-#pragma unroll
-  for (int i = 0; i < 2; i++)
-#pragma unroll
-    for (int n = 0; n < N_TILE; n++)
-#pragma unroll
-      for (int j = 0; j < 4; j++) acc[i][n][j] = 0.f;
-  const int lane = 4 * me.g + me.t, turned = me.t * 64 + (me.g / 2 ^ me.t / 2 * 2) * 16 + me.g % 2 * 8;
-#pragma unroll 1
-  for (int c = 0; c < WARPS; c++) {
-    wait_oldest();
-    __syncwarp();  // other lanes' copies
-#pragma unroll
-    for (int half = 0; half < 2; half++) {  // 16 keys at a time
-      u32 lo[2][2], hi[2][2];  // [M tile][key pair]: two keys of one dim
-#pragma unroll
-      for (int x = 0; x < 2; x++) {
-        const char* at = s.queue[me.warp][slot] + (4 * half + 2 * x) * 256 + turned;
-        const uint2 a = *reinterpret_cast<const uint2*>(at), b = *reinterpret_cast<const uint2*>(at + 256);
-        lo[0][x] = __byte_perm(a.x, b.x, 0x5410);
-        hi[0][x] = __byte_perm(a.x, b.x, 0x7632);
-        lo[1][x] = __byte_perm(a.y, b.y, 0x5410);
-        hi[1][x] = __byte_perm(a.y, b.y, 0x7632);
-      }
-      if (half) {
-        __syncwarp();
-        advance(s, f, me, step, slot);
-      }
-#pragma unroll
-      for (int n = 0; n < N_TILE; n++) {
-        const uint2 p = s.p[c][half][n][lane];
-#pragma unroll
-        for (int i = 0; i < 2; i++) mma(acc[i][n], lo[i][0], hi[i][0], lo[i][1], hi[i][1], p.x, p.y);
-      }
-    }
-  }
-}
-
 struct Args {
   const float* q;
-  const u16 *k, *v;
+  const Kv *k, *v;
   const i64 *page_table, *positions, *lo, *hi;
   const int *row_seq, *seq_start;
   int *plan, *fault;
@@ -410,7 +310,7 @@ __device__ __forceinline__ void load_q(Shared& s, const Args& a) {
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const float4 y = x[n][half];
-      s.q[piece / 4][half][n][in_tile * 4 + piece % 4] =
+      s.q[q_step(piece)][half][n][in_tile * 4 + q_lane(piece)] =
           make_uint2(pack(y.x * a.scale, y.y * a.scale), pack(y.z * a.scale, y.w * a.scale));
     }
 }
@@ -433,10 +333,13 @@ __device__ __forceinline__ void weigh(Shared& s) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-attend_split(const float* q, const u16* k, const u16* v, const i64* page_table, const i64* positions, const i64* lo,
-             const i64* hi, const int* row_seq, const int* seq_start, float* part, float* part_ml, int* plan, int* fault,
-             int n_row, int n_seq, int n_head, int n_kv, int n_page_col, int page_size, int n_page, int window,
-             int max_item, float scale) {
+attend_split(const float* q, const Kv* k, const Kv* v,
+#if KV_KIND == 3
+             const u16* k_scale, const u16* v_scale,
+#endif
+             const i64* page_table, const i64* positions, const i64* lo, const i64* hi, const int* row_seq,
+             const int* seq_start, float* part, float* part_ml, int* plan, int* fault, int n_row, int n_seq, int n_head,
+             int n_kv, int n_page_col, int page_size, int n_page, int window, int max_item, float scale) {
   let_successor_start();
   wait_for_predecessor();
   extern __shared__ __align__(16) char raw[];
@@ -457,13 +360,17 @@ attend_split(const float* q, const u16* k, const u16* v, const i64* page_table, 
     f.k = k + item.head * DIM;
     f.v = v + item.head * DIM;
     f.row_stride = static_cast<i64>(n_kv) * DIM;
+#if KV_KIND == 3
+    f.k_scale = k_scale + item.head * WARPS;
+    f.v_scale = v_scale + item.head * WARPS + me.warp / 2 * 2;
+#endif
     f.base = base;
     f.lo = s.hull[0];
     f.hi = s.hull[1];
     f.first = max(f.lo - base, 0) / RANGE;
     const int n_range = min(per_item, (f.hi - base + RANGE - 1) / RANGE) - f.first;
     if (n_range <= 0) continue;  // no column of this tile sees the item (the same in every thread); nobody reads its part
-    f.n_step = n_range * 2 * WARPS;
+    f.n_step = n_range * STEPS;
     f.queue = shared_address(s.queue[me.warp]);
 #pragma unroll
     for (int i = 0; i < DEPTH; i++) fetch(s, f, me, i, i);
@@ -516,6 +423,9 @@ struct MergeArgs {
   const int* plan;
   const i64 *positions, *lo, *hi;
   const int *row_seq, *seq_start;
+#if HAS_SINKS
+  const float* sinks;
+#endif
   float* out;
   int n_seq, n_head, n_kv, max_key, window, max_item;
   int* fault;
@@ -568,6 +478,10 @@ __device__ __forceinline__ void merge(const MergeArgs& a) {
       }
     }
   }
+#if HAS_SINKS
+  const float4 no_value[1] = {make_float4(0.f, 0.f, 0.f, 0.f)};
+  row_sum.add(a.sinks[head] * 1.44269504f, 1.f, no_value);  // log2(e): partials count in log2
+#endif
   const float one_over = row_sum.l > 0.f ? __frcp_rn(row_sum.l) : 0.f;
   const float4 y = row_sum.o[0];
   if (dim < DIM)
@@ -575,12 +489,19 @@ __device__ __forceinline__ void merge(const MergeArgs& a) {
         make_float4(y.x * one_over, y.y * one_over, y.z * one_over, y.w * one_over);
 }
 
+#if HAS_SINKS
+#define SINKS_ARG const float *sinks,
+#define SINKS_VALUE sinks,
+#else
+#define SINKS_ARG
+#define SINKS_VALUE
+#endif
 #define MERGE_ARGS                                                                                                  \
   const float *part, const float *part_ml, const int *plan, const i64 *positions, const i64 *lo, const i64 *hi,     \
-      const int *row_seq, const int *seq_start, float *out, int n_seq, int n_head, int n_kv, int max_key, int window, \
-      int max_item, int *fault
+      const int *row_seq, const int *seq_start, SINKS_ARG float *out, int n_seq, int n_head, int n_kv, int max_key, \
+      int window, int max_item, int *fault
 #define MERGE_VALUES \
-  {part, part_ml, plan, positions, lo, hi, row_seq, seq_start, out, n_seq, n_head, n_kv, max_key, window, max_item, fault}
+  {part, part_ml, plan, positions, lo, hi, row_seq, seq_start, SINKS_VALUE out, n_seq, n_head, n_kv, max_key, window, max_item, fault}
 
 // Few rows with many partials each want loads in flight, many rows want many warps: the same sums.
 extern "C" __global__ void __launch_bounds__(128) attend_merge_long(MERGE_ARGS) { merge<16>(MERGE_VALUES); }

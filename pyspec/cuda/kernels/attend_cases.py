@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pyspec.cuda.kernels.attend_ref import AttendSpec
 from pyspec.slots.batch import Batch, Seq
-from pyspec.slots.memory import KVPool
+from pyspec.slots.kv import KVPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Case:
     pad: tuple[int, int] = (0, 0)
     spare: int = 3
     scale: float = 0.0  # 0: 1 / sqrt(dim)
+    sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class Made:
     pool: KVPool
     batch: Batch  # with padding
     plain: Batch  # without, for the reference
+    sinks: Tensor | None
 
 
 CASES: dict[str, Case] = {
@@ -54,9 +57,25 @@ CASES: dict[str, Case] = {
     "wide rows": Case(24, 4, 256, torch.float16, [(40, 200), (0, 33)], 64, pad=(7, 1)),
     "f32": Case(6, 2, 64, torch.float32, [(100, 3), (33, 1)], 16, pad=(2, 1)),
     "odd size": Case(6, 2, 96, torch.float16, [(100, 3), (33, 1)], 16, 50),
+    "q8_0": Case(24, 4, 256, torch.int8, [(0, 3), (255, 1), (256, 16), (1023, 2), (1500, 7)], 32, pad=(5, 2)),
+    "q8_0 group 16": Case(32, 2, 128, torch.int8, [(130, 4), (900, 1), (3, 16)], 16),
+    "q8_0 block": Case(32, 8, 128, torch.int8, [(3000, 16), (100, 16), (2048, 16)], 16, 2048, True, (16, 1)),
+    "q8_0 one head a group": Case(4, 4, 64, torch.int8, [(70, 1), (500, 32), (63, 2)], 16, 7),
+    "q8_0 odd size": Case(6, 2, 96, torch.int8, [(100, 3), (33, 1)], 16, 50, sinks=True),
+    "f8": Case(24, 4, 256, torch.float8_e4m3fn, [(0, 3), (255, 1), (256, 16), (1023, 2), (1500, 7)], 32, pad=(5, 2)),
+    "f8 window": Case(32, 8, 128, torch.float8_e4m3fn, [(600, 5), (127, 2), (9, 4)], 16, 7),
+    "f8 wide rows": Case(24, 4, 64, torch.float8_e4m3fn, [(40, 200), (0, 33)], 64, pad=(7, 1)),
+    "sinks": Case(64, 8, 64, torch.float16, [(1500, 7), (0, 1), (128, 4)], 32, 128, pad=(5, 2), sinks=True),
+    "sinks bf16": Case(32, 8, 128, torch.bfloat16, [(3000, 16), (100, 16)], 16, 0, True, (16, 1), sinks=True),
 }
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
-"""Of a row's error over its norm: q and the weights are rounded to the pool's dtype."""
+TOLERANCE = {
+    torch.float32: 2e-6,
+    torch.float16: 2e-3,
+    torch.bfloat16: 1.5e-2,
+    torch.int8: 3e-3,
+    torch.float8_e4m3fn: 2e-3,
+}
+"""Of a row's error over its norm: q and the weights are rounded to f16 or bf16, and so are the values of q8_0."""
 
 
 def make(case: Case, device: torch.device, seed: int = 0) -> Made:
@@ -66,15 +85,26 @@ def make(case: Case, device: torch.device, seed: int = 0) -> Made:
     n_page = sum(counts) + case.spare
     pages = torch.randperm(n_page, generator=gen)[: sum(counts)].split(counts)
     pool = KVPool(n_page * size, case.n_kv, case.dim, case.dtype, device)
-    pool.k.fill_(torch.nan)
-    pool.v.fill_(torch.nan)
+    spoil(pool)
     for (past, width), own in zip(case.seqs, pages, strict=True):
         rows = (own[:, None] * size + torch.arange(size)).view(-1)[: past + width].to(device)
-        for t in (pool.k, pool.v):
-            t[rows] = torch.randn(len(rows), case.n_kv, case.dim, generator=gen).to(device, case.dtype)
+        k, v = (torch.randn(len(rows), case.n_kv, case.dim, generator=gen).to(device) for _ in "kv")
+        pool.write(rows, k, v)
     plain = _batch(case, [own.tolist() for own in pages], device)
     q = torch.randn(n_row + case.pad[0], case.n_head, case.dim, generator=gen).to(device) * 2
-    return Made(q, pool, padded(plain, *case.pad), plain)
+    sinks = torch.randn(case.n_head, generator=gen).to(device) * 3 if case.sinks else None
+    return Made(q, pool, padded(plain, *case.pad), plain, sinks)
+
+
+def spec_of(case: Case, device: torch.device) -> AttendSpec:
+    scale = case.scale or case.dim**-0.5
+    return AttendSpec(device, case.n_head, case.n_kv, case.dim, scale, case.dtype, case.sinks)
+
+
+def spoil(pool: KVPool) -> None:
+    """NaN everywhere; of q8_0 in the scales, behind codes that would do harm without them."""
+    for plane in pool.planes:
+        plane.fill_(77 if plane.dtype is torch.int8 else torch.nan)
 
 
 def _batch(case: Case, pages: list[list[int]], device: torch.device) -> Batch:

@@ -1,7 +1,7 @@
-"""`attend` for NVIDIA GPUs: tensor cores and split keys for f16 and bf16 pools, a plain kernel for the rest.
+"""`attend` for NVIDIA GPUs: tensor cores and split keys, a plain kernel for f32 pools and odd head sizes.
 
-Same contract as attend_ref; q and the weights are rounded to the pool's dtype, so a row errs by 1e-3 of its norm with f16
-and 9e-3 with bf16. All lengths, ranges and pages are read on the device: a captured graph may be replayed for any batch of
+Same contract as attend_ref; q and the weights are rounded to bf16 for bf16 pools, otherwise to f16 (so are the values of
+q8_0), so a row errs by 1e-3 of its norm, and by 9e-3 with bf16. All lengths, ranges and pages are read on the device: a captured graph may be replayed for any batch of
 as many rows, sequences and page columns. A row's bits depend on its own keys only. Rows with row_seq -1 come
 out as zeros. A value that is NaN reaches every row of its sequence in the same tile, as in the reference.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
@@ -19,20 +18,21 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import faults, jit
-from pyspec.cuda.kernels.attend_ref import AttendSpec
+from pyspec.cuda.kernels.attend_ref import Attend, AttendSpec
 from pyspec.slots.batch import Batch
-from pyspec.slots.memory import KVPool
+from pyspec.slots.kv import KVPool
 
 OP_ID = 4  # in the fault record
 DIMS = (64, 128, 256)
 N_TILES = (1, 2, 3, 4, 6)  # columns of a block in eights
-SPLIT, MAX_SEQ, STEP_BYTES = 1024, 128, 2048  # as in attend_fold.cuh and attend.cu
+SPLIT, MAX_SEQ, STEP_BYTES, SCALE_BYTES = 1024, 128, 2048, 256  # as in attend_fold.cuh and attend.cu
 MAX_DEPTH = 6
 WIDE_WARPS = 1536  # of the merge: about as many as fit an H200 when each keeps 16 partials in registers
-KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-SPLIT_ARGS = "ppp" + "pppp" + "pp" + "pppp" + "iiiiiiiii" + "f"
-MERGE_ARGS = "ppp" + "ppp" + "pp" + "p" + "iiiiii" + "p"
-PLAIN_ARGS = "ppp" + "pppp" + "ppp" + "iiiiiii" + "f"
+KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
+SCALED = torch.int8  # q8_0
+SPLIT_ARGS = "p{planes}" + "pppp" + "pp" + "pppp" + "iiiiiiiii" + "f"
+MERGE_ARGS = "ppp" + "ppp" + "pp{sinks}" + "p" + "iiiiii" + "p"
+PLAIN_ARGS = "p{planes}" + "pppp" + "p{sinks}pp" + "iiiiiii" + "f"
 
 
 def limits(spec: AttendSpec) -> str | None:
@@ -44,6 +44,8 @@ def limits(spec: AttendSpec) -> str | None:
         return "needs compute capability 8.0"
     if spec.n_head % spec.n_kv_head:
         return f"{spec.n_head} heads are no multiple of {spec.n_kv_head} KV heads"
+    if spec.kv not in KINDS:
+        return f"keys and values are {spec.kv}"
     if spec.head_dim % 32 or spec.head_dim > 512:
         return f"heads are {spec.head_dim} wide; the kernel takes multiples of 32 up to 512"
     return None
@@ -61,11 +63,12 @@ class Shape:
 
     dim: int
     n_tile: int
-    bf16: bool
+    kv: torch.dtype
     arch: str
     blocks: int
     depth: int
     fetch: int = 256
+    has_sinks: bool = False
 
     @property
     def warps(self) -> int:
@@ -76,9 +79,13 @@ class Shape:
         return 8 * self.n_tile
 
     @property
+    def step_bytes(self) -> int:
+        return STEP_BYTES + SCALE_BYTES if self.kv is SCALED else STEP_BYTES
+
+    @property
     def shared_bytes(self) -> int:
         """sizeof(Shared) in attend.cu."""
-        fragments = 2 * self.warps * self.n_tile * 512 + self.warps * self.depth * STEP_BYTES
+        fragments = 2 * self.warps * self.n_tile * 512 + self.warps * self.depth * self.step_bytes
         columns = self.columns * 4 * (2 * self.warps + 7)
         size = fragments + columns + SPLIT // 16 * 4 + 4 * (4 * MAX_SEQ + 1) + 4 + 16
         return -(-size // 16) * 16
@@ -92,7 +99,9 @@ class Shape:
         return {
             "DIM": self.dim,
             "N_TILE": self.n_tile,
-            "KV_BF16": int(self.bf16),
+            "KV_KIND": KINDS[self.kv],
+            "F8_CVT": int(self.arch not in ("sm_80", "sm_86", "sm_87")),
+            "HAS_SINKS": int(self.has_sinks),
             "DEPTH": self.depth,
             "OP_ID": OP_ID,
             "MIN_BLOCKS": self.blocks,
@@ -106,11 +115,17 @@ def room_of(arch: str) -> int:
     return {"sm_80": 164, "sm_87": 164, "sm_90a": 228, "sm_100a": 228}.get(arch, 100) * 1024
 
 
-def shape_for(dim: int, n_tile: int, bf16: bool, arch: str) -> Shape:
+def shape_for(dim: int, n_tile: int, kv: torch.dtype, arch: str, has_sinks: bool = False) -> Shape:
     """As many warps as compile without spills, then the depth that keeps most bytes in flight on a multiprocessor."""
     large = room_of(arch) > 200 * 1024
-    warps = {1: 24 if large and dim == 256 else 16, 2: 16, 3: 16, 4: 12, 6: 8}[n_tile]
-    shapes = [Shape(dim, n_tile, bf16, arch, warps * 32 // dim, depth) for depth in range(2, MAX_DEPTH + 1)]
+    warps = {1: 16, 2: 16, 3: 16, 4: 12, 6: 8}[n_tile]
+    if dim == 256 and n_tile == 1 and large and kv is not SCALED:
+        warps = 24
+    if dim == 64 and n_tile == 3 and kv is SCALED:
+        warps = 12
+    shapes = [
+        Shape(dim, n_tile, kv, arch, warps * 32 // dim, depth, has_sinks=has_sinks) for depth in range(2, MAX_DEPTH + 1)
+    ]
     return max(shapes, key=lambda s: (s.resident * s.depth, s.resident))
 
 
@@ -134,19 +149,27 @@ class Kernels:
     shape: Shape
 
 
+def _letters(kv: torch.dtype, has_sinks: bool) -> tuple[str, str]:
+    """Of the pool's planes and of the sinks, in a kernel's arguments."""
+    return "pppp" if kv is SCALED else "pp", "p" if has_sinks else ""
+
+
 @cache
 def _kernels(shape: Shape, device: torch.device) -> Kernels:
     code = jit.compile_cubin("attend", shape.arch, shape.defines())
-    split = code.kernel("attend_split", SPLIT_ARGS).allow_shared(shape.shared_bytes)
+    planes, sinks = _letters(shape.kv, shape.has_sinks)
+    split = code.kernel("attend_split", SPLIT_ARGS.format(planes=planes)).allow_shared(shape.shared_bytes)
     n_sm = torch.cuda.get_device_properties(device).multi_processor_count
-    merges = [code.kernel(f"attend_merge_{name}", MERGE_ARGS) for name in ("long", "wide")]
+    merges = [code.kernel(f"attend_merge_{name}", MERGE_ARGS.format(sinks=sinks)) for name in ("long", "wide")]
     return Kernels(split, *merges, n_sm * shape.resident, shape)
 
 
 @cache
-def _plain(dim: int, kind: int, arch: str) -> jit.Kernel:
-    code = jit.compile_cubin("attend_plain", arch, {"DIM": dim, "KV_KIND": kind, "OP_ID": OP_ID})
-    return code.kernel("attend_plain", PLAIN_ARGS)
+def _plain(dim: int, kv: torch.dtype, has_sinks: bool, arch: str) -> jit.Kernel:
+    defines = {"DIM": dim, "KV_KIND": KINDS[kv], "HAS_SINKS": int(has_sinks), "OP_ID": OP_ID}
+    planes, sinks = _letters(kv, has_sinks)
+    code = jit.compile_cubin("attend_plain", arch, defines)
+    return code.kernel("attend_plain", PLAIN_ARGS.format(planes=planes, sinks=sinks))
 
 
 class Workspace:
@@ -177,18 +200,20 @@ def max_items(kernels: Kernels, spec: AttendSpec, n_row: int, n_seq: int, n_key:
     return max(splits, min(ranges, 3 * kernels.grid * (SPLIT // spec.head_dim) // 4))
 
 
-def _check(q: Tensor, pool: KVPool, batch: Batch, spec: AttendSpec) -> None:
+def _check(q: Tensor, pool: KVPool, batch: Batch, sinks: Tensor | None, spec: AttendSpec) -> None:
     """What only our own code can get wrong: dtypes, shapes, layout."""
     assert q.dtype == torch.float32 and q.is_contiguous() and q.shape[1:] == (spec.n_head, spec.head_dim)
     assert pool.k.shape == pool.v.shape and pool.k.shape[1:] == (spec.n_kv_head, spec.head_dim)
-    assert pool.k.is_contiguous() and pool.v.is_contiguous() and pool.k.dtype == pool.v.dtype
+    assert all(plane.is_contiguous() for plane in pool.planes) and pool.dtype is spec.kv
+    assert (sinks is not None) == spec.has_sinks
+    assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (spec.n_head,))
     assert batch.page_size % 16 == 0 and pool.k.shape[0] % batch.page_size == 0
     for t in (batch.page_table, batch.positions, batch.lo, batch.hi):
         assert t.dtype == torch.int64 and t.is_contiguous()
     assert all(len(t) == q.shape[0] for t in (batch.positions, batch.lo, batch.hi, batch.row_seq))
 
 
-def bind(spec: AttendSpec, *, shape: Shape | None = None) -> Callable[[Tensor, KVPool, Batch, int], Tensor]:
+def bind(spec: AttendSpec, *, shape: Shape | None = None) -> Attend:
     """`shape` fixes the build (measurements); by default the widest sequence and the pool's dtype decide."""
     capability = torch.cuda.get_device_capability(spec.device)
     arch, overlap = jit.arch_of(capability), capability >= (9, 0)
@@ -197,26 +222,27 @@ def bind(spec: AttendSpec, *, shape: Shape | None = None) -> Callable[[Tensor, K
     fault = fault_record(spec.device)
     scale = np.float32(spec.scale * math.log2(math.e))
 
-    def plain(q: Tensor, pool: KVPool, batch: Batch, window: int) -> Tensor:
+    def plain(q: Tensor, pool: KVPool, batch: Batch, window: int, sinks: list[Tensor]) -> Tensor:
         out = torch.empty_like(q)
         n_seq, n_col = batch.page_table.shape
-        rows = [batch.page_table, batch.positions, batch.lo, batch.hi, batch.row_seq, out, fault]
+        rows = [batch.page_table, batch.positions, batch.lo, batch.hi, batch.row_seq, *sinks, out, fault]
         size = [batch.page_size, pool.k.shape[0] // batch.page_size, window]
         counts = [i32(x) for x in (n_seq, spec.n_head, spec.n_kv_head, n_col, *size)]
-        kernel = _plain(spec.head_dim, KINDS[pool.k.dtype], arch)
-        kernel.launch((q.shape[0], spec.n_head), 128, [q, pool.k, pool.v, *rows, *counts, scale])
+        kernel = _plain(spec.head_dim, spec.kv, spec.has_sinks, arch)
+        kernel.launch((q.shape[0], spec.n_head), 128, [q, *pool.planes, *rows, *counts, scale])
         return out
 
-    def attend(q: Tensor, pool: KVPool, batch: Batch, window: int = 0) -> Tensor:
-        _check(q, pool, batch, spec)
+    def attend(q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None) -> Tensor:
+        _check(q, pool, batch, sinks, spec)
+        sink = [] if sinks is None else [sinks]
         n_row, (n_seq, n_col) = q.shape[0], batch.page_table.shape
         if not n_row:
             return torch.empty_like(q)
-        if pool.k.dtype == torch.float32 or spec.head_dim not in DIMS or n_seq > MAX_SEQ:
-            return plain(q, pool, batch, window)
+        if spec.kv is torch.float32 or spec.head_dim not in DIMS or n_seq > MAX_SEQ:
+            return plain(q, pool, batch, window, sink)
         widest = max((seq.width for seq in batch.seqs), default=1)
-        n_tile, bf16 = n_tile_for(max(1, widest) * group), pool.k.dtype == torch.bfloat16
-        kernels = _kernels(shape or shape_for(spec.head_dim, n_tile, bf16, arch), spec.device)
+        n_tile = n_tile_for(max(1, widest) * group)
+        kernels = _kernels(shape or shape_for(spec.head_dim, n_tile, spec.kv, arch, spec.has_sinks), spec.device)
         build = kernels.shape
         n_key = n_col * batch.page_size
         n_item = max_items(kernels, spec, n_row, n_seq, n_key)
@@ -227,11 +253,11 @@ def bind(spec: AttendSpec, *, shape: Shape | None = None) -> Callable[[Tensor, K
         seen, rows = [batch.positions, batch.lo, batch.hi], [batch.row_seq, batch.seq_start]
         heads = [i32(spec.n_head), i32(spec.n_kv_head)]
         pages = [i32(n_col), i32(batch.page_size), i32(pool.k.shape[0] // batch.page_size)]
-        args = [q, pool.k, pool.v, batch.page_table, *seen, *rows, part, part_ml, spaces.plan, fault]
+        args = [q, *pool.planes, batch.page_table, *seen, *rows, part, part_ml, spaces.plan, fault]
         args += [i32(n_row), i32(n_seq), *heads, *pages, i32(window), i32(n_item), scale]
         grid = min(kernels.grid, n_item)
         kernels.split.launch((grid,), 32 * build.warps, args, build.shared_bytes, overlap=overlap)
-        args = [part, part_ml, spaces.plan, *seen, *rows, out, i32(n_seq), *heads]
+        args = [part, part_ml, spaces.plan, *seen, *rows, *sink, out, i32(n_seq), *heads]
         args += [i32(n_key), i32(window), i32(n_item), fault]
         pieces = -(-spec.head_dim // 128)
         n_warp = n_row * spec.n_head * pieces

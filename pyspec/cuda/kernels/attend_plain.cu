@@ -1,32 +1,37 @@
 // attend_plain: the same attention without tensor cores, for what attend.cu is not built for (f32 keys, odd head sizes).
 //
 //   q            [row, n_head, dim]      f32
-//   k, v         [pool row, n_kv, dim]   KV_KIND 0: f32, 1: f16, 2: bf16
+//   k, v         [pool row, n_kv, dim]   KV     see kv_types.cuh
+//   k_scale, v_scale  [pool row, n_kv, dim / 32]  f16  of q8_0 alone
+//   sinks        [n_head]                f32    with HAS_SINKS, as in attend.cu
 //   page_table, positions, lo, hi, row_seq, fault: as in attend.cu; out [row, n_head, dim] f32
 //
 // Grid (row, head), block 128: each warp takes every fourth key, a lane every 32nd dim; the warps fold in order at the end.
-// Bound by latency and by reading K and V once per row and head: right, not fast. Macros: DIM, KV_KIND, OP_ID.
-#include "types.cuh"
+// Bound by latency and by reading K and V once per row and head: right, not fast. Macros: DIM, KV_KIND, HAS_SINKS, OP_ID.
+#include "kv_types.cuh"
 #include "bounds.cuh"
 #include "attend_fold.cuh"
 
 constexpr int PER_LANE = DIM / 32, WARPS = 4;
 
-#if KV_KIND == 0
-typedef float Kv;
-__device__ __forceinline__ float wide(Kv x) { return x; }
-#elif KV_KIND == 1
-typedef u16 Kv;
-__device__ __forceinline__ float wide(Kv x) { return f16_to_f32(x); }
+// Value `i * 32` behind place `from` of a pool; a lane's places are its number beyond whole blocks.
+#if KV_KIND == 3
+#define WIDE(t, i) (static_cast<float>(t[from + 32 * i]) * f16_to_f32(t##_scale[from / 32 + i]))
 #else
-typedef u16 Kv;
-__device__ __forceinline__ float wide(Kv x) { return bf16_to_f32(x); }
+#define WIDE(t, i) from_kv(t[from + 32 * i])
 #endif
 
 extern "C" __global__ void __launch_bounds__(128)
-attend_plain(const float* q, const Kv* k, const Kv* v, const i64* page_table, const i64* positions, const i64* lo,
-             const i64* hi, const int* row_seq, float* out, int* fault, int n_seq, int n_head, int n_kv, int n_page_col,
-             int page_size, int n_page, int window, float scale) {
+attend_plain(const float* q, const Kv* k, const Kv* v,
+#if KV_KIND == 3
+             const u16* k_scale, const u16* v_scale,
+#endif
+             const i64* page_table, const i64* positions, const i64* lo, const i64* hi, const int* row_seq,
+#if HAS_SINKS
+             const float* sinks,
+#endif
+             float* out, int* fault, int n_seq, int n_head, int n_kv, int n_page_col, int page_size, int n_page, int window,
+             float scale) {
   __shared__ float part[WARPS][DIM], part_m[WARPS], part_l[WARPS];
   const int row = blockIdx.x, head = blockIdx.y, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const i64 at = (static_cast<i64>(row) * n_head + head) * DIM;
@@ -42,12 +47,12 @@ attend_plain(const float* q, const Kv* k, const Kv* v, const i64* page_table, co
       const i64 from = ((static_cast<i64>(safe) * page_size + p % page_size) * n_kv + head / (n_head / n_kv)) * DIM + lane;
       float dot = 0.f;
 #pragma unroll
-      for (int i = 0; i < PER_LANE; i++) dot = fmaf(query[i], wide(k[from + 32 * i]), dot);
+      for (int i = 0; i < PER_LANE; i++) dot = fmaf(query[i], WIDE(k, i), dot);
       const Fold f = fold_of(m, warp_sum(dot));
       m = f.m;
       l = folded(l, 1.f, f);
 #pragma unroll
-      for (int i = 0; i < PER_LANE; i++) o[i] = folded(o[i], wide(v[from + 32 * i]), f);
+      for (int i = 0; i < PER_LANE; i++) o[i] = folded(o[i], WIDE(v, i), f);
     }
   }
 #pragma unroll
@@ -62,6 +67,11 @@ attend_plain(const float* q, const Kv* k, const Kv* v, const i64* page_table, co
       all_l = folded(all_l, part_l[w], f);
       sum = folded(sum, part[w][d], f);
     }
+#if HAS_SINKS
+    const Fold f = fold_of(all_m, sinks[head] * 1.44269504f);  // log2(e): sums count in log2
+    all_l = folded(all_l, 1.f, f);
+    sum = folded(sum, 0.f, f);
+#endif
     out[at + d] = all_l > 0.f ? __fdiv_rn(sum, all_l) : 0.f;
   }
 }

@@ -5,7 +5,7 @@ cores' peak and a copy of the keys costs little. Which of the two a sequence tak
 bits do not depend on its neighbours.
 
     q     [row, head, dim]  f32
-    k, v  [key, kv, dim]    f16 or bf16; the rows are those of the last keys
+    k, v  [key, kv, dim]    f16 or bf16, whatever the pool's type; the rows are those of the last keys
     out   [row, head, dim]  f32
 """
 
@@ -19,17 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
-from pyspec.cuda.kernels.attend_ref import AttendSpec, key_rows
+from pyspec.cuda.kernels.attend_ref import Attend, AttendSpec, key_rows
 from pyspec.cuda.op import Impl, Op
 from pyspec.slots.batch import Batch
-from pyspec.slots.memory import KVPool
+from pyspec.slots.kv import KVPool
 
 MANY = 192  # rows of a sequence from which the library takes it; a graph never holds as many of one
-HALVES = (torch.float16, torch.bfloat16)
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
-Attend = Callable[[Tensor, KVPool, Batch, int], Tensor]
 
 
 def reference(spec: AttendSpec) -> Run:
@@ -82,25 +80,27 @@ attend_prompt: Op[AttendSpec] = Op(  # without the library, `attend` takes promp
 
 
 def with_prompts(own: Attend, spec: AttendSpec) -> Attend:
-    """`own` for all but the long sequences of a causal batch, where the library runs; else `own` itself."""
-    if spec.device.type != "cuda" or attend_prompt.chosen(spec) is attend_prompt.reference:
+    """`own` for all but the long sequences of a causal batch, where the library runs and no sinks are; else `own` itself."""
+    if spec.device.type != "cuda" or spec.has_sinks or attend_prompt.chosen(spec) is attend_prompt.reference:
         return own
     return beside(own, attend_prompt.bind(spec))
 
 
 def beside(own: Attend, prompt: Run) -> Attend:
-    def attend(q: Tensor, pool: KVPool, batch: Batch, window: int = 0) -> Tensor:
-        takes = batch.causal and batch.bucket is None and window == 0 and pool.k.dtype in HALVES
+    def attend(q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None) -> Tensor:
+        takes = batch.causal and batch.bucket is None and window == 0 and sinks is None
+        takes = takes and pool.dtype is not torch.float32
         long = [i for i, seq in enumerate(batch.seqs) if seq.width >= MANY] if takes else []
         if not long:
-            return own(q, pool, batch, window)
+            return own(q, pool, batch, window, sinks)
         out = torch.empty_like(q)
         if len(long) < len(batch.seqs):
             others = _others.of(batch, long)
-            out[others.rows] = own(q[others.rows], pool, others.batch, window)
+            out[others.rows] = own(q[others.rows], pool, others.batch, window, None)
         for i in long:
             rows, keys = slice(batch.starts[i], batch.starts[i + 1]), key_rows(batch, i)
-            out[rows] = prompt(q[rows], pool.k[keys], pool.v[keys])
+            half = torch.bfloat16 if pool.dtype is torch.bfloat16 else torch.float16  # as in attend.cu
+            out[rows] = prompt(q[rows], *pool.read(keys, half))
         return out
 
     return attend

@@ -1,12 +1,14 @@
 """Attention over paged keys and values, ragged, with a key range per row: the meaning, in plain torch.
 
     q           [row, head, dim]      float    after rope
-    pool.k, .v  [pool row, kv, dim]   KV dtype the rows of this batch are already written
+    pool        keys and values [pool row, kv, dim] of any type; the rows of this batch are already written
     batch       page table, lo and hi per row (see slots.batch)
+    sinks       [head]                f32      or None
     out         [row, head, dim]      q's dtype
 
 Row r of sequence s attends to positions lo[r] <= p < hi[r] of s. Query head h reads KV head h // (head / kv). One
 sequence never reads another's pages, and each is computed on its own, so a result does not depend on the neighbours.
+A sink is one more key of its head for the softmax, with this logit and no value: weights of the others sum to less than one.
 """
 
 from __future__ import annotations
@@ -19,16 +21,23 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.slots.batch import Batch
-from pyspec.slots.memory import KVPool
+from pyspec.slots.kv import KVPool
+
+Attend = Callable[..., Tensor]
+"""attend(q, pool, batch, window=0, sinks=None) -> out"""
 
 
 @dataclass(frozen=True, slots=True)
 class AttendSpec:
+    """`kv` is the pool's dtype (slots.kv); with `has_sinks` every call has them."""
+
     device: torch.device
     n_head: int
     n_kv_head: int
     head_dim: int
     scale: float
+    kv: torch.dtype = torch.float16
+    has_sinks: bool = False
 
 
 def key_rows(batch: Batch, seq: int) -> Tensor:
@@ -38,23 +47,33 @@ def key_rows(batch: Batch, seq: int) -> Tensor:
     return (pages[:, None] * size + torch.arange(size, device=pages.device)).view(-1)[:n]
 
 
-def bind(spec: AttendSpec) -> Callable[[Tensor, KVPool, Batch, int], Tensor]:
+def bind(spec: AttendSpec) -> Attend:
     group = spec.n_head // spec.n_kv_head
 
-    def attend(q: Tensor, pool: KVPool, batch: Batch, window: int = 0) -> Tensor:
+    def attend(q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None) -> Tensor:
         """`window` > 0 narrows each row's range to the last `window` positions up to its own."""
         out = torch.empty_like(q)
         lo = batch.lo if window == 0 else torch.maximum(batch.lo, batch.positions - (window - 1))
         for s, seq in enumerate(batch.seqs):
             rows = slice(batch.starts[s], batch.starts[s + 1])
             keys = key_rows(batch, s)
-            k, v = pool.k[keys].to(q.dtype), pool.v[keys].to(q.dtype)
+            k, v = pool.read(keys, q.dtype)
             qs = q[rows].view(seq.width, spec.n_kv_head, group, spec.head_dim).permute(1, 2, 0, 3)
             pos = torch.arange(batch.max_hi[s], device=q.device)
             seen = (pos >= lo[rows, None]) & (pos < batch.hi[rows, None])
             kt, vt = (t.transpose(0, 1)[:, None].expand(-1, group, -1, -1) for t in (k, v))
-            y = F.scaled_dot_product_attention(qs, kt, vt, attn_mask=seen, scale=spec.scale)
+            if sinks is None:
+                y = F.scaled_dot_product_attention(qs, kt, vt, attn_mask=seen, scale=spec.scale)
+            else:
+                y = _with_sinks(qs, kt, vt, seen, sinks.to(q.dtype).view(spec.n_kv_head, group, 1, 1), spec.scale)
             out[rows] = y.permute(2, 0, 1, 3).reshape(seq.width, spec.n_head, spec.head_dim)
         return out
 
     return attend
+
+
+def _with_sinks(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor, scale: float) -> Tensor:
+    """q [kv, group, row, dim], k, v [kv, group, key, dim], seen [row, key], sinks [kv, group, 1, 1] -> as q."""
+    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(~seen, -torch.inf)
+    scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], -1)
+    return scores.softmax(-1)[..., :-1] @ v

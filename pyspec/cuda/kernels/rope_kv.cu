@@ -5,28 +5,30 @@
 //   cos, sin  [row, N_ROT / 2]            f32
 //   kv_rows   [row]                       int64  where the row's k and v go in the pool
 //   q         [row, n_q, DIM]             f32    written
-//   k, v      [pool row, n_kv, DIM]       KV     written at kv_rows
+//   k, v      [pool row, n_kv, DIM]       KV     written at kv_rows, see kv_types.cuh
+//   k_scale, v_scale  [pool row, n_kv, DIM / 32]  f16  of q8_0 alone
 //   fault     [5]                         int32  see bounds.cuh
 //
 // Q_STEP is DIM, or 2 DIM where each query is followed by its gate, which stays where it is. NEOX pairs d with
 // d + N_ROT / 2, otherwise 2d with 2d + 1. With N_ROT 0 nothing turns. One warp a head; bound by latency.
-// Macros: DIM, N_ROT, NEOX, HAS_NORM, Q_STEP, KV_KIND (0 f32, 1 f16, 2 bf16), OP_ID.
-#include "types.cuh"
+// Macros: DIM, N_ROT, NEOX, HAS_NORM, Q_STEP, KV_KIND, OP_ID.
+#include "kv_types.cuh"
 #include "bounds.cuh"
 #include "overlap.cuh"
 
 constexpr int kWarps = 4, kEach = DIM / 32, kHalf = N_ROT / 2;
 static_assert(DIM % 32 == 0 && N_ROT <= DIM && N_ROT % 2 == 0, "whole warps, whole pairs");
 
-#if KV_KIND == 0
-typedef float Kv;
-__device__ __forceinline__ Kv to_kv(float x) { return x; }
-#elif KV_KIND == 1
-typedef u16 Kv;
-__device__ __forceinline__ Kv to_kv(float x) { return f32_to_f16(x); }
+// The warp's 32 values at `at` of a pool, whose places are whole blocks; a lane has one.
+#if KV_KIND == 3
+#define STORE(t, at, x)                        \
+  do {                                         \
+    const u16 scale_of_all = q8_scale(x);      \
+    t[(at) + lane] = q8_code(x, scale_of_all); \
+    if (lane == 0) t##_scale[(at) / 32] = scale_of_all; \
+  } while (0)
 #else
-typedef u16 Kv;
-__device__ __forceinline__ Kv to_kv(float x) { return f32_to_bf16(x); }
+#define STORE(t, at, x) t[(at) + lane] = to_kv(x)
 #endif
 
 // grid (row, heads of all kinds / 4)
@@ -34,7 +36,11 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
     rope_kv(const float* __restrict__ y, i64 stride, const float* __restrict__ q_weight,
             const float* __restrict__ k_weight, float eps, const float* __restrict__ cos_of,
             const float* __restrict__ sin_of, const i64* __restrict__ kv_rows, float* __restrict__ q,
-            Kv* __restrict__ k, Kv* __restrict__ v, int n_q, int n_kv, int n_pool, int* fault) {
+            Kv* __restrict__ k, Kv* __restrict__ v,
+#if KV_KIND == 3
+            u16* __restrict__ k_scale, u16* __restrict__ v_scale,
+#endif
+            int n_q, int n_kv, int n_pool, int* fault) {
 #if N_ROT
   __shared__ float heads[kWarps][DIM];
 #endif
@@ -58,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
   }
   if (is_v) {
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) v[at + i * 32 + lane] = to_kv(x[i]);
+    for (int i = 0; i < kEach; ++i) STORE(v, at + i * 32, x[i]);
     return;
   }
 #if HAS_NORM
@@ -90,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
     if (is_q) {
       q[(static_cast<i64>(row) * n_q + unit) * DIM + d] = x[i];
     } else {
-      k[at + d] = to_kv(x[i]);
+      STORE(k, at + i * 32, x[i]);
     }
   }
 }

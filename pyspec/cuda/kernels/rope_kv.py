@@ -10,9 +10,11 @@ from torch import Tensor
 from pyspec.cuda.kernels import rope_kv_cuda, rope_kv_ref
 from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
 from pyspec.cuda.op import Impl, Op
-from pyspec.slots.memory import KVPool
+from pyspec.slots.kv import BLOCK, KV_DTYPES, KVPool, name_of
 
 N_POOL = 40  # rows of the pool that is checked with
+OFF = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.int8: 5e-2, torch.float8_e4m3fn: 0.13}
+"""What rounding to the next value makes of a value; q8_0's step is a 127th of the largest of its block."""
 
 
 def check(launch: Callable[..., Tensor], reference: Callable[..., Tensor], spec: RopeKvSpec) -> str | None:
@@ -25,23 +27,21 @@ def check(launch: Callable[..., Tensor], reference: Callable[..., Tensor], spec:
     if not spec.n_q:
         norms[0] = None
     rows = torch.randperm(N_POOL, generator=gen)[:n_row].to(spec.device)
-    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+    for dtype in (d for d in KV_DTYPES.values() if d is not torch.int8 or spec.dim % BLOCK == 0):
         pools = [KVPool(N_POOL, spec.n_kv, spec.dim, dtype, spec.device) for _ in range(2)]
         for pool in pools:
-            pool.k.fill_(3.0)
-            pool.v.fill_(4.0)
+            for i, plane in enumerate(pool.planes):
+                plane.fill_(3.0 + i)
         got, want = (
             run(y, *norms, (theta.cos(), theta.sin()), pool, rows)
             for run, pool in zip((launch, reference), pools, strict=True)
         )
-        step = 1e-5 if dtype is torch.float32 else 2e-3 if dtype is torch.float16 else 2e-2
-        for a, b, name, off in (
-            (got, want, "q", 1e-4),
-            (pools[0].k, pools[1].k, "k", step),
-            (pools[0].v, pools[1].v, "v", step),
-        ):
-            if not torch.allclose(a.float(), b.float(), rtol=off, atol=off):
-                return f"{name} differs from the reference by {(a.float() - b.float()).abs().max():.2g}"
+        (k, v), (k_want, v_want) = (
+            pool.read(torch.arange(N_POOL, device=spec.device), torch.float32) for pool in pools
+        )
+        for a, b, name, off in ((got, want, "q", 1e-4), (k, k_want, "k", OFF[dtype]), (v, v_want, "v", OFF[dtype])):
+            if not torch.allclose(a, b, rtol=off, atol=off):
+                return f"{name} of {name_of(dtype)} differs from the reference by {(a - b).abs().max():.2g}"
     return None
 
 

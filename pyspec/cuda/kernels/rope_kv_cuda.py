@@ -13,11 +13,11 @@ from torch import Tensor
 from pyspec.cuda import jit
 from pyspec.cuda.kernels.attend_cuda import KINDS, fault_record
 from pyspec.cuda.kernels.rope_kv_ref import Angles, RopeKvSpec
-from pyspec.slots.memory import KVPool
+from pyspec.slots.kv import KVPool
 
 OP_ID = 5  # in the fault record
 WARPS = 4
-ARGS = "pl" + "ppf" + "pp" + "p" + "ppp" + "iii" + "p"
+ARGS = "pl" + "ppf" + "pp" + "p" + "p{planes}" + "iii" + "p"
 
 
 def limits(spec: RopeKvSpec) -> str | None:
@@ -50,7 +50,9 @@ def defines(spec: RopeKvSpec, kind: int) -> dict[str, int | str]:
 @cache
 def _kernel(spec: RopeKvSpec, kind: int) -> jit.Kernel:
     arch = jit.arch_of(torch.cuda.get_device_capability(spec.device))
-    return jit.compile_cubin("rope_kv", arch, defines(spec, kind)).kernel("rope_kv", ARGS)
+    return jit.compile_cubin("rope_kv", arch, defines(spec, kind)).kernel(
+        "rope_kv", ARGS.format(planes="pppp" if kind == KINDS[torch.int8] else "pp")
+    )
 
 
 def bind(spec: RopeKvSpec) -> Callable[..., Tensor]:
@@ -73,8 +75,8 @@ def bind(spec: RopeKvSpec) -> Callable[..., Tensor]:
         q = torch.empty(n, spec.n_q, spec.dim, dtype=torch.float32, device=y.device)
         norms = (none if q_norm is None else q_norm, none if k_norm is None else k_norm, np.float32(spec.eps))
         counts = (np.int32(spec.n_q), np.int32(spec.n_kv), np.int32(pool.k.shape[0]))
-        args = (y, np.int64(y.stride(0)), *norms, cos, sin, rows, q, pool.k, pool.v, *counts, fault)
-        _kernel(spec, KINDS[pool.k.dtype]).launch((n, -(-n_unit // WARPS)), 32 * WARPS, args, overlap=overlap)
+        args = (y, np.int64(y.stride(0)), *norms, cos, sin, rows, q, *pool.planes, *counts, fault)
+        _kernel(spec, KINDS[pool.dtype]).launch((n, -(-n_unit // WARPS)), 32 * WARPS, args, overlap=overlap)
         return q
 
     return rope_kv

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyspec.slots.memory import KVPool
+from pyspec.slots.kv import KVPool
 
 Angles = tuple[Tensor, Tensor]
 

@@ -233,6 +233,16 @@ inline void ptx_cvt_rn_bf16x2_f32(int, u32& out, float high, float low) {
 }
 inline void ptx_ex2_approx_ftz_f32(int, float& out, float x) { out = __builtin_exp2f(x); }
 
+inline float f32_of_e4m3(u32 x) {  // sign, 4 bits of exponent, 3 of mantissa; no infinity
+  const int power = x >> 3 & 15, mantissa = x & 7;
+  if ((x & 0x7f) == 0x7f) return __builtin_nanf("");
+  const float size = __builtin_ldexpf(power == 0 ? mantissa : 8 + mantissa, (power == 0 ? 1 : power) - 10);
+  return x & 0x80 ? -size : size;
+}
+inline void ptx_cvt_rn_f16x2_e4m3x2(int, u32& out, unsigned short x) {
+  out = static_cast<u32>(emulator::f16_of_f32(f32_of_e4m3(x >> 8))) << 16 | emulator::f16_of_f32(f32_of_e4m3(x & 255));
+}
+
 template <class F>
 inline u32 in_halves(F f) {  // f of both halves' values, rounded once
   const u32 low = emulator::f16_of_f32(f(0)), high = emulator::f16_of_f32(f(16));
@@ -296,6 +306,9 @@ inline void ptx_cp_async_cg_shared_global(int line, u32 to, const void* from, in
   emulator::copy_async(to, from, n, real, line);
 }
 inline void ptx_cp_async_ca_shared_global(int line, u32 to, const void* from, int n) { emulator::copy_async(to, from, n, n, line); }
+inline void ptx_cp_async_ca_shared_global(int line, u32 to, const void* from, int n, int real) {
+  emulator::copy_async(to, from, n, real, line);
+}
 inline void ptx_cp_async_commit_group(int) { emulator::copies_commit(); }
 inline void ptx_cp_async_wait_group(int, int n_left) { emulator::copies_wait(n_left); }
 

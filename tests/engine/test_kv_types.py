@@ -1,0 +1,131 @@
+"""Keys and values in fewer bits: texts may differ from those of f32, never between speculative and plain decoding.
+
+On a CPU a forward's sums depend on its number of rows by 1e-6, which now and then tips a value to the next code. So texts
+without near ties are compared, as everywhere, with a margin for that.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, GREEDY, Rig, plain_rig, rig
+from known_texts import demo_prompts, tiny
+
+from pyspec.config import EngineSettings
+from pyspec.errors import ModelError
+from pyspec.gguf import open_gguf
+from pyspec.load import _memory_plan, plan_draft
+from pyspec.logits import compute_logits
+from pyspec.models import read_config
+from pyspec.request import Delta
+
+QWEN35 = FIXTURES / "qwen35.gguf"  # heads of 32
+TYPES = ("q8_0", "f8_e4m3")
+N_TEXT, MARGIN = 30, 0.02
+
+MAKERS: dict[str, Callable[..., Rig]] = {
+    "mtp": lambda **s: rig(QWEN35, spec_type="mtp", n_draft_max=4, n_draft_fixed=True, **s),
+    "mtp-demo": lambda **s: rig(DEMO, spec_type="mtp", n_draft_max=3, n_draft_fixed=True, **s),
+    "dflash-demo": lambda **s: rig(DEMO, draft_path=DEMO_DRAFT, n_draft_max=5, n_draft_fixed=True, **s),
+}
+PATHS = {"mtp": QWEN35, "mtp-demo": DEMO, "dflash-demo": DEMO}
+
+
+@cache
+def texts(path: Path, kv_type: str) -> dict[tuple[int, ...], list[int]]:
+    """Prompts with what plain decoding in one slot says after them, without near ties."""
+    r, rng = plain_rig(path, kv_type=kv_type), random.Random(0)
+    out: dict[tuple[int, ...], list[int]] = {}
+    asked = iter([p for p, _ in demo_prompts()])
+    while len(out) < 6:
+        prompt = next(asked) if path == DEMO else tuple(rng.choices(range(256), k=rng.choice((1, 15, 16, 33, 64))))
+        h = r.generate(prompt, N_TEXT, replace(GREEDY, logprobs=2), cache_prompt=False)
+        gaps = [p.top[0][1] - p.top[1][1] for e in h.events if isinstance(e, Delta) for p in e.logprobs]
+        if min(gaps) > MARGIN:
+            out[prompt] = h.tokens
+    return out
+
+
+@pytest.mark.parametrize("np", [1, 4])
+@pytest.mark.parametrize("kv_type", TYPES)
+@pytest.mark.parametrize("kind", MAKERS)
+def test_speculation_leaves_the_text_as_it_is(kind: str, kv_type: str, np: int) -> None:
+    r = MAKERS[kind](np=np, ubatch=40, kv_type=kv_type)
+    want = texts(PATHS[kind], kv_type)
+    heard = []
+    for prompt in want:
+        heard.append(r.submit(prompt, N_TEXT))
+        r.loop.step()
+        r.loop.step()
+    r.run()
+    for h, text in zip(heard, want.values(), strict=True):
+        assert h.tokens == text, f"{h.job.id} in slot {h.slot}"
+    assert sum(h.timings.draft_n for h in heard) > 0
+    if kind.endswith("demo"):
+        assert sum(h.timings.draft_n_accepted for h in heard) > 0.3 * sum(h.timings.draft_n for h in heard)
+
+
+def test_few_bits_change_logits_by_little() -> None:
+    """And do change them: a cache that kept f32 would pass all other tests."""
+    prompt, answer = demo_prompts()[0]
+    ids = [*prompt, *answer]
+    rows = {t: torch.as_tensor(compute_logits(DEMO, ids, kv_type=t, device="cpu")) for t in ("f32", "f16", *TYPES)}
+    off = {t: float((rows[t] - rows["f32"]).abs().max()) for t in rows}
+    assert 0 < off["f16"] < off["q8_0"] / 4 < off["f8_e4m3"] / 8 < 0.1
+    for t in TYPES:
+        assert rows[t][len(prompt) - 1 : -1].argmax(-1).tolist() == answer
+
+
+@pytest.mark.parametrize("kv_type", TYPES)
+@pytest.mark.parametrize("kind", ["mtp", "mtp-demo", "dflash-demo"])
+def test_what_the_prefix_cache_gives_back_is_what_was_computed(kind: str, kv_type: str) -> None:
+    r, cold = (MAKERS[kind](np=2, page_size=16, kv_type=kv_type) for _ in range(2))
+    (prompt, text), *_ = texts(PATHS[kind], kv_type).items()
+    r.generate(prompt, N_TEXT)
+    turn = [*prompt, *text, 5, 6, 7]
+    want = cold.generate(turn, 20, cache_prompt=False)
+    for _ in range(2):  # from the end of the first request, then from what this one left
+        warm = r.generate(turn, 20)
+        assert warm.timings.cache_n > 0
+        assert warm.tokens == want.tokens
+
+
+def test_a_page_that_is_gone_on_from_is_copied_with_its_scales() -> None:
+    r = rig(FIXTURES / "qwen3_tied_q8_0.gguf", np=2, spec_type="none", kv_type="q8_0", page_size=16)
+    first = random.Random(1).choices(range(256), k=40)
+    r.generate(first, 2)
+    r.generate([*first[:37], 1, 2, 3], 2)
+    old, new = r.filed(first)[32:37], r.filed([*first[:37], 1, 2, 3])[32:37]
+    assert len(old) == len(new) == 5 and old != new
+    for pool in r.loop.memory.kv.values():
+        assert len(pool.planes) == 4
+        for plane in pool.planes:
+            assert plane[old].any() and torch.equal(plane[old], plane[new])
+
+
+@pytest.mark.parametrize("kv_type", ["f16", *TYPES])
+@pytest.mark.parametrize("kind", ["mtp", "dflash-demo"])
+def test_the_memory_plan_has_the_bytes_that_are_taken(kind: str, kv_type: str) -> None:
+    r, file = MAKERS[kind](np=3, kv_type=kv_type), open_gguf(PATHS[kind])
+    draft = open_gguf(DEMO_DRAFT) if kind == "dflash-demo" else None
+    settings = EngineSettings(np=3, ctx=256, kv_type=kv_type, n_draft_max=4 if kind == "mtp" else 5)
+    n_row, cpu = r.loop.table.n_alloc_row, torch.device("cpu")
+    plan = _memory_plan(
+        file, read_config(file), plan_draft(file, draft, settings), settings, n_row, 256, torch.float32, cpu
+    )
+    drafter = r.loop.drafter
+    assert drafter is not None
+    assert plan.kv == r.loop.memory.kv_bytes
+    assert plan.draft_kv == sum(pool.n_bytes for pool in drafter.pools()) > 0
+
+
+def test_heads_that_q8_0_can_not_hold_are_refused_before_anything_is_allocated() -> None:
+    with pytest.raises(ModelError, match="the heads are 16 wide"):
+        plain_rig(tiny("qwen3"), kv_type="q8_0")
+    assert plain_rig(tiny("qwen3"), kv_type="f8_e4m3").generate([1, 2, 3], 4).tokens

@@ -1,0 +1,99 @@
+"""Types of keys and values: what is kept, by plain formulas, and what that takes."""
+
+import pytest
+import torch
+
+from pyspec.config import KV_TYPES
+from pyspec.errors import ModelError
+from pyspec.models.target import LayerMemory, allocate
+from pyspec.plan import memory_bytes
+from pyspec.slots.kv import KV_DTYPES, KVPool, dequantized, quantized, row_bytes
+from pyspec.slots.memory import StateShape
+
+CPU = torch.device("cpu")
+F8 = torch.float8_e4m3fn
+
+
+def test_every_type_of_the_flags_has_a_dtype() -> None:
+    assert tuple(KV_DTYPES) == KV_TYPES
+
+
+def test_q8_0_is_the_nearest_of_255_multiples_of_the_blocks_scale() -> None:
+    gen = torch.Generator().manual_seed(0)
+    x = torch.randn(50, 3, 64, generator=gen) * torch.logspace(-3, 2, 50)[:, None, None]
+    codes, scale = quantized(x)
+    assert codes.dtype is torch.int8 and scale.dtype is torch.float16 and scale.shape == (50, 3, 2)
+    blocks = x.double().unflatten(-1, (2, 32))
+    top = blocks.abs().amax(-1)
+    assert ((scale.double() - top / 127).abs() <= top / 127 * 2**-11 + 2**-25).all()
+    nearest = (blocks / scale.double()[..., None]).round().clamp(-127, 127).flatten(-2)
+    assert ((codes - nearest).abs() <= 1).all() and (codes == nearest).double().mean() > 0.9999, "ties alone may differ"
+    off = (dequantized(codes, scale, torch.float64).unflatten(-1, (2, 32)) - blocks).abs().amax(-1)
+    assert (off <= 0.5004 * scale.double() + 127 * 2**-25).all()
+
+
+def test_ties_go_to_the_even_code() -> None:
+    x = torch.tensor([127.0, 0.5, 1.5, -0.5, -2.5, 3.5] + [0.0] * 26)
+    codes, scale = quantized(x)
+    assert scale.tolist() == [1.0] and codes[:6].tolist() == [127, 0, 2, 0, -2, 4]
+
+
+def test_q8_0_of_extreme_blocks() -> None:
+    rows = torch.zeros(6, 32)
+    rows[1, 3] = 1e-9  # no scale is so small
+    rows[2, :2] = torch.tensor([torch.inf, -1.0])
+    rows[3, 0] = torch.nan
+    rows[4, 0] = 3e5
+    rows[5, :2] = torch.tensor([6e-6, -3e-6])  # scales of few bits
+    codes, scale = quantized(rows)
+    y = dequantized(codes, scale, torch.float32)
+    assert not y[:2].any() and y[2, 0] == 127 * 515.5 == y[4, 0] and y[2, 1] == 0
+    assert y[3].isnan().all() and not codes[3].any()
+    assert y[[2, 4]].half().isfinite().all(), "finite where kernels compute"
+    assert (y[5] - rows[5]).abs().max() <= 2**-25
+
+
+def test_f8_saturates_and_rounds_to_even() -> None:
+    pool = KVPool(2, 1, 8, F8, CPU)
+    x = torch.tensor([1e9, -torch.inf, 17.0, 19.0, 2**-10, 3 * 2**-10, 0.3, torch.nan])
+    pool.write(torch.tensor([1]), x.view(1, 1, 8), -x.view(1, 1, 8))
+    k, v = (t.flatten() for t in pool.read(torch.tensor([1]), torch.float32))
+    assert k[:7].tolist() == [448.0, -448.0, 16.0, 20.0, 0.0, 2**-8, 0.3125] and k[7].isnan()
+    assert torch.equal(v[:7], -k[:7])
+
+
+@pytest.mark.parametrize("dtype", KV_DTYPES.values())
+def test_rows_are_written_and_copied_alone(dtype: torch.dtype) -> None:
+    gen, pool = torch.Generator().manual_seed(1), KVPool(12, 2, 32, dtype, CPU)
+    k, v = (torch.randn(5, 2, 32, generator=gen) for _ in "kv")
+    rows = torch.tensor([9, 1, 4, 0, 7])
+    pool.write(rows, k, v)
+    got = pool.read(rows, torch.float32)
+    for i in range(5):  # bits do not depend on what else was written
+        alone = KVPool(1, 2, 32, dtype, CPU)
+        alone.write(torch.tensor([0]), k[i : i + 1], v[i : i + 1])
+        one = alone.read(torch.tensor([0]), torch.float32)
+        assert all(torch.equal(a[i], b[0]) for a, b in zip(got, one, strict=True))
+    pool.copy(slice(2, 4), slice(0, 2))
+    everything = pool.read(torch.arange(12), torch.float32)
+    for t in everything:
+        assert torch.equal(t[2:4], t[0:2]) and not t[[5, 6, 8, 10, 11]].any()
+    assert (everything[0][rows] - k).abs().max() < {torch.int8: 0.02, F8: 0.13}.get(dtype, 0.02)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "want"), [(torch.float16, 4096), (torch.int8, 2176), (F8, 2048), (torch.float32, 8192)]
+)
+def test_the_plan_counts_every_byte(dtype: torch.dtype, want: int) -> None:
+    assert row_bytes(4, 256, dtype) == want, "K and V of 4 heads of 256"
+    state = StateShape(n_k_head=2, n_v_head=2, dim=16, n_conv=4, n_channel=96)
+    layers = [LayerMemory(2, 64), LayerMemory(state=state), LayerMemory(1, 96), LayerMemory()]
+    memory = allocate(layers, n_slot=2, n_row=48, width=3, kv_dtype=dtype, device=CPU)
+    assert memory_bytes(layers, n_slot=2, n_row=48, width=3, kv_dtype=dtype)[0] == memory.kv_bytes
+    assert memory.kv_dtype is dtype
+
+
+def test_heads_that_are_no_whole_blocks_are_refused_with_their_width() -> None:
+    with pytest.raises(ModelError, match="blocks of 32 dims; the heads are 80 wide"):
+        row_bytes(2, 80, torch.int8)
+    assert row_bytes(2, 80, F8) == 320
