@@ -50,7 +50,7 @@ def test_prefill_in_any_chunks_gives_llama_cpp_logits(name: str, chunk: int, den
     got = torch.cat([bench.feed(0, tokens[i : i + chunk]) for i in range(0, len(tokens), chunk)])
     turned = (
         0.6 if name == "nemotron_latent_q8_0" else 0.1
-    )  # one choice at its 60th token turns, and the states remember
+    )  # one choice at its 12th token turns, and the states remember
     assert near(got, torch.from_numpy(data["logits"]), dense, ATOL, turned)
 
 
