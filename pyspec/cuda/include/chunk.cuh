@@ -1,5 +1,5 @@
-// What kernels over chunks of rows share: where a chunk lies, and products whose left operands stay in registers. Macros:
-// CHUNK. Whoever includes this has a read_seq(meta, s, fault).
+// What kernels over chunks of rows share: where a chunk lies, and products whose left operands stay in registers.
+// Macros: CHUNK. Whoever includes this has a read_seq(meta, s, fault).
 #pragma once
 #include "seq.cuh"
 #include "mma.cuh"

@@ -1,28 +1,31 @@
-// Mamba-2 over long kept sequences (prompts), CHUNK rows at a time on tensor cores, in two launches a layer. The meaning
-// is mamba2_ref.py's `chunked`; here for one head, with S [head_dim, state] before the chunk, rows t of it, g the step
-// and c the running sum of log decays:
+// Mamba-2 over long kept sequences (prompts), CHUNK rows at a time on tensor cores, in two launches a layer. Meaning:
+// mamba2_ref.py's `chunked`; here for one head, with S [head_dim, state] before the chunk, rows t of it, g the step and
+// c the running sum of log decays:
 //
 //   o_t = e^(c_t) S C_t + sum_u P_tu g_u x_u + d x_t     P_tu = C_t.B_u e^(c_t - c_u), u <= t
 //   S   <- e^(c_last) S + sum_t e^(c_last - c_t) g_t x_t B_t^T
 //
-// mamba2_chunk_group  one block per (group, chunk): conv and silu of B and C as f16, C.B of all pairs once for the heads
-//                     that share them, steps and sums of log decays of these heads; the window of B and C.
-// mamba2_chunk_state  one block per (head, SLICE rows of S, sequence), chunk after chunk; half of its warps keep S, 16
-//                     rows by all columns, in the accumulators of their products, the others make rows: conv and silu of
-//                     x, P, outputs. While S takes in chunk i, chunk i goes out and chunk i + 1 is prepared. x is read
-//                     raw and once; S passes as the left operands it is, f16 in the order of registers.
+// mamba2_chunk_group  one block per (group, chunk): conv and silu of B and C as f16, C.B of all pairs, once for the
+//                     heads that share them; steps and sums of log decays of these heads; the window of B and C.
+// mamba2_chunk_state  one block per (head, SLICE rows of S, sequence), chunk after chunk. Half of its warps keep S, 16
+//                     rows by all columns, in the accumulators of their products, and make P; the others make rows:
+//                     conv and silu of x, outputs. While S takes in chunk i, the rows of chunk i go out and x of chunk
+//                     i + 1 is made. x is read raw and once; S passes as left operands, f16 in the order of registers.
 //
-// Chunks follow each other in a block, though what each adds to S depends on no other and could come from all at once:
-// then every chunk's S of a head (32 KiB) goes out, through a sum and back, which is twice the bytes of all else. 128 heads
-// fill 132 multiprocessors as they are; with 64, blocks of 32 rows of S do.
+// Chunks follow each other though what each adds to S depends on no other: made all at once, the S of every chunk and
+// head (32 KiB) goes out, through a sum, and back in, three times the bytes of x and outputs. 128 heads of 64 fill 132
+// multiprocessors as they are; 64 heads alone do in blocks of 32 rows, which the launcher takes for one prompt.
 //
-// Floor of a layer, 128 heads of 64, state 128, per row: 40 KiB raw rows in, 32 KiB out (16.6 ns at 4.3 TB/s; B, C and
-// pairs, 22 KiB, come out of L2), 9.7 MFLOP: a row of S and a chunk of 64 take 17.25 products m16n8k16, of them 12 for S.
+// Floor, 128 heads of 64, state 128, 8 groups, a row and layer: 72 KiB of raw rows and outputs (17 ns at 4.3 TB/s) and
+// 9.2 MFLOP (15 ns as mma.sync does them; 16 rows of S take 192 products m16n8k16 a chunk of 64, outputs 84). Every
+// head reads its group's 53 KiB a chunk anew from L2: 181 KiB a row with the rest (34 ns at 5.5 TB/s), the nearest
+// bound. Two heads' blocks that share these copies (a cluster) would halve that.
 //
-// Precision: the state stays f32. What reaches it is split into two f16 (22 bits) and multiplied in three passes; what only
-// reaches an output (C.B, P x, S C) is f16. Every f16 lies over a power of two: of its row for B, C and S, of its row over
-// the chunk's tokens for x; B's power goes with x, C's with the output, so that no size of raw rows leaves f16's range.
-// Log decays are summed in f64 and kept as two f32: only differences count, and a token that forgets all takes their digits.
+// Precision: the state stays f32. What reaches it is split into two f16 (22 bits) and multiplied in three passes: 1e-6
+// off the sequential one at most. What only reaches an output (C.B, P x, S C) is f16: 3e-4. Every f16 lies over a power
+// of two: of its row for B, C and S, of its column over the chunk for x; B's power goes with x, C's with the output, so
+// no size of raw rows leaves f16's range. Log decays are summed in f64 and kept as two f32: only their differences
+// count, and one token that forgets everything would take their digits.
 //
 // Chunks start at a sequence's first row of the forward: results depend on how a prompt is cut, not on neighbours.
 #ifndef HEADS
@@ -45,13 +48,17 @@ constexpr int KEEPERS = SLICE * 2;          // threads that keep S, a warp to 16
 constexpr int THREADS = 2 * KEEPERS;
 constexpr int TILES = CHUNK / 16;           // of rows
 constexpr int STEPS = N_STATE / 16;         // of columns of S, as products take them
-constexpr int B_ROW = N_STATE * 2 + 16;     // bytes of a row of B or C in shared memory; an odd number of 16, so that 8
-constexpr int P_ROW = CHUNK * 2 + 16;       // rows' units of one column lie in 8 different banks
+constexpr int PAIRS = TILES * (TILES + 1) / 2;  // blocks of 16 rows t by 16 rows u <= t
 constexpr int X_ROW = SLICE + 4;            // floats of a raw row of x
-constexpr int B_TILE = CHUNK * B_ROW, P_TILE = CHUNK * P_ROW;
-constexpr int RECORD = 3 * B_TILE + P_TILE; // bytes of a group's chunk: B hi, B lo, C, pairs, as they lie in shared memory
-enum Scalar { HIGH, LOW, SINCE, OVER, IN, LEFT, SCALARS };  // of a row and head: log2 of e^c in two parts, e^c, the power
-                                                            // of C, step times that of B, the same times e^(c_last - c)
+// Bytes of a row of B or C in mamba2_chunk_group: an odd number of 16, so that 8 rows' units of one column lie in 8
+// different banks.
+constexpr int B_ROW = N_STATE * 2 + 16, B_TILE = CHUNK * B_ROW;
+// Operands in memory lie in blocks of 16 x 16 in the order of registers, a lane's 16 bytes beside its neighbours'. Of a
+// group's chunk: B hi, B lo, C, pairs.
+constexpr int BLOCK = 512, B_BLOCKS = TILES * STEPS, B_IMAGE = B_BLOCKS * BLOCK, P_IMAGE = PAIRS * BLOCK;
+constexpr int RECORD = 3 * B_IMAGE + P_IMAGE;
+// Of a row and head: log2 of e^c in two parts, e^c, the power of C, step times that of B, that times e^(c_last - c).
+enum Scalar { HIGH, LOW, SINCE, OVER, IN, LEFT, SCALARS };
 static_assert(DIM % SLICE == 0 && N_STATE % 32 == 0 && HEADS % GROUPS == 0 && CHUNK % 32 == 0, "shapes");
 
 #include "seq.cuh"
@@ -64,12 +71,11 @@ __device__ __forceinline__ Seq read_seq(const Meta& meta, int s, int* fault) {
 
 #include "chunk.cuh"
 
-constexpr int PAIRS = TILES * (TILES + 1) / 2;
-struct Pair16 {
+struct PairBlock {
   int t, u;
 };
 
-__device__ __forceinline__ Pair16 pair16(int i) {  // the i-th of PAIRS blocks of 16 rows t by 16 rows u <= t
+__device__ __forceinline__ PairBlock pair_block(int i) {  // first rows of the i-th of PAIRS
   int row = 0, first = 0;
 #pragma unroll
   for (int r = 1; r < TILES; r++) {
@@ -77,6 +83,13 @@ __device__ __forceinline__ Pair16 pair16(int i) {  // the i-th of PAIRS blocks o
   }
   return {row * 16, (i - first) * 16};
 }
+
+__device__ __forceinline__ uint4& stored(u8* blocks, int i) {  // a lane's share of a block
+  return *reinterpret_cast<uint4*>(blocks + i * BLOCK + threadIdx.x % 32 * 16);
+}
+
+__device__ __forceinline__ Quad quad_of(const uint4& x) { return {{x.x, x.y, x.z, x.w}}; }
+__device__ __forceinline__ uint4 stored_of(const Quad& x) { return make_uint4(x.x[0], x.x[1], x.x[2], x.x[3]); }
 
 // ---- mamba2_chunk_group ---------------------------------------------------------------------------------------------
 
@@ -115,10 +128,10 @@ __device__ __forceinline__ void scalars_of(float* to, const float* dt, i64 dt_st
   }
 }
 
-// grid (GROUPS, chunks), GROUP_THREADS threads, 3 B_TILE bytes of shared memory. m [row, m_stride], dt [row, dt_stride];
-// conv [slot, TAPS - 1 + width, channel]: B and C of its first TAPS - 1 rows are replaced by the sequence's last of m.
-// records [chunk, group, RECORD] f16 (rows past the end are zeros; pairs [t, u] but for 16 x 16 blocks above the diagonal)
-// and scalars [chunk, head, SCALARS, CHUNK] are written.
+// grid (GROUPS, chunks), GROUP_THREADS threads, 3 B_TILE bytes of shared memory. m [row, m_stride],
+// dt [row, dt_stride]; conv [slot, TAPS - 1 + width, channel]: B and C of its first TAPS - 1 rows are replaced by the
+// sequence's last of m. records [chunk, group, RECORD] (rows past the end are zeros) and scalars [chunk, head, SCALARS,
+// CHUNK] are written.
 extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 2)
     mamba2_chunk_group(const float* __restrict__ m, i64 m_stride, const float* __restrict__ dt, i64 dt_stride,
                        const float* __restrict__ a, const float* __restrict__ dt_bias,
@@ -128,6 +141,7 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 2)
   extern __shared__ __align__(128) u8 memory[];
   __shared__ float powers[2][CHUNK];
   const Meta meta = {seq_slot, seq_start, seq_fold, seq_keep, n_slot, width, n_row, chunked};
+  wait_for_predecessor();
   const Place place = find_chunk(meta, blockIdx.y, n_seq, fault);
   if (place.s >= 0) {
     const Seq seq = read_seq(meta, place.s, fault);
@@ -143,11 +157,17 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 2)
     const float4 bias = quad(conv_b + channel);
     const i64 index = blockIdx.y;
     u8* record = records + (index * GROUPS + group) * RECORD;
-#pragma unroll 1
-    for (int t = warp % PART_WARPS * SHARE, end = t + SHARE; t < end; t += GROUP) {
-      Raw<GROUP> raw;
+    const int first = warp % PART_WARPS * SHARE;
+    Raw<GROUP> raw, next;
+    auto load = [&](Raw<GROUP>& to, int t) {
       const int here = max(0, min(GROUP, count - t));
-      if (here > 0) load_raw(raw, rows, m_stride, window, chunk + t, here);
+      if (here > 0) load_raw(to, rows, m_stride, window, chunk + t, here);
+      return here;
+    };
+    int here = load(raw, first), there = 0;
+#pragma unroll 1
+    for (int t = first; t < first + SHARE; t += GROUP, raw = next, here = there) {
+      if (t + GROUP < first + SHARE) there = load(next, t + GROUP);  // under way while these are worked on
 #pragma unroll
       for (int j = 0; j < GROUP; j++) {
         float4 y = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -160,8 +180,8 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 2)
         const int at = part * 2 * B_TILE + (t + j) * B_ROW + column * 2;
         if (lane == 0) powers[part][t + j] = power.by;
         if (!active) continue;
-        *reinterpret_cast<uint2*>(memory + at) = *reinterpret_cast<uint2*>(record + at) = high;
-        if (part == 0) *reinterpret_cast<uint2*>(memory + at + B_TILE) = *reinterpret_cast<uint2*>(record + at + B_TILE) = low;
+        *reinterpret_cast<uint2*>(memory + at) = high;
+        if (part == 0) *reinterpret_cast<uint2*>(memory + at + B_TILE) = low;
       }
     }
     __syncthreads();  // the old window is read, B and C are there
@@ -175,9 +195,18 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 2)
                  dt_bias[h], a[h], count, powers);
     }
     const u32 tiles = shared_address(memory);
+    for (int i = warp; i < 3 * B_BLOCKS; i += GROUP_THREADS / 32) {  // B [row, state], C [state, row] as right operands
+      const int which = i / B_BLOCKS, block = i % B_BLOCKS;
+      if (which < 2) {
+        const int row = block / STEPS * 16 + lane % 16, unit = block % STEPS * 2 + lane / 16;
+        stored(record, i) = stored_of(matrices_turned(tiles + which * B_TILE + row * B_ROW + unit * 16));
+      } else {
+        const int row = block % TILES * 16 + lane / 16 * 8 + lane % 8, unit = block / TILES * 2 + lane / 8 % 2;
+        stored(record, i) = stored_of(matrices(tiles + which * B_TILE + row * B_ROW + unit * 16));
+      }
+    }
     for (int i = warp; i < PAIRS; i += GROUP_THREADS / 32) {
-      const Pair16 pair = pair16(i);
-      const int t = pair.t, u = pair.u;
+      const int t = pair_block(i).t, u = pair_block(i).u;
       float sum[2][4] = {};
 #pragma unroll
       for (int k = 0; k < STEPS; k++) {
@@ -190,14 +219,9 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 2)
           add_product(sum[p], left, lo.x[2 * p], lo.x[2 * p + 1]);
         }
       }
-#pragma unroll
-      for (int p = 0; p < 2; p++) {
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-          const int at = 3 * B_TILE + (t + lane / 4 + r * 8) * P_ROW + (u + p * 8 + lane % 4 * 2) * 2;
-          *reinterpret_cast<u32*>(record + at) = f16_pair(sum[p][2 * r], sum[p][2 * r + 1]);
-        }
-      }
+      // rows t of sums are columns of the right operand that they become, in the same lanes
+      stored(record + 3 * B_IMAGE, i) = make_uint4(f16_pair(sum[0][0], sum[0][1]), f16_pair(sum[1][0], sum[1][1]),
+                                                   f16_pair(sum[0][2], sum[0][3]), f16_pair(sum[1][2], sum[1][3]));
     }
   }
   let_successor_start();
@@ -205,17 +229,19 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 2)
 
 // ---- mamba2_chunk_state ---------------------------------------------------------------------------------------------
 
+constexpr int INPUTS_IMAGE = SLICE / 16 * TILES * 2 * BLOCK, STATE_IMAGE = SLICE / 16 * STEPS * BLOCK;
+
 struct Shared {  // offsets; all but raw rows twice, for one chunk and the next
-  static constexpr int kC = 4 * B_TILE, kP = kC + 2 * B_TILE, kX = kP + 2 * P_TILE,
+  static constexpr int kC = 4 * B_IMAGE, kP = kC + 2 * B_IMAGE, kX = kP + 2 * P_IMAGE,
                        kInputs = kX + (CHUNK + TAPS - 1) * X_ROW * 4,  // g x, split: what S takes in
-                       kState = kInputs + 2 * KEEPERS * TILES * 32, kScalars = kState + 2 * KEEPERS * STEPS * 16,
+                       kState = kInputs + 2 * INPUTS_IMAGE, kScalars = kState + 2 * STATE_IMAGE,
                        kPowers = kScalars + 2 * SCALARS * CHUNK * 4,  // of rows of inputs, then of S
                        kBytes = kPowers + 4 * SLICE * 4;
 };
 
 struct Work {  // of a block
   Seq seq;
-  int h, row0, n;  // head, first row of S, chunks
+  int h, row0, n;        // head, first row of S, chunks
   const u8* records;     // of the sequence's first chunk and the head's group
   const float* scalars;  // of that chunk and the head
   u8* memory;
@@ -248,14 +274,6 @@ __device__ __forceinline__ float quick_silu(float x) {
   return x * out;
 }
 
-// Left operands in shared memory in the order of registers: a lane's 16 bytes beside its neighbours'.
-__device__ __forceinline__ uint4& stored(const Work& w, int at, int warp, int n, int i) {
-  return *reinterpret_cast<uint4*>(w.memory + at + ((warp * n + i) * 32 + threadIdx.x % 32) * 16);
-}
-
-__device__ __forceinline__ Quad quad_of(const uint4& x) { return {{x.x, x.y, x.z, x.w}}; }
-__device__ __forceinline__ uint4 stored_of(const Quad& x) { return make_uint4(x.x[0], x.x[1], x.x[2], x.x[3]); }
-
 __device__ __forceinline__ float* scalars_in(const Work& w, int c) {
   return reinterpret_cast<float*>(w.memory + Shared::kScalars) + c % 2 * (SCALARS * CHUNK);
 }
@@ -265,22 +283,19 @@ __device__ __forceinline__ void decay_pairs(const Work& w, int c) {
   const float* s = scalars_in(w, c);
   const int lane = threadIdx.x % 32;
   for (int i = threadIdx.x / 32; i < PAIRS; i += KEEPERS / 32) {
-    const Pair16 pair = pair16(i);
-    const int t = pair.t + lane / 2, u = pair.u + lane % 2 * 8;
-    u8* at = w.memory + Shared::kP + c % 2 * P_TILE + t * P_ROW + u * 2;
-    const uint4 old = *reinterpret_cast<const uint4*>(at);
-    const u32 four[4] = {old.x, old.y, old.z, old.w};
-    const float high = s[HIGH * CHUNK + t], low = s[LOW * CHUNK + t];
-    u32 made[4];
+    uint4& lanes = stored(w.memory + Shared::kP + c % 2 * P_IMAGE, i);
+    Quad p = quad_of(lanes);
 #pragma unroll
     for (int k = 0; k < 4; k++) {
-      const float2 highs = *reinterpret_cast<const float2*>(s + HIGH * CHUNK + u + k * 2);
-      const float2 lows = *reinterpret_cast<const float2*>(s + LOW * CHUNK + u + k * 2);
-      const float p0 = f16_to_f32(static_cast<u16>(four[k])) * two_to((high - highs.x) + (low - lows.x));
-      const float p1 = f16_to_f32(static_cast<u16>(four[k] >> 16)) * two_to((high - highs.y) + (low - lows.y));
-      made[k] = f16_pair(u + k * 2 <= t ? p0 : 0.0f, u + k * 2 < t ? p1 : 0.0f);
+      const int t = pair_block(i).t + lane / 4 + k / 2 * 8, u = pair_block(i).u + lane % 4 * 2 + k % 2 * 8;
+      const float high = s[HIGH * CHUNK + t], low = s[LOW * CHUNK + t];
+      const float2 highs = *reinterpret_cast<const float2*>(s + HIGH * CHUNK + u);
+      const float2 lows = *reinterpret_cast<const float2*>(s + LOW * CHUNK + u);
+      const float p0 = f16_to_f32(static_cast<u16>(p.x[k])) * two_to((high - highs.x) + (low - lows.x));
+      const float p1 = f16_to_f32(static_cast<u16>(p.x[k] >> 16)) * two_to((high - highs.y) + (low - lows.y));
+      p.x[k] = f16_pair(u <= t ? p0 : 0.0f, u < t ? p1 : 0.0f);
     }
-    *reinterpret_cast<uint4*>(at) = make_uint4(made[0], made[1], made[2], made[3]);
+    lanes = stored_of(p);
   }
 }
 
@@ -293,8 +308,8 @@ __device__ __forceinline__ void keep_state(const Work& w, float* state) {
     if (c < w.n) {
       const u8* record = w.records + static_cast<i64>(c) * (GROUPS * RECORD);
       const float* s = w.scalars + static_cast<i64>(c) * (HEADS * SCALARS * CHUNK);
-      copy_bytes<2 * B_TILE>(w.base + c % 2 * (2 * B_TILE), record, tid);
-      copy_bytes<P_TILE>(w.base + Shared::kP + c % 2 * P_TILE, record + 3 * B_TILE, tid);
+      copy_bytes<2 * B_IMAGE>(w.base + c % 2 * (2 * B_IMAGE), record, tid);
+      copy_bytes<P_IMAGE>(w.base + Shared::kP + c % 2 * P_IMAGE, record + 3 * B_IMAGE, tid);
       copy_bytes<SINCE * CHUNK * 4>(w.base + Shared::kScalars + c % 2 * (SCALARS * CHUNK * 4), s, tid);
     }
     copies_commit();
@@ -313,7 +328,7 @@ __device__ __forceinline__ void keep_state(const Work& w, float* state) {
     const Scale scale = scale_of(S);
 #pragma unroll
     for (int k = 0; k < STEPS; k++) {
-      stored(w, Shared::kState + c % 2 * (KEEPERS * STEPS * 16), warp, STEPS, k) = stored_of(operand(S, k, scale).hi);
+      stored(w.memory + Shared::kState + c % 2 * STATE_IMAGE, warp * STEPS + k) = stored_of(operand(S, k, scale).hi);
     }
     if (lane % 4 == 0) {
 #pragma unroll
@@ -327,14 +342,14 @@ __device__ __forceinline__ void keep_state(const Work& w, float* state) {
   meet();
 #pragma unroll 1
   for (int c = 0; c < w.n; c++) {
-    const u32 hi = w.base + c % 2 * (2 * B_TILE), lo = hi + B_TILE;
+    u8* b = w.memory + c % 2 * (2 * B_IMAGE);
     copy_chunk(c + 1);
     Operand inputs[TILES];
 #pragma unroll
     for (int k = 0; k < TILES; k++) {
-      const int at = Shared::kInputs + c % 2 * (KEEPERS * TILES * 32);
-      inputs[k].hi = quad_of(stored(w, at, warp, 2 * TILES, 2 * k));
-      inputs[k].lo = quad_of(stored(w, at, warp, 2 * TILES, 2 * k + 1));
+      u8* from = w.memory + Shared::kInputs + c % 2 * INPUTS_IMAGE;
+      inputs[k].hi = quad_of(stored(from, (warp * TILES + k) * 2));
+      inputs[k].lo = quad_of(stored(from, (warp * TILES + k) * 2 + 1));
     }
     const float by[2] = {powers[c % 2 * SLICE + row], powers[c % 2 * SLICE + row + 8]};
     const float last = scalars_in(w, c)[SINCE * CHUNK + CHUNK - 1];
@@ -345,9 +360,9 @@ __device__ __forceinline__ void keep_state(const Work& w, float* state) {
       for (int k = 0; k < TILES; k++) {
 #pragma unroll
         for (int u = 0; u < STEPS / 2; u++) {
-          const u32 b_at = (k * 16 + lane / 8 % 2 * 8 + lane % 8) * B_ROW + ((half * (STEPS / 2) + u) * 2 + lane / 16) * 16;
-          const Quad b_hi4 = matrices_turned(hi + b_at), b_lo4 = matrices_turned(lo + b_at);
-          add_product3(*reinterpret_cast<float(*)[2][4]>(&sum[2 * u]), inputs[k], b_hi4, b_lo4);
+          const int block = k * STEPS + half * (STEPS / 2) + u;
+          const Quad hi = quad_of(stored(b, block)), lo = quad_of(stored(b, B_BLOCKS + block));
+          add_product3(*reinterpret_cast<float(*)[2][4]>(&sum[2 * u]), inputs[k], hi, lo);
         }
       }
 #pragma unroll
@@ -404,7 +419,7 @@ __device__ __forceinline__ void make_rows(const Work& w, const Raws& from, float
     const u32 to = w.base + Shared::kScalars + c % 2 * (SCALARS * CHUNK * 4) + SINCE * CHUNK * 4;
     copy_bytes<(SCALARS - SINCE) * CHUNK * 4>(to, s, tid);
     const u8* record = w.records + static_cast<i64>(c) * (GROUPS * RECORD);
-    copy_bytes<B_TILE>(w.base + Shared::kC + c % 2 * B_TILE, record + 2 * B_TILE, tid);
+    copy_bytes<B_IMAGE>(w.base + Shared::kC + c % 2 * B_IMAGE, record + 2 * B_IMAGE, tid);
     copies_commit();
   };
   const float4 taps[2] = {quad(from.conv_w + (channel + row) * TAPS), quad(from.conv_w + (channel + row + 8) * TAPS)};
@@ -435,18 +450,16 @@ __device__ __forceinline__ void make_rows(const Work& w, const Raws& from, float
     const Scale scale = scale_of(inputs);
 #pragma unroll
     for (int k = 0; k < TILES; k++) {
-      const int at = Shared::kInputs + c % 2 * (KEEPERS * TILES * 32);
+      u8* to = w.memory + Shared::kInputs + c % 2 * INPUTS_IMAGE;
       const Operand both = operand(inputs, k, scale);
-      stored(w, at, warp, 2 * TILES, 2 * k) = stored_of(both.hi);
-      stored(w, at, warp, 2 * TILES, 2 * k + 1) = stored_of(both.lo);
+      stored(to, (warp * TILES + k) * 2) = stored_of(both.hi);
+      stored(to, (warp * TILES + k) * 2 + 1) = stored_of(both.lo);
     }
     if (lane % 4 == 0) {
 #pragma unroll
       for (int r = 0; r < 2; r++) powers[c % 2 * SLICE + row + r * 8] = scale.by[r];
     }
   };
-  const int b_row = lane / 16 * 8 + lane % 8, b_unit = lane / 8 % 2;  // lane's place in two right operands' matrices
-
   copy_chunk(0);
   copies_wait<0>();
   meet_makers();
@@ -464,13 +477,13 @@ __device__ __forceinline__ void make_rows(const Work& w, const Raws& from, float
       for (int i = 0; i < 4; i++) old.x[j][i] = fresh.x[j][i] = 0.0f;
     }
     {
-      const u32 tile = w.base + Shared::kC + c % 2 * B_TILE;
+      u8* S = w.memory + Shared::kState + c % 2 * STATE_IMAGE;
 #pragma unroll
       for (int k = 0; k < STEPS; k++) {
-        const Quad a = quad_of(stored(w, Shared::kState + c % 2 * (KEEPERS * STEPS * 16), warp, STEPS, k));
+        const Quad a = quad_of(stored(S, warp * STEPS + k));
 #pragma unroll
         for (int u = 0; u < TILES; u++) {
-          const Quad c4 = matrices(tile + (u * 16 + b_row) * B_ROW + (2 * k + b_unit) * 16);
+          const Quad c4 = quad_of(stored(w.memory + Shared::kC + c % 2 * B_IMAGE, k * TILES + u));
           add_product(old.x[2 * u], a, c4.x[0], c4.x[1]);
           add_product(old.x[2 * u + 1], a, c4.x[2], c4.x[3]);
         }
@@ -485,13 +498,12 @@ __device__ __forceinline__ void make_rows(const Work& w, const Raws& from, float
         for (int i = 0; i < 4; i++) inputs.x[j][i] = x.x[j][i] * (i % 2 ? in.y : in.x);
       }
       scale = scale_of(inputs);
-      const u32 tile = w.base + Shared::kP + c % 2 * P_TILE;
 #pragma unroll
       for (int k = 0; k < TILES; k++) {
         const Quad a = operand(inputs, k, scale).hi;
 #pragma unroll
         for (int u = k; u < TILES; u++) {
-          const Quad p4 = matrices(tile + (u * 16 + b_row) * P_ROW + (2 * k + b_unit) * 16);
+          const Quad p4 = quad_of(stored(w.memory + Shared::kP + c % 2 * P_IMAGE, u * (u + 1) / 2 + k));
           add_product(fresh.x[2 * u], a, p4.x[0], p4.x[1]);
           add_product(fresh.x[2 * u + 1], a, p4.x[2], p4.x[3]);
         }

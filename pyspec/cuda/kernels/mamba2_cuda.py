@@ -115,7 +115,7 @@ def bind(spec: Mamba2Spec, *, columns: int | None = None, chunked: int = CHUNKED
     capability = torch.cuda.get_device_capability(spec.device)
     arch, n_sm = jit.arch_of(capability), torch.cuda.get_device_properties(spec.device).multi_processor_count
     kernels = {c: _kernels(s, arch, c) for c in ([columns] if columns else columns_of(s))}
-    chunks = mamba2_chunk.kernels(s, arch)
+    chunks = mamba2_chunk.kernels(s, arch, n_sm)
     inner, wide = s.n_head * s.head_dim, s.n_group * s.n_state
     overlap, fault = capability >= (9, 0), faults.record(spec.device)
 
@@ -147,14 +147,14 @@ def bind(spec: Mamba2Spec, *, columns: int | None = None, chunked: int = CHUNKED
             conv.launch((s.n_channel // CHANNELS, n_seq, stretches), CONV_THREADS, args, overlap=overlap)
         if long:
             more = [*counts, np.int32(n_seq)]
-            made = chunks.prepare(inputs, p, layer.conv, more, n_chunk, fault)
+            made = chunks.prepare(inputs, p, layer.conv, more, n_chunk, fault, overlap=overlap)
         runs_rows = not only_long or any(q.n_fold for q in long)
         if runs_rows:
             args = [layer.state, p.d, *records, *old, x, b, c, e, t, out, *counts, fault]
             rows.launch((s.n_head, s.head_dim * LANES // (THREADS * cols), n_seq), THREADS, args, overlap=overlap)
         if long:
-            states = layer.state, layer.conv
-            chunks.run(made, inputs, p, *states, out, more, n_seq, n_chunk, fault, overlap=overlap)
+            states, sizes = (layer.state, layer.conv), (n_seq, len(long), n_chunk)
+            chunks.run(made, inputs, p, *states, out, more, *sizes, fault, overlap=overlap)
         return out
 
     return mamba2
