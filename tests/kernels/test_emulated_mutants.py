@@ -8,6 +8,7 @@ import pytest
 import test_emulated_attend as attend
 import test_emulated_gdn as gdn
 import test_emulated_linear as linear
+import test_emulated_mamba2_chunk as mamba2_chunk
 import test_emulated_rows as rows
 import test_emulated_wgmma as wgmma
 from emulated.machine import needs_compiler
@@ -28,6 +29,10 @@ def multiplied(capability: tuple[int, int], seed: int) -> None:
     linear.test_products_equal_exact_sums_of_rounded_rows(GGMLType.Q8_0, capability, seed)
 
 
+def prompted(seed: int) -> None:
+    mamba2_chunk.test_chunked_prompts_follow_the_reference("narrow", seed)
+
+
 MUTANTS: list[tuple[str, str, int, Callable[[int], None]]] = [
     ("rows", "__syncthreads();", 0, lambda seed: rows.test_row_major_rows_equal_the_reference(384, Kind.PLAIN, seed)),
     ("attend", "wait_oldest();", 0, lambda seed: attended("q8_0", seed)),
@@ -45,6 +50,9 @@ MUTANTS: list[tuple[str, str, int, Callable[[int], None]]] = [
     ("gdn", "__syncthreads();", 0, lambda seed: gdn.test_ragged_rounds_follow_the_reference((1, 1), 2, seed)),
     ("gdn", "__syncthreads();", 1, lambda seed: gdn.test_ragged_rounds_follow_the_reference((1, 1), 2, seed)),
     ("gdn_chunk", "copies_wait<1>();", 0, lambda seed: gdn.test_chunked_prompts_follow_the_reference((1, 2), (9, 0), seed)),
+    ("mamba2_chunk", "__syncthreads();", 0, prompted),
+    *(("mamba2_chunk", "copies_wait<0>();", i, prompted) for i in range(4)),
+    *(("mamba2_chunk", f"  meet_{who}();", i, prompted) for who in ("keepers", "makers") for i in (0, 1)),
     ("linear_wgmma", "wgmma_wait<0>();", 0, lambda _: wgmma.test_products_equal_float64(GGMLType.Q8_0)),
     ("linear_wgmma", "barrier_wait(b.full + b.stage * 8, b.parity);", 0, lambda _: wgmma.test_products_equal_float64(GGMLType.Q8_0)),
 ]  # fmt: skip

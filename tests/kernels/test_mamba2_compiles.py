@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pyspec.cuda import jit
-from pyspec.cuda.kernels import mamba2_cuda, rope_kv_cuda
+from pyspec.cuda.kernels import mamba2_chunk, mamba2_cuda, rope_kv_cuda
 from pyspec.cuda.kernels.mamba2_ref import Mamba2Spec
 from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
 from pyspec.slots.memory import Mamba2Shape
@@ -26,11 +26,38 @@ def test_kernels_compile_without_spills_and_leave_room_for_the_blocks_they_count
         )
 
 
+@pytest.mark.parametrize("arch", jit.ARCHS)
+def test_kernels_of_prompts_compile_without_spills_and_fit_their_multiprocessors(arch: str) -> None:
+    for shape, narrowed in ((SUPER, False), (NANO, False), (NANO, True), (PUZZLE, False)):
+        chunk, most = mamba2_chunk.cut(shape, arch)
+        rows = 32 if narrowed else most
+        made = mamba2_chunk.defines(shape, chunk, rows)
+        found = jit.compile_cubin("mamba2_chunk", arch, made, use_cache=False).resources
+        assert set(found) == {"mamba2_chunk_group", "mamba2_chunk_state"}
+        assert all(r.spill_bytes == 0 for r in found.values()), found
+        group = mamba2_chunk.group_shared(shape, chunk) + found["mamba2_chunk_group"].shared_bytes
+        assert mamba2_chunk.shared_for(shape, chunk, rows) <= mamba2_chunk.shared_limit(arch)
+        assert (
+            2 * (group + 1024) <= mamba2_chunk.shared_limit(arch) + 1024
+        )  # two blocks, and what the driver takes of each
+        assert found["mamba2_chunk_state"].registers * 4 * rows <= 65536
+        assert found["mamba2_chunk_group"].registers * mamba2_chunk.GROUP_THREADS * 2 <= 65536
+
+
+def test_blocks_of_prompts_are_as_large_as_they_may_be_and_narrow_for_few_heads() -> None:
+    cuts = [mamba2_chunk.cut(s, arch) for s in (SUPER, PUZZLE) for arch in ("sm_90a", "sm_80", "sm_120f")]
+    assert cuts == [(64, 64), (32, 64), (32, 32), (64, 64), (64, 64), (32, 64)]
+    assert [mamba2_chunk.narrow(s, n, 132) for s, n in ((SUPER, 1), (NANO, 1), (NANO, 2))] == [False, True, False]
+
+
 @pytest.mark.parametrize("shape", [NANO, PUZZLE, Mamba2Shape(8, 32, 4, 32, 4), Mamba2Shape(4, 128, 2, 64, 4)])
 def test_other_shapes_compile_too(shape: Mamba2Shape) -> None:
     for columns in mamba2_cuda.columns_of(shape):
         found = jit.compile_cubin("mamba2", "sm_90a", mamba2_cuda.defines(shape, "sm_90a", columns), use_cache=False)
         assert all(r.spill_bytes == 0 for r in found.resources.values())
+    made = mamba2_chunk.defines(shape, *mamba2_chunk.cut(shape, "sm_90a"))
+    found = jit.compile_cubin("mamba2_chunk", "sm_90a", made, use_cache=False)
+    assert all(r.spill_bytes == 0 for r in found.resources.values())
 
 
 @pytest.mark.parametrize(

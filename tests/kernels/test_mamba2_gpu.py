@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -115,6 +117,103 @@ def test_a_graph_serves_other_slots_and_widths() -> None:
         want = reference(m[:n], dt[:n], p, layers[1], lay_out(SlotTable(4, 64, 64), seqs, GPU))
         assert torch.allclose(out[:n], want, rtol=1e-4, atol=1e-3)
     assert torch.allclose(layers[0].state, layers[1].state, rtol=1e-4, atol=1e-4)
+
+
+def doubled(p: Params) -> Params:
+    return Params(*(getattr(p, name).double().cpu() for name in Params.__slots__))
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    return float((got.cpu().double() - want).norm() / want.norm().clamp_min(1e-30))
+
+
+def hostile(kind: str, m: Tensor, dt: Tensor, p: Params) -> tuple[Tensor, Tensor, Params]:
+    """Rows and parameters that make chunked sums hard."""
+    gen = torch.Generator().manual_seed(7)
+    if kind == "nothing forgotten":
+        return m, dt, replace(p, a=torch.full_like(p.a, -1e-7))
+    if kind == "steps next to nothing":
+        return m, dt - 30, p
+    if kind == "forgets all now and then":
+        now = (torch.rand(dt.shape, generator=gen) < 0.1).to(GPU)
+        return m, torch.where(now, 50.0, -12.0), replace(p, a=torch.full_like(p.a, -300.0))
+    if kind == "rows from 1e-6 to 1e6":
+        return m * torch.logspace(-6, 6, len(m))[torch.randperm(len(m), generator=gen), None].to(GPU), dt, p
+    return m * 3000 if kind == "loud" else m, dt, p
+
+
+PROMPTS = [
+    [Seq(0, 0, [0] * 129, True), Seq(2, 0, [0] * 5), Seq(1, 0, [0] * 128, True)],
+    [Seq(2, 0, [0] * 300, True, 0, 4), Seq(1, 0, [0] * 3), Seq(0, 0, [0] * 191, True)],
+    [Seq(1, 0, [0] * 577, True, 0, 2)],
+]
+
+
+@pytest.mark.parametrize("kind", ["ordinary", "nothing forgotten", "steps next to nothing", "forgets all now and then",
+                                  "rows from 1e-6 to 1e6", "loud"])  # fmt: skip
+@pytest.mark.parametrize("shape", [NANO, PUZZLE, SMALL, Mamba2Shape(8, 32, 4, 32, 4), Mamba2Shape(8, 128, 4, 64, 4)])
+def test_chunked_prompts_follow_the_reference_in_float64(shape: Mamba2Shape, kind: str) -> None:
+    if kind != "ordinary" and shape != SMALL:
+        pytest.skip("hostile rows in one shape are enough")
+    mine, theirs = StateLayer(shape, 3, 6, GPU), StateLayer(shape, 3, 6, torch.device("cpu"))
+    for name in ("state", "conv", *shape.records):
+        setattr(theirs, name, getattr(theirs, name).double())
+    run, reference = mamba2_cuda.bind(Mamba2Spec(GPU, shape)), mamba2_ref.bind(Mamba2Spec(theirs.state.device, shape))
+    for i, seqs in enumerate(PROMPTS):
+        m, dt, p = hostile(kind, *rows_of(sum(s.width for s in seqs), shape, i), params(shape))
+        got = run(*wide(m, dt), p, mine, lay_out(SlotTable(3, 64, 64), seqs, GPU))
+        batch = lay_out(SlotTable(3, 64, 64), seqs, theirs.state.device)
+        want = reference(m.double().cpu(), dt.double().cpu(), doubled(p), theirs, batch)
+        assert error(got, want) < 1e-3
+        for s in seqs:
+            for h in range(shape.n_head):
+                assert error(mine.state[s.slot, h], theirs.state[s.slot, h]) < 3e-5
+            assert error(mine.conv[s.slot, :3], theirs.conv[s.slot, :3]) < 1e-6
+    assert not faults.record(GPU).any()
+
+
+def wide(m: Tensor, dt: Tensor) -> tuple[Tensor, Tensor]:
+    """As slices of wider rows that are NaN elsewhere."""
+    rows = torch.full((len(m), m.shape[1] + dt.shape[1] + 64), torch.nan, device=GPU)
+    at = m.shape[1] + 4
+    rows[:, : m.shape[1]], rows[:, at : at + dt.shape[1]] = m, dt
+    return rows[:, : m.shape[1]], rows[:, at : at + dt.shape[1]]
+
+
+@pytest.mark.parametrize("shape", [SUPER, NANO, SMALL])
+def test_a_chunked_prompt_does_not_depend_on_its_neighbours_to_the_bit(shape: Mamba2Shape) -> None:
+    p, rows, run, found = params(shape), rows_of(900, shape), mamba2_cuda.bind(Mamba2Spec(GPU, shape)), []
+    for before, after in (
+        ([], []),
+        ([Seq(0, 0, [0] * 150, True), Seq(3, 0, [0] * 4)], [Seq(2, 0, [0] * 130, True)]),
+        ([Seq(3, 0, [0] * 6)], [Seq(0, 0, [0] * 2, True)]),
+        ([], []),
+    ):
+        layer, first = StateLayer(shape, 4, 6, GPU), sum(s.width for s in before)
+        for t in layer.tensors():
+            t.copy_(torch.randn(t.shape, generator=torch.Generator().manual_seed(9)))
+        seqs = [*before, Seq(1, 0, [0] * 400, True, 0, 3), *after]
+        m, dt = (torch.cat([x[400 : 400 + first], x[:400], x[700:]])[: sum(s.width for s in seqs)] for x in rows)
+        got = run(m, dt, p, layer, lay_out(SlotTable(4, 64, 64), seqs, GPU))
+        found.append((got[first : first + 400], layer.state[1], layer.conv[1, :3]))
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_a_hundred_prompts_without_waiting_give_what_waiting_ones_give() -> None:
+    results = []
+    for waits in (True, False):
+        run, layer = mamba2_cuda.bind(Mamba2Spec(GPU, SMALL)), StateLayer(SMALL, 2, 4, GPU)
+        (m, dt), p, table = rows_of(263, SMALL), params(SMALL), SlotTable(2, 64, 64)
+        prompts = [lay_out(table, [Seq(0, 0, [0] * 259, True, 0, 3), Seq(1, 0, [0] * 4)], GPU),
+                   lay_out(table, [Seq(0, 0, [0] * 4), Seq(1, 0, [0] * 259, True, 0, 2)], GPU)]  # fmt: skip
+        out = torch.zeros(263, SMALL.n_head, SMALL.head_dim, device=GPU)
+        for i in range(100):
+            out += run(m, dt, p, layer, prompts[i % 2])
+            if waits:
+                torch.cuda.synchronize()
+        results.append((out, layer.state))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_offsets_beyond_two_billion_elements() -> None:

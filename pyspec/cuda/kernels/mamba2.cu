@@ -15,6 +15,7 @@
 // A folded row runs the same operations on the state as a verified or kept one, and their order does not depend on
 // COLS: a state does not depend on how its tokens came.
 //
+// Kept sequences of `chunked` rows and more go through mamba2_chunk.cu: mamba2_conv skips them, mamba2_rows only folds.
 // A sequence of no rows is skipped whole, and so is one with a bad index, which is reported.
 #include "seq.cuh"
 #include "overlap.cuh"
@@ -39,7 +40,6 @@
 #define OP_MAMBA2 7  // this op's number in fault records
 
 constexpr int INNER = HEADS * DIM, WIDE = GROUPS * N_STATE, CHANNELS = INNER + 2 * WIDE;
-constexpr int NEVER = 0x7fffffff;             // no sequence is left to kernels for chunks
 constexpr int TILE = THREADS / LANES * COLS;  // rows of the state of a block
 constexpr int QUADS = N_STATE / 4 / LANES;    // float4 of one row in a lane
 constexpr int GROUP = 4;                      // rows of a warp of mamba2_conv at a time
@@ -140,11 +140,13 @@ extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 4)
                 const float* __restrict__ conv_b, float* conv, float* rec_x, float* rec_b, float* rec_e, float* rec_t,
                 float* fold_x, float* fold_b, float* fold_e, float* fold_t, float* x, float* b, float* c, float* e,
                 float* t, const int* seq_slot, const int* seq_start, const int* seq_fold, const int* seq_keep,
-                int n_slot, int width, int n_row, int* fault) {
+                int n_slot, int width, int n_row, int chunked, int* fault) {
   let_successor_start();
   wait_for_predecessor();
   const int channel = blockIdx.x * 128, s = blockIdx.y;
-  const Seq seq = read_seq({seq_slot, seq_start, seq_fold, seq_keep, n_slot, width, n_row, NEVER}, s, OP_MAMBA2, fault);
+  const Meta meta = {seq_slot, seq_start, seq_fold, seq_keep, n_slot, width, n_row, chunked};
+  Seq seq = read_seq(meta, s, OP_MAMBA2, fault);
+  if (seq.chunked) seq.n = 0;
   if (static_cast<int>(blockIdx.z) * SPAN < seq.n && (blockIdx.z == 0 || seq.keep)) {
     const ConvArgs args = {m,      dt,     a,      dt_bias, conv_w, conv_b, conv, rec_x, rec_b,    rec_e,     rec_t,
                            fold_x, fold_b, fold_e, fold_t,  x,      b,      c,    e,     t,        m_stride,  dt_stride,
@@ -248,15 +250,18 @@ __device__ __forceinline__ void move_state(Slice& slice, float* state, bool stor
 // grid (HEADS, DIM / TILE, sequences), 128 threads. state [slot, head, head_dim, state] in place, d [head] read,
 // out [row, head, head_dim] written; the rest is mamba2_conv's. Launched so that its state may load while that runs.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    mamba2_rows(float* state, const float* __restrict__ d, const float* rec_x, const float* rec_b, const float* fold_x,
-                const float* fold_b, const float* fold_e, const float* fold_t, const float* x, const float* b,
-                const float* c, const float* e, const float* t, float* out, const int* seq_slot, const int* seq_start,
-                const int* seq_fold, const int* seq_keep, int n_slot, int width, int n_row, int* fault) {
+    mamba2_rows(float* state, const float* __restrict__ d, const float* rec_x, const float* rec_b, const float* rec_e,
+                const float* rec_t, const float* fold_x, const float* fold_b, const float* fold_e, const float* fold_t,
+                const float* x, const float* b, const float* c, const float* e, const float* t, float* out,
+                const int* seq_slot, const int* seq_start, const int* seq_fold, const int* seq_keep, int n_slot,
+                int width, int n_row, int chunked, int* fault) {
   let_successor_start();
   __shared__ __align__(16) Stage stages[2];
   const int h = blockIdx.x, row0 = blockIdx.y * TILE, s = blockIdx.z, group = h / (HEADS / GROUPS);
-  const Seq seq = read_seq({seq_slot, seq_start, seq_fold, seq_keep, n_slot, width, n_row, NEVER}, s, OP_MAMBA2, fault);
-  if (seq.n == 0) {
+  const Meta meta = {seq_slot, seq_start, seq_fold, seq_keep, n_slot, width, n_row, chunked};
+  Seq seq = read_seq(meta, s, OP_MAMBA2, fault);
+  if (seq.chunked) seq.n = 0;
+  if (seq.n + seq.fold == 0) {
     wait_for_predecessor();  // whoever starts after this kernel counts on mamba2_conv
     return;
   }
@@ -266,15 +271,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   // pointers are made anew for every stage: a few instructions, where keeping them costs registers all along
   auto start_fetch = [&](int j) {
     if (j < n_stage) {
-      const bool folds = j < n_fold, kept = seq.keep;
+      const bool folds = j < n_fold, kept = seq.keep, in_place = seq.chunked;  // whose records nobody overwrites
       const int first = (folds ? j : j - n_fold) * STAGE, count = min(STAGE, (folds ? seq.fold : seq.n) - first);
       const i64 row = seq.start + first, old = fold_row + first, record = slot_row + first;
-      const i64 at = folds ? old : kept ? row : record;
-      const Tokens from = {(folds ? fold_x : kept ? x : rec_x) + at * INNER + h * DIM + row0,
-                           (folds ? fold_b : kept ? b : rec_b) + at * WIDE + group * N_STATE,
+      const i64 at = in_place ? record : folds ? old : kept ? row : record, scalar = in_place || folds ? at : row;
+      const Tokens from = {(in_place ? rec_x : folds ? fold_x : kept ? x : rec_x) + at * INNER + h * DIM + row0,
+                           (in_place ? rec_b : folds ? fold_b : kept ? b : rec_b) + at * WIDE + group * N_STATE,
                            folds ? nullptr : c + row * WIDE + group * N_STATE,
-                           (folds ? fold_e + old * HEADS : e + row * HEADS) + h,
-                           (folds ? fold_t + old * HEADS : t + row * HEADS) + h};
+                           (in_place ? rec_e : folds ? fold_e : e) + scalar * HEADS + h,
+                           (in_place ? rec_t : folds ? fold_t : t) + scalar * HEADS + h};
       fetch(stages[j % 2], from, count);
     }
     copies_commit();

@@ -1,11 +1,14 @@
-"""`mamba2` for NVIDIA GPUs: two launches a layer, sequential over tokens (kernels: mamba2.cu).
+"""`mamba2` for NVIDIA GPUs: two launches a layer, sequential over tokens; prompts in chunks (kernels: mamba2.cu, mamba2_chunk.cu).
 
 Same contract as mamba2_ref, with its own order of sums over the state's columns. All lengths and counts are read on the
 device, so a captured graph may be replayed for any batch of as many sequences and rows; sequences without rows touch nothing.
-A state does not depend on how its tokens came, to the bit.
 
-This has compiled for all architectures and its source has run in an emulation on a CPU, but it has not run on a GPU yet. The
-op's check in a child process is what stands between it and a model.
+A state does not depend on how its tokens came, to the bit, as long as they came as verifies or as kept rows of fewer than
+CHUNKED. Longer kept sequences are summed in chunks: within 3e-5 of the sequential state (outputs within 1e-3, their last
+products are one pass of f16), the same whatever the neighbours, rounded otherwise for another cut.
+
+mamba2_chunk.cu has compiled for all architectures and run in an emulation on a CPU, but not on a GPU yet. The op's check in a
+child process, which has prompts, is what stands between it and a model.
 """
 
 from __future__ import annotations
@@ -19,15 +22,19 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import faults, jit
+from pyspec.cuda.kernels import mamba2_chunk
 from pyspec.cuda.kernels.mamba2_ref import Mamba2, Mamba2Spec, Params
+from pyspec.slots.arena import BUCKETS
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Mamba2Shape, StateLayer
 
 TAPS, LANES, THREADS, CONV_THREADS, CHANNELS = 4, 8, 128, 128, 128  # CHANNELS of a block of mamba2_conv
 SPAN = 64  # rows of one mamba2_conv block
 COLUMNS = (2, 4)  # of a lane: rows of the state, as wide as it
-CONV_ARGS = "plpl" + "pppp" + "ppppp" + "pppp" + "ppppp" + "pppp" + "iii" + "p"
-ROWS_ARGS = "pp" + "pp" + "pppp" + "ppppp" + "p" + "pppp" + "iii" + "p"
+CHUNKED = BUCKETS[-1] + 1  # rows from which a kept sequence is chunked: such batches are never in a graph, alone or not
+NEVER = 2**31 - 1
+CONV_ARGS = "plpl" + "pppp" + "ppppp" + "pppp" + "ppppp" + "pppp" + "iiii" + "p"
+ROWS_ARGS = "pp" + "pppp" + "pppp" + "ppppp" + "p" + "pppp" + "iiii" + "p"
 
 
 def limits(spec: Mamba2Spec) -> str | None:
@@ -100,12 +107,15 @@ def _check(m: Tensor, dt: Tensor, p: Params, layer: StateLayer, s: Mamba2Shape) 
     assert [tuple(t.shape) for t in weights] == sizes
 
 
-def bind(spec: Mamba2Spec, *, columns: int | None = None) -> Mamba2:
-    """For measurements, `columns` fixes how many rows of the state a lane holds; else the number of sequences decides."""
+def bind(spec: Mamba2Spec, *, columns: int | None = None, chunked: int = CHUNKED) -> Mamba2:
+    """For measurements, `columns` fixes how many rows of the state a lane holds (else the number of sequences decides) and
+    `chunked` from how many rows a kept sequence is chunked."""
+    assert chunked >= TAPS, "a chunked sequence is longer than the window it leaves"
     s = spec.shape
     capability = torch.cuda.get_device_capability(spec.device)
     arch, n_sm = jit.arch_of(capability), torch.cuda.get_device_properties(spec.device).multi_processor_count
     kernels = {c: _kernels(s, arch, c) for c in ([columns] if columns else columns_of(s))}
+    chunks = mamba2_chunk.kernels(s, arch, n_sm)
     inner, wide = s.n_head * s.head_dim, s.n_group * s.n_state
     overlap, fault = capability >= (9, 0), faults.record(spec.device)
 
@@ -115,21 +125,36 @@ def bind(spec: Mamba2Spec, *, columns: int | None = None) -> Mamba2:
         out = m.new_empty(n_row, s.n_head, s.head_dim)
         if not n_row:
             return out
-        n_old = n_seq * layer.width
-        sizes = [n_old * inner, n_old * wide, n_row * inner, n_row * wide, n_row * wide]
-        sizes += [n_old * s.n_head, n_old * s.n_head, n_row * s.n_head, n_row * s.n_head]
+        # only batches that run as they are may be cut here: a graph's are replayed for others
+        long = [] if batch.bucket is not None else [q for q in batch.seqs if q.keep and q.width >= chunked]
+        n_chunk = sum(-(-q.width // chunks.chunk) for q in long)
+        only_long = bool(long) and len(long) == len(batch.seqs)
+        n_old, n_new = (0, 0) if only_long else (n_seq * layer.width, n_row)
+        sizes = [n_old * inner, n_old * wide, n_new * inner, n_new * wide, n_new * wide]
+        sizes += [n_old * s.n_head, n_old * s.n_head, n_new * s.n_head, n_new * s.n_head]
         fold_x, fold_b, x, b, c, fold_e, fold_t, e, t = m.new_empty(sum(sizes)).split(sizes)
         meta = [batch.seq_slot, batch.seq_start, batch.seq_fold, batch.seq_keep]
-        counts: list[jit.Arg] = [*meta, *map(np.int32, (layer.state.shape[0], layer.width, n_row)), fault]
+        sizes_of = (layer.state.shape[0], layer.width, n_row, chunked if long else NEVER)
+        counts: list[jit.Arg] = [*meta, *map(np.int32, sizes_of)]
         old, records = [fold_x, fold_b, fold_e, fold_t], [layer.x, layer.b, layer.decay, layer.dt]
         inputs: list[jit.Arg] = [m, np.int64(m.stride(0)), dt, np.int64(dt.stride(0))]
         cols = columns or columns_for(s, n_seq, arch, n_sm)
         conv, rows = kernels[cols]
-        stretches = -(-n_row // SPAN) if n_row > n_seq * layer.width else 1  # a block takes several if it must
-        args = [*inputs, p.a, p.dt_bias, p.conv_w, p.conv_b, layer.conv, *records, *old, x, b, c, e, t, *counts]
-        conv.launch((s.n_channel // CHANNELS, n_seq, stretches), CONV_THREADS, args, overlap=overlap)
-        args = [layer.state, p.d, layer.x, layer.b, *old, x, b, c, e, t, out, *counts]
-        rows.launch((s.n_head, s.head_dim * LANES // (THREADS * cols), n_seq), THREADS, args, overlap=overlap)
+        if not only_long:
+            stretches = -(-n_row // SPAN) if n_row > n_seq * layer.width else 1  # a block takes several if it must
+            weights, new = [p.a, p.dt_bias, p.conv_w, p.conv_b], [x, b, c, e, t]
+            args = [*inputs, *weights, layer.conv, *records, *old, *new, *counts, fault]
+            conv.launch((s.n_channel // CHANNELS, n_seq, stretches), CONV_THREADS, args, overlap=overlap)
+        if long:
+            more = [*counts, np.int32(n_seq)]
+            made = chunks.prepare(inputs, p, layer.conv, more, n_chunk, fault, overlap=overlap)
+        runs_rows = not only_long or any(q.n_fold for q in long)
+        if runs_rows:
+            args = [layer.state, p.d, *records, *old, x, b, c, e, t, out, *counts, fault]
+            rows.launch((s.n_head, s.head_dim * LANES // (THREADS * cols), n_seq), THREADS, args, overlap=overlap)
+        if long:
+            states, sizes = (layer.state, layer.conv), (n_seq, len(long), n_chunk)
+            chunks.run(made, inputs, p, *states, out, more, *sizes, fault, overlap=overlap)
         return out
 
     return mamba2

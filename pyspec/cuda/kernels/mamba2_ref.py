@@ -208,6 +208,23 @@ def make_params(shape: Mamba2Shape, gen: torch.Generator, device: torch.device) 
     return Params(*(t.to(device) for t in drawn))
 
 
+PROMPT = 100  # rows of the check's prompts, and more: an implementation may have f16 products that no state sees
+
+
+def _parted(got: Tensor, want: Tensor, batch: Batch) -> str | None:
+    """Whether a sequence's outputs [row, head, head_dim] differ by more than rounding."""
+    for s, seq in enumerate(batch.seqs):
+        a, b = (t[batch.starts[s] : batch.starts[s + 1]] for t in (got, want))
+        if seq.width < PROMPT:
+            close = torch.allclose(a, b, rtol=1e-4, atol=1e-4 * float(want.std()))
+        else:  # small outputs of large sums may miss by a lot, but not many, and those of no head
+            off, size = (a - b).norm(dim=(0, 2)), b.norm(dim=(0, 2))
+            close = bool((off <= 2e-3 * size).all()) and float((a - b).abs().max()) < 0.1 * float(b.std())
+        if not close:
+            return f"outputs differ from the reference by {(a - b).abs().max():.2g}"
+    return None
+
+
 def check(launch: Callable[..., Tensor], reference: Callable[..., Tensor], spec: Mamba2Spec) -> str | None:
     """Ragged rounds on both, with steps from next to nothing to 50; a sentence if outputs or states part."""
     gen, shape = torch.Generator().manual_seed(0), spec.shape
@@ -220,18 +237,18 @@ def check(launch: Callable[..., Tensor], reference: Callable[..., Tensor], spec:
         [Seq(2, 4, [0], False, 0, 3), Seq(0, 8, [0] * 2, False, 0, 3), Seq(1, 0, [0] * 4, True)],
         [Seq(0, 10, [0], True, 0, 1), Seq(2, 5, [0] * 4, True, 0, 1)],
         [Seq(1, 4, [0] * 3), Seq(0, 11, [0] * 130, True)],
-        [Seq(1, 7, [0] * 65, True, 0, 2), Seq(2, 9, [0] * 64, True), Seq(0, 141, [0] * 2)],
+        [Seq(1, 7, [0] * 135, True, 0, 2), Seq(2, 9, [0] * 65, True), Seq(0, 141, [0] * 2)],
     ):
         n = sum(s.width for s in seqs)
         wide = torch.randn(n, shape.n_channel + shape.n_head, generator=gen).to(spec.device)
         m, dt = wide.split([shape.n_channel, shape.n_head], -1)
         dt[0], dt[-1] = 50.0, -50.0
+        batches = [lay_out(table, seqs, spec.device) for table in tables]
         got, want = (
-            run(m, dt, p, layer, lay_out(table, seqs, spec.device))
-            for run, layer, table in zip((launch, reference), layers, tables, strict=True)
+            run(m, dt, p, layer, batch) for run, layer, batch in zip((launch, reference), layers, batches, strict=True)
         )
-        if not torch.allclose(got, want, rtol=1e-4, atol=1e-4 * float(want.std())):
-            return f"outputs differ from the reference by {(got - want).abs().max():.2g}"
+        if why := _parted(got, want, batches[0]):
+            return why
     for got, want in zip(layers[0].tensors(), layers[1].tensors(), strict=True):
         if not torch.allclose(got, want, rtol=1e-4, atol=1e-4 * float(want.std())):
             return f"states differ from the reference by {(got - want).abs().max():.2g}"
