@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from pyspec.cuda.kernels import mamba2_cuda
 from pyspec.cuda.kernels.mamba2 import mamba2
 from pyspec.cuda.kernels.mamba2_ref import Mamba2Spec, Params
 from pyspec.cuda.kernels.rows_ref import GroupNorm, Norm
@@ -41,7 +42,7 @@ class Mamba:
         self.group_norm = w.vector(f"{prefix}.ssm_norm.weight").flatten()
         spec = Mamba2Spec(w.device, shape)
         self.mamba2, self.capturable = mamba2.bind(spec), mamba2.chosen(spec).capturable
-        self.fold = None
+        self.fold = mamba2_cuda.folder(spec) if mamba2.chosen(spec).name == "cuda" else None
         self.split = [shape.n_head * shape.head_dim, shape.n_channel, shape.n_head]
 
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], memory: Memory, layer: int, batch: Batch) -> Tensor:

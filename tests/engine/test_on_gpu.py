@@ -60,6 +60,23 @@ def test_two_runs_have_the_same_bits_and_neighbours_do_not_matter() -> None:
             assert a.token == b.token and abs(a.logprob - b.logprob) < 2e-3
 
 
+@pytest.mark.parametrize("draft", [None, "auto", "mtp"])
+def test_a_second_turn_from_the_cache_says_what_a_cold_engine_says(draft: str | None) -> None:
+    with load(draft, 4) as warm, load(None, 1, prefix_cache=False) as cold:
+        first = answers(warm, 4)
+        turns = [
+            [
+                {"role": "user", "content": q},
+                {"role": "assistant", "content": r.text},
+                {"role": "user", "content": "Tell me more about it."},
+            ]
+            for q, r in zip(QUESTIONS, first, strict=False)
+        ]
+        got, want = (e.generate_many(turns, max_tokens=100, temperature=0.0) for e in (warm, cold))
+        assert [r.tokens for r in got] == [r.tokens for r in want]
+        assert all(r.timings.cache_n > 0 for r in got)
+
+
 def test_nothing_is_allocated_after_warm_up() -> None:
     with load("auto", 8, prefix_cache=False) as engine:
         answers(engine)

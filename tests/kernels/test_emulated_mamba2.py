@@ -13,6 +13,7 @@ from torch import Tensor
 from pyspec.cuda import faults
 from pyspec.cuda.kernels import mamba2_cuda, mamba2_ref
 from pyspec.cuda.kernels.mamba2_ref import Mamba2, Mamba2Spec, make_params
+from pyspec.errors import OutOfBounds
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import Mamba2Shape, StateLayer
@@ -91,6 +92,33 @@ def test_verifies_of_more_than_a_stretch_of_rows_fold_alike(beside: int) -> None
         )
         assert torch.allclose(got, want, rtol=1e-4, atol=1e-4 * float(want.std()))
     assert torch.allclose(layers[0].state, layers[1].state, atol=1e-4) and torch.equal(*(x.conv[:, :3] for x in layers))
+
+
+@pytest.mark.parametrize("fold", [1, 3, 17])
+def test_folding_alone_gives_the_bits_of_folding_before_rows(fold: int) -> None:
+    p, run, alone = (
+        make_params(SHAPE, torch.Generator().manual_seed(1), CPU),
+        bound(SHAPE),
+        mamba2_cuda.folder(Mamba2Spec(CPU, SHAPE)),
+    )
+    layers = [StateLayer(SHAPE, 3, 17, CPU) for _ in range(2)]
+    for layer in layers:
+        for t in layer.tensors():
+            t.copy_(torch.rand(t.shape, generator=torch.Generator().manual_seed(5)))
+        run(*rows_of(17, SHAPE), p, layer, lay_out(SlotTable(3, 64, 16), [Seq(1, 0, [0] * 17)], CPU))
+    others = [t[[0, 2]].clone() for t in layers[0].tensors()]
+    alone(layers[0], 1, fold)
+    alone(layers[0], 2, 0)
+    outs = [
+        run(*rows_of(2, SHAPE, 3), p, layer, lay_out(SlotTable(3, 64, 16), [Seq(1, fold, [0] * 2, True, 0, n)], CPU))
+        for layer, n in zip(layers, (0, fold), strict=True)
+    ]
+    assert torch.equal(*outs) and torch.equal(*(layer.state for layer in layers))
+    assert torch.equal(*(layer.conv[1, :3] for layer in layers))
+    assert all(torch.equal(t[[0, 2]], old) for t, old in zip(layers[0].tensors(), others, strict=True))
+    with pytest.raises(OutOfBounds):
+        alone(layers[0], 1, 18)
+    assert not faults.record(CPU).any()
 
 
 def filled_arena(seqs: list[Seq], n_seq: int) -> Batch:

@@ -21,7 +21,7 @@ from torch import Tensor
 from pyspec.cuda import faults, jit
 from pyspec.cuda.kernels import gdn_chunk
 from pyspec.cuda.kernels.gdn_ref import Gdn, GdnSpec
-from pyspec.errors import OutOfBounds
+from pyspec.cuda.kernels.only_folds import fold_batch, has_records
 from pyspec.slots.arena import BUCKETS
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import StateLayer, StateShape
@@ -162,18 +162,6 @@ def bind(spec: GdnSpec, *, columns: int | None = None, chunked: int = CHUNKED) -
     return gdn
 
 
-ONLY_FOLDS = 2  # in seq_keep: see seq.cuh
-
-
-@cache
-def _fold_batch(device: torch.device, slot: int, n_fold: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(slot, start, fold, keep) of one sequence without rows."""
-    slots, starts, folds, keeps = torch.tensor(
-        [slot, 0, 0, n_fold, ONLY_FOLDS, 0], dtype=torch.int32, device=device
-    ).split([1, 2, 1, 2])
-    return slots, starts, folds, keeps
-
-
 def folder(spec: GdnSpec) -> Callable[[StateLayer, int, int], None]:
     """Like gdn_ref.flush, with the kernels that fold before rows, so to the same bits."""
     shape, device = spec.shape, spec.device
@@ -183,15 +171,13 @@ def folder(spec: GdnSpec) -> Callable[[StateLayer, int, int], None]:
     unread, fault = torch.zeros(shape.n_channel * TAPS, device=device), fault_record(device)
 
     def fold(layer: StateLayer, slot: int, n_fold: int) -> None:
-        if not 0 <= n_fold <= layer.width:
-            raise OutOfBounds(f"slot {slot} fold count", n_fold, layer.width + 1, slot)
-        if n_fold == 0:
+        if not has_records(layer, slot, n_fold):
             return
         old = list(
             unread.new_empty(layer.width * (kd + vd + 2 * n_v)).split([layer.width * n for n in (kd, vd, n_v, n_v)])
         )
         sizes = map(np.int32, (layer.state.shape[0], layer.width, 0, NEVER))
-        counts: list[jit.Arg] = [*_fold_batch(device, slot, n_fold), *sizes]
+        counts: list[jit.Arg] = [*fold_batch(device, slot, n_fold), *sizes]
         none: list[jit.Arg] = [unread] * 6
         inputs = [unread, np.int64(0), unread, unread, np.int64(0), unread, unread, unread]
         records = [layer.conv, layer.k, layer.v, layer.g, layer.beta]

@@ -81,7 +81,7 @@ __device__ __forceinline__ void conv_part(const ConvArgs& a, const Seq& seq, int
     const int i = seq.keep ? seq.n + warp : warp;  // of window and rows, one after the other
     moved = i < TAPS - 1 ? quad(window + i * CHANNELS) : quad(rows + (i - (TAPS - 1)) * a.m_stride);
   }
-  if (blockIdx.z == 0 && PART != C) {
+  if (blockIdx.z == 0 && PART != C && !seq.only_folds) {  // whose records mamba2_rows reads where they are
     float* fold = (PART == X ? a.fold_x : a.fold_b) + fold_row * STRIDE + at;
 #pragma unroll 4
     for (i64 t = warp; t < seq.fold; t += CONV_WARPS) quad(fold + t * STRIDE) = quad(record + t * STRIDE);
@@ -147,7 +147,8 @@ extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 4)
   const Meta meta = {seq_slot, seq_start, seq_fold, seq_keep, n_slot, width, n_row, chunked};
   Seq seq = read_seq(meta, s, OP_MAMBA2, fault);
   if (seq.chunked) seq.n = 0;
-  if (static_cast<int>(blockIdx.z) * SPAN < seq.n && (blockIdx.z == 0 || seq.keep)) {
+  const bool has_rows = static_cast<int>(blockIdx.z) * SPAN < seq.n && (blockIdx.z == 0 || seq.keep);
+  if (has_rows || seq.only_folds) {
     const ConvArgs args = {m,      dt,     a,      dt_bias, conv_w, conv_b, conv, rec_x, rec_b,    rec_e,     rec_t,
                            fold_x, fold_b, fold_e, fold_t,  x,      b,      c,    e,     t,        m_stride,  dt_stride,
                            width};
@@ -271,7 +272,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   // pointers are made anew for every stage: a few instructions, where keeping them costs registers all along
   auto start_fetch = [&](int j) {
     if (j < n_stage) {
-      const bool folds = j < n_fold, kept = seq.keep, in_place = seq.chunked;  // whose records nobody overwrites
+      const bool folds = j < n_fold, kept = seq.keep;
+      const bool in_place = seq.chunked || seq.only_folds;  // whose records nobody overwrites
       const int first = (folds ? j : j - n_fold) * STAGE, count = min(STAGE, (folds ? seq.fold : seq.n) - first);
       const i64 row = seq.start + first, old = fold_row + first, record = slot_row + first;
       const i64 at = in_place ? record : folds ? old : kept ? row : record, scalar = in_place || folds ? at : row;

@@ -14,7 +14,7 @@ child process, which has prompts, is what stands between it and a model.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
@@ -24,6 +24,7 @@ from torch import Tensor
 from pyspec.cuda import faults, jit
 from pyspec.cuda.kernels import mamba2_chunk
 from pyspec.cuda.kernels.mamba2_ref import Mamba2, Mamba2Spec, Params
+from pyspec.cuda.kernels.only_folds import fold_batch, has_records
 from pyspec.slots.arena import BUCKETS
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Mamba2Shape, StateLayer
@@ -158,3 +159,26 @@ def bind(spec: Mamba2Spec, *, columns: int | None = None, chunked: int = CHUNKED
         return out
 
     return mamba2
+
+
+def folder(spec: Mamba2Spec) -> Callable[[StateLayer, int, int], None]:
+    """Like mamba2_ref.flush, with the kernels that fold before rows, so to the same bits."""
+    s, device = spec.shape, spec.device
+    capability, columns = torch.cuda.get_device_capability(device), columns_of(s)[0]
+    conv, rows = _kernels(s, jit.arch_of(capability), columns)
+    overlap, fault, unread = capability >= (9, 0), faults.record(device), torch.zeros(s.n_channel * TAPS, device=device)
+
+    def fold(layer: StateLayer, slot: int, n_fold: int) -> None:
+        if not has_records(layer, slot, n_fold):
+            return
+        sizes = map(np.int32, (layer.state.shape[0], layer.width, 0, NEVER))
+        counts: list[jit.Arg] = [*fold_batch(device, slot, n_fold), *sizes]
+        none: list[jit.Arg] = [unread] * 9  # fold buffers and rows
+        records = [layer.x, layer.b, layer.decay, layer.dt]
+        inputs = [unread, np.int64(0), unread, np.int64(0), *[unread] * 4]
+        args = [*inputs, layer.conv, *records, *none, *counts, fault]
+        conv.launch((s.n_channel // CHANNELS, 1, 1), CONV_THREADS, args, overlap=overlap)
+        args = [layer.state, unread, *records, *none, unread, *counts, fault]
+        rows.launch((s.n_head, s.head_dim * LANES // (THREADS * columns), 1), THREADS, args, overlap=overlap)
+
+    return fold

@@ -1,0 +1,27 @@
+"""Folding a slot's records without new rows, with the kernels that fold before rows: what both recurrences share."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from pyspec.errors import OutOfBounds
+from pyspec.slots.memory import StateLayer
+
+ONLY_FOLDS = 2  # in seq_keep: see seq.cuh
+
+
+def has_records(layer: StateLayer, slot: int, n_fold: int) -> bool:
+    """False if there is nothing to fold; OutOfBounds for more than a slot can have recorded."""
+    if not 0 <= n_fold <= layer.width:
+        raise OutOfBounds(f"slot {slot} fold count", n_fold, layer.width + 1, slot)
+    return n_fold > 0
+
+
+@cache
+def fold_batch(device: torch.device, slot: int, n_fold: int) -> tuple[Tensor, ...]:
+    """(slot, start, fold, keep) of one sequence without rows, int32."""
+    values = torch.tensor([slot, 0, 0, n_fold, ONLY_FOLDS], dtype=torch.int32, device=device)
+    return values.split([1, 2, 1, 1])
