@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable
 
 import torch
+from bench_linear import graph_us
 
 from pyspec.cuda.kernels.linear_cuda import random_packed
 from pyspec.cuda.kernels.linear_pack import Packed
@@ -29,26 +29,6 @@ MATRICES = (
     (5120, 6144, Epilogue.RESIDUAL, 64),
     (248320, 5120, Epilogue.PLAIN, 1),
 )
-
-
-def graph_us(launches: list[Callable[[], None]], repeats: int = 7) -> float:
-    """Median microseconds of one launch in a captured row of all of them."""
-    for launch in launches:
-        launch()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
-    graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in "se")
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / len(launches))
-    return statistics.median(times)
 
 
 def launches(spec: LinearSpec, weights: list[Packed], n_row: int, overlap: bool) -> list[Callable[[], None]]:

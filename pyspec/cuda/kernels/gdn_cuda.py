@@ -21,7 +21,8 @@ from torch import Tensor
 from pyspec.cuda import faults, jit
 from pyspec.cuda.kernels import gdn_chunk
 from pyspec.cuda.kernels.gdn_ref import Gdn, GdnSpec
-from pyspec.cuda.kernels.only_folds import fold_batch, has_records
+from pyspec.cuda.kernels.only_folds import fold_batch
+from pyspec.cuda.kernels.recurrent_ref import has_records
 from pyspec.slots.arena import BUCKETS
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import StateLayer, StateShape

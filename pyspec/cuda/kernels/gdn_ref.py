@@ -28,13 +28,13 @@ from torch import Tensor
 from pyspec.cuda.kernels.recurrent_ref import (
     check_seqs,
     convolve,
+    has_records,
     live_records,
     pad,
     record,
     shift_window,
     softplus,
 )
-from pyspec.errors import OutOfBounds
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import StateLayer, StateShape
 from pyspec.slots.table import SlotTable
@@ -169,9 +169,7 @@ def bind(spec: GdnSpec) -> Gdn:
 
 def flush(layer: StateLayer, slot: int, n_fold: int) -> None:
     """Fold a slot's recorded rows now, so that its state stands at its committed length (checkpoints)."""
-    if not 0 <= n_fold <= layer.width:
-        raise OutOfBounds(f"slot {slot} fold count", n_fold, layer.width + 1, slot)
-    if n_fold == 0:
+    if not has_records(layer, slot, n_fold):
         return
     k = _spread(layer.k[slot, :n_fold], layer.v.shape[2])
     for t in range(n_fold):

@@ -24,7 +24,8 @@ from torch import Tensor
 from pyspec.cuda import faults, jit
 from pyspec.cuda.kernels import mamba2_chunk
 from pyspec.cuda.kernels.mamba2_ref import Mamba2, Mamba2Spec, Params
-from pyspec.cuda.kernels.only_folds import fold_batch, has_records
+from pyspec.cuda.kernels.only_folds import fold_batch
+from pyspec.cuda.kernels.recurrent_ref import has_records
 from pyspec.slots.arena import BUCKETS
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Mamba2Shape, StateLayer

@@ -7,17 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from pyspec.errors import OutOfBounds
-from pyspec.slots.memory import StateLayer
-
 ONLY_FOLDS = 2  # in seq_keep: see seq.cuh
-
-
-def has_records(layer: StateLayer, slot: int, n_fold: int) -> bool:
-    """False if there is nothing to fold; OutOfBounds for more than a slot can have recorded."""
-    if not 0 <= n_fold <= layer.width:
-        raise OutOfBounds(f"slot {slot} fold count", n_fold, layer.width + 1, slot)
-    return n_fold > 0
 
 
 @cache

@@ -25,6 +25,13 @@ def check_seqs(batch: Batch, layer: StateLayer) -> None:
             raise OutOfBounds(f"slot {seq.slot} verify width", seq.width, layer.width + 1, seq.slot)
 
 
+def has_records(layer: StateLayer, slot: int, n_fold: int) -> bool:
+    """False if there is nothing to fold; OutOfBounds for more than a slot can have recorded."""
+    if not 0 <= n_fold <= layer.width:
+        raise OutOfBounds(f"slot {slot} fold count", n_fold, layer.width + 1, slot)
+    return n_fold > 0
+
+
 def softplus(x: Tensor) -> Tensor:
     """Spelt out, because torch's own gives the last rows of a tensor other bits than the rest on CPUs."""
     return torch.where(x > 20, x, x.clamp(max=20).exp().log1p())
