@@ -16,6 +16,7 @@
 // Memory-bound: bytes of the experts in use, once for every 8 TILES_N rows that took one. Set by the launcher: TYPE,
 // CHUNK, RECORD, TILES_N, STAGES, INNER, ACT, and for linear.cuh WARPS_M 4, WARPS_N 1, TILES_M 4, EPILOGUE 0.
 #include "linear.cuh"
+#include "overlap.cuh"
 
 #define NONE 0
 #define SWIGLU 1  // rows 0-7 of each 16 are gates, 8-15 the ups of the same features
@@ -75,10 +76,11 @@ __device__ __forceinline__ void add_chunk(float (&acc)[TILES_N][4], u32 stage) {
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 4)
-    moe(const u8* __restrict__ weights, const float* __restrict__ scales, const u8* __restrict__ x,
-        const float* __restrict__ sums, const float* __restrict__ powers, const int* __restrict__ order,
-        const int4* __restrict__ items, float* out, i64 expert_bytes, int n_scale, int n_used, int pad, int n_out,
+    moe(const u8* __restrict__ weights, const float* __restrict__ scales, const u8* x, const float* sums,
+        const float* powers, const int* order, const int4* items, float* out, i64 expert_bytes, int n_scale, int n_used, int pad, int n_out,
         int n_tile16, int n_chunk) {
+  let_successor_start();
+  wait_for_predecessor();
   extern __shared__ uint4 stages[];
   __shared__ int rows[kPad];
   const int4 item = items[blockIdx.y];

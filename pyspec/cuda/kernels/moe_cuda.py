@@ -159,7 +159,9 @@ class _Product:
         args = (s.records, s.scales, ready.blocks, ready.sums, ready.powers, order, items, out)
         args += (np.int64(s.records.shape[1]), np.int32(s.scales.shape[1]), np.int32(n_used), np.int32(ready.pad))
         args += (np.int32(self.n_out), np.int32(self.n_group), np.int32(self.n_chunk))
-        step.kernel.launch((-(-self.n_group // GROUPS), items.shape[0]), 32 * GROUPS, args, step.shared)
+        step.kernel.launch(
+            (-(-self.n_group // GROUPS), items.shape[0]), 32 * GROUPS, args, step.shared, overlap=rows.overlap
+        )
         return out
 
 
@@ -192,12 +194,14 @@ class Experts:
         order = torch.empty(n_pair, dtype=torch.int32, device=x.device)
         items = torch.empty(n_item, 4, dtype=torch.int32, device=x.device)
         sizes = (np.int32(n_pair), np.int32(self.n_expert), np.int32(per_item), np.int32(n_item))
-        self.lists.launch((1,), MAX_EXPERT, (ids, order, items, *sizes))
+        self.lists.launch((1,), MAX_EXPERT, (ids, order, items, *sizes), overlap=self.x_rows.overlap)
         h = self.inner(x, self.x_rows, order, items, n_used, per_item)
         y = self.down(h, self.h_rows, order, items, n_used, per_item)
         n_quad = self.spec.n_in // 4
         grid = (n_row, -(-n_quad // 256))
-        self.combine.launch(grid, 256, (y, weights, out, np.int32(n_used), np.int32(n_quad)))
+        self.combine.launch(
+            grid, 256, (y, weights, out, np.int32(n_used), np.int32(n_quad)), overlap=self.x_rows.overlap
+        )
 
 
 def bind(spec: MoeSpec) -> Callable[[Stacks], Run]:

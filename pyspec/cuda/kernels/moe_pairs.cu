@@ -9,11 +9,14 @@
 //
 // One CTA makes the lists; moe_combine has a CTA for each row and 1024 columns.
 #include "types.cuh"
+#include "overlap.cuh"
 
 constexpr int kMost = 1024;  // experts
 
 extern "C" __global__ void __launch_bounds__(kMost, 1)
-    moe_lists(const int* __restrict__ ids, int* order, int4* items, int n_pair, int n_expert, int per_item, int n_item) {
+    moe_lists(const int* ids, int* order, int4* items, int n_pair, int n_expert, int per_item, int n_item) {
+  let_successor_start();
+  wait_for_predecessor();
   __shared__ int count[kMost];
   __shared__ int pairs[kMost];
   __shared__ int parts[kMost];
@@ -44,7 +47,9 @@ extern "C" __global__ void __launch_bounds__(kMost, 1)
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    moe_combine(const float4* __restrict__ y, const float* __restrict__ weights, float4* out, int n_used, int n_quad) {
+    moe_combine(const float4* y, const float* weights, float4* out, int n_used, int n_quad) {
+  let_successor_start();
+  wait_for_predecessor();
   const int row = blockIdx.x, column = blockIdx.y * 256 + threadIdx.x;
   if (column >= n_quad) return;
   const float* w = weights + static_cast<i64>(row) * n_used;

@@ -11,6 +11,7 @@
 // A warp makes one score of ROWS rows, or chooses for one row. Sums have an order of their own for each row: a row's bits
 // do not depend on the others. Set by the launcher: N_EXPERT, N_USED (at most 32), SIGMOID, RENORM, BIASED, GATED.
 #include "types.cuh"
+#include "overlap.cuh"
 
 constexpr int kScores = N_EXPERT + GATED;
 constexpr int kRows = 4;
@@ -20,7 +21,9 @@ constexpr float kNever = -3.402823466e38f;
 constexpr u32 kAll = 0xffffffffu;
 
 extern "C" __global__ void __launch_bounds__(256)
-    moe_scores(const float4* __restrict__ x, const float4* __restrict__ matrix, float* logits, int n_row, int n_quad) {
+    moe_scores(const float4* x, const float4* __restrict__ matrix, float* logits, int n_row, int n_quad) {
+  let_successor_start();
+  wait_for_predecessor();
   const int lane = threadIdx.x & 31, score = blockIdx.x * 8 + (threadIdx.x >> 5), first = blockIdx.y * kRows;
   if (score >= kScores) return;
   const float4* w = matrix + static_cast<i64>(score) * n_quad;
@@ -44,8 +47,10 @@ extern "C" __global__ void __launch_bounds__(256)
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 
 extern "C" __global__ void __launch_bounds__(32)
-    moe_choose(const float* __restrict__ logits, const float* __restrict__ bias, int* ids, float* weights, float* gate,
+    moe_choose(const float* logits, const float* __restrict__ bias, int* ids, float* weights, float* gate,
                float scale) {
+  let_successor_start();
+  wait_for_predecessor();
   const int lane = threadIdx.x, row = blockIdx.x;
   const float* own = logits + static_cast<i64>(row) * kScores;
   float p[kEach], score[kEach];

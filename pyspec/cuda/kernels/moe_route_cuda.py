@@ -46,6 +46,7 @@ def _kernels(spec: RouteSpec) -> tuple[Kernel, Kernel]:
 def bind(spec: RouteSpec) -> Callable[..., Routes]:
     scores, choose = _kernels(spec)
     n_score = spec.n_expert + spec.gated
+    overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
 
     def route(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Routes:
         assert matrix.shape == (n_score, spec.n_in) and matrix.is_contiguous() and (bias is not None) == spec.biased
@@ -56,9 +57,9 @@ def bind(spec: RouteSpec) -> Callable[..., Routes]:
         ids = torch.empty(n_row, spec.n_used, dtype=torch.int32, device=x.device)
         if n_row:
             sizes = np.int32(n_row), np.int32(spec.n_in // 4)
-            scores.launch((-(-n_score // 8), -(-n_row // ROWS)), 256, (x, matrix, logits, *sizes))
+            scores.launch((-(-n_score // 8), -(-n_row // ROWS)), 256, (x, matrix, logits, *sizes), overlap=overlap)
             args = (logits, logits if bias is None else bias, ids, weights, logits if gate is None else gate)
-            choose.launch((n_row,), 32, (*args, np.float32(spec.scale)))
+            choose.launch((n_row,), 32, (*args, np.float32(spec.scale)), overlap=overlap)
         return Routes(ids, weights, gate)
 
     return route
