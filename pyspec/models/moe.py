@@ -132,12 +132,12 @@ class MoeFeed:
         n = self.norm(x)
         routes = self.route(n, self.router, self.bias)
         y = self.experts(n if self.latent_down is None else self.latent_down(n), routes.ids, routes.weights)
-        if self.latent_up is not None:
-            y = self.latent_up(y)
-        if self.shared is not None:
-            shared = self.shared(n)
-            y = y + (shared if routes.gate is None else shared * routes.gate)
-        return x + y
+        if self.shared is None or routes.gate is not None:
+            if self.latent_up is not None:
+                y = self.latent_up(y)
+            return x + (y if self.shared is None else torch.addcmul(y, self.shared(n), routes.gate))
+        x = self.shared(n, residual=x)  # products add to the residual stream on their way
+        return x + y if self.latent_up is None else self.latent_up(y, residual=x)
 
 
 class _Shared:
@@ -149,7 +149,6 @@ class _Shared:
         self.up = w.gated(f"{p}.ffn_gate_shexp.weight", up) if act == "swiglu" else w.matrix(up)
         self.down = w.matrix(f"{p}.ffn_down_shexp.weight")
 
-    def __call__(self, n: Tensor) -> Tensor:
-        if self.act == "swiglu":
-            return self.down(*unfinished(self.up, n))
-        return self.down(activate(None, self.up(n)))
+    def __call__(self, n: Tensor, residual: Tensor | None = None) -> Tensor:
+        inner = unfinished(self.up, n) if self.act == "swiglu" else (activate(None, self.up(n)), None)
+        return self.down(*inner, residual=residual)
