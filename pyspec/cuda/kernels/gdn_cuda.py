@@ -183,7 +183,7 @@ def folder(spec: GdnSpec) -> Callable[[StateLayer, int, int], None]:
         inputs = [unread, np.int64(0), unread, unread, np.int64(0), unread, unread, unread]
         records = [layer.conv, layer.k, layer.v, layer.g, layer.beta]
         args = [*inputs, *records, *old, *none, *counts, np.float32(spec.eps), fault]
-        conv.launch((shape.n_k_head + n_v, 1, 1), CONV_THREADS, args, overlap=overlap)
+        conv.launch((shape.n_k_head + n_v, 1, 1), CONV_THREADS, args)
         args = [layer.state, layer.k, layer.v, *old, *none, unread, *counts, fault]
         rows.launch((n_v, DIM * LANES // (THREADS * COLUMNS[0]), 1), THREADS, args, overlap=overlap)
 
