@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from pyspec.slots.kv import KVPool
+from pyspec.slots.kv import KVPool, copy_rows
 from pyspec.slots.memory import Memory
 from pyspec.slots.prefix import NO_HIT, Hit
 from pyspec.slots.states import Saved, StateStore
@@ -39,8 +39,7 @@ class PrefixCache:
         if copy is not None:
             size = self.table.page_size
             old, new = (slice(page * size, (page + 1) * size) for page in copy)
-            for pool in pools:
-                pool.copy(new, old)
+            copy_rows(pools, new, old)
         if isinstance(saved, Saved):
             self.memory.restore(slot.index, saved.checkpoint)
             return saved.draft

@@ -10,6 +10,8 @@ drafts, neighbours and the way a prompt was cut leave the bits of a row as they 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -106,11 +108,13 @@ class KVPool:
             return k.to(dtype), v.to(dtype)
         return dequantized(k, self.k_scale[rows], dtype), dequantized(v, self.v_scale[rows], dtype)
 
-    def copy(self, new: slice, old: slice) -> None:
-        """Rows `old` to rows `new`, bit by bit."""
-        for plane in self.planes:
-            _raw(plane)[new] = _raw(plane)[old]
-
     @property
     def n_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for t in self.planes)
+
+
+def copy_rows(pools: Iterable[KVPool], new: slice, old: slice) -> None:
+    """Rows `old` of every pool to its rows `new`, bit by bit; on a GPU few launches for all."""
+    planes = [_raw(plane) for pool in pools for plane in pool.planes]
+    if planes:
+        torch._foreach_copy_([plane[new] for plane in planes], [plane[old] for plane in planes])

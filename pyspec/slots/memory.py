@@ -162,19 +162,26 @@ class Memory:
         for layer in self.states.values():
             layer.reset(slot)
 
+    def _saved(self, slot: int) -> tuple[list[Tensor], list[Tensor]]:
+        """What a checkpoint holds of a slot: states and the windows of convolutions, layer by layer."""
+        layers = self.states.values()
+        return [s.state[slot] for s in layers], [s.conv[slot, : s.shape.n_conv - 1] for s in layers]
+
     def checkpoint(self, slot: int, n_past: int) -> Checkpoint:
-        """Copy a slot's state, which must have nothing left to fold."""
-        taps = [s.shape.n_conv - 1 for s in self.states.values()]
-        return Checkpoint(
-            n_past,
-            [s.state[slot].clone() for s in self.states.values()],
-            [s.conv[slot, :n].clone() for s, n in zip(self.states.values(), taps, strict=True)],
-        )
+        """Copy a slot's state, which must have nothing left to fold: one allocation, and on a GPU few launches."""
+        states, convs = self._saved(slot)
+        live = [*states, *convs]
+        if not live:
+            return Checkpoint(n_past, [], [])
+        parts = live[0].new_empty(sum(t.numel() for t in live)).split([t.numel() for t in live])
+        copies = [part.view(t.shape) for part, t in zip(parts, live, strict=True)]
+        torch._foreach_copy_(copies, live)
+        return Checkpoint(n_past, copies[: len(states)], copies[len(states) :])
 
     def restore(self, slot: int, saved: Checkpoint) -> None:
-        for layer, state, conv in zip(self.states.values(), saved.states, saved.convs, strict=True):
-            layer.state[slot].copy_(state)
-            layer.conv[slot, : conv.shape[0]].copy_(conv)
+        states, convs = self._saved(slot)
+        if states:
+            torch._foreach_copy_([*states, *convs], [*saved.states, *saved.convs], non_blocking=True)
 
     @property
     def kv_bytes(self) -> int:

@@ -7,7 +7,7 @@ from pyspec.config import KV_TYPES
 from pyspec.errors import ModelError
 from pyspec.models.target import LayerMemory, allocate
 from pyspec.plan import memory_bytes
-from pyspec.slots.kv import KV_DTYPES, KVPool, dequantized, quantized, row_bytes
+from pyspec.slots.kv import KV_DTYPES, KVPool, copy_rows, dequantized, quantized, row_bytes
 from pyspec.slots.memory import StateShape
 
 CPU = torch.device("cpu")
@@ -74,7 +74,7 @@ def test_rows_are_written_and_copied_alone(dtype: torch.dtype) -> None:
         alone.write(torch.tensor([0]), k[i : i + 1], v[i : i + 1])
         one = alone.read(torch.tensor([0]), torch.float32)
         assert all(torch.equal(a[i], b[0]) for a, b in zip(got, one, strict=True))
-    pool.copy(slice(2, 4), slice(0, 2))
+    copy_rows([pool], slice(2, 4), slice(0, 2))
     everything = pool.read(torch.arange(12), torch.float32)
     for t in everything:
         assert torch.equal(t[2:4], t[0:2]) and not t[[5, 6, 8, 10, 11]].any()
