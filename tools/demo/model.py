@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch import library
 
 
 @dataclass
@@ -144,7 +145,7 @@ class TriInverse(torch.autograd.Function):
         return -(Tt @ dT @ Tt).tril(-1)
 
 
-@torch.library.custom_op("demo::chunk_scan", mutates_args=())
+@library.custom_op("demo::chunk_scan", mutates_args=())
 def chunk_scan(
     U: torch.Tensor, W: torch.Tensor, kd: torch.Tensor, ge: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -165,7 +166,7 @@ def _(U, W, kd, ge):
     return U.new_empty(B, H, n, D, D), torch.empty_like(U, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("demo::chunk_scan_back", mutates_args=())
+@library.custom_op("demo::chunk_scan_back", mutates_args=())
 def chunk_scan_back(
     dS: torch.Tensor, dnew: torch.Tensor, W: torch.Tensor, kd: torch.Tensor, ge: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -103,15 +103,6 @@ __device__ __forceinline__ void advance(const Shared& s, const Stream& f, const 
   slot = slot + 1 == DEPTH ? 0 : slot + 1;
 }
 
-__device__ __forceinline__ void clear(float (&acc)[2][N_TILE][4]) {
-#pragma unroll
-  for (int i = 0; i < 2; i++)
-#pragma unroll
-    for (int n = 0; n < N_TILE; n++)
-#pragma unroll
-      for (int j = 0; j < 4; j++) acc[i][n][j] = 0.f;
-}
-
 // S[key, column] of the warp's 32 keys. Rows g and g + 8 of M tile i are keys 4 g + 2 i and 4 g + 2 i + 1.
 __device__ __forceinline__ void scores(const Shared& s, const Stream& f, const Lane& me, int& step, int& slot,
                                        float (&acc)[2][N_TILE][4]) {

@@ -59,12 +59,7 @@ __device__ __forceinline__ void advance(const Shared& s, const Stream& f, const 
 // S[key, column] of the warp's 32 keys. Rows g and g + 8 of M tile i are keys 4 g + 2 i and 4 g + 2 i + 1.
 __device__ __forceinline__ void scores(const Shared& s, const Stream& f, const Lane& me, int& step, int& slot,
                                        float (&acc)[2][N_TILE][4]) {
-#pragma unroll
-  for (int i = 0; i < 2; i++)
-#pragma unroll
-    for (int n = 0; n < N_TILE; n++)
-#pragma unroll
-      for (int j = 0; j < 4; j++) acc[i][n][j] = 0.f;
+  clear(acc);
   const int lane = 4 * me.g + me.t;
 #pragma unroll 1
   for (int c = 0; c < WARPS; c++) {
@@ -92,12 +87,7 @@ __device__ __forceinline__ void scores(const Shared& s, const Stream& f, const L
 // O[dim, column] of the warp's 32 dims over the range. M tile i holds dims 4 g + 2 i (row g) and 4 g + 2 i + 1 (row g + 8).
 __device__ __forceinline__ void values(const Shared& s, const Stream& f, const Lane& me, int& step, int& slot,
                                        float (&acc)[2][N_TILE][4]) {
-#pragma unroll
-  for (int i = 0; i < 2; i++)
-#pragma unroll
-    for (int n = 0; n < N_TILE; n++)
-#pragma unroll
-      for (int j = 0; j < 4; j++) acc[i][n][j] = 0.f;
+  clear(acc);
   const int lane = 4 * me.g + me.t, turned = me.t * 64 + (me.g / 2 ^ me.t / 2 * 2) * 16 + me.g % 2 * 8;
 #pragma unroll 1
   for (int c = 0; c < WARPS; c++) {

@@ -98,6 +98,15 @@ struct Lane {
   int warp, g, t;  // g = lane / 4 and t = lane % 4, as in the fragment layouts
 };
 
+__device__ __forceinline__ void clear(float (&acc)[2][N_TILE][4]) {
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+#pragma unroll
+    for (int n = 0; n < N_TILE; n++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) acc[i][n][j] = 0.f;
+}
+
 #if KV_KIND >= 3
 #include "attend_bytes.cuh"
 #else

@@ -44,7 +44,7 @@ def reference(spec: AttendSpec) -> Run:
     return run
 
 
-def library(spec: AttendSpec) -> Run:
+def by_torch(spec: AttendSpec) -> Run:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         parts = [t.transpose(0, 1)[None] for t in (q.to(k.dtype), k, v)]
         mask = causal_lower_right(len(q), len(k))
@@ -75,7 +75,7 @@ def check(launch: Run, other: Run, spec: AttendSpec) -> str | None:
 
 
 attend_prompt: Op[AttendSpec] = Op(  # without the library, `attend` takes prompts, too
-    "attend_prompt", Impl("attend", reference), [Impl("library", library, limits)], check
+    "attend_prompt", Impl("attend", reference), [Impl("library", by_torch, limits)], check
 )
 
 

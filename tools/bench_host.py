@@ -1,0 +1,139 @@
+"""What Python takes of a round: the real loop, drafters and layouts over forwards that return prepared results at once.
+
+    python tools/bench_host.py --slots 1 8 [--cold 64]
+
+Microseconds a round, the best of several runs, one thread: "sample" and "host" as the engine counts them, and everything before the
+launch. `--cold`: megabytes of other memory touched while the device would be at work, as other processes do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+
+import torch
+
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "engine"))
+from engine_rig import Rig, rig
+
+from pyspec.models.target import Out
+from pyspec.request import Event, SamplingParams
+from pyspec.slots.arena import BUCKETS, Arena
+from pyspec.slots.batch import Batch
+from pyspec.synth import write
+
+CTX, GOOD, BAD = 16384, 7, 9
+ACCEPTED = {4: 2, 16: 5}  # drafts a round accepts, by its width
+
+
+def make(kind: str, n_slot: int, folder: Path) -> Rig:
+    settings: dict[str, object] = {
+        "np": n_slot,
+        "ctx": CTX,
+        "n_draft_fixed": True,
+        "kv_type": "f16",
+        "spec_type": "none",
+    }
+    if kind == "mtp":
+        settings |= {"spec_type": "mtp", "n_draft_max": 3}
+    if kind == "dflash":
+        drafter = write("qwen35", folder / f"d{n_slot}.gguf", quant="f32", tiny=True, drafter=True)
+        settings |= {"spec_type": "dflash", "draft_path": drafter}
+    found = rig(write("qwen35", folder / f"{kind}{n_slot}.gguf", quant="f32", tiny=True), **settings)
+    loop = found.loop
+    pages = -(-(CTX + 64) // loop.table.page_size)
+    loop.arena = Arena(n_slot, pages, torch.device("cpu"))
+    if loop.drafter is not None:
+        loop.drafter.use_graphs(lambda: Arena(n_slot, pages, torch.device("cpu")))
+    return found
+
+
+def answer_at_once(r: Rig, kind: str) -> None:
+    """From here on the device's work is prepared tensors."""
+    loop, drafter, ready = r.loop, r.loop.drafter, dict[tuple[int | None, int, int], Out]()
+    hidden, logits = torch.zeros(BUCKETS[-1], loop.target.n_embd), torch.zeros(BUCKETS[-1], loop.target.n_vocab)
+
+    def forward(batch: Batch) -> Out:
+        key = (batch.bucket, batch.n_row, len(batch.seqs))
+        if key not in ready:
+            assert batch.bucket is not None
+            best = torch.full((2, batch.bucket), float(GOOD), dtype=torch.float64)
+            for start, seq in zip(batch.starts, batch.seqs, strict=False):
+                if seq.width > 1:
+                    best[0, start + ACCEPTED.get(seq.width, seq.width // 2)] = BAD
+            ready[key] = Out(logits[: batch.bucket], hidden[: batch.bucket], None, best)
+        return ready[key]
+
+    loop.forward = forward  # type: ignore[method-assign]
+    loop.best = torch.empty(4096, dtype=torch.float64)  # else it would be pinned
+    tokens = torch.full((BUCKETS[-1],), GOOD)
+    if kind == "mtp":
+        drafter.tokens.fill_(GOOD)
+        drafter._first = drafter._next = lambda batch: None
+    if kind == "dflash":
+        drafter.block = lambda batch: (tokens[: batch.bucket], None)
+
+
+def run(kind: str, n_slot: int, folder: Path, cold: int, n_round: int = 200, repeats: int = 5) -> str:
+    r = make(kind, n_slot, folder)
+    loop, due, junk = r.loop, deque[Event](), torch.zeros(max(cold, 1) << 17, dtype=torch.int64)
+    for i in range(n_slot):
+        r.submit(
+            [5 + i] * 40, 15000, SamplingParams(temperature=0.0, ignore_eos=True), cache_prompt=False
+        ).job.sink = due.append
+    waited = [0.0, 0.0]  # all of the wait; of it, touching other memory
+
+    def on_wait() -> None:
+        due.clear()
+        if cold:
+            began = time.perf_counter()
+            junk.add_(1)
+            waited[1] += time.perf_counter() - began
+
+    inner = loop._wait
+
+    def wait() -> object:
+        began = time.perf_counter()
+        fault = inner()
+        waited[0] += time.perf_counter() - began
+        return fault
+
+    loop.on_wait, loop.may_defer, loop._wait = on_wait, True, wait  # type: ignore[method-assign,assignment]
+    for _ in range(3):
+        loop.step()
+    answer_at_once(r, kind)
+    for _ in range(50):
+        loop.step()
+    found = []
+    for _ in range(repeats):
+        gc.collect()
+        before, began, waited[:] = (loop.stats.sample_ms, loop.stats.host_ms), time.perf_counter(), [0.0, 0.0]
+        for _ in range(n_round):
+            loop.step()
+        step = time.perf_counter() - began - waited[0]
+        parts = (loop.stats.sample_ms - before[0], loop.stats.host_ms - before[1])
+        found.append((1e6 * step / n_round, *(1e3 * ms / n_round for ms in parts)))
+    step, sample, host = min(found)
+    assert len(loop.jobs) == n_slot, "a request ended early"
+    return f"{kind:6} {n_slot} slots: sample {sample:5.1f}, host {host:5.1f}, all before the launch {step:6.1f} us"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slots", type=int, nargs="*", default=[1, 8])
+    parser.add_argument("--cold", type=int, default=0, metavar="MB")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        for kind in ("plain", "mtp", "dflash"):
+            for n_slot in args.slots:
+                print(run(kind, n_slot, Path(folder), args.cold), flush=True)
+
+
+if __name__ == "__main__":
+    main()
