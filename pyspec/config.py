@@ -23,7 +23,8 @@ class EngineSettings:
     ctx: int = 0  # tokens one request may hold; 0: the model's, at most 8192
     kv_pool: int = 0  # tokens of all slots together; 0: np * ctx
     page_size: int = 32  # tokens
-    ubatch: int = 512  # rows of one forward
+    batch: int = 0  # rows of a forward of prompts alone; 0: 2048 on a GPU, ubatch on a CPU
+    ubatch: int = 512  # rows of a forward in which somebody decodes: what prompts add is what the others wait
     prefix_cache: bool = True  # go on from what earlier requests left, and leave something for later ones
     cache_device: int = 0  # MiB on the device for recurrent checkpoints; 0: one checkpoint per slot
     cache_ram: int = 8192  # MiB of host memory for those the device has no room for, at most half of what is free
@@ -53,6 +54,10 @@ class EngineSettings:
         need(self.ctx >= 0, f"-c is {self.ctx}; want 0 (automatic) or more")
         need(self.page_size in PAGE_SIZES, f"page size {self.page_size} is not one of {PAGE_SIZES}")
         need(1 <= self.ubatch <= 65536, f"-ub is {self.ubatch}; want 1..65536")
+        need(
+            self.batch == 0 or self.ubatch <= self.batch <= 65536,
+            f"-b is {self.batch}; want -ub ({self.ubatch}) to 65536, or 0",
+        )
         for mib, flag in ((self.cache_device, "--cache-device"), (self.cache_ram, "--cache-ram")):
             need(mib >= 0, f"{flag} is {mib} MiB; want 0 or more")
         need(self.checkpoint_every >= 0, f"--checkpoint-every is {self.checkpoint_every}; want 0 (none) or more tokens")

@@ -165,11 +165,16 @@ def _memory_plan(
     )
 
 
+def _batch(s: EngineSettings, device: torch.device) -> int:
+    """Rows of a forward in which nobody decodes."""
+    return s.batch or max(s.ubatch, 2048 if device.type == "cuda" else 0)
+
+
 def _workspace(c: DecoderConfig, d: DraftPlan, s: EngineSettings, n_ctx: int, device: torch.device) -> int:
     cuda = device.type == "cuda"
     n_tap = len(dflash.read_config(d.file).taps) if d.kind == "dflash" and d.file is not None else 0
     return workspace_bytes(
-        n_row=s.ubatch,
+        n_row=_batch(s, device),
         n_embd=c.n_embd,
         n_ff=c.n_ff,
         n_vocab=c.n_vocab,
@@ -261,6 +266,7 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
         drafter,
         controller,
         ubatch=settings.ubatch,
+        batch=_batch(settings, device),
         queue_limit=settings.queue_limit,
         synth=synth,
         arena=arena,
@@ -277,6 +283,8 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     probe.close()  # the child that checked kernels, and its memory on the GPU
     if device.type == "cuda":
         log.info("memory in use: %s, planned %s", size(used_bytes(device) - before), size(plan.total))
+        kept, held = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+        log.debug("torch uses %s and holds %s", size(kept), size(held))
     info = _info(path, file, config, d, settings, n_ctx, extra, device, tokenizer)
     return Loaded(loop, tokenizer, template, info)
 

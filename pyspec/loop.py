@@ -65,6 +65,7 @@ class Loop:
         controller: Controller,
         *,
         ubatch: int,
+        batch: int = 0,
         queue_limit: int,
         synth: SynthAcceptance | None = None,
         arena: Arena | None = None,
@@ -72,7 +73,8 @@ class Loop:
     ) -> None:
         self.target, self.memory, self.table, self.drafter = target, memory, table, drafter
         self.needs = drafter.needs if drafter is not None else NO_NEEDS
-        self.controller, self.ubatch, self.synth = controller, ubatch, synth
+        self.controller, self.synth = controller, synth
+        self.ubatch, self.batch = ubatch, batch or ubatch  # rows of a forward; of one in which nobody decodes
         self.arena = arena  # where graphs find their batches; None: no graphs
         self.forward = Graphed(self._run)
         self.best = torch.empty(0, dtype=torch.float64)  # pinned memory for what greedy rounds read
@@ -219,7 +221,8 @@ class Loop:
             work.append(_Work(job, slot, seq, draft))
         prompts = [job for job in self.jobs.values() if not job.is_decoding]
         left = [self._todo(job) for job in prompts]
-        free = max(self.ubatch - sum(w.seq.width for w in work), -(-self.ubatch // PROMPT_SHARE))
+        n_row = self.ubatch if work else self.batch
+        free = max(n_row - sum(w.seq.width for w in work), -(-n_row // PROMPT_SHARE))
         for job, n in zip(prompts, share_rows(free, left), strict=True):
             slot = job.slot
             if n and slot is not None:

@@ -92,7 +92,7 @@ def capture(loop: Loop) -> None:
     if isinstance(loop.drafter, Graphing):
         loop.drafter.capture()
     # the largest piece of a prompt: what it needs is allocated before the first user comes
-    n_row = min(loop.ubatch, loop.table.n_row // len(slots))
+    n_row = min(loop.batch, loop.table.n_row // len(slots))
     loop.forward(lay_out(loop.table, [Seq(0, 0, [0] * n_row, keep=True, n_out=1)], device))
     loop.memory.reset(0)
     for slot in slots:

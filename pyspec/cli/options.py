@@ -181,8 +181,8 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--cache-device", default=0, help="MiB on the device for recurrent checkpoints. 0: one per slot."),
     click.option("-cram", "--cache-ram", default=8192, help="MiB of host memory for those that do not fit there."),
     click.option("--checkpoint-every", default=8192, help="Tokens between checkpoints in a long prompt. 0: none."),
-    click.option("-b", "--batch-size", default=2048, help="An upper limit for -ub."),
-    click.option("-ub", "--ubatch-size", "ubatch", default=512, help="Rows of one forward."),
+    click.option("-b", "--batch-size", "batch", default=0, help="Rows of a forward of prompts. 0: 2048, or -ub on a CPU."),
+    click.option("-ub", "--ubatch-size", "ubatch", default=512, help="Rows of a forward in which somebody decodes."),
     click.option(
         "-ctk", "--cache-type-k", type=click.Choice(KV_TYPES), default=None, help="Type of keys and values [f16]."
     ),
@@ -223,6 +223,8 @@ SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
 SETTINGS = (
     "kv_pool",
     "page_size",
+    "batch",
+    "ubatch",
     "prefix_cache",
     "cache_device",
     "cache_ram",
@@ -296,7 +298,8 @@ def _model_choice(values: dict[str, Any]) -> ModelChoice:
 def _engine_choice(values: dict[str, Any]) -> EngineChoice:
     choice = _model_choice(values)
     settings = {name: values.pop(name) for name in SETTINGS}
-    settings["ubatch"] = min(values.pop("ubatch"), values.pop("batch_size"))
+    if settings["batch"]:
+        settings["ubatch"] = min(settings["ubatch"], settings["batch"])
     k, v = values.pop("cache_type_k"), values.pop("cache_type_v")
     if k and v and k != v:
         raise click.UsageError(f"-ctk {k} and -ctv {v} must be the same type")

@@ -28,6 +28,8 @@ from pyspec.models.upload import Upload
 
 PLAIN = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 GLU = Glu()
+UNPACK = 1 << 24  # weights unpacked at once
+HEADS = ("output.weight", "token_embd.weight")  # few rows go through them: one for each token that may be kept
 PROBE_ROWS = 272  # of the matrix a kernel is checked with
 FEW_ROWS = 48  # up to here `linear` is the fastest, then `linear_tall` where it runs (docs/log.md)
 
@@ -262,7 +264,8 @@ class Weights:
             return Joined([self._stream([n], False) for n in names], gated=True)
         raws = [self._raw(n).view(i.shape[0], -1) for n, i in zip(names, infos, strict=True)]
         raw = interleave(*raws) if gated else torch.cat(raws)
-        wide = self._unpack(names, raws, torch.float16) if self.wide and kind not in PLAIN else None
+        is_wide = self.wide and kind not in PLAIN and names[0] not in HEADS
+        wide = self._unpack(names, raws, torch.float16) if is_wide else None
         scales = self._row_scales(names, gated) if FORMATS[kind].scaled else None
         return Streamed(repack(raw.contiguous(), kind, (n_out, n_in), scales), self.device, gated, wide)
 
@@ -285,9 +288,11 @@ class Weights:
         whole = torch.empty(sum(i.shape[0] for i in infos), infos[0].shape[-1], dtype=dtype, device=self.device)
         at = 0
         for n, i, raw in zip(names, infos, raws, strict=True):
-            part = dequantize(raw.view(-1), i.type, i.shape)
-            whole[at : at + i.shape[0]] = part if (s := self._scale(n)) == 1.0 else part * s
-            at += i.shape[0]
+            scale, rows = self._scale(n), raw.view(i.shape[0], -1)
+            for piece in rows.split(max(1, UNPACK // i.shape[-1])):  # large temporaries leave holes between what stays
+                part = dequantize(piece.reshape(-1), i.type, (piece.shape[0], i.shape[-1]))
+                whole[at : at + piece.shape[0]] = part if scale == 1.0 else part * scale
+                at += piece.shape[0]
         return whole
 
     def stack(self, name: str) -> Stack:
@@ -322,4 +327,5 @@ def weight_bytes(file: GGUFFile, dense: torch.dtype | None) -> int:
 
 def wide_bytes(file: GGUFFile) -> int:
     """Bytes of f16 copies of the matrices that kernels stream."""
-    return sum(2 * t.n_elements for t in file.tensors.values() if len(t.shape) == 2 and t.type not in PLAIN)
+    matrices = [t for t in file.tensors.values() if len(t.shape) == 2 and t.type not in PLAIN]
+    return sum(2 * t.n_elements for t in matrices if t.name not in HEADS)

@@ -79,7 +79,7 @@ def test_a_tripped_guard_ends_the_request_it_names(kind: str, op: str, after: in
 def test_a_guard_may_trip_in_the_middle_of_a_prompt() -> None:
     path, r = speculating("mtp", 2)
     texts = [(p, t) for p, t in known_texts(path).items() if len(p) > 40][:2]
-    r.loop.ubatch = 16
+    r.loop.ubatch = r.loop.batch = 16
     heard = [r.submit(p, N_TEXT, slot=i) for i, (p, _) in enumerate(texts)]
     tripping(r, "attend", 0, 2)
     r.run()

@@ -18,6 +18,11 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 n_bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(n_bytes) : "memory");
 }
 
+// Bytes that the phase waits for besides its arrivals.
+__device__ __forceinline__ void barrier_expect_more(u32 barrier, u32 n_bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(n_bytes) : "memory");
+}
+
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   asm volatile(
       "{\n"

@@ -14,7 +14,9 @@ constexpr int kRowBytes = CHUNK * kPad * 64;
 constexpr int kSumBytes = HAS_MIN ? CHUNK * kPad * 4 : 0;
 constexpr int kWarps = WARPS_M * WARPS_N;
 constexpr int kStageBytes = kWeightBytes + kRowBytes + kSumBytes;
+constexpr int kAtOnce = TILES_N <= 4 ? TILES_N : TILES_N <= 8 ? 2 : 1;  // tiles whose residuals are under way
 static_assert(WARPS_M * TILES_M == kTile, "a CTA owns 256 rows");
+static_assert(TILES_N % kAtOnce == 0, "groups of tiles");
 
 struct Shape {
   int n_row, n_out, n_tile16, n_chunk;
@@ -109,39 +111,77 @@ __device__ __forceinline__ void clear(Accumulator& acc) {
 
 __device__ __forceinline__ float silu(float x) { return x / (1.f + __expf(-x)); }
 
-__device__ __forceinline__ void store(const Accumulator& acc, Shape s, int tile, const u8* weights, const float* powers,
-                                      const float* residual, float* out) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2;
-  const int first16 = tile * kTile + (warp / WARPS_N) * TILES_M;
+// Which of a thread's sums go where: rows of x and columns of out.
+struct Place {
+  int row, column;  // of tile n: rows row + 8 n and the next; of tile m: 16-row tile column + m
+  int g;
+
+  __device__ __forceinline__ explicit Place(int tile) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    row = (warp % WARPS_N) * TILES_N * 8 + (lane & 3) * 2;
+    column = tile * kTile + (warp / WARPS_N) * TILES_M;
+    g = lane >> 2;
+  }
+};
+
+// What a tile's sums meet on their way out. Loads are apart from stores, because the compiler may not move a load over a
+// store that may be to its place: one trip to memory instead of one for each row.
+struct Beside {
+  float power[kAtOnce][2];
+  float old[kAtOnce][2][TILES_M][2];
+
+  __device__ __forceinline__ void load(Shape s, Place at, int n0, const float* powers, const float* residual) {
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int row = at.row + (n0 + n) * 8 + j;
+        const bool is_row = row < s.n_row;
+        power[n][j] = is_row ? powers[row] : 0.f;
+        if (EPILOGUE != RESIDUAL) continue;
+#pragma unroll
+        for (int m = 0; m < TILES_M; ++m) {
+          const int column = (at.column + m) * 16 + at.g;
+          const float* from = residual + static_cast<i64>(row) * s.n_out + column;
+          old[n][j][m][0] = is_row && column < s.n_out ? from[0] : 0.f;
+          old[n][j][m][1] = is_row && column + 8 < s.n_out ? from[8] : 0.f;
+        }
+      }
+  }
+};
+
+__device__ __forceinline__ void store(const Accumulator& acc, Shape s, Place at, const u8* weights, const float* powers,
+                                      const float* residual, float* out, Beside& beside) {
   float scale[TILES_M], scale8[TILES_M];
 #pragma unroll
   for (int m = 0; m < TILES_M; ++m) {
     scale[m] = scale8[m] = kUnit;
 #if ROW_SCALES
     const float* row_scales = reinterpret_cast<const float*>(weights + static_cast<i64>(s.n_tile16) * s.n_chunk * RECORD);
-    scale[m] *= row_scales[(first16 + m) * 16 + g];
-    scale8[m] *= row_scales[(first16 + m) * 16 + g + 8];
+    scale[m] *= row_scales[(at.column + m) * 16 + at.g];
+    scale8[m] *= row_scales[(at.column + m) * 16 + at.g + 8];
 #endif
   }
 #pragma unroll
   for (int n = 0; n < TILES_N; ++n) {
-    const int row = ((warp % WARPS_N) * TILES_N + n) * 8 + (lane & 3) * 2;
+    if (n > 0 && n % kAtOnce == 0) beside.load(s, at, n, powers, residual);
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      if (row + j >= s.n_row) continue;
-      const float power = powers[row + j];
+      const int row = at.row + n * 8 + j;
+      if (row >= s.n_row) continue;
+      const float power = beside.power[n % kAtOnce][j];
 #pragma unroll
       for (int m = 0; m < TILES_M; ++m) {
-        const int tile16 = first16 + m;
         const float y = acc.v[m][n][j] * scale[m] * power, y8 = acc.v[m][n][j + 2] * scale8[m] * power;
 #if EPILOGUE == GATED
-        const int column = tile16 * 8 + g;
-        if (column < s.n_out) out[static_cast<i64>(row + j) * s.n_out + column] = silu(y) * y8;
+        const int column = (at.column + m) * 8 + at.g;
+        if (column < s.n_out) out[static_cast<i64>(row) * s.n_out + column] = silu(y) * y8;
 #else
-        const int column = tile16 * 16 + g;
-        const i64 at = static_cast<i64>(row + j) * s.n_out + column;
-        if (column < s.n_out) out[at] = EPILOGUE == RESIDUAL ? residual[at] + y : y;
-        if (column + 8 < s.n_out) out[at + 8] = EPILOGUE == RESIDUAL ? residual[at + 8] + y8 : y8;
+        const int column = (at.column + m) * 16 + at.g;
+        const float(&old)[2] = beside.old[n % kAtOnce][j][m];
+        const i64 to = static_cast<i64>(row) * s.n_out + column;
+        if (column < s.n_out) out[to] = EPILOGUE == RESIDUAL ? old[0] + y : y;
+        if (column + 8 < s.n_out) out[to + 8] = EPILOGUE == RESIDUAL ? old[1] + y8 : y8;
 #endif
       }
     }
@@ -167,12 +207,12 @@ __device__ __forceinline__ int arrive(int* ticket) {
   return n;
 }
 
-// Adds the shares of a cut tile in the order of its columns; false for all but the last to arrive. Each warp has a ticket
-// of its own and waits for no other: a CTA's warps cover different rows or tokens.
-__device__ __forceinline__ bool gather(Accumulator& acc, float* partial, int* tickets, Sharers who, int slot) {
-  constexpr int kVectors = TILES_M * TILES_N;
-  constexpr int kSlot = 64 * kPad;  // in vectors
-  constexpr int kAtOnce = kVectors <= 2 ? 4 : kVectors <= 4 ? 2 : 1;  // shares under way
+constexpr int kVectors = TILES_M * TILES_N;
+constexpr int kSlot = 64 * kPad;  // a share, in vectors
+
+// Hands in a share of a cut tile; true for the last to arrive. Each warp has a ticket of its own and waits for no other: a
+// CTA's warps cover different rows or tokens.
+__device__ __forceinline__ bool comes_last(const Accumulator& acc, float* partial, int* tickets, Sharers who, int slot) {
   float4* shares = reinterpret_cast<float4*>(partial) + threadIdx.x;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
@@ -186,17 +226,45 @@ __device__ __forceinline__ bool gather(Accumulator& acc, float* partial, int* ti
     n_before = arrive(ticket);
     if (n_before == who.last - who.first) *ticket = 0;
   }
-  if (__shfl_sync(0xffffffffu, n_before, 0) != who.last - who.first) return false;
+  return __shfl_sync(0xffffffffu, n_before, 0) == who.last - who.first;
+}
+
+// Adds the shares of a cut tile in the order of its columns.
+__device__ __forceinline__ void add_shares(Accumulator& acc, const float* partial, Sharers who) {
+  constexpr int kShares = kVectors <= 2 ? 8 : kVectors <= 6 ? 3 : kVectors <= 8 ? 2 : 1;  // under way; what registers allow
+  const float4* shares = reinterpret_cast<const float4*>(partial) + threadIdx.x;
   clear(acc);
-#pragma unroll kAtOnce
-  for (int cta = who.first; cta <= who.last; ++cta) {
-    const float4* share = shares + (2 * cta + (cta == who.first && who.is_second)) * kSlot;
+#pragma unroll 1
+  for (int first = who.first; first <= who.last; first += kShares) {
+    float4 v[kShares][kVectors];
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const float4 v = __ldcg(share + i * kThreads);
-      float(&sum)[4] = acc.v[i / TILES_N][i % TILES_N];
-      sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+    for (int k = 0; k < kShares; ++k) {
+      const int cta = min(first + k, who.last);
+      const float4* share = shares + (2 * cta + (cta == who.first && who.is_second)) * kSlot;
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i)
+        v[k][i] = __ldcg(share + i * kThreads);
     }
+#pragma unroll
+    for (int k = 0; k < kShares; ++k)
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        float(&sum)[4] = acc.v[i / TILES_N][i % TILES_N];
+        if (first + k <= who.last) sum[0] += v[k][i].x, sum[1] += v[k][i].y, sum[2] += v[k][i].z, sum[3] += v[k][i].w;
+      }
   }
-  return true;
+}
+
+// A CTA's sums of a tile, or of its share of one, are complete.
+__device__ __forceinline__ void finish(Accumulator& acc, Shape s, int tile, Sharers who, int slot, const u8* weights,
+                                       const float* powers, const float* residual, float* out, float* partial,
+                                       int* tickets) {
+  const bool is_cut = who.first != who.last;
+  if (is_cut && !comes_last(acc, partial, tickets + tile * kWarps, who, slot)) return;
+  const Place at(tile);
+  Beside beside;
+  if (kVectors <= 2) beside.load(s, at, 0, powers, residual);  // with more, registers are short
+  if (is_cut) add_shares(acc, partial, who);
+  if (kVectors > 2) beside.load(s, at, 0, powers, residual);
+  store(acc, s, at, weights, powers, residual, out, beside);
 }

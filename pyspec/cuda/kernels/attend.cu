@@ -230,18 +230,22 @@ __device__ void find_items(Shared& s, const Args& a) {
       s.first[i] = before + upto - n;
       s.seq_lo[i] = from;
       s.seq_hi[i] = tiles;
-      if (blockIdx.x == 0) {
-        a.plan[1 + i] = before + upto - n;
-        a.plan[1 + MAX_SEQ + i] = from;
-        a.plan[1 + 2 * MAX_SEQ + i] = tiles;
-      }
     }
     before += __shfl_sync(ALL, upto, 31);
   }
   if (threadIdx.x == 0) {
     s.per_item = keys / RANGE;
     s.first[a.n_seq] = clamped(before, a.max_item + 1, OP_ID, -1, a.fault);
-    if (blockIdx.x == 0) a.plan[0] = keys / RANGE;
+  }
+}
+
+// For attend_merge: one block tells what all know.
+__device__ __forceinline__ void tell_items(const Shared& s, const Args& a) {
+  if (threadIdx.x == 0) a.plan[0] = s.per_item;
+  for (int i = threadIdx.x; i < a.n_seq; i += THREADS) {
+    a.plan[1 + i] = s.first[i];
+    a.plan[1 + MAX_SEQ + i] = s.seq_lo[i];
+    a.plan[1 + 2 * MAX_SEQ + i] = s.seq_hi[i];
   }
 }
 
@@ -350,7 +354,6 @@ attend_split(const float* q, const Kv* k, const Kv* v,
              const int* seq_start, float* part, float* part_ml, int* plan, int* fault, int n_row, int n_seq, int n_head,
              int n_kv, int n_page_col, int page_size, int n_page, int window, int max_item, float scale) {
   let_successor_start();
-  wait_for_predecessor();
   extern __shared__ __align__(16) char raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
   const Args a = {q,     k,     v,      page_table, positions,  lo,        hi,     row_seq, seq_start, plan, fault,
@@ -360,11 +363,16 @@ attend_split(const float* q, const Kv* k, const Kv* v,
   find_items(s, a);
   __syncthreads();
   const int per_item = s.per_item, total = s.first[n_seq];
+  const auto begin = [&] {  // the batch's layout was there before the forward: q, k, v and readers of the last plan are not
+    wait_for_predecessor();
+    if (blockIdx.x == 0) tell_items(s, a);
+  };
 
   for (int index = blockIdx.x; index < total; index += gridDim.x) {
     const Item item = item_of(s, a, index);
     const int base = item.split * per_item * RANGE;
     find_columns(s, a, item, base, per_item * RANGE);
+    if (index == blockIdx.x) begin();
     Stream f;
     f.k = k + item.head * DIM;
     f.v = v + item.head * DIM;
@@ -425,6 +433,7 @@ attend_split(const float* q, const Kv* k, const Kv* v,
       *reinterpret_cast<float2*>(part_ml + (static_cast<i64>(index) * COLS + c) * 2) = make_float2(s.run_m[c], s.run_l[c]);
     __syncthreads();  // q and the columns are replaced by the next item's
   }
+  if (static_cast<int>(blockIdx.x) >= total) begin();
 }
 
 struct MergeArgs {

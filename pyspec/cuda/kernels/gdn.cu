@@ -166,9 +166,9 @@ extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 4)
              const int* seq_fold, const int* seq_keep, int n_slot, int width, int n_row, int chunked,
              float eps, int* fault) {
   let_successor_start();
-  wait_for_predecessor();
   const int head = blockIdx.x, s = blockIdx.y;
   Seq seq = read_seq({seq_slot, seq_start, seq_fold, seq_keep, n_slot, width, n_row, chunked}, s, fault);
+  wait_for_predecessor();  // the batch's layout was there before the forward
   if (seq.chunked) seq.n = 0;
   const bool has_rows = static_cast<int>(blockIdx.z) * SPAN < seq.n && (blockIdx.z == 0 || seq.keep);
   if (has_rows || seq.only_folds) {

@@ -83,8 +83,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     if (++chunk < n_chunk && unit + 1 < end) continue;
 
     const Sharers who = sharers(tile, n_chunk, total, grid);
-    if (who.first == who.last || gather(acc, partial, tickets + tile * kWarps, who, 2 * cta + (run != begin)))
-      store(acc, s, tile, weights, powers, residual, out);
+    finish(acc, s, tile, who, 2 * cta + (run != begin), weights, powers, residual, out, partial, tickets);
     clear(acc);
     run = unit + 1;
     chunk = 0;

@@ -75,6 +75,11 @@ def n_stages(type: GGMLType, shape: Shape, capability: tuple[int, int]) -> int:
     return min(8, n_shared(capability) // stage_bytes(type, shape))
 
 
+def window(rows: int) -> tuple[int, int]:
+    """Stages on their way to a CTA at most: before its predecessor is over, and after. What others read queues behind them."""
+    return (2, 3) if rows <= 16 else (3, 6)
+
+
 def fitting(type: GGMLType, capability: tuple[int, int]) -> tuple[Shape, ...]:
     return tuple(s for s in SHAPES if n_stages(type, s, capability) >= 2)
 
@@ -111,6 +116,8 @@ def defines(type: GGMLType, shape: Shape, stages: int, epilogue: Epilogue) -> di
         "TILES_N": shape.tiles_n,
         "STAGES": stages,
         "EPILOGUE": int(epilogue),
+        "WINDOW": window(shape.rows)[0],
+        "STEADY": min(window(shape.rows)[1], stages),
     }
 
 

@@ -12,6 +12,14 @@
 constexpr bool kHolds = TILES_M * TILES_N <= (__CUDA_ARCH__ < 1200 ? 8 : 4);
 static_assert(CHUNK % 2 == 0, "blocks go in pairs");
 
+// With few rows, few enough registers to start beside the kernel that prepares them; where that costs no spills.
+#define CHEAP (TYPE == Q8_0 || TYPE == Q4_0 || TYPE == Q6_K || TYPE == MXFP4 || TYPE == F16)
+#if TILES_N == 1 && CHEAP && __CUDA_ARCH__ < 1200
+#define BOUNDS __maxnreg__(96)
+#else
+#define BOUNDS __launch_bounds__(kThreads + 32, 1)
+#endif
+
 struct Ring {  // a place in the stages
   int stage;
   u32 parity;
@@ -31,11 +39,11 @@ struct Source {  // a unit of a CTA's run
     if (++chunk == n_chunk) chunk = 0, ++tile;
   }
 
-  __device__ __forceinline__ void load_weights(u32 to, u32 full, u64 policy) const {
+  __device__ __forceinline__ void load_weights(u32 to, u32 barrier, u32 n_more, u64 policy) const {
     const int n16 = min(kTile, n_tile16 - tile * kTile);
     const i64 record = static_cast<i64>(tile) * kTile * n_chunk + static_cast<i64>(chunk) * n16;
-    barrier_expect(full, n16 * RECORD + kRowBytes + kSumBytes);
-    bulk_copy_once(to, weights + record * RECORD, n16 * RECORD, full, policy);
+    barrier_expect(barrier, n16 * RECORD + n_more);
+    bulk_copy_once(to, weights + record * RECORD, n16 * RECORD, barrier, policy);
   }
 
   __device__ __forceinline__ void load_rows(u32 to, u32 full) const {
@@ -46,19 +54,37 @@ struct Source {  // a unit of a CTA's run
   }
 };
 
-// One thread's work: all copies of a CTA's run.
-__device__ __forceinline__ void copy_units(Source from, u32 base, u32 full, u32 empty, int n_unit) {
+// One thread's work: all copies of a CTA's run. Before the predecessor is over only weights come, each stage on a barrier
+// of its own, and never more than WINDOW at once: what the predecessor still has to read would queue behind them.
+__device__ __forceinline__ void copy_units(Source from, u32 base, u32 full, u32 empty, u32 early, int n_unit) {
   const u64 policy = evict_first();
   const int n_first = min(STAGES, n_unit);
   Source rows = from;
-  for (int i = 0; i < n_first; ++i, from.step()) from.load_weights(base + i * kStageBytes, full + i * 8, policy);
+  for (int i = 0; i < n_first; ++i, from.step()) {
+    if (i >= WINDOW) barrier_wait(early + (i - WINDOW) * 8, 0);
+    from.load_weights(base + i * kStageBytes, early + i * 8, 0, policy);
+  }
   wait_for_predecessor();
-  for (int i = 0; i < n_first; ++i, rows.step()) rows.load_rows(base + i * kStageBytes, full + i * 8);
+  for (int i = 0; i < n_first; ++i, rows.step()) {
+    barrier_expect_more(full + i * 8, kRowBytes + kSumBytes);
+    rows.load_rows(base + i * kStageBytes, full + i * 8);
+  }
+  for (int i = 0; i < n_first; ++i) {
+    barrier_wait(early + i * 8, 0);
+    barrier_arrive(full + i * 8);
+  }
   Ring at{0, 0};
+#if STEADY < STAGES
+  Ring behind{STAGES - STEADY, 0};
+#endif
   for (int unit = n_first; unit < n_unit; ++unit, at.step(), from.step()) {
     const u32 to = base + at.stage * kStageBytes, barrier = full + at.stage * 8;
     barrier_wait(empty + at.stage * 8, at.parity);
-    from.load_weights(to, barrier, policy);
+#if STEADY < STAGES
+    barrier_wait(full + behind.stage * 8, behind.parity);
+    behind.step();
+#endif
+    from.load_weights(to, barrier, kRowBytes + kSumBytes, policy);
     from.load_rows(to, barrier);
   }
 }
@@ -101,19 +127,21 @@ __device__ __forceinline__ void sum_units(Accumulator& acc, Ring& at, int n, u32
   }
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
+extern "C" __global__ void BOUNDS
     linear(const u8* __restrict__ weights, const u16* __restrict__ x, const float* __restrict__ sums,
            const float* __restrict__ powers, const float* residual, float* out, float* partial, int* tickets, int n_row,
            int n_out, int n_tile16, int n_chunk) {
   extern __shared__ __align__(128) uint4 stages[];
-  __shared__ u64 barriers[2 * STAGES];
-  const u32 base = shared_address(stages), full = shared_address(barriers), empty = full + STAGES * 8;
+  __shared__ u64 barriers[3 * STAGES];
+  const u32 base = shared_address(stages), full = shared_address(barriers), empty = full + STAGES * 8,
+            early = empty + STAGES * 8;
   const i64 total = static_cast<i64>((n_tile16 + kTile - 1) / kTile) * n_chunk;
   const int grid = gridDim.x, cta = blockIdx.x;
   const int begin = static_cast<int>(total * cta / grid), end = static_cast<int>(total * (cta + 1) / grid);
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(full + i * 8, 1);
+      barrier_init(early + i * 8, 1);
       barrier_init(empty + i * 8, kWarps);
     }
     barriers_visible();
@@ -124,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
   if (threadIdx.x >= kThreads) {
     const Source from{weights, reinterpret_cast<const u8*>(x), reinterpret_cast<const u8*>(sums),
                       n_tile16, n_chunk, begin / n_chunk, begin % n_chunk};
-    if (threadIdx.x == kThreads) copy_units(from, base, full, empty, end - begin);
+    if (threadIdx.x == kThreads) copy_units(from, base, full, empty, early, end - begin);
     return;
   }
   wait_for_predecessor();
@@ -137,8 +165,7 @@ extern "C" __global__ void __launch_bounds__(kThreads + 32, 1)
     clear(acc);
     sum_units(acc, at, next - unit, base, full, empty);
     const Sharers who = sharers(tile, n_chunk, total, grid);
-    if (who.first == who.last || gather(acc, partial, tickets + tile * kWarps, who, 2 * cta + (unit != begin)))
-      store(acc, s, tile, weights, powers, residual, out);
+    finish(acc, s, tile, who, 2 * cta + (unit != begin), weights, powers, residual, out, partial, tickets);
     unit = next;
   }
 }

@@ -96,7 +96,10 @@ __device__ __forceinline__ void copy_all(Ring& w, Ring& b, const u8* weights, co
   const u64 policy = evict_first();
   Unit ahead{begin / m.n_chunk, begin % m.n_chunk}, at = ahead;
   int n_ahead = min(WEIGHT_STAGES, end - begin);
-  for (int i = 0; i < n_ahead; ++i, ahead.step(m.n_chunk)) load_weights(w, weights, m, ahead, policy);
+  for (int i = 0; i < n_ahead; ++i, ahead.step(m.n_chunk)) {
+    if (i >= WINDOW) barrier_wait(w.full + (i - WINDOW) * 8, 0);
+    load_weights(w, weights, m, ahead, policy);
+  }
   wait_for_predecessor();
   for (int unit = begin; unit < end; ++unit, at.step(m.n_chunk)) {
     if (n_ahead > 0) {

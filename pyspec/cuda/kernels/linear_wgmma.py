@@ -27,6 +27,7 @@ from pyspec.gguf import GGMLType
 
 PADS = (64, 96, 128)
 MAX_ROWS = PADS[-1]
+WINDOW = 2
 PATIENCE = 1 << 22  # clocks, 2 ms: far more than the sharers of a tile lie apart
 _SHARED = 226 * 1024  # of 227 KiB: the rest is the kernel's static shared memory
 _THREADS = 640  # four multiplying warpgroups, one for copies
@@ -92,6 +93,7 @@ def defines(type: GGMLType, pad: int, epilogue: Epilogue, patience: int = PATIEN
         "RECORD": RECORDS[type],
         "PAD": pad,
         "EPILOGUE": int(epilogue),
+        "WINDOW": WINDOW,
         "WEIGHT_STAGES": n_weight,
         "ROW_STAGES": n_row,
         "PATIENCE": patience,

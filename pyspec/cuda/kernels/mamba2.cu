@@ -142,10 +142,10 @@ extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 4)
                 float* t, const int* seq_slot, const int* seq_start, const int* seq_fold, const int* seq_keep,
                 int n_slot, int width, int n_row, int chunked, int* fault) {
   let_successor_start();
-  wait_for_predecessor();
   const int channel = blockIdx.x * 128, s = blockIdx.y;
   const Meta meta = {seq_slot, seq_start, seq_fold, seq_keep, n_slot, width, n_row, chunked};
   Seq seq = read_seq(meta, s, OP_MAMBA2, fault);
+  wait_for_predecessor();  // the batch's layout was there before the forward
   if (seq.chunked) seq.n = 0;
   const bool has_rows = static_cast<int>(blockIdx.z) * SPAN < seq.n && (blockIdx.z == 0 || seq.keep);
   if (has_rows || seq.only_folds) {

@@ -45,11 +45,26 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
   __shared__ float heads[kWarps][DIM];
 #endif
   let_successor_start();
-  wait_for_predecessor();
   const int row = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int unit = blockIdx.y * kWarps + warp;
   if (unit >= n_q + 2 * n_kv) return;
   const bool is_q = unit < n_q, is_v = unit >= n_q + n_kv;
+  // the model's and the forward's, there since before the predecessor
+#if HAS_NORM
+  float weight[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) weight[i] = (is_q ? q_weight : k_weight)[i * 32 + lane];
+#endif
+#if N_ROT
+  float2 turn[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int d = i * 32 + lane, pair = row * kHalf + (NEOX ? d % kHalf : d / 2);
+    turn[i] = d < N_ROT ? make_float2(cos_of[pair], sin_of[pair]) : make_float2(1.f, 0.f);
+  }
+#endif
+  const i64 given = is_q ? 0 : kv_rows[row];
+  wait_for_predecessor();
   const float* from = y + row * stride + (is_q ? unit * Q_STEP : n_q * Q_STEP + (unit - n_q) * DIM);
   float x[kEach];
 #pragma unroll
@@ -57,7 +72,6 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
 
   i64 at = 0;  // of the pool
   if (!is_q) {
-    const i64 given = kv_rows[row];
     const int place = given < 0 || given > 0x7fffffff ? -1 : static_cast<int>(given);
     if (clamped(place, n_pool, OP_ID, row, fault) != place) return;  // a write elsewhere would spoil another slot
     at = (static_cast<i64>(place) * n_kv + (unit - n_q - (is_v ? n_kv : 0))) * DIM;
@@ -68,13 +82,12 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
     return;
   }
 #if HAS_NORM
-  const float* weight = is_q ? q_weight : k_weight;
   float squares = 0.f;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) squares = fmaf(x[i], x[i], squares);
   const float scale = rsqrtf(warp_sum(squares) / DIM + eps);
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) x[i] *= scale * weight[i * 32 + lane];
+  for (int i = 0; i < kEach; ++i) x[i] *= scale * weight[i];
 #endif
 #if N_ROT
 #pragma unroll
@@ -86,11 +99,9 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps)
     const int d = i * 32 + lane;
 #if N_ROT
     if (d < N_ROT) {
-      const int pair = NEOX ? d % kHalf : d / 2;
       const bool is_second = NEOX ? d >= kHalf : d & 1;
       const float other = heads[warp][NEOX ? (is_second ? d - kHalf : d + kHalf) : d ^ 1];
-      const float c = cos_of[row * kHalf + pair], s = sin_of[row * kHalf + pair];
-      x[i] = x[i] * c + (is_second ? other : -other) * s;
+      x[i] = x[i] * turn[i].x + (is_second ? other : -other) * turn[i].y;
     }
 #endif
     if (is_q) {

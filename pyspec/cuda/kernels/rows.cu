@@ -37,7 +37,7 @@ static_assert(COLUMNS % 32 == 0 && (KIND != HEADS || COLUMNS % 128 == 0), "whole
 static_assert(KIND != GROUPS || (DIM % 128 == 0 && COLUMNS % DIM == 0), "a warp's columns are of one group");
 
 struct Source {
-  const float *x, *weight, *gate;
+  const float *x, *gate;
   int gate_step;
   float eps;
 };
@@ -45,22 +45,30 @@ struct Source {
 __device__ __forceinline__ float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + __expf(-x)); }
 
+// A thread's weights. They are the model's: loaded before the predecessor is over.
+constexpr int kWeights = KIND == NORM || KIND == GROUPS ? kQuads : 1;
+
+__device__ __forceinline__ void load_weights(float4 (&w)[kWeights], const float* weight) {
+  if (KIND != NORM && KIND != HEADS && KIND != GROUPS) return;
+#pragma unroll
+  for (int i = 0; i < kWeights; ++i) {
+    const int column = (i * kThreads + threadIdx.x) * 4;
+    w[i] = column < COLUMNS ? load4(weight + (KIND == HEADS ? column % DIM : column)) : make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+}
+
 // Four values, prepared but for NORM's common factor; zeros beyond the row. `squares` grows by those of x.
-__device__ __forceinline__ float4 prepared(const Source& s, int column, float& squares) {
+__device__ __forceinline__ float4 prepared(const Source& s, int column, float4 w, float& squares) {
   const bool is_in = column < COLUMNS;
   float4 v = is_in ? load4(s.x + column) : make_float4(0.f, 0.f, 0.f, 0.f);
   if (KIND == NORM || KIND == HEADS) squares += v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w);
-  if (KIND == NORM && is_in) {
-    const float4 w = load4(s.weight + column);
-    v = make_float4(v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w);
-  }
+  if (KIND == NORM) v = make_float4(v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w);
   if (KIND == HEADS) {
     float sum = squares;
 #pragma unroll
     for (int lane = DIM / 8; lane > 0; lane >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
     squares = 0.f;
     const float scale = rsqrtf(sum / DIM + s.eps);
-    const float4 w = load4(s.weight + column % DIM);
     v = make_float4(v.x * scale * w.x, v.y * scale * w.y, v.z * scale * w.z, v.w * scale * w.w);
   }
   if ((KIND == HEADS || KIND == GATE || KIND == GROUPS) && is_in) {
@@ -89,7 +97,7 @@ __device__ __forceinline__ float over_block(float mine, bool is_sum) {
 
 #if KIND == GROUPS
 // Norm the groups: the sums of all warps' columns meet in shared memory, and each thread adds those of its group.
-__device__ __forceinline__ void norm_groups(float4 (&v)[kQuads], const Source& s) {
+__device__ __forceinline__ void norm_groups(float4 (&v)[kQuads], const float4 (&weights)[kWeights], float eps) {
   __shared__ float sums[kQuads * kWarps];  // [column / 128]
 #pragma unroll
   for (int i = 0; i < kQuads; ++i) {
@@ -104,8 +112,8 @@ __device__ __forceinline__ void norm_groups(float4 (&v)[kQuads], const Source& s
     float sum = 0.f;
 #pragma unroll 8
     for (int part = 0; part < DIM / 128; ++part) sum += sums[column / DIM * (DIM / 128) + part];
-    const float scale = rsqrtf(sum / DIM + s.eps);
-    const float4 w = load4(s.weight + column);
+    const float scale = rsqrtf(sum / DIM + eps);
+    const float4 w = weights[i];
     v[i] = make_float4(v[i].x * scale * w.x, v[i].y * scale * w.y, v[i].z * scale * w.z, v[i].w * scale * w.w);
   }
 }
@@ -115,23 +123,31 @@ __device__ __forceinline__ u32 pair(float low, float high) {
   return f32_to_f16(low) | static_cast<u32>(f32_to_f16(high)) << 16;
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+#if COLUMNS <= (KIND == PLAIN || KIND == GLU ? 18432 : 8192)
+#define BOUNDS __maxnreg__(56)  // `linear` starts beside it
+#else
+#define BOUNDS __launch_bounds__(kThreads, 1)
+#endif
+
+extern "C" __global__ void BOUNDS
     rows(const float* __restrict__ x, i64 stride, const float* __restrict__ weight, float eps, float given,
          const float* __restrict__ gate, i64 gate_stride, int gate_step, u16* __restrict__ out,
          float* __restrict__ sums, float* __restrict__ powers, int pad) {
   let_successor_start();
+  float4 w[kWeights];
+  load_weights(w, weight);
   wait_for_predecessor();
   const int row = blockIdx.x;
-  const Source source{x + row * stride, weight, gate + row * gate_stride, gate_step, eps};
+  const Source source{x + row * stride, gate + row * gate_stride, gate_step, eps};
 
   float4 v[kQuads];
   float squares = 0.f, largest = 0.f;
 #pragma unroll
   for (int i = 0; i < kQuads; ++i) {
-    v[i] = prepared(source, (i * kThreads + threadIdx.x) * 4, squares);
+    v[i] = prepared(source, (i * kThreads + threadIdx.x) * 4, w[i % kWeights], squares);
 #if KIND == GROUPS
   }
-  norm_groups(v, source);
+  norm_groups(v, w, eps);
 #pragma unroll
   for (int i = 0; i < kQuads; ++i) {
 #endif

@@ -318,6 +318,9 @@ inline void ptx_mbarrier_arrive_shared__cta_b64(int line, u32 barrier) { emulato
 inline void ptx_mbarrier_arrive_expect_tx_shared__cta_b64(int line, u32 barrier, u32 n_bytes) {
   emulator::message_arrive(barrier, n_bytes, line);
 }
+inline void ptx_mbarrier_expect_tx_relaxed_cta_shared__cta_b64(int line, u32 barrier, u32 n_bytes) {
+  emulator::message_expect(barrier, n_bytes, line);
+}
 inline void ptx_mbarrier_wait(int line, u32 barrier, u32 parity) { emulator::message_wait(barrier, parity, line); }
 inline void ptx_cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes(int line, u32 to, const void* from, u32 n_bytes,
                                                                                   u32 barrier) {

@@ -64,6 +64,7 @@ void copies_commit();
 void copies_wait(int n_left);
 
 void message_init(u32 barrier, u32 arrivals, int line);
+void message_expect(u32 barrier, u32 n_bytes, int line);
 void message_arrive(u32 barrier, u32 n_bytes, int line);
 void message_wait(u32 barrier, u32 parity, int line);
 void copy_bulk(u32 to, const void* from, u32 n_bytes, u32 barrier, int line);

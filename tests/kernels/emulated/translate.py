@@ -17,6 +17,7 @@ _SPECIAL = ((re.compile(r"mbarrier\.try_wait\.parity\."), "ptx_mbarrier_wait(__L
 def translated(text: str) -> str:
     """C++ of a preprocessed kernel file, with a way to start each of its kernels."""
     text = _replace_calls(text, r"\basm\b\s*(?:volatile\b\s*)?\(", _asm)
+    text = re.sub(r"\b__maxnreg__\s*\(\s*\d+\s*\)", "__launch_bounds__(1024)", text)
     kernels: list[tuple[str, str]] = []
 
     def bounds(body: str) -> str:
@@ -26,7 +27,7 @@ def translated(text: str) -> str:
     text = _replace_calls(text, r"\b__launch_bounds__\s*\(", bounds)
     names = re.findall(r"\b__global__\s+void\s+(\w+)\s*\(", text)
     if len(names) != len(kernels):
-        raise ValueError("each kernel must have launch bounds, after `void`")
+        raise ValueError("each kernel must have bounds, after `void`")
     text = _shared(text)
     for name, (limit, _) in zip(names, kernels, strict=True):
         text += f'\nextern "C" void emulator_start_{name}(void** args) {{ start({name}, args); }}'

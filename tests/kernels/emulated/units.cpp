@@ -224,6 +224,11 @@ void message_arrive(u32 barrier, u32 n_bytes, int line) {
   settle(m);
 }
 
+void message_expect(u32 barrier, u32 n_bytes, int line) {
+  self->line = line;
+  message_at(barrier, line).bytes += n_bytes;
+}
+
 void message_wait(u32 barrier, u32 parity, int line) {
   while (message_at(barrier, line).phase == parity) {
     message_at(barrier, line).waiting.push_back({self, parity});
