@@ -129,10 +129,9 @@ class Loop:
             )
 
     def _watch(self) -> None:
-        """From here on a guard that trips is the target's; what tripped before was the drafter's."""
+        """What tripped so far was the drafter's; what trips in the forward, which begins by clearing the record, is not."""
         if self.drafter is not None:
             self.draft_faults.fetch()
-        self.faults.clear()
 
     def _fetch(self, out: Out) -> Tensor | None:
         """Start copying each row's best token to the host, to be there when `_wait` returns."""
@@ -174,6 +173,7 @@ class Loop:
 
     def _run(self, batch: Batch) -> Out:
         """All device work of a verify that does not depend on what is accepted."""
+        self.faults.clear()
         out = self.target.forward(batch, self.needs.taps)
         if self.drafter is not None:
             self.drafter.absorb(batch, out)

@@ -82,17 +82,36 @@ class MtpBlock:
         return rms(x, self.norm, self.eps)
 
 
-@dataclass(slots=True)
 class _State:
     """Per slot: rows below n_row are exact; `hidden` [m, n_embd] holds h of positions n_row-1 .. n_past-1.
 
     Between a draft and the forward that verifies it the anchor's row is exact already: n_row is n_past + 1, and `hidden`
     still holds h of n_past-1, for the case that this forward fails and the draft has to be made again.
+
+    Rounds without drafts only note where their rows are: they are brought together when somebody asks.
     """
 
-    generation: int
-    n_row: int
-    hidden: Tensor
+    __slots__ = ("_pieces", "generation", "n_hidden", "n_row")
+
+    def __init__(self, generation: int, n_row: int, hidden: Tensor) -> None:
+        self.generation, self.n_row, self.hidden = generation, n_row, hidden
+
+    @property
+    def hidden(self) -> Tensor:
+        if len(self._pieces) > 1:
+            self.hidden = torch.cat([rows[first:end] for rows, first, end in self._pieces])
+        rows, first, end = self._pieces[0]
+        return rows[first:end]
+
+    @hidden.setter
+    def hidden(self, rows: Tensor) -> None:
+        self.n_hidden = rows.shape[0]
+        self._pieces = [(rows, 0, self.n_hidden)]
+
+    def add(self, rows: Tensor, first: int, end: int, *, after: bool) -> None:
+        """Rows [first, end) of a forward, after those that are there or in their place."""
+        self._pieces = [*self._pieces, (rows, first, end)] if after else [(rows, first, end)]
+        self.n_hidden = self.n_hidden * after + end - first
 
 
 class Mtp:
@@ -134,10 +153,9 @@ class Mtp:
         late, hidden = [], out.hidden[: batch.n_row].clone()  # the next replay overwrites it
         for s, seq in enumerate(batch.seqs):
             state = self._state(self.table.slots[seq.slot])
-            rows = hidden[batch.starts[s] : batch.starts[s] + kept[s]]
             # right after a draft nothing is pending: the one row there is was that of the anchor, which is exact
-            state.hidden = rows if state.n_row > seq.n_past else torch.cat([state.hidden, rows])
-            if state.hidden.shape[0] > self.catch_up:
+            state.add(hidden, batch.starts[s], batch.starts[s] + kept[s], after=state.n_row <= seq.n_past)
+            if state.n_hidden > self.catch_up:
                 slot = self.table.slots[seq.slot]
                 tokens = [*slot.tokens[state.n_row : seq.n_past], *seq.tokens[: kept[s]]]
                 late.append((state, Seq(seq.slot, state.n_row, tokens)))

@@ -8,6 +8,9 @@ from pyspec.errors import ConfigError
 from pyspec.sample.noise import COIN, uniform
 
 
+_RUN, _MAX_RUNS = 1024, 256
+
+
 class SynthAcceptance:
     """Accepts each drafted token with one constant probability, given that those before it were accepted.
 
@@ -22,11 +25,25 @@ class SynthAcceptance:
         self.mean_len = mean_len
         self.seed = seed
         self.p = _solve(mean_len - 1.0, n_draft_max)
+        self._coins: dict[tuple[int, int], list[bool]] = {}  # by request and run of positions
 
     def n_accepted(self, request: int, position: int, n_draft: int) -> int:
         """How many of `n_draft` drafts are kept. `position` is that of the first; `request` tells requests apart."""
-        coins = uniform(self.seed ^ request, np.arange(position, position + n_draft), COIN) < self.p
-        return n_draft if coins.all() else int(coins.argmin())
+        for n in range(n_draft):
+            run, at = divmod(position + n, _RUN)
+            if not self._run(request, run)[at]:
+                return n
+        return n_draft
+
+    def _run(self, request: int, run: int) -> list[bool]:
+        """Coins of many positions at once: thrown one by one they would take longer than what is measured with them."""
+        found = self._coins.get((request, run))
+        if found is None:
+            if len(self._coins) >= _MAX_RUNS:
+                self._coins.clear()
+            coins = uniform(self.seed ^ request, np.arange(run * _RUN, (run + 1) * _RUN), COIN) < self.p
+            found = self._coins[request, run] = coins.tolist()
+        return found
 
 
 def _solve(accepted: float, n: int) -> float:
