@@ -283,8 +283,6 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     probe.close()  # the child that checked kernels, and its memory on the GPU
     if device.type == "cuda":
         log.info("memory in use: %s, planned %s", size(used_bytes(device) - before), size(plan.total))
-        kept, held = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        log.debug("torch uses %s and holds %s", size(kept), size(held))
     info = _info(path, file, config, d, settings, n_ctx, extra, device, tokenizer)
     return Loaded(loop, tokenizer, template, info)
 

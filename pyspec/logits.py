@@ -31,7 +31,14 @@ def compute_logits(
         raise RequestError("no tokens; give at least one id")
     n = len(ids)
     settings = EngineSettings(
-        ctx=n + 1, batch=chunk, ubatch=chunk, kv_type=kv_type, device=device, weights=weights, spec_type="none", warm_up=False
+        ctx=n + 1,
+        batch=chunk,
+        ubatch=chunk,
+        kv_type=kv_type,
+        device=device,
+        weights=weights,
+        spec_type="none",
+        warm_up=False,
     )
     loaded = load(path, settings)
     n_vocab, n_train = loaded.info.n_vocab, loaded.info.n_ctx_train

@@ -26,7 +26,7 @@ from pyspec.gguf import GGMLType
 N_LAYER, N_CTA = 8, 1024
 STAMP = '{u64 now; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); if (threadIdx.x == 0) stamps[blockIdx.x * 8 + I] = now;}'
 EDITS = (  # of linear_sm90.cu: (text, with stamps)
-    ("int n_out, int n_tile16, int n_chunk) {\n", "int n_out, int n_tile16, int n_chunk, u64* stamps) {\n  STAMP(0)\n"),
+    ("int n_out, int n_tile16, int n_chunk) {\n  extern", "int n_out, int n_tile16, int n_chunk, u64* stamps) {\n  STAMP(0)\n  extern"),
     ("  wait_for_predecessor();\n\n  const Shape s{", "  wait_for_predecessor();\n  STAMP(1)\n"
      "  if (threadIdx.x == 0) barrier_wait(full, 0);\n  STAMP(2)\n  const Shape s{"),
     ("sum_units(acc, at, next - unit, base, full, empty);", "sum_units(acc, at, next - unit, base, full, empty); STAMP(3)"),

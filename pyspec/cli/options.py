@@ -181,7 +181,9 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--cache-device", default=0, help="MiB on the device for recurrent checkpoints. 0: one per slot."),
     click.option("-cram", "--cache-ram", default=8192, help="MiB of host memory for those that do not fit there."),
     click.option("--checkpoint-every", default=8192, help="Tokens between checkpoints in a long prompt. 0: none."),
-    click.option("-b", "--batch-size", "batch", default=0, help="Rows of a forward of prompts. 0: 2048, or -ub on a CPU."),
+    click.option(
+        "-b", "--batch-size", "batch", default=0, help="Rows of a forward of prompts. 0: 2048, or -ub on a CPU."
+    ),
     click.option("-ub", "--ubatch-size", "ubatch", default=512, help="Rows of a forward in which somebody decodes."),
     click.option(
         "-ctk", "--cache-type-k", type=click.Choice(KV_TYPES), default=None, help="Type of keys and values [f16]."

@@ -9,7 +9,7 @@ and are overwritten. Source: llama.cpp draft-mtp (positions), vLLM (schedule).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F

@@ -19,7 +19,7 @@ from pyspec.cuda.kernels.gdn import gdn
 from pyspec.cuda.kernels.gdn_ref import GdnSpec
 from pyspec.cuda.kernels.rope_kv import rope_kv
 from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
-from pyspec.cuda.kernels.rows_ref import HeadGate, HeadNorm, Norm
+from pyspec.cuda.kernels.rows_ref import RELU2, HeadGate, HeadNorm, Norm
 from pyspec.models.weights import Matrix, Weights, unfinished
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
@@ -176,5 +176,5 @@ class Relu2:
     def __call__(self, x: Tensor) -> Tensor:
         y = self.up(x, self.norm)
         y = y if self.up_bias is None else y + self.up_bias
-        y = self.down(F.relu(y).square(), residual=x)
+        y = self.down(y, RELU2, residual=x)
         return y if self.down_bias is None else y + self.down_bias

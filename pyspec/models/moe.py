@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.kernels.moe import moe
-from pyspec.cuda.kernels.moe_ref import Act, MoeSpec, Router, RouteSpec, Stack, Stacks, activate
+from pyspec.cuda.kernels.moe_ref import Act, Added, MoeSpec, Router, RouteSpec, Stack, Stacks
 from pyspec.cuda.kernels.moe_route import moe_route
-from pyspec.cuda.kernels.rows_ref import Norm
+from pyspec.cuda.kernels.rows import rows
+from pyspec.cuda.kernels.rows_ref import RELU2, Kind, Norm, Prep, RowsSpec
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
 from pyspec.models.weights import Matrix, Want, Weights, unfinished
@@ -105,6 +106,7 @@ class MoeFeed:
         self.latent_down: Matrix | None = w.matrix(f"{p}.ffn_latent_down.weight") if shape.latent else None
         self.latent_up: Matrix | None = w.matrix(f"{p}.ffn_latent_up.weight") if shape.latent else None
         self.shared = _Shared(w, p, shape.act) if shape.n_ff_shared else None
+        self.prep = self.norm if self._norms_on_the_way(w.device) else None
 
     def _route_spec(self, device: torch.device) -> RouteSpec:
         s = self.shape
@@ -118,6 +120,7 @@ class MoeFeed:
             s.scale,
             biased=self.bias is not None,
             gated=s.shared_gate,
+            eps=self.norm.eps,
         )
 
     def _spec(self, device: torch.device, stacks: Stacks) -> MoeSpec:
@@ -128,16 +131,25 @@ class MoeFeed:
         up = stacks.up.type if stacks.gate is None or stacks.gate.type is stacks.up.type else None
         return MoeSpec(device, s.n_used, stacks.down.n_out, s.n_ff, s.act, up, stacks.down.type, scaled)
 
+    def _norms_on_the_way(self, device: torch.device) -> bool:
+        """Whether every reader norms the rows itself; in plain torch it is done once for all but the router."""
+        if device.type != "cuda":
+            return False
+        return rows.chosen(RowsSpec(device, self.router.shape[1], Kind.NORM)) is not rows.reference
+
     def __call__(self, x: Tensor) -> Tensor:
-        n = self.norm(x)
-        routes = self.route(n, self.router, self.bias)
-        y = self.experts(n if self.latent_down is None else self.latent_down(n), routes.ids, routes.weights)
-        if self.shared is None or routes.gate is not None:
-            if self.latent_up is not None:
-                y = self.latent_up(y)
-            return x + (y if self.shared is None else torch.addcmul(y, self.shared(n), routes.gate))
-        x = self.shared(n, residual=x)  # products add to the residual stream on their way
-        return x + y if self.latent_up is None else self.latent_up(y, residual=x)
+        n, prep = x if self.prep is not None else self.norm(x), self.prep
+        routes = self.route(x, self.norm.weight, self.router, self.bias)
+        added = Added(x)
+        if self.shared is not None and routes.gate is None:
+            added = Added(self.shared(n, prep, residual=x))  # products add to the residual stream on their way
+        elif self.shared is not None:
+            added = Added(x, self.shared(n, prep), routes.gate)
+        if self.latent_down is None or self.latent_up is None:
+            return self.experts(n, routes.ids, routes.weights, prep, added)
+        y = self.experts(self.latent_down(n, prep), routes.ids, routes.weights)
+        y = self.latent_up(y, residual=added.residual)
+        return y if added.shared is None else torch.addcmul(y, added.shared, added.gate)
 
 
 class _Shared:
@@ -149,6 +161,6 @@ class _Shared:
         self.up = w.gated(f"{p}.ffn_gate_shexp.weight", up) if act == "swiglu" else w.matrix(up)
         self.down = w.matrix(f"{p}.ffn_down_shexp.weight")
 
-    def __call__(self, n: Tensor, residual: Tensor | None = None) -> Tensor:
-        inner = unfinished(self.up, n) if self.act == "swiglu" else (activate(None, self.up(n)), None)
+    def __call__(self, x: Tensor, prep: Prep | None, residual: Tensor | None = None) -> Tensor:
+        inner = unfinished(self.up, x, prep) if self.act == "swiglu" else (self.up(x, prep), RELU2)
         return self.down(*inner, residual=residual)

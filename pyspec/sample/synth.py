@@ -7,7 +7,6 @@ import numpy as np
 from pyspec.errors import ConfigError
 from pyspec.sample.noise import COIN, uniform
 
-
 _RUN, _MAX_RUNS = 1024, 256
 
 

@@ -68,6 +68,8 @@ QUANTS: dict[str, LlamaFileType] = {
     "iq4_xs": LlamaFileType.IQ4_XS,
     "mxfp4": LlamaFileType.MXFP4_MOE,
     "nvfp4": LlamaFileType.NVFP4,
+    "mxfp4_moe": LlamaFileType.MXFP4_MOE,
+    "nvfp4_moe": LlamaFileType.NVFP4,
 }
 """Names for `quant` and the file type each gives."""
 
@@ -139,14 +141,19 @@ def _add_metadata(writer: GGUFWriter, dims: Dims, parts: Parts, quant: str) -> N
 
 
 def _type_of(spec: Spec, dims: Dims, quant: str) -> GGMLType:
-    """As llama.cpp's quantiser chooses: the head finer than the rest, small tensors F32, a coarser block where rows do not fit."""
+    """As llama.cpp's quantiser chooses: the head finer than the rest, small tensors F32, a coarser block where rows do not fit.
+
+    `_moe`: the type is that of experts alone, the rest is Q8_0.
+    """
     if spec.kind not in ("matrix", "embedding", "head", "gate"):
         return GGMLType.F32
-    kind = GGMLType[quant.upper()]
+    kind, experts_alone = GGMLType[quant.removesuffix("_moe").upper()], quant.endswith("_moe")
     is_head = spec.kind == "head" or (spec.kind == "embedding" and dims.tied)
     if kind.block_size == 256 and is_head:
         kind = GGMLType.Q6_K
-    if quant in ("mxfp4", "nvfp4") and spec.kind != "matrix":
+    if kind in (GGMLType.MXFP4, GGMLType.NVFP4) and spec.kind != "matrix":
+        kind = GGMLType.Q8_0
+    if experts_alone and len(spec.shape) == 2:
         kind = GGMLType.Q8_0
     if spec.shape[-1] % kind.block_size == 0:
         return kind

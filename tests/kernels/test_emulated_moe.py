@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 import torch
 from emulated.gpu import CPU, emulated_gpu
 from emulated.machine import needs_compiler
+from torch import Tensor
 
+from pyspec.cuda import jit
 from pyspec.cuda.kernels import moe_cuda, moe_ref, moe_route_cuda
 from pyspec.cuda.kernels.linear_pack import CHUNKS, FORMATS
+from pyspec.cuda.kernels.linear_ref import rounded
 from pyspec.cuda.kernels.moe_cuda import random_stacks
-from pyspec.cuda.kernels.moe_ref import MoeSpec, Routes, RouteSpec, Stacks
+from pyspec.cuda.kernels.moe_ref import Added, MoeSpec, Routes, RouteSpec, Stack, Stacks, activate, combine
+from pyspec.cuda.kernels.rows_ref import Norm
 from pyspec.gguf import GGMLType
 
 pytestmark = needs_compiler
@@ -22,6 +28,8 @@ ROUTES = {
     "nemotron": RouteSpec(CPU, 64, 70, 22, "sigmoid", scale=5.0, biased=True),
     "plain": RouteSpec(CPU, 32, 6, 6, renorm=False),
     "biased softmax": RouteSpec(CPU, 32, 33, 1, biased=True),
+    "several warps": RouteSpec(CPU, 2080, 5, 2, gated=True, eps=1e-2),
+    "several whole warps": RouteSpec(CPU, 3072, 4, 2, "sigmoid"),
 }
 
 
@@ -34,9 +42,14 @@ def test_routes_are_the_references(kind: str) -> None:
 
 
 def route_of(spec: RouteSpec, logits: torch.Tensor, bias: torch.Tensor | None = None) -> Routes:
-    """Routes of given logits: the matrix is the identity."""
+    """Routes of given logits, which go around moe_scores."""
+    n_row, n_thread = logits.shape[0], -(-spec.n_expert // 32) * 32
+    ids, weights = torch.full((n_row, spec.n_used), -1, dtype=torch.int32), torch.full((n_row, spec.n_used), torch.nan)
     with emulated_gpu():
-        return moe_route_cuda.bind(spec)(logits, torch.eye(spec.n_expert), *(() if bias is None else (bias,)))
+        _, choose = moe_route_cuda._kernels(spec)
+        args = logits, logits if bias is None else bias, ids, weights, logits, moe_route_cuda.np.float32(spec.scale)
+        choose.launch((n_row,), n_thread, args)
+    return Routes(ids, weights)
 
 
 def test_of_equal_logits_the_lower_index_is_chosen() -> None:
@@ -45,25 +58,120 @@ def test_of_equal_logits_the_lower_index_is_chosen() -> None:
     assert got.ids.tolist() == [[1, 2, 4, 5], [0, 1, 2, 3], [39, 0, 1, 2]]
 
 
+@pytest.mark.parametrize("n_expert", [5, 32, 100, 256, 512])
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_choices_are_the_references_whatever_the_logits_are_like(router: str, biased: bool, n_expert: int) -> None:
+    """Few values for many experts, zeros of both signs, all of one value, ascending and descending ones, far ones."""
+    gen = torch.Generator().manual_seed(n_expert)
+    logits = torch.randn(8, n_expert, generator=gen)
+    logits[1] = torch.randint(0, 3, (n_expert,), generator=gen).float()
+    logits[2] = 1.5
+    logits[3] = torch.zeros(n_expert) * torch.where(logits[0] > 0, 1.0, -1.0)
+    logits[4], logits[5] = logits[0].sort().values, logits[0].sort(descending=True).values
+    logits[6] *= 40
+    logits[7, n_expert // 2] = -torch.inf
+    bias = torch.randint(0, 2, (n_expert,), generator=gen).float() if biased else None
+    spec = RouteSpec(CPU, 4, n_expert, min(n_expert, 22), router, scale=2.5, biased=biased)  # type: ignore[arg-type]
+    got, (ids, weights) = route_of(spec, logits, bias), moe_ref.choose(logits, spec, bias)
+    assert torch.allclose(got.weights, weights, rtol=1e-5, atol=1e-7)
+    p = logits.softmax(-1) if router == "softmax" else logits.sigmoid()
+    scores = logits if bias is None else p + bias
+    differ = got.ids != ids  # a bias leaves few bits of a probability: a last one of it may decide
+    off = (scores.gather(-1, got.ids.long()) - scores.gather(-1, ids.long())).abs()
+    assert not differ.any() if bias is None else bool((off <= 3e-7).all())
+    assert all(len(set(row)) == spec.n_used for row in got.ids.tolist())
+
+
 def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
-    logits = torch.zeros(4, 40)
+    logits = torch.zeros(5, 40)
     logits[0, 3], logits[1] = torch.nan, torch.nan
     logits[2] = -torch.inf
     logits[3, 7] = torch.inf
-    got = route_of(RouteSpec(CPU, 40, 40, 5), logits)
-    assert ((got.ids >= 0) & (got.ids < 40)).all()
-    assert all(len(set(row)) == 5 for row in got.ids.tolist())
+    logits[4, 2:] = torch.nan
+    for spec in (
+        RouteSpec(CPU, 40, 40, 5),
+        RouteSpec(CPU, 40, 40, 5, "sigmoid", biased=True),
+        RouteSpec(CPU, 40, 40, 5, biased=True),
+    ):
+        got = route_of(spec, logits, torch.zeros(40) if spec.biased else None)
+        assert ((got.ids >= 0) & (got.ids < 40)).all()
+        assert all(len(set(row)) == 5 for row in got.ids.tolist())
+        if not spec.biased or spec.router == "sigmoid":
+            last = [7, 0, 1, 2, 3]
+            assert got.ids.tolist() == [[0, 1, 2, 4, 5], [0, 1, 2, 3, 4], [0, 1, 2, 3, 4], last, [0, 1, 2, 3, 4]]
 
 
-def test_a_row_is_routed_with_the_same_bits_alone_and_among_others() -> None:
-    spec = ROUTES["qwen"]
-    x, matrix = torch.randn(9, 96), torch.randn(41, 96)
+def test_of_all_experts_those_that_are_no_numbers_come_last() -> None:
+    logits = torch.tensor([[torch.nan, -torch.inf, torch.nan, 1.0, -5.0, 2.0]])
+    assert route_of(RouteSpec(CPU, 4, 6, 6), logits).ids.tolist() == [[5, 3, 4, 1, 0, 2]]
+
+
+@pytest.mark.parametrize("kind", ["qwen", "long"])
+def test_a_row_is_routed_with_the_same_bits_alone_and_among_others(kind: str) -> None:
+    """In small CTAs and in large ones, with many rows in each."""
+    spec = {"long": RouteSpec(CPU, 2080, 7, 2, gated=True)}.get(kind) or ROUTES[kind]
+    gen = torch.Generator().manual_seed(6)
+    x = torch.randn(37, spec.n_in, generator=gen)
+    x[4] = torch.nan
+    norm, matrix = torch.rand(spec.n_in, generator=gen), torch.randn(spec.n_expert + 1, spec.n_in, generator=gen)
+    found = []
+    for seed, rows in enumerate((slice(0, 37), slice(0, 9), slice(5, 6), slice(8, 9), slice(3, 20))):
+        with emulated_gpu(seed=seed):
+            got = moe_route_cuda.bind(spec)(x[rows], norm, matrix)
+        found.append((rows, got))
+    for rows, got in found[1:]:
+        for one, all in zip((got.ids, got.weights, got.gate), (t for t in vars_of(found[0][1])), strict=True):
+            assert torch.equal(one.nan_to_num(9.0), all[rows].nan_to_num(9.0))
+
+
+def vars_of(r: Routes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    return r.ids, r.weights, r.gate
+
+
+def test_all_rows_and_scores_have_a_cta() -> None:
+    for n_in, n_expert in ((64, 6), (2048, 256), (3072, 256), (4096, 512), (16384, 512)):
+        spec = RouteSpec(CPU, n_in, n_expert, 2, gated=True)
+        for n_row in (1, 2, 5, 8, 16, 17, 40, 512, 1000):
+            g = moe_route_cuda.grid_of(spec, n_row, 132)
+            group = 32 * -(-n_in // 1024)
+            assert g.threads % group == 0 and 32 <= g.threads <= 512 and 1 <= g.per_cta <= 32
+            assert g.ctas[0] * (g.threads // group) * 2 >= n_expert + 1
+            assert (g.ctas[1] - 1) * g.per_cta < n_row <= g.ctas[1] * g.per_cta
+
+
+@pytest.mark.parametrize("has_shared", [False, True])
+@pytest.mark.parametrize("has_residual", [False, True])
+@pytest.mark.parametrize(("n_row", "n_used", "n"), [(1, 3, 36), (9, 22, 1100)])
+def test_sums_of_a_row_are_the_references_bit_by_bit(
+    n_row: int, n_used: int, n: int, has_residual: bool, has_shared: bool
+) -> None:
+    y, weights, out = torch.randn(n_row, n_used, n), torch.randn(n_row, n_used), torch.full((n_row, n), torch.nan)
+    residual = torch.randn(n_row, n) if has_residual else None
+    shared, gate = (torch.randn(n_row, n), torch.rand(n_row, 1)) if has_shared else (None, None)
     with emulated_gpu():
-        route = moe_route_cuda.bind(spec)
-        together, alone = route(x, matrix), [route(x[i : i + 1], matrix) for i in range(9)]
-    for i, one in enumerate(alone):
-        assert torch.equal(one.ids[0], together.ids[i]) and torch.equal(one.weights[0], together.weights[i])
-        assert torch.equal(one.gate[0], together.gate[i])
+        none = moe_cuda.np.int64(0)
+        given = [none if t is None else t for t in (shared, gate, residual)]
+        sizes = moe_cuda.np.int32(n_used), moe_cuda.np.int32(n // 4)
+        _, combine = moe_cuda._pair_kernels(CPU)
+        combine.launch((n_row, -(-n // 1024)), 256, (y, weights, *given, out, *sizes))
+    assert torch.equal(out, moe_ref.combine(y, weights, Added(residual, shared, gate)))
+
+
+def test_experts_norm_their_rows_and_add_what_else_there_is() -> None:
+    spec, gen = MoeSpec(CPU, 3, 64, 96, "swiglu", Q8_0, Q8_0), torch.Generator().manual_seed(8)
+    stacks, norm = packed(spec, 6), Norm(1 + 0.1 * torch.randn(64, generator=gen), 1e-6)
+    x, shared, gate = 7 * torch.randn(9, 64), torch.randn(9, 64), torch.rand(9, 1)
+    ids, weights = torch.rand(9, 6).argsort(-1)[:, :3].int().contiguous(), torch.rand(9, 3)
+    for added in (Added(x, shared, gate), Added(x), moe_ref.NOTHING):
+        want = moe_ref.bind(spec)(stacks)(x, ids, weights, norm, added)
+        with emulated_gpu():
+            run = moe_cuda.bind(spec)(stacks)
+            got, alone = (
+                run(x, ids, weights, norm, added),
+                run(x[4:5], ids[4:5], weights[4:5], norm, added.part(slice(4, 5))),
+            )
+        assert (got - want).norm() < 1e-3 * want.norm() and torch.equal(alone[0], got[4])
 
 
 @pytest.mark.parametrize(("n_row", "n_used", "n_expert", "per_item"), [(1, 3, 8, 8), (40, 4, 7, 8), (300, 5, 600, 32)])
@@ -164,3 +272,136 @@ def test_what_the_kernel_can_not_take_is_said(monkeypatch: pytest.MonkeyPatch) -
     assert "packed form" in str(moe_cuda.limits(replace(cuda, up=GGMLType.Q2_K)))
     assert "one type" in str(moe_cuda.limits(replace(cuda, up=None)))
     assert "up to 32" in str(moe_cuda.limits(replace(cuda, n_used=33)))
+
+
+def exact(stacks: Stacks, round: Callable[[Tensor], Tensor] = rounded) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """Experts in float64, with rows rounded to f16 where the kernels round them: before each product."""
+    matrices = [
+        [None if s is None else s.matrix(e).double() for s in (stacks.gate, stacks.up, stacks.down)]
+        for e in range(stacks.n_expert)
+    ]
+
+    def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        x, y = round(x.double()), torch.empty(*ids.shape, x.shape[1], dtype=torch.float64)
+        for e, (gate, up, down) in enumerate(matrices):
+            row, choice = (ids == e).nonzero(as_tuple=True)
+            assert up is not None and down is not None
+            h = activate(None if gate is None else x[row] @ gate.T, x[row] @ up.T)
+            y[row, choice] = round(h) @ down.T
+        return combine(y, weights.double())
+
+    return run
+
+
+def worst(got: Tensor, want: Tensor) -> float:
+    """Error of the row that is off most, relative to its norm."""
+    return float(((got - want).norm(dim=-1) / want.norm(dim=-1)).amax())
+
+
+def spread(n_row: int, n_used: int, n_expert: int) -> tuple[Tensor, Tensor]:
+    gen = torch.Generator().manual_seed(n_row)
+    ids = torch.rand(n_row, n_expert, generator=gen).argsort(-1)[:, :n_used].int().contiguous()
+    return ids, torch.rand(n_row, n_used, generator=gen)
+
+
+Q4_K = GGMLType.Q4_K
+
+
+def test_rows_whose_outputs_cancel_are_off_by_rounding_alone() -> None:
+    """Q4_K's random weights have a mean, so where columns add up to nothing outputs nearly do: there f16 shows. 40 rows and
+    two experts: items of 32 pairs, several an expert."""
+    spec = MoeSpec(CPU, 2, 512, 256, "swiglu", Q4_K, Q4_K)
+    stacks, x = packed(spec, 3), torch.randn(40, 512, generator=torch.Generator().manual_seed(0))
+    x -= x.mean(-1, keepdim=True)
+    ids, weights = spread(40, 2, 3)
+    with emulated_gpu():
+        got = moe_cuda.bind(spec)(stacks)(x, ids, weights).double()
+    assert worst(got, exact(stacks)(x, ids, weights)) < 1e-4
+    assert worst(got, exact(stacks, lambda x: x)(x, ids, weights)) > 1.5e-3
+
+
+def blocks_of(stack: Stack) -> Tensor:
+    """[expert, row, block, bytes of one], a view."""
+    return stack.data.view(stack.data.shape[0], stack.n_out, -1, Q4_K.type_size)
+
+
+def wrong_block_of_up(stacks: Stacks, ids: Tensor) -> None:
+    """32 columns of 16 rows have the codes of the next 32."""
+    codes = blocks_of(stacks.up)[1, 16:32, 1, 16:48]
+    codes.copy_(codes >> 4 | codes & 0xF0)
+
+
+def wrong_block_of_down(stacks: Stacks, ids: Tensor) -> None:
+    codes = blocks_of(stacks.down)[1, :16, 0, 16:48]
+    codes.copy_(codes >> 4 | codes & 0xF0)
+
+
+def no_minima(stacks: Stacks, ids: Tensor) -> None:
+    """Of 256 columns of 16 rows."""
+    blocks_of(stacks.up)[1, :16, 0, 2:4] = 0
+
+
+def wrong_expert(stacks: Stacks, ids: Tensor) -> None:
+    """For one row and one choice."""
+    ids[-1, -1] = next(e for e in range(stacks.n_expert) if e not in ids[-1])
+
+
+@pytest.mark.parametrize("mistake", [wrong_block_of_up, wrong_block_of_down, no_minima, wrong_expert, None])
+def test_the_check_refuses_mistakes_and_not_rounding(mistake: Callable[[Stacks, Tensor], None] | None) -> None:
+    """Launches are the exact sums of rounded rows; among 100 rows are some whose outputs cancel."""
+    spec = MoeSpec(CPU, 3, 1024, 512, "swiglu", Q4_K, Q4_K)
+
+    def launch(stacks: Stacks) -> moe_ref.Run:
+        def run(x: Tensor, ids: Tensor, weights: Tensor, *_: object, **__: object) -> Tensor:
+            own, ids = deepcopy(stacks), ids.clone()
+            if mistake is not None:
+                mistake(own, ids)
+            return exact(own)(x, ids, weights).float()
+
+        return run
+
+    said = moe_cuda.check(launch, moe_ref.bind(spec), spec, n_rows=(1, 40, 100))
+    assert (said is None) == (mistake is None)
+
+
+SHAPES = {
+    "halves": MoeSpec(CPU, 3, 160, 96, "swiglu", Q8_0, Q8_0),  # 2.5 and 1.5 chunks; 10 and 12 groups of rows
+    "long": MoeSpec(CPU, 2, 1184, 32, "relu2", Q8_0, Q8_0),  # round the ring of stages; 2 groups, and 74
+    "records": MoeSpec(CPU, 2, 768, 256, "swiglu", Q4_K, Q4_K),
+    "scaled": MoeSpec(CPU, 2, 320, 192, "relu2", GGMLType.NVFP4, GGMLType.NVFP4, scaled=True),
+}
+
+
+@pytest.mark.parametrize(("capability", "groups", "split"), [((8, 6), 4, 2), ((9, 0), 4, 2), ((9, 0), 2, 4)])
+@pytest.mark.parametrize("name", SHAPES)
+def test_sums_are_exact_and_a_row_has_the_same_bits_alone_and_among_others(
+    name: str, capability: tuple[int, int], groups: int, split: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few rows and many are different builds. Columns that are no multiple of what warps share, lower last tiles, and an
+    expert that one row alone took."""
+    monkeypatch.setattr(moe_cuda, "GROUPS", groups)
+    monkeypatch.setattr(moe_cuda, "SPLIT", split)
+    spec = SHAPES[name]
+    stacks = packed(spec, 5)
+    x = torch.randn(41, spec.n_in, generator=torch.Generator().manual_seed(2)).half().float()
+    ids, weights = spread(41, spec.n_used, 4)
+    ids[7, -1] = 4
+    with emulated_gpu(capability, seed=3):
+        experts = moe_cuda.bind(spec)(stacks)
+        many, few = experts(x, ids, weights), experts(x[:9], ids[:9], weights[:9])
+        alone = experts(x[7:8], ids[7:8], weights[7:8])
+    assert worst(many.double(), exact(stacks)(x, ids, weights)) < 1e-4
+    assert torch.equal(few, many[:9]) and torch.equal(alone, many[7:8])
+
+
+@pytest.mark.parametrize("text", ["copies_wait<STAGES - 2>();", "__syncthreads();"])
+def test_without_a_wait_the_product_is_wrong(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them is taken away in turn."""
+    spec, real = SHAPES["long"], jit.source
+    parts = real("moe").split(text)
+    assert len(parts) > 1
+    for which in range(len(parts) - 1):
+        mutant = text.join(parts[: which + 1]) + ";" + text.join(parts[which + 1 :])
+        monkeypatch.setattr(jit, "source", lambda name, text=mutant: text if name == "moe" else real(name))
+        with emulated_gpu((8, 6)):
+            assert moe_cuda.check(moe_cuda.bind(spec), moe_ref.bind(spec), spec, n_rows=(1,)) is not None, which

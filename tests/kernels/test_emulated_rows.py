@@ -13,7 +13,7 @@ from pyspec.cuda.kernels.rope_kv import check as check_rope_kv
 from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
 from pyspec.cuda.kernels.rope_kv_ref import bind as rope_kv_reference
 from pyspec.cuda.kernels.rows import check, make, rows
-from pyspec.cuda.kernels.rows_ref import Kind, Norm, RowsSpec
+from pyspec.cuda.kernels.rows_ref import RELU2, Kind, Norm, RowsSpec
 from pyspec.slots.kv import KV_DTYPES, KVPool
 
 pytestmark = needs_compiler
@@ -67,6 +67,32 @@ def test_rows_for_warpgroup_products_stand_where_the_torch_function_puts_them(n_
         got = untouched(rows_cuda.RowsLaunch(CPU, n_in, (64, 96), rows_cuda.TALL))(x, prep)
         want = blocks_for_wgmma(rows_cuda.WideRows(CPU, n_in)(x, prep)[0], got.pad).view(-1, got.pad, 64)
     assert torch.equal(got.blocks[: want.numel()].view_as(want)[:, :37], want[:, :37])
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("n_in", [32, 384, 2688])
+def test_what_is_below_zero_is_dropped_and_the_rest_squared(n_in: int, seed: int) -> None:
+    """Rows of all layouts, strided; one has nothing above zero, one holds what is no number, one of each is -0."""
+    x = (torch.randn(9, n_in + 8) * torch.logspace(-9, 9, 9)[:, None])[:, :-8]
+    x[2], x[3, 5], x[4, ::2] = -x[2].abs(), torch.nan, -0.0
+    want = RELU2(x).double()
+    with emulated_gpu(seed=seed):
+        got, powers = rows_cuda.WideRows(CPU, n_in)(x, RELU2)
+        alone, _ = rows_cuda.WideRows(CPU, n_in)(x[7:8], RELU2)
+        tall = untouched(rows_cuda.RowsLaunch(CPU, n_in, (16,), rows_cuda.TALL))(x, RELU2)
+    assert powers is not None and powers[2] == 1 and not got[2].any() and torch.equal(alone[0], got[7])
+    assert got[3].isnan().nonzero().tolist() == [[5]]
+    rows = [i for i in range(9) if i != 3]
+    assert torch.allclose(
+        got[rows].double() * powers[rows].double()[:, None],
+        want[rows],
+        rtol=2**-10,
+        atol=1e-7 * float(want[rows].amax()),
+    )
+    whole = blocks_for_wgmma(got, 16).view(-1, 16, 64)[:, :9]
+    assert torch.equal(
+        tall.blocks[: 64 * 16 * len(whole)].view(-1, 16, 64)[:, :9].nan_to_num(9.0), whole.nan_to_num(9.0)
+    )
 
 
 def test_rows_of_any_size_have_the_power_of_their_largest_value() -> None:

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from pyspec.cuda.kernels import moe_ref
 from pyspec.cuda.kernels.dequant_ref import dequantize, quantize
 from pyspec.cuda.kernels.moe import moe
-from pyspec.cuda.kernels.moe_ref import MoeSpec, RouteSpec, Stack, Stacks, choose
+from pyspec.cuda.kernels.moe_ref import Added, MoeSpec, RouteSpec, Stack, Stacks, choose
 from pyspec.cuda.kernels.moe_route import moe_route
+from pyspec.cuda.kernels.rows_ref import Norm
 from pyspec.gguf import GGMLType
 
 CPU = torch.device("cpu")
@@ -60,11 +61,13 @@ def test_sums_near_zero_do_not_blow_weights_up() -> None:
 
 
 def test_the_gate_is_the_last_row_of_the_matrix() -> None:
-    x, matrix = torch.randn(6, 4), torch.randn(9, 4)
-    spec = RouteSpec(CPU, 4, 8, 2)
-    gated, plain = moe_route.bind(replace(spec, gated=True))(x, matrix), moe_route.bind(spec)(x, matrix[:8])
-    assert torch.allclose(gated.gate, torch.sigmoid(x @ matrix[8:].T)) and plain.gate is None
+    x, matrix = 3 * torch.randn(6, 4), torch.randn(9, 4)
+    norm, spec = 1 + torch.rand(4), RouteSpec(CPU, 4, 8, 2, eps=0.5)
+    gated, plain = (moe_route.bind(replace(spec, gated=g))(x, norm, matrix[: 8 + g]) for g in (True, False))
+    n = x / ((x**2).mean(-1, keepdim=True) + 0.5).sqrt() * norm
+    assert torch.allclose(gated.gate, torch.sigmoid(n @ matrix[8:].T)) and plain.gate is None
     assert torch.equal(gated.ids, plain.ids) and torch.allclose(gated.weights, plain.weights)
+    assert torch.equal(plain.ids, choose(n @ matrix[:8].T, spec, None)[0])
 
 
 def unpacked(n_expert: int, n_out: int, n_in: int) -> Stack:
@@ -117,6 +120,23 @@ def test_sums_are_made_in_the_order_of_choice() -> None:
     """Large terms that cancel leave what order they came in: 1e8 - 1e8 + 1 is 1, 1e8 + 1 - 1e8 is not."""
     y = torch.tensor([[[1e8], [-1e8], [1.0]], [[1e8], [1.0], [-1e8]]])
     assert moe_ref.combine(y, torch.ones(2, 3)).tolist() == [[1.0], [0.0]]
+
+
+def test_the_shared_expert_and_the_residual_stream_are_added_last() -> None:
+    y, weights, gate = torch.tensor([[[1.0], [1.0]]]), torch.ones(1, 2), torch.tensor([[0.5]])
+    added = Added(torch.tensor([[-1e8]]), torch.tensor([[2e8]]), gate)
+    assert moe_ref.combine(y, weights, added).tolist() == [[0.0]], "1 + 1 is lost in 1e8, then -1e8 comes"
+    assert moe_ref.combine(y, weights, replace(added, residual=None)).tolist() == [[1e8]]
+    assert moe_ref.combine(y, weights, Added(torch.tensor([[5.0]]))).tolist() == [[7.0]]
+
+
+def test_experts_norm_their_rows_on_the_way() -> None:
+    s, norm = stacks(8, 16, 24), Norm(1 + torch.rand(16), 1e-5)
+    run = moe.bind(MoeSpec(CPU, 3, 16, 24, "swiglu", None, None))(s)
+    x, (ids, weights) = 5 * torch.randn(4, 16), choose(torch.randn(4, 8), RouteSpec(CPU, 16, 8, 3), None)
+    shared, gate = torch.randn(4, 16), torch.rand(4, 1)
+    got = run(x, ids, weights, norm, Added(x, shared, gate))
+    assert torch.allclose(got, x + shared * gate + run(norm(x), ids, weights), atol=1e-5)
 
 
 @pytest.mark.parametrize("type", [GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.F16, GGMLType.BF16])

@@ -14,7 +14,7 @@ constexpr int kRowBytes = CHUNK * kPad * 64;
 constexpr int kSumBytes = HAS_MIN ? CHUNK * kPad * 4 : 0;
 constexpr int kWarps = WARPS_M * WARPS_N;
 constexpr int kStageBytes = kWeightBytes + kRowBytes + kSumBytes;
-constexpr int kAtOnce = TILES_N <= 4 ? TILES_N : TILES_N <= 8 ? 2 : 1;  // tiles whose residuals are under way
+constexpr int kAtOnce = TILES_N <= 3 ? TILES_N : TILES_N <= 8 ? 2 : 1;  // tiles whose residuals are under way
 static_assert(WARPS_M * TILES_M == kTile, "a CTA owns 256 rows");
 static_assert(TILES_N % kAtOnce == 0, "groups of tiles");
 
@@ -231,7 +231,7 @@ __device__ __forceinline__ bool comes_last(const Accumulator& acc, float* partia
 
 // Adds the shares of a cut tile in the order of its columns.
 __device__ __forceinline__ void add_shares(Accumulator& acc, const float* partial, Sharers who) {
-  constexpr int kShares = kVectors <= 2 ? 8 : kVectors <= 6 ? 3 : kVectors <= 8 ? 2 : 1;  // under way; what registers allow
+  constexpr int kShares = kVectors <= 2 ? 8 : kVectors <= 6 ? 3 : kVectors <= 8 && __CUDA_ARCH__ < 1200 ? 2 : 1;  // under way; what registers allow
   const float4* shares = reinterpret_cast<const float4*>(partial) + threadIdx.x;
   clear(acc);
 #pragma unroll 1

@@ -1,6 +1,7 @@
 // Programmatic launches (sm_90 and later; nothing below): a kernel may start while its predecessor ends. It may touch
-// what that one wrote, or write what that one reads, only after it waited. Pointers to the former are better not
-// `const __restrict__`: that lets the compiler load early.
+// what that one wrote, or write what that one reads, only after it waited. What was there before (weights, a batch's layout)
+// is best loaded before the wait. Pointers to either are better not `const __restrict__`: the compiler may load the former
+// too early, and ptxas (13.0) puts loads of the latter behind the wait.
 #pragma once
 
 __device__ __forceinline__ void wait_for_predecessor() {

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from pyspec.cuda.kernels.attend_ref import Attend, AttendSpec, key_rows
@@ -25,6 +26,11 @@ from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 
 MANY = 192  # rows of a sequence from which the library takes it; a graph never holds as many of one
+BACKENDS = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]  # cuDNN's is built anew for each length
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -48,7 +54,8 @@ def by_torch(spec: AttendSpec) -> Run:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         parts = [t.transpose(0, 1)[None] for t in (q.to(k.dtype), k, v)]
         mask = causal_lower_right(len(q), len(k))
-        y = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=spec.scale, enable_gqa=True)
+        with sdpa_kernel(BACKENDS):
+            y = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=spec.scale, enable_gqa=True)
         return y[0].transpose(0, 1).float()
 
     return run

@@ -33,6 +33,7 @@ from pyspec.cuda.kernels.rows_cuda import Rows, RowsLaunch
 from pyspec.gguf import GGMLType
 
 MAX_ROWS = 128
+FEW = 16  # rows up to which memory is all that bounds a product
 HALVES = (GGMLType.F16, GGMLType.BF16)
 _SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}  # KiB a block may have
 _STATIC = 2048  # bytes of a CTA kept for the kernel's static shared memory and the driver's
@@ -71,13 +72,13 @@ def n_shared(capability: tuple[int, int]) -> int:
 
 
 def n_stages(type: GGMLType, shape: Shape, capability: tuple[int, int]) -> int:
-    """Chunks in shared memory at once, at most 8; below 2 the shape does not fit."""
-    return min(8, n_shared(capability) // stage_bytes(type, shape))
+    """Chunks in shared memory at once; below 2 the shape does not fit. More than these were slower (docs/log.md)."""
+    return min(8 if shape.rows <= FEW else 6, n_shared(capability) // stage_bytes(type, shape))
 
 
 def window(rows: int) -> tuple[int, int]:
     """Stages on their way to a CTA at most: before its predecessor is over, and after. What others read queues behind them."""
-    return (2, 3) if rows <= 16 else (3, 6)
+    return (2, 3) if rows <= FEW else (3, 4)
 
 
 def fitting(type: GGMLType, capability: tuple[int, int]) -> tuple[Shape, ...]:

@@ -5,6 +5,8 @@
 //   items    [n_item]        i32 x 4  {expert, first place in `order`, pairs, 0}; at most `per_item` pairs, none past the last
 //   y        [pair, n]       f32
 //   weights  [row, n_used]   f32
+//   shared   [row, n]        f32  added times gate [row] f32; or none
+//   residual [row, n]        f32  added last; or none
 //   out      [row, n]        f32  sums in the order of choice
 //
 // One CTA makes the lists; moe_combine has a CTA for each row and 1024 columns.
@@ -46,23 +48,27 @@ extern "C" __global__ void __launch_bounds__(kMost, 1)
   for (int p = t; p < n_pair; p += kMost) order[atomicAdd(&count[expert_of(p)], 1)] = p;
 }
 
+__device__ __forceinline__ float4 plus(float4 sum, float4 v, float by) {
+  return make_float4(__fadd_rn(sum.x, __fmul_rn(v.x, by)), __fadd_rn(sum.y, __fmul_rn(v.y, by)),
+                     __fadd_rn(sum.z, __fmul_rn(v.z, by)), __fadd_rn(sum.w, __fmul_rn(v.w, by)));
+}
+
 extern "C" __global__ void __launch_bounds__(256)
-    moe_combine(const float4* y, const float* weights, float4* out, int n_used, int n_quad) {
+    moe_combine(const float4* y, const float* weights, const float4* shared, const float* gate, const float4* residual,
+                float4* out, int n_used, int n_quad) {
   let_successor_start();
   wait_for_predecessor();
   const int row = blockIdx.x, column = blockIdx.y * 256 + threadIdx.x;
   if (column >= n_quad) return;
   const float* w = weights + static_cast<i64>(row) * n_used;
   const float4* from = y + static_cast<i64>(row) * n_used * n_quad + column;
-  float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll 4
-  for (int j = 0; j < n_used; ++j) {
-    const float4 v = from[static_cast<i64>(j) * n_quad];
-    const float by = w[j];
-    sum.x = __fadd_rn(sum.x, __fmul_rn(v.x, by));
-    sum.y = __fadd_rn(sum.y, __fmul_rn(v.y, by));
-    sum.z = __fadd_rn(sum.z, __fmul_rn(v.z, by));
-    sum.w = __fadd_rn(sum.w, __fmul_rn(v.w, by));
-  }
-  out[static_cast<i64>(row) * n_quad + column] = sum;
+  const i64 at = static_cast<i64>(row) * n_quad + column;
+  const float4 none = make_float4(0.f, 0.f, 0.f, 0.f);
+  const float4 more = shared ? shared[at] : none, before = residual ? residual[at] : none;
+  const float by = shared ? gate[row] : 0.f;
+  float4 sum = none;
+#pragma unroll 8
+  for (int j = 0; j < n_used; ++j) sum = plus(sum, from[static_cast<i64>(j) * n_quad], w[j]);
+  if (shared) sum = plus(sum, more, by);
+  out[at] = residual ? plus(before, sum, 1.f) : sum;
 }

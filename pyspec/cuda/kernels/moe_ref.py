@@ -1,26 +1,27 @@
 """A feed-forward of experts: the meaning, in plain torch.
 
-Routing: each row scores all experts and takes the `n_used` best, of equal ones the lower index. Then every expert runs once,
+Routing: each row, normed, scores all experts and takes the `n_used` best, of equal ones the lower index. Then every expert runs once,
 over the rows that took it, and each row adds what its experts give in the order of its choice, best first: a row's sums do
 not depend on what other rows chose.
 
-    x        [row, n_in]    f32    normed
+    x        [row, n_in]    f32    normed, or as they are with the norm given
     ids      [row, n_used]  int32  the experts of a row, best first
     weights  [row, n_used]  f32    what each is multiplied with
-    out      [row, n_in]    f32    sum of weight * down(act(...))
+    out      [row, n_in]    f32    sum of weight * down(act(...)), and what is added to it
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.kernels.dequant_ref import dequantize
+from pyspec.cuda.kernels.rows_ref import Norm
 from pyspec.gguf import GGMLType
 
 LEAST_SUM = 6.103515625e-5  # what the weights of a row are at least divided by, 2^-14 as in llama.cpp
@@ -33,6 +34,7 @@ Router = Literal["softmax", "sigmoid"]
 class RouteSpec:
     """Scores over n_expert, from rows of n_in columns. biased: a bias that takes part in the choice alone.
 
+    eps     of the norm that rows get on the way
     renorm  the weights of a row are divided by their sum
     scale   and multiplied with this
     gated   the matrix has one more row: sigmoid of its product is the row's gate
@@ -47,6 +49,7 @@ class RouteSpec:
     scale: float = 1.0
     biased: bool = False
     gated: bool = False
+    eps: float = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +76,10 @@ def choose(logits: Tensor, spec: RouteSpec, bias: Tensor | None) -> tuple[Tensor
 
 
 def bind_route(spec: RouteSpec) -> Callable[..., Routes]:
-    def route(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Routes:
-        """matrix [n_expert (+ 1), n_in] f32, bias [n_expert] f32."""
+    def route(x: Tensor, norm: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Routes:
+        """x [row, n_in] f32 as they are, norm [n_in] f32, matrix [n_expert (+ 1), n_in] f32, bias [n_expert] f32."""
         assert matrix.shape == (spec.n_expert + spec.gated, spec.n_in) and (bias is not None) == spec.biased
-        y = F.linear(x, matrix)
+        y = F.linear(F.rms_norm(x, (spec.n_in,), norm, spec.eps), matrix)
         gate = y[:, spec.n_expert :].sigmoid() if spec.gated else None
         return Routes(*choose(y[:, : spec.n_expert], spec, bias), gate)
 
@@ -135,7 +138,30 @@ class MoeSpec:
     scaled: bool = False
 
 
-Run = Callable[[Tensor, Tensor, Tensor], Tensor]  # (x, ids, weights) -> out
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What is added to a row's sum: shared [row, n_in] times gate [row, 1], then residual [row, n_in]."""
+
+    residual: Tensor | None = None
+    shared: Tensor | None = None
+    gate: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert (self.shared is None) == (self.gate is None)
+
+    def part(self, rows: slice) -> Added:
+        return Added(*(None if t is None else t[rows] for t in (self.residual, self.shared, self.gate)))
+
+
+NOTHING = Added()
+
+
+class Run(Protocol):
+    """Rows x [row, n_in], normed on the way if a norm is given -> out."""
+
+    def __call__(
+        self, x: Tensor, ids: Tensor, weights: Tensor, norm: Norm | None = None, added: Added = NOTHING
+    ) -> Tensor: ...
 
 
 def activate(gate: Tensor | None, up: Tensor) -> Tensor:
@@ -143,12 +169,14 @@ def activate(gate: Tensor | None, up: Tensor) -> Tensor:
     return F.relu(up).square() if gate is None else F.silu(gate) * up
 
 
-def combine(y: Tensor, weights: Tensor) -> Tensor:
-    """y [row, n_used, n] and weights [row, n_used] -> [row, n], added in order."""
+def combine(y: Tensor, weights: Tensor, added: Added = NOTHING) -> Tensor:
+    """y [row, n_used, n] and weights [row, n_used] -> [row, n], added in order; residual + (sum + shared * gate)."""
     out = y[:, 0] * weights[:, :1]
     for i in range(1, y.shape[1]):
         out = out + y[:, i] * weights[:, i : i + 1]
-    return out
+    if added.shared is not None and added.gate is not None:
+        out = out + added.shared * added.gate
+    return out if added.residual is None else added.residual + out
 
 
 def bind(spec: MoeSpec) -> Callable[[Stacks], Run]:
@@ -161,7 +189,8 @@ def bind(spec: MoeSpec) -> Callable[[Stacks], Run]:
             gate = None if stacks.gate is None else product(x, stacks.gate.matrix(e))
             return product(activate(gate, product(x, stacks.up.matrix(e))), stacks.down.matrix(e))
 
-        def moe(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        def moe(x: Tensor, ids: Tensor, weights: Tensor, norm: Norm | None = None, added: Added = NOTHING) -> Tensor:
+            x = x if norm is None else norm(x)
             n_row, n_used = ids.shape
             chosen = ids.flatten().long()
             order = chosen.sort(dim=0, stable=True).indices
@@ -173,7 +202,7 @@ def bind(spec: MoeSpec) -> Callable[[Stacks], Run]:
                     places = order[at : at + n]
                     y[places] = expert(e, x[places // n_used])
                     at += n
-            return combine(y.view(n_row, n_used, spec.n_in), weights)
+            return combine(y.view(n_row, n_used, spec.n_in), weights, added)
 
         return moe
 

@@ -1,127 +1,233 @@
 // moe_route: scores of all experts for each row (moe_scores), then the best of them (moe_choose). Meaning: moe_ref.py.
 //
-//   x        [row, n_in]             f32
-//   matrix   [N_EXPERT + GATED, n_in] f32
-//   logits   [row, N_EXPERT + GATED] f32  written by the first, read by the second
-//   bias     [N_EXPERT]              f32  takes part in the choice alone (BIASED)
-//   ids      [row, N_USED]           i32  best first, of equal ones the lower index; in range whatever the logits are
-//   weights  [row, N_USED]           f32
-//   gate     [row]                   f32  sigmoid of the last logit (GATED)
+//   x        [row, N_IN]              f32  as they are; normed on the way
+//   norm     [N_IN]                   f32
+//   matrix   [N_EXPERT + GATED, N_IN] f32
+//   logits   [row, N_EXPERT + GATED]  f32  written by the first, read by the second
+//   bias     [N_EXPERT]               f32  takes part in the choice alone (BIASED)
+//   ids      [row, N_USED]            i32  best first, of equal ones the lower index; in range whatever the logits are
+//   weights  [row, N_USED]            f32
+//   gate     [row]                    f32  sigmoid of the last logit (GATED)
 //
-// A warp makes one score of ROWS rows, or chooses for one row. Sums have an order of their own for each row: a row's bits
-// do not depend on the others. Set by the launcher: N_EXPERT, N_USED (at most 32), SIGMOID, RENORM, BIASED, GATED.
+// Sums have an order of their own for each row and score: a row's bits depend neither on the others nor on the grid. Bound
+// by latency at few rows, so what is the model's is loaded before the predecessor is over: all of a CTA's matrix. Pointers to
+// it are not `const __restrict__`: loads of constants ptxas (13.0) puts behind the wait.
+// Set by the launcher: N_IN, N_EXPERT (at most 512), N_USED (at most 32), SIGMOID, RENORM, BIASED, GATED.
 #include "types.cuh"
 #include "overlap.cuh"
 
-constexpr int kScores = N_EXPERT + GATED;
-constexpr int kRows = 4;
-constexpr int kEach = (N_EXPERT + 31) / 32;  // scores of a lane: lane, lane + 32, ...
-constexpr float kLeastSum = 6.103515625e-5f;
-constexpr float kNever = -3.402823466e38f;
 constexpr u32 kAll = 0xffffffffu;
 
-extern "C" __global__ void __launch_bounds__(256)
-    moe_scores(const float4* x, const float4* __restrict__ matrix, float* logits, int n_row, int n_quad) {
+// ---- scores
+
+constexpr int kScores = N_EXPERT + GATED;
+constexpr int kKept = 2;  // scores of a warp
+constexpr int kQuads = N_IN / 4;
+constexpr int kParts = (kQuads + 255) / 256;                       // warps that share the columns of a score
+constexpr int kEach = ((kQuads + kParts - 1) / kParts + 31) / 32;  // quads of a lane, at most 8
+constexpr int kWarpsMost = 16;
+constexpr int kRowsMost = 32;  // of a CTA
+static_assert(N_IN % 4 == 0 && kParts <= kWarpsMost, "whole quads, and a CTA has all columns");
+
+__device__ __forceinline__ float dot(float4 a, float4 b, float sum) {
+  return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, fmaf(a.w, b.w, sum))));
+}
+
+// A CTA has any whole number of groups of kParts warps; each group makes kKept scores of the CTA's `per_cta` rows.
+extern "C" __global__ void __launch_bounds__(32 * kWarpsMost)
+    moe_scores(const float4* x, const float4* norm, const float4* matrix, float* logits,
+               int n_row, int per_cta, float eps) {
   let_successor_start();
-  wait_for_predecessor();
-  const int lane = threadIdx.x & 31, score = blockIdx.x * 8 + (threadIdx.x >> 5), first = blockIdx.y * kRows;
-  if (score >= kScores) return;
-  const float4* w = matrix + static_cast<i64>(score) * n_quad;
-  float sum[kRows] = {};
-#pragma unroll 4
-  for (int i = lane; i < n_quad; i += 32) {
-    const float4 a = w[i];
+  __shared__ float sums[kRowsMost][kWarpsMost][kKept + 1];  // of each warp: its scores, and squares
+  const int warp = threadIdx.x >> 5, n_group = blockDim.x / (32 * kParts);
+  const int score = (blockIdx.x * n_group + warp / kParts) * kKept, first = blockIdx.y * per_cta;
+  const int quad = warp % kParts * kEach * 32 + (threadIdx.x & 31);  // the lane's first
+  const int n = min(per_cta, n_row - first);
+
+  float4 w[kKept][kEach], by[kEach];
 #pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const float4 b = x[static_cast<i64>(min(first + r, n_row - 1)) * n_quad + i];
-      sum[r] = fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, fmaf(a.w, b.w, sum[r]))));
-    }
+  for (int i = 0; i < kEach; ++i) {
+    const bool is_in = quad + 32 * i < kQuads;
+    by[i] = is_in ? norm[quad + 32 * i] : make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int k = 0; k < kKept; ++k)  // a score too many is another's, and is not kept
+      w[k][i] = is_in ? matrix[static_cast<i64>(min(score + k, kScores - 1)) * kQuads + quad + 32 * i] : by[i];
   }
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    const float total = warp_sum(sum[r]);
-    if (lane == 0 && first + r < n_row) logits[static_cast<i64>(first + r) * kScores + score] = total;
+  for (int k = 0; k < kKept; ++k)
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+      w[k][i] = make_float4(w[k][i].x * by[i].x, w[k][i].y * by[i].y, w[k][i].z * by[i].z, w[k][i].w * by[i].w);
+  wait_for_predecessor();
+
+  for (int r = 0; r < n; ++r) {
+    const float4* own = x + static_cast<i64>(first + r) * kQuads + quad;
+    float4 v[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) v[i] = quad + 32 * i < kQuads ? own[32 * i] : make_float4(0.f, 0.f, 0.f, 0.f);
+    float sum[kKept + 1] = {};
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+#pragma unroll
+      for (int k = 0; k < kKept; ++k) sum[k] = dot(w[k][i], v[i], sum[k]);
+      sum[kKept] = dot(v[i], v[i], sum[kKept]);
+    }
+#pragma unroll
+    for (int k = 0; k <= kKept; ++k) {
+      const float total = warp_sum(sum[k]);
+      if ((threadIdx.x & 31) == 0) sums[r][warp][k] = total;
+    }
+  }
+  __syncthreads();
+  const int n_own = n_group * kKept;
+  for (int i = threadIdx.x; i < n * n_own; i += blockDim.x) {
+    const int r = i / n_own, k = i % n_own, at = blockIdx.x * n_own + k;
+    float total = 0.f, squares = 0.f;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const float* from = sums[r][k / kKept * kParts + part];
+      total += from[k % kKept];
+      squares += from[kKept];
+    }
+    if (at < kScores) logits[static_cast<i64>(first + r) * kScores + at] = total * rsqrtf(squares / N_IN + eps);
   }
 }
 
+// ---- choice
+//
+// Scores are ranked as integers that differ for every expert. Of groups of experts the best are found first: what is below the
+// N_USED-th of those can not be chosen, and the few others count how many are better than each.
+
+constexpr float kLeastSum = 6.103515625e-5f;
+constexpr int kThreads = (N_EXPERT + 31) / 32 * 32, kWarps = kThreads / 32;  // a thread an expert
+constexpr int kGroup = N_EXPERT > 256 ? 16 : N_EXPERT > 128 ? 8 : N_EXPERT > 64 ? 4 : N_EXPERT > 32 ? 2 : 1;
+constexpr int kGroups = kThreads / kGroup;
+static_assert(kGroups <= 32 && N_USED <= 32 && N_USED <= N_EXPERT, "a lane a group, a lane a choice");
+
+struct alignas(16) Two {
+  u64 a, b;
+};
+
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 
-extern "C" __global__ void __launch_bounds__(32)
-    moe_choose(const float* logits, const float* __restrict__ bias, int* ids, float* weights, float* gate,
-               float scale) {
-  let_successor_start();
-  wait_for_predecessor();
-  const int lane = threadIdx.x, row = blockIdx.x;
-  const float* own = logits + static_cast<i64>(row) * kScores;
-  float p[kEach], score[kEach];
-  u32 left = 0;  // a bit for each of the lane's experts that is not taken yet
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const int expert = lane + 32 * i;
-    p[i] = expert < N_EXPERT ? own[expert] : kNever;
-    if (expert < N_EXPERT) left |= 1u << i;
-  }
-#if !SIGMOID
-  float largest = p[0], sum = 0.f;
-#pragma unroll
-  for (int i = 1; i < kEach; ++i) largest = fmaxf(largest, p[i]);
-  largest = warp_max(largest);
-#endif
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    score[i] = p[i];
-    const bool is_one = lane + 32 * i < N_EXPERT;
-#if SIGMOID
-    p[i] = sigmoid(p[i]);
-#else
-    p[i] = is_one ? expf(p[i] - largest) : 0.f;
-    sum += p[i];
-#endif
-#if BIASED && SIGMOID
-    if (is_one) score[i] = p[i] + bias[lane + 32 * i];
-#endif
-  }
-#if !SIGMOID
-  sum = warp_sum(sum);
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    p[i] = p[i] / sum;
-#if BIASED
-    if (lane + 32 * i < N_EXPERT) score[i] = p[i] + bias[lane + 32 * i];
-#endif
-  }
-#endif
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) score[i] = isnan(score[i]) ? kNever : score[i];
+// Greater for the greater score, of equal ones for the lower index; no numbers are the least. Never 0.
+__device__ __forceinline__ u64 rank_of(float score, int expert) {
+  const u32 bits = __float_as_uint(score + 0.f);  // both zeros are one
+  const u32 upper = isnan(score) ? 0u : bits >> 31 ? ~bits : bits | 0x80000000u;
+  return static_cast<u64>(upper) << 32 | (kAll - static_cast<u32>(expert));
+}
 
-  int chosen = 0;  // lane j keeps the j-th choice
-  float weight = 0.f;
-  for (int j = 0; j < N_USED; ++j) {
-    float best = 0.f, best_p = 0.f;
-    int at = N_EXPERT;  // of none
+__device__ __forceinline__ float score_of(u64 rank) {
+  const u32 upper = static_cast<u32>(rank >> 32);
+  return __uint_as_float(upper >> 31 ? upper & 0x7fffffffu : ~upper);
+}
+
+__device__ __forceinline__ float over_block(float mine, bool is_sum, float (&each)[kWarps]) {
+  mine = is_sum ? warp_sum(mine) : warp_max(mine);
+  if ((threadIdx.x & 31) == 0) each[threadIdx.x >> 5] = mine;
+  __syncthreads();
+  float all = each[0];
 #pragma unroll
-    for (int i = 0; i < kEach; ++i)
-      if (left >> i & 1 && (at == N_EXPERT || score[i] > best)) best = score[i], best_p = p[i], at = lane + 32 * i;
-#pragma unroll
-    for (int hop = 16; hop > 0; hop >>= 1) {
-      const float other = __shfl_xor_sync(kAll, best, hop), other_p = __shfl_xor_sync(kAll, best_p, hop);
-      const int other_at = __shfl_xor_sync(kAll, at, hop);
-      const bool is_better = at == N_EXPERT || (other_at < N_EXPERT && (other > best || (other == best && other_at < at)));
-      if (is_better) best = other, best_p = other_p, at = other_at;
-    }
-    if (lane == (at & 31)) left &= ~(1u << (at >> 5));
-    if (lane == j) chosen = at, weight = best_p;
-  }
-#if RENORM
-  float total = __shfl_sync(kAll, weight, 0);
-  for (int j = 1; j < N_USED; ++j) total += __shfl_sync(kAll, weight, j);
-  weight = weight / fmaxf(total, kLeastSum);
-#endif
-  if (lane < N_USED) {
-    ids[static_cast<i64>(row) * N_USED + lane] = chosen;
-    weights[static_cast<i64>(row) * N_USED + lane] = weight * scale;
-  }
+  for (int i = 1; i < kWarps; ++i) all = is_sum ? all + each[i] : fmaxf(all, each[i]);
+  return all;
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    moe_choose(const float* logits, const float* bias, int* ids, float* weights, float* gate, float scale) {
+  let_successor_start();
+  __shared__ __align__(16) u64 leaders[32];
+  __shared__ __align__(16) u64 rivals[kThreads];
+  __shared__ float p_of[kThreads];
+  __shared__ float each[kWarps];
+  __shared__ float picked[N_USED];
+  __shared__ int chosen[N_USED];
+  __shared__ u64 least, first;
+  __shared__ int n_rival;
+  const int expert = threadIdx.x, lane = expert & 31;
+  const bool is_one = expert < N_EXPERT;
+  const float shift = BIASED && is_one ? bias[expert] : 0.f;
+  wait_for_predecessor();
+  const float* own = logits + static_cast<i64>(blockIdx.x) * kScores;
+  const float logit = is_one ? own[expert] : -__uint_as_float(0x7f800000u);
 #if GATED
-  if (lane == 0) gate[row] = sigmoid(own[N_EXPERT]);
+  if (expert == 0) gate[blockIdx.x] = sigmoid(own[N_EXPERT]);
 #endif
+
+  float p = 0.f, score = logit;
+#if SIGMOID
+  p = sigmoid(logit);
+#elif BIASED
+  __shared__ float maxima[kWarps];
+  p = expf(logit - over_block(logit, false, maxima));
+  p /= over_block(is_one ? p : 0.f, true, each);
+#endif
+  if (BIASED) score = p + shift;
+  const u64 rank = is_one ? rank_of(score, expert) : 0;
+
+  u64 best = rank;
+#pragma unroll
+  for (int hop = kGroup / 2; hop > 0; hop >>= 1) {
+    const u64 other = __shfl_xor_sync(kAll, best, hop);
+    best = other > best ? other : best;
+  }
+  if (expert % kGroup == 0) leaders[expert / kGroup] = best;
+  rivals[expert] = 0;
+  if (expert == 0) n_rival = 0, least = 1;  // with fewer groups than choices everyone is a rival
+  __syncthreads();
+
+  if (expert < 32) {
+    const u64 leader = lane < kGroups ? leaders[lane] : 0;
+    int n_better = 0;
+#pragma unroll
+    for (int i = 0; i < kGroups; i += 2) {
+      const Two other = *reinterpret_cast<const Two*>(leaders + i);
+      n_better += (other.a > leader) + (other.b > leader);
+    }
+    if (leader && n_better == N_USED - 1) least = leader;
+    if (leader && n_better == 0) first = leader;
+  }
+  __syncthreads();
+#if !SIGMOID && !BIASED
+  p = is_one ? expf(logit - score_of(first)) : 0.f;
+  const float sum = warp_sum(p);
+  if (lane == 0) each[expert >> 5] = sum;
+#endif
+  p_of[expert] = p;
+  const u32 here = __ballot_sync(kAll, rank >= least);
+  int place = 0;
+  if (lane == 0 && here) place = atomicAdd(&n_rival, __popc(here));
+  place = __shfl_sync(kAll, place, 0) + __popc(here & ((1u << lane) - 1));
+  if (rank >= least) rivals[place] = rank;
+  __syncthreads();
+
+  if (expert < n_rival) {
+    const u64 mine = rivals[expert];
+    int at = 0;
+#pragma unroll 4
+    for (int i = 0; i < n_rival; i += 2) {
+      const Two other = *reinterpret_cast<const Two*>(rivals + i);  // beyond the last stands 0
+      at += (other.a > mine) + (other.b > mine);
+    }
+    if (at < N_USED) {
+      chosen[at] = static_cast<int>(kAll - static_cast<u32>(mine));
+      picked[at] = p_of[chosen[at]];
+#if !SIGMOID && !BIASED
+      float all = each[0];
+#pragma unroll
+      for (int i = 1; i < kWarps; ++i) all += each[i];
+      picked[at] /= all;
+#endif
+    }
+  }
+  __syncthreads();
+  if (expert >= N_USED) return;
+  float weight = picked[expert];
+#if RENORM
+  float total = picked[0];
+#pragma unroll
+  for (int j = 1; j < N_USED; ++j) total += picked[j];
+  weight /= fmaxf(total, kLeastSum);
+#endif
+  ids[static_cast<i64>(blockIdx.x) * N_USED + expert] = chosen[expert];
+  weights[static_cast<i64>(blockIdx.x) * N_USED + expert] = weight * scale;
 }

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
 from pyspec.cuda.kernels.moe_ref import Routes, RouteSpec
 
-MAX_EXPERT, MAX_USED, ROWS = 512, 32, 4
+MAX_EXPERT, MAX_USED, MAX_COLUMNS = 512, 32, 16384
+KEPT, WARPS, MOST_ROWS = 2, 16, 32  # scores of a warp, warps and rows of a CTA at most: moe_route.cu's
+TIE = 1e-5  # between scores that rounding may turn
+FEW = 16  # rows up to which CTAs are small, so that all multiprocessors have some
 
 
 def limits(spec: RouteSpec) -> str | None:
@@ -20,14 +25,15 @@ def limits(spec: RouteSpec) -> str | None:
         return "runs on NVIDIA GPUs only"
     if spec.n_expert > MAX_EXPERT or spec.n_used > MAX_USED:
         return f"{spec.n_used} of {spec.n_expert} experts; the kernel takes up to {MAX_USED} of {MAX_EXPERT}"
-    if spec.n_in % 4:
-        return f"{spec.n_in} columns are not a multiple of 4"
+    if spec.n_in % 4 or spec.n_in > MAX_COLUMNS:
+        return f"{spec.n_in} columns; the kernel takes multiples of 4 up to {MAX_COLUMNS}"
     return None
 
 
 def defines(spec: RouteSpec) -> dict[str, int | str]:
     """Macros of moe_route.cu."""
     return {
+        "N_IN": spec.n_in,
         "N_EXPERT": spec.n_expert,
         "N_USED": spec.n_used,
         "SIGMOID": int(spec.router == "sigmoid"),
@@ -40,44 +46,78 @@ def defines(spec: RouteSpec) -> dict[str, int | str]:
 @cache
 def _kernels(spec: RouteSpec) -> tuple[Kernel, Kernel]:
     code = compile_cubin("moe_route", arch_of(torch.cuda.get_device_capability(spec.device)), defines(spec))
-    return code.kernel("moe_scores", "pppii"), code.kernel("moe_choose", "pppppf")
+    return code.kernel("moe_scores", "ppppiif"), code.kernel("moe_choose", "pppppf")
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """CTAs of moe_scores, their threads, and rows of each."""
+
+    ctas: tuple[int, int]
+    threads: int
+    per_cta: int
+
+
+def grid_of(spec: RouteSpec, n_row: int, n_multiprocessor: int) -> Grid:
+    """Rows are spread over CTAs while multiprocessors have room: one has 16 of such warps at once."""
+    parts = -(-spec.n_in // 1024)
+    groups = 1 if n_row <= FEW else WARPS // parts
+    n = -(-(spec.n_expert + spec.gated) // (KEPT * groups))
+    room = n_multiprocessor * (WARPS // (parts * groups)) // n
+    per_cta = -(-n_row // max(min(n_row, room), -(-n_row // MOST_ROWS)))
+    return Grid((n, -(-n_row // per_cta)), 32 * parts * groups, per_cta)
 
 
 def bind(spec: RouteSpec) -> Callable[..., Routes]:
-    scores, choose = _kernels(spec)
-    n_score = spec.n_expert + spec.gated
+    scores, choose = _kernels(replace(spec, scale=1.0, eps=0.0))
+    n_score, n_choose = spec.n_expert + spec.gated, -(-spec.n_expert // 32) * 32
     overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
+    n_multiprocessor = torch.cuda.get_device_properties(spec.device).multi_processor_count
 
-    def route(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Routes:
+    def route(x: Tensor, norm: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Routes:
         assert matrix.shape == (n_score, spec.n_in) and matrix.is_contiguous() and (bias is not None) == spec.biased
+        assert norm.shape == (spec.n_in,) and norm.is_contiguous() and x.shape[1] == spec.n_in
         x, n_row = x.contiguous(), x.shape[0]
         floats = {"dtype": torch.float32, "device": x.device}
         logits, weights = torch.empty(n_row, n_score, **floats), torch.empty(n_row, spec.n_used, **floats)
         gate = torch.empty(n_row, 1, **floats) if spec.gated else None
         ids = torch.empty(n_row, spec.n_used, dtype=torch.int32, device=x.device)
         if n_row:
-            sizes = np.int32(n_row), np.int32(spec.n_in // 4)
-            scores.launch((-(-n_score // 8), -(-n_row // ROWS)), 256, (x, matrix, logits, *sizes), overlap=overlap)
+            grid = grid_of(spec, n_row, n_multiprocessor)
+            sizes = np.int32(n_row), np.int32(grid.per_cta), np.float32(spec.eps)
+            scores.launch(grid.ctas, grid.threads, (x, norm, matrix, logits, *sizes), overlap=overlap)
             args = (logits, logits if bias is None else bias, ids, weights, logits if gate is None else gate)
-            choose.launch((n_row,), 32, (*args, np.float32(spec.scale)), overlap=overlap)
+            choose.launch((n_row,), n_choose, (*args, np.float32(spec.scale)), overlap=overlap)
         return Routes(ids, weights, gate)
 
     return route
 
 
 def check(launch: Callable[..., Routes], reference: Callable[..., Routes], spec: RouteSpec) -> str | None:
-    """Random rows, and a row of zeros, where all experts are equal."""
+    """Random rows of all sizes, where only choices closer than rounding may differ, and rows of zeros, where all are equal."""
     gen = torch.Generator().manual_seed(0)
-    matrix = torch.randn(spec.n_expert + spec.gated, spec.n_in, generator=gen) / spec.n_in**0.5
-    bias = torch.rand(spec.n_expert, generator=gen).to(spec.device) if spec.biased else None
+    matrix = 2 * torch.randn(spec.n_expert + spec.gated, spec.n_in, generator=gen) / spec.n_in**0.5
+    norm = 1 + 0.1 * torch.randn(spec.n_in, generator=gen)
+    bias = torch.rand(spec.n_expert, generator=gen) if spec.biased else None
     for n_row in (1, 7, 40):
-        x = 2 * torch.randn(n_row, spec.n_in, generator=gen)
-        x[n_row // 2] = 0 if n_row > 1 else x[0]
-        given = (x.to(spec.device), matrix.to(spec.device)) + ((bias,) if bias is not None else ())
+        x = torch.logspace(-1, 2, n_row)[:, None] * torch.randn(n_row, spec.n_in, generator=gen)
+        x[n_row // 2] *= n_row == 1
+        given = [t.to(spec.device) for t in (x, norm, matrix, bias) if t is not None]
         got, want = launch(*given), reference(*given)
-        if not torch.equal(got.ids, want.ids):
-            return f"{int((got.ids != want.ids).any(-1).sum())} of {n_row} rows choose other experts than the reference"
-        off = float((got.weights - want.weights).abs().amax() / want.weights.abs().amax())
+        ids, want_ids = got.ids.long().cpu(), want.ids.long().cpu()
+        if not bool(((ids >= 0) & (ids < spec.n_expert)).all()) or ids.sort(-1).values.diff(dim=-1).eq(0).any():
+            return "rows choose experts that do not exist, or one twice"
+        scores = F.linear(F.rms_norm(x, norm.shape, norm, spec.eps), matrix)[:, : spec.n_expert]
+        if bias is not None:
+            scores = (scores.sigmoid() if spec.router == "sigmoid" else scores.softmax(-1)) + bias
+        is_same = ids == want_ids
+        is_tie = (scores.gather(-1, ids) - scores.gather(-1, want_ids)).abs() < TIE
+        is_tie[n_row // 2] &= n_row == 1
+        if not bool((is_same | is_tie).all()):
+            n_bad = int((~(is_same | is_tie)).any(-1).sum())
+            return f"{n_bad} of {n_row} rows choose other experts than the reference"
+        by = want.weights.abs().amax(-1, keepdim=True)
+        off = float((((got.weights - want.weights) / by).cpu() * is_same).abs().amax())
         if want.gate is not None and got.gate is not None:
             off = max(off, float((got.gate - want.gate).abs().amax()))
         if not off < 1e-4:

@@ -33,10 +33,8 @@ static_assert(DIM % 32 == 0 && N_ROT <= DIM && N_ROT % 2 == 0, "whole warps, who
 
 // grid (row, heads of all kinds / 4)
 extern "C" __global__ void __launch_bounds__(32 * kWarps)
-    rope_kv(const float* __restrict__ y, i64 stride, const float* __restrict__ q_weight,
-            const float* __restrict__ k_weight, float eps, const float* __restrict__ cos_of,
-            const float* __restrict__ sin_of, const i64* __restrict__ kv_rows, float* __restrict__ q,
-            Kv* __restrict__ k, Kv* __restrict__ v,
+    rope_kv(const float* y, i64 stride, const float* q_weight, const float* k_weight, float eps, const float* cos_of,
+            const float* sin_of, const i64* kv_rows, float* __restrict__ q, Kv* __restrict__ k, Kv* __restrict__ v,
 #if KV_KIND == 3
             u16* __restrict__ k_scale, u16* __restrict__ v_scale,
 #endif

@@ -15,6 +15,7 @@
 //   PLAIN  nothing              NORM  x * rsqrt(mean x^2 + eps) * weight, over the row
 //   HEADS  the same over each DIM columns, times silu(gate)
 //   GATE   x * sigmoid(gate)    GLU   silu(first half) * second half
+//   RELU2  max(x, 0)^2
 //   GROUPS y * rsqrt(mean y^2 + eps) * weight with y = x * silu(gate), over each DIM columns
 //
 // NORM divides by `power` as given, for normed values are bounded; the others by the power that brings the row's largest
@@ -29,6 +30,7 @@
 #define GATE 3
 #define GLU 4
 #define GROUPS 5
+#define RELU2 6
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 constexpr int kPadded = LAYOUT == 1 ? COLUMNS : (COLUMNS + 255) / 256 * 256;
@@ -45,11 +47,13 @@ struct Source {
 __device__ __forceinline__ float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + __expf(-x)); }
 
-// A thread's weights. They are the model's: loaded before the predecessor is over.
-constexpr int kWeights = KIND == NORM || KIND == GROUPS ? kQuads : 1;
+// A thread's weights. They are the model's: loaded before the predecessor is over, if they are not `const __restrict__`,
+// for loads of constants ptxas (13.0) puts behind the wait.
+constexpr bool kEarly = KIND != GROUPS || COLUMNS <= 16384;  // wider ones have no registers left for them
+constexpr int kWeights = KIND == NORM || (KIND == GROUPS && kEarly) ? kQuads : 1;
 
 __device__ __forceinline__ void load_weights(float4 (&w)[kWeights], const float* weight) {
-  if (KIND != NORM && KIND != HEADS && KIND != GROUPS) return;
+  if ((KIND != NORM && KIND != HEADS && KIND != GROUPS) || !kEarly) return;
 #pragma unroll
   for (int i = 0; i < kWeights; ++i) {
     const int column = (i * kThreads + threadIdx.x) * 4;
@@ -83,6 +87,10 @@ __device__ __forceinline__ float4 prepared(const Source& s, int column, float4 w
     v = make_float4(v.x * sigmoid(v.x) * up.x, v.y * sigmoid(v.y) * up.y, v.z * sigmoid(v.z) * up.z,
                     v.w * sigmoid(v.w) * up.w);
   }
+  if (KIND == RELU2) {
+    v = make_float4(v.x < 0.f ? 0.f : v.x, v.y < 0.f ? 0.f : v.y, v.z < 0.f ? 0.f : v.z, v.w < 0.f ? 0.f : v.w);
+    v = make_float4(v.x * v.x, v.y * v.y, v.z * v.z, v.w * v.w);
+  }
   return v;
 }
 
@@ -97,7 +105,8 @@ __device__ __forceinline__ float over_block(float mine, bool is_sum) {
 
 #if KIND == GROUPS
 // Norm the groups: the sums of all warps' columns meet in shared memory, and each thread adds those of its group.
-__device__ __forceinline__ void norm_groups(float4 (&v)[kQuads], const float4 (&weights)[kWeights], float eps) {
+__device__ __forceinline__ void norm_groups(float4 (&v)[kQuads], const float4 (&early)[kWeights], const float* weight,
+                                            float eps) {
   __shared__ float sums[kQuads * kWarps];  // [column / 128]
 #pragma unroll
   for (int i = 0; i < kQuads; ++i) {
@@ -113,7 +122,7 @@ __device__ __forceinline__ void norm_groups(float4 (&v)[kQuads], const float4 (&
 #pragma unroll 8
     for (int part = 0; part < DIM / 128; ++part) sum += sums[column / DIM * (DIM / 128) + part];
     const float scale = rsqrtf(sum / DIM + eps);
-    const float4 w = weights[i];
+    const float4 w = kEarly ? early[i % kWeights] : load4(weight + column);
     v[i] = make_float4(v[i].x * scale * w.x, v[i].y * scale * w.y, v[i].z * scale * w.z, v[i].w * scale * w.w);
   }
 }
@@ -123,16 +132,15 @@ __device__ __forceinline__ u32 pair(float low, float high) {
   return f32_to_f16(low) | static_cast<u32>(f32_to_f16(high)) << 16;
 }
 
-#if COLUMNS <= (KIND == PLAIN || KIND == GLU ? 18432 : 8192)
+#if COLUMNS <= (KIND == PLAIN || KIND == GLU || KIND == RELU2 ? 18432 : 8192)
 #define BOUNDS __maxnreg__(56)  // `linear` starts beside it
 #else
 #define BOUNDS __launch_bounds__(kThreads, 1)
 #endif
 
 extern "C" __global__ void BOUNDS
-    rows(const float* __restrict__ x, i64 stride, const float* __restrict__ weight, float eps, float given,
-         const float* __restrict__ gate, i64 gate_stride, int gate_step, u16* __restrict__ out,
-         float* __restrict__ sums, float* __restrict__ powers, int pad) {
+    rows(const float* x, i64 stride, const float* weight, float eps, float given, const float* gate, i64 gate_stride,
+         int gate_step, u16* __restrict__ out, float* __restrict__ sums, float* __restrict__ powers, int pad) {
   let_successor_start();
   float4 w[kWeights];
   load_weights(w, weight);
@@ -147,7 +155,7 @@ extern "C" __global__ void BOUNDS
     v[i] = prepared(source, (i * kThreads + threadIdx.x) * 4, w[i % kWeights], squares);
 #if KIND == GROUPS
   }
-  norm_groups(v, w, eps);
+  norm_groups(v, w, weight, eps);
 #pragma unroll
   for (int i = 0; i < kQuads; ++i) {
 #endif

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.kernels import rows_cuda
-from pyspec.cuda.kernels.rows_ref import Glu, GroupNorm, HeadGate, HeadNorm, Kind, Norm, Prep, RowsSpec, power_of
+from pyspec.cuda.kernels.rows_ref import RELU2, Glu, GroupNorm, HeadGate, HeadNorm, Kind, Norm, Prep, RowsSpec, power_of
 from pyspec.cuda.op import Impl, Op
 
 Launch = Callable[[Tensor, Prep | None], tuple[Tensor, Tensor | None]]
@@ -44,6 +44,8 @@ def make(spec: RowsSpec, n_row: int, gen: torch.Generator) -> tuple[Tensor, Prep
         prep = GroupNorm(weight, 1e-6, gate, n // spec.dim)
     elif spec.kind is Kind.GLU:
         prep = Glu()
+    elif spec.kind is Kind.RELU2:
+        prep = RELU2
     return x, prep
 
 

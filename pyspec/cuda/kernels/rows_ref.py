@@ -23,6 +23,7 @@ class Kind(IntEnum):
     GATE = 3
     GLU = 4
     GROUPS = 5
+    RELU2 = 6
 
 
 class Norm:
@@ -93,6 +94,18 @@ class Glu:
         return F.silu(gate) * up
 
 
+class SquaredRelu:
+    """max(x, 0)^2."""
+
+    kind, dim = Kind.RELU2, 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.relu(x).square()
+
+
+RELU2 = SquaredRelu()
+
+
 @dataclass(frozen=True, slots=True)
 class GroupNorm:
     """Times silu(gate), then RMSNorm over every group of columns. weight [n_in] f32; gate [row, n_in], rows strided."""
@@ -115,7 +128,7 @@ class GroupNorm:
         return F.rms_norm(groups, (self.dim,), None, self.eps).flatten(-2) * self.weight
 
 
-Prep = Norm | HeadNorm | HeadGate | Glu | GroupNorm
+Prep = Norm | HeadNorm | HeadGate | Glu | GroupNorm | SquaredRelu
 
 
 @dataclass(frozen=True, slots=True)
