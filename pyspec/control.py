@@ -12,7 +12,9 @@ import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
 
 DECAY = 0.96  # of a slot's counts per round
 PRIOR_WEIGHT = 3.0
@@ -46,6 +48,7 @@ class Timer:
         self.bucket = bucket
         self.samples: dict[int, deque[float]] = {}
         self.fresh: set[int] = set()
+        self._runs: dict[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}  # sizes, and which each is
         self._sizes: list[int] = []  # trusted ones, ascending
         self._ms: list[float] = []
 
@@ -88,6 +91,13 @@ class Timer:
         if size not in self.samples and hopeful:
             return (1 - HOPE) * line + HOPE * self._ms[i - 1]
         return min((line, *self.samples.get(size, ())))
+
+    def of_all(self, first: int, n: int, hopeful: bool = True) -> NDArray[np.float64]:
+        """[n]: of the sizes from `first` on. Rounds ask for the same ones again and again."""
+        if (first, n) not in self._runs:
+            self._runs[first, n] = np.unique([self.bucket(first + i) for i in range(n)], return_inverse=True)
+        sizes, which = self._runs[first, n]
+        return np.array([self(size, hopeful) for size in sizes.tolist()])[which]
 
 
 @dataclass(slots=True)
@@ -151,9 +161,15 @@ class Controller:
 
     def chance(self, slot: int, i: int) -> float:
         """P(position i is accepted | all before it are), for one slot."""
-        prior = (self.all.accepted[i] + OPTIMISM * PRIOR_WEIGHT) / (self.all.reached[i] + PRIOR_WEIGHT)
-        seen = self.lanes[slot].seen
-        return (seen.accepted[i] + prior * PRIOR_WEIGHT) / (seen.reached[i] + PRIOR_WEIGHT)
+        return float(self._chances([slot])[0, i])
+
+    def _chances(self, slots: Sequence[int]) -> NDArray[np.float64]:
+        """[slot, position] of `chance`."""
+        everyone = np.array((self.all.accepted, self.all.reached))
+        seen = np.array([(self.lanes[s].seen.accepted, self.lanes[s].seen.reached) for s in slots])
+        prior = (everyone[0] + OPTIMISM * PRIOR_WEIGHT) / (everyone[1] + PRIOR_WEIGHT)
+        chances: NDArray[np.float64] = (seen[:, 0] + prior * PRIOR_WEIGHT) / (seen[:, 1] + PRIOR_WEIGHT)
+        return chances
 
     def choose(self, caps: Sequence[tuple[int, int]]) -> list[int]:
         """n_draft for each (slot, most it may draft) that decodes this round."""
@@ -198,30 +214,29 @@ class Controller:
         return picked
 
     def _best(self, caps: Sequence[tuple[int, int]]) -> tuple[list[int], str]:
+        """Rows go to the slots in the order of their chance to survive; the best ratio on that way wins."""
         busy = len(caps)
         plain = busy / self.verify_ms(busy)
         hopeful = self.lost_ms < TRY_ROUNDS * self.verify_ms(busy) + TRY_SHARE * self.ms
         self._worth_ms = None
-        best, best_rate = [0] * busy, plain * MARGIN
-        now, tokens, rows, live = [0] * busy, float(busy), busy, 0
-        heap = [(-self.chance(slot, 0), i) for i, (slot, cap) in enumerate(caps) if cap > 0]
-        heapify(heap)
-        while heap:
-            survive, i = heappop(heap)
-            slot, cap = caps[i]
-            live += now[i] == 0
-            now[i] += 1
-            tokens, rows = tokens - survive, rows + 1
-            passes = max(now) if self.chained else 1
-            rate = tokens / (self.verify_ms(rows, hopeful) + passes * self.draft_ms(live))
-            if rate > best_rate:
-                best, best_rate = now.copy(), rate
-                self._worth_ms = None if self.verify_ms.knows(rows) else tokens / plain
-            if now[i] < cap:
-                heappush(heap, (survive * self.chance(slot, now[i]), i))
-        if not any(best):
-            return best, f"plain: no draft promises more than {1e3 * plain:.0f} tok/s"
-        return best, f"expects {1e3 * best_rate:.0f} tok/s, plain {1e3 * plain:.0f}"
+        survive = np.multiply.accumulate(self._chances([slot for slot, _ in caps]), axis=1)
+        if not any(cap for _, cap in caps):
+            return [0] * busy, "plain: nobody may draft"
+        asked = np.arange(self.n_max) < np.array([cap for _, cap in caps])[:, None]
+        slot_of, place = asked.nonzero()  # of equal chances, slots in order
+        order = (-survive[asked]).argsort(kind="stable")
+        slot_of, place = slot_of[order], place[order]
+        tokens = busy + survive[asked][order].cumsum()
+        live, depth = (place == 0).cumsum(), np.maximum.accumulate(place) + 1
+        verify = self.verify_ms.of_all(busy + 1, len(order), hopeful)
+        drafts = self.draft_ms.of_all(1, busy)[live - 1] * (depth if self.chained else 1)
+        rate = tokens / (verify + drafts)
+        n = int(rate.argmax())
+        if rate[n] <= plain * MARGIN:
+            return [0] * busy, f"plain: no draft promises more than {1e3 * plain:.0f} tok/s"
+        self._worth_ms = None if self.verify_ms.knows(busy + 1 + n) else float(tokens[n]) / plain
+        best = np.bincount(slot_of[: n + 1], minlength=busy).tolist()
+        return best, f"expects {1e3 * rate[n]:.0f} tok/s, plain {1e3 * plain:.0f}"
 
     def record(self, slot: int, n_draft: int, n_accepted: int) -> None:
         """The verdict on one slot's draft."""
