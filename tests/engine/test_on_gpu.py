@@ -6,13 +6,16 @@ Not run by CI, which has no GPU: `python -m pytest tests/engine/test_on_gpu.py`.
 from __future__ import annotations
 
 import os
+import queue
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
 
-from pyspec.engine import Engine, Result
+from pyspec.engine import Engine, Result, collect
+from pyspec.request import Delta, Done, Event, Failed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -37,6 +40,28 @@ def answers(engine: Engine, n: int = len(QUESTIONS), **options: object) -> list[
     return engine.generate_many(prompts, max_tokens=160, temperature=0.0, **options)
 
 
+def together(engine: Engine, n: int, **options: object) -> list[Result]:
+    """`answers` of requests that all come in one round: with whom a prompt shares a forward decides its last bits."""
+    requests = [
+        engine.request([{"role": "user", "content": q}], max_tokens=160, temperature=0.0, **options)
+        for q in QUESTIONS[:n]
+    ]
+    events: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in requests]
+    with engine._wake:  # the engine's thread looks at what came when this is over
+        for request, to in zip(requests, events, strict=True):
+            engine.submit(request, to.put)
+    return [collect([e for e in iter_until_done(to) if isinstance(e, Delta | Done)]) for to in events]
+
+
+def iter_until_done(events: queue.SimpleQueue[Event]) -> Iterator[Event]:
+    while True:
+        event = events.get(timeout=60)
+        assert not isinstance(event, Failed), event
+        yield event
+        if isinstance(event, Done):
+            return
+
+
 @pytest.fixture(scope="module")
 def expected() -> list[tuple[int, ...]]:
     with load(None, 1) as engine:
@@ -52,9 +77,9 @@ def test_the_text_is_that_of_plain_decoding_in_one_slot(draft: str | None, np: i
 
 def test_two_runs_have_the_same_bits_and_neighbours_do_not_matter() -> None:
     with load("auto", 4, n_draft_fixed=True, prefix_cache=False) as engine:
-        first, second = (answers(engine, 4, logprobs=2) for _ in range(2))
+        first, second = (together(engine, 4, logprobs=2) for _ in range(2))
         assert [r.logprobs for r in first] == [r.logprobs for r in second]
-        alone = answers(engine, 1, logprobs=2)[0]
+        alone = together(engine, 1, logprobs=2)[0]
         assert alone.tokens == first[0].tokens
         for a, b in zip(alone.logprobs, first[0].logprobs, strict=True):  # other bucket, other kernels: nearly the same
             assert a.token == b.token and abs(a.logprob - b.logprob) < 2e-3
