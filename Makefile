@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint check check-gpu soak fix clean
+.PHONY: demo test lint check check-gpu sanitize soak fix clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pyspec demo
@@ -25,6 +25,14 @@ check-gpu:
 	$(PYTHON) -m pytest -n 4 -p no:benchmark tests/kernels/test_*_gpu.py
 	PYSPEC_TEST_DEVICE=cuda $(PYTHON) -m pytest -n 4 -p no:benchmark tests/models
 	$(PYTHON) -m pytest -p no:benchmark tests/engine/test_on_gpu.py
+
+# As check-gpu, with compute-sanitizer on the path or named: make sanitize PYTHON=python3 SANITIZER=.../compute-sanitizer
+SANITIZER ?= compute-sanitizer
+sanitize:
+	for tool in memcheck racecheck initcheck; do \
+	  $(SANITIZER) --tool $$tool --report-api-errors no --error-exitcode 1 --target-processes application-only \
+	    $(PYTHON) tools/sanitize.py || exit 1; \
+	done
 
 soak: $(VENV)/.installed-test
 	$(BIN)/python tools/soak.py --minutes 10 --np 8

@@ -10,11 +10,14 @@ import queue
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from pyspec.engine import Engine, Result, collect
+from pyspec.logits import compute_logits
 from pyspec.request import Delta, Done, Event, Failed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -134,3 +137,21 @@ def test_a_thousand_rounds_are_the_same_with_launch_blocking() -> None:
         return found.stdout
 
     assert run(CUDA_LAUNCH_BLOCKING="1") == run(CUDA_LAUNCH_BLOCKING="0")
+
+
+@pytest.mark.parametrize("chunk", [1, 8, 64])
+def test_logits_of_the_q8_0_demo_are_llama_cpps(chunk: int) -> None:
+    """Mean KL in nats over three texts of 64 tokens, packed weights, f16 keys and values: llama.cpp rounds rows to 8 bits, we to f16."""
+    root = Path(__file__).parents[2]
+    data, found = np.load(root / "tests" / "fixtures" / "demo.npz"), []
+    for i in range(3):
+        rows = compute_logits(
+            root / "pyspec" / "demo" / "pyspec-demo.gguf",
+            data[f"tokens_{i}"].tolist(),
+            chunk=chunk,
+            kv_type="f16",
+            device="cuda",
+        )
+        theirs = torch.from_numpy(data[f"quantised_logits_{i}"]).float().log_softmax(-1)
+        found.append((theirs.exp() * (theirs - torch.from_numpy(rows).log_softmax(-1))).sum(-1).mean())
+    assert torch.stack(found).mean() < 5e-4
