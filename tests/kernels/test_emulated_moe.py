@@ -352,11 +352,15 @@ def test_the_check_refuses_mistakes_and_not_rounding(mistake: Callable[[Stacks, 
     spec = MoeSpec(CPU, 3, 1024, 512, "swiglu", Q4_K, Q4_K)
 
     def launch(stacks: Stacks) -> moe_ref.Run:
-        def run(x: Tensor, ids: Tensor, weights: Tensor, *_: object, **__: object) -> Tensor:
+        def run(
+            x: Tensor, ids: Tensor, weights: Tensor, norm: Norm | None = None, added: Added = moe_ref.NOTHING
+        ) -> Tensor:
             own, ids = deepcopy(stacks), ids.clone()
             if mistake is not None:
                 mistake(own, ids)
-            return exact(own)(x, ids, weights).float()
+            y = exact(own)(x if norm is None else norm(x), ids, weights).float()
+            y = y if added.shared is None or added.gate is None else y + added.shared * added.gate
+            return y if added.residual is None else added.residual + y
 
         return run
 

@@ -273,4 +273,19 @@ def check(
             off = float(((got - want).norm(dim=-1) / want.norm(dim=-1)).amax())
             if not off < 1e-3:
                 return f"outputs for {n_row} rows differ from the reference by {off:.2g}"
-    return None
+    return _check_around(own, *given, gen)
+
+
+def _check_around(own: Run, x: Tensor, ids: Tensor, weights: Tensor, gen: torch.Generator) -> str | None:
+    """What rows meet before and after the products: the norm, a residual, a shared expert."""
+    residual, shared = (torch.randn(x.shape, generator=gen).to(x.device) for _ in "rs")
+    gate, norm = (
+        torch.rand(len(x), 1, generator=gen).to(x.device),
+        Norm(0.5 + torch.rand(x.shape[1], generator=gen).to(x.device), 1e-6),
+    )
+    plain, got = own(x, ids, weights), own(x, ids, weights, None, Added(residual, shared, gate))
+    if not torch.allclose(got, residual + (plain + shared * gate), rtol=1e-5, atol=1e-5 * float(plain.abs().amax())):
+        return "a residual or a shared expert is not added as the reference does"
+    want, got = own(norm(4 * x), ids, weights), own(4 * x, ids, weights, norm)
+    off = float((got - want).norm() / want.norm())
+    return None if off < 2e-3 else f"outputs of normed rows differ by {off:.2g}"  # the two round rows by other powers
