@@ -119,14 +119,17 @@ def pack(*stacks: Stack) -> PackedStack:
         by = (interleave(*each) if len(each) == 2 else each[0]).view(-1)
     # whole tiles may be repacked together: those of an expert then lie together, too
     at_once = n_expert if n_out % 256 == 0 else 1
-    n_record, records, scales = n_groups(n_out) * n_chunks(type, n_in) * RECORDS[type], [], []
+    n_record, scales = n_groups(n_out) * n_chunks(type, n_in) * RECORDS[type], []
+    whole = torch.empty(0 if at_once > 1 else n_expert * n_record, dtype=torch.uint8, device=raw.device)
     for start in range(0, n_expert, at_once):
         part = slice(start * n_out, (start + at_once) * n_out)
         data = repack(raw[part], type, (at_once * n_out, n_in), None if by is None else by[part]).data
-        records.append(data[: at_once * n_record])
+        if at_once > 1:
+            whole = data[: n_expert * n_record]
+        else:  # joined at the end, they would be there twice
+            whole[start * n_record : (start + 1) * n_record] = data[:n_record]
         scales.append(data[at_once * n_record :].view(torch.float32))
     joined = torch.cat(scales) if FORMATS[type].scaled else torch.zeros(n_expert, device=raw.device)
-    whole = records[0] if len(records) == 1 else torch.cat(records)
     return PackedStack(whole.view(n_expert, n_record), joined.view(n_expert, -1), type, n_out, n_in)
 
 
