@@ -87,7 +87,7 @@ def test_a_tiny_model_holds_every_tensor(name: str, quant: str, tmp_path: Path) 
         assert file.n_bytes < 1 << 21
 
 
-@pytest.mark.parametrize("quant", [q for q in synth.QUANTS if q not in ("f32", "q8_0")])
+@pytest.mark.parametrize("quant", [q for q in synth.QUANTS if q not in ("f32", "q8_0", "mxfp4_moe", "nvfp4_moe")])
 def test_every_quantisation_gives_its_type_and_the_same_spread(quant: str, tmp_path: Path) -> None:
     with open_gguf(synth.write("qwen35", tmp_path / "m.gguf", quant=quant, tiny=True)) as file:
         name = "blk.0.ffn_down.weight"
@@ -110,6 +110,16 @@ def test_experts_differ_and_have_a_scale_each(quant: str, tmp_path: Path) -> Non
         assert len({tuple(expert.flatten().tolist()) for expert in values}) == values.shape[0] >= 4
         assert values.std() == pytest.approx(2 * values.shape[-1] ** -0.5, rel=0.15)
         assert file.tensors["blk.0.ffn_gate_inp.weight"].type is GGMLType.F32
+
+
+@pytest.mark.parametrize("model", ["qwen35moe", "nemotron_h_moe"])
+@pytest.mark.parametrize("quant", ["mxfp4", "nvfp4"])
+def test_four_bits_for_experts_alone(model: str, quant: str, tmp_path: Path) -> None:
+    with open_gguf(synth.write(model, tmp_path / "m.gguf", quant=f"{quant}_moe", tiny=True)) as file:
+        kinds = {len(t.shape): set() for t in file.tensors.values()}
+        for t in file.tensors.values():
+            kinds[len(t.shape)].add(t.type.name)
+    assert quant.upper() in kinds[3] and "Q8_0" in kinds[2] and quant.upper() not in kinds[2]
 
 
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
