@@ -124,7 +124,7 @@ def _resolve(entry: str | Dims, quant: str, tiny: bool, drafter: bool, fork: boo
     if quant not in QUANTS:
         raise ConfigError(f"no quantisation {quant!r}; known are {', '.join(QUANTS)}")
     dims = find(entry, tiny=tiny) if isinstance(entry, str) else entry
-    if tiny and GGMLType[quant.upper()].block_size > dims.n_embd:
+    if tiny and _named(quant).block_size > dims.n_embd:
         dims = widened(dims)
     if drafter:
         return dims if isinstance(dims, DFlash) else drafter_of(dims, fork=fork)
@@ -140,6 +140,10 @@ def _add_metadata(writer: GGUFWriter, dims: Dims, parts: Parts, quant: str) -> N
     vocab.add_to(writer, vocab.make(dims))
 
 
+def _named(quant: str) -> GGMLType:
+    return GGMLType[quant.removesuffix("_moe").upper()]
+
+
 def _type_of(spec: Spec, dims: Dims, quant: str) -> GGMLType:
     """As llama.cpp's quantiser chooses: the head finer than the rest, small tensors F32, a coarser block where rows do not fit.
 
@@ -147,7 +151,7 @@ def _type_of(spec: Spec, dims: Dims, quant: str) -> GGMLType:
     """
     if spec.kind not in ("matrix", "embedding", "head", "gate"):
         return GGMLType.F32
-    kind, experts_alone = GGMLType[quant.removesuffix("_moe").upper()], quant.endswith("_moe")
+    kind, experts_alone = _named(quant), quant.endswith("_moe")
     is_head = spec.kind == "head" or (spec.kind == "embedding" and dims.tied)
     if kind.block_size == 256 and is_head:
         kind = GGMLType.Q6_K
