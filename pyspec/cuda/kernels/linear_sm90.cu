@@ -4,6 +4,7 @@
 // stages one by one and leave them one by one, so nothing holds all warps together. A warp fetches a block's codes while
 // it multiplies the block before, across stages too: with two warps a scheduler, latency is what there is to hide.
 // Weights do not depend on the predecessor: with a programmatic launch the first stages stream in while it ends.
+// Beside linear.cu's macros: WINDOW and STEADY, stages under way at most before the predecessor is over, and after.
 #include "linear.cuh"
 #include "bulk.cuh"
 #include "overlap.cuh"

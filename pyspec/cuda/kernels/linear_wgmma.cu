@@ -17,7 +17,7 @@
 // who waits too long leaves its part to the last to arrive (see `settle`).
 //
 // Set by the launcher: TYPE, CHUNK, RECORD (quants.cuh), PAD (64, 96 or 128), EPILOGUE, WEIGHT_STAGES, ROW_STAGES,
-// PATIENCE (clocks to wait for others).
+// PATIENCE (clocks to wait for others), WINDOW (weight stages under way at most before the predecessor is over).
 #include "quants.cuh"
 #include "wgmma.cuh"
 #include "bulk.cuh"

@@ -27,7 +27,7 @@ from pyspec.gguf import GGMLType
 
 PADS = (64, 96, 128)
 MAX_ROWS = PADS[-1]
-WINDOW = 2
+WINDOW = 2  # weight stages under way at most before the predecessor is over (linear_cuda.window says why)
 PATIENCE = 1 << 22  # clocks, 2 ms: far more than the sharers of a tile lie apart
 _SHARED = 226 * 1024  # of 227 KiB: the rest is the kernel's static shared memory
 _THREADS = 640  # four multiplying warpgroups, one for copies
