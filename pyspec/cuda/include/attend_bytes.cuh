@@ -96,13 +96,6 @@ __device__ __forceinline__ void fetch(const Shared& s, const Stream& f, const La
   commit();
 }
 
-// The step in `slot` is in registers: its place takes the step DEPTH later.
-__device__ __forceinline__ void advance(const Shared& s, const Stream& f, const Lane& me, int& step, int& slot) {
-  fetch(s, f, me, step + DEPTH, slot);
-  step++;
-  slot = slot + 1 == DEPTH ? 0 : slot + 1;
-}
-
 // S[key, column] of the warp's 32 keys. Rows g and g + 8 of M tile i are keys 4 g + 2 i and 4 g + 2 i + 1.
 __device__ __forceinline__ void scores(const Shared& s, const Stream& f, const Lane& me, int& step, int& slot,
                                        float (&acc)[2][N_TILE][4]) {
