@@ -219,9 +219,9 @@ class Controller:
         plain = busy / self.verify_ms(busy)
         hopeful = self.lost_ms < TRY_ROUNDS * self.verify_ms(busy) + TRY_SHARE * self.ms
         self._worth_ms = None
-        survive = np.multiply.accumulate(self._chances([slot for slot, _ in caps]), axis=1)
         if not any(cap for _, cap in caps):
             return [0] * busy, "plain: nobody may draft"
+        survive = np.multiply.accumulate(self._chances([slot for slot, _ in caps]), axis=1)
         asked = np.arange(self.n_max) < np.array([cap for _, cap in caps])[:, None]
         slot_of, place = asked.nonzero()  # of equal chances, slots in order
         order = (-survive[asked]).argsort(kind="stable")

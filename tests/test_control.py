@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyspec.control import DOUBT_EVERY, PROBE_DRAFT, Controller, Timer, bucket
+from pyspec.control import DOUBT_EVERY, MARGIN, PROBE_DRAFT, Controller, Timer, bucket
 from pyspec.slots.arena import bucket_of
 
 N_MAX = 8
@@ -290,3 +290,36 @@ def test_a_large_model_on_a_gpu_is_never_slowed_though_requests_come_and_go(n_sl
         ms += verify + draft
     plain = n_slot / (GRAPHS[n_slot] * 1.025)
     assert tokens / ms > least * plain
+
+
+def one_by_one(c: Controller, caps: list[tuple[int, int]]) -> list[int]:
+    """What `_best` means, written as it is told: the likeliest row goes next, and the best ratio on the way wins."""
+    busy = len(caps)
+    best, best_rate = [0] * busy, busy / c.verify_ms(busy) * MARGIN
+    now, tokens, survive = [0] * busy, float(busy), [c.chance(slot, 0) for slot, _ in caps]
+    while open_slots := [i for i, (_, cap) in enumerate(caps) if now[i] < cap]:
+        i = max(open_slots, key=lambda i: (survive[i], -i))
+        now[i], tokens = now[i] + 1, tokens + survive[i]
+        if now[i] < c.n_max:
+            survive[i] *= c.chance(caps[i][0], now[i])
+        passes, live = max(now) if c.chained else 1, sum(n > 0 for n in now)
+        rate = tokens / (c.verify_ms(busy + sum(now)) + passes * c.draft_ms(live))
+        if rate > best_rate:
+            best, best_rate = now.copy(), rate
+    return best
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_all_lengths_at_once_are_weighed_as_one_by_one(seed: int) -> None:
+    draw = random.Random(seed)
+    n, n_max = draw.choice([1, 2, 8]), draw.choice([3, 15])
+    c = Controller(n, n_max, chained=draw.random() < 0.5)
+    for _ in range(draw.randint(2, 60)):
+        size = draw.choice([1, 2, 4, 8, 16, 24, 32, 64, 128, n])
+        c.verify_ms.add(size, 8 + size * draw.choice([0.01, 0.1, 0.2]) + draw.random())
+        c.draft_ms.add(draw.randint(1, n), 0.2 + draw.random())
+    for _ in range(draw.randint(0, 40)):
+        n_draft = draw.randint(1, n_max)
+        c.record(draw.randrange(n), n_draft, draw.randint(0, n_draft))
+    caps = [(slot, draw.choice([0, n_max, n_max, draw.randint(0, n_max)])) for slot in range(n)]
+    assert c._best(caps)[0] == one_by_one(c, caps)

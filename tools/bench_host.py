@@ -21,9 +21,10 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "engine"))
 from engine_rig import Rig, rig
 
+from pyspec.control import Controller, Timer, bucket
 from pyspec.models.target import Out
 from pyspec.request import Event, SamplingParams
-from pyspec.slots.arena import BUCKETS, Arena
+from pyspec.slots.arena import BUCKETS, Arena, bucket_of
 from pyspec.slots.batch import Batch
 from pyspec.synth import write
 
@@ -123,6 +124,21 @@ def run(kind: str, n_slot: int, folder: Path, cold: int, n_round: int = 200, rep
     return f"{kind:6} {n_slot} slots: sample {sample:5.1f}, host {host:5.1f}, all before the launch {step:6.1f} us"
 
 
+def choosing(n_slot: int, n_max: int = 15, repeats: int = 1000) -> str:
+    """What the controller takes of a round in which it may draft."""
+    c = Controller(n_slot, n_max, verify_ms=Timer(lambda n_row: bucket_of(n_row) or bucket(n_row)))
+    for rows in (n_slot, 16, 32, 64, 96, 128) * 2:
+        c.verify_ms.add(rows, 10 + 0.05 * rows)
+    for i in range(50):
+        c.draft_ms.add(1 + i % n_slot, 2.0)
+        c.record(i % n_slot, n_max, 5)
+    began = time.perf_counter()
+    for _ in range(repeats):
+        c.choose([(slot, n_max) for slot in range(n_slot)])
+    took = time.perf_counter() - began
+    return f"controller, {n_slot} slots of up to {n_max} drafts: {1e6 * took / repeats:.1f} us"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slots", type=int, nargs="*", default=[1, 8])
@@ -133,6 +149,8 @@ def main() -> None:
         for kind in ("plain", "mtp", "dflash"):
             for n_slot in args.slots:
                 print(run(kind, n_slot, Path(folder), args.cold), flush=True)
+    for n_slot in args.slots:
+        print(choosing(n_slot))
 
 
 if __name__ == "__main__":

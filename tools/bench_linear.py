@@ -87,7 +87,15 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="no programmatic launches")
     parser.add_argument("--shapes", action="store_true", help="time other shapes and cuBLAS bf16 as well")
     parser.add_argument("--chain", action="store_true", help="a layer's products in a row, nothing else")
+    parser.add_argument("--window", type=int, nargs=2, metavar=("EARLY", "AFTER"), help="instead of linear_cuda.window")
+    parser.add_argument("--stages", type=int, help="at most, instead of linear_cuda.n_stages")
     args = parser.parse_args()
+    if args.window:
+        linear_cuda.window = lambda rows: tuple(args.window)
+    if args.stages:
+        linear_cuda.n_stages = lambda type, shape, capability: min(
+            args.stages, linear_cuda.n_shared(capability) // linear_cuda.stage_bytes(type, shape)
+        )
     for type in (GGMLType[name] for name in args.types.split(",")):
         for rows in args.rows if args.chain else ():
             us, floor = time_layer(type, rows)

@@ -231,7 +231,8 @@ __device__ __forceinline__ bool comes_last(const Accumulator& acc, float* partia
 
 // Adds the shares of a cut tile in the order of its columns.
 __device__ __forceinline__ void add_shares(Accumulator& acc, const float* partial, Sharers who) {
-  constexpr int kShares = kVectors <= 2 ? 8 : kVectors <= 6 ? 3 : kVectors <= 8 && __CUDA_ARCH__ < 1200 ? 2 : 1;  // under way; what registers allow
+  // under way at once: what registers allow
+  constexpr int kShares = kVectors <= 2 ? 8 : kVectors <= 6 ? 3 : kVectors <= 8 && __CUDA_ARCH__ < 1200 ? 2 : 1;
   const float4* shares = reinterpret_cast<const float4*>(partial) + threadIdx.x;
   clear(acc);
 #pragma unroll 1
@@ -242,8 +243,7 @@ __device__ __forceinline__ void add_shares(Accumulator& acc, const float* partia
       const int cta = min(first + k, who.last);
       const float4* share = shares + (2 * cta + (cta == who.first && who.is_second)) * kSlot;
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i)
-        v[k][i] = __ldcg(share + i * kThreads);
+      for (int i = 0; i < kVectors; ++i) v[k][i] = __ldcg(share + i * kThreads);
     }
 #pragma unroll
     for (int k = 0; k < kShares; ++k)

@@ -16,8 +16,8 @@
 //
 // Kept sequences of `chunked` rows and more go through gdn_chunk.cu: gdn_conv skips them, gdn_rows only folds.
 //
-// A sequence of no rows is skipped whole, unless it is there to be folded (seq_keep 2, see gdn_cuda.folder). One with a bad index is reported and skipped: clamping it to a real slot
-// would spoil that slot's state.
+// A sequence of no rows is skipped whole, unless it is there to be folded (seq_keep 2, see gdn_cuda.folder). One with a bad
+// index is reported and skipped: clamping it to a real slot would spoil that slot's state.
 #include "gdn.cuh"
 
 #ifndef COLS

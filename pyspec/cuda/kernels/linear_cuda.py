@@ -72,8 +72,9 @@ def n_shared(capability: tuple[int, int]) -> int:
 
 
 def n_stages(type: GGMLType, shape: Shape, capability: tuple[int, int]) -> int:
-    """Chunks in shared memory at once; below 2 the shape does not fit. More than these were slower (docs/log.md)."""
-    return min(8 if shape.rows <= FEW else 6, n_shared(capability) // stage_bytes(type, shape))
+    """Chunks in shared memory at once; below 2 the shape does not fit. More were slower on Hopper (docs/log.md)."""
+    most = 6 if shape.rows > FEW and capability >= (9, 0) else 8
+    return min(most, n_shared(capability) // stage_bytes(type, shape))
 
 
 def window(rows: int) -> tuple[int, int]:

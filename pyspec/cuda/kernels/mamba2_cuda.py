@@ -6,9 +6,6 @@ device, so a captured graph may be replayed for any batch of as many sequences a
 A state does not depend on how its tokens came, to the bit, as long as they came as verifies or as kept rows of fewer than
 CHUNKED. Longer kept sequences are summed in chunks: within 3e-5 of the sequential state (outputs within 1e-3, their last
 products are one pass of f16), the same whatever the neighbours, rounded otherwise for another cut.
-
-mamba2_chunk.cu has compiled for all architectures and run in an emulation on a CPU, but not on a GPU yet. The op's check in a
-child process, which has prompts, is what stands between it and a model.
 """
 
 from __future__ import annotations
