@@ -212,8 +212,7 @@ constexpr int kSlot = 64 * kPad;  // a share, in vectors
 
 // Hands in a share of a cut tile; true for the last to arrive. Each warp has a ticket of its own and waits for no other: a
 // CTA's warps cover different rows or tokens.
-__device__ __forceinline__ bool comes_last(const Accumulator& acc, float* partial, int* tickets, Sharers who, int slot) {
-  float4* shares = reinterpret_cast<float4*>(partial) + threadIdx.x;
+__device__ __forceinline__ bool comes_last(const Accumulator& acc, float4* shares, int* tickets, Sharers who, int slot) {
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     const float(&v)[4] = acc.v[i / TILES_N][i % TILES_N];
@@ -230,10 +229,9 @@ __device__ __forceinline__ bool comes_last(const Accumulator& acc, float* partia
 }
 
 // Adds the shares of a cut tile in the order of its columns.
-__device__ __forceinline__ void add_shares(Accumulator& acc, const float* partial, Sharers who) {
+__device__ __forceinline__ void add_shares(Accumulator& acc, const float4* shares, Sharers who) {
   // under way at once: what registers allow
   constexpr int kShares = kVectors <= 2 ? 8 : kVectors <= 6 ? 3 : kVectors <= 8 && __CUDA_ARCH__ < 1200 ? 2 : 1;
-  const float4* shares = reinterpret_cast<const float4*>(partial) + threadIdx.x;
   clear(acc);
 #pragma unroll 1
   for (int first = who.first; first <= who.last; first += kShares) {
@@ -259,12 +257,13 @@ __device__ __forceinline__ void add_shares(Accumulator& acc, const float* partia
 __device__ __forceinline__ void finish(Accumulator& acc, Shape s, int tile, Sharers who, int slot, const u8* weights,
                                        const float* powers, const float* residual, float* out, float* partial,
                                        int* tickets) {
+  float4* shares = reinterpret_cast<float4*>(partial) + threadIdx.x;
   const bool is_cut = who.first != who.last;
-  if (is_cut && !comes_last(acc, partial, tickets + tile * kWarps, who, slot)) return;
+  if (is_cut && !comes_last(acc, shares, tickets + tile * kWarps, who, slot)) return;
   const Place at(tile);
   Beside beside;
   if (kVectors <= 2) beside.load(s, at, 0, powers, residual);  // with more, registers are short
-  if (is_cut) add_shares(acc, partial, who);
+  if (is_cut) add_shares(acc, shares, who);
   if (kVectors > 2) beside.load(s, at, 0, powers, residual);
   store(acc, s, at, weights, powers, residual, out, beside);
 }
