@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import sys
 
 import pytest
 from engine_rig import ROOT
+
+from pyspec.request import Request
 
 sys.path.insert(0, str(ROOT / "tools"))
 import soak
@@ -29,6 +32,18 @@ def test_the_soak_sees_a_wrong_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(soak, "known_texts", lambda n: lie)
     well, line = soak.soak(20.0, 2, seed=5)
     assert not well and line.startswith("FAILED")
+
+
+def test_the_soak_sees_memory_that_is_never_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, honest = [], soak.random_request
+
+    def leaks(rng: random.Random, known: soak.Known) -> Request:
+        kept.append(b"x" * (4 << 20))
+        return honest(rng, known)
+
+    monkeypatch.setattr(soak, "random_request", leaks)
+    well, line = soak.soak(4.0, 2, seed=5, n_prompt=4)
+    assert not well and "memory grew by" in line
 
 
 def test_an_idle_engine_with_a_lost_page_is_seen() -> None:
