@@ -19,8 +19,8 @@ from pyspec.cuda.kernels.gdn import gdn
 from pyspec.cuda.kernels.gdn_ref import GdnSpec
 from pyspec.cuda.kernels.rope_kv import rope_kv
 from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
-from pyspec.cuda.kernels.rows_ref import RELU2, HeadGate, HeadNorm, Norm
-from pyspec.models.weights import Matrix, Weights, unfinished
+from pyspec.cuda.kernels.rows_ref import RELU2, HeadGate, HeadNorm, Norm, head_power
+from pyspec.models.weights import Matrix, Streamed, Weights, unfinished
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 from pyspec.slots.memory import Memory, StateShape
@@ -137,6 +137,7 @@ class GatedDeltaNet:
         self.a, self.dt_bias = w.vector(f"{prefix}.ssm_a"), w.vector(f"{prefix}.ssm_dt.bias")
         self.norm = Norm(w.vector(f"{prefix}.attn_norm.weight"), eps)
         self.gate_norm = w.vector(f"{prefix}.ssm_norm.weight")
+        self.gate_power = head_power(self.gate_norm)
         spec = GdnSpec(w.device, shape, eps)
         self.gdn, self.capturable = gdn.bind(spec), gdn.chosen(spec).capturable
         self.fold = gdn_cuda.folder(spec) if gdn.chosen(spec).name == "cuda" else None
@@ -145,8 +146,12 @@ class GatedDeltaNet:
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], memory: Memory, layer: int, batch: Batch) -> Tensor:
         """The residual stream x [row, n_embd] -> x + delta(norm(x))."""
         m, z, alpha, beta = self.proj(x, self.norm).split(self.split, -1)
-        o = self.gdn(m, alpha, beta, self.a, self.dt_bias, self.conv, memory.states[layer], batch)
-        return self.out(o.flatten(1), HeadNorm(self.gate_norm, self.eps, z), residual=x)
+        args = (m, alpha, beta, self.a, self.dt_bias, self.conv, memory.states[layer], batch)
+        prep = HeadNorm(self.gate_norm, self.eps, z, self.gate_power)
+        if isinstance(self.gdn, gdn_cuda.GdnLaunch) and isinstance(self.out, Streamed):
+            if (into := self.out.place(x.shape[0], prep)) is not None:
+                return self.out(self.gdn.prepared(*args, into), residual=x)
+        return self.out(self.gdn(*args).flatten(1), prep, residual=x)
 
 
 class FeedForward:

@@ -20,8 +20,8 @@ from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
 from pyspec.cuda.kernels.linear_wgmma import WgmmaLaunch
 from pyspec.cuda.kernels.moe_ref import Stack
 from pyspec.cuda.kernels.rows import rows
-from pyspec.cuda.kernels.rows_cuda import WideRows
-from pyspec.cuda.kernels.rows_ref import Glu, Norm, Prep, RowsSpec
+from pyspec.cuda.kernels.rows_cuda import Into, Rows, WideRows
+from pyspec.cuda.kernels.rows_ref import Glu, HeadNorm, Norm, Prep, RowsSpec
 from pyspec.errors import BadTensors
 from pyspec.gguf import GGMLType, GGUFFile, TensorInfo
 from pyspec.models.upload import Upload
@@ -31,6 +31,7 @@ GLU = Glu()
 UNPACK = 1 << 24  # weights unpacked at once
 HEADS = ("output.weight", "token_embd.weight")  # few rows go through them: one for each token that may be kept
 PROBE_ROWS = 272  # of the matrix a kernel is checked with
+PLACE_ROWS = 32  # up to here a recurrence that prepares rows itself beats a launch of their own (docs/log.md)
 FEW_ROWS = 48  # up to here `linear` is the fastest, then `linear_tall` where it runs (docs/log.md)
 
 
@@ -120,7 +121,9 @@ class Streamed:
         self.wide_rows = None if wide is None else WideRows(device, packed.n_in)
         self.max_rows = FEW_ROWS if self.tall is None else self.tall.max_rows  # without the copy
 
-    def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor | Rows, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
+        if isinstance(x, Rows):
+            return self._ready(x, residual)
         if self._is_wide(x):
             y = self._wide(x, prep, residual)
             return GLU(y) if self.gated else y
@@ -140,6 +143,19 @@ class Streamed:
         if self.gated and self._is_wide(x):
             return self._wide(x, prep, None), GLU
         return self(x, prep), None
+
+    def place(self, n_row: int, prep: HeadNorm) -> Into | None:
+        """Where the kernel before may put so many rows prepared, for a call with them; None: this product prepares them."""
+        if not 0 < n_row <= min(PLACE_ROWS, self.plain.max_rows):
+            return None
+        spec = RowsSpec(self.device, self.packed.n_in, prep.kind, prep.dim)
+        return None if rows.chosen(spec) is rows.reference else Into(self.plain.rows, prep)
+
+    def _ready(self, x: Rows, residual: Tensor | None) -> Tensor:
+        adds = residual is not None and not self.gated
+        out = torch.empty(x.n_row, self.n_out, dtype=torch.float32, device=self.device)
+        (self.added if adds else self.plain).multiply(x, self.packed, out, residual if adds else None)
+        return out if residual is None or adds else residual + out
 
     def _is_wide(self, x: Tensor) -> bool:
         return self.wide is not None and x.shape[0] > self.max_rows

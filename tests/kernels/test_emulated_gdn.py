@@ -13,6 +13,8 @@ from torch import Tensor
 from pyspec.cuda import faults
 from pyspec.cuda.kernels import gdn_cuda, gdn_ref
 from pyspec.cuda.kernels.gdn_ref import GdnSpec
+from pyspec.cuda.kernels.rows_cuda import Into, Rows, RowsLaunch
+from pyspec.cuda.kernels.rows_ref import HeadNorm
 from pyspec.errors import OutOfBounds
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import StateLayer, StateShape
@@ -122,7 +124,7 @@ def test_chunked_prompts_follow_the_reference(heads: tuple[int, int], capability
 def test_the_kernels_pass_the_check_they_are_chosen_by() -> None:
     spec = GdnSpec(CPU, shape_of(1, 2), EPS)
     with emulated_gpu(seed=2):
-        assert gdn_ref.check(gdn_cuda.bind(spec), gdn_ref.bind(spec), spec) is None
+        assert gdn_cuda.check(gdn_cuda.bind(spec), gdn_ref.bind(spec), spec) is None
 
 
 def test_a_chunked_prompt_does_not_depend_on_its_neighbours_nor_on_the_order_to_the_bit() -> None:
@@ -256,3 +258,99 @@ def test_a_bad_index_is_reported_and_its_sequence_skipped(
         assert torch.equal(got[part], want[part])
     for a, b in zip(bad.tensors(), good.tensors(), strict=True):
         assert torch.equal(a[[0, 2]], b[[0, 2]]) and not a[[1, 3]].any()
+
+
+PREPARED = [*ROUNDS[:4], [seq(0, 18, True, fold=1), seq(1, 25, True), seq(2, 3)]]  # up to four stages of 8 rows
+
+
+def norm_of(shape: StateShape, n_row: int, gen: torch.Generator) -> HeadNorm:
+    """With a gate that is a slice of wider rows."""
+    n_in = shape.n_v_head * shape.dim
+    weight, gate = 1 + 0.3 * torch.randn(shape.dim, generator=gen), 3 * torch.randn(n_row, n_in + 32, generator=gen)
+    return HeadNorm(weight, EPS, gate[:, 32:], 32.0)
+
+
+def rows_of(shape: StateShape, fill: float) -> RowsLaunch:
+    """Rows for a product, all buffers holding `fill`."""
+    rows = RowsLaunch(CPU, shape.n_v_head * shape.dim, (8, 16, 48))
+    for t in (rows.blocks, rows.sums, rows.powers):
+        t.fill_(fill)
+    return rows
+
+
+def same(a: Rows, b: Rows) -> bool:
+    pairs = zip((a.blocks, a.sums, a.powers), (b.blocks, b.sums, b.powers), strict=True)
+    return (a.n_row, a.pad) == (b.n_row, b.pad) and all(torch.equal(x, y) for x, y in pairs)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("heads", "columns"), [((1, 1), 2), ((1, 3), 4), ((2, 4), 2)])
+def test_rows_prepared_on_the_way_have_the_bits_of_outputs_prepared_alone(
+    heads: tuple[int, int], columns: int, seed: int
+) -> None:
+    """Odd numbers of heads, too: their blocks end in zeros. All that was in the buffers stays but for the rows."""
+    shape, gen = shape_of(*heads), torch.Generator().manual_seed(11)
+    w, one, two = weights(shape, gen), layer_of(shape), layer_of(shape)
+    with emulated_gpu(seed=seed):
+        run = gdn_cuda.bind(GdnSpec(CPU, shape, EPS), columns=columns)
+        mine, theirs = rows_of(shape, 7.0), rows_of(shape, 7.0)
+        for seqs in PREPARED:
+            n = sum(s.width for s in seqs)
+            x, prep = inputs(n, shape, gen), norm_of(shape, n, gen)
+            got = run.prepared(*x, *w, one, laid(seqs), Into(mine, prep))
+            want = theirs(run(*x, *w, two, laid(seqs)).flatten(1), prep)
+            assert same(got, want)
+            for a, b in zip(one.tensors(), two.tensors(), strict=True):
+                assert torch.equal(a.nan_to_num(7.5), b.nan_to_num(7.5))
+        assert faults.record(CPU).tolist() == [0] * 5
+
+
+@pytest.mark.parametrize(("capability", "chunked"), [((8, 6), gdn_cuda.NEVER), ((9, 0), 20)])
+def test_without_clusters_and_with_chunks_rows_are_prepared_alone(capability: tuple[int, int], chunked: int) -> None:
+    shape, gen = shape_of(1, 2), torch.Generator().manual_seed(12)
+    w, x, prep = weights(shape, gen), inputs(24, shape, gen), norm_of(shape, 24, gen)
+    seqs = [seq(1, 20, True), seq(3, 4)]
+    with emulated_gpu(capability):
+        run = gdn_cuda.bind(GdnSpec(CPU, shape, EPS), columns=2, chunked=chunked)
+        got = run.prepared(*x, *w, layer_of(shape), laid(seqs), Into(rows_of(shape, 7.0), prep))
+        want = rows_of(shape, 7.0)(run(*x, *w, layer_of(shape), laid(seqs)).flatten(1), prep)
+    assert same(got, want)
+
+
+def test_rows_of_nobody_and_of_a_bad_sequence_keep_what_was_there() -> None:
+    """Of a graph's bucket not all rows have a sequence; a product may read theirs, and what it makes of them is not used."""
+    shape, gen = shape_of(1, 2), torch.Generator().manual_seed(13)
+    w, x, prep = weights(shape, gen), inputs(12, shape, gen), norm_of(shape, 12, gen)
+    batch = laid([seq(1, 4), seq(2, 3, True), seq(0, 2)])
+    batch.seq_slot[1] = N_SLOT
+    batch = dataclasses.replace(  # a sequence of no rows
+        batch,
+        seq_slot=torch.cat([batch.seq_slot, batch.seq_slot.new_tensor([10**9])]),
+        seq_start=torch.cat([batch.seq_start, batch.seq_start[-1:]]),
+        seq_fold=torch.cat([batch.seq_fold, batch.seq_fold.new_tensor([-7])]),
+        seq_keep=torch.cat([batch.seq_keep, batch.seq_keep.new_tensor([1])]),
+    )
+    with emulated_gpu():
+        run = gdn_cuda.bind(GdnSpec(CPU, shape, EPS), columns=2)
+        got = run.prepared(*x, *w, StateLayer(shape, N_SLOT, WIDTH, CPU), batch, Into(rows_of(shape, 7.0), prep))
+        assert faults.record(CPU).tolist() == [1, 3, N_SLOT, N_SLOT, N_SLOT]
+    blocks, sums = got.blocks[: 8 * 16 * 32].view(8, 16, 32), got.sums[: 8 * 16].view(8, 16)
+    nobodys = [4, 5, 6, *range(9, 16)]
+    assert (blocks[:, nobodys] == 7).all() and (sums[:, nobodys] == 7).all() and (got.powers[nobodys] == 7).all()
+    assert (got.powers[[0, 1, 2, 3, 7, 8]] == 32).all() and (sums[:, [0, 3, 7, 8]] != 7).all()
+
+
+def test_the_check_sees_rows_that_are_prepared_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = GdnSpec(CPU, shape_of(1, 1), EPS)
+    with emulated_gpu():
+        launch, right = gdn_cuda.bind(spec), gdn_cuda.GdnLaunch.prepared
+
+        def wrong(self: gdn_cuda.GdnLaunch, *args: object, into: Into) -> Rows:
+            rows = right(self, *args, into=into)  # type: ignore[call-arg, arg-type]
+            rows.sums[0] += 1
+            return rows
+
+        monkeypatch.setattr(gdn_cuda.GdnLaunch, "prepared", wrong)
+        assert "prepared for the next product, outputs differ" in (
+            gdn_cuda.check(launch, gdn_ref.bind(spec), spec) or ""
+        )

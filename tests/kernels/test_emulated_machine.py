@@ -232,6 +232,68 @@ def test_blocks_that_wait_for_each_other_must_be_resident_together() -> None:
     assert "nobody writes" in message(body, grid=3)
 
 
+CLUSTER = """
+__device__ unsigned address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+__device__ void init(unsigned b, unsigned n) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(b), "r"(n) : "memory");
+}
+__device__ void expect(unsigned b, unsigned n) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(b), "r"(n) : "memory");
+}
+__device__ void wait(unsigned b, unsigned parity) {
+  asm volatile("{\\n.reg .pred done;\\nagain:\\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\\n"
+               "@!done bra again;\\n}\\n" ::"r"(b), "r"(parity) : "memory");
+}
+__device__ void arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ void meet() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ void send(unsigned to, float x, unsigned barrier, unsigned peer) {
+  unsigned there, counts;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(to), "r"(peer));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counts) : "r"(barrier), "r"(peer));
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(there), "f"(x),
+               "r"(counts) : "memory");
+}
+"""
+
+
+def clustered(meets: str = "arrive(); meet();", waits: str = "wait(address(&barrier), 0);") -> EmulatedKernel:
+    """Clusters of 3 blocks along x; each sends its number to all, which write what came."""
+    return emulate_text(f"""{CLUSTER}
+      extern "C" __global__ void __cluster_dims__(3, 1, 1) __launch_bounds__(64) f(float* x) {{
+        __shared__ float came[3];
+        __shared__ unsigned long long barrier;
+        if (threadIdx.x == 0) init(address(&barrier), 1), expect(address(&barrier), 12);
+        {meets}
+        if (threadIdx.x < 3) send(address(&came[blockIdx.x % 3]), blockIdx.x + 1, address(&barrier), threadIdx.x);
+        {waits}
+        if (threadIdx.x < 3) x[blockIdx.x * 3 + threadIdx.x] = came[threadIdx.x];
+      }}""").kernel("f", "p")
+
+
+def test_blocks_of_a_cluster_send_to_each_other() -> None:
+    x = torch.full((9, 3), torch.nan)
+    clustered().launch((9,), 64, (x,))
+    assert x.tolist() == [[i // 3 * 3.0 + 1 + k for k in range(3)] for i in range(9)]
+    with pytest.raises(EmulationError, match="no whole number of clusters"):
+        clustered().launch((8,), 64, (x,))
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"meets": "__syncthreads();"}, "not made its barrier yet"),
+        ({"meets": "arrive(); __syncthreads();"}, "not waited for its cluster|not made its barrier yet"),
+        ({"meets": "meet();"}, "did not arrive"),
+        ({"meets": "__syncthreads(); if (blockIdx.x) arrive(), meet();"}, "deadlock|not made its barrier yet"),
+        ({"waits": ""}, "under way|has ended"),
+    ],
+)
+def test_clusters_whose_blocks_do_not_wait_are_found(how: dict[str, str], says: str) -> None:
+    with pytest.raises(EmulationError, match=says):
+        for order.seed in range(10):
+            clustered(**how).launch((9,), 64, (torch.zeros(27),))
+
+
 def test_products_of_matrices() -> None:
     """a [16, 16] and b [8, 16], both from shared memory by ldmatrix, as f16 and as bf16."""
     for kind, dtype in (("f16", torch.float16), ("bf16", torch.bfloat16)):

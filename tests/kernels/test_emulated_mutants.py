@@ -46,9 +46,13 @@ MUTANTS: list[tuple[str, str, int, Callable[[int], None]]] = [
     ("attend_plain", "__syncthreads();", 0, lambda seed: attended("f32", seed)),
     ("linear", "copies_wait<STAGES - 2>();", 0, lambda seed: multiplied((8, 0), seed)),
     ("linear_sm90", "barrier_wait(empty + at.stage * 8, at.parity);", 0, lambda seed: multiplied((9, 0), seed)),
-    ("linear_sm90", "leave(empty + at.stage * 8);", 0, lambda seed: multiplied((9, 0), seed)),
+    ("linear_sm90", "leave(behind, acc);", 1, lambda seed: multiplied((9, 0), seed)),
     ("gdn", "__syncthreads();", 0, lambda seed: gdn.test_ragged_rounds_follow_the_reference((1, 1), 2, seed)),
     ("gdn", "__syncthreads();", 1, lambda seed: gdn.test_ragged_rounds_follow_the_reference((1, 1), 2, seed)),
+    *(
+        ("gdn", text, which, lambda seed: gdn.test_rows_prepared_on_the_way_have_the_bits_of_outputs_prepared_alone((1, 1), 2, seed))
+        for text, which in (("__syncthreads();", 2), ("barrier_wait(barrier, j / 2 % 2);", 0), ("out.meet();", 0))
+    ),
     ("gdn_chunk", "copies_wait<1>();", 0, lambda seed: gdn.test_chunked_prompts_follow_the_reference((1, 2), (9, 0), seed)),
     ("mamba2_chunk", "__syncthreads();", 0, prompted),
     *(("mamba2_chunk", "copies_wait<0>();", i, prompted) for i in range(4)),

@@ -13,7 +13,7 @@ from pyspec.cuda.kernels.rope_kv import check as check_rope_kv
 from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
 from pyspec.cuda.kernels.rope_kv_ref import bind as rope_kv_reference
 from pyspec.cuda.kernels.rows import check, make, rows
-from pyspec.cuda.kernels.rows_ref import RELU2, Kind, Norm, RowsSpec
+from pyspec.cuda.kernels.rows_ref import HEAD_POWER, RELU2, HeadNorm, Kind, Norm, RowsSpec, head_power
 from pyspec.slots.kv import KV_DTYPES, KVPool
 
 pytestmark = needs_compiler
@@ -111,6 +111,22 @@ def test_a_norm_of_huge_weights_has_a_power() -> None:
         got, powers = rows_cuda.WideRows(CPU, 384)(x, big)
     assert powers is not None and big.power > 1e5
     assert torch.allclose(got.float() * powers[:, None], big(x), rtol=2e-3, atol=2e3)
+
+
+@pytest.mark.parametrize("size", [1e-6, 1.0, 1e5])
+def test_normed_heads_have_one_power_whatever_their_gates_and_weights_are(size: float) -> None:
+    """Closed gates, usual ones, and ones of some thousands; weights that need another power than usual ones, too."""
+    gen = torch.Generator().manual_seed(5)
+    x, gate = torch.randn(6, 384, generator=gen), torch.randn(6, 384, generator=gen)
+    gate *= torch.logspace(-2, 3, 6)[:, None]
+    weight = size * (1 + 0.3 * torch.randn(128, generator=gen))
+    prep = HeadNorm(weight, 1e-6, gate, head_power(weight))
+    with emulated_gpu():
+        got, powers = rows_cuda.WideRows(CPU, 384)(x, prep)
+    assert powers is not None and (powers == prep.power).all() and (prep.power == HEAD_POWER) == (size == 1.0)
+    off = (got.double() * prep.power - prep(x)).abs()
+    assert (off <= 2**-10 * prep(x).abs() + 2**-24 * prep.power).all()
+    assert head_power(torch.zeros(4)) == head_power(torch.tensor([1.0, torch.nan])) == HEAD_POWER
 
 
 @pytest.mark.parametrize("n", [8, 4100, 10])

@@ -16,9 +16,11 @@ SHAPE = StateShape(16, 48, 128, 4, 10240)
 def test_kernels_compile_without_spills_and_leave_room_for_the_blocks_they_count_on(arch: str) -> None:
     for columns in gdn_cuda.COLUMNS:
         found = jit.compile_cubin("gdn", arch, gdn_cuda.defines(SHAPE, arch, columns), use_cache=False).resources
-        assert set(found) == {"gdn_conv", "gdn_rows"}
+        clusters = not arch.startswith("sm_8")
+        assert set(found) == {"gdn_conv", "gdn_rows"} | ({"gdn_rows_into"} if clusters else set())
         assert all(r.spill_bytes == 0 and r.shared_bytes <= 48 * 1024 for r in found.values()), found
-        assert found["gdn_rows"].registers * gdn_cuda.THREADS * gdn_cuda.blocks_for(arch, columns) <= 65536, found
+        rows = [r.registers for name, r in found.items() if name.startswith("gdn_rows")]
+        assert max(rows) * gdn_cuda.THREADS * gdn_cuda.blocks_for(arch, columns) <= 65536, found
 
 
 @pytest.mark.parametrize("arch", jit.ARCHS)
@@ -32,7 +34,7 @@ def test_kernels_of_prompts_compile_without_spills_and_leave_room_for_two_blocks
 def test_head_counts_are_free_as_long_as_values_are_a_multiple_of_keys() -> None:
     for n_k, n_v in ((1, 1), (3, 6), (16, 32), (16, 64)):
         shape = StateShape(n_k, n_v, 128, 4, 128 * (2 * n_k + n_v))
-        assert jit.compile_cubin("gdn", "sm_80", gdn_cuda.defines(shape, "sm_80", 2), use_cache=False).resources
+        assert jit.compile_cubin("gdn", "sm_90a", gdn_cuda.defines(shape, "sm_90a", 2), use_cache=False).resources
         assert jit.compile_cubin("gdn_chunk", "sm_80", gdn_chunk.defines(shape, "sm_80"), use_cache=False).resources
 
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from pyspec.cuda.kernels import gdn_cuda, gdn_ref
 from pyspec.cuda.kernels.gdn_ref import GdnSpec
+from pyspec.cuda.kernels.rows_cuda import Into, Rows, RowsLaunch
+from pyspec.cuda.kernels.rows_ref import HeadNorm
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import StateLayer, StateShape
 from pyspec.slots.table import SlotTable
@@ -133,7 +135,7 @@ def test_chunked_prompts_follow_the_reference(heads: tuple[int, int]) -> None:
 @pytest.mark.parametrize("heads", [(2, 6), (16, 48)])
 def test_the_kernels_pass_the_check_they_are_chosen_by(heads: tuple[int, int]) -> None:
     spec = GdnSpec(GPU, shape_of(*heads), EPS)
-    assert gdn_ref.check(gdn_cuda.bind(spec), gdn_ref.bind(spec), spec) is None
+    assert gdn_cuda.check(gdn_cuda.bind(spec), gdn_ref.bind(spec), spec) is None
 
 
 def hostile(
@@ -338,4 +340,78 @@ def test_a_captured_graph_runs_other_sequences_of_the_same_count() -> None:
             getattr(batch, field).copy_(getattr(fresh, field))
         graph.replay()
         assert torch.equal(got[:n], want)
+        assert all(torch.equal(a, b) for a, b in zip(graphed.tensors(), eager.tensors(), strict=True))
+
+
+PREPARED = [*ROUNDS[:4], [seq(0, 18, True, fold=1), seq(1, 25, True), seq(2, 3)], [seq(s, 1, fold=1) for s in range(4)]]
+
+
+def norm_of(shape: StateShape, n_row: int, gen: torch.Generator) -> HeadNorm:
+    """With a gate that is a slice of wider rows."""
+    n_in = shape.n_v_head * shape.dim
+    weight, gate = 1 + 0.3 * torch.randn(shape.dim, generator=gen), 3 * torch.randn(n_row, n_in + 32, generator=gen)
+    return HeadNorm(weight.to(GPU), EPS, gate.to(GPU)[:, 32:], 32.0)
+
+
+def rows_of(shape: StateShape) -> RowsLaunch:
+    """Rows for a product, buffers full of sevens."""
+    rows = RowsLaunch(GPU, shape.n_v_head * shape.dim, (8, 16, 48))
+    for t in (rows.blocks, rows.sums, rows.powers):
+        t.fill_(7.0)
+    return rows
+
+
+def same(a: Rows, b: Rows) -> bool:
+    pairs = zip((a.blocks, a.sums, a.powers), (b.blocks, b.sums, b.powers), strict=True)
+    return (a.n_row, a.pad) == (b.n_row, b.pad) and all(torch.equal(x, y) for x, y in pairs)
+
+
+@pytest.mark.parametrize("columns", gdn_cuda.COLUMNS)
+@pytest.mark.parametrize("heads", [(1, 1), (3, 3), (2, 6), (16, 48)])
+def test_rows_prepared_on_the_way_have_the_bits_of_outputs_prepared_alone(heads: tuple[int, int], columns: int) -> None:
+    shape, gen = shape_of(*heads), torch.Generator().manual_seed(11)
+    w = [x.to(GPU) for x in weights(shape, gen)]
+    one, two = StateLayer(shape, N_SLOT, WIDTH, GPU), StateLayer(shape, N_SLOT, WIDTH, GPU)
+    run, mine, theirs = gdn_cuda.bind(GdnSpec(GPU, shape, EPS), columns=columns), rows_of(shape), rows_of(shape)
+    for seqs in [*PREPARED, *PREPARED[1:]]:
+        n = sum(s.width for s in seqs)
+        x, prep = wide(*inputs(n, shape, gen)), norm_of(shape, n, gen)
+        poisoned_blocks()
+        got = run.prepared(*x, *w, one, laid(seqs, GPU), Into(mine, prep))
+        want = theirs(run(*x, *w, two, laid(seqs, GPU)).flatten(1), prep)
+        assert same(got, want)
+        assert all(torch.equal(a, b) for a, b in zip(one.tensors(), two.tensors(), strict=True))
+    assert gdn_cuda.fault_record(mine.blocks.device).tolist() == [0] * 5
+
+
+def test_a_captured_graph_prepares_rows_of_other_sequences_of_the_same_count() -> None:
+    """Some rows belong to nobody: they keep what was there. 200 replays: whoever comes first, the bits are the same."""
+    shape, gen = shape_of(16, 48), torch.Generator().manual_seed(12)
+    w = [x.to(GPU) for x in weights(shape, gen)]
+    eager, graphed = StateLayer(shape, N_SLOT, WIDTH, GPU), StateLayer(shape, N_SLOT, WIDTH, GPU)
+    run, mine, theirs = gdn_cuda.bind(GdnSpec(GPU, shape, EPS)), rows_of(shape), rows_of(shape)
+    x, prep, batch = (
+        [t.to(GPU) for t in inputs(12, shape, gen)],
+        norm_of(shape, 12, gen),
+        laid([seq(0, 6), seq(1, 6)], GPU),
+    )
+    run.prepared(*x, *w, StateLayer(shape, N_SLOT, WIDTH, GPU), batch, Into(mine, prep))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = run.prepared(*x, *w, graphed, batch, Into(mine, prep))
+    widths = [(4, 6), (5, 2), (1, 1), (6, 6)]
+    for i in range(200):
+        seqs = [seq(i % 2, widths[i % 4][0]), seq(2 + i % 2, widths[i % 4][1])]
+        n, fresh = sum(s.width for s in seqs), laid(seqs, GPU)
+        for old in (*x, prep.gate):
+            old[:n] = torch.randn(old[:n].shape, device=GPU)
+        part = HeadNorm(prep.weight, EPS, prep.gate[:n], prep.power)
+        theirs.blocks.copy_(mine.blocks), theirs.sums.copy_(mine.sums), theirs.powers.copy_(mine.powers)
+        o = run(*(t[:n] for t in x), *w, eager, fresh)
+        theirs.prepare(o.flatten(1), part, theirs.blocks, theirs.sums, theirs.powers, got.pad)
+        for field in ("seq_slot", "seq_start", "seq_fold", "seq_keep"):
+            getattr(batch, field).copy_(getattr(fresh, field))
+        graph.replay()
+        assert same(got, Rows(theirs.blocks, theirs.sums, theirs.powers, 12, got.pad))
         assert all(torch.equal(a, b) for a, b in zip(graphed.tensors(), eager.tensors(), strict=True))

@@ -8,11 +8,15 @@
 // gdn_rows  one block per (v head, stretch of columns, sequence). A column is a row of S[value, key]: LANES lanes hold
 //           its 128 numbers in registers, COLS columns to a lane. The state comes in once, the fold runs over it, it
 //           goes out once, then the rows run and write o. Verified rows never touch the stored state.
+// gdn_rows_into  the same, but o goes where rows.cu would put it, normed, gated and rounded for the output product
+//           (HEADS, LAYOUT 0, to the bit): a launch less where rows are few. The blocks of a head are a cluster.
 //
 // Bound by: state bytes (read + write) at narrow verifies; at wide ones also fp32 issue (4 operations per state element
 // and row, 3 per folded record), which overlaps little with the loads as a wave or two of blocks hold all states; the
 // chain from token to token where one sequence has many rows. Sums have one fixed tree whatever COLS is, and a folded
 // row runs the same operations on the state as a verified or kept one: a state does not depend on how its tokens came.
+//
+// What gdn_rows_into adds is one trip to the neighbours' shared memory for each STAGE rows, and less than rows.cu's launch.
 //
 // Kept sequences of `chunked` rows and more go through gdn_chunk.cu: gdn_conv skips them, gdn_rows only folds.
 //
@@ -219,7 +223,8 @@ __device__ __forceinline__ void load_keys(float4 (&out)[QUADS], const float (&fr
 
 // Tokens over the slice: S <- e S; d = b (v - S k); S <- S + d k^T. With EMIT also o = S q, as e (S q) + d (k q) with
 // the S before the token, so that both products of the state are summed at once and o is off the chain of tokens.
-template <bool EMIT>
+// STRIDE is what rows of `out` lie apart; without EMIT there are none.
+template <bool EMIT, int STRIDE = 0>
 __device__ __forceinline__ void advance(Slice& slice, const Stage& stage, int count, float* out) {
   constexpr int N = EMIT ? 2 * COLS : COLS, SHARE = LANES / N;  // SHARE lanes get the same sum
   const int lane = threadIdx.x % 32, sub = lane % LANES;
@@ -258,7 +263,7 @@ __device__ __forceinline__ void advance(Slice& slice, const Stage& stage, int co
     if (EMIT) {
       const float o = fmaf(e, sum, d_own * scalars.z) * 0.08838834764831845f;  // DIM ** -0.5
       if (sub >= LANES / 2 && sub % SHARE == 0) *out = o;
-      out += VD;
+      out += STRIDE;
     }
   }
 }
@@ -279,25 +284,37 @@ __device__ __forceinline__ void move_state(Slice& slice, float* state, bool stor
   }
 }
 
-// grid (N_V, DIM / TILE, sequences), 128 threads. state [slot, v_head, value, key] in place, out [row, v_head, value]
-// written; the rest is gdn_conv's. Launched so that its state may load while gdn_conv still runs.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-    gdn_rows(float* state, const float* rec_k, const float* rec_v, const float* fold_k, const float* fold_v,
-             const float* fold_e, const float* fold_b, const float* q, const float* k, const float* v, const float* e,
-             const float* kq, const float* b, float* out, const int* seq_slot, const int* seq_start,
-             const int* seq_fold, const int* seq_keep, int n_slot, int width, int n_row, int chunked,
-             int* fault) {
-  let_successor_start();
+struct RowsArgs {
+  float* state;
+  const float *rec_k, *rec_v, *fold_k, *fold_v, *fold_e, *fold_b, *q, *k, *v, *e, *kq, *b;
+  Meta meta;
+};
+
+// What becomes of o. All methods are called by all threads.
+struct Stored {  // out [row, v_head, value]
+  static constexpr int STRIDE = VD;
+  float* out;
+  __device__ __forceinline__ void start() const {}
+  __device__ __forceinline__ void fetch(int, int, int) const {}  // rows of a stage, beside their keys and values
+  __device__ __forceinline__ void meet() const {}
+  __device__ __forceinline__ float* place(int row) const {  // of the stage's first row, this block's first column
+    return out + static_cast<i64>(row) * VD + blockIdx.x * DIM + blockIdx.y * TILE;
+  }
+  __device__ __forceinline__ void finish(int, int, int) const {}  // the stage's o is there
+};
+
+template <class Out>
+__device__ __forceinline__ void run_rows(const RowsArgs& a, const Out& out, int* fault) {
   __shared__ __align__(16) Stage stages[2];
   const int h = blockIdx.x, column = blockIdx.y * TILE, s = blockIdx.z;
-  Seq seq = read_seq({seq_slot, seq_start, seq_fold, seq_keep, n_slot, width, n_row, chunked}, s, fault);
+  Seq seq = read_seq(a.meta, s, fault);
   if (seq.chunked) seq.n = 0;
   if (seq.n + seq.fold == 0) {
     wait_for_predecessor();  // whoever starts after this kernel counts on gdn_conv
     return;
   }
-  const i64 fold_row = static_cast<i64>(s) * width, slot_row = static_cast<i64>(seq.slot) * width;
-  float* own = state + ((static_cast<i64>(seq.slot) * N_V + h) * DIM + column) * DIM;
+  const i64 fold_row = static_cast<i64>(s) * a.meta.width, slot_row = static_cast<i64>(seq.slot) * a.meta.width;
+  float* own = a.state + ((static_cast<i64>(seq.slot) * N_V + h) * DIM + column) * DIM;
   const int n_fold = (seq.fold + STAGE - 1) / STAGE, n_stage = n_fold + (seq.n + STAGE - 1) / STAGE;
   // pointers are made anew for every stage: a few instructions, where keeping them costs registers all along
   auto start_fetch = [&](int j) {
@@ -307,20 +324,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
       const i64 row = seq.start + first, old = fold_row + first, record = slot_row + first;
       const i64 at = folds ? old : kept ? row : record;
       const i64 k_at = at * KD + h % N_K * DIM, v_at = at * VD + h * DIM + column;
-      const Tokens from = {(folds ? fold_k : kept ? k : rec_k) + k_at, (folds ? fold_v : kept ? v : rec_v) + v_at,
-                           (folds ? fold_e + old * N_V : e + row * N_V) + h,
-                           (folds ? fold_b + old * N_V : b + row * N_V) + h,
-                           folds ? nullptr : q + row * KD + h % N_K * DIM,
-                           kq + row * N_K + h % N_K};
+      const Tokens from = {(folds ? a.fold_k : kept ? a.k : a.rec_k) + k_at,
+                           (folds ? a.fold_v : kept ? a.v : a.rec_v) + v_at,
+                           (folds ? a.fold_e + old * N_V : a.e + row * N_V) + h,
+                           (folds ? a.fold_b + old * N_V : a.b + row * N_V) + h,
+                           folds ? nullptr : a.q + row * KD + h % N_K * DIM,
+                           a.kq + row * N_K + h % N_K};
       fetch(stages[j % 2], from, count);
+      if (!folds) out.fetch(j - n_fold, seq.start + first, count);
     }
     copies_commit();
   };
 
   Slice slice;
   move_state(slice, own, false);
+  out.start();
   wait_for_predecessor();
   start_fetch(0);
+  out.meet();
 #pragma unroll 1
   for (int j = 0; j < n_stage; j++) {
     start_fetch(j + 1);
@@ -331,10 +352,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     } else {
       if (j == n_fold && j > 0 && !seq.keep) move_state(slice, own, true);
       const int t = (j - n_fold) * STAGE;
-      advance<true>(slice, stages[j % 2], min(STAGE, seq.n - t),
-                    out + static_cast<i64>(seq.start + t) * VD + h * DIM + column);
+      advance<true, Out::STRIDE>(slice, stages[j % 2], min(STAGE, seq.n - t), out.place(seq.start + t));
     }
     __syncthreads();  // the next round's fetch overwrites this stage
+    if (j >= n_fold) {
+      const int t = (j - n_fold) * STAGE;
+      out.finish(j - n_fold, seq.start + t, min(STAGE, seq.n - t));
+    }
   }
   if (seq.keep) move_state(slice, own, true);
 }
+
+// grid (N_V, DIM / TILE, sequences), 128 threads. state [slot, v_head, value, key] in place, out [row, v_head, value]
+// written; the rest is gdn_conv's. Launched so that its state may load while gdn_conv still runs.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+    gdn_rows(float* state, const float* rec_k, const float* rec_v, const float* fold_k, const float* fold_v,
+             const float* fold_e, const float* fold_b, const float* q, const float* k, const float* v, const float* e,
+             const float* kq, const float* b, const int* seq_slot, const int* seq_start, const int* seq_fold,
+             const int* seq_keep, int n_slot, int width, int n_row, int chunked, int* fault, float* out) {
+  let_successor_start();
+  const Meta meta = {seq_slot, seq_start, seq_fold, seq_keep, n_slot, width, n_row, chunked};
+  run_rows({state, rec_k, rec_v, fold_k, fold_v, fold_e, fold_b, q, k, v, e, kq, b, meta}, Stored{out}, fault);
+}
+
+#if __CUDA_ARCH__ >= 900
+#include "gdn_into.cuh"
+
+// As gdn_rows, in clusters of a head's blocks. gate [row, gate_stride] from v_head 0 on, norm [value];
+// blocks sums powers pad as in rows.cu. Rows of no sequence stay as they are.
+extern "C" __global__ void __cluster_dims__(1, PEERS, 1) __launch_bounds__(THREADS, BLOCKS)
+    gdn_rows_into(float* state, const float* rec_k, const float* rec_v, const float* fold_k, const float* fold_v,
+                  const float* fold_e, const float* fold_b, const float* q, const float* k, const float* v,
+                  const float* e, const float* kq, const float* b, const int* seq_slot, const int* seq_start,
+                  const int* seq_fold, const int* seq_keep, int n_slot, int width, int n_row, int chunked, int* fault,
+                  const float* gate, i64 gate_stride, const float* norm, float eps, float power, u16* blocks,
+                  float* sums, float* powers, int pad) {
+  let_successor_start();
+  __shared__ __align__(16) OnTheWay shared;
+  const Meta meta = {seq_slot, seq_start, seq_fold, seq_keep, n_slot, width, n_row, chunked};
+  const Into into = {shared, gate, norm, gate_stride, eps, power, blocks, sums, powers, pad};
+  run_rows({state, rec_k, rec_v, fold_k, fold_v, fold_e, fold_b, q, k, v, e, kq, b, meta}, into, fault);
+}
+#endif

@@ -10,5 +10,5 @@ gdn: Op[gdn_ref.GdnSpec] = Op(
         Impl("cuda", gdn_cuda.bind, gdn_cuda.limits, capturable=True),
         Impl("numba", gdn_numba.bind, gdn_numba.limits),
     ],
-    gdn_ref.check,
+    gdn_cuda.check,
 )

@@ -6,6 +6,8 @@ be replayed for any batch of as many sequences and rows; sequences without rows 
 A state does not depend on how its tokens came, to the bit, as long as they came as verifies or as kept rows of fewer than
 CHUNKED. Longer kept sequences are summed in chunks of 64 rows: within 3e-5 of the sequential state (outputs
 within 1e-3, their last products are one pass of f16), the same whatever the neighbours, rounded otherwise for another cut.
+
+Where rows are few, outputs go into the next product's rows right away (`GdnLaunch.prepared`), to the bits that rows_cuda gives.
 """
 
 from __future__ import annotations
@@ -13,18 +15,21 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pyspec.cuda import faults, jit
-from pyspec.cuda.kernels import gdn_chunk
-from pyspec.cuda.kernels.gdn_ref import Gdn, GdnSpec
+from pyspec.cuda.kernels import gdn_chunk, gdn_ref
+from pyspec.cuda.kernels.gdn_ref import GdnSpec
 from pyspec.cuda.kernels.only_folds import fold_batch
 from pyspec.cuda.kernels.recurrent_ref import has_records
+from pyspec.cuda.kernels.rows_cuda import BLOCKED, Into, Rows, RowsLaunch, aligned, values_of
+from pyspec.cuda.kernels.rows_ref import HeadNorm
 from pyspec.slots.arena import BUCKETS
-from pyspec.slots.batch import Batch
+from pyspec.slots.batch import Batch, Seq
 from pyspec.slots.memory import StateLayer, StateShape
 
 DIM, TAPS, LANES, THREADS, CONV_THREADS = 128, 4, 8, 128, 128
@@ -33,7 +38,8 @@ COLUMNS = (2, 4)  # of a lane; gdn.cu can do 1, which was never faster on an H20
 CHUNKED = BUCKETS[-1] + 1  # rows from which a kept sequence is chunked: such batches are never in a graph, alone or not
 NEVER = 2**31 - 1
 CONV_ARGS = "plpplppp" + "ppppp" + "pppp" + "pppppp" + "pppp" + "iiiif" + "p"
-ROWS_ARGS = "ppp" + "pppp" + "ppppp" + "pp" + "pppp" + "iiii" + "p"
+ROWS_ARGS = "ppp" + "pppp" + "pppppp" + "pppp" + "iiii" + "p"
+OUT_ARGS, INTO_ARGS = "p", "plpff" + "ppp" + "i"
 
 
 def limits(spec: GdnSpec) -> str | None:
@@ -81,9 +87,11 @@ def fault_record(device: torch.device) -> Tensor:
 
 
 @cache
-def _kernels(shape: StateShape, arch: str, columns: int) -> tuple[jit.Kernel, jit.Kernel]:
+def _kernels(shape: StateShape, arch: str, columns: int, clusters: bool) -> tuple[jit.Kernel, ...]:
+    """gdn_conv, gdn_rows and, with clusters, gdn_rows_into."""
     code = jit.compile_cubin("gdn", arch, defines(shape, arch, columns))
-    return code.kernel("gdn_conv", CONV_ARGS), code.kernel("gdn_rows", ROWS_ARGS)
+    into = [code.kernel("gdn_rows_into", ROWS_ARGS + INTO_ARGS)] if clusters else []
+    return code.kernel("gdn_conv", CONV_ARGS), code.kernel("gdn_rows", ROWS_ARGS + OUT_ARGS), *into
 
 
 def _check(rows: Sequence[Tensor], weights: Sequence[Tensor], layer: StateLayer, shape: StateShape) -> None:
@@ -100,18 +108,21 @@ def _check(rows: Sequence[Tensor], weights: Sequence[Tensor], layer: StateLayer,
     assert [tuple(t.shape) for t in weights] == [(shape.n_v_head,)] * 2 + [(shape.n_channel, TAPS)]
 
 
-def bind(spec: GdnSpec, *, columns: int | None = None, chunked: int = CHUNKED) -> Gdn:
-    """For measurements, `columns` fixes how many columns a lane holds (else the number of sequences decides) and `chunked`
-    from how many rows a kept sequence is chunked."""
-    shape = spec.shape
-    capability = torch.cuda.get_device_capability(spec.device)
-    arch, n_sm = jit.arch_of(capability), torch.cuda.get_device_properties(spec.device).multi_processor_count
-    kernels = {c: _kernels(shape, arch, c) for c in ([columns] if columns else COLUMNS)}
-    chunks = gdn_chunk.kernels(shape, arch)
-    overlap = capability >= (9, 0)
-    kd, vd, n_v, eps = shape.n_k_head * DIM, shape.n_v_head * DIM, shape.n_v_head, np.float32(spec.eps)
+class GdnLaunch:
+    """The kernels of one spec; called as gdn_ref's."""
 
-    def gdn(
+    def __init__(self, spec: GdnSpec, columns: int | None, chunked: int) -> None:
+        self.shape, self.columns, self.chunked, self.eps = spec.shape, columns, chunked, np.float32(spec.eps)
+        capability = torch.cuda.get_device_capability(spec.device)
+        self.overlap = self.clusters = capability >= (9, 0)
+        self.arch = jit.arch_of(capability)
+        self.n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
+        ways = [columns] if columns else COLUMNS
+        self.kernels = {c: _kernels(spec.shape, self.arch, c, self.clusters) for c in ways}
+        self.chunks = gdn_chunk.kernels(spec.shape, self.arch)
+
+    def __call__(
+        self,
         m: Tensor,
         alpha: Tensor,
         beta: Tensor,
@@ -121,13 +132,50 @@ def bind(spec: GdnSpec, *, columns: int | None = None, chunked: int = CHUNKED) -
         layer: StateLayer,
         batch: Batch,
     ) -> Tensor:
-        _check((m, alpha, beta), (a, dt_bias, conv_w), layer, shape)
-        n_row, n_seq = m.shape[0], batch.seq_slot.shape[0]
-        out = m.new_empty(n_row, n_v, DIM)
-        if not n_row:
-            return out
-        # only batches that run as they are may be cut here: a graph's are replayed for others
-        long = [] if batch.bucket is not None else [s for s in batch.seqs if s.keep and s.width >= chunked]
+        out = m.new_empty(m.shape[0], self.shape.n_v_head, DIM)
+        if m.shape[0]:
+            self._run((m, alpha, beta), (a, dt_bias, conv_w), layer, batch, out)
+        return out
+
+    def prepared(
+        self,
+        m: Tensor,
+        alpha: Tensor,
+        beta: Tensor,
+        a: Tensor,
+        dt_bias: Tensor,
+        conv_w: Tensor,
+        layer: StateLayer,
+        batch: Batch,
+        into: Into,
+    ) -> Rows:
+        """into.rows(o, into.prep) of the outputs o, without a launch of its own where there are clusters and no chunks.
+
+        Which way it goes does not depend on what a batch in a graph holds, and changes no bit. Rows of no sequence hold
+        what was there before.
+        """
+        if not self.clusters or self._long(batch):
+            o = self(m, alpha, beta, a, dt_bias, conv_w, layer, batch)
+            return into.rows(o.flatten(1), into.prep)
+        self._run((m, alpha, beta), (a, dt_bias, conv_w), layer, batch, into)
+        return into.rows.room(m.shape[0])
+
+    def _long(self, batch: Batch) -> list[Seq]:
+        """Sequences that are chunked: only of batches that run as they are, for a graph's are replayed for others."""
+        return [] if batch.bucket is not None else [s for s in batch.seqs if s.keep and s.width >= self.chunked]
+
+    def _run(
+        self,
+        raw: tuple[Tensor, Tensor, Tensor],
+        weights: tuple[Tensor, Tensor, Tensor],
+        layer: StateLayer,
+        batch: Batch,
+        out: Tensor | Into,
+    ) -> None:
+        (m, alpha, beta), (a, dt_bias, conv_w), shape = raw, weights, self.shape
+        _check(raw, weights, layer, shape)
+        kd, vd, n_v = shape.n_k_head * DIM, shape.n_v_head * DIM, shape.n_v_head
+        n_row, n_seq, long = m.shape[0], batch.seq_slot.shape[0], self._long(batch)
         n_chunk = sum(-(-s.width // gdn_chunk.CHUNK) for s in long)
         only_long = bool(long) and len(long) == len(batch.seqs)
         n_old = n_seq * layer.width
@@ -135,10 +183,10 @@ def bind(spec: GdnSpec, *, columns: int | None = None, chunked: int = CHUNKED) -
         sizes += [n_row * n_v, n_row * n_v, n_row * shape.n_k_head, n_old * n_v, n_old * n_v]
         fold_k, fold_v, q, k, v, e, b, kq, fold_e, fold_b = m.new_empty(sum(sizes)).split(sizes)
         meta = [batch.seq_slot, batch.seq_start, batch.seq_fold, batch.seq_keep]
-        sizes_of = (layer.state.shape[0], layer.width, n_row, chunked if long else NEVER)
+        sizes_of = (layer.state.shape[0], layer.width, n_row, self.chunked if long else NEVER)
         counts: list[jit.Arg] = [*meta, *map(np.int32, sizes_of)]
-        cols = columns or columns_for(shape, n_seq, arch, n_sm)
-        conv, rows = kernels[cols]
+        cols = self.columns or columns_for(shape, n_seq, self.arch, self.n_sm)
+        conv, rows, *rows_into = self.kernels[cols]
         fault = fault_record(m.device)
         old = [fold_k, fold_v, fold_e, fold_b]
         records = [layer.conv, layer.k, layer.v, layer.g, layer.beta]
@@ -146,29 +194,46 @@ def bind(spec: GdnSpec, *, columns: int | None = None, chunked: int = CHUNKED) -
         inputs: list[jit.Arg] = [m, np.int64(m.stride(0)), *gates, conv_w]
         if not only_long:
             stretches = -(-n_row // SPAN) if n_row > n_seq * layer.width else 1  # a block takes several if it must
-            args = [*inputs, *records, *old, q, k, v, e, b, kq, *counts, eps, fault]
-            conv.launch((shape.n_k_head + n_v, n_seq, stretches), CONV_THREADS, args, overlap=overlap)
+            args = [*inputs, *records, *old, q, k, v, e, b, kq, *counts, self.eps, fault]
+            conv.launch((shape.n_k_head + n_v, n_seq, stretches), CONV_THREADS, args, overlap=self.overlap)
         if long:
             more, here = [*counts, np.int32(n_seq)], (v, e, b)
-            qk = chunks.prepare(inputs, records, old, here, more, n_chunk, [eps, fault])
+            qk = self.chunks.prepare(inputs, records, old, here, more, n_chunk, [self.eps, fault])
         runs_rows = not only_long or any(s.n_fold for s in long)
         if runs_rows:
-            args = [layer.state, layer.k, layer.v, *old, q, k, v, e, kq, b, out, *counts, fault]
-            rows.launch((n_v, DIM * LANES // (THREADS * cols), n_seq), THREADS, args, overlap=overlap)
+            to: list[jit.Arg] = [out] if isinstance(out, Tensor) else _place(out, n_row, vd)
+            kernel = rows if isinstance(out, Tensor) else rows_into[0]
+            args = [layer.state, layer.k, layer.v, *old, q, k, v, e, kq, b, *counts, fault, *to]
+            kernel.launch((n_v, DIM * LANES // (THREADS * cols), n_seq), THREADS, args, overlap=self.overlap)
         if long:
-            overlaps = overlap and not runs_rows, overlap
-            chunks.run(qk, here, layer.state, out, more, n_seq, n_chunk, fault, overlap=overlaps)
-        return out
+            assert isinstance(out, Tensor)
+            overlaps = self.overlap and not runs_rows, self.overlap
+            self.chunks.run(qk, here, layer.state, out, more, n_seq, n_chunk, fault, overlap=overlaps)
 
-    return gdn
+
+def _place(into: Into, n_row: int, n_in: int) -> list[jit.Arg]:
+    """Arguments of gdn_rows_into behind those of gdn_rows."""
+    prep, rows = into.prep, into.rows.room(n_row)
+    gate = aligned(prep.gate)
+    assert (into.rows.n_in, into.rows.prepare.layout, prep.dim) == (n_in, BLOCKED, DIM) and gate.shape == (n_row, n_in)
+    assert gate.dtype == prep.weight.dtype == torch.float32 and prep.weight.data_ptr() % 16 == 0
+    of_head: list[jit.Arg] = [gate, np.int64(gate.stride(0)), prep.weight, np.float32(prep.eps), np.float32(prep.power)]
+    return [*of_head, rows.blocks, rows.sums, rows.powers, np.int32(rows.pad)]
+
+
+def bind(spec: GdnSpec, *, columns: int | None = None, chunked: int = CHUNKED) -> GdnLaunch:
+    """For measurements, `columns` fixes how many columns a lane holds (else the number of sequences decides) and `chunked`
+    from how many rows a kept sequence is chunked."""
+    return GdnLaunch(spec, columns, chunked)
 
 
 def folder(spec: GdnSpec) -> Callable[[StateLayer, int, int], None]:
     """Like gdn_ref.flush, with the kernels that fold before rows, so to the same bits."""
     shape, device = spec.shape, spec.device
     capability = torch.cuda.get_device_capability(device)
-    conv, rows = _kernels(shape, jit.arch_of(capability), COLUMNS[0])
-    kd, vd, n_v, overlap = shape.n_k_head * DIM, shape.n_v_head * DIM, shape.n_v_head, capability >= (9, 0)
+    overlap = capability >= (9, 0)
+    conv, rows, *_ = _kernels(shape, jit.arch_of(capability), COLUMNS[0], overlap)
+    kd, vd, n_v = shape.n_k_head * DIM, shape.n_v_head * DIM, shape.n_v_head
     unread, fault = torch.zeros(shape.n_channel * TAPS, device=device), fault_record(device)
 
     def fold(layer: StateLayer, slot: int, n_fold: int) -> None:
@@ -184,7 +249,31 @@ def folder(spec: GdnSpec) -> Callable[[StateLayer, int, int], None]:
         records = [layer.conv, layer.k, layer.v, layer.g, layer.beta]
         args = [*inputs, *records, *old, *none, *counts, np.float32(spec.eps), fault]
         conv.launch((shape.n_k_head + n_v, 1, 1), CONV_THREADS, args)
-        args = [layer.state, layer.k, layer.v, *old, *none, unread, *counts, fault]
+        args = [layer.state, layer.k, layer.v, *old, *none, *counts, fault, unread]
         rows.launch((n_v, DIM * LANES // (THREADS * COLUMNS[0]), 1), THREADS, args, overlap=overlap)
 
     return fold
+
+
+def check(launch: Callable[..., Any], reference: Callable[..., Any], spec: GdnSpec) -> str | None:
+    """gdn_ref's, then the same rounds again for what `prepared` puts into blocks, and for the blocks' sums."""
+    why = gdn_ref.check(launch, reference, spec)
+    if why is not None or not isinstance(launch, GdnLaunch):
+        return why
+    n_in, gen = spec.shape.n_v_head * DIM, torch.Generator().manual_seed(1)
+    rows, norm = RowsLaunch(spec.device, n_in, (8, 16, 256)), 1 + 0.1 * torch.randn(DIM, generator=gen).to(spec.device)
+
+    def prep_of(m: Tensor) -> HeadNorm:
+        return HeadNorm(norm, spec.eps, m[:, -n_in:])
+
+    prepared: Callable[..., Rows] = launch.prepared
+
+    def got(*args: Any) -> Tensor:
+        return torch.cat(values_of(prepared(*args, into=Into(rows, prep_of(args[0]))), n_in), 1)
+
+    def want(*args: Any) -> Tensor:
+        x = prep_of(args[0])(reference(*args).flatten(1))
+        return torch.cat([x, x.unflatten(1, (-1, 32)).sum(-1)], 1)
+
+    why = gdn_ref.check(got, want, spec, rounded=True)
+    return None if why is None else f"prepared for the next product, {why}"

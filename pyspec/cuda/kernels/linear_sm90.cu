@@ -90,9 +90,14 @@ __device__ __forceinline__ void copy_units(Source from, u32 base, u32 full, u32 
   }
 }
 
-__device__ __forceinline__ void leave(u32 empty) {
+// A warp is done with a stage once what it loaded has come, as sums made of it show. An arrival alone does not wait for loads
+// that are under way: where others' loads stood before them, a copy into the stage was there first (docs/log.md).
+__device__ __forceinline__ void leave(u32 empty, const Accumulator& acc) {
+  const u32 none = 0xffffffffu;  // a NaN that no arithmetic makes
+  const bool is_summed =
+      __float_as_uint(acc.v[0][0][0]) != none && __float_as_uint(acc.v[TILES_M - 1][TILES_N - 1][3]) != none;
   __syncwarp();
-  if ((threadIdx.x & 31) == 0) barrier_arrive(empty);
+  if ((threadIdx.x & 31) == 0 && is_summed) barrier_arrive(empty);
 }
 
 // Adds n > 0 units of one tile.
@@ -117,14 +122,20 @@ __device__ __forceinline__ void sum_units(Accumulator& acc, Ring& at, int n, u32
     fetch(odd, stage, CHUNK - 1);
     multiply(acc, even, right);
     fetch(right, stage, CHUNK - 1);
-    if (!kHolds) multiply(acc, odd, right);
-    leave(empty + at.stage * 8);
+    const u32 behind = empty + at.stage * 8;
+    if (!kHolds) {
+      multiply(acc, odd, right);
+      leave(behind, acc);
+    }
     at.step();
     if (n > 0) {
       barrier_wait(full + at.stage * 8, at.parity);
       fetch(even, base + at.stage * kStageBytes, 0);
     }
-    if (kHolds) multiply(acc, odd, right);
+    if (kHolds) {
+      multiply(acc, odd, right);
+      leave(behind, acc);
+    }
   }
 }
 

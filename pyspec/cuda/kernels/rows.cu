@@ -18,11 +18,12 @@
 //   RELU2  max(x, 0)^2
 //   GROUPS y * rsqrt(mean y^2 + eps) * weight with y = x * silu(gate), over each DIM columns
 //
-// NORM divides by `power` as given, for normed values are bounded; the others by the power that brings the row's largest
+// NORM and HEADS divide by `power` as given (why: rows_ref.py); the others by the power that brings the row's largest
 // magnitude into [1, 2). Rounding is 2^-11 of each value down to 2^-14 of the power, absolute below.
+// For few rows gdn.cu writes what HEADS makes in LAYOUT 0 itself, to the bit: both do it as in prepared.cuh.
 // One CTA of 512 threads a row, its values in registers; bound by latency.
-#include "types.cuh"
 #include "overlap.cuh"
+#include "prepared.cuh"
 
 #define PLAIN 0
 #define NORM 1
@@ -61,22 +62,22 @@ __device__ __forceinline__ void load_weights(float4 (&w)[kWeights], const float*
   }
 }
 
-// Four values, prepared but for NORM's common factor; zeros beyond the row. `squares` grows by those of x.
+__device__ __forceinline__ const float* gate_at(const Source& s, int column) {
+  return s.gate + static_cast<i64>(column / DIM) * s.gate_step + column % DIM;
+}
+
+// Four values, prepared but for NORM's common factor; zeros beyond the row. `squares` grows by those of x if NORM.
 __device__ __forceinline__ float4 prepared(const Source& s, int column, float4 w, float& squares) {
   const bool is_in = column < COLUMNS;
   float4 v = is_in ? load4(s.x + column) : make_float4(0.f, 0.f, 0.f, 0.f);
-  if (KIND == NORM || KIND == HEADS) squares += v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w);
+  if (KIND == NORM) squares += v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w);
   if (KIND == NORM) v = make_float4(v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w);
-  if (KIND == HEADS) {
-    float sum = squares;
-#pragma unroll
-    for (int lane = DIM / 8; lane > 0; lane >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, lane);
-    squares = 0.f;
-    const float scale = rsqrtf(sum / DIM + s.eps);
-    v = make_float4(v.x * scale * w.x, v.y * scale * w.y, v.z * scale * w.z, v.w * scale * w.w);
+  if (KIND == HEADS) {  // heads are whole warps' or whole parts of one
+    const float sum = sum_of_neighbours<DIM / 4>(squares_of(v));
+    if (is_in) v = gated_head(v, head_scale(sum, DIM, s.eps), head_gate(w, load4(gate_at(s, column))));
   }
-  if ((KIND == HEADS || KIND == GATE || KIND == GROUPS) && is_in) {
-    const float4 g = load4(s.gate + static_cast<i64>(column / DIM) * s.gate_step + column % DIM);
+  if ((KIND == GATE || KIND == GROUPS) && is_in) {
+    const float4 g = load4(gate_at(s, column));
     v.x *= sigmoid(g.x) * (KIND == GATE ? 1.f : g.x);
     v.y *= sigmoid(g.y) * (KIND == GATE ? 1.f : g.y);
     v.z *= sigmoid(g.z) * (KIND == GATE ? 1.f : g.z);
@@ -128,10 +129,6 @@ __device__ __forceinline__ void norm_groups(float4 (&v)[kQuads], const float4 (&
 }
 #endif
 
-__device__ __forceinline__ u32 pair(float low, float high) {
-  return f32_to_f16(low) | static_cast<u32>(f32_to_f16(high)) << 16;
-}
-
 #if COLUMNS <= (KIND == PLAIN || KIND == GLU || KIND == RELU2 ? 18432 : 8192)
 #define BOUNDS __maxnreg__(56)  // `linear` starts beside it
 #else
@@ -164,19 +161,16 @@ extern "C" __global__ void BOUNDS
   float power = given, factor = 1.f / given;
   if (KIND == NORM) {
     factor *= rsqrtf(over_block(squares, true) / COLUMNS + eps);
-  } else {
-    const u32 exponent = __float_as_uint(over_block(largest, false)) & 0x7f800000u;
-    const bool is_usual = exponent >= 0x00800000u && exponent < 0x7f800000u;  // zero and infinite rows go as they are
-    const u32 bits = min(exponent, 0x7e800000u);                              // 2^126, whose inverse is a normal number
-    power = is_usual ? __uint_as_float(bits) : 1.f;
-    factor = is_usual ? __uint_as_float(0x7f000000u - bits) : 1.f;
+  } else if (KIND != HEADS) {
+    const Power own = power_of(over_block(largest, false));
+    power = own.power, factor = own.factor;
   }
   if (threadIdx.x == 0) powers[row] = power;
 
 #pragma unroll
   for (int i = 0; i < kQuads; ++i) {
     const int column = (i * kThreads + threadIdx.x) * 4;
-    const uint2 packed = make_uint2(pair(v[i].x * factor, v[i].y * factor), pair(v[i].z * factor, v[i].w * factor));
+    const uint2 packed = halves_of(v[i], factor);
 #if LAYOUT == 1
     if (column < COLUMNS) *reinterpret_cast<uint2*>(out + static_cast<i64>(row) * COLUMNS + column) = packed;
 #elif LAYOUT == 2
@@ -186,15 +180,7 @@ extern "C" __global__ void BOUNDS
     *reinterpret_cast<u32*>(to + (part ^ turn) * 8) = packed.x;
     *reinterpret_cast<u32*>(to + ((part + 1) ^ turn) * 8) = packed.y;
 #else
-    float total = f16_to_f32(static_cast<u16>(packed.x)) + f16_to_f32(static_cast<u16>(packed.x >> 16)) +
-                  (f16_to_f32(static_cast<u16>(packed.y)) + f16_to_f32(static_cast<u16>(packed.y >> 16)));
-#pragma unroll
-    for (int lane = 4; lane > 0; lane >>= 1) total += __shfl_xor_sync(0xffffffffu, total, lane);
-    if (column >= kPadded) continue;
-    const i64 at = static_cast<i64>(column / 32) * pad + row;
-    const int quad = column % 32 / 4;
-    *reinterpret_cast<uint2*>(out + at * 32 + (quad & 3) * 8 + (quad >> 2) * 4) = packed;
-    if (quad == 0) sums[at] = total;
+    put_in_block(out, sums, pad, row, column, packed, column < kPadded);
 #endif
   }
 }

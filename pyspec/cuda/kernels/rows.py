@@ -17,7 +17,7 @@ Launch = Callable[[Tensor, Prep | None], tuple[Tensor, Tensor | None]]
 def _reference(spec: RowsSpec) -> Launch:
     def rows(x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Tensor | None]:
         x = x if prep is None else prep(x)
-        power = power_of(x)
+        power = torch.full_like(x[:, :1], prep.power) if isinstance(prep, Norm | HeadNorm) else power_of(x)
         return (x / power).half(), power[:, 0]
 
     return rows

@@ -62,7 +62,7 @@ def _finish_kernel(capability: tuple[int, int]) -> Kernel:
     return compile_cubin("rows_finish", arch_of(capability)).kernel("rows_finish", "ppppi")
 
 
-def _aligned(gate: Tensor) -> Tensor:
+def aligned(gate: Tensor) -> Tensor:
     """As the kernel reads it, four values at once; a part of an oddly wide product has to be copied."""
     steps = gate.stride()
     is_whole = steps[-1] == 1 and all(n % 4 == 0 for n in steps[:-1]) and gate.data_ptr() % 16 == 0
@@ -86,13 +86,13 @@ class _Prepare:
         weight, eps, power, gate, steps = self.none, 0.0, 1.0, self.none, (0, 0)
         if isinstance(prep, (Norm, HeadNorm, GroupNorm)):
             weight, eps = prep.weight, prep.eps
-        if isinstance(prep, Norm):
+        if isinstance(prep, Norm | HeadNorm):
             power = prep.power
-        elif isinstance(prep, HeadNorm | GroupNorm):
-            gate = _aligned(prep.gate)
+        if isinstance(prep, HeadNorm | GroupNorm):
+            gate = aligned(prep.gate)
             steps = gate.stride(0), dim
         elif isinstance(prep, HeadGate):
-            gate = _aligned(prep.gate)
+            gate = aligned(prep.gate)
             steps = gate.stride(0), gate.stride(1)
         assert steps[0] % 4 == steps[1] % 4 == 0
         kernel = _kernel(self.capability, self.n_in, kind, dim, self.layout)
@@ -114,9 +114,31 @@ class RowsLaunch:
 
     def __call__(self, x: Tensor, prep: Prep | None = None) -> Rows:
         """x [row, n_in] f32 ([row, 2 n_in] before a Glu), columns contiguous; rows at most the largest pad."""
-        pad = next(p for p in self.pads if x.shape[0] <= p)
-        self.prepare(x, prep, self.blocks, self.sums, self.powers, pad)
-        return Rows(self.blocks, self.sums, self.powers, x.shape[0], pad)
+        rows = self.room(x.shape[0])
+        self.prepare(x, prep, rows.blocks, rows.sums, rows.powers, rows.pad)
+        return rows
+
+    def room(self, n_row: int) -> Rows:
+        """Where so many rows go, for a kernel that writes them as rows.cu does."""
+        pad = next(p for p in self.pads if n_row <= p)
+        return Rows(self.blocks, self.sums, self.powers, n_row, pad)
+
+
+def values_of(rows: Rows, n_in: int) -> tuple[Tensor, Tensor]:
+    """What rows in blocks stand for: (values [row, n_in], their sums over each 32 columns [row, n_in / 32]), f32."""
+    n_block, power = -(-n_in // 256) * 8, rows.powers[: rows.n_row, None]
+    blocks = rows.blocks[: n_block * rows.pad * 32].view(n_block, rows.pad, 4, 2, 4)[:, : rows.n_row]
+    values = blocks.permute(1, 0, 3, 2, 4).reshape(rows.n_row, -1)  # column 16 h + 4 i + j is at [i, h, j]
+    sums = rows.sums[: n_block * rows.pad].view(n_block, rows.pad)[:, : rows.n_row].T
+    return values[:, :n_in].float() * power, sums[:, : n_in // 32] * power
+
+
+@dataclass(frozen=True, slots=True)
+class Into:
+    """Rows that the kernel before a product prepares itself, `prep` applied, where the product reads them."""
+
+    rows: RowsLaunch
+    prep: HeadNorm
 
 
 class WideRows:

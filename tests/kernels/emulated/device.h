@@ -330,13 +330,22 @@ inline void ptx_cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__byte
   emulator::copy_bulk(to, from, n_bytes, barrier, line);
 }
 
+inline void ptx_barrier_cluster_arrive_relaxed_aligned(int line) { emulator::cluster_arrive(line); }
+inline void ptx_barrier_cluster_wait_acquire_aligned(int line) { emulator::cluster_wait(line); }
+inline void ptx_mapa_shared__cluster_u32(int line, u32& out, u32 address, u32 block) {
+  out = emulator::address_in_cluster(address, block, line);
+}
+inline void ptx_st_async_weak_shared__cluster_mbarrier__complete_tx__bytes_f32(int line, u32 to, float x, u32 barrier) {
+  emulator::send(to, bits_as<u32>(x), barrier, line);
+}
+
 inline void ptx_fence_mbarrier_init_release_cluster(int) {}
 inline void ptx_griddepcontrol_wait(int) {}
 inline void ptx_griddepcontrol_launch_dependents(int) {}
 inline void ptx_fence_acq_rel_gpu(int line) { emulator::interleave(line); }
 inline void ptx_bar_sync(int line, int id, int n_thread) { emulator::block_barrier(line, id, n_thread); }
 inline void ptx_ld_acquire_gpu_global_s32(int line, int& out, const int* p) {
-  emulator::interleave(line);
+  emulator::pause(line);
   out = *p;
 }
 inline void ptx_atom_add_acq_rel_gpu_global_s32(int line, int& out, int* p, int x) { out = atomicAdd(p, x, line); }

@@ -32,7 +32,8 @@ struct Launch {
   void** args;
   int n_thread, n_resident;
   u32 n_shared;
-  std::vector<int> order;  // of blocks
+  std::vector<int> order;  // of blocks, those of a cluster one after the other
+  int n_cluster;           // blocks of one
   size_t next = 0;
   int switches;  // a warp stops after a turn with chance 1 in this; 0: only when it waits
   int breaks;    // a warp stops within a turn, some lanes ahead of others, with chance 1 in this; 0: never
@@ -144,12 +145,15 @@ Fiber* new_fiber() {
 
 constexpr size_t kWindow = 512 * 1024;
 
-void start_block() {
+void start_block(const std::shared_ptr<Cluster>& cluster) {
   const int index = launch->order[launch->next++];
   auto block = std::make_unique<Block>();
   const int x = static_cast<int>(gridDim.x), y = static_cast<int>(gridDim.y);
   block->at = {static_cast<u32>(index % x), static_cast<u32>(index / x % y), static_cast<u32>(index / x / y)};
   block->n_thread = block->n_alive = launch->n_thread;
+  block->cluster = cluster;
+  cluster->blocks.push_back(block.get());
+  cluster->n_alive += launch->n_thread;
   block->n_dynamic = launch->n_shared;
   block->declared_end = kFirst + launch->n_shared + kGap;
   if (windows.empty()) {
@@ -166,6 +170,7 @@ void start_block() {
     fiber->block = block.get();
     fiber->warp = &warp;
     fiber->lane = t % 32;
+    fiber->arrived = false;
     warp.ready |= 1u << (t % 32);
     warp.fibers.push_back(fiber);
     block->fibers.push_back(fiber);
@@ -178,6 +183,11 @@ void start_block() {
     if (late == 2) warp.late = 1u << late_lane;
   }
   blocks.push_back(std::move(block));
+}
+
+void start_cluster() {
+  const auto cluster = std::make_shared<Cluster>();
+  for (int i = 0; i < launch->n_cluster; ++i) start_block(cluster);
 }
 
 void check_gaps(const Block& block) {
@@ -207,6 +217,8 @@ void end_block(Block* block) {
   if (!block->bulk.empty()) fail(block->bulk[0].line, "a block ends while a bulk copy into it is under way");
   for (const auto& item : block->messages)
     if (item.second.bytes != 0) fail(0, "a block ends with %lld bytes missing on a barrier", item.second.bytes);
+  for (Block*& other : block->cluster->blocks)
+    if (other == block) other = nullptr;
   for (Fiber* fiber : block->fibers) idle.push_back(fiber);
   windows.push_back(block->memory);
   turn.warp = nullptr;
@@ -220,8 +232,18 @@ void pass_barrier(Barrier& barrier) {
   barrier.waiting.clear();
 }
 
+void pass_cluster_barrier(Cluster& cluster) {
+  cluster.came = 0;
+  ++cluster.phase;
+  for (Fiber* fiber : cluster.waiting) wake(fiber);
+  cluster.waiting.clear();
+}
+
 void finish_thread() {
   Fiber& me = *self;
+  if (me.arrived) fail(me.line, "returns and has not waited for its cluster, at whose barrier it arrived");
+  Cluster& cluster = *me.block->cluster;
+  if (--cluster.n_alive == cluster.came && cluster.came > 0) pass_cluster_barrier(cluster);
   Block& block = *me.block;
   const u32 bit = 1u << me.lane;
   me.warp->done |= bit;
@@ -304,7 +326,7 @@ Fiber* pick() {
       start_turn(turn.warp, false);
       continue;
     }
-    while (static_cast<int>(blocks.size()) < launch->n_resident && launch->next < launch->order.size()) start_block();
+    while (static_cast<int>(blocks.size()) < launch->n_resident && launch->next < launch->order.size()) start_cluster();
     if (launch->arrivals > 0 && chance(launch->arrivals)) any_arrives();
     const bool fair = chance(256);  // who waits for memory must not keep others from writing it
     if (!fair && choose_warp(false)) continue;
@@ -410,6 +432,31 @@ void block_barrier(int line, int id, int n_thread) {
   wait("a barrier of the block", line);
 }
 
+void cluster_arrive(int line) {
+  Cluster& cluster = *self->block->cluster;
+  if (self->arrived) fail(line, "arrives at its cluster's barrier twice");
+  self->line = line;
+  self->arrived = true;
+  self->phase = cluster.phase;
+  if (++cluster.came == cluster.n_alive) pass_cluster_barrier(cluster);
+}
+
+void cluster_wait(int line) {
+  Cluster& cluster = *self->block->cluster;
+  if (!self->arrived) fail(line, "waits for its cluster, at whose barrier it did not arrive");
+  while (cluster.phase == self->phase) {
+    cluster.waiting.push_back(self);
+    wait("the cluster's barrier", line);
+  }
+  self->arrived = false;
+}
+
+u32 address_in_cluster(u32 address, u32 block, int line) {
+  if (block >= self->block->cluster->blocks.size()) fail(line, "the cluster has no block %u", block);
+  shared_at(address, 1, 1, line);
+  return (block + 1) << kClusterBit | address;
+}
+
 u32 shared_address(const void* p, int line) {
   const ptrdiff_t at = static_cast<const u8*>(p) - self->block->memory;
   if (at < static_cast<ptrdiff_t>(kFirst) || at > static_cast<ptrdiff_t>(self->block->declared_end))
@@ -418,7 +465,10 @@ u32 shared_address(const void* p, int line) {
 }
 
 u8* shared_at(u32 address, u32 n_bytes, u32 align, int line) {
-  const Block& block = *self->block;
+  return place_in(*self->block, address, n_bytes, align, line);
+}
+
+u8* place_in(const Block& block, u32 address, u32 n_bytes, u32 align, int line) {
   if (address % align != 0) fail(line, "shared address %u is no multiple of %u", address, align);
   if (address < kFirst || address + n_bytes > block.declared_end ||
       (address + n_bytes > kFirst + block.n_dynamic && address < kFirst + block.n_dynamic + kGap))
@@ -501,7 +551,7 @@ extern "C" void emulator_forget() {
 }
 
 // 0 if the kernel ran to its end; else `message` says what happened.
-extern "C" int emulator_run(void (*body)(void**), void** args, const int* grid, int n_thread, int n_shared, int n_resident,
+extern "C" int emulator_run(void (*body)(void**), void** args, const int* grid, const int* cluster, int n_thread, int n_shared, int n_resident,
                             unsigned long long seed, char* message, int message_size) {
   Launch now;
   launch = &now;
@@ -511,8 +561,16 @@ extern "C" int emulator_run(void (*body)(void**), void** args, const int* grid, 
   random_state = seed;
   gridDim = {static_cast<u32>(grid[0]), static_cast<u32>(grid[1]), static_cast<u32>(grid[2])};
   blockDim = {static_cast<u32>(n_thread), 1, 1};
-  for (int i = 0; i < grid[0] * grid[1] * grid[2]; ++i) now.order.push_back(i);
-  for (size_t i = now.order.size(); i > 1; --i) std::swap(now.order[i - 1], now.order[random_bits() % i]);
+  now.n_cluster = cluster[0] * cluster[1] * cluster[2];
+  std::vector<int> firsts;  // blocks of clusters
+  for (int i = 0; i < grid[0] * grid[1] * grid[2]; ++i)
+    if (i % grid[0] % cluster[0] == 0 && i / grid[0] % grid[1] % cluster[1] == 0 && i / grid[0] / grid[1] % cluster[2] == 0)
+      firsts.push_back(i);
+  for (size_t i = firsts.size(); i > 1; --i) std::swap(firsts[i - 1], firsts[random_bits() % i]);
+  for (int first : firsts)
+    for (int i = 0; i < now.n_cluster; ++i)
+      now.order.push_back(first + i % cluster[0] +
+                          grid[0] * (i / cluster[0] % cluster[1] + grid[1] * (i / cluster[0] / cluster[1])));
   const int policies[] = {0, 2, 8};
   const int breaks[] = {0, 128, 2};
   now.switches = policies[random_bits() % 3];

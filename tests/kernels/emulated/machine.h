@@ -21,6 +21,9 @@ void meet(int line, const char* what, u32 mask, void* mine, Together* run);
 void nothing(void* const*, u32);
 
 void block_barrier(int line, int id, int n_thread);  // n_thread 0: all that have not returned
+void cluster_arrive(int line);
+void cluster_wait(int line);  // until all threads of the cluster have arrived
+u32 address_in_cluster(u32 address, u32 block, int line);
 void pause(int line);       // somebody else runs: for loops that wait for memory
 void interleave(int line);  // somebody else may run: where the order in which threads touch memory matters
 i64 clock();
@@ -68,6 +71,7 @@ void message_expect(u32 barrier, u32 n_bytes, int line);
 void message_arrive(u32 barrier, u32 n_bytes, int line);
 void message_wait(u32 barrier, u32 parity, int line);
 void copy_bulk(u32 to, const void* from, u32 n_bytes, u32 barrier, int line);
+void send(u32 to, u32 x, u32 barrier, int line);  // to addresses in the cluster
 
 struct Warpgroup {  // one product of m64 n k16: a warp's 16 rows of it
   float* const* sums;  // n / 2

@@ -87,7 +87,7 @@ def _machine() -> ctypes.CDLL:
     library.emulator_guard.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     library.emulator_take_back.restype = ctypes.c_int64
     library.emulator_take_back.argtypes = [ctypes.c_int, ctypes.c_void_p]
-    pointers = [ctypes.c_void_p] * 3
+    pointers = [ctypes.c_void_p] * 4
     counts = [ctypes.c_int] * 3
     library.emulator_run.argtypes = [*pointers, *counts, ctypes.c_uint64, ctypes.c_char_p, ctypes.c_int]
     return library
@@ -110,7 +110,8 @@ class Emulated:
         n = next(i for i, size in enumerate(sizes) if not size)
         if (found := list(sizes[:n])) != [ctypes.sizeof(CTYPES[c]) for c in signature]:
             raise EmulationError(f"kernel {symbol} takes arguments of {found} bytes, '{signature}' gives others")
-        return EmulatedKernel(symbol, signature, self, start, getattr(self.code, f"emulator_bound_{symbol}")())
+        cluster = tuple(map(getattr(self.code, f"emulator_cluster_{symbol}"), range(3)))
+        return EmulatedKernel(symbol, signature, self, start, getattr(self.code, f"emulator_bound_{symbol}")(), cluster)
 
 
 def emulate(stem: str, defines: Mapping[str, int | str] | None = None, arch: str = "sm_90a") -> Emulated:
@@ -156,13 +157,14 @@ def _span(t: torch.Tensor) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class EmulatedKernel:
-    """An entry point; `bound` is the most threads a block may have."""
+    """An entry point; `bound` is the most threads a block may have, `cluster` its blocks along x, y and z."""
 
     symbol: str
     signature: str
     code: Emulated
     start: object
     bound: int
+    cluster: tuple[int, ...]
     allowed_shared: int = field(default=48 * 1024)
 
     def allow_shared(self, n_bytes: int) -> EmulatedKernel:
@@ -177,6 +179,8 @@ class EmulatedKernel:
         assert len(args) == len(self.signature), f"{self.symbol}: {len(args)} arguments for '{self.signature}'"
         if block > self.bound or shared > self.allowed_shared or not all(0 < n < 65536 for n in grid[1:]):
             raise EmulationError(f"{self.symbol}: launched with grid {grid}, {block} threads, {shared} bytes")
+        if any(n % of for n, of in zip([*grid, 1, 1], self.cluster, strict=False)):
+            raise EmulationError(f"{self.symbol}: a grid of {grid} is no whole number of clusters of {self.cluster}")
         tensors = [a for a in args if isinstance(a, torch.Tensor)]
         assert all(t.device.type == "cpu" for t in tensors)
         spans, library = _spans(tensors), _machine()
@@ -210,8 +214,8 @@ class EmulatedKernel:
         seed, resident = order.draw(grid[0] * grid[1] * grid[2])
         text = ctypes.create_string_buffer(4096)
         start = ctypes.cast(self.start, ctypes.c_void_p)  # type: ignore[arg-type]
-        counts = (block, shared, resident, seed)
-        _machine().emulator_run(start, pointers, (ctypes.c_int * 3)(*grid), *counts, text, len(text))
+        shape = (ctypes.c_int * 3)(*grid), (ctypes.c_int * 3)(*self.cluster)
+        _machine().emulator_run(start, pointers, *shape, block, shared, resident, seed, text, len(text))
         return text.value.decode()
 
     def _told(self, message: str, args: Sequence[jit.Arg], spans: list[tuple[int, int]]) -> str:

@@ -18,6 +18,8 @@ constexpr u32 kGap = 1024;            // between dynamic memory and the declared
 constexpr u32 kDeclared = 64 * 1024;  // room for declared variables
 constexpr u8 kPoison = 0xff;          // four of them are a NaN, two of them a NaN of f16 or bf16
 
+constexpr int kClusterBit = 24;       // from here on an address has 1 + the number of a block of the cluster
+
 struct Block;
 struct Warp;
 
@@ -33,6 +35,8 @@ struct Fiber {
   int lane = 0, line = 0;
   const char* waits_for = nullptr;  // null: runs or may run
   bool started = false;
+  bool arrived = false;  // at the cluster's barrier, in its phase:
+  u32 phase = 0;
   u8* stack = nullptr;
   jmp_buf at;
   ucontext_t first;
@@ -80,6 +84,14 @@ struct Bulk {
   Copy copy;
   u32 barrier;
   int line;
+  u32 sent = 0;  // what comes, if it comes from no memory
+};
+
+struct Cluster {
+  std::vector<Block*> blocks;  // null: has ended
+  int n_alive = 0, came = 0;
+  u32 phase = 0;
+  std::vector<Fiber*> waiting;
 };
 
 struct Block {
@@ -93,9 +105,11 @@ struct Block {
   Barrier barriers[16];
   std::map<u32, Message> messages;
   std::vector<Bulk> bulk;
+  std::shared_ptr<Cluster> cluster;
 };
 
 extern Fiber* self;
+u8* place_in(const Block& block, u32 address, u32 n_bytes, u32 align, int line);
 u32 random_bits();
 inline bool chance(int one_in) { return random_bits() % one_in == 0; }
 void wait(const char* what, int line);  // until somebody calls `wake`

@@ -1,8 +1,8 @@
 """A kernel's text, preprocessed, to C++ that device.h compiles.
 
 Three things CUDA has and C++ has not are rewritten, on the same lines: shared variables become references into the
-block's memory, `asm` statements become calls of functions named after the instruction (the line first), launch bounds become constants
-that can be asked for.
+block's memory, `asm` statements become calls of functions named after the instruction (the line first), launch bounds and sizes of
+clusters become constants that can be asked for.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+_CLUSTER = r"\b__cluster_dims__\s*\(([^()]*)\)"
 _SPECIAL = ((re.compile(r"mbarrier\.try_wait\.parity\."), "ptx_mbarrier_wait(__LINE__, %0, %1)"),)
 """Templates of several instructions, loops for the most part, and the one call each stands for."""
 
@@ -25,6 +26,8 @@ def translated(text: str) -> str:
         return ""
 
     text = _replace_calls(text, r"\b__launch_bounds__\s*\(", bounds)
+    clusters = {name: dims for dims, name in re.findall(rf"{_CLUSTER}\s*(\w+)\s*\(", text)}
+    text = re.sub(_CLUSTER, "", text)
     names = re.findall(r"\b__global__\s+void\s+(\w+)\s*\(", text)
     if len(names) != len(kernels):
         raise ValueError("each kernel must have bounds, after `void`")
@@ -32,6 +35,8 @@ def translated(text: str) -> str:
     for name, (limit, _) in zip(names, kernels, strict=True):
         text += f'\nextern "C" void emulator_start_{name}(void** args) {{ start({name}, args); }}'
         text += f'\nextern "C" int emulator_bound_{name}() {{ return {limit}; }}'
+        dims = clusters.get(name, "1, 1, 1")
+        text += f'\nextern "C" int emulator_cluster_{name}(int i) {{ const int dims[] = {{{dims}}}; return dims[i]; }}'
         text += f'\nextern "C" void emulator_sizes_{name}(int* out) {{ sizes_of({name}, out); }}'
     return text + "\n"
 

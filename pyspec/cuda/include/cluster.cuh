@@ -1,0 +1,23 @@
+// Blocks of one cluster, from sm_90 on: they start together and write into each other's shared memory.
+#pragma once
+#include "types.cuh"
+
+// After it waited for all, a block may write to any other: that one has made its barriers, if it did so before it arrived.
+__device__ __forceinline__ void arrive_at_cluster() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wait_for_cluster() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// x to where `to` is in the shared memory of block `peer`, counted in bytes on `barrier` there once it is: one trip, no
+// answer. Both are addresses in this block. A block may not end before all that is sent to it has come.
+__device__ __forceinline__ void send(u32 to, float x, u32 barrier, u32 peer) {
+  u32 there, counts;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(to), "r"(peer));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counts) : "r"(barrier), "r"(peer));
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.f32 [%0], %1, [%2];" ::"r"(there), "f"(x),
+               "r"(counts)
+               : "memory");
+}

@@ -1,0 +1,70 @@
+// Rows on their way into a product: what rows.cu and kernels that write prepared rows themselves share, so that both give
+// the same bits. Operations are spelt out where compilers might contract two into one, in one kernel and not in the other.
+#pragma once
+#include "types.cuh"
+
+__device__ __forceinline__ float square(float x) { return __fmul_rn(x, x); }
+
+__device__ __forceinline__ u32 pair(float low, float high) {
+  return f32_to_f16(low) | static_cast<u32>(f32_to_f16(high)) << 16;
+}
+
+struct Power {  // value = f16 * power; f16 = value * factor
+  float power, factor;
+};
+
+// The power of two that brings a row's largest magnitude into [1, 2). Rows of zeros and infinite ones go as they are.
+__device__ __forceinline__ Power power_of(float largest) {
+  const u32 exponent = __float_as_uint(largest) & 0x7f800000u;
+  const bool is_usual = exponent >= 0x00800000u && exponent < 0x7f800000u;
+  const u32 bits = min(exponent, 0x7e800000u);  // 2^126, whose inverse is a normal number
+  if (!is_usual) return {1.f, 1.f};
+  return {__uint_as_float(bits), __uint_as_float(0x7f000000u - bits)};
+}
+
+// Of 4 neighbours. A head's sum of squares is a tree of neighbours: of 2 columns, of 4, of 8, ..., whoever holds them.
+__device__ __forceinline__ float squares_of(float4 v) {
+  return __fadd_rn(__fadd_rn(square(v.x), square(v.y)), __fadd_rn(square(v.z), square(v.w)));
+}
+
+// The tree's next hops, over N lanes side by side; all of them get the sum.
+template <int N>
+__device__ __forceinline__ float sum_of_neighbours(float x) {
+#pragma unroll
+  for (int lane = 1; lane < N; lane <<= 1) x = __fadd_rn(x, __shfl_xor_sync(0xffffffffu, x, lane));
+  return x;
+}
+
+__device__ __forceinline__ float head_scale(float squares, int dim, float eps) {  // dim is a power of two
+  return rsqrtf(__fadd_rn(__fmul_rn(squares, 1.f / static_cast<float>(dim)), eps));
+}
+
+__device__ __forceinline__ float fast_silu(float x) { return __fdividef(x, __fadd_rn(1.f, __expf(-x))); }
+
+// What normed columns are multiplied with: weights and silu(gates).
+__device__ __forceinline__ float4 head_gate(float4 w, float4 gates) {
+  return make_float4(w.x * fast_silu(gates.x), w.y * fast_silu(gates.y), w.z * fast_silu(gates.z),
+                     w.w * fast_silu(gates.w));
+}
+
+__device__ __forceinline__ float4 gated_head(float4 v, float scale, float4 gate) {
+  return make_float4(v.x * scale * gate.x, v.y * scale * gate.y, v.z * scale * gate.z, v.w * scale * gate.w);
+}
+
+__device__ __forceinline__ uint2 halves_of(float4 v, float factor) {
+  return make_uint2(pair(v.x * factor, v.y * factor), pair(v.z * factor, v.w * factor));
+}
+
+// Four columns of a row into its block of LAYOUT 0 (rows.cu), and the block's sum. For all lanes of a warp: 8 hold a block.
+__device__ __forceinline__ void put_in_block(u16* blocks, float* sums, int pad, int row, int column, uint2 packed,
+                                             bool is_in) {
+  float total = f16_to_f32(static_cast<u16>(packed.x)) + f16_to_f32(static_cast<u16>(packed.x >> 16)) +
+                (f16_to_f32(static_cast<u16>(packed.y)) + f16_to_f32(static_cast<u16>(packed.y >> 16)));
+#pragma unroll
+  for (int lane = 4; lane > 0; lane >>= 1) total += __shfl_xor_sync(0xffffffffu, total, lane);
+  if (!is_in) return;
+  const i64 at = static_cast<i64>(column / 32) * pad + row;
+  const int quad = column % 32 / 4;
+  *reinterpret_cast<uint2*>(blocks + at * 32 + (quad & 3) * 8 + (quad >> 2) * 4) = packed;
+  if (quad == 0) sums[at] = total;
+}
