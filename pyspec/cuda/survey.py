@@ -76,7 +76,8 @@ def standard(device: torch.device) -> list[Ask]:
         (moe_route, RouteSpec(device, 3072, 256, 8, gated=True)),
         (moe_route, RouteSpec(device, 4096, 512, 22, "sigmoid", scale=5.0, biased=True)),
         (moe, MoeSpec(device, 8, 3072, 1024, "swiglu", GGMLType.Q4_K, GGMLType.Q6_K)),
-        (moe, MoeSpec(device, 8, 2048, 512, "swiglu", GGMLType.Q8_0, GGMLType.Q8_0)),
+        (moe, MoeSpec(device, 8, 2048, 512, "swiglu", GGMLType.Q8_0, GGMLType.Q8_0, pieces=1)),
+        (moe, MoeSpec(device, 6, 2688, 1856, "relu2", GGMLType.Q8_0, GGMLType.Q8_0, pieces=2)),
     ]
 
 

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from pyspec.cuda.kernels.moe import moe
-from pyspec.cuda.kernels.moe_ref import Act, Added, MoeSpec, Router, RouteSpec, Stack, Stacks
+from pyspec.cuda.kernels.moe_cuda import Experts
+from pyspec.cuda.kernels.moe_ref import NOTHING, Act, Added, MoeSpec, Router, RouteSpec, Stack, Stacks
 from pyspec.cuda.kernels.moe_route import moe_route
 from pyspec.cuda.kernels.rows import rows
 from pyspec.cuda.kernels.rows_ref import RELU2, Kind, Norm, Prep, RowsSpec
@@ -79,6 +80,30 @@ def _stacks(w: Weights, p: str, act: Act) -> Stacks:
     return Stacks(gate, w.stack(f"{p}.ffn_up_exps.weight"), down)
 
 
+def shared_stacks(w: Weights, p: str, s: MoeShape, stacks: Stacks) -> Stacks | None:
+    """The shared expert as packed in the file, if one launch may multiply it with the others: of their types and input, and
+    as wide as a number of them."""
+    block = None if stacks.down.type is None else stacks.down.type.block_size
+    if not s.n_ff_shared or s.latent or block is None or s.n_ff_shared % s.n_ff:
+        return None
+    if s.n_ff_shared > s.n_ff and s.n_ff % block:
+        return None  # columns of a piece are no whole blocks
+
+    def stack(name: str, like: Stack) -> Stack | None:
+        e = w.embedding(f"{p}.ffn_{name}_shexp.weight")  # rows as they lie in the file
+        if e.type is not like.type or (e.scale != 1.0 and like.scale is None):
+            return None
+        n_out, n_in = (like.n_out, s.n_ff_shared) if name == "down" else (s.n_ff_shared, like.n_in)
+        scale = None if like.scale is None else torch.full((1,), e.scale, device=w.device)
+        return Stack(e.raw.reshape(1, -1), e.type, n_out, n_in, scale)
+
+    gate = None if stacks.gate is None else stack("gate", stacks.gate)
+    up, down = stack("up", stacks.up), stack("down", stacks.down)
+    if up is None or down is None or (gate is None and stacks.gate is not None):
+        return None
+    return Stacks(gate, up, down)
+
+
 def halves(stack: Stack) -> tuple[Stack, Stack]:
     """A fused stack as gates (the first half of an expert's rows) and ups; both are views of it."""
     half = stack.n_out // 2
@@ -102,10 +127,17 @@ class MoeFeed:
         self.route, self.capturable = moe_route.bind(route), moe_route.chosen(route).capturable
         stacks = _stacks(w, p, shape.act)
         spec = self._spec(w.device, stacks)
+        self.shared: _Shared | None = None
+        together = shared_stacks(w, p, shape, stacks) if w.device.type == "cuda" else None
+        with_shared = replace(spec, pieces=shape.n_ff_shared // shape.n_ff)
+        if together is not None and moe.chosen(with_shared) is not moe.reference:
+            stacks, spec = replace(stacks, shared=together), with_shared
+        elif shape.n_ff_shared:
+            self.shared = _Shared(w, p, shape.act)
         self.experts, self.capturable = moe.bind(spec)(stacks), self.capturable and moe.chosen(spec).capturable
+        self.prepare = self.experts.prepare if isinstance(self.experts, Experts) else None
         self.latent_down: Matrix | None = w.matrix(f"{p}.ffn_latent_down.weight") if shape.latent else None
         self.latent_up: Matrix | None = w.matrix(f"{p}.ffn_latent_up.weight") if shape.latent else None
-        self.shared = _Shared(w, p, shape.act) if shape.n_ff_shared else None
         self.prep = self.norm if self._norms_on_the_way(w.device) else None
 
     def _route_spec(self, device: torch.device) -> RouteSpec:
@@ -139,17 +171,22 @@ class MoeFeed:
 
     def __call__(self, x: Tensor) -> Tensor:
         n, prep = x if self.prep is not None else self.norm(x), self.prep
+        shared = None
+        if self.shared is not None:  # products add to the residual stream on their way
+            shared = self.shared(n, prep, residual=None if self.shape.shared_gate else x)
+        if self.latent_down is not None:
+            n, prep = self.latent_down(n, prep), None
+        ready = None  # of experts, what needs no choice comes before it
+        if self.prepare is not None:
+            ready = self.prepare(n, prep)
         routes = self.route(x, self.norm.weight, self.router, self.bias)
-        added = Added(x)
-        if self.shared is not None and routes.gate is None:
-            added = Added(self.shared(n, prep, residual=x))  # products add to the residual stream on their way
-        elif self.shared is not None:
-            added = Added(x, self.shared(n, prep), routes.gate)
-        if self.latent_down is None or self.latent_up is None:
-            return self.experts(n, routes.ids, routes.weights, prep, added)
-        y = self.experts(self.latent_down(n, prep), routes.ids, routes.weights)
-        y = self.latent_up(y, residual=added.residual)
-        return y if added.shared is None else torch.addcmul(y, added.shared, added.gate)
+        added = Added(x, None, routes.gate)
+        if shared is not None:
+            added = Added(shared) if routes.gate is None else Added(x, shared, routes.gate)
+        if self.latent_up is None:
+            return self.experts(n, routes.ids, routes.weights, prep, added, ready)
+        y = self.latent_up(self.experts(n, routes.ids, routes.weights, None, NOTHING, ready), residual=added.residual)
+        return y if added.shared is None or added.gate is None else torch.addcmul(y, added.shared, added.gate)
 
 
 class _Shared:

@@ -152,7 +152,7 @@ def test_sums_of_a_row_are_the_references_bit_by_bit(
     with emulated_gpu():
         none = moe_cuda.np.int64(0)
         given = [none if t is None else t for t in (shared, gate, residual)]
-        sizes = moe_cuda.np.int32(n_used), moe_cuda.np.int32(n // 4)
+        sizes = [moe_cuda.np.int32(i) for i in (n_used, n // 4, int(has_shared))]
         _, combine = moe_cuda._pair_kernels(CPU)
         combine.launch((n_row, -(-n // 1024)), 256, (y, weights, *given, out, *sizes))
     assert torch.equal(out, moe_ref.combine(y, weights, Added(residual, shared, gate)))
@@ -194,14 +194,16 @@ def test_lists_name_every_pair_once_with_its_expert(n_row: int, n_used: int, n_e
     assert covered == list(range(n_pair)), "places of items follow each other"
 
 
+@pytest.mark.parametrize("pieces", [0, 1, 3])
 @pytest.mark.parametrize(
     ("act", "up", "down"),
     [("swiglu", Q8_0, Q8_0), ("swiglu", GGMLType.Q4_K, GGMLType.Q6_K), ("relu2", Q8_0, Q4_0), ("relu2", Q4_0, GGMLType.Q4_1)],
 )  # fmt: skip
-def test_experts_are_the_references(act: str, up: GGMLType, down: GGMLType) -> None:
-    """The op's own check: spread rows and crowds, items of 8 and of 32 pairs, an expert's lower tile."""
+def test_experts_are_the_references(act: str, up: GGMLType, down: GGMLType, pieces: int) -> None:
+    """The op's own check: spread rows and crowds, items of 8 and of 32 pairs, an expert's lower tile, a shared expert."""
     n = 256 if GGMLType.Q4_K in (up, down) else 96
-    spec = MoeSpec(CPU, 3, n, n + (0 if n == 256 else 64), act, up, down)  # type: ignore[arg-type]
+    n_ff = n + (0 if n == 256 else 64)
+    spec = MoeSpec(CPU, 3, n, n_ff, act, up, down, pieces=pieces)  # type: ignore[arg-type]
     with emulated_gpu():
         assert moe_cuda.check(moe_cuda.bind(spec), moe_ref.bind(spec), spec, n_rows=(1, 9, 40)) is None
 
@@ -210,7 +212,7 @@ def test_experts_are_the_references(act: str, up: GGMLType, down: GGMLType) -> N
 def test_every_type(type: GGMLType) -> None:
     """With an expert's second scale where there may be one."""
     n = max(64, type.block_size)
-    spec = MoeSpec(CPU, 2, n, n, "swiglu", type, type, scaled=type is GGMLType.NVFP4)
+    spec = MoeSpec(CPU, 2, n, n, "swiglu", type, type, scaled=type is GGMLType.NVFP4, pieces=1)
     with emulated_gpu((8, 0)):
         assert moe_cuda.check(moe_cuda.bind(spec), moe_ref.bind(spec), spec, n_rows=(5,)) is None
 
@@ -231,9 +233,45 @@ def test_bits_depend_neither_on_neighbours_nor_on_the_order() -> None:
         assert torch.equal(other, found[0][: len(other)])
 
 
+def test_few_rows_find_those_that_took_the_same_expert() -> None:
+    """As lists do: 704 pairs, crowds of up to 32 at an expert, ids that are no expert's, all orders of CTAs."""
+    spec = MoeSpec(CPU, 22, 64, 32, "relu2", Q8_0, Q8_0, pieces=2)
+    stacks, x = packed(spec, 30), torch.randn(33, 64, generator=torch.Generator().manual_seed(3))
+    ids, weights = spread(33, 22, 30)
+    ids[:, 0], ids[4, 3], ids[30, 1] = 7, -1, 1000
+    found = []
+    for seed, n_row in ((0, 33), (1, 32), (2, 31), (3, 9)):
+        with emulated_gpu(seed=seed):
+            found.append(moe_cuda.bind(spec)(stacks)(x[:n_row], ids[:n_row], weights[:n_row]))
+    for other in found[1:]:
+        assert torch.equal(other, found[0][: len(other)])
+    assert worst(found[0].double(), exact(stacks)(x, ids.clamp(0, 29), weights)) < 1e-4
+
+
+def test_tickets_are_back_at_zero() -> None:
+    spec = MoeSpec(CPU, 3, 64, 96, "swiglu", Q8_0, Q8_0, pieces=1)
+    stacks, (ids, weights) = packed(spec, 6), spread(20, 3, 6)
+    with emulated_gpu(seed=5):
+        run = moe_cuda.bind(spec)(stacks)
+        first, again = (run(torch.ones(20, 64), ids, weights) for _ in "ab")
+        assert torch.equal(first, again) and not run.down.tickets.any()
+
+
+def test_a_shared_expert_is_cut_into_experts_that_add_up_to_it() -> None:
+    spec = MoeSpec(CPU, 1, 64, 32, "swiglu", Q8_0, Q4_0, pieces=3)
+    shared, x = packed(spec, 2).shared, torch.randn(5, 64)
+    assert shared is not None and shared.up.n_out == 96
+    pieces = moe_cuda.cut(shared, 3)
+    assert pieces.n_expert == 3 and pieces.up.n_out == pieces.down.n_in == 32
+    every = replace(spec, n_used=3, pieces=0)
+    ids, ones = torch.arange(3, dtype=torch.int32).expand(5, 3).contiguous(), torch.ones(5, 3)
+    whole = moe_ref.bind(replace(spec, pieces=0))(shared)(x, torch.zeros(5, 1, dtype=torch.int32), torch.ones(5, 1))
+    assert torch.allclose(moe_ref.bind(every)(pieces)(x, ids, ones), whole, atol=1e-4)
+
+
 def test_many_rows_go_in_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_cuda, "MAX_ROWS", 8)
-    spec = MoeSpec(CPU, 2, 64, 64, "relu2", Q8_0, Q8_0)
+    spec = MoeSpec(CPU, 2, 64, 64, "relu2", Q8_0, Q8_0, pieces=1)
     stacks, x = packed(spec, 5), torch.randn(19, 64)
     ids, weights = torch.rand(19, 5).argsort(-1)[:, :2].int().contiguous(), torch.rand(19, 2)
     with emulated_gpu():
@@ -272,23 +310,33 @@ def test_what_the_kernel_can_not_take_is_said(monkeypatch: pytest.MonkeyPatch) -
     assert "packed form" in str(moe_cuda.limits(replace(cuda, up=GGMLType.Q2_K)))
     assert "one type" in str(moe_cuda.limits(replace(cuda, up=None)))
     assert "up to 32" in str(moe_cuda.limits(replace(cuda, n_used=33)))
+    assert moe_cuda.limits(replace(cuda, pieces=4)) is None
+    assert "5 pieces" in str(moe_cuda.limits(replace(cuda, pieces=5)))
+    assert "2 pieces of 64" in str(moe_cuda.limits(replace(cuda, down=GGMLType.Q4_K, pieces=2)))
 
 
 def exact(stacks: Stacks, round: Callable[[Tensor], Tensor] = rounded) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """Experts in float64, with rows rounded to f16 where the kernels round them: before each product."""
-    matrices = [
-        [None if s is None else s.matrix(e).double() for s in (stacks.gate, stacks.up, stacks.down)]
-        for e in range(stacks.n_expert)
-    ]
+
+    def matrices_of(stacks: Stacks) -> list[list[Tensor | None]]:
+        three = stacks.gate, stacks.up, stacks.down
+        return [[None if s is None else s.matrix(e).double() for s in three] for e in range(stacks.n_expert)]
+
+    matrices = matrices_of(stacks)
+    shared = [] if stacks.shared is None else matrices_of(stacks.shared)
+
+    def feed(three: list[Tensor | None], x: Tensor) -> Tensor:
+        gate, up, down = three
+        assert up is not None and down is not None
+        return round(activate(None if gate is None else x @ gate.T, x @ up.T)) @ down.T
 
     def run(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         x, y = round(x.double()), torch.empty(*ids.shape, x.shape[1], dtype=torch.float64)
-        for e, (gate, up, down) in enumerate(matrices):
+        for e, three in enumerate(matrices):
             row, choice = (ids == e).nonzero(as_tuple=True)
-            assert up is not None and down is not None
-            h = activate(None if gate is None else x[row] @ gate.T, x[row] @ up.T)
-            y[row, choice] = round(h) @ down.T
-        return combine(y, weights.double())
+            y[row, choice] = feed(three, x[row])
+        out = combine(y, weights.double())
+        return out + feed(shared[0], x) if shared else out
 
     return run
 
@@ -369,14 +417,14 @@ def test_the_check_refuses_mistakes_and_not_rounding(mistake: Callable[[Stacks, 
 
 
 SHAPES = {
-    "halves": MoeSpec(CPU, 3, 160, 96, "swiglu", Q8_0, Q8_0),  # 2.5 and 1.5 chunks; 10 and 12 groups of rows
+    "halves": MoeSpec(CPU, 3, 160, 96, "swiglu", Q8_0, Q8_0, pieces=2),  # 2.5 and 1.5 chunks; 10 and 12 groups of rows
     "long": MoeSpec(CPU, 2, 1184, 32, "relu2", Q8_0, Q8_0),  # round the ring of stages; 2 groups, and 74
-    "records": MoeSpec(CPU, 2, 768, 256, "swiglu", Q4_K, Q4_K),
-    "scaled": MoeSpec(CPU, 2, 320, 192, "relu2", GGMLType.NVFP4, GGMLType.NVFP4, scaled=True),
+    "records": MoeSpec(CPU, 2, 768, 256, "swiglu", Q4_K, Q4_K, pieces=1),
+    "scaled": MoeSpec(CPU, 2, 320, 192, "relu2", GGMLType.NVFP4, GGMLType.NVFP4, scaled=True, pieces=1),
 }
 
 
-@pytest.mark.parametrize(("capability", "groups", "split"), [((8, 6), 4, 2), ((9, 0), 4, 2), ((9, 0), 2, 4)])
+@pytest.mark.parametrize(("capability", "groups", "split"), [((8, 6), 4, 2), ((9, 0), 4, 2), ((9, 0), 4, 4)])
 @pytest.mark.parametrize("name", SHAPES)
 def test_sums_are_exact_and_a_row_has_the_same_bits_alone_and_among_others(
     name: str, capability: tuple[int, int], groups: int, split: int, monkeypatch: pytest.MonkeyPatch

@@ -130,6 +130,21 @@ def test_the_shared_expert_and_the_residual_stream_are_added_last() -> None:
     assert moe_ref.combine(y, weights, Added(torch.tensor([[5.0]]))).tolist() == [[7.0]]
 
 
+@pytest.mark.parametrize("act", ["swiglu", "relu2"])
+def test_a_shared_expert_runs_for_all_rows(act: str) -> None:
+    """By its gate, or as it is; twice as wide as the others."""
+    s, one = stacks(8, 16, 24, act), stacks(1, 16, 48, act)
+    spec = MoeSpec(CPU, 3, 16, 24, act, None, None)  # type: ignore[arg-type]
+    x, (ids, weights) = torch.randn(4, 16), choose(torch.randn(4, 8), RouteSpec(CPU, 16, 8, 3), None)
+    residual, gate = torch.randn(4, 16), torch.rand(4, 1)
+    run = moe.bind(replace(spec, pieces=2))(replace(s, shared=one))
+    apart = moe.bind(spec)(s)(x, ids, weights)
+    shared = by_hand(one, x, torch.zeros(4, 1, dtype=torch.int32), torch.ones(4, 1)).float()
+    assert torch.allclose(run(x, ids, weights), apart + shared, atol=1e-5)
+    got = run(x, ids, weights, None, Added(residual, None, gate))
+    assert torch.allclose(got, residual + apart + shared * gate, atol=1e-5)
+
+
 def test_experts_norm_their_rows_on_the_way() -> None:
     s, norm = stacks(8, 16, 24), Norm(1 + torch.rand(16), 1e-5)
     run = moe.bind(MoeSpec(CPU, 3, 16, 24, "swiglu", None, None))(s)

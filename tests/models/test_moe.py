@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from pyspec.cuda.kernels.moe import moe
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGMLType, GGUFFile, GGUFWriter, open_gguf
-from pyspec.models.moe import MoeFeed, MoeShape, moe_tensors
+from pyspec.models.moe import MoeFeed, MoeShape, moe_tensors, shared_stacks
+from pyspec.models.moe import _stacks as moe_stacks
 from pyspec.models.weights import Weights, check_tensors
 
 CPU, N, EPS, P = torch.device("cpu"), 32, 1e-6, "blk.0"
@@ -99,6 +102,28 @@ def test_every_kind_of_shape(kind: str, bias: bool, dense: torch.dtype | None, t
         x = np.random.default_rng(1).standard_normal((11, N)).astype(np.float32)
         got = feed(torch.from_numpy(x))
     assert np.abs(got.numpy() - expected(s, made, x)).max() < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["qwen", "nano"])
+def test_a_shared_expert_of_the_others_types_may_run_with_them(kind: str, tmp_path: Path) -> None:
+    """What a GPU is given, in plain torch: the same as apart. Other types, widths and inputs stay apart."""
+    s = replace(SHAPES[kind], n_ff=32, n_ff_shared=64)
+    made = tensors(s)
+    with write(tmp_path / "m.gguf", made) as file:
+        w = Weights(file, CPU, None)
+        feed, stacks = MoeFeed(w, P, s, EPS), moe_stacks(w, P, s.act)
+        together = shared_stacks(w, P, s, stacks)
+        assert together is not None and together.up.n_out == 64 and feed.shared is not None
+        assert shared_stacks(w, P, replace(s, n_ff=48), stacks) is None
+        assert shared_stacks(w, P, replace(s, latent=16), stacks) is None
+        assert shared_stacks(w, P, replace(s, n_ff_shared=0), stacks) is None
+        other = replace(stacks, down=replace(stacks.down, type=GGMLType.Q8_0))
+        assert shared_stacks(w, P, s, other) is None
+        x = torch.randn(5, N)
+        apart = feed(x)
+        feed.shared = None
+        feed.experts = moe.bind(replace(feed._spec(CPU, stacks), pieces=2))(replace(stacks, shared=together))
+        assert torch.allclose(feed(x), apart, atol=1e-5)
 
 
 def test_gates_and_ups_in_one_tensor(tmp_path: Path) -> None:

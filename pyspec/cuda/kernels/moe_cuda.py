@@ -1,4 +1,8 @@
-"""`moe` on NVIDIA GPUs: lists of rows by expert, then one launch for all gates and ups, one for all downs (moe.cu).
+"""`moe` on NVIDIA GPUs: one launch for all gates and ups, one for all downs (moe.cu).
+
+Many rows get lists of theirs by expert before, and are summed after, in launches of their own (moe_pairs.cu); few find each
+other and are summed by who comes last. A shared expert goes in the same
+launches, cut into pieces of the others' width: of all rows, and first, because what it reads is known before rows have chosen.
 
 Nothing of what rows chose reaches the host: grids are as large as the number of rows can make them, and CTAs without work
 end at once. So graphs may hold it, and prompts take the same way, MAX_ROWS rows at a time. Buffers are shared by the layers of
@@ -15,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
+from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
 from pyspec.cuda.kernels.linear_cuda import n_shared, random_weights
 from pyspec.cuda.kernels.linear_pack import CHUNKS, FORMATS, RECORDS, interleave, n_chunks, n_groups, repack
 from pyspec.cuda.kernels.moe_ref import NOTHING, Added, MoeSpec, Run, Stack, Stacks
@@ -24,33 +28,39 @@ from pyspec.cuda.kernels.rows_ref import Norm
 from pyspec.gguf import GGMLType
 
 MAX_ROWS, MAX_EXPERT, MAX_USED = 512, 1024, 32
-FEW = 32  # rows up to which an item has 8 pairs: experts rarely get more; beyond it has 32
+FEW = 32  # rows up to which an item has 8 pairs, found without a list: experts rarely get more; beyond it has 32
+MAX_PIECES = 4  # of a shared expert: with more, a launch of its own reads as well
 GROUPS = 4  # of 16 weight rows in a CTA
 SPLIT = 2  # warps for each, which share the columns
 NONE, SWIGLU, RELU2 = 0, 1, 2  # moe.cu's activations
 ACTS = {"swiglu": SWIGLU, "relu2": RELU2}
-_STAGE = 10 * 1024  # bytes of weights in a stage: fewer barriers, and still several stages
+STAGE = {
+    1: 10 * 1024,
+    4: 10 * 1024,
+}  # by TILES_N: bytes of weights in a stage: fewer barriers, and still several stages
+REGISTERS = {1: 80, 4: 128}  # by TILES_N: of a thread, at most
 
 
-def stage_chunks(type: GGMLType) -> int:
+def stage_chunks(type: GGMLType, tiles_n: int) -> int:
     """Chunks in a stage: whole turns of the warps that share them."""
     turn = max(1, SPLIT // CHUNKS[type])
-    return turn * max(1, _STAGE // (turn * GROUPS * RECORDS[type]))
+    return turn * max(1, STAGE[tiles_n] // (turn * GROUPS * RECORDS[type]))
 
 
-def stage_bytes(type: GGMLType, tiles_n: int) -> int:
-    sums = 4 if FORMATS[type].minima else 0
-    return stage_chunks(type) * (GROUPS * RECORDS[type] + CHUNKS[type] * 8 * tiles_n * (64 + sums))
+def stage_bytes(type: GGMLType, tiles_n: int, inner: bool = False) -> int:
+    """Weights and rows; downs have a power of two for each block of a row beside it, minima a sum."""
+    beside = (4 if FORMATS[type].minima else 0) + (0 if inner else 4)
+    return stage_chunks(type, tiles_n) * (GROUPS * RECORDS[type] + CHUNKS[type] * 8 * tiles_n * (64 + beside))
 
 
 def resident(tiles_n: int) -> int:
-    """CTAs that a multiprocessor should hold: what 80 registers a thread allow, 128 where its sums are many."""
-    return 65536 // ((80 if tiles_n == 1 else 128) * 32 * GROUPS * SPLIT)
+    """CTAs that a multiprocessor should hold: what registers allow."""
+    return 65536 // (REGISTERS[tiles_n] * 32 * GROUPS * SPLIT)
 
 
-def n_stages(type: GGMLType, tiles_n: int, capability: tuple[int, int]) -> int:
+def n_stages(type: GGMLType, tiles_n: int, capability: tuple[int, int], inner: bool = False) -> int:
     """At most 8, what `resident` CTAs have room for; but 3 or at least 2 wherever one CTA has, 0 elsewhere."""
-    size, most = stage_bytes(type, tiles_n), n_shared(capability)
+    size, most = stage_bytes(type, tiles_n, inner), n_shared(capability)
     fit = min(most // size, max(3, (most // resident(tiles_n) - 1024) // size))  # 1 KB is the driver's
     return min(8, fit) if fit >= 2 else 0
 
@@ -69,6 +79,8 @@ def limits(spec: MoeSpec) -> str | None:
             return f"{type.name} does not fit this GPU's shared memory"
     if spec.n_in % 32 or spec.n_ff % 32 or max(spec.n_in, spec.n_ff) > MAX_COLUMNS:
         return f"{spec.n_in} and {spec.n_ff} columns; the kernel takes multiples of 32 up to {MAX_COLUMNS}"
+    if spec.pieces > MAX_PIECES or (spec.pieces > 1 and spec.n_ff % spec.down.block_size):
+        return f"a shared expert of {spec.pieces} pieces of {spec.n_ff} columns"
     if spec.n_used > MAX_USED:
         return f"{spec.n_used} experts for a row; the kernel takes up to {MAX_USED}"
     return None
@@ -83,12 +95,13 @@ def defines(type: GGMLType, tiles_n: int, stages: int, act: int, inner: bool) ->
         "WARPS_M": GROUPS,
         "WARPS_N": 1,
         "TILES_M": 16 // GROUPS,
+        "EPILOGUE": 0,
         "TILES_N": tiles_n,
         "SPLIT": SPLIT,
-        "PER_STAGE": stage_chunks(type),
+        "PER_STAGE": stage_chunks(type, tiles_n),
         "STAGES": stages,
         "RESIDENT": resident(tiles_n),
-        "EPILOGUE": 0,
+        "LISTED": int(tiles_n > 1),
         "ACT": act,
         "INNER": int(inner),
     }
@@ -133,27 +146,47 @@ def pack(*stacks: Stack) -> PackedStack:
     return PackedStack(whole.view(n_expert, n_record), joined.view(n_expert, -1), type, n_out, n_in)
 
 
+def cut(shared: Stacks, pieces: int) -> Stacks:
+    """A shared expert as so many experts, whose outputs add up to its."""
+
+    def rows(s: Stack) -> Stack:
+        return Stack(s.data.reshape(pieces, -1), s.type, s.n_out // pieces, s.n_in, scale(s))
+
+    def scale(s: Stack) -> Tensor | None:
+        return None if s.scale is None else s.scale.expand(pieces)
+
+    down = shared.down
+    columns = down.data.reshape(down.n_out, pieces, -1).transpose(0, 1).reshape(pieces, -1)
+    return Stacks(
+        None if shared.gate is None else rows(shared.gate),
+        rows(shared.up),
+        Stack(columns, down.type, down.n_out, down.n_in // pieces, scale(down)),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Step:
     """One compiled product."""
 
     kernel: Kernel
     shared: int
+    threads: int
 
 
 @cache
 def _step(device: torch.device, type: GGMLType, tiles_n: int, act: int, inner: bool) -> _Step:
     capability = torch.cuda.get_device_capability(device)
-    stages = n_stages(type, tiles_n, capability)
+    stages = n_stages(type, tiles_n, capability, inner)
     code = compile_cubin("moe", arch_of(capability), defines(type, tiles_n, stages, act, inner))
-    shared = stages * stage_bytes(type, tiles_n)
-    return _Step(code.kernel("moe", "pppppppp" + "l" + "iiiiii").allow_shared(shared), shared)
+    shared = stages * stage_bytes(type, tiles_n, inner)
+    kernel = code.kernel("moe", "pppp" + "ppp" + "ppp" + "pppp" + "pppppp" + "l" + 9 * "i").allow_shared(shared)
+    return _Step(kernel, shared, 32 * GROUPS * SPLIT)
 
 
 @cache
 def _pair_kernels(device: torch.device) -> tuple[Kernel, Kernel]:
     code = compile_cubin("moe_pairs", arch_of(torch.cuda.get_device_capability(device)))
-    return code.kernel("moe_lists", "pppiiii"), code.kernel("moe_combine", "ppppppii")
+    return code.kernel("moe_lists", "pppiiii"), code.kernel("moe_combine", "ppppppiii")
 
 
 @cache
@@ -164,25 +197,88 @@ def _rows(device: torch.device, n_in: int, most: int) -> RowsLaunch:
     return RowsLaunch(device, n_in, tuple(pads))
 
 
-class _Product:
-    """All experts' products with one stack."""
+@dataclass(frozen=True, slots=True)
+class _Between:
+    """Activations on their way from the gates and ups to the downs, as moe.cu has them: [pair][block]. Blocks past n_ff stay zero."""
 
-    def __init__(self, device: torch.device, stack: PackedStack, act: int, inner: bool) -> None:
-        self.stack, self.inner = stack, inner
+    blocks: Tensor
+    sums: Tensor
+    powers: Tensor
+    step: int
+
+
+@cache
+def _between(device: torch.device, n_ff: int, most: int) -> _Between:
+    step = -(-n_ff // 256) * 8
+    sums, powers = (torch.zeros(most * step, dtype=torch.float32, device=device) for _ in "sp")
+    return _Between(torch.zeros(most * step * 32, dtype=torch.float16, device=device), sums, powers, step)
+
+
+@cache
+def _tickets(device: torch.device, n: int) -> Tensor:
+    return torch.zeros(n, dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """What a row's sum is made of besides what its experts give, and where it goes. See expert_sums.cuh."""
+
+    y: Tensor
+    weights: Tensor
+    shared: Tensor | None
+    gate: Tensor | None
+    residual: Tensor | None
+    out: Tensor
+
+    def args(self) -> list[Arg]:
+        beside = (np.int64(0) if t is None else t for t in (self.shared, self.gate, self.residual))
+        return [self.weights, *beside, self.out]
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """Which rows took which experts; order and items are lists of many rows, of few there are none."""
+
+    ids: Tensor
+    order: Tensor
+    items: Tensor
+    n_item: int
+    per_item: int
+    n_expert: int
+
+
+class _Product:
+    """All experts' products with one stack, and the shared expert's pieces if there are any."""
+
+    def __init__(
+        self, device: torch.device, stack: PackedStack, shared: PackedStack | None, act: int, inner: bool
+    ) -> None:
+        self.stack, self.shared = stack, stack if shared is None else shared
+        self.n_piece = 0 if shared is None else shared.records.shape[0]
+        assert self.shared.records.shape[1] == stack.records.shape[1] and self.shared.type is stack.type
         self.n_out = stack.n_out // 2 if act == SWIGLU else stack.n_out
         self.steps = {8 * n: _step(device, stack.type, n, act, inner) for n in (1, 4)}
         self.n_group, self.n_chunk = n_groups(stack.n_out), n_chunks(stack.type, stack.n_in)
+        self.tickets = _tickets(device, self.n_group)
 
-    def __call__(self, ready: Rows, order: Tensor, items: Tensor, n_used: int, per_item: int, overlap: bool) -> Tensor:
-        step, s = self.steps[per_item], self.stack
-        out = torch.empty(order.shape[0], self.n_out, dtype=torch.float32, device=order.device)
-        args = (s.records, s.scales, ready.blocks, ready.sums, ready.powers, order, items, out)
-        args += (np.int64(s.records.shape[1]), np.int32(s.scales.shape[1]), np.int32(n_used), np.int32(ready.pad))
-        args += (np.int32(self.n_out), np.int32(self.n_group), np.int32(self.n_chunk))
-        step.kernel.launch(
-            (-(-self.n_group // GROUPS), items.shape[0]), 32 * GROUPS * SPLIT, args, step.shared, overlap=overlap
-        )
-        return out
+    def __call__(self, t: _Taken, x: tuple[Tensor, ...], step: int, sums: _Sums, h: _Between, overlap: bool) -> None:
+        """x: blocks, sums and powers of what is multiplied, `step` of its layout. Writes sums.y (downs) or h (gates and ups), and
+        of few rows the sums."""
+        kernel, s, more, (n_row, n_used) = self.steps[t.per_item], self.stack, self.shared, t.ids.shape
+        sizes = s.scales.shape[1], t.n_expert, n_used, n_row, self.n_piece, step, self.n_out, self.n_group, self.n_chunk
+        args: list[Arg] = [s.records, s.scales, more.records, more.scales, *x, t.ids, t.order, t.items]
+        args += [
+            sums.y,
+            h.blocks,
+            h.sums,
+            h.powers,
+            *sums.args(),
+            self.tickets,
+            np.int64(s.records.shape[1]),
+            *(np.int32(n) for n in sizes),
+        ]
+        grid = -(-self.n_group // GROUPS), self.n_piece * -(-n_row // t.per_item) + t.n_item
+        kernel.kernel.launch(grid, kernel.threads, args, kernel.shared, overlap=overlap)
 
 
 class Experts:
@@ -191,40 +287,69 @@ class Experts:
     def __init__(self, spec: MoeSpec, stacks: Stacks) -> None:
         self.spec, self.n_expert = spec, stacks.n_expert
         assert self.n_expert <= MAX_EXPERT and (stacks.gate is None) == (spec.act == "relu2")
-        inner = pack(stacks.up) if stacks.gate is None else pack(stacks.gate, stacks.up)
-        self.inner = _Product(spec.device, inner, ACTS[spec.act], True)
-        self.down = _Product(spec.device, pack(stacks.down), NONE, False)
+        assert (stacks.shared is None) == (spec.pieces == 0)
+        pieces = None if stacks.shared is None else cut(stacks.shared, spec.pieces)
+        inner, shared = _pack_inner(stacks), None if pieces is None else _pack_inner(pieces)
+        self.inner = _Product(spec.device, inner, shared, ACTS[spec.act], True)
+        shared = None if pieces is None else pack(pieces.down)
+        self.down = _Product(spec.device, pack(stacks.down), shared, NONE, False)
         self.lists, self.combine = _pair_kernels(spec.device)
         self.x_rows = _rows(spec.device, spec.n_in, MAX_ROWS)
-        self.h_rows = _rows(spec.device, spec.n_ff, MAX_ROWS * spec.n_used)
+        self.h = _between(spec.device, spec.n_ff, MAX_ROWS * (spec.n_used + spec.pieces))
+
+    def prepare(self, x: Tensor, norm: Norm | None = None) -> Rows | None:
+        """Rows ready to be multiplied, before it is known by what: the launch between a choice and its products is spared.
+
+        None for more than go at once. They hold until rows of this width are prepared again.
+        """
+        return self.x_rows(x.contiguous(), norm) if x.shape[0] <= MAX_ROWS else None
 
     def __call__(
-        self, x: Tensor, ids: Tensor, weights: Tensor, norm: Norm | None = None, added: Added = NOTHING
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        norm: Norm | None = None,
+        added: Added = NOTHING,
+        ready: object = None,
     ) -> Tensor:
         x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
         assert ids.dtype == torch.int32 and ids.shape == weights.shape == (x.shape[0], self.spec.n_used)
         assert all(t is None or t.is_contiguous() for t in (added.residual, added.shared, added.gate))
+        assert added.shared is None or not self.spec.pieces
         out = torch.empty(x.shape[0], self.spec.n_in, dtype=torch.float32, device=x.device)
         for first in range(0, x.shape[0], MAX_ROWS):
             part = slice(first, first + MAX_ROWS)
-            self._run(x[part], ids[part], weights[part], norm, added.part(part), out[part])
+            rows = ready if isinstance(ready, Rows) else self.x_rows(x[part], norm)
+            self._run(rows, ids[part], weights[part], added.part(part), out[part])
         return out
 
-    def _run(self, x: Tensor, ids: Tensor, weights: Tensor, norm: Norm | None, added: Added, out: Tensor) -> None:
-        n_row, n_used = ids.shape
-        n_pair, per_item = n_row * n_used, 8 if n_row <= FEW else 32
-        n_item = min(n_pair, self.n_expert + n_pair // per_item)
-        order = torch.empty(n_pair, dtype=torch.int32, device=x.device)
-        items = torch.empty(n_item, 4, dtype=torch.int32, device=x.device)
-        sizes = (np.int32(n_pair), np.int32(self.n_expert), np.int32(per_item), np.int32(n_item))
-        overlap = self.x_rows.overlap
-        self.lists.launch((1,), MAX_EXPERT, (ids, order, items, *sizes), overlap=overlap)
-        h = self.inner(self.x_rows(x, norm), order, items, n_used, per_item, overlap)
-        y = self.down(self.h_rows(h), order, items, n_used, per_item, overlap)
-        n_quad = self.spec.n_in // 4
-        more = [np.int64(0) if t is None else t for t in (added.shared, added.gate, added.residual)]
-        args = (y, weights, *more, out, np.int32(n_used), np.int32(n_quad))
-        self.combine.launch((n_row, -(-n_quad // 256)), 256, args, overlap=overlap)
+    def _run(self, ready: Rows, ids: Tensor, weights: Tensor, added: Added, out: Tensor) -> None:
+        (n_row, n_used), pieces, overlap = ids.shape, self.spec.pieces, self.x_rows.overlap
+        taken, n_quad = self._taken(ids), self.spec.n_in // 4
+        y = torch.empty(n_row * (n_used + pieces), self.spec.n_in, dtype=torch.float32, device=out.device)
+        shared = y[n_row * n_used :] if pieces else added.shared
+        sums = _Sums(y, weights, shared, added.gate, added.residual, out)
+        self.inner(taken, (ready.blocks, ready.sums, ready.powers), ready.pad, sums, self.h, overlap)
+        self.down(taken, (self.h.blocks, self.h.sums, self.h.powers), self.h.step, sums, self.h, overlap)
+        if n_row > FEW:
+            sizes = [np.int32(n) for n in (n_used, n_quad, pieces if pieces else int(shared is not None))]
+            self.combine.launch((n_row, -(-n_quad // 256)), 256, [y, *sums.args(), *sizes], overlap=overlap)
+
+    def _taken(self, ids: Tensor) -> _Taken:
+        n_row, n_pair = ids.shape[0], ids.numel()
+        if n_row <= FEW:
+            return _Taken(ids, ids, ids, n_pair, 8, self.n_expert)
+        n_item = min(n_pair, self.n_expert + n_pair // 32)
+        order = torch.empty(n_pair, dtype=torch.int32, device=ids.device)
+        items = torch.empty(n_item, 4, dtype=torch.int32, device=ids.device)
+        sizes = (np.int32(n_pair), np.int32(self.n_expert), np.int32(32), np.int32(n_item))
+        self.lists.launch((1,), MAX_EXPERT, (ids, order, items, *sizes), overlap=self.x_rows.overlap)
+        return _Taken(ids, order, items, n_item, 32, self.n_expert)
+
+
+def _pack_inner(s: Stacks) -> PackedStack:
+    return pack(s.up) if s.gate is None else pack(s.gate, s.up)
 
 
 def bind(spec: MoeSpec) -> Callable[[Stacks], Run]:
@@ -240,14 +365,17 @@ def bind(spec: MoeSpec) -> Callable[[Stacks], Run]:
 def random_stacks(spec: MoeSpec, n_expert: int, gen: torch.Generator) -> Stacks:
     """Experts of the spec's shape, packed as in a file."""
 
-    def stack(type: GGMLType | None, n_out: int, n_in: int) -> Stack:
+    def stack(type: GGMLType | None, n: int, n_out: int, n_in: int) -> Stack:
         assert type is not None
-        raw = random_weights(type, n_expert * n_out, n_in, gen).view(n_expert, -1).to(spec.device)
-        scale = 0.5 + torch.rand(n_expert, generator=gen).to(spec.device) if spec.scaled else None
+        raw = random_weights(type, n * n_out, n_in, gen).view(n, -1).to(spec.device)
+        scale = 0.5 + torch.rand(n, generator=gen).to(spec.device) if spec.scaled else None
         return Stack(raw, type, n_out, n_in, scale)
 
-    gate = stack(spec.up, spec.n_ff, spec.n_in) if spec.act == "swiglu" else None
-    return Stacks(gate, stack(spec.up, spec.n_ff, spec.n_in), stack(spec.down, spec.n_in, spec.n_ff))
+    def stacks(n: int, n_ff: int, shared: Stacks | None) -> Stacks:
+        gate = stack(spec.up, n, n_ff, spec.n_in) if spec.act == "swiglu" else None
+        return Stacks(gate, stack(spec.up, n, n_ff, spec.n_in), stack(spec.down, n, spec.n_in, n_ff), shared)
+
+    return stacks(n_expert, spec.n_ff, stacks(1, spec.pieces * spec.n_ff, None) if spec.pieces else None)
 
 
 def check(
@@ -276,17 +404,22 @@ def check(
             off = float(((got - want).norm(dim=-1) / want.norm(dim=-1)).amax())
             if not off < 1e-3:
                 return f"outputs for {n_row} rows differ from the reference by {off:.2g}"
-    return _check_around(own, *given, gen)
+    return _check_around(own, spec.pieces, *given, gen)
 
 
-def _check_around(own: Run, x: Tensor, ids: Tensor, weights: Tensor, gen: torch.Generator) -> str | None:
+def _check_around(own: Run, pieces: int, x: Tensor, ids: Tensor, weights: Tensor, gen: torch.Generator) -> str | None:
     """What rows meet before and after the products: the norm, a residual, a shared expert."""
     residual, shared = (torch.randn(x.shape, generator=gen).to(x.device) for _ in "rs")
     gate, norm = (
         torch.rand(len(x), 1, generator=gen).to(x.device),
         Norm(0.5 + torch.rand(x.shape[1], generator=gen).to(x.device), 1e-6),
     )
-    plain, got = own(x, ids, weights), own(x, ids, weights, None, Added(residual, shared, gate))
+    if pieces:  # the op's own shared expert, by its gate and without one
+        without = own(x, ids, weights, None, Added(None, None, torch.zeros_like(gate)))
+        plain, shared = without, own(x, ids, weights) - without
+        got = own(x, ids, weights, None, Added(residual, None, gate))
+    else:
+        plain, got = own(x, ids, weights), own(x, ids, weights, None, Added(residual, shared, gate))
     if not torch.allclose(got, residual + (plain + shared * gate), rtol=1e-5, atol=1e-5 * float(plain.abs().amax())):
         return "a residual or a shared expert is not added as the reference does"
     want, got = own(norm(4 * x), ids, weights), own(4 * x, ids, weights, norm)

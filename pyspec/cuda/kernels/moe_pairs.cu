@@ -1,16 +1,12 @@
-// Around the products of experts: which rows take which (moe_lists), and the sum of what a row's experts gave (moe_combine).
+// Around the products of experts for many rows: which take which (moe_lists), and the sum of what a row's experts gave
+// (moe_combine, expert_sums.cuh). For few rows moe.cu does both itself.
 //
 //   ids      [pair]          i32  pair = row * n_used + choice
 //   order    [pair]          i32  pairs by expert; within one in any order: no row's result depends on it
 //   items    [n_item]        i32 x 4  {expert, first place in `order`, pairs, 0}; at most `per_item` pairs, none past the last
-//   y        [pair, n]       f32
-//   weights  [row, n_used]   f32
-//   shared   [row, n]        f32  added times gate [row] f32; or none
-//   residual [row, n]        f32  added last; or none
-//   out      [row, n]        f32  sums in the order of choice
 //
 // One CTA makes the lists; moe_combine has a CTA for each row and 1024 columns.
-#include "types.cuh"
+#include "expert_sums.cuh"
 #include "overlap.cuh"
 
 constexpr int kMost = 1024;  // experts
@@ -48,27 +44,12 @@ extern "C" __global__ void __launch_bounds__(kMost, 1)
   for (int p = t; p < n_pair; p += kMost) order[atomicAdd(&count[expert_of(p)], 1)] = p;
 }
 
-__device__ __forceinline__ float4 plus(float4 sum, float4 v, float by) {
-  return make_float4(__fadd_rn(sum.x, __fmul_rn(v.x, by)), __fadd_rn(sum.y, __fmul_rn(v.y, by)),
-                     __fadd_rn(sum.z, __fmul_rn(v.z, by)), __fadd_rn(sum.w, __fmul_rn(v.w, by)));
-}
-
 extern "C" __global__ void __launch_bounds__(256)
     moe_combine(const float4* y, const float* weights, const float4* shared, const float* gate, const float4* residual,
-                float4* out, int n_used, int n_quad) {
+                float4* out, int n_used, int n_quad, int n_piece) {
   let_successor_start();
   wait_for_predecessor();
-  const int row = blockIdx.x, column = blockIdx.y * 256 + threadIdx.x;
-  if (column >= n_quad) return;
-  const float* w = weights + static_cast<i64>(row) * n_used;
-  const float4* from = y + static_cast<i64>(row) * n_used * n_quad + column;
-  const i64 at = static_cast<i64>(row) * n_quad + column;
-  const float4 none = make_float4(0.f, 0.f, 0.f, 0.f);
-  const float4 more = shared ? shared[at] : none, before = residual ? residual[at] : none;
-  const float by = shared ? gate[row] : 0.f;
-  float4 sum = none;
-#pragma unroll 8
-  for (int j = 0; j < n_used; ++j) sum = plus(sum, from[static_cast<i64>(j) * n_quad], w[j]);
-  if (shared) sum = plus(sum, more, by);
-  out[at] = residual ? plus(before, sum, 1.f) : sum;
+  const ExpertSums sums{y, weights, shared, gate, residual, out, static_cast<int>(gridDim.x), n_used, n_quad, n_piece};
+  const int quad = blockIdx.y * 256 + threadIdx.x;
+  if (quad < n_quad) sums.add(blockIdx.x, quad);
 }

@@ -2,7 +2,7 @@
 
 Routing: each row, normed, scores all experts and takes the `n_used` best, of equal ones the lower index. Then every expert runs once,
 over the rows that took it, and each row adds what its experts give in the order of its choice, best first: a row's sums do
-not depend on what other rows chose.
+not depend on what other rows chose. A shared expert, if it is one of the op's, runs for all rows and is added after those.
 
     x        [row, n_in]    f32    normed, or as they are with the norm given
     ids      [row, n_used]  int32  the experts of a row, best first
@@ -110,11 +110,12 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class Stacks:
-    """What all experts of a layer are made of; no gate for relu2."""
+    """What all experts of a layer are made of; no gate for relu2. shared: one more, of `pieces` times their width."""
 
     gate: Stack | None
     up: Stack
     down: Stack
+    shared: Stacks | None = None
 
     @property
     def n_expert(self) -> int:
@@ -125,7 +126,8 @@ class Stacks:
 class MoeSpec:
     """Experts n_in -> n_ff -> n_in of which a row uses n_used. Types are None where matrices are unpacked.
 
-    How many experts there are is not part of it: an implementation takes any number.
+    How many experts there are is not part of it: an implementation takes any number. pieces: there is a shared expert of the same
+    types, as wide as that many others; 0 for none.
     """
 
     device: torch.device
@@ -136,18 +138,22 @@ class MoeSpec:
     up: GGMLType | None  # of gates, too
     down: GGMLType | None
     scaled: bool = False
+    pieces: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """What is added to a row's sum: shared [row, n_in] times gate [row, 1], then residual [row, n_in]."""
+    """What is added to a row's sum: shared [row, n_in] times gate [row, 1], then residual [row, n_in].
+
+    Where the shared expert is the op's, only its gate is given; without one it counts as it is.
+    """
 
     residual: Tensor | None = None
     shared: Tensor | None = None
     gate: Tensor | None = None
 
     def __post_init__(self) -> None:
-        assert (self.shared is None) == (self.gate is None)
+        assert self.shared is None or self.gate is not None
 
     def part(self, rows: slice) -> Added:
         return Added(*(None if t is None else t[rows] for t in (self.residual, self.shared, self.gate)))
@@ -157,10 +163,16 @@ NOTHING = Added()
 
 
 class Run(Protocol):
-    """Rows x [row, n_in], normed on the way if a norm is given -> out."""
+    """Rows x [row, n_in], normed on the way if a norm is given -> out. ready: what an implementation made of x and norm before."""
 
     def __call__(
-        self, x: Tensor, ids: Tensor, weights: Tensor, norm: Norm | None = None, added: Added = NOTHING
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        norm: Norm | None = None,
+        added: Added = NOTHING,
+        ready: object = None,
     ) -> Tensor: ...
 
 
@@ -184,12 +196,20 @@ def bind(spec: MoeSpec) -> Callable[[Stacks], Run]:
 
     def load(stacks: Stacks) -> Run:
         assert (stacks.gate is None) == (spec.act == "relu2") and stacks.down.n_out == spec.n_in
+        assert (stacks.shared is None) == (spec.pieces == 0)
 
-        def expert(e: int, x: Tensor) -> Tensor:
-            gate = None if stacks.gate is None else product(x, stacks.gate.matrix(e))
-            return product(activate(gate, product(x, stacks.up.matrix(e))), stacks.down.matrix(e))
+        def expert(of: Stacks, e: int, x: Tensor) -> Tensor:
+            gate = None if of.gate is None else product(x, of.gate.matrix(e))
+            return product(activate(gate, product(x, of.up.matrix(e))), of.down.matrix(e))
 
-        def moe(x: Tensor, ids: Tensor, weights: Tensor, norm: Norm | None = None, added: Added = NOTHING) -> Tensor:
+        def moe(
+            x: Tensor,
+            ids: Tensor,
+            weights: Tensor,
+            norm: Norm | None = None,
+            added: Added = NOTHING,
+            ready: object = None,
+        ) -> Tensor:
             x = x if norm is None else norm(x)
             n_row, n_used = ids.shape
             chosen = ids.flatten().long()
@@ -200,8 +220,12 @@ def bind(spec: MoeSpec) -> Callable[[Stacks], Run]:
             for e, n in enumerate(counts):
                 if n:
                     places = order[at : at + n]
-                    y[places] = expert(e, x[places // n_used])
+                    y[places] = expert(stacks, e, x[places // n_used])
                     at += n
+            if stacks.shared is not None:
+                assert added.shared is None
+                gate = weights.new_ones(n_row, 1) if added.gate is None else added.gate
+                added = Added(added.residual, expert(stacks.shared, 0, x), gate)
             return combine(y.view(n_row, n_used, spec.n_in), weights, added)
 
         return moe

@@ -134,7 +134,6 @@ __device__ __forceinline__ float over_block(float mine, bool is_sum, float (&eac
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     moe_choose(const float* logits, const float* bias, int* ids, float* weights, float* gate, float scale) {
-  let_successor_start();
   __shared__ __align__(16) u64 leaders[32];
   __shared__ __align__(16) u64 rivals[kThreads];
   __shared__ float p_of[kThreads];
@@ -147,6 +146,8 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const bool is_one = expert < N_EXPERT;
   const float shift = BIASED && is_one ? bias[expert] : 0.f;
   wait_for_predecessor();
+  // Not before: the experts' CTAs would crowd on the multiprocessors that the products before this are done with first.
+  let_successor_start();
   const float* own = logits + static_cast<i64>(blockIdx.x) * kScores;
   const float logit = is_one ? own[expert] : -__uint_as_float(0x7f800000u);
 #if GATED
