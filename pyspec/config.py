@@ -11,6 +11,7 @@ from pyspec.errors import ConfigError
 SPEC_TYPES = ("auto", "none", "dflash", "mtp", "ngram")
 KV_TYPES = ("f16", "bf16", "f32", "q8_0", "f8_e4m3")
 WEIGHTS = ("auto", "dense", "packed")
+DRAFT_HEADS = ("auto", "full", "q4_0", "iq4_nl")
 PAGE_SIZES = (16, 32, 64)
 MAX_SLOTS = 256
 
@@ -34,6 +35,7 @@ class EngineSettings:
     n_draft_max: int = 0  # drafted tokens a round; 0: the drafter's own (block - 1, or 3 for MTP, 8 for n-grams)
     n_draft_fixed: bool = False  # always draft n_draft_max, whatever it costs
     draft_p_min: float = 0.0
+    draft_head: str = "auto"  # of a head that drafts share: the target's, or a copy in four bits that only they see
     ngram_match: int = 3
     synth_len: float = 0.0  # > 0: make acceptance up, mean tokens a round
     device: str = "auto"
@@ -69,6 +71,7 @@ class EngineSettings:
             (self.spec_type, SPEC_TYPES, "--spec-type"),
             (self.kv_type, KV_TYPES, "-ctk"),
             (self.weights, WEIGHTS, "--weights"),
+            (self.draft_head, DRAFT_HEADS, "--draft-head"),
         ):
             need(value in known, f"{flag} is '{value}'; known: {', '.join(known)}")
 

@@ -20,13 +20,14 @@ DECAY = 0.96  # of a slot's counts per round
 PRIOR_WEIGHT = 3.0
 OPTIMISM = 0.8  # conditional acceptance before anything is known
 MARGIN = 1.02  # a draft must promise this much more than none
-PROBE_FIRST, PROBE_LAST, PROBE_DRAFT = 32, 512, 4  # rounds between probes of a silent slot; tokens of a probe
+PROBE_FIRST, PROBE_LAST, PROBE_DRAFT = 32, 512, 2  # rounds between probes of a silent slot; tokens of a probe
 N_SAMPLE, N_TRUST = 5, 2  # samples kept per size; samples needed to believe them
 DOUBT_EVERY = 512  # rounds
 HOPE = 0.7  # of the way from the straight line down to the next smaller size: what a size never tried costs
 TRY_ROUNDS, TRY_SHARE = 4, 0.001  # what trying sizes may lose: plain rounds at first, then a share of the time
 TRY_MOST = 0.3  # of a plain round: what one try counts at most, so that a cliff is found out about
 PLAIN_EVERY = 384  # rounds after which the cost of an undrafted round is measured again
+RETHINK = 16  # rounds for which a choice of no drafts stands if nothing but the measured times could change it
 
 
 def bucket(size: int) -> int:
@@ -145,19 +146,21 @@ class Controller:
         self.since_plain = self.n_round = 0
         self.ms = self.lost_ms = 0.0  # of all rounds, and what those of sizes not known yet took more than plain ones
         self._worth_ms: float | None = None  # of a round of such a size: what its expected tokens take without drafts
+        self._plain: tuple[int, list[tuple[int, int]], str] | None = None  # the round and caps of that choice, and why
         self.forget_acceptance()
 
     def forget_acceptance(self) -> None:
         """As new, but the measured costs stay."""
         self.all = _Acceptance([0.0] * self.n_max, [0.0] * self.n_max)
         self.lanes = [self._lane() for _ in range(self.n_slot)]
-        self.force = None
+        self.force = self._plain = None
 
     def _lane(self) -> _Lane:
         return _Lane(_Acceptance([0.0] * self.n_max, [0.0] * self.n_max))
 
     def begin(self, slot: int) -> None:
         self.lanes[slot] = self._lane()
+        self._plain = None
 
     def chance(self, slot: int, i: int) -> float:
         """P(position i is accepted | all before it are), for one slot."""
@@ -186,7 +189,7 @@ class Controller:
         elif self._plain_is_stale(len(caps)):
             picked, why = [0] * len(caps), "measuring an undrafted round"
         else:
-            picked, why = self._best(caps)
+            picked, why = self._weigh(caps)
             picked = self._probe(caps, picked)
         for (slot, cap), n in zip(caps, picked, strict=True):
             lane = self.lanes[slot]
@@ -197,6 +200,14 @@ class Controller:
             lane.silent = 0 if n else lane.silent + 1
         self.since_plain = self.since_plain + 1 if any(picked) else 0
         return picked
+
+    def _weigh(self, caps: list[tuple[int, int]]) -> tuple[list[int], str]:
+        """What `_best` says; no drafts stand for a while, because weighing takes time that an undrafted round has not."""
+        if self._plain is not None and self._plain[1] == caps and self.n_round - self._plain[0] < RETHINK:
+            return [0] * len(caps), self._plain[2]
+        picked, why = self._best(caps)
+        self._plain = None if any(picked) else (self.n_round, caps, why)
+        return picked, why
 
     def _plain_is_stale(self, busy: int) -> bool:
         return not self.verify_ms.knows(busy) or self.since_plain >= PLAIN_EVERY
@@ -242,6 +253,7 @@ class Controller:
         """The verdict on one slot's draft."""
         lane = self.lanes[slot]
         if n_draft:
+            self._plain = None
             lane.seen.add(n_draft, n_accepted, DECAY)
             self.all.add(n_draft, n_accepted, 0.995)
             lane.drafted, lane.kept = DECAY * lane.drafted + n_draft, DECAY * lane.kept + n_accepted

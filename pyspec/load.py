@@ -20,12 +20,12 @@ from pyspec.draft import DRAFTERS, dflash, mtp
 from pyspec.draft.drafter import Drafter, Graphing
 from pyspec.draft.ngram import NGram
 from pyspec.errors import BadTemplate, ConfigError, DeviceError, PairError
-from pyspec.gguf import GGUFFile, open_gguf
+from pyspec.gguf import GGMLType, GGUFFile, TensorInfo, open_gguf
 from pyspec.loop import Loop
-from pyspec.models import read_config
+from pyspec.models import coarse, read_config
 from pyspec.models.decoder import Decoder, DecoderConfig, decoder_tensors
 from pyspec.models.target import allocate
-from pyspec.models.weights import Weights, check_tensors, weight_bytes, wide_bytes
+from pyspec.models.weights import Matrix, Weights, check_tensors, weight_bytes, wide_bytes
 from pyspec.plan import (
     MemoryPlan,
     check_fit,
@@ -36,6 +36,7 @@ from pyspec.plan import (
     size,
     used_bytes,
     with_copies,
+    with_head,
     workspace_bytes,
 )
 from pyspec.request import EngineInfo
@@ -53,6 +54,7 @@ log = logging.getLogger(__name__)
 
 AUTO_CTX = 8192
 DEFAULT_DRAFT = {"mtp": 3, "ngram": 8}
+AUTO_HEAD = GGMLType.Q4_0
 
 
 @dataclass
@@ -74,6 +76,14 @@ class DraftPlan:
     n_draft: int
     overhang: int  # KV rows it writes beyond the committed tokens
     note: str
+
+
+@dataclass(frozen=True)
+class HeadCopy:
+    """The target's head, and the type of the copy that drafts read."""
+
+    info: TensorInfo
+    to: GGMLType
 
 
 def pick_device(wanted: str) -> torch.device:
@@ -127,6 +137,42 @@ def _kind_of(file: GGUFFile) -> str:
     )
 
 
+def plan_head(
+    target: GGUFFile, d: DraftPlan, wanted: str, dense: torch.dtype | None, device: torch.device
+) -> HeadCopy | None:
+    """The copy of the head that drafts go through; None for the target's own.
+
+    "auto" makes one where kernels read a large head once a draft (MTP): a block's drafts (DFlash) go through it together,
+    and what that saves is no more than what is accepted less (docs/log.md). A CPU would read as many bytes as before.
+    """
+    if wanted == "full" or (wanted == "auto" and d.kind != "mtp"):
+        return None
+    info = target.tensors["output.weight" if "output.weight" in target.tensors else "token_embd.weight"]
+    to = AUTO_HEAD if wanted == "auto" else GGMLType[wanted.upper()]
+    if d.kind in ("none", "ngram"):
+        why: str | None = "nothing drafts" if d.kind == "none" else "n-grams need no head"
+    elif d.file is not None and (mtp if d.kind == "mtp" else dflash).has_head(d.file):
+        why = "the drafter has a head of its own"
+    else:
+        why = coarse.refusal(info, to)
+        why = why and f"{info.name} stays as it is: {why}"
+    if wanted == "auto":
+        streams = device.type == "cuda" and dense is None and coarse.is_worth(info)
+        return HeadCopy(info, to) if streams and why is None else None
+    if why is not None:
+        raise ConfigError(f"--draft-head {wanted} makes no sense here: {why}")
+    return HeadCopy(info, to)
+
+
+def _copied(target: Decoder, head: HeadCopy) -> Matrix | None:
+    copy, to = coarse.coarse(target.output, head.info, head.to, target.device), head.to.name
+    if copy is None:
+        log.warning("drafts read the target's head as it is: no kernel here takes a copy in %s", to)
+    else:
+        log.info("drafts read a copy of the head in %s (%s in the file)", to, head.info.type.name)
+    return copy
+
+
 def check_vocabulary(target: GGUFFile, draft: GGUFFile) -> None:
     """Both files must mean the same token by the same id."""
     key = "tokenizer.ggml.tokens"
@@ -160,8 +206,12 @@ def _memory_plan(
         draft_kv = n_row * row_bytes(a.attention.n_kv_head, a.attention.head_dim, kv_dtype) * len(a.windows)
     if d.file is not None and d.file is not file:
         draft_weights = weight_bytes(d.file, dense)
-    return MemoryPlan(
+    plan = MemoryPlan(
         weight_bytes(file, dense), kv, state, draft_weights, draft_kv, workspace=_workspace(c, d, s, n_ctx, device)
+    )
+    head = plan_head(file, d, s.draft_head, dense, device)
+    return (
+        plan if head is None else with_head(plan, coarse.coarse_bytes(head.info, head.to, device), device, s.draft_head)
     )
 
 
@@ -194,16 +244,24 @@ def _state_budgets(c: DecoderConfig, s: EngineSettings) -> tuple[int, int]:
 
 
 def _drafter(
-    d: DraftPlan, target: Decoder, table: SlotTable, s: EngineSettings, dense: torch.dtype | None, wide: bool
+    d: DraftPlan,
+    target: Decoder,
+    table: SlotTable,
+    s: EngineSettings,
+    dense: torch.dtype | None,
+    wide: bool,
+    head: HeadCopy | None,
 ) -> Drafter | None:
+    """head: the copy that drafts read, if they do not read the target's."""
     if d.kind == "none":
         return None
     if d.kind == "ngram":
         return NGram(s.np, d.n_draft, s.ngram_match)
     assert d.file is not None
     build = import_module(DRAFTERS[d.kind]).load
-    kv = KV_DTYPES[s.kv_type]
-    return build(d.file, target, table, n_draft=d.n_draft, p_min=s.draft_p_min, kv_dtype=kv, dense=dense, wide=wide)
+    options = {"n_draft": d.n_draft, "p_min": s.draft_p_min, "kv_dtype": KV_DTYPES[s.kv_type]}
+    copy = None if head is None else _copied(target, head)
+    return build(d.file, target, table, **options, dense=dense, wide=wide, head=copy)
 
 
 def load(path: Path, settings: EngineSettings) -> Loaded:
@@ -231,8 +289,7 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     files = [f for f in {file, d.file} if f is not None]
     plan = with_copies(plan, sum(wide_bytes(f) for f in files) if dense is None else 0, device, settings.weights)
     states = StateStore(*_state_budgets(config, settings))
-    planned = settings.np * checkpoint_bytes(config.memory())
-    plan = replace(plan, state=plan.state - planned + states.limits[0])
+    plan = replace(plan, state=plan.state - settings.np * checkpoint_bytes(config.memory()) + states.limits[0])
     before = used_bytes(device) if device.type == "cuda" else 0
     check_fit(plan, device, n_slot=settings.np, n_ctx=n_ctx, packed=dense is None)
 
@@ -243,7 +300,8 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     )
     with _timed("weights", device, release=True):
         target = Decoder(config, Weights(file, device, dense, wide=plan.wide > 0), memory)
-        drafter = _drafter(d, target, table, settings, dense, plan.wide > 0)
+        head = plan_head(file, d, settings.draft_head, dense, device) if plan.draft_head else None
+        drafter = _drafter(d, target, table, settings, dense, plan.wide > 0, head)
     make_arena = partial(_arena, target, table, n_ctx + extra)
     arena = make_arena()
     controller = Controller(

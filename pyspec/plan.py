@@ -31,12 +31,14 @@ class MemoryPlan:
     state: int
     draft_weights: int = 0
     draft_kv: int = 0
+    draft_head: int = 0  # a coarse copy of the head, for drafts
     wide: int = 0  # f16 copies for wide batches
     workspace: int = 0  # activations of the largest forward, results that graphs keep, the GPU's own
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv + self.state + self.draft_weights + self.draft_kv + self.wide + self.workspace
+        draft = self.draft_weights + self.draft_kv + self.draft_head
+        return self.weights + self.kv + self.state + draft + self.wide + self.workspace
 
     def __str__(self) -> str:
         parts = [
@@ -45,6 +47,7 @@ class MemoryPlan:
             ("state", self.state),
             ("draft weights", self.draft_weights),
             ("draft KV", self.draft_kv),
+            ("draft head", self.draft_head),
             ("f16 copies", self.wide),
             ("workspace", self.workspace),
         ]
@@ -131,13 +134,22 @@ def with_copies(plan: MemoryPlan, n_bytes: int, device: torch.device, wanted: st
     return replace(plan, wide=n_bytes)
 
 
+def with_head(plan: MemoryPlan, n_bytes: int, device: torch.device, wanted: str) -> MemoryPlan:
+    """The plan with a coarse copy of the head, unless nobody asked for it and there is no memory for it."""
+    more = replace(plan, draft_head=n_bytes)
+    if wanted == "auto" and more.total > free_bytes(device) * (1 - RESERVE):
+        log.info("drafts read the target's head as it is: no room for a coarse copy of %s", size(n_bytes))
+        return plan
+    return more
+
+
 def check_fit(plan: MemoryPlan, device: torch.device, *, n_slot: int, n_ctx: int, packed: bool) -> None:
     """Refuse a plan that is larger than the device, and say which flags would make it fit."""
     free = free_bytes(device)
     log.info("memory plan: %s; %s free on %s", plan, size(free), device)
     if plan.total <= free * (1 - RESERVE):
         return
-    room = free * (1 - RESERVE) - plan.weights - plan.draft_weights - plan.workspace
+    room = free * (1 - RESERVE) - plan.weights - plan.draft_weights - plan.draft_head - plan.workspace
     slots = plan.kv + plan.state + plan.draft_kv
     hints = []
     if room > 0:
@@ -146,6 +158,8 @@ def check_fit(plan: MemoryPlan, device: torch.device, *, n_slot: int, n_ctx: int
         kv = plan.kv + plan.draft_kv
         if kv and (c := int(n_ctx * (room - plan.state) / kv) // 256 * 256) >= 256:
             hints.append(f"-c {c}")
+    if plan.draft_head and plan.total - plan.draft_head <= free * (1 - RESERVE):
+        hints.append("--draft-head full")
     if not packed and plan.weights > 0.5 * free:
         hints.append("--weights packed")
     advice = f"; this would fit: {' or '.join(hints)}" if hints else "; a smaller or more quantised file is needed"

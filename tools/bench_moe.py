@@ -195,7 +195,10 @@ def built(experts: Experts, how: How) -> Experts:
     own, act = copy(experts), moe_cuda.ACTS[experts.spec.act]
     own.inner, own.down = copy(experts.inner), copy(experts.down)
     for part, a, is_inner in ((own.inner, act, True), (own.down, moe_cuda.NONE, False)):
-        part.steps = {8 * n: moe_cuda._step(DEVICE, part.stack.type, n, a, is_inner) for n in (1, 4)}
+        part.steps = {
+            (8 * n, listed): moe_cuda._step(DEVICE, part.stack.type, n, a, is_inner, listed)
+            for n, listed in moe_cuda.BUILDS
+        }
     return own
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from pyspec.cli import verbose_option
-from pyspec.config import KV_TYPES, PAGE_SIZES, WEIGHTS, settings_from
+from pyspec.config import DRAFT_HEADS, KV_TYPES, PAGE_SIZES, WEIGHTS, settings_from
 from pyspec.errors import ConfigError
 from pyspec.request import SamplingParams
 
@@ -198,6 +198,12 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     ),
     click.option("--spec-draft-n-max", "n_draft_max", default=0, help="Most drafted tokens a round. 0: the drafter's."),
     click.option("--spec-draft-p-min", "draft_p_min", default=0.0, help="Stop a draft below this probability."),
+    click.option(
+        "--draft-head",
+        type=click.Choice(DRAFT_HEADS),
+        default="auto",
+        help="Head that drafts share: the target's, or a four-bit copy for them alone.",
+    ),
     click.option("--spec-fixed", "n_draft_fixed", is_flag=True, help="Always draft that many, whatever it costs."),
     click.option("--spec-ngram-simple-size-n", "ngram_match", default=3, help="Tokens an n-gram must match."),
     click.option("--spec-synth-len", "synth_len", default=0.0, help="Make acceptance up: mean tokens a round."),
@@ -237,6 +243,7 @@ SETTINGS = (
     "spec_type",
     "n_draft_max",
     "draft_p_min",
+    "draft_head",
     "n_draft_fixed",
     "ngram_match",
     "synth_len",

@@ -21,7 +21,7 @@ from pyspec.errors import ModelError, PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models.layers import SINKS, Attention, AttentionShape, FeedForward, Rope, rms
 from pyspec.models.target import LayerMemory, Out, Target, allocate
-from pyspec.models.weights import Want, Weights, check_tensors
+from pyspec.models.weights import Matrix, Want, Weights, check_tensors
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.kv import KVPool
@@ -168,10 +168,15 @@ def check_pair(c: DFlashConfig, file: GGUFFile, target: Target) -> None:
         raise PairError(f"the drafter's block size is {c.block}; it needs at least 2")
 
 
-class DFlashNet:
-    """The drafter's layers bound to their context memory."""
+def has_head(file: GGUFFile) -> bool:
+    """True if the drafter has a head of its own."""
+    return "output.weight" in file.tensors
 
-    def __init__(self, c: DFlashConfig, w: Weights, memory: Memory, target: Target) -> None:
+
+class DFlashNet:
+    """The drafter's layers bound to their context memory; `head` stands for the target's if it is given."""
+
+    def __init__(self, c: DFlashConfig, w: Weights, memory: Memory, target: Target, head: Matrix | None = None) -> None:
         self.c, self.memory = c, memory
         self.rope = Rope(c.n_rot, c.rope_base, True, w.device, divisors=w.optional("rope_freqs.weight"))
         n_layer = len(c.windows)
@@ -184,7 +189,7 @@ class DFlashNet:
         self.fc, self.fc_norm = w.matrix("fc.weight"), w.vector("enc.output_norm.weight")
         self.norm = w.vector("output_norm.weight")
         self.embed = w.embedding("token_embd.weight") if w.has("token_embd.weight") else target.embed
-        self.head = w.matrix("output.weight") if w.has("output.weight") else target.head
+        self.head = w.matrix("output.weight") if w.has("output.weight") else head or target.head
         self.to_target = w.vector("d2t").long() if w.has("d2t") else None
 
     def inject(self, taps: Tensor, rows: Tensor, positions: Tensor) -> None:
@@ -293,12 +298,16 @@ def load(
     kv_dtype: torch.dtype,
     dense: torch.dtype | None,
     wide: bool = False,
+    head: Matrix | None = None,
 ) -> DFlash:
-    """Check the pair, then load the drafter next to its target."""
+    """Check the pair, then load the drafter next to its target.
+
+    head  what it reads in place of the target's head; one of its own goes before it
+    """
     c = read_config(file)
     check_pair(c, file, target)
     check_tensors(file, drafter_tensors(c, target.n_embd), c.alias)
     layers = [LayerMemory(c.attention.n_kv_head, c.attention.head_dim)] * len(c.windows)
     memory = allocate(layers, n_slot=0, n_row=table.n_alloc_row, width=0, kv_dtype=kv_dtype, device=target.device)
-    net = DFlashNet(c, Weights(file, target.device, dense, c.alias, wide=wide), memory, target)
+    net = DFlashNet(c, Weights(file, target.device, dense, c.alias, wide=wide), memory, target, head)
     return DFlash(net, table, target.device, n_draft, p_min)

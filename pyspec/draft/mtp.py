@@ -35,6 +35,11 @@ def has_mtp(file: GGUFFile) -> bool:
     return any(name.endswith(".nextn.eh_proj.weight") for name in file.tensors)
 
 
+def has_head(file: GGUFFile) -> bool:
+    """True if the block has a head of its own."""
+    return any(name.endswith(".nextn.shared_head_head.weight") for name in file.tensors)
+
+
 def mtp_tensors(c: DecoderConfig, file: GGUFFile) -> dict[str, Want]:
     """Wanted tensors of the MTP block, which stands after the trunk."""
     p, n = f"blk.{c.n_layer}", c.n_embd
@@ -50,13 +55,19 @@ def mtp_tensors(c: DecoderConfig, file: GGUFFile) -> dict[str, Want]:
 
 
 class MtpBlock:
-    """One MTP block over the target's embedding and head.
+    """One MTP block over the target's embedding and head; `head` stands for the target's if it is given.
 
     layer_norm: its last norm is LayerNorm, as llama.cpp has it for nemotron_h_moe; other runtimes take RMSNorm there, too.
     """
 
     def __init__(
-        self, config: DecoderConfig, weights: Weights, memory: Memory, target: Decoder, layer_norm: bool = False
+        self,
+        config: DecoderConfig,
+        weights: Weights,
+        memory: Memory,
+        target: Decoder,
+        layer_norm: bool = False,
+        head: Matrix | None = None,
     ) -> None:
         p = f"blk.{config.n_layer}"
         self.eps, self.memory, self.target, self.layer = config.eps, memory, target, config.n_layer
@@ -70,7 +81,7 @@ class MtpBlock:
         own = f"{p}.nextn.embed_tokens.weight"
         self.embed = weights.embedding(own) if weights.has(own) else target.embed
         own = f"{p}.nextn.shared_head_head.weight"
-        self.head = weights.matrix(own) if weights.has(own) else target.head
+        self.head = weights.matrix(own) if weights.has(own) else head or target.head
 
     def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
         """hidden [row, n_embd] f32: h_{p-1} of each row. Returns the post-norm output [row, n_embd]."""
@@ -264,8 +275,12 @@ def load(
     dense: torch.dtype | None,
     wide: bool = False,
     layer_norm: bool = False,
+    head: Matrix | None = None,
 ) -> Mtp:
-    """The MTP block of `file`: the target's own file, or a sidecar that has only the block."""
+    """The MTP block of `file`: the target's own file, or a sidecar that has only the block.
+
+    head  what the block reads in place of the target's head; one of its own goes before it
+    """
     if not isinstance(target, Decoder):
         raise PairError("this architecture has no MTP block that pyspec can run")
     c = target.config
@@ -283,5 +298,5 @@ def load(
     check_tensors(file, mtp_tensors(c, file))
     layers = [LayerMemory()] * c.n_layer + [LayerMemory(c.attention.n_kv_head, c.attention.head_dim)]
     memory = allocate(layers, n_slot=0, n_row=table.n_alloc_row, width=0, kv_dtype=kv_dtype, device=target.device)
-    block = MtpBlock(c, Weights(file, target.device, dense, wide=wide), memory, target, layer_norm)
+    block = MtpBlock(c, Weights(file, target.device, dense, wide=wide), memory, target, layer_norm, head)
     return Mtp(block, table, n_draft, p_min)

@@ -148,9 +148,9 @@ class GatedDeltaNet:
         m, z, alpha, beta = self.proj(x, self.norm).split(self.split, -1)
         args = (m, alpha, beta, self.a, self.dt_bias, self.conv, memory.states[layer], batch)
         prep = HeadNorm(self.gate_norm, self.eps, z, self.gate_power)
-        if isinstance(self.gdn, gdn_cuda.GdnLaunch) and isinstance(self.out, Streamed):
-            if (into := self.out.place(x.shape[0], prep)) is not None:
-                return self.out(self.gdn.prepared(*args, into), residual=x)
+        into = self.out.place(x.shape[0], prep) if isinstance(self.out, Streamed) else None
+        if isinstance(self.gdn, gdn_cuda.GdnLaunch) and into is not None:
+            return self.out(self.gdn.prepared(*args, into), residual=x)
         return self.out(self.gdn(*args).flatten(1), prep, residual=x)
 
 

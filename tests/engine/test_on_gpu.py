@@ -16,7 +16,11 @@ import numpy as np
 import pytest
 import torch
 
+from pyspec.cuda.kernels.dequant_ref import dequantize
+from pyspec.cuda.kernels.fit_q4 import fit_q4
+from pyspec.cuda.kernels.linear_pack import unpack
 from pyspec.engine import Engine, Result, collect
+from pyspec.gguf import GGMLType
 from pyspec.logits import compute_logits
 from pyspec.request import Delta, Done, Event, Failed
 
@@ -69,6 +73,20 @@ def iter_until_done(events: queue.SimpleQueue[Event]) -> Iterator[Event]:
 def expected() -> list[tuple[int, ...]]:
     with load(None, 1) as engine:
         return [r.tokens for r in answers(engine)]
+
+
+@pytest.mark.parametrize("head", ["full", "q4_0", "iq4_nl"])
+@pytest.mark.parametrize("draft", ["auto", "mtp"])
+def test_a_coarse_head_for_drafts_leaves_the_text(draft: str, head: str, expected: list) -> None:
+    with load(draft, 4, draft_head=head) as engine:
+        drafter, target = engine.loop.drafter, engine.loop.target
+        own = drafter.block.head if draft == "mtp" else drafter.net.head
+        assert [r.tokens for r in answers(engine)] == expected
+        if head != "full":
+            weight = unpack(target.output.packed)
+            type = GGMLType[head.upper()]
+            assert own.packed.type is type
+            assert torch.equal(unpack(own.packed), dequantize(fit_q4(weight, type), type, weight.shape))
 
 
 @pytest.mark.parametrize("np", [1, 2, 4, 8])

@@ -233,7 +233,8 @@ def test_bits_depend_neither_on_neighbours_nor_on_the_order() -> None:
         assert torch.equal(other, found[0][: len(other)])
 
 
-def test_few_rows_find_those_that_took_the_same_expert() -> None:
+def test_few_rows_find_those_that_took_the_same_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe_cuda, "FEWEST", moe_cuda.FEW)  # crowds of more than 8
     """As lists do: 704 pairs, crowds of up to 32 at an expert, ids that are no expert's, all orders of CTAs."""
     spec = MoeSpec(CPU, 22, 64, 32, "relu2", Q8_0, Q8_0, pieces=2)
     stacks, x = packed(spec, 30), torch.randn(33, 64, generator=torch.Generator().manual_seed(3))
@@ -248,7 +249,8 @@ def test_few_rows_find_those_that_took_the_same_expert() -> None:
     assert worst(found[0].double(), exact(stacks)(x, ids.clamp(0, 29), weights)) < 1e-4
 
 
-def test_tickets_are_back_at_zero() -> None:
+def test_tickets_are_back_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe_cuda, "FEWEST", moe_cuda.FEW)
     spec = MoeSpec(CPU, 3, 64, 96, "swiglu", Q8_0, Q8_0, pieces=1)
     stacks, (ids, weights) = packed(spec, 6), spread(20, 3, 6)
     with emulated_gpu(seed=5):

@@ -137,15 +137,22 @@ def _behind(packed: Packed) -> Tensor:
     return packed.data[_record_bytes(packed.type, packed.n_out, packed.n_in) :].view(torch.float32)
 
 
-def unpack(packed: Packed) -> Tensor:
-    """[n_out, n_in] float32, equal to the file's dequantised weights, times the row's second scale, bit for bit."""
+def unpack(packed: Packed, first: int = 0, end: int | None = None) -> Tensor:
+    """[n_out, n_in] float32, equal to the file's dequantised weights, times the row's second scale, bit for bit.
+
+    Of rows [first, end) only, for what would not fit at once; `first` is a multiple of a tile's rows.
+    """
+    assert first % (TILE * 16) == 0
+    end = packed.n_out if end is None else min(end, packed.n_out)
     kind, n_chunk = FORMATS[packed.type], n_chunks(packed.type, packed.n_in)
     tile_bytes, parts = TILE * n_chunk * kind.record, []
-    for tile in packed.data[: _record_bytes(packed.type, packed.n_out, packed.n_in)].split(tile_bytes):
-        records = tile.view(n_chunk, -1, kind.record).transpose(0, 1)
-        parts.append(kind.decode(records).flatten(0, 2).flatten(1))
-    whole = torch.cat(parts)[: packed.n_out, : packed.n_in].contiguous()
-    return whole * row_scales(packed)[:, None] if kind.scaled else whole
+    records = packed.data[: _record_bytes(packed.type, packed.n_out, packed.n_in)]
+    tiles = slice(first // (TILE * 16) * tile_bytes, -(-end // (TILE * 16)) * tile_bytes)
+    for tile in records[tiles].split(tile_bytes):
+        rows = tile.view(n_chunk, -1, kind.record).transpose(0, 1)
+        parts.append(kind.decode(rows).flatten(0, 2).flatten(1))
+    whole = torch.cat(parts)[: end - first, : packed.n_in].contiguous()
+    return whole * row_scales(packed)[first:end, None] if kind.scaled else whole
 
 
 def _records(rows: Tensor, type: GGMLType) -> Tensor:

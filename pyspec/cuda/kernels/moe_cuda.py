@@ -1,8 +1,9 @@
 """`moe` on NVIDIA GPUs: one launch for all gates and ups, one for all downs (moe.cu).
 
-Many rows get lists of theirs by expert before, and are summed after, in launches of their own (moe_pairs.cu); few find each
-other and are summed by who comes last. A shared expert goes in the same
-launches, cut into pieces of the others' width: of all rows, and first, because what it reads is known before rows have chosen.
+Rows get lists of theirs by expert before, and are summed after, in launches of their own (moe_pairs.cu); the fewest find each
+other, and who comes last sums them: launches are most of their time, tickets would be most of others'. A shared expert goes in
+the same launches, cut into pieces of the others' width: of all rows, and first, because what it reads is known before rows
+have chosen.
 
 Nothing of what rows chose reaches the host: grids are as large as the number of rows can make them, and CTAs without work
 end at once. So graphs may hold it, and prompts take the same way, MAX_ROWS rows at a time. Buffers are shared by the layers of
@@ -28,10 +29,12 @@ from pyspec.cuda.kernels.rows_ref import Norm
 from pyspec.gguf import GGMLType
 
 MAX_ROWS, MAX_EXPERT, MAX_USED = 512, 1024, 32
-FEW = 32  # rows up to which an item has 8 pairs, found without a list: experts rarely get more; beyond it has 32
+FEWEST = 4  # rows up to which pairs find each other and outputs are summed in the products' own launches
+FEW = 32  # rows up to which an item has 8 pairs: experts rarely get more; beyond it has 32
 MAX_PIECES = 4  # of a shared expert: with more, a launch of its own reads as well
 GROUPS = 4  # of 16 weight rows in a CTA
 SPLIT = 2  # warps for each, which share the columns
+BUILDS = ((1, False), (1, True), (4, True))  # TILES_N, LISTED
 NONE, SWIGLU, RELU2 = 0, 1, 2  # moe.cu's activations
 ACTS = {"swiglu": SWIGLU, "relu2": RELU2}
 STAGE = {
@@ -86,7 +89,9 @@ def limits(spec: MoeSpec) -> str | None:
     return None
 
 
-def defines(type: GGMLType, tiles_n: int, stages: int, act: int, inner: bool) -> dict[str, int | str]:
+def defines(
+    type: GGMLType, tiles_n: int, stages: int, act: int, inner: bool, listed: bool = True
+) -> dict[str, int | str]:
     """Macros of moe.cu."""
     return {
         "TYPE": FORMATS[type].code,
@@ -101,7 +106,7 @@ def defines(type: GGMLType, tiles_n: int, stages: int, act: int, inner: bool) ->
         "PER_STAGE": stage_chunks(type, tiles_n),
         "STAGES": stages,
         "RESIDENT": resident(tiles_n),
-        "LISTED": int(tiles_n > 1),
+        "LISTED": int(listed),
         "ACT": act,
         "INNER": int(inner),
     }
@@ -174,10 +179,10 @@ class _Step:
 
 
 @cache
-def _step(device: torch.device, type: GGMLType, tiles_n: int, act: int, inner: bool) -> _Step:
+def _step(device: torch.device, type: GGMLType, tiles_n: int, act: int, inner: bool, listed: bool = True) -> _Step:
     capability = torch.cuda.get_device_capability(device)
     stages = n_stages(type, tiles_n, capability, inner)
-    code = compile_cubin("moe", arch_of(capability), defines(type, tiles_n, stages, act, inner))
+    code = compile_cubin("moe", arch_of(capability), defines(type, tiles_n, stages, act, inner, listed))
     shared = stages * stage_bytes(type, tiles_n, inner)
     kernel = code.kernel("moe", "pppp" + "ppp" + "ppp" + "pppp" + "pppppp" + "l" + 9 * "i").allow_shared(shared)
     return _Step(kernel, shared, 32 * GROUPS * SPLIT)
@@ -237,13 +242,14 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """Which rows took which experts; order and items are lists of many rows, of few there are none."""
+    """Which rows took which experts; order and items are lists, of the fewest rows there are none."""
 
     ids: Tensor
     order: Tensor
     items: Tensor
     n_item: int
     per_item: int
+    listed: bool
     n_expert: int
 
 
@@ -257,14 +263,14 @@ class _Product:
         self.n_piece = 0 if shared is None else shared.records.shape[0]
         assert self.shared.records.shape[1] == stack.records.shape[1] and self.shared.type is stack.type
         self.n_out = stack.n_out // 2 if act == SWIGLU else stack.n_out
-        self.steps = {8 * n: _step(device, stack.type, n, act, inner) for n in (1, 4)}
+        self.steps = {(8 * n, listed): _step(device, stack.type, n, act, inner, listed) for n, listed in BUILDS}
         self.n_group, self.n_chunk = n_groups(stack.n_out), n_chunks(stack.type, stack.n_in)
         self.tickets = _tickets(device, self.n_group)
 
     def __call__(self, t: _Taken, x: tuple[Tensor, ...], step: int, sums: _Sums, h: _Between, overlap: bool) -> None:
         """x: blocks, sums and powers of what is multiplied, `step` of its layout. Writes sums.y (downs) or h (gates and ups), and
-        of few rows the sums."""
-        kernel, s, more, (n_row, n_used) = self.steps[t.per_item], self.stack, self.shared, t.ids.shape
+        of the fewest rows the sums."""
+        kernel, s, more, (n_row, n_used) = self.steps[t.per_item, t.listed], self.stack, self.shared, t.ids.shape
         sizes = s.scales.shape[1], t.n_expert, n_used, n_row, self.n_piece, step, self.n_out, self.n_group, self.n_chunk
         args: list[Arg] = [s.records, s.scales, more.records, more.scales, *x, t.ids, t.order, t.items]
         args += [
@@ -332,20 +338,21 @@ class Experts:
         sums = _Sums(y, weights, shared, added.gate, added.residual, out)
         self.inner(taken, (ready.blocks, ready.sums, ready.powers), ready.pad, sums, self.h, overlap)
         self.down(taken, (self.h.blocks, self.h.sums, self.h.powers), self.h.step, sums, self.h, overlap)
-        if n_row > FEW:
+        if taken.listed:
             sizes = [np.int32(n) for n in (n_used, n_quad, pieces if pieces else int(shared is not None))]
             self.combine.launch((n_row, -(-n_quad // 256)), 256, [y, *sums.args(), *sizes], overlap=overlap)
 
     def _taken(self, ids: Tensor) -> _Taken:
         n_row, n_pair = ids.shape[0], ids.numel()
-        if n_row <= FEW:
-            return _Taken(ids, ids, ids, n_pair, 8, self.n_expert)
-        n_item = min(n_pair, self.n_expert + n_pair // 32)
+        if n_row <= FEWEST:
+            return _Taken(ids, ids, ids, n_pair, 8, False, self.n_expert)
+        per_item = 8 if n_row <= FEW else 32
+        n_item = min(n_pair, self.n_expert + n_pair // per_item)
         order = torch.empty(n_pair, dtype=torch.int32, device=ids.device)
         items = torch.empty(n_item, 4, dtype=torch.int32, device=ids.device)
-        sizes = (np.int32(n_pair), np.int32(self.n_expert), np.int32(32), np.int32(n_item))
+        sizes = (np.int32(n_pair), np.int32(self.n_expert), np.int32(per_item), np.int32(n_item))
         self.lists.launch((1,), MAX_EXPERT, (ids, order, items, *sizes), overlap=self.x_rows.overlap)
-        return _Taken(ids, order, items, n_item, 32, self.n_expert)
+        return _Taken(ids, order, items, n_item, per_item, True, self.n_expert)
 
 
 def _pack_inner(s: Stacks) -> PackedStack:
@@ -355,9 +362,9 @@ def _pack_inner(s: Stacks) -> PackedStack:
 def bind(spec: MoeSpec) -> Callable[[Stacks], Run]:
     """Compiles now, so that a refusal comes before weights are loaded."""
     assert spec.up is not None and spec.down is not None
-    for n in (1, 4):
-        _step(spec.device, spec.up, n, ACTS[spec.act], True)
-        _step(spec.device, spec.down, n, NONE, False)
+    for n, listed in BUILDS:
+        _step(spec.device, spec.up, n, ACTS[spec.act], True, listed)
+        _step(spec.device, spec.down, n, NONE, False, listed)
     _pair_kernels(spec.device)
     return lambda stacks: Experts(spec, stacks)
 

@@ -1,0 +1,86 @@
+"""A four-bit copy of a matrix, for what only guesses: a round's drafts read the head once each, and it is the largest matrix.
+
+The copy is made on the device from the matrix that is there, some rows at a time: no second upload, and no peak.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyspec.cuda.kernels.dequant_ref import dequantize
+from pyspec.cuda.kernels.fit_q4 import BLOCK, fit_q4
+from pyspec.cuda.kernels.linear import linear
+from pyspec.cuda.kernels.linear_pack import FORMATS, TILE, Packed, packed_bytes, repack, unpack
+from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
+from pyspec.gguf import GGMLType, TensorInfo
+from pyspec.models.weights import PROBE_ROWS, Dense, Matrix, Streamed, Unpacked
+
+WORTH_BITS = 8  # a weight: reading fewer saves less than a guess that gets worse may cost
+PIECE = 1 << 22  # weights made into a copy at once: about 40 bytes each
+TILE_ROWS = TILE * 16
+
+
+def bits(type: GGMLType) -> float:
+    """Of one weight."""
+    return 8 * type.type_size / type.block_size
+
+
+def refusal(info: TensorInfo, to: GGMLType) -> str | None:
+    """Why no copy of this tensor can be made, or why it would not be coarser."""
+    if len(info.shape) != 2 or info.shape[1] % BLOCK:
+        return f"its rows of {info.shape[-1]} are not a multiple of {BLOCK}"
+    if bits(info.type) <= bits(to):
+        return f"it has {bits(info.type):.3g} bits a weight ({info.type.name}), the copy would have {bits(to):.3g}"
+    return None
+
+
+def is_worth(info: TensorInfo) -> bool:
+    """Whether a copy saves time where kernels stream this tensor as it is."""
+    return bits(info.type) >= WORTH_BITS and info.type in FORMATS
+
+
+def coarse_bytes(info: TensorInfo, to: GGMLType, device: torch.device) -> int:
+    """What `coarse` will allocate: packed for the kernel of a GPU, f32 on a CPU, which has no product with packed blocks."""
+    n_out, n_in = info.shape
+    return packed_bytes(to, n_out, n_in) if device.type == "cuda" else 4 * n_out * n_in
+
+
+def coarse(matrix: Matrix, info: TensorInfo, to: GGMLType, device: torch.device) -> Matrix | None:
+    """The copy of `matrix`, which is the tensor `info`; None where a GPU's kernel does not take it."""
+    n_out, n_in = info.shape
+    step = max(1, PIECE // n_in // TILE_ROWS) * TILE_ROWS
+    if device.type != "cuda":
+        weight = torch.empty(n_out, n_in)
+        for first in range(0, n_out, step):
+            rows = _rows(matrix, first, min(first + step, n_out))
+            weight[first : first + step] = dequantize(fit_q4(rows, to), to, rows.shape)
+        return Dense(weight)
+    specs = [LinearSpec(device, to, PROBE_ROWS, n_in, e) for e in (Epilogue.PLAIN, Epilogue.RESIDUAL)]
+    if any(linear.chosen(spec) is linear.reference for spec in specs):
+        return None
+    return Streamed(_packed(matrix, n_out, n_in, to, device, step), device, gated=False, wide=None)
+
+
+def _packed(matrix: Matrix, n_out: int, n_in: int, to: GGMLType, device: torch.device, step: int) -> Packed:
+    """Whole tiles at a time: they lie one behind the other."""
+    data, at = torch.empty(packed_bytes(to, n_out, n_in), dtype=torch.uint8, device=device), 0
+    for first in range(0, n_out, step):
+        rows = _rows(matrix, first, min(first + step, n_out))
+        part = repack(fit_q4(rows, to), to, (rows.shape[0], n_in)).data
+        data[at : at + part.numel()] = part
+        at += part.numel()
+    assert at == data.numel()
+    return Packed(data, to, n_out, n_in)
+
+
+def _rows(matrix: Matrix, first: int, end: int) -> Tensor:
+    """[end - first, n_in] f32: the weights of some rows; `first` is that of a tile."""
+    if isinstance(matrix, Streamed):
+        return unpack(matrix.packed, first, end)
+    if isinstance(matrix, Dense):
+        return matrix.weight[first:end].float()
+    assert isinstance(matrix, Unpacked) and len(matrix.parts) == 1, "a head is one matrix"
+    raw, info, scale = matrix.parts[0]
+    rows = raw.view(info.shape[0], -1)[first:end]
+    return dequantize(rows, info.type, (end - first, info.shape[1])) * scale

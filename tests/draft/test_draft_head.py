@@ -1,0 +1,185 @@
+"""A coarse head for drafts: made from any matrix in pieces, counted in the plan, refused where it makes no sense; the text stays."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, rig
+from known_texts import tiny
+from rewrite import rewrite
+
+from pyspec import plan
+from pyspec.config import EngineSettings
+from pyspec.cuda.kernels.dequant_ref import dequantize, quantize
+from pyspec.cuda.kernels.fit_q4 import fit_q4
+from pyspec.cuda.kernels.linear_pack import Packed, packed_bytes, repack, unpack
+from pyspec.errors import ConfigError, DoesNotFit
+from pyspec.gguf import GGMLType, GGUFFile, open_gguf
+from pyspec.load import _memory_plan, plan_draft, plan_head
+from pyspec.models import coarse, read_config
+from pyspec.models.weights import Dense, Matrix, Streamed, Unpacked
+from pyspec.plan import MemoryPlan
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+Q4_0 = GGMLType.Q4_0
+PROMPT = [3, 17, 99, 5, 5, 280, 44]
+
+
+def planned(file: GGUFFile, device: torch.device = CPU, draft: Path | None = None, **settings: object) -> MemoryPlan:
+    s = EngineSettings(ctx=256, **settings)  # type: ignore[arg-type]
+    d = plan_draft(file, open_gguf(draft) if draft is not None else None, s)
+    dense = torch.float32 if device == CPU else None
+    return _memory_plan(file, read_config(file), d, s, 320, 256, dense, device)
+
+
+def streamed(packed: Packed) -> Streamed:
+    """As on a GPU, without its kernels."""
+    matrix = object.__new__(Streamed)
+    matrix.packed = packed
+    return matrix
+
+
+# -- the copy --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("type", [GGMLType.Q8_0, GGMLType.BF16, GGMLType.F16])
+@pytest.mark.parametrize("n_out", [256, 600, 1000])
+def test_rows_of_a_packed_matrix_are_those_of_the_whole(type: GGMLType, n_out: int) -> None:
+    weight = torch.randn(n_out, 96, generator=torch.Generator().manual_seed(n_out))
+    packed = repack(quantize(weight, type), type, (n_out, 96))
+    whole = unpack(packed)
+    for first, end in ((0, n_out), (0, 100), (256, 512), (256, 300), (512, 2000)):
+        if first < n_out:
+            assert torch.equal(unpack(packed, first, end), whole[first:end])
+
+
+@pytest.mark.parametrize("kind", ["streamed", "dense", "unpacked"])
+@pytest.mark.parametrize("to", [Q4_0, GGMLType.IQ4_NL])
+def test_a_copy_in_pieces_is_that_of_the_whole(kind: str, to: GGMLType, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = open_gguf(DEMO)
+    info = file.tensors["output.weight"]
+    raw = torch.from_numpy(file.raw(info.name).copy())
+    weight = dequantize(raw, info.type, info.shape)
+    matrices: dict[str, Matrix] = {
+        "streamed": streamed(repack(raw, info.type, info.shape)),  # type: ignore[arg-type]
+        "dense": Dense(weight),
+        "unpacked": Unpacked([(raw, info, 1.0)]),
+    }
+    monkeypatch.setattr(coarse, "PIECE", 600 * info.shape[1])  # 512 rows at a time
+    got = coarse.coarse(matrices[kind], info, to, CPU)
+    want = dequantize(fit_q4(weight, to), to, info.shape)
+    assert isinstance(got, Dense) and torch.equal(got.weight, want)
+    packed = coarse._packed(matrices[kind], *info.shape, to, CPU, 512)  # what a GPU streams
+    assert torch.equal(unpack(packed), want) and packed.data.numel() == packed_bytes(to, *info.shape)
+    x = torch.randn(3, info.shape[1])
+    assert (got(x) - matrices["dense"](x)).norm() < 0.2 * matrices["dense"](x).norm()
+
+
+# -- the plan --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draft", [None, DEMO_DRAFT])
+def test_the_plan_counts_the_copy(draft: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "free_bytes", lambda device: 8 << 30)
+    file = open_gguf(DEMO)
+    n_out, n_in = file.tensors["output.weight"].shape
+    full = planned(file, GPU, draft, draft_head="full")
+    more = planned(file, GPU, draft, draft_head="q4_0")
+    assert full.draft_head == 0 and "draft head" not in str(full)
+    assert more.draft_head == packed_bytes(Q4_0, n_out, n_in) and more.total == full.total + more.draft_head
+    assert "draft head" in str(more)
+    assert planned(file, GPU, draft).draft_head == (
+        more.draft_head if draft is None else 0
+    )  # DFlash has one pass a block
+    asked = planned(file, CPU, draft, draft_head="q4_0")
+    assert asked.draft_head == 4 * n_out * n_in and planned(file, CPU, draft).draft_head == 0
+
+
+def test_auto_wants_a_drafter_and_a_head_of_eight_bits_that_kernels_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "free_bytes", lambda device: 8 << 30)
+    demo = open_gguf(DEMO)
+    assert planned(demo, GPU).draft_head > 0
+    assert planned(demo, GPU, spec_type="none").draft_head == planned(demo, GPU, spec_type="ngram").draft_head == 0
+    settings = EngineSettings()
+    d = plan_draft(demo, None, settings)
+    assert plan_head(demo, d, "auto", torch.bfloat16, GPU) is None  # --weights dense
+    assert planned(open_gguf(FIXTURES / "qwen35.gguf"), GPU).draft_head == 0  # f32: no kernel streams it
+
+
+def test_without_memory_auto_keeps_the_head_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = open_gguf(DEMO)
+    need = planned(file, GPU, draft_head="q4_0")
+    monkeypatch.setattr(plan, "free_bytes", lambda device: need.total)  # a reserve is left to others
+    with caplog.at_level(logging.INFO):
+        assert planned(file, GPU).draft_head == 0
+    assert [r.message for r in caplog.records if "no room for a coarse copy" in r.message] != []
+    assert len(caplog.records) == 1
+    asked = planned(file, GPU, draft_head="q4_0")
+    monkeypatch.setattr(plan, "free_bytes", lambda device: (need.total - need.draft_head) / (1 - plan.RESERVE) + 1)
+    with pytest.raises(DoesNotFit, match="--draft-head full"):
+        plan.check_fit(asked, GPU, n_slot=1, n_ctx=256, packed=True)
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("spec_type", "text"), [("none", "nothing drafts"), ("ngram", "n-grams need no head")])
+def test_without_a_drafter_that_has_use_for_it_it_is_refused(spec_type: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        rig(tiny("qwen35"), spec_type=spec_type, draft_head="q4_0")
+
+
+def test_a_drafter_with_its_own_head_is_told(tmp_path: Path) -> None:
+    source, head = FIXTURES / "qwen35.gguf", "nextn.shared_head_head.weight"
+    file = open_gguf(source)
+    block = next(n for n in file.tensors if n.endswith("nextn.eh_proj.weight")).removesuffix("nextn.eh_proj.weight")
+    add = {} if block + head in file.tensors else {block + head: np.zeros(file.tensors["token_embd.weight"].shape)}
+    own = rewrite(source, tmp_path / "own.gguf", add=add)
+    with pytest.raises(ConfigError, match="--draft-head q4_0 makes no sense here: the drafter has a head of its own"):
+        rig(own, draft_head="q4_0")
+    assert planned(open_gguf(own), GPU).draft_head == 0
+    add = {"token_embd.weight": np.zeros((320, 64)), "output.weight": np.zeros((320, 64))}
+    with_head = tmp_path / "d.gguf"
+    rewrite(tiny("qwen35", drafter=True), with_head, add=add)
+    with pytest.raises(ConfigError, match="a head of its own"):
+        rig(tiny("qwen35"), draft_path=with_head, draft_head="iq4_nl")
+
+
+def test_a_head_that_is_as_coarse_already_stays() -> None:
+    info = open_gguf(DEMO).tensors["output.weight"]
+    assert coarse.refusal(info, Q4_0) is None
+    why = coarse.refusal(replace(info, type=GGMLType.Q4_K), Q4_0)
+    assert why == "it has 4.5 bits a weight (Q4_K), the copy would have 4.5"
+    assert coarse.refusal(replace(info, type=GGMLType.Q6_K), Q4_0) is None  # if asked for, but not worth it by itself
+    assert not coarse.is_worth(replace(info, type=GGMLType.Q6_K)) and coarse.is_worth(info)
+    assert coarse.refusal(replace(info, shape=(300, 40)), Q4_0) == "its rows of 40 are not a multiple of 32"
+
+
+def test_an_unknown_kind_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ConfigError, match="--draft-head is 'q3'; known: auto, full, q4_0, iq4_nl"):
+        EngineSettings(draft_head="q3")
+
+
+# -- the text --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("head", ["q4_0", "iq4_nl"])
+@pytest.mark.parametrize("weights", ["dense", "packed"])
+@pytest.mark.parametrize("kind", ["mtp", "dflash"])
+def test_the_text_is_that_of_plain_decoding(kind: str, weights: str, head: str) -> None:
+    want = rig(DEMO, spec_type="none", weights=weights).generate(PROMPT, 40)
+    draft = {"draft_path": DEMO_DRAFT} if kind == "dflash" else {"spec_type": "mtp"}
+    r = rig(DEMO, draft_head=head, weights=weights, n_draft_fixed=True, **draft)
+    drafter = r.loop.drafter
+    net = drafter.block if kind == "mtp" else drafter.net  # type: ignore[union-attr]
+    assert isinstance(net.head, Dense) and net.head is not r.loop.target.output  # type: ignore[attr-defined]
+    got = r.generate(PROMPT, 40)
+    assert got.tokens == want.tokens
+    assert got.timings.draft_n_accepted > 0
