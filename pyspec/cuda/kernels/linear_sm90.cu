@@ -90,7 +90,7 @@ __device__ __forceinline__ void copy_units(Source from, u32 base, u32 full, u32 
   }
 }
 
-// A warp is done with a stage once what it loaded has come, as sums made of it show. An arrival alone does not wait for loads
+// A warp is done with a stage once what it loaded has come, as sums made of it show. An arrival alone seems not to wait for loads
 // that are under way: where others' loads stood before them, a copy into the stage was there first (docs/log.md).
 __device__ __forceinline__ void leave(u32 empty, const Accumulator& acc) {
   const u32 none = 0xffffffffu;  // a NaN that no arithmetic makes
