@@ -90,7 +90,7 @@ def time_into(n_seq: int, width: int, fold: int, columns: int, layers: list[Stat
 
     def fused() -> None:
         for layer in layers:
-            run.prepared(m, alpha, beta, *weights, layer, batch, into)
+            run.prepared(m, alpha, beta, *weights, layer, batch, into=into)
 
     took = [ms / len(layers) * 1e3 for ms in replayed([alone, separate, fused], 31)]
     print(

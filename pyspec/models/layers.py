@@ -150,7 +150,7 @@ class GatedDeltaNet:
         prep = HeadNorm(self.gate_norm, self.eps, z, self.gate_power)
         into = self.out.place(x.shape[0], prep) if isinstance(self.out, Streamed) else None
         if isinstance(self.gdn, gdn_cuda.GdnLaunch) and into is not None:
-            return self.out(self.gdn.prepared(*args, into), residual=x)
+            return self.out(self.gdn.prepared(*args, into=into), residual=x)
         return self.out(self.gdn(*args).flatten(1), prep, residual=x)
 
 

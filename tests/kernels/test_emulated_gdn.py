@@ -297,7 +297,7 @@ def test_rows_prepared_on_the_way_have_the_bits_of_outputs_prepared_alone(
         for seqs in PREPARED:
             n = sum(s.width for s in seqs)
             x, prep = inputs(n, shape, gen), norm_of(shape, n, gen)
-            got = run.prepared(*x, *w, one, laid(seqs), Into(mine, prep))
+            got = run.prepared(*x, *w, one, laid(seqs), into=Into(mine, prep))
             want = theirs(run(*x, *w, two, laid(seqs)).flatten(1), prep)
             assert same(got, want)
             for a, b in zip(one.tensors(), two.tensors(), strict=True):
@@ -312,7 +312,7 @@ def test_without_clusters_and_with_chunks_rows_are_prepared_alone(capability: tu
     seqs = [seq(1, 20, True), seq(3, 4)]
     with emulated_gpu(capability):
         run = gdn_cuda.bind(GdnSpec(CPU, shape, EPS), columns=2, chunked=chunked)
-        got = run.prepared(*x, *w, layer_of(shape), laid(seqs), Into(rows_of(shape, 7.0), prep))
+        got = run.prepared(*x, *w, layer_of(shape), laid(seqs), into=Into(rows_of(shape, 7.0), prep))
         want = rows_of(shape, 7.0)(run(*x, *w, layer_of(shape), laid(seqs)).flatten(1), prep)
     assert same(got, want)
 
@@ -332,7 +332,7 @@ def test_rows_of_nobody_and_of_a_bad_sequence_keep_what_was_there() -> None:
     )
     with emulated_gpu():
         run = gdn_cuda.bind(GdnSpec(CPU, shape, EPS), columns=2)
-        got = run.prepared(*x, *w, StateLayer(shape, N_SLOT, WIDTH, CPU), batch, Into(rows_of(shape, 7.0), prep))
+        got = run.prepared(*x, *w, StateLayer(shape, N_SLOT, WIDTH, CPU), batch, into=Into(rows_of(shape, 7.0), prep))
         assert faults.record(CPU).tolist() == [1, 3, N_SLOT, N_SLOT, N_SLOT]
     blocks, sums = got.blocks[: 8 * 16 * 32].view(8, 16, 32), got.sums[: 8 * 16].view(8, 16)
     nobodys = [4, 5, 6, *range(9, 16)]

@@ -108,6 +108,9 @@ def _check(rows: Sequence[Tensor], weights: Sequence[Tensor], layer: StateLayer,
     assert [tuple(t.shape) for t in weights] == [(shape.n_v_head,)] * 2 + [(shape.n_channel, TAPS)]
 
 
+Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateLayer, Batch]  # what a call is given
+
+
 class GdnLaunch:
     """The kernels of one spec; called as gdn_ref's."""
 
@@ -137,26 +140,16 @@ class GdnLaunch:
             self._run((m, alpha, beta), (a, dt_bias, conv_w), layer, batch, out)
         return out
 
-    def prepared(
-        self,
-        m: Tensor,
-        alpha: Tensor,
-        beta: Tensor,
-        a: Tensor,
-        dt_bias: Tensor,
-        conv_w: Tensor,
-        layer: StateLayer,
-        batch: Batch,
-        into: Into,
-    ) -> Rows:
-        """into.rows(o, into.prep) of the outputs o, without a launch of its own where there are clusters and no chunks.
+    def prepared(self, *given: *Given, into: Into) -> Rows:
+        """into.rows(o, into.prep) of the outputs o of a call, without a launch of its own where there are clusters and no chunks.
 
         Which way it goes does not depend on what a batch in a graph holds, and changes no bit. Rows of no sequence hold
         what was there before.
         """
+        *tensors, layer, batch = given
         if not self.clusters or self._long(batch):
-            o = self(m, alpha, beta, a, dt_bias, conv_w, layer, batch)
-            return into.rows(o.flatten(1), into.prep)
+            return into.rows(self(*given).flatten(1), into.prep)
+        m, alpha, beta, a, dt_bias, conv_w = tensors
         self._run((m, alpha, beta), (a, dt_bias, conv_w), layer, batch, into)
         return into.rows.room(m.shape[0])
 

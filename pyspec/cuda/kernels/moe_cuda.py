@@ -37,10 +37,7 @@ SPLIT = 2  # warps for each, which share the columns
 BUILDS = ((1, False), (1, True), (4, True))  # TILES_N, LISTED
 NONE, SWIGLU, RELU2 = 0, 1, 2  # moe.cu's activations
 ACTS = {"swiglu": SWIGLU, "relu2": RELU2}
-STAGE = {
-    1: 10 * 1024,
-    4: 10 * 1024,
-}  # by TILES_N: bytes of weights in a stage: fewer barriers, and still several stages
+STAGE = {1: 10 << 10, 4: 10 << 10}  # by TILES_N: bytes of weights in a stage: fewer barriers, and still several stages
 REGISTERS = {1: 80, 4: 128}  # by TILES_N: of a thread, at most
 
 
