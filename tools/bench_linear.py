@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from pyspec.cuda.kernels import linear_cuda, rows_cuda
+from pyspec.cuda.kernels import linear_cuda, linear_pair, rows_cuda
 from pyspec.cuda.kernels.linear_cuda import LinearLaunch, Shape, random_packed
 from pyspec.cuda.kernels.linear_pack import Packed, packed_bytes
 from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
@@ -21,7 +21,11 @@ from pyspec.gguf import GGMLType
 
 FLOOR = 4.3e12  # bytes a second a device-to-device copy moves on an H200
 MATRICES = ((34816, 5120), (5120, 17408), (16480, 5120), (5120, 6144), (14336, 5120), (248320, 5120))
-LAYER = ((16480, 5120), (5120, 6144), (34816, 5120), (5120, 17408))  # of Qwen3.6-27B, with Gated DeltaNet
+LAYERS = {
+    "qwen3.6-27b": ((16480, 5120), (5120, 6144), (34816, 5120), (5120, 17408)),  # with Gated DeltaNet
+    "qwen3.6-35b-a3b": ((12352, 2048), (2048, 4096), (1024, 2048), (2048, 512)),  # and the shared expert
+    "nemotron-3-nano": ((10304, 2688), (2688, 4096), (7424, 2688), (2688, 3712)),
+}
 EXTRA = tuple(Shape(m, n, 16 // m, t // n) for t in (1, 2, 4, 6, 8) for m, n in ((16, 1), (4, 2)) if t % n == 0)
 DEVICE = torch.device("cuda", 0)
 
@@ -61,16 +65,16 @@ def time_matrix(
     return alone, graph_us([lambda w=w: launch(x, w, out) for w in turns]) if shape is None else 0.0
 
 
-def time_layer(type: GGMLType, rows: int) -> tuple[float, float]:
+def time_layer(type: GGMLType, layer: tuple[tuple[int, int], ...], rows: int) -> tuple[float, float]:
     """(microseconds, floor) of one layer's products with their rows, out of six different layers."""
     launches: list[Callable[[], None]] = []
-    weights = [random_packed(type, *shape, DEVICE) for shape in LAYER * 6]
+    weights = [random_packed(type, *shape, DEVICE) for shape in layer * 6]
     for packed in weights:
         launch = linear_cuda.bind(LinearSpec(DEVICE, type, packed.n_out, packed.n_in, Epilogue.PLAIN))
         x, out = (torch.randn(rows, n, device=DEVICE) for n in (packed.n_in, packed.n_out))
         launches.append(partial(launch, x, packed, out))
     floor = sum(packed.data.numel() for packed in weights) / FLOOR * 1e6
-    return graph_us(launches) * len(LAYER), floor / 6
+    return graph_us(launches) * len(layer), floor / 6
 
 
 def time_bf16(n_out: int, n_in: int, rows: int) -> float:
@@ -87,9 +91,13 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="no programmatic launches")
     parser.add_argument("--shapes", action="store_true", help="time other shapes and cuBLAS bf16 as well")
     parser.add_argument("--chain", action="store_true", help="a layer's products in a row, nothing else")
+    parser.add_argument("--model", choices=LAYERS, default="qwen3.6-27b", help="whose layer --chain times")
     parser.add_argument("--window", type=int, nargs=2, metavar=("EARLY", "AFTER"), help="instead of linear_cuda.window")
     parser.add_argument("--stages", type=int, help="at most, instead of linear_cuda.n_stages")
+    parser.add_argument("--pairs-below", type=float, help="bytes of a matrix, instead of linear_pair.MOST_BYTES")
     args = parser.parse_args()
+    if args.pairs_below is not None:
+        linear_pair.MOST_BYTES = int(args.pairs_below)
     if args.window:
         linear_cuda.window = lambda rows: tuple(args.window)
     if args.stages:
@@ -98,7 +106,7 @@ def main() -> None:
         )
     for type in (GGMLType[name] for name in args.types.split(",")):
         for rows in args.rows if args.chain else ():
-            us, floor = time_layer(type, rows)
+            us, floor = time_layer(type, LAYERS[args.model], rows)
             print(f"{type.name} layer, {rows:3} rows: {us:.1f} us, floor {floor:.1f}", flush=True)
         if args.chain:
             continue

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from bench_linear import DEVICE, FLOOR, LAYER, graph_us
+from bench_linear import DEVICE, FLOOR, LAYERS, graph_us
 from torch import Tensor
 
 from pyspec.cuda import jit
@@ -24,6 +24,7 @@ from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
 from pyspec.gguf import GGMLType
 
 N_LAYER, N_CTA = 8, 1024
+LAYER = LAYERS["qwen3.6-27b"]
 STAMP = '{u64 now; asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)); if (threadIdx.x == 0) stamps[blockIdx.x * 8 + I] = now;}'
 EDITS = (  # of linear_sm90.cu: (text, with stamps)
     ("int n_out, int n_tile16, int n_chunk) {\n  extern", "int n_out, int n_tile16, int n_chunk, u64* stamps) {\n  STAMP(0)\n  extern"),

@@ -1,14 +1,15 @@
-"""linear.cu and linear_sm90.cu run thread by thread on the CPU: every type, cut tiles, lower tiles, every epilogue."""
+"""linear.cu, linear_sm90.cu and linear_pair.cu run thread by thread on the CPU: every type, cut tiles, bands, every epilogue."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from emulated.gpu import CPU, emulated_gpu
+from emulated.gpu import CPU
 from emulated.machine import needs_compiler
+from emulated.ways import WAYS, machine_of
 from torch import Tensor
 
-from pyspec.cuda.kernels import linear_cuda, linear_ref
+from pyspec.cuda.kernels import linear_cuda, linear_pair, linear_ref
 from pyspec.cuda.kernels.linear_cuda import SHAPES, LinearLaunch, Shape, random_weights, step
 from pyspec.cuda.kernels.linear_pack import Packed, repack, unpack
 from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
@@ -16,7 +17,6 @@ from pyspec.gguf import GGMLType
 
 pytestmark = needs_compiler
 SEEDS = (0, 1)
-CAPABILITIES = ((8, 0), (9, 0))  # linear.cu, linear_sm90.cu
 TYPES = (
     GGMLType.Q8_0,
     GGMLType.Q4_0,
@@ -29,6 +29,7 @@ TYPES = (
 def _few_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that matrices this small go round the ring of stages."""
     monkeypatch.setattr(linear_cuda, "n_stages", lambda type, shape, capability: 2 if capability >= (9, 0) else 3)
+    monkeypatch.setattr(linear_pair, "MAX_SLOTS", 4)
 
 
 def matrix(spec: LinearSpec) -> Packed:
@@ -56,66 +57,66 @@ def off(got: Tensor, want: Tensor) -> float:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("type", TYPES)
-def test_products_equal_exact_sums_of_rounded_rows(type: GGMLType, capability: tuple[int, int], seed: int) -> None:
+def test_products_equal_exact_sums_of_rounded_rows(type: GGMLType, way: str, seed: int) -> None:
     """300 rows fill a tile and a lower one; three CTAs cut both."""
     spec = LinearSpec(CPU, type, 300, 1536)
     packed = matrix(spec)
     x = torch.randn(5, spec.n_in) * torch.logspace(-3, 3, 5)[:, None]
-    with emulated_gpu(capability, seed=seed):
+    with machine_of(way, seed=seed):
         assert off(product(spec, packed, x), linear_ref.rounded(x) @ unpack(packed).double().T) < 3e-6
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("epilogue", [Epilogue.RESIDUAL, Epilogue.GATED])
-def test_epilogues_equal_the_reference(epilogue: Epilogue, capability: tuple[int, int], seed: int) -> None:
+def test_epilogues_equal_the_reference(epilogue: Epilogue, way: str, seed: int) -> None:
     spec = LinearSpec(CPU, GGMLType.Q8_0, 136, 256, epilogue)
     packed, x, want = matrix(spec), torch.randn(12, 256) / 16, torch.empty(12, 136)
     residual = torch.randn(12, 136) if epilogue is Epilogue.RESIDUAL else None
     linear_ref.bind(spec)(x, packed, want, residual)
-    with emulated_gpu(capability, seed=seed):
+    with machine_of(way, seed=seed):
         assert off(product(spec, packed, x, residual, SHAPES[1]), want) < 1e-3
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("n_in", [32, 96])
-def test_columns_that_fill_no_chunk_add_nothing(n_in: int, capability: tuple[int, int]) -> None:
+def test_columns_that_fill_no_chunk_add_nothing(n_in: int, way: str) -> None:
     spec = LinearSpec(CPU, GGMLType.Q8_0, 40, n_in)
     packed, x = matrix(spec), torch.randn(3, n_in)
     for seed in range(4):
-        with emulated_gpu(capability, seed=seed):
+        with machine_of(way, seed=seed):
             assert off(product(spec, packed, x), linear_ref.rounded(x) @ unpack(packed).double().T) < 3e-6
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_bits_depend_neither_on_the_build_nor_on_neighbours_nor_on_the_order(capability: tuple[int, int]) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_bits_depend_neither_on_the_build_nor_on_neighbours_nor_on_the_order(way: str) -> None:
     spec = LinearSpec(CPU, GGMLType.Q8_0, 530, 320)
     packed, x = matrix(spec), torch.randn(33, 320)
     found = []
     for seed, shape, n_row in ((0, SHAPES[0], 8), (1, SHAPES[0], 3), (2, SHAPES[4], 33), (3, Shape(16, 1, 1, 1), 8)):
-        with emulated_gpu(capability, seed=seed, n_multiprocessor=7):
+        with machine_of(way, seed=seed, n_multiprocessor=7):
             found.append(product(spec, packed, x[:n_row], shape=shape))
     for other in found[1:]:
         n = min(len(other), len(found[0]))
         assert torch.equal(other[:n], found[0][:n])
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_a_tile_cut_among_many_has_the_same_bits_in_many_orders(capability: tuple[int, int]) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_a_tile_cut_among_many_has_the_same_bits_in_many_orders(way: str) -> None:
     spec = LinearSpec(CPU, GGMLType.Q8_0, 24, 384)
     packed, x, found = matrix(spec), torch.randn(3, 384), []
     for seed in range(60):
-        with emulated_gpu(capability, seed=seed, n_multiprocessor=5, resident=5):
+        with machine_of(way, seed=seed, n_multiprocessor=5, resident=5):
             found.append(product(spec, packed, x))
     assert all(torch.equal(other, found[0]) for other in found[1:])
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_the_launcher_takes_many_rows_in_passes_of_the_shapes_that_fit(capability: tuple[int, int]) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_the_launcher_takes_many_rows_in_passes_of_the_shapes_that_fit(way: str) -> None:
     """The op's own check, on a matrix of one tile: 1, 9 and 33 rows in one pass each, 135 in two."""
     spec = LinearSpec(CPU, GGMLType.Q8_0, 24, 64)
-    with emulated_gpu(capability):
+    with machine_of(way):
         launch = linear_cuda.bind(spec)
         assert linear_cuda.check(launch, linear_ref.bind(spec), spec, n_rows=(1, 9, 33, 135)) is None

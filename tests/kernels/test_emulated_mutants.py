@@ -14,7 +14,7 @@ import test_emulated_wgmma as wgmma
 from emulated.machine import needs_compiler
 
 from pyspec.cuda import jit
-from pyspec.cuda.kernels import linear_cuda, linear_wgmma
+from pyspec.cuda.kernels import linear_cuda, linear_pair, linear_wgmma
 from pyspec.cuda.kernels.rows_ref import Kind
 from pyspec.gguf import GGMLType
 
@@ -25,8 +25,8 @@ def attended(name: str, seed: int) -> None:
     attend.test_every_row_is_the_references_and_padding_comes_out_as_zeros(name, seed)
 
 
-def multiplied(capability: tuple[int, int], seed: int) -> None:
-    linear.test_products_equal_exact_sums_of_rounded_rows(GGMLType.Q8_0, capability, seed)
+def multiplied(way: str, seed: int) -> None:
+    linear.test_products_equal_exact_sums_of_rounded_rows(GGMLType.Q8_0, way, seed)
 
 
 def prompted(seed: int) -> None:
@@ -44,9 +44,19 @@ MUTANTS: list[tuple[str, str, int, Callable[[int], None]]] = [
     ("attend", "__syncwarp();", 3, lambda seed: attended("f8", seed)),  # before the step's place is filled again
     ("attend", "__syncwarp();  // other lanes' copies", 1, lambda seed: attended("ragged", seed)),
     ("attend_plain", "__syncthreads();", 0, lambda seed: attended("f32", seed)),
-    ("linear", "copies_wait<STAGES - 2>();", 0, lambda seed: multiplied((8, 0), seed)),
-    ("linear_sm90", "barrier_wait(empty + at.stage * 8, at.parity);", 0, lambda seed: multiplied((9, 0), seed)),
-    ("linear_sm90", "leave(behind, acc);", 1, lambda seed: multiplied((9, 0), seed)),
+    ("linear", "copies_wait<STAGES - 2>();", 0, lambda seed: multiplied("linear", seed)),
+    ("linear_sm90", "barrier_wait(empty + at.stage * 8, at.parity);", 0, lambda seed: multiplied("linear_sm90", seed)),
+    ("linear_sm90", "leave(behind, acc);", 1, lambda seed: multiplied("linear_sm90", seed)),
+    *(
+        ("linear_pair", text, which, lambda seed: multiplied("linear_pair", seed))
+        for text, which in (
+            ("if (again) barrier_wait(empty + at.slot * 8, at.parity ^ 1);", 0),
+            ("barrier_wait(rows_full + at.slot * 8, at.parity);", 0),
+            ("barrier_wait_cluster(barrier, band >> 1 & 1);", 0),
+            ("wait_for_cluster();", 1),
+            ("barrier_arrive(empty + at.slot * 8);", 0),
+        )
+    ),
     ("gdn", "__syncthreads();", 0, lambda seed: gdn.test_ragged_rounds_follow_the_reference((1, 1), 2, seed)),
     ("gdn", "__syncthreads();", 1, lambda seed: gdn.test_ragged_rounds_follow_the_reference((1, 1), 2, seed)),
     *(
@@ -72,6 +82,7 @@ def test_without_it_the_kernel_is_wrong(
     mutant = text.join(parts[: which + 1]) + ";" + text.join(parts[which + 1 :])
     monkeypatch.setattr(jit, "source", lambda name: mutant if name == stem else real(name))
     monkeypatch.setattr(linear_cuda, "n_stages", lambda type, shape, capability: 2 if capability >= (9, 0) else 3)
+    monkeypatch.setattr(linear_pair, "MAX_SLOTS", 4)
     monkeypatch.setattr(linear_wgmma, "PADS", (64,))
     monkeypatch.setattr(linear_wgmma, "stages", lambda type, pad: (2, 2))
     with pytest.raises(AssertionError):  # EmulationError is one

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from pyspec.cuda.jit import ARCHS, compile_cubin
-from pyspec.cuda.kernels.linear_cuda import defines, fitting, n_stages, stage_bytes, stem
+from pyspec.cuda.kernels import linear_pair
+from pyspec.cuda.kernels.linear_cuda import defines, fitting, n_shared, n_stages, stage_bytes, stem
 from pyspec.cuda.kernels.linear_pack import CHUNKS
-from pyspec.cuda.kernels.linear_ref import Epilogue
+from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
 from pyspec.gguf import GGMLType
 
 CAPABILITIES = dict(zip(ARCHS, [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)], strict=True))
@@ -39,6 +41,18 @@ def test_every_type_and_epilogue_compiles_for_hopper(type: GGMLType, epilogue: E
 
 
 @pytest.mark.parametrize("type", CHUNKS)
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+def test_pairs_compile_without_spills_and_leave_room_for_their_barriers(arch: str, type: GGMLType) -> None:
+    pads = linear_pair.GROUPS if type is GGMLType.Q8_0 else (8, 48)
+    for pad in pads:
+        for epilogue in Epilogue if type is GGMLType.Q8_0 else (Epilogue.RESIDUAL,):
+            macros = linear_pair.defines(type, pad, epilogue)
+            found = compile_cubin("linear_pair", arch, macros, use_cache=False).resources["linear_pair"]
+            assert found.spill_bytes <= (8 if arch == "sm_100a" and pad == 48 else 0)
+            assert found.shared_bytes <= 2048
+
+
+@pytest.mark.parametrize("type", CHUNKS)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_type_compiles_without_spills_at_32_rows(type: GGMLType, arch: str) -> None:
     """Where it fits at all: records of 256 columns are too large for two stages in 99 KiB. Blackwell may spill a little."""
@@ -53,3 +67,26 @@ def test_every_type_compiles_without_spills_at_32_rows(type: GGMLType, arch: str
 
 def test_a_type_too_wide_for_small_shared_memory_is_known_before_compiling() -> None:
     assert fitting(GGMLType.Q6_K, (8, 9)) == () and fitting(GGMLType.Q8_0, (12, 0))
+
+
+@pytest.mark.parametrize("pad", linear_pair.GROUPS)
+@pytest.mark.parametrize("type", CHUNKS)
+def test_the_ring_of_a_pair_fits_whatever_the_matrix(type: GGMLType, pad: int) -> None:
+    room = n_shared((9, 0))
+    for n_group in (1, 2, 65, 66, 67, 168, 528, 529, 1030, 15520):
+        n_pair = min(66, n_group)
+        spec = LinearSpec(torch.device("cpu"), type, 16 * n_group, 256)
+        if linear_pair.takes(spec, pad, room):
+            ring = linear_pair.ring(type, pad, n_group, n_pair, room)
+            assert ring.n_bytes <= room and ring.n_slot % linear_pair.COPIERS == 0
+            assert 2 <= ring.early <= ring.n_slot >= ring.steady >= 2
+
+
+def test_pairs_take_small_matrices_where_shared_memory_is_large() -> None:
+    def spec(n_out: int, n_in: int) -> LinearSpec:
+        return LinearSpec(torch.device("cpu"), GGMLType.Q8_0, n_out, n_in)
+
+    assert all(linear_pair.takes(spec(12352, 2048), pad, n_shared((9, 0))) for pad in linear_pair.GROUPS)
+    assert not linear_pair.takes(spec(12352, 2048), 64, n_shared((9, 0)))
+    assert not linear_pair.takes(spec(34816, 5120), 8, n_shared((9, 0)))
+    assert not any(linear_pair.takes(spec(2048, 2048), 8, n_shared(c)) for c in ((8, 0), (8, 9), (12, 0)))

@@ -10,6 +10,7 @@ import pytest
 import torch
 from emulated.gpu import CPU, emulated_gpu
 from emulated.machine import needs_compiler
+from emulated.ways import WAYS, machine_of
 from torch import Tensor
 
 from pyspec.cuda.kernels import linear_cuda, linear_ref, linear_wgmma
@@ -22,7 +23,6 @@ from pyspec.gguf import GGMLType, GGUFFile
 from pyspec.models.weights import Weights
 
 pytestmark = needs_compiler
-CAPABILITIES = ((8, 0), (9, 0))  # linear.cu, linear_sm90.cu
 EXACT_IN_F16 = (GGMLType.MXFP4, GGMLType.NVFP4, GGMLType.F16, GGMLType.BF16)
 SCALED = tuple(t for t in CHUNKS if FORMATS[t].scaled)
 
@@ -55,28 +55,26 @@ def wide_product(spec: LinearSpec, packed: Packed, x: Tensor, residual: Tensor |
     return out
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("type", CHUNKS)
-def test_codes_in_the_padding_are_never_used(type: GGMLType, capability: tuple[int, int]) -> None:
+def test_codes_in_the_padding_are_never_used(type: GGMLType, way: str) -> None:
     """Random bytes in all of the records: 264 rows fill half of a record, 3 blocks of columns no chunk."""
     n_in = max(3 * 32, 3 * type.block_size)
     spec, x = LinearSpec(CPU, type, 264, n_in), torch.randn(3, n_in)
     packed = random_packed(type, 264, n_in, CPU)
-    with emulated_gpu(capability):
+    with machine_of(way):
         assert off(product(spec, packed, x), linear_ref.rounded(x) @ unpack(packed).double().T) < 3e-6
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("epilogue", Epilogue)
 @pytest.mark.parametrize("type", SCALED)
-def test_second_scales_come_before_what_the_epilogue_does(
-    type: GGMLType, epilogue: Epilogue, capability: tuple[int, int]
-) -> None:
+def test_second_scales_come_before_what_the_epilogue_does(type: GGMLType, epilogue: Epilogue, way: str) -> None:
     spec, x = LinearSpec(CPU, type, 136, 256, epilogue), torch.randn(5, 256) / 16
     packed, want = matrix(spec), torch.empty(5, 136)
     residual = torch.randn(5, 136) if epilogue is Epilogue.RESIDUAL else None
     linear_ref.bind(spec)(linear_ref.rounded(x).float(), packed, want, residual)
-    with emulated_gpu(capability):
+    with machine_of(way):
         assert off(product(spec, packed, x, residual), want) < 3e-6
 
 

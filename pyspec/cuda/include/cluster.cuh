@@ -21,3 +21,13 @@ __device__ __forceinline__ void send(u32 to, float x, u32 barrier, u32 peer) {
                "r"(counts)
                : "memory");
 }
+
+__device__ __forceinline__ void send(u32 to, float4 x, u32 barrier, u32 peer) {
+  u32 there, counts;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(to), "r"(peer));
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(counts) : "r"(barrier), "r"(peer));
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(there),
+      "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(counts)
+      : "memory");
+}

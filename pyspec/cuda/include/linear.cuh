@@ -1,17 +1,10 @@
 // What linear.cu and linear_sm90.cu share: sums of a stage in shared memory, shares of tiles, stores. See linear.cu.
 #pragma once
-#include "quants.cuh"
-
-#define PLAIN 0
-#define RESIDUAL 1
-#define GATED 2  // rows 0-7 of each 16 are gates, 8-15 the ups of the same features: writes silu(gate) * up
+#include "linear_block.cuh"
 
 constexpr int kThreads = 32 * WARPS_M * WARPS_N;
 constexpr int kTile = 16;  // 16-row tiles of a CTA
-constexpr int kPad = 8 * TILES_N * WARPS_N;
 constexpr int kWeightBytes = kTile * RECORD;
-constexpr int kRowBytes = CHUNK * kPad * 64;
-constexpr int kSumBytes = HAS_MIN ? CHUNK * kPad * 4 : 0;
 constexpr int kWarps = WARPS_M * WARPS_N;
 constexpr int kStageBytes = kWeightBytes + kRowBytes + kSumBytes;
 constexpr int kAtOnce = TILES_N <= 3 ? TILES_N : TILES_N <= 8 ? 2 : 1;  // tiles whose residuals are under way
@@ -37,42 +30,9 @@ __device__ __forceinline__ void each(Accumulator& acc, F f) {
       for (int j = 0; j < 4; ++j) f(acc.v[m][n][j], (m * TILES_N + n) * 4 + j);
 }
 
-__device__ __forceinline__ void multiply(float (&acc)[4], const Weights& w, uint4 b, float s0, float s1) {
-  float part[4];
-  mma_f16(part, w.a[0], w.a[1], w.a[2], w.a[3], b.x, b.y, 0.f, 0.f, 0.f, 0.f);
-#if HALF_SCALES
-  acc[0] = fmaf(part[0], w.scale, acc[0]);
-  acc[1] = fmaf(part[1], w.scale, acc[1]);
-  acc[2] = fmaf(part[2], w.scale8, acc[2]);
-  acc[3] = fmaf(part[3], w.scale8, acc[3]);
-  mma_f16(part, w.a[4], w.a[5], w.a[6], w.a[7], b.z, b.w, 0.f, 0.f, 0.f, 0.f);
-  acc[0] = fmaf(part[0], w.more, acc[0]);
-  acc[1] = fmaf(part[1], w.more, acc[1]);
-  acc[2] = fmaf(part[2], w.more8, acc[2]);
-  acc[3] = fmaf(part[3], w.more8, acc[3]);
-#else
-  mma_f16(part, w.a[4], w.a[5], w.a[6], w.a[7], b.z, b.w, part[0], part[1], part[2], part[3]);
-  acc[0] = fmaf(part[0], w.scale, acc[0]);
-  acc[1] = fmaf(part[1], w.scale, acc[1]);
-  acc[2] = fmaf(part[2], w.scale8, acc[2]);
-  acc[3] = fmaf(part[3], w.scale8, acc[3]);
-#endif
-#if HAS_MIN
-  acc[0] = fmaf(-w.more, s0, acc[0]);
-  acc[1] = fmaf(-w.more, s1, acc[1]);
-  acc[2] = fmaf(-w.more8, s0, acc[2]);
-  acc[3] = fmaf(-w.more8, s1, acc[3]);
-#endif
-}
-
 // What a warp multiplies of one block: its part of the weights and of the rows.
 struct Left {
   Codes codes[TILES_M];
-};
-
-struct Right {
-  uint4 x[TILES_N];
-  uint2 sums[TILES_N];
 };
 
 // Past the rows of a last, lower tile lies anything: it is multiplied and not stored.
@@ -83,15 +43,9 @@ __device__ __forceinline__ void fetch(Left& left, u32 stage, int block) {
 }
 
 __device__ __forceinline__ void fetch(Right& right, u32 stage, int block) {
-  const int lane = threadIdx.x & 31, column = (threadIdx.x >> 5) % WARPS_N * TILES_N;
-  const u32 rows = stage + kWeightBytes + block * (kPad * 64) + column * 512 + lane * 16;
-  const u32 sums = stage + kWeightBytes + kRowBytes + block * (kPad * 4) + column * 32 + (lane & 3) * 8;
-#pragma unroll
-  for (int n = 0; n < TILES_N; ++n) right.x[n] = shared_16(rows + n * 512);
-#if HAS_MIN
-#pragma unroll
-  for (int n = 0; n < TILES_N; ++n) right.sums[n] = shared_8(sums + n * 32);
-#endif
+  const int column = (threadIdx.x >> 5) % WARPS_N * TILES_N;
+  const u32 rows = stage + kWeightBytes + block * (kPad * 64) + column * 512;
+  fetch(right, rows, stage + kWeightBytes + kRowBytes + block * (kPad * 4) + column * 32);
 }
 
 __device__ __forceinline__ void multiply(Accumulator& acc, const Left& left, const Right& right) {
@@ -108,8 +62,6 @@ __device__ __forceinline__ void multiply(Accumulator& acc, const Left& left, con
 __device__ __forceinline__ void clear(Accumulator& acc) {
   each(acc, [](float& v, int) { v = 0.f; });
 }
-
-__device__ __forceinline__ float silu(float x) { return x / (1.f + __expf(-x)); }
 
 // Which of a thread's sums go where: rows of x and columns of out.
 struct Place {

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
+from pyspec.cuda.kernels import linear_pair
 from pyspec.cuda.kernels.dequant_ref import quantize
 from pyspec.cuda.kernels.linear_pack import (
     CHUNKS,
@@ -177,6 +178,12 @@ class LinearLaunch:
         self.partial, self.tickets = _workspace(spec.device, n_sm)
         assert n_tile * max(s.shape.n_warp for s in steps) <= self.tickets.numel()
         self.sizes = np.int32(spec.n_out), np.int32(n_group), np.int32(n_chunk)
+        shared = n_shared(torch.cuda.get_device_capability(spec.device))
+        self.pairs = {
+            pad: linear_pair.PairLaunch(spec, pad, n_sm, shared)
+            for pad in self.steps
+            if linear_pair.takes(spec, pad, shared)
+        }
 
     def __call__(self, x: Tensor, packed: Packed, out: Tensor, residual: Tensor | None = None) -> None:
         """See linear_ref. out and residual contiguous; residual may be `out`."""
@@ -190,6 +197,8 @@ class LinearLaunch:
         assert out.is_contiguous() and out.shape == (rows.n_row, self.spec.n_out) and out.dtype == torch.float32
         assert (packed.n_out, packed.n_in, packed.type) == (self.spec.n_weight_row, self.spec.n_in, self.spec.type)
         assert (residual is not None) == (self.spec.epilogue is Epilogue.RESIDUAL)
+        if rows.pad in self.pairs:
+            return self.pairs[rows.pad](rows, packed, out, residual, self.rows.overlap)
         run = self.steps[rows.pad]
         tensors = (packed.data, rows.blocks, rows.sums, rows.powers, out if residual is None else residual, out)
         args = (*tensors, self.partial, self.tickets, np.int32(rows.n_row), *self.sizes)

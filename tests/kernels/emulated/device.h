@@ -336,7 +336,11 @@ inline void ptx_mapa_shared__cluster_u32(int line, u32& out, u32 address, u32 bl
   out = emulator::address_in_cluster(address, block, line);
 }
 inline void ptx_st_async_weak_shared__cluster_mbarrier__complete_tx__bytes_f32(int line, u32 to, float x, u32 barrier) {
-  emulator::send(to, bits_as<u32>(x), barrier, line);
+  emulator::send(to, &x, 4, barrier, line);
+}
+inline void ptx_st_async_weak_shared__cluster_mbarrier__complete_tx__bytes_v4_f32(int line, u32 to, Refs<float, 4> x, u32 barrier) {
+  const float all[4] = {*x.p[0], *x.p[1], *x.p[2], *x.p[3]};
+  emulator::send(to, all, 16, barrier, line);
 }
 
 inline void ptx_fence_mbarrier_init_release_cluster(int) {}

@@ -71,7 +71,7 @@ void message_expect(u32 barrier, u32 n_bytes, int line);
 void message_arrive(u32 barrier, u32 n_bytes, int line);
 void message_wait(u32 barrier, u32 parity, int line);
 void copy_bulk(u32 to, const void* from, u32 n_bytes, u32 barrier, int line);
-void send(u32 to, u32 x, u32 barrier, int line);  // to addresses in the cluster
+void send(u32 to, const void* x, u32 n_bytes, u32 barrier, int line);  // to addresses in the cluster
 
 struct Warpgroup {  // one product of m64 n k16: a warp's 16 rows of it
   float* const* sums;  // n / 2

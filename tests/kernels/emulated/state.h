@@ -84,7 +84,7 @@ struct Bulk {
   Copy copy;
   u32 barrier;
   int line;
-  u32 sent = 0;  // what comes, if it comes from no memory
+  u32 sent[4] = {};  // what comes, if it comes from no memory
 };
 
 struct Cluster {

@@ -246,21 +246,23 @@ void copy_bulk(u32 to, const void* from, u32 n_bytes, u32 barrier, int line) {
   self->block->bulk.push_back({{target, static_cast<const u8*>(from), n_bytes, n_bytes}, barrier, line});
 }
 
-void send(u32 to, u32 x, u32 barrier, int line) {
+void send(u32 to, const void* x, u32 n_bytes, u32 barrier, int line) {
   const u32 number = to >> kClusterBit, mask = (1u << kClusterBit) - 1;
   if (number == 0 || barrier >> kClusterBit != number) fail(line, "sends to addresses that are not of one block of the cluster");
   Block* const block = self->block->cluster->blocks[number - 1];
   if (block == nullptr) fail(line, "sends to a block that has ended");
   if (block->messages.count(barrier & mask) == 0) fail(line, "sends to a block that has not made its barrier yet");
   self->line = line;
-  u8* const target = place_in(*block, to & mask, 4, 4, line);
-  memset(target, kPoison, 4);
-  block->bulk.push_back({{target, nullptr, 4, 4}, barrier & mask, line, x});
+  u8* const target = place_in(*block, to & mask, n_bytes, n_bytes, line);
+  memset(target, kPoison, n_bytes);
+  Bulk bulk{{target, nullptr, n_bytes, n_bytes}, barrier & mask, line};
+  memcpy(bulk.sent, x, n_bytes);
+  block->bulk.push_back(bulk);
 }
 
 void complete(Block& block, const Bulk& bulk) {
   if (bulk.copy.from == nullptr) {
-    memcpy(bulk.copy.to, &bulk.sent, 4);
+    memcpy(bulk.copy.to, bulk.sent, bulk.copy.n_bytes);
   } else {
     bring(bulk.copy);
   }

@@ -1,0 +1,57 @@
+// What all products of packed weights share: one block of 32 columns times the rows, in the order of rows.cu's blocks.
+#pragma once
+#include "quants.cuh"
+
+#define PLAIN 0
+#define RESIDUAL 1
+#define GATED 2  // rows 0-7 of each 16 are gates, 8-15 the ups of the same features: writes silu(gate) * up
+
+constexpr int kPad = 8 * TILES_N * WARPS_N;  // rows, those that are not there included
+constexpr int kRowBytes = CHUNK * kPad * 64;
+constexpr int kSumBytes = HAS_MIN ? CHUNK * kPad * 4 : 0;
+
+__device__ __forceinline__ void multiply(float (&acc)[4], const Weights& w, uint4 b, float s0, float s1) {
+  float part[4];
+  mma_f16(part, w.a[0], w.a[1], w.a[2], w.a[3], b.x, b.y, 0.f, 0.f, 0.f, 0.f);
+#if HALF_SCALES
+  acc[0] = fmaf(part[0], w.scale, acc[0]);
+  acc[1] = fmaf(part[1], w.scale, acc[1]);
+  acc[2] = fmaf(part[2], w.scale8, acc[2]);
+  acc[3] = fmaf(part[3], w.scale8, acc[3]);
+  mma_f16(part, w.a[4], w.a[5], w.a[6], w.a[7], b.z, b.w, 0.f, 0.f, 0.f, 0.f);
+  acc[0] = fmaf(part[0], w.more, acc[0]);
+  acc[1] = fmaf(part[1], w.more, acc[1]);
+  acc[2] = fmaf(part[2], w.more8, acc[2]);
+  acc[3] = fmaf(part[3], w.more8, acc[3]);
+#else
+  mma_f16(part, w.a[4], w.a[5], w.a[6], w.a[7], b.z, b.w, part[0], part[1], part[2], part[3]);
+  acc[0] = fmaf(part[0], w.scale, acc[0]);
+  acc[1] = fmaf(part[1], w.scale, acc[1]);
+  acc[2] = fmaf(part[2], w.scale8, acc[2]);
+  acc[3] = fmaf(part[3], w.scale8, acc[3]);
+#endif
+#if HAS_MIN
+  acc[0] = fmaf(-w.more, s0, acc[0]);
+  acc[1] = fmaf(-w.more, s1, acc[1]);
+  acc[2] = fmaf(-w.more8, s0, acc[2]);
+  acc[3] = fmaf(-w.more8, s1, acc[3]);
+#endif
+}
+
+struct Right {  // a warp's rows of a block
+  uint4 x[TILES_N];
+  uint2 sums[TILES_N];
+};
+
+// `rows` and `sums`: where those of the block lie for the warp's first 8 rows.
+__device__ __forceinline__ void fetch(Right& right, u32 rows, u32 sums) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int n = 0; n < TILES_N; ++n) right.x[n] = shared_16(rows + n * 512 + lane * 16);
+#if HAS_MIN
+#pragma unroll
+  for (int n = 0; n < TILES_N; ++n) right.sums[n] = shared_8(sums + n * 32 + (lane & 3) * 8);
+#endif
+}
+
+__device__ __forceinline__ float silu(float x) { return x / (1.f + __expf(-x)); }
