@@ -41,14 +41,14 @@ from pyspec.plan import (
 )
 from pyspec.request import EngineInfo
 from pyspec.sample.synth import SynthAcceptance
-from pyspec.slots.arena import BUCKETS, Arena, bucket_of
+from pyspec.slots.arena import Arena, bucket_of
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.kv import KV_DTYPES, row_bytes
 from pyspec.slots.states import StateStore
 from pyspec.slots.table import SlotTable
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
-from pyspec.warmup import check_taps, warm_up
+from pyspec.warmup import check_taps, graph_shapes, warm_up
 
 log = logging.getLogger(__name__)
 
@@ -222,14 +222,18 @@ def _batch(s: EngineSettings, device: torch.device) -> int:
 
 def _workspace(c: DecoderConfig, d: DraftPlan, s: EngineSettings, n_ctx: int, device: torch.device) -> int:
     cuda = device.type == "cuda"
-    n_tap = len(dflash.read_config(d.file).taps) if d.kind == "dflash" and d.file is not None else 0
+    n_tap = n_held = 0
+    if d.kind == "dflash" and d.file is not None:
+        n_tap, n_held = len(dflash.read_config(d.file).taps), dflash.held_rows(s.np)
+    graphs = graph_shapes(s.np, d.n_draft + 1, late=n_held > 0) if cuda else []
     return workspace_bytes(
         n_row=_batch(s, device),
         n_embd=c.n_embd,
         n_ff=c.n_ff,
         n_vocab=c.n_vocab,
-        graph_rows=sum(b for b in BUCKETS if b <= s.np * (d.n_draft + 1)) if cuda else 0,
+        graph_rows=sum(bucket_of(n) or n for n, _ in graphs),
         n_tap=n_tap,
+        n_held=n_held,
         key_bytes=(8 if s.kv_type in ("q8_0", "f8_e4m3") else 4) * n_ctx * c.attention.n_kv_head * c.attention.head_dim,
         cuda=cuda,
     )

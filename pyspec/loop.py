@@ -76,7 +76,7 @@ class Loop:
         self.controller, self.synth = controller, synth
         self.ubatch, self.batch = ubatch, batch or ubatch  # rows of a forward; of one in which nobody decodes
         self.arena = arena  # where graphs find their batches; None: no graphs
-        self.forward = Graphed(self._run)
+        self.forward = Graphed(self._run, by_single=self.needs.late)
         self.best = torch.empty(0, dtype=torch.float64)  # pinned memory for what greedy rounds read
         self.faults, self.draft_faults = Reader(target.device), Reader(target.device)
         self.queue: Queue[Job] = Queue(queue_limit)

@@ -94,17 +94,28 @@ def checkpoint_bytes(layers: Sequence[LayerMemory]) -> int:
 
 
 def workspace_bytes(
-    *, n_row: int, n_embd: int, n_ff: int, n_vocab: int, graph_rows: int, n_tap: int, key_bytes: int, cuda: bool
+    *,
+    n_row: int,
+    n_embd: int,
+    n_ff: int,
+    n_vocab: int,
+    graph_rows: int,
+    n_tap: int,
+    n_held: int,
+    key_bytes: int,
+    cuda: bool,
 ) -> int:
     """What forwards need besides weights and slots.
 
     n_row       rows of the largest forward: gate and up in f32, their product in f16, a few rows of the residual stream
     graph_rows  rows of all graphs together: their logits, hidden states and taps stay at fixed places
+    n_held      rows whose taps a drafter keeps for later; they are gathered once more when their time comes
     key_bytes   keys and values of one layer and slot: a prompt's attention gathers them from their pages, as f16
     """
     activations = n_row * (2 * n_ff * 4 + n_ff * 2 + 5 * n_embd * 4 + n_tap * n_embd * 4)
     results = graph_rows * 4 * (n_vocab + (1 + n_tap) * n_embd)
-    return activations + results + (key_bytes + CUDA_BYTES if cuda else 0)
+    held = 2 * n_held * n_tap * n_embd * 4
+    return activations + results + held + (key_bytes + CUDA_BYTES if cuda else 0)
 
 
 def used_bytes(device: torch.device) -> int:

@@ -73,6 +73,18 @@ def _run(loop: Loop, tokenizer: Tokenizer, n_busy: int, n_draft: int, n_overhang
         loop.forget(slot)
 
 
+def graph_shapes(n_slot: int, width: int, late: bool) -> list[tuple[int, int]]:
+    """Rows and sequences of a batch for each graph of a verify; `width`: most rows of a sequence.
+
+    late  batches of one row a sequence have graphs of their own (`Needs.late`), so others have two rows somewhere
+    """
+    sizes = [b for b in BUCKETS if b <= n_slot * width]
+    if not late:
+        return [(n, min(n_slot, n)) for n in sizes]
+    singles = sorted({n_slot, *(b for b in BUCKETS if b < n_slot)})  # the last one may need padding
+    return [(n, n) for n in singles] + [(n, min(n_slot, -(-n // 2))) for n in sizes if n > 1]
+
+
 @torch.inference_mode()
 def capture(loop: Loop) -> None:
     """Capture the graphs of every batch size now. Forwards on empty slots change nothing that anybody reads.
@@ -83,8 +95,7 @@ def capture(loop: Loop) -> None:
     slots, device, width = loop.table.slots, loop.target.device, max(loop.controller.n_max + 1, loop.needs.overhang)
     if loop.arena is None or loop.table.n_page < len(slots) * loop.table.pages_for(width):
         return  # no graphs, or a pool too small to try them all: they are captured as they come
-    for n_row in [b for b in BUCKETS if b <= len(slots) * (loop.controller.n_max + 1)]:
-        n_seq = min(len(slots), n_row)
+    for n_row, n_seq in graph_shapes(len(slots), loop.controller.n_max + 1, loop.needs.late):
         shares = [n_row // n_seq + (i < n_row % n_seq) for i in range(n_seq)]
         seqs = [Seq(i, 0, [0] * n, n_out=n) for i, n in enumerate(shares)]
         for _ in range(2):

@@ -3,7 +3,8 @@
     python tools/bench_host.py --slots 1 8 [--cold 64]
 
 Microseconds a round, the best of several runs, one thread: "sample" and "host" as the engine counts them, and everything before the
-launch. `--cold`: megabytes of other memory touched while the device would be at work, as other processes do.
+launch. "quiet": DFlash, in rounds in which the controller chooses not to draft. `--cold`: megabytes of other memory touched
+while the device would be at work, as other processes do.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ def make(kind: str, n_slot: int, folder: Path) -> Rig:
     }
     if kind == "mtp":
         settings |= {"spec_type": "mtp", "n_draft_max": 3}
-    if kind == "dflash":
+    if kind in ("dflash", "quiet"):
         drafter = write("qwen35", folder / f"d{n_slot}.gguf", quant="f32", tiny=True, drafter=True)
-        settings |= {"spec_type": "dflash", "draft_path": drafter}
+        settings |= {"spec_type": "dflash", "draft_path": drafter, "n_draft_fixed": kind == "dflash"}
     found = rig(write("qwen35", folder / f"{kind}{n_slot}.gguf", quant="f32", tiny=True), **settings)
     loop = found.loop
     pages = -(-(CTX + 64) // loop.table.page_size)
@@ -58,6 +59,7 @@ def answer_at_once(r: Rig, kind: str) -> None:
     """From here on the device's work is prepared tensors."""
     loop, drafter, ready = r.loop, r.loop.drafter, dict[tuple[int | None, int, int], Out]()
     hidden, logits = torch.zeros(BUCKETS[-1], loop.target.n_embd), torch.zeros(BUCKETS[-1], loop.target.n_vocab)
+    taps = torch.zeros(BUCKETS[-1], max(len(loop.needs.taps), 1) * loop.target.n_embd)
 
     def forward(batch: Batch) -> Out:
         key = (batch.bucket, batch.n_row, len(batch.seqs))
@@ -67,7 +69,7 @@ def answer_at_once(r: Rig, kind: str) -> None:
             for start, seq in zip(batch.starts, batch.seqs, strict=False):
                 if seq.width > 1:
                     best[0, start + ACCEPTED.get(seq.width, seq.width // 2)] = BAD
-            ready[key] = Out(logits[: batch.bucket], hidden[: batch.bucket], None, best)
+            ready[key] = Out(logits[: batch.bucket], hidden[: batch.bucket], taps[: batch.bucket], best)
         return ready[key]
 
     loop.forward = forward  # type: ignore[method-assign]
@@ -76,8 +78,14 @@ def answer_at_once(r: Rig, kind: str) -> None:
     if kind == "mtp":
         drafter.tokens.fill_(GOOD)
         drafter._first = drafter._next = lambda batch: None
-    if kind == "dflash":
+    if kind in ("dflash", "quiet"):
         drafter.block = lambda batch: (tokens[: batch.bucket], None)
+        drafter.inject = lambda batch: None
+    if kind == "quiet":  # drafts are far too dear, and nobody tries whether they still are
+        for busy in range(1, len(loop.table.slots) + 1):
+            for _ in range(2):
+                loop.controller.draft_ms.add(busy, 50.0)
+        loop.controller._probe = lambda caps, picked: picked
 
 
 def run(kind: str, n_slot: int, folder: Path, cold: int, n_round: int = 200, repeats: int = 5) -> str:
@@ -146,7 +154,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        for kind in ("plain", "mtp", "dflash"):
+        for kind in ("plain", "quiet", "mtp", "dflash"):
             for n_slot in args.slots:
                 print(run(kind, n_slot, Path(folder), args.cold), flush=True)
     for n_slot in args.slots:

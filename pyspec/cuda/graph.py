@@ -6,7 +6,9 @@ run exactly once per round, and because libraries set themselves up on first use
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 import torch
@@ -20,32 +22,47 @@ class Graphed(Generic[Out]):
     """`fn(batch)` replayed for batches that lie in an arena; others, and devices without graphs, run as they are.
 
     The result of a replay is overwritten by the next one of the same bucket.
+
+    by_single: `fn` does something else for batches of one row a sequence, which have graphs of their own
     """
 
-    def __init__(self, fn: Callable[[Batch], Out]) -> None:
-        self.fn = fn
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Out]] = {}
-        self._seen: set[int] = set()
+    def __init__(self, fn: Callable[[Batch], Out], *, by_single: bool = False) -> None:
+        self.fn, self.by_single = fn, by_single
+        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Out]] = {}
+        self._seen: set[tuple[int, bool]] = set()
         self._pool: object | None = None
 
     def __call__(self, batch: Batch) -> Out:
-        bucket = batch.bucket
-        if bucket is None or batch.tokens.device.type != "cuda":
+        if batch.bucket is None or batch.tokens.device.type != "cuda":
             return self.fn(batch)
-        if bucket not in self._seen:
-            self._seen.add(bucket)
+        key = batch.bucket, self.by_single and batch.single
+        if key not in self._seen:
+            self._seen.add(key)
             return self.fn(batch)
-        if bucket not in self._graphs:
-            self._capture(bucket, batch)
-        graph, out = self._graphs[bucket]
+        if key not in self._graphs:
+            self._capture(key, batch)
+        graph, out = self._graphs[key]
         graph.replay()
         return out
 
-    def _capture(self, bucket: int, batch: Batch) -> None:
+    def _capture(self, key: tuple[int, bool], batch: Batch) -> None:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # thread_local: what other threads do to the device (an engine that ends there) does not end the capture
+        with _no_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             out = self.fn(batch)
-        self._graphs[bucket] = (graph, out)
+        self._graphs[key] = (graph, out)
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Graphs of an engine that is gone are freed when the collector finds them: in a capture that is an error, and its end."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -3,8 +3,9 @@
 The drafter keeps, for every committed token, keys and values made from the target's tapped layer outputs ("context").
 A draft runs one block of B rows: the anchor and B-1 mask tokens; row r proposes the token at its own position. Full
 layers see the context and the whole block; sliding layers are causal in the block and windowed. Embedding and head are
-the target's unless the file has its own. Source: arXiv:2602.06036; GGUF of llama.cpp (`dflash`) and of forks
-(`dflash-draft`: other names, taps stored without the +1).
+the target's unless the file has its own. Rounds in which nobody drafts only keep their taps: the context of many of
+them is made in one pass, before somebody drafts, before pages are filed, or when the place is full. Source:
+arXiv:2602.06036; GGUF of llama.cpp (`dflash`) and of forks (`dflash-draft`: other names, taps stored without the +1).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pyspec.gguf import GGUFFile
 from pyspec.models.layers import SINKS, Attention, AttentionShape, FeedForward, Rope, rms
 from pyspec.models.target import LayerMemory, Out, Target, allocate
 from pyspec.models.weights import Matrix, Want, Weights, check_tensors
-from pyspec.slots.arena import Arena
+from pyspec.slots.arena import BUCKETS, Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.kv import KVPool
 from pyspec.slots.memory import Memory
@@ -30,6 +31,12 @@ from pyspec.slots.table import Slot, SlotTable
 
 FORK = "dflash-draft"
 ARCHS = ("dflash", FORK)
+N_HELD = BUCKETS[-1]  # rows of taps that are kept at most: what one graph takes in
+
+
+def held_rows(n_slot: int) -> int:
+    """Rows of taps that are kept for later; none where a few rounds would fill the place, for that gains nothing."""
+    return N_HELD if 4 * n_slot <= N_HELD else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +184,7 @@ class DFlashNet:
     """The drafter's layers bound to their context memory; `head` stands for the target's if it is given."""
 
     def __init__(self, c: DFlashConfig, w: Weights, memory: Memory, target: Target, head: Matrix | None = None) -> None:
-        self.c, self.memory = c, memory
+        self.c, self.memory, self.n_feature = c, memory, len(c.taps) * target.n_embd
         self.rope = Rope(c.n_rot, c.rope_base, True, w.device, divisors=w.optional("rope_freqs.weight"))
         n_layer = len(c.windows)
         self.attention = [
@@ -216,39 +223,96 @@ class DFlash:
 
     def __init__(self, net: DFlashNet, table: SlotTable, device: torch.device, n_draft: int, p_min: float) -> None:
         self.net, self.table, self.device, self.p_min = net, table, device, p_min
-        block = net.c.block
-        self.needs = Needs(min(n_draft, block - 1), net.c.taps, overhang=block)
+        block, n_slot = net.c.block, len(table.slots)
+        self.held = torch.zeros(held_rows(n_slot), net.n_feature, device=device)  # taps of rounds without drafts
+        self.n_held = 0
+        self.late: list[list[int]] = [[] for _ in table.slots]  # where in `held` those of the slot's last tokens are
+        self.needs = Needs(min(n_draft, block - 1), net.c.taps, overhang=block, late=len(self.held) > 0)
         self.arena: Arena | None = None
-        self.block = Graphed(self._block)
-        self.n_context = [0] * len(table.slots)  # tokens of the slot that have context rows
-        self.generation = [-1] * len(table.slots)
+        self.block, self.inject = Graphed(self._block), Graphed(self._inject)
+        self.n_context = [0] * n_slot  # tokens of the slot that have context rows, or taps in `held`
+        self.generation = [-1] * n_slot
 
     def use_graphs(self, make_arena: Callable[[], Arena]) -> None:
         self.arena = make_arena()
 
     @torch.inference_mode()
     def capture(self) -> None:
-        for n in range(1, len(self.table.slots) + 1):
+        n_slot = len(self.table.slots)
+        for n in range(1, n_slot + 1):
             seqs = [Seq(i, 0, [self.net.c.mask_id] * self.net.c.block) for i in range(n)]
             for _ in range(2):
                 self.block(lay_out(self.table, seqs, self.device, see_block=True, arena=self.arena))
+        for n_row in BUCKETS if self.needs.late else ():
+            shares = [n_row // n_slot + (i < n_row % n_slot) for i in range(n_slot)]
+            if self.table.n_page < n_slot * self.table.pages_for(shares[0]):
+                break  # too small a pool to try them all: they are captured as they come
+            seqs = [Seq(i, 0, [0] * n) for i, n in enumerate(shares) if n]
+            for _ in range(2):
+                self.inject(lay_out(self.table, seqs, self.device, arena=self.arena))
 
     def begin(self, slot: Slot, saved: object | None) -> None:
+        self._forget(slot)
         self.n_context[slot.index], self.generation[slot.index] = slot.n_past, slot.generation
 
     @torch.inference_mode()
     def absorb(self, batch: Batch, out: Out) -> None:
-        """Context rows for all rows. Those of refused drafts lie beyond the slot's length, where nobody reads them."""
+        """Context rows for all rows. Those of refused drafts lie beyond the slot's length, where nobody reads them.
+
+        Where nobody drafted, `observe` keeps the taps instead.
+        """
         assert out.taps is not None
-        self.net.inject(out.taps, batch.kv_rows, batch.positions)
+        if not (self.needs.late and batch.single):
+            self.net.inject(out.taps, batch.kv_rows, batch.positions)
 
     def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
+        late = self.needs.late and batch.single
+        if not late:  # these rows have their context already; what is held is always of a slot's last tokens
+            self.catch_up()
         for s, seq in enumerate(batch.seqs):
             slot = self.table.slots[seq.slot]
             assert self.generation[seq.slot] == slot.generation and self.n_context[seq.slot] == seq.n_past, (
                 f"draft context of slot {seq.slot} ends at {self.n_context[seq.slot]}, its tokens at {seq.n_past}"
             )
             self.n_context[seq.slot] += kept[s]
+            if late:
+                first = self.n_held + batch.starts[s]
+                self.late[seq.slot] += range(first, first + kept[s])
+        if late:
+            self._hold(out, batch.n_row)
+
+    @torch.inference_mode()
+    def _hold(self, out: Out, n_row: int) -> None:
+        """Keep the taps of a forward, which the next one overwrites, and have room for another one's."""
+        assert out.taps is not None
+        self.held[self.n_held : self.n_held + n_row].copy_(out.taps[:n_row])
+        self.n_held += n_row
+        if self.n_held + len(self.late) > len(self.held):
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Context rows for every token whose taps are held."""
+        if not self.n_held:
+            return
+        seqs = []
+        for slot, at in zip(self.table.slots, self.late, strict=True):
+            if at:
+                assert self.generation[slot.index] == slot.generation, f"taps of slot {slot.index} are stale"
+                # no token is looked at here: in their place stands where the taps are
+                seqs.append(Seq(slot.index, self.n_context[slot.index] - len(at), at))
+        with torch.inference_mode():
+            self.inject(lay_out(self.table, seqs, self.device, arena=self.arena))
+        self.late, self.n_held = [[] for _ in self.late], 0
+
+    def _inject(self, batch: Batch) -> None:
+        """Context rows from held taps; padding reads those of some row and writes where nobody reads."""
+        self.net.inject(self.held[batch.tokens], batch.kv_rows, batch.positions)
+
+    def _forget(self, slot: Slot) -> None:
+        """Nobody will read the context of what is held of the slot."""
+        self.late[slot.index] = []
+        if not any(self.late):
+            self.n_held = 0
 
     @torch.inference_mode()
     def draft(self, asks: Sequence[Ask]) -> list[list[int]]:
@@ -258,6 +322,7 @@ class DFlash:
         c = self.net.c
         for ask in live:
             assert self.n_context[ask.slot.index] == ask.slot.n_past, f"slot {ask.slot.index} drafts blind"
+        self.catch_up()
         masks = [c.mask_id] * (c.block - 1)  # always the trained block; shorter drafts are cut from it
         seqs = [Seq(ask.slot.index, ask.slot.n_past, [ask.anchor, *masks]) for ask in live]
         tokens, probs = self.block(lay_out(self.table, seqs, self.device, see_block=True, arena=self.arena))
@@ -279,12 +344,15 @@ class DFlash:
         return tokens, logits.softmax(-1).amax(-1) if self.p_min > 0 else None
 
     def snapshot(self, slot: Slot) -> object | None:
-        return None  # context rows are made with the target's, so the pages have all of them
+        if self.late[slot.index]:
+            self.catch_up()
+        return None  # the pages have all there is
 
     def pools(self) -> Iterable[KVPool]:
         return self.net.memory.kv.values()
 
     def end(self, slot: Slot) -> None:
+        self._forget(slot)
         self.generation[slot.index] = -1
 
 

@@ -21,12 +21,14 @@ class Needs:
     taps      target layers whose outputs it reads after each forward
     overhang  KV rows beyond the committed tokens it writes while drafting
     chained   the cost of a draft grows with its length (MTP); otherwise it is paid once (DFlash block)
+    late      `absorb` leaves batches of one row a sequence for later
     """
 
     n_draft: int
     taps: tuple[int, ...] = ()
     overhang: int = 0
     chained: bool = False
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,6 +81,7 @@ class Batch:
     max_hi: Sequence[int]  # per sequence, on the host
     causal: bool  # rows see what stands before them and themselves
     bucket: int | None = None  # rows with padding, if the fields lie in an arena
+    single: bool = False  # the forward has one row a sequence, so nobody's draft; `seqs` may be those of some only
 
     @property
     def n_row(self) -> int:
@@ -114,8 +115,10 @@ def lay_out(
         fields = arena.fill(layout, bucket, table.null_row)
     else:
         bucket, fields = None, _fresh(layout, n_out, device)
-    causal, size = not see_block, table.page_size
-    return Batch(seqs=seqs, starts=starts, page_size=size, max_hi=max_hi, causal=causal, bucket=bucket, **fields)
+    causal, size, single = not see_block, table.page_size, starts[-1] == len(seqs)
+    return Batch(
+        seqs=seqs, starts=starts, page_size=size, max_hi=max_hi, causal=causal, bucket=bucket, single=single, **fields
+    )
 
 
 def _write(

@@ -1,4 +1,4 @@
-"""DFlash: blocks against a dense reference, context in any pieces, both spellings of the file."""
+"""DFlash: blocks against a dense reference, context in any pieces and put off, both spellings of the file."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ from rewrite import rewrite
 
 from pyspec import synth, warmup
 from pyspec.draft import dflash
-from pyspec.draft.dflash import DFlash
+from pyspec.draft.dflash import N_HELD, DFlash
 from pyspec.draft.drafter import Ask
+from pyspec.errors import SlotError
 from pyspec.gguf import open_gguf
+from pyspec.loop import Loop
+from pyspec.models.target import Out
 from pyspec.models.weights import Weights
-from pyspec.slots.batch import Seq, lay_out
+from pyspec.slots.arena import BUCKETS, Arena
+from pyspec.slots.batch import Batch, Seq, lay_out
 
 CPU = torch.device("cpu")
 N_CTX, WINDOW = 90, 24
@@ -61,6 +65,7 @@ def feed(
 
 
 def block_logits(bench: Bench, drafter: DFlash, slot: int, anchor: int) -> torch.Tensor:
+    drafter.catch_up()
     c = drafter.net.c
     seq = Seq(slot, bench.table.slots[slot].n_past, [anchor, *[c.mask_id] * (c.block - 1)])
     return drafter.net.head(drafter.net.forward(lay_out(bench.table, [seq], CPU, see_block=True)))
@@ -171,6 +176,7 @@ def test_context_may_come_in_any_pieces(files: tuple[Path, Path], pieces: list[i
         feed(parts, two, 0, TOKENS[at : at + n])
         at += n
     assert at == N_CTX
+    two.catch_up()
     rows = whole.table.rows(whole.table.slots[0], 0, N_CTX), parts.table.rows(parts.table.slots[0], 0, N_CTX)
     for a, b in zip(one.net.memory.kv.values(), two.net.memory.kv.values(), strict=True):
         assert (a.k[rows[0]] - b.k[rows[1]]).abs().max() < 1e-4
@@ -205,6 +211,197 @@ def test_slots_draft_the_same_together_as_alone(files: tuple[Path, Path]) -> Non
         for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
             drafts = drafter.draft([Ask(slots[i], 10 + i, ks[i]) for i in order])
             assert drafts == [alone[i][: ks[i]] for i in order]
+
+
+class Rounds:
+    """Random rounds over a few slots, the same for every drafter: what it drafts, and the context a request leaves."""
+
+    def __init__(self, bench: Bench, drafter: DFlash, *, late: bool, seed: int) -> None:
+        self.bench, self.drafter, self.rng = bench, drafter, random.Random(seed)
+        drafter.needs = replace(drafter.needs, late=late)
+        self.busy = {slot.index for slot in bench.table.slots}
+        self.drafts: list[list[int]] = []
+        self.left: list[torch.Tensor] = []
+        self.most = 0
+
+    def run(self, n_round: int) -> None:
+        for i in range(n_round):  # long silences, and stretches in which nearly everybody drafts
+            self._round((0.0, 0.0, 0.05, 0.8)[i // 25 % 4])
+            self.most = max(self.most, self.drafter.n_held)
+
+    def _round(self, mood: float) -> None:
+        rng, slots = self.rng, self.bench.table.slots
+        for i in sorted(self.busy):
+            if slots[i].n_past > 150 or rng.random() < 0.01:
+                self._end(i)
+        joins = [slot.index for slot in slots if slot.index not in self.busy and rng.random() < 0.1]
+        for i in joins:
+            self.bench.table.acquire(slots[i], 256)
+            self.bench.memory.reset(i)
+            self.drafter.begin(slots[i], None)
+            self.busy.add(i)
+        anchors = {i: rng.randrange(256) for i in sorted(self.busy)}
+        wants = {i: rng.choice((0, 1, 3, 7)) if rng.random() < mood else 0 for i in anchors if slots[i].n_past}
+        asks = [Ask(slots[i], anchors[i], n) for i, n in wants.items()]
+        drafts = dict(zip(wants, self.drafter.draft(asks), strict=True)) if any(wants.values()) else {}
+        self.drafts += drafts.values()
+        seqs, kept = [], []
+        for i in anchors:
+            prompt = rng.choices(range(256), k=rng.choice((1, 5, 40)))
+            if slots[i].n_past == 0:
+                seqs.append(self.bench.seq(i, prompt))
+            else:
+                draft = drafts.get(i, [])
+                seqs.append(self.bench.seq(i, [anchors[i], *draft], keep=not draft))
+            kept.append(seqs[-1].width if seqs[-1].keep else rng.randint(1, seqs[-1].width))
+        if not seqs:
+            return
+        batch = lay_out(self.bench.table, seqs, CPU)
+        out = self.bench.target.forward(batch, self.drafter.needs.taps)
+        self.drafter.absorb(batch, out)
+        if rng.random() < 0.05:
+            return  # the forward failed after all: its rows are laid out again
+        self.drafter.observe(batch, kept, out)
+        assert out.taps is not None
+        with torch.inference_mode():
+            out.taps.fill_(float("nan"))  # as the next replay overwrites them
+        for seq, n in zip(seqs, kept, strict=True):
+            self.bench.commit(seq, n)
+
+    def _end(self, i: int) -> None:
+        """A finished request files its pages; a cancelled or failed one may not."""
+        slot, table = self.bench.table.slots[i], self.bench.table
+        if self.rng.random() < 0.6:
+            self.drafter.snapshot(slot)
+            rows = torch.tensor(table.rows(slot, 0, slot.n_past), dtype=torch.int64)
+            self.left += [t for p in self.drafter.pools() for t in (p.k[rows].clone(), p.v[rows].clone())]
+        self.drafter.end(slot)
+        assert not self.drafter.late[i]
+        table.release(slot)
+        self.busy.discard(i)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_context_that_was_put_off_drafts_the_same(files: tuple[Path, Path], seed: int) -> None:
+    """Random acceptance, silences, joins, leaves and failed rounds, with and without putting off."""
+    late, prompt = (Rounds(*load(*files, n_slot=4), late=x, seed=seed) for x in (True, False))
+    for r in (late, prompt):
+        r.run(300)
+    assert late.drafts == prompt.drafts and sum(map(len, late.drafts)) > 100
+    assert len(late.left) == len(prompt.left) > 0
+    for a, b in zip(late.left, prompt.left, strict=True):
+        assert (a - b).abs().max() < 1e-4
+    assert prompt.most == 0 and N_HELD // 2 < late.most <= N_HELD
+
+
+def test_silent_rounds_cost_the_drafter_no_pass(files: tuple[Path, Path]) -> None:
+    """One pass makes the context of all slots' held rounds; what is held never outgrows its place."""
+    bench, drafter = load(*files, n_slot=2)
+    passes: list[int] = []
+    inject = drafter.net.inject
+
+    def watch(taps: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> None:
+        passes.append(len(rows))
+        inject(taps, rows, positions)
+
+    drafter.net.inject = watch  # type: ignore[method-assign]
+    for t in range(200):
+        batch = lay_out(bench.table, [bench.seq(i, [t]) for i in (0, 1)], CPU)
+        out = bench.target.forward(batch, drafter.needs.taps)
+        drafter.absorb(batch, out)
+        drafter.observe(batch, [1, 1], out)
+        for seq in batch.seqs:
+            bench.commit(seq, 1)
+    assert set(passes) == {N_HELD} and len(passes) == 400 // N_HELD
+    held = drafter.held.shape[0]
+    drafter.draft([Ask(bench.table.slots[0], 7, 3)])
+    assert passes[-1] == 400 % N_HELD and drafter.n_held == 0 and drafter.held.shape[0] == held == N_HELD
+
+
+def test_a_new_request_takes_nothing_of_the_slots_last_one(files: tuple[Path, Path]) -> None:
+    bench, drafter = load(*files, n_slot=2)
+    for i in (0, 1):
+        feed(bench, drafter, i, TOKENS[:20])
+        for t in TOKENS[20:25]:
+            feed(bench, drafter, i, [t])
+    want = block_logits(bench, drafter, 1, 5)
+    feed(bench, drafter, 0, [9])
+    drafter.end(bench.table.slots[0])
+    assert drafter.n_held == 0, "nobody's taps are held"
+    bench.table.release(bench.table.slots[0])
+    bench.table.acquire(bench.table.slots[0], 64)
+    bench.memory.reset(0)
+    drafter.begin(bench.table.slots[0], None)
+    feed(bench, drafter, 0, TOKENS[:25])
+    assert (block_logits(bench, drafter, 0, 5) - want).abs().max() < 1e-3
+
+
+def replay(loop: Loop, drafter: DFlash) -> None:
+    """As on a GPU: batches lie in arenas, and what a graph's first one had on the host stands for all that follow."""
+    n_slot = len(loop.table.slots)
+    make_arena = lambda: Arena(n_slot, loop.table.n_page, CPU)  # noqa: E731
+    loop.arena = make_arena()
+    drafter.use_graphs(make_arena)
+    forward, inject = loop.forward, drafter.inject
+    seen: dict[tuple[int | None, bool], bool] = {}
+    first: dict[int | None, Batch] = {}
+
+    def forward_again(batch: Batch) -> Out:
+        single = seen.setdefault((batch.bucket, forward.by_single and batch.single), batch.single)
+        return forward.fn(replace(batch, single=single if batch.bucket is not None else batch.single))
+
+    def inject_again(batch: Batch) -> None:
+        assert batch.bucket is not None
+        inject.fn(first.setdefault(batch.bucket, batch))
+
+    loop.forward, drafter.inject = forward_again, inject_again  # type: ignore[assignment]
+    warmup.capture(loop)
+    assert len(seen) > 10 and len(first) == len(BUCKETS)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen35"])
+def test_requests_draft_the_same_whatever_was_put_off(kind: str) -> None:
+    """The whole loop: silence and drafts in turns, prompts after earlier texts, cancels, lost observations."""
+    files = tiny(kind), tiny(kind, drafter=True)
+    heard, filed = [], []
+    for late in ("replayed", "late", ""):
+        r = rig(files[0], np=3, draft_path=files[1], page_size=16, ubatch=24)
+        drafter, controller, rng = r.loop.drafter, r.loop.controller, random.Random(11)
+        assert isinstance(drafter, DFlash)
+        drafter.needs = replace(drafter.needs, late=bool(late))
+        if late == "replayed":
+            replay(r.loop, drafter)
+        controller.choose = lambda caps, rng=rng, c=controller: [  # type: ignore[method-assign, misc]
+            min(cap, rng.choice((1, 7)) if c.n_round // 20 % 3 == 0 and rng.random() < 0.5 else 0) for _, cap in caps
+        ]
+        asked, observe, n_round = [], drafter.observe, 0
+
+        def lose(*what, observe=observe) -> None:
+            nonlocal n_round
+            n_round += 1
+            if n_round % 90 == 60:  # these slots are deaf from here on, with others beside them
+                raise SlotError("the drafter did not listen")
+            observe(*what)
+
+        drafter.observe = lose  # type: ignore[method-assign]
+        for i in range(30):
+            turn = [*asked[i // 2].request.prompt, *asked[i // 2].tokens][:150] if i % 3 == 2 else []
+            prompt = turn + TOKENS[: 10 + 7 * (i % 5)] + TOKENS[i : i + i % 3]
+            asked.append(r.submit(prompt, 20 + 9 * (i % 7)))
+            for _ in range(20):
+                controller.n_round += 1
+                r.loop.step()
+            if i % 6 == 5:
+                r.loop.cancel(asked[-1].job)
+        r.run()
+        heard.append([(h.tokens, h.finish, h.timings.accepted_per_pos, h.timings.draft_n) for h in asked])
+        rows = [row for h in asked for row in r.filed([*h.request.prompt, *h.tokens])]
+        filed.append([t[rows] for pool in drafter.pools() for t in (pool.k, pool.v)])
+        assert r.loop.stats.guard_trips > 3 and sum(h.timings.cache_n for h in asked) > 100
+        assert sum(h.timings.draft_n for h in asked) > 200 and not any(drafter.late) and drafter.n_held == 0
+    assert heard[0] == heard[1] == heard[2]
+    for *late_rows, rows in zip(*filed, strict=True):
+        assert len(rows) > 300 and all((x - rows).abs().max() < 1e-4 for x in late_rows)
 
 
 FORK = {"fc.weight": "dflash_fc.weight", "enc.output_norm.weight": "dflash_hidden_norm.weight"}

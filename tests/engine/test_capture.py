@@ -4,10 +4,14 @@ import pytest
 import torch
 from engine_rig import rig
 
+from pyspec import load as loading
+from pyspec.config import EngineSettings
 from pyspec.draft.drafter import Graphing
-from pyspec.slots.arena import Arena
+from pyspec.gguf import open_gguf
+from pyspec.models import read_config
+from pyspec.slots.arena import BUCKETS, Arena, bucket_of
 from pyspec.synth import write
-from pyspec.warmup import capture
+from pyspec.warmup import capture, graph_shapes
 
 
 @pytest.mark.parametrize("kind", ["dflash", "mtp"])
@@ -32,3 +36,45 @@ def test_capturing_leaves_no_trace(tmp_path, kind) -> None:
         assert a.tokens == b.tokens
         assert a.timings.accepted_per_pos == b.timings.accepted_per_pos, "the arena changed the drafts"
         assert a.timings.draft_n == b.timings.draft_n > 0
+
+
+@pytest.mark.parametrize(("n_slot", "width"), [(1, 16), (2, 2), (3, 16), (5, 8), (8, 16), (13, 2), (32, 4)])
+def test_every_batch_a_round_can_have_finds_its_graph(n_slot, width) -> None:
+    """Where rows without drafts have graphs of their own: both kinds of every size, none wider than a verify may be."""
+    shapes = graph_shapes(n_slot, width, True)
+    assert all(n_seq <= n_slot and -(-n_row // n_seq) <= width for n_row, n_seq in shapes)
+    captured = {(bucket_of(n_row), n_row == n_seq) for n_row, n_seq in shapes}
+    assert len(captured) == len(shapes)
+    most = max(b for b in BUCKETS if b <= n_slot * width)
+    for n_seq in range(1, n_slot + 1):
+        for n_row in range(n_seq, min(n_seq * width, most) + 1):
+            assert (bucket_of(n_row), n_row == n_seq) in captured
+    assert {n_row for n_row, _ in graph_shapes(n_slot, width, False)} == {b for b in BUCKETS if b <= n_slot * width}
+
+
+@pytest.mark.parametrize(("kind", "np"), [("dflash", 1), ("dflash", 5), ("dflash", 8), ("dflash", 33), ("mtp", 5)])
+def test_the_plan_has_the_rows_of_all_graphs(tmp_path, monkeypatch, kind, np) -> None:
+    target = write("qwen35", tmp_path / "t.gguf", quant="f32", tiny=True)
+    settings = {"np": np, "spec_type": kind, "n_draft_max": 3}
+    if kind == "dflash":
+        settings["draft_path"] = write("qwen35", tmp_path / "d.gguf", quant="f32", tiny=True, drafter=True)
+    r, keys = rig(target, **settings), set()
+    loop, planned = r.loop, EngineSettings(**settings)
+    file, draft = open_gguf(target), open_gguf(settings["draft_path"]) if kind == "dflash" else None
+    monkeypatch.setattr(loading, "workspace_bytes", lambda **sizes: sizes)
+    sizes = loading._workspace(
+        read_config(file), loading.plan_draft(file, draft, planned), planned, 256, torch.device("cuda")
+    )
+    inner = loop.forward
+    loop.arena = Arena(np, loop.table.pages_for(300), torch.device("cpu"))
+
+    def watch(batch):
+        if batch.bucket is not None:
+            keys.add((batch.bucket, inner.by_single and batch.single))
+        return inner(batch)
+
+    loop.forward = watch
+    capture(loop)
+    assert sizes["graph_rows"] == sum(bucket for bucket, _ in keys) > 0
+    assert sizes["n_held"] == (len(loop.drafter.held) if kind == "dflash" else 0)
+    assert (sizes["n_held"] > 0) == inner.by_single == (kind == "dflash" and np <= 32)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyspec.cuda.kernels import linear_cuda, linear_ref
+from pyspec.cuda.kernels import linear_cuda, linear_pair, linear_ref
 from pyspec.cuda.kernels.linear import linear
 from pyspec.cuda.kernels.linear_cuda import LinearLaunch, Shape, random_matrix, step
 from pyspec.cuda.kernels.linear_pack import CHUNKS, Packed, unpack
@@ -56,12 +56,20 @@ def test_columns_that_fill_no_chunk_add_nothing(n_in: int) -> None:
 
 
 @pytest.mark.parametrize("type", CHUNKS)
-def test_a_row_has_the_same_bits_whatever_runs_beside_it(type: GGMLType) -> None:
+def test_a_row_has_the_same_bits_whatever_runs_beside_it(type: GGMLType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs of CTAs, where they are taken, have an order of their own, the same for all the rows they take."""
     packed, spec = matrix(type, 5000, 2048), LinearSpec(CUDA, type, 5000, 2048)
     x = torch.randn(200, 2048, device=CUDA)
+    by_pairs = max(linear_cuda.bind(spec).pairs, default=0)
     alone = torch.cat([product(spec, packed, row[None]) for row in x])
-    for n_row in (*N_ROWS, 200):
+    for n_row in (n for n in N_ROWS if n <= by_pairs):
         assert torch.equal(product(spec, packed, x[:n_row]), alone[:n_row])
+        assert torch.equal(product(spec, packed, x[:n_row].flip(0)).flip(0), alone[:n_row])
+    more = [product(spec, packed, x[:n_row]) for n_row in (*N_ROWS, 200) if n_row > by_pairs]
+    monkeypatch.setattr(linear_pair, "MOST_BYTES", 0)
+    alone = torch.cat([product(spec, packed, row[None]) for row in x])
+    for found in (*more, *(product(spec, packed, x[:n_row]) for n_row in (*N_ROWS, 200))):
+        assert torch.equal(found, alone[: len(found)])
     assert torch.equal(product(spec, packed, x.flip(0)).flip(0), alone)
 
 
@@ -99,7 +107,8 @@ def test_epilogues_equal_the_reference(epilogue: Epilogue) -> None:
             assert off(product(spec, packed, x, residual), want) < 1e-3
 
 
-def test_every_shape_gives_the_same_bits() -> None:
+def test_every_shape_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_pair, "MOST_BYTES", 0)
     spec = LinearSpec(CUDA, GGMLType.Q8_0, 5000, 2048)
     packed, x = matrix(GGMLType.Q8_0, 5000, 2048), torch.randn(128, 2048, device=CUDA)
     for shape in (Shape(16, 1, 1, 1), Shape(4, 2, 4, 1), Shape(16, 1, 1, 4), Shape(8, 1, 2, 4), Shape(4, 2, 4, 4)):
