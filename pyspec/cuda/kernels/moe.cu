@@ -27,7 +27,8 @@
 // Memory-bound: bytes of the experts in use, once for every 8 TILES_N rows that took one. With few rows a CTA's work is
 // short and latency is what there is to hide: weights need the expert alone, so their first stages come before it is known
 // which rows they meet, the shared expert's before the predecessor is over; and what the stores need is fetched before the
-// sums are made. A CTA's gates and ups are whole blocks of the activation: it rounds them for the next launch itself. Of few
+// sums are made. Gates and ups let the downs start when what rows chose has been written (past the first-level cache: a launch
+// that starts early may find there what was chosen before): all but the activations may then be fetched beside them. A CTA's gates and ups are whole blocks of the activation: it rounds them for the next launch itself. Of few
 // rows' downs, the last warp to have its share of 16 columns adds what all experts gave, in the order of choice.
 //
 // Set by the launcher: TYPE, CHUNK, RECORD, TILES_N, SPLIT, PER_STAGE (chunks in a stage), STAGES, RESIDENT (CTAs on a
@@ -50,7 +51,7 @@ constexpr int kSums = kWeights + PER_STAGE * kRowBytes, kPowers = kSums + PER_ST
 constexpr int kStage = kPowers + PER_STAGE * kPowerBytes;
 constexpr int kDeal = CHUNK > SPLIT ? CHUNK : SPLIT;  // blocks that a group's warps share out evenly, part by part
 constexpr int kOwn = kDeal / SPLIT;
-constexpr int kEarly = STAGES - 1 < 2 ? STAGES - 1 : 2;  // stages whose weights come before their rows are known
+constexpr int kEarly = INNER && STAGES > 3 ? 2 : STAGES - 1;  // stages whose weights come before their rows are known
 static_assert(kDeal % SPLIT == 0 && PER_STAGE * CHUNK % kDeal == 0, "stages have whole turns");
 static_assert(kCta % (4 * kPad) == 0, "a thread copies for one pair alone");
 constexpr int kColumns = WARPS_M * (ACT == SWIGLU ? 8 : 16);  // of the activation, a CTA's
@@ -181,7 +182,7 @@ __device__ __forceinline__ int expert_of(int id, int n_expert) { return min(max(
 // Every warp finds the pairs that took the expert of `pair`, from it on, at most kPad, and writes them down for itself.
 __device__ __forceinline__ Item find_pairs(const int* ids, int pair, int n_pair, int n_expert, int* found) {
   constexpr int kBatch = 8;  // loads of a lane under way
-  const int lane = threadIdx.x & 31, expert = expert_of(ids[pair], n_expert);
+  const int lane = threadIdx.x & 31, expert = expert_of(__ldcg(ids + pair), n_expert);
   int n_before = 0, n = 0;
 #pragma unroll 1
   for (int first = 0; first < n_pair; first += 32 * kBatch) {
@@ -189,7 +190,7 @@ __device__ __forceinline__ Item find_pairs(const int* ids, int pair, int n_pair,
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
       const int at = first + 32 * k + lane;
-      own[k] = at < n_pair ? expert_of(ids[at], n_expert) : -1;
+      own[k] = at < n_pair ? expert_of(__ldcg(ids + at), n_expert) : -1;
     }
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
@@ -264,7 +265,7 @@ extern "C" __global__ void __launch_bounds__(kCta, RESIDENT)
         float* block_sums, float* block_powers, const float* row_weights, const float4* shared, const float* gate,
         const float4* residual, float4* out, int* tickets, i64 expert_bytes, int n_scale, int n_expert, int n_used, int n_row,
         int n_piece, int step, int n_out, int n_tile16, int n_chunk) {
-  let_successor_start();
+  if (!INNER) let_successor_start();
   extern __shared__ uint4 stages[];
   __shared__ float power[kPad];
   __shared__ int target[kPad];  // the pair
@@ -276,9 +277,9 @@ extern "C" __global__ void __launch_bounds__(kCta, RESIDENT)
   Item item{n_expert + piece, min(n_row - first_row, kPad)};
   int first_place = 0;
   if (!is_shared) {
-    wait_for_predecessor();
+    if (INNER) wait_for_predecessor();
 #if LISTED
-    const int4 given = items[own_item];
+    const int4 given = __ldcg(items + own_item);
     item = {given.x, given.z}, first_place = given.y;
 #else
     item = find_pairs(ids, own_item, n_pair, n_expert, found[threadIdx.x >> 5]);
@@ -288,9 +289,11 @@ extern "C" __global__ void __launch_bounds__(kCta, RESIDENT)
   const int n_group = min(WARPS_M, n_tile16 - static_cast<int>(blockIdx.x) * WARPS_M);  // of 16 weight rows, the CTA's
   const bool has_sums = part == 0 && group < n_group;
 #if FUSED
-  const ExpertSums all{reinterpret_cast<const float4*>(y), row_weights, shared, gate, residual, out,
-                       n_row, n_used, n_out / 4, max(n_piece, static_cast<int>(shared != nullptr))};
-  if (item.n == 0 && has_sums) add_experts(all, blockIdx.x * WARPS_M + group, tickets);
+  auto all = [&] {  // made where it is used, from the launch's arguments: until then it takes no registers
+    return ExpertSums{reinterpret_cast<const float4*>(y), row_weights, shared, gate, residual, out,
+                      n_row, n_used, n_out / 4, max(n_piece, static_cast<int>(shared != nullptr))};
+  };
+  if (item.n == 0 && has_sums) add_experts(all(), blockIdx.x * WARPS_M + group, tickets);
 #endif
   if (item.n == 0) return;
   const u32 base = shared_address(stages);
@@ -301,9 +304,9 @@ extern "C" __global__ void __launch_bounds__(kCta, RESIDENT)
 
   const int pair = threadIdx.x / 4 % kPad, own = min(pair, item.n - 1);
   int taken = n_pair + piece * n_row + first_row + own;
-  if (is_shared) wait_for_predecessor();
+  if (!INNER || is_shared) wait_for_predecessor();
 #if LISTED
-  if (!is_shared) taken = order[first_place + own];
+  if (!is_shared) taken = __ldcg(order + first_place + own);
 #else
   if (!is_shared) taken = found[threadIdx.x >> 5][own];
 #endif
@@ -316,6 +319,7 @@ extern "C" __global__ void __launch_bounds__(kCta, RESIDENT)
     right.load(base + i * kStage, n_chunk - i * PER_STAGE);
     copies_commit();
   }
+  if (INNER) let_successor_start();
   float scale = kUnit, scale8 = kUnit;
 #if ROW_SCALES
   if (group < n_group) {
@@ -363,7 +367,7 @@ extern "C" __global__ void __launch_bounds__(kCta, RESIDENT)
     }
   }
 #if FUSED
-  add_experts(all, blockIdx.x * WARPS_M + group, tickets);
+  add_experts(all(), blockIdx.x * WARPS_M + group, tickets);
 #endif
 #endif
 }
