@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -18,7 +19,7 @@ from pyspec import synth
 from pyspec.engine import Engine
 
 MODELS = (("qwen35", "mtp"), ("qwen35", "dflash"), ("qwen35moe", "mtp"), ("nemotron_h_moe", "mtp"), ("llama", "ngram"))
-LENGTHS, TOKENS = (3, 70, 33, 200, 1), (9, 4, 12, 6, 8)
+LENGTHS, TOKENS = (3, 70, 33, 200, 1), (6, 2, 5, 3, 4)
 
 
 def run(model: str, draft: str, quant: str, folder: Path, device: str) -> str:
@@ -34,15 +35,22 @@ def run(model: str, draft: str, quant: str, folder: Path, device: str) -> str:
         "warm_up": False,
         "n_draft_fixed": True,
     }
-    gen = torch.Generator().manual_seed(0)
+    gen, began = torch.Generator().manual_seed(0), time.monotonic()
+
+    def tell(what: str) -> None:
+        print(f"  {model}: {what}, {time.monotonic() - began:.0f} s", flush=True)
+
     with Engine.load(path, drafter, **settings) as engine:
+        tell("loaded")
         prompts = [tuple(torch.randint(5, 200, (n,), generator=gen).tolist()) for n in LENGTHS]
         n = 0
+        for prompt, most in zip([*prompts, prompts[3]], [*TOKENS, 3], strict=True):
+            n += len(engine.generate(prompt, max_tokens=most, temperature=0.0).tokens)
+            tell(f"{n} tokens")
         for temperature in (0.0, 0.8):
-            for prompt, most in zip([*prompts, prompts[3]], [*TOKENS, 7], strict=True):
-                n += len(engine.generate(prompt, max_tokens=most, temperature=temperature, seed=1).tokens)
-            results = engine.generate_many(prompts, max_tokens=12, temperature=temperature, seed=1, ignore_eos=True)
+            results = engine.generate_many(prompts, max_tokens=6, temperature=temperature, seed=1, ignore_eos=True)
             n += sum(len(r.tokens) for r in results)
+            tell(f"{n} tokens")
         trips = engine.metrics().guard_trips
     assert trips == 0, f"{model}: {trips} guards tripped"
     return f"{model} {quant} with {draft}: {n} tokens"

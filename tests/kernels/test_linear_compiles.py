@@ -48,7 +48,7 @@ def test_pairs_compile_without_spills_and_leave_room_for_their_barriers(arch: st
         for epilogue in Epilogue if type is GGMLType.Q8_0 else (Epilogue.RESIDUAL,):
             macros = linear_pair.defines(type, pad, epilogue)
             found = compile_cubin("linear_pair", arch, macros, use_cache=False).resources["linear_pair"]
-            assert found.spill_bytes <= (8 if arch == "sm_100a" and pad == 48 else 0)
+            assert found.spill_bytes <= (24 if arch == "sm_100a" and pad == 48 else 0)
             assert found.shared_bytes <= 2048
 
 
@@ -78,7 +78,7 @@ def test_the_ring_of_a_pair_fits_whatever_the_matrix(type: GGMLType, pad: int) -
         spec = LinearSpec(torch.device("cpu"), type, 16 * n_group, 256)
         if linear_pair.takes(spec, pad, room):
             ring = linear_pair.ring(type, pad, n_group, n_pair, room)
-            assert ring.n_bytes <= room and ring.n_slot % linear_pair.COPIERS == 0
+            assert ring.n_bytes <= room and ring.n_slot % linear_pair.FETCHERS == 0
             assert 2 <= ring.early <= ring.n_slot >= ring.steady >= 2
 
 

@@ -9,7 +9,11 @@
 // fetches weights, before the predecessor is over too, one the rows. WAYS_K warps go through the pieces (two blocks) of a band in
 // turn, WAYS_M share its groups. At its end each sends its sums to the CTA that owns the group; that one adds eight shares in the
 // order of CTAs and warps. The order of sums depends on the columns alone, not on bands, pairs or rows.
-// Macros beside quants.cuh's: GROUPS, WAYS_M, TILES_N, EPILOGUE, COPIERS (warps that fetch weights), MAX_SLOTS. n_slot is a multiple of COPIERS.
+// One thread takes 200 to 300 ns for a copy, and addresses are most of it: LANES of each of COPIERS warps fetch weights,
+// ROW_LANES of another rows, a slot each. Who waits for a slot must be who filled it before: n_slot is a multiple of
+// LANES * COPIERS, and no less than ROW_LANES.
+//
+// Macros beside quants.cuh's: GROUPS, WAYS_M, TILES_N, EPILOGUE, COPIERS, LANES, ROW_LANES, MAX_SLOTS.
 #define WARPS_N 1
 #include "linear_block.cuh"
 #include "bulk.cuh"
@@ -23,6 +27,7 @@ constexpr int kShares = 2 * WAYS_K;                      // of a sum
 constexpr int kShareBytes = TILES_N * 512;               // a group's, from one warp
 constexpr int kMeetBytes = kShares * kOwned * kShareBytes;  // of a band
 constexpr int BLOCKS = TILES_N <= 4 ? 2 : 1;             // of a piece at once: what registers allow
+constexpr int FETCHERS = COPIERS * LANES;
 constexpr int PARTS = CHUNK / 2;                         // pieces of a chunk
 constexpr int kItems = (kOwned * TILES_N * 32 + kThreads - 1) / kThreads;  // fours of sums that a thread adds up
 static_assert(GROUPS % WAYS_M == 0 && WAYS_K % PARTS == 0 && CHUNK % 2 == 0, "whole pieces, whole turns");
@@ -63,7 +68,7 @@ struct Place {  // in the ring, for who steps from slot to slot
   }
 };
 
-// Neighbouring groups of one tile of 256 rows, chunk after chunk. Addresses are stepped, not made: one thread has 200 ns for a slot.
+// Neighbouring groups of one tile of 256 rows, chunk after chunk.
 struct Strip {
   const u8* from;
   u32 step;
@@ -75,60 +80,53 @@ struct Strip {
   }
 };
 
-// One thread's work: the weights of every COPIERS-th slot, never more than `window` slots of the first round of the ring at once
+// The weights of every FETCHERS-th slot, from slot `own` on: never more than `window` slots of the first round of the ring at once
 // (what the predecessor still has to read would queue behind them), and `steady` later.
 __device__ __forceinline__ void copy_weights(const u8* weights, const Sizes& s, const Share& mine, u32 slots, u32 full,
-                                             u32 empty, int copier) {
+                                             u32 empty, int own) {
   const u64 policy = evict_first();
   Place at{0, 0}, behind{0, 0};
-  at.step(copier, s.n_slot);
-  behind.step(copier, s.n_slot);
-  int unit = copier, waited = copier, chunk = copier;
+  at.step(own, s.n_slot);
+  behind.step(own, s.n_slot);
+  int unit = own, waited = own, chunk = own;
   for (u32 band = 0, first = mine.first_group, end; band < mine.n_band; ++band, first = end, chunk -= mine.n_chunk) {
     end = first + mine.height_of(band);
     const u32 cut = min(end, first / 16 * 16 + 16);
     Strip low(weights, s, first, mine.first_chunk + chunk), high(weights, s, cut, mine.first_chunk + chunk);
     const u32 n_low = (cut - first) * RECORD, n_high = (end - cut) * RECORD;
 #pragma unroll 1
-    for (; chunk < mine.n_chunk; chunk += COPIERS, unit += COPIERS) {
+    for (; chunk < mine.n_chunk; chunk += FETCHERS, unit += FETCHERS) {
       const bool again = unit >= s.n_slot;
       const u32 to = slots + at.slot * s.slot_bytes + shift_of(first), barrier = full + at.slot * 8;
       if (again) barrier_wait(empty + at.slot * 8, at.parity ^ 1);
-      for (; waited + (again ? s.steady : s.window) <= unit; waited += COPIERS, behind.step(COPIERS, s.n_slot))
+      for (; waited + (again ? s.steady : s.window) <= unit; waited += FETCHERS, behind.step(FETCHERS, s.n_slot))
         barrier_wait(full + behind.slot * 8, behind.parity);
       barrier_expect(barrier, n_low + n_high);
       bulk_copy_once(to, low.from, n_low, barrier, policy);
       if (n_high > 0) bulk_copy_once(to + n_low, high.from, n_high, barrier, policy);
-      low.from += COPIERS * low.step;
-      high.from += COPIERS * high.step;
-      at.step(COPIERS, s.n_slot);
+      low.from += FETCHERS * low.step;
+      high.from += FETCHERS * high.step;
+      at.step(FETCHERS, s.n_slot);
     }
   }
 }
 
-// Another thread's: the rows of each slot.
+// The rows of every ROW_LANES-th slot.
 __device__ __forceinline__ void copy_rows(const u8* x, const u8* sums, const Sizes& s, const Share& mine, u32 slots,
-                                          u32 full, u32 empty) {
+                                          u32 full, u32 empty, int own) {
   wait_for_predecessor();
   Place at{0, 0};
+  at.step(own, s.n_slot);
   const int n_unit = mine.n_band * mine.n_chunk;
-  const u8* from = x + static_cast<i64>(mine.first_chunk) * kRowBytes;
-  const u8* sums_from = sums + static_cast<i64>(mine.first_chunk) * kSumBytes;
 #pragma unroll 1
-  for (int unit = 0, chunk = 0; unit < n_unit; ++unit, ++chunk) {
-    if (chunk == mine.n_chunk) {
-      from -= chunk * kRowBytes;
-      sums_from -= chunk * kSumBytes;
-      chunk = 0;
-    }
+  for (int unit = own, chunk = own; unit < n_unit; unit += ROW_LANES, chunk += ROW_LANES, at.step(ROW_LANES, s.n_slot)) {
+    while (chunk >= mine.n_chunk) chunk -= mine.n_chunk;
+    const i64 from = mine.first_chunk + chunk;
     const u32 to = slots + at.slot * s.slot_bytes + s.slot_weights, barrier = full + at.slot * 8;
     if (unit >= s.n_slot) barrier_wait(empty + at.slot * 8, at.parity ^ 1);
     barrier_expect(barrier, kRowBytes + kSumBytes);
-    bulk_copy(to, from, kRowBytes, barrier);
-    if (HAS_MIN) bulk_copy(to + kRowBytes, sums_from, kSumBytes, barrier);
-    from += kRowBytes;
-    sums_from += kSumBytes;
-    at.step(1, s.n_slot);
+    bulk_copy(to, x + from * kRowBytes, kRowBytes, barrier);
+    if (HAS_MIN) bulk_copy(to + kRowBytes, sums + from * kSumBytes, kSumBytes, barrier);
   }
 }
 
@@ -243,8 +241,9 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads 
   let_successor_start();  // it finds room as CTAs end, and waits for their results itself
 
   if (warp >= kWarps) {
-    if (lane == 0 && warp < kWarps + COPIERS) copy_weights(weights, s, mine, slots, full, empty, warp - kWarps);
-    if (lane == 0 && warp == kWarps + COPIERS) copy_rows(x, sums, s, mine, slots, rows_full, empty);
+    const int own = (warp - kWarps) * LANES + lane;
+    if (lane < LANES && own < FETCHERS) copy_weights(weights, s, mine, slots, full, empty, own);
+    if (lane < ROW_LANES && warp == kWarps + COPIERS) copy_rows(x, sums, s, mine, slots, rows_full, empty, lane);
     __syncwarp();
     wait_for_cluster();
     return;

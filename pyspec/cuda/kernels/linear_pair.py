@@ -17,7 +17,9 @@ from pyspec.gguf import GGMLType
 
 GROUPS = {8: 8, 16: 8, 24: 4, 32: 4, 48: 4}  # for each pad that is taken: 16-row groups of a band at most
 WAYS_M = 2  # warps that share a band's groups, for each of the four that share its columns
-COPIERS = 2  # warps that fetch weights: one thread takes 300 ns for a slot
+COPIERS, LANES = 2, 2  # warps that fetch weights, and lanes of each that do
+ROW_LANES = 4  # lanes of a warp that fetch rows
+FETCHERS = COPIERS * LANES
 MAX_SLOTS = 48
 EARLY, STEADY = 35_000, 52_000  # bytes of weights on their way to a CTA, before its predecessor is over and after
 MOST_BYTES = (
@@ -58,7 +60,7 @@ def ring(type: GGMLType, pad: int, n_group: int, n_pair: int, n_shared: int) -> 
     groups = max(-(-height // -(-height // GROUPS[pad])) for height in heights)
     weights = slot_weights(type, groups)
     slot = weights + row_bytes(type, pad)
-    n_slot = min(MAX_SLOTS, (n_shared - meeting_bytes(pad)) // slot) // COPIERS * COPIERS
+    n_slot = min(MAX_SLOTS, (n_shared - meeting_bytes(pad)) // slot) // FETCHERS * FETCHERS
     early, steady = (max(2, round(n / weights)) for n in (EARLY, STEADY))
     return Ring(n_slot, weights, min(early, n_slot), min(steady, n_slot), meeting_bytes(pad) + n_slot * slot)
 
@@ -83,15 +85,15 @@ def defines(type: GGMLType, pad: int, epilogue: Epilogue) -> dict[str, int | str
         "EPILOGUE": int(epilogue),
         "WAYS_M": WAYS_M,
         "COPIERS": COPIERS,
+        "LANES": LANES,
+        "ROW_LANES": ROW_LANES,
         "MAX_SLOTS": MAX_SLOTS,
     }
 
 
 @cache
-def _kernel(
-    arch: str, type: GGMLType, pad: int, groups: int, ways: tuple[int, int], epilogue: Epilogue, n_shared: int
-) -> Kernel:
-    code = compile_cubin("linear_pair", arch, defines(type, pad, epilogue))
+def _kernel(arch: str, macros: tuple[tuple[str, int | str], ...], n_shared: int) -> Kernel:
+    code = compile_cubin("linear_pair", arch, dict(macros))
     return code.kernel("linear_pair", "ppppppiiiiiiii").allow_shared(n_shared)
 
 
@@ -103,7 +105,7 @@ class PairLaunch:
         n_pair = max(1, min(n_sm // 2, n_group))
         ring_ = ring(spec.type, pad, n_group, n_pair, n_shared)
         arch = arch_of(torch.cuda.get_device_capability(spec.device))
-        self.kernel = _kernel(arch, spec.type, pad, GROUPS[pad], (WAYS_M, COPIERS), spec.epilogue, n_shared)
+        self.kernel = _kernel(arch, tuple(defines(spec.type, pad, spec.epilogue).items()), n_shared)
         self.grid, self.n_bytes = (2 * n_pair,), ring_.n_bytes
         sizes = (spec.n_out, n_group, n_chunk, ring_.n_slot, ring_.weights, ring_.early, ring_.steady)
         self.sizes = tuple(np.int32(n) for n in sizes)
