@@ -21,6 +21,7 @@ from pyspec.cuda.graph import Graphed
 from pyspec.cuda.kernels.flush import flush
 from pyspec.draft.drafter import Ask, Drafter, Needs, Paged
 from pyspec.errors import PyspecError, SlotError, Unavailable
+from pyspec.flight import Flight, Pinned, Work, takes_the_best
 from pyspec.job import Job, Taken
 from pyspec.models.target import Out, Target
 from pyspec.request import Failed, Started
@@ -41,16 +42,6 @@ log = logging.getLogger(__name__)
 
 NO_NEEDS = Needs(0)
 PROMPT_SHARE = 8  # prompts get at least this part of a forward, however many rows the decoding slots take
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """One job's part in a round."""
-
-    job: Job
-    slot: Slot
-    seq: Seq
-    draft: Sequence[int]
 
 
 class Loop:
@@ -77,7 +68,7 @@ class Loop:
         self.ubatch, self.batch = ubatch, batch or ubatch  # rows of a forward; of one in which nobody decodes
         self.arena = arena  # where graphs find their batches; None: no graphs
         self.forward = Graphed(self._run, by_single=self.needs.late)
-        self.best = torch.empty(0, dtype=torch.float64)  # pinned memory for what greedy rounds read
+        self.pinned = Pinned()  # what greedy rounds read
         self.faults, self.draft_faults = Reader(target.device), Reader(target.device)
         self.queue: Queue[Job] = Queue(queue_limit)
         self.jobs: dict[int, Job] = {}  # by slot, in order of arrival
@@ -86,6 +77,10 @@ class Loop:
         self.stats = Stats(controller.n_max)
         self.on_wait: Callable[[], None] = lambda: None  # called while the device is at work on a round
         self.may_defer = target.device.type != "cpu"  # there a forward is over when it returns
+        self.may_fly_ahead = self.may_defer and arena is not None
+        self.flight: Flight | None = None  # launched ahead, while the round before it was under way
+        self.landed = self.ended = 0.0  # when the last forward's results were there, and when its round was over
+        self.picked: list[tuple[int, int]] | None = None  # drafts by slot that the controller chose for the next round
         self.later: list[Callable[[], None]] = []  # what is put off until the device is at work on the next round
 
     # -- the round -----------------------------------------------------------------------------------------------
@@ -96,10 +91,21 @@ class Loop:
 
     def step(self) -> None:
         """One round for every busy slot: draft, verify, accept, commit."""
+        flight, self.flight = self.flight, None
+        if flight is not None and self._must_land():
+            self._land(flight, None)
+            flight = None
+        flight = self._launch() if flight is None else flight
+        if flight is not None:
+            self.flight = self._fly_ahead(flight)
+            self._land(flight, self.flight)
+
+    def _launch(self) -> Flight | None:
+        """Seat, draft, lay out, and tell the device."""
         self._drop_cancelled()
         self._admit()
         if not self.jobs:
-            return
+            return None
         began = time.perf_counter()
         asks, drafts = self._draft()
         drafted = time.perf_counter()
@@ -107,50 +113,108 @@ class Loop:
         try:
             batch = lay_out(self.table, [w.seq for w in work], self.target.device, arena=self.arena)
             self._watch()
-            out = self.forward(batch)
+            return self._send(work, batch, began, drafted)
         except SlotError as e:
             self._blame(e)
-            return
-        best = self._fetch(out)
-        fault = self._wait()
-        verified = time.perf_counter()
-        chosen = self._choose(work, out, best)
-        if fault is not None:
-            chosen = self._condemn(fault, work, batch, chosen)
-        sampled = time.perf_counter()
-        self._commit(work, batch, out, chosen)
-        self.stats.round(
-            work_rows=batch.n_row, busy=len(work), times=(began, drafted, verified, sampled, time.perf_counter())
+            return None
+
+    def _send(self, work: Sequence[Work], batch: Batch, began: float, drafted: float) -> Flight:
+        launched = time.perf_counter()
+        out = self.forward(batch)
+        best = None if out.best is None else self.pinned.copy(out.best)
+        self.faults.fetch()
+        done = torch.cuda.Event() if self.target.device.type == "cuda" else None
+        if done is not None:
+            done.record()
+        return Flight(work, batch, out, best, done, began, drafted, launched)
+
+    def _must_land(self) -> bool:
+        """Somebody waits for what only happens between two rounds."""
+        waiting = self.queue.waiting()
+        return (
+            any(job.cancelled for job in (*self.jobs.values(), *waiting))
+            or not self.jobs
+            or (len(waiting) > 0 and any(not slot.busy for slot in self.table.slots))
         )
+
+    def _fly_ahead(self, flight: Flight) -> Flight | None:
+        """Launch the round after this one before its results are read, if it will be the same requests' next token each.
+
+        Its tokens are on the device. Its rows are records, as those of drafts: should a request end with the round before,
+        its row of this one is never folded, and lies beyond what the slot committed.
+        """
+        work = flight.work
+        if not self.may_fly_ahead or len(work) != len(self.jobs) or self._must_land():
+            return None
+        for w in work:
+            if not (w.is_plain and self._is_on(flight, w) and w.job.n_left > 1 and takes_the_best(w.job.sampler)):
+                return None
+        self.picked = self._pick([w.job for w in work], taken=1)
+        if any(n for _, n in self.picked):
+            return None
+        self.picked = None
+        now, out, n = time.perf_counter(), flight.out, len(work)
+        seqs = [Seq(w.slot.index, w.seq.n_past + 1, [0], n_out=1, n_fold=0 if w.seq.keep else 1) for w in work]
+        try:
+            batch = lay_out(self.table, seqs, self.target.device, arena=self.arena)
+        except SlotError:
+            return None  # it is found again, and whose it is, when this round is over
+        out = out if out.best is not None else replace(out, best=top(out.logits))
+        batch.tokens[:n] = out.best[0, :n]
+        # the next round overwrites what a drafter hears of this one, and what tells the best logit but the banned ones
+        if self.drafter is not None:
+            hidden, taps = out.hidden[:n].clone(), None if out.taps is None else out.taps[:n].clone()
+            out = replace(out, hidden=hidden, taps=taps)
+        if any(w.job.sampler.bias_ids for w in work):
+            out = replace(out, logits=out.logits[:n].clone())
+        flight.out = out
+        ahead = self._send([Work(w.job, w.slot, seq, ()) for w, seq in zip(work, seqs, strict=True)], batch, now, now)
+        ahead.ahead = True
+        return ahead
+
+    def _land(self, flight: Flight, ahead: Flight | None) -> None:
+        """Read a round's results and commit them. `ahead`: the next one that is under way, for the same slots."""
+        fault = self._wait(flight)
+        verified = time.perf_counter()
+        if flight.ahead:
+            flight.name_tokens()
+            flight.began = flight.drafted = self.ended
+        since = max(flight.launched, self.landed) if flight.ahead else flight.drafted
+        work, self.landed = [w for w in flight.work if self._is_on(flight, w)], verified
+        if not work:
+            return  # all ended with the round before
+        chosen = self._choose(flight.work, flight.out, flight.best)
+        if ahead is not None:
+            best = flight.out.best[0] if flight.best is None else flight.best[0]
+            ahead.off = {
+                w.slot.index for w, c, t in zip(flight.work, chosen, best.tolist()) if c and c.tokens != [int(t)]
+            }
+        if fault is not None:
+            chosen = self._condemn(fault, flight.work, flight.batch, chosen)
+        sampled = time.perf_counter()
+        self._commit(flight, chosen, ahead is not None)
+        self.ended, n_row = time.perf_counter(), flight.batch.n_row
+        times = flight.began, flight.drafted, verified, sampled, self.ended
+        self.stats.round(work_rows=n_row, busy=len(work), times=times)
         if all(w.job.is_decoding or w.slot.index not in self.jobs for w in work) and not self._prefilled(work):
-            live = [len(d) for d in drafts if d]
-            self.controller.timed(
-                batch.n_row, 1e3 * (sampled - drafted), len(live), max(live, default=0), 1e3 * (drafted - began)
-            )
+            live = [len(w.draft) for w in work if w.draft]
+            draft_ms = 1e3 * (flight.drafted - flight.began)
+            self.controller.timed(n_row, 1e3 * (sampled - since), len(live), max(live, default=0), draft_ms)
+
+    def _is_on(self, flight: Flight, w: Work) -> bool:
+        """Its request has not ended, nor taken another token, since it was launched."""
+        return self.jobs.get(w.slot.index) is w.job and w.slot.index not in flight.off
 
     def _watch(self) -> None:
         """What tripped so far was the drafter's; what trips in the forward, which begins by clearing the record, is not."""
         if self.drafter is not None:
             self.draft_faults.fetch()
 
-    def _fetch(self, out: Out) -> Tensor | None:
-        """Start copying each row's best token to the host, to be there when `_wait` returns."""
-        if out.best is None:
-            return None
-        n = out.best.numel()
-        if self.best.numel() < n:
-            self.best = torch.empty(n, dtype=torch.float64, pin_memory=True)
-        here = self.best[:n].view_as(out.best)
-        here.copy_(out.best, non_blocking=True)
-        return here
-
-    def _wait(self) -> Fault | None:
-        """For the device, so that a round's milliseconds are told apart by what took them. Returns what its guards say."""
-        self.faults.fetch()
+    def _wait(self, flight: Flight) -> Fault | None:
+        """For a forward, so that a round's milliseconds are told apart by what took them. Returns what its guards say."""
         self._settle()
         self.on_wait()
-        if self.target.device.type == "cuda":
-            torch.cuda.current_stream(self.target.device).synchronize()
+        flight.wait()
         fault, drafting = self.faults.take(), self.draft_faults.take()
         if drafting is not None:  # its drafts may be wrong, which costs their rows and no text
             self.stats.guard_trips += 1
@@ -158,7 +222,7 @@ class Loop:
         return fault
 
     def _condemn(
-        self, fault: Fault, work: Sequence[_Work], batch: Batch, chosen: Sequence[Chosen | None]
+        self, fault: Fault, work: Sequence[Work], batch: Batch, chosen: Sequence[Chosen | None]
     ) -> list[Chosen | None]:
         """A guard tripped in this forward: the slot it names loses its round, or all do if it names none.
 
@@ -180,19 +244,21 @@ class Loop:
         return out if batch.tokens.device.type == "cpu" else replace(out, best=top(out.logits))
 
     @staticmethod
-    def _prefilled(work: Sequence[_Work]) -> bool:
+    def _prefilled(work: Sequence[Work]) -> bool:
         return any(w.seq.n_out == 0 or (w.seq.keep and w.seq.width > 1) for w in work)
 
     def _draft(self) -> tuple[list[Ask], list[list[int]]]:
         """Ask the drafter for every decoding slot. A failure costs this round's drafts, nothing else."""
         jobs = [job for job in self.jobs.values() if job.is_decoding]
-        picked = self.controller.choose([(job.slot.index, self._cap(job)) for job in jobs if job.slot is not None])
+        picked, self.picked = self.picked, None
+        if picked is None or [slot for slot, _ in picked] != [job.slot.index for job in jobs if job.slot is not None]:
+            picked = self._pick(jobs)
         asks = [
             Ask(job.slot, job.anchor, n)
-            for job, n in zip(jobs, picked, strict=True)
+            for job, (_, n) in zip(jobs, picked, strict=True)
             if job.slot is not None and job.anchor is not None
         ]
-        if self.drafter is None or not any(picked):
+        if self.drafter is None or not any(n for _, n in picked):
             return asks, [[] for _ in asks]
         heard = [ask for ask in asks if ask.slot.index not in self.deaf]
         try:
@@ -203,14 +269,19 @@ class Loop:
             drafts = {}
         return asks, [drafts.get(ask.slot.index, []) for ask in asks]
 
-    def _cap(self, job: Job) -> int:
+    def _pick(self, jobs: Sequence[Job], taken: int = 0) -> list[tuple[int, int]]:
+        """(slot, drafts) of the next round. `taken`: tokens of each that are under way."""
+        caps = [(job.slot.index, self._cap(job, taken)) for job in jobs if job.slot is not None]
+        return [(slot, n) for (slot, _), n in zip(caps, self.controller.choose(caps), strict=True)]
+
+    def _cap(self, job: Job, taken: int) -> int:
         """Most tokens worth drafting: the bonus token comes for free, so one less than the request may still emit."""
         asked = job.request.n_draft_max
         if job.slot is not None and job.slot.index in self.deaf:
             return 0
-        return max(0, min(self.needs.n_draft, job.n_left - 1, self.needs.n_draft if asked is None else asked))
+        return max(0, min(self.needs.n_draft, job.n_left - taken - 1, self.needs.n_draft if asked is None else asked))
 
-    def _plan(self, asks: Sequence[Ask], drafts: Sequence[Sequence[int]]) -> list[_Work]:
+    def _plan(self, asks: Sequence[Ask], drafts: Sequence[Sequence[int]]) -> list[Work]:
         """Rows of this forward: [anchor, drafts...] of decoding slots, then prompt chunks in what room is left."""
         work = []
         for ask, draft in zip(asks, drafts, strict=True):
@@ -218,7 +289,7 @@ class Loop:
             draft = job.sampler.usable(draft)[: ask.n_draft]  # a wild id is never embedded
             tokens = [ask.anchor, *draft]
             seq = Seq(slot.index, slot.n_past, tokens, keep=not draft, n_out=len(tokens), n_fold=slot.n_fold)
-            work.append(_Work(job, slot, seq, draft))
+            work.append(Work(job, slot, seq, draft))
         prompts = [job for job in self.jobs.values() if not job.is_decoding]
         left = [self._todo(job) for job in prompts]
         n_row = self.ubatch if work else self.batch
@@ -229,7 +300,7 @@ class Loop:
                 end = slot.n_past + n
                 chunk = job.request.prompt[slot.n_past : end]
                 seq = Seq(slot.index, slot.n_past, chunk, True, int(end == job.n_prompt), slot.n_fold)
-                work.append(_Work(job, slot, seq, ()))
+                work.append(Work(job, slot, seq, ()))
         return work
 
     @staticmethod
@@ -238,7 +309,7 @@ class Loop:
         done = job.slot.n_past
         return job.n_prompt - done, next((cut - done for cut in job.cuts if cut > done), 0)
 
-    def _choose(self, work: Sequence[_Work], out: Out, best: Tensor | None) -> list[Chosen | None]:
+    def _choose(self, work: Sequence[Work], out: Out, best: Tensor | None) -> list[Chosen | None]:
         """The target's verdict on every sequence that has logits."""
         spans, at = [], 0
         for w in work:
@@ -250,17 +321,19 @@ class Loop:
 
     # -- commit --------------------------------------------------------------------------------------------------
 
-    def _commit(self, work: Sequence[_Work], batch: Batch, out: Out, chosen: Sequence[Chosen | None]) -> None:
+    def _commit(self, flight: Flight, chosen: Sequence[Chosen | None], is_ahead: bool) -> None:
         """Keep what was accepted; the drafter hears of it before the slots' tokens grow."""
-        kept, taken = [], []
-        for w, c in zip(work, chosen, strict=True):
-            n, finish = self._take(w, c)
+        kept, ends = [], []
+        for w, c in zip(flight.work, chosen, strict=True):
+            n, finish = self._take(w, c) if self._is_on(flight, w) else (0, None)
             kept.append(n)
-            taken.append(finish)
-        self._observe(batch, kept, out)
-        for w, n, finish in zip(work, kept, taken, strict=True):
+            ends.append(finish)
+        self._observe(flight.batch, kept, flight.out)
+        for w, n, finish in zip(flight.work, kept, ends, strict=True):
+            if n == 0:
+                continue  # it is not on any more
             w.slot.tokens.extend(w.seq.tokens[:n])
-            w.slot.n_fold = 0 if w.seq.keep else n
+            w.slot.n_fold = 0 if w.seq.keep or is_ahead else n  # what is ahead folds it
             if finish is not None:
                 self._finish(w.job, finish)
             elif w.slot.n_past <= w.job.n_prompt:
@@ -270,7 +343,7 @@ class Loop:
 
     def _observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
         """Tell the drafter what is kept. If it fails, nobody knows whom it heard of: these slots go on without drafts."""
-        heard = [i for i, seq in enumerate(batch.seqs) if seq.slot not in self.deaf]
+        heard = [i for i, seq in enumerate(batch.seqs) if seq.slot not in self.deaf and kept[i]]
         if self.drafter is None or not heard:
             return
         if len(heard) < len(batch.seqs):
@@ -290,7 +363,7 @@ class Loop:
             self.deaf.add(slot.index)
             self.drafter.end(slot)
 
-    def _take(self, w: _Work, c: Chosen | None) -> tuple[int, _End | None]:
+    def _take(self, w: Work, c: Chosen | None) -> tuple[int, _End | None]:
         """Hand a job its tokens. Returns rows kept, and how the job ends if it does."""
         if not w.job.is_decoding:
             w.job.progress(w.slot.n_past + w.seq.width)
@@ -311,7 +384,7 @@ class Loop:
         w.job.anchor = c.tokens[-1]
         return kept, None
 
-    def _book(self, w: _Work, c: Chosen, taken: Taken, was_decoding: bool) -> None:
+    def _book(self, w: Work, c: Chosen, taken: Taken, was_decoding: bool) -> None:
         """What the next forward does not need to know of a job's round: counts, the sampler's history, the Delta."""
         n_draft = len(w.draft)
         if was_decoding:
@@ -327,7 +400,7 @@ class Loop:
         for do in later:
             do()
 
-    def _after_chunk(self, w: _Work) -> None:
+    def _after_chunk(self, w: Work) -> None:
         """A prompt chunk is in: leave it to others where a checkpoint is due, or where none is needed at the prompt's end."""
         at = w.slot.n_past
         if at in w.job.cuts or (at == w.job.n_prompt and not self.memory.states):
@@ -429,6 +502,7 @@ class Loop:
     def abort(self, error: PyspecError) -> None:
         """The engine is going down: every request hears why."""
         self._settle()
+        self.flight = self.picked = None
         for job in [*self.jobs.values(), *self.queue.drain()]:
             job.sink(Failed(job.id, error))
             self.stats.failed += 1

@@ -6,6 +6,7 @@ mean nothing, and all others are right. All ops of a device share one record.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -64,19 +65,26 @@ class Reader:
     def __init__(self, device: torch.device) -> None:
         with torch.inference_mode(False):
             self.record = record(device)
-            self.host = torch.zeros(N_FIELD, dtype=torch.int32, pin_memory=device.type == "cuda")
+            self.hosts = [torch.zeros(N_FIELD, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)]
+        self.fetched: deque[Tensor] = deque()
 
     def fetch(self) -> None:
-        """Start the copy, behind the work that is under way."""
-        self.host.copy_(self.record, non_blocking=True)
+        """Start the copy, behind the work that is under way. Two may be, before the first is taken."""
+        assert len(self.fetched) < len(self.hosts), "a third copy would go where the first is read"
+        host = self.hosts[0]
+        self.hosts.reverse()
+        host.copy_(self.record, non_blocking=True)
+        self.fetched.append(host)
 
     def clear(self) -> None:
         """From here on on the stream, nothing has tripped."""
         self.record.zero_()
 
     def take(self) -> Fault | None:
-        """What the last `fetch` brought, once the stream was waited for. Clears the record if it had tripped."""
-        tripped, op, place, index, limit = self.host.tolist()
+        """What the first `fetch` not taken yet brought, once it was waited for. Clears the record if it had tripped."""
+        if not self.fetched:
+            return None
+        tripped, op, place, index, limit = self.fetched.popleft().tolist()
         if not tripped:
             return None
         self.clear()

@@ -41,7 +41,7 @@ def test_bad_cuda_kernels_are_refused_and_the_context_lives(tmp_path: Path, monk
 def test_a_record_is_read_with_the_wait_that_is_there_anyway() -> None:
     stream = torch.cuda.current_stream(GPU)
     reader, record = faults.Reader(GPU), faults.record(torch.device("cuda"))
-    assert record.data_ptr() == reader.record.data_ptr() and reader.host.is_pinned()
+    assert record.data_ptr() == reader.record.data_ptr() and all(host.is_pinned() for host in reader.hosts)
     reader.clear()
     reader.fetch()
     stream.synchronize()

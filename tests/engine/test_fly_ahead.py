@@ -1,0 +1,185 @@
+"""Rounds launched before the round before them is over: the same texts, and what requests leave is the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import test_prefix_reuse as reuse
+import test_same_text_models as same
+import torch
+from draft_fakes import Fickle
+from engine_rig import FIXTURES, GREEDY, Heard, Rig, fake_rig, plain_rig, rig
+from known_texts import N_TEXT, known_texts, tiny
+
+from pyspec.flight import Flight
+from pyspec.loop import Loop
+from pyspec.request import SamplingParams
+
+QWEN35, NEMOTRON = FIXTURES / "qwen35.gguf", FIXTURES / "nemotron_latent.gguf"
+
+
+@pytest.fixture
+def flown(monkeypatch: pytest.MonkeyPatch) -> list[Flight]:
+    """Every loop flies ahead, on a CPU, too; the flights that did."""
+    flights: list[Flight] = []
+    init, fly = Loop.__init__, Loop._fly_ahead
+
+    def begin(self: Loop, *args: object, **settings: object) -> None:
+        init(self, *args, **settings)  # type: ignore[arg-type]
+        self.may_fly_ahead = True
+
+    def watch(self: Loop, flight: Flight) -> Flight | None:
+        ahead = fly(self, flight)
+        flights.extend([ahead] if ahead is not None else [])
+        return ahead
+
+    monkeypatch.setattr(Loop, "__init__", begin)
+    monkeypatch.setattr(Loop, "_fly_ahead", watch)
+    return flights
+
+
+@pytest.mark.parametrize(("kind", "np"), [("none", 1), ("none", 3), ("mtp", 2), ("fickle-hybrid", 4)])
+def test_same_text_with_staggered_joins(kind: str, np: int, flown: list[Flight]) -> None:
+    same.test_same_text_with_staggered_joins(kind, np)
+    assert len(flown) > 20 or kind != "none"
+
+
+@pytest.mark.parametrize("kind", ["mtp", "dflash", "fickle-hybrid"])
+def test_a_drafter_hears_of_rounds_that_were_ahead(kind: str, flown: list[Flight]) -> None:
+    """Silent for a while, by the request; then the same slots draft, from a context that has these rounds."""
+    path, r = same.MAKERS[kind](np=2)
+    texts = list(known_texts(path).items())
+    for turn in range(2):
+        heard = [r.submit(p, N_TEXT, n_draft_max=0 if turn == 0 else None) for p, _ in texts[:2]]
+        r.run()
+        for h, (_, text) in zip(heard, texts, strict=False):
+            assert h.tokens == text
+        assert bool(flown) and (turn == 0 or sum(h.timings.draft_n for h in heard) > 0)
+
+
+@pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
+def test_what_a_request_leaves_is_gone_on_from(path: Path, flown: list[Flight]) -> None:
+    """It ends in a round that the next was launched behind: its state and pages stand where its text ends."""
+    cold = plain_rig(path, np=1)
+    cold.loop.may_fly_ahead = False
+    warm = rig(path, spec_type="none", np=2, ctx=512)
+    prompt = [5, 9, 30, 7, 44, 12, 3]
+    for n in (1, 2, 3, 9, 20):
+        stop = cold.generate(prompt, n + 6, cache_prompt=False).tokens[n]
+        params = SamplingParams(temperature=0.0, logit_bias=(), ignore_eos=True)
+        first = warm.submit(prompt, 60, params, stop=(cold.tokenizer.decode([stop]),))
+        other = warm.submit([8, 8, *prompt], 30)
+        warm.run()
+        assert other.tokens == cold.generate([8, 8, *prompt], 30, cache_prompt=False).tokens
+        longer = [*prompt, *first.tokens, 17, 4]
+        again = warm.generate(longer, 12)
+        assert again.timings.cache_n > 0
+        assert again.tokens == cold.generate(longer, 12, cache_prompt=False).tokens
+    assert len(flown) > 50
+
+
+def test_prefixes_are_reused_as_ever(flown: list[Flight]) -> None:
+    names = [n for n in dir(reuse) if n.startswith("test_") and reuse.__dict__[n].__code__.co_argcount == 0]
+    for name in names:
+        getattr(reuse, name)()
+    assert flown and names
+
+
+def test_cancels_at_any_moment_leave_the_others_their_text(flown: list[Flight]) -> None:
+    path = QWEN35
+    texts = list(known_texts(path).items())
+    for rounds in range(9):
+        r = rig(path, spec_type="none", np=3, ubatch=24)
+        kept = [(r.submit(p, N_TEXT), text) for p, text in texts[:2]]
+        gone = r.submit(texts[2][0], N_TEXT)
+        for _ in range(rounds):
+            r.loop.step()
+        r.loop.cancel(gone.job)
+        r.loop.step()
+        assert gone.finish == "cancelled" and gone.tokens == texts[2][1][: len(gone.tokens)]
+        r.run()
+        assert all(h.tokens == want for h, want in kept)
+    assert flown
+
+
+def test_only_plain_greedy_rounds_fly_ahead(flown: list[Flight]) -> None:
+    for params in (
+        SamplingParams(temperature=0.8, seed=1, ignore_eos=True),
+        SamplingParams(temperature=0.0, ignore_eos=True, repeat_penalty=1.2),
+        SamplingParams(temperature=0.0, ignore_eos=True, logprobs=2),
+        SamplingParams(temperature=0.0, ignore_eos=True, logit_bias=((5, 1.0),)),
+    ):
+        plain_rig(QWEN35, np=1).generate([1, 2, 3], 12, params)
+        assert not flown
+    r = fake_rig(2, Fickle(5))
+    r.submit([1, 2, 3], 20, GREEDY)
+    r.run()
+    assert not flown, "whoever drafts waits for the verdict"
+
+
+def test_a_banned_best_token_sends_only_its_own_request_back(flown: list[Flight]) -> None:
+    """The device went on with it before the host could say no."""
+    cold = plain_rig(QWEN35, np=1)
+    cold.loop.may_fly_ahead = False
+    prompts = [[1, 2, 3], [4, 5, 6], [9, 9, 1]]
+    free = [cold.generate(p, 30).tokens for p in prompts]
+    bans = tuple((t, -torch.inf) for t in {free[0][5], free[0][11], free[2][20]})
+    params = SamplingParams(temperature=0.0, ignore_eos=True, logit_bias=bans)
+    want = [cold.generate(p, 30, params).tokens for p in prompts]
+    assert want[0] != free[0]
+    r = rig(QWEN35, spec_type="none", np=3)
+    heard = [r.submit(p, 30, params) for p in prompts]
+    r.run()
+    assert [h.tokens for h in heard] == want
+    assert any(flight.off for flight in flown) and not all(flight.off for flight in flown)
+
+
+def test_a_request_that_waits_is_seated_at_once(flown: list[Flight]) -> None:
+    r = rig(QWEN35, spec_type="none", np=2)
+    first = r.submit([1, 2, 3], 40)
+    for _ in range(5):
+        r.loop.step()
+    assert r.loop.flight is not None
+    second = r.submit([4, 5, 6], 5)
+    r.loop.step()
+    assert len(second.events) >= 1, "it has a slot"
+    r.run()
+    assert len(first.tokens) == 40 and len(second.tokens) == 5
+
+
+def test_a_bad_row_ends_its_own_request(flown: list[Flight]) -> None:
+    """NaN in the logits of one slot, in a round that the next was launched behind."""
+    r = rig(QWEN35, spec_type="none", np=2)
+    want = plain_rig(QWEN35).generate([4, 5, 6], 20).tokens
+    bad, good = r.submit([1, 2, 3], 40), r.submit([4, 5, 6], 20)
+    for _ in range(4):
+        r.loop.step()
+    forward = r.loop.target.forward
+
+    def poisoned(batch: object, taps: object = ()) -> object:
+        out = forward(batch, taps)  # type: ignore[arg-type]
+        r.loop.target.forward = forward  # type: ignore[method-assign]
+        logits = out.logits.clone()
+        logits[0] = torch.nan
+        return replace(out, logits=logits)
+
+    r.loop.target.forward = poisoned  # type: ignore[method-assign, assignment]
+    r.run()
+    assert bad.error is not None and "NaN" in str(bad.error) and good.tokens == want
+
+
+def test_the_last_tokens_are_not_flown_past(flown: list[Flight]) -> None:
+    """A request that ends by its length is known to end: nothing is launched for it that nobody reads."""
+    heard: Heard = plain_rig(QWEN35, np=1).generate([1, 2, 3], 12)
+    assert len(heard.tokens) == 12
+    assert len(flown) == 10, "the prompt gives the first token, and the round after it is not ahead"
+
+
+def test_a_tiny_dflash_pair_in_an_engine(flown: list[Flight]) -> None:
+    r: Rig = rig(tiny("qwen35"), draft_path=tiny("qwen35", drafter=True), np=3)
+    texts = list(known_texts(tiny("qwen35")).items())
+    heard = [(r.submit(p, N_TEXT), text) for p, text in texts[:5]]
+    r.run()
+    assert all(h.tokens == text for h, text in heard)
