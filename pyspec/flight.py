@@ -33,6 +33,10 @@ class Work:
         """One row of a request that decodes."""
         return self.job.is_decoding and self.seq.width == 1 and self.seq.n_out == 1
 
+    @property
+    def is_prompt(self) -> bool:
+        return self.seq.n_out == 0 or (self.seq.keep and self.seq.width > 1)
+
 
 @dataclass(slots=True)
 class Flight:
@@ -55,6 +59,24 @@ class Flight:
     def wait(self) -> None:
         if self.done is not None:
             self.done.synchronize()
+
+    def keep(self, heard: bool) -> None:
+        """Copies of what the next forward overwrites, where it is read after that: what a drafter hears of this one, and what
+        tells the best logit but the banned ones."""
+        n, out = len(self.work), self.out
+        if heard:
+            taps = None if out.taps is None else out.taps[:n].clone()
+            out = replace(out, hidden=out.hidden[:n].clone(), taps=taps)
+        if any(w.job.sampler.bias_ids for w in self.work):
+            out = replace(out, logits=out.logits[:n].clone())
+        self.out = out
+
+    def strayed(self, taken: Sequence[Sequence[int] | None]) -> set[int]:
+        """Slots of a plain round whose token is not what the device takes it for: the best was banned, or is none."""
+        best = self.out.best if self.best is None else self.best
+        assert best is not None
+        tokens = best[0, : len(self.work)].tolist()
+        return {w.slot.index for w, c, t in zip(self.work, taken, tokens, strict=True) if list(c or ()) != [t]}
 
     def name_tokens(self) -> None:
         """The round before is over: each request's row was that of its last token."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from pyspec.errors import PyspecError
 from pyspec.request import Delta, Done, Event, Failed, Finish, Progress, Request, Timings, TokenLogprob
 from pyspec.sample.sampler import SlotSampler
 from pyspec.slots.table import Slot
@@ -70,6 +71,13 @@ class Job:
     def n_left(self) -> int:
         """Tokens it may still emit."""
         return self.n_most - self.n_predicted
+
+    @property
+    def todo(self) -> tuple[int, int]:
+        """Prompt tokens that are left, and those up to the next checkpoint that is due (0: none is)."""
+        assert self.slot is not None
+        done = self.slot.n_past
+        return self.n_prompt - done, next((cut - done for cut in self.cuts if cut > done), 0)
 
     @property
     def drafted(self) -> list[int]:
@@ -166,3 +174,12 @@ class Taken:
     n_used: int
     finish: Finish | None
     stop: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a request ends."""
+
+    finish: str
+    stop: str = ""
+    error: PyspecError | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,7 +22,7 @@ from pyspec.cuda.kernels.flush import flush
 from pyspec.draft.drafter import Ask, Drafter, Needs, Paged
 from pyspec.errors import PyspecError, SlotError, Unavailable
 from pyspec.flight import Flight, Pinned, Work, takes_the_best
-from pyspec.job import Job, Taken
+from pyspec.job import End, Job, Taken
 from pyspec.models.target import Out, Target
 from pyspec.request import Failed, Started
 from pyspec.sample.choose import Chosen, Span, choose, top
@@ -115,6 +115,7 @@ class Loop:
             self._watch()
             return self._send(work, batch, began, drafted)
         except SlotError as e:
+            self.draft_faults.fetched.clear()
             self._blame(e)
             return None
 
@@ -131,11 +132,8 @@ class Loop:
     def _must_land(self) -> bool:
         """Somebody waits for what only happens between two rounds."""
         waiting = self.queue.waiting()
-        return (
-            any(job.cancelled for job in (*self.jobs.values(), *waiting))
-            or not self.jobs
-            or (len(waiting) > 0 and any(not slot.busy for slot in self.table.slots))
-        )
+        may_sit = len(waiting) > 0 and any(not slot.busy for slot in self.table.slots)
+        return may_sit or not self.jobs or any(job.cancelled for job in (*self.jobs.values(), *waiting))
 
     def _fly_ahead(self, flight: Flight) -> Flight | None:
         """Launch the round after this one before its results are read, if it will be the same requests' next token each.
@@ -153,22 +151,16 @@ class Loop:
         if any(n for _, n in self.picked):
             return None
         self.picked = None
-        now, out, n = time.perf_counter(), flight.out, len(work)
         seqs = [Seq(w.slot.index, w.seq.n_past + 1, [0], n_out=1, n_fold=0 if w.seq.keep else 1) for w in work]
         try:
             batch = lay_out(self.table, seqs, self.target.device, arena=self.arena)
         except SlotError:
             return None  # it is found again, and whose it is, when this round is over
-        out = out if out.best is not None else replace(out, best=top(out.logits))
-        batch.tokens[:n] = out.best[0, :n]
-        # the next round overwrites what a drafter hears of this one, and what tells the best logit but the banned ones
-        if self.drafter is not None:
-            hidden, taps = out.hidden[:n].clone(), None if out.taps is None else out.taps[:n].clone()
-            out = replace(out, hidden=hidden, taps=taps)
-        if any(w.job.sampler.bias_ids for w in work):
-            out = replace(out, logits=out.logits[:n].clone())
-        flight.out = out
-        ahead = self._send([Work(w.job, w.slot, seq, ()) for w, seq in zip(work, seqs, strict=True)], batch, now, now)
+        if flight.out.best is None:
+            flight.out = replace(flight.out, best=top(flight.out.logits))
+        batch.tokens[: len(work)] = flight.out.best[0, : len(work)]
+        flight.keep(heard=self.drafter is not None)
+        ahead = self._send([Work(w.job, w.slot, seq, ()) for w, seq in zip(work, seqs, strict=True)], batch, 0.0, 0.0)
         ahead.ahead = True
         return ahead
 
@@ -185,10 +177,7 @@ class Loop:
             return  # all ended with the round before
         chosen = self._choose(flight.work, flight.out, flight.best)
         if ahead is not None:
-            best = flight.out.best[0] if flight.best is None else flight.best[0]
-            ahead.off = {
-                w.slot.index for w, c, t in zip(flight.work, chosen, best.tolist()) if c and c.tokens != [int(t)]
-            }
+            ahead.off = flight.strayed([None if c is None else c.tokens for c in chosen])
         if fault is not None:
             chosen = self._condemn(fault, flight.work, flight.batch, chosen)
         sampled = time.perf_counter()
@@ -196,7 +185,7 @@ class Loop:
         self.ended, n_row = time.perf_counter(), flight.batch.n_row
         times = flight.began, flight.drafted, verified, sampled, self.ended
         self.stats.round(work_rows=n_row, busy=len(work), times=times)
-        if all(w.job.is_decoding or w.slot.index not in self.jobs for w in work) and not self._prefilled(work):
+        if all(w.job.is_decoding or w.slot.index not in self.jobs for w in work) and not any(w.is_prompt for w in work):
             live = [len(w.draft) for w in work if w.draft]
             draft_ms = 1e3 * (flight.drafted - flight.began)
             self.controller.timed(n_row, 1e3 * (sampled - since), len(live), max(live, default=0), draft_ms)
@@ -243,10 +232,6 @@ class Loop:
             self.drafter.absorb(batch, out)
         return out if batch.tokens.device.type == "cpu" else replace(out, best=top(out.logits))
 
-    @staticmethod
-    def _prefilled(work: Sequence[Work]) -> bool:
-        return any(w.seq.n_out == 0 or (w.seq.keep and w.seq.width > 1) for w in work)
-
     def _draft(self) -> tuple[list[Ask], list[list[int]]]:
         """Ask the drafter for every decoding slot. A failure costs this round's drafts, nothing else."""
         jobs = [job for job in self.jobs.values() if job.is_decoding]
@@ -291,7 +276,7 @@ class Loop:
             seq = Seq(slot.index, slot.n_past, tokens, keep=not draft, n_out=len(tokens), n_fold=slot.n_fold)
             work.append(Work(job, slot, seq, draft))
         prompts = [job for job in self.jobs.values() if not job.is_decoding]
-        left = [self._todo(job) for job in prompts]
+        left = [job.todo for job in prompts]
         n_row = self.ubatch if work else self.batch
         free = max(n_row - sum(w.seq.width for w in work), -(-n_row // PROMPT_SHARE))
         for job, n in zip(prompts, share_rows(free, left), strict=True):
@@ -302,12 +287,6 @@ class Loop:
                 seq = Seq(slot.index, slot.n_past, chunk, True, int(end == job.n_prompt), slot.n_fold)
                 work.append(Work(job, slot, seq, ()))
         return work
-
-    @staticmethod
-    def _todo(job: Job) -> tuple[int, int]:
-        assert job.slot is not None
-        done = job.slot.n_past
-        return job.n_prompt - done, next((cut - done for cut in job.cuts if cut > done), 0)
 
     def _choose(self, work: Sequence[Work], out: Out, best: Tensor | None) -> list[Chosen | None]:
         """The target's verdict on every sequence that has logits."""
@@ -363,14 +342,14 @@ class Loop:
             self.deaf.add(slot.index)
             self.drafter.end(slot)
 
-    def _take(self, w: Work, c: Chosen | None) -> tuple[int, _End | None]:
+    def _take(self, w: Work, c: Chosen | None) -> tuple[int, End | None]:
         """Hand a job its tokens. Returns rows kept, and how the job ends if it does."""
         if not w.job.is_decoding:
             w.job.progress(w.slot.n_past + w.seq.width)
         if c is None:
             return w.seq.width, None
         if c.error is not None:
-            return (w.seq.width if w.seq.keep else 1), _End("error", error=c.error)
+            return (w.seq.width if w.seq.keep else 1), End("error", error=c.error)
         was_decoding = w.job.is_decoding
         if was_decoding:
             self.controller.record(w.slot.index, len(w.draft), c.n_accepted)
@@ -380,7 +359,7 @@ class Loop:
         # depend on speculation
         kept = max(1, min(taken.n_used, 1 + c.n_accepted)) if was_decoding else w.seq.width
         if taken.finish is not None:
-            return kept, _End(taken.finish, taken.stop)
+            return kept, End(taken.finish, taken.stop)
         w.job.anchor = c.tokens[-1]
         return kept, None
 
@@ -417,7 +396,7 @@ class Loop:
             return
         self.cache.keep(slot, draft, self.flush, whole=whole)
 
-    def _finish(self, job: Job, end: _End) -> None:
+    def _finish(self, job: Job, end: End) -> None:
         """Give the slot back. What it committed stays in the cache, unless something went wrong."""
         self._settle()
         slot = job.slot
@@ -461,7 +440,7 @@ class Loop:
 
     def _drop_cancelled(self) -> None:
         for job in [j for j in self.jobs.values() if j.cancelled]:
-            self._finish(job, _End("cancelled"))
+            self._finish(job, End("cancelled"))
         for job in [j for j in self.queue.waiting() if j.cancelled]:
             self.queue.remove(job)
             job.done("cancelled")
@@ -497,7 +476,7 @@ class Loop:
         self.stats.guard_trips += 1
         guilty = [self.jobs[error.slot]] if error.slot in self.jobs else list(self.jobs.values())
         for job in guilty:
-            self._finish(job, _End("error", error=error))
+            self._finish(job, End("error", error=error))
 
     def abort(self, error: PyspecError) -> None:
         """The engine is going down: every request hears why."""
@@ -517,10 +496,3 @@ class Loop:
         for layer in self.memory.states.values():
             flush(layer, slot.index, slot.n_fold)
         slot.n_fold = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _End:
-    finish: str
-    stop: str = ""
-    error: PyspecError | None = None

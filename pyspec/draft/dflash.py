@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.graph import Graphed
+from pyspec.cuda.kernels.best import best
+from pyspec.cuda.kernels.best_ref import BestSpec
 from pyspec.draft.drafter import Ask, Needs
 from pyspec.errors import ModelError, PairError
 from pyspec.gguf import GGUFFile
@@ -223,6 +225,7 @@ class DFlash:
 
     def __init__(self, net: DFlashNet, table: SlotTable, device: torch.device, n_draft: int, p_min: float) -> None:
         self.net, self.table, self.device, self.p_min = net, table, device, p_min
+        self.best = best.bind(BestSpec(device))
         block, n_slot = net.c.block, len(table.slots)
         self.held = torch.zeros(held_rows(n_slot), net.n_feature, device=device)  # taps of rounds without drafts
         self.n_held = 0
@@ -338,7 +341,7 @@ class DFlash:
     def _block(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The best token of every block row, and its probability if drafts are cut by it."""
         logits = self.net.head(self.net.forward(batch))
-        tokens = logits.argmax(-1)
+        tokens = self.best.tokens(logits)
         if self.net.to_target is not None:
             tokens = self.net.to_target[tokens]
         return tokens, logits.softmax(-1).amax(-1) if self.p_min > 0 else None

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.graph import Graphed
+from pyspec.cuda.kernels.best import best
+from pyspec.cuda.kernels.best_ref import BestSpec
 from pyspec.draft.drafter import Ask, Needs
 from pyspec.errors import PairError
 from pyspec.gguf import GGUFFile
@@ -134,6 +136,7 @@ class Mtp:
         self.block, self.table, self.p_min, self.catch_up = block, table, p_min, catch_up
         self.needs = Needs(n_draft, overhang=n_draft + 1, chained=True)
         self.device = block.target.device
+        self.best = best.bind(BestSpec(self.device))
         self.states: list[_State | None] = [None] * len(table.slots)
         self.arenas: list[Arena | None] = [None, None]  # of the first pass, and of the chained ones
         self._first, self._next = Graphed(self._start), Graphed(self._step)
@@ -227,7 +230,7 @@ class Mtp:
     def _pick(self, hidden: Tensor) -> None:
         logits = self.block.head(hidden)
         n = hidden.shape[0]
-        self.tokens[:n] = logits.argmax(-1)
+        self.best.tokens(logits, out=self.tokens[:n])
         self.hidden[:n] = hidden
         if self.p_min > 0:
             self.probs[:n] = logits.softmax(-1).amax(-1)

@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pyspec.cuda.kernels.best import best as best_token
+from pyspec.cuda.kernels.best_ref import BestSpec, argmax
 from pyspec.errors import SlotError
 from pyspec.request import SamplingParams, TokenLogprob
 from pyspec.sample import chain, edits
@@ -85,8 +87,7 @@ class _Picks:
 
 def top(logits: Tensor) -> Tensor:
     """[2, row] f64: the token of each row's largest logit, the lowest on ties, and its value. Ids are exact in f64."""
-    tokens = chain.argmax(logits)
-    return torch.stack([tokens.double(), logits.gather(1, tokens[:, None]).squeeze(1).double()])
+    return best_token.bind(BestSpec(logits.device)).pairs(logits)
 
 
 def choose(
@@ -179,7 +180,7 @@ def _take(logits: Tensor, rows: list[int]) -> Tensor:
 def _pick(kind: str, logits: Tensor, work: list[_Work]) -> _Picks:
     """Choose from rows that are edited already. "narrow" and "short" may come back unsure."""
     if kind in ("greedy", "edited"):
-        tokens = chain.argmax(logits)
+        tokens = argmax(logits)
         peaks = logits.gather(1, tokens[:, None]).squeeze(1)
         return _Picks(tokens, peaks, torch.zeros_like(tokens, dtype=torch.bool))
     params = [w.span.sampler.params for w in work for _ in range(w.n_row)]

@@ -121,6 +121,29 @@ def test_context_that_is_made_later_is_as_good(np: int, expected: list, monkeypa
     assert abs(shares[0] - shares[1]) < 0.03
 
 
+@pytest.mark.parametrize("draft", [None, "auto", "mtp"])
+def test_rounds_launched_ahead_leave_the_text(draft: str | None, expected: list) -> None:
+    """Requests that do not draft, beside each other and after each other, and second turns that go on from what they leave."""
+    with load(draft, 4) as engine, load(None, 1, prefix_cache=False) as cold:
+        assert engine.loop.may_fly_ahead
+        cold.loop.may_fly_ahead = False
+        prompts = [[{"role": "user", "content": q}] for q in QUESTIONS]
+        first = engine.generate_many(prompts, max_tokens=160, temperature=0.0, n_draft_max=0)
+        assert [r.tokens for r in first] == expected
+        turns = [
+            [*p, {"role": "assistant", "content": r.text}, {"role": "user", "content": "Tell me more about it."}]
+            for p, r in zip(prompts, first, strict=True)
+        ]
+        for n_draft_max in (0, None):
+            got = engine.generate_many(turns, max_tokens=60, temperature=0.0, n_draft_max=n_draft_max)
+            want = cold.generate_many(turns, max_tokens=60, temperature=0.0)
+            assert [r.tokens for r in got] == [r.tokens for r in want]
+        long = engine.generate_many(prompts, max_tokens=100, temperature=0.0, n_draft_max=0, ignore_eos=True)
+        assert [r.tokens for r in long] == [
+            r.tokens for r in cold.generate_many(prompts, max_tokens=100, temperature=0.0, ignore_eos=True)
+        ]
+
+
 def test_two_runs_have_the_same_bits_and_neighbours_do_not_matter() -> None:
     with load("auto", 4, n_draft_fixed=True, prefix_cache=False) as engine:
         first, second = (together(engine, 4, logprobs=2) for _ in range(2))

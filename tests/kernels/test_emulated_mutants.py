@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import test_emulated_attend as attend
+import test_emulated_best as best
 import test_emulated_gdn as gdn
 import test_emulated_linear as linear
 import test_emulated_mamba2_chunk as mamba2_chunk
@@ -43,6 +44,9 @@ MUTANTS: list[tuple[str, str, int, Callable[[int], None]]] = [
     ("attend", "__syncwarp();  // other lanes' copies", 0, lambda seed: attended("f8", seed)),
     ("attend", "__syncwarp();", 3, lambda seed: attended("f8", seed)),  # before the step's place is filled again
     ("attend", "__syncwarp();  // other lanes' copies", 1, lambda seed: attended("ragged", seed)),
+    ("best", "__syncthreads();", 0, best.test_tokens_and_values_are_the_references),
+    ("best", "__syncthreads();", 1, best.test_tokens_and_values_are_the_references),
+    ("best", "if (is_last) tickets[row] = 0;", 0, best.test_tokens_and_values_are_the_references),
     ("attend_plain", "__syncthreads();", 0, lambda seed: attended("f32", seed)),
     ("linear", "copies_wait<STAGES - 2>();", 0, lambda seed: multiplied("linear", seed)),
     ("linear_sm90", "barrier_wait(empty + at.stage * 8, at.parity);", 0, lambda seed: multiplied("linear_sm90", seed)),

@@ -1,6 +1,7 @@
 // What linear.cu and linear_sm90.cu share: sums of a stage in shared memory, shares of tiles, stores. See linear.cu.
 #pragma once
 #include "linear_block.cuh"
+#include "ticket.cuh"
 
 constexpr int kThreads = 32 * WARPS_M * WARPS_N;
 constexpr int kTile = 16;  // 16-row tiles of a CTA
@@ -150,13 +151,6 @@ __device__ __forceinline__ Sharers sharers(int tile, int n_chunk, i64 total, int
   const i64 start = static_cast<i64>(tile) * n_chunk;
   const int first = static_cast<int>(((start + 1) * grid - 1) / total);
   return {first, static_cast<int>(((start + n_chunk) * grid - 1) / total), total * first / grid < start};
-}
-
-// Counts an arrival; sees what earlier ones wrote, and shows what this thread (and those it synchronised with) wrote.
-__device__ __forceinline__ int arrive(int* ticket) {
-  int n;
-  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(n) : "l"(ticket) : "memory");
-  return n;
 }
 
 constexpr int kVectors = TILES_M * TILES_N;

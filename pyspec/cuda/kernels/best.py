@@ -1,0 +1,11 @@
+"""`best`: the token of each row's largest logit, for verdicts and drafts."""
+
+from pyspec.cuda.kernels import best_cuda, best_ref
+from pyspec.cuda.op import Impl, Op
+
+best: Op[best_ref.BestSpec] = Op(
+    "best",
+    Impl("torch", best_ref.bind, capturable=True),
+    [Impl("cuda", best_cuda.bind, best_cuda.limits, capturable=True)],
+    best_cuda.check,
+)
