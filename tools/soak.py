@@ -283,11 +283,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--chats", action="store_true", help="conversations over the prefix cache (soak_chats.py)")
     parser.add_argument("--model", type=Path, default=None, help="of the conversations: any file with an MTP block")
+    parser.add_argument(
+        "--ahead", action="store_true", help="conversations that often do not draft: rounds launched ahead"
+    )
     arguments = parser.parse_args()
     if arguments.chats:
         from soak_chats import soak_chats
 
-        well, line = soak_chats(60 * arguments.minutes, arguments.np, arguments.seed, arguments.model)
+        minutes, model = arguments.minutes, arguments.model
+        well, line = soak_chats(60 * minutes, arguments.np, arguments.seed, model, arguments.ahead)
     else:
         well, line = soak(60 * arguments.minutes, arguments.np, arguments.seed)
     print(line)

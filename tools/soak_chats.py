@@ -26,6 +26,7 @@ from pyspec.cuda.kernels.moe_ref import Routes
 from pyspec.draft.drafter import Ask
 from pyspec.engine import Engine, Result
 from pyspec.errors import PyspecError
+from pyspec.flight import Flight
 from pyspec.models.moe import MoeFeed
 from pyspec.request import Delta, Request, SamplingParams
 
@@ -106,7 +107,14 @@ def verdict(prompt: list[int], tokens: list[int], want: Result) -> Wrong | None:
 
 
 def chat(
-    engine: Engine, cold: Engine, prompter: Prompter, seed: int, until: float, tally: Tally, doubts: list[Wrong]
+    engine: Engine,
+    cold: Engine,
+    prompter: Prompter,
+    seed: int,
+    until: float,
+    tally: Tally,
+    doubts: list[Wrong],
+    ahead: bool,
 ) -> None:
     """One user after another. What is wrong is in doubt until `judge` looked at the choices of experts on the way."""
     rng, common = random.Random(seed), openings(random.Random(0))
@@ -118,12 +126,13 @@ def chat(
             text = text[: rng.randint(1, len(text))]
         prompt = [*text, *(rng.randrange(250) for _ in range(rng.randint(1, 40)))]
         n_draft, leave, stay = rng.randint(1, 3), rng.random() < CANCELLED, rng.randint(0, 12)
+        n_draft *= not ahead or int(time.monotonic()) % 3 == 0  # nobody drafts for a while
         request = Request(prompt=tuple(prompt), params=GREEDY, max_tokens=rng.randint(1, 60), n_draft_max=n_draft)
         tokens: list[int] = []
         try:
             want = cold.run(replace(request, n_draft_max=None))
             prompter.scripts[seed] = [*prompt, *want.tokens]
-            stream = engine.run_stream(request)
+            stream = engine.run_stream(replace(request, params=replace(GREEDY, logprobs=None if ahead else 2)))
             for n_read, event in enumerate(stream):
                 if isinstance(event, Delta):
                     tokens += event.tokens
@@ -149,7 +158,20 @@ def judge(doubts: Sequence[Wrong], choices: Choices, tally: Tally) -> None:
             tally.fail(f"{wrong.what}; closest choice of experts {gap:.2g}")
 
 
-def soak_chats(seconds: float, np: int, seed: int, model: Path | None = None) -> tuple[bool, str]:
+def count_flights(engine: Engine, tally: Tally) -> None:
+    """Let rounds be launched ahead on a CPU, too."""
+    loop, fly = engine.loop, engine.loop._fly_ahead
+    loop.may_fly_ahead = True
+
+    def counted(flight: Flight) -> Flight | None:
+        if (found := fly(flight)) is not None:
+            tally.add("rounds launched ahead")
+        return found
+
+    loop._fly_ahead = counted  # type: ignore[method-assign]
+
+
+def soak_chats(seconds: float, np: int, seed: int, model: Path | None = None, ahead: bool = False) -> tuple[bool, str]:
     """Run it; (all well, summary line). Without a model it is a tiny random one with Gated DeltaNet and MTP."""
     tally = Tally()
     with ExitStack() as stack:
@@ -164,9 +186,11 @@ def soak_chats(seconds: float, np: int, seed: int, model: Path | None = None) ->
             )
         )  # fmt: skip
         cold = stack.enter_context(Engine.load(model, None, np=1, prefix_cache=False, **settings))
+        if ahead:
+            count_flights(engine, tally)
         began = time.monotonic()
         prompter, choices, doubts = Prompter(engine, seed), Choices(cold), list[Wrong]()
-        args = [(engine, cold, prompter, seed * 1000 + i, began + seconds, tally, doubts) for i in range(N_CHAT)]
+        args = [(engine, cold, prompter, seed * 1000 + i, began + seconds, tally, doubts, ahead) for i in range(N_CHAT)]
         threads = [threading.Thread(target=chat, args=a) for a in args]
         for t in threads:
             t.start()

@@ -24,6 +24,12 @@ def test_conversations_with_cancels_keep_every_text_and_lose_nothing(model: obje
     assert "cancelled" in line and "; 0% of" not in line
 
 
+def test_conversations_keep_every_text_with_rounds_launched_ahead() -> None:
+    well, line = soak_chats.soak_chats(6.0, 3, seed=5, ahead=True)
+    assert well, line
+    assert "rounds launched ahead" in line
+
+
 def test_the_soak_sees_a_state_that_was_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tool that cannot fail proves nothing: checkpoints at the end of requests are taken too early."""
     keep = PrefixCache.keep

@@ -66,7 +66,9 @@ def test_a_row_has_the_same_bits_whatever_runs_beside_it(type: GGMLType, monkeyp
         assert torch.equal(product(spec, packed, x[:n_row]), alone[:n_row])
         assert torch.equal(product(spec, packed, x[:n_row].flip(0)).flip(0), alone[:n_row])
     at_once = linear_cuda.bind(spec).max_rows
-    others = [n for n in (*N_ROWS, 200) if n % at_once == 0 or n % at_once > by_pairs]  # whose last pass is none of theirs
+    others = [
+        n for n in (*N_ROWS, 200) if n % at_once == 0 or n % at_once > by_pairs
+    ]  # whose last pass is none of theirs
     more = [product(spec, packed, x[:n_row]) for n_row in others if n_row > by_pairs]
     monkeypatch.setattr(linear_pair, "MOST_BYTES", 0)
     alone = torch.cat([product(spec, packed, row[None]) for row in x])
