@@ -5,10 +5,10 @@
 // 16-row groups of weights, and each takes half of the columns: what they have to tell each other goes from shared memory to
 // shared memory, once, and nobody else is waited for.
 //
-// A pair's groups are taken in bands of GROUPS at most. A slot of the ring holds a chunk of a band, filled by bulk copies: one warp
-// fetches weights, before the predecessor is over too, one the rows. WAYS_K warps go through the pieces (two blocks) of a band in
-// turn, WAYS_M share its groups. At its end each sends its sums to the CTA that owns the group; that one adds eight shares in the
-// order of CTAs and warps. The order of sums depends on the columns alone, not on bands, pairs or rows.
+// A pair's groups are taken in bands of GROUPS at most. A slot of the ring holds a chunk of a band and of the rows, filled by bulk
+// copies: weights come before the predecessor is over, too. WAYS_K warps go through the pieces (two blocks) of a band in turn,
+// WAYS_M share its groups. At its end each sends its sums to the CTA that owns the group; that one adds eight shares in the order
+// of CTAs and warps. The order of sums depends on the columns alone, not on bands, pairs or rows.
 // One thread takes 200 to 300 ns for a copy, and addresses are most of it: LANES of each of COPIERS warps fetch weights,
 // ROW_LANES of another rows, a slot each. Who waits for a slot must be who filled it before: n_slot is a multiple of
 // LANES * COPIERS, and no less than ROW_LANES.
