@@ -3,8 +3,8 @@
     python tools/bench_host.py --slots 1 8 [--cold 64]
 
 Microseconds a round, the best of several runs, one thread: "sample" and "host" as the engine counts them, and everything before the
-launch. "quiet": DFlash, in rounds in which the controller chooses not to draft. `--cold`: megabytes of other memory touched
-while the device would be at work, as other processes do.
+launch. "ahead": plain rounds, each launched before the one before it is read. "quiet": DFlash, in rounds in which the controller
+chooses not to draft. `--cold`: megabytes of other memory touched while the device would be at work, as other processes do.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "engine"))
 from engine_rig import Rig, rig
 
 from pyspec.control import Controller, Timer, bucket
+from pyspec.flight import Flight
 from pyspec.models.target import Out
 from pyspec.request import Event, SamplingParams
 from pyspec.slots.arena import BUCKETS, Arena, bucket_of
@@ -30,6 +31,7 @@ from pyspec.slots.batch import Batch
 from pyspec.synth import write
 
 CTX, GOOD, BAD = 16384, 7, 9
+KINDS = ("plain", "ahead", "quiet", "mtp", "dflash")
 ACCEPTED = {4: 2, 16: 5}  # drafts a round accepts, by its width
 
 
@@ -73,7 +75,6 @@ def answer_at_once(r: Rig, kind: str) -> None:
         return ready[key]
 
     loop.forward = forward  # type: ignore[method-assign]
-    loop.best = torch.empty(4096, dtype=torch.float64)  # else it would be pinned
     tokens = torch.full((BUCKETS[-1],), GOOD)
     if kind == "mtp":
         drafter.tokens.fill_(GOOD)
@@ -106,9 +107,9 @@ def run(kind: str, n_slot: int, folder: Path, cold: int, n_round: int = 200, rep
 
     inner = loop._wait
 
-    def wait() -> object:
+    def wait(flight: Flight) -> object:
         began = time.perf_counter()
-        fault = inner()
+        fault = inner(flight)
         waited[0] += time.perf_counter() - began
         return fault
 
@@ -116,6 +117,7 @@ def run(kind: str, n_slot: int, folder: Path, cold: int, n_round: int = 200, rep
     for _ in range(3):
         loop.step()
     answer_at_once(r, kind)
+    loop.may_fly_ahead = kind == "ahead"
     for _ in range(50):
         loop.step()
     found = []
@@ -154,7 +156,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        for kind in ("plain", "quiet", "mtp", "dflash"):
+        for kind in KINDS:
             for n_slot in args.slots:
                 print(run(kind, n_slot, Path(folder), args.cold), flush=True)
     for n_slot in args.slots:
