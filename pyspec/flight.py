@@ -7,6 +7,7 @@ their own until they are read: pinned memory, and an event that says when they a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -77,6 +78,11 @@ class Flight:
         assert best is not None
         tokens = best[0, : len(self.work)].tolist()
         return {w.slot.index for w, c, t in zip(self.work, taken, tokens, strict=True) if list(c or ()) != [t]}
+
+    def abandon(self) -> None:
+        """Nobody will read it; but what it uses may be freed next, so it has to be over, or the device to be lost."""
+        with suppress(RuntimeError):
+            self.wait()
 
     def name_tokens(self) -> None:
         """The round before is over: each request's row was that of its last token."""

@@ -481,6 +481,8 @@ class Loop:
     def abort(self, error: PyspecError) -> None:
         """The engine is going down: every request hears why."""
         self._settle()
+        if self.flight is not None:
+            self.flight.abandon()
         self.flight = self.picked = None
         for job in [*self.jobs.values(), *self.queue.drain()]:
             job.sink(Failed(job.id, error))

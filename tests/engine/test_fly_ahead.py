@@ -16,6 +16,7 @@ from known_texts import N_TEXT, known_texts, tiny
 from torch import Tensor
 
 from pyspec.draft.drafter import Ask
+from pyspec.errors import DeviceError
 from pyspec.flight import Flight
 from pyspec.job import Job
 from pyspec.loop import Loop
@@ -222,6 +223,17 @@ def test_a_bad_row_ends_its_own_request(flown: list[Flight]) -> None:
     r.loop.target.forward = poisoned  # type: ignore[method-assign, assignment]
     r.run()
     assert bad.error is not None and "NaN" in str(bad.error) and good.tokens == want
+
+
+def test_an_engine_that_goes_down_in_flight_tells_everybody(flown: list[Flight]) -> None:
+    r = rig(QWEN35, spec_type="none", np=2)
+    heard = [r.submit([i, 2, 3], 40) for i in range(3)]
+    for _ in range(6):
+        r.loop.step()
+    assert r.loop.flight is not None
+    r.loop.abort(DeviceError("gone"))
+    assert r.loop.flight is None and all(isinstance(h.error, DeviceError) for h in heard)
+    assert not any(slot.busy for slot in r.loop.table.slots)
 
 
 def test_the_last_tokens_are_not_flown_past(flown: list[Flight]) -> None:
