@@ -61,13 +61,14 @@ class Flight:
         if self.done is not None:
             self.done.synchronize()
 
-    def keep(self, heard: bool) -> None:
+    def keep(self, hidden: bool) -> None:
         """Copies of what the next forward overwrites, where it is read after that: what a drafter hears of this one, and what
         tells the best logit but the banned ones."""
         n, out = len(self.work), self.out
-        if heard:
-            taps = None if out.taps is None else out.taps[:n].clone()
-            out = replace(out, hidden=out.hidden[:n].clone(), taps=taps)
+        if out.taps is not None:
+            out = replace(out, taps=out.taps[:n].clone())
+        if hidden:
+            out = replace(out, hidden=out.hidden[:n].clone())
         if any(w.job.sampler.bias_ids for w in self.work):
             out = replace(out, logits=out.logits[:n].clone())
         self.out = out

@@ -159,7 +159,7 @@ class Loop:
         if flight.out.best is None:
             flight.out = replace(flight.out, best=top(flight.out.logits))
         batch.tokens[: len(work)] = flight.out.best[0, : len(work)]
-        flight.keep(heard=self.drafter is not None)
+        flight.keep(self.needs.hidden)
         ahead = self._send([Work(w.job, w.slot, seq, ()) for w, seq in zip(work, seqs, strict=True)], batch, 0.0, 0.0)
         ahead.ahead = True
         return ahead

@@ -22,6 +22,7 @@ class Needs:
     overhang  KV rows beyond the committed tokens it writes while drafting
     chained   the cost of a draft grows with its length (MTP); otherwise it is paid once (DFlash block)
     late      `absorb` leaves batches of one row a sequence for later
+    hidden    `observe` reads the target's hidden states
     """
 
     n_draft: int
@@ -29,6 +30,7 @@ class Needs:
     overhang: int = 0
     chained: bool = False
     late: bool = False
+    hidden: bool = False
 
 
 @dataclass(frozen=True, slots=True)

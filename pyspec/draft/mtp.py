@@ -134,7 +134,7 @@ class Mtp:
 
     def __init__(self, block: MtpBlock, table: SlotTable, n_draft: int, p_min: float, catch_up: int = 64) -> None:
         self.block, self.table, self.p_min, self.catch_up = block, table, p_min, catch_up
-        self.needs = Needs(n_draft, overhang=n_draft + 1, chained=True)
+        self.needs = Needs(n_draft, overhang=n_draft + 1, chained=True, hidden=True)
         self.device = block.target.device
         self.best = best.bind(BestSpec(self.device))
         self.states: list[_State | None] = [None] * len(table.slots)

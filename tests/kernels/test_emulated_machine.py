@@ -111,7 +111,7 @@ def test_a_copy_comes_when_it_is_waited_for_and_not_before(waits: bool) -> None:
     assert x.tolist() == [float(t) if waits else -1.0 for t in range(64)]
 
 
-BULK = """
+BARRIERS = """
 __device__ unsigned address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 __device__ void init(unsigned b, unsigned n) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(b), "r"(n) : "memory");
@@ -119,6 +119,10 @@ __device__ void init(unsigned b, unsigned n) {
 __device__ void expect(unsigned b, unsigned n) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(b), "r"(n) : "memory");
 }
+"""
+BULK = (
+    BARRIERS
+    + """
 __device__ void bulk(unsigned to, const void* from, unsigned n, unsigned b) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(n), "r"(b) : "memory");
@@ -128,6 +132,7 @@ __device__ void wait(unsigned b, unsigned parity) {
                "@!done bra again;\\n}\\n" ::"r"(b), "r"(parity) : "memory");
 }
 """
+)
 
 
 def bulk_copy(waits: bool = True, expects: int = 256, copies: int = 256) -> str:
@@ -232,14 +237,9 @@ def test_blocks_that_wait_for_each_other_must_be_resident_together() -> None:
     assert "nobody writes" in message(body, grid=3)
 
 
-CLUSTER = """
-__device__ unsigned address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
-__device__ void init(unsigned b, unsigned n) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(b), "r"(n) : "memory");
-}
-__device__ void expect(unsigned b, unsigned n) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(b), "r"(n) : "memory");
-}
+CLUSTER = (
+    BARRIERS
+    + """
 __device__ void wait(unsigned b, unsigned parity) {
   asm volatile("{\\n.reg .pred done;\\nagain:\\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\\n"
                "@!done bra again;\\n}\\n" ::"r"(b), "r"(parity) : "memory");
@@ -254,6 +254,7 @@ __device__ void send(unsigned to, float x, unsigned barrier, unsigned peer) {
                "r"(counts) : "memory");
 }
 """
+)
 
 
 def clustered(meets: str = "arrive(); meet();", waits: str = "wait(address(&barrier), 0);") -> EmulatedKernel:

@@ -61,6 +61,8 @@ def test_a_row_has_the_same_bits_whatever_runs_beside_it(type: GGMLType, monkeyp
     packed, spec = matrix(type, 5000, 2048), LinearSpec(CUDA, type, 5000, 2048)
     x = torch.randn(200, 2048, device=CUDA)
     by_pairs = max(linear_cuda.bind(spec).pairs, default=0)
+    room = linear_cuda.n_shared(torch.cuda.get_device_capability(CUDA)) >= linear_pair.LEAST_SHARED
+    assert by_pairs >= (32 if room else 0), "a matrix this small is theirs"
     alone = torch.cat([product(spec, packed, row[None]) for row in x])
     for n_row in (n for n in N_ROWS if n <= by_pairs):
         assert torch.equal(product(spec, packed, x[:n_row]), alone[:n_row])

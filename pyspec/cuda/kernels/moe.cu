@@ -293,7 +293,10 @@ extern "C" __global__ void __launch_bounds__(kCta, RESIDENT)
     return ExpertSums{reinterpret_cast<const float4*>(y), row_weights, shared, gate, residual, out,
                       n_row, n_used, n_out / 4, max(n_piece, static_cast<int>(shared != nullptr))};
   };
-  if (item.n == 0 && has_sums) add_experts(all(), blockIdx.x * WARPS_M + group, tickets);
+  if (item.n == 0 && has_sums) {
+    wait_for_predecessor();  // it may be the one that adds for all
+    add_experts(all(), blockIdx.x * WARPS_M + group, tickets);
+  }
 #endif
   if (item.n == 0) return;
   const u32 base = shared_address(stages);
