@@ -154,13 +154,13 @@ class Loop:
         seqs = [Seq(w.slot.index, w.seq.n_past + 1, [0], n_out=1, n_fold=0 if w.seq.keep else 1) for w in work]
         try:
             batch = lay_out(self.table, seqs, self.target.device, arena=self.arena)
+            if flight.out.best is None:
+                flight.out = replace(flight.out, best=top(flight.out.logits))
+            batch.tokens[: len(work)] = flight.out.best[0, : len(work)]
+            flight.keep(self.needs.hidden)
+            ahead = self._send([Work(w.job, w.slot, s, ()) for w, s in zip(work, seqs, strict=True)], batch, 0.0, 0.0)
         except SlotError:
             return None  # it is found again, and whose it is, when this round is over
-        if flight.out.best is None:
-            flight.out = replace(flight.out, best=top(flight.out.logits))
-        batch.tokens[: len(work)] = flight.out.best[0, : len(work)]
-        flight.keep(self.needs.hidden)
-        ahead = self._send([Work(w.job, w.slot, seq, ()) for w, seq in zip(work, seqs, strict=True)], batch, 0.0, 0.0)
         ahead.ahead = True
         return ahead
 

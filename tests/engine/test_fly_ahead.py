@@ -16,7 +16,7 @@ from known_texts import N_TEXT, known_texts, tiny
 from torch import Tensor
 
 from pyspec.draft.drafter import Ask
-from pyspec.errors import DeviceError
+from pyspec.errors import DeviceError, OutOfBounds
 from pyspec.flight import Flight
 from pyspec.job import Job
 from pyspec.loop import Loop
@@ -223,6 +223,27 @@ def test_a_bad_row_ends_its_own_request(flown: list[Flight]) -> None:
     r.loop.target.forward = poisoned  # type: ignore[method-assign, assignment]
     r.run()
     assert bad.error is not None and "NaN" in str(bad.error) and good.tokens == want
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+def test_a_forward_that_is_refused_ahead_is_asked_for_again_in_its_turn(lasts: bool, flown: list[Flight]) -> None:
+    r = rig(QWEN35, spec_type="none", np=2)
+    want = [plain_rig(QWEN35).generate(p, 20).tokens for p in ([1, 2, 3], [4, 5, 6])]
+    heard = [r.submit(p, 20) for p in ([1, 2, 3], [4, 5, 6])]
+    for _ in range(4):
+        r.loop.step()
+    forward, refused = r.loop.forward, list[int]()
+
+    def refuse(batch: Batch) -> Out:
+        if (lasts and any(seq.slot == heard[0].slot for seq in batch.seqs)) or not refused:
+            refused.append(1)
+            raise OutOfBounds("page", 9, 4, heard[0].slot)
+        return forward(batch)
+
+    r.loop.forward = refuse  # type: ignore[assignment]
+    r.run()
+    assert heard[1].tokens == want[1] and len(refused) > lasts
+    assert (heard[0].error is not None) == lasts and (lasts or heard[0].tokens == want[0])
 
 
 def test_an_engine_that_goes_down_in_flight_tells_everybody(flown: list[Flight]) -> None:
