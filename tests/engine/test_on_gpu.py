@@ -121,6 +121,15 @@ def test_context_that_is_made_later_is_as_good(np: int, expected: list, monkeypa
     assert abs(shares[0] - shares[1]) < 0.03
 
 
+@pytest.mark.parametrize("n_draft", [1, 2, 5, 9, 15])
+def test_every_width_leaves_the_text(n_draft: int, expected: list) -> None:
+    """Up to 16 rows a slot, which the pair's own blocks of 8 do not reach."""
+    with load("ngram", 4, n_draft_max=n_draft, n_draft_fixed=True, ngram_match=1) as engine:
+        found = answers(engine)
+        assert [r.tokens for r in found] == expected
+        assert max(len(r.timings.n_draft_used) for r in found) == n_draft + 1
+
+
 @pytest.mark.parametrize("draft", [None, "auto", "mtp"])
 def test_rounds_launched_ahead_leave_the_text(draft: str | None, expected: list) -> None:
     """Requests that do not draft, beside each other and after each other, and second turns that go on from what they leave."""
