@@ -1,7 +1,7 @@
 """A forward that is under way: what it runs for, and what of it the host will read.
 
-While one is, the next may be launched if it is known already what it will be (`Loop._fly_ahead`), so results have places of
-their own until they are read: pinned memory, and an event that says when they are there.
+While one is, the next may be launched (`Loop._fly_ahead`, `Course`), so results have places of their own until they are read:
+pinned memory, and an event that says when they are there.
 """
 
 from __future__ import annotations
@@ -13,11 +13,19 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from pyspec.cuda.faults import EVERYONE, Fault
+from pyspec.cuda.kernels.ahead import ahead
+from pyspec.cuda.kernels.ahead_ref import MAX_ENDS, NOBODY, AheadSpec, n_kept
+from pyspec.draft.drafter import Drafter, Flying, Needs
+from pyspec.errors import SlotError
 from pyspec.job import Job
 from pyspec.models.target import Out
+from pyspec.sample.choose import Chosen, top
 from pyspec.sample.sampler import SlotSampler
-from pyspec.slots.batch import Batch, Seq
-from pyspec.slots.table import Slot
+from pyspec.sample.synth import SynthAcceptance
+from pyspec.slots.arena import BUCKETS, Arena
+from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.table import Slot, SlotTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +38,6 @@ class Work:
     draft: Sequence[int]
 
     @property
-    def is_plain(self) -> bool:
-        """One row of a request that decodes."""
-        return self.job.is_decoding and self.seq.width == 1 and self.seq.n_out == 1
-
-    @property
     def is_prompt(self) -> bool:
         return self.seq.n_out == 0 or (self.seq.keep and self.seq.width > 1)
 
@@ -43,8 +46,13 @@ class Work:
 class Flight:
     """best: `Out.best` on the host once `done` says so; None on devices that give none.
     began, drafted: when its round began, and its drafts were there. launched: when the device was told.
-    ahead: that was before the round before it was over, and what its rows' tokens are is not known here yet.
-    off: slots for which it ran with another token than the round before turned out to give."""
+
+    Of a round that was launched before the one before it was over (`ahead`):
+    tokens: of its rows, on the host like `best`; None without drafts. on_device: from when to when its drafts were made.
+    off: slots for which it ran with another token than the round before turned out to give.
+
+    ends, forced: by what the device decided how far its rows are kept, if the next round is under way: `Course`.
+    """
 
     work: Sequence[Work]
     batch: Batch
@@ -55,40 +63,172 @@ class Flight:
     drafted: float
     launched: float
     ahead: bool = False
+    tokens: Tensor | None = None
+    on_device: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
     off: set[int] = field(default_factory=set)
+    ends: Sequence[frozenset[int]] = ()
+    forced: Sequence[int] | None = None
 
     def wait(self) -> None:
         if self.done is not None:
             self.done.synchronize()
 
-    def keep(self, hidden: bool) -> None:
-        """Copies of what the next forward overwrites, where it is read after that: what a drafter hears of this one, and what
-        tells the best logit but the banned ones."""
-        n, out = len(self.work), self.out
-        if out.taps is not None:
-            out = replace(out, taps=out.taps[:n].clone())
-        if hidden:
+    def keep(self, needs: Needs, is_next_launched: bool) -> None:
+        """Copies of what the next forward overwrites: the hidden states that a drafter keeps, and where that forward is launched
+        before this one is read, the taps it hears of and what tells the best logit but the banned ones."""
+        n, out = self.batch.n_row, self.out
+        if needs.hidden:
             out = replace(out, hidden=out.hidden[:n].clone())
-        if any(w.job.sampler.bias_ids for w in self.work):
+        if is_next_launched and out.taps is not None and needs.late and self.batch.single:
+            out = replace(out, taps=out.taps[:n].clone())
+        if is_next_launched and any(w.job.sampler.bias_ids for w in self.work):
             out = replace(out, logits=out.logits[:n].clone())
         self.out = out
 
-    def strayed(self, taken: Sequence[Sequence[int] | None]) -> set[int]:
-        """Slots of a plain round whose token is not what the device takes it for: the best was banned, or is none."""
-        best = self.out.best if self.best is None else self.best
+    def name_tokens(self, ended: float) -> float:
+        """The round before is over since `ended`: positions and tokens of the rows are known. Returns what drafting took, in
+        seconds."""
+        own = None if self.tokens is None else self.tokens.view(torch.int64).tolist()
+        work = []
+        for w, start in zip(self.work, self.batch.starts, strict=False):
+            drafts = [] if own is None else own[start + 1 : start + w.seq.width]
+            seq = replace(w.seq, n_past=w.slot.n_past, tokens=[w.job.anchor or 0, *drafts])
+            work.append(replace(w, seq=seq, draft=drafts))
+        self.work, self.batch = work, replace(self.batch, seqs=[w.seq for w in work])
+        took = 1e-3 * self.on_device[0].elapsed_time(self.on_device[1]) if self.on_device is not None else 0.0
+        self.began, self.drafted = ended, ended + took
+        return took
+
+    def agree(self, chosen: Sequence[Chosen | None]) -> tuple[list[Chosen | None], set[int]]:
+        """What of a verdict stands where the next round is under way: so many rows as the device kept, for it has gone on from
+        them. And the slots for which it went on with another token than theirs: the best was banned, or is none."""
+        best = self.best if self.best is not None else self.out.best
         assert best is not None
-        tokens = best[0, : len(self.work)].tolist()
-        return {w.slot.index for w, c, t in zip(self.work, taken, tokens, strict=True) if list(c or ()) != [t]}
+        found, out, off = list(map(int, best[0, : self.batch.n_row].tolist())), [], set()
+        for i, (w, c) in enumerate(zip(self.work, chosen, strict=True)):
+            own = found[self.batch.starts[i] : self.batch.starts[i + 1]]
+            n = n_kept(w.draft, own, self.ends[i], None if self.forced is None else self.forced[i])
+            if c is not None and len(c.tokens) > n:
+                c = replace(c, tokens=c.tokens[:n], n_accepted=min(c.n_accepted, n - 1))
+            elif c is not None and c.error is None and len(c.tokens) < n:
+                c = Chosen([], 0, error=SlotError(f"the device kept {n} rows, of which {len(c.tokens)} are right"))
+            if c is None or c.tokens != [*w.draft[: n - 1], own[n - 1]]:
+                off.add(w.slot.index)
+            out.append(c)
+        return out, off
+
+    def condemn(self, fault: Fault, chosen: Sequence[Chosen | None]) -> list[Chosen | None]:
+        """A guard tripped in this forward: the slot it names loses its round, or all do if it names none.
+
+        The forward ran, and every other slot's results are right: they are committed like those of any round.
+        """
+        guilty = fault.slot([w.seq.slot for w in self.work], self.batch.starts)
+        return [
+            Chosen([], 0, error=fault.error(w.seq.slot)) if guilty in (w.seq.slot, EVERYONE) else c
+            for w, c in zip(self.work, chosen, strict=True)
+        ]
 
     def abandon(self) -> None:
         """Nobody will read it; but what it uses may be freed next, so it has to be over, or the device to be lost."""
         with suppress(RuntimeError):
             self.wait()
 
-    def name_tokens(self) -> None:
-        """The round before is over: each request's row was that of its last token."""
-        self.work = [replace(w, seq=replace(w.seq, tokens=[w.job.anchor or 0])) for w in self.work]
-        self.batch = replace(self.batch, seqs=[w.seq for w in self.work])
+
+@dataclass(frozen=True, slots=True)
+class Laid:
+    """A round that is ready to be launched."""
+
+    work: Sequence[Work]
+    batch: Batch
+    has_drafts: bool
+
+
+class Course:
+    """Lays out the round after one that is under way, from what of it the device keeps: no result has been read yet.
+
+    Its rows are records, as those of drafts: should a request end with the round before, its rows of this one are never
+    folded, and lie beyond what the slot committed.
+    """
+
+    def __init__(
+        self, device: torch.device, table: SlotTable, arena: Arena | None, synth: SynthAcceptance | None
+    ) -> None:
+        self.device, self.table, self.arena, self.synth = device, table, arena, synth
+        self.op = ahead.bind(AheadSpec(device))
+        self._told: tuple[tuple[frozenset[int], ...], Tensor] = ((), torch.empty(0))  # ends, and as the device has them
+
+    def goes_on(self, w: Work) -> bool:
+        """Whatever the verdict is, this request goes on behind it, unless it ends there; and the device can tell how far."""
+        job, width = w.job, w.seq.width
+        return (
+            job.is_decoding
+            and w.seq.n_out == width
+            and job.n_left > width
+            and takes_the_best(job.sampler)
+            and (width == 1 or (not job.request.stop and len(self._ends_of(job)) <= MAX_ENDS))
+        )
+
+    def lay_out(self, flight: Flight, n_drafts: Sequence[int], drafter: Drafter | None) -> Laid | None:
+        """The next round, whose drafts are under way then. None: the host has to be asked. Raises SlotError."""
+        work = flight.work
+        if (any(n_drafts) and not isinstance(drafter, Flying)) or sum(n_drafts) + len(work) > BUCKETS[-1]:
+            return None
+        if flight.out.best is None:
+            flight.out = replace(flight.out, best=top(flight.out.logits))
+        assert flight.out.best is not None
+        flight.ends, flight.forced = [frozenset()] * len(work), None
+        beside: list[Tensor | None] = [None, None]
+        if any(w.seq.width > 1 for w in work):
+            flight.ends = [self._ends_of(w.job) for w in work]
+            beside[0] = self._tell(tuple(flight.ends))
+            if self.synth is not None:
+                flight.forced = [self._coins(self.synth, w) for w in work]
+                beside[1] = _sent(torch.tensor(flight.forced, dtype=torch.int32), self.device)
+        kept = self.op.keep(flight.out.best, flight.batch, *beside)
+        drafts = None
+        if any(n_drafts):
+            assert isinstance(drafter, Flying)
+            drafts = drafter.fly(flight.batch, flight.out, kept, max(n_drafts))
+            if drafts is None:
+                return None
+        seqs = [
+            Seq(w.slot.index, w.slot.n_past, [0] * (1 + n), n_out=1 + n, n_fold=int(not w.seq.keep), slack=w.seq.width)
+            for w, n in zip(work, n_drafts, strict=True)
+        ]
+        batch = self.op.move(lay_out(self.table, seqs, self.device, arena=self.arena), kept, drafts)
+        then = [Work(w.job, w.slot, q, ()) for w, q in zip(work, batch.seqs, strict=True)]
+        return Laid(then, batch, drafts is not None)
+
+    def _ends_of(self, job: Job) -> frozenset[int]:
+        """Behind these the host decides: the request may end, or take another token."""
+        more = job.sampler.eog_ids if self.synth is not None else frozenset()
+        return job.sampler.ends | job.sampler.bias_ids | more
+
+    def _tell(self, ends: tuple[frozenset[int], ...]) -> Tensor:
+        """[seq, MAX_ENDS]; they stay the same for many rounds."""
+        if self._told[0] != ends:
+            rows = [[*own, *[NOBODY] * (MAX_ENDS - len(own))] for own in map(sorted, ends)]
+            self._told = ends, _sent(torch.tensor(rows, dtype=torch.int32), self.device)
+        return self._told[1]
+
+    @staticmethod
+    def _coins(synth: SynthAcceptance, w: Work) -> int:
+        sampler = w.job.sampler
+        return synth.n_accepted(sampler.fingerprint, sampler.n_history, w.seq.width - 1)
+
+
+def stamp(device: torch.device) -> torch.cuda.Event | None:
+    """When the device has come this far."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """On its way, without waiting for the device."""
+    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
 
 
 class Pinned:
@@ -98,7 +238,8 @@ class Pinned:
         self.places, self.turn = [torch.empty(0, dtype=torch.float64) for _ in range(2)], 0
 
     def copy(self, x: Tensor) -> Tensor:
-        """Start the copy of a float64 tensor."""
+        """Start the copy of a tensor of 64-bit numbers; what comes is float64 in any case, to be viewed as what it was."""
+        x = x.view(torch.float64)
         self.turn = 1 - self.turn
         if self.places[self.turn].numel() < x.numel():
             self.places[self.turn] = torch.empty(x.numel(), dtype=torch.float64, pin_memory=x.is_cuda)

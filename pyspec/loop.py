@@ -12,16 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from pyspec.control import Controller
 from pyspec.cuda.faults import EVERYONE, Fault, Reader
 from pyspec.cuda.graph import Graphed
 from pyspec.cuda.kernels.flush import flush
-from pyspec.draft.drafter import Ask, Drafter, Needs, Paged
+from pyspec.draft.drafter import Ask, Drafter, Flying, Needs, Paged
 from pyspec.errors import PyspecError, SlotError, Unavailable
-from pyspec.flight import Flight, Pinned, Work, takes_the_best
+from pyspec.flight import Course, Flight, Pinned, Work, stamp
 from pyspec.job import End, Job, Taken
 from pyspec.models.target import Out, Target
 from pyspec.request import Failed, Started
@@ -68,7 +67,7 @@ class Loop:
         self.ubatch, self.batch = ubatch, batch or ubatch  # rows of a forward; of one in which nobody decodes
         self.arena = arena  # where graphs find their batches; None: no graphs
         self.forward = Graphed(self._run, by_single=self.needs.late)
-        self.pinned = Pinned()  # what greedy rounds read
+        self.pinned = Pinned(), Pinned()  # what greedy rounds read, and the tokens they ran with
         self.faults, self.draft_faults = Reader(target.device), Reader(target.device)
         self.queue: Queue[Job] = Queue(queue_limit)
         self.jobs: dict[int, Job] = {}  # by slot, in order of arrival
@@ -78,6 +77,7 @@ class Loop:
         self.on_wait: Callable[[], None] = lambda: None  # called while the device is at work on a round
         self.may_defer = target.device.type != "cpu"  # there a forward is over when it returns
         self.may_fly_ahead = self.may_defer and arena is not None
+        self.course = Course(target.device, table, arena, synth)
         self.flight: Flight | None = None  # launched ahead, while the round before it was under way
         self.landed = self.ended = 0.0  # when the last forward's results were there, and when its round was over
         self.picked: list[tuple[int, int]] | None = None  # drafts by slot that the controller chose for the next round
@@ -119,15 +119,21 @@ class Loop:
             self._blame(e)
             return None
 
-    def _send(self, work: Sequence[Work], batch: Batch, began: float, drafted: float) -> Flight:
+    def _send(
+        self,
+        work: Sequence[Work],
+        batch: Batch,
+        began: float = 0.0,
+        drafted: float = 0.0,
+        *,
+        reads_tokens: bool = False,
+    ) -> Flight:
         launched = time.perf_counter()
         out = self.forward(batch)
-        best = None if out.best is None else self.pinned.copy(out.best)
+        best = None if out.best is None else self.pinned[0].copy(out.best)
+        tokens = self.pinned[1].copy(batch.tokens[: batch.n_row]) if reads_tokens else None
         self.faults.fetch()
-        done = torch.cuda.Event() if self.target.device.type == "cuda" else None
-        if done is not None:
-            done.record()
-        return Flight(work, batch, out, best, done, began, drafted, launched)
+        return Flight(work, batch, out, best, stamp(self.target.device), began, drafted, launched, tokens=tokens)
 
     def _must_land(self) -> bool:
         """Somebody waits for what only happens between two rounds."""
@@ -136,52 +142,56 @@ class Loop:
         return may_sit or not self.jobs or any(job.cancelled for job in (*self.jobs.values(), *waiting))
 
     def _fly_ahead(self, flight: Flight) -> Flight | None:
-        """Launch the round after this one before its results are read, if it will be the same requests' next token each.
-
-        Its tokens are on the device. Its rows are records, as those of drafts: should a request end with the round before,
-        its row of this one is never folded, and lies beyond what the slot committed.
-        """
+        """Launch the round after this one before its results are read, if the same requests go on behind whatever it gives."""
         work = flight.work
         if not self.may_fly_ahead or len(work) != len(self.jobs) or self._must_land():
             return None
-        for w in work:
-            if not (w.is_plain and self._is_on(flight, w) and w.job.n_left > 1 and takes_the_best(w.job.sampler)):
-                return None
-        self.picked = self._pick([w.job for w in work], taken=1)
-        if any(n for _, n in self.picked):
+        if not all(self._is_on(flight, w) and self.course.goes_on(w) for w in work):
             return None
-        self.picked = None
-        seqs = [Seq(w.slot.index, w.seq.n_past + 1, [0], n_out=1, n_fold=0 if w.seq.keep else 1) for w in work]
+        self.picked = self._pick([w.job for w in work], [w.seq.width for w in work])
+        n_drafts = [n for _, n in self.picked]
+        if self.synth is not None:
+            self._settle()  # coins are thrown by what is committed
+        if any(n_drafts) and any(w.slot.index in self.deaf for w in work):
+            return None
+        began = stamp(self.target.device) if any(n_drafts) else None
+        n_fetched = len(self.draft_faults.fetched)
         try:
-            batch = lay_out(self.table, seqs, self.target.device, arena=self.arena)
-            if flight.out.best is None:
-                flight.out = replace(flight.out, best=top(flight.out.logits))
-            batch.tokens[: len(work)] = flight.out.best[0, : len(work)]
-            flight.keep(self.needs.hidden)
-            ahead = self._send([Work(w.job, w.slot, s, ()) for w, s in zip(work, seqs, strict=True)], batch, 0.0, 0.0)
-        except SlotError:
-            return None  # it is found again, and whose it is, when this round is over
-        ahead.ahead = True
+            laid = self.course.lay_out(flight, n_drafts, self.drafter)
+            if laid is None:
+                return None
+            drafted = stamp(self.target.device) if began is not None else None
+            self._watch()
+            flight.keep(self.needs, True)
+            ahead = self._send(laid.work, laid.batch, reads_tokens=laid.has_drafts)
+        except SlotError:  # it is found again, and whose it is, when this round is over
+            while len(self.draft_faults.fetched) > n_fetched:
+                self.draft_faults.fetched.pop()
+            return None
+        self.picked, ahead.ahead = None, True
+        ahead.on_device = (began, drafted) if began is not None and drafted is not None else None
         return ahead
 
     def _land(self, flight: Flight, ahead: Flight | None) -> None:
         """Read a round's results and commit them. `ahead`: the next one that is under way, for the same slots."""
         fault = self._wait(flight)
         verified = time.perf_counter()
+        since = flight.drafted
         if flight.ahead:
-            flight.name_tokens()
-            flight.began = flight.drafted = self.ended
-        since = max(flight.launched, self.landed) if flight.ahead else flight.drafted
+            since = max(flight.launched, self.landed) + flight.name_tokens(self.ended)
         work, self.landed = [w for w in flight.work if self._is_on(flight, w)], verified
         if not work:
             return  # all ended with the round before
         chosen = self._choose(flight.work, flight.out, flight.best)
         if ahead is not None:
-            ahead.off = flight.strayed([None if c is None else c.tokens for c in chosen])
+            chosen, ahead.off = flight.agree(chosen)
+        else:
+            flight.keep(self.needs, False)
         if fault is not None:
-            chosen = self._condemn(fault, flight.work, flight.batch, chosen)
+            self.stats.guard_trips += 1
+            chosen = flight.condemn(fault, chosen)
         sampled = time.perf_counter()
-        self._commit(flight, chosen, ahead is not None)
+        self._commit(flight, chosen, ahead)
         self.ended, n_row = time.perf_counter(), flight.batch.n_row
         times = flight.began, flight.drafted, verified, sampled, self.ended
         self.stats.round(work_rows=n_row, busy=len(work), times=times)
@@ -209,20 +219,6 @@ class Loop:
             self.stats.guard_trips += 1
             log.warning("while drafting: %s", drafting.error(EVERYONE))
         return fault
-
-    def _condemn(
-        self, fault: Fault, work: Sequence[Work], batch: Batch, chosen: Sequence[Chosen | None]
-    ) -> list[Chosen | None]:
-        """A guard tripped in this forward: the slot it names loses its round, or all do if it names none.
-
-        The forward ran, and every other slot's results are right: they are committed like those of any round.
-        """
-        self.stats.guard_trips += 1
-        guilty = fault.slot([w.seq.slot for w in work], batch.starts)
-        return [
-            Chosen([], 0, error=fault.error(w.seq.slot)) if guilty in (w.seq.slot, EVERYONE) else c
-            for w, c in zip(work, chosen, strict=True)
-        ]
 
     def _run(self, batch: Batch) -> Out:
         """All device work of a verify that does not depend on what is accepted."""
@@ -254,9 +250,10 @@ class Loop:
             drafts = {}
         return asks, [drafts.get(ask.slot.index, []) for ask in asks]
 
-    def _pick(self, jobs: Sequence[Job], taken: int = 0) -> list[tuple[int, int]]:
-        """(slot, drafts) of the next round. `taken`: tokens of each that are under way."""
-        caps = [(job.slot.index, self._cap(job, taken)) for job in jobs if job.slot is not None]
+    def _pick(self, jobs: Sequence[Job], taken: Sequence[int] = ()) -> list[tuple[int, int]]:
+        """(slot, drafts) of the next round. `taken`: of each, the most tokens that are under way."""
+        under_way = taken or [0] * len(jobs)
+        caps = [(j.slot.index, self._cap(j, n)) for j, n in zip(jobs, under_way, strict=True) if j.slot is not None]
         return [(slot, n) for (slot, _), n in zip(caps, self.controller.choose(caps), strict=True)]
 
     def _cap(self, job: Job, taken: int) -> int:
@@ -300,7 +297,7 @@ class Loop:
 
     # -- commit --------------------------------------------------------------------------------------------------
 
-    def _commit(self, flight: Flight, chosen: Sequence[Chosen | None], is_ahead: bool) -> None:
+    def _commit(self, flight: Flight, chosen: Sequence[Chosen | None], ahead: Flight | None) -> None:
         """Keep what was accepted; the drafter hears of it before the slots' tokens grow."""
         kept, ends = [], []
         for w, c in zip(flight.work, chosen, strict=True):
@@ -312,11 +309,15 @@ class Loop:
             if n == 0:
                 continue  # it is not on any more
             w.slot.tokens.extend(w.seq.tokens[:n])
-            w.slot.n_fold = 0 if w.seq.keep or is_ahead else n  # what is ahead folds it
+            w.slot.n_fold = 0 if w.seq.keep or ahead is not None else n  # what is ahead folds it
             if finish is not None:
                 self._finish(w.job, finish)
             elif w.slot.n_past <= w.job.n_prompt:
                 self._after_chunk(w)
+        if ahead is not None and ahead.tokens is not None and isinstance(self.drafter, Flying):
+            self.drafter.went_on(
+                [w.slot for w in ahead.work if self._is_on(ahead, w) and w.slot.index not in self.deaf]
+            )
         if not self.may_defer:
             self._settle()
 

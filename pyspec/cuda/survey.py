@@ -16,7 +16,7 @@ from pyspec.gguf import GGMLType
 from pyspec.slots.kv import name_of
 from pyspec.slots.memory import Mamba2Shape, StateShape
 
-OPS = ("attend", "attend_prompt", "rope_kv", "gdn", "linear", "rows", "mamba2", "moe_route", "moe", "best")
+OPS = ("attend", "attend_prompt", "rope_kv", "gdn", "linear", "rows", "mamba2", "moe_route", "moe", "best", "ahead")
 PACKED = (GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_K, GGMLType.Q6_K)
 
 Ask = tuple[Op[Any], Any]
@@ -45,6 +45,7 @@ def ops() -> list[Op[Any]]:
 
 def standard(device: torch.device) -> list[Ask]:
     """Every op in shapes that models have: 27B and 8B dense ones, Gated DeltaNet of 27B, Nemotron 3 Super, experts."""
+    from pyspec.cuda.kernels.ahead_ref import AheadSpec
     from pyspec.cuda.kernels.attend_ref import AttendSpec
     from pyspec.cuda.kernels.best_ref import BestSpec
     from pyspec.cuda.kernels.gdn_ref import GdnSpec
@@ -54,7 +55,7 @@ def standard(device: torch.device) -> list[Ask]:
     from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
     from pyspec.cuda.kernels.rows_ref import Kind, RowsSpec
 
-    attend, attend_prompt, rope_kv, gdn, linear, rows, mamba2, moe_route, moe, best = ops()
+    attend, attend_prompt, rope_kv, gdn, linear, rows, mamba2, moe_route, moe, best, ahead = ops()
     delta = StateShape(n_k_head=16, n_v_head=48, dim=128, n_conv=4, n_channel=(2 * 16 + 48) * 128)
     return [
         *(
@@ -80,6 +81,7 @@ def standard(device: torch.device) -> list[Ask]:
         (moe, MoeSpec(device, 8, 2048, 512, "swiglu", GGMLType.Q8_0, GGMLType.Q8_0, pieces=1)),
         (moe, MoeSpec(device, 6, 2688, 1856, "relu2", GGMLType.Q8_0, GGMLType.Q8_0, pieces=2)),
         (best, BestSpec(device)),
+        (ahead, AheadSpec(device)),
     ]
 
 

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.graph import Graphed
+from pyspec.cuda.kernels.ahead import ahead
+from pyspec.cuda.kernels.ahead_ref import AheadSpec, Kept
 from pyspec.cuda.kernels.best import best
 from pyspec.cuda.kernels.best_ref import BestSpec
 from pyspec.draft.drafter import Ask, Needs
@@ -225,7 +227,7 @@ class DFlash:
 
     def __init__(self, net: DFlashNet, table: SlotTable, device: torch.device, n_draft: int, p_min: float) -> None:
         self.net, self.table, self.device, self.p_min = net, table, device, p_min
-        self.best = best.bind(BestSpec(device))
+        self.best, self.ahead = best.bind(BestSpec(device)), ahead.bind(AheadSpec(device))
         block, n_slot = net.c.block, len(table.slots)
         self.held = torch.zeros(held_rows(n_slot), net.n_feature, device=device)  # taps of rounds without drafts
         self.n_held = 0
@@ -326,9 +328,7 @@ class DFlash:
         for ask in live:
             assert self.n_context[ask.slot.index] == ask.slot.n_past, f"slot {ask.slot.index} drafts blind"
         self.catch_up()
-        masks = [c.mask_id] * (c.block - 1)  # always the trained block; shorter drafts are cut from it
-        seqs = [Seq(ask.slot.index, ask.slot.n_past, [ask.anchor, *masks]) for ask in live]
-        tokens, probs = self.block(lay_out(self.table, seqs, self.device, see_block=True, arena=self.arena))
+        tokens, probs = self.block(self._lay_out([ask.slot for ask in live], [ask.anchor for ask in live]))
         flat = tokens.tolist()
         sure = [True] * len(flat) if probs is None else (probs >= self.p_min).tolist()
         drafts = {}
@@ -337,6 +337,29 @@ class DFlash:
             n = next((r for r in range(ask.n_draft) if not sure[first + r]), ask.n_draft)
             drafts[ask.slot.index] = flat[first : first + n]
         return [drafts.get(ask.slot.index, []) for ask in asks]
+
+    def _lay_out(self, slots: Sequence[Slot], anchors: Sequence[int], slack: Sequence[int] = ()) -> Batch:
+        """Always the trained block; shorter drafts are cut from it."""
+        masks = [self.net.c.mask_id] * (self.net.c.block - 1)
+        seqs = [
+            Seq(slot.index, slot.n_past, [anchor, *masks], slack=more)
+            for slot, anchor, more in zip(slots, anchors, slack or [0] * len(slots), strict=True)
+        ]
+        return lay_out(self.table, seqs, self.device, see_block=True, arena=self.arena)
+
+    @torch.inference_mode()
+    def fly(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> Tensor | None:
+        slots = [self.table.slots[seq.slot] for seq in batch.seqs]
+        # a batch of one row a sequence has left its taps for later
+        has_context = all(self.n_context[slot.index] == slot.n_past for slot in slots)
+        if self.p_min > 0 or self.n_held or (self.needs.late and batch.single) or not has_context:
+            return None
+        laid = self._lay_out(slots, [0] * len(slots), [seq.width for seq in batch.seqs])
+        tokens, _ = self.block(self.ahead.move(laid, kept))
+        return tokens[: laid.n_row].view(len(slots), -1)[:, 1 : 1 + n_draft]
+
+    def went_on(self, slots: Sequence[Slot]) -> None:
+        pass  # context is made of what is observed
 
     def _block(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
         """The best token of every block row, and its probability if drafts are cut by it."""

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from torch import Tensor
+
+from pyspec.cuda.kernels.ahead_ref import Kept
 from pyspec.models.target import Out
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch
@@ -63,7 +66,8 @@ class Drafter(Protocol):
     def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
         """The target ran `batch`; of sequence s the first kept[s] rows are committed. Keeps the draft state fresh.
 
-        Called after every forward, drafted or not, before the slots' tokens are extended.
+        Called after every forward, drafted or not, before the slots' tokens are extended. The hidden states of `out` are its to
+        keep if it needs them; the rest is overwritten next.
         """
         ...
 
@@ -88,6 +92,24 @@ class Paged(Protocol):
     """A drafter with caches of its own, whose pages have the target's numbers."""
 
     def pools(self) -> Iterable[KVPool]: ...
+
+
+@runtime_checkable
+class Flying(Protocol):
+    """A drafter that can go on from what the device keeps of a verify, before the host has read it."""
+
+    def fly(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> Tensor | None:
+        """Drafts [seq, n_draft] int64, on the device, for every sequence of the verify that ran `batch`, behind the rows that are
+        `kept` of it. None if it can not: the host asks for drafts when it has read the verify.
+
+        Each slot stands where the verify began. Nothing it knows of a slot changes before `went_on`: these drafts may turn out to
+        be for tokens that the slot never has.
+        """
+        ...
+
+    def went_on(self, slots: Sequence[Slot]) -> None:
+        """The verify is observed and committed: what `fly` made was for the tokens that these slots have now."""
+        ...
 
 
 @runtime_checkable

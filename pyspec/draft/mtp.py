@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.graph import Graphed
+from pyspec.cuda.kernels.ahead import ahead
+from pyspec.cuda.kernels.ahead_ref import AheadSpec, Kept
 from pyspec.cuda.kernels.best import best
 from pyspec.cuda.kernels.best_ref import BestSpec
 from pyspec.draft.drafter import Ask, Needs
@@ -136,7 +138,7 @@ class Mtp:
         self.block, self.table, self.p_min, self.catch_up = block, table, p_min, catch_up
         self.needs = Needs(n_draft, overhang=n_draft + 1, chained=True, hidden=True)
         self.device = block.target.device
-        self.best = best.bind(BestSpec(self.device))
+        self.best, self.ahead = best.bind(BestSpec(self.device)), ahead.bind(AheadSpec(self.device))
         self.states: list[_State | None] = [None] * len(table.slots)
         self.arenas: list[Arena | None] = [None, None]  # of the first pass, and of the chained ones
         self._first, self._next = Graphed(self._start), Graphed(self._step)
@@ -164,7 +166,7 @@ class Mtp:
 
     @torch.inference_mode()
     def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
-        late, hidden = [], out.hidden[: batch.n_row].clone()  # the next replay overwrites it
+        late, hidden = [], out.hidden
         for s, seq in enumerate(batch.seqs):
             state = self._state(self.table.slots[seq.slot])
             # right after a draft nothing is pending: the one row there is was that of the anchor, which is exact
@@ -203,11 +205,10 @@ class Mtp:
         n, most, done = len(live), max(ask.n_draft for ask in live), 1
         self.steps[0, :n] = self.tokens[:n]
         sure = [self.probs[:n] >= self.p_min] if self.p_min > 0 else []
+        rest = self._chained([ask.slot for ask in live], most, None) if most > 1 else None
         while done < most and (not sure or bool(sure[-1].any())):
-            # the tokens of this pass are on the device; the layout's are place holders
-            seqs = [Seq(ask.slot.index, ask.slot.n_past + done, [0], n_out=1) for ask in live]
-            self._next(lay_out(self.table, seqs, self.device, arena=self.arenas[1]))
-            self.steps[done, :n] = self.tokens[:n]
+            assert rest is not None
+            self._pass(rest, done)
             if sure:
                 sure.append(sure[-1] & (self.probs[:n] >= self.p_min))
             done += 1
@@ -216,6 +217,42 @@ class Mtp:
         for i, (ask, length) in enumerate(zip(live, lengths, strict=True)):
             drafts[ask.slot.index] = [step[i] for step in steps[: min(length, ask.n_draft)]]
 
+    def _chained(self, slots: Sequence[Slot], n: int, kept: Kept | None) -> Batch:
+        """The layout of the passes after the first, which move it on: `n` drafts behind each slot's tokens, and behind what of a
+        verify is kept. Their tokens are on the device."""
+        slack = n - 1 if kept is None else n - 1 + self.needs.n_draft + 1
+        seqs = [Seq(slot.index, slot.n_past, [0], n_out=1, slack=slack) for slot in slots]
+        batch = lay_out(self.table, seqs, self.device, arena=self.arenas[1])
+        return batch if kept is None else self.ahead.move(batch, kept)
+
+    def _pass(self, batch: Batch, done: int) -> None:
+        """Draft number `done`, after those before."""
+        self._next(batch)
+        self.steps[done, : len(batch.seqs)] = self.tokens[: len(batch.seqs)]
+
+    @torch.inference_mode()
+    def fly(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> Tensor | None:
+        """The first pass has all rows of the verify, each with what follows it; those behind the kept ones are scratch."""
+        slots = [self.table.slots[seq.slot] for seq in batch.seqs]
+        if self.p_min > 0 or any(self._state(slot).n_row != slot.n_past + 1 for slot in slots):
+            return None
+        seqs = [Seq(q.slot, slot.n_past + 1, [0] * q.width, n_out=1) for q, slot in zip(batch.seqs, slots, strict=True)]
+        first = lay_out(self.table, seqs, self.device, arena=self.arenas[0])
+        self.ahead.follow(first, kept)
+        self.hidden[: batch.n_row] = out.hidden[: batch.n_row]
+        self._first(first)
+        self.steps[0, : len(slots)] = self.tokens[: len(slots)]
+        rest = self._chained(slots, n_draft, kept) if n_draft > 1 else None
+        for done in range(1, n_draft):
+            assert rest is not None
+            self._pass(rest, done)
+        return self.steps[:n_draft, : len(slots)].T
+
+    def went_on(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            state = self._state(slot)
+            state.n_row, state.hidden = slot.n_past + 1, state.hidden[-1:]
+
     def _start(self, batch: Batch) -> None:
         """The first pass: exact rows up to the anchor's, `self.hidden` given by the host."""
         n = min(len(self.table.slots), batch.tokens.shape[0])
@@ -223,8 +260,8 @@ class Mtp:
         self._pick(hidden[batch.out_rows[:n]])
 
     def _step(self, batch: Batch) -> None:
-        """A chained pass: a row a slot, after the pass before."""
-        n = batch.tokens.shape[0]
+        """A chained pass: a row a slot, after the pass before and one position farther on."""
+        n, batch = batch.tokens.shape[0], self.ahead.step(batch)
         self._pick(self.block.forward(replace(batch, tokens=self.tokens[:n]), self.hidden[:n]))
 
     def _pick(self, hidden: Tensor) -> None:

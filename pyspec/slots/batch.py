@@ -28,6 +28,7 @@ class Seq:
             Otherwise the rows are recorded and the state stays before them (deferred commit)
     n_out   logits are wanted for this many trailing rows
     n_fold  recorded rows of the slot's last verify to fold into its state before these rows
+    slack   the rows may be moved on by so many positions before they run (cuda.kernels.ahead): pages are held for that
     """
 
     slot: int
@@ -36,6 +37,7 @@ class Seq:
     keep: bool = False
     n_out: int = 0
     n_fold: int = 0
+    slack: int = 0
 
     @property
     def width(self) -> int:
@@ -78,7 +80,7 @@ class Batch:
     seq_keep: Tensor
     row_seq: Tensor
     page_size: int
-    max_hi: Sequence[int]  # per sequence, on the host
+    max_hi: Sequence[int]  # per sequence, on the host: none of its rows sees farther
     causal: bool  # rows see what stands before them and themselves
     bucket: int | None = None  # rows with padding, if the fields lie in an arena
     single: bool = False  # the forward has one row a sequence, so nobody's draft; `seqs` may be those of some only
@@ -106,16 +108,17 @@ def lay_out(
         n = seq.width
         if not 0 <= seq.n_out <= n:
             raise OutOfBounds(f"slot {seq.slot} logits rows", seq.n_out, n + 1, seq.slot)
-        pages.append(table.reach(table.slots[seq.slot], seq.n_past, seq.n_past + n))
+        pages.append(table.reach(table.slots[seq.slot], seq.n_past, seq.n_past + n + seq.slack))
         starts.append(starts[-1] + n)
-    max_hi = [seq.n_past + seq.width for seq in seqs]
-    layout, n_out = _write(table, seqs, starts, max_hi, pages, see_block)
+    ends = [seq.n_past + seq.width for seq in seqs]
+    layout, n_out = _write(table, seqs, starts, ends, pages, see_block)
     bucket = bucket_of(starts[-1]) if arena is not None and len(seqs) <= arena.n_seq else None
     if arena is not None and bucket is not None and max(map(len, pages), default=0) <= arena.n_page:
         fields = arena.fill(layout, bucket, table.null_row)
     else:
         bucket, fields = None, _fresh(layout, n_out, device)
     causal, size, single = not see_block, table.page_size, starts[-1] == len(seqs)
+    max_hi = [end + seq.slack for end, seq in zip(ends, seqs, strict=True)]
     return Batch(
         seqs=seqs, starts=starts, page_size=size, max_hi=max_hi, causal=causal, bucket=bucket, single=single, **fields
     )
@@ -125,7 +128,7 @@ def _write(
     table: SlotTable,
     seqs: Sequence[Seq],
     starts: Sequence[int],
-    max_hi: Sequence[int],
+    ends: Sequence[int],
     pages: Sequence[NDArray[np.int64]],
     see_block: bool,
 ) -> tuple[Layout, int]:
@@ -135,7 +138,7 @@ def _write(
     widths = np.array([q.width for q in seqs], dtype=np.int64)
     before = [q.n_past - start for q, start in zip(seqs, starts, strict=False)]
     first_out = [end - q.n_out for q, end in zip(seqs, starts[1:], strict=True)]
-    per_row = np.array([list(range(len(seqs))), before, first_out, max_hi], dtype=np.int64).repeat(widths, axis=1)
+    per_row = np.array([list(range(len(seqs))), before, first_out, ends], dtype=np.int64).repeat(widths, axis=1)
     row_seq, n_before, first_out_row, end = per_row
     row = np.arange(starts[-1])
     out_rows = (row >= first_out_row).nonzero()[0]

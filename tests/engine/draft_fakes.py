@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from pyspec.cuda.kernels.ahead_ref import Kept
 from pyspec.draft.drafter import Ask, Needs
 from pyspec.errors import SlotError
 from pyspec.models.target import Out
@@ -173,6 +174,43 @@ class Fickle(Oracle):
 
 
 @dataclass
+class Flying(Fickle):
+    """As Fickle, on the device, behind what a verify keeps of it; one of the slots in seven has to be asked by the host.
+
+    flown: drafts made ahead, and how many of them `went_on` said were for the right text
+    """
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)  # by slot, for which the last drafts were
+    slots: dict[int, Slot] = field(default_factory=dict)
+    flown: int = 0
+    right: int = 0
+
+    def fly(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> Tensor | None:
+        if self.rng.randrange(7) == 0:
+            return None
+        n, tokens, drafts = kept.n.tolist(), batch.tokens.tolist(), []
+        for s, (seq, first) in enumerate(zip(batch.seqs, batch.starts, strict=False)):
+            slot = self.slots[seq.slot]
+            assert self.open[seq.slot] == slot.n_past == seq.n_past
+            own = [*slot.tokens, *tokens[first : first + n[s]], int(kept.tokens[kept.last[s]])]
+            self.tokens[seq.slot] = own
+            right = self.text(own, n_draft)[: self.rng.randint(0, n_draft)]
+            drafts.append([*right, *self.rng.choices(range(N_VOCAB), k=n_draft)][:n_draft])
+            self.flown += 1
+        return torch.tensor(drafts)
+
+    def went_on(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            assert self.open[slot.index] == slot.n_past
+            assert slot.tokens == self.tokens[slot.index][:-1], f"slot {slot.index} went on from another text"
+            self.right += 1
+
+    def begin(self, slot: Slot, saved: object | None) -> None:
+        super().begin(slot, saved)
+        self.slots[slot.index] = slot
+
+
+@dataclass
 class Broken(Fickle):
     """Fails every third time."""
 
@@ -185,4 +223,11 @@ class Broken(Fickle):
         return super().draft(asks)
 
 
-FAKES: dict[str, type[Oracle]] = {"oracle": Oracle, "liar": Liar, "wild": Wild, "fickle": Fickle, "broken": Broken}
+FAKES: dict[str, type[Oracle]] = {
+    "oracle": Oracle,
+    "liar": Liar,
+    "wild": Wild,
+    "fickle": Fickle,
+    "broken": Broken,
+    "flying": Flying,
+}

@@ -88,9 +88,11 @@ class Rig:
         return self
 
     def submit(self, prompt: Sequence[int], n: int = 32, params: SamplingParams = GREEDY, **request: object) -> Heard:
+        """`eog`: tokens that end the request, in place of the vocabulary's."""
+        eog: frozenset[int] = request.pop("eog", self.tokenizer.eog)  # type: ignore[assignment]
         r = Request(prompt=tuple(prompt), params=params, max_tokens=n)
         r = replace(r, **request)  # type: ignore[arg-type]
-        info, eog = self.info, self.tokenizer.eog
+        info = self.info
         most = info.n_ctx if n < 0 else min(info.n_ctx, len(prompt) + n)
         events: list[Event] = []
         job = Job(

@@ -1,0 +1,11 @@
+"""`ahead`: what a round is made of that is launched before the host has read the one before."""
+
+from pyspec.cuda.kernels import ahead_cuda, ahead_ref
+from pyspec.cuda.op import Impl, Op
+
+ahead: Op[ahead_ref.AheadSpec] = Op(
+    "ahead",
+    Impl("torch", ahead_ref.bind, capturable=True),
+    [Impl("cuda", ahead_cuda.bind, ahead_cuda.limits, capturable=True)],
+    ahead_cuda.check,
+)

@@ -1,0 +1,141 @@
+"""What a round is made of that is launched before the host has read the one before: the meaning, in plain torch.
+
+A verify keeps its first row and one more for each draft that is its row's best token, up to the first that may end the request
+or is banned: there the host decides, and what was launched behind it goes for nothing. `keep` finds how many those are,
+`move` puts a layout that was made as if none had been kept behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pyspec.slots.batch import Batch
+
+MAX_ENDS = 16  # tokens of a sequence at which the host decides
+NOBODY = -1  # fills rows of fewer
+
+
+@dataclass(frozen=True, slots=True)
+class AheadSpec:
+    """Any number of rows and sequences."""
+
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a verify keeps, in its own order of sequences and rows. It holds until the next `keep`.
+
+    n       [seq]  int32  rows
+    tokens  [row]  int64  what follows each row; behind the kept ones that means nothing, but is a token
+    last    [seq]  int64  the last row that is kept
+    """
+
+    n: Tensor
+    tokens: Tensor
+    last: Tensor
+
+
+class Ahead(Protocol):
+    """What the op binds."""
+
+    def keep(self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None) -> Kept:
+        """How far the verify that ran `batch` is kept.
+
+        best    [2, row] f64    each row's best token and its value; every row of the batch has logits
+        ends    [seq, MAX_ENDS] int32  tokens that are never gone on from, NOBODY where there are fewer; none if not given
+        forced  [seq] int32     drafts that count as right, whatever is best (synthetic acceptance)
+        """
+        ...
+
+    def move(self, batch: Batch, kept: Kept, drafts: Tensor | None = None) -> Batch:
+        """Put the rows of `batch` behind those that are kept: positions, places of keys and values, what they see.
+
+        In place, but for the host's description where the host can read it. The batch has the sequences of the verify, laid out
+        from its first positions with pages for all that may be kept; an `n_fold` of 1 becomes the number of kept rows. Each
+        sequence's first row gets the token that follows them, the others their drafts, if there are any [seq, n] int64.
+        """
+        ...
+
+    def follow(self, batch: Batch, kept: Kept) -> None:
+        """Give the rows of `batch` the tokens that follow the verify's rows, one for one; `out_rows` are the last kept."""
+        ...
+
+    def step(self, batch: Batch) -> Batch:
+        """Move all rows on by one position, in place as `move`."""
+        ...
+
+
+def n_kept(drafts: Sequence[int], best: Sequence[int], ends: Collection[int], forced: int | None = None) -> int:
+    """The rule of `keep` for one sequence. best: of each row, one more than drafts."""
+    n = 0
+    while n < len(drafts) and drafts[n] not in ends and (drafts[n] == best[n] if forced is None else n < forced):
+        n += 1
+    return n + 1
+
+
+class TorchAhead:
+    """Implements `Ahead`."""
+
+    def keep(self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None) -> Kept:
+        n_seq, n_row = len(batch.seqs), batch.n_row
+        tokens, starts = batch.tokens[:n_row], batch.seq_start[: n_seq + 1].long()
+        seq, row = batch.row_seq[:n_row].long(), torch.arange(n_row, device=tokens.device)
+        found, draft = best[0, :n_row].long(), tokens.roll(-1)
+        right = found == draft if forced is None else row - starts[seq] < forced[seq]
+        if ends is not None:
+            right = right & (ends[seq] != draft[:, None]).all(1)
+        stops = torch.where(right & (row + 1 < starts[seq + 1]), n_row, row)
+        last = torch.full((n_seq,), n_row, device=tokens.device).scatter_reduce(0, seq, stops, "amin")
+        n = (last - starts[:-1] + 1).int()
+        return Kept(n, torch.where(row < last[seq], draft, found), last)
+
+    def move(self, batch: Batch, kept: Kept, drafts: Tensor | None = None) -> Batch:
+        n_seq, n_row = len(batch.seqs), batch.n_row
+        seq = batch.row_seq[:n_row].long()
+        self._shift(batch, kept.n[seq].long())
+        batch.seq_fold[:n_seq] *= kept.n[:n_seq]
+        place = torch.arange(n_row, device=seq.device) - batch.seq_start[seq].long()
+        first = kept.tokens[kept.last[seq]]
+        others = batch.tokens[:n_row] if drafts is None else drafts[seq, (place - 1).clamp(0, drafts.shape[1] - 1)]
+        batch.tokens[:n_row] = torch.where(place == 0, first, others)
+        return _told(batch)
+
+    def follow(self, batch: Batch, kept: Kept) -> None:
+        batch.tokens[: batch.n_row] = kept.tokens[: batch.n_row]
+        batch.out_rows[: len(batch.seqs)] = kept.last
+
+    def step(self, batch: Batch) -> Batch:
+        self._shift(batch, 1)
+        return _told(batch)
+
+    def _shift(self, batch: Batch, by: Tensor | int) -> None:
+        """Rows of no sequence stay where they are."""
+        n = batch.n_row
+        seq, size = batch.row_seq[:n].long(), batch.page_size
+        positions = batch.positions[:n]
+        positions += by
+        batch.hi[:n] += by
+        page = (positions // size).clamp(max=batch.page_table.shape[1] - 1)
+        batch.kv_rows[:n] = batch.page_table[seq, page] * size + positions % size
+
+
+def _told(batch: Batch) -> Batch:
+    """With the host's description of where its rows have moved, where the host can read that."""
+    if batch.tokens.device.type != "cpu":
+        return batch
+    tokens, positions, hi, folds = (t.tolist() for t in (batch.tokens, batch.positions, batch.hi, batch.seq_fold))
+    seqs, max_hi = [], []
+    for q, first, end, fold in zip(batch.seqs, batch.starts, batch.starts[1:], folds, strict=False):
+        seqs.append(replace(q, n_past=positions[first], tokens=tokens[first:end], n_fold=fold, slack=0))
+        max_hi.append(max(hi[first:end]))
+    return replace(batch, seqs=seqs, max_hi=max_hi)
+
+
+def bind(spec: AheadSpec) -> TorchAhead:
+    return TorchAhead()

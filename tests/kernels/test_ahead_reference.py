@@ -1,0 +1,116 @@
+"""What a verify keeps, and layouts moved behind it, in plain torch, against loops; and the check, which tells wrong from right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyspec.cuda.kernels import ahead_cuda
+from pyspec.cuda.kernels.ahead import ahead
+from pyspec.cuda.kernels.ahead_ref import MAX_ENDS, NOBODY, AheadSpec, Kept, TorchAhead, n_kept
+from pyspec.slots.batch import Batch, Seq, lay_out
+
+CPU = torch.device("cpu")
+SPEC = AheadSpec(CPU)
+
+
+def test_the_rule() -> None:
+    assert n_kept([], [7], ()) == 1
+    assert n_kept([7, 8], [7, 8, 9], ()) == 3
+    assert n_kept([7, 8], [7, 5, 9], ()) == 2
+    assert n_kept([7, 8], [6, 8, 9], ()) == 1
+    assert n_kept([7, 8], [7, 8, 9], {8}) == 2, "the row of an end token is the host's"
+    assert n_kept([7, 8], [7, 8, 9], {9}) == 3, "of what no row goes on from yet nobody asks"
+    assert n_kept([7, 8, 1], [0, 0, 0, 0], (), 2) == 3
+    assert n_kept([7, 8, 1], [0, 0, 0, 0], {7}, 2) == 1
+    assert n_kept([7], [7, 0], (), 5) == 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_keep_is_the_rule_of_each_sequence(seed: int) -> None:
+    gen = torch.Generator().manual_seed(seed)
+    widths = [1, 17, 3, 2, 6, 1, 33][: 1 + seed % 7]
+    batch, _, _ = ahead_cuda.verify(widths, CPU, gen)
+    best = torch.randint(0, 2, (2, batch.tokens.shape[0]), generator=gen).double()
+    ends = torch.full((len(widths), MAX_ENDS), NOBODY, dtype=torch.int32)
+    ends[::2, seed % MAX_ENDS] = seed % 2
+    forced = torch.randint(0, 9, (len(widths),), generator=gen).int()
+    tokens, found = batch.tokens.tolist(), best[0].long().tolist()
+    for by in (None, forced):
+        kept = TorchAhead().keep(best, batch, ends, by)
+        for s, first in enumerate(batch.starts[:-1]):
+            end = batch.starts[s + 1]
+            own = None if by is None else int(by[s])
+            n = n_kept(tokens[first + 1 : end], found[first:end], ends[s].tolist(), own)
+            assert (int(kept.n[s]), int(kept.last[s])) == (n, first + n - 1)
+            want = [*tokens[first + 1 : first + n], *found[first + n - 1 : end]]
+            assert kept.tokens[first:end].tolist() == want
+
+
+def test_a_moved_batch_is_the_one_that_is_laid_out_there() -> None:
+    gen = torch.Generator().manual_seed(3)
+    batch, table, arena = ahead_cuda.verify([4, 1, 7], CPU, gen)
+    kept = TorchAhead().keep(batch.tokens[None].double().roll(-1, 1), batch)
+    assert kept.n.tolist() == [4, 1, 7], "all drafts are right"
+    drafts = torch.arange(15).view(3, 5)
+    there = [
+        Seq(q.slot, q.n_past + int(n), [int(kept.tokens[last]), *row.tolist()[:2]], n_out=3, n_fold=int(n))
+        for q, n, last, row in zip(batch.seqs, kept.n, kept.last, drafts, strict=True)
+    ]
+    for own in (None, arena):
+        before = [Seq(q.slot, q.n_past, [0] * 3, n_out=3, n_fold=1, slack=q.width) for q in batch.seqs]
+        moved = TorchAhead().move(lay_out(table, before, CPU, arena=own), kept, drafts)
+        got = [
+            (f, getattr(moved, f).clone())
+            for f in ("tokens", "positions", "kv_rows", "hi", "lo", "seq_fold", "out_rows")
+        ]
+        want = lay_out(table, there, CPU, arena=own)
+        assert all(torch.equal(value, getattr(want, name)) for name, value in got)
+        assert list(moved.seqs) == list(want.seqs) and moved.max_hi == want.max_hi
+
+
+class Wrong(TorchAhead):
+    def __init__(self, spoil: Callable[[str, Kept | Batch], None]) -> None:
+        self.spoil = spoil
+
+    def keep(self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None) -> Kept:
+        kept = super().keep(best, batch, ends, forced)
+        kept = replace(kept, n=kept.n.clone(), tokens=kept.tokens.clone(), last=kept.last.clone())
+        self.spoil("keep", kept)
+        return kept
+
+    def move(self, batch: Batch, kept: Kept, drafts: Tensor | None = None) -> Batch:
+        moved = super().move(batch, kept, drafts)
+        self.spoil("move", moved)
+        return moved
+
+
+def spoil(where: str, field: str) -> Callable[[str, Kept | Batch], None]:
+    def one(what: str, found: Kept | Batch) -> None:
+        if what == where:
+            values: Tensor = getattr(found, field)
+            values[len(values) // 2] += 1 if field != "last" else -1  # farther would be nowhere
+
+    return one
+
+
+@pytest.mark.parametrize(
+    ("where", "field"),
+    [
+        *(("keep", field) for field in ("n", "tokens", "last")),
+        *(("move", field) for field in ("positions", "hi", "kv_rows", "tokens", "seq_fold")),
+    ],
+)
+def test_the_check_finds_what_is_wrong(where: str, field: str) -> None:
+    assert ahead_cuda.check(TorchAhead(), TorchAhead(), SPEC) is None
+    said = ahead_cuda.check(Wrong(spoil(where, field)), TorchAhead(), SPEC)
+    assert said is not None and ("kept" if where == "keep" else "moved") in said
+
+
+def test_a_cpu_has_the_reference() -> None:
+    assert ahead_cuda.limits(SPEC) == "runs on NVIDIA GPUs only"
+    assert isinstance(ahead.bind(SPEC), TorchAhead) and ahead.chosen(SPEC).capturable
