@@ -46,7 +46,7 @@ def tripping(r: Rig, op: str, slot: int, after: int) -> None:
             return out
         r.loop.target.forward = forward  # type: ignore[method-assign]
         last_row = batch.starts[at + 1] - 1
-        trip(op, {"gdn": slot, "mamba2": slot, "attend": at, "rope_kv": last_row}[op])
+        trip(op, {"gdn": slot, "mamba2": slot, "attend": at, "rope_kv": last_row, "ahead": at}[op])
         for layer in r.loop.memory.states.values():
             for t in layer.tensors():
                 t[slot] = NAN
