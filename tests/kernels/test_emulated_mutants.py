@@ -57,6 +57,7 @@ MUTANTS: list[tuple[str, str, int, Callable[[int], None]]] = [
             ("if (again) barrier_wait(empty + at.slot * 8, at.parity ^ 1);", 0),
             ("barrier_wait(rows_full + at.slot * 8, at.parity);", 0),
             ("barrier_wait_cluster(barrier, band >> 1 & 1);", 0),
+            ("    all_meet();", 0),  # shares of this CTA are there
             ("wait_for_cluster();", 1),
             ("barrier_arrive(empty + at.slot * 8);", 0),
         )

@@ -56,6 +56,8 @@ struct Into {
 
   __device__ __forceinline__ void meet() const { wait_for_cluster(); }
 
+  __device__ __forceinline__ void clear(const Meta&) const {}  // the blocks were made once, as zeros
+
   __device__ __forceinline__ float* place(int) const { return s.o[0]; }
 
   // A stage's places are free again when two stages later somebody sends: by then all blocks have sent the next stage's

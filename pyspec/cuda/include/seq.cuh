@@ -36,5 +36,16 @@ __device__ __forceinline__ Seq read_seq(const Meta& meta, int s, int op, int* fa
   return seq;
 }
 
+// Rows behind the last sequence's, a graph's padding, are nobody's. The next kernel reads them all the same: who has the last
+// sequence makes them zeros. `out` is at the block's first of `kColumns` columns; rows are kStride apart.
+template <int kColumns, int kStride, int kThreads>
+__device__ __forceinline__ void clear_rest(const Meta& meta, float* out) {
+  if (blockIdx.z != gridDim.z - 1) return;
+  const int first = max(meta.start[gridDim.z], 0);
+#pragma unroll 1
+  for (int row = first; row < meta.n_row; ++row)
+    for (int i = threadIdx.x; i < kColumns; i += kThreads) out[static_cast<i64>(row) * kStride + i] = 0.f;
+}
+
 __device__ __forceinline__ float4& quad(float* p) { return *reinterpret_cast<float4*>(p); }
 __device__ __forceinline__ float4 quad(const float* p) { return *reinterpret_cast<const float4*>(p); }

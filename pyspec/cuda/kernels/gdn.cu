@@ -291,12 +291,13 @@ struct RowsArgs {
 };
 
 // What becomes of o. All methods are called by all threads.
-struct Stored {  // out [row, v_head, value]
+struct Stored {  // out [row, v_head, value]; rows of no sequence become zeros
   static constexpr int STRIDE = VD;
   float* out;
   __device__ __forceinline__ void start() const {}
   __device__ __forceinline__ void fetch(int, int, int) const {}  // rows of a stage, beside their keys and values
   __device__ __forceinline__ void meet() const {}
+  __device__ __forceinline__ void clear(const Meta& meta) const { clear_rest<TILE, VD, THREADS>(meta, place(0)); }
   __device__ __forceinline__ float* place(int row) const {  // of the stage's first row, this block's first column
     return out + static_cast<i64>(row) * VD + blockIdx.x * DIM + blockIdx.y * TILE;
   }
@@ -311,6 +312,7 @@ __device__ __forceinline__ void run_rows(const RowsArgs& a, const Out& out, int*
   if (seq.chunked) seq.n = 0;
   if (seq.n + seq.fold == 0) {
     wait_for_predecessor();  // whoever starts after this kernel counts on gdn_conv
+    out.clear(a.meta);
     return;
   }
   const i64 fold_row = static_cast<i64>(s) * a.meta.width, slot_row = static_cast<i64>(seq.slot) * a.meta.width;
@@ -341,6 +343,7 @@ __device__ __forceinline__ void run_rows(const RowsArgs& a, const Out& out, int*
   out.start();
   wait_for_predecessor();
   start_fetch(0);
+  out.clear(a.meta);
   out.meet();
 #pragma unroll 1
   for (int j = 0; j < n_stage; j++) {

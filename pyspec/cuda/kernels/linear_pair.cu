@@ -170,6 +170,29 @@ __device__ __forceinline__ float sum_blocks(Sums& acc, u32 weights, u32 rows, in
   return seen;
 }
 
+// A warp's shares of a band of `n` groups: what this CTA owns to its places, or what the other does (kSent) to its.
+template <bool kSent>
+__device__ __forceinline__ void hand_over(const Sums& acc, int n, int rank, float4* shares, u32 here, u32 barrier) {
+  const int lane = threadIdx.x & 31, m = threadIdx.x / 32 / WAYS_K, k = threadIdx.x / 32 % WAYS_K, half = (n + 1) / 2;
+#pragma unroll
+  for (int i = 0; i < kMine; ++i) {
+    const int group = m + i * WAYS_M;
+    if (group >= n) break;
+    const int owner = group >= half;
+    if ((owner != rank) != kSent) continue;
+    const int to = ((rank * WAYS_K + k) * kOwned + group - owner * half) * (kShareBytes / 16) + lane;
+#pragma unroll
+    for (int t = 0; t < TILES_N; ++t) {
+      const float(&v)[4] = acc.v[i][t];
+      const float4 sum = make_float4(v[0], v[1], v[2], v[3]);
+      if (kSent)
+        send(here + (to + t * 32) * 16, sum, barrier, owner);
+      else
+        shares[to + t * 32] = sum;
+    }
+  }
+}
+
 // What four sums meet on their way out: rows `row` and the next, columns g and g + 8 of a group.
 struct Beside {
   float power[2], old[2][2], scale[2];
@@ -232,8 +255,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads 
       barrier_init(rows_full + i * 8, 1);
       barrier_init(empty + i * 8, WAYS_M * PARTS);
     }
-    barrier_init(met, kWarps);
-    barrier_init(met + 8, kWarps);
+    barrier_init(met, 1);
+    barrier_init(met + 8, 1);
     barriers_visible();
   }
   __syncthreads();
@@ -278,35 +301,15 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads 
       if (lane == 0 && __float_as_uint(seen) != 0xffffffffu) barrier_arrive(empty + at.slot * 8);
     }
 
-    // The places of this band are those of two bands ago. They are free: what came for the last band was sent after all warps of
-    // the other CTA, and of this one, had met here, done with the band before it.
-    all_meet();
+    // The places of this band are those of two bands ago. They are free: this CTA's warps have met since they read them, and the
+    // other's met before they sent what came for the last band. Who meets here has stored what stays, and goes on to read it.
     const u32 here = meet + (band & 1) * kMeetBytes, barrier = met + (band & 1) * 8;
     float4* const shares = reinterpret_cast<float4*>(memory) + (band & 1) * (kMeetBytes / 16);
     const int n_own = rank == 0 ? half : n - half;
-#pragma unroll
-    for (int i = 0; i < kMine; ++i) {
-      const int group = m + i * WAYS_M;
-      if (group >= n) break;
-      const int owner = group >= half;
-      const int to = ((rank * WAYS_K + k) * kOwned + group - owner * half) * (kShareBytes / 16) + lane;
-#pragma unroll
-      for (int t = 0; t < TILES_N; ++t) {
-        const float(&v)[4] = acc.v[i][t];
-        const float4 sum = make_float4(v[0], v[1], v[2], v[3]);
-        if (owner == rank)
-          shares[to + t * 32] = sum;
-        else
-          send(here + (to + t * 32) * 16, sum, barrier, owner);
-      }
-    }
-    __syncwarp();
-    if (lane == 0) {
-      if (warp == 0)
-        barrier_expect(barrier, WAYS_K * n_own * kShareBytes);
-      else
-        barrier_arrive(barrier);
-    }
+    hand_over<false>(acc, n, rank, shares, here, barrier);
+    all_meet();
+    if (threadIdx.x == 0) barrier_expect(barrier, WAYS_K * n_own * kShareBytes);
+    hand_over<true>(acc, n, rank, shares, here, barrier);
     const int n_item = n_own * TILES_N, base = rank == 0 ? 0 : half;
     Beside beside[kItems];
 #pragma unroll

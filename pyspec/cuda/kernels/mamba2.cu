@@ -249,7 +249,7 @@ __device__ __forceinline__ void move_state(Slice& slice, float* state, bool stor
 }
 
 // grid (HEADS, DIM / TILE, sequences), 128 threads. state [slot, head, head_dim, state] in place, d [head] read,
-// out [row, head, head_dim] written; the rest is mamba2_conv's. Launched so that its state may load while that runs.
+// out [row, head, head_dim] written, rows of no sequence as zeros; the rest is mamba2_conv's. Launched so that its state may load while that runs.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     mamba2_rows(float* state, const float* __restrict__ d, const float* rec_x, const float* rec_b, const float* rec_e,
                 const float* rec_t, const float* fold_x, const float* fold_b, const float* fold_e, const float* fold_t,
@@ -264,6 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   if (seq.chunked) seq.n = 0;
   if (seq.n + seq.fold == 0) {
     wait_for_predecessor();  // whoever starts after this kernel counts on mamba2_conv
+    clear_rest<TILE, INNER, THREADS>(meta, out + h * DIM + row0);
     return;
   }
   const i64 fold_row = static_cast<i64>(s) * width, slot_row = static_cast<i64>(seq.slot) * width;
@@ -292,6 +293,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   const float weight = d[h];
   wait_for_predecessor();
   start_fetch(0);
+  clear_rest<TILE, INNER, THREADS>(meta, out + h * DIM + row0);
 #pragma unroll 1
   for (int j = 0; j < n_stage; j++) {
     start_fetch(j + 1);

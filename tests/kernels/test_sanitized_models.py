@@ -1,0 +1,57 @@
+"""`tools/sanitize.py` runs, and on a GPU its models run with our kernels: a sanitizer learns nothing of what is refused."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from pyspec.cuda import survey
+from pyspec.cuda.kernels.linear import linear, linear_tall
+from pyspec.cuda.kernels.linear_ref import LinearSpec
+from pyspec.cuda.kernels.rows import rows
+from pyspec.cuda.kernels.rows_ref import Kind, RowsSpec
+from pyspec.gguf import GGMLType
+from pyspec.synth.dims import NemotronHMoe, Qwen35
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+import sanitize
+
+CUDA = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    for op in survey.ops():
+        monkeypatch.setattr(op, "decided", {})
+
+
+@pytest.mark.parametrize(("model", "draft", "mean"), sanitize.MODELS)
+def test_what_a_run_asks_for_our_kernels_take(model: str, draft: str, mean: float, tmp_path: Path) -> None:
+    line = sanitize.run(model, draft, mean, "q8_0", tmp_path, device="cpu", weights="packed")
+    assert "68 tokens" in line and " 0 tokens from the cache" not in line
+    asked = {op.name: (op, spec) for op, spec in survey.asked()}
+    assert asked.keys() >= {"attend", "rope_kv"} | ({"gdn"} if "qwen" in model else set())
+    for op, spec in survey.asked():
+        if op.name != "best":  # has another one for CPUs
+            assert op.impls[0].limits(replace(spec, device=CUDA)) is None, op.name
+
+
+@pytest.mark.parametrize("model", sorted({m for m, _, _ in sanitize.MODELS}))
+def test_products_take_the_rows_that_layers_give_them(model: str) -> None:
+    """Asked for on GPUs alone."""
+    dims = sanitize.dims_of(model)
+    asks = [RowsSpec(CUDA, dims.n_embd, Kind.NORM), RowsSpec(CUDA, dims.n_ff, Kind.GLU)]
+    asks.append(RowsSpec(CUDA, dims.n_head * dims.head_dim, Kind.GATE, dims.head_dim))
+    if isinstance(dims, Qwen35):
+        asks.append(RowsSpec(CUDA, dims.inner, Kind.HEADS, dims.state))
+    if isinstance(dims, NemotronHMoe):
+        asks.append(RowsSpec(CUDA, dims.inner, Kind.GROUPS, dims.inner // dims.groups))
+    assert [rows.impls[0].limits(ask) for ask in asks] == [None] * len(asks)
+    for op in (linear, linear_tall):
+        for kind in (GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.NVFP4):
+            assert op.impls[0].limits(LinearSpec(CUDA, kind, 272, dims.n_embd)) is None
