@@ -161,7 +161,8 @@ class Loop:
             if laid is None:
                 return None
             drafted = stamp(self.target.device) if began is not None else None
-            self._watch()
+            if laid.has_drafts:
+                self._watch()
             flight.keep(self.needs, True)
             ahead = self._send(laid.work, laid.batch, reads_tokens=laid.has_drafts)
         except SlotError:  # it is found again, and whose it is, when this round is over
@@ -214,7 +215,7 @@ class Loop:
         self._settle()
         self.on_wait()
         flight.wait()
-        fault, drafting = self.faults.take(), self.draft_faults.take()
+        fault, drafting = self.faults.take(), self.draft_faults.take() if flight.is_watched else None
         if drafting is not None:  # its drafts may be wrong, which costs their rows and no text
             self.stats.guard_trips += 1
             log.warning("while drafting: %s", drafting.error(EVERYONE))

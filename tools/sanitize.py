@@ -99,6 +99,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=[m for m, _, _ in MODELS], help="e.g. llama qwen35:dflash")
     parser.add_argument("--weights", default="auto", help="packed: no f16 copies for the library's products")
     args = parser.parse_args()
+    torch.zeros(1, device=args.device)  # a sanitizer gives up on who does not come to the GPU within seconds
     with tempfile.TemporaryDirectory() as folder:
         for quant in args.quants:
             for model, draft, mean in MODELS:

@@ -38,11 +38,11 @@ class AheadLaunch:
     """Implements `Ahead`."""
 
     def __init__(self, device: torch.device) -> None:
-        self.keeper, self.mover = _kernels(device)
-        self.overlap, self.fault = torch.cuda.get_device_capability(device) >= (9, 0), record(device)
         self.n = torch.ones(MAX_SEQS, dtype=torch.int32, device=device)
         self.last = torch.zeros(MAX_SEQS, dtype=torch.int64, device=device)
         self.tokens = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
+        self.overlap, self.fault = torch.cuda.get_device_capability(device) >= (9, 0), record(device)
+        self.keeper, self.mover = _kernels(device)  # a kernel is loaded into a context, which the tensors have made
 
     def keep(self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None) -> Kept:
         n_seq, n_row = len(batch.seqs), batch.n_row
