@@ -12,19 +12,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.graph import Graphed
 from pyspec.cuda.kernels.best import best
 from pyspec.cuda.kernels.best_ref import BestSpec
+from pyspec.cuda.kernels.norms import norms
+from pyspec.cuda.kernels.norms_ref import NormsSpec
 from pyspec.draft.drafter import Ask, Needs
 from pyspec.errors import PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models.decoder import Block, Decoder, DecoderConfig, block_tensors
-from pyspec.models.layers import Rope, rms
+from pyspec.models.layers import Rope
 from pyspec.models.target import LayerMemory, Out, Target, allocate
-from pyspec.models.weights import Matrix, Want, Weights, check_tensors
+from pyspec.models.weights import Embedding, Matrix, Want, Weights, check_tensors
 from pyspec.slots.arena import BUCKETS, Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.kv import KVPool
@@ -72,27 +73,26 @@ class MtpBlock:
         head: Matrix | None = None,
     ) -> None:
         p = f"blk.{config.n_layer}"
-        self.eps, self.memory, self.target, self.layer = config.eps, memory, target, config.n_layer
+        self.memory, self.target, self.layer = memory, target, config.n_layer
         self.rope: Rope = target.rope
         self.block = Block(config, weights, p, self.rope, config.mtp_layer, memory.kv_dtype)
         self.eh: Matrix = weights.matrix(f"{p}.nextn.eh_proj.weight")
         self.enorm, self.hnorm = weights.vector(f"{p}.nextn.enorm.weight"), weights.vector(f"{p}.nextn.hnorm.weight")
         norm = weights.optional(f"{p}.nextn.shared_head_norm.weight")
         self.norm = target.norm if norm is None else norm
-        self.layer_norm = layer_norm
+        spec = NormsSpec(weights.device, config.n_embd, config.eps)
+        self.norms, self.last_norm = norms.bind(spec), norms.bind(replace(spec, layer=layer_norm))
         own = f"{p}.nextn.embed_tokens.weight"
-        self.embed = weights.embedding(own) if weights.has(own) else target.embed
+        self.embedding: Embedding = weights.embedding(own) if weights.has(own) else target.embedding
         own = f"{p}.nextn.shared_head_head.weight"
         self.head = weights.matrix(own) if weights.has(own) else head or target.head
 
     def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
         """hidden [row, n_embd] f32: h_{p-1} of each row. Returns the post-norm output [row, n_embd]."""
-        e = rms(self.embed(batch.tokens), self.enorm, self.eps)
-        x = self.eh(torch.cat([e, rms(hidden, self.hnorm, self.eps)], -1))
-        x = self.block(x, self.rope.angles(batch.positions), self.memory, self.layer, batch)
-        if self.layer_norm:
-            return F.layer_norm(x, self.norm.shape, self.norm, None, self.eps)
-        return rms(x, self.norm, self.eps)
+        e, angles = self.rope.embedded(self.embedding, batch.tokens, batch.positions)
+        x = self.eh(self.norms.paired(e, self.enorm, hidden, self.hnorm))
+        x = self.block(x, angles, self.memory, self.layer, batch)
+        return self.last_norm(x, self.norm)
 
 
 class _State:
