@@ -76,7 +76,7 @@ class EmbedLaunch:
         assert tokens.dtype == torch.int64 and tokens.is_contiguous()
         x = torch.empty(n_row, self.n_in, dtype=torch.float32, device=tokens.device)
         if n_row:
-            n_part = -(-self.n_in // (4 * THREADS)) + (turn[4] != 0)
+            n_part = -(-self.n_in // (4 * THREADS)) + int(turn[4] != 0)
             args = (raw, np.int64(self.row_bytes), np.int32(n_token), tokens, x, np.int32(self.n_in))
             self.kernel.launch((n_row, n_part), THREADS, (*args, *turn, self.fault))
         return x

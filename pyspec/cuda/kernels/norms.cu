@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < kQuads; ++i) sum += (v[i].x + v[i].y) + (v[i].z + v[i].w);
-  const float mean = over_block(sum, sums) / COLUMNS;
+  const float mean = over_block(sum, sums) * (1.f / COLUMNS);
 #pragma unroll
   for (int i = 0; i < kQuads; ++i) {
     if (i * THREADS + threadIdx.x < COLUMNS / 4)
@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   float square = 0.f;
 #pragma unroll
   for (int i = 0; i < kQuads; ++i) square += v[i].x * v[i].x + v[i].y * v[i].y + (v[i].z * v[i].z + v[i].w * v[i].w);
-  const float scale = rsqrtf(over_block(square, squares) / COLUMNS + eps);
+  const float scale = rsqrtf(over_block(square, squares) * (1.f / COLUMNS) + eps);
   float4* const into = reinterpret_cast<float4*>((is_first ? out : out2) + to * step);
 #pragma unroll
   for (int i = 0; i < kQuads; ++i) {
