@@ -205,8 +205,8 @@ class DFlashNet:
 
     def inject(self, taps: Tensor, rows: Tensor, positions: Tensor) -> None:
         """Context keys and values of committed tokens: taps [row, T * n_target], pool rows [row], positions [row]."""
+        angles = self.rope.angles(positions)  # first: what follows starts early, one kernel behind the other
         c = self.norms(self.fc(taps), self.fc_norm)
-        angles = self.rope.angles(positions)
         for i, (attention, kv) in enumerate(zip(self.attention, self.context, strict=True)):
             attention.write(kv(c), angles, self.memory.kv[i], rows)
 
