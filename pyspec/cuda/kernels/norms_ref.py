@@ -24,7 +24,7 @@ class NormsSpec:
 
 
 class Norms(Protocol):
-    """What the op binds. Rows x [row, n] f32, a weight [n] f32; the norm of a row depends on that row alone, to the bit."""
+    """What the op binds. Rows x [row, n] f32, a weight [n] f32; a norm depends on its row alone, to the bit."""
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         """[row, n] f32."""
