@@ -16,7 +16,10 @@ from pyspec.gguf import GGMLType
 from pyspec.slots.kv import name_of
 from pyspec.slots.memory import Mamba2Shape, StateShape
 
-OPS = ("attend", "attend_prompt", "rope_kv", "gdn", "linear", "rows", "mamba2", "moe_route", "moe", "best", "ahead")
+OPS = (
+    *("attend", "attend_prompt", "rope_kv", "gdn", "linear", "rows", "mamba2", "moe_route", "moe"),
+    *("best", "ahead", "embed", "angles", "norms"),
+)
 PACKED = (GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_K, GGMLType.Q6_K)
 
 Ask = tuple[Op[Any], Any]
@@ -46,16 +49,20 @@ def ops() -> list[Op[Any]]:
 def standard(device: torch.device) -> list[Ask]:
     """Every op in shapes that models have: 27B and 8B dense ones, Gated DeltaNet of 27B, Nemotron 3 Super, experts."""
     from pyspec.cuda.kernels.ahead_ref import AheadSpec
+    from pyspec.cuda.kernels.angles_ref import AnglesSpec
     from pyspec.cuda.kernels.attend_ref import AttendSpec
     from pyspec.cuda.kernels.best_ref import BestSpec
+    from pyspec.cuda.kernels.embed_ref import EmbedSpec
     from pyspec.cuda.kernels.gdn_ref import GdnSpec
     from pyspec.cuda.kernels.linear_ref import LinearSpec
     from pyspec.cuda.kernels.mamba2_ref import Mamba2Spec
     from pyspec.cuda.kernels.moe_ref import MoeSpec, RouteSpec
+    from pyspec.cuda.kernels.norms_ref import NormsSpec
     from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
     from pyspec.cuda.kernels.rows_ref import Kind, RowsSpec
 
-    attend, attend_prompt, rope_kv, gdn, linear, rows, mamba2, moe_route, moe, best, ahead = ops()
+    attend, attend_prompt, rope_kv, gdn, linear, rows, mamba2, moe_route, moe, *small = ops()
+    best, ahead, embed, angles, norms = small
     delta = StateShape(n_k_head=16, n_v_head=48, dim=128, n_conv=4, n_channel=(2 * 16 + 48) * 128)
     return [
         *(
@@ -82,6 +89,9 @@ def standard(device: torch.device) -> list[Ask]:
         (moe, MoeSpec(device, 6, 2688, 1856, "relu2", GGMLType.Q8_0, GGMLType.Q8_0, pieces=2)),
         (best, BestSpec(device)),
         (ahead, AheadSpec(device)),
+        *((embed, EmbedSpec(device, type, 5120)) for type in PACKED),
+        (angles, AnglesSpec(device)),
+        (norms, NormsSpec(device, 5120, 1e-6)),
     ]
 
 

@@ -16,15 +16,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pyspec.cuda.copies import copied
 from pyspec.cuda.graph import Graphed
 from pyspec.cuda.kernels.ahead import ahead
 from pyspec.cuda.kernels.ahead_ref import AheadSpec, Kept
 from pyspec.cuda.kernels.best import best
 from pyspec.cuda.kernels.best_ref import BestSpec
+from pyspec.cuda.kernels.norms import norms
+from pyspec.cuda.kernels.norms_ref import NormsSpec
 from pyspec.draft.drafter import Ask, Needs
 from pyspec.errors import ModelError, PairError
 from pyspec.gguf import GGUFFile
-from pyspec.models.layers import SINKS, Attention, AttentionShape, FeedForward, Rope, rms
+from pyspec.models.layers import SINKS, Attention, AttentionShape, FeedForward, Rope
 from pyspec.models.target import LayerMemory, Out, Target, allocate
 from pyspec.models.weights import Matrix, Want, Weights, check_tensors
 from pyspec.slots.arena import BUCKETS, Arena
@@ -198,15 +201,15 @@ class DFlashNet:
         self.context = [w.matrix(f"blk.{i}.attn_k.weight", f"blk.{i}.attn_v.weight") for i in range(n_layer)]
         self.ffn = [FeedForward(w, f"blk.{i}", c.eps) for i in range(n_layer)]
         self.fc, self.fc_norm = w.matrix("fc.weight"), w.vector("enc.output_norm.weight")
-        self.norm = w.vector("output_norm.weight")
+        self.norm, self.norms = w.vector("output_norm.weight"), norms.bind(NormsSpec(w.device, c.n_embd, c.eps))
         self.embed = w.embedding("token_embd.weight") if w.has("token_embd.weight") else target.embed
         self.head = w.matrix("output.weight") if w.has("output.weight") else head or target.head
         self.to_target = w.vector("d2t").long() if w.has("d2t") else None
 
     def inject(self, taps: Tensor, rows: Tensor, positions: Tensor) -> None:
         """Context keys and values of committed tokens: taps [row, T * n_target], pool rows [row], positions [row]."""
-        c = rms(self.fc(taps), self.fc_norm, self.c.eps)
-        angles = self.rope.angles(positions)
+        angles = self.rope.angles(positions)  # first: what follows starts early, one kernel behind the other
+        c = self.norms(self.fc(taps), self.fc_norm)
         for i, (attention, kv) in enumerate(zip(self.attention, self.context, strict=True)):
             attention.write(kv(c), angles, self.memory.kv[i], rows)
 
@@ -217,7 +220,7 @@ class DFlashNet:
         for i, attention in enumerate(self.attention):
             seen = causal if self.c.causal[i] else batch
             x = self.ffn[i](attention(x, angles, self.memory, i, seen, self.c.windows[i]))
-        return rms(x, self.norm, self.c.eps)
+        return self.norms(x, self.norm)
 
 
 class DFlash:
@@ -290,7 +293,7 @@ class DFlash:
     def _hold(self, out: Out, n_row: int) -> None:
         """Keep the taps of a forward, which the next one overwrites, and have room for another one's."""
         assert out.taps is not None
-        self.held[self.n_held : self.n_held + n_row].copy_(out.taps[:n_row])
+        copied(out.taps[:n_row], self.held[self.n_held : self.n_held + n_row])
         self.n_held += n_row
         if self.n_held + len(self.late) > len(self.held):
             self.catch_up()

@@ -12,21 +12,23 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from pyspec.cuda.copies import copied
 from pyspec.cuda.graph import Graphed
 from pyspec.cuda.kernels.ahead import ahead
 from pyspec.cuda.kernels.ahead_ref import AheadSpec, Kept
 from pyspec.cuda.kernels.best import best
 from pyspec.cuda.kernels.best_ref import BestSpec
+from pyspec.cuda.kernels.norms import norms
+from pyspec.cuda.kernels.norms_ref import NormsSpec
 from pyspec.draft.drafter import Ask, Needs
 from pyspec.errors import PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models.decoder import Block, Decoder, DecoderConfig, block_tensors
-from pyspec.models.layers import Rope, rms
+from pyspec.models.layers import Rope
 from pyspec.models.target import LayerMemory, Out, Target, allocate
-from pyspec.models.weights import Matrix, Want, Weights, check_tensors
+from pyspec.models.weights import Embedding, Matrix, Want, Weights, check_tensors
 from pyspec.slots.arena import BUCKETS, Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.kv import KVPool
@@ -74,27 +76,26 @@ class MtpBlock:
         head: Matrix | None = None,
     ) -> None:
         p = f"blk.{config.n_layer}"
-        self.eps, self.memory, self.target, self.layer = config.eps, memory, target, config.n_layer
+        self.memory, self.target, self.layer = memory, target, config.n_layer
         self.rope: Rope = target.rope
         self.block = Block(config, weights, p, self.rope, config.mtp_layer, memory.kv_dtype)
         self.eh: Matrix = weights.matrix(f"{p}.nextn.eh_proj.weight")
         self.enorm, self.hnorm = weights.vector(f"{p}.nextn.enorm.weight"), weights.vector(f"{p}.nextn.hnorm.weight")
         norm = weights.optional(f"{p}.nextn.shared_head_norm.weight")
         self.norm = target.norm if norm is None else norm
-        self.layer_norm = layer_norm
+        spec = NormsSpec(weights.device, config.n_embd, config.eps)
+        self.norms, self.last_norm = norms.bind(spec), norms.bind(replace(spec, layer=layer_norm))
         own = f"{p}.nextn.embed_tokens.weight"
-        self.embed = weights.embedding(own) if weights.has(own) else target.embed
+        self.embedding: Embedding = weights.embedding(own) if weights.has(own) else target.embedding
         own = f"{p}.nextn.shared_head_head.weight"
         self.head = weights.matrix(own) if weights.has(own) else head or target.head
 
     def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
         """hidden [row, n_embd] f32: h_{p-1} of each row. Returns the post-norm output [row, n_embd]."""
-        e = rms(self.embed(batch.tokens), self.enorm, self.eps)
-        x = self.eh(torch.cat([e, rms(hidden, self.hnorm, self.eps)], -1))
-        x = self.block(x, self.rope.angles(batch.positions), self.memory, self.layer, batch)
-        if self.layer_norm:
-            return F.layer_norm(x, self.norm.shape, self.norm, None, self.eps)
-        return rms(x, self.norm, self.eps)
+        e, angles = self.rope.embedded(self.embedding, batch.tokens, batch.positions)
+        x = self.eh(self.norms.paired(e, self.enorm, hidden, self.hnorm))
+        x = self.block(x, angles, self.memory, self.layer, batch)
+        return self.last_norm(x, self.norm)
 
 
 class _State:
@@ -203,7 +204,7 @@ class Mtp:
             state = self._state(ask.slot)
             state.n_row, state.hidden = ask.slot.n_past + 1, state.hidden[-1:]
         n, most, done = len(live), max(ask.n_draft for ask in live), 1
-        self.steps[0, :n] = self.tokens[:n]
+        copied(self.tokens[:n], self.steps[0, :n])
         sure = [self.probs[:n] >= self.p_min] if self.p_min > 0 else []
         rest = self._chained([ask.slot for ask in live], most, None) if most > 1 else None
         while done < most and (not sure or bool(sure[-1].any())):
@@ -228,7 +229,7 @@ class Mtp:
     def _pass(self, batch: Batch, done: int) -> None:
         """Draft number `done`, after those before."""
         self._next(batch)
-        self.steps[done, : len(batch.seqs)] = self.tokens[: len(batch.seqs)]
+        copied(self.tokens[: len(batch.seqs)], self.steps[done, : len(batch.seqs)])
 
     @torch.inference_mode()
     def fly(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> Tensor | None:
@@ -239,9 +240,9 @@ class Mtp:
         seqs = [Seq(q.slot, slot.n_past + 1, [0] * q.width, n_out=1) for q, slot in zip(batch.seqs, slots, strict=True)]
         first = lay_out(self.table, seqs, self.device, arena=self.arenas[0])
         self.ahead.follow(first, kept)
-        self.hidden[: batch.n_row] = out.hidden[: batch.n_row]
+        copied(out.hidden[: batch.n_row], self.hidden[: batch.n_row])
         self._first(first)
-        self.steps[0, : len(slots)] = self.tokens[: len(slots)]
+        copied(self.tokens[: len(slots)], self.steps[0, : len(slots)])
         rest = self._chained(slots, n_draft, kept) if n_draft > 1 else None
         for done in range(1, n_draft):
             assert rest is not None
@@ -268,7 +269,7 @@ class Mtp:
         logits = self.block.head(hidden)
         n = hidden.shape[0]
         self.best.tokens(logits, out=self.tokens[:n])
-        self.hidden[:n] = hidden
+        copied(hidden, self.hidden[:n])
         if self.p_min > 0:
             self.probs[:n] = logits.softmax(-1).amax(-1)
 

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from pyspec.cuda.kernels.norms import norms
+from pyspec.cuda.kernels.norms_ref import NormsSpec
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGUFFile
-from pyspec.models.layers import SINKS, Attention, AttentionShape, FeedForward, GatedDeltaNet, Relu2, Rope, rms
+from pyspec.models.layers import SINKS, Attention, AttentionShape, FeedForward, GatedDeltaNet, Relu2, Rope
 from pyspec.models.mamba import Mamba, mamba_tensors
 from pyspec.models.moe import MoeFeed, MoeShape, moe_tensors
 from pyspec.models.target import LayerMemory, Out
@@ -264,6 +266,7 @@ class Decoder:
         for i, state in memory.states.items():
             state.fold = self.blocks[i].mixer.fold  # type: ignore[union-attr]  # recurrent mixers have one
         self.norm = weights.vector("output_norm.weight")
+        self.norms = norms.bind(NormsSpec(weights.device, config.n_embd, config.eps))
         self.output = weights.matrix("output.weight" if weights.has("output.weight") else "token_embd.weight")
 
     @property
@@ -291,13 +294,11 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
-        x = self.embedding(batch.tokens)
-        angles = self.rope.angles(batch.positions)
+        x, angles = self.rope.embedded(self.embedding, batch.tokens, batch.positions)
         tapped: dict[int, Tensor] = {}
         for i, block in enumerate(self.blocks):
             x = block(x, angles, self.memory, i, batch)
             if i in taps:
                 tapped[i] = x
-        hidden = rms(x, self.norm, self.config.eps)
-        logits = self.head(hidden[batch.out_rows])
-        return Out(logits, hidden, torch.cat([tapped[i] for i in taps], -1) if taps else None)
+        hidden, wanted = self.norms.picked(x, self.norm, batch.out_rows)
+        return Out(self.head(wanted), hidden, torch.cat([tapped[i] for i in taps], -1) if taps else None)

@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.kernels import gdn_cuda
+from pyspec.cuda.kernels.angles import angles
+from pyspec.cuda.kernels.angles_ref import AnglesSpec
 from pyspec.cuda.kernels.attend import attend
 from pyspec.cuda.kernels.attend_prompt import with_prompts
 from pyspec.cuda.kernels.attend_ref import AttendSpec
@@ -20,15 +21,10 @@ from pyspec.cuda.kernels.gdn_ref import GdnSpec
 from pyspec.cuda.kernels.rope_kv import rope_kv
 from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
 from pyspec.cuda.kernels.rows_ref import RELU2, HeadGate, HeadNorm, Norm, head_power
-from pyspec.models.weights import Matrix, Streamed, Weights, unfinished
+from pyspec.models.weights import Embedding, Matrix, Streamed, Weights, unfinished
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 from pyspec.slots.memory import Memory, StateShape
-
-
-def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension."""
-    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 class Rope:
@@ -51,11 +47,15 @@ class Rope:
         d = torch.arange(0, n_rot, 2, device=device, dtype=torch.float32)
         freq = base ** (-d / n_rot)
         self.freq = freq if divisors is None else freq / divisors
+        self.launch = angles.bind(AnglesSpec(device))
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos, sin [row, 1, n_rot/2] f32 for positions [row]; computed once per forward."""
-        theta = (positions[:, None] if self.factor == 1.0 else positions[:, None].float() / self.factor) * self.freq
-        return theta.cos()[:, None], theta.sin()[:, None]
+        return self.launch(positions, self.freq, self.factor)
+
+    def embedded(self, embedding: Embedding, tokens: Tensor, positions: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """What a forward begins with: the tokens' rows of the embedding, and the angles of their positions."""
+        return embedding.with_angles(tokens, positions, self.freq, self.factor)
 
 
 @dataclass(frozen=True, slots=True)

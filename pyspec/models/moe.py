@@ -90,12 +90,12 @@ def shared_stacks(w: Weights, p: str, s: MoeShape, stacks: Stacks) -> Stacks | N
         return None  # columns of a piece are no whole blocks
 
     def stack(name: str, like: Stack) -> Stack | None:
-        e = w.embedding(f"{p}.ffn_{name}_shexp.weight")  # rows as they lie in the file
-        if e.type is not like.type or (e.scale != 1.0 and like.scale is None):
+        raw, type, own_scale = w.packed(f"{p}.ffn_{name}_shexp.weight")
+        if type is not like.type or (own_scale != 1.0 and like.scale is None):
             return None
         n_out, n_in = (like.n_out, s.n_ff_shared) if name == "down" else (s.n_ff_shared, like.n_in)
-        scale = None if like.scale is None else torch.full((1,), e.scale, device=w.device)
-        return Stack(e.raw.reshape(1, -1), e.type, n_out, n_in, scale)
+        scale = None if like.scale is None else torch.full((1,), own_scale, device=w.device)
+        return Stack(raw.reshape(1, -1), type, n_out, n_in, scale)
 
     gate = None if stacks.gate is None else stack("gate", stacks.gate)
     up, down = stack("up", stacks.up), stack("down", stacks.down)

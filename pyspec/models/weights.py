@@ -12,7 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.kernels import linear_cuda, linear_wgmma
-from pyspec.cuda.kernels.dequant_ref import dequantize, dequantize_rows
+from pyspec.cuda.kernels.dequant_ref import dequantize
+from pyspec.cuda.kernels.embed import embed
+from pyspec.cuda.kernels.embed_ref import EmbedSpec
 from pyspec.cuda.kernels.linear import linear, linear_tall
 from pyspec.cuda.kernels.linear_cuda import LinearLaunch
 from pyspec.cuda.kernels.linear_pack import FORMATS, Packed, interleave, repack
@@ -198,9 +200,19 @@ class Embedding:
 
     def __init__(self, raw: Tensor, type: GGMLType, scale: float) -> None:
         self.raw, self.type, self.scale = raw, type, scale
+        self.embed = embed.bind(EmbedSpec(raw.device, type, raw.shape[1] // type.type_size * type.block_size))
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        rows = dequantize_rows(self.raw, self.type, tokens)
+        return self._scaled(self.embed.rows(self.raw, tokens))
+
+    def with_angles(
+        self, tokens: Tensor, positions: Tensor, freq: Tensor, factor: float
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """The rows, and beside them what the op `angles` makes of their positions."""
+        rows, angles = self.embed.rows_and_angles(self.raw, tokens, positions, freq, factor)
+        return self._scaled(rows), angles
+
+    def _scaled(self, rows: Tensor) -> Tensor:
         return rows if self.scale == 1.0 else rows * self.scale
 
 
@@ -321,8 +333,12 @@ class Weights:
         return Stack(dequantize(raw, info.type, info.shape, self.dense), None, n_out, n_in, scale)
 
     def embedding(self, name: str) -> Embedding:
+        return Embedding(*self.packed(name))
+
+    def packed(self, name: str) -> tuple[Tensor, GGMLType, float]:
+        """A matrix as it lies in the file: bytes by row [row, bytes of a row], their type, the tensor's second scale."""
         info = self._info(name)
-        return Embedding(self._raw(name).view(info.shape[0], -1), info.type, self._scale(name))
+        return self._raw(name).view(info.shape[0], -1), info.type, self._scale(name)
 
     def vector(self, name: str) -> Tensor:
         """A small tensor in f32, shape as in the file."""

@@ -46,7 +46,8 @@ def tripping(r: Rig, op: str, slot: int, after: int) -> None:
             return out
         r.loop.target.forward = forward  # type: ignore[method-assign]
         last_row = batch.starts[at + 1] - 1
-        trip(op, {"gdn": slot, "mamba2": slot, "attend": at, "rope_kv": last_row, "ahead": at}[op])
+        places = {"gdn": slot, "mamba2": slot, "attend": at, "ahead": at, "rope_kv": last_row, "embed": last_row}
+        trip(op, places[op])
         for layer in r.loop.memory.states.values():
             for t in layer.tensors():
                 t[slot] = NAN
@@ -55,7 +56,7 @@ def tripping(r: Rig, op: str, slot: int, after: int) -> None:
     r.loop.target.forward = bad  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("op", NUMBERS)
+@pytest.mark.parametrize("op", [op for op in NUMBERS if op != "norms"])  # which does not know whose a row is
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
 @pytest.mark.parametrize("after", [1, 5])
 def test_a_tripped_guard_ends_the_request_it_names(kind: str, op: str, after: int) -> None:

@@ -36,5 +36,5 @@ def test_a_row_past_its_pages_is_reported() -> None:
         own.fault.zero_()
         own.move(lay_out(table, seqs, CPU, arena=arena), kept)
         page = (batch.seqs[1].n_past + 8 * 40) // 8
-        assert own.fault.tolist() == [1, 8, 1, page, 40]
+        assert own.fault.tolist() == [1, 10, 1, page, 40]
         own.fault.zero_()

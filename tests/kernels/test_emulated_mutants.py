@@ -10,6 +10,7 @@ import test_emulated_best as best
 import test_emulated_gdn as gdn
 import test_emulated_linear as linear
 import test_emulated_mamba2_chunk as mamba2_chunk
+import test_emulated_norms as norms
 import test_emulated_rows as rows
 import test_emulated_wgmma as wgmma
 from emulated.machine import needs_compiler
@@ -47,6 +48,7 @@ MUTANTS: list[tuple[str, str, int, Callable[[int], None]]] = [
     ("best", "__syncthreads();", 0, best.test_tokens_and_values_are_the_references),
     ("best", "__syncthreads();", 1, best.test_tokens_and_values_are_the_references),
     ("best", "if (is_last) tickets[row] = 0;", 0, best.test_tokens_and_values_are_the_references),
+    ("norms", "__syncthreads();", 0, lambda seed: norms.test_rows_are_the_references(2048, False, seed)),
     ("attend_plain", "__syncthreads();", 0, lambda seed: attended("f32", seed)),
     ("linear", "copies_wait<STAGES - 2>();", 0, lambda seed: multiplied("linear", seed)),
     ("linear_sm90", "barrier_wait(empty + at.stage * 8, at.parity);", 0, lambda seed: multiplied("linear_sm90", seed)),

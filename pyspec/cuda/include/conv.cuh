@@ -14,16 +14,22 @@ struct Raw {  // raw inputs of a lane's 4 channels: TAPS - 1 rows and the GROUP 
   float4 x[GROUP + TAPS - 1];
 };
 
-// Rows first - (TAPS - 1) .. first + count - 1 of a sequence; those before row 0 come from the window.
+// Rows first - (TAPS - 1) .. first + count - 1 of a sequence: those before row 0, which the window has, and the others.
 template <int GROUP>
-__device__ __forceinline__ void load_raw(Raw<GROUP>& raw, const float* rows, i64 m_stride, const float* window,
-                                         int first, int count) {
+__device__ __forceinline__ void load_window(Raw<GROUP>& raw, const float* window, int first) {
+#pragma unroll
+  for (int i = 0; i < TAPS - 1; i++) {
+    const int r = first + i - (TAPS - 1);
+    if (r < 0) raw.x[i] = quad(window + static_cast<i64>(r + TAPS - 1) * CHANNELS);
+  }
+}
+
+template <int GROUP>
+__device__ __forceinline__ void load_rows(Raw<GROUP>& raw, const float* rows, i64 m_stride, int first, int count) {
 #pragma unroll
   for (int i = 0; i < GROUP + TAPS - 1; i++) {
     const int r = first + i - (TAPS - 1);
-    if (i < count + TAPS - 1) {
-      raw.x[i] = r < 0 ? quad(window + static_cast<i64>(r + TAPS - 1) * CHANNELS) : quad(rows + r * m_stride);
-    }
+    if (r >= 0 && i < count + TAPS - 1) raw.x[i] = quad(rows + r * m_stride);
   }
 }
 

@@ -69,7 +69,10 @@ extern "C" __global__ void __launch_bounds__(GROUP_THREADS, 2)
     Raw<GROUP> raw, next;
     auto load = [&](Raw<GROUP>& to, int t) {
       const int here = max(0, min(GROUP, count - t));
-      if (here > 0) load_raw(to, rows, m_stride, window, chunk + t, here);
+      if (here > 0) {
+        load_window(to, window, chunk + t);
+        load_rows(to, rows, m_stride, chunk + t, here);
+      }
       return here;
     };
     int here = load(raw, first), there = 0;

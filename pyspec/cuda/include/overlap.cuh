@@ -2,6 +2,10 @@
 // what that one wrote, or write what that one reads, only after it waited. What was there before (weights, a batch's layout)
 // is best loaded before the wait. Pointers to either are better not `const __restrict__`: the compiler may load the former
 // too early, and ptxas (13.0) puts loads of the latter behind the wait.
+//
+// When a kernel starts its predecessor may not have waited yet, nor that one's. So what else is loaded before the wait has to be
+// from before the forward (a state, its window and records, a batch's layout) or from its first kernel (angles): that one,
+// embed.cu or angles.cu, starts when all before it is over and lets nobody start until it is over itself.
 #pragma once
 
 __device__ __forceinline__ void wait_for_predecessor() {

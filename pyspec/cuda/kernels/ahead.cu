@@ -6,7 +6,7 @@
 #include "bounds.cuh"
 #include "overlap.cuh"
 
-#define OP_AHEAD 8
+#define OP_AHEAD 10
 
 constexpr int kEnds = 16;
 constexpr u32 kAll = 0xffffffffu;

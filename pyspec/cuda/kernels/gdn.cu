@@ -67,55 +67,88 @@ template <bool VALUES>
 __device__ __forceinline__ void conv_head(const ConvArgs& a, const Seq& seq, int s, int head) {
   constexpr int PARTS_OF_HEAD = VALUES ? 1 : 2, STRIDE = VALUES ? VD : KD;
   constexpr int GROUP = VALUES ? 4 : 2;  // rows of a warp at a time: what registers allow
+  constexpr int EARLY = 2;               // records of a warp that are loaded before the wait
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, at = head * DIM + lane * 4;
   const i64 slot_row = static_cast<i64>(seq.slot) * a.width, fold_row = static_cast<i64>(s) * a.width;
   float* record = (VALUES ? a.rec_v : a.rec_k) + slot_row * STRIDE + at;
   const int span = blockIdx.z * SPAN, step = seq.keep ? gridDim.z * SPAN : SPAN;
   const int per_warp = min(GROUP, (min(seq.n - span, SPAN) + CONV_WARPS - 1) / CONV_WARPS);
   int first = span + warp * per_warp, count = min(per_warp, seq.n - first);
+  const bool moves = blockIdx.z == 0 && warp < TAPS - 1;
+  const int from = seq.keep ? seq.n + warp : warp;  // moved by this warp: of window and rows, one after the other
   const float* rows[PARTS_OF_HEAD];
   float* conv[PARTS_OF_HEAD];
   Raw<GROUP> raw[PARTS_OF_HEAD];
-  float4 moved[PARTS_OF_HEAD];
+  float4 moved[PARTS_OF_HEAD], old[EARLY];
+  float old_g = 0.0f, old_b = 0.0f, alpha = 0.0f, beta = 0.0f;
+
+  // The model's, and what the forward before this one left: nothing since then has written window and records.
+  const Taps taps0(a.conv_w + ((VALUES ? 2 * KD : 0) + at) * TAPS);
+  const Taps taps1(a.conv_w + ((VALUES ? 2 * KD : KD) + at) * TAPS);
+  const float scale = VALUES ? a.a[head] : 0.0f, bias = VALUES ? a.dt_bias[head] : 0.0f;
 #pragma unroll
   for (int p = 0; p < PARTS_OF_HEAD; p++) {
     const int channel = (VALUES ? 2 * KD : p * KD) + at;
     rows[p] = a.m + seq.start * a.m_stride + channel;
     conv[p] = a.conv + (slot_row + static_cast<i64>(seq.slot) * (TAPS - 1)) * CHANNELS + channel;
     const float* window = conv[p] + static_cast<i64>(seq.fold) * CHANNELS;
-    if (count > 0) load_raw(raw[p], rows[p], a.m_stride, window, first, count);
-    if (blockIdx.z == 0 && warp < TAPS - 1) {
-      const int i = seq.keep ? seq.n + warp : warp;  // of window and rows, one after the other
-      moved[p] = i < TAPS - 1 ? quad(static_cast<const float*>(window) + i * CHANNELS)
-                              : quad(rows[p] + (i - (TAPS - 1)) * a.m_stride);
+    if (count > 0) load_window(raw[p], window, first);
+    if (moves && from < TAPS - 1) moved[p] = quad(window + static_cast<i64>(from) * CHANNELS);
+  }
+  if (blockIdx.z == 0) {
+#pragma unroll
+    for (int i = 0; i < EARLY; i++) {
+      const i64 t = warp + i * CONV_WARPS;
+      if (t < seq.fold) old[i] = quad(static_cast<const float*>(record) + t * STRIDE);
     }
+    if (VALUES && threadIdx.x < seq.fold) {
+      const i64 at = (slot_row + threadIdx.x) * N_V + head;
+      old_g = a.rec_g[at], old_b = a.rec_b[at];
+    }
+  }
+  wait_for_predecessor();
+
+  auto load_gates = [&] {  // a lane makes the gates of a row
+    if (!VALUES || lane >= count) return;
+    const i64 at = (seq.start + first + lane) * a.gate_stride + head;
+    alpha = a.alpha[at], beta = a.beta[at];
+  };
+  load_gates();
+#pragma unroll
+  for (int p = 0; p < PARTS_OF_HEAD; p++) {
+    if (count > 0) load_rows(raw[p], rows[p], a.m_stride, first, count);
+    if (moves && from >= TAPS - 1) moved[p] = quad(rows[p] + (from - (TAPS - 1)) * a.m_stride);
   }
   if (blockIdx.z == 0) {
     float* fold = (VALUES ? a.fold_v : a.fold_k) + fold_row * STRIDE + at;
+#pragma unroll
+    for (int i = 0; i < EARLY; i++) {
+      const i64 t = warp + i * CONV_WARPS;
+      if (t < seq.fold) quad(fold + t * STRIDE) = old[i];
+    }
 #pragma unroll 4
-    for (i64 t = warp; t < seq.fold; t += CONV_WARPS) quad(fold + t * STRIDE) = quad(record + t * STRIDE);
+    for (i64 t = warp + EARLY * CONV_WARPS; t < seq.fold; t += CONV_WARPS)
+      quad(fold + t * STRIDE) = quad(static_cast<const float*>(record) + t * STRIDE);
     if (VALUES) {
       for (int t = threadIdx.x; t < seq.fold; t += CONV_WARPS * 32) {
         const i64 from = (slot_row + t) * N_V + head, to = (fold_row + t) * N_V + head;
-        a.fold_e[to] = expf(a.rec_g[from]);
-        a.fold_b[to] = a.rec_b[from];
+        const bool is_early = t == threadIdx.x;
+        a.fold_e[to] = expf(is_early ? old_g : a.rec_g[from]);
+        a.fold_b[to] = is_early ? old_b : a.rec_b[from];
       }
     }
   }
-  const Taps taps0(a.conv_w + ((VALUES ? 2 * KD : 0) + at) * TAPS);
-  const Taps taps1(a.conv_w + ((VALUES ? 2 * KD : KD) + at) * TAPS);
   __syncthreads();  // everything old is read; what follows overwrites it
 #pragma unroll
   for (int p = 0; p < PARTS_OF_HEAD; p++) {
-    if (blockIdx.z == 0 && warp < TAPS - 1) quad(conv[p] + static_cast<i64>(warp) * CHANNELS) = moved[p];
+    if (moves) quad(conv[p] + static_cast<i64>(warp) * CHANNELS) = moved[p];
   }
   int stretch = span;
   for (;;) {
     float4 y[GROUP];
-    if (VALUES && lane < count) {  // a lane makes the gates of a row
+    if (VALUES && lane < count) {
       const i64 row = seq.start + first + lane, at = row * N_V + head, to = (slot_row + first + lane) * N_V + head;
-      const float g = a.a[head] * softplus(a.alpha[row * a.gate_stride + head] + a.dt_bias[head]);
-      const float b = sigmoid(a.beta[row * a.gate_stride + head]);
+      const float g = scale * softplus(alpha + bias), b = sigmoid(beta);
       a.e[at] = expf(g);
       a.b[at] = b;
       if (!seq.keep) a.rec_g[to] = g, a.rec_b[to] = b;
@@ -149,9 +182,10 @@ __device__ __forceinline__ void conv_head(const ConvArgs& a, const Seq& seq, int
     if (first - warp * per_warp >= stretch + SPAN) first += step - SPAN, stretch += step;
     if (first - warp * per_warp >= seq.n) break;
     count = min(per_warp, seq.n - first);
+    load_gates();
 #pragma unroll
     for (int p = 0; p < PARTS_OF_HEAD; p++) {
-      if (count > 0) load_raw(raw[p], rows[p], a.m_stride, nullptr, first, count);
+      if (count > 0) load_rows(raw[p], rows[p], a.m_stride, first, count);
     }
   }
 }
@@ -162,20 +196,19 @@ __device__ __forceinline__ void conv_head(const ConvArgs& a, const Seq& seq, int
 //   rec_* [slot, width, ..] in place; fold_k fold_v fold_e fold_b [seq, width, ..], q k v e b [row, ..] written (e is
 //   the decay, b the write strength), and kq [row, k_head], the dot product of each row's key and query.
 extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 4)
-    gdn_conv(const float* __restrict__ m, i64 m_stride, const float* __restrict__ alpha,
-             const float* __restrict__ beta, i64 gate_stride, const float* __restrict__ a,
-             const float* __restrict__ dt_bias, const float* __restrict__ conv_w, float* conv, float* rec_k,
-             float* rec_v, float* rec_g, float* rec_b, float* fold_k, float* fold_v, float* fold_e, float* fold_b,
-             float* q, float* k, float* v, float* e, float* b, float* kq, const int* seq_slot, const int* seq_start,
-             const int* seq_fold, const int* seq_keep, int n_slot, int width, int n_row, int chunked,
-             float eps, int* fault) {
+    gdn_conv(const float* m, i64 m_stride, const float* alpha, const float* beta, i64 gate_stride, const float* a,
+             const float* dt_bias, const float* conv_w, float* conv, float* rec_k, float* rec_v, float* rec_g,
+             float* rec_b, float* fold_k, float* fold_v, float* fold_e, float* fold_b, float* q, float* k, float* v,
+             float* e, float* b, float* kq, const int* seq_slot, const int* seq_start, const int* seq_fold,
+             const int* seq_keep, int n_slot, int width, int n_row, int chunked, float eps, int* fault) {
   let_successor_start();
   const int head = blockIdx.x, s = blockIdx.y;
   Seq seq = read_seq({seq_slot, seq_start, seq_fold, seq_keep, n_slot, width, n_row, chunked}, s, fault);
-  wait_for_predecessor();  // the batch's layout was there before the forward
   if (seq.chunked) seq.n = 0;
   const bool has_rows = static_cast<int>(blockIdx.z) * SPAN < seq.n && (blockIdx.z == 0 || seq.keep);
-  if (has_rows || seq.only_folds) {
+  if (!has_rows && !seq.only_folds) {
+    wait_for_predecessor();  // whoever starts after this kernel counts on the one before
+  } else {  // waits when it has loaded what was there before the forward
     const ConvArgs args = {m,      alpha, beta, a, dt_bias, conv_w, conv, rec_k, rec_v,    rec_g,       rec_b, fold_k,
                            fold_v, fold_e, fold_b, q, k, v, e, b, kq, m_stride, gate_stride, width, eps};
     if (head < N_K) {

@@ -64,6 +64,7 @@ struct ConvArgs {
 template <Part PART>
 __device__ __forceinline__ void conv_part(const ConvArgs& a, const Seq& seq, int s) {
   constexpr int FIRST = PART == X ? 0 : PART == B ? INNER : INNER + WIDE, STRIDE = PART == X ? INNER : WIDE;
+  constexpr int EARLY = 2;  // records of a warp that are loaded before the wait
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int channel = blockIdx.x * 128 + lane * 4, at = channel - FIRST, head0 = blockIdx.x * BLOCK_HEADS;
   const i64 slot_row = static_cast<i64>(seq.slot) * a.width, fold_row = static_cast<i64>(s) * a.width;
@@ -71,39 +72,70 @@ __device__ __forceinline__ void conv_part(const ConvArgs& a, const Seq& seq, int
   const int span = blockIdx.z * SPAN, step = seq.keep ? gridDim.z * SPAN : SPAN;
   const int per_warp = min(GROUP, (min(seq.n - span, SPAN) + CONV_WARPS - 1) / CONV_WARPS);
   int first = span + warp * per_warp, count = min(per_warp, seq.n - first);
+  const bool moves = blockIdx.z == 0 && warp < TAPS - 1;
+  const int from = seq.keep ? seq.n + warp : warp;  // moved by this warp: of window and rows, one after the other
+  const bool folds = blockIdx.z == 0 && PART != C && !seq.only_folds;  // whose records mamba2_rows reads where they are
+  const int own = lane / BLOCK_HEADS, head = head0 + lane % BLOCK_HEADS;  // of X, the row and head a lane makes gates of
   const float* rows = a.m + seq.start * a.m_stride + channel;
   float* conv = a.conv + (slot_row + static_cast<i64>(seq.slot) * (TAPS - 1)) * CHANNELS + channel;
-  const float* window = conv + static_cast<i64>(seq.fold) * CHANNELS;
   Raw<GROUP> raw;
-  float4 moved;
-  if (count > 0) load_raw(raw, rows, a.m_stride, window, first, count);
-  if (blockIdx.z == 0 && warp < TAPS - 1) {
-    const int i = seq.keep ? seq.n + warp : warp;  // of window and rows, one after the other
-    moved = i < TAPS - 1 ? quad(window + i * CHANNELS) : quad(rows + (i - (TAPS - 1)) * a.m_stride);
+  float4 moved, old[EARLY];
+  float old_e = 0.0f, old_t = 0.0f, dt = 0.0f;
+
+  // The model's, and what the forward before this one left: nothing since then has written window and records.
+  const Taps taps(a.conv_w + channel * TAPS);
+  const float4 bias = quad(a.conv_b + channel);
+  const float slope = PART == X ? a.a[head] : 0.0f, dt_bias = PART == X ? a.dt_bias[head] : 0.0f;
+  const float* window = conv + static_cast<i64>(seq.fold) * CHANNELS;
+  if (count > 0) load_window(raw, window, first);
+  if (moves && from < TAPS - 1) moved = quad(window + static_cast<i64>(from) * CHANNELS);
+  if (folds) {
+#pragma unroll
+    for (int i = 0; i < EARLY; i++) {
+      const i64 t = warp + i * CONV_WARPS;
+      if (t < seq.fold) old[i] = quad(static_cast<const float*>(record) + t * STRIDE);
+    }
+    if (PART == X && threadIdx.x < seq.fold * BLOCK_HEADS) {
+      const i64 at = (slot_row + threadIdx.x / BLOCK_HEADS) * HEADS + head0 + threadIdx.x % BLOCK_HEADS;
+      old_e = a.rec_e[at], old_t = a.rec_t[at];
+    }
   }
-  if (blockIdx.z == 0 && PART != C && !seq.only_folds) {  // whose records mamba2_rows reads where they are
+  wait_for_predecessor();
+
+  auto load_steps = [&] {
+    if (PART == X && own < count) dt = a.dt[(seq.start + first + own) * a.dt_stride + head];
+  };
+  load_steps();
+  if (count > 0) load_rows(raw, rows, a.m_stride, first, count);
+  if (moves && from >= TAPS - 1) moved = quad(rows + (from - (TAPS - 1)) * a.m_stride);
+  if (folds) {
     float* fold = (PART == X ? a.fold_x : a.fold_b) + fold_row * STRIDE + at;
+#pragma unroll
+    for (int i = 0; i < EARLY; i++) {
+      const i64 t = warp + i * CONV_WARPS;
+      if (t < seq.fold) quad(fold + t * STRIDE) = old[i];
+    }
 #pragma unroll 4
-    for (i64 t = warp; t < seq.fold; t += CONV_WARPS) quad(fold + t * STRIDE) = quad(record + t * STRIDE);
+    for (i64 t = warp + EARLY * CONV_WARPS; t < seq.fold; t += CONV_WARPS)
+      quad(fold + t * STRIDE) = quad(static_cast<const float*>(record) + t * STRIDE);
     if (PART == X) {
       for (int i = threadIdx.x; i < seq.fold * BLOCK_HEADS; i += CONV_WARPS * 32) {
         const int t = i / BLOCK_HEADS, head = head0 + i % BLOCK_HEADS;
         const i64 from = (slot_row + t) * HEADS + head, to = (fold_row + t) * HEADS + head;
-        a.fold_e[to] = a.rec_e[from];
-        a.fold_t[to] = a.rec_t[from];
+        const bool is_early = i == threadIdx.x;
+        a.fold_e[to] = is_early ? old_e : a.rec_e[from];
+        a.fold_t[to] = is_early ? old_t : a.rec_t[from];
       }
     }
   }
-  const Taps taps(a.conv_w + channel * TAPS);
-  const float4 bias = quad(a.conv_b + channel);
   __syncthreads();  // everything old is read; what follows overwrites it
-  if (blockIdx.z == 0 && warp < TAPS - 1) quad(conv + static_cast<i64>(warp) * CHANNELS) = moved;
+  if (moves) quad(conv + static_cast<i64>(warp) * CHANNELS) = moved;
   int stretch = span;
   for (;;) {
-    if (PART == X && lane < count * BLOCK_HEADS) {  // a lane makes step and decay of a row's head
-      const int j = first + lane / BLOCK_HEADS, head = head0 + lane % BLOCK_HEADS;
+    if (PART == X && own < count) {  // a lane makes step and decay of a row's head
+      const int j = first + own;
       const i64 row = seq.start + j, to = row * HEADS + head, kept = (slot_row + j) * HEADS + head;
-      const float t = softplus(a.dt[row * a.dt_stride + head] + a.dt_bias[head]), e = expf(t * a.a[head]);
+      const float t = softplus(dt + dt_bias), e = expf(t * slope);
       a.t[to] = t;
       a.e[to] = e;
       if (!seq.keep) a.rec_t[kept] = t, a.rec_e[kept] = e;
@@ -126,7 +158,8 @@ __device__ __forceinline__ void conv_part(const ConvArgs& a, const Seq& seq, int
     if (first - warp * per_warp >= stretch + SPAN) first += step - SPAN, stretch += step;
     if (first - warp * per_warp >= seq.n) break;
     count = min(per_warp, seq.n - first);
-    if (count > 0) load_raw(raw, rows, a.m_stride, nullptr, first, count);
+    load_steps();
+    if (count > 0) load_rows(raw, rows, a.m_stride, first, count);
   }
 }
 
@@ -135,20 +168,20 @@ __device__ __forceinline__ void conv_part(const ConvArgs& a, const Seq& seq, int
 //   conv [slot, TAPS - 1 + width, channel] in place; rec_* [slot, width, ..] in place;
 //   fold_x fold_b fold_e fold_t [seq, width, ..], x b c e t [row, ..] written (e is the decay, t the step).
 extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 4)
-    mamba2_conv(const float* __restrict__ m, i64 m_stride, const float* __restrict__ dt, i64 dt_stride,
-                const float* __restrict__ a, const float* __restrict__ dt_bias, const float* __restrict__ conv_w,
-                const float* __restrict__ conv_b, float* conv, float* rec_x, float* rec_b, float* rec_e, float* rec_t,
-                float* fold_x, float* fold_b, float* fold_e, float* fold_t, float* x, float* b, float* c, float* e,
-                float* t, const int* seq_slot, const int* seq_start, const int* seq_fold, const int* seq_keep,
+    mamba2_conv(const float* m, i64 m_stride, const float* dt, i64 dt_stride, const float* a, const float* dt_bias,
+                const float* conv_w, const float* conv_b, float* conv, float* rec_x, float* rec_b, float* rec_e,
+                float* rec_t, float* fold_x, float* fold_b, float* fold_e, float* fold_t, float* x, float* b, float* c,
+                float* e, float* t, const int* seq_slot, const int* seq_start, const int* seq_fold, const int* seq_keep,
                 int n_slot, int width, int n_row, int chunked, int* fault) {
   let_successor_start();
   const int channel = blockIdx.x * 128, s = blockIdx.y;
   const Meta meta = {seq_slot, seq_start, seq_fold, seq_keep, n_slot, width, n_row, chunked};
   Seq seq = read_seq(meta, s, OP_MAMBA2, fault);
-  wait_for_predecessor();  // the batch's layout was there before the forward
   if (seq.chunked) seq.n = 0;
   const bool has_rows = static_cast<int>(blockIdx.z) * SPAN < seq.n && (blockIdx.z == 0 || seq.keep);
-  if (has_rows || seq.only_folds) {
+  if (!has_rows && !seq.only_folds) {
+    wait_for_predecessor();  // whoever starts after this kernel counts on the one before
+  } else {  // waits when it has loaded what was there before the forward
     const ConvArgs args = {m,      dt,     a,      dt_bias, conv_w, conv_b, conv, rec_x, rec_b,    rec_e,     rec_t,
                            fold_x, fold_b, fold_e, fold_t,  x,      b,      c,    e,     t,        m_stride,  dt_stride,
                            width};

@@ -1,0 +1,11 @@
+"""`angles`: cos and sin of the rope for the rows of a batch."""
+
+from pyspec.cuda.kernels import angles_cuda, angles_ref
+from pyspec.cuda.op import Impl, Op
+
+angles: Op[angles_ref.AnglesSpec] = Op(
+    "angles",
+    Impl("torch", angles_ref.bind, capturable=True),
+    [Impl("cuda", angles_cuda.bind, angles_cuda.limits, capturable=True)],
+    angles_cuda.check,
+)

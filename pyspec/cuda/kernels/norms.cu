@@ -1,0 +1,79 @@
+// norms: RMSNorm or LayerNorm of rows that stay f32. Meaning: norms_ref.py.
+//
+//   x, x2            [row, COLUMNS]   f32   two inputs, or one twice
+//   weight, weight2  [COLUMNS]        f32
+//   out, out2        [row, COLUMNS]   f32   rows `step` elements apart
+//   rows             [row of out2]    i64   which of x2's go to out2; null: all in their order. Of the batch's layout
+//   fault            [5]              i32   see bounds.cuh
+//
+// RMS: x * rsqrt(mean x^2 + eps) * weight. LAYER: the same of x - mean x. Both inputs have n_row rows. One CTA for every row
+// of out, then of out2; a row has the same bits in both. Its values stay in registers. Bound by latency: there is one trip
+// through shared memory for each sum, and every warp adds up what it finds there.
+// Macros: COLUMNS, LAYER, THREADS, OP_ID.
+#include "types.cuh"
+#include "bounds.cuh"
+#include "overlap.cuh"
+
+constexpr int kWarps = THREADS / 32;
+constexpr int kQuads = (COLUMNS / 4 + THREADS - 1) / THREADS;  // of 4 columns, of a thread
+static_assert(COLUMNS % 4 == 0 && THREADS % 32 == 0 && kWarps <= 32, "a lane a warp");
+
+__device__ __forceinline__ float over_block(float mine, float (&each)[kWarps]) {
+  mine = warp_sum(mine);
+  if (threadIdx.x % 32 == 0) each[threadIdx.x / 32] = mine;
+  __syncthreads();
+  return warp_sum(threadIdx.x % 32 < kWarps ? each[threadIdx.x % 32] : 0.f);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    norms(const float* x, const float* weight, float* out, const float* x2, const float* weight2, float* out2,
+          const i64* rows, i64 step, int n_row, float eps, int* fault) {
+  __shared__ float sums[kWarps], squares[kWarps];
+  let_successor_start();
+  const bool is_first = static_cast<int>(blockIdx.x) < n_row;
+  const i64 to = is_first ? blockIdx.x : blockIdx.x - n_row;
+  i64 from = to;
+  if (!is_first && rows != nullptr) {
+    const i64 given = rows[to];
+    const int place = given < 0 || given > 0x7fffffff ? -1 : static_cast<int>(given);
+    from = clamped(place, n_row, OP_ID, -1, fault);  // whose it is only the batch's layout knew
+  }
+  const float4* const weights = reinterpret_cast<const float4*>(is_first ? weight : weight2);
+  float4 w[kQuads], v[kQuads];
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+    const int quad = i * THREADS + threadIdx.x;
+    w[i] = quad < COLUMNS / 4 ? weights[quad] : make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+  wait_for_predecessor();
+
+  const float4* const own = reinterpret_cast<const float4*>((is_first ? x : x2) + from * COLUMNS);
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+    const int quad = i * THREADS + threadIdx.x;
+    v[i] = quad < COLUMNS / 4 ? own[quad] : make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+#if LAYER
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) sum += (v[i].x + v[i].y) + (v[i].z + v[i].w);
+  const float mean = over_block(sum, sums) * (1.f / COLUMNS);
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+    if (i * THREADS + threadIdx.x < COLUMNS / 4)
+      v[i] = make_float4(v[i].x - mean, v[i].y - mean, v[i].z - mean, v[i].w - mean);
+  }
+#endif
+  float square = 0.f;
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) square += v[i].x * v[i].x + v[i].y * v[i].y + (v[i].z * v[i].z + v[i].w * v[i].w);
+  const float scale = rsqrtf(over_block(square, squares) * (1.f / COLUMNS) + eps);
+  float4* const into = reinterpret_cast<float4*>((is_first ? out : out2) + to * step);
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+    const int quad = i * THREADS + threadIdx.x;
+    const float4 y = make_float4(v[i].x * scale * w[i].x, v[i].y * scale * w[i].y, v[i].z * scale * w[i].z,
+                                 v[i].w * scale * w[i].w);
+    if (quad < COLUMNS / 4) into[quad] = y;
+  }
+}

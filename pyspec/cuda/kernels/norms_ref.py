@@ -1,0 +1,62 @@
+"""Norms of rows that stay f32, in plain torch: what a forward ends with, and what a drafter begins with.
+
+Norms of rows that go into a product are prepared with them (rows_ref.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class NormsSpec:
+    """Rows of n columns. layer: LayerNorm without a bias, otherwise RMSNorm."""
+
+    device: torch.device
+    n: int
+    eps: float
+    layer: bool = False
+
+
+class Norms(Protocol):
+    """What the op binds. Rows x [row, n] f32, a weight [n] f32; a norm depends on its row alone, to the bit."""
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        """[row, n] f32."""
+        ...
+
+    def picked(self, x: Tensor, weight: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """All rows' [row, n], and those of `rows` [out] int64 once more, which is of the batch's layout."""
+        ...
+
+    def paired(self, a: Tensor, a_weight: Tensor, b: Tensor, b_weight: Tensor) -> Tensor:
+        """[row, 2 n] f32: the norms of two inputs side by side."""
+        ...
+
+
+class TorchNorms:
+    """Implements `Norms`."""
+
+    def __init__(self, spec: NormsSpec) -> None:
+        self.eps, self.layer = spec.eps, spec.layer
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self.layer:
+            return F.layer_norm(x, weight.shape, weight, None, self.eps)
+        return F.rms_norm(x, weight.shape, weight, self.eps)
+
+    def picked(self, x: Tensor, weight: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        y = self(x, weight)
+        return y, y[rows]
+
+    def paired(self, a: Tensor, a_weight: Tensor, b: Tensor, b_weight: Tensor) -> Tensor:
+        return torch.cat([self(a, a_weight), self(b, b_weight)], -1)
+
+
+def bind(spec: NormsSpec) -> TorchNorms:
+    return TorchNorms(spec)

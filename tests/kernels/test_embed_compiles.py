@@ -1,0 +1,31 @@
+"""The kernels of `embed` and `angles` compile for every architecture, without a GPU and without spills."""
+
+import pytest
+import torch
+
+from pyspec.cuda.jit import ARCHS, compile_cubin
+from pyspec.cuda.kernels import angles_cuda, embed_cuda
+from pyspec.cuda.kernels.angles_ref import AnglesSpec
+from pyspec.cuda.kernels.embed_ref import EmbedSpec
+from pyspec.gguf import GGMLType
+
+pytest.importorskip("cuda.core")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_they_compile_for_every_architecture(arch: str) -> None:
+    for type in embed_cuda.TYPES:
+        found = compile_cubin("embed", arch, embed_cuda.defines(type), use_cache=False).resources["embed"]
+        assert found.spill_bytes == 0 and found.registers <= 64, (type, found)
+    assert compile_cubin("angles", arch, use_cache=False).resources["angles"].spill_bytes == 0
+
+
+def test_what_they_can_not_do_is_refused() -> None:
+    assert angles_cuda.limits(AnglesSpec(CPU)) == "runs on NVIDIA GPUs only"
+    assert embed_cuda.limits(EmbedSpec(CPU, GGMLType.Q8_0, 64)) == "runs on NVIDIA GPUs only"
+    assert angles_cuda.limits(AnglesSpec(GPU)) is None
+    for type in embed_cuda.TYPES:
+        assert embed_cuda.limits(EmbedSpec(GPU, type, 512)) is None
+    assert "IQ4_XS" in (embed_cuda.limits(EmbedSpec(GPU, GGMLType.IQ4_XS, 512)) or "")
+    assert "6 columns" in (embed_cuda.limits(EmbedSpec(GPU, GGMLType.F16, 6)) or "")

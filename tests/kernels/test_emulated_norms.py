@@ -1,0 +1,53 @@
+"""norms.cu runs thread by thread on the CPU, against the reference and itself to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from emulated.gpu import CPU, emulated_gpu
+from emulated.machine import needs_compiler
+
+from pyspec.cuda import faults
+from pyspec.cuda.kernels import norms_cuda
+from pyspec.cuda.kernels.norms_ref import NormsSpec, TorchNorms
+
+pytestmark = needs_compiler
+
+
+@pytest.mark.parametrize("seed", (0, 1))
+@pytest.mark.parametrize("layer", [False, True])
+@pytest.mark.parametrize("n", [4, 100, 2048, 5120])
+def test_rows_are_the_references(n: int, layer: bool, seed: int) -> None:
+    """The op's own check: one row and several, alone, picked, and in pairs."""
+    spec = NormsSpec(CPU, n, 1e-6, layer and n > 4)
+    with emulated_gpu(seed=seed):
+        assert norms_cuda.check(norms_cuda.bind(spec), TorchNorms(spec), spec) is None
+        assert faults.record(CPU).tolist() == [0] * 5
+
+
+def test_the_widest_rows_on_an_older_gpu() -> None:
+    spec = NormsSpec(CPU, norms_cuda.MAX_COLUMNS, 1e-5, layer=True)
+    with emulated_gpu((8, 6)):
+        assert norms_cuda.check(norms_cuda.bind(spec), TorchNorms(spec), spec) is None
+
+
+@pytest.mark.parametrize(("bad", "seen"), [(3, 3), (-1, -1), (1 << 40, -1)])
+def test_a_row_that_does_not_exist_is_reported_and_the_others_are_right(bad: int, seen: int) -> None:
+    x, weight = torch.randn(3, 64), torch.ones(64)
+    with emulated_gpu():
+        own = norms_cuda.bind(NormsSpec(CPU, 64, 1e-6))
+        y, some = own.picked(x, weight, torch.tensor([2, bad, 1]))
+        tripped, op, place, index, limit = faults.record(CPU).tolist()
+        assert torch.equal(y, own(x, weight)) and torch.equal(some, y[[2, 0, 1]])
+    assert (tripped, op, index, limit) == (1, norms_cuda.OP_ID, seen, 3) and faults.OPS[op] == "norms"
+    assert faults.Fault("norms", place, index, limit).slot([4, 5, 6], [0, 1, 2, 3]) == faults.EVERYONE
+
+
+def test_no_rows_are_no_launch_and_none_may_be_picked() -> None:
+    x, weight, none = torch.randn(2, 64), torch.ones(64), torch.zeros(0, dtype=torch.int64)
+    with emulated_gpu():
+        own = norms_cuda.bind(NormsSpec(CPU, 64, 1e-6))
+        assert own(x[:0], weight).shape == (0, 64)
+        y, some = own.picked(x, weight, none)
+        assert torch.equal(y, own(x, weight)) and some.shape == (0, 64)
+        assert own.paired(x[:0], weight, x[:0], weight).shape == (0, 128)

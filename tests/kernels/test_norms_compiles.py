@@ -1,0 +1,33 @@
+"""The kernel of `norms` compiles for every architecture, without a GPU and without spills."""
+
+import pytest
+import torch
+
+from pyspec.cuda.jit import ARCHS, compile_cubin
+from pyspec.cuda.kernels import norms_cuda
+from pyspec.cuda.kernels.norms_ref import NormsSpec
+
+pytest.importorskip("cuda.core")
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_it_compiles_for_every_architecture(arch: str) -> None:
+    for n in (4, 2048, 5120, norms_cuda.MAX_COLUMNS):
+        for layer in (False, True):
+            found = compile_cubin("norms", arch, norms_cuda.defines(n, layer), use_cache=False).resources["norms"]
+            assert found.spill_bytes == 0 and found.registers * norms_cuda.threads_for(n) <= 65536, (n, found)
+            assert found.registers * norms_cuda.threads_for(n) <= 32768 or n > 8192, (n, found)  # beside a product
+
+
+def test_threads_have_equal_shares() -> None:
+    assert [norms_cuda.threads_for(n) for n in (4, 128, 2048, 4096, 5120, 8192, 16384)] == [
+        *(32, 32, 512, 1024, 640, 1024, 1024)
+    ]
+
+
+def test_what_it_can_not_do_is_refused() -> None:
+    gpu = torch.device("cuda", 0)
+    assert norms_cuda.limits(NormsSpec(torch.device("cpu"), 64, 1e-6)) == "runs on NVIDIA GPUs only"
+    assert norms_cuda.limits(NormsSpec(gpu, 5120, 1e-6)) is None
+    assert "66 columns" in (norms_cuda.limits(NormsSpec(gpu, 66, 1e-6)) or "")
+    assert "16388 columns" in (norms_cuda.limits(NormsSpec(gpu, 16388, 1e-6)) or "")
