@@ -151,7 +151,7 @@ class Streamed:
         if not 0 < n_row <= min(PLACE_ROWS, self.plain.max_rows):
             return None
         spec = RowsSpec(self.device, self.packed.n_in, prep.kind, prep.dim)
-        return None if rows.chosen(spec) is rows.reference else Into(self.plain.rows, prep)
+        return None if rows.chosen(spec) is rows.reference else Into(self.plain.rows, prep, self.packed.data)
 
     def _ready(self, x: Rows, residual: Tensor | None) -> Tensor:
         adds = residual is not None and not self.gated

@@ -327,7 +327,7 @@ struct RowsArgs {
 struct Stored {  // out [row, v_head, value]; rows of no sequence become zeros
   static constexpr int STRIDE = VD;
   float* out;
-  __device__ __forceinline__ void start() const {}
+  __device__ __forceinline__ void start(const Meta&) const {}
   __device__ __forceinline__ void fetch(int, int, int) const {}  // rows of a stage, beside their keys and values
   __device__ __forceinline__ void meet() const {}
   __device__ __forceinline__ void clear(const Meta& meta) const { clear_rest<TILE, VD, THREADS>(meta, place(0)); }
@@ -373,7 +373,7 @@ __device__ __forceinline__ void run_rows(const RowsArgs& a, const Out& out, int*
 
   Slice slice;
   move_state(slice, own, false);
-  out.start();
+  out.start(a.meta);
   wait_for_predecessor();
   start_fetch(0);
   out.clear(a.meta);
@@ -415,18 +415,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #include "gdn_into.cuh"
 
 // As gdn_rows, in clusters of a head's blocks. gate [row, gate_stride] from v_head 0 on, norm [value];
-// blocks sums powers pad as in rows.cu. Rows of no sequence stay as they are.
+// blocks sums powers pad as in rows.cu; next.. what is fetched to L2 for the product (Next). Rows of no sequence stay as they are.
 extern "C" __global__ void __cluster_dims__(1, PEERS, 1) __launch_bounds__(THREADS, BLOCKS)
     gdn_rows_into(float* state, const float* rec_k, const float* rec_v, const float* fold_k, const float* fold_v,
                   const float* fold_e, const float* fold_b, const float* q, const float* k, const float* v,
                   const float* e, const float* kq, const float* b, const int* seq_slot, const int* seq_start,
                   const int* seq_fold, const int* seq_keep, int n_slot, int width, int n_row, int chunked, int* fault,
                   const float* gate, i64 gate_stride, const float* norm, float eps, float power, u16* blocks,
-                  float* sums, float* powers, int pad) {
+                  float* sums, float* powers, int pad, const u8* next, i64 next_share, int n_share, int n_piece) {
   let_successor_start();
   __shared__ __align__(16) OnTheWay shared;
   const Meta meta = {seq_slot, seq_start, seq_fold, seq_keep, n_slot, width, n_row, chunked};
-  const Into into = {shared, gate, norm, gate_stride, eps, power, blocks, sums, powers, pad};
+  const Into into = {shared, {next, next_share, n_share, n_piece}, gate, norm, gate_stride, eps, power, blocks, sums, powers, pad};
   run_rows({state, rec_k, rec_v, fold_k, fold_v, fold_e, fold_b, q, k, v, e, kq, b, meta}, into, fault);
 }
 #endif

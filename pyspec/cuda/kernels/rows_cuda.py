@@ -135,10 +135,11 @@ def values_of(rows: Rows, n_in: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Into:
-    """Rows that the kernel before a product prepares itself, `prep` applied, where the product reads them."""
+    """Rows that the kernel before a product prepares itself, `prep` applied, where the product reads them, with `weights`."""
 
     rows: RowsLaunch
     prep: HeadNorm
+    weights: Tensor | None = None
 
 
 class WideRows:
