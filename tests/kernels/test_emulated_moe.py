@@ -253,6 +253,46 @@ def test_few_rows_find_those_that_took_the_same_expert(monkeypatch: pytest.Monke
     assert worst(found[0].double(), exact(stacks)(x, ids.clamp(0, 29), weights)) < 1e-4
 
 
+CHOICES = {
+    "same": lambda n_row: torch.arange(3).expand(n_row, 3),  # the same experts for all
+    "others": lambda n_row: torch.arange(3 * n_row).view(n_row, 3),  # an expert has one row at most
+    "some": lambda n_row: torch.tensor([[0, 1, 2], [2, 7, 0], [9, 2, 4], [5, 0, 11]])[:n_row],
+    "no experts": lambda n_row: torch.tensor([[0, -1, 99], [-5, 99, 12], [98, 97, 96], [-1, -2, -3]])[
+        :n_row
+    ],  # eleven at one
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("name", ["units", "long", "records", "scaled"])
+def test_few_rows_have_the_bits_of_many(name: str, choice: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CTAs with one unit, with none and with many; all orders; items of 4 pairs and of 8."""
+    spec = replace(SHAPES.get(name) or MoeSpec(CPU, 3, 288, 160, "swiglu", Q8_0, Q8_0, pieces=2), n_used=3)
+    stacks, x = packed(spec, 13), torch.randn(9, spec.n_in, generator=torch.Generator().manual_seed(4))
+    ids = torch.cat((CHOICES[choice](4), torch.rand(5, 13).argsort(-1)[:, :3])).int().contiguous()
+    weights, residual, gate = torch.rand(9, 3), torch.randn(9, spec.n_in), torch.rand(9, 1)
+    with emulated_gpu():
+        want = moe_cuda.bind(spec)(stacks)(x, ids, weights, None, Added(residual, None, gate))
+    for seed, (n_row, n_sm, build) in enumerate(
+        (
+            (1, 1, moe_cuda.FEWS[0]),
+            (1, 40, moe_cuda.FEWS[0]),
+            (2, 2, moe_cuda.FEWS[1]),
+            (3, 1, moe_cuda.Build(1, 8, 3, 8, 1)),
+            (4, 1, moe_cuda.FEWS[1]),
+            (4, 9, moe_cuda.FEWS[1]),
+            (4, 1000, moe_cuda.FEWS[1]),
+        )
+    ):
+        part = slice(0, n_row)
+        monkeypatch.setattr(moe_cuda, "FEWS", (build,))
+        with emulated_gpu(n_multiprocessor=n_sm, seed=seed):
+            run = moe_cuda.bind(spec)(stacks)
+            got = run(x[part], ids[part], weights[part], None, Added(residual, None, gate).part(part))
+        assert torch.equal(got, want[part]) and not run.down.tickets.any()
+        monkeypatch.undo()
+
+
 def test_tickets_are_back_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_cuda, "FEWS", CROWDS)
     spec = MoeSpec(CPU, 3, 64, 96, "swiglu", Q8_0, Q8_0, pieces=1)
@@ -454,11 +494,9 @@ def test_sums_are_exact_and_a_row_has_the_same_bits_alone_and_among_others(
 
 @pytest.mark.parametrize(("stem", "n_row"), [("moe", 5), ("moe_few", 2)])
 @pytest.mark.parametrize("text", ["copies_wait<STAGES - 2>();", "__syncthreads();"])
-def test_without_a_wait_the_product_is_wrong(
-    stem: str, n_row: int, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_wait_the_product_is_wrong(stem: str, n_row: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them is taken away in turn."""
-    spec, real = SHAPES["long"], jit.source
+    spec, real = replace(SHAPES["long"], pieces=1), jit.source
     parts = real(stem).split(text)
     assert len(parts) > 1
     for which in range(len(parts) - 1):

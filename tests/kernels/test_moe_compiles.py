@@ -9,7 +9,19 @@ from pyspec.cuda.jit import ARCHS, compile_cubin
 from pyspec.cuda.kernels import moe_cuda, moe_route_cuda
 from pyspec.cuda.kernels.linear_cuda import n_shared
 from pyspec.cuda.kernels.linear_pack import CHUNKS
-from pyspec.cuda.kernels.moe_cuda import FEWS, GROUPS, LISTED, NONE, RELU2, SPLIT, SWIGLU, Build, defines, n_stages, shared_bytes
+from pyspec.cuda.kernels.moe_cuda import (
+    FEWS,
+    GROUPS,
+    LISTED,
+    NONE,
+    RELU2,
+    SPLIT,
+    SWIGLU,
+    Build,
+    defines,
+    n_stages,
+    shared_bytes,
+)
 from pyspec.cuda.kernels.moe_ref import RouteSpec
 from pyspec.gguf import GGMLType
 
