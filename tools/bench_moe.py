@@ -6,7 +6,7 @@
 moe_pairs.cu and moe_cuda.py that lie in a folder, and all are compared. `alone` is what the experts' own launches take, in a
 row, of rows that are prepared and have chosen. `--few` tries builds of moe_few.cu, in `together` alone where there is one: CTAs
 that registers and stages are cut for, and those launched, of a multiprocessor; then KB of weights in a stage, and stages at
-most. `--compile` only compiles all of it, which needs no GPU: into PYSPEC_CACHE, for an H200.
+most, pairs of an item, rows at most. `--compile` only compiles all of it, which needs no GPU: into PYSPEC_CACHE, for an H200.
 """
 
 from __future__ import annotations
@@ -191,22 +191,24 @@ class How:
     resident: int
     grid: int
     stage: int = moe_cuda.STAGE[1] >> 10
-    stages: int = moe_cuda.MOST_STAGES
+    stages: int = moe_cuda.MOST_STAGES["moe_few"]
+    hold: int = 4
+    rows: int = moe_cuda.FEWS[-1].rows
 
     @classmethod
     def read(cls, text: str) -> How:
         return cls(*(int(n) for n in text.split(":")))
 
     def build(self) -> Build:
-        return Build(1, 4, self.resident, moe_cuda.FEWS[-1].rows, self.grid)
+        return Build(1, self.hold, self.resident, self.rows, self.grid)
 
     def step(self, type: GGMLType, act: int, inner: bool) -> moe_cuda._Step:
-        usual = moe_cuda.STAGE[1], moe_cuda.MOST_STAGES
-        moe_cuda.STAGE[1], moe_cuda.MOST_STAGES = self.stage << 10, self.stages
+        usual = moe_cuda.STAGE[1], moe_cuda.MOST_STAGES["moe_few"]
+        moe_cuda.STAGE[1], moe_cuda.MOST_STAGES["moe_few"] = self.stage << 10, self.stages
         try:
             return moe_cuda._step.__wrapped__(DEVICE, type, self.build(), act, inner)
         finally:
-            moe_cuda.STAGE[1], moe_cuda.MOST_STAGES = usual
+            moe_cuda.STAGE[1], moe_cuda.MOST_STAGES["moe_few"] = usual
 
 
 def built(experts: Experts, how: How) -> Experts:
@@ -254,13 +256,14 @@ def variants_of(
         except Exception as e:  # noqa: BLE001 - a build that can not be is said, and the others go on
             print(f"{how}: {e}")
             continue
-        found.append(variant(str(how).replace("How", "few"), others, bool(m.latent), (how.build(),)))
+        found.append(variant(":".join(str(n) for n in vars(how).values()), others, bool(m.latent), (how.build(),)))
     return found
 
 
 def alone(m: Model, weights: list[Weights], v: Variant, x: Tensor) -> list[Callable[[], Tensor]]:
     """The experts' own launches, of each layer."""
-    route, launches = moe_route_cuda.bind(m.route()), []
+    route = moe_route_cuda.bind(m.route())
+    launches: list[Callable[[], Tensor]] = []
     n = torch.randn(len(x), m.latent or m.n_embd, generator=torch.Generator().manual_seed(5)).to(DEVICE)
     for w, experts in zip(weights, v.experts, strict=True):
         routes = route(x, w.norm.weight, w.router, w.bias)
@@ -302,7 +305,7 @@ def time_model(name: str, args: argparse.Namespace, old: ModuleType | None) -> N
             own = alone(m, weights, v, x)
             us, layer = graph_us(own * 3), graph_us([partial(f, x) for f in v.feeds])  # type: ignore[arg-type, misc]
             off = worst(got, want, x)
-            line = f"  {v.label:56} alone {us:7.1f} us, layer {layer:7.1f} us, off {off:.1g}"
+            line = f"  {v.label:18} alone {us:7.1f} us, layer {layer:7.1f} us, off {off:.1g}"
             is_same = v.label == "old" or rows > 6 or has_bits_of_many(own)
             print(line + ("" if is_same else ", OTHER BITS"), flush=True)
         moe_cuda.FEWS = usual

@@ -77,5 +77,5 @@ def test_stages_leave_room_for_several_ctas(build: Build) -> None:
     """On a GPU with 228 KB a multiprocessor, of which each CTA costs 1 KB and its static variables more."""
     for type in CHUNKS:
         for inner in (True, False):
-            assert 3 <= n_stages(type, build, (9, 0), inner) <= moe_cuda.MOST_STAGES
+            assert 3 <= n_stages(type, build, (9, 0), inner) <= moe_cuda.MOST_STAGES[build.source]
             assert build.resident * (shared_bytes(type, build, (9, 0), inner) + 1024 + 512) <= 228 * 1024

@@ -6,7 +6,7 @@
 //   x        INNER: [block][step][32] f16, rows.cu's; else [pair][step][32], blocks as below
 //   sums     like x, of a block  f32  (HAS_MIN)
 //   powers   INNER: [row]; else [pair][step]  f32
-//   order    [pair]              i32  pairs by expert (moe_lists): pair = row * n_used + choice; behind those, n_row pairs a piece
+//   order    [pair]              i32  pairs by expert (moe_lists): row * n_used + choice; behind those, n_row pairs a piece
 //   items    [item]              i32 x 4  {expert, first place in `order`, pairs, 0}
 //   y        [pair, n_out]       f32  unless INNER
 //   blocks   [pair][n_out / 256, up][256]  f16  INNER: of the activation, a block of 32 columns over a power of two of its
@@ -86,7 +86,8 @@ extern "C" __global__ void __launch_bounds__(kCta, RESIDENT)
   float scale = kUnit, scale8 = kUnit;
 #if ROW_SCALES
   if (group < n_group) {
-    const float* of = is_shared ? shared_scales + static_cast<i64>(piece) * n_scale : scales + static_cast<i64>(item.expert) * n_scale;
+    const float* of = is_shared ? shared_scales + static_cast<i64>(piece) * n_scale
+                                : scales + static_cast<i64>(item.expert) * n_scale;
     of += (blockIdx.x * WARPS_M + group) * 16 + (lane >> 2);
     scale *= of[0];
     scale8 *= of[8];

@@ -35,7 +35,7 @@ GROUPS = 4  # of 16 weight rows in a CTA
 SPLIT = 2  # warps for each, which share the columns
 NONE, SWIGLU, RELU2 = 0, 1, 2  # moe.cu's activations
 ACTS = {"swiglu": SWIGLU, "relu2": RELU2}
-MOST_STAGES = 12
+MOST_STAGES = {"moe": 8, "moe_few": 12}
 STAGE = {1: 10 << 10, 4: 10 << 10}  # by TILES_N: bytes of weights in a stage: fewer barriers, and still several stages
 
 
@@ -62,7 +62,7 @@ class Build:
 
 
 LISTED = Build(1, 8, 3), Build(4, 32, 2)
-FEWS = Build(1, 4, 2, 1, 2), Build(1, 4, 3, 4, 3)
+FEWS: tuple[Build, ...] = Build(1, 4, 2, 1, 2), Build(1, 4, 3, 4, 3)
 """By rows. One row's weights are under way all at once, in deep rings; with more there is more to add up, by more warps."""
 
 
@@ -94,10 +94,10 @@ def table_bytes(build: Build, inner: bool) -> int:
 
 
 def n_stages(type: GGMLType, build: Build, capability: tuple[int, int], inner: bool = False) -> int:
-    """At most MOST_STAGES, 8 in moe.cu, what `resident` CTAs have room for; but 3 or at least 2 wherever one CTA has, 0 elsewhere."""
+    """What `resident` CTAs have room for, at most MOST_STAGES; but 3 or at least 2 wherever one CTA has, 0 elsewhere."""
     size, most, beside = stage_bytes(type, build, inner), n_shared(capability), table_bytes(build, inner)
     fit = min((most - beside) // size, max(3, (most // build.resident - 1024 - beside) // size))  # 1 KB is the driver's
-    return min(MOST_STAGES if build.rows else 8, fit) if fit >= 2 else 0
+    return min(MOST_STAGES[build.source], fit) if fit >= 2 else 0
 
 
 def shared_bytes(type: GGMLType, build: Build, capability: tuple[int, int], inner: bool) -> int:
@@ -127,7 +127,7 @@ def limits(spec: MoeSpec) -> str | None:
 
 def defines(type: GGMLType, build: Build, capability: tuple[int, int], act: int, inner: bool) -> dict[str, int | str]:
     """Macros of moe.cu and moe_few.cu."""
-    few = {
+    few: dict[str, int | str] = {
         "ROWS": build.rows,
         "PAIRS": build.rows * MAX_USED,
         "ITEMS": most_items(build),

@@ -12,8 +12,8 @@
 // are on their way. Any grid is right; one that is resident at once is what it is made for.
 //
 // An item is an expert and up to HOLD pairs that took it. Every thread compares its pairs with those before them.
-// Downs: a CTA writes the shares of all its units before it counts them at their columns' tickets, once, at its end: a fence
-// waits for everything that is under way. The last warp to count at 16 columns adds what all experts gave, in the order of choice.
+// Downs: a CTA writes what all its units give before it counts them at their columns' tickets, once, at its end: a fence waits
+// for everything that is under way. The last warp to count at 16 columns adds what all experts gave, in the order of choice.
 //
 // Set by the launcher, beside moe.cu's: ROWS and PAIRS at most, ITEMS (pairs and pieces), TABLES (bytes behind the stages).
 #include "moe.cuh"
