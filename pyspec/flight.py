@@ -153,7 +153,8 @@ class Course:
     """Lays out the round after one that is under way, from what of it the device keeps: no result has been read yet.
 
     Its rows are records, as those of drafts: should a request end with the round before, its rows of this one are never
-    folded, and lie beyond what the slot committed.
+    folded, and lie beyond what the slot committed. A single row of a request that can only end by a token is kept at once, if
+    the device sees that the token before it is none of those.
     """
 
     def __init__(
@@ -171,8 +172,13 @@ class Course:
             and w.seq.n_out == width
             and job.n_left > width
             and takes_the_best(job.sampler)
-            and (width == 1 or (not job.request.stop and len(self._ends_of(job)) <= MAX_ENDS))
+            and (width == 1 or self._ends_by_token(job))
         )
+
+    def _ends_by_token(self, job: Job) -> bool:
+        """As far as it is not known before: and the device knows by which."""
+        request = job.request
+        return not request.stop and request.max_predict_ms <= 0 and len(self._ends_of(job)) <= MAX_ENDS
 
     def lay_out(self, flight: Flight, n_drafts: Sequence[int], drafter: Drafter | None) -> Laid | None:
         """The next round, whose drafts are under way then. None: the host has to be asked. Raises SlotError."""
@@ -184,8 +190,9 @@ class Course:
         assert flight.out.best is not None
         flight.ends, flight.forced = [frozenset()] * len(work), None
         beside: list[Tensor | None] = [None, None]
-        if any(w.seq.width > 1 for w in work):
-            flight.ends = [self._ends_of(w.job) for w in work]
+        keeps = [n == 0 and self._ends_by_token(w.job) for w, n in zip(work, n_drafts, strict=True)]
+        if any(keeps) or any(w.seq.width > 1 for w in work):
+            flight.ends = [e if len(e := self._ends_of(w.job)) <= MAX_ENDS else frozenset() for w in work]
             beside[0] = self._tell(tuple(flight.ends))
             if self.synth is not None:
                 flight.forced = [self._coins(self.synth, w) for w in work]
@@ -198,8 +205,8 @@ class Course:
             if drafts is None:
                 return None
         seqs = [
-            Seq(w.slot.index, w.slot.n_past, [0] * (1 + n), n_out=1 + n, n_fold=int(not w.seq.keep), slack=w.seq.width)
-            for w, n in zip(work, n_drafts, strict=True)
+            Seq(w.slot.index, w.slot.n_past, [0] * (1 + n), keep, 1 + n, int(not w.seq.keep), w.seq.width)
+            for w, n, keep in zip(work, n_drafts, keeps, strict=True)
         ]
         batch = self.op.move(lay_out(self.table, seqs, self.device, arena=self.arena), kept, drafts)
         then = [Work(w.job, w.slot, q, ()) for w, q in zip(work, batch.seqs, strict=True)]

@@ -78,6 +78,9 @@ class Compiled:
 
         The driver's parameter sizes are compared with it here, because a launch checks nothing.
         """
+        from cuda.core import Device
+
+        Device(torch.cuda.current_device()).set_current()  # torch makes a context no sooner than it needs one
         kernel = self.code.get_kernel(symbol)
         sizes = [info.size for info in kernel.arguments_info]
         want = [{"p": 8, "l": 8, "i": 4, "u": 4, "f": 4}[c] for c in signature]

@@ -47,6 +47,7 @@ def test_keep_is_the_rule_of_each_sequence(seed: int) -> None:
             own = None if by is None else int(by[s])
             n = n_kept(tokens[first + 1 : end], found[first:end], ends[s].tolist(), own)
             assert (int(kept.n[s]), int(kept.last[s])) == (n, first + n - 1)
+            assert int(kept.goes[s]) == (found[first + n - 1] not in ends[s].tolist())
             want = [*tokens[first + 1 : first + n], *found[first + n - 1 : end]]
             assert kept.tokens[first:end].tolist() == want
 
@@ -79,7 +80,9 @@ class Wrong(TorchAhead):
 
     def keep(self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None) -> Kept:
         kept = super().keep(best, batch, ends, forced)
-        kept = replace(kept, n=kept.n.clone(), tokens=kept.tokens.clone(), last=kept.last.clone())
+        kept = replace(
+            kept, n=kept.n.clone(), tokens=kept.tokens.clone(), last=kept.last.clone(), goes=kept.goes.clone()
+        )
         self.spoil("keep", kept)
         return kept
 
@@ -101,8 +104,8 @@ def spoil(where: str, field: str) -> Callable[[str, Kept | Batch], None]:
 @pytest.mark.parametrize(
     ("where", "field"),
     [
-        *(("keep", field) for field in ("n", "tokens", "last")),
-        *(("move", field) for field in ("positions", "hi", "kv_rows", "tokens", "seq_fold")),
+        *(("keep", field) for field in ("n", "tokens", "last", "goes")),
+        *(("move", field) for field in ("positions", "hi", "kv_rows", "tokens", "seq_fold", "seq_keep")),
     ],
 )
 def test_the_check_finds_what_is_wrong(where: str, field: str) -> None:

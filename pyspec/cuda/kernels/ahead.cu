@@ -13,10 +13,10 @@ constexpr u32 kAll = 0xffffffffu;
 
 // Grid (sequences), 32 threads.
 //   best [row] f64, tokens [row], starts [seq + 1], ends [seq, kEnds] or null, forced [seq] or null;
-//   n [seq], next [row], last [seq] written
+//   n [seq], next [row], last [seq], goes [seq] written
 extern "C" __global__ void __launch_bounds__(32)
     ahead_keep(const double* best, const i64* tokens, const int* starts, const int* ends, const int* forced, int* n, i64* next,
-               i64* last, int n_row) {
+               i64* last, int* goes, int n_row) {
   const int s = blockIdx.x, lane = threadIdx.x;
   const int start = min(max(starts[s], 0), n_row), end = min(max(starts[s + 1], start), n_row);
   const i64 stop = ends && lane < kEnds ? ends[s * kEnds + lane] : -1;
@@ -39,19 +39,24 @@ extern "C" __global__ void __launch_bounds__(32)
     n_right += count;
     goes_on = goes_on && right == kAll;
   }
+  const int row = min(start + n_right, n_row - 1);
+  const bool is_end = ends && lane < kEnds && stop == static_cast<i64>(best[row]);
+  const bool ends_here = __any_sync(kAll, is_end);
   if (lane == 0) {
     n[s] = n_right + 1;
-    last[s] = min(start + n_right, n_row - 1);
+    last[s] = row;
+    goes[s] = !ends_here;
   }
 }
 
 
 // Grid (rows / 128), 128 threads.
 //   is_moved   rows go on by n [seq], or by 1 if there is none; else they get next [row], and sequences last [seq] as out_rows
-//   next, last, n: of ahead_keep; drafts [seq, ..], their steps in numbers; null: the first rows' tokens alone, or none of them
+//   next, last, goes, n: of ahead_keep; drafts [seq, ..], their steps in numbers; null: the first rows' tokens alone, or none of them
 extern "C" __global__ void __launch_bounds__(128)
-    ahead_move(i64* tokens, i64* positions, i64* kv_rows, i64* hi, i64* out_rows, int* fold, const int* starts,
-               const int* row_seq, const i64* page_table, const int* n, const i64* next, const i64* last, const i64* drafts,
+    ahead_move(i64* tokens, i64* positions, i64* kv_rows, i64* hi, i64* out_rows, int* fold, int* keep,
+               const int* starts, const int* row_seq, const i64* page_table, const int* n, const i64* next, const i64* last,
+               const int* goes, const i64* drafts,
                i64 seq_step, i64 draft_step, int n_draft, int n_row, int n_seq, int n_next, int n_page, int page_size,
                int is_moved, int* fault) {
   let_successor_start();
@@ -76,6 +81,7 @@ extern "C" __global__ void __launch_bounds__(128)
   if (place == 0) {
     tokens[row] = next[last[s]];
     fold[s] *= by;
+    keep[s] *= goes[s];
   } else if (drafts) {
     tokens[row] = drafts[s * seq_step + min(place - 1, n_draft - 1) * draft_step];
   }

@@ -29,8 +29,8 @@ def limits(spec: AheadSpec) -> str | None:
 @cache
 def _kernels(device: torch.device) -> tuple[Kernel, Kernel]:
     code = compile_cubin("ahead", arch_of(torch.cuda.get_device_capability(device)))
-    return code.kernel("ahead_keep", "ppppppppi"), code.kernel(
-        "ahead_move", "pppppp" + "ppp" + "pppp" + "ll" + "iiiiiii" + "p"
+    return code.kernel("ahead_keep", "ppppp" + "pppp" + "i"), code.kernel(
+        "ahead_move", "ppppppp" + "ppp" + "ppppp" + "ll" + "iiiiiii" + "p"
     )
 
 
@@ -39,18 +39,20 @@ class AheadLaunch:
 
     def __init__(self, device: torch.device) -> None:
         self.n = torch.ones(MAX_SEQS, dtype=torch.int32, device=device)
+        self.goes = torch.ones(MAX_SEQS, dtype=torch.int32, device=device)
         self.last = torch.zeros(MAX_SEQS, dtype=torch.int64, device=device)
         self.tokens = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
         self.overlap, self.fault = torch.cuda.get_device_capability(device) >= (9, 0), record(device)
-        self.keeper, self.mover = _kernels(device)  # a kernel is loaded into a context, which the tensors have made
+        self.keeper, self.mover = _kernels(device)
 
     def keep(self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None) -> Kept:
         n_seq, n_row = len(batch.seqs), batch.n_row
         assert n_seq <= MAX_SEQS and n_row <= MAX_ROWS and best.dtype == torch.float64
         assert ends is None or (ends.dtype == torch.int32 and ends.shape == (n_seq, MAX_ENDS) and ends.is_contiguous())
-        kept = Kept(self.n[:n_seq], self.tokens[:n_row], self.last[:n_seq])
+        kept = Kept(self.n[:n_seq], self.tokens[:n_row], self.last[:n_seq], self.goes[:n_seq])
         beside = (NULL if t is None else t for t in (ends, forced))
-        args = (best[0], batch.tokens, batch.seq_start, *beside, kept.n, kept.tokens, kept.last, np.int32(n_row))
+        found = kept.n, kept.tokens, kept.last, kept.goes
+        args = (best[0], batch.tokens, batch.seq_start, *beside, *found, np.int32(n_row))
         self.keeper.launch((n_seq,), 32, args)
         return kept
 
@@ -67,13 +69,21 @@ class AheadLaunch:
 
     def _launch(self, batch: Batch, kept: Kept | None, drafts: Tensor | None, is_moved: bool) -> None:
         n_row, n_page = batch.positions.shape[0], batch.page_table.shape[1]
-        of_kept: list[Arg] = [NULL] * 3 if kept is None else [kept.n, kept.tokens, kept.last]
+        of_kept: list[Arg] = [NULL] * 4 if kept is None else [kept.n, kept.tokens, kept.last, kept.goes]
         steps = (0, 0) if drafts is None else drafts.stride()
         n_draft, n_next = 0 if drafts is None else drafts.shape[1], 0 if kept is None else len(kept.tokens)
         n_seq = batch.page_table.shape[0]
         sizes = n_draft, n_row, n_seq, n_next, n_page, batch.page_size, int(is_moved)
-        args: list[Arg] = [batch.tokens, batch.positions, batch.kv_rows, batch.hi, batch.out_rows, batch.seq_fold]
-        args += [batch.seq_start, batch.row_seq, batch.page_table, *of_kept, NULL if drafts is None else drafts]
+        args: list[Arg] = [batch.tokens, batch.positions, batch.kv_rows, batch.hi, batch.out_rows]
+        args += [
+            batch.seq_fold,
+            batch.seq_keep,
+            batch.seq_start,
+            batch.row_seq,
+            batch.page_table,
+            *of_kept,
+            NULL if drafts is None else drafts,
+        ]
         args += [np.int64(n) for n in steps] + [np.int32(n) for n in sizes] + [self.fault]
         self.mover.launch((-(-n_row // THREADS),), THREADS, args, overlap=self.overlap)
 
@@ -97,7 +107,19 @@ def verify(widths: Sequence[int], device: torch.device, gen: torch.Generator) ->
 
 
 def _fields(batch: Batch) -> list[Tensor]:
-    names = ("tokens", "positions", "kv_rows", "hi", "lo", "out_rows", "seq_fold", "seq_start", "row_seq", "page_table")
+    names = (
+        "tokens",
+        "positions",
+        "kv_rows",
+        "hi",
+        "lo",
+        "out_rows",
+        "seq_fold",
+        "seq_keep",
+        "seq_start",
+        "row_seq",
+        "page_table",
+    )
     return [getattr(batch, name).clone() for name in names]
 
 
@@ -124,12 +146,12 @@ def _run(op: Ahead, widths: Sequence[int], device: torch.device, state: Tensor) 
     out = []
     for beside in ((None, None), (ends.to(device), None), (None, forced), (ends.to(device), forced)):
         kept = op.keep(best, batch, *beside)
-        out += [kept.n.clone(), kept.tokens.clone(), kept.last.clone()]
+        out += [kept.n.clone(), kept.tokens.clone(), kept.last.clone(), kept.goes.clone()]
     drafts = torch.arange(n * 64, device=device).view(64, n).T
     whole = [out]
     for widths_then, others, see_block in (([1 + w % 5 for w in widths], drafts, False), ([6] * n, None, True)):
         seqs = [
-            Seq(q.slot, q.n_past, [9] * w, n_out=w, n_fold=i % 2, slack=q.width)
+            Seq(q.slot, q.n_past, [9] * w, keep=i % 3 > 0, n_out=w, n_fold=i % 2, slack=q.width)
             for i, (q, w) in enumerate(zip(batch.seqs, widths_then, strict=True))
         ]
         moved = op.move(lay_out(table, seqs, device, arena=arena, see_block=see_block), kept, others)

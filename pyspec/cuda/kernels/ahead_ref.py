@@ -34,11 +34,13 @@ class Kept:
     n       [seq]  int32  rows
     tokens  [row]  int64  what follows each row; behind the kept ones that means nothing, but is a token
     last    [seq]  int64  the last row that is kept
+    goes    [seq]  int32  1, or 0 if what follows that row is one of the ends
     """
 
     n: Tensor
     tokens: Tensor
     last: Tensor
+    goes: Tensor
 
 
 class Ahead(Protocol):
@@ -57,8 +59,9 @@ class Ahead(Protocol):
         """Put the rows of `batch` behind those that are kept: positions, places of keys and values, what they see.
 
         In place, but for the host's description where the host can read it. The batch has the sequences of the verify, laid out
-        from its first positions with pages for all that may be kept; an `n_fold` of 1 becomes the number of kept rows. Each
-        sequence's first row gets the token that follows them, the others their drafts, if there are any [seq, n] int64.
+        from its first positions with pages for all that may be kept; an `n_fold` of 1 becomes the number of kept rows, `keep` is
+        taken back where an end follows them. Each sequence's first row gets the token that follows them, the others their
+        drafts, if there are any [seq, n] int64.
         """
         ...
 
@@ -92,14 +95,17 @@ class TorchAhead:
             right = right & (ends[seq] != draft[:, None]).all(1)
         stops = torch.where(right & (row + 1 < starts[seq + 1]), n_row, row)
         last = torch.full((n_seq,), n_row, device=tokens.device).scatter_reduce(0, seq, stops, "amin")
-        n = (last - starts[:-1] + 1).int()
-        return Kept(n, torch.where(row < last[seq], draft, found), last)
+        n, goes = (last - starts[:-1] + 1).int(), torch.ones_like(last, dtype=torch.int32)
+        if ends is not None:
+            goes = (ends != found[last][:, None]).all(1).int()
+        return Kept(n, torch.where(row < last[seq], draft, found), last, goes)
 
     def move(self, batch: Batch, kept: Kept, drafts: Tensor | None = None) -> Batch:
         n_seq, n_row = len(batch.seqs), batch.n_row
         seq = batch.row_seq[:n_row].long()
         self._shift(batch, kept.n[seq].long())
         batch.seq_fold[:n_seq] *= kept.n[:n_seq]
+        batch.seq_keep[:n_seq] *= kept.goes[:n_seq]
         place = torch.arange(n_row, device=seq.device) - batch.seq_start[seq].long()
         first = kept.tokens[kept.last[seq]]
         others = batch.tokens[:n_row] if drafts is None else drafts[seq, (place - 1).clamp(0, drafts.shape[1] - 1)]
@@ -129,10 +135,13 @@ def _told(batch: Batch) -> Batch:
     """With the host's description of where its rows have moved, where the host can read that."""
     if batch.tokens.device.type != "cpu":
         return batch
-    tokens, positions, hi, folds = (t.tolist() for t in (batch.tokens, batch.positions, batch.hi, batch.seq_fold))
+    tokens, positions, hi, folds, keeps = (
+        t.tolist() for t in (batch.tokens, batch.positions, batch.hi, batch.seq_fold, batch.seq_keep)
+    )
     seqs, max_hi = [], []
-    for q, first, end, fold in zip(batch.seqs, batch.starts, batch.starts[1:], folds, strict=False):
-        seqs.append(replace(q, n_past=positions[first], tokens=tokens[first:end], n_fold=fold, slack=0))
+    for q, first, end, fold, keep in zip(batch.seqs, batch.starts, batch.starts[1:], folds, keeps, strict=False):
+        own = tokens[first:end]
+        seqs.append(replace(q, n_past=positions[first], tokens=own, keep=bool(keep), n_fold=fold, slack=0))
         max_hi.append(max(hi[first:end]))
     return replace(batch, seqs=seqs, max_hi=max_hi)
 
