@@ -75,6 +75,11 @@ class Flight:
         """What tripped in the drafter before it was asked for: not where nobody drafted behind the round before."""
         return not self.ahead or self.tokens is not None
 
+    @property
+    def found(self) -> Tensor | None:
+        """`Out.best`, where the host reads it soonest."""
+        return self.out.best if self.best is None else self.best
+
     def wait(self) -> None:
         if self.done is not None:
             self.done.synchronize()
@@ -108,9 +113,8 @@ class Flight:
     def agree(self, chosen: Sequence[Chosen | None]) -> tuple[list[Chosen | None], set[int]]:
         """What of a verdict stands where the next round is under way: so many rows as the device kept, for it has gone on from
         them. And the slots for which it went on with another token than theirs: the best was banned, or is none."""
-        best = self.best if self.best is not None else self.out.best
-        assert best is not None
-        found, out, off = list(map(int, best[0, : self.batch.n_row].tolist())), [], set()
+        assert self.found is not None
+        found, out, off = list(map(int, self.found[0, : self.batch.n_row].tolist())), [], set()
         for i, (w, c) in enumerate(zip(self.work, chosen, strict=True)):
             own = found[self.batch.starts[i] : self.batch.starts[i + 1]]
             n = n_kept(w.draft, own, self.ends[i], None if self.forced is None else self.forced[i])

@@ -183,7 +183,7 @@ class Loop:
         work, self.landed = [w for w in flight.work if self._is_on(flight, w)], verified
         if not work:
             return  # all ended with the round before
-        chosen = self._choose(flight.work, flight.out, flight.best)
+        chosen = self._choose(flight.work, flight.out, flight.found)
         if ahead is not None:
             chosen, ahead.off = flight.agree(chosen)
         else:
