@@ -41,7 +41,7 @@ CONV_ARGS = "plpplppp" + "ppppp" + "pppp" + "pppppp" + "pppp" + "iiiif" + "p"
 ROWS_ARGS = "ppp" + "pppp" + "pppppp" + "pppp" + "iiii" + "p"
 OUT_ARGS, INTO_ARGS = "p", "plpff" + "ppp" + "i" + "plii"
 # Of the product behind: rows up to which its weights are fetched to L2, how many bytes of them, and at once.
-NEXT_ROWS, NEXT_BYTES, PIECE = 4, 16 << 20, 2048
+NEXT_ROWS, NEXT_BYTES, PIECE = 4, 40 << 20, 2048
 
 
 def limits(spec: GdnSpec) -> str | None:
