@@ -1,12 +1,10 @@
 """Time a layer's whole feed-forward of experts on this GPU: norm, router, experts, shared expert, sums. Graphs over six layers' weights.
 
-`python tools/bench_moe.py [rows ...] [--models q35,nano] [--old FOLDER] [--few 2:2 3:3:10:8] [--compile]`
+`python tools/bench_moe.py [rows ...] [--models q35,nano] [--old FOLDER] [--split 2 4] [--stage 10 20] [--registers 80 128]`
 
 `apart` has the shared expert as products of their own, `together` in the experts' launches; `--old` times an earlier moe.cu,
-moe_pairs.cu and moe_cuda.py that lie in a folder, and all are compared. `alone` is what the experts' own launches take, in a
-row, of rows that are prepared and have chosen. `--few` tries builds of moe_few.cu, in `together` alone where there is one: CTAs
-that registers and stages are cut for, and those launched, of a multiprocessor; then KB of weights in a stage, and stages at
-most, pairs of an item, rows at most. `--compile` only compiles all of it, which needs no GPU: into PYSPEC_CACHE, for an H200.
+moe_pairs.cu and moe_cuda.py that lie in a folder, with the shared expert apart, and all are compared. `--split`, `--stage`
+(KB of weights) and `--registers` of a thread are tried in all combinations, for few rows, in `together` alone where there is one.
 """
 
 from __future__ import annotations
@@ -19,8 +17,9 @@ from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -29,11 +28,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bench_linear import DEVICE, FLOOR, graph_us
 
 from pyspec.cuda import jit
-from pyspec.cuda.jit import Compiled
 from pyspec.cuda.kernels import moe_cuda, moe_route_cuda
 from pyspec.cuda.kernels.linear_cuda import random_packed
 from pyspec.cuda.kernels.linear_pack import packed_bytes
-from pyspec.cuda.kernels.moe_cuda import Build, Experts
+from pyspec.cuda.kernels.moe_cuda import Experts
 from pyspec.cuda.kernels.moe_ref import NOTHING, Added, MoeSpec, RouteSpec, Run, Stack, Stacks
 from pyspec.cuda.kernels.rows_ref import RELU2, Norm
 from pyspec.gguf import GGMLType
@@ -119,16 +117,19 @@ def feed(m: Model, w: Weights, experts: Run, shared: tuple[Streamed, Streamed] |
     down, up = [Streamed(p, DEVICE, False, None) for p in w.latent] or (None, None)
 
     def run(x: Tensor) -> Tensor:
+        is_new = isinstance(experts, Experts)
+        routes = None if is_new else route(x, w.norm.weight, w.router, w.bias)  # it came first
         together = shared_of(x) if shared is not None else None
         n, prep = (x, w.norm) if down is None else (down(x, w.norm), None)
-        ready = experts.prepare(n, prep)  # type: ignore[attr-defined]
-        routes = route(x, w.norm.weight, w.router, w.bias)
+        ready = (experts.prepare(n, prep),) if isinstance(experts, Experts) else ()
+        if routes is None:
+            routes = route(x, w.norm.weight, w.router, w.bias)
         added = Added(x, None, routes.gate)
         if together is not None:
             added = Added(together) if routes.gate is None else Added(x, together, routes.gate)
         if up is None:
-            return experts(n, routes.ids, routes.weights, prep, added, ready)
-        return up(experts(n, routes.ids, routes.weights, None, NOTHING, ready), residual=added.residual)
+            return experts(n, routes.ids, routes.weights, prep, added, *ready)
+        return up(experts(n, routes.ids, routes.weights, None, NOTHING, *ready), residual=added.residual)
 
     def shared_of(x: Tensor) -> Tensor:
         assert shared is not None
@@ -184,148 +185,55 @@ def worst(got: list[Tensor], want: list[Tensor], x: Tensor) -> float:
     return max(float(((a - b).norm(dim=-1) / (b - x).norm(dim=-1)).amax()) for a, b in zip(got, want, strict=True))
 
 
-@dataclass(frozen=True)
-class How:
-    """A build of moe_few.cu."""
-
-    resident: int
-    grid: int
-    stage: int = moe_cuda.STAGE[1] >> 10
-    stages: int = moe_cuda.MOST_STAGES["moe_few"]
-    hold: int = 4
-    rows: int = moe_cuda.FEWS[-1].rows
-
-    @classmethod
-    def read(cls, text: str) -> How:
-        return cls(*(int(n) for n in text.split(":")))
-
-    def build(self) -> Build:
-        return Build(1, self.hold, self.resident, self.rows, self.grid)
-
-    def step(self, type: GGMLType, act: int, inner: bool) -> moe_cuda._Step:
-        usual = moe_cuda.STAGE[1], moe_cuda.MOST_STAGES["moe_few"]
-        moe_cuda.STAGE[1], moe_cuda.MOST_STAGES["moe_few"] = self.stage << 10, self.stages
-        try:
-            return moe_cuda._step.__wrapped__(DEVICE, type, self.build(), act, inner)
-        finally:
-            moe_cuda.STAGE[1], moe_cuda.MOST_STAGES["moe_few"] = usual
+How = tuple[int, int, int]  # warps that share columns, KB of weights in a stage, registers of a thread
 
 
 def built(experts: Experts, how: How) -> Experts:
     """The same weights with kernels that are built another way."""
+    moe_cuda.SPLIT, moe_cuda.STAGE[1], moe_cuda.REGISTERS[1] = how[0], how[1] * 1024, how[2]
+    moe_cuda._step.cache_clear()
     own, act = copy(experts), moe_cuda.ACTS[experts.spec.act]
     own.inner, own.down = copy(experts.inner), copy(experts.down)
     for part, a, is_inner in ((own.inner, act, True), (own.down, moe_cuda.NONE, False)):
-        part.steps = part.steps | {how.build(): how.step(part.stack.type, a, is_inner)}
+        part.steps = {
+            (8 * n, listed): moe_cuda._step(DEVICE, part.stack.type, n, a, is_inner, listed)
+            for n, listed in moe_cuda.BUILDS
+        }
     return own
 
 
-@dataclass
-class Variant:
-    """fews: what moe_cuda.FEWS is while it runs."""
-
-    label: str
-    experts: Sequence[Run]
-    feeds: list[Feed]
-    fews: tuple[Build, ...]
-
-
 def variants_of(
-    m: Model, weights: list[Weights], old: ModuleType | None, hows: list[How], few_only: bool
-) -> list[Variant]:
-    apart = [shared_apart(m, w) for w in weights] if m.latent or not few_only else []
-    usual = moe_cuda.FEWS
+    m: Model, weights: list[Weights], old: ModuleType | None, hows: list[How]
+) -> list[tuple[str, list[Feed]]]:
+    apart = [shared_apart(m, w) for w in weights]
 
-    def variant(label: str, made: Sequence[Run], is_apart: bool, fews: tuple[Build, ...] = usual) -> Variant:
-        shared = apart if is_apart else [None] * len(weights)
-        return Variant(label, made, [feed(m, *rest) for rest in zip(weights, made, shared, strict=True)], fews)
+    def feeds(made: Sequence[Run], is_apart: bool) -> list[Feed]:
+        return [feed(m, w, e, s if is_apart else None) for w, e, s in zip(weights, made, apart, strict=True)]
 
-    def whole(w: Weights) -> Stacks:
-        return w.stacks if m.latent else replace(w.stacks, shared=w.shared)
-
-    pieces, found = 0 if m.latent else m.n_piece, []
+    found = []
     if old is not None:
-        found.append(variant("old", [old.Experts(m.spec(pieces), whole(w)) for w in weights], bool(m.latent)))
-    if not m.latent and not few_only:
-        found.append(variant("apart", [Experts(m.spec(0), w.stacks) for w in weights], True))
-    made = [Experts(m.spec(pieces), whole(w)) for w in weights]
-    found.append(variant("apart" if m.latent else "together", made, bool(m.latent)))
+        found.append(("old", feeds([old.bind(m.spec(0))(w.stacks) for w in weights], True)))
+    made = [Experts(m.spec(0), w.stacks) for w in weights]
+    found.append(("apart", feeds(made, True)))
+    if not m.latent:
+        made = [Experts(m.spec(m.n_piece), replace(w.stacks, shared=w.shared)) for w in weights]
+        found.append(("together", feeds(made, False)))
+    usual = moe_cuda.SPLIT, moe_cuda.STAGE[1] // 1024, moe_cuda.REGISTERS[1]
     for how in hows:
         try:
-            others = [built(e, how) for e in made]
-        except Exception as e:  # noqa: BLE001 - a build that can not be is said, and the others go on
+            others = [built(e, how) for e in made] if how != usual else []
+        except Exception as e:  # noqa: BLE001 - a combination that can not be built is said, and the others go on
             print(f"{how}: {e}")
-            continue
-        found.append(variant(":".join(str(n) for n in vars(how).values()), others, bool(m.latent), (how.build(),)))
+            others = []
+        if others:
+            found.append(
+                (
+                    f"{found[-1][0].split()[0]} split {how[0]} stage {how[1]} registers {how[2]}",
+                    feeds(others, bool(m.latent)),
+                )
+            )
+    built(made[0], usual)  # what is built next is as it was
     return found
-
-
-def alone(m: Model, weights: list[Weights], v: Variant, x: Tensor) -> list[Callable[[], Tensor]]:
-    """The experts' own launches, of each layer."""
-    route = moe_route_cuda.bind(m.route())
-    launches: list[Callable[[], Tensor]] = []
-    n = torch.randn(len(x), m.latent or m.n_embd, generator=torch.Generator().manual_seed(5)).to(DEVICE)
-    for w, experts in zip(weights, v.experts, strict=True):
-        routes = route(x, w.norm.weight, w.router, w.bias)
-        ready = experts.prepare(n)  # type: ignore[attr-defined]
-        gate = routes.gate if not m.latent else None
-        added = Added(None if m.latent else x, None, gate)
-        launches.append(partial(experts, n, routes.ids, routes.weights, None, added, ready))
-    return launches
-
-
-def has_bits_of_many(launches: list[Callable[[], Tensor]]) -> bool:
-    """Rows come out as they do among many, which are multiplied by other kernels."""
-    for f in launches:
-        experts, (n, ids, by, norm, added, _) = f.func, f.args  # type: ignore[attr-defined]
-        times = 12 // len(n)
-
-        def more(t: Tensor | None, times: int = times) -> Tensor | None:
-            return None if t is None else t.repeat(times, *[1] * (t.dim() - 1))
-
-        many = experts(more(n), more(ids), more(by), norm, Added(more(added.residual), None, more(added.gate)))
-        if not torch.equal(experts(n, ids, by, norm, added), many[: len(n)]):
-            return False
-    return True
-
-
-def time_model(name: str, args: argparse.Namespace, old: ModuleType | None) -> None:
-    m = MODELS[name]
-    weights = [Weights(m, seed) for seed in range(args.layers)]
-    variants = variants_of(m, weights, old, [How.read(text) for text in args.few], args.few_only)
-    usual = moe_cuda.FEWS
-    for rows in args.rows:
-        x = torch.randn(rows, m.n_embd, generator=torch.Generator().manual_seed(rows)).to(DEVICE)
-        print(f"{name} {rows:3} rows: floor {bytes_read(m, weights, x) / FLOOR * 1e6:.1f} us", flush=True)
-        want = None
-        for v in variants:
-            moe_cuda.FEWS = v.fews
-            got = [f(x) for f in v.feeds]
-            want = want or got
-            own = alone(m, weights, v, x)
-            us, layer = graph_us(own * 3), graph_us([partial(f, x) for f in v.feeds])  # type: ignore[arg-type, misc]
-            off = worst(got, want, x)
-            line = f"  {v.label:18} alone {us:7.1f} us, layer {layer:7.1f} us, off {off:.1g}"
-            is_same = v.label == "old" or rows > 6 or has_bits_of_many(own)
-            print(line + ("" if is_same else ", OTHER BITS"), flush=True)
-        moe_cuda.FEWS = usual
-
-
-def compile_all(names: list[str], hows: list[How]) -> None:
-    """Fills the cache of what this tool and its models' other kernels need."""
-    torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    real = Compiled.kernel
-    Compiled.kernel = lambda self, *args: SimpleNamespace(allow_shared=lambda n: None)  # type: ignore[assignment, method-assign]
-    try:
-        for name in names:
-            m = MODELS[name]
-            for act, inner in ((moe_cuda.ACTS[m.act], True), (moe_cuda.NONE, False)):
-                for build in moe_cuda.LISTED + moe_cuda.FEWS:
-                    moe_cuda._step(DEVICE, m.type, build, act, inner)
-                for how in hows:
-                    how.step(m.type, act, inner)
-    finally:
-        Compiled.kernel = real  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -333,18 +241,26 @@ def main() -> None:
     parser.add_argument("rows", type=int, nargs="*", default=[1, 4, 8, 32])
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--old", type=Path)
-    parser.add_argument("--few", nargs="*", default=[])
-    parser.add_argument("--few-only", action="store_true", help="no `apart` where there is a `together`")
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--split", type=int, nargs="*", default=[moe_cuda.SPLIT])
+    parser.add_argument("--stage", type=int, nargs="*", default=[moe_cuda.STAGE[1] // 1024])
+    parser.add_argument("--registers", type=int, nargs="*", default=[moe_cuda.REGISTERS[1]])
     parser.add_argument("--layers", type=int, default=N_LAYER)
     args = parser.parse_args()
-    if args.compile:
-        return compile_all(args.models.split(","), [How.read(text) for text in args.few])
     old = None if args.old is None else old_module(args.old)
     models_weights._tall = lambda spec: None  # rows here are few: nothing to be checked in a child process
+    hows = list(product(args.split, args.stage, args.registers))
     for name in args.models.split(","):
-        time_model(name, args, old)
-        torch.cuda.empty_cache()
+        m = MODELS[name]
+        weights = [Weights(m, seed) for seed in range(args.layers)]
+        variants = variants_of(m, weights, old, hows)
+        for rows in args.rows:
+            x = torch.randn(rows, m.n_embd, generator=torch.Generator().manual_seed(rows)).to(DEVICE)
+            print(f"{name} {rows:3} rows: floor {bytes_read(m, weights, x) / FLOOR * 1e6:.1f} us", flush=True)
+            want = [f(x) for f in variants[0][1]]
+            for label, feeds in variants:
+                off = worst([f(x) for f in feeds], want, x)
+                us = graph_us([partial(f, x) for f in feeds])  # type: ignore[misc]
+                print(f"  {label:40} {us:7.1f} us, off {off:.1g}", flush=True)
 
 
 if __name__ == "__main__":

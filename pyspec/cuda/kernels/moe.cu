@@ -6,48 +6,270 @@
 //   x        INNER: [block][step][32] f16, rows.cu's; else [pair][step][32], blocks as below
 //   sums     like x, of a block  f32  (HAS_MIN)
 //   powers   INNER: [row]; else [pair][step]  f32
-//   order    [pair]              i32  pairs by expert (moe_lists): row * n_used + choice; behind those, n_row pairs a piece
-//   items    [item]              i32 x 4  {expert, first place in `order`, pairs, 0}
+//   ids      [row, n_used]       i32  the experts of a row: pair = row * n_used + choice; behind those, n_row pairs a piece
+//   order    [pair]              i32  LISTED: pairs by expert (moe_lists)
+//   items    [item]              i32 x 4  LISTED: {expert, first place in `order`, pairs, 0}
 //   y        [pair, n_out]       f32  unless INNER
+//   out      [row, n_out]        f32  FUSED: the sums of expert_sums.cuh, where the other tensors stand; `shared` is y's pieces,
+//                                     or given; tickets [n_out / 16, up] i32 are zero before and after
 //   blocks   [pair][n_out / 256, up][256]  f16  INNER: of the activation, a block of 32 columns over a power of two of its
 //                                     own; columns in rows.cu's order, what lies past n_out is left alone
 //   block_sums, block_powers  [pair][blocks]  f32  INNER: sums of a block's f16 values, and what they are to be multiplied with
 //
-// Grid (64 weight rows, item). The first items are the shared expert's, of 8 TILES_N rows each; of the others an item has up to
-// 8 TILES_N pairs of one expert. The fewest rows go without lists, which cost a launch: moe_few.cu.
+// Grid (64 weight rows, item). The first items are the shared expert's, of 8 TILES_N rows each. Of the others, LISTED or not,
+// an item has up to 8 TILES_N pairs. Without lists, which cost a launch, there is a CTA for each pair: it looks for the
+// others that took the same expert, and ends unless it is the first of them, or the first after 8 TILES_N others.
 //
 // A CTA has SPLIT warps for each 16 weight rows: warp k of them multiplies the k-th part of every chunk's blocks (of several
 // chunks' where one has too few), and the parts' sums are added in order. That order is the same for all TILES_N, STAGES and
 // PER_STAGE, and so a row's bits depend neither on its place nor on its neighbours.
 //
-// Memory-bound: bytes of the experts in use, once for every 8 TILES_N rows that took one. Weights need the expert alone, so their
-// first stages come before it is known which rows they meet, the shared expert's before the predecessor is over; and what the
-// stores need is fetched before the sums are made. Gates and ups let the downs start when what rows chose has been written (past
-// the first-level cache: a launch that starts early may find there what was chosen before): all but the activations may then be
-// fetched beside them. A CTA's gates and ups are whole blocks of the activation: it rounds them for the next launch itself.
+// Memory-bound: bytes of the experts in use, once for every 8 TILES_N rows that took one. With few rows a CTA's work is
+// short and latency is what there is to hide: weights need the expert alone, so their first stages come before it is known
+// which rows they meet, the shared expert's before the predecessor is over; and what the stores need is fetched before the
+// sums are made. Gates and ups let the downs start when what rows chose has been written (past the first-level cache: a launch
+// that starts early may find there what was chosen before): all but the activations may then be fetched beside them. A CTA's gates and ups are whole blocks of the activation: it rounds them for the next launch itself. Of few
+// rows' downs, the last warp to have its share of 16 columns adds what all experts gave, in the order of choice.
 //
 // Set by the launcher: TYPE, CHUNK, RECORD, TILES_N, SPLIT, PER_STAGE (chunks in a stage), STAGES, RESIDENT (CTAs on a
-// multiprocessor that registers must allow), HOLD (pairs of an item: 8 TILES_N), INNER, ACT, and for linear.cuh WARPS_M 4,
-// WARPS_N 1, TILES_M 4.
-#include "moe.cuh"
+// multiprocessor that registers must allow), LISTED, INNER, ACT, and for linear.cuh WARPS_M 4, WARPS_N 1, TILES_M 4.
+#include "linear.cuh"
+#include "expert_sums.cuh"
+#include "overlap.cuh"
+#include "prepared.cuh"
 
+#define FUSED (!LISTED && !INNER)
+#define NONE 0
+#define SWIGLU 1  // rows 0-7 of each 16 are gates, 8-15 the ups of the same features
+#define RELU2 2
+
+constexpr int kCta = kThreads * SPLIT;          // threads
+constexpr int kPieces = WARPS_M * RECORD / 16;  // of 16 bytes: a chunk's weights
+constexpr int kWeights = PER_STAGE * kPieces * 16;
+constexpr int kPowerBytes = INNER ? 0 : CHUNK * kPad * 4;
+constexpr int kSums = kWeights + PER_STAGE * kRowBytes, kPowers = kSums + PER_STAGE * kSumBytes;  // where a stage has them
+constexpr int kStage = kPowers + PER_STAGE * kPowerBytes;
+constexpr int kDeal = CHUNK > SPLIT ? CHUNK : SPLIT;  // blocks that a group's warps share out evenly, part by part
+constexpr int kOwn = kDeal / SPLIT;
 constexpr int kEarly = INNER && STAGES > 3 ? 2 : STAGES - 1;  // stages whose weights come before their rows are known
+static_assert(kDeal % SPLIT == 0 && PER_STAGE * CHUNK % kDeal == 0, "stages have whole turns");
+static_assert(kCta % (4 * kPad) == 0, "a thread copies for one pair alone");
+constexpr int kColumns = WARPS_M * (ACT == SWIGLU ? 8 : 16);  // of the activation, a CTA's
 constexpr int kMet = (SPLIT - 1) * kThreads * TILES_N * 16;    // bytes of sums where stages were, before the activation
 static_assert(kMet + INNER * kPad * (kColumns + 4) * 4 <= STAGES * kStage, "sums meet where stages were");
+static_assert(!INNER || kColumns % 32 == 0, "a CTA has whole blocks of the activation");
+
+__device__ __forceinline__ void copy4(u32 to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+// What a thread copies of each stage's weights, stage by stage. Where a tile has fewer groups than the CTA, the last one's
+// pieces come again.
+struct WeightCopies {
+  const u8* from;  // the stage's first record
+  i64 step;        // bytes to the next stage's
+  u32 at[(PER_STAGE * kPieces + kCta - 1) / kCta];
+
+  __device__ __forceinline__ WeightCopies(const u8* expert, int n_group, int n_tile16, int n_chunk) {
+    const int first = blockIdx.x * WARPS_M, tile = first / kTile, lower = min(kTile, n_tile16 - tile * kTile);
+    from = expert + (static_cast<i64>(tile) * kTile * n_chunk + first % kTile) * RECORD;
+    step = static_cast<i64>(PER_STAGE * RECORD) * lower;
+#pragma unroll
+    for (int k = 0; k < sizeof(at) / 4; ++k) {
+      const int i = k * kCta + threadIdx.x, chunk = i / kPieces, piece = min(i % kPieces, n_group * (RECORD / 16) - 1);
+      at[k] = chunk * lower * RECORD + piece * 16;
+    }
+  }
+
+  __device__ __forceinline__ void load(u32 to, int n_left) {
+    const int n = min(n_left, PER_STAGE) * kPieces - static_cast<int>(threadIdx.x);
+#pragma unroll
+    for (int k = 0; k < sizeof(at) / 4; ++k)
+      if (k * kCta < n) copy16(to + threadIdx.x * 16 + k * (kCta * 16), from + at[k]);
+    from += step;
+  }
+};
+
+// The same of the pair it copies for; none for places past the item's pairs, whose sums are not stored.
+struct RowCopies {
+  const u8* x;  // 16 bytes of the pair's row in the thread's first block
+  const float *sums, *powers;
+  i64 step;  // blocks from one to the next
+  bool is_pair;
+
+  __device__ __forceinline__ void load(u32 stage, int n_left) {
+    constexpr int kStep = kCta / (4 * kPad);
+    const int n = is_pair ? min(n_left, PER_STAGE) * CHUNK - static_cast<int>(threadIdx.x / (4 * kPad)) : 0;
+#pragma unroll
+    for (int k = 0; k < (PER_STAGE * CHUNK + kStep - 1) / kStep; ++k) {
+      if (k * kStep >= n) break;
+      copy16(stage + kWeights + (k * kCta + threadIdx.x) * 16, x + k * kStep * step * 64);
+      const u32 at = k * kCta + threadIdx.x;  // four times the block's place
+      if (HAS_MIN && threadIdx.x % 4 == 0) copy4(stage + kSums + at, sums + k * kStep * step);
+      if (!INNER && threadIdx.x % 4 == 1) copy4(stage + kPowers + at - 1, powers + k * kStep * step);
+    }
+    x += PER_STAGE * CHUNK * step * 64;
+    sums += PER_STAGE * CHUNK * step;
+    powers += PER_STAGE * CHUNK * step;
+  }
+};
+
+// Of the first n_chunk chunks.
+__device__ __forceinline__ int own_blocks(int n_chunk, int part) {
+  const int n_block = n_chunk * CHUNK, rest = n_block % kDeal - part * kOwn;
+  return n_block / kDeal * kOwn + min(max(rest, 0), kOwn);
+}
+
+__device__ __forceinline__ void add_stage(float (&acc)[TILES_N][4], u32 stage, int group, int part, int n_left) {
+  const int lane = threadIdx.x & 31;
+  auto add = [&](int i) {
+    const int at = i / kOwn * kDeal + part * kOwn + i % kOwn;
+    Weights w;
+    unpack(w, stage + at / CHUNK * (kPieces * 16) + group * RECORD, at % CHUNK, lane);
+    const u32 right = stage + kWeights + at * (kPad * 64) + lane * 16;
+    const u32 mins = stage + kSums + at * (kPad * 4) + (lane & 3) * 8;
+    const u32 powers = stage + kPowers + at * (kPad * 4) + (lane & 3) * 8;
+#pragma unroll
+    for (int n = 0; n < TILES_N; ++n) {
+      uint2 s = make_uint2(0, 0);
+      if (HAS_MIN) s = shared_8(mins + n * 32);
+#if INNER
+      multiply(acc[n], w, shared_16(right + n * 512), __uint_as_float(s.x), __uint_as_float(s.y));
+#else
+      float block[4] = {};
+      multiply(block, w, shared_16(right + n * 512), __uint_as_float(s.x), __uint_as_float(s.y));
+      const uint2 by = shared_8(powers + n * 32);
+      acc[n][0] = fmaf(block[0], __uint_as_float(by.x), acc[n][0]);
+      acc[n][1] = fmaf(block[1], __uint_as_float(by.y), acc[n][1]);
+      acc[n][2] = fmaf(block[2], __uint_as_float(by.x), acc[n][2]);
+      acc[n][3] = fmaf(block[3], __uint_as_float(by.y), acc[n][3]);
+#endif
+    }
+  };
+  if (n_left >= PER_STAGE) {
+#pragma unroll (TILES_N == 1 ? 4 : 2)
+    for (int i = 0; i < PER_STAGE * CHUNK / SPLIT; ++i) add(i);
+  } else {
+    const int n = own_blocks(n_left, part);
+#pragma unroll 1
+    for (int i = 0; i < n; ++i) add(i);
+  }
+}
+
+// Adds what the warps of a group summed, in the order of their parts; the sums are the first's.
+__device__ __forceinline__ void add_parts(float (&acc)[TILES_N][4], float4* shared, int part) {
+  __syncthreads();  // stages are read to the end
+  float4* own = shared + threadIdx.x % kThreads;
+#pragma unroll
+  for (int n = 0; n < TILES_N; ++n)
+    if (part > 0) own[((part - 1) * TILES_N + n) * kThreads] = make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
+  __syncthreads();
+  if (part > 0) return;
+#pragma unroll
+  for (int i = 0; i < (SPLIT - 1) * TILES_N; ++i) {
+    const float4 v = own[i * kThreads];
+    float(&sum)[4] = acc[i % TILES_N];
+    sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+  }
+}
 
 struct Item {
   int expert, n;  // the shared expert's pieces come after the others; n pairs, none: nothing to do
 };
 
+__device__ __forceinline__ int expert_of(int id, int n_expert) { return min(max(id, 0), n_expert - 1); }
+
+// Every warp finds the pairs that took the expert of `pair`, from it on, at most kPad, and writes them down for itself.
+__device__ __forceinline__ Item find_pairs(const int* ids, int pair, int n_pair, int n_expert, int* found) {
+  constexpr int kBatch = 8;  // loads of a lane under way
+  const int lane = threadIdx.x & 31, expert = expert_of(__ldcg(ids + pair), n_expert);
+  int n_before = 0, n = 0;
+#pragma unroll 1
+  for (int first = 0; first < n_pair; first += 32 * kBatch) {
+    int own[kBatch];
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      const int at = first + 32 * k + lane;
+      own[k] = at < n_pair ? expert_of(__ldcg(ids + at), n_expert) : -1;
+    }
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      const int start = first + 32 * k;
+      const u32 same = __ballot_sync(0xffffffffu, own[k] == expert);
+      const u32 before = pair <= start ? 0u : pair - start >= 32 ? 0xffffffffu : (1u << (pair - start)) - 1;
+      const u32 here = same & ~before;
+      const int place = n + __popc(here & ((1u << lane) - 1));
+      if ((here >> lane & 1) && place < kPad) found[place] = start + lane;
+      n_before += __popc(same & before);
+      n += __popc(here);
+    }
+  }
+  __syncwarp();
+  return {expert, n_before % kPad ? 0 : min(n, kPad)};
+}
+
+// What warps of part 0 summed, activated, to shared memory; then into blocks, a power of two each.
+__device__ __forceinline__ void store_blocks(const float (&acc)[TILES_N][4], float* h, const float* power, const int* target,
+                                             float scale, float scale8, int group, bool has_sums, int n, int n_out,
+                                             u16* blocks, float* block_sums, float* block_powers) {
+  const int lane = threadIdx.x & 31, row16 = lane >> 2;
+#pragma unroll
+  for (int tile = 0; tile < TILES_N; ++tile) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int token = tile * 8 + (lane & 3) * 2 + j;
+      const float y = acc[tile][j] * scale * power[token], y8 = acc[tile][j + 2] * scale8 * power[token];
+      float* to = h + token * (kColumns + 4) + row16;
+      const float r = fmaxf(y, 0.f), r8 = fmaxf(y8, 0.f);
+      if (!has_sums) continue;
+      if (ACT == SWIGLU) to[group * 8] = silu(y) * y8;
+      if (ACT == RELU2) to[group * 16] = r * r, to[group * 16 + 8] = r8 * r8;
+    }
+  }
+  __syncthreads();
+  constexpr int kQuads = kColumns / 4;
+  const int step = (n_out + 255) / 256 * 8;
+#pragma unroll
+  for (int i = threadIdx.x; i < kPad * kQuads; i += kCta) {
+    const int token = i / kQuads, column = blockIdx.x * kColumns + i % kQuads * 4;
+    const float4 v = *reinterpret_cast<const float4*>(h + token * (kColumns + 4) + i % kQuads * 4);
+    float largest = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+#pragma unroll
+    for (int hop = 4; hop > 0; hop >>= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, hop));
+    const Power own = power_of(largest);
+    const bool is_in = token < n && column < n_out;
+    put_in_block(blocks, block_sums, 1, target[token] * step, column, halves_of(v, own.factor), is_in);
+    if (is_in && column % 32 == 0) block_powers[static_cast<i64>(target[token]) * step + column / 32] = own.power;
+  }
+}
+
+#if FUSED
+// A warp has written its share of y's 16 columns of a group, or had none. The last one to say so adds for all rows.
+__device__ __forceinline__ void add_experts(const ExpertSums& sums, int group16, int* tickets) {
+  const int lane = threadIdx.x & 31;
+  __syncwarp();
+  int n_before = 0;
+  if (lane == 0) n_before = arrive(tickets + group16);
+  if (__shfl_sync(0xffffffffu, n_before, 0) != static_cast<int>(gridDim.y) - 1) return;
+  if (lane == 0) tickets[group16] = 0;
+  for (int i = lane; i < sums.n_row * 4; i += 32) {
+    const int quad = group16 * 4 + i % 4;
+    if (quad < sums.n_quad) sums.add(i / 4, quad);
+  }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(kCta, RESIDENT)
     moe(const u8* weights, const float* scales, const u8* shared_weights, const float* shared_scales, const u8* x,
-        const float* sums, const float* powers, const int* order, const int4* items, float* y, u16* blocks, float* block_sums,
-        float* block_powers, i64 expert_bytes, int n_scale, int n_expert, int n_used, int n_row, int n_piece, int step, int n_out,
-        int n_tile16, int n_chunk) {
+        const float* sums, const float* powers, const int* ids, const int* order, const int4* items, float* y, u16* blocks,
+        float* block_sums, float* block_powers, const float* row_weights, const float4* shared, const float* gate,
+        const float4* residual, float4* out, int* tickets, i64 expert_bytes, int n_scale, int n_expert, int n_used, int n_row,
+        int n_piece, int step, int n_out, int n_tile16, int n_chunk) {
   if (!INNER) let_successor_start();
   extern __shared__ uint4 stages[];
   __shared__ float power[kPad];
   __shared__ int target[kPad];  // the pair
+  __shared__ int found[LISTED ? 1 : kCta / 32][kPad];
   const int n_pass = (n_row + kPad - 1) / kPad, n_pair = n_row * n_used;
   const int piece = blockIdx.y / n_pass, first_row = blockIdx.y % n_pass * kPad;
   const bool is_shared = piece < n_piece;
@@ -56,23 +278,41 @@ extern "C" __global__ void __launch_bounds__(kCta, RESIDENT)
   int first_place = 0;
   if (!is_shared) {
     if (INNER) wait_for_predecessor();
+#if LISTED
     const int4 given = __ldcg(items + own_item);
     item = {given.x, given.z}, first_place = given.y;
+#else
+    item = find_pairs(ids, own_item, n_pair, n_expert, found[threadIdx.x >> 5]);
+#endif
   }
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = warp % WARPS_M, part = warp / WARPS_M;
   const int n_group = min(WARPS_M, n_tile16 - static_cast<int>(blockIdx.x) * WARPS_M);  // of 16 weight rows, the CTA's
   const bool has_sums = part == 0 && group < n_group;
+#if FUSED
+  auto all = [&] {  // made where it is used, from the launch's arguments: until then it takes no registers
+    return ExpertSums{reinterpret_cast<const float4*>(y), row_weights, shared, gate, residual, out,
+                      n_row, n_used, n_out / 4, max(n_piece, static_cast<int>(shared != nullptr))};
+  };
+  if (item.n == 0 && has_sums) {
+    wait_for_predecessor();  // it may be the one that adds for all
+    add_experts(all(), blockIdx.x * WARPS_M + group, tickets);
+  }
+#endif
   if (item.n == 0) return;
   const u32 base = shared_address(stages);
-  WeightCopies left((is_shared ? shared_weights + piece * expert_bytes : weights + item.expert * expert_bytes), blockIdx.x,
-                    n_group, n_tile16, n_chunk);
+  WeightCopies left((is_shared ? shared_weights + piece * expert_bytes : weights + item.expert * expert_bytes), n_group,
+                    n_tile16, n_chunk);
 #pragma unroll
   for (int i = 0; i < kEarly; ++i) left.load(base + i * kStage, n_chunk - i * PER_STAGE);
 
   const int pair = threadIdx.x / 4 % kPad, own = min(pair, item.n - 1);
   int taken = n_pair + piece * n_row + first_row + own;
   if (!INNER || is_shared) wait_for_predecessor();
+#if LISTED
   if (!is_shared) taken = __ldcg(order + first_place + own);
+#else
+  if (!is_shared) taken = found[threadIdx.x >> 5][own];
+#endif
   const int row = !INNER ? taken : is_shared ? first_row + own : taken / n_used;
   const i64 block = threadIdx.x / (4 * kPad), at = INNER ? block * step + row : static_cast<i64>(row) * step + block;
   RowCopies right{x + at * 64 + threadIdx.x % 4 * 16, sums + at, powers + at, INNER ? step : 1, pair < item.n};
@@ -86,8 +326,7 @@ extern "C" __global__ void __launch_bounds__(kCta, RESIDENT)
   float scale = kUnit, scale8 = kUnit;
 #if ROW_SCALES
   if (group < n_group) {
-    const float* of = is_shared ? shared_scales + static_cast<i64>(piece) * n_scale
-                                : scales + static_cast<i64>(item.expert) * n_scale;
+    const float* of = is_shared ? shared_scales + static_cast<i64>(piece) * n_scale : scales + static_cast<i64>(item.expert) * n_scale;
     of += (blockIdx.x * WARPS_M + group) * 16 + (lane >> 2);
     scale *= of[0];
     scale8 *= of[8];
@@ -95,7 +334,7 @@ extern "C" __global__ void __launch_bounds__(kCta, RESIDENT)
 #endif
   if (threadIdx.x < 4 * kPad && threadIdx.x % 4 == 0) {
     if (INNER) power[pair] = powers[row];
-    target[pair] = pair < item.n ? taken : -1;
+    target[pair] = taken;
   }
 
   float acc[TILES_N][4] = {};
@@ -112,12 +351,10 @@ extern "C" __global__ void __launch_bounds__(kCta, RESIDENT)
     add_stage(acc, base + stage * kStage, group, part, n_chunk - chunk);
     stage = stage + 1 == STAGES ? 0 : stage + 1;
   }
-  __syncthreads();  // stages are read to the end
   add_parts(acc, reinterpret_cast<float4*>(stages), part);
 #if INNER
   float* h = reinterpret_cast<float*>(reinterpret_cast<u8*>(stages) + kMet);
-  store_blocks(acc, h, [&](int token) { return power[token]; }, target, scale, scale8, group, blockIdx.x, has_sums, n_out,
-               blocks, block_sums, block_powers);
+  store_blocks(acc, h, power, target, scale, scale8, group, has_sums, item.n, n_out, blocks, block_sums, block_powers);
 #else
   if (!has_sums) return;
   const int column = (blockIdx.x * WARPS_M + group) * 16 + (lane >> 2);
@@ -126,11 +363,14 @@ extern "C" __global__ void __launch_bounds__(kCta, RESIDENT)
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       const int token = n * 8 + (lane & 3) * 2 + j;
-      if (target[token] < 0) continue;
+      if (token >= item.n) continue;
       float* to = y + static_cast<i64>(target[token]) * n_out + column;
       if (column < n_out) to[0] = acc[n][j] * scale;
       if (column + 8 < n_out) to[8] = acc[n][j + 2] * scale8;
     }
   }
+#if FUSED
+  add_experts(all(), blockIdx.x * WARPS_M + group, tickets);
+#endif
 #endif
 }

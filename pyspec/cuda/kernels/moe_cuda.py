@@ -1,7 +1,7 @@
-"""`moe` on NVIDIA GPUs: one launch for all gates and ups, one for all downs (moe.cu, moe_few.cu).
+"""`moe` on NVIDIA GPUs: one launch for all gates and ups, one for all downs (moe.cu).
 
 Rows get lists of theirs by expert before, and are summed after, in launches of their own (moe_pairs.cu); the fewest find each
-other, and who comes last sums them (moe_few.cu): launches are most of their time, tickets would be most of others'. A shared expert goes in
+other, and who comes last sums them: launches are most of their time, tickets would be most of others'. A shared expert goes in
 the same launches, cut into pieces of the others' width: of all rows, and first, because what it reads is known before rows
 have chosen.
 
@@ -29,41 +29,16 @@ from pyspec.cuda.kernels.rows_ref import Norm
 from pyspec.gguf import GGMLType
 
 MAX_ROWS, MAX_EXPERT, MAX_USED = 512, 1024, 32
+FEWEST = 4  # rows up to which pairs find each other and outputs are summed in the products' own launches
 FEW = 32  # rows up to which an item has 8 pairs: experts rarely get more; beyond it has 32
 MAX_PIECES = 4  # of a shared expert: with more, a launch of its own reads as well
 GROUPS = 4  # of 16 weight rows in a CTA
 SPLIT = 2  # warps for each, which share the columns
+BUILDS = ((1, False), (1, True), (4, True))  # TILES_N, LISTED
 NONE, SWIGLU, RELU2 = 0, 1, 2  # moe.cu's activations
 ACTS = {"swiglu": SWIGLU, "relu2": RELU2}
-MOST_STAGES = {"moe": 8, "moe_few": 12}
 STAGE = {1: 10 << 10, 4: 10 << 10}  # by TILES_N: bytes of weights in a stage: fewer barriers, and still several stages
-
-
-@dataclass(frozen=True, slots=True)
-class Build:
-    """A way to compile the products.
-
-    tiles_n   pairs that are multiplied together, in eights
-    hold      pairs of an item
-    resident  CTAs that a multiprocessor should hold: registers and stages are cut for so many
-    rows      moe_few.cu, for up to so many rows; 0: moe.cu
-    grid      CTAs launched for each multiprocessor, where there are units enough (moe_few.cu)
-    """
-
-    tiles_n: int
-    hold: int
-    resident: int
-    rows: int = 0
-    grid: int = 0
-
-    @property
-    def source(self) -> str:
-        return "moe_few" if self.rows else "moe"
-
-
-LISTED = Build(1, 8, 3), Build(4, 32, 2)
-FEWS: tuple[Build, ...] = Build(1, 4, 2, 1, 2), Build(1, 4, 3, 4, 3)
-"""By rows. One row's weights are under way all at once, in deep rings; with more there is more to add up, by more warps."""
+REGISTERS = {1: 80, 4: 128}  # by TILES_N: of a thread, at most
 
 
 def stage_chunks(type: GGMLType, tiles_n: int) -> int:
@@ -72,36 +47,22 @@ def stage_chunks(type: GGMLType, tiles_n: int) -> int:
     return turn * max(1, STAGE[tiles_n] // (turn * GROUPS * RECORDS[type]))
 
 
-def stage_bytes(type: GGMLType, build: Build, inner: bool = False) -> int:
+def stage_bytes(type: GGMLType, tiles_n: int, inner: bool = False) -> int:
     """Weights and rows; downs have a power of two for each block of a row beside it, minima a sum."""
     beside = (4 if FORMATS[type].minima else 0) + (0 if inner else 4)
-    return stage_chunks(type, build.tiles_n) * (GROUPS * RECORDS[type] + CHUNKS[type] * build.hold * (64 + beside))
+    return stage_chunks(type, tiles_n) * (GROUPS * RECORDS[type] + CHUNKS[type] * 8 * tiles_n * (64 + beside))
 
 
-def most_items(build: Build) -> int:
-    """Of rows' pairs and of the shared expert's pieces."""
-    return build.rows * MAX_USED + MAX_PIECES * -(-build.rows // build.hold)
+def resident(tiles_n: int) -> int:
+    """CTAs that a multiprocessor should hold: what registers allow."""
+    return 65536 // (REGISTERS[tiles_n] * 32 * GROUPS * SPLIT)
 
 
-def table_bytes(build: Build, inner: bool) -> int:
-    """moe_few.cu's Tables: sums of parts, activations, ids and runs, experts and pairs of items, powers, words."""
-    if not build.rows:
-        return 0
-    pairs, items = build.rows * MAX_USED, most_items(build)
-    words = 2 * pairs + items * (1 + build.hold) + build.rows + pairs // 32
-    wide = (SPLIT - 1) * GROUPS * 32 * build.tiles_n * 16 + (build.hold * (GROUPS * 16 + 4) if inner else 4) * 4
-    return -(-(wide + 4 * words) // 16) * 16
-
-
-def n_stages(type: GGMLType, build: Build, capability: tuple[int, int], inner: bool = False) -> int:
-    """What `resident` CTAs have room for, at most MOST_STAGES; but 3 or at least 2 wherever one CTA has, 0 elsewhere."""
-    size, most, beside = stage_bytes(type, build, inner), n_shared(capability), table_bytes(build, inner)
-    fit = min((most - beside) // size, max(3, (most // build.resident - 1024 - beside) // size))  # 1 KB is the driver's
-    return min(MOST_STAGES[build.source], fit) if fit >= 2 else 0
-
-
-def shared_bytes(type: GGMLType, build: Build, capability: tuple[int, int], inner: bool) -> int:
-    return n_stages(type, build, capability, inner) * stage_bytes(type, build, inner) + table_bytes(build, inner)
+def n_stages(type: GGMLType, tiles_n: int, capability: tuple[int, int], inner: bool = False) -> int:
+    """At most 8, what `resident` CTAs have room for; but 3 or at least 2 wherever one CTA has, 0 elsewhere."""
+    size, most = stage_bytes(type, tiles_n, inner), n_shared(capability)
+    fit = min(most // size, max(3, (most // resident(tiles_n) - 1024) // size))  # 1 KB is the driver's
+    return min(8, fit) if fit >= 2 else 0
 
 
 def limits(spec: MoeSpec) -> str | None:
@@ -114,7 +75,7 @@ def limits(spec: MoeSpec) -> str | None:
             return f"{type.name} matrices have no packed form"
         if spec.scaled and not FORMATS[type].scaled:
             return f"{type.name} matrices with second scales"
-        if not all(n_stages(type, b, torch.cuda.get_device_capability(spec.device)) for b in LISTED + FEWS):
+        if not n_stages(type, 4, torch.cuda.get_device_capability(spec.device)):
             return f"{type.name} does not fit this GPU's shared memory"
     if spec.n_in % 32 or spec.n_ff % 32 or max(spec.n_in, spec.n_ff) > MAX_COLUMNS:
         return f"{spec.n_in} and {spec.n_ff} columns; the kernel takes multiples of 32 up to {MAX_COLUMNS}"
@@ -125,14 +86,10 @@ def limits(spec: MoeSpec) -> str | None:
     return None
 
 
-def defines(type: GGMLType, build: Build, capability: tuple[int, int], act: int, inner: bool) -> dict[str, int | str]:
-    """Macros of moe.cu and moe_few.cu."""
-    few: dict[str, int | str] = {
-        "ROWS": build.rows,
-        "PAIRS": build.rows * MAX_USED,
-        "ITEMS": most_items(build),
-        "TABLES": table_bytes(build, inner),
-    }
+def defines(
+    type: GGMLType, tiles_n: int, stages: int, act: int, inner: bool, listed: bool = True
+) -> dict[str, int | str]:
+    """Macros of moe.cu."""
     return {
         "TYPE": FORMATS[type].code,
         "CHUNK": CHUNKS[type],
@@ -141,15 +98,15 @@ def defines(type: GGMLType, build: Build, capability: tuple[int, int], act: int,
         "WARPS_N": 1,
         "TILES_M": 16 // GROUPS,
         "EPILOGUE": 0,
-        "TILES_N": build.tiles_n,
+        "TILES_N": tiles_n,
         "SPLIT": SPLIT,
-        "PER_STAGE": stage_chunks(type, build.tiles_n),
-        "STAGES": n_stages(type, build, capability, inner),
-        "RESIDENT": build.resident,
-        "HOLD": build.hold,
+        "PER_STAGE": stage_chunks(type, tiles_n),
+        "STAGES": stages,
+        "RESIDENT": resident(tiles_n),
+        "LISTED": int(listed),
         "ACT": act,
         "INNER": int(inner),
-    } | (few if build.rows else {})
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,12 +176,12 @@ class _Step:
 
 
 @cache
-def _step(device: torch.device, type: GGMLType, build: Build, act: int, inner: bool) -> _Step:
+def _step(device: torch.device, type: GGMLType, tiles_n: int, act: int, inner: bool, listed: bool = True) -> _Step:
     capability = torch.cuda.get_device_capability(device)
-    code = compile_cubin(build.source, arch_of(capability), defines(type, build, capability, act, inner))
-    shared = shared_bytes(type, build, capability, inner)
-    taken = "p" + "pppp" + "pppppp" if build.rows else "pp" + "pppp"
-    kernel = code.kernel(build.source, "pppp" + "ppp" + taken + "l" + 9 * "i").allow_shared(shared)
+    stages = n_stages(type, tiles_n, capability, inner)
+    code = compile_cubin("moe", arch_of(capability), defines(type, tiles_n, stages, act, inner, listed))
+    shared = stages * stage_bytes(type, tiles_n, inner)
+    kernel = code.kernel("moe", "pppp" + "ppp" + "ppp" + "pppp" + "pppppp" + "l" + 9 * "i").allow_shared(shared)
     return _Step(kernel, shared, 32 * GROUPS * SPLIT)
 
 
@@ -282,12 +239,14 @@ class _Sums:
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """Which rows took which experts; lists: order and items, of the fewest rows there are none."""
+    """Which rows took which experts; order and items are lists, of the fewest rows there are none."""
 
     ids: Tensor
-    lists: tuple[Tensor, ...]
+    order: Tensor
+    items: Tensor
     n_item: int
-    build: Build
+    per_item: int
+    listed: bool
     n_expert: int
 
 
@@ -301,24 +260,27 @@ class _Product:
         self.n_piece = 0 if shared is None else shared.records.shape[0]
         assert self.shared.records.shape[1] == stack.records.shape[1] and self.shared.type is stack.type
         self.n_out = stack.n_out // 2 if act == SWIGLU else stack.n_out
-        self.steps = {build: _step(device, stack.type, build, act, inner) for build in LISTED + FEWS}
-        self.n_sm = torch.cuda.get_device_properties(device).multi_processor_count
+        self.steps = {(8 * n, listed): _step(device, stack.type, n, act, inner, listed) for n, listed in BUILDS}
         self.n_group, self.n_chunk = n_groups(stack.n_out), n_chunks(stack.type, stack.n_in)
         self.tickets = _tickets(device, self.n_group)
 
     def __call__(self, t: _Taken, x: tuple[Tensor, ...], step: int, sums: _Sums, h: _Between, overlap: bool) -> None:
         """x: blocks, sums and powers of what is multiplied, `step` of its layout. Writes sums.y (downs) or h (gates and ups), and
         of the fewest rows the sums."""
-        build, s, more, (n_row, n_used) = t.build, self.stack, self.shared, t.ids.shape
+        kernel, s, more, (n_row, n_used) = self.steps[t.per_item, t.listed], self.stack, self.shared, t.ids.shape
         sizes = s.scales.shape[1], t.n_expert, n_used, n_row, self.n_piece, step, self.n_out, self.n_group, self.n_chunk
-        args: list[Arg] = [s.records, s.scales, more.records, more.scales, *x, *(t.lists or (t.ids,))]
-        args += [sums.y, h.blocks, h.sums, h.powers]
-        if build.rows:
-            args += [*sums.args(), self.tickets]
-        args += [np.int64(s.records.shape[1]), *(np.int32(n) for n in sizes)]
-        n_column, n_item = -(-self.n_group // GROUPS), self.n_piece * -(-n_row // build.hold) + t.n_item
-        grid = (min(n_column * n_item, build.grid * self.n_sm),) if build.rows else (n_column, n_item)
-        kernel = self.steps[build]
+        args: list[Arg] = [s.records, s.scales, more.records, more.scales, *x, t.ids, t.order, t.items]
+        args += [
+            sums.y,
+            h.blocks,
+            h.sums,
+            h.powers,
+            *sums.args(),
+            self.tickets,
+            np.int64(s.records.shape[1]),
+            *(np.int32(n) for n in sizes),
+        ]
+        grid = -(-self.n_group // GROUPS), self.n_piece * -(-n_row // t.per_item) + t.n_item
         kernel.kernel.launch(grid, kernel.threads, args, kernel.shared, overlap=overlap)
 
 
@@ -373,21 +335,21 @@ class Experts:
         sums = _Sums(y, weights, shared, added.gate, added.residual, out)
         self.inner(taken, (ready.blocks, ready.sums, ready.powers), ready.pad, sums, self.h, overlap)
         self.down(taken, (self.h.blocks, self.h.sums, self.h.powers), self.h.step, sums, self.h, overlap)
-        if taken.lists:
+        if taken.listed:
             sizes = [np.int32(n) for n in (n_used, n_quad, pieces if pieces else int(shared is not None))]
             self.combine.launch((n_row, -(-n_quad // 256)), 256, [y, *sums.args(), *sizes], overlap=overlap)
 
     def _taken(self, ids: Tensor) -> _Taken:
         n_row, n_pair = ids.shape[0], ids.numel()
-        if n_row <= FEWS[-1].rows:
-            return _Taken(ids, (), n_pair, next(b for b in FEWS if n_row <= b.rows), self.n_expert)
-        build = LISTED[n_row > FEW]
-        n_item = min(n_pair, self.n_expert + n_pair // build.hold)
+        if n_row <= FEWEST:
+            return _Taken(ids, ids, ids, n_pair, 8, False, self.n_expert)
+        per_item = 8 if n_row <= FEW else 32
+        n_item = min(n_pair, self.n_expert + n_pair // per_item)
         order = torch.empty(n_pair, dtype=torch.int32, device=ids.device)
         items = torch.empty(n_item, 4, dtype=torch.int32, device=ids.device)
-        sizes = (np.int32(n_pair), np.int32(self.n_expert), np.int32(build.hold), np.int32(n_item))
+        sizes = (np.int32(n_pair), np.int32(self.n_expert), np.int32(per_item), np.int32(n_item))
         self.lists.launch((1,), MAX_EXPERT, (ids, order, items, *sizes), overlap=self.x_rows.overlap)
-        return _Taken(ids, (order, items), n_item, build, self.n_expert)
+        return _Taken(ids, order, items, n_item, per_item, True, self.n_expert)
 
 
 def _pack_inner(s: Stacks) -> PackedStack:
@@ -397,9 +359,9 @@ def _pack_inner(s: Stacks) -> PackedStack:
 def bind(spec: MoeSpec) -> Callable[[Stacks], Run]:
     """Compiles now, so that a refusal comes before weights are loaded."""
     assert spec.up is not None and spec.down is not None
-    for build in LISTED + FEWS:
-        _step(spec.device, spec.up, build, ACTS[spec.act], True)
-        _step(spec.device, spec.down, build, NONE, False)
+    for n, listed in BUILDS:
+        _step(spec.device, spec.up, n, ACTS[spec.act], True, listed)
+        _step(spec.device, spec.down, n, NONE, False, listed)
     _pair_kernels(spec.device)
     return lambda stacks: Experts(spec, stacks)
 
