@@ -53,9 +53,7 @@ struct Into {
   // Barriers, and weights, which no kernel writes.
   __device__ __forceinline__ void start(const Meta& meta) const {
     const int tid = threadIdx.x;
-#if !NEXT_LATE
     next.fetch(meta);
-#endif
     if (tid == 0) {
       barrier_init(address(&s.arrived[0]), 1);
       barrier_init(address(&s.arrived[1]), 1);
@@ -72,12 +70,6 @@ struct Into {
       copy16(s.gate[j % 2][tid], gate + static_cast<i64>(row + tid / OF_ROW) * gate_stride + column);
     }
     if (tid == 0) barrier_expect(address(&s.arrived[j % 2]), count * PEERS * 4);
-  }
-
-  __device__ __forceinline__ void fetched(const Meta& meta) const {
-#if NEXT_LATE
-    next.fetch(meta);
-#endif
   }
 
   __device__ __forceinline__ void meet() const { wait_for_cluster(); }

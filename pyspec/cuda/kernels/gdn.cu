@@ -329,7 +329,6 @@ struct Stored {  // out [row, v_head, value]; rows of no sequence become zeros
   float* out;
   __device__ __forceinline__ void start(const Meta&) const {}
   __device__ __forceinline__ void fetch(int, int, int) const {}  // rows of a stage, beside their keys and values
-  __device__ __forceinline__ void fetched(const Meta&) const {}
   __device__ __forceinline__ void meet() const {}
   __device__ __forceinline__ void clear(const Meta& meta) const { clear_rest<TILE, VD, THREADS>(meta, place(0)); }
   __device__ __forceinline__ float* place(int row) const {  // of the stage's first row, this block's first column
@@ -377,7 +376,6 @@ __device__ __forceinline__ void run_rows(const RowsArgs& a, const Out& out, int*
   out.start(a.meta);
   wait_for_predecessor();
   start_fetch(0);
-  out.fetched(a.meta);
   out.clear(a.meta);
   out.meet();
 #pragma unroll 1
