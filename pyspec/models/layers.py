@@ -90,6 +90,8 @@ class Attention:
         heads, has_sinks = (shape.n_head, shape.n_kv_head, shape.head_dim), self.sinks is not None
         spec = AttendSpec(w.device, *heads, scale, kv, has_sinks)
         self.attend = with_prompts(attend.bind(spec), spec)
+        is_own = attend.chosen(spec).name == "cuda" and isinstance(self.out, Streamed)
+        self.told = {"after": self.out.packed.data} if is_own else {}  # type: ignore[attr-defined]
         turn = RopeKvSpec(w.device, *heads, rope.n_rot, rope.neox, shape.gated, self.k_norm is not None, eps)
         self.rope_kv, alone = rope_kv.bind(turn), replace(turn, n_q=0, gated=False)
         self.store = rope_kv.bind(alone)
@@ -108,7 +110,7 @@ class Attention:
         if self.bias is not None:
             y = y + self.bias
         q = self.rope_kv(y, self.q_norm, self.k_norm, angles, pool, batch.kv_rows)
-        o = self.attend(q, pool, batch, window, self.sinks).view(n, -1)
+        o = self.attend(q, pool, batch, window, self.sinks, **self.told).view(n, -1)
         gate = None
         if s.gated:
             gate = HeadGate(y[:, : 2 * s.n_head * s.head_dim].view(n, s.n_head, -1)[..., s.head_dim :])

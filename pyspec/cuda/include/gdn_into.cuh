@@ -5,6 +5,7 @@
 #pragma once
 #include "bulk.cuh"
 #include "cluster.cuh"
+#include "next.cuh"
 #include "prepared.cuh"
 
 constexpr int PEERS = DIM / TILE;         // blocks of a head
@@ -23,22 +24,6 @@ __device__ __forceinline__ u32 address(const void* shared) {
   return static_cast<u32>(__cvta_generic_to_shared(shared));
 }
 
-// Of what the product behind this reads, each of its CTAs' first bytes, to L2: memory has little else to do while one sequence's
-// convolution and rows run, and the product can not start beside them.
-struct Next {
-  const u8* weights;
-  i64 share;                 // bytes of a CTA of the product
-  int n_share, n_piece;      // CTAs; pieces of each, none: nothing is fetched
-
-  __device__ __forceinline__ void fetch(const Meta& meta) const {
-    constexpr int kPiece = 2048;
-    if (blockIdx.z != 0 || meta.start[1] != meta.start[gridDim.z]) return;  // states of several keep memory busy
-    const int n_thread = gridDim.x * gridDim.y * THREADS, n = n_share * n_piece;
-    for (int i = (blockIdx.x * gridDim.y + blockIdx.y) * THREADS + threadIdx.x; i < n; i += n_thread)
-      bulk_prefetch(weights + i / n_piece * share + i % n_piece * kPiece, kPiece);
-  }
-};
-
 struct Into {
   static constexpr int STRIDE = TILE;
   OnTheWay& s;
@@ -53,7 +38,8 @@ struct Into {
   // Barriers, and weights, which no kernel writes.
   __device__ __forceinline__ void start(const Meta& meta) const {
     const int tid = threadIdx.x;
-    next.fetch(meta);
+    const bool is_alone = blockIdx.z == 0 && meta.start[1] == meta.start[gridDim.z];  // states of several keep memory busy
+    if (is_alone) next.fetch((blockIdx.x * gridDim.y + blockIdx.y) * THREADS + tid, gridDim.x * gridDim.y * THREADS);
     if (tid == 0) {
       barrier_init(address(&s.arrived[0]), 1);
       barrier_init(address(&s.arrived[1]), 1);

@@ -174,6 +174,9 @@ __device__ __forceinline__ void weights(Shared& s, const Lane& me, float (&acc)[
 }
 
 #include "attend_items.cuh"
+#if __CUDA_ARCH__ >= 900
+#include "next.cuh"
+#endif
 
 // Scaled, rounded to T, in fragment order: a thread has 8 dims of one column of every N tile.
 __device__ __forceinline__ void load_q(Shared& s, const Args& a) {
@@ -220,7 +223,8 @@ attend_split(const float* q, const Kv* k, const Kv* v,
 #endif
              const i64* page_table, const i64* positions, const i64* lo, const i64* hi, const int* row_seq,
              const int* seq_start, float* part, float* part_ml, int* plan, int* fault, int n_row, int n_seq, int n_head,
-             int n_kv, int n_page_col, int page_size, int n_page, int window, int max_item, float scale) {
+             int n_kv, int n_page_col, int page_size, int n_page, int window, int max_item, float scale,
+             const u8* next, i64 next_share, int n_share, int n_piece) {
   let_successor_start();
   extern __shared__ __align__(16) char raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
@@ -301,7 +305,13 @@ attend_split(const float* q, const Kv* k, const Kv* v,
       *reinterpret_cast<float2*>(part_ml + (static_cast<i64>(index) * COLS + c) * 2) = make_float2(s.run_m[c], s.run_l[c]);
     __syncthreads();  // q and the columns are replaced by the next item's
   }
-  if (static_cast<int>(blockIdx.x) >= total) begin();
+  if (static_cast<int>(blockIdx.x) >= total) {  // these have nothing else to do
+#if __CUDA_ARCH__ >= 900
+    const Next product = {next, next_share, n_share, n_piece};
+    product.fetch((blockIdx.x - total) * THREADS + threadIdx.x, (gridDim.x - total) * THREADS);
+#endif
+    begin();
+  }
 }
 
 struct MergeArgs {

@@ -19,6 +19,8 @@ from torch import Tensor
 
 from pyspec.cuda import faults, jit
 from pyspec.cuda.kernels.attend_ref import Attend, AttendSpec
+from pyspec.cuda.kernels.next_product import ARGS as NEXT_ARGS
+from pyspec.cuda.kernels.next_product import next_product
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 
@@ -30,7 +32,7 @@ MAX_DEPTH = 6
 WIDE_WARPS = 1536  # of the merge: about as many as fit an H200 when each keeps 16 partials in registers
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
 SCALED = torch.int8  # q8_0
-SPLIT_ARGS = "p{planes}" + "pppp" + "pp" + "pppp" + "iiiiiiiii" + "f"
+SPLIT_ARGS = "p{planes}" + "pppp" + "pp" + "pppp" + "iiiiiiiii" + "f" + NEXT_ARGS
 MERGE_ARGS = "ppp" + "ppp" + "pp{sinks}" + "p" + "iiiiii" + "p"
 PLAIN_ARGS = "p{planes}" + "pppp" + "p{sinks}pp" + "iiiiiii" + "f"
 
@@ -232,7 +234,10 @@ def bind(spec: AttendSpec, *, shape: Shape | None = None) -> Attend:
         kernel.launch((q.shape[0], spec.n_head), 128, [q, *pool.planes, *rows, *counts, scale])
         return out
 
-    def attend(q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None, after: Tensor | None = None
+    ) -> Tensor:
+        """`after`: the weights of the product that reads the result."""
         _check(q, pool, batch, sinks, spec)
         sink = [] if sinks is None else [sinks]
         n_row, (n_seq, n_col) = q.shape[0], batch.page_table.shape
@@ -255,6 +260,7 @@ def bind(spec: AttendSpec, *, shape: Shape | None = None) -> Attend:
         pages = [i32(n_col), i32(batch.page_size), i32(pool.k.shape[0] // batch.page_size)]
         args = [q, *pool.planes, batch.page_table, *seen, *rows, part, part_ml, spaces.plan, fault]
         args += [i32(n_row), i32(n_seq), *heads, *pages, i32(window), i32(n_item), scale]
+        args += next_product(after, n_row)
         grid = min(kernels.grid, n_item)
         kernels.split.launch((grid,), 32 * build.warps, args, build.shared_bytes, overlap=overlap)
         args = [part, part_ml, spaces.plan, *seen, *rows, *sink, out, i32(n_seq), *heads]

@@ -94,12 +94,14 @@ def with_prompts(own: Attend, spec: AttendSpec) -> Attend:
 
 
 def beside(own: Attend, prompt: Run) -> Attend:
-    def attend(q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None) -> Tensor:
+    def attend(
+        q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None, **more: Tensor | None
+    ) -> Tensor:
         takes = batch.causal and batch.bucket is None and window == 0 and sinks is None
         takes = takes and pool.dtype is not torch.float32
         long = [i for i, seq in enumerate(batch.seqs) if seq.width >= MANY] if takes else []
         if not long:
-            return own(q, pool, batch, window, sinks)
+            return own(q, pool, batch, window, sinks, **more)
         out = torch.empty_like(q)
         if len(long) < len(batch.seqs):
             others = _others.of(batch, long)

@@ -24,6 +24,8 @@ from torch import Tensor
 from pyspec.cuda import faults, jit
 from pyspec.cuda.kernels import gdn_chunk, gdn_ref
 from pyspec.cuda.kernels.gdn_ref import GdnSpec
+from pyspec.cuda.kernels.next_product import ARGS as NEXT_ARGS
+from pyspec.cuda.kernels.next_product import next_product
 from pyspec.cuda.kernels.only_folds import fold_batch
 from pyspec.cuda.kernels.recurrent_ref import has_records
 from pyspec.cuda.kernels.rows_cuda import BLOCKED, Into, Rows, RowsLaunch, aligned, values_of
@@ -39,9 +41,7 @@ CHUNKED = BUCKETS[-1] + 1  # rows from which a kept sequence is chunked: such ba
 NEVER = 2**31 - 1
 CONV_ARGS = "plpplppp" + "ppppp" + "pppp" + "pppppp" + "pppp" + "iiiif" + "p"
 ROWS_ARGS = "ppp" + "pppp" + "pppppp" + "pppp" + "iiii" + "p"
-OUT_ARGS, INTO_ARGS = "p", "plpff" + "ppp" + "i" + "plii"
-# Of the product behind: rows up to which its weights are fetched to L2, how many bytes of them, and at once.
-NEXT_ROWS, NEXT_BYTES, PIECE = 4, 40 << 20, 2048
+OUT_ARGS, INTO_ARGS = "p", "plpff" + "ppp" + "i" + NEXT_ARGS
 
 
 def limits(spec: GdnSpec) -> str | None:
@@ -196,7 +196,7 @@ class GdnLaunch:
             qk = self.chunks.prepare(inputs, records, old, here, more, n_chunk, [self.eps, fault])
         runs_rows = not only_long or any(s.n_fold for s in long)
         if runs_rows:
-            to: list[jit.Arg] = [out] if isinstance(out, Tensor) else _place(out, n_row, vd, self.n_sm)
+            to: list[jit.Arg] = [out] if isinstance(out, Tensor) else _place(out, n_row, vd)
             kernel = rows if isinstance(out, Tensor) else rows_into[0]
             args = [layer.state, layer.k, layer.v, *old, q, k, v, e, kq, b, *counts, fault, *to]
             kernel.launch((n_v, DIM * LANES // (THREADS * cols), n_seq), THREADS, args, overlap=self.overlap)
@@ -206,23 +206,14 @@ class GdnLaunch:
             self.chunks.run(qk, here, layer.state, out, more, n_seq, n_chunk, fault, overlap=overlaps)
 
 
-def _place(into: Into, n_row: int, n_in: int, n_sm: int) -> list[jit.Arg]:
+def _place(into: Into, n_row: int, n_in: int) -> list[jit.Arg]:
     """Arguments of gdn_rows_into behind those of gdn_rows."""
     prep, rows = into.prep, into.rows.room(n_row)
     gate = aligned(prep.gate)
     assert (into.rows.n_in, into.rows.prepare.layout, prep.dim) == (n_in, BLOCKED, DIM) and gate.shape == (n_row, n_in)
     assert gate.dtype == prep.weight.dtype == torch.float32 and prep.weight.data_ptr() % 16 == 0
     of_head: list[jit.Arg] = [gate, np.int64(gate.stride(0)), prep.weight, np.float32(prep.eps), np.float32(prep.power)]
-    return [*of_head, rows.blocks, rows.sums, rows.powers, np.int32(rows.pad), *_next(into.weights, n_row, n_sm)]
-
-
-def _next(weights: Tensor | None, n_row: int, n_share: int) -> list[jit.Arg]:
-    """What gdn_rows_into fetches for the product that follows: a part of the bytes that each of its CTAs begins with."""
-    if weights is None or n_row > NEXT_ROWS:
-        return [np.int64(0), np.int64(0), np.int32(0), np.int32(0)]
-    share = weights.numel() // n_share // 16 * 16
-    n_piece = min(NEXT_BYTES // n_share, share) // PIECE
-    return [weights, np.int64(share), np.int32(n_share), np.int32(n_piece)]
+    return [*of_head, rows.blocks, rows.sums, rows.powers, np.int32(rows.pad), *next_product(into.weights, n_row)]
 
 
 def bind(spec: GdnSpec, *, columns: int | None = None, chunked: int = CHUNKED) -> GdnLaunch:
