@@ -8,7 +8,7 @@ from pyspec.cuda.kernels import mamba2_cuda
 from pyspec.cuda.kernels.mamba2 import mamba2
 from pyspec.cuda.kernels.mamba2_ref import Mamba2Spec, Params
 from pyspec.cuda.kernels.rows_ref import GroupNorm, Norm
-from pyspec.models.weights import Want, Weights
+from pyspec.models.weights import Streamed, Want, Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Mamba2Shape, Memory
 
@@ -43,10 +43,12 @@ class Mamba:
         spec = Mamba2Spec(w.device, shape)
         self.mamba2, self.capturable = mamba2.bind(spec), mamba2.chosen(spec).capturable
         self.fold = mamba2_cuda.folder(spec) if mamba2.chosen(spec).name == "cuda" else None
+        is_own = mamba2.chosen(spec).name == "cuda" and isinstance(self.out, Streamed)
+        self.told = {"after": self.out.packed.data} if is_own else {}  # type: ignore[attr-defined]
         self.split = [shape.n_head * shape.head_dim, shape.n_channel, shape.n_head]
 
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], memory: Memory, layer: int, batch: Batch) -> Tensor:
         """The residual stream x [row, n_embd] -> x + mamba(norm(x))."""
         gate, m, dt = self.proj(x, self.norm).split(self.split, -1)
-        o = self.mamba2(m, dt, self.params, memory.states[layer], batch)
+        o = self.mamba2(m, dt, self.params, memory.states[layer], batch, **self.told)
         return self.out(o.flatten(1), GroupNorm(self.group_norm, self.eps, gate, self.shape.n_group), residual=x)

@@ -49,6 +49,9 @@ static_assert(128 % DIM == 0 && DIM % TILE == 0 && N_STATE % (4 * LANES) == 0 &&
 
 #include "conv.cuh"
 #include "lanes.cuh"
+#if __CUDA_ARCH__ >= 900
+#include "next.cuh"
+#endif
 
 // ---- mamba2_conv ----------------------------------------------------------------------------------------------------
 
@@ -282,13 +285,15 @@ __device__ __forceinline__ void move_state(Slice& slice, float* state, bool stor
 }
 
 // grid (HEADS, DIM / TILE, sequences), 128 threads. state [slot, head, head_dim, state] in place, d [head] read,
-// out [row, head, head_dim] written, rows of no sequence as zeros; the rest is mamba2_conv's. Launched so that its state may load while that runs.
+// out [row, head, head_dim] written, rows of no sequence as zeros; next..: next.cuh's; the rest is mamba2_conv's. Launched so
+// that its state may load while that runs.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     mamba2_rows(float* state, const float* __restrict__ d, const float* rec_x, const float* rec_b, const float* rec_e,
                 const float* rec_t, const float* fold_x, const float* fold_b, const float* fold_e, const float* fold_t,
                 const float* x, const float* b, const float* c, const float* e, const float* t, float* out,
                 const int* seq_slot, const int* seq_start, const int* seq_fold, const int* seq_keep, int n_slot,
-                int width, int n_row, int chunked, int* fault) {
+                int width, int n_row, int chunked, int* fault, const u8* next, i64 next_share, int n_share,
+                int n_piece) {
   let_successor_start();
   __shared__ __align__(16) Stage stages[2];
   const int h = blockIdx.x, row0 = blockIdx.y * TILE, s = blockIdx.z, group = h / (HEADS / GROUPS);
@@ -323,6 +328,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 
   Slice slice;
   move_state(slice, own, false);
+#if __CUDA_ARCH__ >= 900
+  if (s == 0 && meta.start[1] == meta.start[gridDim.z]) {  // states of several keep memory busy
+    const Next product = {next, next_share, n_share, n_piece};
+    product.fetch((blockIdx.x * gridDim.y + blockIdx.y) * THREADS + threadIdx.x, gridDim.x * gridDim.y * THREADS);
+  }
+#endif
   const float weight = d[h];
   wait_for_predecessor();
   start_fetch(0);

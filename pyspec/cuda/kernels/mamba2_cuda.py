@@ -21,6 +21,8 @@ from torch import Tensor
 from pyspec.cuda import faults, jit
 from pyspec.cuda.kernels import mamba2_chunk
 from pyspec.cuda.kernels.mamba2_ref import Mamba2, Mamba2Spec, Params
+from pyspec.cuda.kernels.next_product import ARGS as NEXT_ARGS
+from pyspec.cuda.kernels.next_product import NOTHING, next_product
 from pyspec.cuda.kernels.only_folds import fold_batch
 from pyspec.cuda.kernels.recurrent_ref import has_records
 from pyspec.slots.arena import BUCKETS
@@ -33,7 +35,7 @@ COLUMNS = (2, 4)  # of a lane: rows of the state, as wide as it
 CHUNKED = BUCKETS[-1] + 1  # rows from which a kept sequence is chunked: such batches are never in a graph, alone or not
 NEVER = 2**31 - 1
 CONV_ARGS = "plpl" + "pppp" + "ppppp" + "pppp" + "ppppp" + "pppp" + "iiii" + "p"
-ROWS_ARGS = "pp" + "pppp" + "pppp" + "ppppp" + "p" + "pppp" + "iiii" + "p"
+ROWS_ARGS = "pp" + "pppp" + "pppp" + "ppppp" + "p" + "pppp" + "iiii" + "p" + NEXT_ARGS
 
 
 def limits(spec: Mamba2Spec) -> str | None:
@@ -118,7 +120,10 @@ def bind(spec: Mamba2Spec, *, columns: int | None = None, chunked: int = CHUNKED
     inner, wide = s.n_head * s.head_dim, s.n_group * s.n_state
     overlap, fault = capability >= (9, 0), faults.record(spec.device)
 
-    def mamba2(m: Tensor, dt: Tensor, p: Params, layer: StateLayer, batch: Batch) -> Tensor:
+    def mamba2(
+        m: Tensor, dt: Tensor, p: Params, layer: StateLayer, batch: Batch, after: Tensor | None = None
+    ) -> Tensor:
+        """`after`: the weights of the product that reads the result."""
         _check(m, dt, p, layer, s)
         n_row, n_seq = m.shape[0], batch.seq_slot.shape[0]
         out = m.new_empty(n_row, s.n_head, s.head_dim)
@@ -149,7 +154,7 @@ def bind(spec: Mamba2Spec, *, columns: int | None = None, chunked: int = CHUNKED
             made = chunks.prepare(inputs, p, layer.conv, more, n_chunk, fault, overlap=overlap)
         runs_rows = not only_long or any(q.n_fold for q in long)
         if runs_rows:
-            args = [layer.state, p.d, *records, *old, x, b, c, e, t, out, *counts, fault]
+            args = [layer.state, p.d, *records, *old, x, b, c, e, t, out, *counts, fault, *next_product(after, n_row)]
             rows.launch((s.n_head, s.head_dim * LANES // (THREADS * cols), n_seq), THREADS, args, overlap=overlap)
         if long:
             states, sizes = (layer.state, layer.conv), (n_seq, len(long), n_chunk)
@@ -176,7 +181,7 @@ def folder(spec: Mamba2Spec) -> Callable[[StateLayer, int, int], None]:
         inputs = [unread, np.int64(0), unread, np.int64(0), *[unread] * 4]
         args = [*inputs, layer.conv, *records, *none, *counts, fault]
         conv.launch((s.n_channel // CHANNELS, 1, 1), CONV_THREADS, args)
-        args = [layer.state, unread, *records, *none, unread, *counts, fault]
+        args = [layer.state, unread, *records, *none, unread, *counts, fault, *NOTHING]
         rows.launch((s.n_head, s.head_dim * LANES // (THREADS * columns), 1), THREADS, args, overlap=overlap)
 
     return fold
