@@ -146,11 +146,12 @@ class Flight:
 
 @dataclass(frozen=True, slots=True)
 class Laid:
-    """A round that is ready to be launched."""
+    """A round that is ready to be launched. on_device: see Flight."""
 
     work: Sequence[Work]
     batch: Batch
     has_drafts: bool
+    on_device: tuple[torch.cuda.Event, torch.cuda.Event] | None
 
 
 class Course:
@@ -201,8 +202,8 @@ class Course:
             if self.synth is not None:
                 flight.forced = [self._coins(self.synth, w) for w in work]
                 beside[1] = _sent(torch.tensor(flight.forced, dtype=torch.int32), self.device)
+        began, drafts = stamp(self.device) if any(n_drafts) else None, None
         kept = self.op.keep(flight.out.best, flight.batch, *beside)
-        drafts = None
         if any(n_drafts):
             assert isinstance(drafter, Flying)
             drafts = drafter.fly(flight.batch, flight.out, kept, max(n_drafts))
@@ -213,8 +214,10 @@ class Course:
             for w, n, keep in zip(work, n_drafts, keeps, strict=True)
         ]
         batch = self.op.move(lay_out(self.table, seqs, self.device, arena=self.arena), kept, drafts)
+        drafted = None if began is None else stamp(self.device)
+        on_device = None if began is None or drafted is None else (began, drafted)
         then = [Work(w.job, w.slot, q, ()) for w, q in zip(work, batch.seqs, strict=True)]
-        return Laid(then, batch, drafts is not None)
+        return Laid(then, batch, drafts is not None, on_device)
 
     def _ends_of(self, job: Job) -> frozenset[int]:
         """Behind these the host decides: the request may end, or take another token."""

@@ -154,13 +154,11 @@ class Loop:
             self._settle()  # coins are thrown by what is committed
         if any(n_drafts) and any(w.slot.index in self.deaf for w in work):
             return None
-        began = stamp(self.target.device) if any(n_drafts) else None
         n_fetched = len(self.draft_faults.fetched)
         try:
             laid = self.course.lay_out(flight, n_drafts, self.drafter)
             if laid is None:
                 return None
-            drafted = stamp(self.target.device) if began is not None else None
             if laid.has_drafts:
                 self._watch()
             flight.keep(self.needs, True)
@@ -169,8 +167,7 @@ class Loop:
             while len(self.draft_faults.fetched) > n_fetched:
                 self.draft_faults.fetched.pop()
             return None
-        self.picked, ahead.ahead = None, True
-        ahead.on_device = (began, drafted) if began is not None and drafted is not None else None
+        self.picked, ahead.ahead, ahead.on_device = None, True, laid.on_device
         return ahead
 
     def _land(self, flight: Flight, ahead: Flight | None) -> None:

@@ -18,17 +18,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from soak import Tally, inspect_idle
 from torch import Tensor
 
 from pyspec import synth
+from pyspec.cuda.kernels.ahead_ref import Kept
 from pyspec.cuda.kernels.moe_ref import Routes
 from pyspec.draft.drafter import Ask
 from pyspec.engine import Engine, Result
 from pyspec.errors import PyspecError
 from pyspec.flight import Flight
 from pyspec.models.moe import MoeFeed
+from pyspec.models.target import Out
 from pyspec.request import Delta, Request, SamplingParams
+from pyspec.slots.batch import Batch
 
 N_CHAT, CTX = 8, 768
 AGAIN, CANCELLED, FORKED = 0.8, 0.2, 0.15  # shares: go on from what was said; are left early; go on from its middle
@@ -50,13 +54,31 @@ class Prompter:
         drafter = engine.loop.drafter
         assert drafter is not None
         self.own, self.rng, self.scripts = drafter.draft, random.Random(seed), dict[int, list[int]]()
-        drafter.draft = self.draft  # type: ignore[method-assign]
+        self.loop, self.own_fly = engine.loop, drafter.fly  # type: ignore[attr-defined]
+        drafter.draft, drafter.fly = self.draft, self.fly  # type: ignore[attr-defined, method-assign]
 
     def draft(self, asks: Sequence[Ask]) -> list[list[int]]:
         return [self.mixed(ask, draft) for ask, draft in zip(asks, self.own(asks), strict=True)]
 
+    def fly(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> Tensor | None:
+        """The same behind rows that are kept; on a CPU they can be read."""
+        drafts = self.own_fly(batch, out, kept, n_draft)
+        if drafts is None:
+            return None
+        n, tokens, mixed = kept.n.tolist(), batch.tokens.tolist(), []
+        for s, (seq, first) in enumerate(zip(batch.seqs, batch.starts, strict=False)):
+            text = [
+                *self.loop.table.slots[seq.slot].tokens,
+                *tokens[first : first + n[s]],
+                int(kept.tokens[kept.last[s]]),
+            ]
+            mixed.append(self.right_for_a_while(text, drafts[s].tolist()))
+        return torch.tensor(mixed)
+
     def mixed(self, ask: Ask, draft: list[int]) -> list[int]:
-        text = [*ask.slot.tokens, ask.anchor]
+        return self.right_for_a_while([*ask.slot.tokens, ask.anchor], draft)
+
+    def right_for_a_while(self, text: list[int], draft: list[int]) -> list[int]:
         right = next((s[len(text) :] for s in list(self.scripts.values()) if s[: len(text)] == text), [])
         n = min(self.rng.randint(0, len(draft)), len(right))
         return [*right[:n], *draft[n:]]
@@ -166,6 +188,8 @@ def count_flights(engine: Engine, tally: Tally) -> None:
     def counted(flight: Flight) -> Flight | None:
         if (found := fly(flight)) is not None:
             tally.add("rounds launched ahead")
+            if found.tokens is not None:
+                tally.add("of them with drafts")
         return found
 
     loop._fly_ahead = counted  # type: ignore[method-assign]
