@@ -25,6 +25,7 @@ from pyspec.cuda.kernels.fit_q4 import fit_q4
 from pyspec.cuda.kernels.linear_pack import unpack
 from pyspec.draft import dflash
 from pyspec.engine import Engine, Result, collect
+from pyspec.flight import Flight
 from pyspec.gguf import GGMLType
 from pyspec.logits import compute_logits
 from pyspec.request import Delta, Done, Event, Failed
@@ -132,25 +133,36 @@ def test_every_width_leaves_the_text(n_draft: int, expected: list) -> None:
 
 @pytest.mark.parametrize("draft", [None, "auto", "mtp"])
 def test_rounds_launched_ahead_leave_the_text(draft: str | None, expected: list) -> None:
-    """Requests that do not draft, beside each other and after each other, and second turns that go on from what they leave."""
-    with load(draft, 4) as engine, load(None, 1, prefix_cache=False) as cold:
+    """Requests with and without drafts, beside each other and after each other, and second turns that go on from what they leave."""
+    with load(draft, 4, n_draft_fixed=True) as engine, load(None, 1, prefix_cache=False) as cold:
         assert engine.loop.may_fly_ahead
         cold.loop.may_fly_ahead = False
+        fly, flown = engine.loop._fly_ahead, []
+
+        def count(flight: Flight) -> Flight | None:
+            flown.append(fly(flight))
+            return flown[-1]
+
+        engine.loop._fly_ahead = count  # type: ignore[method-assign]
         prompts = [[{"role": "user", "content": q}] for q in QUESTIONS]
-        first = engine.generate_many(prompts, max_tokens=160, temperature=0.0, n_draft_max=0)
-        assert [r.tokens for r in first] == expected
-        turns = [
-            [*p, {"role": "assistant", "content": r.text}, {"role": "user", "content": "Tell me more about it."}]
-            for p, r in zip(prompts, first, strict=True)
-        ]
         for n_draft_max in (0, None):
+            first = engine.generate_many(prompts, max_tokens=160, temperature=0.0, n_draft_max=n_draft_max)
+            assert [r.tokens for r in first] == expected
+            turns = [
+                [*p, {"role": "assistant", "content": r.text}, {"role": "user", "content": "Tell me more about it."}]
+                for p, r in zip(prompts, first, strict=True)
+            ]
             got = engine.generate_many(turns, max_tokens=60, temperature=0.0, n_draft_max=n_draft_max)
             want = cold.generate_many(turns, max_tokens=60, temperature=0.0)
             assert [r.tokens for r in got] == [r.tokens for r in want]
-        long = engine.generate_many(prompts, max_tokens=100, temperature=0.0, n_draft_max=0, ignore_eos=True)
-        assert [r.tokens for r in long] == [
-            r.tokens for r in cold.generate_many(prompts, max_tokens=100, temperature=0.0, ignore_eos=True)
-        ]
+            long = engine.generate_many(
+                prompts, max_tokens=100, temperature=0.0, n_draft_max=n_draft_max, ignore_eos=True
+            )
+            assert [r.tokens for r in long] == [
+                r.tokens for r in cold.generate_many(prompts, max_tokens=100, temperature=0.0, ignore_eos=True)
+            ]
+        ahead = [flight for flight in flown if flight is not None]
+        assert len(ahead) > 50 and any(flight.tokens is not None for flight in ahead) == (draft is not None)
 
 
 def test_two_runs_have_the_same_bits_and_neighbours_do_not_matter() -> None:
