@@ -51,7 +51,7 @@ def make(kind: str, n_slot: int, folder: Path) -> Rig:
     found = rig(write("qwen35", folder / f"{kind}{n_slot}.gguf", quant="f32", tiny=True), **settings)
     loop = found.loop
     pages = -(-(CTX + 64) // loop.table.page_size)
-    loop.arena = Arena(n_slot, pages, torch.device("cpu"))
+    loop.arena = loop.course.arena = Arena(n_slot, pages, torch.device("cpu"))
     if loop.drafter is not None:
         loop.drafter.use_graphs(lambda: Arena(n_slot, pages, torch.device("cpu")))
     return found

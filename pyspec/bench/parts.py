@@ -1,8 +1,8 @@
 """What the device does in a round, by kernel: products, attention, recurrent state, all else.
 
 A few rounds run under torch's profiler, after the measurement, because a profiler slows what it watches. Kernels inside
-CUDA graphs are listed one by one. The sums hold drafting, too, and kernels that overlap count fully: they say where time
-goes, not how long a round takes.
+CUDA graphs are listed one by one. A kernel counts from when all that began before it had ended, for it may have begun early and
+waited: so parts add up to the time in which the device was at work, drafting included.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Sequence
+from math import inf
 from typing import TYPE_CHECKING
 
 from pyspec.bench.measure import Turn, Watch, submit_all
@@ -36,11 +37,12 @@ def part_of(kernel: str) -> str:
     return next((part for part, names in KINDS.items() if re.match(names, name)), "other")
 
 
-def add_up(records: Iterable[tuple[str, float]], rounds: int) -> dict[str, float]:
-    """Milliseconds of one round by part, from (kernel, microseconds in all)."""
-    sums = dict.fromkeys(DEVICE_PARTS, 0.0)
-    for kernel, us in records:
-        sums[part_of(kernel)] += us / 1e3
+def add_up(records: Iterable[tuple[float, float, str]], rounds: int) -> dict[str, float]:
+    """Milliseconds of one round by part, from (begin, end, kernel) in microseconds."""
+    sums, reached = dict.fromkeys(DEVICE_PARTS, 0.0), -inf
+    for begin, end, kernel in sorted(records):
+        sums[part_of(kernel)] += max(0.0, end - max(begin, reached)) / 1e3
+        reached = max(reached, end)
     return {part: ms / max(rounds, 1) for part, ms in sums.items()}
 
 
@@ -49,6 +51,7 @@ def watch_rounds(engine: Engine, prompts: Sequence[tuple[int, ...]], how: Turn) 
 
     The engine must be on a GPU. `how.n_predict` should be enough for some tens of rounds.
     """
+    from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     watch = Watch(len(prompts), engine.metrics)
@@ -67,7 +70,8 @@ def watch_rounds(engine: Engine, prompts: Sequence[tuple[int, ...]], how: Turn) 
     watch.over.wait(60)
     if not is_whole:
         return {}
-    return add_up(((e.key, e.device_time_total) for e in found.key_averages()), rounds)
+    kernels = (e for e in found.events() if e.device_type == DeviceType.CUDA)
+    return add_up(((e.time_range.start, e.time_range.end, e.name) for e in kernels), rounds)
 
 
 def _reach(engine: Engine, watch: Watch, n: int) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch.profiler
 from clockwork import WIDTH, Clockwork
+from torch.autograd import DeviceType
 
 from pyspec.bench.measure import Turn
 from pyspec.bench.parts import N_ROUND, add_up, part_of, watch_rounds
@@ -42,14 +43,25 @@ def test_a_kernels_name_tells_its_part(part: str, name: str):
 
 
 def test_parts_are_milliseconds_of_one_round():
-    records = [("linear", 30_000.0), ("rows", 10_000.0), ("gdn_rows", 4_000.0), ("Memset (Device)", 100.0)]
+    records = [
+        (100.0, 30_100.0, "linear"),
+        (40_100.0, 40_200.0, "Memset (Device)"),  # listed before what began before it
+        (10_000.0, 40_100.0, "rows"),  # waited for the product, then ran 10 ms
+        (41_000.0, 45_000.0, "gdn_rows"),
+        (42_000.0, 44_000.0, "attend_split"),  # beside it all along
+    ]
     assert add_up(records, 20) == {"linear": 2.0, "attention": 0.0, "state": 0.2, "other": 0.005}
+    assert add_up([], 0) == {"linear": 0.0, "attention": 0.0, "state": 0.0, "other": 0.0}
 
 
 @contextmanager
 def profile(**options: Any):
     """In place of torch's: 3 ms of products were seen."""
-    yield SimpleNamespace(key_averages=lambda: [SimpleNamespace(key="linear", device_time_total=3000.0)])
+    times = SimpleNamespace(start=0.0, end=3000.0)
+    seen = [
+        SimpleNamespace(name="linear", device_type=kind, time_range=times) for kind in (DeviceType.CUDA, DeviceType.CPU)
+    ]
+    yield SimpleNamespace(events=lambda: seen)
 
 
 @pytest.mark.parametrize(("n_predict", "is_enough"), [(1000 * WIDTH, True), (N_ROUND * WIDTH, False)])
