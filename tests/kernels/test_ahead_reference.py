@@ -74,6 +74,20 @@ def test_a_moved_batch_is_the_one_that_is_laid_out_there() -> None:
         assert list(moved.seqs) == list(want.seqs) and moved.max_hi == want.max_hi
 
 
+def test_padding_stays_and_what_is_no_padding_in_a_replay_moves() -> None:
+    """A graph of six rows, captured with five: `step` looks at the layout alone."""
+    _, table, arena = ahead_cuda.verify([1] * 6, CPU, torch.Generator().manual_seed(0))
+    for n in (5, 6):
+        batch = lay_out(table, [Seq(i, 3 * i, [0], n_out=1, slack=9) for i in range(n)], CPU, arena=arena)
+        told = replace(batch, seqs=batch.seqs[:5], starts=batch.starts[:6])
+        TorchAhead().step(told)
+        assert batch.bucket == 6 and batch.positions[:n].tolist() == [3 * i + 1 for i in range(n)]
+        assert batch.positions[n:].tolist() == [0] * (6 - n) and batch.kv_rows[n:].tolist() == [table.null_row] * (
+            6 - n
+        )
+        assert batch.hi[n:].tolist() == [1] * (6 - n)
+
+
 class Wrong(TorchAhead):
     def __init__(self, spoil: Callable[[str, Kept | Batch], None]) -> None:
         self.spoil = spoil

@@ -88,8 +88,8 @@ class AheadLaunch:
         self.mover.launch((-(-n_row // THREADS),), THREADS, args, overlap=self.overlap)
 
 
-@cache
 def bind(spec: AheadSpec) -> AheadLaunch:
+    """With places of its own for what is kept: two engines may share a stream."""
     return AheadLaunch(spec.device)
 
 

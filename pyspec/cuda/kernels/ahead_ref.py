@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.slots.batch import Batch
@@ -121,14 +122,17 @@ class TorchAhead:
         return _told(batch)
 
     def _shift(self, batch: Batch, by: Tensor | int) -> None:
-        """Rows of no sequence stay where they are."""
-        n = batch.n_row
-        seq, size = batch.row_seq[:n].long(), batch.page_size
-        positions = batch.positions[:n]
-        positions += by
-        batch.hi[:n] += by
-        page = (positions // size).clamp(max=batch.page_table.shape[1] - 1)
-        batch.kv_rows[:n] = batch.page_table[seq, page] * size + positions % size
+        """by: of each row that is somebody's, or of all. Padding stays where it is: a graph may find rows there when it is replayed."""
+        size, positions = batch.page_size, batch.positions
+        is_row = batch.row_seq >= 0
+        seq = batch.row_seq.long().clamp(min=0)
+        if isinstance(by, Tensor):
+            by = F.pad(by, (0, len(positions) - len(by)))
+        moved = positions + by
+        page = (moved // size).clamp(max=batch.page_table.shape[1] - 1)
+        batch.kv_rows.copy_(torch.where(is_row, batch.page_table[seq, page] * size + moved % size, batch.kv_rows))
+        batch.hi.copy_(torch.where(is_row, batch.hi + by, batch.hi))
+        positions.copy_(torch.where(is_row, moved, positions))
 
 
 def _told(batch: Batch) -> Batch:
