@@ -112,7 +112,7 @@ class Flight:
 
     def agree(self, chosen: Sequence[Chosen | None]) -> tuple[list[Chosen | None], set[int]]:
         """What of a verdict stands where the next round is under way: so many rows as the device kept, for it has gone on from
-        them. And the slots for which it went on with another token than theirs: the best was banned, or is none."""
+        them. And the slots for which it did not go on, or with another token than theirs: the best is an end, or banned, or none."""
         assert self.found is not None
         found, out, off = list(map(int, self.found[0, : self.batch.n_row].tolist())), [], set()
         for i, (w, c) in enumerate(zip(self.work, chosen, strict=True)):
@@ -122,7 +122,7 @@ class Flight:
                 c = replace(c, tokens=c.tokens[:n], n_accepted=min(c.n_accepted, n - 1))
             elif c is not None and c.error is None and len(c.tokens) < n:
                 c = Chosen([], 0, error=SlotError(f"the device kept {n} rows, of which {len(c.tokens)} are right"))
-            if c is None or c.tokens != [*w.draft[: n - 1], own[n - 1]]:
+            if c is None or c.tokens != [*w.draft[: n - 1], own[n - 1]] or own[n - 1] in self.ends[i]:
                 off.add(w.slot.index)
             out.append(c)
         return out, off

@@ -16,8 +16,9 @@ from engine_rig import FIXTURES, GREEDY, Heard, Rig, fake_rig, plain_rig, rig, r
 from known_texts import N_TEXT, continuation, known_texts, tiny
 from torch import Tensor
 
+from pyspec.draft.drafter import Drafter
 from pyspec.errors import DeviceError, OutOfBounds
-from pyspec.flight import Flight, Work
+from pyspec.flight import Course, Flight, Laid, Work
 from pyspec.job import Job
 from pyspec.loop import Loop
 from pyspec.models.target import Out
@@ -44,11 +45,28 @@ def overwritten(run: Callable[[Loop, Batch], Out]) -> Callable[[Loop, Batch], Ou
     return forward
 
 
+def unread(lay_out: Callable[..., Laid | None]) -> Callable[..., Laid | None]:
+    """As a GPU's host: of rows that were moved it knows what it asked for, not what became of it."""
+
+    def blind(self: Course, flight: Flight, n_drafts: Sequence[int], drafter: Drafter | None) -> Laid | None:
+        laid = lay_out(self, flight, n_drafts, drafter)
+        if laid is None:
+            return None
+        work = []
+        for w, n in zip(laid.work, n_drafts, strict=True):
+            asked = replace(w.seq, n_past=w.slot.n_past, tokens=[0] * (1 + n), n_fold=1)
+            work.append(replace(w, seq=replace(asked, keep=n == 0 and self._ends_by_token(w.job))))
+        return replace(laid, work=work)
+
+    return blind
+
+
 @pytest.fixture
 def flown(monkeypatch: pytest.MonkeyPatch) -> list[Flight]:
     """Every loop flies ahead, on a CPU, too; the flights that did."""
     flights: list[Flight] = []
     monkeypatch.setattr(Loop, "_run", overwritten(Loop._run))
+    monkeypatch.setattr(Course, "lay_out", unread(Course.lay_out))
     init, fly = Loop.__init__, Loop._fly_ahead
 
     def begin(self: Loop, *args: object, **settings: object) -> None:
@@ -285,6 +303,23 @@ def test_a_banned_best_token_sends_only_its_own_request_back(flown: list[Flight]
     r.run()
     assert [h.tokens for h in heard] == want
     assert any(flight.off for flight in flown) and not all(flight.off for flight in flown)
+
+
+@pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_token_that_is_best_in_spite_of_its_bias_is_gone_on_from(
+    path: Path, drafts: bool, flown: list[Flight]
+) -> None:
+    """The device stops at it, as it knows no logit but the best: the host goes on by itself, from the state that is there."""
+    for prompt, text in list(known_texts(path).items())[:3]:
+        bias = tuple((t, -1e-4) for t in sorted({*text[4:20:3]}))
+        params = SamplingParams(temperature=0.0, ignore_eos=True, logit_bias=bias)
+        drafter = Flying(5, text=partial(continuation, path))
+        r = rig_for(path, drafter, np=2) if drafts else rig(path, spec_type="none", np=2)
+        heard = [r.submit(prompt, N_TEXT, params), r.submit([3, *prompt], 12)]
+        r.run()
+        assert heard[0].tokens == text
+    assert any(flight.off for flight in flown)
 
 
 def test_a_request_that_waits_is_seated_at_once(flown: list[Flight]) -> None:
