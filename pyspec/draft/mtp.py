@@ -206,7 +206,7 @@ class Mtp:
         n, most, done = len(live), max(ask.n_draft for ask in live), 1
         copied(self.tokens[:n], self.steps[0, :n])
         sure = [self.probs[:n] >= self.p_min] if self.p_min > 0 else []
-        rest = self._chained([ask.slot for ask in live], most, None) if most > 1 else None
+        rest = self._chained([ask.slot for ask in live], most) if most > 1 else None
         while done < most and (not sure or bool(sure[-1].any())):
             assert rest is not None
             self._pass(rest, done)
@@ -218,13 +218,12 @@ class Mtp:
         for i, (ask, length) in enumerate(zip(live, lengths, strict=True)):
             drafts[ask.slot.index] = [step[i] for step in steps[: min(length, ask.n_draft)]]
 
-    def _chained(self, slots: Sequence[Slot], n: int, kept: Kept | None) -> Batch:
-        """The layout of the passes after the first, which move it on: `n` drafts behind each slot's tokens, and behind what of a
-        verify is kept. Their tokens are on the device."""
-        slack = n - 1 if kept is None else n - 1 + self.needs.n_draft + 1
-        seqs = [Seq(slot.index, slot.n_past, [0], n_out=1, slack=slack) for slot in slots]
-        batch = lay_out(self.table, seqs, self.device, arena=self.arenas[1])
-        return batch if kept is None else self.ahead.move(batch, kept)
+    def _chained(self, slots: Sequence[Slot], n: int, widths: Sequence[int] = ()) -> Batch:
+        """The layout of the passes after the first, which move it on: `n` drafts behind each slot's tokens. Their own tokens are
+        on the device. widths: of a verify behind whose kept rows it will be moved."""
+        slack = [n - 1 + width for width in widths or [0] * len(slots)]
+        seqs = [Seq(slot.index, slot.n_past, [0], n_out=1, slack=more) for slot, more in zip(slots, slack, strict=True)]
+        return lay_out(self.table, seqs, self.device, arena=self.arenas[1])
 
     def _pass(self, batch: Batch, done: int) -> None:
         """Draft number `done`, after those before."""
@@ -243,9 +242,9 @@ class Mtp:
         copied(out.hidden[: batch.n_row], self.hidden[: batch.n_row])
         self._first(first)
         copied(self.tokens[: len(slots)], self.steps[0, : len(slots)])
-        rest = self._chained(slots, n_draft, kept) if n_draft > 1 else None
+        if n_draft > 1:
+            rest = self.ahead.move(self._chained(slots, n_draft, [seq.width for seq in batch.seqs]), kept)
         for done in range(1, n_draft):
-            assert rest is not None
             self._pass(rest, done)
         return self.steps[:n_draft, : len(slots)].T
 

@@ -242,6 +242,9 @@ class SlotTable:
         for s in self.slots:
             holds.update(s.nodes)
             assert s.n_past <= len(s.pages) * self.page_size, f"slot {s.index} has tokens without pages"
+            assert not s.busy or len(s.pages) <= s.reserved, (
+                f"slot {s.index} holds {len(s.pages)} pages of {s.reserved}"
+            )
             assert s.page_ids is None or s.page_ids.tolist() == s.pages, f"slot {s.index} is laid out on other pages"
             assert s.n_fold <= s.n_past, f"slot {s.index} folds {s.n_fold} of {s.n_past} tokens"
             assert s.pages[: len(s.nodes)] == [node.page for node in s.nodes], f"slot {s.index} reads other pages"
