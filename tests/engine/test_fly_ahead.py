@@ -401,3 +401,14 @@ def test_a_tiny_dflash_pair_in_an_engine(flown: list[Flight]) -> None:
     heard = [(r.submit(p, N_TEXT), text) for p, text in texts[:5]]
     r.run()
     assert all(h.tokens == text for h, text in heard)
+
+
+def test_slots_hold_no_page_beyond_their_reservation(flown: list[Flight]) -> None:
+    """Passes and verifies ahead are laid out behind all that may be kept: to the last row, and not past it."""
+    texts = known_texts(QWEN35)
+    for n in range(12, N_TEXT):
+        r = rig(QWEN35, spec_type="mtp", n_draft_max=8, n_draft_fixed=True, np=2, page_size=16)
+        heard = [(r.submit(p, n + i), text[: n + i]) for i, (p, text) in enumerate(list(texts.items())[:2])]
+        r.run()  # which checks the table after each round
+        assert all(h.tokens == text[: len(h.tokens)] for h, text in heard)
+    assert any(flight.tokens is not None for flight in flown)
