@@ -32,7 +32,7 @@ def test_capturing_leaves_no_trace(tmp_path, kind) -> None:
     assert all(not layer.state.any() and not layer.conv[:, :3].any() for layer in loop.memory.states.values())
     prompts = [list(range(5 + i, 30 + 3 * i)) for i in range(5)]
     for prompt in prompts:
-        a, b = (engine.generate(prompt, max_tokens=40) for engine in (captured, plain))
+        a, b = (engine.generate(prompt, 40) for engine in (captured, plain))
         assert a.tokens == b.tokens
         assert a.timings.accepted_per_pos == b.timings.accepted_per_pos, "the arena changed the drafts"
         assert a.timings.draft_n == b.timings.draft_n > 0
