@@ -206,8 +206,15 @@ def _memory_plan(
         draft_kv = n_row * row_bytes(a.attention.n_kv_head, a.attention.head_dim, kv_dtype) * len(a.windows)
     if d.file is not None and d.file is not file:
         draft_weights = weight_bytes(d.file, dense)
+    activations, workspace = _workspace(c, d, s, n_ctx, device)
     plan = MemoryPlan(
-        weight_bytes(file, dense), kv, state, draft_weights, draft_kv, workspace=_workspace(c, d, s, n_ctx, device)
+        weight_bytes(file, dense),
+        kv,
+        state,
+        draft_weights,
+        draft_kv,
+        activations=activations,
+        workspace=workspace,
     )
     head = plan_head(file, d, s.draft_head, dense, device)
     return (
@@ -220,7 +227,7 @@ def _batch(s: EngineSettings, device: torch.device) -> int:
     return s.batch or max(s.ubatch, 2048 if device.type == "cuda" else 0)
 
 
-def _workspace(c: DecoderConfig, d: DraftPlan, s: EngineSettings, n_ctx: int, device: torch.device) -> int:
+def _workspace(c: DecoderConfig, d: DraftPlan, s: EngineSettings, n_ctx: int, device: torch.device) -> tuple[int, int]:
     cuda = device.type == "cuda"
     n_tap = n_held = 0
     if d.kind == "dflash" and d.file is not None:
@@ -339,7 +346,7 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     log.info("%s", d.note)
     if settings.warm_up:
         with _timed("graphs and warm-up", device):
-            warm_up(loop, tokenizer, extra)
+            warm_up(loop, tokenizer, extra, plan.activations + states.limits[0])
             if settings.check_tap_shift:
                 check_taps(loop, tokenizer, template, extra)
     probe.close()  # the child that checked kernels, and its memory on the GPU

@@ -33,12 +33,13 @@ class MemoryPlan:
     draft_kv: int = 0
     draft_head: int = 0  # a coarse copy of the head, for drafts
     wide: int = 0  # f16 copies for wide batches
-    workspace: int = 0  # activations of the largest forward, results that graphs keep, the GPU's own
+    activations: int = 0  # what forwards take and give back
+    workspace: int = 0  # results that graphs keep, the GPU's own
 
     @property
     def total(self) -> int:
         draft = self.draft_weights + self.draft_kv + self.draft_head
-        return self.weights + self.kv + self.state + draft + self.wide + self.workspace
+        return self.weights + self.kv + self.state + draft + self.wide + self.activations + self.workspace
 
     def __str__(self) -> str:
         parts = [
@@ -49,6 +50,7 @@ class MemoryPlan:
             ("draft KV", self.draft_kv),
             ("draft head", self.draft_head),
             ("f16 copies", self.wide),
+            ("activations", self.activations),
             ("workspace", self.workspace),
         ]
         return ", ".join(f"{name} {size(n)}" for name, n in parts if n) + f"; {size(self.total)} in all"
@@ -104,8 +106,8 @@ def workspace_bytes(
     n_held: int,
     key_bytes: int,
     cuda: bool,
-) -> int:
-    """What forwards need besides weights and slots.
+) -> tuple[int, int]:
+    """(activations, workspace): what forwards need besides weights and slots.
 
     n_row       rows of the largest forward: gate and up in f32, their product in f16, a few rows of the residual stream
     graph_rows  rows of all graphs together: their logits, hidden states and taps stay at fixed places
@@ -115,7 +117,7 @@ def workspace_bytes(
     activations = n_row * (2 * n_ff * 4 + n_ff * 2 + 5 * n_embd * 4 + n_tap * n_embd * 4)
     results = graph_rows * 4 * (n_vocab + (1 + n_tap) * n_embd)
     held = 2 * n_held * n_tap * n_embd * 4
-    return activations + results + held + (key_bytes + CUDA_BYTES if cuda else 0)
+    return activations + held + (key_bytes if cuda else 0), results + (CUDA_BYTES if cuda else 0)
 
 
 def used_bytes(device: torch.device) -> int:
@@ -160,7 +162,8 @@ def check_fit(plan: MemoryPlan, device: torch.device, *, n_slot: int, n_ctx: int
     log.info("memory plan: %s; %s free on %s", plan, size(free), device)
     if plan.total <= free * (1 - RESERVE):
         return
-    room = free * (1 - RESERVE) - plan.weights - plan.draft_weights - plan.draft_head - plan.workspace
+    room = free * (1 - RESERVE) - plan.weights - plan.draft_weights - plan.draft_head
+    room -= plan.activations + plan.workspace
     slots = plan.kv + plan.state + plan.draft_kv
     hints = []
     if room > 0:

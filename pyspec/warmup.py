@@ -17,6 +17,7 @@ from pyspec.draft.drafter import Graphing
 from pyspec.draft.tap_shift import run_by_shift, verdict
 from pyspec.job import Job
 from pyspec.loop import Loop
+from pyspec.plan import size
 from pyspec.request import Delta, Event, Request, SamplingParams
 from pyspec.sample.sampler import SlotSampler
 from pyspec.slots.arena import BUCKETS
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 BUDGET_S = 2.0
 N_PROMPT, N_ROUND = 12, 4
+N_SMALL = 32  # pieces of half a megabyte, for tensors below that
 PROBE_TOKENS = 48  # of text for the tap check
 PROBE_PROMPT = "Write a short story about a small dog who finds a key."
 
@@ -85,8 +87,25 @@ def graph_shapes(n_slot: int, width: int, late: bool) -> list[tuple[int, int]]:
     return [(n, n) for n in singles] + [(n, min(n_slot, -(-n // 2))) for n in sizes if n > 1]
 
 
+def hold(device: torch.device, n_bytes: int) -> None:
+    """Have the GPU's allocator own so many bytes in one piece, free for whoever asks, and a few small pieces.
+
+    Forwards of prompts allocate as they are cut, each time a little differently; from one large piece they all get what
+    they need, without it the allocator would sooner or later go back to the driver for a size it has not kept.
+    """
+    if device.type != "cuda":
+        return
+    torch.cuda.empty_cache()  # pieces of other sizes, of forwards before
+    try:
+        pieces = [torch.empty(512 << 10, dtype=torch.uint8, device=device) for _ in range(N_SMALL)]
+        pieces.append(torch.empty(n_bytes, dtype=torch.uint8, device=device))
+        del pieces
+    except torch.OutOfMemoryError:  # of a card that is shared, say: then they are had when they are needed
+        log.info("the GPU has no %s in one piece", size(n_bytes))
+
+
 @torch.inference_mode()
-def capture(loop: Loop) -> None:
+def capture(loop: Loop, n_bytes: int = 0) -> None:
     """Capture the graphs of every batch size now. Forwards on empty slots change nothing that anybody reads.
 
     A graph is captured at the second call, and its kernels are picked for the widths it is captured with: rows are
@@ -103,6 +122,7 @@ def capture(loop: Loop) -> None:
     if isinstance(loop.drafter, Graphing):
         loop.drafter.capture()
     # the largest piece of a prompt: what it needs is allocated before the first user comes
+    hold(device, n_bytes)
     n_row = min(loop.batch, loop.table.n_row // len(slots))
     loop.forward(lay_out(loop.table, [Seq(0, 0, [0] * n_row, keep=True, n_out=1)], device))
     loop.memory.reset(0)
@@ -110,9 +130,12 @@ def capture(loop: Loop) -> None:
         loop.forget(slot)
 
 
-def warm_up(loop: Loop, tokenizer: Tokenizer, n_overhang: int) -> None:
-    """Rounds with one and with all slots, plain and drafted, as long as the time budget lasts."""
-    capture(loop)
+def warm_up(loop: Loop, tokenizer: Tokenizer, n_overhang: int, n_bytes: int) -> None:
+    """Rounds with one and with all slots, plain and drafted, as long as the time budget lasts.
+
+    n_bytes  what forwards and checkpoints may take of the device's memory: it is taken before the first of them comes
+    """
+    capture(loop, n_bytes)
     began, controller = time.perf_counter(), loop.controller
     per_slot = loop.table.n_row // len(loop.table.slots)
     if per_slot < N_PROMPT + (controller.n_max + 1) * N_ROUND + 1 + n_overhang:

@@ -192,9 +192,9 @@ def test_a_second_turn_from_the_cache_says_what_a_cold_engine_says(draft: str | 
         assert all(r.timings.cache_n > 0 for r in got)
 
 
-def test_nothing_is_allocated_after_warm_up() -> None:
-    with load("auto", 8, prefix_cache=False) as engine:
-        answers(engine)
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_nothing_is_allocated_after_warm_up(prefix_cache: bool) -> None:
+    with load("auto", 8, prefix_cache=prefix_cache) as engine:
         torch.cuda.synchronize()
         before = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]
         for _ in range(3):
