@@ -121,10 +121,13 @@ def capture(loop: Loop, n_bytes: int = 0) -> None:
             loop.forward(lay_out(loop.table, seqs, device, arena=loop.arena))
     if isinstance(loop.drafter, Graphing):
         loop.drafter.capture()
-    # the largest piece of a prompt: what it needs is allocated before the first user comes
+    loop.forward.seal()
+    # prompts: what they need is allocated, and libraries have loaded what they multiply with, before the first user comes
     hold(device, n_bytes)
     n_row = min(loop.batch, loop.table.n_row // len(slots))
-    loop.forward(lay_out(loop.table, [Seq(0, 0, [0] * n_row, keep=True, n_out=1)], device))
+    while n_row > BUCKETS[-1]:
+        loop.forward(lay_out(loop.table, [Seq(0, 0, [0] * n_row, keep=True, n_out=1)], device))
+        n_row //= 2
     loop.memory.reset(0)
     for slot in slots:
         loop.forget(slot)

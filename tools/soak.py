@@ -282,7 +282,9 @@ def main() -> None:
     parser.add_argument("--np", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--chats", action="store_true", help="conversations over the prefix cache (soak_chats.py)")
-    parser.add_argument("--model", type=Path, default=None, help="of the conversations: any file with an MTP block")
+    parser.add_argument("--model", default=None, help="of the conversations: any file with an MTP block, or demo")
+    parser.add_argument("--device", default="cpu", help="of the conversations")
+    parser.add_argument("--ctx", type=int, default=768, help="tokens a conversation may have")
     parser.add_argument(
         "--ahead", action="store_true", help="conversations that often do not draft: rounds launched ahead"
     )
@@ -290,8 +292,8 @@ def main() -> None:
     if arguments.chats:
         from soak_chats import soak_chats
 
-        minutes, model = arguments.minutes, arguments.model
-        well, line = soak_chats(60 * minutes, arguments.np, arguments.seed, model, arguments.ahead)
+        a = arguments
+        well, line = soak_chats(60 * a.minutes, a.np, a.seed, a.model, a.ahead, a.device, a.ctx)
     else:
         well, line = soak(60 * arguments.minutes, arguments.np, arguments.seed)
     print(line)

@@ -1,13 +1,17 @@
 """Conversations that share and fork their beginnings, with drafts and cancels, over a prefix cache that is always too small.
 
     python tools/soak.py --chats --minutes 20
+    python tools/soak.py --chats --minutes 5 --device cuda --ctx 24576 --ahead --model demo
 
 Checked: every text, cancelled ones included, is what one slot without drafter and without cache says; no request fails; every
-page and state is accounted for at the end.
+page and state is accounted for at the end; memory does not grow. A GPU rounds rows to f16 and sums them in an order that
+depends on how a prompt was cut: there only tokens count that are clearly better than the next one, and texts of models with
+experts, whose choice such a difference may tip, are counted where they part, not judged.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import tempfile
@@ -16,10 +20,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from importlib.resources import files
 from pathlib import Path
 
 import torch
-from soak import Tally, inspect_idle
+from soak import Tally, inspect_idle, not_cached
 from torch import Tensor
 
 from pyspec import synth
@@ -34,17 +39,39 @@ from pyspec.models.target import Out
 from pyspec.request import Delta, Request, SamplingParams
 from pyspec.slots.batch import Batch
 
-N_CHAT, CTX = 8, 768
+N_CHAT, CTX = 8, 768  # tokens a conversation may have; of a longer one all pieces are longer
 AGAIN, CANCELLED, FORKED = 0.8, 0.2, 0.15  # shares: go on from what was said; are left early; go on from its middle
-TIE = 2e-3  # a token that is no better than the next one by more may fall either way in another batch
+TIE = {
+    "cpu": 2e-3,
+    "cuda": 0.1,
+}  # a token that is no better than the next one by more may fall either way in another batch
 MOST_DOUBTS = 20
 CLOSE = 5e-6  # so may a choice of experts: scores differ by up to 3e-6 with the cut of a prompt
 GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=2)
 
 
-def openings(rng: random.Random) -> list[list[int]]:
-    """What several conversations begin with."""
-    return [[rng.randrange(250) for _ in range(n)] for n in (20, 75, 130, 200)]
+@dataclass(frozen=True)
+class Words:
+    """What users say: random tokens, or pieces of the demo's questions and answers, of which its model is sure."""
+
+    lines: Sequence[Sequence[int]] = ()
+    scale: int = 1  # of all lengths
+    ctx: int = CTX
+
+    def some(self, rng: random.Random, n: int) -> list[int]:
+        text: list[int] = []
+        while self.lines and len(text) < n:
+            text += rng.choice(self.lines)
+        return text[:n] or [rng.randrange(250) for _ in range(n)]
+
+    def openings(self, rng: random.Random) -> list[list[int]]:
+        """What several conversations begin with."""
+        return [self.some(rng, n * self.scale) for n in (20, 75, 130, 200)]
+
+
+def demo_lines() -> list[list[int]]:
+    asked = files("pyspec.demo").joinpath("prompts.jsonl").read_text().splitlines()
+    return [[*line["prompt_ids"], *line["answer_ids"]] for line in map(json.loads, asked)]
 
 
 class Prompter:
@@ -73,7 +100,7 @@ class Prompter:
                 int(kept.tokens[kept.last[s]]),
             ]
             mixed.append(self.right_for_a_while(text, drafts[s].tolist()))
-        return torch.tensor(mixed)
+        return torch.tensor(mixed, device=drafts.device)
 
     def mixed(self, ask: Ask, draft: list[int]) -> list[int]:
         return self.right_for_a_while([*ask.slot.tokens, ask.anchor], draft)
@@ -89,9 +116,10 @@ class Choices:
 
     def __init__(self, engine: Engine) -> None:
         self.engine, self.closest = engine, math.inf
-        for block in engine.loop.target.blocks:
-            if isinstance(block.feed, MoeFeed):
-                block.feed.route = self.watched(block.feed)
+        feeds = [block.feed for block in engine.loop.target.blocks if isinstance(block.feed, MoeFeed)]
+        self.on_gpu, self.has_experts = engine.loop.target.device.type == "cuda", bool(feeds)
+        for feed in () if self.on_gpu else feeds:
+            feed.route = self.watched(feed)
 
     def watched(self, feed: MoeFeed) -> Callable[..., Routes]:
         route, n_expert, n_used = feed.route, feed.shape.n_expert, feed.shape.n_used
@@ -106,6 +134,8 @@ class Choices:
 
     def along(self, text: Sequence[int]) -> float:
         self.closest = math.inf
+        if self.on_gpu:
+            return 0.0 if self.has_experts else math.inf
         self.engine.run(Request(prompt=tuple(text), params=GREEDY, max_tokens=1, cache_prompt=False))
         return self.closest
 
@@ -118,13 +148,13 @@ class Wrong:
     what: str
 
 
-def verdict(prompt: list[int], tokens: list[int], want: Result) -> Wrong | None:
+def verdict(prompt: list[int], tokens: list[int], want: Result, tie: float) -> Wrong | None:
     """What is wrong with `tokens` after `prompt`; near ties end the comparison."""
     for i, (a, b) in enumerate(zip(tokens, want.tokens, strict=False)):
         if a != b:
             best, second = (p for _, p in want.logprobs[i].top)
             what = f"after {len(prompt)} tokens, token {i} is {a} and should be {b}, better by {best - second:.2g}"
-            return None if best - second < TIE else Wrong([*prompt, *tokens[:i]], what)
+            return None if best - second < tie else Wrong([*prompt, *tokens[:i]], what)
     return None
 
 
@@ -137,16 +167,18 @@ def chat(
     tally: Tally,
     doubts: list[Wrong],
     ahead: bool,
+    words: Words,
 ) -> None:
     """One user after another. What is wrong is in doubt until `judge` looked at the choices of experts on the way."""
-    rng, common = random.Random(seed), openings(random.Random(0))
+    rng, common = random.Random(seed), words.openings(random.Random(0))
+    device = engine.loop.target.device.type
     text: list[int] = []
-    while time.monotonic() < until and not tally.wrong and len(doubts) < MOST_DOUBTS:
-        if not text or rng.random() > AGAIN or len(text) > CTX - 120:
+    while time.monotonic() < until and not tally.wrong and (device == "cuda" or len(doubts) < MOST_DOUBTS):
+        if not text or rng.random() > AGAIN or len(text) > words.ctx - 60 - 60 * words.scale:
             text = list(rng.choice(common))
         elif rng.random() < FORKED:
             text = text[: rng.randint(1, len(text))]
-        prompt = [*text, *(rng.randrange(250) for _ in range(rng.randint(1, 40)))]
+        prompt = [*text, *words.some(rng, rng.randint(1, 40 * words.scale))]
         n_draft, leave, stay = rng.randint(1, 3), rng.random() < CANCELLED, rng.randint(0, 12)
         n_draft *= not ahead or int(time.monotonic()) % 3 == 0  # nobody drafts for a while
         request = Request(prompt=tuple(prompt), params=GREEDY, max_tokens=rng.randint(1, 60), n_draft_max=n_draft)
@@ -162,7 +194,7 @@ def chat(
                     stream.close()  # type: ignore[attr-defined]
                     break
             tally.add("cancelled" if leave else "finished")
-            if (wrong := verdict(prompt, tokens, want)) is not None:
+            if (wrong := verdict(prompt, tokens, want, TIE[device])) is not None:
                 doubts.append(replace(wrong, what=f"{wrong.what} (n_draft {n_draft})"))
             if not leave and len(tokens) != request.max_tokens:
                 tally.fail(f"{len(tokens)} tokens, should be {request.max_tokens} (n_draft {n_draft})")
@@ -195,18 +227,32 @@ def count_flights(engine: Engine, tally: Tally) -> None:
     loop._fly_ahead = counted  # type: ignore[method-assign]
 
 
-def soak_chats(seconds: float, np: int, seed: int, model: Path | None = None, ahead: bool = False) -> tuple[bool, str]:
+def in_use(engine: Engine) -> int:
+    """Bytes that may not grow: of the GPU's allocator where there is one, else of the process."""
+    return torch.cuda.memory_reserved() if engine.loop.target.device.type == "cuda" else not_cached(engine)
+
+
+def soak_chats(
+    seconds: float,
+    np: int,
+    seed: int,
+    model: str | Path | None = None,
+    ahead: bool = False,
+    device: str = "cpu",
+    ctx: int = CTX,
+) -> tuple[bool, str]:
     """Run it; (all well, summary line). Without a model it is a tiny random one with Gated DeltaNet and MTP."""
-    tally = Tally()
+    tally, words = Tally(), Words(demo_lines() if model == "demo" else (), ctx // CTX, ctx)
     with ExitStack() as stack:
         if model is None:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             model = synth.write("qwen35", folder / "tiny.gguf", quant="f32", tiny=True)
-        settings = {"kv_type": "f32", "device": "cpu", "warm_up": False, "page_size": 16, "ctx": CTX, "queue": 64}
+        kv, on_gpu = ("f16", True) if device == "cuda" else ("f32", False)
+        settings = {"kv_type": kv, "device": device, "warm_up": on_gpu, "page_size": 16, "ctx": ctx, "queue": 64}
         engine = stack.enter_context(
             Engine.load(
-                model, "mtp", np=np, n_draft_max=3, n_draft_fixed=True, kv_pool=np * CTX // 2, cache_ram=4, ubatch=100,
-                checkpoint_every=160, **settings,
+                model, "mtp", np=np, n_draft_max=3, n_draft_fixed=True, kv_pool=np * ctx // 2, cache_ram=4 * words.scale,
+                ubatch=100 * min(words.scale, 5), checkpoint_every=160 * words.scale, **settings,
             )
         )  # fmt: skip
         cold = stack.enter_context(Engine.load(model, None, np=1, prefix_cache=False, **settings))
@@ -214,20 +260,26 @@ def soak_chats(seconds: float, np: int, seed: int, model: Path | None = None, ah
             count_flights(engine, tally)
         began = time.monotonic()
         prompter, choices, doubts = Prompter(engine, seed), Choices(cold), list[Wrong]()
-        args = [(engine, cold, prompter, seed * 1000 + i, began + seconds, tally, doubts, ahead) for i in range(N_CHAT)]
+        until = began + seconds
+        args = [(engine, cold, prompter, seed * 1000 + i, until, tally, doubts, ahead, words) for i in range(N_CHAT)]
         threads = [threading.Thread(target=chat, args=a) for a in args]
         for t in threads:
             t.start()
+        time.sleep(seconds * 0.4)
+        early = in_use(engine)
         for t in threads:
             t.join()
-        took, m = time.monotonic() - began, engine.metrics()
+        grown, took, m = in_use(engine) - early, time.monotonic() - began, engine.metrics()
         judge(doubts, choices, tally)
         inspect_idle(engine, tally)
+    if seconds >= 60 and grown > max(0.01 * early, 20 << 20):  # before that threads still get their arenas
+        tally.fail(f"memory grew by {grown >> 20} MiB from {early >> 20} MiB")
     counts = ", ".join(f"{n} {what}" for what, n in sorted(tally.counts.items()))
     line = (
         f"{'FAILED' if tally.wrong else 'ok'}: {took:.0f} s, np {np}: {counts}; "
         f"{m.prompt_tokens_cached / max(1, m.prompt_tokens_seen):.0%} of {m.prompt_tokens_seen} prompt tokens cached; "
         f"{m.accepted_tokens / max(1, m.draft_tokens):.0%} of {m.draft_tokens} drafted accepted; "
-        f"{m.states} states, {m.pages_cached} of {m.pages_total} pages filed"
+        f"{m.states} states, {m.pages_cached} of {m.pages_total} pages filed; "
+        f"memory {early >> 20} MiB ({grown / (1 << 20):+.1f})"
     )
     return not tally.wrong, "\n".join([line, *(f"  {w[:500]}" for w in tally.wrong[:5])])

@@ -1,7 +1,8 @@
 """CUDA graphs over batches in an arena: a whole forward for the price of one launch.
 
 A graph is captured per bucket, from the second call on: the first runs eagerly, because a forward changes state and must
-run exactly once per round, and because libraries set themselves up on first use. Capturing runs nothing.
+run exactly once per round, and because libraries set themselves up on first use. Capturing runs nothing. After warm-up no
+more are captured: a capture takes memory, and as long as many rounds.
 """
 
 from __future__ import annotations
@@ -31,19 +32,24 @@ class Graphed(Generic[Out]):
         self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Out]] = {}
         self._seen: set[tuple[int, bool]] = set()
         self._pool: object | None = None
+        self._sealed = False
 
     def __call__(self, batch: Batch) -> Out:
         if batch.bucket is None or batch.tokens.device.type != "cuda":
             return self.fn(batch)
         key = batch.bucket, self.by_single and batch.single
-        if key not in self._seen:
-            self._seen.add(key)
-            return self.fn(batch)
         if key not in self._graphs:
+            if self._sealed or key not in self._seen:
+                self._seen.add(key)
+                return self.fn(batch)
             self._capture(key, batch)
         graph, out = self._graphs[key]
         graph.replay()
         return out
+
+    def seal(self) -> None:
+        """Capture no more: batches for which there is no graph run as they are."""
+        self._sealed = True
 
     def _capture(self, key: tuple[int, bool], batch: Batch) -> None:
         graph = torch.cuda.CUDAGraph()

@@ -251,13 +251,15 @@ class DFlash:
             seqs = [Seq(i, 0, [self.net.c.mask_id] * self.net.c.block) for i in range(n)]
             for _ in range(2):
                 self.block(lay_out(self.table, seqs, self.device, see_block=True, arena=self.arena))
+        self.block.seal()
         for n_row in BUCKETS if self.needs.late else ():
             shares = [n_row // n_slot + (i < n_row % n_slot) for i in range(n_slot)]
             if self.table.n_page < n_slot * self.table.pages_for(shares[0]):
-                break  # too small a pool to try them all: they are captured as they come
+                return  # too small a pool to try them all: they are captured as they come
             seqs = [Seq(i, 0, [0] * n) for i, n in enumerate(shares) if n]
             for _ in range(2):
                 self.inject(lay_out(self.table, seqs, self.device, arena=self.arena))
+        self.inject.seal()
 
     def begin(self, slot: Slot, saved: object | None) -> None:
         self._forget(slot)

@@ -287,6 +287,8 @@ class Mtp:
             for _ in range(2):
                 seqs = [Seq(i, 0, [0], n_out=1) for i in range(n)]
                 self._next(lay_out(self.table, seqs, self.device, arena=self.arenas[1]))
+        self._first.seal()
+        self._next.seal()
 
     @torch.inference_mode()
     def snapshot(self, slot: Slot) -> object | None:

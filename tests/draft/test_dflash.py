@@ -354,6 +354,7 @@ def replay(loop: Loop, drafter: DFlash) -> None:
         assert batch.bucket is not None
         inject.fn(first.setdefault(batch.bucket, batch))
 
+    forward_again.seal, inject_again.seal = forward.seal, inject.seal  # type: ignore[attr-defined]
     loop.forward, drafter.inject = forward_again, inject_again  # type: ignore[assignment]
     warmup.capture(loop)
     assert len(seen) > 10 and len(first) == len(BUCKETS)

@@ -73,6 +73,7 @@ def test_the_plan_has_the_rows_of_all_graphs(tmp_path, monkeypatch, kind, np) ->
             keys.add((batch.bucket, inner.by_single and batch.single))
         return inner(batch)
 
+    watch.seal = inner.seal
     loop.forward = watch
     capture(loop)
     assert sizes["graph_rows"] == sum(bucket for bucket, _ in keys) > 0

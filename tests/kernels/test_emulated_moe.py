@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from emulated.gpu import CPU, emulated_gpu
-from emulated.machine import needs_compiler
+from emulated.machine import EmulationError, needs_compiler
 from torch import Tensor
 
 from pyspec.cuda import jit
@@ -366,7 +366,7 @@ def test_rows_whose_outputs_cancel_are_off_by_rounding_alone() -> None:
     ids, weights = spread(40, 2, 3)
     with emulated_gpu():
         got = moe_cuda.bind(spec)(stacks)(x, ids, weights).double()
-    assert worst(got, exact(stacks)(x, ids, weights)) < 1e-4
+    assert worst(got, exact(stacks)(x, ids, weights)) < 2e-4
     assert worst(got, exact(stacks, lambda x: x)(x, ids, weights)) > 1.5e-3
 
 
@@ -457,5 +457,12 @@ def test_without_a_wait_the_product_is_wrong(text: str, monkeypatch: pytest.Monk
     for which in range(len(parts) - 1):
         mutant = text.join(parts[: which + 1]) + ";" + text.join(parts[which + 1 :])
         monkeypatch.setattr(jit, "source", lambda name, text=mutant: text if name == "moe" else real(name))
-        with emulated_gpu((8, 6)):
-            assert moe_cuda.check(moe_cuda.bind(spec), moe_ref.bind(spec), spec, n_rows=(1,)) is not None, which
+        said = []
+        for split in (1, 2):  # some are of warps that share columns alone
+            monkeypatch.setattr(moe_cuda, "SPLIT", split)
+            try:
+                with emulated_gpu((8, 6)):
+                    said.append(moe_cuda.check(moe_cuda.bind(spec), moe_ref.bind(spec), spec, n_rows=(1,)))
+            except EmulationError as e:  # the wrong block where a row's number should be
+                said.append(str(e))
+        assert any(said), which

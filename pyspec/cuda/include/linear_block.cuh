@@ -11,6 +11,10 @@ constexpr int kRowBytes = CHUNK * kPad * 64;
 constexpr int kSumBytes = HAS_MIN ? CHUNK * kPad * 4 : 0;
 
 __device__ __forceinline__ void multiply(float (&acc)[4], const Weights& w, uint4 b, float s0, float s1) {
+#if SCALED
+  mma_f16(acc, w.a[0], w.a[1], w.a[2], w.a[3], b.x, b.y, acc[0], acc[1], acc[2], acc[3]);
+  mma_f16(acc, w.a[4], w.a[5], w.a[6], w.a[7], b.z, b.w, acc[0], acc[1], acc[2], acc[3]);
+#else
   float part[4];
   mma_f16(part, w.a[0], w.a[1], w.a[2], w.a[3], b.x, b.y, 0.f, 0.f, 0.f, 0.f);
 #if HALF_SCALES
@@ -29,6 +33,7 @@ __device__ __forceinline__ void multiply(float (&acc)[4], const Weights& w, uint
   acc[1] = fmaf(part[1], w.scale, acc[1]);
   acc[2] = fmaf(part[2], w.scale8, acc[2]);
   acc[3] = fmaf(part[3], w.scale8, acc[3]);
+#endif
 #endif
 #if HAS_MIN
   acc[0] = fmaf(-w.more, s0, acc[0]);

@@ -58,6 +58,22 @@ __device__ __forceinline__ u32 fma_f16x2(u32 a, u32 b, u32 c) {
   return out;
 }
 
+__device__ __forceinline__ u32 mul_f16x2(u32 a, u32 b) {
+  u32 out;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
+  return out;
+}
+
+// Both halves of a by the lower (kHalf 0) or the upper half of b. Said in halves, the choice is part of the product's instruction.
+template <int kHalf>
+__device__ __forceinline__ u32 mul_by_half(u32 a, u32 b) {
+  u16 half[2];
+  u32 both;
+  asm("mov.b32 {%0, %1}, %2;" : "=h"(half[0]), "=h"(half[1]) : "r"(b));
+  asm("mov.b32 %0, {%1, %1};" : "=r"(both) : "h"(half[kHalf]));
+  return mul_f16x2(a, both);
+}
+
 __device__ __forceinline__ uint4 shared_16(u32 address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));

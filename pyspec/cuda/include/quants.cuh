@@ -6,6 +6,7 @@
 //   4, 5, 6 bits   cut out in pairs, 1024 + code or 1024 + 16 code, less what is too much
 //   tables         bytes by permutation of a table in registers, then as 8 bits
 //   E2M1           the bits alone: f16 has them in the same order, denormal numbers too, and counts them 2^-14
+// NVFP4's scales are in the operands: f16 has the product of a code and a scale of four bits each, down to the least of both.
 // F16 and BF16 weights are f16 in the record, in the order of the operands.
 //
 // Set by the launcher: TYPE, CHUNK (blocks in a record), RECORD (bytes of one).
@@ -32,12 +33,20 @@
 #define E2M1 (TYPE == MXFP4 || TYPE == NVFP4)
 #define BYTE_SCALES (TYPE == IQ4_XS || TYPE == MXFP4)  // a word holds those of rows g and g + 8 of two blocks
 #define HAS_MIN (TYPE == Q4_1 || TYPE == Q5_1 || TYPE == Q4_K || TYPE == Q5_K)  // weights are scale * code - min
-#define HALF_SCALES (TYPE == Q6_K || TYPE == NVFP4)                             // one scale for each 16 weights
+#define HALF_SCALES (TYPE == Q6_K)                                              // one scale for each 16 weights
+#define SCALED (TYPE == NVFP4 || TYPE == F16 || TYPE == BF16)                   // operands are weights, scales and all
+#define SHARED_SCALES (TYPE == Q4_K || TYPE == Q5_K || TYPE == Q6_K || TYPE == IQ4_XS)  // a second one for a record's row
 #define HALVES (TYPE == F16 || TYPE == BF16)            // no codes, no scales in the record
 #define ROW_SCALES (TYPE == NVFP4 || TYPE == BF16)      // behind the last record a second scale for each row, f32
 
 // What sums of operands times scales are to be multiplied with.
-constexpr float kUnit = TYPE == MXFP4 ? 8192.f : TYPE == NVFP4 ? 4194304.f : 1.f;
+constexpr float kUnit = TYPE == MXFP4 ? 8192.f : TYPE == NVFP4 ? 16384.f : 1.f;
+
+struct At {  // where a lane finds its parts of a record
+  u32 record, wide, narrow;  // 16 bytes of codes a lane, 4 of scales a row
+};
+
+__device__ __forceinline__ At at_record(u32 record, int lane) { return {record, record + lane * 16, record + (lane >> 2) * 4}; }
 
 #if TYPE == Q8_0
 struct Codes {  // a lane's part of a block as it lies in a record
@@ -60,7 +69,7 @@ struct Weights {
   u32 a[8];            // operands of the block's first 16 columns, then of its second
   float scale, scale8;  // rows g and g + 8 (first halves when HALF_SCALES)
   float more, more8;    // minima, or scales of the second halves
-};
+};  // SCALED: a is all there is
 
 __device__ __forceinline__ float low_half(u32 v) { return f16_to_f32(static_cast<u16>(v)); }
 __device__ __forceinline__ float high_half(u32 v) { return f16_to_f32(static_cast<u16>(v >> 16)); }
@@ -74,10 +83,12 @@ __device__ __forceinline__ void bytes_to_f16(u32 v, u32& first, u32& second) {
 
 #if TYPE == Q8_0
 
-__device__ __forceinline__ void fetch(Codes& c, u32 record, int block, int lane) {
-  c.q = shared_16(record + block * 512 + lane * 16);
-  c.d = shared_4(record + CHUNK * 512 + block * 32 + (lane >> 2) * 4);
+__device__ __forceinline__ void fetch(Codes& c, At at, int block) {
+  c.q = shared_16(at.wide + block * 512);
+  c.d = shared_4(at.narrow + CHUNK * 512 + block * 32);
 }
+
+__device__ __forceinline__ void fetch_shared(Codes&, At) {}
 
 __device__ __forceinline__ void unpack(Weights& w, const Codes& c) {
   bytes_to_f16(c.q.x, w.a[0], w.a[2]);
@@ -90,42 +101,47 @@ __device__ __forceinline__ void unpack(Weights& w, const Codes& c) {
 
 #elif HALVES
 
-__device__ __forceinline__ void fetch(Codes& c, u32 record, int block, int lane) {
-  c.first = shared_16(record + block * 1024 + lane * 16);
-  c.second = shared_16(record + block * 1024 + 512 + lane * 16);
+__device__ __forceinline__ void fetch(Codes& c, At at, int block) {
+  c.first = shared_16(at.wide + block * 1024);
+  c.second = shared_16(at.wide + block * 1024 + 512);
 }
+
+__device__ __forceinline__ void fetch_shared(Codes&, At) {}
 
 __device__ __forceinline__ void unpack(Weights& w, const Codes& c) {
   w.a[0] = c.first.x, w.a[1] = c.first.y, w.a[2] = c.first.z, w.a[3] = c.first.w;
   w.a[4] = c.second.x, w.a[5] = c.second.y, w.a[6] = c.second.z, w.a[7] = c.second.w;
-  w.scale = w.scale8 = 1.f;
 }
 
 #else
 
-__device__ __forceinline__ void fetch(Codes& c, u32 record, int block, int lane) {
-  constexpr int kHigh = CHUNK * 256, kScales = kHigh + (TYPE == Q6_K ? CHUNK * 128 : FIVE_BITS ? CHUNK * 64 : 0);
-  const int row = lane >> 2;
-  const u32 scales = record + kScales;
-  c.q = shared_8(record + (block >> 1) * 512 + lane * 16 + (block & 1) * 8);
+constexpr int kHigh = CHUNK * 256, kScales = kHigh + (TYPE == Q6_K ? CHUNK * 128 : FIVE_BITS ? CHUNK * 64 : 0);
+
+// What all blocks of a record share.
+__device__ __forceinline__ void fetch_shared(Codes& c, At at) {
+#if TYPE == Q4_K || TYPE == Q5_K
+  c.d = shared_8(2 * at.narrow - at.record + kScales + CHUNK * 32);
+#elif SHARED_SCALES
+  c.d.x = shared_4(at.narrow + kScales + CHUNK * (BYTE_SCALES ? 16 : 32));
+#endif
+}
+
+__device__ __forceinline__ void fetch(Codes& c, At at, int block) {
+  c.q = shared_8(at.wide + (block >> 1) * 512 + (block & 1) * 8);
 #if TYPE == Q6_K
-  c.h = shared_4(record + kHigh + (block >> 2) * 512 + lane * 16 + (block & 3) * 4);
+  c.h = shared_4(at.wide + kHigh + (block >> 2) * 512 + (block & 3) * 4);
 #elif FIVE_BITS
-  c.h = shared_4(record + kHigh + (block >> 1) * 128 + lane * 4) >> (block & 1) * 8;
+  c.h = shared_4(at.record + (at.wide - at.record) / 4 + kHigh + (block >> 1) * 128) >> (block & 1) * 8;
 #endif
 #if BYTE_SCALES
-  c.s = shared_4(scales + (block >> 1) * 32 + row * 4) >> (block & 1) * 16;
-  if (TYPE == IQ4_XS) c.d.x = shared_4(scales + CHUNK * 16 + row * 4);
+  c.s = shared_4(at.narrow + kScales + (block >> 1) * 32) >> (block & 1) * 16;
 #elif TYPE == Q4_1 || TYPE == Q5_1
-  c.d = shared_8(scales + block * 64 + row * 8);  // scale, min of row g; of row g + 8
-#elif TYPE == Q4_K || TYPE == Q5_K
-  c.s = shared_4(scales + block * 32 + row * 4);  // the same, six bits each
-  c.d = shared_8(scales + CHUNK * 32 + row * 8);
-#elif HALF_SCALES
-  c.s = shared_4(scales + block * 32 + row * 4);  // both halves of row g; of row g + 8
-  if (TYPE == Q6_K) c.d.x = shared_4(scales + CHUNK * 32 + row * 4);
+  c.d = shared_8(2 * at.narrow - at.record + kScales + block * 64);  // scale, min of row g; of row g + 8
+#elif SHARED_SCALES || TYPE == NVFP4
+  // scale, min of row g; of row g + 8, six bits each; or the scales of both halves of row g; of row g + 8
+  c.s = shared_4(at.narrow + kScales + block * 32);
 #else
-  c.d.x = shared_4(scales + block * 32 + row * 4);
+  c.d.x = shared_4(at.narrow + kScales + block * 32);
 #endif
 }
 
@@ -148,8 +164,9 @@ __device__ __forceinline__ void unpack_row(u32 (&a)[8], int r, u32 nibbles, u32)
 __device__ __forceinline__ void unpack_row(u32 (&a)[8], int r, u32 v, u32) {
   a[r] = v & 0x8e008e00u;
   a[2 + r] = (v << 3) & 0x8e008e00u;
-  a[4 + r] = and_or(v << 6, 0x0e000e00u, (v << 1) & 0x80008000u);
-  a[6 + r] = and_or(v << 9, 0x0e000e00u, (v << 2) & 0x80008000u);
+  // a product moves number and sign by different shifts at once; what else it leaves lies below the mask, and so do sums of it
+  a[4 + r] = (v & 0x40384038u) * (64 + 2) & 0x8e008e00u;
+  a[6 + r] = (v & 0x20072007u) * (512 + 4) & 0x8e008e00u;
 }
 
 #else
@@ -206,11 +223,12 @@ __device__ __forceinline__ void unpack(Weights& w, const Codes& c) {
   w.scale = __uint_as_float((c.s & 255) << 23);
   w.scale8 = __uint_as_float((c.s & 0xff00u) << 15);
 #elif TYPE == NVFP4
-  const u32 first = (c.s & 0x00ff00ffu) << 7, second = (c.s & 0xff00ff00u) >> 1;  // f16 of 2^-8 times the scale
-  w.scale = low_half(first);
-  w.more = low_half(second);
-  w.scale8 = high_half(first);
-  w.more8 = high_half(second);
+  const u32 first = (c.s & 0x00ff00ffu) << 7, second = (c.s & 0xff00ff00u) >> 1;  // f16: of row g; of row g + 8
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const u32 scales = i < 4 ? first : second;
+    w.a[i] = i & 1 ? mul_by_half<1>(w.a[i], scales) : mul_by_half<0>(w.a[i], scales);
+  }
 #else
   w.scale = low_half(c.d.x);
   w.scale8 = high_half(c.d.x);
@@ -218,6 +236,12 @@ __device__ __forceinline__ void unpack(Weights& w, const Codes& c) {
 }
 
 #endif
+
+__device__ __forceinline__ void fetch(Codes& c, u32 record, int block, int lane) {
+  const At at = at_record(record, lane);
+  fetch(c, at, block);
+  fetch_shared(c, at);
+}
 
 __device__ __forceinline__ void unpack(Weights& w, u32 record, int block, int lane) {
   Codes c;

@@ -247,7 +247,7 @@ def random_packed(type: GGMLType, n_out: int, n_in: int, device: torch.device) -
     )  # all behind E2M1 codes
     floats = records[:, at:]
     floats &= 0x1F
-    if type is GGMLType.MXFP4:
+    if type in (GGMLType.MXFP4, GGMLType.NVFP4):
         floats |= 0x60
     ones = torch.ones((packed_bytes(type, n_out, n_in) - records.numel()) // 4, device=device)
     return Packed(torch.cat((records.view(-1), ones.view(torch.uint8))), type, n_out, n_in)

@@ -360,14 +360,20 @@ def _encode_nvfp4(blocks: Tensor) -> Tensor:
     scales = torch.where(scales == 0x7F, 0, scales & 0x7F)  # 0x7f counts as zero; 0xff, of no use, as 480
     codes = _nibbles(blocks[..., 4:].unflatten(-1, (4, 8))).flatten(-2)  # two blocks of 32
     lanes = planes.by_lane(codes.unflatten(-1, (2, 32)).flatten(-3, -2))
-    scales = planes.pairs_in(scales.unflatten(-1, (2, 2)).flatten(-3, -2))
+    scales = planes.pairs_in(_e5m3(scales).unflatten(-1, (2, 2)).flatten(-3, -2))
     return torch.cat((planes.e2m1_in(lanes), scales), -1)
 
 
 def _decode_nvfp4(records: Tensor) -> Tensor:
     q = planes.from_lanes(planes.e2m1_out(records[..., :1024]))
-    scales = ue4m3(q.device)[planes.pairs_out(records[..., 1024:], 4, 2).int() | 0x80]
+    scales = (planes.pairs_out(records[..., 1024:], 4, 2).short() << 7).view(torch.float16).float() / 2
     return scales.repeat_interleave(16, -1) * _values(q, E2M1)
+
+
+def _e5m3(scales: Tensor) -> Tensor:
+    """Scales of the file (e4m3 without a sign) as the upper bits of their f16, whose exponents are longer: denormals end."""
+    exact = 2 * ue4m3(scales.device)[scales.int() | 0x80]
+    return (exact.half().view(torch.int16) >> 7).to(torch.uint8)
 
 
 FORMATS: dict[GGMLType, Format] = {

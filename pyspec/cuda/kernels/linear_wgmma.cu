@@ -33,8 +33,8 @@ constexpr int kSteps = CHUNK / 2;   // of 64 columns, in a chunk
 constexpr int kWeightBytes = kTile * RECORD, kRowBytes = PAD * 128;
 constexpr int kParts = kTile * PAD / 8;  // of a tile: 16 weight rows by 8 rows, a float4 of each lane
 constexpr int kMaxGrid = 256;
-// Scales become f16 too: those of floats are shifted, so that 2^-17 to 2^7 (MXFP4) and all products (NVFP4) are exact.
-constexpr float kLift = TYPE == MXFP4 ? 128.f : TYPE == NVFP4 ? 16384.f : 1.f;
+// Scales become f16 too: those of MXFP4 are shifted, so that 2^-17 to 2^7 are exact.
+constexpr float kLift = TYPE == MXFP4 ? 128.f : 1.f;
 constexpr int kLoads = 4;  // shares of a part under way; with 8 the compiler spills in the products' loop
 enum State { kNothing = 0, kGo = 1, kGone = 2 };
 
@@ -119,27 +119,23 @@ __device__ __forceinline__ u32 both_halves(float x) {
   return out;
 }
 
-__device__ __forceinline__ u32 mul_f16x2(u32 a, u32 b) {
-  u32 out;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
-  return out;
-}
-
 // Values of 16 rows by 32 columns, rounded to f16 once (twice where the scale itself is a product).
 __device__ __forceinline__ void weights_f16(u32 (&a)[8], u32 record, int block, int lane) {
   Weights w;
   unpack(w, record, block, lane);
+#if !SCALED
   const u32 scale = both_halves(w.scale * kLift), scale8 = both_halves(w.scale8 * kLift);
+#endif
 #if HAS_MIN
   const u32 low = both_halves(-w.more), low8 = both_halves(-w.more8);
 #elif HALF_SCALES
   const u32 more = both_halves(w.more * kLift), more8 = both_halves(w.more8 * kLift);
-#else
+#elif !SCALED
   const u32 more = scale, more8 = scale8;
 #endif
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-#if HALVES
+#if SCALED
     a[i] = w.a[i];
 #elif HAS_MIN
     a[i] = fma_f16x2(w.a[i], i & 1 ? scale8 : scale, i & 1 ? low8 : low);

@@ -63,54 +63,67 @@ __device__ __forceinline__ void copy4(u32 to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-// What a thread copies of each stage's weights, stage by stage. Where a tile has fewer groups than the CTA, the last one's
-// pieces come again.
+// A value the compiler takes for new: what follows from it is kept, not computed again in every stage.
+__device__ __forceinline__ u32 anew(u32 x) {
+  u32 v;
+  asm volatile("mov.u32 %0, %1;" : "=r"(v) : "r"(x));
+  return v;
+}
+
+// What a thread copies of each stage's weights, stage by stage. Where a tile has fewer groups than the CTA, the last ones are
+// left as they are in shared memory: they are multiplied and not stored.
 struct WeightCopies {
-  const u8* from;  // the stage's first record
-  i64 step;        // bytes to the next stage's
-  u32 at[(PER_STAGE * kPieces + kCta - 1) / kCta];
+  const u8* from;  // the thread's first 16 bytes
+  int chunk, n_piece;  // bytes from one chunk's to the next one's; pieces of a chunk that are there
 
   __device__ __forceinline__ WeightCopies(const u8* expert, int n_group, int n_tile16, int n_chunk) {
     const int first = blockIdx.x * WARPS_M, tile = first / kTile, lower = min(kTile, n_tile16 - tile * kTile);
-    from = expert + (static_cast<i64>(tile) * kTile * n_chunk + first % kTile) * RECORD;
-    step = static_cast<i64>(PER_STAGE * RECORD) * lower;
-#pragma unroll
-    for (int k = 0; k < sizeof(at) / 4; ++k) {
-      const int i = k * kCta + threadIdx.x, chunk = i / kPieces, piece = min(i % kPieces, n_group * (RECORD / 16) - 1);
-      at[k] = chunk * lower * RECORD + piece * 16;
-    }
+    from = expert + (static_cast<i64>(tile * kTile) * n_chunk + first % kTile) * RECORD + threadIdx.x * 16;
+    chunk = lower * RECORD;
+    n_piece = n_group * (RECORD / 16);
   }
 
-  __device__ __forceinline__ void load(u32 to, int n_left) {
-    const int n = min(n_left, PER_STAGE) * kPieces - static_cast<int>(threadIdx.x);
+  template <bool kWhole>
+  __device__ __forceinline__ void load(u32 stage, int n_left) {
+    const u32 to = stage + threadIdx.x * 16;
 #pragma unroll
-    for (int k = 0; k < sizeof(at) / 4; ++k)
-      if (k * kCta < n) copy16(to + threadIdx.x * 16 + k * (kCta * 16), from + at[k]);
-    from += step;
+    for (int i = 0; i < PER_STAGE; ++i, from += chunk) {
+#pragma unroll
+      for (int k = 0; k < (kPieces + kCta - 1) / kCta; ++k) {
+        const bool is_there = k * kCta + static_cast<int>(threadIdx.x) < n_piece;
+        if (is_there && (kWhole || i < n_left)) copy16(to + (i * kPieces + k * kCta) * 16, from + k * (kCta * 16));
+      }
+    }
   }
 };
 
 // The same of the pair it copies for; none for places past the item's pairs, whose sums are not stored.
 struct RowCopies {
+  static constexpr int kStep = kCta / (4 * kPad), kAll = PER_STAGE * CHUNK;
   const u8* x;  // 16 bytes of the pair's row in the thread's first block
   const float *sums, *powers;
   i64 step;  // blocks from one to the next
   bool is_pair;
 
+  template <bool kWhole>
   __device__ __forceinline__ void load(u32 stage, int n_left) {
-    constexpr int kStep = kCta / (4 * kPad);
-    const int n = is_pair ? min(n_left, PER_STAGE) * CHUNK - static_cast<int>(threadIdx.x / (4 * kPad)) : 0;
+    const int n = (kWhole ? kAll : min(n_left * CHUNK, kAll)) - static_cast<int>(threadIdx.x / (4 * kPad));
+    if (is_pair) {
 #pragma unroll
-    for (int k = 0; k < (PER_STAGE * CHUNK + kStep - 1) / kStep; ++k) {
-      if (k * kStep >= n) break;
-      copy16(stage + kWeights + (k * kCta + threadIdx.x) * 16, x + k * kStep * step * 64);
-      const u32 at = k * kCta + threadIdx.x;  // four times the block's place
-      if (HAS_MIN && threadIdx.x % 4 == 0) copy4(stage + kSums + at, sums + k * kStep * step);
-      if (!INNER && threadIdx.x % 4 == 1) copy4(stage + kPowers + at - 1, powers + k * kStep * step);
+      for (int k = 0; k < (kAll + kStep - 1) / kStep; ++k)
+        if ((kWhole && (k + 1) * kStep <= kAll) || k * kStep < n) load_block(stage, k);
     }
-    x += PER_STAGE * CHUNK * step * 64;
-    sums += PER_STAGE * CHUNK * step;
-    powers += PER_STAGE * CHUNK * step;
+    x += kAll * step * 64;
+    if (HAS_MIN) sums += kAll * step;
+    if (!INNER) powers += kAll * step;
+  }
+
+ private:
+  __device__ __forceinline__ void load_block(u32 stage, int k) const {
+    const u32 at = k * kCta + threadIdx.x;  // four times the block's place
+    copy16(stage + kWeights + at * 16, x + k * kStep * step * 64);
+    if (HAS_MIN && threadIdx.x % 4 == 0) copy4(stage + kSums + at, sums + k * kStep * step);
+    if (!INNER && threadIdx.x % 4 == 1) copy4(stage + kPowers + at - 1, powers + k * kStep * step);
   }
 };
 
@@ -120,45 +133,90 @@ __device__ __forceinline__ int own_blocks(int n_chunk, int part) {
   return n_block / kDeal * kOwn + min(max(rest, 0), kOwn);
 }
 
-__device__ __forceinline__ void add_stage(float (&acc)[TILES_N][4], u32 stage, int group, int part, int n_left) {
-  const int lane = threadIdx.x & 31;
-  auto add = [&](int i) {
-    const int at = i / kOwn * kDeal + part * kOwn + i % kOwn;
-    Weights w;
-    unpack(w, stage + at / CHUNK * (kPieces * 16) + group * RECORD, at % CHUNK, lane);
-    const u32 right = stage + kWeights + at * (kPad * 64) + lane * 16;
-    const u32 mins = stage + kSums + at * (kPad * 4) + (lane & 3) * 8;
-    const u32 powers = stage + kPowers + at * (kPad * 4) + (lane & 3) * 8;
+// Where a lane's operands lie in a stage. Kept from stage to stage: to find them again costs as much as to multiply.
+struct Places {
+  At left;  // its group's record of the first chunk
+  u32 right, pairs;  // the rows' first block; the first two pairs' sums or powers
+
+  __device__ __forceinline__ explicit Places(int group) {
+    const u32 lane = threadIdx.x & 31, record = group * RECORD;
+    left = {anew(record), anew(record + lane * 16), anew(record + (lane >> 2) * 4)};
+    right = anew(kWeights + lane * 16);
+    pairs = anew((lane & 3) * 8);
+  }
+};
+
+__device__ __forceinline__ void add_block(float (&acc)[TILES_N][4], const Codes& codes, const Places& at, u32 stage, int place) {
+  Weights w;
+  unpack(w, codes);
+  const u32 right = stage + at.right + place * (kPad * 64), pairs = stage + at.pairs + place * (kPad * 4);
 #pragma unroll
-    for (int n = 0; n < TILES_N; ++n) {
-      uint2 s = make_uint2(0, 0);
-      if (HAS_MIN) s = shared_8(mins + n * 32);
+  for (int n = 0; n < TILES_N; ++n) {
+    uint2 s = make_uint2(0, 0);
+    if (HAS_MIN) s = shared_8(pairs + kSums + n * 32);
 #if INNER
-      multiply(acc[n], w, shared_16(right + n * 512), __uint_as_float(s.x), __uint_as_float(s.y));
+    multiply(acc[n], w, shared_16(right + n * 512), __uint_as_float(s.x), __uint_as_float(s.y));
 #else
-      float block[4] = {};
-      multiply(block, w, shared_16(right + n * 512), __uint_as_float(s.x), __uint_as_float(s.y));
-      const uint2 by = shared_8(powers + n * 32);
-      acc[n][0] = fmaf(block[0], __uint_as_float(by.x), acc[n][0]);
-      acc[n][1] = fmaf(block[1], __uint_as_float(by.y), acc[n][1]);
-      acc[n][2] = fmaf(block[2], __uint_as_float(by.x), acc[n][2]);
-      acc[n][3] = fmaf(block[3], __uint_as_float(by.y), acc[n][3]);
+    float block[4] = {};
+    multiply(block, w, shared_16(right + n * 512), __uint_as_float(s.x), __uint_as_float(s.y));
+    const uint2 by = shared_8(pairs + kPowers + n * 32);
+    acc[n][0] = fmaf(block[0], __uint_as_float(by.x), acc[n][0]);
+    acc[n][1] = fmaf(block[1], __uint_as_float(by.y), acc[n][1]);
+    acc[n][2] = fmaf(block[2], __uint_as_float(by.x), acc[n][2]);
+    acc[n][3] = fmaf(block[3], __uint_as_float(by.y), acc[n][3]);
 #endif
-    }
-  };
-  if (n_left >= PER_STAGE) {
-#pragma unroll (TILES_N == 1 ? 4 : 2)
-    for (int i = 0; i < PER_STAGE * CHUNK / SPLIT; ++i) add(i);
-  } else {
-    const int n = own_blocks(n_left, part);
-#pragma unroll 1
-    for (int i = 0; i < n; ++i) add(i);
   }
 }
 
-// Adds what the warps of a group summed, in the order of their parts; the sums are the first's.
+__device__ __forceinline__ void fetch_of(Codes& codes, const Places& at, u32 stage, int place, bool is_first) {
+  const u32 chunk = stage + place / CHUNK * (kPieces * 16);
+  const At left{at.left.record + chunk, at.left.wide + chunk, at.left.narrow + chunk};
+  fetch(codes, left, place % CHUNK);
+  if (is_first) fetch_shared(codes, left);
+}
+
+// A stage that is full, for the warps of one part: all its offsets are constants.
+template <int kPart>
+__device__ __forceinline__ void add_whole(float (&acc)[TILES_N][4], const Places& at, u32 stage) {
+  Codes codes;
+#pragma unroll
+  for (int i = 0; i < PER_STAGE * CHUNK / SPLIT; ++i) {
+    const int place = i / kOwn * kDeal + kPart * kOwn + i % kOwn;
+    fetch_of(codes, at, stage, place, i % kOwn == 0);
+    add_block(acc, codes, at, stage, place);
+  }
+}
+
+template <int kPart = 0>
+__device__ __forceinline__ void add_part(float (&acc)[TILES_N][4], const Places& at, u32 stage, int part) {
+  if constexpr (kPart + 1 < SPLIT) {
+    if (part != kPart) {
+      add_part<kPart + 1>(acc, at, stage, part);
+      return;
+    }
+  }
+  add_whole<kPart>(acc, at, stage);
+}
+
+__device__ __forceinline__ void add_stage(float (&acc)[TILES_N][4], const Places& at, u32 stage, int part, int n_left) {
+  if (n_left >= PER_STAGE) {
+    add_part(acc, at, stage, part);
+  } else {
+    const int n = own_blocks(n_left, part);
+#pragma unroll 1
+    for (int i = 0; i < n; ++i) {
+      const int place = i / kOwn * kDeal + part * kOwn + i % kOwn;
+      Codes codes;
+      fetch_of(codes, at, stage, place, true);
+      add_block(acc, codes, at, stage, place);
+    }
+  }
+}
+
+// Adds what the warps of a group summed, in the order of their parts; the sums are the first's. Stages are free from then on.
 __device__ __forceinline__ void add_parts(float (&acc)[TILES_N][4], float4* shared, int part) {
-  __syncthreads();  // stages are read to the end
+  if (INNER || SPLIT > 1) __syncthreads();  // they are read to the end
+#if SPLIT > 1
   float4* own = shared + threadIdx.x % kThreads;
 #pragma unroll
   for (int n = 0; n < TILES_N; ++n)
@@ -171,11 +229,17 @@ __device__ __forceinline__ void add_parts(float (&acc)[TILES_N][4], float4* shar
     float(&sum)[4] = acc[i % TILES_N];
     sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
   }
+#endif
 }
 
 struct Item {
   int expert, n;  // the shared expert's pieces come after the others; n pairs, none: nothing to do
 };
+
+// pair / n_used: exact for pairs below 2^17, and quicker than a division of integers.
+__device__ __forceinline__ int row_of(int pair, int n_used) {
+  return static_cast<int>((static_cast<float>(pair) + 0.5f) * __fdividef(1.f, static_cast<float>(n_used)));
+}
 
 __device__ __forceinline__ int expert_of(int id, int n_expert) { return min(max(id, 0), n_expert - 1); }
 
@@ -195,7 +259,9 @@ __device__ __forceinline__ Item find_pairs(const int* ids, int pair, int n_pair,
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
       const int start = first + 32 * k;
+      if (start >= n_pair) break;
       const u32 same = __ballot_sync(0xffffffffu, own[k] == expert);
+      if (same == 0) continue;
       const u32 before = pair <= start ? 0u : pair - start >= 32 ? 0xffffffffu : (1u << (pair - start)) - 1;
       const u32 here = same & ~before;
       const int place = n + __popc(here & ((1u << lane) - 1));
@@ -231,6 +297,7 @@ __device__ __forceinline__ void store_blocks(const float (&acc)[TILES_N][4], flo
   const int step = (n_out + 255) / 256 * 8;
 #pragma unroll
   for (int i = threadIdx.x; i < kPad * kQuads; i += kCta) {
+    if ((i & ~31) / kQuads >= n) break;  // of a warp's tokens none is there
     const int token = i / kQuads, column = blockIdx.x * kColumns + i % kQuads * 4;
     const float4 v = *reinterpret_cast<const float4*>(h + token * (kColumns + 4) + i % kQuads * 4);
     float largest = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
@@ -271,9 +338,10 @@ extern "C" __global__ void __launch_bounds__(kCta, RESIDENT)
   __shared__ int target[kPad];  // the pair
   __shared__ int found[LISTED ? 1 : kCta / 32][kPad];
   const int n_pass = (n_row + kPad - 1) / kPad, n_pair = n_row * n_used;
-  const int piece = blockIdx.y / n_pass, first_row = blockIdx.y % n_pass * kPad;
-  const bool is_shared = piece < n_piece;
-  const int own_item = blockIdx.y - n_piece * n_pass;
+  const int own_item = static_cast<int>(blockIdx.y) - n_piece * n_pass;
+  const bool is_shared = own_item < 0;
+  int piece = 0, first_row = 0;
+  if (is_shared) piece = blockIdx.y / n_pass, first_row = (blockIdx.y - piece * n_pass) * kPad;
   Item item{n_expert + piece, min(n_row - first_row, kPad)};
   int first_place = 0;
   if (!is_shared) {
@@ -303,7 +371,7 @@ extern "C" __global__ void __launch_bounds__(kCta, RESIDENT)
   WeightCopies left((is_shared ? shared_weights + piece * expert_bytes : weights + item.expert * expert_bytes), n_group,
                     n_tile16, n_chunk);
 #pragma unroll
-  for (int i = 0; i < kEarly; ++i) left.load(base + i * kStage, n_chunk - i * PER_STAGE);
+  for (int i = 0; i < kEarly; ++i) left.load<false>(base + i * kStage, n_chunk - i * PER_STAGE);
 
   const int pair = threadIdx.x / 4 % kPad, own = min(pair, item.n - 1);
   int taken = n_pair + piece * n_row + first_row + own;
@@ -313,13 +381,13 @@ extern "C" __global__ void __launch_bounds__(kCta, RESIDENT)
 #else
   if (!is_shared) taken = found[threadIdx.x >> 5][own];
 #endif
-  const int row = !INNER ? taken : is_shared ? first_row + own : taken / n_used;
+  const int row = !INNER ? taken : is_shared ? first_row + own : row_of(taken, n_used);
   const i64 block = threadIdx.x / (4 * kPad), at = INNER ? block * step + row : static_cast<i64>(row) * step + block;
   RowCopies right{x + at * 64 + threadIdx.x % 4 * 16, sums + at, powers + at, INNER ? step : 1, pair < item.n};
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) {
-    if (i >= kEarly) left.load(base + i * kStage, n_chunk - i * PER_STAGE);
-    right.load(base + i * kStage, n_chunk - i * PER_STAGE);
+    if (i >= kEarly) left.load<false>(base + i * kStage, n_chunk - i * PER_STAGE);
+    right.load<false>(base + i * kStage, n_chunk - i * PER_STAGE);
     copies_commit();
   }
   if (INNER) let_successor_start();
@@ -338,18 +406,24 @@ extern "C" __global__ void __launch_bounds__(kCta, RESIDENT)
   }
 
   float acc[TILES_N][4] = {};
-  for (int chunk = 0, stage = 0, next = STAGES - 1; chunk < n_chunk; chunk += PER_STAGE) {
+  const Places at_lane(group);
+  const u32 end = base + STAGES * kStage;
+  u32 stage = base, free = end - kStage;
+  for (int chunk = 0; chunk < n_chunk; chunk += PER_STAGE) {
     copies_wait<STAGES - 2>();
     __syncthreads();
     const int n_left = n_chunk - chunk - (STAGES - 1) * PER_STAGE;
-    if (n_left > 0) {
-      left.load(base + next * kStage, n_left);
-      right.load(base + next * kStage, n_left);
+    if (n_left >= PER_STAGE) {
+      left.load<true>(free, n_left);
+      right.load<true>(free, n_left);
+    } else if (n_left > 0) {
+      left.load<false>(free, n_left);
+      right.load<false>(free, n_left);
     }
     copies_commit();
-    next = next + 1 == STAGES ? 0 : next + 1;
-    add_stage(acc, base + stage * kStage, group, part, n_chunk - chunk);
-    stage = stage + 1 == STAGES ? 0 : stage + 1;
+    add_stage(acc, at_lane, stage, part, n_chunk - chunk);
+    free = stage;
+    stage = stage + kStage == end ? base : stage + kStage;
   }
   add_parts(acc, reinterpret_cast<float4*>(stages), part);
 #if INNER

@@ -33,12 +33,12 @@ FEWEST = 4  # rows up to which pairs find each other and outputs are summed in t
 FEW = 32  # rows up to which an item has 8 pairs: experts rarely get more; beyond it has 32
 MAX_PIECES = 4  # of a shared expert: with more, a launch of its own reads as well
 GROUPS = 4  # of 16 weight rows in a CTA
-SPLIT = 2  # warps for each, which share the columns
+SPLIT = 1  # warps for each, which share the columns
 BUILDS = ((1, False), (1, True), (4, True))  # TILES_N, LISTED
 NONE, SWIGLU, RELU2 = 0, 1, 2  # moe.cu's activations
 ACTS = {"swiglu": SWIGLU, "relu2": RELU2}
 STAGE = {1: 10 << 10, 4: 10 << 10}  # by TILES_N: bytes of weights in a stage: fewer barriers, and still several stages
-REGISTERS = {1: 80, 4: 128}  # by TILES_N: of a thread, at most
+REGISTERS = {1: 80, 4: 160}  # by TILES_N: of a thread, at most
 
 
 def stage_chunks(type: GGMLType, tiles_n: int) -> int:
@@ -55,7 +55,7 @@ def stage_bytes(type: GGMLType, tiles_n: int, inner: bool = False) -> int:
 
 def resident(tiles_n: int) -> int:
     """CTAs that a multiprocessor should hold: what registers allow."""
-    return 65536 // (REGISTERS[tiles_n] * 32 * GROUPS * SPLIT)
+    return max(1, 65536 // (REGISTERS[tiles_n] * 32 * GROUPS * SPLIT))
 
 
 def n_stages(type: GGMLType, tiles_n: int, capability: tuple[int, int], inner: bool = False) -> int:

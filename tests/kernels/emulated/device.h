@@ -217,6 +217,10 @@ inline Refs<T, 1 + sizeof...(More)> refs(const T& first, const More&... more) {
 
 inline void ptx_mov_u32(int, int& out, int x) { out = x; }
 inline void ptx_mov_u32(int, u32& out, u32 x) { out = x; }
+inline void ptx_mov_b32(int, Refs<unsigned short, 2> out, u32 x) {
+  *out.p[0] = static_cast<unsigned short>(x), *out.p[1] = static_cast<unsigned short>(x >> 16);
+}
+inline void ptx_mov_b32(int, u32& out, Refs<unsigned short, 2> x) { out = *x.p[0] | static_cast<u32>(*x.p[1]) << 16; }
 inline void ptx_lop3_b32(int, u32& out, u32 a, u32 b, u32 c, int table) {
   out = 0;
   for (int i = 0; i < 8; ++i)
