@@ -205,10 +205,10 @@ def _memory_plan(
         a = dflash.read_config(d.file)
         draft_kv = n_row * row_bytes(a.attention.n_kv_head, a.attention.head_dim, kv_dtype) * len(a.windows)
     if d.file is not None and d.file is not file:
-        draft_weights = weight_bytes(d.file, dense)
+        draft_weights = weight_bytes(d.file, dense, device.type == "cuda")
     activations, workspace = _workspace(c, d, s, n_ctx, device)
     plan = MemoryPlan(
-        weight_bytes(file, dense),
+        weight_bytes(file, dense, device.type == "cuda"),
         kv,
         state,
         draft_weights,

@@ -136,6 +136,8 @@ class MoeFeed:
             self.shared = _Shared(w, p, shape.act)
         self.experts, self.capturable = moe.bind(spec)(stacks), self.capturable and moe.chosen(spec).capturable
         self.prepare = self.experts.prepare if isinstance(self.experts, Experts) else None
+        del stacks, together
+        torch.cuda.empty_cache()  # what lives on is not to be cut out of where the file's bytes lay
         self.latent_down: Matrix | None = w.matrix(f"{p}.ffn_latent_down.weight") if shape.latent else None
         self.latent_up: Matrix | None = w.matrix(f"{p}.ffn_latent_up.weight") if shape.latent else None
         self.prep = self.norm if self._norms_on_the_way(w.device) else None

@@ -17,7 +17,7 @@ from pyspec.cuda.kernels.embed import embed
 from pyspec.cuda.kernels.embed_ref import EmbedSpec
 from pyspec.cuda.kernels.linear import linear, linear_tall
 from pyspec.cuda.kernels.linear_cuda import LinearLaunch
-from pyspec.cuda.kernels.linear_pack import FORMATS, Packed, interleave, repack
+from pyspec.cuda.kernels.linear_pack import FORMATS, Packed, interleave, packed_bytes, repack
 from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
 from pyspec.cuda.kernels.linear_wgmma import WgmmaLaunch
 from pyspec.cuda.kernels.moe_ref import Stack
@@ -349,12 +349,20 @@ class Weights:
         return self.vector(name) if self.has(name) else None
 
 
-def weight_bytes(file: GGUFFile, dense: torch.dtype | None) -> int:
-    """Bytes the file's tensors take on the device; the basis of the memory plan."""
+def weight_bytes(file: GGUFFile, dense: torch.dtype | None, repacked: bool = False) -> int:
+    """Bytes the file's tensors take on the device; the basis of the memory plan. `repacked`: as GPU kernels stream them."""
     size = 0 if dense is None else torch.empty((), dtype=dense).element_size()
     big = [t for t in file.tensors.values() if len(t.shape) > 1]
     small = sum(4 * t.n_elements for t in file.tensors.values() if len(t.shape) == 1)
-    return small + sum(t.n_bytes if size == 0 else size * t.n_elements for t in big)
+    if size:
+        return small + size * sum(t.n_elements for t in big)
+    return small + sum(repacked_bytes(t) if repacked else t.n_bytes for t in big)
+
+
+def repacked_bytes(t: TensorInfo) -> int:
+    """A matrix, or one of every expert; as many as in the file where there is no packed form."""
+    n_out, n_in = t.shape[-2:]
+    return t.n_elements // (n_out * n_in) * packed_bytes(t.type, n_out, n_in) if t.type in FORMATS else t.n_bytes
 
 
 def wide_bytes(file: GGUFFile) -> int:

@@ -294,6 +294,7 @@ class Experts:
         pieces = None if stacks.shared is None else cut(stacks.shared, spec.pieces)
         inner, shared = _pack_inner(stacks), None if pieces is None else _pack_inner(pieces)
         self.inner = _Product(spec.device, inner, shared, ACTS[spec.act], True)
+        torch.cuda.empty_cache()  # else what lives on is cut out of where gates and ups lay side by side, and the rest is lost
         shared = None if pieces is None else pack(pieces.down)
         self.down = _Product(spec.device, pack(stacks.down), shared, NONE, False)
         self.lists, self.combine = _pair_kernels(spec.device)
