@@ -20,6 +20,8 @@ from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
 from pyspec.models.weights import Matrix, Want, Weights, unfinished
 
+LATENT = "ffn_latent_down.weight"  # to the width in which experts work, where that is not the model's
+
 
 @dataclass(frozen=True, slots=True)
 class MoeShape:
@@ -133,12 +135,13 @@ class MoeFeed:
         if together is not None and moe.chosen(with_shared) is not moe.reference:
             stacks, spec = replace(stacks, shared=together), with_shared
         elif shape.n_ff_shared:
-            self.shared = _Shared(w, p, shape.act)
+            self.shared = _Shared(w, p, shape)
         self.experts, self.capturable = moe.bind(spec)(stacks), self.capturable and moe.chosen(spec).capturable
         self.prepare = self.experts.prepare if isinstance(self.experts, Experts) else None
         del stacks, together
         torch.cuda.empty_cache()  # what lives on is not to be cut out of where the file's bytes lay
-        self.latent_down: Matrix | None = w.matrix(f"{p}.ffn_latent_down.weight") if shape.latent else None
+        beside = self.shared is not None and self.shared.n_beside > 0
+        self.latent_down: Matrix | None = w.matrix(f"{p}.{LATENT}") if shape.latent and not beside else None
         self.latent_up: Matrix | None = w.matrix(f"{p}.ffn_latent_up.weight") if shape.latent else None
         self.prep = self.norm if self._norms_on_the_way(w.device) else None
 
@@ -173,11 +176,13 @@ class MoeFeed:
 
     def __call__(self, x: Tensor) -> Tensor:
         n, prep = x if self.prep is not None else self.norm(x), self.prep
-        shared = None
+        shared = latent = None
         if self.shared is not None:  # products add to the residual stream on their way
-            shared = self.shared(n, prep, residual=None if self.shape.shared_gate else x)
+            latent, shared = self.shared(n, prep, residual=None if self.shape.shared_gate else x)
         if self.latent_down is not None:
-            n, prep = self.latent_down(n, prep), None
+            latent = self.latent_down(n, prep)
+        if latent is not None:
+            n, prep = latent, None
         ready = None  # of experts, what needs no choice comes before it
         if self.prepare is not None:
             ready = self.prepare(n, prep)
@@ -192,14 +197,23 @@ class MoeFeed:
 
 
 class _Shared:
-    """The expert that every row takes."""
+    """The expert that every row takes. What the others read of a row in their own width comes out of its first product, too, if
+    both matrices are of one type: a launch less. n_beside: that width; 0 if it does not."""
 
-    def __init__(self, w: Weights, p: str, act: Act) -> None:
-        up = f"{p}.ffn_up_shexp.weight"
-        self.act = act
-        self.up = w.gated(f"{p}.ffn_gate_shexp.weight", up) if act == "swiglu" else w.matrix(up)
+    def __init__(self, w: Weights, p: str, shape: MoeShape) -> None:
+        up, latent = f"{p}.ffn_up_shexp.weight", f"{p}.{LATENT}"
+        self.act = shape.act
+        is_joined = shape.latent > 0 and shape.act == "relu2" and w.type_of(latent) is w.type_of(up)
+        self.n_beside = shape.latent if is_joined else 0
+        if shape.act == "swiglu":
+            self.up = w.gated(f"{p}.ffn_gate_shexp.weight", up)
+        else:
+            self.up = w.matrix(latent, up) if is_joined else w.matrix(up)
         self.down = w.matrix(f"{p}.ffn_down_shexp.weight")
 
-    def __call__(self, x: Tensor, prep: Prep | None, residual: Tensor | None = None) -> Tensor:
-        inner = unfinished(self.up, x, prep) if self.act == "swiglu" else (self.up(x, prep), RELU2)
-        return self.down(*inner, residual=residual)
+    def __call__(self, x: Tensor, prep: Prep | None, residual: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
+        """(what the others read or None, its own output)."""
+        if self.act == "swiglu":
+            return None, self.down(*unfinished(self.up, x, prep), residual=residual)
+        y, n = self.up(x, prep), self.n_beside
+        return y[:, :n] if n else None, self.down(y[:, n:], RELU2, residual=residual)

@@ -238,6 +238,9 @@ class Weights:
     def _info(self, name: str) -> TensorInfo:
         return self.file.tensors[self.alias.get(name, name)]
 
+    def type_of(self, name: str) -> GGMLType:
+        return self._info(name).type
+
     def has(self, name: str) -> bool:
         return self.alias.get(name, name) in self.file.tensors
 

@@ -14,6 +14,14 @@ __device__ __forceinline__ void mma_f16(float (&d)[4], u32 a0, u32 a1, u32 a2, u
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c0), "f"(c1), "f"(c2), "f"(c3));
 }
 
+__device__ __forceinline__ void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1, float c0,
+                                         float c1, float c2, float c3) {
+  asm(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%11,%12,%13};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c0), "f"(c1), "f"(c2), "f"(c3));
+}
+
 __device__ __forceinline__ u32 shared_address(const void* p) {
   u64 out;
   asm("cvta.to.shared.u64 %0, %1;" : "=l"(out) : "l"(reinterpret_cast<u64>(p)));
@@ -58,20 +66,36 @@ __device__ __forceinline__ u32 fma_f16x2(u32 a, u32 b, u32 c) {
   return out;
 }
 
+__device__ __forceinline__ u32 fma_bf16x2(u32 a, u32 b, u32 c) {
+  u32 out;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
+  return out;
+}
+
 __device__ __forceinline__ u32 mul_f16x2(u32 a, u32 b) {
   u32 out;
   asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
   return out;
 }
 
-// Both halves of a by the lower (kHalf 0) or the upper half of b. Said in halves, the choice is part of the product's instruction.
+// The lower (kHalf 0) or the upper half of v, twice. Said in halves, it is part of the instruction that reads it.
 template <int kHalf>
-__device__ __forceinline__ u32 mul_by_half(u32 a, u32 b) {
+__device__ __forceinline__ u32 twice(u32 v) {
   u16 half[2];
   u32 both;
-  asm("mov.b32 {%0, %1}, %2;" : "=h"(half[0]), "=h"(half[1]) : "r"(b));
+  asm("mov.b32 {%0, %1}, %2;" : "=h"(half[0]), "=h"(half[1]) : "r"(v));
   asm("mov.b32 %0, {%1, %1};" : "=r"(both) : "h"(half[kHalf]));
-  return mul_f16x2(a, both);
+  return both;
+}
+
+template <int kHalf>
+__device__ __forceinline__ u32 mul_by_half(u32 a, u32 b) {
+  return mul_f16x2(a, twice<kHalf>(b));
+}
+
+template <int kHalf>
+__device__ __forceinline__ u32 fma_by_half(u32 a, u32 b, u32 c) {
+  return fma_f16x2(a, twice<kHalf>(b), twice<kHalf>(c));
 }
 
 __device__ __forceinline__ uint4 shared_16(u32 address) {

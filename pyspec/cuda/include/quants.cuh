@@ -35,6 +35,7 @@
 #define HAS_MIN (TYPE == Q4_1 || TYPE == Q5_1 || TYPE == Q4_K || TYPE == Q5_K)  // weights are scale * code - min
 #define HALF_SCALES (TYPE == Q6_K)                                              // one scale for each 16 weights
 #define SCALED (TYPE == NVFP4 || TYPE == F16 || TYPE == BF16)                   // operands are weights, scales and all
+#define INT_SCALES (TYPE == Q4_K || TYPE == Q5_K)                               // whole numbers, of a record's row times another
 #define SHARED_SCALES (TYPE == Q4_K || TYPE == Q5_K || TYPE == Q6_K || TYPE == IQ4_XS)  // a second one for a record's row
 #define HALVES (TYPE == F16 || TYPE == BF16)            // no codes, no scales in the record
 #define ROW_SCALES (TYPE == NVFP4 || TYPE == BF16)      // behind the last record a second scale for each row, f32
@@ -180,13 +181,18 @@ __device__ __forceinline__ u32 high_bits(u32 h, int r, int p) {
 #endif
 }
 
+// 1024 + code; of odd pairs 1024 + 16 code.
+__device__ __forceinline__ u32 lifted_pair(u32 nibbles, u32 high, int p) {
+  constexpr u32 kHigh = TYPE == Q6_K ? 0x00300030u : FIVE_BITS ? 0x00100010u : 0;
+  const int shift = p & 1 ? 4 : 0;
+  const u32 v = and_or(p < 2 ? nibbles : nibbles >> 8, 0x000f000fu << shift, 0x64006400u);
+  return kHigh ? and_or(high, kHigh << shift, v) : v;
+}
+
 __device__ __forceinline__ u32 pair(u32 nibbles, u32 high, int p) {
   constexpr u32 kZero = TYPE == Q4_0 ? 8 : TYPE == Q5_0 ? 16 : TYPE == Q6_K ? 32 : 0;  // the code of a zero
-  constexpr u32 kHigh = TYPE == Q6_K ? 0x00300030u : FIVE_BITS ? 0x00100010u : 0;
   constexpr u32 k1024 = 0x64006400u, k64 = 0x54005400u, k16th = 0x2c002c00u, kMinus = 0x80008000u, kBoth = 0x00010001u;
-  const int shift = p & 1 ? 4 : 0;
-  u32 v = and_or(p < 2 ? nibbles : nibbles >> 8, 0x000f000fu << shift, k1024);
-  if (kHigh) v = and_or(high, kHigh << shift, v);
+  const u32 v = lifted_pair(nibbles, high, p);
   if (p & 1) return fma_f16x2(v, k16th, (k64 + kZero * 16 * kBoth) | kMinus);
   return sub_f16x2(v, k1024 + kZero * kBoth);
 }
@@ -235,6 +241,21 @@ __device__ __forceinline__ void unpack(Weights& w, const Codes& c) {
 #endif
 }
 
+#endif
+
+#if INT_SCALES
+// Codes times their scales, of rows g and g + 8: up to 31 * 63, which f16 holds. To be multiplied by the record's scales.
+__device__ __forceinline__ void unpack_whole(u32 (&a)[8], const Codes& c) {
+  const u32 scales = sub_f16x2(__byte_perm(c.s, 0x64646464u, 0x4240), 0x64006400u);
+  const u32 less = mul_f16x2(scales, 0xe400e400u);  // of 1024
+  const u32 scales16 = mul_f16x2(scales, 0x2c002c00u), less16 = mul_f16x2(scales, 0xd400d400u);  // a 16th; of 64
+#pragma unroll
+  for (int p = 0; p < 4; ++p) {
+    const u32 v = lifted_pair(c.q.x, high_bits(c.h, 0, p), p), v8 = lifted_pair(c.q.y, high_bits(c.h, 1, p), p);
+    a[2 * p] = fma_by_half<0>(v, p & 1 ? scales16 : scales, p & 1 ? less16 : less);
+    a[2 * p + 1] = fma_by_half<1>(v8, p & 1 ? scales16 : scales, p & 1 ? less16 : less);
+  }
+}
 #endif
 
 __device__ __forceinline__ void fetch(Codes& c, u32 record, int block, int lane) {

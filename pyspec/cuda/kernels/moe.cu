@@ -20,8 +20,7 @@
 // an item has up to 8 TILES_N pairs. Without lists, which cost a launch, there is a CTA for each pair: it looks for the
 // others that took the same expert, and ends unless it is the first of them, or the first after 8 TILES_N others.
 //
-// A CTA has SPLIT warps for each 16 weight rows: warp k of them multiplies the k-th part of every chunk's blocks (of several
-// chunks' where one has too few), and the parts' sums are added in order. That order is the same for all TILES_N, STAGES and
+// A warp has 16 weight rows and all their columns, block after block: the order of sums is the same for all TILES_N, STAGES and
 // PER_STAGE, and so a row's bits depend neither on its place nor on its neighbours.
 //
 // Memory-bound: bytes of the experts in use, once for every 8 TILES_N rows that took one. With few rows a CTA's work is
@@ -31,7 +30,7 @@
 // that starts early may find there what was chosen before): all but the activations may then be fetched beside them. A CTA's gates and ups are whole blocks of the activation: it rounds them for the next launch itself. Of few
 // rows' downs, the last warp to have its share of 16 columns adds what all experts gave, in the order of choice.
 //
-// Set by the launcher: TYPE, CHUNK, RECORD, TILES_N, SPLIT, PER_STAGE (chunks in a stage), STAGES, RESIDENT (CTAs on a
+// Set by the launcher: TYPE, CHUNK, RECORD, TILES_N, PER_STAGE (chunks in a stage), STAGES, RESIDENT (CTAs on a
 // multiprocessor that registers must allow), LISTED, INNER, ACT, and for linear.cuh WARPS_M 4, WARPS_N 1, TILES_M 4.
 #include "linear.cuh"
 #include "expert_sums.cuh"
@@ -43,31 +42,21 @@
 #define SWIGLU 1  // rows 0-7 of each 16 are gates, 8-15 the ups of the same features
 #define RELU2 2
 
-constexpr int kCta = kThreads * SPLIT;          // threads
 constexpr int kPieces = WARPS_M * RECORD / 16;  // of 16 bytes: a chunk's weights
 constexpr int kWeights = PER_STAGE * kPieces * 16;
 constexpr int kPowerBytes = INNER ? 0 : CHUNK * kPad * 4;
 constexpr int kSums = kWeights + PER_STAGE * kRowBytes, kPowers = kSums + PER_STAGE * kSumBytes;  // where a stage has them
 constexpr int kStage = kPowers + PER_STAGE * kPowerBytes;
-constexpr int kDeal = CHUNK > SPLIT ? CHUNK : SPLIT;  // blocks that a group's warps share out evenly, part by part
-constexpr int kOwn = kDeal / SPLIT;
 constexpr int kEarly = INNER && STAGES > 3 ? 2 : STAGES - 1;  // stages whose weights come before their rows are known
-static_assert(kDeal % SPLIT == 0 && PER_STAGE * CHUNK % kDeal == 0, "stages have whole turns");
-static_assert(kCta % (4 * kPad) == 0, "a thread copies for one pair alone");
+static_assert(kThreads % (4 * kPad) == 0, "a thread copies for one pair alone");
 constexpr int kColumns = WARPS_M * (ACT == SWIGLU ? 8 : 16);  // of the activation, a CTA's
-constexpr int kMet = (SPLIT - 1) * kThreads * TILES_N * 16;    // bytes of sums where stages were, before the activation
-static_assert(kMet + INNER * kPad * (kColumns + 4) * 4 <= STAGES * kStage, "sums meet where stages were");
+static_assert(INNER * kPad * (kColumns + 4) * 4 <= STAGES * kStage, "the activation lies where stages were");
 static_assert(!INNER || kColumns % 32 == 0, "a CTA has whole blocks of the activation");
+
+#include "expert_products.cuh"
 
 __device__ __forceinline__ void copy4(u32 to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
-}
-
-// A value the compiler takes for new: what follows from it is kept, not computed again in every stage.
-__device__ __forceinline__ u32 anew(u32 x) {
-  u32 v;
-  asm volatile("mov.u32 %0, %1;" : "=r"(v) : "r"(x));
-  return v;
 }
 
 // What a thread copies of each stage's weights, stage by stage. Where a tile has fewer groups than the CTA, the last ones are
@@ -89,9 +78,9 @@ struct WeightCopies {
 #pragma unroll
     for (int i = 0; i < PER_STAGE; ++i, from += chunk) {
 #pragma unroll
-      for (int k = 0; k < (kPieces + kCta - 1) / kCta; ++k) {
-        const bool is_there = k * kCta + static_cast<int>(threadIdx.x) < n_piece;
-        if (is_there && (kWhole || i < n_left)) copy16(to + (i * kPieces + k * kCta) * 16, from + k * (kCta * 16));
+      for (int k = 0; k < (kPieces + kThreads - 1) / kThreads; ++k) {
+        const bool is_there = k * kThreads + static_cast<int>(threadIdx.x) < n_piece;
+        if (is_there && (kWhole || i < n_left)) copy16(to + (i * kPieces + k * kThreads) * 16, from + k * (kThreads * 16));
       }
     }
   }
@@ -99,7 +88,7 @@ struct WeightCopies {
 
 // The same of the pair it copies for; none for places past the item's pairs, whose sums are not stored.
 struct RowCopies {
-  static constexpr int kStep = kCta / (4 * kPad), kAll = PER_STAGE * CHUNK;
+  static constexpr int kStep = kThreads / (4 * kPad), kAll = PER_STAGE * CHUNK;
   const u8* x;  // 16 bytes of the pair's row in the thread's first block
   const float *sums, *powers;
   i64 step;  // blocks from one to the next
@@ -120,117 +109,12 @@ struct RowCopies {
 
  private:
   __device__ __forceinline__ void load_block(u32 stage, int k) const {
-    const u32 at = k * kCta + threadIdx.x;  // four times the block's place
+    const u32 at = k * kThreads + threadIdx.x;  // four times the block's place
     copy16(stage + kWeights + at * 16, x + k * kStep * step * 64);
     if (HAS_MIN && threadIdx.x % 4 == 0) copy4(stage + kSums + at, sums + k * kStep * step);
     if (!INNER && threadIdx.x % 4 == 1) copy4(stage + kPowers + at - 1, powers + k * kStep * step);
   }
 };
-
-// Of the first n_chunk chunks.
-__device__ __forceinline__ int own_blocks(int n_chunk, int part) {
-  const int n_block = n_chunk * CHUNK, rest = n_block % kDeal - part * kOwn;
-  return n_block / kDeal * kOwn + min(max(rest, 0), kOwn);
-}
-
-// Where a lane's operands lie in a stage. Kept from stage to stage: to find them again costs as much as to multiply.
-struct Places {
-  At left;  // its group's record of the first chunk
-  u32 right, pairs;  // the rows' first block; the first two pairs' sums or powers
-
-  __device__ __forceinline__ explicit Places(int group) {
-    const u32 lane = threadIdx.x & 31, record = group * RECORD;
-    left = {anew(record), anew(record + lane * 16), anew(record + (lane >> 2) * 4)};
-    right = anew(kWeights + lane * 16);
-    pairs = anew((lane & 3) * 8);
-  }
-};
-
-__device__ __forceinline__ void add_block(float (&acc)[TILES_N][4], const Codes& codes, const Places& at, u32 stage, int place) {
-  Weights w;
-  unpack(w, codes);
-  const u32 right = stage + at.right + place * (kPad * 64), pairs = stage + at.pairs + place * (kPad * 4);
-#pragma unroll
-  for (int n = 0; n < TILES_N; ++n) {
-    uint2 s = make_uint2(0, 0);
-    if (HAS_MIN) s = shared_8(pairs + kSums + n * 32);
-#if INNER
-    multiply(acc[n], w, shared_16(right + n * 512), __uint_as_float(s.x), __uint_as_float(s.y));
-#else
-    float block[4] = {};
-    multiply(block, w, shared_16(right + n * 512), __uint_as_float(s.x), __uint_as_float(s.y));
-    const uint2 by = shared_8(pairs + kPowers + n * 32);
-    acc[n][0] = fmaf(block[0], __uint_as_float(by.x), acc[n][0]);
-    acc[n][1] = fmaf(block[1], __uint_as_float(by.y), acc[n][1]);
-    acc[n][2] = fmaf(block[2], __uint_as_float(by.x), acc[n][2]);
-    acc[n][3] = fmaf(block[3], __uint_as_float(by.y), acc[n][3]);
-#endif
-  }
-}
-
-__device__ __forceinline__ void fetch_of(Codes& codes, const Places& at, u32 stage, int place, bool is_first) {
-  const u32 chunk = stage + place / CHUNK * (kPieces * 16);
-  const At left{at.left.record + chunk, at.left.wide + chunk, at.left.narrow + chunk};
-  fetch(codes, left, place % CHUNK);
-  if (is_first) fetch_shared(codes, left);
-}
-
-// A stage that is full, for the warps of one part: all its offsets are constants.
-template <int kPart>
-__device__ __forceinline__ void add_whole(float (&acc)[TILES_N][4], const Places& at, u32 stage) {
-  Codes codes;
-#pragma unroll
-  for (int i = 0; i < PER_STAGE * CHUNK / SPLIT; ++i) {
-    const int place = i / kOwn * kDeal + kPart * kOwn + i % kOwn;
-    fetch_of(codes, at, stage, place, i % kOwn == 0);
-    add_block(acc, codes, at, stage, place);
-  }
-}
-
-template <int kPart = 0>
-__device__ __forceinline__ void add_part(float (&acc)[TILES_N][4], const Places& at, u32 stage, int part) {
-  if constexpr (kPart + 1 < SPLIT) {
-    if (part != kPart) {
-      add_part<kPart + 1>(acc, at, stage, part);
-      return;
-    }
-  }
-  add_whole<kPart>(acc, at, stage);
-}
-
-__device__ __forceinline__ void add_stage(float (&acc)[TILES_N][4], const Places& at, u32 stage, int part, int n_left) {
-  if (n_left >= PER_STAGE) {
-    add_part(acc, at, stage, part);
-  } else {
-    const int n = own_blocks(n_left, part);
-#pragma unroll 1
-    for (int i = 0; i < n; ++i) {
-      const int place = i / kOwn * kDeal + part * kOwn + i % kOwn;
-      Codes codes;
-      fetch_of(codes, at, stage, place, true);
-      add_block(acc, codes, at, stage, place);
-    }
-  }
-}
-
-// Adds what the warps of a group summed, in the order of their parts; the sums are the first's. Stages are free from then on.
-__device__ __forceinline__ void add_parts(float (&acc)[TILES_N][4], float4* shared, int part) {
-  if (INNER || SPLIT > 1) __syncthreads();  // they are read to the end
-#if SPLIT > 1
-  float4* own = shared + threadIdx.x % kThreads;
-#pragma unroll
-  for (int n = 0; n < TILES_N; ++n)
-    if (part > 0) own[((part - 1) * TILES_N + n) * kThreads] = make_float4(acc[n][0], acc[n][1], acc[n][2], acc[n][3]);
-  __syncthreads();
-  if (part > 0) return;
-#pragma unroll
-  for (int i = 0; i < (SPLIT - 1) * TILES_N; ++i) {
-    const float4 v = own[i * kThreads];
-    float(&sum)[4] = acc[i % TILES_N];
-    sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
-  }
-#endif
-}
 
 struct Item {
   int expert, n;  // the shared expert's pieces come after the others; n pairs, none: nothing to do
@@ -243,10 +127,16 @@ __device__ __forceinline__ int row_of(int pair, int n_used) {
 
 __device__ __forceinline__ int expert_of(int id, int n_expert) { return min(max(id, 0), n_expert - 1); }
 
-// Every warp finds the pairs that took the expert of `pair`, from it on, at most kPad, and writes them down for itself.
-__device__ __forceinline__ Item find_pairs(const int* ids, int pair, int n_pair, int n_expert, int* found) {
+// Every warp finds the pairs that took the expert of `pair`, from it on, at most kPad, and writes them down for itself. Of one
+// row all pairs are looked at apart: no expert is taken twice.
+__device__ __forceinline__ Item find_pairs(const int* ids, int pair, int n_pair, int n_row, int n_expert, int* found) {
   constexpr int kBatch = 8;  // loads of a lane under way
   const int lane = threadIdx.x & 31, expert = expert_of(__ldcg(ids + pair), n_expert);
+  if (n_row == 1) {
+    if (lane == 0) found[0] = pair;
+    __syncwarp();
+    return {expert, 1};
+  }
   int n_before = 0, n = 0;
 #pragma unroll 1
   for (int first = 0; first < n_pair; first += 32 * kBatch) {
@@ -274,7 +164,7 @@ __device__ __forceinline__ Item find_pairs(const int* ids, int pair, int n_pair,
   return {expert, n_before % kPad ? 0 : min(n, kPad)};
 }
 
-// What warps of part 0 summed, activated, to shared memory; then into blocks, a power of two each.
+// What warps summed, activated, to shared memory; then into blocks, a power of two each.
 __device__ __forceinline__ void store_blocks(const float (&acc)[TILES_N][4], float* h, const float* power, const int* target,
                                              float scale, float scale8, int group, bool has_sums, int n, int n_out,
                                              u16* blocks, float* block_sums, float* block_powers) {
@@ -296,7 +186,7 @@ __device__ __forceinline__ void store_blocks(const float (&acc)[TILES_N][4], flo
   constexpr int kQuads = kColumns / 4;
   const int step = (n_out + 255) / 256 * 8;
 #pragma unroll
-  for (int i = threadIdx.x; i < kPad * kQuads; i += kCta) {
+  for (int i = threadIdx.x; i < kPad * kQuads; i += kThreads) {
     if ((i & ~31) / kQuads >= n) break;  // of a warp's tokens none is there
     const int token = i / kQuads, column = blockIdx.x * kColumns + i % kQuads * 4;
     const float4 v = *reinterpret_cast<const float4*>(h + token * (kColumns + 4) + i % kQuads * 4);
@@ -326,7 +216,7 @@ __device__ __forceinline__ void add_experts(const ExpertSums& sums, int group16,
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(kCta, RESIDENT)
+extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     moe(const u8* weights, const float* scales, const u8* shared_weights, const float* shared_scales, const u8* x,
         const float* sums, const float* powers, const int* ids, const int* order, const int4* items, float* y, u16* blocks,
         float* block_sums, float* block_powers, const float* row_weights, const float4* shared, const float* gate,
@@ -336,7 +226,7 @@ extern "C" __global__ void __launch_bounds__(kCta, RESIDENT)
   extern __shared__ uint4 stages[];
   __shared__ float power[kPad];
   __shared__ int target[kPad];  // the pair
-  __shared__ int found[LISTED ? 1 : kCta / 32][kPad];
+  __shared__ int found[LISTED ? 1 : kThreads / 32][kPad];
   const int n_pass = (n_row + kPad - 1) / kPad, n_pair = n_row * n_used;
   const int own_item = static_cast<int>(blockIdx.y) - n_piece * n_pass;
   const bool is_shared = own_item < 0;
@@ -350,12 +240,12 @@ extern "C" __global__ void __launch_bounds__(kCta, RESIDENT)
     const int4 given = __ldcg(items + own_item);
     item = {given.x, given.z}, first_place = given.y;
 #else
-    item = find_pairs(ids, own_item, n_pair, n_expert, found[threadIdx.x >> 5]);
+    item = find_pairs(ids, own_item, n_pair, n_row, n_expert, found[threadIdx.x >> 5]);
 #endif
   }
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, group = warp % WARPS_M, part = warp / WARPS_M;
+  const int lane = threadIdx.x & 31, group = threadIdx.x >> 5;
   const int n_group = min(WARPS_M, n_tile16 - static_cast<int>(blockIdx.x) * WARPS_M);  // of 16 weight rows, the CTA's
-  const bool has_sums = part == 0 && group < n_group;
+  const bool has_sums = group < n_group;
 #if FUSED
   auto all = [&] {  // made where it is used, from the launch's arguments: until then it takes no registers
     return ExpertSums{reinterpret_cast<const float4*>(y), row_weights, shared, gate, residual, out,
@@ -421,13 +311,13 @@ extern "C" __global__ void __launch_bounds__(kCta, RESIDENT)
       right.load<false>(free, n_left);
     }
     copies_commit();
-    add_stage(acc, at_lane, stage, part, n_chunk - chunk);
+    add_stage(acc, at_lane, stage, n_chunk - chunk);
     free = stage;
     stage = stage + kStage == end ? base : stage + kStage;
   }
-  add_parts(acc, reinterpret_cast<float4*>(stages), part);
 #if INNER
-  float* h = reinterpret_cast<float*>(reinterpret_cast<u8*>(stages) + kMet);
+  __syncthreads();  // stages are read to the end
+  float* h = reinterpret_cast<float*>(stages);
   store_blocks(acc, h, power, target, scale, scale8, group, has_sums, item.n, n_out, blocks, block_sums, block_powers);
 #else
   if (!has_sums) return;

@@ -33,7 +33,6 @@ FEWEST = 4  # rows up to which pairs find each other and outputs are summed in t
 FEW = 32  # rows up to which an item has 8 pairs: experts rarely get more; beyond it has 32
 MAX_PIECES = 4  # of a shared expert: with more, a launch of its own reads as well
 GROUPS = 4  # of 16 weight rows in a CTA
-SPLIT = 1  # warps for each, which share the columns
 BUILDS = ((1, False), (1, True), (4, True))  # TILES_N, LISTED
 NONE, SWIGLU, RELU2 = 0, 1, 2  # moe.cu's activations
 ACTS = {"swiglu": SWIGLU, "relu2": RELU2}
@@ -42,9 +41,8 @@ REGISTERS = {1: 80, 4: 160}  # by TILES_N: of a thread, at most
 
 
 def stage_chunks(type: GGMLType, tiles_n: int) -> int:
-    """Chunks in a stage: whole turns of the warps that share them."""
-    turn = max(1, SPLIT // CHUNKS[type])
-    return turn * max(1, STAGE[tiles_n] // (turn * GROUPS * RECORDS[type]))
+    """Chunks in a stage."""
+    return max(1, STAGE[tiles_n] // (GROUPS * RECORDS[type]))
 
 
 def stage_bytes(type: GGMLType, tiles_n: int, inner: bool = False) -> int:
@@ -55,7 +53,7 @@ def stage_bytes(type: GGMLType, tiles_n: int, inner: bool = False) -> int:
 
 def resident(tiles_n: int) -> int:
     """CTAs that a multiprocessor should hold: what registers allow."""
-    return max(1, 65536 // (REGISTERS[tiles_n] * 32 * GROUPS * SPLIT))
+    return 65536 // (REGISTERS[tiles_n] * 32 * GROUPS)
 
 
 def n_stages(type: GGMLType, tiles_n: int, capability: tuple[int, int], inner: bool = False) -> int:
@@ -99,7 +97,6 @@ def defines(
         "TILES_M": 16 // GROUPS,
         "EPILOGUE": 0,
         "TILES_N": tiles_n,
-        "SPLIT": SPLIT,
         "PER_STAGE": stage_chunks(type, tiles_n),
         "STAGES": stages,
         "RESIDENT": resident(tiles_n),
@@ -182,7 +179,7 @@ def _step(device: torch.device, type: GGMLType, tiles_n: int, act: int, inner: b
     code = compile_cubin("moe", arch_of(capability), defines(type, tiles_n, stages, act, inner, listed))
     shared = stages * stage_bytes(type, tiles_n, inner)
     kernel = code.kernel("moe", "pppp" + "ppp" + "ppp" + "pppp" + "pppppp" + "l" + 9 * "i").allow_shared(shared)
-    return _Step(kernel, shared, 32 * GROUPS * SPLIT)
+    return _Step(kernel, shared, 32 * GROUPS)
 
 
 @cache
@@ -306,7 +303,7 @@ class Experts:
 
         None for more than go at once. They hold until rows of this width are prepared again.
         """
-        return self.x_rows(x.contiguous(), norm) if x.shape[0] <= MAX_ROWS else None
+        return self.x_rows(x, norm) if x.shape[0] <= MAX_ROWS else None
 
     def __call__(
         self,
@@ -317,7 +314,7 @@ class Experts:
         added: Added = NOTHING,
         ready: object = None,
     ) -> Tensor:
-        x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+        ids, weights = ids.contiguous(), weights.contiguous()
         assert ids.dtype == torch.int32 and ids.shape == weights.shape == (x.shape[0], self.spec.n_used)
         assert all(t is None or t.is_contiguous() for t in (added.residual, added.shared, added.gate))
         assert added.shared is None or not self.spec.pieces

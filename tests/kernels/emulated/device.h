@@ -263,6 +263,11 @@ inline void ptx_add_rn_f16x2(int, u32& out, u32 a, u32 b) {
 inline void ptx_mul_rn_f16x2(int, u32& out, u32 a, u32 b) {
   out = in_halves([&](int i) { return half_of(a, i) * half_of(b, i); });
 }
+inline void ptx_fma_rn_bf16x2(int, u32& out, u32 a, u32 b, u32 c) {
+  const auto of = [](u32 x, int i) { return static_cast<double>(__uint_as_float(x >> i << 16)); };
+  const auto one = [&](int i) { return emulator::bf16_of_f32(static_cast<float>(of(a, i) * of(b, i) + of(c, i))); };
+  out = static_cast<u32>(one(16)) << 16 | one(0);
+}
 inline void ptx_fma_rn_f16x2(int, u32& out, u32 a, u32 b, u32 c) {
   out = in_halves([&](int i) { return static_cast<float>(static_cast<double>(half_of(a, i)) * half_of(b, i) + half_of(c, i)); });
 }
