@@ -29,7 +29,7 @@ from pyspec.cuda.kernels.rows_ref import Norm
 from pyspec.gguf import GGMLType
 
 MAX_ROWS, MAX_EXPERT, MAX_USED = 512, 1024, 32
-FEWEST = 4  # rows up to which pairs find each other and outputs are summed in the products' own launches
+FEWEST = 2  # rows up to which pairs find each other and outputs are summed in the products' own launches
 FEW = 32  # rows up to which an item has 8 pairs: experts rarely get more; beyond it has 32
 MAX_PIECES = 4  # of a shared expert: with more, a launch of its own reads as well
 GROUPS = 4  # of 16 weight rows in a CTA
