@@ -311,8 +311,7 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     )
     with _timed("weights", device, release=True):
         target = Decoder(config, Weights(file, device, dense, wide=plan.wide > 0), memory)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # where the head's bytes lay, which the drafter's would only half fill
+    with _timed("drafter", device, release=True):  # apart: its weights would half fill the place where the head's bytes lay
         head = plan_head(file, d, settings.draft_head, dense, device) if plan.draft_head else None
         drafter = _drafter(d, target, table, settings, dense, plan.wide > 0, head)
     make_arena = partial(_arena, target, table, n_ctx + extra)
