@@ -304,14 +304,11 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     before = used_bytes(device) if device.type == "cuda" else 0
     check_fit(plan, device, n_slot=settings.np, n_ctx=n_ctx, packed=dense is None)
 
-    kv = KV_DTYPES[settings.kv_type]
-    width = d.n_draft + 1
-    memory = allocate(
-        config.memory(), n_slot=settings.np, n_row=table.n_alloc_row, width=width, kv_dtype=kv, device=device
-    )
+    kv, n_row = KV_DTYPES[settings.kv_type], table.n_alloc_row
+    memory = allocate(config.memory(), n_slot=settings.np, n_row=n_row, width=d.n_draft + 1, kv_dtype=kv, device=device)
     with _timed("weights", device, release=True):
         target = Decoder(config, Weights(file, device, dense, wide=plan.wide > 0), memory)
-    with _timed("drafter", device, release=True):  # apart: its weights would half fill the place where the head's bytes lay
+    with _timed("drafter", device, release=True):  # apart, or its weights half fill where the head's bytes lay
         head = plan_head(file, d, settings.draft_head, dense, device) if plan.draft_head else None
         drafter = _drafter(d, target, table, settings, dense, plan.wide > 0, head)
     make_arena = partial(_arena, target, table, n_ctx + extra)
