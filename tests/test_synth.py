@@ -180,6 +180,17 @@ def test_a_pool_keeps_few_scaled_copies() -> None:
     assert len(pool._cache) == 4
 
 
+def test_a_model_may_have_its_first_layers_alone(tmp_path: Path) -> None:
+    whole = open_gguf(synth.write("nemotron_h_moe", tmp_path / "w.gguf", tiny=True, quant="f32"))
+    short = open_gguf(synth.write("nemotron_h_moe", tmp_path / "s.gguf", tiny=True, quant="f32", n_layer=2))
+    trunk = {name for name in whole.tensors if name.startswith(("blk.0.", "blk.1."))}
+    assert {n for n in short.tensors if n.startswith(("blk.0.", "blk.1."))} == trunk
+    assert short.get_int("nemotron_h_moe.block_count") < whole.get_int("nemotron_h_moe.block_count")
+    for n_layer in (-1, 99):
+        with pytest.raises(ConfigError, match="layers"):
+            synth.write("qwen35", tmp_path / "x.gguf", tiny=True, n_layer=n_layer)
+
+
 def test_progress_ends_at_the_whole(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
     synth.write("llama", tmp_path / "m.gguf", tiny=True, progress=lambda done, total: seen.append((done, total)))

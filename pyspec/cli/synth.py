@@ -20,8 +20,11 @@ from pyspec.cli import verbose_option
 @click.option("--mtp/--no-mtp", default=True, help="With the MTP block, if the architecture has one.")
 @click.option("--drafter", is_flag=True, help="Write the DFlash drafter that fits MODEL instead.")
 @click.option("--sidecar", is_flag=True, help="Write only the MTP block, with embedding and head.")
+@click.option("--layers", "n_layer", default=0, metavar="N", help="Only the first N layers of MODEL.")
 @verbose_option
-def synth(entry: str, out: Path, tiny: bool, quant: str, seed: int, mtp: bool, drafter: bool, sidecar: bool) -> None:
+def synth(
+    entry: str, out: Path, tiny: bool, quant: str, seed: int, mtp: bool, drafter: bool, sidecar: bool, n_layer: int
+) -> None:
     """Write a random model with real dimensions.
 
     Its text means nothing; its speed is the real model's. Example: pyspec synth qwen3 /tmp/tiny.gguf --tiny
@@ -31,7 +34,7 @@ def synth(entry: str, out: Path, tiny: bool, quant: str, seed: int, mtp: bool, d
     progress = _meter() if sys.stderr.isatty() else None
     path = write(
         entry, out, quant=quant.lower(), seed=seed, tiny=tiny, mtp=mtp, drafter=drafter, sidecar=sidecar,
-        progress=progress,
+        n_layer=n_layer, progress=progress,
     )  # fmt: skip
     click.echo(f"{path}: {path.stat().st_size / 1e6:,.2f} MB", err=True)
 

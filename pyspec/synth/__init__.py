@@ -28,6 +28,7 @@ from pyspec.synth.dims import (
     Qwen35Moe,
     drafter_of,
     find,
+    shortened,
     widened,
 )
 from pyspec.synth.fill import Filler
@@ -87,6 +88,7 @@ def write(
     drafter: bool = False,
     sidecar: bool = False,
     fork: bool = False,
+    n_layer: int = 0,
     progress: Progress | None = None,
 ) -> Path:
     """Write one model and return its path.
@@ -96,10 +98,11 @@ def write(
     mtp       with the multi-token-prediction block, if the model has one
     sidecar   nothing but that block, the embedding and the head
     drafter   the DFlash drafter that fits the entry; `fork` in the naming older forks wrote
+    n_layer   of the target; 0: all of them
     progress  called with tensor bytes done and in all
     Errors: ConfigError for an unknown name or an impossible combination, ModelError if the file cannot be written.
     """
-    dims = _resolve(entry, quant, tiny, drafter, fork)
+    dims = _resolve(entry, quant, tiny, drafter, fork, n_layer)
     if sidecar and not (dims.mtp and mtp):
         raise ConfigError(f"{dims.name} ({dims.arch}) has no MTP block for a sidecar file, or is to have none")
     parts = Parts(trunk=not sidecar, mtp=mtp and dims.mtp)
@@ -120,12 +123,14 @@ def write(
     return writer.path
 
 
-def _resolve(entry: str | Dims, quant: str, tiny: bool, drafter: bool, fork: bool) -> Dims:
+def _resolve(entry: str | Dims, quant: str, tiny: bool, drafter: bool, fork: bool, n_layer: int) -> Dims:
     if quant not in QUANTS:
         raise ConfigError(f"no quantisation {quant!r}; known are {', '.join(QUANTS)}")
     dims = find(entry, tiny=tiny) if isinstance(entry, str) else entry
     if tiny and _named(quant).block_size > dims.n_embd:
         dims = widened(dims)
+    if n_layer:
+        dims = shortened(dims, n_layer)
     if drafter:
         return dims if isinstance(dims, DFlash) else drafter_of(dims, fork=fork)
     return replace(dims, fork=True) if fork and isinstance(dims, DFlash) else dims

@@ -299,6 +299,16 @@ def find(name: str, *, tiny: bool = False) -> Dims:
     return TINY[MODELS[key].arch] if tiny else MODELS[key]
 
 
+def shortened(dims: Dims, n_layer: int) -> Dims:
+    """The first layers of a model: its kernels at work in a file that is quick to write and load. Errors: ConfigError."""
+    if not 0 < n_layer <= dims.n_layer:
+        raise ConfigError(
+            f"{dims.name} has {dims.n_layer} layers; 1 to {dims.n_layer} of them can be had, not {n_layer}"
+        )
+    short = replace(dims, n_layer=n_layer, name=f"{dims.name}, {n_layer} layers")
+    return replace(short, pattern=short.pattern[:n_layer]) if isinstance(short, NemotronH) else short
+
+
 def widened(dims: Dims) -> Dims:
     """Tiny dimensions whose rows all hold whole blocks of 256, for the K types."""
     wide = replace(dims, n_embd=256, n_ff=256, head_dim=64, name=f"{dims.name}-wide")
