@@ -34,7 +34,7 @@
 #define BYTE_SCALES (TYPE == IQ4_XS || TYPE == MXFP4)  // a word holds those of rows g and g + 8 of two blocks
 #define HAS_MIN (TYPE == Q4_1 || TYPE == Q5_1 || TYPE == Q4_K || TYPE == Q5_K)  // weights are scale * code - min
 #define HALF_SCALES (TYPE == Q6_K)                                              // one scale for each 16 weights
-#define SCALED (TYPE == NVFP4 || TYPE == F16 || TYPE == BF16)                   // operands are weights, scales and all
+#define SCALED (TYPE == NVFP4)                                                  // operands are weights, scales and all
 #define INT_SCALES (TYPE == Q4_K || TYPE == Q5_K)                               // whole numbers, of a record's row times another
 #define SHARED_SCALES (TYPE == Q4_K || TYPE == Q5_K || TYPE == Q6_K || TYPE == IQ4_XS)  // a second one for a record's row
 #define HALVES (TYPE == F16 || TYPE == BF16)            // no codes, no scales in the record
@@ -112,6 +112,7 @@ __device__ __forceinline__ void fetch_shared(Codes&, At) {}
 __device__ __forceinline__ void unpack(Weights& w, const Codes& c) {
   w.a[0] = c.first.x, w.a[1] = c.first.y, w.a[2] = c.first.z, w.a[3] = c.first.w;
   w.a[4] = c.second.x, w.a[5] = c.second.y, w.a[6] = c.second.z, w.a[7] = c.second.w;
+  w.scale = w.scale8 = 1.f;
 }
 
 #else

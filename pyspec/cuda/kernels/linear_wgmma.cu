@@ -123,19 +123,19 @@ __device__ __forceinline__ u32 both_halves(float x) {
 __device__ __forceinline__ void weights_f16(u32 (&a)[8], u32 record, int block, int lane) {
   Weights w;
   unpack(w, record, block, lane);
-#if !SCALED
+#if !SCALED && !HALVES
   const u32 scale = both_halves(w.scale * kLift), scale8 = both_halves(w.scale8 * kLift);
 #endif
 #if HAS_MIN
   const u32 low = both_halves(-w.more), low8 = both_halves(-w.more8);
 #elif HALF_SCALES
   const u32 more = both_halves(w.more * kLift), more8 = both_halves(w.more8 * kLift);
-#elif !SCALED
+#elif !SCALED && !HALVES
   const u32 more = scale, more8 = scale8;
 #endif
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-#if SCALED
+#if SCALED || HALVES
     a[i] = w.a[i];
 #elif HAS_MIN
     a[i] = fma_f16x2(w.a[i], i & 1 ? scale8 : scale, i & 1 ? low8 : low);
