@@ -1,10 +1,11 @@
 """Time a layer's whole feed-forward of experts on this GPU: norm, router, experts, shared expert, sums. Graphs over six layers' weights.
 
-`python tools/bench_moe.py [rows ...] [--models q35,nano] [--old FOLDER] [--stage 10 20] [--registers 80 128]`
+`python tools/bench_moe.py [rows ...] [--models q35,nano] [--old FOLDER] [--stage 10 20] [--registers 80 128] [--stages 3 2]`
 
 `apart` has the shared expert as products of their own, `together` in the experts' launches; `--old` times an earlier moe.cu,
 moe_pairs.cu and moe_cuda.py that lie in a folder, with the shared expert apart, and all are compared. `--stage`
-(KB of weights) and `--registers` of a thread are tried in all combinations, for few rows, in `together` alone where there is one.
+(KB of weights), `--registers` of a thread and `--stages` (at least, before more CTAs) are tried in all combinations, for few rows, in
+`together` alone where there is one.
 """
 
 from __future__ import annotations
@@ -185,12 +186,12 @@ def worst(got: list[Tensor], want: list[Tensor], x: Tensor) -> float:
     return max(float(((a - b).norm(dim=-1) / (b - x).norm(dim=-1)).amax()) for a, b in zip(got, want, strict=True))
 
 
-How = tuple[int, int]  # KB of weights in a stage, registers of a thread
+How = tuple[int, int, int]  # KB of weights in a stage, registers of a thread, least stages
 
 
 def built(experts: Experts, how: How) -> Experts:
     """The same weights with kernels that are built another way."""
-    moe_cuda.STAGE[1], moe_cuda.REGISTERS[1] = how[0] * 1024, how[1]
+    moe_cuda.STAGE[1], moe_cuda.REGISTERS[1], moe_cuda.LEAST_STAGES = how[0] * 1024, how[1], how[2]
     moe_cuda._step.cache_clear()
     own, act = copy(experts), moe_cuda.ACTS[experts.spec.act]
     own.inner, own.down = copy(experts.inner), copy(experts.down)
@@ -218,7 +219,7 @@ def variants_of(
     if not m.latent:
         made = [Experts(m.spec(m.n_piece), replace(w.stacks, shared=w.shared)) for w in weights]
         found.append(("together", feeds(made, False)))
-    usual = moe_cuda.STAGE[1] // 1024, moe_cuda.REGISTERS[1]
+    usual = moe_cuda.STAGE[1] // 1024, moe_cuda.REGISTERS[1], moe_cuda.LEAST_STAGES
     for how in hows:
         try:
             others = [built(e, how) for e in made] if how != usual else []
@@ -228,7 +229,7 @@ def variants_of(
         if others:
             found.append(
                 (
-                    f"{found[-1][0].split()[0]} stage {how[0]} registers {how[1]}",
+                    f"{found[-1][0].split()[0]} stage {how[0]} registers {how[1]} stages {how[2]}",
                     feeds(others, bool(m.latent)),
                 )
             )
@@ -242,12 +243,13 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--old", type=Path)
     parser.add_argument("--stage", type=int, nargs="*", default=[moe_cuda.STAGE[1] // 1024])
+    parser.add_argument("--stages", type=int, nargs="*", default=[moe_cuda.LEAST_STAGES])
     parser.add_argument("--registers", type=int, nargs="*", default=[moe_cuda.REGISTERS[1]])
     parser.add_argument("--layers", type=int, default=N_LAYER)
     args = parser.parse_args()
     old = None if args.old is None else old_module(args.old)
     models_weights._tall = lambda spec: None  # rows here are few: nothing to be checked in a child process
-    hows = list(product(args.stage, args.registers))
+    hows = list(product(args.stage, args.registers, args.stages))
     for name in args.models.split(","):
         m = MODELS[name]
         weights = [Weights(m, seed) for seed in range(args.layers)]

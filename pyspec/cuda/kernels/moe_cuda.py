@@ -38,6 +38,7 @@ NONE, SWIGLU, RELU2 = 0, 1, 2  # moe.cu's activations
 ACTS = {"swiglu": SWIGLU, "relu2": RELU2}
 STAGE = {1: 10 << 10, 4: 10 << 10}  # by TILES_N: bytes of weights in a stage: fewer barriers, and still several stages
 REGISTERS = {1: 80, 4: 160}  # by TILES_N: of a thread, at most
+LEAST_STAGES = 3  # rather than as many CTAs as registers allow
 
 
 def stage_chunks(type: GGMLType, tiles_n: int) -> int:
@@ -57,9 +58,9 @@ def resident(tiles_n: int) -> int:
 
 
 def n_stages(type: GGMLType, tiles_n: int, capability: tuple[int, int], inner: bool = False) -> int:
-    """At most 8, what `resident` CTAs have room for; but 3 or at least 2 wherever one CTA has, 0 elsewhere."""
+    """At most 8, what `resident` CTAs have room for; but LEAST_STAGES or at least 2 wherever one CTA has, 0 elsewhere."""
     size, most = stage_bytes(type, tiles_n, inner), n_shared(capability)
-    fit = min(most // size, max(3, (most // resident(tiles_n) - 1024) // size))  # 1 KB is the driver's
+    fit = min(most // size, max(LEAST_STAGES, (most // resident(tiles_n) - 1024) // size))  # 1 KB is the driver's
     return min(8, fit) if fit >= 2 else 0
 
 
