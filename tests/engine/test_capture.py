@@ -1,14 +1,18 @@
 """Capturing graphs at load runs every batch size over empty slots and leaves nothing behind; padded batches draft alike."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from engine_rig import rig
 
 from pyspec import load as loading
 from pyspec.config import EngineSettings
+from pyspec.cuda.graph import Graphed
 from pyspec.draft.drafter import Graphing
-from pyspec.gguf import open_gguf
+from pyspec.gguf import GGMLType, open_gguf
 from pyspec.models import read_config
+from pyspec.models.weights import repacked_bytes, weight_bytes
 from pyspec.slots.arena import BUCKETS, Arena, bucket_of
 from pyspec.synth import write
 from pyspec.warmup import capture, graph_shapes
@@ -79,3 +83,35 @@ def test_the_plan_has_the_rows_of_all_graphs(tmp_path, monkeypatch, kind, np) ->
     assert sizes["graph_rows"] == sum(bucket for bucket, _ in keys) > 0
     assert sizes["n_held"] == (len(loop.drafter.held) if kind == "dflash" else 0)
     assert (sizes["n_held"] > 0) == inner.by_single == (kind == "dflash" and np <= 32)
+
+
+def test_no_graph_is_captured_after_warm_up(monkeypatch) -> None:
+    ran, captured = [], []
+    graphed = Graphed(lambda batch: ran.append(batch.bucket))
+
+    def capture_one(key, batch) -> None:
+        captured.append(key)
+        graphed._graphs[key] = SimpleNamespace(replay=lambda: None), "replayed"
+
+    def batch(bucket: int) -> SimpleNamespace:
+        return SimpleNamespace(bucket=bucket, single=False, tokens=SimpleNamespace(device=torch.device("cuda")))
+
+    monkeypatch.setattr(graphed, "_capture", capture_one)
+    for bucket in (2, 2, 4):
+        graphed(batch(bucket))
+    graphed.seal()
+    for bucket in (4, 4, 8, 8):  # the first has been seen once, the second never
+        graphed(batch(bucket))
+    assert captured == [(2, False)] and ran == [2, 4, 4, 4, 8, 8]
+    assert graphed(batch(2)) == "replayed"
+
+
+def test_the_plan_has_matrices_as_kernels_stream_them(tmp_path) -> None:
+    """Six-bit scales of Q4_K become bytes there."""
+    file = open_gguf(write("qwen35moe", tmp_path / "m.gguf", quant="q4_k", tiny=True))
+    stacks = [t for t in file.tensors.values() if t.type is GGMLType.Q4_K]
+    grown = [repacked_bytes(t) / t.n_bytes for t in stacks]
+    assert any(len(t.shape) == 3 for t in stacks) and min(grown) == pytest.approx(2368 / 2304)
+    more = weight_bytes(file, None, repacked=True) - weight_bytes(file, None)
+    assert more == sum(repacked_bytes(t) - t.n_bytes for t in file.tensors.values() if len(t.shape) > 1) > 0
+    assert weight_bytes(file, torch.float16, repacked=True) == weight_bytes(file, torch.float16)
