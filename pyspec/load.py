@@ -31,6 +31,7 @@ from pyspec.plan import (
     check_fit,
     checkpoint_bytes,
     free_bytes,
+    in_use,
     memory_bytes,
     pick_dense,
     size,
@@ -349,7 +350,7 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
                 check_taps(loop, tokenizer, template, extra)
     probe.close()  # the child that checked kernels, and its memory on the GPU
     if device.type == "cuda":
-        log.info("memory in use: %s, planned %s", size(used_bytes(device) - before), size(plan.total))
+        log.info("memory in use: %s, planned %s", in_use(device, before), size(plan.total))
     info = _info(path, file, config, d, settings, n_ctx, extra, device, tokenizer)
     return Loaded(loop, tokenizer, template, info)
 

@@ -126,6 +126,13 @@ def used_bytes(device: torch.device) -> int:
     return total - free
 
 
+def in_use(device: torch.device, before: int) -> str:
+    """What a GPU has taken since `before` bytes were used, and by whom."""
+    used, held = used_bytes(device) - before, torch.cuda.memory_allocated(device)
+    free = torch.cuda.memory_reserved(device) - held
+    return f"{size(used)} (tensors {size(held)}, kept for tensors {size(free)}, others {size(used - held - free)})"
+
+
 def pick_dense(file: GGUFFile, device: torch.device, wanted: str) -> torch.dtype | None:
     """The dtype matrices are unpacked to, or None to keep them packed.
 

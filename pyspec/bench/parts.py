@@ -7,9 +7,11 @@ waited: so parts add up to the time in which the device was at work, drafting in
 
 from __future__ import annotations
 
+import logging
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,8 @@ from pyspec.errors import PyspecError
 
 if TYPE_CHECKING:
     from pyspec.engine import Engine
+
+log = logging.getLogger(__name__)
 
 KINDS = {
     "linear": r"(linear|rows|experts?|moe)(_|$)|.*(nvjet|cublas|cutlass|gemm|gemv|splitk)",
@@ -29,6 +33,9 @@ KINDS = {
 DEVICE_PARTS = (*KINDS, "other")
 N_ROUND = 20  # rounds to watch
 N_START = 4  # rounds after the last prompt that are left out
+N_LINE = 40  # of the list by kernel
+
+Record = tuple[float, float, str]  # begin and end in microseconds, kernel
 
 
 def part_of(kernel: str) -> str:
@@ -37,13 +44,33 @@ def part_of(kernel: str) -> str:
     return next((part for part, names in KINDS.items() if re.match(names, name)), "other")
 
 
-def add_up(records: Iterable[tuple[float, float, str]], rounds: int) -> dict[str, float]:
-    """Milliseconds of one round by part, from (begin, end, kernel) in microseconds."""
-    sums, reached = dict.fromkeys(DEVICE_PARTS, 0.0), -inf
+def own_times(records: Iterable[Record]) -> Iterator[tuple[str, float]]:
+    """Each kernel in order, with the microseconds in which none that began before it still ran."""
+    reached = -inf
     for begin, end, kernel in sorted(records):
-        sums[part_of(kernel)] += max(0.0, end - max(begin, reached)) / 1e3
+        yield kernel, max(0.0, end - max(begin, reached))
         reached = max(reached, end)
+
+
+def add_up(records: Iterable[Record], rounds: int) -> dict[str, float]:
+    """Milliseconds of one round by part."""
+    sums = dict.fromkeys(DEVICE_PARTS, 0.0)
+    for kernel, us in own_times(records):
+        sums[part_of(kernel)] += us / 1e3
     return {part: ms / max(rounds, 1) for part, ms in sums.items()}
+
+
+def by_kernel(records: Iterable[Record], rounds: int) -> list[str]:
+    """A line for each kernel and the one that ran before it, which tells a model's products apart: most time first."""
+    times, before = defaultdict[tuple[str, str], list[float]](list), ""
+    for kernel, us in own_times(records):
+        times[kernel, before].append(us)
+        before = kernel
+    n = max(rounds, 1)
+    return [
+        f"{sum(us) / n:8.1f} us a round, {len(us) / n:5.1f} of {sum(us) / len(us):6.1f}: {kernel[:48]} after {before[:32]}"
+        for (kernel, before), us in sorted(times.items(), key=lambda i: -sum(i[1]))[:N_LINE]
+    ]
 
 
 def watch_rounds(engine: Engine, prompts: Sequence[tuple[int, ...]], how: Turn) -> dict[str, float]:
@@ -71,7 +98,10 @@ def watch_rounds(engine: Engine, prompts: Sequence[tuple[int, ...]], how: Turn) 
     if not is_whole:
         return {}
     kernels = (e for e in found.events() if e.device_type == DeviceType.CUDA)
-    return add_up(((e.time_range.start, e.time_range.end, e.name) for e in kernels), rounds)
+    records = [(e.time_range.start, e.time_range.end, e.name) for e in kernels]
+    for line in by_kernel(records, rounds):
+        log.info("%s", line)
+    return add_up(records, rounds)
 
 
 def _reach(engine: Engine, watch: Watch, n: int) -> bool:

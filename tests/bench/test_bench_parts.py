@@ -12,7 +12,7 @@ from clockwork import WIDTH, Clockwork
 from torch.autograd import DeviceType
 
 from pyspec.bench.measure import Turn
-from pyspec.bench.parts import N_ROUND, add_up, part_of, watch_rounds
+from pyspec.bench.parts import N_ROUND, add_up, by_kernel, part_of, watch_rounds
 
 NAMES = {
     "linear": [
@@ -51,6 +51,10 @@ def test_parts_are_milliseconds_of_one_round():
         (42_000.0, 44_000.0, "attend_split"),  # beside it all along
     ]
     assert add_up(records, 20) == {"linear": 2.0, "attention": 0.0, "state": 0.2, "other": 0.005}
+    assert by_kernel(records, 2)[:2] == [
+        " 15000.0 us a round,   0.5 of 30000.0: linear after ",
+        "  5000.0 us a round,   0.5 of 10000.0: rows after linear",
+    ]
     assert add_up([], 0) == {"linear": 0.0, "attention": 0.0, "state": 0.0, "other": 0.0}
 
 
