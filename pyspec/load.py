@@ -15,7 +15,7 @@ import torch
 
 from pyspec.config import EngineSettings
 from pyspec.control import Controller, Timer, bucket
-from pyspec.cuda import probe
+from pyspec.cuda import probe, temporary
 from pyspec.draft import DRAFTERS, dflash, mtp
 from pyspec.draft.drafter import Drafter, Graphing
 from pyspec.draft.ngram import NGram
@@ -309,7 +309,7 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     memory = allocate(config.memory(), n_slot=settings.np, n_row=n_row, width=d.n_draft + 1, kv_dtype=kv, device=device)
     with _timed("weights", device, release=True):
         target = Decoder(config, Weights(file, device, dense, wide=plan.wide > 0), memory)
-    with _timed("drafter", device, release=True):  # apart, or its weights half fill where the head's bytes lay
+    with _timed("drafter", device, release=True):
         head = plan_head(file, d, settings.draft_head, dense, device) if plan.draft_head else None
         drafter = _drafter(d, target, table, settings, dense, plan.wide > 0, head)
     make_arena = partial(_arena, target, table, n_ctx + extra)
@@ -363,7 +363,7 @@ def _timed(what: str, device: torch.device, release: bool = False) -> Iterator[N
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         if release:
-            torch.cuda.empty_cache()
+            temporary.release()
     log.info("%s: %.1f s", what, time.perf_counter() - began)
 
 

@@ -13,6 +13,7 @@ from pyspec.cuda.kernels.fit_q4 import BLOCK, fit_q4
 from pyspec.cuda.kernels.linear import linear
 from pyspec.cuda.kernels.linear_pack import FORMATS, TILE, Packed, packed_bytes, repack, unpack
 from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
+from pyspec.cuda.temporary import temporary
 from pyspec.gguf import GGMLType, TensorInfo
 from pyspec.models.weights import PROBE_ROWS, Dense, Matrix, Streamed, Unpacked
 
@@ -65,11 +66,12 @@ def coarse(matrix: Matrix, info: TensorInfo, to: GGMLType, device: torch.device)
 def _packed(matrix: Matrix, n_out: int, n_in: int, to: GGMLType, device: torch.device, step: int) -> Packed:
     """Whole tiles at a time: they lie one behind the other."""
     data, at = torch.empty(packed_bytes(to, n_out, n_in), dtype=torch.uint8, device=device), 0
-    for first in range(0, n_out, step):
-        rows = _rows(matrix, first, min(first + step, n_out))
-        part = repack(fit_q4(rows, to), to, (rows.shape[0], n_in)).data
-        data[at : at + part.numel()] = part
-        at += part.numel()
+    with temporary(device):
+        for first in range(0, n_out, step):
+            rows = _rows(matrix, first, min(first + step, n_out))
+            n = packed_bytes(to, rows.shape[0], n_in)
+            repack(fit_q4(rows, to), to, (rows.shape[0], n_in), out=data[at : at + n])
+            at += n
     assert at == data.numel()
     return Packed(data, to, n_out, n_in)
 

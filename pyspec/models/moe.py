@@ -16,6 +16,7 @@ from pyspec.cuda.kernels.moe_ref import NOTHING, Act, Added, MoeSpec, Router, Ro
 from pyspec.cuda.kernels.moe_route import moe_route
 from pyspec.cuda.kernels.rows import rows
 from pyspec.cuda.kernels.rows_ref import RELU2, Kind, Norm, Prep, RowsSpec
+from pyspec.cuda.temporary import temporary
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
 from pyspec.models.weights import Matrix, Want, Weights, unfinished
@@ -92,7 +93,8 @@ def shared_stacks(w: Weights, p: str, s: MoeShape, stacks: Stacks) -> Stacks | N
         return None  # columns of a piece are no whole blocks
 
     def stack(name: str, like: Stack) -> Stack | None:
-        raw, type, own_scale = w.packed(f"{p}.ffn_{name}_shexp.weight")
+        with temporary(w.device):
+            raw, type, own_scale = w.packed(f"{p}.ffn_{name}_shexp.weight")
         if type is not like.type or (own_scale != 1.0 and like.scale is None):
             return None
         n_out, n_in = (like.n_out, s.n_ff_shared) if name == "down" else (s.n_ff_shared, like.n_in)
@@ -138,8 +140,7 @@ class MoeFeed:
             self.shared = _Shared(w, p, shape)
         self.experts, self.capturable = moe.bind(spec)(stacks), self.capturable and moe.chosen(spec).capturable
         self.prepare = self.experts.prepare if isinstance(self.experts, Experts) else None
-        del stacks, together
-        torch.cuda.empty_cache()  # what lives on is not to be cut out of where the file's bytes lay
+        del stacks, together  # the file's bytes: the next layer's go to the same place
         beside = self.shared is not None and self.shared.n_beside > 0
         self.latent_down: Matrix | None = w.matrix(f"{p}.{LATENT}") if shape.latent and not beside else None
         self.latent_up: Matrix | None = w.matrix(f"{p}.ffn_latent_up.weight") if shape.latent else None

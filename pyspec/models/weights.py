@@ -24,6 +24,7 @@ from pyspec.cuda.kernels.moe_ref import Stack
 from pyspec.cuda.kernels.rows import rows
 from pyspec.cuda.kernels.rows_cuda import Into, Rows, WideRows
 from pyspec.cuda.kernels.rows_ref import Glu, HeadNorm, Norm, Prep, RowsSpec
+from pyspec.cuda.temporary import temporary
 from pyspec.errors import BadTensors
 from pyspec.gguf import GGMLType, GGUFFile, TensorInfo
 from pyspec.models.upload import Upload
@@ -293,12 +294,17 @@ class Weights:
         n_out, n_in, kind = sum(i.shape[0] for i in infos), infos[0].shape[1], infos[0].type
         if gated and infos[0].shape[0] % 8:
             return Joined([self._stream([n], False) for n in names], gated=True)
-        raws = [self._raw(n).view(i.shape[0], -1) for n, i in zip(names, infos, strict=True)]
-        raw = interleave(*raws) if gated else torch.cat(raws)
         is_wide = self.wide and kind not in PLAIN and names[0] not in HEADS
-        wide = self._unpack(names, raws, torch.float16) if is_wide else None
-        scales = self._row_scales(names, gated) if FORMATS[kind].scaled else None
-        return Streamed(repack(raw.contiguous(), kind, (n_out, n_in), scales), self.device, gated, wide)
+        wide = torch.empty(n_out, n_in, dtype=torch.float16, device=self.device) if is_wide else None
+        data = torch.empty(packed_bytes(kind, n_out, n_in), dtype=torch.uint8, device=self.device)
+        with temporary(self.device):
+            raws = [self._raw(n).view(i.shape[0], -1) for n, i in zip(names, infos, strict=True)]
+            raw = interleave(*raws) if gated else torch.cat(raws)
+            if wide is not None:
+                self._unpack(names, raws, wide)
+            scales = self._row_scales(names, gated) if FORMATS[kind].scaled else None
+            packed = repack(raw.contiguous(), kind, (n_out, n_in), scales, data)
+        return Streamed(packed, self.device, gated, wide)
 
     def _row_scales(self, names: Sequence[str], gated: bool) -> Tensor:
         """[row] f32: each tensor's second scale for each of its rows, in their order."""
@@ -311,26 +317,30 @@ class Weights:
         return Dense(self._dense(names, torch.float32 if is_f32 else torch.bfloat16), gated)
 
     def _dense(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
-        return self._unpack(names, [self._raw(n) for n in names], dtype)
+        n_out, n_in = sum(self._info(n).shape[0] for n in names), self._info(names[0]).shape[-1]
+        whole = torch.empty(n_out, n_in, dtype=dtype, device=self.device)
+        with temporary(self.device):
+            self._unpack(names, [self._raw(n) for n in names], whole)
+        return whole
 
-    def _unpack(self, names: Sequence[str], raws: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """[rows of all, columns]."""
-        infos = [self._info(n) for n in names]
-        whole = torch.empty(sum(i.shape[0] for i in infos), infos[0].shape[-1], dtype=dtype, device=self.device)
+    def _unpack(self, names: Sequence[str], raws: Sequence[Tensor], whole: Tensor) -> None:
+        """Into whole [rows of all, columns]."""
         at = 0
-        for n, i, raw in zip(names, infos, raws, strict=True):
+        for n, raw in zip(names, raws, strict=True):
+            i = self._info(n)
             scale, rows = self._scale(n), raw.view(i.shape[0], -1)
-            for piece in rows.split(max(1, UNPACK // i.shape[-1])):  # large temporaries leave holes between what stays
+            for piece in rows.split(max(1, UNPACK // i.shape[-1])):
                 part = dequantize(piece.reshape(-1), i.type, (piece.shape[0], i.shape[-1]))
                 whole[at : at + piece.shape[0]] = part if scale == 1.0 else part * scale
                 at += piece.shape[0]
-        return whole
 
     def stack(self, name: str) -> Stack:
         """One matrix of every expert [expert, out, in]: as in the file, or unpacked where matrices are."""
         info, side = self._info(name), name.removesuffix(".weight") + ".scale"
         scale = self.vector(side).expand(info.shape[0]) if self.has(side) else None
-        raw, (n_out, n_in) = self._raw(name), info.shape[1:]
+        n_out, n_in = info.shape[1:]
+        with temporary(self.device):  # kernels have a layout of their own
+            raw = self._raw(name)
         if self.dense is None:
             return Stack(raw.view(info.shape[0], -1), info.type, n_out, n_in, scale)
         return Stack(dequantize(raw, info.type, info.shape, self.dense), None, n_out, n_in, scale)

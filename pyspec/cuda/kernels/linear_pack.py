@@ -94,11 +94,14 @@ def interleave(gate: Tensor, up: Tensor) -> Tensor:
     return pairs.view(-1, gate.shape[1])
 
 
-def repack(raw: Tensor, type: GGMLType, shape: tuple[int, int], scales: Tensor | None = None) -> Packed:
+def repack(
+    raw: Tensor, type: GGMLType, shape: tuple[int, int], scales: Tensor | None = None, out: Tensor | None = None
+) -> Packed:
     """The file's bytes of a matrix [n_out, n_in] repacked, on raw's device.
 
     raw     [n_bytes] uint8  in any shape, contiguous
     scales  [n_out] f32      what each row is multiplied with, for types that have a second scale; None: ones
+    out     [packed_bytes] uint8  where it goes; None: to memory of its own
     Errors: ModelError for other types, for bytes that do not fit, and for scales out of range.
     """
     n_out, n_in = shape
@@ -110,9 +113,10 @@ def repack(raw: Tensor, type: GGMLType, shape: tuple[int, int], scales: Tensor |
     kind = FORMATS[type]
     assert scales is None or (kind.scaled and scales.shape == (n_out,))
     rows = raw.reshape(n_out, n_in // type.block_size, type.type_size)
-    packed = Packed(
-        torch.empty(packed_bytes(type, n_out, n_in), dtype=torch.uint8, device=raw.device), type, n_out, n_in
-    )
+    if out is None:
+        out = torch.empty(packed_bytes(type, n_out, n_in), dtype=torch.uint8, device=raw.device)
+    assert out.shape == (packed_bytes(type, n_out, n_in),) and out.is_contiguous()
+    packed = Packed(out, type, n_out, n_in)
     if kind.scaled:
         _behind(packed).zero_()
         row_scales(packed).copy_(torch.ones(()) if scales is None else scales)

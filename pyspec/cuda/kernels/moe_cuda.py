@@ -22,10 +22,20 @@ from torch import Tensor
 
 from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
 from pyspec.cuda.kernels.linear_cuda import n_shared, random_weights
-from pyspec.cuda.kernels.linear_pack import CHUNKS, FORMATS, RECORDS, interleave, n_chunks, n_groups, repack
+from pyspec.cuda.kernels.linear_pack import (
+    CHUNKS,
+    FORMATS,
+    RECORDS,
+    interleave,
+    n_chunks,
+    n_groups,
+    packed_bytes,
+    repack,
+)
 from pyspec.cuda.kernels.moe_ref import NOTHING, Added, MoeSpec, Run, Stack, Stacks
 from pyspec.cuda.kernels.rows_cuda import MAX_COLUMNS, Rows, RowsLaunch
 from pyspec.cuda.kernels.rows_ref import Norm
+from pyspec.cuda.temporary import temporary
 from pyspec.gguf import GGMLType
 
 MAX_ROWS, MAX_EXPERT, MAX_USED = 512, 1024, 32
@@ -122,27 +132,29 @@ def pack(*stacks: Stack) -> PackedStack:
     """One stack, or gates and ups with their rows interleaved."""
     first, type = stacks[0], stacks[0].type
     assert type is not None and all(s.type is type for s in stacks)
-    n_expert, n_out, n_in = first.data.shape[0], sum(s.n_out for s in stacks), first.n_in
-    parts = [s.data.reshape(n_expert * s.n_out, -1) for s in stacks]
-    raw = interleave(*parts) if len(parts) == 2 else parts[0]
-    by = None
-    if any(s.scale is not None for s in stacks):
-        ones = torch.ones(n_expert, device=raw.device)
-        each = [(ones if s.scale is None else s.scale)[:, None].expand(-1, s.n_out).reshape(-1, 1) for s in stacks]
-        by = (interleave(*each) if len(each) == 2 else each[0]).view(-1)
+    n_expert, n_out, n_in, device = first.data.shape[0], sum(s.n_out for s in stacks), first.n_in, first.data.device
     # whole tiles may be repacked together: those of an expert then lie together, too
     at_once = n_expert if n_out % 256 == 0 else 1
     n_record, scales = n_groups(n_out) * n_chunks(type, n_in) * RECORDS[type], []
-    whole = torch.empty(0 if at_once > 1 else n_expert * n_record, dtype=torch.uint8, device=raw.device)
-    for start in range(0, n_expert, at_once):
-        part = slice(start * n_out, (start + at_once) * n_out)
-        data = repack(raw[part], type, (at_once * n_out, n_in), None if by is None else by[part]).data
-        if at_once > 1:
-            whole = data[: n_expert * n_record]
-        else:  # joined at the end, they would be there twice
-            whole[start * n_record : (start + 1) * n_record] = data[:n_record]
-        scales.append(data[at_once * n_record :].view(torch.float32))
-    joined = torch.cat(scales) if FORMATS[type].scaled else torch.zeros(n_expert, device=raw.device)
+    n_byte = packed_bytes(type, n_expert * n_out, n_in) if at_once > 1 else n_expert * n_record
+    whole = torch.empty(n_byte, dtype=torch.uint8, device=device)
+    with temporary(device):
+        parts = [s.data.reshape(n_expert * s.n_out, -1) for s in stacks]
+        raw = interleave(*parts) if len(parts) == 2 else parts[0]
+        by = None
+        if any(s.scale is not None for s in stacks):
+            ones = torch.ones(n_expert, device=device)
+            each = [(ones if s.scale is None else s.scale)[:, None].expand(-1, s.n_out).reshape(-1, 1) for s in stacks]
+            by = (interleave(*each) if len(each) == 2 else each[0]).view(-1)
+        for start in range(0, n_expert, at_once):
+            part = slice(start * n_out, (start + at_once) * n_out)
+            to = whole if at_once > 1 else None
+            data = repack(raw[part], type, (at_once * n_out, n_in), None if by is None else by[part], to).data
+            if at_once == 1:  # joined at the end, they would be there twice
+                whole[start * n_record : (start + 1) * n_record] = data[:n_record]
+            scales.append(data[at_once * n_record :].view(torch.float32))
+    joined = torch.cat(scales) if FORMATS[type].scaled else torch.zeros(n_expert, device=device)
+    whole = whole[: n_expert * n_record]
     return PackedStack(whole.view(n_expert, n_record), joined.view(n_expert, -1), type, n_out, n_in)
 
 
@@ -289,10 +301,10 @@ class Experts:
         self.spec, self.n_expert = spec, stacks.n_expert
         assert self.n_expert <= MAX_EXPERT and (stacks.gate is None) == (spec.act == "relu2")
         assert (stacks.shared is None) == (spec.pieces == 0)
-        pieces = None if stacks.shared is None else cut(stacks.shared, spec.pieces)
+        with temporary(spec.device):
+            pieces = None if stacks.shared is None else cut(stacks.shared, spec.pieces)
         inner, shared = _pack_inner(stacks), None if pieces is None else _pack_inner(pieces)
         self.inner = _Product(spec.device, inner, shared, ACTS[spec.act], True)
-        torch.cuda.empty_cache()  # else what lives on is cut out of where gates and ups lay side by side, and the rest is lost
         shared = None if pieces is None else pack(pieces.down)
         self.down = _Product(spec.device, pack(stacks.down), shared, NONE, False)
         self.lists, self.combine = _pair_kernels(spec.device)
