@@ -3,10 +3,9 @@
 `python tools/bench_moe.py [rows ...] [--models q35,nano] [--old FOLDER] [--stage 10 20] [--registers 80 128] [--stages 3 2]`
 
 `apart` has the shared expert as products of their own, `together` in the experts' launches; `--old` times an earlier moe.cu,
-moe_pairs.cu and moe_cuda.py that lie in a folder, with the shared expert apart, and all are compared. `--stage`
+moe_pairs.cu and moe_cuda.py that lie in a folder, and all are compared. `--stage`
 (KB of weights), `--registers` of a thread and `--stages` (at least, before more CTAs) are tried in all combinations, for few rows, in
-`together` alone where there is one. `--next MB ...` times them together with the product that follows, of which so much is
-fetched to the second-level cache while rows choose.
+`together` alone where there is one.
 """
 
 from __future__ import annotations
@@ -34,14 +33,13 @@ from pyspec.cuda.kernels import moe_cuda, moe_route_cuda
 from pyspec.cuda.kernels.linear_cuda import random_packed
 from pyspec.cuda.kernels.linear_pack import packed_bytes
 from pyspec.cuda.kernels.moe_cuda import Experts
-from pyspec.cuda.kernels.moe_ref import NOTHING, Added, MoeSpec, Routes, RouteSpec, Run, Stack, Stacks
+from pyspec.cuda.kernels.moe_ref import NOTHING, Added, MoeSpec, RouteSpec, Run, Stack, Stacks
 from pyspec.cuda.kernels.rows_ref import RELU2, Norm
 from pyspec.gguf import GGMLType
 from pyspec.models import weights as models_weights
 from pyspec.models.weights import Streamed
 
 N_LAYER, DRAWN = 6, 8  # layers; experts with weights of their own, the others have copies of these
-N_AFTER = 20608  # rows of the product that follows
 
 
 @dataclass(frozen=True)
@@ -114,26 +112,9 @@ def shared_apart(m: Model, w: Weights) -> tuple[Streamed, Streamed]:
 Feed = Callable[[Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class After:
-    """The next layer's first product, of whose weights so many bytes are fetched while rows choose."""
-
-    product: Streamed
-    n_byte: int
-
-
-def feed(
-    m: Model, w: Weights, experts: Run, shared: tuple[Streamed, Streamed] | None, after: After | None = None
-) -> Feed:
-    """As MoeFeed runs it, and what is after."""
-    chosen = moe_route_cuda.bind(m.route())
-
-    def route(x: Tensor, norm: Tensor, matrix: Tensor, bias: Tensor | None) -> Routes:
-        if after is None or after.n_byte == 0:
-            return chosen(x, norm, matrix, bias)
-        moe_route_cuda.NEXT_MOST = after.n_byte
-        return chosen(x, norm, matrix, bias, after.product.packed.data)
-
+def feed(m: Model, w: Weights, experts: Run, shared: tuple[Streamed, Streamed] | None) -> Feed:
+    """As MoeFeed runs it."""
+    route = moe_route_cuda.bind(m.route())
     down, up = [Streamed(p, DEVICE, False, None) for p in w.latent] or (None, None)
 
     def run(x: Tensor) -> Tensor:
@@ -148,12 +129,8 @@ def feed(
         if together is not None:
             added = Added(together) if routes.gate is None else Added(x, together, routes.gate)
         if up is None:
-            y = experts(n, routes.ids, routes.weights, prep, added, *ready)
-        else:
-            y = up(experts(n, routes.ids, routes.weights, None, NOTHING, *ready), residual=added.residual)
-        if after is not None:
-            after.product(y, w.norm)
-        return y
+            return experts(n, routes.ids, routes.weights, prep, added, *ready)
+        return up(experts(n, routes.ids, routes.weights, None, NOTHING, *ready), residual=added.residual)
 
     def shared_of(x: Tensor) -> Tensor:
         assert shared is not None
@@ -209,14 +186,12 @@ def worst(got: list[Tensor], want: list[Tensor], x: Tensor) -> float:
     return max(float(((a - b).norm(dim=-1) / (b - x).norm(dim=-1)).amax()) for a, b in zip(got, want, strict=True))
 
 
-How = tuple[int, int, int]  # KB of weights in a stage, registers of a thread (0: as they are), least stages
-REGISTERS = moe_cuda.REGISTERS[1, False], moe_cuda.REGISTERS[1, True]
+How = tuple[int, int, int]  # KB of weights in a stage, registers of a thread, least stages
 
 
 def built(experts: Experts, how: How) -> Experts:
     """The same weights with kernels that are built another way."""
-    moe_cuda.STAGE[1], moe_cuda.LEAST_STAGES = how[0] * 1024, how[2]
-    moe_cuda.REGISTERS[1, False], moe_cuda.REGISTERS[1, True] = (how[1], how[1]) if how[1] else REGISTERS
+    moe_cuda.STAGE[1], moe_cuda.REGISTERS[1], moe_cuda.LEAST_STAGES = how[0] * 1024, how[1], how[2]
     moe_cuda._step.cache_clear()
     own, act = copy(experts), moe_cuda.ACTS[experts.spec.act]
     own.inner, own.down = copy(experts.inner), copy(experts.down)
@@ -229,34 +204,25 @@ def built(experts: Experts, how: How) -> Experts:
 
 
 def variants_of(
-    m: Model, weights: list[Weights], old: ModuleType | None, hows: list[How], next_mb: list[int]
+    m: Model, weights: list[Weights], old: ModuleType | None, hows: list[How]
 ) -> list[tuple[str, list[Feed]]]:
     apart = [shared_apart(m, w) for w in weights]
 
-    def feeds(made: Sequence[Run], is_apart: bool, after: list[After | None]) -> list[Feed]:
-        all = zip(weights, made, apart, after, strict=True)
-        return [feed(m, w, e, s if is_apart else None, a) for w, e, s, a in all]
+    def feeds(made: Sequence[Run], is_apart: bool) -> list[Feed]:
+        return [feed(m, w, e, s if is_apart else None) for w, e, s in zip(weights, made, apart, strict=True)]
 
-    found, nothing = [], [None for _ in weights]
+    found = []
     if old is not None:
-        found.append(("old apart", feeds([old.bind(m.spec(0))(w.stacks) for w in weights], True, nothing)))
+        found.append(("old apart", feeds([old.bind(m.spec(0))(w.stacks) for w in weights], True)))
     if old is not None and not m.latent:
         both = [replace(w.stacks, shared=w.shared) for w in weights]
-        found.append(("old together", feeds([old.bind(m.spec(m.n_piece))(s) for s in both], False, nothing)))
+        found.append(("old together", feeds([old.bind(m.spec(m.n_piece))(s) for s in both], False)))
     made = [Experts(m.spec(0), w.stacks) for w in weights]
-    found.append(("apart", feeds(made, True, nothing)))
+    found.append(("apart", feeds(made, True)))
     if not m.latent:
         made = [Experts(m.spec(m.n_piece), replace(w.stacks, shared=w.shared)) for w in weights]
-        found.append(("together", feeds(made, False, nothing)))
-    products = [Streamed(random_packed(GGMLType.Q8_0, N_AFTER, m.n_embd, DEVICE), DEVICE, False, None) for _ in weights]
-    for mb in next_mb:
-        found.append(
-            (
-                f"and the next product, {mb} MB fetched",
-                feeds(made, bool(m.latent), [After(p, mb << 20) for p in products]),
-            )
-        )
-    usual = moe_cuda.STAGE[1] // 1024, 0, moe_cuda.LEAST_STAGES
+        found.append(("together", feeds(made, False)))
+    usual = moe_cuda.STAGE[1] // 1024, moe_cuda.REGISTERS[1], moe_cuda.LEAST_STAGES
     for how in hows:
         try:
             others = [built(e, how) for e in made] if how != usual else []
@@ -266,8 +232,8 @@ def variants_of(
         if others:
             found.append(
                 (
-                    f"{'apart' if m.latent else 'together'} stage {how[0]} registers {how[1]} stages {how[2]}",
-                    feeds(others, bool(m.latent), nothing),
+                    f"{found[-1][0].split()[0]} stage {how[0]} registers {how[1]} stages {how[2]}",
+                    feeds(others, bool(m.latent)),
                 )
             )
     built(made[0], usual)  # what is built next is as it was
@@ -281,8 +247,7 @@ def main() -> None:
     parser.add_argument("--old", type=Path)
     parser.add_argument("--stage", type=int, nargs="*", default=[moe_cuda.STAGE[1] // 1024])
     parser.add_argument("--stages", type=int, nargs="*", default=[moe_cuda.LEAST_STAGES])
-    parser.add_argument("--registers", type=int, nargs="*", default=[0])
-    parser.add_argument("--next", type=int, nargs="*", default=[])
+    parser.add_argument("--registers", type=int, nargs="*", default=[moe_cuda.REGISTERS[1]])
     parser.add_argument("--layers", type=int, default=N_LAYER)
     args = parser.parse_args()
     old = None if args.old is None else old_module(args.old)
@@ -291,7 +256,7 @@ def main() -> None:
     for name in args.models.split(","):
         m = MODELS[name]
         weights = [Weights(m, seed) for seed in range(args.layers)]
-        variants = variants_of(m, weights, old, hows, args.next)
+        variants = variants_of(m, weights, old, hows)
         for rows in args.rows:
             x = torch.randn(rows, m.n_embd, generator=torch.Generator().manual_seed(rows)).to(DEVICE)
             print(f"{name} {rows:3} rows: floor {bytes_read(m, weights, x) / FLOOR * 1e6:.1f} us", flush=True)

@@ -36,12 +36,12 @@ def scores_of(path: Path, tokens: list[int], chunk: int) -> list[tuple[Tensor, T
     def watch(i: int, feed: MoeFeed) -> Callable[..., Routes]:
         route, s = feed.route, feed.shape
 
-        def run(x: Tensor, norm: Tensor, matrix: Tensor, bias: Tensor | None = None, **told: Tensor) -> Routes:
+        def run(x: Tensor, norm: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Routes:
             logits = (feed.norm(x) @ matrix.T)[:, : s.n_expert]
             scores = logits if bias is None else logits.sigmoid() + bias
             best = scores.sort(-1, descending=True).values
             found.setdefault(i, []).append((scores, best[:, s.n_used - 1] - best[:, s.n_used]))
-            return route(x, norm, matrix, bias, **told)
+            return route(x, norm, matrix, bias)
 
         return run
 

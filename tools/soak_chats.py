@@ -124,11 +124,11 @@ class Choices:
     def watched(self, feed: MoeFeed) -> Callable[..., Routes]:
         route, n_expert, n_used = feed.route, feed.shape.n_expert, feed.shape.n_used
 
-        def run(x: Tensor, norm: Tensor, matrix: Tensor, bias: Tensor | None = None, **told: Tensor) -> Routes:
+        def run(x: Tensor, norm: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Routes:
             logits = (feed.norm(x) @ matrix.T)[:, :n_expert]
             scores = (logits if bias is None else logits.sigmoid() + bias).sort(-1, descending=True).values
             self.closest = min(self.closest, float((scores[:, n_used - 1] - scores[:, n_used]).min()))
-            return route(x, norm, matrix, bias, **told)
+            return route(x, norm, matrix, bias)
 
         return run
 

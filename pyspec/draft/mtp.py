@@ -88,9 +88,7 @@ class MtpBlock:
         own = f"{p}.nextn.embed_tokens.weight"
         self.embedding: Embedding = weights.embedding(own) if weights.has(own) else target.embedding
         own = f"{p}.nextn.shared_head_head.weight"
-        head = weights.matrix(own) if weights.has(own) else head
-        self.head = head or target.head
-        self.block.tell(head or target.output)
+        self.head = weights.matrix(own) if weights.has(own) else head or target.head
 
     def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
         """hidden [row, n_embd] f32: h_{p-1} of each row. Returns the post-norm output [row, n_embd]."""

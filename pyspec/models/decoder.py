@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,7 +21,7 @@ from pyspec.models.layers import SINKS, Attention, AttentionShape, FeedForward, 
 from pyspec.models.mamba import Mamba, mamba_tensors
 from pyspec.models.moe import MoeFeed, MoeShape, moe_tensors
 from pyspec.models.target import LayerMemory, Out
-from pyspec.models.weights import Matrix, Want, Weights
+from pyspec.models.weights import Want, Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Memory, RecurrentShape, StateShape
 
@@ -188,7 +187,6 @@ class Mixer(Protocol):
     """The residual stream x [row, n_embd] f32 -> x + mixer(norm(x)), reading and writing what the layer keeps per slot."""
 
     capturable: bool  # a CUDA graph may hold it: it looks at no list of the host
-    first: Matrix  # that it reads
 
     def __call__(self, x: Tensor, angles: Angles, memory: Memory, layer: int, batch: Batch) -> Tensor: ...
 
@@ -252,11 +250,6 @@ class Block:
             x = self.mixer(x, angles, memory, layer, batch)
         return x if self.feed is None else self.feed(x)
 
-    def tell(self, following: Matrix | None) -> None:
-        """Of the matrix that is read behind this block."""
-        if isinstance(self.feed, MoeFeed) and following is not None:
-            self.feed.tell(following)
-
 
 class Decoder:
     """The model bound to its memory. Implements `Target`."""
@@ -275,9 +268,6 @@ class Decoder:
         self.norm = weights.vector("output_norm.weight")
         self.norms = norms.bind(NormsSpec(weights.device, config.n_embd, config.eps))
         self.output = weights.matrix("output.weight" if weights.has("output.weight") else "token_embd.weight")
-        for block, after in pairwise(self.blocks):
-            block.tell(None if after.mixer is None else after.mixer.first)
-        self.blocks[-1].tell(self.output)
 
     @property
     def capturable(self) -> bool:

@@ -79,7 +79,7 @@ class Attention:
         names = [f"{prefix}.attn_qkv.weight"]
         if not w.has(names[0]):
             names = [f"{prefix}.attn_{p}.weight" for p in "qkv"]
-        self.qkv = self.first = w.matrix(*names)
+        self.qkv: Matrix = w.matrix(*names)
         self.bias = _bias(w, prefix)
         self.out: Matrix = w.matrix(f"{prefix}.attn_output.weight")
         self.out_bias = w.optional(f"{prefix}.attn_output.bias")
@@ -133,7 +133,7 @@ class GatedDeltaNet:
     def __init__(self, w: Weights, prefix: str, shape: StateShape, eps: float) -> None:
         self.shape, self.eps = shape, eps
         parts = ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta")
-        self.proj = self.first = w.matrix(*(f"{prefix}.{p}.weight" for p in parts))
+        self.proj = w.matrix(*(f"{prefix}.{p}.weight" for p in parts))
         self.out = w.matrix(f"{prefix}.ssm_out.weight")
         self.conv = w.vector(f"{prefix}.ssm_conv1d.weight")
         self.a, self.dt_bias = w.vector(f"{prefix}.ssm_a"), w.vector(f"{prefix}.ssm_dt.bias")

@@ -34,7 +34,7 @@ class Mamba:
     def __init__(self, w: Weights, prefix: str, shape: Mamba2Shape, eps: float) -> None:
         self.shape, self.eps = shape, eps
         self.norm = Norm(w.vector(f"{prefix}.attn_norm.weight"), eps)
-        self.proj = self.first = w.matrix(f"{prefix}.ssm_in.weight")
+        self.proj = w.matrix(f"{prefix}.ssm_in.weight")
         self.out = w.matrix(f"{prefix}.ssm_out.weight")
         conv_w, conv_b = (w.vector(f"{prefix}.ssm_conv1d.{name}") for name in ("weight", "bias"))
         a, dt_bias, d = (w.vector(f"{prefix}.{name}").flatten() for name in ("ssm_a", "ssm_dt.bias", "ssm_d"))

@@ -19,7 +19,7 @@ from pyspec.cuda.kernels.rows_ref import RELU2, Kind, Norm, Prep, RowsSpec
 from pyspec.cuda.temporary import temporary
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
-from pyspec.models.weights import Matrix, Streamed, Want, Weights, unfinished
+from pyspec.models.weights import Matrix, Want, Weights, unfinished
 
 LATENT = "ffn_latent_down.weight"  # to the width in which experts work, where that is not the model's
 
@@ -129,7 +129,6 @@ class MoeFeed:
         self.bias = w.optional(f"{p}.exp_probs_b.bias")
         route = self._route_spec(w.device)
         self.route, self.capturable = moe_route.bind(route), moe_route.chosen(route).capturable
-        self.fetches = moe_route.chosen(route) is not moe_route.reference  # routing takes `after`
         stacks = _stacks(w, p, shape.act)
         spec = self._spec(w.device, stacks)
         self.shared: _Shared | None = None
@@ -146,12 +145,6 @@ class MoeFeed:
         self.latent_down: Matrix | None = w.matrix(f"{p}.{LATENT}") if shape.latent and not beside else None
         self.latent_up: Matrix | None = w.matrix(f"{p}.ffn_latent_up.weight") if shape.latent else None
         self.prep = self.norm if self._norms_on_the_way(w.device) else None
-        self.told: dict[str, Tensor] = {}
-
-    def tell(self, following: Matrix) -> None:
-        """Of the matrix that is read when the experts are through. While rows choose there is nothing else to read."""
-        if self.fetches and isinstance(following, Streamed):
-            self.told = {"after": following.packed.data}
 
     def _route_spec(self, device: torch.device) -> RouteSpec:
         s = self.shape
@@ -194,7 +187,7 @@ class MoeFeed:
         ready = None  # of experts, what needs no choice comes before it
         if self.prepare is not None:
             ready = self.prepare(n, prep)
-        routes = self.route(x, self.norm.weight, self.router, self.bias, **self.told)
+        routes = self.route(x, self.norm.weight, self.router, self.bias)
         added = Added(x, None, routes.gate)
         if shared is not None:
             added = Added(shared) if routes.gate is None else Added(x, shared, routes.gate)

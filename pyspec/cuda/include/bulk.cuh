@@ -66,16 +66,3 @@ __device__ __forceinline__ void bulk_copy_once(u32 to, const void* from, u32 n_b
 __device__ __forceinline__ void bulk_prefetch(const void* from, u32 n_bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(n_bytes) : "memory");
 }
-
-// The same by a policy.
-__device__ __forceinline__ void bulk_prefetch(const void* from, u32 n_bytes, u64 policy) {
-  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(from), "r"(n_bytes), "l"(policy)
-               : "memory");
-}
-
-// For bytes that are to outlast others that come between.
-__device__ __forceinline__ u64 evict_last() {
-  u64 policy;
-  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}

@@ -8,13 +8,10 @@ struct Next {
   i64 share;             // bytes of a CTA of the product
   int n_share, n_piece;  // CTAs; pieces that each begins with, 0: nothing is fetched
 
-  // One of n_thread threads' part; `stays`: other kernels read as much before the product does.
-  __device__ __forceinline__ void fetch(int thread, int n_thread, bool stays = false) const {
+  // One of n_thread threads' part.
+  __device__ __forceinline__ void fetch(int thread, int n_thread) const {
     constexpr int kPiece = 2048;
-    for (int i = thread; i < n_share * n_piece; i += n_thread) {
-      const u8* from = weights + i / n_piece * share + i % n_piece * kPiece;
-      if (stays) bulk_prefetch(from, kPiece, evict_last());
-      if (!stays) bulk_prefetch(from, kPiece);
-    }
+    for (int i = thread; i < n_share * n_piece; i += n_thread)
+      bulk_prefetch(weights + i / n_piece * share + i % n_piece * kPiece, kPiece);
   }
 };

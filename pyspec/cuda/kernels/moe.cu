@@ -37,10 +37,6 @@
 #include "overlap.cuh"
 #include "prepared.cuh"
 
-#define BULK (__CUDA_ARCH__ >= 900)
-#if BULK
-#include "bulk.cuh"
-#endif
 #define FUSED (!LISTED && !INNER)
 #define NONE 0
 #define SWIGLU 1  // rows 0-7 of each 16 are gates, 8-15 the ups of the same features
@@ -50,12 +46,11 @@ constexpr int kPieces = WARPS_M * RECORD / 16;  // of 16 bytes: a chunk's weight
 constexpr int kWeights = PER_STAGE * kPieces * 16;
 constexpr int kPowerBytes = INNER ? 0 : CHUNK * kPad * 4;
 constexpr int kSums = kWeights + PER_STAGE * kRowBytes, kPowers = kSums + PER_STAGE * kSumBytes;  // where a stage has them
-constexpr int kBarrier = kPowers + PER_STAGE * kPowerBytes;  // BULK: its weights are there
-constexpr int kStage = kBarrier + 16;
+constexpr int kStage = kPowers + PER_STAGE * kPowerBytes;
 constexpr int kEarly = INNER && STAGES > 3 ? 2 : STAGES - 1;  // stages whose weights come before their rows are known
 static_assert(kThreads % (4 * kPad) == 0, "a thread copies for one pair alone");
 constexpr int kColumns = WARPS_M * (ACT == SWIGLU ? 8 : 16);  // of the activation, a CTA's
-static_assert(INNER * kPad * (kColumns + 4) * 4 <= kBarrier, "the activation lies where a stage was");
+static_assert(INNER * kPad * (kColumns + 4) * 4 <= STAGES * kStage, "the activation lies where stages were");
 static_assert(!INNER || kColumns % 32 == 0, "a CTA has whole blocks of the activation");
 
 #include "expert_products.cuh"
@@ -64,32 +59,19 @@ __device__ __forceinline__ void copy4(u32 to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-// A stage's weights, stage by stage: a chunk's groups of the CTA lie together. Where a tile has fewer groups than the CTA, the last
-// ones are left as they are in shared memory: they are multiplied and not stored.
+// What a thread copies of each stage's weights, stage by stage. Where a tile has fewer groups than the CTA, the last ones are
+// left as they are in shared memory: they are multiplied and not stored.
 struct WeightCopies {
-  const u8* from;      // of the next stage's first chunk; without bulk copies the thread's first 16 bytes
-  int chunk, n_byte;   // bytes from one chunk's to the next one's; bytes of a chunk that are there
+  const u8* from;  // the thread's first 16 bytes
+  int chunk, n_piece;  // bytes from one chunk's to the next one's; pieces of a chunk that are there
 
   __device__ __forceinline__ WeightCopies(const u8* expert, int n_group, int n_tile16, int n_chunk) {
     const int first = blockIdx.x * WARPS_M, tile = first / kTile, lower = min(kTile, n_tile16 - tile * kTile);
-    from = expert + (static_cast<i64>(tile * kTile) * n_chunk + first % kTile) * RECORD + (BULK ? 0 : threadIdx.x * 16);
+    from = expert + (static_cast<i64>(tile * kTile) * n_chunk + first % kTile) * RECORD + threadIdx.x * 16;
     chunk = lower * RECORD;
-    n_byte = n_group * RECORD;
+    n_piece = n_group * (RECORD / 16);
   }
 
-#if BULK
-  // By one thread; the stage's barrier counts the bytes.
-  template <bool kWhole>
-  __device__ __forceinline__ void load(u32 stage, int n_left) {
-    const int n = kWhole ? PER_STAGE : min(PER_STAGE, n_left);
-    if (threadIdx.x != 0 || n <= 0) return;
-    const u64 once = evict_first();
-    barrier_expect(stage + kBarrier, n * n_byte);
-#pragma unroll
-    for (int i = 0; i < PER_STAGE; ++i, from += chunk)
-      if (kWhole || i < n) bulk_copy_once(stage + i * (kPieces * 16), from, n_byte, stage + kBarrier, once);
-  }
-#else
   template <bool kWhole>
   __device__ __forceinline__ void load(u32 stage, int n_left) {
     const u32 to = stage + threadIdx.x * 16;
@@ -97,15 +79,14 @@ struct WeightCopies {
     for (int i = 0; i < PER_STAGE; ++i, from += chunk) {
 #pragma unroll
       for (int k = 0; k < (kPieces + kThreads - 1) / kThreads; ++k) {
-        const bool is_there = (k * kThreads + static_cast<int>(threadIdx.x)) * 16 < n_byte;
+        const bool is_there = k * kThreads + static_cast<int>(threadIdx.x) < n_piece;
         if (is_there && (kWhole || i < n_left)) copy16(to + (i * kPieces + k * kThreads) * 16, from + k * (kThreads * 16));
       }
     }
   }
-#endif
 };
 
-// What a thread copies of a stage's rows, all of one pair; none for places past the item's pairs, whose sums are not stored.
+// The same of the pair it copies for; none for places past the item's pairs, whose sums are not stored.
 struct RowCopies {
   static constexpr int kStep = kThreads / (4 * kPad), kAll = PER_STAGE * CHUNK;
   const u8* x;  // 16 bytes of the pair's row in the thread's first block
@@ -277,13 +258,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
 #endif
   if (item.n == 0) return;
   const u32 base = shared_address(stages);
-#if BULK
-  if (threadIdx.x == 0) {
-#pragma unroll
-    for (int i = 0; i < STAGES; ++i) barrier_init(base + i * kStage + kBarrier, 1);
-    barriers_visible();
-  }
-#endif
   WeightCopies left((is_shared ? shared_weights + piece * expert_bytes : weights + item.expert * expert_bytes), n_group,
                     n_tile16, n_chunk);
 #pragma unroll
@@ -324,7 +298,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   float acc[TILES_N][4] = {};
   const Places at_lane(group);
   const u32 end = base + STAGES * kStage;
-  u32 stage = base, free = end - kStage, parity = 0;
+  u32 stage = base, free = end - kStage;
   for (int chunk = 0; chunk < n_chunk; chunk += PER_STAGE) {
     copies_wait<STAGES - 2>();
     __syncthreads();
@@ -337,13 +311,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
       right.load<false>(free, n_left);
     }
     copies_commit();
-#if BULK
-    barrier_wait(stage + kBarrier, parity);
-#endif
     add_stage(acc, at_lane, stage, n_chunk - chunk);
     free = stage;
-    stage += kStage;
-    if (stage == end) stage = base, parity ^= 1;
+    stage = stage + kStage == end ? base : stage + kStage;
   }
 #if INNER
   __syncthreads();  // stages are read to the end

@@ -8,7 +8,6 @@
 //   ids      [row, N_USED]            i32  best first, of equal ones the lower index; in range whatever the logits are
 //   weights  [row, N_USED]            f32
 //   gate     [row]                    f32  sigmoid of the last logit (GATED)
-//   next..   next.cuh's: the product that follows the experts. Until a choice is made nothing else is read.
 //
 // Sums have an order of their own for each row and score: a row's bits depend neither on the others nor on the grid. Bound
 // by latency at few rows, so what is the model's is loaded before the predecessor is over: all of a CTA's matrix. Pointers to
@@ -16,9 +15,6 @@
 // Set by the launcher: N_IN, N_EXPERT (at most 512), N_USED (at most 32), SIGMOID, RENORM, BIASED, GATED.
 #include "types.cuh"
 #include "overlap.cuh"
-#if __CUDA_ARCH__ >= 900
-#include "next.cuh"
-#endif
 
 constexpr u32 kAll = 0xffffffffu;
 
@@ -40,7 +36,7 @@ __device__ __forceinline__ float dot(float4 a, float4 b, float sum) {
 // A CTA has any whole number of groups of kParts warps; each group makes kKept scores of the CTA's `per_cta` rows.
 extern "C" __global__ void __launch_bounds__(32 * kWarpsMost)
     moe_scores(const float4* x, const float4* norm, const float4* matrix, float* logits,
-               int n_row, int per_cta, float eps, const u8* next, i64 next_share, int n_share, int n_piece) {
+               int n_row, int per_cta, float eps) {
   let_successor_start();
   __shared__ float sums[kRowsMost][kWarpsMost][kKept + 1];  // of each warp: its scores, and squares
   const int warp = threadIdx.x >> 5, n_group = blockDim.x / (32 * kParts);
@@ -62,10 +58,6 @@ extern "C" __global__ void __launch_bounds__(32 * kWarpsMost)
 #pragma unroll
     for (int i = 0; i < kEach; ++i)
       w[k][i] = make_float4(w[k][i].x * by[i].x, w[k][i].y * by[i].y, w[k][i].z * by[i].z, w[k][i].w * by[i].w);
-#if __CUDA_ARCH__ >= 900
-  const Next product = {next, next_share, n_share, n_piece};
-  product.fetch((blockIdx.y * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x, gridDim.x * gridDim.y * blockDim.x, NEXT_STAYS);
-#endif
   wait_for_predecessor();
 
   for (int r = 0; r < n; ++r) {

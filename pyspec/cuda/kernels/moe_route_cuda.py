@@ -13,14 +13,10 @@ from torch import Tensor
 
 from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
 from pyspec.cuda.kernels.moe_ref import Routes, RouteSpec
-from pyspec.cuda.kernels.next_product import ARGS as NEXT_ARGS
-from pyspec.cuda.kernels.next_product import next_product
 
 MAX_EXPERT, MAX_USED, MAX_COLUMNS = 512, 32, 16384
 KEPT, WARPS, MOST_ROWS = 2, 16, 32  # scores of a warp, warps and rows of a CTA at most: moe_route.cu's
 TIE = 1e-5  # between scores that rounding may turn
-NEXT_ROWS, NEXT_MOST = 32, 16 << 20  # rows up to which the next product is fetched, and bytes of it
-NEXT_STAYS = 1
 FEW = 16  # rows up to which CTAs are small, so that all multiprocessors have some
 
 
@@ -44,14 +40,13 @@ def defines(spec: RouteSpec) -> dict[str, int | str]:
         "RENORM": int(spec.renorm),
         "BIASED": int(spec.biased),
         "GATED": int(spec.gated),
-        "NEXT_STAYS": NEXT_STAYS,
     }
 
 
 @cache
 def _kernels(spec: RouteSpec) -> tuple[Kernel, Kernel]:
     code = compile_cubin("moe_route", arch_of(torch.cuda.get_device_capability(spec.device)), defines(spec))
-    return code.kernel("moe_scores", "ppppiif" + NEXT_ARGS), code.kernel("moe_choose", "pppppf")
+    return code.kernel("moe_scores", "ppppiif"), code.kernel("moe_choose", "pppppf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +74,7 @@ def bind(spec: RouteSpec) -> Callable[..., Routes]:
     overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
     n_multiprocessor = torch.cuda.get_device_properties(spec.device).multi_processor_count
 
-    def route(
-        x: Tensor, norm: Tensor, matrix: Tensor, bias: Tensor | None = None, after: Tensor | None = None
-    ) -> Routes:
-        """after: weights of the product that follows the experts, to be fetched meanwhile."""
+    def route(x: Tensor, norm: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Routes:
         assert matrix.shape == (n_score, spec.n_in) and matrix.is_contiguous() and (bias is not None) == spec.biased
         assert norm.shape == (spec.n_in,) and norm.is_contiguous() and x.shape[1] == spec.n_in
         x, n_row = x.contiguous(), x.shape[0]
@@ -93,8 +85,7 @@ def bind(spec: RouteSpec) -> Callable[..., Routes]:
         if n_row:
             grid = grid_of(spec, n_row, n_multiprocessor)
             sizes = np.int32(n_row), np.int32(grid.per_cta), np.float32(spec.eps)
-            told = next_product(after, n_row, NEXT_ROWS, NEXT_MOST)
-            scores.launch(grid.ctas, grid.threads, (x, norm, matrix, logits, *sizes, *told), overlap=overlap)
+            scores.launch(grid.ctas, grid.threads, (x, norm, matrix, logits, *sizes), overlap=overlap)
             args = (logits, logits if bias is None else bias, ids, weights, logits if gate is None else gate)
             choose.launch((n_row,), n_choose, (*args, np.float32(spec.scale)), overlap=overlap)
         return Routes(ids, weights, gate)

@@ -302,7 +302,6 @@ inline void ptx_ldmatrix_sync_aligned_m8n8_x4_trans_shared_b16(int line, Refs<u3
 
 inline void ptx_cvta_to_shared_u64(int line, u64& out, u64 p) { out = emulator::shared_address(reinterpret_cast<void*>(p), line); }
 inline void ptx_createpolicy_fractional_L2__evict_first_b64(int, u64& out, double) { out = 1; }
-inline void ptx_createpolicy_fractional_L2__evict_last_b64(int, u64& out, double) { out = 2; }
 template <int N>
 inline void load_shared(int line, Refs<u32, N> out, u32 address) {
   const u32* from = reinterpret_cast<const u32*>(emulator::shared_at(address, 4 * N, 4 * N, line));
@@ -355,7 +354,6 @@ inline void ptx_st_async_weak_shared__cluster_mbarrier__complete_tx__bytes_v4_f3
 
 inline void ptx_fence_mbarrier_init_release_cluster(int) {}
 inline void ptx_cp_async_bulk_prefetch_L2_global(int, const void*, u32) {}
-inline void ptx_cp_async_bulk_prefetch_L2_global_L2__cache_hint(int, const void*, u32, u64) {}
 inline void ptx_griddepcontrol_wait(int) {}
 inline void ptx_griddepcontrol_launch_dependents(int) {}
 inline void ptx_fence_acq_rel_gpu(int line) { emulator::interleave(line); }
