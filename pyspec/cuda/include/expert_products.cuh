@@ -44,6 +44,28 @@ __device__ __forceinline__ void add_by_pairs(float (&acc)[4], const float (&part
 
 #if INT_SCALES
 
+constexpr float kWhole = 65536.f;  // what codes times scales are less than they should be
+
+// Codes of two columns where they lie: f16 below its normal range, codes times 2^-24 or (odd pairs) 2^-20.
+__device__ __forceinline__ u32 low_pair(u32 nibbles, u32 high, int p) {
+  const int shift = p & 1 ? 4 : 0;
+  const u32 v = (p < 2 ? nibbles : nibbles >> 8) & (0x000f000fu << shift);
+  return FIVE_BITS ? and_or(high, 0x00100010u << shift, v) : v;
+}
+
+// Codes times their scales, of rows g and g + 8, over kWhole: f16 holds whole numbers up to 31 * 63, and these as well. `k16384` is
+// f16's in four bytes of 0x74: with another byte below, 16384 and 16 times that byte.
+__device__ __forceinline__ void unpack_whole(u32 (&a)[8], const Codes& c, u32 k16384) {
+  const u32 scales16 = sub_f16x2(__byte_perm(c.s, k16384, 0x4240), 0x74007400u);
+  const u32 scales256 = mul_f16x2(scales16, 0x4c004c00u);
+#pragma unroll
+  for (int p = 0; p < 4; ++p) {
+    const u32 v = low_pair(c.q.x, high_bits(c.h, 0, p), p), v8 = low_pair(c.q.y, high_bits(c.h, 1, p), p);
+    a[2 * p] = mul_by_half<0>(v, p & 1 ? scales16 : scales256);
+    a[2 * p + 1] = mul_by_half<1>(v8, p & 1 ? scales16 : scales256);
+  }
+}
+
 __device__ __forceinline__ u32 two_bf16(float low, float high) {
   u32 v;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
@@ -63,12 +85,13 @@ __device__ __forceinline__ void add_chunk(float (&acc)[TILES_N][4], const Places
   const At left{at.left.record + first, at.left.wide + first, at.left.narrow + first};
   const u32 right = stage + at.right + chunk * kRowBytes;
   float sums[TILES_N][4] = {};
+  const u32 k16384 = anew(0x74747474u);
 #pragma unroll
   for (int block = 0; block < CHUNK; ++block) {
     Codes codes;
     u32 a[8];
     fetch(codes, left, block);
-    unpack_whole(a, codes);
+    unpack_whole(a, codes, k16384);
 #pragma unroll
     for (int n = 0; n < TILES_N; ++n) {
       const uint4 b = shared_16(right + block * (kPad * 64) + n * 512);
@@ -92,7 +115,8 @@ __device__ __forceinline__ void add_chunk(float (&acc)[TILES_N][4], const Places
     const u32 rest = two_bf16(s0 - __uint_as_float(upper << 16), s1 - __uint_as_float(upper & 0xffff0000u));
     float less[4];
     mma_bf16(less, m[0], m[1], m[0], m[1], upper, rest, 0.f, 0.f, 0.f, 0.f);
-    const float d = low_half(whole.d.x), d8 = low_half(whole.d.y), by = -high_half(whole.d.x), by8 = -high_half(whole.d.y);
+    const float d = low_half(whole.d.x) * kWhole, d8 = low_half(whole.d.y) * kWhole;
+    const float by = -high_half(whole.d.x), by8 = -high_half(whole.d.y);
     add_times(acc[n], sums[n], d, d, d8, d8);
     add_times(acc[n], less, by, by, by8, by8);
   }

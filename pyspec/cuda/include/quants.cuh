@@ -244,21 +244,6 @@ __device__ __forceinline__ void unpack(Weights& w, const Codes& c) {
 
 #endif
 
-#if INT_SCALES
-// Codes times their scales, of rows g and g + 8: up to 31 * 63, which f16 holds. To be multiplied by the record's scales.
-__device__ __forceinline__ void unpack_whole(u32 (&a)[8], const Codes& c) {
-  const u32 scales = sub_f16x2(__byte_perm(c.s, 0x64646464u, 0x4240), 0x64006400u);
-  const u32 less = mul_f16x2(scales, 0xe400e400u);  // of 1024
-  const u32 scales16 = mul_f16x2(scales, 0x2c002c00u), less16 = mul_f16x2(scales, 0xd400d400u);  // a 16th; of 64
-#pragma unroll
-  for (int p = 0; p < 4; ++p) {
-    const u32 v = lifted_pair(c.q.x, high_bits(c.h, 0, p), p), v8 = lifted_pair(c.q.y, high_bits(c.h, 1, p), p);
-    a[2 * p] = fma_by_half<0>(v, p & 1 ? scales16 : scales, p & 1 ? less16 : less);
-    a[2 * p + 1] = fma_by_half<1>(v8, p & 1 ? scales16 : scales, p & 1 ? less16 : less);
-  }
-}
-#endif
-
 __device__ __forceinline__ void fetch(Codes& c, u32 record, int block, int lane) {
   const At at = at_record(record, lane);
   fetch(c, at, block);
