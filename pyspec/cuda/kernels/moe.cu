@@ -296,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   }
 
   float acc[TILES_N][4] = {};
-  const Places at_lane(group);
+  const Places at_lane(group, item.n);
   const u32 end = base + STAGES * kStage;
   u32 stage = base, free = end - kStage;
   for (int chunk = 0; chunk < n_chunk; chunk += PER_STAGE) {
