@@ -16,6 +16,7 @@ import torch
 from pyspec.config import EngineSettings
 from pyspec.control import Controller, Timer, bucket
 from pyspec.cuda import probe, temporary
+from pyspec.cuda.turns import turn
 from pyspec.draft import DRAFTERS, dflash, mtp
 from pyspec.draft.drafter import Drafter, Graphing
 from pyspec.draft.ngram import NGram
@@ -344,7 +345,7 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
         drafter.use_graphs(make_arena)
     log.info("%s", d.note)
     if settings.warm_up:
-        with _timed("graphs and warm-up", device):
+        with _timed("graphs and warm-up", device), turn(device):
             warm_up(loop, tokenizer, extra, plan.activations + states.limits[0])
             if settings.check_tap_shift:
                 check_taps(loop, tokenizer, template, extra)

@@ -18,6 +18,7 @@ from pyspec.control import Controller
 from pyspec.cuda.faults import EVERYONE, Fault, Reader
 from pyspec.cuda.graph import Graphed
 from pyspec.cuda.kernels.flush import flush
+from pyspec.cuda.turns import turn
 from pyspec.draft.drafter import Ask, Drafter, Flying, Needs, Paged
 from pyspec.errors import PyspecError, SlotError, Unavailable
 from pyspec.flight import Course, Flight, Pinned, Work, stamp
@@ -66,7 +67,7 @@ class Loop:
         self.controller, self.synth = controller, synth
         self.ubatch, self.batch = ubatch, batch or ubatch  # rows of a forward; of one in which nobody decodes
         self.arena = arena  # where graphs find their batches; None: no graphs
-        self.forward = Graphed(self._run, by_single=self.needs.late)
+        self.forward, self.turn = Graphed(self._run, by_single=self.needs.late), turn(target.device)
         self.pinned = Pinned(), Pinned()  # what greedy rounds read, and the tokens they ran with
         self.faults, self.draft_faults = Reader(target.device), Reader(target.device)
         self.queue: Queue[Job] = Queue(queue_limit)
@@ -91,6 +92,10 @@ class Loop:
 
     def step(self) -> None:
         """One round for every busy slot: draft, verify, accept, commit."""
+        with self.turn:
+            self._round()
+
+    def _round(self) -> None:
         flight, self.flight = self.flight, None
         if flight is not None and self._must_land():
             self._land(flight, None)
@@ -210,8 +215,9 @@ class Loop:
     def _wait(self, flight: Flight) -> Fault | None:
         """For a forward, so that a round's milliseconds are told apart by what took them. Returns what its guards say."""
         self._settle()
-        self.on_wait()
-        flight.wait()
+        with self.turn.away():  # listeners are the caller's code, and may wait for another engine
+            self.on_wait()
+            flight.wait()
         fault, drafting = self.faults.take(), self.draft_faults.take() if flight.is_watched else None
         if drafting is not None:  # its drafts may be wrong, which costs their rows and no text
             self.stats.guard_trips += 1
@@ -271,10 +277,9 @@ class Loop:
             seq = Seq(slot.index, slot.n_past, tokens, keep=not draft, n_out=len(tokens), n_fold=slot.n_fold)
             work.append(Work(job, slot, seq, draft))
         prompts = [job for job in self.jobs.values() if not job.is_decoding]
-        left = [job.todo for job in prompts]
         n_row = self.ubatch if work else self.batch
         free = max(n_row - sum(w.seq.width for w in work), -(-n_row // PROMPT_SHARE))
-        for job, n in zip(prompts, share_rows(free, left), strict=True):
+        for job, n in zip(prompts, share_rows(free, [job.todo for job in prompts]), strict=True):
             slot = job.slot
             if n and slot is not None:
                 end = slot.n_past + n
@@ -423,10 +428,6 @@ class Loop:
         if self.is_idle:
             self.cache.check()
 
-    def forget(self, slot: Slot) -> None:
-        """Take everything from an idle slot."""
-        self.table.drop(slot)
-
     # -- admission, cancel, failure ------------------------------------------------------------------------------
 
     def submit(self, job: Job) -> None:
@@ -454,8 +455,7 @@ class Loop:
             if self.drafter is not None:
                 self.drafter.begin(slot, saved)
             keeps = self.cache.on and request.cache_prompt and bool(self.memory.states)
-            every = self.cache.every
-            cuts = cuts_of(job.n_prompt, size, hit.n, {hit.n_match, request.turn}, every) if keeps else ()
+            cuts = cuts_of(job.n_prompt, size, hit.n, {hit.n_match, request.turn}, self.cache.every) if keeps else ()
             job.begin(slot, cuts)
             job.synthetic = self.synth is not None and self.drafter is not None
             self.controller.begin(slot.index)

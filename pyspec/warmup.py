@@ -72,7 +72,7 @@ def _run(loop: Loop, tokenizer: Tokenizer, n_busy: int, n_draft: int, n_overhang
         loop.cancel(job)
     loop.step()
     for slot in loop.table.slots:
-        loop.forget(slot)
+        loop.table.drop(slot)
 
 
 def graph_shapes(n_slot: int, width: int, late: bool) -> list[tuple[int, int]]:
@@ -130,7 +130,7 @@ def capture(loop: Loop, n_bytes: int = 0) -> None:
         n_row //= 2
     loop.memory.reset(0)
     for slot in slots:
-        loop.forget(slot)
+        loop.table.drop(slot)
 
 
 def warm_up(loop: Loop, tokenizer: Tokenizer, n_overhang: int, n_bytes: int) -> None:
@@ -173,7 +173,7 @@ def greedy_text(loop: Loop, tokenizer: Tokenizer, prompt: tuple[int, ...], n_tok
         loop.cancel(late)
     loop.step()
     for slot in loop.table.slots:
-        loop.forget(slot)
+        loop.table.drop(slot)
     loop.controller.forget_acceptance()
     loop.stats = Stats(loop.controller.n_max)
     return text
@@ -194,7 +194,7 @@ def check_taps(loop: Loop, tokenizer: Tokenizer, template: ChatTemplate | None, 
     loop.table.acquire(slot, n_rows)
     runs = run_by_shift(drafter, loop.target, loop.table, slot, tokens)
     loop.table.release(slot)
-    loop.forget(slot)
+    loop.table.drop(slot)
     loop.memory.reset(slot.index)
     log.debug("tokens right in a row by tap shift: %s", runs)
     if (warning := verdict(runs)) is not None:

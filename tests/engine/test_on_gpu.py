@@ -12,6 +12,7 @@ import queue
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -173,6 +174,14 @@ def test_two_runs_have_the_same_bits_and_neighbours_do_not_matter() -> None:
         assert alone.tokens == first[0].tokens
         for a, b in zip(alone.logprobs, first[0].logprobs, strict=True):  # other bucket, other kernels: nearly the same
             assert a.token == b.token and abs(a.logprob - b.logprob) < 2e-3
+
+
+def test_two_engines_of_one_process_do_not_disturb_each_other(expected: list) -> None:
+    """Kernels share what they write between launches: prompts of one came between another's, and its text was wrong."""
+    with load("mtp", 4) as a, load(None, 2, prefix_cache=False) as b, ThreadPoolExecutor(2) as threads:
+        runs = [threads.submit(lambda e=e: [answers(e) for _ in range(3)]) for e in (a, b)]
+        for run in runs:
+            assert all([r.tokens for r in found] == expected for found in run.result())
 
 
 @pytest.mark.parametrize("draft", [None, "auto", "mtp"])
