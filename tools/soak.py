@@ -285,6 +285,7 @@ def main() -> None:
     parser.add_argument("--model", default=None, help="of the conversations: any file with an MTP block, or demo")
     parser.add_argument("--device", default="cpu", help="of the conversations")
     parser.add_argument("--ctx", type=int, default=768, help="tokens a conversation may have")
+    parser.add_argument("--later", action="store_true", help="compare conversations at the end: one engine at a time")
     parser.add_argument(
         "--ahead", action="store_true", help="conversations that often do not draft: rounds launched ahead"
     )
@@ -293,7 +294,7 @@ def main() -> None:
         from soak_chats import soak_chats
 
         a = arguments
-        well, line = soak_chats(60 * a.minutes, a.np, a.seed, a.model, a.ahead, a.device, a.ctx)
+        well, line = soak_chats(60 * a.minutes, a.np, a.seed, a.model, a.ahead, a.device, a.ctx, a.later)
     else:
         well, line = soak(60 * arguments.minutes, arguments.np, arguments.seed)
     print(line)

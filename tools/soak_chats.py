@@ -1,7 +1,7 @@
 """Conversations that share and fork their beginnings, with drafts and cancels, over a prefix cache that is always too small.
 
     python tools/soak.py --chats --minutes 20
-    python tools/soak.py --chats --minutes 5 --device cuda --ctx 24576 --ahead --model demo
+    python tools/soak.py --chats --minutes 5 --device cuda --ctx 24576 --ahead --model demo [--later]
 
 Checked: every text, cancelled ones included, is what one slot without drafter and without cache says; no request fails; every
 page and state is accounted for at the end; memory does not grow. A GPU rounds rows to f16 and sums them in an order that
@@ -158,22 +158,62 @@ def verdict(prompt: list[int], tokens: list[int], want: Result, tie: float) -> W
     return None
 
 
+class Beside:
+    """Texts are compared as they come, with what another engine says first, which also is what drafts are taken from."""
+
+    def __init__(self, cold: Engine, prompter: Prompter) -> None:
+        self.cold, self.prompter, self.doubts = cold, prompter, list[Wrong]()
+        self.device = cold.loop.target.device.type
+        self.want: dict[int, Result] = {}
+
+    def goes_on(self) -> bool:
+        return self.device == "cuda" or len(self.doubts) < MOST_DOUBTS
+
+    def ask(self, seed: int, request: Request) -> None:
+        want = self.want[seed] = self.cold.run(replace(request, n_draft_max=None))
+        self.prompter.scripts[seed] = [*request.prompt, *want.tokens]
+
+    def hear(self, seed: int, request: Request, tokens: list[int]) -> None:
+        wrong = verdict(list(request.prompt), tokens, self.want[seed], TIE[self.device])
+        if wrong is not None:
+            self.doubts.append(replace(wrong, what=f"{wrong.what} (n_draft {request.n_draft_max})"))
+
+
+class Later:
+    """Texts are compared when all have been said, so that no other engine runs beside; drafts are the model's own."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[Request, list[int]]] = []
+
+    def goes_on(self) -> bool:
+        return True
+
+    def ask(self, seed: int, request: Request) -> None:
+        pass
+
+    def hear(self, seed: int, request: Request, tokens: list[int]) -> None:
+        self.said.append((request, tokens))
+
+    def doubts(self, engine: Engine, cold: Engine) -> list[Wrong]:
+        """What is wrong, and what each engine says to the same prompt when it is asked once more, alone."""
+        found, tie = [], TIE[cold.loop.target.device.type]
+        for request, tokens in self.said:
+            prompt, n = list(request.prompt), max(1, len(tokens))
+            again = replace(request, max_tokens=n, cache_prompt=False)
+            if (wrong := verdict(prompt, tokens, cold.run(again), tie)) is not None:
+                i = len(wrong.until) - len(prompt)
+                said = [e.run(again).tokens[i : i + 1] for e in (engine, cold)]
+                found.append(replace(wrong, what=f"{wrong.what}; asked again {said[0]}, the other {said[1]}"))
+        return found
+
+
 def chat(
-    engine: Engine,
-    cold: Engine,
-    prompter: Prompter,
-    seed: int,
-    until: float,
-    tally: Tally,
-    doubts: list[Wrong],
-    ahead: bool,
-    words: Words,
+    engine: Engine, seed: int, until: float, tally: Tally, ahead: bool, words: Words, checks: Beside | Later
 ) -> None:
     """One user after another. What is wrong is in doubt until `judge` looked at the choices of experts on the way."""
     rng, common = random.Random(seed), words.openings(random.Random(0))
-    device = engine.loop.target.device.type
     text: list[int] = []
-    while time.monotonic() < until and not tally.wrong and (device == "cuda" or len(doubts) < MOST_DOUBTS):
+    while time.monotonic() < until and not tally.wrong and checks.goes_on():
         if not text or rng.random() > AGAIN or len(text) > words.ctx - 60 - 60 * words.scale:
             text = list(rng.choice(common))
         elif rng.random() < FORKED:
@@ -184,8 +224,7 @@ def chat(
         request = Request(prompt=tuple(prompt), params=GREEDY, max_tokens=rng.randint(1, 60), n_draft_max=n_draft)
         tokens: list[int] = []
         try:
-            want = cold.run(replace(request, n_draft_max=None))
-            prompter.scripts[seed] = [*prompt, *want.tokens]
+            checks.ask(seed, request)
             stream = engine.run_stream(replace(request, params=replace(GREEDY, logprobs=None if ahead else 2)))
             for n_read, event in enumerate(stream):
                 if isinstance(event, Delta):
@@ -194,8 +233,7 @@ def chat(
                     stream.close()  # type: ignore[attr-defined]
                     break
             tally.add("cancelled" if leave else "finished")
-            if (wrong := verdict(prompt, tokens, want, TIE[device])) is not None:
-                doubts.append(replace(wrong, what=f"{wrong.what} (n_draft {n_draft})"))
+            checks.hear(seed, request, tokens)
             if not leave and len(tokens) != request.max_tokens:
                 tally.fail(f"{len(tokens)} tokens, should be {request.max_tokens} (n_draft {n_draft})")
         except PyspecError as e:
@@ -240,8 +278,12 @@ def soak_chats(
     ahead: bool = False,
     device: str = "cpu",
     ctx: int = CTX,
+    later: bool = False,
 ) -> tuple[bool, str]:
-    """Run it; (all well, summary line). Without a model it is a tiny random one with Gated DeltaNet and MTP."""
+    """Run it; (all well, summary line). Without a model it is a tiny random one with Gated DeltaNet and MTP.
+
+    later: texts are compared when all are said, by an engine that is loaded then.
+    """
     tally, words = Tally(), Words(demo_lines() if model == "demo" else (), ctx // CTX, ctx)
     with ExitStack() as stack:
         if model is None:
@@ -255,13 +297,16 @@ def soak_chats(
                 ubatch=100 * min(words.scale, 5), checkpoint_every=160 * words.scale, **settings,
             )
         )  # fmt: skip
-        cold = stack.enter_context(Engine.load(model, None, np=1, prefix_cache=False, **settings))
+
+        def load_cold() -> Engine:
+            return stack.enter_context(Engine.load(model, None, np=1, prefix_cache=False, **settings))
+
+        checks: Beside | Later = Later() if later else Beside(load_cold(), Prompter(engine, seed))
         if ahead:
             count_flights(engine, tally)
         began = time.monotonic()
-        prompter, choices, doubts = Prompter(engine, seed), Choices(cold), list[Wrong]()
         until = began + seconds
-        args = [(engine, cold, prompter, seed * 1000 + i, until, tally, doubts, ahead, words) for i in range(N_CHAT)]
+        args = [(engine, seed * 1000 + i, until, tally, ahead, words, checks) for i in range(N_CHAT)]
         threads = [threading.Thread(target=chat, args=a) for a in args]
         for t in threads:
             t.start()
@@ -270,7 +315,9 @@ def soak_chats(
         for t in threads:
             t.join()
         grown, took, m = in_use(engine) - early, time.monotonic() - began, engine.metrics()
-        judge(doubts, choices, tally)
+        cold = checks.cold if isinstance(checks, Beside) else load_cold()
+        doubts = checks.doubts if isinstance(checks, Beside) else checks.doubts(engine, cold)
+        judge(doubts, Choices(cold), tally)
         inspect_idle(engine, tally)
     if seconds >= 60 and grown > max(0.01 * early, 20 << 20):  # before that threads still get their arenas
         tally.fail(f"memory grew by {grown >> 20} MiB from {early >> 20} MiB")
