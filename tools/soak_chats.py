@@ -153,7 +153,9 @@ def verdict(prompt: list[int], tokens: list[int], want: Result, tie: float) -> W
     for i, (a, b) in enumerate(zip(tokens, want.tokens, strict=False)):
         if a != b:
             best, second = (p for _, p in want.logprobs[i].top)
+            near = slice(max(0, i - 2), i + 3)  # a token may be lost, or there twice
             what = f"after {len(prompt)} tokens, token {i} is {a} and should be {b}, better by {best - second:.2g}"
+            what += f" ({tokens[near]}, should be {list(want.tokens[near])})"
             return None if best - second < tie else Wrong([*prompt, *tokens[:i]], what)
     return None
 
