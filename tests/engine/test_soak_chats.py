@@ -30,14 +30,17 @@ def test_conversations_keep_every_text_with_rounds_launched_ahead() -> None:
     assert "rounds launched ahead" in line
 
 
-def test_the_soak_sees_a_state_that_was_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("seconds", "later"), [(30.0, False), (6.0, True)])
+def test_the_soak_sees_a_state_that_was_not_folded(
+    seconds: float, later: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A tool that cannot fail proves nothing: checkpoints at the end of requests are taken too early."""
     keep = PrefixCache.keep
     monkeypatch.setattr(
         PrefixCache, "keep", lambda self, slot, draft, fold, **how: keep(self, slot, draft, print, **how)
     )
-    well, line = soak_chats.soak_chats(30.0, 4, seed=3)
-    assert not well and line.startswith("FAILED")
+    well, line = soak_chats.soak_chats(seconds, 4, seed=3, later=later)
+    assert not well and line.startswith("FAILED") and ("asked again" in line) == later
 
 
 def test_only_a_tie_of_experts_on_the_way_excuses_a_wrong_text() -> None:
