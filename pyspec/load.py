@@ -32,11 +32,11 @@ from pyspec.plan import (
     check_fit,
     checkpoint_bytes,
     free_bytes,
-    in_use,
     memory_bytes,
     pick_dense,
+    since,
     size,
-    used_bytes,
+    taken,
     with_copies,
     with_head,
     workspace_bytes,
@@ -303,7 +303,7 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     plan = with_copies(plan, sum(wide_bytes(f) for f in files) if dense is None else 0, device, settings.weights)
     states = StateStore(*_state_budgets(config, settings))
     plan = replace(plan, state=plan.state - settings.np * checkpoint_bytes(config.memory()) + states.limits[0])
-    before = used_bytes(device) if device.type == "cuda" else 0
+    before = taken(device) if device.type == "cuda" else (0, 0, 0)
     check_fit(plan, device, n_slot=settings.np, n_ctx=n_ctx, packed=dense is None)
 
     kv, n_row = KV_DTYPES[settings.kv_type], table.n_alloc_row
@@ -351,7 +351,7 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
                 check_taps(loop, tokenizer, template, extra)
     probe.close()  # the child that checked kernels, and its memory on the GPU
     if device.type == "cuda":
-        log.info("memory in use: %s, planned %s", in_use(device, before), size(plan.total))
+        log.info("memory in use: %s, planned %s", since(before, device), size(plan.total))
     info = _info(path, file, config, d, settings, n_ctx, extra, device, tokenizer)
     return Loaded(loop, tokenizer, template, info)
 

@@ -126,11 +126,15 @@ def used_bytes(device: torch.device) -> int:
     return total - free
 
 
-def in_use(device: torch.device, before: int) -> str:
-    """What a GPU has taken since `before` bytes were used, and by whom."""
-    used, held = used_bytes(device) - before, torch.cuda.memory_allocated(device)
-    free = torch.cuda.memory_reserved(device) - held
-    return f"{size(used)} (tensors {size(held)}, kept for tensors {size(free)}, others {size(used - held - free)})"
+def taken(device: torch.device) -> tuple[int, int, int]:
+    """Bytes of a GPU that are taken: by whomever, by this process's allocator, by its tensors."""
+    return used_bytes(device), torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+
+
+def since(before: tuple[int, int, int], device: torch.device) -> str:
+    """What has been taken since, and by whom."""
+    used, kept, held = (now - then for now, then in zip(taken(device), before, strict=True))
+    return f"{size(used)} (tensors {size(held)}, kept for tensors {size(kept - held)}, others {size(used - kept)})"
 
 
 def pick_dense(file: GGUFFile, device: torch.device, wanted: str) -> torch.dtype | None:

@@ -188,14 +188,12 @@ def worst(got: list[Tensor], want: list[Tensor], x: Tensor) -> float:
     return max(float(((a - b).norm(dim=-1) / (b - x).norm(dim=-1)).amax()) for a, b in zip(got, want, strict=True))
 
 
-How = tuple[int, int, int]  # KB of weights in a stage, registers of a thread (0: as they are), least stages
-REGISTERS = moe_cuda.REGISTERS[1, False], moe_cuda.REGISTERS[1, True]
+How = tuple[int, int, int]  # KB of weights in a stage, registers of a thread, least stages
 
 
 def built(experts: Experts, how: How) -> Experts:
     """The same weights with kernels that are built another way."""
-    moe_cuda.STAGE[1], moe_cuda.LEAST_STAGES = how[0] * 1024, how[2]
-    moe_cuda.REGISTERS[1, False], moe_cuda.REGISTERS[1, True] = (how[1], how[1]) if how[1] else REGISTERS
+    moe_cuda.STAGE[1], moe_cuda.REGISTERS[1], moe_cuda.LEAST_STAGES = how[0] * 1024, how[1], how[2]
     moe_cuda._step.cache_clear()
     own, act = copy(experts), moe_cuda.ACTS[experts.spec.act]
     own.inner, own.down = copy(experts.inner), copy(experts.down)
@@ -226,7 +224,7 @@ def variants_of(
     if not m.latent:
         made = [Experts(m.spec(m.n_piece), replace(w.stacks, shared=w.shared)) for w in weights]
         found.append(("together", feeds(made, False)))
-    usual = moe_cuda.STAGE[1] // 1024, 0, moe_cuda.LEAST_STAGES
+    usual = moe_cuda.STAGE[1] // 1024, moe_cuda.REGISTERS[1], moe_cuda.LEAST_STAGES
     for how in hows:
         try:
             others = [built(e, how) for e in made] if how != usual else []
@@ -251,7 +249,7 @@ def main() -> None:
     parser.add_argument("--old", type=Path)
     parser.add_argument("--stage", type=int, nargs="*", default=[moe_cuda.STAGE[1] // 1024])
     parser.add_argument("--stages", type=int, nargs="*", default=[moe_cuda.LEAST_STAGES])
-    parser.add_argument("--registers", type=int, nargs="*", default=[0])
+    parser.add_argument("--registers", type=int, nargs="*", default=[moe_cuda.REGISTERS[1]])
     parser.add_argument("--layers", type=int, default=N_LAYER)
     args = parser.parse_args()
     old = None if args.old is None else old_module(args.old)

@@ -28,11 +28,11 @@ CPU = torch.device("cpu")
 
 
 def product(type: GGMLType, arch: str, tiles_n: int, act: int, inner: bool, listed: bool = True) -> None:
-    stages = n_stages(type, tiles_n, CAPABILITIES[arch], inner, listed)
+    stages = n_stages(type, tiles_n, CAPABILITIES[arch], inner)
     assert stages >= 2 and stages * stage_bytes(type, tiles_n, inner) <= n_shared(CAPABILITIES[arch])
     macros = defines(type, tiles_n, stages, act, inner, listed)
     found = compile_cubin("moe", arch, macros, use_cache=False).resources["moe"]
-    assert found.spill_bytes == 0 and found.registers * 32 * GROUPS * resident(tiles_n, listed) <= 65536
+    assert found.spill_bytes == 0 and found.registers * 32 * GROUPS * resident(tiles_n) <= 65536
 
 
 @pytest.mark.parametrize(("tiles_n", "listed"), BUILDS)
@@ -71,12 +71,12 @@ def test_what_does_not_fit_is_known_before_compiling() -> None:
     assert moe_cuda.limits(moe_cuda.MoeSpec(CPU, 8, 64, 64, "swiglu", None, None)) == "runs on NVIDIA GPUs only"
 
 
-@pytest.mark.parametrize(("tiles_n", "listed"), BUILDS)
-def test_stages_leave_room_for_as_many_ctas_as_registers(tiles_n: int, listed: bool) -> None:
+@pytest.mark.parametrize("tiles_n", [1, 4])
+def test_stages_leave_room_for_as_many_ctas_as_registers(tiles_n: int) -> None:
     """On a GPU with 228 KB a multiprocessor, of which each CTA costs 1 KB and its static variables more."""
     for type in CHUNKS:
         for inner in (True, False):
-            stages = n_stages(type, tiles_n, (9, 0), inner, listed)
+            stages = n_stages(type, tiles_n, (9, 0), inner)
             assert 2 <= stages <= 8
             n_cta = 228 * 1024 // (stages * stage_bytes(type, tiles_n, inner) + 1024 + 512)
-            assert n_cta >= resident(tiles_n, listed), (type, inner)
+            assert n_cta >= resident(tiles_n), (type, inner)

@@ -20,11 +20,11 @@ struct Places {
   u32 minima, both;  // INT_SCALES: of blocks 2t and 2t + 1 of row g; those blocks' sums or powers of pair g
 
   // Most experts have a pair or two: of places past the `n` pairs, the last pair's are read, which shared memory gives to all at
-  // once; those sums are not stored.
+  // once; those sums are not stored. (Without lists it gains nothing and costs registers.)
   __device__ __forceinline__ Places(int group, int n) {
     const u32 lane = threadIdx.x & 31, record = group * RECORD, row = lane >> 2, pair = lane & 3;
     left = {anew(record), anew(record + lane * 16), anew(record + row * 4)};
-    right = anew(kWeights + (TILES_N == 1 ? min(row, static_cast<u32>(n) - 1) : row) * 64 + pair * 16);
+    right = anew(kWeights + (LISTED && TILES_N == 1 ? min(row, static_cast<u32>(n) - 1) * 64 + pair * 16 : lane * 16));
     pairs = anew(pair * 8);
     minima = anew(record + row * 4 + pair * 64);
     both = anew(pair * (2 * kPad * 4) + row * 4);

@@ -47,7 +47,7 @@ BUILDS = ((1, False), (1, True), (4, True))  # TILES_N, LISTED
 NONE, SWIGLU, RELU2 = 0, 1, 2  # moe.cu's activations
 ACTS = {"swiglu": SWIGLU, "relu2": RELU2}
 STAGE = {1: 10 << 10, 4: 10 << 10}  # by TILES_N: bytes of weights in a stage: fewer barriers, and still several stages
-REGISTERS = {(1, False): 96, (1, True): 80, (4, True): 160}  # by BUILDS: of a thread, at most
+REGISTERS = {1: 80, 4: 160}  # by TILES_N: of a thread, at most
 LEAST_STAGES = 2  # rather than as many CTAs as registers allow
 
 
@@ -62,19 +62,15 @@ def stage_bytes(type: GGMLType, tiles_n: int, inner: bool = False) -> int:
     return stage_chunks(type, tiles_n) * (GROUPS * RECORDS[type] + CHUNKS[type] * 8 * tiles_n * (64 + beside))
 
 
-def resident(tiles_n: int, listed: bool = True) -> int:
+def resident(tiles_n: int) -> int:
     """CTAs that a multiprocessor should hold: what registers allow."""
-    return 65536 // (REGISTERS[tiles_n, listed] * 32 * GROUPS)
+    return 65536 // (REGISTERS[tiles_n] * 32 * GROUPS)
 
 
-def n_stages(
-    type: GGMLType, tiles_n: int, capability: tuple[int, int], inner: bool = False, listed: bool = True
-) -> int:
+def n_stages(type: GGMLType, tiles_n: int, capability: tuple[int, int], inner: bool = False) -> int:
     """At most 8, what `resident` CTAs have room for; but LEAST_STAGES or at least 2 wherever one CTA has, 0 elsewhere."""
     size, most = stage_bytes(type, tiles_n, inner), n_shared(capability)
-    fit = min(
-        most // size, max(LEAST_STAGES, (most // resident(tiles_n, listed) - 1024) // size)
-    )  # 1 KB is the driver's
+    fit = min(most // size, max(LEAST_STAGES, (most // resident(tiles_n) - 1024) // size))  # 1 KB is the driver's
     return min(8, fit) if fit >= 2 else 0
 
 
@@ -114,7 +110,7 @@ def defines(
         "TILES_N": tiles_n,
         "PER_STAGE": stage_chunks(type, tiles_n),
         "STAGES": stages,
-        "RESIDENT": resident(tiles_n, listed),
+        "RESIDENT": resident(tiles_n),
         "LISTED": int(listed),
         "ACT": act,
         "INNER": int(inner),
@@ -192,7 +188,7 @@ class _Step:
 @cache
 def _step(device: torch.device, type: GGMLType, tiles_n: int, act: int, inner: bool, listed: bool = True) -> _Step:
     capability = torch.cuda.get_device_capability(device)
-    stages = n_stages(type, tiles_n, capability, inner, listed)
+    stages = n_stages(type, tiles_n, capability, inner)
     code = compile_cubin("moe", arch_of(capability), defines(type, tiles_n, stages, act, inner, listed))
     shared = stages * stage_bytes(type, tiles_n, inner)
     kernel = code.kernel("moe", "pppp" + "ppp" + "ppp" + "pppp" + "pppppp" + "l" + 9 * "i").allow_shared(shared)
