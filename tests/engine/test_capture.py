@@ -7,6 +7,7 @@ import torch
 from engine_rig import rig
 
 from pyspec import load as loading
+from pyspec import plan
 from pyspec.config import EngineSettings
 from pyspec.cuda.graph import Graphed
 from pyspec.draft.drafter import Graphing
@@ -104,6 +105,13 @@ def test_no_graph_is_captured_after_warm_up(monkeypatch) -> None:
         graphed(batch(bucket))
     assert captured == [(2, False)] and ran == [2, 4, 4, 4, 8, 8]
     assert graphed(batch(2)) == "replayed"
+
+
+def test_what_a_load_took_is_told_apart_from_what_was_there(monkeypatch) -> None:
+    gib = 1 << 30
+    monkeypatch.setattr(plan, "taken", lambda device: (10 * gib, 6 * gib, 5 * gib))
+    told = plan.since((2 * gib, gib, gib), torch.device("cuda"))
+    assert told == "8.00 GiB (tensors 4.00 GiB, kept for tensors 1.00 GiB, others 3.00 GiB)"
 
 
 def test_the_plan_has_matrices_as_kernels_stream_them(tmp_path) -> None:
