@@ -221,14 +221,21 @@ def traffic(engine: Engine, url: str, seed: int, until: float, known: list[Known
                 tally.fail(f"{type(e).__name__}: {e}")
 
 
-def inspect_idle(engine: Engine, tally: Tally) -> None:
-    """After the last request: every slot idle, every page accounted for, and free once the caches are dropped."""
+def wait_idle(engine: Engine) -> bool:
+    """False if a slot is still busy long after the last request."""
     deadline = time.monotonic() + 10
     while any(s.is_processing for s in engine.slots()) or engine.metrics().requests_queued:
         if time.monotonic() > deadline:
-            tally.fail("a slot is still busy after the last request")
-            return
+            return False
         time.sleep(0.01)
+    return True
+
+
+def inspect_idle(engine: Engine, tally: Tally) -> None:
+    """After the last request: every slot idle, every page accounted for, and free once the caches are dropped."""
+    if not wait_idle(engine):
+        tally.fail("a slot is still busy after the last request")
+        return
     table, cache, metrics = engine.loop.table, engine.loop.cache, engine.metrics()
     cache.check()
     for slot in table.slots:

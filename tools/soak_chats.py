@@ -4,7 +4,7 @@
     python tools/soak.py --chats --minutes 5 --device cuda --ctx 24576 --ahead --model demo [--later]
 
 Checked: every text, cancelled ones included, is what one slot without drafter and without cache says; no request fails; every
-page and state is accounted for at the end; memory does not grow. A GPU rounds rows to f16 and sums them in an order that
+page and state is accounted for at the end, and holds what it should (soak_audit.py); memory does not grow. A GPU rounds rows to f16 and sums them in an order that
 depends on how a prompt was cut: there only tokens count that are clearly better than the next one, and texts of models with
 experts, whose choice such a difference may tip, are counted where they part, not judged.
 """
@@ -24,7 +24,8 @@ from importlib.resources import files
 from pathlib import Path
 
 import torch
-from soak import Tally, inspect_idle, not_cached
+from soak import Tally, inspect_idle, not_cached, wait_idle
+from soak_audit import audit
 from torch import Tensor
 
 from pyspec import synth
@@ -47,7 +48,8 @@ TIE = {
 }  # a token that is no better than the next one by more may fall either way in another batch
 MOST_DOUBTS = 20
 CLOSE = 5e-6  # so may a choice of experts: scores differ by up to 3e-6 with the cut of a prompt
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=2)
+N_TOP = 8  # logits known of a place: the two best that may be said are among them, as end tokens are few
+GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=N_TOP)
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Choices:
 
     def along(self, text: Sequence[int]) -> float:
         self.closest = math.inf
-        if self.on_gpu:
+        if self.on_gpu or not self.has_experts:
             return 0.0 if self.has_experts else math.inf
         self.engine.run(Request(prompt=tuple(text), params=GREEDY, max_tokens=1, cache_prompt=False))
         return self.closest
@@ -148,11 +150,12 @@ class Wrong:
     what: str
 
 
-def verdict(prompt: list[int], tokens: list[int], want: Result, tie: float) -> Wrong | None:
-    """What is wrong with `tokens` after `prompt`; near ties end the comparison."""
+def verdict(prompt: list[int], tokens: list[int], want: Result, tie: float, banned: frozenset[int]) -> Wrong | None:
+    """What is wrong with `tokens` after `prompt`; near ties end the comparison. An end token is banned, so however far it is
+    ahead, the choice is among the others."""
     for i, (a, b) in enumerate(zip(tokens, want.tokens, strict=False)):
         if a != b:
-            best, second = (p for _, p in want.logprobs[i].top)
+            best, second = [p for token, p in want.logprobs[i].top if token not in banned][:2]
             near = slice(max(0, i - 2), i + 3)  # a token may be lost, or there twice
             what = f"after {len(prompt)} tokens, token {i} is {a} and should be {b}, better by {best - second:.2g}"
             what += f" ({tokens[near]}, should be {list(want.tokens[near])})"
@@ -176,7 +179,8 @@ class Beside:
         self.prompter.scripts[seed] = [*request.prompt, *want.tokens]
 
     def hear(self, seed: int, request: Request, tokens: list[int]) -> None:
-        wrong = verdict(list(request.prompt), tokens, self.want[seed], TIE[self.device])
+        banned = self.cold.tokenizer.eog
+        wrong = verdict(list(request.prompt), tokens, self.want[seed], TIE[self.device], banned)
         if wrong is not None:
             self.doubts.append(replace(wrong, what=f"{wrong.what} (n_draft {request.n_draft_max})"))
 
@@ -198,11 +202,13 @@ class Later:
 
     def doubts(self, engine: Engine, cold: Engine) -> list[Wrong]:
         """What is wrong, and what each engine says to the same prompt when it is asked once more, alone."""
-        found, tie = [], TIE[cold.loop.target.device.type]
+        found, tie, banned = [], TIE[cold.loop.target.device.type], cold.tokenizer.eog
         for request, tokens in self.said:
+            if len(found) >= MOST_DOUBTS:
+                break
             prompt, n = list(request.prompt), max(1, len(tokens))
             again = replace(request, max_tokens=n, cache_prompt=False)
-            if (wrong := verdict(prompt, tokens, cold.run(again), tie)) is not None:
+            if (wrong := verdict(prompt, tokens, cold.run(again), tie, banned)) is not None:
                 i = len(wrong.until) - len(prompt)
                 said = [e.run(again).tokens[i : i + 1] for e in (engine, cold)]
                 found.append(replace(wrong, what=f"{wrong.what}; asked again {said[0]}, the other {said[1]}"))
@@ -227,7 +233,7 @@ def chat(
         tokens: list[int] = []
         try:
             checks.ask(seed, request)
-            stream = engine.run_stream(replace(request, params=replace(GREEDY, logprobs=None if ahead else 2)))
+            stream = engine.run_stream(replace(request, params=replace(GREEDY, logprobs=None if ahead else N_TOP)))
             for n_read, event in enumerate(stream):
                 if isinstance(event, Delta):
                     tokens += event.tokens
@@ -319,6 +325,11 @@ def soak_chats(
         grown, took, m = in_use(engine) - early, time.monotonic() - began, engine.metrics()
         cold = checks.cold if isinstance(checks, Beside) else load_cold()
         doubts = checks.doubts if isinstance(checks, Beside) else checks.doubts(engine, cold)
+        kept = ""
+        if wait_idle(engine):
+            other = Engine.load(model, None, np=1, kv_pool=2 * ctx, checkpoint_every=0, **settings)
+            found = audit(engine, stack.enter_context(other))
+            doubts, kept = [*doubts, *(Wrong(*wrong) for wrong in found.wrong)], str(found)
         judge(doubts, Choices(cold), tally)
         inspect_idle(engine, tally)
     if seconds >= 60 and grown > max(0.01 * early, 20 << 20):  # before that threads still get their arenas
@@ -329,6 +340,6 @@ def soak_chats(
         f"{m.prompt_tokens_cached / max(1, m.prompt_tokens_seen):.0%} of {m.prompt_tokens_seen} prompt tokens cached; "
         f"{m.accepted_tokens / max(1, m.draft_tokens):.0%} of {m.draft_tokens} drafted accepted; "
         f"{m.states} states, {m.pages_cached} of {m.pages_total} pages filed; "
-        f"memory {early >> 20} MiB ({grown / (1 << 20):+.1f})"
+        f"memory {early >> 20} MiB ({grown / (1 << 20):+.1f}); {kept}"
     )
     return not tally.wrong, "\n".join([line, *(f"  {w[:500]}" for w in tally.wrong[:5])])

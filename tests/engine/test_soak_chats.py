@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from engine_rig import FIXTURES, ROOT
@@ -10,8 +12,11 @@ from engine_rig import FIXTURES, ROOT
 sys.path.insert(0, str(ROOT / "tools"))
 import soak_chats
 from soak import Tally
+from soak_audit import audit
 
+from pyspec import synth
 from pyspec.engine import Engine
+from pyspec.request import Request, SamplingParams
 from pyspec.slots.cache import PrefixCache
 
 
@@ -53,3 +58,39 @@ def test_only_a_tie_of_experts_on_the_way_excuses_a_wrong_text() -> None:
         choices.along = lambda text: soak_chats.CLOSE / 2  # type: ignore[method-assign]
         soak_chats.judge([soak_chats.Wrong([0], "token 0 is 5")], choices, tally)
     assert len(tally.wrong) == 1 and tally.counts["parted where experts tie"] == 1
+
+
+def test_an_end_that_is_banned_makes_no_near_tie_of_the_others_clear() -> None:
+    """Tokens 5 and 6 are as good as each other, behind end token 9, which neither may say."""
+
+    def of(*top: tuple[int, float]) -> object:
+        return SimpleNamespace(tokens=(5,), logprobs=[SimpleNamespace(top=top)])
+
+    tied, clear = of((9, -0.1), (5, -8.0), (6, -8.001)), of((9, -0.1), (5, -8.0), (6, -9.5))
+    assert soak_chats.verdict([1], [6], tied, 0.1, frozenset({9})) is None  # type: ignore[arg-type]
+    wrong = soak_chats.verdict([1], [6], clear, 0.1, frozenset({9}))  # type: ignore[arg-type]
+    assert wrong is not None and "better by 1.5" in wrong.what
+
+
+@pytest.mark.parametrize("spoiled", ["", "keys", "state"])
+def test_what_is_kept_is_compared_with_what_another_engine_makes(spoiled: str, tmp_path: Path) -> None:
+    path = synth.write("qwen35", tmp_path / "tiny.gguf", quant="f32", tiny=True)
+    settings = {"device": "cpu", "kv_type": "f32", "ctx": 256, "page_size": 16, "warm_up": False}
+    with Engine.load(path, None, np=2, **settings) as engine, Engine.load(path, None, np=1, **settings) as other:
+        for prompt in (range(40), [*range(30), *range(90, 120)]):
+            params = SamplingParams(temperature=0.0, ignore_eos=True)
+            engine.run(Request(prompt=tuple(prompt), params=params, max_tokens=9))
+        nodes = list(engine.loop.table.tree.nodes())
+        kept = next(state.content.checkpoint for node in nodes for state in node.states.values())
+        pool = list(engine.loop.memory.kv.values())[-1]
+        if spoiled == "keys":
+            pool.k[nodes[0].page * 16 + 3] *= 1.01
+        elif spoiled == "state":
+            kept.states[1] *= 1.01
+        found = audit(engine, other)
+    assert found.n_state >= 2 and found.n_row >= 80
+    if not spoiled:
+        assert not found.wrong and found.worst < 1e-4, found.wrong
+    else:
+        assert [w for w in found.wrong if (spoiled if spoiled == "keys" else "state 1") in w[1]], found.wrong
+        assert 0.005 < found.worst < 0.02
