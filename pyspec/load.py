@@ -16,6 +16,8 @@ import torch
 from pyspec.config import EngineSettings
 from pyspec.control import Controller, Timer, bucket
 from pyspec.cuda import probe, temporary
+from pyspec.cuda.kernels import attend_cuda
+from pyspec.cuda.kernels.attend_ref import AttendSpec
 from pyspec.cuda.turns import turn
 from pyspec.draft import DRAFTERS, dflash, mtp
 from pyspec.draft.drafter import Drafter, Graphing
@@ -235,7 +237,7 @@ def _workspace(c: DecoderConfig, d: DraftPlan, s: EngineSettings, n_ctx: int, de
     if d.kind == "dflash" and d.file is not None:
         n_tap, n_held = len(dflash.read_config(d.file).taps), dflash.held_rows(s.np)
     graphs = graph_shapes(s.np, d.n_draft + 1, late=n_held > 0) if cuda else []
-    return workspace_bytes(
+    activations, workspace = workspace_bytes(
         n_row=_batch(s, device),
         n_embd=c.n_embd,
         n_ff=c.n_ff,
@@ -246,6 +248,29 @@ def _workspace(c: DecoderConfig, d: DraftPlan, s: EngineSettings, n_ctx: int, de
         key_bytes=(8 if s.kv_type in ("q8_0", "f8_e4m3") else 4) * n_ctx * c.attention.n_kv_head * c.attention.head_dim,
         cuda=cuda,
     )
+    return activations, workspace + _attention_bytes(c, d, s, n_ctx, device)
+
+
+def _attention_bytes(c: DecoderConfig, d: DraftPlan, s: EngineSettings, n_ctx: int, device: torch.device) -> int:
+    """Of partial sums of attention, which target and drafter share."""
+    shapes = [c.attention]
+    if d.kind == "dflash" and d.file is not None:
+        shapes.append(dflash.read_config(d.file).attention)
+    extra, n_row = max(d.overhang, d.n_draft + 1), s.np * (d.n_draft + 1)
+    widest = max(extra, -(-(bucket_of(n_row) or n_row) // s.np))  # with a graph's padding
+    specs = [AttendSpec(device, a.n_head, a.n_kv_head, a.head_dim, 1.0, KV_DTYPES[s.kv_type]) for a in shapes]
+    return max(attend_cuda.workspace_bytes(spec, s.np, n_ctx + extra + s.page_size, widest) for spec in specs)
+
+
+def _take_for_attention(n_bytes: int, device: torch.device) -> None:
+    """Now, so that contexts may grow later without a request to the driver in the midst of a round."""
+    if n_bytes:
+        attend_cuda.workspace(device).take(n_bytes // 4)
+
+
+def _tell_memory(before: tuple[int, int, int], plan: MemoryPlan, device: torch.device) -> None:
+    if device.type == "cuda":
+        log.info("memory in use: %s, planned %s", since(before, device), size(plan.total))
 
 
 def _state_budgets(c: DecoderConfig, s: EngineSettings) -> tuple[int, int]:
@@ -344,14 +369,14 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     if arena is not None and isinstance(drafter, Graphing):
         drafter.use_graphs(make_arena)
     log.info("%s", d.note)
+    _take_for_attention(_attention_bytes(config, d, settings, n_ctx, device), device)
     if settings.warm_up:
         with _timed("graphs and warm-up", device), turn(device):
             warm_up(loop, tokenizer, extra, plan.activations + states.limits[0])
             if settings.check_tap_shift:
                 check_taps(loop, tokenizer, template, extra)
     probe.close()  # the child that checked kernels, and its memory on the GPU
-    if device.type == "cuda":
-        log.info("memory in use: %s, planned %s", since(before, device), size(plan.total))
+    _tell_memory(before, plan, device)
     info = _info(path, file, config, d, settings, n_ctx, extra, device, tokenizer)
     return Loaded(loop, tokenizer, template, info)
 

@@ -1,11 +1,15 @@
 """attend.cu for every architecture, and what its launcher says it can not do. Needs a compiler, no GPU."""
 
+import random
+
 import pytest
 import torch
 
 from pyspec.cuda import jit
-from pyspec.cuda.kernels import attend_cuda
+from pyspec.cuda.kernels import attend_cuda, attend_prompt
 from pyspec.cuda.kernels.attend_ref import AttendSpec
+from pyspec.slots.arena import bucket_of
+from pyspec.slots.batch import Seq
 
 pytest.importorskip("cuda.core")
 
@@ -64,3 +68,35 @@ def test_unsupported_shapes_are_refused_with_their_numbers(monkeypatch: pytest.M
     assert attend_cuda.limits(AttendSpec(gpu, 24, 4, 256, 1.0)) is None
     assert "heads are 80 wide" in (attend_cuda.limits(AttendSpec(gpu, 8, 2, 80, 1.0)) or "")
     assert "7 heads are no multiple of 2" in (attend_cuda.limits(AttendSpec(gpu, 7, 2, 64, 1.0)) or "")
+
+
+@pytest.mark.parametrize("heads", [(24, 4, 256), (32, 2, 128), (4, 4, 64), (6, 2, 64), (64, 1, 256)])
+def test_what_is_planned_for_partial_sums_is_enough_for_every_batch(heads: tuple[int, int, int]) -> None:
+    """Of slots that decode, verify and read prompts at once, and of graphs; and it is not far more than that."""
+    rng, n_sm, arch = random.Random(1), 132, "sm_90a"
+    spec = AttendSpec(torch.device("cpu"), *heads, 1.0)
+    group, found = heads[0] // heads[1], []
+    for n_seq, n_key, width in ((1, 2048, 4), (8, 24_600, 7), (8, 2600, 17), (3, 262_144, 1)):
+        graph_row = bucket_of(n_seq * width) or 128
+        planned = attend_cuda.most_floats(spec, n_seq, n_key, max(width, -(-graph_row // n_seq)), arch, n_sm)
+        most = 0
+        for i in range(3000):
+            kept = [rng.random() < rng.choice((0.1, 0.9)) for _ in range(n_seq)]
+            seqs = [Seq(s, 0, [0] * (rng.randint(1, 400) if keep else width), keep=keep) for s, keep in enumerate(kept)]
+            ends = [rng.choice((n_key, rng.randint(q.width, n_key))) for q in seqs]
+            own = [(q.width, end) for q, end in zip(seqs, ends, strict=True) if not attend_prompt.is_long(q, end)]
+            shape = attend_cuda.shape_for(
+                heads[2], attend_cuda.n_tile_for(max((w for w, _ in own), default=1) * group), torch.float16, arch
+            )
+            tiles = [(-(-w * group // shape.columns), end) for w, end in own]
+            if i == 0:  # a graph
+                shape = attend_cuda.shape_for(heads[2], 6, torch.float16, arch)
+                tiles = [(graph_row * group // shape.columns + n_seq, n_key)]
+            n_item = attend_cuda.n_items(spec, shape.columns, n_sm * shape.resident, tiles)
+            most = max(most, n_item * attend_cuda.n_float(spec, shape.columns))
+        found.append(most / planned)
+    assert all(0.2 < part <= 1 for part in found), found
+
+
+def test_nothing_is_planned_for_what_needs_no_partial_sums() -> None:
+    assert attend_cuda.workspace_bytes(AttendSpec(torch.device("cpu"), 8, 2, 64, 1.0), 8, 4096, 4) == 0

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from pyspec.cuda.kernels import attend_prompt, attend_ref
 from pyspec.cuda.kernels.attend_cases import TOLERANCE, Case, make, worst
-from pyspec.cuda.kernels.attend_prompt import MANY
+from pyspec.cuda.kernels.attend_cuda import FEW, MANY
 from pyspec.cuda.kernels.attend_prompt import attend_prompt as op
 from pyspec.cuda.kernels.attend_ref import AttendSpec
-from pyspec.slots.batch import Batch
+from pyspec.slots.batch import Batch, Seq
 from pyspec.slots.kv import KVPool
 
 CPU = torch.device("cpu")
@@ -47,6 +47,25 @@ def test_rows_equal_the_reference_whoever_runs_them(seqs: list[tuple[int, int]],
     got = attend_prompt.beside(own, attend_prompt.by_torch(SPEC))(made.q, made.pool, made.plain, 0)
     assert worst(got, attend_ref.bind(SPEC)(made.q, made.pool, made.plain)) < TOLERANCE[dtype]
     assert own.widths == [w for _, w in seqs if w < MANY]
+
+
+@pytest.mark.parametrize(
+    ("n_past", "width", "keep", "is_long"),
+    [
+        (5000, 100, True, True),  # 5 splits and 100 rows
+        (5000, 100, False, False),  # a verify: as wide as graphs have them, and to the bit like theirs
+        (900, 100, True, False),
+        (200_000, 1, True, False),  # an undrafted token
+        (200_000, FEW, True, False),
+        (200_000, FEW + 1, True, True),
+        (0, MANY, False, True),
+    ],
+)
+def test_pieces_of_prompts_behind_many_keys_are_the_librarys(
+    n_past: int, width: int, keep: bool, is_long: bool
+) -> None:
+    seq = Seq(0, n_past, [0] * width, keep=keep)
+    assert attend_prompt.is_long(seq, n_past + width) == is_long
 
 
 def test_a_sequence_has_the_same_bits_alone() -> None:

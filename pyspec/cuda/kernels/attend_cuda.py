@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 
@@ -28,6 +29,10 @@ OP_ID = 4  # in the fault record
 DIMS = (64, 128, 256)
 N_TILES = (1, 2, 3, 4, 6)  # columns of a block in eights
 SPLIT, MAX_SEQ, STEP_BYTES, SCALE_BYTES = 1024, 128, 2048, 256  # as in attend_fold.cuh and attend.cu
+FEW, MANY = (
+    16,
+    192,
+)  # rows of a prompt's piece that run here however many splits it sees; others while rows times splits are few
 MAX_DEPTH = 6
 WIDE_WARPS = 1536  # of the merge: about as many as fit an H200 when each keeps 16 partials in registers
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
@@ -175,7 +180,8 @@ def _plain(dim: int, kv: torch.dtype, has_sinks: bool, arch: str) -> jit.Kernel:
 
 
 class Workspace:
-    """Partial sums, shared by all layers of a device. Outgrown buffers stay: captured graphs may hold them."""
+    """Partial sums, shared by all layers of a device. Outgrown buffers stay: captured graphs may hold them. An engine takes
+    what it will need before (`workspace_bytes`)."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -193,13 +199,43 @@ def workspace(device: torch.device) -> Workspace:
     return Workspace(device)
 
 
-def max_items(kernels: Kernels, spec: AttendSpec, n_row: int, n_seq: int, n_key: int) -> int:
-    """Items that a batch of this size can need: all splits, or as many ranges as are used instead of splits."""
-    group, columns = spec.n_head // spec.n_kv_head, kernels.shape.columns
-    tiles = (n_row * group) // columns + n_seq
-    ranges = spec.n_kv_head * tiles * -(-n_key // spec.head_dim)
-    splits = spec.n_kv_head * tiles * -(-n_key // SPLIT)
-    return max(splits, min(ranges, 3 * kernels.grid * (SPLIT // spec.head_dim) // 4))
+def n_items(spec: AttendSpec, columns: int, grid: int, seqs: Iterable[tuple[int, int]]) -> int:
+    """Items of a batch at most, `seqs` being (tiles, keys): all splits, or as many ranges as are used instead of splits."""
+    sizes = [(spec.n_kv_head * tiles, n_key) for tiles, n_key in seqs]
+    splits, ranges = (sum(n * -(-n_key // size) for n, n_key in sizes) for size in (SPLIT, spec.head_dim))
+    return max(splits, min(ranges, most_ranges(spec, grid)))
+
+
+def most_ranges(spec: AttendSpec, grid: int) -> int:
+    """More of them than this are never items."""
+    return 3 * grid * (SPLIT // spec.head_dim) // 4
+
+
+def n_float(spec: AttendSpec, columns: int) -> int:
+    """Of an item, in the workspace."""
+    return columns * (spec.head_dim + 2)
+
+
+def workspace_bytes(spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int:
+    """What batches of an engine need: a sequence has at most `n_key` keys, and `n_row` rows, or those of a prompt that
+    attend_prompt leaves here."""
+    if spec.device.type != "cuda" or spec.kv is torch.float32 or spec.head_dim not in DIMS or limits(spec) is not None:
+        return 0
+    arch = jit.arch_of(torch.cuda.get_device_capability(spec.device))
+    n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
+    return 4 * most_floats(spec, n_seq, n_key, n_row, arch, n_sm)
+
+
+def most_floats(spec: AttendSpec, n_seq: int, n_key: int, n_row: int, arch: str, n_sm: int) -> int:
+    group, n_split = spec.n_head // spec.n_kv_head, -(-n_key // SPLIT)
+    rows = max(max(n_row, FEW) * n_split, MANY)  # times splits
+    most = 0
+    for n_tile in N_TILES:
+        shape = shape_for(spec.head_dim, n_tile, spec.kv, arch, spec.has_sinks)
+        splits = n_seq * spec.n_kv_head * (rows * group // shape.columns + n_split)
+        ranges = min(splits * SPLIT // spec.head_dim, most_ranges(spec, n_sm * shape.resident))
+        most = max(most, max(splits, ranges) * n_float(spec, shape.columns))
+    return most
 
 
 def _check(q: Tensor, pool: KVPool, batch: Batch, sinks: Tensor | None, spec: AttendSpec) -> None:
@@ -250,7 +286,11 @@ def bind(spec: AttendSpec, *, shape: Shape | None = None) -> Attend:
         kernels = _kernels(shape or shape_for(spec.head_dim, n_tile, spec.kv, arch, spec.has_sinks), spec.device)
         build = kernels.shape
         n_key = n_col * batch.page_size
-        n_item = max_items(kernels, spec, n_row, n_seq, n_key)
+        if batch.bucket is None:
+            seqs = [(-(-q.width * group // build.columns), n) for q, n in zip(batch.seqs, batch.max_hi, strict=True)]
+        else:  # replayed for any of this size
+            seqs = [(n_row * group // build.columns + n_seq, n_key)]
+        n_item = n_items(spec, build.columns, kernels.grid, seqs)
         n_part, n_ml = n_item * build.columns * spec.head_dim, n_item * build.columns * 2
         space = spaces.take(n_part + n_ml)
         part, part_ml = space[:n_part], space[n_part:]

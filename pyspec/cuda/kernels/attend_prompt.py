@@ -20,12 +20,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from pyspec.cuda.kernels.attend_cuda import FEW, MANY, SPLIT
 from pyspec.cuda.kernels.attend_ref import Attend, AttendSpec, key_rows
 from pyspec.cuda.op import Impl, Op
-from pyspec.slots.batch import Batch
+from pyspec.slots.batch import Batch, Seq
 from pyspec.slots.kv import KVPool
 
-MANY = 192  # rows of a sequence from which the library takes it; a graph never holds as many of one
 BACKENDS = [
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
@@ -93,13 +93,19 @@ def with_prompts(own: Attend, spec: AttendSpec) -> Attend:
     return beside(own, attend_prompt.bind(spec))
 
 
+def is_long(seq: Seq, n_key: int) -> bool:
+    """True for the library's: many rows, which a graph never holds of one sequence, or a piece of a prompt behind so many keys
+    that our own kernel's partial sums would take more memory than is planned for them."""
+    return seq.width >= MANY or (seq.keep and seq.width > FEW and seq.width * -(-n_key // SPLIT) > MANY)
+
+
 def beside(own: Attend, prompt: Run) -> Attend:
     def attend(
         q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None, **more: Tensor | None
     ) -> Tensor:
         takes = batch.causal and batch.bucket is None and window == 0 and sinks is None
         takes = takes and pool.dtype is not torch.float32
-        long = [i for i, seq in enumerate(batch.seqs) if seq.width >= MANY] if takes else []
+        long = [i for i, seq in enumerate(batch.seqs) if is_long(seq, batch.max_hi[i])] if takes else []
         if not long:
             return own(q, pool, batch, window, sinks, **more)
         out = torch.empty_like(q)
