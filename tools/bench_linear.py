@@ -25,6 +25,8 @@ LAYERS = {
     "qwen3.6-27b": ((16480, 5120), (5120, 6144), (34816, 5120), (5120, 17408)),  # with Gated DeltaNet
     "qwen3.6-35b-a3b": ((12352, 2048), (2048, 4096), (1024, 2048), (2048, 512)),  # and the shared expert
     "nemotron-3-nano": ((10304, 2688), (2688, 4096), (7424, 2688), (2688, 3712)),
+    "qwen3.5-122b-a10b": ((20608, 3072), (3072, 8192)),  # with Gated DeltaNet, experts apart
+    "heads": ((248320, 3072), (131072, 4096)),
 }
 EXTRA = tuple(Shape(m, n, 16 // m, t // n) for t in (1, 2, 4, 6, 8) for m, n in ((16, 1), (4, 2)) if t % n == 0)
 DEVICE = torch.device("cuda", 0)
@@ -91,7 +93,7 @@ def main() -> None:
     parser.add_argument("--alone", action="store_true", help="no programmatic launches")
     parser.add_argument("--shapes", action="store_true", help="time other shapes and cuBLAS bf16 as well")
     parser.add_argument("--chain", action="store_true", help="a layer's products in a row, nothing else")
-    parser.add_argument("--model", choices=LAYERS, default="qwen3.6-27b", help="whose layer --chain times")
+    parser.add_argument("--model", choices=LAYERS, help="whose matrices; with --chain by default qwen3.6-27b's")
     parser.add_argument("--window", type=int, nargs=2, metavar=("EARLY", "AFTER"), help="instead of linear_cuda.window")
     parser.add_argument("--stages", type=int, help="at most, instead of linear_cuda.n_stages")
     parser.add_argument("--pairs-below", type=float, help="bytes of a matrix, instead of linear_pair.MOST_BYTES")
@@ -106,11 +108,11 @@ def main() -> None:
         )
     for type in (GGMLType[name] for name in args.types.split(",")):
         for rows in args.rows if args.chain else ():
-            us, floor = time_layer(type, LAYERS[args.model], rows)
+            us, floor = time_layer(type, LAYERS[args.model or "qwen3.6-27b"], rows)
             print(f"{type.name} layer, {rows:3} rows: {us:.1f} us, floor {floor:.1f}", flush=True)
         if args.chain:
             continue
-        for n_out, n_in in MATRICES[: args.matrices]:
+        for n_out, n_in in LAYERS[args.model] if args.model else MATRICES[: args.matrices]:
             spec = LinearSpec(DEVICE, type, n_out, n_in, Epilogue.PLAIN)
             n_bytes = packed_bytes(type, n_out, n_in)
             weights = [random_packed(type, n_out, n_in, DEVICE) for _ in range(min(8, 1 + int(6e8 / n_bytes)))]

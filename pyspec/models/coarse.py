@@ -17,7 +17,7 @@ from pyspec.cuda.temporary import temporary
 from pyspec.gguf import GGMLType, TensorInfo
 from pyspec.models.weights import PROBE_ROWS, Dense, Matrix, Streamed, Unpacked
 
-WORTH_BITS = 8  # a weight: reading fewer saves less than a guess that gets worse may cost
+WORTH_BITS = 6  # a weight: a copy of fewer saves less than guesses that get worse may cost
 PIECE = 1 << 22  # weights made into a copy at once: about 40 bytes each
 TILE_ROWS = TILE * 16
 

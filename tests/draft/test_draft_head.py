@@ -100,7 +100,7 @@ def test_the_plan_counts_the_copy(draft: Path | None, monkeypatch: pytest.Monkey
     assert asked.draft_head == 4 * n_out * n_in and planned(file, CPU, draft).draft_head == 0
 
 
-def test_auto_wants_a_drafter_and_a_head_of_eight_bits_that_kernels_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_wants_a_drafter_and_a_head_of_six_bits_that_kernels_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "free_bytes", lambda device: 8 << 30)
     demo = open_gguf(DEMO)
     assert planned(demo, GPU).draft_head > 0
@@ -157,8 +157,9 @@ def test_a_head_that_is_as_coarse_already_stays() -> None:
     assert coarse.refusal(info, Q4_0) is None
     why = coarse.refusal(replace(info, type=GGMLType.Q4_K), Q4_0)
     assert why == "it has 4.5 bits a weight (Q4_K), the copy would have 4.5"
-    assert coarse.refusal(replace(info, type=GGMLType.Q6_K), Q4_0) is None  # if asked for, but not worth it by itself
-    assert not coarse.is_worth(replace(info, type=GGMLType.Q6_K)) and coarse.is_worth(info)
+    assert coarse.refusal(replace(info, type=GGMLType.Q5_K), Q4_0) is None  # if asked for, but not worth it by itself
+    assert not coarse.is_worth(replace(info, type=GGMLType.Q5_K)) and coarse.is_worth(info)
+    assert coarse.is_worth(replace(info, type=GGMLType.Q6_K))
     assert coarse.refusal(replace(info, shape=(300, 40)), Q4_0) == "its rows of 40 are not a multiple of 32"
 
 

@@ -1,17 +1,12 @@
 // moe.cu's inner loop: a warp's 16 weight rows times an item's rows, a chunk of columns in shared memory at a time.
 //
 // Its bound is instructions, not bytes, so that offsets are constants, and what all blocks of a chunk share is done once. Q4_K and
-// Q5_K (INT_SCALES) have most to share: codes times their six-bit scales are whole numbers that f16 holds, so that a chunk's blocks
-// are one chain of products, and minima times sums of columns are one more (bf16: the sums in two parts, which keeps 16 bits).
+// Q5_K (INT_SCALES) have most to share: see whole.cuh. Of sums, two parts are multiplied with minima, which keeps 16 bits.
 #pragma once
 #include "linear_block.cuh"
-
-// A value the compiler takes for new: what follows from it is kept, not computed again in every stage.
-__device__ __forceinline__ u32 anew(u32 x) {
-  u32 v;
-  asm volatile("mov.u32 %0, %1;" : "=r"(v) : "r"(x));
-  return v;
-}
+#if INT_SCALES
+#include "whole.cuh"
+#endif
 
 // Where a lane's operands lie in a stage.
 struct Places {
@@ -31,56 +26,12 @@ struct Places {
   }
 };
 
-__device__ __forceinline__ void add_times(float (&acc)[4], const float (&part)[4], float left, float right, float left8,
-                                          float right8) {
-  acc[0] = fmaf(part[0], left, acc[0]);
-  acc[1] = fmaf(part[1], right, acc[1]);
-  acc[2] = fmaf(part[2], left8, acc[2]);
-  acc[3] = fmaf(part[3], right8, acc[3]);
-}
-
 __device__ __forceinline__ void add_by_pairs(float (&acc)[4], const float (&part)[4], uint2 powers) {
   const float even = __uint_as_float(powers.x), odd = __uint_as_float(powers.y);
   add_times(acc, part, even, odd, even, odd);
 }
 
 #if INT_SCALES
-
-constexpr float kWhole = 65536.f;  // what codes times scales are less than they should be
-
-// Codes of two columns where they lie: f16 below its normal range, codes times 2^-24 or (odd pairs) 2^-20.
-__device__ __forceinline__ u32 low_pair(u32 nibbles, u32 high, int p) {
-  const int shift = p & 1 ? 4 : 0;
-  const u32 v = (p < 2 ? nibbles : nibbles >> 8) & (0x000f000fu << shift);
-  return FIVE_BITS ? and_or(high, 0x00100010u << shift, v) : v;
-}
-
-// Codes times their scales, of rows g and g + 8, over kWhole: f16 holds whole numbers up to 31 * 63, and these as well. `k16384` is
-// f16's in four bytes of 0x74: with another byte below, 16384 and 16 times that byte.
-__device__ __forceinline__ void unpack_whole(u32 (&a)[8], const Codes& c, u32 k16384) {
-  const u32 scales16 = sub_f16x2(__byte_perm(c.s, k16384, 0x4240), 0x74007400u);
-  const u32 scales256 = mul_f16x2(scales16, 0x4c004c00u);
-#pragma unroll
-  for (int p = 0; p < 4; ++p) {
-    const u32 v = low_pair(c.q.x, high_bits(c.h, 0, p), p), v8 = low_pair(c.q.y, high_bits(c.h, 1, p), p);
-    a[2 * p] = mul_by_half<0>(v, p & 1 ? scales16 : scales256);
-    a[2 * p + 1] = mul_by_half<1>(v8, p & 1 ? scales16 : scales256);
-  }
-}
-
-__device__ __forceinline__ u32 two_bf16(float low, float high) {
-  u32 v;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
-  return v;
-}
-
-// Minima of rows g and g + 8, of blocks 2t and 2t + 1: bf16 has 128 + m with m as its lowest bits.
-__device__ __forceinline__ void unpack_minima(u32 (&a)[2], u32 words) {
-  constexpr u32 kOne = 0x3f803f80u, kMinus128 = 0xc300c300u;
-  const u32 all = __byte_perm(shared_4(words), shared_4(words + 32), 0x7531);
-  a[0] = fma_bf16x2(__byte_perm(all, 0x43434343u, 0x4240), kOne, kMinus128);
-  a[1] = fma_bf16x2(__byte_perm(all, 0x43434343u, 0x4341), kOne, kMinus128);
-}
 
 __device__ __forceinline__ void add_chunk(float (&acc)[TILES_N][4], const Places& at, u32 stage, int chunk) {
   const u32 first = stage + chunk * (kPieces * 16), beside = stage + chunk * (CHUNK * kPad * 4);
@@ -107,7 +58,8 @@ __device__ __forceinline__ void add_chunk(float (&acc)[TILES_N][4], const Places
   Codes whole;
   fetch_shared(whole, left);
   u32 m[2];
-  unpack_minima(m, at.minima + first + kScales);
+  const u32 words = at.minima + first + kScales;
+  minima_of(m, shared_4(words), shared_4(words + 32));
 #pragma unroll
   for (int n = 0; n < TILES_N; ++n) {
     const u32 of = beside + at.both + n * 32;

@@ -10,6 +10,21 @@ constexpr int kPad = 8 * TILES_N * WARPS_N;  // rows, those that are not there i
 constexpr int kRowBytes = CHUNK * kPad * 64;
 constexpr int kSumBytes = HAS_MIN ? CHUNK * kPad * 4 : 0;
 
+// A value the compiler takes for new: what follows from it is kept, not computed again in every stage.
+__device__ __forceinline__ u32 anew(u32 x) {
+  u32 v;
+  asm volatile("mov.u32 %0, %1;" : "=r"(v) : "r"(x));
+  return v;
+}
+
+__device__ __forceinline__ void add_times(float (&acc)[4], const float (&part)[4], float left, float right, float left8,
+                                          float right8) {
+  acc[0] = fmaf(part[0], left, acc[0]);
+  acc[1] = fmaf(part[1], right, acc[1]);
+  acc[2] = fmaf(part[2], left8, acc[2]);
+  acc[3] = fmaf(part[3], right8, acc[3]);
+}
+
 __device__ __forceinline__ void multiply(float (&acc)[4], const Weights& w, uint4 b, float s0, float s1) {
 #if SCALED
   mma_f16(acc, w.a[0], w.a[1], w.a[2], w.a[3], b.x, b.y, acc[0], acc[1], acc[2], acc[3]);

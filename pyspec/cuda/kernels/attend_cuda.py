@@ -219,7 +219,9 @@ def n_float(spec: AttendSpec, columns: int) -> int:
 def workspace_bytes(spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int:
     """What batches of an engine need: a sequence has at most `n_key` keys, and `n_row` rows, or those of a prompt that
     attend_prompt leaves here."""
-    if spec.device.type != "cuda" or spec.kv is torch.float32 or spec.head_dim not in DIMS or limits(spec) is not None:
+    if not torch.cuda.is_available() or limits(spec) is not None:
+        return 0
+    if spec.kv is torch.float32 or spec.head_dim not in DIMS:  # the plain kernel's
         return 0
     arch = jit.arch_of(torch.cuda.get_device_capability(spec.device))
     n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count

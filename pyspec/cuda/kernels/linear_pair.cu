@@ -138,9 +138,72 @@ struct Sums {
   float v[kMine][TILES_N][4];
 };
 
+#if INT_SCALES
+
+#include "whole.cuh"
+
+// The same with whole numbers (whole.cuh): one chain of products, scaled at its end. `has_minima`: for all of the chunk, whose warps
+// take turns.
+__device__ __forceinline__ float sum_blocks(Sums& acc, u32 weights, u32 rows, int block, int m, int n, bool has_minima) {
+  const int lane = threadIdx.x & 31;
+  const u32 k16384 = anew(0x74747474u);
+  Codes codes[2][BLOCKS];
+  uint4 x[BLOCKS][TILES_N];
+  u32 upper[TILES_N], middle[TILES_N], lower[TILES_N];
+#pragma unroll
+  for (int b = 0; b < BLOCKS; ++b) fetch(codes[0][b], at_record(weights + m * RECORD, lane), block + b);
+#pragma unroll
+  for (int b = 0; b < BLOCKS; ++b)
+#pragma unroll
+    for (int t = 0; t < TILES_N; ++t) x[b][t] = shared_16(rows + (block + b) * (kPad * 64) + t * 512 + lane * 16);
+  constexpr bool kKeeps = TILES_N <= 4;  // what is multiplied with minima: else registers do not hold it, and it is made for each group
+  if (has_minima && kKeeps) {
+#pragma unroll
+    for (int t = 0; t < TILES_N; ++t) {
+      const Parts parts = fetch_parts(rows + kRowBytes + t * 32);
+      upper[t] = parts.upper, middle[t] = parts.middle, lower[t] = parts.lower;
+    }
+  }
+  float seen = 0.f;
+#pragma unroll
+  for (int i = 0; i < kMine; ++i) {
+    if (i >= n) break;
+    Scales scales;
+    fetch(scales, weights + (m + i * WAYS_M) * RECORD);
+    if (i + 1 < kMine && i + 1 < n)
+#pragma unroll
+      for (int b = 0; b < BLOCKS; ++b)
+        fetch(codes[(i + 1) % 2][b], at_record(weights + (m + (i + 1) * WAYS_M) * RECORD, lane), block + b);
+    float sums[TILES_N][4] = {};
+#pragma unroll
+    for (int b = 0; b < BLOCKS; ++b) {
+      u32 a[8];
+      unpack_whole(a, codes[i % 2][b], k16384);
+#pragma unroll
+      for (int t = 0; t < TILES_N; ++t) multiply_whole(sums[t], a, x[b][t]);
+    }
+    const Factors factors(scales);
+#pragma unroll
+    for (int t = 0; t < TILES_N; ++t) add_whole(acc.v[i][t], sums[t], factors);
+    if (has_minima) {
+      u32 minima[2];
+      minima_of(minima, scales.word, scales.next);
+#pragma unroll
+      for (int t = 0; t < TILES_N; ++t) {
+        const Parts parts = kKeeps ? Parts(upper[t], middle[t], lower[t]) : fetch_parts(rows + kRowBytes + t * 32);
+        add_minima(acc.v[i][t], minima, parts, factors);
+      }
+    }
+    seen = acc.v[i][TILES_N - 1][3];
+  }
+  return seen;
+}
+
+#else
+
 // Adds BLOCKS of a piece's blocks, for `n` groups of a warp (its first is group `m` of the slot, the others follow in steps of
 // WAYS_M). Returns a value that is there when all of them have been read.
-__device__ __forceinline__ float sum_blocks(Sums& acc, u32 weights, u32 rows, int block, int m, int n) {
+__device__ __forceinline__ float sum_blocks(Sums& acc, u32 weights, u32 rows, int block, int m, int n, bool) {
   const int lane = threadIdx.x & 31;
   Codes codes[2][BLOCKS];
   Right right[BLOCKS];
@@ -169,6 +232,8 @@ __device__ __forceinline__ float sum_blocks(Sums& acc, u32 weights, u32 rows, in
   }
   return seen;
 }
+
+#endif
 
 // A warp's shares of a band of `n` groups: what this CTA owns to its places, or what the other does (kSent) to its.
 template <bool kSent>
@@ -296,7 +361,8 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads 
       float seen;
 #pragma unroll
       for (int b = 0; b < 2; b += BLOCKS)
-        seen = sum_blocks(acc, slot + shift_of(first), slot + slot_weights, piece % PARTS * 2 + b, m, n_mine);
+        seen = sum_blocks(acc, slot + shift_of(first), slot + slot_weights, piece % PARTS * 2 + b, m, n_mine,
+                          b == 0 && piece / PARTS % WAYS_K == k);
       __syncwarp();  // an arrival alone does not wait for loads: see linear_sm90.cu
       if (lane == 0 && __float_as_uint(seen) != 0xffffffffu) barrier_arrive(empty + at.slot * 8);
     }

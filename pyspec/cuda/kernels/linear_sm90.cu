@@ -100,6 +100,145 @@ __device__ __forceinline__ void leave(u32 empty, const Accumulator& acc) {
   if ((threadIdx.x & 31) == 0 && is_summed) barrier_arrive(empty);
 }
 
+#if INT_SCALES
+
+#include "whole.cuh"
+
+struct End {  // of a chunk, what its blocks share
+  Scales scales[TILES_M];
+};
+
+__device__ __forceinline__ u32 first_record(u32 stage) {  // the warp's
+  return stage + (threadIdx.x >> 5) / WARPS_N * TILES_M * RECORD;
+}
+
+__device__ __forceinline__ u32 rows_of(u32 stage, int block, int n) {
+  const int tile = (threadIdx.x >> 5) % WARPS_N * TILES_N + n;
+  return stage + kWeightBytes + block * (kPad * 64) + tile * 512 + (threadIdx.x & 31) * 16;
+}
+
+__device__ __forceinline__ Parts parts_of(u32 stage, int n) {
+  return fetch_parts(stage + kWeightBytes + kRowBytes + ((threadIdx.x >> 5) % WARPS_N * TILES_N + n) * 32);
+}
+
+#if TILES_M * TILES_N <= 12
+
+struct Block {
+  Codes codes[TILES_M];
+};
+
+__device__ __forceinline__ void fetch_codes(Block& b, u32 stage, int block) {
+#pragma unroll
+  for (int m = 0; m < TILES_M; ++m) fetch(b.codes[m], at_record(first_record(stage) + m * RECORD, threadIdx.x & 31), block);
+}
+
+__device__ __forceinline__ void fetch_rows(uint4 (&x)[TILES_N], u32 stage, int block) {
+#pragma unroll
+  for (int n = 0; n < TILES_N; ++n) x[n] = shared_16(rows_of(stage, block, n));
+}
+
+__device__ __forceinline__ void multiply(Accumulator& sums, const Block& left, const uint4 (&x)[TILES_N], u32 k16384) {
+  u32 a[TILES_M][8];
+#pragma unroll
+  for (int m = 0; m < TILES_M; ++m) unpack_whole(a[m], left.codes[m], k16384);
+#pragma unroll
+  for (int n = 0; n < TILES_N; ++n)
+#pragma unroll
+    for (int m = 0; m < TILES_M; ++m) multiply_whole(sums.v[m][n], a[m], x[n]);
+}
+
+// Adds n > 0 units of one tile.
+__device__ __forceinline__ void sum_units(Accumulator& acc, Ring& at, int n, u32 base, u32 full, u32 empty) {
+  Block even, odd;
+  uint4 x[TILES_N];
+  const u32 k16384 = anew(0x74747474u);
+  barrier_wait(full + at.stage * 8, at.parity);
+  fetch_codes(even, base + at.stage * kStageBytes, 0);
+#pragma unroll 1
+  while (n-- > 0) {
+    const u32 stage = base + at.stage * kStageBytes;
+    Accumulator sums;
+    clear(sums);
+#pragma unroll 1
+    for (int block = 0; block < CHUNK - 2; block += 2) {
+      fetch_rows(x, stage, block);
+      fetch_codes(odd, stage, block + 1);
+      multiply(sums, even, x, k16384);
+      fetch_rows(x, stage, block + 1);
+      fetch_codes(even, stage, block + 2);
+      multiply(sums, odd, x, k16384);
+    }
+    fetch_rows(x, stage, CHUNK - 2);
+    fetch_codes(odd, stage, CHUNK - 1);
+    multiply(sums, even, x, k16384);
+    fetch_rows(x, stage, CHUNK - 1);
+    End end;
+#pragma unroll
+    for (int m = 0; m < TILES_M; ++m) fetch(end.scales[m], first_record(stage) + m * RECORD);
+    multiply(sums, odd, x, k16384);
+    u32 minima[TILES_M][2];
+#pragma unroll
+    for (int m = 0; m < TILES_M; ++m) minima_of(minima[m], end.scales[m].word, end.scales[m].next);
+#pragma unroll
+    for (int k = 0; k < TILES_N; ++k) {
+      const Parts parts = parts_of(stage, k);
+#pragma unroll
+      for (int m = 0; m < TILES_M; ++m) {
+        const Factors factors(end.scales[m]);
+        add_whole(acc.v[m][k], sums.v[m][k], factors);
+        add_minima(acc.v[m][k], minima[m], parts, factors);
+      }
+    }
+    leave(empty + at.stage * 8, acc);
+    at.step();
+    if (n > 0) {
+      barrier_wait(full + at.stage * 8, at.parity);
+      fetch_codes(even, base + at.stage * kStageBytes, 0);
+    }
+  }
+}
+
+#else  // registers do not hold a chunk's sums of both tiles beside the others: one after the other, the same sums
+
+__device__ __forceinline__ void sum_units(Accumulator& acc, Ring& at, int n, u32 base, u32 full, u32 empty) {
+  const u32 k16384 = anew(0x74747474u);
+#pragma unroll 1
+  while (n-- > 0) {
+    const u32 stage = base + at.stage * kStageBytes;
+    barrier_wait(full + at.stage * 8, at.parity);
+#pragma unroll
+    for (int m = 0; m < TILES_M; ++m) {
+      const u32 record = first_record(stage) + m * RECORD;
+      float sums[TILES_N][4] = {};
+#pragma unroll 1
+      for (int block = 0; block < CHUNK; ++block) {
+        Codes codes;
+        u32 a[8];
+        fetch(codes, at_record(record, threadIdx.x & 31), block);
+        unpack_whole(a, codes, k16384);
+#pragma unroll
+        for (int k = 0; k < TILES_N; ++k) multiply_whole(sums[k], a, shared_16(rows_of(stage, block, k)));
+      }
+      Scales scales;
+      fetch(scales, record);
+      u32 minima[2];
+      minima_of(minima, scales.word, scales.next);
+      const Factors factors(scales);
+#pragma unroll
+      for (int k = 0; k < TILES_N; ++k) {
+        add_whole(acc.v[m][k], sums[k], factors);
+        add_minima(acc.v[m][k], minima, parts_of(stage, k), factors);
+      }
+    }
+    leave(empty + at.stage * 8, acc);
+    at.step();
+  }
+}
+
+#endif
+
+#else
+
 // Adds n > 0 units of one tile.
 __device__ __forceinline__ void sum_units(Accumulator& acc, Ring& at, int n, u32 base, u32 full, u32 empty) {
   Left even, odd;
@@ -138,6 +277,8 @@ __device__ __forceinline__ void sum_units(Accumulator& acc, Ring& at, int n, u32
     }
   }
 }
+
+#endif
 
 extern "C" __global__ void BOUNDS
     linear(const u8* __restrict__ weights, const u16* __restrict__ x, const float* __restrict__ sums,
