@@ -14,6 +14,7 @@ from pyspec.cuda.kernels.moe import moe
 from pyspec.cuda.kernels.moe_cuda import Experts
 from pyspec.cuda.kernels.moe_ref import NOTHING, Act, Added, MoeSpec, Router, RouteSpec, Stack, Stacks
 from pyspec.cuda.kernels.moe_route import moe_route
+from pyspec.cuda.kernels.moe_route_cuda import RouteLaunch
 from pyspec.cuda.kernels.rows import rows
 from pyspec.cuda.kernels.rows_ref import RELU2, Kind, Norm, Prep, RowsSpec
 from pyspec.cuda.temporary import temporary
@@ -139,7 +140,6 @@ class MoeFeed:
         elif shape.n_ff_shared:
             self.shared = _Shared(w, p, shape)
         self.experts, self.capturable = moe.bind(spec)(stacks), self.capturable and moe.chosen(spec).capturable
-        self.prepare = self.experts.prepare if isinstance(self.experts, Experts) else None
         del stacks, together  # the file's bytes: the next layer's go to the same place
         beside = self.shared is not None and self.shared.n_beside > 0
         self.latent_down: Matrix | None = w.matrix(f"{p}.{LATENT}") if shape.latent and not beside else None
@@ -184,10 +184,14 @@ class MoeFeed:
             latent = self.latent_down(n, prep)
         if latent is not None:
             n, prep = latent, None
-        ready = None  # of experts, what needs no choice comes before it
-        if self.prepare is not None:
-            ready = self.prepare(n, prep)
-        routes = self.route(x, self.norm.weight, self.router, self.bias)
+        ready = into = None  # of experts, what needs no choice comes before it
+        if isinstance(self.experts, Experts):
+            if prep is self.norm and isinstance(self.route, RouteLaunch):
+                ready = into = self.experts.room(x.shape[0])
+            if ready is None:
+                ready = self.experts.prepare(n, prep)
+        more = {} if into is None else {"into": into, "power": self.norm.power}
+        routes = self.route(x, self.norm.weight, self.router, self.bias, **more)
         added = Added(x, None, routes.gate)
         if shared is not None:
             added = Added(shared) if routes.gate is None else Added(x, shared, routes.gate)

@@ -13,7 +13,7 @@ from emulated.machine import EmulationError, needs_compiler
 from torch import Tensor
 
 from pyspec.cuda import jit
-from pyspec.cuda.kernels import moe_cuda, moe_ref, moe_route_cuda
+from pyspec.cuda.kernels import moe_cuda, moe_ref, moe_route_cuda, rows_cuda
 from pyspec.cuda.kernels.linear_pack import CHUNKS, FORMATS
 from pyspec.cuda.kernels.linear_ref import rounded
 from pyspec.cuda.kernels.moe_cuda import random_stacks
@@ -123,6 +123,32 @@ def test_a_row_is_routed_with_the_same_bits_alone_and_among_others(kind: str) ->
     for rows, got in found[1:]:
         for one, all in zip((got.ids, got.weights, got.gate), (t for t in vars_of(found[0][1])), strict=True):
             assert torch.equal(one.nan_to_num(9.0), all[rows].nan_to_num(9.0))
+
+
+@pytest.mark.parametrize(("n_in", "n_row", "power"), [(64, 3, 1.0), (2080, 19, 4.0), (2688, 5, 1.0), (3072, 17, 0.5)])
+def test_the_routers_kernel_norms_rows_for_the_experts_on_the_way(n_in: int, n_row: int, power: float) -> None:
+    """As rows.cu would, but for the order in which squares are added; columns up to whole blocks of 256 are zeros."""
+    spec = RouteSpec(CPU, n_in, 6, 2, gated=True)
+    gen = torch.Generator().manual_seed(7)
+    x = torch.randn(n_row, n_in, generator=gen) * torch.logspace(-2, 2, n_row)[:, None]
+    norm, matrix = 0.5 + torch.rand(n_in, generator=gen), torch.randn(7, n_in, generator=gen)
+    found = []
+    for seed, first in ((0, 0), (1, n_row - 1)):
+        with emulated_gpu(seed=seed):
+            rows = rows_cuda.RowsLaunch(CPU, n_in, (8, 16, 32))
+            rows.blocks.fill_(torch.nan)
+            into = rows.room(n_row - first)
+            routes = moe_route_cuda.bind(spec)(x[first:], norm, matrix, into=into, power=power)
+            alone = moe_route_cuda.bind(spec)(x[first:], norm, matrix)
+        assert torch.equal(routes.ids, alone.ids) and torch.equal(routes.weights, alone.weights)
+        found.append([t.clone() for t in rows_cuda.values_of(into, n_in)])
+        tail = into.blocks[: -(-n_in // 256) * 8 * into.pad * 32].view(-1, into.pad, 32)[n_in // 32 :, : into.n_row]
+        assert not tail.any() and bool((into.powers[: into.n_row] == power).all())
+    values, sums = found[0]
+    want = torch.nn.functional.rms_norm(x, (n_in,), norm, spec.eps)
+    assert float(((values - want).abs() / want.abs().amax(1, keepdim=True)).amax()) < 2.0**-11
+    assert torch.allclose(sums, values.view(n_row, -1, 32).sum(-1), atol=1e-3)
+    assert torch.equal(found[1][0], values[-1:]) and torch.equal(found[1][1], sums[-1:])
 
 
 def vars_of(r: Routes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:

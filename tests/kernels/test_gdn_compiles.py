@@ -1,5 +1,7 @@
 """gdn.cu for every architecture, and what its launcher says it can not do. Needs a compiler, no GPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -60,3 +62,6 @@ def test_shapes_it_is_not_built_for_are_refused_with_their_numbers(
 
 def test_a_lane_takes_four_columns_where_that_saves_a_wave() -> None:
     assert [gdn_cuda.columns_for(SHAPE, n, "sm_90a", 132) for n in (1, 2, 4, 5, 8)] == [2, 2, 4, 4, 2]
+    wider = replace(SHAPE, n_v_head=64)  # eight sequences are 3.1 waves of blocks of two columns a lane, or 1.9 of four
+    assert [gdn_cuda.columns_for(wider, 8, "sm_90a", 132, prepares=p) for p in (False, True)] == [2, 4]
+    assert gdn_cuda.columns_for(SHAPE, 8, "sm_90a", 132, prepares=True) == 2

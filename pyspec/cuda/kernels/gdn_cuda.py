@@ -13,6 +13,7 @@ Where rows are few, outputs go into the next product's rows right away (`GdnLaun
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -73,14 +74,18 @@ def defines(shape: StateShape, arch: str, columns: int) -> dict[str, int | str]:
     return {"N_K": shape.n_k_head, "N_V": shape.n_v_head, "COLS": columns, "BLOCKS": blocks}
 
 
-def columns_for(shape: StateShape, n_seq: int, arch: str, n_multiprocessor: int) -> int:
-    """Four where that makes one wave of blocks out of two; else two, which keeps more warps in flight."""
+def columns_for(shape: StateShape, n_seq: int, arch: str, n_multiprocessor: int, *, prepares: bool = False) -> int:
+    """Four where that makes one wave of blocks out of two; else two, which keeps more warps in flight. Of gdn_rows_into, whose
+    blocks come and go by clusters, four also where the last wave is a fifth fuller so."""
 
-    def one_wave(columns: int) -> bool:
+    def waves(columns: int) -> float:
         blocks = shape.n_v_head * n_seq * DIM * LANES // (THREADS * columns)
-        return blocks <= blocks_for(arch, columns) * n_multiprocessor
+        return blocks / (blocks_for(arch, columns) * n_multiprocessor)
 
-    return 4 if one_wave(4) and not one_wave(2) else 2
+    two, four = waves(2), waves(4)
+    if prepares and two > 2 and four / math.ceil(four) > 1.2 * two / math.ceil(two):
+        return 4
+    return 4 if four <= 1 < two else 2
 
 
 def fault_record(device: torch.device) -> Tensor:
@@ -180,7 +185,8 @@ class GdnLaunch:
         meta = [batch.seq_slot, batch.seq_start, batch.seq_fold, batch.seq_keep]
         sizes_of = (layer.state.shape[0], layer.width, n_row, self.chunked if long else NEVER)
         counts: list[jit.Arg] = [*meta, *map(np.int32, sizes_of)]
-        cols = self.columns or columns_for(shape, n_seq, self.arch, self.n_sm)
+        prepares = not isinstance(out, Tensor)
+        cols = self.columns or columns_for(shape, n_seq, self.arch, self.n_sm, prepares=prepares)
         conv, rows, *rows_into = self.kernels[cols]
         fault = fault_record(m.device)
         old = [fold_k, fold_v, fold_e, fold_b]

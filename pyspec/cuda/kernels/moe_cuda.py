@@ -318,6 +318,10 @@ class Experts:
         """
         return self.x_rows(x, norm) if x.shape[0] <= MAX_ROWS else None
 
+    def room(self, n_row: int) -> Rows | None:
+        """The same, for a kernel that puts them there itself."""
+        return self.x_rows.room(n_row) if n_row <= MAX_ROWS else None
+
     def __call__(
         self,
         x: Tensor,

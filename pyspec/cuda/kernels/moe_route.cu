@@ -8,13 +8,14 @@
 //   ids      [row, N_USED]            i32  best first, of equal ones the lower index; in range whatever the logits are
 //   weights  [row, N_USED]            f32
 //   gate     [row]                    f32  sigmoid of the last logit (GATED)
+//   blocks, sums, powers                   the rows normed, as rows.cu's LAYOUT 0 has them, for the experts; null: not wanted
 //
 // Sums have an order of their own for each row and score: a row's bits depend neither on the others nor on the grid. Bound
 // by latency at few rows, so what is the model's is loaded before the predecessor is over: all of a CTA's matrix. Pointers to
 // it are not `const __restrict__`: loads of constants ptxas (13.0) puts behind the wait.
 // Set by the launcher: N_IN, N_EXPERT (at most 512), N_USED (at most 32), SIGMOID, RENORM, BIASED, GATED.
-#include "types.cuh"
 #include "overlap.cuh"
+#include "prepared.cuh"
 
 constexpr u32 kAll = 0xffffffffu;
 
@@ -33,13 +34,65 @@ __device__ __forceinline__ float dot(float4 a, float4 b, float sum) {
   return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, fmaf(a.w, b.w, sum))));
 }
 
-// A CTA has any whole number of groups of kParts warps; each group makes kKept scores of the CTA's `per_cta` rows.
+struct Blocks {  // where normed rows go
+  u16* blocks;
+  float *sums, *powers;
+  int pad;
+  float power;
+};
+
+// Norms a row for each group of kParts warps, from `first` on, with the sum of squares that scores are divided by.
+__device__ __forceinline__ void prepare_rows(const float4* x, const float4* norm, Blocks to, int first, int n_row, float eps) {
+  __shared__ float squares[kWarpsMost];
+  constexpr int kAll256 = (N_IN + 255) / 256 * 64;  // quads of whole blocks of 256 columns
+  constexpr int kSpare = (kAll256 - kParts * kEach * 32 + 31) / 32;  // beyond what warps share: zeros, the last warp's
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, part = warp % kParts, row = first + warp / kParts;
+  const int quad = part * kEach * 32 + lane;
+  const bool is_row = row < n_row;
+  float4 by[kEach], v[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) by[i] = quad + 32 * i < kQuads ? norm[quad + 32 * i] : make_float4(0.f, 0.f, 0.f, 0.f);
+  wait_for_predecessor();
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const bool is_in = is_row && quad + 32 * i < kQuads;
+    v[i] = is_in ? x[static_cast<i64>(row) * kQuads + quad + 32 * i] : make_float4(0.f, 0.f, 0.f, 0.f);
+    sum = dot(v[i], v[i], sum);
+  }
+  sum = warp_sum(sum);
+  if (lane == 0) squares[warp] = sum;
+  __syncthreads();
+  if (!is_row) return;
+  float all = 0.f;
+#pragma unroll
+  for (int k = 0; k < kParts; ++k) all += squares[warp - part + k];
+  const float factor = rsqrtf(all / N_IN + eps) / to.power;
+  if (part == 0 && lane == 0) to.powers[row] = to.power;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const float4 y = make_float4(v[i].x * by[i].x, v[i].y * by[i].y, v[i].z * by[i].z, v[i].w * by[i].w);
+    put_in_block(to.blocks, to.sums, to.pad, row, (quad + 32 * i) * 4, halves_of(y, factor), quad + 32 * i < kAll256);
+  }
+  if (part != kParts - 1) return;
+#pragma unroll
+  for (int i = 0; i < kSpare; ++i)
+    put_in_block(to.blocks, to.sums, to.pad, row, (quad + 32 * (kEach + i)) * 4, make_uint2(0, 0), quad + 32 * (kEach + i) < kAll256);
+}
+
+// A CTA has any whole number of groups of kParts warps; each group makes kKept scores of the CTA's `per_cta` rows. CTAs from
+// `n_score` on norm rows, a group one.
 extern "C" __global__ void __launch_bounds__(32 * kWarpsMost)
-    moe_scores(const float4* x, const float4* norm, const float4* matrix, float* logits,
-               int n_row, int per_cta, float eps) {
+    moe_scores(const float4* x, const float4* norm, const float4* matrix, float* logits, u16* blocks, float* block_sums,
+               float* powers, int n_row, int per_cta, int n_score, int pad, float eps, float power) {
   let_successor_start();
   __shared__ float sums[kRowsMost][kWarpsMost][kKept + 1];  // of each warp: its scores, and squares
   const int warp = threadIdx.x >> 5, n_group = blockDim.x / (32 * kParts);
+  if (static_cast<int>(blockIdx.x) >= n_score) {
+    const int at = (blockIdx.x - n_score) * gridDim.y + blockIdx.y;
+    prepare_rows(x, norm, {blocks, block_sums, powers, pad, power}, at * n_group, n_row, eps);
+    return;
+  }
   const int score = (blockIdx.x * n_group + warp / kParts) * kKept, first = blockIdx.y * per_cta;
   const int quad = warp % kParts * kEach * 32 + (threadIdx.x & 31);  // the lane's first
   const int n = min(per_cta, n_row - first);

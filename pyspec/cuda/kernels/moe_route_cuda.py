@@ -1,4 +1,8 @@
-"""`moe_route` on NVIDIA GPUs: moe_route.cu's two kernels. Sums are those of a row alone, whatever runs beside it."""
+"""`moe_route` on NVIDIA GPUs: moe_route.cu's two kernels. Sums are those of a row alone, whatever runs beside it.
+
+Scores and what experts multiply are made of the same rows, so the first kernel may norm and round them for the experts, too
+(`RouteLaunch.__call__`'s `into`): a launch less before every choice.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
+from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
 from pyspec.cuda.kernels.moe_ref import Routes, RouteSpec
+from pyspec.cuda.kernels.rows_cuda import Rows, RowsLaunch, values_of
 
 MAX_EXPERT, MAX_USED, MAX_COLUMNS = 512, 32, 16384
 KEPT, WARPS, MOST_ROWS = 2, 16, 32  # scores of a warp, warps and rows of a CTA at most: moe_route.cu's
@@ -46,7 +51,7 @@ def defines(spec: RouteSpec) -> dict[str, int | str]:
 @cache
 def _kernels(spec: RouteSpec) -> tuple[Kernel, Kernel]:
     code = compile_cubin("moe_route", arch_of(torch.cuda.get_device_capability(spec.device)), defines(spec))
-    return code.kernel("moe_scores", "ppppiif"), code.kernel("moe_choose", "pppppf")
+    return code.kernel("moe_scores", "ppppppp" + "iiii" + "ff"), code.kernel("moe_choose", "pppppf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,11 @@ class Grid:
     ctas: tuple[int, int]
     threads: int
     per_cta: int
+
+    def for_rows(self, n_row: int, spec: RouteSpec) -> int:
+        """CTAs more, of each line, that norm a row for each of their groups of warps."""
+        n_group = self.threads // (32 * -(-spec.n_in // 1024))
+        return -(-n_row // (n_group * self.ctas[1]))
 
 
 def grid_of(spec: RouteSpec, n_row: int, n_multiprocessor: int) -> Grid:
@@ -68,13 +78,27 @@ def grid_of(spec: RouteSpec, n_row: int, n_multiprocessor: int) -> Grid:
     return Grid((n, -(-n_row // per_cta)), 32 * parts * groups, per_cta)
 
 
-def bind(spec: RouteSpec) -> Callable[..., Routes]:
-    scores, choose = _kernels(replace(spec, scale=1.0, eps=0.0))
-    n_score, n_choose = spec.n_expert + spec.gated, -(-spec.n_expert // 32) * 32
-    overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
-    n_multiprocessor = torch.cuda.get_device_properties(spec.device).multi_processor_count
+class RouteLaunch:
+    """The kernels of one spec; called as moe_ref's."""
 
-    def route(x: Tensor, norm: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Routes:
+    def __init__(self, spec: RouteSpec) -> None:
+        self.spec = spec
+        self.scores, self.choose = _kernels(replace(spec, scale=1.0, eps=0.0))
+        self.n_score, self.n_choose = spec.n_expert + spec.gated, -(-spec.n_expert // 32) * 32
+        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
+        self.n_multiprocessor = torch.cuda.get_device_properties(spec.device).multi_processor_count
+
+    def __call__(
+        self,
+        x: Tensor,
+        norm: Tensor,
+        matrix: Tensor,
+        bias: Tensor | None = None,
+        into: Rows | None = None,
+        power: float = 1.0,
+    ) -> Routes:
+        """`into`: where rows normed with `norm` go, over `power`, as rows.cu would put them (LAYOUT 0)."""
+        spec, n_score = self.spec, self.n_score
         assert matrix.shape == (n_score, spec.n_in) and matrix.is_contiguous() and (bias is not None) == spec.biased
         assert norm.shape == (spec.n_in,) and norm.is_contiguous() and x.shape[1] == spec.n_in
         x, n_row = x.contiguous(), x.shape[0]
@@ -83,14 +107,19 @@ def bind(spec: RouteSpec) -> Callable[..., Routes]:
         gate = torch.empty(n_row, 1, **floats) if spec.gated else None
         ids = torch.empty(n_row, spec.n_used, dtype=torch.int32, device=x.device)
         if n_row:
-            grid = grid_of(spec, n_row, n_multiprocessor)
-            sizes = np.int32(n_row), np.int32(grid.per_cta), np.float32(spec.eps)
-            scores.launch(grid.ctas, grid.threads, (x, norm, matrix, logits, *sizes), overlap=overlap)
+            grid = grid_of(spec, n_row, self.n_multiprocessor)
+            to: list[Arg] = [logits] * 3 if into is None else [into.blocks, into.sums, into.powers]
+            sizes = np.int32(n_row), np.int32(grid.per_cta), np.int32(grid.ctas[0]), np.int32(into.pad if into else 0)
+            args = (x, norm, matrix, logits, *to, *sizes, np.float32(spec.eps), np.float32(power))
+            n_more = 0 if into is None else grid.for_rows(n_row, spec)
+            self.scores.launch((grid.ctas[0] + n_more, grid.ctas[1]), grid.threads, args, overlap=self.overlap)
             args = (logits, logits if bias is None else bias, ids, weights, logits if gate is None else gate)
-            choose.launch((n_row,), n_choose, (*args, np.float32(spec.scale)), overlap=overlap)
+            self.choose.launch((n_row,), self.n_choose, (*args, np.float32(spec.scale)), overlap=self.overlap)
         return Routes(ids, weights, gate)
 
-    return route
+
+def bind(spec: RouteSpec) -> RouteLaunch:
+    return RouteLaunch(spec)
 
 
 def check(launch: Callable[..., Routes], reference: Callable[..., Routes], spec: RouteSpec) -> str | None:
@@ -122,4 +151,20 @@ def check(launch: Callable[..., Routes], reference: Callable[..., Routes], spec:
             off = max(off, float((got.gate - want.gate).abs().amax()))
         if not off < 1e-4:
             return f"weights differ from the reference by {off:.2g}"
+        if isinstance(launch, RouteLaunch) and (why := _check_rows(launch, got, given, norm)) is not None:
+            return why
     return None
+
+
+def _check_rows(launch: RouteLaunch, alone: Routes, given: list[Tensor], norm: Tensor) -> str | None:
+    """Rows that are normed on the way, and the choices beside them."""
+    spec, n_row = launch.spec, len(given[0])
+    into = RowsLaunch(spec.device, spec.n_in, (8, 64)).room(n_row)
+    routes = launch(*given[:3], given[3] if spec.biased else None, into, 2.0)
+    if not torch.equal(routes.ids, alone.ids) or not torch.equal(routes.weights, alone.weights):
+        return "choices are others where rows are normed on the way"
+    if spec.n_in % 32:
+        return None  # of no use to experts
+    want = F.rms_norm(given[0].cpu(), norm.shape, norm, spec.eps)
+    off = (values_of(into, spec.n_in)[0].cpu() - want).abs().amax() / want.abs().amax()
+    return None if off < 1e-3 else f"rows normed on the way differ from the reference by {float(off):.2g}"
