@@ -1,8 +1,8 @@
 """`attend_prompt`: causal attention of a prompt's many rows, by the library's kernel over keys gathered from their pages.
 
 Our own kernel reads keys once for few rows; with hundreds of rows attention is arithmetic, where the library is near the tensor
-cores' peak and a copy of the keys costs little. Which of the two a sequence takes depends on its own rows alone, so its
-bits do not depend on its neighbours.
+cores' peak and a copy of the keys costs little. Which of the two a sequence takes depends on its own rows and keys alone, so
+its bits do not depend on its neighbours.
 
     q     [row, head, dim]  f32
     k, v  [key, kv, dim]    f16 or bf16, whatever the pool's type; the rows are those of the last keys
