@@ -1,4 +1,5 @@
-// linear_sm90: linear.cu with the copy engine of sm_90 and later; same arguments, same sums in the same order.
+// linear_sm90: linear.cu with the copy engine of sm_90 and later; same arguments, and but for Q4_K and Q5_K (whole.cuh) same sums in
+// the same order.
 //
 // A warp of its own keeps the stages filled by bulk copies, each completing on a barrier; computing warps wait for
 // stages one by one and leave them one by one, so nothing holds all warps together. A warp fetches a block's codes while
@@ -104,10 +105,6 @@ __device__ __forceinline__ void leave(u32 empty, const Accumulator& acc) {
 
 #include "whole.cuh"
 
-struct End {  // of a chunk, what its blocks share
-  Scales scales[TILES_M];
-};
-
 __device__ __forceinline__ u32 first_record(u32 stage) {  // the warp's
   return stage + (threadIdx.x >> 5) / WARPS_N * TILES_M * RECORD;
 }
@@ -172,19 +169,19 @@ __device__ __forceinline__ void sum_units(Accumulator& acc, Ring& at, int n, u32
     fetch_codes(odd, stage, CHUNK - 1);
     multiply(sums, even, x, k16384);
     fetch_rows(x, stage, CHUNK - 1);
-    End end;
+    Scales scales[TILES_M];
 #pragma unroll
-    for (int m = 0; m < TILES_M; ++m) fetch(end.scales[m], first_record(stage) + m * RECORD);
+    for (int m = 0; m < TILES_M; ++m) fetch(scales[m], first_record(stage) + m * RECORD);
     multiply(sums, odd, x, k16384);
     u32 minima[TILES_M][2];
 #pragma unroll
-    for (int m = 0; m < TILES_M; ++m) minima_of(minima[m], end.scales[m].word, end.scales[m].next);
+    for (int m = 0; m < TILES_M; ++m) minima_of(minima[m], scales[m].word, scales[m].next);
 #pragma unroll
     for (int k = 0; k < TILES_N; ++k) {
       const Parts parts = parts_of(stage, k);
 #pragma unroll
       for (int m = 0; m < TILES_M; ++m) {
-        const Factors factors(end.scales[m]);
+        const Factors factors(scales[m]);
         add_whole(acc.v[m][k], sums.v[m][k], factors);
         add_minima(acc.v[m][k], minima[m], parts, factors);
       }
