@@ -122,9 +122,10 @@ def feed(m: Model, w: Weights, experts: Run, shared: tuple[Streamed, Streamed] |
         routes = None if is_new else route(x, w.norm.weight, w.router, w.bias)  # it came first
         together = shared_of(x) if shared is not None else None
         n, prep = (x, w.norm) if down is None else (down(x, w.norm), None)
-        ready = (experts.prepare(n, prep),) if is_new else ()  # type: ignore[attr-defined]
+        into = experts.room(len(x)) if hasattr(experts, "room") and prep is not None else None
+        ready = (into or experts.prepare(n, prep),) if is_new else ()  # type: ignore[attr-defined]
         if routes is None:
-            routes = route(x, w.norm.weight, w.router, w.bias)
+            routes = route(x, w.norm.weight, w.router, w.bias, into, w.norm.power)
         added = Added(x, None, routes.gate)
         if together is not None:
             added = Added(together) if routes.gate is None else Added(x, together, routes.gate)

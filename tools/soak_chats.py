@@ -4,9 +4,10 @@
     python tools/soak.py --chats --minutes 5 --device cuda --ctx 24576 --ahead --model demo [--later]
 
 Checked: every text, cancelled ones included, is what one slot without drafter and without cache says; no request fails; every
-page and state is accounted for at the end, and holds what it should (soak_audit.py); memory does not grow. A GPU rounds rows to f16 and sums them in an order that
-depends on how a prompt was cut: there only tokens count that are clearly better than the next one, and texts of models with
-experts, whose choice such a difference may tip, are counted where they part, not judged.
+page and state is accounted for at the end, and holds what it should (soak_audit.py); memory does not grow. A GPU rounds rows to
+f16 and sums them in an order that depends on how a prompt was cut: there only tokens count that are clearly better than the next
+one that may be said, and texts of models with experts, whose choice such a difference may tip, are counted where they part, not
+judged.
 """
 
 from __future__ import annotations

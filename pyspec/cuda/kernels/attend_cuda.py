@@ -29,10 +29,8 @@ OP_ID = 4  # in the fault record
 DIMS = (64, 128, 256)
 N_TILES = (1, 2, 3, 4, 6)  # columns of a block in eights
 SPLIT, MAX_SEQ, STEP_BYTES, SCALE_BYTES = 1024, 128, 2048, 256  # as in attend_fold.cuh and attend.cu
-FEW, MANY = (
-    16,
-    192,
-)  # rows of a prompt's piece that run here however many splits it sees; others while rows times splits are few
+# Rows of a prompt's piece that run here however many splits they see; more do while rows times splits are up to MANY.
+FEW, MANY = 16, 192
 MAX_DEPTH = 6
 WIDE_WARPS = 1536  # of the merge: about as many as fit an H200 when each keeps 16 partials in registers
 KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
@@ -229,6 +227,7 @@ def workspace_bytes(spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int
 
 
 def most_floats(spec: AttendSpec, n_seq: int, n_key: int, n_row: int, arch: str, n_sm: int) -> int:
+    """The same in numbers, on a GPU of `n_sm` multiprocessors."""
     group, n_split = spec.n_head // spec.n_kv_head, -(-n_key // SPLIT)
     rows = max(max(n_row, FEW) * n_split, MANY)  # times splits
     most = 0
