@@ -218,7 +218,7 @@ def _memory_plan(
         draft_weights,
         draft_kv,
         activations=activations,
-        workspace=workspace,
+        workspace=workspace + _attention_bytes(c, d, s, n_ctx, device),
     )
     head = plan_head(file, d, s.draft_head, dense, device)
     return (
@@ -237,7 +237,7 @@ def _workspace(c: DecoderConfig, d: DraftPlan, s: EngineSettings, n_ctx: int, de
     if d.kind == "dflash" and d.file is not None:
         n_tap, n_held = len(dflash.read_config(d.file).taps), dflash.held_rows(s.np)
     graphs = graph_shapes(s.np, d.n_draft + 1, late=n_held > 0) if cuda else []
-    activations, workspace = workspace_bytes(
+    return workspace_bytes(
         n_row=_batch(s, device),
         n_embd=c.n_embd,
         n_ff=c.n_ff,
@@ -248,7 +248,6 @@ def _workspace(c: DecoderConfig, d: DraftPlan, s: EngineSettings, n_ctx: int, de
         key_bytes=(8 if s.kv_type in ("q8_0", "f8_e4m3") else 4) * n_ctx * c.attention.n_kv_head * c.attention.head_dim,
         cuda=cuda,
     )
-    return activations, workspace + _attention_bytes(c, d, s, n_ctx, device)
 
 
 def _attention_bytes(c: DecoderConfig, d: DraftPlan, s: EngineSettings, n_ctx: int, device: torch.device) -> int:

@@ -245,6 +245,8 @@ def random_packed(type: GGMLType, n_out: int, n_in: int, device: torch.device) -
     at = (
         0 if type in HALVES else -(n_half * 32 * n_block or RECORDS[type] - 256 * CHUNKS[type])
     )  # all behind E2M1 codes
+    if type in (GGMLType.Q4_K, GGMLType.Q5_K):  # before them scales and minima of each row and block, of six bits
+        records[:, at - 32 * CHUNKS[type] : at] &= 0x3F
     floats = records[:, at:]
     floats &= 0x1F
     if type in (GGMLType.MXFP4, GGMLType.NVFP4):
