@@ -86,6 +86,33 @@ def test_the_plan_has_the_rows_of_all_graphs(tmp_path, monkeypatch, kind, np) ->
     assert (sizes["n_held"] > 0) == inner.by_single == (kind == "dflash" and np <= 32)
 
 
+@pytest.mark.parametrize("kind", ["mtp", "dflash"])
+def test_partial_sums_of_attention_are_planned_for_target_and_drafter_and_taken(tmp_path, monkeypatch, kind) -> None:
+    target = write("qwen35", tmp_path / "t.gguf", quant="f32", tiny=True)
+    draft = write("qwen35", tmp_path / "d.gguf", quant="f32", tiny=True, drafter=True) if kind == "dflash" else None
+    settings, asked = EngineSettings(np=3, spec_type=kind, draft_path=draft), []
+
+    def bytes_of(spec, n_seq, n_key, n_row) -> int:
+        asked.append((spec.n_head, n_seq, n_key, n_row))
+        return 1000 * len(asked)
+
+    monkeypatch.setattr(plan, "free_bytes", lambda device: 8 << 30)
+    monkeypatch.setattr(loading.attend_cuda, "workspace_bytes", lambda *args: 0)
+    file, draft_file = open_gguf(target), None if draft is None else open_gguf(draft)
+    d = loading.plan_draft(file, draft_file, settings)
+    args = read_config(file), d, settings, 512, 256, None, torch.device("cuda")
+    without = loading._memory_plan(file, *args)
+    monkeypatch.setattr(loading.attend_cuda, "workspace_bytes", bytes_of)
+    assert loading._memory_plan(file, *args).workspace - without.workspace == 1000 * len(asked)
+    assert len(asked) == (2 if kind == "dflash" else 1)
+    assert all(n_seq == 3 and n_key > 256 and n_row > d.n_draft for _, n_seq, n_key, n_row in asked)
+    space = loading.attend_cuda.Workspace(torch.device("cpu"))
+    monkeypatch.setattr(loading.attend_cuda, "workspace", lambda device: space)
+    loading._take_for_attention(4000, torch.device("cuda"))
+    first = space.buffers[-1]
+    assert first.numel() == 1000 and space.take(999) is first and len(space.buffers) == 1
+
+
 def test_no_graph_is_captured_after_warm_up(monkeypatch) -> None:
     ran, captured = [], []
     graphed = Graphed(lambda batch: ran.append(batch.bucket))
