@@ -24,6 +24,7 @@ import torch
 
 from pyspec import synth
 from pyspec.cuda import survey
+from pyspec.cuda.kernels import linear_pair
 from pyspec.engine import Engine
 from pyspec.synth.dims import Dims, NemotronHMoe, Qwen35, find, widened
 
@@ -98,7 +99,10 @@ def main() -> None:
     parser.add_argument("--quants", nargs="*", default=["q8_0"], help="of the weights, e.g. q8_0 q4_k nvfp4")
     parser.add_argument("--models", nargs="*", default=[m for m, _, _ in MODELS], help="e.g. llama qwen35:dflash")
     parser.add_argument("--weights", default="auto", help="packed: no f16 copies for the library's products")
+    parser.add_argument("--no-pairs", action="store_true", help="matrices this small, too, as large ones are multiplied")
     args = parser.parse_args()
+    if args.no_pairs:
+        linear_pair.MOST_BYTES = -1
     torch.zeros(1, device=args.device)  # a sanitizer gives up on who does not come to the GPU within seconds
     with tempfile.TemporaryDirectory() as folder:
         for quant in args.quants:

@@ -41,47 +41,54 @@ struct Blocks {  // where normed rows go
   float power;
 };
 
-// Norms a row for each group of kParts warps, from `first` on, with the sum of squares that scores are divided by.
-__device__ __forceinline__ void prepare_rows(const float4* x, const float4* norm, Blocks to, int first, int n_row, float eps) {
-  __shared__ float squares[kWarpsMost];
+// Norms a row at a time for each group of kParts warps, every `step`-th from `first` on, with the sum of squares that scores
+// are divided by.
+__device__ __forceinline__ void prepare_rows(const float4* x, const float4* norm, Blocks to, int first, int step, int n_row,
+                                             float eps) {
+  __shared__ float squares[2][kWarpsMost];
   constexpr int kAll256 = (N_IN + 255) / 256 * 64;  // quads of whole blocks of 256 columns
   constexpr int kSpare = (kAll256 - kParts * kEach * 32 + 31) / 32;  // beyond what warps share: zeros, the last warp's
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, part = warp % kParts, row = first + warp / kParts;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, part = warp % kParts;
   const int quad = part * kEach * 32 + lane;
-  const bool is_row = row < n_row;
-  float4 by[kEach], v[kEach];
+  float4 by[kEach];
 #pragma unroll
   for (int i = 0; i < kEach; ++i) by[i] = quad + 32 * i < kQuads ? norm[quad + 32 * i] : make_float4(0.f, 0.f, 0.f, 0.f);
   wait_for_predecessor();
-  float sum = 0.f;
+  for (int turn = 0; first + turn * step < n_row; ++turn) {  // all warps of a CTA together
+    const int row = first + turn * step + warp / kParts;
+    const bool is_row = row < n_row;
+    float4 v[kEach];
+    float sum = 0.f;
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const bool is_in = is_row && quad + 32 * i < kQuads;
-    v[i] = is_in ? x[static_cast<i64>(row) * kQuads + quad + 32 * i] : make_float4(0.f, 0.f, 0.f, 0.f);
-    sum = dot(v[i], v[i], sum);
+    for (int i = 0; i < kEach; ++i) {
+      const bool is_in = is_row && quad + 32 * i < kQuads;
+      v[i] = is_in ? x[static_cast<i64>(row) * kQuads + quad + 32 * i] : make_float4(0.f, 0.f, 0.f, 0.f);
+      sum = dot(v[i], v[i], sum);
+    }
+    sum = warp_sum(sum);
+    if (lane == 0) squares[turn & 1][warp] = sum;
+    __syncthreads();  // one a turn is enough: the turn after writes the other half
+    float all = 0.f;
+#pragma unroll
+    for (int k = 0; k < kParts; ++k) all += squares[turn & 1][warp - part + k];
+    const float factor = rsqrtf(all / N_IN + eps) / to.power;
+    if (is_row && part == 0 && lane == 0) to.powers[row] = to.power;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const float4 y = make_float4(v[i].x * by[i].x, v[i].y * by[i].y, v[i].z * by[i].z, v[i].w * by[i].w);
+      const bool is_block = is_row && quad + 32 * i < kAll256;
+      put_in_block(to.blocks, to.sums, to.pad, row, (quad + 32 * i) * 4, halves_of(y, factor), is_block);
+    }
+#pragma unroll
+    for (int i = 0; i < kSpare; ++i) {
+      const int spare = quad + 32 * (kEach + i);
+      put_in_block(to.blocks, to.sums, to.pad, row, spare * 4, make_uint2(0, 0), is_row && part == kParts - 1 && spare < kAll256);
+    }
   }
-  sum = warp_sum(sum);
-  if (lane == 0) squares[warp] = sum;
-  __syncthreads();
-  if (!is_row) return;
-  float all = 0.f;
-#pragma unroll
-  for (int k = 0; k < kParts; ++k) all += squares[warp - part + k];
-  const float factor = rsqrtf(all / N_IN + eps) / to.power;
-  if (part == 0 && lane == 0) to.powers[row] = to.power;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const float4 y = make_float4(v[i].x * by[i].x, v[i].y * by[i].y, v[i].z * by[i].z, v[i].w * by[i].w);
-    put_in_block(to.blocks, to.sums, to.pad, row, (quad + 32 * i) * 4, halves_of(y, factor), quad + 32 * i < kAll256);
-  }
-  if (part != kParts - 1) return;
-#pragma unroll
-  for (int i = 0; i < kSpare; ++i)
-    put_in_block(to.blocks, to.sums, to.pad, row, (quad + 32 * (kEach + i)) * 4, make_uint2(0, 0), quad + 32 * (kEach + i) < kAll256);
 }
 
 // A CTA has any whole number of groups of kParts warps; each group makes kKept scores of the CTA's `per_cta` rows. CTAs from
-// `n_score` on norm rows, a group one.
+// `n_score` on norm rows, a group one at a time.
 extern "C" __global__ void __launch_bounds__(32 * kWarpsMost)
     moe_scores(const float4* x, const float4* norm, const float4* matrix, float* logits, u16* blocks, float* block_sums,
                float* powers, int n_row, int per_cta, int n_score, int pad, float eps, float power) {
@@ -89,8 +96,8 @@ extern "C" __global__ void __launch_bounds__(32 * kWarpsMost)
   __shared__ float sums[kRowsMost][kWarpsMost][kKept + 1];  // of each warp: its scores, and squares
   const int warp = threadIdx.x >> 5, n_group = blockDim.x / (32 * kParts);
   if (static_cast<int>(blockIdx.x) >= n_score) {
-    const int at = (blockIdx.x - n_score) * gridDim.y + blockIdx.y;
-    prepare_rows(x, norm, {blocks, block_sums, powers, pad, power}, at * n_group, n_row, eps);
+    const int at = (blockIdx.x - n_score) * gridDim.y + blockIdx.y, step = (gridDim.x - n_score) * gridDim.y * n_group;
+    prepare_rows(x, norm, {blocks, block_sums, powers, pad, power}, at * n_group, step, n_row, eps);
     return;
   }
   const int score = (blockIdx.x * n_group + warp / kParts) * kKept, first = blockIdx.y * per_cta;

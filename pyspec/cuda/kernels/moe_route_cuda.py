@@ -56,26 +56,33 @@ def _kernels(spec: RouteSpec) -> tuple[Kernel, Kernel]:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """CTAs of moe_scores, their threads, and rows of each."""
+    """CTAs of moe_scores, their threads, and rows of each. `preparing`: columns of `ctas` beyond those that make scores."""
 
     ctas: tuple[int, int]
     threads: int
     per_cta: int
+    preparing: int = 0
 
-    def for_rows(self, n_row: int, spec: RouteSpec) -> int:
-        """CTAs more, of each line, that norm a row for each of their groups of warps."""
-        n_group = self.threads // (32 * -(-spec.n_in // 1024))
-        return -(-n_row // (n_group * self.ctas[1]))
+    @property
+    def scoring(self) -> int:
+        return self.ctas[0] - self.preparing
 
 
-def grid_of(spec: RouteSpec, n_row: int, n_multiprocessor: int) -> Grid:
-    """Rows are spread over CTAs while multiprocessors have room: one has 16 of such warps at once."""
+def grid_of(spec: RouteSpec, n_row: int, n_multiprocessor: int, prepares: bool = False) -> Grid:
+    """Rows are spread over CTAs while multiprocessors have room: one has 16 of such warps at once.
+
+    prepares: rows are normed for the experts, too, by CTAs of their own that have their place in that room: a CTA that
+    has to wait for another costs as much as all of them.
+    """
     parts = -(-spec.n_in // 1024)
     groups = 1 if n_row <= FEW else WARPS // parts
-    n = -(-(spec.n_expert + spec.gated) // (KEPT * groups))
-    room = n_multiprocessor * (WARPS // (parts * groups)) // n
-    per_cta = -(-n_row // max(min(n_row, room), -(-n_row // MOST_ROWS)))
-    return Grid((n, -(-n_row // per_cta)), 32 * parts * groups, per_cta)
+    n, places = -(-(spec.n_expert + spec.gated) // (KEPT * groups)), n_multiprocessor * (WARPS // (parts * groups))
+    n_line = max(min(n_row, places // (n + prepares)), -(-n_row // MOST_ROWS))
+    per_cta = -(-n_row // n_line)
+    n_line = -(-n_row // per_cta)
+    wanted = -(-n_row // (groups * n_line))
+    preparing = max(min(wanted, places // n_line - n), 1) if prepares else 0
+    return Grid((n + preparing, n_line), 32 * parts * groups, per_cta, preparing)
 
 
 class RouteLaunch:
@@ -107,12 +114,11 @@ class RouteLaunch:
         gate = torch.empty(n_row, 1, **floats) if spec.gated else None
         ids = torch.empty(n_row, spec.n_used, dtype=torch.int32, device=x.device)
         if n_row:
-            grid = grid_of(spec, n_row, self.n_multiprocessor)
+            grid = grid_of(spec, n_row, self.n_multiprocessor, into is not None)
             to: list[Arg] = [logits] * 3 if into is None else [into.blocks, into.sums, into.powers]
-            sizes = np.int32(n_row), np.int32(grid.per_cta), np.int32(grid.ctas[0]), np.int32(into.pad if into else 0)
+            sizes = np.int32(n_row), np.int32(grid.per_cta), np.int32(grid.scoring), np.int32(into.pad if into else 0)
             args = (x, norm, matrix, logits, *to, *sizes, np.float32(spec.eps), np.float32(power))
-            n_more = 0 if into is None else grid.for_rows(n_row, spec)
-            self.scores.launch((grid.ctas[0] + n_more, grid.ctas[1]), grid.threads, args, overlap=self.overlap)
+            self.scores.launch(grid.ctas, grid.threads, args, overlap=self.overlap)
             args = (logits, logits if bias is None else bias, ids, weights, logits if gate is None else gate)
             self.choose.launch((n_row,), self.n_choose, (*args, np.float32(spec.scale)), overlap=self.overlap)
         return Routes(ids, weights, gate)
