@@ -99,7 +99,9 @@ def main() -> None:
     parser.add_argument("--quants", nargs="*", default=["q8_0"], help="of the weights, e.g. q8_0 q4_k nvfp4")
     parser.add_argument("--models", nargs="*", default=[m for m, _, _ in MODELS], help="e.g. llama qwen35:dflash")
     parser.add_argument("--weights", default="auto", help="packed: no f16 copies for the library's products")
-    parser.add_argument("--no-pairs", action="store_true", help="matrices this small, too, as large ones are multiplied")
+    parser.add_argument(
+        "--no-pairs", action="store_true", help="matrices this small, too, as large ones are multiplied"
+    )
     args = parser.parse_args()
     if args.no_pairs:
         linear_pair.MOST_BYTES = -1

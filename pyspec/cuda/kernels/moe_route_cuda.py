@@ -16,11 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
+from pyspec.cuda.kernels.linear_cuda import n_shared
 from pyspec.cuda.kernels.moe_ref import Routes, RouteSpec
 from pyspec.cuda.kernels.rows_cuda import Rows, RowsLaunch, values_of
 
 MAX_EXPERT, MAX_USED, MAX_COLUMNS = 512, 32, 16384
-KEPT, WARPS, MOST_ROWS = 2, 16, 32  # scores of a warp, warps and rows of a CTA at most: moe_route.cu's
+KEPT, WARPS, MOST_ROWS, TURN = (
+    2,
+    16,
+    32,
+    4,
+)  # scores of a warp, warps and rows of a CTA at most, rows of a turn: moe_route.cu's
 TIE = 1e-5  # between scores that rounding may turn
 FEW = 16  # rows up to which CTAs are small, so that all multiprocessors have some
 
@@ -50,8 +56,17 @@ def defines(spec: RouteSpec) -> dict[str, int | str]:
 
 @cache
 def _kernels(spec: RouteSpec) -> tuple[Kernel, Kernel]:
-    code = compile_cubin("moe_route", arch_of(torch.cuda.get_device_capability(spec.device)), defines(spec))
-    return code.kernel("moe_scores", "ppppppp" + "iiii" + "ff"), code.kernel("moe_choose", "pppppf")
+    capability = torch.cuda.get_device_capability(spec.device)
+    code = compile_cubin("moe_route", arch_of(capability), defines(spec))
+    scores = code.kernel("moe_scores", "ppppppp" + "iiiii" + "ff")
+    return scores.allow_shared(staged_bytes(spec, MOST_ROWS, capability)), code.kernel("moe_choose", "pppppf")
+
+
+def staged_bytes(spec: RouteSpec, n_row: int, capability: tuple[int, int]) -> int:
+    """Shared memory for two turns of rows. None where CTAs are small, or where it does not hold them: they are read one by one."""
+    n_turn = 2 if capability >= (10, 0) else 4  # rows: moe_route.cu's kTurn
+    n = 2 * n_turn * spec.n_in * 4
+    return n if n_row > FEW and n <= n_shared(capability) else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,17 +86,20 @@ class Grid:
 def grid_of(spec: RouteSpec, n_row: int, n_multiprocessor: int, prepares: bool = False) -> Grid:
     """Rows are spread over CTAs while multiprocessors have room: one has 16 of such warps at once.
 
-    prepares: rows are normed for the experts, too, by CTAs of their own that have their place in that room: a CTA that
-    has to wait for another costs as much as all of them.
+    prepares: rows are normed for the experts, too, a row for each group of warps of CTAs of their own. These have their place
+    in that room: what has to wait for a multiprocessor costs as much as all the others.
     """
     parts = -(-spec.n_in // 1024)
     groups = 1 if n_row <= FEW else WARPS // parts
-    n, places = -(-(spec.n_expert + spec.gated) // (KEPT * groups)), n_multiprocessor * (WARPS // (parts * groups))
-    n_line = max(min(n_row, places // (n + prepares)), -(-n_row // MOST_ROWS))
+    n, room = -(-(spec.n_expert + spec.gated) // (KEPT * groups)), n_multiprocessor * (WARPS // (parts * groups))
+    least = -(-n_row // MOST_ROWS)
+    for n_line in range(max(min(n_row, room // n), least), least - 1, -1):
+        preparing = -(-n_row // (groups * n_line)) if prepares else 0
+        if (n + preparing) * n_line <= room:
+            break
     per_cta = -(-n_row // n_line)
     n_line = -(-n_row // per_cta)
-    wanted = -(-n_row // (groups * n_line))
-    preparing = max(min(wanted, places // n_line - n), 1) if prepares else 0
+    preparing = -(-n_row // (groups * n_line)) if prepares else 0
     return Grid((n + preparing, n_line), 32 * parts * groups, per_cta, preparing)
 
 
@@ -92,7 +110,8 @@ class RouteLaunch:
         self.spec = spec
         self.scores, self.choose = _kernels(replace(spec, scale=1.0, eps=0.0))
         self.n_score, self.n_choose = spec.n_expert + spec.gated, -(-spec.n_expert // 32) * 32
-        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
+        self.capability = torch.cuda.get_device_capability(spec.device)
+        self.overlap = self.capability >= (9, 0)
         self.n_multiprocessor = torch.cuda.get_device_properties(spec.device).multi_processor_count
 
     def __call__(
@@ -116,9 +135,10 @@ class RouteLaunch:
         if n_row:
             grid = grid_of(spec, n_row, self.n_multiprocessor, into is not None)
             to: list[Arg] = [logits] * 3 if into is None else [into.blocks, into.sums, into.powers]
-            sizes = np.int32(n_row), np.int32(grid.per_cta), np.int32(grid.scoring), np.int32(into.pad if into else 0)
-            args = (x, norm, matrix, logits, *to, *sizes, np.float32(spec.eps), np.float32(power))
-            self.scores.launch(grid.ctas, grid.threads, args, overlap=self.overlap)
+            n_staged = staged_bytes(spec, n_row, self.capability)
+            sizes = n_row, grid.per_cta, grid.scoring, into.pad if into else 0, int(n_staged > 0)
+            args = (x, norm, matrix, logits, *to, *map(np.int32, sizes), np.float32(spec.eps), np.float32(power))
+            self.scores.launch(grid.ctas, grid.threads, args, n_staged, overlap=self.overlap)
             args = (logits, logits if bias is None else bias, ids, weights, logits if gate is None else gate)
             self.choose.launch((n_row,), self.n_choose, (*args, np.float32(spec.scale)), overlap=self.overlap)
         return Routes(ids, weights, gate)
