@@ -7,7 +7,7 @@ from torch import Tensor
 from pyspec.cuda.kernels import mamba2_cuda
 from pyspec.cuda.kernels.mamba2 import mamba2
 from pyspec.cuda.kernels.mamba2_ref import Mamba2Spec, Params
-from pyspec.cuda.kernels.rows_ref import GroupNorm, Norm
+from pyspec.cuda.kernels.rows_ref import GroupNorm, Norm, norm_power
 from pyspec.models.weights import Streamed, Want, Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Mamba2Shape, Memory
@@ -40,6 +40,7 @@ class Mamba:
         a, dt_bias, d = (w.vector(f"{prefix}.{name}").flatten() for name in ("ssm_a", "ssm_dt.bias", "ssm_d"))
         self.params = Params(a, dt_bias, d, conv_w, conv_b)
         self.group_norm = w.vector(f"{prefix}.ssm_norm.weight").flatten()
+        self.group_power = norm_power(self.group_norm)
         spec = Mamba2Spec(w.device, shape)
         self.mamba2, self.capturable = mamba2.bind(spec), mamba2.chosen(spec).capturable
         self.fold = mamba2_cuda.folder(spec) if mamba2.chosen(spec).name == "cuda" else None
@@ -51,4 +52,5 @@ class Mamba:
         """The residual stream x [row, n_embd] -> x + mamba(norm(x))."""
         gate, m, dt = self.proj(x, self.norm).split(self.split, -1)
         o = self.mamba2(m, dt, self.params, memory.states[layer], batch, **self.told)
-        return self.out(o.flatten(1), GroupNorm(self.group_norm, self.eps, gate, self.shape.n_group), residual=x)
+        prep = GroupNorm(self.group_norm, self.eps, gate, self.shape.n_group, self.group_power)
+        return self.out(o.flatten(1), prep, residual=x)

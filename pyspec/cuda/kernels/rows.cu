@@ -18,10 +18,10 @@
 //   RELU2  max(x, 0)^2
 //   GROUPS y * rsqrt(mean y^2 + eps) * weight with y = x * silu(gate), over each DIM columns
 //
-// NORM and HEADS divide by `power` as given (why: rows_ref.py); the others by the power that brings the row's largest
+// NORM, HEADS and GROUPS divide by `power` as given (why: rows_ref.py); the others by the power that brings the row's largest
 // magnitude into [1, 2). Rounding is 2^-11 of each value down to 2^-14 of the power, absolute below.
 // For few rows gdn.cu writes what HEADS makes in LAYOUT 0 itself, to the bit: both do it as in prepared.cuh.
-// One CTA of 512 threads a row, its values in registers; bound by latency.
+// A CTA has a row, of GROUPS a group of one, its values in registers; bound by latency.
 #include "overlap.cuh"
 #include "prepared.cuh"
 
@@ -33,16 +33,16 @@
 #define GROUPS 5
 #define RELU2 6
 
-constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kOwn = KIND == GROUPS ? DIM : COLUMNS;  // columns of a CTA
+constexpr int kThreads = KIND == GROUPS && DIM < 2048 ? DIM / 4 : 512, kWarps = kThreads / 32;
 constexpr int kPadded = LAYOUT == 1 ? COLUMNS : (COLUMNS + 255) / 256 * 256;
-constexpr int kQuads = (kPadded / 4 + kThreads - 1) / kThreads;  // of 4 columns, of a thread
+constexpr int kQuads = ((KIND == GROUPS ? DIM : kPadded) / 4 + kThreads - 1) / kThreads;  // of 4 columns, of a thread
 static_assert(COLUMNS % 32 == 0 && (KIND != HEADS || COLUMNS % 128 == 0), "whole blocks, and whole warps of a head");
-static_assert(KIND != GROUPS || (DIM % 128 == 0 && COLUMNS % DIM == 0), "a warp's columns are of one group");
+static_assert(KIND != GROUPS || (DIM % 128 == 0 && COLUMNS % DIM == 0), "whole warps of a group, and of what is padded behind");
 
 struct Source {
   const float *x, *gate;
   int gate_step;
-  float eps;
 };
 
 __device__ __forceinline__ float4 load4(const float* p) { return *reinterpret_cast<const float4*>(p); }
@@ -50,15 +50,14 @@ __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + __expf(-
 
 // A thread's weights. They are the model's: loaded before the predecessor is over, if they are not `const __restrict__`,
 // for loads of constants ptxas (13.0) puts behind the wait.
-constexpr bool kEarly = KIND != GROUPS || COLUMNS <= 16384;  // wider ones have no registers left for them
-constexpr int kWeights = KIND == NORM || (KIND == GROUPS && kEarly) ? kQuads : 1;
+constexpr int kWeights = KIND == NORM || KIND == GROUPS ? kQuads : 1;
 
-__device__ __forceinline__ void load_weights(float4 (&w)[kWeights], const float* weight) {
-  if ((KIND != NORM && KIND != HEADS && KIND != GROUPS) || !kEarly) return;
+__device__ __forceinline__ void load_weights(float4 (&w)[kWeights], const float* weight, int start) {
+  if (KIND != NORM && KIND != HEADS && KIND != GROUPS) return;
 #pragma unroll
   for (int i = 0; i < kWeights; ++i) {
-    const int column = (i * kThreads + threadIdx.x) * 4;
-    w[i] = column < COLUMNS ? load4(weight + (KIND == HEADS ? column % DIM : column)) : make_float4(0.f, 0.f, 0.f, 0.f);
+    const int own = (i * kThreads + threadIdx.x) * 4, column = KIND == HEADS ? own % DIM : start + own;
+    w[i] = own < kOwn ? load4(weight + column) : make_float4(0.f, 0.f, 0.f, 0.f);
   }
 }
 
@@ -66,25 +65,35 @@ __device__ __forceinline__ const float* gate_at(const Source& s, int column) {
   return s.gate + static_cast<i64>(column / DIM) * s.gate_step + column % DIM;
 }
 
-// Four values, prepared but for NORM's common factor; zeros beyond the row. `squares` grows by those of x if NORM.
-__device__ __forceinline__ float4 prepared(const Source& s, int column, float4 w, float& squares) {
-  const bool is_in = column < COLUMNS;
-  float4 v = is_in ? load4(s.x + column) : make_float4(0.f, 0.f, 0.f, 0.f);
-  if (KIND == NORM) squares += v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w);
-  if (KIND == NORM) v = make_float4(v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w);
+constexpr bool kBeside = KIND == HEADS || KIND == GATE || KIND == GROUPS;  // gates. (A Glu's second half: registers are short)
+// Loads of a thread that are under way together, and as many of what is beside them: one after the other each is a trip to the
+// second-level cache.
+constexpr int kAtOnce = KIND == GLU ? 1 : kBeside ? 4 : kQuads;
+
+__device__ __forceinline__ float4 load_beside(const Source& s, int column, bool is_in) {
+  if (!kBeside || !is_in) return make_float4(0.f, 0.f, 0.f, 0.f);
+  return load4(gate_at(s, column));
+}
+
+// Four values, prepared but for the common factor of NORM and GROUPS, and `squares` grows by what that is made of. Zeros stay
+// zeros.
+__device__ __forceinline__ float4 prepared(float4 v, float4 beside, float4 w, const float* second, float eps, float& squares) {
   if (KIND == HEADS) {  // heads are whole warps' or whole parts of one
     const float sum = sum_of_neighbours<DIM / 4>(squares_of(v));
-    if (is_in) v = gated_head(v, head_scale(sum, DIM, s.eps), head_gate(w, load4(gate_at(s, column))));
+    v = gated_head(v, head_scale(sum, DIM, eps), head_gate(w, beside));
   }
-  if ((KIND == GATE || KIND == GROUPS) && is_in) {
-    const float4 g = load4(gate_at(s, column));
-    v.x *= sigmoid(g.x) * (KIND == GATE ? 1.f : g.x);
-    v.y *= sigmoid(g.y) * (KIND == GATE ? 1.f : g.y);
-    v.z *= sigmoid(g.z) * (KIND == GATE ? 1.f : g.z);
-    v.w *= sigmoid(g.w) * (KIND == GATE ? 1.f : g.w);
+  if (KIND == GATE || KIND == GROUPS) {
+    v.x *= sigmoid(beside.x) * (KIND == GATE ? 1.f : beside.x);
+    v.y *= sigmoid(beside.y) * (KIND == GATE ? 1.f : beside.y);
+    v.z *= sigmoid(beside.z) * (KIND == GATE ? 1.f : beside.z);
+    v.w *= sigmoid(beside.w) * (KIND == GATE ? 1.f : beside.w);
   }
-  if (KIND == GLU && is_in) {
-    const float4 up = load4(s.x + COLUMNS + column);
+  if (KIND == NORM || KIND == GROUPS) {
+    squares += v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w);
+    v = make_float4(v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w);
+  }
+  if (KIND == GLU && second != nullptr) {
+    const float4 up = load4(second);
     v = make_float4(v.x * sigmoid(v.x) * up.x, v.y * sigmoid(v.y) * up.y, v.z * sigmoid(v.z) * up.z,
                     v.w * sigmoid(v.w) * up.w);
   }
@@ -104,35 +113,12 @@ __device__ __forceinline__ float over_block(float mine, bool is_sum) {
   return is_sum ? warp_sum(other) : warp_max(other);
 }
 
-#if KIND == GROUPS
-// Norm the groups: the sums of all warps' columns meet in shared memory, and each thread adds those of its group.
-__device__ __forceinline__ void norm_groups(float4 (&v)[kQuads], const float4 (&early)[kWeights], const float* weight,
-                                            float eps) {
-  __shared__ float sums[kQuads * kWarps];  // [column / 128]
-#pragma unroll
-  for (int i = 0; i < kQuads; ++i) {
-    const float sum = warp_sum(v[i].x * v[i].x + v[i].y * v[i].y + (v[i].z * v[i].z + v[i].w * v[i].w));
-    if (threadIdx.x % 32 == 0) sums[i * kWarps + threadIdx.x / 32] = sum;
-  }
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kQuads; ++i) {
-    const int column = (i * kThreads + threadIdx.x) * 4;
-    if (column >= COLUMNS) break;
-    float sum = 0.f;
-#pragma unroll 8
-    for (int part = 0; part < DIM / 128; ++part) sum += sums[column / DIM * (DIM / 128) + part];
-    const float scale = rsqrtf(sum / DIM + eps);
-    const float4 w = kEarly ? early[i % kWeights] : load4(weight + column);
-    v[i] = make_float4(v[i].x * scale * w.x, v[i].y * scale * w.y, v[i].z * scale * w.z, v[i].w * scale * w.w);
-  }
-}
-#endif
-
-#if COLUMNS <= (KIND == PLAIN || KIND == GLU || KIND == RELU2 ? 18432 : 8192)
-#define BOUNDS __maxnreg__(56)  // `linear` starts beside it
-#else
+#if KIND == GROUPS || COLUMNS > (KIND == PLAIN || KIND == GLU || KIND == RELU2 ? 18432 : 8192)
 #define BOUNDS __launch_bounds__(kThreads, 1)
+#elif KIND == GLU
+#define BOUNDS __maxnreg__(64)
+#else
+#define BOUNDS __maxnreg__(56)  // `linear` starts beside it
 #endif
 
 extern "C" __global__ void BOUNDS
@@ -140,47 +126,62 @@ extern "C" __global__ void BOUNDS
          int gate_step, u16* __restrict__ out, float* __restrict__ sums, float* __restrict__ powers, int pad) {
   let_successor_start();
   float4 w[kWeights];
-  load_weights(w, weight);
+  const int row = blockIdx.x, start = blockIdx.y * kOwn;  // y: of GROUPS
+  load_weights(w, weight, start);
   wait_for_predecessor();
-  const int row = blockIdx.x;
-  const Source source{x + row * stride, gate + row * gate_stride, gate_step, eps};
+  const Source source{x + row * stride, gate + row * gate_stride, gate_step};
 
   float4 v[kQuads];
   float squares = 0.f, largest = 0.f;
 #pragma unroll
-  for (int i = 0; i < kQuads; ++i) {
-    v[i] = prepared(source, (i * kThreads + threadIdx.x) * 4, w[i % kWeights], squares);
-#if KIND == GROUPS
-  }
-  norm_groups(v, w, weight, eps);
+  for (int first = 0; first < kQuads; first += kAtOnce) {
+    float4 beside[kAtOnce];
 #pragma unroll
-  for (int i = 0; i < kQuads; ++i) {
-#endif
-    largest = fmaxf(fmaxf(fmaxf(fabsf(v[i].x), fabsf(v[i].y)), fmaxf(fabsf(v[i].z), fabsf(v[i].w))), largest);
+    for (int i = first; i < min(first + kAtOnce, kQuads); ++i) {
+      const int own = (i * kThreads + threadIdx.x) * 4;
+      v[i] = own < kOwn ? load4(source.x + start + own) : make_float4(0.f, 0.f, 0.f, 0.f);
+      beside[i - first] = load_beside(source, start + own, own < kOwn);
+    }
+#pragma unroll
+    for (int i = first; i < min(first + kAtOnce, kQuads); ++i) {
+      const int own = (i * kThreads + threadIdx.x) * 4;
+      const float* second = KIND == GLU && own < kOwn ? source.x + COLUMNS + own : nullptr;
+      v[i] = prepared(v[i], beside[i - first], w[i % kWeights], second, eps, squares);
+    }
   }
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i)
+    largest = fmaxf(fmaxf(fmaxf(fabsf(v[i].x), fabsf(v[i].y)), fmaxf(fabsf(v[i].z), fabsf(v[i].w))), largest);
   float power = given, factor = 1.f / given;
-  if (KIND == NORM) {
-    factor *= rsqrtf(over_block(squares, true) / COLUMNS + eps);
+  if (KIND == NORM || KIND == GROUPS) {
+    factor *= rsqrtf(over_block(squares, true) / kOwn + eps);
   } else if (KIND != HEADS) {
     const Power own = power_of(over_block(largest, false));
     power = own.power, factor = own.factor;
   }
-  if (threadIdx.x == 0) powers[row] = power;
+  if (threadIdx.x == 0 && start == 0) powers[row] = power;
 
+  // Behind its last group a row is padded, by that one's first warp.
+  constexpr int kPads = KIND == GROUPS && kPadded > COLUMNS;
+  const bool pads = kPads && start + kOwn == COLUMNS && threadIdx.x < 32;
 #pragma unroll
-  for (int i = 0; i < kQuads; ++i) {
-    const int column = (i * kThreads + threadIdx.x) * 4;
-    const uint2 packed = halves_of(v[i], factor);
+  for (int i = 0; i < kQuads + kPads; ++i) {
+    const int own = (i * kThreads + threadIdx.x) * 4;
+    const bool is_pad = i == kQuads;
+    if (is_pad && !pads) break;
+    const int column = is_pad ? COLUMNS + threadIdx.x * 4 : start + own;
+    const bool is_in = is_pad || (KIND == GROUPS ? own < DIM : column < kPadded);
+    const uint2 packed = is_pad ? make_uint2(0, 0) : halves_of(v[i % kQuads], factor);
 #if LAYOUT == 1
-    if (column < COLUMNS) *reinterpret_cast<uint2*>(out + static_cast<i64>(row) * COLUMNS + column) = packed;
+    if (column < COLUMNS && is_in) *reinterpret_cast<uint2*>(out + static_cast<i64>(row) * COLUMNS + column) = packed;
 #elif LAYOUT == 2
-    if (column >= kPadded) continue;
+    if (!is_in) continue;
     const int part = column % 64 / 16 * 2, turn = row % 8, at = column % 16 / 2;  // two of the row's eight parts
     u16* to = out + (static_cast<i64>(column / 64) * pad + row) * 64 + at;
     *reinterpret_cast<u32*>(to + (part ^ turn) * 8) = packed.x;
     *reinterpret_cast<u32*>(to + ((part + 1) ^ turn) * 8) = packed.y;
 #else
-    put_in_block(out, sums, pad, row, column, packed, column < kPadded);
+    put_in_block(out, sums, pad, row, column, packed, is_in);
 #endif
   }
 }

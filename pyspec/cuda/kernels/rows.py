@@ -8,7 +8,19 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.kernels import rows_cuda
-from pyspec.cuda.kernels.rows_ref import RELU2, Glu, GroupNorm, HeadGate, HeadNorm, Kind, Norm, Prep, RowsSpec, power_of
+from pyspec.cuda.kernels.rows_ref import (
+    RELU2,
+    Glu,
+    GroupNorm,
+    HeadGate,
+    HeadNorm,
+    Kind,
+    Norm,
+    Prep,
+    RowsSpec,
+    norm_power,
+    power_of,
+)
 from pyspec.cuda.op import Impl, Op
 
 Launch = Callable[[Tensor, Prep | None], tuple[Tensor, Tensor | None]]
@@ -41,7 +53,7 @@ def make(spec: RowsSpec, n_row: int, gen: torch.Generator) -> tuple[Tensor, Prep
         prep = HeadGate(draw(n_row, n // spec.dim, 2 * spec.dim)[..., spec.dim :])
     elif spec.kind is Kind.GROUPS:
         weight, gate = 1 + 0.1 * draw(n), draw(n_row, n + 32)[:, 32:]
-        prep = GroupNorm(weight, 1e-6, gate, n // spec.dim)
+        prep = GroupNorm(weight, 1e-6, gate, n // spec.dim, norm_power(weight))
     elif spec.kind is Kind.GLU:
         prep = Glu()
     elif spec.kind is Kind.RELU2:

@@ -69,6 +69,11 @@ def aligned(gate: Tensor) -> Tensor:
     return gate if is_whole else gate.clone(memory_format=torch.contiguous_format)
 
 
+def groups_of(n_in: int, dim: int, n_row: int) -> tuple[tuple[int, int], int]:
+    """Grid and threads where a CTA has a group of a row: rows.cu's kThreads."""
+    return (n_row, n_in // dim), min(dim // 4, THREADS)
+
+
 class _Prepare:
     """Launches rows.cu for rows of n_in columns in one layout."""
 
@@ -85,9 +90,7 @@ class _Prepare:
         assert x.shape[1] == self.n_in * (2 if kind is Kind.GLU else 1)
         weight, eps, power, gate, steps = self.none, 0.0, 1.0, self.none, (0, 0)
         if isinstance(prep, (Norm, HeadNorm, GroupNorm)):
-            weight, eps = prep.weight, prep.eps
-        if isinstance(prep, Norm | HeadNorm):
-            power = prep.power
+            weight, eps, power = prep.weight, prep.eps, prep.power
         if isinstance(prep, HeadNorm | GroupNorm):
             gate = aligned(prep.gate)
             steps = gate.stride(0), dim
@@ -98,7 +101,8 @@ class _Prepare:
         kernel = _kernel(self.capability, self.n_in, kind, dim, self.layout)
         args = (x, np.int64(x.stride(0)), weight, np.float32(eps), np.float32(power), gate, np.int64(steps[0]))
         args += (np.int32(steps[1]), out, sums, powers, np.int32(pad))
-        kernel.launch((x.shape[0],), THREADS, args, overlap=self.overlap)
+        grid, n_thread = ((x.shape[0],), THREADS) if kind is not Kind.GROUPS else groups_of(self.n_in, dim, x.shape[0])
+        kernel.launch(grid, n_thread, args, overlap=self.overlap)
 
 
 class RowsLaunch:
@@ -153,7 +157,7 @@ class WideRows:
         out = torch.empty(x.shape[0], self.n_in, dtype=torch.float16, device=x.device)
         powers = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
         self.prepare(x, prep, out, powers, powers, x.shape[0])
-        return out, None if isinstance(prep, Norm) and prep.power == 1.0 else powers
+        return out, None if isinstance(prep, Norm | GroupNorm) and prep.power == 1.0 else powers
 
     def finish(self, y: Tensor, powers: Tensor | None, residual: Tensor | None) -> Tensor:
         """residual + y * powers in place of y [row, n_out] f32."""

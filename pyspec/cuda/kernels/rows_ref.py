@@ -26,20 +26,23 @@ class Kind(IntEnum):
     RELU2 = 6
 
 
-class Norm:
-    """RMSNorm over the row. weight [n_in] f32.
+def norm_power(weight: Tensor) -> float:
+    """The power of two that normed rows are divided by in f16; to be found at load, for it waits for the device.
 
-    `power`: the power of two that f16 rows are divided by. Normed values are at most sqrt(n_in) times a weight, so one
-    power serves all rows, and it is 1 for weights of usual size.
+    Normed values are at most sqrt(columns) times a weight, so one power serves all rows, and it is 1 for weights of usual size.
     """
+    largest = float(weight.abs().amax())
+    usual = 2.0**-6 <= largest <= 2.0**7 or not 0.0 < largest < float("inf")
+    return 1.0 if usual else 2.0 ** torch.tensor(largest).log2().floor().item()
+
+
+class Norm:
+    """RMSNorm over the row. weight [n_in] f32. `power`: norm_power of the weights."""
 
     kind, dim = Kind.NORM, 0
 
     def __init__(self, weight: Tensor, eps: float) -> None:
-        self.weight, self.eps = weight, eps
-        largest = float(weight.abs().amax())
-        usual = 2.0**-6 <= largest <= 2.0**7 or not 0.0 < largest < float("inf")
-        self.power = 1.0 if usual else 2.0 ** torch.tensor(largest).log2().floor().item()
+        self.weight, self.eps, self.power = weight, eps, norm_power(weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
@@ -128,12 +131,16 @@ RELU2 = SquaredRelu()
 
 @dataclass(frozen=True, slots=True)
 class GroupNorm:
-    """Times silu(gate), then RMSNorm over every group of columns. weight [n_in] f32; gate [row, n_in], rows strided."""
+    """Times silu(gate), then RMSNorm over every group of columns. weight [n_in] f32; gate [row, n_in], rows strided.
+
+    `power`: norm_power of the weights. Not each row's own, since groups would have to wait for each other.
+    """
 
     weight: Tensor
     eps: float
     gate: Tensor
     n_group: int
+    power: float = 1.0
 
     @property
     def kind(self) -> Kind:
