@@ -13,7 +13,17 @@ from pyspec.cuda.kernels.rope_kv import check as check_rope_kv
 from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
 from pyspec.cuda.kernels.rope_kv_ref import bind as rope_kv_reference
 from pyspec.cuda.kernels.rows import check, make, rows
-from pyspec.cuda.kernels.rows_ref import HEAD_POWER, RELU2, HeadNorm, Kind, Norm, RowsSpec, head_power
+from pyspec.cuda.kernels.rows_ref import (
+    HEAD_POWER,
+    RELU2,
+    GroupNorm,
+    HeadNorm,
+    Kind,
+    Norm,
+    RowsSpec,
+    head_power,
+    norm_power,
+)
 from pyspec.slots.kv import KV_DTYPES, KVPool
 
 pytestmark = needs_compiler
@@ -127,6 +137,23 @@ def test_normed_heads_have_one_power_whatever_their_gates_and_weights_are(size: 
     off = (got.double() * prep.power - prep(x)).abs()
     assert (off <= 2**-10 * prep(x).abs() + 2**-24 * prep.power).all()
     assert head_power(torch.zeros(4)) == head_power(torch.tensor([1.0, torch.nan])) == HEAD_POWER
+
+
+@pytest.mark.parametrize("size", [1e-5, 1.0, 1e6])
+def test_normed_groups_have_one_power_whatever_their_gates_and_weights_are(size: float) -> None:
+    """A group of zeros beside others, gates of all sizes, weights that need another power than usual ones."""
+    gen = torch.Generator().manual_seed(6)
+    x, gate = torch.randn(5, 768, generator=gen), torch.randn(5, 768, generator=gen)
+    x[2, 256:512] = 0
+    gate *= torch.logspace(-3, 3, 5)[:, None]
+    weight = size * (1 + 0.3 * torch.randn(768, generator=gen))
+    prep = GroupNorm(weight, 1e-6, gate, 3, norm_power(weight))
+    with emulated_gpu():
+        got, powers = rows_cuda.WideRows(CPU, 768)(x, prep)
+    assert (powers is None) == (prep.power == 1.0) == (size == 1.0)
+    assert not got[2, 256:512].any() and (powers is None or bool((powers == prep.power).all()))
+    want = prep(x).double()
+    assert ((got.double() * prep.power - want).abs() <= 2**-10 * want.abs() + 2**-24 * prep.power).all()
 
 
 @pytest.mark.parametrize("n", [8, 4100, 10])
