@@ -201,7 +201,8 @@ class Loop:
         if all(w.job.is_decoding or w.slot.index not in self.jobs for w in work) and not any(w.is_prompt for w in work):
             live = [len(w.draft) for w in work if w.draft]
             draft_ms = 1e3 * (flight.drafted - flight.began)
-            self.controller.timed(n_row, 1e3 * (sampled - since), len(live), max(live, default=0), draft_ms)
+            until = self.ended if ahead is None else verified  # what comes after is hidden behind the next round
+            self.controller.timed(n_row, 1e3 * (until - since), len(live), max(live, default=0), draft_ms)
 
     def _is_on(self, flight: Flight, w: Work) -> bool:
         """Its request has not ended, nor taken another token, since it was launched."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,38 @@ def flown(monkeypatch: pytest.MonkeyPatch) -> list[Flight]:
 def test_same_text_with_staggered_joins(kind: str, np: int, flown: list[Flight]) -> None:
     same.test_same_text_with_staggered_joins(kind, np)
     assert len(flown) > 10 or kind == "fickle-hybrid", "who is asked on the host waits for the verdict"
+
+
+def rounds_told(r: Rig, monkeypatch: pytest.MonkeyPatch, n: int) -> tuple[list[float], float]:
+    """Milliseconds of each round of one request's decoding as the controller hears of them, and how long they took. The clock
+    goes on by a second whenever somebody looks."""
+    looks, told = count(), []
+    monkeypatch.setattr("pyspec.loop.time.perf_counter", lambda: float(next(looks)))
+    heard = r.submit([5, 6, 7, 8], n)
+    while not heard.tokens:
+        r.loop.step()
+    began = r.loop.ended
+    monkeypatch.setattr(
+        r.loop.controller, "timed", lambda _rows, verify, _live, _passes, draft: told.append(verify + draft)
+    )
+    r.run()
+    return told, 1e3 * (r.loop.ended - began)
+
+
+def test_the_controller_hears_of_all_time_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after the other, a round is over when its tokens are committed."""
+    told, took = rounds_told(plain_rig(QWEN35), monkeypatch, 12)
+    assert len(told) == 11 and len(set(told)) == 1
+    assert sum(told) == took - 11e3, "all but the second before each begins"
+
+
+def test_the_controller_hears_of_a_rounds_end_when_the_next_one_flies(
+    monkeypatch: pytest.MonkeyPatch, flown: list[Flight]
+) -> None:
+    """From one landing to the next: what the host does behind it is hidden. Only the last round's own is not."""
+    told, took = rounds_told(plain_rig(QWEN35), monkeypatch, 12)
+    assert len(flown) == 10 and len(set(told[1:-1])) == 1
+    assert sum(told) == took - 1e3, "all but the second before the first one begins"
 
 
 HYBRIDS = {"gdn": QWEN35, "mamba2": NEMOTRON, "attention": FIXTURES / "llama.gguf"}

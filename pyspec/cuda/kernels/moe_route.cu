@@ -12,13 +12,8 @@
 //
 // Sums have an order of their own for each row and score: a row's bits depend neither on the others nor on the grid. Bound
 // by latency at few rows, so what is the model's is loaded before the predecessor is over: all of a CTA's matrix. Pointers to
-// it are not `const __restrict__`: loads of constants ptxas (13.0) puts behind the wait. Where a CTA has many rows, they come by
-// way of shared memory, some ahead, and the sums of kTurn rows go through the lanes together: one after the other they take a trip
-// to the second-level cache each (8.9 us for 24 rows of 3,072, docs/log.md).
+// it are not `const __restrict__`: loads of constants ptxas (13.0) puts behind the wait.
 // Set by the launcher: N_IN, N_EXPERT (at most 512), N_USED (at most 32), SIGMOID, RENORM, BIASED, GATED.
-#define LANES 32  // lanes.cuh: sums over all of a warp
-#define PARTS 1
-#include "lanes.cuh"
 #include "overlap.cuh"
 #include "prepared.cuh"
 
@@ -33,7 +28,6 @@ constexpr int kParts = (kQuads + 255) / 256;                       // warps that
 constexpr int kEach = ((kQuads + kParts - 1) / kParts + 31) / 32;  // quads of a lane, at most 8
 constexpr int kWarpsMost = 16;
 constexpr int kRowsMost = 32;  // of a CTA
-constexpr int kTurn = __CUDA_ARCH__ >= 1000 ? 2 : 4;  // rows summed together; twice as many are in shared memory. Four spill there
 static_assert(N_IN % 4 == 0 && kParts <= kWarpsMost, "whole quads, and a CTA has all columns");
 
 __device__ __forceinline__ float dot(float4 a, float4 b, float sum) {
@@ -86,84 +80,13 @@ __device__ __forceinline__ void prepare_rows(const float4* x, const float4* norm
     put_in_block(to.blocks, to.sums, to.pad, row, (quad + 32 * (kEach + i)) * 4, make_uint2(0, 0), quad + 32 * (kEach + i) < kAll256);
 }
 
-struct Sums {  // of each warp: its scores of a row, and of the first group's warps the row's squares
-  float of[kRowsMost][kWarpsMost][kKept + 1];
-};
-
-using Columns = float4[kEach];  // of a lane: quads `quad`, `quad` + 32, ...
-
-__device__ __forceinline__ void load_row(Columns& v, const float4* row, int quad) {
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) v[i] = quad + 32 * i < kQuads ? row[quad + 32 * i] : make_float4(0.f, 0.f, 0.f, 0.f);
-}
-
-__device__ __forceinline__ float dot_row(const Columns& w, const Columns& v) {
-  float sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) sum = dot(w[i], v[i], sum);
-  return sum;
-}
-
-// Row after row from memory.
-__device__ __forceinline__ void sum_rows(const Columns (&w)[kKept], const float4* x, int n, int quad, bool has_squares, Sums& sums) {
-  const int warp = threadIdx.x >> 5;
-  for (int r = 0; r < n; ++r) {
-    Columns v;
-    load_row(v, x + r * kQuads, quad);
-#pragma unroll
-    for (int k = 0; k <= kKept; ++k) {
-      if (k == kKept && !has_squares) continue;
-      const float total = warp_sum(k < kKept ? dot_row(w[k % kKept], v) : dot_row(v, v));
-      if ((threadIdx.x & 31) == 0) sums.of[r][warp][k] = total;
-    }
-  }
-}
-
-// The same sums, rows by way of `staged`: two turns' room.
-__device__ __forceinline__ void sum_staged(const Columns (&w)[kKept], const float4* x, int n, int quad, bool has_squares,
-                                           float4* staged, Sums& sums) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  auto fetch = [&](int first) {
-    float4* to = staged + first % (2 * kTurn) * kQuads;
-    for (int i = threadIdx.x; i < min(n - first, kTurn) * kQuads; i += blockDim.x)
-      copy16(to + i, reinterpret_cast<const float*>(x + first * kQuads + i));
-    copies_commit();
-  };
-  fetch(0);
-  fetch(kTurn);
-  for (int first = 0; first < n; first += kTurn) {
-    copies_wait_but_last();
-    __syncthreads();
-    float sum[kTurn * kKept] = {}, squares[kTurn] = {};
-#pragma unroll
-    for (int r = 0; r < kTurn; ++r) {
-      if (first + r >= n) break;
-      Columns v;
-      load_row(v, staged + (first % (2 * kTurn) + r) * kQuads, quad);
-#pragma unroll
-      for (int k = 0; k < kKept; ++k) sum[r * kKept + k] = dot_row(w[k], v);
-      if (has_squares) squares[r] = dot_row(v, v);
-    }
-    constexpr int kShare = 32 / (kTurn * kKept);  // lanes that have the same sum
-    const float own = sum_lanes(sum);
-    if (lane % kShare == 0) sums.of[first + lane / kShare / kKept][warp][lane / kShare % kKept] = own;
-    if (has_squares) {
-      const float square = sum_lanes(squares);
-      if (lane % (32 / kTurn) == 0) sums.of[first + lane / (32 / kTurn)][warp][kKept] = square;
-    }
-    __syncthreads();
-    fetch(first + 2 * kTurn);
-  }
-}
-
 // A CTA has any whole number of groups of kParts warps; each group makes kKept scores of the CTA's `per_cta` rows. CTAs from
-// `n_score` on norm rows, a group one. `has_room`: there is shared memory for sum_staged.
+// `n_score` on norm rows, a group one.
 extern "C" __global__ void __launch_bounds__(32 * kWarpsMost)
     moe_scores(const float4* x, const float4* norm, const float4* matrix, float* logits, u16* blocks, float* block_sums,
-               float* powers, int n_row, int per_cta, int n_score, int pad, int has_room, float eps, float power) {
+               float* powers, int n_row, int per_cta, int n_score, int pad, float eps, float power) {
   let_successor_start();
-  extern __shared__ float4 staged[];
-  __shared__ Sums sums;
+  __shared__ float sums[kRowsMost][kWarpsMost][kKept + 1];  // of each warp: its scores, and squares
   const int warp = threadIdx.x >> 5, n_group = blockDim.x / (32 * kParts);
   if (static_cast<int>(blockIdx.x) >= n_score) {
     const int at = (blockIdx.x - n_score) * gridDim.y + blockIdx.y;
@@ -174,11 +97,15 @@ extern "C" __global__ void __launch_bounds__(32 * kWarpsMost)
   const int quad = warp % kParts * kEach * 32 + (threadIdx.x & 31);  // the lane's first
   const int n = min(per_cta, n_row - first);
 
-  Columns w[kKept], by;
-  load_row(by, norm, quad);
+  float4 w[kKept][kEach], by[kEach];
 #pragma unroll
-  for (int k = 0; k < kKept; ++k)  // a score too many is another's, and is not kept
-    load_row(w[k], matrix + static_cast<i64>(min(score + k, kScores - 1)) * kQuads, quad);
+  for (int i = 0; i < kEach; ++i) {
+    const bool is_in = quad + 32 * i < kQuads;
+    by[i] = is_in ? norm[quad + 32 * i] : make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int k = 0; k < kKept; ++k)  // a score too many is another's, and is not kept
+      w[k][i] = is_in ? matrix[static_cast<i64>(min(score + k, kScores - 1)) * kQuads + quad + 32 * i] : by[i];
+  }
 #pragma unroll
   for (int k = 0; k < kKept; ++k)
 #pragma unroll
@@ -186,11 +113,24 @@ extern "C" __global__ void __launch_bounds__(32 * kWarpsMost)
       w[k][i] = make_float4(w[k][i].x * by[i].x, w[k][i].y * by[i].y, w[k][i].z * by[i].z, w[k][i].w * by[i].w);
   wait_for_predecessor();
 
-  const float4* rows = x + static_cast<i64>(first) * kQuads;
-  if (has_room)
-    sum_staged(w, rows, n, quad, warp < kParts, staged, sums);
-  else
-    sum_rows(w, rows, n, quad, warp < kParts, sums);
+  for (int r = 0; r < n; ++r) {
+    const float4* own = x + static_cast<i64>(first + r) * kQuads + quad;
+    float4 v[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) v[i] = quad + 32 * i < kQuads ? own[32 * i] : make_float4(0.f, 0.f, 0.f, 0.f);
+    float sum[kKept + 1] = {};
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+#pragma unroll
+      for (int k = 0; k < kKept; ++k) sum[k] = dot(w[k][i], v[i], sum[k]);
+      sum[kKept] = dot(v[i], v[i], sum[kKept]);
+    }
+#pragma unroll
+    for (int k = 0; k <= kKept; ++k) {
+      const float total = warp_sum(sum[k]);
+      if ((threadIdx.x & 31) == 0) sums[r][warp][k] = total;
+    }
+  }
   __syncthreads();
   const int n_own = n_group * kKept;
   for (int i = threadIdx.x; i < n * n_own; i += blockDim.x) {
@@ -198,8 +138,9 @@ extern "C" __global__ void __launch_bounds__(32 * kWarpsMost)
     float total = 0.f, squares = 0.f;
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
-      total += sums.of[r][k / kKept * kParts + part][k % kKept];
-      squares += sums.of[r][part][kKept];
+      const float* from = sums[r][k / kKept * kParts + part];
+      total += from[k % kKept];
+      squares += from[kKept];
     }
     if (at < kScores) logits[static_cast<i64>(first + r) * kScores + at] = total * rsqrtf(squares / N_IN + eps);
   }

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
-from pyspec.cuda.kernels.linear_cuda import n_shared
 from pyspec.cuda.kernels.moe_ref import Routes, RouteSpec
 from pyspec.cuda.kernels.rows_cuda import Rows, RowsLaunch, values_of
 
@@ -56,17 +55,8 @@ def defines(spec: RouteSpec) -> dict[str, int | str]:
 
 @cache
 def _kernels(spec: RouteSpec) -> tuple[Kernel, Kernel]:
-    capability = torch.cuda.get_device_capability(spec.device)
-    code = compile_cubin("moe_route", arch_of(capability), defines(spec))
-    scores = code.kernel("moe_scores", "ppppppp" + "iiiii" + "ff")
-    return scores.allow_shared(staged_bytes(spec, MOST_ROWS, capability)), code.kernel("moe_choose", "pppppf")
-
-
-def staged_bytes(spec: RouteSpec, n_row: int, capability: tuple[int, int]) -> int:
-    """Shared memory for two turns of rows. None where CTAs are small, or where it does not hold them: they are read one by one."""
-    n_turn = 2 if capability >= (10, 0) else 4  # rows: moe_route.cu's kTurn
-    n = 2 * n_turn * spec.n_in * 4
-    return n if n_row > FEW and n <= n_shared(capability) else 0
+    code = compile_cubin("moe_route", arch_of(torch.cuda.get_device_capability(spec.device)), defines(spec))
+    return code.kernel("moe_scores", "ppppppp" + "iiii" + "ff"), code.kernel("moe_choose", "pppppf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +100,7 @@ class RouteLaunch:
         self.spec = spec
         self.scores, self.choose = _kernels(replace(spec, scale=1.0, eps=0.0))
         self.n_score, self.n_choose = spec.n_expert + spec.gated, -(-spec.n_expert // 32) * 32
-        self.capability = torch.cuda.get_device_capability(spec.device)
-        self.overlap = self.capability >= (9, 0)
+        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
         self.n_multiprocessor = torch.cuda.get_device_properties(spec.device).multi_processor_count
 
     def __call__(
@@ -135,10 +124,9 @@ class RouteLaunch:
         if n_row:
             grid = grid_of(spec, n_row, self.n_multiprocessor, into is not None)
             to: list[Arg] = [logits] * 3 if into is None else [into.blocks, into.sums, into.powers]
-            n_staged = staged_bytes(spec, n_row, self.capability)
-            sizes = n_row, grid.per_cta, grid.scoring, into.pad if into else 0, int(n_staged > 0)
+            sizes = n_row, grid.per_cta, grid.scoring, into.pad if into else 0
             args = (x, norm, matrix, logits, *to, *map(np.int32, sizes), np.float32(spec.eps), np.float32(power))
-            self.scores.launch(grid.ctas, grid.threads, args, n_staged, overlap=self.overlap)
+            self.scores.launch(grid.ctas, grid.threads, args, overlap=self.overlap)
             args = (logits, logits if bias is None else bias, ids, weights, logits if gate is None else gate)
             self.choose.launch((n_row,), self.n_choose, (*args, np.float32(spec.scale)), overlap=self.overlap)
         return Routes(ids, weights, gate)
