@@ -20,12 +20,7 @@ from pyspec.cuda.kernels.moe_ref import Routes, RouteSpec
 from pyspec.cuda.kernels.rows_cuda import Rows, RowsLaunch, values_of
 
 MAX_EXPERT, MAX_USED, MAX_COLUMNS = 512, 32, 16384
-KEPT, WARPS, MOST_ROWS, TURN = (
-    2,
-    16,
-    32,
-    4,
-)  # scores of a warp, warps and rows of a CTA at most, rows of a turn: moe_route.cu's
+KEPT, WARPS, MOST_ROWS = 2, 16, 32  # scores of a warp, warps and rows of a CTA at most: moe_route.cu's
 TIE = 1e-5  # between scores that rounding may turn
 FEW = 16  # rows up to which CTAs are small, so that all multiprocessors have some
 
@@ -83,13 +78,12 @@ def grid_of(spec: RouteSpec, n_row: int, n_multiprocessor: int, prepares: bool =
     groups = 1 if n_row <= FEW else WARPS // parts
     n, room = -(-(spec.n_expert + spec.gated) // (KEPT * groups)), n_multiprocessor * (WARPS // (parts * groups))
     least = -(-n_row // MOST_ROWS)
-    for n_line in range(max(min(n_row, room // n), least), least - 1, -1):
+    for most in range(max(min(n_row, room // n), least), least - 1, -1):
+        per_cta = -(-n_row // most)
+        n_line = -(-n_row // per_cta)
         preparing = -(-n_row // (groups * n_line)) if prepares else 0
         if (n + preparing) * n_line <= room:
             break
-    per_cta = -(-n_row // n_line)
-    n_line = -(-n_row // per_cta)
-    preparing = -(-n_row // (groups * n_line)) if prepares else 0
     return Grid((n + preparing, n_line), 32 * parts * groups, per_cta, preparing)
 
 
