@@ -168,6 +168,8 @@ def test_all_rows_and_scores_have_a_cta() -> None:
                 assert not prepares or g.preparing * g.ctas[1] * (g.threads // group) >= n_row
                 if n_row <= 32 and n_in < 4096:  # what decoding has: nobody waits for a multiprocessor
                     assert g.ctas[0] * g.ctas[1] <= 132 * (512 // g.threads)
+    wide = RouteSpec(CPU, 4096, 512, 2, gated=True)  # a line less would be half of them: some may wait
+    assert moe_route_cuda.grid_of(wide, 24, 132, True).ctas[1] == moe_route_cuda.grid_of(wide, 24, 132).ctas[1] == 2
 
 
 @pytest.mark.parametrize("has_shared", [False, True])

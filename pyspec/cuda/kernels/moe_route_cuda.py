@@ -71,20 +71,27 @@ class Grid:
 def grid_of(spec: RouteSpec, n_row: int, n_multiprocessor: int, prepares: bool = False) -> Grid:
     """Rows are spread over CTAs while multiprocessors have room: one has 16 of such warps at once.
 
-    prepares: rows are normed for the experts, too, a row for each group of warps of CTAs of their own. These have their place
-    in that room: what has to wait for a multiprocessor costs as much as all the others.
+    prepares: rows are normed for the experts, too, a row for each group of warps of CTAs of their own. Where there is no room for
+    those a line less is taken, if that leaves others with half as many rows more at most: to wait for a multiprocessor costs
+    about as much as three rows.
     """
     parts = -(-spec.n_in // 1024)
     groups = 1 if n_row <= FEW else WARPS // parts
     n, room = -(-(spec.n_expert + spec.gated) // (KEPT * groups)), n_multiprocessor * (WARPS // (parts * groups))
-    least = -(-n_row // MOST_ROWS)
-    for most in range(max(min(n_row, room // n), least), least - 1, -1):
+
+    def spread(most: int) -> Grid:
         per_cta = -(-n_row // most)
         n_line = -(-n_row // per_cta)
         preparing = -(-n_row // (groups * n_line)) if prepares else 0
-        if (n + preparing) * n_line <= room:
-            break
-    return Grid((n + preparing, n_line), 32 * parts * groups, per_cta, preparing)
+        return Grid((n + preparing, n_line), 32 * parts * groups, per_cta, preparing)
+
+    least = -(-n_row // MOST_ROWS)
+    grid = spread(max(min(n_row, room // n), least))
+    if grid.ctas[0] * grid.ctas[1] > room and grid.ctas[1] > least:
+        fewer = spread(grid.ctas[1] - 1)
+        if 2 * fewer.per_cta <= 3 * grid.per_cta:
+            return fewer
+    return grid
 
 
 class RouteLaunch:
