@@ -29,11 +29,14 @@ from pyspec.models.decoder import Block, Decoder, DecoderConfig, block_tensors
 from pyspec.models.layers import Rope
 from pyspec.models.target import LayerMemory, Out, Target, allocate
 from pyspec.models.weights import Embedding, Matrix, Want, Weights, check_tensors
-from pyspec.slots.arena import BUCKETS, Arena
+from pyspec.slots.arena import BUCKETS, Arena, bucket_of
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.kv import KVPool
 from pyspec.slots.memory import Memory
 from pyspec.slots.table import Slot, SlotTable
+
+CATCH_UP = 16  # rows of a silent slot that wait at most: each costs the more the fewer of them are computed at once
+LEAST_CATCH_UP = 8  # with so many slots that no graph holds more of each
 
 
 def has_mtp(file: GGUFFile) -> bool:
@@ -94,7 +97,7 @@ class MtpBlock:
         """hidden [row, n_embd] f32: h_{p-1} of each row. Returns the post-norm output [row, n_embd]."""
         e, angles = self.rope.embedded(self.embedding, batch.tokens, batch.positions)
         x = self.eh(self.norms.paired(e, self.enorm, hidden, self.hnorm))
-        x = self.block(x, angles, self.memory, self.layer, batch)
+        x, _ = self.block(x, angles, self.memory, self.layer, batch)
         return self.last_norm(x, self.norm)
 
 
@@ -135,16 +138,17 @@ class Mtp:
 
     name = "mtp"
 
-    def __init__(self, block: MtpBlock, table: SlotTable, n_draft: int, p_min: float, catch_up: int = 64) -> None:
-        self.block, self.table, self.p_min, self.catch_up = block, table, p_min, catch_up
+    def __init__(self, block: MtpBlock, table: SlotTable, n_draft: int, p_min: float) -> None:
+        self.block, self.table, self.p_min = block, table, p_min
+        self.catch_up = max(LEAST_CATCH_UP, min(CATCH_UP, BUCKETS[-1] // len(table.slots)))
         self.needs = Needs(n_draft, overhang=n_draft + 1, chained=True, hidden=True)
         self.device = block.target.device
         self.best, self.ahead = best.bind(BestSpec(self.device)), ahead.bind(AheadSpec(self.device))
         self.states: list[_State | None] = [None] * len(table.slots)
-        self.arenas: list[Arena | None] = [None, None]  # of the first pass, and of the chained ones
-        self._first, self._next = Graphed(self._start), Graphed(self._step)
+        self.arenas: list[Arena | None] = [None] * 3  # of the first pass, of the chained ones, of rows that are late
+        self._first, self._next, self._late = Graphed(self._start), Graphed(self._step), Graphed(self._compute)
         # what one pass hands to the next, at fixed places for graphs; a first pass catches up on catch_up rows at most
-        n_row = max(len(table.slots) * (catch_up + 1), BUCKETS[-1])
+        n_row = max(len(table.slots) * (self.catch_up + 1), BUCKETS[-1])
         self.tokens = torch.zeros(n_row, dtype=torch.int64, device=self.device)
         self.probs = torch.ones(n_row, device=self.device)
         self.hidden = torch.zeros(n_row, block.target.n_embd, device=self.device)
@@ -167,20 +171,32 @@ class Mtp:
 
     @torch.inference_mode()
     def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
-        late, hidden = [], out.hidden
+        hidden, heard = out.hidden, []
         for s, seq in enumerate(batch.seqs):
             state = self._state(self.table.slots[seq.slot])
             # right after a draft nothing is pending: the one row there is was that of the anchor, which is exact
             state.add(hidden, batch.starts[s], batch.starts[s] + kept[s], after=state.n_row <= seq.n_past)
-            if state.n_hidden > self.catch_up:
-                slot = self.table.slots[seq.slot]
-                tokens = [*slot.tokens[state.n_row : seq.n_past], *seq.tokens[: kept[s]]]
+            heard.append((state, seq, kept[s]))
+        if not any(state.n_hidden > self.catch_up for state, _, _ in heard):
+            return
+        late = []  # prompt chunks, and slots that have not drafted for a while; who soon would be late comes along
+        for state, seq, n in heard:
+            if 2 * state.n_hidden > self.catch_up:
+                tokens = [*self.table.slots[seq.slot].tokens[state.n_row : seq.n_past], *seq.tokens[:n]]
                 late.append((state, Seq(seq.slot, state.n_row, tokens)))
-        if late:  # prompt chunks, and slots that have not drafted for a while
-            rows = lay_out(self.table, [seq for _, seq in late], self.device)
-            self.block.forward(rows, torch.cat([state.hidden[:-1] for state, _ in late]))
-            for state, seq in late:
-                state.n_row, state.hidden = state.n_row + seq.width, state.hidden[-1:].clone()
+        self._bring_up(late)
+
+    def _bring_up(self, late: Sequence[tuple[_State, Seq]]) -> None:
+        """Compute the rows of committed tokens that wait: all but the newest hidden state of each have theirs."""
+        rows = lay_out(self.table, [seq for _, seq in late], self.device, arena=self.arenas[2])
+        hidden = [state.hidden[:-1] for state, _ in late]
+        if rows.bucket is None:
+            self.block.forward(rows, torch.cat(hidden))
+        else:
+            torch.cat(hidden, out=self.hidden[: rows.n_row])
+            self._late(rows)
+        for state, seq in late:
+            state.n_row, state.hidden = state.n_row + seq.width, state.hidden[-1:].clone()
 
     @torch.inference_mode()
     def draft(self, asks: Sequence[Ask]) -> list[list[int]]:
@@ -259,6 +275,10 @@ class Mtp:
         hidden = self.block.forward(batch, self.hidden[: batch.tokens.shape[0]])
         self._pick(hidden[batch.out_rows[:n]])
 
+    def _compute(self, batch: Batch) -> None:
+        """Exact rows from which nothing is drafted, `self.hidden` given by the host."""
+        self.block.forward(batch, self.hidden[: batch.tokens.shape[0]])
+
     def _step(self, batch: Batch) -> None:
         """A chained pass: a row a slot, after the pass before and one position farther on."""
         n, batch = batch.tokens.shape[0], self.ahead.step(batch)
@@ -273,12 +293,13 @@ class Mtp:
             self.probs[:n] = logits.softmax(-1).amax(-1)
 
     def use_graphs(self, make_arena: Callable[[], Arena]) -> None:
-        self.arenas = [make_arena(), make_arena()]
+        self.arenas = [make_arena() for _ in self.arenas]
 
     @torch.inference_mode()
     def capture(self) -> None:
         slots = self.table.slots
-        for n_row in [b for b in BUCKETS if b <= len(slots) * (self.needs.n_draft + 1)]:
+        most = bucket_of(len(slots) * max(self.needs.n_draft + 1, self.catch_up)) or BUCKETS[-1]
+        for n_row in [b for b in BUCKETS if b <= most]:
             n = min(len(slots), n_row)
             seqs = [Seq(i, 0, [0] * (n_row // n + (i < n_row % n)), n_out=1) for i in range(n)]
             for _ in range(2):
@@ -287,15 +308,20 @@ class Mtp:
             for _ in range(2):
                 seqs = [Seq(i, 0, [0], n_out=1) for i in range(n)]
                 self._next(lay_out(self.table, seqs, self.device, arena=self.arenas[1]))
-        self._first.seal()
-        self._next.seal()
+        for n_row in [b for b in BUCKETS if self.catch_up <= b <= most]:
+            n = min(len(slots), n_row // self.catch_up)
+            seqs = [Seq(i, 0, [0] * (n_row // n + (i < n_row % n))) for i in range(n)]
+            for _ in range(2):
+                self._late(lay_out(self.table, seqs, self.device, arena=self.arenas[2]))
+        for graphed in (self._first, self._next, self._late):
+            graphed.seal()
 
     @torch.inference_mode()
     def snapshot(self, slot: Slot) -> object | None:
         state = self._state(slot)
         n_row = min(state.n_row, slot.n_past)  # a row beyond is the anchor's, which is not committed yet
         if tokens := slot.tokens[n_row:]:
-            self.block.forward(lay_out(self.table, [Seq(slot.index, n_row, tokens)], self.device), state.hidden[:-1])
+            self._bring_up([(state, Seq(slot.index, n_row, tokens))])
         state.n_row, state.hidden = slot.n_past, state.hidden[-1:].clone()
         return _State(state.generation, state.n_row, state.hidden)
 

@@ -23,7 +23,7 @@ from pyspec.cuda.kernels.linear_wgmma import WgmmaLaunch
 from pyspec.cuda.kernels.moe_ref import Stack
 from pyspec.cuda.kernels.rows import rows
 from pyspec.cuda.kernels.rows_cuda import Into, Rows, WideRows
-from pyspec.cuda.kernels.rows_ref import Glu, HeadNorm, Norm, Prep, RowsSpec
+from pyspec.cuda.kernels.rows_ref import Glu, HeadNorm, Kind, Norm, Prep, RowsSpec
 from pyspec.cuda.temporary import temporary
 from pyspec.errors import BadTensors
 from pyspec.gguf import GGMLType, GGUFFile, TensorInfo
@@ -34,7 +34,9 @@ GLU = Glu()
 UNPACK = 1 << 24  # weights unpacked at once
 HEADS = ("output.weight", "token_embd.weight")  # few rows go through them: one for each token that may be kept
 PROBE_ROWS = 272  # of the matrix a kernel is checked with
-PLACE_ROWS = 32  # up to here a recurrence that prepares rows itself beats a launch of their own (docs/log.md)
+PLACE_ROWS = (
+    32  # up to here what comes before a product prepares its rows sooner than a launch of their own (docs/log.md)
+)
 FEW_ROWS = 48  # up to here `linear` is the fastest, then `linear_tall` where it runs (docs/log.md)
 
 
@@ -77,6 +79,19 @@ class Matrix(Protocol):
 def unfinished(matrix: Matrix, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]:
     """A product, and what is left to do to it: the next matrix may do that on the way."""
     return matrix.unfinished(x, prep) if isinstance(matrix, Streamed) else (matrix(x, prep), None)
+
+
+def product(matrix: Matrix, x: Tensor, prep: Prep | None, ready: Rows | None, residual: Tensor | None = None) -> Tensor:
+    """`ready`: x, prepared where `place` had room for it."""
+    if ready is None:
+        return matrix(x, prep, residual)
+    assert isinstance(matrix, Streamed)
+    return matrix(ready, residual=residual)
+
+
+def place(matrix: Matrix, n_row: int, prep: Norm | None) -> Into | None:
+    """Where what comes before may put so many rows prepared; None: the product prepares them."""
+    return matrix.place(n_row, prep) if isinstance(matrix, Streamed) else None
 
 
 def _finish(y: Tensor, gated: bool, residual: Tensor | None) -> Tensor:
@@ -147,11 +162,12 @@ class Streamed:
             return self._wide(x, prep, None), GLU
         return self(x, prep), None
 
-    def place(self, n_row: int, prep: HeadNorm) -> Into | None:
+    def place(self, n_row: int, prep: HeadNorm | Norm | None) -> Into | None:
         """Where the kernel before may put so many rows prepared, for a call with them; None: this product prepares them."""
         if not 0 < n_row <= min(PLACE_ROWS, self.plain.max_rows):
             return None
-        spec = RowsSpec(self.device, self.packed.n_in, prep.kind, prep.dim)
+        kind, dim = (Kind.PLAIN, 0) if prep is None else (prep.kind, prep.dim)
+        spec = RowsSpec(self.device, self.packed.n_in, kind, dim)
         return None if rows.chosen(spec) is rows.reference else Into(self.plain.rows, prep, self.packed.data)
 
     def _ready(self, x: Rows, residual: Tensor | None) -> Tensor:

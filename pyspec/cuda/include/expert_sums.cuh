@@ -1,12 +1,17 @@
-// The sum of what a row's experts gave, in one order of operations wherever it is made: moe.cu for few rows, moe_pairs.cu.
+// The sum of what a row's experts gave, in one order of operations wherever it is made: moe_pairs.cu, or rows.cu on the way to the
+// next product.
 //
-//   y        [pair, n]          f32  pair = row * n_used + choice; read past L1, since other multiprocessors wrote it
+//   y        [pair, n]          f32  pair = row * n_used + choice
 //   weights  [row, n_used]      f32
 //   shared   [n_piece, row, n]  f32  pieces of one sum, added times gate [row] f32 (none: 1)
 //   residual [row, n]           f32  added last; or none
-//   out      [row, n]           f32  sums in the order of choice
+//
+// What was there before the products (weights, gate, residual) is loaded while they run: who lets this kernel start so early
+// has waited for all of it. Past L1, where it may lie as it was in another forward.
 #pragma once
 #include "types.cuh"
+
+constexpr int kShares = 12;  // of four columns, under way at once
 
 __device__ __forceinline__ float4 plus(float4 sum, float4 v, float by) {
   return make_float4(__fadd_rn(sum.x, __fmul_rn(v.x, by)), __fadd_rn(sum.y, __fmul_rn(v.y, by)),
@@ -14,28 +19,42 @@ __device__ __forceinline__ float4 plus(float4 sum, float4 v, float by) {
 }
 
 struct ExpertSums {
-  const float4* y;
-  const float* weights;
-  const float4* shared;
-  const float* gate;
-  const float4* residual;
-  float4* out;
-  int n_row, n_used, n_quad, n_piece;
+  const float4 *y, *shared, *residual;
+  const float* by;  // the row's weights, in shared memory
+  float gate;
+  int row, n_row, n_used, n_quad, n_piece;
 
-  // Of four columns.
-  __device__ __forceinline__ void add(int row, int quad) const {
-    const float* w = weights + static_cast<i64>(row) * n_used;
-    const float4* from = y + static_cast<i64>(row) * n_used * n_quad + quad;
+  // Threads below n_used write the row's weights down: a barrier has to follow.
+  __device__ __forceinline__ ExpertSums(const float4* y, const float* weights, const float4* shared, const float* gate,
+                                        const float4* residual, float* own, int row, int n_row, int n_used, int n_quad,
+                                        int n_piece)
+      : y(y), shared(shared), residual(residual), by(own), gate(gate ? __ldcg(gate + row) : 1.f), row(row), n_row(n_row),
+        n_used(n_used), n_quad(n_quad), n_piece(n_piece) {
+    if (threadIdx.x < n_used) own[threadIdx.x] = __ldcg(weights + static_cast<i64>(row) * n_used + threadIdx.x);
+  }
+
+  __device__ __forceinline__ float4 before(int quad) const {
+    const bool is_in = residual != nullptr && quad < n_quad;
+    return is_in ? __ldcg(residual + static_cast<i64>(row) * n_quad + quad) : make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+
+  // Of four columns, once the products are over.
+  __device__ __forceinline__ float4 of(int quad, float4 before) const {
     const i64 at = static_cast<i64>(row) * n_quad + quad;
     const float4 none = make_float4(0.f, 0.f, 0.f, 0.f);
-    float4 more = n_piece > 0 ? __ldcg(shared + at) : none;
-    const float4 before = residual ? residual[at] : none;
-    const float by = gate ? gate[row] : 1.f;
-    float4 sum = none;
-#pragma unroll 8
-    for (int j = 0; j < n_used; ++j) sum = plus(sum, __ldcg(from + static_cast<i64>(j) * n_quad), w[j]);
+    const float4* from = y + static_cast<i64>(row) * n_used * n_quad + quad;
+    float4 more = n_piece > 0 ? __ldcg(shared + at) : none, sum = none;
+    for (int first = 0; first < n_used; first += kShares) {
+      float4 v[kShares];
+#pragma unroll
+      for (int j = 0; j < kShares; ++j)
+        v[j] = first + j < n_used ? __ldcg(from + static_cast<i64>(first + j) * n_quad) : none;
+#pragma unroll
+      for (int j = 0; j < kShares; ++j)
+        if (first + j < n_used) sum = plus(sum, v[j], by[first + j]);
+    }
     for (int i = 1; i < n_piece; ++i) more = plus(more, __ldcg(shared + static_cast<i64>(i) * n_row * n_quad + at), 1.f);
-    if (n_piece > 0) sum = plus(sum, more, by);
-    out[at] = residual ? plus(before, sum, 1.f) : sum;
+    if (n_piece > 0) sum = plus(sum, more, gate);
+    return residual != nullptr ? plus(before, sum, 1.f) : sum;
   }
 };

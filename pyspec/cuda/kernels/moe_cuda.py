@@ -1,8 +1,8 @@
 """`moe` on NVIDIA GPUs: one launch for all gates and ups, one for all downs (moe.cu).
 
-Rows get lists of theirs by expert before, and are summed after, in launches of their own (moe_pairs.cu); the fewest find each
-other, and who comes last sums them: launches are most of their time, tickets would be most of others'. A shared expert goes in
-the same launches, cut into pieces of the others' width: of all rows, and first, because what it reads is known before rows
+Rows get lists of theirs by expert before, in a launch of their own (moe_pairs.cu); the fewest find each other. What experts gave is
+summed after, by the launch that prepares rows for the next product (`shares`) or by one of its own. A shared expert goes in the same
+launches, cut into pieces of the others' width: of all rows, and first, because what it reads is known before rows
 have chosen.
 
 Nothing of what rows chose reaches the host: grids are as large as the number of rows can make them, and CTAs without work
@@ -33,13 +33,13 @@ from pyspec.cuda.kernels.linear_pack import (
     repack,
 )
 from pyspec.cuda.kernels.moe_ref import NOTHING, Added, MoeSpec, Run, Stack, Stacks
-from pyspec.cuda.kernels.rows_cuda import MAX_COLUMNS, Rows, RowsLaunch
+from pyspec.cuda.kernels.rows_cuda import MAX_COLUMNS, Rows, RowsLaunch, Shares
 from pyspec.cuda.kernels.rows_ref import Norm
 from pyspec.cuda.temporary import temporary
 from pyspec.gguf import GGMLType
 
 MAX_ROWS, MAX_EXPERT, MAX_USED = 512, 1024, 32
-FEWEST = 2  # rows up to which pairs find each other and outputs are summed in the products' own launches
+FEWEST = 2  # rows up to which pairs find each other
 FEW = 32  # rows up to which an item has 8 pairs: experts rarely get more; beyond it has 32
 MAX_PIECES = 4  # of a shared expert: with more, a launch of its own reads as well
 GROUPS = 4  # of 16 weight rows in a CTA
@@ -191,7 +191,7 @@ def _step(device: torch.device, type: GGMLType, tiles_n: int, act: int, inner: b
     stages = n_stages(type, tiles_n, capability, inner)
     code = compile_cubin("moe", arch_of(capability), defines(type, tiles_n, stages, act, inner, listed))
     shared = stages * stage_bytes(type, tiles_n, inner)
-    kernel = code.kernel("moe", "pppp" + "ppp" + "ppp" + "pppp" + "pppppp" + "l" + 9 * "i").allow_shared(shared)
+    kernel = code.kernel("moe", "pppp" + "ppp" + "ppp" + "pppp" + "l" + 9 * "i").allow_shared(shared)
     return _Step(kernel, shared, 32 * GROUPS)
 
 
@@ -226,27 +226,6 @@ def _between(device: torch.device, n_ff: int, most: int) -> _Between:
     return _Between(torch.zeros(most * step * 32, dtype=torch.float16, device=device), sums, powers, step)
 
 
-@cache
-def _tickets(device: torch.device, n: int) -> Tensor:
-    return torch.zeros(n, dtype=torch.int32, device=device)
-
-
-@dataclass(frozen=True, slots=True)
-class _Sums:
-    """What a row's sum is made of besides what its experts give, and where it goes. See expert_sums.cuh."""
-
-    y: Tensor
-    weights: Tensor
-    shared: Tensor | None
-    gate: Tensor | None
-    residual: Tensor | None
-    out: Tensor
-
-    def args(self) -> list[Arg]:
-        beside = (np.int64(0) if t is None else t for t in (self.shared, self.gate, self.residual))
-        return [self.weights, *beside, self.out]
-
-
 @dataclass(frozen=True, slots=True)
 class _Taken:
     """Which rows took which experts; order and items are lists, of the fewest rows there are none."""
@@ -272,24 +251,13 @@ class _Product:
         self.n_out = stack.n_out // 2 if act == SWIGLU else stack.n_out
         self.steps = {(8 * n, listed): _step(device, stack.type, n, act, inner, listed) for n, listed in BUILDS}
         self.n_group, self.n_chunk = n_groups(stack.n_out), n_chunks(stack.type, stack.n_in)
-        self.tickets = _tickets(device, self.n_group)
 
-    def __call__(self, t: _Taken, x: tuple[Tensor, ...], step: int, sums: _Sums, h: _Between, overlap: bool) -> None:
-        """x: blocks, sums and powers of what is multiplied, `step` of its layout. Writes sums.y (downs) or h (gates and ups), and
-        of the fewest rows the sums."""
+    def __call__(self, t: _Taken, x: tuple[Tensor, ...], step: int, y: Tensor, h: _Between, overlap: bool) -> None:
+        """x: blocks, sums and powers of what is multiplied, `step` of its layout. Writes y (downs) or h (gates and ups)."""
         kernel, s, more, (n_row, n_used) = self.steps[t.per_item, t.listed], self.stack, self.shared, t.ids.shape
         sizes = s.scales.shape[1], t.n_expert, n_used, n_row, self.n_piece, step, self.n_out, self.n_group, self.n_chunk
         args: list[Arg] = [s.records, s.scales, more.records, more.scales, *x, t.ids, t.order, t.items]
-        args += [
-            sums.y,
-            h.blocks,
-            h.sums,
-            h.powers,
-            *sums.args(),
-            self.tickets,
-            np.int64(s.records.shape[1]),
-            *(np.int32(n) for n in sizes),
-        ]
+        args += [y, h.blocks, h.sums, h.powers, np.int64(s.records.shape[1]), *(np.int32(n) for n in sizes)]
         grid = -(-self.n_group // GROUPS), self.n_piece * -(-n_row // t.per_item) + t.n_item
         kernel.kernel.launch(grid, kernel.threads, args, kernel.shared, overlap=overlap)
 
@@ -331,28 +299,38 @@ class Experts:
         added: Added = NOTHING,
         ready: object = None,
     ) -> Tensor:
-        ids, weights = ids.contiguous(), weights.contiguous()
-        assert ids.dtype == torch.int32 and ids.shape == weights.shape == (x.shape[0], self.spec.n_used)
-        assert all(t is None or t.is_contiguous() for t in (added.residual, added.shared, added.gate))
-        assert added.shared is None or not self.spec.pieces
         out = torch.empty(x.shape[0], self.spec.n_in, dtype=torch.float32, device=x.device)
         for first in range(0, x.shape[0], MAX_ROWS):
             part = slice(first, first + MAX_ROWS)
-            rows = ready if isinstance(ready, Rows) else self.x_rows(x[part], norm)
-            self._run(rows, ids[part], weights[part], added.part(part), out[part])
+            shares = self.shares(x[part], ids[part], weights[part], norm, added.part(part), ready)
+            n_quad = self.spec.n_in // 4
+            sizes = [np.int32(n) for n in (self.spec.n_used, n_quad, shares.n_piece)]
+            grid = len(shares.weights), -(-n_quad // 256)
+            self.combine.launch(grid, 256, [*shares.args(out[part]), *sizes], overlap=self.x_rows.overlap)
         return out
 
-    def _run(self, ready: Rows, ids: Tensor, weights: Tensor, added: Added, out: Tensor) -> None:
-        (n_row, n_used), pieces, overlap = ids.shape, self.spec.pieces, self.x_rows.overlap
-        taken, n_quad = self._taken(ids), self.spec.n_in // 4
-        y = torch.empty(n_row * (n_used + pieces), self.spec.n_in, dtype=torch.float32, device=out.device)
+    def shares(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        norm: Norm | None = None,
+        added: Added = NOTHING,
+        ready: object = None,
+    ) -> Shares:
+        """The products alone, of MAX_ROWS rows at most: who reads them next sums them."""
+        ids, weights = ids.contiguous(), weights.contiguous()
+        (n_row, n_used), pieces = ids.shape, self.spec.pieces
+        assert ids.dtype == torch.int32 and (n_row, n_used) == weights.shape == (x.shape[0], self.spec.n_used)
+        assert all(t is None or t.is_contiguous() for t in (added.residual, added.shared, added.gate))
+        assert added.shared is None or not pieces
+        rows = ready if isinstance(ready, Rows) else self.x_rows(x, norm)
+        taken, h, overlap = self._taken(ids), self.h, self.x_rows.overlap
+        y = torch.empty(n_row * (n_used + pieces), self.spec.n_in, dtype=torch.float32, device=x.device)
+        self.inner(taken, (rows.blocks, rows.sums, rows.powers), rows.pad, y, h, overlap)
+        self.down(taken, (h.blocks, h.sums, h.powers), h.step, y, h, overlap)
         shared = y[n_row * n_used :] if pieces else added.shared
-        sums = _Sums(y, weights, shared, added.gate, added.residual, out)
-        self.inner(taken, (ready.blocks, ready.sums, ready.powers), ready.pad, sums, self.h, overlap)
-        self.down(taken, (self.h.blocks, self.h.sums, self.h.powers), self.h.step, sums, self.h, overlap)
-        if taken.listed:
-            sizes = [np.int32(n) for n in (n_used, n_quad, pieces if pieces else int(shared is not None))]
-            self.combine.launch((n_row, -(-n_quad // 256)), 256, [y, *sums.args(), *sizes], overlap=overlap)
+        return Shares(y, weights, shared, added.gate, added.residual, pieces or int(shared is not None))
 
     def _taken(self, ids: Tensor) -> _Taken:
         n_row, n_pair = ids.shape[0], ids.numel()
@@ -441,6 +419,13 @@ def _check_around(own: Run, pieces: int, x: Tensor, ids: Tensor, weights: Tensor
         plain, got = own(x, ids, weights), own(x, ids, weights, None, Added(residual, shared, gate))
     if not torch.allclose(got, residual + (plain + shared * gate), rtol=1e-5, atol=1e-5 * float(plain.abs().amax())):
         return "a residual or a shared expert is not added as the reference does"
+    if isinstance(own, Experts) and len(x) <= own.x_rows.pads[-1]:
+        added, kept = Added(residual, None, gate), torch.empty_like(x)
+        want = own(x, ids, weights, None, added)
+        ready = own.x_rows(want, norm).blocks.clone()
+        rows = own.x_rows.summed(own.shares(x, ids, weights, None, added), norm, kept)
+        if not (torch.equal(kept, want) and torch.equal(rows.blocks, ready)):
+            return "sums on the way to a product are not those made before"
     want, got = own(norm(4 * x), ids, weights), own(4 * x, ids, weights, norm)
     off = float((got - want).norm() / want.norm())
     return None if off < 2e-3 else f"outputs of normed rows differ by {off:.2g}"  # the two round rows by other powers

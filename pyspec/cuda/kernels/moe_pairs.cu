@@ -1,5 +1,5 @@
-// Around the products of experts for many rows: which take which (moe_lists), and the sum of what a row's experts gave
-// (moe_combine, expert_sums.cuh). For few rows moe.cu does both itself.
+// Around the products of experts: which rows take which (moe_lists; the fewest find each other in moe.cu), and the sum of what
+// a row's experts gave (moe_combine), where rows.cu does not make it for the next product.
 //
 //   ids      [pair]          i32  pair = row * n_used + choice
 //   order    [pair]          i32  pairs by expert; within one in any order: no row's result depends on it
@@ -55,38 +55,15 @@ extern "C" __global__ void __launch_bounds__(kMost, 1)
   for (int p = t; p < n_pair; p += n_thread) order[atomicAdd(&count[expert_of(p)], 1)] = p;
 }
 
-constexpr int kAtOnce = 12;  // experts' shares of four columns under way
-
-// What was there before the products (weights, gate, residual) is loaded while they run: who lets this kernel start so early
-// has waited for all of it. Past L1, where it may lie as it was in another forward.
 extern "C" __global__ void __launch_bounds__(256)
     moe_combine(const float4* y, const float* weights, const float4* shared, const float* gate, const float4* residual,
                 float4* out, int n_used, int n_quad, int n_piece) {
   let_successor_start();
   __shared__ float by[32];
-  const int row = blockIdx.x, n_row = gridDim.x, quad = blockIdx.y * 256 + threadIdx.x;
-  const bool is_in = quad < n_quad;
-  const i64 at = static_cast<i64>(row) * n_quad + quad;
-  if (threadIdx.x < n_used) by[threadIdx.x] = __ldcg(weights + static_cast<i64>(row) * n_used + threadIdx.x);
-  const float4 none = make_float4(0.f, 0.f, 0.f, 0.f);
-  const float4 before = residual && is_in ? __ldcg(residual + at) : none;
-  const float by_gate = gate ? __ldcg(gate + row) : 1.f;
+  const int row = blockIdx.x, quad = blockIdx.y * 256 + threadIdx.x;
+  const ExpertSums experts(y, weights, shared, gate, residual, by, row, gridDim.x, n_used, n_quad, n_piece);
+  const float4 before = experts.before(quad);
   __syncthreads();
   wait_for_predecessor();
-  if (!is_in) return;
-  float4 more = n_piece > 0 ? __ldcg(shared + at) : none;
-  const float4* from = y + static_cast<i64>(row) * n_used * n_quad + quad;
-  float4 sum = none;
-  for (int first = 0; first < n_used; first += kAtOnce) {
-    float4 v[kAtOnce];
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j)
-      v[j] = first + j < n_used ? __ldcg(from + static_cast<i64>(first + j) * n_quad) : none;
-#pragma unroll
-    for (int j = 0; j < kAtOnce; ++j)
-      if (first + j < n_used) sum = plus(sum, v[j], by[first + j]);
-  }
-  for (int i = 1; i < n_piece; ++i) more = plus(more, __ldcg(shared + static_cast<i64>(i) * n_row * n_quad + at), 1.f);
-  if (n_piece > 0) sum = plus(sum, more, by_gate);
-  out[at] = residual ? plus(before, sum, 1.f) : sum;
+  if (quad < n_quad) out[static_cast<i64>(row) * n_quad + quad] = experts.of(quad, before);
 }

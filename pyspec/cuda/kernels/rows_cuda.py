@@ -13,12 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
+from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
 from pyspec.cuda.kernels.rows_ref import GroupNorm, HeadGate, HeadNorm, Kind, Norm, Prep, RowsSpec
 
 MAX_COLUMNS = 32768  # 16 times 4 columns in each thread's registers
 BLOCKED, ROW_MAJOR, TALL = 0, 1, 2  # rows.cu's layouts: for `linear`, a library, `linear_tall`
 ROWS_ARGS = "plpff" + "pli" + "ppp" + "i"
+SUMMED_ARGS = "pppppp" + "ii" + "pff" + "ppp" + "i"
+MAX_SUMMED = 8192  # columns of rows that are summed on the way: more would not fit a thread's registers
 STRETCH, THREADS = 4096, 512
 
 
@@ -47,14 +49,34 @@ class Rows:
     pad: int
 
 
-def defines(n_in: int, kind: Kind, dim: int, layout: int) -> dict[str, int | str]:
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What a row's experts gave, and what their sum is added to: rows that are not made yet. See expert_sums.cuh.
+
+    y [row * n_used, n] f32, weights [row, n_used] f32, shared [n_piece * row, n] f32, gate [row, 1] f32, residual [row, n] f32
+    """
+
+    y: Tensor
+    weights: Tensor
+    shared: Tensor | None
+    gate: Tensor | None
+    residual: Tensor | None
+    n_piece: int
+
+    def args(self, out: Tensor | None) -> list[Arg]:
+        beside = (np.int64(0) if t is None else t for t in (self.shared, self.gate, self.residual, out))
+        return [self.y, self.weights, *beside]
+
+
+def defines(n_in: int, kind: Kind, dim: int, layout: int, experts: bool = False) -> dict[str, int | str]:
     """Macros of rows.cu."""
-    return {"COLUMNS": n_in, "KIND": int(kind), "DIM": max(dim, 1), "LAYOUT": layout}
+    return {"COLUMNS": n_in, "KIND": int(kind), "DIM": max(dim, 1), "LAYOUT": layout, "EXPERTS": int(experts)}
 
 
 @cache
-def _kernel(capability: tuple[int, int], n_in: int, kind: Kind, dim: int, layout: int) -> Kernel:
-    return compile_cubin("rows", arch_of(capability), defines(n_in, kind, dim, layout)).kernel("rows", ROWS_ARGS)
+def _kernel(capability: tuple[int, int], n_in: int, kind: Kind, dim: int, layout: int, experts: bool = False) -> Kernel:
+    code = compile_cubin("rows", arch_of(capability), defines(n_in, kind, dim, layout, experts))
+    return code.kernel("rows", SUMMED_ARGS if experts else ROWS_ARGS)
 
 
 @cache
@@ -122,6 +144,18 @@ class RowsLaunch:
         self.prepare(x, prep, rows.blocks, rows.sums, rows.powers, rows.pad)
         return rows
 
+    def summed(self, shares: Shares, norm: Norm | None, out: Tensor | None = None) -> Rows:
+        """The sums of `shares`, normed; and as they are in out [row, n_in] f32."""
+        (n_row, n_used), p = shares.weights.shape, self.prepare
+        rows, kind = self.room(n_row), Kind.PLAIN if norm is None else Kind.NORM
+        assert self.n_in <= MAX_SUMMED and p.layout == BLOCKED and (out is None or out.is_contiguous())
+        weight, eps, power = (p.none, 0.0, 1.0) if norm is None else (norm.weight, norm.eps, norm.power)
+        args: list[Arg] = [*shares.args(out), np.int32(n_used), np.int32(shares.n_piece), weight, np.float32(eps)]
+        args += [np.float32(power), rows.blocks, rows.sums, rows.powers, np.int32(rows.pad)]
+        kernel = _kernel(p.capability, self.n_in, kind, 0, BLOCKED, True)
+        kernel.launch((n_row,), THREADS, args, overlap=self.overlap)
+        return rows
+
     def room(self, n_row: int) -> Rows:
         """Where so many rows go, for a kernel that writes them as rows.cu does."""
         pad = next(p for p in self.pads if n_row <= p)
@@ -142,7 +176,7 @@ class Into:
     """Rows that the kernel before a product prepares itself, `prep` applied, where the product reads them, with `weights`."""
 
     rows: RowsLaunch
-    prep: HeadNorm
+    prep: HeadNorm | Norm | None
     weights: Tensor | None = None
 
 
