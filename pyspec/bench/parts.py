@@ -12,7 +12,6 @@ import re
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from math import inf
 from typing import TYPE_CHECKING
 
 from pyspec.bench.measure import Turn, Watch, submit_all
@@ -44,33 +43,43 @@ def part_of(kernel: str) -> str:
     return next((part for part, names in KINDS.items() if re.match(names, name)), "other")
 
 
-def own_times(records: Iterable[Record]) -> Iterator[tuple[str, float]]:
-    """Each kernel in order, with the microseconds in which none that began before it still ran."""
-    reached = -inf
+def own_times(records: Iterable[Record]) -> Iterator[tuple[str, float, float]]:
+    """Each kernel in order, with the microseconds in which none that began before it still ran, and those before it in which
+    nothing ran."""
+    reached: float | None = None
     for begin, end, kernel in sorted(records):
-        yield kernel, max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
+        last = begin if reached is None else reached
+        yield kernel, max(0.0, end - max(begin, last)), max(0.0, begin - last)
+        reached = max(last, end)
 
 
 def add_up(records: Iterable[Record], rounds: int) -> dict[str, float]:
     """Milliseconds of one round by part."""
     sums = dict.fromkeys(DEVICE_PARTS, 0.0)
-    for kernel, us in own_times(records):
+    for kernel, us, _ in own_times(records):
         sums[part_of(kernel)] += us / 1e3
     return {part: ms / max(rounds, 1) for part, ms in sums.items()}
 
 
 def by_kernel(records: Iterable[Record], rounds: int) -> list[str]:
-    """A line for each kernel and the one that ran before it, which tells a model's products apart: most time first."""
-    times, before = defaultdict[tuple[str, str], list[float]](list), ""
-    for kernel, us in own_times(records):
+    """A line for each kernel and the one that ran before it, which tells a model's products apart: most time first. A last one
+    for the time in which nothing ran."""
+    times, before, waits = (
+        defaultdict[tuple[str, str], list[float]](list),
+        "",
+        defaultdict[tuple[str, str], float](float),
+    )
+    for kernel, us, idle in own_times(records):
         times[kernel, before].append(us)
+        waits[kernel, before] += idle
         before = kernel
     n = max(rounds, 1)
-    return [
-        f"{sum(us) / n:8.1f} us a round, {len(us) / n:5.1f} of {sum(us) / len(us):6.1f}: {kernel[:48]} after {before[:32]}"
-        for (kernel, before), us in sorted(times.items(), key=lambda i: -sum(i[1]))[:N_LINE]
+    lines = [
+        f"{sum(us) / n:8.1f} us a round, {len(us) / n:5.1f} of {sum(us) / len(us):6.1f}, {waits[key] / n:5.1f} idle before: "
+        f"{key[0][:48]} after {key[1][:32]}"
+        for key, us in sorted(times.items(), key=lambda i: -sum(i[1]))[:N_LINE]
     ]
+    return [*lines, f"{sum(waits.values()) / n:8.1f} us a round in which the device did nothing"]
 
 
 def watch_rounds(engine: Engine, prompts: Sequence[tuple[int, ...]], how: Turn) -> dict[str, float]:

@@ -23,6 +23,7 @@ from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
 from pyspec.models.weights import Matrix, Want, Weights, place, product, unfinished
 
+LATE_ROWS = 17  # from here a launch less is worth that the product after it can not begin beside it (docs/log.md)
 LATENT = "ffn_latent_down.weight"  # to the width in which experts work, where that is not the model's
 
 
@@ -205,7 +206,7 @@ class MoeFeed:
             added = Added(shared) if routes.gate is None else Added(x, shared, routes.gate)
         chosen = routes.ids, routes.weights
         if self.latent_up is None:
-            if then is None or not self._sums_late(x.shape[0]):
+            if then is None or x.shape[0] < LATE_ROWS or not self._sums_late(x.shape[0]):
                 return self.experts(n, *chosen, prep, added, ready), None
             assert isinstance(self.experts, Experts) and isinstance(then.prep, Norm)
             y = torch.empty_like(x)

@@ -51,10 +51,13 @@ def test_parts_are_milliseconds_of_one_round():
         (42_000.0, 44_000.0, "attend_split"),  # beside it all along
     ]
     assert add_up(records, 20) == {"linear": 2.0, "attention": 0.0, "state": 0.2, "other": 0.005}
-    assert by_kernel(records, 2)[:2] == [
-        " 15000.0 us a round,   0.5 of 30000.0: linear after ",
-        "  5000.0 us a round,   0.5 of 10000.0: rows after linear",
+    lines = by_kernel(records, 2)
+    assert lines[:2] == [
+        " 15000.0 us a round,   0.5 of 30000.0,   0.0 idle before: linear after ",
+        "  5000.0 us a round,   0.5 of 10000.0,   0.0 idle before: rows after linear",
     ]
+    assert [line for line in lines if " 400.0 idle" in line] == [line for line in lines if ": gdn_rows after" in line]
+    assert lines[-1] == "   400.0 us a round in which the device did nothing" and len(lines) == 6
     assert add_up([], 0) == {"linear": 0.0, "attention": 0.0, "state": 0.0, "other": 0.0}
 
 

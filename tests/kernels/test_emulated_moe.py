@@ -311,6 +311,16 @@ def test_sums_on_the_way_to_a_product_have_the_bits_of_those_made_before(
                 assert torch.equal(kept, want) if prep else kept.isnan().all()
 
 
+def test_tickets_are_back_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(moe_cuda, "FEWEST", moe_cuda.FEW)
+    spec = MoeSpec(CPU, 3, 64, 96, "swiglu", Q8_0, Q8_0, pieces=1)
+    stacks, (ids, weights) = packed(spec, 6), spread(20, 3, 6)
+    with emulated_gpu(seed=5):
+        run = moe_cuda.bind(spec)(stacks)
+        first, again = (run(torch.ones(20, 64), ids, weights) for _ in "ab")
+        assert torch.equal(first, again) and not run.down.tickets.any()
+
+
 def test_a_shared_expert_is_cut_into_experts_that_add_up_to_it() -> None:
     spec = MoeSpec(CPU, 1, 64, 32, "swiglu", Q8_0, Q4_0, pieces=3)
     shared, x = packed(spec, 2).shared, torch.randn(5, 64)

@@ -27,10 +27,12 @@ CAPABILITIES = dict(zip(ARCHS, [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)
 CPU = torch.device("cpu")
 
 
-def product(type: GGMLType, arch: str, tiles_n: int, act: int, inner: bool, listed: bool = True) -> None:
+def product(
+    type: GGMLType, arch: str, tiles_n: int, act: int, inner: bool, listed: bool = True, adds: bool = False
+) -> None:
     stages = n_stages(type, tiles_n, CAPABILITIES[arch], inner)
     assert stages >= 2 and stages * stage_bytes(type, tiles_n, inner) <= n_shared(CAPABILITIES[arch])
-    macros = defines(type, tiles_n, stages, act, inner, listed)
+    macros = defines(type, tiles_n, stages, act, inner, listed, adds)
     found = compile_cubin("moe", arch, macros, use_cache=False).resources["moe"]
     assert found.spill_bytes == 0 and found.registers * 32 * GROUPS * resident(tiles_n) <= 65536
 
@@ -46,7 +48,8 @@ def test_products_compile_for_every_architecture(arch: str, tiles_n: int, listed
 def test_products_compile_for_every_type(type: GGMLType) -> None:
     product(type, "sm_90a", 4, RELU2, True)
     for arch in ("sm_89", "sm_90a"):
-        product(type, arch, 1, NONE, False, listed=False)
+        for adds in (False, True):
+            product(type, arch, 1, NONE, False, listed=False, adds=adds)
     product(type, "sm_90a", 1, NONE, False)
     product(type, "sm_90a", 1, SWIGLU, True)
 

@@ -1,5 +1,5 @@
-// The sum of what a row's experts gave, in one order of operations wherever it is made: moe_pairs.cu, or rows.cu on the way to the
-// next product.
+// The sum of what a row's experts gave, in one order of operations wherever it is made: in moe.cu, in moe_pairs.cu, or in rows.cu
+// on the way to the next product.
 //
 //   y        [pair, n]          f32  pair = row * n_used + choice
 //   weights  [row, n_used]      f32
@@ -7,11 +7,9 @@
 //   residual [row, n]           f32  added last; or none
 //
 // What was there before the products (weights, gate, residual) is loaded while they run: who lets this kernel start so early
-// has waited for all of it. Past L1, where it may lie as it was in another forward.
+// has waited for all of it. All is read past L1, where it may lie as it was in another forward, or before others wrote it.
 #pragma once
 #include "types.cuh"
-
-constexpr int kShares = 12;  // of four columns, under way at once
 
 __device__ __forceinline__ float4 plus(float4 sum, float4 v, float by) {
   return make_float4(__fadd_rn(sum.x, __fmul_rn(v.x, by)), __fadd_rn(sum.y, __fmul_rn(v.y, by)),
@@ -20,17 +18,19 @@ __device__ __forceinline__ float4 plus(float4 sum, float4 v, float by) {
 
 struct ExpertSums {
   const float4 *y, *shared, *residual;
-  const float* by;  // the row's weights, in shared memory
+  const float* by;  // the row's weights
   float gate;
   int row, n_row, n_used, n_quad, n_piece;
 
-  // Threads below n_used write the row's weights down: a barrier has to follow.
   __device__ __forceinline__ ExpertSums(const float4* y, const float* weights, const float4* shared, const float* gate,
-                                        const float4* residual, float* own, int row, int n_row, int n_used, int n_quad,
-                                        int n_piece)
-      : y(y), shared(shared), residual(residual), by(own), gate(gate ? __ldcg(gate + row) : 1.f), row(row), n_row(n_row),
-        n_used(n_used), n_quad(n_quad), n_piece(n_piece) {
-    if (threadIdx.x < n_used) own[threadIdx.x] = __ldcg(weights + static_cast<i64>(row) * n_used + threadIdx.x);
+                                        const float4* residual, int row, int n_row, int n_used, int n_quad, int n_piece)
+      : y(y), shared(shared), residual(residual), by(weights + static_cast<i64>(row) * n_used),
+        gate(gate ? __ldcg(gate + row) : 1.f), row(row), n_row(n_row), n_used(n_used), n_quad(n_quad), n_piece(n_piece) {}
+
+  // Threads below n_used write the row's weights down, where all read them behind a barrier.
+  __device__ __forceinline__ void keep_weights(float* own) {
+    if (threadIdx.x < n_used) own[threadIdx.x] = __ldcg(by + threadIdx.x);
+    by = own;
   }
 
   __device__ __forceinline__ float4 before(int quad) const {
@@ -38,7 +38,8 @@ struct ExpertSums {
     return is_in ? __ldcg(residual + static_cast<i64>(row) * n_quad + quad) : make_float4(0.f, 0.f, 0.f, 0.f);
   }
 
-  // Of four columns, once the products are over.
+  // Of four columns, once the products are over; so many experts' shares are under way at once.
+  template <int kShares>
   __device__ __forceinline__ float4 of(int quad, float4 before) const {
     const i64 at = static_cast<i64>(row) * n_quad + quad;
     const float4 none = make_float4(0.f, 0.f, 0.f, 0.f);

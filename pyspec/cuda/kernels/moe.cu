@@ -10,14 +10,15 @@
 //   order    [pair]              i32  LISTED: pairs by expert (moe_lists)
 //   items    [item]              i32 x 4  LISTED: {expert, first place in `order`, pairs, 0}
 //   y        [pair, n_out]       f32  unless INNER
+//   out      [row, n_out]        f32  ADDS: the sums of expert_sums.cuh, where the other tensors stand; `shared` is y's pieces,
+//                                     or given; tickets [n_out / 16, up] i32 are zero before and after
 //   blocks   [pair][n_out / 256, up][256]  f16  INNER: of the activation, a block of 32 columns over a power of two of its
 //                                     own; columns in rows.cu's order, what lies past n_out is left alone
 //   block_sums, block_powers  [pair][blocks]  f32  INNER: sums of a block's f16 values, and what they are to be multiplied with
 //
 // Grid (64 weight rows, item). The first items are the shared expert's, of 8 TILES_N rows each. Of the others, LISTED or not,
 // an item has up to 8 TILES_N pairs. Without lists, which cost a launch, there is a CTA for each pair: it looks for the
-// others that took the same expert, and ends unless it is the first of them, or the first after 8 TILES_N others. What experts
-// gave a row is summed by the launch after: expert_sums.cuh.
+// others that took the same expert, and ends unless it is the first of them, or the first after 8 TILES_N others.
 //
 // A warp has 16 weight rows and all their columns, block after block: the order of sums is the same for all TILES_N, STAGES and
 // PER_STAGE, and so a row's bits depend neither on its place nor on its neighbours.
@@ -26,11 +27,14 @@
 // short and latency is what there is to hide: weights need the expert alone, so their first stages come before it is known
 // which rows they meet, the shared expert's before the predecessor is over; and what the stores need is fetched before the
 // sums are made. Gates and ups let the downs start when what rows chose has been written (past the first-level cache: a launch
-// that starts early may find there what was chosen before): all but the activations may then be fetched beside them. A CTA's gates and ups are whole blocks of the activation: it rounds them for the next launch itself.
+// that starts early may find there what was chosen before): all but the activations may then be fetched beside them. A CTA's gates and ups are whole blocks of the activation: it rounds them for the next launch itself. What
+// experts gave a row is summed by the launch after, or (ADDS: downs of the fewest rows) in the order of choice by the last warp
+// to have its share of 16 columns.
 //
 // Set by the launcher: TYPE, CHUNK, RECORD, TILES_N, PER_STAGE (chunks in a stage), STAGES, RESIDENT (CTAs on a
-// multiprocessor that registers must allow), LISTED, INNER, ACT, and for linear.cuh WARPS_M 4, WARPS_N 1, TILES_M 4.
+// multiprocessor that registers must allow), LISTED, INNER, ADDS, ACT, and for linear.cuh WARPS_M 4, WARPS_N 1, TILES_M 4.
 #include "linear.cuh"
+#include "expert_sums.cuh"
 #include "overlap.cuh"
 #include "prepared.cuh"
 
@@ -196,11 +200,29 @@ __device__ __forceinline__ void store_blocks(const float (&acc)[TILES_N][4], flo
   }
 }
 
+#if ADDS
+// A warp has written its share of y's 16 columns of a group, or had none. The last one to say so adds for all rows: `add`(row, quad).
+template <typename Add>
+__device__ __forceinline__ void add_experts(const Add& add, int n_row, int n_quad, int group16, int* tickets) {
+  const int lane = threadIdx.x & 31;
+  __syncwarp();
+  int n_before = 0;
+  if (lane == 0) n_before = arrive(tickets + group16);
+  if (__shfl_sync(0xffffffffu, n_before, 0) != static_cast<int>(gridDim.y) - 1) return;
+  if (lane == 0) tickets[group16] = 0;
+  for (int i = lane; i < n_row * 4; i += 32) {
+    const int quad = group16 * 4 + i % 4;
+    if (quad < n_quad) add(i / 4, quad);
+  }
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     moe(const u8* weights, const float* scales, const u8* shared_weights, const float* shared_scales, const u8* x,
         const float* sums, const float* powers, const int* ids, const int* order, const int4* items, float* y, u16* blocks,
-        float* block_sums, float* block_powers, i64 expert_bytes, int n_scale, int n_expert, int n_used, int n_row, int n_piece,
-        int step, int n_out, int n_tile16, int n_chunk) {
+        float* block_sums, float* block_powers, const float* row_weights, const float4* shared, const float* gate,
+        const float4* residual, float4* out, int* tickets, i64 expert_bytes, int n_scale, int n_expert, int n_used, int n_row,
+        int n_piece, int step, int n_out, int n_tile16, int n_chunk) {
   if (!INNER) let_successor_start();
   extern __shared__ uint4 stages[];
   __shared__ float power[kPad];
@@ -225,6 +247,17 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   const int lane = threadIdx.x & 31, group = threadIdx.x >> 5;
   const int n_group = min(WARPS_M, n_tile16 - static_cast<int>(blockIdx.x) * WARPS_M);  // of 16 weight rows, the CTA's
   const bool has_sums = group < n_group;
+#if ADDS
+  auto add = [&](int at, int quad) {  // made where it is used, from the launch's arguments: until then it takes no registers
+    const ExpertSums experts(reinterpret_cast<const float4*>(y), row_weights, shared, gate, residual, at, n_row, n_used, n_out / 4,
+                             max(n_piece, static_cast<int>(shared != nullptr)));
+    out[static_cast<i64>(at) * (n_out / 4) + quad] = experts.of<8>(quad, experts.before(quad));
+  };
+  if (item.n == 0 && has_sums) {
+    wait_for_predecessor();  // it may be the one that adds for all
+    add_experts(add, n_row, n_out / 4, blockIdx.x * WARPS_M + group, tickets);
+  }
+#endif
   if (item.n == 0) return;
   const u32 base = shared_address(stages);
   WeightCopies left((is_shared ? shared_weights + piece * expert_bytes : weights + item.expert * expert_bytes), n_group,
@@ -302,5 +335,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
       if (column + 8 < n_out) to[8] = acc[n][j + 2] * scale8;
     }
   }
+#if ADDS
+  add_experts(add, n_row, n_out / 4, blockIdx.x * WARPS_M + group, tickets);
+#endif
 #endif
 }

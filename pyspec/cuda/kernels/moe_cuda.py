@@ -1,7 +1,8 @@
 """`moe` on NVIDIA GPUs: one launch for all gates and ups, one for all downs (moe.cu).
 
 Rows get lists of theirs by expert before, in a launch of their own (moe_pairs.cu); the fewest find each other. What experts gave is
-summed after, by the launch that prepares rows for the next product (`shares`) or by one of its own. A shared expert goes in the same
+summed by the launch that prepares rows for the next product (`shares`); or by one of its own, of the fewest rows by who comes
+last: launches are most of their time, tickets would be most of others'. A shared expert goes in the same
 launches, cut into pieces of the others' width: of all rows, and first, because what it reads is known before rows
 have chosen.
 
@@ -44,6 +45,7 @@ FEW = 32  # rows up to which an item has 8 pairs: experts rarely get more; beyon
 MAX_PIECES = 4  # of a shared expert: with more, a launch of its own reads as well
 GROUPS = 4  # of 16 weight rows in a CTA
 BUILDS = ((1, False), (1, True), (4, True))  # TILES_N, LISTED
+ADDING = (1, False)  # the one of downs that may add what experts gave
 NONE, SWIGLU, RELU2 = 0, 1, 2  # moe.cu's activations
 ACTS = {"swiglu": SWIGLU, "relu2": RELU2}
 STAGE = {1: 10 << 10, 4: 10 << 10}  # by TILES_N: bytes of weights in a stage: fewer barriers, and still several stages
@@ -96,7 +98,7 @@ def limits(spec: MoeSpec) -> str | None:
 
 
 def defines(
-    type: GGMLType, tiles_n: int, stages: int, act: int, inner: bool, listed: bool = True
+    type: GGMLType, tiles_n: int, stages: int, act: int, inner: bool, listed: bool = True, adds: bool = False
 ) -> dict[str, int | str]:
     """Macros of moe.cu."""
     return {
@@ -114,6 +116,7 @@ def defines(
         "LISTED": int(listed),
         "ACT": act,
         "INNER": int(inner),
+        "ADDS": int(adds),
     }
 
 
@@ -186,12 +189,14 @@ class _Step:
 
 
 @cache
-def _step(device: torch.device, type: GGMLType, tiles_n: int, act: int, inner: bool, listed: bool = True) -> _Step:
+def _step(
+    device: torch.device, type: GGMLType, tiles_n: int, act: int, inner: bool, listed: bool = True, adds: bool = False
+) -> _Step:
     capability = torch.cuda.get_device_capability(device)
     stages = n_stages(type, tiles_n, capability, inner)
-    code = compile_cubin("moe", arch_of(capability), defines(type, tiles_n, stages, act, inner, listed))
+    code = compile_cubin("moe", arch_of(capability), defines(type, tiles_n, stages, act, inner, listed, adds))
     shared = stages * stage_bytes(type, tiles_n, inner)
-    kernel = code.kernel("moe", "pppp" + "ppp" + "ppp" + "pppp" + "l" + 9 * "i").allow_shared(shared)
+    kernel = code.kernel("moe", "pppp" + "ppp" + "ppp" + "pppp" + "pppppp" + "l" + 9 * "i").allow_shared(shared)
     return _Step(kernel, shared, 32 * GROUPS)
 
 
@@ -226,6 +231,11 @@ def _between(device: torch.device, n_ff: int, most: int) -> _Between:
     return _Between(torch.zeros(most * step * 32, dtype=torch.float16, device=device), sums, powers, step)
 
 
+@cache
+def _tickets(device: torch.device, n: int) -> Tensor:
+    return torch.zeros(n, dtype=torch.int32, device=device)
+
+
 @dataclass(frozen=True, slots=True)
 class _Taken:
     """Which rows took which experts; order and items are lists, of the fewest rows there are none."""
@@ -250,14 +260,29 @@ class _Product:
         assert self.shared.records.shape[1] == stack.records.shape[1] and self.shared.type is stack.type
         self.n_out = stack.n_out // 2 if act == SWIGLU else stack.n_out
         self.steps = {(8 * n, listed): _step(device, stack.type, n, act, inner, listed) for n, listed in BUILDS}
+        self.adding = None if inner else _step(device, stack.type, ADDING[0], act, False, ADDING[1], True)
         self.n_group, self.n_chunk = n_groups(stack.n_out), n_chunks(stack.type, stack.n_in)
+        self.tickets = _tickets(device, self.n_group)
 
-    def __call__(self, t: _Taken, x: tuple[Tensor, ...], step: int, y: Tensor, h: _Between, overlap: bool) -> None:
-        """x: blocks, sums and powers of what is multiplied, `step` of its layout. Writes y (downs) or h (gates and ups)."""
-        kernel, s, more, (n_row, n_used) = self.steps[t.per_item, t.listed], self.stack, self.shared, t.ids.shape
+    def __call__(
+        self, t: _Taken, x: tuple[Tensor, ...], step: int, y: Shares, h: _Between, out: Tensor | None, overlap: bool
+    ) -> None:
+        """x: blocks, sums and powers of what is multiplied, `step` of its layout. Writes y (downs) or h (gates and ups), and in out
+        the sums of y."""
+        kernel = self.steps[t.per_item, t.listed] if out is None or self.adding is None else self.adding
+        s, more, (n_row, n_used) = self.stack, self.shared, t.ids.shape
         sizes = s.scales.shape[1], t.n_expert, n_used, n_row, self.n_piece, step, self.n_out, self.n_group, self.n_chunk
         args: list[Arg] = [s.records, s.scales, more.records, more.scales, *x, t.ids, t.order, t.items]
-        args += [y, h.blocks, h.sums, h.powers, np.int64(s.records.shape[1]), *(np.int32(n) for n in sizes)]
+        args += [
+            y.y,
+            h.blocks,
+            h.sums,
+            h.powers,
+            *y.args(out)[1:],
+            self.tickets,
+            np.int64(s.records.shape[1]),
+            *(np.int32(n) for n in sizes),
+        ]
         grid = -(-self.n_group // GROUPS), self.n_piece * -(-n_row // t.per_item) + t.n_item
         kernel.kernel.launch(grid, kernel.threads, args, kernel.shared, overlap=overlap)
 
@@ -302,7 +327,10 @@ class Experts:
         out = torch.empty(x.shape[0], self.spec.n_in, dtype=torch.float32, device=x.device)
         for first in range(0, x.shape[0], MAX_ROWS):
             part = slice(first, first + MAX_ROWS)
-            shares = self.shares(x[part], ids[part], weights[part], norm, added.part(part), ready)
+            few = len(x) <= FEWEST
+            shares = self.shares(x[part], ids[part], weights[part], norm, added.part(part), ready, out if few else None)
+            if few:
+                break
             n_quad = self.spec.n_in // 4
             sizes = [np.int32(n) for n in (self.spec.n_used, n_quad, shares.n_piece)]
             grid = len(shares.weights), -(-n_quad // 256)
@@ -317,8 +345,9 @@ class Experts:
         norm: Norm | None = None,
         added: Added = NOTHING,
         ready: object = None,
+        out: Tensor | None = None,
     ) -> Shares:
-        """The products alone, of MAX_ROWS rows at most: who reads them next sums them."""
+        """The products alone, of MAX_ROWS rows at most: who reads them next sums them. Of FEWEST rows they may be summed in `out`."""
         ids, weights = ids.contiguous(), weights.contiguous()
         (n_row, n_used), pieces = ids.shape, self.spec.pieces
         assert ids.dtype == torch.int32 and (n_row, n_used) == weights.shape == (x.shape[0], self.spec.n_used)
@@ -327,10 +356,11 @@ class Experts:
         rows = ready if isinstance(ready, Rows) else self.x_rows(x, norm)
         taken, h, overlap = self._taken(ids), self.h, self.x_rows.overlap
         y = torch.empty(n_row * (n_used + pieces), self.spec.n_in, dtype=torch.float32, device=x.device)
-        self.inner(taken, (rows.blocks, rows.sums, rows.powers), rows.pad, y, h, overlap)
-        self.down(taken, (h.blocks, h.sums, h.powers), h.step, y, h, overlap)
         shared = y[n_row * n_used :] if pieces else added.shared
-        return Shares(y, weights, shared, added.gate, added.residual, pieces or int(shared is not None))
+        shares = Shares(y, weights, shared, added.gate, added.residual, pieces or int(shared is not None))
+        self.inner(taken, (rows.blocks, rows.sums, rows.powers), rows.pad, shares, h, None, overlap)
+        self.down(taken, (h.blocks, h.sums, h.powers), h.step, shares, h, out, overlap)
+        return shares
 
     def _taken(self, ids: Tensor) -> _Taken:
         n_row, n_pair = ids.shape[0], ids.numel()
@@ -355,6 +385,7 @@ def bind(spec: MoeSpec) -> Callable[[Stacks], Run]:
     for n, listed in BUILDS:
         _step(spec.device, spec.up, n, ACTS[spec.act], True, listed)
         _step(spec.device, spec.down, n, NONE, False, listed)
+    _step(spec.device, spec.down, ADDING[0], NONE, False, ADDING[1], True)
     _pair_kernels(spec.device)
     return lambda stacks: Experts(spec, stacks)
 

@@ -1,5 +1,5 @@
 // Around the products of experts: which rows take which (moe_lists; the fewest find each other in moe.cu), and the sum of what
-// a row's experts gave (moe_combine), where rows.cu does not make it for the next product.
+// a row's experts gave (moe_combine), where neither moe.cu nor rows.cu makes it.
 //
 //   ids      [pair]          i32  pair = row * n_used + choice
 //   order    [pair]          i32  pairs by expert; within one in any order: no row's result depends on it
@@ -61,9 +61,10 @@ extern "C" __global__ void __launch_bounds__(256)
   let_successor_start();
   __shared__ float by[32];
   const int row = blockIdx.x, quad = blockIdx.y * 256 + threadIdx.x;
-  const ExpertSums experts(y, weights, shared, gate, residual, by, row, gridDim.x, n_used, n_quad, n_piece);
+  ExpertSums experts(y, weights, shared, gate, residual, row, gridDim.x, n_used, n_quad, n_piece);
+  experts.keep_weights(by);
   const float4 before = experts.before(quad);
   __syncthreads();
   wait_for_predecessor();
-  if (quad < n_quad) out[static_cast<i64>(row) * n_quad + quad] = experts.of(quad, before);
+  if (quad < n_quad) out[static_cast<i64>(row) * n_quad + quad] = experts.of<12>(quad, before);
 }

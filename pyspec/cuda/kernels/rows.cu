@@ -144,7 +144,8 @@ extern "C" __global__ void BOUNDS
   float squares = 0.f, largest = 0.f;
 #if EXPERTS
   __shared__ float own_weights[32];
-  const ExpertSums experts(y, by, shared, gate, residual, own_weights, row, gridDim.x, n_used, COLUMNS / 4, n_piece);
+  ExpertSums experts(y, by, shared, gate, residual, row, gridDim.x, n_used, COLUMNS / 4, n_piece);
+  experts.keep_weights(own_weights);
 #pragma unroll
   for (int i = 0; i < kQuads; ++i) v[i] = experts.before(i * kThreads + threadIdx.x);
   __syncthreads();
@@ -153,7 +154,7 @@ extern "C" __global__ void BOUNDS
   for (int i = 0; i < kQuads; ++i) {
     const int quad = i * kThreads + threadIdx.x;
     if (quad >= COLUMNS / 4) continue;
-    v[i] = experts.of(quad, v[i]);
+    v[i] = experts.of<12>(quad, v[i]);
     if (whole != nullptr) whole[static_cast<i64>(row) * (COLUMNS / 4) + quad] = v[i];
   }
 #pragma unroll
