@@ -97,7 +97,7 @@ class MtpBlock:
         """hidden [row, n_embd] f32: h_{p-1} of each row. Returns the post-norm output [row, n_embd]."""
         e, angles = self.rope.embedded(self.embedding, batch.tokens, batch.positions)
         x = self.eh(self.norms.paired(e, self.enorm, hidden, self.hnorm))
-        x, _ = self.block(x, angles, self.memory, self.layer, batch)
+        x = self.block(x, angles, self.memory, self.layer, batch)
         return self.last_norm(x, self.norm)
 
 

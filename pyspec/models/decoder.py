@@ -15,7 +15,6 @@ from torch import Tensor
 
 from pyspec.cuda.kernels.norms import norms
 from pyspec.cuda.kernels.norms_ref import NormsSpec
-from pyspec.cuda.kernels.rows_cuda import Into, Rows
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGUFFile
 from pyspec.models.layers import SINKS, Attention, AttentionShape, FeedForward, GatedDeltaNet, Relu2, Rope
@@ -189,12 +188,7 @@ class Mixer(Protocol):
 
     capturable: bool  # a CUDA graph may hold it: it looks at no list of the host
 
-    def place(self, n_row: int) -> Into | None:
-        """Where what comes before may put norm(x) of so many rows; they are `ready` then."""
-
-    def __call__(
-        self, x: Tensor, angles: Angles, memory: Memory, layer: int, batch: Batch, ready: Rows | None = None
-    ) -> Tensor: ...
+    def __call__(self, x: Tensor, angles: Angles, memory: Memory, layer: int, batch: Batch) -> Tensor: ...
 
 
 class Feed(Protocol):
@@ -251,22 +245,10 @@ class Block:
         self.feed: Feed | None = FEEDS[layer.feed].build(c, w, p, layer) if layer.feed else None
         self.capturable = all(part is None or part.capturable for part in (self.mixer, self.feed))
 
-    def __call__(
-        self,
-        x: Tensor,
-        angles: Angles,
-        memory: Memory,
-        layer: int,
-        batch: Batch,
-        ready: Rows | None = None,
-        then: Into | None = None,
-    ) -> tuple[Tensor, Rows | None]:
-        """then: where the next block's mixer would have its rows. Gives them, too, if they are there; that block has them ready."""
+    def __call__(self, x: Tensor, angles: Angles, memory: Memory, layer: int, batch: Batch) -> Tensor:
         if self.mixer is not None:
-            x = self.mixer(x, angles, memory, layer, batch, ready=ready)
-        if then is not None and isinstance(self.feed, MoeFeed):
-            return self.feed.into(x, then)
-        return x if self.feed is None else self.feed(x), None
+            x = self.mixer(x, angles, memory, layer, batch)
+        return x if self.feed is None else self.feed(x)
 
 
 class Decoder:
@@ -314,11 +296,8 @@ class Decoder:
     def forward(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
         x, angles = self.rope.embedded(self.embedding, batch.tokens, batch.positions)
         tapped: dict[int, Tensor] = {}
-        ready: Rows | None = None
         for i, block in enumerate(self.blocks):
-            after = self.blocks[i + 1].mixer if i + 1 < len(self.blocks) else None
-            then = None if after is None else after.place(x.shape[0])
-            x, ready = block(x, angles, self.memory, i, batch, ready, then)
+            x = block(x, angles, self.memory, i, batch)
             if i in taps:
                 tapped[i] = x
         hidden, wanted = self.norms.picked(x, self.norm, batch.out_rows)

@@ -20,9 +20,8 @@ from pyspec.cuda.kernels.gdn import gdn
 from pyspec.cuda.kernels.gdn_ref import GdnSpec
 from pyspec.cuda.kernels.rope_kv import rope_kv
 from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
-from pyspec.cuda.kernels.rows_cuda import Into, Rows
 from pyspec.cuda.kernels.rows_ref import RELU2, HeadGate, HeadNorm, Norm, head_power
-from pyspec.models.weights import Embedding, Matrix, Streamed, Weights, place, product, unfinished
+from pyspec.models.weights import Embedding, Matrix, Streamed, Weights, unfinished
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 from pyspec.slots.memory import Memory, StateShape
@@ -98,26 +97,16 @@ class Attention:
         self.store = rope_kv.bind(alone)
         self.capturable = attend.chosen(spec).capturable and rope_kv.chosen(turn).capturable
 
-    def place(self, n_row: int) -> Into | None:
-        return place(self.qkv, n_row, self.norm)
-
     def write(self, kv: Tensor, angles: tuple[Tensor, Tensor], pool: KVPool, rows: Tensor) -> None:
         """Keys and values alone: kv [row, 2 * n_kv * dim] raw products go to `rows` [row] of the pool."""
         self.store(kv, None, self.k_norm, angles, pool, rows)
 
     def __call__(
-        self,
-        x: Tensor,
-        angles: tuple[Tensor, Tensor],
-        memory: Memory,
-        layer: int,
-        batch: Batch,
-        window: int = 0,
-        ready: Rows | None = None,
+        self, x: Tensor, angles: tuple[Tensor, Tensor], memory: Memory, layer: int, batch: Batch, window: int = 0
     ) -> Tensor:
         """The residual stream x [row, n_embd] -> x + attention(norm(x)). Writes the rows' K and V, then attends."""
         s, n, pool = self.shape, x.shape[0], memory.kv[layer]
-        y = product(self.qkv, x, self.norm, ready)
+        y = self.qkv(x, self.norm)
         if self.bias is not None:
             y = y + self.bias
         q = self.rope_kv(y, self.q_norm, self.k_norm, angles, pool, batch.kv_rows)
@@ -156,20 +145,9 @@ class GatedDeltaNet:
         self.fold = gdn_cuda.folder(spec) if gdn.chosen(spec).name == "cuda" else None
         self.split = [shape.n_channel, shape.n_v_head * shape.dim, shape.n_v_head, shape.n_v_head]
 
-    def place(self, n_row: int) -> Into | None:
-        return place(self.proj, n_row, self.norm)
-
-    def __call__(
-        self,
-        x: Tensor,
-        angles: tuple[Tensor, Tensor],
-        memory: Memory,
-        layer: int,
-        batch: Batch,
-        ready: Rows | None = None,
-    ) -> Tensor:
+    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], memory: Memory, layer: int, batch: Batch) -> Tensor:
         """The residual stream x [row, n_embd] -> x + delta(norm(x))."""
-        m, z, alpha, beta = product(self.proj, x, self.norm, ready).split(self.split, -1)
+        m, z, alpha, beta = self.proj(x, self.norm).split(self.split, -1)
         args = (m, alpha, beta, self.a, self.dt_bias, self.conv, memory.states[layer], batch)
         prep = HeadNorm(self.gate_norm, self.eps, z, self.gate_power)
         into = self.out.place(x.shape[0], prep) if isinstance(self.out, Streamed) else None

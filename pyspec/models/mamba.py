@@ -7,9 +7,8 @@ from torch import Tensor
 from pyspec.cuda.kernels import mamba2_cuda
 from pyspec.cuda.kernels.mamba2 import mamba2
 from pyspec.cuda.kernels.mamba2_ref import Mamba2Spec, Params
-from pyspec.cuda.kernels.rows_cuda import Into, Rows
 from pyspec.cuda.kernels.rows_ref import GroupNorm, Norm, norm_power
-from pyspec.models.weights import Streamed, Want, Weights, place, product
+from pyspec.models.weights import Streamed, Want, Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Mamba2Shape, Memory
 
@@ -49,20 +48,9 @@ class Mamba:
         self.told = {"after": self.out.packed.data} if is_own else {}  # type: ignore[attr-defined]
         self.split = [shape.n_head * shape.head_dim, shape.n_channel, shape.n_head]
 
-    def place(self, n_row: int) -> Into | None:
-        return place(self.proj, n_row, self.norm)
-
-    def __call__(
-        self,
-        x: Tensor,
-        angles: tuple[Tensor, Tensor],
-        memory: Memory,
-        layer: int,
-        batch: Batch,
-        ready: Rows | None = None,
-    ) -> Tensor:
+    def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], memory: Memory, layer: int, batch: Batch) -> Tensor:
         """The residual stream x [row, n_embd] -> x + mamba(norm(x))."""
-        gate, m, dt = product(self.proj, x, self.norm, ready).split(self.split, -1)
+        gate, m, dt = self.proj(x, self.norm).split(self.split, -1)
         o = self.mamba2(m, dt, self.params, memory.states[layer], batch, **self.told)
         prep = GroupNorm(self.group_norm, self.eps, gate, self.shape.n_group, self.group_power)
         return self.out(o.flatten(1), prep, residual=x)

@@ -11,19 +11,17 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.kernels.moe import moe
-from pyspec.cuda.kernels.moe_cuda import MAX_ROWS, Experts
+from pyspec.cuda.kernels.moe_cuda import Experts
 from pyspec.cuda.kernels.moe_ref import NOTHING, Act, Added, MoeSpec, Router, RouteSpec, Stack, Stacks
 from pyspec.cuda.kernels.moe_route import moe_route
 from pyspec.cuda.kernels.moe_route_cuda import RouteLaunch
 from pyspec.cuda.kernels.rows import rows
-from pyspec.cuda.kernels.rows_cuda import MAX_SUMMED, Into, Rows
 from pyspec.cuda.kernels.rows_ref import RELU2, Kind, Norm, Prep, RowsSpec
 from pyspec.cuda.temporary import temporary
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
-from pyspec.models.weights import Matrix, Want, Weights, place, product, unfinished
+from pyspec.models.weights import Matrix, Streamed, Want, Weights, unfinished
 
-LATE_ROWS = 17  # from here a launch less is worth that the product after it can not begin beside it (docs/log.md)
 LATENT = "ffn_latent_down.weight"  # to the width in which experts work, where that is not the model's
 
 
@@ -178,13 +176,6 @@ class MoeFeed:
         return rows.chosen(RowsSpec(device, self.router.shape[1], Kind.NORM)) is not rows.reference
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._run(x, None)[0]
-
-    def into(self, x: Tensor, then: Into) -> tuple[Tensor, Rows | None]:
-        """The same, and its rows prepared for what comes then, if they are summed here."""
-        return self._run(x, then)
-
-    def _run(self, x: Tensor, then: Into | None) -> tuple[Tensor, Rows | None]:
         n, prep = x if self.prep is not None else self.norm(x), self.prep
         shared = latent = None
         if self.shared is not None:  # products add to the residual stream on their way
@@ -204,25 +195,19 @@ class MoeFeed:
         added = Added(x, None, routes.gate)
         if shared is not None:
             added = Added(shared) if routes.gate is None else Added(x, shared, routes.gate)
-        chosen = routes.ids, routes.weights
         if self.latent_up is None:
-            if then is None or x.shape[0] < LATE_ROWS or not self._sums_late(x.shape[0]):
-                return self.experts(n, *chosen, prep, added, ready), None
-            assert isinstance(self.experts, Experts) and isinstance(then.prep, Norm)
-            y = torch.empty_like(x)
-            return y, then.rows.summed(self.experts.shares(n, *chosen, prep, added, ready), then.prep, y)
-        own = place(self.latent_up, x.shape[0], None)
-        if own is None or not self._sums_late(x.shape[0]):
-            y = self.latent_up(self.experts(n, *chosen, None, NOTHING, ready), residual=added.residual)
+            return self.experts(n, routes.ids, routes.weights, prep, added, ready)
+        given = n, routes.ids, routes.weights, None, NOTHING, ready
+        up, sums = self.latent_up, None
+        if (
+            isinstance(self.experts, Experts)
+            and isinstance(up, Streamed)
+            and (sums := up.sums_of(x.shape[0])) is not None
+        ):
+            y = up(sums.summed(self.experts.shares(*given)), residual=added.residual)
         else:
-            assert isinstance(self.experts, Experts)
-            rows = own.rows.summed(self.experts.shares(n, *chosen, None, NOTHING, ready), None)
-            y = product(self.latent_up, x, None, rows, added.residual)
-        return y if added.shared is None or added.gate is None else torch.addcmul(y, added.shared, added.gate), None
-
-    def _sums_late(self, n_row: int) -> bool:
-        """The launch that prepares rows for the next product sums them, too."""
-        return isinstance(self.experts, Experts) and n_row <= MAX_ROWS and self.experts.spec.n_in <= MAX_SUMMED
+            y = up(self.experts(*given), residual=added.residual)
+        return y if added.shared is None or added.gate is None else torch.addcmul(y, added.shared, added.gate)
 
 
 class _Shared:

@@ -22,7 +22,7 @@ from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
 from pyspec.cuda.kernels.linear_wgmma import WgmmaLaunch
 from pyspec.cuda.kernels.moe_ref import Stack
 from pyspec.cuda.kernels.rows import rows
-from pyspec.cuda.kernels.rows_cuda import Into, Rows, WideRows
+from pyspec.cuda.kernels.rows_cuda import MAX_SUMMED, Into, Rows, RowsLaunch, WideRows
 from pyspec.cuda.kernels.rows_ref import Glu, HeadNorm, Kind, Norm, Prep, RowsSpec
 from pyspec.cuda.temporary import temporary
 from pyspec.errors import BadTensors
@@ -34,9 +34,7 @@ GLU = Glu()
 UNPACK = 1 << 24  # weights unpacked at once
 HEADS = ("output.weight", "token_embd.weight")  # few rows go through them: one for each token that may be kept
 PROBE_ROWS = 272  # of the matrix a kernel is checked with
-PLACE_ROWS = (
-    32  # up to here what comes before a product prepares its rows sooner than a launch of their own (docs/log.md)
-)
+PLACE_ROWS = 32  # up to here it beats a launch of their own that rows are prepared by what makes them (docs/log.md)
 FEW_ROWS = 48  # up to here `linear` is the fastest, then `linear_tall` where it runs (docs/log.md)
 
 
@@ -79,19 +77,6 @@ class Matrix(Protocol):
 def unfinished(matrix: Matrix, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]:
     """A product, and what is left to do to it: the next matrix may do that on the way."""
     return matrix.unfinished(x, prep) if isinstance(matrix, Streamed) else (matrix(x, prep), None)
-
-
-def product(matrix: Matrix, x: Tensor, prep: Prep | None, ready: Rows | None, residual: Tensor | None = None) -> Tensor:
-    """`ready`: x, prepared where `place` had room for it."""
-    if ready is None:
-        return matrix(x, prep, residual)
-    assert isinstance(matrix, Streamed)
-    return matrix(ready, residual=residual)
-
-
-def place(matrix: Matrix, n_row: int, prep: Norm | None) -> Into | None:
-    """Where what comes before may put so many rows prepared; None: the product prepares them."""
-    return matrix.place(n_row, prep) if isinstance(matrix, Streamed) else None
 
 
 def _finish(y: Tensor, gated: bool, residual: Tensor | None) -> Tensor:
@@ -162,13 +147,19 @@ class Streamed:
             return self._wide(x, prep, None), GLU
         return self(x, prep), None
 
-    def place(self, n_row: int, prep: HeadNorm | Norm | None) -> Into | None:
+    def place(self, n_row: int, prep: HeadNorm) -> Into | None:
         """Where the kernel before may put so many rows prepared, for a call with them; None: this product prepares them."""
-        if not 0 < n_row <= min(PLACE_ROWS, self.plain.max_rows):
-            return None
-        kind, dim = (Kind.PLAIN, 0) if prep is None else (prep.kind, prep.dim)
-        spec = RowsSpec(self.device, self.packed.n_in, kind, dim)
-        return None if rows.chosen(spec) is rows.reference else Into(self.plain.rows, prep, self.packed.data)
+        to = self._rows(n_row, prep.kind, prep.dim)
+        return None if to is None else Into(to, prep, self.packed.data)
+
+    def sums_of(self, n_row: int) -> RowsLaunch | None:
+        """What sums so many rows and prepares them in one launch, for a call with them; None: this product takes them summed."""
+        return self._rows(n_row, Kind.PLAIN, 0) if self.packed.n_in <= MAX_SUMMED else None
+
+    def _rows(self, n_row: int, kind: Kind, dim: int) -> RowsLaunch | None:
+        is_few = 0 < n_row <= min(PLACE_ROWS, self.plain.max_rows)
+        is_own = rows.chosen(RowsSpec(self.device, self.packed.n_in, kind, dim)) is not rows.reference
+        return self.plain.rows if is_few and is_own else None
 
     def _ready(self, x: Rows, residual: Tensor | None) -> Tensor:
         adds = residual is not None and not self.gated

@@ -80,7 +80,7 @@ struct WeightCopies {
 #pragma unroll
       for (int k = 0; k < (kPieces + kThreads - 1) / kThreads; ++k) {
         const bool is_there = k * kThreads + static_cast<int>(threadIdx.x) < n_piece;
-        if (is_there && (kWhole || i < n_left)) copy16(to + (i * kPieces + k * kThreads) * 16, from + k * (kThreads * 16));
+        if (is_there && (kWhole || i < n_left)) copy16_ahead(to + (i * kPieces + k * kThreads) * 16, from + k * (kThreads * 16));
       }
     }
   }

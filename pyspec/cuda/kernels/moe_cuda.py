@@ -278,7 +278,8 @@ class _Product:
             h.blocks,
             h.sums,
             h.powers,
-            *y.args(out)[1:],
+            *y.args(),
+            y.y if out is None else out,
             self.tickets,
             np.int64(s.records.shape[1]),
             *(np.int32(n) for n in sizes),
@@ -334,7 +335,7 @@ class Experts:
             n_quad = self.spec.n_in // 4
             sizes = [np.int32(n) for n in (self.spec.n_used, n_quad, shares.n_piece)]
             grid = len(shares.weights), -(-n_quad // 256)
-            self.combine.launch(grid, 256, [*shares.args(out[part]), *sizes], overlap=self.x_rows.overlap)
+            self.combine.launch(grid, 256, [shares.y, *shares.args(), out[part], *sizes], overlap=self.x_rows.overlap)
         return out
 
     def shares(
@@ -451,11 +452,8 @@ def _check_around(own: Run, pieces: int, x: Tensor, ids: Tensor, weights: Tensor
     if not torch.allclose(got, residual + (plain + shared * gate), rtol=1e-5, atol=1e-5 * float(plain.abs().amax())):
         return "a residual or a shared expert is not added as the reference does"
     if isinstance(own, Experts) and len(x) <= own.x_rows.pads[-1]:
-        added, kept = Added(residual, None, gate), torch.empty_like(x)
-        want = own(x, ids, weights, None, added)
-        ready = own.x_rows(want, norm).blocks.clone()
-        rows = own.x_rows.summed(own.shares(x, ids, weights, None, added), norm, kept)
-        if not (torch.equal(kept, want) and torch.equal(rows.blocks, ready)):
+        want = own.x_rows(own(x, ids, weights, None, Added(residual))).blocks.clone()
+        if not torch.equal(own.x_rows.summed(own.shares(x, ids, weights, None, Added(residual))).blocks, want):
             return "sums on the way to a product are not those made before"
     want, got = own(norm(4 * x), ids, weights), own(4 * x, ids, weights, norm)
     off = float((got - want).norm() / want.norm())

@@ -11,8 +11,7 @@
 //   sums    LAYOUT 0: [block][pad] f32  sums of the block's f16 values
 //   powers  [row]             f32   prepared row = out * power
 //
-// EXPERTS  instead of x: what a row's experts gave (expert_sums.cuh). KIND is PLAIN or NORM, LAYOUT 0; their sums go to `whole`
-//          [row, COLUMNS] f32, too, if it is given.
+// EXPERTS  instead of x: what a row's experts gave (expert_sums.cuh); PLAIN, LAYOUT 0
 //
 // KIND: what happens to x first
 //   PLAIN  nothing              NORM  x * rsqrt(mean x^2 + eps) * weight, over the row
@@ -95,7 +94,7 @@ __device__ __forceinline__ float4 prepared(float4 v, float4 beside, float4 w, co
     v.w *= sigmoid(beside.w) * (KIND == GATE ? 1.f : beside.w);
   }
   if (KIND == NORM || KIND == GROUPS) {
-    squares = __fadd_rn(squares, __fadd_rn(__fmaf_rn(v.x, v.x, square(v.y)), __fmaf_rn(v.z, v.z, square(v.w))));
+    squares += v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w);
     v = make_float4(v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w);
   }
   if (KIND == GLU && second != nullptr) {
@@ -129,20 +128,18 @@ __device__ __forceinline__ float over_block(float mine, bool is_sum) {
 
 extern "C" __global__ void BOUNDS
 #if EXPERTS
-    rows(const float4* y, const float* by, const float4* shared, const float* gate, const float4* residual, float4* whole,
-         int n_used, int n_piece, const float* weight, float eps, float given, u16* __restrict__ out, float* __restrict__ sums,
-         float* __restrict__ powers, int pad) {
+    rows(const float4* y, const float* by, const float4* shared, const float* gate, const float4* residual, int n_used,
+         int n_piece, u16* __restrict__ out, float* __restrict__ sums, float* __restrict__ powers, int pad) {
 #else
     rows(const float* x, i64 stride, const float* weight, float eps, float given, const float* gate, i64 gate_stride,
          int gate_step, u16* __restrict__ out, float* __restrict__ sums, float* __restrict__ powers, int pad) {
 #endif
   let_successor_start();
-  float4 w[kWeights];
   const int row = blockIdx.x, start = blockIdx.y * kOwn;  // y: of GROUPS
-  load_weights(w, weight, start);
   float4 v[kQuads];
   float squares = 0.f, largest = 0.f;
 #if EXPERTS
+  constexpr float given = 1.f, eps = 0.f;
   __shared__ float own_weights[32];
   ExpertSums experts(y, by, shared, gate, residual, row, gridDim.x, n_used, COLUMNS / 4, n_piece);
   experts.keep_weights(own_weights);
@@ -155,12 +152,10 @@ extern "C" __global__ void BOUNDS
     const int quad = i * kThreads + threadIdx.x;
     if (quad >= COLUMNS / 4) continue;
     v[i] = experts.of<12>(quad, v[i]);
-    if (whole != nullptr) whole[static_cast<i64>(row) * (COLUMNS / 4) + quad] = v[i];
   }
-#pragma unroll
-  for (int i = 0; i < kQuads; ++i)
-    v[i] = prepared(v[i], make_float4(0.f, 0.f, 0.f, 0.f), w[i % kWeights], nullptr, eps, squares);
 #else
+  float4 w[kWeights];
+  load_weights(w, weight, start);
   wait_for_predecessor();
   const Source source{x + row * stride, gate + row * gate_stride, gate_step};
 #pragma unroll

@@ -19,7 +19,7 @@ from pyspec.cuda.kernels.rows_ref import GroupNorm, HeadGate, HeadNorm, Kind, No
 MAX_COLUMNS = 32768  # 16 times 4 columns in each thread's registers
 BLOCKED, ROW_MAJOR, TALL = 0, 1, 2  # rows.cu's layouts: for `linear`, a library, `linear_tall`
 ROWS_ARGS = "plpff" + "pli" + "ppp" + "i"
-SUMMED_ARGS = "pppppp" + "ii" + "pff" + "ppp" + "i"
+SUMMED_ARGS = "ppppp" + "ii" + "ppp" + "i"
 MAX_SUMMED = 8192  # columns of rows that are summed on the way: more would not fit a thread's registers
 STRETCH, THREADS = 4096, 512
 
@@ -63,9 +63,8 @@ class Shares:
     residual: Tensor | None
     n_piece: int
 
-    def args(self, out: Tensor | None) -> list[Arg]:
-        beside = (np.int64(0) if t is None else t for t in (self.shared, self.gate, self.residual, out))
-        return [self.y, self.weights, *beside]
+    def args(self) -> list[Arg]:
+        return [self.weights, *(np.int64(0) if t is None else t for t in (self.shared, self.gate, self.residual))]
 
 
 def defines(n_in: int, kind: Kind, dim: int, layout: int, experts: bool = False) -> dict[str, int | str]:
@@ -144,15 +143,13 @@ class RowsLaunch:
         self.prepare(x, prep, rows.blocks, rows.sums, rows.powers, rows.pad)
         return rows
 
-    def summed(self, shares: Shares, norm: Norm | None, out: Tensor | None = None) -> Rows:
-        """The sums of `shares`, normed; and as they are in out [row, n_in] f32."""
+    def summed(self, shares: Shares) -> Rows:
+        """The sums of `shares`, rounded."""
         (n_row, n_used), p = shares.weights.shape, self.prepare
-        rows, kind = self.room(n_row), Kind.PLAIN if norm is None else Kind.NORM
-        assert self.n_in <= MAX_SUMMED and p.layout == BLOCKED and (out is None or out.is_contiguous())
-        weight, eps, power = (p.none, 0.0, 1.0) if norm is None else (norm.weight, norm.eps, norm.power)
-        args: list[Arg] = [*shares.args(out), np.int32(n_used), np.int32(shares.n_piece), weight, np.float32(eps)]
-        args += [np.float32(power), rows.blocks, rows.sums, rows.powers, np.int32(rows.pad)]
-        kernel = _kernel(p.capability, self.n_in, kind, 0, BLOCKED, True)
+        assert self.n_in <= MAX_SUMMED and p.layout == BLOCKED
+        rows, kernel = self.room(n_row), _kernel(p.capability, self.n_in, Kind.PLAIN, 0, BLOCKED, True)
+        args: list[Arg] = [shares.y, *shares.args(), np.int32(n_used), np.int32(shares.n_piece)]
+        args += [rows.blocks, rows.sums, rows.powers, np.int32(rows.pad)]
         kernel.launch((n_row,), THREADS, args, overlap=self.overlap)
         return rows
 
@@ -176,7 +173,7 @@ class Into:
     """Rows that the kernel before a product prepares itself, `prep` applied, where the product reads them, with `weights`."""
 
     rows: RowsLaunch
-    prep: HeadNorm | Norm | None
+    prep: HeadNorm
     weights: Tensor | None = None
 
 

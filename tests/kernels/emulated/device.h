@@ -312,6 +312,7 @@ inline void ptx_ld_shared_v2_u32(int line, Refs<u32, 2> out, u32 address) { load
 inline void ptx_ld_shared_u32(int line, u32& out, u32 address) { load_shared(line, Refs<u32, 1>{{&out}}, address); }
 
 inline void ptx_cp_async_cg_shared_global(int line, u32 to, const void* from, int n) { emulator::copy_async(to, from, n, n, line); }
+inline void ptx_cp_async_cg_shared_global_L2__128B(int line, u32 to, const void* from, int n) { emulator::copy_async(to, from, n, n, line); }
 inline void ptx_cp_async_cg_shared_global(int line, u32 to, const void* from, int n, int real) {
   emulator::copy_async(to, from, n, real, line);
 }
