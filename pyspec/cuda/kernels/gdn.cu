@@ -301,17 +301,18 @@ __device__ __forceinline__ void advance(Slice& slice, const Stage& stage, int co
   }
 }
 
+// Read once and written once a round: the second-level cache is left to the rest.
 __device__ __forceinline__ void move_state(Slice& slice, float* state, bool store) {
   float* at = state + threadIdx.x / LANES * COLS * DIM + threadIdx.x % LANES * 4;
 #pragma unroll
   for (int c = 0; c < COLS; c++) {
 #pragma unroll
     for (int i = 0; i < QUADS; i++) {
-      float* p = at + c * DIM + i * LANES * 4;
+      float4* p = reinterpret_cast<float4*>(at + c * DIM + i * LANES * 4);
       if (store) {
-        quad(p) = slice.s[c][i];
+        __stcs(p, slice.s[c][i]);
       } else {
-        slice.s[c][i] = quad(p);
+        slice.s[c][i] = __ldcs(p);
       }
     }
   }

@@ -179,6 +179,10 @@ inline T __ldcg(const T* p, HERE) {
 }
 template <class T>
 inline void __stcg(T* p, T value) { *p = value; }
+template <class T>
+inline T __ldcs(const T* p) { return *p; }
+template <class T>
+inline void __stcs(T* p, T value) { *p = value; }
 inline u64 __cvta_generic_to_shared(const void* p, HERE) { return emulator::shared_address(p, line); }
 
 #define ATOMIC(name, expression)      \
