@@ -14,17 +14,29 @@ struct Places {
   u32 right, pairs;  // rows of the first block; the first two pairs' sums or powers
   u32 minima, both;  // INT_SCALES: of blocks 2t and 2t + 1 of row g; those blocks' sums or powers of pair g
 
-  // Most experts have a pair or two: of places past the `n` pairs, the last pair's are read, which shared memory gives to all at
-  // once; those sums are not stored. (Without lists it gains nothing and costs registers.)
+  // Most experts have a pair or two: for places past the `n` pairs the one behind them is read, which shared memory gives to all at
+  // once and which holds zeros (clear_place), the numbers that tensor cores spend the least power on: with many rows it is power that
+  // bounds a multiprocessor's clock. Those sums are not stored. (Without lists it gains nothing and costs registers.)
   __device__ __forceinline__ Places(int group, int n) {
     const u32 lane = threadIdx.x & 31, record = group * RECORD, row = lane >> 2, pair = lane & 3;
     left = {anew(record), anew(record + lane * 16), anew(record + row * 4)};
-    right = anew(kWeights + (LISTED && TILES_N == 1 ? min(row, static_cast<u32>(n) - 1) * 64 + pair * 16 : lane * 16));
+    right = anew(kWeights + (LISTED && TILES_N == 1 ? min(row, static_cast<u32>(n)) * 64 + pair * 16 : lane * 16));
     pairs = anew(pair * 8);
     minima = anew(record + row * 4 + pair * 64);
     both = anew(pair * (2 * kPad * 4) + row * 4);
   }
 };
+
+// Zeros in all stages' place of pair n, where no copy goes.
+__device__ __forceinline__ void clear_place(uint4* stages, int n) {
+  if (!LISTED || TILES_N > 1 || n >= kPad) return;
+  constexpr int kOfStage = PER_STAGE * CHUNK * 4;  // 16 bytes each
+#pragma unroll 1
+  for (int i = threadIdx.x; i < STAGES * kOfStage; i += kThreads) {
+    const int block = i % kOfStage / 4;
+    stages[(i / kOfStage * kStage + kWeights + (block * kPad + n) * 64) / 16 + i % 4] = make_uint4(0, 0, 0, 0);
+  }
+}
 
 __device__ __forceinline__ void add_by_pairs(float (&acc)[4], const float (&part)[4], uint2 powers) {
   const float even = __uint_as_float(powers.x), odd = __uint_as_float(powers.y);

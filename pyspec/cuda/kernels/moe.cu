@@ -260,6 +260,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
 #endif
   if (item.n == 0) return;
   const u32 base = shared_address(stages);
+  clear_place(stages, item.n);
   WeightCopies left((is_shared ? shared_weights + piece * expert_bytes : weights + item.expert * expert_bytes), n_group,
                     n_tile16, n_chunk);
 #pragma unroll
