@@ -123,6 +123,36 @@ def test_silent_slots_stay_caught_up() -> None:
     assert (got[0][0] - next(iter(reference.block.memory.kv.values())).k[at]).abs().max() < 1e-3
 
 
+def test_silent_slots_catch_up_together() -> None:
+    """Requests that began at different times soon bring up their rows in one forward, and no more than `catch_up` wait."""
+    r = rig(QWEN35, np=4, spec_type="mtp", n_draft_max=3)
+    drafter = r.loop.drafter
+    assert isinstance(drafter, Mtp) and drafter.catch_up == 16
+    bring_up, calls = drafter._bring_up, []
+    drafter._bring_up = lambda late: (calls.append(len(late)), bring_up(late))[1]  # type: ignore[assignment,func-returns-value]
+    heard = []
+    for _ in range(4):
+        heard.append(r.submit([1, 2, 3, 4], 120, n_draft_max=0))
+        for _ in range(5):
+            r.loop.step()
+    for _ in range(20):  # whoever has half of them waiting comes along
+        r.loop.step()
+    calls.clear()
+    for _ in range(48):
+        r.loop.step()
+        waiting = [state.n_hidden for state in drafter.states if state is not None]
+        assert len(waiting) == 4 and max(waiting) <= 17
+    assert calls == [4, 4, 4] or calls == [4, 4]
+    r.run()
+    assert all(h.over for h in heard)
+
+
+@pytest.mark.parametrize(("n_slot", "rows"), [(1, 16), (8, 16), (12, 10), (16, 8), (64, 8)])
+def test_what_waits_of_all_slots_fits_a_graph_where_that_leaves_a_few(n_slot: int, rows: int) -> None:
+    r = rig(QWEN35, np=n_slot, spec_type="mtp", n_draft_max=3)
+    assert isinstance(r.loop.drafter, Mtp) and r.loop.drafter.catch_up == rows
+
+
 def test_drafts_do_not_depend_on_the_neighbours() -> None:
     """The same request drafts and accepts the same alone and beside seven others."""
     alone = rig(QWEN35, spec_type="mtp", n_draft_max=4, n_draft_fixed=True)
