@@ -256,6 +256,8 @@ def _attention_bytes(c: DecoderConfig, d: DraftPlan, s: EngineSettings, n_ctx: i
     if d.kind == "dflash" and d.file is not None:
         shapes.append(dflash.read_config(d.file).attention)
     extra, n_row = max(d.overhang, d.n_draft + 1), s.np * (d.n_draft + 1)
+    if d.kind == "mtp":
+        n_row = max(n_row, s.np * mtp.most_waiting(s.np))
     widest = max(extra, -(-(bucket_of(n_row) or n_row) // s.np))  # with a graph's padding
     specs = [AttendSpec(device, a.n_head, a.n_kv_head, a.head_dim, 1.0, KV_DTYPES[s.kv_type]) for a in shapes]
     return max(attend_cuda.workspace_bytes(spec, s.np, n_ctx + extra + s.page_size, widest) for spec in specs)

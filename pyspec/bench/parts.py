@@ -64,11 +64,8 @@ def add_up(records: Iterable[Record], rounds: int) -> dict[str, float]:
 def by_kernel(records: Iterable[Record], rounds: int) -> list[str]:
     """A line for each kernel and the one that ran before it, which tells a model's products apart: most time first. A last one
     for the time in which nothing ran."""
-    times, before, waits = (
-        defaultdict[tuple[str, str], list[float]](list),
-        "",
-        defaultdict[tuple[str, str], float](float),
-    )
+    times, waits = defaultdict[tuple[str, str], list[float]](list), defaultdict[tuple[str, str], float](float)
+    before = ""
     for kernel, us, idle in own_times(records):
         times[kernel, before].append(us)
         waits[kernel, before] += idle

@@ -39,6 +39,11 @@ CATCH_UP = 16  # rows of a silent slot that wait at most: each costs the more th
 LEAST_CATCH_UP = 8  # with so many slots that no graph holds more of each
 
 
+def most_waiting(n_slot: int) -> int:
+    """Rows of a silent slot that wait at most."""
+    return max(LEAST_CATCH_UP, min(CATCH_UP, BUCKETS[-1] // n_slot))
+
+
 def has_mtp(file: GGUFFile) -> bool:
     """True if the file carries the block itself; the metadata key alone proves nothing."""
     return any(name.endswith(".nextn.eh_proj.weight") for name in file.tensors)
@@ -140,7 +145,7 @@ class Mtp:
 
     def __init__(self, block: MtpBlock, table: SlotTable, n_draft: int, p_min: float) -> None:
         self.block, self.table, self.p_min = block, table, p_min
-        self.catch_up = max(LEAST_CATCH_UP, min(CATCH_UP, BUCKETS[-1] // len(table.slots)))
+        self.catch_up = most_waiting(len(table.slots))
         self.needs = Needs(n_draft, overhang=n_draft + 1, chained=True, hidden=True)
         self.device = block.target.device
         self.best, self.ahead = best.bind(BestSpec(self.device)), ahead.bind(AheadSpec(self.device))
@@ -181,9 +186,10 @@ class Mtp:
             return
         late = []  # prompt chunks, and slots that have not drafted for a while; who soon would be late comes along
         for state, seq, n in heard:
-            if 2 * state.n_hidden > self.catch_up:
-                tokens = [*self.table.slots[seq.slot].tokens[state.n_row : seq.n_past], *seq.tokens[:n]]
-                late.append((state, Seq(seq.slot, state.n_row, tokens)))
+            if state.n_hidden > 1 and 2 * state.n_hidden > self.catch_up:
+                old = self.table.slots[seq.slot].tokens[state.n_row : seq.n_past]
+                new = seq.tokens[max(0, state.n_row - seq.n_past) : n]  # right after a draft the anchor's row is there
+                late.append((state, Seq(seq.slot, state.n_row, [*old, *new])))
         self._bring_up(late)
 
     def _bring_up(self, late: Sequence[tuple[_State, Seq]]) -> None:
@@ -297,8 +303,10 @@ class Mtp:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        slots = self.table.slots
-        most = bucket_of(len(slots) * max(self.needs.n_draft + 1, self.catch_up)) or BUCKETS[-1]
+        slots, n_row = self.table.slots, len(self.table.slots) * max(self.needs.n_draft + 1, self.catch_up)
+        most = bucket_of(n_row) or BUCKETS[-1]
+        if self.table.n_page < len(slots) * self.table.pages_for(-(-most // len(slots))):
+            return  # too few pages to try them all: they are captured as they come
         for n_row in [b for b in BUCKETS if b <= most]:
             n = min(len(slots), n_row)
             seqs = [Seq(i, 0, [0] * (n_row // n + (i < n_row % n)), n_out=1) for i in range(n)]
@@ -309,7 +317,7 @@ class Mtp:
                 seqs = [Seq(i, 0, [0], n_out=1) for i in range(n)]
                 self._next(lay_out(self.table, seqs, self.device, arena=self.arenas[1]))
         for n_row in [b for b in BUCKETS if self.catch_up <= b <= most]:
-            n = min(len(slots), n_row // self.catch_up)
+            n = min(len(slots), -(-n_row // self.catch_up))
             seqs = [Seq(i, 0, [0] * (n_row // n + (i < n_row % n))) for i in range(n)]
             for _ in range(2):
                 self._late(lay_out(self.table, seqs, self.device, arena=self.arenas[2]))

@@ -147,6 +147,27 @@ def test_silent_slots_catch_up_together() -> None:
     assert all(h.over for h in heard)
 
 
+@pytest.mark.parametrize("catch_up", [1, 2, 3])
+def test_rows_that_come_along_right_after_a_draft_are_exact(catch_up: int) -> None:
+    """The anchor's row is there already when what was drafted behind it is accepted; beside slots that are silent."""
+    r = rig(QWEN35, np=3, spec_type="mtp", n_draft_max=5, n_draft_fixed=True)
+    drafter = r.loop.drafter
+    assert isinstance(drafter, Mtp)
+    drafter.catch_up = catch_up
+    bring_up, widths = drafter._bring_up, []
+    drafter._bring_up = lambda late: (widths.extend(seq.width for _, seq in late), bring_up(late))[1]  # type: ignore[assignment,func-returns-value]
+    silent = r.submit([1, 2, 3, 4], 60, n_draft_max=0)
+    heard = [r.submit(p, 40) for p in list(known_texts(QWEN35))[:2]]
+    r.run()
+    assert silent.over and sum(h.timings.draft_n_accepted for h in heard) > 0 and min(widths) >= 1
+    for h in heard:
+        tokens, got = exact_rows_of(r, h)
+        bench, reference = load("qwen35")
+        one_shot(bench, reference, 0, tokens)
+        at = torch.tensor(bench.table.rows(bench.table.slots[0], 0, len(tokens)))
+        assert (got[0][0] - next(iter(reference.block.memory.kv.values())).k[at]).abs().max() < 1e-3
+
+
 @pytest.mark.parametrize(("n_slot", "rows"), [(1, 16), (8, 16), (12, 10), (16, 8), (64, 8)])
 def test_what_waits_of_all_slots_fits_a_graph_where_that_leaves_a_few(n_slot: int, rows: int) -> None:
     r = rig(QWEN35, np=n_slot, spec_type="mtp", n_draft_max=3)
