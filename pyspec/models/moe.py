@@ -198,12 +198,9 @@ class MoeFeed:
         if self.latent_up is None:
             return self.experts(n, routes.ids, routes.weights, prep, added, ready)
         given = n, routes.ids, routes.weights, None, NOTHING, ready
-        up, sums = self.latent_up, None
-        if (
-            isinstance(self.experts, Experts)
-            and isinstance(up, Streamed)
-            and (sums := up.sums_of(x.shape[0])) is not None
-        ):
+        up = self.latent_up
+        sums = up.sums_of(x.shape[0]) if isinstance(up, Streamed) else None
+        if sums is not None and isinstance(up, Streamed) and isinstance(self.experts, Experts):
             y = up(sums.summed(self.experts.shares(*given)), residual=added.residual)
         else:
             y = up(self.experts(*given), residual=added.residual)

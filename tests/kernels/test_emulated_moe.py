@@ -14,12 +14,14 @@ from torch import Tensor
 
 from pyspec.cuda import jit
 from pyspec.cuda.kernels import moe_cuda, moe_ref, moe_route_cuda, rows_cuda
+from pyspec.cuda.kernels.linear_cuda import random_packed
 from pyspec.cuda.kernels.linear_pack import CHUNKS, FORMATS
 from pyspec.cuda.kernels.linear_ref import rounded
 from pyspec.cuda.kernels.moe_cuda import random_stacks
 from pyspec.cuda.kernels.moe_ref import Added, MoeSpec, Routes, RouteSpec, Stack, Stacks, activate, combine
 from pyspec.cuda.kernels.rows_ref import Norm
 from pyspec.gguf import GGMLType
+from pyspec.models import weights as models_weights
 
 pytestmark = needs_compiler
 Q8_0, Q4_0 = GGMLType.Q8_0, GGMLType.Q4_0
@@ -307,6 +309,20 @@ def test_sums_on_the_way_to_a_product_have_the_bits_of_those_made_before(
             )
             for own, other in pairs:
                 assert torch.equal(own[:, :n_row], other[:, :n_row]) and own[:, n_row:].isnan().all()
+
+
+def test_the_product_behind_gives_the_same_for_sums_made_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a model whose experts work in a width of their own runs it: the way back, with a residual."""
+    monkeypatch.setattr(models_weights, "_tall", lambda spec: None)
+    spec, gen = MoeSpec(CPU, 3, 96, 64, "relu2", Q8_0, Q8_0), torch.Generator().manual_seed(9)
+    stacks, (ids, weights) = packed(spec, 6), spread(5, 3, 6)
+    x, residual = torch.randn(5, 96, generator=gen), torch.randn(5, 160, generator=gen)
+    with emulated_gpu((9, 0), seed=2):
+        experts = moe_cuda.bind(spec)(stacks)
+        up = models_weights.Streamed(random_packed(Q8_0, 160, 96, CPU), CPU, False, None)
+        want = up(experts(x, ids, weights), residual=residual)
+        got = up(up.plain.rows.summed(experts.shares(x, ids, weights)), residual=residual)
+    assert torch.equal(got, want) and want.abs().amax() > 0
 
 
 def test_tickets_are_back_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ __device__ __forceinline__ float4 plus(float4 sum, float4 v, float by) {
 
 struct ExpertSums {
   const float4 *y, *shared, *residual;
-  const float* by;  // the row's weights
+  const float* by;  // the row's weights, in shared memory if they are kept
   float gate;
   int row, n_row, n_used, n_quad, n_piece;
 
@@ -38,8 +38,8 @@ struct ExpertSums {
     return is_in ? __ldcg(residual + static_cast<i64>(row) * n_quad + quad) : make_float4(0.f, 0.f, 0.f, 0.f);
   }
 
-  // Of four columns, once the products are over; so many experts' shares are under way at once.
-  template <int kShares>
+  // Of four columns, once the products are over; so many experts' shares are under way at once. kKept: keep_weights was called.
+  template <int kShares, bool kKept>
   __device__ __forceinline__ float4 of(int quad, float4 before) const {
     const i64 at = static_cast<i64>(row) * n_quad + quad;
     const float4 none = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -52,7 +52,7 @@ struct ExpertSums {
         v[j] = first + j < n_used ? __ldcg(from + static_cast<i64>(first + j) * n_quad) : none;
 #pragma unroll
       for (int j = 0; j < kShares; ++j)
-        if (first + j < n_used) sum = plus(sum, v[j], by[first + j]);
+        if (first + j < n_used) sum = plus(sum, v[j], kKept ? by[first + j] : __ldcg(by + first + j));
     }
     for (int i = 1; i < n_piece; ++i) more = plus(more, __ldcg(shared + static_cast<i64>(i) * n_row * n_quad + at), 1.f);
     if (n_piece > 0) sum = plus(sum, more, gate);

@@ -27,9 +27,9 @@
 // short and latency is what there is to hide: weights need the expert alone, so their first stages come before it is known
 // which rows they meet, the shared expert's before the predecessor is over; and what the stores need is fetched before the
 // sums are made. Gates and ups let the downs start when what rows chose has been written (past the first-level cache: a launch
-// that starts early may find there what was chosen before): all but the activations may then be fetched beside them. A CTA's gates and ups are whole blocks of the activation: it rounds them for the next launch itself. What
-// experts gave a row is summed by the launch after, or (ADDS: downs of the fewest rows) in the order of choice by the last warp
-// to have its share of 16 columns.
+// that starts early may find there what was chosen before): all but the activations may then be fetched beside them. A CTA's gates and
+// ups are whole blocks of the activation: it rounds them for the next launch itself. What experts gave a row is summed by the
+// launch after, or (ADDS: downs of the fewest rows) in the order of choice by the last warp to have its share of 16 columns.
 //
 // Set by the launcher: TYPE, CHUNK, RECORD, TILES_N, PER_STAGE (chunks in a stage), STAGES, RESIDENT (CTAs on a
 // multiprocessor that registers must allow), LISTED, INNER, ADDS, ACT, and for linear.cuh WARPS_M 4, WARPS_N 1, TILES_M 4.
@@ -251,7 +251,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   auto add = [&](int at, int quad) {  // made where it is used, from the launch's arguments: until then it takes no registers
     const ExpertSums experts(reinterpret_cast<const float4*>(y), row_weights, shared, gate, residual, at, n_row, n_used, n_out / 4,
                              max(n_piece, static_cast<int>(shared != nullptr)));
-    out[static_cast<i64>(at) * (n_out / 4) + quad] = experts.of<8>(quad, experts.before(quad));
+    out[static_cast<i64>(at) * (n_out / 4) + quad] = experts.of<8, false>(quad, experts.before(quad));
   };
   if (item.n == 0 && has_sums) {
     wait_for_predecessor();  // it may be the one that adds for all

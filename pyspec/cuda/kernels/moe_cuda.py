@@ -326,13 +326,13 @@ class Experts:
         ready: object = None,
     ) -> Tensor:
         out = torch.empty(x.shape[0], self.spec.n_in, dtype=torch.float32, device=x.device)
-        for first in range(0, x.shape[0], MAX_ROWS):
+        if 0 < len(x) <= FEWEST:
+            self.shares(x, ids, weights, norm, added, ready, out)
+            return out
+        n_quad = self.spec.n_in // 4
+        for first in range(0, len(x), MAX_ROWS):
             part = slice(first, first + MAX_ROWS)
-            few = len(x) <= FEWEST
-            shares = self.shares(x[part], ids[part], weights[part], norm, added.part(part), ready, out if few else None)
-            if few:
-                break
-            n_quad = self.spec.n_in // 4
+            shares = self.shares(x[part], ids[part], weights[part], norm, added.part(part), ready)
             sizes = [np.int32(n) for n in (self.spec.n_used, n_quad, shares.n_piece)]
             grid = len(shares.weights), -(-n_quad // 256)
             self.combine.launch(grid, 256, [shares.y, *shares.args(), out[part], *sizes], overlap=self.x_rows.overlap)

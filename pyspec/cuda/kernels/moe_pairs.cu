@@ -66,5 +66,5 @@ extern "C" __global__ void __launch_bounds__(256)
   const float4 before = experts.before(quad);
   __syncthreads();
   wait_for_predecessor();
-  if (quad < n_quad) out[static_cast<i64>(row) * n_quad + quad] = experts.of<12>(quad, before);
+  if (quad < n_quad) out[static_cast<i64>(row) * n_quad + quad] = experts.of<12, true>(quad, before);
 }

@@ -151,7 +151,7 @@ extern "C" __global__ void BOUNDS
   for (int i = 0; i < kQuads; ++i) {
     const int quad = i * kThreads + threadIdx.x;
     if (quad >= COLUMNS / 4) continue;
-    v[i] = experts.of<12>(quad, v[i]);
+    v[i] = experts.of<12, true>(quad, v[i]);
   }
 #else
   float4 w[kWeights];
