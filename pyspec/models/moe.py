@@ -12,10 +12,11 @@ from torch import Tensor
 
 from pyspec.cuda.kernels.moe import moe
 from pyspec.cuda.kernels.moe_cuda import Experts
-from pyspec.cuda.kernels.moe_ref import NOTHING, Act, Added, MoeSpec, Router, RouteSpec, Stack, Stacks
+from pyspec.cuda.kernels.moe_ref import NOTHING, Act, Added, MoeSpec, Router, Routes, RouteSpec, Stack, Stacks
 from pyspec.cuda.kernels.moe_route import moe_route
 from pyspec.cuda.kernels.moe_route_cuda import RouteLaunch
 from pyspec.cuda.kernels.rows import rows
+from pyspec.cuda.kernels.rows_cuda import Rows
 from pyspec.cuda.kernels.rows_ref import RELU2, Kind, Norm, Prep, RowsSpec
 from pyspec.cuda.temporary import temporary
 from pyspec.errors import ModelError
@@ -197,14 +198,16 @@ class MoeFeed:
             added = Added(shared) if routes.gate is None else Added(x, shared, routes.gate)
         if self.latent_up is None:
             return self.experts(n, routes.ids, routes.weights, prep, added, ready)
-        given = n, routes.ids, routes.weights, None, NOTHING, ready
-        up = self.latent_up
-        sums = up.sums_of(x.shape[0]) if isinstance(up, Streamed) else None
-        if sums is not None and isinstance(up, Streamed) and isinstance(self.experts, Experts):
-            y = up(sums.summed(self.experts.shares(*given)), residual=added.residual)
-        else:
-            y = up(self.experts(*given), residual=added.residual)
+        y = self._back(self.latent_up, n, routes, ready, added.residual)
         return y if added.shared is None or added.gate is None else torch.addcmul(y, added.shared, added.gate)
+
+    def _back(self, up: Matrix, n: Tensor, routes: Routes, ready: Rows | None, residual: Tensor | None) -> Tensor:
+        """What experts gave, in the model's width. Of few rows the launch that prepares sums for the product makes them, too."""
+        if isinstance(up, Streamed) and isinstance(self.experts, Experts) and ready is not None:
+            sums = up.sums_of(len(n))
+            if sums is not None:
+                return up(sums.summed(self.experts.shares(ready, routes.ids, routes.weights)), residual=residual)
+        return up(self.experts(n, routes.ids, routes.weights, None, NOTHING, ready), residual=residual)
 
 
 class _Shared:

@@ -301,7 +301,7 @@ def test_sums_on_the_way_to_a_product_have_the_bits_of_those_made_before(
             blocks, sums, powers = ready.blocks.clone(), ready.sums.clone(), ready.powers.clone()
             for t in (ready.blocks, ready.sums, ready.powers):
                 t.fill_(torch.nan)
-            got = launch.summed(experts.shares(x, ids, weights, None, added))
+            got = launch.summed(experts.shares(experts.x_rows(x), ids, weights, added))
             assert (got.n_row, got.pad) == (n_row, 8) and torch.equal(got.powers[:n_row], powers[:n_row])
             pairs = (
                 (got.blocks.view(-1, 8, 32), blocks.view(-1, 8, 32)),
@@ -321,7 +321,7 @@ def test_the_product_behind_gives_the_same_for_sums_made_on_the_way(monkeypatch:
         experts = moe_cuda.bind(spec)(stacks)
         up = models_weights.Streamed(random_packed(Q8_0, 160, 96, CPU), CPU, False, None)
         want = up(experts(x, ids, weights), residual=residual)
-        got = up(up.plain.rows.summed(experts.shares(x, ids, weights)), residual=residual)
+        got = up(up.plain.rows.summed(experts.shares(experts.x_rows(x), ids, weights)), residual=residual)
     assert torch.equal(got, want) and want.abs().amax() > 0
 
 

@@ -326,42 +326,37 @@ class Experts:
         ready: object = None,
     ) -> Tensor:
         out = torch.empty(x.shape[0], self.spec.n_in, dtype=torch.float32, device=x.device)
-        if 0 < len(x) <= FEWEST:
-            self.shares(x, ids, weights, norm, added, ready, out)
-            return out
-        n_quad = self.spec.n_in // 4
+        is_few = 0 < len(x) <= FEWEST
         for first in range(0, len(x), MAX_ROWS):
             part = slice(first, first + MAX_ROWS)
-            shares = self.shares(x[part], ids[part], weights[part], norm, added.part(part), ready)
-            sizes = [np.int32(n) for n in (self.spec.n_used, n_quad, shares.n_piece)]
-            grid = len(shares.weights), -(-n_quad // 256)
-            self.combine.launch(grid, 256, [shares.y, *shares.args(), out[part], *sizes], overlap=self.x_rows.overlap)
+            rows = ready if isinstance(ready, Rows) else self.x_rows(x[part], norm)
+            shares = self.shares(rows, ids[part], weights[part], added.part(part), out if is_few else None)
+            if not is_few:
+                self._add(shares, out[part])
         return out
 
     def shares(
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        norm: Norm | None = None,
-        added: Added = NOTHING,
-        ready: object = None,
-        out: Tensor | None = None,
+        self, rows: Rows, ids: Tensor, weights: Tensor, added: Added = NOTHING, out: Tensor | None = None
     ) -> Shares:
         """The products alone, of MAX_ROWS rows at most: who reads them next sums them. Of FEWEST rows they may be summed in `out`."""
         ids, weights = ids.contiguous(), weights.contiguous()
         (n_row, n_used), pieces = ids.shape, self.spec.pieces
-        assert ids.dtype == torch.int32 and (n_row, n_used) == weights.shape == (x.shape[0], self.spec.n_used)
+        assert ids.dtype == torch.int32 and (n_row, n_used) == weights.shape == (rows.n_row, self.spec.n_used)
         assert all(t is None or t.is_contiguous() for t in (added.residual, added.shared, added.gate))
         assert added.shared is None or not pieces
-        rows = ready if isinstance(ready, Rows) else self.x_rows(x, norm)
         taken, h, overlap = self._taken(ids), self.h, self.x_rows.overlap
-        y = torch.empty(n_row * (n_used + pieces), self.spec.n_in, dtype=torch.float32, device=x.device)
+        y = torch.empty(n_row * (n_used + pieces), self.spec.n_in, dtype=torch.float32, device=ids.device)
         shared = y[n_row * n_used :] if pieces else added.shared
         shares = Shares(y, weights, shared, added.gate, added.residual, pieces or int(shared is not None))
         self.inner(taken, (rows.blocks, rows.sums, rows.powers), rows.pad, shares, h, None, overlap)
         self.down(taken, (h.blocks, h.sums, h.powers), h.step, shares, h, out, overlap)
         return shares
+
+    def _add(self, shares: Shares, out: Tensor) -> None:
+        n_quad = self.spec.n_in // 4
+        sizes = [np.int32(n) for n in (self.spec.n_used, n_quad, shares.n_piece)]
+        args: list[Arg] = [shares.y, *shares.args(), out, *sizes]
+        self.combine.launch((len(out), -(-n_quad // 256)), 256, args, overlap=self.x_rows.overlap)
 
     def _taken(self, ids: Tensor) -> _Taken:
         n_row, n_pair = ids.shape[0], ids.numel()
@@ -453,7 +448,7 @@ def _check_around(own: Run, pieces: int, x: Tensor, ids: Tensor, weights: Tensor
         return "a residual or a shared expert is not added as the reference does"
     if isinstance(own, Experts) and len(x) <= own.x_rows.pads[-1]:
         want = own.x_rows(own(x, ids, weights, None, Added(residual))).blocks.clone()
-        if not torch.equal(own.x_rows.summed(own.shares(x, ids, weights, None, Added(residual))).blocks, want):
+        if not torch.equal(own.x_rows.summed(own.shares(own.x_rows(x), ids, weights, Added(residual))).blocks, want):
             return "sums on the way to a product are not those made before"
     want, got = own(norm(4 * x), ids, weights), own(4 * x, ids, weights, norm)
     off = float((got - want).norm() / want.norm())
