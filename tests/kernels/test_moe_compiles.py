@@ -11,7 +11,9 @@ from pyspec.cuda.kernels.linear_cuda import n_shared
 from pyspec.cuda.kernels.linear_pack import CHUNKS
 from pyspec.cuda.kernels.moe_cuda import (
     BUILDS,
+    FEW_PAIRS,
     GROUPS,
+    MANY_PAIRS,
     NONE,
     RELU2,
     SWIGLU,
@@ -28,30 +30,33 @@ CPU = torch.device("cpu")
 
 
 def product(
-    type: GGMLType, arch: str, tiles_n: int, act: int, inner: bool, listed: bool = True, adds: bool = False
+    type: GGMLType, arch: str, pairs: int, act: int, inner: bool, listed: bool = True, adds: bool = False
 ) -> None:
-    stages = n_stages(type, tiles_n, CAPABILITIES[arch], inner)
-    assert stages >= 2 and stages * stage_bytes(type, tiles_n, inner) <= n_shared(CAPABILITIES[arch])
-    macros = defines(type, tiles_n, stages, act, inner, listed, adds)
-    found = compile_cubin("moe", arch, macros, use_cache=False).resources["moe"]
-    assert found.spill_bytes == 0 and found.registers * 32 * GROUPS * resident(tiles_n) <= 65536
+    stages = n_stages(type, pairs, CAPABILITIES[arch], inner)
+    assert stages >= 2 and stages * stage_bytes(type, pairs, inner) <= n_shared(CAPABILITIES[arch])
+    for next in (type, GGMLType.Q6_K if type is GGMLType.Q4_K else GGMLType.Q4_K) if inner else (None,):
+        macros = defines(type, pairs, stages, act, inner, listed, adds, next)
+        found = compile_cubin("moe", arch, macros, use_cache=False).resources["moe"]
+        fewer = type in moe_cuda.WHOLE and arch not in ("sm_90a", "sm_100a")
+        most = resident(type, pairs, listed) - fewer
+        assert found.spill_bytes == 0 and found.registers * 32 * GROUPS * most <= 65536
 
 
-@pytest.mark.parametrize(("tiles_n", "listed"), BUILDS)
+@pytest.mark.parametrize(("pairs", "listed"), BUILDS)
 @pytest.mark.parametrize("arch", ARCHS)
-def test_products_compile_for_every_architecture(arch: str, tiles_n: int, listed: bool) -> None:
-    product(GGMLType.Q4_K, arch, tiles_n, SWIGLU, True, listed)
-    product(GGMLType.Q6_K, arch, tiles_n, NONE, False, listed)
+def test_products_compile_for_every_architecture(arch: str, pairs: int, listed: bool) -> None:
+    product(GGMLType.Q4_K, arch, pairs, SWIGLU, True, listed)
+    product(GGMLType.Q6_K, arch, pairs, NONE, False, listed)
 
 
 @pytest.mark.parametrize("type", CHUNKS)
 def test_products_compile_for_every_type(type: GGMLType) -> None:
-    product(type, "sm_90a", 4, RELU2, True)
+    product(type, "sm_90a", MANY_PAIRS, RELU2, True)
     for arch in ("sm_89", "sm_90a"):
         for adds in (False, True):
-            product(type, arch, 1, NONE, False, listed=False, adds=adds)
-    product(type, "sm_90a", 1, NONE, False)
-    product(type, "sm_90a", 1, SWIGLU, True)
+            product(type, arch, FEW_PAIRS, NONE, False, listed=False, adds=adds)
+    product(type, "sm_90a", FEW_PAIRS, NONE, False)
+    product(type, "sm_90a", FEW_PAIRS, SWIGLU, True)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -70,16 +75,16 @@ def test_lists_and_routes_compile_for_every_architecture(arch: str) -> None:
 
 
 def test_what_does_not_fit_is_known_before_compiling() -> None:
-    assert all(n_stages(type, 4, (8, 9)) >= 2 for type in CHUNKS)
+    assert all(n_stages(type, MANY_PAIRS, (8, 9)) >= 2 for type in CHUNKS)
     assert moe_cuda.limits(moe_cuda.MoeSpec(CPU, 8, 64, 64, "swiglu", None, None)) == "runs on NVIDIA GPUs only"
 
 
-@pytest.mark.parametrize("tiles_n", [1, 4])
-def test_stages_leave_room_for_as_many_ctas_as_registers(tiles_n: int) -> None:
+@pytest.mark.parametrize("pairs", [FEW_PAIRS, MANY_PAIRS])
+def test_stages_leave_room_for_as_many_ctas_as_registers(pairs: int) -> None:
     """On a GPU with 228 KB a multiprocessor, of which each CTA costs 1 KB and its static variables more."""
     for type in CHUNKS:
         for inner in (True, False):
-            stages = n_stages(type, tiles_n, (9, 0), inner)
+            stages = n_stages(type, pairs, (9, 0), inner)
             assert 2 <= stages <= 8
-            n_cta = 228 * 1024 // (stages * stage_bytes(type, tiles_n, inner) + 1024 + 512)
-            assert n_cta >= resident(tiles_n), (type, inner)
+            n_cta = 228 * 1024 // (stages * stage_bytes(type, pairs, inner) + 1024 + 512)
+            assert n_cta >= resident(type, pairs), (type, inner)

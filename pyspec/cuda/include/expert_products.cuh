@@ -4,9 +4,24 @@
 // Q5_K (INT_SCALES) have most to share: see whole.cuh. Of sums, two parts are multiplied with minima, which keeps 16 bits.
 #pragma once
 #include "linear_block.cuh"
-#if INT_SCALES
-#include "whole.cuh"
-#endif
+
+constexpr int kPieces = WARPS_M * RECORD / 16;  // of 16 bytes: a chunk's weights
+constexpr int kWeights = PER_STAGE * kPieces * 16;
+constexpr int kPowerBytes = INNER ? 0 : CHUNK * kPad * 4;
+constexpr int kSums = kWeights + PER_STAGE * kRowBytes, kPowers = kSums + PER_STAGE * kSumBytes;  // where a stage has them
+constexpr int kStage = kPowers + PER_STAGE * kPowerBytes;
+
+constexpr int kTiles = TILES_N;
+using Acc = float[kTiles][4];  // a lane's sums of rows g and g + 8, of pairs 2t and 2t + 1 of each 8
+
+// f(pair, its sum of row g, of row g + 8)
+template <typename F>
+__device__ __forceinline__ void each_pair(const Acc& acc, F f) {
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile)
+#pragma unroll
+    for (int j = 0; j < 2; ++j) f(tile * 8 + (threadIdx.x & 3) * 2 + j, acc[tile][j], acc[tile][j + 2]);
+}
 
 // Where a lane's operands lie in a stage.
 struct Places {
@@ -45,7 +60,7 @@ __device__ __forceinline__ void add_by_pairs(float (&acc)[4], const float (&part
 
 #if INT_SCALES
 
-__device__ __forceinline__ void add_chunk(float (&acc)[TILES_N][4], const Places& at, u32 stage, int chunk) {
+__device__ __forceinline__ void add_chunk(Acc& acc, const Places& at, u32 stage, int chunk) {
   const u32 first = stage + chunk * (kPieces * 16), beside = stage + chunk * (CHUNK * kPad * 4);
   const At left{at.left.record + first, at.left.wide + first, at.left.narrow + first};
   const u32 right = stage + at.right + chunk * kRowBytes;
@@ -90,7 +105,7 @@ __device__ __forceinline__ void add_chunk(float (&acc)[TILES_N][4], const Places
 
 #else
 
-__device__ __forceinline__ void add_chunk(float (&acc)[TILES_N][4], const Places& at, u32 stage, int chunk) {
+__device__ __forceinline__ void add_chunk(Acc& acc, const Places& at, u32 stage, int chunk) {
   const u32 first = stage + chunk * (kPieces * 16), beside = stage + chunk * (CHUNK * kPad * 4) + at.pairs;
   const At left{at.left.record + first, at.left.wide + first, at.left.narrow + first};
   const u32 right = stage + at.right + chunk * kRowBytes;
@@ -116,7 +131,7 @@ __device__ __forceinline__ void add_chunk(float (&acc)[TILES_N][4], const Places
 
 #endif
 
-__device__ __forceinline__ void add_stage(float (&acc)[TILES_N][4], const Places& at, u32 stage, int n_left) {
+__device__ __forceinline__ void add_stage(Acc& acc, const Places& at, u32 stage, int n_left) {
   if (n_left >= PER_STAGE) {
 #pragma unroll
     for (int chunk = 0; chunk < PER_STAGE; ++chunk) add_chunk(acc, at, stage, chunk);

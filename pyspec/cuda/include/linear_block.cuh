@@ -6,7 +6,11 @@
 #define RESIDUAL 1
 #define GATED 2  // rows 0-7 of each 16 are gates, 8-15 the ups of the same features: writes silu(gate) * up
 
-constexpr int kPad = 8 * TILES_N * WARPS_N;  // rows, those that are not there included
+#ifndef TILE_ROWS
+#define TILE_ROWS 8  // moe.cu's whole numbers: 4
+#endif
+
+constexpr int kPad = TILE_ROWS * TILES_N * WARPS_N;  // rows, those that are not there included
 constexpr int kRowBytes = CHUNK * kPad * 64;
 constexpr int kSumBytes = HAS_MIN ? CHUNK * kPad * 4 : 0;
 

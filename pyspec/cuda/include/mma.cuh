@@ -22,6 +22,23 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c0), "f"(c1), "f"(c2), "f"(c3));
 }
 
+// The same with k = 8: row 2t and 2t + 1 of b alone, columns 2t and 2t + 1 of a; and in whole numbers, m16n8k32, u8 by s8: lane 4 g + t holds
+//   a: rows g, g + 8, g, g + 8; columns 4t to 4t + 3 (a0, a1) and 16 more (a2, a3)
+//   b: rows 4t to 4t + 3 (b0) and 16 more (b1) of column g
+__device__ __forceinline__ void mma_bf16_k8(float (&d)[4], u32 a0, u32 a1, u32 b0) {
+  asm(
+      "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%7,%8,%9,%10};"
+      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3])
+      : "r"(a0), "r"(a1), "r"(b0), "f"(0.f), "f"(0.f), "f"(0.f), "f"(0.f));
+}
+
+__device__ __forceinline__ void mma_u8_s8(int (&d)[4], const u32 (&a)[4], uint2 b) {
+  asm(
+      "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%11,%12,%13};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "r"(0), "r"(0), "r"(0), "r"(0));
+}
+
 __device__ __forceinline__ u32 shared_address(const void* p) {
   u64 out;
   asm("cvta.to.shared.u64 %0, %1;" : "=l"(out) : "l"(reinterpret_cast<u64>(p)));
@@ -43,6 +60,25 @@ __device__ __forceinline__ void copy16(u32 to, const void* from) {
 // Of a stream that is read to its end: the second-level cache fetches 128 bytes where one 32 of them are asked for. 256 gain less.
 __device__ __forceinline__ void copy16_ahead(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// The same to registers.
+__device__ __forceinline__ uint4 stream_16(const void* from) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+  return v;
+}
+
+__device__ __forceinline__ uint2 stream_8(const void* from) {
+  uint2 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
+  return v;
+}
+
+__device__ __forceinline__ u32 stream_4(const void* from) {
+  u32 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(v) : "l"(from));
+  return v;
 }
 
 __device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

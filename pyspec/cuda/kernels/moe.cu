@@ -37,84 +37,25 @@
 #include "expert_sums.cuh"
 #include "overlap.cuh"
 #include "prepared.cuh"
+#if INT_SCALES
+#include "whole.cuh"
+#endif
 
 #define NONE 0
 #define SWIGLU 1  // rows 0-7 of each 16 are gates, 8-15 the ups of the same features
 #define RELU2 2
 
-constexpr int kPieces = WARPS_M * RECORD / 16;  // of 16 bytes: a chunk's weights
-constexpr int kWeights = PER_STAGE * kPieces * 16;
-constexpr int kPowerBytes = INNER ? 0 : CHUNK * kPad * 4;
-constexpr int kSums = kWeights + PER_STAGE * kRowBytes, kPowers = kSums + PER_STAGE * kSumBytes;  // where a stage has them
-constexpr int kStage = kPowers + PER_STAGE * kPowerBytes;
-constexpr int kEarly = INNER && STAGES > 3 ? 2 : STAGES - 1;  // stages whose weights come before their rows are known
-static_assert(kThreads % (4 * kPad) == 0, "a thread copies for one pair alone");
 constexpr int kColumns = WARPS_M * (ACT == SWIGLU ? 8 : 16);  // of the activation, a CTA's
-static_assert(INNER * kPad * (kColumns + 4) * 4 <= STAGES * kStage, "the activation lies where stages were");
 static_assert(!INNER || kColumns % 32 == 0, "a CTA has whole blocks of the activation");
 
+#if PLANES
+#include "expert_planes.cuh"
+#else
 #include "expert_products.cuh"
+#include "expert_copies.cuh"
+#endif
 
-__device__ __forceinline__ void copy4(u32 to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
-}
-
-// What a thread copies of each stage's weights, stage by stage. Where a tile has fewer groups than the CTA, the last ones are
-// left as they are in shared memory: they are multiplied and not stored.
-struct WeightCopies {
-  const u8* from;  // the thread's first 16 bytes
-  int chunk, n_piece;  // bytes from one chunk's to the next one's; pieces of a chunk that are there
-
-  __device__ __forceinline__ WeightCopies(const u8* expert, int n_group, int n_tile16, int n_chunk) {
-    const int first = blockIdx.x * WARPS_M, tile = first / kTile, lower = min(kTile, n_tile16 - tile * kTile);
-    from = expert + (static_cast<i64>(tile * kTile) * n_chunk + first % kTile) * RECORD + threadIdx.x * 16;
-    chunk = lower * RECORD;
-    n_piece = n_group * (RECORD / 16);
-  }
-
-  template <bool kWhole>
-  __device__ __forceinline__ void load(u32 stage, int n_left) {
-    const u32 to = stage + threadIdx.x * 16;
-#pragma unroll
-    for (int i = 0; i < PER_STAGE; ++i, from += chunk) {
-#pragma unroll
-      for (int k = 0; k < (kPieces + kThreads - 1) / kThreads; ++k) {
-        const bool is_there = k * kThreads + static_cast<int>(threadIdx.x) < n_piece;
-        if (is_there && (kWhole || i < n_left)) copy16_ahead(to + (i * kPieces + k * kThreads) * 16, from + k * (kThreads * 16));
-      }
-    }
-  }
-};
-
-// The same of the pair it copies for; none for places past the item's pairs, whose sums are not stored.
-struct RowCopies {
-  static constexpr int kStep = kThreads / (4 * kPad), kAll = PER_STAGE * CHUNK;
-  const u8* x;  // 16 bytes of the pair's row in the thread's first block
-  const float *sums, *powers;
-  i64 step;  // blocks from one to the next
-  bool is_pair;
-
-  template <bool kWhole>
-  __device__ __forceinline__ void load(u32 stage, int n_left) {
-    const int n = (kWhole ? kAll : min(n_left * CHUNK, kAll)) - static_cast<int>(threadIdx.x / (4 * kPad));
-    if (is_pair) {
-#pragma unroll
-      for (int k = 0; k < (kAll + kStep - 1) / kStep; ++k)
-        if ((kWhole && (k + 1) * kStep <= kAll) || k * kStep < n) load_block(stage, k);
-    }
-    x += kAll * step * 64;
-    if (HAS_MIN) sums += kAll * step;
-    if (!INNER) powers += kAll * step;
-  }
-
- private:
-  __device__ __forceinline__ void load_block(u32 stage, int k) const {
-    const u32 at = k * kThreads + threadIdx.x;  // four times the block's place
-    copy16(stage + kWeights + at * 16, x + k * kStep * step * 64);
-    if (HAS_MIN && threadIdx.x % 4 == 0) copy4(stage + kSums + at, sums + k * kStep * step);
-    if (!INNER && threadIdx.x % 4 == 1) copy4(stage + kPowers + at - 1, powers + k * kStep * step);
-  }
-};
+static_assert(INNER * kPad * (kColumns + 4) * 4 <= STAGES * kStage, "the activation lies where stages were");
 
 struct Item {
   int expert, n;  // the shared expert's pieces come after the others; n pairs, none: nothing to do
@@ -165,23 +106,18 @@ __device__ __forceinline__ Item find_pairs(const int* ids, int pair, int n_pair,
 }
 
 // What warps summed, activated, to shared memory; then into blocks, a power of two each.
-__device__ __forceinline__ void store_blocks(const float (&acc)[TILES_N][4], float* h, const float* power, const int* target,
+__device__ __forceinline__ void store_blocks(const Acc& acc, float* h, const float* power, const int* target,
                                              float scale, float scale8, int group, bool has_sums, int n, int n_out,
                                              u16* blocks, float* block_sums, float* block_powers) {
   const int lane = threadIdx.x & 31, row16 = lane >> 2;
-#pragma unroll
-  for (int tile = 0; tile < TILES_N; ++tile) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const int token = tile * 8 + (lane & 3) * 2 + j;
-      const float y = acc[tile][j] * scale * power[token], y8 = acc[tile][j + 2] * scale8 * power[token];
-      float* to = h + token * (kColumns + 4) + row16;
-      const float r = fmaxf(y, 0.f), r8 = fmaxf(y8, 0.f);
-      if (!has_sums) continue;
-      if (ACT == SWIGLU) to[group * 8] = silu(y) * y8;
-      if (ACT == RELU2) to[group * 16] = r * r, to[group * 16 + 8] = r8 * r8;
-    }
-  }
+  each_pair(acc, [&](int token, float own, float own8) {
+    const float by = PLANES ? 1.f : power[token], y = own * scale * by, y8 = own8 * scale8 * by;
+    float* to = h + token * (kColumns + 4) + row16;
+    const float r = fmaxf(y, 0.f), r8 = fmaxf(y8, 0.f);
+    if (!has_sums) return;
+    if (ACT == SWIGLU) to[group * 8] = silu(y) * y8;
+    if (ACT == RELU2) to[group * 16] = r * r, to[group * 16 + 8] = r8 * r8;
+  });
   __syncthreads();
   constexpr int kQuads = kColumns / 4;
   const int step = (n_out + 255) / 256 * 8;
@@ -190,13 +126,17 @@ __device__ __forceinline__ void store_blocks(const float (&acc)[TILES_N][4], flo
     if ((i & ~31) / kQuads >= n) break;  // of a warp's tokens none is there
     const int token = i / kQuads, column = blockIdx.x * kColumns + i % kQuads * 4;
     const float4 v = *reinterpret_cast<const float4*>(h + token * (kColumns + 4) + i % kQuads * 4);
+    const bool is_in = token < n && column < n_out;
+#if NEXT_PLANES
+    put_in_planes<8>(reinterpret_cast<u8*>(blocks) + target[token] * static_cast<i64>(plane_bytes(n_out)), column, v, is_in);
+#else
     float largest = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
 #pragma unroll
     for (int hop = 4; hop > 0; hop >>= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, hop));
     const Power own = power_of(largest);
-    const bool is_in = token < n && column < n_out;
     put_in_block(blocks, block_sums, 1, target[token] * step, column, halves_of(v, own.factor), is_in);
     if (is_in && column % 32 == 0) block_powers[static_cast<i64>(target[token]) * step + column / 32] = own.power;
+#endif
   }
 }
 
@@ -217,7 +157,10 @@ __device__ __forceinline__ void add_experts(const Add& add, int n_row, int n_qua
 }
 #endif
 
-extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
+// But for 9.0 and 10.0, whole numbers need more registers.
+constexpr int kResident = RESIDENT - (PLANES && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200));
+
+extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     moe(const u8* weights, const float* scales, const u8* shared_weights, const float* shared_scales, const u8* x,
         const float* sums, const float* powers, const int* ids, const int* order, const int4* items, float* y, u16* blocks,
         float* block_sums, float* block_powers, const float* row_weights, const float4* shared, const float* gate,
@@ -261,12 +204,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   if (item.n == 0) return;
   const u32 base = shared_address(stages);
   clear_place(stages, item.n);
-  WeightCopies left((is_shared ? shared_weights + piece * expert_bytes : weights + item.expert * expert_bytes), n_group,
-                    n_tile16, n_chunk);
-#pragma unroll
-  for (int i = 0; i < kEarly; ++i) left.load<false>(base + i * kStage, n_chunk - i * PER_STAGE);
+  Line line(base, is_shared ? shared_weights + piece * expert_bytes : weights + item.expert * expert_bytes, n_group, n_tile16,
+              n_chunk);
+  line.load_early();
 
-  const int pair = threadIdx.x / 4 % kPad, own = min(pair, item.n - 1);
+  const int pair = threadIdx.x / kSide % kPad, own = min(pair, item.n - 1);
   int taken = n_pair + piece * n_row + first_row + own;
   if (!INNER || is_shared) wait_for_predecessor();
 #if LISTED
@@ -275,14 +217,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
   if (!is_shared) taken = found[threadIdx.x >> 5][own];
 #endif
   const int row = !INNER ? taken : is_shared ? first_row + own : row_of(taken, n_used);
-  const i64 block = threadIdx.x / (4 * kPad), at = INNER ? block * step + row : static_cast<i64>(row) * step + block;
-  RowCopies right{x + at * 64 + threadIdx.x % 4 * 16, sums + at, powers + at, INNER ? step : 1, pair < item.n};
-#pragma unroll
-  for (int i = 0; i < STAGES - 1; ++i) {
-    if (i >= kEarly) left.load<false>(base + i * kStage, n_chunk - i * PER_STAGE);
-    right.load<false>(base + i * kStage, n_chunk - i * PER_STAGE);
-    copies_commit();
-  }
+  line.load_first(x, sums, powers, row, step, pair, item.n);
   if (INNER) let_successor_start();
   float scale = kUnit, scale8 = kUnit;
 #if ROW_SCALES
@@ -293,31 +228,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
     scale8 *= of[8];
   }
 #endif
-  if (threadIdx.x < 4 * kPad && threadIdx.x % 4 == 0) {
-    if (INNER) power[pair] = powers[row];
+  if (threadIdx.x < kSide * kPad && threadIdx.x % kSide == 0) {
+    if (INNER && !PLANES) power[pair] = powers[row];
     target[pair] = taken;
   }
 
-  float acc[TILES_N][4] = {};
-  const Places at_lane(group, item.n);
-  const u32 end = base + STAGES * kStage;
-  u32 stage = base, free = end - kStage;
-  for (int chunk = 0; chunk < n_chunk; chunk += PER_STAGE) {
-    copies_wait<STAGES - 2>();
-    __syncthreads();
-    const int n_left = n_chunk - chunk - (STAGES - 1) * PER_STAGE;
-    if (n_left >= PER_STAGE) {
-      left.load<true>(free, n_left);
-      right.load<true>(free, n_left);
-    } else if (n_left > 0) {
-      left.load<false>(free, n_left);
-      right.load<false>(free, n_left);
-    }
-    copies_commit();
-    add_stage(acc, at_lane, stage, n_chunk - chunk);
-    free = stage;
-    stage = stage + kStage == end ? base : stage + kStage;
-  }
+  Acc acc = {};
+  line.multiply(acc, item.n);
 #if INNER
   __syncthreads();  // stages are read to the end
   float* h = reinterpret_cast<float*>(stages);
@@ -325,17 +242,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, RESIDENT)
 #else
   if (!has_sums) return;
   const int column = (blockIdx.x * WARPS_M + group) * 16 + (lane >> 2);
-#pragma unroll
-  for (int n = 0; n < TILES_N; ++n) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const int token = n * 8 + (lane & 3) * 2 + j;
-      if (token >= item.n) continue;
-      float* to = y + static_cast<i64>(target[token]) * n_out + column;
-      if (column < n_out) to[0] = acc[n][j] * scale;
-      if (column + 8 < n_out) to[8] = acc[n][j + 2] * scale8;
-    }
-  }
+  each_pair(acc, [&](int token, float sum, float sum8) {
+    if (token >= item.n) return;
+    float* to = y + static_cast<i64>(target[token]) * n_out + column;
+    if (column < n_out) to[0] = sum * scale;
+    if (column + 8 < n_out) to[8] = sum8 * scale8;
+  });
 #if ADDS
   add_experts(add, n_row, n_out / 4, blockIdx.x * WARPS_M + group, tickets);
 #endif

@@ -34,45 +34,62 @@ from pyspec.cuda.kernels.linear_pack import (
     repack,
 )
 from pyspec.cuda.kernels.moe_ref import NOTHING, Added, MoeSpec, Run, Stack, Stacks
-from pyspec.cuda.kernels.rows_cuda import MAX_COLUMNS, Rows, RowsLaunch, Shares
+from pyspec.cuda.kernels.rows_cuda import BLOCKED, MAX_COLUMNS, PLANES, UNIT, Rows, RowsLaunch, Shares, row_bytes
 from pyspec.cuda.kernels.rows_ref import Norm
 from pyspec.cuda.temporary import temporary
 from pyspec.gguf import GGMLType
 
 MAX_ROWS, MAX_EXPERT, MAX_USED = 512, 1024, 32
 FEWEST = 2  # rows up to which pairs find each other
-FEW = 32  # rows up to which an item has 8 pairs: experts rarely get more; beyond it has 32
+FEW = 32  # rows up to which an item has FEW_PAIRS at most: experts rarely get more; beyond it has MANY_PAIRS
+FEW_PAIRS, MANY_PAIRS = 8, 32
 MAX_PIECES = 4  # of a shared expert: with more, a launch of its own reads as well
 GROUPS = 4  # of 16 weight rows in a CTA
-BUILDS = ((1, False), (1, True), (4, True))  # TILES_N, LISTED
-ADDING = (1, False)  # the one of downs that may add what experts gave
+BUILDS = ((FEW_PAIRS, False), (FEW_PAIRS, True), (MANY_PAIRS, True))  # pairs of an item, LISTED
+ADDING = BUILDS[0]  # the one of downs that may add what experts gave
 NONE, SWIGLU, RELU2 = 0, 1, 2  # moe.cu's activations
 ACTS = {"swiglu": SWIGLU, "relu2": RELU2}
-STAGE = {1: 10 << 10, 4: 10 << 10}  # by TILES_N: bytes of weights in a stage: fewer barriers, and still several stages
-REGISTERS = {1: 80, 4: 160}  # by TILES_N: of a thread, at most
+STAGE = 10 << 10  # bytes of weights in a stage: fewer barriers, and still several stages
+REGISTERS = {FEW_PAIRS: 80, MANY_PAIRS: 160}  # of a thread, at most
 LEAST_STAGES = 2  # rather than as many CTAs as registers allow
+WHOLE = frozenset((GGMLType.Q4_K,))  # types that multiply rows of whole numbers, in two planes: four pairs a tile
+WHOLE_FEW = 4  # of FEW_PAIRS
+WHOLE_CHUNKS, WHOLE_STAGES = {FEW_PAIRS: 4, MANY_PAIRS: 1}, 2  # chunks of their rows in a stage; stages
+WHOLE_REGISTERS = {BUILDS[0]: 128, BUILDS[1]: 100, BUILDS[2]: 160}  # weights are in registers, twice
 
 
-def stage_chunks(type: GGMLType, tiles_n: int) -> int:
+def most_pairs(type: GGMLType, pairs: int) -> int:
+    """Of an item of a build with so many."""
+    return WHOLE_FEW if type in WHOLE and pairs == FEW_PAIRS else pairs
+
+
+def stage_chunks(type: GGMLType, pairs: int) -> int:
     """Chunks in a stage."""
-    return max(1, STAGE[tiles_n] // (GROUPS * RECORDS[type]))
+    if type in WHOLE:
+        return WHOLE_CHUNKS[pairs]
+    return max(1, STAGE // (GROUPS * RECORDS[type]))
 
 
-def stage_bytes(type: GGMLType, tiles_n: int, inner: bool = False) -> int:
-    """Weights and rows; downs have a power of two for each block of a row beside it, minima a sum."""
+def stage_bytes(type: GGMLType, pairs: int, inner: bool = False) -> int:
+    """Weights and rows; downs have a power of two for each block of a row beside it, minima a sum. Of planes rows alone."""
+    n_chunk, n_block = stage_chunks(type, pairs), CHUNKS[type]
+    if type in WHOLE:
+        return most_pairs(type, pairs) * (n_chunk * n_block // 2 * UNIT + 16)
     beside = (4 if FORMATS[type].minima else 0) + (0 if inner else 4)
-    return stage_chunks(type, tiles_n) * (GROUPS * RECORDS[type] + CHUNKS[type] * 8 * tiles_n * (64 + beside))
+    return n_chunk * (GROUPS * RECORDS[type] + n_block * pairs * (64 + beside))
 
 
-def resident(tiles_n: int) -> int:
+def resident(type: GGMLType, pairs: int, listed: bool = True) -> int:
     """CTAs that a multiprocessor should hold: what registers allow."""
-    return 65536 // (REGISTERS[tiles_n] * 32 * GROUPS)
+    return 65536 // ((WHOLE_REGISTERS[pairs, listed] if type in WHOLE else REGISTERS[pairs]) * 32 * GROUPS)
 
 
-def n_stages(type: GGMLType, tiles_n: int, capability: tuple[int, int], inner: bool = False) -> int:
+def n_stages(type: GGMLType, pairs: int, capability: tuple[int, int], inner: bool = False) -> int:
     """At most 8, what `resident` CTAs have room for; but LEAST_STAGES or at least 2 wherever one CTA has, 0 elsewhere."""
-    size, most = stage_bytes(type, tiles_n, inner), n_shared(capability)
-    fit = min(most // size, max(LEAST_STAGES, (most // resident(tiles_n) - 1024) // size))  # 1 KB is the driver's
+    size, most = stage_bytes(type, pairs, inner), n_shared(capability)
+    if type in WHOLE:
+        return WHOLE_STAGES
+    fit = min(most // size, max(LEAST_STAGES, (most // resident(type, pairs) - 1024) // size))  # 1 KB is the driver's
     return min(8, fit) if fit >= 2 else 0
 
 
@@ -86,7 +103,7 @@ def limits(spec: MoeSpec) -> str | None:
             return f"{type.name} matrices have no packed form"
         if spec.scaled and not FORMATS[type].scaled:
             return f"{type.name} matrices with second scales"
-        if not n_stages(type, 4, torch.cuda.get_device_capability(spec.device)):
+        if not n_stages(type, MANY_PAIRS, torch.cuda.get_device_capability(spec.device)):
             return f"{type.name} does not fit this GPU's shared memory"
     if spec.n_in % 32 or spec.n_ff % 32 or max(spec.n_in, spec.n_ff) > MAX_COLUMNS:
         return f"{spec.n_in} and {spec.n_ff} columns; the kernel takes multiples of 32 up to {MAX_COLUMNS}"
@@ -98,9 +115,17 @@ def limits(spec: MoeSpec) -> str | None:
 
 
 def defines(
-    type: GGMLType, tiles_n: int, stages: int, act: int, inner: bool, listed: bool = True, adds: bool = False
+    type: GGMLType,
+    pairs: int,
+    stages: int,
+    act: int,
+    inner: bool,
+    listed: bool = True,
+    adds: bool = False,
+    next: GGMLType | None = None,
 ) -> dict[str, int | str]:
-    """Macros of moe.cu."""
+    """Macros of moe.cu. next: of gates and ups, the type of the downs."""
+    tile = WHOLE_FEW if type in WHOLE else 8
     return {
         "TYPE": FORMATS[type].code,
         "CHUNK": CHUNKS[type],
@@ -109,14 +134,17 @@ def defines(
         "WARPS_N": 1,
         "TILES_M": 16 // GROUPS,
         "EPILOGUE": 0,
-        "TILES_N": tiles_n,
-        "PER_STAGE": stage_chunks(type, tiles_n),
+        "TILES_N": most_pairs(type, pairs) // tile,
+        "TILE_ROWS": tile,
+        "PER_STAGE": stage_chunks(type, pairs),
         "STAGES": stages,
-        "RESIDENT": resident(tiles_n),
+        "RESIDENT": resident(type, pairs, listed),
         "LISTED": int(listed),
         "ACT": act,
         "INNER": int(inner),
         "ADDS": int(adds),
+        "PLANES": int(type in WHOLE),
+        "NEXT_PLANES": int(next in WHOLE),
     }
 
 
@@ -186,18 +214,27 @@ class _Step:
     kernel: Kernel
     shared: int
     threads: int
+    pairs: int
 
 
 @cache
 def _step(
-    device: torch.device, type: GGMLType, tiles_n: int, act: int, inner: bool, listed: bool = True, adds: bool = False
+    device: torch.device,
+    type: GGMLType,
+    pairs: int,
+    act: int,
+    next: GGMLType | None,
+    listed: bool = True,
+    adds: bool = False,
 ) -> _Step:
+    """next: of gates and ups, the type of the downs; of downs None."""
+    inner = next is not None
     capability = torch.cuda.get_device_capability(device)
-    stages = n_stages(type, tiles_n, capability, inner)
-    code = compile_cubin("moe", arch_of(capability), defines(type, tiles_n, stages, act, inner, listed, adds))
-    shared = stages * stage_bytes(type, tiles_n, inner)
+    stages = n_stages(type, pairs, capability, inner)
+    code = compile_cubin("moe", arch_of(capability), defines(type, pairs, stages, act, inner, listed, adds, next))
+    shared = stages * stage_bytes(type, pairs, inner)
     kernel = code.kernel("moe", "pppp" + "ppp" + "ppp" + "pppp" + "pppppp" + "l" + 9 * "i").allow_shared(shared)
-    return _Step(kernel, shared, 32 * GROUPS)
+    return _Step(kernel, shared, 32 * GROUPS, most_pairs(type, pairs))
 
 
 @cache
@@ -207,16 +244,22 @@ def _pair_kernels(device: torch.device) -> tuple[Kernel, Kernel]:
 
 
 @cache
-def _rows(device: torch.device, n_in: int, most: int) -> RowsLaunch:
+def _rows(device: torch.device, n_in: int, most: int, layout: int) -> RowsLaunch:
     pads = [8]
     while pads[-1] < most:
         pads.append(2 * pads[-1])
-    return RowsLaunch(device, n_in, tuple(pads))
+    return RowsLaunch(device, n_in, tuple(pads), layout)
+
+
+def _layout(type: GGMLType | None) -> int:
+    """Of rows that such experts multiply."""
+    return PLANES if type in WHOLE else BLOCKED
 
 
 @dataclass(frozen=True, slots=True)
 class _Between:
-    """Activations on their way from the gates and ups to the downs, as moe.cu has them: [pair][block]. Blocks past n_ff stay zero."""
+    """Activations on their way from the gates and ups to the downs, as moe.cu has them: [pair][block], or in planes. What lies past
+    n_ff stays zero."""
 
     blocks: Tensor
     sums: Tensor
@@ -225,10 +268,10 @@ class _Between:
 
 
 @cache
-def _between(device: torch.device, n_ff: int, most: int) -> _Between:
+def _between(device: torch.device, n_ff: int, most: int, layout: int) -> _Between:
     step = -(-n_ff // 256) * 8
     sums, powers = (torch.zeros(most * step, dtype=torch.float32, device=device) for _ in "sp")
-    return _Between(torch.zeros(most * step * 32, dtype=torch.float16, device=device), sums, powers, step)
+    return _Between(torch.zeros(most * row_bytes(n_ff, layout), dtype=torch.uint8, device=device), sums, powers, step)
 
 
 @cache
@@ -244,7 +287,7 @@ class _Taken:
     order: Tensor
     items: Tensor
     n_item: int
-    per_item: int
+    pairs: int
     listed: bool
     n_expert: int
 
@@ -253,14 +296,14 @@ class _Product:
     """All experts' products with one stack, and the shared expert's pieces if there are any."""
 
     def __init__(
-        self, device: torch.device, stack: PackedStack, shared: PackedStack | None, act: int, inner: bool
+        self, device: torch.device, stack: PackedStack, shared: PackedStack | None, act: int, next: GGMLType | None
     ) -> None:
         self.stack, self.shared = stack, stack if shared is None else shared
         self.n_piece = 0 if shared is None else shared.records.shape[0]
         assert self.shared.records.shape[1] == stack.records.shape[1] and self.shared.type is stack.type
         self.n_out = stack.n_out // 2 if act == SWIGLU else stack.n_out
-        self.steps = {(8 * n, listed): _step(device, stack.type, n, act, inner, listed) for n, listed in BUILDS}
-        self.adding = None if inner else _step(device, stack.type, ADDING[0], act, False, ADDING[1], True)
+        self.steps = {(n, listed): _step(device, stack.type, n, act, next, listed) for n, listed in BUILDS}
+        self.adding = _step(device, stack.type, ADDING[0], act, None, ADDING[1], True) if next is None else None
         self.n_group, self.n_chunk = n_groups(stack.n_out), n_chunks(stack.type, stack.n_in)
         self.tickets = _tickets(device, self.n_group)
 
@@ -269,7 +312,7 @@ class _Product:
     ) -> None:
         """x: blocks, sums and powers of what is multiplied, `step` of its layout. Writes y (downs) or h (gates and ups), and in out
         the sums of y."""
-        kernel = self.steps[t.per_item, t.listed] if out is None or self.adding is None else self.adding
+        kernel = self.steps[t.pairs, t.listed] if out is None or self.adding is None else self.adding
         s, more, (n_row, n_used) = self.stack, self.shared, t.ids.shape
         sizes = s.scales.shape[1], t.n_expert, n_used, n_row, self.n_piece, step, self.n_out, self.n_group, self.n_chunk
         args: list[Arg] = [s.records, s.scales, more.records, more.scales, *x, t.ids, t.order, t.items]
@@ -284,7 +327,7 @@ class _Product:
             np.int64(s.records.shape[1]),
             *(np.int32(n) for n in sizes),
         ]
-        grid = -(-self.n_group // GROUPS), self.n_piece * -(-n_row // t.per_item) + t.n_item
+        grid = -(-self.n_group // GROUPS), self.n_piece * -(-n_row // kernel.pairs) + t.n_item
         kernel.kernel.launch(grid, kernel.threads, args, kernel.shared, overlap=overlap)
 
 
@@ -298,12 +341,12 @@ class Experts:
         with temporary(spec.device):
             pieces = None if stacks.shared is None else cut(stacks.shared, spec.pieces)
         inner, shared = _pack_inner(stacks), None if pieces is None else _pack_inner(pieces)
-        self.inner = _Product(spec.device, inner, shared, ACTS[spec.act], True)
+        self.inner = _Product(spec.device, inner, shared, ACTS[spec.act], spec.down)
         shared = None if pieces is None else pack(pieces.down)
-        self.down = _Product(spec.device, pack(stacks.down), shared, NONE, False)
+        self.down = _Product(spec.device, pack(stacks.down), shared, NONE, None)
         self.lists, self.combine = _pair_kernels(spec.device)
-        self.x_rows = _rows(spec.device, spec.n_in, MAX_ROWS)
-        self.h = _between(spec.device, spec.n_ff, MAX_ROWS * (spec.n_used + spec.pieces))
+        self.x_rows = _rows(spec.device, spec.n_in, MAX_ROWS, _layout(spec.up))
+        self.h = _between(spec.device, spec.n_ff, MAX_ROWS * (spec.n_used + spec.pieces), _layout(spec.down))
 
     def prepare(self, x: Tensor, norm: Norm | None = None) -> Rows | None:
         """Rows ready to be multiplied, before it is known by what: the launch between a choice and its products is spared.
@@ -361,14 +404,15 @@ class Experts:
     def _taken(self, ids: Tensor) -> _Taken:
         n_row, n_pair = ids.shape[0], ids.numel()
         if n_row <= FEWEST:
-            return _Taken(ids, ids, ids, n_pair, 8, False, self.n_expert)
-        per_item = 8 if n_row <= FEW else 32
+            return _Taken(ids, ids, ids, n_pair, FEW_PAIRS, False, self.n_expert)
+        pairs = FEW_PAIRS if n_row <= FEW else MANY_PAIRS
+        per_item = min(p.steps[pairs, True].pairs for p in (self.inner, self.down))
         n_item = min(n_pair, self.n_expert + n_pair // per_item)
         order = torch.empty(n_pair, dtype=torch.int32, device=ids.device)
         items = torch.empty(n_item, 4, dtype=torch.int32, device=ids.device)
         sizes = (np.int32(n_pair), np.int32(self.n_expert), np.int32(per_item), np.int32(n_item))
         self.lists.launch((1,), -(-self.n_expert // 32) * 32, (ids, order, items, *sizes), overlap=self.x_rows.overlap)
-        return _Taken(ids, order, items, n_item, per_item, True, self.n_expert)
+        return _Taken(ids, order, items, n_item, pairs, True, self.n_expert)
 
 
 def _pack_inner(s: Stacks) -> PackedStack:
@@ -379,9 +423,9 @@ def bind(spec: MoeSpec) -> Callable[[Stacks], Run]:
     """Compiles now, so that a refusal comes before weights are loaded."""
     assert spec.up is not None and spec.down is not None
     for n, listed in BUILDS:
-        _step(spec.device, spec.up, n, ACTS[spec.act], True, listed)
-        _step(spec.device, spec.down, n, NONE, False, listed)
-    _step(spec.device, spec.down, ADDING[0], NONE, False, ADDING[1], True)
+        _step(spec.device, spec.up, n, ACTS[spec.act], spec.down, listed)
+        _step(spec.device, spec.down, n, NONE, None, listed)
+    _step(spec.device, spec.down, ADDING[0], NONE, None, ADDING[1], True)
     _pair_kernels(spec.device)
     return lambda stacks: Experts(spec, stacks)
 
@@ -447,8 +491,9 @@ def _check_around(own: Run, pieces: int, x: Tensor, ids: Tensor, weights: Tensor
     if not torch.allclose(got, residual + (plain + shared * gate), rtol=1e-5, atol=1e-5 * float(plain.abs().amax())):
         return "a residual or a shared expert is not added as the reference does"
     if isinstance(own, Experts) and len(x) <= own.x_rows.pads[-1]:
-        want = own.x_rows(own(x, ids, weights, None, Added(residual))).blocks.clone()
-        if not torch.equal(own.x_rows.summed(own.shares(own.x_rows(x), ids, weights, Added(residual))).blocks, want):
+        rows = RowsLaunch(x.device, x.shape[1], own.x_rows.pads)  # not theirs: as the product behind reads them
+        want = rows(own(x, ids, weights, None, Added(residual))).blocks.clone()
+        if not torch.equal(rows.summed(own.shares(own.x_rows(x), ids, weights, Added(residual))).blocks, want):
             return "sums on the way to a product are not those made before"
     want, got = own(norm(4 * x), ids, weights), own(4 * x, ids, weights, norm)
     off = float((got - want).norm() / want.norm())

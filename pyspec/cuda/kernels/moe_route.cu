@@ -8,7 +8,8 @@
 //   ids      [row, N_USED]            i32  best first, of equal ones the lower index; in range whatever the logits are
 //   weights  [row, N_USED]            f32
 //   gate     [row]                    f32  sigmoid of the last logit (GATED)
-//   blocks, sums, powers                   the rows normed, as rows.cu's LAYOUT 0 has them, for the experts; null: not wanted
+//   blocks, sums, powers                   the rows normed, as rows.cu's LAYOUT 0 (or, if `pad` is 0, 3) has them, for the experts;
+//                                          null: not wanted
 //
 // Sums have an order of their own for each row and score: a row's bits depend neither on the others nor on the grid. Bound
 // by latency at few rows, so what is the model's is loaded before the predecessor is over: all of a CTA's matrix. Pointers to
@@ -37,8 +38,17 @@ __device__ __forceinline__ float dot(float4 a, float4 b, float sum) {
 struct Blocks {  // where normed rows go
   u16* blocks;
   float *sums, *powers;
-  int pad;
+  int pad;  // 0: in planes
   float power;
+
+  __device__ __forceinline__ void put(int row, int column, float4 v, float factor, bool is_in) const {
+    if (pad == 0) {
+      u8* to = reinterpret_cast<u8*>(blocks) + row * static_cast<i64>(plane_bytes(N_IN));
+      put_in_planes<16>(to, column, times(v, factor), is_in);
+    } else {
+      put_in_block(blocks, sums, pad, row, column, halves_of(v, factor), is_in);
+    }
+  }
 };
 
 // Norms a row for each group of kParts warps, from `first` on, with the sum of squares that scores are divided by.
@@ -67,17 +77,17 @@ __device__ __forceinline__ void prepare_rows(const float4* x, const float4* norm
   float all = 0.f;
 #pragma unroll
   for (int k = 0; k < kParts; ++k) all += squares[warp - part + k];
-  const float factor = rsqrtf(all / N_IN + eps) / to.power;
-  if (part == 0 && lane == 0) to.powers[row] = to.power;
+  const float factor = rsqrtf(all / N_IN + eps) / (to.pad ? to.power : 1.f);
+  if (part == 0 && lane == 0 && to.pad) to.powers[row] = to.power;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
     const float4 y = make_float4(v[i].x * by[i].x, v[i].y * by[i].y, v[i].z * by[i].z, v[i].w * by[i].w);
-    put_in_block(to.blocks, to.sums, to.pad, row, (quad + 32 * i) * 4, halves_of(y, factor), quad + 32 * i < kAll256);
+    to.put(row, (quad + 32 * i) * 4, y, factor, quad + 32 * i < kAll256);
   }
   if (part != kParts - 1) return;
 #pragma unroll
   for (int i = 0; i < kSpare; ++i)
-    put_in_block(to.blocks, to.sums, to.pad, row, (quad + 32 * (kEach + i)) * 4, make_uint2(0, 0), quad + 32 * (kEach + i) < kAll256);
+    to.put(row, (quad + 32 * (kEach + i)) * 4, make_float4(0.f, 0.f, 0.f, 0.f), 1.f, quad + 32 * (kEach + i) < kAll256);
 }
 
 // A CTA has any whole number of groups of kParts warps; each group makes kKept scores of the CTA's `per_cta` rows. CTAs from

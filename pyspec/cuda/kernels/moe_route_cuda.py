@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
 from pyspec.cuda.kernels.moe_ref import Routes, RouteSpec
-from pyspec.cuda.kernels.rows_cuda import Rows, RowsLaunch, values_of
+from pyspec.cuda.kernels.rows_cuda import BLOCKED, PLANES, Rows, RowsLaunch, values_of
 
 MAX_EXPERT, MAX_USED, MAX_COLUMNS = 512, 32, 16384
 KEPT, WARPS, MOST_ROWS = 2, 16, 32  # scores of a warp, warps and rows of a CTA at most: moe_route.cu's
@@ -113,7 +113,7 @@ class RouteLaunch:
         into: Rows | None = None,
         power: float = 1.0,
     ) -> Routes:
-        """`into`: where rows normed with `norm` go, over `power`, as rows.cu would put them (LAYOUT 0)."""
+        """`into`: where rows normed with `norm` go, over `power`, as rows.cu would put them."""
         spec, n_score = self.spec, self.n_score
         assert matrix.shape == (n_score, spec.n_in) and matrix.is_contiguous() and (bias is not None) == spec.biased
         assert norm.shape == (spec.n_in,) and norm.is_contiguous() and x.shape[1] == spec.n_in
@@ -125,7 +125,7 @@ class RouteLaunch:
         if n_row:
             grid = grid_of(spec, n_row, self.n_multiprocessor, into is not None)
             to: list[Arg] = [logits] * 3 if into is None else [into.blocks, into.sums, into.powers]
-            sizes = n_row, grid.per_cta, grid.scoring, into.pad if into else 0
+            sizes = n_row, grid.per_cta, grid.scoring, 0 if into is None or into.layout == PLANES else into.pad
             args = (x, norm, matrix, logits, *to, *map(np.int32, sizes), np.float32(spec.eps), np.float32(power))
             self.scores.launch(grid.ctas, grid.threads, args, overlap=self.overlap)
             args = (logits, logits if bias is None else bias, ids, weights, logits if gate is None else gate)
@@ -172,14 +172,17 @@ def check(launch: Callable[..., Routes], reference: Callable[..., Routes], spec:
 
 
 def _check_rows(launch: RouteLaunch, alone: Routes, given: list[Tensor], norm: Tensor) -> str | None:
-    """Rows that are normed on the way, and the choices beside them."""
+    """Rows that are normed on the way, in both layouts that experts read, and the choices beside them."""
     spec, n_row = launch.spec, len(given[0])
-    into = RowsLaunch(spec.device, spec.n_in, (8, 64)).room(n_row)
-    routes = launch(*given[:3], given[3] if spec.biased else None, into, 2.0)
-    if not torch.equal(routes.ids, alone.ids) or not torch.equal(routes.weights, alone.weights):
-        return "choices are others where rows are normed on the way"
-    if spec.n_in % 32:
-        return None  # of no use to experts
     want = F.rms_norm(given[0].cpu(), norm.shape, norm, spec.eps)
-    off = (values_of(into, spec.n_in)[0].cpu() - want).abs().amax() / want.abs().amax()
-    return None if off < 1e-3 else f"rows normed on the way differ from the reference by {float(off):.2g}"
+    for layout in (BLOCKED, PLANES):
+        into = RowsLaunch(spec.device, spec.n_in, (8, 64), layout).room(n_row)
+        routes = launch(*given[:3], given[3] if spec.biased else None, into, 2.0)
+        if not torch.equal(routes.ids, alone.ids) or not torch.equal(routes.weights, alone.weights):
+            return "choices are others where rows are normed on the way"
+        if spec.n_in % 32:
+            return None  # of no use to experts
+        off = (values_of(into, spec.n_in)[0].cpu() - want).abs().amax() / want.abs().amax()
+        if not off < 1e-3:
+            return f"rows normed on the way differ from the reference by {float(off):.2g}"
+    return None

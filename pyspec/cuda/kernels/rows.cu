@@ -8,6 +8,8 @@
 //           LAYOUT 1: [row, COLUMNS] f16
 //           LAYOUT 2: [block of 64][pad][64] f16 for warpgroup products, padded like LAYOUT 0; the order of columns is that
 //                     of linear_wgmma.py's blocks_for_wgmma
+//           LAYOUT 3: [row][unit of 64 columns][144] u8, whole numbers of 16 bits with sums and powers of their own (prepared.cuh,
+//                     put_in_planes), up to a whole number of 256 columns; `sums`, `powers` and `pad` are not used
 //   sums    LAYOUT 0: [block][pad] f32  sums of the block's f16 values
 //   powers  [row]             f32   prepared row = out * power
 //
@@ -21,7 +23,8 @@
 //   GROUPS y * rsqrt(mean y^2 + eps) * weight with y = x * silu(gate), over each DIM columns
 //
 // NORM, HEADS and GROUPS divide by `power` as given (why: rows_ref.py); the others by the power that brings the row's largest
-// magnitude into [1, 2). Rounding is 2^-11 of each value down to 2^-14 of the power, absolute below.
+// magnitude into [1, 2). Rounding is 2^-11 of each value down to 2^-14 of the power, absolute below. (LAYOUT 3: neither is needed;
+// 2^-16 of the largest of 64 columns.)
 // For few rows gdn.cu writes what HEADS makes in LAYOUT 0 itself, to the bit: both do it as in prepared.cuh.
 // A CTA has a row, of GROUPS a group of one, its values in registers; bound by latency.
 #include "overlap.cuh"
@@ -178,14 +181,14 @@ extern "C" __global__ void BOUNDS
 #pragma unroll
   for (int i = 0; i < kQuads; ++i)
     largest = fmaxf(fmaxf(fmaxf(fabsf(v[i].x), fabsf(v[i].y)), fmaxf(fabsf(v[i].z), fabsf(v[i].w))), largest);
-  float power = given, factor = 1.f / given;
+  float power = given, factor = LAYOUT == 3 ? 1.f : 1.f / given;
   if (KIND == NORM || KIND == GROUPS) {
     factor *= rsqrtf(over_block(squares, true) / kOwn + eps);
-  } else if (KIND != HEADS) {
+  } else if (KIND != HEADS && LAYOUT != 3) {
     const Power own = power_of(over_block(largest, false));
     power = own.power, factor = own.factor;
   }
-  if (threadIdx.x == 0 && start == 0) powers[row] = power;
+  if (LAYOUT != 3 && threadIdx.x == 0 && start == 0) powers[row] = power;
 
   // Behind its last group a row is padded, by that one's first warp.
   constexpr int kPads = KIND == GROUPS && kPadded > COLUMNS;
@@ -197,7 +200,12 @@ extern "C" __global__ void BOUNDS
     if (is_pad && !pads) break;
     const int column = is_pad ? COLUMNS + threadIdx.x * 4 : start + own;
     const bool is_in = is_pad || (KIND == GROUPS ? own < DIM : column < kPadded);
+#if LAYOUT == 3
+    const float4 own4 = is_pad ? make_float4(0.f, 0.f, 0.f, 0.f) : times(v[i % kQuads], factor);
+    put_in_planes<16>(reinterpret_cast<u8*>(out) + row * static_cast<i64>(plane_bytes(COLUMNS)), column, own4, is_in);
+#else
     const uint2 packed = is_pad ? make_uint2(0, 0) : halves_of(v[i % kQuads], factor);
+#endif
 #if LAYOUT == 1
     if (column < COLUMNS && is_in) *reinterpret_cast<uint2*>(out + static_cast<i64>(row) * COLUMNS + column) = packed;
 #elif LAYOUT == 2
@@ -206,7 +214,7 @@ extern "C" __global__ void BOUNDS
     u16* to = out + (static_cast<i64>(column / 64) * pad + row) * 64 + at;
     *reinterpret_cast<u32*>(to + (part ^ turn) * 8) = packed.x;
     *reinterpret_cast<u32*>(to + ((part + 1) ^ turn) * 8) = packed.y;
-#else
+#elif LAYOUT == 0
     put_in_block(out, sums, pad, row, column, packed, is_in);
 #endif
   }

@@ -17,7 +17,8 @@ from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
 from pyspec.cuda.kernels.rows_ref import GroupNorm, HeadGate, HeadNorm, Kind, Norm, Prep, RowsSpec
 
 MAX_COLUMNS = 32768  # 16 times 4 columns in each thread's registers
-BLOCKED, ROW_MAJOR, TALL = 0, 1, 2  # rows.cu's layouts: for `linear`, a library, `linear_tall`
+BLOCKED, ROW_MAJOR, TALL, PLANES = 0, 1, 2, 3  # rows.cu's layouts: for `linear`, a library, `linear_tall`, `moe`
+UNIT = 144  # PLANES: bytes of 64 columns of a row
 ROWS_ARGS = "plpff" + "pli" + "ppp" + "i"
 SUMMED_ARGS = "ppppp" + "ii" + "ppp" + "i"
 MAX_SUMMED = 8192  # columns of rows that are summed on the way: more would not fit a thread's registers
@@ -47,6 +48,7 @@ class Rows:
     powers: Tensor
     n_row: int
     pad: int
+    layout: int = BLOCKED
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +128,11 @@ class _Prepare:
         kernel.launch(grid, n_thread, args, overlap=self.overlap)
 
 
+def row_bytes(n_in: int, layout: int = BLOCKED) -> int:
+    """Of a row of n_in columns, padded to whole chunks of 256."""
+    return -(-n_in // 256) * (4 * UNIT if layout == PLANES else 512)
+
+
 class RowsLaunch:
     """Rows in blocks, for our own products. Owns what it returns until the next call."""
 
@@ -133,7 +140,7 @@ class RowsLaunch:
         self.n_in, self.pads, n_block = n_in, pads, -(-n_in // 256) * 8
         self.prepare = _Prepare(device, n_in, layout)
         self.overlap = self.prepare.overlap
-        self.blocks = torch.zeros(n_block * pads[-1] * 32, dtype=torch.float16, device=device)
+        self.blocks = torch.zeros(pads[-1] * row_bytes(n_in, layout) // 2, dtype=torch.float16, device=device)
         self.sums = torch.zeros(n_block * pads[-1], dtype=torch.float32, device=device)
         self.powers = torch.zeros(pads[-1], dtype=torch.float32, device=device)
 
@@ -156,16 +163,28 @@ class RowsLaunch:
     def room(self, n_row: int) -> Rows:
         """Where so many rows go, for a kernel that writes them as rows.cu does."""
         pad = next(p for p in self.pads if n_row <= p)
-        return Rows(self.blocks, self.sums, self.powers, n_row, pad)
+        return Rows(self.blocks, self.sums, self.powers, n_row, pad, self.prepare.layout)
 
 
 def values_of(rows: Rows, n_in: int) -> tuple[Tensor, Tensor]:
     """What rows in blocks stand for: (values [row, n_in], their sums over each 32 columns [row, n_in / 32]), f32."""
+    if rows.layout == PLANES:
+        return _values_of_planes(rows, n_in)
     n_block, power = -(-n_in // 256) * 8, rows.powers[: rows.n_row, None]
     blocks = rows.blocks[: n_block * rows.pad * 32].view(n_block, rows.pad, 4, 2, 4)[:, : rows.n_row]
     values = blocks.permute(1, 0, 3, 2, 4).reshape(rows.n_row, -1)  # column 16 h + 4 i + j is at [i, h, j]
     sums = rows.sums[: n_block * rows.pad].view(n_block, rows.pad)[:, : rows.n_row].T
     return values[:, :n_in].float() * power, sums[:, : n_in // 32] * power
+
+
+def _values_of_planes(rows: Rows, n_in: int) -> tuple[Tensor, Tensor]:
+    units = rows.blocks.view(torch.uint8).view(-1, row_bytes(n_in, PLANES) // UNIT, UNIT)[: rows.n_row]
+    planes = units[..., :128].contiguous().view(torch.int8).unflatten(-1, (2, 4, 2, 2, 2, 2)).int()
+    whole = planes[:, :, 0] * 256 + planes[:, :, 1]  # [t, block, upper bit of j, lower one, h]: column 16 h + 4 t + j
+    beside = units[..., 128:].contiguous().view(torch.float32).unflatten(-1, (2, 2))
+    sums, powers = beside[..., 0, :].flatten(1), beside[..., 1, :].flatten(1)
+    values = whole.permute(0, 1, 3, 6, 2, 4, 5).reshape(rows.n_row, -1, 32) * powers[..., None]
+    return values.flatten(1)[:, :n_in], sums[:, : n_in // 32]
 
 
 @dataclass(frozen=True, slots=True)

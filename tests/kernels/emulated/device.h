@@ -292,6 +292,22 @@ inline void ptx_mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32(int line, Re
   product(line, d, a, b, c, emulator::product_bf16);
 }
 
+inline void ptx_mma_sync_aligned_m16n8k8_row_col_f32_bf16_bf16_f32(int line, Refs<float, 4> d, Refs<u32, 2> a, Refs<u32, 1> b,
+                                                                   Refs<float, 4> c) {
+  emulator::Product p{{*a.p[0], *a.p[1], 0, 0}, {*b.p[0], 0}, {}};
+  for (int i = 0; i < 4; ++i) p.d[i] = *c.p[i];
+  emulator::meet(line, "mma.sync", 0xffffffffu, &p, emulator::product_bf16);
+  for (int i = 0; i < 4; ++i) *d.p[i] = p.d[i];
+}
+inline void ptx_mma_sync_aligned_m16n8k32_row_col_s32_u8_s8_s32(int line, Refs<int, 4> d, Refs<u32, 4> a, Refs<u32, 2> b,
+                                                                Refs<int, 4> c) {
+  emulator::Whole p;
+  for (int i = 0; i < 4; ++i) p.a[i] = *a.p[i], p.d[i] = *c.p[i];
+  for (int i = 0; i < 2; ++i) p.b[i] = *b.p[i];
+  emulator::meet(line, "mma.sync", 0xffffffffu, &p, emulator::product_u8_s8);
+  for (int i = 0; i < 4; ++i) *d.p[i] = p.d[i];
+}
+
 inline void load_matrices(int line, Refs<u32, 4> out, u32 address, emulator::Together* run) {
   emulator::Matrices m{address, {}, line};
   emulator::meet(line, "ldmatrix", 0xffffffffu, &m, run);
@@ -363,6 +379,13 @@ inline void ptx_griddepcontrol_wait(int) {}
 inline void ptx_griddepcontrol_launch_dependents(int) {}
 inline void ptx_fence_acq_rel_gpu(int line) { emulator::interleave(line); }
 inline void ptx_bar_sync(int line, int id, int n_thread) { emulator::block_barrier(line, id, n_thread); }
+template <int N>
+inline void stream(Refs<u32, N> out, const void* from) {
+  for (int i = 0; i < N; ++i) __builtin_memcpy(out.p[i], static_cast<const char*>(from) + 4 * i, 4);
+}
+inline void ptx_ld_global_nc_L1__no_allocate_v4_u32(int, Refs<u32, 4> out, const void* from) { stream(out, from); }
+inline void ptx_ld_global_nc_L1__no_allocate_v2_u32(int, Refs<u32, 2> out, const void* from) { stream(out, from); }
+inline void ptx_ld_global_nc_L1__no_allocate_u32(int, u32& out, const void* from) { stream(Refs<u32, 1>{{&out}}, from); }
 inline void ptx_ld_acquire_gpu_global_s32(int line, int& out, const int* p) {
   emulator::pause(line);
   out = *p;

@@ -126,6 +126,24 @@ void product16(void* const* brought, Value value) {
   }
 }
 
+void product_whole(void* const* brought) {
+  int a[16][32], b[8][32];
+  for (int lane = 0; lane < 32; ++lane) {
+    const Whole& p = *static_cast<Whole*>(brought[lane]);
+    const int g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; ++i) {
+      for (int r = 0; r < 4; ++r) a[g + r % 2 * 8][4 * t + i + r / 2 * 16] = p.a[r] >> 8 * i & 255;
+      for (int r = 0; r < 2; ++r) b[g][4 * t + i + r * 16] = static_cast<signed char>(p.b[r] >> 8 * i);
+    }
+  }
+  for (int lane = 0; lane < 32; ++lane) {
+    Whole& p = *static_cast<Whole*>(brought[lane]);
+    const int g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; ++i)
+      for (int k = 0; k < 32; ++k) p.d[i] += a[g + i / 2 * 8][k] * b[2 * t + i % 2][k];
+  }
+}
+
 template <bool kTurned>
 void load_matrices(void* const* brought) {
   Matrices* of[32];
@@ -149,6 +167,7 @@ void load_matrices(void* const* brought) {
 
 void product_f16(void* const* brought, u32) { product16(brought, half); }
 void product_bf16(void* const* brought, u32) { product16(brought, brain); }
+void product_u8_s8(void* const* brought, u32) { product_whole(brought); }
 void matrices(void* const* brought, u32) { load_matrices<false>(brought); }
 void matrices_turned(void* const* brought, u32) { load_matrices<true>(brought); }
 
