@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bench_linear import DEVICE, FLOOR, graph_us
 
 from pyspec.cuda import jit
-from pyspec.cuda.kernels import moe_cuda, moe_route_cuda
+from pyspec.cuda.kernels import moe_builds, moe_cuda, moe_route_cuda
 from pyspec.cuda.kernels.linear_cuda import random_packed
 from pyspec.cuda.kernels.linear_pack import packed_bytes
 from pyspec.cuda.kernels.moe_cuda import Experts
@@ -192,22 +192,16 @@ def worst(got: list[Tensor], want: list[Tensor], x: Tensor) -> float:
 How = tuple[int, int, int]  # KB of weights in a stage, registers of a thread, least stages
 
 
-def registers_of(m: Model) -> int:
-    few = moe_cuda.FEW_PAIRS
-    return moe_cuda.WHOLE_REGISTERS[few, True] if m.type in moe_cuda.WHOLE else moe_cuda.REGISTERS[few]
-
-
 def built(experts: Experts, how: How) -> Experts:
     """The same weights with kernels that are built another way."""
-    moe_cuda.STAGE, moe_cuda.LEAST_STAGES = how[0] * 1024, how[2]
-    moe_cuda.REGISTERS[moe_cuda.FEW_PAIRS] = moe_cuda.WHOLE_REGISTERS[moe_cuda.FEW_PAIRS, True] = how[1]
+    moe_builds.STAGE, moe_builds.LEAST_STAGES = how[0] * 1024, how[2]
+    moe_builds.REGISTERS[moe_builds.FEW_PAIRS] = how[1]
     moe_cuda._step.cache_clear()
     own, act = copy(experts), moe_cuda.ACTS[experts.spec.act]
     own.inner, own.down = copy(experts.inner), copy(experts.down)
     for part, a, next in ((own.inner, act, own.down.stack.type), (own.down, moe_cuda.NONE, None)):
         part.steps = {
-            (n, listed): moe_cuda._step(DEVICE, part.stack.type, n, a, next, listed)
-            for n, listed in moe_cuda.BUILDS
+            (n, listed): moe_cuda._step(DEVICE, part.stack.type, n, a, next, listed) for n, listed in moe_cuda.BUILDS
         }
     return own
 
@@ -231,7 +225,7 @@ def variants_of(
     if not m.latent:
         made = [Experts(m.spec(m.n_piece), replace(w.stacks, shared=w.shared)) for w in weights]
         found.append(("together", feeds(made, False)))
-    usual = moe_cuda.STAGE // 1024, registers_of(m), moe_cuda.LEAST_STAGES
+    usual = moe_builds.STAGE // 1024, moe_builds.REGISTERS[moe_builds.FEW_PAIRS], moe_builds.LEAST_STAGES
     for how in hows:
         try:
             others = [built(e, how) for e in made] if how != usual else []
@@ -254,16 +248,16 @@ def main() -> None:
     parser.add_argument("rows", type=int, nargs="*", default=[1, 4, 8, 32])
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--old", type=Path)
-    parser.add_argument("--stage", type=int, nargs="*", default=[moe_cuda.STAGE // 1024])
-    parser.add_argument("--stages", type=int, nargs="*", default=[moe_cuda.LEAST_STAGES])
-    parser.add_argument("--registers", type=int, nargs="*", default=[])
+    parser.add_argument("--stage", type=int, nargs="*", default=[moe_builds.STAGE // 1024])
+    parser.add_argument("--stages", type=int, nargs="*", default=[moe_builds.LEAST_STAGES])
+    parser.add_argument("--registers", type=int, nargs="*", default=[moe_builds.REGISTERS[moe_builds.FEW_PAIRS]])
     parser.add_argument("--layers", type=int, default=N_LAYER)
     args = parser.parse_args()
     old = None if args.old is None else old_module(args.old)
     models_weights._tall = lambda spec: None  # rows here are few: nothing to be checked in a child process
     for name in args.models.split(","):
         m = MODELS[name]
-        hows = list(product(args.stage, args.registers or [registers_of(m)], args.stages))
+        hows = list(product(args.stage, args.registers, args.stages))
         weights = [Weights(m, seed) for seed in range(args.layers)]
         variants = variants_of(m, weights, old, hows)
         for rows in args.rows:

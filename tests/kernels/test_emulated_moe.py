@@ -460,8 +460,7 @@ def test_rows_whose_outputs_cancel_are_off_by_rounding_alone(
         got = moe_cuda.bind(spec)(stacks)(x, ids, weights).double()
     assert worst(got, exact(stacks, round)(x, ids, weights)) < 1e-4
     off = worst(got, exact(stacks, lambda x, n: x)(x, ids, weights))
-    print(off)
-    assert 1.5e-3 < off if round is as_f16 else off < 5e-4
+    assert off > 1.5e-3 if round is as_f16 else off < 5e-4
 
 
 def blocks_of(stack: Stack) -> Tensor:

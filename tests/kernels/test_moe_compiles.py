@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
 from pyspec.cuda.jit import ARCHS, compile_cubin
-from pyspec.cuda.kernels import moe_cuda, moe_route_cuda
+from pyspec.cuda.kernels import moe_builds, moe_cuda, moe_route_cuda
 from pyspec.cuda.kernels.linear_cuda import n_shared
 from pyspec.cuda.kernels.linear_pack import CHUNKS
-from pyspec.cuda.kernels.moe_cuda import (
+from pyspec.cuda.kernels.moe_builds import (
     BUILDS,
     FEW_PAIRS,
     GROUPS,
@@ -19,7 +21,7 @@ from pyspec.cuda.kernels.moe_cuda import (
     SWIGLU,
     defines,
     n_stages,
-    resident,
+    residents,
     stage_bytes,
 )
 from pyspec.cuda.kernels.moe_ref import RouteSpec
@@ -29,34 +31,34 @@ CAPABILITIES = dict(zip(ARCHS, [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)
 CPU = torch.device("cpu")
 
 
-def product(
+def compiles(
     type: GGMLType, arch: str, pairs: int, act: int, inner: bool, listed: bool = True, adds: bool = False
 ) -> None:
     stages = n_stages(type, pairs, CAPABILITIES[arch], inner)
     assert stages >= 2 and stages * stage_bytes(type, pairs, inner) <= n_shared(CAPABILITIES[arch])
-    for next in (type, GGMLType.Q6_K if type is GGMLType.Q4_K else GGMLType.Q4_K) if inner else (None,):
-        macros = defines(type, pairs, stages, act, inner, listed, adds, next)
+    fewer = type in moe_builds.WHOLE and arch not in ("sm_90a", "sm_100a")
+    nexts = (type, GGMLType.Q6_K if type is GGMLType.Q4_K else GGMLType.Q4_K) if inner else (None,)
+    for next, n in product(nexts, residents(type, pairs, listed)):
+        macros = defines(type, pairs, stages, act, inner, listed, adds, next, n)
         found = compile_cubin("moe", arch, macros, use_cache=False).resources["moe"]
-        fewer = type in moe_cuda.WHOLE and arch not in ("sm_90a", "sm_100a")
-        most = resident(type, pairs, listed) - fewer
-        assert found.spill_bytes == 0 and found.registers * 32 * GROUPS * most <= 65536
+        assert found.spill_bytes == 0 and found.registers * 32 * GROUPS * (n - fewer) <= 65536, (next, n)
 
 
 @pytest.mark.parametrize(("pairs", "listed"), BUILDS)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_products_compile_for_every_architecture(arch: str, pairs: int, listed: bool) -> None:
-    product(GGMLType.Q4_K, arch, pairs, SWIGLU, True, listed)
-    product(GGMLType.Q6_K, arch, pairs, NONE, False, listed)
+    compiles(GGMLType.Q4_K, arch, pairs, SWIGLU, True, listed)
+    compiles(GGMLType.Q6_K, arch, pairs, NONE, False, listed)
 
 
 @pytest.mark.parametrize("type", CHUNKS)
 def test_products_compile_for_every_type(type: GGMLType) -> None:
-    product(type, "sm_90a", MANY_PAIRS, RELU2, True)
+    compiles(type, "sm_90a", MANY_PAIRS, RELU2, True)
     for arch in ("sm_89", "sm_90a"):
         for adds in (False, True):
-            product(type, arch, FEW_PAIRS, NONE, False, listed=False, adds=adds)
-    product(type, "sm_90a", FEW_PAIRS, NONE, False)
-    product(type, "sm_90a", FEW_PAIRS, SWIGLU, True)
+            compiles(type, arch, FEW_PAIRS, NONE, False, listed=False, adds=adds)
+    compiles(type, "sm_90a", FEW_PAIRS, NONE, False)
+    compiles(type, "sm_90a", FEW_PAIRS, SWIGLU, True)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -87,4 +89,20 @@ def test_stages_leave_room_for_as_many_ctas_as_registers(pairs: int) -> None:
             stages = n_stages(type, pairs, (9, 0), inner)
             assert 2 <= stages <= 8
             n_cta = 228 * 1024 // (stages * stage_bytes(type, pairs, inner) + 1024 + 512)
-            assert n_cta >= resident(type, pairs), (type, inner)
+            assert n_cta >= max(residents(type, pairs, True)), (type, inner)
+
+
+def test_few_last_ctas_are_avoided() -> None:
+    """H200's multiprocessors, 122B's gates by rows: one's all run at once, three's with seven on each; of four the last would be few."""
+    jobs = {n: 32 * (moe_builds.n_taken(256, 8, n) + -(-n // 4)) for n in (1, 2, 3, 4, 8, 24)}
+    few, listed = (residents(GGMLType.Q4_K, FEW_PAIRS, n) for n in (False, True))
+    assert (few, listed) == ((4, 5), (5, 7))
+    assert [moe_builds.n_resident(jobs[n], few, 132) for n in (1, 2)] == [4, 5]
+    assert [moe_builds.n_resident(jobs[n], listed, 132) for n in (3, 4, 8, 24)] == [7, 5, 5, 7]
+    assert moe_builds.n_resident(5.0, (4,), 132) == 4
+
+
+def test_experts_that_rows_take_are_counted_as_if_all_were_as_likely() -> None:
+    ids = torch.rand(400, 6, 40).argsort(-1)[..., :3].flatten(1)
+    mean = sum(len(draw.unique()) for draw in ids) / 400
+    assert abs(moe_builds.n_taken(40, 3, 6) - mean) < 0.5 and moe_builds.n_taken(40, 3, 1) == pytest.approx(3)

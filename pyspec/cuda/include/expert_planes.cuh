@@ -137,9 +137,7 @@ class Line {
     step = lower * RECORD;
   }
 
-  __device__ __forceinline__ void load_early() {
-    fetch(record, weights);
-  }
+  __device__ __forceinline__ void load_early() { fetch(record, weights); }
 
   // Of the first stages, with a row for the thread's pair.
   __device__ __forceinline__ void load_first(const u8* x, const float*, const float*, int at, int, int, int n) {

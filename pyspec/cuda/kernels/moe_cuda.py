@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
-from pyspec.cuda.kernels.linear_cuda import n_shared, random_weights
+from pyspec.cuda.kernels.linear_cuda import random_weights
 from pyspec.cuda.kernels.linear_pack import (
     CHUNKS,
     FORMATS,
@@ -33,8 +33,26 @@ from pyspec.cuda.kernels.linear_pack import (
     packed_bytes,
     repack,
 )
+from pyspec.cuda.kernels.moe_builds import (
+    ACTS,
+    ADDING,
+    BUILDS,
+    FEW_PAIRS,
+    GROUPS,
+    MANY_PAIRS,
+    NONE,
+    SWIGLU,
+    defines,
+    layout_of,
+    most_pairs,
+    n_resident,
+    n_stages,
+    n_taken,
+    residents,
+    stage_bytes,
+)
 from pyspec.cuda.kernels.moe_ref import NOTHING, Added, MoeSpec, Run, Stack, Stacks
-from pyspec.cuda.kernels.rows_cuda import BLOCKED, MAX_COLUMNS, PLANES, UNIT, Rows, RowsLaunch, Shares, row_bytes
+from pyspec.cuda.kernels.rows_cuda import MAX_COLUMNS, Rows, RowsLaunch, Shares, row_bytes
 from pyspec.cuda.kernels.rows_ref import Norm
 from pyspec.cuda.temporary import temporary
 from pyspec.gguf import GGMLType
@@ -42,55 +60,7 @@ from pyspec.gguf import GGMLType
 MAX_ROWS, MAX_EXPERT, MAX_USED = 512, 1024, 32
 FEWEST = 2  # rows up to which pairs find each other
 FEW = 32  # rows up to which an item has FEW_PAIRS at most: experts rarely get more; beyond it has MANY_PAIRS
-FEW_PAIRS, MANY_PAIRS = 8, 32
 MAX_PIECES = 4  # of a shared expert: with more, a launch of its own reads as well
-GROUPS = 4  # of 16 weight rows in a CTA
-BUILDS = ((FEW_PAIRS, False), (FEW_PAIRS, True), (MANY_PAIRS, True))  # pairs of an item, LISTED
-ADDING = BUILDS[0]  # the one of downs that may add what experts gave
-NONE, SWIGLU, RELU2 = 0, 1, 2  # moe.cu's activations
-ACTS = {"swiglu": SWIGLU, "relu2": RELU2}
-STAGE = 10 << 10  # bytes of weights in a stage: fewer barriers, and still several stages
-REGISTERS = {FEW_PAIRS: 80, MANY_PAIRS: 160}  # of a thread, at most
-LEAST_STAGES = 2  # rather than as many CTAs as registers allow
-WHOLE = frozenset((GGMLType.Q4_K,))  # types that multiply rows of whole numbers, in two planes: four pairs a tile
-WHOLE_FEW = 4  # of FEW_PAIRS
-WHOLE_CHUNKS, WHOLE_STAGES = {FEW_PAIRS: 4, MANY_PAIRS: 1}, 2  # chunks of their rows in a stage; stages
-WHOLE_REGISTERS = {BUILDS[0]: 128, BUILDS[1]: 100, BUILDS[2]: 160}  # weights are in registers, twice
-
-
-def most_pairs(type: GGMLType, pairs: int) -> int:
-    """Of an item of a build with so many."""
-    return WHOLE_FEW if type in WHOLE and pairs == FEW_PAIRS else pairs
-
-
-def stage_chunks(type: GGMLType, pairs: int) -> int:
-    """Chunks in a stage."""
-    if type in WHOLE:
-        return WHOLE_CHUNKS[pairs]
-    return max(1, STAGE // (GROUPS * RECORDS[type]))
-
-
-def stage_bytes(type: GGMLType, pairs: int, inner: bool = False) -> int:
-    """Weights and rows; downs have a power of two for each block of a row beside it, minima a sum. Of planes rows alone."""
-    n_chunk, n_block = stage_chunks(type, pairs), CHUNKS[type]
-    if type in WHOLE:
-        return most_pairs(type, pairs) * (n_chunk * n_block // 2 * UNIT + 16)
-    beside = (4 if FORMATS[type].minima else 0) + (0 if inner else 4)
-    return n_chunk * (GROUPS * RECORDS[type] + n_block * pairs * (64 + beside))
-
-
-def resident(type: GGMLType, pairs: int, listed: bool = True) -> int:
-    """CTAs that a multiprocessor should hold: what registers allow."""
-    return 65536 // ((WHOLE_REGISTERS[pairs, listed] if type in WHOLE else REGISTERS[pairs]) * 32 * GROUPS)
-
-
-def n_stages(type: GGMLType, pairs: int, capability: tuple[int, int], inner: bool = False) -> int:
-    """At most 8, what `resident` CTAs have room for; but LEAST_STAGES or at least 2 wherever one CTA has, 0 elsewhere."""
-    size, most = stage_bytes(type, pairs, inner), n_shared(capability)
-    if type in WHOLE:
-        return WHOLE_STAGES
-    fit = min(most // size, max(LEAST_STAGES, (most // resident(type, pairs) - 1024) // size))  # 1 KB is the driver's
-    return min(8, fit) if fit >= 2 else 0
 
 
 def limits(spec: MoeSpec) -> str | None:
@@ -112,40 +82,6 @@ def limits(spec: MoeSpec) -> str | None:
     if spec.n_used > MAX_USED:
         return f"{spec.n_used} experts for a row; the kernel takes up to {MAX_USED}"
     return None
-
-
-def defines(
-    type: GGMLType,
-    pairs: int,
-    stages: int,
-    act: int,
-    inner: bool,
-    listed: bool = True,
-    adds: bool = False,
-    next: GGMLType | None = None,
-) -> dict[str, int | str]:
-    """Macros of moe.cu. next: of gates and ups, the type of the downs."""
-    tile = WHOLE_FEW if type in WHOLE else 8
-    return {
-        "TYPE": FORMATS[type].code,
-        "CHUNK": CHUNKS[type],
-        "RECORD": RECORDS[type],
-        "WARPS_M": GROUPS,
-        "WARPS_N": 1,
-        "TILES_M": 16 // GROUPS,
-        "EPILOGUE": 0,
-        "TILES_N": most_pairs(type, pairs) // tile,
-        "TILE_ROWS": tile,
-        "PER_STAGE": stage_chunks(type, pairs),
-        "STAGES": stages,
-        "RESIDENT": resident(type, pairs, listed),
-        "LISTED": int(listed),
-        "ACT": act,
-        "INNER": int(inner),
-        "ADDS": int(adds),
-        "PLANES": int(type in WHOLE),
-        "NEXT_PLANES": int(next in WHOLE),
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,12 +145,18 @@ def cut(shared: Stacks, pieces: int) -> Stacks:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """One compiled product."""
+    """One compiled product. kernels: by the CTAs that a multiprocessor holds; pairs: of an item, at most."""
 
-    kernel: Kernel
+    kernels: dict[int, Kernel]
     shared: int
-    threads: int
     pairs: int
+
+    def launch(
+        self, grid: tuple[int, int], n_job: float, n_multiprocessor: int, args: list[Arg], overlap: bool
+    ) -> None:
+        """n_job: CTAs that will have work, about."""
+        kernel = self.kernels[n_resident(n_job, tuple(self.kernels), n_multiprocessor)]
+        kernel.launch(grid, 32 * GROUPS, args, self.shared, overlap=overlap)
 
 
 @cache
@@ -230,11 +172,13 @@ def _step(
     """next: of gates and ups, the type of the downs; of downs None."""
     inner = next is not None
     capability = torch.cuda.get_device_capability(device)
-    stages = n_stages(type, pairs, capability, inner)
-    code = compile_cubin("moe", arch_of(capability), defines(type, pairs, stages, act, inner, listed, adds, next))
+    stages, kernels = n_stages(type, pairs, capability, inner), {}
     shared = stages * stage_bytes(type, pairs, inner)
-    kernel = code.kernel("moe", "pppp" + "ppp" + "ppp" + "pppp" + "pppppp" + "l" + 9 * "i").allow_shared(shared)
-    return _Step(kernel, shared, 32 * GROUPS, most_pairs(type, pairs))
+    for n in residents(type, pairs, listed):
+        macros = defines(type, pairs, stages, act, inner, listed, adds, next, n)
+        code = compile_cubin("moe", arch_of(capability), macros)
+        kernels[n] = code.kernel("moe", "pppp" + "ppp" + "ppp" + "pppp" + "pppppp" + "l" + 9 * "i").allow_shared(shared)
+    return _Step(kernels, shared, most_pairs(type, pairs))
 
 
 @cache
@@ -249,11 +193,6 @@ def _rows(device: torch.device, n_in: int, most: int, layout: int) -> RowsLaunch
     while pads[-1] < most:
         pads.append(2 * pads[-1])
     return RowsLaunch(device, n_in, tuple(pads), layout)
-
-
-def _layout(type: GGMLType | None) -> int:
-    """Of rows that such experts multiply."""
-    return PLANES if type in WHOLE else BLOCKED
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,13 +245,14 @@ class _Product:
         self.adding = _step(device, stack.type, ADDING[0], act, None, ADDING[1], True) if next is None else None
         self.n_group, self.n_chunk = n_groups(stack.n_out), n_chunks(stack.type, stack.n_in)
         self.tickets = _tickets(device, self.n_group)
+        self.n_multiprocessor = torch.cuda.get_device_properties(device).multi_processor_count
 
     def __call__(
         self, t: _Taken, x: tuple[Tensor, ...], step: int, y: Shares, h: _Between, out: Tensor | None, overlap: bool
     ) -> None:
         """x: blocks, sums and powers of what is multiplied, `step` of its layout. Writes y (downs) or h (gates and ups), and in out
         the sums of y."""
-        kernel = self.steps[t.pairs, t.listed] if out is None or self.adding is None else self.adding
+        own = self.steps[t.pairs, t.listed] if out is None or self.adding is None else self.adding
         s, more, (n_row, n_used) = self.stack, self.shared, t.ids.shape
         sizes = s.scales.shape[1], t.n_expert, n_used, n_row, self.n_piece, step, self.n_out, self.n_group, self.n_chunk
         args: list[Arg] = [s.records, s.scales, more.records, more.scales, *x, t.ids, t.order, t.items]
@@ -327,8 +267,9 @@ class _Product:
             np.int64(s.records.shape[1]),
             *(np.int32(n) for n in sizes),
         ]
-        grid = -(-self.n_group // GROUPS), self.n_piece * -(-n_row // kernel.pairs) + t.n_item
-        kernel.kernel.launch(grid, kernel.threads, args, kernel.shared, overlap=overlap)
+        n_shared, n_column = self.n_piece * -(-n_row // own.pairs), -(-self.n_group // GROUPS)
+        n_job = n_column * (n_shared + n_taken(t.n_expert, n_used, n_row))
+        own.launch((n_column, n_shared + t.n_item), n_job, self.n_multiprocessor, args, overlap)
 
 
 class Experts:
@@ -345,8 +286,8 @@ class Experts:
         shared = None if pieces is None else pack(pieces.down)
         self.down = _Product(spec.device, pack(stacks.down), shared, NONE, None)
         self.lists, self.combine = _pair_kernels(spec.device)
-        self.x_rows = _rows(spec.device, spec.n_in, MAX_ROWS, _layout(spec.up))
-        self.h = _between(spec.device, spec.n_ff, MAX_ROWS * (spec.n_used + spec.pieces), _layout(spec.down))
+        self.x_rows = _rows(spec.device, spec.n_in, MAX_ROWS, layout_of(spec.up))
+        self.h = _between(spec.device, spec.n_ff, MAX_ROWS * (spec.n_used + spec.pieces), layout_of(spec.down))
 
     def prepare(self, x: Tensor, norm: Norm | None = None) -> Rows | None:
         """Rows ready to be multiplied, before it is known by what: the launch between a choice and its products is spared.

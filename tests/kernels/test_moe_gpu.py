@@ -1,0 +1,52 @@
+"""Experts on a GPU: right for every type that their files have, and a row's bits are its own, whatever runs beside it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pyspec.cuda.kernels import moe_cuda, moe_ref
+from pyspec.cuda.kernels.moe_ref import Added, MoeSpec
+from pyspec.gguf import GGMLType
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+GPU = torch.device("cuda")
+Q4_K, Q6_K, Q8_0, NVFP4 = GGMLType.Q4_K, GGMLType.Q6_K, GGMLType.Q8_0, GGMLType.NVFP4
+SPECS = {
+    "whole numbers": MoeSpec(GPU, 8, 768, 512, "swiglu", Q4_K, Q4_K, pieces=1),
+    "whole numbers, then f16": MoeSpec(GPU, 3, 512, 256, "swiglu", Q4_K, Q6_K, pieces=1),
+    "f16, then whole numbers": MoeSpec(GPU, 2, 320, 256, "relu2", Q8_0, Q4_K),
+    "an odd chunk, a lower tile": MoeSpec(GPU, 5, 1280, 768, "relu2", Q4_K, Q4_K),
+    "scaled": MoeSpec(GPU, 4, 320, 192, "relu2", NVFP4, NVFP4, scaled=True, pieces=2),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_experts_are_the_references_and_a_row_has_the_same_bits_alone(name: str) -> None:
+    spec, gen = SPECS[name], torch.Generator().manual_seed(0)
+    assert moe_cuda.limits(spec) is None
+    assert moe_cuda.check(moe_cuda.bind(spec), moe_ref.bind(spec), spec) is None
+    n_expert = 3 * spec.n_used
+    experts = moe_cuda.bind(spec)(moe_cuda.random_stacks(spec, n_expert, gen))
+    x = torch.randn(70, spec.n_in, generator=gen).to(GPU)
+    ids = torch.rand(70, n_expert, generator=gen).argsort(-1)[:, : spec.n_used].int()
+    ids[:40, 0] = 0  # a crowd: items of all sizes
+    weights = torch.rand(70, spec.n_used, generator=gen).to(GPU)
+    ids = ids.to(GPU)
+    added = Added(x, None, torch.rand(70, 1, generator=gen).to(GPU) if spec.pieces else None)
+    whole = experts(x, ids, weights, None, added)
+    for part in (slice(0, 1), slice(41, 43), slice(3, 6), slice(0, 8), slice(10, 34), slice(5, 64)):
+        got = experts(x[part], ids[part], weights[part], None, added.part(part))
+        assert torch.equal(got, whole[part]), part
+
+
+def test_a_row_that_is_no_number_stays_so_and_leaves_others_alone() -> None:
+    spec, gen = SPECS["whole numbers"], torch.Generator().manual_seed(1)
+    experts = moe_cuda.bind(spec)(moe_cuda.random_stacks(spec, 9, gen))
+    x, weights = torch.randn(6, spec.n_in, generator=gen).to(GPU), torch.rand(6, 8, generator=gen).to(GPU)
+    ids = torch.arange(8, dtype=torch.int32, device=GPU).expand(6, 8).contiguous()
+    want = experts(x, ids, weights)
+    x[1, 5], x[4, 700] = torch.nan, torch.inf
+    got = experts(x, ids, weights)
+    assert not got[1].isfinite().any() and not got[4].isfinite().any()
+    assert torch.equal(got[[0, 2, 3, 5]], want[[0, 2, 3, 5]])
