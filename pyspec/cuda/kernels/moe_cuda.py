@@ -42,6 +42,7 @@ from pyspec.cuda.kernels.moe_builds import (
     MANY_PAIRS,
     NONE,
     SWIGLU,
+    WHOLE,
     defines,
     layout_of,
     most_pairs,
@@ -58,7 +59,8 @@ from pyspec.cuda.temporary import temporary
 from pyspec.gguf import GGMLType
 
 MAX_ROWS, MAX_EXPERT, MAX_USED = 512, 1024, 32
-FEWEST = 2  # rows up to which pairs find each other
+FEWEST = 2  # rows up to which who comes last sums what experts gave, and pairs find each other
+WHOLE_FEWEST = 3  # rows up to which they do where rows are whole numbers
 FEW = 32  # rows up to which an item has FEW_PAIRS at most: experts rarely get more; beyond it has MANY_PAIRS
 MAX_PIECES = 4  # of a shared expert: with more, a launch of its own reads as well
 
@@ -287,6 +289,7 @@ class Experts:
         self.down = _Product(spec.device, pack(stacks.down), shared, NONE, None)
         self.lists, self.combine = _pair_kernels(spec.device)
         self.x_rows = _rows(spec.device, spec.n_in, MAX_ROWS, layout_of(spec.up))
+        self.finding = WHOLE_FEWEST if spec.up in WHOLE and spec.down in WHOLE else FEWEST
         self.h = _between(spec.device, spec.n_ff, MAX_ROWS * (spec.n_used + spec.pieces), layout_of(spec.down))
 
     def prepare(self, x: Tensor, norm: Norm | None = None) -> Rows | None:
@@ -344,7 +347,7 @@ class Experts:
 
     def _taken(self, ids: Tensor) -> _Taken:
         n_row, n_pair = ids.shape[0], ids.numel()
-        if n_row <= FEWEST:
+        if n_row <= self.finding:
             return _Taken(ids, ids, ids, n_pair, FEW_PAIRS, False, self.n_expert)
         pairs = FEW_PAIRS if n_row <= FEW else MANY_PAIRS
         per_item = min(p.steps[pairs, True].pairs for p in (self.inner, self.down))
