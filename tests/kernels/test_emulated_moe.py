@@ -128,7 +128,10 @@ def test_a_row_is_routed_with_the_same_bits_alone_and_among_others(kind: str) ->
 
 
 @pytest.mark.parametrize(("n_in", "n_row", "power"), [(64, 3, 1.0), (2080, 19, 4.0), (2688, 5, 1.0), (3072, 17, 0.5)])
-def test_the_routers_kernel_norms_rows_for_the_experts_on_the_way(n_in: int, n_row: int, power: float) -> None:
+@pytest.mark.parametrize("layout", [rows_cuda.BLOCKED, rows_cuda.PLANES])
+def test_the_routers_kernel_norms_rows_for_the_experts_on_the_way(
+    n_in: int, n_row: int, power: float, layout: int
+) -> None:
     """As rows.cu would, but for the order in which squares are added; columns up to whole blocks of 256 are zeros."""
     spec = RouteSpec(CPU, n_in, 6, 2, gated=True)
     gen = torch.Generator().manual_seed(7)
@@ -137,15 +140,16 @@ def test_the_routers_kernel_norms_rows_for_the_experts_on_the_way(n_in: int, n_r
     found = []
     for seed, first in ((0, 0), (1, n_row - 1)):
         with emulated_gpu(seed=seed):
-            rows = rows_cuda.RowsLaunch(CPU, n_in, (8, 16, 32))
+            rows = rows_cuda.RowsLaunch(CPU, n_in, (8, 16, 32), layout)
             rows.blocks.fill_(torch.nan)
             into = rows.room(n_row - first)
             routes = moe_route_cuda.bind(spec)(x[first:], norm, matrix, into=into, power=power)
             alone = moe_route_cuda.bind(spec)(x[first:], norm, matrix)
         assert torch.equal(routes.ids, alone.ids) and torch.equal(routes.weights, alone.weights)
         found.append([t.clone() for t in rows_cuda.values_of(into, n_in)])
-        tail = into.blocks[: -(-n_in // 256) * 8 * into.pad * 32].view(-1, into.pad, 32)[n_in // 32 :, : into.n_row]
-        assert not tail.any() and bool((into.powers[: into.n_row] == power).all())
+        tail = rows_cuda.values_of(into, -(-n_in // 256) * 256)[0][:, n_in:]
+        assert not tail.any()
+        assert layout == rows_cuda.PLANES or bool((into.powers[: into.n_row] == power).all())
     values, sums = found[0]
     want = torch.nn.functional.rms_norm(x, (n_in,), norm, spec.eps)
     assert float(((values - want).abs() / want.abs().amax(1, keepdim=True)).amax()) < 2.0**-11

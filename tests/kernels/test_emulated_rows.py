@@ -69,6 +69,39 @@ def test_blocks_hold_the_same_values_and_their_sums(n_in: int, kind: Kind, seed:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", [Kind.PLAIN, Kind.NORM, Kind.GLU, Kind.GROUPS, Kind.RELU2])
+@pytest.mark.parametrize("n_in", [384, 2688])
+def test_whole_numbers_are_off_by_half_of_one_and_padded_with_zeros(n_in: int, kind: Kind, seed: int) -> None:
+    """Of 16 bits: the largest of each 64 columns is 127 * 257. Rows of very different sizes, one of zeros."""
+    spec = spec_of(kind, n_in)
+    x, prep = make(spec, 5, torch.Generator().manual_seed(1))
+    x[3, :64] *= 1e4
+    x[1] = 0
+    n_padded = -(-n_in // 256) * 256
+    with emulated_gpu(seed=seed):
+        got = untouched(rows_cuda.RowsLaunch(CPU, n_in, (8, 16), rows_cuda.PLANES))(x, prep)
+        values, sums = rows_cuda.values_of(got, n_padded)
+    want = x if prep is None else prep(x)
+    power = want.unflatten(1, (-1, 64)).abs().amax(-1, keepdim=True) / (127 * 257)
+    off = (values[:, :n_in] - want).unflatten(1, (-1, 64)).abs()
+    assert bool((off <= 0.51 * power + 1e-5 * want.abs().unflatten(1, (-1, 64))).all())
+    assert not values[:, n_in:].any() and not sums[:, n_in // 32 :].any() and not values[1].any()
+    assert torch.allclose(sums, values.unflatten(1, (-1, 32)).sum(-1), atol=1e-5 * float(values.abs().amax()))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_whole_numbers_are_none_where_64_columns_have_none(bad: float) -> None:
+    x = torch.randn(3, 320)
+    x[1, 70] = bad
+    with emulated_gpu():
+        values, sums = rows_cuda.values_of(rows_cuda.RowsLaunch(CPU, 320, (8,), rows_cuda.PLANES)(x), 320)
+    assert not values[1, 64:128].isfinite().any() and not sums[1, 2:4].isfinite().any()
+    others = torch.ones(3, 5, dtype=torch.bool)
+    others[1, 1] = False
+    assert (values.view(3, 5, 64)[others] - x.view(3, 5, 64)[others]).abs().amax() < 1e-4
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", [Kind.PLAIN, Kind.NORM, Kind.GLU])
 @pytest.mark.parametrize("n_in", [320, 2688])
 def test_rows_for_warpgroup_products_stand_where_the_torch_function_puts_them(n_in: int, kind: Kind, seed: int) -> None:

@@ -1,4 +1,4 @@
-// moe.cu's stages: where weights and f16 rows come from, and when.
+// moe.cu's stages for f16 rows: where weights and rows come from, and when.
 #pragma once
 #include "linear_block.cuh"
 

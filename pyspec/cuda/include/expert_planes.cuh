@@ -6,13 +6,13 @@
 // what those add up to at most, 64 * 15 * 63 * 32639, is below 2^31. Minima times sums of columns are a product of bf16: minima have
 // six bits, and of sums two parts are taken, which are a pair's two columns once more.
 //
-// Records lie as lanes need them and no two warps share one: they go to registers, a chunk ahead of their products. Rows go to shared
-// memory, PER_STAGE chunks at once, and so barriers are few.
+// Records lie as lanes need them and no two warps share one: they go to registers, a chunk ahead of their products (asking for more of
+// them in the second-level cache made all slower). Rows go to shared memory, PER_STAGE chunks at once, and so barriers are few.
 #pragma once
 
 constexpr int kUnits = CHUNK / 2;
-constexpr int kOfRow = kUnits * kUnitBytes;             // a chunk of a pair's row
-constexpr int kRowStride = PER_STAGE * kOfRow + 16;     // in shared memory: four pairs' powers lie in banks of their own
+constexpr int kOfRow = kUnits * kUnitBytes;          // a chunk of a pair's row
+constexpr int kRowStride = PER_STAGE * kOfRow + 16;  // in shared memory: four pairs' powers lie in banks of their own
 constexpr int kStage = kPad * kRowStride;
 constexpr int kSide = 1;
 static_assert(kOfRow == kChunkBytes && TILE_ROWS == 4 && kPad <= 32, "a lane has a pair");

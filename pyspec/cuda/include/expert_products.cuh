@@ -1,7 +1,7 @@
-// moe.cu's inner loop: a warp's 16 weight rows times an item's rows, a chunk of columns in shared memory at a time.
+// moe.cu's inner loop for f16 rows: a warp's 16 weight rows times an item's rows, a chunk of columns in shared memory at a time.
 //
-// Its bound is instructions, not bytes, so that offsets are constants, and what all blocks of a chunk share is done once. Q4_K and
-// Q5_K (INT_SCALES) have most to share: see whole.cuh. Of sums, two parts are multiplied with minima, which keeps 16 bits.
+// Its bound is instructions, not bytes, so that offsets are constants, and what all blocks of a chunk share is done once. Q5_K
+// (INT_SCALES) has most to share: see whole.cuh. Of sums, two parts are multiplied with minima, which keeps 16 bits.
 #pragma once
 #include "linear_block.cuh"
 

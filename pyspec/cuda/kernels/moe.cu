@@ -6,6 +6,7 @@
 //   x        INNER: [block][step][32] f16, rows.cu's; else [pair][step][32], blocks as below
 //   sums     like x, of a block  f32  (HAS_MIN)
 //   powers   INNER: [row]; else [pair][step]  f32
+//            PLANES: x is [row, or pair][unit of 64 columns][144] u8, whole numbers with sums and powers (prepared.cuh); no others
 //   ids      [row, n_used]       i32  the experts of a row: pair = row * n_used + choice; behind those, n_row pairs a piece
 //   order    [pair]              i32  LISTED: pairs by expert (moe_lists)
 //   items    [item]              i32 x 4  LISTED: {expert, first place in `order`, pairs, 0}
@@ -13,17 +14,17 @@
 //   out      [row, n_out]        f32  ADDS: the sums of expert_sums.cuh, where the other tensors stand; `shared` is y's pieces,
 //                                     or given; tickets [n_out / 16, up] i32 are zero before and after
 //   blocks   [pair][n_out / 256, up][256]  f16  INNER: of the activation, a block of 32 columns over a power of two of its
-//                                     own; columns in rows.cu's order, what lies past n_out is left alone
+//                                     own; columns in rows.cu's order, what lies past n_out is left alone. NEXT_PLANES: as x
 //   block_sums, block_powers  [pair][blocks]  f32  INNER: sums of a block's f16 values, and what they are to be multiplied with
 //
-// Grid (64 weight rows, item). The first items are the shared expert's, of 8 TILES_N rows each. Of the others, LISTED or not,
-// an item has up to 8 TILES_N pairs. Without lists, which cost a launch, there is a CTA for each pair: it looks for the
-// others that took the same expert, and ends unless it is the first of them, or the first after 8 TILES_N others.
+// Grid (64 weight rows, item). The first items are the shared expert's, of kPad rows each. Of the others, LISTED or not,
+// an item has up to kPad pairs (TILES_N of TILE_ROWS). Without lists, which cost a launch, there is a CTA for each pair: it looks for
+// the others that took the same expert, and ends unless it is the first of them, or the first after kPad others.
 //
 // A warp has 16 weight rows and all their columns, block after block: the order of sums is the same for all TILES_N, STAGES and
 // PER_STAGE, and so a row's bits depend neither on its place nor on its neighbours.
 //
-// Memory-bound: bytes of the experts in use, once for every 8 TILES_N rows that took one. With few rows a CTA's work is
+// Memory-bound: bytes of the experts in use, once for every kPad rows that took one. With few rows a CTA's work is
 // short and latency is what there is to hide: weights need the expert alone, so their first stages come before it is known
 // which rows they meet, the shared expert's before the predecessor is over; and what the stores need is fetched before the
 // sums are made. Gates and ups let the downs start when what rows chose has been written (past the first-level cache: a launch
@@ -31,8 +32,11 @@
 // ups are whole blocks of the activation: it rounds them for the next launch itself. What experts gave a row is summed by the
 // launch after, or (ADDS: downs of the fewest rows) in the order of choice by the last warp to have its share of 16 columns.
 //
-// Set by the launcher: TYPE, CHUNK, RECORD, TILES_N, PER_STAGE (chunks in a stage), STAGES, RESIDENT (CTAs on a
-// multiprocessor that registers must allow), LISTED, INNER, ADDS, ACT, and for linear.cuh WARPS_M 4, WARPS_N 1, TILES_M 4.
+// How products are made and what a warp waits for: expert_planes.cuh (PLANES) or expert_products.cuh with expert_copies.cuh.
+//
+// Set by the launcher: TYPE, CHUNK, RECORD, TILES_N, TILE_ROWS, PER_STAGE (chunks in a stage), STAGES, RESIDENT (CTAs on a
+// multiprocessor that registers must allow), LISTED, INNER, ADDS, ACT, PLANES, NEXT_PLANES, and for linear.cuh WARPS_M 4, WARPS_N 1,
+// TILES_M 4.
 #include "linear.cuh"
 #include "expert_sums.cuh"
 #include "overlap.cuh"

@@ -6,6 +6,8 @@ last: launches are most of their time, tickets would be most of others'. A share
 launches, cut into pieces of the others' width: of all rows, and first, because what it reads is known before rows
 have chosen.
 
+Types of WHOLE (moe_builds.py) multiply rows of whole numbers, which whoever prepares them puts into planes (rows.cu's LAYOUT 3).
+
 Nothing of what rows chose reaches the host: grids are as large as the number of rows can make them, and CTAs without work
 end at once. So graphs may hold it, and prompts take the same way, MAX_ROWS rows at a time. Buffers are shared by the layers of
 a device: all launches must be on one stream.
