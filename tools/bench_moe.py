@@ -4,7 +4,7 @@
 
 `apart` has the shared expert as products of their own, `together` in the experts' launches; `--old` times an earlier moe.cu,
 moe_pairs.cu and moe_cuda.py (and headers) that lie in a folder, and all are compared. `--stage`
-(KB of weights), `--registers` of a thread and `--stages` (at least, before more CTAs) are tried in all combinations, for few rows, in
+(KB of weights), `--registers` of a thread (neither is for rows of whole numbers) and `--stages` (at least, before more CTAs) are tried in all combinations, for few rows, in
 `together` alone where there is one.
 """
 

@@ -120,9 +120,10 @@ __device__ __forceinline__ void add_chunk(Acc& acc, const Record& r, const Place
 
 // An item's products. Where a tile has fewer groups than the CTA, the last warps do what the last group's does, and do not store it.
 class Line {
-  const u8 *weights, *row;       // the lane's part of the warp's record; the row of the lane's pair, or (up to 4 pairs) of the one the warp copies
-  int step;                      // from a record to the next chunk's
-  int n_chunk, n_row_left;       // all; of rows, not yet on their way
+  const u8* weights;        // the lane's part of the warp's record
+  const u8* row;            // of the lane's pair, or (up to 4 pairs) of the one that the warp copies
+  int step;                 // from a record to the next chunk's
+  int n_chunk, n_row_left;  // all; of rows, not yet on their way
   int warp;
   u32 stages;
   Record record;

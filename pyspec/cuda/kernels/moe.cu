@@ -209,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
   const u32 base = shared_address(stages);
   clear_place(stages, item.n);
   Line line(base, is_shared ? shared_weights + piece * expert_bytes : weights + item.expert * expert_bytes, n_group, n_tile16,
-              n_chunk);
+            n_chunk);
   line.load_early();
 
   const int pair = threadIdx.x / kSide % kPad, own = min(pair, item.n - 1);

@@ -51,7 +51,8 @@ def stage_bytes(type: GGMLType, pairs: int, inner: bool = False) -> int:
 
 
 def residents(type: GGMLType, pairs: int, listed: bool) -> tuple[int, ...]:
-    """CTAs that a multiprocessor should hold: what registers allow. A build for each; which one runs, `n_resident` says."""
+    """CTAs that a multiprocessor should hold: what registers allow (moe.cu takes one less where its compiler needs more of them). A build
+    for each; which one runs, `n_resident` says."""
     registers = WHOLE_REGISTERS[pairs, listed] if type in WHOLE else (REGISTERS[pairs],)
     return tuple(65536 // (n * 32 * GROUPS) for n in registers)
 
@@ -61,9 +62,8 @@ def n_stages(type: GGMLType, pairs: int, capability: tuple[int, int], inner: boo
     size, most = stage_bytes(type, pairs, inner), n_shared(capability)
     if type in WHOLE:
         return WHOLE_STAGES
-    fit = min(
-        most // size, max(LEAST_STAGES, (most // residents(type, pairs, True)[0] - 1024) // size)
-    )  # 1 KB is the driver's
+    share = most // residents(type, pairs, True)[0] - 1024  # which is the driver's
+    fit = min(most // size, max(LEAST_STAGES, share // size))
     return min(8, fit) if fit >= 2 else 0
 
 
