@@ -16,12 +16,8 @@ struct WeightCopies {
   const u8* from;  // the thread's first 16 bytes
   int chunk, n_piece;  // bytes from one chunk's to the next one's; pieces of a chunk that are there
 
-  __device__ __forceinline__ WeightCopies(const u8* expert, int n_group, int n_tile16, int n_chunk) {
-    const int first = blockIdx.x * WARPS_M, tile = first / kTile, lower = min(kTile, n_tile16 - tile * kTile);
-    from = expert + (static_cast<i64>(tile * kTile) * n_chunk + first % kTile) * RECORD + threadIdx.x * 16;
-    chunk = lower * RECORD;
-    n_piece = n_group * (RECORD / 16);
-  }
+  __device__ __forceinline__ WeightCopies(Records own, int n_group)
+      : from(own.first + threadIdx.x * 16), chunk(own.step), n_piece(n_group * (RECORD / 16)) {}
 
   template <bool kWhole>
   __device__ __forceinline__ void load(u32 stage, int n_left) {
@@ -75,8 +71,8 @@ class Line {
   int n_chunk;
 
  public:
-  __device__ __forceinline__ Line(u32 base, const u8* expert, int n_group, int n_tile16, int n_chunk)
-      : left(expert, n_group, n_tile16, n_chunk), base(base), n_chunk(n_chunk) {}
+  __device__ __forceinline__ Line(u32 base, Records own, int n_group, int n_chunk)
+      : left(own, n_group), base(base), n_chunk(n_chunk) {}
 
   __device__ __forceinline__ void load_early() {
 #pragma unroll

@@ -129,13 +129,10 @@ class Line {
   Record record;
 
  public:
-  __device__ __forceinline__ Line(u32 stages, const u8* expert, int n_group, int n_tile16, int n_chunk)
-      : n_chunk(n_chunk), n_row_left(n_chunk), stages(stages) {
-    const int first = blockIdx.x * WARPS_M, tile = first / kTile, lower = min(kTile, n_tile16 - tile * kTile);
+  __device__ __forceinline__ Line(u32 stages, Records own, int n_group, int n_chunk)
+      : step(own.step), n_chunk(n_chunk), n_row_left(n_chunk), stages(stages) {
     warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x >> 5), 0);  // as one number for all lanes
-    const int group = min(warp, n_group - 1);
-    weights = expert + (static_cast<i64>(tile * kTile) * n_chunk + first % kTile + group) * RECORD + threadIdx.x % 32 * 16;
-    step = lower * RECORD;
+    weights = own.first + min(warp, n_group - 1) * RECORD + threadIdx.x % 32 * 16;
   }
 
   __device__ __forceinline__ void load_early() { fetch(record, weights); }

@@ -52,6 +52,18 @@
 constexpr int kColumns = WARPS_M * (ACT == SWIGLU ? 8 : 16);  // of the activation, a CTA's
 static_assert(!INNER || kColumns % 32 == 0, "a CTA has whole blocks of the activation");
 
+// A CTA's records of an expert: the first chunk's, and bytes from one chunk's to the next one's.
+struct Records {
+  const u8* first;
+  int step;
+
+  __device__ __forceinline__ Records(const u8* expert, int n_tile16, int n_chunk) {
+    const int own = blockIdx.x * WARPS_M, tile = own / kTile;
+    first = expert + (static_cast<i64>(tile * kTile) * n_chunk + own % kTile) * RECORD;
+    step = min(kTile, n_tile16 - tile * kTile) * RECORD;
+  }
+};
+
 #if PLANES
 #include "expert_planes.cuh"
 #else
@@ -208,8 +220,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
   if (item.n == 0) return;
   const u32 base = shared_address(stages);
   clear_place(stages, item.n);
-  Line line(base, is_shared ? shared_weights + piece * expert_bytes : weights + item.expert * expert_bytes, n_group, n_tile16,
-            n_chunk);
+  const u8* expert = is_shared ? shared_weights + piece * expert_bytes : weights + item.expert * expert_bytes;
+  Line line(base, Records(expert, n_tile16, n_chunk), n_group, n_chunk);
   line.load_early();
 
   const int pair = threadIdx.x / kSide % kPad, own = min(pair, item.n - 1);
