@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pyspec.engine import Engine, Result
+    from pyspec.engine.api import Engine, Result
     from pyspec.errors import PyspecError
     from pyspec.request import Delta, Done, Request, SamplingParams, Timings, TokenLogprob
 
@@ -22,10 +22,10 @@ __version__ = "0.1.0"
 _HOMES = {
     "Delta": "pyspec.request",
     "Done": "pyspec.request",
-    "Engine": "pyspec.engine",
+    "Engine": "pyspec.engine.api",
     "PyspecError": "pyspec.errors",
     "Request": "pyspec.request",
-    "Result": "pyspec.engine",
+    "Result": "pyspec.engine.api",
     "SamplingParams": "pyspec.request",
     "Timings": "pyspec.request",
     "TokenLogprob": "pyspec.request",

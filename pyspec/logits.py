@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from pyspec.config import EngineSettings
+from pyspec.engine.load import load
 from pyspec.errors import ConfigError, RequestError
-from pyspec.load import load
 from pyspec.slots.batch import Seq, lay_out
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pyspec import synth
-from pyspec.cuda.kernels.dequant_ref import dequantize
+from pyspec.cuda.ops.linear.dequant import dequantize
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGMLType, GGUFFile, open_gguf
 from pyspec.synth import layout, vocab

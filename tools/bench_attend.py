@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from pyspec.cuda.kernels import attend_cuda, attend_ref
-from pyspec.cuda.kernels.attend_cases import CASES, TOLERANCE, Case, Made, make, only, spec_of, worst
-from pyspec.cuda.kernels.attend_cuda import Shape
+from pyspec.cuda.ops.attend import cuda as attend_cuda
+from pyspec.cuda.ops.attend import ref as attend_ref
+from pyspec.cuda.ops.attend.cases import CASES, TOLERANCE, Case, Made, make, only, spec_of, worst
+from pyspec.cuda.ops.attend.cuda import Shape
 from pyspec.slots.kv import KV_DTYPES, KVPool, row_bytes
 
 GPU = torch.device("cuda", 0)

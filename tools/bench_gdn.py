@@ -14,9 +14,10 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from pyspec.cuda.kernels import gdn_cuda, gdn_ref
-from pyspec.cuda.kernels.rows_cuda import Into, RowsLaunch
-from pyspec.cuda.kernels.rows_ref import HeadNorm
+from pyspec.cuda.ops.gdn import cuda as gdn_cuda
+from pyspec.cuda.ops.gdn import ref as gdn_ref
+from pyspec.cuda.ops.rows.cuda import Into, RowsLaunch
+from pyspec.cuda.ops.rows.ref import HeadNorm
 from pyspec.slots.batch import Seq, lay_out
 from pyspec.slots.memory import StateLayer, StateShape
 from pyspec.slots.table import SlotTable

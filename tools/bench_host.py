@@ -22,8 +22,8 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "engine"))
 from engine_rig import Rig, rig
 
-from pyspec.control import Controller, Timer, bucket
-from pyspec.flight import Flight
+from pyspec.engine.controller import Controller, Timer, bucket
+from pyspec.engine.lookahead import Flight
 from pyspec.models.target import Out
 from pyspec.request import Event, SamplingParams
 from pyspec.slots.arena import BUCKETS, Arena, bucket_of

@@ -13,10 +13,12 @@ from functools import partial
 
 import torch
 
-from pyspec.cuda.kernels import linear_cuda, linear_pair, rows_cuda
-from pyspec.cuda.kernels.linear_cuda import LinearLaunch, Shape, random_packed
-from pyspec.cuda.kernels.linear_pack import Packed, packed_bytes
-from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.linear import cuda as linear_cuda
+from pyspec.cuda.ops.linear import pair as linear_pair
+from pyspec.cuda.ops.linear.cuda import LinearLaunch, Shape, random_packed
+from pyspec.cuda.ops.linear.pack import Packed, packed_bytes
+from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.rows import cuda as rows_cuda
 from pyspec.gguf import GGMLType
 
 FLOOR = 4.3e12  # bytes a second a device-to-device copy moves on an H200

@@ -10,7 +10,8 @@ import argparse
 
 import torch
 
-from pyspec.cuda.kernels import mamba2_cuda, mamba2_ref
+from pyspec.cuda.ops.mamba2 import cuda as mamba2_cuda
+from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
 from pyspec.slots.batch import Seq, lay_out
 from pyspec.slots.memory import Mamba2Shape, StateLayer
 from pyspec.slots.table import SlotTable

@@ -29,12 +29,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bench_linear import DEVICE, FLOOR, graph_us
 
 from pyspec.cuda import jit
-from pyspec.cuda.kernels import moe_builds, moe_cuda, moe_route_cuda
-from pyspec.cuda.kernels.linear_cuda import random_packed
-from pyspec.cuda.kernels.linear_pack import packed_bytes
-from pyspec.cuda.kernels.moe_cuda import Experts
-from pyspec.cuda.kernels.moe_ref import NOTHING, Added, MoeSpec, RouteSpec, Run, Stack, Stacks
-from pyspec.cuda.kernels.rows_ref import RELU2, Norm
+from pyspec.cuda.ops.linear.cuda import random_packed
+from pyspec.cuda.ops.linear.pack import packed_bytes
+from pyspec.cuda.ops.moe import builds as moe_builds
+from pyspec.cuda.ops.moe import cuda as moe_cuda
+from pyspec.cuda.ops.moe.cuda import Experts
+from pyspec.cuda.ops.moe.ref import NOTHING, Added, MoeSpec, RouteSpec, Run, Stack, Stacks
+from pyspec.cuda.ops.moe_route import cuda as moe_route_cuda
+from pyspec.cuda.ops.rows.ref import RELU2, Norm
 from pyspec.gguf import GGMLType
 from pyspec.models import weights as models_weights
 from pyspec.models.weights import Streamed

@@ -11,10 +11,10 @@ from collections.abc import Callable
 import torch
 from bench_linear import graph_us
 
-from pyspec.cuda.kernels.linear_cuda import random_packed
-from pyspec.cuda.kernels.linear_pack import Packed
-from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
-from pyspec.cuda.kernels.linear_wgmma import WgmmaLaunch, prepare
+from pyspec.cuda.ops.linear.cuda import random_packed
+from pyspec.cuda.ops.linear.pack import Packed
+from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.linear.wgmma import WgmmaLaunch, prepare
 from pyspec.gguf import GGMLType
 
 FLOOR = 4.3e12  # bytes a second a device-to-device copy moves on an H200

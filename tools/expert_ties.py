@@ -21,8 +21,8 @@ from torch import Tensor
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "models"))
 from harness import FIXTURES, Bench
 
-from pyspec.cuda.kernels.moe_ref import Routes
-from pyspec.cuda.kernels.rows_ref import Prep
+from pyspec.cuda.ops.moe.ref import Routes
+from pyspec.cuda.ops.rows.ref import Prep
 from pyspec.models import weights
 from pyspec.models.moe import MoeFeed
 

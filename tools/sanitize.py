@@ -24,8 +24,8 @@ import torch
 
 from pyspec import synth
 from pyspec.cuda import survey
-from pyspec.cuda.kernels import linear_pair
-from pyspec.engine import Engine
+from pyspec.cuda.ops.linear import pair as linear_pair
+from pyspec.engine.api import Engine
 from pyspec.synth.dims import Dims, NemotronHMoe, Qwen35, find, widened
 
 MODELS = (  # architecture, drafter, mean tokens of a round; 0: what the model keeps, which is next to nothing

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import httpx
 
-from pyspec.engine import Engine
+from pyspec.engine.api import Engine
 from pyspec.errors import PyspecError
 from pyspec.request import Delta, Request, SamplingParams
 from pyspec.server.app import create_app

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyspec.engine import Engine
+from pyspec.engine.api import Engine
 from pyspec.request import Request, SamplingParams
 from pyspec.slots.prefix import Node
 from pyspec.slots.states import Saved

@@ -30,12 +30,12 @@ from soak_audit import audit
 from torch import Tensor
 
 from pyspec import synth
-from pyspec.cuda.kernels.ahead_ref import Kept
-from pyspec.cuda.kernels.moe_ref import Routes
+from pyspec.cuda.ops.ahead.ref import Kept
+from pyspec.cuda.ops.moe.ref import Routes
 from pyspec.draft.drafter import Ask
-from pyspec.engine import Engine, Result
+from pyspec.engine.api import Engine, Result
+from pyspec.engine.lookahead import Flight
 from pyspec.errors import PyspecError
-from pyspec.flight import Flight
 from pyspec.models.moe import MoeFeed
 from pyspec.models.target import Out
 from pyspec.request import Delta, Request, SamplingParams

@@ -17,10 +17,10 @@ from bench_linear import DEVICE, FLOOR, LAYERS, graph_us
 from torch import Tensor
 
 from pyspec.cuda import jit
-from pyspec.cuda.kernels import linear_cuda
-from pyspec.cuda.kernels.linear_cuda import random_packed
-from pyspec.cuda.kernels.linear_pack import Packed
-from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.linear import cuda as linear_cuda
+from pyspec.cuda.ops.linear.cuda import random_packed
+from pyspec.cuda.ops.linear.pack import Packed
+from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.gguf import GGMLType
 
 N_LAYER, N_CTA = 8, 1024

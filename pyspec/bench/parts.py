@@ -18,7 +18,7 @@ from pyspec.bench.measure import Turn, Watch, submit_all
 from pyspec.errors import PyspecError
 
 if TYPE_CHECKING:
-    from pyspec.engine import Engine
+    from pyspec.engine.api import Engine
 
 log = logging.getLogger(__name__)
 

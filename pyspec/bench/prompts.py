@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from pyspec.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pyspec.engine import Engine
+    from pyspec.engine.api import Engine
 
 PROMPTS: dict[str, tuple[str, ...]] = {
     "code": (

@@ -16,7 +16,7 @@ from pyspec.bench.prompts import make_prompts
 from pyspec.bench.result import Report, Row, summarise_turns
 
 if TYPE_CHECKING:
-    from pyspec.engine import Engine
+    from pyspec.engine.api import Engine
 
 
 WARM_UP = 16  # tokens each stream generates before its rates count

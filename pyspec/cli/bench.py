@@ -14,7 +14,7 @@ from pyspec.cli.options import EngineChoice, engine_options, tell_ignored
 if TYPE_CHECKING:
     from pyspec.bench.over_http import Clients
     from pyspec.bench.result import Report
-    from pyspec.engine import Engine
+    from pyspec.engine.api import Engine
 
 
 def _counts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:

@@ -57,7 +57,7 @@ def demo(ctx: click.Context, np: int, turns: int, threads: int, device: str) -> 
 
     Starts a server, streams the chats, compares greedy texts, and measures both kinds in turns."""
     from pyspec.cli.logs import set_up
-    from pyspec.engine import Engine
+    from pyspec.engine.api import Engine
 
     set_up(4 if ctx.meta.get("pyspec.verbose") else 2)
     began = time.perf_counter()

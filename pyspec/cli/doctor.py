@@ -43,7 +43,7 @@ def examine(choice: ModelChoice, device_name: str, recheck: bool) -> dict[str, A
 
     from pyspec.cuda import probe, survey, verdicts
     from pyspec.cuda.machine import bandwidth, machine, memory_bytes
-    from pyspec.load import pick_device
+    from pyspec.engine.load import pick_device
 
     device = pick_device(device_name)
     if recheck:
@@ -75,7 +75,7 @@ def _load(choice: ModelChoice, device: str) -> None:
     from pyspec.catalog import resolve
     from pyspec.config import EngineSettings
     from pyspec.cuda.survey import ops
-    from pyspec.load import load
+    from pyspec.engine.load import load
 
     path, paired = resolve(choice.target())
     draft_path = paired if (draft := choice.drafter()) == "auto" else Path(draft)

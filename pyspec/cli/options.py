@@ -15,7 +15,7 @@ from pyspec.errors import ConfigError
 from pyspec.request import SamplingParams
 
 if TYPE_CHECKING:
-    from pyspec.engine import Engine
+    from pyspec.engine.api import Engine
 
 log = logging.getLogger(__name__)
 
@@ -111,7 +111,7 @@ class EngineChoice:
         # what can be wrong without torch is found before the seconds its import takes
         resolve(target)
         settings_from({"np": np or self.np, "ctx": self.ctx, **self.settings})
-        from pyspec.engine import Engine
+        from pyspec.engine.api import Engine
 
         return Engine.load(target, draft, np=np or self.np, ctx=self.ctx, **self.settings)
 

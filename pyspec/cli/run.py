@@ -16,7 +16,7 @@ from pyspec.errors import RequestError
 from pyspec.request import Delta, Done, Request, SamplingParams, Timings
 
 if TYPE_CHECKING:
-    from pyspec.engine import Engine
+    from pyspec.engine.api import Engine
 
 HELP = "type a message; /clear forgets the conversation, /exit leaves"
 

@@ -1,7 +1,7 @@
 """From a `.cu` file to a launch: NVRTC through cuda-python, cubins cached on disk, arguments checked once.
 
-Kernels are single header-free sources: `#include "x.cuh"` is replaced by the text of `pyspec/cuda/include/x.cuh`, so the
-program cache sees everything it must key on. Nothing here needs a GPU until `Compiled.kernel`.
+Kernels are single header-free sources: `#include "x.cuh"` is replaced by the text of that file, which lies beside the kernel or in
+`pyspec/cuda/include`, so the program cache sees everything it must key on. Nothing here needs a GPU until `Compiled.kernel`.
 """
 
 from __future__ import annotations
@@ -41,18 +41,27 @@ def arch_of(capability: tuple[int, int]) -> str:
 
 
 @cache
+def stems() -> dict[str, Path]:
+    """Every kernel's file, by its stem: they lie beside the ops they belong to."""
+    return {path.stem: path for path in sorted((HERE / "ops").glob("*/*.cu"))}
+
+
+@cache
 def source(stem: str) -> str:
-    """A kernel's file with its includes pasted in, each once."""
+    """A kernel's file with its includes pasted in, each once: those beside it, then those that ops share."""
     seen: set[str] = set()
+    path = stems()[stem]
 
     def paste(match: re.Match[str]) -> str:
         name = match.group(1)
         if name in seen:
             return ""
         seen.add(name)
-        return _INCLUDE.sub(paste, (HERE / "include" / name).read_text().replace("#pragma once", ""))
+        own = path.parent / name
+        text = (own if own.exists() else HERE / "include" / name).read_text()
+        return _INCLUDE.sub(paste, text.replace("#pragma once", ""))
 
-    return _INCLUDE.sub(paste, (HERE / "kernels" / f"{stem}.cu").read_text())
+    return _INCLUDE.sub(paste, path.read_text())
 
 
 @dataclass(frozen=True)
@@ -92,7 +101,7 @@ class Compiled:
 def compile_cubin(
     stem: str, arch: str, defines: Mapping[str, int | str] | None = None, *, use_cache: bool = True
 ) -> Compiled:
-    """Compile `kernels/<stem>.cu` with macros. DeviceError with the compiler's first message if it fails."""
+    """Compile `<stem>.cu` with macros. DeviceError with the compiler's first message if it fails."""
     from cuda.core import Program, ProgramOptions
     from cuda.core.utils import FileStreamProgramCache
 

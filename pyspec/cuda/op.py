@@ -44,7 +44,7 @@ class Impl(Generic[Spec]):
 class Op(Generic[Spec]):
     """`check(launch, reference_launch, spec)` returns a sentence when an implementation differs from the reference.
 
-    home     "module:name" where a child process finds this op; empty: pyspec.cuda.kernels.<name>:<name>
+    home     "module:name" where a child process finds this op; empty: pyspec.cuda.ops.<name>.op:<name>
     decided  what runs for each spec that was asked about: a forward may ask again
     """
 
@@ -58,7 +58,7 @@ class Op(Generic[Spec]):
     decided: dict[Spec, Impl[Spec]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.home = self.home or f"pyspec.cuda.kernels.{self.name}:{self.name}"
+        self.home = self.home or f"pyspec.cuda.ops.{self.name}.op:{self.name}"
 
     def refusal(self, impl: Impl[Spec], spec: Spec) -> str | None:
         """Why `impl` can not run `spec`; None if it can."""

@@ -43,23 +43,24 @@ class Finding:
 
 
 def ops() -> list[Op[Any]]:
-    return [getattr(import_module(f"pyspec.cuda.kernels.{name}"), name) for name in OPS]
+    homes = {"attend_prompt": "attend.prompt"}  # an op that shares another one's folder
+    return [getattr(import_module(f"pyspec.cuda.ops.{homes.get(name, f'{name}.op')}"), name) for name in OPS]
 
 
 def standard(device: torch.device) -> list[Ask]:
     """Every op in shapes that models have: 27B and 8B dense ones, Gated DeltaNet of 27B, Nemotron 3 Super, experts."""
-    from pyspec.cuda.kernels.ahead_ref import AheadSpec
-    from pyspec.cuda.kernels.angles_ref import AnglesSpec
-    from pyspec.cuda.kernels.attend_ref import AttendSpec
-    from pyspec.cuda.kernels.best_ref import BestSpec
-    from pyspec.cuda.kernels.embed_ref import EmbedSpec
-    from pyspec.cuda.kernels.gdn_ref import GdnSpec
-    from pyspec.cuda.kernels.linear_ref import LinearSpec
-    from pyspec.cuda.kernels.mamba2_ref import Mamba2Spec
-    from pyspec.cuda.kernels.moe_ref import MoeSpec, RouteSpec
-    from pyspec.cuda.kernels.norms_ref import NormsSpec
-    from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
-    from pyspec.cuda.kernels.rows_ref import Kind, RowsSpec
+    from pyspec.cuda.ops.ahead.ref import AheadSpec
+    from pyspec.cuda.ops.angles.ref import AnglesSpec
+    from pyspec.cuda.ops.attend.ref import AttendSpec
+    from pyspec.cuda.ops.best.ref import BestSpec
+    from pyspec.cuda.ops.embed.ref import EmbedSpec
+    from pyspec.cuda.ops.gdn.ref import GdnSpec
+    from pyspec.cuda.ops.linear.ref import LinearSpec
+    from pyspec.cuda.ops.mamba2.ref import Mamba2Spec
+    from pyspec.cuda.ops.moe.ref import MoeSpec, RouteSpec
+    from pyspec.cuda.ops.norms.ref import NormsSpec
+    from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
+    from pyspec.cuda.ops.rows.ref import Kind, RowsSpec
 
     attend, attend_prompt, rope_kv, gdn, linear, rows, mamba2, moe_route, moe, *small = ops()
     best, ahead, embed, angles, norms = small

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OURS = (
-    "pyspec.cuda.kernels",
+    "pyspec.cuda.ops",
     "pyspec.cuda.jit",
     "pyspec.slots",
 )  # sources that count if an implementation imports them
@@ -103,7 +103,7 @@ def digest(modules: tuple[str, ...]) -> str:
             if name not in files and (path := _file_of(name)) is not None:
                 files[name] = path
                 todo.append(name)
-    kernels = {path.stem for path in (jit.HERE / "kernels").glob("*.cu")}
+    kernels = jit.stems().keys()
     sha = hashlib.sha256()
     for _, path in sorted(files.items()):
         text = path.read_text()

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from pyspec.cuda.kernels.ahead_ref import Kept
+from pyspec.cuda.ops.ahead.ref import Kept
 from pyspec.models.target import Out
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch

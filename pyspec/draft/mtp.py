@@ -16,12 +16,12 @@ from torch import Tensor
 
 from pyspec.cuda.copies import copied
 from pyspec.cuda.graph import Graphed
-from pyspec.cuda.kernels.ahead import ahead
-from pyspec.cuda.kernels.ahead_ref import AheadSpec, Kept
-from pyspec.cuda.kernels.best import best
-from pyspec.cuda.kernels.best_ref import BestSpec
-from pyspec.cuda.kernels.norms import norms
-from pyspec.cuda.kernels.norms_ref import NormsSpec
+from pyspec.cuda.ops.ahead.op import ahead
+from pyspec.cuda.ops.ahead.ref import AheadSpec, Kept
+from pyspec.cuda.ops.best.op import best
+from pyspec.cuda.ops.best.ref import BestSpec
+from pyspec.cuda.ops.norms.op import norms
+from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.draft.drafter import Ask, Needs
 from pyspec.errors import PairError
 from pyspec.gguf import GGUFFile

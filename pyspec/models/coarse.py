@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyspec.cuda.kernels.dequant_ref import dequantize
-from pyspec.cuda.kernels.fit_q4 import BLOCK, fit_q4
-from pyspec.cuda.kernels.linear import linear
-from pyspec.cuda.kernels.linear_pack import FORMATS, TILE, Packed, packed_bytes, repack, unpack
-from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.linear.dequant import dequantize
+from pyspec.cuda.ops.linear.fit_q4 import BLOCK, fit_q4
+from pyspec.cuda.ops.linear.op import linear
+from pyspec.cuda.ops.linear.pack import FORMATS, TILE, Packed, packed_bytes, repack, unpack
+from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.temporary import temporary
 from pyspec.gguf import GGMLType, TensorInfo
 from pyspec.models.weights import PROBE_ROWS, Dense, Matrix, Streamed, Unpacked

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pyspec.cuda.kernels.norms import norms
-from pyspec.cuda.kernels.norms_ref import NormsSpec
+from pyspec.cuda.ops.norms.op import norms
+from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGUFFile
 from pyspec.models.layers import SINKS, Attention, AttentionShape, FeedForward, GatedDeltaNet, Relu2, Rope

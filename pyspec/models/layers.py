@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pyspec.cuda.kernels import gdn_cuda
-from pyspec.cuda.kernels.angles import angles
-from pyspec.cuda.kernels.angles_ref import AnglesSpec
-from pyspec.cuda.kernels.attend import attend
-from pyspec.cuda.kernels.attend_prompt import with_prompts
-from pyspec.cuda.kernels.attend_ref import AttendSpec
-from pyspec.cuda.kernels.gdn import gdn
-from pyspec.cuda.kernels.gdn_ref import GdnSpec
-from pyspec.cuda.kernels.rope_kv import rope_kv
-from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
-from pyspec.cuda.kernels.rows_ref import RELU2, HeadGate, HeadNorm, Norm, head_power
+from pyspec.cuda.ops.angles.op import angles
+from pyspec.cuda.ops.angles.ref import AnglesSpec
+from pyspec.cuda.ops.attend.op import attend
+from pyspec.cuda.ops.attend.prompt import with_prompts
+from pyspec.cuda.ops.attend.ref import AttendSpec
+from pyspec.cuda.ops.gdn import cuda as gdn_cuda
+from pyspec.cuda.ops.gdn.op import gdn
+from pyspec.cuda.ops.gdn.ref import GdnSpec
+from pyspec.cuda.ops.rope_kv.op import rope_kv
+from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
+from pyspec.cuda.ops.rows.ref import RELU2, HeadGate, HeadNorm, Norm, head_power
 from pyspec.models.weights import Embedding, Matrix, Streamed, Weights, unfinished
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pyspec.cuda.kernels import mamba2_cuda
-from pyspec.cuda.kernels.mamba2 import mamba2
-from pyspec.cuda.kernels.mamba2_ref import Mamba2Spec, Params
-from pyspec.cuda.kernels.rows_ref import GroupNorm, Norm, norm_power
+from pyspec.cuda.ops.mamba2 import cuda as mamba2_cuda
+from pyspec.cuda.ops.mamba2.op import mamba2
+from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, Params
+from pyspec.cuda.ops.rows.ref import GroupNorm, Norm, norm_power
 from pyspec.models.weights import Streamed, Want, Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Mamba2Shape, Memory

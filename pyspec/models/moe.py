@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pyspec.cuda.kernels.moe import moe
-from pyspec.cuda.kernels.moe_cuda import Experts
-from pyspec.cuda.kernels.moe_ref import NOTHING, Act, Added, MoeSpec, Router, Routes, RouteSpec, Stack, Stacks
-from pyspec.cuda.kernels.moe_route import moe_route
-from pyspec.cuda.kernels.moe_route_cuda import RouteLaunch
-from pyspec.cuda.kernels.rows import rows
-from pyspec.cuda.kernels.rows_cuda import Rows
-from pyspec.cuda.kernels.rows_ref import RELU2, Kind, Norm, Prep, RowsSpec
+from pyspec.cuda.ops.moe.cuda import Experts
+from pyspec.cuda.ops.moe.op import moe
+from pyspec.cuda.ops.moe.ref import NOTHING, Act, Added, MoeSpec, Router, Routes, RouteSpec, Stack, Stacks
+from pyspec.cuda.ops.moe_route.cuda import RouteLaunch
+from pyspec.cuda.ops.moe_route.op import moe_route
+from pyspec.cuda.ops.rows.cuda import Rows
+from pyspec.cuda.ops.rows.op import rows
+from pyspec.cuda.ops.rows.ref import RELU2, Kind, Norm, Prep, RowsSpec
 from pyspec.cuda.temporary import temporary
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile

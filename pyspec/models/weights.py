@@ -11,19 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyspec.cuda.kernels import linear_cuda, linear_wgmma
-from pyspec.cuda.kernels.dequant_ref import dequantize
-from pyspec.cuda.kernels.embed import embed
-from pyspec.cuda.kernels.embed_ref import EmbedSpec
-from pyspec.cuda.kernels.linear import linear, linear_tall
-from pyspec.cuda.kernels.linear_cuda import LinearLaunch
-from pyspec.cuda.kernels.linear_pack import FORMATS, Packed, interleave, packed_bytes, repack
-from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
-from pyspec.cuda.kernels.linear_wgmma import WgmmaLaunch
-from pyspec.cuda.kernels.moe_ref import Stack
-from pyspec.cuda.kernels.rows import rows
-from pyspec.cuda.kernels.rows_cuda import MAX_SUMMED, Into, Rows, RowsLaunch, WideRows
-from pyspec.cuda.kernels.rows_ref import Glu, HeadNorm, Kind, Norm, Prep, RowsSpec
+from pyspec.cuda.ops.embed.op import embed
+from pyspec.cuda.ops.embed.ref import EmbedSpec
+from pyspec.cuda.ops.linear import cuda as linear_cuda
+from pyspec.cuda.ops.linear import wgmma as linear_wgmma
+from pyspec.cuda.ops.linear.cuda import LinearLaunch
+from pyspec.cuda.ops.linear.dequant import dequantize
+from pyspec.cuda.ops.linear.op import linear, linear_tall
+from pyspec.cuda.ops.linear.pack import FORMATS, Packed, interleave, packed_bytes, repack
+from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.linear.wgmma import WgmmaLaunch
+from pyspec.cuda.ops.moe.ref import Stack
+from pyspec.cuda.ops.rows.cuda import MAX_SUMMED, Into, Rows, RowsLaunch, WideRows
+from pyspec.cuda.ops.rows.op import rows
+from pyspec.cuda.ops.rows.ref import Glu, HeadNorm, Kind, Norm, Prep, RowsSpec
 from pyspec.cuda.temporary import temporary
 from pyspec.errors import BadTensors
 from pyspec.gguf import GGMLType, GGUFFile, TensorInfo

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pyspec.cuda.kernels.best import best as best_token
-from pyspec.cuda.kernels.best_ref import BestSpec, argmax
+from pyspec.cuda.ops.best.op import best as best_token
+from pyspec.cuda.ops.best.ref import BestSpec, argmax
 from pyspec.errors import SlotError
 from pyspec.request import SamplingParams, TokenLogprob
 from pyspec.sample import chain, edits

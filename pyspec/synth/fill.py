@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from pyspec.cuda.kernels.dequant_ref import dequantize, quantize
+from pyspec.cuda.ops.linear.dequant import dequantize, quantize
 from pyspec.gguf import GGMLType
 from pyspec.gguf.blocks import Block
 from pyspec.synth.layout import Spec

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 
 from pyspec.bench.prompts import make_prompts
 from pyspec.cli import main
-from pyspec.engine import Engine
+from pyspec.engine.api import Engine
 from pyspec.errors import ConfigError
 
 

@@ -18,7 +18,7 @@ from click.testing import CliRunner
 
 from pyspec.cli import main
 from pyspec.cli.run import Ask, talk
-from pyspec.engine import Engine
+from pyspec.engine.api import Engine
 from pyspec.request import SamplingParams
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"

@@ -84,6 +84,6 @@ def test_the_standard_shapes_name_every_op_once_at_least() -> None:
     asks = survey.standard(CPU)
     assert {op.name for op, _ in asks} == set(survey.OPS)
     for op, spec in asks:
-        assert op.home == f"pyspec.cuda.kernels.{op.name}:{op.name}"
+        assert op.home == f"pyspec.cuda.ops.{op.name}:{op.name}"
         assert "device" not in survey.shape_of(spec)
         assert replace(spec, device=torch.device("cuda", 1)) != spec

@@ -24,14 +24,14 @@ def as_before() -> Iterator[None]:
 
 def test_json_lines_are_objects_even_with_quotes_and_tracebacks(capsys: pytest.CaptureFixture):
     set_up(3, "json")
-    logging.getLogger("pyspec.engine").info("said %s", 'a "quoted"\nword')
+    logging.getLogger("pyspec.engine.api").info("said %s", 'a "quoted"\nword')
     try:
         raise ValueError("broken")
     except ValueError:
-        logging.getLogger("pyspec.loop").exception("stops")
+        logging.getLogger("pyspec.engine.loop").exception("stops")
     first, second = map(json.loads, capsys.readouterr().err.splitlines())
     assert first["message"] == 'said a "quoted"\nword' and first["level"] == "info"
-    assert first["logger"] == "pyspec.engine" and "traceback" not in first
+    assert first["logger"] == "pyspec.engine.api" and "traceback" not in first
     assert "ValueError: broken" in second["traceback"]
 
 

@@ -15,13 +15,14 @@ from harness import Bench
 from known_texts import demo_prompts, tiny
 from rewrite import rewrite
 
-from pyspec import synth, warmup
+from pyspec import synth
 from pyspec.draft import dflash
 from pyspec.draft.dflash import N_HELD, DFlash
 from pyspec.draft.drafter import Ask
+from pyspec.engine.api import warmup
+from pyspec.engine.loop import Loop
 from pyspec.errors import SlotError
 from pyspec.gguf import open_gguf
-from pyspec.loop import Loop
 from pyspec.models.target import Out
 from pyspec.models.weights import Weights
 from pyspec.slots.arena import BUCKETS, Arena

@@ -13,17 +13,17 @@ from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, rig
 from known_texts import tiny
 from rewrite import rewrite
 
-from pyspec import plan
 from pyspec.config import EngineSettings
-from pyspec.cuda.kernels.dequant_ref import dequantize, quantize
-from pyspec.cuda.kernels.fit_q4 import fit_q4
-from pyspec.cuda.kernels.linear_pack import Packed, packed_bytes, repack, unpack
+from pyspec.cuda.ops.linear.dequant import dequantize, quantize
+from pyspec.cuda.ops.linear.fit_q4 import fit_q4
+from pyspec.cuda.ops.linear.pack import Packed, packed_bytes, repack, unpack
+from pyspec.engine.api import memory_plan as plan
+from pyspec.engine.load import _memory_plan, plan_draft, plan_head
+from pyspec.engine.memory_plan import MemoryPlan
 from pyspec.errors import ConfigError, DoesNotFit
 from pyspec.gguf import GGMLType, GGUFFile, open_gguf
-from pyspec.load import _memory_plan, plan_draft, plan_head
 from pyspec.models import coarse, read_config
 from pyspec.models.weights import Dense, Matrix, Streamed, Unpacked
-from pyspec.plan import MemoryPlan
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 Q4_0 = GGMLType.Q4_0

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from pyspec.cuda.kernels.ahead_ref import Kept
+from pyspec.cuda.ops.ahead.ref import Kept
 from pyspec.draft.drafter import Ask, Needs
 from pyspec.errors import SlotError
 from pyspec.models.target import Out

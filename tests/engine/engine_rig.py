@@ -11,13 +11,13 @@ from pathlib import Path
 from draft_fakes import N_VOCAB, FakeTarget
 
 from pyspec.config import EngineSettings
-from pyspec.control import Controller
 from pyspec.draft.drafter import Drafter
+from pyspec.engine.controller import Controller
+from pyspec.engine.job import Job
+from pyspec.engine.load import Loaded, load
+from pyspec.engine.loop import Loop
 from pyspec.errors import PyspecError
 from pyspec.gguf import open_gguf
-from pyspec.job import Job
-from pyspec.load import Loaded, load
-from pyspec.loop import Loop
 from pyspec.request import Delta, Done, EngineInfo, Event, Failed, Request, SamplingParams, Started, Timings
 from pyspec.sample.sampler import SlotSampler
 from pyspec.slots.table import SlotTable

@@ -6,17 +6,17 @@ import pytest
 import torch
 from engine_rig import rig
 
-from pyspec import load as loading
-from pyspec import plan
 from pyspec.config import EngineSettings
 from pyspec.cuda.graph import Graphed
 from pyspec.draft.drafter import Graphing
+from pyspec.engine.api import load as loading
+from pyspec.engine.api import memory_plan as plan
+from pyspec.engine.warmup import capture, graph_shapes
 from pyspec.gguf import GGMLType, open_gguf
 from pyspec.models import read_config
 from pyspec.models.weights import repacked_bytes, weight_bytes
 from pyspec.slots.arena import BUCKETS, Arena, bucket_of
 from pyspec.synth import write
-from pyspec.warmup import capture, graph_shapes
 
 
 @pytest.mark.parametrize("kind", ["dflash", "mtp"])

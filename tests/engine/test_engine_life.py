@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from engine_rig import FIXTURES, GREEDY
 
-from pyspec.engine import Engine
+from pyspec.engine.api import Engine
 from pyspec.errors import ConfigError, DeviceError, PromptTooLong, PyspecError, QueueFull, RequestError, Unavailable
 from pyspec.models.target import Out
 from pyspec.request import Delta, Done, Event, Failed, Request, SamplingParams

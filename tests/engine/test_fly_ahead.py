@@ -18,10 +18,10 @@ from known_texts import N_TEXT, continuation, known_texts, tiny
 from torch import Tensor
 
 from pyspec.draft.drafter import Drafter
+from pyspec.engine.job import Job
+from pyspec.engine.lookahead import Course, Flight, Laid, Work
+from pyspec.engine.loop import Loop
 from pyspec.errors import DeviceError, OutOfBounds
-from pyspec.flight import Course, Flight, Laid, Work
-from pyspec.job import Job
-from pyspec.loop import Loop
 from pyspec.models.target import Out
 from pyspec.request import SamplingParams
 from pyspec.sample.choose import Chosen
@@ -96,7 +96,7 @@ def rounds_told(r: Rig, monkeypatch: pytest.MonkeyPatch, n: int) -> tuple[list[f
     """Milliseconds of each round of one request's decoding as the controller hears of them, and how long they took. The clock
     goes on by a second whenever somebody looks."""
     looks, told = count(), []
-    monkeypatch.setattr("pyspec.loop.time.perf_counter", lambda: float(next(looks)))
+    monkeypatch.setattr("pyspec.engine.loop.time.perf_counter", lambda: float(next(looks)))
     heard = r.submit([5, 6, 7, 8], n)
     while not heard.tokens:
         r.loop.step()

@@ -18,9 +18,9 @@ from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, GREEDY, Rig, plain_rig, rig
 from known_texts import demo_prompts, tiny
 
 from pyspec.config import EngineSettings
+from pyspec.engine.load import _memory_plan, plan_draft
 from pyspec.errors import ModelError
 from pyspec.gguf import open_gguf
-from pyspec.load import _memory_plan, plan_draft
 from pyspec.logits import compute_logits
 from pyspec.models import read_config
 from pyspec.request import Delta

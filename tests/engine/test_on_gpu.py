@@ -21,12 +21,12 @@ import pytest
 import torch
 
 from pyspec.cuda.graph import Graphed
-from pyspec.cuda.kernels.dequant_ref import dequantize
-from pyspec.cuda.kernels.fit_q4 import fit_q4
-from pyspec.cuda.kernels.linear_pack import unpack
+from pyspec.cuda.ops.linear.dequant import dequantize
+from pyspec.cuda.ops.linear.fit_q4 import fit_q4
+from pyspec.cuda.ops.linear.pack import unpack
 from pyspec.draft import dflash
-from pyspec.engine import Engine, Result, collect
-from pyspec.flight import Flight
+from pyspec.engine.api import Engine, Result, collect
+from pyspec.engine.lookahead import Flight
 from pyspec.gguf import GGMLType
 from pyspec.logits import compute_logits
 from pyspec.request import Delta, Done, Event, Failed
@@ -238,7 +238,7 @@ def test_graphs_that_are_garbage_do_not_end_a_capture() -> None:
 
 
 ROUNDS = """
-from pyspec.engine import Engine
+from pyspec.engine.api import Engine
 with Engine.load("demo", "mtp", np=4, ctx=1024, device="cuda", n_draft_fixed=True, check_tap_shift=False) as e:
     n, text = 0, []
     while n < 1000:

@@ -21,7 +21,7 @@ from known_texts import N_TEXT, continuation, known_texts, tiny
 
 from pyspec.draft.drafter import Paged
 from pyspec.draft.mtp import Mtp
-from pyspec.engine import last_turn
+from pyspec.engine.api import last_turn
 from pyspec.errors import SlotError
 from pyspec.slots.states import Saved
 

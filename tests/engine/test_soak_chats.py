@@ -15,7 +15,7 @@ from soak import Tally
 from soak_audit import audit
 
 from pyspec import synth
-from pyspec.engine import Engine
+from pyspec.engine.api import Engine
 from pyspec.request import Request, SamplingParams
 from pyspec.slots.cache import PrefixCache
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pyspec import loop, synth
-from pyspec.cuda.turns import Turn, turn
-from pyspec.engine import Engine
+from pyspec import synth
+from pyspec.cuda.gpu_lock import Turn, turn
+from pyspec.engine.api import Engine, loop
 from pyspec.request import Delta, Event
 
 

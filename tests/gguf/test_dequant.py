@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from pyspec.cuda.kernels import dequant_ref
-from pyspec.cuda.kernels.dequant_ref import SUPPORTED, dequantize, dequantize_rows, quantize
+from pyspec.cuda.ops.linear import dequant as dequant_ref
+from pyspec.cuda.ops.linear.dequant import SUPPORTED, dequantize, dequantize_rows, quantize
 from pyspec.errors import ModelError
 from pyspec.gguf import GGMLType, LlamaFileType
 

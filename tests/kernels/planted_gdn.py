@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from pyspec.cuda.kernels import gdn_ref
-from pyspec.cuda.kernels.gdn import gdn as real
-from pyspec.cuda.kernels.gdn_ref import GdnSpec
 from pyspec.cuda.op import Impl, Op
+from pyspec.cuda.ops.gdn import ref as gdn_ref
+from pyspec.cuda.ops.gdn.op import gdn as real
+from pyspec.cuda.ops.gdn.ref import GdnSpec
 
 
 def wrong(spec: GdnSpec) -> Callable[..., Tensor]:

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from pyspec.cuda.kernels import ahead_cuda
-from pyspec.cuda.kernels.ahead import ahead
-from pyspec.cuda.kernels.ahead_ref import AheadSpec, TorchAhead
+from pyspec.cuda.ops.ahead import cuda as ahead_cuda
+from pyspec.cuda.ops.ahead.op import ahead
+from pyspec.cuda.ops.ahead.ref import AheadSpec, TorchAhead
 from pyspec.slots.batch import Seq, lay_out
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

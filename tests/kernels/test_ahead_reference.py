@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyspec.cuda.kernels import ahead_cuda
-from pyspec.cuda.kernels.ahead import ahead
-from pyspec.cuda.kernels.ahead_ref import MAX_ENDS, NOBODY, AheadSpec, Kept, TorchAhead, n_kept
+from pyspec.cuda.ops.ahead import cuda as ahead_cuda
+from pyspec.cuda.ops.ahead.op import ahead
+from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NOBODY, AheadSpec, Kept, TorchAhead, n_kept
 from pyspec.slots.batch import Batch, Seq, lay_out
 
 CPU = torch.device("cpu")

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from pyspec.cuda.kernels import attend_ref
-from pyspec.cuda.kernels.attend import check
-from pyspec.cuda.kernels.attend_ref import AttendSpec
+from pyspec.cuda.ops.attend import ref as attend_ref
+from pyspec.cuda.ops.attend.op import check
+from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 

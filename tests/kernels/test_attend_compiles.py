@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from pyspec.cuda import jit
-from pyspec.cuda.kernels import attend_cuda, attend_prompt
-from pyspec.cuda.kernels.attend_ref import AttendSpec
+from pyspec.cuda.ops.attend import cuda as attend_cuda
+from pyspec.cuda.ops.attend import prompt as attend_prompt
+from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.slots.arena import bucket_of
 from pyspec.slots.batch import Seq
 

@@ -5,8 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from pyspec.cuda.kernels import attend_cases, attend_cuda, attend_ref
-from pyspec.cuda.kernels.attend_cases import CASES, TOLERANCE, Case, make, only, spec_of, worst
+from pyspec.cuda.ops.attend import cases as attend_cases
+from pyspec.cuda.ops.attend import cuda as attend_cuda
+from pyspec.cuda.ops.attend import ref as attend_ref
+from pyspec.cuda.ops.attend.cases import CASES, TOLERANCE, Case, make, only, spec_of, worst
 
 GPU = torch.device("cuda", 0)
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyspec.cuda.kernels import attend_prompt, attend_ref
-from pyspec.cuda.kernels.attend_cases import TOLERANCE, Case, make, worst
-from pyspec.cuda.kernels.attend_cuda import FEW, MANY
-from pyspec.cuda.kernels.attend_prompt import attend_prompt as op
-from pyspec.cuda.kernels.attend_ref import AttendSpec
+from pyspec.cuda.ops.attend import prompt as attend_prompt
+from pyspec.cuda.ops.attend import ref as attend_ref
+from pyspec.cuda.ops.attend.cases import TOLERANCE, Case, make, worst
+from pyspec.cuda.ops.attend.cuda import FEW, MANY
+from pyspec.cuda.ops.attend.prompt import attend_prompt as op
+from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.slots.batch import Batch, Seq
 from pyspec.slots.kv import KVPool
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from pyspec.cuda.kernels import attend_ref
-from pyspec.cuda.kernels.attend_cases import Case, make, spec_of
+from pyspec.cuda.ops.attend import ref as attend_ref
+from pyspec.cuda.ops.attend.cases import Case, make, spec_of
 from pyspec.slots.kv import KV_DTYPES
 
 CPU = torch.device("cpu")

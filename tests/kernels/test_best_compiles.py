@@ -3,7 +3,7 @@
 import pytest
 
 from pyspec.cuda.jit import ARCHS, compile_cubin
-from pyspec.cuda.kernels import best_cuda
+from pyspec.cuda.ops.best import cuda as best_cuda
 
 
 @pytest.mark.parametrize("arch", ARCHS)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from pyspec.cuda.kernels import best_cuda
-from pyspec.cuda.kernels.best import best
-from pyspec.cuda.kernels.best_ref import BestSpec, TorchBest
+from pyspec.cuda.ops.best import cuda as best_cuda
+from pyspec.cuda.ops.best.op import best
+from pyspec.cuda.ops.best.ref import BestSpec, TorchBest
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CUDA = torch.device("cuda", 0)

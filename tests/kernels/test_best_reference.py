@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyspec.cuda.kernels import best_cuda
-from pyspec.cuda.kernels.best import best
-from pyspec.cuda.kernels.best_ref import BestSpec, TorchBest
+from pyspec.cuda.ops.best import cuda as best_cuda
+from pyspec.cuda.ops.best.op import best
+from pyspec.cuda.ops.best.ref import BestSpec, TorchBest
 from pyspec.sample.choose import top
 
 CPU = torch.device("cpu")

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from pyspec.cuda.jit import ARCHS, compile_cubin
-from pyspec.cuda.kernels import angles_cuda, embed_cuda
-from pyspec.cuda.kernels.angles_ref import AnglesSpec
-from pyspec.cuda.kernels.embed_ref import EmbedSpec
+from pyspec.cuda.ops.angles import cuda as angles_cuda
+from pyspec.cuda.ops.angles.ref import AnglesSpec
+from pyspec.cuda.ops.embed import cuda as embed_cuda
+from pyspec.cuda.ops.embed.ref import EmbedSpec
 from pyspec.gguf import GGMLType
 
 pytest.importorskip("cuda.core")

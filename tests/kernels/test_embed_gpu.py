@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from pyspec.cuda import faults
-from pyspec.cuda.kernels import angles_cuda, embed_cuda
-from pyspec.cuda.kernels.angles_ref import AnglesSpec
-from pyspec.cuda.kernels.angles_ref import angles as torch_angles
-from pyspec.cuda.kernels.embed_ref import EmbedSpec, TorchEmbed
+from pyspec.cuda.ops.angles import cuda as angles_cuda
+from pyspec.cuda.ops.angles.ref import AnglesSpec
+from pyspec.cuda.ops.angles.ref import angles as torch_angles
+from pyspec.cuda.ops.embed import cuda as embed_cuda
+from pyspec.cuda.ops.embed.ref import EmbedSpec, TorchEmbed
 from pyspec.gguf import GGMLType
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyspec.cuda.kernels import angles_cuda, embed_cuda
-from pyspec.cuda.kernels.angles import angles
-from pyspec.cuda.kernels.angles_ref import AnglesSpec
-from pyspec.cuda.kernels.angles_ref import angles as torch_angles
-from pyspec.cuda.kernels.dequant_ref import dequantize
-from pyspec.cuda.kernels.embed import embed
-from pyspec.cuda.kernels.embed_ref import EmbedSpec, TorchEmbed
+from pyspec.cuda.ops.angles import cuda as angles_cuda
+from pyspec.cuda.ops.angles.op import angles
+from pyspec.cuda.ops.angles.ref import AnglesSpec
+from pyspec.cuda.ops.angles.ref import angles as torch_angles
+from pyspec.cuda.ops.embed import cuda as embed_cuda
+from pyspec.cuda.ops.embed.op import embed
+from pyspec.cuda.ops.embed.ref import EmbedSpec, TorchEmbed
+from pyspec.cuda.ops.linear.dequant import dequantize
 from pyspec.gguf import GGMLType
 
 CPU = torch.device("cpu")

@@ -7,8 +7,8 @@ import torch
 from emulated.gpu import CPU, emulated_gpu
 from emulated.machine import needs_compiler
 
-from pyspec.cuda.kernels import ahead_cuda
-from pyspec.cuda.kernels.ahead_ref import AheadSpec, TorchAhead
+from pyspec.cuda.ops.ahead import cuda as ahead_cuda
+from pyspec.cuda.ops.ahead.ref import AheadSpec, TorchAhead
 from pyspec.slots.batch import Seq, lay_out
 
 pytestmark = needs_compiler

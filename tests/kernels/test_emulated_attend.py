@@ -10,8 +10,9 @@ from emulated.gpu import CPU, emulated_gpu
 from emulated.machine import needs_compiler
 
 from pyspec.cuda import faults
-from pyspec.cuda.kernels import attend_cuda, attend_ref
-from pyspec.cuda.kernels.attend_cases import TOLERANCE, Case, make, only, spec_of, worst
+from pyspec.cuda.ops.attend import cuda as attend_cuda
+from pyspec.cuda.ops.attend import ref as attend_ref
+from pyspec.cuda.ops.attend.cases import TOLERANCE, Case, make, only, spec_of, worst
 
 pytestmark = needs_compiler
 SEEDS = (0, 1)

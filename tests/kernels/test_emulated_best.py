@@ -7,8 +7,8 @@ import torch
 from emulated.gpu import CPU, emulated_gpu
 from emulated.machine import needs_compiler
 
-from pyspec.cuda.kernels import best_cuda
-from pyspec.cuda.kernels.best_ref import BestSpec, TorchBest
+from pyspec.cuda.ops.best import cuda as best_cuda
+from pyspec.cuda.ops.best.ref import BestSpec, TorchBest
 
 pytestmark = needs_compiler
 SPEC = BestSpec(CPU)

@@ -8,9 +8,11 @@ from emulated.gpu import CPU, emulated_gpu
 from emulated.machine import needs_compiler
 
 from pyspec.cuda import faults
-from pyspec.cuda.kernels import angles_cuda, angles_ref, embed_cuda
-from pyspec.cuda.kernels.angles_ref import AnglesSpec
-from pyspec.cuda.kernels.embed_ref import EmbedSpec, TorchEmbed
+from pyspec.cuda.ops.angles import cuda as angles_cuda
+from pyspec.cuda.ops.angles import ref as angles_ref
+from pyspec.cuda.ops.angles.ref import AnglesSpec
+from pyspec.cuda.ops.embed import cuda as embed_cuda
+from pyspec.cuda.ops.embed.ref import EmbedSpec, TorchEmbed
 from pyspec.gguf import GGMLType
 
 pytestmark = needs_compiler

@@ -11,10 +11,11 @@ from emulated.machine import needs_compiler
 from torch import Tensor
 
 from pyspec.cuda import faults
-from pyspec.cuda.kernels import gdn_cuda, gdn_ref
-from pyspec.cuda.kernels.gdn_ref import GdnSpec
-from pyspec.cuda.kernels.rows_cuda import Into, Rows, RowsLaunch
-from pyspec.cuda.kernels.rows_ref import HeadNorm
+from pyspec.cuda.ops.gdn import cuda as gdn_cuda
+from pyspec.cuda.ops.gdn import ref as gdn_ref
+from pyspec.cuda.ops.gdn.ref import GdnSpec
+from pyspec.cuda.ops.rows.cuda import Into, Rows, RowsLaunch
+from pyspec.cuda.ops.rows.ref import HeadNorm
 from pyspec.errors import OutOfBounds
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import StateLayer, StateShape

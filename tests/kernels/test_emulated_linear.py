@@ -9,10 +9,12 @@ from emulated.machine import needs_compiler
 from emulated.ways import WAYS, machine_of
 from torch import Tensor
 
-from pyspec.cuda.kernels import linear_cuda, linear_pair, linear_ref
-from pyspec.cuda.kernels.linear_cuda import SHAPES, LinearLaunch, Shape, random_weights, step
-from pyspec.cuda.kernels.linear_pack import Packed, repack, unpack
-from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.linear import cuda as linear_cuda
+from pyspec.cuda.ops.linear import pair as linear_pair
+from pyspec.cuda.ops.linear import ref as linear_ref
+from pyspec.cuda.ops.linear.cuda import SHAPES, LinearLaunch, Shape, random_weights, step
+from pyspec.cuda.ops.linear.pack import Packed, repack, unpack
+from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.gguf import GGMLType
 
 pytestmark = needs_compiler

@@ -11,8 +11,9 @@ from emulated.machine import needs_compiler
 from torch import Tensor
 
 from pyspec.cuda import faults
-from pyspec.cuda.kernels import mamba2_cuda, mamba2_ref
-from pyspec.cuda.kernels.mamba2_ref import Mamba2, Mamba2Spec, make_params
+from pyspec.cuda.ops.mamba2 import cuda as mamba2_cuda
+from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
+from pyspec.cuda.ops.mamba2.ref import Mamba2, Mamba2Spec, make_params
 from pyspec.errors import OutOfBounds
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out

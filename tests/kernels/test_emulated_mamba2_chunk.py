@@ -11,8 +11,10 @@ from emulated.machine import needs_compiler
 from torch import Tensor
 
 from pyspec.cuda import faults, jit
-from pyspec.cuda.kernels import mamba2_chunk, mamba2_cuda, mamba2_ref
-from pyspec.cuda.kernels.mamba2_ref import Mamba2Spec, Params, make_params
+from pyspec.cuda.ops.mamba2 import chunk as mamba2_chunk
+from pyspec.cuda.ops.mamba2 import cuda as mamba2_cuda
+from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
+from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, Params, make_params
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import Mamba2Shape, StateLayer
 from pyspec.slots.table import SlotTable

@@ -13,13 +13,15 @@ from emulated.machine import EmulationError, needs_compiler
 from torch import Tensor
 
 from pyspec.cuda import jit
-from pyspec.cuda.kernels import moe_cuda, moe_ref, rows_cuda
-from pyspec.cuda.kernels.linear_cuda import random_packed
-from pyspec.cuda.kernels.linear_pack import CHUNKS, FORMATS
-from pyspec.cuda.kernels.linear_ref import rounded
-from pyspec.cuda.kernels.moe_cuda import random_stacks
-from pyspec.cuda.kernels.moe_ref import Added, MoeSpec, Stack, Stacks, activate, combine
-from pyspec.cuda.kernels.rows_ref import Norm
+from pyspec.cuda.ops.linear.cuda import random_packed
+from pyspec.cuda.ops.linear.pack import CHUNKS, FORMATS
+from pyspec.cuda.ops.linear.ref import rounded
+from pyspec.cuda.ops.moe import cuda as moe_cuda
+from pyspec.cuda.ops.moe import ref as moe_ref
+from pyspec.cuda.ops.moe.cuda import random_stacks
+from pyspec.cuda.ops.moe.ref import Added, MoeSpec, Stack, Stacks, activate, combine
+from pyspec.cuda.ops.rows import cuda as rows_cuda
+from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.gguf import GGMLType
 from pyspec.models import weights as models_weights
 

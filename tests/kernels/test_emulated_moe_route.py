@@ -7,8 +7,10 @@ import torch
 from emulated.gpu import CPU, emulated_gpu
 from emulated.machine import needs_compiler
 
-from pyspec.cuda.kernels import moe_ref, moe_route_cuda, rows_cuda
-from pyspec.cuda.kernels.moe_ref import Routes, RouteSpec
+from pyspec.cuda.ops.moe import ref as moe_ref
+from pyspec.cuda.ops.moe.ref import Routes, RouteSpec
+from pyspec.cuda.ops.moe_route import cuda as moe_route_cuda
+from pyspec.cuda.ops.rows import cuda as rows_cuda
 
 pytestmark = needs_compiler
 ROUTES = {

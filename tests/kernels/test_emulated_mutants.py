@@ -16,8 +16,10 @@ import test_emulated_wgmma as wgmma
 from emulated.machine import needs_compiler
 
 from pyspec.cuda import jit
-from pyspec.cuda.kernels import linear_cuda, linear_pair, linear_wgmma
-from pyspec.cuda.kernels.rows_ref import Kind
+from pyspec.cuda.ops.linear import cuda as linear_cuda
+from pyspec.cuda.ops.linear import pair as linear_pair
+from pyspec.cuda.ops.linear import wgmma as linear_wgmma
+from pyspec.cuda.ops.rows.ref import Kind
 from pyspec.gguf import GGMLType
 
 pytestmark = needs_compiler

@@ -8,8 +8,8 @@ from emulated.gpu import CPU, emulated_gpu
 from emulated.machine import needs_compiler
 
 from pyspec.cuda import faults
-from pyspec.cuda.kernels import norms_cuda
-from pyspec.cuda.kernels.norms_ref import NormsSpec, TorchNorms
+from pyspec.cuda.ops.norms import cuda as norms_cuda
+from pyspec.cuda.ops.norms.ref import NormsSpec, TorchNorms
 
 pytestmark = needs_compiler
 

@@ -7,13 +7,14 @@ from emulated.machine import needs_compiler
 from torch import Tensor
 
 from pyspec.cuda import faults
-from pyspec.cuda.kernels import rope_kv_cuda, rows_cuda
-from pyspec.cuda.kernels.linear_wgmma import blocks_for_wgmma
-from pyspec.cuda.kernels.rope_kv import check as check_rope_kv
-from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
-from pyspec.cuda.kernels.rope_kv_ref import bind as rope_kv_reference
-from pyspec.cuda.kernels.rows import check, make, rows
-from pyspec.cuda.kernels.rows_ref import (
+from pyspec.cuda.ops.linear.wgmma import blocks_for_wgmma
+from pyspec.cuda.ops.rope_kv import cuda as rope_kv_cuda
+from pyspec.cuda.ops.rope_kv.op import check as check_rope_kv
+from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
+from pyspec.cuda.ops.rope_kv.ref import bind as rope_kv_reference
+from pyspec.cuda.ops.rows import cuda as rows_cuda
+from pyspec.cuda.ops.rows.op import check, make, rows
+from pyspec.cuda.ops.rows.ref import (
     HEAD_POWER,
     RELU2,
     GroupNorm,

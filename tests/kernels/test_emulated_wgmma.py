@@ -8,11 +8,12 @@ from emulated.gpu import CPU, emulated_gpu
 from emulated.machine import needs_compiler
 from torch import Tensor
 
-from pyspec.cuda.kernels import linear_ref, linear_wgmma
-from pyspec.cuda.kernels.linear_cuda import random_weights
-from pyspec.cuda.kernels.linear_pack import Packed, repack, unpack
-from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
-from pyspec.cuda.kernels.linear_wgmma import PATIENCE, WgmmaLaunch, prepare
+from pyspec.cuda.ops.linear import ref as linear_ref
+from pyspec.cuda.ops.linear import wgmma as linear_wgmma
+from pyspec.cuda.ops.linear.cuda import random_weights
+from pyspec.cuda.ops.linear.pack import Packed, repack, unpack
+from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.linear.wgmma import PATIENCE, WgmmaLaunch, prepare
 from pyspec.gguf import GGMLType
 
 pytestmark = needs_compiler

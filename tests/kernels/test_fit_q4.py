@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyspec.cuda.kernels.dequant_ref import dequantize, quantize
-from pyspec.cuda.kernels.fit_q4 import TYPES, fit_q4
-from pyspec.cuda.kernels.linear_pack import repack, unpack
+from pyspec.cuda.ops.linear.dequant import dequantize, quantize
+from pyspec.cuda.ops.linear.fit_q4 import TYPES, fit_q4
+from pyspec.cuda.ops.linear.pack import repack, unpack
 from pyspec.gguf import GGMLType
 
 Q4_0, IQ4_NL = GGMLType.Q4_0, GGMLType.IQ4_NL

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyspec.cuda.kernels import gdn_ref
+from pyspec.cuda.ops.gdn import ref as gdn_ref
 from pyspec.slots.memory import StateShape
 
 SPEC = gdn_ref.GdnSpec(torch.device("cpu"), StateShape(2, 6, 32, 4, 10 * 32), 1e-6)

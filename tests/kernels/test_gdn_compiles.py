@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from pyspec.cuda import jit
-from pyspec.cuda.kernels import gdn_chunk, gdn_cuda
-from pyspec.cuda.kernels.gdn_ref import GdnSpec
+from pyspec.cuda.ops.gdn import chunk as gdn_chunk
+from pyspec.cuda.ops.gdn import cuda as gdn_cuda
+from pyspec.cuda.ops.gdn.ref import GdnSpec
 from pyspec.slots.memory import StateShape
 
 pytest.importorskip("cuda.core")

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyspec.cuda.kernels import gdn_cuda, gdn_ref
-from pyspec.cuda.kernels.gdn_ref import GdnSpec
-from pyspec.cuda.kernels.rows_cuda import Into, Rows, RowsLaunch
-from pyspec.cuda.kernels.rows_ref import HeadNorm
+from pyspec.cuda.ops.gdn import cuda as gdn_cuda
+from pyspec.cuda.ops.gdn import ref as gdn_ref
+from pyspec.cuda.ops.gdn.ref import GdnSpec
+from pyspec.cuda.ops.rows.cuda import Into, Rows, RowsLaunch
+from pyspec.cuda.ops.rows.ref import HeadNorm
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import StateLayer, StateShape
 from pyspec.slots.table import SlotTable

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from pyspec.cuda.jit import ARCHS, compile_cubin
-from pyspec.cuda.kernels import linear_pair
-from pyspec.cuda.kernels.linear_cuda import defines, fitting, n_shared, n_stages, stage_bytes, stem
-from pyspec.cuda.kernels.linear_pack import CHUNKS
-from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.linear import pair as linear_pair
+from pyspec.cuda.ops.linear.cuda import defines, fitting, n_shared, n_stages, stage_bytes, stem
+from pyspec.cuda.ops.linear.pack import CHUNKS
+from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.gguf import GGMLType
 
 CAPABILITIES = dict(zip(ARCHS, [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)], strict=True))

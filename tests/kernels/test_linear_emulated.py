@@ -13,12 +13,14 @@ from emulated.machine import needs_compiler
 from emulated.ways import WAYS, machine_of
 from torch import Tensor
 
-from pyspec.cuda.kernels import linear_cuda, linear_ref, linear_wgmma
-from pyspec.cuda.kernels.linear import linear, linear_tall
-from pyspec.cuda.kernels.linear_cuda import SHAPES, LinearLaunch, random_matrix, random_packed, random_weights, step
-from pyspec.cuda.kernels.linear_pack import CHUNKS, FORMATS, MXFP4_LARGEST, Packed, repack, unpack
-from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
-from pyspec.cuda.kernels.linear_wgmma import WgmmaLaunch
+from pyspec.cuda.ops.linear import cuda as linear_cuda
+from pyspec.cuda.ops.linear import ref as linear_ref
+from pyspec.cuda.ops.linear import wgmma as linear_wgmma
+from pyspec.cuda.ops.linear.cuda import SHAPES, LinearLaunch, random_matrix, random_packed, random_weights, step
+from pyspec.cuda.ops.linear.op import linear, linear_tall
+from pyspec.cuda.ops.linear.pack import CHUNKS, FORMATS, MXFP4_LARGEST, Packed, repack, unpack
+from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.linear.wgmma import WgmmaLaunch
 from pyspec.gguf import GGMLType, GGUFFile
 from pyspec.models.weights import Weights
 

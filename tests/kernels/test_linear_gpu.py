@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyspec.cuda.kernels import linear_cuda, linear_pair, linear_ref
-from pyspec.cuda.kernels.linear import linear
-from pyspec.cuda.kernels.linear_cuda import LinearLaunch, Shape, random_matrix, step
-from pyspec.cuda.kernels.linear_pack import CHUNKS, Packed, unpack
-from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
-from pyspec.cuda.kernels.rows_cuda import RowsLaunch
+from pyspec.cuda.ops.linear import cuda as linear_cuda
+from pyspec.cuda.ops.linear import pair as linear_pair
+from pyspec.cuda.ops.linear import ref as linear_ref
+from pyspec.cuda.ops.linear.cuda import LinearLaunch, Shape, random_matrix, step
+from pyspec.cuda.ops.linear.op import linear
+from pyspec.cuda.ops.linear.pack import CHUNKS, Packed, unpack
+from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.rows.cuda import RowsLaunch
 from pyspec.gguf import GGMLType
 
 CUDA = torch.device("cuda", 0)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyspec.cuda.kernels.dequant_ref import dequantize, quantize
-from pyspec.cuda.kernels.linear_cuda import HALVES, random_packed
-from pyspec.cuda.kernels.linear_pack import (
+from pyspec.cuda.ops.linear.cuda import HALVES, random_packed
+from pyspec.cuda.ops.linear.dequant import dequantize, quantize
+from pyspec.cuda.ops.linear.pack import (
     CHUNKS,
     MXFP4_LARGEST,
     interleave,
@@ -65,7 +65,7 @@ def test_large_matrices_grow_by_less_than_three_percent(type: GGMLType) -> None:
 def test_large_matrices_are_repacked_in_slices(type: GGMLType, monkeypatch: pytest.MonkeyPatch) -> None:
     raw = random_blocks(type, 800, 64)
     whole = repack(raw, type, (800, 64)).data
-    monkeypatch.setattr("pyspec.cuda.kernels.linear_pack._SLICE", 1)
+    monkeypatch.setattr("pyspec.cuda.ops.linear.pack._SLICE", 1)
     assert torch.equal(repack(raw, type, (800, 64)).data, whole)
 
 

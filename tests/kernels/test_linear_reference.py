@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from pyspec.cuda.kernels import linear_cuda, linear_ref
-from pyspec.cuda.kernels.dequant_ref import dequantize, quantize
-from pyspec.cuda.kernels.linear import linear
-from pyspec.cuda.kernels.linear_pack import interleave, repack
-from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.linear import cuda as linear_cuda
+from pyspec.cuda.ops.linear import ref as linear_ref
+from pyspec.cuda.ops.linear.dequant import dequantize, quantize
+from pyspec.cuda.ops.linear.op import linear
+from pyspec.cuda.ops.linear.pack import interleave, repack
+from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.gguf import GGMLType
 
 CPU = torch.device("cpu")

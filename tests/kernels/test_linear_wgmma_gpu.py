@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyspec.cuda.kernels import linear_ref
-from pyspec.cuda.kernels.linear_cuda import random_matrix, random_packed
-from pyspec.cuda.kernels.linear_pack import CHUNKS, Packed, unpack
-from pyspec.cuda.kernels.linear_ref import Epilogue, LinearSpec
-from pyspec.cuda.kernels.linear_wgmma import PATIENCE, WgmmaLaunch, limits, prepare
+from pyspec.cuda.ops.linear import ref as linear_ref
+from pyspec.cuda.ops.linear.cuda import random_matrix, random_packed
+from pyspec.cuda.ops.linear.pack import CHUNKS, Packed, unpack
+from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.linear.wgmma import PATIENCE, WgmmaLaunch, limits, prepare
 from pyspec.gguf import GGMLType
 
 CUDA = torch.device("cuda", 0)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyspec.cuda.kernels import mamba2_numba, mamba2_ref
-from pyspec.cuda.kernels.mamba2_ref import Mamba2Spec, make_params
+from pyspec.cuda.ops.mamba2 import numba as mamba2_numba
+from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
+from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, make_params
 from pyspec.slots.batch import Seq, lay_out
 from pyspec.slots.memory import Mamba2Shape, StateLayer
 from pyspec.slots.table import SlotTable

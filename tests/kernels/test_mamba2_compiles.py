@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from pyspec.cuda import jit
-from pyspec.cuda.kernels import mamba2_chunk, mamba2_cuda, rope_kv_cuda
-from pyspec.cuda.kernels.mamba2_ref import Mamba2Spec
-from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
+from pyspec.cuda.ops.mamba2 import chunk as mamba2_chunk
+from pyspec.cuda.ops.mamba2 import cuda as mamba2_cuda
+from pyspec.cuda.ops.mamba2.ref import Mamba2Spec
+from pyspec.cuda.ops.rope_kv import cuda as rope_kv_cuda
+from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.slots.memory import Mamba2Shape
 
 pytest.importorskip("cuda.core")

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import faults
-from pyspec.cuda.kernels import mamba2_cuda, mamba2_ref
-from pyspec.cuda.kernels.mamba2 import mamba2
-from pyspec.cuda.kernels.mamba2_ref import Mamba2Spec, Params, make_params
+from pyspec.cuda.ops.mamba2 import cuda as mamba2_cuda
+from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
+from pyspec.cuda.ops.mamba2.op import mamba2
+from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, Params, make_params
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Seq, lay_out
 from pyspec.slots.memory import Mamba2Shape, StateLayer

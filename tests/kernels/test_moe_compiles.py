@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from pyspec.cuda.jit import ARCHS, compile_cubin
-from pyspec.cuda.kernels import moe_builds, moe_cuda, moe_route_cuda
-from pyspec.cuda.kernels.linear_cuda import n_shared
-from pyspec.cuda.kernels.linear_pack import CHUNKS
-from pyspec.cuda.kernels.moe_builds import (
+from pyspec.cuda.ops.linear.cuda import n_shared
+from pyspec.cuda.ops.linear.pack import CHUNKS
+from pyspec.cuda.ops.moe import builds as moe_builds
+from pyspec.cuda.ops.moe import cuda as moe_cuda
+from pyspec.cuda.ops.moe.builds import (
     BUILDS,
     FEW_PAIRS,
     GROUPS,
@@ -24,7 +25,8 @@ from pyspec.cuda.kernels.moe_builds import (
     residents,
     stage_bytes,
 )
-from pyspec.cuda.kernels.moe_ref import RouteSpec
+from pyspec.cuda.ops.moe.ref import RouteSpec
+from pyspec.cuda.ops.moe_route import cuda as moe_route_cuda
 from pyspec.gguf import GGMLType
 
 CAPABILITIES = dict(zip(ARCHS, [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)], strict=True))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyspec.cuda.kernels import moe_cuda, moe_ref
-from pyspec.cuda.kernels.moe_ref import Added, MoeSpec
+from pyspec.cuda.ops.moe import cuda as moe_cuda
+from pyspec.cuda.ops.moe import ref as moe_ref
+from pyspec.cuda.ops.moe.ref import Added, MoeSpec
 from pyspec.gguf import GGMLType
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

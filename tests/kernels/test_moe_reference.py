@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from pyspec.cuda.kernels import moe_ref
-from pyspec.cuda.kernels.dequant_ref import dequantize, quantize
-from pyspec.cuda.kernels.moe import moe
-from pyspec.cuda.kernels.moe_ref import Added, MoeSpec, RouteSpec, Stack, Stacks, choose
-from pyspec.cuda.kernels.moe_route import moe_route
-from pyspec.cuda.kernels.rows_ref import Norm
+from pyspec.cuda.ops.linear.dequant import dequantize, quantize
+from pyspec.cuda.ops.moe import ref as moe_ref
+from pyspec.cuda.ops.moe.op import moe
+from pyspec.cuda.ops.moe.ref import Added, MoeSpec, RouteSpec, Stack, Stacks, choose
+from pyspec.cuda.ops.moe_route.op import moe_route
+from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.gguf import GGMLType
 
 CPU = torch.device("cpu")

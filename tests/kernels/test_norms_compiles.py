@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from pyspec.cuda.jit import ARCHS, compile_cubin
-from pyspec.cuda.kernels import norms_cuda
-from pyspec.cuda.kernels.norms_ref import NormsSpec
+from pyspec.cuda.ops.norms import cuda as norms_cuda
+from pyspec.cuda.ops.norms.ref import NormsSpec
 
 pytest.importorskip("cuda.core")
 

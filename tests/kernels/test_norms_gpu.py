@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from pyspec.cuda.kernels import norms_cuda
-from pyspec.cuda.kernels.norms_ref import NormsSpec, TorchNorms
+from pyspec.cuda.ops.norms import cuda as norms_cuda
+from pyspec.cuda.ops.norms.ref import NormsSpec, TorchNorms
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CUDA = torch.device("cuda", 0)

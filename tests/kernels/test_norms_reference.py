@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyspec.cuda.kernels import norms_cuda
-from pyspec.cuda.kernels.norms import norms
-from pyspec.cuda.kernels.norms_ref import NormsSpec, TorchNorms
+from pyspec.cuda.ops.norms import cuda as norms_cuda
+from pyspec.cuda.ops.norms.op import norms
+from pyspec.cuda.ops.norms.ref import NormsSpec, TorchNorms
 
 CPU = torch.device("cpu")
 SPEC = NormsSpec(CPU, 96, 1e-6)

@@ -191,15 +191,15 @@ def test_sources_of_an_op_are_its_modules_and_kernels() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verdicts.jit, "source", watched)
-        verdicts.digest.__wrapped__(("pyspec.cuda.kernels.linear", "pyspec.cuda.kernels.linear_cuda"))
+        verdicts.digest.__wrapped__(("pyspec.cuda.ops.linear.op", "pyspec.cuda.ops.linear.cuda"))
     assert {"linear", "linear_sm90", "rows"} <= set(seen) and "gdn" not in seen
 
 
 def test_a_child_is_soon_there() -> None:
     """It imports torch, the op and little else; the server, numba or the tokenizers would cost seconds."""
     code = (
-        "import sys\nimport pyspec.cuda.probe, pyspec.cuda.kernels.attend\n"
-        "heavy = {'numba', 'tokenizers', 'jinja2', 'starlette', 'rich', 'pydantic', 'pyspec.models', 'pyspec.engine'}\n"
+        "import sys\nimport pyspec.cuda.probe, pyspec.cuda.ops.attend.op\n"
+        "heavy = {'numba', 'tokenizers', 'jinja2', 'starlette', 'rich', 'pydantic', 'pyspec.models', 'pyspec.engine.api'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from pyspec.cuda.jit import ARCHS, compile_cubin
-from pyspec.cuda.kernels import rope_kv_cuda, rows_cuda
-from pyspec.cuda.kernels.attend_cuda import KINDS
-from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
-from pyspec.cuda.kernels.rows_ref import Kind, RowsSpec
+from pyspec.cuda.ops.attend.cuda import KINDS
+from pyspec.cuda.ops.rope_kv import cuda as rope_kv_cuda
+from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
+from pyspec.cuda.ops.rows import cuda as rows_cuda
+from pyspec.cuda.ops.rows.ref import Kind, RowsSpec
 
 CPU = torch.device("cpu")
 

@@ -3,14 +3,15 @@
 import pytest
 import torch
 
-from pyspec.cuda.kernels import rope_kv_cuda, rows_cuda
-from pyspec.cuda.kernels.attend_cuda import fault_record
-from pyspec.cuda.kernels.linear_wgmma import blocks_for_wgmma
-from pyspec.cuda.kernels.rope_kv import check as check_rope_kv
-from pyspec.cuda.kernels.rope_kv_ref import RopeKvSpec
-from pyspec.cuda.kernels.rope_kv_ref import bind as rope_kv_reference
-from pyspec.cuda.kernels.rows import check, make, rows
-from pyspec.cuda.kernels.rows_ref import Kind, RowsSpec
+from pyspec.cuda.ops.attend.cuda import fault_record
+from pyspec.cuda.ops.linear.wgmma import blocks_for_wgmma
+from pyspec.cuda.ops.rope_kv import cuda as rope_kv_cuda
+from pyspec.cuda.ops.rope_kv.op import check as check_rope_kv
+from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
+from pyspec.cuda.ops.rope_kv.ref import bind as rope_kv_reference
+from pyspec.cuda.ops.rows import cuda as rows_cuda
+from pyspec.cuda.ops.rows.op import check, make, rows
+from pyspec.cuda.ops.rows.ref import Kind, RowsSpec
 from pyspec.slots.kv import KVPool
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

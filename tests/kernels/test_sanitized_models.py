@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from pyspec.cuda import survey
-from pyspec.cuda.kernels.linear import linear, linear_tall
-from pyspec.cuda.kernels.linear_ref import LinearSpec
-from pyspec.cuda.kernels.rows import rows
-from pyspec.cuda.kernels.rows_ref import Kind, RowsSpec
+from pyspec.cuda.ops.linear.op import linear, linear_tall
+from pyspec.cuda.ops.linear.ref import LinearSpec
+from pyspec.cuda.ops.rows.op import rows
+from pyspec.cuda.ops.rows.ref import Kind, RowsSpec
 from pyspec.gguf import GGMLType
 from pyspec.synth.dims import NemotronHMoe, Qwen35
 

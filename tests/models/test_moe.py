@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pyspec.cuda.kernels.moe import moe
+from pyspec.cuda.ops.moe.op import moe
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGMLType, GGUFFile, GGUFWriter, open_gguf
 from pyspec.models.moe import MoeFeed, MoeShape, moe_tensors, shared_stacks

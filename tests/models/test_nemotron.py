@@ -13,7 +13,7 @@ import pytest
 import torch
 from harness import DEVICE, FIXTURES, Bench, near
 
-from pyspec.cuda.kernels.flush import flush
+from pyspec.cuda.ops.recurrent.fold import flush
 from pyspec.draft import mtp
 from pyspec.draft.drafter import Ask
 from pyspec.errors import OutOfBounds

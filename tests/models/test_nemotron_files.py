@@ -12,7 +12,7 @@ import torch
 from harness import DEVICE, FIXTURES, Bench, near
 
 from pyspec import synth
-from pyspec.cuda.kernels.dequant_ref import dequantize
+from pyspec.cuda.ops.linear.dequant import dequantize
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGMLType, GGUFFile, GGUFWriter, TensorInfo, ValueType, open_gguf
 from pyspec.models import read_config

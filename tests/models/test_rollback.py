@@ -29,7 +29,7 @@ def test_refused_rows_leave_no_trace(width: int, kept: int) -> None:
 
 def test_state_is_bit_equal_whether_tokens_came_singly_or_in_a_verify() -> None:
     """The recurrence takes tokens in one order; only matrix products may round by the number of rows."""
-    from pyspec.cuda.kernels import gdn_ref
+    from pyspec.cuda.ops.gdn import ref as gdn_ref
     from pyspec.slots.batch import Seq, lay_out
     from pyspec.slots.memory import StateLayer, StateShape
     from pyspec.slots.table import SlotTable

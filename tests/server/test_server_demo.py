@@ -10,7 +10,7 @@ import openai
 import pytest
 from server_live import wait_for
 
-from pyspec.engine import Engine
+from pyspec.engine.api import Engine
 from pyspec.server.app import create_app
 from pyspec.server.serve import bind, make_server
 from pyspec.server.settings import Limits, ServerSettings

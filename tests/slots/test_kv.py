@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from pyspec.config import KV_TYPES
+from pyspec.engine.memory_plan import memory_bytes
 from pyspec.errors import ModelError
 from pyspec.models.target import LayerMemory, allocate
-from pyspec.plan import memory_bytes
 from pyspec.slots.kv import KV_DTYPES, KVPool, copy_rows, dequantized, quantized, row_bytes
 from pyspec.slots.memory import StateShape
 

@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-from pyspec.engine import Engine, Result
+from pyspec.engine.api import Engine, Result
 
 PROMPTS = Path(__file__).parents[2] / "pyspec" / "demo" / "prompts.jsonl"
 DRAFTS = {"none": None, "dflash": "auto", "mtp": "mtp", "ngram": "ngram"}

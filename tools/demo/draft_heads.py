@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 from pyspec.config import DRAFT_HEADS
-from pyspec.engine import Engine, Result
+from pyspec.engine.api import Engine, Result
 
 PROMPTS = Path(__file__).parents[2] / "pyspec" / "demo" / "prompts.jsonl"
 DRAFTS = {"dflash": "auto", "mtp": "mtp"}

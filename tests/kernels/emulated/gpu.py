@@ -1,4 +1,4 @@
-"""A GPU that is none: within `emulated_gpu`, the launchers of pyspec.cuda.kernels compile and launch on the CPU, unchanged."""
+"""A GPU that is none: within `emulated_gpu`, the launchers of pyspec.cuda.ops compile and launch on the CPU, unchanged."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def emulated_gpu(
 
 
 def _launchers() -> list[object]:
-    return [jit, faults, *(m for name, m in sys.modules.items() if name.startswith("pyspec.cuda.kernels."))]
+    return [jit, faults, *(m for name, m in sys.modules.items() if name.startswith("pyspec.cuda.ops."))]
 
 
 def _forget() -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 from emulated.gpu import emulated_gpu
 
-from pyspec.cuda.kernels import linear_pair
+from pyspec.cuda.ops.linear import pair as linear_pair
 
 WAYS = {"linear": (8, 0), "linear_sm90": (9, 0), "linear_pair": (9, 0)}
 """Source -> compute capability of a machine that runs it."""

@@ -1,0 +1,165 @@
+"""`ahead` on NVIDIA GPUs: a launch for what a verify keeps, and one for each layout that is moved behind it (ahead.cu)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyspec.cuda.faults import record
+from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
+from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NOBODY, Ahead, AheadSpec, Kept
+from pyspec.slots.arena import BUCKETS, Arena
+from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.table import SlotTable
+
+THREADS = 128
+MAX_SEQS, MAX_ROWS = 256, BUCKETS[-1]  # of a verify
+WIDTHS = ((1,), (4,), (2, 1, 5), (17, 3, 1, 16, 40))  # of the check's sequences
+NULL = np.int64(0)
+
+
+def limits(spec: AheadSpec) -> str | None:
+    return None if spec.device.type == "cuda" else "runs on NVIDIA GPUs only"
+
+
+@cache
+def _kernels(device: torch.device) -> tuple[Kernel, Kernel]:
+    code = compile_cubin("ahead", arch_of(torch.cuda.get_device_capability(device)))
+    return code.kernel("ahead_keep", "ppppp" + "pppp" + "i"), code.kernel(
+        "ahead_move", "ppppppp" + "ppp" + "ppppp" + "ll" + "iiiiiii" + "p"
+    )
+
+
+class AheadLaunch:
+    """Implements `Ahead`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.n = torch.ones(MAX_SEQS, dtype=torch.int32, device=device)
+        self.goes = torch.ones(MAX_SEQS, dtype=torch.int32, device=device)
+        self.last = torch.zeros(MAX_SEQS, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
+        self.overlap, self.fault = torch.cuda.get_device_capability(device) >= (9, 0), record(device)
+        self.keeper, self.mover = _kernels(device)
+
+    def keep(self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None) -> Kept:
+        n_seq, n_row = len(batch.seqs), batch.n_row
+        assert n_seq <= MAX_SEQS and n_row <= MAX_ROWS and best.dtype == torch.float64
+        assert ends is None or (ends.dtype == torch.int32 and ends.shape == (n_seq, MAX_ENDS) and ends.is_contiguous())
+        kept = Kept(self.n[:n_seq], self.tokens[:n_row], self.last[:n_seq], self.goes[:n_seq])
+        beside = (NULL if t is None else t for t in (ends, forced))
+        found = kept.n, kept.tokens, kept.last, kept.goes
+        args = (best[0], batch.tokens, batch.seq_start, *beside, *found, np.int32(n_row))
+        self.keeper.launch((n_seq,), 32, args)
+        return kept
+
+    def move(self, batch: Batch, kept: Kept, drafts: Tensor | None = None) -> Batch:
+        self._launch(batch, kept, drafts, True)
+        return batch
+
+    def follow(self, batch: Batch, kept: Kept) -> None:
+        self._launch(batch, kept, None, False)
+
+    def step(self, batch: Batch) -> Batch:
+        self._launch(batch, None, None, True)
+        return batch
+
+    def _launch(self, batch: Batch, kept: Kept | None, drafts: Tensor | None, is_moved: bool) -> None:
+        n_row, n_page = batch.positions.shape[0], batch.page_table.shape[1]
+        of_kept: list[Arg] = [NULL] * 4 if kept is None else [kept.n, kept.tokens, kept.last, kept.goes]
+        steps = (0, 0) if drafts is None else drafts.stride()
+        n_draft, n_next = 0 if drafts is None else drafts.shape[1], 0 if kept is None else len(kept.tokens)
+        n_seq = batch.page_table.shape[0]
+        sizes = n_draft, n_row, n_seq, n_next, n_page, batch.page_size, int(is_moved)
+        args: list[Arg] = [batch.tokens, batch.positions, batch.kv_rows, batch.hi, batch.out_rows]
+        args += [
+            batch.seq_fold,
+            batch.seq_keep,
+            batch.seq_start,
+            batch.row_seq,
+            batch.page_table,
+            *of_kept,
+            NULL if drafts is None else drafts,
+        ]
+        args += [np.int64(n) for n in steps] + [np.int32(n) for n in sizes] + [self.fault]
+        self.mover.launch((-(-n_row // THREADS),), THREADS, args, overlap=self.overlap)
+
+
+def bind(spec: AheadSpec) -> AheadLaunch:
+    """With places of its own for what is kept: two engines may share a stream."""
+    return AheadLaunch(spec.device)
+
+
+def verify(widths: Sequence[int], device: torch.device, gen: torch.Generator) -> tuple[Batch, SlotTable, Arena]:
+    """A verify of sequences of `widths` at ragged positions, in an arena, in which tokens are few and so often right."""
+    table = SlotTable(len(widths), 40 * len(widths), 8)
+    arena = Arena(len(widths), 40, device)
+    seqs = []
+    for slot, width in zip(table.slots, widths, strict=True):
+        table.acquire(slot, 200)
+        slot.tokens.extend([1] * int(torch.randint(0, 60, (), generator=gen)))
+        tokens = torch.randint(0, 2, (width,), generator=gen).tolist()
+        seqs.append(Seq(slot.index, slot.n_past, tokens, n_out=width))
+    return lay_out(table, seqs, device, arena=arena), table, arena
+
+
+def _fields(batch: Batch) -> list[Tensor]:
+    names = (
+        "tokens",
+        "positions",
+        "kv_rows",
+        "hi",
+        "lo",
+        "out_rows",
+        "seq_fold",
+        "seq_keep",
+        "seq_start",
+        "row_seq",
+        "page_table",
+    )
+    return [getattr(batch, name).clone() for name in names]
+
+
+def check(launch: Ahead, reference: Ahead, spec: AheadSpec) -> str | None:
+    """Drafts that are right from none to all, ends among them, and every kind of layout behind them."""
+    gen = torch.Generator().manual_seed(0)
+    for widths in WIDTHS * 4:
+        found = [_run(op, widths, spec.device, gen.get_state()) for op in (launch, reference)]
+        torch.rand(100, generator=gen)
+        for what, own, other in zip(("kept", "moved", "followed", "stepped", "moved a block"), *found, strict=True):
+            if not all(torch.equal(a, b) for a, b in zip(own, other, strict=True)):
+                return f"rows {what} of sequences of {widths} differ from the reference's"
+    return None
+
+
+def _run(op: Ahead, widths: Sequence[int], device: torch.device, state: Tensor) -> list[list[Tensor]]:
+    gen, n = torch.Generator(), len(widths)
+    gen.set_state(state)
+    batch, table, arena = verify(widths, device, gen)
+    best = torch.randint(0, 2, (2, batch.tokens.shape[0]), generator=gen).double().to(device)
+    ends = torch.full((n, MAX_ENDS), NOBODY, dtype=torch.int32)
+    ends[torch.rand(n, generator=gen) < 0.3, 3] = 1
+    forced = torch.randint(0, 6, (n,), generator=gen).int().to(device)
+    out = []
+    for beside in ((None, None), (ends.to(device), None), (None, forced), (ends.to(device), forced)):
+        kept = op.keep(best, batch, *beside)
+        out += [kept.n.clone(), kept.tokens.clone(), kept.last.clone(), kept.goes.clone()]
+    drafts = torch.arange(n * 64, device=device).view(64, n).T
+    whole = [out]
+    for widths_then, others, see_block in (([1 + w % 5 for w in widths], drafts, False), ([6] * n, None, True)):
+        seqs = [
+            Seq(q.slot, q.n_past, [9] * w, keep=i % 3 > 0, n_out=w, n_fold=i % 2, slack=q.width)
+            for i, (q, w) in enumerate(zip(batch.seqs, widths_then, strict=True))
+        ]
+        moved = op.move(lay_out(table, seqs, device, arena=arena, see_block=see_block), kept, others)
+        whole.append(_fields(moved))
+        if len(whole) == 2:
+            again = [Seq(q.slot, q.n_past + 1, [0] * q.width, n_out=1) for q in batch.seqs]
+            followed = lay_out(table, again, device, arena=arena)
+            op.follow(followed, kept)
+            whole.append(_fields(followed))
+            whole.append(_fields(op.step(followed)))
+    return whole

@@ -1,0 +1,12 @@
+"""`ahead`: what a round is made of that is launched before the host has read the one before."""
+
+from pyspec.cuda.op import Impl, Op
+from pyspec.cuda.ops.ahead import cuda as ahead_cuda
+from pyspec.cuda.ops.ahead import ref as ahead_ref
+
+ahead: Op[ahead_ref.AheadSpec] = Op(
+    "ahead",
+    Impl("torch", ahead_ref.bind, capturable=True),
+    [Impl("cuda", ahead_cuda.bind, ahead_cuda.limits, capturable=True)],
+    ahead_cuda.check,
+)

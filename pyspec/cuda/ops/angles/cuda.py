@@ -1,0 +1,76 @@
+"""`angles` on NVIDIA GPUs: one launch (angles.cu)."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
+from pyspec.cuda.ops.angles.ref import Angles, AnglesSpec
+
+THREADS = 128
+MAX_ROWS = 1 << 30
+OFF = 2.0**-22  # of sums of full precision: as far as two libraries may be apart
+
+
+def limits(spec: AnglesSpec) -> str | None:
+    return None if spec.device.type == "cuda" else "runs on NVIDIA GPUs only"
+
+
+def inverse_of(factor: float) -> np.float32:
+    """What positions are multiplied with: torch divides a GPU's tensor by a number in that way."""
+    return np.float32(1.0) / np.float32(factor)
+
+
+@cache
+def _kernel(device: torch.device) -> Kernel:
+    return compile_cubin("angles", arch_of(torch.cuda.get_device_capability(device))).kernel("angles", "pppp" + "iif")
+
+
+class AnglesLaunch:
+    """Implements `Angles`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.kernel = _kernel(device)
+
+    def __call__(self, positions: Tensor, freq: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        n_row, n = positions.shape[0], freq.shape[0]
+        assert positions.dtype == torch.int64 and positions.is_contiguous() and n_row <= MAX_ROWS
+        assert freq.dtype == torch.float32 and freq.is_contiguous()
+        cos, sin = (torch.empty(n_row, 1, n, dtype=torch.float32, device=positions.device) for _ in range(2))
+        if n_row and n:
+            args = (positions, freq, cos, sin, np.int32(n_row), np.int32(n), inverse_of(factor))
+            self.kernel.launch((-(-n_row * n // THREADS),), THREADS, args)
+        return cos, sin
+
+
+@cache
+def bind(spec: AnglesSpec) -> AnglesLaunch:
+    return AnglesLaunch(spec.device)
+
+
+def frequencies(n: int, device: torch.device) -> Tensor:
+    """Of a rope of 2 n dimensions and a usual base."""
+    return 1e6 ** (-torch.arange(n, dtype=torch.float32, device=device) / max(n, 1))
+
+
+def hostile(n_row: int, gen: torch.Generator) -> Tensor:
+    """[n_row] int64: small positions, long contexts, and what has another way to be brought into one turn."""
+    ends = torch.tensor([0, 1, 2, 7, 105_614, 105_616, 131_071, 262_143, (1 << 24) + 1, (1 << 31) + 7])
+    return torch.cat([ends, torch.randint(0, 1 << 18, (n_row,), generator=gen)])[:n_row]
+
+
+def check(launch: Angles, reference: Angles, spec: AnglesSpec) -> str | None:
+    """Positions up to beyond 32 bits; a factor that halves keep exact, for a CPU divides where a GPU multiplies."""
+    gen = torch.Generator().manual_seed(0)
+    for n_row, n, factor in ((1, 32, 1.0), (70, 48, 4.0), (300, 3, 1.0), (5, 0, 1.0)):
+        positions, freq = hostile(n_row, gen).to(spec.device), frequencies(n, spec.device)
+        for name, got, want in zip(
+            ("cos", "sin"), launch(positions, freq, factor), reference(positions, freq, factor), strict=True
+        ):
+            if got.shape != want.shape or not torch.allclose(got, want, rtol=0.0, atol=OFF):
+                return f"{name} of {n_row} rows of {n} angles differs from the reference"
+    return None

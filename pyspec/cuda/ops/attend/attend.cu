@@ -1,0 +1,404 @@
+// attend: paged attention of few rows over long keys; decode, verify and drafter blocks alike.
+//
+//   q            [row, n_head, dim]          f32    contiguous, after rope
+//   k, v         [pool row, n_kv, dim]       KV     KV_KIND 1: f16, 2: bf16, 3: i8 codes of q8_0, 4: f8_e4m3
+//   k_scale, v_scale  [pool row, n_kv, dim / 32]  f16  of q8_0 alone
+//   page_table   [seq, n_page_col]           int64
+//   positions, lo, hi  [row]                 int64  row sees lo <= p < hi, and p > position - window if window > 0
+//   row_seq      [row]                       int32  -1: padding, skipped here and written as zeros by the merge
+//   seq_start    [seq + 1]                   int32
+//   part         [item, column, dim]         f32    unnormalised sums of an item
+//   part_ml      [item, column, 2]           f32    maximum (log2) and sum of weights
+//   plan         [1 + 3 * MAX_SEQ]           int32  ranges per item; first item, first split, tiles by sequence
+//   sinks        [n_head]                    f32    with HAS_SINKS: a logit of each head, of a key without value
+//   out          [row, n_head, dim]          f32
+//   fault        [5]                         int32  see bounds.cuh
+//
+// Swap form: keys on the M side of m16n8k16, packed (row, head of the group) columns on N in eights, so a group of 6 and
+// one of 16 waste fewer than 8 columns. A block has DIM / 32 warps and takes RANGE = DIM keys at a time: for S = K Q each
+// warp owns 32 keys, for O = V P each owns 32 dims, so every K and V element is loaded by one warp, through a queue in
+// shared memory that only this warp writes and reads (cp.async, no block barrier, no bank conflict).
+//
+// Bits: a column never mixes with another; a range starts at a multiple of RANGE and is reduced in one order; ranges are
+// folded in order into splits of 1,024 keys and splits in order into the row. An item is one range or one split, whichever
+// fills the machine, and both give the same bits, so a row's result does not depend on its neighbours or on the batch.
+//
+// Grid: any number of blocks (a static one, for graphs); each finds its items in the metadata. Memory-bound: K and V are
+// read once per tile of COLS columns. Products are of T, which is bf16 for bf16 pools, else f16: q is rounded to T after
+// scaling, and weights to T, errors of 2^-8 or 2^-11 each. Bytes become f16 on their way from shared memory to the product.
+//
+// Macros: DIM, N_TILE (columns / 8), KV_KIND, F8_CVT (the GPU has an instruction for it), HAS_SINKS, DEPTH (queue steps),
+// OP_ID, MIN_BLOCKS, SHARED_BYTES, L2_FETCH (a string: how much a miss brings into L2; all of it is used by the same block
+// soon).
+#include "types.cuh"
+#include "bounds.cuh"
+#include "attend_fold.cuh"
+#include "overlap.cuh"
+
+constexpr int WARPS = DIM / 32, THREADS = 32 * WARPS, RANGE = DIM, FOLD = SPLIT / RANGE, COLS = 8 * N_TILE;
+#if KV_KIND == 3
+constexpr int STEP_BYTES = 2048 + 256;  // and the scales of up to 64 keys, of 64 dims
+#else
+constexpr int STEP_BYTES = 2048;  // of a warp
+#endif
+constexpr u32 ALL = 0xffffffffu;
+
+struct alignas(16) Shared {
+  uint2 q[WARPS][2][N_TILE][32];    // fragment order: 4 of 32 dims of a column per lane and half
+  uint2 p[WARPS][2][N_TILE][32];    // 4 of 32 keys of a column per lane and half
+  char queue[WARPS][DEPTH][STEP_BYTES];
+  float top[WARPS][COLS], sum[WARPS][COLS];
+  float run_m[COLS], run_l[COLS], keep[COLS], take[COLS];
+  int lo[COLS], hi[COLS];
+  int q_row[COLS];                  // row * n_head + head of a column; -1: none
+  int row16[SPLIT / 16];            // pool row of every 16th key of the item
+  int first[MAX_SEQ + 1];           // first item of each sequence
+  int seq_lo[MAX_SEQ], seq_hi[MAX_SEQ], width[MAX_SEQ];
+  int per_item;                     // ranges per item
+  int hull[4];                      // of the tile: min lo, max hi, max lo, min hi
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "the launcher asks for another size");
+
+#if KV_KIND == 2
+#define ATTEND_T "bf16"
+#else
+#define ATTEND_T "f16"
+#endif
+
+__device__ __forceinline__ u32 pack(float low, float high) {
+  u32 both;
+  asm("cvt.rn." ATTEND_T "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+
+__device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." ATTEND_T "." ATTEND_T
+               ".f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+               : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
+
+__device__ __forceinline__ void copy16(u32 to, const void* from, bool real) {  // zeros when not real
+  asm volatile("cp.async.cg.shared.global.L2::" L2_FETCH " [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(real ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void wait_oldest() { asm volatile("cp.async.wait_group %0;" ::"n"(DEPTH - 1) : "memory"); }
+
+#if KV_KIND >= 3
+typedef u8 Kv;
+#else
+typedef u16 Kv;
+#endif
+
+struct Lane {
+  int warp, g, t;  // g = lane / 4 and t = lane % 4, as in the fragment layouts
+};
+
+__device__ __forceinline__ void clear(float (&acc)[2][N_TILE][4]) {
+#pragma unroll
+  for (int i = 0; i < 2; i++)
+#pragma unroll
+    for (int n = 0; n < N_TILE; n++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) acc[i][n][j] = 0.f;
+}
+
+struct Stream;  // and how a thread queues step i of it in `slot`: by the size of keys and values
+__device__ __forceinline__ void fetch(const Shared& s, const Stream& f, const Lane& me, int i, int slot);
+
+// The step in `slot` is in registers: its place takes the step DEPTH later.
+__device__ __forceinline__ void advance(const Shared& s, const Stream& f, const Lane& me, int& step, int& slot) {
+  fetch(s, f, me, step + DEPTH, slot);
+  step++;
+  slot = slot + 1 == DEPTH ? 0 : slot + 1;
+}
+
+#if KV_KIND >= 3
+#include "attend_bytes.cuh"
+#else
+#include "attend_halves.cuh"
+#endif
+
+// Keys a column does not see become -inf; then the warp's maximum of each column.
+__device__ __forceinline__ void mask_and_top(Shared& s, const Lane& me, int key, bool all_seen,
+                                             float (&acc)[2][N_TILE][4]) {
+#pragma unroll
+  for (int n = 0; n < N_TILE; n++) {
+    const int col = 8 * n + 2 * me.t;
+    float top[2];
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      if (!all_seen) {
+        const int lo = s.lo[col + e], hi = s.hi[col + e];
+#pragma unroll
+        for (int x = 0; x < 4; x++)
+          if (key + x < lo || key + x >= hi) acc[x / 2][n][2 * (x % 2) + e] = none_seen();
+      }
+      top[e] = fmaxf(fmaxf(acc[0][n][e], acc[0][n][2 + e]), fmaxf(acc[1][n][e], acc[1][n][2 + e]));
+#pragma unroll
+      for (int d = 4; d < 32; d <<= 1) top[e] = fmaxf(top[e], __shfl_xor_sync(ALL, top[e], d));
+    }
+    if (me.g == 0) *reinterpret_cast<float2*>(&s.top[me.warp][col]) = make_float2(top[0], top[1]);
+  }
+}
+
+// Weights exp2(S - maximum of the range) to shared memory, as T, and the warp's sums of them.
+__device__ __forceinline__ void weights(Shared& s, const Lane& me, float (&acc)[2][N_TILE][4]) {
+#pragma unroll
+  for (int n = 0; n < N_TILE; n++) {
+    const int col = 8 * n + 2 * me.t;
+    float top[2] = {none_seen(), none_seen()}, sum[2];
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      const float2 other = *reinterpret_cast<const float2*>(&s.top[w][col]);
+      top[0] = fmaxf(top[0], other.x);
+      top[1] = fmaxf(top[1], other.y);
+    }
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const float m = finite_or_zero(top[e]);
+      float w[4];
+#pragma unroll
+      for (int x = 0; x < 4; x++) w[x] = exp2_fast(acc[x / 2][n][2 * (x % 2) + e] - m);
+      s.p[me.warp][me.g % 2][n][(2 * me.t + e) * 4 + me.g / 2] = make_uint2(pack(w[0], w[1]), pack(w[2], w[3]));
+      sum[e] = (w[0] + w[1]) + (w[2] + w[3]);
+#pragma unroll
+      for (int d = 4; d < 32; d <<= 1) sum[e] += __shfl_xor_sync(ALL, sum[e], d);
+    }
+    if (me.g == 0) *reinterpret_cast<float2*>(&s.sum[me.warp][col]) = make_float2(sum[0], sum[1]);
+  }
+}
+
+#include "attend_items.cuh"
+#if __CUDA_ARCH__ >= 900
+#include "prefetch.cuh"
+#endif
+
+// Scaled, rounded to T, in fragment order: a thread has 8 dims of one column of every N tile.
+__device__ __forceinline__ void load_q(Shared& s, const Args& a) {
+  const int in_tile = threadIdx.x / (DIM / 8), piece = threadIdx.x % (DIM / 8);
+  float4 x[N_TILE][2];
+#pragma unroll
+  for (int n = 0; n < N_TILE; n++) {
+    const int row = s.q_row[8 * n + in_tile];
+    const float4* at = reinterpret_cast<const float4*>(a.q + static_cast<i64>(max(row, 0)) * DIM + 8 * piece);
+    x[n][0] = row < 0 ? make_float4(0.f, 0.f, 0.f, 0.f) : at[0];
+    x[n][1] = row < 0 ? make_float4(0.f, 0.f, 0.f, 0.f) : at[1];
+  }
+#pragma unroll
+  for (int n = 0; n < N_TILE; n++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const float4 y = x[n][half];
+      s.q[q_step(piece)][half][n][in_tile * 4 + q_lane(piece)] =
+          make_uint2(pack(y.x * a.scale, y.y * a.scale), pack(y.z * a.scale, y.w * a.scale));
+    }
+}
+
+// How the running sums and the range's weigh, by column; the running maximum and sum move on. A thread per column.
+__device__ __forceinline__ void weigh(Shared& s) {
+  for (int c = threadIdx.x; c < COLS; c += THREADS) {
+    float top = none_seen(), sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      top = fmaxf(top, s.top[w][c]);
+      sum += s.sum[w][c];
+    }
+    const Fold fold = fold_of(s.run_m[c], top);
+    s.run_m[c] = fold.m;
+    s.run_l[c] = folded(s.run_l[c], sum, fold);
+    s.keep[c] = fold.keep;
+    s.take[c] = fold.take;
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+attend_split(const float* q, const Kv* k, const Kv* v,
+#if KV_KIND == 3
+             const u16* k_scale, const u16* v_scale,
+#endif
+             const i64* page_table, const i64* positions, const i64* lo, const i64* hi, const int* row_seq,
+             const int* seq_start, float* part, float* part_ml, int* plan, int* fault, int n_row, int n_seq, int n_head,
+             int n_kv, int n_page_col, int page_size, int n_page, int window, int max_item, float scale,
+             const u8* next, i64 next_share, int n_share, int n_piece) {
+  let_successor_start();
+  extern __shared__ __align__(16) char raw[];
+  Shared& s = *reinterpret_cast<Shared*>(raw);
+  const Args a = {q,     k,     v,      page_table, positions,  lo,        hi,     row_seq, seq_start, plan, fault,
+                  n_row, n_seq, n_head, n_kv,       n_page_col, page_size, n_page, window,  max_item,  scale};
+  const int lane = threadIdx.x % 32;
+  const Lane me = {static_cast<int>(threadIdx.x) / 32, lane / 4, lane % 4};
+  find_items(s, a);
+  __syncthreads();
+  const int per_item = s.per_item, total = s.first[n_seq];
+  const auto begin = [&] {  // the batch's layout was there before the forward: q, k, v and readers of the last plan are not
+    wait_for_predecessor();
+    if (blockIdx.x == 0) tell_items(s, a);
+  };
+
+  for (int index = blockIdx.x; index < total; index += gridDim.x) {
+    const Item item = item_of(s, a, index);
+    const int base = item.split * per_item * RANGE;
+    find_columns(s, a, item, base, per_item * RANGE);
+    if (index == blockIdx.x) begin();
+    Stream f;
+    f.k = k + item.head * DIM;
+    f.v = v + item.head * DIM;
+    f.row_stride = static_cast<i64>(n_kv) * DIM;
+#if KV_KIND == 3
+    f.k_scale = k_scale + item.head * WARPS;
+    f.v_scale = v_scale + item.head * WARPS + me.warp / 2 * 2;
+#endif
+    f.base = base;
+    f.lo = s.hull[0];
+    f.hi = s.hull[1];
+    f.first = max(f.lo - base, 0) / RANGE;
+    const int n_range = min(per_item, (f.hi - base + RANGE - 1) / RANGE) - f.first;
+    if (n_range <= 0) continue;  // no column of this tile sees the item (the same in every thread); nobody reads its part
+    f.n_step = n_range * STEPS;
+    f.queue = shared_address(s.queue[me.warp]);
+#pragma unroll
+    for (int i = 0; i < DEPTH; i++) fetch(s, f, me, i, i);
+    load_q(s, a);
+    __syncthreads();
+
+    float run[2][N_TILE][4] = {};
+    int step = 0, slot = 0;
+#pragma unroll 1
+    for (int r = 0; r < n_range; r++) {
+      const int first_key = base + (f.first + r) * RANGE + 32 * me.warp;
+      float acc[2][N_TILE][4];
+      scores(s, f, me, step, slot, acc);
+      mask_and_top(s, me, first_key + 4 * me.g, first_key >= s.hull[2] && first_key + 32 <= s.hull[3], acc);
+      __syncthreads();
+      weights(s, me, acc);
+      __syncthreads();
+      weigh(s);
+      values(s, f, me, step, slot, acc);
+      __syncthreads();
+#pragma unroll
+      for (int n = 0; n < N_TILE; n++) {
+        const float2 keep = *reinterpret_cast<const float2*>(&s.keep[8 * n + 2 * me.t]);
+        const float2 take = *reinterpret_cast<const float2*>(&s.take[8 * n + 2 * me.t]);
+#pragma unroll
+        for (int i = 0; i < 2; i++)
+#pragma unroll
+          for (int j = 0; j < 4; j++)
+            run[i][n][j] = folded(run[i][n][j], acc[i][n][j], {0.f, j % 2 ? keep.y : keep.x, j % 2 ? take.y : take.x});
+      }
+    }
+    float* to = part + static_cast<i64>(index) * COLS * DIM + 32 * me.warp + 4 * me.g;
+#pragma unroll
+    for (int n = 0; n < N_TILE; n++)
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        const int c = 8 * n + 2 * me.t + e;
+        if (c < item.n_col)
+          *reinterpret_cast<float4*>(to + c * DIM) =
+              make_float4(run[0][n][e], run[0][n][2 + e], run[1][n][e], run[1][n][2 + e]);
+      }
+    for (int c = threadIdx.x; c < min(COLS, item.n_col); c += THREADS)
+      *reinterpret_cast<float2*>(part_ml + (static_cast<i64>(index) * COLS + c) * 2) = make_float2(s.run_m[c], s.run_l[c]);
+    __syncthreads();  // q and the columns are replaced by the next item's
+  }
+  if (static_cast<int>(blockIdx.x) >= total) {  // these have nothing else to do
+#if __CUDA_ARCH__ >= 900
+    const Next product = {next, next_share, n_share, n_piece};
+    product.fetch((blockIdx.x - total) * THREADS + threadIdx.x, (gridDim.x - total) * THREADS);
+#endif
+    begin();
+  }
+}
+
+struct MergeArgs {
+  const float *part, *part_ml;
+  const int* plan;
+  const i64 *positions, *lo, *hi;
+  const int *row_seq, *seq_start;
+#if HAS_SINKS
+  const float* sinks;
+#endif
+  float* out;
+  int n_seq, n_head, n_kv, max_key, window, max_item;
+  int* fault;
+};
+
+// Ranges fold into splits, splits into the row, in order. One warp per row, head and 128 dims, BATCH partials in flight.
+// Grid (row, head * PIECES / 4), block 128.
+template <int BATCH>
+__device__ __forceinline__ void merge(const MergeArgs& a) {
+  constexpr int PIECES = (DIM + 127) / 128;
+  const int row = blockIdx.x, warp = blockIdx.y * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int head = warp / PIECES, dim = warp % PIECES * 128 + 4 * lane;
+  let_successor_start();
+  if (head >= a.n_head) return;
+  Seen seen = seen_by(a.positions[row], a.lo[row], a.hi[row], a.window, a.max_key);
+  const int of = a.row_seq[row], seq = of < 0 ? 0 : clamped(of, a.n_seq, OP_ID, -1, a.fault);
+  if (of < 0) seen = {0, 0};
+  const int group = a.n_head / a.n_kv, col = (row - a.seq_start[seq]) * group + head % group;
+  wait_for_predecessor();
+  const int per_item = a.plan[0], tiles = a.plan[1 + 2 * MAX_SEQ + seq], keys = per_item * RANGE;
+  const int stride = tiles * a.n_kv;  // items from one split to the next
+  const int at0 = a.plan[1 + seq] + (head / group) * tiles + col / COLS - a.plan[1 + MAX_SEQ + seq] * stride;
+  const int first = seen.lo / keys, end = seen.hi > seen.lo ? (seen.hi - 1) / keys + 1 : first;
+
+  Running<1> row_sum, split_sum;
+  for (int i0 = first; i0 < end; i0 += BATCH) {
+    float2 ml[BATCH];
+    float4 o[BATCH][1];
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+      const int item = i0 + j < end ? clamped(at0 + (i0 + j) * stride, a.max_item, OP_ID, seq, a.fault) : 0;
+      const i64 at = static_cast<i64>(item) * COLS + col % COLS;
+      ml[j] = make_float2(none_seen(), 0.f);
+      if (i0 + j < end && dim < DIM) {
+        ml[j] = *reinterpret_cast<const float2*>(a.part_ml + 2 * at);
+        o[j][0] = *reinterpret_cast<const float4*>(a.part + at * DIM + dim);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+      if (i0 + j >= end) break;
+      if (per_item == FOLD) {
+        row_sum.add(ml[j].x, ml[j].y, o[j]);
+        continue;
+      }
+      split_sum.add(ml[j].x, ml[j].y, o[j]);
+      if ((i0 + j + 1) % FOLD == 0 || i0 + j + 1 == end) {
+        row_sum.add(split_sum.m, split_sum.l, split_sum.o);
+        split_sum.clear();
+      }
+    }
+  }
+#if HAS_SINKS
+  const float4 no_value[1] = {make_float4(0.f, 0.f, 0.f, 0.f)};
+  row_sum.add(a.sinks[head] * 1.44269504f, 1.f, no_value);  // log2(e): partials count in log2
+#endif
+  const float one_over = row_sum.l > 0.f ? __frcp_rn(row_sum.l) : 0.f;
+  const float4 y = row_sum.o[0];
+  if (dim < DIM)
+    *reinterpret_cast<float4*>(a.out + (static_cast<i64>(row) * a.n_head + head) * DIM + dim) =
+        make_float4(y.x * one_over, y.y * one_over, y.z * one_over, y.w * one_over);
+}
+
+#if HAS_SINKS
+#define SINKS_ARG const float *sinks,
+#define SINKS_VALUE sinks,
+#else
+#define SINKS_ARG
+#define SINKS_VALUE
+#endif
+#define MERGE_ARGS                                                                                                  \
+  const float *part, const float *part_ml, const int *plan, const i64 *positions, const i64 *lo, const i64 *hi,     \
+      const int *row_seq, const int *seq_start, SINKS_ARG float *out, int n_seq, int n_head, int n_kv, int max_key, \
+      int window, int max_item, int *fault
+#define MERGE_VALUES \
+  {part, part_ml, plan, positions, lo, hi, row_seq, seq_start, SINKS_VALUE out, n_seq, n_head, n_kv, max_key, window, max_item, fault}
+
+// Few rows with many partials each want loads in flight, many rows want many warps: the same sums.
+extern "C" __global__ void __launch_bounds__(128) attend_merge_long(MERGE_ARGS) { merge<16>(MERGE_VALUES); }
+extern "C" __global__ void __launch_bounds__(128, 8) attend_merge_wide(MERGE_ARGS) { merge<4>(MERGE_VALUES); }

@@ -1,0 +1,192 @@
+"""Hostile cases for `attend`, shared by its tests, its benchmark and the check before it is chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pyspec.cuda.ops.attend.ref import AttendSpec
+from pyspec.slots.batch import Batch, Seq
+from pyspec.slots.kv import KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """seqs: (n_past, width) each. `block`: rows see all rows of their sequence. pad: (rows, sequences) of padding.
+
+    spare: pool pages that nobody owns; they and all rows beyond a sequence's end hold NaN.
+    """
+
+    n_head: int
+    n_kv: int
+    dim: int
+    dtype: torch.dtype
+    seqs: Sequence[tuple[int, int]]
+    page_size: int = 16
+    window: int = 0
+    block: bool = False
+    pad: tuple[int, int] = (0, 0)
+    spare: int = 3
+    scale: float = 0.0  # 0: 1 / sqrt(dim)
+    sinks: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    q: Tensor
+    pool: KVPool
+    batch: Batch  # with padding
+    plain: Batch  # without, for the reference
+    sinks: Tensor | None
+
+
+CASES: dict[str, Case] = {
+    "one row": Case(24, 4, 256, torch.float16, [(299, 1)]),
+    "first token": Case(24, 4, 256, torch.float16, [(0, 1), (0, 5)]),
+    "ragged": Case(24, 4, 256, torch.float16, [(0, 3), (255, 1), (256, 16), (1023, 2), (1500, 7)], 32, pad=(5, 2)),
+    "ragged bf16": Case(24, 4, 256, torch.bfloat16, [(17, 9), (2047, 16), (700, 1)], 64, pad=(1, 1)),
+    "group 16": Case(32, 2, 128, torch.bfloat16, [(130, 4), (900, 1), (3, 16)], 16),
+    "one head a group": Case(4, 4, 64, torch.float16, [(70, 1), (500, 32), (63, 2)], 16),
+    "group 5": Case(10, 2, 64, torch.float16, [(1111, 3), (64, 11)], 32),
+    "drafter block": Case(32, 8, 128, torch.float16, [(3000, 16), (100, 16), (2048, 16)], 16, 2048, True, (16, 1)),
+    "small window": Case(32, 8, 128, torch.bfloat16, [(600, 5), (127, 2), (9, 4)], 16, 7),
+    "window of one": Case(8, 2, 64, torch.float16, [(600, 5), (128, 1)], 16, 1),
+    "wide rows": Case(24, 4, 256, torch.float16, [(40, 200), (0, 33)], 64, pad=(7, 1)),
+    "f32": Case(6, 2, 64, torch.float32, [(100, 3), (33, 1)], 16, pad=(2, 1)),
+    "odd size": Case(6, 2, 96, torch.float16, [(100, 3), (33, 1)], 16, 50),
+    "q8_0": Case(24, 4, 256, torch.int8, [(0, 3), (255, 1), (256, 16), (1023, 2), (1500, 7)], 32, pad=(5, 2)),
+    "q8_0 group 16": Case(32, 2, 128, torch.int8, [(130, 4), (900, 1), (3, 16)], 16),
+    "q8_0 block": Case(32, 8, 128, torch.int8, [(3000, 16), (100, 16), (2048, 16)], 16, 2048, True, (16, 1)),
+    "q8_0 one head a group": Case(4, 4, 64, torch.int8, [(70, 1), (500, 32), (63, 2)], 16, 7),
+    "q8_0 odd size": Case(6, 2, 96, torch.int8, [(100, 3), (33, 1)], 16, 50, sinks=True),
+    "f8": Case(24, 4, 256, torch.float8_e4m3fn, [(0, 3), (255, 1), (256, 16), (1023, 2), (1500, 7)], 32, pad=(5, 2)),
+    "f8 window": Case(32, 8, 128, torch.float8_e4m3fn, [(600, 5), (127, 2), (9, 4)], 16, 7),
+    "f8 wide rows": Case(24, 4, 64, torch.float8_e4m3fn, [(40, 200), (0, 33)], 64, pad=(7, 1)),
+    "sinks": Case(64, 8, 64, torch.float16, [(1500, 7), (0, 1), (128, 4)], 32, 128, pad=(5, 2), sinks=True),
+    "sinks bf16": Case(32, 8, 128, torch.bfloat16, [(3000, 16), (100, 16)], 16, 0, True, (16, 1), sinks=True),
+}
+TOLERANCE = {
+    torch.float32: 2e-6,
+    torch.float16: 2e-3,
+    torch.bfloat16: 1.5e-2,
+    torch.int8: 3e-3,
+    torch.float8_e4m3fn: 2e-3,
+}
+"""Of a row's error over its norm: q and the weights are rounded to f16 or bf16, and so are the values of q8_0."""
+
+
+def make(case: Case, device: torch.device, seed: int = 0) -> Made:
+    gen = torch.Generator().manual_seed(seed)
+    size, n_row = case.page_size, sum(w for _, w in case.seqs)
+    counts = [-(-(past + width) // size) for past, width in case.seqs]
+    n_page = sum(counts) + case.spare
+    pages = torch.randperm(n_page, generator=gen)[: sum(counts)].split(counts)
+    pool = KVPool(n_page * size, case.n_kv, case.dim, case.dtype, device)
+    spoil(pool)
+    for (past, width), own in zip(case.seqs, pages, strict=True):
+        rows = (own[:, None] * size + torch.arange(size)).view(-1)[: past + width].to(device)
+        k, v = (torch.randn(len(rows), case.n_kv, case.dim, generator=gen).to(device) for _ in "kv")
+        pool.write(rows, k, v)
+    plain = _batch(case, [own.tolist() for own in pages], device)
+    q = torch.randn(n_row + case.pad[0], case.n_head, case.dim, generator=gen).to(device) * 2
+    sinks = torch.randn(case.n_head, generator=gen).to(device) * 3 if case.sinks else None
+    return Made(q, pool, padded(plain, *case.pad), plain, sinks)
+
+
+def spec_of(case: Case, device: torch.device) -> AttendSpec:
+    scale = case.scale or case.dim**-0.5
+    return AttendSpec(device, case.n_head, case.n_kv, case.dim, scale, case.dtype, case.sinks)
+
+
+def spoil(pool: KVPool) -> None:
+    """NaN everywhere; of q8_0 in the scales, behind codes that would do harm without them."""
+    for plane in pool.planes:
+        plane.fill_(77 if plane.dtype is torch.int8 else torch.nan)
+
+
+def _batch(case: Case, pages: list[list[int]], device: torch.device) -> Batch:
+    seqs = [Seq(slot=i, n_past=past, tokens=[0] * width) for i, (past, width) in enumerate(case.seqs)]
+    starts = [0]
+    for seq in seqs:
+        starts.append(starts[-1] + seq.width)
+    ends = [seq.n_past + seq.width for seq in seqs]
+    positions = [p for seq in seqs for p in range(seq.n_past, seq.n_past + seq.width)]
+    his = [end for seq, end in zip(seqs, ends, strict=True) for _ in range(seq.width)]
+    hi = torch.tensor(his if case.block else [p + 1 for p in positions])
+    wide = max(len(own) for own in pages)
+    table = torch.tensor([own + [own[0]] * (wide - len(own)) for own in pages])
+    none, zeros = (
+        torch.zeros(0, dtype=torch.int64, device=device),
+        torch.zeros(len(seqs), dtype=torch.int32, device=device),
+    )
+    row_seq = torch.tensor([i for i, seq in enumerate(seqs) for _ in range(seq.width)], dtype=torch.int32)
+    return Batch(
+        seqs=seqs,
+        starts=starts,
+        tokens=torch.zeros(starts[-1], dtype=torch.int64, device=device),
+        positions=torch.tensor(positions).to(device),
+        kv_rows=none,
+        page_table=table.to(device),
+        lo=torch.zeros(starts[-1], dtype=torch.int64, device=device),
+        hi=hi.to(device),
+        out_rows=none,
+        seq_slot=zeros,
+        seq_start=torch.tensor(starts, dtype=torch.int32, device=device),
+        seq_fold=zeros,
+        seq_keep=zeros,
+        row_seq=row_seq.to(device),
+        page_size=case.page_size,
+        max_hi=ends,
+        causal=not case.block,
+    )
+
+
+def padded(batch: Batch, n_row: int, n_seq: int) -> Batch:
+    """The batch with rows and sequences of padding, whose metadata must not be used for anything."""
+
+    def more(t: Tensor, n: int, value: int) -> Tensor:
+        return torch.cat([t, t.new_full((n, *t.shape[1:]), value)])
+
+    wild = 1 << 40
+    return replace(
+        batch,
+        positions=more(batch.positions, n_row, wild),
+        lo=more(batch.lo, n_row, -wild),
+        hi=more(batch.hi, n_row, wild),
+        row_seq=more(batch.row_seq, n_row, -1),
+        page_table=more(batch.page_table, n_seq, -wild),
+        seq_start=more(batch.seq_start, n_seq, batch.n_row),
+    )
+
+
+def only(made: Made, seq: int, first: int = 0, n: int | None = None) -> tuple[Tensor, Batch]:
+    """Rows first..first+n-1 of one sequence as a batch of their own: q and batch."""
+    b = made.plain
+    start, end = b.starts[seq] + first, b.starts[seq] + first + n if n else b.starts[seq + 1]
+    rows, width = slice(start, end), end - start
+    old = b.seqs[seq]
+    batch = replace(
+        b,
+        seqs=[Seq(slot=old.slot, n_past=old.n_past + first, tokens=[0] * width)],
+        starts=[0, width],
+        tokens=b.tokens[rows],
+        positions=b.positions[rows],
+        page_table=b.page_table[seq : seq + 1],
+        lo=b.lo[rows],
+        hi=b.hi[rows],
+        seq_start=torch.tensor([0, width], dtype=torch.int32, device=b.hi.device),
+        row_seq=torch.zeros_like(b.row_seq[rows]),
+        max_hi=[b.max_hi[seq]],
+    )
+    return made.q[rows].contiguous(), batch
+
+
+def worst(out: Tensor, want: Tensor) -> float:
+    """The largest error of a row and head over its norm; infinite if anything is not finite."""
+    if not bool(torch.isfinite(out).all()):
+        return float("inf")
+    error = (out.double() - want.double()).norm(dim=-1) / want.double().norm(dim=-1)
+    return float(error.max())

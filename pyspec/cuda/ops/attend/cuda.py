@@ -1,0 +1,315 @@
+"""`attend` for NVIDIA GPUs: tensor cores and split keys, a plain kernel for f32 pools and odd head sizes.
+
+Same contract as attend_ref; q and the weights are rounded to bf16 for bf16 pools, otherwise to f16 (so are the values of
+q8_0), so a row errs by 1e-3 of its norm, and by 9e-3 with bf16. All lengths, ranges and pages are read on the device: a captured graph may be replayed for any batch of
+as many rows, sequences and page columns. A row's bits depend on its own keys only. Rows with row_seq -1 come
+out as zeros. A value that is NaN reaches every row of its sequence in the same tile, as in the reference.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyspec.cuda import faults, jit
+from pyspec.cuda.ops.attend.ref import Attend, AttendSpec
+from pyspec.cuda.ops.prefetch import ARGS as NEXT_ARGS
+from pyspec.cuda.ops.prefetch import next_product
+from pyspec.slots.batch import Batch
+from pyspec.slots.kv import KVPool
+
+OP_ID = 4  # in the fault record
+DIMS = (64, 128, 256)
+N_TILES = (1, 2, 3, 4, 6)  # columns of a block in eights
+SPLIT, MAX_SEQ, STEP_BYTES, SCALE_BYTES = 1024, 128, 2048, 256  # as in attend_fold.cuh and attend.cu
+# Rows of a prompt's piece that run here however many splits they see; more do while rows times splits are up to MANY.
+FEW, MANY = 16, 192
+MAX_DEPTH = 6
+WIDE_WARPS = 1536  # of the merge: about as many as fit an H200 when each keeps 16 partials in registers
+KINDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: 3, torch.float8_e4m3fn: 4}
+SCALED = torch.int8  # q8_0
+SPLIT_ARGS = "p{planes}" + "pppp" + "pp" + "pppp" + "iiiiiiiii" + "f" + NEXT_ARGS
+MERGE_ARGS = "ppp" + "ppp" + "pp{sinks}" + "p" + "iiiiii" + "p"
+PLAIN_ARGS = "p{planes}" + "pppp" + "p{sinks}pp" + "iiiiiii" + "f"
+
+
+def limits(spec: AttendSpec) -> str | None:
+    if spec.device.type != "cuda":
+        return "runs on NVIDIA GPUs only"
+    if importlib.util.find_spec("cuda.core") is None:
+        return "cuda-core is not installed (pip install pyspec[cuda])"
+    if torch.cuda.get_device_capability(spec.device) < (8, 0):
+        return "needs compute capability 8.0"
+    if spec.n_head % spec.n_kv_head:
+        return f"{spec.n_head} heads are no multiple of {spec.n_kv_head} KV heads"
+    if spec.kv not in KINDS:
+        return f"keys and values are {spec.kv}"
+    if spec.head_dim % 32 or spec.head_dim > 512:
+        return f"heads are {spec.head_dim} wide; the kernel takes multiples of 32 up to 512"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """One build of attend.cu.
+
+    n_tile  columns of a block in eights
+    blocks  blocks that fit a multiprocessor, which bounds the registers
+    depth   steps of the queue of keys and values
+    fetch   bytes that a miss brings into L2: 64, 128 or 256
+    """
+
+    dim: int
+    n_tile: int
+    kv: torch.dtype
+    arch: str
+    blocks: int
+    depth: int
+    fetch: int = 256
+    has_sinks: bool = False
+
+    @property
+    def warps(self) -> int:
+        return self.dim // 32
+
+    @property
+    def columns(self) -> int:
+        return 8 * self.n_tile
+
+    @property
+    def step_bytes(self) -> int:
+        return STEP_BYTES + SCALE_BYTES if self.kv is SCALED else STEP_BYTES
+
+    @property
+    def shared_bytes(self) -> int:
+        """sizeof(Shared) in attend.cu."""
+        fragments = 2 * self.warps * self.n_tile * 512 + self.warps * self.depth * self.step_bytes
+        columns = self.columns * 4 * (2 * self.warps + 7)
+        size = fragments + columns + SPLIT // 16 * 4 + 4 * (4 * MAX_SEQ + 1) + 4 + 16
+        return -(-size // 16) * 16
+
+    @property
+    def resident(self) -> int:
+        """Blocks that run at once on a multiprocessor."""
+        return min(self.blocks, room_of(self.arch) // (self.shared_bytes + 1024))
+
+    def defines(self) -> dict[str, int | str]:
+        return {
+            "DIM": self.dim,
+            "N_TILE": self.n_tile,
+            "KV_KIND": KINDS[self.kv],
+            "F8_CVT": int(self.arch not in ("sm_80", "sm_86", "sm_87")),
+            "HAS_SINKS": int(self.has_sinks),
+            "DEPTH": self.depth,
+            "OP_ID": OP_ID,
+            "MIN_BLOCKS": self.blocks,
+            "SHARED_BYTES": self.shared_bytes,
+            "L2_FETCH": f'"{self.fetch}B"',
+        }
+
+
+def room_of(arch: str) -> int:
+    """Bytes of shared memory of a multiprocessor; a block takes 1 KB more than it asks for."""
+    return {"sm_80": 164, "sm_87": 164, "sm_90a": 228, "sm_100a": 228}.get(arch, 100) * 1024
+
+
+def shape_for(dim: int, n_tile: int, kv: torch.dtype, arch: str, has_sinks: bool = False) -> Shape:
+    """As many warps as compile without spills, then the depth that keeps most bytes in flight on a multiprocessor."""
+    large = room_of(arch) > 200 * 1024
+    warps = {1: 16, 2: 16, 3: 16, 4: 12, 6: 8}[n_tile]
+    if dim == 256 and n_tile == 1 and large and kv is not SCALED:
+        warps = 24
+    if dim == 64 and n_tile == 3 and kv is SCALED:
+        warps = 12
+    shapes = [
+        Shape(dim, n_tile, kv, arch, warps * 32 // dim, depth, has_sinks=has_sinks) for depth in range(2, MAX_DEPTH + 1)
+    ]
+    return max(shapes, key=lambda s: (s.resident * s.depth, s.resident))
+
+
+def n_tile_for(columns: int) -> int:
+    """The fewest tiles, then the narrowest that hold `columns` (rows of a sequence times heads of a group)."""
+    n_tiles = -(-columns // (8 * N_TILES[-1]))
+    return next(n for n in N_TILES if 8 * n * n_tiles >= columns)
+
+
+def fault_record(device: torch.device) -> Tensor:
+    """The device's record (cuda/faults.py). `slot` is the sequence there."""
+    return faults.record(device)
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    split: jit.Kernel
+    merge_long: jit.Kernel
+    merge_wide: jit.Kernel
+    grid: int
+    shape: Shape
+
+
+def _letters(kv: torch.dtype, has_sinks: bool) -> tuple[str, str]:
+    """Of the pool's planes and of the sinks, in a kernel's arguments."""
+    return "pppp" if kv is SCALED else "pp", "p" if has_sinks else ""
+
+
+@cache
+def _kernels(shape: Shape, device: torch.device) -> Kernels:
+    code = jit.compile_cubin("attend", shape.arch, shape.defines())
+    planes, sinks = _letters(shape.kv, shape.has_sinks)
+    split = code.kernel("attend_split", SPLIT_ARGS.format(planes=planes)).allow_shared(shape.shared_bytes)
+    n_sm = torch.cuda.get_device_properties(device).multi_processor_count
+    merges = [code.kernel(f"attend_merge_{name}", MERGE_ARGS.format(sinks=sinks)) for name in ("long", "wide")]
+    return Kernels(split, *merges, n_sm * shape.resident, shape)
+
+
+@cache
+def _plain(dim: int, kv: torch.dtype, has_sinks: bool, arch: str) -> jit.Kernel:
+    defines = {"DIM": dim, "KV_KIND": KINDS[kv], "HAS_SINKS": int(has_sinks), "OP_ID": OP_ID}
+    planes, sinks = _letters(kv, has_sinks)
+    code = jit.compile_cubin("attend_plain", arch, defines)
+    return code.kernel("attend_plain", PLAIN_ARGS.format(planes=planes, sinks=sinks))
+
+
+class Workspace:
+    """Partial sums, shared by all layers of a device. Outgrown buffers stay: captured graphs may hold them. An engine takes
+    what it will need before (`workspace_bytes`)."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.buffers: list[Tensor] = []
+        self.plan = torch.zeros(1 + 3 * MAX_SEQ, dtype=torch.int32, device=device)
+
+    def take(self, n_float: int) -> Tensor:
+        if not self.buffers or self.buffers[-1].numel() < n_float:
+            self.buffers.append(torch.empty(n_float, dtype=torch.float32, device=self.device))
+        return self.buffers[-1]
+
+
+@cache
+def workspace(device: torch.device) -> Workspace:
+    return Workspace(device)
+
+
+def n_items(spec: AttendSpec, columns: int, grid: int, seqs: Iterable[tuple[int, int]]) -> int:
+    """Items of a batch at most, `seqs` being (tiles, keys): all splits, or as many ranges as are used instead of splits."""
+    sizes = [(spec.n_kv_head * tiles, n_key) for tiles, n_key in seqs]
+    splits, ranges = (sum(n * -(-n_key // size) for n, n_key in sizes) for size in (SPLIT, spec.head_dim))
+    return max(splits, min(ranges, most_ranges(spec, grid)))
+
+
+def most_ranges(spec: AttendSpec, grid: int) -> int:
+    """More of them than this are never items."""
+    return 3 * grid * (SPLIT // spec.head_dim) // 4
+
+
+def n_float(spec: AttendSpec, columns: int) -> int:
+    """Of an item, in the workspace."""
+    return columns * (spec.head_dim + 2)
+
+
+def workspace_bytes(spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int:
+    """What batches of an engine need: a sequence has at most `n_key` keys, and `n_row` rows, or those of a prompt that
+    attend_prompt leaves here."""
+    if not torch.cuda.is_available() or limits(spec) is not None:
+        return 0
+    if spec.kv is torch.float32 or spec.head_dim not in DIMS:  # the plain kernel's
+        return 0
+    arch = jit.arch_of(torch.cuda.get_device_capability(spec.device))
+    n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
+    return 4 * most_floats(spec, n_seq, n_key, n_row, arch, n_sm)
+
+
+def most_floats(spec: AttendSpec, n_seq: int, n_key: int, n_row: int, arch: str, n_sm: int) -> int:
+    """The same in numbers, on a GPU of `n_sm` multiprocessors."""
+    group, n_split = spec.n_head // spec.n_kv_head, -(-n_key // SPLIT)
+    rows = max(max(n_row, FEW) * n_split, MANY)  # times splits
+    most = 0
+    for n_tile in N_TILES:
+        shape = shape_for(spec.head_dim, n_tile, spec.kv, arch, spec.has_sinks)
+        splits = n_seq * spec.n_kv_head * (rows * group // shape.columns + n_split)
+        ranges = min(splits * SPLIT // spec.head_dim, most_ranges(spec, n_sm * shape.resident))
+        most = max(most, max(splits, ranges) * n_float(spec, shape.columns))
+    return most
+
+
+def _check(q: Tensor, pool: KVPool, batch: Batch, sinks: Tensor | None, spec: AttendSpec) -> None:
+    """What only our own code can get wrong: dtypes, shapes, layout."""
+    assert q.dtype == torch.float32 and q.is_contiguous() and q.shape[1:] == (spec.n_head, spec.head_dim)
+    assert pool.k.shape == pool.v.shape and pool.k.shape[1:] == (spec.n_kv_head, spec.head_dim)
+    assert all(plane.is_contiguous() for plane in pool.planes) and pool.dtype is spec.kv
+    assert (sinks is not None) == spec.has_sinks
+    assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (spec.n_head,))
+    assert batch.page_size % 16 == 0 and pool.k.shape[0] % batch.page_size == 0
+    for t in (batch.page_table, batch.positions, batch.lo, batch.hi):
+        assert t.dtype == torch.int64 and t.is_contiguous()
+    assert all(len(t) == q.shape[0] for t in (batch.positions, batch.lo, batch.hi, batch.row_seq))
+
+
+def bind(spec: AttendSpec, *, shape: Shape | None = None) -> Attend:
+    """`shape` fixes the build (measurements); by default the widest sequence and the pool's dtype decide."""
+    capability = torch.cuda.get_device_capability(spec.device)
+    arch, overlap = jit.arch_of(capability), capability >= (9, 0)
+    group, i32 = spec.n_head // spec.n_kv_head, np.int32
+    spaces = workspace(spec.device)
+    fault = fault_record(spec.device)
+    scale = np.float32(spec.scale * math.log2(math.e))
+
+    def plain(q: Tensor, pool: KVPool, batch: Batch, window: int, sinks: list[Tensor]) -> Tensor:
+        out = torch.empty_like(q)
+        n_seq, n_col = batch.page_table.shape
+        rows = [batch.page_table, batch.positions, batch.lo, batch.hi, batch.row_seq, *sinks, out, fault]
+        size = [batch.page_size, pool.k.shape[0] // batch.page_size, window]
+        counts = [i32(x) for x in (n_seq, spec.n_head, spec.n_kv_head, n_col, *size)]
+        kernel = _plain(spec.head_dim, spec.kv, spec.has_sinks, arch)
+        kernel.launch((q.shape[0], spec.n_head), 128, [q, *pool.planes, *rows, *counts, scale])
+        return out
+
+    def attend(
+        q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None, after: Tensor | None = None
+    ) -> Tensor:
+        """`after`: the weights of the product that reads the result."""
+        _check(q, pool, batch, sinks, spec)
+        sink = [] if sinks is None else [sinks]
+        n_row, (n_seq, n_col) = q.shape[0], batch.page_table.shape
+        if not n_row:
+            return torch.empty_like(q)
+        if spec.kv is torch.float32 or spec.head_dim not in DIMS or n_seq > MAX_SEQ:
+            return plain(q, pool, batch, window, sink)
+        widest = max((seq.width for seq in batch.seqs), default=1)
+        n_tile = n_tile_for(max(1, widest) * group)
+        kernels = _kernels(shape or shape_for(spec.head_dim, n_tile, spec.kv, arch, spec.has_sinks), spec.device)
+        build = kernels.shape
+        n_key = n_col * batch.page_size
+        if batch.bucket is None:
+            seqs = [(-(-q.width * group // build.columns), n) for q, n in zip(batch.seqs, batch.max_hi, strict=True)]
+        else:  # replayed for any of this size
+            seqs = [(n_row * group // build.columns + n_seq, n_key)]
+        n_item = n_items(spec, build.columns, kernels.grid, seqs)
+        n_part, n_ml = n_item * build.columns * spec.head_dim, n_item * build.columns * 2
+        space = spaces.take(n_part + n_ml)
+        part, part_ml = space[:n_part], space[n_part:]
+        out = torch.empty_like(q)
+        seen, rows = [batch.positions, batch.lo, batch.hi], [batch.row_seq, batch.seq_start]
+        heads = [i32(spec.n_head), i32(spec.n_kv_head)]
+        pages = [i32(n_col), i32(batch.page_size), i32(pool.k.shape[0] // batch.page_size)]
+        args = [q, *pool.planes, batch.page_table, *seen, *rows, part, part_ml, spaces.plan, fault]
+        args += [i32(n_row), i32(n_seq), *heads, *pages, i32(window), i32(n_item), scale]
+        args += next_product(after, n_row)
+        grid = min(kernels.grid, n_item)
+        kernels.split.launch((grid,), 32 * build.warps, args, build.shared_bytes, overlap=overlap)
+        args = [part, part_ml, spaces.plan, *seen, *rows, *sink, out, i32(n_seq), *heads]
+        args += [i32(n_key), i32(window), i32(n_item), fault]
+        pieces = -(-spec.head_dim // 128)
+        n_warp = n_row * spec.n_head * pieces
+        merge = kernels.merge_wide if n_warp > WIDE_WARPS else kernels.merge_long
+        merge.launch((n_row, -(-spec.n_head * pieces // 4)), 128, args, overlap=overlap)
+        return out
+
+    return attend

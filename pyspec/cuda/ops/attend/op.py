@@ -1,0 +1,33 @@
+"""`attend`: paged attention for decode, verify and drafter blocks."""
+
+from __future__ import annotations
+
+from pyspec.cuda.op import Impl, Op
+from pyspec.cuda.ops.attend import cuda as attend_cuda
+from pyspec.cuda.ops.attend import ref as attend_ref
+from pyspec.cuda.ops.attend.cases import TOLERANCE, Case, make, worst
+from pyspec.cuda.ops.attend.ref import Attend
+
+
+def check(launch: Attend, reference: Attend, spec: attend_ref.AttendSpec) -> str | None:
+    """Ragged batches of the model's own heads, with padding and NaN wherever nobody may look."""
+    heads = (spec.n_head, spec.n_kv_head, spec.head_dim)
+    for case in (
+        Case(*heads, spec.kv, [(0, 1), (299, 5), (1023, 2)], 32, pad=(3, 1), scale=spec.scale, sinks=spec.has_sinks),
+        Case(*heads, spec.kv, [(70, 16), (1500, 1)], 16, 64, True, scale=spec.scale, sinks=spec.has_sinks),
+    ):
+        made = make(case, spec.device)
+        n = made.plain.n_row
+        got = launch(made.q, made.pool, made.batch, case.window, made.sinks)[:n]
+        want = reference(made.q[:n], made.pool, made.plain, case.window, made.sinks)
+        if (off := worst(got, want)) > TOLERANCE[case.dtype]:
+            return f"a row differs from the reference by {off:.2g} of its norm"
+    return None
+
+
+attend: Op[attend_ref.AttendSpec] = Op(
+    "attend",
+    Impl("torch", attend_ref.bind),
+    [Impl("cuda", attend_cuda.bind, attend_cuda.limits, capturable=True)],
+    check,
+)

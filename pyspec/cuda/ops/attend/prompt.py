@@ -1,0 +1,169 @@
+"""`attend_prompt`: causal attention of a prompt's many rows, by the library's kernel over keys gathered from their pages.
+
+Our own kernel reads keys once for few rows; with hundreds of rows attention is arithmetic, where the library is near the tensor
+cores' peak and a copy of the keys costs little. Which of the two a sequence takes depends on its own rows and keys alone, so
+its bits do not depend on its neighbours.
+
+    q     [row, head, dim]  f32
+    k, v  [key, kv, dim]    f16 or bf16, whatever the pool's type; the rows are those of the last keys
+    out   [row, head, dim]  f32
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from pyspec.cuda.op import Impl, Op
+from pyspec.cuda.ops.attend.cuda import FEW, MANY, SPLIT
+from pyspec.cuda.ops.attend.ref import Attend, AttendSpec, key_rows
+from pyspec.slots.batch import Batch, Seq
+from pyspec.slots.kv import KVPool
+
+BACKENDS = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]  # cuDNN's is built anew for each length
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+
+Run = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def reference(spec: AttendSpec) -> Run:
+    """With the mask written out, in f32."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        n, n_key = len(q), len(k)
+        seen = torch.ones(n, n_key, dtype=torch.bool, device=q.device).tril(n_key - n)
+        heads = [t.float().repeat_interleave(spec.n_head // spec.n_kv_head, 1).transpose(0, 1) for t in (k, v)]
+        return F.scaled_dot_product_attention(q.transpose(0, 1), *heads, attn_mask=seen, scale=spec.scale).transpose(
+            0, 1
+        )
+
+    return run
+
+
+def by_torch(spec: AttendSpec) -> Run:
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        parts = [t.transpose(0, 1)[None] for t in (q.to(k.dtype), k, v)]
+        mask = causal_lower_right(len(q), len(k))
+        with sdpa_kernel(BACKENDS):
+            y = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=spec.scale, enable_gqa=True)
+        return y[0].transpose(0, 1).float()
+
+    return run
+
+
+def limits(spec: AttendSpec) -> str | None:
+    if spec.device.type != "cuda":
+        return "for GPUs"
+    if spec.head_dim % 8 or spec.head_dim > 256:
+        return f"heads of {spec.head_dim} dims"
+    return None
+
+
+def check(launch: Run, other: Run, spec: AttendSpec) -> str | None:
+    """As many keys as rows, and more."""
+    gen = torch.Generator().manual_seed(0)
+    for n, n_key, dtype in ((MANY, MANY, torch.float16), (300, 1500, torch.bfloat16)):
+        q = torch.randn(n, spec.n_head, spec.head_dim, generator=gen).to(spec.device)
+        k, v = (torch.randn(n_key, spec.n_kv_head, spec.head_dim, generator=gen).to(spec.device, dtype) for _ in "kv")
+        got, want = launch(q, k, v), other(q, k, v)
+        if not (off := float(((got - want).norm(dim=-1) / want.norm(dim=-1)).amax())) < TOLERANCE[dtype]:
+            return f"a row differs from the reference by {off:.2g} of its norm"
+    return None
+
+
+attend_prompt: Op[AttendSpec] = Op(  # without the library, `attend` takes prompts, too
+    "attend_prompt", Impl("attend", reference), [Impl("library", by_torch, limits)], check
+)
+
+
+def with_prompts(own: Attend, spec: AttendSpec) -> Attend:
+    """`own` for all but the long sequences of a causal batch, where the library runs and no sinks are; else `own` itself."""
+    if spec.device.type != "cuda" or spec.has_sinks or attend_prompt.chosen(spec) is attend_prompt.reference:
+        return own
+    return beside(own, attend_prompt.bind(spec))
+
+
+def is_long(seq: Seq, n_key: int) -> bool:
+    """True for the library's: many rows, which a graph never holds of one sequence, or a piece of a prompt behind so many keys
+    that our own kernel's partial sums would take more memory than is planned for them."""
+    return seq.width >= MANY or (seq.keep and seq.width > FEW and seq.width * -(-n_key // SPLIT) > MANY)
+
+
+def beside(own: Attend, prompt: Run) -> Attend:
+    def attend(
+        q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None, **more: Tensor | None
+    ) -> Tensor:
+        takes = batch.causal and batch.bucket is None and window == 0 and sinks is None
+        takes = takes and pool.dtype is not torch.float32
+        long = [i for i, seq in enumerate(batch.seqs) if is_long(seq, batch.max_hi[i])] if takes else []
+        if not long:
+            return own(q, pool, batch, window, sinks, **more)
+        out = torch.empty_like(q)
+        if len(long) < len(batch.seqs):
+            others = _others.of(batch, long)
+            out[others.rows] = own(q[others.rows], pool, others.batch, window, None)
+        for i in long:
+            rows, keys = slice(batch.starts[i], batch.starts[i + 1]), key_rows(batch, i)
+            half = torch.bfloat16 if pool.dtype is torch.bfloat16 else torch.float16  # as in attend.cu
+            out[rows] = prompt(q[rows], *pool.read(keys, half))
+        return out
+
+    return attend
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    whole: Batch
+    rows: Tensor  # [row] of the whole
+    batch: Batch
+
+
+class _Others:
+    """The batch without its long sequences; kept for the other layers of a forward."""
+
+    def __init__(self) -> None:
+        self.last: _Part | None = None
+
+    def of(self, batch: Batch, long: Sequence[int]) -> _Part:
+        last = self.last
+        if last is None or last.whole is not batch:
+            last = self.last = _without(batch, set(long))
+        return last
+
+
+_others = _Others()
+
+
+def _without(batch: Batch, long: set[int]) -> _Part:
+    which = [i for i in range(len(batch.seqs)) if i not in long]
+    starts, rows = [0], []
+    for i in which:
+        rows += range(batch.starts[i], batch.starts[i + 1])
+        starts.append(len(rows))
+    device = batch.positions.device
+    at = torch.tensor(rows, device=device)
+    part = replace(
+        batch,
+        seqs=[batch.seqs[i] for i in which],
+        starts=starts,
+        positions=batch.positions[at],
+        lo=batch.lo[at],
+        hi=batch.hi[at],
+        page_table=batch.page_table[torch.tensor(which, device=device)],
+        seq_start=torch.tensor(starts, dtype=torch.int32, device=device),
+        row_seq=torch.tensor(
+            [k for k, i in enumerate(which) for _ in batch.seqs[i].tokens], dtype=torch.int32, device=device
+        ),
+        max_hi=[batch.max_hi[i] for i in which],
+    )
+    return _Part(batch, at, part)

@@ -1,0 +1,12 @@
+"""`best`: the token of each row's largest logit, for verdicts and drafts."""
+
+from pyspec.cuda.op import Impl, Op
+from pyspec.cuda.ops.best import cuda as best_cuda
+from pyspec.cuda.ops.best import ref as best_ref
+
+best: Op[best_ref.BestSpec] = Op(
+    "best",
+    Impl("torch", best_ref.bind, capturable=True),
+    [Impl("cuda", best_cuda.bind, best_cuda.limits, capturable=True)],
+    best_cuda.check,
+)

@@ -1,0 +1,120 @@
+"""`embed` on NVIDIA GPUs: one launch (embed.cu). Same bits as dequant_ref.
+
+A token that does not exist is reported (cuda/faults.py, the batch's row) and read as the first one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyspec.cuda import faults
+from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
+from pyspec.cuda.ops.angles import cuda as angles_cuda
+from pyspec.cuda.ops.embed.ref import Embed, EmbedSpec
+from pyspec.gguf import GGMLType
+
+OP_ID = 8  # in the fault record
+THREADS = 256  # of a CTA, 4 columns each
+MAX_TOKENS = (1 << 31) - 1
+PACKED = (GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K)
+TYPES = (*PACKED, GGMLType.F16, GGMLType.BF16, GGMLType.F32)
+N_TOKEN = 37  # of the check
+SIZES = ((1, 0), (9, 32), (40, 3))  # rows, angles of the check
+
+
+def limits(spec: EmbedSpec) -> str | None:
+    if spec.device.type != "cuda":
+        return "runs on NVIDIA GPUs only"
+    if spec.type not in TYPES:
+        return f"the embedding is {spec.type.name}; the kernel takes {', '.join(t.name for t in TYPES)}"
+    if spec.n_in % 4 or spec.n_in % spec.type.block_size:
+        return f"{spec.n_in} columns; the kernel takes whole blocks, and multiples of 4"
+    return None
+
+
+def defines(type: GGMLType) -> dict[str, int | str]:
+    """Macros of embed.cu."""
+    return {"TYPE": int(type), "THREADS": THREADS, "OP_ID": OP_ID}
+
+
+@cache
+def _kernel(device: torch.device, type: GGMLType) -> Kernel:
+    code = compile_cubin("embed", arch_of(torch.cuda.get_device_capability(device)), defines(type))
+    return code.kernel("embed", "plippi" + "ppppif" + "p")
+
+
+class EmbedLaunch:
+    """Implements `Embed`."""
+
+    def __init__(self, spec: EmbedSpec) -> None:
+        self.n_in, self.row_bytes = spec.n_in, spec.n_in // spec.type.block_size * spec.type.type_size
+        self.kernel, self.fault = _kernel(spec.device, spec.type), faults.record(spec.device)
+
+    def rows(self, raw: Tensor, tokens: Tensor) -> Tensor:
+        none = np.int64(0)
+        return self._run(raw, tokens, (none, none, none, none, np.int32(0), np.float32(1.0)))
+
+    def rows_and_angles(
+        self, raw: Tensor, tokens: Tensor, positions: Tensor, freq: Tensor, factor: float
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        assert positions.dtype == torch.int64 and positions.is_contiguous() and positions.shape == tokens.shape
+        assert freq.dtype == torch.float32 and freq.is_contiguous()
+        shape = (tokens.shape[0], 1, freq.shape[0])
+        cos, sin = (torch.empty(shape, dtype=torch.float32, device=tokens.device) for _ in range(2))
+        turn = (positions, freq, cos, sin, np.int32(freq.shape[0]), angles_cuda.inverse_of(factor))
+        return self._run(raw, tokens, turn), (cos, sin)
+
+    def _run(self, raw: Tensor, tokens: Tensor, turn: tuple[Tensor | np.int64 | np.int32 | np.float32, ...]) -> Tensor:
+        n_token, n_row = raw.shape[0], tokens.shape[0]
+        assert raw.dtype == torch.uint8 and raw.is_contiguous() and raw.shape[1] == self.row_bytes
+        assert 0 < n_token <= MAX_TOKENS and raw.data_ptr() % 16 == 0
+        assert tokens.dtype == torch.int64 and tokens.is_contiguous()
+        x = torch.empty(n_row, self.n_in, dtype=torch.float32, device=tokens.device)
+        if n_row:
+            n_part = -(-self.n_in // (4 * THREADS)) + int(turn[4] != 0)
+            args = (raw, np.int64(self.row_bytes), np.int32(n_token), tokens, x, np.int32(self.n_in))
+            self.kernel.launch((n_row, n_part), THREADS, (*args, *turn, self.fault))
+        return x
+
+
+@cache
+def bind(spec: EmbedSpec) -> EmbedLaunch:
+    return EmbedLaunch(spec)
+
+
+def any_bytes(type: GGMLType, n_in: int, n_token: int, gen: torch.Generator) -> Tensor:
+    """[n_token, bytes of a row] uint8: all codes, and scales of all sizes, some of them no numbers."""
+    size = n_in // type.block_size * type.type_size
+    return torch.randint(0, 256, (n_token, size), generator=gen, dtype=torch.uint8)
+
+
+def bits(x: Tensor) -> Tensor:
+    """Equal for the same values, of zeros for the same signs, and for what is no number."""
+    return x.masked_fill(x.isnan(), 0.5).view(torch.int32)
+
+
+def _cases(spec: EmbedSpec) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    gen = torch.Generator().manual_seed(0)
+    raw = any_bytes(spec.type, spec.n_in, N_TOKEN, gen).to(spec.device)
+    for n_row, n_turn in SIZES:
+        tokens = torch.randint(0, N_TOKEN, (n_row,), generator=gen)
+        tokens[-1] = N_TOKEN - 1
+        positions = angles_cuda.hostile(n_row, gen)
+        yield raw, tokens.to(spec.device), positions.to(spec.device), angles_cuda.frequencies(n_turn, spec.device)
+
+
+def check(launch: Embed, reference: Embed, spec: EmbedSpec) -> str | None:
+    """Any bytes a file may hold, to the bit, and the angles of hostile positions."""
+    for raw, tokens, positions, freq in _cases(spec):
+        (x, own), (want, angles) = (e.rows_and_angles(raw, tokens, positions, freq, 4.0) for e in (launch, reference))
+        if not torch.equal(bits(x), bits(want)) or not torch.equal(bits(launch.rows(raw, tokens)), bits(want)):
+            return f"{len(tokens)} rows of {spec.type.name} are not the reference's"
+        for got, right in zip(own, angles, strict=True):
+            if got.shape != right.shape or not torch.allclose(got, right, rtol=0.0, atol=angles_cuda.OFF):
+                return f"angles of {len(tokens)} rows differ from the reference's"
+    return None

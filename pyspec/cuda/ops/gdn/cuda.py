@@ -1,0 +1,281 @@
+"""`gdn` for NVIDIA GPUs: two launches a layer, sequential over tokens; prompts in chunks (kernels: gdn.cu, gdn_chunk.cu).
+
+Same contract as gdn_ref, with its own order of sums. All lengths and counts are read on the device, so a captured graph may
+be replayed for any batch of as many sequences and rows; sequences without rows touch nothing.
+
+A state does not depend on how its tokens came, to the bit, as long as they came as verifies or as kept rows of fewer than
+CHUNKED. Longer kept sequences are summed in chunks of 64 rows: within 3e-5 of the sequential state (outputs
+within 1e-3, their last products are one pass of f16), the same whatever the neighbours, rounded otherwise for another cut.
+
+Where rows are few, outputs go into the next product's rows right away (`GdnLaunch.prepared`), to the bits that rows_cuda gives.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyspec.cuda import faults, jit
+from pyspec.cuda.ops.gdn import chunk as gdn_chunk
+from pyspec.cuda.ops.gdn import ref as gdn_ref
+from pyspec.cuda.ops.gdn.ref import GdnSpec
+from pyspec.cuda.ops.prefetch import ARGS as NEXT_ARGS
+from pyspec.cuda.ops.prefetch import next_product
+from pyspec.cuda.ops.recurrent.fold_only import fold_batch
+from pyspec.cuda.ops.recurrent.ref import has_records
+from pyspec.cuda.ops.rows.cuda import BLOCKED, Into, Rows, RowsLaunch, aligned, values_of
+from pyspec.cuda.ops.rows.ref import HeadNorm
+from pyspec.slots.arena import BUCKETS
+from pyspec.slots.batch import Batch, Seq
+from pyspec.slots.memory import StateLayer, StateShape
+
+DIM, TAPS, LANES, THREADS, CONV_THREADS = 128, 4, 8, 128, 128
+SPAN = 64  # rows of one gdn_conv block
+COLUMNS = (2, 4)  # of a lane; gdn.cu can do 1, which was never faster on an H200
+CHUNKED = BUCKETS[-1] + 1  # rows from which a kept sequence is chunked: such batches are never in a graph, alone or not
+NEVER = 2**31 - 1
+CONV_ARGS = "plpplppp" + "ppppp" + "pppp" + "pppppp" + "pppp" + "iiiif" + "p"
+ROWS_ARGS = "ppp" + "pppp" + "pppppp" + "pppp" + "iiii" + "p"
+OUT_ARGS, INTO_ARGS = "p", "plpff" + "ppp" + "i" + NEXT_ARGS
+
+
+def limits(spec: GdnSpec) -> str | None:
+    shape = spec.shape
+    if spec.device.type != "cuda":
+        return "runs on NVIDIA GPUs only"
+    if importlib.util.find_spec("cuda.core") is None:
+        return "cuda-core is not installed (pip install pyspec[cuda])"
+    if torch.cuda.get_device_capability(spec.device) < (8, 0):
+        return "needs compute capability 8.0"
+    if shape.dim != DIM:
+        return f"states are {shape.dim} wide; the kernel is built for {DIM}"
+    if shape.n_conv != TAPS:
+        return f"the convolution has {shape.n_conv} taps; the kernel is built for {TAPS}"
+    if shape.n_v_head % shape.n_k_head:
+        return f"{shape.n_v_head} value heads are no multiple of {shape.n_k_head} key heads"
+    return None
+
+
+def blocks_for(arch: str, columns: int) -> int:
+    """Blocks of gdn_rows on a multiprocessor, which bounds its registers: as many as compile without spills."""
+    newer = arch.startswith(("sm_10", "sm_11", "sm_12"))  # their compiler takes more registers for the same source
+    return ({2: 4, 4: 3} if newer else {2: 5, 4: 4})[columns]
+
+
+def defines(shape: StateShape, arch: str, columns: int) -> dict[str, int | str]:
+    """Macros of gdn.cu for one way to share out columns: 2 or 4 to a lane; the result has the same bits."""
+    blocks = blocks_for(arch, columns)
+    return {"N_K": shape.n_k_head, "N_V": shape.n_v_head, "COLS": columns, "BLOCKS": blocks}
+
+
+def columns_for(shape: StateShape, n_seq: int, arch: str, n_multiprocessor: int, *, prepares: bool = False) -> int:
+    """Four where that makes one wave of blocks out of two; else two, which keeps more warps in flight. Of gdn_rows_into, whose
+    blocks come and go by clusters, four also where the last wave is a fifth fuller so."""
+
+    def waves(columns: int) -> float:
+        blocks = shape.n_v_head * n_seq * DIM * LANES // (THREADS * columns)
+        return blocks / (blocks_for(arch, columns) * n_multiprocessor)
+
+    two, four = waves(2), waves(4)
+    if prepares and two > 2 and four / math.ceil(four) > 1.2 * two / math.ceil(two):
+        return 4
+    return 4 if four <= 1 < two else 2
+
+
+def fault_record(device: torch.device) -> Tensor:
+    """The device's record (cuda/faults.py). `slot` is the slot there."""
+    return faults.record(device)
+
+
+@cache
+def _kernels(shape: StateShape, arch: str, columns: int, clusters: bool) -> tuple[jit.Kernel, ...]:
+    """gdn_conv, gdn_rows and, with clusters, gdn_rows_into."""
+    code = jit.compile_cubin("gdn", arch, defines(shape, arch, columns))
+    into = [code.kernel("gdn_rows_into", ROWS_ARGS + INTO_ARGS)] if clusters else []
+    return code.kernel("gdn_conv", CONV_ARGS), code.kernel("gdn_rows", ROWS_ARGS + OUT_ARGS), *into
+
+
+def _check(rows: Sequence[Tensor], weights: Sequence[Tensor], layer: StateLayer, shape: StateShape) -> None:
+    """What only our own code can get wrong: dtypes, shapes, alignment."""
+    m, alpha, beta = rows
+    whole = (*weights, *layer.tensors())
+    assert all(t.dtype == torch.float32 and t.device == m.device for t in (*rows, *whole)), "gdn takes float32"
+    assert all(t.is_contiguous() for t in whole), "gdn takes contiguous tensors, or rows that are slices of wider rows"
+    assert all(t.stride(1) == 1 for t in rows) and alpha.stride(0) == beta.stride(0), "gdn takes rows of one stride"
+    assert m.stride(0) % 4 == 0, "rows of m must start at multiples of 16 bytes"
+    assert all(t.data_ptr() % 16 == 0 for t in (m, *whole)), "gdn takes tensors that start at multiples of 16 bytes"
+    assert m.shape[1] == shape.n_channel == DIM * (2 * shape.n_k_head + shape.n_v_head)
+    assert alpha.shape == beta.shape == (m.shape[0], shape.n_v_head)
+    assert [tuple(t.shape) for t in weights] == [(shape.n_v_head,)] * 2 + [(shape.n_channel, TAPS)]
+
+
+Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateLayer, Batch]  # what a call is given
+
+
+class GdnLaunch:
+    """The kernels of one spec; called as gdn_ref's."""
+
+    def __init__(self, spec: GdnSpec, columns: int | None, chunked: int) -> None:
+        self.shape, self.columns, self.chunked, self.eps = spec.shape, columns, chunked, np.float32(spec.eps)
+        capability = torch.cuda.get_device_capability(spec.device)
+        self.overlap = self.clusters = capability >= (9, 0)
+        self.arch = jit.arch_of(capability)
+        self.n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
+        ways = [columns] if columns else COLUMNS
+        self.kernels = {c: _kernels(spec.shape, self.arch, c, self.clusters) for c in ways}
+        self.chunks = gdn_chunk.kernels(spec.shape, self.arch)
+
+    def __call__(
+        self,
+        m: Tensor,
+        alpha: Tensor,
+        beta: Tensor,
+        a: Tensor,
+        dt_bias: Tensor,
+        conv_w: Tensor,
+        layer: StateLayer,
+        batch: Batch,
+    ) -> Tensor:
+        out = m.new_empty(m.shape[0], self.shape.n_v_head, DIM)
+        if m.shape[0]:
+            self._run((m, alpha, beta), (a, dt_bias, conv_w), layer, batch, out)
+        return out
+
+    def prepared(self, *given: *Given, into: Into) -> Rows:
+        """into.rows(o, into.prep) of the outputs o of a call, without a launch of its own where there are clusters and no chunks.
+
+        Which way it goes does not depend on what a batch in a graph holds, and changes no bit. Rows of no sequence hold
+        what was there before.
+        """
+        *tensors, layer, batch = given
+        if not self.clusters or self._long(batch):
+            return into.rows(self(*given).flatten(1), into.prep)
+        m, alpha, beta, a, dt_bias, conv_w = tensors
+        self._run((m, alpha, beta), (a, dt_bias, conv_w), layer, batch, into)
+        return into.rows.room(m.shape[0])
+
+    def _long(self, batch: Batch) -> list[Seq]:
+        """Sequences that are chunked: only of batches that run as they are, for a graph's are replayed for others."""
+        return [] if batch.bucket is not None else [s for s in batch.seqs if s.keep and s.width >= self.chunked]
+
+    def _run(
+        self,
+        raw: tuple[Tensor, Tensor, Tensor],
+        weights: tuple[Tensor, Tensor, Tensor],
+        layer: StateLayer,
+        batch: Batch,
+        out: Tensor | Into,
+    ) -> None:
+        (m, alpha, beta), (a, dt_bias, conv_w), shape = raw, weights, self.shape
+        _check(raw, weights, layer, shape)
+        kd, vd, n_v = shape.n_k_head * DIM, shape.n_v_head * DIM, shape.n_v_head
+        n_row, n_seq, long = m.shape[0], batch.seq_slot.shape[0], self._long(batch)
+        n_chunk = sum(-(-s.width // gdn_chunk.CHUNK) for s in long)
+        only_long = bool(long) and len(long) == len(batch.seqs)
+        n_old = n_seq * layer.width
+        sizes = [n_old * kd, n_old * vd, n_row * kd, n_row * kd, n_row * vd]
+        sizes += [n_row * n_v, n_row * n_v, n_row * shape.n_k_head, n_old * n_v, n_old * n_v]
+        fold_k, fold_v, q, k, v, e, b, kq, fold_e, fold_b = m.new_empty(sum(sizes)).split(sizes)
+        meta = [batch.seq_slot, batch.seq_start, batch.seq_fold, batch.seq_keep]
+        sizes_of = (layer.state.shape[0], layer.width, n_row, self.chunked if long else NEVER)
+        counts: list[jit.Arg] = [*meta, *map(np.int32, sizes_of)]
+        prepares = not isinstance(out, Tensor)
+        cols = self.columns or columns_for(shape, n_seq, self.arch, self.n_sm, prepares=prepares)
+        conv, rows, *rows_into = self.kernels[cols]
+        fault = fault_record(m.device)
+        old = [fold_k, fold_v, fold_e, fold_b]
+        records = [layer.conv, layer.k, layer.v, layer.g, layer.beta]
+        gates: list[jit.Arg] = [alpha, beta, np.int64(alpha.stride(0)), a, dt_bias]
+        inputs: list[jit.Arg] = [m, np.int64(m.stride(0)), *gates, conv_w]
+        if not only_long:
+            stretches = -(-n_row // SPAN) if n_row > n_seq * layer.width else 1  # a block takes several if it must
+            args = [*inputs, *records, *old, q, k, v, e, b, kq, *counts, self.eps, fault]
+            conv.launch((shape.n_k_head + n_v, n_seq, stretches), CONV_THREADS, args, overlap=self.overlap)
+        if long:
+            more, here = [*counts, np.int32(n_seq)], (v, e, b)
+            qk = self.chunks.prepare(inputs, records, old, here, more, n_chunk, [self.eps, fault])
+        runs_rows = not only_long or any(s.n_fold for s in long)
+        if runs_rows:
+            to: list[jit.Arg] = [out] if isinstance(out, Tensor) else _place(out, n_row, vd)
+            kernel = rows if isinstance(out, Tensor) else rows_into[0]
+            args = [layer.state, layer.k, layer.v, *old, q, k, v, e, kq, b, *counts, fault, *to]
+            kernel.launch((n_v, DIM * LANES // (THREADS * cols), n_seq), THREADS, args, overlap=self.overlap)
+        if long:
+            assert isinstance(out, Tensor)
+            overlaps = self.overlap and not runs_rows, self.overlap
+            self.chunks.run(qk, here, layer.state, out, more, n_seq, n_chunk, fault, overlap=overlaps)
+
+
+def _place(into: Into, n_row: int, n_in: int) -> list[jit.Arg]:
+    """Arguments of gdn_rows_into behind those of gdn_rows."""
+    prep, rows = into.prep, into.rows.room(n_row)
+    gate = aligned(prep.gate)
+    assert (into.rows.n_in, into.rows.prepare.layout, prep.dim) == (n_in, BLOCKED, DIM) and gate.shape == (n_row, n_in)
+    assert gate.dtype == prep.weight.dtype == torch.float32 and prep.weight.data_ptr() % 16 == 0
+    of_head: list[jit.Arg] = [gate, np.int64(gate.stride(0)), prep.weight, np.float32(prep.eps), np.float32(prep.power)]
+    return [*of_head, rows.blocks, rows.sums, rows.powers, np.int32(rows.pad), *next_product(into.weights, n_row)]
+
+
+def bind(spec: GdnSpec, *, columns: int | None = None, chunked: int = CHUNKED) -> GdnLaunch:
+    """For measurements, `columns` fixes how many columns a lane holds (else the number of sequences decides) and `chunked`
+    from how many rows a kept sequence is chunked."""
+    return GdnLaunch(spec, columns, chunked)
+
+
+def folder(spec: GdnSpec) -> Callable[[StateLayer, int, int], None]:
+    """Like gdn_ref.flush, with the kernels that fold before rows, so to the same bits."""
+    shape, device = spec.shape, spec.device
+    capability = torch.cuda.get_device_capability(device)
+    overlap = capability >= (9, 0)
+    conv, rows, *_ = _kernels(shape, jit.arch_of(capability), COLUMNS[0], overlap)
+    kd, vd, n_v = shape.n_k_head * DIM, shape.n_v_head * DIM, shape.n_v_head
+    unread, fault = torch.zeros(shape.n_channel * TAPS, device=device), fault_record(device)
+
+    def fold(layer: StateLayer, slot: int, n_fold: int) -> None:
+        if not has_records(layer, slot, n_fold):
+            return
+        old = list(
+            unread.new_empty(layer.width * (kd + vd + 2 * n_v)).split([layer.width * n for n in (kd, vd, n_v, n_v)])
+        )
+        sizes = map(np.int32, (layer.state.shape[0], layer.width, 0, NEVER))
+        counts: list[jit.Arg] = [*fold_batch(device, slot, n_fold), *sizes]
+        none: list[jit.Arg] = [unread] * 6
+        inputs = [unread, np.int64(0), unread, unread, np.int64(0), unread, unread, unread]
+        records = [layer.conv, layer.k, layer.v, layer.g, layer.beta]
+        args = [*inputs, *records, *old, *none, *counts, np.float32(spec.eps), fault]
+        conv.launch((shape.n_k_head + n_v, 1, 1), CONV_THREADS, args)
+        args = [layer.state, layer.k, layer.v, *old, *none, *counts, fault, unread]
+        rows.launch((n_v, DIM * LANES // (THREADS * COLUMNS[0]), 1), THREADS, args, overlap=overlap)
+
+    return fold
+
+
+def check(launch: Callable[..., Any], reference: Callable[..., Any], spec: GdnSpec) -> str | None:
+    """gdn_ref's, then the same rounds again for what `prepared` puts into blocks, and for the blocks' sums."""
+    why = gdn_ref.check(launch, reference, spec)
+    if why is not None or not isinstance(launch, GdnLaunch):
+        return why
+    n_in, gen = spec.shape.n_v_head * DIM, torch.Generator().manual_seed(1)
+    rows, norm = RowsLaunch(spec.device, n_in, (8, 16, 256)), 1 + 0.1 * torch.randn(DIM, generator=gen).to(spec.device)
+
+    def prep_of(m: Tensor) -> HeadNorm:
+        return HeadNorm(norm, spec.eps, m[:, -n_in:])
+
+    prepared: Callable[..., Rows] = launch.prepared
+
+    def got(*args: Any) -> Tensor:
+        return torch.cat(values_of(prepared(*args, into=Into(rows, prep_of(args[0]))), n_in), 1)
+
+    def want(*args: Any) -> Tensor:
+        x = prep_of(args[0])(reference(*args).flatten(1))
+        return torch.cat([x, x.unflatten(1, (-1, 32)).sum(-1)], 1)
+
+    why = gdn_ref.check(got, want, spec, rounded=True)
+    return None if why is None else f"prepared for the next product, {why}"

@@ -1,0 +1,16 @@
+"""`gdn`: fold the last verify into the state, then run this forward's rows (Gated DeltaNet)."""
+
+from pyspec.cuda.op import Impl, Op
+from pyspec.cuda.ops.gdn import cuda as gdn_cuda
+from pyspec.cuda.ops.gdn import numba as gdn_numba
+from pyspec.cuda.ops.gdn import ref as gdn_ref
+
+gdn: Op[gdn_ref.GdnSpec] = Op(
+    "gdn",
+    Impl("torch", gdn_ref.bind),
+    [
+        Impl("cuda", gdn_cuda.bind, gdn_cuda.limits, capturable=True),
+        Impl("numba", gdn_numba.bind, gdn_numba.limits),
+    ],
+    gdn_cuda.check,
+)

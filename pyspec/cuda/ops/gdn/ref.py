@@ -1,0 +1,220 @@
+"""Gated DeltaNet with deferred commit: fold, verify, prefill. The meaning, in plain torch.
+
+    m            [row, channel]      f32  raw inputs of the convolution: q, k (k_head * dim each), v (v_head * dim, tiled)
+    alpha, beta  [row, v_head]       f32  raw gates; like m, slices of wider rows
+    a, dt_bias   [v_head]            f32  log decay g = a softplus(alpha + dt_bias) (<= 0), write strength b = sigmoid(beta)
+    conv_w       [channel, taps]     f32  the last tap multiplies the current token
+    layer        state, conv window and records of every slot (slots.memory); read and written for the batch's slots only
+    out          [row, v_head, dim]  f32  before the gated norm
+
+Per sequence: (1) fold the `n_fold` recorded rows into the state and shift the conv window by as many, (2) run the new rows
+through conv, silu, l2 norm and the recurrence, (3) if the sequence is `keep`, store state and window after its rows, else
+record the rows (k, v, g, b and raw m) and leave the stored state before them.
+
+Recurrence per value head, with key head h % n_k_head: S <- e^g S; d = b (v - S k); S <- S + d k^T; o = S q / sqrt(dim).
+Tokens are taken in this order one by one, in a fold as in a verify, so a state does not depend on how its tokens came.
+Only prompt chunks of at least CHUNKED rows go through the chunked form, which sums in another order.
+Source: arXiv:2412.06464; memory layout of llama.cpp's qwen35.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyspec.cuda.ops.recurrent.ref import (
+    check_seqs,
+    convolve,
+    has_records,
+    live_records,
+    pad,
+    record,
+    shift_window,
+    softplus,
+)
+from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.memory import StateLayer, StateShape
+from pyspec.slots.table import SlotTable
+
+Gdn = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateLayer, Batch], Tensor]
+CHUNKED = 24  # rows from which a prompt chunk pays for the chunked form
+CHUNK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class GdnSpec:
+    device: torch.device
+    shape: StateShape
+    eps: float
+
+
+def gates(alpha: Tensor, beta: Tensor, a: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Log decay and write strength of every row and value head. The sigmoid is spelt out for the reason of softplus."""
+    return a * softplus(alpha + dt_bias), 1 / (1 + (-beta).exp())
+
+
+def l2norm(x: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+
+
+def step(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, q: Tensor | None = None) -> Tensor | None:
+    """One token for many sequences, in place: state [n, dim, dim], k v q [n, dim], g beta [n].
+
+    A row with g = 0 and beta = 0 leaves its state as it is, bit for bit.
+    """
+    state.mul_(g.exp()[:, None, None])
+    d = beta[:, None] * (v - torch.bmm(state, k[:, :, None])[:, :, 0])
+    state.baddbmm_(d[:, :, None], k[:, None, :])
+    return None if q is None else torch.bmm(state, q[:, :, None])[:, :, 0]
+
+
+def chunked(state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """The recurrence over [head, row, dim] in chunks, state [head, dim, dim] updated in place. Returns o (unscaled)."""
+    out = []
+    for i in range(0, q.shape[1], CHUNK):
+        qi, ki, vi = (t[:, i : i + CHUNK] for t in (q, k, v))
+        cum, bi = g[:, i : i + CHUNK].cumsum(-1), beta[:, i : i + CHUNK, None]
+        n = qi.shape[1]
+        low = torch.ones(n, n, dtype=torch.bool, device=q.device).tril()
+        decay = (cum[:, :, None] - cum[:, None, :]).masked_fill(~low, float("-inf")).exp()
+        a = ((bi * ki) @ ki.mT * decay).tril(-1)
+        eye = torch.eye(n, device=q.device, dtype=q.dtype)
+        grow = cum.exp()[..., None]
+        rhs = torch.cat([bi * vi, bi * grow * ki], -1)
+        u, w = torch.linalg.solve_triangular(eye + a, rhs, upper=False, unitriangular=True).split(vi.shape[-1], -1)
+        new = u - w @ state.mT
+        out.append((grow * qi) @ state.mT + (qi @ ki.mT * decay) @ new)
+        last = cum[:, -1:, None]
+        state.mul_(last.exp()).baddbmm_(((last - cum[..., None]).exp() * new).mT, ki)
+    return torch.cat(out, 1)
+
+
+def _spread(k: Tensor, n_v_head: int) -> Tensor:
+    """Key heads to value heads, tiled: value head h reads key head h % n_k_head."""
+    return k.repeat(*([1] * (k.dim() - 2)), n_v_head // k.shape[-2], 1)
+
+
+def bind(spec: GdnSpec) -> Gdn:
+    shape = spec.shape
+    kd, n_v, dim, taps = shape.n_k_head * shape.dim, shape.n_v_head, shape.dim, shape.n_conv
+    scale = dim**-0.5
+
+    def fold(state: Tensor, layer: StateLayer, batch: Batch, slots: Tensor) -> None:
+        """state [seq, head, dim, dim]: the recorded rows, in order."""
+        deep = max(seq.n_fold for seq in batch.seqs)
+        if deep == 0:
+            return
+        live = live_records(batch, deep, state.device)[..., None]
+        k = _spread(layer.k[slots, :deep], n_v)
+        v = layer.v[slots, :deep]
+        g = torch.where(live, layer.g[slots, :deep], 0.0)
+        beta = torch.where(live, layer.beta[slots, :deep], 0.0)
+        k, v = torch.where(live[..., None], k, 0.0), torch.where(live[..., None], v, 0.0)
+        flat = state.view(-1, dim, dim)
+        for t in range(deep):
+            step(flat, *(x[:, t].reshape(flat.shape[0], *x.shape[3:]) for x in (k, v, g, beta)))
+
+    def gdn(
+        m: Tensor,
+        alpha: Tensor,
+        beta: Tensor,
+        a: Tensor,
+        dt_bias: Tensor,
+        conv_w: Tensor,
+        layer: StateLayer,
+        batch: Batch,
+    ) -> Tensor:
+        check_seqs(batch, layer)
+        g, beta = gates(alpha, beta, a, dt_bias)
+        c = convolve(m, conv_w, layer, batch, taps)
+        q, k, v = c.split([kd, kd, n_v * dim], -1)
+        q, k = (l2norm(t.unflatten(-1, (-1, dim)), spec.eps) for t in (q, k))
+        v = v.unflatten(-1, (-1, dim))
+        out = torch.empty_like(v)
+        slots = torch.tensor([seq.slot for seq in batch.seqs], device=m.device)
+        state = layer.state[slots]
+        fold(state, layer, batch, slots)
+        short = [s for s, seq in enumerate(batch.seqs) if not (seq.keep and seq.width >= CHUNKED)]
+        spans = [slice(batch.starts[s], batch.starts[s + 1]) for s in range(len(batch.seqs))]
+        for s, seq in enumerate(batch.seqs):
+            if not seq.keep:  # the state of a verify is stored as it stands before its rows
+                layer.state[seq.slot] = state[s]
+        record(layer, batch, (k, v, g, beta))
+        if short:
+            part = state if len(short) == len(spans) else state[short]
+            wide = max(batch.seqs[s].width for s in short)
+            qs, ks, vs, gs, bs = (pad([x[spans[s]] for s in short], wide) for x in (q, k, v, g, beta))
+            qs, ks = _spread(qs, n_v), _spread(ks, n_v)
+            flat = part.view(-1, dim, dim)
+            y = torch.empty(len(short), wide, n_v, dim, device=m.device)
+            for t in range(wide):
+                args = [x[:, t].reshape(flat.shape[0], *x.shape[3:]) for x in (ks, vs, gs, bs, qs)]
+                y[:, t] = step(flat, *args).view(len(short), n_v, dim)
+            for i, s in enumerate(short):
+                out[spans[s]] = y[i, : batch.seqs[s].width]
+                if batch.seqs[s].keep:
+                    layer.state[batch.seqs[s].slot] = part[i]
+        for s in set(range(len(spans))) - set(short):
+            qs, ks = (_spread(x[spans[s]], n_v).transpose(0, 1) for x in (q, k))
+            vs, gs, bs = (x[spans[s]].transpose(0, 1) for x in (v, g, beta))
+            out[spans[s]] = chunked(state[s], qs, ks, vs, gs, bs).transpose(0, 1)
+            layer.state[batch.seqs[s].slot] = state[s]
+        return out * scale
+
+    return gdn
+
+
+def flush(layer: StateLayer, slot: int, n_fold: int) -> None:
+    """Fold a slot's recorded rows now, so that its state stands at its committed length (checkpoints)."""
+    if not has_records(layer, slot, n_fold):
+        return
+    k = _spread(layer.k[slot, :n_fold], layer.v.shape[2])
+    for t in range(n_fold):
+        step(layer.state[slot], k[t], layer.v[slot, t], layer.g[slot, t], layer.beta[slot, t])
+    shift_window(layer, slot, n_fold)
+
+
+def _parted(got: Tensor, want: Tensor, rounded: bool) -> str | None:
+    """Whether outputs differ by more than rounding, to f16 if `rounded`."""
+    if not rounded:
+        close = torch.allclose(got, want, rtol=1e-4, atol=1e-4)
+    else:  # a sum of many f16 products can miss a small output by a lot, but not many, and never by the size of others
+        close = float((got - want).norm() / want.norm()) < 1e-3 and float((got - want).abs().max() / want.std()) < 0.1
+    return None if close else f"outputs differ from the reference by {(got - want).abs().max():.2g}"
+
+
+def check(
+    launch: Callable[..., Tensor], reference: Callable[..., Tensor], spec: GdnSpec, rounded: bool = False
+) -> str | None:
+    """Ragged rounds on both; a sentence if outputs or states part.
+
+    `rounded`: all outputs are of f16; else only the last products of prompts may be, which no state sees.
+    """
+    gen, shape = torch.Generator().manual_seed(0), spec.shape
+    tables = [SlotTable(3, 32, 16) for _ in range(2)]
+    layers = [StateLayer(shape, 3, 6, spec.device) for _ in range(2)]
+    a, dt_bias = -torch.rand(shape.n_v_head, generator=gen), torch.randn(shape.n_v_head, generator=gen)
+    a, dt_bias = a.to(spec.device), dt_bias.to(spec.device)
+    conv_w = torch.randn(shape.n_channel, shape.n_conv, generator=gen).to(spec.device)
+    for seqs in (
+        [Seq(0, 0, [0] * 5, True), Seq(2, 0, [0], True)],
+        [Seq(0, 5, [0] * 6), Seq(2, 1, [0] * 3)],
+        [Seq(2, 4, [0], False, 0, 3), Seq(0, 8, [0] * 2, False, 0, 3), Seq(1, 0, [0] * 4, True)],
+        [Seq(0, 10, [0], True, 0, 1), Seq(2, 5, [0] * 4, True, 0, 1)],
+        [Seq(1, 4, [0] * 3), Seq(0, 11, [0] * 130, True)],
+        [Seq(1, 7, [0] * 65, True, 0, 2), Seq(2, 9, [0] * 64, True), Seq(0, 141, [0] * 2)],
+    ):
+        n = sum(s.width for s in seqs)
+        sizes = (n, shape.n_channel), (n, shape.n_v_head), (n, shape.n_v_head)
+        m, alpha, beta = (4 * torch.rand(s, generator=gen).to(spec.device) - 2 for s in sizes)
+        got, want = (
+            run(m, alpha, beta, a, dt_bias, conv_w, layer, lay_out(table, seqs, spec.device))
+            for run, layer, table in zip((launch, reference), layers, tables, strict=True)
+        )
+        if why := _parted(got, want, rounded or any(s.width > 6 for s in seqs)):
+            return why
+    off = max(float((a - b).abs().max()) for a, b in zip(layers[0].tensors(), layers[1].tensors(), strict=True))
+    return None if off < 1e-4 else f"states differ from the reference by {off:.2g}"

@@ -1,0 +1,275 @@
+"""`linear` on NVIDIA GPUs: rows to f16 blocks (rows_cuda.py), then one pass over the weights (linear.cu).
+
+A product's order of summation depends on the matrix and the device only, so a row's bits do not depend on the other rows.
+More than 128 rows run in passes. Buffers are made at bind and shared by matrices of one device: all launches must be on one
+stream, and the rows `RowsLaunch` returns hold until its next call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
+from pyspec.cuda.ops.linear import pair as linear_pair
+from pyspec.cuda.ops.linear.dequant import quantize
+from pyspec.cuda.ops.linear.pack import (
+    CHUNKS,
+    FORMATS,
+    RECORDS,
+    TILE,
+    Packed,
+    n_chunks,
+    n_groups,
+    packed_bytes,
+    repack,
+)
+from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.rows.cuda import Rows, RowsLaunch
+from pyspec.gguf import GGMLType
+
+MAX_ROWS = 128
+FEW = 16  # rows up to which memory is all that bounds a product
+HALVES = (GGMLType.F16, GGMLType.BF16)
+_SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}  # KiB a block may have
+_STATIC = 2048  # bytes of a CTA kept for the kernel's static shared memory and the driver's
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a CTA covers 256 weight rows and `rows` tokens: warps along both, 16-row and 8-token tiles of each."""
+
+    warps_m: int
+    warps_n: int
+    tiles_m: int
+    tiles_n: int
+
+    @property
+    def rows(self) -> int:
+        return 8 * self.warps_n * self.tiles_n
+
+    @property
+    def n_warp(self) -> int:
+        return self.warps_m * self.warps_n
+
+
+SHAPES = tuple(Shape(8, 1, 2, n) for n in (1, 2, 3, 4, 6, 8, 12, 16))
+
+
+def stage_bytes(type: GGMLType, shape: Shape) -> int:
+    chunk = CHUNKS[type]
+    sums = 4 * chunk * shape.rows if FORMATS[type].minima else 0
+    return TILE * RECORDS[type] + 64 * chunk * shape.rows + sums
+
+
+def n_shared(capability: tuple[int, int]) -> int:
+    """Bytes of dynamic shared memory that a CTA may have."""
+    return _SHARED.get(capability, 99) * 1024 - _STATIC
+
+
+def n_stages(type: GGMLType, shape: Shape, capability: tuple[int, int]) -> int:
+    """Chunks in shared memory at once; below 2 the shape does not fit. More were slower on Hopper (docs/log.md)."""
+    most = 6 if shape.rows > FEW and capability >= (9, 0) else 8
+    return min(most, n_shared(capability) // stage_bytes(type, shape))
+
+
+def window(rows: int) -> tuple[int, int]:
+    """Stages on their way to a CTA at most: before its predecessor is over, and after. What others read queues behind them."""
+    return (2, 3) if rows <= FEW else (3, 4)
+
+
+def fitting(type: GGMLType, capability: tuple[int, int]) -> tuple[Shape, ...]:
+    return tuple(s for s in SHAPES if n_stages(type, s, capability) >= 2)
+
+
+def limits(spec: LinearSpec) -> str | None:
+    if spec.device.type != "cuda":
+        return "runs on NVIDIA GPUs only"
+    capability = torch.cuda.get_device_capability(spec.device)
+    if capability < (8, 0):
+        return f"needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
+    if spec.type not in CHUNKS:
+        return f"{spec.type.name} matrices have no packed form yet"
+    if spec.n_in % 32:
+        return f"{spec.n_in} columns are not a multiple of 32"
+    if not fitting(spec.type, capability):
+        return f"{spec.type.name} does not fit this GPU's shared memory"
+    return None
+
+
+def stem(capability: tuple[int, int]) -> str:
+    """linear_sm90.cu where the copy engine is."""
+    return "linear_sm90" if capability >= (9, 0) else "linear"
+
+
+def defines(type: GGMLType, shape: Shape, stages: int, epilogue: Epilogue) -> dict[str, int | str]:
+    """Macros of linear.cu."""
+    return {
+        "TYPE": FORMATS[type].code,
+        "CHUNK": CHUNKS[type],
+        "RECORD": RECORDS[type],
+        "WARPS_M": shape.warps_m,
+        "WARPS_N": shape.warps_n,
+        "TILES_M": shape.tiles_m,
+        "TILES_N": shape.tiles_n,
+        "STAGES": stages,
+        "EPILOGUE": int(epilogue),
+        "WINDOW": window(shape.rows)[0],
+        "STEADY": min(window(shape.rows)[1], stages),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One compiled shape."""
+
+    shape: Shape
+    kernel: Kernel
+    threads: int
+    shared: int
+
+
+@cache
+def _steps(device: torch.device, type: GGMLType, epilogue: Epilogue) -> tuple[_Step, ...]:
+    capability = torch.cuda.get_device_capability(device)
+    return tuple(step(device, type, epilogue, shape) for shape in fitting(type, capability))
+
+
+def step(device: torch.device, type: GGMLType, epilogue: Epilogue, shape: Shape) -> _Step:
+    """Compile linear.cu for one shape, with as many stages as fit."""
+    capability = torch.cuda.get_device_capability(device)
+    stages = n_stages(type, shape, capability)
+    code = compile_cubin(stem(capability), arch_of(capability), defines(type, shape, stages, epilogue))
+    shared = stages * stage_bytes(type, shape)
+    threads = 32 * (shape.n_warp + (code.stem == "linear_sm90"))  # there a warp of its own copies
+    return _Step(shape, code.kernel("linear", "ppppppppiiii").allow_shared(shared), threads, shared)
+
+
+@cache
+def _workspace(device: torch.device, n_sm: int) -> tuple[Tensor, Tensor]:
+    """(shares of cut tiles, tickets): two tiles of 128 rows a CTA; a ticket for each warp of the tiles a matrix may have."""
+    partial = torch.empty(2 * n_sm * 256 * MAX_ROWS, dtype=torch.float32, device=device)
+    return partial, torch.zeros(1 << 16, dtype=torch.int32, device=device)
+
+
+@cache
+def bind_rows(device: torch.device, type: GGMLType, n_in: int) -> RowsLaunch:
+    """One launch, and one buffer, for all matrices of a type and n_in; pads are those of `linear` for the type."""
+    pads = tuple(s.rows for s in fitting(type, torch.cuda.get_device_capability(device)))
+    return RowsLaunch(device, n_in, pads)
+
+
+class LinearLaunch:
+    """Multiplies rows with one matrix of `spec`."""
+
+    def __init__(self, spec: LinearSpec, steps: tuple[_Step, ...]) -> None:
+        self.spec, self.steps = spec, {s.shape.rows: s for s in steps}
+        self.max_rows = max(self.steps)
+        self.rows = bind_rows(spec.device, spec.type, spec.n_in)
+        n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
+        n_group, n_chunk = n_groups(spec.n_weight_row), n_chunks(spec.type, spec.n_in)
+        n_tile = -(-n_group // TILE)
+        self.grid = (min(n_sm, n_tile * n_chunk),)
+        self.partial, self.tickets = _workspace(spec.device, n_sm)
+        assert n_tile * max(s.shape.n_warp for s in steps) <= self.tickets.numel()
+        self.sizes = np.int32(spec.n_out), np.int32(n_group), np.int32(n_chunk)
+        shared = n_shared(torch.cuda.get_device_capability(spec.device))
+        self.pairs = {
+            pad: linear_pair.PairLaunch(spec, pad, n_sm, shared)
+            for pad in self.steps
+            if linear_pair.takes(spec, pad, shared)
+        }
+
+    def __call__(self, x: Tensor, packed: Packed, out: Tensor, residual: Tensor | None = None) -> None:
+        """See linear_ref. out and residual contiguous; residual may be `out`."""
+        for first in range(0, x.shape[0], self.max_rows):
+            part = slice(first, first + self.max_rows)
+            rows = self.rows(x[part])
+            self.multiply(rows, packed, out[part], None if residual is None else residual[part])
+
+    def multiply(self, rows: Rows, packed: Packed, out: Tensor, residual: Tensor | None = None) -> None:
+        """The product alone, for rows that several matrices share."""
+        assert out.is_contiguous() and out.shape == (rows.n_row, self.spec.n_out) and out.dtype == torch.float32
+        assert (packed.n_out, packed.n_in, packed.type) == (self.spec.n_weight_row, self.spec.n_in, self.spec.type)
+        assert (residual is not None) == (self.spec.epilogue is Epilogue.RESIDUAL)
+        if rows.pad in self.pairs:
+            return self.pairs[rows.pad](rows, packed, out, residual, self.rows.overlap)
+        run = self.steps[rows.pad]
+        tensors = (packed.data, rows.blocks, rows.sums, rows.powers, out if residual is None else residual, out)
+        args = (*tensors, self.partial, self.tickets, np.int32(rows.n_row), *self.sizes)
+        run.kernel.launch(self.grid, run.threads, args, run.shared, overlap=self.rows.overlap)
+
+
+def bind(spec: LinearSpec) -> LinearLaunch:
+    return LinearLaunch(spec, _steps(spec.device, spec.type, spec.epilogue))
+
+
+def check(
+    launch: Callable[..., None],
+    reference: Callable[..., None],
+    spec: LinearSpec,
+    n_rows: Sequence[int] = (1, 9, 33, 100),
+) -> str | None:
+    """Ragged row counts on both; a sentence if the outputs part."""
+    gen = torch.Generator().manual_seed(0)
+    packed = random_matrix(spec.type, spec.n_weight_row, spec.n_in, gen, spec.device)
+    for n_row in n_rows:
+        x = torch.randn(n_row, spec.n_in, generator=gen).to(spec.device)
+        residual = torch.randn(n_row, spec.n_out, generator=gen).to(spec.device)
+        got, want = (torch.full_like(residual, torch.nan) for _ in "gw")
+        for run, out in ((launch, got), (reference, want)):
+            run(x, packed, out, residual if spec.epilogue is Epilogue.RESIDUAL else None)
+        off = float((got - want).norm() / want.norm())
+        if not off < 1e-3:
+            return f"outputs for {n_row} rows differ from the reference by {off:.2g}"
+    return None
+
+
+def random_matrix(type: GGMLType, n_out: int, n_in: int, gen: torch.Generator, device: torch.device) -> Packed:
+    """Repacked `random_weights`, with different scales of the rows where a type has them."""
+    scales = 0.5 + torch.rand(n_out, generator=gen) if FORMATS[type].scaled else None
+    raw = random_weights(type, n_out, n_in, gen).to(device)
+    return repack(raw, type, (n_out, n_in), None if scales is None else scales.to(device))
+
+
+def random_packed(type: GGMLType, n_out: int, n_in: int, device: torch.device) -> Packed:
+    """Random bytes in place of a repacked matrix, also where rows and columns are padding; scales are small and positive."""
+    n_record, n_half = n_groups(n_out) * n_chunks(type, n_in), len(_half_floats(type))
+    records = torch.randint(0, 256, (n_record, RECORDS[type]), dtype=torch.uint8, device=device)
+    n_block = CHUNKS[type] * 32 // type.block_size
+    at = (
+        0 if type in HALVES else -(n_half * 32 * n_block or RECORDS[type] - 256 * CHUNKS[type])
+    )  # all behind E2M1 codes
+    if type in (GGMLType.Q4_K, GGMLType.Q5_K):  # before them scales and minima of each row and block, of six bits
+        records[:, at - 32 * CHUNKS[type] : at] &= 0x3F
+    floats = records[:, at:]
+    floats &= 0x1F
+    if type in (GGMLType.MXFP4, GGMLType.NVFP4):
+        floats |= 0x60
+    ones = torch.ones((packed_bytes(type, n_out, n_in) - records.numel()) // 4, device=device)
+    return Packed(torch.cat((records.view(-1), ones.view(torch.uint8))), type, n_out, n_in)
+
+
+def random_weights(type: GGMLType, n_out: int, n_in: int, gen: torch.Generator) -> Tensor:
+    """[n_out, row_bytes] uint8. Most types have no encoder here: random codes and scales, the half floats set."""
+    if type in (*HALVES, GGMLType.Q8_0, GGMLType.Q4_0):
+        return quantize(torch.randn(n_out, n_in, generator=gen), type)
+    n_block = n_in // type.block_size
+    blocks = torch.randint(0, 256, (n_out, n_block, type.type_size), generator=gen, dtype=torch.uint8)
+    for at in _half_floats(type):
+        half = (torch.rand(n_out, n_block, 1, generator=gen) * 0.01).half()
+        blocks[..., at : at + 2] = half.view(torch.uint8)
+    if type is GGMLType.MXFP4:
+        blocks[..., 0] = 120 + blocks[..., 0] % 8
+    return blocks.view(n_out, -1)
+
+
+def _half_floats(type: GGMLType) -> list[int]:
+    """Where in a block they are."""
+    fields = [getattr(type.layout, name, None) for name in ("d", "dmin", "m")]
+    return [field.offset for field in fields if field is not None and field.size == 2]

@@ -1,0 +1,169 @@
+"""`linear` for 33 rows and more on Hopper: one pass over the packed weights for 128 rows (linear_wgmma.cu).
+
+Where linear_cuda scales sums in float32, this rounds weights to f16 first: 2^-12 of each at most, 4e-4 of an output in
+relative L2 norm together with the rows' own rounding (linear_ref.py). F16, BF16, NVFP4 and MXFP4 weights are not rounded. A
+product's order of summation depends on the matrix and the device only, so a row's bits do not depend on the other rows nor on
+their number.
+
+Rows come as rows.cu's f16 values over a power of two, in the order of `blocks_for_wgmma`. More than 128 run in passes.
+Buffers are made at bind and shared by the matrices of a device: all launches must be on one stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyspec.cuda.jit import Kernel, compile_cubin
+from pyspec.cuda.ops.linear.pack import CHUNKS, FORMATS, RECORDS, TILE, Packed, n_chunks, n_groups
+from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.rows.cuda import TALL, Rows, RowsLaunch
+from pyspec.gguf import GGMLType
+
+PADS = (64, 96, 128)
+MAX_ROWS = PADS[-1]
+WINDOW = 2  # weight stages under way at most before the predecessor is over (linear_cuda.window says why)
+PATIENCE = 1 << 22  # clocks, 2 ms: far more than the sharers of a tile lie apart
+_SHARED = 226 * 1024  # of 227 KiB: the rest is the kernel's static shared memory
+_THREADS = 640  # four multiplying warpgroups, one for copies
+_MAX_TILES, _MAX_GRID = 1 << 14, 256
+# a block of 64 columns: which column stands at each place; both halves are in the order of quants.cuh's operands
+_ORDER = tuple(16 * s + 4 * t + 2 * h + e for s in range(4) for h in range(2) for t in range(4) for e in range(2))
+
+
+def blocks_for_wgmma(x: Tensor, pad: int) -> Tensor:
+    """[row, n_in] f16 -> [block][pad][64] f16 flat, up to a whole number of 256 columns, zero outside x.
+
+    A block is 64 columns of all rows. Place 16 s + 8 h + 2 t + e of a row holds column 16 s + 4 t + 2 h + e: each 16 columns
+    are in the order 0 1 4 5 8 9 12 13, 2 3 6 7 10 11 14 15. Then the eight parts of 8 halves (16 bytes) of row n change
+    places: part c goes to place c ^ (n % 8). So element (row n, block b, place p) lies at half
+    (b * pad + n) * 64 + ((p // 8) ^ (n % 8)) * 8 + p % 8.
+    """
+    x = F.pad(x, (0, -x.shape[1] % 256, 0, pad - x.shape[0]))
+    parts = x.view(pad, -1, 64).transpose(0, 1)[..., torch.tensor(_ORDER, device=x.device)].unflatten(-1, (8, 8))
+    place = torch.arange(8, device=x.device) ^ (torch.arange(pad, device=x.device) % 8)[:, None]
+    return parts.gather(2, place[None, :, :, None].expand_as(parts)).reshape(-1)
+
+
+def prepare(x: Tensor) -> Rows:
+    """[row, n_in] rounded as linear_rows rounds it, at most MAX_ROWS rows, in plain torch."""
+    pad = next(p for p in PADS if x.shape[0] <= p)
+    largest = x.float().abs().amax(-1, keepdim=True)
+    power = torch.exp2(torch.log2(largest).floor()).where(largest > 0, torch.ones_like(largest))
+    blocks = blocks_for_wgmma((x.float() / power).half(), pad)
+    return Rows(blocks, power, F.pad(power.view(-1), (0, pad - x.shape[0])), x.shape[0], pad)
+
+
+def limits(spec: LinearSpec) -> str | None:
+    if spec.device.type != "cuda":
+        return "runs on NVIDIA GPUs only"
+    major, minor = torch.cuda.get_device_capability(spec.device)
+    if (major, minor) != (9, 0):
+        return f"needs compute capability 9.0, this GPU has {major}.{minor}"
+    if spec.type not in CHUNKS:
+        return f"{spec.type.name} matrices have no packed form yet"
+    if spec.n_in % 32:
+        return f"{spec.n_in} columns are not a multiple of 32"
+    return None
+
+
+def stages(type: GGMLType, pad: int) -> tuple[int, int]:
+    """(weight stages of a chunk, row stages of 64 columns): as many columns of each as fit, at most 8 stages."""
+    weight, row, steps = TILE * RECORDS[type], pad * 128, CHUNKS[type] // 2
+    n_weight = max(2, min(8, _SHARED // (weight + steps * row)))
+    return n_weight, min(8, (_SHARED - n_weight * weight) // row)
+
+
+def shared_bytes(type: GGMLType, pad: int) -> int:
+    n_weight, n_row = stages(type, pad)
+    return n_weight * TILE * RECORDS[type] + n_row * pad * 128
+
+
+def defines(type: GGMLType, pad: int, epilogue: Epilogue, patience: int = PATIENCE) -> dict[str, int | str]:
+    """Macros of linear_wgmma.cu."""
+    n_weight, n_row = stages(type, pad)
+    return {
+        "TYPE": FORMATS[type].code,
+        "CHUNK": CHUNKS[type],
+        "RECORD": RECORDS[type],
+        "PAD": pad,
+        "EPILOGUE": int(epilogue),
+        "WINDOW": WINDOW,
+        "WEIGHT_STAGES": n_weight,
+        "ROW_STAGES": n_row,
+        "PATIENCE": patience,
+    }
+
+
+@cache
+def _kernel(type: GGMLType, pad: int, epilogue: Epilogue, patience: int) -> Kernel:
+    code = compile_cubin("linear_wgmma", "sm_90a", defines(type, pad, epilogue, patience))
+    return code.kernel("linear_wgmma", "ppppppppiiii").allow_shared(shared_bytes(type, pad))
+
+
+@dataclass(frozen=True, slots=True)
+class _Workspace:
+    """Shares of cut tiles, two a CTA; how many arrived at each tile; what each CTA was told. The last two return to zero."""
+
+    partial: Tensor
+    counts: Tensor
+    states: Tensor
+
+
+@cache
+def _workspace(device: torch.device, n_sm: int) -> _Workspace:
+    partial = torch.empty(2 * n_sm * 256 * MAX_ROWS, dtype=torch.float32, device=device)
+    counts, states = (torch.zeros(n, dtype=torch.int32, device=device) for n in (_MAX_TILES, _MAX_GRID))
+    return _Workspace(partial, counts, states)
+
+
+@cache
+def bind_rows(device: torch.device, n_in: int) -> RowsLaunch:
+    """One launch, and one buffer, for all matrices of n_in columns."""
+    return RowsLaunch(device, n_in, PADS, TALL)
+
+
+class WgmmaLaunch:
+    """Multiplies rows with one matrix of `spec`."""
+
+    max_rows = MAX_ROWS
+
+    def __init__(self, spec: LinearSpec, patience: int = PATIENCE, overlap: bool = True) -> None:
+        self.spec, self.overlap = spec, overlap
+        self.rows = bind_rows(spec.device, spec.n_in)
+        self.kernels = {pad: _kernel(spec.type, pad, spec.epilogue, patience) for pad in PADS}
+        n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
+        n_group, n_chunk = n_groups(spec.n_weight_row), n_chunks(spec.type, spec.n_in)
+        n_tile = -(-n_group // TILE)
+        assert n_tile <= _MAX_TILES
+        self.grid = (min(n_sm, _MAX_GRID, n_tile * n_chunk),)
+        assert n_tile * n_chunk * self.grid[0] < 1 << 31 and MAX_ROWS * spec.n_out < 1 << 31, "32-bit arithmetic"
+        self.workspace = _workspace(spec.device, n_sm)
+        self.sizes = np.int32(spec.n_out), np.int32(n_group), np.int32(n_chunk)
+
+    def __call__(self, x: Tensor, packed: Packed, out: Tensor, residual: Tensor | None = None) -> None:
+        """See linear_ref. out and residual contiguous; residual may be `out`."""
+        for first in range(0, x.shape[0], MAX_ROWS):
+            part = slice(first, first + MAX_ROWS)
+            self.multiply(self.rows(x[part]), packed, out[part], None if residual is None else residual[part])
+
+    def multiply(self, rows: Rows, packed: Packed, out: Tensor, residual: Tensor | None = None) -> None:
+        """The product alone, for rows that several matrices share. Reads rows.blocks as `blocks_for_wgmma` makes them."""
+        assert out.is_contiguous() and out.shape == (rows.n_row, self.spec.n_out) and out.dtype == torch.float32
+        assert (packed.n_out, packed.n_in, packed.type) == (self.spec.n_weight_row, self.spec.n_in, self.spec.type)
+        assert (residual is not None) == (self.spec.epilogue is Epilogue.RESIDUAL)
+        assert rows.blocks.numel() >= rows.pad * (-(-self.spec.n_in // 256) * 256)
+        work = self.workspace
+        tensors = (packed.data, rows.blocks, rows.powers, out if residual is None else residual, out)
+        args = (*tensors, work.partial, work.counts, work.states, np.int32(rows.n_row), *self.sizes)
+        shared = shared_bytes(self.spec.type, rows.pad)
+        self.kernels[rows.pad].launch(self.grid, _THREADS, args, shared, overlap=self.overlap)
+
+
+def bind(spec: LinearSpec) -> WgmmaLaunch:
+    return WgmmaLaunch(spec)

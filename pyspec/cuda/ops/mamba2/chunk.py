@@ -1,0 +1,130 @@
+"""Launches of mamba2_chunk.cu: `mamba2` over long kept sequences, in chunks. Part of mamba2_cuda, which decides who is long."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyspec.cuda import jit
+from pyspec.cuda.ops.mamba2.ref import Params
+from pyspec.slots.memory import Mamba2Shape
+
+TAPS, GROUP_THREADS, SCALARS = 4, 256, 6
+COUNTS = "pppp" + "iiiii"
+GROUP_ARGS = "plpl" + "pppp" + "p" + "pp" + COUNTS + "p"
+STATE_ARGS = "pp" + "pl" + "ppp" + "pp" + "p" + COUNTS + "ip"
+
+
+def shared_limit(arch: str) -> int:
+    """Bytes of shared memory a block may have."""
+    if arch.startswith(("sm_86", "sm_89", "sm_12")):
+        return 99 * 1024
+    return 163 * 1024 if arch.startswith("sm_8") else 227 * 1024
+
+
+def group_shared(s: Mamba2Shape, chunk: int) -> int:
+    """Bytes of a block of mamba2_chunk_group: B in two parts and C."""
+    return 3 * chunk * (2 * s.n_state + 16)
+
+
+def record_bytes(s: Mamba2Shape, chunk: int) -> int:
+    """What mamba2_chunk_group leaves for a chunk: B in two parts, C, products of pairs in blocks of 16 up to the diagonal."""
+    return 3 * chunk * 2 * s.n_state + chunk * (chunk + 16)
+
+
+def shared_for(s: Mamba2Shape, chunk: int, rows: int) -> int:
+    """Bytes of a block of mamba2_chunk_state: B, C, pairs, raw x, operands, scalars, powers; all but raw x twice."""
+    operands = rows * 4 * chunk + rows * 2 * s.n_state
+    twice = record_bytes(s, chunk) + operands + 4 * SCALARS * chunk + 8 * rows
+    return 2 * twice + 4 * (chunk + TAPS - 1) * (rows + 4)
+
+
+def cut(s: Mamba2Shape, arch: str) -> tuple[int, int]:
+    """(rows of a chunk, rows of the state in a block): the most that fit. Fewer rows of the state give the same bits."""
+    choices = [(chunk, rows) for rows in (64, 32) for chunk in (64, 32) if s.head_dim % rows == 0]
+    return next(c for c in choices if shared_for(s, *c) <= shared_limit(arch))
+
+
+def narrow(s: Mamba2Shape, n_seq: int, n_multiprocessor: int) -> bool:
+    """Whether blocks of 64 rows of the state are so few that twice as many of half the size still run at once."""
+    return 2 * n_seq * s.n_head * s.head_dim // 64 <= n_multiprocessor
+
+
+def defines(s: Mamba2Shape, chunk: int, rows: int) -> dict[str, int | str]:
+    sizes: dict[str, int | str] = {"HEADS": s.n_head, "DIM": s.head_dim, "GROUPS": s.n_group, "N_STATE": s.n_state}
+    return sizes | {"CHUNK": chunk, "SLICE": rows}
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Kernels for one shape. `prepare` goes before mamba2_rows, which may have records to fold, and `run` after it."""
+
+    shape: Mamba2Shape
+    chunk: int  # rows
+    group: jit.Kernel
+    states: Mapping[int, jit.Kernel]  # by rows of the state in a block
+    n_multiprocessor: int
+
+    def prepare(
+        self,
+        inputs: Sequence[jit.Arg],
+        p: Params,
+        conv: Tensor,
+        counts: Sequence[jit.Arg],
+        n_chunk: int,
+        fault: Tensor,
+        *,
+        overlap: bool,
+    ) -> tuple[Tensor, ...]:
+        """What heads of a group share, and their scalars; `inputs` are m and dt. Returns what `run` takes."""
+        s, m = self.shape, inputs[0]
+        assert isinstance(m, Tensor)
+        records = torch.empty(n_chunk * s.n_group * record_bytes(s, self.chunk), dtype=torch.uint8, device=m.device)
+        made = records, m.new_empty(n_chunk * s.n_head * SCALARS * self.chunk)
+        args = [*inputs, p.a, p.dt_bias, p.conv_w, p.conv_b, conv, *made, *counts, fault]
+        self.group.launch((s.n_group, n_chunk), GROUP_THREADS, args, group_shared(s, self.chunk), overlap=overlap)
+        return made
+
+    def run(
+        self,
+        made: Sequence[Tensor],
+        inputs: Sequence[jit.Arg],
+        p: Params,
+        state: Tensor,
+        conv: Tensor,
+        out: Tensor,
+        counts: Sequence[jit.Arg],
+        n_seq: int,
+        n_long: int,
+        n_chunk: int,
+        fault: Tensor,
+        *,
+        overlap: bool,
+    ) -> None:
+        """`n_long` of the `n_seq` sequences are chunked."""
+        s = self.shape
+        args = [state, p.d, *inputs[:2], p.conv_w, p.conv_b, conv, *made, out, *counts, np.int32(n_chunk), fault]
+        rows = max(self.states)
+        if len(self.states) > 1 and narrow(s, n_long, self.n_multiprocessor):
+            rows = min(self.states)
+        grid, shared = (s.n_head, s.head_dim // rows, n_seq), shared_for(s, self.chunk, rows)
+        self.states[rows].launch(grid, 4 * rows, args, shared, overlap=overlap)
+
+
+@cache
+def kernels(shape: Mamba2Shape, arch: str, n_multiprocessor: int) -> Chunks:
+    chunk, most = cut(shape, arch)
+    codes = {most: jit.compile_cubin("mamba2_chunk", arch, defines(shape, chunk, most))}
+    if most == 64 and narrow(shape, 1, n_multiprocessor):
+        codes[32] = jit.compile_cubin("mamba2_chunk", arch, defines(shape, chunk, 32))
+    states = {
+        rows: code.kernel("mamba2_chunk_state", STATE_ARGS).allow_shared(shared_for(shape, chunk, rows))
+        for rows, code in codes.items()
+    }
+    group = codes[most].kernel("mamba2_chunk_group", GROUP_ARGS).allow_shared(group_shared(shape, chunk))
+    return Chunks(shape, chunk, group, states, n_multiprocessor)

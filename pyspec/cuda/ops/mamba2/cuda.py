@@ -1,0 +1,187 @@
+"""`mamba2` for NVIDIA GPUs: two launches a layer, sequential over tokens; prompts in chunks (kernels: mamba2.cu, mamba2_chunk.cu).
+
+Same contract as mamba2_ref, with its own order of sums over the state's columns. All lengths and counts are read on the
+device, so a captured graph may be replayed for any batch of as many sequences and rows; sequences without rows touch nothing.
+
+A state does not depend on how its tokens came, to the bit, as long as they came as verifies or as kept rows of fewer than
+CHUNKED. Longer kept sequences are summed in chunks: within 3e-5 of the sequential state (outputs within 1e-3, their last
+products are one pass of f16), the same whatever the neighbours, rounded otherwise for another cut.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyspec.cuda import faults, jit
+from pyspec.cuda.ops.mamba2 import chunk as mamba2_chunk
+from pyspec.cuda.ops.mamba2.ref import Mamba2, Mamba2Spec, Params
+from pyspec.cuda.ops.prefetch import ARGS as NEXT_ARGS
+from pyspec.cuda.ops.prefetch import NOTHING, next_product
+from pyspec.cuda.ops.recurrent.fold_only import fold_batch
+from pyspec.cuda.ops.recurrent.ref import has_records
+from pyspec.slots.arena import BUCKETS
+from pyspec.slots.batch import Batch
+from pyspec.slots.memory import Mamba2Shape, StateLayer
+
+TAPS, LANES, THREADS, CONV_THREADS, CHANNELS = 4, 8, 128, 128, 128  # CHANNELS of a block of mamba2_conv
+SPAN = 64  # rows of one mamba2_conv block
+COLUMNS = (2, 4)  # of a lane: rows of the state, as wide as it
+CHUNKED = BUCKETS[-1] + 1  # rows from which a kept sequence is chunked: such batches are never in a graph, alone or not
+NEVER = 2**31 - 1
+CONV_ARGS = "plpl" + "pppp" + "ppppp" + "pppp" + "ppppp" + "pppp" + "iiii" + "p"
+ROWS_ARGS = "pp" + "pppp" + "pppp" + "ppppp" + "p" + "pppp" + "iiii" + "p" + NEXT_ARGS
+
+
+def limits(spec: Mamba2Spec) -> str | None:
+    s = spec.shape
+    if spec.device.type != "cuda":
+        return "runs on NVIDIA GPUs only"
+    if importlib.util.find_spec("cuda.core") is None:
+        return "cuda-core is not installed (pip install pyspec[cuda])"
+    if torch.cuda.get_device_capability(spec.device) < (8, 0):
+        return "needs compute capability 8.0"
+    if s.n_conv != TAPS:
+        return f"the convolution has {s.n_conv} taps; the kernel is built for {TAPS}"
+    if s.head_dim not in (32, 64, 128):
+        return f"heads are {s.head_dim} wide; the kernel takes 32, 64 or 128"
+    if s.n_state % 32 or s.n_state > 128:
+        return f"states are {s.n_state} wide; the kernel takes multiples of 32 up to 128"
+    if s.n_head % 4 or (s.n_head * s.head_dim) % CHANNELS or (s.n_group * s.n_state) % CHANNELS:
+        return (
+            f"{s.n_head} heads of {s.head_dim} and {s.n_group} groups of {s.n_state} do not fill blocks of {CHANNELS}"
+        )
+    return None
+
+
+def columns_of(shape: Mamba2Shape) -> Sequence[int]:
+    """Columns a lane may have: a block's rows of the state are of one head."""
+    return [c for c in COLUMNS if shape.head_dim % (THREADS // LANES * c) == 0]
+
+
+def blocks_for(arch: str, columns: int) -> int:
+    """Blocks of mamba2_rows on a multiprocessor, which bounds its registers: as many as compile without spills."""
+    newer = arch.startswith(("sm_10", "sm_11", "sm_12"))  # their compiler takes more registers for the same source
+    return ({2: 4, 4: 3} if newer else {2: 5, 4: 4})[columns]
+
+
+def defines(s: Mamba2Shape, arch: str, columns: int) -> dict[str, int | str]:
+    """Macros of mamba2.cu for one way to share out the state; the result has the same bits."""
+    sizes: dict[str, int | str] = {"HEADS": s.n_head, "DIM": s.head_dim, "GROUPS": s.n_group, "N_STATE": s.n_state}
+    return sizes | {"COLS": columns, "BLOCKS": blocks_for(arch, columns)}
+
+
+def columns_for(s: Mamba2Shape, n_seq: int, arch: str, n_multiprocessor: int) -> int:
+    """Four where that makes one wave of blocks out of two; else two, which keeps more warps in flight."""
+    choices = columns_of(s)
+
+    def one_wave(columns: int) -> bool:
+        blocks = s.n_head * n_seq * s.head_dim * LANES // (THREADS * columns)
+        return blocks <= blocks_for(arch, columns) * n_multiprocessor
+
+    return 4 if 4 in choices and one_wave(4) and not one_wave(2) else choices[0]
+
+
+@cache
+def _kernels(shape: Mamba2Shape, arch: str, columns: int) -> tuple[jit.Kernel, jit.Kernel]:
+    code = jit.compile_cubin("mamba2", arch, defines(shape, arch, columns))
+    return code.kernel("mamba2_conv", CONV_ARGS), code.kernel("mamba2_rows", ROWS_ARGS)
+
+
+def _check(m: Tensor, dt: Tensor, p: Params, layer: StateLayer, s: Mamba2Shape) -> None:
+    """What only our own code can get wrong: dtypes, shapes, alignment."""
+    weights = (p.a, p.dt_bias, p.d, p.conv_w, p.conv_b)
+    whole = (*weights, *layer.tensors())
+    assert all(t.dtype == torch.float32 and t.device == m.device for t in (m, dt, *whole)), "mamba2 takes float32"
+    assert all(t.is_contiguous() for t in whole), (
+        "mamba2 takes contiguous tensors, or rows that are slices of wider rows"
+    )
+    assert m.stride(1) == dt.stride(1) == 1 and m.stride(0) % 4 == 0, "rows of m must start at multiples of 16 bytes"
+    assert all(t.data_ptr() % 16 == 0 for t in (m, *whole)), "mamba2 takes tensors that start at multiples of 16 bytes"
+    assert m.shape[1] == s.n_channel and dt.shape == (m.shape[0], s.n_head)
+    sizes = [(s.n_head,)] * 3 + [(s.n_channel, TAPS), (s.n_channel,)]
+    assert [tuple(t.shape) for t in weights] == sizes
+
+
+def bind(spec: Mamba2Spec, *, columns: int | None = None, chunked: int = CHUNKED) -> Mamba2:
+    """For measurements, `columns` fixes how many rows of the state a lane holds (else the number of sequences decides) and
+    `chunked` from how many rows a kept sequence is chunked."""
+    assert chunked >= TAPS, "a chunked sequence is longer than the window it leaves"
+    s = spec.shape
+    capability = torch.cuda.get_device_capability(spec.device)
+    arch, n_sm = jit.arch_of(capability), torch.cuda.get_device_properties(spec.device).multi_processor_count
+    kernels = {c: _kernels(s, arch, c) for c in ([columns] if columns else columns_of(s))}
+    chunks = mamba2_chunk.kernels(s, arch, n_sm)
+    inner, wide = s.n_head * s.head_dim, s.n_group * s.n_state
+    overlap, fault = capability >= (9, 0), faults.record(spec.device)
+
+    def mamba2(
+        m: Tensor, dt: Tensor, p: Params, layer: StateLayer, batch: Batch, after: Tensor | None = None
+    ) -> Tensor:
+        """`after`: the weights of the product that reads the result."""
+        _check(m, dt, p, layer, s)
+        n_row, n_seq = m.shape[0], batch.seq_slot.shape[0]
+        out = m.new_empty(n_row, s.n_head, s.head_dim)
+        if not n_row:
+            return out
+        # only batches that run as they are may be cut here: a graph's are replayed for others
+        long = [] if batch.bucket is not None else [q for q in batch.seqs if q.keep and q.width >= chunked]
+        n_chunk = sum(-(-q.width // chunks.chunk) for q in long)
+        only_long = bool(long) and len(long) == len(batch.seqs)
+        n_old, n_new = (0, 0) if only_long else (n_seq * layer.width, n_row)
+        sizes = [n_old * inner, n_old * wide, n_new * inner, n_new * wide, n_new * wide]
+        sizes += [n_old * s.n_head, n_old * s.n_head, n_new * s.n_head, n_new * s.n_head]
+        fold_x, fold_b, x, b, c, fold_e, fold_t, e, t = m.new_empty(sum(sizes)).split(sizes)
+        meta = [batch.seq_slot, batch.seq_start, batch.seq_fold, batch.seq_keep]
+        sizes_of = (layer.state.shape[0], layer.width, n_row, chunked if long else NEVER)
+        counts: list[jit.Arg] = [*meta, *map(np.int32, sizes_of)]
+        old, records = [fold_x, fold_b, fold_e, fold_t], [layer.x, layer.b, layer.decay, layer.dt]
+        inputs: list[jit.Arg] = [m, np.int64(m.stride(0)), dt, np.int64(dt.stride(0))]
+        cols = columns or columns_for(s, n_seq, arch, n_sm)
+        conv, rows = kernels[cols]
+        if not only_long:
+            stretches = -(-n_row // SPAN) if n_row > n_seq * layer.width else 1  # a block takes several if it must
+            weights, new = [p.a, p.dt_bias, p.conv_w, p.conv_b], [x, b, c, e, t]
+            args = [*inputs, *weights, layer.conv, *records, *old, *new, *counts, fault]
+            conv.launch((s.n_channel // CHANNELS, n_seq, stretches), CONV_THREADS, args, overlap=overlap)
+        if long:
+            more = [*counts, np.int32(n_seq)]
+            made = chunks.prepare(inputs, p, layer.conv, more, n_chunk, fault, overlap=overlap)
+        runs_rows = not only_long or any(q.n_fold for q in long)
+        if runs_rows:
+            args = [layer.state, p.d, *records, *old, x, b, c, e, t, out, *counts, fault, *next_product(after, n_row)]
+            rows.launch((s.n_head, s.head_dim * LANES // (THREADS * cols), n_seq), THREADS, args, overlap=overlap)
+        if long:
+            states, sizes = (layer.state, layer.conv), (n_seq, len(long), n_chunk)
+            chunks.run(made, inputs, p, *states, out, more, *sizes, fault, overlap=overlap)
+        return out
+
+    return mamba2
+
+
+def folder(spec: Mamba2Spec) -> Callable[[StateLayer, int, int], None]:
+    """Like mamba2_ref.flush, with the kernels that fold before rows, so to the same bits."""
+    s, device = spec.shape, spec.device
+    capability, columns = torch.cuda.get_device_capability(device), columns_of(s)[0]
+    conv, rows = _kernels(s, jit.arch_of(capability), columns)
+    overlap, fault, unread = capability >= (9, 0), faults.record(device), torch.zeros(s.n_channel * TAPS, device=device)
+
+    def fold(layer: StateLayer, slot: int, n_fold: int) -> None:
+        if not has_records(layer, slot, n_fold):
+            return
+        sizes = map(np.int32, (layer.state.shape[0], layer.width, 0, NEVER))
+        counts: list[jit.Arg] = [*fold_batch(device, slot, n_fold), *sizes]
+        none: list[jit.Arg] = [unread] * 9  # fold buffers and rows
+        records = [layer.x, layer.b, layer.decay, layer.dt]
+        inputs = [unread, np.int64(0), unread, np.int64(0), *[unread] * 4]
+        args = [*inputs, layer.conv, *records, *none, *counts, fault]
+        conv.launch((s.n_channel // CHANNELS, 1, 1), CONV_THREADS, args)
+        args = [layer.state, unread, *records, *none, unread, *counts, fault, *NOTHING]
+        rows.launch((s.n_head, s.head_dim * LANES // (THREADS * columns), 1), THREADS, args, overlap=overlap)
+
+    return fold

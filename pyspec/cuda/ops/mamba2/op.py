@@ -1,0 +1,16 @@
+"""`mamba2`: fold the last verify into the state, then run this forward's rows (Mamba-2)."""
+
+from pyspec.cuda.op import Impl, Op
+from pyspec.cuda.ops.mamba2 import cuda as mamba2_cuda
+from pyspec.cuda.ops.mamba2 import numba as mamba2_numba
+from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
+
+mamba2: Op[mamba2_ref.Mamba2Spec] = Op(
+    "mamba2",
+    Impl("torch", mamba2_ref.bind),
+    [
+        Impl("cuda", mamba2_cuda.bind, mamba2_cuda.limits, capturable=True),
+        Impl("numba", mamba2_numba.bind, mamba2_numba.limits),
+    ],
+    mamba2_ref.check,
+)

@@ -1,0 +1,253 @@
+"""Mamba-2 with deferred commit: fold, verify, prefill. The meaning, in plain torch.
+
+    m            [row, channel]           f32  raw inputs of the convolution: x (head * head_dim), B, C (group * state each)
+    dt           [row, head]              f32  raw steps; like m, slices of wider rows
+    a, dt_bias   [head]                   f32  a < 0; step t = softplus(dt + dt_bias), decay e = exp(t a)
+    d            [head]                   f32  weight of the input itself in the output
+    conv_w, _b   [channel, taps], [channel] f32  the last tap multiplies the current token
+    layer        state, conv window and records of every slot (slots.memory); read and written for the batch's slots only
+    out          [row, head, head_dim]    f32  before gate and norm
+
+Per sequence: (1) fold the `n_fold` recorded rows into the state and shift the conv window by as many, (2) run the new rows
+through conv, silu and the recurrence, (3) if the sequence is `keep`, store state and window after its rows, else record the
+rows (x, B, e, t and raw m) and leave the stored state before them.
+
+Recurrence per head of group h // (head / group): S <- e S + (t x) B^T; o = S C + d x, with S [head_dim, state].
+Tokens are taken in this order one by one, in a fold as in a verify, so a state does not depend on how its tokens came.
+Only prompt chunks of at least CHUNKED rows go through the chunked (SSD) form, which sums in another order.
+Source: arXiv:2405.21060; memory layout of llama.cpp's nemotron_h.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyspec.cuda.ops.recurrent.ref import (
+    check_seqs,
+    convolve,
+    has_records,
+    live_records,
+    pad,
+    record,
+    shift_window,
+    softplus,
+)
+from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.memory import Mamba2Shape, StateLayer
+from pyspec.slots.table import SlotTable
+
+
+@dataclass(frozen=True, slots=True)
+class Params:
+    """A layer's own tensors, shapes as above."""
+
+    a: Tensor
+    dt_bias: Tensor
+    d: Tensor
+    conv_w: Tensor
+    conv_b: Tensor
+
+
+Mamba2 = Callable[[Tensor, Tensor, Params, StateLayer, Batch], Tensor]
+CHUNKED = 24  # rows from which a prompt chunk pays for the chunked form
+CHUNK = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Spec:
+    device: torch.device
+    shape: Mamba2Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows after convolution and gates: x [row, head, head_dim], b c [row, group, state], dt log_decay [row, head]."""
+
+    x: Tensor
+    b: Tensor
+    c: Tensor
+    dt: Tensor
+    log_decay: Tensor
+
+    @property
+    def decay(self) -> Tensor:
+        return self.log_decay.exp()
+
+
+def prepare(m: Tensor, dt: Tensor, p: Params, layer: StateLayer, batch: Batch, shape: Mamba2Shape) -> Rows:
+    """Steps 1 and 2 up to the recurrence; moves windows and stores raw rows."""
+    step = softplus(dt + p.dt_bias)
+    y = convolve(m, p.conv_w, layer, batch, shape.n_conv, p.conv_b)
+    inner, wide = shape.n_head * shape.head_dim, shape.n_group * shape.n_state
+    x, b, c = y.split([inner, wide, wide], -1)
+    b, c = (t.unflatten(-1, (shape.n_group, shape.n_state)) for t in (b, c))
+    return Rows(x.unflatten(-1, (shape.n_head, shape.head_dim)), b, c, step, step * p.a)
+
+
+def step(state: Tensor, x: Tensor, b: Tensor, decay: Tensor, dt: Tensor, c: Tensor | None = None) -> Tensor | None:
+    """One token for many heads, in place: state [n, head_dim, state], x [n, head_dim], b c [n, state], decay dt [n].
+
+    A row with decay 1 and dt 0 leaves its state as it is.
+    """
+    state.mul_(decay[:, None, None]).addcmul_((dt[:, None] * x)[:, :, None], b[:, None, :])
+    return None if c is None else torch.bmm(state, c[:, :, None])[:, :, 0]
+
+
+def chunked(state: Tensor, rows: Rows) -> Tensor:
+    """The recurrence over a sequence in chunks, state [head, head_dim, state] updated in place. Returns S C [head, row, dim].
+
+    Log decays are summed in f64: only differences are used, and one token that forgets everything would take their digits.
+    """
+    n_head, dim, _ = state.shape
+    n_group = rows.b.shape[1]
+    whole = state.view(n_group, -1, state.shape[2])  # what shares B and C is multiplied with them at once
+    out = []
+    for i in range(0, rows.x.shape[0], CHUNK):
+        x = (rows.dt[i : i + CHUNK, :, None] * rows.x[i : i + CHUNK]).transpose(0, 1)
+        b, c = (t[i : i + CHUNK].transpose(0, 1) for t in (rows.b, rows.c))
+        total = rows.log_decay[i : i + CHUNK].T.double().cumsum(-1)
+        n = x.shape[1]
+        low = torch.ones(n, n, dtype=torch.bool, device=x.device).tril()
+        decay = (total[:, :, None] - total[:, None, :]).float().masked_fill(~low, float("-inf")).exp()
+        since, left = total.exp().float()[..., None], (total[:, -1:] - total).exp().float()[..., None]
+        pairs = ((c @ b.mT)[:, None] * decay.view(n_group, -1, n, n)).view(n_head, n, n)
+        before = (c @ whole.mT).view(n_group, n, -1, dim).transpose(1, 2).reshape(n_head, n, dim)
+        out.append(torch.baddbmm(since * before, pairs, x))
+        state.mul_(since[:, -1:])
+        whole.baddbmm_((left * x).mT.reshape(n_group, -1, n), b)
+    return torch.cat(out, 1)
+
+
+def spread(b: Tensor, n_head: int) -> Tensor:
+    """Groups [..., group, state] to heads: head h reads group h // (heads of a group)."""
+    return b.repeat_interleave(n_head // b.shape[-2], -2)
+
+
+def bind(spec: Mamba2Spec) -> Mamba2:
+    shape = spec.shape
+    n_head, dim, n = shape.n_head, shape.head_dim, shape.n_state
+
+    def fold(state: Tensor, layer: StateLayer, batch: Batch, slots: Tensor) -> None:
+        """state [seq, head, head_dim, state]: the recorded rows, in order."""
+        deep = max(seq.n_fold for seq in batch.seqs)
+        if deep == 0:
+            return
+        live = live_records(batch, deep, state.device)[..., None]
+        x = torch.where(live[..., None], layer.x[slots, :deep], 0.0)
+        b = torch.where(live[..., None], layer.b[slots, :deep], 0.0)
+        decay = torch.where(live, layer.decay[slots, :deep], 1.0)
+        dt = torch.where(live, layer.dt[slots, :deep], 0.0)
+        flat = state.view(-1, dim, n)
+        for t in range(deep):
+            step(flat, *(r[:, t].reshape(len(flat), *r.shape[3:]) for r in (x, spread(b, n_head), decay, dt)))
+
+    def mamba2(m: Tensor, dt: Tensor, p: Params, layer: StateLayer, batch: Batch) -> Tensor:
+        check_seqs(batch, layer)
+        rows = prepare(m, dt, p, layer, batch, shape)
+        out = torch.empty_like(rows.x, memory_format=torch.contiguous_format)
+        slots = torch.tensor([seq.slot for seq in batch.seqs], device=m.device)
+        state = layer.state[slots]
+        fold(state, layer, batch, slots)
+        decay = rows.decay
+        record(layer, batch, (rows.x, rows.b, decay, rows.dt))
+        spans = [slice(batch.starts[s], batch.starts[s + 1]) for s in range(len(batch.seqs))]
+        short = [s for s, seq in enumerate(batch.seqs) if not (seq.keep and seq.width >= CHUNKED)]
+        for s, seq in enumerate(batch.seqs):
+            if not seq.keep:  # the state of a verify is stored as it stands before its rows
+                layer.state[seq.slot] = state[s]
+        if short:
+            part = state if len(short) == len(spans) else state[short]
+            wide = max(batch.seqs[s].width for s in short)
+            x, b, c, t = (pad([r[spans[s]] for s in short], wide) for r in (rows.x, rows.b, rows.c, rows.dt))
+            e = pad([decay[spans[s]] for s in short], wide, 1.0)
+            b, c = spread(b, n_head), spread(c, n_head)
+            flat = part.view(-1, dim, n)
+            y = torch.empty(len(short), wide, n_head, dim, device=m.device)
+            for i in range(wide):
+                args = (r[:, i].reshape(len(flat), *r.shape[3:]) for r in (x, b, e, t, c))
+                y[:, i] = step(flat, *args).view(len(short), n_head, dim)
+            for i, s in enumerate(short):
+                out[spans[s]] = y[i, : batch.seqs[s].width]
+                if batch.seqs[s].keep:
+                    layer.state[batch.seqs[s].slot] = part[i]
+        for s in set(range(len(spans))) - set(short):
+            own = Rows(*(getattr(rows, name)[spans[s]] for name in Rows.__slots__))
+            out[spans[s]] = chunked(state[s], own).transpose(0, 1)
+            layer.state[batch.seqs[s].slot] = state[s]
+        return out.addcmul_(rows.x, p.d[:, None])
+
+    return mamba2
+
+
+def flush(layer: StateLayer, slot: int, n_fold: int) -> None:
+    """Fold a slot's recorded rows now, so that its state stands at its committed length (checkpoints)."""
+    if not has_records(layer, slot, n_fold):
+        return
+    b = spread(layer.b[slot, :n_fold], layer.x.shape[2])
+    for t in range(n_fold):
+        step(layer.state[slot], layer.x[slot, t], b[t], layer.decay[slot, t], layer.dt[slot, t])
+    shift_window(layer, slot, n_fold)
+
+
+def make_params(shape: Mamba2Shape, gen: torch.Generator, device: torch.device) -> Params:
+    """Random parameters of usual sizes: heads that forget at once beside heads that hardly do."""
+    n = shape.n_head
+    a = -(torch.rand(n, generator=gen) * 4 - 2).exp()
+    a[-1:] = -300.0
+    conv_w, conv_b = (
+        torch.randn(shape.n_channel, shape.n_conv, generator=gen) / 2,
+        torch.randn(shape.n_channel, generator=gen),
+    )
+    drawn = (a, torch.randn(n, generator=gen) - 2, torch.randn(n, generator=gen), conv_w, 0.3 * conv_b)
+    return Params(*(t.to(device) for t in drawn))
+
+
+PROMPT = 100  # rows of the check's prompts, and more: an implementation may have f16 products that no state sees
+
+
+def _parted(got: Tensor, want: Tensor, batch: Batch) -> str | None:
+    """Whether a sequence's outputs [row, head, head_dim] differ by more than rounding."""
+    for s, seq in enumerate(batch.seqs):
+        a, b = (t[batch.starts[s] : batch.starts[s + 1]] for t in (got, want))
+        if seq.width < PROMPT:
+            close = torch.allclose(a, b, rtol=1e-4, atol=1e-4 * float(want.std()))
+        else:  # small outputs of large sums may miss by a lot, but not many, and those of no head
+            off, size = (a - b).norm(dim=(0, 2)), b.norm(dim=(0, 2))
+            close = bool((off <= 2e-3 * size).all()) and float((a - b).abs().max()) < 0.1 * float(b.std())
+        if not close:
+            return f"outputs differ from the reference by {(a - b).abs().max():.2g}"
+    return None
+
+
+def check(launch: Callable[..., Tensor], reference: Callable[..., Tensor], spec: Mamba2Spec) -> str | None:
+    """Ragged rounds on both, with steps from next to nothing to 50; a sentence if outputs or states part."""
+    gen, shape = torch.Generator().manual_seed(0), spec.shape
+    tables = [SlotTable(3, 32, 16) for _ in range(2)]
+    layers = [StateLayer(shape, 3, 6, spec.device) for _ in range(2)]
+    p = make_params(shape, gen, spec.device)
+    for seqs in (
+        [Seq(0, 0, [0] * 5, True), Seq(2, 0, [0], True)],
+        [Seq(0, 5, [0] * 6), Seq(2, 1, [0] * 3)],
+        [Seq(2, 4, [0], False, 0, 3), Seq(0, 8, [0] * 2, False, 0, 3), Seq(1, 0, [0] * 4, True)],
+        [Seq(0, 10, [0], True, 0, 1), Seq(2, 5, [0] * 4, True, 0, 1)],
+        [Seq(1, 4, [0] * 3), Seq(0, 11, [0] * 130, True)],
+        [Seq(1, 7, [0] * 135, True, 0, 2), Seq(2, 9, [0] * 65, True), Seq(0, 141, [0] * 2)],
+    ):
+        n = sum(s.width for s in seqs)
+        wide = torch.randn(n, shape.n_channel + shape.n_head, generator=gen).to(spec.device)
+        m, dt = wide.split([shape.n_channel, shape.n_head], -1)
+        dt[0], dt[-1] = 50.0, -50.0
+        batches = [lay_out(table, seqs, spec.device) for table in tables]
+        got, want = (
+            run(m, dt, p, layer, batch) for run, layer, batch in zip((launch, reference), layers, batches, strict=True)
+        )
+        if why := _parted(got, want, batches[0]):
+            return why
+    for got, want in zip(layers[0].tensors(), layers[1].tensors(), strict=True):
+        if not torch.allclose(got, want, rtol=1e-4, atol=1e-4 * float(want.std())):
+            return f"states differ from the reference by {(got - want).abs().max():.2g}"
+    return None

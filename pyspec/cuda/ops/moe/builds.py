@@ -1,0 +1,126 @@
+"""How moe.cu is built: pairs of an item, stages, registers, CTAs on a multiprocessor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pyspec.cuda.ops.linear.cuda import n_shared
+from pyspec.cuda.ops.linear.pack import CHUNKS, FORMATS, RECORDS
+from pyspec.cuda.ops.rows.cuda import BLOCKED, PLANES, UNIT
+from pyspec.gguf import GGMLType
+
+FEW_PAIRS, MANY_PAIRS = 8, 32
+GROUPS = 4  # of 16 weight rows in a CTA
+BUILDS = ((FEW_PAIRS, False), (FEW_PAIRS, True), (MANY_PAIRS, True))  # pairs of an item, LISTED
+ADDING = BUILDS[0]  # the one of downs that may add what experts gave
+NONE, SWIGLU, RELU2 = 0, 1, 2  # moe.cu's activations
+ACTS = {"swiglu": SWIGLU, "relu2": RELU2}
+STAGE = 10 << 10  # bytes of weights in a stage: fewer barriers, and still several stages
+REGISTERS = {FEW_PAIRS: 80, MANY_PAIRS: 160}  # of a thread, at most
+LEAST_STAGES = 2  # rather than as many CTAs as registers allow
+WHOLE = frozenset((GGMLType.Q4_K,))  # types that multiply rows of whole numbers, in two planes: four pairs a tile
+WHOLE_FEW = 4  # of FEW_PAIRS
+WHOLE_CHUNKS, WHOLE_STAGES = {FEW_PAIRS: 4, MANY_PAIRS: 1}, 2  # chunks of their rows in a stage; stages
+WHOLE_REGISTERS = {  # weights are in registers, twice; a build for each (`n_resident`)
+    BUILDS[0]: (128, 100),
+    BUILDS[1]: (100, 72),
+    BUILDS[2]: (160,),
+}
+LAST = 0.45  # of what runs at once: fewer take as long
+
+
+def most_pairs(type: GGMLType, pairs: int) -> int:
+    """Of an item of a build with so many."""
+    return WHOLE_FEW if type in WHOLE and pairs == FEW_PAIRS else pairs
+
+
+def stage_chunks(type: GGMLType, pairs: int) -> int:
+    """Chunks in a stage."""
+    if type in WHOLE:
+        return WHOLE_CHUNKS[pairs]
+    return max(1, STAGE // (GROUPS * RECORDS[type]))
+
+
+def stage_bytes(type: GGMLType, pairs: int, inner: bool = False) -> int:
+    """Weights and rows; downs have a power of two for each block of a row beside it, minima a sum. Of planes rows alone."""
+    n_chunk, n_block = stage_chunks(type, pairs), CHUNKS[type]
+    if type in WHOLE:
+        return most_pairs(type, pairs) * (n_chunk * n_block // 2 * UNIT + 16)
+    beside = (4 if FORMATS[type].minima else 0) + (0 if inner else 4)
+    return n_chunk * (GROUPS * RECORDS[type] + n_block * pairs * (64 + beside))
+
+
+def residents(type: GGMLType, pairs: int, listed: bool) -> tuple[int, ...]:
+    """CTAs that a multiprocessor should hold: what registers allow (moe.cu takes one less where its compiler needs more of them). A build
+    for each; which one runs, `n_resident` says."""
+    registers = WHOLE_REGISTERS[pairs, listed] if type in WHOLE else (REGISTERS[pairs],)
+    return tuple(65536 // (n * 32 * GROUPS) for n in registers)
+
+
+def n_stages(type: GGMLType, pairs: int, capability: tuple[int, int], inner: bool = False) -> int:
+    """At most 8, what `residents` have room for; but LEAST_STAGES or at least 2 wherever one CTA has, 0 elsewhere."""
+    size, most = stage_bytes(type, pairs, inner), n_shared(capability)
+    if type in WHOLE:
+        return WHOLE_STAGES
+    share = most // residents(type, pairs, True)[0] - 1024  # which is the driver's
+    fit = min(most // size, max(LEAST_STAGES, share // size))
+    return min(8, fit) if fit >= 2 else 0
+
+
+def n_resident(n_job: float, choices: Sequence[int], n_multiprocessor: int) -> int:
+    """CTAs that a multiprocessor is to hold, for so many of equal work.
+
+    The last ones are alone, and take as long as all that run at once: best there are none, or many. Where all run at once, fewer have
+    more registers; else more of them hide more.
+    """
+
+    def waste(k: int) -> tuple[float, int]:
+        waves = n_job / (k * n_multiprocessor)
+        return (0.0, k) if waves <= 1 else (k * max(0.0, LAST - waves % 1), -k)
+
+    return min(choices, key=waste)
+
+
+def n_taken(n_expert: int, n_used: int, n_row: int) -> float:
+    """Experts that some of the rows take, if all are as likely."""
+    return n_expert * (1 - (1 - n_used / n_expert) ** n_row)
+
+
+def layout_of(type: GGMLType | None) -> int:
+    """Of rows that such experts multiply."""
+    return PLANES if type in WHOLE else BLOCKED
+
+
+def defines(
+    type: GGMLType,
+    pairs: int,
+    stages: int,
+    act: int,
+    inner: bool,
+    listed: bool = True,
+    adds: bool = False,
+    next: GGMLType | None = None,
+    resident: int = 0,
+) -> dict[str, int | str]:
+    """Macros of moe.cu. next: of gates and ups, the type of the downs; resident: one of `residents`, 0 the first."""
+    tile = WHOLE_FEW if type in WHOLE else 8
+    return {
+        "TYPE": FORMATS[type].code,
+        "CHUNK": CHUNKS[type],
+        "RECORD": RECORDS[type],
+        "WARPS_M": GROUPS,
+        "WARPS_N": 1,
+        "TILES_M": 16 // GROUPS,
+        "EPILOGUE": 0,
+        "TILES_N": most_pairs(type, pairs) // tile,
+        "TILE_ROWS": tile,
+        "PER_STAGE": stage_chunks(type, pairs),
+        "STAGES": stages,
+        "RESIDENT": resident or residents(type, pairs, listed)[0],
+        "LISTED": int(listed),
+        "ACT": act,
+        "INNER": int(inner),
+        "ADDS": int(adds),
+        "PLANES": int(type in WHOLE),
+        "NEXT_PLANES": int(next in WHOLE),
+    }

@@ -1,0 +1,446 @@
+"""`moe` on NVIDIA GPUs: one launch for all gates and ups, one for all downs (moe.cu).
+
+Rows get lists of theirs by expert before, in a launch of their own (moe_pairs.cu); the fewest find each other. What experts gave is
+summed by the launch that prepares rows for the next product (`shares`); or by one of its own, of the fewest rows by who comes
+last: launches are most of their time, tickets would be most of others'. A shared expert goes in the same
+launches, cut into pieces of the others' width: of all rows, and first, because what it reads is known before rows
+have chosen.
+
+Types of WHOLE (moe_builds.py) multiply rows of whole numbers, which whoever prepares them puts into planes (rows.cu's LAYOUT 3).
+
+Nothing of what rows chose reaches the host: grids are as large as the number of rows can make them, and CTAs without work
+end at once. So graphs may hold it, and prompts take the same way, MAX_ROWS rows at a time. Buffers are shared by the layers of
+a device: all launches must be on one stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
+from pyspec.cuda.ops.linear.cuda import random_weights
+from pyspec.cuda.ops.linear.pack import (
+    CHUNKS,
+    FORMATS,
+    RECORDS,
+    interleave,
+    n_chunks,
+    n_groups,
+    packed_bytes,
+    repack,
+)
+from pyspec.cuda.ops.moe.builds import (
+    ACTS,
+    ADDING,
+    BUILDS,
+    FEW_PAIRS,
+    GROUPS,
+    MANY_PAIRS,
+    NONE,
+    SWIGLU,
+    WHOLE,
+    defines,
+    layout_of,
+    most_pairs,
+    n_resident,
+    n_stages,
+    n_taken,
+    residents,
+    stage_bytes,
+)
+from pyspec.cuda.ops.moe.ref import NOTHING, Added, MoeSpec, Run, Stack, Stacks
+from pyspec.cuda.ops.rows.cuda import MAX_COLUMNS, Rows, RowsLaunch, Shares, row_bytes
+from pyspec.cuda.ops.rows.ref import Norm
+from pyspec.cuda.temporary import temporary
+from pyspec.gguf import GGMLType
+
+MAX_ROWS, MAX_EXPERT, MAX_USED = 512, 1024, 32
+FEWEST = 2  # rows up to which who comes last sums what experts gave, and pairs find each other
+WHOLE_FEWEST = 3  # rows up to which they do where rows are whole numbers
+FEW = 32  # rows up to which an item has FEW_PAIRS at most: experts rarely get more; beyond it has MANY_PAIRS
+MAX_PIECES = 4  # of a shared expert: with more, a launch of its own reads as well
+
+
+def limits(spec: MoeSpec) -> str | None:
+    if spec.device.type != "cuda":
+        return "runs on NVIDIA GPUs only"
+    if spec.up is None or spec.down is None:
+        return "takes packed matrices, gates and ups of one type"
+    for type in (spec.up, spec.down):
+        if type not in CHUNKS:
+            return f"{type.name} matrices have no packed form"
+        if spec.scaled and not FORMATS[type].scaled:
+            return f"{type.name} matrices with second scales"
+        if not n_stages(type, MANY_PAIRS, torch.cuda.get_device_capability(spec.device)):
+            return f"{type.name} does not fit this GPU's shared memory"
+    if spec.n_in % 32 or spec.n_ff % 32 or max(spec.n_in, spec.n_ff) > MAX_COLUMNS:
+        return f"{spec.n_in} and {spec.n_ff} columns; the kernel takes multiples of 32 up to {MAX_COLUMNS}"
+    if spec.pieces > MAX_PIECES or (spec.pieces > 1 and spec.n_ff % spec.down.block_size):
+        return f"a shared expert of {spec.pieces} pieces of {spec.n_ff} columns"
+    if spec.n_used > MAX_USED:
+        return f"{spec.n_used} experts for a row; the kernel takes up to {MAX_USED}"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class PackedStack:
+    """A matrix of every expert, repacked: records [expert, bytes] uint8, scales [expert, n_scale] f32 (or one value)."""
+
+    records: Tensor
+    scales: Tensor
+    type: GGMLType
+    n_out: int
+    n_in: int
+
+
+def pack(*stacks: Stack) -> PackedStack:
+    """One stack, or gates and ups with their rows interleaved."""
+    first, type = stacks[0], stacks[0].type
+    assert type is not None and all(s.type is type for s in stacks)
+    n_expert, n_out, n_in, device = first.data.shape[0], sum(s.n_out for s in stacks), first.n_in, first.data.device
+    # whole tiles may be repacked together: those of an expert then lie together, too
+    at_once = n_expert if n_out % 256 == 0 else 1
+    n_record, scales = n_groups(n_out) * n_chunks(type, n_in) * RECORDS[type], []
+    n_byte = packed_bytes(type, n_expert * n_out, n_in) if at_once > 1 else n_expert * n_record
+    whole = torch.empty(n_byte, dtype=torch.uint8, device=device)
+    with temporary(device):
+        parts = [s.data.reshape(n_expert * s.n_out, -1) for s in stacks]
+        raw = interleave(*parts) if len(parts) == 2 else parts[0]
+        by = None
+        if any(s.scale is not None for s in stacks):
+            ones = torch.ones(n_expert, device=device)
+            each = [(ones if s.scale is None else s.scale)[:, None].expand(-1, s.n_out).reshape(-1, 1) for s in stacks]
+            by = (interleave(*each) if len(each) == 2 else each[0]).view(-1)
+        for start in range(0, n_expert, at_once):
+            part = slice(start * n_out, (start + at_once) * n_out)
+            to = whole if at_once > 1 else None
+            data = repack(raw[part], type, (at_once * n_out, n_in), None if by is None else by[part], to).data
+            if at_once == 1:  # joined at the end, they would be there twice
+                whole[start * n_record : (start + 1) * n_record] = data[:n_record]
+            scales.append(data[at_once * n_record :].view(torch.float32))
+    joined = torch.cat(scales) if FORMATS[type].scaled else torch.zeros(n_expert, device=device)
+    whole = whole[: n_expert * n_record]
+    return PackedStack(whole.view(n_expert, n_record), joined.view(n_expert, -1), type, n_out, n_in)
+
+
+def cut(shared: Stacks, pieces: int) -> Stacks:
+    """A shared expert as so many experts, whose outputs add up to its."""
+
+    def rows(s: Stack) -> Stack:
+        return Stack(s.data.reshape(pieces, -1), s.type, s.n_out // pieces, s.n_in, scale(s))
+
+    def scale(s: Stack) -> Tensor | None:
+        return None if s.scale is None else s.scale.expand(pieces)
+
+    down = shared.down
+    columns = down.data.reshape(down.n_out, pieces, -1).transpose(0, 1).reshape(pieces, -1)
+    return Stacks(
+        None if shared.gate is None else rows(shared.gate),
+        rows(shared.up),
+        Stack(columns, down.type, down.n_out, down.n_in // pieces, scale(down)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One compiled product. kernels: by the CTAs that a multiprocessor holds; pairs: of an item, at most."""
+
+    kernels: dict[int, Kernel]
+    shared: int
+    pairs: int
+
+    def launch(
+        self, grid: tuple[int, int], n_job: float, n_multiprocessor: int, args: list[Arg], overlap: bool
+    ) -> None:
+        """n_job: CTAs that will have work, about."""
+        kernel = self.kernels[n_resident(n_job, tuple(self.kernels), n_multiprocessor)]
+        kernel.launch(grid, 32 * GROUPS, args, self.shared, overlap=overlap)
+
+
+@cache
+def _step(
+    device: torch.device,
+    type: GGMLType,
+    pairs: int,
+    act: int,
+    next: GGMLType | None,
+    listed: bool = True,
+    adds: bool = False,
+) -> _Step:
+    """next: of gates and ups, the type of the downs; of downs None."""
+    inner = next is not None
+    capability = torch.cuda.get_device_capability(device)
+    stages, kernels = n_stages(type, pairs, capability, inner), {}
+    shared = stages * stage_bytes(type, pairs, inner)
+    for n in residents(type, pairs, listed):
+        macros = defines(type, pairs, stages, act, inner, listed, adds, next, n)
+        code = compile_cubin("moe", arch_of(capability), macros)
+        kernels[n] = code.kernel("moe", "pppp" + "ppp" + "ppp" + "pppp" + "pppppp" + "l" + 9 * "i").allow_shared(shared)
+    return _Step(kernels, shared, most_pairs(type, pairs))
+
+
+@cache
+def _pair_kernels(device: torch.device) -> tuple[Kernel, Kernel]:
+    code = compile_cubin("moe_pairs", arch_of(torch.cuda.get_device_capability(device)))
+    return code.kernel("moe_lists", "pppiiii"), code.kernel("moe_combine", "ppppppiii")
+
+
+@cache
+def _rows(device: torch.device, n_in: int, most: int, layout: int) -> RowsLaunch:
+    pads = [8]
+    while pads[-1] < most:
+        pads.append(2 * pads[-1])
+    return RowsLaunch(device, n_in, tuple(pads), layout)
+
+
+@dataclass(frozen=True, slots=True)
+class _Between:
+    """Activations on their way from the gates and ups to the downs, as moe.cu has them: [pair][block], or in planes. What lies past
+    n_ff stays zero."""
+
+    blocks: Tensor
+    sums: Tensor
+    powers: Tensor
+    step: int
+
+
+@cache
+def _between(device: torch.device, n_ff: int, most: int, layout: int) -> _Between:
+    step = -(-n_ff // 256) * 8
+    sums, powers = (torch.zeros(most * step, dtype=torch.float32, device=device) for _ in "sp")
+    return _Between(torch.zeros(most * row_bytes(n_ff, layout), dtype=torch.uint8, device=device), sums, powers, step)
+
+
+@cache
+def _tickets(device: torch.device, n: int) -> Tensor:
+    return torch.zeros(n, dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """Which rows took which experts; order and items are lists, of the fewest rows there are none."""
+
+    ids: Tensor
+    order: Tensor
+    items: Tensor
+    n_item: int
+    pairs: int
+    listed: bool
+    n_expert: int
+
+
+class _Product:
+    """All experts' products with one stack, and the shared expert's pieces if there are any."""
+
+    def __init__(
+        self, device: torch.device, stack: PackedStack, shared: PackedStack | None, act: int, next: GGMLType | None
+    ) -> None:
+        self.stack, self.shared = stack, stack if shared is None else shared
+        self.n_piece = 0 if shared is None else shared.records.shape[0]
+        assert self.shared.records.shape[1] == stack.records.shape[1] and self.shared.type is stack.type
+        self.n_out = stack.n_out // 2 if act == SWIGLU else stack.n_out
+        self.steps = {(n, listed): _step(device, stack.type, n, act, next, listed) for n, listed in BUILDS}
+        self.adding = _step(device, stack.type, ADDING[0], act, None, ADDING[1], True) if next is None else None
+        self.n_group, self.n_chunk = n_groups(stack.n_out), n_chunks(stack.type, stack.n_in)
+        self.tickets = _tickets(device, self.n_group)
+        self.n_multiprocessor = torch.cuda.get_device_properties(device).multi_processor_count
+
+    def __call__(
+        self, t: _Taken, x: tuple[Tensor, ...], step: int, y: Shares, h: _Between, out: Tensor | None, overlap: bool
+    ) -> None:
+        """x: blocks, sums and powers of what is multiplied, `step` of its layout. Writes y (downs) or h (gates and ups), and in out
+        the sums of y."""
+        own = self.steps[t.pairs, t.listed] if out is None or self.adding is None else self.adding
+        s, more, (n_row, n_used) = self.stack, self.shared, t.ids.shape
+        sizes = s.scales.shape[1], t.n_expert, n_used, n_row, self.n_piece, step, self.n_out, self.n_group, self.n_chunk
+        args: list[Arg] = [s.records, s.scales, more.records, more.scales, *x, t.ids, t.order, t.items]
+        args += [
+            y.y,
+            h.blocks,
+            h.sums,
+            h.powers,
+            *y.args(),
+            y.y if out is None else out,
+            self.tickets,
+            np.int64(s.records.shape[1]),
+            *(np.int32(n) for n in sizes),
+        ]
+        n_shared, n_column = self.n_piece * -(-n_row // own.pairs), -(-self.n_group // GROUPS)
+        n_job = n_column * (n_shared + n_taken(t.n_expert, n_used, n_row))
+        own.launch((n_column, n_shared + t.n_item), n_job, self.n_multiprocessor, args, overlap)
+
+
+class Experts:
+    """The experts of one layer, ready to run. See moe_ref for the tensors."""
+
+    def __init__(self, spec: MoeSpec, stacks: Stacks) -> None:
+        self.spec, self.n_expert = spec, stacks.n_expert
+        assert self.n_expert <= MAX_EXPERT and (stacks.gate is None) == (spec.act == "relu2")
+        assert (stacks.shared is None) == (spec.pieces == 0)
+        with temporary(spec.device):
+            pieces = None if stacks.shared is None else cut(stacks.shared, spec.pieces)
+        inner, shared = _pack_inner(stacks), None if pieces is None else _pack_inner(pieces)
+        self.inner = _Product(spec.device, inner, shared, ACTS[spec.act], spec.down)
+        shared = None if pieces is None else pack(pieces.down)
+        self.down = _Product(spec.device, pack(stacks.down), shared, NONE, None)
+        self.lists, self.combine = _pair_kernels(spec.device)
+        self.x_rows = _rows(spec.device, spec.n_in, MAX_ROWS, layout_of(spec.up))
+        self.finding = WHOLE_FEWEST if spec.up in WHOLE and spec.down in WHOLE else FEWEST
+        self.h = _between(spec.device, spec.n_ff, MAX_ROWS * (spec.n_used + spec.pieces), layout_of(spec.down))
+
+    def prepare(self, x: Tensor, norm: Norm | None = None) -> Rows | None:
+        """Rows ready to be multiplied, before it is known by what: the launch between a choice and its products is spared.
+
+        None for more than go at once. They hold until rows of this width are prepared again.
+        """
+        return self.x_rows(x, norm) if x.shape[0] <= MAX_ROWS else None
+
+    def room(self, n_row: int) -> Rows | None:
+        """The same, for a kernel that puts them there itself."""
+        return self.x_rows.room(n_row) if n_row <= MAX_ROWS else None
+
+    def __call__(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        norm: Norm | None = None,
+        added: Added = NOTHING,
+        ready: object = None,
+    ) -> Tensor:
+        out = torch.empty(x.shape[0], self.spec.n_in, dtype=torch.float32, device=x.device)
+        is_few = 0 < len(x) <= FEWEST
+        for first in range(0, len(x), MAX_ROWS):
+            part = slice(first, first + MAX_ROWS)
+            rows = ready if isinstance(ready, Rows) else self.x_rows(x[part], norm)
+            shares = self.shares(rows, ids[part], weights[part], added.part(part), out if is_few else None)
+            if not is_few:
+                self._add(shares, out[part])
+        return out
+
+    def shares(
+        self, rows: Rows, ids: Tensor, weights: Tensor, added: Added = NOTHING, out: Tensor | None = None
+    ) -> Shares:
+        """The products alone, of MAX_ROWS rows at most: who reads them next sums them. Of FEWEST rows they may be summed in `out`."""
+        ids, weights = ids.contiguous(), weights.contiguous()
+        (n_row, n_used), pieces = ids.shape, self.spec.pieces
+        assert ids.dtype == torch.int32 and (n_row, n_used) == weights.shape == (rows.n_row, self.spec.n_used)
+        assert all(t is None or t.is_contiguous() for t in (added.residual, added.shared, added.gate))
+        assert added.shared is None or not pieces
+        taken, h, overlap = self._taken(ids), self.h, self.x_rows.overlap
+        y = torch.empty(n_row * (n_used + pieces), self.spec.n_in, dtype=torch.float32, device=ids.device)
+        shared = y[n_row * n_used :] if pieces else added.shared
+        shares = Shares(y, weights, shared, added.gate, added.residual, pieces or int(shared is not None))
+        self.inner(taken, (rows.blocks, rows.sums, rows.powers), rows.pad, shares, h, None, overlap)
+        self.down(taken, (h.blocks, h.sums, h.powers), h.step, shares, h, out, overlap)
+        return shares
+
+    def _add(self, shares: Shares, out: Tensor) -> None:
+        n_quad = self.spec.n_in // 4
+        sizes = [np.int32(n) for n in (self.spec.n_used, n_quad, shares.n_piece)]
+        args: list[Arg] = [shares.y, *shares.args(), out, *sizes]
+        self.combine.launch((len(out), -(-n_quad // 256)), 256, args, overlap=self.x_rows.overlap)
+
+    def _taken(self, ids: Tensor) -> _Taken:
+        n_row, n_pair = ids.shape[0], ids.numel()
+        if n_row <= self.finding:
+            return _Taken(ids, ids, ids, n_pair, FEW_PAIRS, False, self.n_expert)
+        pairs = FEW_PAIRS if n_row <= FEW else MANY_PAIRS
+        per_item = min(p.steps[pairs, True].pairs for p in (self.inner, self.down))
+        n_item = min(n_pair, self.n_expert + n_pair // per_item)
+        order = torch.empty(n_pair, dtype=torch.int32, device=ids.device)
+        items = torch.empty(n_item, 4, dtype=torch.int32, device=ids.device)
+        sizes = (np.int32(n_pair), np.int32(self.n_expert), np.int32(per_item), np.int32(n_item))
+        self.lists.launch((1,), -(-self.n_expert // 32) * 32, (ids, order, items, *sizes), overlap=self.x_rows.overlap)
+        return _Taken(ids, order, items, n_item, pairs, True, self.n_expert)
+
+
+def _pack_inner(s: Stacks) -> PackedStack:
+    return pack(s.up) if s.gate is None else pack(s.gate, s.up)
+
+
+def bind(spec: MoeSpec) -> Callable[[Stacks], Run]:
+    """Compiles now, so that a refusal comes before weights are loaded."""
+    assert spec.up is not None and spec.down is not None
+    for n, listed in BUILDS:
+        _step(spec.device, spec.up, n, ACTS[spec.act], spec.down, listed)
+        _step(spec.device, spec.down, n, NONE, None, listed)
+    _step(spec.device, spec.down, ADDING[0], NONE, None, ADDING[1], True)
+    _pair_kernels(spec.device)
+    return lambda stacks: Experts(spec, stacks)
+
+
+def random_stacks(spec: MoeSpec, n_expert: int, gen: torch.Generator) -> Stacks:
+    """Experts of the spec's shape, packed as in a file."""
+
+    def stack(type: GGMLType | None, n: int, n_out: int, n_in: int) -> Stack:
+        assert type is not None
+        raw = random_weights(type, n * n_out, n_in, gen).view(n, -1).to(spec.device)
+        scale = 0.5 + torch.rand(n, generator=gen).to(spec.device) if spec.scaled else None
+        return Stack(raw, type, n_out, n_in, scale)
+
+    def stacks(n: int, n_ff: int, shared: Stacks | None) -> Stacks:
+        gate = stack(spec.up, n, n_ff, spec.n_in) if spec.act == "swiglu" else None
+        return Stacks(gate, stack(spec.up, n, n_ff, spec.n_in), stack(spec.down, n, spec.n_in, n_ff), shared)
+
+    return stacks(n_expert, spec.n_ff, stacks(1, spec.pieces * spec.n_ff, None) if spec.pieces else None)
+
+
+def check(
+    launch: Callable[[Stacks], Run],
+    reference: Callable[[Stacks], Run],
+    spec: MoeSpec,
+    n_rows: Sequence[int] = (1, 9, 40, 100),
+) -> str | None:
+    """Rows that spread over experts, and rows that all take the same; a few experts, since more only lie farther.
+
+    Rows are f16 already, so that no rounding of theirs takes part. Random weights with minima have a mean: where a row's
+    columns add up to about zero, so do its outputs, and rounding it alone moved them by 9e-3 of what was left. What remains,
+    the rounding of what experts multiply inside, moves no row by more than 5e-4.
+    """
+    gen = torch.Generator().manual_seed(0)
+    n_expert = spec.n_used + 3
+    stacks = random_stacks(spec, n_expert, gen)
+    own, other = launch(stacks), reference(stacks)
+    for n_row in n_rows:
+        x = torch.randn(n_row, spec.n_in, generator=gen).half().float()
+        spread = torch.rand(n_row, n_expert, generator=gen).argsort(-1)[:, : spec.n_used]
+        weights = torch.rand(n_row, spec.n_used, generator=gen).to(spec.device)
+        for ids in (spread, spread[:1].expand(n_row, -1)):
+            given = x.to(spec.device), ids.int().contiguous().to(spec.device), weights
+            got, want = own(*given), other(*given)
+            off = float(((got - want).norm(dim=-1) / want.norm(dim=-1)).amax())
+            if not off < 1e-3:
+                return f"outputs for {n_row} rows differ from the reference by {off:.2g}"
+    return _check_around(own, spec.pieces, *given, gen)
+
+
+def _check_around(own: Run, pieces: int, x: Tensor, ids: Tensor, weights: Tensor, gen: torch.Generator) -> str | None:
+    """What rows meet before and after the products: the norm, a residual, a shared expert."""
+    residual, shared = (torch.randn(x.shape, generator=gen).to(x.device) for _ in "rs")
+    gate, norm = (
+        torch.rand(len(x), 1, generator=gen).to(x.device),
+        Norm(0.5 + torch.rand(x.shape[1], generator=gen).to(x.device), 1e-6),
+    )
+    if pieces:  # the op's own shared expert, by its gate and without one
+        without = own(x, ids, weights, None, Added(None, None, torch.zeros_like(gate)))
+        plain, shared = without, own(x, ids, weights) - without
+        got = own(x, ids, weights, None, Added(residual, None, gate))
+    else:
+        plain, got = own(x, ids, weights), own(x, ids, weights, None, Added(residual, shared, gate))
+    if not torch.allclose(got, residual + (plain + shared * gate), rtol=1e-5, atol=1e-5 * float(plain.abs().amax())):
+        return "a residual or a shared expert is not added as the reference does"
+    if isinstance(own, Experts) and len(x) <= own.x_rows.pads[-1]:
+        rows = RowsLaunch(x.device, x.shape[1], own.x_rows.pads)  # not theirs: as the product behind reads them
+        want = rows(own(x, ids, weights, None, Added(residual))).blocks.clone()
+        if not torch.equal(rows.summed(own.shares(own.x_rows(x), ids, weights, Added(residual))).blocks, want):
+            return "sums on the way to a product are not those made before"
+    want, got = own(norm(4 * x), ids, weights), own(4 * x, ids, weights, norm)
+    off = float((got - want).norm() / want.norm())
+    return None if off < 2e-3 else f"outputs of normed rows differ by {off:.2g}"  # the two round rows by other powers

@@ -1,0 +1,12 @@
+"""`moe`: rows through the experts they chose."""
+
+from pyspec.cuda.op import Impl, Op
+from pyspec.cuda.ops.moe import cuda as moe_cuda
+from pyspec.cuda.ops.moe import ref as moe_ref
+
+moe: Op[moe_ref.MoeSpec] = Op(
+    "moe",
+    Impl("torch", moe_ref.bind),
+    [Impl("cuda", moe_cuda.bind, moe_cuda.limits, capturable=True)],
+    moe_cuda.check,
+)

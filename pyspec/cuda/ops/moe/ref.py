@@ -1,0 +1,237 @@
+"""A feed-forward of experts: the meaning, in plain torch.
+
+Routing: each row, normed, scores all experts and takes the `n_used` best, of equal ones the lower index. Then every expert runs once,
+over the rows that took it, and each row adds what its experts give in the order of its choice, best first: a row's sums do
+not depend on what other rows chose. A shared expert, if it is one of the op's, runs for all rows and is added after those.
+
+    x        [row, n_in]    f32    normed, or as they are with the norm given
+    ids      [row, n_used]  int32  the experts of a row, best first
+    weights  [row, n_used]  f32    what each is multiplied with
+    out      [row, n_in]    f32    sum of weight * down(act(...)), and what is added to it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyspec.cuda.ops.linear.dequant import dequantize
+from pyspec.cuda.ops.rows.ref import Norm
+from pyspec.gguf import GGMLType
+
+LEAST_SUM = 6.103515625e-5  # what the weights of a row are at least divided by, 2^-14 as in llama.cpp
+
+Act = Literal["swiglu", "relu2"]
+Router = Literal["softmax", "sigmoid"]
+
+
+@dataclass(frozen=True, slots=True)
+class RouteSpec:
+    """Scores over n_expert, from rows of n_in columns. biased: a bias that takes part in the choice alone.
+
+    eps     of the norm that rows get on the way
+    renorm  the weights of a row are divided by their sum
+    scale   and multiplied with this
+    gated   the matrix has one more row: sigmoid of its product is the row's gate
+    """
+
+    device: torch.device
+    n_in: int
+    n_expert: int
+    n_used: int
+    router: Router = "softmax"
+    renorm: bool = True
+    scale: float = 1.0
+    biased: bool = False
+    gated: bool = False
+    eps: float = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """ids [row, n_used] int32, weights [row, n_used] f32, gate [row, 1] f32 or None."""
+
+    ids: Tensor
+    weights: Tensor
+    gate: Tensor | None = None
+
+
+def choose(logits: Tensor, spec: RouteSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """logits [row, n_expert] f32 -> ids, weights. Without a bias the logits rank as their probabilities do."""
+    p = logits.softmax(-1) if spec.router == "softmax" else logits.sigmoid()
+    scores = logits if bias is None else p + bias
+    ids = scores.sort(dim=-1, descending=True, stable=True).indices[:, : spec.n_used]
+    weights = p.gather(-1, ids)
+    if spec.renorm:
+        total = weights[:, :1]
+        for i in range(1, spec.n_used):
+            total = total + weights[:, i : i + 1]
+        weights = weights / total.clamp(min=LEAST_SUM)
+    return ids.int(), weights if spec.scale == 1.0 else weights * spec.scale
+
+
+def bind_route(spec: RouteSpec) -> Callable[..., Routes]:
+    def route(x: Tensor, norm: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Routes:
+        """x [row, n_in] f32 as they are, norm [n_in] f32, matrix [n_expert (+ 1), n_in] f32, bias [n_expert] f32."""
+        assert matrix.shape == (spec.n_expert + spec.gated, spec.n_in) and (bias is not None) == spec.biased
+        y = F.linear(F.rms_norm(x, (spec.n_in,), norm, spec.eps), matrix)
+        gate = y[:, spec.n_expert :].sigmoid() if spec.gated else None
+        return Routes(*choose(y[:, : spec.n_expert], spec, bias), gate)
+
+    return route
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """One matrix [n_out, n_in] of every expert.
+
+    data   as in the file: [expert, bytes] uint8 of `type`; or unpacked, [expert, n_out, n_in], and `type` is None
+    scale  [expert] f32, multiplies products (NVFP4's second level), or None
+    """
+
+    data: Tensor
+    type: GGMLType | None
+    n_out: int
+    n_in: int
+    scale: Tensor | None = None
+
+    def matrix(self, expert: int) -> Tensor:
+        """[n_out, n_in], unpacked now if it is not yet."""
+        data = self.data[expert]
+        if self.type is not None:
+            data = dequantize(data.contiguous(), self.type, (self.n_out, self.n_in))
+        return data if self.scale is None else data * self.scale[expert].to(data.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Stacks:
+    """What all experts of a layer are made of; no gate for relu2. shared: one more, of `pieces` times their width."""
+
+    gate: Stack | None
+    up: Stack
+    down: Stack
+    shared: Stacks | None = None
+
+    @property
+    def n_expert(self) -> int:
+        return self.up.data.shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class MoeSpec:
+    """Experts n_in -> n_ff -> n_in of which a row uses n_used. Types are None where matrices are unpacked.
+
+    How many experts there are is not part of it: an implementation takes any number. pieces: there is a shared expert of the same
+    types, as wide as that many others; 0 for none.
+    """
+
+    device: torch.device
+    n_used: int
+    n_in: int
+    n_ff: int
+    act: Act
+    up: GGMLType | None  # of gates, too
+    down: GGMLType | None
+    scaled: bool = False
+    pieces: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What is added to a row's sum: shared [row, n_in] times gate [row, 1], then residual [row, n_in].
+
+    Where the shared expert is the op's, only its gate is given; without one it counts as it is.
+    """
+
+    residual: Tensor | None = None
+    shared: Tensor | None = None
+    gate: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        assert self.shared is None or self.gate is not None
+
+    def part(self, rows: slice) -> Added:
+        return Added(*(None if t is None else t[rows] for t in (self.residual, self.shared, self.gate)))
+
+
+NOTHING = Added()
+
+
+class Run(Protocol):
+    """Rows x [row, n_in], normed on the way if a norm is given -> out. ready: what an implementation made of x and norm before."""
+
+    def __call__(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        norm: Norm | None = None,
+        added: Added = NOTHING,
+        ready: object = None,
+    ) -> Tensor: ...
+
+
+def activate(gate: Tensor | None, up: Tensor) -> Tensor:
+    """silu(gate) * up, or relu(up)^2 without a gate."""
+    return F.relu(up).square() if gate is None else F.silu(gate) * up
+
+
+def combine(y: Tensor, weights: Tensor, added: Added = NOTHING) -> Tensor:
+    """y [row, n_used, n] and weights [row, n_used] -> [row, n], added in order; residual + (sum + shared * gate)."""
+    out = y[:, 0] * weights[:, :1]
+    for i in range(1, y.shape[1]):
+        out = out + y[:, i] * weights[:, i : i + 1]
+    if added.shared is not None and added.gate is not None:
+        out = out + added.shared * added.gate
+    return out if added.residual is None else added.residual + out
+
+
+def bind(spec: MoeSpec) -> Callable[[Stacks], Run]:
+    """Experts that no row took are neither unpacked nor read. Looks at `ids` on the host: no graph may hold it."""
+
+    def load(stacks: Stacks) -> Run:
+        assert (stacks.gate is None) == (spec.act == "relu2") and stacks.down.n_out == spec.n_in
+        assert (stacks.shared is None) == (spec.pieces == 0)
+
+        def expert(of: Stacks, e: int, x: Tensor) -> Tensor:
+            gate = None if of.gate is None else product(x, of.gate.matrix(e))
+            return product(activate(gate, product(x, of.up.matrix(e))), of.down.matrix(e))
+
+        def moe(
+            x: Tensor,
+            ids: Tensor,
+            weights: Tensor,
+            norm: Norm | None = None,
+            added: Added = NOTHING,
+            ready: object = None,
+        ) -> Tensor:
+            x = x if norm is None else norm(x)
+            n_row, n_used = ids.shape
+            chosen = ids.flatten().long()
+            order = chosen.sort(dim=0, stable=True).indices
+            counts = chosen.bincount(minlength=stacks.n_expert).tolist()
+            y = torch.empty(n_row * n_used, spec.n_in, dtype=torch.float32, device=x.device)
+            at = 0
+            for e, n in enumerate(counts):
+                if n:
+                    places = order[at : at + n]
+                    y[places] = expert(stacks, e, x[places // n_used])
+                    at += n
+            if stacks.shared is not None:
+                assert added.shared is None
+                gate = weights.new_ones(n_row, 1) if added.gate is None else added.gate
+                added = Added(added.residual, expert(stacks.shared, 0, x), gate)
+            return combine(y.view(n_row, n_used, spec.n_in), weights, added)
+
+        return moe
+
+    return load
+
+
+def product(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x.to(weight.dtype), weight).float()

@@ -1,0 +1,188 @@
+"""`moe_route` on NVIDIA GPUs: moe_route.cu's two kernels. Sums are those of a row alone, whatever runs beside it.
+
+Scores and what experts multiply are made of the same rows, so the first kernel may norm and round them for the experts, too
+(`RouteLaunch.__call__`'s `into`): a launch less before every choice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
+from pyspec.cuda.ops.moe.ref import Routes, RouteSpec
+from pyspec.cuda.ops.rows.cuda import BLOCKED, PLANES, Rows, RowsLaunch, values_of
+
+MAX_EXPERT, MAX_USED, MAX_COLUMNS = 512, 32, 16384
+KEPT, WARPS, MOST_ROWS = 2, 16, 32  # scores of a warp, warps and rows of a CTA at most: moe_route.cu's
+TIE = 1e-5  # between scores that rounding may turn
+FEW = 16  # rows up to which CTAs are small, so that all multiprocessors have some
+
+
+def limits(spec: RouteSpec) -> str | None:
+    if spec.device.type != "cuda":
+        return "runs on NVIDIA GPUs only"
+    if spec.n_expert > MAX_EXPERT or spec.n_used > MAX_USED:
+        return f"{spec.n_used} of {spec.n_expert} experts; the kernel takes up to {MAX_USED} of {MAX_EXPERT}"
+    if spec.n_in % 4 or spec.n_in > MAX_COLUMNS:
+        return f"{spec.n_in} columns; the kernel takes multiples of 4 up to {MAX_COLUMNS}"
+    return None
+
+
+def defines(spec: RouteSpec) -> dict[str, int | str]:
+    """Macros of moe_route.cu."""
+    return {
+        "N_IN": spec.n_in,
+        "N_EXPERT": spec.n_expert,
+        "N_USED": spec.n_used,
+        "SIGMOID": int(spec.router == "sigmoid"),
+        "RENORM": int(spec.renorm),
+        "BIASED": int(spec.biased),
+        "GATED": int(spec.gated),
+    }
+
+
+@cache
+def _kernels(spec: RouteSpec) -> tuple[Kernel, Kernel]:
+    code = compile_cubin("moe_route", arch_of(torch.cuda.get_device_capability(spec.device)), defines(spec))
+    return code.kernel("moe_scores", "ppppppp" + "iiii" + "ff"), code.kernel("moe_choose", "pppppf")
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """CTAs of moe_scores, their threads, and rows of each. `preparing`: columns of `ctas` beyond those that make scores."""
+
+    ctas: tuple[int, int]
+    threads: int
+    per_cta: int
+    preparing: int = 0
+
+    @property
+    def scoring(self) -> int:
+        return self.ctas[0] - self.preparing
+
+
+def grid_of(spec: RouteSpec, n_row: int, n_multiprocessor: int, prepares: bool = False) -> Grid:
+    """Rows are spread over CTAs while multiprocessors have room: one has 16 of such warps at once.
+
+    prepares: rows are normed for the experts, too, a row for each group of warps of CTAs of their own. Where there is no room for
+    those a line less is taken, if that leaves others with half as many rows more at most: to wait for a multiprocessor costs
+    about as much as three rows.
+    """
+    parts = -(-spec.n_in // 1024)
+    groups = 1 if n_row <= FEW else WARPS // parts
+    n, room = -(-(spec.n_expert + spec.gated) // (KEPT * groups)), n_multiprocessor * (WARPS // (parts * groups))
+
+    def spread(most: int) -> Grid:
+        per_cta = -(-n_row // most)
+        n_line = -(-n_row // per_cta)
+        preparing = -(-n_row // (groups * n_line)) if prepares else 0
+        return Grid((n + preparing, n_line), 32 * parts * groups, per_cta, preparing)
+
+    least = -(-n_row // MOST_ROWS)
+    grid = spread(max(min(n_row, room // n), least))
+    if grid.ctas[0] * grid.ctas[1] > room and grid.ctas[1] > least:
+        fewer = spread(grid.ctas[1] - 1)
+        if 2 * fewer.per_cta <= 3 * grid.per_cta:
+            return fewer
+    return grid
+
+
+class RouteLaunch:
+    """The kernels of one spec; called as moe_ref's."""
+
+    def __init__(self, spec: RouteSpec) -> None:
+        self.spec = spec
+        self.scores, self.choose = _kernels(replace(spec, scale=1.0, eps=0.0))
+        self.n_score, self.n_choose = spec.n_expert + spec.gated, -(-spec.n_expert // 32) * 32
+        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
+        self.n_multiprocessor = torch.cuda.get_device_properties(spec.device).multi_processor_count
+
+    def __call__(
+        self,
+        x: Tensor,
+        norm: Tensor,
+        matrix: Tensor,
+        bias: Tensor | None = None,
+        into: Rows | None = None,
+        power: float = 1.0,
+    ) -> Routes:
+        """`into`: where rows normed with `norm` go, over `power`, as rows.cu would put them."""
+        spec, n_score = self.spec, self.n_score
+        assert matrix.shape == (n_score, spec.n_in) and matrix.is_contiguous() and (bias is not None) == spec.biased
+        assert norm.shape == (spec.n_in,) and norm.is_contiguous() and x.shape[1] == spec.n_in
+        x, n_row = x.contiguous(), x.shape[0]
+        floats = {"dtype": torch.float32, "device": x.device}
+        logits, weights = torch.empty(n_row, n_score, **floats), torch.empty(n_row, spec.n_used, **floats)
+        gate = torch.empty(n_row, 1, **floats) if spec.gated else None
+        ids = torch.empty(n_row, spec.n_used, dtype=torch.int32, device=x.device)
+        if n_row:
+            grid = grid_of(spec, n_row, self.n_multiprocessor, into is not None)
+            to: list[Arg] = [logits] * 3 if into is None else [into.blocks, into.sums, into.powers]
+            sizes = n_row, grid.per_cta, grid.scoring, 0 if into is None or into.layout == PLANES else into.pad
+            args = (x, norm, matrix, logits, *to, *map(np.int32, sizes), np.float32(spec.eps), np.float32(power))
+            self.scores.launch(grid.ctas, grid.threads, args, overlap=self.overlap)
+            args = (logits, logits if bias is None else bias, ids, weights, logits if gate is None else gate)
+            self.choose.launch((n_row,), self.n_choose, (*args, np.float32(spec.scale)), overlap=self.overlap)
+        return Routes(ids, weights, gate)
+
+
+def bind(spec: RouteSpec) -> RouteLaunch:
+    return RouteLaunch(spec)
+
+
+def check(launch: Callable[..., Routes], reference: Callable[..., Routes], spec: RouteSpec) -> str | None:
+    """Random rows of all sizes, where only choices closer than rounding may differ, and rows of zeros, where all are equal."""
+    gen = torch.Generator().manual_seed(0)
+    matrix = 2 * torch.randn(spec.n_expert + spec.gated, spec.n_in, generator=gen) / spec.n_in**0.5
+    norm = 1 + 0.1 * torch.randn(spec.n_in, generator=gen)
+    bias = torch.rand(spec.n_expert, generator=gen) if spec.biased else None
+    for n_row in (1, 7, 40):
+        x = torch.logspace(-1, 2, n_row)[:, None] * torch.randn(n_row, spec.n_in, generator=gen)
+        x[n_row // 2] *= n_row == 1
+        given = [t.to(spec.device) for t in (x, norm, matrix, bias) if t is not None]
+        got, want = launch(*given), reference(*given)
+        ids, want_ids = got.ids.long().cpu(), want.ids.long().cpu()
+        if not bool(((ids >= 0) & (ids < spec.n_expert)).all()) or ids.sort(-1).values.diff(dim=-1).eq(0).any():
+            return "rows choose experts that do not exist, or one twice"
+        scores = F.linear(F.rms_norm(x, norm.shape, norm, spec.eps), matrix)[:, : spec.n_expert]
+        if bias is not None:
+            scores = (scores.sigmoid() if spec.router == "sigmoid" else scores.softmax(-1)) + bias
+        is_same = ids == want_ids
+        is_tie = (scores.gather(-1, ids) - scores.gather(-1, want_ids)).abs() < TIE
+        is_tie[n_row // 2] &= n_row == 1
+        if not bool((is_same | is_tie).all()):
+            n_bad = int((~(is_same | is_tie)).any(-1).sum())
+            return f"{n_bad} of {n_row} rows choose other experts than the reference"
+        by = want.weights.abs().amax(-1, keepdim=True)
+        off = float((((got.weights - want.weights) / by).cpu() * is_same).abs().amax())
+        if want.gate is not None and got.gate is not None:
+            off = max(off, float((got.gate - want.gate).abs().amax()))
+        if not off < 1e-4:
+            return f"weights differ from the reference by {off:.2g}"
+        if isinstance(launch, RouteLaunch) and (why := _check_rows(launch, got, given, norm)) is not None:
+            return why
+    return None
+
+
+def _check_rows(launch: RouteLaunch, alone: Routes, given: list[Tensor], norm: Tensor) -> str | None:
+    """Rows that are normed on the way, in both layouts that experts read, and the choices beside them."""
+    spec, n_row = launch.spec, len(given[0])
+    want = F.rms_norm(given[0].cpu(), norm.shape, norm, spec.eps)
+    for layout in (BLOCKED, PLANES):
+        into = RowsLaunch(spec.device, spec.n_in, (8, 64), layout).room(n_row)
+        routes = launch(*given[:3], given[3] if spec.biased else None, into, 2.0)
+        if not torch.equal(routes.ids, alone.ids) or not torch.equal(routes.weights, alone.weights):
+            return "choices are others where rows are normed on the way"
+        if spec.n_in % 32:
+            return None  # of no use to experts
+        off = (values_of(into, spec.n_in)[0].cpu() - want).abs().amax() / want.abs().amax()
+        if not off < 1e-3:
+            return f"rows normed on the way differ from the reference by {float(off):.2g}"
+    return None

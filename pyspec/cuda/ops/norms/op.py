@@ -1,0 +1,12 @@
+"""`norms`: norms of rows that stay f32, alone, with some rows once more, or of two inputs side by side."""
+
+from pyspec.cuda.op import Impl, Op
+from pyspec.cuda.ops.norms import cuda as norms_cuda
+from pyspec.cuda.ops.norms import ref as norms_ref
+
+norms: Op[norms_ref.NormsSpec] = Op(
+    "norms",
+    Impl("torch", norms_ref.bind, capturable=True),
+    [Impl("cuda", norms_cuda.bind, norms_cuda.limits, capturable=True)],
+    norms_cuda.check,
+)

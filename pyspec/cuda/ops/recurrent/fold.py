@@ -1,0 +1,14 @@
+"""Fold a slot's records now, whatever the recurrence, so that its state stands at its committed length."""
+
+from __future__ import annotations
+
+from pyspec.cuda.ops.gdn import ref as gdn_ref
+from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
+from pyspec.slots.memory import Mamba2Shape, StateLayer, StateShape
+
+FOLDS = {StateShape: gdn_ref.flush, Mamba2Shape: mamba2_ref.flush}
+
+
+def flush(layer: StateLayer, slot: int, n_fold: int) -> None:
+    fold = layer.fold or FOLDS[type(layer.shape)]  # type: ignore[index]
+    fold(layer, slot, n_fold)

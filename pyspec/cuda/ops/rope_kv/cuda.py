@@ -1,0 +1,82 @@
+"""`rope_kv` for NVIDIA GPUs: one launch, a warp a head (rope_kv.cu). Same contract as rope_kv_ref."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyspec.cuda import jit
+from pyspec.cuda.ops.attend.cuda import KINDS, fault_record
+from pyspec.cuda.ops.rope_kv.ref import Angles, RopeKvSpec
+from pyspec.slots.kv import KVPool
+
+OP_ID = 5  # in the fault record
+WARPS = 4
+ARGS = "pl" + "ppf" + "pp" + "p" + "p{planes}" + "iii" + "p"
+
+
+def limits(spec: RopeKvSpec) -> str | None:
+    if spec.device.type != "cuda":
+        return "runs on NVIDIA GPUs only"
+    if importlib.util.find_spec("cuda.core") is None:
+        return "cuda-core is not installed (pip install pyspec[cuda])"
+    if torch.cuda.get_device_capability(spec.device) < (8, 0):
+        return "needs compute capability 8.0"
+    if spec.dim % 32 or spec.dim > 512:
+        return f"heads are {spec.dim} wide; the kernel takes multiples of 32 up to 512"
+    if spec.n_rot > spec.dim or spec.n_rot % 2:
+        return f"{spec.n_rot} of {spec.dim} dimensions turn; the kernel takes even numbers up to all"
+    return None
+
+
+def defines(spec: RopeKvSpec, kind: int) -> dict[str, int | str]:
+    """Macros of rope_kv.cu for a pool of KV kind `kind`."""
+    return {
+        "DIM": spec.dim,
+        "N_ROT": spec.n_rot,
+        "NEOX": int(spec.neox),
+        "HAS_NORM": int(spec.has_norm),
+        "Q_STEP": spec.dim * (2 if spec.gated else 1),
+        "KV_KIND": kind,
+        "OP_ID": OP_ID,
+    }
+
+
+@cache
+def _kernel(spec: RopeKvSpec, kind: int) -> jit.Kernel:
+    arch = jit.arch_of(torch.cuda.get_device_capability(spec.device))
+    return jit.compile_cubin("rope_kv", arch, defines(spec, kind)).kernel(
+        "rope_kv", ARGS.format(planes="pppp" if kind == KINDS[torch.int8] else "pp")
+    )
+
+
+def bind(spec: RopeKvSpec) -> Callable[..., Tensor]:
+    overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
+    fault = fault_record(spec.device)
+    none = torch.zeros(4, device=spec.device)
+    step = spec.dim * (2 if spec.gated else 1)
+    n_column, n_unit = spec.n_q * step + 2 * spec.n_kv * spec.dim, spec.n_q + 2 * spec.n_kv
+
+    def rope_kv(
+        y: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, angles: Angles, pool: KVPool, rows: Tensor
+    ) -> Tensor:
+        n = y.shape[0]
+        cos, sin = angles
+        assert y.dtype == torch.float32 and y.stride(1) == 1 and y.shape[1] == n_column
+        assert cos.is_contiguous() and sin.is_contiguous() and cos.shape == sin.shape == (n, 1, spec.n_rot // 2)
+        assert rows.dtype == torch.int64 and rows.is_contiguous() and len(rows) == n
+        assert pool.k.is_contiguous() and pool.v.is_contiguous() and pool.k.shape[1:] == (spec.n_kv, spec.dim)
+        assert (k_norm is not None) == spec.has_norm
+        q = torch.empty(n, spec.n_q, spec.dim, dtype=torch.float32, device=y.device)
+        norms = (none if q_norm is None else q_norm, none if k_norm is None else k_norm, np.float32(spec.eps))
+        counts = (np.int32(spec.n_q), np.int32(spec.n_kv), np.int32(pool.k.shape[0]))
+        args = (y, np.int64(y.stride(0)), *norms, cos, sin, rows, q, *pool.planes, *counts, fault)
+        _kernel(spec, KINDS[pool.dtype]).launch((n, -(-n_unit // WARPS)), 32 * WARPS, args, overlap=overlap)
+        return q
+
+    return rope_kv

@@ -1,0 +1,223 @@
+"""Rows for products on NVIDIA GPUs, prepared and rounded in one launch (rows.cu). The meaning is rows_ref.py's.
+
+Buffers are made at bind and shared by the matrices of a device: all launches must be on one stream, and what a launch
+returns holds until the next one of the same size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
+from pyspec.cuda.ops.rows.ref import GroupNorm, HeadGate, HeadNorm, Kind, Norm, Prep, RowsSpec
+
+MAX_COLUMNS = 32768  # 16 times 4 columns in each thread's registers
+BLOCKED, ROW_MAJOR, TALL, PLANES = 0, 1, 2, 3  # rows.cu's layouts: for `linear`, a library, `linear_tall`, `moe`
+UNIT = 144  # PLANES: bytes of 64 columns of a row
+ROWS_ARGS = "plpff" + "pli" + "ppp" + "i"
+SUMMED_ARGS = "ppppp" + "ii" + "ppp" + "i"
+MAX_SUMMED = 8192  # columns of rows that are summed on the way: more would not fit a thread's registers
+STRETCH, THREADS = 4096, 512
+
+
+def limits(spec: RowsSpec) -> str | None:
+    if spec.device.type != "cuda":
+        return "runs on NVIDIA GPUs only"
+    if spec.n_in % 32 or spec.n_in > MAX_COLUMNS:
+        return f"{spec.n_in} columns; the kernel takes multiples of 32 up to {MAX_COLUMNS}"
+    if spec.kind is Kind.HEADS and (spec.n_in % 128 or spec.dim not in (32, 64, 128)):
+        return f"heads of {spec.dim} in {spec.n_in} columns; the kernel takes heads of 32, 64 or 128"
+    if spec.kind is Kind.GROUPS and (spec.dim % 128 or not spec.dim or spec.n_in % spec.dim):
+        return f"groups of {spec.dim} in {spec.n_in} columns; the kernel takes whole groups of a multiple of 128"
+    if spec.kind is Kind.GATE and spec.dim % 4:
+        return f"heads of {spec.dim} columns; the kernel takes multiples of 4"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows ready to be multiplied, padded to `pad`, in a layout of rows.cu. What rows of the pad hold means nothing."""
+
+    blocks: Tensor
+    sums: Tensor
+    powers: Tensor
+    n_row: int
+    pad: int
+    layout: int = BLOCKED
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What a row's experts gave, and what their sum is added to: rows that are not made yet. See expert_sums.cuh.
+
+    y [row * n_used, n] f32, weights [row, n_used] f32, shared [n_piece * row, n] f32, gate [row, 1] f32, residual [row, n] f32
+    """
+
+    y: Tensor
+    weights: Tensor
+    shared: Tensor | None
+    gate: Tensor | None
+    residual: Tensor | None
+    n_piece: int
+
+    def args(self) -> list[Arg]:
+        return [self.weights, *(np.int64(0) if t is None else t for t in (self.shared, self.gate, self.residual))]
+
+
+def defines(n_in: int, kind: Kind, dim: int, layout: int, experts: bool = False) -> dict[str, int | str]:
+    """Macros of rows.cu."""
+    return {"COLUMNS": n_in, "KIND": int(kind), "DIM": max(dim, 1), "LAYOUT": layout, "EXPERTS": int(experts)}
+
+
+@cache
+def _kernel(capability: tuple[int, int], n_in: int, kind: Kind, dim: int, layout: int, experts: bool = False) -> Kernel:
+    code = compile_cubin("rows", arch_of(capability), defines(n_in, kind, dim, layout, experts))
+    return code.kernel("rows", SUMMED_ARGS if experts else ROWS_ARGS)
+
+
+@cache
+def _finish_kernel(capability: tuple[int, int]) -> Kernel:
+    return compile_cubin("rows_finish", arch_of(capability)).kernel("rows_finish", "ppppi")
+
+
+def aligned(gate: Tensor) -> Tensor:
+    """As the kernel reads it, four values at once; a part of an oddly wide product has to be copied."""
+    steps = gate.stride()
+    is_whole = steps[-1] == 1 and all(n % 4 == 0 for n in steps[:-1]) and gate.data_ptr() % 16 == 0
+    return gate if is_whole else gate.clone(memory_format=torch.contiguous_format)
+
+
+def groups_of(n_in: int, dim: int, n_row: int) -> tuple[tuple[int, int], int]:
+    """Grid and threads where a CTA has a group of a row: rows.cu's kThreads."""
+    return (n_row, n_in // dim), min(dim // 4, THREADS)
+
+
+class _Prepare:
+    """Launches rows.cu for rows of n_in columns in one layout."""
+
+    def __init__(self, device: torch.device, n_in: int, layout: int) -> None:
+        self.n_in, self.layout = n_in, layout
+        self.capability = torch.cuda.get_device_capability(device)
+        self.overlap = self.capability >= (9, 0)
+        self.none = torch.empty(4, dtype=torch.float32, device=device)
+        _kernel(self.capability, n_in, Kind.PLAIN, 0, layout)
+
+    def __call__(self, x: Tensor, prep: Prep | None, out: Tensor, sums: Tensor, powers: Tensor, pad: int) -> None:
+        kind, dim = (Kind.PLAIN, 0) if prep is None else (prep.kind, prep.dim)
+        assert x.dtype == torch.float32 and x.stride(1) == 1 and x.stride(0) % 4 == 0
+        assert x.shape[1] == self.n_in * (2 if kind is Kind.GLU else 1)
+        weight, eps, power, gate, steps = self.none, 0.0, 1.0, self.none, (0, 0)
+        if isinstance(prep, (Norm, HeadNorm, GroupNorm)):
+            weight, eps, power = prep.weight, prep.eps, prep.power
+        if isinstance(prep, HeadNorm | GroupNorm):
+            gate = aligned(prep.gate)
+            steps = gate.stride(0), dim
+        elif isinstance(prep, HeadGate):
+            gate = aligned(prep.gate)
+            steps = gate.stride(0), gate.stride(1)
+        assert steps[0] % 4 == steps[1] % 4 == 0
+        kernel = _kernel(self.capability, self.n_in, kind, dim, self.layout)
+        args = (x, np.int64(x.stride(0)), weight, np.float32(eps), np.float32(power), gate, np.int64(steps[0]))
+        args += (np.int32(steps[1]), out, sums, powers, np.int32(pad))
+        grid, n_thread = ((x.shape[0],), THREADS) if kind is not Kind.GROUPS else groups_of(self.n_in, dim, x.shape[0])
+        kernel.launch(grid, n_thread, args, overlap=self.overlap)
+
+
+def row_bytes(n_in: int, layout: int = BLOCKED) -> int:
+    """Of a row of n_in columns, padded to whole chunks of 256."""
+    return -(-n_in // 256) * (4 * UNIT if layout == PLANES else 512)
+
+
+class RowsLaunch:
+    """Rows in blocks, for our own products. Owns what it returns until the next call."""
+
+    def __init__(self, device: torch.device, n_in: int, pads: tuple[int, ...], layout: int = BLOCKED) -> None:
+        self.n_in, self.pads, n_block = n_in, pads, -(-n_in // 256) * 8
+        self.prepare = _Prepare(device, n_in, layout)
+        self.overlap = self.prepare.overlap
+        self.blocks = torch.zeros(pads[-1] * row_bytes(n_in, layout) // 2, dtype=torch.float16, device=device)
+        self.sums = torch.zeros(n_block * pads[-1], dtype=torch.float32, device=device)
+        self.powers = torch.zeros(pads[-1], dtype=torch.float32, device=device)
+
+    def __call__(self, x: Tensor, prep: Prep | None = None) -> Rows:
+        """x [row, n_in] f32 ([row, 2 n_in] before a Glu), columns contiguous; rows at most the largest pad."""
+        rows = self.room(x.shape[0])
+        self.prepare(x, prep, rows.blocks, rows.sums, rows.powers, rows.pad)
+        return rows
+
+    def summed(self, shares: Shares) -> Rows:
+        """The sums of `shares`, rounded."""
+        (n_row, n_used), p = shares.weights.shape, self.prepare
+        assert self.n_in <= MAX_SUMMED and p.layout == BLOCKED
+        rows, kernel = self.room(n_row), _kernel(p.capability, self.n_in, Kind.PLAIN, 0, BLOCKED, True)
+        args: list[Arg] = [shares.y, *shares.args(), np.int32(n_used), np.int32(shares.n_piece)]
+        args += [rows.blocks, rows.sums, rows.powers, np.int32(rows.pad)]
+        kernel.launch((n_row,), THREADS, args, overlap=self.overlap)
+        return rows
+
+    def room(self, n_row: int) -> Rows:
+        """Where so many rows go, for a kernel that writes them as rows.cu does."""
+        pad = next(p for p in self.pads if n_row <= p)
+        return Rows(self.blocks, self.sums, self.powers, n_row, pad, self.prepare.layout)
+
+
+def values_of(rows: Rows, n_in: int) -> tuple[Tensor, Tensor]:
+    """What rows in blocks stand for: (values [row, n_in], their sums over each 32 columns [row, n_in / 32]), f32."""
+    if rows.layout == PLANES:
+        return _values_of_planes(rows, n_in)
+    n_block, power = -(-n_in // 256) * 8, rows.powers[: rows.n_row, None]
+    blocks = rows.blocks[: n_block * rows.pad * 32].view(n_block, rows.pad, 4, 2, 4)[:, : rows.n_row]
+    values = blocks.permute(1, 0, 3, 2, 4).reshape(rows.n_row, -1)  # column 16 h + 4 i + j is at [i, h, j]
+    sums = rows.sums[: n_block * rows.pad].view(n_block, rows.pad)[:, : rows.n_row].T
+    return values[:, :n_in].float() * power, sums[:, : n_in // 32] * power
+
+
+def _values_of_planes(rows: Rows, n_in: int) -> tuple[Tensor, Tensor]:
+    units = rows.blocks.view(torch.uint8).view(-1, row_bytes(n_in, PLANES) // UNIT, UNIT)[: rows.n_row]
+    planes = units[..., :128].contiguous().view(torch.int8).unflatten(-1, (2, 4, 2, 2, 2, 2)).int()
+    whole = planes[:, :, 0] * 256 + planes[:, :, 1]  # [t, block, upper bit of j, lower one, h]: column 16 h + 4 t + j
+    beside = units[..., 128:].contiguous().view(torch.float32).unflatten(-1, (2, 2))
+    sums, powers = beside[..., 0, :].flatten(1), beside[..., 1, :].flatten(1)
+    values = whole.permute(0, 1, 3, 6, 2, 4, 5).reshape(rows.n_row, -1, 32) * powers[..., None]
+    return values.flatten(1)[:, :n_in], sums[:, : n_in // 32]
+
+
+@dataclass(frozen=True, slots=True)
+class Into:
+    """Rows that the kernel before a product prepares itself, `prep` applied, where the product reads them, with `weights`."""
+
+    rows: RowsLaunch
+    prep: HeadNorm
+    weights: Tensor | None = None
+
+
+class WideRows:
+    """Rows as they are, for a library's product of many rows; `finish` scales what comes back."""
+
+    def __init__(self, device: torch.device, n_in: int) -> None:
+        self.n_in, self.prepare = n_in, _Prepare(device, n_in, ROW_MAJOR)
+
+    def __call__(self, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Tensor | None]:
+        """(rows [row, n_in] f16, powers [row] f32 to multiply products with, or None if they are 1)."""
+        out = torch.empty(x.shape[0], self.n_in, dtype=torch.float16, device=x.device)
+        powers = torch.empty(x.shape[0], dtype=torch.float32, device=x.device)
+        self.prepare(x, prep, out, powers, powers, x.shape[0])
+        return out, None if isinstance(prep, Norm | GroupNorm) and prep.power == 1.0 else powers
+
+    def finish(self, y: Tensor, powers: Tensor | None, residual: Tensor | None) -> Tensor:
+        """residual + y * powers in place of y [row, n_out] f32."""
+        if y.shape[1] % 4:
+            y = y if powers is None else y.mul_(powers[:, None])
+            return y if residual is None else y.add_(residual)
+        if powers is None:
+            return y if residual is None else y.add_(residual)
+        assert y.is_contiguous() and (residual is None or residual.is_contiguous())
+        grid = (-(-y.shape[1] // STRETCH), y.shape[0])
+        args = (y, powers, np.int64(0) if residual is None else residual, y, np.int32(y.shape[1]))
+        _finish_kernel(self.prepare.capability).launch(grid, THREADS, args, overlap=self.prepare.overlap)
+        return y

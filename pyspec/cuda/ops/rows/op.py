@@ -1,0 +1,83 @@
+"""`rows`: prepare rows for a product (norms, gates) while they are rounded to f16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pyspec.cuda.op import Impl, Op
+from pyspec.cuda.ops.rows import cuda as rows_cuda
+from pyspec.cuda.ops.rows.ref import (
+    RELU2,
+    Glu,
+    GroupNorm,
+    HeadGate,
+    HeadNorm,
+    Kind,
+    Norm,
+    Prep,
+    RowsSpec,
+    norm_power,
+    power_of,
+)
+
+Launch = Callable[[Tensor, Prep | None], tuple[Tensor, Tensor | None]]
+
+
+def _reference(spec: RowsSpec) -> Launch:
+    def rows(x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Tensor | None]:
+        x = x if prep is None else prep(x)
+        power = torch.full_like(x[:, :1], prep.power) if isinstance(prep, Norm | HeadNorm) else power_of(x)
+        return (x / power).half(), power[:, 0]
+
+    return rows
+
+
+def make(spec: RowsSpec, n_row: int, gen: torch.Generator) -> tuple[Tensor, Prep | None]:
+    """A random case: strided rows of very different sizes, and the preparation of the spec's kind."""
+    n, device = spec.n_in, spec.device
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=gen).to(device)
+
+    x = draw(n_row, (2 * n if spec.kind is Kind.GLU else n) + 8)[:, :-8]
+    x *= torch.logspace(-3, 3, n_row, device=device)[:, None] if spec.kind is not Kind.GLU else 1.0
+    prep: Prep | None = None
+    if spec.kind is Kind.NORM:
+        prep = Norm(1 + 0.1 * draw(n), 1e-6)
+    elif spec.kind is Kind.HEADS:
+        prep = HeadNorm(1 + 0.1 * draw(spec.dim), 1e-6, draw(n_row, n + 32)[:, 32:])
+    elif spec.kind is Kind.GATE:
+        prep = HeadGate(draw(n_row, n // spec.dim, 2 * spec.dim)[..., spec.dim :])
+    elif spec.kind is Kind.GROUPS:
+        weight, gate = 1 + 0.1 * draw(n), draw(n_row, n + 32)[:, 32:]
+        prep = GroupNorm(weight, 1e-6, gate, n // spec.dim, norm_power(weight))
+    elif spec.kind is Kind.GLU:
+        prep = Glu()
+    elif spec.kind is Kind.RELU2:
+        prep = RELU2
+    return x, prep
+
+
+def check(launch: Launch, reference: Launch, spec: RowsSpec) -> str | None:
+    """Values after scaling back: rounding to f16 moves each by 2^-11 of itself, or of what is nearly zero in its row."""
+    gen = torch.Generator().manual_seed(0)
+    for n_row in (1, 5):
+        x, prep = make(spec, n_row, gen)
+        (got, got_power), (want, want_power) = launch(x, prep), reference(x, prep)
+        got, want = got.double(), want.double() * (1.0 if want_power is None else want_power.double()[:, None])
+        got = got if got_power is None else got * got_power.double()[:, None]
+        off = float(((got - want).norm(dim=-1) / want.norm(dim=-1)).amax())
+        if not off < 1e-3:
+            return f"rows differ from the reference by {off:.2g}"
+    return None
+
+
+rows: Op[RowsSpec] = Op(
+    "rows",
+    Impl("torch", _reference),
+    [Impl("cuda", lambda spec: rows_cuda.WideRows(spec.device, spec.n_in), rows_cuda.limits, capturable=True)],
+    check,
+)
