@@ -32,7 +32,7 @@ from torch import Tensor
 from pyspec import synth
 from pyspec.cuda.ops.ahead.ref import Kept
 from pyspec.cuda.ops.moe.ref import Routes
-from pyspec.draft.drafter import Ask
+from pyspec.draft.drafter import DraftRequest
 from pyspec.engine.api import Engine, Result
 from pyspec.engine.lookahead import Flight
 from pyspec.errors import PyspecError
@@ -84,15 +84,15 @@ class Prompter:
         drafter = engine.loop.drafter
         assert drafter is not None
         self.own, self.rng, self.scripts = drafter.draft, random.Random(seed), dict[int, list[int]]()
-        self.loop, self.own_fly = engine.loop, drafter.fly  # type: ignore[attr-defined]
-        drafter.draft, drafter.fly = self.draft, self.fly  # type: ignore[attr-defined, method-assign]
+        self.loop, self.own_ahead = engine.loop, drafter.draft_ahead  # type: ignore[attr-defined]
+        drafter.draft, drafter.draft_ahead = self.draft, self.draft_ahead  # type: ignore[attr-defined, method-assign]
 
-    def draft(self, asks: Sequence[Ask]) -> list[list[int]]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
         return [self.mixed(ask, draft) for ask, draft in zip(asks, self.own(asks), strict=True)]
 
-    def fly(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> Tensor | None:
+    def draft_ahead(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> Tensor | None:
         """The same behind rows that are kept; on a CPU they can be read."""
-        drafts = self.own_fly(batch, out, kept, n_draft)
+        drafts = self.own_ahead(batch, out, kept, n_draft)
         if drafts is None:
             return None
         n, tokens, mixed = kept.n.tolist(), batch.tokens.tolist(), []
@@ -105,7 +105,7 @@ class Prompter:
             mixed.append(self.right_for_a_while(text, drafts[s].tolist()))
         return torch.tensor(mixed, device=drafts.device)
 
-    def mixed(self, ask: Ask, draft: list[int]) -> list[int]:
+    def mixed(self, ask: DraftRequest, draft: list[int]) -> list[int]:
         return self.right_for_a_while([*ask.slot.tokens, ask.anchor], draft)
 
     def right_for_a_while(self, text: list[int], draft: list[int]) -> list[int]:

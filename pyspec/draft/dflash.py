@@ -24,7 +24,7 @@ from pyspec.cuda.ops.best.op import best
 from pyspec.cuda.ops.best.ref import BestSpec
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
-from pyspec.draft.drafter import Ask, Needs
+from pyspec.draft.drafter import DraftRequest, Needs
 from pyspec.errors import ModelError, PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models.layers import SINKS, Attention, AttentionShape, FeedForward, Rope
@@ -325,7 +325,7 @@ class DFlash:
             self.n_held = 0
 
     @torch.inference_mode()
-    def draft(self, asks: Sequence[Ask]) -> list[list[int]]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
         live = [ask for ask in asks if ask.n_draft > 0]
         if not live:
             return [[] for _ in asks]
@@ -353,7 +353,7 @@ class DFlash:
         return lay_out(self.table, seqs, self.device, see_block=True, arena=self.arena)
 
     @torch.inference_mode()
-    def fly(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> Tensor | None:
+    def draft_ahead(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> Tensor | None:
         slots = [self.table.slots[seq.slot] for seq in batch.seqs]
         # a batch of one row a sequence has left its taps for later
         has_context = all(self.n_context[slot.index] == slot.n_past for slot in slots)
@@ -363,7 +363,7 @@ class DFlash:
         tokens, _ = self.block(self.ahead.move(laid, kept))
         return tokens[: laid.n_row].view(len(slots), -1)[:, 1 : 1 + n_draft]
 
-    def went_on(self, slots: Sequence[Slot]) -> None:
+    def confirm_ahead(self, slots: Sequence[Slot]) -> None:
         pass  # context is made of what is observed
 
     def _block(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
@@ -374,7 +374,7 @@ class DFlash:
             tokens = self.net.to_target[tokens]
         return tokens, logits.softmax(-1).amax(-1) if self.p_min > 0 else None
 
-    def snapshot(self, slot: Slot) -> object | None:
+    def checkpoint(self, slot: Slot) -> object | None:
         if self.late[slot.index]:
             self.catch_up()
         return None  # the pages have all there is

@@ -37,7 +37,7 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class DraftRequest:
     """Draft at most `n_draft` tokens after `anchor`, the slot's last sampled token (position slot.n_past)."""
 
     slot: Slot
@@ -54,7 +54,7 @@ class Drafter(Protocol):
     def begin(self, slot: Slot, saved: object | None) -> None:
         """A request starts on `slot`, whose first slot.n_past tokens are reused: their rows stand in the slot's pages.
 
-        `saved` is what `snapshot` returned for exactly these tokens in some slot, or None if there is nothing of the kind.
+        `saved` is what `checkpoint` returned for exactly these tokens in some slot, or None if there is nothing of the kind.
         It may be handed out again: nobody changes it.
         """
         ...
@@ -71,11 +71,11 @@ class Drafter(Protocol):
         """
         ...
 
-    def draft(self, asks: Sequence[Ask]) -> list[list[int]]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
         """Proposals per ask, each at most its n_draft long; shorter and empty ones are allowed."""
         ...
 
-    def snapshot(self, slot: Slot) -> object | None:
+    def checkpoint(self, slot: Slot) -> object | None:
         """What `begin` needs to continue from the slot's present length, beyond its KV pages.
 
         The pages are filed next: the drafter's rows of all committed tokens must stand there when this returns.
@@ -88,32 +88,32 @@ class Drafter(Protocol):
 
 
 @runtime_checkable
-class Paged(Protocol):
+class PagedDrafter(Protocol):
     """A drafter with caches of its own, whose pages have the target's numbers."""
 
     def pools(self) -> Iterable[KVPool]: ...
 
 
 @runtime_checkable
-class Flying(Protocol):
+class LookaheadDrafter(Protocol):
     """A drafter that can go on from what the device keeps of a verify, before the host has read it."""
 
-    def fly(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> Tensor | None:
+    def draft_ahead(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> Tensor | None:
         """Drafts [seq, n_draft] int64, on the device, for every sequence of the verify that ran `batch`, behind the rows that are
         `kept` of it. None if it can not: the host asks for drafts when it has read the verify.
 
-        Each slot stands where the verify began. Nothing it knows of a slot changes before `went_on`: these drafts may turn out to
+        Each slot stands where the verify began. Nothing it knows of a slot changes before `confirm_ahead`: these drafts may turn out to
         be for tokens that the slot never has.
         """
         ...
 
-    def went_on(self, slots: Sequence[Slot]) -> None:
-        """The verify is observed and committed: what `fly` made was for the tokens that these slots have now."""
+    def confirm_ahead(self, slots: Sequence[Slot]) -> None:
+        """The verify is observed and committed: what `draft_ahead` made was for the tokens that these slots have now."""
         ...
 
 
 @runtime_checkable
-class Graphing(Protocol):
+class GraphedDrafter(Protocol):
     """A drafter whose passes can run as CUDA graphs."""
 
     def use_graphs(self, make_arena: Callable[[], Arena]) -> None:

@@ -22,7 +22,7 @@ from pyspec.cuda.ops.best.op import best
 from pyspec.cuda.ops.best.ref import BestSpec
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
-from pyspec.draft.drafter import Ask, Needs
+from pyspec.draft.drafter import DraftRequest, Needs
 from pyspec.errors import PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models.decoder import Block, Decoder, DecoderConfig, block_tensors
@@ -205,14 +205,14 @@ class Mtp:
             state.n_row, state.hidden = state.n_row + seq.width, state.hidden[-1:].clone()
 
     @torch.inference_mode()
-    def draft(self, asks: Sequence[Ask]) -> list[list[int]]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
         live = [ask for ask in asks if ask.n_draft > 0]
         drafts: dict[int, list[int]] = {ask.slot.index: [] for ask in asks}
         if live:
             self._chain(live, drafts)
         return [drafts[ask.slot.index] for ask in asks]
 
-    def _chain(self, live: list[Ask], drafts: dict[int, list[int]]) -> None:
+    def _chain(self, live: list[DraftRequest], drafts: dict[int, list[int]]) -> None:
         """All slots draft as far as the one that asked for most; nothing is read back before the end, or before p_min."""
         seqs = []
         for ask in live:
@@ -253,7 +253,7 @@ class Mtp:
         copied(self.tokens[: len(batch.seqs)], self.steps[done, : len(batch.seqs)])
 
     @torch.inference_mode()
-    def fly(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> Tensor | None:
+    def draft_ahead(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> Tensor | None:
         """The first pass has all rows of the verify, each with what follows it; those behind the kept ones are scratch."""
         slots = [self.table.slots[seq.slot] for seq in batch.seqs]
         if self.p_min > 0 or any(self._state(slot).n_row != slot.n_past + 1 for slot in slots):
@@ -270,7 +270,7 @@ class Mtp:
             self._pass(rest, done)
         return self.steps[:n_draft, : len(slots)].T
 
-    def went_on(self, slots: Sequence[Slot]) -> None:
+    def confirm_ahead(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
             state = self._state(slot)
             state.n_row, state.hidden = slot.n_past + 1, state.hidden[-1:]
@@ -325,7 +325,7 @@ class Mtp:
             graphed.seal()
 
     @torch.inference_mode()
-    def snapshot(self, slot: Slot) -> object | None:
+    def checkpoint(self, slot: Slot) -> object | None:
         state = self._state(slot)
         n_row = min(state.n_row, slot.n_past)  # a row beyond is the anchor's, which is not committed yet
         if tokens := slot.tokens[n_row:]:

@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pyspec.draft.drafter import Ask, Needs
+from pyspec.draft.drafter import DraftRequest, Needs
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch
 from pyspec.slots.table import Slot
@@ -45,10 +45,10 @@ class NGram:
     def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
         pass  # it reads the slot's tokens when asked
 
-    def draft(self, asks: Sequence[Ask]) -> list[list[int]]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
         return [self._propose(ask) if ask.n_draft > 0 else [] for ask in asks]
 
-    def _propose(self, ask: Ask) -> list[int]:
+    def _propose(self, ask: DraftRequest) -> list[int]:
         tokens, m = [*ask.slot.tokens, ask.anchor], self.n_match
         index = self.index[ask.slot.index]
         assert index.generation == ask.slot.generation, "n-gram index of another request"
@@ -67,7 +67,7 @@ class NGram:
             n += 1
         return n
 
-    def snapshot(self, slot: Slot) -> object | None:
+    def checkpoint(self, slot: Slot) -> object | None:
         return None
 
     def end(self, slot: Slot) -> None:

@@ -19,7 +19,7 @@ from pyspec.cuda.gpu_lock import turn
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.draft import DRAFTERS, dflash, mtp
-from pyspec.draft.drafter import Drafter, Graphing
+from pyspec.draft.drafter import Drafter, GraphedDrafter
 from pyspec.draft.ngram import NGram
 from pyspec.engine.controller import Controller, Timer, bucket
 from pyspec.engine.loop import Loop
@@ -367,7 +367,7 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
         arena=arena,
         cache=PrefixCache(table, memory, states, on=settings.prefix_cache, every=settings.checkpoint_every),
     )
-    if arena is not None and isinstance(drafter, Graphing):
+    if arena is not None and isinstance(drafter, GraphedDrafter):
         drafter.use_graphs(make_arena)
     log.info("%s", d.note)
     _take_for_attention(_attention_bytes(config, d, settings, n_ctx, device), device)

@@ -17,7 +17,7 @@ from pyspec.cuda.copies import copied
 from pyspec.cuda.faults import EVERYONE, Fault
 from pyspec.cuda.ops.ahead.op import ahead
 from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NOBODY, AheadSpec, n_kept
-from pyspec.draft.drafter import Drafter, Flying, Needs
+from pyspec.draft.drafter import Drafter, LookaheadDrafter, Needs
 from pyspec.engine.job import Job
 from pyspec.errors import SlotError
 from pyspec.models.target import Out
@@ -188,7 +188,7 @@ class Course:
     def lay_out(self, flight: Flight, n_drafts: Sequence[int], drafter: Drafter | None) -> Laid | None:
         """The next round, whose drafts are under way then. None: the host has to be asked. Raises SlotError."""
         work = flight.work
-        if (any(n_drafts) and not isinstance(drafter, Flying)) or sum(n_drafts) + len(work) > BUCKETS[-1]:
+        if (any(n_drafts) and not isinstance(drafter, LookaheadDrafter)) or sum(n_drafts) + len(work) > BUCKETS[-1]:
             return None
         if flight.out.best is None:
             flight.out = replace(flight.out, best=top(flight.out.logits))
@@ -205,8 +205,8 @@ class Course:
         began, drafts = stamp(self.device) if any(n_drafts) else None, None
         kept = self.op.keep(flight.out.best, flight.batch, *beside)
         if any(n_drafts):
-            assert isinstance(drafter, Flying)
-            drafts = drafter.fly(flight.batch, flight.out, kept, max(n_drafts))
+            assert isinstance(drafter, LookaheadDrafter)
+            drafts = drafter.draft_ahead(flight.batch, flight.out, kept, max(n_drafts))
             if drafts is None:
                 return None
         seqs = [

@@ -18,7 +18,7 @@ from pyspec.cuda.faults import EVERYONE, Fault, Reader
 from pyspec.cuda.gpu_lock import turn
 from pyspec.cuda.graph import Graphed
 from pyspec.cuda.ops.recurrent.fold import flush
-from pyspec.draft.drafter import Ask, Drafter, Flying, Needs, Paged
+from pyspec.draft.drafter import Drafter, DraftRequest, LookaheadDrafter, Needs, PagedDrafter
 from pyspec.engine.admission import Queue, cuts_of, share_rows
 from pyspec.engine.controller import Controller
 from pyspec.engine.job import End, Job, Taken
@@ -233,14 +233,14 @@ class Loop:
             self.drafter.absorb(batch, out)
         return out if batch.tokens.device.type == "cpu" else replace(out, best=top(out.logits))
 
-    def _draft(self) -> tuple[list[Ask], list[list[int]]]:
+    def _draft(self) -> tuple[list[DraftRequest], list[list[int]]]:
         """Ask the drafter for every decoding slot. A failure costs this round's drafts, nothing else."""
         jobs = [job for job in self.jobs.values() if job.is_decoding]
         picked, self.picked = self.picked, None
         if picked is None or [slot for slot, _ in picked] != [job.slot.index for job in jobs if job.slot is not None]:
             picked = self._pick(jobs)
         asks = [
-            Ask(job.slot, job.anchor, n)
+            DraftRequest(job.slot, job.anchor, n)
             for job, (_, n) in zip(jobs, picked, strict=True)
             if job.slot is not None and job.anchor is not None
         ]
@@ -268,7 +268,7 @@ class Loop:
             return 0
         return max(0, min(self.needs.n_draft, job.n_left - taken - 1, self.needs.n_draft if asked is None else asked))
 
-    def _plan(self, asks: Sequence[Ask], drafts: Sequence[Sequence[int]]) -> list[Work]:
+    def _plan(self, asks: Sequence[DraftRequest], drafts: Sequence[Sequence[int]]) -> list[Work]:
         """Rows of this forward: [anchor, drafts...] of decoding slots, then prompt chunks in what room is left."""
         work = []
         for ask, draft in zip(asks, drafts, strict=True):
@@ -318,8 +318,8 @@ class Loop:
                 self._finish(w.job, finish)
             elif w.slot.n_past <= w.job.n_prompt:
                 self._after_chunk(w)
-        if ahead is not None and ahead.tokens is not None and isinstance(self.drafter, Flying):
-            self.drafter.went_on(
+        if ahead is not None and ahead.tokens is not None and isinstance(self.drafter, LookaheadDrafter):
+            self.drafter.confirm_ahead(
                 [w.slot for w in ahead.work if self._is_on(ahead, w) and w.slot.index not in self.deaf]
             )
         if not self.may_defer:
@@ -395,7 +395,7 @@ class Loop:
         if not self.cache.on or not job.request.cache_prompt or slot.index in self.deaf or slot.n_past == 0:
             return
         try:
-            draft = self.drafter.snapshot(slot) if self.drafter is not None else None
+            draft = self.drafter.checkpoint(slot) if self.drafter is not None else None
         except SlotError as e:
             self._deafen([slot], e)
             return
@@ -465,7 +465,7 @@ class Loop:
 
     def _pools(self) -> list[KVPool]:
         """Everything that has pages: the target's layers and the drafter's."""
-        drafts = self.drafter.pools() if isinstance(self.drafter, Paged) else ()
+        drafts = self.drafter.pools() if isinstance(self.drafter, PagedDrafter) else ()
         return [*self.memory.kv.values(), *drafts]
 
     def _blame(self, error: SlotError) -> None:

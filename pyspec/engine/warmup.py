@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 
 from pyspec.draft.dflash import DFlash
-from pyspec.draft.drafter import Graphing
+from pyspec.draft.drafter import GraphedDrafter
 from pyspec.draft.tap_shift import run_by_shift, verdict
 from pyspec.engine.job import Job
 from pyspec.engine.loop import Loop
@@ -119,7 +119,7 @@ def capture(loop: Loop, n_bytes: int = 0) -> None:
         seqs = [Seq(i, 0, [0] * n, n_out=n) for i, n in enumerate(shares)]
         for _ in range(2):
             loop.forward(lay_out(loop.table, seqs, device, arena=loop.arena))
-    if isinstance(loop.drafter, Graphing):
+    if isinstance(loop.drafter, GraphedDrafter):
         loop.drafter.capture()
     loop.forward.seal()
     # prompts: what they need is allocated, and libraries have loaded what they multiply with, before the first user comes

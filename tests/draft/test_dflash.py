@@ -18,7 +18,7 @@ from rewrite import rewrite
 from pyspec import synth
 from pyspec.draft import dflash
 from pyspec.draft.dflash import N_HELD, DFlash
-from pyspec.draft.drafter import Ask
+from pyspec.draft.drafter import DraftRequest
 from pyspec.engine.api import warmup
 from pyspec.engine.loop import Loop
 from pyspec.errors import SlotError
@@ -206,11 +206,11 @@ def test_slots_draft_the_same_together_as_alone(files: tuple[Path, Path]) -> Non
     for i, n in enumerate((40, 3, 17, 64)):
         feed(bench, drafter, i, TOKENS[i : i + n])
     slots = bench.table.slots
-    alone = [drafter.draft([Ask(slots[i], 10 + i, 7)])[0] for i in range(4)]
+    alone = [drafter.draft([DraftRequest(slots[i], 10 + i, 7)])[0] for i in range(4)]
     assert all(len(d) == 7 for d in alone)
     for ks in ((7, 7, 7, 7), (0, 7, 1, 3), (5, 0, 0, 2), (0, 0, 0, 0)):
         for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
-            drafts = drafter.draft([Ask(slots[i], 10 + i, ks[i]) for i in order])
+            drafts = drafter.draft([DraftRequest(slots[i], 10 + i, ks[i]) for i in order])
             assert drafts == [alone[i][: ks[i]] for i in order]
 
 
@@ -243,7 +243,7 @@ class Rounds:
             self.busy.add(i)
         anchors = {i: rng.randrange(256) for i in sorted(self.busy)}
         wants = {i: rng.choice((0, 1, 3, 7)) if rng.random() < mood else 0 for i in anchors if slots[i].n_past}
-        asks = [Ask(slots[i], anchors[i], n) for i, n in wants.items()]
+        asks = [DraftRequest(slots[i], anchors[i], n) for i, n in wants.items()]
         drafts = dict(zip(wants, self.drafter.draft(asks), strict=True)) if any(wants.values()) else {}
         self.drafts += drafts.values()
         seqs, kept = [], []
@@ -273,7 +273,7 @@ class Rounds:
         """A finished request files its pages; a cancelled or failed one may not."""
         slot, table = self.bench.table.slots[i], self.bench.table
         if self.rng.random() < 0.6:
-            self.drafter.snapshot(slot)
+            self.drafter.checkpoint(slot)
             rows = torch.tensor(table.rows(slot, 0, slot.n_past), dtype=torch.int64)
             self.left += [t for p in self.drafter.pools() for t in (p.k[rows].clone(), p.v[rows].clone())]
         self.drafter.end(slot)
@@ -315,7 +315,7 @@ def test_silent_rounds_cost_the_drafter_no_pass(files: tuple[Path, Path]) -> Non
             bench.commit(seq, 1)
     assert set(passes) == {N_HELD} and len(passes) == 400 // N_HELD
     held = drafter.held.shape[0]
-    drafter.draft([Ask(bench.table.slots[0], 7, 3)])
+    drafter.draft([DraftRequest(bench.table.slots[0], 7, 3)])
     assert passes[-1] == 400 % N_HELD and drafter.n_held == 0 and drafter.held.shape[0] == held == N_HELD
 
 
@@ -435,9 +435,9 @@ def test_uncertain_drafts_are_cut(files: tuple[Path, Path]) -> None:
     bench, drafter = load(*files)
     feed(bench, drafter, 0, TOKENS[:40])
     sure = block_logits(bench, drafter, 0, 7).softmax(-1).amax(-1)[1:]
-    whole = drafter.draft([Ask(bench.table.slots[0], 7, 7)])[0]
+    whole = drafter.draft([DraftRequest(bench.table.slots[0], 7, 7)])[0]
     drafter.p_min = float(sure.sort().values[3])
-    cut = drafter.draft([Ask(bench.table.slots[0], 7, 7)])[0]
+    cut = drafter.draft([DraftRequest(bench.table.slots[0], 7, 7)])[0]
     assert cut == whole[: int((sure < drafter.p_min).nonzero()[0])]
 
 

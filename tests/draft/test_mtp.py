@@ -14,7 +14,7 @@ from harness import Bench
 from known_texts import continuation, known_texts
 
 from pyspec.draft import mtp
-from pyspec.draft.drafter import Ask
+from pyspec.draft.drafter import DraftRequest
 from pyspec.draft.mtp import Mtp
 from pyspec.slots.batch import Batch, Seq, lay_out
 
@@ -68,7 +68,7 @@ def test_chained_steps_are_llama_cpps(name: str, chunk: int) -> None:
         return out
 
     drafter.block.forward = watch  # type: ignore[method-assign]
-    assert drafter.draft([Ask(slot, chain[0], 4)])[0][:3] == chain[1:]
+    assert drafter.draft([DraftRequest(slot, chain[0], 4)])[0][:3] == chain[1:]
     assert (torch.stack(states) - torch.from_numpy(data["chain_hidden"])).abs().max() < 1e-3
     logits = drafter.block.head(torch.stack(states))
     assert (logits - torch.from_numpy(data["chain_logits"])).abs().max() < 1e-3
@@ -203,8 +203,8 @@ def test_a_draft_made_twice_is_the_same() -> None:
         return out
 
     drafter.block.forward = watch  # type: ignore[method-assign]
-    first = drafter.draft([Ask(slot, 7, 4)])
-    assert drafter.draft([Ask(slot, 7, 4)]) == first
+    first = drafter.draft([DraftRequest(slot, 7, 4)])
+    assert drafter.draft([DraftRequest(slot, 7, 4)]) == first
     assert [p for p, _ in seen] == [[0, 1, 2, 3, 4, 5, 6, 7, 8], [9], [10], [11], [8], [9], [10], [11]]
     for (_, a), (_, b) in zip(seen[:4], seen[4:], strict=True):
         assert (a - b).abs().max() < 1e-5

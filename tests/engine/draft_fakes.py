@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.ops.ahead.ref import Kept
-from pyspec.draft.drafter import Ask, Needs
+from pyspec.draft.drafter import DraftRequest, Needs
 from pyspec.errors import SlotError
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch
@@ -116,15 +116,15 @@ class FakeDrafter:
             assert self.open[seq.slot] == seq.n_past, f"slot {seq.slot}: heard {self.open[seq.slot]}, at {seq.n_past}"
             self.open[seq.slot] += n
 
-    def draft(self, asks: Sequence[Ask]) -> list[list[int]]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
         for ask in asks:
             assert self.open[ask.slot.index] == ask.slot.n_past
         return [self.guess(ask) for ask in asks]
 
-    def guess(self, ask: Ask) -> list[int]:
+    def guess(self, ask: DraftRequest) -> list[int]:
         return []  # nothing comes to its mind
 
-    def snapshot(self, slot: Slot) -> object | None:
+    def checkpoint(self, slot: Slot) -> object | None:
         return None
 
     def end(self, slot: Slot) -> None:
@@ -137,7 +137,7 @@ class Oracle(FakeDrafter):
 
     text: Callable[[Sequence[int], int], list[int]] = text_after
 
-    def guess(self, ask: Ask) -> list[int]:
+    def guess(self, ask: DraftRequest) -> list[int]:
         return self.text([*ask.slot.tokens, ask.anchor], ask.n_draft)
 
 
@@ -145,7 +145,7 @@ class Oracle(FakeDrafter):
 class Liar(Oracle):
     """Always wrong: every draft is refused whole."""
 
-    def guess(self, ask: Ask) -> list[int]:
+    def guess(self, ask: DraftRequest) -> list[int]:
         return [(t + 1) % N_VOCAB for t in super().guess(ask)]
 
 
@@ -156,7 +156,7 @@ class Wild(Oracle):
     wild: tuple[int, ...] = (-1, N_VOCAB, 2**31, -(2**63), 2**64)
     n_round: int = 0
 
-    def guess(self, ask: Ask) -> list[int]:
+    def guess(self, ask: DraftRequest) -> list[int]:
         self.n_round += 1
         at = self.n_round % (ask.n_draft + 1)
         return [*super().guess(ask)[:at], self.wild[self.n_round % len(self.wild)], *super().guess(ask)[at:]]
@@ -168,24 +168,24 @@ class Fickle(Oracle):
 
     rng: random.Random = field(default_factory=lambda: random.Random(1))
 
-    def guess(self, ask: Ask) -> list[int]:
+    def guess(self, ask: DraftRequest) -> list[int]:
         right = super().guess(ask)[: self.rng.randint(0, ask.n_draft)]
         return [*right, *self.rng.choices(range(N_VOCAB), k=self.rng.randint(0, 4))]
 
 
 @dataclass
-class Flying(Fickle):
+class Ahead(Fickle):
     """As Fickle, on the device, behind what a verify keeps of it; one of the slots in seven has to be asked by the host.
 
-    flown: drafts made ahead, and how many of them `went_on` said were for the right text
+    n_ahead: drafts made ahead, and how many of them `confirm_ahead` said were for the right text
     """
 
     tokens: dict[int, list[int]] = field(default_factory=dict)  # by slot, for which the last drafts were
     slots: dict[int, Slot] = field(default_factory=dict)
-    flown: int = 0
+    n_ahead: int = 0
     right: int = 0
 
-    def fly(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> Tensor | None:
+    def draft_ahead(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> Tensor | None:
         if self.rng.randrange(7) == 0:
             return None
         n, tokens, drafts = kept.n.tolist(), batch.tokens.tolist(), []
@@ -196,10 +196,10 @@ class Flying(Fickle):
             self.tokens[seq.slot] = own
             right = self.text(own, n_draft)[: self.rng.randint(0, n_draft)]
             drafts.append([*right, *self.rng.choices(range(N_VOCAB), k=n_draft)][:n_draft])
-            self.flown += 1
+            self.n_ahead += 1
         return torch.tensor(drafts)
 
-    def went_on(self, slots: Sequence[Slot]) -> None:
+    def confirm_ahead(self, slots: Sequence[Slot]) -> None:
         for slot in slots:
             assert self.open[slot.index] == slot.n_past
             assert slot.tokens == self.tokens[slot.index][:-1], f"slot {slot.index} went on from another text"
@@ -216,7 +216,7 @@ class Broken(Fickle):
 
     n_round: int = 0
 
-    def draft(self, asks: Sequence[Ask]) -> list[list[int]]:
+    def draft(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
         self.n_round += 1
         if self.n_round % 3 == 0:
             raise SlotError("the drafter has a bad day")
@@ -229,5 +229,5 @@ FAKES: dict[str, type[Oracle]] = {
     "wild": Wild,
     "fickle": Fickle,
     "broken": Broken,
-    "flying": Flying,
+    "ahead": Ahead,
 }

@@ -8,7 +8,7 @@ from engine_rig import rig
 
 from pyspec.config import EngineSettings
 from pyspec.cuda.graph import Graphed
-from pyspec.draft.drafter import Graphing
+from pyspec.draft.drafter import GraphedDrafter
 from pyspec.engine.api import load as loading
 from pyspec.engine.api import memory_plan as plan
 from pyspec.engine.warmup import capture, graph_shapes
@@ -29,7 +29,7 @@ def test_capturing_leaves_no_trace(tmp_path, kind) -> None:
     loop = captured.loop
     pages = -(-300 // loop.table.page_size)
     loop.arena = Arena(3, pages, torch.device("cpu"))
-    assert isinstance(loop.drafter, Graphing)
+    assert isinstance(loop.drafter, GraphedDrafter)
     loop.drafter.use_graphs(lambda: Arena(3, pages, torch.device("cpu")))
     capture(loop)
     loop.table.check()

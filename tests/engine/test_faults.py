@@ -12,7 +12,7 @@ from known_texts import N_TEXT, known_texts
 from test_isolation import NAN, speculating
 
 from pyspec.cuda import faults
-from pyspec.draft.drafter import Ask
+from pyspec.draft.drafter import DraftRequest
 from pyspec.errors import OutOfBounds, SlotError
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch
@@ -115,7 +115,7 @@ def test_a_guard_that_trips_while_drafting_costs_no_request(kind: str) -> None:
     assert drafter is not None
     draft = drafter.draft
 
-    def bad(asks: Sequence[Ask]) -> list[list[int]]:
+    def bad(asks: Sequence[DraftRequest]) -> list[list[int]]:
         trip("attend", 0)
         return draft(asks)
 

@@ -12,7 +12,7 @@ import pytest
 import test_prefix_reuse as reuse
 import test_same_text_models as same
 import torch
-from draft_fakes import Fickle, Flying
+from draft_fakes import Ahead, Fickle
 from engine_rig import FIXTURES, GREEDY, Heard, Rig, fake_rig, plain_rig, rig, rig_for
 from known_texts import N_TEXT, continuation, known_texts, tiny
 from torch import Tensor
@@ -131,7 +131,7 @@ HYBRIDS = {"gdn": QWEN35, "mamba2": NEMOTRON, "attention": FIXTURES / "llama.ggu
 @pytest.mark.parametrize("np", [1, 2, 4, 8])
 def test_drafts_ahead_that_are_often_right(path: Path, np: int, flown: list[Flight]) -> None:
     """Any number of rows is kept, of every slot another, and the next round was launched behind them."""
-    r = rig_for(path, drafter := Flying(5, text=partial(continuation, path)), np=np, ubatch=40)
+    r = rig_for(path, drafter := Ahead(5, text=partial(continuation, path)), np=np, ubatch=40)
     texts = known_texts(path)
     heard = []
     for prompt in texts:
@@ -140,7 +140,7 @@ def test_drafts_ahead_that_are_often_right(path: Path, np: int, flown: list[Flig
             r.loop.step()
     r.run()
     assert [h.tokens for h in heard] == list(texts.values())
-    assert drafter.flown > 20 and drafter.right > 0.7 * drafter.flown
+    assert drafter.n_ahead > 20 and drafter.right > 0.7 * drafter.n_ahead
     assert sum(h.timings.draft_n_accepted for h in heard) > 60
 
 
@@ -153,7 +153,7 @@ def test_what_an_end_token_ends_is_gone_on_from(path: Path, drafts: bool, flown:
         at = text.index(end)
         r = rig(path, spec_type="none", np=2, ctx=512)
         if drafts:
-            r = rig_for(path, Flying(5, text=partial(continuation, path)), np=2, ctx=512)
+            r = rig_for(path, Ahead(5, text=partial(continuation, path)), np=2, ctx=512)
         params = SamplingParams(temperature=0.0)
         first = r.submit(prompt, N_TEXT, params, eog=frozenset({end}))
         r.submit([8, 8, *prompt], 25)
@@ -186,7 +186,7 @@ def test_banned_tokens_among_drafts(path: Path, flown: list[Flight]) -> None:
                 return whole[len(tokens) : len(tokens) + n] if len(tokens) % 3 else continuation(path, tokens, n)
         return []
 
-    r = rig_for(path, Flying(5, text=text), np=3)
+    r = rig_for(path, Ahead(5, text=text), np=3)
     heard = [r.submit(p, 30, params) for p in prompts]
     r.run()
     assert [h.tokens for h in heard] == list(want.values())
@@ -347,7 +347,7 @@ def test_a_token_that_is_best_in_spite_of_its_bias_is_gone_on_from(
     for prompt, text in list(known_texts(path).items())[:3]:
         bias = tuple((t, -1e-4) for t in sorted({*text[4:20:3]}))
         params = SamplingParams(temperature=0.0, ignore_eos=True, logit_bias=bias)
-        drafter = Flying(5, text=partial(continuation, path))
+        drafter = Ahead(5, text=partial(continuation, path))
         r = rig_for(path, drafter, np=2) if drafts else rig(path, spec_type="none", np=2)
         heard = [r.submit(prompt, N_TEXT, params), r.submit([3, *prompt], 12)]
         r.run()

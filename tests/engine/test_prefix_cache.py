@@ -19,7 +19,7 @@ from draft_fakes import EOG, Fickle, Liar, Oracle, ending_text_after, text_after
 from engine_rig import FIXTURES, GREEDY, Heard, Rig, fake_rig, plain_rig, rig
 from known_texts import N_TEXT, continuation, known_texts, tiny
 
-from pyspec.draft.drafter import Paged
+from pyspec.draft.drafter import PagedDrafter
 from pyspec.draft.mtp import Mtp
 from pyspec.engine.api import last_turn
 from pyspec.errors import SlotError
@@ -68,7 +68,7 @@ def nothing_filed_changes(r: Rig) -> Iterator[None]:
     """Bits of every filed row in every pool, and of every state, before and after."""
     table, size = r.loop.table, r.loop.table.page_size
     drafter = r.loop.drafter
-    pools = [*r.loop.memory.kv.values(), *(drafter.pools() if isinstance(drafter, Paged) else ())]
+    pools = [*r.loop.memory.kv.values(), *(drafter.pools() if isinstance(drafter, PagedDrafter) else ())]
 
     def rows() -> dict[object, list[torch.Tensor]]:
         return {
@@ -253,7 +253,7 @@ def test_the_drafter_s_rows_come_with_the_pages(kind: str) -> None:
     assert [h.timings.cache_n for h in heard] == [89, 0]
     text = [*turn, *heard[0].tokens][:-1]
     drafters = [one.loop.drafter for one in (r, fresh)]
-    assert all(isinstance(drafter, Paged) for drafter in drafters)
+    assert all(isinstance(drafter, PagedDrafter) for drafter in drafters)
     for a, b in zip(*(drafter.pools() for drafter in drafters), strict=True):  # type: ignore[union-attr]
         rows = [torch.tensor(one.filed(text)) for one in (r, fresh)]
         assert len(rows[0]) == len(rows[1]) == len(text)

@@ -15,7 +15,7 @@ from harness import DEVICE, FIXTURES, Bench, near
 
 from pyspec.cuda.ops.recurrent.fold import flush
 from pyspec.draft import mtp
-from pyspec.draft.drafter import Ask
+from pyspec.draft.drafter import DraftRequest
 from pyspec.errors import OutOfBounds
 from pyspec.slots.batch import Batch, Seq, lay_out
 
@@ -268,7 +268,7 @@ def test_chained_mtp_steps_are_llama_cpps(name: str) -> None:
         return out
 
     drafter.block.forward = watch  # type: ignore[method-assign]
-    assert drafter.draft([Ask(slot, chain[0], 4)])[0][:3] == chain[1:]
+    assert drafter.draft([DraftRequest(slot, chain[0], 4)])[0][:3] == chain[1:]
     assert (torch.stack(states).cpu() - torch.from_numpy(data["chain_hidden"])).abs().max() < 5 * ATOL
 
 
