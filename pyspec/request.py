@@ -7,12 +7,21 @@ can move to a process of its own without any of them noticing.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from math import inf
+from typing import Annotated, Literal
 
-from pyspec.errors import PyspecError
+from pyspec.errors import PyspecError, RequestError
+from pyspec.ranges import INT32, Ids, Many, Pair, Real, Text, Whole, check
 
 Finish = Literal["eos", "stop", "length", "cancelled", "error"]
 """Why a request ended: end-of-generation token, stop string, token or context limit, cancel, failure."""
+
+Share = Annotated[float, Real(0, 1)]
+Penalty = Annotated[float, Real(-100, 100)]
+Count = Annotated[int, Whole(0, INT32)]
+Window = Annotated[int, Whole(-1, INT32)]
+BIAS = Pair(Whole(0, INT32), Real(-1e10, 1e10, also=(-inf,)))
+"""A token id, and what is added to its logit; -inf bans it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,24 +31,24 @@ class SamplingParams:
     The chain runs in this order: logit bias, penalties, DRY, top-k, typical, top-p, min-p, temperature, draw.
     """
 
-    temperature: float = 0.8
-    top_k: int = 40  # 0 keeps all
-    top_p: float = 0.95  # 1 keeps all
-    min_p: float = 0.05  # 0 keeps all
-    typical_p: float = 1.0  # 1 keeps all
-    min_keep: int = 0  # the cutting samplers keep at least this many
-    repeat_penalty: float = 1.0
-    repeat_last_n: int = 64  # tokens the penalties look back on; 0 off, -1 the whole context
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    dry_multiplier: float = 0.0  # 0 off
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_penalty_last_n: int = -1  # 0 off, -1 the whole context
-    dry_sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
-    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, added to its logit; -inf bans it)
-    seed: int = -1  # -1 draws one
-    logprobs: int | None = None  # None: none; n: the chosen token's and the n best
+    temperature: Annotated[float, Real(0, 100)] = 0.8
+    top_k: Window = 40  # 0 keeps all
+    top_p: Share = 0.95  # 1 keeps all
+    min_p: Share = 0.05  # 0 keeps all
+    typical_p: Share = 1.0  # 1 keeps all
+    min_keep: Count = 0  # the cutting samplers keep at least this many
+    repeat_penalty: Annotated[float, Real(0, 100, "1: off", above=True)] = 1.0
+    repeat_last_n: Window = 64  # tokens the penalties look back on; 0 off, -1 the whole context
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    dry_multiplier: Annotated[float, Real(0, 100)] = 0.0  # 0 off
+    dry_base: Annotated[float, Real(1, 100)] = 1.75
+    dry_allowed_length: Count = 2
+    dry_penalty_last_n: Window = -1  # 0 off, -1 the whole context
+    dry_sequence_breakers: Annotated[tuple[str, ...], Many(Text())] = ("\n", ":", '"', "*")
+    logit_bias: Annotated[tuple[tuple[int, float], ...], Many(BIAS)] = ()
+    seed: Annotated[int, Whole(-1, 2**64 - 1)] = -1  # -1 draws one
+    logprobs: Count | None = None  # None: none; n: the chosen token's and the n best
     ignore_eos: bool = False
 
     @property
@@ -52,16 +61,24 @@ class SamplingParams:
 class Request:
     """One generation. `prompt` holds token ids; text is tokenised before it comes here."""
 
-    prompt: tuple[int, ...]
+    prompt: Annotated[tuple[int, ...], Ids()]
     params: SamplingParams = field(default_factory=SamplingParams)
-    max_tokens: int = -1  # -1: until the context is full
-    stop: tuple[str, ...] = ()
+    max_tokens: Window = -1  # -1: until the context is full
+    stop: Annotated[tuple[str, ...], Many(Text())] = ()
     cache_prompt: bool = True  # False: take nothing from the prefix cache and leave nothing there
-    turn: int = 0  # prompt tokens before the last user turn, if known: a good place for a checkpoint
-    n_draft_max: int | None = None  # None: the engine's; 0: no speculation for this request
-    slot: int = -1  # -1: any
+    turn: Count = 0  # prompt tokens before the last user turn, if known: a good place for a checkpoint
+    n_draft_max: Count | None = None  # None: the engine's; 0: no speculation for this request
+    slot: Window = -1  # -1: any
     timings_per_token: bool = False  # every Delta carries the timings so far
-    max_predict_ms: float = 0.0  # 0: no limit; ends the request with "length"
+    max_predict_ms: Annotated[float, Real(0, INT32)] = 0.0  # 0: no limit; ends the request with "length"
+
+
+def check_request(request: Request) -> None:
+    """Raise RequestError if a field has a type or value that means nothing, whatever the model is."""
+    if not isinstance(request, Request):
+        raise RequestError(f"a request is a pyspec.request.Request, not a {type(request).__name__}")
+    check(request, RequestError)
+    check(request.params, RequestError)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,208 @@
+"""What a value may be: its type and its legal range, said once, where a dataclass declares the field.
+
+    top_p: Annotated[float, Real(0, 1)] = 0.95
+
+`check` holds a whole dataclass against that; the command line, the Python interface and the engine all use it, so a value
+is legal for all of them or for none.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from types import NoneType, UnionType
+from typing import Annotated, Any, Protocol, Union, get_args, get_origin, get_type_hints
+
+INT32 = 2**31 - 1
+SHOWN = 40  # characters of a value that an error repeats
+
+
+class Kind(Protocol):
+    """What a field takes."""
+
+    def flaw(self, value: object) -> str:
+        """What is wrong with a value, as the end of a sentence that begins with its name; "" if nothing is."""
+
+
+def shown(value: object) -> str:
+    """A value as an error repeats it: short, on one line."""
+    try:
+        text = ascii(value)
+    except ValueError:  # Python prints no number of thousands of digits
+        text = "a huge number"
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+
+
+def _is_not(value: object, wanted: str) -> str:
+    return f"is {shown(value)}; want {wanted}"
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole number, both ends included. A bool is none, though Python says so."""
+
+    low: int
+    high: int
+    hint: str = ""  # of a special value: "0: automatic"
+
+    def flaw(self, value: object) -> str:
+        if isinstance(value, int) and not isinstance(value, bool) and self.low <= value <= self.high:
+            return ""
+        return _is_not(value, f"a whole number from {self.low} to {self.high}" + (self.hint and f" ({self.hint})"))
+
+
+@dataclass(frozen=True)
+class Real:
+    """A number, both ends included; never NaN.
+
+    above  without the lower end
+    also   legal, too: a special value outside the range
+    """
+
+    low: float
+    high: float
+    hint: str = ""
+    above: bool = False
+    also: tuple[float, ...] = ()
+
+    def flaw(self, value: object) -> str:
+        if isinstance(value, int | float) and not isinstance(value, bool) and self._holds(value):
+            return ""
+        low = f"above {self.low:g}, at most" if self.above else f"from {self.low:g} to"
+        also = "".join(f", or {x:g}" for x in self.also)
+        return _is_not(value, f"a number {low} {self.high:g}{also}" + (self.hint and f" ({self.hint})"))
+
+    def _holds(self, value: float) -> bool:
+        return value in self.also or (self.low <= value <= self.high and not (self.above and value == self.low))
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of a few values."""
+
+    values: tuple[object, ...]
+
+    def flaw(self, value: object) -> str:
+        if any(type(value) is type(known) and value == known for known in self.values):
+            return ""
+        return _is_not(value, "one of " + ", ".join(map(str, self.values)))
+
+
+@dataclass(frozen=True)
+class Text:
+    """Text, all of which a regular expression matches."""
+
+    pattern: str = r"(?s:.*)"
+    wanted: str = "text"
+
+    def flaw(self, value: object) -> str:
+        return "" if isinstance(value, str) and re.fullmatch(self.pattern, value) else _is_not(value, self.wanted)
+
+
+@dataclass(frozen=True)
+class Of:
+    """An object of a type, with ranges of its own if it is a dataclass that has some."""
+
+    type: type
+
+    def flaw(self, value: object) -> str:
+        if not isinstance(value, self.type):
+            return _is_not(value, f"a {self.type.__name__}")
+        return ""
+
+
+@dataclass(frozen=True)
+class Many:
+    """A tuple or list of one kind."""
+
+    kind: Kind
+
+    def flaw(self, value: object) -> str:
+        if not isinstance(value, tuple | list):
+            return _is_not(value, "a tuple")
+        return next((f"[{i}] {flaw}" for i, item in enumerate(value) if (flaw := self.kind.flaw(item))), "")
+
+
+@dataclass(frozen=True)
+class Ids:
+    """Token ids: whole numbers. Whether the model has them is for the engine to say; prompts are long, so this is quick."""
+
+    def flaw(self, value: object) -> str:
+        if not isinstance(value, tuple | list):
+            return _is_not(value, "a tuple of token ids")
+        if {*map(type, value)} <= {int}:
+            return ""
+        return next(f"[{i}] {_is_not(token, 'a token id')}" for i, token in enumerate(value) if type(token) is not int)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two values of two kinds."""
+
+    first: Kind
+    second: Kind
+
+    def flaw(self, value: object) -> str:
+        if not isinstance(value, tuple | list) or len(value) != 2:
+            return _is_not(value, "a pair")
+        return self.first.flaw(value[0]) or self.second.flaw(value[1])
+
+
+SWITCH = OneOf((True, False))
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What one field of a dataclass takes."""
+
+    name: str
+    title: str  # what errors call it: the flag that sets it, or its name
+    kind: Kind
+    optional: bool  # may be None
+
+    def flaw(self, value: object) -> str:
+        """A whole sentence, or ""."""
+        if value is None and self.optional:
+            return ""
+        flaw = self.kind.flaw(value)
+        return flaw and f"{self.title}{'' if flaw[0] == '[' else ' '}{flaw}{' or None' * self.optional}"
+
+
+_RULES: dict[type, tuple[Rule, ...]] = {}  # reading type hints is slow
+
+
+def rules_of(owner: type) -> tuple[Rule, ...]:
+    """The fields of a dataclass that say what they take: Annotated with a Kind (and a flag's name), bools, dataclasses."""
+    if owner not in _RULES:
+        hints = get_type_hints(owner, include_extras=True)
+        found = (_rule(f.name, hints[f.name]) for f in fields(owner))
+        _RULES[owner] = tuple(rule for rule in found if rule is not None)
+    return _RULES[owner]
+
+
+def _rule(name: str, hint: Any) -> Rule | None:
+    choices = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    types = [choice for choice in choices if choice is not NoneType]
+    if len(types) != 1:
+        return None
+    (type_,) = types
+    notes = type_.__metadata__ if get_origin(type_) is Annotated else ()
+    title = next((note for note in notes if isinstance(note, str)), name)
+    kind: Kind | None = next((note for note in notes if not isinstance(note, str)), None)
+    if kind is None and type_ is bool:
+        kind = SWITCH
+    elif kind is None and isinstance(type_, type):
+        kind = Of(type_)
+    return None if kind is None else Rule(name, title, kind, len(types) < len(choices))
+
+
+def flaws(thing: Any) -> Iterable[str]:
+    """What is wrong with the fields of a dataclass, one sentence each."""
+    return (flaw for rule in rules_of(type(thing)) if (flaw := rule.flaw(getattr(thing, rule.name))))
+
+
+def check(thing: Any, error: type[Exception]) -> None:
+    """Raise `error` with the first flaw of a dataclass."""
+    for flaw in flaws(thing):
+        raise error(flaw)
