@@ -17,10 +17,11 @@ from typing import TypeVar
 
 from pyspec.errors import ConfigError
 from pyspec.hub import from_hub
+from pyspec.registry import ARCHITECTURES
 
 SCHEMA = 1
-RUNS = ("llama", "qwen3", "qwen35", "qwen35moe", "nemotron_h", "nemotron_h_moe")
-"""Architectures this version runs; the table itself is `pyspec.models.ARCHITECTURES`, behind torch."""
+RUNS = tuple(ARCHITECTURES)
+"""Architectures this version runs."""
 
 T = TypeVar("T")
 
@@ -153,6 +154,12 @@ def _check_keys(where: str, got: set[str], known: set[str]) -> None:
 def find(name: str) -> Entry | None:
     """The entry of that name in any case, or None."""
     return {key.lower(): entry for key, entry in catalogue().items()}.get(name.lower())
+
+
+def paired_kind(name: str) -> str:
+    """Of the drafter that belongs to a catalogue entry; "" if none does, or it is no entry."""
+    entry = find(name)
+    return entry.draft.kind if entry is not None and entry.draft is not None else ""
 
 
 def resolve(name_or_path: str) -> tuple[Path, Path | None]:

@@ -7,8 +7,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from pyspec.errors import ConfigError
+from pyspec.registry import WHETHER, drafters, is_spec_type
 
-SPEC_TYPES = ("auto", "none", "dflash", "mtp", "ngram")
 KV_TYPES = ("f16", "bf16", "f32", "q8_0", "f8_e4m3")
 WEIGHTS = ("auto", "dense", "packed")
 DRAFT_HEADS = ("auto", "full", "q4_0", "iq4_nl")
@@ -67,8 +67,9 @@ class EngineSettings:
         need(0.0 <= self.draft_p_min <= 1.0, f"--spec-draft-p-min is {self.draft_p_min}; want 0..1")
         need(self.synth_len == 0 or self.synth_len >= 1, f"--spec-synth-len is {self.synth_len}; want at least 1")
         need(1 <= self.ngram_match <= 32, f"n-gram size {self.ngram_match} is not in 1..32")
+        if not is_spec_type(self.spec_type):
+            need(False, f"--spec-type is '{self.spec_type}'; known: {', '.join((*WHETHER, *drafters()))}")
         for value, known, flag in (
-            (self.spec_type, SPEC_TYPES, "--spec-type"),
             (self.kv_type, KV_TYPES, "-ctk"),
             (self.weights, WEIGHTS, "--weights"),
             (self.draft_head, DRAFT_HEADS, "--draft-head"),

@@ -10,11 +10,18 @@ from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from pyspec.errors import ConfigError, DownloadError
+from pyspec.registry import DRAFTERS
 
 log = logging.getLogger(__name__)
 
 DEFAULT_QUANT = "Q4_K_M"
-SIDECARS = ("mmproj", "mtp-", "dflash-", "dspark-", "eagle3-", "imatrix")
+SIDECARS = (
+    "mmproj",
+    "imatrix",
+    "dspark-",
+    "eagle3-",
+    *(f"{drafter}-" for drafter in DRAFTERS),
+)  # names begin with these
 SHARD = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 
 T = TypeVar("T")

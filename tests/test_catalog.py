@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from pyspec import catalog, hub
-from pyspec.catalog import RUNS, catalogue, find, parse, resolve
+from pyspec.catalog import RUNS, catalogue, find, paired_kind, parse, resolve
 from pyspec.errors import ConfigError, DownloadError
+from pyspec.registry import ARCHITECTURES, DRAFTERS
 
 MINIMAL = 'schema = 1\n[model.x]\ntitle = "X"\narch = "llama"\n'
 
@@ -38,10 +40,18 @@ def test_the_catalogue_agrees_with_the_packaged_files():
     assert open_gguf(draft).metadata["dflash.block_size"] == entry.draft.block
 
 
-def test_architectures_that_run_are_those_of_the_models_package():
-    from pyspec.models import ARCHITECTURES
-
+def test_a_module_stands_behind_every_architecture_and_drafter():
+    for arch, module in ARCHITECTURES.items():
+        assert callable(import_module(module).read), arch
+    for module in DRAFTERS.values():
+        import_module(module)
     assert set(RUNS) == set(ARCHITECTURES)
+    kinds = {entry.draft.kind for entry in catalogue().values() if entry.draft is not None}
+    assert kinds <= set(DRAFTERS), "the catalogue names a drafter that nobody has"
+
+
+def test_the_paired_drafters_kind_is_the_entrys():
+    assert paired_kind("demo") == paired_kind("DEMO") == "dflash" and paired_kind("no-such") == ""
 
 
 def test_every_entry_says_where_it_comes_from_or_is_refused_with_the_reason():

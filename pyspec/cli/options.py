@@ -12,6 +12,7 @@ import click
 from pyspec.cli import verbose_option
 from pyspec.config import DRAFT_HEADS, KV_TYPES, PAGE_SIZES, WEIGHTS, settings_from
 from pyspec.errors import ConfigError
+from pyspec.registry import DRAFTERS, WHETHER, added_drafters, is_spec_type
 from pyspec.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -21,17 +22,11 @@ log = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-SPEC_TYPES = {
-    "auto": "auto",
-    "none": "none",
-    "dflash": "dflash",
-    "draft-dflash": "dflash",
-    "mtp": "mtp",
-    "draft-mtp": "mtp",
-    "ngram": "ngram",
-    "ngram-simple": "ngram",
+LLAMA_CPP = {"ngram": "ngram-simple"}  # spelling of a drafter where it is not draft-NAME
+SPEC_TYPES = {name: name for name in (*WHETHER, *DRAFTERS)} | {
+    LLAMA_CPP.get(name, f"draft-{name}"): name for name in DRAFTERS
 }
-"""llama.cpp's spellings and ours."""
+"""Our spellings and llama.cpp's."""
 
 REMOVED = {
     ("--draft", "--draft-n", "--draft-max"): "--spec-draft-n-max",
@@ -156,9 +151,10 @@ def tell_ignored() -> None:
 
 
 def _spec_type(ctx: click.Context, param: click.Parameter, value: str) -> str:
-    if value in SPEC_TYPES:
-        return SPEC_TYPES[value]
-    raise click.BadParameter(f"'{value}' is not a drafter of this version; it has {', '.join(SPEC_TYPES)}", ctx, param)
+    if value in SPEC_TYPES or is_spec_type(value):
+        return SPEC_TYPES.get(value, value)
+    known = ", ".join((*SPEC_TYPES, *added_drafters()))
+    raise click.BadParameter(f"'{value}' is not a drafter of this version; it has {known}", ctx, param)
 
 
 MODEL_OPTIONS: list[Callable[[Any], Any]] = [

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 
-from pyspec.catalog import resolve
+from pyspec.catalog import paired_kind, resolve
 from pyspec.config import EngineSettings, settings_from
 from pyspec.engine.job import Job, Sink
 from pyspec.engine.load import Loaded, load
@@ -27,6 +27,7 @@ from pyspec.errors import (
     RequestError,
     Unavailable,
 )
+from pyspec.registry import is_spec_type
 from pyspec.request import (
     Delta,
     Done,
@@ -96,24 +97,18 @@ class Engine:
         """Load a GGUF file or a catalogue entry.
 
         target    path, or a name of `models.toml` ("demo")
-        draft     "auto": the entry's drafter, or the MTP block in the file; None: no speculation; "mtp", "ngram"; a path
+        draft     "auto": the entry's drafter, or the MTP block in the file; None: no speculation; a drafter's name; a path
         np, ctx   slots, and tokens one request may hold
         settings  further fields of EngineSettings, e.g. kv_type="f32"
         """
         path, paired = resolve(str(target))
         values: dict[str, object] = {"np": np, "ctx": ctx, **settings}
-        if draft is None:
-            values["spec_type"] = "none"
-        elif draft in ("none", "mtp", "ngram"):
-            values["spec_type"] = draft
-        elif draft != "auto":
+        if draft is None or is_spec_type(str(draft)):
+            values |= {} if draft == "auto" else {"spec_type": str(draft or "none")}
+        else:
             values["draft_path"] = Path(draft)
-        elif (
-            paired is not None
-            and "draft_path" not in settings
-            and settings.get("spec_type", "auto") in ("auto", "dflash")
-        ):
-            values["draft_path"] = paired
+        if paired is not None and values.get("spec_type", "auto") in ("auto", paired_kind(str(target))):
+            values.setdefault("draft_path", paired)
         return cls(load(path, settings_from(values)))
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Architectures by their GGUF name. To add one: a module with `read(file) -> DecoderConfig`-like, and a line here."""
+"""Architectures. To add one: a module with `read(file) -> DecoderConfig`, and a line in `pyspec.registry.ARCHITECTURES`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,7 @@ from importlib import import_module
 from pyspec.errors import UnknownArchitecture
 from pyspec.gguf import GGUFFile
 from pyspec.models.decoder import DecoderConfig
-
-ARCHITECTURES = {
-    "llama": "pyspec.models.llama",
-    "qwen3": "pyspec.models.qwen3",
-    "qwen35": "pyspec.models.qwen35",
-    "nemotron_h": "pyspec.models.nemotron",
-    "nemotron_h_moe": "pyspec.models.nemotron",
-    "qwen35moe": "pyspec.models.qwen35moe",
-}
+from pyspec.registry import ARCHITECTURES
 
 
 def read_config(file: GGUFFile) -> DecoderConfig:

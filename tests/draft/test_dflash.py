@@ -19,7 +19,7 @@ from pyspec import synth
 from pyspec.draft import dflash
 from pyspec.draft.dflash import N_HELD, DFlash
 from pyspec.draft.drafter import DraftRequest
-from pyspec.engine.api import warmup
+from pyspec.engine import warmup
 from pyspec.engine.loop import Loop
 from pyspec.errors import SlotError
 from pyspec.gguf import open_gguf

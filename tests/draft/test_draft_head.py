@@ -17,7 +17,7 @@ from pyspec.config import EngineSettings
 from pyspec.cuda.ops.linear.dequant import dequantize, quantize
 from pyspec.cuda.ops.linear.fit_q4 import fit_q4
 from pyspec.cuda.ops.linear.pack import Packed, packed_bytes, repack, unpack
-from pyspec.engine.api import memory_plan as plan
+from pyspec.engine import memory_plan as plan
 from pyspec.engine.load import _memory_plan, plan_draft, plan_head
 from pyspec.engine.memory_plan import MemoryPlan
 from pyspec.errors import ConfigError, DoesNotFit

@@ -9,8 +9,8 @@ from engine_rig import rig
 from pyspec.config import EngineSettings
 from pyspec.cuda.graph import Graphed
 from pyspec.draft.drafter import GraphedDrafter
-from pyspec.engine.api import load as loading
-from pyspec.engine.api import memory_plan as plan
+from pyspec.engine import load as loading
+from pyspec.engine import memory_plan as plan
 from pyspec.engine.warmup import capture, graph_shapes
 from pyspec.gguf import GGMLType, open_gguf
 from pyspec.models import read_config
