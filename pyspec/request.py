@@ -59,7 +59,12 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One generation. `prompt` holds token ids; text is tokenised before it comes here."""
+    """One generation. `prompt` holds token ids; text is tokenised before it comes here.
+
+    resumed  tokens that were generated behind the prompt and delivered already, by an engine that is gone: the request goes
+             on behind them as if it had generated them, and tells only of what comes after. With a seed, or greedy, that is
+             what the first engine would have said.
+    """
 
     prompt: Annotated[tuple[int, ...], Ids()]
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -71,6 +76,7 @@ class Request:
     slot: Window = -1  # -1: any
     timings_per_token: bool = False  # every Delta carries the timings so far
     max_predict_ms: Annotated[float, Real(0, INT32)] = 0.0  # 0: no limit; ends the request with "length"
+    resumed: Annotated[tuple[int, ...], Ids()] = ()
 
 
 def check_request(request: Request) -> None:
@@ -277,3 +283,4 @@ class EngineInfo:
     eos_token: str = ""
     eog_ids: tuple[int, ...] = ()
     n_overhang: int = 0  # KV rows a request needs beyond its tokens
+    n_row: int = 0  # KV rows of all slots together; 0: as many as the slots can fill

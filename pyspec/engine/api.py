@@ -8,23 +8,22 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 
 from pyspec.catalog import paired_kind, resolve
 from pyspec.config import EngineSettings, settings_from
+from pyspec.engine.incoming import Incoming
 from pyspec.engine.job import Job, Sink
 from pyspec.engine.load import Loaded, load
 from pyspec.errors import (
     BadTemplate,
     ConfigError,
     DeviceError,
-    PromptTooLong,
     PyspecError,
     QueueFull,
-    RequestError,
     Unavailable,
 )
 from pyspec.registry import is_spec_type
@@ -74,8 +73,9 @@ class Engine:
             loaded.loop,
             loaded.tokenizer,
             loaded.template,
-            loaded.info,
+            replace(loaded.info, n_row=loaded.loop.table.n_row),
         )
+        self._incoming = Incoming(self.info, self.tokenizer)
         self._breakers = DryBreakers(self.tokenizer)
         self._ids = itertools.count(1)
         self._wake = threading.Condition()
@@ -122,7 +122,7 @@ class Engine:
 
         Raises RequestError if it can never run, QueueFull if too many wait, Unavailable if the engine is down.
         """
-        request = self._checked(request)
+        request = self._incoming.check(request)
         job = self._job(request, sink)
         with self._wake:
             if self._error is not None or self._closing:
@@ -143,30 +143,9 @@ class Engine:
                 self.loop.cancel(job)
                 self._wake.notify()
 
-    def _checked(self, request: Request) -> Request:
-        n, info = len(request.prompt), self.info
-        if n == 0:
-            if self.tokenizer.bos_id is None:
-                raise RequestError("the prompt is empty, and the model has no begin-of-text token to start from")
-            request = replace(request, prompt=(self.tokenizer.bos_id,))
-        if n >= info.n_ctx:
-            raise PromptTooLong(n, info.n_ctx)
-        bad = next((t for t in request.prompt if not 0 <= t < info.n_vocab), None)
-        if bad is not None:
-            raise RequestError(f"prompt token {bad} is outside 0..{info.n_vocab - 1}")
-        if request.slot >= info.n_slot:
-            raise RequestError(f"slot {request.slot} does not exist; slots are 0..{info.n_slot - 1} (-np)")
-        turn = request.turn or last_turn(request.prompt, self.tokenizer.special - self.tokenizer.eog)
-        return replace(request, turn=turn) if 0 <= turn < n else request
-
     def _job(self, request: Request, sink: Sink) -> Job:
-        n, n_ctx = len(request.prompt), self.info.n_ctx
-        table = self.loop.table
-        most = n_ctx if request.max_tokens < 0 else min(n_ctx, n + request.max_tokens)
-        room = table.n_row - self.info.n_overhang
-        if n >= room:
-            raise PromptTooLong(n, room)
-        limit = min(n_ctx, room)
+        limit = self._incoming.room
+        most = limit if request.max_tokens < 0 else min(limit, len(request.prompt) + request.max_tokens)
 
         def deliver(event: Event) -> None:
             if isinstance(event, Done | Failed):
@@ -182,7 +161,7 @@ class Engine:
             sampler=SlotSampler(request.params, self.info.n_vocab, self.tokenizer.eog, request.prompt, self._breakers),
             eog=self.tokenizer.eog,
             n_ctx=limit,
-            n_rows=min(most, limit) + self.info.n_overhang,
+            n_rows=most + self.info.n_overhang,
         )
 
     def _hand_out(self) -> None:
@@ -207,7 +186,10 @@ class Engine:
                 if self._closing:
                     break
                 for job in self._inbox:
-                    self.loop.submit(job)
+                    if (finish := job.spent) is not None:
+                        job.done(finish, job.resumed_stop)
+                    else:
+                        self.loop.submit(job)
                 self._inbox.clear()
             try:
                 self.loop.step()
@@ -416,15 +398,6 @@ class Engine:
     async def agenerate(self, prompt: Prompt, **options: object) -> Result:
         """`generate` for asyncio."""
         return collect([event async for event in self.astream(prompt, **options)])
-
-
-def last_turn(prompt: Sequence[int], opening: Container[int]) -> int:
-    """Prompt tokens before the last user turn of a chat, 0 if it is none.
-
-    Turns begin with the same control token, and the last one is the answer that the prompt asks for.
-    """
-    last = next((i for i in range(len(prompt) - 1, -1, -1) if prompt[i] in opening), 0)
-    return next((i for i in range(last - 1, 0, -1) if prompt[i] == prompt[last]), 0)
 
 
 def collect(events: Iterator[Delta | Done] | Sequence[Delta | Done]) -> Result:

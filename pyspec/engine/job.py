@@ -23,7 +23,10 @@ def at_least(rounds: Sequence[int]) -> list[int]:
 
 @dataclass
 class Job:
-    """Lives from submit to its last event. `slot` is None while it waits; `anchor` is None until its prompt is done."""
+    """Lives from submit to its last event. `slot` is None while it waits; `anchor` is None until its prompt is done.
+
+    prefill  what goes through the model before its first token: the prompt, and what an earlier life generated behind it
+    """
 
     id: str
     request: Request
@@ -48,6 +51,13 @@ class Job:
     synthetic: bool = False
 
     def __post_init__(self) -> None:
+        resumed = self.request.resumed
+        self.prefill, self.n_predicted = self.request.prompt, len(resumed)
+        self.resumed_stop = ""  # the stop string that stands in what was generated already
+        if resumed:
+            self.prefill += resumed
+            self.sampler.commit(resumed)
+            self.resumed_stop = self.stream.push(resumed).stopped
         room, most = self.n_ctx - self.n_prompt, self.request.max_tokens
         self.n_most = room if most < 0 else min(room, most)  # tokens it may emit, by its own limit and by the context's
 
@@ -57,11 +67,20 @@ class Job:
 
     @property
     def reusable(self) -> Sequence[int]:
-        return self.request.prompt if self.request.cache_prompt else ()
+        return self.prefill if self.request.cache_prompt else ()
 
     @property
     def n_prompt(self) -> int:
         return len(self.request.prompt)
+
+    @property
+    def n_prefill(self) -> int:
+        return len(self.prefill)
+
+    @property
+    def spent(self) -> Finish | None:
+        """How it ended before it began: what it resumes was all there is, and only its last event was lost."""
+        return "stop" if self.resumed_stop else "length" if self.request.resumed and self.n_left <= 0 else None
 
     @property
     def is_decoding(self) -> bool:
@@ -74,10 +93,10 @@ class Job:
 
     @property
     def todo(self) -> tuple[int, int]:
-        """Prompt tokens that are left, and those up to the next checkpoint that is due (0: none is)."""
+        """Tokens before the first own one that are left, and those up to the next checkpoint that is due (0: none is)."""
         assert self.slot is not None
         done = self.slot.n_past
-        return self.n_prompt - done, next((cut - done for cut in self.cuts if cut > done), 0)
+        return self.n_prefill - done, next((cut - done for cut in self.cuts if cut > done), 0)
 
     @property
     def drafted(self) -> list[int]:
@@ -95,7 +114,7 @@ class Job:
     def progress(self, n_processed: int) -> None:
         """Tell that the prompt is in up to `n_processed` tokens."""
         ms = 1e3 * (time.perf_counter() - self.started)
-        self.sink(Progress(self.id, self.n_prompt, self.n_cached, n_processed, ms))
+        self.sink(Progress(self.id, self.n_prompt, self.n_cached, min(n_processed, self.n_prompt), ms))
 
     def count(self, n_draft: int, n_accepted: int) -> None:
         """Statistics of one decode round."""
@@ -139,12 +158,13 @@ class Job:
         return limit > 0 and 1e3 * (self.last - self.first) >= limit
 
     def timings(self) -> Timings:
+        """Of this life: what was resumed was another's work."""
         first, drafted, accepted = self.first or time.perf_counter(), self.drafted, self.accepted
         return Timings(
             cache_n=self.n_cached,
-            prompt_n=self.n_prompt - self.n_cached,
+            prompt_n=self.n_prefill - self.n_cached,
             prompt_ms=1e3 * (first - self.started),
-            predicted_n=self.n_predicted,
+            predicted_n=self.n_predicted - len(self.request.resumed),
             predicted_ms=1e3 * (self.last - self.first),
             draft_n=sum(drafted),
             draft_n_accepted=sum(accepted),

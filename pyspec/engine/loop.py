@@ -284,8 +284,8 @@ class Loop:
             slot = job.slot
             if n and slot is not None:
                 end = slot.n_past + n
-                chunk = job.request.prompt[slot.n_past : end]
-                seq = Seq(slot.index, slot.n_past, chunk, True, int(end == job.n_prompt), slot.n_fold)
+                chunk = job.prefill[slot.n_past : end]
+                seq = Seq(slot.index, slot.n_past, chunk, True, int(end == job.n_prefill), slot.n_fold)
                 work.append(Work(job, slot, seq, ()))
         return work
 
@@ -316,7 +316,7 @@ class Loop:
             w.slot.n_fold = 0 if w.seq.keep or ahead is not None else n  # what is ahead folds it
             if finish is not None:
                 self._finish(w.job, finish)
-            elif w.slot.n_past <= w.job.n_prompt:
+            elif w.slot.n_past <= w.job.n_prefill:
                 self._after_chunk(w)
         if ahead is not None and ahead.tokens is not None and isinstance(self.drafter, LookaheadDrafter):
             self.drafter.confirm_ahead(
@@ -387,7 +387,7 @@ class Loop:
     def _after_chunk(self, w: Work) -> None:
         """A prompt chunk is in: leave it to others where a checkpoint is due, or where none is needed at the prompt's end."""
         at = w.slot.n_past
-        if at in w.job.cuts or (at == w.job.n_prompt and not self.memory.states):
+        if at in w.job.cuts or (at == w.job.n_prefill and not self.memory.states):
             self._keep(w.job, w.slot)
 
     def _keep(self, job: Job, slot: Slot, *, whole: bool = False) -> None:
@@ -451,12 +451,12 @@ class Loop:
             request, size = job.request, self.table.page_size
             slot = self.table.pick(request.slot)
             assert slot is not None, "the queue offered a job without an idle slot"
-            hit = self.cache.find(request.prompt) if request.cache_prompt else NO_HIT
-            saved = self.cache.seat(slot, job.n_rows, request.prompt, hit, self._pools())
+            hit = self.cache.find(job.prefill) if request.cache_prompt else NO_HIT
+            saved = self.cache.seat(slot, job.n_rows, job.prefill, hit, self._pools())
             if self.drafter is not None:
                 self.drafter.begin(slot, saved)
             keeps = self.cache.on and request.cache_prompt and bool(self.memory.states)
-            cuts = cuts_of(job.n_prompt, size, hit.n, {hit.n_match, request.turn}, self.cache.every) if keeps else ()
+            cuts = cuts_of(job.n_prefill, size, hit.n, {hit.n_match, request.turn}, self.cache.every) if keeps else ()
             job.begin(slot, cuts)
             job.synthetic = self.synth is not None and self.drafter is not None
             self.controller.begin(slot.index)

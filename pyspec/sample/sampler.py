@@ -95,9 +95,9 @@ class SlotSampler:
 
     def commit(self, tokens: Sequence[int]) -> None:
         """Append tokens that are final: the prompt, then what each round kept after the caller's cut."""
-        for token in tokens:
-            if not 0 <= token < self.n_vocab:
-                raise OutOfBounds("committed token", token, self.n_vocab)
+        if tokens and not (min(tokens) >= 0 and max(tokens) < self.n_vocab):  # a prompt may be long: no loop over it
+            bad = next(token for token in tokens if not 0 <= token < self.n_vocab)
+            raise OutOfBounds("committed token", bad, self.n_vocab)
         old, self.n_history = self.n_history, self.n_history + len(tokens)
         self._reserve(self.n_history)
         self._tokens[old : self.n_history] = tokens

@@ -13,6 +13,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from draft_fakes import EOG, Fickle, Liar, Oracle, ending_text_after, text_after
@@ -21,7 +22,7 @@ from known_texts import N_TEXT, continuation, known_texts, tiny
 
 from pyspec.draft.drafter import PagedDrafter
 from pyspec.draft.mtp import Mtp
-from pyspec.engine.api import last_turn
+from pyspec.engine.incoming import last_turn
 from pyspec.errors import SlotError
 from pyspec.slots.states import Saved
 
@@ -417,6 +418,10 @@ def test_any_traffic_with_the_cache_gives_each_its_own_text(np: int, drafter: ty
 
 def test_the_last_turn_begins_where_the_answer_s_opening_token_stood_before() -> None:
     system, user, answer = [9, 1, 2], [9, 3, 4], [9, 5]
-    assert last_turn([*system, *user, *answer], {9}) == 3
-    assert last_turn([*user, *answer, 8, *user, *user, *answer], {9, 8}) == 9
-    assert last_turn([*answer], {9}) == last_turn([1, 2, 3], {9}) == last_turn([], {9}) == 0
+
+    def of(prompt: list[int], *opening: int) -> int:
+        return last_turn(np.array(prompt, dtype=np.int64), np.isin(np.arange(10), opening))
+
+    assert of([*system, *user, *answer], 9) == 3
+    assert of([*user, *answer, 8, *user, *user, *answer], 9, 8) == 9
+    assert of([*answer], 9) == of([1, 2, 3], 9) == of([], 9) == 0

@@ -1,0 +1,63 @@
+"""Requests held against the loaded model before they are queued: what can never run is refused at once. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyspec.errors import PromptTooLong, RequestError
+from pyspec.request import EngineInfo, Request, check_request
+from pyspec.text.tokenizer import Tokenizer
+
+Ids = NDArray[np.int64]
+
+
+class Incoming:
+    """Checks and completes requests. A prompt may have 100,000 tokens and this runs where others wait: no Python loops over it."""
+
+    def __init__(self, info: EngineInfo, tokenizer: Tokenizer) -> None:
+        self.info, self.bos = info, tokenizer.bos_id
+        self.room = min(info.n_ctx, info.n_row - info.n_overhang if info.n_row else info.n_ctx)
+        opening = [t for t in tokenizer.special - tokenizer.eog if 0 <= t < info.n_vocab]
+        self._opening = np.zeros(info.n_vocab, dtype=bool)  # by token: it may begin a turn of a chat
+        self._opening[opening] = True
+
+    def check(self, request: Request) -> Request:
+        """The request as it is run. Raises RequestError if it never can be."""
+        check_request(request)
+        prompt, resumed = tuple(request.prompt), tuple(request.resumed)
+        if not prompt:
+            if self.bos is None:
+                raise RequestError("the prompt is empty, and the model has no begin-of-text token to start from")
+            prompt = (self.bos,)
+        if len(prompt) >= self.room:
+            raise PromptTooLong(len(prompt), self.room)
+        ids = self._ids(prompt, "prompt")
+        self._ids(resumed, "resumed")
+        most = self.room - len(prompt)
+        if len(resumed) > (most if request.max_tokens < 0 else min(most, request.max_tokens)):
+            raise RequestError(f"{len(resumed)} tokens are resumed, more than the request may generate")
+        if request.slot >= self.info.n_slot:
+            raise RequestError(f"slot {request.slot} does not exist; slots are 0..{self.info.n_slot - 1} (-np)")
+        turn = request.turn or last_turn(ids, self._opening)
+        turn = turn if 0 <= turn < len(prompt) else 0
+        return replace(request, prompt=prompt, resumed=resumed, stop=tuple(request.stop), turn=turn)
+
+    def _ids(self, tokens: tuple[int, ...], what: str) -> Ids:
+        n_vocab = self.info.n_vocab
+        if tokens and not (min(tokens) >= 0 and max(tokens) < n_vocab):
+            bad = next(t for t in tokens if not 0 <= t < n_vocab)
+            raise RequestError(f"{what} token {bad} is outside 0..{n_vocab - 1}")
+        return np.array(tokens, dtype=np.int64)
+
+
+def last_turn(prompt: Ids, opening: NDArray[np.bool_]) -> int:
+    """Prompt tokens before the last user turn of a chat, 0 if it is none. opening[token]: it may begin a turn.
+
+    Turns begin with the same control token, and the last one is the answer that the prompt asks for.
+    """
+    at = np.flatnonzero(opening[prompt])
+    same = at[prompt[at] == prompt[at[-1]]] if len(at) else at
+    return int(same[-2]) if len(same) > 1 else 0
