@@ -119,6 +119,8 @@ def shape_of(spec: Any) -> str:
     """A spec in words, without its device."""
     parts = []
     for field in dataclasses.fields(spec):
+        if not field.repr:  # sizes of one engine, for which nothing is chosen
+            continue
         value = getattr(spec, field.name)
         if isinstance(value, Enum):
             parts.append(value.name)

@@ -203,7 +203,7 @@ class Course:
                 flight.forced = [self._coins(self.synth, w) for w in work]
                 beside[1] = _sent(torch.tensor(flight.forced, dtype=torch.int32), self.device)
         began, drafts = stamp(self.device) if any(n_drafts) else None, None
-        kept = self.op.keep(flight.out.best, flight.batch, *beside)
+        kept = self.op.accept(flight.out.best, flight.batch, *beside)
         if any(n_drafts):
             assert isinstance(drafter, LookaheadDrafter)
             drafts = drafter.draft_ahead(flight.batch, flight.out, kept, max(n_drafts))

@@ -31,7 +31,7 @@ def test_the_rule() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_keep_is_the_rule_of_each_sequence(seed: int) -> None:
+def test_accept_is_the_rule_of_each_sequence(seed: int) -> None:
     gen = torch.Generator().manual_seed(seed)
     widths = [1, 17, 3, 2, 6, 1, 33][: 1 + seed % 7]
     batch, _, _ = ahead_cuda.verify(widths, CPU, gen)
@@ -41,7 +41,7 @@ def test_keep_is_the_rule_of_each_sequence(seed: int) -> None:
     forced = torch.randint(0, 9, (len(widths),), generator=gen).int()
     tokens, found = batch.tokens.tolist(), best[0].long().tolist()
     for by in (None, forced):
-        kept = TorchAhead().keep(best, batch, ends, by)
+        kept = TorchAhead().accept(best, batch, ends, by)
         for s, first in enumerate(batch.starts[:-1]):
             end = batch.starts[s + 1]
             own = None if by is None else int(by[s])
@@ -55,7 +55,7 @@ def test_keep_is_the_rule_of_each_sequence(seed: int) -> None:
 def test_a_moved_batch_is_the_one_that_is_laid_out_there() -> None:
     gen = torch.Generator().manual_seed(3)
     batch, table, arena = ahead_cuda.verify([4, 1, 7], CPU, gen)
-    kept = TorchAhead().keep(batch.tokens[None].double().roll(-1, 1), batch)
+    kept = TorchAhead().accept(batch.tokens[None].double().roll(-1, 1), batch)
     assert kept.n.tolist() == [4, 1, 7], "all drafts are right"
     drafts = torch.arange(15).view(3, 5)
     there = [
@@ -92,12 +92,12 @@ class Wrong(TorchAhead):
     def __init__(self, spoil: Callable[[str, Kept | Batch], None]) -> None:
         self.spoil = spoil
 
-    def keep(self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None) -> Kept:
-        kept = super().keep(best, batch, ends, forced)
+    def accept(self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None) -> Kept:
+        kept = super().accept(best, batch, ends, forced)
         kept = replace(
             kept, n=kept.n.clone(), tokens=kept.tokens.clone(), last=kept.last.clone(), goes=kept.goes.clone()
         )
-        self.spoil("keep", kept)
+        self.spoil("accept", kept)
         return kept
 
     def move(self, batch: Batch, kept: Kept, drafts: Tensor | None = None) -> Batch:
@@ -118,14 +118,14 @@ def spoil(where: str, field: str) -> Callable[[str, Kept | Batch], None]:
 @pytest.mark.parametrize(
     ("where", "field"),
     [
-        *(("keep", field) for field in ("n", "tokens", "last", "goes")),
+        *(("accept", field) for field in ("n", "tokens", "last", "goes")),
         *(("move", field) for field in ("positions", "hi", "kv_rows", "tokens", "seq_fold", "seq_keep")),
     ],
 )
 def test_the_check_finds_what_is_wrong(where: str, field: str) -> None:
     assert ahead_cuda.check(TorchAhead(), TorchAhead(), SPEC) is None
     said = ahead_cuda.check(Wrong(spoil(where, field)), TorchAhead(), SPEC)
-    assert said is not None and ("kept" if where == "keep" else "moved") in said
+    assert said is not None and ("accepted" if where == "accept" else "moved") in said
 
 
 def test_a_cpu_has_the_reference() -> None:

@@ -21,6 +21,20 @@ def test_they_do_what_the_reference_does(seed: int) -> None:
         assert ahead_cuda.check(ahead_cuda.bind(SPEC), TorchAhead(), SPEC) is None
 
 
+@pytest.mark.parametrize("spec", [SPEC, AheadSpec(CPU, n_seq=64, n_row=64 * 17), AheadSpec(CPU, n_seq=2, n_row=3)])
+def test_a_verify_may_have_more_rows_than_any_graph_and_a_sequence_for_each_of_64_slots(spec: AheadSpec) -> None:
+    with emulated_gpu():
+        own = ahead_cuda.bind(spec)
+        places = own.n, own.tokens
+        batch, _, _ = ahead_cuda.verify([17] * 64, CPU, torch.Generator().manual_seed(0))
+        best = batch.tokens.roll(-1)[None].double().expand(2, -1).contiguous()
+        best[0, 5 * 17 + 3] = 7  # all drafts are right but one
+        kept = own.accept(best, batch)
+    assert kept.n.tolist() == [4 if s == 5 else 17 for s in range(64)] and len(kept.tokens) == 64 * 17
+    if spec.n_row >= 64 * 17:
+        assert (own.n, own.tokens) == places, "what was planned was taken at the start"
+
+
 def test_older_gpus_do_the_same() -> None:
     with emulated_gpu((8, 0)):
         assert ahead_cuda.check(ahead_cuda.bind(SPEC), TorchAhead(), SPEC) is None
@@ -30,7 +44,7 @@ def test_a_row_past_its_pages_is_reported() -> None:
     with emulated_gpu():
         own = ahead_cuda.bind(SPEC)
         batch, table, arena = ahead_cuda.verify([3, 2], CPU, torch.Generator().manual_seed(0))
-        kept = own.keep(batch.tokens[None].double().expand(2, -1), batch)
+        kept = own.accept(batch.tokens[None].double().expand(2, -1), batch)
         kept.n[1] = 8 * 40
         seqs = [Seq(q.slot, q.n_past, [0, 0], n_out=2) for q in batch.seqs]
         own.fault.zero_()

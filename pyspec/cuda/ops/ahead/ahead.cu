@@ -15,7 +15,7 @@ constexpr u32 kAll = 0xffffffffu;
 //   best [row] f64, tokens [row], starts [seq + 1], ends [seq, kEnds] or null, forced [seq] or null;
 //   n [seq], next [row], last [seq], goes [seq] written
 extern "C" __global__ void __launch_bounds__(32)
-    ahead_keep(const double* best, const i64* tokens, const int* starts, const int* ends, const int* forced, int* n, i64* next,
+    ahead_accept(const double* best, const i64* tokens, const int* starts, const int* ends, const int* forced, int* n, i64* next,
                i64* last, int* goes, int n_row) {
   const int s = blockIdx.x, lane = threadIdx.x;
   const int start = min(max(starts[s], 0), n_row), end = min(max(starts[s + 1], start), n_row);
@@ -52,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(32)
 
 // Grid (rows / 128), 128 threads.
 //   is_moved   rows go on by n [seq], or by 1 if there is none; else they get next [row], and sequences last [seq] as out_rows
-//   next, last, goes, n: of ahead_keep; drafts [seq, ..], their steps in numbers; null: the first rows' tokens alone, or none of them
+//   next, last, goes, n: of ahead_accept; drafts [seq, ..], their steps in numbers; null: the first rows' tokens alone, or none of them
 extern "C" __global__ void __launch_bounds__(128)
     ahead_move(i64* tokens, i64* positions, i64* kv_rows, i64* hi, i64* out_rows, int* fold, int* keep,
                const int* starts, const int* row_seq, const i64* page_table, const int* n, const i64* next, const i64* last,

@@ -1,4 +1,4 @@
-"""`ahead` on NVIDIA GPUs: a launch for what a verify keeps, and one for each layout that is moved behind it (ahead.cu)."""
+"""`ahead` on NVIDIA GPUs: a launch for what of a verify is accepted, and one for each layout that is moved behind it (ahead.cu)."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from pyspec.cuda.faults import record
 from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
 from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NOBODY, Ahead, AheadSpec, Kept
-from pyspec.slots.arena import BUCKETS, Arena
+from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.table import SlotTable
 
 THREADS = 128
-MAX_SEQS, MAX_ROWS = 256, BUCKETS[-1]  # of a verify
 WIDTHS = ((1,), (4,), (2, 1, 5), (17, 3, 1, 16, 40))  # of the check's sequences
+MANY = ((3, 5) * 20, (17,) * 64)  # the same: more rows than a graph has, and a sequence for every slot of a large server
 NULL = np.int64(0)
 
 
@@ -29,7 +29,7 @@ def limits(spec: AheadSpec) -> str | None:
 @cache
 def _kernels(device: torch.device) -> tuple[Kernel, Kernel]:
     code = compile_cubin("ahead", arch_of(torch.cuda.get_device_capability(device)))
-    return code.kernel("ahead_keep", "ppppp" + "pppp" + "i"), code.kernel(
+    return code.kernel("ahead_accept", "ppppp" + "pppp" + "i"), code.kernel(
         "ahead_move", "ppppppp" + "ppp" + "ppppp" + "ll" + "iiiiiii" + "p"
     )
 
@@ -37,23 +37,30 @@ def _kernels(device: torch.device) -> tuple[Kernel, Kernel]:
 class AheadLaunch:
     """Implements `Ahead`."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.n = torch.ones(MAX_SEQS, dtype=torch.int32, device=device)
-        self.goes = torch.ones(MAX_SEQS, dtype=torch.int32, device=device)
-        self.last = torch.zeros(MAX_SEQS, dtype=torch.int64, device=device)
-        self.tokens = torch.zeros(MAX_ROWS, dtype=torch.int64, device=device)
-        self.overlap, self.fault = torch.cuda.get_device_capability(device) >= (9, 0), record(device)
-        self.keeper, self.mover = _kernels(device)
+    def __init__(self, spec: AheadSpec) -> None:
+        self.device = spec.device
+        self._make(spec.n_seq, spec.n_row)
+        self.overlap, self.fault = torch.cuda.get_device_capability(spec.device) >= (9, 0), record(spec.device)
+        self.acceptor, self.mover = _kernels(spec.device)
 
-    def keep(self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None) -> Kept:
+    def _make(self, n_seq: int, n_row: int) -> None:
+        """Places for what `accept` finds of so many sequences and rows."""
+        self.n = torch.ones(n_seq, dtype=torch.int32, device=self.device)
+        self.goes = torch.ones(n_seq, dtype=torch.int32, device=self.device)
+        self.last = torch.zeros(n_seq, dtype=torch.int64, device=self.device)
+        self.tokens = torch.zeros(n_row, dtype=torch.int64, device=self.device)
+
+    def accept(self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None) -> Kept:
         n_seq, n_row = len(batch.seqs), batch.n_row
-        assert n_seq <= MAX_SEQS and n_row <= MAX_ROWS and best.dtype == torch.float64
+        if n_seq > len(self.n) or n_row > len(self.tokens):  # more than was planned: what a graph holds is none of these
+            self._make(max(n_seq, len(self.n)), max(n_row, len(self.tokens)))
+        assert best.dtype == torch.float64
         assert ends is None or (ends.dtype == torch.int32 and ends.shape == (n_seq, MAX_ENDS) and ends.is_contiguous())
         kept = Kept(self.n[:n_seq], self.tokens[:n_row], self.last[:n_seq], self.goes[:n_seq])
         beside = (NULL if t is None else t for t in (ends, forced))
         found = kept.n, kept.tokens, kept.last, kept.goes
         args = (best[0], batch.tokens, batch.seq_start, *beside, *found, np.int32(n_row))
-        self.keeper.launch((n_seq,), 32, args)
+        self.acceptor.launch((n_seq,), 32, args)
         return kept
 
     def move(self, batch: Batch, kept: Kept, drafts: Tensor | None = None) -> Batch:
@@ -90,7 +97,7 @@ class AheadLaunch:
 
 def bind(spec: AheadSpec) -> AheadLaunch:
     """With places of its own for what is kept: two engines may share a stream."""
-    return AheadLaunch(spec.device)
+    return AheadLaunch(spec)
 
 
 def verify(widths: Sequence[int], device: torch.device, gen: torch.Generator) -> tuple[Batch, SlotTable, Arena]:
@@ -126,10 +133,10 @@ def _fields(batch: Batch) -> list[Tensor]:
 def check(launch: Ahead, reference: Ahead, spec: AheadSpec) -> str | None:
     """Drafts that are right from none to all, ends among them, and every kind of layout behind them."""
     gen = torch.Generator().manual_seed(0)
-    for widths in WIDTHS * 4:
+    for widths in (*WIDTHS * 4, *MANY):
         found = [_run(op, widths, spec.device, gen.get_state()) for op in (launch, reference)]
         torch.rand(100, generator=gen)
-        for what, own, other in zip(("kept", "moved", "followed", "stepped", "moved a block"), *found, strict=True):
+        for what, own, other in zip(("accepted", "moved", "followed", "stepped", "moved a block"), *found, strict=True):
             if not all(torch.equal(a, b) for a, b in zip(own, other, strict=True)):
                 return f"rows {what} of sequences of {widths} differ from the reference's"
     return None
@@ -145,7 +152,7 @@ def _run(op: Ahead, widths: Sequence[int], device: torch.device, state: Tensor) 
     forced = torch.randint(0, 6, (n,), generator=gen).int().to(device)
     out = []
     for beside in ((None, None), (ends.to(device), None), (None, forced), (ends.to(device), forced)):
-        kept = op.keep(best, batch, *beside)
+        kept = op.accept(best, batch, *beside)
         out += [kept.n.clone(), kept.tokens.clone(), kept.last.clone(), kept.goes.clone()]
     drafts = torch.arange(n * 64, device=device).view(64, n).T
     whole = [out]

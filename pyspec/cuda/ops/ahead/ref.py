@@ -1,14 +1,14 @@
 """What a round is made of that is launched before the host has read the one before: the meaning, in plain torch.
 
 A verify keeps its first row and one more for each draft that is its row's best token, up to the first that may end the request
-or is banned: there the host decides, and what was launched behind it goes for nothing. `keep` finds how many those are,
+or is banned: there the host decides, and what was launched behind it goes for nothing. `accept` finds how many those are,
 `move` puts a layout that was made as if none had been kept behind them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -23,14 +23,20 @@ NOBODY = -1  # fills rows of fewer
 
 @dataclass(frozen=True, slots=True)
 class AheadSpec:
-    """Any number of rows and sequences."""
+    """Any number of rows and sequences.
+
+    n_seq, n_row  of a verify at most, as far as the caller has planned: `accept` has places for so many from the start on, and
+                  takes more memory in the midst of a round for more
+    """
 
     device: torch.device
+    n_seq: int = field(default=0, compare=False, repr=False)  # a kernel that is right is right for all
+    n_row: int = field(default=0, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """What a verify keeps, in its own order of sequences and rows. It holds until the next `keep`.
+    """What a verify keeps, in its own order of sequences and rows. It holds until the next `accept`.
 
     n       [seq]  int32  rows
     tokens  [row]  int64  what follows each row; behind the kept ones that means nothing, but is a token
@@ -47,7 +53,7 @@ class Kept:
 class Ahead(Protocol):
     """What the op binds."""
 
-    def keep(self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None) -> Kept:
+    def accept(self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None) -> Kept:
         """How far the verify that ran `batch` is kept.
 
         best    [2, row] f64    each row's best token and its value; every row of the batch has logits
@@ -76,7 +82,7 @@ class Ahead(Protocol):
 
 
 def n_kept(drafts: Sequence[int], best: Sequence[int], ends: Collection[int], forced: int | None = None) -> int:
-    """The rule of `keep` for one sequence. best: of each row, one more than drafts."""
+    """The rule of `accept` for one sequence. best: of each row, one more than drafts."""
     n = 0
     while n < len(drafts) and drafts[n] not in ends and (drafts[n] == best[n] if forced is None else n < forced):
         n += 1
@@ -86,7 +92,7 @@ def n_kept(drafts: Sequence[int], best: Sequence[int], ends: Collection[int], fo
 class TorchAhead:
     """Implements `Ahead`."""
 
-    def keep(self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None) -> Kept:
+    def accept(self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None) -> Kept:
         n_seq, n_row = len(batch.seqs), batch.n_row
         tokens, starts = batch.tokens[:n_row], batch.seq_start[: n_seq + 1].long()
         seq, row = batch.row_seq[:n_row].long(), torch.arange(n_row, device=tokens.device)
