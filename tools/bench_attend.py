@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from pyspec.cuda import faults
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import ref as attend_ref
 from pyspec.cuda.ops.attend.cases import CASES, TOLERANCE, Case, Made, make, only, spec_of, worst
@@ -38,7 +39,7 @@ def check() -> None:
                 )
         error, zeros = worst(out[:n], want), not bool(out[n:].any())
         good = error < TOLERANCE[case.dtype] and same and all(alone) and zeros
-        fault = attend_cuda.fault_record(GPU).tolist()
+        fault = faults.record(GPU).tolist()
         print(f"{'ok ' if good else 'BAD'} {name:20} error {error:.1e} twice {same} alone {alone} pad {zeros} {fault}")
 
 

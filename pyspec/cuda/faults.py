@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
 
+from pyspec.cuda.context import context_of, per_device
 from pyspec.errors import OutOfBounds
 
 N_FIELD = 5  # {tripped, op, slot, index, limit}
@@ -46,15 +46,9 @@ class Fault:
         return OutOfBounds(f"kernel {self.op}, {whose}: index", self.index, self.limit, None if slot < 0 else slot)
 
 
+@per_device
 def record(device: torch.device) -> Tensor:
     """[5] int32, what kernels are given; see include/bounds.cuh."""
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    return _record(device)
-
-
-@cache
-def _record(device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # it is written inside and outside of that mode
         return torch.zeros(N_FIELD, dtype=torch.int32, device=device)
 
@@ -63,6 +57,7 @@ class Reader:
     """Reads a device's record without waiting for the device: `fetch` on the stream, then whatever syncs, then `take`."""
 
     def __init__(self, device: torch.device) -> None:
+        self.context = context_of(device)  # of which there is one record for all
         with torch.inference_mode(False):
             self.record = record(device)
             self.hosts = [torch.zeros(N_FIELD, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)]

@@ -8,42 +8,38 @@ round has to lie in the stream in one piece, whatever other engines' threads do 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from functools import cache
-
-import torch
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 
-class Turn:
-    """To be held while launching; `away` while waiting for the device, or for the caller's code."""
+class GpuLock:
+    """To be held while launching; `released` while waiting for the device, or for the caller's code.
 
-    def __init__(self, lock: threading.RLock | nullcontext[None]) -> None:  # type: ignore[valid-type]
-        self.lock = lock
+    Who holds it has the device as the thread's current one (`current`, of its context, which lives as long as its locks).
+    """
+
+    def __init__(
+        self,
+        lock: threading.RLock | nullcontext[None],  # type: ignore[valid-type]
+        current: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self.lock, self.current = lock, current
+        self._entered: list[AbstractContextManager[object]] = []  # by who holds the lock
 
     def __enter__(self) -> None:
         self.lock.__enter__()
+        self._entered.append(self.current())
+        self._entered[-1].__enter__()
 
     def __exit__(self, *raised: object) -> None:
+        self._entered.pop().__exit__(None, None, None)
         self.lock.__exit__(None, None, None)
 
     @contextmanager
-    def away(self) -> Iterator[None]:
+    def released(self) -> Iterator[None]:
         """Others may launch; for whoever holds it once."""
         self.__exit__()
         try:
             yield
         finally:
             self.__enter__()
-
-
-def turn(device: torch.device) -> Turn:
-    """The device's. Nobody waits for a CPU's: its kernels share nothing."""
-    if device.type != "cuda":
-        return Turn(nullcontext())
-    return _turn(torch.cuda.current_device() if device.index is None else device.index)
-
-
-@cache
-def _turn(index: int) -> Turn:
-    return Turn(threading.RLock())

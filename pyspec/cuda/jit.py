@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from pyspec.cuda.context import DeviceContext, context_of
 from pyspec.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -83,19 +84,21 @@ class Compiled:
     resources: Mapping[str, Resources]  # empty when the cubin came from the cache
 
     def kernel(self, symbol: str, signature: str) -> Kernel:
-        """Load an entry point; `signature` has one letter per argument: p pointer, i int32, l int64, u uint32, f float32.
+        """Load an entry point for the thread's device (`context.per_device` sees to that being the right one).
 
-        The driver's parameter sizes are compared with it here, because a launch checks nothing.
+        `signature` has one letter per argument: p pointer, i int32, l int64, u uint32, f float32. The driver's parameter sizes
+        are compared with it here, because a launch checks nothing.
         """
         from cuda.core import Device
 
-        Device(torch.cuda.current_device()).set_current()  # torch makes a context no sooner than it needs one
+        context = context_of(torch.device("cuda"))
+        Device(context.device.index).set_current()  # torch makes a context no sooner than it needs one
         kernel = self.code.get_kernel(symbol)
         sizes = [info.size for info in kernel.arguments_info]
         want = [{"p": 8, "l": 8, "i": 4, "u": 4, "f": 4}[c] for c in signature]
         if sizes != want:
             raise DeviceError(f"kernel {symbol} takes arguments of {sizes} bytes, '{signature}' gives {want}")
-        return Kernel(symbol, kernel, signature)
+        return Kernel(symbol, kernel, signature, context)
 
 
 def compile_cubin(
@@ -146,18 +149,19 @@ def _resources(log: str) -> dict[str, Resources]:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A loaded entry point."""
+    """An entry point, loaded for the device of its context."""
 
     symbol: str
     handle: object
     signature: str
+    context: DeviceContext
 
     def allow_shared(self, n_bytes: int) -> Kernel:
         """Raise the limit of dynamic shared memory above 48 KiB."""
         from cuda.bindings import driver
 
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-        device = driver.CUdevice(torch.cuda.current_device())
+        device = driver.CUdevice(self.context.device.index)
         (err,) = driver.cuKernelSetAttribute(attribute, n_bytes, driver.CUkernel(int(self.handle.handle)), device)  # type: ignore[attr-defined]
         if err != driver.CUresult.CUDA_SUCCESS:
             raise DeviceError(f"kernel {self.symbol} can not have {n_bytes} bytes of shared memory: {err.name}")
@@ -166,7 +170,7 @@ class Kernel:
     def launch(
         self, grid: Sequence[int], block: int, args: Sequence[Arg], shared: int = 0, *, overlap: bool = False
     ) -> None:
-        """Start on torch's current stream. Tensors go as pointers; scalars must be of the signature's type.
+        """Start on its device, on torch's current stream there. Tensors go as pointers; scalars must be of the signature's type.
 
         `overlap`: start as soon as the kernel before allows it (programmatic dependent launch, from 9.0). Only for kernels
         that wait (`griddepcontrol.wait`) before they touch what that kernel writes.
@@ -178,27 +182,4 @@ class Kernel:
         config = LaunchConfig(grid=tuple(grid), block=block, shmem_size=shared)
         if overlap and hasattr(config, "programmatic_stream_serialization"):  # newer cuda-core only
             config.programmatic_stream_serialization = True
-        launch(_stream(), config, self.handle, *values)  # type: ignore[arg-type]
-
-
-class _TorchStream:
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self.handle
-
-
-@cache
-def _wrapped(device: int, handle: int) -> object:
-    from cuda.core import Device
-
-    own = Device(device)
-    own.set_current()
-    return own.create_stream(_TorchStream(handle))
-
-
-def _stream() -> object:
-    """torch's current stream as cuda.core wants it; wrapped once, because wrapping costs microseconds."""
-    stream = torch.cuda.current_stream()
-    return _wrapped(stream.device.index, stream.cuda_stream)
+        launch(self.context.stream(), config, self.handle, *values)  # type: ignore[arg-type]

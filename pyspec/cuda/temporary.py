@@ -8,31 +8,31 @@ a whole.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-_own = threading.local()  # a pool takes what one thread allocates
+from pyspec.cuda.context import context_of
 
 
 @contextmanager
 def temporary(device: torch.device) -> Iterator[None]:
     """Tensors made inside lie apart; they are to be gone by `release`. What stays is allocated before, outside. Not nested."""
-    if device.type != "cuda":
+    context = context_of(device)
+    if not context.is_gpu:
         yield
         return
-    index = torch.cuda.current_device() if device.index is None else device.index
-    pools: dict[int, torch.cuda.MemPool] = _own.__dict__.setdefault("pools", {})
-    if index not in pools:
-        pools[index] = torch.cuda.MemPool()
-    with torch.cuda.use_mem_pool(pools[index], index):
+    own = context.temporary.__dict__  # a pool takes what one thread allocates
+    if "pool" not in own:
+        with context.current():
+            own["pool"] = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(own["pool"], context.device.index):
         yield
 
 
-def release() -> None:
+def release(device: torch.device) -> None:
     """All that this thread's temporary tensors had is the device's again, and whatever else torch keeps of it unused."""
-    _own.__dict__.pop("pools", None)
+    context_of(device).temporary.__dict__.pop("pool", None)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

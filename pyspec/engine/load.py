@@ -15,7 +15,7 @@ import torch
 
 from pyspec.config import EngineSettings
 from pyspec.cuda import probe, temporary
-from pyspec.cuda.gpu_lock import turn
+from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.draft import DRAFTERS, dflash, mtp
@@ -308,6 +308,12 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     device = pick_device(settings.device)
+    context = context_of(device)
+    with context.current():
+        return _load(path, settings, device)
+
+
+def _load(path: Path, settings: EngineSettings, device: torch.device) -> Loaded:
     file = open_gguf(path)
     draft_file = open_gguf(settings.draft_path) if settings.draft_path is not None else None
     config = read_config(file)
@@ -372,7 +378,7 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     log.info("%s", d.note)
     _take_for_attention(_attention_bytes(config, d, settings, n_ctx, device), device)
     if settings.warm_up:
-        with _timed("graphs and warm-up", device), turn(device):
+        with _timed("graphs and warm-up", device), gpu_lock(device):
             warm_up(loop, tokenizer, extra, plan.activations + states.limits[0])
             if settings.check_tap_shift:
                 check_taps(loop, tokenizer, template, extra)
@@ -390,7 +396,7 @@ def _timed(what: str, device: torch.device, release: bool = False) -> Iterator[N
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         if release:
-            temporary.release()
+            temporary.release(device)
     log.info("%s: %.1f s", what, time.perf_counter() - began)
 
 

@@ -14,8 +14,8 @@ from functools import partial
 
 from torch import Tensor
 
+from pyspec.cuda.context import gpu_lock
 from pyspec.cuda.faults import EVERYONE, Fault, Reader
-from pyspec.cuda.gpu_lock import turn
 from pyspec.cuda.graph import Graphed
 from pyspec.cuda.ops.recurrent.fold import flush
 from pyspec.draft.drafter import Drafter, DraftRequest, LookaheadDrafter, Needs, PagedDrafter
@@ -67,7 +67,7 @@ class Loop:
         self.controller, self.synth = controller, synth
         self.ubatch, self.batch = ubatch, batch or ubatch  # rows of a forward; of one in which nobody decodes
         self.arena = arena  # where graphs find their batches; None: no graphs
-        self.forward, self.turn = Graphed(self._run, by_single=self.needs.late), turn(target.device)
+        self.forward, self.gpu_lock = Graphed(self._run, by_single=self.needs.late), gpu_lock(target.device)
         self.pinned = Pinned(), Pinned()  # what greedy rounds read, and the tokens they ran with
         self.faults, self.draft_faults = Reader(target.device), Reader(target.device)
         self.queue: Queue[Job] = Queue(queue_limit)
@@ -92,7 +92,7 @@ class Loop:
 
     def step(self) -> None:
         """One round for every busy slot: draft, verify, accept, commit."""
-        with self.turn:
+        with self.gpu_lock:
             self._round()
 
     def _round(self) -> None:
@@ -216,7 +216,7 @@ class Loop:
     def _wait(self, flight: Flight) -> Fault | None:
         """For a forward, so that a round's milliseconds are told apart by what took them. Returns what its guards say."""
         self._settle()
-        with self.turn.away():  # listeners are the caller's code, and may wait for another engine
+        with self.gpu_lock.released():  # listeners are the caller's code, and may wait for another engine
             self.on_wait()
             flight.wait()
         fault, drafting = self.faults.take(), self.draft_faults.take() if flight.is_watched else None

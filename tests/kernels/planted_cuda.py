@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import jit
+from pyspec.cuda.context import context_of
 from pyspec.cuda.op import Impl, Op
 
 CODE = r"""
@@ -47,7 +48,7 @@ def launcher(name: str, spec: VectorSpec) -> Callable[[Tensor], Tensor]:
 
     arch = jit.arch_of(torch.cuda.get_device_capability(spec.device))
     code = Program(CODE, "c++", ProgramOptions(arch=arch)).compile("cubin")
-    kernel = jit.Kernel(name, code.get_kernel(name), "pi")
+    kernel = jit.Kernel(name, code.get_kernel(name), "pi", context_of(spec.device))
 
     def run(x: Tensor) -> Tensor:
         y = x.clone()

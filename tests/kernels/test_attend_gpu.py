@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from pyspec.cuda import faults
 from pyspec.cuda.ops.attend import cases as attend_cases
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import ref as attend_ref
@@ -24,7 +25,7 @@ def test_every_row_is_the_references_and_padding_comes_out_as_zeros(name: str) -
     assert worst(out[:n], want) < TOLERANCE[case.dtype]
     assert not out[n:].any()
     assert torch.equal(out, attend(made.q, made.pool, made.batch, case.window, made.sinks))
-    assert attend_cuda.fault_record(GPU).tolist() == [0] * 5
+    assert faults.record(GPU).tolist() == [0] * 5
 
 
 @pytest.mark.parametrize("name", [n for n, c in CASES.items() if len(c.seqs) > 1])
@@ -92,7 +93,7 @@ def test_a_page_out_of_the_pool_is_reported_and_harms_no_other_sequence() -> Non
     table = made.batch.page_table.clone()
     table[4, 3] = 1 << 33
     bad = attend(made.q, made.pool, replace(made.batch, page_table=table), 0)
-    fault = attend_cuda.fault_record(GPU)
+    fault = faults.record(GPU)
     assert fault.tolist()[:3] == [1, attend_cuda.OP_ID, 4]
     fault.zero_()
     first = made.plain.starts[4]

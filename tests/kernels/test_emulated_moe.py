@@ -128,7 +128,7 @@ def test_few_rows_find_those_that_took_the_same_expert(
 ) -> None:
     """As lists do: 704 pairs, crowds of up to 32 at an expert, ids that are no expert's, all orders of CTAs."""
     monkeypatch.setattr(moe_cuda, "FEWEST", moe_cuda.FEW)  # crowds of more than an item has
-    monkeypatch.setattr(moe_cuda, "WHOLE_FEWEST", moe_cuda.FEW)
+    monkeypatch.setattr(moe_cuda, "INTEGER_FEWEST", moe_cuda.FEW)
     spec = MoeSpec(CPU, 22, n_in, n_ff, "relu2", type, type, pieces=pieces)
     stacks, x = packed(spec, 30), torch.randn(33, n_in, generator=torch.Generator().manual_seed(3))
     ids, weights = spread(33, 22, 30)

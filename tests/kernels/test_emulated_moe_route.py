@@ -36,7 +36,7 @@ def route_of(spec: RouteSpec, logits: torch.Tensor, bias: torch.Tensor | None = 
     n_row, n_thread = logits.shape[0], -(-spec.n_expert // 32) * 32
     ids, weights = torch.full((n_row, spec.n_used), -1, dtype=torch.int32), torch.full((n_row, spec.n_used), torch.nan)
     with emulated_gpu():
-        _, choose = moe_route_cuda._kernels(spec)
+        _, choose = moe_route_cuda._kernels(CPU, spec)
         args = logits, logits if bias is None else bias, ids, weights, logits, moe_route_cuda.np.float32(spec.scale)
         choose.launch((n_row,), n_thread, args)
     return Routes(ids, weights)

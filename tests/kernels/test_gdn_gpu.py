@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pyspec.cuda import faults
 from pyspec.cuda.ops.gdn import cuda as gdn_cuda
 from pyspec.cuda.ops.gdn import ref as gdn_ref
 from pyspec.cuda.ops.gdn.ref import GdnSpec
@@ -130,7 +131,7 @@ def test_chunked_prompts_follow_the_reference(heads: tuple[int, int]) -> None:
         for s in seqs:
             assert error(mine.state[s.slot], theirs.state[s.slot]) < 3e-5
             assert error(mine.conv[s.slot, :3], theirs.conv[s.slot, :3]) < 1e-6
-    assert gdn_cuda.fault_record(mine.state.device).tolist() == [0] * 5
+    assert faults.record(mine.state.device).tolist() == [0] * 5
 
 
 @pytest.mark.parametrize("heads", [(2, 6), (16, 48)])
@@ -197,7 +198,7 @@ def test_a_chunked_prompt_does_not_depend_on_its_neighbours_to_the_bit() -> None
 def test_a_long_sequence_with_a_bad_slot_is_skipped_and_the_others_run() -> None:
     shape, gen = shape_of(2, 4), torch.Generator().manual_seed(10)
     w, rows = [x.to(GPU) for x in weights(shape, gen)], [x.to(GPU) for x in inputs(270, shape, gen)]
-    run, fault = gdn_cuda.bind(GdnSpec(GPU, shape, EPS), chunked=64), gdn_cuda.fault_record(rows[0].device)
+    run, fault = gdn_cuda.bind(GdnSpec(GPU, shape, EPS), chunked=64), faults.record(rows[0].device)
     good, bad = (StateLayer(shape, N_SLOT, WIDTH, GPU) for _ in "ab")
     seqs = [seq(0, 100, True), seq(1, 70, True), seq(2, 100, True)]
     want = run(*rows, *w, good, laid(seqs, GPU))
@@ -287,7 +288,7 @@ def test_padding_and_idle_slots_are_not_touched() -> None:
     for t in layer.tensors():
         assert t[0].isnan().all() and t[3].isnan().all()
     assert layer.k[1, :4].isfinite().all() and not layer.k[1, 4:].any() and not layer.k[2].any()
-    assert gdn_cuda.fault_record(rows[0].device).tolist() == [0] * 5
+    assert faults.record(rows[0].device).tolist() == [0] * 5
 
 
 @pytest.mark.parametrize(
@@ -303,7 +304,7 @@ def test_a_bad_index_is_reported_and_its_sequence_skipped(field: str, value: int
     shape, gen = shape_of(2, 4), torch.Generator().manual_seed(4)
     w = [x.to(GPU) for x in weights(shape, gen)]
     rows = [x.to(GPU) for x in inputs(6, shape, gen)]
-    run, fault = gdn_cuda.bind(GdnSpec(GPU, shape, EPS)), gdn_cuda.fault_record(rows[0].device)
+    run, fault = gdn_cuda.bind(GdnSpec(GPU, shape, EPS)), faults.record(rows[0].device)
     batch = laid([seq(0, 3, True), seq(1, 3)], GPU)
     good, bad = StateLayer(shape, N_SLOT, WIDTH, GPU), StateLayer(shape, N_SLOT, WIDTH, GPU)
     want = run(*rows, *w, good, batch)
@@ -382,7 +383,7 @@ def test_rows_prepared_on_the_way_have_the_bits_of_outputs_prepared_alone(heads:
         want = theirs(run(*x, *w, two, laid(seqs, GPU)).flatten(1), prep)
         assert same(got, want)
         assert all(torch.equal(a, b) for a, b in zip(one.tensors(), two.tensors(), strict=True))
-    assert gdn_cuda.fault_record(mine.blocks.device).tolist() == [0] * 5
+    assert faults.record(mine.blocks.device).tolist() == [0] * 5
 
 
 def test_a_captured_graph_prepares_rows_of_other_sequences_of_the_same_count() -> None:

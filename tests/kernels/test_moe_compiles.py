@@ -38,7 +38,7 @@ def compiles(
 ) -> None:
     stages = n_stages(type, pairs, CAPABILITIES[arch], inner)
     assert stages >= 2 and stages * stage_bytes(type, pairs, inner) <= n_shared(CAPABILITIES[arch])
-    fewer = type in moe_builds.WHOLE and arch not in ("sm_90a", "sm_100a")
+    fewer = type in moe_builds.INTEGER and arch not in ("sm_90a", "sm_100a")
     nexts = (type, GGMLType.Q6_K if type is GGMLType.Q4_K else GGMLType.Q4_K) if inner else (None,)
     for next, n in product(nexts, residents(type, pairs, listed)):
         macros = defines(type, pairs, stages, act, inner, listed, adds, next, n)

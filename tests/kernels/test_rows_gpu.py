@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pyspec.cuda.ops.attend.cuda import fault_record
+from pyspec.cuda import faults
 from pyspec.cuda.ops.linear.wgmma import blocks_for_wgmma
 from pyspec.cuda.ops.rope_kv import cuda as rope_kv_cuda
 from pyspec.cuda.ops.rope_kv.op import check as check_rope_kv
@@ -104,10 +104,10 @@ def test_a_pool_row_that_does_not_exist_is_reported() -> None:
     spec = RopeKvSpec(CUDA, 2, 1, 64, 64, True, False, False, 1e-6)
     pool = KVPool(16, 1, 64, torch.float16, CUDA)
     angles = (torch.ones(2, 1, 32, device=CUDA), torch.zeros(2, 1, 32, device=CUDA))
-    fault_record(CUDA).zero_()
+    faults.record(CUDA).zero_()
     rope_kv_cuda.bind(spec)(
         torch.randn(2, 256, device=CUDA), None, None, angles, pool, torch.tensor([3, 1 << 40], device=CUDA)
     )
-    assert fault_record(CUDA).tolist() == [1, rope_kv_cuda.OP_ID, 1, -1, 16]
-    fault_record(CUDA).zero_()
+    assert faults.record(CUDA).tolist() == [1, rope_kv_cuda.OP_ID, 1, -1, 16]
+    faults.record(CUDA).zero_()
     assert pool.k[3].any() and not pool.k[4:].any()

@@ -11,7 +11,7 @@ MB = 1 << 20
 def test_without_a_gpu_it_is_nothing() -> None:
     with temporary(torch.device("cpu")):
         x = torch.ones(3)
-    release()
+    release(torch.device("cpu"))
     assert x.sum() == 3
 
 
@@ -28,6 +28,6 @@ def test_what_stays_is_all_that_is_kept() -> None:
         del half, both
     torch.cuda.synchronize(device)
     assert torch.cuda.memory_reserved(device) - before > 1000 * MB
-    release()
+    release(device)
     assert torch.cuda.memory_reserved(device) - before <= 20 * MB  # a piece holds several of 3 MB
     assert [int(s[-1]) for s in stays] == [0, 0, 40, 0, 1]

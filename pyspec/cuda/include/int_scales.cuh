@@ -5,7 +5,7 @@
 #pragma once
 #include "linear_block.cuh"
 
-constexpr float kWhole = 65536.f;  // what codes times scales are less than they should be
+constexpr float kIntScale = 65536.f;  // what codes times scales are less than they should be
 
 // Codes of two columns where they lie: f16 below its normal range, codes times 2^-24 or (odd pairs) 2^-20.
 __device__ __forceinline__ u32 low_pair(u32 nibbles, u32 high, int p) {
@@ -14,9 +14,9 @@ __device__ __forceinline__ u32 low_pair(u32 nibbles, u32 high, int p) {
   return FIVE_BITS ? and_or(high, 0x00100010u << shift, v) : v;
 }
 
-// Codes times their scales, of rows g and g + 8, over kWhole: f16 holds whole numbers up to 31 * 63, and these as well. `k16384` is
+// Codes times their scales, of rows g and g + 8, over kIntScale: f16 holds whole numbers up to 31 * 63, and these as well. `k16384` is
 // f16's in four bytes of 0x74: with another byte below, 16384 and 16 times that byte.
-__device__ __forceinline__ void unpack_whole(u32 (&a)[8], const Codes& c, u32 k16384) {
+__device__ __forceinline__ void unpack_ints(u32 (&a)[8], const Codes& c, u32 k16384) {
   const u32 scales16 = sub_f16x2(__byte_perm(c.s, k16384, 0x4240), 0x74007400u);
   const u32 scales256 = mul_f16x2(scales16, 0x4c004c00u);
 #pragma unroll
@@ -81,7 +81,7 @@ struct Factors {
   float d, d8, by, by8;
 
   __device__ __forceinline__ explicit Factors(const Scales& s)
-      : d(low_half(s.d.x) * kWhole), d8(low_half(s.d.y) * kWhole), by(-high_half(s.d.x)), by8(-high_half(s.d.y)) {}
+      : d(low_half(s.d.x) * kIntScale), d8(low_half(s.d.y) * kIntScale), by(-high_half(s.d.x)), by8(-high_half(s.d.y)) {}
 };
 
 __device__ __forceinline__ void add_whole(float (&acc)[4], const float (&sum)[4], const Factors& f) {

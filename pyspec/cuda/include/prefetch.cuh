@@ -3,7 +3,7 @@
 #pragma once
 #include "bulk.cuh"
 
-struct Next {
+struct Prefetch {
   const u8* weights;
   i64 share;             // bytes of a CTA of the product
   int n_share, n_piece;  // CTAs; pieces that each begins with, 0: nothing is fetched

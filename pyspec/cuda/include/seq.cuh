@@ -8,10 +8,10 @@ struct Seq {
   int slot, start, n, fold;  // n == 0: nothing to do
   bool keep;
   bool chunked;     // rows go through a kernel for chunks; here they are only folded
-  bool only_folds;  // there are no rows: the state is brought to its committed length
+  bool fold_only;  // there are no rows: the state is brought to its committed length
 };
 
-constexpr int ONLY_FOLDS = 2;  // in seq_keep; any other sequence without rows is padding
+constexpr int FOLD_ONLY = 2;  // in seq_keep; any other sequence without rows is padding
 
 struct Meta {
   const int *slot, *start, *fold, *keep;
@@ -23,11 +23,11 @@ __device__ __forceinline__ Seq read_seq(const Meta& meta, int s, int op, int* fa
   const Seq none = {0, 0, 0, 0, false, false, false};
   Seq seq = {meta.slot[s], meta.start[s], 0, meta.fold[s], meta.keep[s] != 0, false, false};
   const int n = meta.start[s + 1] - seq.start, last = seq.start + n - 1;
-  seq.only_folds = n == 0 && meta.keep[s] == ONLY_FOLDS;
-  if (n <= 0 && !seq.only_folds) return none;
+  seq.fold_only = n == 0 && meta.keep[s] == FOLD_ONLY;
+  if (n <= 0 && !seq.fold_only) return none;
   if (clamped(seq.slot, meta.n_slot, op, seq.slot, fault) != seq.slot) return none;
   if (clamped(seq.fold, meta.width + 1, op, seq.slot, fault) != seq.fold) return none;
-  if (seq.only_folds) return seq;
+  if (seq.fold_only) return seq;
   if (clamped(seq.start, meta.n_row, op, seq.slot, fault) != seq.start) return none;
   if (clamped(last, meta.n_row, op, seq.slot, fault) != last) return none;
   if (!seq.keep && clamped(n, meta.width + 1, op, seq.slot, fault) != n) return none;

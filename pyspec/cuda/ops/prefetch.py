@@ -1,4 +1,4 @@
-"""What a kernel is told of the product that reads its result, for it to fetch the weights to L2 meanwhile (next.cuh)."""
+"""What a kernel is told of the product that reads its result, for it to fetch the weights to L2 meanwhile (prefetch.cuh)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MOST, PIECE = 40 << 20, 2048  # bytes: of all, which is most of an L2 of 50 MB; 
 NOTHING: list[jit.Arg] = [np.int64(0), np.int64(0), np.int32(0), np.int32(0)]
 
 
-def next_product(weights: Tensor | None, n_row: int) -> list[jit.Arg]:
-    """Arguments of `Next`. weights: as `linear` reads them, each of its CTAs a part from front to back."""
+def prefetch_args(weights: Tensor | None, n_row: int) -> list[jit.Arg]:
+    """Arguments of `Prefetch`. weights: as `linear` reads them, each of its CTAs a part from front to back."""
     if weights is None or not 0 < n_row <= MAX_ROWS:
         return NOTHING
     n_share = torch.cuda.get_device_properties(weights.device).multi_processor_count

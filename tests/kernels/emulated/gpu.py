@@ -11,7 +11,7 @@ import pytest
 import torch
 from emulated.machine import Emulated, emulate, order
 
-from pyspec.cuda import faults, jit
+from pyspec.cuda import context, jit
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,7 @@ def emulated_gpu(
 ) -> Iterator[None]:
     """Launchers that are bound inside run emulated, on tensors of the CPU.
 
-    What torch.empty gives holds NaN. What launchers cache for a device is forgotten before and after.
+    What torch.empty gives holds NaN. The CPU has a context of its own inside: what launchers keep there is forgotten after.
     """
 
     def compile_cubin(stem: str, arch: str, defines: Mapping[str, int | str] | None = None, **_: object) -> Emulated:
@@ -36,22 +36,14 @@ def emulated_gpu(
         for module in _launchers():
             if getattr(module, "compile_cubin", None) is not None:
                 patch.setattr(module, "compile_cubin", compile_cubin)
-        _forget()
+        patch.setattr(context, "_host", context.DeviceContext(CPU))
         order.seed, order.n_launch, order.resident = seed, 0, resident
         torch.use_deterministic_algorithms(True)
         try:
             yield
         finally:
             torch.use_deterministic_algorithms(was_deterministic)
-            _forget()
 
 
 def _launchers() -> list[object]:
-    return [jit, faults, *(m for name, m in sys.modules.items() if name.startswith("pyspec.cuda.ops."))]
-
-
-def _forget() -> None:
-    for module in _launchers():
-        for thing in vars(module).values():
-            if callable(clear := getattr(thing, "cache_clear", None)) and thing is not jit.source:
-                clear()
+    return [jit, *(m for name, m in sys.modules.items() if name.startswith("pyspec.cuda.ops."))]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pyspec.cuda.context import per_device
 from pyspec.cuda.faults import record
 from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
 from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NOBODY, Ahead, AheadSpec, Kept
@@ -18,7 +18,10 @@ from pyspec.slots.table import SlotTable
 
 THREADS = 128
 WIDTHS = ((1,), (4,), (2, 1, 5), (17, 3, 1, 16, 40))  # of the check's sequences
-MANY = ((3, 5) * 20, (17,) * 64)  # the same: more rows than a graph has, and a sequence for every slot of a large server
+MANY = (
+    (3, 5) * 20,
+    (17,) * 64,
+)  # the same: more rows than a graph has, and a sequence for every slot of a large server
 NULL = np.int64(0)
 
 
@@ -26,7 +29,7 @@ def limits(spec: AheadSpec) -> str | None:
     return None if spec.device.type == "cuda" else "runs on NVIDIA GPUs only"
 
 
-@cache
+@per_device
 def _kernels(device: torch.device) -> tuple[Kernel, Kernel]:
     code = compile_cubin("ahead", arch_of(torch.cuda.get_device_capability(device)))
     return code.kernel("ahead_accept", "ppppp" + "pppp" + "i"), code.kernel(
@@ -52,7 +55,9 @@ class AheadLaunch:
 
     def accept(self, best: Tensor, batch: Batch, ends: Tensor | None = None, forced: Tensor | None = None) -> Kept:
         n_seq, n_row = len(batch.seqs), batch.n_row
-        if n_seq > len(self.n) or n_row > len(self.tokens):  # more than was planned: what a graph holds is none of these
+        if n_seq > len(self.n) or n_row > len(
+            self.tokens
+        ):  # more than was planned: what a graph holds is none of these
             self._make(max(n_seq, len(self.n)), max(n_row, len(self.tokens)))
         assert best.dtype == torch.float64
         assert ends is None or (ends.dtype == torch.int32 and ends.shape == (n_seq, MAX_ENDS) and ends.is_contiguous())

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import torch
 from torch import Tensor
 
+from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
 from pyspec.cuda.ops.angles.ref import Angles, AnglesSpec
 
@@ -25,7 +24,7 @@ def inverse_of(factor: float) -> np.float32:
     return np.float32(1.0) / np.float32(factor)
 
 
-@cache
+@per_device
 def _kernel(device: torch.device) -> Kernel:
     return compile_cubin("angles", arch_of(torch.cuda.get_device_capability(device))).kernel("angles", "pppp" + "iif")
 
@@ -47,7 +46,6 @@ class AnglesLaunch:
         return cos, sin
 
 
-@cache
 def bind(spec: AnglesSpec) -> AnglesLaunch:
     return AnglesLaunch(spec.device)
 

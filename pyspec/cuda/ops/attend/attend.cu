@@ -307,7 +307,7 @@ attend_split(const float* q, const Kv* k, const Kv* v,
   }
   if (static_cast<int>(blockIdx.x) >= total) {  // these have nothing else to do
 #if __CUDA_ARCH__ >= 900
-    const Next product = {next, next_share, n_share, n_piece};
+    const Prefetch product = {next, next_share, n_share, n_piece};
     product.fetch((blockIdx.x - total) * THREADS + threadIdx.x, (gridDim.x - total) * THREADS);
 #endif
     begin();

@@ -12,20 +12,20 @@ import importlib.util
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pyspec.cuda import faults, jit
-from pyspec.cuda.ops.attend.ref import Attend, AttendSpec
+from pyspec.cuda.context import per_device
+from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.cuda.ops.prefetch import ARGS as NEXT_ARGS
-from pyspec.cuda.ops.prefetch import next_product
+from pyspec.cuda.ops.prefetch import prefetch_args
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 
-OP_ID = 4  # in the fault record
+OP_ID = 4  # in the fault record, which names the sequence
 DIMS = (64, 128, 256)
 N_TILES = (1, 2, 3, 4, 6)  # columns of a block in eights
 SPLIT, MAX_SEQ, STEP_BYTES, SCALE_BYTES = 1024, 128, 2048, 256  # as in attend_fold.cuh and attend.cu
@@ -140,11 +140,6 @@ def n_tile_for(columns: int) -> int:
     return next(n for n in N_TILES if 8 * n * n_tiles >= columns)
 
 
-def fault_record(device: torch.device) -> Tensor:
-    """The device's record (cuda/faults.py). `slot` is the sequence there."""
-    return faults.record(device)
-
-
 @dataclass(frozen=True, slots=True)
 class Kernels:
     split: jit.Kernel
@@ -159,8 +154,8 @@ def _letters(kv: torch.dtype, has_sinks: bool) -> tuple[str, str]:
     return "pppp" if kv is SCALED else "pp", "p" if has_sinks else ""
 
 
-@cache
-def _kernels(shape: Shape, device: torch.device) -> Kernels:
+@per_device
+def _kernels(device: torch.device, shape: Shape) -> Kernels:
     code = jit.compile_cubin("attend", shape.arch, shape.defines())
     planes, sinks = _letters(shape.kv, shape.has_sinks)
     split = code.kernel("attend_split", SPLIT_ARGS.format(planes=planes)).allow_shared(shape.shared_bytes)
@@ -169,8 +164,9 @@ def _kernels(shape: Shape, device: torch.device) -> Kernels:
     return Kernels(split, *merges, n_sm * shape.resident, shape)
 
 
-@cache
-def _plain(dim: int, kv: torch.dtype, has_sinks: bool, arch: str) -> jit.Kernel:
+@per_device
+def _plain(device: torch.device, dim: int, kv: torch.dtype, has_sinks: bool) -> jit.Kernel:
+    arch = jit.arch_of(torch.cuda.get_device_capability(device))
     defines = {"DIM": dim, "KV_KIND": KINDS[kv], "HAS_SINKS": int(has_sinks), "OP_ID": OP_ID}
     planes, sinks = _letters(kv, has_sinks)
     code = jit.compile_cubin("attend_plain", arch, defines)
@@ -192,7 +188,7 @@ class Workspace:
         return self.buffers[-1]
 
 
-@cache
+@per_device
 def workspace(device: torch.device) -> Workspace:
     return Workspace(device)
 
@@ -252,39 +248,37 @@ def _check(q: Tensor, pool: KVPool, batch: Batch, sinks: Tensor | None, spec: At
     assert all(len(t) == q.shape[0] for t in (batch.positions, batch.lo, batch.hi, batch.row_seq))
 
 
-def bind(spec: AttendSpec, *, shape: Shape | None = None) -> Attend:
-    """`shape` fixes the build (measurements); by default the widest sequence and the pool's dtype decide."""
-    capability = torch.cuda.get_device_capability(spec.device)
-    arch, overlap = jit.arch_of(capability), capability >= (9, 0)
-    group, i32 = spec.n_head // spec.n_kv_head, np.int32
-    spaces = workspace(spec.device)
-    fault = fault_record(spec.device)
-    scale = np.float32(spec.scale * math.log2(math.e))
+class AttendLaunch:
+    """The kernels of one spec; called as attend_ref's. `shape` fixes the build."""
 
-    def plain(q: Tensor, pool: KVPool, batch: Batch, window: int, sinks: list[Tensor]) -> Tensor:
-        out = torch.empty_like(q)
-        n_seq, n_col = batch.page_table.shape
-        rows = [batch.page_table, batch.positions, batch.lo, batch.hi, batch.row_seq, *sinks, out, fault]
-        size = [batch.page_size, pool.k.shape[0] // batch.page_size, window]
-        counts = [i32(x) for x in (n_seq, spec.n_head, spec.n_kv_head, n_col, *size)]
-        kernel = _plain(spec.head_dim, spec.kv, spec.has_sinks, arch)
-        kernel.launch((q.shape[0], spec.n_head), 128, [q, *pool.planes, *rows, *counts, scale])
-        return out
+    def __init__(self, spec: AttendSpec, shape: Shape | None) -> None:
+        self.spec, self.shape, self.builds = spec, shape, dict[int, Kernels]()  # by the tiles of a block's columns
+        capability = torch.cuda.get_device_capability(spec.device)
+        self.arch, self.overlap = jit.arch_of(capability), capability >= (9, 0)
+        self.spaces, self.fault = workspace(spec.device), faults.record(spec.device)
+        self.heads = [np.int32(spec.n_head), np.int32(spec.n_kv_head)]
+        self.scale = np.float32(spec.scale * math.log2(math.e))
 
-    def attend(
-        q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None, after: Tensor | None = None
+    def __call__(
+        self,
+        q: Tensor,
+        pool: KVPool,
+        batch: Batch,
+        window: int = 0,
+        sinks: Tensor | None = None,
+        after: Tensor | None = None,
     ) -> Tensor:
         """`after`: the weights of the product that reads the result."""
+        spec, i32 = self.spec, np.int32
         _check(q, pool, batch, sinks, spec)
         sink = [] if sinks is None else [sinks]
         n_row, (n_seq, n_col) = q.shape[0], batch.page_table.shape
         if not n_row:
             return torch.empty_like(q)
         if spec.kv is torch.float32 or spec.head_dim not in DIMS or n_seq > MAX_SEQ:
-            return plain(q, pool, batch, window, sink)
-        widest = max((seq.width for seq in batch.seqs), default=1)
-        n_tile = n_tile_for(max(1, widest) * group)
-        kernels = _kernels(shape or shape_for(spec.head_dim, n_tile, spec.kv, arch, spec.has_sinks), spec.device)
+            return self._plain(q, pool, batch, window, sink)
+        group = spec.n_head // spec.n_kv_head
+        kernels = self._build(batch, group)
         build = kernels.shape
         n_key = n_col * batch.page_size
         if batch.bucket is None:
@@ -293,23 +287,44 @@ def bind(spec: AttendSpec, *, shape: Shape | None = None) -> Attend:
             seqs = [(n_row * group // build.columns + n_seq, n_key)]
         n_item = n_items(spec, build.columns, kernels.grid, seqs)
         n_part, n_ml = n_item * build.columns * spec.head_dim, n_item * build.columns * 2
-        space = spaces.take(n_part + n_ml)
-        part, part_ml = space[:n_part], space[n_part:]
+        space = self.spaces.take(n_part + n_ml)
+        part, part_ml, plan = space[:n_part], space[n_part:], self.spaces.plan
         out = torch.empty_like(q)
         seen, rows = [batch.positions, batch.lo, batch.hi], [batch.row_seq, batch.seq_start]
-        heads = [i32(spec.n_head), i32(spec.n_kv_head)]
         pages = [i32(n_col), i32(batch.page_size), i32(pool.k.shape[0] // batch.page_size)]
-        args = [q, *pool.planes, batch.page_table, *seen, *rows, part, part_ml, spaces.plan, fault]
-        args += [i32(n_row), i32(n_seq), *heads, *pages, i32(window), i32(n_item), scale]
-        args += next_product(after, n_row)
+        args = [q, *pool.planes, batch.page_table, *seen, *rows, part, part_ml, plan, self.fault]
+        args += [i32(n_row), i32(n_seq), *self.heads, *pages, i32(window), i32(n_item), self.scale]
+        args += prefetch_args(after, n_row)
         grid = min(kernels.grid, n_item)
-        kernels.split.launch((grid,), 32 * build.warps, args, build.shared_bytes, overlap=overlap)
-        args = [part, part_ml, spaces.plan, *seen, *rows, *sink, out, i32(n_seq), *heads]
-        args += [i32(n_key), i32(window), i32(n_item), fault]
+        kernels.split.launch((grid,), 32 * build.warps, args, build.shared_bytes, overlap=self.overlap)
+        args = [part, part_ml, plan, *seen, *rows, *sink, out, i32(n_seq), *self.heads]
+        args += [i32(n_key), i32(window), i32(n_item), self.fault]
         pieces = -(-spec.head_dim // 128)
         n_warp = n_row * spec.n_head * pieces
         merge = kernels.merge_wide if n_warp > WIDE_WARPS else kernels.merge_long
-        merge.launch((n_row, -(-spec.n_head * pieces // 4)), 128, args, overlap=overlap)
+        merge.launch((n_row, -(-spec.n_head * pieces // 4)), 128, args, overlap=self.overlap)
         return out
 
-    return attend
+    def _build(self, batch: Batch, group: int) -> Kernels:
+        """What the widest sequence and the pool's type decide."""
+        widest, spec = max((seq.width for seq in batch.seqs), default=1), self.spec
+        n_tile = n_tile_for(max(1, widest) * group)
+        if n_tile not in self.builds:
+            shape = self.shape or shape_for(spec.head_dim, n_tile, spec.kv, self.arch, spec.has_sinks)
+            self.builds[n_tile] = _kernels(spec.device, shape)
+        return self.builds[n_tile]
+
+    def _plain(self, q: Tensor, pool: KVPool, batch: Batch, window: int, sinks: list[Tensor]) -> Tensor:
+        spec, i32, out = self.spec, np.int32, torch.empty_like(q)
+        n_seq, n_col = batch.page_table.shape
+        rows = [batch.page_table, batch.positions, batch.lo, batch.hi, batch.row_seq, *sinks, out, self.fault]
+        sizes = [n_col, batch.page_size, pool.k.shape[0] // batch.page_size, window]
+        counts = [i32(n_seq), *self.heads, *map(i32, sizes)]
+        kernel = _plain(spec.device, spec.head_dim, spec.kv, spec.has_sinks)
+        kernel.launch((q.shape[0], spec.n_head), 128, [q, *pool.planes, *rows, *counts, self.scale])
+        return out
+
+
+def bind(spec: AttendSpec, *, shape: Shape | None = None) -> AttendLaunch:
+    """`shape` fixes the build (measurements); by default the widest sequence and the pool's dtype decide."""
+    return AttendLaunch(spec, shape)

@@ -6,12 +6,12 @@ What parts find, and tickets, lie in one buffer of a device: all launches must b
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
 from pyspec.cuda.ops.best.ref import Best, BestSpec
 
@@ -37,14 +37,14 @@ def n_parts(n_row: int, n_vocab: int, n_multiprocessor: int) -> int:
     return min(-(-n_vocab // LEAST), -(-PER_SM * n_multiprocessor // n_row), THREADS)
 
 
-@cache
+@per_device
 def _workspace(device: torch.device, n_multiprocessor: int) -> tuple[Tensor, Tensor]:
     """(shares of as many parts as a launch may have, tickets of as many rows)."""
     shares = torch.empty(PER_SM * n_multiprocessor + MAX_ROWS, 2, dtype=torch.int32, device=device)
     return shares, torch.zeros(MAX_ROWS, dtype=torch.int32, device=device)
 
 
-@cache
+@per_device
 def _kernel(device: torch.device) -> Kernel:
     code = compile_cubin("best", arch_of(torch.cuda.get_device_capability(device)), defines())
     return code.kernel("best", "pppppiii")
@@ -84,9 +84,14 @@ class BestLaunch:
             self.kernel.launch((n_part, n), THREADS, args, overlap=self.overlap)
 
 
-@cache
+@per_device
+def _launch(device: torch.device) -> BestLaunch:
+    return BestLaunch(device)
+
+
 def bind(spec: BestSpec) -> BestLaunch:
-    return BestLaunch(spec.device)
+    """One for all of a device, and quickly: every round asks."""
+    return _launch(spec.device)
 
 
 def hostile(n_row: int, n_vocab: int, gen: torch.Generator) -> Tensor:

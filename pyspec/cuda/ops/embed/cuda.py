@@ -6,13 +6,13 @@ A token that does not exist is reported (cuda/faults.py, the batch's row) and re
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pyspec.cuda import faults
+from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
 from pyspec.cuda.ops.angles import cuda as angles_cuda
 from pyspec.cuda.ops.embed.ref import Embed, EmbedSpec
@@ -42,7 +42,7 @@ def defines(type: GGMLType) -> dict[str, int | str]:
     return {"TYPE": int(type), "THREADS": THREADS, "OP_ID": OP_ID}
 
 
-@cache
+@per_device
 def _kernel(device: torch.device, type: GGMLType) -> Kernel:
     code = compile_cubin("embed", arch_of(torch.cuda.get_device_capability(device)), defines(type))
     return code.kernel("embed", "plippi" + "ppppif" + "p")
@@ -82,7 +82,6 @@ class EmbedLaunch:
         return x
 
 
-@cache
 def bind(spec: EmbedSpec) -> EmbedLaunch:
     return EmbedLaunch(spec)
 

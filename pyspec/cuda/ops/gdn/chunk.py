@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pyspec.cuda import jit
+from pyspec.cuda.context import per_device
 from pyspec.slots.memory import StateShape
 
 DIM, CHUNK, VALUES, THREADS = 128, 64, 64, 128  # VALUES of a block of gdn_chunk_state
@@ -81,8 +81,9 @@ class Chunks:
         self.state.launch((n_v, DIM // VALUES, n_seq), THREADS, args, self.shared, overlap=overlap[1])
 
 
-@cache
-def kernels(shape: StateShape, arch: str) -> Chunks:
+@per_device
+def kernels(device: torch.device, shape: StateShape) -> Chunks:
+    arch = jit.arch_of(torch.cuda.get_device_capability(device))
     code = jit.compile_cubin("gdn_chunk", arch, defines(shape, arch))
     shared = (2 * key_stages(arch) + 1) * KEYS + RECORD
     return Chunks(

@@ -15,7 +15,6 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,11 +22,12 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import faults, jit
+from pyspec.cuda.context import per_device
 from pyspec.cuda.ops.gdn import chunk as gdn_chunk
 from pyspec.cuda.ops.gdn import ref as gdn_ref
 from pyspec.cuda.ops.gdn.ref import GdnSpec
 from pyspec.cuda.ops.prefetch import ARGS as NEXT_ARGS
-from pyspec.cuda.ops.prefetch import next_product
+from pyspec.cuda.ops.prefetch import prefetch_args
 from pyspec.cuda.ops.recurrent.fold_only import fold_batch
 from pyspec.cuda.ops.recurrent.ref import has_records
 from pyspec.cuda.ops.rows.cuda import BLOCKED, Into, Rows, RowsLaunch, aligned, values_of
@@ -89,16 +89,13 @@ def columns_for(shape: StateShape, n_seq: int, arch: str, n_multiprocessor: int,
     return 4 if four <= 1 < two else 2
 
 
-def fault_record(device: torch.device) -> Tensor:
-    """The device's record (cuda/faults.py). `slot` is the slot there."""
-    return faults.record(device)
-
-
-@cache
-def _kernels(shape: StateShape, arch: str, columns: int, clusters: bool) -> tuple[jit.Kernel, ...]:
-    """gdn_conv, gdn_rows and, with clusters, gdn_rows_into."""
+@per_device
+def _kernels(device: torch.device, shape: StateShape, columns: int) -> tuple[jit.Kernel, ...]:
+    """gdn_conv, gdn_rows and, where there are clusters, gdn_rows_into."""
+    capability = torch.cuda.get_device_capability(device)
+    arch = jit.arch_of(capability)
     code = jit.compile_cubin("gdn", arch, defines(shape, arch, columns))
-    into = [code.kernel("gdn_rows_into", ROWS_ARGS + INTO_ARGS)] if clusters else []
+    into = [code.kernel("gdn_rows_into", ROWS_ARGS + INTO_ARGS)] if capability >= (9, 0) else []
     return code.kernel("gdn_conv", CONV_ARGS), code.kernel("gdn_rows", ROWS_ARGS + OUT_ARGS), *into
 
 
@@ -129,8 +126,9 @@ class GdnLaunch:
         self.arch = jit.arch_of(capability)
         self.n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
         ways = [columns] if columns else COLUMNS
-        self.kernels = {c: _kernels(spec.shape, self.arch, c, self.clusters) for c in ways}
-        self.chunks = gdn_chunk.kernels(spec.shape, self.arch)
+        self.kernels = {c: _kernels(spec.device, spec.shape, c) for c in ways}
+        self.fault = faults.record(spec.device)
+        self.chunks = gdn_chunk.kernels(spec.device, spec.shape)
 
     def __call__(
         self,
@@ -189,7 +187,7 @@ class GdnLaunch:
         prepares = not isinstance(out, Tensor)
         cols = self.columns or columns_for(shape, n_seq, self.arch, self.n_sm, prepares=prepares)
         conv, rows, *rows_into = self.kernels[cols]
-        fault = fault_record(m.device)
+        fault = self.fault
         old = [fold_k, fold_v, fold_e, fold_b]
         records = [layer.conv, layer.k, layer.v, layer.g, layer.beta]
         gates: list[jit.Arg] = [alpha, beta, np.int64(alpha.stride(0)), a, dt_bias]
@@ -220,7 +218,7 @@ def _place(into: Into, n_row: int, n_in: int) -> list[jit.Arg]:
     assert (into.rows.n_in, into.rows.prepare.layout, prep.dim) == (n_in, BLOCKED, DIM) and gate.shape == (n_row, n_in)
     assert gate.dtype == prep.weight.dtype == torch.float32 and prep.weight.data_ptr() % 16 == 0
     of_head: list[jit.Arg] = [gate, np.int64(gate.stride(0)), prep.weight, np.float32(prep.eps), np.float32(prep.power)]
-    return [*of_head, rows.blocks, rows.sums, rows.powers, np.int32(rows.pad), *next_product(into.weights, n_row)]
+    return [*of_head, rows.blocks, rows.sums, rows.powers, np.int32(rows.pad), *prefetch_args(into.weights, n_row)]
 
 
 def bind(spec: GdnSpec, *, columns: int | None = None, chunked: int = CHUNKED) -> GdnLaunch:
@@ -232,11 +230,10 @@ def bind(spec: GdnSpec, *, columns: int | None = None, chunked: int = CHUNKED) -
 def folder(spec: GdnSpec) -> Callable[[StateLayer, int, int], None]:
     """Like gdn_ref.flush, with the kernels that fold before rows, so to the same bits."""
     shape, device = spec.shape, spec.device
-    capability = torch.cuda.get_device_capability(device)
-    overlap = capability >= (9, 0)
-    conv, rows, *_ = _kernels(shape, jit.arch_of(capability), COLUMNS[0], overlap)
+    overlap = torch.cuda.get_device_capability(device) >= (9, 0)
+    conv, rows, *_ = _kernels(device, shape, COLUMNS[0])
     kd, vd, n_v = shape.n_k_head * DIM, shape.n_v_head * DIM, shape.n_v_head
-    unread, fault = torch.zeros(shape.n_channel * TAPS, device=device), fault_record(device)
+    unread, fault = torch.zeros(shape.n_channel * TAPS, device=device), faults.record(device)
 
     def fold(layer: StateLayer, slot: int, n_fold: int) -> None:
         if not has_records(layer, slot, n_fold):

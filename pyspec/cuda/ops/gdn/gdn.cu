@@ -206,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 4)
   Seq seq = read_seq({seq_slot, seq_start, seq_fold, seq_keep, n_slot, width, n_row, chunked}, s, fault);
   if (seq.chunked) seq.n = 0;
   const bool has_rows = static_cast<int>(blockIdx.z) * SPAN < seq.n && (blockIdx.z == 0 || seq.keep);
-  if (!has_rows && !seq.only_folds) {
+  if (!has_rows && !seq.fold_only) {
     wait_for_predecessor();  // whoever starts after this kernel counts on the one before
   } else {  // waits when it has loaded what was there before the forward
     const ConvArgs args = {m,      alpha, beta, a, dt_bias, conv_w, conv, rec_k, rec_v,    rec_g,       rec_b, fold_k,
@@ -416,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 #include "gdn_into.cuh"
 
 // As gdn_rows, in clusters of a head's blocks. gate [row, gate_stride] from v_head 0 on, norm [value];
-// blocks sums powers pad as in rows.cu; next.. what is fetched to L2 for the product (Next). Rows of no sequence stay as they are.
+// blocks sums powers pad as in rows.cu; next.. what is fetched to L2 for the product (Prefetch). Rows of no sequence stay as they are.
 extern "C" __global__ void __cluster_dims__(1, PEERS, 1) __launch_bounds__(THREADS, BLOCKS)
     gdn_rows_into(float* state, const float* rec_k, const float* rec_v, const float* fold_k, const float* fold_v,
                   const float* fold_e, const float* fold_b, const float* q, const float* k, const float* v,

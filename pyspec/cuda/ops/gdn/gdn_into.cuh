@@ -27,7 +27,7 @@ __device__ __forceinline__ u32 address(const void* shared) {
 struct Into {
   static constexpr int STRIDE = TILE;
   OnTheWay& s;
-  Next next;
+  Prefetch next;
   const float *gate, *norm;
   i64 gate_stride;
   float eps, power;

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
 from pyspec.cuda.ops.linear import pair as linear_pair
 from pyspec.cuda.ops.linear.dequant import quantize
@@ -134,7 +134,7 @@ class _Step:
     shared: int
 
 
-@cache
+@per_device
 def _steps(device: torch.device, type: GGMLType, epilogue: Epilogue) -> tuple[_Step, ...]:
     capability = torch.cuda.get_device_capability(device)
     return tuple(step(device, type, epilogue, shape) for shape in fitting(type, capability))
@@ -150,14 +150,14 @@ def step(device: torch.device, type: GGMLType, epilogue: Epilogue, shape: Shape)
     return _Step(shape, code.kernel("linear", "ppppppppiiii").allow_shared(shared), threads, shared)
 
 
-@cache
+@per_device
 def _workspace(device: torch.device, n_sm: int) -> tuple[Tensor, Tensor]:
     """(shares of cut tiles, tickets): two tiles of 128 rows a CTA; a ticket for each warp of the tiles a matrix may have."""
     partial = torch.empty(2 * n_sm * 256 * MAX_ROWS, dtype=torch.float32, device=device)
     return partial, torch.zeros(1 << 16, dtype=torch.int32, device=device)
 
 
-@cache
+@per_device
 def bind_rows(device: torch.device, type: GGMLType, n_in: int) -> RowsLaunch:
     """One launch, and one buffer, for all matrices of a type and n_in; pads are those of `linear` for the type."""
     pads = tuple(s.rows for s in fitting(type, torch.cuda.get_device_capability(device)))

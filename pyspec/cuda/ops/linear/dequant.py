@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
 
+from pyspec.cuda.context import per_device
 from pyspec.errors import ModelError
 from pyspec.gguf import GGMLType, blocks
 from pyspec.gguf.blocks import Block
@@ -37,7 +37,7 @@ def _half(raw: Tensor, layout: type[Block], name: str) -> Tensor:
     return _bytes(raw, layout, name).contiguous().view(torch.float16).float()
 
 
-@cache
+@per_device
 def _shifts(device: torch.device, n: int, step: int) -> Tensor:
     """[n, 1] uint8: 0, step, 2 * step, ..."""
     return torch.arange(0, n * step, step, dtype=torch.uint8, device=device).view(n, 1)
@@ -55,7 +55,7 @@ def _bits(x: Tensor) -> Tensor:
     return ((x.unsqueeze(-1) >> _shifts(x.device, 8, 1).view(8)) & 1).flatten(1)
 
 
-@cache
+@per_device
 def _pairs(device: torch.device, values: tuple[int, ...]) -> Tensor:
     """[256, 2] float32: the table's values at a byte's low and high nibble."""
     table = torch.tensor(values, dtype=torch.float32, device=device)
@@ -165,14 +165,14 @@ def _iq4_xs(raw: Tensor) -> Tensor:
     return (scale.unsqueeze(-1) * q).flatten(1)
 
 
-@cache
+@per_device
 def e8m0(device: torch.device) -> Tensor:
     """[256] float32: half of 2^(code - 127); the two smallest are subnormal."""
     bits = [0x0020_0000 << code if code < 2 else (code - 1) << 23 for code in range(256)]
     return torch.tensor(bits, dtype=torch.int32, device=device).view(torch.float32)
 
 
-@cache
+@per_device
 def ue4m3(device: torch.device) -> Tensor:
     """[256] float32: half of the unsigned E4M3 number, bias 7, the sign bit ignored; 0x7f counts as zero."""
 

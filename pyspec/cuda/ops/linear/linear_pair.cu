@@ -142,7 +142,7 @@ struct Sums {
 
 #include "int_scales.cuh"
 
-// The same with whole numbers (whole.cuh): one chain of products, scaled at its end. `has_minima`: for all of the chunk, whose warps
+// The same with whole numbers (int_scales.cuh): one chain of products, scaled at its end. `has_minima`: for all of the chunk, whose warps
 // take turns.
 __device__ __forceinline__ float sum_blocks(Sums& acc, u32 weights, u32 rows, int block, int m, int n, bool has_minima) {
   const int lane = threadIdx.x & 31;
@@ -178,7 +178,7 @@ __device__ __forceinline__ float sum_blocks(Sums& acc, u32 weights, u32 rows, in
 #pragma unroll
     for (int b = 0; b < BLOCKS; ++b) {
       u32 a[8];
-      unpack_whole(a, codes[i % 2][b], k16384);
+      unpack_ints(a, codes[i % 2][b], k16384);
 #pragma unroll
       for (int t = 0; t < TILES_N; ++t) multiply_whole(sums[t], a, x[b][t]);
     }

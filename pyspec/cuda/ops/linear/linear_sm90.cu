@@ -1,4 +1,4 @@
-// linear_sm90: linear.cu with the copy engine of sm_90 and later; same arguments, and but for Q4_K and Q5_K (whole.cuh) same sums in
+// linear_sm90: linear.cu with the copy engine of sm_90 and later; same arguments, and but for Q4_K and Q5_K (int_scales.cuh) same sums in
 // the same order.
 //
 // A warp of its own keeps the stages filled by bulk copies, each completing on a barrier; computing warps wait for
@@ -137,7 +137,7 @@ __device__ __forceinline__ void fetch_rows(uint4 (&x)[TILES_N], u32 stage, int b
 __device__ __forceinline__ void multiply(Accumulator& sums, const Block& left, const uint4 (&x)[TILES_N], u32 k16384) {
   u32 a[TILES_M][8];
 #pragma unroll
-  for (int m = 0; m < TILES_M; ++m) unpack_whole(a[m], left.codes[m], k16384);
+  for (int m = 0; m < TILES_M; ++m) unpack_ints(a[m], left.codes[m], k16384);
 #pragma unroll
   for (int n = 0; n < TILES_N; ++n)
 #pragma unroll
@@ -212,7 +212,7 @@ __device__ __forceinline__ void sum_units(Accumulator& acc, Ring& at, int n, u32
         Codes codes;
         u32 a[8];
         fetch(codes, at_record(record, threadIdx.x & 31), block);
-        unpack_whole(a, codes, k16384);
+        unpack_ints(a, codes, k16384);
 #pragma unroll
         for (int k = 0; k < TILES_N; ++k) multiply_whole(sums[k], a, shared_16(rows_of(stage, block, k)));
       }

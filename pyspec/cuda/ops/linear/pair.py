@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
 from pyspec.cuda.ops.linear.pack import CHUNKS, FORMATS, RECORDS, Packed, n_chunks, n_groups, packed_bytes
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
@@ -90,9 +90,9 @@ def defines(type: GGMLType, pad: int, epilogue: Epilogue) -> dict[str, int | str
     }
 
 
-@cache
-def _kernel(arch: str, macros: tuple[tuple[str, int | str], ...], n_shared: int) -> Kernel:
-    code = compile_cubin("linear_pair", arch, dict(macros))
+@per_device
+def _kernel(device: torch.device, macros: tuple[tuple[str, int | str], ...], n_shared: int) -> Kernel:
+    code = compile_cubin("linear_pair", arch_of(torch.cuda.get_device_capability(device)), dict(macros))
     return code.kernel("linear_pair", "ppppppiiiiiiii").allow_shared(n_shared)
 
 
@@ -103,8 +103,7 @@ class PairLaunch:
         n_group, n_chunk = n_groups(spec.n_weight_row), n_chunks(spec.type, spec.n_in)
         n_pair = max(1, min(n_sm // 2, n_group))
         ring_ = ring(spec.type, pad, n_group, n_pair, n_shared)
-        arch = arch_of(torch.cuda.get_device_capability(spec.device))
-        self.kernel = _kernel(arch, tuple(defines(spec.type, pad, spec.epilogue).items()), n_shared)
+        self.kernel = _kernel(spec.device, tuple(defines(spec.type, pad, spec.epilogue).items()), n_shared)
         self.grid, self.n_bytes = (2 * n_pair,), ring_.n_bytes
         sizes = (spec.n_out, n_group, n_chunk, ring_.n_slot, ring_.weights, ring_.early, ring_.steady)
         self.sizes = tuple(np.int32(n) for n in sizes)

@@ -12,13 +12,13 @@ Buffers are made at bind and shared by the matrices of a device: all launches mu
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Kernel, compile_cubin
 from pyspec.cuda.ops.linear.pack import CHUNKS, FORMATS, RECORDS, TILE, Packed, n_chunks, n_groups
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
@@ -100,8 +100,8 @@ def defines(type: GGMLType, pad: int, epilogue: Epilogue, patience: int = PATIEN
     }
 
 
-@cache
-def _kernel(type: GGMLType, pad: int, epilogue: Epilogue, patience: int) -> Kernel:
+@per_device
+def _kernel(device: torch.device, type: GGMLType, pad: int, epilogue: Epilogue, patience: int) -> Kernel:
     code = compile_cubin("linear_wgmma", "sm_90a", defines(type, pad, epilogue, patience))
     return code.kernel("linear_wgmma", "ppppppppiiii").allow_shared(shared_bytes(type, pad))
 
@@ -115,14 +115,14 @@ class _Workspace:
     states: Tensor
 
 
-@cache
+@per_device
 def _workspace(device: torch.device, n_sm: int) -> _Workspace:
     partial = torch.empty(2 * n_sm * 256 * MAX_ROWS, dtype=torch.float32, device=device)
     counts, states = (torch.zeros(n, dtype=torch.int32, device=device) for n in (_MAX_TILES, _MAX_GRID))
     return _Workspace(partial, counts, states)
 
 
-@cache
+@per_device
 def bind_rows(device: torch.device, n_in: int) -> RowsLaunch:
     """One launch, and one buffer, for all matrices of n_in columns."""
     return RowsLaunch(device, n_in, PADS, TALL)
@@ -136,7 +136,7 @@ class WgmmaLaunch:
     def __init__(self, spec: LinearSpec, patience: int = PATIENCE, overlap: bool = True) -> None:
         self.spec, self.overlap = spec, overlap
         self.rows = bind_rows(spec.device, spec.n_in)
-        self.kernels = {pad: _kernel(spec.type, pad, spec.epilogue, patience) for pad in PADS}
+        self.kernels = {pad: _kernel(spec.device, spec.type, pad, spec.epilogue, patience) for pad in PADS}
         n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
         n_group, n_chunk = n_groups(spec.n_weight_row), n_chunks(spec.type, spec.n_in)
         n_tile = -(-n_group // TILE)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pyspec.cuda import jit
+from pyspec.cuda.context import per_device
 from pyspec.cuda.ops.mamba2.ref import Params
 from pyspec.slots.memory import Mamba2Shape
 
@@ -116,8 +116,10 @@ class Chunks:
         self.states[rows].launch(grid, 4 * rows, args, shared, overlap=overlap)
 
 
-@cache
-def kernels(shape: Mamba2Shape, arch: str, n_multiprocessor: int) -> Chunks:
+@per_device
+def kernels(device: torch.device, shape: Mamba2Shape) -> Chunks:
+    arch = jit.arch_of(torch.cuda.get_device_capability(device))
+    n_multiprocessor = torch.cuda.get_device_properties(device).multi_processor_count
     chunk, most = cut(shape, arch)
     codes = {most: jit.compile_cubin("mamba2_chunk", arch, defines(shape, chunk, most))}
     if most == 64 and narrow(shape, 1, n_multiprocessor):

@@ -12,17 +12,17 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from pyspec.cuda import faults, jit
+from pyspec.cuda.context import per_device
 from pyspec.cuda.ops.mamba2 import chunk as mamba2_chunk
 from pyspec.cuda.ops.mamba2.ref import Mamba2, Mamba2Spec, Params
 from pyspec.cuda.ops.prefetch import ARGS as NEXT_ARGS
-from pyspec.cuda.ops.prefetch import NOTHING, next_product
+from pyspec.cuda.ops.prefetch import NOTHING, prefetch_args
 from pyspec.cuda.ops.recurrent.fold_only import fold_batch
 from pyspec.cuda.ops.recurrent.ref import has_records
 from pyspec.slots.arena import BUCKETS
@@ -87,8 +87,9 @@ def columns_for(s: Mamba2Shape, n_seq: int, arch: str, n_multiprocessor: int) ->
     return 4 if 4 in choices and one_wave(4) and not one_wave(2) else choices[0]
 
 
-@cache
-def _kernels(shape: Mamba2Shape, arch: str, columns: int) -> tuple[jit.Kernel, jit.Kernel]:
+@per_device
+def _kernels(device: torch.device, shape: Mamba2Shape, columns: int) -> tuple[jit.Kernel, jit.Kernel]:
+    arch = jit.arch_of(torch.cuda.get_device_capability(device))
     code = jit.compile_cubin("mamba2", arch, defines(shape, arch, columns))
     return code.kernel("mamba2_conv", CONV_ARGS), code.kernel("mamba2_rows", ROWS_ARGS)
 
@@ -115,8 +116,8 @@ def bind(spec: Mamba2Spec, *, columns: int | None = None, chunked: int = CHUNKED
     s = spec.shape
     capability = torch.cuda.get_device_capability(spec.device)
     arch, n_sm = jit.arch_of(capability), torch.cuda.get_device_properties(spec.device).multi_processor_count
-    kernels = {c: _kernels(s, arch, c) for c in ([columns] if columns else columns_of(s))}
-    chunks = mamba2_chunk.kernels(s, arch, n_sm)
+    kernels = {c: _kernels(spec.device, s, c) for c in ([columns] if columns else columns_of(s))}
+    chunks = mamba2_chunk.kernels(spec.device, s)
     inner, wide = s.n_head * s.head_dim, s.n_group * s.n_state
     overlap, fault = capability >= (9, 0), faults.record(spec.device)
 
@@ -154,7 +155,7 @@ def bind(spec: Mamba2Spec, *, columns: int | None = None, chunked: int = CHUNKED
             made = chunks.prepare(inputs, p, layer.conv, more, n_chunk, fault, overlap=overlap)
         runs_rows = not only_long or any(q.n_fold for q in long)
         if runs_rows:
-            args = [layer.state, p.d, *records, *old, x, b, c, e, t, out, *counts, fault, *next_product(after, n_row)]
+            args = [layer.state, p.d, *records, *old, x, b, c, e, t, out, *counts, fault, *prefetch_args(after, n_row)]
             rows.launch((s.n_head, s.head_dim * LANES // (THREADS * cols), n_seq), THREADS, args, overlap=overlap)
         if long:
             states, sizes = (layer.state, layer.conv), (n_seq, len(long), n_chunk)
@@ -168,7 +169,7 @@ def folder(spec: Mamba2Spec) -> Callable[[StateLayer, int, int], None]:
     """Like mamba2_ref.flush, with the kernels that fold before rows, so to the same bits."""
     s, device = spec.shape, spec.device
     capability, columns = torch.cuda.get_device_capability(device), columns_of(s)[0]
-    conv, rows = _kernels(s, jit.arch_of(capability), columns)
+    conv, rows = _kernels(device, s, columns)
     overlap, fault, unread = capability >= (9, 0), faults.record(device), torch.zeros(s.n_channel * TAPS, device=device)
 
     def fold(layer: StateLayer, slot: int, n_fold: int) -> None:

@@ -77,7 +77,7 @@ __device__ __forceinline__ void conv_part(const ConvArgs& a, const Seq& seq, int
   int first = span + warp * per_warp, count = min(per_warp, seq.n - first);
   const bool moves = blockIdx.z == 0 && warp < TAPS - 1;
   const int from = seq.keep ? seq.n + warp : warp;  // moved by this warp: of window and rows, one after the other
-  const bool folds = blockIdx.z == 0 && PART != C && !seq.only_folds;  // whose records mamba2_rows reads where they are
+  const bool folds = blockIdx.z == 0 && PART != C && !seq.fold_only;  // whose records mamba2_rows reads where they are
   const int own = lane / BLOCK_HEADS, head = head0 + lane % BLOCK_HEADS;  // of X, the row and head a lane makes gates of
   const float* rows = a.m + seq.start * a.m_stride + channel;
   float* conv = a.conv + (slot_row + static_cast<i64>(seq.slot) * (TAPS - 1)) * CHANNELS + channel;
@@ -182,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 4)
   Seq seq = read_seq(meta, s, OP_MAMBA2, fault);
   if (seq.chunked) seq.n = 0;
   const bool has_rows = static_cast<int>(blockIdx.z) * SPAN < seq.n && (blockIdx.z == 0 || seq.keep);
-  if (!has_rows && !seq.only_folds) {
+  if (!has_rows && !seq.fold_only) {
     wait_for_predecessor();  // whoever starts after this kernel counts on the one before
   } else {  // waits when it has loaded what was there before the forward
     const ConvArgs args = {m,      dt,     a,      dt_bias, conv_w, conv_b, conv, rec_x, rec_b,    rec_e,     rec_t,
@@ -285,7 +285,7 @@ __device__ __forceinline__ void move_state(Slice& slice, float* state, bool stor
 }
 
 // grid (HEADS, DIM / TILE, sequences), 128 threads. state [slot, head, head_dim, state] in place, d [head] read,
-// out [row, head, head_dim] written, rows of no sequence as zeros; next..: next.cuh's; the rest is mamba2_conv's. Launched so
+// out [row, head, head_dim] written, rows of no sequence as zeros; next..: prefetch.cuh's; the rest is mamba2_conv's. Launched so
 // that its state may load while that runs.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     mamba2_rows(float* state, const float* __restrict__ d, const float* rec_x, const float* rec_b, const float* rec_e,
@@ -312,7 +312,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   auto start_fetch = [&](int j) {
     if (j < n_stage) {
       const bool folds = j < n_fold, kept = seq.keep;
-      const bool in_place = seq.chunked || seq.only_folds;  // whose records nobody overwrites
+      const bool in_place = seq.chunked || seq.fold_only;  // whose records nobody overwrites
       const int first = (folds ? j : j - n_fold) * STAGE, count = min(STAGE, (folds ? seq.fold : seq.n) - first);
       const i64 row = seq.start + first, old = fold_row + first, record = slot_row + first;
       const i64 at = in_place ? record : folds ? old : kept ? row : record, scalar = in_place || folds ? at : row;
@@ -330,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   move_state(slice, own, false);
 #if __CUDA_ARCH__ >= 900
   if (s == 0 && meta.start[1] == meta.start[gridDim.z]) {  // states of several keep memory busy
-    const Next product = {next, next_share, n_share, n_piece};
+    const Prefetch product = {next, next_share, n_share, n_piece};
     product.fetch((blockIdx.x * gridDim.y + blockIdx.y) * THREADS + threadIdx.x, gridDim.x * gridDim.y * THREADS);
   }
 #endif

@@ -18,10 +18,10 @@ ACTS = {"swiglu": SWIGLU, "relu2": RELU2}
 STAGE = 10 << 10  # bytes of weights in a stage: fewer barriers, and still several stages
 REGISTERS = {FEW_PAIRS: 80, MANY_PAIRS: 160}  # of a thread, at most
 LEAST_STAGES = 2  # rather than as many CTAs as registers allow
-WHOLE = frozenset((GGMLType.Q4_K,))  # types that multiply rows of whole numbers, in two planes: four pairs a tile
-WHOLE_FEW = 4  # of FEW_PAIRS
-WHOLE_CHUNKS, WHOLE_STAGES = {FEW_PAIRS: 4, MANY_PAIRS: 1}, 2  # chunks of their rows in a stage; stages
-WHOLE_REGISTERS = {  # weights are in registers, twice; a build for each (`n_resident`)
+INTEGER = frozenset((GGMLType.Q4_K,))  # types that multiply rows of whole numbers, in two planes: four pairs a tile
+INTEGER_FEW = 4  # of FEW_PAIRS
+INTEGER_CHUNKS, INTEGER_STAGES = {FEW_PAIRS: 4, MANY_PAIRS: 1}, 2  # chunks of their rows in a stage; stages
+INTEGER_REGISTERS = {  # weights are in registers, twice; a build for each (`n_resident`)
     BUILDS[0]: (128, 100),
     BUILDS[1]: (100, 72),
     BUILDS[2]: (160,),
@@ -31,20 +31,20 @@ LAST = 0.45  # of what runs at once: fewer take as long
 
 def most_pairs(type: GGMLType, pairs: int) -> int:
     """Of an item of a build with so many."""
-    return WHOLE_FEW if type in WHOLE and pairs == FEW_PAIRS else pairs
+    return INTEGER_FEW if type in INTEGER and pairs == FEW_PAIRS else pairs
 
 
 def stage_chunks(type: GGMLType, pairs: int) -> int:
     """Chunks in a stage."""
-    if type in WHOLE:
-        return WHOLE_CHUNKS[pairs]
+    if type in INTEGER:
+        return INTEGER_CHUNKS[pairs]
     return max(1, STAGE // (GROUPS * RECORDS[type]))
 
 
 def stage_bytes(type: GGMLType, pairs: int, inner: bool = False) -> int:
     """Weights and rows; downs have a power of two for each block of a row beside it, minima a sum. Of planes rows alone."""
     n_chunk, n_block = stage_chunks(type, pairs), CHUNKS[type]
-    if type in WHOLE:
+    if type in INTEGER:
         return most_pairs(type, pairs) * (n_chunk * n_block // 2 * UNIT + 16)
     beside = (4 if FORMATS[type].minima else 0) + (0 if inner else 4)
     return n_chunk * (GROUPS * RECORDS[type] + n_block * pairs * (64 + beside))
@@ -53,15 +53,15 @@ def stage_bytes(type: GGMLType, pairs: int, inner: bool = False) -> int:
 def residents(type: GGMLType, pairs: int, listed: bool) -> tuple[int, ...]:
     """CTAs that a multiprocessor should hold: what registers allow (moe.cu takes one less where its compiler needs more of them). A build
     for each; which one runs, `n_resident` says."""
-    registers = WHOLE_REGISTERS[pairs, listed] if type in WHOLE else (REGISTERS[pairs],)
+    registers = INTEGER_REGISTERS[pairs, listed] if type in INTEGER else (REGISTERS[pairs],)
     return tuple(65536 // (n * 32 * GROUPS) for n in registers)
 
 
 def n_stages(type: GGMLType, pairs: int, capability: tuple[int, int], inner: bool = False) -> int:
     """At most 8, what `residents` have room for; but LEAST_STAGES or at least 2 wherever one CTA has, 0 elsewhere."""
     size, most = stage_bytes(type, pairs, inner), n_shared(capability)
-    if type in WHOLE:
-        return WHOLE_STAGES
+    if type in INTEGER:
+        return INTEGER_STAGES
     share = most // residents(type, pairs, True)[0] - 1024  # which is the driver's
     fit = min(most // size, max(LEAST_STAGES, share // size))
     return min(8, fit) if fit >= 2 else 0
@@ -88,7 +88,7 @@ def n_taken(n_expert: int, n_used: int, n_row: int) -> float:
 
 def layout_of(type: GGMLType | None) -> int:
     """Of rows that such experts multiply."""
-    return PLANES if type in WHOLE else BLOCKED
+    return PLANES if type in INTEGER else BLOCKED
 
 
 def defines(
@@ -103,7 +103,7 @@ def defines(
     resident: int = 0,
 ) -> dict[str, int | str]:
     """Macros of moe.cu. next: of gates and ups, the type of the downs; resident: one of `residents`, 0 the first."""
-    tile = WHOLE_FEW if type in WHOLE else 8
+    tile = INTEGER_FEW if type in INTEGER else 8
     return {
         "TYPE": FORMATS[type].code,
         "CHUNK": CHUNKS[type],
@@ -121,6 +121,6 @@ def defines(
         "ACT": act,
         "INNER": int(inner),
         "ADDS": int(adds),
-        "PLANES": int(type in WHOLE),
-        "NEXT_PLANES": int(next in WHOLE),
+        "PLANES": int(type in INTEGER),
+        "NEXT_PLANES": int(next in INTEGER),
     }

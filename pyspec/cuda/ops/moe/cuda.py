@@ -6,7 +6,7 @@ last: launches are most of their time, tickets would be most of others'. A share
 launches, cut into pieces of the others' width: of all rows, and first, because what it reads is known before rows
 have chosen.
 
-Types of WHOLE (moe_builds.py) multiply rows of whole numbers, which whoever prepares them puts into planes (rows.cu's LAYOUT 3).
+Types of INTEGER (moe_builds.py) multiply rows of whole numbers, which whoever prepares them puts into planes (rows.cu's LAYOUT 3).
 
 Nothing of what rows chose reaches the host: grids are as large as the number of rows can make them, and CTAs without work
 end at once. So graphs may hold it, and prompts take the same way, MAX_ROWS rows at a time. Buffers are shared by the layers of
@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
 from pyspec.cuda.ops.linear.cuda import random_weights
 from pyspec.cuda.ops.linear.pack import (
@@ -41,10 +41,10 @@ from pyspec.cuda.ops.moe.builds import (
     BUILDS,
     FEW_PAIRS,
     GROUPS,
+    INTEGER,
     MANY_PAIRS,
     NONE,
     SWIGLU,
-    WHOLE,
     defines,
     layout_of,
     most_pairs,
@@ -62,7 +62,7 @@ from pyspec.gguf import GGMLType
 
 MAX_ROWS, MAX_EXPERT, MAX_USED = 512, 1024, 32
 FEWEST = 2  # rows up to which who comes last sums what experts gave, and pairs find each other
-WHOLE_FEWEST = 3  # rows up to which they do where rows are whole numbers
+INTEGER_FEWEST = 3  # rows up to which they do where rows are whole numbers
 FEW = 32  # rows up to which an item has FEW_PAIRS at most: experts rarely get more; beyond it has MANY_PAIRS
 MAX_PIECES = 4  # of a shared expert: with more, a launch of its own reads as well
 
@@ -163,7 +163,7 @@ class _Step:
         kernel.launch(grid, 32 * GROUPS, args, self.shared, overlap=overlap)
 
 
-@cache
+@per_device
 def _step(
     device: torch.device,
     type: GGMLType,
@@ -185,13 +185,13 @@ def _step(
     return _Step(kernels, shared, most_pairs(type, pairs))
 
 
-@cache
+@per_device
 def _pair_kernels(device: torch.device) -> tuple[Kernel, Kernel]:
     code = compile_cubin("moe_pairs", arch_of(torch.cuda.get_device_capability(device)))
     return code.kernel("moe_lists", "pppiiii"), code.kernel("moe_combine", "ppppppiii")
 
 
-@cache
+@per_device
 def _rows(device: torch.device, n_in: int, most: int, layout: int) -> RowsLaunch:
     pads = [8]
     while pads[-1] < most:
@@ -210,14 +210,14 @@ class _Between:
     step: int
 
 
-@cache
+@per_device
 def _between(device: torch.device, n_ff: int, most: int, layout: int) -> _Between:
     step = -(-n_ff // 256) * 8
     sums, powers = (torch.zeros(most * step, dtype=torch.float32, device=device) for _ in "sp")
     return _Between(torch.zeros(most * row_bytes(n_ff, layout), dtype=torch.uint8, device=device), sums, powers, step)
 
 
-@cache
+@per_device
 def _tickets(device: torch.device, n: int) -> Tensor:
     return torch.zeros(n, dtype=torch.int32, device=device)
 
@@ -291,7 +291,7 @@ class Experts:
         self.down = _Product(spec.device, pack(stacks.down), shared, NONE, None)
         self.lists, self.combine = _pair_kernels(spec.device)
         self.x_rows = _rows(spec.device, spec.n_in, MAX_ROWS, layout_of(spec.up))
-        self.finding = WHOLE_FEWEST if spec.up in WHOLE and spec.down in WHOLE else FEWEST
+        self.finding = INTEGER_FEWEST if spec.up in INTEGER and spec.down in INTEGER else FEWEST
         self.h = _between(spec.device, spec.n_ff, MAX_ROWS * (spec.n_used + spec.pieces), layout_of(spec.down))
 
     def prepare(self, x: Tensor, norm: Norm | None = None) -> Rows | None:

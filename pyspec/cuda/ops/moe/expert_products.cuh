@@ -1,7 +1,7 @@
 // moe.cu's inner loop for f16 rows: a warp's 16 weight rows times an item's rows, a chunk of columns in shared memory at a time.
 //
 // Its bound is instructions, not bytes, so that offsets are constants, and what all blocks of a chunk share is done once. Q5_K
-// (INT_SCALES) has most to share: see whole.cuh. Of sums, two parts are multiplied with minima, which keeps 16 bits.
+// (INT_SCALES) has most to share: see int_scales.cuh. Of sums, two parts are multiplied with minima, which keeps 16 bits.
 #pragma once
 #include "linear_block.cuh"
 
@@ -71,7 +71,7 @@ __device__ __forceinline__ void add_chunk(Acc& acc, const Places& at, u32 stage,
     Codes codes;
     u32 a[8];
     fetch(codes, left, block);
-    unpack_whole(a, codes, k16384);
+    unpack_ints(a, codes, k16384);
 #pragma unroll
     for (int n = 0; n < TILES_N; ++n) {
       const uint4 b = shared_16(right + block * (kPad * 64) + n * 512);
@@ -96,7 +96,7 @@ __device__ __forceinline__ void add_chunk(Acc& acc, const Places& at, u32 stage,
     const u32 rest = two_bf16(s0 - __uint_as_float(upper << 16), s1 - __uint_as_float(upper & 0xffff0000u));
     float less[4];
     mma_bf16(less, m[0], m[1], m[0], m[1], upper, rest, 0.f, 0.f, 0.f, 0.f);
-    const float d = low_half(whole.d.x) * kWhole, d8 = low_half(whole.d.y) * kWhole;
+    const float d = low_half(whole.d.x) * kIntScale, d8 = low_half(whole.d.y) * kIntScale;
     const float by = -high_half(whole.d.x), by8 = -high_half(whole.d.y);
     add_times(acc[n], sums[n], d, d, d8, d8);
     add_times(acc[n], less, by, by, by8, by8);

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
 from pyspec.cuda.ops.moe.ref import Routes, RouteSpec
 from pyspec.cuda.ops.rows.cuda import BLOCKED, PLANES, Rows, RowsLaunch, values_of
@@ -48,9 +48,9 @@ def defines(spec: RouteSpec) -> dict[str, int | str]:
     }
 
 
-@cache
-def _kernels(spec: RouteSpec) -> tuple[Kernel, Kernel]:
-    code = compile_cubin("moe_route", arch_of(torch.cuda.get_device_capability(spec.device)), defines(spec))
+@per_device
+def _kernels(device: torch.device, spec: RouteSpec) -> tuple[Kernel, Kernel]:
+    code = compile_cubin("moe_route", arch_of(torch.cuda.get_device_capability(device)), defines(spec))
     return code.kernel("moe_scores", "ppppppp" + "iiii" + "ff"), code.kernel("moe_choose", "pppppf")
 
 
@@ -99,7 +99,7 @@ class RouteLaunch:
 
     def __init__(self, spec: RouteSpec) -> None:
         self.spec = spec
-        self.scores, self.choose = _kernels(replace(spec, scale=1.0, eps=0.0))
+        self.scores, self.choose = _kernels(spec.device, replace(spec, scale=1.0, eps=0.0))
         self.n_score, self.n_choose = spec.n_expert + spec.gated, -(-spec.n_expert // 32) * 32
         self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
         self.n_multiprocessor = torch.cuda.get_device_properties(spec.device).multi_processor_count

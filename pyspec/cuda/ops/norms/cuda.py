@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from pyspec.cuda import faults
+from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
 from pyspec.cuda.ops.norms.ref import Norms, NormsSpec
 
@@ -39,7 +38,7 @@ def defines(n: int, layer: bool) -> dict[str, int | str]:
     return {"COLUMNS": n, "LAYER": int(layer), "THREADS": threads_for(n), "OP_ID": OP_ID}
 
 
-@cache
+@per_device
 def _kernel(device: torch.device, n: int, layer: bool) -> Kernel:
     code = compile_cubin("norms", arch_of(torch.cuda.get_device_capability(device)), defines(n, layer))
     return code.kernel("norms", "ppp" + "pppp" + "lif" + "p")
@@ -94,7 +93,6 @@ class NormsLaunch:
             self.kernel.launch((n_first + n_second,), self.threads, args, overlap=self.overlap)
 
 
-@cache
 def bind(spec: NormsSpec) -> NormsLaunch:
     return NormsLaunch(spec)
 

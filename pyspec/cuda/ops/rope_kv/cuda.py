@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pyspec.cuda import jit
-from pyspec.cuda.ops.attend.cuda import KINDS, fault_record
+from pyspec.cuda import faults, jit
+from pyspec.cuda.context import per_device
+from pyspec.cuda.ops.attend.cuda import KINDS
 from pyspec.cuda.ops.rope_kv.ref import Angles, RopeKvSpec
 from pyspec.slots.kv import KVPool
 
@@ -47,9 +47,9 @@ def defines(spec: RopeKvSpec, kind: int) -> dict[str, int | str]:
     }
 
 
-@cache
-def _kernel(spec: RopeKvSpec, kind: int) -> jit.Kernel:
-    arch = jit.arch_of(torch.cuda.get_device_capability(spec.device))
+@per_device
+def _kernel(device: torch.device, spec: RopeKvSpec, kind: int) -> jit.Kernel:
+    arch = jit.arch_of(torch.cuda.get_device_capability(device))
     return jit.compile_cubin("rope_kv", arch, defines(spec, kind)).kernel(
         "rope_kv", ARGS.format(planes="pppp" if kind == KINDS[torch.int8] else "pp")
     )
@@ -57,9 +57,10 @@ def _kernel(spec: RopeKvSpec, kind: int) -> jit.Kernel:
 
 def bind(spec: RopeKvSpec) -> Callable[..., Tensor]:
     overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
-    fault = fault_record(spec.device)
+    fault = faults.record(spec.device)
     none = torch.zeros(4, device=spec.device)
     step = spec.dim * (2 if spec.gated else 1)
+    kernels: dict[torch.dtype, jit.Kernel] = {}  # by the pool's type
     n_column, n_unit = spec.n_q * step + 2 * spec.n_kv * spec.dim, spec.n_q + 2 * spec.n_kv
 
     def rope_kv(
@@ -76,7 +77,9 @@ def bind(spec: RopeKvSpec) -> Callable[..., Tensor]:
         norms = (none if q_norm is None else q_norm, none if k_norm is None else k_norm, np.float32(spec.eps))
         counts = (np.int32(spec.n_q), np.int32(spec.n_kv), np.int32(pool.k.shape[0]))
         args = (y, np.int64(y.stride(0)), *norms, cos, sin, rows, q, *pool.planes, *counts, fault)
-        _kernel(spec, KINDS[pool.dtype]).launch((n, -(-n_unit // WARPS)), 32 * WARPS, args, overlap=overlap)
+        if pool.dtype not in kernels:
+            kernels[pool.dtype] = _kernel(spec.device, spec, KINDS[pool.dtype])
+        kernels[pool.dtype].launch((n, -(-n_unit // WARPS)), 32 * WARPS, args, overlap=overlap)
         return q
 
     return rope_kv

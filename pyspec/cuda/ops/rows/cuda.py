@@ -7,12 +7,12 @@ returns holds until the next one of the same size.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
 from pyspec.cuda.ops.rows.ref import GroupNorm, HeadGate, HeadNorm, Kind, Norm, Prep, RowsSpec
 
@@ -74,15 +74,18 @@ def defines(n_in: int, kind: Kind, dim: int, layout: int, experts: bool = False)
     return {"COLUMNS": n_in, "KIND": int(kind), "DIM": max(dim, 1), "LAYOUT": layout, "EXPERTS": int(experts)}
 
 
-@cache
-def _kernel(capability: tuple[int, int], n_in: int, kind: Kind, dim: int, layout: int, experts: bool = False) -> Kernel:
-    code = compile_cubin("rows", arch_of(capability), defines(n_in, kind, dim, layout, experts))
+@per_device
+def _kernel(device: torch.device, n_in: int, kind: Kind, dim: int, layout: int, experts: bool) -> Kernel:
+    arch = arch_of(torch.cuda.get_device_capability(device))
+    code = compile_cubin("rows", arch, defines(n_in, kind, dim, layout, experts))
     return code.kernel("rows", SUMMED_ARGS if experts else ROWS_ARGS)
 
 
-@cache
-def _finish_kernel(capability: tuple[int, int]) -> Kernel:
-    return compile_cubin("rows_finish", arch_of(capability)).kernel("rows_finish", "ppppi")
+@per_device
+def _finish_kernel(device: torch.device) -> Kernel:
+    return compile_cubin("rows_finish", arch_of(torch.cuda.get_device_capability(device))).kernel(
+        "rows_finish", "ppppi"
+    )
 
 
 def aligned(gate: Tensor) -> Tensor:
@@ -101,11 +104,18 @@ class _Prepare:
     """Launches rows.cu for rows of n_in columns in one layout."""
 
     def __init__(self, device: torch.device, n_in: int, layout: int) -> None:
-        self.n_in, self.layout = n_in, layout
-        self.capability = torch.cuda.get_device_capability(device)
-        self.overlap = self.capability >= (9, 0)
+        self.device, self.n_in, self.layout = device, n_in, layout
+        self.overlap = torch.cuda.get_device_capability(device) >= (9, 0)
         self.none = torch.empty(4, dtype=torch.float32, device=device)
-        _kernel(self.capability, n_in, Kind.PLAIN, 0, layout)
+        self.kernels: dict[tuple[Kind, int, bool], Kernel] = {}
+        self.kernel(Kind.PLAIN, 0)
+
+    def kernel(self, kind: Kind, dim: int, experts: bool = False) -> Kernel:
+        """experts: rows are sums of experts' shares."""
+        key = kind, dim, experts
+        if key not in self.kernels:
+            self.kernels[key] = _kernel(self.device, self.n_in, kind, dim, self.layout, experts)
+        return self.kernels[key]
 
     def __call__(self, x: Tensor, prep: Prep | None, out: Tensor, sums: Tensor, powers: Tensor, pad: int) -> None:
         kind, dim = (Kind.PLAIN, 0) if prep is None else (prep.kind, prep.dim)
@@ -121,7 +131,7 @@ class _Prepare:
             gate = aligned(prep.gate)
             steps = gate.stride(0), gate.stride(1)
         assert steps[0] % 4 == steps[1] % 4 == 0
-        kernel = _kernel(self.capability, self.n_in, kind, dim, self.layout)
+        kernel = self.kernel(kind, dim)
         args = (x, np.int64(x.stride(0)), weight, np.float32(eps), np.float32(power), gate, np.int64(steps[0]))
         args += (np.int32(steps[1]), out, sums, powers, np.int32(pad))
         grid, n_thread = ((x.shape[0],), THREADS) if kind is not Kind.GROUPS else groups_of(self.n_in, dim, x.shape[0])
@@ -154,7 +164,7 @@ class RowsLaunch:
         """The sums of `shares`, rounded."""
         (n_row, n_used), p = shares.weights.shape, self.prepare
         assert self.n_in <= MAX_SUMMED and p.layout == BLOCKED
-        rows, kernel = self.room(n_row), _kernel(p.capability, self.n_in, Kind.PLAIN, 0, BLOCKED, True)
+        rows, kernel = self.room(n_row), p.kernel(Kind.PLAIN, 0, experts=True)
         args: list[Arg] = [shares.y, *shares.args(), np.int32(n_used), np.int32(shares.n_piece)]
         args += [rows.blocks, rows.sums, rows.powers, np.int32(rows.pad)]
         kernel.launch((n_row,), THREADS, args, overlap=self.overlap)
@@ -201,6 +211,7 @@ class WideRows:
 
     def __init__(self, device: torch.device, n_in: int) -> None:
         self.n_in, self.prepare = n_in, _Prepare(device, n_in, ROW_MAJOR)
+        self.finisher = _finish_kernel(device)
 
     def __call__(self, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Tensor | None]:
         """(rows [row, n_in] f16, powers [row] f32 to multiply products with, or None if they are 1)."""
@@ -219,5 +230,5 @@ class WideRows:
         assert y.is_contiguous() and (residual is None or residual.is_contiguous())
         grid = (-(-y.shape[1] // STRETCH), y.shape[0])
         args = (y, powers, np.int64(0) if residual is None else residual, y, np.int32(y.shape[1]))
-        _finish_kernel(self.prepare.capability).launch(grid, THREADS, args, overlap=self.prepare.overlap)
+        self.finisher.launch(grid, THREADS, args, overlap=self.prepare.overlap)
         return y

@@ -12,20 +12,22 @@ import pytest
 import torch
 
 from pyspec import synth
-from pyspec.cuda.gpu_lock import Turn, turn
-from pyspec.engine.api import Engine, loop
+from pyspec.cuda.context import gpu_lock
+from pyspec.cuda.gpu_lock import GpuLock
+from pyspec.engine import loop
+from pyspec.engine.api import Engine
 from pyspec.request import Delta, Event
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return synth.write("qwen35", tmp_path_factory.mktemp("turns") / "tiny.gguf", quant="f32", tiny=True)
+    return synth.write("qwen35", tmp_path_factory.mktemp("locks") / "tiny.gguf", quant="f32", tiny=True)
 
 
 @contextmanager
-def two(model: Path, turns: Callable[[], Turn], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Engine]]:
-    """Engines that defer as on a GPU, each with the turn it is given."""
-    monkeypatch.setattr(loop, "turn", lambda device: turns())
+def two(model: Path, locks: Callable[[], GpuLock], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Engine]]:
+    """Engines that defer as on a GPU, each with the lock it is given."""
+    monkeypatch.setattr(loop, "gpu_lock", lambda device: locks())
     with Engine.load(model, None, np=2, warm_up=False) as a, Engine.load(model, None, np=2, warm_up=False) as b:
         for engine in (a, b):
             engine.loop.may_defer = True
@@ -61,15 +63,15 @@ def most_at_once(engines: list[Engine]) -> int:
 
 
 def test_forwards_of_two_engines_do_not_mix(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = Turn(threading.RLock())
+    shared = GpuLock(threading.RLock())
     with two(model, lambda: shared, monkeypatch) as engines:
         assert most_at_once(engines) == 1
-    with two(model, lambda: Turn(threading.RLock()), monkeypatch) as engines:
+    with two(model, lambda: GpuLock(threading.RLock()), monkeypatch) as engines:
         assert most_at_once(engines) == 2  # or this test could not fail
 
 
 def test_a_listener_may_wait_for_another_engine(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shared, said = Turn(threading.RLock()), []
+    shared, said = GpuLock(threading.RLock()), []
     with two(model, lambda: shared, monkeypatch) as (a, b):
         over = threading.Event()
 
@@ -83,8 +85,8 @@ def test_a_listener_may_wait_for_another_engine(model: Path, monkeypatch: pytest
     assert len(said[0]) == 8
 
 
-def test_a_turn_is_the_devices_and_is_held_again_after_a_pause() -> None:
-    mine, order = Turn(threading.RLock()), []
+def test_a_lock_is_the_devices_and_is_held_again_after_a_pause() -> None:
+    mine, order = GpuLock(threading.RLock()), []
 
     def other() -> None:
         with mine:
@@ -95,9 +97,9 @@ def test_a_turn_is_the_devices_and_is_held_again_after_a_pause() -> None:
         thread.start()
         time.sleep(0.02)
         order.append("mine")
-        with mine.away():
+        with mine.released():
             thread.join()
         order.append("mine again")
     assert order == ["mine", "other", "mine again"]
-    with turn(torch.device("cpu")), turn(torch.device("cpu")).away():
+    with gpu_lock(torch.device("cpu")), gpu_lock(torch.device("cpu")).released():
         pass  # nobody waits for anybody
