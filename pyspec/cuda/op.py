@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 import torch
 
 from pyspec.cuda import probe
+from pyspec.cuda.verdicts import Candidate
 
 log = logging.getLogger(__name__)
 
@@ -69,11 +70,14 @@ class Op(Generic[Spec]):
             self.verdicts[key] = self._verdict(impl, spec)
         return self.verdicts[key]
 
+    def candidate(self, impl: Impl[Spec], spec: Spec) -> Candidate:
+        return Candidate(self.name, self.home, impl.name, impl.bind.__module__, spec)
+
     def _verdict(self, impl: Impl[Spec], spec: Spec) -> str | None:
         if self.check is None:
             return None
         if impl.native or device_of(spec).type == "cuda":
-            return probe.verdict(self, impl, spec)
+            return probe.verdict(self.candidate(impl, spec))
         try:
             return self.check(impl.bind(spec), self.reference.bind(spec), spec)
         except Exception as e:  # noqa: BLE001 - whatever a foreign compiler raises means "do not use it"

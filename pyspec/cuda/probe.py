@@ -1,6 +1,6 @@
 """Checks of implementations in a child process: one that crashes, hangs or poisons the GPU costs the child.
 
-The child is started when the first check is wanted, serves one after another, says what it is at, and leaves when nothing
+This is the parent's side, which knows candidates by name only; probe_child.py is the other. The child is started when the first check is wanted, serves one after another, says what it is at, and leaves when nothing
 is asked of it for a while. If it dies, what it was at gets the blame, and a new child goes on with the next. Verdicts are
 kept on disk (verdicts.py), so all this happens once per machine, spec and source.
 """
@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import faulthandler
-import importlib
 import json
 import logging
 import os
@@ -22,44 +20,30 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
 from functools import cache
-from typing import IO, TYPE_CHECKING, Any
 
-import torch
-
-from pyspec.cuda import faults, verdicts
-from pyspec.cuda.verdicts import Verdict
-
-if TYPE_CHECKING:
-    from pyspec.cuda.op import Impl, Op
+from pyspec.cuda import verdicts
+from pyspec.cuda.verdicts import Candidate, Verdict
 
 log = logging.getLogger(__name__)
 
 LIMITS_S = {"start": 120.0, "binding": 300.0, "check": 60.0}  # how long the child may be at each, compiling included
-IDLE_S = 20.0  # then the child leaves, and its memory on the GPU with it
 TAIL = 200  # characters of the child's last words
 
 
-def verdict(op: Op[Any], impl: Impl[Any], spec: Any) -> str | None:
-    """Why `impl` must not be used for `spec`: what is known of it on this machine, or else what a child finds."""
-    key = verdicts.key_of(op, impl, spec)
+def verdict(candidate: Candidate) -> str | None:
+    """Why it must not be used for its spec: what is known of it on this machine, or else what a child finds."""
+    key = verdicts.key_of(candidate)
     kept = verdicts.load(key)
     if kept is not None:
         return kept.refusal
     began = time.perf_counter()
-    found = prober().check(op.home, impl.name, spec)
-    log.info("checked %s %s in %.1f s: %s", op.name, impl.name, time.perf_counter() - began, found.refusal or "right")
+    found = prober().check(candidate.home, candidate.impl, candidate.spec)
+    took = time.perf_counter() - began
+    log.info("checked %s %s in %.1f s: %s", candidate.op, candidate.impl, took, found.refusal or "right")
     if found.lasting:
         verdicts.save(key, found.refusal)
     return found.refusal
-
-
-def probe_all(asks: Iterable[tuple[Op[Any], Any]]) -> None:
-    """Have all verdicts on these (op, spec) ready, with one child, and let it go; loading needs none afterwards."""
-    for op, spec in asks:
-        op.chosen(spec)
-    close()
 
 
 def close() -> None:
@@ -144,7 +128,7 @@ class _Child:
         path = os.pathsep.join(p or os.getcwd() for p in sys.path)
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "pyspec.cuda.probe"],
+            [sys.executable, "-P", "-m", "pyspec.cuda.probe_child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
@@ -192,83 +176,3 @@ class _Child:
             self.process.wait(10)
         except subprocess.TimeoutExpired:
             log.warning("a child process that checked kernels does not end (pid %d)", self.process.pid)
-
-
-# -- the child's side --------------------------------------------------------------------------------------------
-
-
-def serve(requests: IO[bytes], answers: IO[str]) -> None:
-    """Answer requests until there are none."""
-
-    def tell(**what: object) -> None:
-        answers.write(json.dumps(what) + "\n")
-        answers.flush()
-
-    while True:
-        idle = threading.Timer(IDLE_S, os._exit, (0,))
-        idle.daemon = True
-        idle.start()
-        line = requests.readline()
-        idle.cancel()
-        if not line:
-            return
-        home, name, spec = pickle.loads(base64.b64decode(line))
-        module, _, attribute = home.partition(":")
-        op = getattr(importlib.import_module(module), attribute)
-        impl = next(i for i in op.impls if i.name == name)
-        # the parent ends whatever takes too long; this is for the case that there is no parent any more
-        faulthandler.dump_traceback_later(sum(LIMITS_S.values()), exit=True)
-        found = examine(op, impl, spec, lambda at: tell(at=at))
-        faulthandler.cancel_dump_traceback_later()
-        spoilt = found.refusal is not None and not _is_sound(spec)
-        tell(refusal=found.refusal, lasting=found.lasting, spoilt=spoilt)
-        if spoilt:
-            return
-
-
-def examine(op: Op[Any], impl: Impl[Any], spec: Any, tell: Callable[[str], None]) -> Verdict:
-    """Bind and check, here and now. `tell` hears what it is at."""
-    assert op.check is not None
-    try:
-        tell("binding")
-        device = getattr(spec, "device", torch.device("cpu"))
-        if device.type == "cuda":
-            torch.zeros(1, device=device)  # makes the context that kernels are loaded into
-        launch, reference = impl.bind(spec), op.reference.bind(spec)
-        tell("check")
-        faults.read(device)
-        refusal = op.check(launch, reference, spec)
-        if (fault := faults.read(device)) is not None and refusal is None:
-            refusal = f"its guard tripped in its check: {fault.error(faults.EVERYONE)}"
-        return Verdict(refusal)
-    except Exception as e:  # noqa: BLE001 - whatever a foreign compiler raises means "do not use it"
-        full = isinstance(e, MemoryError | torch.OutOfMemoryError) or "out of memory" in str(e)
-        return Verdict(f"failed its check: {sentence(e)}", lasting=not full)
-
-
-def _is_sound(spec: object) -> bool:
-    """Whether the GPU still obeys: an illegal access poisons a process for good."""
-    device = getattr(spec, "device", torch.device("cpu"))
-    try:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-    except RuntimeError:
-        return False
-    return True
-
-
-def _main() -> None:
-    """What writes to stdout without being asked writes to the log instead: stdout belongs to the answers."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    try:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    except (ImportError, ValueError, OSError):
-        log.debug("cores are dumped as usual")
-    serve(sys.stdin.buffer, answers)
-
-
-if __name__ == "__main__":
-    _main()

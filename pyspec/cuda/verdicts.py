@@ -17,15 +17,12 @@ import tempfile
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from pyspec.cuda import jit
 from pyspec.cuda.machine import machine
-
-if TYPE_CHECKING:
-    from pyspec.cuda.op import Impl, Op
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +32,21 @@ OURS = (
     "pyspec.slots",
 )  # sources that count if an implementation imports them
 Key = dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An implementation that is to be used for a spec.
+
+    home    "module:name" where a process finds its op
+    module  the one that binds it
+    """
+
+    op: str
+    home: str
+    impl: str
+    module: str
+    spec: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +61,14 @@ def folder() -> Path:
     return jit.cache_folder().parent / "verdicts"
 
 
-def key_of(op: Op[Any], impl: Impl[Any], spec: Any) -> Key:
+def key_of(candidate: Candidate) -> Key:
     """Everything a verdict depends on. Devices of one kind share verdicts."""
+    spec = candidate.spec
     device = getattr(spec, "device", torch.device("cpu"))
     if is_dataclass(spec) and not isinstance(spec, type) and hasattr(spec, "device"):
         spec = replace(spec, device=torch.device(device.type))  # type: ignore[type-var]
-    modules = (op.home.partition(":")[0], impl.bind.__module__)
-    about = {"op": op.name, "impl": impl.name, "spec": repr(spec), "sources": digest(modules)}
+    modules = (candidate.home.partition(":")[0], candidate.module)
+    about = {"op": candidate.op, "impl": candidate.impl, "spec": repr(spec), "sources": digest(modules)}
     return about | asdict(machine(device))
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
+from pyspec.cuda.context import per_device
 from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.attend.cuda import FEW, MANY, SPLIT
 from pyspec.cuda.ops.attend.ref import Attend, AttendSpec, key_rows
@@ -110,7 +111,7 @@ def beside(own: Attend, prompt: Run) -> Attend:
             return own(q, pool, batch, window, sinks, **more)
         out = torch.empty_like(q)
         if len(long) < len(batch.seqs):
-            others = _others.of(batch, long)
+            others = _others(q.device).of(batch, long)
             out[others.rows] = own(q[others.rows], pool, others.batch, window, None)
         for i in long:
             rows, keys = slice(batch.starts[i], batch.starts[i + 1]), key_rows(batch, i)
@@ -131,7 +132,7 @@ class _Part:
 class _Others:
     """The batch without its long sequences; kept for the other layers of a forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.last: _Part | None = None
 
     def of(self, batch: Batch, long: Sequence[int]) -> _Part:
@@ -141,7 +142,7 @@ class _Others:
         return last
 
 
-_others = _Others()
+_others = per_device(_Others)
 
 
 def _without(batch: Batch, long: set[int]) -> _Part:

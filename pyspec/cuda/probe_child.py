@@ -1,0 +1,109 @@
+"""The child in which implementations are checked: it binds one, compares it with the reference, and says what it is at.
+
+probe.py starts it (`python -m pyspec.cuda.probe_child`), asks on its stdin and reads its stdout, a line each.
+"""
+
+from __future__ import annotations
+
+import base64
+import faulthandler
+import importlib
+import json
+import logging
+import os
+import pickle
+import sys
+import threading
+from collections.abc import Callable
+from typing import IO, Any
+
+import torch
+
+from pyspec.cuda import faults
+from pyspec.cuda.context import context_of
+from pyspec.cuda.op import Impl, Op, device_of
+from pyspec.cuda.probe import LIMITS_S, sentence
+from pyspec.cuda.verdicts import Verdict
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 20.0  # then the child leaves, and its memory on the GPU with it
+
+
+def serve(requests: IO[bytes], answers: IO[str]) -> None:
+    """Answer requests until there are none."""
+
+    def tell(**what: object) -> None:
+        answers.write(json.dumps(what) + "\n")
+        answers.flush()
+
+    while True:
+        idle = threading.Timer(IDLE_S, os._exit, (0,))
+        idle.daemon = True
+        idle.start()
+        line = requests.readline()
+        idle.cancel()
+        if not line:
+            return
+        home, name, spec = pickle.loads(base64.b64decode(line))
+        module, _, attribute = home.partition(":")
+        op = getattr(importlib.import_module(module), attribute)
+        impl = next(i for i in op.impls if i.name == name)
+        # the parent ends whatever takes too long; this is for the case that there is no parent any more
+        faulthandler.dump_traceback_later(sum(LIMITS_S.values()), exit=True)
+        found = examine(op, impl, spec, lambda at: tell(at=at))
+        faulthandler.cancel_dump_traceback_later()
+        spoilt = found.refusal is not None and not _is_sound(spec)
+        tell(refusal=found.refusal, lasting=found.lasting, spoilt=spoilt)
+        if spoilt:
+            return
+
+
+def examine(op: Op[Any], impl: Impl[Any], spec: Any, tell: Callable[[str], None]) -> Verdict:
+    """Bind and check, here and now. `tell` hears what it is at."""
+    assert op.check is not None
+    device = device_of(spec)
+    context = context_of(device)  # held: of its record kernels are told, and it is read here
+    try:
+        with context.current():  # all that a check does besides launching goes by the thread's device
+            tell("binding")
+            if device.type == "cuda":
+                torch.zeros(1, device=device)  # makes the driver's context that kernels are loaded into
+            launch, reference = impl.bind(spec), op.reference.bind(spec)
+            tell("check")
+            faults.read(device)
+            refusal = op.check(launch, reference, spec)
+            if (fault := faults.read(device)) is not None and refusal is None:
+                refusal = f"its guard tripped in its check: {fault.error(faults.EVERYONE)}"
+            return Verdict(refusal)
+    except Exception as e:  # noqa: BLE001 - whatever a foreign compiler raises means "do not use it"
+        full = isinstance(e, MemoryError | torch.OutOfMemoryError) or "out of memory" in str(e)
+        return Verdict(f"failed its check: {sentence(e)}", lasting=not full)
+
+
+def _is_sound(spec: object) -> bool:
+    """Whether the GPU still obeys: an illegal access poisons a process for good."""
+    device = device_of(spec)
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _main() -> None:
+    """What writes to stdout without being asked writes to the log instead: stdout belongs to the answers."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    except (ImportError, ValueError, OSError):
+        log.debug("cores are dumped as usual")
+    serve(sys.stdin.buffer, answers)
+
+
+if __name__ == "__main__":
+    _main()
