@@ -16,13 +16,14 @@ from torch import Tensor
 
 from pyspec.cuda.ops.gdn import cuda as gdn_cuda
 from pyspec.cuda.ops.gdn import ref as gdn_ref
+from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.rows.cuda import Into, RowsLaunch
 from pyspec.cuda.ops.rows.ref import HeadNorm
 from pyspec.slots.batch import Seq, lay_out
-from pyspec.slots.memory import StateLayer, StateShape
+from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
-SHAPE = StateShape(16, 48, 128, 4, 10240)
+SHAPE = GdnShape(16, 48, 128, 4, 10240)
 GPU = torch.device("cuda", 0)
 BANDWIDTH = 4.3e12  # bytes a second of a device copy, measured
 

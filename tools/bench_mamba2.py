@@ -12,8 +12,9 @@ import torch
 
 from pyspec.cuda.ops.mamba2 import cuda as mamba2_cuda
 from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
+from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.slots.batch import Seq, lay_out
-from pyspec.slots.memory import Mamba2Shape, StateLayer
+from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 from tools.bench_gdn import BANDWIDTH, GPU, replayed
 

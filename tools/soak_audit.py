@@ -108,6 +108,5 @@ def _states(own: Node, want: Node, n_past: int) -> Iterator[tuple[str, Tensor, T
     saved = [node.states[n_past].content for node in (own, want) if n_past in node.states]
     if len(saved) == 2 and isinstance(saved[0], Saved) and isinstance(saved[1], Saved):
         mine, theirs = (s.checkpoint for s in saved)  # type: ignore[union-attr]
-        for name, xs, ys in (("state", mine.states, theirs.states), ("window", mine.convs, theirs.convs)):
-            for i, (x, y) in enumerate(zip(xs, ys, strict=True)):
-                yield f"{name} {i}", x[None], y[None]
+        for i, (x, y) in enumerate(zip(mine.tensors, theirs.tensors, strict=True)):
+            yield f"state {i}", x[None], y[None]

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from pyspec.cuda.op import Op
+from pyspec.cuda.ops.gdn.shape import GdnShape
+from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.gguf import GGMLType
 from pyspec.slots.kv import name_of
-from pyspec.slots.memory import Mamba2Shape, StateShape
 
 OPS = (
     *("attend", "attend_prompt", "rope_kv", "gdn", "linear", "rows", "mamba2", "moe_route", "moe"),
@@ -64,7 +65,7 @@ def standard(device: torch.device) -> list[Ask]:
 
     attend, attend_prompt, rope_kv, gdn, linear, rows, mamba2, moe_route, moe, *small = ops()
     best, ahead, embed, angles, norms = small
-    delta = StateShape(n_k_head=16, n_v_head=48, dim=128, n_conv=4, n_channel=(2 * 16 + 48) * 128)
+    delta = GdnShape(n_k_head=16, n_v_head=48, dim=128, n_conv=4, n_channel=(2 * 16 + 48) * 128)
     return [
         *(
             (attend, AttendSpec(device, *heads, heads[2] ** -0.5))

@@ -28,12 +28,13 @@ from pyspec.draft.drafter import DraftRequest, Needs
 from pyspec.errors import ModelError, PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models.layers import SINKS, Attention, AttentionShape, FeedForward, Rope
-from pyspec.models.target import LayerMemory, Out, Target, allocate
+from pyspec.models.target import Out, Target
 from pyspec.models.weights import Matrix, Want, Weights, check_tensors
 from pyspec.slots.arena import BUCKETS, Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.kv import KVPool
-from pyspec.slots.memory import Memory
+from pyspec.slots.memory import KV, Memory, allocate
+from pyspec.slots.parts import CacheSizes, LayerParts, Paged
 from pyspec.slots.table import Slot, SlotTable
 
 FORK = "dflash-draft"
@@ -406,7 +407,7 @@ def load(
     c = read_config(file)
     check_pair(c, file, target)
     check_tensors(file, drafter_tensors(c, target.n_embd), c.alias)
-    layers = [LayerMemory(c.attention.n_kv_head, c.attention.head_dim)] * len(c.windows)
-    memory = allocate(layers, n_slot=0, n_row=table.n_alloc_row, width=0, kv_dtype=kv_dtype, device=target.device)
+    layers: list[LayerParts] = [{KV: Paged(c.attention.n_kv_head, c.attention.head_dim)}] * len(c.windows)
+    memory = allocate(layers, CacheSizes(0, table.n_alloc_row, table.page_size, 0, kv_dtype), target.device)
     net = DFlashNet(c, Weights(file, target.device, dense, c.alias, wide=wide), memory, target, head)
     return DFlash(net, table, target.device, n_draft, p_min)

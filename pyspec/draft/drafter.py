@@ -12,7 +12,7 @@ from pyspec.cuda.ops.ahead.ref import Kept
 from pyspec.models.target import Out
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch
-from pyspec.slots.kv import KVPool
+from pyspec.slots.parts import PartMemory
 from pyspec.slots.table import Slot
 
 
@@ -91,7 +91,7 @@ class Drafter(Protocol):
 class PagedDrafter(Protocol):
     """A drafter with caches of its own, whose pages have the target's numbers."""
 
-    def pools(self) -> Iterable[KVPool]: ...
+    def pools(self) -> Iterable[PartMemory]: ...
 
 
 @runtime_checkable

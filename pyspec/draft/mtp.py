@@ -27,12 +27,13 @@ from pyspec.errors import PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models.decoder import Block, Decoder, DecoderConfig, block_tensors
 from pyspec.models.layers import Rope
-from pyspec.models.target import LayerMemory, Out, Target, allocate
+from pyspec.models.target import Out, Target
 from pyspec.models.weights import Embedding, Matrix, Want, Weights, check_tensors
 from pyspec.slots.arena import BUCKETS, Arena, bucket_of
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.kv import KVPool
-from pyspec.slots.memory import Memory
+from pyspec.slots.memory import KV, Memory, allocate
+from pyspec.slots.parts import CacheSizes, LayerParts, Paged
 from pyspec.slots.table import Slot, SlotTable
 
 CATCH_UP = 16  # rows of a silent slot that wait at most: each costs the more the fewer of them are computed at once
@@ -372,7 +373,7 @@ def load(
             f"the target has {c.n_layer} layers of width {c.n_embd}"
         )
     check_tensors(file, mtp_tensors(c, file))
-    layers = [LayerMemory()] * c.n_layer + [LayerMemory(c.attention.n_kv_head, c.attention.head_dim)]
-    memory = allocate(layers, n_slot=0, n_row=table.n_alloc_row, width=0, kv_dtype=kv_dtype, device=target.device)
+    layers: list[LayerParts] = [{}] * c.n_layer + [{KV: Paged(c.attention.n_kv_head, c.attention.head_dim)}]
+    memory = allocate(layers, CacheSizes(0, table.n_alloc_row, table.page_size, 0, kv_dtype), target.device)
     block = MtpBlock(c, Weights(file, target.device, dense, wide=wide), memory, target, layer_norm, head)
     return Mtp(block, table, n_draft, p_min)

@@ -42,13 +42,14 @@ from pyspec.errors import BadTemplate, ConfigError, DeviceError, PairError
 from pyspec.gguf import GGMLType, GGUFFile, TensorInfo, open_gguf
 from pyspec.models import coarse, read_config
 from pyspec.models.decoder import Decoder, DecoderConfig, decoder_tensors
-from pyspec.models.target import allocate
 from pyspec.models.weights import Matrix, Weights, check_tensors, weight_bytes, wide_bytes
 from pyspec.request import EngineInfo
 from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.arena import Arena, bucket_of
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.kv import KV_DTYPES, row_bytes
+from pyspec.slots.memory import allocate
+from pyspec.slots.parts import CacheSizes
 from pyspec.slots.states import StateStore
 from pyspec.slots.table import SlotTable
 from pyspec.text.template import ChatTemplate
@@ -190,6 +191,10 @@ def check_vocabulary(target: GGUFFile, draft: GGUFFile) -> None:
     raise PairError(f"token {i} is {b[i]!r} in the drafter and {a[i]!r} in the target: not the same vocabulary")
 
 
+def _sizes(s: EngineSettings, d: DraftPlan, n_row: int) -> CacheSizes:
+    return CacheSizes(s.np, n_row, s.page_size, width=d.n_draft + 1, kv_dtype=KV_DTYPES[s.kv_type])
+
+
 def _memory_plan(
     file: GGUFFile,
     c: DecoderConfig,
@@ -201,7 +206,7 @@ def _memory_plan(
     device: torch.device,
 ) -> MemoryPlan:
     kv_dtype = KV_DTYPES[s.kv_type]
-    kv, state = memory_bytes(c.memory(), n_slot=s.np, n_row=n_row, width=d.n_draft + 1, kv_dtype=kv_dtype)
+    kv, state = memory_bytes(c.parts(), _sizes(s, d, n_row))
     draft_weights = draft_kv = 0
     if d.kind == "mtp":
         draft_kv = n_row * row_bytes(c.attention.n_kv_head, c.attention.head_dim, kv_dtype)
@@ -274,11 +279,11 @@ def _tell_memory(before: tuple[int, int, int], plan: MemoryPlan, device: torch.d
         log.info("memory in use: %s, planned %s", since(before, device), size(plan.total))
 
 
-def _state_budgets(c: DecoderConfig, s: EngineSettings) -> tuple[int, int]:
+def _state_budgets(c: DecoderConfig, s: EngineSettings, sizes: CacheSizes) -> tuple[int, int]:
     """Bytes for checkpoints on the device and in host memory."""
     if not s.prefix_cache:
         return 0, 0
-    device = s.cache_device << 20 or s.np * checkpoint_bytes(c.memory())
+    device = s.cache_device << 20 or s.np * checkpoint_bytes(c.parts(), sizes)
     return device, min(s.cache_ram << 20, free_bytes(torch.device("cpu")) // 2)
 
 
@@ -333,13 +338,13 @@ def _load(path: Path, settings: EngineSettings, device: torch.device) -> Loaded:
     plan = _memory_plan(file, config, d, settings, table.n_alloc_row, n_ctx, dense, device)
     files = [f for f in {file, d.file} if f is not None]
     plan = with_copies(plan, sum(wide_bytes(f) for f in files) if dense is None else 0, device, settings.weights)
-    states = StateStore(*_state_budgets(config, settings))
-    plan = replace(plan, state=plan.state - settings.np * checkpoint_bytes(config.memory()) + states.limits[0])
+    sizes = _sizes(settings, d, table.n_alloc_row)
+    states = StateStore(*_state_budgets(config, settings, sizes))
+    plan = replace(plan, state=plan.state - settings.np * checkpoint_bytes(config.parts(), sizes) + states.limits[0])
     before = taken(device) if device.type == "cuda" else (0, 0, 0)
     check_fit(plan, device, n_slot=settings.np, n_ctx=n_ctx, packed=dense is None)
 
-    kv, n_row = KV_DTYPES[settings.kv_type], table.n_alloc_row
-    memory = allocate(config.memory(), n_slot=settings.np, n_row=n_row, width=d.n_draft + 1, kv_dtype=kv, device=device)
+    memory = allocate(config.parts(), sizes, device)
     with _timed("weights", device, release=True):
         target = Decoder(config, Weights(file, device, dense, wide=plan.wide > 0), memory)
     with _timed("drafter", device, release=True):

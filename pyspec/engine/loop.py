@@ -32,8 +32,8 @@ from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.cache import PrefixCache
-from pyspec.slots.kv import KVPool
 from pyspec.slots.memory import Memory
+from pyspec.slots.parts import PartMemory
 from pyspec.slots.prefix import NO_HIT
 from pyspec.slots.states import StateStore
 from pyspec.slots.table import Slot, SlotTable
@@ -387,7 +387,7 @@ class Loop:
     def _after_chunk(self, w: Work) -> None:
         """A prompt chunk is in: leave it to others where a checkpoint is due, or where none is needed at the prompt's end."""
         at = w.slot.n_past
-        if at in w.job.cuts or (at == w.job.n_prefill and not self.memory.states):
+        if at in w.job.cuts or (at == w.job.n_prefill and not self.memory.needs_state):
             self._keep(w.job, w.slot)
 
     def _keep(self, job: Job, slot: Slot, *, whole: bool = False) -> None:
@@ -455,7 +455,7 @@ class Loop:
             saved = self.cache.seat(slot, job.n_rows, job.prefill, hit, self._pools())
             if self.drafter is not None:
                 self.drafter.begin(slot, saved)
-            keeps = self.cache.on and request.cache_prompt and bool(self.memory.states)
+            keeps = self.cache.on and request.cache_prompt and self.memory.needs_state
             cuts = cuts_of(job.n_prefill, size, hit.n, {hit.n_match, request.turn}, self.cache.every) if keeps else ()
             job.begin(slot, cuts)
             job.synthetic = self.synth is not None and self.drafter is not None
@@ -463,10 +463,10 @@ class Loop:
             self.jobs[slot.index] = job
             job.sink(Started(job.id, slot.index, job.n_prompt, job.n_cached))
 
-    def _pools(self) -> list[KVPool]:
+    def _pools(self) -> list[PartMemory]:
         """Everything that has pages: the target's layers and the drafter's."""
         drafts = self.drafter.pools() if isinstance(self.drafter, PagedDrafter) else ()
-        return [*self.memory.kv.values(), *drafts]
+        return [*self.memory.paged, *drafts]
 
     def _blame(self, error: SlotError) -> None:
         """A forward refused its batch: end the slot it names, or all if it names none.

@@ -11,10 +11,8 @@ import torch
 
 from pyspec.errors import DoesNotFit
 from pyspec.gguf import GGUFFile
-from pyspec.models.target import LayerMemory
 from pyspec.models.weights import weight_bytes
-from pyspec.slots.kv import row_bytes
-from pyspec.slots.memory import slot_floats
+from pyspec.slots.parts import CacheSizes, LayerParts
 
 log = logging.getLogger(__name__)
 
@@ -24,11 +22,11 @@ CUDA_BYTES = 600 << 20  # of a process on a GPU before it holds anything: contex
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Bytes by purpose."""
+    """Bytes by purpose; NAMES has all of them, in the order in which people read them."""
 
     weights: int
-    kv: int
-    state: int
+    kv: int  # parts that have pages
+    state: int  # parts that are the slots' own, and their checkpoints
     draft_weights: int = 0
     draft_kv: int = 0
     draft_head: int = 0  # a coarse copy of the head, for drafts
@@ -38,22 +36,24 @@ class MemoryPlan:
 
     @property
     def total(self) -> int:
-        draft = self.draft_weights + self.draft_kv + self.draft_head
-        return self.weights + self.kv + self.state + draft + self.wide + self.activations + self.workspace
+        return sum(getattr(self, purpose) for purpose in NAMES)
 
     def __str__(self) -> str:
-        parts = [
-            ("weights", self.weights),
-            ("KV", self.kv),
-            ("state", self.state),
-            ("draft weights", self.draft_weights),
-            ("draft KV", self.draft_kv),
-            ("draft head", self.draft_head),
-            ("f16 copies", self.wide),
-            ("activations", self.activations),
-            ("workspace", self.workspace),
-        ]
-        return ", ".join(f"{name} {size(n)}" for name, n in parts if n) + f"; {size(self.total)} in all"
+        items = ((name, getattr(self, purpose)) for purpose, name in NAMES.items())
+        return ", ".join(f"{name} {size(n)}" for name, n in items if n) + f"; {size(self.total)} in all"
+
+
+NAMES = {
+    "weights": "weights",
+    "kv": "KV",
+    "state": "state",
+    "draft_weights": "draft weights",
+    "draft_kv": "draft KV",
+    "draft_head": "draft head",
+    "wide": "f16 copies",
+    "activations": "activations",
+    "workspace": "workspace",
+}
 
 
 def size(n: float) -> str:
@@ -77,22 +77,20 @@ def free_bytes(device: torch.device) -> int:
     return 8 << 30  # an unknown system: assume a small machine rather than an endless one
 
 
-def memory_bytes(
-    layers: Sequence[LayerMemory], *, n_slot: int, n_row: int, width: int, kv_dtype: torch.dtype
-) -> tuple[int, int]:
-    """(KV bytes, state bytes) of `target.allocate` with these arguments."""
-    kv = sum(n_row * row_bytes(m.n_kv_head, m.head_dim, kv_dtype) for m in layers if m.n_kv_head)
-    state = 0
-    for m in layers:
-        if (s := m.state) is not None:
-            live, saved = slot_floats(s, width)
-            state += 4 * n_slot * (live + saved)  # the second copy is the slot's checkpoint
+def memory_bytes(layers: Sequence[LayerParts], sizes: CacheSizes) -> tuple[int, int]:
+    """(KV bytes, state bytes) of `slots.memory.allocate` with these arguments, and of one checkpoint for every slot."""
+    kv = state = 0
+    for part in (part for layer in layers for part in layer.values()):
+        if part.paged:
+            kv += part.n_bytes(sizes)
+        else:
+            state += part.n_bytes(sizes) + sizes.n_slot * part.saved_bytes(sizes)
     return kv, state
 
 
-def checkpoint_bytes(layers: Sequence[LayerMemory]) -> int:
-    """Bytes of one checkpoint of a slot's recurrent state; `memory_bytes` counts one for every slot."""
-    return sum(4 * slot_floats(m.state, 0)[1] for m in layers if m.state is not None)
+def checkpoint_bytes(layers: Sequence[LayerParts], sizes: CacheSizes) -> int:
+    """Bytes of one checkpoint of a slot, at most; `memory_bytes` counts one for every slot."""
+    return sum(part.saved_bytes(sizes) for layer in layers for part in layer.values())
 
 
 def workspace_bytes(

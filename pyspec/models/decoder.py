@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.errors import BadTensors, ModelError
@@ -20,10 +21,12 @@ from pyspec.gguf import GGUFFile
 from pyspec.models.layers import SINKS, Attention, AttentionShape, FeedForward, GatedDeltaNet, Relu2, Rope
 from pyspec.models.mamba import Mamba, mamba_tensors
 from pyspec.models.moe import MoeFeed, MoeShape, moe_tensors
-from pyspec.models.target import LayerMemory, Out
+from pyspec.models.target import Out
 from pyspec.models.weights import Want, Weights
 from pyspec.slots.batch import Batch
-from pyspec.slots.memory import Memory, RecurrentShape, StateShape
+from pyspec.slots.memory import KV, STATE, Memory
+from pyspec.slots.parts import LayerParts, Paged, Recurrent
+from pyspec.slots.recurrent import RecurrentShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +62,9 @@ class DecoderConfig:
     mtp_layer: Layer = Layer()
     state: RecurrentShape | None = None  # of the recurrent mixers
 
-    def memory(self) -> list[LayerMemory]:
-        """What each trunk layer keeps per slot."""
-        kinds = {
-            "attention": LayerMemory(self.attention.n_kv_head, self.attention.head_dim),
-            "delta": LayerMemory(state=self.state),
-            "mamba": LayerMemory(state=self.state),
-        }
-        return [kinds.get(layer.mixer, LayerMemory()) for layer in self.layers]
+    def parts(self) -> list[LayerParts]:
+        """What each trunk layer keeps for its slots."""
+        return [{} if not layer.mixer else MIXERS[layer.mixer].parts(self) for layer in self.layers]
 
 
 def read_attention(file: GGUFFile, *, gated: bool = False) -> AttentionShape:
@@ -120,7 +118,7 @@ def attention_tensors(c: DecoderConfig, file: GGUFFile, p: str) -> dict[str, Wan
 
 def state_tensors(c: DecoderConfig, p: str) -> dict[str, Want]:
     """Wanted tensors of a Gated DeltaNet layer."""
-    assert isinstance(c.state, StateShape)
+    assert isinstance(c.state, GdnShape)
     s, n = c.state, c.n_embd
     inner = s.n_v_head * s.dim
     return {
@@ -180,6 +178,12 @@ def decoder_tensors(c: DecoderConfig, file: GGUFFile) -> dict[str, Want]:
     return wants
 
 
+def recurrent_parts(c: DecoderConfig) -> LayerParts:
+    """What a layer with a recurrence keeps."""
+    assert c.state is not None
+    return {STATE: Recurrent(c.state)}
+
+
 Angles = tuple[Tensor, Tensor]
 
 
@@ -200,7 +204,7 @@ class Feed(Protocol):
 
 
 class Kind(NamedTuple):
-    """A kind of mixer or feed-forward: the tensors it wants, and how to build it from them.
+    """A kind of mixer or feed-forward: the tensors it wants, how to build it from them, and what it keeps for the slots.
 
     Both are built from the config, the weights and a block's prefix; a mixer also from the rope and the type of keys and
     values, a feed-forward from its Layer.
@@ -208,19 +212,24 @@ class Kind(NamedTuple):
 
     tensors: Callable[[DecoderConfig, GGUFFile, str, Layer], dict[str, Want]]
     build: Callable[..., Any]
+    parts: Callable[[DecoderConfig], LayerParts] = lambda c: {}
 
 
 MIXERS = {
     "attention": Kind(
         lambda c, file, p, layer: attention_tensors(c, file, p),
         lambda c, w, p, rope, kv: Attention(w, p, c.attention, rope, c.eps, kv),
+        lambda c: {KV: Paged(c.attention.n_kv_head, c.attention.head_dim)},
     ),
     "delta": Kind(
-        lambda c, file, p, layer: state_tensors(c, p), lambda c, w, p, rope, kv: GatedDeltaNet(w, p, c.state, c.eps)
+        lambda c, file, p, layer: state_tensors(c, p),
+        lambda c, w, p, rope, kv: GatedDeltaNet(w, p, c.state, c.eps),
+        recurrent_parts,
     ),
     "mamba": Kind(
         lambda c, file, p, layer: mamba_tensors(c.state, c.n_embd, p),
         lambda c, w, p, rope, kv: Mamba(w, p, c.state, c.eps),
+        recurrent_parts,
     ),
 }
 FEEDS = {

@@ -18,13 +18,14 @@ from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.cuda.ops.gdn import cuda as gdn_cuda
 from pyspec.cuda.ops.gdn.op import gdn
 from pyspec.cuda.ops.gdn.ref import GdnSpec
+from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.rope_kv.op import rope_kv
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.cuda.ops.rows.ref import RELU2, HeadGate, HeadNorm, Norm, head_power
 from pyspec.models.weights import Embedding, Matrix, Streamed, Weights, unfinished
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
-from pyspec.slots.memory import Memory, StateShape
+from pyspec.slots.memory import Memory
 
 
 class Rope:
@@ -130,7 +131,7 @@ def _bias(w: Weights, prefix: str) -> Tensor | None:
 class GatedDeltaNet:
     """Linear attention with a decaying state (qwen35): conv, delta rule, gated norm."""
 
-    def __init__(self, w: Weights, prefix: str, shape: StateShape, eps: float) -> None:
+    def __init__(self, w: Weights, prefix: str, shape: GdnShape, eps: float) -> None:
         self.shape, self.eps = shape, eps
         parts = ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta")
         self.proj = w.matrix(*(f"{prefix}.{p}.weight" for p in parts))

@@ -7,10 +7,11 @@ from torch import Tensor
 from pyspec.cuda.ops.mamba2 import cuda as mamba2_cuda
 from pyspec.cuda.ops.mamba2.op import mamba2
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, Params
+from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.rows.ref import GroupNorm, Norm, norm_power
 from pyspec.models.weights import Streamed, Want, Weights
 from pyspec.slots.batch import Batch
-from pyspec.slots.memory import Mamba2Shape, Memory
+from pyspec.slots.memory import Memory
 
 
 def mamba_tensors(s: Mamba2Shape, n_embd: int, p: str) -> dict[str, Want]:

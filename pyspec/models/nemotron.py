@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
 from pyspec.models.decoder import DecoderConfig, Layer, vocab_size
 from pyspec.models.layers import AttentionShape
 from pyspec.models.moe import MoeShape
-from pyspec.slots.memory import Mamba2Shape
 
 NORM = "attn_norm"  # the one norm of a trunk block, whatever it is
 

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
 from pyspec.models.decoder import DecoderConfig, Layer, read_attention, rope_factor, vocab_size
 from pyspec.models.moe import MoeShape
-from pyspec.slots.memory import StateShape
 
 NORM = "post_attention_norm"  # before the feed-forward
 
 
-def read_state(file: GGUFFile) -> StateShape:
+def read_state(file: GGUFFile) -> GdnShape:
     a = file.architecture
     dim, n_k = file.get_int(f"{a}.ssm.state_size"), file.get_int(f"{a}.ssm.group_count")
     n_v, inner = file.get_int(f"{a}.ssm.time_step_rank"), file.get_int(f"{a}.ssm.inner_size")
     if dim < 1 or n_k < 1 or n_v < 1 or n_v % n_k or inner != n_v * dim:
         raise ModelError(f"state of {n_v} value heads, {n_k} key heads, size {dim} does not give inner size {inner}")
-    return StateShape(n_k, n_v, dim, file.get_int(f"{a}.ssm.conv_kernel"), (2 * n_k + n_v) * dim)
+    return GdnShape(n_k, n_v, dim, file.get_int(f"{a}.ssm.conv_kernel"), (2 * n_k + n_v) * dim)
 
 
 def recurrent_layers(file: GGUFFile, n_layer: int) -> Sequence[bool]:

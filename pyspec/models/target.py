@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from pyspec.slots.batch import Batch
-from pyspec.slots.kv import KVPool
-from pyspec.slots.memory import Memory, RecurrentShape, StateLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +26,6 @@ class Out:
     hidden: Tensor
     taps: Tensor | None = None
     best: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LayerMemory:
-    """What one layer keeps per slot: `n_kv_head` > 0 for attention, `state` for a recurrent layer."""
-
-    n_kv_head: int = 0
-    head_dim: int = 0
-    state: RecurrentShape | None = None
 
 
 class Target(Protocol):
@@ -62,12 +51,3 @@ class Target(Protocol):
     def head(self, hidden: Tensor) -> Tensor:
         """hidden [row, n_embd] f32, normed -> logits [row, n_vocab] f32. Drafters share it."""
         ...
-
-
-def allocate(
-    layers: Sequence[LayerMemory], *, n_slot: int, n_row: int, width: int, kv_dtype: torch.dtype, device: torch.device
-) -> Memory:
-    """All slot memory of a model, zeroed."""
-    kv = {i: KVPool(n_row, m.n_kv_head, m.head_dim, kv_dtype, device) for i, m in enumerate(layers) if m.n_kv_head}
-    states = {i: StateLayer(m.state, n_slot, width, device) for i, m in enumerate(layers) if m.state is not None}
-    return Memory(kv, states, width)

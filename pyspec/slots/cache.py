@@ -1,16 +1,16 @@
 """The prefix cache: what requests leave in pages and states, and what a new one takes from it.
 
 `find` says how much of a prompt is there, `seat` gives it to a slot, `keep` files what a slot has. Everything a prefix needs
-comes and goes together: pages of the target and of the drafter stand at the same numbers, and a recurrent layer's state, its
-convolution's window and the drafter's share are one State at one exact number of tokens.
+comes and goes together: pages of the target and of the drafter stand at the same numbers, and what the target has beside its pages
+(recurrent state, rings) and the drafter's share are one State at one exact number of tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from pyspec.slots.kv import KVPool, copy_rows
-from pyspec.slots.memory import Memory
+from pyspec.slots.memory import Memory, copy_page
+from pyspec.slots.parts import PartMemory
 from pyspec.slots.prefix import NO_HIT, Hit
 from pyspec.slots.states import Saved, StateStore
 from pyspec.slots.table import Slot, SlotTable
@@ -23,27 +23,28 @@ class PrefixCache:
         self, table: SlotTable, memory: Memory, states: StateStore, *, on: bool = True, every: int = 0
     ) -> None:
         self.table, self.memory, self.states, self.on, self.every = table, memory, states, on, every
-        table.needs_state = bool(memory.states)
+        table.needs_state = memory.needs_state
         table.tree.lose = states.lose
         self._state_bytes = 0  # of one checkpoint, once it is known
 
     def find(self, prompt: Sequence[int]) -> Hit:
         return self.table.find(prompt) if self.on else NO_HIT
 
-    def seat(self, slot: Slot, n_rows: int, prompt: Sequence[int], hit: Hit, pools: Iterable[KVPool]) -> object | None:
-        """Seat a request with what `hit` has of its prompt; `pools` are all that have pages. Returns the drafter's share."""
+    def seat(
+        self, slot: Slot, n_rows: int, prompt: Sequence[int], hit: Hit, paged: Iterable[PartMemory]
+    ) -> object | None:
+        """Seat a request with what `hit` has of its prompt; `paged` are all that have pages. Returns the drafter's share."""
         saved = hit.state.content if hit.state is not None else None
         if hit.state is not None:
             self.states.touch(hit.state)
         copy = self.table.acquire(slot, n_rows, prompt, hit)
         if copy is not None:
-            size = self.table.page_size
-            old, new = (slice(page * size, (page + 1) * size) for page in copy)
-            copy_rows(pools, new, old)
+            old, new = copy
+            copy_page(paged, self.table.page_size, new, old)
         if isinstance(saved, Saved):
             self.memory.restore(slot.index, saved.checkpoint)
             return saved.draft
-        if self.memory.states:
+        if self.memory.needs_state:
             self.memory.reset(slot.index)
         return None
 
@@ -55,7 +56,7 @@ class PrefixCache:
         whole  the last page, too, though it is not full: the request is over
         """
         node = self.table.file(slot, whole=whole)
-        if node is None or not (self.memory.states or draft is not None):
+        if node is None or not (self.memory.needs_state or draft is not None):
             return
         if (old := node.states.get(slot.n_past)) is not None:  # another request came by here
             self.states.touch(old)

@@ -10,7 +10,7 @@ drafts, neighbours and the way a prompt was cut leave the bits of a row as they 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -64,9 +64,14 @@ def dequantized(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (codes.to(dtype).unflatten(-1, (-1, BLOCK)) * scale.to(dtype)[..., None]).flatten(-2)
 
 
-def _raw(plane: Tensor) -> Tensor:
+def raw(plane: Tensor) -> Tensor:
     """The same memory in a dtype that all of torch's copies take."""
     return plane.view(torch.uint8) if plane.dtype is torch.float8_e4m3fn else plane
+
+
+def rows_per_page(page_size: int, tokens_per_row: int) -> int:
+    """Rows of a page, if every `tokens_per_row` tokens have one."""
+    return -(-page_size // tokens_per_row)
 
 
 class KVPool:
@@ -74,47 +79,75 @@ class KVPool:
 
     k, v              [row, head, dim]       codes  row = page * page_size + offset
     k_scale, v_scale  [row, head, dim / 32]  f16    of q8_0, else None
+
+    `tokens_per_row`: a row stands for so many tokens, see `rows_of`. `keys_only`: v is k.
     """
 
-    def __init__(self, n_row: int, n_head: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype, self.head_dim = dtype, head_dim
+    paged: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        n_row: int,
+        n_head: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        tokens_per_row: int = 1,
+        keys_only: bool = False,
+    ) -> None:
+        self.dtype, self.head_dim, self.tokens_per_row, self.keys_only = dtype, head_dim, tokens_per_row, keys_only
         self.k = torch.zeros(n_row, n_head, head_dim, dtype=dtype, device=device)
-        self.v = torch.zeros_like(self.k)
+        self.v = self.k if keys_only else torch.zeros_like(self.k)
         self.k_scale = self.v_scale = None
         if dtype is torch.int8:
             assert head_dim % BLOCK == 0, f"{head_dim} dims are no whole blocks of {BLOCK}"
             self.k_scale = torch.zeros(n_row, n_head, head_dim // BLOCK, dtype=torch.float16, device=device)
-            self.v_scale = torch.zeros_like(self.k_scale)
+            self.v_scale = self.k_scale if keys_only else torch.zeros_like(self.k_scale)
 
     @property
     def planes(self) -> list[Tensor]:
         """Everything that is kept, by rows."""
-        return [t for t in (self.k, self.v, self.k_scale, self.v_scale) if t is not None]
+        planes = (self.k, self.k_scale) if self.keys_only else (self.k, self.v, self.k_scale, self.v_scale)
+        return [t for t in planes if t is not None]
 
-    def write(self, rows: Tensor, k: Tensor, v: Tensor) -> None:
+    def tensors(self) -> list[Tensor]:
+        return self.planes
+
+    def rows_of(self, token_rows: Tensor, page_size: int) -> Tensor:
+        """Rows here of the tokens that make them, which are the last of their `tokens_per_row`.
+
+        token_rows [n] int64 are the tokens' rows where every token has one: page * page_size + offset.
+        """
+        page, offset = token_rows // page_size, token_rows % page_size
+        return page * rows_per_page(page_size, self.tokens_per_row) + offset // self.tokens_per_row
+
+    def page(self, page: int, page_size: int) -> list[Tensor]:
+        """The rows of a page."""
+        n = rows_per_page(page_size, self.tokens_per_row)
+        return [plane[page * n : (page + 1) * n] for plane in self.planes]
+
+    def saved(self, slot: int, n_past: int) -> tuple[Tensor, ...]:
+        return ()
+
+    def reset(self, slot: int) -> None:
+        """Nothing is seen behind a slot's length."""
+
+    def write(self, rows: Tensor, k: Tensor, v: Tensor | None) -> None:
         """k, v [row, head, dim] go to pool rows `rows` [row]."""
         for plane, scales, x in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
+            if x is None:
+                continue
             if scales is not None:
                 x, scale = quantized(x)
                 scales.index_copy_(0, rows, scale)
             elif self.dtype is torch.float8_e4m3fn:
                 x = x.float().clamp(-MAX_F8, MAX_F8)
-            _raw(plane).index_copy_(0, rows, _raw(x.to(self.dtype)))
+            raw(plane).index_copy_(0, rows, raw(x.to(self.dtype)))
 
     def read(self, rows: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Keys and values [row, head, dim] of pool rows `rows` [row]."""
-        k, v = (_raw(plane)[rows].view(self.dtype) for plane in (self.k, self.v))
+        k, v = (raw(plane)[rows].view(self.dtype) for plane in (self.k, self.v))
         if self.k_scale is None or self.v_scale is None:
             return k.to(dtype), v.to(dtype)
         return dequantized(k, self.k_scale[rows], dtype), dequantized(v, self.v_scale[rows], dtype)
-
-    @property
-    def n_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.planes)
-
-
-def copy_rows(pools: Iterable[KVPool], new: slice, old: slice) -> None:
-    """Rows `old` of every pool to its rows `new`, bit by bit; on a GPU few launches for all."""
-    planes = [_raw(plane) for pool in pools for plane in pool.planes]
-    if planes:
-        torch._foreach_copy_([plane[new] for plane in planes], [plane[old] for plane in planes])

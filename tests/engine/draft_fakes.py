@@ -58,7 +58,7 @@ class FakeTarget:
     def __init__(self, table: SlotTable) -> None:
         self.pool = KVPool(table.n_row, 1, 1, torch.float32, self.device)
         self.pool.k.fill_(float("nan"))
-        self.memory = Memory({0: self.pool}, {}, 1)
+        self.memory = Memory([{"kv": self.pool}], 1)
         self.widths: list[list[int]] = []
 
     def forward(self, batch: Batch, taps: Sequence[int] = ()) -> Out:

@@ -14,11 +14,12 @@ from pyspec.cuda import faults
 from pyspec.cuda.ops.gdn import cuda as gdn_cuda
 from pyspec.cuda.ops.gdn import ref as gdn_ref
 from pyspec.cuda.ops.gdn.ref import GdnSpec
+from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.rows.cuda import Into, Rows, RowsLaunch
 from pyspec.cuda.ops.rows.ref import HeadNorm
 from pyspec.errors import OutOfBounds
 from pyspec.slots.batch import Batch, Seq, lay_out
-from pyspec.slots.memory import StateLayer, StateShape
+from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
 pytestmark = needs_compiler
@@ -26,8 +27,8 @@ SEEDS = (0, 1)
 WIDTH, N_SLOT, EPS = 6, 4, 1e-6
 
 
-def shape_of(n_k: int, n_v: int) -> StateShape:
-    return StateShape(n_k, n_v, 128, 4, 128 * (2 * n_k + n_v))
+def shape_of(n_k: int, n_v: int) -> GdnShape:
+    return GdnShape(n_k, n_v, 128, 4, 128 * (2 * n_k + n_v))
 
 
 def seq(slot: int, n: int, keep: bool = False, fold: int = 0) -> Seq:
@@ -38,7 +39,7 @@ def laid(seqs: list[Seq]) -> Batch:
     return lay_out(SlotTable(N_SLOT, 64, 64), seqs, CPU)
 
 
-def inputs(n: int, shape: StateShape, gen: torch.Generator) -> list[Tensor]:
+def inputs(n: int, shape: GdnShape, gen: torch.Generator) -> list[Tensor]:
     """m and the raw gates, as slices of wider rows that are NaN elsewhere."""
     sizes = [shape.n_channel, shape.n_v_head, shape.n_v_head]
     sizes.append(64 + -sum(sizes) % 4)
@@ -48,14 +49,14 @@ def inputs(n: int, shape: StateShape, gen: torch.Generator) -> list[Tensor]:
     return list(out)
 
 
-def weights(shape: StateShape, gen: torch.Generator) -> list[Tensor]:
+def weights(shape: GdnShape, gen: torch.Generator) -> list[Tensor]:
     """a, dt_bias, conv_w; some heads keep all they saw, some forget at once."""
     scale = torch.tensor([0.0, 0.1, 1.0, 30.0])[torch.arange(shape.n_v_head) % 4]
     a = -scale * torch.rand(shape.n_v_head, generator=gen)
     return [a, torch.randn(shape.n_v_head, generator=gen), torch.randn(shape.n_channel, 4, generator=gen)]
 
 
-def layer_of(shape: StateShape, doubled: bool = False) -> StateLayer:
+def layer_of(shape: GdnShape, doubled: bool = False) -> StateLayer:
     """A new layer; records nobody wrote hold NaN where the kernels run."""
     layer = StateLayer(shape, N_SLOT, WIDTH, CPU)
     for name in ("state", "conv", "k", "v", "g", "beta"):
@@ -264,14 +265,14 @@ def test_a_bad_index_is_reported_and_its_sequence_skipped(
 PREPARED = [*ROUNDS[:4], [seq(0, 18, True, fold=1), seq(1, 25, True), seq(2, 3)]]  # up to four stages of 8 rows
 
 
-def norm_of(shape: StateShape, n_row: int, gen: torch.Generator) -> HeadNorm:
+def norm_of(shape: GdnShape, n_row: int, gen: torch.Generator) -> HeadNorm:
     """With a gate that is a slice of wider rows."""
     n_in = shape.n_v_head * shape.dim
     weight, gate = 1 + 0.3 * torch.randn(shape.dim, generator=gen), 3 * torch.randn(n_row, n_in + 32, generator=gen)
     return HeadNorm(weight, EPS, gate[:, 32:], 32.0)
 
 
-def rows_of(shape: StateShape, fill: float) -> RowsLaunch:
+def rows_of(shape: GdnShape, fill: float) -> RowsLaunch:
     """Rows for a product, all buffers holding `fill`."""
     rows = RowsLaunch(CPU, shape.n_v_head * shape.dim, (8, 16, 48))
     for t in (rows.blocks, rows.sums, rows.powers):

@@ -14,10 +14,11 @@ from pyspec.cuda import faults
 from pyspec.cuda.ops.mamba2 import cuda as mamba2_cuda
 from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
 from pyspec.cuda.ops.mamba2.ref import Mamba2, Mamba2Spec, make_params
+from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.errors import OutOfBounds
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
-from pyspec.slots.memory import Mamba2Shape, StateLayer
+from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
 pytestmark = needs_compiler

@@ -15,8 +15,9 @@ from pyspec.cuda.ops.mamba2 import chunk as mamba2_chunk
 from pyspec.cuda.ops.mamba2 import cuda as mamba2_cuda
 from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, Params, make_params
+from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.slots.batch import Batch, Seq, lay_out
-from pyspec.slots.memory import Mamba2Shape, StateLayer
+from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
 pytestmark = needs_compiler

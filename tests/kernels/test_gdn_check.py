@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.ops.gdn import ref as gdn_ref
-from pyspec.slots.memory import StateShape
+from pyspec.cuda.ops.gdn.shape import GdnShape
 
-SPEC = gdn_ref.GdnSpec(torch.device("cpu"), StateShape(2, 6, 32, 4, 10 * 32), 1e-6)
+SPEC = gdn_ref.GdnSpec(torch.device("cpu"), GdnShape(2, 6, 32, 4, 10 * 32), 1e-6)
 
 
 def checked(change: Callable[[Tensor, int], Tensor]) -> str | None:

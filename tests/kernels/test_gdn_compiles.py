@@ -9,10 +9,10 @@ from pyspec.cuda import jit
 from pyspec.cuda.ops.gdn import chunk as gdn_chunk
 from pyspec.cuda.ops.gdn import cuda as gdn_cuda
 from pyspec.cuda.ops.gdn.ref import GdnSpec
-from pyspec.slots.memory import StateShape
+from pyspec.cuda.ops.gdn.shape import GdnShape
 
 pytest.importorskip("cuda.core")
-SHAPE = StateShape(16, 48, 128, 4, 10240)
+SHAPE = GdnShape(16, 48, 128, 4, 10240)
 
 
 @pytest.mark.parametrize("arch", jit.ARCHS)
@@ -36,7 +36,7 @@ def test_kernels_of_prompts_compile_without_spills_and_leave_room_for_two_blocks
 
 def test_head_counts_are_free_as_long_as_values_are_a_multiple_of_keys() -> None:
     for n_k, n_v in ((1, 1), (3, 6), (16, 32), (16, 64)):
-        shape = StateShape(n_k, n_v, 128, 4, 128 * (2 * n_k + n_v))
+        shape = GdnShape(n_k, n_v, 128, 4, 128 * (2 * n_k + n_v))
         assert jit.compile_cubin("gdn", "sm_90a", gdn_cuda.defines(shape, "sm_90a", 2), use_cache=False).resources
         assert jit.compile_cubin("gdn_chunk", "sm_80", gdn_chunk.defines(shape, "sm_80"), use_cache=False).resources
 
@@ -48,13 +48,13 @@ def test_a_cpu_is_refused_with_the_reason() -> None:
 @pytest.mark.parametrize(
     ("shape", "says"),
     [
-        (StateShape(2, 4, 64, 4, 512), "states are 64 wide"),
-        (StateShape(2, 4, 128, 3, 1024), "3 taps"),
-        (StateShape(2, 3, 128, 4, 896), "3 value heads are no multiple of 2 key heads"),
+        (GdnShape(2, 4, 64, 4, 512), "states are 64 wide"),
+        (GdnShape(2, 4, 128, 3, 1024), "3 taps"),
+        (GdnShape(2, 3, 128, 4, 896), "3 value heads are no multiple of 2 key heads"),
     ],
 )
 def test_shapes_it_is_not_built_for_are_refused_with_their_numbers(
-    shape: StateShape, says: str, monkeypatch: pytest.MonkeyPatch
+    shape: GdnShape, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert says in (gdn_cuda.limits(GdnSpec(torch.device("cuda"), shape, 1e-6)) or "")

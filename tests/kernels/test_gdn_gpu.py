@@ -13,18 +13,19 @@ from pyspec.cuda import faults
 from pyspec.cuda.ops.gdn import cuda as gdn_cuda
 from pyspec.cuda.ops.gdn import ref as gdn_ref
 from pyspec.cuda.ops.gdn.ref import GdnSpec
+from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.rows.cuda import Into, Rows, RowsLaunch
 from pyspec.cuda.ops.rows.ref import HeadNorm
 from pyspec.slots.batch import Batch, Seq, lay_out
-from pyspec.slots.memory import StateLayer, StateShape
+from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 WIDTH, N_SLOT, EPS = 6, 4, 1e-6
 
 
-def shape_of(n_k: int, n_v: int) -> StateShape:
-    return StateShape(n_k, n_v, 128, 4, 128 * (2 * n_k + n_v))
+def shape_of(n_k: int, n_v: int) -> GdnShape:
+    return GdnShape(n_k, n_v, 128, 4, 128 * (2 * n_k + n_v))
 
 
 def seq(slot: int, n: int, keep: bool = False, fold: int = 0) -> Seq:
@@ -36,14 +37,14 @@ def laid(seqs: list[Seq], device: torch.device) -> Batch:
     return lay_out(SlotTable(N_SLOT, 64, 64), seqs, device)
 
 
-def inputs(n: int, shape: StateShape, gen: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(n: int, shape: GdnShape, gen: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """m and the raw gates."""
     sizes = shape.n_channel, shape.n_v_head, shape.n_v_head
     m, alpha, beta = (torch.randn(n, size, generator=gen) for size in sizes)
     return m, 3 * alpha, 3 * beta
 
 
-def weights(shape: StateShape, gen: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+def weights(shape: GdnShape, gen: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
     """a, dt_bias, conv_w; some heads keep all they saw, some forget at once."""
     scale = torch.tensor([0.0, 0.1, 1.0, 30.0])[torch.arange(shape.n_v_head) % 4]
     a = -scale * torch.rand(shape.n_v_head, generator=gen)
@@ -140,9 +141,7 @@ def test_the_kernels_pass_the_check_they_are_chosen_by(heads: tuple[int, int]) -
     assert gdn_cuda.check(gdn_cuda.bind(spec), gdn_ref.bind(spec), spec) is None
 
 
-def hostile(
-    kind: str, n: int, shape: StateShape, gen: torch.Generator
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def hostile(kind: str, n: int, shape: GdnShape, gen: torch.Generator) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Rows and weights that make chunked sums hard."""
     (m, alpha, beta), (a, dt_bias, conv_w) = inputs(n, shape, gen), weights(shape, gen)
     kd = shape.n_k_head * shape.dim
@@ -348,14 +347,14 @@ def test_a_captured_graph_runs_other_sequences_of_the_same_count() -> None:
 PREPARED = [*ROUNDS[:4], [seq(0, 18, True, fold=1), seq(1, 25, True), seq(2, 3)], [seq(s, 1, fold=1) for s in range(4)]]
 
 
-def norm_of(shape: StateShape, n_row: int, gen: torch.Generator) -> HeadNorm:
+def norm_of(shape: GdnShape, n_row: int, gen: torch.Generator) -> HeadNorm:
     """With a gate that is a slice of wider rows."""
     n_in = shape.n_v_head * shape.dim
     weight, gate = 1 + 0.3 * torch.randn(shape.dim, generator=gen), 3 * torch.randn(n_row, n_in + 32, generator=gen)
     return HeadNorm(weight.to(GPU), EPS, gate.to(GPU)[:, 32:], 32.0)
 
 
-def rows_of(shape: StateShape) -> RowsLaunch:
+def rows_of(shape: GdnShape) -> RowsLaunch:
     """Rows for a product, buffers full of sevens."""
     rows = RowsLaunch(GPU, shape.n_v_head * shape.dim, (8, 16, 48))
     for t in (rows.blocks, rows.sums, rows.powers):

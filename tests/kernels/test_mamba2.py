@@ -12,8 +12,9 @@ from torch import Tensor
 from pyspec.cuda.ops.mamba2 import numba as mamba2_numba
 from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, make_params
+from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.slots.batch import Seq, lay_out
-from pyspec.slots.memory import Mamba2Shape, StateLayer
+from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
 CPU = torch.device("cpu")

@@ -13,9 +13,10 @@ from pyspec.cuda.ops.mamba2 import cuda as mamba2_cuda
 from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
 from pyspec.cuda.ops.mamba2.op import mamba2
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, Params, make_params
+from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Seq, lay_out
-from pyspec.slots.memory import Mamba2Shape, StateLayer
+from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
 GPU = torch.device("cuda")

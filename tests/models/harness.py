@@ -10,9 +10,11 @@ import torch
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
 from pyspec.models.decoder import Decoder, decoder_tensors
-from pyspec.models.target import Out, allocate
+from pyspec.models.target import Out
 from pyspec.models.weights import Weights, check_tensors
 from pyspec.slots.batch import Seq, lay_out
+from pyspec.slots.memory import allocate
+from pyspec.slots.parts import CacheSizes
 from pyspec.slots.table import SlotTable
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -37,7 +39,7 @@ class Bench:
         check_tensors(self.file, decoder_tensors(config, self.file))
         self.table = SlotTable(n_slot, n_slot * n_ctx // 16, 16)
         self.memory = allocate(
-            config.memory(), n_slot=n_slot, n_row=self.table.n_alloc_row, width=width, kv_dtype=kv, device=DEVICE
+            config.parts(), CacheSizes(n_slot, self.table.n_alloc_row, self.table.page_size, width, kv), DEVICE
         )
         self.target = Decoder(config, Weights(self.file, DEVICE, dense), self.memory)
         for slot in self.table.slots:

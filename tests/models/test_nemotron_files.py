@@ -13,13 +13,14 @@ from harness import DEVICE, FIXTURES, Bench, near
 
 from pyspec import synth
 from pyspec.cuda.ops.linear.dequant import dequantize
+from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGMLType, GGUFFile, GGUFWriter, TensorInfo, ValueType, open_gguf
 from pyspec.models import read_config
 from pyspec.models.decoder import Layer, decoder_tensors
 from pyspec.models.moe import MoeShape
 from pyspec.models.weights import check_tensors
-from pyspec.slots.memory import Mamba2Shape, slot_floats
+from pyspec.slots.parts import CacheSizes, Recurrent
 from pyspec.synth import layout, vocab
 
 TYPES = ["f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4", "nvfp4"]
@@ -108,8 +109,8 @@ def test_the_real_models_are_read_as_published(tmp_path: Path, monkeypatch: pyte
         assert [layer.mixer or layer.feed for layer in c.layers[:3]] == ["mamba", "moe", "mamba"]
         assert c.mtp_layer == Layer("attention", "moe", "post_attention_norm", moe)
         assert (c.attention.n_head, c.attention.n_kv_head, c.attention.head_dim, c.n_rot) == (32, 2, 128, 0)
-    floats = slot_floats(Mamba2Shape(128, 64, 8, 128, 4), 0)
-    assert floats == (1_048_576 + 30_720,) * 2, "bytes a slot takes per layer, as the files' makers count them"
+    part, sizes = Recurrent(Mamba2Shape(128, 64, 8, 128, 4)), CacheSizes(1, 16, 16, 0, torch.float16)
+    assert part.n_bytes(sizes) == part.saved_bytes(sizes) == 4 * (1_048_576 + 30_720), "as the files' makers count them"
 
 
 def test_the_vocabulary_has_the_real_ids() -> None:

@@ -30,11 +30,12 @@ def test_refused_rows_leave_no_trace(width: int, kept: int) -> None:
 def test_state_is_bit_equal_whether_tokens_came_singly_or_in_a_verify() -> None:
     """The recurrence takes tokens in one order; only matrix products may round by the number of rows."""
     from pyspec.cuda.ops.gdn import ref as gdn_ref
+    from pyspec.cuda.ops.gdn.shape import GdnShape
     from pyspec.slots.batch import Seq, lay_out
-    from pyspec.slots.memory import StateLayer, StateShape
+    from pyspec.slots.recurrent import StateLayer
     from pyspec.slots.table import SlotTable
 
-    shape = StateShape(2, 4, 32, 4, 8 * 32)
+    shape = GdnShape(2, 4, 32, 4, 8 * 32)
     g = torch.Generator().manual_seed(0)
     n, cpu = 12, torch.device("cpu")
     m, conv_w = torch.randn(n, shape.n_channel, generator=g), torch.randn(shape.n_channel, 4, generator=g)

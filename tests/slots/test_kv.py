@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from pyspec.config import KV_TYPES
-from pyspec.engine.memory_plan import memory_bytes
+from pyspec.cuda.ops.gdn.shape import GdnShape
+from pyspec.engine.memory_plan import checkpoint_bytes, memory_bytes
 from pyspec.errors import ModelError
-from pyspec.models.target import LayerMemory, allocate
-from pyspec.slots.kv import KV_DTYPES, KVPool, copy_rows, dequantized, quantized, row_bytes
-from pyspec.slots.memory import StateShape
+from pyspec.slots.kv import KV_DTYPES, KVPool, dequantized, quantized, row_bytes
+from pyspec.slots.memory import allocate, copy_page
+from pyspec.slots.parts import CacheSizes, Paged, Recurrent
 
 CPU = torch.device("cpu")
 F8 = torch.float8_e4m3fn
@@ -74,7 +75,7 @@ def test_rows_are_written_and_copied_alone(dtype: torch.dtype) -> None:
         alone.write(torch.tensor([0]), k[i : i + 1], v[i : i + 1])
         one = alone.read(torch.tensor([0]), torch.float32)
         assert all(torch.equal(a[i], b[0]) for a, b in zip(got, one, strict=True))
-    copy_rows([pool], slice(2, 4), slice(0, 2))
+    copy_page([pool], 2, 1, 0)
     everything = pool.read(torch.arange(12), torch.float32)
     for t in everything:
         assert torch.equal(t[2:4], t[0:2]) and not t[[5, 6, 8, 10, 11]].any()
@@ -86,11 +87,14 @@ def test_rows_are_written_and_copied_alone(dtype: torch.dtype) -> None:
 )
 def test_the_plan_counts_every_byte(dtype: torch.dtype, want: int) -> None:
     assert row_bytes(4, 256, dtype) == want, "K and V of 4 heads of 256"
-    state = StateShape(n_k_head=2, n_v_head=2, dim=16, n_conv=4, n_channel=96)
-    layers = [LayerMemory(2, 64), LayerMemory(state=state), LayerMemory(1, 96), LayerMemory()]
-    memory = allocate(layers, n_slot=2, n_row=48, width=3, kv_dtype=dtype, device=CPU)
-    assert memory_bytes(layers, n_slot=2, n_row=48, width=3, kv_dtype=dtype)[0] == memory.kv_bytes
-    assert memory.kv_dtype is dtype
+    state = GdnShape(n_k_head=2, n_v_head=2, dim=16, n_conv=4, n_channel=96)
+    layers = [{"kv": Paged(2, 64)}, {"state": Recurrent(state)}, {"kv": Paged(1, 96)}, {}]
+    sizes = CacheSizes(n_slot=2, n_row=48, page_size=16, width=3, kv_dtype=dtype)
+    memory = allocate(layers, sizes, CPU)
+    one = checkpoint_bytes(layers, sizes)
+    assert memory_bytes(layers, sizes) == (memory.kv_bytes, memory.state_bytes + 2 * one)
+    assert one == sum(t.numel() * t.element_size() for t in memory.checkpoint(0, 5).tensors)
+    assert memory.kv_dtype is dtype and sorted(memory.kv) == [0, 2] and sorted(memory.states) == [1]
 
 
 def test_heads_that_are_no_whole_blocks_are_refused_with_their_width() -> None:

@@ -7,9 +7,11 @@ import random
 import pytest
 import torch
 
+from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.errors import OutOfBounds
 from pyspec.slots.batch import Seq, lay_out
-from pyspec.slots.memory import Memory, StateLayer, StateShape
+from pyspec.slots.memory import Memory
+from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
 CPU = torch.device("cpu")
@@ -79,12 +81,12 @@ def test_a_sequence_out_of_bounds_is_refused_before_anything_changes(bad: Seq) -
     table.check()
 
 
-SHAPE = StateShape(1, 2, 8, 4, 32)
+SHAPE = GdnShape(1, 2, 8, 4, 32)
 
 
 def test_a_restored_checkpoint_is_the_state_that_was_saved() -> None:
     """P2: immutable; two slots may continue from one and diverge."""
-    memory = Memory({}, {0: StateLayer(SHAPE, 3, 4, CPU), 2: StateLayer(SHAPE, 3, 4, CPU)}, 4)
+    memory = Memory([{"state": StateLayer(SHAPE, 3, 4, CPU)}, {}, {"state": StateLayer(SHAPE, 3, 4, CPU)}], 4)
     for layer in memory.states.values():
         for t in layer.tensors():
             t.normal_()
@@ -104,7 +106,7 @@ def test_a_restored_checkpoint_is_the_state_that_was_saved() -> None:
 
 
 def test_a_reset_clears_one_slot() -> None:
-    memory = Memory({}, {0: StateLayer(SHAPE, 2, 4, CPU)}, 4)
+    memory = Memory([{"state": StateLayer(SHAPE, 2, 4, CPU)}], 4)
     layer = memory.states[0]
     for t in layer.tensors():
         t.fill_(float("nan"))

@@ -15,7 +15,7 @@ SIZE = 400  # bytes of one state
 
 
 def saved(mark: float = 0.0, n_bytes: int = SIZE) -> Saved:
-    return Saved(Checkpoint(1, [torch.full((n_bytes // 8,), mark)], [torch.full((n_bytes // 8,), -mark)]), mark)
+    return Saved(Checkpoint(1, [torch.full((n_bytes // 8,), mark), torch.full((n_bytes // 8,), -mark)]), mark)
 
 
 def store_of(n_device: int, n_host: int, n: int) -> tuple[SlotTable, StateStore, list[State]]:
@@ -45,7 +45,7 @@ def test_the_longest_unused_moves_to_the_host_and_from_there_to_nowhere() -> Non
     table, store, _ = store_of(2, 3, 7)
     assert [s.n_past for s in store.tiers[0]] == [6, 7] and [s.n_past for s in store.tiers[1]] == [3, 4, 5]
     assert sorted(next(table.tree.nodes()).states) == [3, 4, 5, 6, 7]
-    assert all(torch.equal(s.content.checkpoint.states[0], torch.full((50,), float(s.n_past))) for s in store.tiers[1])
+    assert all(torch.equal(s.content.checkpoint.tensors[0], torch.full((50,), float(s.n_past))) for s in store.tiers[1])
     assert all(s.content.draft == s.n_past for s in store.tiers[1])
 
 
@@ -86,7 +86,7 @@ def test_states_without_tensors_count_nothing() -> None:
     """A model without recurrent layers keeps a drafter's share only."""
     table, store, states = store_of(0, 0, 0)
     node = next(table.tree.nodes())
-    store.add(node, 5, Saved(Checkpoint(5, [], []), "share"))
+    store.add(node, 5, Saved(Checkpoint(5, []), "share"))
     assert len(store) == 1 and store.n_bytes == [0, 0] and not states
     check(table, store)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyspec.cuda import jit
 from pyspec.cuda.context import per_device
-from pyspec.slots.memory import StateShape
+from pyspec.cuda.ops.gdn.shape import GdnShape
 
 DIM, CHUNK, VALUES, THREADS = 128, 64, 64, 128  # VALUES of a block of gdn_chunk_state
 RECORD = 3 * 2 * CHUNK * CHUNK + 2 * 4 * CHUNK  # bytes gdn_chunk_solve leaves for a chunk and value head
@@ -27,7 +27,7 @@ def key_stages(arch: str) -> int:
     return 1 if arch.startswith(("sm_86", "sm_89", "sm_12")) else 2
 
 
-def defines(shape: StateShape, arch: str) -> dict[str, int | str]:
+def defines(shape: GdnShape, arch: str) -> dict[str, int | str]:
     return {"N_K": shape.n_k_head, "N_V": shape.n_v_head, "KEY_STAGES": key_stages(arch)}
 
 
@@ -35,7 +35,7 @@ def defines(shape: StateShape, arch: str) -> dict[str, int | str]:
 class Chunks:
     """Kernels for one shape. `prepare` goes before gdn_rows, which may have records to fold, and `run` after it."""
 
-    shape: StateShape
+    shape: GdnShape
     conv: jit.Kernel
     solve: jit.Kernel
     state: jit.Kernel
@@ -82,7 +82,7 @@ class Chunks:
 
 
 @per_device
-def kernels(device: torch.device, shape: StateShape) -> Chunks:
+def kernels(device: torch.device, shape: GdnShape) -> Chunks:
     arch = jit.arch_of(torch.cuda.get_device_capability(device))
     code = jit.compile_cubin("gdn_chunk", arch, defines(shape, arch))
     shared = (2 * key_stages(arch) + 1) * KEYS + RECORD

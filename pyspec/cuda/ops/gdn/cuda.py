@@ -26,6 +26,7 @@ from pyspec.cuda.context import per_device
 from pyspec.cuda.ops.gdn import chunk as gdn_chunk
 from pyspec.cuda.ops.gdn import ref as gdn_ref
 from pyspec.cuda.ops.gdn.ref import GdnSpec
+from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.prefetch import ARGS as NEXT_ARGS
 from pyspec.cuda.ops.prefetch import prefetch_args
 from pyspec.cuda.ops.recurrent.fold_only import fold_batch
@@ -34,7 +35,7 @@ from pyspec.cuda.ops.rows.cuda import BLOCKED, Into, Rows, RowsLaunch, aligned, 
 from pyspec.cuda.ops.rows.ref import HeadNorm
 from pyspec.slots.arena import BUCKETS
 from pyspec.slots.batch import Batch, Seq
-from pyspec.slots.memory import StateLayer, StateShape
+from pyspec.slots.recurrent import StateLayer
 
 DIM, TAPS, LANES, THREADS, CONV_THREADS = 128, 4, 8, 128, 128
 SPAN = 64  # rows of one gdn_conv block
@@ -69,13 +70,13 @@ def blocks_for(arch: str, columns: int) -> int:
     return ({2: 4, 4: 3} if newer else {2: 5, 4: 4})[columns]
 
 
-def defines(shape: StateShape, arch: str, columns: int) -> dict[str, int | str]:
+def defines(shape: GdnShape, arch: str, columns: int) -> dict[str, int | str]:
     """Macros of gdn.cu for one way to share out columns: 2 or 4 to a lane; the result has the same bits."""
     blocks = blocks_for(arch, columns)
     return {"N_K": shape.n_k_head, "N_V": shape.n_v_head, "COLS": columns, "BLOCKS": blocks}
 
 
-def columns_for(shape: StateShape, n_seq: int, arch: str, n_multiprocessor: int, *, prepares: bool = False) -> int:
+def columns_for(shape: GdnShape, n_seq: int, arch: str, n_multiprocessor: int, *, prepares: bool = False) -> int:
     """Four where that makes one wave of blocks out of two; else two, which keeps more warps in flight. Of gdn_rows_into, whose
     blocks come and go by clusters, four also where the last wave is a fifth fuller so."""
 
@@ -90,7 +91,7 @@ def columns_for(shape: StateShape, n_seq: int, arch: str, n_multiprocessor: int,
 
 
 @per_device
-def _kernels(device: torch.device, shape: StateShape, columns: int) -> tuple[jit.Kernel, ...]:
+def _kernels(device: torch.device, shape: GdnShape, columns: int) -> tuple[jit.Kernel, ...]:
     """gdn_conv, gdn_rows and, where there are clusters, gdn_rows_into."""
     capability = torch.cuda.get_device_capability(device)
     arch = jit.arch_of(capability)
@@ -99,7 +100,7 @@ def _kernels(device: torch.device, shape: StateShape, columns: int) -> tuple[jit
     return code.kernel("gdn_conv", CONV_ARGS), code.kernel("gdn_rows", ROWS_ARGS + OUT_ARGS), *into
 
 
-def _check(rows: Sequence[Tensor], weights: Sequence[Tensor], layer: StateLayer, shape: StateShape) -> None:
+def _check(rows: Sequence[Tensor], weights: Sequence[Tensor], layer: StateLayer, shape: GdnShape) -> None:
     """What only our own code can get wrong: dtypes, shapes, alignment."""
     m, alpha, beta = rows
     whole = (*weights, *layer.tensors())

@@ -18,7 +18,7 @@ from pyspec.cuda.ops.gdn import ref as gdn_ref
 from pyspec.cuda.ops.recurrent import ref as recurrent_ref
 from pyspec.cuda.ops.recurrent.threads import run_all
 from pyspec.slots.batch import Batch
-from pyspec.slots.memory import StateLayer
+from pyspec.slots.recurrent import StateLayer
 
 
 def limits(spec: gdn_ref.GdnSpec) -> str | None:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.recurrent.ref import (
     check_seqs,
     convolve,
@@ -36,7 +37,7 @@ from pyspec.cuda.ops.recurrent.ref import (
     softplus,
 )
 from pyspec.slots.batch import Batch, Seq, lay_out
-from pyspec.slots.memory import StateLayer, StateShape
+from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
 Gdn = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateLayer, Batch], Tensor]
@@ -47,7 +48,7 @@ CHUNK = 64
 @dataclass(frozen=True, slots=True)
 class GdnSpec:
     device: torch.device
-    shape: StateShape
+    shape: GdnShape
     eps: float
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyspec.cuda import jit
 from pyspec.cuda.context import per_device
 from pyspec.cuda.ops.mamba2.ref import Params
-from pyspec.slots.memory import Mamba2Shape
+from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 
 TAPS, GROUP_THREADS, SCALARS = 4, 256, 6
 COUNTS = "pppp" + "iiiii"

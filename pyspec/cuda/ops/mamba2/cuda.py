@@ -21,13 +21,14 @@ from pyspec.cuda import faults, jit
 from pyspec.cuda.context import per_device
 from pyspec.cuda.ops.mamba2 import chunk as mamba2_chunk
 from pyspec.cuda.ops.mamba2.ref import Mamba2, Mamba2Spec, Params
+from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.prefetch import ARGS as NEXT_ARGS
 from pyspec.cuda.ops.prefetch import NOTHING, prefetch_args
 from pyspec.cuda.ops.recurrent.fold_only import fold_batch
 from pyspec.cuda.ops.recurrent.ref import has_records
 from pyspec.slots.arena import BUCKETS
 from pyspec.slots.batch import Batch
-from pyspec.slots.memory import Mamba2Shape, StateLayer
+from pyspec.slots.recurrent import StateLayer
 
 TAPS, LANES, THREADS, CONV_THREADS, CHANNELS = 4, 8, 128, 128, 128  # CHANNELS of a block of mamba2_conv
 SPAN = 64  # rows of one mamba2_conv block

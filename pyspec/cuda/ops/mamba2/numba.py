@@ -20,7 +20,7 @@ from pyspec.cuda.ops.mamba2.ref import Mamba2, Mamba2Spec, Params
 from pyspec.cuda.ops.recurrent.ref import check_seqs, record
 from pyspec.cuda.ops.recurrent.threads import run_all
 from pyspec.slots.batch import Batch
-from pyspec.slots.memory import StateLayer
+from pyspec.slots.recurrent import StateLayer
 
 
 def limits(spec: Mamba2Spec) -> str | None:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.recurrent.ref import (
     check_seqs,
     convolve,
@@ -37,7 +38,7 @@ from pyspec.cuda.ops.recurrent.ref import (
     softplus,
 )
 from pyspec.slots.batch import Batch, Seq, lay_out
-from pyspec.slots.memory import Mamba2Shape, StateLayer
+from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
 

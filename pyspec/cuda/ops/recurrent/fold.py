@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pyspec.cuda.ops.gdn import ref as gdn_ref
+from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
-from pyspec.slots.memory import Mamba2Shape, StateLayer, StateShape
+from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
+from pyspec.slots.recurrent import StateLayer
 
-FOLDS = {StateShape: gdn_ref.flush, Mamba2Shape: mamba2_ref.flush}
+FOLDS = {GdnShape: gdn_ref.flush, Mamba2Shape: mamba2_ref.flush}
 
 
 def flush(layer: StateLayer, slot: int, n_fold: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyspec.errors import OutOfBounds
 from pyspec.slots.batch import Batch
-from pyspec.slots.memory import StateLayer
+from pyspec.slots.recurrent import StateLayer
 
 
 def check_seqs(batch: Batch, layer: StateLayer) -> None:

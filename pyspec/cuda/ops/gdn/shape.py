@@ -1,0 +1,26 @@
+"""What a Gated DeltaNet layer keeps for a slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class GdnShape:
+    """Dimensions of one Gated DeltaNet layer. It records normalised keys, values, log decay and strength."""
+
+    n_k_head: int
+    n_v_head: int
+    dim: int  # of keys and of values
+    n_conv: int
+    n_channel: int  # 2 * n_k_head * dim + n_v_head * dim
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        return self.n_v_head, self.dim, self.dim  # S[value, key]
+
+    @property
+    def records(self) -> Mapping[str, tuple[int, ...]]:
+        k, v = (self.n_k_head, self.dim), (self.n_v_head, self.dim)
+        return {"k": k, "v": v, "g": (self.n_v_head,), "beta": (self.n_v_head,)}

@@ -1,0 +1,30 @@
+"""What a Mamba-2 layer keeps for a slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mamba2Shape:
+    """Dimensions of one Mamba-2 layer. It records inputs, their directions (B), decay and step."""
+
+    n_head: int
+    head_dim: int
+    n_group: int  # heads of a group share B and C
+    n_state: int
+    n_conv: int
+
+    @property
+    def n_channel(self) -> int:
+        return self.n_head * self.head_dim + 2 * self.n_group * self.n_state
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        return self.n_head, self.head_dim, self.n_state
+
+    @property
+    def records(self) -> Mapping[str, tuple[int, ...]]:
+        x, b = (self.n_head, self.head_dim), (self.n_group, self.n_state)
+        return {"x": x, "b": b, "decay": (self.n_head,), "dt": (self.n_head,)}

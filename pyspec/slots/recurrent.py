@@ -1,0 +1,85 @@
+"""Recurrent state of every slot, with the records that a verify leaves to be folded in. A state row is written only by its slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+
+class RecurrentShape(Protocol):
+    """What one recurrent layer keeps for a slot, whatever its recurrence."""
+
+    @property
+    def n_conv(self) -> int:
+        """Taps of the convolution."""
+        ...
+
+    @property
+    def n_channel(self) -> int:
+        """Channels of the convolution."""
+        ...
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        """Dimensions of the state."""
+        ...
+
+    @property
+    def records(self) -> Mapping[str, tuple[int, ...]]:
+        """Dimensions of what a verify records of each row, by name: enough to fold the row later."""
+        ...
+
+
+class StateLayer:
+    """Recurrent state of one layer for every slot, committed by folding.
+
+    state  [slot, *shape.state]         f32  after the committed, folded tokens
+    conv   [slot, taps - 1 + width, ch] f32  rows 0..taps-2: the last raw inputs before the fold point; then the raw inputs
+                                             of the slot's last verify
+    NAME   [slot, width, *dims]         f32  for each of shape.records: records of the last verify
+
+    A verify only writes records. The next forward of the slot folds the accepted ones into `state`, in order, and shifts
+    `conv` by as many: rolling back is folding fewer, so it copies nothing (spec: deferred commit).
+
+    Records are attributes by the names that the shape gives them: the kernels of a recurrence know their own, nobody knows all,
+    and a launch, once per layer and round, looks them up as fast as the state.
+    """
+
+    paged: ClassVar[bool] = False
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Tensor:
+            """A record."""
+            ...
+
+    def __init__(self, shape: RecurrentShape, n_slot: int, width: int, device: torch.device) -> None:
+        f32 = {"dtype": torch.float32, "device": device}
+        self.shape, self.width = shape, width
+        self.fold: Callable[[StateLayer, int, int], None] | None = None  # (this, slot, n): what its kernels fold with
+        self.state = torch.zeros(n_slot, *shape.state, **f32)
+        self.conv = torch.zeros(n_slot, shape.n_conv - 1 + width, shape.n_channel, **f32)
+        for name, dims in shape.records.items():
+            assert not hasattr(self, name), f"a record can not be called {name}: every layer has that"
+            setattr(self, name, torch.zeros(n_slot, width, *dims, **f32))
+
+    def records(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, name) for name in self.shape.records)
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.state, self.conv, *self.records()
+
+    def page(self, page: int, page_size: int) -> tuple[Tensor, ...]:
+        return ()
+
+    def saved(self, slot: int, n_past: int) -> tuple[Tensor, ...]:
+        """State and window, which stand at `n_past` tokens when nothing is left to fold."""
+        return self.state[slot], self.conv[slot, : self.shape.n_conv - 1]
+
+    def reset(self, slot: int) -> None:
+        """A new sequence: zero state, zero conv window. Records are dead without a fold count."""
+        self.state[slot].zero_()
+        self.conv[slot].zero_()
