@@ -122,7 +122,8 @@ def test_the_memory_plan_has_the_bytes_that_are_taken(kind: str, kv_type: str) -
     drafter = r.loop.drafter
     assert drafter is not None
     assert plan.kv == r.loop.memory.kv_bytes
-    assert plan.draft_kv == sum(pool.n_bytes for pool in drafter.pools()) > 0
+    taken = [t.numel() * t.element_size() for pool in drafter.pools() for t in pool.tensors()]
+    assert plan.draft_kv == sum(taken) > 0
 
 
 def test_heads_that_q8_0_can_not_hold_are_refused_before_anything_is_allocated() -> None:
