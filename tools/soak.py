@@ -237,12 +237,12 @@ def inspect_idle(engine: Engine, tally: Tally) -> None:
         tally.fail("a slot is still busy after the last request")
         return
     table, cache, metrics = engine.loop.table, engine.loop.cache, engine.metrics()
-    cache.check()
+    cache.check(now=True)
     for slot in table.slots:
         if slot.reserved or slot.busy:
             tally.fail(f"slot {slot.index} has {slot.reserved} pages reserved")
     table.clear()
-    cache.check()
+    cache.check(now=True)
     if table.n_page_used or table.n_page_cached or len(cache.states):
         tally.fail(f"{table.n_page_used} + {table.n_page_cached} pages and {len(cache.states)} states are lost")
     if metrics.requests_failed or metrics.guard_trips or not engine.alive():

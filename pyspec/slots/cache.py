@@ -26,6 +26,7 @@ class PrefixCache:
         table.needs_state = memory.needs_state
         table.tree.lose = states.lose
         self._state_bytes = 0  # of one checkpoint, once it is known
+        self._checked = 0  # table.n_change at the last check
 
     def find(self, prompt: Sequence[int]) -> Hit:
         return self.table.find(prompt) if self.on else NO_HIT
@@ -67,7 +68,14 @@ class PrefixCache:
         self._state_bytes = saved.n_bytes
         self.states.add(node, slot.n_past, saved)
 
-    def check(self) -> None:
-        """Everything that is always true between rounds."""
+    def check(self, *, now: bool = False) -> None:
+        """Everything that is always true between rounds.
+
+        It looks at every page, so it waits until as many have changed hands since the last time: what it costs is in proportion
+        to what was done, however many pages there are. `now` does not wait.
+        """
+        if not now and self.table.n_change - self._checked < self.table.n_page:
+            return
+        self._checked = self.table.n_change
         self.table.check()
         self.states.check({s for node in self.table.tree.nodes() for s in node.states.values()})

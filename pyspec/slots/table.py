@@ -54,6 +54,7 @@ class SlotTable:
         self.slots = [Slot(i) for i in range(n_slot)]
         self._free = list(range(n_page - 1, -1, -1))
         self.tree = PrefixTree(page_size, self._free.append)
+        self.n_change = 0  # pages that slots have let go, and requests
         self.needs_state = False  # a prefix can be gone on from only where a state was kept (recurrent layers)
         self._clock = 0
 
@@ -166,6 +167,7 @@ class SlotTable:
 
     def drop(self, slot: Slot) -> None:
         """Take everything from a slot."""
+        self.n_change += 1 + len(slot.pages)
         self._free.extend(reversed(slot.pages[len(slot.nodes) :]))
         self.tree.let_go(slot.nodes)
         slot.nodes.clear()
@@ -233,7 +235,7 @@ class SlotTable:
         return [pages[p // size] * size + p % size for p in range(first, first + n)]
 
     def check(self) -> None:
-        """Every page is in one place, and every count is right. Cheap; run when idle."""
+        """Every page is in one place, and every count is right. It takes as long as there are pages: see `PrefixCache.check`."""
         filed = [node.page for node in self.tree.nodes()]
         own = [p for s in self.slots for p in s.pages[len(s.nodes) :]]
         assert sorted(self._free + filed + own) == list(range(self.n_page)), "a page is lost or held twice"

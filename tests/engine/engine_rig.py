@@ -114,7 +114,7 @@ class Rig:
             if self.loop.is_idle:
                 return
             self.loop.step()
-            self.loop.cache.check()
+            self.loop.cache.check(now=True)
         raise AssertionError(f"still busy after {limit} rounds")
 
     def filed(self, tokens: Sequence[int]) -> list[int]:

@@ -407,7 +407,7 @@ def test_any_traffic_with_the_cache_gives_each_its_own_text(np: int, drafter: ty
         if heard and rng.random() < 0.1:
             r.loop.cancel(rng.choice(heard).job)
         r.loop.step()
-        r.loop.cache.check()
+        r.loop.cache.check(now=True)
     r.run()
     for h in heard:
         assert h.tokens == text_after(h.request.prompt, len(h.tokens))

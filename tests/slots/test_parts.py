@@ -133,7 +133,7 @@ def test_a_page_is_copied_in_every_part_that_has_pages() -> None:
         pairs = zip(part.page(other.pages[2], 16), part.page(own[2], 16), strict=True)
         assert all(torch.equal(a, b) and a.any() for a, b in pairs)
     assert torch.equal(window.read(1, 16, 40)["kv"], want), "from the checkpoint, in another slot"
-    cache.check()
+    cache.check(now=True)
 
 
 # -- rings ---------------------------------------------------------------------------------------------------------
