@@ -1,35 +1,28 @@
-"""The engine for programs: load, generate, stream, chat; a thread runs the loop behind submit, cancel and events."""
+"""The engine for programs: load, generate, stream, chat. No torch: what runs the requests may be in another process."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import logging
 import queue
-import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
+from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from pyspec.catalog import paired_kind, resolve
 from pyspec.config import EngineSettings, settings_from
 from pyspec.engine.incoming import Incoming
-from pyspec.engine.job import Job, Sink
-from pyspec.engine.load import Loaded, load
-from pyspec.errors import (
-    BadTemplate,
-    ConfigError,
-    DeviceError,
-    PyspecError,
-    QueueFull,
-    Unavailable,
-)
+from pyspec.errors import BadTemplate, ConfigError, QueueFull
+from pyspec.gguf import open_gguf
 from pyspec.registry import is_spec_type
 from pyspec.request import (
     Delta,
     Done,
+    EngineInfo,
     Event,
     Failed,
     Finish,
@@ -40,11 +33,11 @@ from pyspec.request import (
     Timings,
     TokenLogprob,
 )
-from pyspec.sample.dry import DryBreakers
-from pyspec.sample.sampler import SlotSampler
-from pyspec.text.stream import TextStream
+from pyspec.text.template import ChatTemplate
+from pyspec.text.tokenizer import Tokenizer
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from pyspec.engine.loop import Loop
 
 Message = Mapping[str, object]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -65,40 +58,52 @@ class Result:
     slot: int = -1
 
 
+class Core(Protocol):
+    """What runs requests: core.EngineCore in this process, client.Supervisor with one in a process of its own."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    def submit(self, request: Request, sink: Callable[[Event], None]) -> str: ...
+
+    def cancel(self, name: str) -> None: ...
+
+    def slots(self) -> list[SlotInfo]: ...
+
+    def metrics(self) -> Metrics: ...
+
+    def alive(self) -> bool: ...
+
+    def state(self) -> str: ...
+
+    def close(self, limit_s: float = ...) -> bool: ...
+
+
 class Engine:
     """A loaded model with its slots. Use as a context manager; safe to call from any thread."""
 
-    def __init__(self, loaded: Loaded) -> None:
-        self.loop, self.tokenizer, self.template, self.info = (
-            loaded.loop,
-            loaded.tokenizer,
-            loaded.template,
-            replace(loaded.info, n_row=loaded.loop.table.n_row),
-        )
-        self._incoming = Incoming(self.info, self.tokenizer)
-        self._breakers = DryBreakers(self.tokenizer)
-        self._ids = itertools.count(1)
-        self._wake = threading.Condition()
-        self._inbox: list[Job] = []
-        self._jobs: dict[str, Job] = {}
-        self._due: deque[tuple[Sink, Event]] = deque()
-        self._is_urgent = False
-        if self.loop.may_defer:
-            self.loop.on_wait = self._hand_out
-        self._error: PyspecError | None = None
-        self._closing = False
-        self._thread = threading.Thread(target=self._run, name="pyspec-engine", daemon=True)
-        self._thread.start()
+    def __init__(self, core: Core, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self.core, self.tokenizer, self.template = core, tokenizer, template
+        self.info = core.info
+        self._incoming = Incoming(self.info, tokenizer)
 
     @classmethod
     def load(
-        cls, target: str | Path, draft: str | Path | None = "auto", *, np: int = 1, ctx: int = 0, **settings: object
+        cls,
+        target: str | Path,
+        draft: str | Path | None = "auto",
+        *,
+        np: int = 1,
+        ctx: int = 0,
+        isolated: bool = False,
+        **settings: object,
     ) -> Engine:
         """Load a GGUF file or a catalogue entry.
 
         target    path, or a name of `models.toml` ("demo")
         draft     "auto": the entry's drafter, or the MTP block in the file; None: no speculation; a drafter's name; a path
         np, ctx   slots, and tokens one request may hold
+        isolated  in a process of its own, which is replaced when it fails; else in this one
         settings  further fields of EngineSettings, e.g. kv_type="f32"
         """
         path, paired = resolve(str(target))
@@ -109,11 +114,24 @@ class Engine:
             values["draft_path"] = Path(draft)
         if paired is not None and values.get("spec_type", "auto") in ("auto", paired_kind(str(target))):
             values.setdefault("draft_path", paired)
-        return cls(load(path, settings_from(values)))
+        return cls.from_settings(path, settings_from(values), isolated=isolated)
 
     @classmethod
-    def from_settings(cls, path: Path, settings: EngineSettings) -> Engine:
-        return cls(load(path, settings))
+    def from_settings(cls, path: Path, settings: EngineSettings, *, isolated: bool = False) -> Engine:
+        if isolated:
+            from pyspec.engine.client import Supervisor
+
+            core = Supervisor(path, settings)
+            try:
+                file = open_gguf(path)  # while the other process loads
+                tokenizer, template = Tokenizer.from_metadata(file.metadata), ChatTemplate.from_metadata(file.metadata)
+                core.wait()
+            except BaseException:
+                core.close()
+                raise
+            return cls(core, tokenizer, template)
+        loaded = import_module("pyspec.engine.load").load(path, settings)  # by name: torch comes with it
+        return cls(import_module("pyspec.engine.core").EngineCore(loaded), loaded.tokenizer, loaded.template)
 
     # -- submit, cancel, events: all that the server uses --------------------------------------------------------
 
@@ -122,160 +140,39 @@ class Engine:
 
         Raises RequestError if it can never run, QueueFull if too many wait, Unavailable if the engine is down.
         """
-        request = self._incoming.check(request)
-        job = self._job(request, sink)
-        with self._wake:
-            if self._error is not None or self._closing:
-                raise Unavailable(f"the engine has stopped: {self._error or 'the engine was closed'}")
-            waiting = len(self._inbox) + len(self.loop.queue)
-            if waiting >= self.loop.queue.limit:
-                raise QueueFull(waiting)
-            self._jobs[job.id] = job
-            self._inbox.append(job)
-            self._wake.notify()
-        return job.id
+        return self.core.submit(self._incoming.check(request), sink)
 
     def cancel(self, request_id: str) -> None:
         """End a request at the next round; unknown and finished ids are ignored."""
-        with self._wake:
-            job = self._jobs.get(request_id)
-            if job is not None:
-                self.loop.cancel(job)
-                self._wake.notify()
-
-    def _job(self, request: Request, sink: Sink) -> Job:
-        limit = self._incoming.room
-        most = limit if request.max_tokens < 0 else min(limit, len(request.prompt) + request.max_tokens)
-
-        def deliver(event: Event) -> None:
-            if isinstance(event, Done | Failed):
-                self._jobs.pop(event.request, None)
-            self._is_urgent = self._is_urgent or not isinstance(event, Delta)
-            self._due.append((sink, event))
-
-        return Job(
-            id=f"r{next(self._ids)}",
-            request=request,
-            sink=deliver,
-            stream=TextStream(self.tokenizer, request.stop),
-            sampler=SlotSampler(request.params, self.info.n_vocab, self.tokenizer.eog, request.prompt, self._breakers),
-            eog=self.tokenizer.eog,
-            n_ctx=limit,
-            n_rows=most + self.info.n_overhang,
-        )
-
-    def _hand_out(self) -> None:
-        """Give listeners what rounds said. A listener wakes other threads, and these want the GIL: what is not urgent is
-        handed out while the device works on the next round, when nobody else needs it."""
-        self._is_urgent = False
-        while self._due:
-            sink, event = self._due.popleft()
-            try:  # a listener is the caller's code, an event loop that was closed, say: its failure ends its own request
-                sink(event)
-            except Exception:
-                log.exception("the listener of request %s failed", event.request)
-                if (job := self._jobs.get(event.request)) is not None:
-                    job.cancelled = True
-
-    def _run(self) -> None:
-        """The engine's thread: one round after another, asleep when there is nothing to do."""
-        while True:
-            with self._wake:
-                while not self._inbox and self.loop.is_idle and not self._closing:
-                    self._wake.wait()
-                if self._closing:
-                    break
-                for job in self._inbox:
-                    if (finish := job.spent) is not None:
-                        job.done(finish, job.resumed_stop)
-                    else:
-                        self.loop.submit(job)
-                self._inbox.clear()
-            try:
-                self.loop.step()
-            except PyspecError as e:
-                self._die(e)
-                return
-            except Exception as e:
-                log.exception("the engine stops")
-                self._die(
-                    DeviceError(f"the engine failed: {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}")
-                )
-                return
-            if self._is_urgent or not self.loop.may_defer or not self.loop.jobs:
-                self._hand_out()
-        self._die(Unavailable("the engine was closed"))
-
-    def _die(self, error: PyspecError) -> None:
-        with self._wake:
-            self._error = error
-            lost, self._inbox = self._inbox, []
-        for job in lost:
-            self.loop.queue.push(job)
-        self.loop.abort(error)
-        self._hand_out()
-        self.loop.on_wait = lambda: None  # else the loop would keep us, and we its memory
+        self.core.cancel(request_id)
 
     def slots(self) -> list[SlotInfo]:
-        """One row per slot, for people and dashboards; a round may pass while it is read."""
-        rows = []
-        jobs, controller = dict(self.loop.jobs), self.loop.controller
-        for slot in self.loop.table.slots:
-            job, lane = jobs.get(slot.index), controller.lanes[slot.index]
-            base = SlotInfo(
-                slot=slot.index,
-                n_ctx=self.info.n_ctx,
-                is_processing=job is not None,
-                n_past=slot.n_past,
-                speculative=controller.n_max > 0,
-            )
-            if job is not None:
-                base = replace(
-                    base,
-                    request=job.id,
-                    state="decode" if job.is_decoding else "prefill",
-                    n_prompt=job.n_prompt,
-                    n_prompt_processed=min(slot.n_past, job.n_prompt),
-                    n_cached=job.n_cached,
-                    n_decoded=job.n_predicted,
-                    n_remain=job.n_left,
-                    n_draft=lane.n_draft,
-                    draft_reason=lane.reason,
-                    acceptance=controller.acceptance(slot.index),
-                    draft_n=sum(job.drafted),
-                    draft_n_accepted=sum(job.accepted),
-                    params=job.request.params,
-                )
-            rows.append(base)
-        return rows
+        """One row per slot, for people and dashboards."""
+        return self.core.slots()
 
     def metrics(self) -> Metrics:
-        table, states = self.loop.table, self.loop.cache.states
-        counts = self.loop.stats.snapshot(
-            processing=len(self.loop.jobs),
-            queued=len(self.loop.queue) + len(self._inbox),
-            pages_used=table.n_page_used,
-            pages_total=table.n_page,
-        )
-        on_device, on_host = states.n_bytes
-        return replace(
-            counts,
-            pages_cached=table.n_page_cached,
-            states=len(states),
-            states_device_bytes=on_device,
-            states_host_bytes=on_host,
-        )
+        """Counters since the start, and gauges."""
+        return self.core.metrics()
 
     def alive(self) -> bool:
-        return self._error is None and self._thread.is_alive()
+        """Whether requests are taken; they are while an isolated engine is replaced, and run when it is back."""
+        return self.core.alive()
 
-    def close(self) -> None:
-        """Stop the thread; running requests fail with Unavailable. Memory is freed with the last reference."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+    def state(self) -> str:
+        """ "ok", "recovering" while an isolated engine is replaced, or "stopped"."""
+        return self.core.state()
+
+    @property
+    def loop(self) -> Loop:
+        """The loop itself, for tests and measurements. Only an engine of this process has one to show."""
+        return self.core.loop  # type: ignore[attr-defined]
+
+    def close(self, limit_s: float | None = None) -> bool:
+        """Stop; running requests fail with Unavailable. Memory is freed with the last reference.
+
+        False: what runs on the device does not end, and was left behind after `limit_s` (30 s if not said).
+        """
+        return self.core.close() if limit_s is None else self.core.close(limit_s)
 
     def __enter__(self) -> Engine:
         return self
@@ -350,33 +247,36 @@ class Engine:
             self.cancel(name)
 
     def generate_many(self, prompts: Sequence[Prompt], **options: object) -> list[Result]:
-        """Run several requests side by side; at most np run at once, the others wait here, not in the queue."""
-        requests = [self.request(p, **options) for p in prompts]  # type: ignore[arg-type]
-        streams: dict[int, Iterator[Delta | Done]] = {}
-        results: list[Result | None] = [None] * len(requests)
-        n_done = threading.Semaphore(self.info.n_slot)
+        """Run several requests side by side; at most np run at once, the others wait here, not in the queue.
 
-        def one(i: int) -> None:
-            with n_done:
-                streams[i] = self.run_stream(requests[i])
-                results[i] = collect(streams[i])
-
-        errors: list[BaseException] = []
-
-        def guarded(i: int) -> None:
-            try:
-                one(i)
-            except PyspecError as e:
-                errors.append(e)
-
-        threads = [threading.Thread(target=guarded, args=(i,)) for i in range(len(requests))]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join()
-        if errors:
-            raise errors[0]
-        return [r for r in results if r is not None]
+        The first one that fails ends the others, and its error is raised.
+        """
+        todo = deque(enumerate([self.request(p, **options) for p in prompts]))  # type: ignore[arg-type]
+        events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
+        heard: list[list[Delta | Done]] = [[] for _ in todo]
+        names: dict[int, str] = {}
+        try:
+            while todo or names:
+                while todo and len(names) < self.info.n_slot:
+                    i, request = todo[0]
+                    try:
+                        names[i] = self.submit(request, partial(_put, events, i))
+                    except QueueFull:
+                        if not names:
+                            raise
+                        break  # others fill the queue: one of ours ends first
+                    todo.popleft()
+                i, event = events.get()
+                if isinstance(event, Failed):
+                    raise event.error
+                if isinstance(event, Delta | Done):
+                    heard[i].append(event)
+                if isinstance(event, Done):
+                    del names[i]
+        finally:
+            for name in names.values():
+                self.cancel(name)
+        return [collect(own) for own in heard]
 
     async def astream(self, prompt: Prompt, **options: object) -> AsyncIterator[Delta | Done]:
         """`stream` for asyncio."""
@@ -398,6 +298,10 @@ class Engine:
     async def agenerate(self, prompt: Prompt, **options: object) -> Result:
         """`generate` for asyncio."""
         return collect([event async for event in self.astream(prompt, **options)])
+
+
+def _put(events: queue.SimpleQueue[tuple[int, Event]], i: int, event: Event) -> None:
+    events.put((i, event))
 
 
 def collect(events: Iterator[Delta | Done] | Sequence[Delta | Done]) -> Result:

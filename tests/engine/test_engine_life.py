@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -133,6 +136,101 @@ def test_a_listener_that_fails_ends_its_own_request_only(engine: Engine) -> None
     assert len(engine.generate([1, 2], params=GREEDY, max_tokens=20).tokens) == 20
     wait_for(lambda: not any(s.is_processing for s in engine.slots()))
     assert engine.alive() and engine.metrics().requests_cancelled == 1
+
+
+@pytest.mark.parametrize(
+    "raised", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit(), MemoryError()], ids=repr
+)
+def test_a_listener_ends_nobody_else_whatever_it_raises(engine: Engine, raised: BaseException) -> None:
+    def leave(event: Event) -> None:
+        raise raised
+
+    neighbour = Ear()
+    engine.submit(LONG, neighbour)
+    engine.submit(LONG, leave)
+    wait_for(lambda: neighbour.over and not any(s.is_processing for s in engine.slots()))
+    assert isinstance(neighbour.last, Done) and engine.alive() and engine.metrics().requests_cancelled == 1
+
+
+def test_an_engine_in_a_fork_says_that_it_is_not_there(engine: Engine) -> None:
+    assert engine.generate([1, 2], params=GREEDY, max_tokens=2).n_predicted == 2
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:  # whatever happens, this process must not go on with the tests
+        said = b"nothing"
+        try:
+            engine.generate([1, 2], params=GREEDY, max_tokens=2)
+        except Unavailable as e:
+            said = str(e).encode()
+        finally:
+            engine.close()
+            os.write(writer, said)
+            os._exit(0)
+    os.close(writer)
+    with open(reader) as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    assert f"runs in process {os.getpid()} and does not survive a fork" in said
+    assert engine.generate([1, 2], params=GREEDY, max_tokens=2).n_predicted == 2
+
+
+def test_a_program_may_exit_with_a_request_running() -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from pyspec.engine.api import Engine
+engine = Engine.load(Path({str(PATH)!r}), "mtp", np=2, ctx=256, warm_up=False)
+stream = engine.stream([1, 2, 3], max_tokens=240, ignore_eos=True)
+next(stream)
+sys.exit(7)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 7, ended.stderr
+    assert ended.stderr == ""
+
+
+def test_closing_says_when_a_round_does_not_end() -> None:
+    engine, hangs, go = start(), threading.Event(), threading.Event()
+
+    def hang() -> None:
+        hangs.set()
+        go.wait(60)
+
+    replace_forward(engine, hang)
+    ear = Ear()
+    engine.submit(LONG, ear)
+    assert hangs.wait(30) and not engine.close(0.05)
+    go.set()
+    assert engine.close() and isinstance(ear.last, Failed)
+
+
+def test_many_requests_are_all_answered_or_their_error_is_raised(engine: Engine) -> None:
+    prompts = [[i, i + 1] for i in range(9)]
+    several = engine.generate_many(prompts, params=GREEDY, max_tokens=9)
+    assert [r.tokens for r in several] == [engine.generate(p, params=GREEDY, max_tokens=9).tokens for p in prompts]
+    assert engine.generate_many([]) == []
+    submit, n = engine.core.submit, 0
+
+    def fail_at_the_third(*args: object) -> str:
+        nonlocal n
+        n += 1
+        if n == 3:
+            raise ZeroDivisionError("not one of our errors")
+        return submit(*args)  # type: ignore[arg-type]
+
+    engine.core.submit = fail_at_the_third  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        engine.generate_many(prompts, params=GREEDY, max_tokens=200)
+    wait_for(lambda: not any(s.is_processing for s in engine.slots()))
+
+
+def test_many_requests_wait_for_room_in_a_queue_that_others_fill() -> None:
+    with start(np=2, queue=1) as engine:
+        ear = Ear()
+        engine.submit(LONG, ear)
+        wait_for(lambda: len(ear.events) > 0)
+        results = engine.generate_many([[i] for i in range(6)], params=GREEDY, max_tokens=5)
+        assert [r.n_predicted for r in results] == [5] * 6
 
 
 def test_an_event_loop_that_goes_away_does_not_take_the_engine_along(engine: Engine) -> None:

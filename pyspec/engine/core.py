@@ -1,0 +1,307 @@
+"""The engine's thread: submit, cancel and events around the loop; the same in a program's process and in one of its own.
+
+What comes in has been checked (incoming.py). Events are handed over in batches, one for each round: to the listeners here,
+or as one message to the process that they live in (child.py).
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pyspec.config import EngineSettings
+from pyspec.engine.job import Job, Sink
+from pyspec.engine.load import Loaded, load
+from pyspec.errors import DeviceError, PyspecError, QueueFull, Unavailable
+from pyspec.request import Delta, Done, Event, Failed, Metrics, Request, SlotInfo, Started
+from pyspec.sample.dry import DryBreakers
+from pyspec.sample.sampler import SlotSampler
+from pyspec.text.stream import TextStream
+
+log = logging.getLogger(__name__)
+
+Due = Sequence[tuple[Sink, Event]]
+"""Events in order, each with the listener of its request."""
+
+CLOSE_S = 30.0  # a round may take seconds; a device that hangs takes for ever
+_ENDING = threading.Event()  # the main thread is over; others may still be at work
+_RUNNING: weakref.WeakSet[EngineCore] = weakref.WeakSet()
+
+
+class EngineCore:
+    """One loaded loop and the thread that runs it. Safe to call from any thread of the process it was made in.
+
+    hand_over  takes each round's events instead of the listeners that were submitted; called on the engine's thread
+    on_death   hears why the engine stops by itself, before anybody else does
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        *,
+        hand_over: Callable[[Due], None] | None = None,
+        on_death: Callable[[PyspecError], None] | None = None,
+    ) -> None:
+        self.loop, self.tokenizer = loaded.loop, loaded.tokenizer
+        self.info = replace(loaded.info, n_row=loaded.loop.table.n_row)
+        self.step_began = 0.0  # of the round that is under way; 0: none is
+        self.longest_step = 0.0  # seconds
+        self._tell, self._on_death = hand_over or self._tell_listeners, on_death
+        self._is_remote = hand_over is not None
+        self._breakers = DryBreakers(self.tokenizer)
+        self._ids = itertools.count(1)
+        self._wake = threading.Condition()
+        self._inbox: list[Job] = []
+        self._jobs: dict[str, Job] = {}
+        self._due: list[tuple[Sink, Event]] = []
+        self._is_urgent = False
+        if self.loop.may_defer:
+            self.loop.on_wait = self._hand_out
+        self._error: PyspecError | None = None
+        self._closing = False
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self._run, name="pyspec-engine", daemon=True)
+        self._thread.start()
+        _RUNNING.add(self)
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        settings: EngineSettings,
+        *,
+        hand_over: Callable[[Due], None] | None = None,
+        on_death: Callable[[PyspecError], None] | None = None,
+    ) -> EngineCore:
+        return cls(load(path, settings), hand_over=hand_over, on_death=on_death)
+
+    # -- from any thread -----------------------------------------------------------------------------------------
+
+    def submit(self, request: Request, sink: Sink, *, name: str = "", seed: int | None = None) -> str:
+        """Queue a request that was checked, under a new name if it has none. `sink` must not block.
+
+        seed  instead of the request's, which may say that one is to be drawn
+
+        Raises QueueFull if too many wait, Unavailable if the engine is down.
+        """
+        if os.getpid() != self._pid:
+            raise Unavailable(
+                f"this engine runs in process {self._pid} and does not survive a fork; "
+                f"load one in process {os.getpid()}, or start that with spawn"
+            )
+        job = self._job(request, sink, name or f"r{next(self._ids)}", seed)
+        with self._wake:
+            if self._error is not None or self._closing:
+                raise Unavailable(f"the engine has stopped: {self._error or 'the engine was closed'}")
+            waiting = len(self._inbox) + len(self.loop.queue)
+            if waiting >= self.loop.queue.limit:
+                raise QueueFull(waiting)
+            self._jobs[job.id] = job
+            self._inbox.append(job)
+            self._wake.notify()
+        return job.id
+
+    def cancel(self, name: str) -> None:
+        """End a request at the next round; unknown and finished ones are ignored."""
+        if os.getpid() != self._pid:
+            return
+        with self._wake:
+            job = self._jobs.get(name)
+            if job is not None:
+                self.loop.cancel(job)
+                self._wake.notify()
+
+    def _job(self, request: Request, sink: Sink, name: str, seed: int | None) -> Job:
+        info = self.info
+        limit = min(info.n_ctx, info.n_row - info.n_overhang)
+        most = limit if request.max_tokens < 0 else min(limit, len(request.prompt) + request.max_tokens)
+        params = request.params if seed is None else replace(request.params, seed=seed)
+
+        def deliver(event: Event) -> None:
+            if isinstance(event, Done | Failed):
+                self._jobs.pop(event.request, None)
+            self._is_urgent = self._is_urgent or not isinstance(event, Delta)
+            self._due.append((sink, event))
+            if self._is_remote and isinstance(event, Started):  # before the round that may end the process
+                self._hand_out()
+
+        return Job(
+            id=name,
+            request=request,
+            sink=deliver,
+            stream=TextStream(self.tokenizer, request.stop),
+            sampler=SlotSampler(params, info.n_vocab, self.tokenizer.eog, request.prompt, self._breakers),
+            eog=self.tokenizer.eog,
+            n_ctx=limit,
+            n_rows=most + info.n_overhang,
+        )
+
+    # -- the engine's thread -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """One round after another, asleep when there is nothing to do."""
+        while self._next():
+            self.step_began = time.monotonic()
+            try:
+                self.loop.step()
+            except PyspecError as e:
+                self._die(e)
+                return
+            except BaseException as e:  # whatever it is, nobody above would hear of it
+                if _ENDING.is_set():  # thread pools that a round uses are gone already
+                    self._die(Unavailable("the program is at its end"))
+                    return
+                log.exception("the engine stops")
+                said = str(e).splitlines()
+                self._die(DeviceError(f"the engine failed: {type(e).__name__}: {said[0] if said else ''}"))
+                return
+            self.longest_step = max(self.longest_step, time.monotonic() - self.step_began)
+            self.step_began = 0.0
+            if self._is_urgent or not self.loop.may_defer or not self.loop.jobs:
+                self._hand_out()
+        self._die(Unavailable("the engine was closed"))
+
+    def _next(self) -> bool:
+        """Wait for work and take it in. False: the engine was closed."""
+        with self._wake:
+            while not self._inbox and self.loop.is_idle and not self._closing:
+                self._wake.wait()
+            if self._closing:
+                return False
+            for job in self._inbox:
+                if (finish := job.spent) is not None:
+                    job.done(finish, job.resumed_stop)
+                else:
+                    self.loop.submit(job)
+            self._inbox.clear()
+        return True
+
+    def _hand_out(self) -> None:
+        """Give listeners what rounds said. A listener wakes other threads, and these want the GIL: what is not urgent is
+        handed out while the device works on the next round, when nobody else needs it."""
+        self._is_urgent = False
+        if self._due:
+            due, self._due = self._due, []
+            self._tell(due)
+
+    def _tell_listeners(self, due: Due) -> None:
+        """A listener is the caller's code, an event loop that was closed, say: its failure ends its own request, whatever
+        it raises, SystemExit and GeneratorExit included."""
+        for sink, event in due:
+            try:
+                sink(event)
+            except BaseException:
+                log.exception("the listener of request %s failed", event.request)
+                if (job := self._jobs.get(event.request)) is not None:
+                    job.cancelled = True
+
+    def _die(self, error: PyspecError) -> None:
+        if self._on_death is not None and not self._closing:
+            self._on_death(error)
+        with self._wake:
+            self._error = error
+            lost, self._inbox = self._inbox, []
+        for job in lost:
+            self.loop.queue.push(job)
+        self.loop.abort(error)
+        self._hand_out()
+        self.loop.on_wait = lambda: None  # else the loop would keep us, and we its memory
+
+    # -- for people and dashboards -------------------------------------------------------------------------------
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """The requests that sit in slots."""
+        return tuple(job.id for job in list(self.loop.jobs.values()))
+
+    def slots(self) -> list[SlotInfo]:
+        """One row per slot; a round may pass while it is read."""
+        rows = []
+        jobs, controller = dict(self.loop.jobs), self.loop.controller
+        for slot in self.loop.table.slots:
+            job, lane = jobs.get(slot.index), controller.lanes[slot.index]
+            base = SlotInfo(
+                slot=slot.index,
+                n_ctx=self.info.n_ctx,
+                is_processing=job is not None,
+                n_past=slot.n_past,
+                speculative=controller.n_max > 0,
+            )
+            if job is not None:
+                base = replace(
+                    base,
+                    request=job.id,
+                    state="decode" if job.is_decoding else "prefill",
+                    n_prompt=job.n_prompt,
+                    n_prompt_processed=min(slot.n_past, job.n_prompt),
+                    n_cached=job.n_cached,
+                    n_decoded=job.n_predicted,
+                    n_remain=job.n_left,
+                    n_draft=lane.n_draft,
+                    draft_reason=lane.reason,
+                    acceptance=controller.acceptance(slot.index),
+                    draft_n=sum(job.drafted),
+                    draft_n_accepted=sum(job.accepted),
+                    params=job.request.params,
+                )
+            rows.append(base)
+        return rows
+
+    def metrics(self) -> Metrics:
+        table, states = self.loop.table, self.loop.cache.states
+        counts = self.loop.stats.snapshot(
+            processing=len(self.loop.jobs),
+            queued=len(self.loop.queue) + len(self._inbox),
+            pages_used=table.n_page_used,
+            pages_total=table.n_page,
+        )
+        on_device, on_host = states.n_bytes
+        return replace(
+            counts,
+            pages_cached=table.n_page_cached,
+            states=len(states),
+            states_device_bytes=on_device,
+            states_host_bytes=on_host,
+        )
+
+    def alive(self) -> bool:
+        return self._error is None and self._thread.is_alive()
+
+    def state(self) -> str:
+        return "ok" if self.alive() else "stopped"
+
+    def close(self, limit_s: float = CLOSE_S) -> bool:
+        """Stop the thread; running requests fail with Unavailable. Memory is freed with the last reference.
+
+        False: a round does not end, so the thread did not within `limit_s`, and goes with the process.
+        """
+        if os.getpid() != self._pid:
+            return True  # a fork has no such thread, and perhaps a lock that nobody will open
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(limit_s)
+            if self._thread.is_alive():
+                log.error("the engine does not stop: a round has been under way for more than %.0f s", limit_s)
+                return False
+        _RUNNING.discard(self)
+        return True
+
+
+getattr(threading, "_register_atexit", atexit.register)(_ENDING.set)  # before any pool's own end
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that is inside the device's library when the interpreter goes away takes the process down with it."""
+    for core in list(_RUNNING):
+        core.close()
