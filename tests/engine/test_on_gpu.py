@@ -61,7 +61,7 @@ def together(engine: Engine, n: int, **options: object) -> list[Result]:
         for q in QUESTIONS[:n]
     ]
     events: list[queue.SimpleQueue[Event]] = [queue.SimpleQueue() for _ in requests]
-    with engine._wake:  # the engine's thread looks at what came when this is over
+    with engine.core._wake:  # the engine's thread looks at what came when this is over
         for request, to in zip(requests, events, strict=True):
             engine.submit(request, to.put)
     return [collect([e for e in iter_until_done(to) if isinstance(e, Delta | Done)]) for to in events]
