@@ -56,7 +56,7 @@ def compute_logits(
         tokens = list(ids[start : start + chunk])
         seq = Seq(slot.index, start, tokens, keep=True, n_out=len(tokens))
         batch = lay_out(loop.table, [seq], loop.target.device)
-        with loop.gpu_lock:
+        with loop.worker.lock:
             rows[start : start + len(tokens)] = loop.target.forward(batch).logits.float().cpu().numpy()
         slot.tokens.extend(tokens)
     return rows

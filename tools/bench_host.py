@@ -23,7 +23,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tests" / "engine"))
 from engine_rig import Rig, rig
 
 from pyspec.engine.controller import Controller, Timer, bucket
-from pyspec.engine.lookahead import Flight
+from pyspec.engine.lookahead import InFlight
 from pyspec.models.target import Out
 from pyspec.request import Event, SamplingParams
 from pyspec.slots.arena import BUCKETS, Arena, bucket_of
@@ -51,7 +51,7 @@ def make(kind: str, n_slot: int, folder: Path) -> Rig:
     found = rig(write("qwen35", folder / f"{kind}{n_slot}.gguf", quant="f32", tiny=True), **settings)
     loop = found.loop
     pages = -(-(CTX + 64) // loop.table.page_size)
-    loop.arena = loop.course.arena = Arena(n_slot, pages, torch.device("cpu"))
+    loop.worker.arena = Arena(n_slot, pages, torch.device("cpu"))
     if loop.drafter is not None:
         loop.drafter.use_graphs(lambda: Arena(n_slot, pages, torch.device("cpu")))
     return found
@@ -61,7 +61,7 @@ def answer_at_once(r: Rig, kind: str) -> None:
     """From here on the device's work is prepared tensors."""
     loop, drafter, ready = r.loop, r.loop.drafter, dict[tuple[int | None, int, int], Out]()
     hidden, logits = torch.zeros(BUCKETS[-1], loop.target.n_embd), torch.zeros(BUCKETS[-1], loop.target.n_vocab)
-    taps = torch.zeros(BUCKETS[-1], max(len(loop.needs.taps), 1) * loop.target.n_embd)
+    taps = torch.zeros(BUCKETS[-1], max(len(loop.worker.needs.taps), 1) * loop.target.n_embd)
 
     def forward(batch: Batch) -> Out:
         key = (batch.bucket, batch.n_row, len(batch.seqs))
@@ -74,7 +74,7 @@ def answer_at_once(r: Rig, kind: str) -> None:
             ready[key] = Out(logits[: batch.bucket], hidden[: batch.bucket], taps[: batch.bucket], best)
         return ready[key]
 
-    loop.forward = forward  # type: ignore[method-assign]
+    loop.worker.forward = forward  # type: ignore[method-assign]
     tokens = torch.full((BUCKETS[-1],), GOOD)
     if kind == "mtp":
         drafter.tokens.fill_(GOOD)
@@ -105,19 +105,19 @@ def run(kind: str, n_slot: int, folder: Path, cold: int, n_round: int = 200, rep
             junk.add_(1)
             waited[1] += time.perf_counter() - began
 
-    inner = loop._wait
+    inner = loop.wait
 
-    def wait(flight: Flight) -> object:
+    def wait(flight: InFlight) -> object:
         began = time.perf_counter()
         fault = inner(flight)
         waited[0] += time.perf_counter() - began
         return fault
 
-    loop.on_wait, loop.may_defer, loop._wait = on_wait, True, wait  # type: ignore[method-assign,assignment]
+    loop.on_wait, loop.committer.defers, loop.wait = on_wait, True, wait  # type: ignore[method-assign,assignment]
     for _ in range(3):
         loop.step()
     answer_at_once(r, kind)
-    loop.may_fly_ahead = kind == "ahead"
+    loop.lookahead.on = kind == "ahead"
     for _ in range(50):
         loop.step()
     found = []

@@ -34,7 +34,7 @@ from pyspec.cuda.ops.ahead.ref import Kept
 from pyspec.cuda.ops.moe.ref import Routes
 from pyspec.draft.drafter import DraftRequest
 from pyspec.engine.api import Engine, Result
-from pyspec.engine.lookahead import Flight
+from pyspec.engine.lookahead import InFlight
 from pyspec.errors import PyspecError
 from pyspec.models.moe import MoeFeed
 from pyspec.models.target import Out
@@ -261,17 +261,17 @@ def judge(doubts: Sequence[Wrong], choices: Choices, tally: Tally) -> None:
 
 def count_flights(engine: Engine, tally: Tally) -> None:
     """Let rounds be launched ahead on a CPU, too."""
-    loop, fly = engine.loop, engine.loop._fly_ahead
-    loop.may_fly_ahead = True
+    loop, fly = engine.loop, engine.loop.run_behind
+    loop.lookahead.on = True
 
-    def counted(flight: Flight) -> Flight | None:
+    def counted(flight: InFlight) -> InFlight | None:
         if (found := fly(flight)) is not None:
             tally.add("rounds launched ahead")
             if found.tokens is not None:
                 tally.add("of them with drafts")
         return found
 
-    loop._fly_ahead = counted  # type: ignore[method-assign]
+    loop.run_behind = counted  # type: ignore[method-assign]
 
 
 def in_use(engine: Engine) -> int:

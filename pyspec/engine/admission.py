@@ -1,20 +1,20 @@
-"""Who runs next, with how many tokens: admission from a bounded queue, and rows of a forward shared out.
-
-Arithmetic only. Decoding slots always get their rows; what is left of the forward goes to prompts, oldest first.
-"""
+"""Who sits where: the bounded queue, seating with what the prefix cache has, where prompts are cut, and giving slots back."""
 
 from __future__ import annotations
 
+import logging
 from collections import deque
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Generic, Protocol, TypeVar
 
 from pyspec.errors import QueueFull
 from pyspec.slots.table import SlotTable
 
+log = logging.getLogger(__name__)
+
 
 class Waiting(Protocol):
-    """What the scheduler looks at in a queued request."""
+    """What admission looks at in a queued request."""
 
     @property
     def n_rows(self) -> int:
@@ -43,6 +43,7 @@ class Queue(Generic[W]):
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._waiting: deque[W] = deque()
+        self._refused: tuple[object, ...] = ()  # the state of the table in which the first in line found no pages
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -58,17 +59,34 @@ class Queue(Generic[W]):
     def remove(self, item: W) -> None:
         self._waiting.remove(item)
 
-    def next(self, table: SlotTable) -> W | None:
-        """Take out the next request that can be seated now."""
+    def first(self, table: SlotTable) -> W | None:
+        """The next request, if it can be seated now. Cheap to ask again while nothing changes."""
+        if not self._waiting or all(slot.busy for slot in table.slots):
+            return None
         for item in self._waiting:
             pinned = item.wanted_slot
             if pinned >= 0 and table.slots[pinned].busy:
                 continue
-            if not table.can_admit(item.n_rows, item.reusable):
+            now = (
+                id(item),
+                table.n_page_used,
+                table.n_page_cached,
+                *(slot.generation * slot.busy for slot in table.slots),
+            )
+            if now == self._refused:
                 return None
-            self._waiting.remove(item)
-            return item
+            if table.can_admit(item.n_rows, item.reusable):
+                return item
+            self._refused = now
+            return None
         return None
+
+    def next(self, table: SlotTable) -> W | None:
+        """Take out the next request that can be seated now."""
+        item = self.first(table)
+        if item is not None:
+            self._waiting.remove(item)
+        return item
 
     def drain(self) -> list[W]:
         items = list(self._waiting)
@@ -94,13 +112,3 @@ def cuts_of(n_prompt: int, page_size: int, n_cached: int, special: Set[int], eve
         if least <= at <= end and (not cuts or cuts[-1] - at >= CUT_GAP):
             cuts.append(at)
     return tuple(reversed(cuts))
-
-
-def share_rows(n_free: int, todo: Iterable[tuple[int, int]]) -> list[int]:
-    """Rows for each prompt in this forward, oldest first. todo: (tokens left, tokens to the next cut; 0 if none)."""
-    given = []
-    for left, cut in todo:
-        n = min(left, cut or left, max(n_free, 0))
-        given.append(n)
-        n_free -= n
-    return given

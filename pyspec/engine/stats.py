@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from pyspec.engine.job import Job, at_least
 from pyspec.request import Metrics
@@ -38,7 +38,13 @@ class Stats:
     def __post_init__(self) -> None:
         self.used, self.right = [0] * (self.n_max + 1), [0] * (self.n_max + 1)
 
-    def round(self, *, work_rows: int, busy: int, times: tuple[float, float, float, float, float]) -> None:
+    def reset(self) -> None:
+        """As new."""
+        fresh = Stats(self.n_max)
+        for f in fields(self):
+            setattr(self, f.name, getattr(fresh, f.name))
+
+    def round(self, *, busy: int, times: tuple[float, float, float, float, float]) -> None:
         began, drafted, verified, sampled, ended = times
         self.rounds += 1
         self.busy_slot_rounds += busy

@@ -18,7 +18,6 @@ from pyspec.draft.tap_shift import run_by_shift, verdict
 from pyspec.engine.job import Job
 from pyspec.engine.loop import Loop
 from pyspec.engine.memory_plan import size
-from pyspec.engine.stats import Stats
 from pyspec.request import Delta, Event, Request, SamplingParams
 from pyspec.sample.sampler import SlotSampler
 from pyspec.slots.arena import BUCKETS
@@ -111,22 +110,26 @@ def capture(loop: Loop, n_bytes: int = 0) -> None:
     A graph is captured at the second call, and its kernels are picked for the widths it is captured with: rows are
     shared out evenly.
     """
-    slots, device, width = loop.table.slots, loop.target.device, max(loop.controller.n_max + 1, loop.needs.overhang)
-    if loop.arena is None or loop.table.n_page < len(slots) * loop.table.pages_for(width):
+    slots, device, width = (
+        loop.table.slots,
+        loop.target.device,
+        max(loop.controller.n_max + 1, loop.worker.needs.overhang),
+    )
+    if loop.worker.arena is None or loop.table.n_page < len(slots) * loop.table.pages_for(width):
         return  # no graphs, or a pool too small to try them all: they are captured as they come
-    for n_row, n_seq in graph_shapes(len(slots), loop.controller.n_max + 1, loop.needs.late):
+    for n_row, n_seq in graph_shapes(len(slots), loop.controller.n_max + 1, loop.worker.needs.late):
         shares = [n_row // n_seq + (i < n_row % n_seq) for i in range(n_seq)]
         seqs = [Seq(i, 0, [0] * n, n_out=n) for i, n in enumerate(shares)]
         for _ in range(2):
-            loop.forward(lay_out(loop.table, seqs, device, arena=loop.arena))
+            loop.worker.forward(lay_out(loop.table, seqs, device, arena=loop.worker.arena))
     if isinstance(loop.drafter, GraphedDrafter):
         loop.drafter.capture()
-    loop.forward.seal()
+    loop.worker.forward.seal()
     # prompts: what they need is allocated, and libraries have loaded what they multiply with, before the first user comes
     hold(device, n_bytes)
-    n_row = min(loop.batch, loop.table.n_row // len(slots))
+    n_row = min(loop.limits.prompts, loop.table.n_row // len(slots))
     while n_row > BUCKETS[-1]:
-        loop.forward(lay_out(loop.table, [Seq(0, 0, [0] * n_row, keep=True, n_out=1)], device))
+        loop.worker.forward(lay_out(loop.table, [Seq(0, 0, [0] * n_row, keep=True, n_out=1)], device))
         n_row //= 2
     loop.memory.reset(0)
     for slot in slots:
@@ -149,7 +152,7 @@ def warm_up(loop: Loop, tokenizer: Tokenizer, n_overhang: int, n_bytes: int) -> 
                 if time.perf_counter() - began < BUDGET_S:
                     _run(loop, tokenizer, n_busy, n_draft, n_overhang, seed=n_draft)
     controller.forget_acceptance()
-    loop.stats = Stats(controller.n_max)
+    loop.stats.reset()
     log.debug("warm-up took %.0f ms", 1e3 * (time.perf_counter() - began))
 
 
@@ -175,7 +178,7 @@ def greedy_text(loop: Loop, tokenizer: Tokenizer, prompt: tuple[int, ...], n_tok
     for slot in loop.table.slots:
         loop.table.drop(slot)
     loop.controller.forget_acceptance()
-    loop.stats = Stats(loop.controller.n_max)
+    loop.stats.reset()
     return text
 
 

@@ -97,19 +97,22 @@ def lay_out(
     *,
     see_block: bool = False,
     arena: Arena | None = None,
+    pages: Sequence[NDArray[np.int64]] | None = None,
 ) -> Batch:
     """Build the batch for `seqs`; grows the slots' pages and checks every index on the host.
 
+    `pages`: those of each sequence, if whoever planned the rows holds them already (`SlotTable.reach`).
     `see_block`: rows see all rows of their own sequence, later ones too (a drafter's fill-in block); otherwise causal.
     `arena`: put it there, padded to a bucket, if it fits; `Batch.bucket` tells.
     """
-    pages, starts = [], [0]
+    starts = [0]
     for seq in seqs:
         n = seq.width
         if not 0 <= seq.n_out <= n:
             raise OutOfBounds(f"slot {seq.slot} logits rows", seq.n_out, n + 1, seq.slot)
-        pages.append(table.reach(table.slots[seq.slot], seq.n_past, seq.n_past + n + seq.slack))
         starts.append(starts[-1] + n)
+    if pages is None:
+        pages = [table.reach(table.slots[q.slot], q.n_past, q.n_past + q.width + q.slack) for q in seqs]
     ends = [seq.n_past + seq.width for seq in seqs]
     layout, n_out = _write(table, seqs, starts, ends, pages, see_block)
     bucket = bucket_of(starts[-1]) if arena is not None and len(seqs) <= arena.n_seq else None

@@ -341,9 +341,9 @@ def replay(loop: Loop, drafter: DFlash) -> None:
     """As on a GPU: batches lie in arenas, and what a graph's first one had on the host stands for all that follow."""
     n_slot = len(loop.table.slots)
     make_arena = lambda: Arena(n_slot, loop.table.n_page, CPU)  # noqa: E731
-    loop.arena = make_arena()
+    loop.worker.arena = make_arena()
     drafter.use_graphs(make_arena)
-    forward, inject = loop.forward, drafter.inject
+    forward, inject = loop.worker.forward, drafter.inject
     seen: dict[tuple[int | None, bool], bool] = {}
     first: dict[int | None, Batch] = {}
 
@@ -356,7 +356,7 @@ def replay(loop: Loop, drafter: DFlash) -> None:
         inject.fn(first.setdefault(batch.bucket, batch))
 
     forward_again.seal, inject_again.seal = forward.seal, inject.seal  # type: ignore[attr-defined]
-    loop.forward, drafter.inject = forward_again, inject_again  # type: ignore[assignment]
+    loop.worker.forward, drafter.inject = forward_again, inject_again  # type: ignore[assignment]
     warmup.capture(loop)
     assert len(seen) > 10 and len(first) == len(BUCKETS)
 

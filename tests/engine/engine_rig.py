@@ -84,7 +84,7 @@ class Rig:
 
     def use(self, drafter: Drafter) -> Rig:
         """Let `drafter` draft instead; the rig was made with room for its drafts."""
-        self.loop.drafter, self.loop.needs = drafter, drafter.needs
+        self.loop.worker.use(drafter)
         return self
 
     def submit(self, prompt: Sequence[int], n: int = 32, params: SamplingParams = GREEDY, **request: object) -> Heard:

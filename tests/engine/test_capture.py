@@ -28,7 +28,7 @@ def test_capturing_leaves_no_trace(tmp_path, kind) -> None:
     plain, captured = (rig(target, **settings) for _ in range(2))
     loop = captured.loop
     pages = -(-300 // loop.table.page_size)
-    loop.arena = Arena(3, pages, torch.device("cpu"))
+    loop.worker.arena = Arena(3, pages, torch.device("cpu"))
     assert isinstance(loop.drafter, GraphedDrafter)
     loop.drafter.use_graphs(lambda: Arena(3, pages, torch.device("cpu")))
     capture(loop)
@@ -70,8 +70,8 @@ def test_the_plan_has_the_rows_of_all_graphs(tmp_path, monkeypatch, kind, np) ->
     sizes = loading._workspace(
         read_config(file), loading.plan_draft(file, draft, planned), planned, 256, torch.device("cuda")
     )
-    inner = loop.forward
-    loop.arena = Arena(np, loop.table.pages_for(300), torch.device("cpu"))
+    inner = loop.worker.forward
+    loop.worker.arena = Arena(np, loop.table.pages_for(300), torch.device("cpu"))
 
     def watch(batch):
         if batch.bucket is not None:
@@ -79,7 +79,7 @@ def test_the_plan_has_the_rows_of_all_graphs(tmp_path, monkeypatch, kind, np) ->
         return inner(batch)
 
     watch.seal = inner.seal
-    loop.forward = watch
+    loop.worker.forward = watch
     capture(loop)
     assert sizes["graph_rows"] == sum(bucket for bucket, _ in keys) > 0
     assert sizes["n_held"] == (len(loop.drafter.held) if kind == "dflash" else 0)

@@ -13,6 +13,7 @@ from test_isolation import NAN, speculating
 
 from pyspec.cuda import faults
 from pyspec.draft.drafter import DraftRequest
+from pyspec.engine.round import RowLimits
 from pyspec.errors import OutOfBounds, SlotError
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch
@@ -80,7 +81,7 @@ def test_a_tripped_guard_ends_the_request_it_names(kind: str, op: str, after: in
 def test_a_guard_may_trip_in_the_middle_of_a_prompt() -> None:
     path, r = speculating("mtp", 2)
     texts = [(p, t) for p, t in known_texts(path).items() if len(p) > 40][:2]
-    r.loop.ubatch = r.loop.batch = 16
+    r.loop.limits = RowLimits(16, 16)
     heard = [r.submit(p, N_TEXT, slot=i) for i, (p, _) in enumerate(texts)]
     tripping(r, "attend", 0, 2)
     r.run()
@@ -152,14 +153,14 @@ def test_a_drafter_that_did_not_listen_is_not_asked_again_for_these_requests() -
     r.loop.step()
     r.loop.step()
     r.loop.step()
-    assert r.loop.deaf == {0, 1} and r.loop.drafter.open == {}
+    assert r.loop.speculator.lost_track == {0, 1} and r.loop.drafter.open == {}
     late = r.submit(prompts[2], 40, slot=2)
     r.run()
     for h, p in zip([*heard, late], prompts, strict=True):
         assert h.tokens == text_after(p, 40)
     assert [h.timings.draft_n for h in heard] == [10, 10], "the drafts of two rounds"
     assert late.timings.draft_n_accepted > 30, "others are drafted for as before"
-    assert r.loop.deaf == set() and r.loop.drafter.open == {}
+    assert r.loop.speculator.lost_track == set() and r.loop.drafter.open == {}
     again = r.generate(prompts[0], 40, slot=0)
     assert again.timings.cache_n == 0 and again.timings.draft_n_accepted > 30
 
@@ -183,7 +184,7 @@ def test_real_drafters_survive_a_lost_observation(kind: str) -> None:
     heard = [r.submit(p, N_TEXT, slot=i) for i, (p, _) in enumerate(texts[:2])]
     for _ in range(4):
         r.loop.step()
-    assert r.loop.deaf == {0, 1}
+    assert r.loop.speculator.lost_track == {0, 1}
     heard.append(r.submit(texts[2][0], N_TEXT, slot=2))
     r.run()
     assert [h.tokens for h in heard] == [t for _, t in texts]

@@ -17,10 +17,11 @@ from engine_rig import FIXTURES, GREEDY, Heard, Rig, fake_rig, plain_rig, rig, r
 from known_texts import N_TEXT, continuation, known_texts, tiny
 from torch import Tensor
 
-from pyspec.draft.drafter import Drafter
+from pyspec.device.worker import Worker
 from pyspec.engine.job import Job
-from pyspec.engine.lookahead import Course, Flight, Laid, Work
+from pyspec.engine.lookahead import InFlight
 from pyspec.engine.loop import Loop
+from pyspec.engine.speculator import Speculator
 from pyspec.errors import DeviceError, OutOfBounds
 from pyspec.models.target import Out
 from pyspec.request import SamplingParams
@@ -30,11 +31,11 @@ from pyspec.slots.batch import Batch
 QWEN35, NEMOTRON = FIXTURES / "qwen35.gguf", FIXTURES / "nemotron_latent.gguf"
 
 
-def overwritten(run: Callable[[Loop, Batch], Out]) -> Callable[[Loop, Batch], Out]:
+def overwritten(run: Callable[[Worker, Batch], Out]) -> Callable[[Worker, Batch], Out]:
     """As graphs do: results of so many rows stand where the last ones of so many stood."""
     places: dict[tuple[int, ...], list[Tensor]] = {}
 
-    def forward(self: Loop, batch: Batch) -> Out:
+    def forward(self: Worker, batch: Batch) -> Out:
         out = run(self, batch)
         found = [t for t in (out.logits, out.hidden, out.taps) if t is not None]
         key = (id(self), *(n for t in found for n in t.shape))
@@ -46,48 +47,31 @@ def overwritten(run: Callable[[Loop, Batch], Out]) -> Callable[[Loop, Batch], Ou
     return forward
 
 
-def unread(lay_out: Callable[..., Laid | None]) -> Callable[..., Laid | None]:
-    """As a GPU's host: of rows that were moved it knows what it asked for, not what became of it."""
-
-    def blind(self: Course, flight: Flight, n_drafts: Sequence[int], drafter: Drafter | None) -> Laid | None:
-        laid = lay_out(self, flight, n_drafts, drafter)
-        if laid is None:
-            return None
-        work = []
-        for w, n in zip(laid.work, n_drafts, strict=True):
-            asked = replace(w.seq, n_past=w.slot.n_past, tokens=[0] * (1 + n), n_fold=1)
-            work.append(replace(w, seq=replace(asked, keep=n == 0 and self._ends_by_token(w.job))))
-        return replace(laid, work=work)
-
-    return blind
-
-
 @pytest.fixture
-def flown(monkeypatch: pytest.MonkeyPatch) -> list[Flight]:
+def flown(monkeypatch: pytest.MonkeyPatch) -> list[InFlight]:
     """Every loop flies ahead, on a CPU, too; the flights that did."""
-    flights: list[Flight] = []
-    monkeypatch.setattr(Loop, "_run", overwritten(Loop._run))
-    monkeypatch.setattr(Course, "lay_out", unread(Course.lay_out))
-    init, fly = Loop.__init__, Loop._fly_ahead
+    flights: list[InFlight] = []
+    monkeypatch.setattr(Worker, "run", overwritten(Worker.run))
+    init, fly = Loop.__init__, Loop.run_behind
 
     def begin(self: Loop, *args: object, **settings: object) -> None:
         init(self, *args, **settings)  # type: ignore[arg-type]
-        self.may_fly_ahead = True
+        self.lookahead.on = True
 
-    def watch(self: Loop, flight: Flight) -> Flight | None:
+    def watch(self: Loop, flight: InFlight) -> InFlight | None:
         ahead = fly(self, flight)
         flights.extend([ahead] if ahead is not None else [])
         return ahead
 
     monkeypatch.setattr(Loop, "__init__", begin)
-    monkeypatch.setattr(Loop, "_fly_ahead", watch)
+    monkeypatch.setattr(Loop, "run_behind", watch)
     return flights
 
 
 @pytest.mark.parametrize(
     ("kind", "np"), [("none", 1), ("none", 3), ("mtp", 2), ("mtp", 8), ("dflash", 3), ("fickle-hybrid", 4)]
 )
-def test_same_text_with_staggered_joins(kind: str, np: int, flown: list[Flight]) -> None:
+def test_same_text_with_staggered_joins(kind: str, np: int, flown: list[InFlight]) -> None:
     same.test_same_text_with_staggered_joins(kind, np)
     assert len(flown) > 10 or kind == "fickle-hybrid", "who is asked on the host waits for the verdict"
 
@@ -96,7 +80,7 @@ def rounds_told(r: Rig, monkeypatch: pytest.MonkeyPatch, n: int) -> tuple[list[f
     """Milliseconds of each round of one request's decoding as the controller hears of them, and how long they took. The clock
     goes on by a second whenever somebody looks."""
     looks, told = count(), []
-    monkeypatch.setattr("pyspec.engine.loop.time.perf_counter", lambda: float(next(looks)))
+    r.loop.clock = lambda: float(next(looks))
     heard = r.submit([5, 6, 7, 8], n)
     while not heard.tokens:
         r.loop.step()
@@ -116,7 +100,7 @@ def test_the_controller_hears_of_all_time_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_controller_hears_of_a_rounds_end_when_the_next_one_flies(
-    monkeypatch: pytest.MonkeyPatch, flown: list[Flight]
+    monkeypatch: pytest.MonkeyPatch, flown: list[InFlight]
 ) -> None:
     """From one landing to the next: what the host does behind it is hidden. Only the last round's own is not."""
     told, took = rounds_told(plain_rig(QWEN35), monkeypatch, 12)
@@ -129,7 +113,7 @@ HYBRIDS = {"gdn": QWEN35, "mamba2": NEMOTRON, "attention": FIXTURES / "llama.ggu
 
 @pytest.mark.parametrize("path", HYBRIDS.values(), ids=HYBRIDS)
 @pytest.mark.parametrize("np", [1, 2, 4, 8])
-def test_drafts_ahead_that_are_often_right(path: Path, np: int, flown: list[Flight]) -> None:
+def test_drafts_ahead_that_are_often_right(path: Path, np: int, flown: list[InFlight]) -> None:
     """Any number of rows is kept, of every slot another, and the next round was launched behind them."""
     r = rig_for(path, drafter := Ahead(5, text=partial(continuation, path)), np=np, ubatch=40)
     texts = known_texts(path)
@@ -146,7 +130,7 @@ def test_drafts_ahead_that_are_often_right(path: Path, np: int, flown: list[Flig
 
 @pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
 @pytest.mark.parametrize("drafts", [False, True])
-def test_what_an_end_token_ends_is_gone_on_from(path: Path, drafts: bool, flown: list[Flight]) -> None:
+def test_what_an_end_token_ends_is_gone_on_from(path: Path, drafts: bool, flown: list[InFlight]) -> None:
     """Alone or among accepted drafts, and the round behind it is under way: the state that is left stands at the end."""
     for (prompt, text), at in zip(known_texts(path).items(), (1, 4, 7, 11, 2, 19, 23, 5, 28), strict=True):
         end = text[at]
@@ -164,18 +148,18 @@ def test_what_an_end_token_ends_is_gone_on_from(path: Path, drafts: bool, flown:
         longer = [*prompt, *first.tokens, 17, 4]
         want = plain_rig(path).generate(longer, 12, cache_prompt=False).tokens
         assert r.generate(longer, 12).tokens == want
-    assert any(flight.tokens is not None for flight in flown) == drafts and flown
+    assert any(flight.launched.tokens is not None for flight in flown) == drafts and flown
 
 
 @pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
-def test_banned_tokens_among_drafts(path: Path, flown: list[Flight]) -> None:
+def test_banned_tokens_among_drafts(path: Path, flown: list[InFlight]) -> None:
     """The device stops at them; the host goes on with another, of which the rounds that flew know nothing."""
     prompts = list(known_texts(path))[:4]
     free = list(known_texts(path).values())[:4]
     bans = tuple((t, -torch.inf) for t in {free[0][5], free[1][11], free[2][20], free[3][3]})
     params = SamplingParams(temperature=0.0, ignore_eos=True, logit_bias=bans)
     cold = plain_rig(path)
-    cold.loop.may_fly_ahead = False
+    cold.loop.lookahead.on = False
     want = {p: cold.generate(p, 30, params).tokens for p in prompts}
 
     def text(tokens: Sequence[int], n: int) -> list[int]:
@@ -190,16 +174,16 @@ def test_banned_tokens_among_drafts(path: Path, flown: list[Flight]) -> None:
     heard = [r.submit(p, 30, params) for p in prompts]
     r.run()
     assert [h.tokens for h in heard] == list(want.values())
-    assert any(flight.off for flight in flown if flight.tokens is not None)
+    assert any(flight.off for flight in flown if flight.launched.tokens is not None)
 
 
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
-def test_synthetic_acceptance_is_the_same_ahead(kind: str, flown: list[Flight]) -> None:
+def test_synthetic_acceptance_is_the_same_ahead(kind: str, flown: list[InFlight]) -> None:
     """Coins decide on the device as they do on the host: the same tokens, of which the drafts are most."""
     found = []
     for may in (False, True):
         _, r = same.MAKERS[kind](np=2, synth_len=2.5)
-        r.loop.may_fly_ahead = may
+        r.loop.lookahead.on = may
         heard = [r.submit(p, 40) for p in ([1, 2, 3], [9, 8, 7, 6], [5] * 20)]
         r.run()
         found.append([h.tokens for h in heard])
@@ -209,7 +193,7 @@ def test_synthetic_acceptance_is_the_same_ahead(kind: str, flown: list[Flight]) 
 
 
 @pytest.mark.parametrize("kind", ["mtp", "dflash", "fickle-hybrid"])
-def test_a_drafter_hears_of_rounds_that_were_ahead(kind: str, flown: list[Flight]) -> None:
+def test_a_drafter_hears_of_rounds_that_were_ahead(kind: str, flown: list[InFlight]) -> None:
     """Silent for a while, by the request; then the same slots draft, from a context that has these rounds."""
     path, r = same.MAKERS[kind](np=2)
     texts = list(known_texts(path).items())
@@ -224,31 +208,31 @@ def test_a_drafter_hears_of_rounds_that_were_ahead(kind: str, flown: list[Flight
 @pytest.mark.parametrize("turns", [False, True], ids=["always", "by turns"])
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
 def test_drafts_are_those_of_rounds_that_wait(
-    kind: str, turns: bool, flown: list[Flight], monkeypatch: pytest.MonkeyPatch
+    kind: str, turns: bool, flown: list[InFlight], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the drafter heard of rounds ahead is theirs, though the next forward wrote over it, and what it made ahead is what
     it would have made."""
 
-    def pick(self: Loop, jobs: Sequence[Job], taken: Sequence[int] = ()) -> list[tuple[int, int]]:
+    def pick(self: Speculator, jobs: Sequence[Job], taken: Sequence[int] = ()) -> list[tuple[int, int]]:
         """By turns: silent for six tokens, and so on."""
         out = []
         for job, n in zip(jobs, taken or [0] * len(jobs), strict=True):
             wants = 3 if not turns or (job.n_predicted + n) // 6 % 2 else 0
-            out.append((job.slot.index, min(wants, self._cap(job, n))))  # type: ignore[union-attr]
+            out.append((job.slot.index, min(wants, self.most(job, n))))  # type: ignore[union-attr]
         return out
 
     found: list[dict[tuple[int, int], list[int]]] = []
-    choose = Loop._choose
+    choose = Loop.choose
 
-    def record(self: Loop, work: Sequence[Work], out: Out, best: Tensor | None) -> list[Chosen | None]:
-        found[-1].update({(w.job.n_prompt, w.seq.n_past): list(w.draft) for w in work if w.draft})
-        return choose(self, work, out, best)
+    def record(self: Loop, flight: InFlight) -> list[Chosen | None]:
+        found[-1].update({(w.job.n_prompt, w.seq.n_past): list(w.draft) for w in flight.work if w.draft})
+        return choose(self, flight)
 
-    monkeypatch.setattr(Loop, "_pick", pick)
-    monkeypatch.setattr(Loop, "_choose", record)
+    monkeypatch.setattr(Speculator, "lengths", pick)
+    monkeypatch.setattr(Loop, "choose", record)
     for may in (False, True):
         path, r = same.MAKERS[kind](np=2)
-        r.loop.may_fly_ahead = may
+        r.loop.lookahead.on = may
         found.append({})
         texts = list(known_texts(path).items())[:2]
         heard = [r.submit(prompt, N_TEXT) for prompt, _ in texts]
@@ -258,14 +242,14 @@ def test_drafts_are_those_of_rounds_that_wait(
     for where in both:
         n = min(len(found[0][where]), len(found[1][where]))
         assert found[0][where][:n] == found[1][where][:n], where
-    assert len(both) > 8 and sum(flight.tokens is not None for flight in flown) > (0 if turns else 10)
+    assert len(both) > 8 and sum(flight.launched.tokens is not None for flight in flown) > (0 if turns else 10)
 
 
 @pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
-def test_what_a_request_leaves_is_gone_on_from(path: Path, flown: list[Flight]) -> None:
+def test_what_a_request_leaves_is_gone_on_from(path: Path, flown: list[InFlight]) -> None:
     """It ends in a round that the next was launched behind: its state and pages stand where its text ends."""
     cold = plain_rig(path, np=1)
-    cold.loop.may_fly_ahead = False
+    cold.loop.lookahead.on = False
     warm = rig(path, spec_type="none", np=2, ctx=512)
     prompt = [5, 9, 30, 7, 44, 12, 3]
     for n in (1, 2, 3, 9, 20):
@@ -282,14 +266,14 @@ def test_what_a_request_leaves_is_gone_on_from(path: Path, flown: list[Flight]) 
     assert len(flown) > 50
 
 
-def test_prefixes_are_reused_as_ever(flown: list[Flight]) -> None:
+def test_prefixes_are_reused_as_ever(flown: list[InFlight]) -> None:
     names = [n for n in dir(reuse) if n.startswith("test_") and reuse.__dict__[n].__code__.co_argcount == 0]
     for name in names:
         getattr(reuse, name)()
     assert flown and names
 
 
-def test_cancels_at_any_moment_leave_the_others_their_text(flown: list[Flight]) -> None:
+def test_cancels_at_any_moment_leave_the_others_their_text(flown: list[InFlight]) -> None:
     path = QWEN35
     texts = list(known_texts(path).items())
     for rounds in range(9):
@@ -306,7 +290,7 @@ def test_cancels_at_any_moment_leave_the_others_their_text(flown: list[Flight]) 
     assert flown
 
 
-def test_only_plain_greedy_rounds_fly_ahead(flown: list[Flight]) -> None:
+def test_only_plain_greedy_rounds_fly_ahead(flown: list[InFlight]) -> None:
     for params in (
         SamplingParams(temperature=0.8, seed=1, ignore_eos=True),
         SamplingParams(temperature=0.0, ignore_eos=True, repeat_penalty=1.2),
@@ -321,10 +305,10 @@ def test_only_plain_greedy_rounds_fly_ahead(flown: list[Flight]) -> None:
     assert not flown, "whoever drafts waits for the verdict"
 
 
-def test_a_banned_best_token_sends_only_its_own_request_back(flown: list[Flight]) -> None:
+def test_a_banned_best_token_sends_only_its_own_request_back(flown: list[InFlight]) -> None:
     """The device went on with it before the host could say no."""
     cold = plain_rig(QWEN35, np=1)
-    cold.loop.may_fly_ahead = False
+    cold.loop.lookahead.on = False
     prompts = [[1, 2, 3], [4, 5, 6], [9, 9, 1]]
     free = [cold.generate(p, 30).tokens for p in prompts]
     bans = tuple((t, -torch.inf) for t in {free[0][5], free[0][11], free[2][20]})
@@ -341,7 +325,7 @@ def test_a_banned_best_token_sends_only_its_own_request_back(flown: list[Flight]
 @pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_token_that_is_best_in_spite_of_its_bias_is_gone_on_from(
-    path: Path, drafts: bool, flown: list[Flight]
+    path: Path, drafts: bool, flown: list[InFlight]
 ) -> None:
     """The device stops at it, as it knows no logit but the best: the host goes on by itself, from the state that is there."""
     for prompt, text in list(known_texts(path).items())[:3]:
@@ -355,12 +339,12 @@ def test_a_token_that_is_best_in_spite_of_its_bias_is_gone_on_from(
     assert any(flight.off for flight in flown)
 
 
-def test_a_request_that_waits_is_seated_at_once(flown: list[Flight]) -> None:
+def test_a_request_that_waits_is_seated_at_once(flown: list[InFlight]) -> None:
     r = rig(QWEN35, spec_type="none", np=2)
     first = r.submit([1, 2, 3], 40)
     for _ in range(5):
         r.loop.step()
-    assert r.loop.flight is not None
+    assert r.loop.lookahead.under_way is not None
     second = r.submit([4, 5, 6], 5)
     r.loop.step()
     assert len(second.events) >= 1, "it has a slot"
@@ -368,7 +352,7 @@ def test_a_request_that_waits_is_seated_at_once(flown: list[Flight]) -> None:
     assert len(first.tokens) == 40 and len(second.tokens) == 5
 
 
-def test_a_bad_row_ends_its_own_request(flown: list[Flight]) -> None:
+def test_a_bad_row_ends_its_own_request(flown: list[InFlight]) -> None:
     """NaN in the logits of one slot, in a round that the next was launched behind."""
     r = rig(QWEN35, spec_type="none", np=2)
     want = plain_rig(QWEN35).generate([4, 5, 6], 20).tokens
@@ -390,13 +374,13 @@ def test_a_bad_row_ends_its_own_request(flown: list[Flight]) -> None:
 
 
 @pytest.mark.parametrize("lasts", [False, True])
-def test_a_forward_that_is_refused_ahead_is_asked_for_again_in_its_turn(lasts: bool, flown: list[Flight]) -> None:
+def test_a_forward_that_is_refused_ahead_is_asked_for_again_in_its_turn(lasts: bool, flown: list[InFlight]) -> None:
     r = rig(QWEN35, spec_type="none", np=2)
     want = [plain_rig(QWEN35).generate(p, 20).tokens for p in ([1, 2, 3], [4, 5, 6])]
     heard = [r.submit(p, 20) for p in ([1, 2, 3], [4, 5, 6])]
     for _ in range(4):
         r.loop.step()
-    forward, refused = r.loop.forward, list[int]()
+    forward, refused = r.loop.worker.forward, list[int]()
 
     def refuse(batch: Batch) -> Out:
         if (lasts and any(seq.slot == heard[0].slot for seq in batch.seqs)) or not refused:
@@ -404,31 +388,31 @@ def test_a_forward_that_is_refused_ahead_is_asked_for_again_in_its_turn(lasts: b
             raise OutOfBounds("page", 9, 4, heard[0].slot)
         return forward(batch)
 
-    r.loop.forward = refuse  # type: ignore[assignment]
+    r.loop.worker.forward = refuse  # type: ignore[assignment]
     r.run()
     assert heard[1].tokens == want[1] and len(refused) > lasts
     assert (heard[0].error is not None) == lasts and (lasts or heard[0].tokens == want[0])
 
 
-def test_an_engine_that_goes_down_in_flight_tells_everybody(flown: list[Flight]) -> None:
+def test_an_engine_that_goes_down_in_flight_tells_everybody(flown: list[InFlight]) -> None:
     r = rig(QWEN35, spec_type="none", np=2)
     heard = [r.submit([i, 2, 3], 40) for i in range(3)]
     for _ in range(6):
         r.loop.step()
-    assert r.loop.flight is not None
+    assert r.loop.lookahead.under_way is not None
     r.loop.abort(DeviceError("gone"))
-    assert r.loop.flight is None and all(isinstance(h.error, DeviceError) for h in heard)
+    assert r.loop.lookahead.under_way is None and all(isinstance(h.error, DeviceError) for h in heard)
     assert not any(slot.busy for slot in r.loop.table.slots)
 
 
-def test_the_last_tokens_are_not_flown_past(flown: list[Flight]) -> None:
+def test_the_last_tokens_are_not_flown_past(flown: list[InFlight]) -> None:
     """A request that ends by its length is known to end: nothing is launched for it that nobody reads."""
     heard: Heard = plain_rig(QWEN35, np=1).generate([1, 2, 3], 12)
     assert len(heard.tokens) == 12
     assert len(flown) == 10, "the prompt gives the first token, and the round after it is not ahead"
 
 
-def test_a_tiny_dflash_pair_in_an_engine(flown: list[Flight]) -> None:
+def test_a_tiny_dflash_pair_in_an_engine(flown: list[InFlight]) -> None:
     r: Rig = rig(tiny("qwen35"), draft_path=tiny("qwen35", drafter=True), np=3)
     texts = list(known_texts(tiny("qwen35")).items())
     heard = [(r.submit(p, N_TEXT), text) for p, text in texts[:5]]
@@ -436,7 +420,7 @@ def test_a_tiny_dflash_pair_in_an_engine(flown: list[Flight]) -> None:
     assert all(h.tokens == text for h, text in heard)
 
 
-def test_slots_hold_no_page_beyond_their_reservation(flown: list[Flight]) -> None:
+def test_slots_hold_no_page_beyond_their_reservation(flown: list[InFlight]) -> None:
     """Passes and verifies ahead are laid out behind all that may be kept: to the last row, and not past it."""
     texts = known_texts(QWEN35)
     for n in range(12, N_TEXT):
@@ -444,4 +428,4 @@ def test_slots_hold_no_page_beyond_their_reservation(flown: list[Flight]) -> Non
         heard = [(r.submit(p, n + i), text[: n + i]) for i, (p, text) in enumerate(list(texts.items())[:2])]
         r.run()  # which checks the table after each round
         assert all(h.tokens == text[: len(h.tokens)] for h, text in heard)
-    assert any(flight.tokens is not None for flight in flown)
+    assert any(flight.launched.tokens is not None for flight in flown)

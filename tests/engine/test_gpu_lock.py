@@ -14,7 +14,7 @@ import torch
 from pyspec import synth
 from pyspec.cuda.context import gpu_lock
 from pyspec.cuda.gpu_lock import GpuLock
-from pyspec.engine import loop
+from pyspec.device import worker
 from pyspec.engine.api import Engine
 from pyspec.request import Delta, Event
 
@@ -27,10 +27,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def two(model: Path, locks: Callable[[], GpuLock], monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Engine]]:
     """Engines that defer as on a GPU, each with the lock it is given."""
-    monkeypatch.setattr(loop, "gpu_lock", lambda device: locks())
+    monkeypatch.setattr(worker, "gpu_lock", lambda device: locks())
     with Engine.load(model, None, np=2, warm_up=False) as a, Engine.load(model, None, np=2, warm_up=False) as b:
         for engine in (a, b):
-            engine.loop.may_defer = True
+            engine.loop.committer.defers = True
         yield [a, b]
 
 
@@ -53,7 +53,7 @@ def most_at_once(engines: list[Engine]) -> int:
         return forward
 
     for engine in engines:
-        engine.loop.forward = watched(engine.loop.forward)  # type: ignore[assignment]
+        engine.loop.worker.forward = watched(engine.loop.worker.forward)  # type: ignore[assignment]
     threads = [threading.Thread(target=lambda e=e: e.generate([1, 2, 3], max_tokens=40)) for e in engines]
     for t in threads:
         t.start()

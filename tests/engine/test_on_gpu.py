@@ -26,7 +26,7 @@ from pyspec.cuda.ops.linear.fit_q4 import fit_q4
 from pyspec.cuda.ops.linear.pack import unpack
 from pyspec.draft import dflash
 from pyspec.engine.api import Engine, Result, collect
-from pyspec.engine.lookahead import Flight
+from pyspec.engine.lookahead import InFlight
 from pyspec.gguf import GGMLType
 from pyspec.logits import compute_logits
 from pyspec.request import Delta, Done, Event, Failed
@@ -111,7 +111,7 @@ def test_context_that_is_made_later_is_as_good(np: int, expected: list, monkeypa
         if not late:
             monkeypatch.setattr(dflash, "held_rows", lambda n_slot: 0)
         with load("auto", np, prefix_cache=False) as engine:
-            assert engine.loop.needs.late == late
+            assert engine.loop.worker.needs.late == late
             rounds = itertools.count()
             engine.loop.controller.choose = lambda caps, rounds=rounds: [
                 cap * (n // 8 % 2) for n in (next(rounds),) for _, cap in caps
@@ -136,15 +136,15 @@ def test_every_width_leaves_the_text(n_draft: int, expected: list) -> None:
 def test_rounds_launched_ahead_leave_the_text(draft: str | None, expected: list) -> None:
     """Requests with and without drafts, beside each other and after each other, and second turns that go on from what they leave."""
     with load(draft, 4, n_draft_fixed=True) as engine, load(None, 1, prefix_cache=False) as cold:
-        assert engine.loop.may_fly_ahead
-        cold.loop.may_fly_ahead = False
-        fly, flown = engine.loop._fly_ahead, []
+        assert engine.loop.lookahead.on
+        cold.loop.lookahead.on = False
+        fly, flown = engine.loop.run_behind, []
 
-        def count(flight: Flight) -> Flight | None:
+        def count(flight: InFlight) -> InFlight | None:
             flown.append(fly(flight))
             return flown[-1]
 
-        engine.loop._fly_ahead = count  # type: ignore[method-assign]
+        engine.loop.run_behind = count  # type: ignore[method-assign]
         prompts = [[{"role": "user", "content": q}] for q in QUESTIONS]
         for n_draft_max in (0, None):
             first = engine.generate_many(prompts, max_tokens=160, temperature=0.0, n_draft_max=n_draft_max)

@@ -363,7 +363,7 @@ def test_a_failed_request_leaves_nothing_but_what_others_read() -> None:
     r.loop.step()
     error = SlotError("a guard tripped")
     error.slot = bad.slot
-    r.loop._blame(error)
+    r.loop.committer.blame(error)
     assert bad.error is error and len(r.filed(prompt)) == 96
     r.run()
     assert good.timings.cache_n == 100 and good.tokens == text_after([*prompt[:100], 7], 40)

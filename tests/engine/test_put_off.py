@@ -12,7 +12,7 @@ from pyspec.request import Delta, Done, Event, SamplingParams
 
 def loop_of(*, defers: bool) -> Rig:
     r = fake_rig(3, Fickle(5))
-    r.loop.may_defer = defers
+    r.loop.committer.defers = defers
     return r
 
 
@@ -45,7 +45,7 @@ def test_events_are_the_same_and_in_the_same_order() -> None:
         r = loop_of(defers=defers)
         heard.append(ask_all(r))
         r.run()
-        assert r.loop.later == []
+        assert r.loop.committer.later == []
     assert [told(h.events) for h in heard[0]] == [told(h.events) for h in heard[1]]
     assert {h.finish for h in heard[1]} >= {"length", "stop"}
 
@@ -58,7 +58,7 @@ def test_a_cancelled_request_hears_of_its_last_round_first(n_round: int) -> None
         heard = [r.submit([i, 2, 3], 100, GREEDY) for i in range(2)]
         for _ in range(n_round):
             r.loop.step()
-        assert bool(r.loop.later) == defers
+        assert bool(r.loop.committer.later) == defers
         r.loop.cancel(heard[0].job)
         r.loop.step()
         assert heard[0].finish == "cancelled"

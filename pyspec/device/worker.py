@@ -1,0 +1,224 @@
+"""The worker: all that one device does for a round. It runs what it is told and decides nothing.
+
+It owns the target with its memory, the drafter, and the graphs of their forwards. Results have places of their own until the
+host reads them, so that the next round may be launched meanwhile.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pyspec.cuda.context import gpu_lock
+from pyspec.cuda.copies import copied
+from pyspec.cuda.faults import Reader
+from pyspec.cuda.graph import Graphed
+from pyspec.cuda.ops.ahead.op import ahead
+from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NOBODY, AheadSpec
+from pyspec.cuda.ops.recurrent.fold import flush
+from pyspec.draft.drafter import Drafter, LookaheadDrafter, Needs, PagedDrafter
+from pyspec.engine.round import Round
+from pyspec.errors import DeviceError
+from pyspec.models.target import Out, Target
+from pyspec.sample.choose import top
+from pyspec.slots.arena import Arena
+from pyspec.slots.batch import Batch, lay_out
+from pyspec.slots.kv import KVPool
+from pyspec.slots.memory import Memory
+from pyspec.slots.table import Slot, SlotTable
+
+NO_NEEDS = Needs(0)
+
+
+@dataclass(slots=True)
+class Launched:
+    """A forward that is under way.
+
+    best      `Out.best` on the host once `done` says so; None on devices that give none
+    tokens    of its rows, on the host like `best`, if the device drafted them; None otherwise
+    drafting  from when to when the device did so
+    """
+
+    batch: Batch
+    out: Out
+    best: Tensor | None
+    done: torch.cuda.Event | None
+    tokens: Tensor | None = None
+    drafting: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+
+    @property
+    def found(self) -> Tensor | None:
+        """`Out.best`, where the host reads it soonest."""
+        return self.out.best if self.best is None else self.best
+
+    def wait(self) -> None:
+        if self.done is not None:
+            self.done.synchronize()
+
+    def abandon(self) -> None:
+        """Nobody will read it; but what it uses may be freed next, so it has to be over, or the device to be lost."""
+        with suppress(RuntimeError):
+            self.wait()
+
+    def secure(self, needs: Needs, *, is_next_launched: bool, reads_logits: bool = False) -> None:
+        """Copies of what the next forward overwrites: the hidden states that a drafter keeps, and where that forward is launched
+        before this one is read, the taps it hears of and what tells the best logit but the banned ones."""
+        n, out = self.batch.n_row, self.out
+        if needs.hidden:
+            out = replace(out, hidden=copied(out.hidden[:n]))
+        if is_next_launched and out.taps is not None and needs.late and self.batch.single:
+            out = replace(out, taps=copied(out.taps[:n]))
+        if is_next_launched and reads_logits:
+            out = replace(out, logits=copied(out.logits[:n]))
+        self.out = out
+
+
+class Worker:
+    """One device's model and slots. Its methods are called by one thread, which holds `lock` while it tells the device things."""
+
+    def __init__(
+        self, target: Target, memory: Memory, table: SlotTable, drafter: Drafter | None, arena: Arena | None
+    ) -> None:
+        self.target, self.memory, self.table, self.device = target, memory, table, target.device
+        self.arena = arena  # where graphs find their batches; None: no graphs
+        self.lock = gpu_lock(self.device)
+        self.faults, self.draft_faults = Reader(self.device), Reader(self.device)
+        n_slot, self.drafter = len(table.slots), drafter
+        self.ahead = ahead.bind(AheadSpec(self.device, n_seq=n_slot, n_row=n_slot * (self.needs.n_draft + 1)))
+        self._best, self._tokens = Pinned(), Pinned()  # what greedy rounds read, and the tokens they ran with
+        self._ends: tuple[tuple[frozenset[int], ...], Tensor] = ((), torch.empty(0))  # and as the device has them
+        self.use(drafter)
+
+    def use(self, drafter: Drafter | None) -> None:
+        """Let `drafter` draft; graphs of forwards with another one are forgotten."""
+        self.drafter = drafter
+        self.forward = Graphed(self.run, by_single=self.needs.late)
+
+    @property
+    def needs(self) -> Needs:
+        return self.drafter.needs if self.drafter is not None else NO_NEEDS
+
+    # -- rounds --------------------------------------------------------------------------------------------------
+
+    def launch(self, round_: Round) -> Launched:
+        """Tell the device of a round whose tokens are known."""
+        batch = self._lay_out(round_)
+        self.watch_drafter()
+        return self._send(batch)
+
+    def launch_behind(self, before: Launched, round_: Round) -> Launched | None:
+        """The same for one that goes on from `before`, whatever that keeps. None: the drafter has to be asked by the host."""
+        behind = round_.behind
+        assert behind is not None
+        if before.out.best is None:
+            before.out = replace(before.out, best=top(before.out.logits))
+        assert before.out.best is not None
+        ends = None if behind.ends is None else self._tell_ends(behind.ends)
+        forced = None if behind.forced is None else _sent(torch.tensor(behind.forced, dtype=torch.int32), self.device)
+        began, drafts = stamp(self.device) if behind.n_draft else None, None
+        kept = self.ahead.accept(before.out.best, before.batch, ends, forced)
+        if behind.n_draft:
+            assert isinstance(self.drafter, LookaheadDrafter)
+            drafts = self.drafter.draft_ahead(before.batch, before.out, kept, max(behind.n_draft))
+            if drafts is None:
+                return None
+        batch = self.ahead.move(self._lay_out(round_), kept, drafts)
+        drafted = None if began is None else stamp(self.device)
+        if drafts is not None:
+            self.watch_drafter()
+        before.secure(self.needs, is_next_launched=True, reads_logits=behind.reads_logits)
+        launched = self._send(batch, reads_tokens=drafts is not None)
+        launched.drafting = None if began is None or drafted is None else (began, drafted)
+        return launched
+
+    def _lay_out(self, round_: Round) -> Batch:
+        return lay_out(self.table, round_.seqs, self.device, arena=self.arena, pages=round_.pages)
+
+    def _send(self, batch: Batch, *, reads_tokens: bool = False) -> Launched:
+        out = self.forward(batch)
+        best = None if out.best is None else self._best.copy(out.best)
+        tokens = self._tokens.copy(batch.tokens[: batch.n_row]) if reads_tokens else None
+        self.faults.fetch()
+        return Launched(batch, out, best, stamp(self.device), tokens)
+
+    def run(self, batch: Batch) -> Out:
+        """All device work of a verify that does not depend on what is accepted. A graph may hold it."""
+        self.faults.clear()
+        out = self.target.forward(batch, self.needs.taps)
+        if self.drafter is not None:
+            self.drafter.absorb(batch, out)
+        return out if batch.tokens.device.type == "cpu" else replace(out, best=top(out.logits))
+
+    def watch_drafter(self) -> None:
+        """What tripped so far was the drafter's; what trips in the forward, which begins by clearing the record, is not."""
+        if self.drafter is not None:
+            self.draft_faults.fetch()
+
+    def forget_round(self) -> None:
+        """What guards said of rounds that nobody will read."""
+        for reader in (self.faults, self.draft_faults):
+            reader.fetched.clear()
+            reader.clear()
+
+    def _tell_ends(self, ends: tuple[frozenset[int], ...]) -> Tensor:
+        """[seq, MAX_ENDS]; they stay the same for many rounds."""
+        if self._ends[0] != ends:
+            rows = [[*own, *[NOBODY] * (MAX_ENDS - len(own))] for own in map(sorted, ends)]
+            self._ends = ends, _sent(torch.tensor(rows, dtype=torch.int32), self.device)
+        return self._ends[1]
+
+    # -- what slots keep -----------------------------------------------------------------------------------------
+
+    def fold(self, slot: Slot) -> None:
+        """Fold what is pending, so that the slot's state stands at its committed length."""
+        for layer in self.memory.states.values():
+            flush(layer, slot.index, slot.n_fold)
+        slot.n_fold = 0
+
+    def pools(self) -> list[KVPool]:
+        """Everything that has pages: the target's layers and the drafter's."""
+        drafts = self.drafter.pools() if isinstance(self.drafter, PagedDrafter) else ()
+        return [*self.memory.kv.values(), *drafts]
+
+
+class Pinned:
+    """Host memory for what forwards send: two places in turn, for the one that is read and the one under way."""
+
+    def __init__(self) -> None:
+        self.places, self.at = [torch.empty(0, dtype=torch.float64) for _ in range(2)], 0
+
+    def copy(self, x: Tensor) -> Tensor:
+        """Start the copy of a tensor of 64-bit numbers; what comes is float64 in any case, to be viewed as what it was."""
+        x = x.view(torch.float64)
+        self.at = 1 - self.at
+        if self.places[self.at].numel() < x.numel():
+            self.places[self.at] = torch.empty(x.numel(), dtype=torch.float64, pin_memory=x.is_cuda)
+        here = self.places[self.at][: x.numel()].view_as(x)
+        here.copy_(x, non_blocking=True)
+        return here
+
+
+def stamp(device: torch.device) -> torch.cuda.Event | None:
+    """When the device has come this far."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _sent(x: Tensor, device: torch.device) -> Tensor:
+    """On its way, without waiting for the device."""
+    return x if device.type == "cpu" else x.pin_memory().to(device, non_blocking=True)
+
+
+def is_device_error(error: BaseException) -> bool:
+    """True if the device itself is lost to this process: no later call can succeed. Out of memory is not that."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    if isinstance(error, DeviceError) or type(error).__name__ in ("AcceleratorError", "CUDAError"):
+        return True
+    return isinstance(error, RuntimeError) and "CUDA" in str(error) and "error" in str(error)

@@ -1,0 +1,204 @@
+"""Making a verdict final: tokens to requests and slots, what is filed for later prompts, how requests end, and who hears of it.
+
+Tokens and samplers' histories are committed at once: the next draft is judged by them. Counts and events may wait until the
+device is at work on the next round.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from pyspec.device.worker import Worker
+from pyspec.engine.job import End, Job, Taken
+from pyspec.engine.lookahead import InFlight
+from pyspec.engine.round import Work
+from pyspec.engine.speculator import Speculator
+from pyspec.engine.stats import Stats
+from pyspec.errors import PyspecError, SlotError, Unavailable
+from pyspec.request import Failed
+from pyspec.sample.choose import Chosen
+from pyspec.slots.cache import PrefixCache
+from pyspec.slots.table import Slot
+
+log = logging.getLogger(__name__)
+
+
+class Committer:
+    """Commits rounds and ends requests. `jobs`: those that sit, by slot; a request that ends leaves it.
+
+    defers  counts and events wait for `settle`
+    """
+
+    def __init__(
+        self,
+        jobs: dict[int, Job],
+        worker: Worker,
+        speculator: Speculator,
+        cache: PrefixCache,
+        stats: Stats,
+        *,
+        defers: bool,
+    ) -> None:
+        self.jobs, self.worker, self.speculator, self.cache, self.stats = jobs, worker, speculator, cache, stats
+        self.defers = defers
+        self.later: list[Callable[[], None]] = []
+
+    # -- a round -------------------------------------------------------------------------------------------------
+
+    def commit(self, flight: InFlight, chosen: Sequence[Chosen | None], ahead: InFlight | None) -> None:
+        """Keep what was accepted; the drafter hears of it before the slots' tokens grow."""
+        kept, ends = [], []
+        for w, c in zip(flight.work, chosen, strict=True):
+            n, end = self._take(w, c) if self.is_on(flight, w) else (0, None)
+            kept.append(n)
+            ends.append(end)
+        self.speculator.observe(flight.launched.batch, kept, flight.launched.out)
+        for w, n, end in zip(flight.work, kept, ends, strict=True):
+            if n == 0:
+                continue  # it is not on any more
+            w.slot.tokens.extend(w.seq.tokens[:n])
+            w.slot.n_fold = 0 if w.seq.keep or ahead is not None else n  # what is ahead folds it
+            if end is not None:
+                self.finish(w.job, end)
+            elif w.slot.n_past <= w.job.n_prefill:
+                self._after_chunk(w)
+        if ahead is not None and ahead.launched.tokens is not None:
+            self.speculator.confirm_ahead(w.slot for w in ahead.work if self.is_on(ahead, w))
+        if not self.defers:
+            self.settle()
+
+    def is_on(self, flight: InFlight, w: Work) -> bool:
+        """Its request has not ended, nor taken another token, since it was launched."""
+        return self.jobs.get(w.slot.index) is w.job and w.slot.index not in flight.off
+
+    def _take(self, w: Work, c: Chosen | None) -> tuple[int, End | None]:
+        """Rows kept of a request's part, and how it ends if it does. Whatever goes wrong with its tokens is its own failure."""
+        try:
+            return self._hand_over(w, c)
+        except Exception as e:
+            if not isinstance(e, SlotError):
+                log.exception("request %s failed", w.job.id)
+            return (w.seq.width if w.seq.keep else 1), End("error", error=blamed(e))
+
+    def _hand_over(self, w: Work, c: Chosen | None) -> tuple[int, End | None]:
+        """Hand a request its tokens."""
+        if not w.job.is_decoding:
+            w.job.progress(w.slot.n_past + w.seq.width)
+        if c is None:
+            return w.seq.width, None
+        if c.error is not None:
+            return (w.seq.width if w.seq.keep else 1), End("error", error=c.error)
+        was_decoding = w.job.is_decoding
+        if was_decoding:
+            self.speculator.controller.record(w.slot.index, len(w.draft), c.n_accepted)
+        taken = w.job.take(c.tokens)
+        w.job.sampler.commit(c.tokens[: taken.n_used])
+        self.later.append(partial(self._tell, w, c, taken, was_decoding))
+        # row 0 is the anchor, row i the draft i; the last token gets no row, drafted or not: what a request leaves does not
+        # depend on speculation
+        kept = max(1, min(taken.n_used, 1 + c.n_accepted)) if was_decoding else w.seq.width
+        if taken.finish is not None:
+            return kept, End(taken.finish, taken.stop)
+        w.job.anchor = c.tokens[-1]
+        return kept, None
+
+    def _tell(self, w: Work, c: Chosen, taken: Taken, was_decoding: bool) -> None:
+        """What nothing in the next round depends on: counts, and the Delta."""
+        n_draft = len(w.draft)
+        if was_decoding:
+            w.job.count(n_draft, c.n_accepted)
+            self.stats.verdict(n_draft, c.n_accepted)
+        self.stats.predicted_tokens += taken.n_used
+        w.job.tell(taken, c.logprobs or (), n_draft, c.n_accepted)
+
+    def settle(self) -> None:
+        """Do what was put off."""
+        later, self.later = self.later, []
+        for do in later:
+            do()
+
+    # -- filing --------------------------------------------------------------------------------------------------
+
+    def _after_chunk(self, w: Work) -> None:
+        """A prompt chunk is in: leave it to others where a checkpoint is due, or where none is needed at the prompt's end."""
+        at = w.slot.n_past
+        if at in w.job.cuts or (at == w.job.n_prefill and not self.worker.memory.states):
+            self._file(w.job, w.slot)
+
+    def _file(self, job: Job, slot: Slot, *, whole: bool = False) -> None:
+        """File what the slot has committed, unless the request or the drafter's state forbids it."""
+        lost = self.speculator.lost_track
+        if not self.cache.on or not job.request.cache_prompt or slot.index in lost or slot.n_past == 0:
+            return
+        draft = self.speculator.checkpoint(slot)
+        if slot.index not in lost:
+            self.cache.keep(slot, draft, self.worker.fold, whole=whole)
+
+    # -- the end of a request ------------------------------------------------------------------------------------
+
+    def finish(self, job: Job, end: End) -> None:
+        """Give the slot back. What it committed stays in the cache, unless something went wrong."""
+        self.settle()
+        slot = job.slot
+        assert slot is not None
+        if end.error is None:
+            self._file(job, slot, whole=True)
+        self.speculator.end(slot)
+        self.jobs.pop(slot.index)
+        self.worker.table.release(slot, trusted=end.error is None)
+        self.stats.finished(job, end.finish)
+        if end.error is not None:
+            job.sink(Failed(job.id, end.error))
+            level = logging.DEBUG if isinstance(end.error, Unavailable) else logging.ERROR  # a close is no failure
+            log.log(level, "request %s failed in slot %d: %s", job.id, slot.index, end.error)
+            return
+        job.done(end.finish, end.stop)  # type: ignore[arg-type]
+        t = job.timings()
+        log.info(
+            "request=%s slot=%d finish=%s prompt=%d cached=%d tokens=%d tok/s=%.1f rounds=%d mean_len=%.2f",
+            *(job.id, slot.index, end.finish, job.n_prompt, job.n_cached, job.n_predicted),
+            *(t.predicted_per_second, t.n_rounds, t.mean_len),
+        )
+        if self.speculator.has_collapsed(job):
+            self._start_drafts_anew()
+
+    def _start_drafts_anew(self) -> None:
+        """Acceptance has collapsed: what drafts are made from, beside weights, is what slots and the cache hold of the drafter's."""
+        log.warning(
+            "the drafter was right for %.0f %% of its tokens and has been for %.0f %% in the last %d requests: what the cache holds"
+            " of its state is dropped, and drafting starts anew",
+            *(100 * self.speculator.watch.was, 100 * self.speculator.watch.now, self.speculator.watch.MANY),
+        )
+        self.worker.table.clear()
+        self.speculator.controller.forget_acceptance()
+
+    def blame(self, error: SlotError) -> None:
+        """A forward refused its batch: end the request in the slot it names, or all if it names none.
+
+        The others lay out the same rows again, which is right because indices are checked before any state is written.
+        """
+        self.stats.guard_trips += 1
+        guilty = [self.jobs[error.slot]] if error.slot in self.jobs else list(self.jobs.values())
+        for job in guilty:
+            self.finish(job, End("error", error=error))
+
+    def drop_all(self, error: PyspecError) -> None:
+        """Every seated request hears `error`. Nothing is filed, and nothing asked of the drafter: it may be what broke."""
+        self.settle()
+        for job in list(self.jobs.values()):
+            job.sink(Failed(job.id, error))
+            self.stats.failed += 1
+        self.jobs.clear()
+        for slot in self.worker.table.slots:
+            if slot.busy:
+                self.worker.table.release(slot, trusted=False)
+
+
+def blamed(error: Exception) -> PyspecError:
+    """What the request that an exception is blamed on hears."""
+    if isinstance(error, PyspecError):
+        return error
+    said = str(error).strip().splitlines()
+    return SlotError(f"this request failed: {type(error).__name__}" + (f": {said[0][:200]}" if said else ""))

@@ -1,0 +1,119 @@
+"""A round as data: what each request sends through the target (`Work`), and what the device is told of it (`Round`).
+
+Planning is arithmetic on integers: no torch here, no clock, nothing that another process could not be sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyspec.engine.job import Job
+from pyspec.slots.batch import Seq
+from pyspec.slots.table import Slot, SlotTable
+
+PROMPT_SHARE = 8  # prompts get at least this part of a forward, however many rows the decoding slots take
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One request's part in a round: `seq` are its rows, of which all but the first are its `draft`."""
+
+    job: Job
+    slot: Slot
+    seq: Seq
+    draft: Sequence[int] = ()
+
+    @property
+    def is_prompt(self) -> bool:
+        return self.seq.n_out == 0 or (self.seq.keep and self.seq.width > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """How a round goes on from the one before, of which nobody has read the results.
+
+    ends    per sequence, tokens behind which the device stops, for the host decides there; None: no row depends on it
+    forced  per sequence, drafts of the round before that count as right (synthetic acceptance); None: those that are
+    n_draft drafts made on the device for each sequence before it runs; empty: none
+    reads_logits  somebody will look at more of the round before than its best tokens
+    """
+
+    ends: tuple[frozenset[int], ...] | None = None
+    forced: tuple[int, ...] | None = None
+    n_draft: tuple[int, ...] = ()
+    reads_logits: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What a device runs, in plain integers.
+
+    seqs    the rows of each slot, in order. Behind another round they stand as if nothing of that had been kept, with no tokens
+    pages   [seq] of int64 [page]: the pages of each slot
+    behind  None: positions and tokens are those of `seqs`
+    """
+
+    seqs: tuple[Seq, ...]
+    pages: tuple[NDArray[np.int64], ...] = field(compare=False)
+    behind: Behind | None = None
+
+    @property
+    def n_row(self) -> int:
+        return sum(seq.width for seq in self.seqs)
+
+
+@dataclass(frozen=True, slots=True)
+class RowLimits:
+    """Rows of a forward: `decoding` where somebody decodes, `prompts` where nobody does."""
+
+    decoding: int
+    prompts: int
+
+
+def plan_round(table: SlotTable, seqs: Iterable[Seq], behind: Behind | None = None) -> Round:
+    """Hold pages for every row. Raises OutOfBounds, which names the slot, before anything is told to a device."""
+    seqs = tuple(seqs)
+    pages = tuple(table.reach(table.slots[q.slot], q.n_past, q.n_past + q.width + q.slack) for q in seqs)
+    return Round(seqs, pages, behind)
+
+
+def plan_work(jobs: Iterable[Job], drafts: Mapping[int, Sequence[int]], limits: RowLimits) -> list[Work]:
+    """[anchor, drafts...] of decoding slots, then prompt chunks in what room is left. drafts: by slot."""
+    jobs = list(jobs)
+    work = [_verify(job, drafts) for job in jobs if job.is_decoding]
+    prompts = [job for job in jobs if not job.is_decoding]
+    n_row = limits.decoding if work else limits.prompts
+    free = max(n_row - sum(w.seq.width for w in work), -(-n_row // PROMPT_SHARE))
+    chunks = zip(prompts, share_rows(free, [job.todo for job in prompts]), strict=True)
+    return work + [_chunk(job, n) for job, n in chunks if n]
+
+
+def _verify(job: Job, drafts: Mapping[int, Sequence[int]]) -> Work:
+    slot = job.slot
+    assert slot is not None and job.anchor is not None
+    draft = job.sampler.usable(drafts.get(slot.index, ()))  # a wild id is never embedded
+    tokens = [job.anchor, *draft]
+    seq = Seq(slot.index, slot.n_past, tokens, keep=not draft, n_out=len(tokens), n_fold=slot.n_fold)
+    return Work(job, slot, seq, draft)
+
+
+def _chunk(job: Job, n: int) -> Work:
+    slot = job.slot
+    assert slot is not None
+    end = slot.n_past + n
+    seq = Seq(slot.index, slot.n_past, job.prefill[slot.n_past : end], True, int(end == job.n_prefill), slot.n_fold)
+    return Work(job, slot, seq)
+
+
+def share_rows(n_free: int, todo: Iterable[tuple[int, int]]) -> list[int]:
+    """Rows for each prompt in this forward, oldest first. todo: (tokens left, tokens to the next cut; 0 if none)."""
+    given = []
+    for left, cut in todo:
+        n = min(left, cut or left, max(n_free, 0))
+        given.append(n)
+        n_free -= n
+    return given
