@@ -20,14 +20,14 @@ from pyspec.cuda.ops.ahead.op import ahead
 from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NOBODY, AheadSpec
 from pyspec.cuda.ops.recurrent.fold import flush
 from pyspec.draft.drafter import Drafter, LookaheadDrafter, Needs, PagedDrafter
-from pyspec.engine.round import Round
 from pyspec.errors import DeviceError
 from pyspec.models.target import Out, Target
 from pyspec.sample.choose import top
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, lay_out
-from pyspec.slots.kv import KVPool
 from pyspec.slots.memory import Memory
+from pyspec.slots.parts import PartMemory
+from pyspec.slots.round import Round
 from pyspec.slots.table import Slot, SlotTable
 
 NO_NEEDS = Needs(0)
@@ -178,10 +178,10 @@ class Worker:
             flush(layer, slot.index, slot.n_fold)
         slot.n_fold = 0
 
-    def pools(self) -> list[KVPool]:
+    def pools(self) -> list[PartMemory]:
         """Everything that has pages: the target's layers and the drafter's."""
         drafts = self.drafter.pools() if isinstance(self.drafter, PagedDrafter) else ()
-        return [*self.memory.kv.values(), *drafts]
+        return [*self.memory.paged, *drafts]
 
 
 class Pinned:

@@ -124,7 +124,7 @@ class Committer:
     def _after_chunk(self, w: Work) -> None:
         """A prompt chunk is in: leave it to others where a checkpoint is due, or where none is needed at the prompt's end."""
         at = w.slot.n_past
-        if at in w.job.cuts or (at == w.job.n_prefill and not self.worker.memory.states):
+        if at in w.job.cuts or (at == w.job.n_prefill and not self.worker.memory.needs_state):
             self._file(w.job, w.slot)
 
     def _file(self, job: Job, slot: Slot, *, whole: bool = False) -> None:

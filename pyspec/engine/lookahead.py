@@ -18,12 +18,13 @@ from pyspec.cuda.ops.ahead.ref import MAX_ENDS, n_kept
 from pyspec.device.worker import Launched
 from pyspec.draft.drafter import Drafter, LookaheadDrafter
 from pyspec.engine.job import Job
-from pyspec.engine.round import Behind, Work
+from pyspec.engine.round import Work
 from pyspec.errors import SlotError
 from pyspec.sample.choose import Chosen
 from pyspec.sample.sampler import SlotSampler
 from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.batch import Seq
+from pyspec.slots.round import Behind
 
 
 @dataclass(slots=True)

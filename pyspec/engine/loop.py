@@ -19,7 +19,7 @@ from pyspec.engine.commit import Committer, blamed
 from pyspec.engine.controller import Controller
 from pyspec.engine.job import End, Job
 from pyspec.engine.lookahead import InFlight, Lookahead
-from pyspec.engine.round import RowLimits, Work, plan_round, plan_work
+from pyspec.engine.round import RowLimits, Work, plan_work
 from pyspec.engine.speculator import Speculator
 from pyspec.engine.stats import Stats
 from pyspec.errors import PyspecError, SlotError
@@ -31,6 +31,7 @@ from pyspec.slots.arena import BUCKETS, Arena
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.memory import Memory
 from pyspec.slots.prefix import NO_HIT
+from pyspec.slots.round import plan_round
 from pyspec.slots.states import StateStore
 from pyspec.slots.table import Slot, SlotTable
 
@@ -282,7 +283,7 @@ class Loop:
         hit = cache.find(job.prefill) if request.cache_prompt else NO_HIT
         saved = cache.seat(slot, job.n_rows, job.prefill, hit, self.worker.pools())
         self.speculator.begin(slot, saved)
-        files = cache.on and request.cache_prompt and bool(self.worker.memory.states)
+        files = cache.on and request.cache_prompt and self.worker.memory.needs_state
         cuts = cuts_of(job.n_prefill, size, hit.n, {hit.n_match, request.turn}, cache.every) if files else ()
         job.begin(slot, cuts)
         job.synthetic = self.lookahead.synth is not None and self.worker.drafter is not None

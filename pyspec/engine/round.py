@@ -1,19 +1,16 @@
-"""A round as data: what each request sends through the target (`Work`), and what the device is told of it (`Round`).
+"""What each request sends through the target in a round, and how the rows of a forward are shared out.
 
-Planning is arithmetic on integers: no torch here, no clock, nothing that another process could not be sent.
+What the device is told of it is `slots.round.Round`, plain integers. Planning is arithmetic: no torch here and no clock.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import dataclass
 
 from pyspec.engine.job import Job
 from pyspec.slots.batch import Seq
-from pyspec.slots.table import Slot, SlotTable
+from pyspec.slots.table import Slot
 
 PROMPT_SHARE = 8  # prompts get at least this part of a forward, however many rows the decoding slots take
 
@@ -33,52 +30,11 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
-    """How a round goes on from the one before, of which nobody has read the results.
-
-    ends    per sequence, tokens behind which the device stops, for the host decides there; None: no row depends on it
-    forced  per sequence, drafts of the round before that count as right (synthetic acceptance); None: those that are
-    n_draft drafts made on the device for each sequence before it runs; empty: none
-    reads_logits  somebody will look at more of the round before than its best tokens
-    """
-
-    ends: tuple[frozenset[int], ...] | None = None
-    forced: tuple[int, ...] | None = None
-    n_draft: tuple[int, ...] = ()
-    reads_logits: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """What a device runs, in plain integers.
-
-    seqs    the rows of each slot, in order. Behind another round they stand as if nothing of that had been kept, with no tokens
-    pages   [seq] of int64 [page]: the pages of each slot
-    behind  None: positions and tokens are those of `seqs`
-    """
-
-    seqs: tuple[Seq, ...]
-    pages: tuple[NDArray[np.int64], ...] = field(compare=False)
-    behind: Behind | None = None
-
-    @property
-    def n_row(self) -> int:
-        return sum(seq.width for seq in self.seqs)
-
-
-@dataclass(frozen=True, slots=True)
 class RowLimits:
     """Rows of a forward: `decoding` where somebody decodes, `prompts` where nobody does."""
 
     decoding: int
     prompts: int
-
-
-def plan_round(table: SlotTable, seqs: Iterable[Seq], behind: Behind | None = None) -> Round:
-    """Hold pages for every row. Raises OutOfBounds, which names the slot, before anything is told to a device."""
-    seqs = tuple(seqs)
-    pages = tuple(table.reach(table.slots[q.slot], q.n_past, q.n_past + q.width + q.slack) for q in seqs)
-    return Round(seqs, pages, behind)
 
 
 def plan_work(jobs: Iterable[Job], drafts: Mapping[int, Sequence[int]], limits: RowLimits) -> list[Work]:
