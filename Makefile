@@ -1,14 +1,17 @@
 # Two commands do everything on a machine with Python 3.11+ and make:  make demo  and  make test
+# `make test` samples what has many cases (tests/sampling.py), `make test-all` runs all of them.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint check check-gpu sanitize soak fix clean
+.PHONY: demo test test-all lint check check-slow check-gpu sanitize soak fix clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pyspec demo
 
 test: $(VENV)/.installed-test lint check
+
+test-all: $(VENV)/.installed-test lint check check-slow
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -17,7 +20,10 @@ lint: $(VENV)/.installed-test
 	$(BIN)/mypy
 
 check: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+check-slow: $(VENV)/.installed-test
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 # On a machine with a GPU, whose Python (with a CUDA torch) has pyspec[cuda,test] installed: make check-gpu PYTHON=python3
 check-gpu:

@@ -1,4 +1,4 @@
-"""Tests import each other's helper modules by name; nothing else is shared but the seed."""
+"""Tests import each other's helper modules by name; nothing else is shared but the seed, and which cases are slow."""
 
 import sys
 from pathlib import Path
@@ -8,6 +8,15 @@ import torch
 
 for folder in ("models", "engine", "draft"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from sampling import mark_slow  # noqa: E402
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Before -m looks at the marks."""
+    mark_slow(items)
 
 
 @pytest.fixture(autouse=True)

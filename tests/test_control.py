@@ -94,7 +94,7 @@ def best_constant(acceptance: list[float], **machine: object) -> tuple[float, in
     ],
     ids=["flat", "flat-chained", "steep", "stairs-chained"],
 )
-def test_it_comes_near_the_best_constant(machine: dict[str, object], acceptance: float, busy: int) -> None:
+def test_the_controller_comes_near_the_best_constant(machine: dict[str, object], acceptance: float, busy: int) -> None:
     best, n = best_constant([acceptance] * busy, **machine)
     m = Machine(**machine)  # type: ignore[arg-type]
     m.run(300, [acceptance] * busy)
@@ -149,7 +149,7 @@ def test_dear_rows_never_cost_two_percent_of_plain_decoding(chained: bool, busy:
         assert acceptance < 0.95 or got > 1.1 * plain
 
 
-def test_it_comes_back_when_acceptance_does() -> None:
+def test_drafting_comes_back_when_acceptance_does() -> None:
     m = Machine(flat, 2.0, n_slot=1)
     m.run(600, [0.02])
     assert sum(n for picks in m.picks[-100:] for n in picks) <= 2 * PROBE_DRAFT

@@ -71,7 +71,7 @@ def test_what_a_client_was_refused_fails_the_turn():
     assert isinstance(watch.error, PyspecError) and "stream 0: status 503: busy" in str(watch.error)
 
 
-def test_both_ways_ask_for_the_same():
+def test_plain_and_speculative_turns_ask_for_the_same():
     plain, spec = (body_of((1, 2), Turn(mode=m, turn=3, n_predict=8, ignore_eos=True)) for m in ("plain", "spec"))
     assert plain == spec | {"speculative": False}
     assert (spec["prompt"], spec["seed"], spec["cache_prompt"], spec["stream"]) == ([1, 2], 4, False, True)

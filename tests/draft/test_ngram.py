@@ -17,7 +17,7 @@ def propose(tokens: list[int], n: int = 8, n_match: int = 3) -> list[int]:
     return drafter.draft([DraftRequest(slot, tokens[-1], n)])[0]
 
 
-def test_it_proposes_what_followed_before() -> None:
+def test_ngrams_propose_what_followed_before() -> None:
     assert propose([1, 2, 3, 4, 5, 6, 1, 2, 3]) == [4, 5, 6, 1, 2, 3]
     assert propose([1, 2, 3, 4, 5, 6, 1, 2, 3], n=2) == [4, 5]
     assert propose([7, 7, 7, 7]) == [7]

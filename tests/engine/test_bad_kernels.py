@@ -19,6 +19,7 @@ from planted_gdn import planted
 QWEN35 = FIXTURES / "qwen35.gguf"
 
 
+@pytest.mark.slow
 def test_bad_kernels_are_refused_and_the_text_is_right(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

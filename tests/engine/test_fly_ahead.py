@@ -128,6 +128,7 @@ def test_drafts_ahead_that_are_often_right(path: Path, np: int, flown: list[InFl
     assert sum(h.timings.draft_n_accepted for h in heard) > 60
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_what_an_end_token_ends_is_gone_on_from(path: Path, drafts: bool, flown: list[InFlight]) -> None:

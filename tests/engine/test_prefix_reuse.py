@@ -53,7 +53,7 @@ def test_a_second_turn_goes_on_from_the_first(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [20, 64, 69, 100])
-def test_the_same_prompt_again(kind: str, n: int) -> None:
+def test_a_prompt_that_comes_again_is_taken_from_the_cache_and_has_the_same_text(kind: str, n: int) -> None:
     """Recurrent state goes back to the checkpoint near the prompt's end; short prompts have none."""
     r = make(kind, page_size=16)
     prompt = random_ids(3, n)
@@ -71,7 +71,7 @@ def test_the_same_prompt_again(kind: str, n: int) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ubatch", [7, 512])
-def test_there_and_back_again(kind: str, ubatch: int) -> None:
+def test_prompts_with_a_common_part_keep_their_text_whichever_came_before(kind: str, ubatch: int) -> None:
     """P1: A, B, A and prompts that share a part of either, in chunks that divide nothing."""
     r, cold = make(kind, ubatch=ubatch, page_size=16), plain_rig(path_of(kind))
     a, b = random_ids(4, 90), random_ids(5, 110)

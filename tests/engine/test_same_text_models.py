@@ -49,6 +49,7 @@ CASES = [
 ]  # fmt: skip
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("kind", "np"), CASES)
 def test_same_text_with_staggered_joins(kind: str, np: int) -> None:
     path, r = MAKERS[kind](np=np, ubatch=40)

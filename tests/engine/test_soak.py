@@ -25,6 +25,7 @@ def test_random_traffic_with_cancels_leaks_nothing_and_keeps_every_text(seconds:
     assert "finished over HTTP" in line and "cancelled" in line and "disconnected" in line
 
 
+@pytest.mark.slow
 def test_the_soak_sees_a_wrong_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tool that cannot fail proves nothing: one known text is falsified."""
     known = soak.known_texts(1)

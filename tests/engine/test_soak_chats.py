@@ -35,6 +35,7 @@ def test_conversations_keep_every_text_with_rounds_launched_ahead() -> None:
     assert "rounds launched ahead" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("seconds", "later"), [(30.0, False), (6.0, True)])
 def test_the_soak_sees_a_state_that_was_not_folded(
     seconds: float, later: bool, monkeypatch: pytest.MonkeyPatch

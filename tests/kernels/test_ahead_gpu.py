@@ -13,7 +13,7 @@ CUDA = torch.device("cuda", 0)
 SPEC = AheadSpec(CUDA)
 
 
-def test_it_is_the_references() -> None:
+def test_accept_and_move_are_the_references() -> None:
     assert ahead_cuda.limits(SPEC) is None
     assert ahead_cuda.check(ahead_cuda.bind(SPEC), ahead.reference.bind(SPEC), SPEC) is None
 

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 SPEC = AheadSpec(CPU)
 
 
-def test_the_rule() -> None:
+def test_accept_keeps_drafts_as_long_as_they_are_the_tokens_chosen() -> None:
     assert n_kept([], [7], ()) == 1
     assert n_kept([7, 8], [7, 8, 9], ()) == 3
     assert n_kept([7, 8], [7, 5, 9], ()) == 2

@@ -21,9 +21,12 @@ def test_kernels_compile_without_spills_in_the_registers_their_blocks_leave(arch
     assert_fits(attend_cuda.shape_for(dim, n_tile, kv, arch))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kv", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("arch", jit.ARCHS)
-def test_so_do_kernels_that_read_bytes(arch: str, kv: torch.dtype) -> None:
+def test_kernels_that_read_bytes_compile_without_spills_in_the_registers_their_blocks_leave(
+    arch: str, kv: torch.dtype
+) -> None:
     """With a sink, and in the builds that have least registers to spare."""
     for dim, n_tile in ((64, 3), (128, 3), (256, 1)):
         assert_fits(attend_cuda.shape_for(dim, n_tile, kv, arch, has_sinks=True))

@@ -7,6 +7,6 @@ from pyspec.cuda.ops.best import cuda as best_cuda
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_it_compiles_for_every_architecture(arch: str) -> None:
+def test_best_compiles_for_every_architecture(arch: str) -> None:
     found = compile_cubin("best", arch, best_cuda.defines(), use_cache=False).resources["best"]
     assert found.spill_bytes == 0 and found.registers * best_cuda.THREADS * 2 * best_cuda.PER_SM <= 65536

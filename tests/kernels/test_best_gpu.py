@@ -12,7 +12,7 @@ CUDA = torch.device("cuda", 0)
 SPEC = BestSpec(CUDA)
 
 
-def test_it_is_the_references() -> None:
+def test_best_tokens_are_the_references() -> None:
     assert best_cuda.limits(SPEC) is None
     assert best_cuda.check(best_cuda.bind(SPEC), best.reference.bind(SPEC), SPEC) is None
 

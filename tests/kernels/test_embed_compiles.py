@@ -15,7 +15,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_they_compile_for_every_architecture(arch: str) -> None:
+def test_embeddings_compile_for_every_architecture(arch: str) -> None:
     for type in embed_cuda.TYPES:
         found = compile_cubin("embed", arch, embed_cuda.defines(type), use_cache=False).resources["embed"]
         assert found.spill_bytes == 0 and found.registers <= 64, (type, found)

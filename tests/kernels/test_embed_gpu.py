@@ -17,7 +17,7 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.mark.parametrize("type", embed_cuda.TYPES)
 @pytest.mark.parametrize("n_in", [256, 2048, 5120])
-def test_it_is_the_references(type: GGMLType, n_in: int) -> None:
+def test_embeddings_are_the_references(type: GGMLType, n_in: int) -> None:
     spec = EmbedSpec(CUDA, type, n_in)
     assert embed_cuda.limits(spec) is None
     assert embed_cuda.check(embed_cuda.bind(spec), TorchEmbed(spec), spec) is None

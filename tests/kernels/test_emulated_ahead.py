@@ -16,7 +16,7 @@ SPEC = AheadSpec(CPU)
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_they_do_what_the_reference_does(seed: int) -> None:
+def test_accept_and_move_do_what_the_reference_does(seed: int) -> None:
     with emulated_gpu(seed=seed):
         assert ahead_cuda.check(ahead_cuda.bind(SPEC), TorchAhead(), SPEC) is None
 

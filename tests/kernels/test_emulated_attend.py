@@ -14,7 +14,7 @@ from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import ref as attend_ref
 from pyspec.cuda.ops.attend.cases import TOLERANCE, Case, make, only, spec_of, worst
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.sampled(1)]
 SEEDS = (0, 1)
 F8 = torch.float8_e4m3fn
 CASES = {

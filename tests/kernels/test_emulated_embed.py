@@ -15,7 +15,7 @@ from pyspec.cuda.ops.embed import cuda as embed_cuda
 from pyspec.cuda.ops.embed.ref import EmbedSpec, TorchEmbed
 from pyspec.gguf import GGMLType
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.sampled(1)]
 
 
 @pytest.mark.parametrize("type", embed_cuda.TYPES)

@@ -22,7 +22,7 @@ from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.sampled(1)]
 SEEDS = (0, 1)
 WIDTH, N_SLOT, EPS = 6, 4, 1e-6
 

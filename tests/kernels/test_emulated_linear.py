@@ -17,7 +17,7 @@ from pyspec.cuda.ops.linear.pack import Packed, repack, unpack
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.gguf import GGMLType
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.sampled(1)]
 SEEDS = (0, 1)
 TYPES = (
     GGMLType.Q8_0,

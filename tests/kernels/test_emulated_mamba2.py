@@ -21,7 +21,7 @@ from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.sampled(1)]
 SHAPE = Mamba2Shape(4, 64, 1, 128, 4)
 SHAPES = [SHAPE, Mamba2Shape(8, 32, 4, 32, 4), Mamba2Shape(4, 128, 4, 96, 4)]
 
@@ -46,7 +46,7 @@ def rows_of(n: int, shape: Mamba2Shape, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(("shape", "columns"), [(s, c) for s in SHAPES for c in mamba2_cuda.columns_of(s)])
-def test_it_passes_the_ops_check(shape: Mamba2Shape, columns: int) -> None:
+def test_mamba2_passes_the_ops_check(shape: Mamba2Shape, columns: int) -> None:
     """Prompts of several stretches, verifies, folds, ragged and in any order."""
     spec = Mamba2Spec(CPU, shape)
     assert mamba2_ref.check(bound(shape, columns), mamba2_ref.bind(spec), spec) is None

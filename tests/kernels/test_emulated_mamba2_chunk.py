@@ -20,7 +20,7 @@ from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.sampled(1)]
 WIDTH, N_SLOT = 6, 4
 SHAPE = Mamba2Shape(4, 64, 1, 128, 4)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from emulated.gpu import CPU, emulated_gpu
 from emulated.machine import EmulationError, needs_compiler
+from sampling import few
 from torch import Tensor
 
 from pyspec.cuda import jit
@@ -25,7 +26,7 @@ from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.gguf import GGMLType
 from pyspec.models import weights as models_weights
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.sampled(1)]
 Q8_0, Q4_0 = GGMLType.Q8_0, GGMLType.Q4_0
 
 
@@ -97,8 +98,8 @@ def test_experts_are_the_references(act: str, up: GGMLType, down: GGMLType, piec
         assert moe_cuda.check(moe_cuda.bind(spec), moe_ref.bind(spec), spec, n_rows=(1, 9, 40)) is None
 
 
-@pytest.mark.parametrize("type", CHUNKS)
-def test_every_type(type: GGMLType) -> None:
+@pytest.mark.parametrize("type", few(CHUNKS, Q8_0, Q4_0, GGMLType.Q4_K, GGMLType.NVFP4))
+def test_experts_of_every_type_are_the_references(type: GGMLType) -> None:
     """With an expert's second scale where there may be one."""
     n = max(64, type.block_size)
     spec = MoeSpec(CPU, 2, n, n, "swiglu", type, type, scaled=type is GGMLType.NVFP4, pieces=1)

@@ -12,7 +12,7 @@ from pyspec.cuda.ops.moe.ref import Routes, RouteSpec
 from pyspec.cuda.ops.moe_route import cuda as moe_route_cuda
 from pyspec.cuda.ops.rows import cuda as rows_cuda
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.sampled(1)]
 ROUTES = {
     "qwen": RouteSpec(CPU, 96, 40, 8, gated=True),
     "nemotron": RouteSpec(CPU, 64, 70, 22, "sigmoid", scale=5.0, biased=True),

@@ -11,7 +11,7 @@ from pyspec.cuda import faults
 from pyspec.cuda.ops.norms import cuda as norms_cuda
 from pyspec.cuda.ops.norms.ref import NormsSpec, TorchNorms
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.sampled(1)]
 
 
 @pytest.mark.parametrize("seed", (0, 1))

@@ -27,7 +27,7 @@ from pyspec.cuda.ops.rows.ref import (
 )
 from pyspec.slots.kv import KV_DTYPES, KVPool
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.sampled(1)]
 SEEDS = (0, 1)
 DIMS = {Kind.HEADS: 64, Kind.GATE: 96, Kind.GROUPS: 384}
 

@@ -50,7 +50,7 @@ def test_the_fit_is_better_than_one_division_per_block(type: GGMLType, size: flo
 
 
 @pytest.mark.parametrize("type", sorted(TYPES))
-def test_it_is_what_the_kernels_take(type: GGMLType) -> None:
+def test_a_fitted_matrix_is_what_the_kernels_take(type: GGMLType) -> None:
     x = torch.randn(300, 160, generator=torch.Generator().manual_seed(2))
     raw = fit_q4(x, type)
     assert raw.dtype == torch.uint8 and raw.shape == (300, 160 // 32 * 18)

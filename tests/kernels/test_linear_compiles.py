@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sampling import few
 
 from pyspec.cuda.jit import ARCHS, compile_cubin
 from pyspec.cuda.ops.linear import pair as linear_pair
@@ -30,6 +31,7 @@ def test_q8_0_compiles_without_spills_up_to_32_rows(arch: str) -> None:
         assert stages * stage_bytes(GGMLType.Q8_0, shape) + found.shared_bytes <= room
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("type", CHUNKS)
 @pytest.mark.parametrize("epilogue", Epilogue)
 def test_every_type_and_epilogue_compiles_for_hopper(type: GGMLType, epilogue: Epilogue) -> None:
@@ -40,7 +42,7 @@ def test_every_type_and_epilogue_compiles_for_hopper(type: GGMLType, epilogue: E
     assert code.resources["linear"].spill_bytes == 0
 
 
-@pytest.mark.parametrize("type", CHUNKS)
+@pytest.mark.parametrize("type", few(CHUNKS, GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.NVFP4))
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_pairs_compile_without_spills_and_leave_room_for_their_barriers(arch: str, type: GGMLType) -> None:
     pads = linear_pair.GROUPS if type is GGMLType.Q8_0 else (8, 48)
@@ -52,6 +54,7 @@ def test_pairs_compile_without_spills_and_leave_room_for_their_barriers(arch: st
             assert found.shared_bytes <= 2048
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("type", CHUNKS)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_type_compiles_without_spills_at_32_rows(type: GGMLType, arch: str) -> None:

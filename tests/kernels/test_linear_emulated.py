@@ -24,7 +24,7 @@ from pyspec.cuda.ops.linear.wgmma import WgmmaLaunch
 from pyspec.gguf import GGMLType, GGUFFile
 from pyspec.models.weights import Weights
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.sampled(1)]
 EXACT_IN_F16 = (GGMLType.MXFP4, GGMLType.NVFP4, GGMLType.F16, GGMLType.BF16)
 SCALED = tuple(t for t in CHUNKS if FORMATS[t].scaled)
 

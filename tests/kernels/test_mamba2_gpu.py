@@ -43,14 +43,14 @@ def rows_of(n: int, shape: Mamba2Shape, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("columns", mamba2_cuda.COLUMNS)
 @pytest.mark.parametrize("shape", [SUPER, NANO, PUZZLE, SMALL, Mamba2Shape(8, 128, 4, 64, 4)])
-def test_it_passes_the_ops_check(shape: Mamba2Shape, columns: int) -> None:
+def test_mamba2_passes_the_ops_check(shape: Mamba2Shape, columns: int) -> None:
     spec = Mamba2Spec(GPU, shape)
     assert mamba2_ref.check(mamba2_cuda.bind(spec, columns=columns), mamba2_ref.bind(spec), spec) is None
     assert not faults.record(GPU).any()
 
 
 @pytest.mark.parametrize("shape", [SUPER, NANO])
-def test_it_is_what_models_run_with(shape: Mamba2Shape) -> None:
+def test_mamba2_kernels_are_what_models_run_with(shape: Mamba2Shape) -> None:
     assert mamba2.chosen(Mamba2Spec(GPU, shape)).name == "cuda"
 
 

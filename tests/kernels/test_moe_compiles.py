@@ -6,6 +6,7 @@ from itertools import product
 
 import pytest
 import torch
+from sampling import few
 
 from pyspec.cuda.jit import ARCHS, compile_cubin
 from pyspec.cuda.ops.linear.cuda import n_shared
@@ -46,6 +47,7 @@ def compiles(
         assert found.spill_bytes == 0 and found.registers * 32 * GROUPS * (n - fewer) <= 65536, (next, n)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("pairs", "listed"), BUILDS)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_products_compile_for_every_architecture(arch: str, pairs: int, listed: bool) -> None:
@@ -53,7 +55,7 @@ def test_products_compile_for_every_architecture(arch: str, pairs: int, listed: 
     compiles(GGMLType.Q6_K, arch, pairs, NONE, False, listed)
 
 
-@pytest.mark.parametrize("type", CHUNKS)
+@pytest.mark.parametrize("type", few(CHUNKS, GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.NVFP4))
 def test_products_compile_for_every_type(type: GGMLType) -> None:
     compiles(type, "sm_90a", MANY_PAIRS, RELU2, True)
     for arch in ("sm_89", "sm_90a"):

@@ -11,7 +11,7 @@ pytest.importorskip("cuda.core")
 
 
 @pytest.mark.parametrize("arch", ARCHS)
-def test_it_compiles_for_every_architecture(arch: str) -> None:
+def test_norms_compile_for_every_architecture(arch: str) -> None:
     for n in (4, 2048, 5120, norms_cuda.MAX_COLUMNS):
         for layer in (False, True):
             found = compile_cubin("norms", arch, norms_cuda.defines(n, layer), use_cache=False).resources["norms"]

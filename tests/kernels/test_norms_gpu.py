@@ -12,7 +12,7 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.mark.parametrize("layer", [False, True])
 @pytest.mark.parametrize("n", [64, 2048, 2688, 4096, 5120, 16384])
-def test_it_is_the_references(n: int, layer: bool) -> None:
+def test_norms_are_the_references(n: int, layer: bool) -> None:
     spec = NormsSpec(CUDA, n, 1e-6, layer)
     assert norms_cuda.limits(spec) is None
     assert norms_cuda.check(norms_cuda.bind(spec), TorchNorms(spec), spec) is None

@@ -94,7 +94,9 @@ def test_finish_scales_and_adds() -> None:
         (6, 1, 96, 32, False, True, True),
     ],
 )
-def test_rope_kv(n_q: int, n_kv: int, dim: int, n_rot: int, neox: bool, gated: bool, norm: bool) -> None:
+def test_rope_kv_is_the_references(
+    n_q: int, n_kv: int, dim: int, n_rot: int, neox: bool, gated: bool, norm: bool
+) -> None:
     spec = RopeKvSpec(CUDA, n_q, n_kv, dim, n_rot, neox, gated, norm, 1e-6)
     assert rope_kv_cuda.limits(spec) is None
     assert check_rope_kv(rope_kv_cuda.bind(spec), rope_kv_reference(spec), spec) is None

@@ -1,0 +1,62 @@
+"""Which cases of a test run in `make test`, and which in `make test-all` alone.
+
+Many tests have more cases than are worth a run each time. What is left out is marked slow, never dropped:
+
+* `@pytest.mark.sampled` keeps few cases in which all pairs of values occur that occur in any: nearly all mistakes need no more
+  than two things to meet. `@pytest.mark.sampled(1)` keeps every value once.
+* A parameter `arch` is sampled by NEIGHBOURS: what compiles for the oldest, for ours and for the newest compiles between them.
+* `few(values, *kept)` keeps what is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+NEIGHBOURS = {"sm_86": "sm_80", "sm_89": "sm_90a", "sm_100a": "sm_90a"}  # what is left out, and what stands for it
+Case = Mapping[str, Hashable]
+
+
+def few(values: Iterable[Any], *kept: Any) -> list[Any]:
+    """Values of one parameter; all but those kept are slow."""
+    return [v if v in kept else pytest.param(v, marks=pytest.mark.slow) for v in values]
+
+
+def meetings(case: Case, strength: int) -> set[Hashable]:
+    """Every `strength` values that meet in a case; all of them if there are fewer."""
+    return {frozenset(x) for x in combinations(case.items(), min(strength, len(case)))}
+
+
+def cover(cases: Sequence[Case], strength: int) -> set[int]:
+    """Indices of few cases in which all meetings occur; the same for the same cases, whoever asks."""
+    left = [meetings(case, strength) for case in cases]
+    chosen: set[int] = set()
+    while any(left):
+        best = max(range(len(cases)), key=lambda i: len(left[i]))  # the first of the best
+        chosen.add(best)
+        new = left[best]
+        left = [rest - new for rest in left]
+    return chosen
+
+
+def mark_slow(items: Iterable[pytest.Item]) -> None:
+    """Mark what `make test` leaves out."""
+    tests: dict[str, list[tuple[pytest.Function, int]]] = {}
+    for item in items:
+        if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
+            continue
+        if item.callspec.params.get("arch") in NEIGHBOURS and item.path.stem.endswith("_compiles"):
+            item.add_marker(pytest.mark.slow)
+        mark = item.get_closest_marker("sampled")
+        if mark is not None and item.get_closest_marker("slow") is None:
+            strength = mark.args[0] if mark.args else 2
+            tests.setdefault(item.nodeid.partition("[")[0], []).append((item, strength))
+    for same in tests.values():
+        cases = [{name: repr(value) for name, value in item.callspec.params.items()} for item, _ in same]
+        chosen = cover(cases, same[0][1])
+        for i, (item, _) in enumerate(same):
+            if i not in chosen:
+                item.add_marker(pytest.mark.slow)
