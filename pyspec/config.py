@@ -46,6 +46,7 @@ class EngineSettings:
     seed: int = -1
     check_tap_shift: bool = True
     warm_up: bool = True
+    plain_loop: bool = False  # one round after the other, without graphs: slow, and the same text
 
     def __post_init__(self) -> None:
         def need(ok: bool, text: str) -> None:

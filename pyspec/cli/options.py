@@ -190,6 +190,9 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     click.option("--weights", type=click.Choice(WEIGHTS), default="auto", help="Keep weights packed or unpack them."),
     click.option("--warmup/--no-warmup", "warm_up", default=True, help="Run a few rounds before the first request."),
     click.option(
+        "--plain-loop", is_flag=True, help="One round after the other, no CUDA graphs: try it when a text looks wrong."
+    ),
+    click.option(
         "--spec-type", default="auto", callback=_spec_type, metavar="TYPE", help=f"One of {', '.join(SPEC_TYPES)}."
     ),
     click.option("--spec-draft-n-max", "n_draft_max", default=0, help="Most drafted tokens a round. 0: the drafter's."),
@@ -244,6 +247,7 @@ SETTINGS = (
     "ngram_match",
     "synth_len",
     "warm_up",
+    "plain_loop",
 )
 
 

@@ -351,7 +351,7 @@ def _load(path: Path, settings: EngineSettings, device: torch.device) -> Loaded:
         head = plan_head(file, d, settings.draft_head, dense, device) if plan.draft_head else None
         drafter = _drafter(d, target, table, settings, dense, plan.wide > 0, head)
     make_arena = partial(_arena, target, table, n_ctx + extra)
-    arena = make_arena()
+    arena = None if settings.plain_loop else make_arena()
     controller = Controller(
         settings.np,
         d.n_draft,
@@ -376,6 +376,7 @@ def _load(path: Path, settings: EngineSettings, device: torch.device) -> Loaded:
         queue_limit=settings.queue_limit,
         synth=synth,
         arena=arena,
+        plain=settings.plain_loop,
         cache=PrefixCache(table, memory, states, on=settings.prefix_cache, every=settings.checkpoint_every),
     )
     if arena is not None and isinstance(drafter, GraphedDrafter):

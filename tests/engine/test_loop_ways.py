@@ -1,0 +1,191 @@
+"""The two ways round the loop: what switches rounds in flight off and on, and rounds of many slots."""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+from draft_fakes import Ahead, Oracle, text_after
+from engine_rig import FIXTURES, GREEDY, Rig, fake_rig, rig, rig_for
+from known_texts import N_TEXT, continuation, known_texts, tiny
+
+from pyspec.engine.lookahead import InFlight
+from pyspec.engine.loop import Loop
+from pyspec.engine.speculator import AcceptanceWatch
+from pyspec.slots.arena import BUCKETS
+from pyspec.slots.round import Round
+
+QWEN35 = FIXTURES / "qwen35.gguf"
+
+
+@pytest.fixture
+def rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """Of each round that is read, whether the next one was under way; every loop may do that."""
+    seen: list[bool] = []
+    init, read = Loop.__init__, Loop.read
+
+    def begin(self: Loop, *args: object, **settings: object) -> None:
+        init(self, *args, **settings)  # type: ignore[arg-type]
+        self.lookahead.on = True
+
+    def watch(self: Loop, flight: InFlight, ahead: InFlight | None) -> None:
+        seen.append(ahead is not None)
+        read(self, flight, ahead)
+
+    monkeypatch.setattr(Loop, "__init__", begin)
+    monkeypatch.setattr(Loop, "read", watch)
+    yield seen
+
+
+def test_a_request_that_waits_for_pages_holds_nobody_up(rounds: list[bool]) -> None:
+    """A slot is idle, but not the pages for who waits: rounds go on in flight, until there are."""
+    r = rig(QWEN35, spec_type="none", np=2, page_size=16, kv_pool=160)
+    first = r.submit([1, 2, 3], 100)
+    for _ in range(4):
+        r.loop.step()
+    waiter = r.submit([4, 5, 6], 100)
+    rounds.clear()
+    for _ in range(20):
+        r.loop.step()
+    assert len(first.tokens) > 20 and not waiter.events
+    assert sum(rounds) >= 19, "rounds wait for a request that can not be seated"
+    r.run()
+    assert len(waiter.tokens) == 100
+
+
+def test_a_request_pinned_to_a_busy_slot_holds_nobody_up(rounds: list[bool]) -> None:
+    r = rig(QWEN35, spec_type="none", np=2)
+    first = r.submit([1, 2, 3], 60, slot=0)
+    for _ in range(4):
+        r.loop.step()
+    waiter = r.submit([4, 5, 6], 10, slot=0)
+    rounds.clear()
+    for _ in range(20):
+        r.loop.step()
+    assert not first.over and not waiter.events and sum(rounds) >= 19
+    r.run()
+    assert len(waiter.tokens) == 10
+
+
+def test_asking_again_who_can_be_seated_looks_at_no_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of 100,000 tokens that waits for pages is not searched for in every round."""
+    r = rig(QWEN35, spec_type="none", np=2, page_size=16, kv_pool=160)
+    r.submit([1, 2, 3], 100)
+    r.loop.step()
+    r.submit([4] * 60, 80)
+    asked, admit = [], type(r.loop.table).can_admit
+    monkeypatch.setattr(type(r.loop.table), "can_admit", lambda *a: asked.append(1) or admit(*a))
+    for _ in range(30):
+        r.loop.must_read_first()
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("kind", ["mtp", "dflash", "oracle"])
+def test_sixty_four_slots_draft_in_rounds_of_more_rows_than_graphs_hold(kind: str, rounds: list[bool]) -> None:
+    texts = known_texts(tiny("qwen35"))
+    if kind == "oracle":
+        r = rig_for(tiny("qwen35"), Ahead(5, text=partial(continuation, tiny("qwen35"))), np=64, ctx=96)
+    else:
+        more = {"draft_path": tiny("qwen35", drafter=True)} if kind == "dflash" else {"n_draft_max": 3}
+        r = rig(tiny("qwen35"), spec_type=kind, n_draft_fixed=True, np=64, ctx=96, queue=256, **more)
+    r.loop.queue.limit = 256
+    sizes: list[int] = []
+    launch = r.loop.worker.launch
+    r.loop.worker.launch = lambda round_: sizes.append(round_.n_row) or launch(round_)  # type: ignore[method-assign]
+    prompts = [(p, t) for p, t in texts.items() if len(p) + N_TEXT < 96]
+    heard = [(r.submit(prompt, N_TEXT - i % 7), text) for i, (prompt, text) in enumerate((prompts * 80)[:80])]
+    r.run()
+    assert all(h.tokens == text[: len(h.tokens)] and h.finish == "length" for h, text in heard)
+    assert max(sizes) > BUCKETS[-1]
+
+
+@pytest.mark.parametrize("kind", ["none", "mtp", "dflash"])
+def test_the_plain_loop_gives_the_same_text_and_never_looks_ahead(kind: str) -> None:
+    texts = list(known_texts(tiny("qwen35")).items())[:4]
+    more = {"draft_path": tiny("qwen35", drafter=True)} if kind == "dflash" else {}
+    r = rig(tiny("qwen35"), spec_type=kind, np=3, plain_loop=True, **more)
+    assert not r.loop.lookahead.on and not r.loop.may_defer and r.loop.worker.arena is None
+    heard = [r.submit(p, N_TEXT) for p, _ in texts]
+    r.run()
+    assert [h.tokens for h in heard] == [t for _, t in texts]
+
+
+def test_a_round_is_plain_integers(monkeypatch: pytest.MonkeyPatch, rounds: list[bool]) -> None:
+    """It can be sent to another process and means the same there: nothing of it refers to what lives here."""
+    told: list[Round] = []
+    r = rig_for(QWEN35, Ahead(5, text=partial(continuation, QWEN35)), np=3)
+    for name in ("launch", "launch_behind"):
+        inner = getattr(r.loop.worker, name)
+        monkeypatch.setattr(r.loop.worker, name, lambda *a, inner=inner: told.append(a[-1]) or inner(*a))
+    for prompt in list(known_texts(QWEN35))[:4]:
+        r.submit(prompt, N_TEXT)
+    r.run()
+    assert any(t.behind is not None and t.behind.n_draft for t in told) and any(t.behind is None for t in told)
+    for round_ in told:
+        again = pickle.loads(pickle.dumps(round_))
+        assert again == round_ and [list(p) for p in again.pages] == [list(p) for p in round_.pages]
+        assert all(isinstance(token, int) for seq in round_.seqs for token in seq.tokens)
+        assert {type(v) for seq in round_.seqs for v in dataclasses.astuple(seq)} <= {int, bool, list, tuple}
+
+
+def test_a_request_whose_sampler_breaks_ends_alone() -> None:
+    r = fake_rig(3, Oracle(5))
+    heard = [r.submit([i, 2, 3], 30) for i in range(3)]
+    for _ in range(3):
+        r.loop.step()
+    heard[1].job.sampler.noise = None  # type: ignore[assignment]
+    heard[1].job.sampler.params = dataclasses.replace(GREEDY, temperature=1.0)
+    r.run()
+    assert heard[1].error is not None and "TypeError" in str(heard[1].error)
+    for i in (0, 2):
+        assert heard[i].tokens == text_after([i, 2, 3], 30)
+
+
+def test_a_request_whose_text_breaks_ends_alone() -> None:
+    r = fake_rig(2, Oracle(5))
+    heard = [r.submit([i, 2, 3], 30) for i in range(2)]
+    r.loop.step()
+    heard[0].job.stream.push = None  # type: ignore[assignment, method-assign]
+    r.run()
+    assert heard[0].error is not None and heard[1].tokens == text_after([1, 2, 3], 30)
+
+
+def collapsing(good: int, bad: int) -> list[bool]:
+    watch = AcceptanceWatch()
+    return [watch.add(20, 14) for _ in range(good)] + [watch.add(20, 1) for _ in range(bad)]
+
+
+def test_acceptance_that_collapses_is_told_once() -> None:
+    said = collapsing(100, 200)
+    assert sum(said) == 1 and not any(said[:110])
+
+
+def test_acceptance_that_was_never_good_is_no_collapse() -> None:
+    watch = AcceptanceWatch()
+    assert not any(watch.add(20, n % 3) for n in range(500))
+
+
+def test_requests_that_hardly_drafted_say_nothing_of_acceptance() -> None:
+    watch = AcceptanceWatch()
+    assert not any([watch.add(20, 14) for _ in range(60)] + [watch.add(4, 0) for _ in range(300)])
+
+
+def test_a_collapse_drops_what_the_cache_holds_and_drafting_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    """The drafter is right for long, then wrong for long, because of what it keeps; then it starts anew."""
+    drafter = Oracle(5)
+    r: Rig = fake_rig(1, drafter)
+    for i in range(60):
+        r.generate([i % 250, 2, 3], 12)
+    drafter.text = lambda tokens, n: [0] * n
+    i = 0
+    while "drafting starts anew" not in caplog.text:
+        i += 1
+        assert i < 60
+        r.generate([i % 250, 2, 3], 12)
+    assert r.loop.table.n_page_cached <= 2
+    drafter.text = text_after
+    heard = r.generate([7, 2, 3], 30)
+    assert heard.tokens == text_after([7, 2, 3], 30) and heard.timings.draft_n_accepted > 10
