@@ -56,6 +56,7 @@ class EngineCore:
         self.longest_step = 0.0  # seconds
         self._tell, self._on_death = hand_over or self._tell_listeners, on_death
         self._is_remote = hand_over is not None
+        self.loop.raises_bugs = self._is_remote  # whoever hears of this process's end starts another, and nobody's request ends
         self._breakers = DryBreakers(self.tokenizer)
         self._ids = itertools.count(1)
         self._wake = threading.Condition()
@@ -149,9 +150,8 @@ class EngineCore:
     def _run(self) -> None:
         """One round after another, asleep when there is nothing to do."""
         while self._next():
-            self.step_began = time.monotonic()
             try:
-                self.loop.step()
+                self._round()
             except PyspecError as e:
                 self._die(e)
                 return
@@ -163,11 +163,17 @@ class EngineCore:
                 said = str(e).splitlines()
                 self._die(DeviceError(f"the engine failed: {type(e).__name__}: {said[0] if said else ''}"))
                 return
-            self.longest_step = max(self.longest_step, time.monotonic() - self.step_began)
-            self.step_began = 0.0
-            if self._is_urgent or not self.loop.may_defer or not self.loop.jobs:
-                self._hand_out()
         self._die(Unavailable("the engine was closed"))
+
+    def _round(self) -> None:
+        self.step_began = time.monotonic()
+        self.loop.step()
+        self.longest_step = max(self.longest_step, time.monotonic() - self.step_began)
+        self.step_began = 0.0
+        if self._is_urgent or not self.loop.may_defer or not self.loop.jobs:
+            self._hand_out()
+        if self.loop.is_idle:
+            self.loop.check()  # after everybody has heard: it may look at every page
 
     def _next(self) -> bool:
         """Wait for work and take it in. False: the engine was closed."""
