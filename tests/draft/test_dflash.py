@@ -132,6 +132,7 @@ def dense_reference(
     return y @ head
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("n_context", [1, 15, 30, N_CTX])
 @pytest.mark.parametrize("causal_key", [None, False, True])
 def test_a_block_equals_the_dense_formulas(

@@ -57,6 +57,7 @@ def tripping(r: Rig, op: str, slot: int, after: int) -> None:
     r.loop.target.forward = bad  # type: ignore[method-assign]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("op", [op for op in NUMBERS if op != "norms"])  # which does not know whose a row is
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
 @pytest.mark.parametrize("after", [1, 5])

@@ -68,6 +68,7 @@ def flown(monkeypatch: pytest.MonkeyPatch) -> list[InFlight]:
     return flights
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("kind", "np"), [("none", 1), ("none", 3), ("mtp", 2), ("mtp", 8), ("dflash", 3), ("fickle-hybrid", 4)]
 )
@@ -111,6 +112,7 @@ def test_the_controller_hears_of_a_rounds_end_when_the_next_one_flies(
 HYBRIDS = {"gdn": QWEN35, "mamba2": NEMOTRON, "attention": FIXTURES / "llama.gguf"}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("path", HYBRIDS.values(), ids=HYBRIDS)
 @pytest.mark.parametrize("np", [1, 2, 4, 8])
 def test_drafts_ahead_that_are_often_right(path: Path, np: int, flown: list[InFlight]) -> None:
@@ -206,6 +208,7 @@ def test_a_drafter_hears_of_rounds_that_were_ahead(kind: str, flown: list[InFlig
         assert bool(flown) and (turn == 0 or sum(h.timings.draft_n for h in heard) > 0)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("turns", [False, True], ids=["always", "by turns"])
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
 def test_drafts_are_those_of_rounds_that_wait(
@@ -323,6 +326,7 @@ def test_a_banned_best_token_sends_only_its_own_request_back(flown: list[InFligh
     assert any(flight.off for flight in flown) and not all(flight.off for flight in flown)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_token_that_is_best_in_spite_of_its_bias_is_gone_on_from(

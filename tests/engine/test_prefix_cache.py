@@ -97,6 +97,7 @@ def nothing_filed_changes(r: Rig) -> Iterator[None]:
         )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ubatch", [9, 512])
 def test_two_slots_go_on_from_one_place_and_part_and_a_third_finds_it_as_it_was(kind: str, ubatch: int) -> None:
@@ -119,6 +120,7 @@ def test_two_slots_go_on_from_one_place_and_part_and_a_third_finds_it_as_it_was(
     assert shared == 1, "five whole pages are there once"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [5, 16, 17, 66, 90])
 def test_identical_prompts_at_once_and_the_same_again(kind: str, n: int) -> None:
@@ -162,6 +164,7 @@ def conversation(r: Rig, seed: int, **request: object) -> list[tuple[int, list[i
     return out
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", [10, 20])
 def test_hits_are_the_same_with_speculation_and_without_and_texts_with_the_cache_and_without(
@@ -180,6 +183,7 @@ def test_hits_are_the_same_with_speculation_and_without_and_texts_with_the_cache
     assert spec[-1][0] > 150, "the chat is still there after the other one"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ubatch", [7, 50, 512])
 def test_a_b_a_in_chunks_that_divide_nothing(kind: str, ubatch: int) -> None:
@@ -209,6 +213,7 @@ class Random(Fickle):
         return self.rng.choices(range(256), k=ask.n_draft)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("drafter", ["oracle", "random", "mtp"])
 @pytest.mark.parametrize("rounds", [0, 1, 2, 3, 7])
 def test_a_state_is_of_committed_tokens_only(drafter: str, rounds: int) -> None:
@@ -392,6 +397,7 @@ def test_the_end_of_the_context_leaves_a_place_to_go_on_from() -> None:
     assert again.timings.cache_n == 64 and again.tokens == [h.tokens[-1]]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("np", [1, 2, 5])
 @pytest.mark.parametrize("drafter", [Oracle, Liar, Fickle])
 def test_any_traffic_with_the_cache_gives_each_its_own_text(np: int, drafter: type[Oracle]) -> None:

@@ -51,6 +51,7 @@ def test_a_second_turn_goes_on_from_the_first(kind: str) -> None:
     assert r.generate(turn, 20, cache_prompt=False).tokens == h.tokens
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [20, 64, 69, 100])
 def test_a_prompt_that_comes_again_is_taken_from_the_cache_and_has_the_same_text(kind: str, n: int) -> None:
@@ -69,6 +70,7 @@ def test_a_prompt_that_comes_again_is_taken_from_the_cache_and_has_the_same_text
             assert again.timings.cache_n == 0
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ubatch", [7, 512])
 def test_prompts_with_a_common_part_keep_their_text_whichever_came_before(kind: str, ubatch: int) -> None:
@@ -99,6 +101,7 @@ def test_a_state_dies_with_its_page() -> None:
     assert h.tokens == cold.generate(c, 15).tokens
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rounds", [1, 2, 7])
 def test_a_cancelled_request_can_be_gone_on_from(kind: str, rounds: int) -> None:

@@ -123,7 +123,10 @@ def test_bits_depend_neither_on_neighbours_nor_on_the_order() -> None:
         assert torch.equal(other, found[0][: len(other)])
 
 
-@pytest.mark.parametrize(("type", "n_in", "n_ff", "pieces"), [(Q8_0, 64, 32, 2), (GGMLType.Q4_K, 256, 256, 1)])
+@pytest.mark.parametrize(
+    ("type", "n_in", "n_ff", "pieces"),
+    [(Q8_0, 64, 32, 2), pytest.param(GGMLType.Q4_K, 256, 256, 1, marks=pytest.mark.slow)],
+)
 def test_few_rows_find_those_that_took_the_same_expert(
     type: GGMLType, n_in: int, n_ff: int, pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,7 +406,7 @@ def test_sums_are_exact_and_a_row_has_the_same_bits_alone_and_among_others(
     assert torch.equal(few, many[:9]) and all(torch.equal(y, many[7 : 7 + len(y)]) for y in alone)
 
 
-@pytest.mark.parametrize("text", ["copies_wait<STAGES - 2>();", "__syncthreads();"])
+@pytest.mark.parametrize("text", few(["copies_wait<STAGES - 2>();", "__syncthreads();"], "copies_wait<STAGES - 2>();"))
 def test_without_a_wait_the_product_is_wrong(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them is taken away in turn: of f16 rows or of whole numbers, or of both."""
     real = jit.source

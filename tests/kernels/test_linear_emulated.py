@@ -11,6 +11,7 @@ import torch
 from emulated.gpu import CPU, emulated_gpu
 from emulated.machine import needs_compiler
 from emulated.ways import WAYS, machine_of
+from sampling import few
 from torch import Tensor
 
 from pyspec.cuda.ops.linear import cuda as linear_cuda
@@ -27,6 +28,7 @@ from pyspec.models.weights import Weights
 pytestmark = [needs_compiler, pytest.mark.sampled(1)]
 EXACT_IN_F16 = (GGMLType.MXFP4, GGMLType.NVFP4, GGMLType.F16, GGMLType.BF16)
 SCALED = tuple(t for t in CHUNKS if FORMATS[t].scaled)
+TYPES = few(CHUNKS, *(GGMLType[name] for name in ("Q8_0", "Q4_0", "Q4_K", "Q6_K", "MXFP4", "NVFP4")))
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +60,7 @@ def wide_product(spec: LinearSpec, packed: Packed, x: Tensor, residual: Tensor |
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("type", CHUNKS)
+@pytest.mark.parametrize("type", TYPES)
 def test_codes_in_the_padding_are_never_used(type: GGMLType, way: str) -> None:
     """Random bytes in all of the records: 264 rows fill half of a record, 3 blocks of columns no chunk."""
     n_in = max(3 * 32, 3 * type.block_size)
@@ -111,7 +113,7 @@ def test_each_tensor_of_a_matrix_keeps_its_own_second_scale(gated: bool, monkeyp
         assert off(weights._stream(list(raws), gated)(x), want) < 1e-3
 
 
-@pytest.mark.parametrize("type", CHUNKS)
+@pytest.mark.parametrize("type", TYPES)
 def test_weights_are_rounded_to_f16_at_most(type: GGMLType) -> None:
     """Floats of four bits, f16 and bf16 are not rounded at all. Three CTAs cut both tiles."""
     spec, x = LinearSpec(CPU, type, 264, 512), torch.randn(50, 512)
