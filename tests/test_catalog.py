@@ -12,6 +12,7 @@ import pytest
 
 from pyspec import catalog, hub
 from pyspec.catalog import RUNS, catalogue, find, paired_kind, parse, resolve
+from pyspec.draft import PARTS
 from pyspec.errors import ConfigError, DownloadError
 from pyspec.registry import ARCHITECTURES, DRAFTERS
 
@@ -43,8 +44,8 @@ def test_the_catalogue_agrees_with_the_packaged_files():
 def test_a_module_stands_behind_every_architecture_and_drafter():
     for arch, module in ARCHITECTURES.items():
         assert callable(import_module(module).read), arch
-    for module in DRAFTERS.values():
-        import_module(module)
+    for name, module in DRAFTERS.items():
+        assert all(callable(getattr(import_module(module), part)) for part in PARTS), name
     assert set(RUNS) == set(ARCHITECTURES)
     kinds = {entry.draft.kind for entry in catalogue().values() if entry.draft is not None}
     assert kinds <= set(DRAFTERS), "the catalogue names a drafter that nobody has"

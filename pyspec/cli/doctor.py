@@ -43,7 +43,7 @@ def examine(choice: ModelChoice, device_name: str, recheck: bool) -> dict[str, A
 
     from pyspec.cuda import probe, survey, verdicts
     from pyspec.cuda.machine import bandwidth, machine, memory_bytes
-    from pyspec.engine.load import pick_device
+    from pyspec.engine.describe import pick_device
 
     device = pick_device(device_name)
     if recheck:

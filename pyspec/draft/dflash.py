@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pyspec.config import EngineSettings
 from pyspec.cuda.copies import copied
 from pyspec.cuda.graph import Graphed
 from pyspec.cuda.ops.ahead.op import ahead
@@ -24,17 +25,27 @@ from pyspec.cuda.ops.best.op import best
 from pyspec.cuda.ops.best.ref import BestSpec
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
-from pyspec.draft.drafter import DraftRequest, Needs
-from pyspec.errors import ModelError, PairError
+from pyspec.draft import tap_shift
+from pyspec.draft.drafter import (
+    OWN_HEAD,
+    DraftOptions,
+    DraftPlan,
+    DraftRequest,
+    Needs,
+    TargetFile,
+    own_memory,
+)
+from pyspec.errors import ConfigError, ModelError, PairError
 from pyspec.gguf import GGUFFile
+from pyspec.models.decoder import DecoderConfig
 from pyspec.models.layers import SINKS, Attention, AttentionShape, FeedForward, Rope
 from pyspec.models.target import Out, Target
 from pyspec.models.weights import Matrix, Want, Weights, check_tensors
 from pyspec.slots.arena import BUCKETS, Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.kv import KVPool
-from pyspec.slots.memory import KV, Memory, allocate
-from pyspec.slots.parts import CacheSizes, LayerParts, Paged
+from pyspec.slots.memory import KV, Memory
+from pyspec.slots.parts import Paged
 from pyspec.slots.table import Slot, SlotTable
 
 FORK = "dflash-draft"
@@ -162,7 +173,7 @@ def drafter_tensors(c: DFlashConfig, n_target: int) -> dict[str, Want]:
     return wants
 
 
-def check_pair(c: DFlashConfig, file: GGUFFile, target: Target) -> None:
+def check_pair(c: DFlashConfig, file: GGUFFile, target: DecoderConfig) -> None:
     """Refuse a drafter that was made for another target, with the numbers that differ."""
     own = "token_embd.weight" in file.tensors and "output.weight" in file.tensors
     if not own and c.n_embd != target.n_embd:
@@ -183,9 +194,27 @@ def check_pair(c: DFlashConfig, file: GGUFFile, target: Target) -> None:
         raise PairError(f"the drafter's block size is {c.block}; it needs at least 2")
 
 
-def has_head(file: GGUFFile) -> bool:
-    """True if the drafter has a head of its own."""
-    return "output.weight" in file.tensors
+def recognises(file: GGUFFile) -> bool:
+    return file.architecture in ARCHS
+
+
+def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:
+    if file is None:
+        raise ConfigError("--spec-type dflash needs a draft file (-md)")
+    c = read_config(file)
+    check_pair(c, file, target.config)
+    check_tensors(file, drafter_tensors(c, target.config.n_embd), c.alias)
+    n, most, n_held = settings.n_draft_max, c.block - 1, held_rows(settings.np)
+    return DraftPlan(
+        kind="dflash",
+        needs=Needs(min(n or most, most), c.taps, overhang=c.block, late=n_held > 0),
+        file=file,
+        layers=({KV: Paged(c.attention.n_kv_head, c.attention.head_dim)},) * len(c.windows),
+        attention=(c.attention,),
+        n_held=n_held,
+        no_copy=OWN_HEAD if "output.weight" in file.tensors else "",
+        remark=f", n_draft {n} lowered to {most} (block {c.block})" if n > most else "",
+    )
 
 
 class DFlashNet:
@@ -229,14 +258,13 @@ class DFlash:
 
     name = "dflash"
 
-    def __init__(self, net: DFlashNet, table: SlotTable, device: torch.device, n_draft: int, p_min: float) -> None:
-        self.net, self.table, self.device, self.p_min = net, table, device, p_min
+    def __init__(self, net: DFlashNet, plan: DraftPlan, table: SlotTable, device: torch.device, p_min: float) -> None:
+        self.net, self.needs, self.table, self.device, self.p_min = net, plan.needs, table, device, p_min
         self.best, self.ahead = best.bind(BestSpec(device)), ahead.bind(AheadSpec(device))
-        block, n_slot = net.c.block, len(table.slots)
-        self.held = torch.zeros(held_rows(n_slot), net.n_feature, device=device)  # taps of rounds without drafts
+        n_slot = len(table.slots)
+        self.held = torch.zeros(plan.n_held, net.n_feature, device=device)  # taps of rounds without drafts
         self.n_held = 0
         self.late: list[list[int]] = [[] for _ in table.slots]  # where in `held` those of the slot's last tokens are
-        self.needs = Needs(min(n_draft, block - 1), net.c.taps, overhang=block, late=len(self.held) > 0)
         self.arena: Arena | None = None
         self.block, self.inject = Graphed(self._block), Graphed(self._inject)
         self.n_context = [0] * n_slot  # tokens of the slot that have context rows, or taps in `held`
@@ -326,23 +354,23 @@ class DFlash:
             self.n_held = 0
 
     @torch.inference_mode()
-    def draft(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
-        live = [ask for ask in asks if ask.n_draft > 0]
+    def draft(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        live = [r for r in requests if r.n_draft > 0]
         if not live:
-            return [[] for _ in asks]
+            return [[] for _ in requests]
         c = self.net.c
-        for ask in live:
-            assert self.n_context[ask.slot.index] == ask.slot.n_past, f"slot {ask.slot.index} drafts blind"
+        for r in live:
+            assert self.n_context[r.slot.index] == r.slot.n_past, f"slot {r.slot.index} drafts blind"
         self.catch_up()
-        tokens, probs = self.block(self._lay_out([ask.slot for ask in live], [ask.anchor for ask in live]))
+        tokens, probs = self.block(self._lay_out([r.slot for r in live], [r.anchor for r in live]))
         flat = tokens.tolist()
         sure = [True] * len(flat) if probs is None else (probs >= self.p_min).tolist()
         drafts = {}
-        for i, ask in enumerate(live):
+        for i, r in enumerate(live):
             first = i * c.block + 1  # row 0 is the anchor, whose output means nothing
-            n = next((r for r in range(ask.n_draft) if not sure[first + r]), ask.n_draft)
-            drafts[ask.slot.index] = flat[first : first + n]
-        return [drafts.get(ask.slot.index, []) for ask in asks]
+            n = next((at for at in range(r.n_draft) if not sure[first + at]), r.n_draft)
+            drafts[r.slot.index] = flat[first : first + n]
+        return [drafts.get(r.slot.index, []) for r in requests]
 
     def _lay_out(self, slots: Sequence[Slot], anchors: Sequence[int], slack: Sequence[int] = ()) -> Batch:
         """Always the trained block; shorter drafts are cut from it."""
@@ -380,6 +408,9 @@ class DFlash:
             self.catch_up()
         return None  # the pages have all there is
 
+    def check(self, target: Target, slot: Slot, tokens: Sequence[int]) -> str | None:
+        return tap_shift.warning(self.net, self.needs.n_draft, target, self.table, slot, tokens)
+
     def pools(self) -> Iterable[KVPool]:
         return self.net.memory.kv.values()
 
@@ -388,26 +419,9 @@ class DFlash:
         self.generation[slot.index] = -1
 
 
-def load(
-    file: GGUFFile,
-    target: Target,
-    table: SlotTable,
-    *,
-    n_draft: int,
-    p_min: float,
-    kv_dtype: torch.dtype,
-    dense: torch.dtype | None,
-    wide: bool = False,
-    head: Matrix | None = None,
-) -> DFlash:
-    """Check the pair, then load the drafter next to its target.
-
-    head  what it reads in place of the target's head; one of its own goes before it
-    """
-    c = read_config(file)
-    check_pair(c, file, target)
-    check_tensors(file, drafter_tensors(c, target.n_embd), c.alias)
-    layers: list[LayerParts] = [{KV: Paged(c.attention.n_kv_head, c.attention.head_dim)}] * len(c.windows)
-    memory = allocate(layers, CacheSizes(0, table.n_alloc_row, table.page_size, 0, kv_dtype), target.device)
-    net = DFlashNet(c, Weights(file, target.device, dense, c.alias, wide=wide), memory, target, head)
-    return DFlash(net, table, target.device, n_draft, p_min)
+def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> DFlash:
+    assert plan.file is not None
+    c, device = read_config(plan.file), target.device
+    weights = Weights(plan.file, device, options.dense, c.alias, wide=options.wide)
+    net = DFlashNet(c, weights, own_memory(plan, table, options, device), target, options.head)
+    return DFlash(net, plan, table, device, options.settings.draft_p_min)

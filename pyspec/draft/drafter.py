@@ -1,4 +1,8 @@
-"""What the loop asks of a drafter. Drafters are objects the loop calls, never branches it takes."""
+"""What a drafter declares before it is loaded, and what the loop asks of it afterwards.
+
+A drafter is a module with `recognises`, `plan` and `load` (`DrafterModule`), found by its name in `pyspec.registry`. Nobody else knows
+it: a load and the memory plan read its `DraftPlan`, and the loop calls a `Drafter`, whatever its kind.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +10,27 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
+from pyspec.config import EngineSettings
 from pyspec.cuda.ops.ahead.ref import Kept
-from pyspec.models.target import Out
+from pyspec.errors import ConfigError
+from pyspec.gguf import GGUFFile
+from pyspec.models.decoder import DecoderConfig
+from pyspec.models.layers import AttentionShape
+from pyspec.models.target import Out, Target
+from pyspec.models.weights import Matrix
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch
-from pyspec.slots.parts import PartMemory
-from pyspec.slots.table import Slot
+from pyspec.slots.kv import KV_DTYPES
+from pyspec.slots.memory import Memory, allocate
+from pyspec.slots.parts import CacheSizes, LayerParts, PartMemory
+from pyspec.slots.table import Slot, SlotTable
+
+OWN_HEAD = "the drafter has a head of its own"
+
+# -- before it is loaded ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +51,107 @@ class Needs:
     chained: bool = False
     late: bool = False
     hidden: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFile:
+    """The target as a drafter sees it before anything is loaded."""
+
+    file: GGUFFile
+    config: DecoderConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftPlan:
+    """A drafter as data: what the memory plan counts, and what the loop is laid out for.
+
+    kind       its name in the registry, or "none"
+    needs      the `needs` that it will have
+    file       where its weights are: the target's own file if they stand in there, None if it has none
+    layers     what each of its layers keeps in the target's pages
+    attention  shapes of its attention: partial sums of it need room
+    n_held     rows of taps that it keeps for later, all slots together
+    n_waiting  rows of one slot that it leaves for later at most, and then computes at once
+    no_copy    why its drafts can not read a copy of the target's head in fewer bits; "": they can
+    remark     for people, behind what it is and how much it drafts
+    """
+
+    kind: str
+    needs: Needs
+    file: GGUFFile | None = None
+    layers: tuple[LayerParts, ...] = ()
+    attention: tuple[AttentionShape, ...] = ()
+    n_held: int = 0
+    n_waiting: int = 0
+    no_copy: str = ""
+    remark: str = ""
+
+    @property
+    def n_draft(self) -> int:
+        return self.needs.n_draft
+
+    @property
+    def note(self) -> str:
+        """One line that says what runs."""
+        if self.kind == "none":
+            return "speculation: off (no drafter)"
+        return f"speculation: {self.kind}, up to {self.n_draft} tokens a round{self.remark}"
+
+
+NO_DRAFTER = DraftPlan(kind="none", needs=Needs(0), no_copy="nothing drafts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftOptions:
+    """What was decided for the whole load, and counts for a drafter, too.
+
+    dense  the dtype matrices are unpacked to; None: they stay packed
+    wide   packed matrices have an f16 copy for wide batches
+    head   what it reads in place of the target's head; one of its own goes before it
+    """
+
+    settings: EngineSettings
+    dense: torch.dtype | None
+    wide: bool = False
+    head: Matrix | None = None
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return KV_DTYPES[self.settings.kv_type]
+
+
+class DrafterModule(Protocol):
+    """What stands behind a drafter's name."""
+
+    def recognises(self, file: GGUFFile) -> bool:
+        """Whether this file has what it drafts with: one that was given for it, or the target's own."""
+        ...
+
+    def plan(self, file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:
+        """Everything that can be refused is refused here, with the numbers: nothing has been allocated yet.
+
+        file  the one that was given for the drafter, if any
+        """
+        ...
+
+    def load(self, plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> Drafter:
+        """The drafter, on the target's device, as it was planned."""
+        ...
+
+
+def refuse_file(kind: str, file: GGUFFile | None) -> None:
+    """For drafters that have no weights: a file that was given is a mistake."""
+    if file is not None:
+        raise ConfigError(f"a draft file is given, but --spec-type is {kind}; drop one of them")
+
+
+def own_memory(plan: DraftPlan, table: SlotTable, options: DraftOptions, device: torch.device) -> Memory:
+    """The drafter's keys and values, in pages of the target's numbers."""
+    sizes = CacheSizes(0, table.n_alloc_row, table.page_size, width=0, kv_dtype=options.kv_dtype)
+    return allocate(plan.layers, sizes, device)
+
+
+# -- what the loop asks ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +189,8 @@ class Drafter(Protocol):
         """
         ...
 
-    def draft(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
-        """Proposals per ask, each at most its n_draft long; shorter and empty ones are allowed."""
+    def draft(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        """Proposals per request, each at most its n_draft long; shorter and empty ones are allowed."""
         ...
 
     def checkpoint(self, slot: Slot) -> object | None:
@@ -122,4 +240,13 @@ class GraphedDrafter(Protocol):
 
     def capture(self) -> None:
         """Capture the graphs of every number of slots now. All slots are idle; what it leaves in them is forgotten."""
+        ...
+
+
+@runtime_checkable
+class CheckedDrafter(Protocol):
+    """A drafter that can tell from the target's text whether it reads what it was trained on."""
+
+    def check(self, target: Target, slot: Slot, tokens: Sequence[int]) -> str | None:
+        """A warning, or None. tokens: greedy text of the target. `slot` is seated, empty, and emptied again afterwards."""
         ...

@@ -1,58 +1,80 @@
-"""MTP drafter (qwen35, nemotron_h_moe): the model's own next-token block, chained to any depth.
+"""MTP drafter (qwen35, qwen35moe, nemotron_h_moe): the model's own next-token block, chained to any depth (`chain.py`).
 
-Row p of the block pairs token x_p with the target's final-norm hidden state h_{p-1} and predicts x_{p+1}; row 0 pairs
-with zeros. Chaining feeds the block's own post-norm output. Rows of committed tokens are computed once, with true hidden
-states, in the first pass of the next draft, together with the row of the anchor; the chained rows after it are scratch
-and are overwritten. Source: llama.cpp draft-mtp (positions), vLLM (schedule).
+The block pairs a token with the target's final-norm hidden state of the position before it; chaining feeds its own post-norm output.
+It stands in the target's file behind the trunk, or in a file of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from typing import Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
-from pyspec.cuda.copies import copied
-from pyspec.cuda.graph import Graphed
-from pyspec.cuda.ops.ahead.op import ahead
-from pyspec.cuda.ops.ahead.ref import AheadSpec, Kept
-from pyspec.cuda.ops.best.op import best
-from pyspec.cuda.ops.best.ref import BestSpec
+from pyspec.config import EngineSettings
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
-from pyspec.draft.drafter import DraftRequest, Needs
+from pyspec.draft.chain import Chain, most_waiting
+from pyspec.draft.drafter import OWN_HEAD, DraftOptions, DraftPlan, Needs, TargetFile, own_memory
 from pyspec.errors import PairError
 from pyspec.gguf import GGUFFile
-from pyspec.models.decoder import Block, Decoder, DecoderConfig, block_tensors
+from pyspec.models.decoder import Block, DecoderConfig, block_tensors
 from pyspec.models.layers import Rope
 from pyspec.models.target import Out, Target
 from pyspec.models.weights import Embedding, Matrix, Want, Weights, check_tensors
-from pyspec.slots.arena import BUCKETS, Arena, bucket_of
-from pyspec.slots.batch import Batch, Seq, lay_out
-from pyspec.slots.kv import KVPool
-from pyspec.slots.memory import KV, Memory, allocate
-from pyspec.slots.parts import CacheSizes, LayerParts, Paged
-from pyspec.slots.table import Slot, SlotTable
+from pyspec.slots.batch import Batch
+from pyspec.slots.memory import KV, Memory
+from pyspec.slots.parts import Paged
+from pyspec.slots.table import SlotTable
 
-CATCH_UP = 16  # rows of a silent slot that wait at most: each costs the more the fewer of them are computed at once
-LEAST_CATCH_UP = 8  # with so many slots that no graph holds more of each
+N_DRAFT = 3  # tokens a round, unless a number is asked for
 
 
-def most_waiting(n_slot: int) -> int:
-    """Rows of a silent slot that wait at most."""
-    return max(LEAST_CATCH_UP, min(CATCH_UP, BUCKETS[-1] // n_slot))
+@runtime_checkable
+class DecoderParts(Protocol):
+    """What an MTP block shares of its target, whose layers it is made like."""
+
+    config: DecoderConfig
+    rope: Rope
+    embedding: Embedding
+    norm: Tensor
+
+    def head(self, hidden: Tensor) -> Tensor: ...
 
 
-def has_mtp(file: GGUFFile) -> bool:
+def recognises(file: GGUFFile) -> bool:
     """True if the file carries the block itself; the metadata key alone proves nothing."""
     return any(name.endswith(".nextn.eh_proj.weight") for name in file.tensors)
 
 
-def has_head(file: GGUFFile) -> bool:
-    """True if the block has a head of its own."""
-    return any(name.endswith(".nextn.shared_head_head.weight") for name in file.tensors)
+def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:
+    file, c = target.file if file is None else file, target.config
+    if not recognises(file):
+        raise PairError("no MTP block in the file: it has no nextn.eh_proj tensor")
+    check_pair(file, c)
+    check_tensors(file, mtp_tensors(c, file))
+    n_draft = settings.n_draft_max or N_DRAFT
+    return DraftPlan(
+        kind="mtp",
+        needs=Needs(n_draft, overhang=n_draft + 1, chained=True, hidden=True),
+        file=file,
+        layers=(*[{}] * c.n_layer, {KV: Paged(c.attention.n_kv_head, c.attention.head_dim)}),
+        attention=(c.attention,),
+        n_waiting=most_waiting(settings.np),
+        no_copy=OWN_HEAD if f"blk.{c.n_layer}.nextn.shared_head_head.weight" in file.tensors else "",
+    )
+
+
+def check_pair(file: GGUFFile, c: DecoderConfig) -> None:
+    """Refuse a block of another model, with the numbers that differ."""
+    a = file.architecture
+    if a != c.arch:
+        raise PairError(f"the MTP file is {a}, the target is {c.arch}")
+    n_layer = file.get_int(f"{a}.block_count") - file.get_int(f"{a}.nextn_predict_layers", 0)
+    if n_layer != c.n_layer or file.get_int(f"{a}.embedding_length") != c.n_embd:
+        raise PairError(
+            f"the MTP block follows layer {n_layer} of width {file.get_int(f'{a}.embedding_length')}; "
+            f"the target has {c.n_layer} layers of width {c.n_embd}"
+        )
 
 
 def mtp_tensors(c: DecoderConfig, file: GGUFFile) -> dict[str, Want]:
@@ -72,28 +94,20 @@ def mtp_tensors(c: DecoderConfig, file: GGUFFile) -> dict[str, Want]:
 class MtpBlock:
     """One MTP block over the target's embedding and head; `head` stands for the target's if it is given.
 
-    layer_norm: its last norm is LayerNorm, as llama.cpp has it for nemotron_h_moe; other runtimes take RMSNorm there, too.
+    Its last norm is RMSNorm for every architecture. llama.cpp has LayerNorm there for nemotron_h_moe; other runtimes do not.
     """
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        weights: Weights,
-        memory: Memory,
-        target: Decoder,
-        layer_norm: bool = False,
-        head: Matrix | None = None,
-    ) -> None:
+    def __init__(self, weights: Weights, memory: Memory, target: DecoderParts, head: Matrix | None) -> None:
+        config = target.config
         p = f"blk.{config.n_layer}"
-        self.memory, self.target, self.layer = memory, target, config.n_layer
+        self.memory, self.layer, self.n_hidden = memory, config.n_layer, config.n_embd
         self.rope: Rope = target.rope
         self.block = Block(config, weights, p, self.rope, config.mtp_layer, memory.kv_dtype)
         self.eh: Matrix = weights.matrix(f"{p}.nextn.eh_proj.weight")
         self.enorm, self.hnorm = weights.vector(f"{p}.nextn.enorm.weight"), weights.vector(f"{p}.nextn.hnorm.weight")
         norm = weights.optional(f"{p}.nextn.shared_head_norm.weight")
         self.norm = target.norm if norm is None else norm
-        spec = NormsSpec(weights.device, config.n_embd, config.eps)
-        self.norms, self.last_norm = norms.bind(spec), norms.bind(replace(spec, layer=layer_norm))
+        self.norms = self.last_norm = norms.bind(NormsSpec(weights.device, config.n_embd, config.eps))
         own = f"{p}.nextn.embed_tokens.weight"
         self.embedding: Embedding = weights.embedding(own) if weights.has(own) else target.embedding
         own = f"{p}.nextn.shared_head_head.weight"
@@ -106,274 +120,14 @@ class MtpBlock:
         x = self.block(x, angles, self.memory, self.layer, batch)
         return self.last_norm(x, self.norm)
 
-
-class _State:
-    """Per slot: rows below n_row are exact; `hidden` [m, n_embd] holds h of positions n_row-1 .. n_past-1.
-
-    Between a draft and the forward that verifies it the anchor's row is exact already: n_row is n_past + 1, and `hidden`
-    still holds h of n_past-1, for the case that this forward fails and the draft has to be made again.
-
-    Rounds without drafts only note where their rows are: they are brought together when somebody asks.
-    """
-
-    __slots__ = ("_pieces", "generation", "n_hidden", "n_row")
-
-    def __init__(self, generation: int, n_row: int, hidden: Tensor) -> None:
-        self.generation, self.n_row, self.hidden = generation, n_row, hidden
-
-    @property
-    def hidden(self) -> Tensor:
-        if len(self._pieces) > 1:
-            self.hidden = torch.cat([rows[first:end] for rows, first, end in self._pieces])
-        rows, first, end = self._pieces[0]
-        return rows[first:end]
-
-    @hidden.setter
-    def hidden(self, rows: Tensor) -> None:
-        self.n_hidden = rows.shape[0]
-        self._pieces = [(rows, 0, self.n_hidden)]
-
-    def add(self, rows: Tensor, first: int, end: int, *, after: bool) -> None:
-        """Rows [first, end) of a forward, after those that are there or in their place."""
-        self._pieces = [*self._pieces, (rows, first, end)] if after else [(rows, first, end)]
-        self.n_hidden = self.n_hidden * after + end - first
+    def states_of(self, out: Out) -> Tensor:
+        return out.hidden
 
 
-class Mtp:
-    """Implements `Drafter`."""
-
-    name = "mtp"
-
-    def __init__(self, block: MtpBlock, table: SlotTable, n_draft: int, p_min: float) -> None:
-        self.block, self.table, self.p_min = block, table, p_min
-        self.catch_up = most_waiting(len(table.slots))
-        self.needs = Needs(n_draft, overhang=n_draft + 1, chained=True, hidden=True)
-        self.device = block.target.device
-        self.best, self.ahead = best.bind(BestSpec(self.device)), ahead.bind(AheadSpec(self.device))
-        self.states: list[_State | None] = [None] * len(table.slots)
-        self.arenas: list[Arena | None] = [None] * 3  # of the first pass, of the chained ones, of rows that are late
-        self._first, self._next, self._late = Graphed(self._start), Graphed(self._step), Graphed(self._compute)
-        # what one pass hands to the next, at fixed places for graphs; a first pass catches up on catch_up rows at most
-        n_row = max(len(table.slots) * (self.catch_up + 1), BUCKETS[-1])
-        self.tokens = torch.zeros(n_row, dtype=torch.int64, device=self.device)
-        self.probs = torch.ones(n_row, device=self.device)
-        self.hidden = torch.zeros(n_row, block.target.n_embd, device=self.device)
-        self.steps = torch.zeros(n_draft, len(table.slots), dtype=torch.int64, device=self.device)  # tokens by pass
-
-    def begin(self, slot: Slot, saved: object | None) -> None:
-        if isinstance(saved, _State):
-            self.states[slot.index] = _State(slot.generation, saved.n_row, saved.hidden)
-        else:  # cold start, or no hidden state at the reuse boundary: zeros cost one weaker row, never the text
-            hidden = torch.zeros(1, self.block.target.n_embd, device=self.device)
-            self.states[slot.index] = _State(slot.generation, slot.n_past, hidden)
-
-    def _state(self, slot: Slot) -> _State:
-        state = self.states[slot.index]
-        assert state is not None and state.generation == slot.generation, f"MTP state of slot {slot.index} is stale"
-        return state
-
-    def absorb(self, batch: Batch, out: Out) -> None:
-        pass  # which token a hidden state is paired with is known only after acceptance
-
-    @torch.inference_mode()
-    def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
-        hidden, heard = out.hidden, []
-        for s, seq in enumerate(batch.seqs):
-            state = self._state(self.table.slots[seq.slot])
-            # right after a draft nothing is pending: the one row there is was that of the anchor, which is exact
-            state.add(hidden, batch.starts[s], batch.starts[s] + kept[s], after=state.n_row <= seq.n_past)
-            heard.append((state, seq, kept[s]))
-        if not any(state.n_hidden > self.catch_up for state, _, _ in heard):
-            return
-        late = []  # prompt chunks, and slots that have not drafted for a while; who soon would be late comes along
-        for state, seq, n in heard:
-            if state.n_hidden > 1 and 2 * state.n_hidden > self.catch_up:
-                old = self.table.slots[seq.slot].tokens[state.n_row : seq.n_past]
-                new = seq.tokens[max(0, state.n_row - seq.n_past) : n]  # right after a draft the anchor's row is there
-                late.append((state, Seq(seq.slot, state.n_row, [*old, *new])))
-        self._bring_up(late)
-
-    def _bring_up(self, late: Sequence[tuple[_State, Seq]]) -> None:
-        """Compute the rows of committed tokens that wait: all but the newest hidden state of each have theirs."""
-        rows = lay_out(self.table, [seq for _, seq in late], self.device, arena=self.arenas[2])
-        hidden = [state.hidden[:-1] for state, _ in late]
-        if rows.bucket is None:
-            self.block.forward(rows, torch.cat(hidden))
-        else:
-            torch.cat(hidden, out=self.hidden[: rows.n_row])
-            self._late(rows)
-        for state, seq in late:
-            state.n_row, state.hidden = state.n_row + seq.width, state.hidden[-1:].clone()
-
-    @torch.inference_mode()
-    def draft(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
-        live = [ask for ask in asks if ask.n_draft > 0]
-        drafts: dict[int, list[int]] = {ask.slot.index: [] for ask in asks}
-        if live:
-            self._chain(live, drafts)
-        return [drafts[ask.slot.index] for ask in asks]
-
-    def _chain(self, live: list[DraftRequest], drafts: dict[int, list[int]]) -> None:
-        """All slots draft as far as the one that asked for most; nothing is read back before the end, or before p_min."""
-        seqs = []
-        for ask in live:
-            slot, state = ask.slot, self._state(ask.slot)
-            state.n_row = min(state.n_row, slot.n_past)  # drafted before, but never verified: the anchor's row again
-            seqs.append(Seq(slot.index, state.n_row, [*slot.tokens[state.n_row :], ask.anchor], n_out=1))
-        n_row = sum(seq.width for seq in seqs)
-        torch.cat([self._state(ask.slot).hidden for ask in live], out=self.hidden[:n_row])
-        self._first(lay_out(self.table, seqs, self.device, arena=self.arenas[0]))
-        for ask in live:  # the anchor's row is exact, too: its token is final, its hidden state was the target's
-            state = self._state(ask.slot)
-            state.n_row, state.hidden = ask.slot.n_past + 1, state.hidden[-1:]
-        n, most, done = len(live), max(ask.n_draft for ask in live), 1
-        copied(self.tokens[:n], self.steps[0, :n])
-        sure = [self.probs[:n] >= self.p_min] if self.p_min > 0 else []
-        rest = self._chained([ask.slot for ask in live], most) if most > 1 else None
-        while done < most and (not sure or bool(sure[-1].any())):
-            assert rest is not None
-            self._pass(rest, done)
-            if sure:
-                sure.append(sure[-1] & (self.probs[:n] >= self.p_min))
-            done += 1
-        lengths = torch.stack(sure).sum(0).tolist() if sure else [done] * n
-        steps = self.steps[:done].tolist()
-        for i, (ask, length) in enumerate(zip(live, lengths, strict=True)):
-            drafts[ask.slot.index] = [step[i] for step in steps[: min(length, ask.n_draft)]]
-
-    def _chained(self, slots: Sequence[Slot], n: int, widths: Sequence[int] = ()) -> Batch:
-        """The layout of the passes after the first, which move it on: `n` drafts behind each slot's tokens. Their own tokens are
-        on the device. widths: of a verify behind whose kept rows it will be moved."""
-        slack = [n - 1 + width for width in widths or [0] * len(slots)]
-        seqs = [Seq(slot.index, slot.n_past, [0], n_out=1, slack=more) for slot, more in zip(slots, slack, strict=True)]
-        return lay_out(self.table, seqs, self.device, arena=self.arenas[1])
-
-    def _pass(self, batch: Batch, done: int) -> None:
-        """Draft number `done`, after those before."""
-        self._next(batch)
-        copied(self.tokens[: len(batch.seqs)], self.steps[done, : len(batch.seqs)])
-
-    @torch.inference_mode()
-    def draft_ahead(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> Tensor | None:
-        """The first pass has all rows of the verify, each with what follows it; those behind the kept ones are scratch."""
-        slots = [self.table.slots[seq.slot] for seq in batch.seqs]
-        if self.p_min > 0 or any(self._state(slot).n_row != slot.n_past + 1 for slot in slots):
-            return None
-        seqs = [Seq(q.slot, slot.n_past + 1, [0] * q.width, n_out=1) for q, slot in zip(batch.seqs, slots, strict=True)]
-        first = lay_out(self.table, seqs, self.device, arena=self.arenas[0])
-        self.ahead.follow(first, kept)
-        copied(out.hidden[: batch.n_row], self.hidden[: batch.n_row])
-        self._first(first)
-        copied(self.tokens[: len(slots)], self.steps[0, : len(slots)])
-        if n_draft > 1:
-            rest = self.ahead.move(self._chained(slots, n_draft, [seq.width for seq in batch.seqs]), kept)
-        for done in range(1, n_draft):
-            self._pass(rest, done)
-        return self.steps[:n_draft, : len(slots)].T
-
-    def confirm_ahead(self, slots: Sequence[Slot]) -> None:
-        for slot in slots:
-            state = self._state(slot)
-            state.n_row, state.hidden = slot.n_past + 1, state.hidden[-1:]
-
-    def _start(self, batch: Batch) -> None:
-        """The first pass: exact rows up to the anchor's, `self.hidden` given by the host."""
-        n = min(len(self.table.slots), batch.tokens.shape[0])
-        hidden = self.block.forward(batch, self.hidden[: batch.tokens.shape[0]])
-        self._pick(hidden[batch.out_rows[:n]])
-
-    def _compute(self, batch: Batch) -> None:
-        """Exact rows from which nothing is drafted, `self.hidden` given by the host."""
-        self.block.forward(batch, self.hidden[: batch.tokens.shape[0]])
-
-    def _step(self, batch: Batch) -> None:
-        """A chained pass: a row a slot, after the pass before and one position farther on."""
-        n, batch = batch.tokens.shape[0], self.ahead.step(batch)
-        self._pick(self.block.forward(replace(batch, tokens=self.tokens[:n]), self.hidden[:n]))
-
-    def _pick(self, hidden: Tensor) -> None:
-        logits = self.block.head(hidden)
-        n = hidden.shape[0]
-        self.best.tokens(logits, out=self.tokens[:n])
-        copied(hidden, self.hidden[:n])
-        if self.p_min > 0:
-            self.probs[:n] = logits.softmax(-1).amax(-1)
-
-    def use_graphs(self, make_arena: Callable[[], Arena]) -> None:
-        self.arenas = [make_arena() for _ in self.arenas]
-
-    @torch.inference_mode()
-    def capture(self) -> None:
-        slots, n_row = self.table.slots, len(self.table.slots) * max(self.needs.n_draft + 1, self.catch_up)
-        most = bucket_of(n_row) or BUCKETS[-1]
-        if self.table.n_page < len(slots) * self.table.pages_for(-(-most // len(slots))):
-            return  # too few pages to try them all: they are captured as they come
-        for n_row in [b for b in BUCKETS if b <= most]:
-            n = min(len(slots), n_row)
-            seqs = [Seq(i, 0, [0] * (n_row // n + (i < n_row % n)), n_out=1) for i in range(n)]
-            for _ in range(2):
-                self._first(lay_out(self.table, seqs, self.device, arena=self.arenas[0]))
-        for n in range(1, len(slots) + 1):
-            for _ in range(2):
-                seqs = [Seq(i, 0, [0], n_out=1) for i in range(n)]
-                self._next(lay_out(self.table, seqs, self.device, arena=self.arenas[1]))
-        for n_row in [b for b in BUCKETS if self.catch_up <= b <= most]:
-            n = min(len(slots), -(-n_row // self.catch_up))
-            seqs = [Seq(i, 0, [0] * (n_row // n + (i < n_row % n))) for i in range(n)]
-            for _ in range(2):
-                self._late(lay_out(self.table, seqs, self.device, arena=self.arenas[2]))
-        for graphed in (self._first, self._next, self._late):
-            graphed.seal()
-
-    @torch.inference_mode()
-    def checkpoint(self, slot: Slot) -> object | None:
-        state = self._state(slot)
-        n_row = min(state.n_row, slot.n_past)  # a row beyond is the anchor's, which is not committed yet
-        if tokens := slot.tokens[n_row:]:
-            self._bring_up([(state, Seq(slot.index, n_row, tokens))])
-        state.n_row, state.hidden = slot.n_past, state.hidden[-1:].clone()
-        return _State(state.generation, state.n_row, state.hidden)
-
-    def pools(self) -> Iterable[KVPool]:
-        return self.block.memory.kv.values()
-
-    def end(self, slot: Slot) -> None:
-        self.states[slot.index] = None
-
-
-def load(
-    file: GGUFFile,
-    target: Target,
-    table: SlotTable,
-    *,
-    n_draft: int,
-    p_min: float,
-    kv_dtype: torch.dtype,
-    dense: torch.dtype | None,
-    wide: bool = False,
-    layer_norm: bool = False,
-    head: Matrix | None = None,
-) -> Mtp:
-    """The MTP block of `file`: the target's own file, or a sidecar that has only the block.
-
-    head  what the block reads in place of the target's head; one of its own goes before it
-    """
-    if not isinstance(target, Decoder):
+def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> Chain:
+    if not isinstance(target, DecoderParts):
         raise PairError("this architecture has no MTP block that pyspec can run")
-    c = target.config
-    if file.architecture != c.arch:
-        raise PairError(f"the MTP file is {file.architecture}, the target is {c.arch}")
-    a = file.architecture
-    n_layer = file.get_int(f"{a}.block_count") - file.get_int(f"{a}.nextn_predict_layers", 0)
-    if not has_mtp(file):
-        raise PairError("the file announces an MTP block but has no nextn.eh_proj tensor")
-    if n_layer != c.n_layer or file.get_int(f"{a}.embedding_length") != c.n_embd:
-        raise PairError(
-            f"the MTP block follows layer {n_layer} of width {file.get_int(f'{a}.embedding_length')}; "
-            f"the target has {c.n_layer} layers of width {c.n_embd}"
-        )
-    check_tensors(file, mtp_tensors(c, file))
-    layers: list[LayerParts] = [{}] * c.n_layer + [{KV: Paged(c.attention.n_kv_head, c.attention.head_dim)}]
-    memory = allocate(layers, CacheSizes(0, table.n_alloc_row, table.page_size, 0, kv_dtype), target.device)
-    block = MtpBlock(c, Weights(file, target.device, dense, wide=wide), memory, target, layer_norm, head)
-    return Mtp(block, table, n_draft, p_min)
+    assert plan.file is not None
+    weights = Weights(plan.file, target.device, options.dense, wide=options.wide)
+    block = MtpBlock(weights, own_memory(plan, table, options, target.device), target, options.head)
+    return Chain(block, plan, table, target.device, options.settings.draft_p_min)

@@ -9,12 +9,28 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pyspec.draft.drafter import DraftRequest, Needs
-from pyspec.models.target import Out
+from pyspec.config import EngineSettings
+from pyspec.draft.drafter import DraftOptions, DraftPlan, DraftRequest, Needs, TargetFile, refuse_file
+from pyspec.gguf import GGUFFile
+from pyspec.models.target import Out, Target
 from pyspec.slots.batch import Batch
-from pyspec.slots.table import Slot
+from pyspec.slots.table import Slot, SlotTable
 
 LOOK_BACK = 64  # tokens compared when occurrences compete
+N_DRAFT = 8  # tokens a round, unless a number is asked for
+
+
+def recognises(file: GGUFFile) -> bool:
+    return False  # it drafts for any target, but only if it is asked for by name
+
+
+def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:
+    refuse_file("ngram", file)
+    return DraftPlan(kind="ngram", needs=Needs(settings.n_draft_max or N_DRAFT), no_copy="n-grams need no head")
+
+
+def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> NGram:
+    return NGram(len(table.slots), plan.n_draft, options.settings.ngram_match)
 
 
 @dataclass(slots=True)
@@ -31,7 +47,7 @@ class NGram:
 
     name = "ngram"
 
-    def __init__(self, n_slot: int, n_draft: int = 8, n_match: int = 3) -> None:
+    def __init__(self, n_slot: int, n_draft: int = N_DRAFT, n_match: int = 3) -> None:
         self.needs = Needs(n_draft)
         self.n_match = n_match
         self.index = [_Index() for _ in range(n_slot)]
@@ -45,19 +61,19 @@ class NGram:
     def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
         pass  # it reads the slot's tokens when asked
 
-    def draft(self, asks: Sequence[DraftRequest]) -> list[list[int]]:
-        return [self._propose(ask) if ask.n_draft > 0 else [] for ask in asks]
+    def draft(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        return [self._propose(request) if request.n_draft > 0 else [] for request in requests]
 
-    def _propose(self, ask: DraftRequest) -> list[int]:
-        tokens, m = [*ask.slot.tokens, ask.anchor], self.n_match
-        index = self.index[ask.slot.index]
-        assert index.generation == ask.slot.generation, "n-gram index of another request"
+    def _propose(self, request: DraftRequest) -> list[int]:
+        tokens, m = [*request.slot.tokens, request.anchor], self.n_match
+        index = self.index[request.slot.index]
+        assert index.generation == request.slot.generation, "n-gram index of another request"
         for end in range(max(index.n, m), len(tokens)):  # the n-gram at the very end has no continuation yet
             index.ends[tuple(tokens[end - m : end])].append(end)
         index.n = len(tokens)
         found = index.ends.get(tuple(tokens[-m:]), ())
         best = max(found, key=lambda end: (self._past(tokens, end), end), default=None)
-        return [] if best is None else tokens[best : best + ask.n_draft]
+        return [] if best is None else tokens[best : best + request.n_draft]
 
     @staticmethod
     def _past(tokens: list[int], end: int) -> int:

@@ -6,31 +6,45 @@ a drafter goes on being right for far longer.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
-from pyspec.draft.dflash import DFlash
 from pyspec.models.target import Target
 from pyspec.slots.batch import Seq, lay_out
 from pyspec.slots.prefix import common_prefix
 from pyspec.slots.table import Slot, SlotTable
+
+if TYPE_CHECKING:
+    from pyspec.draft.dflash import DFlashNet
+
+log = logging.getLogger(__name__)
 
 SHIFTS = (0, -1, 1)
 EVERY = 3  # tokens between anchors
 MIN_ANCHORS = 6
 
 
+def warning(
+    net: DFlashNet, n_draft: int, target: Target, table: SlotTable, slot: Slot, tokens: Sequence[int]
+) -> str | None:
+    """What a load says if other taps fit clearly better than those of the file. See `run_by_shift`."""
+    runs = run_by_shift(net, n_draft, target, table, slot, tokens)
+    log.debug("tokens right in a row by tap shift: %s", runs)
+    return verdict(runs)
+
+
 @torch.inference_mode()
 def run_by_shift(
-    drafter: DFlash, target: Target, table: SlotTable, slot: Slot, tokens: Sequence[int]
+    net: DFlashNet, n_draft: int, target: Target, table: SlotTable, slot: Slot, tokens: Sequence[int]
 ) -> dict[int, float]:
     """Mean number of drafted tokens in a row that are the text's, per shift of all taps. Empty if the text is too short.
 
     `slot` must be seated and empty; it is left with used pages and no tokens.
     """
-    net, taps = drafter.net, drafter.net.c.taps
-    n_draft = drafter.needs.n_draft
+    taps = net.c.taps
     anchors = range(len(tokens) - 1 - n_draft, len(tokens) // 3, -EVERY)
     if len(anchors) < MIN_ANCHORS:
         return {}

@@ -12,9 +12,7 @@ from contextlib import contextmanager
 
 import torch
 
-from pyspec.draft.dflash import DFlash
-from pyspec.draft.drafter import GraphedDrafter
-from pyspec.draft.tap_shift import run_by_shift, verdict
+from pyspec.draft.drafter import CheckedDrafter, GraphedDrafter
 from pyspec.engine.job import Job
 from pyspec.engine.loop import Loop
 from pyspec.engine.memory_plan import size
@@ -31,7 +29,7 @@ log = logging.getLogger(__name__)
 BUDGET_S = 2.0
 N_PROMPT, N_ROUND = 12, 4
 N_SMALL = 32  # pieces of half a megabyte, for tensors below that
-PROBE_TOKENS = 48  # of text for the tap check
+PROBE_TOKENS = 48  # of text that a drafter is checked with
 PROBE_PROMPT = "Write a short story about a small dog who finds a key."
 
 
@@ -182,12 +180,12 @@ def greedy_text(loop: Loop, tokenizer: Tokenizer, prompt: tuple[int, ...], n_tok
     return text
 
 
-def check_taps(loop: Loop, tokenizer: Tokenizer, template: ChatTemplate | None, n_overhang: int) -> None:
-    """Warn if a DFlash drafter seems to read the wrong layers. Skipped where forwards are too slow for the budget."""
+def check_drafter(loop: Loop, tokenizer: Tokenizer, template: ChatTemplate | None, n_overhang: int) -> None:
+    """Have a drafter that can look for mistakes of its file do so. Skipped where forwards are too slow for the budget."""
     drafter = loop.drafter
     n_rows = PROBE_TOKENS + 64 + n_overhang
     takes_s = PROBE_TOKENS * loop.controller.verify_ms(1) / 1e3
-    if not isinstance(drafter, DFlash) or takes_s > BUDGET_S or loop.table.n_row < n_rows:
+    if not isinstance(drafter, CheckedDrafter) or takes_s > BUDGET_S or loop.table.n_row < n_rows:
         return
     prompt = PROBE_PROMPT if template is None else template.render([{"role": "user", "content": PROBE_PROMPT}])
     ids = tuple(tokenizer.encode(prompt))[:64]
@@ -195,10 +193,9 @@ def check_taps(loop: Loop, tokenizer: Tokenizer, template: ChatTemplate | None, 
         tokens = greedy_text(loop, tokenizer, ids, PROBE_TOKENS, n_overhang)
     slot = loop.table.slots[0]
     loop.table.acquire(slot, n_rows)
-    runs = run_by_shift(drafter, loop.target, loop.table, slot, tokens)
+    warning = drafter.check(loop.target, slot, tokens)
     loop.table.release(slot)
     loop.table.drop(slot)
     loop.memory.reset(slot.index)
-    log.debug("tokens right in a row by tap shift: %s", runs)
-    if (warning := verdict(runs)) is not None:
+    if warning is not None:
         log.warning("%s", warning)

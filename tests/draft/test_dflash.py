@@ -16,7 +16,6 @@ from known_texts import demo_prompts, tiny
 from rewrite import rewrite
 
 from pyspec import synth
-from pyspec.draft import dflash
 from pyspec.draft.dflash import N_HELD, DFlash
 from pyspec.draft.drafter import DraftRequest
 from pyspec.engine import warmup
@@ -43,8 +42,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def load(target: Path, draft: Path, n_slot: int = 1) -> tuple[Bench, DFlash]:
     bench = Bench(target, n_slot=n_slot)
-    options = {"n_draft": 7, "p_min": 0.0, "kv_dtype": torch.float32, "dense": torch.float32}
-    drafter = dflash.load(open_gguf(draft), bench.target, bench.table, **options)
+    drafter = bench.drafter("dflash", draft, n_draft=7)
+    assert isinstance(drafter, DFlash)
     for slot in bench.table.slots:
         drafter.begin(slot, None)
     return bench, drafter

@@ -17,12 +17,12 @@ from pyspec.config import EngineSettings
 from pyspec.cuda.ops.linear.dequant import dequantize, quantize
 from pyspec.cuda.ops.linear.fit_q4 import fit_q4
 from pyspec.cuda.ops.linear.pack import Packed, packed_bytes, repack, unpack
+from pyspec.engine import describe
 from pyspec.engine import memory_plan as plan
-from pyspec.engine.load import _memory_plan, plan_draft, plan_head
 from pyspec.engine.memory_plan import MemoryPlan
 from pyspec.errors import ConfigError, DoesNotFit
-from pyspec.gguf import GGMLType, GGUFFile, open_gguf
-from pyspec.models import coarse, read_config
+from pyspec.gguf import GGMLType, open_gguf
+from pyspec.models import coarse
 from pyspec.models.weights import Dense, Matrix, Streamed, Unpacked
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -30,11 +30,16 @@ Q4_0 = GGMLType.Q4_0
 PROMPT = [3, 17, 99, 5, 5, 280, 44]
 
 
-def planned(file: GGUFFile, device: torch.device = CPU, draft: Path | None = None, **settings: object) -> MemoryPlan:
-    s = EngineSettings(ctx=256, **settings)  # type: ignore[arg-type]
-    d = plan_draft(file, open_gguf(draft) if draft is not None else None, s)
-    dense = torch.float32 if device == CPU else None
-    return _memory_plan(file, read_config(file), d, s, 320, 256, dense, device)
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads are described as on a GPU with memory to spare."""
+    monkeypatch.setattr(describe, "pick_device", lambda wanted: GPU if wanted == "cuda" else CPU)
+    monkeypatch.setattr(plan, "free_bytes", lambda device: 8 << 30)
+
+
+def planned(target: Path, device: torch.device = CPU, draft: Path | None = None, **settings: object) -> MemoryPlan:
+    values: dict[str, object] = {"ctx": 256, "draft_path": draft, "device": device.type, **settings}
+    return describe.plan_memory(describe.describe(target, EngineSettings(**values)))  # type: ignore[arg-type]
 
 
 def streamed(packed: Packed) -> Streamed:
@@ -84,44 +89,37 @@ def test_a_copy_in_pieces_is_that_of_the_whole(kind: str, to: GGMLType, monkeypa
 
 
 @pytest.mark.parametrize("draft", [None, DEMO_DRAFT])
-def test_the_plan_counts_the_copy(draft: Path | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "free_bytes", lambda device: 8 << 30)
-    file = open_gguf(DEMO)
-    n_out, n_in = file.tensors["output.weight"].shape
-    full = planned(file, GPU, draft, draft_head="full")
-    more = planned(file, GPU, draft, draft_head="q4_0")
+def test_the_plan_counts_the_copy(draft: Path | None, on_gpu: None) -> None:
+    n_out, n_in = open_gguf(DEMO).tensors["output.weight"].shape
+    full = planned(DEMO, GPU, draft, draft_head="full")
+    more = planned(DEMO, GPU, draft, draft_head="q4_0")
     assert full.draft_head == 0 and "draft head" not in str(full)
     assert more.draft_head == packed_bytes(Q4_0, n_out, n_in) and more.total == full.total + more.draft_head
     assert "draft head" in str(more)
-    assert planned(file, GPU, draft).draft_head == (
+    assert planned(DEMO, GPU, draft).draft_head == (
         more.draft_head if draft is None else 0
     )  # DFlash has one pass a block
-    asked = planned(file, CPU, draft, draft_head="q4_0")
-    assert asked.draft_head == 4 * n_out * n_in and planned(file, CPU, draft).draft_head == 0
+    asked = planned(DEMO, CPU, draft, draft_head="q4_0")
+    assert asked.draft_head == 4 * n_out * n_in and planned(DEMO, CPU, draft).draft_head == 0
 
 
-def test_auto_wants_a_drafter_and_a_head_of_six_bits_that_kernels_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "free_bytes", lambda device: 8 << 30)
-    demo = open_gguf(DEMO)
-    assert planned(demo, GPU).draft_head > 0
-    assert planned(demo, GPU, spec_type="none").draft_head == planned(demo, GPU, spec_type="ngram").draft_head == 0
-    settings = EngineSettings()
-    d = plan_draft(demo, None, settings)
-    assert plan_head(demo, d, "auto", torch.bfloat16, GPU) is None  # --weights dense
-    assert planned(open_gguf(FIXTURES / "qwen35.gguf"), GPU).draft_head == 0  # f32: no kernel streams it
+def test_auto_wants_a_drafter_and_a_head_of_six_bits_that_kernels_stream(on_gpu: None) -> None:
+    assert planned(DEMO, GPU).draft_head > 0
+    assert planned(DEMO, GPU, spec_type="none").draft_head == planned(DEMO, GPU, spec_type="ngram").draft_head == 0
+    assert planned(DEMO, GPU, weights="dense").draft_head == 0
+    assert planned(FIXTURES / "qwen35.gguf", GPU).draft_head == 0  # f32: no kernel streams it
 
 
 def test_without_memory_auto_keeps_the_head_and_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, on_gpu: None
 ) -> None:
-    file = open_gguf(DEMO)
-    need = planned(file, GPU, draft_head="q4_0")
+    need = planned(DEMO, GPU, draft_head="q4_0", weights="packed")
     monkeypatch.setattr(plan, "free_bytes", lambda device: need.total)  # a reserve is left to others
     with caplog.at_level(logging.INFO, "pyspec"):  # a command that ran before may have set that one's level
-        assert planned(file, GPU).draft_head == 0
+        assert planned(DEMO, GPU, weights="packed").draft_head == 0
     assert [r.message for r in caplog.records if "no room for a coarse copy" in r.message] != []
     assert len(caplog.records) == 1
-    asked = planned(file, GPU, draft_head="q4_0")
+    asked = planned(DEMO, GPU, draft_head="q4_0", weights="packed")
     monkeypatch.setattr(plan, "free_bytes", lambda device: (need.total - need.draft_head) / (1 - plan.RESERVE) + 1)
     with pytest.raises(DoesNotFit, match="--draft-head full"):
         plan.check_fit(asked, GPU, n_slot=1, n_ctx=256, packed=True)
@@ -136,7 +134,7 @@ def test_without_a_drafter_that_has_use_for_it_it_is_refused(spec_type: str, tex
         rig(tiny("qwen35"), spec_type=spec_type, draft_head="q4_0")
 
 
-def test_a_drafter_with_its_own_head_is_told(tmp_path: Path) -> None:
+def test_a_drafter_with_its_own_head_is_told(tmp_path: Path, on_gpu: None) -> None:
     source, head = FIXTURES / "qwen35.gguf", "nextn.shared_head_head.weight"
     file = open_gguf(source)
     block = next(n for n in file.tensors if n.endswith("nextn.eh_proj.weight")).removesuffix("nextn.eh_proj.weight")
@@ -144,7 +142,7 @@ def test_a_drafter_with_its_own_head_is_told(tmp_path: Path) -> None:
     own = rewrite(source, tmp_path / "own.gguf", add=add)
     with pytest.raises(ConfigError, match="--draft-head q4_0 makes no sense here: the drafter has a head of its own"):
         rig(own, draft_head="q4_0")
-    assert planned(open_gguf(own), GPU).draft_head == 0
+    assert planned(own, GPU).draft_head == 0
     add = {"token_embd.weight": np.zeros((320, 64)), "output.weight": np.zeros((320, 64))}
     with_head = tmp_path / "d.gguf"
     rewrite(tiny("qwen35", drafter=True), with_head, add=add)

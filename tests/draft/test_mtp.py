@@ -13,9 +13,8 @@ from engine_rig import FIXTURES, Heard, Rig, rig
 from harness import Bench
 from known_texts import continuation, known_texts
 
-from pyspec.draft import mtp
+from pyspec.draft.chain import Chain
 from pyspec.draft.drafter import DraftRequest
-from pyspec.draft.mtp import Mtp
 from pyspec.slots.batch import Batch, Seq, lay_out
 
 CPU = torch.device("cpu")
@@ -23,13 +22,14 @@ MODELS = ["qwen35", "qwen35_q8_0", "qwen35_full_heads_q8_0"]
 QWEN35 = FIXTURES / "qwen35.gguf"
 
 
-def load(name: str, n_slot: int = 1) -> tuple[Bench, Mtp]:
+def load(name: str, n_slot: int = 1) -> tuple[Bench, Chain]:
     bench = Bench(FIXTURES / f"{name}.gguf", n_slot=n_slot)
-    options = {"n_draft": 4, "p_min": 0.0, "kv_dtype": torch.float32, "dense": torch.float32}
-    return bench, mtp.load(bench.file, bench.target, bench.table, **options)
+    drafter = bench.drafter("mtp", n_draft=4)
+    assert isinstance(drafter, Chain)
+    return bench, drafter
 
 
-def one_shot(bench: Bench, drafter: Mtp, slot: int, tokens: list[int]) -> torch.Tensor:
+def one_shot(bench: Bench, drafter: Chain, slot: int, tokens: list[int]) -> torch.Tensor:
     """All rows of the block at once, with the target's hidden states; returns its post-norm output."""
     hidden = bench.forward(Seq(slot, 0, tokens, keep=True)).hidden
     before = torch.cat([torch.zeros_like(hidden[:1]), hidden[:-1]])
@@ -77,7 +77,7 @@ def test_chained_steps_are_llama_cpps(name: str, chunk: int) -> None:
 def exact_rows_of(r: Rig, h: Heard) -> tuple[list[int], list[tuple[torch.Tensor, torch.Tensor]]]:
     """What a finished request left in the cache: its tokens, and the K and V that the drafter holds to be exact."""
     drafter = r.loop.drafter
-    assert isinstance(drafter, Mtp)
+    assert isinstance(drafter, Chain)
     tokens = [*h.request.prompt, *h.tokens][:-1]  # the last one has no row
     rows = torch.tensor(r.filed(tokens))
     assert len(rows) == len(tokens)
@@ -105,17 +105,17 @@ def test_after_any_drafts_the_cache_is_that_of_one_shot(n_draft: int, ubatch: in
 
 
 def test_silent_slots_stay_caught_up() -> None:
-    """A request that does not draft keeps at most `catch_up` hidden states, and its rows are exact."""
+    """A request that does not draft keeps at most `most_waiting` hidden states, and its rows are exact."""
     r = rig(QWEN35, spec_type="mtp", n_draft_max=3)
     drafter = r.loop.drafter
-    assert isinstance(drafter, Mtp)
+    assert isinstance(drafter, Chain)
     h, most = r.submit([1, 2, 3, 4], 150, n_draft_max=0), 0
     while not h.over:
         r.loop.step()
         if (state := drafter.states[0]) is not None:
             most = max(most, state.hidden.shape[0])
             assert state.n_row + state.hidden.shape[0] - 1 == r.loop.table.slots[0].n_past
-    assert drafter.catch_up // 2 < most <= drafter.catch_up + 1
+    assert drafter.most_waiting // 2 < most <= drafter.most_waiting + 1
     tokens, got = exact_rows_of(r, h)
     bench, reference = load("qwen35")
     one_shot(bench, reference, 0, tokens)
@@ -124,10 +124,10 @@ def test_silent_slots_stay_caught_up() -> None:
 
 
 def test_silent_slots_catch_up_together() -> None:
-    """Requests that began at different times soon bring up their rows in one forward, and no more than `catch_up` wait."""
+    """Requests that began at different times soon bring up their rows in one forward, and no more than `most_waiting` wait."""
     r = rig(QWEN35, np=4, spec_type="mtp", n_draft_max=3)
     drafter = r.loop.drafter
-    assert isinstance(drafter, Mtp) and drafter.catch_up == 16
+    assert isinstance(drafter, Chain) and drafter.most_waiting == 16
     bring_up, calls = drafter._bring_up, []
     drafter._bring_up = lambda late: (calls.append(len(late)), bring_up(late))[1]  # type: ignore[assignment,func-returns-value]
     heard = []
@@ -147,13 +147,13 @@ def test_silent_slots_catch_up_together() -> None:
     assert all(h.over for h in heard)
 
 
-@pytest.mark.parametrize("catch_up", [1, 2, 3])
-def test_rows_that_come_along_right_after_a_draft_are_exact(catch_up: int) -> None:
+@pytest.mark.parametrize("most_waiting", [1, 2, 3])
+def test_rows_that_come_along_right_after_a_draft_are_exact(most_waiting: int) -> None:
     """The anchor's row is there already when what was drafted behind it is accepted; beside slots that are silent."""
     r = rig(QWEN35, np=3, spec_type="mtp", n_draft_max=5, n_draft_fixed=True)
     drafter = r.loop.drafter
-    assert isinstance(drafter, Mtp)
-    drafter.catch_up = catch_up
+    assert isinstance(drafter, Chain)
+    drafter.most_waiting = most_waiting
     bring_up, widths = drafter._bring_up, []
     drafter._bring_up = lambda late: (widths.extend(seq.width for _, seq in late), bring_up(late))[1]  # type: ignore[assignment,func-returns-value]
     silent = r.submit([1, 2, 3, 4], 60, n_draft_max=0)
@@ -171,7 +171,7 @@ def test_rows_that_come_along_right_after_a_draft_are_exact(catch_up: int) -> No
 @pytest.mark.parametrize(("n_slot", "rows"), [(1, 16), (8, 16), (12, 10), (16, 8), (64, 8)])
 def test_what_waits_of_all_slots_fits_a_graph_where_that_leaves_a_few(n_slot: int, rows: int) -> None:
     r = rig(QWEN35, np=n_slot, spec_type="mtp", n_draft_max=3)
-    assert isinstance(r.loop.drafter, Mtp) and r.loop.drafter.catch_up == rows
+    assert isinstance(r.loop.drafter, Chain) and r.loop.drafter.most_waiting == rows
 
 
 def test_drafts_do_not_depend_on_the_neighbours() -> None:
@@ -214,10 +214,10 @@ def test_accepted_chains_keep_the_pairing() -> None:
     """Long accepted runs by an oracle beside a drafter that only watches: its rows stay exact."""
     r = rig(QWEN35, spec_type="mtp", n_draft_max=5, n_draft_fixed=True)
     watcher = r.loop.drafter
-    assert isinstance(watcher, Mtp)
+    assert isinstance(watcher, Chain)
     oracle = Fickle(5, text=partial(continuation, QWEN35))
     watcher.draft = lambda asks: [oracle.guess(ask)[: ask.n_draft] for ask in asks]  # type: ignore[method-assign]
-    watcher.catch_up = 4
+    watcher.most_waiting = 4
     prompt, text = list(known_texts(QWEN35).items())[2]
     h = r.generate(prompt, 30)
     assert h.tokens == text and h.timings.draft_n_accepted > 5

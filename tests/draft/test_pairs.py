@@ -88,7 +88,9 @@ def test_a_window_pattern_of_another_length_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_target_is_not_a_drafter() -> None:
-    with pytest.raises(PairError, match=r"draft file \(llama\) is neither a DFlash drafter nor an MTP block"):
+    with pytest.raises(
+        PairError, match=r"draft file \(llama\) is for none of the drafters there are: dflash, mtp, ngram"
+    ):
         rig(FIXTURES / "qwen3.gguf", draft_path=FIXTURES / "llama.gguf")
 
 

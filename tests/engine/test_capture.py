@@ -9,11 +9,11 @@ from engine_rig import rig
 from pyspec.config import EngineSettings
 from pyspec.cuda.graph import Graphed
 from pyspec.draft.drafter import GraphedDrafter
+from pyspec.engine import describe as describing
 from pyspec.engine import load as loading
 from pyspec.engine import memory_plan as plan
 from pyspec.engine.warmup import capture, graph_shapes
 from pyspec.gguf import GGMLType, open_gguf
-from pyspec.models import read_config
 from pyspec.models.weights import repacked_bytes, weight_bytes
 from pyspec.slots.arena import BUCKETS, Arena, bucket_of
 from pyspec.synth import write
@@ -64,12 +64,10 @@ def test_the_plan_has_the_rows_of_all_graphs(tmp_path, monkeypatch, kind, np) ->
     if kind == "dflash":
         settings["draft_path"] = write("qwen35", tmp_path / "d.gguf", quant="f32", tiny=True, drafter=True)
     r, keys = rig(target, **settings), set()
-    loop, planned = r.loop, EngineSettings(**settings)
-    file, draft = open_gguf(target), open_gguf(settings["draft_path"]) if kind == "dflash" else None
-    monkeypatch.setattr(loading, "workspace_bytes", lambda **sizes: sizes)
-    sizes = loading._workspace(
-        read_config(file), loading.plan_draft(file, draft, planned), planned, 256, torch.device("cuda")
-    )
+    loop, planned = r.loop, EngineSettings(**settings, ctx=256)
+    monkeypatch.setattr(describing, "pick_device", lambda wanted: torch.device("cuda"))
+    monkeypatch.setattr(describing, "workspace_bytes", lambda **sizes: sizes)
+    sizes = describing._workspace(describing.describe(target, planned))
     inner = loop.worker.forward
     loop.worker.arena = Arena(np, loop.table.pages_for(300), torch.device("cpu"))
 
@@ -90,22 +88,21 @@ def test_the_plan_has_the_rows_of_all_graphs(tmp_path, monkeypatch, kind, np) ->
 def test_partial_sums_of_attention_are_planned_for_target_and_drafter_and_taken(tmp_path, monkeypatch, kind) -> None:
     target = write("qwen35", tmp_path / "t.gguf", quant="f32", tiny=True)
     draft = write("qwen35", tmp_path / "d.gguf", quant="f32", tiny=True, drafter=True) if kind == "dflash" else None
-    settings, asked = EngineSettings(np=3, spec_type=kind, draft_path=draft), []
+    settings, asked = EngineSettings(np=3, ctx=256, spec_type=kind, draft_path=draft), []
 
     def bytes_of(spec, n_seq, n_key, n_row) -> int:
         asked.append((spec.n_head, n_seq, n_key, n_row))
         return 1000 * len(asked)
 
     monkeypatch.setattr(plan, "free_bytes", lambda device: 8 << 30)
+    monkeypatch.setattr(describing, "pick_device", lambda wanted: torch.device("cuda"))
     monkeypatch.setattr(loading.attend_cuda, "workspace_bytes", lambda *args: 0)
-    file, draft_file = open_gguf(target), None if draft is None else open_gguf(draft)
-    d = loading.plan_draft(file, draft_file, settings)
-    args = read_config(file), d, settings, 512, 256, None, torch.device("cuda")
-    without = loading._memory_plan(file, *args)
+    d = describing.describe(target, settings)
+    without = describing.plan_memory(d)
     monkeypatch.setattr(loading.attend_cuda, "workspace_bytes", bytes_of)
-    assert loading._memory_plan(file, *args).workspace - without.workspace == 1000 * len(asked)
+    assert describing.plan_memory(d).workspace - without.workspace == 1000 * len(asked)
     assert len(asked) == (2 if kind == "dflash" else 1)
-    assert all(n_seq == 3 and n_key > 256 and n_row > d.n_draft for _, n_seq, n_key, n_row in asked)
+    assert all(n_seq == 3 and n_key > 256 and n_row > d.draft.n_draft for _, n_seq, n_key, n_row in asked)
     space = loading.attend_cuda.Workspace(torch.device("cpu"))
     monkeypatch.setattr(loading.attend_cuda, "workspace", lambda device: space)
     loading._take_for_attention(4000, torch.device("cuda"))

@@ -10,8 +10,8 @@ import torch
 from engine_rig import FIXTURES, GREEDY, Rig, rig
 from known_texts import N_TEXT, known_texts, tiny
 
+from pyspec.draft.chain import Chain
 from pyspec.draft.dflash import DFlash
-from pyspec.draft.mtp import Mtp
 from pyspec.errors import SlotError
 from pyspec.models.target import Out
 from pyspec.slots.batch import Batch
@@ -31,7 +31,7 @@ def memories(r: Rig) -> list[Memory]:
     drafter = r.loop.drafter
     own = (
         drafter.block.memory
-        if isinstance(drafter, Mtp)
+        if isinstance(drafter, Chain)
         else drafter.net.memory
         if isinstance(drafter, DFlash)
         else None
@@ -149,7 +149,7 @@ def test_a_failing_drafter_costs_drafts_and_nothing_else() -> None:
     path, r = speculating("mtp", 2)
     texts = list(known_texts(path).items())[:2]
     drafter = r.loop.drafter
-    assert isinstance(drafter, Mtp)
+    assert isinstance(drafter, Chain)
     forward, n = drafter.block.forward, 0
 
     def bad(batch: Batch, hidden: torch.Tensor) -> torch.Tensor:

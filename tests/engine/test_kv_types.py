@@ -18,11 +18,9 @@ from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, GREEDY, Rig, plain_rig, rig
 from known_texts import demo_prompts, tiny
 
 from pyspec.config import EngineSettings
-from pyspec.engine.load import _memory_plan, plan_draft
+from pyspec.engine.describe import describe, plan_memory
 from pyspec.errors import ModelError
-from pyspec.gguf import open_gguf
 from pyspec.logits import compute_logits
-from pyspec.models import read_config
 from pyspec.request import Delta
 
 QWEN35 = FIXTURES / "qwen35.gguf"  # heads of 32
@@ -114,13 +112,10 @@ def test_a_page_that_is_gone_on_from_is_copied_with_its_scales() -> None:
 @pytest.mark.parametrize("kv_type", ["f16", *TYPES])
 @pytest.mark.parametrize("kind", ["mtp", "dflash-demo"])
 def test_the_memory_plan_has_the_bytes_that_are_taken(kind: str, kv_type: str) -> None:
-    r, file = MAKERS[kind](np=3, kv_type=kv_type), open_gguf(PATHS[kind])
-    draft = open_gguf(DEMO_DRAFT) if kind == "dflash-demo" else None
-    settings = EngineSettings(np=3, ctx=256, kv_type=kv_type, n_draft_max=4 if kind == "mtp" else 5)
-    n_row, cpu = r.loop.table.n_alloc_row, torch.device("cpu")
-    plan = _memory_plan(
-        file, read_config(file), plan_draft(file, draft, settings), settings, n_row, 256, torch.float32, cpu
-    )
+    r = MAKERS[kind](np=3, kv_type=kv_type)
+    draft = DEMO_DRAFT if kind == "dflash-demo" else None
+    settings = EngineSettings(np=3, ctx=256, kv_type=kv_type, n_draft_max=4 if kind == "mtp" else 5, draft_path=draft)
+    plan = plan_memory(replace(describe(PATHS[kind], settings), n_page=r.loop.table.n_page))
     drafter = r.loop.drafter
     assert drafter is not None
     assert plan.kv == r.loop.memory.kv_bytes

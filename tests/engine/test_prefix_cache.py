@@ -20,8 +20,8 @@ from draft_fakes import EOG, Fickle, Liar, Oracle, ending_text_after, text_after
 from engine_rig import FIXTURES, GREEDY, Heard, Rig, fake_rig, plain_rig, rig
 from known_texts import N_TEXT, continuation, known_texts, tiny
 
+from pyspec.draft.chain import Chain
 from pyspec.draft.drafter import PagedDrafter
-from pyspec.draft.mtp import Mtp
 from pyspec.engine.incoming import last_turn
 from pyspec.errors import SlotError
 from pyspec.slots.states import Saved
@@ -222,7 +222,7 @@ def test_a_state_is_of_committed_tokens_only(drafter: str, rounds: int) -> None:
     prompt, text = next((p, t) for p, t in known_texts(path).items() if len(p) > 60)
     r = rig(path, spec_type="mtp", n_draft_max=5, n_draft_fixed=True, page_size=16)
     mtp = r.loop.drafter
-    assert isinstance(mtp, Mtp)
+    assert isinstance(mtp, Chain)
     if drafter != "mtp":
         kind = {"oracle": Oracle, "random": Random}[drafter]
         fake = kind(5, text=lambda tokens, n: continuation(path, tokens, n))

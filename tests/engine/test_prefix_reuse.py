@@ -13,7 +13,7 @@ from draft_fakes import Oracle, text_after
 from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, GREEDY, Rig, fake_rig, plain_rig, rig
 from known_texts import demo_prompts, known_texts, tiny
 
-from pyspec.draft.mtp import Mtp
+from pyspec.draft.chain import Chain
 from pyspec.slots.batch import Batch
 
 QWEN35 = FIXTURES / "qwen35.gguf"
@@ -143,8 +143,8 @@ def test_mtp_rows_not_yet_computed_are_computed_before_their_page_is_filed() -> 
     r, cold = (make("mtp", page_size=16, ubatch=50) for _ in range(2))
     prompt = random_ids(12, 101)
     for one in (r, cold):
-        assert isinstance(one.loop.drafter, Mtp)
-        one.loop.drafter.catch_up = 1000
+        assert isinstance(one.loop.drafter, Chain)
+        one.loop.drafter.most_waiting = 1000
     r.generate(prompt, 1)
     inputs: list[list[torch.Tensor]] = []
     cached = []
@@ -162,8 +162,8 @@ def test_mtp_rows_not_yet_computed_are_computed_before_their_page_is_filed() -> 
 def watch(r: Rig, seen: list[list[torch.Tensor]]) -> None:
     """Collect what the MTP block gives out, per forward."""
     drafter = r.loop.drafter
-    assert isinstance(drafter, Mtp)
-    drafter.catch_up = 1000
+    assert isinstance(drafter, Chain)
+    drafter.most_waiting = 1000
     forward, outs = drafter.block.forward, []
     seen.append(outs)
 

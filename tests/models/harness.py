@@ -7,6 +7,9 @@ from pathlib import Path
 
 import torch
 
+from pyspec import draft
+from pyspec.config import EngineSettings
+from pyspec.draft.drafter import Drafter, DraftOptions, TargetFile
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
 from pyspec.models.decoder import Decoder, decoder_tensors
@@ -44,6 +47,13 @@ class Bench:
         self.target = Decoder(config, Weights(self.file, DEVICE, dense), self.memory)
         for slot in self.table.slots:
             self.table.acquire(slot, n_ctx)
+
+    def drafter(self, kind: str, path: Path | None = None, *, n_draft: int) -> Drafter:
+        """A drafter of this target, from its own file or another one."""
+        settings = EngineSettings(np=len(self.table.slots), kv_type="f32", n_draft_max=n_draft)
+        module, file = draft.find(kind), None if path is None else open_gguf(path)
+        plan = module.plan(file, TargetFile(self.file, self.target.config), settings)
+        return module.load(plan, self.target, self.table, DraftOptions(settings=settings, dense=torch.float32))
 
     def seq(self, slot: int, tokens: list[int], *, keep: bool = True, n_out: int | None = None) -> Seq:
         s = self.table.slots[slot]

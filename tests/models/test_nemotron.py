@@ -13,9 +13,12 @@ import pytest
 import torch
 from harness import DEVICE, FIXTURES, Bench, near
 
+from pyspec.cuda.ops.norms.op import norms
+from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.cuda.ops.recurrent.fold import flush
-from pyspec.draft import mtp
+from pyspec.draft.chain import Chain
 from pyspec.draft.drafter import DraftRequest
+from pyspec.draft.mtp import MtpBlock
 from pyspec.errors import OutOfBounds
 from pyspec.slots.batch import Batch, Seq, lay_out
 
@@ -228,10 +231,16 @@ def test_a_checkpoint_taken_after_a_fold_serves_two_slots() -> None:
 # -- the MTP block ---------------------------------------------------------------------------------------------------
 
 
-def mtp_of(name: str, *, layer_norm: bool = True) -> tuple[Bench, mtp.Mtp]:
+def mtp_of(name: str, *, layer_norm: bool = True) -> tuple[Bench, Chain]:
+    """layer_norm: the block ends in LayerNorm, as llama.cpp has it."""
     bench = bench_of(name)
-    options = {"n_draft": 4, "p_min": 0.0, "kv_dtype": torch.float32, "dense": torch.float32}
-    return bench, mtp.load(bench.file, bench.target, bench.table, layer_norm=layer_norm, **options)
+    drafter = bench.drafter("mtp", n_draft=4)
+    assert isinstance(drafter, Chain) and isinstance(drafter.block, MtpBlock)
+    if layer_norm:
+        drafter.block.last_norm = norms.bind(
+            NormsSpec(DEVICE, bench.target.config.n_embd, bench.target.config.eps, layer=True)
+        )
+    return bench, drafter
 
 
 @pytest.mark.parametrize("name", WITH_MTP)

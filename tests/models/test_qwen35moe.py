@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import DEVICE, FIXTURES, Bench, near
 
-from pyspec.draft import mtp
+from pyspec.draft.chain import Chain
 from pyspec.draft.drafter import DraftRequest
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGUFWriter, ValueType, open_gguf
@@ -33,10 +33,11 @@ def expected(name: str) -> dict[str, np.ndarray]:
     return dict(np.load(FIXTURES / f"{name}.npz"))
 
 
-def mtp_of(name: str, n_slot: int = 1) -> tuple[Bench, mtp.Mtp]:
+def mtp_of(name: str, n_slot: int = 1) -> tuple[Bench, Chain]:
     bench = Bench(FIXTURES / f"{name}.gguf", n_slot=n_slot)
-    options = {"n_draft": 4, "p_min": 0.0, "kv_dtype": torch.float32, "dense": torch.float32}
-    return bench, mtp.load(bench.file, bench.target, bench.table, **options)
+    drafter = bench.drafter("mtp", n_draft=4)
+    assert isinstance(drafter, Chain)
+    return bench, drafter
 
 
 @pytest.mark.parametrize("dense", [torch.float32, None], ids=["unpacked", "packed"])

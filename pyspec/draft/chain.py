@@ -1,0 +1,292 @@
+"""A chained drafter: a block that makes the next token's hidden state out of the last one's, called once for every drafted token.
+
+Row p of the block pairs token x_p with the hidden state h_{p-1} and predicts x_{p+1}; row 0 pairs with zeros. The target's hidden
+states are exact; behind them the block goes on from its own. Rows of committed tokens are computed once, from the target's
+states, in the first pass of the next draft, together with the row of the anchor; the chained rows after it are scratch and are
+overwritten. Nothing here knows what the block is made of: `mtp.py` has one. Source: llama.cpp draft-mtp (positions), vLLM
+(schedule).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pyspec.cuda.copies import copied
+from pyspec.cuda.graph import Graphed
+from pyspec.cuda.ops.ahead.op import ahead
+from pyspec.cuda.ops.ahead.ref import AheadSpec, Kept
+from pyspec.cuda.ops.best.op import best
+from pyspec.cuda.ops.best.ref import BestSpec
+from pyspec.draft.drafter import DraftPlan, DraftRequest
+from pyspec.models.target import Out
+from pyspec.slots.arena import BUCKETS, Arena, bucket_of
+from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.kv import KVPool
+from pyspec.slots.memory import Memory
+from pyspec.slots.table import Slot, SlotTable
+
+MOST_WAITING = 16  # rows of a silent slot that wait at most: each costs the more the fewer of them are computed at once
+LEAST_WAITING = 8  # with so many slots that no graph holds more of each
+
+
+def most_waiting(n_slot: int) -> int:
+    """Rows of a silent slot that wait at most."""
+    return max(LEAST_WAITING, min(MOST_WAITING, BUCKETS[-1] // n_slot))
+
+
+class ChainedBlock(Protocol):
+    """One step of a chain, over keys and values of its own. `n_hidden`: width of the hidden states it takes and makes."""
+
+    n_hidden: int
+    memory: Memory
+
+    def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
+        """hidden [row, n_hidden] f32: h_{p-1} of each row -> that of each row's own position, the same shape."""
+        ...
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Hidden states that `forward` made -> logits [row, vocab] over the target's tokens."""
+        ...
+
+    def states_of(self, out: Out) -> Tensor:
+        """The exact hidden states [row, n_hidden] of a target's forward. They are kept for rounds to come."""
+        ...
+
+
+class Pending:
+    """What a slot has in store for its next draft: rows below n_row are exact; `hidden` [m, n_embd] holds h of positions n_row-1 .. n_past-1.
+
+    Between a draft and the forward that verifies it the anchor's row is exact already: n_row is n_past + 1, and `hidden`
+    still holds h of n_past-1, for the case that this forward fails and the draft has to be made again.
+
+    Rounds without drafts only note where their rows are: they are brought together when somebody asks.
+    """
+
+    __slots__ = ("_pieces", "generation", "n_hidden", "n_row")
+
+    def __init__(self, generation: int, n_row: int, hidden: Tensor) -> None:
+        self.generation, self.n_row, self.hidden = generation, n_row, hidden
+
+    @property
+    def hidden(self) -> Tensor:
+        if len(self._pieces) > 1:
+            self.hidden = torch.cat([rows[first:end] for rows, first, end in self._pieces])
+        rows, first, end = self._pieces[0]
+        return rows[first:end]
+
+    @hidden.setter
+    def hidden(self, rows: Tensor) -> None:
+        self.n_hidden = rows.shape[0]
+        self._pieces = [(rows, 0, self.n_hidden)]
+
+    def add(self, rows: Tensor, first: int, end: int, *, after: bool) -> None:
+        """Rows [first, end) of a forward, after those that are there or in their place."""
+        self._pieces = [*self._pieces, (rows, first, end)] if after else [(rows, first, end)]
+        self.n_hidden = self.n_hidden * after + end - first
+
+
+class Chain:
+    """Implements `Drafter`."""
+
+    def __init__(
+        self, block: ChainedBlock, plan: DraftPlan, table: SlotTable, device: torch.device, p_min: float
+    ) -> None:
+        self.name, self.needs, self.most_waiting = plan.kind, plan.needs, plan.n_waiting
+        self.block, self.table, self.device, self.p_min = block, table, device, p_min
+        self.best, self.ahead = best.bind(BestSpec(self.device)), ahead.bind(AheadSpec(self.device))
+        self.states: list[Pending | None] = [None] * len(table.slots)
+        self.arenas: list[Arena | None] = [None] * 3  # of the first pass, of the chained ones, of rows that are late
+        self._first, self._next, self._late = Graphed(self._start), Graphed(self._step), Graphed(self._compute)
+        # what one pass hands to the next, at fixed places for graphs; a first pass catches up on most_waiting rows at most
+        n_row = max(len(table.slots) * (self.most_waiting + 1), BUCKETS[-1])
+        self.tokens = torch.zeros(n_row, dtype=torch.int64, device=self.device)
+        self.probs = torch.ones(n_row, device=self.device)
+        self.hidden = torch.zeros(n_row, block.n_hidden, device=self.device)
+        self.steps = torch.zeros(
+            plan.n_draft, len(table.slots), dtype=torch.int64, device=self.device
+        )  # tokens by pass
+
+    def begin(self, slot: Slot, saved: object | None) -> None:
+        if isinstance(saved, Pending):
+            self.states[slot.index] = Pending(slot.generation, saved.n_row, saved.hidden)
+        else:  # cold start, or no hidden state at the reuse boundary: zeros cost one weaker row, never the text
+            hidden = torch.zeros(1, self.block.n_hidden, device=self.device)
+            self.states[slot.index] = Pending(slot.generation, slot.n_past, hidden)
+
+    def _state(self, slot: Slot) -> Pending:
+        state = self.states[slot.index]
+        assert state is not None and state.generation == slot.generation, f"pending rows of slot {slot.index} are stale"
+        return state
+
+    def absorb(self, batch: Batch, out: Out) -> None:
+        pass  # which token a hidden state is paired with is known only after acceptance
+
+    @torch.inference_mode()
+    def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
+        hidden, heard = self.block.states_of(out), []
+        for s, seq in enumerate(batch.seqs):
+            state = self._state(self.table.slots[seq.slot])
+            # right after a draft nothing is pending: the one row there is was that of the anchor, which is exact
+            state.add(hidden, batch.starts[s], batch.starts[s] + kept[s], after=state.n_row <= seq.n_past)
+            heard.append((state, seq, kept[s]))
+        if not any(state.n_hidden > self.most_waiting for state, _, _ in heard):
+            return
+        late = []  # prompt chunks, and slots that have not drafted for a while; who soon would be late comes along
+        for state, seq, n in heard:
+            if state.n_hidden > 1 and 2 * state.n_hidden > self.most_waiting:
+                old = self.table.slots[seq.slot].tokens[state.n_row : seq.n_past]
+                new = seq.tokens[max(0, state.n_row - seq.n_past) : n]  # right after a draft the anchor's row is there
+                late.append((state, Seq(seq.slot, state.n_row, [*old, *new])))
+        self._bring_up(late)
+
+    def _bring_up(self, late: Sequence[tuple[Pending, Seq]]) -> None:
+        """Compute the rows of committed tokens that wait: all but the newest hidden state of each have theirs."""
+        rows = lay_out(self.table, [seq for _, seq in late], self.device, arena=self.arenas[2])
+        hidden = [state.hidden[:-1] for state, _ in late]
+        if rows.bucket is None:
+            self.block.forward(rows, torch.cat(hidden))
+        else:
+            torch.cat(hidden, out=self.hidden[: rows.n_row])
+            self._late(rows)
+        for state, seq in late:
+            state.n_row, state.hidden = state.n_row + seq.width, state.hidden[-1:].clone()
+
+    @torch.inference_mode()
+    def draft(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        live = [r for r in requests if r.n_draft > 0]
+        drafts: dict[int, list[int]] = {r.slot.index: [] for r in requests}
+        if live:
+            self._chain(live, drafts)
+        return [drafts[r.slot.index] for r in requests]
+
+    def _chain(self, live: list[DraftRequest], drafts: dict[int, list[int]]) -> None:
+        """All slots draft as far as the one that asked for most; nothing is read back before the end, or before p_min."""
+        seqs = []
+        for r in live:
+            slot, state = r.slot, self._state(r.slot)
+            state.n_row = min(state.n_row, slot.n_past)  # drafted before, but never verified: the anchor's row again
+            seqs.append(Seq(slot.index, state.n_row, [*slot.tokens[state.n_row :], r.anchor], n_out=1))
+        n_row = sum(seq.width for seq in seqs)
+        torch.cat([self._state(r.slot).hidden for r in live], out=self.hidden[:n_row])
+        self._first(lay_out(self.table, seqs, self.device, arena=self.arenas[0]))
+        for r in live:  # the anchor's row is exact, too: its token is final, its hidden state was the target's
+            state = self._state(r.slot)
+            state.n_row, state.hidden = r.slot.n_past + 1, state.hidden[-1:]
+        n, most, done = len(live), max(r.n_draft for r in live), 1
+        copied(self.tokens[:n], self.steps[0, :n])
+        sure = [self.probs[:n] >= self.p_min] if self.p_min > 0 else []
+        rest = self._chained([r.slot for r in live], most) if most > 1 else None
+        while done < most and (not sure or bool(sure[-1].any())):
+            assert rest is not None
+            self._pass(rest, done)
+            if sure:
+                sure.append(sure[-1] & (self.probs[:n] >= self.p_min))
+            done += 1
+        lengths = torch.stack(sure).sum(0).tolist() if sure else [done] * n
+        steps = self.steps[:done].tolist()
+        for i, (r, length) in enumerate(zip(live, lengths, strict=True)):
+            drafts[r.slot.index] = [step[i] for step in steps[: min(length, r.n_draft)]]
+
+    def _chained(self, slots: Sequence[Slot], n: int, widths: Sequence[int] = ()) -> Batch:
+        """The layout of the passes after the first, which move it on: `n` drafts behind each slot's tokens. Their own tokens are
+        on the device. widths: of a verify behind whose kept rows it will be moved."""
+        slack = [n - 1 + width for width in widths or [0] * len(slots)]
+        seqs = [Seq(slot.index, slot.n_past, [0], n_out=1, slack=more) for slot, more in zip(slots, slack, strict=True)]
+        return lay_out(self.table, seqs, self.device, arena=self.arenas[1])
+
+    def _pass(self, batch: Batch, done: int) -> None:
+        """Draft number `done`, after those before."""
+        self._next(batch)
+        copied(self.tokens[: len(batch.seqs)], self.steps[done, : len(batch.seqs)])
+
+    @torch.inference_mode()
+    def draft_ahead(self, batch: Batch, out: Out, kept: Kept, n_draft: int) -> Tensor | None:
+        """The first pass has all rows of the verify, each with what follows it; those behind the kept ones are scratch."""
+        slots = [self.table.slots[seq.slot] for seq in batch.seqs]
+        if self.p_min > 0 or any(self._state(slot).n_row != slot.n_past + 1 for slot in slots):
+            return None
+        seqs = [Seq(q.slot, slot.n_past + 1, [0] * q.width, n_out=1) for q, slot in zip(batch.seqs, slots, strict=True)]
+        first = lay_out(self.table, seqs, self.device, arena=self.arenas[0])
+        self.ahead.follow(first, kept)
+        copied(self.block.states_of(out)[: batch.n_row], self.hidden[: batch.n_row])
+        self._first(first)
+        copied(self.tokens[: len(slots)], self.steps[0, : len(slots)])
+        if n_draft > 1:
+            rest = self.ahead.move(self._chained(slots, n_draft, [seq.width for seq in batch.seqs]), kept)
+        for done in range(1, n_draft):
+            self._pass(rest, done)
+        return self.steps[:n_draft, : len(slots)].T
+
+    def confirm_ahead(self, slots: Sequence[Slot]) -> None:
+        for slot in slots:
+            state = self._state(slot)
+            state.n_row, state.hidden = slot.n_past + 1, state.hidden[-1:]
+
+    def _start(self, batch: Batch) -> None:
+        """The first pass: exact rows up to the anchor's, `self.hidden` given by the host."""
+        n = min(len(self.table.slots), batch.tokens.shape[0])
+        hidden = self.block.forward(batch, self.hidden[: batch.tokens.shape[0]])
+        self._pick(hidden[batch.out_rows[:n]])
+
+    def _compute(self, batch: Batch) -> None:
+        """Exact rows from which nothing is drafted, `self.hidden` given by the host."""
+        self.block.forward(batch, self.hidden[: batch.tokens.shape[0]])
+
+    def _step(self, batch: Batch) -> None:
+        """A chained pass: a row a slot, after the pass before and one position farther on."""
+        n, batch = batch.tokens.shape[0], self.ahead.step(batch)
+        self._pick(self.block.forward(replace(batch, tokens=self.tokens[:n]), self.hidden[:n]))
+
+    def _pick(self, hidden: Tensor) -> None:
+        logits = self.block.head(hidden)
+        n = hidden.shape[0]
+        self.best.tokens(logits, out=self.tokens[:n])
+        copied(hidden, self.hidden[:n])
+        if self.p_min > 0:
+            self.probs[:n] = logits.softmax(-1).amax(-1)
+
+    def use_graphs(self, make_arena: Callable[[], Arena]) -> None:
+        self.arenas = [make_arena() for _ in self.arenas]
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        slots, n_row = self.table.slots, len(self.table.slots) * max(self.needs.n_draft + 1, self.most_waiting)
+        most = bucket_of(n_row) or BUCKETS[-1]
+        if self.table.n_page < len(slots) * self.table.pages_for(-(-most // len(slots))):
+            return  # too few pages to try them all: they are captured as they come
+        for n_row in [b for b in BUCKETS if b <= most]:
+            n = min(len(slots), n_row)
+            seqs = [Seq(i, 0, [0] * (n_row // n + (i < n_row % n)), n_out=1) for i in range(n)]
+            for _ in range(2):
+                self._first(lay_out(self.table, seqs, self.device, arena=self.arenas[0]))
+        for n in range(1, len(slots) + 1):
+            for _ in range(2):
+                seqs = [Seq(i, 0, [0], n_out=1) for i in range(n)]
+                self._next(lay_out(self.table, seqs, self.device, arena=self.arenas[1]))
+        for n_row in [b for b in BUCKETS if self.most_waiting <= b <= most]:
+            n = min(len(slots), -(-n_row // self.most_waiting))
+            seqs = [Seq(i, 0, [0] * (n_row // n + (i < n_row % n))) for i in range(n)]
+            for _ in range(2):
+                self._late(lay_out(self.table, seqs, self.device, arena=self.arenas[2]))
+        for graphed in (self._first, self._next, self._late):
+            graphed.seal()
+
+    @torch.inference_mode()
+    def checkpoint(self, slot: Slot) -> object | None:
+        state = self._state(slot)
+        n_row = min(state.n_row, slot.n_past)  # a row beyond is the anchor's, which is not committed yet
+        if tokens := slot.tokens[n_row:]:
+            self._bring_up([(state, Seq(slot.index, n_row, tokens))])
+        state.n_row, state.hidden = slot.n_past, state.hidden[-1:].clone()
+        return Pending(state.generation, state.n_row, state.hidden)
+
+    def pools(self) -> Iterable[KVPool]:
+        return self.block.memory.kv.values()
+
+    def end(self, slot: Slot) -> None:
+        self.states[slot.index] = None

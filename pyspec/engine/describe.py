@@ -1,0 +1,249 @@
+"""What a load will be, before anything is allocated: files read and checked, every "auto" decided, bytes counted."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pyspec import draft
+from pyspec.config import EngineSettings
+from pyspec.cuda.ops.attend import cuda as attend_cuda
+from pyspec.cuda.ops.attend.ref import AttendSpec
+from pyspec.draft.drafter import NO_DRAFTER, DraftPlan, TargetFile, refuse_file
+from pyspec.engine.draft_head import HeadCopy, plan_head
+from pyspec.engine.memory_plan import (
+    MemoryPlan,
+    checkpoint_bytes,
+    memory_bytes,
+    pick_dense,
+    with_copies,
+    with_head,
+    workspace_bytes,
+)
+from pyspec.engine.warmup import graph_shapes
+from pyspec.errors import ConfigError, DeviceError, PairError
+from pyspec.gguf import GGUFFile, open_gguf
+from pyspec.models import coarse, read_config
+from pyspec.models.decoder import DecoderConfig, decoder_tensors
+from pyspec.models.weights import check_tensors, weight_bytes, wide_bytes
+from pyspec.registry import drafters
+from pyspec.slots.arena import bucket_of
+from pyspec.slots.kv import KV_DTYPES
+from pyspec.slots.parts import CacheSizes
+from pyspec.slots.table import SlotTable
+from pyspec.text.template import ChatTemplate
+from pyspec.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+AUTO_CTX = 8192
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """A model with its drafter, on a device.
+
+    n_ctx   tokens one request may hold
+    n_page  pages of the pool
+    dense   the dtype matrices are unpacked to; None: they stay packed
+    head    the copy of the target's head that drafts shall read, memory permitting
+    """
+
+    path: Path
+    settings: EngineSettings
+    device: torch.device
+    file: GGUFFile
+    config: DecoderConfig
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    draft: DraftPlan
+    n_ctx: int
+    n_page: int
+    dense: torch.dtype | None
+    head: HeadCopy | None
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        return KV_DTYPES[self.settings.kv_type]
+
+    @property
+    def width(self) -> int:
+        """Rows of a slot's largest verify."""
+        return self.draft.n_draft + 1
+
+    @property
+    def n_overhang(self) -> int:
+        """Rows of a request beyond what it may hold: of a verify, or of what a drafter writes."""
+        return overhang_of(self.draft)
+
+    @property
+    def batch(self) -> int:
+        """Rows of a forward in which nobody decodes."""
+        return self.settings.batch or max(self.settings.ubatch, 2048 if self.is_cuda else 0)
+
+    @property
+    def sizes(self) -> CacheSizes:
+        """Of what the target's layers keep."""
+        s = self.settings
+        return CacheSizes(s.np, self.table().n_alloc_row, s.page_size, width=self.width, kv_dtype=self.kv_dtype)
+
+    def table(self) -> SlotTable:
+        """The slots, all of them empty."""
+        return SlotTable(self.settings.np, self.n_page, self.settings.page_size)
+
+
+def describe(path: Path, settings: EngineSettings) -> Description:
+    """Open, check, decide. Every refusal is a PyspecError with the reason."""
+    device = pick_device(settings.device)
+    file = open_gguf(path)
+    draft_file = open_gguf(settings.draft_path) if settings.draft_path is not None else None
+    config = read_config(file)
+    check_tensors(file, decoder_tensors(config, file))
+    tokenizer, template = Tokenizer.from_metadata(file.metadata), ChatTemplate.from_metadata(file.metadata)
+    if draft_file is not None:
+        check_vocabulary(file, draft_file)
+    plan = plan_draft(draft_file, TargetFile(file, config), settings)
+    n_ctx = context_of(settings, config)
+    dense = pick_dense(file, device, settings.weights)
+    return Description(
+        path=path,
+        settings=settings,
+        device=device,
+        file=file,
+        config=config,
+        tokenizer=tokenizer,
+        template=template,
+        draft=plan,
+        n_ctx=n_ctx,
+        n_page=pages_of(settings, n_ctx, overhang_of(plan)),
+        dense=dense,
+        head=plan_head(file, plan, settings.draft_head, is_streamed=device.type == "cuda" and dense is None),
+    )
+
+
+def pick_device(wanted: str) -> torch.device:
+    if wanted == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(wanted)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as e:
+        raise DeviceError(f"device '{wanted}' can not be used: {str(e).splitlines()[0]}") from e
+    return device
+
+
+def plan_draft(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:
+    """Which drafter runs, and how. One that was given is a request: if it can not run, loading fails with the reason."""
+    kind: str | None = settings.spec_type
+    if kind == "auto":
+        kind = draft.recognised(target.file if file is None else file)
+        if kind is None and file is not None:
+            known = ", ".join(drafters())
+            raise PairError(f"the draft file ({file.architecture}) is for none of the drafters there are: {known}")
+    if kind is None or kind == "none":
+        refuse_file("none", file)
+        return NO_DRAFTER
+    return draft.find(kind).plan(file, target, settings)
+
+
+def check_vocabulary(target: GGUFFile, drafter: GGUFFile) -> None:
+    """Both files must mean the same token by the same id."""
+    key = "tokenizer.ggml.tokens"
+    ours, theirs = target.metadata.get(key), drafter.metadata.get(key)
+    if ours is None or theirs is None or ours == theirs:
+        return
+    a, b = list(ours), list(theirs)  # type: ignore[call-overload]
+    if len(a) != len(b):
+        raise PairError(f"the drafter has {len(b)} tokens, the target {len(a)}: they do not share a vocabulary")
+    i = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+    raise PairError(f"token {i} is {b[i]!r} in the drafter and {a[i]!r} in the target: not the same vocabulary")
+
+
+def context_of(s: EngineSettings, c: DecoderConfig) -> int:
+    """Tokens one request may hold."""
+    if not s.ctx:
+        return min(AUTO_CTX, c.n_ctx_train)
+    if s.ctx > c.n_ctx_train:
+        log.warning("-c %d is more than the model was trained for (%d)", s.ctx, c.n_ctx_train)
+    return s.ctx
+
+
+def overhang_of(plan: DraftPlan) -> int:
+    return max(plan.needs.overhang, plan.n_draft + 1)
+
+
+def pages_of(s: EngineSettings, n_ctx: int, n_overhang: int) -> int:
+    """Pages of the pool: all slots' contexts, or what was asked for."""
+    per_slot = -(-(n_ctx + n_overhang) // s.page_size)
+    n_page = -(-s.kv_pool // s.page_size) if s.kv_pool else per_slot * s.np
+    if n_page < -(-(n_overhang + 2) // s.page_size):
+        raise ConfigError(f"--kv-pool {s.kv_pool} holds not even one request of {n_overhang + 2} rows")
+    return n_page
+
+
+# -- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def plan_memory(d: Description) -> MemoryPlan:
+    """Bytes of everything that will be allocated; optional copies only where there is room for them."""
+    s = d.settings
+    kv, state = memory_bytes(d.config.parts(), d.sizes)
+    draft_kv, _ = memory_bytes(d.draft.layers, d.sizes)
+    has_own_file = d.draft.file is not None and d.draft.file is not d.file
+    activations, workspace = _workspace(d)
+    plan = MemoryPlan(
+        weights=weight_bytes(d.file, d.dense, d.is_cuda),
+        kv=kv,
+        state=state - s.np * checkpoint_bytes(d.config.parts(), d.sizes) + device_checkpoints(d),
+        draft_weights=weight_bytes(d.draft.file, d.dense, d.is_cuda) if has_own_file else 0,
+        draft_kv=draft_kv,
+        activations=activations,
+        workspace=workspace + attention_bytes(d),
+    )
+    if d.head is not None:
+        plan = with_head(plan, coarse.coarse_bytes(d.head.info, d.head.to, d.device), d.device, s.draft_head)
+    files = {d.file} | ({d.draft.file} if d.draft.file is not None else set())
+    n_wide = sum(wide_bytes(file) for file in files) if d.dense is None else 0
+    return with_copies(plan, n_wide, d.device, s.weights)
+
+
+def device_checkpoints(d: Description) -> int:
+    """Bytes of recurrent checkpoints that may stand on the device."""
+    if not d.settings.prefix_cache:
+        return 0
+    return d.settings.cache_device << 20 or d.settings.np * checkpoint_bytes(d.config.parts(), d.sizes)
+
+
+def _workspace(d: Description) -> tuple[int, int]:
+    """(activations, workspace): what forwards need besides weights and slots."""
+    s, c = d.settings, d.config
+    graphs = graph_shapes(s.np, d.width, late=d.draft.needs.late) if d.is_cuda else []
+    key_size = 8 if s.kv_type in ("q8_0", "f8_e4m3") else 4
+    return workspace_bytes(
+        n_row=d.batch,
+        n_embd=c.n_embd,
+        n_ff=c.n_ff,
+        n_vocab=c.n_vocab,
+        graph_rows=sum(bucket_of(n) or n for n, _ in graphs),
+        n_tap=len(d.draft.needs.taps),
+        n_held=d.draft.n_held,
+        key_bytes=key_size * d.n_ctx * c.attention.n_kv_head * c.attention.head_dim,
+        cuda=d.is_cuda,
+    )
+
+
+def attention_bytes(d: Description) -> int:
+    """Of partial sums of attention, which target and drafter share."""
+    s, n_key = d.settings, d.n_ctx + d.n_overhang + d.settings.page_size
+    n_row = s.np * max(d.width, d.draft.n_waiting)
+    widest = max(d.n_overhang, -(-(bucket_of(n_row) or n_row) // s.np))  # with a graph's padding
+    shapes = dict.fromkeys((d.config.attention, *d.draft.attention))
+    specs = [AttendSpec(d.device, a.n_head, a.n_kv_head, a.head_dim, 1.0, d.kv_dtype) for a in shapes]
+    return max(attend_cuda.workspace_bytes(spec, s.np, n_key, widest) for spec in specs)

@@ -1,0 +1,57 @@
+"""The copy of the target's head that drafts read: whether there is one, of which type, and making it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from pyspec.draft.drafter import DraftPlan
+from pyspec.errors import ConfigError
+from pyspec.gguf import GGMLType, GGUFFile, TensorInfo
+from pyspec.models import coarse
+from pyspec.models.decoder import Decoder
+from pyspec.models.weights import Matrix
+
+log = logging.getLogger(__name__)
+
+AUTO_HEAD = GGMLType.Q4_0
+
+
+@dataclass(frozen=True)
+class HeadCopy:
+    """The target's head, and the type of the copy that drafts read."""
+
+    info: TensorInfo
+    to: GGMLType
+
+
+def plan_head(target: GGUFFile, draft: DraftPlan, wanted: str, *, is_streamed: bool) -> HeadCopy | None:
+    """The copy of the head that drafts go through; None for the target's own.
+
+    "auto" makes one where kernels read a large head once a draft (a chain): a block's drafts go through it together, and what
+    that saves is no more than what is accepted less (docs/log.md).
+
+    is_streamed  kernels read the head as it is packed: a CPU would read as many bytes of a copy as before
+    """
+    if wanted == "full" or (wanted == "auto" and not draft.needs.chained):
+        return None
+    info = target.tensors["output.weight" if "output.weight" in target.tensors else "token_embd.weight"]
+    to = AUTO_HEAD if wanted == "auto" else GGMLType[wanted.upper()]
+    why = draft.no_copy
+    if not why and (reason := coarse.refusal(info, to)):
+        why = f"{info.name} stays as it is: {reason}"
+    if wanted == "auto":
+        return HeadCopy(info, to) if is_streamed and not why and coarse.is_worth(info) else None
+    if why:
+        raise ConfigError(f"--draft-head {wanted} makes no sense here: {why}")
+    return HeadCopy(info, to)
+
+
+def make_head(target: Decoder, head: HeadCopy) -> Matrix | None:
+    """The copy, or None where no kernel takes it."""
+    copy, to = coarse.coarse(target.output, head.info, head.to, target.device), head.to.name
+    if copy is None:
+        log.warning("drafts read the target's head as it is: no kernel here takes a copy in %s", to)
+    else:
+        log.info("drafts read a copy of the head in %s (%s in the file)", to, head.info.type.name)
+    return copy
