@@ -26,8 +26,8 @@ from pyspec.draft.drafter import DraftPlan, DraftRequest
 from pyspec.models.target import Out
 from pyspec.slots.arena import BUCKETS, Arena, bucket_of
 from pyspec.slots.batch import Batch, Seq, lay_out
-from pyspec.slots.kv import KVPool
 from pyspec.slots.memory import Memory
+from pyspec.slots.parts import PartMemory
 from pyspec.slots.table import Slot, SlotTable
 
 MOST_WAITING = 16  # rows of a silent slot that wait at most: each costs the more the fewer of them are computed at once
@@ -285,8 +285,8 @@ class Chain:
         state.n_row, state.hidden = slot.n_past, state.hidden[-1:].clone()
         return Pending(state.generation, state.n_row, state.hidden)
 
-    def pools(self) -> Iterable[KVPool]:
-        return self.block.memory.kv.values()
+    def pools(self) -> Iterable[PartMemory]:
+        return self.block.memory.paged
 
     def end(self, slot: Slot) -> None:
         self.states[slot.index] = None

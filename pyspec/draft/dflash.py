@@ -43,9 +43,8 @@ from pyspec.models.target import Out, Target
 from pyspec.models.weights import Matrix, Want, Weights, check_tensors
 from pyspec.slots.arena import BUCKETS, Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
-from pyspec.slots.kv import KVPool
 from pyspec.slots.memory import KV, Memory
-from pyspec.slots.parts import Paged
+from pyspec.slots.parts import Paged, PartMemory
 from pyspec.slots.table import Slot, SlotTable
 
 FORK = "dflash-draft"
@@ -411,8 +410,8 @@ class DFlash:
     def check(self, target: Target, slot: Slot, tokens: Sequence[int]) -> str | None:
         return tap_shift.warning(self.net, self.needs.n_draft, target, self.table, slot, tokens)
 
-    def pools(self) -> Iterable[KVPool]:
-        return self.net.memory.kv.values()
+    def pools(self) -> Iterable[PartMemory]:
+        return self.net.memory.paged
 
     def end(self, slot: Slot) -> None:
         self._forget(slot)

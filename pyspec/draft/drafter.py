@@ -146,8 +146,9 @@ def refuse_file(kind: str, file: GGUFFile | None) -> None:
 
 
 def own_memory(plan: DraftPlan, table: SlotTable, options: DraftOptions, device: torch.device) -> Memory:
-    """The drafter's keys and values, in pages of the target's numbers."""
-    sizes = CacheSizes(0, table.n_alloc_row, table.page_size, width=0, kv_dtype=options.kv_dtype)
+    """What the drafter's layers keep; pages have the target's numbers."""
+    n_slot, width = len(table.slots), plan.n_draft + 1
+    sizes = CacheSizes(n_slot, table.n_alloc_row, table.page_size, width, kv_dtype=options.kv_dtype)
     return allocate(plan.layers, sizes, device)
 
 

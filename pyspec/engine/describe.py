@@ -195,7 +195,7 @@ def plan_memory(d: Description) -> MemoryPlan:
     """Bytes of everything that will be allocated; optional copies only where there is room for them."""
     s = d.settings
     kv, state = memory_bytes(d.config.parts(), d.sizes)
-    draft_kv, _ = memory_bytes(d.draft.layers, d.sizes)
+    draft_kv = sum(memory_bytes(d.draft.layers, d.sizes))
     has_own_file = d.draft.file is not None and d.draft.file is not d.file
     activations, workspace = _workspace(d)
     plan = MemoryPlan(
