@@ -88,8 +88,12 @@ class Memory:
 
 
 def allocate(layers: Sequence[LayerParts], sizes: CacheSizes, device: torch.device) -> Memory:
-    """All slot memory of a model, zeroed."""
-    return Memory([{name: p.allocate(sizes, device) for name, p in layer.items()} for layer in layers], sizes.width)
+    """All slot memory of a model, zeroed: what has pages lies together, then what is the slots' own."""
+    made: list[dict[str, PartMemory]] = [{} for _ in layers]
+    for paged in (True, False):
+        for layer, memory in zip(layers, made, strict=True):
+            memory.update({name: p.allocate(sizes, device) for name, p in layer.items() if p.paged is paged})
+    return Memory(made, sizes.width)
 
 
 def copy_page(parts: Iterable[PartMemory], page_size: int, new: int, old: int) -> None:
