@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-RING = 3  # host copies: the one being written is never the one in flight
+N_STAGE = 3  # host copies: the one being written is never the one in flight
 ROW64 = ("tokens", "positions", "kv_rows", "hi", "lo", "out_rows")
 SEQ32 = ("seq_slot", "seq_fold", "seq_keep", "seq_start")
 
@@ -107,7 +107,7 @@ class Arena:
         blocks = {"rows": rows, "page_table": page_table, "seqs": seqs, "row_seq": row_seq}
         self.memory = torch.zeros(row_seq.end, dtype=torch.uint8, device=device)
         self._fields = {bucket: self._cut(blocks, bucket) for bucket in BUCKETS}
-        self._stages = [_Stage(blocks, row_seq.end, device) for _ in range(RING)]
+        self._stages = [_Stage(blocks, row_seq.end, device) for _ in range(N_STAGE)]
         self._next = 0
 
     def _cut(self, blocks: dict[str, _Block], bucket: int) -> dict[str, Tensor]:
@@ -121,7 +121,7 @@ class Arena:
     def fill(self, layout: Layout, bucket: int, null_row: int) -> dict[str, Tensor]:
         """Write a layout, padded to `bucket` rows, and start its copy. Returns the fields cut to the bucket."""
         stage = self._stages[self._next]
-        self._next = (self._next + 1) % RING
+        self._next = (self._next + 1) % N_STAGE
         if stage.event is not None:
             stage.event.synchronize()
         stage.write(layout, null_row)
