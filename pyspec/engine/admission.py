@@ -1,114 +1,69 @@
-"""Who sits where: the bounded queue, seating with what the prefix cache has, where prompts are cut, and giving slots back."""
+"""Who sits where: waiting requests get their slots, with what the prefix cache has of their prompts."""
 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Sequence, Set
-from typing import Generic, Protocol, TypeVar
 
-from pyspec.errors import QueueFull
-from pyspec.slots.table import SlotTable
+from pyspec.device.worker import Worker, is_device_error
+from pyspec.engine.job import Job, blamed
+from pyspec.engine.queue import Queue, cuts_of
+from pyspec.engine.speculator import Speculator
+from pyspec.engine.stats import Stats
+from pyspec.request import Failed, Started
+from pyspec.slots.cache import PrefixCache
+from pyspec.slots.prefix import NO_HIT
+from pyspec.slots.table import Slot
 
 log = logging.getLogger(__name__)
 
 
-class Waiting(Protocol):
-    """What admission looks at in a queued request."""
+class Admission:
+    """Seats who waits. `jobs`: those that sit, by slot, in order of arrival."""
 
-    @property
-    def n_rows(self) -> int:
-        """Most KV rows it will need."""
-        ...
+    def __init__(
+        self,
+        queue: Queue[Job],
+        jobs: dict[int, Job],
+        worker: Worker,
+        speculator: Speculator,
+        cache: PrefixCache,
+        stats: Stats,
+    ) -> None:
+        self.queue, self.jobs, self.worker, self.speculator = queue, jobs, worker, speculator
+        self.cache, self.stats, self.table = cache, stats, worker.table
+        self.synthetic = False  # acceptance is made up
 
-    @property
-    def wanted_slot(self) -> int: ...
+    def update(self) -> None:
+        """Drop who was cancelled while it waited, and seat who can be."""
+        for gone in [job for job in self.queue.waiting() if job.cancelled]:
+            self.queue.remove(gone)
+            gone.done("cancelled")
+        while (job := self.queue.next(self.table)) is not None:
+            self._seat(job)
 
-    @property
-    def reusable(self) -> Sequence[int]:
-        """The prompt, if it may share pages with other requests."""
-        ...
+    def _seat(self, job: Job) -> None:
+        """Give a request its slot, with what is filed of its prompt. If that fails it is told so, and nobody else."""
+        slot = self.table.pick(job.request.slot)
+        assert slot is not None, "the queue offered a job without an idle slot"
+        try:
+            self._begin(job, slot)
+        except Exception as e:
+            if is_device_error(e):
+                raise
+            log.exception("request %s could not be seated", job.id)
+            if slot.busy:
+                self.table.release(slot, trusted=False)
+            self.stats.failed += 1
+            job.sink(Failed(job.id, blamed(e)))
 
-
-W = TypeVar("W", bound=Waiting)
-
-CUT_MIN = 64  # a prompt is cut for a checkpoint from this length on
-CUT_TAIL = 4  # at least so many tokens stand after the cut
-CUT_GAP = 64  # a checkpoint is worth its forward if it saves so many tokens
-
-
-class Queue(Generic[W]):
-    """First come, first served, except that a request pinned to a busy slot does not hold up those behind it."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._waiting: deque[W] = deque()
-        self._refused: tuple[object, ...] = ()  # the state of the table in which the first in line found no pages
-
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def push(self, item: W) -> None:
-        if len(self._waiting) >= self.limit:
-            raise QueueFull(len(self._waiting))
-        self._waiting.append(item)
-
-    def waiting(self) -> list[W]:
-        return list(self._waiting)
-
-    def remove(self, item: W) -> None:
-        self._waiting.remove(item)
-
-    def first(self, table: SlotTable) -> W | None:
-        """The next request, if it can be seated now. Cheap to ask again while nothing changes."""
-        if not self._waiting or all(slot.busy for slot in table.slots):
-            return None
-        for item in self._waiting:
-            pinned = item.wanted_slot
-            if pinned >= 0 and table.slots[pinned].busy:
-                continue
-            now = (
-                id(item),
-                table.n_page_used,
-                table.n_page_cached,
-                *(slot.generation * slot.busy for slot in table.slots),
-            )
-            if now == self._refused:
-                return None
-            if table.can_admit(item.n_rows, item.reusable):
-                return item
-            self._refused = now
-            return None
-        return None
-
-    def next(self, table: SlotTable) -> W | None:
-        """Take out the next request that can be seated now."""
-        item = self.first(table)
-        if item is not None:
-            self._waiting.remove(item)
-        return item
-
-    def drain(self) -> list[W]:
-        items = list(self._waiting)
-        self._waiting.clear()
-        return items
-
-
-def cut_of(n_prompt: int, page_size: int) -> int:
-    """Where a prompt's prefill is cut so that a checkpoint can be taken: near its end, on a page border; 0: nowhere."""
-    return 0 if n_prompt < CUT_MIN else (n_prompt - CUT_TAIL) // page_size * page_size
-
-
-def cuts_of(n_prompt: int, page_size: int, n_cached: int, special: Set[int], every: int) -> tuple[int, ...]:
-    """Where a prompt's prefill is cut for checkpoints, in order: near its end, at `special` places, and every so often.
-
-    All on page borders, behind what is cached, and CUT_GAP apart; where two are too close the later one stays.
-    """
-    end = cut_of(n_prompt, page_size)
-    often = range(every, end, every) if every else ()
-    least = n_cached + CUT_GAP if n_cached else 1
-    cuts: list[int] = []
-    for at in sorted({p // page_size * page_size for p in (end, *special, *often)}, reverse=True):
-        if least <= at <= end and (not cuts or cuts[-1] - at >= CUT_GAP):
-            cuts.append(at)
-    return tuple(reversed(cuts))
+    def _begin(self, job: Job, slot: Slot) -> None:
+        request, size, cache = job.request, self.table.page_size, self.cache
+        hit = cache.find(job.prefill) if request.cache_prompt else NO_HIT
+        saved = cache.seat(slot, job.n_rows, job.prefill, hit, self.worker.pools())
+        self.speculator.begin(slot, saved)
+        files = cache.on and request.cache_prompt and self.worker.memory.needs_state
+        cuts = cuts_of(job.n_prefill, size, hit.n, {hit.n_match, request.turn}, cache.every) if files else ()
+        job.begin(slot, cuts)
+        job.synthetic = self.synthetic
+        self.jobs[slot.index] = job
+        job.sink(Started(job.id, slot.index, job.n_prompt, job.n_cached))

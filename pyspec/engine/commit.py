@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from pyspec.device.worker import Worker
-from pyspec.engine.job import End, Job, Taken
+from pyspec.engine.job import End, Job, Taken, blamed
 from pyspec.engine.lookahead import InFlight
 from pyspec.engine.round import Work
 from pyspec.engine.speculator import Speculator
@@ -194,11 +194,3 @@ class Committer:
         for slot in self.worker.table.slots:
             if slot.busy:
                 self.worker.table.release(slot, trusted=False)
-
-
-def blamed(error: Exception) -> PyspecError:
-    """What the request that an exception is blamed on hears."""
-    if isinstance(error, PyspecError):
-        return error
-    said = str(error).strip().splitlines()
-    return SlotError(f"this request failed: {type(error).__name__}" + (f": {said[0][:200]}" if said else ""))

@@ -56,7 +56,9 @@ class EngineCore:
         self.longest_step = 0.0  # seconds
         self._tell, self._on_death = hand_over or self._tell_listeners, on_death
         self._is_remote = hand_over is not None
-        self.loop.raises_bugs = self._is_remote  # whoever hears of this process's end starts another, and nobody's request ends
+        self.loop.raises_bugs = (
+            self._is_remote
+        )  # whoever hears of this process's end starts another, and nobody's request ends
         self._breakers = DryBreakers(self.tokenizer)
         self._ids = itertools.count(1)
         self._wake = threading.Condition()

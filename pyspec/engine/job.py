@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from pyspec.errors import PyspecError
+from pyspec.errors import PyspecError, SlotError
 from pyspec.request import Delta, Done, Event, Failed, Finish, Progress, Request, Timings, TokenLogprob
 from pyspec.sample.sampler import SlotSampler
 from pyspec.slots.table import Slot
@@ -203,3 +203,11 @@ class End:
     finish: str
     stop: str = ""
     error: PyspecError | None = None
+
+
+def blamed(error: Exception) -> PyspecError:
+    """What the request that an exception is blamed on hears."""
+    if isinstance(error, PyspecError):
+        return error
+    said = str(error).strip().splitlines()
+    return SlotError(f"this request failed: {type(error).__name__}" + (f": {said[0][:200]}" if said else ""))

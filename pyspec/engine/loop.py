@@ -14,26 +14,26 @@ from collections.abc import Callable, Sequence
 from pyspec.cuda.faults import Fault
 from pyspec.device.worker import Worker, is_device_error
 from pyspec.draft.drafter import Drafter
-from pyspec.engine.admission import Queue, cuts_of
-from pyspec.engine.commit import Committer, blamed
+from pyspec.engine.admission import Admission
+from pyspec.engine.commit import Committer
 from pyspec.engine.controller import Controller
-from pyspec.engine.job import End, Job
+from pyspec.engine.job import End, Job, blamed
 from pyspec.engine.lookahead import InFlight, Lookahead
+from pyspec.engine.queue import Queue
 from pyspec.engine.round import RowLimits, Work, plan_work
 from pyspec.engine.speculator import Speculator
 from pyspec.engine.stats import Stats
 from pyspec.errors import PyspecError, SlotError
 from pyspec.models.target import Target
-from pyspec.request import Failed, Started
+from pyspec.request import Failed
 from pyspec.sample.choose import Chosen, Span, choose
 from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.arena import BUCKETS, Arena
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.memory import Memory
-from pyspec.slots.prefix import NO_HIT
 from pyspec.slots.round import plan_round
 from pyspec.slots.states import StateStore
-from pyspec.slots.table import Slot, SlotTable
+from pyspec.slots.table import SlotTable
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +74,8 @@ class Loop:
         self.committer = Committer(
             self.jobs, self.worker, self.speculator, self.cache, self.stats, defers=is_async and not plain
         )
+        self.admission = Admission(self.queue, self.jobs, self.worker, self.speculator, self.cache, self.stats)
+        self.admission.synthetic = synth is not None and drafter is not None
         self.lookahead = Lookahead(is_async and self.worker.arena is not None, BUCKETS[-1], synth)
         self.on_wait: Callable[[], None] = lambda: None  # called while the device is at work on a round
         self.raises_bugs = (
@@ -135,11 +137,7 @@ class Loop:
         """Let go of who was cancelled, and seat who waits."""
         for job in [j for j in self.jobs.values() if j.cancelled]:
             self.committer.finish(job, End("cancelled"))
-        for job in [j for j in self.queue.waiting() if j.cancelled]:
-            self.queue.remove(job)
-            job.done("cancelled")
-        while (job := self.queue.next(self.table)) is not None:
-            self._seat(job)
+        self.admission.update()
 
     def draft(self) -> dict[int, Sequence[int]]:
         """Drafts by slot."""
@@ -262,33 +260,6 @@ class Loop:
                 error = blamed(e)
                 verdicts.append(Chosen([], 0, error=error if isinstance(error, SlotError) else SlotError(str(error))))
         return verdicts
-
-    def _seat(self, job: Job) -> None:
-        """Give a request its slot, with what is filed of its prompt. If that fails it is told so, and nobody else."""
-        slot = self.table.pick(job.request.slot)
-        assert slot is not None, "the queue offered a job without an idle slot"
-        try:
-            self._begin(job, slot)
-        except Exception as e:
-            if is_device_error(e):
-                raise
-            log.exception("request %s could not be seated", job.id)
-            if slot.busy:
-                self.table.release(slot, trusted=False)
-            self.stats.failed += 1
-            job.sink(Failed(job.id, blamed(e)))
-
-    def _begin(self, job: Job, slot: Slot) -> None:
-        request, size, cache = job.request, self.table.page_size, self.cache
-        hit = cache.find(job.prefill) if request.cache_prompt else NO_HIT
-        saved = cache.seat(slot, job.n_rows, job.prefill, hit, self.worker.pools())
-        self.speculator.begin(slot, saved)
-        files = cache.on and request.cache_prompt and self.worker.memory.needs_state
-        cuts = cuts_of(job.n_prefill, size, hit.n, {hit.n_match, request.turn}, cache.every) if files else ()
-        job.begin(slot, cuts)
-        job.synthetic = self.lookahead.synth is not None and self.worker.drafter is not None
-        self.jobs[slot.index] = job
-        job.sink(Started(job.id, slot.index, job.n_prompt, job.n_cached))
 
     # -- requests ------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyspec.engine.admission import CUT_GAP, CUT_MIN, CUT_TAIL, Queue, cut_of, cuts_of
+from pyspec.engine.queue import CUT_GAP, CUT_MIN, CUT_TAIL, Queue, cut_of, cuts_of
 from pyspec.engine.round import share_rows
 from pyspec.errors import QueueFull
 from pyspec.slots.table import SlotTable
