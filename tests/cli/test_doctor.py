@@ -42,7 +42,7 @@ def test_without_a_gpu_doctor_says_no_and_why(tmp_path: Path) -> None:
         assert f"\n {op} " in out
 
 
-def test_json_says_the_same(tmp_path: Path) -> None:
+def test_the_doctors_json_says_what_its_table_says(tmp_path: Path) -> None:
     code, out = invoke("--json")
     about = json.loads(out)
     assert code == 1 and about["own_kernels"] is False and about["reason"]

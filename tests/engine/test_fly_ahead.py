@@ -155,7 +155,7 @@ def test_what_an_end_token_ends_is_gone_on_from(path: Path, drafts: bool, flown:
 
 
 @pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
-def test_banned_tokens_among_drafts(path: Path, flown: list[InFlight]) -> None:
+def test_banned_tokens_among_drafts_leave_the_text_as_it_is(path: Path, flown: list[InFlight]) -> None:
     """The device stops at them; the host goes on with another, of which the rounds that flew know nothing."""
     prompts = list(known_texts(path))[:4]
     free = list(known_texts(path).values())[:4]

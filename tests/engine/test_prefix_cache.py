@@ -186,7 +186,7 @@ def test_hits_are_the_same_with_speculation_and_without_and_texts_with_the_cache
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ubatch", [7, 50, 512])
-def test_a_b_a_in_chunks_that_divide_nothing(kind: str, ubatch: int) -> None:
+def test_prompts_that_share_parts_keep_their_text_in_every_order_and_chunk_size(kind: str, ubatch: int) -> None:
     """P1: a state is filed where it was taken and nowhere else; three prompts that share parts, in every order."""
     r = make(kind, np=2, ubatch=ubatch, checkpoint_every=64)
     a, b = ids(1, 150), ids(2, 131)

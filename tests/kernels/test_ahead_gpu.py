@@ -22,7 +22,7 @@ def test_the_reference_is_that_of_a_cpu() -> None:
     assert ahead_cuda.check(TorchAhead(), ahead_cuda.bind(SPEC), SPEC) is None
 
 
-def test_steps_are_replayed() -> None:
+def test_graphs_replay_accept_and_move() -> None:
     own = ahead_cuda.bind(SPEC)
     _, table, arena = ahead_cuda.verify([1] * 6, CUDA, torch.Generator().manual_seed(0))
     seqs = [Seq(i, 3 * i, [0], n_out=1, slack=20) for i in range(5)]

@@ -13,7 +13,7 @@ SPEC = AttendSpec(torch.device("cpu"), 6, 1, 64, 0.125)
 REFERENCE = attend_ref.bind(SPEC)
 
 
-def test_the_reference_passes() -> None:
+def test_the_reference_passes_its_own_check() -> None:
     assert check(REFERENCE, REFERENCE, SPEC) is None
 
 

@@ -44,7 +44,7 @@ def test_angles_are_the_references() -> None:
         assert [x.shape for x in own(torch.arange(0), torch.ones(4), 1.0)] == [(0, 1, 4)] * 2
 
 
-def test_more_angles_than_threads() -> None:
+def test_angles_beyond_the_threads_of_a_block_are_the_references() -> None:
     gen = torch.Generator().manual_seed(1)
     spec, n = EmbedSpec(CPU, GGMLType.F32, 8), embed_cuda.THREADS + 5
     raw, tokens, positions = embed_cuda.any_bytes(spec.type, 8, 4, gen), torch.tensor([1, 3]), torch.tensor([77, 5])

@@ -44,7 +44,7 @@ def test_threads_of_all_blocks_run() -> None:
     assert y.tolist() == [1000 * b + t for b in range(5) for t in range(64)]
 
 
-def test_shuffles_votes_and_reductions() -> None:
+def test_shuffles_votes_and_reductions_are_those_of_a_warp() -> None:
     body = """
       const int lane = threadIdx.x % 32;
       int v = __shfl_xor_sync(~0u, lane, 5) + 100 * __shfl_up_sync(~0u, lane, 3) + 10000 * __shfl_sync(~0u, lane, 7);
@@ -210,7 +210,7 @@ def test_warps_that_diverge_where_they_must_meet_are_found() -> None:
     assert "without itself" in message("__syncwarp(0xffff);")
 
 
-def test_launches_are_checked() -> None:
+def test_launches_with_wrong_threads_or_arguments_are_refused() -> None:
     made = kernel("x[0] = n;", threads=32)
     with pytest.raises(EmulationError, match="64 threads"):
         made.launch((1,), 64, (torch.zeros(1), torch.zeros(1), np.int32(0)))
@@ -295,7 +295,7 @@ def test_clusters_whose_blocks_do_not_wait_are_found(how: dict[str, str], says: 
             clustered(**how).launch((9,), 64, (torch.zeros(27),))
 
 
-def test_products_of_matrices() -> None:
+def test_products_of_matrices_are_those_of_mma_and_ldmatrix() -> None:
     """a [16, 16] and b [8, 16], both from shared memory by ldmatrix, as f16 and as bf16."""
     for kind, dtype in (("f16", torch.float16), ("bf16", torch.bfloat16)):
         text = f"""

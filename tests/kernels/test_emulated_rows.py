@@ -191,7 +191,7 @@ def test_normed_groups_have_one_power_whatever_their_gates_and_weights_are(size:
 
 
 @pytest.mark.parametrize("n", [8, 4100, 10])
-def test_finish_scales_and_adds(n: int) -> None:
+def test_the_finish_of_wide_rows_scales_and_adds(n: int) -> None:
     gen = torch.Generator().manual_seed(3)
     y, residual = (torch.randn(3, n, generator=gen) for _ in range(2))
     powers = torch.exp2(torch.arange(3.0))

@@ -30,6 +30,6 @@ def test_rope_kv_compiles_everywhere(arch: str) -> None:
         assert found.resources["rope_kv"].spill_bytes == 0
 
 
-def test_limits_are_sentences() -> None:
+def test_limits_of_rows_and_rope_name_the_gpu_they_need() -> None:
     assert "NVIDIA" in (rows_cuda.limits(RowsSpec(CPU, 256)) or "")
     assert "NVIDIA" in (rope_kv_cuda.limits(RopeKvSpec(CPU, 1, 1, 64, 64, True, False, False, 1e-6)) or "")

@@ -72,7 +72,7 @@ def test_a_norm_of_huge_weights_has_a_power() -> None:
     assert torch.allclose(got.float() * power[:, None], big(x), rtol=2e-3, atol=2e3)  # type: ignore[operator]
 
 
-def test_finish_scales_and_adds() -> None:
+def test_the_finish_of_wide_rows_scales_and_adds() -> None:
     gen = torch.Generator().manual_seed(3)
     wide = rows_cuda.WideRows(CUDA, 256)
     for n in (8, 5120, 16480, 10):

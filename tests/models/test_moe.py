@@ -93,7 +93,9 @@ def expected(s: MoeShape, made: Tensors, x: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("dense", [torch.float32, None], ids=["unpacked", "packed"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("kind", SHAPES)
-def test_every_kind_of_shape(kind: str, bias: bool, dense: torch.dtype | None, tmp_path: Path) -> None:
+def test_experts_of_every_kind_of_shape_equal_the_formulas(
+    kind: str, bias: bool, dense: torch.dtype | None, tmp_path: Path
+) -> None:
     s = SHAPES[kind]
     made = tensors(s, bias=bias)
     with write(tmp_path / "m.gguf", made) as file:

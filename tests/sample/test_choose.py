@@ -264,7 +264,7 @@ def test_cuts_on_the_best_candidates_are_those_on_all(changes, sharpness):
     assert len({c.tokens[0] for c in found}) > 5
 
 
-def test_no_spans_no_work():
+def test_a_choice_of_no_rows_is_empty():
     assert choose(torch.zeros(0, N_VOCAB), []) == []
 
 

@@ -172,7 +172,7 @@ def test_control_tokens_show_only_on_request():
     assert DEMO.decode(ids) == "user" and DEMO.decode(ids, special=True) == "<|im_start|>user"
 
 
-def test_nfc_is_an_option():
+def test_a_tokenizer_with_nfc_gives_composed_and_apart_letters_the_same_ids():
     composed, apart = "\u00e9", "e\u0301"
     meta = bpe()
     assert Tokenizer.from_metadata(meta).encode(apart) != Tokenizer.from_metadata(meta).encode(composed)
