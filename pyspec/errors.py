@@ -34,6 +34,16 @@ class PyspecError(Exception):
     status = 500
     kind = "server_error"
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Errors cross processes. Python would call a class with the message alone, whatever its arguments are."""
+        return _restored, (type(self), self.args, self.__dict__)
+
+
+def _restored(kind: type[PyspecError], args: tuple[object, ...], state: dict[str, object]) -> PyspecError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
+
 
 class ConfigError(PyspecError):
     exit_code, status, kind = 2, 400, "invalid_request_error"
