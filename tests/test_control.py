@@ -367,12 +367,12 @@ def one_by_one(c: Controller, caps: list[tuple[int, int]]) -> list[int]:
     """What `_best` means, written as it is told: the likeliest row goes next, and the best ratio on the way wins."""
     busy = len(caps)
     best, best_rate = [0] * busy, busy / c.verify_ms(busy) * MARGIN
-    now, tokens, survive = [0] * busy, float(busy), [c.chance(slot, 0) for slot, _ in caps]
+    now, tokens, survive = [0] * busy, float(busy), [float(c._chances([slot])[0, 0]) for slot, _ in caps]
     while open_slots := [i for i, (_, cap) in enumerate(caps) if now[i] < cap]:
         i = max(open_slots, key=lambda i: (survive[i], -i))
         now[i], tokens = now[i] + 1, tokens + survive[i]
         if now[i] < c.n_max:
-            survive[i] *= c.chance(caps[i][0], now[i])
+            survive[i] *= float(c._chances([caps[i][0]])[0, now[i]])
         passes, live = max(now) if c.chained else 1, sum(n > 0 for n in now)
         rate = tokens / (c.verify_ms(busy + sum(now)) + passes * c.draft_ms(live))
         if rate > best_rate:

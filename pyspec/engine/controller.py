@@ -4,6 +4,10 @@ Two things are estimated: for each slot the chance that draft position i is acce
 counts, with the engine's average as prior), and the time of a round by its rows and of a draft by its slots. Each round
 rows are handed to the slots in the order of their chance to survive, and the best ratio of expected tokens to expected
 time wins; that may be no draft at all. A slot that does not draft is tried again after a while.
+
+What is learned outlives the request that taught it: times and average acceptance are the engine's, silence goes on from one
+request of a slot to the next. And what speaks against drafts is measured twice: times that the warm-up took on a busy machine
+are taken again (`Timer.question`), and drafts that look dear by timings that do not agree are soon tried again.
 """
 
 from __future__ import annotations
@@ -21,12 +25,24 @@ PRIOR_WEIGHT = 3.0
 OPTIMISM = 0.8  # conditional acceptance before anything is known
 MARGIN = 1.02  # a draft must promise this much more than none
 PROBE_FIRST, PROBE_LAST, PROBE_DRAFT = 32, 512, 2  # rounds between probes of a silent slot; tokens of a probe
+PROBE_SHARE = 0.015  # of the time since the last draft: what a probe may cost where its cost is known
+N_RETAKE, RETAKE_FIRST = (
+    3,
+    4,
+)  # drafts that only take a doubtful time again, and silent rounds before the first; twice as many each
+INHERIT = 1.0  # rounds that a slot's last request counts for when the next begins
 N_SAMPLE, N_TRUST = 5, 2  # samples kept per size; samples needed to believe them
+N_AGREE, AGREE, SLACK = (
+    3,
+    1.5,
+    0.1,
+)  # samples that settle a size; how far most lie above the least, besides a share of a plain round
 DOUBT_EVERY = 512  # rounds
 HOPE = 0.7  # of the way from the straight line down to the next smaller size: what a size never tried costs
 TRY_ROUNDS, TRY_SHARE = 4, 0.001  # what trying sizes may lose: plain rounds at first, then a share of the time
 TRY_MOST = 0.3  # of a plain round: what one try counts at most, so that a cliff is found out about
 PLAIN_EVERY = 384  # rounds after which the cost of an undrafted round is measured again
+PLAIN_SOON = 16  # the same where timings do not agree, twice as many each time
 RETHINK = 16  # rounds for which a choice of no drafts stands if nothing but the measured times could change it
 
 
@@ -49,11 +65,13 @@ class Timer:
         self.bucket = bucket
         self.samples: dict[int, deque[float]] = {}
         self.fresh: set[int] = set()
+        self.early: dict[int, float] = {}  # least times of the warm-up, as long as they may be proven wrong
         self._runs: dict[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}  # sizes, and which each is
         self._sizes: list[int] = []  # trusted ones, ascending
         self._ms: list[float] = []
 
-    def add(self, size: int, ms: float) -> None:
+    def add(self, size: int, ms: float) -> bool:
+        """Returns False if it shows that the warm-up ran under noise: the time is far below all that were taken there."""
         size = self.bucket(size)
         self.samples.setdefault(size, deque(maxlen=N_SAMPLE)).append(ms)
         self.fresh.add(size)
@@ -62,6 +80,26 @@ class Timer:
             self._ms[i] = min(self.samples[size])
         elif self.knows(size):
             self._tabulate()
+        return 2 * ms >= self.early.get(size, 0.0)
+
+    def agrees(self, size: int, slack: float, n: int = N_AGREE) -> bool:
+        """Most samples of a size lie near the least: no noise, or the same in all."""
+        samples = sorted(self.samples.get(self.bucket(size), ()))
+        return len(samples) >= n and samples[len(samples) // 2] <= AGREE * samples[0] + slack
+
+    def question(self, slack: float) -> None:
+        """The warm-up is over: sizes whose samples are few or do not agree count as never tried."""
+        self.early = {size: min(samples) - slack for size, samples in self.samples.items()}
+        self.samples = {size: samples for size, samples in self.samples.items() if self.agrees(size, slack)}
+        self.fresh.clear()
+        self._tabulate()
+
+    def distrust(self) -> None:
+        """What only the warm-up has timed counts as never tried."""
+        for size in self.early.keys() - self.fresh:
+            self.samples.pop(size, None)
+        self.early.clear()
+        self._tabulate()
 
     def _tabulate(self) -> None:
         self._sizes = sorted(size for size in self.samples if self.knows(size))
@@ -70,12 +108,16 @@ class Timer:
     def knows(self, size: int) -> bool:
         return len(self.samples.get(self.bucket(size), ())) >= N_TRUST
 
+    def n(self, size: int) -> int:
+        return len(self.samples.get(self.bucket(size), ()))
+
     def doubt(self) -> None:
         """Sizes not seen since the last call need a new sample before they are trusted again."""
         for size, samples in self.samples.items():
             while size not in self.fresh and len(samples) >= N_TRUST:
                 samples.popleft()
         self.fresh.clear()
+        self.early.clear()
         self._tabulate()
 
     def __call__(self, size: int, hopeful: bool = True) -> float:
@@ -113,6 +155,11 @@ class _Acceptance:
             self.reached[i] = decay * self.reached[i] + 1
             self.accepted[i] = decay * self.accepted[i] + (i < n_accepted)
 
+    def fade(self) -> None:
+        """Count for no more than INHERIT rounds."""
+        share = INHERIT / max(INHERIT, self.reached[0]) if self.reached else 1.0
+        self.reached, self.accepted = [share * n for n in self.reached], [share * n for n in self.accepted]
+
 
 @dataclass(slots=True)
 class _Lane:
@@ -143,14 +190,18 @@ class Controller:
     draft_ms: Timer = field(default_factory=Timer)  # by drafting slots; per pass if chained
 
     def __post_init__(self) -> None:
-        self.since_plain = self.n_round = 0
+        self.since_plain = self.n_round = self.n_retake = self.n_plain = 0
         self.ms = self.lost_ms = 0.0  # of all rounds, and what those of sizes not known yet took more than plain ones
         self._worth_ms: float | None = None  # of a round of such a size: what its expected tokens take without drafts
+        self.hinges = False  # nothing but what a draft takes spoke against drafts
         self._plain: tuple[int, list[tuple[int, int]], str] | None = None  # the round and caps of that choice, and why
         self.forget_acceptance()
 
     def forget_acceptance(self) -> None:
-        """As new, but the measured costs stay."""
+        """As new, but the measured costs stay; at the end of a warm-up, those that can be believed."""
+        if self.force is not None:
+            self._question()
+        self.silent, self.probe_in = 0, PROBE_FIRST  # rounds in which nobody drafted, and after how many somebody is to
         self.all = _Acceptance([0.0] * self.n_max, [0.0] * self.n_max)
         self.lanes = [self._lane() for _ in range(self.n_slot)]
         self.force = self._plain = None
@@ -158,16 +209,20 @@ class Controller:
     def _lane(self) -> _Lane:
         return _Lane(_Acceptance([0.0] * self.n_max, [0.0] * self.n_max))
 
+    def _question(self) -> None:
+        slack = SLACK * self.verify_ms(1)
+        self.verify_ms.question(slack)
+        self.draft_ms.question(slack)
+
     def begin(self, slot: int) -> None:
-        self.lanes[slot] = self._lane()
+        """A new request: little is known of what it accepts, but silence goes on."""
+        seen = self.lanes[slot].seen
+        seen.fade()
+        self.lanes[slot] = _Lane(seen, silent=self.silent, probe_in=self.probe_in)
         self._plain = None
 
-    def chance(self, slot: int, i: int) -> float:
-        """P(position i is accepted | all before it are), for one slot."""
-        return float(self._chances([slot])[0, i])
-
     def _chances(self, slots: Sequence[int]) -> NDArray[np.float64]:
-        """[slot, position] of `chance`."""
+        """[slot, position]: P(the position is accepted | all before it are)."""
         everyone = np.array((self.all.accepted, self.all.reached))
         seen = np.array([(self.lanes[s].seen.accepted, self.lanes[s].seen.reached) for s in slots])
         prior = (everyone[0] + OPTIMISM * PRIOR_WEIGHT) / (everyone[1] + PRIOR_WEIGHT)
@@ -197,8 +252,10 @@ class Controller:
                 n,
                 why if cap else "none: switched off for the request, or it is at its last token",
             )
-            lane.silent = 0 if n else lane.silent + 1
-        self.since_plain = self.since_plain + 1 if any(picked) else 0
+            lane.silent = 0 if n else lane.silent + (cap > 0)
+        drafts = any(picked)
+        self.since_plain = self.since_plain + 1 if drafts else 0
+        self.silent = 0 if drafts else self.silent + any(cap for _, cap in caps)
         return picked
 
     def _weigh(self, caps: list[tuple[int, int]]) -> tuple[list[int], str]:
@@ -210,24 +267,49 @@ class Controller:
         return picked, why
 
     def _plain_is_stale(self, busy: int) -> bool:
-        return not self.verify_ms.knows(busy) or self.since_plain >= PLAIN_EVERY
+        if not self.verify_ms.knows(busy) or self.since_plain >= PLAIN_EVERY:
+            return True
+        if self.since_plain < PLAIN_SOON << self.n_plain or self.verify_ms.agrees(busy, 0.0, N_TRUST):
+            return False
+        self.n_plain += 1
+        return True
 
     def _probe(self, caps: Sequence[tuple[int, int]], picked: list[int]) -> list[int]:
         """When one silent slot is due for a try, those that soon will be try with it: they share the cost of one draft."""
-        silent = [(i, self.lanes[slot]) for i, (slot, _) in enumerate(caps) if picked[i] == 0]
-        if not any(lane.silent >= lane.probe_in for _, lane in silent):
+        silent = [(i, self.lanes[slot]) for i, (slot, cap) in enumerate(caps) if cap and picked[i] == 0]
+        due = [(i, lane) for i, lane in silent if 2 * lane.silent >= lane.probe_in]
+        is_probe = any(lane.silent >= lane.probe_in for _, lane in due)
+        if not is_probe and not self._retakes(len(caps), len(silent)):
             return picked
-        for i, lane in silent:
-            if 2 * lane.silent < lane.probe_in:
-                continue
-            lane.probe_in = min(2 * lane.probe_in, PROBE_LAST)
-            picked[i] = min(caps[i][1], 1 if self.chained else PROBE_DRAFT)
-        return picked
+        tried = picked.copy()
+        for i, _ in due if is_probe else silent:
+            tried[i] = min(caps[i][1], 1 if self.chained else PROBE_DRAFT)
+        if is_probe:
+            dear = (self._costs(tried) - self._costs(picked)) / (PROBE_SHARE * self.verify_ms(len(caps)))
+            for _, lane in due:
+                lane.probe_in = min(2 * lane.probe_in, max(PROBE_LAST, round(dear)))
+                if not any(picked):
+                    self.probe_in = lane.probe_in
+        return tried
+
+    def _retakes(self, busy: int, live: int) -> bool:
+        """Whether a draft is to be timed again now: nothing but its time speaks against it, and timings do not agree."""
+        if not self.hinges or self.n_retake == N_RETAKE or self.silent < RETAKE_FIRST << self.n_retake:
+            return False
+        if self.draft_ms.agrees(live, SLACK * self.verify_ms(busy)):
+            self.hinges = False  # until it is weighed again
+            return False
+        self.n_retake += 1
+        return True
+
+    def _costs(self, picked: Sequence[int]) -> float:
+        """Milliseconds of a round."""
+        live, passes = sum(n > 0 for n in picked), max(picked) if self.chained else 1
+        return self.verify_ms(len(picked) + sum(picked)) + (self.draft_ms(live) * passes if live else 0.0)
 
     def _best(self, caps: Sequence[tuple[int, int]]) -> tuple[list[int], str]:
         """Rows go to the slots in the order of their chance to survive; the best ratio on that way wins."""
         busy = len(caps)
-        plain = busy / self.verify_ms(busy)
         hopeful = self.lost_ms < TRY_ROUNDS * self.verify_ms(busy) + TRY_SHARE * self.ms
         self._worth_ms = None
         if not any(cap for _, cap in caps):
@@ -240,9 +322,14 @@ class Controller:
         tokens = busy + survive[asked][order].cumsum()
         live, depth = (place == 0).cumsum(), np.maximum.accumulate(place) + 1
         verify = self.verify_ms.of_all(busy + 1, len(order), hopeful)
+        plain = self.verify_ms(busy)
+        if self.verify_ms.n(busy) < N_SAMPLE or self.since_plain >= PLAIN_SOON:
+            plain = min(plain, float(verify.min()))  # fewer rows do not take longer: that was noise
+        plain = busy / plain
         drafts = self.draft_ms.of_all(1, busy)[live - 1] * (depth if self.chained else 1)
         rate = tokens / (verify + drafts)
         n = int(rate.argmax())
+        self.hinges = bool(rate[n] <= plain * MARGIN < (tokens / verify).max())
         if rate[n] <= plain * MARGIN:
             return [0] * busy, f"plain: no draft promises more than {1e3 * plain:.0f} tok/s"
         self._worth_ms = None if self.verify_ms.knows(busy + 1 + n) else float(tokens[n]) / plain
@@ -257,8 +344,8 @@ class Controller:
             lane.seen.add(n_draft, n_accepted, DECAY)
             self.all.add(n_draft, n_accepted, 0.995)
             lane.drafted, lane.kept = DECAY * lane.drafted + n_draft, DECAY * lane.kept + n_accepted
-            if n_accepted:
-                lane.probe_in = max(PROBE_FIRST, lane.probe_in // 2)
+            if n_accepted and not self.hinges:
+                self.probe_in = lane.probe_in = max(PROBE_FIRST, lane.probe_in // 2)
 
     def timed(self, rows: int, verify_ms: float, live: int, passes: int, draft_ms: float) -> None:
         """What a round of only decoding slots took."""
@@ -266,9 +353,13 @@ class Controller:
         if live and self._worth_ms is not None:
             lost = verify_ms + draft_ms - self._worth_ms
             self.lost_ms = max(0.0, self.lost_ms + min(lost, TRY_MOST * self._worth_ms))
-        self.verify_ms.add(rows, verify_ms)
+        calm = self.verify_ms.add(rows, verify_ms)
         if live:
-            self.draft_ms.add(live, draft_ms / (max(passes, 1) if self.chained else 1))
+            calm = self.draft_ms.add(live, draft_ms / (max(passes, 1) if self.chained else 1)) and calm
+        if not calm:
+            self.verify_ms.distrust()
+            self.draft_ms.distrust()
+            self._plain = None
 
     def acceptance(self, slot: int) -> float:
         lane = self.lanes[slot]
