@@ -17,12 +17,14 @@ from pyspec.config import EngineSettings
 from pyspec.cuda import probe, temporary
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.ops.attend import cuda as attend_cuda
+from pyspec.device.worker import Worker
 from pyspec.draft.drafter import Drafter, DraftOptions, GraphedDrafter
 from pyspec.engine.controller import Controller, Timer, bucket
 from pyspec.engine.describe import Description, attention_bytes, describe, device_checkpoints, plan_memory
 from pyspec.engine.draft_head import make_head
 from pyspec.engine.loop import Loop
 from pyspec.engine.memory_plan import MemoryPlan, check_fit, free_bytes, since, size, taken
+from pyspec.engine.round import RowLimits
 from pyspec.engine.warmup import check_drafter, warm_up
 from pyspec.errors import BadTemplate
 from pyspec.models.decoder import Decoder
@@ -105,18 +107,13 @@ def _loop(d: Description, target: Decoder, memory: Memory, table: SlotTable, dra
     timer = Timer() if arena is None else Timer(lambda n_row: bucket_of(n_row) or bucket(n_row))
     chained, fixed = d.draft.needs.chained, s.n_draft_fixed
     return Loop(
-        target,
-        memory,
-        table,
-        drafter,
+        Worker(target, memory, table, drafter, arena),
         Controller(s.np, n_draft, chained=chained, fixed=fixed, verify_ms=timer),
-        ubatch=s.ubatch,
-        batch=d.batch,
-        queue_limit=s.queue_limit,
+        PrefixCache(table, memory, states, on=s.prefix_cache, every=s.checkpoint_every),
+        RowLimits(decoding=s.ubatch, prompts=d.batch),
+        s.queue_limit,
         synth=SynthAcceptance(s.synth_len, n_draft, max(s.seed, 0)) if s.synth_len and n_draft else None,
-        arena=arena,
         plain=s.plain_loop,
-        cache=PrefixCache(table, memory, states, on=s.prefix_cache, every=s.checkpoint_every),
     )
 
 

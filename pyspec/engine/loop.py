@@ -28,12 +28,10 @@ from pyspec.models.target import Target
 from pyspec.request import Failed
 from pyspec.sample.choose import Chosen, Span, choose
 from pyspec.sample.synth import SynthAcceptance
-from pyspec.slots.arena import BUCKETS, Arena
+from pyspec.slots.arena import BUCKETS
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.memory import Memory
 from pyspec.slots.round import plan_round
-from pyspec.slots.states import StateStore
-from pyspec.slots.table import SlotTable
 
 log = logging.getLogger(__name__)
 
@@ -47,40 +45,30 @@ class Loop:
 
     def __init__(
         self,
-        target: Target,
-        memory: Memory,
-        table: SlotTable,
-        drafter: Drafter | None,
+        worker: Worker,
         controller: Controller,
-        *,
-        ubatch: int,
-        batch: int = 0,
+        cache: PrefixCache,
+        limits: RowLimits,
         queue_limit: int,
+        *,
         synth: SynthAcceptance | None = None,
-        arena: Arena | None = None,
-        cache: PrefixCache | None = None,
         plain: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.table, self.clock = table, clock
-        self.worker = Worker(target, memory, table, drafter, None if plain else arena)
-        self.limits = RowLimits(ubatch, batch or ubatch)
+        self.worker, self.cache, self.limits, self.clock = worker, cache, limits, clock
+        self.table = worker.table
         self.queue: Queue[Job] = Queue(queue_limit)
         self.jobs: dict[int, Job] = {}  # by slot, in order of arrival
-        self.cache = cache or PrefixCache(table, memory, StateStore(1 << 62, 0))
         self.stats = Stats(controller.n_max)
-        self.speculator = Speculator(self.worker, controller, self.stats)
-        is_async = target.device.type != "cpu"  # elsewhere a forward is over when it returns
-        self.committer = Committer(
-            self.jobs, self.worker, self.speculator, self.cache, self.stats, defers=is_async and not plain
-        )
-        self.admission = Admission(self.queue, self.jobs, self.worker, self.speculator, self.cache, self.stats)
-        self.admission.synthetic = synth is not None and drafter is not None
-        self.lookahead = Lookahead(is_async and self.worker.arena is not None, BUCKETS[-1], synth)
+        self.speculator = Speculator(worker, controller, self.stats)
+        is_async = worker.device.type != "cpu" and not plain  # on a CPU a forward is over when it returns
+        shared = self.jobs, worker, self.speculator, cache, self.stats
+        self.committer = Committer(*shared, defers=is_async)
+        self.admission = Admission(self.queue, *shared)
+        self.admission.synthetic = synth is not None and worker.drafter is not None
+        self.lookahead = Lookahead(is_async and worker.arena is not None, BUCKETS[-1], synth)
         self.on_wait: Callable[[], None] = lambda: None  # called while the device is at work on a round
-        self.raises_bugs = (
-            False  # a failure nobody can be blamed for gets out, too: whoever owns the process starts anew
-        )
+        self.raises_bugs = False  # what nobody can be blamed for gets out, too: whoever owns the process starts it anew
         self.landed = self.ended = 0.0  # when the last forward's results were there, and when its round was over
 
     # -- the round -----------------------------------------------------------------------------------------------

@@ -11,15 +11,19 @@ from pathlib import Path
 from draft_fakes import N_VOCAB, FakeTarget
 
 from pyspec.config import EngineSettings
+from pyspec.device.worker import Worker
 from pyspec.draft.drafter import Drafter
 from pyspec.engine.controller import Controller
 from pyspec.engine.job import Job
 from pyspec.engine.load import Loaded, load
 from pyspec.engine.loop import Loop
+from pyspec.engine.round import RowLimits
 from pyspec.errors import PyspecError
 from pyspec.gguf import open_gguf
 from pyspec.request import Delta, Done, EngineInfo, Event, Failed, Request, SamplingParams, Started, Timings
 from pyspec.sample.sampler import SlotSampler
+from pyspec.slots.cache import PrefixCache
+from pyspec.slots.states import StateStore
 from pyspec.slots.table import SlotTable
 from pyspec.text.stream import TextStream
 from pyspec.text.tokenizer import Tokenizer
@@ -162,9 +166,9 @@ def fake_rig(
     table = SlotTable(np, n_page or -(-(ctx + extra) // page_size) * np, page_size)
     target = FakeTarget(table)
     n_draft = drafter.needs.n_draft if drafter is not None else 0
-    loop = Loop(
-        target, target.memory, table, drafter, Controller(np, n_draft, fixed=True), ubatch=ubatch, queue_limit=64
-    )
+    cache = PrefixCache(table, target.memory, StateStore(1 << 62, 0))
+    worker = Worker(target, target.memory, table, drafter, None)
+    loop = Loop(worker, Controller(np, n_draft, fixed=True), cache, RowLimits(ubatch, ubatch), 64)
     info = EngineInfo(
         model_name="fake", model_path="", arch="fake", n_vocab=N_VOCAB, n_ctx=ctx, n_ctx_train=ctx, n_slot=np, n_embd=8,
         n_params=0, n_bytes=0, file_type="", device="cpu", drafter="none", n_overhang=extra,
