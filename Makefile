@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all lint check check-slow check-gpu sanitize soak fix clean
+.PHONY: demo test test-all lint check check-slow check-gpu sanitize soak fuzz fix clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pyspec demo
@@ -44,6 +44,10 @@ sanitize:
 
 soak: $(VENV)/.installed-test
 	$(BIN)/python tools/soak.py --minutes 10 --np 8
+
+# Files in which one field is wrong, as target and as drafter; SEED=N repeats a run
+fuzz: $(VENV)/.installed-test
+	$(BIN)/python tools/fuzz.py --number $(or $(NUMBER),3000) $(addprefix --seed ,$(SEED))
 
 fix: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .

@@ -5,7 +5,7 @@ PyspecError                        exit 1   500 server_error
     ModelError                     exit 3   500 server_error               a file cannot be used
         BadGGUF                                                            malformed container
         UnknownArchitecture
-        BadTensors                                                         missing or misshaped, all listed
+        BadTensors                                                         missing or misshaped: how many, and the first few
         BadTokenizer
         BadTemplate
     PairError                      exit 4   500 server_error               target and drafter do not fit together
@@ -62,7 +62,7 @@ class UnknownArchitecture(ModelError):
 
 
 class BadTensors(ModelError):
-    """Tensors the architecture needs are missing or have another shape; the message lists all of them."""
+    """Tensors the architecture needs are missing or have another shape; the message says how many and names the first few."""
 
 
 class BadTokenizer(ModelError):

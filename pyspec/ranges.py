@@ -15,7 +15,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Protocol, Union, get_args, get_origin, get_type_hints
 
 INT32 = 2**31 - 1
-SHOWN = 40  # characters of a value that an error repeats
+SHOWN, QUOTED = 40, 80  # characters of a value, and of text from a file, that an error repeats
 
 
 class Kind(Protocol):
@@ -25,13 +25,25 @@ class Kind(Protocol):
         """What is wrong with a value, as the end of a sentence that begins with its name; "" if nothing is."""
 
 
-def shown(value: object) -> str:
-    """A value as an error repeats it: short, on one line."""
+def shown(value: object, most: int = SHOWN) -> str:
+    """A value as an error repeats it: on one line, in plain ASCII, of at most so many characters."""
     try:
+        value = value[: most + 1] if isinstance(value, str) else value
         text = ascii(value)
     except ValueError:  # Python prints no number of thousands of digits
         text = "a huge number"
-    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def quoted(text: str) -> str:
+    """Text from a file as an error repeats it: in quotes, what is not plain ASCII escaped, short."""
+    return shown(text, QUOTED)
+
+
+def printable(text: str, most: int = 1 << 30) -> str:
+    """Text from outside as a line may hold it: of at most so many characters; those that act on a terminal become U+FFFD."""
+    cut = text if len(text) <= most else text[: most - 3] + "..."
+    return "".join(c if c.isprintable() else "\ufffd" for c in cut)
 
 
 def _is_not(value: object, wanted: str) -> str:

@@ -76,8 +76,8 @@ def test_a_tiny_model_holds_every_tensor(name: str, quant: str, tmp_path: Path) 
         parts = Parts(mtp=dims.mtp)
         assert {k: t.shape for k, t in file.tensors.items()} == {s.name: s.shape for s in layout.tensors(dims, parts)}
         assert file.architecture == dims.arch
-        assert file.get_int(f"{dims.arch}.block_count") == dims.n_layer + parts.mtp
-        assert len(set(file.get_strings("tokenizer.ggml.tokens"))) == dims.n_vocab
+        assert file.hparams.integer("block_count") == dims.n_layer + parts.mtp
+        assert len(set(file.fields.strings("tokenizer.ggml.tokens"))) == dims.n_vocab
         up = next(n for n in file.tensors if n.endswith((".ffn_up.weight", ".ffn_up_exps.weight")))
         assert file.tensors[up].type.name == quant.upper()
         for name in file.tensors:
@@ -141,7 +141,7 @@ def test_files_without_the_mtp_block_and_the_block_alone(tmp_path: Path) -> None
         assert "qwen35.nextn_predict_layers" not in file.metadata
         assert not [name for name in file.tensors if "nextn" in name]
     with open_gguf(synth.write("qwen35", tmp_path / "side.gguf", tiny=True, sidecar=True)) as file:
-        assert file.get_int("qwen35.block_count") == 5
+        assert file.hparams.integer("block_count") == 5
         assert len(file.tensors) == 18
     with pytest.raises(ConfigError, match="no MTP block"):
         synth.write("llama", tmp_path / "x.gguf", tiny=True, sidecar=True)
@@ -151,12 +151,12 @@ def test_drafters_in_both_namings_say_the_same(tmp_path: Path) -> None:
     ours = open_gguf(synth.write("qwen35", tmp_path / "a.gguf", tiny=True, drafter=True))
     fork = open_gguf(synth.write("qwen35", tmp_path / "b.gguf", tiny=True, drafter=True, fork=True))
     assert (ours.architecture, fork.architecture) == ("dflash", "dflash-draft")
-    taps = fork.get_numbers("dflash-draft.dflash.target_layer_ids") + 1
-    assert ours.get_numbers("dflash.target_layers").tolist() == taps.tolist()
-    assert ours.get_int("tokenizer.ggml.mask_token_id") == fork.get_int("dflash-draft.dflash.mask_token_id")
+    taps = [tap + 1 for tap in fork.hparams.integers("dflash.target_layer_ids")]
+    assert ours.hparams.integers("target_layers") == taps
+    assert ours.fields.integer("tokenizer.ggml.mask_token_id") == fork.hparams.integer("dflash.mask_token_id")
     assert ours.tensors["fc.weight"].shape == fork.tensors["dflash_fc.weight"].shape == (64, 128)
     assert "blk.0.post_attention_norm.weight" in fork.tensors
-    assert ours.get_numbers("dflash.attention.sliding_window_pattern").tolist() == [True, False]
+    assert ours.hparams.flags("attention.sliding_window_pattern", 2) == [True, False]
     ours.close()
     fork.close()
 
@@ -185,7 +185,7 @@ def test_a_model_may_have_its_first_layers_alone(tmp_path: Path) -> None:
     short = open_gguf(synth.write("nemotron_h_moe", tmp_path / "s.gguf", tiny=True, quant="f32", n_layer=2))
     trunk = {name for name in whole.tensors if name.startswith(("blk.0.", "blk.1."))}
     assert {n for n in short.tensors if n.startswith(("blk.0.", "blk.1."))} == trunk
-    assert short.get_int("nemotron_h_moe.block_count") < whole.get_int("nemotron_h_moe.block_count")
+    assert short.hparams.integer("block_count") < whole.hparams.integer("block_count")
     for n_layer in (-1, 99):
         with pytest.raises(ConfigError, match="layers"):
             synth.write("qwen35", tmp_path / "x.gguf", tiny=True, n_layer=n_layer)

@@ -5,13 +5,13 @@ A draft runs one block of B rows: the anchor and B-1 mask tokens; row r proposes
 layers see the context and the whole block; sliding layers are causal in the block and windowed. Embedding and head are
 the target's unless the file has its own. Rounds in which nobody drafts only keep their taps: the context of many of
 them is made in one pass, before somebody drafts, before pages are filed, or when the place is full. Source:
-arXiv:2602.06036; GGUF of llama.cpp (`dflash`) and of forks (`dflash-draft`: other names, taps stored without the +1).
+arXiv:2602.06036. What a file says is read in `dflash_file`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from pyspec.cuda.ops.best.ref import BestSpec
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.draft import tap_shift
+from pyspec.draft.dflash_file import ARCHS, DFlashConfig, check_pair, drafter_tensors, read_config, read_d2t
 from pyspec.draft.drafter import (
     OWN_HEAD,
     DraftOptions,
@@ -35,162 +36,23 @@ from pyspec.draft.drafter import (
     TargetFile,
     own_memory,
 )
-from pyspec.errors import ConfigError, ModelError, PairError
+from pyspec.errors import ConfigError
 from pyspec.gguf import GGUFFile
-from pyspec.models.decoder import DecoderConfig
-from pyspec.models.layers import SINKS, Attention, AttentionShape, FeedForward, Rope
+from pyspec.models.layers import Attention, FeedForward, Rope
 from pyspec.models.target import Out, Target
-from pyspec.models.weights import Matrix, Want, Weights, check_tensors
+from pyspec.models.weights import Matrix, Weights, check_tensors
 from pyspec.slots.arena import BUCKETS, Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import KV, Memory
 from pyspec.slots.parts import Paged, PartMemory
 from pyspec.slots.table import Slot, SlotTable
 
-FORK = "dflash-draft"
-ARCHS = ("dflash", FORK)
 N_HELD = BUCKETS[-1]  # rows of taps that are kept at most: what one graph takes in
 
 
 def held_rows(n_slot: int) -> int:
     """Rows of taps that are kept for later; none where a few rounds would fill the place, for that gains nothing."""
     return N_HELD if 4 * n_slot <= N_HELD else 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class DFlashConfig:
-    """`taps` are 0-based target layers whose outputs are read; `windows[i]` is 0 for a full layer."""
-
-    n_embd: int
-    n_ff: int
-    attention: AttentionShape
-    eps: float
-    rope_base: float
-    n_rot: int
-    block: int
-    mask_id: int
-    taps: tuple[int, ...]
-    windows: tuple[int, ...]
-    causal: tuple[bool, ...]  # per layer, inside the block
-    alias: Mapping[str, str]
-
-
-def _layers(file: GGUFFile, n_layer: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
-    """Window and causality per layer."""
-    a = file.architecture
-    window = file.get_int(f"{a}.attention.sliding_window", 0)
-    pattern = [window > 0] * n_layer
-    has_pattern = f"{a}.attention.sliding_window_pattern" in file.metadata
-    if has_pattern:
-        pattern = [bool(x) for x in file.get_numbers(f"{a}.attention.sliding_window_pattern")]
-        if len(pattern) != n_layer:
-            raise ModelError(f"{a}.attention.sliding_window_pattern has {len(pattern)} entries for {n_layer} layers")
-        if any(pattern) and window < 1:
-            raise ModelError(f"{a}.attention.sliding_window is {window}, but some layers slide")
-    causal = [slides and has_pattern for slides in pattern]
-    if a != FORK and f"{a}.attention.causal" in file.metadata:  # the forks always write false and do not mean it
-        causal = [file.get_bool(f"{a}.attention.causal")] * n_layer
-    return tuple(window if slides else 0 for slides in pattern), tuple(causal)
-
-
-def _aliases(file: GGUFFile, n_layer: int) -> dict[str, str]:
-    """The forks' tensor names. Their post_attention_norm is the norm before the feed-forward."""
-    if file.architecture != FORK:
-        return {}
-    names = {"fc.weight": "dflash_fc.weight", "enc.output_norm.weight": "dflash_hidden_norm.weight"}
-    if "blk.0.ffn_norm.weight" not in file.tensors:
-        names |= {f"blk.{i}.ffn_norm.weight": f"blk.{i}.post_attention_norm.weight" for i in range(n_layer)}
-    return names
-
-
-def _refuse_relatives(file: GGUFFile) -> None:
-    """Files of this architecture that need parts we do not have."""
-    for tensor, what in (
-        ("selector_hidden.weight", "DFlash2 (candidate selector)"),
-        ("markov_w1.weight", "DSpark (Markov head)"),
-        ("blk.0.layer_output_scale.weight", "a drafter with layer scales"),
-        ("blk.0.post_ffw_norm.weight", "a drafter with output norms"),
-    ):
-        if tensor in file.tensors:
-            raise PairError(f"the drafter is {what}, which is not supported; DFlash with plain blocks is")
-
-
-def read_config(file: GGUFFile) -> DFlashConfig:
-    a = file.architecture
-    if a not in ARCHS:
-        raise PairError(f"a DFlash drafter is of architecture dflash; this file is {a}")
-    _refuse_relatives(file)
-    n_layer, n_head = file.get_int(f"{a}.block_count"), file.get_int(f"{a}.attention.head_count")
-    n_embd, n_kv = file.get_int(f"{a}.embedding_length"), file.get_int(f"{a}.attention.head_count_kv")
-    dim = file.get_int(f"{a}.attention.key_length", n_embd // n_head)
-    if n_layer < 1 or n_kv < 1 or n_head % n_kv:
-        raise ModelError(f"{n_layer} layers, {n_head} heads, {n_kv} key heads: not a drafter")
-    windows, causal = _layers(file, n_layer)
-    stored = file.get_numbers(f"{a}.dflash.target_layer_ids" if a == FORK else f"{a}.target_layers")
-    mask = f"{a}.dflash.mask_token_id" if a == FORK else "tokenizer.ggml.mask_token_id"
-    return DFlashConfig(
-        n_embd=n_embd,
-        n_ff=file.get_int(f"{a}.feed_forward_length"),
-        attention=AttentionShape(n_head, n_kv, dim, scale=file.get_float(f"{a}.attention.scale", 0.0) or None),
-        eps=file.get_float(f"{a}.attention.layer_norm_rms_epsilon"),
-        rope_base=file.get_float(f"{a}.rope.freq_base"),
-        n_rot=file.get_int(f"{a}.rope.dimension_count", dim),
-        block=file.get_int(f"{a}.dflash.block_size" if a == FORK else f"{a}.block_size", 16),
-        mask_id=file.get_int(mask),
-        taps=tuple(int(x) if a == FORK else int(x) - 1 for x in stored),
-        windows=windows,
-        causal=causal,
-        alias=_aliases(file, n_layer),
-    )
-
-
-def drafter_tensors(c: DFlashConfig, n_target: int) -> dict[str, Want]:
-    """The manifest; `n_target` is the target's hidden size."""
-    s, n = c.attention, c.n_embd
-    q, kv = s.n_head * s.head_dim, s.n_kv_head * s.head_dim
-    wants = {
-        "fc.weight": Want((n, len(c.taps) * n_target)),
-        "enc.output_norm.weight": Want((n,)),
-        "output_norm.weight": Want((n,)),
-    }
-    for i in range(len(c.windows)):
-        p = f"blk.{i}"
-        wants |= {
-            f"{p}.attn_norm.weight": Want((n,)),
-            f"{p}.attn_q.weight": Want((q, n)),
-            f"{p}.attn_k.weight": Want((kv, n)),
-            f"{p}.attn_v.weight": Want((kv, n)),
-            f"{p}.attn_output.weight": Want((n, q)),
-            f"{p}.attn_q_norm.weight": Want((s.head_dim,)),
-            f"{p}.attn_k_norm.weight": Want((s.head_dim,)),
-            f"{p}.{SINKS}": Want((s.n_head,), optional=True),
-            f"{p}.ffn_norm.weight": Want((n,)),
-            f"{p}.ffn_gate.weight": Want((c.n_ff, n)),
-            f"{p}.ffn_up.weight": Want((c.n_ff, n)),
-            f"{p}.ffn_down.weight": Want((n, c.n_ff)),
-        }
-    return wants
-
-
-def check_pair(c: DFlashConfig, file: GGUFFile, target: DecoderConfig) -> None:
-    """Refuse a drafter that was made for another target, with the numbers that differ."""
-    own = "token_embd.weight" in file.tensors and "output.weight" in file.tensors
-    if not own and c.n_embd != target.n_embd:
-        raise PairError(
-            f"the drafter has hidden size {c.n_embd}, the target {target.n_embd}: it can not share its embedding"
-        )
-    if not c.taps or any(not 0 <= t < target.n_layer for t in c.taps):
-        raise PairError(f"the drafter taps layers {list(c.taps)}; the target has layers 0..{target.n_layer - 1}")
-    fc = file.tensors.get(c.alias.get("fc.weight", "fc.weight"))
-    if fc is not None and fc.shape[-1] != len(c.taps) * target.n_embd:
-        raise PairError(
-            f"the drafter reads {fc.shape[-1]} features; {len(c.taps)} taps of the target give "
-            f"{len(c.taps) * target.n_embd}"
-        )
-    if not 0 <= c.mask_id < target.n_vocab:
-        raise PairError(f"the drafter's mask token is {c.mask_id}; the target has {target.n_vocab} tokens")
-    if c.block < 2:
-        raise PairError(f"the drafter's block size is {c.block}; it needs at least 2")
 
 
 def recognises(file: GGUFFile) -> bool:
@@ -202,7 +64,7 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         raise ConfigError("--spec-type dflash needs a draft file (-md)")
     c = read_config(file)
     check_pair(c, file, target.config)
-    check_tensors(file, drafter_tensors(c, target.config.n_embd), c.alias)
+    check_tensors(file, drafter_tensors(c, file, target.config.n_embd), c.alias)
     n, most, n_held = settings.n_draft_max, c.block - 1, held_rows(settings.np)
     return DraftPlan(
         kind="dflash",
@@ -233,7 +95,7 @@ class DFlashNet:
         self.norm, self.norms = w.vector("output_norm.weight"), norms.bind(NormsSpec(w.device, c.n_embd, c.eps))
         self.embed = w.embedding("token_embd.weight") if w.has("token_embd.weight") else target.embed
         self.head = w.matrix("output.weight") if w.has("output.weight") else head or target.head
-        self.to_target = w.vector("d2t").long() if w.has("d2t") else None
+        self.to_target = read_d2t(w, target.n_vocab)
 
     def inject(self, taps: Tensor, rows: Tensor, positions: Tensor) -> None:
         """Context keys and values of committed tokens: taps [row, T * n_target], pool rows [row], positions [row]."""

@@ -69,10 +69,11 @@ def check_pair(file: GGUFFile, c: DecoderConfig) -> None:
     a = file.architecture
     if a != c.arch:
         raise PairError(f"the MTP file is {a}, the target is {c.arch}")
-    n_layer = file.get_int(f"{a}.block_count") - file.get_int(f"{a}.nextn_predict_layers", 0)
-    if n_layer != c.n_layer or file.get_int(f"{a}.embedding_length") != c.n_embd:
+    h = file.hparams
+    n_layer, n_embd = h.integer("block_count") - h.integer("nextn_predict_layers", 0), h.integer("embedding_length")
+    if n_layer != c.n_layer or n_embd != c.n_embd:
         raise PairError(
-            f"the MTP block follows layer {n_layer} of width {file.get_int(f'{a}.embedding_length')}; "
+            f"the MTP block follows layer {n_layer} of width {n_embd}; "
             f"the target has {c.n_layer} layers of width {c.n_embd}"
         )
 

@@ -29,6 +29,7 @@ from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.models import coarse, read_config
 from pyspec.models.decoder import DecoderConfig, decoder_tensors
 from pyspec.models.weights import check_tensors, weight_bytes, wide_bytes
+from pyspec.ranges import quoted
 from pyspec.registry import drafters
 from pyspec.slots.arena import bucket_of
 from pyspec.slots.kv import KV_DTYPES
@@ -156,14 +157,17 @@ def plan_draft(file: GGUFFile | None, target: TargetFile, settings: EngineSettin
 def check_vocabulary(target: GGUFFile, drafter: GGUFFile) -> None:
     """Both files must mean the same token by the same id."""
     key = "tokenizer.ggml.tokens"
-    ours, theirs = target.metadata.get(key), drafter.metadata.get(key)
-    if ours is None or theirs is None or ours == theirs:
+    if key not in target.fields or key not in drafter.fields:
         return
-    a, b = list(ours), list(theirs)  # type: ignore[call-overload]
+    a, b = target.fields.strings(key), drafter.fields.strings(key)
+    if a == b:
+        return
     if len(a) != len(b):
         raise PairError(f"the drafter has {len(b)} tokens, the target {len(a)}: they do not share a vocabulary")
     i = next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
-    raise PairError(f"token {i} is {b[i]!r} in the drafter and {a[i]!r} in the target: not the same vocabulary")
+    raise PairError(
+        f"token {i} is {quoted(b[i])} in the drafter and {quoted(a[i])} in the target: not the same vocabulary"
+    )
 
 
 def context_of(s: EngineSettings, c: DecoderConfig) -> int:

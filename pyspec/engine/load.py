@@ -153,11 +153,11 @@ def _check_template(template: ChatTemplate | None) -> None:
 
 def info_of(d: Description) -> EngineInfo:
     """What is loaded, for programs and people."""
-    metadata, c, tokenizer = d.file.metadata, d.config, d.tokenizer
-    template = metadata.get("tokenizer.chat_template")
+    fields, c, tokenizer = d.file.fields, d.config, d.tokenizer
+    file_type = fields.integer("general.file_type", None)
     piece = lambda i: "" if i is None else tokenizer.piece(i)  # noqa: E731
     return EngineInfo(
-        model_name=str(metadata.get("general.name") or d.path.stem),
+        model_name=fields.label("general.name", "") or d.path.stem,
         model_path=str(d.path),
         arch=c.arch,
         n_vocab=c.n_vocab,
@@ -167,14 +167,14 @@ def info_of(d: Description) -> EngineInfo:
         n_embd=c.n_embd,
         n_params=sum(t.n_elements for t in d.file.tensors.values()),
         n_bytes=sum(t.n_bytes for t in d.file.tensors.values()),
-        file_type=str(metadata.get("general.file_type", "")),
+        file_type="" if file_type is None else str(file_type),
         device=str(d.device),
         drafter=d.draft.kind,
         draft_path=str(d.settings.draft_path or ""),
         n_draft_max=d.draft.n_draft,
         draft_note=d.draft.note,
         synthetic_len=d.settings.synth_len,
-        chat_template=template if isinstance(template, str) else "",
+        chat_template="" if d.template is None else d.template.source,
         bos_token=piece(tokenizer.bos_id),
         eos_token=piece(tokenizer.eos_id),
         eog_ids=tuple(sorted(tokenizer.eog)),

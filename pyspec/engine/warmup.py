@@ -16,6 +16,7 @@ from pyspec.draft.drafter import CheckedDrafter, GraphedDrafter
 from pyspec.engine.job import Job
 from pyspec.engine.loop import Loop
 from pyspec.engine.memory_plan import size
+from pyspec.errors import RequestError
 from pyspec.request import Delta, Event, Request, SamplingParams
 from pyspec.sample.sampler import SlotSampler
 from pyspec.slots.arena import BUCKETS
@@ -187,7 +188,12 @@ def check_drafter(loop: Loop, tokenizer: Tokenizer, template: ChatTemplate | Non
     takes_s = PROBE_TOKENS * loop.controller.verify_ms(1) / 1e3
     if not isinstance(drafter, CheckedDrafter) or takes_s > BUDGET_S or loop.table.n_row < n_rows:
         return
-    prompt = PROBE_PROMPT if template is None else template.render([{"role": "user", "content": PROBE_PROMPT}])
+    prompt = PROBE_PROMPT
+    if template is not None:
+        try:
+            prompt = template.render([{"role": "user", "content": PROBE_PROMPT}])
+        except RequestError as e:  # costs the chats that it refuses, not the load
+            log.debug("the drafter is checked without the chat template: %s", e)
     ids = tuple(tokenizer.encode(prompt))[:64]
     with _quiet():
         tokens = greedy_text(loop, tokenizer, ids, PROBE_TOKENS, n_overhang)

@@ -1,112 +1,136 @@
-"""Checked reads over one mapped file: nothing is read, sliced or allocated before the bytes are known to be there."""
+"""Checked reads over one file's header: nothing is read, sliced or allocated before the bytes are known to be there.
+
+Every read names what it wants, as a format and what goes into it: the text is only made when it is needed, since a file may
+have a hundred thousand tensors.
+"""
 
 from __future__ import annotations
 
-import mmap
 import struct
-from pathlib import Path
 
 import numpy as np
 
 from pyspec.errors import BadGGUF
+from pyspec.gguf.source import Source
+from pyspec.ranges import quoted
 
 MAX_STRING = 16 << 20  # a chat template is the longest string seen, far below this
+STEP = 4 << 20  # bytes read at once, at least
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 
 
 class Cursor:
-    """A position in a mapped file. Every read names what it wants, so an error says which part lies."""
+    """A position in a file whose bytes are read from the start as they are needed."""
 
-    __slots__ = ("at", "data", "path", "size")
+    __slots__ = ("at", "data", "size", "source")
 
-    def __init__(self, data: mmap.mmap, path: Path) -> None:
-        self.data, self.path = data, path
-        self.size, self.at = len(data), 0
+    def __init__(self, source: Source) -> None:
+        self.source, self.size = source, source.size
+        self.data, self.at = b"", 0
 
     @property
     def left(self) -> int:
         return self.size - self.at
 
     def bad(self, why: str) -> BadGGUF:
-        """The error to raise. Names come from the file and may be long; the message stays one readable line."""
-        why = why if len(why) <= 400 else f"{why[:200]} ... {why[-200:]}"
-        return BadGGUF(f"{self.path}: {why}")
+        """The error to raise."""
+        return BadGGUF(f"{self.source.path}: {why}")
 
-    def need(self, n_bytes: int, what: str) -> None:
-        if n_bytes > self.left:
+    def need(self, n_bytes: int, what: str, *of: object) -> None:
+        """Have the next so many bytes in `data`."""
+        end = self.at + n_bytes
+        if end > self.size:
+            what = _named(what, of)
             raise self.bad(f"{what} needs {n_bytes} bytes at offset {self.at}, but {self.left} of {self.size} are left")
+        if end > len(self.data):
+            self._fill(end)
 
-    def count(self, min_bytes: int, limit: int, what: str) -> int:
+    def _fill(self, end: int) -> tuple[bytes, int]:
+        """Read on, at least up to `end`. The bytes so far, and how many they are."""
+        have = len(self.data)
+        more = self.source.read(have, min(max(end - have, have, STEP), self.size - have))  # twice as much each time
+        self.data = self.data + more if have else more
+        return self.data, len(self.data)
+
+    def count(self, min_bytes: int, limit: int, what: str, *of: object) -> int:
         """A u64 count of things that take at least `min_bytes` each."""
-        n = self.u64(what)
+        n = self.u64(what, *of)
         if n > limit:
-            raise self.bad(f"{what} is {n}, more than the {limit} allowed")
+            raise self.bad(f"{_named(what, of)} is {n}, more than the {limit} allowed")
         if n * min_bytes > self.left:
+            what = _named(what, of)
             raise self.bad(f"{what} is {n}, which needs at least {n * min_bytes} bytes; {self.left} are left")
         return n
 
-    def u32(self, what: str) -> int:
-        self.need(4, what)
-        (value,) = _U32.unpack_from(self.data, self.at)
-        self.at += 4
-        return value
+    def u32(self, what: str, *of: object) -> int:
+        return int(self.scalar(_U32, what, *of))
 
-    def u64(self, what: str) -> int:
-        self.need(8, what)
-        (value,) = _U64.unpack_from(self.data, self.at)
-        self.at += 8
-        return value
+    def u64(self, what: str, *of: object) -> int:
+        return int(self.scalar(_U64, what, *of))
 
-    def bytes(self, n: int, what: str) -> bytes:
-        self.need(n, what)
-        value = self.data[self.at : self.at + n]
+    def bytes(self, n: int, what: str, *of: object) -> bytes:
+        self.need(n, what, *of)
         self.at += n
-        return value
+        return self.data[self.at - n : self.at]
 
-    def scalar(self, packed: struct.Struct, what: str) -> int | float:
-        self.need(packed.size, what)
-        (value,) = packed.unpack_from(self.data, self.at)
+    def scalar(self, packed: struct.Struct, what: str, *of: object) -> int | float:
+        return self.numbers_of(packed, what, *of)[0]
+
+    def numbers_of(self, packed: struct.Struct, what: str, *of: object) -> tuple[int | float, ...]:
+        """Numbers that stand one behind the other."""
+        self.need(packed.size, what, *of)
+        values = packed.unpack_from(self.data, self.at)
         self.at += packed.size
-        return value
+        return values
 
-    def name(self, limit: int, what: str) -> str:
+    def name(self, limit: int, what: str, *of: object) -> str:
         """A key or tensor name: not empty, strict UTF-8."""
-        n = self.u64(f"length of {what}")
+        n = self.u64("length of " + what, *of)
         if not 1 <= n <= limit:
-            raise self.bad(f"{what} is {n} bytes long; 1..{limit} are allowed")
+            raise self.bad(f"{_named(what, of)} is {n} bytes long; 1..{limit} are allowed")
         try:
-            return self.bytes(n, what).decode("utf-8")
+            return self.bytes(n, what, *of).decode("utf-8")
         except UnicodeDecodeError as error:
-            raise self.bad(f"{what} is not UTF-8: byte {error.start} of {n}") from None
+            raise self.bad(f"{_named(what, of)} is not UTF-8: byte {error.start} of {n}") from None
 
-    def string(self, what: str) -> str:
+    def string(self, what: str, *of: object) -> str:
         """A string value. Bytes that are not UTF-8 become lone surrogates (surrogateescape), so nothing is lost."""
-        n = self.u64(f"length of {what}")
+        n = self.u64("length of " + what, *of)
         if n > MAX_STRING:
-            raise self.bad(f"{what} is {n} bytes long, more than the {MAX_STRING} allowed")
-        return self.bytes(n, what).decode("utf-8", "surrogateescape")
+            raise self.bad(f"{_named(what, of)} is {n} bytes long, more than the {MAX_STRING} allowed")
+        return self.bytes(n, what, *of).decode("utf-8", "surrogateescape")
 
-    def strings(self, n: int, what: str) -> list[str]:
+    def strings(self, n: int, what: str, *of: object) -> list[str]:
         """`n` strings in one pass. The caller has checked that their length fields fit the file."""
         data, at, end, unpack, out = self.data, self.at, self.size, _U64.unpack_from, []
+        have = len(data)
         for index in range(n):
-            if at + 8 > end:
-                raise self.bad(f"{what}: string {index} of {n} starts at offset {at}, the file has {end} bytes")
+            if (stop := at + 8) > have:
+                if stop > end:
+                    what = _named(what, of)
+                    raise self.bad(f"{what}: string {index} of {n} starts at offset {at}, the file has {end} bytes")
+                data, have = self._fill(stop)
             (length,) = unpack(data, at)
-            at += 8
-            stop = at + length
-            if stop > end or length > MAX_STRING:
-                raise self.bad(f"{what}: string {index} of {n} has {length} bytes; {end - at} are left")
+            at, stop = stop, stop + length
+            if stop > have or length > MAX_STRING:
+                if stop > end or length > MAX_STRING:
+                    raise self.bad(f"{_named(what, of)}: string {index} of {n} has {length} bytes; {end - at} are left")
+                data, have = self._fill(stop)
             out.append(data[at:stop].decode("utf-8", "surrogateescape"))
             at = stop
         self.at = at
         return out
 
-    def numbers(self, dtype: np.dtype, n: int, what: str) -> np.ndarray:
-        """[n] `dtype`, copied out of the mapping (its place is not aligned) and read-only."""
-        self.need(n * dtype.itemsize, what)
+    def numbers(self, dtype: np.dtype, n: int, what: str, *of: object) -> np.ndarray:
+        """[n] `dtype`, a copy (in the file its place is not aligned), read-only."""
+        self.need(n * dtype.itemsize, what, *of)
         values = np.frombuffer(self.data, dtype, n, self.at).copy()
         values.setflags(write=False)
         self.at += n * dtype.itemsize
         return values
+
+
+def _named(what: str, of: tuple[object, ...]) -> str:
+    """What a read wanted; names from the file in quotes."""
+    return what.format(*(quoted(x) if isinstance(x, str) else x for x in of))

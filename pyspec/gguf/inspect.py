@@ -24,7 +24,7 @@ def describe(file: GGUFFile) -> dict[str, object]:
         "paths": [str(p) for p in file.paths],
         "version": file.version,
         "alignment": file.alignment,
-        "architecture": file.get_str("general.architecture", None),
+        "architecture": file.fields.label("general.architecture", ""),
         "file_type": file.file_type,
         "metadata": {_text(key): _shown(value) for key, value in file.metadata.items()},
         "tensors": [_tensor(t) for t in file.tensors.values()],

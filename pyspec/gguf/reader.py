@@ -1,32 +1,22 @@
-"""An opened model file, split or whole: metadata by key, tensors by name, their bytes straight from the mapping."""
+"""An opened model file, split or whole: metadata by key, tensors by name, and their bytes."""
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import TypeVar, overload
 
 import numpy as np
 
 from pyspec.errors import BadGGUF, ModelError
+from pyspec.gguf.fields import Fields
 from pyspec.gguf.shard import Shard, TensorInfo, read_shard
 from pyspec.gguf.types import file_type_name
+from pyspec.ranges import quoted
 
 _SPLIT_NAME = re.compile(r"^(?P<stem>.*)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$")
-MAX_SHARDS = 4_096
-T = TypeVar("T")
-Array = np.ndarray | list[str]
-
-
-class _Required:
-    """Marks a getter's key as one the file must have."""
-
-
-_REQUIRED = _Required()
 
 
 def open_gguf(path: str | Path) -> GGUFFile:
@@ -36,27 +26,29 @@ def open_gguf(path: str | Path) -> GGUFFile:
     """
     path = Path(path)
     first = read_shard(path)
-    if first.metadata.get("split.count", 0) in (0, 1):
-        return GGUFFile(path, (first,))
     opened = [first]
     try:
+        n = _fields(first).integer("split.count", 0)
+        if n in (0, 1):
+            return GGUFFile(path, (first,))
         shards: list[Shard] = []
-        for part in _split_paths(first):
+        for part in _split_paths(first, n):
             shards.append(first if part == path else read_shard(part))
             opened.append(shards[-1])
         _check_split(shards)
     except BaseException:
         for shard in opened:
-            shard.data.close()
+            shard.source.close()
         raise
     return GGUFFile(path, tuple(shards))
 
 
-def _split_paths(shard: Shard) -> list[Path]:
-    """Paths of all parts, from the metadata and the name of one."""
-    n = shard.metadata["split.count"]
-    if type(n) is not int or not 2 <= n <= MAX_SHARDS:
-        raise BadGGUF(f"{shard.path}: split.count is {str(n)[:40]!r}; an integer in 2..{MAX_SHARDS} is wanted")
+def _fields(shard: Shard) -> Fields:
+    return Fields(shard.metadata, f"{shard.path}: ")
+
+
+def _split_paths(shard: Shard, n: int) -> list[Path]:
+    """Paths of all `n` parts, from the name of one."""
     match = _SPLIT_NAME.match(shard.path.name)
     if match is None or int(match["count"]) != n:
         want = f"NAME-00001-of-{n:05}.gguf"
@@ -71,29 +63,29 @@ def _check_split(shards: list[Shard]) -> None:
     owner: dict[str, Path] = {}
     for number, shard in enumerate(shards):
         for key, want in (("split.no", number), ("split.count", len(shards))):
-            if (got := shard.metadata.get(key)) != want:
-                raise BadGGUF(f"{shard.path}: {key} is {str(got)[:40]!r}, its name says {want}")
+            if (got := _fields(shard).integer(key)) != want:
+                raise BadGGUF(f"{shard.path}: {key} is {got}, its name says {want}")
         if shard.version != shards[0].version:
             raise BadGGUF(
                 f"{shard.path}: GGUF version {shard.version}, but {shards[0].path.name} has {shards[0].version}"
             )
         for name in shard.tensors:
             if name in owner:
-                raise BadGGUF(f"{shard.path}: tensor {name!r} is in {owner[name].name} as well")
+                raise BadGGUF(f"{shard.path}: tensor {quoted(name)} is in {owner[name].name} as well")
             owner[name] = shard.path
-    total = shards[0].metadata.get("split.tensors.count")
+    total = _fields(shards[0]).integer("split.tensors.count", None)
     if total is not None and total != len(owner):
         raise BadGGUF(
-            f"{shards[0].path}: split.tensors.count is {str(total)[:40]!r}, the {len(shards)} parts have {len(owner)} tensors"
+            f"{shards[0].path}: split.tensors.count is {total}, the {len(shards)} parts have {len(owner)} tensors"
         )
 
 
 class GGUFFile:
-    """Metadata and tensors of a model file. A context manager; views from `raw` keep their mapping alive after `close`.
+    """Metadata and tensors of a model file. A context manager; what was read stays when it is closed.
 
     Metadata values are int, float, bool or str; arrays of numbers and bools are read-only numpy arrays, arrays of strings are
     list[str]. Strings that are not UTF-8 (byte tokens in some vocabularies) hold their odd bytes as lone surrogates:
-    `s.encode("utf-8", "surrogateescape")` gives the file's bytes back.
+    `s.encode("utf-8", "surrogateescape")` gives the file's bytes back. None of it is checked: `fields` and `hparams` do that.
     """
 
     def __init__(self, path: Path, shards: tuple[Shard, ...]) -> None:
@@ -101,10 +93,11 @@ class GGUFFile:
         self.paths = tuple(s.path for s in shards)
         self.version = shards[0].version
         self.alignment = shards[0].alignment
-        self.n_bytes = sum(len(s.data) for s in shards)
+        self.n_bytes = sum(s.source.size for s in shards)
         self.metadata: Mapping[str, object] = MappingProxyType(shards[0].metadata)
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(_numbered(shards))
-        self._maps = [s.data for s in shards]
+        self.fields = Fields(self.metadata, f"{path}: ")
+        self._sources = [s.source for s in shards]
 
     def __enter__(self) -> GGUFFile:
         return self
@@ -118,24 +111,36 @@ class GGUFFile:
         return f"<GGUFFile {self.path} with {len(self.tensors)} tensors>"
 
     def close(self) -> None:
-        """Release the mappings. Harmless to repeat; a mapping with live views goes when the last view does."""
-        for data in self._maps:
-            with contextlib.suppress(BufferError):
-                data.close()
-        self._maps = []
+        """Close the files. Harmless to repeat."""
+        for source in self._sources:
+            source.close()
+
+    def read_into(self, name: str, out: np.ndarray, first: int = 0) -> None:
+        """Bytes of a tensor, from its byte `first` on, as many as `out` [n] uint8 takes. Several threads may read at once."""
+        info = self._info(name)
+        assert out.dtype == np.uint8 and 0 <= first <= info.n_bytes - out.size, f"{name}: {first} + {out.size} bytes"
+        self._sources[info.shard].read_into(info.offset + first, out)
 
     def raw(self, name: str) -> np.ndarray:
-        """[n_bytes] uint8, read-only: the tensor's bytes in the mapping, not copied."""
-        assert self._maps, f"{self.path} is closed"
+        """[n_bytes] uint8: a copy of the tensor's bytes."""
+        out = np.empty(self._info(name).n_bytes, np.uint8)
+        self.read_into(name, out)
+        return out
+
+    def _info(self, name: str) -> TensorInfo:
         try:
-            info = self.tensors[name]
+            return self.tensors[name]
         except KeyError:
-            raise ModelError(f"{self.path}: no tensor {name!r}") from None
-        return np.frombuffer(self._maps[info.shard], np.uint8, info.n_bytes, info.offset)
+            raise ModelError(f"{self.path}: no tensor {quoted(name)}") from None
 
     @property
     def architecture(self) -> str:
-        return self.get_str("general.architecture")
+        return self.fields.label("general.architecture")
+
+    @property
+    def hparams(self) -> Fields:
+        """The fields whose names begin with the architecture."""
+        return Fields(self.metadata, f"{self.path}: ", f"{self.architecture}.")
 
     @property
     def n_params(self) -> int:
@@ -145,78 +150,9 @@ class GGUFFile:
     @property
     def file_type(self) -> str:
         """Name of `general.file_type`, e.g. "Q4_K_M"; "unknown" if absent."""
-        return file_type_name(self.get_int("general.file_type", None))
-
-    def _get(self, key: str, default: object, kinds: tuple[type, ...], wanted: str) -> object:
-        value = self.metadata.get(key, default)
-        if isinstance(value, _Required):
-            raise ModelError(f"{self.path}: the metadata key {key!r} ({wanted}) is missing")
-        if key in self.metadata and type(value) not in kinds:
-            raise BadGGUF(f"{self.path}: {key} should be {wanted}, but it is {_described(value)}")
-        return value
-
-    @overload
-    def get_int(self, key: str) -> int: ...
-    @overload
-    def get_int(self, key: str, default: T) -> int | T: ...
-    def get_int(self, key: str, default: object = _REQUIRED) -> object:
-        """An integer of any width. Errors: ModelError if missing without a default, BadGGUF if of another type."""
-        return self._get(key, default, (int,), "an integer")
-
-    @overload
-    def get_float(self, key: str) -> float: ...
-    @overload
-    def get_float(self, key: str, default: T) -> float | T: ...
-    def get_float(self, key: str, default: object = _REQUIRED) -> object:
-        """A float; an integer in the file is taken as one."""
-        value = self._get(key, default, (float, int), "a number")
-        return float(value) if type(value) is int else value
-
-    @overload
-    def get_bool(self, key: str) -> bool: ...
-    @overload
-    def get_bool(self, key: str, default: T) -> bool | T: ...
-    def get_bool(self, key: str, default: object = _REQUIRED) -> object:
-        return self._get(key, default, (bool,), "a bool")
-
-    @overload
-    def get_str(self, key: str) -> str: ...
-    @overload
-    def get_str(self, key: str, default: T) -> str | T: ...
-    def get_str(self, key: str, default: object = _REQUIRED) -> object:
-        return self._get(key, default, (str,), "a string")
-
-    @overload
-    def get_array(self, key: str) -> Array: ...
-    @overload
-    def get_array(self, key: str, default: T) -> Array | T: ...
-    def get_array(self, key: str, default: object = _REQUIRED) -> object:
-        """An array of either kind: numpy for numbers and bools, list[str] for strings."""
-        return self._get(key, default, (np.ndarray, list), "an array")
-
-    @overload
-    def get_numbers(self, key: str) -> np.ndarray: ...
-    @overload
-    def get_numbers(self, key: str, default: T) -> np.ndarray | T: ...
-    def get_numbers(self, key: str, default: object = _REQUIRED) -> object:
-        return self._get(key, default, (np.ndarray,), "an array of numbers")
-
-    @overload
-    def get_strings(self, key: str) -> list[str]: ...
-    @overload
-    def get_strings(self, key: str, default: T) -> list[str] | T: ...
-    def get_strings(self, key: str, default: object = _REQUIRED) -> object:
-        return self._get(key, default, (list,), "an array of strings")
+        return file_type_name(self.fields.integer("general.file_type", None))
 
 
 def _numbered(shards: tuple[Shard, ...]) -> dict[str, TensorInfo]:
     """All tensors, each with the number of the part it lies in."""
     return {k: replace(t, shard=i) if i else t for i, s in enumerate(shards) for k, t in s.tensors.items()}
-
-
-def _described(value: object) -> str:
-    if isinstance(value, np.ndarray):
-        return f"an array of {len(value)} {value.dtype}"
-    if isinstance(value, list):
-        return f"an array of {len(value)} strings"
-    return f"{type(value).__name__} {str(value)[:60]!r}"

@@ -1,4 +1,4 @@
-"""One GGUF file on disk: header, metadata and tensor directory, parsed and checked in one pass over the mapping.
+"""One GGUF file on disk: header, metadata and tensor directory, parsed and checked in one pass.
 
 All limits are those of the format or far above any real file; a file that breaks one is malformed, not large.
 """
@@ -6,7 +6,6 @@ All limits are those of the format or far above any real file; a file that break
 from __future__ import annotations
 
 import math
-import mmap
 import struct
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,12 +13,14 @@ from pathlib import Path
 
 import numpy as np
 
-from pyspec.errors import BadGGUF, ModelError
+from pyspec.errors import BadGGUF
 from pyspec.gguf.cursor import Cursor
+from pyspec.gguf.source import Source
 from pyspec.gguf.types import GGMLType, ValueType
+from pyspec.ranges import quoted
 
 MAX_KEYS = 65_536
-MAX_TENSORS = 1_000_000
+MAX_TENSORS = 131_072  # the largest known file, every expert a tensor of its own, has 45,000
 MAX_KEY_BYTES = 65_535
 MAX_NAME_BYTES = 1_024
 MAX_ELEMENTS = 16 << 20  # of a metadata array
@@ -44,6 +45,8 @@ _FORMATS = {
 }
 SCALARS = {t: struct.Struct("<" + f) for t, f in _FORMATS.items()}
 DTYPES = {t: np.dtype("<" + f) for t, f in _FORMATS.items()}
+_ENTRIES = {n: struct.Struct(f"<{n}QIQ") for n in range(1, MAX_DIMS + 1)}  # what follows the number of dimensions
+_TYPES = {int(t): (t, t.block_size, t.type_size) for t in GGMLType}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +67,10 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One mapped file."""
+    """One file."""
 
     path: Path
-    data: mmap.mmap
+    source: Source
     version: int
     alignment: int
     metadata: dict[str, object]
@@ -75,23 +78,15 @@ class Shard:
 
 
 def read_shard(path: Path) -> Shard:
-    """Map and check one file. Errors: BadGGUF if it is malformed, ModelError if it cannot be opened."""
-    data = _map(path)
+    """Open and check one file. Errors: BadGGUF if it is malformed, ModelError if it cannot be opened."""
+    source = Source(path)
     try:
-        return _parse(Cursor(data, path))
+        if source.size < 24:
+            raise BadGGUF(f"{path}: {source.size} bytes is too short for a GGUF header of 24 bytes")
+        return _parse(Cursor(source))
     except BaseException:
-        data.close()
+        source.close()
         raise
-
-
-def _map(path: Path) -> mmap.mmap:
-    try:
-        with path.open("rb") as file:
-            if (size := path.stat().st_size) < 24:
-                raise BadGGUF(f"{path}: {size} bytes is too short for a GGUF header of 24 bytes")
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
-        raise ModelError(f"cannot open {path}: {(error.strerror or str(error)).lower()}") from None
 
 
 def _parse(cursor: Cursor) -> Shard:
@@ -103,7 +98,7 @@ def _parse(cursor: Cursor) -> Shard:
     entries = _read_directory(cursor, n_tensors)
     start = -(-cursor.at // alignment) * alignment
     tensors = _place(cursor, entries, start, alignment)
-    return Shard(cursor.path, cursor.data, version, alignment, metadata, tensors)
+    return Shard(cursor.source.path, cursor.source, version, alignment, metadata, tensors)
 
 
 def _read_version(cursor: Cursor) -> int:
@@ -120,40 +115,40 @@ def _read_version(cursor: Cursor) -> int:
 def _read_metadata(cursor: Cursor, n_keys: int) -> dict[str, object]:
     metadata: dict[str, object] = {}
     for index in range(n_keys):
-        key = cursor.name(MAX_KEY_BYTES, f"metadata key {index} of {n_keys}")
+        key = cursor.name(MAX_KEY_BYTES, "metadata key {} of {}", index, n_keys)
         if key in metadata:
-            raise cursor.bad(f"metadata key {index} repeats {key!r}")
+            raise cursor.bad(f"metadata key {index} repeats {quoted(key)}")
         metadata[key] = _read_value(cursor, key)
     return metadata
 
 
-def _value_type(cursor: Cursor, what: str) -> ValueType:
-    number = cursor.u32(what)
+def _value_type(cursor: Cursor, what: str, key: str) -> ValueType:
+    number = cursor.u32(what, key)
     try:
         return ValueType(number)
     except ValueError:
-        raise cursor.bad(f"{what} is {number}; 0..{max(ValueType)} are known") from None
+        raise cursor.bad(f"{what.format(quoted(key))} is {number}; 0..{max(ValueType)} are known") from None
 
 
 def _read_value(cursor: Cursor, key: str) -> object:
-    kind = _value_type(cursor, f"the value type of {key!r}")
+    kind = _value_type(cursor, "the value type of {}", key)
     if kind is ValueType.ARRAY:
         return _read_array(cursor, key)
     if kind is ValueType.STRING:
-        return cursor.string(repr(key))
-    value = cursor.scalar(SCALARS[kind], repr(key))
+        return cursor.string("{}", key)
+    value = cursor.scalar(SCALARS[kind], "{}", key)
     return bool(value) if kind is ValueType.BOOL else value
 
 
 def _read_array(cursor: Cursor, key: str) -> object:
-    kind = _value_type(cursor, f"the element type of {key!r}")
+    kind = _value_type(cursor, "the element type of {}", key)
     if kind is ValueType.ARRAY:
-        raise cursor.bad(f"{key!r} is an array of arrays (element type {kind}), which is not allowed")
+        raise cursor.bad(f"{quoted(key)} is an array of arrays (element type {kind}), which is not allowed")
     size = 8 if kind is ValueType.STRING else DTYPES[kind].itemsize
-    n = cursor.count(size, MAX_ELEMENTS, f"the element count of {key!r}")
+    n = cursor.count(size, MAX_ELEMENTS, "the element count of {}", key)
     if kind is ValueType.STRING:
-        return cursor.strings(n, repr(key))
-    values = cursor.numbers(DTYPES[kind], n, repr(key))
+        return cursor.strings(n, "{}", key)
+    values = cursor.numbers(DTYPES[kind], n, "{}", key)
     if kind is ValueType.BOOL:
         values = values != 0
         values.setflags(write=False)
@@ -173,46 +168,46 @@ def _read_directory(cursor: Cursor, n_tensors: int) -> dict[str, TensorInfo]:
     """Entries whose offsets still count from the data section."""
     entries: dict[str, TensorInfo] = {}
     for index in range(n_tensors):
-        name = cursor.name(MAX_NAME_BYTES, f"the name of tensor {index} of {n_tensors}")
+        name = cursor.name(MAX_NAME_BYTES, "the name of tensor {} of {}", index, n_tensors)
         if name in entries:
-            raise cursor.bad(f"tensor {index} repeats the name {name!r}")
+            raise cursor.bad(f"tensor {index} repeats the name {quoted(name)}")
         entries[name] = _read_info(cursor, name)
     return entries
 
 
 def _read_info(cursor: Cursor, name: str) -> TensorInfo:
-    n_dims = cursor.u32(f"the dimension count of {name!r}")
+    n_dims = cursor.u32("the dimension count of {}", name)
     if not 1 <= n_dims <= MAX_DIMS:
-        raise cursor.bad(f"tensor {name!r} has {n_dims} dimensions; 1..{MAX_DIMS} are allowed")
-    ne = tuple(cursor.u64(f"dimension {i} of {name!r}") for i in range(n_dims))
-    number = cursor.u32(f"the type of {name!r}")
-    offset = cursor.u64(f"the offset of {name!r}")
+        raise cursor.bad(f"tensor {quoted(name)} has {n_dims} dimensions; 1..{MAX_DIMS} are allowed")
+    *sizes, number, offset = cursor.numbers_of(_ENTRIES[n_dims], "the directory entry of {}", name)
+    ne, offset = tuple(map(int, sizes)), int(offset)
     if 0 in ne:
-        raise cursor.bad(f"tensor {name!r} has a dimension of 0: {list(ne)}")
+        raise cursor.bad(f"tensor {quoted(name)} has a dimension of 0: {list(ne)}")
     if (n := math.prod(ne)) > MAX_WEIGHTS:
-        raise cursor.bad(f"tensor {name!r} with dimensions {list(ne)} has {n} elements, more than {MAX_WEIGHTS}")
-    try:
-        kind = GGMLType(number)
-    except ValueError:
-        raise cursor.bad(f"tensor {name!r} has type {number}, which is not known") from None
-    if ne[0] % kind.block_size:
+        raise cursor.bad(f"tensor {quoted(name)} with dimensions {list(ne)} has {n} elements, more than {MAX_WEIGHTS}")
+    if number not in _TYPES:
+        raise cursor.bad(f"tensor {quoted(name)} has type {number}, which is not known")
+    kind, block_size, type_size = _TYPES[int(number)]
+    if ne[0] % block_size:
         raise cursor.bad(
-            f"tensor {name!r}: a row of {ne[0]} is not a multiple of {kind.name}'s block of {kind.block_size}"
+            f"tensor {quoted(name)}: a row of {ne[0]} is not a multiple of {kind.name}'s block of {block_size}"
         )
-    return TensorInfo(name, kind, ne[::-1], offset, n // kind.block_size * kind.type_size, 0)
+    return TensorInfo(name, kind, ne[::-1], offset, n // block_size * type_size, 0)
 
 
 def _place(cursor: Cursor, entries: dict[str, TensorInfo], start: int, alignment: int) -> dict[str, TensorInfo]:
     """Check that the tensors lie in the file, aligned and apart, and make their offsets absolute."""
     for t in entries.values():
         if t.offset % alignment:
-            raise cursor.bad(f"tensor {t.name!r} has offset {t.offset}, not a multiple of the alignment {alignment}")
+            raise cursor.bad(
+                f"tensor {quoted(t.name)} has offset {t.offset}, not a multiple of the alignment {alignment}"
+            )
         if (end := start + t.offset + t.n_bytes) > cursor.size:
-            why = f"tensor {t.name!r} has {t.n_bytes} bytes at {start + t.offset}, up to {end}"
+            why = f"tensor {quoted(t.name)} has {t.n_bytes} bytes at {start + t.offset}, up to {end}"
             raise cursor.bad(f"{why}; the file ends at {cursor.size}: is the download complete?")
     for a, b in pairwise(sorted(entries.values(), key=lambda t: t.offset)):
         if a.offset + a.n_bytes > b.offset:
             raise cursor.bad(
-                f"tensor {b.name!r} at offset {b.offset} overlaps {a.name!r} ({a.offset} + {a.n_bytes} bytes)"
+                f"tensor {quoted(b.name)} at offset {b.offset} overlaps {quoted(a.name)} ({a.offset} + {a.n_bytes} bytes)"
             )
     return {t.name: TensorInfo(t.name, t.type, t.shape, start + t.offset, t.n_bytes, 0) for t in entries.values()}

@@ -23,6 +23,7 @@ from pyspec.models.mamba import Mamba, mamba_tensors
 from pyspec.models.moe import MoeFeed, MoeShape, moe_tensors
 from pyspec.models.target import Out
 from pyspec.models.weights import Want, Weights
+from pyspec.ranges import quoted
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import KV, STATE, Memory
 from pyspec.slots.parts import LayerParts, Paged, Recurrent
@@ -62,6 +63,9 @@ class DecoderConfig:
     mtp_layer: Layer = Layer()
     state: RecurrentShape | None = None  # of the recurrent mixers
 
+    def __post_init__(self) -> None:
+        check_rope(self.n_rot, self.attention.head_dim)
+
     def parts(self) -> list[LayerParts]:
         """What each trunk layer keeps for its slots."""
         return [{} if not layer.mixer else MIXERS[layer.mixer].parts(self) for layer in self.layers]
@@ -69,36 +73,68 @@ class DecoderConfig:
 
 def read_attention(file: GGUFFile, *, gated: bool = False) -> AttentionShape:
     """Head counts and dimensions, with the rules of llama.cpp for absent keys."""
-    a = file.architecture
-    n_embd, n_head = file.get_int(f"{a}.embedding_length"), file.get_int(f"{a}.attention.head_count")
-    n_kv = file.get_int(f"{a}.attention.head_count_kv", n_head)
+    h = file.hparams
+    n_head = h.integer("attention.head_count")
+    return attention_shape(file, n_head, h.integer("attention.head_count_kv", n_head), gated=gated)
+
+
+def attention_shape(file: GGUFFile, n_head: int, n_kv: int, *, gated: bool = False) -> AttentionShape:
+    """The shape of attention of so many heads and key heads."""
+    h = file.hparams
     if n_head < 1 or n_kv < 1 or n_head % n_kv:
         raise ModelError(
-            f"{n_head} heads do not divide into {n_kv} key heads ({a}.attention.head_count, head_count_kv)"
+            f"{n_head} heads do not divide into {n_kv} key heads ({h.prefix}attention.head_count, head_count_kv)"
         )
-    dim = file.get_int(f"{a}.attention.key_length", n_embd // n_head)
-    if (v := file.get_int(f"{a}.attention.value_length", dim)) != dim:
+    dim = h.integer("attention.key_length", h.integer("embedding_length") // n_head)
+    if dim < 1:
+        raise ModelError(f"{n_head} heads do not fit a width of {h.integer('embedding_length')}")
+    if (v := h.integer("attention.value_length", dim)) != dim:
         raise ModelError(f"keys of {dim} and values of {v} dimensions are not supported together")
-    scale = file.get_float(f"{a}.attention.scale", 0.0) or None
-    return AttentionShape(n_head, n_kv, dim, gated, scale)
+    return AttentionShape(n_head, n_kv, dim, gated, h.number("attention.scale", 0.0) or None)
+
+
+def block_count(file: GGUFFile) -> int:
+    """Blocks by the metadata, MTP blocks included. Each has a tensor at least: a count that lies is found before any list is made."""
+    n, n_tensor = file.hparams.integer("block_count"), len(file.tensors)
+    if n > n_tensor:
+        raise ModelError(f"{file.hparams.key('block_count')} is {n}, and the file has {n_tensor} tensors")
+    return n
+
+
+def trunk_layers(file: GGUFFile) -> tuple[int, int]:
+    """(layers of the trunk, MTP blocks behind them)."""
+    n_block, n_nextn = block_count(file), file.hparams.integer("nextn_predict_layers", 0)
+    if n_nextn >= n_block:
+        a = file.hparams.prefix
+        raise ModelError(f"{n_nextn} MTP blocks among {n_block} blocks ({a}nextn_predict_layers, block_count)")
+    return n_block - n_nextn, n_nextn
+
+
+def check_rope(n_rot: int, head_dim: int) -> None:
+    """Rope turns pairs of a head's dimensions."""
+    if n_rot % 2 or n_rot > head_dim:
+        raise ModelError(f"rope can not turn {n_rot} dimensions of heads of {head_dim}: want an even number of them")
 
 
 def rope_factor(file: GGUFFile) -> float:
     """Linear rope scaling; other kinds are refused."""
-    a = file.architecture
-    kind = file.get_str(f"{a}.rope.scaling.type", "none")
+    h = file.hparams
+    kind = h.label("rope.scaling.type", "none")
     if kind == "linear":
-        return file.get_float(f"{a}.rope.scaling.factor", 1.0)
+        return h.number("rope.scaling.factor", 1.0) or 1.0
     if kind != "none":
-        raise ModelError(f"rope scaling '{kind}' is not supported (none and linear are)")
+        raise ModelError(f"rope scaling {quoted(kind)} is not supported (none and linear are)")
     return 1.0
 
 
 def vocab_size(file: GGUFFile) -> int:
-    """Rows of the embedding: the number of logits."""
+    """Rows of the embedding: the number of logits. They may be more than tokens, never fewer."""
     if "token_embd.weight" not in file.tensors:
         raise BadTensors("token_embd.weight: missing (is this a vocabulary-only or a sidecar file?)")
-    return file.tensors["token_embd.weight"].shape[0]
+    n = file.tensors["token_embd.weight"].shape[0]
+    if "tokenizer.ggml.tokens" in file.fields and len(tokens := file.fields.strings("tokenizer.ggml.tokens")) > n:
+        raise BadTensors(f"token_embd.weight has {n} rows for {len(tokens)} tokens")
+    return n
 
 
 def attention_tensors(c: DecoderConfig, file: GGUFFile, p: str) -> dict[str, Want]:
@@ -110,10 +146,22 @@ def attention_tensors(c: DecoderConfig, file: GGUFFile, p: str) -> dict[str, Wan
         wants[f"{p}.attn_qkv.weight"] = Want((q + 2 * kv, n))
     else:
         wants |= {f"{p}.attn_{x}.weight": Want((rows, n)) for x, rows in (("q", q), ("k", kv), ("v", kv))}
-    if c.qk_norm:
-        wants |= {f"{p}.attn_{x}_norm.weight": Want((s.head_dim,)) for x in "qk"}
-    wants[f"{p}.{SINKS}"] = Want((s.n_head,), optional=True)
-    return wants
+    return wants | attention_extras(s, n, p, file, qk_norm=c.qk_norm)
+
+
+def attention_extras(s: AttentionShape, n_embd: int, p: str, file: GGUFFile, *, qk_norm: bool) -> dict[str, Want]:
+    """What attention may have besides its matrices: norms of heads and biases, of all that they go with or of none; sinks."""
+    q, kv = s.n_head * s.head_dim * (2 if s.gated else 1), s.n_kv_head * s.head_dim
+    norms = [f"{p}.attn_{x}_norm.weight" for x in "qk"]
+    biases = {f"{p}.attn_{x}.bias": rows for x, rows in (("q", q), ("k", kv), ("v", kv))}
+    has_norms, has_biases = (any(name in file.tensors for name in names) for names in (norms, biases))
+    return {
+        **{name: Want((s.head_dim,), optional=not (qk_norm or has_norms)) for name in norms},
+        **{name: Want((rows,), optional=not has_biases) for name, rows in biases.items()},
+        f"{p}.attn_qkv.bias": Want((q + 2 * kv,), optional=True),
+        f"{p}.attn_output.bias": Want((n_embd,), optional=True),
+        f"{p}.{SINKS}": Want((s.n_head,), optional=True),
+    }
 
 
 def state_tensors(c: DecoderConfig, p: str) -> dict[str, Want]:

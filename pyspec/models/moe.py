@@ -79,7 +79,7 @@ def _inner(s: MoeShape) -> tuple[str, ...]:
 
 def _stacks(w: Weights, p: str, act: Act) -> Stacks:
     down = w.stack(f"{p}.ffn_down_exps.weight")
-    if w.has(both := f"{p}.ffn_gate_up_exps.weight"):
+    if act == "swiglu" and w.has(both := f"{p}.ffn_gate_up_exps.weight"):
         return Stacks(*halves(w.stack(both)), down)
     gate = w.stack(f"{p}.ffn_gate_exps.weight") if act == "swiglu" else None
     return Stacks(gate, w.stack(f"{p}.ffn_up_exps.weight"), down)

@@ -6,8 +6,6 @@ their sum, no bias, no groups. The shared expert has a gate of its own.
 
 from __future__ import annotations
 
-import numpy as np
-
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
 from pyspec.models.decoder import DecoderConfig
@@ -17,14 +15,13 @@ from pyspec.models.qwen35 import read_hybrid
 
 def _same(file: GGUFFile, key: str, default: int | None = None) -> int:
     """A number, or one for each block as some writers have it; blocks of different sizes are refused."""
-    key = f"{file.architecture}.{key}"
-    value = file.metadata.get(key)
-    if not isinstance(value, np.ndarray):
-        return file.get_int(key) if default is None else file.get_int(key, default)
-    sizes = {int(x) for x in value}
+    h = file.hparams
+    if default is not None and key not in h:
+        return default
+    sizes = sorted(set(h.one_or_more(key)))
     if len(sizes) != 1:
-        raise ModelError(f"{key} has blocks of different sizes: {sorted(sizes)}")
-    return sizes.pop()
+        raise ModelError(f"{h.key(key)} has blocks of different sizes: {sizes[:8]}")
+    return sizes[0]
 
 
 def read(file: GGUFFile) -> DecoderConfig:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from os import cpu_count
 
@@ -12,10 +13,11 @@ from torch import Tensor
 PIECE = 64 << 20  # bytes under way at once
 SMALL = 1 << 20  # below, one plain copy is as fast
 N_BUFFER = 3
+Read = Callable[[np.ndarray, int], None]  # (out [n] uint8, first): the n bytes from byte `first` on into `out`
 
 
 class Upload:
-    """Copies bytes to `device`. One thread reads a mapped file at 2 to 5 GB/s; a GPU takes 50."""
+    """Copies bytes to `device`. One thread reads a file at 2 to 5 GB/s; a GPU takes 50."""
 
     def __init__(self, device: torch.device, piece: int = PIECE, small: int = SMALL) -> None:
         self.device, self.piece, self.small = device, piece, small
@@ -25,34 +27,34 @@ class Upload:
         self._readers: ThreadPoolExecutor | None = None
         self._turn = 0
 
-    def __call__(self, raw: np.ndarray) -> Tensor:
-        """[n] uint8 -> the same on the device; ordered with what runs on its current stream."""
-        if raw.size <= self.small or not self.is_cuda:
-            # a mapping is read-only, and torch warns about sharing read-only memory: a copy is wanted anyway
-            return torch.from_numpy(raw.copy()).to(self.device)
-        out = torch.empty(raw.size, dtype=torch.uint8, device=self.device)
-        self.pieces(raw, out)
+    def __call__(self, n_bytes: int, read: Read) -> Tensor:
+        """[n] uint8 on the device; ordered with what runs on its current stream."""
+        if n_bytes <= self.small or not self.is_cuda:
+            whole = np.empty(n_bytes, np.uint8)
+            read(whole, 0)
+            return torch.from_numpy(whole).to(self.device)
+        out = torch.empty(n_bytes, dtype=torch.uint8, device=self.device)
+        self.pieces(read, out)
         return out
 
-    def pieces(self, raw: np.ndarray, out: Tensor) -> None:
-        """raw [n] into out [n], piece by piece."""
+    def pieces(self, read: Read, out: Tensor) -> None:
+        """All bytes into out [n], piece by piece."""
         if self._readers is None:
             self._readers = ThreadPoolExecutor(min(8, cpu_count() or 1), "upload")
             self._buffers = [torch.empty(self.piece, dtype=torch.uint8, pin_memory=self.is_cuda) for _ in self._taken]
-        for first in range(0, raw.size, self.piece):
-            part = raw[first : first + self.piece]
-            buffer, taken = self._buffers[self._turn][: part.size], self._taken[self._turn]
+        n = out.numel()
+        for first in range(0, n, self.piece):
+            buffer, taken = self._buffers[self._turn][: min(self.piece, n - first)], self._taken[self._turn]
             if taken is not None:
                 taken.synchronize()
-            self._read(part, buffer.numpy())
-            out[first : first + part.size].copy_(buffer, non_blocking=True)
+            self._read(read, buffer.numpy(), first)
+            out[first : first + buffer.numel()].copy_(buffer, non_blocking=True)
             if self.is_cuda:
                 self._taken[self._turn] = torch.cuda.Event()
                 self._taken[self._turn].record()  # type: ignore[union-attr]
             self._turn = (self._turn + 1) % N_BUFFER
 
-    def _read(self, part: np.ndarray, to: np.ndarray) -> None:
+    def _read(self, read: Read, to: np.ndarray, first: int) -> None:
         assert self._readers is not None
-        step = -(-part.size // 8)
-        cuts = [slice(at, at + step) for at in range(0, part.size, step)]
-        list(self._readers.map(lambda cut: np.copyto(to[cut], part[cut]), cuts))
+        step = -(-to.size // 8)
+        list(self._readers.map(lambda at: read(to[at : at + step], first + at), range(0, to.size, step)))

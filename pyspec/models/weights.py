@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from typing import Protocol
 
@@ -16,7 +18,7 @@ from pyspec.cuda.ops.embed.ref import EmbedSpec
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import wgmma as linear_wgmma
 from pyspec.cuda.ops.linear.cuda import LinearLaunch
-from pyspec.cuda.ops.linear.dequant import dequantize
+from pyspec.cuda.ops.linear.dequant import SUPPORTED, dequantize
 from pyspec.cuda.ops.linear.op import linear, linear_tall
 from pyspec.cuda.ops.linear.pack import FORMATS, Packed, interleave, packed_bytes, repack
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
@@ -26,7 +28,7 @@ from pyspec.cuda.ops.rows.cuda import MAX_SUMMED, Into, Rows, RowsLaunch, WideRo
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import Glu, HeadNorm, Kind, Norm, Prep, RowsSpec
 from pyspec.cuda.temporary import temporary
-from pyspec.errors import BadTensors
+from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGMLType, GGUFFile, TensorInfo
 from pyspec.models.upload import Upload
 
@@ -36,6 +38,7 @@ UNPACK = 1 << 24  # weights unpacked at once
 HEADS = ("output.weight", "token_embd.weight")  # few rows go through them: one for each token that may be kept
 PROBE_ROWS = 272  # of the matrix a kernel is checked with
 PLACE_ROWS = 32  # up to here it beats a launch of their own that rows are prepared by what makes them (docs/log.md)
+SAID = 6  # flaws of tensors that one error lists
 FEW_ROWS = 48  # up to here `linear` is the fastest, then `linear_tall` where it runs (docs/log.md)
 
 
@@ -48,21 +51,35 @@ class Want:
     also: tuple[tuple[int, ...], ...] = ()
 
 
+def scale_of(name: str) -> str:
+    """The tensor beside a matrix, if the file has it, whose numbers the matrix is multiplied with: one, or one for each expert."""
+    return name.removesuffix(".weight") + ".scale"
+
+
 def check_tensors(file: GGUFFile, wants: Mapping[str, Want], alias: Mapping[str, str] | None = None) -> None:
-    """Raise BadTensors that lists every missing and every misshaped tensor at once.
+    """Raise BadTensors that counts missing, misshaped and unreadable tensors, and says what is wrong with the first of them.
 
     `alias` maps the names in `wants` to those of the file, for writers that use other names.
     """
-    bad = []
+    alias, bad = alias or {}, []
     for name, want in wants.items():
-        info = file.tensors.get((alias or {}).get(name, name))
-        if info is None:
-            if not want.optional:
-                bad.append(f"{name}: missing, want {list(want.shape)}")
-        elif info.shape != want.shape and info.shape not in want.also:
-            bad.append(f"{name}: want {list(want.shape)}, file has {list(info.shape)}")
+        n_expert = ((want.shape[0],),) if len(want.shape) == 3 else ()
+        for part, need in ((name, want), (scale_of(name), Want((1,), optional=True, also=n_expert))):
+            if flaw := _flaw(file.tensors.get(alias.get(part, part)), need):
+                bad.append(f"{part}: {flaw}")
     if bad:
-        raise BadTensors(f"{len(bad)} tensors do not fit {file.architecture}: " + "; ".join(bad))
+        more = f"; and {len(bad) - SAID} more" if len(bad) > SAID else ""
+        what = "1 tensor does" if len(bad) == 1 else f"{len(bad)} tensors do"
+        raise BadTensors(f"{what} not fit {file.architecture}: " + "; ".join(bad[:SAID]) + more)
+
+
+def _flaw(info: TensorInfo | None, want: Want) -> str:
+    """What is wrong with a tensor; "" if nothing is."""
+    if info is None:
+        return "" if want.optional else f"missing, want {list(want.shape)}"
+    if info.shape != want.shape and info.shape not in want.also:
+        return f"want {list(want.shape)}, file has {list(info.shape)}"
+    return "" if info.type in SUPPORTED else f"type {info.type.name} is not supported"
 
 
 class Matrix(Protocol):
@@ -254,12 +271,17 @@ class Weights:
         return self.alias.get(name, name) in self.file.tensors
 
     def _raw(self, name: str) -> Tensor:
-        return self._upload(self.file.raw(self.alias.get(name, name)))
+        own = self.alias.get(name, name)
+        return self._upload(self.file.tensors[own].n_bytes, partial(self.file.read_into, own))
 
     def _scale(self, name: str) -> float:
         """NVFP4's second-level scale, a sidecar tensor that multiplies the product."""
-        side = name.removesuffix(".weight") + ".scale"
-        return float(self.vector(side).item()) if self.has(side) else 1.0
+        if not self.has(side := scale_of(name)):
+            return 1.0
+        scale = float(self.vector(side).item())
+        if not math.isfinite(scale):
+            raise ModelError(f"{side} is {scale}; want a finite number")
+        return scale
 
     def matrix(self, *names: str) -> Matrix:
         """One matrix, or several with the same input side by side along their outputs."""
@@ -344,8 +366,10 @@ class Weights:
 
     def stack(self, name: str) -> Stack:
         """One matrix of every expert [expert, out, in]: as in the file, or unpacked where matrices are."""
-        info, side = self._info(name), name.removesuffix(".weight") + ".scale"
+        info, side = self._info(name), scale_of(name)
         scale = self.vector(side).expand(info.shape[0]) if self.has(side) else None
+        if scale is not None and not scale.isfinite().all():
+            raise ModelError(f"{side} has a number that is not finite")
         n_out, n_in = info.shape[1:]
         with temporary(self.device):  # kernels have a layout of their own
             raw = self._raw(name)

@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pyspec.errors import BadTemplate, RequestError
+from pyspec.gguf.fields import Fields, encodable
+from pyspec.ranges import printable
 from pyspec.text.tokenizer import Tokenizer
 
 CHATML = (
@@ -28,6 +30,7 @@ CHATML = (
 TIME_S, START_S = 2.0, 20.0
 TEMPLATE_CHARS, ANSWER_BYTES = 1 << 20, 52 << 20  # JSON writes a character in up to 12 bytes
 WRITE_BYTES = 1 << 16
+SAID_CHARS = 400  # of what a template says of itself
 MESSAGES, PARTS = 4096, 64
 TRUSTED = ("system", "developer", "assistant")
 Message = Mapping[str, object]
@@ -161,33 +164,47 @@ class ChatTemplate:
     """A file's template. Safe to use from several threads; compiling is checked at the first render or `check`."""
 
     def __init__(
-        self, source: str, bos_token: str = "", eos_token: str = "", tool_use: ChatTemplate | None = None
+        self,
+        source: str,
+        bos_token: str = "",
+        eos_token: str = "",
+        tool_use: ChatTemplate | None = None,
+        broken: str = "",
     ) -> None:
+        """broken: why nothing can be rendered, where that is known before anything is tried."""
         if len(source) > TEMPLATE_CHARS:
-            raise BadTemplate(f"the chat template has {len(source)} characters; at most {TEMPLATE_CHARS} are allowed")
+            broken = f"has {len(source)} characters; at most {TEMPLATE_CHARS} are allowed"
         self.source, self.bos_token, self.eos_token, self.tool_use = source, bos_token, eos_token, tool_use
+        self.broken = broken
         self._renderer = _Renderer(source)
 
     @classmethod
-    def from_metadata(cls, meta: Mapping[str, object], name: str | None = None) -> ChatTemplate | None:
-        """The file's template, or the one called `name`; None if there is none."""
-        source = meta.get("tokenizer.chat_template" + (f".{name}" if name else ""))
-        if not isinstance(source, str):
+    def from_metadata(cls, meta: Mapping[str, object]) -> ChatTemplate | None:
+        """The file's template with its own for tools; None if there is none. One that is no template costs chats, not the model."""
+        fields = Fields(meta, error=BadTemplate)
+        key, own = "tokenizer.chat_template", ".tool_use"
+        if key not in fields:
             return None
-        tokens = meta.get("tokenizer.ggml.tokens")
+        tokens = fields.strings("tokenizer.ggml.tokens") if "tokenizer.ggml.tokens" in fields else []
 
-        def text(which: str) -> str:
-            i = meta.get(f"tokenizer.ggml.{which}_token_id")
-            return tokens[i] if isinstance(tokens, list) and isinstance(i, int) and 0 <= i < len(tokens) else ""
+        def token(which: str) -> str:
+            i = fields.integer(f"tokenizer.ggml.{which}_token_id", -1)
+            return encodable(tokens[i]) if 0 <= i < len(tokens) else ""
 
-        tool_use = None if name else cls.from_metadata(meta, "tool_use")
-        return cls(source, text("bos"), text("eos"), tool_use)
+        def made(name: str, tool_use: ChatTemplate | None) -> ChatTemplate:
+            try:
+                source, broken = fields.text(name), ""
+            except BadTemplate as e:
+                source, broken = "", f"can not be read: {e}"
+            return cls(source, token("bos"), token("eos"), tool_use, broken)
+
+        return made(key, made(key + own, None) if key + own in fields else None)
 
     def check(self) -> None:
         """Start the sandbox now; BadTemplate if the template does not compile."""
-        answer = self._renderer.check()
+        answer = {"failed": self.broken} if self.broken else self._renderer.check()
         if "failed" in answer:
-            raise BadTemplate(f"the chat template {answer['failed']}")
+            raise BadTemplate(f"the chat template {printable(answer['failed'], SAID_CHARS)}")
         if self.tool_use is not None:
             self.tool_use.check()
 
@@ -213,15 +230,17 @@ class ChatTemplate:
         }
         if tools:  # a template that iterates tools=None fails
             values["tools"] = list(tools)
+        if self.broken:
+            raise RequestError(f"the chat template {self.broken}")
         try:
             answer = self._renderer.ask(values)
         except (TypeError, ValueError, RecursionError) as e:  # kwargs that are no JSON
             raise RequestError(f"the template's arguments can not be passed on: {e}") from e
         if "refused" in answer:
-            raise RequestError(f"the chat template refuses the messages: {answer['refused']}")
+            raise RequestError(f"the chat template refuses the messages: {printable(answer['refused'], SAID_CHARS)}")
         if "failed" in answer:
-            raise RequestError(f"the chat template {answer['failed']}")
-        return answer["text"]
+            raise RequestError(f"the chat template {printable(answer['failed'], SAID_CHARS)}")
+        return encodable(answer["text"])  # a template can write half a surrogate pair
 
     def encode(
         self,

@@ -5,7 +5,7 @@ Differences to a model's own tokenizer.json follow llama.cpp: no Unicode normali
 
 from __future__ import annotations
 
-import hashlib
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Literal
@@ -14,6 +14,8 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as HF
 
 from pyspec.errors import BadTokenizer
+from pyspec.gguf.fields import Fields
+from pyspec.ranges import quoted
 from pyspec.text.pretokenize import PRE, PreTokenizer
 from pyspec.text.vocab import (
     BYTE,
@@ -27,13 +29,16 @@ from pyspec.text.vocab import (
     eog_ids,
     read_ids,
     read_scores,
-    read_strings,
     read_tokens,
     read_types,
     token_bytes,
 )
 
-SPM_CHARS = 4096  # finding a token's joins takes time quadratic in its length
+SPM_CHARS = 4096  # of a token
+SPM_STEPS, SPM_JOINED = (
+    1 << 29,
+    1 << 25,
+)  # a vocabulary of 256,000 tokens takes 3e7 steps and has joins of 6e6 characters
 
 
 class Tokenizer:
@@ -60,7 +65,6 @@ class Tokenizer:
         self.n_vocab = len(tokens)
         self._tokens, self._types, self._make = tokens, types, make
         self.bos_id, self.eos_id = ids.get("bos"), ids.get("eos")
-        self.pad_id, self.mask_id = ids.get("padding"), ids.get("mask")
         self.eog = eog_ids(tokens, ids)
         self.special = frozenset(i for i, t in enumerate(types) if t in (CONTROL, UNKNOWN))
         self._built: dict[tuple[bool, bool], HF] = {}
@@ -69,20 +73,21 @@ class Tokenizer:
     @classmethod
     def from_metadata(cls, meta: Mapping[str, object], *, norm: Literal["none", "nfc"] = "none") -> Tokenizer:
         """Build from `tokenizer.ggml.*`. BadTokenizer names what is missing, unknown or inconsistent."""
-        model, pre = str(meta.get("tokenizer.ggml.model")), str(meta.get("tokenizer.ggml.pre", ""))
+        fields = Fields(meta, error=BadTokenizer)
+        model, pre = fields.label("tokenizer.ggml.model"), fields.label("tokenizer.ggml.pre", "")
         if model not in ("gpt2", "llama"):
-            raise BadTokenizer(f"tokenizer model '{model[:80]}' is unknown; known: gpt2, llama")
+            raise BadTokenizer(f"tokenizer model {quoted(model)} is unknown; known: gpt2, llama")
         if model == "gpt2" and pre not in PRE:
-            raise BadTokenizer(f"pre-tokenizer '{pre[:80]}' is unknown; known: {', '.join(PRE)}")
-        tokens = read_tokens(meta)
-        types = read_types(meta, tokens)
+            raise BadTokenizer(f"pre-tokenizer {quoted(pre)} is unknown; known: {', '.join(PRE)}")
+        tokens = read_tokens(fields)
+        types = read_types(fields, tokens)
         for text, kind in zip(tokens, types, strict=True):
             if kind == BYTE:
                 byte_value(text)
         table = _table(tokens)
 
         def make(parse_special: bool, space_prefix: bool) -> HF:
-            hf = _bpe(table, meta, PRE[pre]) if model == "gpt2" else _spm(table, types, meta, space_prefix)
+            hf = _bpe(table, fields, PRE[pre]) if model == "gpt2" else _spm(table, types, fields, space_prefix)
             return _with_added(hf, table, types, norm, parse_special)
 
         return cls(
@@ -91,10 +96,10 @@ class Tokenizer:
             make,
             model=model,
             pre=pre,
-            add_bos=_flag(meta, "tokenizer.ggml.add_bos_token", model == "llama" or PRE[pre].add_bos),
-            add_eos=_flag(meta, "tokenizer.ggml.add_eos_token", False),
-            add_space_prefix=model == "llama" and bool(meta.get("tokenizer.ggml.add_space_prefix", True)),
-            ids=read_ids(meta, model, len(tokens)),
+            add_bos=fields.flag("tokenizer.ggml.add_bos_token", model == "llama" or PRE[pre].add_bos),
+            add_eos=fields.flag("tokenizer.ggml.add_eos_token", False),
+            add_space_prefix=fields.flag("tokenizer.ggml.add_space_prefix", True) and model == "llama",
+            ids=read_ids(fields, model, len(tokens)),
         )
 
     def _hf(self, parse_special: bool, space_prefix: bool) -> HF:
@@ -149,17 +154,16 @@ class Tokenizer:
 
     def borders_special(self, text: str) -> bool:
         """True if `text` could be one half of a control token's text, with the other half next to it."""
-        heads, tails = self._halves
-        text = text.strip()
-        longest = max(map(len, heads), default=0)
-        return any(text[-n:] in heads or text[:n] in tails for n in range(2, min(longest, len(text)) + 1))
+        text, (heads, tails) = text.strip(), self._halves
+        longest = min(max(map(len, heads), default=0), len(text))
+        # of any two halves one has at least two characters
+        return any(_begins(heads, text[-n:]) or _begins(tails, text[n - 1 :: -1]) for n in range(2, longest + 1))
 
     @cached_property
-    def _halves(self) -> tuple[frozenset[str], frozenset[str]]:
-        """Proper beginnings and ends of control tokens; of any two halves one has at least two characters."""
+    def _halves(self) -> tuple[list[str], list[str]]:
+        """The texts of control tokens, and the same from their end to their start; both sorted."""
         texts = [self._tokens[i] for i in self.special]
-        cuts = [(t[:n], t[-n:]) for t in texts for n in range(2, len(t))]
-        return frozenset(head for head, _ in cuts), frozenset(tail for _, tail in cuts)
+        return sorted(texts), sorted(t[::-1] for t in texts)
 
     @cached_property
     def _finder(self) -> HF:
@@ -187,13 +191,11 @@ class Tokenizer:
         text = raw.decode("utf-8", "replace")
         return text[1:] if self.add_space_prefix and text.startswith(" ") else text
 
-    @cached_property
-    def vocab_hash(self) -> str:
-        """Equal for vocabularies that mean the same by the same ids."""
-        digest = hashlib.sha256()
-        for text, kind in zip(self._tokens, self._types, strict=True):
-            digest.update(text.encode("utf-8", "surrogateescape") + bytes([0, int(kind)]))
-        return digest.hexdigest()
+
+def _begins(texts: Sequence[str], start: str) -> bool:
+    """Whether one of the sorted texts, which are all different, goes on after `start`."""
+    at = bisect_left(texts, start)  # those that begin with it stand here, first itself if it is among them
+    return any(t.startswith(start) and len(t) > len(start) for t in texts[at : at + 2])
 
 
 def _clean(text: str, token: int) -> str:
@@ -209,21 +211,21 @@ def _table(tokens: Sequence[str]) -> dict[str, int]:
     return {_clean(t, i): i for i, t in enumerate(tokens)}
 
 
-def _merges(meta: Mapping[str, object], table: Mapping[str, int]) -> list[tuple[str, str]]:
+def _merges(fields: Fields, table: Mapping[str, int]) -> list[tuple[str, str]]:
     """Merges in order of rank. One whose parts or result are no tokens can never give an id and is left out."""
     merges = []
-    for line in read_strings(meta, "tokenizer.ggml.merges"):
+    for line in fields.strings("tokenizer.ggml.merges"):
         at = line.find(" ", 1)  # a piece may itself begin with a space-like character
         if at < 0:
-            raise BadTokenizer(f"merge {ascii(line)[:80]} has no two parts")
+            raise BadTokenizer(f"merge {quoted(line)} has no two parts")
         left, right = line[:at], line[at + 1 :]
         if left in table and right in table and left + right in table:
             merges.append((left, right))
     return merges
 
 
-def _bpe(table: dict[str, int], meta: Mapping[str, object], pre: PreTokenizer) -> HF:
-    merges = _merges(meta, table)
+def _bpe(table: dict[str, int], fields: Fields, pre: PreTokenizer) -> HF:
+    merges = _merges(fields, table)
     model = models.BPE(vocab=table, merges=merges, ignore_merges=pre.ignore_merges, fuse_unk=False)
     hf = HF(model)
     hf.pre_tokenizer = pre_tokenizers.Sequence(
@@ -233,22 +235,37 @@ def _bpe(table: dict[str, int], meta: Mapping[str, object], pre: PreTokenizer) -
     return hf
 
 
-def _spm(table: dict[str, int], types: Sequence[int], meta: Mapping[str, object], space_prefix: bool) -> HF:
+def _joins(table: Mapping[str, int], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Pairs of tokens whose join is a token, the best-scored join first.
+
+    Looking takes steps by the square of a token's length, and a vocabulary of "a", "aa", "aaa" and so on has as many pairs as
+    steps, each with two texts: both have a limit, far above those of real vocabularies.
+    """
+    joins, n_step, n_char = [], 0, 0
+    for text, i in table.items():
+        if len(text) > SPM_CHARS and types[i] == NORMAL:
+            raise BadTokenizer(f"SPM token {i} has {len(text)} characters; at most {SPM_CHARS} are supported")
+        if types[i] not in (NORMAL, USER_DEFINED, UNUSED):
+            continue
+        n_step += min(len(text), SPM_CHARS) ** 2
+        for cut in range(1, min(len(text), SPM_CHARS)):
+            if text[:cut] in table and text[cut:] in table:
+                joins.append((-scores[i], i, text[:cut], text[cut:]))
+                n_char += len(text)
+        if n_step > SPM_STEPS or n_char > SPM_JOINED:
+            raise BadTokenizer(
+                f"the SPM vocabulary has too many long tokens that are joins of others: more than {len(joins)} joins up to token {i}"
+            )
+    joins.sort(key=lambda j: (j[0], j[1]))
+    return [(left, right) for _, _, left, right in joins]
+
+
+def _spm(table: dict[str, int], types: Sequence[int], fields: Fields, space_prefix: bool) -> HF:
     """SentencePiece as BPE: of all neighbours whose join is a token, the best-scored join merges first.
 
     Needs every character of a longer token to be a token, which SentencePiece guarantees.
     """
-    scores = read_scores(meta, len(table))
-    joins = []
-    for text, i in table.items():
-        if len(text) > SPM_CHARS and types[i] == NORMAL:
-            raise BadTokenizer(f"SPM token {i} has {len(text)} characters; at most {SPM_CHARS} are supported")
-        if types[i] in (NORMAL, USER_DEFINED, UNUSED):
-            for cut in range(1, min(len(text), SPM_CHARS)):
-                if text[:cut] in table and text[cut:] in table:
-                    joins.append((-scores[i], i, text[:cut], text[cut:]))
-    joins.sort(key=lambda j: (j[0], j[1]))
-    merges = [(left, right) for _, _, left, right in joins]
+    merges = _joins(table, types, read_scores(fields, len(table)))
     unk = next((t for t, i in table.items() if types[i] == UNKNOWN), None)
     hf = HF(models.BPE(vocab=table, merges=merges, unk_token=unk, fuse_unk=False, byte_fallback=True))
     prefix: list[normalizers.Normalizer] = [normalizers.Prepend(SPACE)] if space_prefix else []
@@ -266,10 +283,3 @@ def _with_added(hf: HF, table: Mapping[str, int], types: Sequence[int], norm: st
         [AddedToken(t, special=wanted[types[i]], normalized=False) for t, i in table.items() if types[i] in wanted]
     )
     return hf
-
-
-def _flag(meta: Mapping[str, object], key: str, default: bool) -> bool:
-    value = meta.get(key, default)
-    if not isinstance(value, bool | int):
-        raise BadTokenizer(f"{key} is {value!r}, want true or false")
-    return bool(value)

@@ -6,8 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 
 from pyspec.errors import BadTokenizer
+from pyspec.gguf.fields import Fields
+from pyspec.ranges import quoted
 
 UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(7)
+MATCHED = (UNKNOWN, CONTROL, USER_DEFINED)  # found in the text as they are, before anything is merged
+MATCHED_CHARS = 1024  # what looks for them takes time and memory by their length; real ones have some thirty
 SPACE = "\u2581"
 DEEPSEEK_BAR = "\uff5c"
 
@@ -42,71 +46,48 @@ BYTE_CHARS = byte_chars()
 CHAR_BYTES = {c: b for b, c in BYTE_CHARS.items()}
 
 
-def read_strings(meta: Mapping[str, object], key: str) -> list[str]:
-    value = meta.get(key)
-    if not isinstance(value, list) or not all(type(x) is str for x in value):
-        raise BadTokenizer(f"the file has no list of strings '{key}'")
-    return value
-
-
-def read_tokens(meta: Mapping[str, object]) -> list[str]:
+def read_tokens(fields: Fields) -> list[str]:
     """Texts by id, all different. Empty ones get a name, as in llama.cpp: files pad with them."""
-    tokens = [t or f"[EMPTY_{i}]" for i, t in enumerate(read_strings(meta, "tokenizer.ggml.tokens"))]
+    tokens = [t or f"[EMPTY_{i}]" for i, t in enumerate(fields.strings("tokenizer.ggml.tokens"))]
+    if not tokens:
+        raise fields.bad("tokenizer.ggml.tokens", "is empty")
     if len(set(tokens)) != len(tokens):
         table = {t: i for i, t in enumerate(tokens)}
         first = next(i for i, t in enumerate(tokens) if table[t] != i)
-        text = ascii(tokens[first])[:80]
+        text = quoted(tokens[first])
         raise BadTokenizer(f"tokens {first} and {table[tokens[first]]} of {len(tokens)} are both {text}")
     return tokens
 
 
-def read_types(meta: Mapping[str, object], tokens: Sequence[str]) -> list[int]:
+def read_types(fields: Fields, tokens: Sequence[str]) -> list[int]:
     """One of the constants above per token."""
-    n = len(tokens)
-    types = _numbers(meta, "token_type", n, "token types")
-    if types is None:
-        types = [NORMAL] * n
-    kinds = [int(x) for x in types]
-    if wrong := sorted(set(kinds) - set(range(7))):
-        raise BadTokenizer(f"token type {wrong[0]} of token {kinds.index(wrong[0])} is unknown; known: 0..6")
+    name, n = "tokenizer.ggml.token_type", len(tokens)
+    kinds = fields.integers(name, n) if name in fields else [NORMAL] * n
     for i, text in enumerate(tokens):
         if text in CONTROL_TEXTS:
             kinds[i] = CONTROL
+        if kinds[i] in MATCHED and len(text) > MATCHED_CHARS:
+            raise BadTokenizer(
+                f"token {i} is matched in the text as it is and has {len(text)} characters; at most {MATCHED_CHARS} are supported"
+            )
     return kinds
 
 
-def read_scores(meta: Mapping[str, object], n: int) -> list[float]:
-    scores = _numbers(meta, "scores", n, "scores")
-    if scores is None:
-        raise BadTokenizer(f"an SPM vocabulary needs a score for each of its {n} tokens; the file has none")
-    return [float(x) for x in scores]
+def read_scores(fields: Fields, n: int) -> list[float]:
+    """One per token; an SPM vocabulary has them."""
+    return fields.numbers("tokenizer.ggml.scores", n)
 
 
-def _numbers(meta: Mapping[str, object], key: str, n: int, what: str) -> Sequence[float] | None:
-    value = meta.get(f"tokenizer.ggml.{key}")
-    if value is None:
-        return None
-    try:
-        numbers = [float(x) for x in value]  # type: ignore[attr-defined]
-    except (TypeError, ValueError) as e:
-        raise BadTokenizer(f"'tokenizer.ggml.{key}' is no list of numbers") from e
-    if len(numbers) != n:
-        raise BadTokenizer(f"{len(numbers)} {what} for {n} tokens")
-    return numbers
-
-
-def read_ids(meta: Mapping[str, object], model: str, n: int) -> dict[str, int | None]:
+def read_ids(fields: Fields, model: str, n: int) -> dict[str, int | None]:
     """Special ids by name. One that is absent or outside the vocabulary is None, or SentencePiece's usual one.
 
     For `gpt2` llama.cpp takes 11 then, a token of GPT-2's own vocabulary; no other file means that, so we do not.
     """
     usual = {"bos": 1, "eos": 2} if model == "llama" and n > 2 else {}
-    names = ("bos", "eos", "eot", "eom", "padding", "mask", "fim_pad", "fim_rep", "fim_sep")
     out: dict[str, int | None] = {}
-    for name in names:
-        value = meta.get(f"tokenizer.ggml.{name}_token_id")
-        good = isinstance(value, int) and 0 <= value < n
-        out[name] = int(value) if good else usual.get(name)  # type: ignore[call-overload]
+    for name in ("bos", "eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"):
+        value = fields.integer(f"tokenizer.ggml.{name}_token_id", None)
+        out[name] = value if value is not None and 0 <= value < n else usual.get(name)
     return out
 
 
@@ -125,7 +106,7 @@ def byte_value(text: str) -> int:
         return int(text[3:5], 16)
     if text in CHAR_BYTES:
         return CHAR_BYTES[text]
-    raise BadTokenizer(f"byte token {ascii(text)[:80]} is not of the form <0xNN>")
+    raise BadTokenizer(f"byte token {quoted(text)} is not of the form <0xNN>")
 
 
 def token_bytes(text: str, kind: int, model: str) -> bytes:

@@ -11,7 +11,7 @@ from known_texts import tiny
 from rewrite import rewrite
 
 from pyspec import synth
-from pyspec.errors import BadTensors, ConfigError, ModelError, PairError
+from pyspec.errors import BadGGUF, BadTensors, ConfigError, ModelError, PairError
 from pyspec.synth.dims import DFlash
 
 QWEN35 = FIXTURES / "qwen35.gguf"
@@ -34,7 +34,6 @@ def pair(draft: Path, target: Path | None = None, **settings: object) -> Rig:
         ({"taps": (1, 4)}, r"taps layers \[1, 4\]; the target has layers 0\.\.3"),
         ({"taps": (-1, 2)}, r"taps layers \[-1, 2\]"),
         ({"mask_id": 320}, "mask token is 320; the target has 320 tokens"),
-        ({"block": 1}, "block size is 1; it needs at least 2"),
         ({"n_target_embd": 32}, "reads 64 features; 2 taps of the target give 128"),
     ],
 )
@@ -48,6 +47,12 @@ def test_a_drafter_for_another_target_is_refused_with_the_numbers(
     with pytest.raises(PairError, match=text) as e:
         pair(draft)
     assert e.value.exit_code == 4
+
+
+@pytest.mark.parametrize("block", [0, 1, 257, 2**32 - 1])
+def test_a_block_of_no_draft_or_of_too_many_is_refused_before_anything_is_allocated(tmp_path: Path, block: int) -> None:
+    with pytest.raises(BadGGUF, match=f"dflash.block_size is {block}; want a whole number from 2 to 256"):
+        pair(drafter_with(tmp_path, block=block))
 
 
 def test_another_vocabulary_is_refused(tmp_path: Path) -> None:

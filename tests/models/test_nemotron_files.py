@@ -95,6 +95,8 @@ def test_the_real_models_are_read_as_published(tmp_path: Path, monkeypatch: pyte
         for key, value, kind in layout.metadata(dims, layout.Parts(mtp=dims.mtp)):
             writer.add(key, value, kind)
         writer.add_tensor_info("token_embd.weight", GGMLType.F32, (8, 1))
+        for i in range(dims.n_layer + dims.mtp):  # a count of blocks is held against that of tensors
+            writer.add_tensor_info(f"blk.{i}.attn_norm.weight", GGMLType.F32, (8,))
         writer.write(lambda info: iter([np.zeros(32, np.uint8)]))
         with open_gguf(writer.path) as file:
             c = read_config(file)
@@ -142,13 +144,13 @@ def changed(path: Path, change: dict[str, object], *, drop: Sequence[str] = ()) 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"attention.head_count_kv": [0, 0, 1]}, "3 entries for 7 blocks"),
+        ({"attention.head_count_kv": [0, 0, 1]}, "3 entries; want one for each of 7 blocks"),
         ({"attention.head_count_kv": [0, 0, 1, 0, 0, 0, 2]}, r"blocks that differ.*head_count_kv is \[1, 2\]"),
         ({"expert_used_count": [0, 5, 0, 17, 0, 0, 5]}, "17 of 16 experts"),
         ({"expert_feed_forward_length": [0, 32, 0, 0, 0, 0, 32]}, "experts of width 0"),
         ({"ssm.inner_size": 100}, "does not give inner size 100"),
         ({"ssm.group_count": 3}, "8 heads, 3 groups"),
-        ({"ssm.group_count": 0}, "0 groups"),
+        ({"ssm.group_count": 0}, "group_count is 0; want a whole number from 1"),
         ({"expert_group_count": 4}, "in groups"),
         ({"nextn_predict_layers": 7}, "7 MTP blocks among 7"),
         ({"expert_used_count": 17}, "17 of 16 experts"),
@@ -166,7 +168,7 @@ def test_impossible_metadata_is_refused_with_its_numbers(change: dict[str, objec
 def test_a_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
     with open_gguf(changed(tmp_path / "m.gguf", {}, drop=[name])) as file:
         config = read_config(file)
-        with pytest.raises(BadTensors, match=f"1 tensors do not fit.*{name}: missing"):
+        with pytest.raises(BadTensors, match=f"1 tensor does not fit.*{name}: missing"):
             check_tensors(file, decoder_tensors(config, file))
 
 

@@ -75,9 +75,35 @@ def test_a_template_that_does_not_compile_is_bad_and_refuses_requests():
         template.render(USER)
 
 
-def test_a_template_longer_than_a_million_characters_is_bad():
-    with pytest.raises(BadTemplate, match="has 1048577 characters; at most 1048576 are allowed"):
-        ChatTemplate("x" * (2**20 + 1))
+LONG = "x" * (2**20 + 1), "has 1048577 characters; at most 1048576 are allowed"
+
+
+@pytest.mark.parametrize(
+    ("source", "why"), [LONG, (["x"], "is an array of 1 texts; want text"), (7, "is 7; want text")]
+)
+def test_what_is_no_template_is_bad_and_costs_chats_not_the_model(source, why):
+    template = ChatTemplate.from_metadata(bpe() | {"tokenizer.chat_template": source})
+    assert template is not None
+    with pytest.raises(BadTemplate, match=why):
+        template.check()
+    with pytest.raises(RequestError, match=why):
+        template.render(USER)
+
+
+def test_a_template_that_is_no_utf8_renders_text_that_can_be_encoded():
+    """Read as lone surrogates, its bytes would make every answer that repeats them a failure to encode."""
+    meta = bpe(control=["<B>\udcff"], keys={"bos_token_id": 256}) | {
+        "tokenizer.chat_template": "\udcff{{ bos_token }}{{ '\\ud800' }}{{ messages[0].content }}"
+    }
+    template = ChatTemplate.from_metadata(meta)
+    assert template is not None and template.source.encode()
+    assert template.render(USER) == "\ufffd<B>\ufffd\ufffd" + str(USER[0]["content"])
+
+
+def test_what_a_template_says_of_itself_can_not_act_on_a_terminal():
+    with pytest.raises(RequestError) as e:
+        ChatTemplate("{{ raise_exception('\x1b[2J' + 'no\\n' * 1000) }}").render(USER)
+    assert str(e.value).isprintable() and len(str(e.value)) < 500
 
 
 def test_files_hold_templates_by_name_and_the_tool_one_is_taken_for_tools():
@@ -88,8 +114,6 @@ def test_files_hold_templates_by_name_and_the_tool_one_is_taken_for_tools():
     template = ChatTemplate.from_metadata(meta)
     assert template is not None and template.render(USER) == "<B>plainFalse"
     assert template.render(USER, tools=[{"type": "function"}]) == "<B>1 tools"
-    named = ChatTemplate.from_metadata(meta, "tool_use")
-    assert named is not None and named.source.endswith("tools")
     assert ChatTemplate.from_metadata(bpe()) is None
 
 

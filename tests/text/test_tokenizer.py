@@ -62,7 +62,7 @@ def test_a_text_that_begins_with_bos_gets_no_second_one():
     assert framed(add_bos_token=True).encode("<B>a") == [256, 97]
 
 
-@pytest.mark.parametrize("bad", [-1, 258, 2**32 - 1, "x", None])
+@pytest.mark.parametrize("bad", [-1, 258, 2**32 - 1, None])
 def test_special_ids_outside_the_vocabulary_are_ignored(bad):
     tokenizer = framed(add_bos_token=True, bos_token_id=bad, eos_token_id=bad)
     assert tokenizer.bos_id is None and tokenizer.eos_id is None and not tokenizer.eog
@@ -188,12 +188,6 @@ def test_tokens_that_are_no_utf8_keep_their_bytes():
 def test_empty_tokens_are_padding_that_no_text_becomes():
     tokenizer = Tokenizer.from_metadata(bpe(control=["<B>"], user=["", ""]))
     assert tokenizer.n_vocab == 259 and tokenizer.encode("a") == [97]
-
-
-def test_equal_vocabularies_have_equal_hashes():
-    a, b, c = (Tokenizer.from_metadata(bpe(control=[t])) for t in ("<B>", "<B>", "<C>"))
-    d = Tokenizer.from_metadata(bpe(user=["<B>"]))
-    assert a.vocab_hash == b.vocab_hash and len({x.vocab_hash for x in (a, c, d)}) == 3
 
 
 def test_control_text_is_found_fast_in_any_text():

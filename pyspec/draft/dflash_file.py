@@ -1,0 +1,193 @@
+"""What a DFlash file says, and whether it fits the target: the configuration, the manifest, the checks of a pair.
+
+GGUF of llama.cpp (`dflash`) and of forks (`dflash-draft`: other names, taps stored without the +1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pyspec.errors import ModelError, PairError
+from pyspec.gguf import GGMLType, GGUFFile
+from pyspec.models.decoder import DecoderConfig, attention_extras, attention_shape, block_count, check_rope
+from pyspec.models.layers import AttentionShape
+from pyspec.models.weights import Want, Weights
+
+FORK = "dflash-draft"
+ARCHS = ("dflash", FORK)
+D2T = "d2t"  # of a head with fewer tokens than the target: which of the target's each is
+PLAIN_NUMBERS = (
+    GGMLType.F32,
+    GGMLType.F16,
+    GGMLType.BF16,
+    GGMLType.F64,
+    GGMLType.I8,
+    GGMLType.I16,
+    GGMLType.I32,
+    GGMLType.I64,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig:
+    """`taps` are 0-based target layers whose outputs are read; `windows[i]` is 0 for a full layer."""
+
+    n_embd: int
+    n_ff: int
+    attention: AttentionShape
+    eps: float
+    rope_base: float
+    n_rot: int
+    block: int
+    mask_id: int
+    taps: tuple[int, ...]
+    windows: tuple[int, ...]
+    causal: tuple[bool, ...]  # per layer, inside the block
+    alias: Mapping[str, str]
+
+
+def _layers(file: GGUFFile, n_layer: int) -> tuple[tuple[int, ...], tuple[bool, ...]]:
+    """Window and causality per layer."""
+    h = file.hparams
+    window = h.integer("attention.sliding_window", 0)
+    pattern = [window > 0] * n_layer
+    has_pattern = "attention.sliding_window_pattern" in h
+    if has_pattern:
+        pattern = h.flags("attention.sliding_window_pattern", n_layer)
+        if any(pattern) and window < 1:
+            raise ModelError(f"{h.key('attention.sliding_window')} is {window}, but some layers slide")
+    causal = [slides and has_pattern for slides in pattern]
+    if file.architecture != FORK and "attention.causal" in h:  # the forks always write false and do not mean it
+        causal = [h.flag("attention.causal", False)] * n_layer
+    return tuple(window if slides else 0 for slides in pattern), tuple(causal)
+
+
+def _aliases(file: GGUFFile, n_layer: int) -> dict[str, str]:
+    """The forks' tensor names. Their post_attention_norm is the norm before the feed-forward."""
+    if file.architecture != FORK:
+        return {}
+    names = {"fc.weight": "dflash_fc.weight", "enc.output_norm.weight": "dflash_hidden_norm.weight"}
+    if "blk.0.ffn_norm.weight" not in file.tensors:
+        names |= {f"blk.{i}.ffn_norm.weight": f"blk.{i}.post_attention_norm.weight" for i in range(n_layer)}
+    return names
+
+
+def _refuse_relatives(file: GGUFFile) -> None:
+    """Files of this architecture that need parts we do not have."""
+    for tensor, what in (
+        ("selector_hidden.weight", "DFlash2 (candidate selector)"),
+        ("markov_w1.weight", "DSpark (Markov head)"),
+        ("blk.0.layer_output_scale.weight", "a drafter with layer scales"),
+        ("blk.0.post_ffw_norm.weight", "a drafter with output norms"),
+    ):
+        if tensor in file.tensors:
+            raise PairError(f"the drafter is {what}, which is not supported; DFlash with plain blocks is")
+
+
+def read_config(file: GGUFFile) -> DFlashConfig:
+    if file.architecture not in ARCHS:
+        raise PairError(f"a DFlash drafter is of architecture dflash; this file is {file.architecture}")
+    _refuse_relatives(file)
+    h, is_fork, n_layer = file.hparams, file.architecture == FORK, block_count(file)
+    attention = attention_shape(file, h.integer("attention.head_count"), h.integer("attention.head_count_kv"))
+    n_rot = h.integer("rope.dimension_count", attention.head_dim)
+    check_rope(n_rot, attention.head_dim)
+    windows, causal = _layers(file, n_layer)
+    stored = h.integers("dflash.target_layer_ids" if is_fork else "target_layers")
+    return DFlashConfig(
+        n_embd=h.integer("embedding_length"),
+        n_ff=h.integer("feed_forward_length"),
+        attention=attention,
+        eps=h.number("attention.layer_norm_rms_epsilon"),
+        rope_base=h.number("rope.freq_base"),
+        n_rot=n_rot,
+        block=h.integer("dflash.block_size" if is_fork else "block_size", 16),
+        mask_id=h.integer("dflash.mask_token_id") if is_fork else file.fields.integer("tokenizer.ggml.mask_token_id"),
+        taps=tuple(stored if is_fork else (x - 1 for x in stored)),
+        windows=windows,
+        causal=causal,
+        alias=_aliases(file, n_layer),
+    )
+
+
+def drafter_tensors(c: DFlashConfig, file: GGUFFile, n_target: int) -> dict[str, Want]:
+    """The manifest; `n_target` is the target's hidden size. An embedding and a head of its own have rows of the file's choice."""
+    s, n = c.attention, c.n_embd
+    q, kv = s.n_head * s.head_dim, s.n_kv_head * s.head_dim
+    wants = {
+        "fc.weight": Want((n, len(c.taps) * n_target)),
+        "enc.output_norm.weight": Want((n,)),
+        "output_norm.weight": Want((n,)),
+        "rope_freqs.weight": Want((c.n_rot // 2,), optional=True),
+    }
+    for name in ("token_embd.weight", "output.weight"):
+        if name in file.tensors:
+            wants[name] = Want((file.tensors[name].shape[0], n))
+    for i in range(len(c.windows)):
+        p = f"blk.{i}"
+        wants |= {
+            f"{p}.attn_norm.weight": Want((n,)),
+            f"{p}.attn_qkv.weight": Want((q + 2 * kv, n), optional=True),
+            f"{p}.attn_q.weight": Want((q, n)),
+            f"{p}.attn_k.weight": Want((kv, n)),
+            f"{p}.attn_v.weight": Want((kv, n)),
+            f"{p}.attn_output.weight": Want((n, q)),
+            **attention_extras(s, n, p, file, qk_norm=True),
+            f"{p}.ffn_norm.weight": Want((n,)),
+            f"{p}.ffn_gate.weight": Want((c.n_ff, n)),
+            f"{p}.ffn_up.weight": Want((c.n_ff, n)),
+            f"{p}.ffn_down.weight": Want((n, c.n_ff)),
+        }
+    return wants
+
+
+def check_pair(c: DFlashConfig, file: GGUFFile, target: DecoderConfig) -> None:
+    """Refuse a drafter that was made for another target, with the numbers that differ."""
+    own = "token_embd.weight" in file.tensors and "output.weight" in file.tensors
+    if not own and c.n_embd != target.n_embd:
+        raise PairError(
+            f"the drafter has hidden size {c.n_embd}, the target {target.n_embd}: it can not share its embedding"
+        )
+    if not c.taps or len(c.taps) > target.n_layer or any(not 0 <= t < target.n_layer for t in c.taps):
+        raise PairError(f"the drafter taps layers {list(c.taps[:8])}; the target has layers 0..{target.n_layer - 1}")
+    fc = file.tensors.get(c.alias.get("fc.weight", "fc.weight"))
+    if fc is not None and fc.shape[-1] != len(c.taps) * target.n_embd:
+        raise PairError(
+            f"the drafter reads {fc.shape[-1]} features; {len(c.taps)} taps of the target give "
+            f"{len(c.taps) * target.n_embd}"
+        )
+    if not 0 <= c.mask_id < target.n_vocab:
+        raise PairError(f"the drafter's mask token is {c.mask_id}; the target has {target.n_vocab} tokens")
+    _check_own(file, target)
+
+
+def _check_own(file: GGUFFile, target: DecoderConfig) -> None:
+    """What the drafter brings instead of sharing it reads the target's tokens, and gives them."""
+    embedding, head, d2t = (file.tensors.get(name) for name in ("token_embd.weight", "output.weight", D2T))
+    if embedding is not None and embedding.shape[0] < target.n_vocab:
+        raise PairError(f"the drafter embeds {embedding.shape[0]} tokens; the target has {target.n_vocab}")
+    n_head = target.n_vocab if head is None else head.shape[0]
+    if d2t is None and n_head > target.n_vocab:
+        raise PairError(
+            f"the drafter's head gives {n_head} tokens; the target has {target.n_vocab}, and there is no {D2T}"
+        )
+    if d2t is not None and (d2t.shape != (n_head,) or d2t.type not in PLAIN_NUMBERS):
+        raise PairError(
+            f"the drafter's {D2T} is {list(d2t.shape)} of type {d2t.type.name}; "
+            f"want plain numbers, one for each of its head's {n_head} tokens"
+        )
+
+
+def read_d2t(w: Weights, n_vocab: int) -> Tensor | None:
+    """[token of the drafter's head] int64: the target's token it stands for; None if both are the same."""
+    if not w.has(D2T):
+        return None
+    ids = w.vector(D2T)
+    if not bool(((ids >= 0) & (ids < n_vocab)).all()):  # NaN is neither
+        raise PairError(
+            f"the drafter's {D2T} goes from {ids.min():g} to {ids.max():g}; the target has tokens 0..{n_vocab - 1}"
+        )
+    return ids.long()

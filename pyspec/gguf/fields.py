@@ -1,0 +1,280 @@
+"""Metadata fields: the legal type and range of each that pyspec reads, and the one way to read them.
+
+A file may be wrong in any field by accident or on purpose. What comes from here is of the type that was asked for, finite and
+in its range, so readers only look at how fields go together. Absent fields are the reader's to decide: it gives a default, or
+none. Writers differ in the widths of numbers, so all widths are taken; nothing else is converted, but for an integer where a
+number is wanted, and 0 or 1 where a bool is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TypeVar, overload
+
+import numpy as np
+
+from pyspec.errors import BadGGUF, ModelError
+from pyspec.ranges import OneOf, Real, Whole, printable, shown
+
+T = TypeVar("T")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+TOKEN_ID = Whole(-(2**31), 2**32 - 1)  # whether the vocabulary has it is for its reader to say: files write -1 for none
+SIZE, COUNT = Whole(1, 1 << 20), Whole(0, 1 << 16)
+INNER = Whole(0, 1 << 24)  # width of a feed-forward; 0: the block has none
+FLAG = OneOf((True, False, 0, 1))
+
+GENERAL: Mapping[str, Whole | Real | OneOf | int] = {  # of texts: the most characters
+    "general.architecture": 64,
+    "general.name": 1_000,
+    "general.file_type": Whole(0, 2**32 - 1),
+    "split.count": Whole(0, 4_096),
+    "split.no": Whole(0, 65_535),
+    "split.tensors.count": Whole(0, 2**31 - 1),
+    "tokenizer.chat_template": 16 << 20,  # whether it is too long to be rendered is for ChatTemplate to say
+    "tokenizer.chat_template.tool_use": 16 << 20,
+    "tokenizer.ggml.model": 64,
+    "tokenizer.ggml.pre": 64,
+    "tokenizer.ggml.tokens": 0,
+    "tokenizer.ggml.merges": 0,
+    "tokenizer.ggml.token_type": Whole(0, 6),
+    "tokenizer.ggml.scores": Real(-1e30, 1e30),
+    "tokenizer.ggml.add_bos_token": FLAG,
+    "tokenizer.ggml.add_eos_token": FLAG,
+    "tokenizer.ggml.add_space_prefix": FLAG,
+    **{
+        f"tokenizer.ggml.{name}_token_id": TOKEN_ID
+        for name in ("bos", "eos", "eot", "eom", "padding", "mask", "fim_pad", "fim_rep", "fim_sep")
+    },
+}
+"""Fields with the same name in all files."""
+
+HPARAMS: Mapping[str, Whole | Real | OneOf | int] = {
+    "block_count": Whole(1, 1 << 20),
+    "context_length": Whole(1, 2**31 - 1),
+    "embedding_length": SIZE,
+    "feed_forward_length": INNER,
+    "nextn_predict_layers": COUNT,
+    "attention.head_count": COUNT,
+    "attention.head_count_kv": COUNT,
+    "attention.key_length": SIZE,
+    "attention.value_length": SIZE,
+    "attention.scale": Real(0, 1e6),  # 0: the usual one
+    "attention.layer_norm_rms_epsilon": Real(0, 1),
+    "attention.layer_norm_epsilon": Real(0, 1),
+    "attention.causal": FLAG,
+    "attention.recurrent_layers": FLAG,
+    "attention.sliding_window": Whole(0, 2**31 - 1),
+    "attention.sliding_window_pattern": FLAG,
+    "full_attention_interval": Whole(1, 1 << 20),
+    "rope.dimension_count": SIZE,
+    "rope.dimension_sections": COUNT,
+    "rope.freq_base": Real(1, 1e15),
+    "rope.scaling.type": 64,
+    "rope.scaling.factor": Real(1e-3, 1e6, also=(0.0,)),  # 0: none
+    "ssm.state_size": SIZE,
+    "ssm.group_count": SIZE,
+    "ssm.time_step_rank": SIZE,
+    "ssm.inner_size": SIZE,
+    "ssm.conv_kernel": Whole(2, 64),
+    "expert_count": COUNT,
+    "expert_used_count": COUNT,
+    "expert_group_count": COUNT,
+    "expert_feed_forward_length": INNER,
+    "expert_shared_feed_forward_length": INNER,
+    "expert_weights_norm": FLAG,
+    "expert_weights_scale": Real(0, 1e6),  # 0: 1
+    "moe_latent_size": Whole(0, 1 << 20),
+    "block_size": Whole(2, 256),
+    "target_layers": Whole(0, 1 << 20),
+    "dflash.block_size": Whole(2, 256),
+    "dflash.mask_token_id": TOKEN_ID,
+    "dflash.target_layer_ids": Whole(0, 1 << 20),
+}
+"""Fields whose names begin with the file's architecture."""
+
+
+class _Required:
+    """Marks a field that the file must have."""
+
+
+REQUIRED = _Required()
+
+
+class _Array:
+    """Stands for an array where an error shows it."""
+
+    def __init__(self, n: int, of: str) -> None:
+        self.text = f"an array of {n} {of}"
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+class Fields:
+    """Metadata, read field by field.
+
+    where   what errors begin with: the file
+    prefix  stands before the names in HPARAMS; "" for those of GENERAL
+    error   what is raised for a field of a wrong type or value
+    """
+
+    def __init__(
+        self, metadata: Mapping[str, object], where: str = "", prefix: str = "", error: type[ModelError] = BadGGUF
+    ) -> None:
+        self.metadata, self.where, self.prefix, self.error = metadata, where, prefix, error
+        self.known = HPARAMS if prefix else GENERAL
+
+    def key(self, name: str) -> str:
+        """The field's whole name."""
+        return self.prefix + name
+
+    def __contains__(self, name: str) -> bool:
+        return self.metadata.get(self.key(name)) is not None
+
+    def bad(self, name: str, flaw: str) -> ModelError:
+        return self.error(f"{self.where}{self.key(name)} {flaw}")
+
+    def _is_given(self, name: str, default: object) -> bool:
+        if name in self:
+            return True
+        if isinstance(default, _Required):
+            raise self.error(f"{self.where}the metadata has no {self.key(name)}")
+        return False
+
+    def _scalar(self, name: str, kind: type[Whole] | type[Real] | type[OneOf]) -> object:
+        """A value that has no flaw."""
+        value, legal = self.metadata[self.key(name)], self.known[name]
+        assert isinstance(legal, kind), f"{name} is no {kind.__name__}"
+        if flaw := legal.flaw(_described(value)):
+            raise self.bad(name, flaw)
+        return value
+
+    @overload
+    def integer(self, name: str) -> int: ...
+    @overload
+    def integer(self, name: str, default: T) -> int | T: ...
+    def integer(self, name: str, default: object = REQUIRED) -> object:
+        return self._scalar(name, Whole) if self._is_given(name, default) else default
+
+    @overload
+    def number(self, name: str) -> float: ...
+    @overload
+    def number(self, name: str, default: T) -> float | T: ...
+    def number(self, name: str, default: object = REQUIRED) -> object:
+        if not self._is_given(name, default):
+            return default
+        value = self._scalar(name, Real)
+        assert isinstance(value, int | float)
+        return float(value)
+
+    def flag(self, name: str, default: bool) -> bool:
+        return bool(self._scalar(name, OneOf)) if self._is_given(name, default) else default
+
+    @overload
+    def text(self, name: str) -> str: ...
+    @overload
+    def text(self, name: str, default: T) -> str | T: ...
+    def text(self, name: str, default: object = REQUIRED) -> object:
+        """Bytes that are not UTF-8 become U+FFFD: whatever is made of the text can be encoded."""
+        if not self._is_given(name, default):
+            return default
+        value, most = self.metadata[self.key(name)], self.known[name]
+        assert isinstance(most, int), f"{name} is no text"
+        if not isinstance(value, str):
+            raise self.bad(name, f"is {shown(_described(value))}; want text")
+        if len(value) > most:
+            raise self.bad(name, f"has {len(value)} characters; want at most {most}")
+        return encodable(value)
+
+    def label(self, name: str, default: str | _Required = REQUIRED) -> str:
+        """Text for one line of a terminal: what can not be printed becomes U+FFFD."""
+        text = self.text(name, default)
+        assert isinstance(text, str)
+        return printable(text)
+
+    def integers(self, name: str, n: int | None = None) -> list[int]:
+        """An array of integers, `n` of them if that is given. The file must have it."""
+        legal = self.known[name]
+        assert isinstance(legal, Whole), f"{name} are no integers"
+        values = self._array(name, n, "iu", "integers")
+        outside = (values < legal.low) | (values > legal.high)
+        if outside.any():
+            at = int(outside.argmax())
+            raise self.error(f"{self.where}entry {at} of {self.key(name)} {legal.flaw(int(values[at]))}")
+        return [int(x) for x in values]
+
+    def one_or_more(self, name: str) -> list[int]:
+        """An integer alone, or an array of them. The file must have it."""
+        self._is_given(name, REQUIRED)
+        is_array = isinstance(self.metadata[self.key(name)], np.ndarray)
+        return self.integers(name) if is_array else [self.integer(name)]
+
+    def each(self, name: str, n: int) -> list[int]:
+        """An integer for each of `n` blocks. One alone counts for all; what is beyond `n` is not used, as in llama.cpp."""
+        values = self.one_or_more(name)
+        if not isinstance(self.metadata[self.key(name)], np.ndarray):
+            return values * n
+        if len(values) < n:
+            raise self.bad(name, f"has {len(values)} entries; want one for each of {n} blocks")
+        return values[:n]
+
+    def numbers(self, name: str, n: int) -> list[float]:
+        """An array of finite numbers. The file must have it."""
+        legal = self.known[name]
+        assert isinstance(legal, Real), f"{name} are no numbers"
+        values = self._array(name, n, "iuf", "numbers")
+        outside = ~((values >= legal.low) & (values <= legal.high))  # NaN is neither
+        if outside.any():
+            at = int(outside.argmax())
+            raise self.error(f"{self.where}entry {at} of {self.key(name)} {legal.flaw(float(values[at]))}")
+        return [float(x) for x in values]
+
+    def flags(self, name: str, n: int, *, or_more: bool = False) -> list[bool]:
+        """An array of `n` bools or of 0 and 1; with `or_more` those beyond are not used. The file must have it."""
+        values = self._array(name, None, "biu", "bools")
+        if len(values) < n or (len(values) > n and not or_more):
+            raise self.bad(name, f"has {len(values)} entries for {n} layers")
+        wrong = (values != 0) & (values != 1)
+        if wrong.any():
+            at = int(wrong.argmax())
+            raise self.error(f"{self.where}entry {at} of {self.key(name)} is {int(values[at])}; want true or false")
+        return [bool(x) for x in values[:n]]
+
+    def _array(self, name: str, n: int | None, kinds: str, wanted: str) -> np.ndarray:
+        self._is_given(name, REQUIRED)
+        value = self.metadata[self.key(name)]
+        if (
+            n is not None
+            and isinstance(value, Sequence | np.ndarray)
+            and not isinstance(value, str)
+            and len(value) != n
+        ):
+            raise self.bad(name, f"has {len(value)} entries; want {n}")  # before any of them is converted
+        array = np.asarray(value) if isinstance(value, list | tuple) else value
+        if not isinstance(array, np.ndarray) or array.ndim != 1 or (len(array) and array.dtype.kind not in kinds):
+            raise self.bad(name, f"is {shown(_described(value))}; want an array of {wanted}")
+        return array
+
+    def strings(self, name: str) -> list[str]:
+        """An array of texts as they are: bytes that are not UTF-8 are lone surrogates. The file must have it."""
+        self._is_given(name, REQUIRED)
+        value = self.metadata[self.key(name)]
+        if not isinstance(value, list) or not all(type(x) is str for x in value):
+            raise self.bad(name, f"is {shown(_described(value))}; want an array of texts")
+        return value
+
+
+def encodable(text: str) -> str:
+    """Text without lone surrogates, which stand for bytes that are not UTF-8: they become U+FFFD."""
+    return _SURROGATE.sub("\ufffd", text)
+
+
+def _described(value: object) -> object:
+    """The value, or what stands for an array."""
+    if isinstance(value, np.ndarray):
+        return _Array(len(value), str(value.dtype))
+    if isinstance(value, list | tuple):
+        return _Array(len(value), "texts" if value and isinstance(value[0], str) else "values")
+    return value
