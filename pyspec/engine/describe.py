@@ -12,6 +12,7 @@ from pyspec import draft
 from pyspec.config import EngineSettings
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend.ref import AttendSpec
+from pyspec.device.capture import graph_shapes
 from pyspec.draft.drafter import NO_DRAFTER, DraftPlan, TargetFile, refuse_file
 from pyspec.engine.draft_head import HeadCopy, plan_head
 from pyspec.engine.memory_plan import (
@@ -23,7 +24,6 @@ from pyspec.engine.memory_plan import (
     with_head,
     workspace_bytes,
 )
-from pyspec.engine.warmup import graph_shapes
 from pyspec.errors import ConfigError, DeviceError, PairError
 from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.models import coarse, read_config

@@ -16,6 +16,7 @@ from known_texts import demo_prompts, tiny
 from rewrite import rewrite
 
 from pyspec import synth
+from pyspec.device.capture import capture
 from pyspec.draft.dflash import N_HELD, DFlash
 from pyspec.draft.drafter import DraftRequest
 from pyspec.engine import warmup
@@ -357,7 +358,7 @@ def replay(loop: Loop, drafter: DFlash) -> None:
 
     forward_again.seal, inject_again.seal = forward.seal, inject.seal  # type: ignore[attr-defined]
     loop.worker.forward, drafter.inject = forward_again, inject_again  # type: ignore[assignment]
-    warmup.capture(loop)
+    capture(loop.worker, loop.limits.prompts)
     assert len(seen) > 10 and len(first) == len(BUCKETS)
 
 

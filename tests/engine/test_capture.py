@@ -8,11 +8,11 @@ from engine_rig import rig
 
 from pyspec.config import EngineSettings
 from pyspec.cuda.graph import Graphed
+from pyspec.device.capture import capture, graph_shapes
 from pyspec.draft.drafter import GraphedDrafter
 from pyspec.engine import describe as describing
 from pyspec.engine import load as loading
 from pyspec.engine import memory_plan as plan
-from pyspec.engine.warmup import capture, graph_shapes
 from pyspec.gguf import GGMLType, open_gguf
 from pyspec.models.weights import repacked_bytes, weight_bytes
 from pyspec.slots.arena import BUCKETS, Arena, bucket_of
@@ -31,7 +31,7 @@ def test_capturing_leaves_no_trace(tmp_path, kind) -> None:
     loop.worker.arena = Arena(3, pages, torch.device("cpu"))
     assert isinstance(loop.drafter, GraphedDrafter)
     loop.drafter.use_graphs(lambda: Arena(3, pages, torch.device("cpu")))
-    capture(loop)
+    capture(loop.worker, loop.limits.prompts)
     loop.table.check()
     assert all(slot.n_past == slot.n_fold == 0 and not slot.pages for slot in loop.table.slots)
     assert all(not layer.state.any() and not layer.conv[:, :3].any() for layer in loop.memory.states.values())
@@ -78,7 +78,7 @@ def test_the_plan_has_the_rows_of_all_graphs(tmp_path, monkeypatch, kind, np) ->
 
     watch.seal = inner.seal
     loop.worker.forward = watch
-    capture(loop)
+    capture(loop.worker, loop.limits.prompts)
     assert sizes["graph_rows"] == sum(bucket for bucket, _ in keys) > 0
     assert sizes["n_held"] == (len(loop.drafter.held) if kind == "dflash" else 0)
     assert (sizes["n_held"] > 0) == inner.by_single == (kind == "dflash" and np <= 32)

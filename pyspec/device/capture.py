@@ -1,0 +1,75 @@
+"""Before the first round: capture the graphs of every batch size, and own the memory that forwards will ask for."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from pyspec.device.worker import Worker
+from pyspec.draft.drafter import GraphedDrafter
+from pyspec.slots.arena import BUCKETS
+from pyspec.slots.batch import Seq, lay_out
+
+log = logging.getLogger(__name__)
+
+N_SMALL = 32  # pieces of half a megabyte, for tensors below that
+
+
+def graph_shapes(n_slot: int, width: int, late: bool) -> list[tuple[int, int]]:
+    """Rows and sequences of a batch for each graph of a verify; `width`: most rows of a sequence.
+
+    late  batches of one row a sequence have graphs of their own (`Needs.late`), so others have two rows somewhere
+    """
+    sizes = [b for b in BUCKETS if b <= n_slot * width]
+    if not late:
+        return [(n, min(n_slot, n)) for n in sizes]
+    singles = sorted({n_slot, *(b for b in BUCKETS if b < n_slot)})  # the last one may need padding
+    return [(n, n) for n in singles] + [(n, min(n_slot, -(-n // 2))) for n in sizes if n > 1]
+
+
+def hold(device: torch.device, n_bytes: int) -> None:
+    """Have the GPU's allocator own so many bytes in one piece, free for whoever asks, and a few small pieces.
+
+    Forwards of prompts allocate as they are cut, each time a little differently; from one large piece they all get what
+    they need, without it the allocator would sooner or later go back to the driver for a size it has not kept.
+    """
+    if device.type != "cuda":
+        return
+    torch.cuda.empty_cache()  # pieces of other sizes, of forwards before
+    try:
+        pieces = [torch.empty(512 << 10, dtype=torch.uint8, device=device) for _ in range(N_SMALL)]
+        pieces.append(torch.empty(n_bytes, dtype=torch.uint8, device=device))
+        del pieces
+    except torch.OutOfMemoryError:  # of a card that is shared, say: then they are had when they are needed
+        log.info("the GPU has no %.2f GiB in one piece", n_bytes / (1 << 30))
+
+
+@torch.inference_mode()
+def capture(worker: Worker, n_prompt_row: int, n_bytes: int = 0) -> None:
+    """Capture the graphs of every batch size now. Forwards on empty slots change nothing that anybody reads.
+
+    A graph is captured at the second call, and its kernels are picked for the widths it is captured with: rows are
+    shared out evenly. `n_prompt_row`: rows of the largest forward of prompts; n_bytes: see `hold`.
+    """
+    table, needs, device = worker.table, worker.needs, worker.device
+    slots, width = table.slots, max(needs.n_draft + 1, needs.overhang)
+    if worker.arena is None or table.n_page < len(slots) * table.pages_for(width):
+        return  # no graphs, or a pool too small to try them all: they are captured as they come
+    for n_row, n_seq in graph_shapes(len(slots), needs.n_draft + 1, needs.late):
+        shares = [n_row // n_seq + (i < n_row % n_seq) for i in range(n_seq)]
+        seqs = [Seq(i, 0, [0] * n, n_out=n) for i, n in enumerate(shares)]
+        for _ in range(2):
+            worker.forward(lay_out(table, seqs, device, arena=worker.arena))
+    if isinstance(worker.drafter, GraphedDrafter):
+        worker.drafter.capture()
+    worker.forward.seal()
+    # prompts: what they need is allocated, and libraries have loaded what they multiply with, before the first user comes
+    hold(device, n_bytes)
+    n_row = min(n_prompt_row, table.n_row // len(slots))
+    while n_row > BUCKETS[-1]:
+        worker.forward(lay_out(table, [Seq(0, 0, [0] * n_row, keep=True, n_out=1)], device))
+        n_row //= 2
+    worker.memory.reset(0)
+    for slot in slots:
+        table.drop(slot)
