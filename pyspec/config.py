@@ -47,6 +47,8 @@ class EngineSettings:
     check_tap_shift: bool = True
     warm_up: bool = True
     plain_loop: bool = False  # one round after the other, without graphs: slow, and the same text
+    hang_timeout: float = 0.0  # seconds of a round after which an isolated engine is replaced; 0: by what rounds take
+    demoted: tuple[str, ...] = ()  # modules of ops whose implementations failed while they ran: the next one is taken
 
     def __post_init__(self) -> None:
         def need(ok: bool, text: str) -> None:

@@ -250,6 +250,8 @@ class Metrics:
     host_ms: float = 0.0
     guard_trips: int = 0
     seconds_since_step: float = 0.0  # age of the last finished round while busy; 0 when idle
+    restarts: int = 0  # how often an isolated engine was replaced
+    tokens_replayed: int = 0  # prompt and generated tokens that went through a model again after that
 
     @property
     def prompt_tokens_seen(self) -> int:

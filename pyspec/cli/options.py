@@ -98,8 +98,8 @@ class EngineChoice:
     ctx: int
     settings: Mapping[str, object]
 
-    def load(self, np: int = 0) -> Engine:
-        """Load it, with `np` slots if given. Raises PyspecError."""
+    def load(self, np: int = 0, *, isolated: bool = False) -> Engine:
+        """Load it, with `np` slots if given, and in a process of its own if `isolated`. Raises PyspecError."""
         from pyspec.catalog import resolve
 
         target, draft = self.choice.target(), self.choice.drafter()
@@ -108,7 +108,7 @@ class EngineChoice:
         settings_from({"np": np or self.np, "ctx": self.ctx, **self.settings})
         from pyspec.engine.api import Engine
 
-        return Engine.load(target, draft, np=np or self.np, ctx=self.ctx, **self.settings)
+        return Engine.load(target, draft, np=np or self.np, ctx=self.ctx, isolated=isolated, **self.settings)
 
 
 def apply(options: list[Callable[[F], F]]) -> Callable[[F], F]:

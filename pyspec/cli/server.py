@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import click
 
 from pyspec.cli.options import EngineChoice, engine_options, sampling_options, tell_ignored
 from pyspec.request import EngineInfo, SamplingParams
 
+if TYPE_CHECKING:
+    from pyspec.server.engine import EngineLike
+    from pyspec.server.serve import Served
+
 AUTO_SLOTS = 4
+CLOSE_S = 10.0  # for the round that is under way
 
 
 @click.command()
@@ -25,6 +33,11 @@ AUTO_SLOTS = 4
 @click.option("--props/--no-props", default=True, help="Serve /props.")
 @click.option("--cors-origin", multiple=True, help="Origin browsers may call from, besides this machine.")
 @click.option("--queue", default=0, help="Requests that may wait. 0: 4 for each slot, at least 16.")
+@click.option("--in-process", is_flag=True, help="Run the engine in this process: if it fails, it is not replaced.")
+@click.option(
+    "--hang-timeout", default=0.0, help="Seconds of a round after which the engine is replaced. 0: by its pace."
+)
+@click.option("--drain-timeout", default=30.0, help="Seconds that running requests get when the server is told to end.")
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="How log lines look.")
 @click.option("-lv", "--verbosity", type=click.IntRange(0, 5), default=3, help="0 silent, 3 normal, 5 everything.")
 @click.pass_context
@@ -43,6 +56,9 @@ def server(
     props: bool,
     cors_origin: tuple[str, ...],
     queue: int,
+    in_process: bool,
+    hang_timeout: float,
+    drain_timeout: float,
     log_format: str,
     verbosity: int,
 ) -> None:
@@ -52,7 +68,7 @@ def server(
     """
     from pyspec.cli.logs import set_up
     from pyspec.server.serve import run
-    from pyspec.server.settings import ServerSettings
+    from pyspec.server.settings import Limits, ServerSettings
 
     set_up(5 if ctx.meta.get("pyspec.verbose") else verbosity, log_format)
     tell_ignored()
@@ -68,17 +84,25 @@ def server(
         cors_origins=cors_origin,
         sampling=sampling,
         max_tokens=n_predict,
+        limits=Limits(drain_s=drain_timeout),
     )
-    settings.check()
-    engine = replace(engine, settings={**engine.settings, "queue": queue})
+    engine = replace(engine, settings={**engine.settings, "queue": queue, "hang_timeout": hang_timeout})
     n_slot = engine.np if engine.np > 0 else AUTO_SLOTS
-    with engine.load(n_slot) as loaded:
 
-        def ready(url: str) -> None:
-            for line in banner(loaded.info, url) if log_format == "text" else ():
-                click.echo(line, err=True)
+    def ready(loaded: EngineLike, url: str) -> None:
+        for line in banner(loaded.info, url) if log_format == "text" else ():
+            click.echo(line, err=True)
 
-        run(loaded, settings, ready)
+    served = run(lambda: engine.load(n_slot, isolated=not in_process), settings, ready)
+    _end(served)
+
+
+def _end(served: Served) -> None:
+    """Close what was served. A process whose GPU hangs, or that is told to go while it loads, does not end by itself."""
+    loaded = served.engine
+    if loaded is None or not loaded.close(0.0 if served.is_hurried else CLOSE_S):  # type: ignore[attr-defined]
+        logging.shutdown()
+        os._exit(0 if loaded is None else 1)
 
 
 def banner(info: EngineInfo, url: str) -> list[str]:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from pyspec.cuda.context import DeviceContext, context_of
+from pyspec.cuda.examine import EXAMINATION
 from pyspec.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -182,4 +183,8 @@ class Kernel:
         config = LaunchConfig(grid=tuple(grid), block=block, shmem_size=shared)
         if overlap and hasattr(config, "programmatic_stream_serialization"):  # newer cuda-core only
             config.programmatic_stream_serialization = True
+        if EXAMINATION.is_on:
+            stream = self.context.stream()
+            EXAMINATION.run(lambda: launch(stream, config, self.handle, *values), stream.sync)  # type: ignore[arg-type, attr-defined]
+            return
         launch(self.context.stream(), config, self.handle, *values)  # type: ignore[arg-type]

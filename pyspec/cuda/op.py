@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 import torch
 
 from pyspec.cuda import probe
+from pyspec.cuda.examine import EXAMINATION
 from pyspec.cuda.verdicts import Candidate
 
 log = logging.getLogger(__name__)
@@ -65,6 +66,8 @@ class Op(Generic[Spec]):
         """Why `impl` can not run `spec`; None if it can."""
         if (why := impl.limits(spec)) is not None or (why := _outside(impl, spec)) is not None:
             return why
+        if impl.bind.__module__ in EXAMINATION.demoted:
+            return "it failed while it ran, and is not used again before the next start"
         key = (impl.name, spec)
         if key not in self.verdicts:
             self.verdicts[key] = self._verdict(impl, spec)

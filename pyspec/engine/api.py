@@ -11,13 +11,12 @@ from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 from pyspec.catalog import paired_kind, resolve
 from pyspec.config import EngineSettings, settings_from
 from pyspec.engine.incoming import Incoming
 from pyspec.errors import BadTemplate, ConfigError, QueueFull
-from pyspec.gguf import open_gguf
 from pyspec.registry import is_spec_type
 from pyspec.request import (
     Delta,
@@ -35,9 +34,6 @@ from pyspec.request import (
 )
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from pyspec.engine.loop import Loop
 
 Message = Mapping[str, object]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -121,17 +117,16 @@ class Engine:
         if isolated:
             from pyspec.engine.client import Supervisor
 
-            core = Supervisor(path, settings)
+            supervisor = Supervisor(path, settings)
             try:
-                file = open_gguf(path)  # while the other process loads
-                tokenizer, template = Tokenizer.from_metadata(file.metadata), ChatTemplate.from_metadata(file.metadata)
-                core.wait()
+                tokenizer, template = supervisor.tokenizer, supervisor.template  # while the other process loads
+                supervisor.wait()
             except BaseException:
-                core.close()
+                supervisor.close()
                 raise
-            return cls(core, tokenizer, template)
-        loaded = import_module("pyspec.engine.load").load(path, settings)  # by name: torch comes with it
-        return cls(import_module("pyspec.engine.core").EngineCore(loaded), loaded.tokenizer, loaded.template)
+            return cls(supervisor, tokenizer, template)
+        core = import_module("pyspec.engine.core").EngineCore.load(path, settings)  # by name: torch comes with it
+        return cls(core, core.tokenizer, core.template)
 
     # -- submit, cancel, events: all that the server uses --------------------------------------------------------
 
@@ -163,7 +158,7 @@ class Engine:
         return self.core.state()
 
     @property
-    def loop(self) -> Loop:
+    def loop(self) -> Any:
         """The loop itself, for tests and measurements. Only an engine of this process has one to show."""
         return self.core.loop  # type: ignore[attr-defined]
 
@@ -282,7 +277,11 @@ class Engine:
         """`stream` for asyncio."""
         request = await asyncio.to_thread(self.request, prompt, **options)  # type: ignore[arg-type]
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
-        name = self.submit(request, lambda event: loop.call_soon_threadsafe(events.put_nowait, event))
+
+        def hear(event: Event) -> None:
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+        name = self.submit(request, hear)
         try:
             while True:
                 event = await events.get()
@@ -306,7 +305,9 @@ def _put(events: queue.SimpleQueue[tuple[int, Event]], i: int, event: Event) -> 
 
 def collect(events: Iterator[Delta | Done] | Sequence[Delta | Done]) -> Result:
     """Put a request's deltas together."""
-    text, tokens, logprobs = [], [], []
+    text: list[str] = []
+    tokens: list[int] = []
+    logprobs: list[TokenLogprob] = []
     done: Done | None = None
     for event in events:
         if isinstance(event, Delta):

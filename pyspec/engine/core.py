@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pyspec.config import EngineSettings
+from pyspec.cuda.examine import EXAMINATION
 from pyspec.engine.job import Job, Sink
 from pyspec.engine.load import Loaded, load
 from pyspec.errors import DeviceError, PyspecError, QueueFull, Unavailable
@@ -36,6 +37,24 @@ _ENDING = threading.Event()  # the main thread is over; others may still be at w
 _RUNNING: weakref.WeakSet[EngineCore] = weakref.WeakSet()
 
 
+class Pace:
+    """How long a round may take: as long as the longest so far, and more if it has more rows than any had."""
+
+    def __init__(self) -> None:
+        self.longest, self.most_rows, self._rows = 0.0, 0, 1
+
+    def begin(self, n_row: int) -> None:
+        self._rows = n_row
+
+    def end(self, seconds: float) -> None:
+        self.longest, self.most_rows = max(self.longest, seconds), max(self.most_rows, self._rows)
+
+    @property
+    def expected(self) -> float:
+        """Seconds of the round under way; 0: nobody knows."""
+        return self.longest * max(1.0, self._rows / self.most_rows) if self.most_rows else 0.0
+
+
 class EngineCore:
     """One loaded loop and the thread that runs it. Safe to call from any thread of the process it was made in.
 
@@ -50,10 +69,10 @@ class EngineCore:
         hand_over: Callable[[Due], None] | None = None,
         on_death: Callable[[PyspecError], None] | None = None,
     ) -> None:
-        self.loop, self.tokenizer = loaded.loop, loaded.tokenizer
+        self.loop, self.tokenizer, self.template = loaded.loop, loaded.tokenizer, loaded.template
         self.info = replace(loaded.info, n_row=loaded.loop.table.n_row)
         self.step_began = 0.0  # of the round that is under way; 0: none is
-        self.longest_step = 0.0  # seconds
+        self.pace = Pace()
         self._tell, self._on_death = hand_over or self._tell_listeners, on_death
         self._is_remote = hand_over is not None
         self.loop.raises_bugs = (
@@ -84,6 +103,7 @@ class EngineCore:
         hand_over: Callable[[Due], None] | None = None,
         on_death: Callable[[PyspecError], None] | None = None,
     ) -> EngineCore:
+        EXAMINATION.demoted |= frozenset(settings.demoted)
         return cls(load(path, settings), hand_over=hand_over, on_death=on_death)
 
     # -- from any thread -----------------------------------------------------------------------------------------
@@ -169,13 +189,20 @@ class EngineCore:
 
     def _round(self) -> None:
         self.step_began = time.monotonic()
+        self.pace.begin(self._rows())
         self.loop.step()
-        self.longest_step = max(self.longest_step, time.monotonic() - self.step_began)
+        self.pace.end(time.monotonic() - self.step_began)
         self.step_began = 0.0
         if self._is_urgent or not self.loop.may_defer or not self.loop.jobs:
             self._hand_out()
         if self.loop.is_idle:
             self.loop.check()  # after everybody has heard: it may look at every page
+
+    def _rows(self) -> int:
+        """About how many rows the next round will have."""
+        running, waiting = self.loop.jobs.values(), self.loop.queue.waiting()
+        n = sum(job.n_prefill - job.slot.n_past for job in running if not job.is_decoding and job.slot is not None)
+        return max(len(running), min(self.loop.batch, n + sum(job.n_prefill for job in waiting)), 1)
 
     def _next(self) -> bool:
         """Wait for work and take it in. False: the engine was closed."""
@@ -224,11 +251,6 @@ class EngineCore:
         self.loop.on_wait = lambda: None  # else the loop would keep us, and we its memory
 
     # -- for people and dashboards -------------------------------------------------------------------------------
-
-    @property
-    def running(self) -> tuple[str, ...]:
-        """The requests that sit in slots."""
-        return tuple(job.id for job in list(self.loop.jobs.values()))
 
     def slots(self) -> list[SlotInfo]:
         """One row per slot; a round may pass while it is read."""

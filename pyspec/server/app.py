@@ -62,8 +62,7 @@ def create_app(engine: EngineLike, settings: ServerSettings) -> Starlette:
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
         yield
-        service.abort_all(Unavailable("the server is shutting down"))
-        service.close()
+        service.shut_down()
 
     app = Starlette(
         routes=_routes(service),
@@ -129,14 +128,14 @@ def _health(service: Service) -> Handler:
     async def health(request: Request) -> Response:
         if not service.engine.alive():
             raise Unavailable("the model is not ready: it is loading or its engine has stopped")
-        return JSON({"status": "ok"})
+        return JSON({"status": service.engine.state()})  # while it recovers, too: requests are taken, and wait
 
     return health
 
 
 def _ready(service: Service) -> Handler:
     async def ready(request: Request) -> Response:
-        is_ready, view = views.ready_view(service, service.engine.metrics())
+        is_ready, view = views.ready_view(service, await service.look(service.engine.metrics))
         body = view if is_ready else view | error_body(Unavailable(f"the server is {view['status']}"))
         return JSON(body, status_code=200 if is_ready else 503)
 
@@ -173,7 +172,7 @@ def _slots(service: Service) -> Handler:
     async def slots(request: Request) -> Response:
         if not service.settings.slots:
             raise NotSupported("/slots is switched off; start the server with --slots")
-        rows = service.engine.slots()
+        rows = await service.look(service.engine.slots)
         if request.query_params.get("fail_on_no_slot") == "1" and all(row.is_processing for row in rows):
             raise Unavailable(f"all {len(rows)} slots are busy")
         return JSON([views.slot_view(row, service.engine.info) for row in rows])
@@ -187,7 +186,7 @@ def _metrics(service: Service) -> Handler:
     async def metrics(request: Request) -> Response:
         if not service.settings.metrics:
             raise NotSupported("/metrics is switched off; start the server with --metrics")
-        body, content_type = exposition(collector, request.headers.get("accept", ""))
+        body, content_type = await service.look(exposition, collector, request.headers.get("accept", ""))
         started = {"Process-Start-Time-Unix": str(int(service.started))}
         return Response(body, media_type=None, headers={"Content-Type": content_type, **started})
 

@@ -82,5 +82,9 @@ class EngineLike(Protocol):
     def metrics(self) -> Metrics: ...
 
     def alive(self) -> bool:
-        """False while loading and after the engine thread has died."""
+        """Whether requests are taken: not while loading, nor after the engine has stopped for good."""
+        ...
+
+    def state(self) -> str:
+        """In a word: "ok", "recovering" while a failed engine is replaced and requests wait, or another if it is not alive."""
         ...

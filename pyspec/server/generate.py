@@ -35,7 +35,7 @@ def generation(service: Service, kind: Kind) -> Handler:
 
 async def _answer(service: Service, kind: Kind, raw: bytes) -> ASGIApp:
     ask = await service.text(prepare, kind, raw, service.engine, service.settings)
-    job = service.start(ask)
+    job = await service.start(ask)
     answer = _format(ask, service)
     if ask.stream:
         return EventStream(job, chunks(job, ask, answer), lambda: service.end(job))

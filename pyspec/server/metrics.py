@@ -49,6 +49,8 @@ COUNTERS = (
         "drafted tokens accepted",
     ),
     ("guard_trips", "guard_trips", "", "", "indices a kernel refused"),
+    ("restarts", "engine_restarts", "", "", "times the engine's process was replaced"),
+    ("tokens_replayed", "tokens_replayed", "", "", "tokens that went through the model again after that"),
     ("draft_ms", "draft_milliseconds", "", "", "milliseconds spent drafting"),
     ("verify_ms", "verify_milliseconds", "", "", "milliseconds spent verifying"),
     ("sample_ms", "sample_milliseconds", "", "", "milliseconds spent sampling"),

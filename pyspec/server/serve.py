@@ -1,6 +1,6 @@
 """Listening: uvicorn with h11, header limits, and a shutdown that lets running requests finish.
 
-First signal: no new work, running requests get `limits.drain_s`, then an error event; exit is clean. Second: at once.
+The port is there before the model is: whoever asks meanwhile learns that it is being loaded. First signal: no new work, running requests get `limits.drain_s`, then an error event; exit is clean. Second: at once.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType
 
 import uvicorn
@@ -19,6 +20,7 @@ from starlette.applications import Starlette
 
 from pyspec.errors import ConfigError, Unavailable
 from pyspec.server.app import create_app
+from pyspec.server.door import Door
 from pyspec.server.engine import EngineLike
 from pyspec.server.service import Service
 from pyspec.server.settings import ServerSettings
@@ -34,11 +36,17 @@ FLUSH_S = 3.0  # after the drain: time to write the last events
 class Server(uvicorn.Server):
     """uvicorn's server with our shutdown: drain, then abort, then go; it does not raise the signal again."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, on_ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, door: Door, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
-        self.service = service
+        self.door = door
         self._on_ready = on_ready
         self._switch_s = sys.getswitchinterval()
+
+    @property
+    def service(self) -> Service:
+        service = self.door.service
+        assert service is not None, "nothing is served while the model is loaded"
+        return service
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -47,12 +55,15 @@ class Server(uvicorn.Server):
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.service.is_draining = True
-        error = Unavailable("the server is shutting down")
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(self.service.settings.limits.drain_s, self.service.abort_all, error)
-        await super().shutdown(sockets)
-        timer.cancel()
+        if self.door.service is None:
+            await super().shutdown(sockets)
+        else:
+            self.service.is_draining = True
+            error = Unavailable("the server is shutting down")
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(self.service.settings.limits.drain_s, self.service.abort_all, error)
+            await super().shutdown(sockets)
+            timer.cancel()
         sys.setswitchinterval(self._switch_s)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -73,11 +84,14 @@ class Server(uvicorn.Server):
                 signal.signal(sig, handler)
 
 
-def make_server(app: Starlette, settings: ServerSettings, on_ready: Callable[[], None] = lambda: None) -> Server:
-    """A configured server that has not been started; `server.run(sockets=[...])` serves until should_exit."""
-    service: Service = app.state.service
+def make_server(app: Starlette | None, settings: ServerSettings, on_ready: Callable[[], None] = lambda: None) -> Server:
+    """A configured server that has not been started; `server.run(sockets=[...])` serves until should_exit.
+
+    app  None: it comes later, through the server's `door`
+    """
+    door = Door(app)
     config = uvicorn.Config(
-        app,
+        door,
         http="h11",
         ws="none",
         loop="asyncio",
@@ -89,7 +103,7 @@ def make_server(app: Starlette, settings: ServerSettings, on_ready: Callable[[],
         timeout_graceful_shutdown=int(settings.limits.drain_s + FLUSH_S),
         timeout_keep_alive=75,
     )
-    return Server(config, service, on_ready)
+    return Server(config, door, on_ready)
 
 
 def bind(settings: ServerSettings) -> socket.socket:
@@ -102,15 +116,41 @@ def bind(settings: ServerSettings) -> socket.socket:
         raise ConfigError(f"{why}; choose another with --port") from error
 
 
-def run(engine: EngineLike, settings: ServerSettings, on_ready: Callable[[str], None] = lambda url: None) -> None:
-    """Serve until a signal. `on_ready` is called with the URL once requests are taken.
+@dataclass(frozen=True)
+class Served:
+    """How serving ended: with what was loaded, if it was, and whether somebody could not wait."""
 
-    Raises ConfigError before anything listens: settings that must not be served, an address in use.
+    engine: EngineLike | None
+    is_hurried: bool
+
+
+def run(
+    load: Callable[[], EngineLike], settings: ServerSettings, on_ready: Callable[[EngineLike, str], None]
+) -> Served:
+    """Listen, load, and serve until a signal. `on_ready` is called with the engine and the URL once requests are taken.
+
+    Raises ConfigError before anything listens or is loaded (settings that must not be served, an address in use), and
+    whatever `load` raises.
     """
     settings.check()
-    app = create_app(engine, settings)
     with bind(settings) as sock:
-        port = sock.getsockname()[1]
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        server = make_server(app, settings, lambda: on_ready(f"http://{host}:{port}"))
+        url = f"http://{host}:{sock.getsockname()[1]}"
+        server = make_server(None, settings)
+        loaded: list[EngineLike] = []
+        failed: list[BaseException] = []
+
+        def open_door() -> None:
+            try:
+                loaded.append(load())
+                server.door.app = create_app(loaded[0], settings)
+                on_ready(loaded[0], url)
+            except BaseException as e:  # noqa: BLE001 - it is raised where somebody waits for it
+                failed.append(e)
+                server.should_exit = True
+
+        threading.Thread(target=open_door, name="pyspec-load", daemon=True).start()
         server.run(sockets=[sock])
+        if failed:
+            raise failed[0]
+        return Served(loaded[0] if loaded else None, server.force_exit)

@@ -16,6 +16,7 @@ from pyspec.server.engine import EngineLike
 from pyspec.server.settings import ServerSettings
 
 T = TypeVar("T")
+LONG_PROMPT = 8192  # tokens
 
 
 class Service:
@@ -44,6 +45,10 @@ class Service:
             self._text = ThreadPoolExecutor(self.settings.text_threads, thread_name_prefix="pyspec-text")
         return await asyncio.get_running_loop().run_in_executor(self._text, work, *args)
 
+    async def look(self, work: Callable[..., T], *args: Any) -> T:
+        """Run what may have to ask another process, which may take its time to answer, off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(None, work, *args)
+
     def check_ready(self) -> None:
         """Raise Unavailable while loading, draining or dead."""
         if self.is_draining:
@@ -66,15 +71,33 @@ class Service:
         finally:
             self.n_inside -= 1
 
-    def start(self, ask: Ask) -> Job:
+    async def start(self, ask: Ask) -> Job:
         """Submit what was asked; `end` must follow. Raises RequestError, QueueFull, Unavailable."""
         # an answer given whole is gathered in memory anyway; only a stream waits for its reader
         job = Job(self.engine, self.settings.limits.stream_buffer if ask.stream else 1 << 62, self._one_post())
-        job.submit(ask.requests)
+        if sum(len(request.prompt) for request in ask.requests) < LONG_PROMPT:
+            job.submit(ask.requests)
+        else:
+            await self._submit(job, ask)
         limit_s = self.settings.limits.total_s
         error = Unavailable(f"the request took longer than {limit_s:g} s")
         self._jobs[job] = asyncio.get_running_loop().call_later(limit_s, job.abort, error)
         return job
+
+    async def _submit(self, job: Job, ask: Ask) -> None:
+        """Checking a long prompt takes milliseconds: off the event loop, where others' tokens go by."""
+        submitting = asyncio.ensure_future(self.text(job.submit, ask.requests))
+        try:
+            await asyncio.shield(submitting)
+        except asyncio.CancelledError:  # the client left, but what has begun can only be ended when it is done
+
+            def end(done: asyncio.Future[None]) -> None:
+                if not done.cancelled():
+                    done.exception()  # seen: nobody is left to tell
+                job.close()
+
+            submitting.add_done_callback(end)
+            raise
 
     def _one_post(self) -> Post:
         """One for all jobs; a new one if the application was moved to another loop."""
@@ -93,6 +116,11 @@ class Service:
         """End every job with `error`; its clients are told."""
         for job in list(self._jobs):
             job.abort(error)
+
+    def shut_down(self) -> None:
+        """The server ends: so does every job."""
+        self.abort_all(Unavailable("the server is shutting down"))
+        self.close()
 
     def close(self) -> None:
         """Stop the text threads; queued work is dropped."""

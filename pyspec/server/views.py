@@ -116,10 +116,10 @@ def _task_number(request: str) -> int:
 
 
 def ready_view(service: Service, metrics: Metrics) -> tuple[bool, dict[str, Any]]:
-    """`/ready`: whether new work would be served soon, and the figures behind the verdict."""
+    """`/ready`: whether new work would be served at once, and the figures behind the verdict."""
     is_stalled = metrics.seconds_since_step > service.settings.limits.stall_s
-    is_alive = service.engine.alive()
-    reason = "draining" if service.is_draining else "not alive" if not is_alive else "stalled" if is_stalled else ""
+    state = service.engine.state() if service.engine.alive() else "not alive"
+    reason = "draining" if service.is_draining else state if state != "ok" else "stalled" if is_stalled else ""
     return not reason, {
         "status": reason or "ready",
         "step_age_s": metrics.seconds_since_step,

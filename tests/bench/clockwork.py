@@ -114,6 +114,9 @@ class Clockwork:
     def metrics(self) -> Metrics:
         return Metrics(rounds=self.rounds)
 
+    def state(self) -> str:
+        return "ok"
+
     def alive(self) -> bool:
         return True
 

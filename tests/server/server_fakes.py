@@ -189,6 +189,9 @@ class FakeEngine:
             accepted_per_pos=(4, 2),
         )
 
+    def state(self) -> str:
+        return "ok"
+
     def alive(self) -> bool:
         return self.is_alive
 

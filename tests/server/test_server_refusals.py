@@ -284,7 +284,7 @@ def test_pages_of_other_sites_may_not_use_the_server(engine: FakeEngine) -> None
 
 def test_an_open_host_needs_a_key_or_consent(engine: FakeEngine) -> None:
     with pytest.raises(ConfigError, match=r"0\.0\.0\.0 is open to the network"):
-        run(engine, ServerSettings(host="0.0.0.0"))
+        run(lambda: engine, ServerSettings(host="0.0.0.0"), print)
     for settings_ in (
         ServerSettings(host="0.0.0.0", insecure=True),
         ServerSettings(host="0.0.0.0", api_keys=("k",)),
@@ -300,7 +300,7 @@ def test_an_address_in_use_is_one_clear_line(engine: FakeEngine) -> None:
     with bind(ServerSettings(port=0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port {port}: Address already in use"):
-            run(engine, ServerSettings(port=port))
+            run(lambda: engine, ServerSettings(port=port), print)
 
 
 NAMES = sorted(

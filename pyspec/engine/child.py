@@ -1,0 +1,178 @@
+"""The engine process: loads what it is told, runs an EngineCore, and says what happens. It ends with its parent.
+
+Nothing is decided here. A failure of the device is told and ends the process; what was running is the supervisor's to go on
+with, in the next one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from pyspec.engine.wire import (
+    Cancel,
+    Events,
+    Fatal,
+    Heartbeat,
+    Link,
+    Load,
+    LogLine,
+    Look,
+    Looked,
+    Ready,
+    Refused,
+    Submit,
+    pack,
+    portable,
+)
+from pyspec.errors import DeviceError, PyspecError
+from pyspec.request import Event, Failed
+
+if TYPE_CHECKING:
+    from pyspec.engine.core import Due, EngineCore
+
+log = logging.getLogger(__name__)
+
+BEAT_S = 0.2
+SWITCH_S = 1e-4  # the engine's thread gets the GIL back so soon (see server/serve.py)
+FATAL = 70  # exit status after Fatal was sent
+PR_SET_PDEATHSIG = 1
+
+
+class Child:
+    """The process's end of the link, and the core behind it."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.core: EngineCore | None = None
+        self.is_over = threading.Event()
+
+    def run(self) -> None:
+        """Until the parent is gone."""
+        message = self.link.receive()
+        if not isinstance(message, Load):
+            return
+        _log_to(self.link, message.log_level)
+        if not self.load(message):
+            return
+        assert self.core is not None
+        while (message := self.link.receive()) is not None:
+            if isinstance(message, Submit):
+                self.submit(self.core, message)
+            elif isinstance(message, Cancel):
+                self.core.cancel(message.name)
+            elif isinstance(message, Look):
+                self.link.send(Looked(message.number, self.core.slots(), self.core.metrics()))
+
+    def load(self, message: Load) -> bool:
+        from pyspec.cuda.examine import EXAMINATION
+        from pyspec.engine.core import EngineCore
+
+        settings = message.settings
+        if message.examined and hasattr(settings, "plain_loop"):  # graphs launch all kernels at once
+            EXAMINATION.is_on, settings = True, replace(settings, plain_loop=True)
+        threading.Thread(target=self.beat, name="pyspec-heartbeat", daemon=True).start()
+        try:
+            self.core = EngineCore.load(message.path, settings, hand_over=self.hand_over, on_death=self.die)
+        except PyspecError as e:
+            self.link.send(Refused(portable(e)))
+            return False
+        except Exception as e:
+            log.exception("loading failed")
+            self.link.send(Refused(DeviceError(f"loading failed: {type(e).__name__}: {str(e).strip()[:300]}")))
+            return False
+        self.core.loop.queue.limit = 1 << 60  # the supervisor counts who waits
+        self.link.send(Ready(self.core.info))
+        return True
+
+    def submit(self, core: EngineCore, message: Submit) -> None:
+        try:
+            core.submit(message.request, _ignore, name=message.name, seed=message.seed)
+        except PyspecError as e:
+            self.link.send(Events([pack(Failed(message.name, e))]))
+
+    def hand_over(self, due: Due) -> None:
+        with suppress(OSError):  # nobody listens any more, and the main thread knows
+            self.link.send(Events([pack(event) for _, event in due]))
+
+    def die(self, error: PyspecError) -> None:
+        """On the engine's thread. The process goes before anything is told to listeners that another one will serve."""
+        from pyspec.cuda.examine import EXAMINATION
+
+        with suppress(OSError):
+            self.link.send(Fatal(portable(error), EXAMINATION.under_way))
+        logging.shutdown()
+        os._exit(FATAL)
+
+    def beat(self) -> None:
+        from pyspec.cuda.examine import EXAMINATION
+
+        n = 0
+        with suppress(OSError):
+            while not self.is_over.wait(BEAT_S):
+                core, n = self.core, n + 1
+                if core is None:
+                    self.link.send(Heartbeat(kernels=EXAMINATION.under_way))
+                    continue
+                began = core.step_began
+                age = time.monotonic() - began if began else 0.0
+                # figures are for what is told after this process is gone: not needed at every beat
+                metrics = core.metrics() if age or n % 5 == 0 else None
+                self.link.send(Heartbeat(age, core.pace.expected, metrics, EXAMINATION.under_way))
+
+
+def _ignore(event: Event) -> None:
+    pass
+
+
+class _ToParent(logging.Handler):
+    def __init__(self, link: Link) -> None:
+        super().__init__()
+        self.link = link
+        self.setFormatter(logging.Formatter("%(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with suppress(OSError):
+            self.link.send(LogLine(record.name, record.levelno, self.format(record), record.created))
+
+
+def _log_to(link: Link, level: int) -> None:
+    logging.basicConfig(level=logging.WARNING, handlers=[_ToParent(link)], force=True)
+    logging.getLogger("pyspec").setLevel(level)
+
+
+def die_with_parent(parent: int) -> None:
+    """The link's end says that the parent is gone, but only to a thread that gets to read it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(0)
+
+
+def main(descriptor: int) -> None:
+    parent = os.getppid()
+    die_with_parent(parent)
+    for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(sig, signal.SIG_IGN)  # a service manager tells every process; the parent decides when we go
+    os.dup2(2, 1)
+    faulthandler.enable()
+    sys.setswitchinterval(SWITCH_S)
+    child = Child(Link(socket.socket(fileno=descriptor)))
+    child.run()
+    child.is_over.set()
+    logging.shutdown()
+    os._exit(0)  # whatever the device is at
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,228 @@
+"""What supervisor and engine process say to each other: plain data over a pair of sockets, one write a message.
+
+A round's events are one message. They come many times a second for every stream, so they travel as bare tuples, which pickle
+many times faster than objects; everything else is rare. Both ends are processes of the same program and the pipe is
+inherited, so what is unpickled is our own.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pyspec.config import EngineSettings
+from pyspec.errors import PyspecError
+from pyspec.request import (
+    Delta,
+    Done,
+    EngineInfo,
+    Event,
+    Failed,
+    Metrics,
+    Progress,
+    Request,
+    SlotInfo,
+    Started,
+    Timings,
+    TokenLogprob,
+)
+
+_HEAD = struct.Struct("<I")
+_KINDS = {Started: "s", Progress: "p", Delta: "d", Done: "e", Failed: "f"}
+SEND_BYTES = 1 << 20  # what may be under way: a parent that is at work for a while must not stall a round
+
+
+# -- to the engine -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Load:
+    """The first message. `examined`: run every kernel alone and wait for it, so that the one that fails is named."""
+
+    path: Path
+    settings: EngineSettings
+    log_level: int
+    examined: bool = False
+
+
+@dataclass(frozen=True)
+class Submit:
+    """`seed` is one that was drawn for the request if it names none: a second life draws the same."""
+
+    name: str
+    request: Request
+    seed: int
+
+
+@dataclass(frozen=True)
+class Cancel:
+    name: str
+
+
+@dataclass(frozen=True)
+class Look:
+    """Asks for Looked."""
+
+    number: int
+
+
+# -- from the engine ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """A record of the engine's log, to be handled as the parent's own."""
+
+    name: str
+    level: int
+    text: str
+    created: float
+
+
+@dataclass(frozen=True)
+class Ready:
+    info: EngineInfo
+
+
+@dataclass(frozen=True)
+class Refused:
+    """It can not be loaded."""
+
+    error: PyspecError
+
+
+@dataclass(frozen=True)
+class Events:
+    """All that a round said, packed."""
+
+    packed: Sequence[tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class Heartbeat:
+    """Sent several times a second, whatever the engine is at.
+
+    step_age  seconds the round under way has taken; 0: none is
+    expected  seconds it may take, by the longest so far and its rows; 0: there has been none to tell
+    metrics   now and then: what has been counted goes with the process
+    kernels   modules of the op that is at work, if this engine is examined
+    """
+
+    step_age: float = 0.0
+    expected: float = 0.0
+    metrics: Metrics | None = None
+    kernels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Looked:
+    number: int
+    slots: Sequence[SlotInfo]
+    metrics: Metrics
+
+
+@dataclass(frozen=True)
+class Fatal:
+    """The engine ends. `kernels`: modules of the op that failed, if it is known which one did."""
+
+    error: PyspecError
+    kernels: tuple[str, ...] = ()
+
+
+# -- events as tuples --------------------------------------------------------------------------------------------
+
+
+def pack(event: Event) -> tuple[Any, ...]:
+    if isinstance(event, Delta):
+        logprobs = [(p.token, p.logprob, p.top) for p in event.logprobs] or None
+        timings = None if event.timings is None else _fields(event.timings)
+        return "d", event.request, event.tokens, event.text, logprobs, event.n_draft, event.n_accepted, timings
+    if isinstance(event, Done):
+        e = event
+        timings = _fields(e.timings)
+        return "e", e.request, e.finish, e.n_prompt, e.n_predicted, timings, e.stop_string, e.truncated, e.slot
+    if isinstance(event, Failed):
+        return "f", event.request, portable(event.error)
+    if isinstance(event, Started):
+        return "s", event.request, event.slot, event.n_prompt, event.n_cached
+    return "p", event.request, event.n_prompt, event.n_cached, event.n_processed, event.ms
+
+
+def unpack(packed: tuple[Any, ...]) -> Event:
+    kind, *values = packed
+    if kind == "d":
+        request, tokens, text, logprobs, n_draft, n_accepted, timings = values
+        entries = () if logprobs is None else tuple(TokenLogprob(*entry) for entry in logprobs)
+        return Delta(request, tokens, text, entries, n_draft, n_accepted, timings and _timings(timings))
+    if kind == "e":
+        request, finish, n_prompt, n_predicted, timings, stop, truncated, slot = values
+        return Done(request, finish, n_prompt, n_predicted, _timings(timings), stop, truncated, slot)
+    return {"f": Failed, "s": Started, "p": Progress}[kind](*values)
+
+
+_TIMINGS = tuple(Timings.__dataclass_fields__)
+
+
+def _fields(timings: Timings) -> tuple[Any, ...]:
+    return tuple([getattr(timings, name) for name in _TIMINGS])
+
+
+def _timings(values: tuple[Any, ...]) -> Timings:
+    return Timings(**dict(zip(_TIMINGS, values, strict=True)))
+
+
+def portable(error: PyspecError) -> PyspecError:
+    """The error, or one that says the same if it does not survive the journey."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - an error of somebody's own drafter, say
+        return PyspecError(str(error))
+    return error
+
+
+# -- the pipe ----------------------------------------------------------------------------------------------------
+
+
+class Link:
+    """One end. `send` from any thread; `receive` from one. A message is read whole or not at all."""
+
+    def __init__(self, end: socket.socket) -> None:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
+        self._end = end
+        self._in = end.makefile("rb", buffering=1 << 16)
+        self._lock = threading.Lock()
+
+    def send(self, message: object) -> None:
+        """Raises OSError if the other side is gone."""
+        body = pickle.dumps(message, protocol=5)
+        with self._lock:
+            self._end.sendall(_HEAD.pack(len(body)) + body)
+
+    def receive(self) -> Any:
+        """The next message; None if the other side is gone."""
+        try:
+            head = self._in.read(_HEAD.size)
+            if len(head) < _HEAD.size:
+                return None
+            (n,) = _HEAD.unpack(head)
+            body = self._in.read(n)
+        except (OSError, ValueError):
+            return None
+        return pickle.loads(body) if len(body) == n else None
+
+    def close(self) -> None:
+        """Both sides read an end. Safe while another thread is in `receive`."""
+        with suppress(OSError):
+            self._end.shutdown(socket.SHUT_RDWR)
+        self._end.close()  # the file in `receive` keeps the descriptor until it has read the end
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
