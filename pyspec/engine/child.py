@@ -85,11 +85,12 @@ class Child:
         try:
             self.core = EngineCore.load(message.path, settings, hand_over=self.hand_over, on_death=self.die)
         except PyspecError as e:
-            self.link.send(Refused(portable(e)))
+            self.link.send(Refused(portable(e), EXAMINATION.under_way))
             return False
         except Exception as e:
             log.exception("loading failed")
-            self.link.send(Refused(DeviceError(f"loading failed: {type(e).__name__}: {str(e).strip()[:300]}")))
+            error = DeviceError(f"loading failed: {type(e).__name__}: {str(e).strip()[:300]}")
+            self.link.send(Refused(error, EXAMINATION.under_way))
             return False
         self.core.loop.queue.limit = 1 << 60  # the supervisor counts who waits
         self.link.send(Ready(self.core.info))

@@ -75,8 +75,8 @@ class End:
 class Supervisor:
     """A Core whose engine is another process. Safe to call from any thread."""
 
-    def __init__(self, path: Path, settings: EngineSettings, *, command: Sequence[str] = COMMAND) -> None:
-        self.path, self.settings, self.command = path, settings, command
+    def __init__(self, path: Path, settings: EngineSettings, *, command: Sequence[str] = ()) -> None:
+        self.path, self.settings, self.command = path, settings, command or COMMAND
         self.n_restart = self.n_replayed = 0
         self._info: EngineInfo | None = None
         self._state = "loading"  # then "ok", "recovering", "stopped"
@@ -291,12 +291,12 @@ class Supervisor:
         n_failed = 0
         while not self._closing:
             self._pause(BACKOFF_S[min(n_failed, len(BACKOFF_S) - 1)])
-            child = self._start()
+            n_demoted, child = len(self._demoted), self._start()
             if isinstance(child, EngineProcess):
                 n_failed = 0
                 self._bury(child, self._watch(child))
             elif not self._closing:
-                n_failed += 1
+                n_failed = n_failed + 1 if n_demoted == len(self._demoted) else 0
                 if not self._survives(child, n_failed):
                     return
 
@@ -344,9 +344,23 @@ class Supervisor:
             return child
         how = child.end()
         if isinstance(self._answer, Refused):
-            return self._answer.error
-        self._demoted |= set(child.beat[0].kernels if child.beat is not None else ())
-        return DeviceError(f"the engine's process ended while it was loading: {how}")
+            error, kernels = self._answer.error, self._answer.kernels
+        else:
+            error = DeviceError(f"the engine's process ended while it was loading: {how}")
+            kernels = child.beat[0].kernels if child.beat is not None else ()
+        if isinstance(error, DeviceError):
+            self._device_failures.append(time.monotonic())
+        self._demote(kernels)
+        return error
+
+    def _demote(self, kernels: Sequence[str]) -> bool:
+        """Do without implementations that failed while they ran; False if that changes nothing."""
+        new = set(kernels) - self._demoted
+        if new:
+            log.error("not used any more before the next start: %s", ", ".join(sorted(new)))
+            self._demoted |= new
+            self._device_failures.clear()
+        return bool(new)
 
     def _wants_examination(self) -> bool:
         """The device failed twice in a short time and nobody knows at what."""
@@ -452,14 +466,10 @@ class Supervisor:
             self._device_failures.append(self._lost_at)
         if end.hung:
             self._hang_times.append(self._lost_at)
-        new = set(end.kernels) - self._demoted
-        if new:
-            log.error("not used any more before the next start: %s", ", ".join(sorted(new)))
-            self._demoted |= new
-            self._device_failures.clear()
+        is_mended = self._demote(end.kernels)
         guilty, records = [], list(self._records.values())
         for record in records:
-            if record.in_slot and not new:
+            if record.in_slot and not is_mended:
                 record.blame(from_outside=end.from_outside)
                 if len(record.crashes) >= N_CRASH:
                     guilty.append(record)

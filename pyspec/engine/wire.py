@@ -93,9 +93,10 @@ class Ready:
 
 @dataclass(frozen=True)
 class Refused:
-    """It can not be loaded."""
+    """It can not be loaded. `kernels`: modules of the op that was at work, if this engine is examined."""
 
     error: PyspecError
+    kernels: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

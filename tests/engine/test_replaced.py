@@ -1,0 +1,401 @@
+"""An engine process that dies, hangs or can not be loaded: what its requests, and who waits for them, hear of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engine_rig import FIXTURES
+from fake_child import token_at
+
+from pyspec.config import EngineSettings
+from pyspec.engine import client
+from pyspec.engine.api import Engine
+from pyspec.engine.client import Supervisor
+from pyspec.engine.record import PROGRESS, Record
+from pyspec.engine.wire import pack, unpack
+from pyspec.errors import DeviceError, OutOfBounds, PyspecError, QueueFull, SlotError, Unavailable
+from pyspec.request import Delta, Done, Event, Failed, Progress, Request, SamplingParams, Started, Timings, TokenLogprob
+
+PATH = FIXTURES / "qwen35.gguf"
+CHILD = Path(__file__).with_name("fake_child.py")
+PARAMS = SamplingParams(seed=5)
+
+
+class Plants:
+    """What the next engines are to suffer (see fake_child.py)."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def plant(self, **what: str) -> None:
+        for name, text in what.items():
+            new = self.folder / f"{name}.new"
+            new.write_text(text)
+            new.rename(self.folder / name)
+
+    def heal(self, name: str) -> None:
+        (self.folder / name).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def plants(tmp_path: Path) -> Plants:
+    return Plants(tmp_path)
+
+
+@contextmanager
+def start(plants: Plants, **settings: object) -> Iterator[tuple[Engine, Supervisor]]:
+    values = {"np": 8, "hang_timeout": 1.0} | settings
+    supervisor = Supervisor(PATH, EngineSettings(**values), command=(sys.executable, str(CHILD), str(plants.folder)))  # type: ignore[arg-type]
+    try:
+        supervisor.wait()
+        yield Engine(supervisor, supervisor.tokenizer, supervisor.template), supervisor
+    finally:
+        supervisor.close()
+
+
+@pytest.fixture(autouse=True)
+def _without_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "STOPPED_S", 0.5)
+    monkeypatch.setattr(client, "BACKOFF_S", (0.0, 0.01, 0.02))
+
+
+class Ear:
+    """One request's listener. It holds what is told against what has to be."""
+
+    def __init__(self, engine: Engine, prompt: Sequence[int] = (1, 2), n: int = 200, **values: object) -> None:
+        self.request = Request(**{"prompt": tuple(prompt), "params": PARAMS, "max_tokens": n} | values)  # type: ignore[arg-type]
+        self.events: list[Event] = []
+        self.over = threading.Event()
+        self.engine = engine
+        self.name = engine.submit(self.request, self.hear)
+
+    def hear(self, event: Event) -> None:
+        self.events.append(event)
+        if isinstance(event, Done | Failed):
+            self.over.set()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [t for e in self.events if isinstance(e, Delta) for t in e.tokens]
+
+    @property
+    def text(self) -> str:
+        return "".join(e.text for e in self.events if isinstance(e, Delta))
+
+    def wait(self) -> Event:
+        assert self.over.wait(60), "the request never ended"
+        return self.events[-1]
+
+    def check(self) -> Done:
+        """It ended well, and was told every token once."""
+        done = self.wait()
+        assert isinstance(done, Done), done
+        n = self.request.max_tokens
+        assert self.tokens == [token_at(self.request.prompt, i, PARAMS.seed) for i in range(n)]
+        assert self.text == self.engine.tokenizer.decode(self.tokens)
+        assert (done.finish, done.n_prompt, done.n_predicted) == ("length", len(self.request.prompt), n)
+        assert done.timings.predicted_n == n
+        assert sum(isinstance(e, Started) for e in self.events) == 1, "it is seated once, as far as clients know"
+        assert sum(isinstance(e, Progress) for e in self.events) == 1
+        return done
+
+
+def wait_for(claim: Callable[[], bool], seconds: float = 30.0) -> None:
+    began = time.monotonic()
+    while not claim():
+        assert time.monotonic() - began < seconds, "it did not happen in time"
+        time.sleep(0.002)
+
+
+def eight(engine: Engine) -> list[Ear]:
+    ears = [Ear(engine, range(1, i + 2), 150 + i) for i in range(8)]
+    wait_for(lambda: all(len(ear.tokens) > 9 for ear in ears))
+    return ears
+
+
+DISASTERS: dict[str, Callable[[Plants, Supervisor], object]] = {
+    "killed": lambda plants, s: s._child and os.kill(s._child.process.pid, signal.SIGKILL),
+    "stopped": lambda plants, s: s._child and os.kill(s._child.process.pid, signal.SIGSTOP),
+    "crashed": lambda plants, s: plants.plant(round="abort"),
+    "hanging": lambda plants, s: plants.plant(round="endless"),
+    "without a device": lambda plants, s: plants.plant(round="fatal CUDA error: an illegal memory access"),
+}
+
+
+@pytest.mark.parametrize("disaster", DISASTERS)
+def test_eight_streams_go_on_when_their_engine_is(plants: Plants, disaster: str) -> None:
+    with start(plants) as (engine, supervisor):
+        ears = eight(engine)
+        DISASTERS[disaster](plants, supervisor)
+        late = Ear(engine, (9, 9), 30)
+        for ear in (*ears, late):
+            ear.check()
+        counts = engine.metrics()
+        assert counts.restarts == 1 and counts.requests_failed == 0 and engine.state() == "ok"
+        assert counts.tokens_replayed >= sum(len(ear.request.prompt) + 10 for ear in ears)
+
+
+def test_a_text_survives_many_engines(plants: Plants) -> None:
+    with start(plants) as (engine, supervisor):
+        ear = Ear(engine, n=1500)
+        for i in range(6):
+            wait_for(lambda i=i: len(ear.tokens) > 100 * (i + 1))
+            DISASTERS["killed"](plants, supervisor)
+            wait_for(lambda i=i: supervisor.n_restart == i + 1 and engine.state() == "ok")
+        done = ear.check()
+        assert done.timings.n_rounds == sum(done.timings.n_draft_used)
+
+
+def test_a_stop_string_survives(plants: Plants) -> None:
+    with start(plants) as (engine, _):
+        whole = Ear(engine, (4, 4), 300)
+        whole.check()
+        at = next(i for i in range(150, 280) if whole.text.find(whole.text[i : i + 5]) == i)
+        stop = whole.text[at : at + 5]
+        ear = Ear(engine, (4, 4), 300, stop=(stop,))
+        wait_for(lambda: len(ear.tokens) > 20)
+        plants.plant(round="abort")
+        done = ear.wait()
+        assert isinstance(done, Done) and (done.finish, done.stop_string) == ("stop", stop)
+        assert ear.text == whole.text[:at]
+
+
+def test_a_request_that_ends_the_engine_three_times_fails_and_the_others_live(plants: Plants) -> None:
+    plants.plant(poison="77 20")
+    with start(plants) as (engine, supervisor):
+        others = [Ear(engine, range(1, i + 2), 400) for i in range(7)]
+        guilty = Ear(engine, (77,), 400)
+        last = guilty.wait()
+        assert isinstance(last, Failed) and isinstance(last.error, SlotError)
+        assert "ended 3 times while this request ran" in str(last.error) and "signal 6" in str(last.error)
+        for ear in others:
+            ear.check()
+        assert supervisor.n_restart == 3 and engine.metrics().requests_failed == 1
+
+
+def test_nobody_is_blamed_for_engines_that_were_killed_from_outside(plants: Plants) -> None:
+    with start(plants) as (engine, supervisor):
+        ear = Ear(engine, n=900)
+        for i in range(5):
+            n = len(ear.tokens)
+            wait_for(lambda n=n: len(ear.tokens) > n + 4)
+            DISASTERS["killed"](plants, supervisor)
+            wait_for(lambda i=i: supervisor.n_restart == i + 1 and engine.state() == "ok")
+        ear.check()
+
+
+def test_a_kernel_that_is_named_is_not_used_again_and_no_request_is_blamed(plants: Plants) -> None:
+    with start(plants) as (engine, supervisor):
+        ear = Ear(engine, n=900)
+        for name in ("pyspec.cuda.ops.linear.cuda", "pyspec.cuda.ops.gdn.cuda", "pyspec.cuda.ops.attend.cuda"):
+            n = len(ear.tokens)
+            wait_for(lambda n=n: len(ear.tokens) > n)
+            plants.plant(round=f"kernel {name}")
+            wait_for(lambda name=name: name in supervisor._demoted and engine.state() == "ok")
+        ear.check()
+        assert supervisor._answer.info.draft_note.count("pyspec.cuda.ops") == 3  # type: ignore[union-attr]
+
+
+def test_requests_are_cancelled_while_there_is_no_engine(plants: Plants) -> None:
+    with start(plants) as (engine, supervisor):
+        ears = eight(engine)
+        plants.plant(load="sleep 1")
+        DISASTERS["killed"](plants, supervisor)
+        wait_for(lambda: engine.state() == "recovering")
+        engine.cancel(ears[3].name)
+        done = ears[3].wait()
+        assert isinstance(done, Done) and done.finish == "cancelled" and done.n_predicted == len(ears[3].tokens)
+        assert engine.state() == "recovering", "it is not waited for"
+        for ear in (*ears[:3], *ears[4:]):
+            ear.check()
+        engine.cancel("r1")
+        engine.cancel("never was")
+
+
+def test_an_engine_that_can_not_be_loaded_again_fails_all_and_is_tried_again(plants: Plants) -> None:
+    with start(plants) as (engine, supervisor):
+        ears = eight(engine)
+        plants.plant(load="refuse the device is not there")
+        DISASTERS["killed"](plants, supervisor)
+        for ear in ears:
+            last = ear.wait()
+            assert isinstance(last, Failed) and isinstance(last.error, Unavailable)
+            assert "the device is not there" in str(last.error)
+        assert not engine.alive()
+        with pytest.raises(Unavailable, match="the device is not there"):
+            Ear(engine)
+        plants.heal("load")
+        wait_for(engine.alive)
+        Ear(engine).check()
+
+
+@pytest.mark.parametrize(
+    ("load", "why"),
+    [("refuse too little memory", "too little memory"), ("exit 3", "while it was loading: exit status 3")],
+)
+def test_a_first_load_that_fails_is_told_to_whoever_waits(plants: Plants, load: str, why: str) -> None:
+    plants.plant(load=load)
+    with pytest.raises(DeviceError, match=why), start(plants):
+        pass
+
+
+def test_a_full_queue_refuses_and_what_had_begun_is_not_in_it_again(plants: Plants) -> None:
+    with start(plants, np=2, queue=3) as (engine, supervisor):
+        running = [Ear(engine, (i,), 600) for i in (1, 2)]
+        wait_for(lambda: all(ear.tokens for ear in running))
+        waiting = [Ear(engine, (i,), 20) for i in (3, 4, 5)]
+        with pytest.raises(QueueFull):
+            Ear(engine)
+        DISASTERS["killed"](plants, supervisor)
+        for ear in (*running, *waiting):
+            ear.check()
+
+
+def test_closing_ends_everything_whatever_the_engine_is_at(plants: Plants) -> None:
+    with start(plants, hang_timeout=1000.0) as (engine, supervisor):
+        ears = eight(engine)
+        plants.plant(round="endless")
+        assert supervisor._child is not None
+        pid = supervisor._child.process.pid
+        assert engine.close()
+        for ear in ears:
+            last = ear.wait()
+            assert isinstance(last, Failed) and isinstance(last.error, Unavailable)
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+        with pytest.raises(Unavailable, match="closed"):
+            Ear(engine)
+
+
+def test_a_listener_that_fails_ends_its_own_request_only(plants: Plants) -> None:
+    with start(plants) as (engine, _):
+
+        def leave(event: Event) -> None:
+            raise SystemExit(3)
+
+        engine.submit(Request(prompt=(1,), max_tokens=4000), leave)
+        Ear(engine).check()
+        wait_for(lambda: engine.metrics().requests_processing == 0)
+
+
+def test_an_engine_ends_with_its_parent(plants: Plants) -> None:
+    code = f"""
+import sys, time
+from pathlib import Path
+from pyspec.config import EngineSettings
+from pyspec.engine.client import Supervisor
+s = Supervisor(Path({str(PATH)!r}), EngineSettings(), command=({sys.executable!r}, {str(CHILD)!r}, {str(plants.folder)!r}))
+s.wait()
+assert "torch" not in sys.modules
+print(s._child.process.pid, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        parent.kill()
+
+    def is_gone() -> bool:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        return state == "Z"  # nobody may be there to bury it
+
+    wait_for(is_gone)
+
+
+def test_a_seed_is_drawn_once(plants: Plants) -> None:
+    with start(plants) as (engine, supervisor):
+        ear = Ear(engine, params=SamplingParams(), n=100)
+        wait_for(lambda: len(ear.tokens) > 9)
+        seed = next(iter(supervisor._records.values())).seed
+        DISASTERS["killed"](plants, supervisor)
+        ear.wait()
+        assert ear.tokens == [token_at((1, 2), i, seed) for i in range(100)]
+
+
+# -- the parts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        Started("r1", 2, 30, 4),
+        Progress("r1", 30, 4, 17, 2.5),
+        Delta("r1", (1, 2), "ab"),
+        Delta("r1", (1,), "", (TokenLogprob(1, -0.5, ((1, -0.5), (2, -1.0))),), 3, 1, Timings(predicted_n=4)),
+        Done("r1", "stop", 3, 9, Timings(n_draft_used=(1, 2), synthetic=True), "x", True, 4),
+    ],
+)
+def test_an_event_is_the_same_after_the_journey(event: Event) -> None:
+    assert unpack(pack(event)) == event
+
+
+class Odd(PyspecError):
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} and {b}")
+
+
+@pytest.mark.parametrize("error", [OutOfBounds("row", 5, 4, 1), QueueFull(3), Odd(1, 2)])
+def test_an_error_says_the_same_after_the_journey(error: PyspecError) -> None:
+    told = unpack(pack(Failed("r1", error)))
+    assert isinstance(told, Failed) and str(told.error) == str(error)
+
+
+def record(**values: object) -> Record:
+    return Record("r1", replace(Request(prompt=(1, 2, 3)), **values), 7, lambda event: None)  # type: ignore[arg-type]
+
+
+def test_text_that_was_released_with_a_lost_end_is_not_told_twice() -> None:
+    """The last Delta of a life may have flushed what a stop string could have begun in; its Done did not come through."""
+    from engine_rig import fixture_tokenizer
+
+    tokenizer = fixture_tokenizer()
+    ids = tokenizer.encode("abcdef", add_special=False)
+    r = record(stop=("fgh",))
+    r.hear(Started("r1", 0, 3, 0))
+    r.hear(Delta("r1", tuple(ids), "abcdef"))  # a stream alone would hold the f back
+    r.lose_engine(tokenizer)
+    assert r.submit().request.resumed == tuple(ids)
+    assert r.hear(Delta("r1", (), "f")) is None
+    more = r.hear(Delta("r1", (ids[0],), "fa"))
+    assert isinstance(more, Delta) and more.text == "fa"
+
+
+def test_a_crash_further_on_is_another_crash() -> None:
+    r = record()
+    r.blame(from_outside=False)
+    r.blame(from_outside=False)
+    assert len(r.crashes) == 2
+    r.tokens += [0] * PROGRESS
+    r.blame(from_outside=False)
+    assert len(r.crashes) == 3
+    r.tokens += [0] * (PROGRESS + 1)
+    r.blame(from_outside=False)
+    assert len(r.crashes) == 1
+    r.tokens += [0]
+    r.blame(from_outside=True)
+    assert len(r.crashes) == 1, "killed from outside while it got on"
+
+
+def test_time_that_was_used_up_is_not_given_again() -> None:
+    from engine_rig import fixture_tokenizer
+
+    r = record(max_predict_ms=50.0)
+    r.hear(Started("r1", 0, 3, 0))
+    r.hear(Delta("r1", (1,), "a"))
+    time.sleep(0.02)
+    r.hear(Delta("r1", (2,), "b"))
+    r.lose_engine(fixture_tokenizer())
+    assert 0 < r.submit().request.max_predict_ms <= 30.0
