@@ -79,7 +79,7 @@ class Child:
         from pyspec.engine.core import EngineCore
 
         settings = message.settings
-        if message.examined and hasattr(settings, "plain_loop"):  # graphs launch all kernels at once
+        if message.examined:  # graphs launch all kernels at once
             EXAMINATION.is_on, settings = True, replace(settings, plain_loop=True)
         threading.Thread(target=self.beat, name="pyspec-heartbeat", daemon=True).start()
         try:

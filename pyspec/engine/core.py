@@ -202,7 +202,7 @@ class EngineCore:
         """About how many rows the next round will have."""
         running, waiting = self.loop.jobs.values(), self.loop.queue.waiting()
         n = sum(job.n_prefill - job.slot.n_past for job in running if not job.is_decoding and job.slot is not None)
-        return max(len(running), min(self.loop.batch, n + sum(job.n_prefill for job in waiting)), 1)
+        return max(len(running), min(self.loop.limits.prompts, n + sum(job.n_prefill for job in waiting)), 1)
 
     def _next(self) -> bool:
         """Wait for work and take it in. False: the engine was closed."""
@@ -327,7 +327,14 @@ class EngineCore:
         return True
 
 
-getattr(threading, "_register_atexit", atexit.register)(_ENDING.set)  # before any pool's own end
+def _begin_to_end() -> None:
+    """Pools that a round uses go next: what fails for it is nobody's bug."""
+    _ENDING.set()
+    for core in list(_RUNNING):
+        core.loop.raises_bugs = True
+
+
+getattr(threading, "_register_atexit", atexit.register)(_begin_to_end)
 
 
 @atexit.register
