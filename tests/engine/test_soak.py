@@ -35,6 +35,7 @@ def test_the_soak_sees_a_wrong_text(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not well and line.startswith("FAILED")
 
 
+@pytest.mark.slow
 def test_the_soak_sees_memory_that_is_never_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     kept, honest = [], soak.random_request
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from emulated.gpu import CPU, emulated_gpu
 from emulated.machine import needs_compiler
+from sampling import few
 
 from pyspec.cuda.ops.best import cuda as best_cuda
 from pyspec.cuda.ops.best.ref import BestSpec, TorchBest
@@ -15,7 +16,7 @@ SPEC = BestSpec(CPU)
 FEW = ((1, 9000), (12, 2051), (5, 8190), (12, 1), (12, 2), (12, 3), (12, 6))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", few(range(4), 0))
 def test_tokens_and_values_are_the_references(seed: int) -> None:
     """The op's own check: ties in several parts, no numbers, rows that begin anywhere."""
     with emulated_gpu(seed=seed, n_multiprocessor=13):

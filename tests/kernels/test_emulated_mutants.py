@@ -22,7 +22,7 @@ from pyspec.cuda.ops.linear import wgmma as linear_wgmma
 from pyspec.cuda.ops.rows.ref import Kind
 from pyspec.gguf import GGMLType
 
-pytestmark = needs_compiler
+pytestmark = [needs_compiler, pytest.mark.slow]
 
 
 def attended(name: str, seed: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sampling import few
 
 from pyspec.cuda import jit
 from pyspec.cuda.ops.mamba2 import chunk as mamba2_chunk
@@ -52,7 +53,9 @@ def test_blocks_of_prompts_are_as_large_as_they_may_be_and_narrow_for_few_heads(
     assert [mamba2_chunk.narrow(s, n, 132) for s, n in ((SUPER, 1), (NANO, 1), (NANO, 2))] == [False, True, False]
 
 
-@pytest.mark.parametrize("shape", [NANO, PUZZLE, Mamba2Shape(8, 32, 4, 32, 4), Mamba2Shape(4, 128, 2, 64, 4)])
+@pytest.mark.parametrize(
+    "shape", few([NANO, PUZZLE, Mamba2Shape(8, 32, 4, 32, 4), Mamba2Shape(4, 128, 2, 64, 4)], PUZZLE)
+)
 def test_kernels_of_other_shapes_compile_without_spills(shape: Mamba2Shape) -> None:
     for columns in mamba2_cuda.columns_of(shape):
         found = jit.compile_cubin("mamba2", "sm_90a", mamba2_cuda.defines(shape, "sm_90a", columns), use_cache=False)

@@ -72,6 +72,7 @@ def test_a_verdict_is_asked_for_once(children: list[int]) -> None:
     assert fresh(op).chosen(other).name == "right" and len(children) == 2, "another shape is another verdict"
 
 
+@pytest.mark.slow
 def test_a_lack_of_memory_is_not_remembered(children: list[int]) -> None:
     op = planted(probe_fakes.full, name="twice")
     fresh(op).chosen(SPEC)
@@ -79,6 +80,7 @@ def test_a_lack_of_memory_is_not_remembered(children: list[int]) -> None:
     assert fresh(op).chosen(SPEC).name == "torch" and len(children) == 2
 
 
+@pytest.mark.slow
 def test_other_sources_or_another_machine_are_other_verdicts(
     children: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +108,7 @@ def test_other_sources_or_another_machine_are_other_verdicts(
     assert (choose(), len(children)) == ("kernel", 3)
 
 
+@pytest.mark.slow
 def test_a_broken_cache_costs_a_check_and_nothing_else(children: list[int], tmp_path: Path) -> None:
     op = planted(probe_fakes.right, name="twice")
     key = verdicts.key_of(op.candidate(op.impls[0], SPEC))
@@ -142,6 +145,7 @@ def test_processes_that_save_at_once_leave_one_whole_file(children: list[int]) -
     assert len(list(verdicts.folder().iterdir())) == 1
 
 
+@pytest.mark.slow
 def test_what_a_child_can_not_find_is_refused_for_now(children: list[int]) -> None:
     op = planted(probe_fakes.right, name="nowhere")
     assert "could not be checked" in (fresh(op).refusal(op.impls[0], SPEC) or "")
@@ -150,6 +154,7 @@ def test_what_a_child_can_not_find_is_refused_for_now(children: list[int]) -> No
     assert "could not be checked" in (fresh(op).refusal(op.impls[0], here) or "")
 
 
+@pytest.mark.slow
 def test_a_child_that_left_is_replaced(children: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     op = planted(probe_fakes.right, name="twice")
     assert fresh(op).chosen(SPEC).name == "right"
