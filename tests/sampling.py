@@ -4,8 +4,7 @@ Many tests have more cases than are worth a run each time. What is left out is m
 
 * `@pytest.mark.sampled` keeps few cases in which all pairs of values occur that occur in any: nearly all mistakes need no more
   than two things to meet. `@pytest.mark.sampled(1)` keeps every value once.
-* A parameter `arch` is sampled by NEIGHBOURS: what compiles for the oldest and for ours compiles
-  for those that are like either.
+* A parameter `arch` is sampled by NEIGHBOURS: what compiles for the oldest and for ours compiles for those that are like either.
 * `few(values, *kept)` keeps what is named.
 """
 
@@ -17,12 +16,8 @@ from typing import Any
 
 import pytest
 
-NEIGHBOURS = {
-    "sm_86": "sm_80",
-    "sm_89": "sm_80",
-    "sm_100a": "sm_90a",
-    "sm_120f": "sm_90a",
-}  # what is left out, and what stands for it
+NEIGHBOURS = {"sm_86": "sm_80", "sm_89": "sm_80", "sm_100a": "sm_90a", "sm_120f": "sm_90a"}
+"""What is left out, and what stands for it."""
 Case = Mapping[str, Hashable]
 
 

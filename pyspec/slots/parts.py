@@ -103,8 +103,8 @@ class Paged:
         return 0
 
     def allocate(self, s: CacheSizes, device: torch.device) -> KVPool:
-        options = {"tokens_per_row": self.tokens_per_row, "keys_only": self.keys_only}
-        return KVPool(self._n_row(s), self.n_head, self.head_dim, s.kv_dtype, device, **options)
+        n, ratio, alone = self._n_row(s), self.tokens_per_row, self.keys_only
+        return KVPool(n, self.n_head, self.head_dim, s.kv_dtype, device, tokens_per_row=ratio, keys_only=alone)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
@@ -57,14 +58,14 @@ class StateLayer:
             ...
 
     def __init__(self, shape: RecurrentShape, n_slot: int, width: int, device: torch.device) -> None:
-        f32 = {"dtype": torch.float32, "device": device}
+        zeros = partial(torch.zeros, dtype=torch.float32, device=device)
         self.shape, self.width = shape, width
         self.fold: Callable[[StateLayer, int, int], None] | None = None  # (this, slot, n): what its kernels fold with
-        self.state = torch.zeros(n_slot, *shape.state, **f32)
-        self.conv = torch.zeros(n_slot, shape.n_conv - 1 + width, shape.n_channel, **f32)
+        self.state = zeros((n_slot, *shape.state))
+        self.conv = zeros((n_slot, shape.n_conv - 1 + width, shape.n_channel))
         for name, dims in shape.records.items():
             assert not hasattr(self, name), f"a record can not be called {name}: every layer has that"
-            setattr(self, name, torch.zeros(n_slot, width, *dims, **f32))
+            setattr(self, name, zeros((n_slot, width, *dims)))
 
     def records(self) -> tuple[Tensor, ...]:
         return tuple(getattr(self, name) for name in self.shape.records)
