@@ -28,7 +28,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_linear import DEVICE, FLOOR, graph_us
 
-from pyspec.cuda import jit
+from pyspec.cuda import jit, streamed
 from pyspec.cuda.ops.linear.cuda import random_packed
 from pyspec.cuda.ops.linear.pack import packed_bytes
 from pyspec.cuda.ops.moe import builds as moe_builds
@@ -37,9 +37,8 @@ from pyspec.cuda.ops.moe.cuda import Experts
 from pyspec.cuda.ops.moe.ref import NOTHING, Added, MoeSpec, RouteSpec, Run, Stack, Stacks
 from pyspec.cuda.ops.moe_route import cuda as moe_route_cuda
 from pyspec.cuda.ops.rows.ref import RELU2, Norm
+from pyspec.cuda.streamed import Streamed
 from pyspec.gguf import GGMLType
-from pyspec.models import weights as models_weights
-from pyspec.models.weights import Streamed
 
 N_LAYER, DRAWN = 6, 8  # layers; experts with weights of their own, the others have copies of these
 
@@ -256,7 +255,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=N_LAYER)
     args = parser.parse_args()
     old = None if args.old is None else old_module(args.old)
-    models_weights._tall = lambda spec: None  # rows here are few: nothing to be checked in a child process
+    streamed._tall = lambda spec: None  # rows here are few: nothing to be checked in a child process
     for name in args.models.split(","):
         m = MODELS[name]
         hows = list(product(args.stage, args.registers, args.stages))

@@ -6,6 +6,7 @@ Kernels are single header-free sources: `#include "x.cuh"` is replaced by the te
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import os
 import re
@@ -40,6 +41,17 @@ def arch_of(capability: tuple[int, int]) -> str:
     return {(9, 0): "sm_90a", (10, 0): "sm_100a", (12, 0): "sm_120f", (12, 1): "sm_120f"}.get(
         capability, f"sm_{major}{minor}"
     )
+
+
+def missing(device: torch.device) -> str | None:
+    """Why no kernel of ours runs on `device`; None if one may."""
+    if device.type != "cuda":
+        return "runs on NVIDIA GPUs only"
+    if importlib.util.find_spec("cuda.core") is None:
+        return "cuda-core is not installed (pip install pyspec[cuda])"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "needs compute capability 8.0"
+    return None
 
 
 @cache

@@ -92,6 +92,10 @@ class Op(Generic[Spec]):
             self.decided[spec] = self._choose(spec)
         return self.decided[spec]
 
+    def has_own(self, spec: Spec) -> bool:
+        """Whether `spec` runs as more than the reference."""
+        return self.chosen(spec) is not self.reference
+
     def _choose(self, spec: Spec) -> Impl[Spec]:
         refused = []
         for impl in self.impls:

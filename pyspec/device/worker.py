@@ -15,10 +15,10 @@ from torch import Tensor
 from pyspec.cuda.context import gpu_lock
 from pyspec.cuda.copies import copied
 from pyspec.cuda.faults import Reader
+from pyspec.cuda.fold import flush
 from pyspec.cuda.graph import Graphed
 from pyspec.cuda.ops.ahead.op import ahead
 from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NOBODY, AheadSpec
-from pyspec.cuda.ops.recurrent.fold import flush
 from pyspec.draft.drafter import Drafter, LookaheadDrafter, Needs, PagedDrafter
 from pyspec.errors import DeviceError
 from pyspec.models.target import Out, Target

@@ -10,7 +10,7 @@ import torch
 
 from pyspec import draft
 from pyspec.config import EngineSettings
-from pyspec.cuda.ops.attend import cuda as attend_cuda
+from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.device.capture import graph_shapes
 from pyspec.draft.drafter import NO_DRAFTER, DraftPlan, TargetFile, refuse_file
@@ -250,4 +250,4 @@ def attention_bytes(d: Description) -> int:
     widest = max(d.n_overhang, -(-(bucket_of(n_row) or n_row) // s.np))  # with a graph's padding
     shapes = dict.fromkeys((d.config.attention, *d.draft.attention))
     specs = [AttendSpec(d.device, a.n_head, a.n_kv_head, a.head_dim, 1.0, d.kv_dtype) for a in shapes]
-    return max(attend_cuda.workspace_bytes(spec, s.np, n_key, widest) for spec in specs)
+    return max(attend_plan.workspace_bytes(spec, s.np, n_key, widest) for spec in specs)

@@ -16,7 +16,7 @@ from pyspec import draft
 from pyspec.config import EngineSettings
 from pyspec.cuda import probe, temporary
 from pyspec.cuda.context import context_of, gpu_lock
-from pyspec.cuda.ops.attend import cuda as attend_cuda
+from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import Drafter, DraftOptions, GraphedDrafter
 from pyspec.engine.controller import Controller, Timer, bucket
@@ -58,7 +58,8 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
         torch.set_num_threads(settings.threads)
     d = describe(path, settings)
     _check_template(d.template)
-    with context_of(d.device).current():
+    context = context_of(d.device)  # held until kernels hold it
+    with context.current():
         plan = plan_memory(d)
         check_fit(plan, d.device, n_slot=settings.np, n_ctx=d.n_ctx, packed=d.dense is None)
         return build(d, plan)
@@ -75,7 +76,7 @@ def build(d: Description, plan: MemoryPlan) -> Loaded:
         drafter = _bind_drafter(d, plan, target, table)
     loop = _loop(d, target, memory, table, drafter)
     log.info("%s", d.draft.note)
-    _take_for_attention(attention_bytes(d), d.device)
+    attend_plan.reserve(d.device, attention_bytes(d))
     if d.settings.warm_up:
         with _timed("graphs and warm-up", d.device), gpu_lock(d.device):
             warm_up(loop, d.tokenizer, d.n_overhang, plan.activations + device_checkpoints(d))
@@ -122,12 +123,6 @@ def _arena(target: Decoder, table: SlotTable, n_row: int) -> Arena | None:
     if target.device.type != "cuda" or not target.capturable:
         return None
     return Arena(len(table.slots), min(table.pages_for(n_row), table.n_page), target.device)
-
-
-def _take_for_attention(n_bytes: int, device: torch.device) -> None:
-    """Now, so that contexts may grow later without a request to the driver in the midst of a round."""
-    if n_bytes:
-        attend_cuda.workspace(device).take(n_bytes // 4)
 
 
 @contextmanager

@@ -13,9 +13,10 @@ from pyspec.cuda.ops.linear.fit_q4 import BLOCK, fit_q4
 from pyspec.cuda.ops.linear.op import linear
 from pyspec.cuda.ops.linear.pack import FORMATS, TILE, Packed, packed_bytes, repack, unpack
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
+from pyspec.cuda.streamed import PROBE_ROWS, Streamed
 from pyspec.cuda.temporary import temporary
 from pyspec.gguf import GGMLType, TensorInfo
-from pyspec.models.weights import PROBE_ROWS, Dense, Matrix, Streamed, Unpacked
+from pyspec.models.weights import Dense, Matrix, Unpacked
 
 WORTH_BITS = 6  # a weight: a copy of fewer saves less than guesses that get worse may cost
 PIECE = 1 << 22  # weights made into a copy at once: about 40 bytes each
@@ -58,7 +59,7 @@ def coarse(matrix: Matrix, info: TensorInfo, to: GGMLType, device: torch.device)
             weight[first : first + step] = dequantize(fit_q4(rows, to), to, rows.shape)
         return Dense(weight)
     specs = [LinearSpec(device, to, PROBE_ROWS, n_in, e) for e in (Epilogue.PLAIN, Epilogue.RESIDUAL)]
-    if any(linear.chosen(spec) is linear.reference for spec in specs):
+    if not all(map(linear.has_own, specs)):
         return None
     return Streamed(_packed(matrix, n_out, n_in, to, device, step), device, gated=False, wide=None)
 

@@ -10,19 +10,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pyspec.cuda import fuse
 from pyspec.cuda.ops.angles.op import angles
 from pyspec.cuda.ops.angles.ref import AnglesSpec
 from pyspec.cuda.ops.attend.op import attend
 from pyspec.cuda.ops.attend.prompt import with_prompts
 from pyspec.cuda.ops.attend.ref import AttendSpec
-from pyspec.cuda.ops.gdn import cuda as gdn_cuda
 from pyspec.cuda.ops.gdn.op import gdn
 from pyspec.cuda.ops.gdn.ref import GdnSpec
 from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.rope_kv.op import rope_kv
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.cuda.ops.rows.ref import RELU2, HeadGate, HeadNorm, Norm, head_power
-from pyspec.models.weights import Embedding, Matrix, Streamed, Weights, unfinished
+from pyspec.models.weights import Embedding, Matrix, Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 from pyspec.slots.memory import Memory
@@ -90,9 +90,8 @@ class Attention:
         scale = shape.head_dim**-0.5 if shape.scale is None else shape.scale
         heads, has_sinks = (shape.n_head, shape.n_kv_head, shape.head_dim), self.sinks is not None
         spec = AttendSpec(w.device, *heads, scale, kv, has_sinks)
-        self.attend = with_prompts(attend.bind(spec), spec)
-        is_own = attend.chosen(spec).name == "cuda" and isinstance(self.out, Streamed)
-        self.told = {"after": self.out.packed.data} if is_own else {}  # type: ignore[attr-defined]
+        own = attend.bind(spec)
+        self.attend, self.read_next = with_prompts(own, spec), fuse.read_next(own, self.out)
         turn = RopeKvSpec(w.device, *heads, rope.n_rot, rope.neox, shape.gated, self.k_norm is not None, eps)
         self.rope_kv, alone = rope_kv.bind(turn), replace(turn, n_q=0, gated=False)
         self.store = rope_kv.bind(alone)
@@ -111,7 +110,7 @@ class Attention:
         if self.bias is not None:
             y = y + self.bias
         q = self.rope_kv(y, self.q_norm, self.k_norm, angles, pool, batch.kv_rows)
-        o = self.attend(q, pool, batch, window, self.sinks, **self.told).view(n, -1)
+        o = self.attend(q, pool, batch, window, self.sinks, **self.read_next).view(n, -1)
         gate = None
         if s.gated:
             gate = HeadGate(y[:, : 2 * s.n_head * s.head_dim].view(n, s.n_head, -1)[..., s.head_dim :])
@@ -143,7 +142,7 @@ class GatedDeltaNet:
         self.gate_power = head_power(self.gate_norm)
         spec = GdnSpec(w.device, shape, eps)
         self.gdn, self.capturable = gdn.bind(spec), gdn.chosen(spec).capturable
-        self.fold = gdn_cuda.folder(spec) if gdn.chosen(spec).name == "cuda" else None
+        self.fold = fuse.folder(self.gdn)
         self.split = [shape.n_channel, shape.n_v_head * shape.dim, shape.n_v_head, shape.n_v_head]
 
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], memory: Memory, layer: int, batch: Batch) -> Tensor:
@@ -151,10 +150,7 @@ class GatedDeltaNet:
         m, z, alpha, beta = self.proj(x, self.norm).split(self.split, -1)
         args = (m, alpha, beta, self.a, self.dt_bias, self.conv, memory.states[layer], batch)
         prep = HeadNorm(self.gate_norm, self.eps, z, self.gate_power)
-        into = self.out.place(x.shape[0], prep) if isinstance(self.out, Streamed) else None
-        if isinstance(self.gdn, gdn_cuda.GdnLaunch) and into is not None:
-            return self.out(self.gdn.prepared(*args, into=into), residual=x)
-        return self.out(self.gdn(*args).flatten(1), prep, residual=x)
+        return fuse.then(self.gdn, args, self.out, prep, residual=x)
 
 
 class FeedForward:
@@ -168,7 +164,7 @@ class FeedForward:
         self.down = w.matrix(f"{prefix}.ffn_down.weight")
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.down(*unfinished(self.gate_up, x, self.norm), residual=x)
+        return self.down(*fuse.unfinished(self.gate_up, x, self.norm), residual=x)
 
 
 class Relu2:

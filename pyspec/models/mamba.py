@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pyspec.cuda.ops.mamba2 import cuda as mamba2_cuda
+from pyspec.cuda import fuse
 from pyspec.cuda.ops.mamba2.op import mamba2
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, Params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.rows.ref import GroupNorm, Norm, norm_power
-from pyspec.models.weights import Streamed, Want, Weights
+from pyspec.models.weights import Want, Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Memory
 
@@ -44,14 +44,12 @@ class Mamba:
         self.group_power = norm_power(self.group_norm)
         spec = Mamba2Spec(w.device, shape)
         self.mamba2, self.capturable = mamba2.bind(spec), mamba2.chosen(spec).capturable
-        self.fold = mamba2_cuda.folder(spec) if mamba2.chosen(spec).name == "cuda" else None
-        is_own = mamba2.chosen(spec).name == "cuda" and isinstance(self.out, Streamed)
-        self.told = {"after": self.out.packed.data} if is_own else {}  # type: ignore[attr-defined]
+        self.fold, self.read_next = fuse.folder(self.mamba2), fuse.read_next(self.mamba2, self.out)
         self.split = [shape.n_head * shape.head_dim, shape.n_channel, shape.n_head]
 
     def __call__(self, x: Tensor, angles: tuple[Tensor, Tensor], memory: Memory, layer: int, batch: Batch) -> Tensor:
         """The residual stream x [row, n_embd] -> x + mamba(norm(x))."""
         gate, m, dt = self.proj(x, self.norm).split(self.split, -1)
-        o = self.mamba2(m, dt, self.params, memory.states[layer], batch, **self.told)
+        o = self.mamba2(m, dt, self.params, memory.states[layer], batch, **self.read_next)
         prep = GroupNorm(self.group_norm, self.eps, gate, self.shape.n_group, self.group_power)
         return self.out(o.flatten(1), prep, residual=x)

@@ -10,18 +10,15 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from pyspec.cuda.ops.moe.cuda import Experts
+from pyspec.cuda import fuse
 from pyspec.cuda.ops.moe.op import moe
-from pyspec.cuda.ops.moe.ref import NOTHING, Act, Added, MoeSpec, Router, Routes, RouteSpec, Stack, Stacks
-from pyspec.cuda.ops.moe_route.cuda import RouteLaunch
+from pyspec.cuda.ops.moe.ref import Act, Added, MoeSpec, Router, RouteSpec, Stack, Stacks
 from pyspec.cuda.ops.moe_route.op import moe_route
-from pyspec.cuda.ops.rows.cuda import Rows
-from pyspec.cuda.ops.rows.op import rows
-from pyspec.cuda.ops.rows.ref import RELU2, Kind, Norm, Prep, RowsSpec
+from pyspec.cuda.ops.rows.ref import RELU2, Norm, Prep
 from pyspec.cuda.temporary import temporary
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
-from pyspec.models.weights import Matrix, Streamed, Want, Weights, unfinished
+from pyspec.models.weights import Matrix, Want, Weights
 
 LATENT = "ffn_latent_down.weight"  # to the width in which experts work, where that is not the model's
 
@@ -136,7 +133,7 @@ class MoeFeed:
         self.shared: _Shared | None = None
         together = shared_stacks(w, p, shape, stacks) if w.device.type == "cuda" else None
         with_shared = replace(spec, pieces=shape.n_ff_shared // shape.n_ff)
-        if together is not None and moe.chosen(with_shared) is not moe.reference:
+        if together is not None and moe.has_own(with_shared):
             stacks, spec = replace(stacks, shared=together), with_shared
         elif shape.n_ff_shared:
             self.shared = _Shared(w, p, shape)
@@ -145,7 +142,7 @@ class MoeFeed:
         beside = self.shared is not None and self.shared.n_beside > 0
         self.latent_down: Matrix | None = w.matrix(f"{p}.{LATENT}") if shape.latent and not beside else None
         self.latent_up: Matrix | None = w.matrix(f"{p}.ffn_latent_up.weight") if shape.latent else None
-        self.prep = self.norm if self._norms_on_the_way(w.device) else None
+        self.prep = self.norm if fuse.norms_on_the_way(w.device, self.router.shape[1]) else None
 
     def _route_spec(self, device: torch.device) -> RouteSpec:
         s = self.shape
@@ -170,12 +167,6 @@ class MoeFeed:
         up = stacks.up.type if stacks.gate is None or stacks.gate.type is stacks.up.type else None
         return MoeSpec(device, s.n_used, stacks.down.n_out, s.n_ff, s.act, up, stacks.down.type, scaled)
 
-    def _norms_on_the_way(self, device: torch.device) -> bool:
-        """Whether every reader norms the rows itself; in plain torch it is done once for all but the router."""
-        if device.type != "cuda":
-            return False
-        return rows.chosen(RowsSpec(device, self.router.shape[1], Kind.NORM)) is not rows.reference
-
     def __call__(self, x: Tensor) -> Tensor:
         n, prep = x if self.prep is not None else self.norm(x), self.prep
         shared = latent = None
@@ -185,29 +176,16 @@ class MoeFeed:
             latent = self.latent_down(n, prep)
         if latent is not None:
             n, prep = latent, None
-        ready = into = None  # of experts, what needs no choice comes before it
-        if isinstance(self.experts, Experts):
-            if prep is self.norm and isinstance(self.route, RouteLaunch):
-                ready = into = self.experts.room(x.shape[0])
-            if ready is None:
-                ready = self.experts.prepare(n, prep)
-        more = {} if into is None else {"into": into, "power": self.norm.power}
-        routes = self.route(x, self.norm.weight, self.router, self.bias, **more)
+        # of experts, what needs no choice comes before it
+        ready, beside = fuse.before_choice(self.route, self.experts, n, prep, self.norm)
+        routes = self.route(x, self.norm.weight, self.router, self.bias, **beside)
         added = Added(x, None, routes.gate)
         if shared is not None:
             added = Added(shared) if routes.gate is None else Added(x, shared, routes.gate)
         if self.latent_up is None:
             return self.experts(n, routes.ids, routes.weights, prep, added, ready)
-        y = self._back(self.latent_up, n, routes, ready, added.residual)
+        y = fuse.experts_then(self.experts, n, routes, ready, self.latent_up, added.residual)
         return y if added.shared is None or added.gate is None else torch.addcmul(y, added.shared, added.gate)
-
-    def _back(self, up: Matrix, n: Tensor, routes: Routes, ready: Rows | None, residual: Tensor | None) -> Tensor:
-        """What experts gave, in the model's width. Of few rows the launch that prepares sums for the product makes them, too."""
-        if isinstance(up, Streamed) and isinstance(self.experts, Experts) and ready is not None:
-            sums = up.sums_of(len(n))
-            if sums is not None:
-                return up(sums.summed(self.experts.shares(ready, routes.ids, routes.weights)), residual=residual)
-        return up(self.experts(n, routes.ids, routes.weights, None, NOTHING, ready), residual=residual)
 
 
 class _Shared:
@@ -228,6 +206,6 @@ class _Shared:
     def __call__(self, x: Tensor, prep: Prep | None, residual: Tensor | None = None) -> tuple[Tensor | None, Tensor]:
         """(what the others read or None, its own output)."""
         if self.act == "swiglu":
-            return None, self.down(*unfinished(self.up, x, prep), residual=residual)
+            return None, self.down(*fuse.unfinished(self.up, x, prep), residual=residual)
         y, n = self.up(x, prep), self.n_beside
         return y[:, :n] if n else None, self.down(y[:, n:], RELU2, residual=residual)

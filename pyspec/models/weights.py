@@ -13,20 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyspec.cuda.context import context_of
 from pyspec.cuda.ops.embed.op import embed
 from pyspec.cuda.ops.embed.ref import EmbedSpec
-from pyspec.cuda.ops.linear import cuda as linear_cuda
-from pyspec.cuda.ops.linear import wgmma as linear_wgmma
-from pyspec.cuda.ops.linear.cuda import LinearLaunch
 from pyspec.cuda.ops.linear.dequant import SUPPORTED, dequantize
 from pyspec.cuda.ops.linear.op import linear, linear_tall
-from pyspec.cuda.ops.linear.pack import FORMATS, Packed, interleave, packed_bytes, repack
+from pyspec.cuda.ops.linear.pack import FORMATS, interleave, packed_bytes, repack
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
-from pyspec.cuda.ops.linear.wgmma import WgmmaLaunch
 from pyspec.cuda.ops.moe.ref import Stack
-from pyspec.cuda.ops.rows.cuda import MAX_SUMMED, Into, Rows, RowsLaunch, WideRows
-from pyspec.cuda.ops.rows.op import rows
-from pyspec.cuda.ops.rows.ref import Glu, HeadNorm, Kind, Norm, Prep, RowsSpec
+from pyspec.cuda.ops.rows.ref import Glu, Prep
+from pyspec.cuda.streamed import PROBE_ROWS, Streamed
 from pyspec.cuda.temporary import temporary
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGMLType, GGUFFile, TensorInfo
@@ -36,10 +32,7 @@ PLAIN = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 GLU = Glu()
 UNPACK = 1 << 24  # weights unpacked at once
 HEADS = ("output.weight", "token_embd.weight")  # few rows go through them: one for each token that may be kept
-PROBE_ROWS = 272  # of the matrix a kernel is checked with
-PLACE_ROWS = 32  # up to here it beats a launch of their own that rows are prepared by what makes them (docs/log.md)
 SAID = 6  # flaws of tensors that one error lists
-FEW_ROWS = 48  # up to here `linear` is the fastest, then `linear_tall` where it runs (docs/log.md)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +85,6 @@ class Matrix(Protocol):
     def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor: ...
 
 
-def unfinished(matrix: Matrix, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]:
-    """A product, and what is left to do to it: the next matrix may do that on the way."""
-    return matrix.unfinished(x, prep) if isinstance(matrix, Streamed) else (matrix(x, prep), None)
-
-
 def _finish(y: Tensor, gated: bool, residual: Tensor | None) -> Tensor:
     y = GLU(y) if gated else y
     return y if residual is None else residual + y
@@ -123,88 +111,6 @@ class Unpacked:
         weights = [dequantize(raw, info.type, info.shape) * scale for raw, info, scale in self.parts]
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         return _finish(F.linear(x if prep is None else prep(x), weight), self.gated, residual)
-
-
-class Streamed:
-    """A weight repacked for the `linear` kernel, which reads it once for up to 128 rows.
-
-    `linear_tall` takes more than FEW_ROWS where it runs. wide [out, in] f16: a copy for what neither reads once, where the
-    library's product wins; or None. All round rows to f16 over a power of two, and sum in f32.
-    """
-
-    def __init__(self, packed: Packed, device: torch.device, gated: bool, wide: Tensor | None) -> None:
-        self.packed, self.device, self.gated, self.wide = packed, device, gated, wide
-        n_out = packed.n_out // 2 if gated else packed.n_out
-        spec = LinearSpec(device, packed.type, n_out, packed.n_in, Epilogue.GATED if gated else Epilogue.PLAIN)
-        adding = spec if gated else replace(spec, epilogue=Epilogue.RESIDUAL)
-        self.n_out, self.plain, self.added = n_out, linear_cuda.bind(spec), linear_cuda.bind(adding)
-        self.tall, self.tall_added = _tall(spec), _tall(adding)
-        self.wide_rows = None if wide is None else WideRows(device, packed.n_in)
-        self.max_rows = FEW_ROWS if self.tall is None else self.tall.max_rows  # without the copy
-
-    def __call__(self, x: Tensor | Rows, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
-        if isinstance(x, Rows):
-            return self._ready(x, residual)
-        if self._is_wide(x):
-            y = self._wide(x, prep, residual)
-            return GLU(y) if self.gated else y
-        adds = residual is not None and not self.gated
-        launch: LinearLaunch | WgmmaLaunch = self.added if adds else self.plain
-        if x.shape[0] > FEW_ROWS and (tall := self.tall_added if adds else self.tall) is not None:
-            launch = tall
-        x, prep = self._fused(x, prep, launch.max_rows)
-        out = torch.empty(x.shape[0], self.n_out, dtype=torch.float32, device=x.device)
-        for first in range(0, x.shape[0], launch.max_rows):
-            part = slice(first, first + launch.max_rows)
-            add = residual[part] if residual is not None and adds else None
-            launch.multiply(launch.rows(x[part], prep), self.packed, out[part], add)
-        return out if residual is None or adds else residual + out
-
-    def unfinished(self, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]:
-        if self.gated and self._is_wide(x):
-            return self._wide(x, prep, None), GLU
-        return self(x, prep), None
-
-    def place(self, n_row: int, prep: HeadNorm) -> Into | None:
-        """Where the kernel before may put so many rows prepared, for a call with them; None: this product prepares them."""
-        to = self._rows(n_row, prep.kind, prep.dim)
-        return None if to is None else Into(to, prep, self.packed.data)
-
-    def sums_of(self, n_row: int) -> RowsLaunch | None:
-        """What sums so many rows and prepares them in one launch, for a call with them; None: this product takes them summed."""
-        return self._rows(n_row, Kind.PLAIN, 0) if self.packed.n_in <= MAX_SUMMED else None
-
-    def _rows(self, n_row: int, kind: Kind, dim: int) -> RowsLaunch | None:
-        is_few = 0 < n_row <= min(PLACE_ROWS, self.plain.max_rows)
-        is_own = rows.chosen(RowsSpec(self.device, self.packed.n_in, kind, dim)) is not rows.reference
-        return self.plain.rows if is_few and is_own else None
-
-    def _ready(self, x: Rows, residual: Tensor | None) -> Tensor:
-        adds = residual is not None and not self.gated
-        out = torch.empty(x.n_row, self.n_out, dtype=torch.float32, device=self.device)
-        (self.added if adds else self.plain).multiply(x, self.packed, out, residual if adds else None)
-        return out if residual is None or adds else residual + out
-
-    def _is_wide(self, x: Tensor) -> bool:
-        return self.wide is not None and x.shape[0] > self.max_rows
-
-    def _fused(self, x: Tensor, prep: Prep | None, n_max: int) -> tuple[Tensor, Prep | None]:
-        """Prepare here what the kernel for rows can not do; the rows of gates are not cut, so several passes can not."""
-        if prep is None or (x.shape[0] > n_max and not isinstance(prep, Norm)):
-            return x if prep is None else prep(x), None
-        spec = RowsSpec(self.device, self.packed.n_in, prep.kind, prep.dim)
-        return (prep(x), None) if rows.chosen(spec) is rows.reference else (x, prep)
-
-    def _wide(self, x: Tensor, prep: Prep | None, residual: Tensor | None) -> Tensor:
-        assert self.wide is not None and self.wide_rows is not None
-        half, powers = self.wide_rows(*self._fused(x, prep, x.shape[0]))
-        return self.wide_rows.finish(torch.mm(half, self.wide.T, out_dtype=torch.float32), powers, residual)
-
-
-def _tall(spec: LinearSpec) -> WgmmaLaunch | None:
-    """The product of many rows without a copy of the weight, where there is a kernel for it."""
-    n_out = PROBE_ROWS  # checked on a small matrix, since the check unpacks it
-    return None if linear_tall.chosen(replace(spec, n_out=n_out)) is linear_tall.reference else linear_wgmma.bind(spec)
 
 
 class Joined:
@@ -258,6 +164,7 @@ class Weights:
         wide: bool = False,
     ) -> None:
         self.file, self.device, self.dense, self.alias, self.wide = file, device, dense, alias or {}, wide
+        self.context = context_of(device)  # what loading computes is the device's while it lasts
         self._shared: dict[tuple[str, ...], Matrix] = {}
         self._upload = Upload(device)
 
@@ -317,7 +224,7 @@ class Weights:
             return False
         spec = LinearSpec(self.device, info.type, PROBE_ROWS, info.shape[1])
         ops = (linear, linear_tall) if info.type in PLAIN else (linear,)
-        return all(op.chosen(replace(spec, epilogue=e)) is not op.reference for op in ops for e in Epilogue)
+        return all(op.has_own(replace(spec, epilogue=e)) for op in ops for e in Epilogue)
 
     def _stream(self, names: Sequence[str], gated: bool) -> Matrix:
         infos = [self._info(n) for n in names]

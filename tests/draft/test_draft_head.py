@@ -17,13 +17,14 @@ from pyspec.config import EngineSettings
 from pyspec.cuda.ops.linear.dequant import dequantize, quantize
 from pyspec.cuda.ops.linear.fit_q4 import fit_q4
 from pyspec.cuda.ops.linear.pack import Packed, packed_bytes, repack, unpack
+from pyspec.cuda.streamed import Streamed
 from pyspec.engine import describe
 from pyspec.engine import memory_plan as plan
 from pyspec.engine.memory_plan import MemoryPlan
 from pyspec.errors import ConfigError, DoesNotFit
 from pyspec.gguf import GGMLType, open_gguf
 from pyspec.models import coarse
-from pyspec.models.weights import Dense, Matrix, Streamed, Unpacked
+from pyspec.models.weights import Dense, Matrix, Unpacked
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 Q4_0 = GGMLType.Q4_0

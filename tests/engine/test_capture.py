@@ -8,10 +8,11 @@ from engine_rig import rig
 
 from pyspec.config import EngineSettings
 from pyspec.cuda.graph import Graphed
+from pyspec.cuda.ops.attend import cuda as attend_cuda
+from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.device.capture import capture, graph_shapes
 from pyspec.draft.drafter import GraphedDrafter
 from pyspec.engine import describe as describing
-from pyspec.engine import load as loading
 from pyspec.engine import memory_plan as plan
 from pyspec.gguf import GGMLType, open_gguf
 from pyspec.models.weights import repacked_bytes, weight_bytes
@@ -96,16 +97,16 @@ def test_partial_sums_of_attention_are_planned_for_target_and_drafter_and_taken(
 
     monkeypatch.setattr(plan, "free_bytes", lambda device: 8 << 30)
     monkeypatch.setattr(describing, "pick_device", lambda wanted: torch.device("cuda"))
-    monkeypatch.setattr(loading.attend_cuda, "workspace_bytes", lambda *args: 0)
+    monkeypatch.setattr(attend_cuda, "workspace_bytes", lambda *args: 0)
     d = describing.describe(target, settings)
     without = describing.plan_memory(d)
-    monkeypatch.setattr(loading.attend_cuda, "workspace_bytes", bytes_of)
+    monkeypatch.setattr(attend_cuda, "workspace_bytes", bytes_of)
     assert describing.plan_memory(d).workspace - without.workspace == 1000 * len(asked)
     assert len(asked) == (2 if kind == "dflash" else 1)
     assert all(n_seq == 3 and n_key > 256 and n_row > d.draft.n_draft for _, n_seq, n_key, n_row in asked)
-    space = loading.attend_cuda.Workspace(torch.device("cpu"))
-    monkeypatch.setattr(loading.attend_cuda, "workspace", lambda device: space)
-    loading._take_for_attention(4000, torch.device("cuda"))
+    space = attend_cuda.Workspace(torch.device("cpu"))
+    monkeypatch.setattr(attend_cuda, "workspace", lambda device: space)
+    attend_plan.reserve(torch.device("cuda"), 4000)
     first = space.buffers[-1]
     assert first.numel() == 1000 and space.take(999) is first and len(space.buffers) == 1
 

@@ -13,7 +13,7 @@ from emulated.machine import EmulationError, needs_compiler
 from sampling import few
 from torch import Tensor
 
-from pyspec.cuda import jit
+from pyspec.cuda import jit, streamed
 from pyspec.cuda.ops.linear.cuda import random_packed
 from pyspec.cuda.ops.linear.pack import CHUNKS, FORMATS
 from pyspec.cuda.ops.linear.ref import rounded
@@ -24,7 +24,6 @@ from pyspec.cuda.ops.moe.ref import Added, MoeSpec, Stack, Stacks, activate, com
 from pyspec.cuda.ops.rows import cuda as rows_cuda
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.gguf import GGMLType
-from pyspec.models import weights as models_weights
 
 pytestmark = [needs_compiler, pytest.mark.sampled(1)]
 Q8_0, Q4_0 = GGMLType.Q8_0, GGMLType.Q4_0
@@ -177,13 +176,13 @@ def test_sums_on_the_way_to_a_product_have_the_bits_of_those_made_before(
 
 def test_the_product_behind_gives_the_same_for_sums_made_on_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a model whose experts work in a width of their own runs it: the way back, with a residual."""
-    monkeypatch.setattr(models_weights, "_tall", lambda spec: None)
+    monkeypatch.setattr(streamed, "_tall", lambda spec: None)
     spec, gen = MoeSpec(CPU, 3, 96, 64, "relu2", Q8_0, Q8_0), torch.Generator().manual_seed(9)
     stacks, (ids, weights) = packed(spec, 6), spread(5, 3, 6)
     x, residual = torch.randn(5, 96, generator=gen), torch.randn(5, 160, generator=gen)
     with emulated_gpu((9, 0), seed=2):
         experts = moe_cuda.bind(spec)(stacks)
-        up = models_weights.Streamed(random_packed(Q8_0, 160, 96, CPU), CPU, False, None)
+        up = streamed.Streamed(random_packed(Q8_0, 160, 96, CPU), CPU, False, None)
         want = up(experts(x, ids, weights), residual=residual)
         got = up(up.plain.rows.summed(experts.shares(experts.x_rows(x), ids, weights)), residual=residual)
     assert torch.equal(got, want) and want.abs().amax() > 0

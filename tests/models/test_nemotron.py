@@ -13,9 +13,9 @@ import pytest
 import torch
 from harness import DEVICE, FIXTURES, Bench, near
 
+from pyspec.cuda.fold import flush
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
-from pyspec.cuda.ops.recurrent.fold import flush
 from pyspec.draft.chain import Chain
 from pyspec.draft.drafter import DraftRequest
 from pyspec.draft.mtp import MtpBlock

@@ -8,7 +8,6 @@ out as zeros. A value that is NaN reaches every row of its sequence in the same 
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -41,12 +40,8 @@ PLAIN_ARGS = "p{planes}" + "pppp" + "p{sinks}pp" + "iiiiiii" + "f"
 
 
 def limits(spec: AttendSpec) -> str | None:
-    if spec.device.type != "cuda":
-        return "runs on NVIDIA GPUs only"
-    if importlib.util.find_spec("cuda.core") is None:
-        return "cuda-core is not installed (pip install pyspec[cuda])"
-    if torch.cuda.get_device_capability(spec.device) < (8, 0):
-        return "needs compute capability 8.0"
+    if (why := jit.missing(spec.device)) is not None:
+        return why
     if spec.n_head % spec.n_kv_head:
         return f"{spec.n_head} heads are no multiple of {spec.n_kv_head} KV heads"
     if spec.kv not in KINDS:
@@ -250,6 +245,8 @@ def _check(q: Tensor, pool: KVPool, batch: Batch, sinks: Tensor | None, spec: At
 
 class AttendLaunch:
     """The kernels of one spec; called as attend_ref's. `shape` fixes the build."""
+
+    fetches = True  # what `after` names, see fuse.py
 
     def __init__(self, spec: AttendSpec, shape: Shape | None) -> None:
         self.spec, self.shape, self.builds = spec, shape, dict[int, Kernels]()  # by the tiles of a block's columns

@@ -12,7 +12,6 @@ Where rows are few, outputs go into the next product's rows right away (`GdnLaun
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,19 +28,28 @@ from pyspec.cuda.ops.gdn.ref import GdnSpec
 from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.prefetch import ARGS as NEXT_ARGS
 from pyspec.cuda.ops.prefetch import prefetch_args
-from pyspec.cuda.ops.recurrent.fold_only import fold_batch
+from pyspec.cuda.ops.recurrent.launch import (
+    CHUNKED,
+    COLUMNS,
+    CONV_THREADS,
+    LANES,
+    NEVER,
+    TAPS,
+    THREADS,
+    blocks_for,
+    chunked_of,
+    counts_of,
+    counts_of_fold,
+    stretches,
+    waves,
+)
 from pyspec.cuda.ops.recurrent.ref import has_records
 from pyspec.cuda.ops.rows.cuda import BLOCKED, Into, Rows, RowsLaunch, aligned, values_of
 from pyspec.cuda.ops.rows.ref import HeadNorm
-from pyspec.slots.arena import BUCKETS
-from pyspec.slots.batch import Batch, Seq
+from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
-DIM, TAPS, LANES, THREADS, CONV_THREADS = 128, 4, 8, 128, 128
-SPAN = 64  # rows of one gdn_conv block
-COLUMNS = (2, 4)  # of a lane; gdn.cu can do 1, which was never faster on an H200
-CHUNKED = BUCKETS[-1] + 1  # rows from which a kept sequence is chunked: such batches are never in a graph, alone or not
-NEVER = 2**31 - 1
+DIM = 128
 CONV_ARGS = "plpplppp" + "ppppp" + "pppp" + "pppppp" + "pppp" + "iiiif" + "p"
 ROWS_ARGS = "ppp" + "pppp" + "pppppp" + "pppp" + "iiii" + "p"
 OUT_ARGS, INTO_ARGS = "p", "plpff" + "ppp" + "i" + NEXT_ARGS
@@ -49,12 +57,8 @@ OUT_ARGS, INTO_ARGS = "p", "plpff" + "ppp" + "i" + NEXT_ARGS
 
 def limits(spec: GdnSpec) -> str | None:
     shape = spec.shape
-    if spec.device.type != "cuda":
-        return "runs on NVIDIA GPUs only"
-    if importlib.util.find_spec("cuda.core") is None:
-        return "cuda-core is not installed (pip install pyspec[cuda])"
-    if torch.cuda.get_device_capability(spec.device) < (8, 0):
-        return "needs compute capability 8.0"
+    if (why := jit.missing(spec.device)) is not None:
+        return why
     if shape.dim != DIM:
         return f"states are {shape.dim} wide; the kernel is built for {DIM}"
     if shape.n_conv != TAPS:
@@ -62,12 +66,6 @@ def limits(spec: GdnSpec) -> str | None:
     if shape.n_v_head % shape.n_k_head:
         return f"{shape.n_v_head} value heads are no multiple of {shape.n_k_head} key heads"
     return None
-
-
-def blocks_for(arch: str, columns: int) -> int:
-    """Blocks of gdn_rows on a multiprocessor, which bounds its registers: as many as compile without spills."""
-    newer = arch.startswith(("sm_10", "sm_11", "sm_12"))  # their compiler takes more registers for the same source
-    return ({2: 4, 4: 3} if newer else {2: 5, 4: 4})[columns]
 
 
 def defines(shape: GdnShape, arch: str, columns: int) -> dict[str, int | str]:
@@ -80,11 +78,7 @@ def columns_for(shape: GdnShape, n_seq: int, arch: str, n_multiprocessor: int, *
     """Four where that makes one wave of blocks out of two; else two, which keeps more warps in flight. Of gdn_rows_into, whose
     blocks come and go by clusters, four also where the last wave is a fifth fuller so."""
 
-    def waves(columns: int) -> float:
-        blocks = shape.n_v_head * n_seq * DIM * LANES // (THREADS * columns)
-        return blocks / (blocks_for(arch, columns) * n_multiprocessor)
-
-    two, four = waves(2), waves(4)
+    two, four = (waves(shape.n_v_head * n_seq * DIM, columns, arch, n_multiprocessor) for columns in COLUMNS)
     if prepares and two > 2 and four / math.ceil(four) > 1.2 * two / math.ceil(two):
         return 4
     return 4 if four <= 1 < two else 2
@@ -126,6 +120,7 @@ class GdnLaunch:
         self.overlap = self.clusters = capability >= (9, 0)
         self.arch = jit.arch_of(capability)
         self.n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
+        self.spec = spec
         ways = [columns] if columns else COLUMNS
         self.kernels = {c: _kernels(spec.device, spec.shape, c) for c in ways}
         self.fault = faults.record(spec.device)
@@ -154,15 +149,14 @@ class GdnLaunch:
         what was there before.
         """
         *tensors, layer, batch = given
-        if not self.clusters or self._long(batch):
+        if not self.clusters or chunked_of(batch, self.chunked):
             return into.rows(self(*given).flatten(1), into.prep)
         m, alpha, beta, a, dt_bias, conv_w = tensors
         self._run((m, alpha, beta), (a, dt_bias, conv_w), layer, batch, into)
         return into.rows.room(m.shape[0])
 
-    def _long(self, batch: Batch) -> list[Seq]:
-        """Sequences that are chunked: only of batches that run as they are, for a graph's are replayed for others."""
-        return [] if batch.bucket is not None else [s for s in batch.seqs if s.keep and s.width >= self.chunked]
+    def folder(self) -> Callable[[StateLayer, int, int], None]:
+        return folder(self.spec)
 
     def _run(
         self,
@@ -175,16 +169,14 @@ class GdnLaunch:
         (m, alpha, beta), (a, dt_bias, conv_w), shape = raw, weights, self.shape
         _check(raw, weights, layer, shape)
         kd, vd, n_v = shape.n_k_head * DIM, shape.n_v_head * DIM, shape.n_v_head
-        n_row, n_seq, long = m.shape[0], batch.seq_slot.shape[0], self._long(batch)
+        n_row, n_seq, long = m.shape[0], batch.seq_slot.shape[0], chunked_of(batch, self.chunked)
         n_chunk = sum(-(-s.width // gdn_chunk.CHUNK) for s in long)
         only_long = bool(long) and len(long) == len(batch.seqs)
         n_old = n_seq * layer.width
         sizes = [n_old * kd, n_old * vd, n_row * kd, n_row * kd, n_row * vd]
         sizes += [n_row * n_v, n_row * n_v, n_row * shape.n_k_head, n_old * n_v, n_old * n_v]
         fold_k, fold_v, q, k, v, e, b, kq, fold_e, fold_b = m.new_empty(sum(sizes)).split(sizes)
-        meta = [batch.seq_slot, batch.seq_start, batch.seq_fold, batch.seq_keep]
-        sizes_of = (layer.state.shape[0], layer.width, n_row, self.chunked if long else NEVER)
-        counts: list[jit.Arg] = [*meta, *map(np.int32, sizes_of)]
+        counts = counts_of(batch, layer, n_row, self.chunked if long else NEVER)
         prepares = not isinstance(out, Tensor)
         cols = self.columns or columns_for(shape, n_seq, self.arch, self.n_sm, prepares=prepares)
         conv, rows, *rows_into = self.kernels[cols]
@@ -194,9 +186,9 @@ class GdnLaunch:
         gates: list[jit.Arg] = [alpha, beta, np.int64(alpha.stride(0)), a, dt_bias]
         inputs: list[jit.Arg] = [m, np.int64(m.stride(0)), *gates, conv_w]
         if not only_long:
-            stretches = -(-n_row // SPAN) if n_row > n_seq * layer.width else 1  # a block takes several if it must
+            grid = (shape.n_k_head + n_v, n_seq, stretches(n_row, n_seq, layer.width))
             args = [*inputs, *records, *old, q, k, v, e, b, kq, *counts, self.eps, fault]
-            conv.launch((shape.n_k_head + n_v, n_seq, stretches), CONV_THREADS, args, overlap=self.overlap)
+            conv.launch(grid, CONV_THREADS, args, overlap=self.overlap)
         if long:
             more, here = [*counts, np.int32(n_seq)], (v, e, b)
             qk = self.chunks.prepare(inputs, records, old, here, more, n_chunk, [self.eps, fault])
@@ -242,8 +234,7 @@ def folder(spec: GdnSpec) -> Callable[[StateLayer, int, int], None]:
         old = list(
             unread.new_empty(layer.width * (kd + vd + 2 * n_v)).split([layer.width * n for n in (kd, vd, n_v, n_v)])
         )
-        sizes = map(np.int32, (layer.state.shape[0], layer.width, 0, NEVER))
-        counts: list[jit.Arg] = [*fold_batch(device, slot, n_fold), *sizes]
+        counts = counts_of_fold(device, layer, slot, n_fold)
         none: list[jit.Arg] = [unread] * 6
         inputs = [unread, np.int64(0), unread, unread, np.int64(0), unread, unread, unread]
         records = [layer.conv, layer.k, layer.v, layer.g, layer.beta]

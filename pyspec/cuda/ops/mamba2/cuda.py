@@ -10,7 +10,6 @@ products are one pass of f16), the same whatever the neighbours, rounded otherwi
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -20,33 +19,38 @@ from torch import Tensor
 from pyspec.cuda import faults, jit
 from pyspec.cuda.context import per_device
 from pyspec.cuda.ops.mamba2 import chunk as mamba2_chunk
-from pyspec.cuda.ops.mamba2.ref import Mamba2, Mamba2Spec, Params
+from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, Params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.prefetch import ARGS as NEXT_ARGS
 from pyspec.cuda.ops.prefetch import NOTHING, prefetch_args
-from pyspec.cuda.ops.recurrent.fold_only import fold_batch
+from pyspec.cuda.ops.recurrent.launch import (
+    CHUNKED,
+    COLUMNS,
+    CONV_THREADS,
+    LANES,
+    NEVER,
+    TAPS,
+    THREADS,
+    blocks_for,
+    chunked_of,
+    counts_of,
+    counts_of_fold,
+    stretches,
+    waves,
+)
 from pyspec.cuda.ops.recurrent.ref import has_records
-from pyspec.slots.arena import BUCKETS
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
-TAPS, LANES, THREADS, CONV_THREADS, CHANNELS = 4, 8, 128, 128, 128  # CHANNELS of a block of mamba2_conv
-SPAN = 64  # rows of one mamba2_conv block
-COLUMNS = (2, 4)  # of a lane: rows of the state, as wide as it
-CHUNKED = BUCKETS[-1] + 1  # rows from which a kept sequence is chunked: such batches are never in a graph, alone or not
-NEVER = 2**31 - 1
+CHANNELS = 128  # of a block of mamba2_conv
 CONV_ARGS = "plpl" + "pppp" + "ppppp" + "pppp" + "ppppp" + "pppp" + "iiii" + "p"
 ROWS_ARGS = "pp" + "pppp" + "pppp" + "ppppp" + "p" + "pppp" + "iiii" + "p" + NEXT_ARGS
 
 
 def limits(spec: Mamba2Spec) -> str | None:
     s = spec.shape
-    if spec.device.type != "cuda":
-        return "runs on NVIDIA GPUs only"
-    if importlib.util.find_spec("cuda.core") is None:
-        return "cuda-core is not installed (pip install pyspec[cuda])"
-    if torch.cuda.get_device_capability(spec.device) < (8, 0):
-        return "needs compute capability 8.0"
+    if (why := jit.missing(spec.device)) is not None:
+        return why
     if s.n_conv != TAPS:
         return f"the convolution has {s.n_conv} taps; the kernel is built for {TAPS}"
     if s.head_dim not in (32, 64, 128):
@@ -65,12 +69,6 @@ def columns_of(shape: Mamba2Shape) -> Sequence[int]:
     return [c for c in COLUMNS if shape.head_dim % (THREADS // LANES * c) == 0]
 
 
-def blocks_for(arch: str, columns: int) -> int:
-    """Blocks of mamba2_rows on a multiprocessor, which bounds its registers: as many as compile without spills."""
-    newer = arch.startswith(("sm_10", "sm_11", "sm_12"))  # their compiler takes more registers for the same source
-    return ({2: 4, 4: 3} if newer else {2: 5, 4: 4})[columns]
-
-
 def defines(s: Mamba2Shape, arch: str, columns: int) -> dict[str, int | str]:
     """Macros of mamba2.cu for one way to share out the state; the result has the same bits."""
     sizes: dict[str, int | str] = {"HEADS": s.n_head, "DIM": s.head_dim, "GROUPS": s.n_group, "N_STATE": s.n_state}
@@ -79,13 +77,9 @@ def defines(s: Mamba2Shape, arch: str, columns: int) -> dict[str, int | str]:
 
 def columns_for(s: Mamba2Shape, n_seq: int, arch: str, n_multiprocessor: int) -> int:
     """Four where that makes one wave of blocks out of two; else two, which keeps more warps in flight."""
-    choices = columns_of(s)
-
-    def one_wave(columns: int) -> bool:
-        blocks = s.n_head * n_seq * s.head_dim * LANES // (THREADS * columns)
-        return blocks <= blocks_for(arch, columns) * n_multiprocessor
-
-    return 4 if 4 in choices and one_wave(4) and not one_wave(2) else choices[0]
+    choices, n = columns_of(s), s.n_head * n_seq * s.head_dim
+    two, four = (waves(n, columns, arch, n_multiprocessor) for columns in COLUMNS)
+    return 4 if 4 in choices and four <= 1 < two else choices[0]
 
 
 @per_device
@@ -110,60 +104,69 @@ def _check(m: Tensor, dt: Tensor, p: Params, layer: StateLayer, s: Mamba2Shape) 
     assert [tuple(t.shape) for t in weights] == sizes
 
 
-def bind(spec: Mamba2Spec, *, columns: int | None = None, chunked: int = CHUNKED) -> Mamba2:
-    """For measurements, `columns` fixes how many rows of the state a lane holds (else the number of sequences decides) and
-    `chunked` from how many rows a kept sequence is chunked."""
-    assert chunked >= TAPS, "a chunked sequence is longer than the window it leaves"
-    s = spec.shape
-    capability = torch.cuda.get_device_capability(spec.device)
-    arch, n_sm = jit.arch_of(capability), torch.cuda.get_device_properties(spec.device).multi_processor_count
-    kernels = {c: _kernels(spec.device, s, c) for c in ([columns] if columns else columns_of(s))}
-    chunks = mamba2_chunk.kernels(spec.device, s)
-    inner, wide = s.n_head * s.head_dim, s.n_group * s.n_state
-    overlap, fault = capability >= (9, 0), faults.record(spec.device)
+class Mamba2Launch:
+    """The kernels of one spec; called as mamba2_ref's."""
 
-    def mamba2(
-        m: Tensor, dt: Tensor, p: Params, layer: StateLayer, batch: Batch, after: Tensor | None = None
+    fetches = True  # what `after` names, see fuse.py
+
+    def __init__(self, spec: Mamba2Spec, columns: int | None, chunked: int) -> None:
+        assert chunked >= TAPS, "a chunked sequence is longer than the window it leaves"
+        self.spec, self.columns, self.chunked = spec, columns, chunked
+        capability = torch.cuda.get_device_capability(spec.device)
+        self.arch, self.overlap = jit.arch_of(capability), capability >= (9, 0)
+        self.n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
+        ways = [columns] if columns else columns_of(spec.shape)
+        self.kernels = {c: _kernels(spec.device, spec.shape, c) for c in ways}
+        self.chunks, self.fault = mamba2_chunk.kernels(spec.device, spec.shape), faults.record(spec.device)
+
+    def folder(self) -> Callable[[StateLayer, int, int], None]:
+        return folder(self.spec)
+
+    def __call__(
+        self, m: Tensor, dt: Tensor, p: Params, layer: StateLayer, batch: Batch, after: Tensor | None = None
     ) -> Tensor:
         """`after`: the weights of the product that reads the result."""
+        s = self.spec.shape
         _check(m, dt, p, layer, s)
         n_row, n_seq = m.shape[0], batch.seq_slot.shape[0]
         out = m.new_empty(n_row, s.n_head, s.head_dim)
         if not n_row:
             return out
-        # only batches that run as they are may be cut here: a graph's are replayed for others
-        long = [] if batch.bucket is not None else [q for q in batch.seqs if q.keep and q.width >= chunked]
-        n_chunk = sum(-(-q.width // chunks.chunk) for q in long)
+        long = chunked_of(batch, self.chunked)
+        n_chunk = sum(-(-q.width // self.chunks.chunk) for q in long)
         only_long = bool(long) and len(long) == len(batch.seqs)
         n_old, n_new = (0, 0) if only_long else (n_seq * layer.width, n_row)
+        inner, wide = s.n_head * s.head_dim, s.n_group * s.n_state
         sizes = [n_old * inner, n_old * wide, n_new * inner, n_new * wide, n_new * wide]
         sizes += [n_old * s.n_head, n_old * s.n_head, n_new * s.n_head, n_new * s.n_head]
         fold_x, fold_b, x, b, c, fold_e, fold_t, e, t = m.new_empty(sum(sizes)).split(sizes)
-        meta = [batch.seq_slot, batch.seq_start, batch.seq_fold, batch.seq_keep]
-        sizes_of = (layer.state.shape[0], layer.width, n_row, chunked if long else NEVER)
-        counts: list[jit.Arg] = [*meta, *map(np.int32, sizes_of)]
+        counts = counts_of(batch, layer, n_row, self.chunked if long else NEVER)
         old, records = [fold_x, fold_b, fold_e, fold_t], [layer.x, layer.b, layer.decay, layer.dt]
         inputs: list[jit.Arg] = [m, np.int64(m.stride(0)), dt, np.int64(dt.stride(0))]
-        cols = columns or columns_for(s, n_seq, arch, n_sm)
-        conv, rows = kernels[cols]
+        cols = self.columns or columns_for(s, n_seq, self.arch, self.n_sm)
+        (conv, rows), overlap, fault = self.kernels[cols], self.overlap, self.fault
         if not only_long:
-            stretches = -(-n_row // SPAN) if n_row > n_seq * layer.width else 1  # a block takes several if it must
             weights, new = [p.a, p.dt_bias, p.conv_w, p.conv_b], [x, b, c, e, t]
             args = [*inputs, *weights, layer.conv, *records, *old, *new, *counts, fault]
-            conv.launch((s.n_channel // CHANNELS, n_seq, stretches), CONV_THREADS, args, overlap=overlap)
+            grid = (s.n_channel // CHANNELS, n_seq, stretches(n_row, n_seq, layer.width))
+            conv.launch(grid, CONV_THREADS, args, overlap=overlap)
         if long:
             more = [*counts, np.int32(n_seq)]
-            made = chunks.prepare(inputs, p, layer.conv, more, n_chunk, fault, overlap=overlap)
+            made = self.chunks.prepare(inputs, p, layer.conv, more, n_chunk, fault, overlap=overlap)
         runs_rows = not only_long or any(q.n_fold for q in long)
         if runs_rows:
             args = [layer.state, p.d, *records, *old, x, b, c, e, t, out, *counts, fault, *prefetch_args(after, n_row)]
             rows.launch((s.n_head, s.head_dim * LANES // (THREADS * cols), n_seq), THREADS, args, overlap=overlap)
         if long:
             states, sizes = (layer.state, layer.conv), (n_seq, len(long), n_chunk)
-            chunks.run(made, inputs, p, *states, out, more, *sizes, fault, overlap=overlap)
+            self.chunks.run(made, inputs, p, *states, out, more, *sizes, fault, overlap=overlap)
         return out
 
-    return mamba2
+
+def bind(spec: Mamba2Spec, *, columns: int | None = None, chunked: int = CHUNKED) -> Mamba2Launch:
+    """For measurements, `columns` fixes how many rows of the state a lane holds (else the number of sequences decides) and
+    `chunked` from how many rows a kept sequence is chunked."""
+    return Mamba2Launch(spec, columns, chunked)
 
 
 def folder(spec: Mamba2Spec) -> Callable[[StateLayer, int, int], None]:
@@ -176,8 +179,7 @@ def folder(spec: Mamba2Spec) -> Callable[[StateLayer, int, int], None]:
     def fold(layer: StateLayer, slot: int, n_fold: int) -> None:
         if not has_records(layer, slot, n_fold):
             return
-        sizes = map(np.int32, (layer.state.shape[0], layer.width, 0, NEVER))
-        counts: list[jit.Arg] = [*fold_batch(device, slot, n_fold), *sizes]
+        counts = counts_of_fold(device, layer, slot, n_fold)
         none: list[jit.Arg] = [unread] * 9  # fold buffers and rows
         records = [layer.x, layer.b, layer.decay, layer.dt]
         inputs = [unread, np.int64(0), unread, np.int64(0), *[unread] * 4]

@@ -97,6 +97,8 @@ def grid_of(spec: RouteSpec, n_row: int, n_multiprocessor: int, prepares: bool =
 class RouteLaunch:
     """The kernels of one spec; called as moe_ref's."""
 
+    writes_rows = True  # where `into` says, see fuse.py
+
     def __init__(self, spec: RouteSpec) -> None:
         self.spec = spec
         self.scores, self.choose = _kernels(spec.device, replace(spec, scale=1.0, eps=0.0))

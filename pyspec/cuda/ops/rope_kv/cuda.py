@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 
 import numpy as np
@@ -21,12 +20,8 @@ ARGS = "pl" + "ppf" + "pp" + "p" + "p{planes}" + "iii" + "p"
 
 
 def limits(spec: RopeKvSpec) -> str | None:
-    if spec.device.type != "cuda":
-        return "runs on NVIDIA GPUs only"
-    if importlib.util.find_spec("cuda.core") is None:
-        return "cuda-core is not installed (pip install pyspec[cuda])"
-    if torch.cuda.get_device_capability(spec.device) < (8, 0):
-        return "needs compute capability 8.0"
+    if (why := jit.missing(spec.device)) is not None:
+        return why
     if spec.dim % 32 or spec.dim > 512:
         return f"heads are {spec.dim} wide; the kernel takes multiples of 32 up to 512"
     if spec.n_rot > spec.dim or spec.n_rot % 2:

@@ -1,0 +1,94 @@
+"""Kernels that work for their neighbours: who may write whose rows, and who fetches what ahead. Models ask here, and nowhere else.
+
+A launch that an op binds keeps the op's contract. What it can do besides, it says by what it has, and none has to:
+
+    fetches      its calls take `after`: packed weights that the next product reads are on their way to L2 meanwhile
+    writes_rows  its calls take `into` and `power`: it norms its own input for another reader, too
+    prepared     runs as a call does, and puts what comes out where the next product reads it (`Into`)
+    folder       gives what folds a slot's records without rows, to the bits of its own calls
+    room, prepare, shares   of experts: rows that are ready before it is known which expert reads them, and products that
+                            the next launch sums
+
+So the torch reference, and every implementation without these, runs in the same models as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyspec.cuda.ops.moe.ref import NOTHING, Routes
+from pyspec.cuda.ops.rows.op import rows
+from pyspec.cuda.ops.rows.ref import HeadNorm, Kind, Norm, Prep, RowsSpec
+from pyspec.cuda.streamed import Streamed
+from pyspec.slots.recurrent import StateLayer
+
+Launch = Callable[..., Any]
+Product = Callable[..., Tensor]  # as models.weights.Matrix
+Fold = Callable[[StateLayer, int, int], None]
+
+
+def read_next(launch: Launch, product: Product) -> dict[str, Tensor]:
+    """What calls of `launch` are told besides, where `product` reads what they give: its weights, if they are fetched ahead."""
+    if getattr(launch, "fetches", False) and isinstance(product, Streamed):
+        return {"after": product.packed.data}
+    return {}
+
+
+def folder(launch: Launch) -> Fold | None:
+    """What the states that `launch` runs over are folded with; None where the reference's own way will do."""
+    make = getattr(launch, "folder", None)
+    return None if make is None else make()
+
+
+def unfinished(product: Product, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]:
+    """A product, and what is left to do to it: the next one may do that on the way."""
+    return product.unfinished(x, prep) if isinstance(product, Streamed) else (product(x, prep), None)
+
+
+def then(launch: Launch, given: Sequence[Any], product: Product, prep: HeadNorm, residual: Tensor) -> Tensor:
+    """residual + product(prep(launch(*given))). Of few rows the launch writes those that the product reads."""
+    prepared = getattr(launch, "prepared", None)
+    if prepared is not None and isinstance(product, Streamed):
+        into = product.place(len(residual), prep)
+        if into is not None:
+            return product(prepared(*given, into=into), residual=residual)
+    return product(launch(*given).flatten(1), prep, residual=residual)
+
+
+# -- experts -----------------------------------------------------------------------------------------------------
+
+
+def norms_on_the_way(device: torch.device, n_in: int) -> bool:
+    """Whether every reader norms the rows itself; in plain torch it is done once for all but the router."""
+    return device.type == "cuda" and rows.has_own(RowsSpec(device, n_in, Kind.NORM))
+
+
+def before_choice(
+    route: Launch, experts: Launch, x: Tensor, prep: Prep | None, norm: Norm
+) -> tuple[object, dict[str, Any]]:
+    """(rows that experts read, or None; what the call of `route` is told besides).
+
+    Rows need no choice to be prepared: by the router, where it norms the same rows (`prep` is its `norm`), else by a launch before.
+    """
+    room, prepare = getattr(experts, "room", None), getattr(experts, "prepare", None)
+    if room is None or prepare is None:
+        return None, {}
+    if prep is norm and getattr(route, "writes_rows", False) and (into := room(len(x))) is not None:
+        return into, {"into": into, "power": norm.power}
+    return prepare(x, prep), {}
+
+
+def experts_then(
+    experts: Launch, x: Tensor, routes: Routes, ready: object, product: Product, residual: Tensor | None
+) -> Tensor:
+    """residual + product(experts(x)). Of few rows the launch that prepares sums for the product makes them, too."""
+    shares = getattr(experts, "shares", None)
+    if isinstance(product, Streamed) and shares is not None and ready is not None:
+        sums = product.sums_of(len(x))
+        if sums is not None:
+            return product(sums.summed(shares(ready, routes.ids, routes.weights)), residual=residual)
+    return product(experts(x, routes.ids, routes.weights, None, NOTHING, ready), residual=residual)

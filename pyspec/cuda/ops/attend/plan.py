@@ -1,0 +1,19 @@
+"""What `attend` needs of a device's memory beside its tensors, for a planner: to be known before a load, and taken at its end."""
+
+from __future__ import annotations
+
+import torch
+
+from pyspec.cuda.ops.attend import cuda as attend_cuda
+from pyspec.cuda.ops.attend.ref import AttendSpec
+
+
+def workspace_bytes(spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int:
+    """Of partial sums, which all layers of a device share: see attend_cuda. 0 where no kernel needs any."""
+    return attend_cuda.workspace_bytes(spec, n_seq, n_key, n_row)
+
+
+def reserve(device: torch.device, n_bytes: int) -> None:
+    """Take so many now, so that contexts may grow later without a request to the driver in the midst of a round."""
+    if n_bytes:
+        attend_cuda.workspace(device).take(n_bytes // 4)

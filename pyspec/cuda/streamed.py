@@ -1,0 +1,109 @@
+"""A matrix as kernels stream it: rows are prepared and rounded, then multiplied with the packed weights, in one call.
+
+Which launch takes how many rows is decided here: few rows go to `linear`, more to `linear_tall` or to the library over a copy in
+f16; and a product may take rows that the kernel before it has prepared (fuse.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pyspec.cuda.ops.linear import cuda as linear_cuda
+from pyspec.cuda.ops.linear import wgmma as linear_wgmma
+from pyspec.cuda.ops.linear.cuda import LinearLaunch
+from pyspec.cuda.ops.linear.op import linear_tall
+from pyspec.cuda.ops.linear.pack import Packed
+from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.linear.wgmma import WgmmaLaunch
+from pyspec.cuda.ops.rows.cuda import MAX_SUMMED, Into, Rows, RowsLaunch, WideRows
+from pyspec.cuda.ops.rows.op import rows
+from pyspec.cuda.ops.rows.ref import Glu, HeadNorm, Kind, Norm, Prep, RowsSpec
+
+GLU = Glu()
+PROBE_ROWS = 272  # of the matrix a kernel is checked with
+PLACE_ROWS = 32  # up to here it beats a launch of their own that rows are prepared by what makes them (docs/log.md)
+FEW_ROWS = 48  # up to here `linear` is the fastest, then `linear_tall` where it runs (docs/log.md)
+
+
+class Streamed:
+    """A weight repacked for the `linear` kernel, which reads it once for up to 128 rows.
+
+    `linear_tall` takes more than FEW_ROWS where it runs. wide [out, in] f16: a copy for what neither reads once, where the
+    library's product wins; or None. All round rows to f16 over a power of two, and sum in f32.
+    """
+
+    def __init__(self, packed: Packed, device: torch.device, gated: bool, wide: Tensor | None) -> None:
+        self.packed, self.device, self.gated, self.wide = packed, device, gated, wide
+        n_out = packed.n_out // 2 if gated else packed.n_out
+        spec = LinearSpec(device, packed.type, n_out, packed.n_in, Epilogue.GATED if gated else Epilogue.PLAIN)
+        adding = spec if gated else replace(spec, epilogue=Epilogue.RESIDUAL)
+        self.n_out, self.plain, self.added = n_out, linear_cuda.bind(spec), linear_cuda.bind(adding)
+        self.tall, self.tall_added = _tall(spec), _tall(adding)
+        self.wide_rows = None if wide is None else WideRows(device, packed.n_in)
+        self.max_rows = FEW_ROWS if self.tall is None else self.tall.max_rows  # without the copy
+
+    def __call__(self, x: Tensor | Rows, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
+        if isinstance(x, Rows):
+            return self._ready(x, residual)
+        if self._is_wide(x):
+            y = self._wide(x, prep, residual)
+            return GLU(y) if self.gated else y
+        adds = residual is not None and not self.gated
+        launch: LinearLaunch | WgmmaLaunch = self.added if adds else self.plain
+        if x.shape[0] > FEW_ROWS and (tall := self.tall_added if adds else self.tall) is not None:
+            launch = tall
+        x, prep = self._fused(x, prep, launch.max_rows)
+        out = torch.empty(x.shape[0], self.n_out, dtype=torch.float32, device=x.device)
+        for first in range(0, x.shape[0], launch.max_rows):
+            part = slice(first, first + launch.max_rows)
+            add = residual[part] if residual is not None and adds else None
+            launch.multiply(launch.rows(x[part], prep), self.packed, out[part], add)
+        return out if residual is None or adds else residual + out
+
+    def unfinished(self, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]:
+        if self.gated and self._is_wide(x):
+            return self._wide(x, prep, None), GLU
+        return self(x, prep), None
+
+    def place(self, n_row: int, prep: HeadNorm) -> Into | None:
+        """Where the kernel before may put so many rows prepared, for a call with them; None: this product prepares them."""
+        to = self._rows(n_row, prep.kind, prep.dim)
+        return None if to is None else Into(to, prep, self.packed.data)
+
+    def sums_of(self, n_row: int) -> RowsLaunch | None:
+        """What sums so many rows and prepares them in one launch, for a call with them; None: this product takes them summed."""
+        return self._rows(n_row, Kind.PLAIN, 0) if self.packed.n_in <= MAX_SUMMED else None
+
+    def _rows(self, n_row: int, kind: Kind, dim: int) -> RowsLaunch | None:
+        is_few = 0 < n_row <= min(PLACE_ROWS, self.plain.max_rows)
+        return self.plain.rows if is_few and rows.has_own(RowsSpec(self.device, self.packed.n_in, kind, dim)) else None
+
+    def _ready(self, x: Rows, residual: Tensor | None) -> Tensor:
+        adds = residual is not None and not self.gated
+        out = torch.empty(x.n_row, self.n_out, dtype=torch.float32, device=self.device)
+        (self.added if adds else self.plain).multiply(x, self.packed, out, residual if adds else None)
+        return out if residual is None or adds else residual + out
+
+    def _is_wide(self, x: Tensor) -> bool:
+        return self.wide is not None and x.shape[0] > self.max_rows
+
+    def _fused(self, x: Tensor, prep: Prep | None, n_max: int) -> tuple[Tensor, Prep | None]:
+        """Prepare here what the kernel for rows can not do; the rows of gates are not cut, so several passes can not."""
+        if prep is None or (x.shape[0] > n_max and not isinstance(prep, Norm)):
+            return x if prep is None else prep(x), None
+        spec = RowsSpec(self.device, self.packed.n_in, prep.kind, prep.dim)
+        return (x, prep) if rows.has_own(spec) else (prep(x), None)
+
+    def _wide(self, x: Tensor, prep: Prep | None, residual: Tensor | None) -> Tensor:
+        assert self.wide is not None and self.wide_rows is not None
+        half, powers = self.wide_rows(*self._fused(x, prep, x.shape[0]))
+        return self.wide_rows.finish(torch.mm(half, self.wide.T, out_dtype=torch.float32), powers, residual)
+
+
+def _tall(spec: LinearSpec) -> WgmmaLaunch | None:
+    """The product of many rows without a copy of the weight, where there is a kernel for it."""
+    small = replace(spec, n_out=PROBE_ROWS)  # is what is checked, since the check unpacks it
+    return linear_wgmma.bind(spec) if linear_tall.has_own(small) else None

@@ -1,0 +1,123 @@
+"""Fusion is asked of what launches say they can do: with it neighbours work together, without it each does its own part."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyspec.cuda import fuse
+from pyspec.cuda.ops.attend import cuda as attend_cuda
+from pyspec.cuda.ops.gdn import cuda as gdn_cuda
+from pyspec.cuda.ops.mamba2 import cuda as mamba2_cuda
+from pyspec.cuda.ops.moe import cuda as moe_cuda
+from pyspec.cuda.ops.moe.ref import Routes
+from pyspec.cuda.ops.moe_route import cuda as moe_route_cuda
+from pyspec.cuda.ops.rows.ref import RELU2, HeadNorm, Norm
+from pyspec.cuda.streamed import Streamed
+
+X = torch.ones(3, 4)
+PREP = HeadNorm(torch.ones(4), 1e-6, torch.ones(3, 4))
+NORM = Norm(torch.full((4,), 3.0), 1e-6)
+ROUTES = Routes(torch.zeros(3, 2, dtype=torch.int32), torch.ones(3, 2), None)
+
+
+class Product(Streamed):
+    """A streamed product that tells what it was called with; `few`: it takes rows that others prepared."""
+
+    def __init__(self, few: bool) -> None:
+        self.few, self.heard = few, []
+        self.packed = SimpleNamespace(data=torch.zeros(7))  # type: ignore[assignment]
+
+    def __call__(self, x: Any, prep: Any = None, residual: Tensor | None = None) -> Tensor:
+        self.heard.append((x if isinstance(x, str) else "rows", prep))
+        return X
+
+    def place(self, n_row: int, prep: Any) -> Any:
+        return f"place of {n_row}" if self.few else None
+
+    def sums_of(self, n_row: int) -> Any:
+        return SimpleNamespace(summed=lambda shares: f"sums of {shares}") if self.few else None
+
+
+def plain(x: Tensor, prep: Any = None, residual: Tensor | None = None) -> Tensor:
+    return x
+
+
+class Launch:
+    fetches = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x[:, None]
+
+    def prepared(self, x: Tensor, into: str) -> str:
+        return f"prepared in {into}"
+
+
+class Experts:
+    def __init__(self, most: int = 512) -> None:
+        self.most, self.heard = most, []
+
+    def room(self, n_row: int) -> str | None:
+        return "room" if n_row <= self.most else None
+
+    def prepare(self, x: Tensor, prep: Any) -> str | None:
+        return "prepared" if len(x) <= self.most else None
+
+    def shares(self, ready: str, ids: Tensor, weights: Tensor) -> str:
+        return f"shares of {ready}"
+
+    def __call__(self, x: Tensor, *given: Any) -> Tensor:
+        self.heard.append(given[-1])
+        return x
+
+
+def test_only_who_fetches_ahead_is_told_what_is_read_next() -> None:
+    product = Product(few=True)
+    assert fuse.read_next(Launch(), product)["after"] is product.packed.data
+    assert fuse.read_next(Launch(), plain) == fuse.read_next(lambda x: x, product) == {}
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_a_launch_prepares_the_next_products_rows_where_both_can(few: bool) -> None:
+    product = Product(few)
+    fuse.then(Launch(), (X,), product, PREP, X)
+    assert product.heard == [("prepared in place of 3", None) if few else ("rows", PREP)]
+    fuse.then(lambda x: x[:, None], (X,), product, PREP, X)
+    assert product.heard[1] == ("rows", PREP)
+    assert torch.equal(fuse.then(Launch(), (X,), plain, PREP, X), X), "a library's product prepares by itself"
+
+
+def test_rows_of_experts_are_ready_before_the_choice() -> None:
+    route, experts = SimpleNamespace(writes_rows=True), Experts()
+    assert fuse.before_choice(route, experts, X, NORM, NORM) == ("room", {"into": "room", "power": NORM.power})
+    assert fuse.before_choice(route, experts, X, RELU2, NORM) == ("prepared", {}), "not the router's norm"
+    assert fuse.before_choice(lambda x: x, experts, X, NORM, NORM) == ("prepared", {}), "a router that norms for itself"
+    assert fuse.before_choice(route, Experts(most=2), X, NORM, NORM) == (None, {}), "more than go at once"
+    assert fuse.before_choice(route, lambda x: x, X, NORM, NORM) == (None, {})
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_sums_of_experts_are_made_by_who_reads_them_where_it_can(few: bool) -> None:
+    product, experts = Product(few), Experts()
+    fuse.experts_then(experts, X, ROUTES, "ready", product, None)
+    assert product.heard == [("sums of shares of ready" if few else "rows", None)]
+    fuse.experts_then(experts, X, ROUTES, None, product, None)
+    assert product.heard[1] == ("rows", None) and experts.heard == ([None] if few else ["ready", None])
+    assert torch.equal(fuse.experts_then(experts, X, ROUTES, "ready", plain, None), X)
+
+
+def test_states_are_folded_by_whose_launch_can() -> None:
+    assert fuse.folder(lambda x: x) is None
+    assert fuse.folder(SimpleNamespace(folder=lambda: "own")) == "own"  # type: ignore[arg-type]
+
+
+def test_our_kernels_say_what_models_rest_their_speed_on() -> None:
+    """Were one of these names lost, models would be as right as before, and slower."""
+    assert attend_cuda.AttendLaunch.fetches and mamba2_cuda.Mamba2Launch.fetches
+    assert callable(gdn_cuda.GdnLaunch.prepared) and moe_route_cuda.RouteLaunch.writes_rows
+    assert callable(gdn_cuda.GdnLaunch.folder) and callable(mamba2_cuda.Mamba2Launch.folder)
+    assert all(callable(getattr(moe_cuda.Experts, name)) for name in ("room", "prepare", "shares"))
