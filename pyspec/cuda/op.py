@@ -92,9 +92,13 @@ class Op(Generic[Spec]):
             self.decided[spec] = self._choose(spec)
         return self.decided[spec]
 
-    def has_own(self, spec: Spec) -> bool:
-        """Whether `spec` runs as more than the reference."""
-        return self.chosen(spec) is not self.reference
+    def has_own(self, spec: Spec, checked_as: Spec | None = None) -> bool:
+        """Whether `spec` runs as more than the reference.
+
+        checked_as: a smaller spec whose check speaks for it; of `spec` itself only the limits are asked then.
+        """
+        impl = self.chosen(spec if checked_as is None else checked_as)
+        return impl is not self.reference and impl.limits(spec) is None
 
     def _choose(self, spec: Spec) -> Impl[Spec]:
         refused = []

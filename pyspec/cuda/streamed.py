@@ -106,4 +106,4 @@ class Streamed:
 def _tall(spec: LinearSpec) -> WgmmaLaunch | None:
     """The product of many rows without a copy of the weight, where there is a kernel for it."""
     small = replace(spec, n_out=PROBE_ROWS)  # is what is checked, since the check unpacks it
-    return linear_wgmma.bind(spec) if linear_tall.has_own(small) else None
+    return linear_wgmma.bind(spec) if linear_tall.has_own(spec, checked_as=small) else None

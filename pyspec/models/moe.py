@@ -165,7 +165,9 @@ class MoeFeed:
             any(x is not None and x.scale is not None for x in (stacks.gate, stacks.up, stacks.down)),
         )
         up = stacks.up.type if stacks.gate is None or stacks.gate.type is stacks.up.type else None
-        return MoeSpec(device, s.n_used, stacks.down.n_out, s.n_ff, s.act, up, stacks.down.type, scaled)
+        return MoeSpec(
+            device, s.n_used, stacks.down.n_out, s.n_ff, s.act, up, stacks.down.type, scaled, n_expert=s.n_expert
+        )
 
     def __call__(self, x: Tensor) -> Tensor:
         n, prep = x if self.prep is not None else self.norm(x), self.prep
@@ -195,7 +197,10 @@ class _Shared:
     def __init__(self, w: Weights, p: str, shape: MoeShape) -> None:
         up, latent = f"{p}.ffn_up_shexp.weight", f"{p}.{LATENT}"
         self.act = shape.act
-        is_joined = shape.latent > 0 and shape.act == "relu2" and w.type_of(latent) is w.type_of(up)
+        # what is behind the latent part is read four columns at once
+        is_joined = (
+            shape.latent > 0 and shape.latent % 4 == 0 and shape.act == "relu2" and w.type_of(latent) is w.type_of(up)
+        )
         self.n_beside = shape.latent if is_joined else 0
         if shape.act == "swiglu":
             self.up = w.gated(f"{p}.ffn_gate_shexp.weight", up)

@@ -222,9 +222,12 @@ class Weights:
             return False
         if self._scale(name) != 1.0 and not FORMATS[info.type].scaled:
             return False
-        spec = LinearSpec(self.device, info.type, PROBE_ROWS, info.shape[1])
+        spec, small = (
+            LinearSpec(self.device, info.type, n_out, info.shape[1]) for n_out in (info.shape[0], PROBE_ROWS)
+        )
         ops = (linear, linear_tall) if info.type in PLAIN else (linear,)
-        return all(op.has_own(replace(spec, epilogue=e)) for op in ops for e in Epilogue)
+        ways = [(replace(spec, epilogue=e), replace(small, epilogue=e)) for e in Epilogue]
+        return all(op.has_own(own, checked_as=checked) for op in ops for own, checked in ways)
 
     def _stream(self, names: Sequence[str], gated: bool) -> Matrix:
         infos = [self._info(n) for n in names]

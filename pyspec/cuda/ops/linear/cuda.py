@@ -33,7 +33,7 @@ from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.rows.cuda import Rows, RowsLaunch
 from pyspec.gguf import GGMLType
 
-MAX_ROWS = 128
+MAX_ROWS, MAX_TICKETS = 128, 1 << 16
 FEW = 16  # rows up to which memory is all that bounds a product
 HALVES = (GGMLType.F16, GGMLType.BF16)
 _SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}  # KiB a block may have
@@ -99,7 +99,13 @@ def limits(spec: LinearSpec) -> str | None:
         return f"{spec.n_in} columns are not a multiple of 32"
     if not fitting(spec.type, capability):
         return f"{spec.type.name} does not fit this GPU's shared memory"
+    if n_tiles(spec) * max(s.n_warp for s in SHAPES) > MAX_TICKETS:
+        return f"{spec.n_weight_row} rows; the kernel takes up to {MAX_TICKETS // SHAPES[0].n_warp * TILE * 16} rows"
     return None
+
+
+def n_tiles(spec: LinearSpec) -> int:
+    return -(-n_groups(spec.n_weight_row) // TILE)
 
 
 def stem(capability: tuple[int, int]) -> str:
@@ -154,7 +160,7 @@ def step(device: torch.device, type: GGMLType, epilogue: Epilogue, shape: Shape)
 def _workspace(device: torch.device, n_sm: int) -> tuple[Tensor, Tensor]:
     """(shares of cut tiles, tickets): two tiles of 128 rows a CTA; a ticket for each warp of the tiles a matrix may have."""
     partial = torch.empty(2 * n_sm * 256 * MAX_ROWS, dtype=torch.float32, device=device)
-    return partial, torch.zeros(1 << 16, dtype=torch.int32, device=device)
+    return partial, torch.zeros(MAX_TICKETS, dtype=torch.int32, device=device)
 
 
 @per_device
@@ -173,10 +179,8 @@ class LinearLaunch:
         self.rows = bind_rows(spec.device, spec.type, spec.n_in)
         n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
         n_group, n_chunk = n_groups(spec.n_weight_row), n_chunks(spec.type, spec.n_in)
-        n_tile = -(-n_group // TILE)
-        self.grid = (min(n_sm, n_tile * n_chunk),)
+        self.grid = (min(n_sm, n_tiles(spec) * n_chunk),)
         self.partial, self.tickets = _workspace(spec.device, n_sm)
-        assert n_tile * max(s.shape.n_warp for s in steps) <= self.tickets.numel()
         self.sizes = np.int32(spec.n_out), np.int32(n_group), np.int32(n_chunk)
         shared = n_shared(torch.cuda.get_device_capability(spec.device))
         self.pairs = {

@@ -69,7 +69,16 @@ def limits(spec: LinearSpec) -> str | None:
         return f"{spec.type.name} matrices have no packed form yet"
     if spec.n_in % 32:
         return f"{spec.n_in} columns are not a multiple of 32"
+    n_tile, n_chunk = n_tiles(spec)
+    # 32-bit arithmetic, of places in the work and in the outputs
+    if n_tile > _MAX_TILES or n_tile * n_chunk * _MAX_GRID >= 1 << 31 or MAX_ROWS * spec.n_out >= 1 << 31:
+        return f"{spec.n_weight_row} rows of {spec.n_in} columns; the kernel takes up to {_MAX_TILES * TILE * 16} rows"
     return None
+
+
+def n_tiles(spec: LinearSpec) -> tuple[int, int]:
+    """(tiles of 256 rows, chunks of each)."""
+    return -(-n_groups(spec.n_weight_row) // TILE), n_chunks(spec.type, spec.n_in)
 
 
 def stages(type: GGMLType, pad: int) -> tuple[int, int]:
@@ -138,11 +147,8 @@ class WgmmaLaunch:
         self.rows = bind_rows(spec.device, spec.n_in)
         self.kernels = {pad: _kernel(spec.device, spec.type, pad, spec.epilogue, patience) for pad in PADS}
         n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
-        n_group, n_chunk = n_groups(spec.n_weight_row), n_chunks(spec.type, spec.n_in)
-        n_tile = -(-n_group // TILE)
-        assert n_tile <= _MAX_TILES
+        n_group, (n_tile, n_chunk) = n_groups(spec.n_weight_row), n_tiles(spec)
         self.grid = (min(n_sm, _MAX_GRID, n_tile * n_chunk),)
-        assert n_tile * n_chunk * self.grid[0] < 1 << 31 and MAX_ROWS * spec.n_out < 1 << 31, "32-bit arithmetic"
         self.workspace = _workspace(spec.device, n_sm)
         self.sizes = np.int32(spec.n_out), np.int32(n_group), np.int32(n_chunk)
 

@@ -83,8 +83,8 @@ def limits(spec: MoeSpec) -> str | None:
         return f"{spec.n_in} and {spec.n_ff} columns; the kernel takes multiples of 32 up to {MAX_COLUMNS}"
     if spec.pieces > MAX_PIECES or (spec.pieces > 1 and spec.n_ff % spec.down.block_size):
         return f"a shared expert of {spec.pieces} pieces of {spec.n_ff} columns"
-    if spec.n_used > MAX_USED:
-        return f"{spec.n_used} experts for a row; the kernel takes up to {MAX_USED}"
+    if spec.n_used > MAX_USED or spec.n_expert > MAX_EXPERT:
+        return f"{spec.n_used} of {spec.n_expert} experts; the kernel takes up to {MAX_USED} of {MAX_EXPERT}"
     return None
 
 
@@ -281,7 +281,7 @@ class Experts:
 
     def __init__(self, spec: MoeSpec, stacks: Stacks) -> None:
         self.spec, self.n_expert = spec, stacks.n_expert
-        assert self.n_expert <= MAX_EXPERT and (stacks.gate is None) == (spec.act == "relu2")
+        assert (stacks.gate is None) == (spec.act == "relu2")
         assert (stacks.shared is None) == (spec.pieces == 0)
         with temporary(spec.device):
             pieces = None if stacks.shared is None else cut(stacks.shared, spec.pieces)

@@ -13,7 +13,7 @@ not depend on what other rows chose. A shared expert, if it is one of the op's, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 import torch
@@ -126,8 +126,8 @@ class Stacks:
 class MoeSpec:
     """Experts n_in -> n_ff -> n_in of which a row uses n_used. Types are None where matrices are unpacked.
 
-    How many experts there are is not part of it: an implementation takes any number. pieces: there is a shared expert of the same
-    types, as wide as that many others; 0 for none.
+    pieces    there is a shared expert of the same types, as wide as that many others; 0 for none
+    n_expert  for limits alone: what is right for some is right for any number an implementation takes
     """
 
     device: torch.device
@@ -139,6 +139,7 @@ class MoeSpec:
     down: GGMLType | None
     scaled: bool = False
     pieces: int = 0
+    n_expert: int = field(default=0, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ ROWS_ARGS = "plpff" + "pli" + "ppp" + "i"
 SUMMED_ARGS = "ppppp" + "ii" + "ppp" + "i"
 MAX_SUMMED = 8192  # columns of rows that are summed on the way: more would not fit a thread's registers
 STRETCH, THREADS = 4096, 512
+MAX_GRID = 65535  # CTAs along a grid's second and third side
 
 
 def limits(spec: RowsSpec) -> str | None:
@@ -228,7 +229,9 @@ class WideRows:
         if powers is None:
             return y if residual is None else y.add_(residual)
         assert y.is_contiguous() and (residual is None or residual.is_contiguous())
-        grid = (-(-y.shape[1] // STRETCH), y.shape[0])
-        args = (y, powers, np.int64(0) if residual is None else residual, y, np.int32(y.shape[1]))
-        self.finisher.launch(grid, THREADS, args, overlap=self.prepare.overlap)
+        for first in range(0, len(y), MAX_GRID):
+            part = slice(first, first + MAX_GRID)
+            rows, add = y[part], np.int64(0) if residual is None else residual[part]
+            grid, args = (-(-y.shape[1] // STRETCH), len(rows)), (rows, powers[part], add, rows, np.int32(y.shape[1]))
+            self.finisher.launch(grid, THREADS, args, overlap=self.prepare.overlap)
         return y
