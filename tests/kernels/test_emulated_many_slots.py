@@ -24,6 +24,7 @@ from pyspec.cuda.ops.embed.ref import EmbedSpec, TorchEmbed
 from pyspec.cuda.ops.gdn import cuda as gdn_cuda
 from pyspec.cuda.ops.gdn import ref as gdn_ref
 from pyspec.cuda.ops.gdn.ref import GdnSpec
+from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import ref as linear_ref
 from pyspec.cuda.ops.linear import wgmma as linear_wgmma
@@ -33,6 +34,7 @@ from pyspec.cuda.ops.linear.ref import LinearSpec
 from pyspec.cuda.ops.mamba2 import cuda as mamba2_cuda
 from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec
+from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.moe import cuda as moe_cuda
 from pyspec.cuda.ops.moe import ref as moe_ref
 from pyspec.cuda.ops.moe.ref import MoeSpec, RouteSpec
@@ -47,7 +49,7 @@ from pyspec.cuda.ops.rows.ref import Glu, Norm
 from pyspec.gguf import GGMLType
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.kv import KVPool
-from pyspec.slots.memory import Mamba2Shape, StateLayer, StateShape
+from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
 pytestmark = needs_compiler
@@ -102,7 +104,7 @@ def test_attention_of_draft_blocks_and_of_more_sequences_than_are_split(kind: st
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gated_delta_net_of_64_slots(kind: str) -> None:
-    width, shape = WIDTHS[kind], StateShape(1, 2, 128, 4, 128 * 4)
+    width, shape = WIDTHS[kind], GdnShape(1, 2, 128, 4, 128 * 4)
     layers = [StateLayer(shape, N_SLOT, width, CPU) for _ in "ab"]
     weights = -0.1 * drawn(2).abs(), drawn(2, seed=1), drawn(shape.n_channel, 4, seed=2)
     spec = GdnSpec(CPU, shape, 1e-6)

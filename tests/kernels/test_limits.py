@@ -11,13 +11,13 @@ from pyspec.cuda import jit
 from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.gdn import cuda as gdn_cuda
 from pyspec.cuda.ops.gdn.ref import GdnSpec
+from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import wgmma as linear_wgmma
 from pyspec.cuda.ops.linear.ref import LinearSpec
 from pyspec.cuda.ops.moe import cuda as moe_cuda
 from pyspec.cuda.ops.moe.ref import MoeSpec
 from pyspec.gguf import GGMLType
-from pyspec.slots.memory import StateShape
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 
@@ -70,6 +70,6 @@ def test_experts_say_how_many_they_may_be() -> None:
 
 def test_an_odd_number_of_value_heads_is_refused_before_their_rows_are_met() -> None:
     """Gates lie behind them in a row of the projection, which would not begin at 16 bytes."""
-    shape = StateShape(n_k_head=1, n_v_head=3, dim=128, n_conv=4, n_channel=128 * 5)
+    shape = GdnShape(n_k_head=1, n_v_head=3, dim=128, n_conv=4, n_channel=128 * 5)
     assert "3 value heads" in (gdn_cuda.limits(GdnSpec(GPU, shape, 1e-6)) or "")
     assert gdn_cuda.limits(GdnSpec(GPU, replace(shape, n_v_head=4, n_channel=128 * 6), 1e-6)) is None
