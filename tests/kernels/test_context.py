@@ -122,10 +122,12 @@ def test_who_holds_the_lock_has_the_device_and_others_have_theirs(gpus: Gpus) ->
 
 def test_a_load_has_its_device_as_the_threads(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    monkeypatch.setattr(loading, "pick_device", lambda wanted: SECOND)
-    monkeypatch.setattr(loading, "_load", lambda *_: seen.append(gpus.at))
+    about = SimpleNamespace(device=SECOND, template=None, n_ctx=1, dense=None)
+    monkeypatch.setattr(loading, "describe", lambda *_: about)
+    for step in ("plan_memory", "check_fit", "build"):
+        monkeypatch.setattr(loading, step, lambda *_, **__: seen.append(gpus.at))
     loading.load(Path("none.gguf"), EngineSettings())
-    assert seen == [1] and gpus.at == 0
+    assert seen == [1, 1, 1] and gpus.at == 0
 
 
 def test_a_kernel_is_loaded_for_the_specs_device_and_launched_on_its_stream(
