@@ -7,6 +7,7 @@ import sys
 from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 import click
@@ -116,7 +117,7 @@ def _events(engine: Engine, request: Request) -> Generator[Delta | Done, None, N
 
 def acceptance(t: Timings) -> list[float]:
     """Share of drafts accepted at position 1, 2, ... among those verified there."""
-    pairs = zip(t.accepted_per_pos, t.drafted_per_pos, strict=True)
+    pairs = zip_longest(t.accepted_per_pos, t.drafted_per_pos, fillvalue=0)  # nothing may be accepted so far on
     return [round(a / d, 4) for a, d in pairs if d]
 
 

@@ -17,9 +17,9 @@ import pytest
 from click.testing import CliRunner
 
 from pyspec.cli import main
-from pyspec.cli.run import Ask, talk
+from pyspec.cli.run import Ask, acceptance, talk
 from pyspec.engine.api import Engine
-from pyspec.request import SamplingParams
+from pyspec.request import SamplingParams, Timings
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 GREEDY = ["--temp", "0"]
@@ -57,6 +57,10 @@ def test_run_answers_as_llama_cpp_does_and_reports_its_drafts():
     assert t["mean_len"] > 5 and by_position[0] > 0.7
     assert all(0 <= share <= 1 for share in by_position)
     assert sum(t["n_draft_used"]) == t["rounds"]
+
+
+def test_positions_at_which_no_draft_was_ever_accepted_count_as_zero():
+    assert acceptance(Timings(drafted_per_pos=(4, 2, 1), accepted_per_pos=(1,))) == [0.25, 0, 0]
 
 
 def test_run_continues_text_from_stdin_and_keeps_talk_off_stdout():

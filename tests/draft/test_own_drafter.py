@@ -1,0 +1,139 @@
+"""Drafters of other packages: found by their entry point, run like ours, and no trouble where nobody asked for them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, ROOT, plain_rig, rig
+from known_texts import demo_prompts
+
+from pyspec import draft, hub, registry
+from pyspec.config import EngineSettings
+from pyspec.errors import ConfigError, PairError
+from pyspec.gguf import open_gguf
+
+OWN = ROOT / "examples" / "own_drafter"
+
+
+def install(folder: Path, project: str, drafters: dict[str, str]) -> None:
+    """What `pip install` leaves behind for importlib.metadata."""
+    info = folder / f"{project}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {project}\nVersion: 1.0\n")
+    lines = [f"[{registry.GROUP}]", *(f"{name} = {module}" for name, module in drafters.items())]
+    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The example, installed. Returns the folder that makes it so."""
+    project = tomllib.loads((OWN / "pyproject.toml").read_text())["project"]
+    install(tmp_path, project["name"].replace("-", "_"), project["entry-points"][registry.GROUP])
+    (tmp_path / "own_drafter.py").write_bytes((OWN / "own_drafter.py").read_bytes())
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "own_drafter", raising=False)
+    return tmp_path
+
+
+def module(folder: Path, name: str, text: str) -> None:
+    (folder / f"{name}.py").write_text(text)
+    install(folder, name, {name: name})
+
+
+def test_the_example_is_short() -> None:
+    assert len((OWN / "own_drafter.py").read_text().splitlines()) < 60
+
+
+@pytest.mark.parametrize("n_slot", [1, 3])
+def test_the_example_drafts_and_the_text_is_that_of_plain_decoding(own: Path, n_slot: int) -> None:
+    known = demo_prompts()[:3] * 2  # what was asked before is known the second time
+    r = rig(DEMO, np=n_slot, spec_type="own", n_draft_fixed=True)
+    assert r.info.drafter == "own" and r.info.n_draft_max == 4
+    heard = [r.submit(prompt, len(answer)) for prompt, answer in known]
+    r.run()
+    assert [h.tokens for h in heard] == [answer for _, answer in known] != []
+    one, plain = heard[0], plain_rig(DEMO).generate(known[0][0], len(known[0][1]))
+    assert one.tokens == plain.tokens and one.timings.draft_n > plain.timings.draft_n == 0
+    assert sum(h.timings.draft_n_accepted for h in heard) > 10
+
+
+def test_the_command_line_takes_an_installed_drafters_name(own: Path) -> None:
+    texts = {}
+    for kind in ("own", "none"):
+        command = [
+            sys.executable,
+            "-m",
+            "pyspec",
+            "run",
+            "demo",
+            "--chat",
+            "Count from 1 to 10.",
+            "--temp",
+            "0",
+            "--json",
+        ]
+        options = ["--spec-type", kind, "--spec-fixed", "--no-warmup", "-n", "24"]
+        path = os.pathsep.join([str(own), str(ROOT)])
+        done = subprocess.run(
+            [*command, *options], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        texts[kind] = json.loads(done.stdout)
+    assert texts["own"]["tokens"] == texts["none"]["tokens"]
+    assert texts["own"]["timings"]["draft_n"] > 0 and texts["none"]["timings"]["draft_n"] == 0
+
+
+def test_a_file_that_was_given_for_a_drafter_without_weights_is_refused(own: Path) -> None:
+    with pytest.raises(ConfigError, match="--spec-type is own; drop one of them"):
+        rig(DEMO, spec_type="own", draft_path=DEMO_DRAFT)
+
+
+def test_an_unknown_name_is_refused_with_all_there_are(own: Path) -> None:
+    with pytest.raises(ConfigError, match="--spec-type is 'owm'; known: auto, none, dflash, mtp, ngram, own"):
+        EngineSettings(spec_type="owm")
+
+
+def test_an_installed_drafter_recognises_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "def recognises(file): return file.architecture == 'llama'\nplan = load = print\n"
+    module(tmp_path, "for_llama", text)
+    with pytest.raises(PairError, match=r"\(llama\) is for none of the drafters there are: dflash, mtp, ngram$"):
+        rig(FIXTURES / "qwen3.gguf", draft_path=FIXTURES / "llama.gguf")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert draft.recognised(open_gguf(FIXTURES / "llama.gguf")) == "for_llama"
+    assert draft.recognised(open_gguf(FIXTURES / "qwen35.gguf")) == "mtp", "ours are asked first"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("1 / 0", "importing broken gave ZeroDivisionError"), ("plan = print", "broken has no recognises, load")],
+)
+def test_a_broken_drafter_is_told_to_whoever_names_it_and_stops_nobody_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, text: str, why: str
+) -> None:
+    module(tmp_path, "broken", text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    with pytest.raises(ConfigError, match=f"drafter 'broken' can not be had: {why}"):
+        rig(FIXTURES / "llama.gguf", spec_type="broken")
+    with caplog.at_level(logging.WARNING, "pyspec"):
+        assert rig(FIXTURES / "llama.gguf").info.drafter == "none"
+    assert why in caplog.text
+
+
+def test_a_name_that_is_taken_stays_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "squatter", {"mtp": "nowhere", "none": "nowhere", "free": "somewhere"})
+    monkeypatch.syspath_prepend(tmp_path)
+    assert registry.added_drafters() == {"free": "somewhere"}
+    assert registry.drafters()["mtp"] == registry.DRAFTERS["mtp"]
+
+
+def test_files_called_after_a_drafter_are_no_models() -> None:
+    names = [f"{kind}-big.gguf" for kind in registry.DRAFTERS]
+    assert hub.choose([*names, "model.gguf"]) == ["model.gguf"]
