@@ -38,6 +38,7 @@ TEMPLATES = (
     b"{{ '\xff\xed\xa0\x80' }}{{ messages }}",
     b"{% if messages|length < 2 %}{{ raise_exception('more') }}{% endif %}ok",
 )
+MILLION = [1] * 1_000_000
 TYPES = (*range(43), 255, 2**32 - 1)
 OTHER_NAMES = (
     "output.weight",
@@ -242,7 +243,7 @@ def _field_changes(f: Field) -> Iterator[tuple[str, Callable[[Field, random.Rand
         yield f"array of {n} numbers", _set(kind=ARRAY, elements=U32, value=[1] * n)
         yield f"array of {n} texts", _set(kind=ARRAY, elements=STRING, value=[b"x"] * n)
     yield "array of NaN", _set(kind=ARRAY, elements=F32, value=[math.nan] * 4)
-    yield "million of ones", _set(kind=ARRAY, elements=0, value=[1] * 1_000_000)
+    yield "million of ones", _set(kind=ARRAY, elements=0, value=MILLION)
     yield "true", _set(kind=BOOL, value=1)
     for text in TEXTS:
         yield f"text of {len(text)}: {text[:12]!r}", _set(kind=STRING, value=text)

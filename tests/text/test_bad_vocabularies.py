@@ -1,13 +1,16 @@
 """What a file can have wrong is one line with the numbers, at load."""
 
+import random
 import re
 import time
+import tracemalloc
 
 import pytest
 from text_vocab import bpe, spm
 
 from pyspec.errors import BadTokenizer
 from pyspec.text.tokenizer import Tokenizer
+from pyspec.text.vocab import CONTROL, NORMAL, UNKNOWN, USER_DEFINED
 
 KEY = "tokenizer.ggml."
 GOOD = bpe(control=["<B>"])
@@ -66,3 +69,69 @@ def test_a_token_as_long_as_a_book_is_refused_at_once():
     with pytest.raises(BadTokenizer, match="SPM token 299 has 1000000 characters; at most 4096"):
         Tokenizer.from_metadata(meta)
     assert time.process_time() - began < 2.0
+
+
+def with_tokens(meta, texts, kind):
+    """An SPM vocabulary with tokens more, all of one type."""
+    tokens, types, scores = (list(meta[KEY + k]) for k in ("tokens", "token_type", "scores"))
+    return meta | {
+        KEY + "tokens": [*tokens, *texts],
+        KEY + "token_type": [*types, *(kind for _ in texts)],
+        KEY + "scores": [*scores, *(0.0 for _ in texts)],
+    }
+
+
+def test_a_vocabulary_of_nested_repeats_is_refused_before_it_fills_the_memory():
+    """2,000 tokens "x", "xx", "xxx" and so on are 2 MB, and have 2 million joins of 2.7 GB."""
+    meta = with_tokens(spm(), ["x" * n for n in range(2, 2000)], NORMAL)
+    tracemalloc.start()
+    try:
+        with pytest.raises(
+            BadTokenizer, match=r"too many long tokens that are joins of others: more than .* up to token"
+        ):
+            Tokenizer.from_metadata(meta)
+        assert tracemalloc.get_traced_memory()[1] < 200 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_few_hundred_nested_repeats_are_merged_as_ever():
+    tokenizer = Tokenizer.from_metadata(with_tokens(spm(), ["q" * n for n in range(1, 200)], NORMAL))
+    assert tokenizer.decode(tokenizer.encode("q" * 150)).strip() == "q" * 150
+
+
+@pytest.mark.parametrize("kind", [UNKNOWN, CONTROL, USER_DEFINED])
+def test_a_token_that_is_matched_as_it_is_has_at_most_1024_characters(kind):
+    """Its halves are looked for in every chat: those of 100,000 characters took 10 GB."""
+    good = GOOD | {KEY + "tokens": [*TOKENS, "c" * 1024], KEY + "token_type": [1] * 257 + [kind]}
+    assert Tokenizer.from_metadata(good).encode("c" * 1024) == [257]
+    bad = good | {KEY + "tokens": [*TOKENS, "c" * 1025]}
+    with pytest.raises(BadTokenizer, match=r"token 257 is matched .* has 1025 characters; at most 1024"):
+        Tokenizer.from_metadata(bad)
+
+
+def test_halves_of_control_tokens_are_found_without_a_list_of_them():
+    """2,000 control tokens of 1,000 characters have halves of 2 GB."""
+    many = [f"<|{i:05}{'x' * 990}|>" for i in range(2000)]
+    tokenizer = Tokenizer.from_metadata(bpe(control=many))
+    tracemalloc.start()
+    try:
+        assert tokenizer.borders_special("user text <|00017xx") and tokenizer.borders_special("xxx|> and more")
+        assert not tokenizer.borders_special("user text <|99999xx") and not tokenizer.borders_special("y x|>")
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_halves_are_those_of_the_definition():
+    control = ["<|a|>", "<|ab|>", "<|a", "ab", "<s>", "xyz"]
+    tokenizer = Tokenizer.from_metadata(bpe(control=control))
+    halves = {(t[:n], t[-n:]) for t in control for n in range(2, len(t))}
+    heads, tails = {head for head, _ in halves}, {tail for _, tail in halves}
+    alphabet = "<|a>sxyz b"
+    for i in range(4000):
+        rng = random.Random(i)
+        text = "".join(rng.choice(alphabet) for _ in range(rng.randrange(7)))
+        cut = text.strip()
+        want = any(cut.endswith(head) for head in heads) or any(cut.startswith(tail) for tail in tails)
+        assert tokenizer.borders_special(text) == want, text

@@ -1,0 +1,160 @@
+"""Each metadata field comes out with its type and in its range, or as one line that names it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from pyspec.errors import BadGGUF, BadTokenizer, ModelError
+from pyspec.gguf.fields import GENERAL, HPARAMS, Fields, encodable
+from pyspec.ranges import OneOf, Real, Whole
+
+HUGE = 2**64 - 1
+
+
+def h(**values: object) -> Fields:
+    """Fields of a llama; `__` stands for a dot."""
+    return Fields({f"llama.{k.replace('__', '.')}": v for k, v in values.items()}, "f.gguf: ", "llama.")
+
+
+Read = Callable[[Fields], object]
+LIES: dict[str, tuple[Fields, Read, str]] = {
+    "integer: zero": (
+        h(block_count=0),
+        lambda f: f.integer("block_count"),
+        r"block_count is 0; want a whole number from 1",
+    ),
+    "integer: negative": (h(context_length=-5), lambda f: f.integer("context_length"), "context_length is -5"),
+    "integer: huge": (h(block_size=2**32), lambda f: f.integer("block_size"), "block_size is 4294967296; .* to 256"),
+    "integer: a float": (h(block_count=2.0), lambda f: f.integer("block_count"), "block_count is 2.0; want a whole"),
+    "integer: NaN": (h(block_count=math.nan), lambda f: f.integer("block_count", 3), "block_count is nan"),
+    "integer: a bool": (h(block_count=True), lambda f: f.integer("block_count"), "block_count is True"),
+    "integer: text": (h(block_count="2"), lambda f: f.integer("block_count"), "block_count is '2'"),
+    "integer: an array": (
+        h(block_count=np.ones(3, "<i4")),
+        lambda f: f.integer("block_count"),
+        "is an array of 3 int32",
+    ),
+    "integer: absent": (h(), lambda f: f.integer("block_count"), "the metadata has no llama.block_count"),
+    "number: NaN": (
+        h(rope__freq_base=math.nan),
+        lambda f: f.number("rope.freq_base"),
+        "freq_base is nan; want a number",
+    ),
+    "number: infinite": (h(rope__freq_base=math.inf), lambda f: f.number("rope.freq_base"), "freq_base is inf"),
+    "number: negative": (h(attention__scale=-1.0), lambda f: f.number("attention.scale", 0.0), "scale is -1.0"),
+    "number: too large": (
+        h(attention__layer_norm_epsilon=2),
+        lambda f: f.number("attention.layer_norm_epsilon"),
+        "is 2",
+    ),
+    "number: texts": (h(rope__freq_base=["x"]), lambda f: f.number("rope.freq_base"), "is an array of 1 texts"),
+    "flag: 2": (h(attention__causal=2), lambda f: f.flag("attention.causal", True), "causal is 2"),
+    "flag: text": (h(attention__causal="false"), lambda f: f.flag("attention.causal", True), "causal is 'false'"),
+    "text: a number": (h(rope__scaling__type=1), lambda f: f.text("rope.scaling.type"), "type is 1; want text"),
+    "text: long": (
+        h(rope__scaling__type="x" * 99),
+        lambda f: f.text("rope.scaling.type"),
+        "has 99 characters; want at most 64",
+    ),
+    "integers: NaN": (
+        h(target_layers=np.array([1, math.nan], "<f4")),
+        lambda f: f.integers("target_layers"),
+        "2 float32",
+    ),
+    "integers: one out of range": (
+        h(target_layers=np.array([1, -7], "<i8")),
+        lambda f: f.integers("target_layers"),
+        r"entry 1 of llama\.target_layers is -7; want a whole number from 0",
+    ),
+    "integers: unsigned": (
+        h(target_layers=np.array([1, HUGE], "<u8")),
+        lambda f: f.integers("target_layers"),
+        f"is {HUGE}",
+    ),
+    "integers: bools": (h(target_layers=np.ones(2, bool)), lambda f: f.integers("target_layers"), "an array of 2 bool"),
+    "integers: a scalar": (
+        h(target_layers=3),
+        lambda f: f.integers("target_layers"),
+        "target_layers is 3; want an array",
+    ),
+    "each: too few": (
+        h(expert_count=np.ones(3, "<i4")),
+        lambda f: f.each("expert_count", 4),
+        "has 3 entries; .* 4 blocks",
+    ),
+    "flags: too many": (
+        h(attention__sliding_window_pattern=np.ones(3, bool)),
+        lambda f: f.flags("attention.sliding_window_pattern", 2),
+        "has 3 entries for 2 layers",
+    ),
+    "flags: 2": (
+        h(attention__recurrent_layers=np.array([1, 2], "<i4")),
+        lambda f: f.flags("attention.recurrent_layers", 2),
+        r"entry 1 of llama\.attention\.recurrent_layers is 2; want true or false",
+    ),
+    "flags: floats": (
+        h(attention__recurrent_layers=np.array([1, math.nan], "<f4")),
+        lambda f: f.flags("attention.recurrent_layers", 2),
+        "an array of 2 float32; want an array of bools",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_a_field_of_the_wrong_type_or_outside_its_range_is_one_line_that_names_it(name: str) -> None:
+    fields, read, says = LIES[name]
+    with pytest.raises(BadGGUF, match=says) as e:
+        read(fields)
+    line = str(e.value)
+    assert line.startswith("f.gguf: ") and "llama." in line and line.isprintable() and len(line) < 200
+
+
+def test_what_is_legal_comes_out_as_it_is_and_absent_fields_are_the_readers_to_decide() -> None:
+    some = np.array([0, 2, 2], "<u4")
+    f = h(
+        block_count=3,
+        rope__freq_base=10_000,
+        attention__causal=1,
+        expert_count=some,
+        attention__recurrent_layers=some > 0,
+    )
+    assert (f.integer("block_count"), f.integer("nextn_predict_layers", 0)) == (3, 0)
+    base = f.number("rope.freq_base")
+    assert (base, type(base), f.number("attention.scale", None)) == (10_000.0, float, None)
+    assert f.flag("attention.causal", False) is True and f.flag("expert_weights_norm", False) is False
+    assert f.each("block_count", 2) == [3, 3] and f.each("expert_count", 2) == [0, 2]
+    assert f.one_or_more("expert_count") == [0, 2, 2] and f.integers("expert_count", 3) == [0, 2, 2]
+    assert f.flags("attention.recurrent_layers", 2, or_more=True) == [False, True]
+    assert "expert_count" in f and "rope.scaling.type" not in f
+
+
+def test_text_that_is_no_utf8_can_be_encoded_and_a_label_can_not_act_on_a_terminal() -> None:
+    f = Fields({"general.name": "a\udcff\x1b[2J\nü\u202e", "general.architecture": 7})
+    assert f.text("general.name").encode() == "a\ufffd\x1b[2J\nü\u202e".encode()
+    assert f.label("general.name") == "a\ufffd\ufffd[2J\ufffdü\ufffd"
+    assert encodable("\ud800x") == "\ufffdx"
+    with pytest.raises(ModelError, match=r"^general\.architecture is 7; want text$"):
+        f.label("general.architecture")
+
+
+def test_the_reader_chooses_the_error() -> None:
+    with pytest.raises(BadTokenizer, match="tokens is an array of 2 values; want an array of texts"):
+        Fields({"tokenizer.ggml.tokens": [1, 2]}, error=BadTokenizer).strings("tokenizer.ggml.tokens")
+    with pytest.raises(BadTokenizer, match="scores has 2 entries; want 3"):
+        Fields({"tokenizer.ggml.scores": [0.0, 1.0]}, error=BadTokenizer).numbers("tokenizer.ggml.scores", 3)
+    with pytest.raises(BadTokenizer, match=r"entry 1 of tokenizer\.ggml\.scores is nan"):
+        Fields({"tokenizer.ggml.scores": [0.0, math.nan]}, error=BadTokenizer).numbers("tokenizer.ggml.scores", 2)
+
+
+@pytest.mark.parametrize("table", [GENERAL, HPARAMS], ids=["general", "hparams"])
+def test_every_range_has_both_ends_and_refuses_what_is_not_finite(table: dict[str, object]) -> None:
+    for name, legal in table.items():
+        if isinstance(legal, Whole | Real):
+            assert legal.low < legal.high, name
+            assert all(legal.flaw(x) for x in (math.nan, math.inf, -math.inf)), name
+        else:
+            assert isinstance(legal, OneOf | int), name
