@@ -19,7 +19,7 @@ Source: arXiv:2412.06464; memory layout of llama.cpp's qwen35.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,14 +27,16 @@ from torch import Tensor
 
 from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.recurrent.ref import (
+    advance,
     check_seqs,
     convolve,
     has_records,
-    live_records,
+    kept_records,
     pad,
     record,
     shift_window,
     softplus,
+    step_through,
 )
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.recurrent import StateLayer
@@ -103,21 +105,6 @@ def bind(spec: GdnSpec) -> Gdn:
     kd, n_v, dim, taps = shape.n_k_head * shape.dim, shape.n_v_head, shape.dim, shape.n_conv
     scale = dim**-0.5
 
-    def fold(state: Tensor, layer: StateLayer, batch: Batch, slots: Tensor) -> None:
-        """state [seq, head, dim, dim]: the recorded rows, in order."""
-        deep = max(seq.n_fold for seq in batch.seqs)
-        if deep == 0:
-            return
-        live = live_records(batch, deep, state.device)[..., None]
-        k = _spread(layer.k[slots, :deep], n_v)
-        v = layer.v[slots, :deep]
-        g = torch.where(live, layer.g[slots, :deep], 0.0)
-        beta = torch.where(live, layer.beta[slots, :deep], 0.0)
-        k, v = torch.where(live[..., None], k, 0.0), torch.where(live[..., None], v, 0.0)
-        flat = state.view(-1, dim, dim)
-        for t in range(deep):
-            step(flat, *(x[:, t].reshape(flat.shape[0], *x.shape[3:]) for x in (k, v, g, beta)))
-
     def gdn(
         m: Tensor,
         alpha: Tensor,
@@ -137,32 +124,21 @@ def bind(spec: GdnSpec) -> Gdn:
         out = torch.empty_like(v)
         slots = torch.tensor([seq.slot for seq in batch.seqs], device=m.device)
         state = layer.state[slots]
-        fold(state, layer, batch, slots)
-        short = [s for s, seq in enumerate(batch.seqs) if not (seq.keep and seq.width >= CHUNKED)]
-        spans = [slice(batch.starts[s], batch.starts[s + 1]) for s in range(len(batch.seqs))]
-        for s, seq in enumerate(batch.seqs):
-            if not seq.keep:  # the state of a verify is stored as it stands before its rows
-                layer.state[seq.slot] = state[s]
+        if records := kept_records(layer, batch, slots, (0.0, 0.0, 0.0, 0.0)):
+            step_through(state, (_spread(records[0], n_v), *records[1:]), step)
         record(layer, batch, (k, v, g, beta))
-        if short:
-            part = state if len(short) == len(spans) else state[short]
-            wide = max(batch.seqs[s].width for s in short)
-            qs, ks, vs, gs, bs = (pad([x[spans[s]] for s in short], wide) for x in (q, k, v, g, beta))
-            qs, ks = _spread(qs, n_v), _spread(ks, n_v)
-            flat = part.view(-1, dim, dim)
-            y = torch.empty(len(short), wide, n_v, dim, device=m.device)
-            for t in range(wide):
-                args = [x[:, t].reshape(flat.shape[0], *x.shape[3:]) for x in (ks, vs, gs, bs, qs)]
-                y[:, t] = step(flat, *args).view(len(short), n_v, dim)
-            for i, s in enumerate(short):
-                out[spans[s]] = y[i, : batch.seqs[s].width]
-                if batch.seqs[s].keep:
-                    layer.state[batch.seqs[s].slot] = part[i]
-        for s in set(range(len(spans))) - set(short):
-            qs, ks = (_spread(x[spans[s]], n_v).transpose(0, 1) for x in (q, k))
-            vs, gs, bs = (x[spans[s]].transpose(0, 1) for x in (v, g, beta))
-            out[spans[s]] = chunked(state[s], qs, ks, vs, gs, bs).transpose(0, 1)
-            layer.state[batch.seqs[s].slot] = state[s]
+
+        def short(part: Tensor, spans: Sequence[slice], width: int) -> Tensor:
+            qs, ks, vs, gs, bs = (pad([x[span] for span in spans], width) for x in (q, k, v, g, beta))
+            y = step_through(part, (_spread(ks, n_v), vs, gs, bs, _spread(qs, n_v)), step)
+            return torch.stack(y, 1).view(len(spans), n_v, width, dim).transpose(1, 2)  # type: ignore[arg-type]
+
+        def long(own: Tensor, span: slice) -> Tensor:
+            qs, ks = (_spread(x[span], n_v).transpose(0, 1) for x in (q, k))
+            vs, gs, bs = (x[span].transpose(0, 1) for x in (v, g, beta))
+            return chunked(own, qs, ks, vs, gs, bs).transpose(0, 1)
+
+        advance(layer, batch, state, out, short, long, CHUNKED)
         return out * scale
 
     return gdn

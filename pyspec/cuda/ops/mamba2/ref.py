@@ -20,7 +20,7 @@ Source: arXiv:2405.21060; memory layout of llama.cpp's nemotron_h.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,14 +28,16 @@ from torch import Tensor
 
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.recurrent.ref import (
+    advance,
     check_seqs,
     convolve,
     has_records,
-    live_records,
+    kept_records,
     pad,
     record,
     shift_window,
     softplus,
+    step_through,
 )
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.recurrent import StateLayer
@@ -130,21 +132,7 @@ def spread(b: Tensor, n_head: int) -> Tensor:
 
 def bind(spec: Mamba2Spec) -> Mamba2:
     shape = spec.shape
-    n_head, dim, n = shape.n_head, shape.head_dim, shape.n_state
-
-    def fold(state: Tensor, layer: StateLayer, batch: Batch, slots: Tensor) -> None:
-        """state [seq, head, head_dim, state]: the recorded rows, in order."""
-        deep = max(seq.n_fold for seq in batch.seqs)
-        if deep == 0:
-            return
-        live = live_records(batch, deep, state.device)[..., None]
-        x = torch.where(live[..., None], layer.x[slots, :deep], 0.0)
-        b = torch.where(live[..., None], layer.b[slots, :deep], 0.0)
-        decay = torch.where(live, layer.decay[slots, :deep], 1.0)
-        dt = torch.where(live, layer.dt[slots, :deep], 0.0)
-        flat = state.view(-1, dim, n)
-        for t in range(deep):
-            step(flat, *(r[:, t].reshape(len(flat), *r.shape[3:]) for r in (x, spread(b, n_head), decay, dt)))
+    n_head, dim = shape.n_head, shape.head_dim
 
     def mamba2(m: Tensor, dt: Tensor, p: Params, layer: StateLayer, batch: Batch) -> Tensor:
         check_seqs(batch, layer)
@@ -152,33 +140,21 @@ def bind(spec: Mamba2Spec) -> Mamba2:
         out = torch.empty_like(rows.x, memory_format=torch.contiguous_format)
         slots = torch.tensor([seq.slot for seq in batch.seqs], device=m.device)
         state = layer.state[slots]
-        fold(state, layer, batch, slots)
+        if records := kept_records(layer, batch, slots, (0.0, 0.0, 1.0, 0.0)):
+            step_through(state, (records[0], spread(records[1], n_head), *records[2:]), step)
         decay = rows.decay
         record(layer, batch, (rows.x, rows.b, decay, rows.dt))
-        spans = [slice(batch.starts[s], batch.starts[s + 1]) for s in range(len(batch.seqs))]
-        short = [s for s, seq in enumerate(batch.seqs) if not (seq.keep and seq.width >= CHUNKED)]
-        for s, seq in enumerate(batch.seqs):
-            if not seq.keep:  # the state of a verify is stored as it stands before its rows
-                layer.state[seq.slot] = state[s]
-        if short:
-            part = state if len(short) == len(spans) else state[short]
-            wide = max(batch.seqs[s].width for s in short)
-            x, b, c, t = (pad([r[spans[s]] for s in short], wide) for r in (rows.x, rows.b, rows.c, rows.dt))
-            e = pad([decay[spans[s]] for s in short], wide, 1.0)
-            b, c = spread(b, n_head), spread(c, n_head)
-            flat = part.view(-1, dim, n)
-            y = torch.empty(len(short), wide, n_head, dim, device=m.device)
-            for i in range(wide):
-                args = (r[:, i].reshape(len(flat), *r.shape[3:]) for r in (x, b, e, t, c))
-                y[:, i] = step(flat, *args).view(len(short), n_head, dim)
-            for i, s in enumerate(short):
-                out[spans[s]] = y[i, : batch.seqs[s].width]
-                if batch.seqs[s].keep:
-                    layer.state[batch.seqs[s].slot] = part[i]
-        for s in set(range(len(spans))) - set(short):
-            own = Rows(*(getattr(rows, name)[spans[s]] for name in Rows.__slots__))
-            out[spans[s]] = chunked(state[s], own).transpose(0, 1)
-            layer.state[batch.seqs[s].slot] = state[s]
+
+        def short(part: Tensor, spans: Sequence[slice], width: int) -> Tensor:
+            x, b, c, t = (pad([r[span] for span in spans], width) for r in (rows.x, rows.b, rows.c, rows.dt))
+            e = pad([decay[span] for span in spans], width, 1.0)
+            y = step_through(part, (x, spread(b, n_head), e, t, spread(c, n_head)), step)
+            return torch.stack(y, 1).view(len(spans), n_head, width, dim).transpose(1, 2)  # type: ignore[arg-type]
+
+        def long(own: Tensor, span: slice) -> Tensor:
+            return chunked(own, Rows(*(getattr(rows, name)[span] for name in Rows.__slots__))).transpose(0, 1)
+
+        advance(layer, batch, state, out, short, long, CHUNKED)
         return out.addcmul_(rows.x, p.d[:, None])
 
     return mamba2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -45,9 +45,58 @@ def pad(rows: Sequence[Tensor], width: int, fill: float = 0.0) -> Tensor:
     return out
 
 
-def live_records(batch: Batch, deep: int, device: torch.device) -> Tensor:
-    """[seq, deep] bool: which records are to be folded. Others may hold anything, NaN included: mask, do not multiply."""
-    return torch.tensor([[t < seq.n_fold for t in range(deep)] for seq in batch.seqs], device=device)
+def kept_records(layer: StateLayer, batch: Batch, slots: Tensor, fills: Sequence[float]) -> list[Tensor]:
+    """Of each of the layer's records [seq, deep, ...] the rows to be folded, else what leaves a state as it is; none if there are
+    none. Records that are not folded may hold anything, NaN included: they are masked, not multiplied."""
+    deep = max(seq.n_fold for seq in batch.seqs)
+    if deep == 0:
+        return []
+    live = torch.tensor([[t < seq.n_fold for t in range(deep)] for seq in batch.seqs], device=slots.device)
+    rows = [record[slots, :deep] for record in layer.records()]
+    return [torch.where(live.view(*live.shape, *[1] * (r.dim() - 2)), r, f) for r, f in zip(rows, fills, strict=True)]
+
+
+Step = Callable[
+    ..., Tensor | None
+]  # step(states [n, ...], *rows [n, ...]) -> the rows' outputs: one token for many, in place
+
+
+def step_through(state: Tensor, rows: Sequence[Tensor], step: Step) -> list[Tensor | None]:
+    """state [seq, head, ...] in place over rows [seq, row, head, ...], one row of all sequences and heads after the other."""
+    flat = state.view(-1, *state.shape[2:])
+    each = range(rows[0].shape[1]) if rows else range(0)
+    return [step(flat, *(r[:, t].reshape(len(flat), *r.shape[3:]) for r in rows)) for t in each]
+
+
+def advance(
+    layer: StateLayer,
+    batch: Batch,
+    state: Tensor,
+    out: Tensor,
+    short: Callable[[Tensor, Sequence[slice], int], Tensor],
+    long: Callable[[Tensor, slice], Tensor],
+    chunked: int,
+) -> None:
+    """Run the batch's rows over `state` [seq, ...], which has its records folded; write `out` [row, head, dim] and the states.
+
+    short(states, spans, width)  over several sequences at once, [seq, width, head, dim]: fewer rows than `chunked`, or a verify
+    long(state, span)            over one, [row, head, dim]
+    """
+    spans = [slice(batch.starts[s], batch.starts[s + 1]) for s in range(len(batch.seqs))]
+    few = [s for s, seq in enumerate(batch.seqs) if not (seq.keep and seq.width >= chunked)]
+    for s, seq in enumerate(batch.seqs):
+        if not seq.keep:  # the state of a verify is stored as it stands before its rows
+            layer.state[seq.slot] = state[s]
+    if few:
+        part = state if len(few) == len(spans) else state[few]
+        y = short(part, [spans[s] for s in few], max(batch.seqs[s].width for s in few))
+        for i, s in enumerate(few):
+            out[spans[s]] = y[i, : batch.seqs[s].width]
+            if batch.seqs[s].keep:
+                layer.state[batch.seqs[s].slot] = part[i]
+    for s in set(range(len(spans))) - set(few):
+        out[spans[s]] = long(state[s], spans[s])
+        layer.state[batch.seqs[s].slot] = state[s]
 
 
 def convolve(m: Tensor, w: Tensor, layer: StateLayer, batch: Batch, taps: int, bias: Tensor | None = None) -> Tensor:
