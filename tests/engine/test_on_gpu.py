@@ -163,7 +163,7 @@ def test_rounds_launched_ahead_leave_the_text(draft: str | None, expected: list)
                 r.tokens for r in cold.generate_many(prompts, max_tokens=100, temperature=0.0, ignore_eos=True)
             ]
         ahead = [flight for flight in flown if flight is not None]
-        assert len(ahead) > 50 and any(flight.tokens is not None for flight in ahead) == (draft is not None)
+        assert len(ahead) > 50 and any(flight.launched.tokens is not None for flight in ahead) == (draft is not None)
 
 
 def test_two_runs_have_the_same_bits_and_neighbours_do_not_matter() -> None:

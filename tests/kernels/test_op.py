@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib import import_module
 
 import pytest
 import torch
 
+from pyspec.cuda import survey
 from pyspec.cuda.op import Impl, Op, device_of
+from pyspec.cuda.ops.linear.op import linear_tall
 
 
 @dataclass(frozen=True)
@@ -86,3 +89,9 @@ def test_the_reference_is_never_refused() -> None:
 
 def test_a_spec_without_a_device_is_the_cpu_s() -> None:
     assert device_of("anything") == torch.device("cpu") == device_of(Spec())
+
+
+def test_a_child_process_finds_every_op_at_its_home() -> None:
+    for op in [*survey.ops(), linear_tall]:
+        module, _, name = op.home.partition(":")
+        assert getattr(import_module(module), name) is op, f"{op.name} is not at {op.home}"

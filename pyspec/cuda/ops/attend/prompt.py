@@ -83,7 +83,11 @@ def check(launch: Run, other: Run, spec: AttendSpec) -> str | None:
 
 
 attend_prompt: Op[AttendSpec] = Op(  # without the library, `attend` takes prompts, too
-    "attend_prompt", Impl("attend", reference), [Impl("library", by_torch, limits)], check
+    "attend_prompt",
+    Impl("attend", reference),
+    [Impl("library", by_torch, limits)],
+    check,
+    home="pyspec.cuda.ops.attend.prompt:attend_prompt",
 )
 
 
