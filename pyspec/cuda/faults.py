@@ -17,7 +17,18 @@ from pyspec.cuda.context import context_of, per_device
 from pyspec.errors import OutOfBounds
 
 N_FIELD = 5  # {tripped, op, slot, index, limit}
-OPS = {3: "gdn", 4: "attend", 5: "rope_kv", 7: "mamba2", 8: "embed", 9: "norms", 10: "ahead"}
+OPS = {
+    3: "gdn",
+    4: "attend",
+    5: "rope_kv",
+    7: "mamba2",
+    8: "embed",
+    9: "norms",
+    10: "ahead",
+}  # whose kernels have guards
+NUMBERS = {
+    name: number for number, name in OPS.items()
+}  # for a launcher's macros; gdn, mamba2 and ahead have theirs in the source
 BY_SLOT = ("gdn", "mamba2")  # these name the slot
 BY_ROW = ("rope_kv", "embed")  # these the batch's row; the others its sequence, but norms, which names none
 EVERYONE = -1  # whose it was is not known

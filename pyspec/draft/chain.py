@@ -210,6 +210,8 @@ class Chain:
         slots = [self.table.slots[seq.slot] for seq in batch.seqs]
         if self.p_min > 0 or any(self._state(slot).n_row != slot.n_past + 1 for slot in slots):
             return None
+        if batch.n_row > len(self.hidden):  # a verify of so many rows has no place here
+            return None
         seqs = [Seq(q.slot, slot.n_past + 1, [0] * q.width, n_out=1) for q, slot in zip(batch.seqs, slots, strict=True)]
         first = lay_out(self.table, seqs, self.device, arena=self.arenas[0])
         self.ahead.follow(first, kept)

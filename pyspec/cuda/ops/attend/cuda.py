@@ -24,7 +24,7 @@ from pyspec.cuda.ops.prefetch import prefetch_args
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 
-OP_ID = 4  # in the fault record, which names the sequence
+OP_ID = faults.NUMBERS["attend"]  # in the fault record, which names the sequence
 DIMS = (64, 128, 256)
 N_TILES = (1, 2, 3, 4, 6)  # columns of a block in eights
 SPLIT, MAX_SEQ, STEP_BYTES, SCALE_BYTES = 1024, 128, 2048, 256  # as in attend_fold.cuh and attend.cu

@@ -18,7 +18,7 @@ from pyspec.cuda.ops.angles import cuda as angles_cuda
 from pyspec.cuda.ops.embed.ref import Embed, EmbedSpec
 from pyspec.gguf import GGMLType
 
-OP_ID = 8  # in the fault record
+OP_ID = faults.NUMBERS["embed"]  # in the fault record
 THREADS = 256  # of a CTA, 4 columns each
 MAX_TOKENS = (1 << 31) - 1
 PACKED = (GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K)

@@ -11,7 +11,7 @@ from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
 from pyspec.cuda.ops.norms.ref import Norms, NormsSpec
 
-OP_ID = 9  # in the fault record
+OP_ID = faults.NUMBERS["norms"]  # in the fault record
 MAX_THREADS = 1024
 MAX_COLUMNS = 16384  # four times 4 columns in each thread's registers
 MAX_ROWS = 1 << 30

@@ -14,7 +14,7 @@ from pyspec.cuda.ops.attend.cuda import KINDS
 from pyspec.cuda.ops.rope_kv.ref import Angles, RopeKvSpec
 from pyspec.slots.kv import KVPool
 
-OP_ID = 5  # in the fault record
+OP_ID = faults.NUMBERS["rope_kv"]  # in the fault record
 WARPS = 4
 ARGS = "pl" + "ppf" + "pp" + "p" + "p{planes}" + "iii" + "p"
 
