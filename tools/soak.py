@@ -249,12 +249,12 @@ def inspect_idle(engine: Engine, tally: Tally) -> None:
         tally.fail(f"{metrics.requests_failed} requests failed, {metrics.guard_trips} guards tripped")
 
 
-def soak(seconds: float, np: int, seed: int, n_prompt: int = 24) -> tuple[bool, str]:
+def soak(seconds: float, np: int, seed: int, n_prompt: int = 24, draft: str = "auto") -> tuple[bool, str]:
     """Run it; (all well, summary line)."""
     known, tally = known_texts(n_prompt), Tally()
     n_client = np + max(2, np // 2)  # more than fit, so that some wait
     with ExitStack() as stack:
-        engine = stack.enter_context(Engine.load("demo", np=np, queue=4 * n_client, cache_ram=16))
+        engine = stack.enter_context(Engine.load("demo", draft, np=np, queue=4 * n_client, cache_ram=16))
         url = stack.enter_context(serving(engine))
         began = time.monotonic()
         args = [(engine, url, seed * 1000 + i, began + seconds, known, tally) for i in range(n_client)]
@@ -288,6 +288,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--np", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--draft", default="auto", help="auto (DFlash), mtp or ngram; not of conversations")
     parser.add_argument("--chats", action="store_true", help="conversations over the prefix cache (soak_chats.py)")
     parser.add_argument("--model", default=None, help="of the conversations: any file with an MTP block, or demo")
     parser.add_argument("--device", default="cpu", help="of the conversations")
@@ -303,7 +304,7 @@ def main() -> None:
         a = arguments
         well, line = soak_chats(60 * a.minutes, a.np, a.seed, a.model, a.ahead, a.device, a.ctx, a.later)
     else:
-        well, line = soak(60 * arguments.minutes, arguments.np, arguments.seed)
+        well, line = soak(60 * arguments.minutes, arguments.np, arguments.seed, draft=arguments.draft)
     print(line)
     sys.exit(0 if well else 1)
 
