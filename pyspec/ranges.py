@@ -114,14 +114,15 @@ class Text:
 
 @dataclass(frozen=True)
 class Of:
-    """An object of a type, with ranges of its own if it is a dataclass that has some."""
+    """An object of a type, or of one of several."""
 
-    type: type
+    type: type | tuple[type, ...]
 
     def flaw(self, value: object) -> str:
-        if not isinstance(value, self.type):
-            return _is_not(value, f"a {self.type.__name__}")
-        return ""
+        if isinstance(value, self.type):
+            return ""
+        types = self.type if isinstance(self.type, tuple) else (self.type,)
+        return _is_not(value, "a " + " or ".join(t.__name__ for t in types))
 
 
 @dataclass(frozen=True)

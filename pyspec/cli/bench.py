@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pyspec.cli.options import EngineChoice, engine_options, tell_ignored
+from pyspec.cli.options import EngineChoice, Number, engine_options, tell_ignored
+from pyspec.config import MAX_CTX, MAX_SLOTS
 
 if TYPE_CHECKING:
     from pyspec.bench.over_http import Clients
@@ -22,30 +23,41 @@ def _counts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int
         counts = tuple(sorted({int(part) for part in value.split(",")}))
     except ValueError as e:
         raise click.BadParameter(f"want numbers between commas, such as 1,2,4,8: {e}", ctx, param) from e
-    if counts[0] < 1:
-        raise click.BadParameter(f"{counts[0]} streams can not run", ctx, param)
+    if not 1 <= counts[0] <= counts[-1] <= MAX_SLOTS:
+        raise click.BadParameter(f"want 1 to {MAX_SLOTS} streams, got {value!r}", ctx, param)
     return counts
 
 
 def _percent(ctx: click.Context, param: click.Parameter, value: str) -> float:
     try:
-        return float(value.strip().removesuffix("%")) / 100
-    except ValueError as e:
-        raise click.BadParameter(f"want a percentage such as 3%, got {value!r}", ctx, param) from e
+        percent = float(value.strip().removesuffix("%"))
+    except ValueError:
+        percent = -1.0
+    if not 0 <= percent <= 100:
+        raise click.BadParameter(f"want a percentage from 0% to 100%, got {value!r}", ctx, param)
+    return percent / 100
 
 
 @click.command()
 @engine_options
 @click.option("-npl", "--streams", default="1,2,4,8", callback=_counts, help="Numbers of streams side by side.")
-@click.option("-p", "--n-prompt", default=0, type=click.IntRange(0), help="Tokens of a prompt. 0: as questions are.")
-@click.option("-n", "--n-gen", default=128, type=click.IntRange(4), help="Most tokens of an answer.")
-@click.option("-r", "--repetitions", default=3, type=click.IntRange(1), help="Turns of each kind.")
-@click.option("--temp", "temperature", default=0.0, type=click.FloatRange(0), help="Temperature; 0 is greedy.")
+@click.option(
+    "-p", "--n-prompt", default=0, type=click.IntRange(0, MAX_CTX), help="Tokens of a prompt. 0: as questions are."
+)
+@click.option("-n", "--n-gen", default=128, type=click.IntRange(4, MAX_CTX), help="Most tokens of an answer.")
+@click.option("-r", "--repetitions", default=3, type=click.IntRange(1, 1000), help="Turns of each kind.")
+@click.option("--temp", "temperature", default=0.0, type=Number(0, 100), help="Temperature; 0 is greedy.")
 @click.option("--random-prompts", is_flag=True, help="Random ids, for models without meaning (`pyspec synth`).")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-generation token.")
 @click.option("--http", is_flag=True, help="Each turn also through the HTTP server, streamed to another process.")
 @click.option("--parts", is_flag=True, help="Also split a round's device time: linear, attention, state (GPU).")
-@click.option("--bandwidth", default=0.0, metavar="GB/S", help="Memory bandwidth, to show the share of the floor.")
+@click.option(
+    "--bandwidth",
+    default=0.0,
+    type=Number(0, 1e6),
+    metavar="GB/S",
+    help="Memory bandwidth, to show the share of the floor.",
+)
 @click.option("-o", "--output", type=click.Choice(["md", "json", "csv", "jsonl"]), default="md", help="Form on stdout.")
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also write a report with a picture.")
 @click.option("--baseline", type=click.Path(path_type=Path, dir_okay=False), help="Compare with an -o json report.")

@@ -39,6 +39,10 @@ def examine(choice: ModelChoice, device_name: str, recheck: bool) -> dict[str, A
     """Everything doctor says, as JSON has it."""
     from dataclasses import asdict
 
+    from pyspec.config import EngineSettings
+
+    EngineSettings(device=device_name)  # refuses names that mean nothing here
+
     import torch
 
     from pyspec.cuda import probe, survey, verdicts

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
+from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -12,6 +13,7 @@ import click
 from pyspec.cli import verbose_option
 from pyspec.config import DRAFT_HEADS, KV_TYPES, PAGE_SIZES, WEIGHTS, settings_from
 from pyspec.errors import ConfigError
+from pyspec.ranges import INT32, rules_of
 from pyspec.registry import DRAFTERS, WHETHER, added_drafters, is_spec_type
 from pyspec.request import SamplingParams
 
@@ -21,6 +23,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Number(click.FloatRange):
+    """A finite number in a range: click lets NaN through."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        number = super().convert(value, param, ctx)
+        if not isfinite(number):
+            self.fail(f"{value} is no finite number.", param, ctx)
+        return number
+
 
 LLAMA_CPP = {"ngram": "ngram-simple"}  # spelling of a drafter where it is not draft-NAME
 SPEC_TYPES = {name: name for name in (*WHETHER, *DRAFTERS)} | {
@@ -167,7 +180,9 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
 ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     click.option("-md", "--model-draft", "--spec-draft-model", default="", help="Drafter's GGUF file."),
     click.option("-hfd", "--spec-draft-hf", default="", metavar="USER/REPO[:QUANT]", help="Drafter to download."),
-    click.option("-np", "--parallel", "np", default=-1, help="Slots. Default: 4 in the server, else 1."),
+    click.option(
+        "-np", "--parallel", "np", default=-1, type=click.IntRange(-1), help="Slots. Default: 4 in the server, else 1."
+    ),
     click.option("-c", "--ctx-size", "ctx", default=0, help="Tokens one request may hold. 0: the model's, up to 8192."),
     click.option("--kv-pool", default=0, help="Tokens of all slots together. 0: -np times -c."),
     click.option("--page-size", default=32, type=click.Choice(PAGE_SIZES), help="Tokens of one KV page."),
@@ -185,7 +200,7 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
         "-ctk", "--cache-type-k", type=click.Choice(KV_TYPES), default=None, help="Type of keys and values [f16]."
     ),
     click.option("-ctv", "--cache-type-v", type=click.Choice(KV_TYPES), default=None, help="The same as -ctk."),
-    click.option("-t", "--threads", default=0, help="CPU threads. 0: as torch chooses."),
+    click.option("-t", "--threads", default=0, help="CPU threads. 0 or -1: as torch chooses."),
     click.option("-dev", "--device", default="auto", help="auto, cpu, cuda, cuda:1 ..."),
     click.option("--weights", type=click.Choice(WEIGHTS), default="auto", help="Keep weights packed or unpack them."),
     click.option("--warmup/--no-warmup", "warm_up", default=True, help="Run a few rounds before the first request."),
@@ -223,7 +238,13 @@ SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
     click.option("-s", "--seed", default=-1, help="Seed of the draw; -1 takes a new one."),
     click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-generation token."),
     click.option(
-        "-n", "--predict", "--n-predict", "n_predict", default=-1, help="Most tokens to generate; -1: no limit."
+        "-n",
+        "--predict",
+        "--n-predict",
+        "n_predict",
+        default=-1,
+        type=click.IntRange(-1, INT32),
+        help="Most tokens to generate; -1: no limit.",
     ),
 ]
 
@@ -284,9 +305,14 @@ def sampling_options(function: F) -> F:
     """Give a command the sampling flags; it receives `sampling: SamplingParams` and `n_predict`."""
 
     def fold(values: dict[str, Any]) -> None:
-        names = {f.name for f in fields(SamplingParams)} & set(values)
-        given = {name: values.pop(name) for name in names}
-        values["sampling"] = replace(SamplingParams(), **{k: v for k, v in given.items() if v is not None})
+        flags = {p.name: p.opts[0] for p in click.get_current_context().command.params}
+        given = {}
+        for rule in rules_of(SamplingParams):
+            if rule.name in values and (value := values.pop(rule.name)) is not None:
+                if flaw := replace(rule, title=flags[rule.name]).flaw(value):
+                    raise ConfigError(flaw)
+                given[rule.name] = value
+        values["sampling"] = SamplingParams(**given)
 
     return apply(SAMPLING_OPTIONS)(_grouped(function, fold))
 

@@ -24,7 +24,7 @@ CLOSE_S = 10.0  # for the round that is under way
 @engine_options
 @sampling_options
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
-@click.option("--port", default=8080, help="Port; 0 picks a free one.")
+@click.option("--port", default=8080, type=click.IntRange(0, 65535), help="Port; 0 picks a free one.")
 @click.option("--api-key", multiple=True, envvar="LLAMA_API_KEY", help="Key clients must send; may be repeated.")
 @click.option("--insecure", is_flag=True, help="Listen beyond this machine without a key.")
 @click.option("-a", "--alias", default="", help="The model's name in answers.")

@@ -16,11 +16,18 @@ from pyspec.cli import verbose_option
 @click.argument("out", type=click.Path(path_type=Path, dir_okay=False), metavar="OUT.gguf")
 @click.option("--tiny", is_flag=True, help="The same architecture in a few hundred kilobytes.")
 @click.option("--quant", default="q8_0", metavar="TYPE", help="Type of the matrices: f32, q8_0, q4_k ...")
-@click.option("--seed", default=0, help="Other weights with each seed.")
+@click.option("--seed", default=0, type=click.IntRange(0, 2**32 - 1), help="Other weights with each seed.")
 @click.option("--mtp/--no-mtp", default=True, help="With the MTP block, if the architecture has one.")
 @click.option("--drafter", is_flag=True, help="Write the DFlash drafter that fits MODEL instead.")
 @click.option("--sidecar", is_flag=True, help="Write only the MTP block, with embedding and head.")
-@click.option("--layers", "n_layer", default=0, metavar="N", help="Only the first N layers of MODEL.")
+@click.option(
+    "--layers",
+    "n_layer",
+    default=0,
+    type=click.IntRange(0, 10_000),
+    metavar="N",
+    help="Only the first N layers of MODEL.",
+)
 @verbose_option
 def synth(
     entry: str, out: Path, tiny: bool, quant: str, seed: int, mtp: bool, drafter: bool, sidecar: bool, n_layer: int

@@ -54,7 +54,7 @@ class Loaded:
 
 def load(path: Path, settings: EngineSettings) -> Loaded:
     """A running loop over a model and its drafter. Every refusal is a PyspecError with the reason, before anything is allocated."""
-    if settings.threads:
+    if settings.threads > 0:
         torch.set_num_threads(settings.threads)
     d = describe(path, settings)
     _check_template(d.template)

@@ -163,7 +163,7 @@ def test_a_head_that_is_as_coarse_already_stays() -> None:
 
 
 def test_an_unknown_kind_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match="--draft-head is 'q3'; known: auto, full, q4_0, iq4_nl"):
+    with pytest.raises(ConfigError, match="--draft-head is 'q3'; want one of auto, full, q4_0, iq4_nl"):
         EngineSettings(draft_head="q3")
 
 
