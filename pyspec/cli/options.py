@@ -111,14 +111,17 @@ class EngineChoice:
     ctx: int
     settings: Mapping[str, object]
 
+    def check(self, np: int = 0) -> None:
+        """Raise ConfigError for settings that mean nothing, before the seconds that torch's import takes."""
+        settings_from({"np": np or self.np, "ctx": self.ctx, **self.settings})
+
     def load(self, np: int = 0, *, isolated: bool = False) -> Engine:
         """Load it, with `np` slots if given, and in a process of its own if `isolated`. Raises PyspecError."""
         from pyspec.catalog import resolve
 
         target, draft = self.choice.target(), self.choice.drafter()
-        # what can be wrong without torch is found before the seconds its import takes
         resolve(target)
-        settings_from({"np": np or self.np, "ctx": self.ctx, **self.settings})
+        self.check(np)
         from pyspec.engine.api import Engine
 
         return Engine.load(target, draft, np=np or self.np, ctx=self.ctx, isolated=isolated, **self.settings)

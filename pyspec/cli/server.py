@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pyspec.cli.options import EngineChoice, engine_options, sampling_options, tell_ignored
+from pyspec.cli.options import EngineChoice, Number, engine_options, sampling_options, tell_ignored
 from pyspec.request import EngineInfo, SamplingParams
 
 if TYPE_CHECKING:
@@ -37,7 +37,12 @@ CLOSE_S = 10.0  # for the round that is under way
 @click.option(
     "--hang-timeout", default=0.0, help="Seconds of a round after which the engine is replaced. 0: by its pace."
 )
-@click.option("--drain-timeout", default=30.0, help="Seconds that running requests get when the server is told to end.")
+@click.option(
+    "--drain-timeout",
+    default=30.0,
+    type=Number(0, 86400),
+    help="Seconds that running requests get when the server is told to end.",
+)
 @click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="How log lines look.")
 @click.option("-lv", "--verbosity", type=click.IntRange(0, 5), default=3, help="0 silent, 3 normal, 5 everything.")
 @click.pass_context
@@ -88,6 +93,7 @@ def server(
     )
     engine = replace(engine, settings={**engine.settings, "queue": queue, "hang_timeout": hang_timeout})
     n_slot = engine.np if engine.np > 0 else AUTO_SLOTS
+    engine.check(n_slot)
 
     def ready(loaded: EngineLike, url: str) -> None:
         for line in banner(loaded.info, url) if log_format == "text" else ():

@@ -113,7 +113,7 @@ def test_key_and_value_types_must_agree():
         (["run", "demo", "-p", "x", "--chat", "y"], "exclude each other"),
         (["run", "demo", "-p", "x", "-np", "0", "-ub", "0"], "-ub"),
         (["server", "demo", "--host", "0.0.0.0"], "--api-key"),
-        (["server", "demo", "--port", "99999"], "port 99999"),
+        (["server", "demo", "--port", "99999"], "99999 is not in the range"),
         (["tokenize", "demo"], "--text or --file"),
         (["logits", "demo", "--ids", "1,x", "--out", "x.npz"], "numbers between commas"),
         (["bench", "demo", "-npl", "1,a"], "numbers between commas"),
