@@ -84,6 +84,7 @@ def exact_rows_of(r: Rig, h: Heard) -> tuple[list[int], list[tuple[torch.Tensor,
     return tokens, [(p.k[rows], p.v[rows]) for p in drafter.block.memory.kv.values()]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("n_draft", [1, 3, 5])
 @pytest.mark.parametrize("ubatch", [16, 512])
 def test_after_any_drafts_the_cache_is_that_of_one_shot(n_draft: int, ubatch: int) -> None:

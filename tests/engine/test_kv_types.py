@@ -50,7 +50,7 @@ def texts(path: Path, kv_type: str) -> dict[tuple[int, ...], list[int]]:
     return out
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("np", [1, 4])
 @pytest.mark.parametrize("kv_type", TYPES)
 @pytest.mark.parametrize("kind", MAKERS)

@@ -283,7 +283,7 @@ def test_an_end_token_inside_an_accepted_draft_gets_no_row(n_draft: int) -> None
     assert ended > 10
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pool", [0, 13])
 @pytest.mark.parametrize("device_states", [0, 1, 3])

@@ -40,6 +40,7 @@ def test_prefill_in_any_chunks_gives_llama_cpp_logits(name: str, chunk: int) -> 
     assert divergence(got, want) < 1e-4
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("width", range(1, 18))
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen35", "qwen35_equal_tied", "qwen35_full_heads_q8_0"])
 def test_verify_of_any_width_gives_the_same_logits(name: str, width: int) -> None:

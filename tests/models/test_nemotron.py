@@ -44,6 +44,7 @@ def bench_of(name: str = MODEL, **options: object) -> Bench:
     return Bench(FIXTURES / f"{name}.gguf", **options)  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dense", [torch.float32, None], ids=["unpacked", "packed"])
 @pytest.mark.parametrize("chunk", [1, 3, 16, 100])
 @pytest.mark.parametrize("name", MODELS)

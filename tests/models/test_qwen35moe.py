@@ -40,6 +40,7 @@ def mtp_of(name: str, n_slot: int = 1) -> tuple[Bench, Chain]:
     return bench, drafter
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("dense", [torch.float32, None], ids=["unpacked", "packed"])
 @pytest.mark.parametrize("chunk", [1, 3, 16, 100])
 @pytest.mark.parametrize("name", MODELS)
@@ -51,6 +52,7 @@ def test_prefill_in_any_chunks_gives_llama_cpp_logits(name: str, chunk: int, den
     assert near(got, want, dense, ATOL)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("width", range(1, 10))
 @pytest.mark.parametrize("name", MODELS)
 def test_verify_of_any_width_gives_the_same_logits(name: str, width: int) -> None:
