@@ -1,0 +1,68 @@
+"""What people import, and what a reader of the core meets, says what it is for."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "pyspec"
+PUBLIC = [  # modules that programs import, and the rooms that everything else is built on
+    *(PACKAGE / name for name in ("__init__.py", "config.py", "errors.py", "ranges.py", "registry.py", "request.py")),
+    *(path for name in ("draft", "slots", "device", "engine") for path in sorted((PACKAGE / name).glob("*.py"))),
+]
+Named = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def _is_public(node: ast.stmt) -> bool:
+    return isinstance(node, Named) and not node.name.startswith("_")
+
+
+def _says_itself(node: Named) -> bool:
+    """A property of one line."""
+    decorators = {getattr(d, "id", getattr(d, "attr", "")) for d in getattr(node, "decorator_list", ())}
+    return (node.end_lineno or node.lineno) - node.lineno <= 2 and bool(decorators & {"property", "cached_property"})
+
+
+def _explained(tree: ast.AST) -> dict[str, bool]:
+    """Public functions of a class or module, and whether they have a docstring."""
+    body = getattr(tree, "body", ())
+    return {n.name: ast.get_docstring(n) is not None for n in body if _is_public(n) and not isinstance(n, ast.ClassDef)}
+
+
+@cache
+def _contracts() -> list[dict[str, bool]]:
+    """The protocols of these modules: what they explain need not be explained again where it is fulfilled."""
+    classes = [node for path in PUBLIC for node in _tree(path).body if isinstance(node, ast.ClassDef)]
+    return [_explained(c) for c in classes if any(getattr(base, "id", "") == "Protocol" for base in c.bases)]
+
+
+def _explained_elsewhere(owner: ast.AST) -> set[str]:
+    own = _explained(owner)
+    fulfilled = [contract for contract in _contracts() if contract and contract.keys() <= own.keys()]
+    return {name for contract in fulfilled for name, is_explained in contract.items() if is_explained}
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def _missing(path: Path) -> list[str]:
+    tree, found = _tree(path), []
+    for owner in (tree, *(node for node in tree.body if isinstance(node, ast.ClassDef) and _is_public(node))):
+        for node in filter(_is_public, owner.body):
+            if ast.get_docstring(node) is None and not _says_itself(node) and node.name not in _explained_elsewhere(owner):
+                found.append(f"{path.relative_to(PACKAGE.parent).as_posix()}:{node.lineno}: {node.name}")
+    return found
+
+
+@pytest.mark.parametrize("path", PUBLIC, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_public_names_say_what_they_are_for(path):
+    assert _missing(path) == []
+
+
+def test_the_package_says_that_it_is_typed():
+    assert (PACKAGE / "py.typed").exists()
