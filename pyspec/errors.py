@@ -46,10 +46,14 @@ def _restored(kind: type[PyspecError], args: tuple[object, ...], state: dict[str
 
 
 class ConfigError(PyspecError):
+    """A flag, a setting or an entry of the catalogue can not be what it is."""
+
     exit_code, status, kind = 2, 400, "invalid_request_error"
 
 
 class ModelError(PyspecError):
+    """A model file can not be used."""
+
     exit_code = 3
 
 
@@ -58,7 +62,7 @@ class BadGGUF(ModelError):
 
 
 class UnknownArchitecture(ModelError):
-    pass
+    """The file's architecture is none that this version runs."""
 
 
 class BadTensors(ModelError):
@@ -66,30 +70,40 @@ class BadTensors(ModelError):
 
 
 class BadTokenizer(ModelError):
-    pass
+    """The file's vocabulary is damaged, or of a kind that is not known."""
 
 
 class BadTemplate(ModelError):
-    pass
+    """The chat template is missing, broken or refuses these messages."""
 
 
 class PairError(PyspecError):
+    """Target and drafter do not fit together."""
+
     exit_code = 4
 
 
 class DoesNotFit(PyspecError):
+    """The memory plan is larger than the machine."""
+
     exit_code = 5
 
 
 class DeviceError(PyspecError):
+    """The GPU, its driver or its compiler failed; the engine stops."""
+
     exit_code = 6
 
 
 class DownloadError(PyspecError):
+    """A file can not be had from where it should come from."""
+
     exit_code = 7
 
 
 class RequestError(PyspecError):
+    """This request can never run as it is."""
+
     status, kind = 400, "invalid_request_error"
 
 
@@ -105,14 +119,20 @@ class PromptTooLong(RequestError):
 
 
 class NotFound(PyspecError):
+    """Nothing has that name or address."""
+
     status, kind = 404, "not_found_error"
 
 
 class NotSupported(PyspecError):
+    """What was asked for would change the text and can not be done."""
+
     status, kind = 501, "not_supported_error"
 
 
 class QueueFull(PyspecError):
+    """As many requests wait as may."""
+
     status, kind = 429, "rate_limit_error"
 
     def __init__(self, n_queued: int, retry_after_s: int = 1) -> None:
@@ -121,6 +141,8 @@ class QueueFull(PyspecError):
 
 
 class Unavailable(PyspecError):
+    """Nothing is served: the model is loading, the server is draining, or the engine has stopped."""
+
     status, kind = 503, "unavailable_error"
 
 

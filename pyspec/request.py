@@ -119,6 +119,7 @@ class Timings:
 
     @property
     def predicted_per_second(self) -> float:
+        """Tokens a second behind the first one; 0.0 if there are none."""
         return (
             1e3 * (self.predicted_n - 1) / self.predicted_ms if self.predicted_n > 1 and self.predicted_ms > 0 else 0.0
         )

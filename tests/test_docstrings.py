@@ -20,16 +20,20 @@ def _is_public(node: ast.stmt) -> bool:
     return isinstance(node, Named) and not node.name.startswith("_")
 
 
+def _is_property(node: Named) -> bool:
+    names = {getattr(d, "id", getattr(d, "attr", "")) for d in getattr(node, "decorator_list", ())}
+    return bool(names & {"property", "cached_property", "setter"})
+
+
 def _says_itself(node: Named) -> bool:
-    """A property of one line."""
-    decorators = {getattr(d, "id", getattr(d, "attr", "")) for d in getattr(node, "decorator_list", ())}
-    return (node.end_lineno or node.lineno) - node.lineno <= 2 and bool(decorators & {"property", "cached_property"})
+    """A property of a line or two: what it gives is its name."""
+    return _is_property(node) and (node.end_lineno or node.lineno) - node.lineno <= 3
 
 
-def _explained(tree: ast.AST) -> dict[str, bool]:
+def _explained(owner: ast.AST) -> dict[str, bool]:
     """Public functions of a class or module, and whether they have a docstring."""
-    body = getattr(tree, "body", ())
-    return {n.name: ast.get_docstring(n) is not None for n in body if _is_public(n) and not isinstance(n, ast.ClassDef)}
+    functions = [n for n in getattr(owner, "body", ()) if isinstance(n, ast.FunctionDef) and _is_public(n)]
+    return {n.name: ast.get_docstring(n) is not None for n in functions if not _is_property(n)}
 
 
 @cache
@@ -53,8 +57,10 @@ def _tree(path: Path) -> ast.Module:
 def _missing(path: Path) -> list[str]:
     tree, found = _tree(path), []
     for owner in (tree, *(node for node in tree.body if isinstance(node, ast.ClassDef) and _is_public(node))):
+        elsewhere = _explained_elsewhere(owner)
         for node in filter(_is_public, owner.body):
-            if ast.get_docstring(node) is None and not _says_itself(node) and node.name not in _explained_elsewhere(owner):
+            is_said = ast.get_docstring(node) is not None or _says_itself(node) or node.name in elsewhere
+            if not is_said:
                 found.append(f"{path.relative_to(PACKAGE.parent).as_posix()}:{node.lineno}: {node.name}")
     return found
 

@@ -55,6 +55,7 @@ class Launched:
         return self.out.best if self.best is None else self.best
 
     def wait(self) -> None:
+        """Until the device is done with it."""
         if self.done is not None:
             self.done.synchronize()
 

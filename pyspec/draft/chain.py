@@ -74,6 +74,7 @@ class Pending:
 
     @property
     def hidden(self) -> Tensor:
+        """[m, n_embd], brought together when somebody asks."""
         if len(self._pieces) > 1:
             self.hidden = torch.cat([rows[first:end] for rows, first, end in self._pieces])
         rows, first, end = self._pieces[0]

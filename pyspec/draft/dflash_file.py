@@ -88,6 +88,7 @@ def _refuse_relatives(file: GGUFFile) -> None:
 
 
 def read_config(file: GGUFFile) -> DFlashConfig:
+    """The drafter's shape; PairError if it is none of ours, with what it is instead."""
     if file.architecture not in ARCHS:
         raise PairError(f"a DFlash drafter is of architecture dflash; this file is {file.architecture}")
     _refuse_relatives(file)

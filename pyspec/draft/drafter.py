@@ -210,7 +210,9 @@ class Drafter(Protocol):
 class PagedDrafter(Protocol):
     """A drafter with caches of its own, whose pages have the target's numbers."""
 
-    def pools(self) -> Iterable[PartMemory]: ...
+    def pools(self) -> Iterable[PartMemory]:
+        """Every cache that has pages, so that a page is copied whole."""
+        ...
 
 
 @runtime_checkable

@@ -38,7 +38,9 @@ class DecoderParts(Protocol):
     embedding: Embedding
     norm: Tensor
 
-    def head(self, hidden: Tensor) -> Tensor: ...
+    def head(self, hidden: Tensor) -> Tensor:
+        """hidden [row, n_embd] to logits [row, n_vocab]."""
+        ...
 
 
 def recognises(file: GGUFFile) -> bool:
@@ -122,6 +124,7 @@ class MtpBlock:
         return self.last_norm(x, self.norm)
 
     def states_of(self, out: Out) -> Tensor:
+        """The block reads the target's hidden states as they are."""
         return out.hidden
 
 

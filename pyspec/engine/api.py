@@ -60,19 +60,33 @@ class Core(Protocol):
     @property
     def info(self) -> EngineInfo: ...
 
-    def submit(self, request: Request, sink: Callable[[Event], None]) -> str: ...
+    def submit(self, request: Request, sink: Callable[[Event], None]) -> str:
+        """Queue a request that has been checked; `sink` gets its events. Returns its name."""
+        ...
 
-    def cancel(self, name: str) -> None: ...
+    def cancel(self, name: str) -> None:
+        """End a request at the next round; a name that is not known is ignored."""
+        ...
 
-    def slots(self) -> list[SlotInfo]: ...
+    def slots(self) -> list[SlotInfo]:
+        """What each slot is at."""
+        ...
 
-    def metrics(self) -> Metrics: ...
+    def metrics(self) -> Metrics:
+        """Counters since the start, and gauges."""
+        ...
 
-    def alive(self) -> bool: ...
+    def alive(self) -> bool:
+        """Whether requests are taken."""
+        ...
 
-    def state(self) -> str: ...
+    def state(self) -> str:
+        """ "loading", "ok", "recovering" or "stopped"."""
+        ...
 
-    def close(self, limit_s: float = ...) -> bool: ...
+    def close(self, limit_s: float = ...) -> bool:
+        """Stop; running requests fail with Unavailable. False: something would not end within `limit_s`."""
+        ...
 
 
 class Engine:
@@ -114,6 +128,7 @@ class Engine:
 
     @classmethod
     def from_settings(cls, path: Path, settings: EngineSettings, *, isolated: bool = False) -> Engine:
+        """`load` for a path and settings that have been made already."""
         if isolated:
             from pyspec.engine.client import Supervisor
 
@@ -224,9 +239,11 @@ class Engine:
         return self.run_stream(self.request(prompt, **options))  # type: ignore[arg-type]
 
     def run(self, request: Request) -> Result:
+        """Run a request to its end. Raises what it fails with."""
         return collect(self.run_stream(request))
 
     def run_stream(self, request: Request) -> Iterator[Delta | Done]:
+        """Yield Delta per round, and Done at the end. Closing the iterator cancels the request."""
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         name = self.submit(request, events.put)
         try:

@@ -75,6 +75,7 @@ class Child:
                 self.link.send(Looked(message.number, self.core.slots(), self.core.metrics()))
 
     def load(self, message: Load) -> bool:
+        """Load what is asked for and say Ready, or why not; False: there is nothing to run."""
         from pyspec.cuda.examine import EXAMINATION
         from pyspec.engine.core import EngineCore
 
@@ -97,12 +98,14 @@ class Child:
         return True
 
     def submit(self, core: EngineCore, message: Submit) -> None:
+        """Queue a request; its refusal is its last event."""
         try:
             core.submit(message.request, _ignore, name=message.name, seed=message.seed)
         except PyspecError as e:
             self.link.send(Events([pack(Failed(message.name, e))]))
 
     def hand_over(self, due: Due) -> None:
+        """A round's events as one message. Called on the engine's thread."""
         with suppress(OSError):  # nobody listens any more, and the main thread knows
             self.link.send(Events([pack(event) for _, event in due]))
 
@@ -116,6 +119,7 @@ class Child:
         os._exit(FATAL)
 
     def beat(self) -> None:
+        """Say several times a second that the process lives, and how old the round under way is."""
         from pyspec.cuda.examine import EXAMINATION
 
         n = 0
@@ -161,6 +165,7 @@ def die_with_parent(parent: int) -> None:
 
 
 def main(descriptor: int) -> None:
+    """The process: `descriptor` is its end of the link."""
     parent = os.getppid()
     die_with_parent(parent)
     for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

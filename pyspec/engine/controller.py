@@ -106,9 +106,11 @@ class Timer:
         self._ms = [min(self.samples[size]) for size in self._sizes]
 
     def knows(self, size: int) -> bool:
+        """Enough samples to go by."""
         return len(self.samples.get(self.bucket(size), ())) >= N_TRUST
 
     def n(self, size: int) -> int:
+        """Samples of this size."""
         return len(self.samples.get(self.bucket(size), ()))
 
     def doubt(self) -> None:
@@ -362,5 +364,6 @@ class Controller:
             self._plain = None
 
     def acceptance(self, slot: int) -> float:
+        """Share of a slot's drafted tokens that were right lately; 0.0 if it drafted none."""
         lane = self.lanes[slot]
         return lane.kept / lane.drafted if lane.drafted else 0.0

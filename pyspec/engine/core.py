@@ -44,9 +44,11 @@ class Pace:
         self.longest, self.most_rows, self._rows = 0.0, 0, 1
 
     def begin(self, n_row: int) -> None:
+        """A round of so many rows begins."""
         self._rows = n_row
 
     def end(self, seconds: float) -> None:
+        """It took so long."""
         self.longest, self.most_rows = max(self.longest, seconds), max(self.most_rows, self._rows)
 
     @property
@@ -103,6 +105,7 @@ class EngineCore:
         hand_over: Callable[[Due], None] | None = None,
         on_death: Callable[[PyspecError], None] | None = None,
     ) -> EngineCore:
+        """A core over a model from a file; kernels that failed in an engine before this one are left out."""
         EXAMINATION.demoted |= frozenset(settings.demoted)
         return cls(load(path, settings), hand_over=hand_over, on_death=on_death)
 
@@ -286,6 +289,7 @@ class EngineCore:
         return rows
 
     def metrics(self) -> Metrics:
+        """Counters of the loop, with gauges of its pages, cache and queue."""
         table, states = self.loop.table, self.loop.cache.states
         counts = self.loop.stats.snapshot(
             processing=len(self.loop.jobs),

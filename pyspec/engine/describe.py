@@ -130,6 +130,7 @@ def describe(path: Path, settings: EngineSettings) -> Description:
 
 
 def pick_device(wanted: str) -> torch.device:
+    """The device that a name means; DeviceError if it can not be used."""
     if wanted == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
@@ -180,6 +181,7 @@ def context_of(s: EngineSettings, c: DecoderConfig) -> int:
 
 
 def overhang_of(plan: DraftPlan) -> int:
+    """Rows beyond a request's committed tokens that a round may write."""
     return max(plan.needs.overhang, plan.n_draft + 1)
 
 

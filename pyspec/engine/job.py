@@ -108,6 +108,7 @@ class Job:
         return at_least(self.right)
 
     def begin(self, slot: Slot, cuts: tuple[int, ...]) -> None:
+        """It sits in `slot`, with what the cache had of its prompt; `cuts` are where checkpoints are taken."""
         self.slot, self.cuts = slot, cuts
         self.n_cached, self.started = slot.n_past, time.perf_counter()
 
@@ -182,6 +183,7 @@ class Job:
         self.sink(Done(self.id, finish, self.n_prompt, self.n_predicted, self.timings(), stop, full, slot))
 
     def failed(self, error: Failed) -> None:
+        """Its last event."""
         self.sink(error)
 
 

@@ -115,6 +115,7 @@ class Lookahead:
         self.under_way: InFlight | None = None
 
     def take(self) -> InFlight | None:
+        """The round that is under way, which is the caller's from here on; None if there is none."""
         taken, self.under_way = self.under_way, None
         return taken
 

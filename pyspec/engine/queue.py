@@ -46,14 +46,17 @@ class Queue(Generic[W]):
         return len(self._waiting)
 
     def push(self, item: W) -> None:
+        """Line up; raises QueueFull."""
         if len(self._waiting) >= self.limit:
             raise QueueFull(len(self._waiting))
         self._waiting.append(item)
 
     def waiting(self) -> list[W]:
+        """Who waits, the first in line first."""
         return list(self._waiting)
 
     def remove(self, item: W) -> None:
+        """Take out one that waits."""
         self._waiting.remove(item)
 
     def first(self, table: SlotTable) -> W | None:
@@ -86,6 +89,7 @@ class Queue(Generic[W]):
         return item
 
     def drain(self) -> list[W]:
+        """Take out all."""
         items = list(self._waiting)
         self._waiting.clear()
         return items

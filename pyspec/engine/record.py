@@ -30,6 +30,7 @@ class Life:
     right: list[int] = field(default_factory=list)  # rounds by n_accepted
 
     def count(self, event: Delta) -> None:
+        """A round's tokens came."""
         self.last = time.perf_counter()
         if not self.first:
             self.first = self.last
@@ -41,6 +42,8 @@ class Life:
 
 @dataclass(frozen=True)
 class Crash:
+    """An engine ended while this request ran: when, and how far the request was."""
+
     at: float
     n_token: int  # that had been delivered
 
@@ -169,6 +172,7 @@ class Record:
         return not self.crashes or len(self.tokens) > self.crashes[-1].n_token + PROGRESS
 
     def cancelled_event(self) -> Done:
+        """The last event of a request that was cancelled while no engine knew of it."""
         n = len(self.request.resumed) + len(self.tokens)
         timings = self.timings(Timings(predicted_n=len(self.tokens) - self._n_before))
         return Done(self.name, "cancelled", len(self.request.prompt), n, timings)

@@ -121,6 +121,7 @@ class Speculator:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def begin(self, slot: Slot, saved: object | None) -> None:
+        """A request sits in `slot`; `saved` is the drafter's share of what the cache gave it."""
         drafter = self.drafter
         if drafter is not None:
             self._or_lose_track(lambda: drafter.begin(slot, saved), [slot])
@@ -132,6 +133,7 @@ class Speculator:
         return None if drafter is None else self._or_lose_track(lambda: drafter.checkpoint(slot), [slot])
 
     def end(self, slot: Slot) -> None:
+        """The slot's request is over."""
         drafter = self.drafter
         if drafter is not None and slot.index not in self.lost_track:
             self._or_lose_track(lambda: drafter.end(slot), [slot])

@@ -45,6 +45,7 @@ class Stats:
             setattr(self, f.name, getattr(fresh, f.name))
 
     def round(self, *, busy: int, times: tuple[float, float, float, float, float]) -> None:
+        """A round is over. times: when it began, drafted, verified, sampled and ended, in seconds."""
         began, drafted, verified, sampled, ended = times
         self.rounds += 1
         self.busy_slot_rounds += busy
@@ -55,11 +56,13 @@ class Stats:
         self.last_step = time.monotonic()
 
     def verdict(self, n_draft: int, n_accepted: int) -> None:
+        """A slot's drafts were judged."""
         self.drafts += n_draft > 0
         self.used[n_draft] += 1
         self.right[n_accepted] += 1
 
     def finished(self, job: Job, finish: str) -> None:
+        """A request is over, however it ended."""
         t = job.timings()
         self.done += finish not in ("cancelled", "error")
         self.cancelled += finish == "cancelled"
@@ -71,6 +74,7 @@ class Stats:
         self.n_tokens_max = max(self.n_tokens_max, job.n_prompt + job.n_predicted)
 
     def snapshot(self, *, processing: int, queued: int, pages_used: int, pages_total: int) -> Metrics:
+        """What has been counted, with the gauges that are given."""
         idle = processing == 0 and queued == 0
         drafted, accepted = at_least(self.used), at_least(self.right)
         return Metrics(

@@ -63,6 +63,8 @@ class Submit:
 
 @dataclass(frozen=True)
 class Cancel:
+    """End a request at the next round."""
+
     name: str
 
 
@@ -88,6 +90,8 @@ class LogLine:
 
 @dataclass(frozen=True)
 class Ready:
+    """The engine is loaded and takes requests."""
+
     info: EngineInfo
 
 
@@ -124,6 +128,8 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class Looked:
+    """The answer to Look."""
+
     number: int
     slots: Sequence[SlotInfo]
     metrics: Metrics
@@ -141,6 +147,7 @@ class Fatal:
 
 
 def pack(event: Event) -> tuple[Any, ...]:
+    """An event as a bare tuple, its kind first."""
     if isinstance(event, Delta):
         logprobs = [(p.token, p.logprob, p.top) for p in event.logprobs] or None
         timings = None if event.timings is None else _fields(event.timings)
@@ -157,6 +164,7 @@ def pack(event: Event) -> tuple[Any, ...]:
 
 
 def unpack(packed: tuple[Any, ...]) -> Event:
+    """The event that `pack` made a tuple of."""
     kind, *values = packed
     if kind == "d":
         request, tokens, text, logprobs, n_draft, n_accepted, timings = values
@@ -226,4 +234,5 @@ class Link:
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends of one link: the second one is the engine process's."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)

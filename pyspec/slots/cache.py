@@ -29,6 +29,7 @@ class PrefixCache:
         self._checked = 0  # table.n_change at the last check
 
     def find(self, prompt: Sequence[int]) -> Hit:
+        """The longest filed text that begins as `prompt` does; NO_HIT while the cache is off."""
         return self.table.find(prompt) if self.on else NO_HIT
 
     def seat(

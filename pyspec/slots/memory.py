@@ -74,6 +74,7 @@ class Memory:
         return Checkpoint(n_past, copies)
 
     def restore(self, slot: int, saved: Checkpoint) -> None:
+        """Bring back what a checkpoint holds, into any slot."""
         _copy(self._saved(slot, saved.n_past), saved.tensors, non_blocking=True)
 
     @property

@@ -71,7 +71,9 @@ class CachePart(Protocol):
         """Bytes of one slot's checkpoint, at most."""
         ...
 
-    def allocate(self, sizes: CacheSizes, device: torch.device) -> PartMemory: ...
+    def allocate(self, sizes: CacheSizes, device: torch.device) -> PartMemory:
+        """The part's memory, zeroed, for every slot."""
+        ...
 
 
 LayerParts = Mapping[str, CachePart]
@@ -123,6 +125,7 @@ class Ring:
 
     @staticmethod
     def slack(width: int) -> int:
+        """Rows beyond the window: as many as a verify of `width` rows may take back."""
         return max(width - 1, 0)
 
     def _row_bytes(self) -> int:

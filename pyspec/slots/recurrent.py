@@ -68,6 +68,7 @@ class StateLayer:
             setattr(self, name, zeros((n_slot, width, *dims)))
 
     def records(self) -> tuple[Tensor, ...]:
+        """Inputs of rows that are not folded yet, in the order of the shape."""
         return tuple(getattr(self, name) for name in self.shape.records)
 
     def tensors(self) -> tuple[Tensor, ...]:

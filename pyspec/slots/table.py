@@ -83,6 +83,7 @@ class SlotTable:
         return self.tree.n_node
 
     def pages_for(self, n_tokens: int) -> int:
+        """Pages that hold so many tokens."""
         return -(-n_tokens // self.page_size)
 
     @property
