@@ -10,6 +10,7 @@ Many tests have more cases than are worth a run each time. What is left out is m
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
@@ -32,12 +33,17 @@ def meetings(case: Case, strength: int) -> set[Hashable]:
 
 
 def cover(cases: Sequence[Case], strength: int) -> set[int]:
-    """Indices of few cases in which all meetings occur; the same for the same cases, whoever asks."""
+    """Indices of few cases in which all meetings occur; the same for the same cases, whoever asks.
+
+    Among those with most of what is still to meet comes first whose values were chosen least.
+    """
     left = [meetings(case, strength) for case in cases]
     chosen: set[int] = set()
+    used: Counter[tuple[str, Hashable]] = Counter()
     while any(left):
-        best = max(range(len(cases)), key=lambda i: len(left[i]))  # the first of the best
+        best = max(range(len(cases)), key=lambda i: (len(left[i]), -sum(used[x] for x in cases[i].items())))
         chosen.add(best)
+        used.update(cases[best].items())
         new = left[best]
         left = [rest - new for rest in left]
     return chosen

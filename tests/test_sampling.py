@@ -34,6 +34,12 @@ def test_a_cover_of_cases_by_hand_has_what_occurs_and_no_more() -> None:
     assert cover([{"only": i} for i in range(5)], 2) == set(range(5)), "one parameter has no pairs: all values stay"
 
 
+def test_values_that_are_chosen_once_more_are_those_chosen_least() -> None:
+    cases = [{"kind": kind, "n": n} for kind in "abcdef" for n in (1, 2)]
+    chosen = [cases[i]["n"] for i in cover(cases, 1)]
+    assert sorted(chosen) == [1, 1, 1, 2, 2, 2]
+
+
 def test_architectures_are_left_out_only_beside_one_that_stands_for_them() -> None:
     assert set(NEIGHBOURS) < set(ARCHS) and set(NEIGHBOURS.values()) <= set(ARCHS) - set(NEIGHBOURS)
 
