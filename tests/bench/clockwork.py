@@ -147,6 +147,9 @@ class Clockwork:
                 self._hand_out(due)
                 due = []
 
+    def tell_all(self) -> None:
+        """Called when all of a round has been said."""
+
     def _hand_out(self, streams: list[Stream]) -> None:
         began = time.perf_counter()
         for s in streams:
@@ -161,5 +164,6 @@ class Clockwork:
                     self.streams.remove(s)
                 finish: Finish = "cancelled" if s.is_cancelled else "length"
                 s.sink(Done(s.id, finish, len(s.request.prompt), s.n, Timings(predicted_n=s.n)))
+        self.tell_all()
         if streams:
             self.handing.append(time.perf_counter() - began)

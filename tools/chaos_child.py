@@ -1,0 +1,142 @@
+"""An engine process that suffers what it is told: pyspec.engine.child over the real core. For tools/chaos.py and tests.
+
+`python chaos_child.py FOLDER DESCRIPTOR`. FOLDER/pid names the process that runs. Files that plant something:
+round    before the next round, once: "abort", "endless" (Python), "illegal" or "kernel" (an illegal access or an endless
+         kernel on a GPU; a segmentation fault or an endless loop without one)
+poison   "TOKEN N": abort before a round with a request that has the token in its prompt and has generated N tokens
+broken   "MODULE": whatever this module of an op launches is followed by an illegal access, while it is used at all
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pyspec.engine import child
+
+BAD = """
+extern "C" __global__ void illegal(int* p) { p[(1ll << 44) + threadIdx.x] = 1; }
+extern "C" __global__ void endless(volatile int* p) { while (p[0] == 0) {} }
+"""
+
+
+class Plants:
+    """The files of a folder, and what they do."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def read(self, name: str, *, once: bool = False) -> str:
+        path = self.folder / name
+        try:
+            text = path.read_text().strip()
+            if once:
+                path.unlink()
+        except OSError:
+            return ""
+        return text
+
+    def before_round(self, core: Any) -> None:
+        token, _, n = self.read("poison").partition(" ")
+        if token and any(int(token) in j.request.prompt and j.n_predicted >= int(n) for j in core.loop.jobs.values()):
+            os.abort()
+        what = self.read("round", once=True)
+        if what == "abort":
+            os.abort()
+        elif what == "endless":
+            while True:
+                time.sleep(0.001)
+        elif what in ("illegal", "kernel"):
+            bad_kernel("illegal" if what == "illegal" else "endless", core.loop.target.device)
+
+
+def bad_kernel(symbol: str, device: Any) -> None:
+    """Launch it where the round's kernels go, or do on the CPU what it would do."""
+    if device.type == "cuda":
+        launcher(symbol, device)()
+    elif symbol == "illegal":
+        ctypes.string_at(1)
+    else:
+        while True:
+            pass
+
+
+def launcher(symbol: str, device: Any) -> Callable[[], None]:
+    import torch
+    from cuda.core import Program, ProgramOptions
+
+    from pyspec.cuda import jit
+
+    arch = jit.arch_of(torch.cuda.get_device_capability(device))
+    code = Program(BAD, "c++", ProgramOptions(arch=arch, std="c++17")).compile("cubin")
+    with torch.cuda.device(device):
+        kernel = jit.Compiled("planted", arch, code, {}).kernel(symbol, "p")
+        place = torch.zeros(1, dtype=torch.int32, device=device)
+    return lambda: launch(kernel, (1,), 32, [place])
+
+
+def launch(kernel: Any, *args: Any) -> None:
+    """As jit.Kernel.launch does, whether that was replaced or not."""
+    KERNEL_LAUNCH(kernel, *args)
+
+
+def break_module(module: str) -> None:
+    """Every launch that comes through `module` brings an illegal access along."""
+    import torch
+
+    from pyspec.cuda import examine, jit
+
+    if module in examine.EXAMINATION.demoted:
+        return
+    bad: list[Callable[[], None]] = []
+
+    def launch_both(kernel: Any, *args: Any, **options: Any) -> None:
+        if module in examine._modules():
+            if not bad:
+                bad.append(launcher("illegal", torch.device("cuda", kernel.context.device.index)))
+            bad[0]()
+        KERNEL_LAUNCH(kernel, *args, **options)
+
+    jit.Kernel.launch = launch_both  # type: ignore[method-assign]
+
+
+def plant(folder: Path) -> None:
+    """Wrap the core's rounds once it is loaded."""
+    global KERNEL_LAUNCH
+    from pyspec.cuda import jit
+    from pyspec.engine.core import EngineCore
+
+    KERNEL_LAUNCH = jit.Kernel.launch
+    plants, load = Plants(folder), EngineCore.load.__func__  # type: ignore[attr-defined]
+
+    def load_planted(cls: type[EngineCore], path: Path, settings: Any, **hooks: Any) -> EngineCore:
+        from pyspec.cuda.examine import EXAMINATION
+
+        EXAMINATION.demoted |= frozenset(settings.demoted)
+        if broken := plants.read("broken"):
+            break_module(broken)
+        core = load(cls, path, settings, **hooks)
+        step = core.loop.step
+
+        def suffer() -> None:
+            plants.before_round(core)
+            step()
+
+        core.loop.step = suffer
+        return core
+
+    EngineCore.load = classmethod(load_planted)  # type: ignore[method-assign, assignment]
+
+
+KERNEL_LAUNCH: Any = None
+
+if __name__ == "__main__":
+    home = Path(sys.argv[1])
+    (home / "pid").write_text(str(os.getpid()))
+    plant(home)
+    child.main(int(sys.argv[2]))
