@@ -50,6 +50,7 @@ def _percent(ctx: click.Context, param: click.Parameter, value: str) -> float:
 @click.option("--random-prompts", is_flag=True, help="Random ids, for models without meaning (`pyspec synth`).")
 @click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-generation token.")
 @click.option("--http", is_flag=True, help="Each turn also through the HTTP server, streamed to another process.")
+@click.option("--isolated", is_flag=True, help="With the engine in a process of its own, as the server has it.")
 @click.option("--parts", is_flag=True, help="Also split a round's device time: linear, attention, state (GPU).")
 @click.option(
     "--bandwidth",
@@ -74,6 +75,7 @@ def bench(
     random_prompts: bool,
     ignore_eos: bool,
     http: bool,
+    isolated: bool,
     parts: bool,
     bandwidth: float,
     output: str,
@@ -105,7 +107,10 @@ def bench(
         bandwidth=bandwidth,
         parts=parts,
     )
-    with engine.load(max(engine.np, *streams)) as loaded, _clients(loaded) if http else nullcontext() as clients:
+    if isolated and parts:
+        raise click.UsageError("--parts looks into the engine: not with --isolated")
+    n_slot = max(engine.np, *streams)
+    with engine.load(n_slot, isolated=isolated) as loaded, _clients(loaded) if http else nullcontext() as clients:
         report = run_bench(loaded, plan, lambda line: click.echo(line, err=True), clients)
     click.echo(FORMATS[output](report), nl=False)
     if html is not None:

@@ -202,10 +202,10 @@ class Supervisor:
         return not self._thread.is_alive()
 
     def _look(self) -> Looked | None:
-        """What the engine says of itself now; None if it does not answer."""
+        """What the engine says of itself now; None if it does not answer, or a listener asks, who is in the answer's way."""
         with self._lock:
             child, number = self._child, next(self._ids)
-            if child is None or time.monotonic() - child.heard > LOOK_S:
+            if child is None or child.is_reader or time.monotonic() - child.heard > LOOK_S:
                 return None
             self._looked[number] = None
             child.send(Look(number))

@@ -73,6 +73,11 @@ class EngineProcess:
         return self.process.poll() is not None or not self._reader.is_alive()
 
     @property
+    def is_reader(self) -> bool:
+        """Whether this is the thread that reads what the process says."""
+        return threading.current_thread() is self._reader
+
+    @property
     def is_stopped(self) -> bool:
         """Somebody stopped it (SIGSTOP); tracing it is another state."""
         with suppress(OSError):
