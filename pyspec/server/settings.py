@@ -54,8 +54,8 @@ class ServerSettings:
         """Raise ConfigError if this must not be served."""
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port {self.port} is outside 0..65535")
-        if not 0 <= self.limits.drain_s <= 3600:
-            raise ConfigError(f"--drain-timeout is {self.limits.drain_s:g} s; want 0 to 3600")
+        if not 0 <= self.limits.drain_s <= 86400:
+            raise ConfigError(f"--drain-timeout is {self.limits.drain_s:g} s; want 0 to 86400")
         if any(not key.strip() for key in self.api_keys):
             raise ConfigError("an api key is empty; remove it or give one")
         if not (self.api_keys or self.insecure or is_loopback(self.host)):
