@@ -70,7 +70,8 @@ class Launched:
         n, out = self.batch.n_row, self.out
         if needs.hidden:
             out = replace(out, hidden=copied(out.hidden[:n]))
-        if is_next_launched and out.taps is not None and needs.late and self.batch.single:
+        reads_taps = needs.observes_taps or (needs.late and self.batch.single)
+        if is_next_launched and out.taps is not None and reads_taps:
             out = replace(out, taps=copied(out.taps[:n]))
         if is_next_launched and reads_logits:
             out = replace(out, logits=copied(out.logits[:n]))

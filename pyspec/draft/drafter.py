@@ -42,7 +42,8 @@ class Needs:
     overhang  KV rows beyond the committed tokens it writes while drafting
     chained   the cost of a draft grows with its length (MTP); otherwise it is paid once (DFlash block)
     late      `absorb` leaves batches of one row a sequence for later
-    hidden    `observe` reads the target's hidden states
+    hidden    `observe` reads the target's hidden states, and may keep them
+    observes_taps  `observe` reads the taps of every forward; with `late` it does of those it left for later
     """
 
     n_draft: int
@@ -51,6 +52,7 @@ class Needs:
     chained: bool = False
     late: bool = False
     hidden: bool = False
+    observes_taps: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,54 @@
+"""What chained heads share runs with any block: another head is a module, and drafts as well in rounds that are launched ahead."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+import torch
+from engine_rig import DEMO, Rig, rig
+from known_texts import demo_prompts
+from torch import Tensor
+
+from pyspec import registry
+from pyspec.models.target import Out
+from pyspec.slots.batch import Batch
+
+
+def overwrite_taps(r: Rig) -> None:
+    """As a graph does: what the last forward gave is gone when the next one runs."""
+    forward, last = r.loop.worker.forward, list[Tensor]()
+
+    def run(batch: Batch) -> Out:
+        with torch.inference_mode():
+            for taps in last:
+                taps.fill_(float("nan"))
+        out: Out = forward(batch)
+        last[:] = [out.taps] if out.taps is not None else []
+        return out
+
+    r.loop.worker.forward = run  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
+def test_a_second_chained_head_drafts_what_mtp_drafts_from_the_same_states(
+    is_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(registry.DRAFTERS, "tapped", "tapped_mtp")
+    found, known = {}, demo_prompts()[:4]
+    for kind in ("mtp", "tapped"):
+        r = rig(DEMO, np=2, spec_type=kind, n_draft_max=3, n_draft_fixed=True)
+        overwrite_taps(r)
+        r.loop.lookahead.on = is_ahead
+        rounds = count()  # three without drafts, three with: states wait, and are caught up on
+        r.loop.controller.choose = lambda caps, rounds=rounds: [  # type: ignore[method-assign]
+            cap * (n // 3 % 2) for n in (next(rounds),) for _, cap in caps
+        ]
+        heard = [r.submit(prompt, len(answer)) for prompt, answer in known]
+        r.run()
+        assert r.info.drafter == kind and [h.tokens for h in heard] == [answer for _, answer in known]
+        found[kind] = [(h.timings.draft_n, h.timings.accepted_per_pos) for h in heard]
+    assert found["tapped"] == found["mtp"]
+    assert all(sum(accepted) > n // 2 > 0 for n, accepted in found["mtp"][:2]), (
+        "drafts of states that are gone would be refused"
+    )
