@@ -1,7 +1,8 @@
 """What a device has once, however many engines use it: kernels, buffers that launches share, the record of faults, the lock.
 
-A context lives as long as somebody holds it: loaded kernels, the lock and a load do. So what it holds of a GPU's memory goes
-with the last engine there, and nothing in `pyspec.cuda` holds tensors of a GPU in a cache of its own (`per_device` is for that).
+A context lives as long as somebody holds it: kernels, the lock and a load do. So what it holds of a GPU's memory goes with the
+last engine there, and nothing in `pyspec.cuda` holds tensors of a GPU in a cache of its own (`per_device` is for that). Code
+stays loaded (`jit.compile_cubin`).
 
 The CPU's context stays: it holds small tables only.
 """

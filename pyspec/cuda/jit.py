@@ -118,12 +118,27 @@ def compile_cubin(
     stem: str, arch: str, defines: Mapping[str, int | str] | None = None, *, use_cache: bool = True
 ) -> Compiled:
     """Compile `<stem>.cu` with macros. DeviceError with the compiler's first message if it fails."""
+    macros = tuple((k, str(v)) for k, v in (defines or {}).items())
+    return _kept(stem, arch, macros) if use_cache else _compile(stem, arch, macros, use_cache=False)
+
+
+@cache
+def _kept(stem: str, arch: str, macros: tuple[tuple[str, str], ...]) -> Compiled:
+    """Code stays for the process, for all devices: it would be unloaded with its last kernel, whatever is under way then."""
+    return _compile(stem, arch, macros, use_cache=True)
+
+
+def _compile(stem: str, arch: str, macros: tuple[tuple[str, str], ...], *, use_cache: bool) -> Compiled:
     from cuda.core import Program, ProgramOptions
     from cuda.core.utils import FileStreamProgramCache
 
-    macros = [(k, str(v)) for k, v in (defines or {}).items()]
     options = ProgramOptions(
-        arch=arch, std="c++17", name=f"{stem}.cu", lineinfo=True, define_macro=macros or None, ptxas_options=["-v"]
+        arch=arch,
+        std="c++17",
+        name=f"{stem}.cu",
+        lineinfo=True,
+        define_macro=list(macros) or None,
+        ptxas_options=["-v"],
     )
     log = io.StringIO()
     store = FileStreamProgramCache(cache_folder()) if use_cache else None

@@ -25,8 +25,8 @@ from pyspec.engine import load as loading
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 ROOT = Path(pyspec.cuda.__file__).parent
-# what @cache may keep in pyspec.cuda: names, sources, compiled code of CPUs, a pool of threads
-KEPT = {"prober", "digest", "stems", "source", "machine", "_compiled", "_pool"}
+# what @cache may keep in pyspec.cuda: names, sources, compiled code, a pool of threads
+KEPT = {"prober", "digest", "stems", "source", "machine", "_compiled", "_kept", "_pool"}
 
 
 class Gpus:
