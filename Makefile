@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all lint check check-slow check-gpu sanitize soak fuzz fix clean
+.PHONY: demo test test-lowest test-all lint check check-slow check-gpu sanitize soak fuzz fix clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pyspec demo
@@ -21,6 +21,18 @@ lint: $(VENV)/.installed-test
 
 check: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+# The lowest versions that pyproject.toml promises, in a second environment. Where the index has no torch 2.8 for CPUs, pip takes that
+# with CUDA, which is gigabytes; LOWEST names another file of constraints.
+LOWEST ?= constraints-lowest.txt
+test-lowest: .venv-lowest/.installed
+	.venv-lowest/bin/python -m pytest -n 2 -p no:cacheprovider tests/test_public.py tests/cli tests/server tests/sample tests/text tests/slots \
+	  tests/gguf tests/models tests/engine/test_engine_life.py tests/engine/test_same_text_fakes.py -m "not slow"
+
+.venv-lowest/.installed: pyproject.toml $(LOWEST)
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/python -m pip install --quiet --constraint $(LOWEST) --editable '.[test]'
+	touch $@
 
 check-slow: $(VENV)/.installed-test
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
@@ -65,4 +77,4 @@ $(VENV)/.installed-test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	touch $@ $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) .venv-lowest build dist *.egg-info

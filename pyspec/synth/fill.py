@@ -148,18 +148,6 @@ class Pool:
         blocks[:, at : at + 2] = values.astype("<f2").view(np.uint8).reshape(-1, 2)
 
 
-def _random(kind: GGMLType, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Scales [n] float32 and blocks [n, type_size] uint8; for plain types the scales are the values and there are no blocks."""
-    if kind in _PLAIN:
-        return rng.standard_normal(n, dtype=np.float32), np.empty((0, kind.type_size), np.uint8)
-    scales = rng.uniform(0.5, 1.5, n).astype(np.float32)
-    if kind not in _CENTRE:
-        scales *= rng.choice(
-            np.array([-1, 1], np.float32), n
-        )  # the codes' mean is not zero; this makes the values' mean so
-    return scales, rng.integers(0, 256, (n, kind.type_size), dtype=np.uint8)
-
-
 def _tidy(blocks: np.ndarray, kind: GGMLType, layout: type[Block], rng: np.random.Generator) -> None:
     """Make the fields that are not codes plausible: equal scales and minima, ordinary exponents."""
     n = len(blocks)

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import click
@@ -27,27 +26,18 @@ def invoke(*args: str, **options: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def test_help_comes_at_once():
-    """Best of five, so that a busy machine does not decide; importing torch alone takes over a second."""
-
-    def once() -> float:
-        began = time.perf_counter()
-        subprocess.run([*PYSPEC, "--help"], capture_output=True, check=True)
-        return time.perf_counter() - began
-
-    assert min(once() for _ in range(5)) < 0.3
-
-
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_imports_nothing_heavy(command: str):
     code = (
         "import sys\nfrom pyspec.cli import main\n"
         f"main({[command, '--help'] if command else ['--help']}, standalone_mode=False)\n"
         "heavy = {'torch', 'numpy', 'rich', 'starlette', 'uvicorn', 'tokenizers', 'jinja2', 'huggingface_hub', 'numba'}\n"
-        "print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+        "print(len(sys.modules), sorted(heavy & set(sys.modules)), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stderr.strip() == "[]"
+    n_module, heavy = done.stderr.strip().split(" ", 1)
+    assert heavy == "[]"
+    assert int(n_module) < 250, "help comes at once: torch alone is over a thousand modules"
 
 
 def test_help_lists_every_command_with_a_sentence():

@@ -75,13 +75,13 @@ def use(path: Path) -> None:
 @given(content=mutations())
 def test_a_mutated_file_opens_or_raises_a_model_error(content: bytes, place: Path) -> None:
     place.write_bytes(content)
-    start = time.perf_counter()
+    start = time.process_time()  # a busy machine does not decide
     try:
         use(place)
     except ModelError as error:
         assert "\n" not in str(error)
         assert len(str(error)) < 1000
-    assert time.perf_counter() - start < 1.0
+    assert time.process_time() - start < 1.0
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

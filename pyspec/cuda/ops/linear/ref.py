@@ -55,11 +55,6 @@ def finish(y: Tensor, epilogue: Epilogue, residual: Tensor | None) -> Tensor:
     return y if residual is None else residual + y
 
 
-def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    x = x.float()
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
-
-
 def rounded(x: Tensor) -> Tensor:
     """[row, n_in] float64: each row rounded to f16 over the power of two that brings its largest into [1, 2)."""
     x = x.double()
