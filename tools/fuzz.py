@@ -33,12 +33,13 @@ import torch
 from fuzz_mutants import Change, Parsed, field_mutants, made, parse, tensor_mutants
 
 from pyspec.engine.api import Engine
-from pyspec.errors import PyspecError, RequestError
+from pyspec.errors import PyspecError, RequestError, SlotError
 
 ROOT = Path(__file__).resolve().parents[1]
 FIXTURES, DEMO = ROOT / "tests" / "fixtures", ROOT / "pyspec" / "demo"
 LINE = 600  # characters of an error
 MEMORY = 2 << 30  # bytes of address space beyond what the child begins with
+CHILD = 64  # mutants a child judges before it makes room for a fresh one
 CPU_S = 10  # of processor time for one mutant
 SILENT_S = 300  # for a child that sleeps for ever
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -91,21 +92,27 @@ def cases(seed: int, number: int) -> tuple[list[Case], dict[Base, Parsed]]:
 
 
 def ask(engine: Engine) -> None:
-    """What a server would do with a loaded model; refusing a request is right, failing is not."""
+    """What a server would do with a loaded model. A request may be refused, or end because its logits are NaN; the engine lives."""
     json.dumps(asdict(engine.info), ensure_ascii=False).encode()
-    ids = engine.tokenizer.encode("Hello <s> world")
-    engine.tokenizer.decode(ids).encode()
-    [engine.tokenizer.piece(i) for i in range(engine.tokenizer.n_vocab)]
-    for prompt in ([1, 2, 3], ids[:16]):
+    tokenizer = engine.tokenizer
+    ids = tokenizer.encode("Hello <s> world")
+    tokenizer.decode(ids).encode()
+    [tokenizer.piece(i) for i in range(tokenizer.n_vocab)]
+    drawn = {"ignore_eos": True, "logprobs": 3, "dry_multiplier": 0.8, "repeat_penalty": 1.1, "seed": 1}
+    for prompt, how in (([1, 2, 3], {"temperature": 0}), (ids[:16], {"temperature": 0}), ([4, 5], drawn)):
         try:
-            engine.generate(prompt, max_tokens=6, temperature=0).text.encode()
-        except RequestError:
+            engine.generate(prompt, max_tokens=6, **how).text.encode()
+        except (RequestError, SlotError):
             continue
     if engine.template is not None:
         try:
             engine.chat([{"role": "user", "content": "Hello <|im_start|>"}], max_tokens=2, temperature=0)
-        except RequestError:
+        except (RequestError, SlotError):
             return
+
+
+class Unfit(Exception):
+    """A file that loaded and can not be used: it should have been refused."""
 
 
 def load(case: Case, path: Path, warm_up: bool) -> None:
@@ -114,7 +121,10 @@ def load(case: Case, path: Path, warm_up: bool) -> None:
     target, drafter = (base.other, path) if base.is_drafter else (path, base.other)
     settings = {"ctx": 128, "device": "cpu", "n_draft_fixed": True, "warm_up": warm_up}
     with Engine.load(str(target), "auto" if drafter is None else drafter, **settings) as engine:
-        ask(engine)
+        try:
+            ask(engine)
+        except PyspecError as e:
+            raise Unfit(f"{type(e).__name__} after loading: {e}") from e
 
 
 def verdict(case: Case, path: Path, warm_up: bool) -> tuple[str, str]:
@@ -137,11 +147,11 @@ def verdict(case: Case, path: Path, warm_up: bool) -> tuple[str, str]:
     return "loads", ""
 
 
-def _limit() -> None:
-    """Bound what this process may take from now on."""
+def _limit(unlimited: bool = False) -> None:
+    """Bound what this process may take from now on beyond what it has."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY,) * 2)
-    logging.disable(logging.CRITICAL)
+    most = resource.RLIM_INFINITY if unlimited else pages * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
 
 
 def _allow(seconds: float) -> None:
@@ -152,10 +162,11 @@ def _allow(seconds: float) -> None:
 
 def _child(todo: Sequence[tuple[int, Case]], files: dict[Base, Parsed], folder: Path, out: int) -> None:
     """Judge one mutant after the other, each in a line."""
-    _limit()
     path = folder / "mutant.gguf"
-    for i, case in todo:
+    for i, case in todo[:CHILD]:
+        _limit(unlimited=True)
         path.write_bytes(made(files[case.base], case.change, random.Random(case.seed)))
+        _limit()
         _allow(CPU_S)
         os.write(out, json.dumps([i, *verdict(case, path, warm_up=i % 8 == 0)]).encode() + b"\n")
 
@@ -168,8 +179,9 @@ def judged(todo: list[tuple[int, Case]], files: dict[Base, Parsed], folder: Path
             os.close(read)
             try:
                 _child(todo, files, folder, write)
-            finally:
                 os._exit(0)
+            finally:
+                os._exit(1)
         os.close(write)
         pending, silent = b"", False
         while todo:
@@ -185,8 +197,8 @@ def judged(todo: list[tuple[int, Case]], files: dict[Base, Parsed], folder: Path
             os.kill(pid, signal.SIGKILL)
         os.close(read)
         _, status = os.waitpid(pid, 0)
-        if todo:
-            number = os.waitstatus_to_exitcode(status)
+        number = os.waitstatus_to_exitcode(status)
+        if todo and (number or silent):
             name = signal.Signals(-number).name if number < 0 else f"exit status {number}"
             yield todo[0][0], "FOUND", "sleeps" if silent else name
             todo = todo[1:]
@@ -210,6 +222,7 @@ def main() -> int:
     args = parser.parse_args()
     seed = int(time.time()) % 100_000 if args.seed is None else args.seed
     torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)
     all_cases, files = cases(seed, args.number)
     print(f"{len(all_cases)} mutants, seed {seed}", flush=True)
     counts: Counter[str] = Counter()

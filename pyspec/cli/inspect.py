@@ -36,6 +36,7 @@ def inspect(file: str, as_json: bool, tensors: bool) -> None:
 
 def _show(about: dict) -> None:
     from pyspec.cli.tables import row, show, table
+    from pyspec.ranges import printable
 
     totals = about["totals"]
     click.echo(f"{Path(about['path']).name}: GGUF v{about['version']}, {about['architecture']}")
@@ -46,11 +47,10 @@ def _show(about: dict) -> None:
     click.echo(", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in totals["bytes_by_type"].items()))
     meta = table("key", "value")
     for key, value in about["metadata"].items():
-        text = json.dumps(value, ensure_ascii=False)
-        row(meta, key, text if len(text) <= WIDE else text[:WIDE] + " ...")
+        row(meta, printable(key, WIDE), printable(json.dumps(value, ensure_ascii=False), WIDE))
     show(meta)
     if "tensors" in about:
         rows = table("tensor", "type", "shape", "bytes", right=("bytes",))
         for t in about["tensors"]:
-            row(rows, t["name"], t["type"], " x ".join(map(str, t["shape"])), f"{t['bytes']:,}")
+            row(rows, printable(t["name"]), t["type"], " x ".join(map(str, t["shape"])), f"{t['bytes']:,}")
         show(rows)

@@ -26,6 +26,7 @@ INNER = Whole(0, 1 << 24)  # width of a feed-forward; 0: the block has none
 FLAG = OneOf((True, False, 0, 1))
 
 GENERAL: Mapping[str, Whole | Real | OneOf | int] = {  # of texts: the most characters
+    "general.alignment": Whole(8, 65_536),
     "general.architecture": 64,
     "general.name": 1_000,
     "general.file_type": Whole(0, 2**32 - 1),

@@ -15,6 +15,7 @@ import numpy as np
 
 from pyspec.errors import BadGGUF
 from pyspec.gguf.cursor import Cursor
+from pyspec.gguf.fields import Fields
 from pyspec.gguf.source import Source
 from pyspec.gguf.types import GGMLType, ValueType
 from pyspec.ranges import quoted
@@ -156,10 +157,8 @@ def _read_array(cursor: Cursor, key: str) -> object:
 
 
 def _alignment(cursor: Cursor, metadata: dict[str, object]) -> int:
-    value = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-    if type(value) is not int:
-        raise cursor.bad(f"general.alignment is a {type(value).__name__}, not an integer")
-    if not 8 <= value <= 65_536 or value & (value - 1):
+    value = Fields(metadata, f"{cursor.source.path}: ").integer("general.alignment", DEFAULT_ALIGNMENT)
+    if value & (value - 1):
         raise cursor.bad(f"general.alignment is {value}, not a power of two in 8..65536")
     return value
 

@@ -65,7 +65,7 @@ CASES: dict[str, tuple[Craft | bytes, str]] = {
         "string 1 of 2 has 9999 bytes; .* left",
     ),
     "array strings run out": (Craft(keys=[array(STRING, 3, string("x" * 30))], alignment=1), "string 1 of 3 starts"),
-    "alignment type": (aligned(0, STRING), "alignment is a str"),
+    "alignment type": (aligned(0, STRING), "alignment is 'x'; want a whole number from 8 to 65536"),
     "alignment 0": (aligned(0), "alignment is 0"),
     "alignment odd": (aligned(48), "alignment is 48"),
     "alignment too small": (aligned(4), "alignment is 4"),
