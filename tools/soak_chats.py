@@ -267,7 +267,7 @@ def count_flights(engine: Engine, tally: Tally) -> None:
     def counted(flight: InFlight) -> InFlight | None:
         if (found := fly(flight)) is not None:
             tally.add("rounds launched ahead")
-            if found.tokens is not None:
+            if found.launched.tokens is not None:
                 tally.add("of them with drafts")
         return found
 
