@@ -12,13 +12,16 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 from pyspec.config import EngineSettings
+from pyspec.engine.counts import totals
 from pyspec.engine.process import COMMAND, EngineProcess
 from pyspec.engine.record import Record, Sink
+from pyspec.engine.suspects import N_CRASH, Suspects
+from pyspec.engine.watchdog import TICK_S, EngineEnd, Watchdog
 from pyspec.engine.wire import (
     Cancel,
     Events,
@@ -41,35 +44,13 @@ from pyspec.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.05  # how often the supervisor looks; what the engine says is heard at once
-STOPPED_S = 2.0  # silence of a process that somebody stopped
-HANG_FACTOR = 10.0  # a round hangs when it has taken so many times what it should, by those before it,
-HANG_S = {"cpu": (60.0, 600.0), "gpu": (5.0, 60.0)}  # but so many seconds at least; and while there was none to go by
-SILENT_S = 120.0  # without any word between rounds
 LOAD_FACTOR, LOAD_S = 5.0, 300.0  # loading again hangs behind so many times the first load, and not before
 BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)  # before each load after one that failed
-N_LOAD, N_CRASH = 3, 3  # failed loads after which requests are not kept waiting; crashes of one request
+N_LOAD = 3  # failed loads after which requests are not kept waiting
 EXAMINE_S = 600.0  # two failures of the device within this time: the next engine is examined,
 EXAMINED_S = 120.0  # for so long, because it is slow
 LOOK_S = 1.0
 CLOSE_S = 5.0
-
-GAUGES = {
-    "requests_processing", "requests_queued", "n_tokens_max", "pages_used", "pages_total", "pages_cached", "states",
-    "states_device_bytes", "states_host_bytes", "seconds_since_step",
-}  # fmt: skip
-"""Of Metrics: what is of the engine that runs now; all else is counted through."""
-
-
-@dataclass(frozen=True)
-class End:
-    """Why an engine process is not used any more."""
-
-    why: str
-    from_outside: bool = False  # somebody killed or stopped it
-    kernels: tuple[str, ...] = ()  # modules of the op that failed
-    of_device: bool = False
-    hung: bool = False
 
 
 class Supervisor:
@@ -85,8 +66,7 @@ class Supervisor:
         self._ids = itertools.count(1)
         self._lock = threading.Condition()
         self._child: EngineProcess | None = None  # the one that takes requests
-        self._held: list[Record] = []  # suspects whose turn has not come
-        self._trial: Record | None = None  # the suspect that runs
+        self._suspects, self._watchdog = Suspects(), Watchdog(settings.hang_timeout)
         self._fatal: Fatal | None = None
         self._answer: Ready | Refused | None = None
         self._looked: dict[int, Looked | None] = {}
@@ -99,7 +79,6 @@ class Supervisor:
         self._own_failed = self._own_cancelled = 0
         self._demoted: set[str] = set(settings.demoted)
         self._device_failures: list[float] = []
-        self._hang_times: list[float] = []
         self._load_s = 0.0
         self._closing = False
         self._pid = os.getpid()
@@ -155,7 +134,7 @@ class Supervisor:
             if record is None:
                 return
             record.cancelled = True
-            if self._child is not None and record not in self._held:
+            if self._child is not None and record not in self._suspects.held:
                 self._child.send(Cancel(name))
                 return
         self._drop_cancelled()
@@ -178,7 +157,7 @@ class Supervisor:
         with self._lock:
             waiting = sum(not record.in_slot for record in self._records.values())
             own = {"requests_failed": self._own_failed, "requests_cancelled": self._own_cancelled}
-        total = _sum(self._past, now)
+        total = totals(self._past, now)
         beat = self._child.beat if self._child is not None else None
         silent = time.monotonic() - beat[1] if beat is not None and looked is None else 0.0
         return replace(
@@ -246,9 +225,11 @@ class Supervisor:
             return
         if (told := record.hear(event)) is not None:
             self._pass_on(record, told)
-        if record is self._trial and (isinstance(event, Done | Failed) or record.is_past_its_crash):
-            record.crashes.clear()
-            self._next_trial()
+        if record is self._suspects.trial and (isinstance(event, Done | Failed) or record.is_past_its_crash):
+            with self._lock:
+                then = self._suspects.acquit()
+                if then is not None and self._child is not None:
+                    self._child.send(then.submit())
 
     def _pass_on(self, record: Record, event: Event) -> None:
         """A listener is the caller's code: its failure ends its own request, whatever it raises."""
@@ -263,10 +244,9 @@ class Supervisor:
     def _drop_cancelled(self) -> None:
         """End those that no engine knows of."""
         with self._lock:
-            child = self._child
-            known = [] if child is None else [r for r in self._records.values() if r not in self._held]
-            gone = [r for r in self._records.values() if r.cancelled and r not in known]
-            self._held = [r for r in self._held if r not in gone]
+            held = self._suspects.held
+            gone = [r for r in self._records.values() if r.cancelled and (self._child is None or r in held)]
+            self._suspects.held = [r for r in held if r not in gone]
             self._own_cancelled += len(gone)
         for record in gone:
             self._pass_on(record, record.cancelled_event())
@@ -377,11 +357,8 @@ class Supervisor:
         with self._lock:
             self._info, self._error = self._info or ready.info, None
             records = list(self._records.values())
-            suspects = [r for r in records if len(r.crashes) >= N_CRASH - 1]
-            self._trial, self._held = (suspects[0] if suspects else None), suspects[1:]
-            for record in records:
-                if record not in self._held:
-                    child.send(record.submit())
+            for record in self._suspects.begin(records):
+                child.send(record.submit())
             replayed = [r for r in records if r.has_begun]
             self.n_replayed += sum(len(r.request.prompt) + len(r.tokens) for r in replayed)
             self._child = child
@@ -392,56 +369,21 @@ class Supervisor:
                 "the engine is back after %.1f s; %d requests go on", time.monotonic() - self._lost_at, len(replayed)
             )
 
-    def _next_trial(self) -> None:
-        """The suspect got past where engines crashed: the next one's turn."""
-        with self._lock:
-            self._trial = self._held.pop(0) if self._held else None
-            if self._trial is not None and self._child is not None:
-                self._child.send(self._trial.submit())
-
-    def _watch(self, child: EngineProcess) -> End | None:
+    def _watch(self, child: EngineProcess) -> EngineEnd | None:
         """Until the engine ends or hangs; None: it is to be closed."""
-        began = looked = time.monotonic()
+        began = time.monotonic()
         with self._lock:
             while not self._closing:
-                now = time.monotonic()
-                if now - looked > 20 * TICK_S:  # it was us who did not run: a machine that slept, say
-                    child.forgive(now)
-                looked = now
-                if self._fatal is not None:
-                    return End(str(self._fatal.error), kernels=self._fatal.kernels, of_device=True)
-                if child.is_gone:
-                    return End("")
-                if self._is_examined and now - began > EXAMINED_S:
-                    return End("nothing failed while it was examined, and it is slow", from_outside=True)
-                if (end := self._hangs(child, now)) is not None:
+                if self._fatal is not None or child.is_gone:
+                    return EngineEnd("")
+                if self._is_examined and time.monotonic() - began > EXAMINED_S:
+                    return EngineEnd("nothing failed while it was examined, and it is slow", from_outside=True)
+                if (end := self._watchdog.look(child, self.info.device)) is not None:
                     return end
                 self._lock.wait(TICK_S)
         return None
 
-    def _hangs(self, child: EngineProcess, now: float) -> End | None:
-        silent = now - child.heard
-        if silent > STOPPED_S and child.is_stopped:
-            return End(f"its process has been stopped for {silent:.1f} s", from_outside=True)
-        beat, at = child.beat or (Heartbeat(), child.heard)
-        if not beat.step_age:
-            return End(f"it has said nothing for {silent:.0f} s", hung=True) if silent > SILENT_S else None
-        age, limit = beat.step_age + now - at, self._limit(beat)
-        if age <= limit:
-            return None
-        why = f"a round has been under way for {age:.1f} s, more than {limit:.1f}"
-        return End(why, kernels=beat.kernels, of_device=True, hung=True)
-
-    def _limit(self, beat: Heartbeat) -> float:
-        """Seconds a round may take. Who was wrong about it is more patient."""
-        if self.settings.hang_timeout:
-            return self.settings.hang_timeout
-        least, unknown = HANG_S["cpu" if self.info.device.startswith("cpu") else "gpu"]
-        limit = max(least, HANG_FACTOR * beat.expected) if beat.expected else unknown
-        recent = sum(time.monotonic() - at < EXAMINE_S for at in self._hang_times)
-        return limit * 2**recent
-
-    def _bury(self, child: EngineProcess, end: End | None) -> None:
+    def _bury(self, child: EngineProcess, end: EngineEnd | None) -> None:
         """The engine is gone: whose fault was it, and what is left to do."""
         self._lost_at = time.monotonic()
         with self._lock:
@@ -449,30 +391,26 @@ class Supervisor:
             self._state = "recovering"
             self._lock.notify_all()
         how = child.end()
-        self._past, self._now = _sum(self._past, self._now), Metrics()
+        self._past, self._now = totals(self._past, self._now), Metrics()
         if end is None:
             return
-        if not end.why and self._fatal is not None:  # it was read last
-            end = End(str(self._fatal.error), kernels=self._fatal.kernels, of_device=True)
+        if not end.why and self._fatal is not None:
+            end = EngineEnd(str(self._fatal.error), kernels=self._fatal.kernels, of_device=True)
         if not end.why:
             end = replace(end, why=f"its process ended: {how}", from_outside=child.was_killed)
         self.n_restart += 1
         log.error("the engine is replaced: %s", end.why)
         self._judge(end)
 
-    def _judge(self, end: End) -> None:
+    def _judge(self, end: EngineEnd) -> None:
         """Kernels that failed are not used again; requests that ran are suspects; nobody hears twice what was said."""
         if end.of_device:
             self._device_failures.append(self._lost_at)
-        if end.hung:
-            self._hang_times.append(self._lost_at)
         is_mended = self._demote(end.kernels)
-        guilty, records = [], list(self._records.values())
+        records = list(self._records.values())
+        running = [r for r in records if r.in_slot and not is_mended]
+        guilty = self._suspects.accuse(running, from_outside=end.from_outside)
         for record in records:
-            if record.in_slot and not is_mended:
-                record.blame(from_outside=end.from_outside)
-                if len(record.crashes) >= N_CRASH:
-                    guilty.append(record)
             record.lose_engine(self.tokenizer)
         why = f"the engine ended {N_CRASH} times while this request ran, the last time because of this: {end.why}"
         self._fail(guilty, SlotError(why))
@@ -494,20 +432,3 @@ def _relay(line: LogLine) -> None:
         record = logger.makeRecord(line.name, line.level, "", 0, "%s", (line.text,), None)
         record.created = line.created
         logger.handle(record)
-
-
-def _sum(past: Metrics, now: Metrics) -> Metrics:
-    """What two engines counted together, and the second one's gauges."""
-    values: dict[str, object] = {}
-    for f in fields(Metrics):
-        a, b = getattr(past, f.name), getattr(now, f.name)
-        if f.name == "n_tokens_max":
-            values[f.name] = max(a, b)
-        elif f.name in GAUGES:
-            values[f.name] = b
-        elif isinstance(b, tuple):
-            n = max(len(a), len(b))
-            values[f.name] = tuple(x + y for x, y in zip(a + (0,) * (n - len(a)), b + (0,) * (n - len(b)), strict=True))
-        else:
-            values[f.name] = a + b
-    return Metrics(**values)  # type: ignore[arg-type]

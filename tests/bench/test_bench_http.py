@@ -117,7 +117,7 @@ def test_a_round_wakes_the_server_once(monkeypatch: pytest.MonkeyPatch):
     with served(engine) as port, Clients(port) as clients:
         measure_http(clients, engine.metrics, [(1, 2, 3)] * 8, HOW)
     engine.close()
-    assert len(wakes) > 300
+    assert len(wakes) > 100
     assert sum(wakes) < 0.6 * len(wakes)  # 0.15 on a quiet machine
 
 

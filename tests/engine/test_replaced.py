@@ -18,7 +18,7 @@ from engine_rig import FIXTURES
 from fake_child import token_at
 
 from pyspec.config import EngineSettings
-from pyspec.engine import client
+from pyspec.engine import client, watchdog
 from pyspec.engine.api import Engine
 from pyspec.engine.client import Supervisor
 from pyspec.engine.record import PROGRESS, Record
@@ -65,7 +65,7 @@ def start(plants: Plants, **settings: object) -> Iterator[tuple[Engine, Supervis
 
 @pytest.fixture(autouse=True)
 def _without_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client, "STOPPED_S", 0.5)
+    monkeypatch.setattr(watchdog, "STOPPED_S", 0.5)
     monkeypatch.setattr(client, "BACKOFF_S", (0.0, 0.01, 0.02))
 
 

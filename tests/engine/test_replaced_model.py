@@ -17,7 +17,7 @@ from engine_rig import DEMO, DEMO_DRAFT, GREEDY, ROOT
 from known_texts import demo_prompts
 
 from pyspec.config import EngineSettings
-from pyspec.engine import client
+from pyspec.engine import watchdog
 from pyspec.engine.api import Engine, Result, collect
 from pyspec.engine.client import Supervisor
 from pyspec.request import Delta, Done, Event, Failed, Request, SamplingParams
@@ -143,4 +143,4 @@ print(heavy)
 """
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240)
     assert told.stdout == "[]\n", told.stderr
-    assert client.HANG_S["gpu"][0] <= 5.0, "the goal for a pause is 5 s and loading"
+    assert watchdog.HANG_S["gpu"][0] <= 5.0, "the goal for a pause is 5 s and loading"

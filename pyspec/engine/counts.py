@@ -1,0 +1,30 @@
+"""What one engine after another has counted, as one."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from itertools import zip_longest
+
+from pyspec.request import Metrics
+
+GAUGES = {
+    "requests_processing", "requests_queued", "pages_used", "pages_total", "pages_cached", "states", "states_device_bytes",
+    "states_host_bytes", "seconds_since_step",
+}  # fmt: skip
+"""Of Metrics: what is of the engine that runs now; all else is counted through."""
+
+
+def totals(past: Metrics, now: Metrics) -> Metrics:
+    """What two engines counted together, and the second one's gauges."""
+    values: dict[str, object] = {}
+    for f in fields(Metrics):
+        a, b = getattr(past, f.name), getattr(now, f.name)
+        if f.name in GAUGES:
+            values[f.name] = b
+        elif f.name == "n_tokens_max":
+            values[f.name] = max(a, b)
+        elif isinstance(b, tuple):
+            values[f.name] = tuple(x + y for x, y in zip_longest(a, b, fillvalue=0))
+        else:
+            values[f.name] = a + b
+    return Metrics(**values)  # type: ignore[arg-type]
