@@ -117,6 +117,7 @@ def plant(folder: Path) -> None:
     def load_planted(cls: type[EngineCore], path: Path, settings: Any, **hooks: Any) -> EngineCore:
         from pyspec.cuda.examine import EXAMINATION
 
+        (folder / "pid").write_text(str(os.getpid()))
         EXAMINATION.demoted |= frozenset(settings.demoted)
         if broken := plants.read("broken"):
             break_module(broken)
@@ -137,6 +138,5 @@ KERNEL_LAUNCH: Any = None
 
 if __name__ == "__main__":
     home = Path(sys.argv[1])
-    (home / "pid").write_text(str(os.getpid()))
     plant(home)
     child.main(int(sys.argv[2]))

@@ -59,6 +59,8 @@ class Child:
 
     def run(self) -> None:
         """Until the parent is gone."""
+        import pyspec.engine.core  # noqa: F401 - what a load needs of files is there when it is told what to load
+
         message = self.link.receive()
         if not isinstance(message, Load):
             return

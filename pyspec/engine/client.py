@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -49,6 +50,7 @@ BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)  # before each load afte
 N_LOAD = 3  # failed loads after which requests are not kept waiting
 EXAMINE_S = 600.0  # two failures of the device within this time: the next engine is examined,
 EXAMINED_S = 120.0  # for so long, because it is slow
+SPARE_AFTER_S = 5.0  # an engine has other things to do first
 LOOK_S = 1.0
 CLOSE_S = 5.0
 
@@ -59,6 +61,7 @@ class Supervisor:
     def __init__(self, path: Path, settings: EngineSettings, *, command: Sequence[str] = ()) -> None:
         self.path, self.settings, self.command = path, settings, command or COMMAND
         self.n_restart = self.n_replayed = 0
+        self.keeps_spare: bool | None = None  # None: decided when it is known where the engine runs
         self._info: EngineInfo | None = None
         self._state = "loading"  # then "ok", "recovering", "stopped"
         self._error: PyspecError | None = None  # why it is stopped
@@ -66,6 +69,9 @@ class Supervisor:
         self._ids = itertools.count(1)
         self._lock = threading.Condition()
         self._child: EngineProcess | None = None  # the one that takes requests
+        self._spare: EngineProcess | None = (
+            None  # one that has imported all it needs, and waits to be told what to load
+        )
         self._suspects, self._watchdog = Suspects(), Watchdog(settings.hang_timeout)
         self._fatal: Fatal | None = None
         self._answer: Ready | Refused | None = None
@@ -308,7 +314,7 @@ class Supervisor:
         with self._lock:
             self._answer = self._fatal = None
         try:
-            child = EngineProcess(self.command, self._hear, self._gone)
+            child = self._new_process()
         except OSError as e:
             return DeviceError(f"no process can be started for the engine: {e}")
         child.send(Load(self.path, settings, logging.getLogger("pyspec").getEffectiveLevel(), self._is_examined))
@@ -342,6 +348,19 @@ class Supervisor:
             self._device_failures.clear()
         return bool(new)
 
+    def _new_process(self) -> EngineProcess:
+        spare, self._spare = self._spare, None
+        if spare is not None and not spare.is_gone:
+            spare.began = spare.heard = time.monotonic()
+            return spare
+        return EngineProcess(self.command, self._hear, self._gone)
+
+    def _keep_spare(self) -> None:
+        """Importing takes seconds of a pause. Only beside a GPU: elsewhere what a spare takes is the memory of the model."""
+        if self._spare is None and self.keeps_spare and not self._closing:
+            with suppress(OSError):
+                self._spare = EngineProcess(self.command, self._hear, self._gone)
+
     def _wants_examination(self) -> bool:
         """The device failed twice in a short time and nobody knows at what."""
         now = time.monotonic()
@@ -356,6 +375,8 @@ class Supervisor:
         self._drop_cancelled()
         with self._lock:
             self._info, self._error = self._info or ready.info, None
+            if self.keeps_spare is None:
+                self.keeps_spare = not ready.info.device.startswith("cpu")
             records = list(self._records.values())
             for record in self._suspects.begin(records):
                 child.send(record.submit())
@@ -372,15 +393,19 @@ class Supervisor:
     def _watch(self, child: EngineProcess) -> EngineEnd | None:
         """Until the engine ends or hangs; None: it is to be closed."""
         began = time.monotonic()
-        with self._lock:
-            while not self._closing:
-                if self._fatal is not None or child.is_gone:
-                    return EngineEnd("")
-                if self._is_examined and time.monotonic() - began > EXAMINED_S:
-                    return EngineEnd("nothing failed while it was examined, and it is slow", from_outside=True)
-                if (end := self._watchdog.look(child, self.info.device)) is not None:
-                    return end
-                self._lock.wait(TICK_S)
+        while not self._closing:
+            if self._fatal is not None or child.is_gone:
+                return EngineEnd("")
+            age = time.monotonic() - began
+            if self._is_examined and age > EXAMINED_S:
+                return EngineEnd("nothing failed while it was examined, and it is slow", from_outside=True)
+            if (end := self._watchdog.look(child, self.info.device)) is not None:
+                return end
+            if age > SPARE_AFTER_S:
+                self._keep_spare()
+            with self._lock:
+                if self._fatal is None and not self._closing and not child.is_gone:  # else it was told before we wait
+                    self._lock.wait(TICK_S)
         return None
 
     def _bury(self, child: EngineProcess, end: EngineEnd | None) -> None:
@@ -418,6 +443,8 @@ class Supervisor:
 
     def _stop(self) -> None:
         """Nobody is served any more."""
+        if self._spare is not None:
+            self._spare.end(0.0)
         with self._lock:
             self._state = "stopped"
             self._error = self._error or Unavailable("the engine was closed")

@@ -315,6 +315,36 @@ time.sleep(60)
     wait_for(is_gone)
 
 
+def test_a_spare_process_takes_over(plants: Plants, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "SPARE_AFTER_S", 0.05)
+    with start(plants) as (engine, supervisor):
+        supervisor.keeps_spare = True
+        ears = eight(engine)
+        for _ in range(2):
+            wait_for(lambda: supervisor._spare is not None)
+            spare = supervisor._spare
+            DISASTERS["killed"](plants, supervisor)
+            wait_for(lambda spare=spare: supervisor._child is spare)
+        for ear in ears:
+            ear.check()
+        wait_for(lambda: supervisor._spare is not None)
+        last = supervisor._spare
+    assert last is not None and last.process.poll() is not None, "it goes with the engine"
+
+
+def test_a_spare_that_died_is_not_waited_for(plants: Plants, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "SPARE_AFTER_S", 0.05)
+    with start(plants) as (engine, supervisor):
+        supervisor.keeps_spare = True
+        ear = Ear(engine, n=400)
+        wait_for(lambda: supervisor._spare is not None)
+        assert supervisor._spare is not None
+        supervisor._spare.process.kill()
+        supervisor._spare.process.wait()
+        DISASTERS["killed"](plants, supervisor)
+        ear.check()
+
+
 def test_a_seed_is_drawn_once(plants: Plants) -> None:
     with start(plants) as (engine, supervisor):
         ear = Ear(engine, params=SamplingParams(), n=100)
@@ -323,6 +353,34 @@ def test_a_seed_is_drawn_once(plants: Plants) -> None:
         DISASTERS["killed"](plants, supervisor)
         ear.wait()
         assert ear.tokens == [token_at((1, 2), i, seed) for i in range(100)]
+
+
+def test_a_kernel_under_examination_is_known_by_the_module_that_launched_it() -> None:
+    from pyspec.cuda.examine import Examination
+
+    examination, seen = Examination(), []
+    space = {"__name__": "pyspec.cuda.ops.linear.pair", "run": examination.run, "wait": lambda: None}
+    exec("def product(launch): run(launch, wait)", space)
+    outer = {"__name__": "pyspec.cuda.ops.linear.cuda", "product": space["product"]}
+    exec("def call(launch): product(launch)", outer)
+    outer["call"](lambda: seen.append(examination.under_way))  # type: ignore[operator]
+    assert seen == [("pyspec.cuda.ops.linear.pair", "pyspec.cuda.ops.linear.cuda")] and examination.under_way == ()
+    with pytest.raises(ZeroDivisionError):
+        outer["call"](lambda: 1 / 0)  # type: ignore[operator]
+    assert examination.under_way[0] == "pyspec.cuda.ops.linear.pair", "the one that failed"
+
+
+def test_an_implementation_that_failed_while_it_ran_is_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pyspec.cuda.examine import EXAMINATION
+    from pyspec.cuda.op import Impl, Op
+
+    def bind(spec: str) -> Callable[[], str]:
+        return lambda: "fast"
+
+    op = Op("planted", Impl("torch", lambda spec: lambda: "reference"), [Impl("fast", bind)])
+    assert op.bind("a")() == "fast"
+    monkeypatch.setattr(EXAMINATION, "demoted", frozenset({__name__}))
+    assert op.bind("b")() == "reference" and "failed while it ran" in str(op.refusal(op.impls[0], "b"))
 
 
 # -- the parts ---------------------------------------------------------------------------------------------------
