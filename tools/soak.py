@@ -206,11 +206,37 @@ def serving(engine: Engine) -> Iterator[str]:
             thread.join()
 
 
-def traffic(engine: Engine, url: str, seed: int, until: float, known: list[Known], tally: Tally) -> None:
-    """One client after another until the time is over; odd ones speak HTTP."""
+class Span:
+    """How long traffic goes on: for a time, or for a number of requests, however long a busy machine takes for them."""
+
+    def __init__(self, seconds: float, n_request: int = 0) -> None:
+        self.began, self.seconds, self.n_request = time.monotonic(), seconds, n_request
+        self._taken, self._lock = 0, threading.Lock()
+
+    def take(self) -> bool:
+        """Whether one more request is to be made."""
+        with self._lock:
+            self._taken += 1
+            return self.share < 1.0
+
+    @property
+    def share(self) -> float:
+        """How much of it is over."""
+        if self.n_request:
+            return (self._taken - 1) / self.n_request
+        return (time.monotonic() - self.began) / self.seconds
+
+    def wait(self, share: float, threads: list[threading.Thread]) -> None:
+        """Until so much is over, or nobody is at work any more."""
+        while self.share < share and any(t.is_alive() for t in threads):
+            time.sleep(0.01)
+
+
+def traffic(engine: Engine, url: str, seed: int, span: Span, known: list[Known], tally: Tally) -> None:
+    """One client after another; odd ones speak HTTP."""
     rng = random.Random(seed)
     with httpx.Client(base_url=url, timeout=120) as client:
-        while time.monotonic() < until and not tally.wrong:
+        while not tally.wrong and span.take():
             pick = rng.choice(known)
             try:
                 if seed % 2:
@@ -249,25 +275,25 @@ def inspect_idle(engine: Engine, tally: Tally) -> None:
         tally.fail(f"{metrics.requests_failed} requests failed, {metrics.guard_trips} guards tripped")
 
 
-def soak(seconds: float, np: int, seed: int, n_prompt: int = 24, draft: str = "auto") -> tuple[bool, str]:
-    """Run it; (all well, summary line)."""
+def soak(
+    seconds: float, np: int, seed: int, n_prompt: int = 24, draft: str = "auto", n_request: int = 0
+) -> tuple[bool, str]:
+    """Run it, for so many requests if that is given; (all well, summary line)."""
     known, tally = known_texts(n_prompt), Tally()
     n_client = np + max(2, np // 2)  # more than fit, so that some wait
     with ExitStack() as stack:
         engine = stack.enter_context(Engine.load("demo", draft, np=np, queue=4 * n_client, cache_ram=16))
         url = stack.enter_context(serving(engine))
-        began = time.monotonic()
-        args = [(engine, url, seed * 1000 + i, began + seconds, known, tally) for i in range(n_client)]
+        span = Span(seconds, n_request)
+        args = [(engine, url, seed * 1000 + i, span, known, tally) for i in range(n_client)]
         threads = [threading.Thread(target=traffic, args=a) for a in args]
         for t in threads:
             t.start()
-        time.sleep(seconds * 0.3)  # threads get their arenas
-        while tally.counts.total() < 2 * n_client and time.monotonic() < began + seconds / 2:
-            time.sleep(0.01)  # on a busy machine some client may not have begun
+        span.wait(0.4, threads)  # threads get their arenas
         early = not_cached(engine)
         for t in threads:
             t.join()
-        late, took = not_cached(engine), time.monotonic() - began
+        late, took = not_cached(engine), time.monotonic() - span.began
         inspect_idle(engine, tally)
         m = engine.metrics()
     grown = late - early

@@ -25,7 +25,7 @@ from importlib.resources import files
 from pathlib import Path
 
 import torch
-from soak import Tally, inspect_idle, not_cached, wait_idle
+from soak import Span, Tally, inspect_idle, not_cached, wait_idle
 from soak_audit import audit
 from torch import Tensor
 
@@ -217,19 +217,19 @@ class Later:
 
 
 def chat(
-    engine: Engine, seed: int, until: float, tally: Tally, ahead: bool, words: Words, checks: Beside | Later
+    engine: Engine, seed: int, span: Span, tally: Tally, ahead: bool, words: Words, checks: Beside | Later
 ) -> None:
     """One user after another. What is wrong is in doubt until `judge` looked at the choices of experts on the way."""
     rng, common = random.Random(seed), words.openings(random.Random(0))
     text: list[int] = []
-    while time.monotonic() < until and not tally.wrong and checks.goes_on():
+    while not tally.wrong and checks.goes_on() and span.take():
         if not text or rng.random() > AGAIN or len(text) > words.ctx - 60 - 60 * words.scale:
             text = list(rng.choice(common))
         elif rng.random() < FORKED:
             text = text[: rng.randint(1, len(text))]
         prompt = [*text, *words.some(rng, rng.randint(1, 40 * words.scale))]
         n_draft, leave, stay = rng.randint(1, 3), rng.random() < CANCELLED, rng.randint(0, 12)
-        n_draft *= not ahead or int(time.monotonic()) % 3 == 0  # nobody drafts for a while
+        n_draft *= not ahead or int(9 * span.share) % 3 == 0  # nobody drafts for a while
         request = Request(prompt=tuple(prompt), params=GREEDY, max_tokens=rng.randint(1, 60), n_draft_max=n_draft)
         tokens: list[int] = []
         try:
@@ -288,10 +288,11 @@ def soak_chats(
     device: str = "cpu",
     ctx: int = CTX,
     later: bool = False,
+    n_request: int = 0,
 ) -> tuple[bool, str]:
     """Run it; (all well, summary line). Without a model it is a tiny random one with Gated DeltaNet and MTP.
 
-    later: texts are compared when all are said, by an engine that is loaded then.
+    later: texts are compared when all are said, by an engine that is loaded then. n_request: so many, whatever they take.
     """
     tally, words = Tally(), Words(demo_lines() if model == "demo" else (), ctx // CTX, ctx)
     with ExitStack() as stack:
@@ -313,17 +314,16 @@ def soak_chats(
         checks: Beside | Later = Later() if later else Beside(load_cold(), Prompter(engine, seed))
         if ahead:
             count_flights(engine, tally)
-        began = time.monotonic()
-        until = began + seconds
-        args = [(engine, seed * 1000 + i, until, tally, ahead, words, checks) for i in range(N_CHAT)]
+        span = Span(seconds, n_request)
+        args = [(engine, seed * 1000 + i, span, tally, ahead, words, checks) for i in range(N_CHAT)]
         threads = [threading.Thread(target=chat, args=a) for a in args]
         for t in threads:
             t.start()
-        time.sleep(seconds * 0.4)
+        span.wait(0.4, threads)
         early = in_use(engine)
         for t in threads:
             t.join()
-        grown, took, m = in_use(engine) - early, time.monotonic() - began, engine.metrics()
+        grown, took, m = in_use(engine) - early, time.monotonic() - span.began, engine.metrics()
         cold = checks.cold if isinstance(checks, Beside) else load_cold()
         doubts = checks.doubts if isinstance(checks, Beside) else checks.doubts(engine, cold)
         kept = ""

@@ -1,4 +1,4 @@
-"""A short soak: the tool's own checks over a few seconds of random traffic (`tools/soak.py --minutes 10` for the long one)."""
+"""A short soak: the tool's own checks over some random requests (`tools/soak.py --minutes 10` for the long one)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import soak
 
 
 @pytest.mark.parametrize(
-    ("seconds", "np", "n_prompt"),
-    [(4.0, 4, 8), pytest.param(20.0, 8, 24, marks=pytest.mark.slow)],
+    ("n_request", "np", "n_prompt"),
+    [(80, 4, 8), pytest.param(500, 8, 24, marks=pytest.mark.slow)],
     ids=["short", "long"],
 )
-def test_random_traffic_with_cancels_leaks_nothing_and_keeps_every_text(seconds: float, np: int, n_prompt: int) -> None:
-    well, line = soak.soak(seconds, np, seed=5, n_prompt=n_prompt)
+def test_random_traffic_with_cancels_leaks_nothing_and_keeps_every_text(n_request: int, np: int, n_prompt: int) -> None:
+    well, line = soak.soak(0, np, seed=5, n_prompt=n_prompt, n_request=n_request)
     assert well, line
     assert "finished over HTTP" in line and "cancelled" in line and "disconnected" in line
 
@@ -31,7 +31,7 @@ def test_the_soak_sees_a_wrong_text(monkeypatch: pytest.MonkeyPatch) -> None:
     known = soak.known_texts(1)
     lie = [soak.replace(k, tokens=(*k.tokens[:-1], 1), text=k.text[:-2] + "#!") for k in known]
     monkeypatch.setattr(soak, "known_texts", lambda n: lie)
-    well, line = soak.soak(20.0, 2, seed=5)
+    well, line = soak.soak(0, 2, seed=5, n_request=400)
     assert not well and line.startswith("FAILED")
 
 
@@ -44,7 +44,7 @@ def test_the_soak_sees_memory_that_is_never_given_back(monkeypatch: pytest.Monke
         return honest(rng, known)
 
     monkeypatch.setattr(soak, "random_request", leaks)
-    well, line = soak.soak(4.0, 2, seed=5, n_prompt=4)
+    well, line = soak.soak(0, 2, seed=5, n_prompt=4, n_request=60)
     assert not well and "memory grew by" in line
 
 

@@ -24,28 +24,28 @@ from pyspec.slots.cache import PrefixCache
     "model", [None, pytest.param(FIXTURES / "nemotron_latent.gguf", marks=pytest.mark.slow)], ids=["qwen35", "nemotron"]
 )
 def test_conversations_with_cancels_keep_every_text_and_lose_nothing(model: object) -> None:
-    well, line = soak_chats.soak_chats(5.0, 4, seed=3, model=model)  # type: ignore[arg-type]
+    well, line = soak_chats.soak_chats(0, 4, seed=3, model=model, n_request=60)  # type: ignore[arg-type]
     assert well, line
     assert "cancelled" in line and "; 0% of" not in line
 
 
 def test_conversations_keep_every_text_with_rounds_launched_ahead() -> None:
-    well, line = soak_chats.soak_chats(6.0, 3, seed=5, ahead=True)
+    well, line = soak_chats.soak_chats(0, 3, seed=5, ahead=True, n_request=60)
     assert well, line
     assert "rounds launched ahead" in line
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("seconds", "later"), [(30.0, False), (6.0, True)])
+@pytest.mark.parametrize(("n_request", "later"), [(600, False), (100, True)])
 def test_the_soak_sees_a_state_that_was_not_folded(
-    seconds: float, later: bool, monkeypatch: pytest.MonkeyPatch
+    n_request: int, later: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tool that cannot fail proves nothing: checkpoints at the end of requests are taken too early."""
     keep = PrefixCache.keep
     monkeypatch.setattr(
         PrefixCache, "keep", lambda self, slot, draft, fold, **how: keep(self, slot, draft, print, **how)
     )
-    well, line = soak_chats.soak_chats(seconds, 4, seed=3, later=later)
+    well, line = soak_chats.soak_chats(0, 4, seed=3, later=later, n_request=n_request)
     assert not well and line.startswith("FAILED") and ("asked again" in line) == later
 
 
