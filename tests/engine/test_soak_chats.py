@@ -36,7 +36,7 @@ def test_conversations_keep_every_text_with_rounds_launched_ahead() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("n_request", "later"), [(600, False), (100, True)])
+@pytest.mark.parametrize(("n_request", "later"), [(600, False), (300, True)])
 def test_the_soak_sees_a_state_that_was_not_folded(
     n_request: int, later: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
