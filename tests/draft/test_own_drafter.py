@@ -96,7 +96,7 @@ def test_a_file_that_was_given_for_a_drafter_without_weights_is_refused(own: Pat
 
 
 def test_an_unknown_name_is_refused_with_all_there_are(own: Path) -> None:
-    with pytest.raises(ConfigError, match="--spec-type is 'owm'; known: auto, none, dflash, mtp, ngram, own"):
+    with pytest.raises(ConfigError, match="--spec-type is 'owm'; want one of auto, none, dflash, mtp, ngram, own"):
         EngineSettings(spec_type="owm")
 
 
