@@ -19,7 +19,7 @@ TIMEOUT_S = 120.0
 
 
 @dataclass
-class Chat:
+class DemoChat:
     """One question and what came back. `text` grows while the answer streams in; read it from any thread."""
 
     question: str
@@ -56,7 +56,7 @@ def served(engine: EngineLike) -> Iterator[int]:
             thread.join()
 
 
-def ask(port: int, chat: Chat, speculative: bool) -> None:
+def ask(port: int, chat: DemoChat, speculative: bool) -> None:
     """Send one chat and read its stream into `chat`. What goes wrong is kept in `chat.error`."""
     from http.client import HTTPConnection, HTTPException
 
@@ -85,7 +85,7 @@ def ask(port: int, chat: Chat, speculative: bool) -> None:
         chat.seconds = time.perf_counter() - began
 
 
-def _take(chat: Chat, event: dict) -> None:
+def _take(chat: DemoChat, event: dict) -> None:
     if "error" in event:
         chat.error = str(event["error"].get("message", event["error"]))
         return
@@ -100,10 +100,10 @@ def _take(chat: Chat, event: dict) -> None:
 
 
 @dataclass(frozen=True)
-class Batch:
+class DemoBatch:
     """Chats that ran side by side, and the time from the first request to the last answer."""
 
-    chats: Sequence[Chat]
+    chats: Sequence[DemoChat]
     seconds: float
 
     @property
@@ -121,13 +121,16 @@ class Batch:
 
 
 def ask_all(
-    port: int, questions: Sequence[str], speculative: bool, watch: Callable[[Sequence[Chat], bool], None] | None = None
-) -> Batch:
+    port: int,
+    questions: Sequence[str],
+    speculative: bool,
+    watch: Callable[[Sequence[DemoChat], bool], None] | None = None,
+) -> DemoBatch:
     """Ask all questions at once and wait. `watch(chats, is_over)` is called about ten times a second meanwhile.
 
     Raises PyspecError if any of them failed.
     """
-    chats = [Chat(q) for q in questions]
+    chats = [DemoChat(q) for q in questions]
     threads = [threading.Thread(target=ask, args=(port, c, speculative), daemon=True) for c in chats]
     began = time.perf_counter()
     for t in threads:
@@ -138,7 +141,7 @@ def ask_all(
     for t in threads:
         t.join()
     # the slowest stream's own clock: a watcher that draws must not lengthen what is measured
-    batch = Batch(chats, max(c.seconds for c in chats) if watch is not None else time.perf_counter() - began)
+    batch = DemoBatch(chats, max(c.seconds for c in chats) if watch is not None else time.perf_counter() - began)
     if watch is not None:
         watch(chats, True)
     if batch.error:

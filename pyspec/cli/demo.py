@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import click
 
 from pyspec.cli import verbose_option
-from pyspec.cli.chats import Batch, Chat, ask_all, served
+from pyspec.cli.chats import DemoBatch, DemoChat, ask_all, served
 from pyspec.errors import PyspecError
 
 QUESTIONS = (
@@ -77,7 +77,7 @@ def demo(ctx: click.Context, np: int, turns: int, threads: int, device: str) -> 
     click.echo(f"greedy answers with and without speculation: identical ({time.perf_counter() - began:.0f} s in all)")
 
 
-def _race(port: int, questions: Sequence[str], turns: int, first: Batch) -> list[Race]:
+def _race(port: int, questions: Sequence[str], turns: int, first: DemoBatch) -> list[Race]:
     """Plain and speculative in turns, all chats at once and one alone. Raises PyspecError if a text differs."""
     if not any(c.n_drafted for c in first.chats):  # one chat may well run plain, if that is faster at the moment
         raise PyspecError("speculation was on, but no chat drafted a single token")
@@ -94,7 +94,7 @@ def _race(port: int, questions: Sequence[str], turns: int, first: Batch) -> list
     return races
 
 
-def _check_same(chats: Sequence[Chat], expected: dict[str, str], speculative: bool) -> None:
+def _check_same(chats: Sequence[DemoChat], expected: dict[str, str], speculative: bool) -> None:
     for c in chats:
         if c.n_drafted and not speculative:
             raise PyspecError(f"{c.question!r}: speculation was off, but {c.n_drafted} tokens were drafted")
@@ -108,7 +108,7 @@ def _check_same(chats: Sequence[Chat], expected: dict[str, str], speculative: bo
 # -- what is shown -------------------------------------------------------------------------------------------------
 
 
-def _view() -> tuple[AbstractContextManager[object], Callable[[Sequence[Chat], bool], None]]:
+def _view() -> tuple[AbstractContextManager[object], Callable[[Sequence[DemoChat], bool], None]]:
     """A live table on a terminal; elsewhere one line when a chat has ended."""
     if sys.stdout.isatty():
         from rich.live import Live
@@ -117,7 +117,7 @@ def _view() -> tuple[AbstractContextManager[object], Callable[[Sequence[Chat], b
         return live, lambda chats, is_over: live.update(_live_table(chats))
     told: set[int] = set()
 
-    def tell(chats: Sequence[Chat], is_over: bool) -> None:
+    def tell(chats: Sequence[DemoChat], is_over: bool) -> None:
         for i, c in enumerate(chats):
             if (c.finish or c.error) and i not in told:
                 told.add(i)
@@ -126,7 +126,7 @@ def _view() -> tuple[AbstractContextManager[object], Callable[[Sequence[Chat], b
     return nullcontext(), tell
 
 
-def _live_table(chats: Sequence[Chat]) -> object:
+def _live_table(chats: Sequence[DemoChat]) -> object:
     from pyspec.cli.tables import clipped_row, table
 
     t = table("question", "answer so far")
@@ -136,7 +136,7 @@ def _live_table(chats: Sequence[Chat]) -> object:
     return t
 
 
-def _show_chats(batch: Batch) -> None:
+def _show_chats(batch: DemoBatch) -> None:
     from pyspec.cli.tables import clipped_row, show, table
 
     numbers = ("tokens", "accepted", "a round", "tok/s")

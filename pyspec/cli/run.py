@@ -23,7 +23,7 @@ HELP = "type a message; /clear forgets the conversation, /exit leaves"
 
 
 @dataclass(frozen=True)
-class Ask:
+class AnswerOptions:
     """How to ask: the same for every message."""
 
     sampling: SamplingParams
@@ -71,7 +71,7 @@ def run(
     text = prompt
     if text is None and not is_talk and chat is None:
         text = (file or click.get_text_stream("stdin", encoding="utf-8")).read()
-    ask = Ask(sampling, n_predict, stop)
+    ask = AnswerOptions(sampling, n_predict, stop)
     with engine.load(max(engine.np, 1)) as loaded:
         if is_talk:
             talk(loaded, ask, system)
@@ -85,7 +85,7 @@ def _system(text: str) -> list[dict[str, str]]:
     return [{"role": "system", "content": text}] if text else []
 
 
-def _request(engine: Engine, ask: Ask, prompt: str | list[dict[str, str]]) -> Request:
+def _request(engine: Engine, ask: AnswerOptions, prompt: str | list[dict[str, str]]) -> Request:
     return engine.request(prompt, max_tokens=ask.n_predict, stop=ask.stop, params=ask.sampling)
 
 
@@ -160,7 +160,7 @@ def summary(done: Done) -> str:
     return f"[{', '.join(parts)}]"
 
 
-def talk(engine: Engine, ask: Ask, system: str) -> None:
+def talk(engine: Engine, ask: AnswerOptions, system: str) -> None:
     """Chat until /exit or the end of input. Ctrl-C ends an answer, or the chat while nothing is being said."""
     click.echo(f"{engine.info.model_name}: {HELP}", err=True)
     messages = _system(system)
@@ -180,7 +180,7 @@ def talk(engine: Engine, ask: Ask, system: str) -> None:
             messages = _turn(engine, ask, [*messages, {"role": "user", "content": said}])
 
 
-def _turn(engine: Engine, ask: Ask, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+def _turn(engine: Engine, ask: AnswerOptions, messages: list[dict[str, str]]) -> list[dict[str, str]]:
     """One exchange; the conversation after it. A refused message is forgotten, an interrupted answer too."""
     try:
         said = answer(engine, _request(engine, ask, messages), as_json=False)

@@ -13,129 +13,129 @@ from typing import ClassVar
 F16 = c_uint16  # ctypes has no half; the decoders reinterpret the two bytes
 
 
-class Block(ctypes.LittleEndianStructure):
+class BlockLayout(ctypes.LittleEndianStructure):
     """Base of all layouts: packed, little endian. `N` is the number of weights in one block."""
 
     _pack_ = 1
     N: ClassVar[int]
 
 
-class PlainF32(Block):
+class PlainF32(BlockLayout):
     N = 1
     _fields_ = (("x", c_float),)
 
 
-class PlainF16(Block):
+class PlainF16(BlockLayout):
     N = 1
     _fields_ = (("x", F16),)
 
 
-class PlainBF16(Block):
+class PlainBF16(BlockLayout):
     N = 1
     _fields_ = (("x", c_uint16),)
 
 
-class PlainF64(Block):
+class PlainF64(BlockLayout):
     N = 1
     _fields_ = (("x", c_double),)
 
 
-class PlainI8(Block):
+class PlainI8(BlockLayout):
     N = 1
     _fields_ = (("x", c_int8),)
 
 
-class PlainI16(Block):
+class PlainI16(BlockLayout):
     N = 1
     _fields_ = (("x", c_int16),)
 
 
-class PlainI32(Block):
+class PlainI32(BlockLayout):
     N = 1
     _fields_ = (("x", c_int32),)
 
 
-class PlainI64(Block):
+class PlainI64(BlockLayout):
     N = 1
     _fields_ = (("x", c_int64),)
 
 
-class BlockQ8_0(Block):
+class BlockQ8_0(BlockLayout):
     N = 32
     _fields_ = (("d", F16), ("qs", c_int8 * 32))
 
 
-class BlockQ4_0(Block):
+class BlockQ4_0(BlockLayout):
     N = 32
     _fields_ = (("d", F16), ("qs", c_uint8 * 16))
 
 
-class BlockQ4_1(Block):
+class BlockQ4_1(BlockLayout):
     N = 32
     _fields_ = (("d", F16), ("m", F16), ("qs", c_uint8 * 16))
 
 
-class BlockQ5_0(Block):
+class BlockQ5_0(BlockLayout):
     N = 32
     _fields_ = (("d", F16), ("qh", c_uint32), ("qs", c_uint8 * 16))
 
 
-class BlockQ5_1(Block):
+class BlockQ5_1(BlockLayout):
     N = 32
     _fields_ = (("d", F16), ("m", F16), ("qh", c_uint32), ("qs", c_uint8 * 16))
 
 
-class BlockQ2_K(Block):
+class BlockQ2_K(BlockLayout):
     """`scales`: low nibble scale, high nibble minimum, of 16 weights each."""
 
     N = 256
     _fields_ = (("scales", c_uint8 * 16), ("qs", c_uint8 * 64), ("d", F16), ("dmin", F16))
 
 
-class BlockQ3_K(Block):
+class BlockQ3_K(BlockLayout):
     """`scales`: sixteen 6-bit scales, biased by 32; a set bit of `hmask` means no offset of -4."""
 
     N = 256
     _fields_ = (("hmask", c_uint8 * 32), ("qs", c_uint8 * 64), ("scales", c_uint8 * 12), ("d", F16))
 
 
-class BlockQ4_K(Block):
+class BlockQ4_K(BlockLayout):
     """`scales`: eight 6-bit scales and eight 6-bit minima, of 32 weights each."""
 
     N = 256
     _fields_ = (("d", F16), ("dmin", F16), ("scales", c_uint8 * 12), ("qs", c_uint8 * 128))
 
 
-class BlockQ5_K(Block):
+class BlockQ5_K(BlockLayout):
     N = 256
     _fields_ = (("d", F16), ("dmin", F16), ("scales", c_uint8 * 12), ("qh", c_uint8 * 32), ("qs", c_uint8 * 128))
 
 
-class BlockQ6_K(Block):
+class BlockQ6_K(BlockLayout):
     N = 256
     _fields_ = (("ql", c_uint8 * 128), ("qh", c_uint8 * 64), ("scales", c_int8 * 16), ("d", F16))
 
 
-class BlockIQ4_NL(Block):
+class BlockIQ4_NL(BlockLayout):
     N = 32
     _fields_ = (("d", F16), ("qs", c_uint8 * 16))
 
 
-class BlockIQ4_XS(Block):
+class BlockIQ4_XS(BlockLayout):
     """6-bit scales biased by 32: four low bits in `scales_l`, two high bits in `scales_h`."""
 
     N = 256
     _fields_ = (("d", F16), ("scales_h", c_uint16), ("scales_l", c_uint8 * 4), ("qs", c_uint8 * 128))
 
 
-class BlockMXFP4(Block):
+class BlockMXFP4(BlockLayout):
     """`e`: power-of-two scale (E8M0); `qs`: E2M1 codes."""
 
     N = 32
     _fields_ = (("e", c_uint8), ("qs", c_uint8 * 16))
 
 
-class BlockNVFP4(Block):
+class BlockNVFP4(BlockLayout):
     """`d`: one UE4M3 scale per 16 weights; a second scale per tensor lies in the sidecar `<name>.scale`."""
 
     N = 64

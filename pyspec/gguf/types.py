@@ -6,7 +6,7 @@ import ctypes
 from enum import IntEnum
 
 from pyspec.gguf import blocks
-from pyspec.gguf.blocks import Block
+from pyspec.gguf.blocks import BlockLayout
 
 
 class ValueType(IntEnum):
@@ -66,7 +66,7 @@ class GGMLType(IntEnum):
     Q1_0 = 41
 
     @property
-    def layout(self) -> type[Block] | None:
+    def layout(self) -> type[BlockLayout] | None:
         """The block's structure; None for a type pyspec cannot compute with."""
         return _LAYOUTS.get(self)
 
@@ -81,7 +81,7 @@ class GGMLType(IntEnum):
         return _SIZES[self][1]
 
 
-_LAYOUTS: dict[GGMLType, type[Block]] = {
+_LAYOUTS: dict[GGMLType, type[BlockLayout]] = {
     GGMLType.F32: blocks.PlainF32,
     GGMLType.F16: blocks.PlainF16,
     GGMLType.BF16: blocks.PlainBF16,

@@ -18,7 +18,7 @@ from pyspec.synth import layout, vocab
 from pyspec.synth.dims import (
     MODELS,
     TINY,
-    DFlash,
+    DFlashDims,
     Dims,
     Llama,
     NemotronH,
@@ -132,8 +132,8 @@ def _resolve(entry: str | Dims, quant: str, tiny: bool, drafter: bool, fork: boo
     if n_layer:
         dims = shortened(dims, n_layer)
     if drafter:
-        return dims if isinstance(dims, DFlash) else drafter_of(dims, fork=fork)
-    return replace(dims, fork=True) if fork and isinstance(dims, DFlash) else dims
+        return dims if isinstance(dims, DFlashDims) else drafter_of(dims, fork=fork)
+    return replace(dims, fork=True) if fork and isinstance(dims, DFlashDims) else dims
 
 
 def _add_metadata(writer: GGUFWriter, dims: Dims, parts: Parts, quant: str) -> None:

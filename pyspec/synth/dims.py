@@ -115,7 +115,7 @@ class NemotronHMoe(NemotronH):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DFlash(Dims):
+class DFlashDims(Dims):
     """A block drafter. `taps` are layer ids of the target as its training code counts them; the file stores them + 1.
 
     `fork` writes the older `dflash-draft` naming, which stores the ids unchanged.
@@ -318,12 +318,12 @@ def widened(dims: Dims) -> Dims:
     return replace(wide, state=64, n_rot=16, sections=(3, 3, 2, 0)) if isinstance(wide, Qwen35) else wide
 
 
-def drafter_of(target: Dims, *, fork: bool = False) -> DFlash:
+def drafter_of(target: Dims, *, fork: bool = False) -> DFlashDims:
     """A DFlash drafter that fits the target: the published one of Qwen3.6-27B and Qwen3-8B, the usual shape for others."""
     real = target.n_vocab > 1000
     n_layer = 5 if real else 2
     sliding = (True,) * (n_layer - 1) + (False,) if isinstance(target, Qwen35) else ()
-    return DFlash(
+    return DFlashDims(
         name=f"{target.name}-DFlash",
         n_layer=n_layer,
         n_embd=target.n_embd,

@@ -15,7 +15,7 @@ import torch
 
 from pyspec.cuda.ops.linear.dequant import dequantize, quantize
 from pyspec.gguf import GGMLType
-from pyspec.gguf.blocks import Block
+from pyspec.gguf.blocks import BlockLayout
 from pyspec.synth.layout import Spec
 
 EXACT = frozenset({GGMLType.F32, GGMLType.F16, GGMLType.BF16, GGMLType.Q8_0, GGMLType.Q4_0})
@@ -97,7 +97,7 @@ class Pool:
         rng = np.random.default_rng([seed, int(kind)])
         layout = kind.layout
         assert layout is not None
-        self._layout: type[Block] = layout
+        self._layout: type[BlockLayout] = layout
         self._scales = rng.uniform(0.5, 1.5, n_block).astype(np.float32)
         if kind in _PLAIN:
             self._scales = rng.standard_normal(n_block, dtype=np.float32)
@@ -148,7 +148,7 @@ class Pool:
         blocks[:, at : at + 2] = values.astype("<f2").view(np.uint8).reshape(-1, 2)
 
 
-def _tidy(blocks: np.ndarray, kind: GGMLType, layout: type[Block], rng: np.random.Generator) -> None:
+def _tidy(blocks: np.ndarray, kind: GGMLType, layout: type[BlockLayout], rng: np.random.Generator) -> None:
     """Make the fields that are not codes plausible: equal scales and minima, ordinary exponents."""
     n = len(blocks)
     if kind is GGMLType.MXFP4:

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pyspec.gguf import ValueType
 from pyspec.gguf.write import Value
-from pyspec.synth.dims import DFlash, Dims, NemotronH, NemotronHMoe, Qwen35, Qwen35Moe
+from pyspec.synth.dims import DFlashDims, Dims, NemotronH, NemotronHMoe, Qwen35, Qwen35Moe
 
 Kind = Literal["matrix", "embedding", "head", "gate", "router", "norm", "conv", "decay", "step"]
 Key = tuple[str, Value, ValueType]
@@ -45,7 +45,7 @@ def tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
 
 def file_arch(dims: Dims) -> str:
     """`general.architecture`."""
-    return "dflash-draft" if isinstance(dims, DFlash) and dims.fork else dims.arch
+    return "dflash-draft" if isinstance(dims, DFlashDims) and dims.fork else dims.arch
 
 
 def _common(dims: Dims, n_block: int) -> Iterator[Key]:
@@ -122,7 +122,7 @@ def _nemotron_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
 
 
 def _dflash_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
-    assert isinstance(dims, DFlash)
+    assert isinstance(dims, DFlashDims)
     a = file_arch(dims)
     yield from _common(dims, dims.n_layer)
     if dims.fork:
@@ -281,7 +281,7 @@ def _nemotron_tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
 
 
 def _dflash_tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
-    assert isinstance(dims, DFlash)
+    assert isinstance(dims, DFlashDims)
     n = dims.n_embd
     yield Spec("dflash_fc.weight" if dims.fork else "fc.weight", (n, len(dims.taps) * dims.n_target_embd), "matrix")
     yield Spec("dflash_hidden_norm.weight" if dims.fork else "enc.output_norm.weight", (n,), "norm")

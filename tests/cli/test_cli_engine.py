@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from pyspec.cli import main
-from pyspec.cli.run import Ask, acceptance, talk
+from pyspec.cli.run import AnswerOptions, acceptance, talk
 from pyspec.engine.api import Engine
 from pyspec.request import SamplingParams, Timings
 
@@ -79,7 +79,7 @@ def test_a_prompt_that_does_not_fit_is_one_line():
 def test_a_chat_remembers_and_clears(engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
     said = iter(["My name is Lena.", "What is my name?", "/clear", "What is my name?", "/nonsense", "", "/exit"])
     monkeypatch.setattr(click, "prompt", lambda *args, **options: next(said))
-    talk(engine, Ask(SamplingParams(temperature=0), 48, ()), "")
+    talk(engine, AnswerOptions(SamplingParams(temperature=0), 48, ()), "")
     out, err = capsys.readouterr()
     answers = out.splitlines()
     assert "Lena" in answers[1] and "Lena" not in answers[2]
@@ -98,7 +98,7 @@ def test_a_refused_message_does_not_end_a_chat(
         raise click.Abort
 
     monkeypatch.setattr(click, "prompt", prompt)
-    talk(engine, Ask(SamplingParams(temperature=0), 48, ()), "")
+    talk(engine, AnswerOptions(SamplingParams(temperature=0), 48, ()), "")
     out, err = capsys.readouterr()
     assert "Error: the prompt has" in err
     assert out.startswith(reference("Hi!")["answer"])

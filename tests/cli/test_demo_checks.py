@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from pyspec.cli import demo
-from pyspec.cli.chats import Batch, Chat
+from pyspec.cli.chats import DemoBatch, DemoChat
 from pyspec.errors import PyspecError
 
 
-def chat(text: str = "same", n_drafted: int = 0, **values: object) -> Chat:
-    return Chat("q", text, "stop", 4, n_drafted=n_drafted, **values)
+def chat(text: str = "same", n_drafted: int = 0, **values: object) -> DemoChat:
+    return DemoChat("q", text, "stop", 4, n_drafted=n_drafted, **values)
 
 
 def test_a_differing_text_is_an_error_with_its_place():
@@ -28,17 +28,17 @@ def test_drafts_in_a_plain_turn_are_an_error():
 
 def test_a_demo_without_a_single_draft_is_an_error():
     with pytest.raises(PyspecError, match="no chat drafted"):
-        demo._race(0, ["q"], 1, Batch([chat(), chat()], 1.0))
+        demo._race(0, ["q"], 1, DemoBatch([chat(), chat()], 1.0))
 
 
 def test_a_chat_that_failed_or_was_cut_is_an_error():
-    assert Batch([chat(), chat()], 1.0).error == ""
-    assert "ended with 'length'" in Batch([chat(), Chat("q", "x", "length", 4)], 1.0).error
-    assert "refused" in Batch([chat(error="refused")], 1.0).error
+    assert DemoBatch([chat(), chat()], 1.0).error == ""
+    assert "ended with 'length'" in DemoBatch([chat(), DemoChat("q", "x", "length", 4)], 1.0).error
+    assert "refused" in DemoBatch([chat(error="refused")], 1.0).error
 
 
 def test_a_rate_is_of_all_streams_together():
-    assert Batch([chat(), chat()], 0.5).rate == 16.0
+    assert DemoBatch([chat(), chat()], 0.5).rate == 16.0
 
 
 def test_ratios_are_taken_turn_by_turn():

@@ -32,7 +32,7 @@ def defines(shape: GdnShape, arch: str) -> dict[str, int | str]:
 
 
 @dataclass(frozen=True)
-class Chunks:
+class GdnChunks:
     """Kernels for one shape. `prepare` goes before gdn_rows, which may have records to fold, and `run` after it."""
 
     shape: GdnShape
@@ -82,11 +82,11 @@ class Chunks:
 
 
 @per_device
-def kernels(device: torch.device, shape: GdnShape) -> Chunks:
+def kernels(device: torch.device, shape: GdnShape) -> GdnChunks:
     arch = jit.arch_of(torch.cuda.get_device_capability(device))
     code = jit.compile_cubin("gdn_chunk", arch, defines(shape, arch))
     shared = (2 * key_stages(arch) + 1) * KEYS + RECORD
-    return Chunks(
+    return GdnChunks(
         shape,
         code.kernel("gdn_chunk_conv", CONV_ARGS),
         code.kernel("gdn_chunk_solve", SOLVE_ARGS).allow_shared(3 * KEYS),

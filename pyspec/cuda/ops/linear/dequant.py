@@ -16,7 +16,7 @@ from torch import Tensor
 from pyspec.cuda.context import per_device
 from pyspec.errors import ModelError
 from pyspec.gguf import GGMLType, blocks
-from pyspec.gguf.blocks import Block
+from pyspec.gguf.blocks import BlockLayout
 
 ATOL = RTOL = 0.0  # float32 results are exact
 CPU_CHUNK = 1 << 20  # weights per step; 1 << 16 and 1 << 18 are up to 1.8 times slower, larger gains nothing
@@ -26,13 +26,13 @@ IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # doubled; the scales are halved
 
 
-def _bytes(raw: Tensor, layout: type[Block], name: str) -> Tensor:
+def _bytes(raw: Tensor, layout: type[BlockLayout], name: str) -> Tensor:
     """[n, size of the field] uint8, a view."""
     field = getattr(layout, name)
     return raw[:, field.offset : field.offset + field.size]
 
 
-def _half(raw: Tensor, layout: type[Block], name: str) -> Tensor:
+def _half(raw: Tensor, layout: type[BlockLayout], name: str) -> Tensor:
     """[n, 1] float32 of a float16 field."""
     return _bytes(raw, layout, name).contiguous().view(torch.float16).float()
 
@@ -84,7 +84,7 @@ def _q4_1(raw: Tensor) -> Tensor:
     return _half(raw, blocks.BlockQ4_1, "d") * q + _half(raw, blocks.BlockQ4_1, "m")
 
 
-def _five(raw: Tensor, layout: type[Block]) -> Tensor:
+def _five(raw: Tensor, layout: type[BlockLayout]) -> Tensor:
     """[n, 32] uint8 0..31 of Q5_0 and Q5_1."""
     low = _unpack(_bytes(raw, layout, "qs"), 2, 4).flatten(1)
     return low | (_bits(_bytes(raw, layout, "qh")) << 4)
@@ -98,7 +98,7 @@ def _q5_1(raw: Tensor) -> Tensor:
     return _half(raw, blocks.BlockQ5_1, "d") * _five(raw, blocks.BlockQ5_1) + _half(raw, blocks.BlockQ5_1, "m")
 
 
-def _two_bits(raw: Tensor, layout: type[Block]) -> Tensor:
+def _two_bits(raw: Tensor, layout: type[BlockLayout]) -> Tensor:
     """[n, 16, 16] uint8 0..3 of Q2_K and Q3_K."""
     return _unpack(_bytes(raw, layout, "qs").unflatten(1, (2, 32)), 4, 2).reshape(-1, 16, 16)
 
@@ -121,7 +121,7 @@ def _q3_k(raw: Tensor) -> Tensor:
     return ((_half(raw, layout, "d") * scales).unsqueeze(-1) * q).flatten(1)
 
 
-def _six_bit_scales(raw: Tensor, layout: type[Block]) -> tuple[Tensor, Tensor]:
+def _six_bit_scales(raw: Tensor, layout: type[BlockLayout]) -> tuple[Tensor, Tensor]:
     """Scales and minima of Q4_K and Q5_K, [n, 8, 1] float32 each, already times d and dmin."""
     scale, low, rest = _bytes(raw, layout, "scales").unflatten(1, (3, 4)).unbind(1)
     scales = torch.cat((scale & 63, (rest & 15) | ((scale >> 2) & 48)), 1)

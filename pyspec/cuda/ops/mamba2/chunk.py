@@ -61,7 +61,7 @@ def defines(s: Mamba2Shape, chunk: int, rows: int) -> dict[str, int | str]:
 
 
 @dataclass(frozen=True)
-class Chunks:
+class Mamba2Chunks:
     """Kernels for one shape. `prepare` goes before mamba2_rows, which may have records to fold, and `run` after it."""
 
     shape: Mamba2Shape
@@ -117,7 +117,7 @@ class Chunks:
 
 
 @per_device
-def kernels(device: torch.device, shape: Mamba2Shape) -> Chunks:
+def kernels(device: torch.device, shape: Mamba2Shape) -> Mamba2Chunks:
     arch = jit.arch_of(torch.cuda.get_device_capability(device))
     n_multiprocessor = torch.cuda.get_device_properties(device).multi_processor_count
     chunk, most = cut(shape, arch)
@@ -129,4 +129,4 @@ def kernels(device: torch.device, shape: Mamba2Shape) -> Chunks:
         for rows, code in codes.items()
     }
     group = codes[most].kernel("mamba2_chunk_group", GROUP_ARGS).allow_shared(group_shared(shape, chunk))
-    return Chunks(shape, chunk, group, states, n_multiprocessor)
+    return Mamba2Chunks(shape, chunk, group, states, n_multiprocessor)
