@@ -11,7 +11,7 @@ from pyspec.cuda import faults
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import ref as attend_ref
 from pyspec.cuda.ops.attend.cases import CASES, TOLERANCE, Case, Made, make, only, spec_of, worst
-from pyspec.cuda.ops.attend.cuda import Shape
+from pyspec.cuda.ops.attend.cuda import AttendBuild
 from pyspec.slots.kv import KV_DTYPES, KVPool, row_bytes
 
 GPU = torch.device("cuda", 0)
@@ -52,7 +52,7 @@ def real_case(np: int, ctx: int, width: int, kind: str = "target") -> Case:
     return Case(32, 8, 128, torch.float16, seqs, 64, 2048, True)
 
 
-def time_us(case: Case, shape: Shape | None = None, pages: int = 0) -> tuple[float, float]:
+def time_us(case: Case, shape: AttendBuild | None = None, pages: int = 0) -> tuple[float, float]:
     """Microseconds a call and bytes of keys and values a call; `pages`: width of the page table."""
     made = make(replace(case, seqs=[(0, w) for _, w in case.seqs]), GPU)
     made = grown(case, made, pages)
@@ -104,7 +104,7 @@ def grown(case: Case, made: Made, pages: int) -> Made:
     return replace(made, pool=pool, batch=batch)
 
 
-def show(name: str, case: Case, shape: Shape | None = None, pages: int = 0) -> None:
+def show(name: str, case: Case, shape: AttendBuild | None = None, pages: int = 0) -> None:
     us, n_byte = time_us(case, shape, pages)
     floor = n_byte / FLOOR * 1e6
     plan = int(attend_cuda.workspace(GPU).plan[0])
@@ -143,7 +143,7 @@ def tune() -> None:
         for width, builds in ((16, WIDE), (1, NARROW)):
             for n_tile, blocks, depth in builds:
                 for fetch in (64, 128, 256) if ctx == 8192 and np == 8 and depth in (4, 6) else (256,):
-                    shape = Shape(256, n_tile, torch.float16, jit_arch(), blocks, depth, fetch)
+                    shape = AttendBuild(256, n_tile, torch.float16, jit_arch(), blocks, depth, fetch)
                     name = f"np {np} ctx {ctx} width {width} {n_tile}/{blocks}/{depth}/{fetch}"
                     show(name, real_case(np, ctx, width), shape)
 

@@ -15,7 +15,7 @@ import torch
 
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import pair as linear_pair
-from pyspec.cuda.ops.linear.cuda import LinearLaunch, Shape, random_packed
+from pyspec.cuda.ops.linear.cuda import LinearLaunch, Tiling, random_packed
 from pyspec.cuda.ops.linear.pack import Packed, packed_bytes
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.rows import cuda as rows_cuda
@@ -30,7 +30,7 @@ LAYERS = {
     "qwen3.5-122b-a10b": ((20608, 3072), (3072, 8192)),  # with Gated DeltaNet, experts apart
     "heads": ((248320, 3072), (131072, 4096)),
 }
-EXTRA = tuple(Shape(m, n, 16 // m, t // n) for t in (1, 2, 4, 6, 8) for m, n in ((16, 1), (4, 2)) if t % n == 0)
+EXTRA = tuple(Tiling(m, n, 16 // m, t // n) for t in (1, 2, 4, 6, 8) for m, n in ((16, 1), (4, 2)) if t % n == 0)
 DEVICE = torch.device("cuda", 0)
 
 
@@ -55,7 +55,7 @@ def graph_us(launches: list[Callable[[], None]], repeats: int = 7) -> float:
 
 
 def time_matrix(
-    spec: LinearSpec, weights: list[Packed], rows: int, overlap: bool, shape: Shape | None = None
+    spec: LinearSpec, weights: list[Packed], rows: int, overlap: bool, shape: Tiling | None = None
 ) -> tuple[float, float]:
     """(product, product with its rows prepared) in microseconds."""
     launch = linear_cuda.bind(spec)

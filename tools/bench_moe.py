@@ -34,7 +34,7 @@ from pyspec.cuda.ops.linear.pack import packed_bytes
 from pyspec.cuda.ops.moe import builds as moe_builds
 from pyspec.cuda.ops.moe import cuda as moe_cuda
 from pyspec.cuda.ops.moe.cuda import Experts
-from pyspec.cuda.ops.moe.ref import NOTHING, Added, MoeSpec, RouteSpec, Run, Stack, Stacks
+from pyspec.cuda.ops.moe.ref import NOTHING, Added, ExpertsRun, MoeSpec, RouteSpec, Stack, Stacks
 from pyspec.cuda.ops.moe_route import cuda as moe_route_cuda
 from pyspec.cuda.ops.rows.ref import RELU2, Norm
 from pyspec.cuda.streamed import Streamed
@@ -113,7 +113,7 @@ def shared_apart(m: Model, w: Weights) -> tuple[Streamed, Streamed]:
 Feed = Callable[[Tensor], Tensor]
 
 
-def feed(m: Model, w: Weights, experts: Run, shared: tuple[Streamed, Streamed] | None) -> Feed:
+def feed(m: Model, w: Weights, experts: ExpertsRun, shared: tuple[Streamed, Streamed] | None) -> Feed:
     """As MoeFeed runs it."""
     route = moe_route_cuda.bind(m.route())
     down, up = [Streamed(p, DEVICE, False, None) for p in w.latent] or (None, None)
@@ -212,7 +212,7 @@ def variants_of(
 ) -> list[tuple[str, list[Feed]]]:
     apart = [shared_apart(m, w) for w in weights]
 
-    def feeds(made: Sequence[Run], is_apart: bool) -> list[Feed]:
+    def feeds(made: Sequence[ExpertsRun], is_apart: bool) -> list[Feed]:
         return [feed(m, w, e, s if is_apart else None) for w, e, s in zip(weights, made, apart, strict=True)]
 
     found = []

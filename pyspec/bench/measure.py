@@ -71,7 +71,7 @@ class Turn:
 
 
 @dataclass
-class Round:
+class StreamRound:
     """What the streams got in one round: tokens, and when the last of them came."""
 
     n: int = 0
@@ -91,7 +91,7 @@ class Watch:
     metrics: Callable[[], Metrics]
     began: float = 0.0
     first: float = 0.0  # when the last stream got its first token
-    rounds: list[Round] = field(default_factory=lambda: [Round()])
+    rounds: list[StreamRound] = field(default_factory=lambda: [StreamRound()])
     started: set[int] = field(default_factory=set)
     opened: tuple[int, Metrics] | None = None  # (first round of the window, counters before it)
     closed: tuple[int, Metrics] | None = None  # (round in which a stream ended, counters before it)
@@ -120,7 +120,7 @@ class Watch:
 
     def _tokens(self, stream: int, n: int) -> None:
         if stream in self.rounds[-1].streams:
-            self.rounds.append(Round())
+            self.rounds.append(StreamRound())
             if self.opened is None and len(self.started) == self.n_stream:
                 self.opened = len(self.rounds) - 1, self.metrics()
         now = self.rounds[-1]

@@ -33,7 +33,7 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
-class Text(logging.Formatter):
+class TextLines(logging.Formatter):
     """`12:34:56 I engine: message`."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -45,7 +45,7 @@ class Text(logging.Formatter):
 def set_up(level: int = 3, form: str = "text") -> None:
     """Log to stderr. Ours at `level` (0..5), other libraries from warnings on."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if form == "json" else Text())
+    handler.setFormatter(JsonLines() if form == "json" else TextLines())
     logging.basicConfig(level=max(logging.WARNING, LEVELS[level]), handlers=[handler], force=True)
     logging.getLogger("pyspec").setLevel(LEVELS[level])
     logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pyspec.cuda.ops.moe.ref import NOTHING, Routes
 from pyspec.cuda.ops.rows.op import rows
-from pyspec.cuda.ops.rows.ref import HeadNorm, Kind, Norm, Prep, RowsSpec
+from pyspec.cuda.ops.rows.ref import HeadNorm, Norm, Prep, PrepKind, RowsSpec
 from pyspec.cuda.streamed import Streamed
 from pyspec.slots.recurrent import StateLayer
 
@@ -64,7 +64,7 @@ def then(launch: Launch, given: Sequence[Any], product: Product, prep: HeadNorm,
 
 def norms_on_the_way(device: torch.device, n_in: int) -> bool:
     """Whether every reader norms the rows itself; in plain torch it is done once for all but the router."""
-    return device.type == "cuda" and rows.has_own(RowsSpec(device, n_in, Kind.NORM))
+    return device.type == "cuda" and rows.has_own(RowsSpec(device, n_in, PrepKind.NORM))
 
 
 def before_choice(

@@ -20,7 +20,7 @@ from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.wgmma import WgmmaLaunch
 from pyspec.cuda.ops.rows.cuda import MAX_SUMMED, Into, Rows, RowsLaunch, WideRows
 from pyspec.cuda.ops.rows.op import rows
-from pyspec.cuda.ops.rows.ref import Glu, HeadNorm, Kind, Norm, Prep, RowsSpec
+from pyspec.cuda.ops.rows.ref import Glu, HeadNorm, Norm, Prep, PrepKind, RowsSpec
 
 GLU = Glu()
 PROBE_ROWS = 272  # of the matrix a kernel is checked with
@@ -75,9 +75,9 @@ class Streamed:
 
     def sums_of(self, n_row: int) -> RowsLaunch | None:
         """What sums so many rows and prepares them in one launch, for a call with them; None: this product takes them summed."""
-        return self._rows(n_row, Kind.PLAIN, 0) if self.packed.n_in <= MAX_SUMMED else None
+        return self._rows(n_row, PrepKind.PLAIN, 0) if self.packed.n_in <= MAX_SUMMED else None
 
-    def _rows(self, n_row: int, kind: Kind, dim: int) -> RowsLaunch | None:
+    def _rows(self, n_row: int, kind: PrepKind, dim: int) -> RowsLaunch | None:
         is_few = 0 < n_row <= min(PLACE_ROWS, self.plain.max_rows)
         return self.plain.rows if is_few and rows.has_own(RowsSpec(self.device, self.packed.n_in, kind, dim)) else None
 

@@ -27,7 +27,7 @@ Ask = tuple[Op[Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RefusedImpl:
     impl: str
     reason: str
 
@@ -40,7 +40,7 @@ class Finding:
     shape: str
     choice: str
     own: bool
-    refused: tuple[Refusal, ...]
+    refused: tuple[RefusedImpl, ...]
 
 
 def ops() -> list[Op[Any]]:
@@ -61,7 +61,7 @@ def standard(device: torch.device) -> list[Ask]:
     from pyspec.cuda.ops.moe.ref import MoeSpec, RouteSpec
     from pyspec.cuda.ops.norms.ref import NormsSpec
     from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
-    from pyspec.cuda.ops.rows.ref import Kind, RowsSpec
+    from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
 
     attend, attend_prompt, rope_kv, gdn, linear, rows, mamba2, moe_route, moe, *small = ops()
     best, ahead, embed, angles, norms = small
@@ -77,12 +77,12 @@ def standard(device: torch.device) -> list[Ask]:
         (rope_kv, RopeKvSpec(device, 32, 8, 128, 128, neox=True, gated=False, has_norm=True, eps=1e-6)),
         (gdn, GdnSpec(device, delta, 1e-6)),
         *((linear, LinearSpec(device, type, 272, 5120)) for type in PACKED),
-        (rows, RowsSpec(device, 5120, Kind.NORM)),
-        (rows, RowsSpec(device, 6144, Kind.HEADS, 128)),
-        (rows, RowsSpec(device, 6144, Kind.GATE, 256)),
-        (rows, RowsSpec(device, 17408, Kind.GLU)),
+        (rows, RowsSpec(device, 5120, PrepKind.NORM)),
+        (rows, RowsSpec(device, 6144, PrepKind.HEADS, 128)),
+        (rows, RowsSpec(device, 6144, PrepKind.GATE, 256)),
+        (rows, RowsSpec(device, 17408, PrepKind.GLU)),
         (rope_kv, RopeKvSpec(device, 32, 2, 128, 0, neox=False, gated=False, has_norm=False, eps=1e-5)),
-        (rows, RowsSpec(device, 8192, Kind.GROUPS, 1024)),
+        (rows, RowsSpec(device, 8192, PrepKind.GROUPS, 1024)),
         (mamba2, Mamba2Spec(device, Mamba2Shape(n_head=128, head_dim=64, n_group=8, n_state=128, n_conv=4))),
         (moe_route, RouteSpec(device, 3072, 256, 8, gated=True)),
         (moe_route, RouteSpec(device, 4096, 512, 22, "sigmoid", scale=5.0, biased=True)),
@@ -111,7 +111,7 @@ def findings(asks: Iterable[Ask]) -> list[Finding]:
         for name, why in op.choices(spec):
             if name == chosen.name:
                 break
-            refused.append(Refusal(name, why or ""))
+            refused.append(RefusedImpl(name, why or ""))
         out.append(Finding(op.name, shape_of(spec), chosen.name, chosen is not op.reference, tuple(refused)))
     return out
 

@@ -26,11 +26,11 @@ from pyspec.engine.wire import (
     Heartbeat,
     Link,
     Load,
+    LoadRefused,
     LogLine,
     Look,
     Looked,
     Ready,
-    Refused,
     Submit,
     pack,
     portable,
@@ -88,12 +88,12 @@ class Child:
         try:
             self.core = EngineCore.load(message.path, settings, hand_over=self.hand_over, on_death=self.die)
         except PyspecError as e:
-            self.link.send(Refused(portable(e), EXAMINATION.under_way))
+            self.link.send(LoadRefused(portable(e), EXAMINATION.under_way))
             return False
         except Exception as e:
             log.exception("loading failed")
             error = DeviceError(f"loading failed: {type(e).__name__}: {str(e).strip()[:300]}")
-            self.link.send(Refused(error, EXAMINATION.under_way))
+            self.link.send(LoadRefused(error, EXAMINATION.under_way))
             return False
         self.core.loop.queue.limit = 1 << 60  # the supervisor counts who waits
         self.link.send(Ready(self.core.info))

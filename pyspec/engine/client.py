@@ -29,11 +29,11 @@ from pyspec.engine.wire import (
     Fatal,
     Heartbeat,
     Load,
+    LoadRefused,
     LogLine,
     Look,
     Looked,
     Ready,
-    Refused,
     unpack,
 )
 from pyspec.errors import DeviceError, PyspecError, QueueFull, SlotError, Unavailable
@@ -74,7 +74,7 @@ class Supervisor:
         )
         self._suspects, self._watchdog = Suspects(), Watchdog(settings.hang_timeout)
         self._fatal: Fatal | None = None
-        self._answer: Ready | Refused | None = None
+        self._answer: Ready | LoadRefused | None = None
         self._looked: dict[int, Looked | None] = {}
         self._is_examined = False
         self._lost_at = 0.0  # when the last engine was
@@ -217,7 +217,7 @@ class Supervisor:
             with self._lock:
                 if isinstance(message, Fatal):
                     self._fatal = message
-                elif isinstance(message, Ready | Refused):
+                elif isinstance(message, Ready | LoadRefused):
                     self._answer = message
                 self._lock.notify_all()
 
@@ -329,7 +329,7 @@ class Supervisor:
             self._take_over(child, self._answer)
             return child
         how = child.end()
-        if isinstance(self._answer, Refused):
+        if isinstance(self._answer, LoadRefused):
             error, kernels = self._answer.error, self._answer.kernels
         else:
             error = DeviceError(f"the engine's process ended while it was loading: {how}")

@@ -96,7 +96,7 @@ class Ready:
 
 
 @dataclass(frozen=True)
-class Refused:
+class LoadRefused:
     """It can not be loaded. `kernels`: modules of the op that was at work, if this engine is examined."""
 
     error: PyspecError

@@ -11,7 +11,7 @@ import struct
 import numpy as np
 
 from pyspec.errors import BadGGUF
-from pyspec.gguf.source import Source
+from pyspec.gguf.source import OpenFile
 from pyspec.ranges import quoted
 
 MAX_STRING = 16 << 20  # a chat template is the longest string seen, far below this
@@ -25,7 +25,7 @@ class Cursor:
 
     __slots__ = ("at", "data", "size", "source")
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: OpenFile) -> None:
         self.source, self.size = source, source.size
         self.data, self.at = b"", 0
 

@@ -16,7 +16,7 @@ import numpy as np
 from pyspec.errors import BadGGUF
 from pyspec.gguf.cursor import Cursor
 from pyspec.gguf.fields import Fields
-from pyspec.gguf.source import Source
+from pyspec.gguf.source import OpenFile
 from pyspec.gguf.types import GGMLType, ValueType
 from pyspec.ranges import quoted
 
@@ -71,7 +71,7 @@ class Shard:
     """One file."""
 
     path: Path
-    source: Source
+    source: OpenFile
     version: int
     alignment: int
     metadata: dict[str, object]
@@ -80,7 +80,7 @@ class Shard:
 
 def read_shard(path: Path) -> Shard:
     """Open and check one file. Errors: BadGGUF if it is malformed, ModelError if it cannot be opened."""
-    source = Source(path)
+    source = OpenFile(path)
     try:
         if source.size < 24:
             raise BadGGUF(f"{path}: {source.size} bytes is too short for a GGUF header of 24 bytes")

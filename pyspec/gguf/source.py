@@ -16,7 +16,7 @@ import numpy as np
 from pyspec.errors import BadGGUF, ModelError
 
 
-class Source:
+class OpenFile:
     """A file that stays open until nobody needs it."""
 
     def __init__(self, path: Path) -> None:

@@ -251,7 +251,7 @@ class Feed(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
-class Kind(NamedTuple):
+class LayerKind(NamedTuple):
     """A kind of mixer or feed-forward: the tensors it wants, how to build it from them, and what it keeps for the slots.
 
     Both are built from the config, the weights and a block's prefix; a mixer also from the rope and the type of keys and
@@ -264,30 +264,30 @@ class Kind(NamedTuple):
 
 
 MIXERS = {
-    "attention": Kind(
+    "attention": LayerKind(
         lambda c, file, p, layer: attention_tensors(c, file, p),
         lambda c, w, p, rope, kv: Attention(w, p, c.attention, rope, c.eps, kv),
         lambda c: {KV: Paged(c.attention.n_kv_head, c.attention.head_dim)},
     ),
-    "delta": Kind(
+    "delta": LayerKind(
         lambda c, file, p, layer: state_tensors(c, p),
         lambda c, w, p, rope, kv: GatedDeltaNet(w, p, c.state, c.eps),
         recurrent_parts,
     ),
-    "mamba": Kind(
+    "mamba": LayerKind(
         lambda c, file, p, layer: mamba_tensors(c.state, c.n_embd, p),
         lambda c, w, p, rope, kv: Mamba(w, p, c.state, c.eps),
         recurrent_parts,
     ),
 }
 FEEDS = {
-    "swiglu": Kind(
+    "swiglu": LayerKind(
         lambda c, file, p, layer: swiglu_tensors(c, p), lambda c, w, p, layer: FeedForward(w, p, c.eps, layer.feed_norm)
     ),
-    "relu2": Kind(
+    "relu2": LayerKind(
         lambda c, file, p, layer: relu2_tensors(c, p), lambda c, w, p, layer: Relu2(w, p, c.eps, layer.feed_norm)
     ),
-    "moe": Kind(
+    "moe": LayerKind(
         lambda c, file, p, layer: moe_tensors(layer.moe, c.n_embd, file, p),
         lambda c, w, p, layer: MoeFeed(w, p, layer.moe, c.eps, layer.feed_norm),
     ),

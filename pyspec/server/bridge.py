@@ -146,7 +146,7 @@ class Inbox:
         return batch
 
 
-class Job:
+class Submission:
     """The engine requests behind one HTTP request. `close` cancels those that still run; call it exactly at the end.
 
     More requests than the engine's queue has room for are fed to it as earlier ones end, so a long list of prompts is

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp
 from pyspec.server.answers import Answer
 from pyspec.server.ask import Ask, Kind, prepare
 from pyspec.server.body import read_body
-from pyspec.server.bridge import Job
+from pyspec.server.bridge import Submission
 from pyspec.server.envelope import JSON
 from pyspec.server.native import NativeAnswer
 from pyspec.server.openai import ChatAnswer, TextAnswer
@@ -42,7 +42,7 @@ async def _answer(service: Service, kind: Kind, raw: bytes) -> ASGIApp:
     return await _whole(service, job, ask, answer)
 
 
-async def _whole(service: Service, job: Job, ask: Ask, answer: Answer) -> Response:
+async def _whole(service: Service, job: Submission, ask: Ask, answer: Answer) -> Response:
     try:
         choices = await gather(job, ask, service.settings.limits.total_s)
     finally:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pyspec.errors import PyspecError, QueueFull, Unavailable
 from pyspec.server.ask import Ask
-from pyspec.server.bridge import Job, Post
+from pyspec.server.bridge import Post, Submission
 from pyspec.server.engine import EngineLike
 from pyspec.server.settings import ServerSettings
 
@@ -28,7 +28,7 @@ class Service:
         self.model = settings.alias or engine.info.model_name
         self.started = time.time()
         self.is_draining = False
-        self._jobs: dict[Job, asyncio.TimerHandle] = {}
+        self._jobs: dict[Submission, asyncio.TimerHandle] = {}
         self.n_inside = 0
         self._text: ThreadPoolExecutor | None = None
         self._post: tuple[asyncio.AbstractEventLoop, Post] | None = None
@@ -71,10 +71,10 @@ class Service:
         finally:
             self.n_inside -= 1
 
-    async def start(self, ask: Ask) -> Job:
+    async def start(self, ask: Ask) -> Submission:
         """Submit what was asked; `end` must follow. Raises RequestError, QueueFull, Unavailable."""
         # an answer given whole is gathered in memory anyway; only a stream waits for its reader
-        job = Job(self.engine, self.settings.limits.stream_buffer if ask.stream else 1 << 62, self._one_post())
+        job = Submission(self.engine, self.settings.limits.stream_buffer if ask.stream else 1 << 62, self._one_post())
         if sum(len(request.prompt) for request in ask.requests) < LONG_PROMPT:
             job.submit(ask.requests)
         else:
@@ -84,7 +84,7 @@ class Service:
         self._jobs[job] = asyncio.get_running_loop().call_later(limit_s, job.abort, error)
         return job
 
-    async def _submit(self, job: Job, ask: Ask) -> None:
+    async def _submit(self, job: Submission, ask: Ask) -> None:
         """Checking a long prompt takes milliseconds: off the event loop, where others' tokens go by."""
         submitting = asyncio.ensure_future(self.text(job.submit, ask.requests))
         try:
@@ -106,7 +106,7 @@ class Service:
             self._post = loop, Post(loop)
         return self._post[1]
 
-    def end(self, job: Job) -> None:
+    def end(self, job: Submission) -> None:
         """Forget a job and cancel what still runs of it. Safe to call twice."""
         if timer := self._jobs.pop(job, None):
             timer.cancel()

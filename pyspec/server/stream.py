@@ -18,7 +18,7 @@ from pyspec.request import Delta, Done, Event, Failed, Progress, Started
 from pyspec.server.answers import Answer, Choice, unfinished
 from pyspec.server.ask import Ask
 from pyspec.server.body import ClientGone
-from pyspec.server.bridge import Job
+from pyspec.server.bridge import Submission
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ async def _stop(task: asyncio.Future[Any]) -> None:
         task.exception()  # seen: asyncio need not warn of it
 
 
-async def gather(job: Job, ask: Ask, silence_s: float) -> list[Choice]:
+async def gather(job: Submission, ask: Ask, silence_s: float) -> list[Choice]:
     """All choices of a job, finished. Raises what the first failing one failed with."""
     choices = [Choice() for _ in ask.requests]
     async with contextlib.aclosing(job.batches(silence_s)) as batches:
@@ -81,7 +81,7 @@ def failure(event: Event) -> PyspecError | None:
     return unfinished(event) if isinstance(event, Done) else None
 
 
-async def chunks(job: Job, ask: Ask, answer: Answer) -> AsyncGenerator[bytes, None]:
+async def chunks(job: Submission, ask: Ask, answer: Answer) -> AsyncGenerator[bytes, None]:
     """The job's events as bytes to send, whatever came together in one piece; errors become an event too."""
     choices = [Choice() for _ in ask.requests]
     async with contextlib.aclosing(job.batches(ask.ping_s)) as batches:
@@ -114,7 +114,7 @@ def _encode(i: int, event: Event, choice: Choice, ask: Ask, answer: Answer) -> b
 class EventStream:
     """Server-sent events of one job. Ends early when the client leaves or reads too slowly; calls `on_end` once."""
 
-    def __init__(self, job: Job, source: AsyncGenerator[bytes, None], on_end: Callable[[], None]) -> None:
+    def __init__(self, job: Submission, source: AsyncGenerator[bytes, None], on_end: Callable[[], None]) -> None:
         self._job = job
         self._source = source
         self._on_end = on_end

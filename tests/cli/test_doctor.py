@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from pyspec.cli import doctor, main
 from pyspec.cuda import machine, survey, verdicts
-from pyspec.cuda.survey import Finding, Refusal
+from pyspec.cuda.survey import Finding, RefusedImpl
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "qwen35.gguf"
 CPU = torch.device("cpu")
@@ -73,7 +73,7 @@ def test_recheck_forgets_what_was_known() -> None:
 
 def test_yes_takes_kernels_of_our_own_for_all() -> None:
     good = Finding("gdn", "n 3", "cuda", True, ())
-    bad = Finding("linear", "Q5_K, n_in 64", "torch", False, (Refusal("cuda", "no packed form"),))
+    bad = Finding("linear", "Q5_K, n_in 64", "torch", False, (RefusedImpl("cuda", "no packed form"),))
     assert doctor._why_not("cuda", [good, good]) == ""
     assert doctor._why_not("cuda", [good, bad]) == (
         "1 of 2 run as torch, first linear (Q5_K, n_in 64): cuda: no packed form"

@@ -12,7 +12,7 @@ import torch
 from pyspec.errors import BadGGUF, ModelError
 from pyspec.gguf import GGMLType, GGUFWriter, ValueType, open_gguf
 from pyspec.gguf.cursor import STEP
-from pyspec.gguf.source import Source
+from pyspec.gguf.source import OpenFile
 from pyspec.models.weights import Weights
 
 
@@ -44,14 +44,14 @@ def test_a_header_that_is_cut_short_while_it_is_parsed_says_so(tmp_path: Path, m
     writer = GGUFWriter(path, "llama")
     writer.add("tokenizer.ggml.tokens", [f"{i:0200}" for i in range(STEP // 150)], ValueType.STRING)
     writer.write(lambda info: [])
-    read = Source.read
+    read = OpenFile.read
 
-    def cut_after_the_first(self: Source, at: int, n: int) -> bytes:
+    def cut_after_the_first(self: OpenFile, at: int, n: int) -> bytes:
         found = read(self, at, n)
         os.truncate(path, at + n)
         return found
 
-    monkeypatch.setattr(Source, "read", cut_after_the_first)
+    monkeypatch.setattr(OpenFile, "read", cut_after_the_first)
     with pytest.raises(BadGGUF, match=f"was cut short while it was read: .* now it ends at {STEP}"):
         open_gguf(path)
 

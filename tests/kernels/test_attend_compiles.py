@@ -32,7 +32,7 @@ def test_kernels_that_read_bytes_compile_without_spills_in_the_registers_their_b
         assert_fits(attend_cuda.shape_for(dim, n_tile, kv, arch, has_sinks=True))
 
 
-def assert_fits(shape: attend_cuda.Shape) -> None:
+def assert_fits(shape: attend_cuda.AttendBuild) -> None:
     found = jit.compile_cubin("attend", shape.arch, shape.defines(), use_cache=False).resources
     assert set(found) == {"attend_split", "attend_merge_long", "attend_merge_wide"}
     assert all(r.spill_bytes == 0 for r in found.values()), (shape, found)

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import pair as linear_pair
 from pyspec.cuda.ops.linear import ref as linear_ref
-from pyspec.cuda.ops.linear.cuda import SHAPES, LinearLaunch, Shape, random_weights, step
+from pyspec.cuda.ops.linear.cuda import SHAPES, LinearLaunch, Tiling, random_weights, step
 from pyspec.cuda.ops.linear.pack import Packed, repack, unpack
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.gguf import GGMLType
@@ -41,7 +41,7 @@ def matrix(spec: LinearSpec) -> Packed:
 
 
 def product(
-    spec: LinearSpec, packed: Packed, x: Tensor, residual: Tensor | None = None, shape: Shape = SHAPES[0]
+    spec: LinearSpec, packed: Packed, x: Tensor, residual: Tensor | None = None, shape: Tiling = SHAPES[0]
 ) -> Tensor:
     """The result of one build; rows of the pad hold NaN, tickets must be zero again."""
     launch = LinearLaunch(spec, (step(CPU, spec.type, spec.epilogue, shape),))
@@ -97,7 +97,7 @@ def test_bits_depend_neither_on_the_build_nor_on_neighbours_nor_on_the_order(way
     spec = LinearSpec(CPU, GGMLType.Q8_0, 530, 320)
     packed, x = matrix(spec), torch.randn(33, 320)
     found = []
-    for seed, shape, n_row in ((0, SHAPES[0], 8), (1, SHAPES[0], 3), (2, SHAPES[4], 33), (3, Shape(16, 1, 1, 1), 8)):
+    for seed, shape, n_row in ((0, SHAPES[0], 8), (1, SHAPES[0], 3), (2, SHAPES[4], 33), (3, Tiling(16, 1, 1, 1), 8)):
         with machine_of(way, seed=seed, n_multiprocessor=7):
             found.append(product(spec, packed, x[:n_row], shape=shape))
     for other in found[1:]:

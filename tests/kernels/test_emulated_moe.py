@@ -357,7 +357,7 @@ def test_the_check_refuses_mistakes_and_not_rounding(mistake: Callable[[Stacks, 
     """Launches are the exact sums of rounded rows; among 100 rows are some whose outputs cancel."""
     spec = MoeSpec(CPU, 3, 1024, 512, "swiglu", Q4_K, Q4_K)
 
-    def launch(stacks: Stacks) -> moe_ref.Run:
+    def launch(stacks: Stacks) -> moe_ref.ExpertsRun:
         def run(
             x: Tensor, ids: Tensor, weights: Tensor, norm: Norm | None = None, added: Added = moe_ref.NOTHING
         ) -> Tensor:

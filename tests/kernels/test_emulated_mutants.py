@@ -19,7 +19,7 @@ from pyspec.cuda import jit
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import pair as linear_pair
 from pyspec.cuda.ops.linear import wgmma as linear_wgmma
-from pyspec.cuda.ops.rows.ref import Kind
+from pyspec.cuda.ops.rows.ref import PrepKind
 from pyspec.gguf import GGMLType
 
 pytestmark = [needs_compiler, pytest.mark.slow]
@@ -38,7 +38,7 @@ def prompted(seed: int) -> None:
 
 
 MUTANTS: list[tuple[str, str, int, Callable[[int], None]]] = [
-    ("rows", "__syncthreads();", 0, lambda seed: rows.test_row_major_rows_equal_the_reference(384, Kind.PLAIN, seed)),
+    ("rows", "__syncthreads();", 0, lambda seed: rows.test_row_major_rows_equal_the_reference(384, PrepKind.PLAIN, seed)),
     ("attend", "wait_oldest();", 0, lambda seed: attended("q8_0", seed)),
     ("attend", "wait_oldest();", 1, lambda seed: attended("f8", seed)),
     ("attend", "wait_oldest();", 2, lambda seed: attended("ragged", seed)),

@@ -19,8 +19,8 @@ from pyspec.cuda.ops.rows.ref import (
     RELU2,
     GroupNorm,
     HeadNorm,
-    Kind,
     Norm,
+    PrepKind,
     RowsSpec,
     head_power,
     norm_power,
@@ -29,10 +29,10 @@ from pyspec.slots.kv import KV_DTYPES, KVPool
 
 pytestmark = [needs_compiler, pytest.mark.sampled(1)]
 SEEDS = (0, 1)
-DIMS = {Kind.HEADS: 64, Kind.GATE: 96, Kind.GROUPS: 384}
+DIMS = {PrepKind.HEADS: 64, PrepKind.GATE: 96, PrepKind.GROUPS: 384}
 
 
-def spec_of(kind: Kind, n_in: int) -> RowsSpec:
+def spec_of(kind: PrepKind, n_in: int) -> RowsSpec:
     return RowsSpec(CPU, n_in, kind, DIMS.get(kind, 0))
 
 
@@ -43,18 +43,18 @@ def untouched(launch: rows_cuda.RowsLaunch) -> rows_cuda.RowsLaunch:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("kind", list(PrepKind))
 @pytest.mark.parametrize("n_in", [384, 2688])
-def test_row_major_rows_equal_the_reference(n_in: int, kind: Kind, seed: int) -> None:
+def test_row_major_rows_equal_the_reference(n_in: int, kind: PrepKind, seed: int) -> None:
     spec = spec_of(kind, n_in)
     with emulated_gpu(seed=seed):
         assert check(rows_cuda.WideRows(CPU, n_in), rows.reference.bind(spec), spec) is None
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("kind", list(PrepKind))
 @pytest.mark.parametrize("n_in", [384, 2688])
-def test_blocks_hold_the_same_values_and_their_sums(n_in: int, kind: Kind, seed: int) -> None:
+def test_blocks_hold_the_same_values_and_their_sums(n_in: int, kind: PrepKind, seed: int) -> None:
     x, prep = make(spec_of(kind, n_in), 5, torch.Generator().manual_seed(1))
     with emulated_gpu(seed=seed):
         got = untouched(rows_cuda.RowsLaunch(CPU, n_in, (8, 16)))(x, prep)
@@ -70,9 +70,9 @@ def test_blocks_hold_the_same_values_and_their_sums(n_in: int, kind: Kind, seed:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kind", [Kind.PLAIN, Kind.NORM, Kind.GLU, Kind.GROUPS, Kind.RELU2])
+@pytest.mark.parametrize("kind", [PrepKind.PLAIN, PrepKind.NORM, PrepKind.GLU, PrepKind.GROUPS, PrepKind.RELU2])
 @pytest.mark.parametrize("n_in", [384, 2688])
-def test_whole_numbers_are_off_by_half_of_one_and_padded_with_zeros(n_in: int, kind: Kind, seed: int) -> None:
+def test_whole_numbers_are_off_by_half_of_one_and_padded_with_zeros(n_in: int, kind: PrepKind, seed: int) -> None:
     """Of 16 bits: the largest of each 64 columns is 127 * 257. Rows of very different sizes, one of zeros."""
     spec = spec_of(kind, n_in)
     x, prep = make(spec, 5, torch.Generator().manual_seed(1))
@@ -103,9 +103,11 @@ def test_whole_numbers_are_none_where_64_columns_have_none(bad: float) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("kind", [Kind.PLAIN, Kind.NORM, Kind.GLU])
+@pytest.mark.parametrize("kind", [PrepKind.PLAIN, PrepKind.NORM, PrepKind.GLU])
 @pytest.mark.parametrize("n_in", [320, 2688])
-def test_rows_for_warpgroup_products_stand_where_the_torch_function_puts_them(n_in: int, kind: Kind, seed: int) -> None:
+def test_rows_for_warpgroup_products_stand_where_the_torch_function_puts_them(
+    n_in: int, kind: PrepKind, seed: int
+) -> None:
     x, prep = make(RowsSpec(CPU, n_in, kind), 37, torch.Generator().manual_seed(4))
     with emulated_gpu(seed=seed):
         got = untouched(rows_cuda.RowsLaunch(CPU, n_in, (64, 96), rows_cuda.TALL))(x, prep)
@@ -148,7 +150,7 @@ def test_rows_of_any_size_have_the_power_of_their_largest_value() -> None:
 
 
 def test_a_norm_of_huge_weights_has_a_power() -> None:
-    x, prep = make(RowsSpec(CPU, 384, Kind.NORM), 3, torch.Generator().manual_seed(2))
+    x, prep = make(RowsSpec(CPU, 384, PrepKind.NORM), 3, torch.Generator().manual_seed(2))
     assert isinstance(prep, Norm)
     big = Norm(prep.weight * 1e6, 1e-6)
     with emulated_gpu():

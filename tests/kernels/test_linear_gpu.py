@@ -9,7 +9,7 @@ from torch import Tensor
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import pair as linear_pair
 from pyspec.cuda.ops.linear import ref as linear_ref
-from pyspec.cuda.ops.linear.cuda import LinearLaunch, Shape, random_matrix, step
+from pyspec.cuda.ops.linear.cuda import LinearLaunch, Tiling, random_matrix, step
 from pyspec.cuda.ops.linear.op import linear
 from pyspec.cuda.ops.linear.pack import CHUNKS, Packed, unpack
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
@@ -119,7 +119,7 @@ def test_every_shape_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(linear_pair, "MOST_BYTES", 0)
     spec = LinearSpec(CUDA, GGMLType.Q8_0, 5000, 2048)
     packed, x = matrix(GGMLType.Q8_0, 5000, 2048), torch.randn(128, 2048, device=CUDA)
-    for shape in (Shape(16, 1, 1, 1), Shape(4, 2, 4, 1), Shape(16, 1, 1, 4), Shape(8, 1, 2, 4), Shape(4, 2, 4, 4)):
+    for shape in (Tiling(16, 1, 1, 1), Tiling(4, 2, 4, 1), Tiling(16, 1, 1, 4), Tiling(8, 1, 2, 4), Tiling(4, 2, 4, 4)):
         launch = LinearLaunch(spec, (step(CUDA, spec.type, spec.epilogue, shape),))
         rows = RowsLaunch(CUDA, 2048, (shape.rows,))(x[: shape.rows])
         for _ in range(10):

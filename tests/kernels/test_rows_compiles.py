@@ -8,14 +8,14 @@ from pyspec.cuda.ops.attend.cuda import KINDS
 from pyspec.cuda.ops.rope_kv import cuda as rope_kv_cuda
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.cuda.ops.rows import cuda as rows_cuda
-from pyspec.cuda.ops.rows.ref import Kind, RowsSpec
+from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_rows_compile_everywhere(arch: str) -> None:
-    for kind in Kind:
+    for kind in PrepKind:
         for n_in, layout in ((5120, rows_cuda.BLOCKED), (25600, rows_cuda.ROW_MAJOR), (17408, rows_cuda.TALL)):
             macros = rows_cuda.defines(n_in, kind, 128, layout)
             assert compile_cubin("rows", arch, macros, use_cache=False).resources["rows"].spill_bytes == 0

@@ -11,7 +11,7 @@ from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.cuda.ops.rope_kv.ref import bind as rope_kv_reference
 from pyspec.cuda.ops.rows import cuda as rows_cuda
 from pyspec.cuda.ops.rows.op import check, make, rows
-from pyspec.cuda.ops.rows.ref import Kind, RowsSpec
+from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
 from pyspec.slots.kv import KVPool
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -19,13 +19,13 @@ CUDA = torch.device("cuda", 0)
 
 
 def specs(n_in: int) -> list[RowsSpec]:
-    dims = {Kind.HEADS: 128, Kind.GATE: 256, Kind.GROUPS: 256}
-    return [RowsSpec(CUDA, n_in, kind, dims.get(kind, 0)) for kind in Kind]
+    dims = {PrepKind.HEADS: 128, PrepKind.GATE: 256, PrepKind.GROUPS: 256}
+    return [RowsSpec(CUDA, n_in, kind, dims.get(kind, 0)) for kind in PrepKind]
 
 
 @pytest.mark.parametrize("n_in", [256, 5120, 6144, 17408, 25600])
-@pytest.mark.parametrize("kind", list(Kind))
-def test_row_major_rows_equal_the_reference(n_in: int, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", list(PrepKind))
+def test_row_major_rows_equal_the_reference(n_in: int, kind: PrepKind) -> None:
     spec = specs(n_in)[kind]
     assert rows_cuda.limits(spec) is None
     assert check(rows_cuda.WideRows(CUDA, n_in), rows.reference.bind(spec), spec) is None
@@ -33,10 +33,10 @@ def test_row_major_rows_equal_the_reference(n_in: int, kind: Kind) -> None:
 
 @pytest.mark.parametrize(
     ("n_in", "kind"),
-    [(n_in, kind) for n_in in (256, 5120, 17408) for kind in Kind]
-    + [(288, k) for k in (Kind.PLAIN, Kind.NORM, Kind.GLU)],
+    [(n_in, kind) for n_in in (256, 5120, 17408) for kind in PrepKind]
+    + [(288, k) for k in (PrepKind.PLAIN, PrepKind.NORM, PrepKind.GLU)],
 )
-def test_blocks_hold_the_same_values(n_in: int, kind: Kind) -> None:
+def test_blocks_hold_the_same_values(n_in: int, kind: PrepKind) -> None:
     spec = specs(n_in)[kind]
     assert rows_cuda.limits(spec) is None
     x, prep = make(spec, 5, torch.Generator().manual_seed(1))
@@ -54,8 +54,8 @@ def test_blocks_hold_the_same_values(n_in: int, kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("n_in", [256, 320, 5120, 17408])
-@pytest.mark.parametrize("kind", [Kind.PLAIN, Kind.NORM, Kind.GLU])
-def test_rows_for_warpgroup_products_stand_where_the_torch_function_puts_them(n_in: int, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [PrepKind.PLAIN, PrepKind.NORM, PrepKind.GLU])
+def test_rows_for_warpgroup_products_stand_where_the_torch_function_puts_them(n_in: int, kind: PrepKind) -> None:
     x, prep = make(RowsSpec(CUDA, n_in, kind), 37, torch.Generator().manual_seed(4))
     launch = rows_cuda.RowsLaunch(CUDA, n_in, (64, 96), rows_cuda.TALL)
     got = launch(x, prep)
@@ -64,7 +64,7 @@ def test_rows_for_warpgroup_products_stand_where_the_torch_function_puts_them(n_
 
 
 def test_a_norm_of_huge_weights_has_a_power() -> None:
-    spec = RowsSpec(CUDA, 512, Kind.NORM)
+    spec = RowsSpec(CUDA, 512, PrepKind.NORM)
     x, prep = make(spec, 3, torch.Generator().manual_seed(2))
     big = type(prep)(prep.weight * 1e6, 1e-6)  # type: ignore[union-attr, call-arg]
     got, power = rows_cuda.WideRows(CUDA, 512)(x, big)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from pyspec.cuda import survey
 from pyspec.cuda.ops.linear.op import linear, linear_tall
 from pyspec.cuda.ops.linear.ref import LinearSpec
 from pyspec.cuda.ops.rows.op import rows
-from pyspec.cuda.ops.rows.ref import Kind, RowsSpec
+from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
 from pyspec.gguf import GGMLType
 from pyspec.synth.dims import NemotronHMoe, Qwen35
 
@@ -45,12 +45,12 @@ def test_what_a_run_asks_for_our_kernels_take(model: str, draft: str, mean: floa
 def test_products_take_the_rows_that_layers_give_them(model: str) -> None:
     """Asked for on GPUs alone."""
     dims = sanitize.dims_of(model)
-    asks = [RowsSpec(CUDA, dims.n_embd, Kind.NORM), RowsSpec(CUDA, dims.n_ff, Kind.GLU)]
-    asks.append(RowsSpec(CUDA, dims.n_head * dims.head_dim, Kind.GATE, dims.head_dim))
+    asks = [RowsSpec(CUDA, dims.n_embd, PrepKind.NORM), RowsSpec(CUDA, dims.n_ff, PrepKind.GLU)]
+    asks.append(RowsSpec(CUDA, dims.n_head * dims.head_dim, PrepKind.GATE, dims.head_dim))
     if isinstance(dims, Qwen35):
-        asks.append(RowsSpec(CUDA, dims.inner, Kind.HEADS, dims.state))
+        asks.append(RowsSpec(CUDA, dims.inner, PrepKind.HEADS, dims.state))
     if isinstance(dims, NemotronHMoe):
-        asks.append(RowsSpec(CUDA, dims.inner, Kind.GROUPS, dims.inner // dims.groups))
+        asks.append(RowsSpec(CUDA, dims.inner, PrepKind.GROUPS, dims.inner // dims.groups))
     assert [rows.impls[0].limits(ask) for ask in asks] == [None] * len(asks)
     for op in (linear, linear_tall):
         for kind in (GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.NVFP4):

@@ -52,7 +52,7 @@ def limits(spec: AttendSpec) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class AttendBuild:
     """One build of attend.cu.
 
     n_tile  columns of a block in eights
@@ -115,7 +115,7 @@ def room_of(arch: str) -> int:
     return {"sm_80": 164, "sm_87": 164, "sm_90a": 228, "sm_100a": 228}.get(arch, 100) * 1024
 
 
-def shape_for(dim: int, n_tile: int, kv: torch.dtype, arch: str, has_sinks: bool = False) -> Shape:
+def shape_for(dim: int, n_tile: int, kv: torch.dtype, arch: str, has_sinks: bool = False) -> AttendBuild:
     """As many warps as compile without spills, then the depth that keeps most bytes in flight on a multiprocessor."""
     large = room_of(arch) > 200 * 1024
     warps = {1: 16, 2: 16, 3: 16, 4: 12, 6: 8}[n_tile]
@@ -124,7 +124,8 @@ def shape_for(dim: int, n_tile: int, kv: torch.dtype, arch: str, has_sinks: bool
     if dim == 64 and n_tile == 3 and kv is SCALED:
         warps = 12
     shapes = [
-        Shape(dim, n_tile, kv, arch, warps * 32 // dim, depth, has_sinks=has_sinks) for depth in range(2, MAX_DEPTH + 1)
+        AttendBuild(dim, n_tile, kv, arch, warps * 32 // dim, depth, has_sinks=has_sinks)
+        for depth in range(2, MAX_DEPTH + 1)
     ]
     return max(shapes, key=lambda s: (s.resident * s.depth, s.resident))
 
@@ -141,7 +142,7 @@ class Kernels:
     merge_long: jit.Kernel
     merge_wide: jit.Kernel
     grid: int
-    shape: Shape
+    shape: AttendBuild
 
 
 def _letters(kv: torch.dtype, has_sinks: bool) -> tuple[str, str]:
@@ -150,7 +151,7 @@ def _letters(kv: torch.dtype, has_sinks: bool) -> tuple[str, str]:
 
 
 @per_device
-def _kernels(device: torch.device, shape: Shape) -> Kernels:
+def _kernels(device: torch.device, shape: AttendBuild) -> Kernels:
     code = jit.compile_cubin("attend", shape.arch, shape.defines())
     planes, sinks = _letters(shape.kv, shape.has_sinks)
     split = code.kernel("attend_split", SPLIT_ARGS.format(planes=planes)).allow_shared(shape.shared_bytes)
@@ -248,7 +249,7 @@ class AttendLaunch:
 
     fetches = True  # what `after` names, see fuse.py
 
-    def __init__(self, spec: AttendSpec, shape: Shape | None) -> None:
+    def __init__(self, spec: AttendSpec, shape: AttendBuild | None) -> None:
         self.spec, self.shape, self.builds = spec, shape, dict[int, Kernels]()  # by the tiles of a block's columns
         capability = torch.cuda.get_device_capability(spec.device)
         self.arch, self.overlap = jit.arch_of(capability), capability >= (9, 0)
@@ -322,6 +323,6 @@ class AttendLaunch:
         return out
 
 
-def bind(spec: AttendSpec, *, shape: Shape | None = None) -> AttendLaunch:
+def bind(spec: AttendSpec, *, shape: AttendBuild | None = None) -> AttendLaunch:
     """`shape` fixes the build (measurements); by default the widest sequence and the pool's dtype decide."""
     return AttendLaunch(spec, shape)

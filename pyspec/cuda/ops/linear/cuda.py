@@ -41,7 +41,7 @@ _STATIC = 2048  # bytes of a CTA kept for the kernel's static shared memory and 
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class Tiling:
     """How a CTA covers 256 weight rows and `rows` tokens: warps along both, 16-row and 8-token tiles of each."""
 
     warps_m: int
@@ -58,10 +58,10 @@ class Shape:
         return self.warps_m * self.warps_n
 
 
-SHAPES = tuple(Shape(8, 1, 2, n) for n in (1, 2, 3, 4, 6, 8, 12, 16))
+SHAPES = tuple(Tiling(8, 1, 2, n) for n in (1, 2, 3, 4, 6, 8, 12, 16))
 
 
-def stage_bytes(type: GGMLType, shape: Shape) -> int:
+def stage_bytes(type: GGMLType, shape: Tiling) -> int:
     chunk = CHUNKS[type]
     sums = 4 * chunk * shape.rows if FORMATS[type].minima else 0
     return TILE * RECORDS[type] + 64 * chunk * shape.rows + sums
@@ -72,7 +72,7 @@ def n_shared(capability: tuple[int, int]) -> int:
     return _SHARED.get(capability, 99) * 1024 - _STATIC
 
 
-def n_stages(type: GGMLType, shape: Shape, capability: tuple[int, int]) -> int:
+def n_stages(type: GGMLType, shape: Tiling, capability: tuple[int, int]) -> int:
     """Chunks in shared memory at once; below 2 the shape does not fit. More were slower on Hopper (docs/log.md)."""
     most = 6 if shape.rows > FEW and capability >= (9, 0) else 8
     return min(most, n_shared(capability) // stage_bytes(type, shape))
@@ -83,7 +83,7 @@ def window(rows: int) -> tuple[int, int]:
     return (2, 3) if rows <= FEW else (3, 4)
 
 
-def fitting(type: GGMLType, capability: tuple[int, int]) -> tuple[Shape, ...]:
+def fitting(type: GGMLType, capability: tuple[int, int]) -> tuple[Tiling, ...]:
     return tuple(s for s in SHAPES if n_stages(type, s, capability) >= 2)
 
 
@@ -113,7 +113,7 @@ def stem(capability: tuple[int, int]) -> str:
     return "linear_sm90" if capability >= (9, 0) else "linear"
 
 
-def defines(type: GGMLType, shape: Shape, stages: int, epilogue: Epilogue) -> dict[str, int | str]:
+def defines(type: GGMLType, shape: Tiling, stages: int, epilogue: Epilogue) -> dict[str, int | str]:
     """Macros of linear.cu."""
     return {
         "TYPE": FORMATS[type].code,
@@ -131,29 +131,29 @@ def defines(type: GGMLType, shape: Shape, stages: int, epilogue: Epilogue) -> di
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _Built:
     """One compiled shape."""
 
-    shape: Shape
+    shape: Tiling
     kernel: Kernel
     threads: int
     shared: int
 
 
 @per_device
-def _steps(device: torch.device, type: GGMLType, epilogue: Epilogue) -> tuple[_Step, ...]:
+def _steps(device: torch.device, type: GGMLType, epilogue: Epilogue) -> tuple[_Built, ...]:
     capability = torch.cuda.get_device_capability(device)
     return tuple(step(device, type, epilogue, shape) for shape in fitting(type, capability))
 
 
-def step(device: torch.device, type: GGMLType, epilogue: Epilogue, shape: Shape) -> _Step:
+def step(device: torch.device, type: GGMLType, epilogue: Epilogue, shape: Tiling) -> _Built:
     """Compile linear.cu for one shape, with as many stages as fit."""
     capability = torch.cuda.get_device_capability(device)
     stages = n_stages(type, shape, capability)
     code = compile_cubin(stem(capability), arch_of(capability), defines(type, shape, stages, epilogue))
     shared = stages * stage_bytes(type, shape)
     threads = 32 * (shape.n_warp + (code.stem == "linear_sm90"))  # there a warp of its own copies
-    return _Step(shape, code.kernel("linear", "ppppppppiiii").allow_shared(shared), threads, shared)
+    return _Built(shape, code.kernel("linear", "ppppppppiiii").allow_shared(shared), threads, shared)
 
 
 @per_device
@@ -173,7 +173,7 @@ def bind_rows(device: torch.device, type: GGMLType, n_in: int) -> RowsLaunch:
 class LinearLaunch:
     """Multiplies rows with one matrix of `spec`."""
 
-    def __init__(self, spec: LinearSpec, steps: tuple[_Step, ...]) -> None:
+    def __init__(self, spec: LinearSpec, steps: tuple[_Built, ...]) -> None:
         self.spec, self.steps = spec, {s.shape.rows: s for s in steps}
         self.max_rows = max(self.steps)
         self.rows = bind_rows(spec.device, spec.type, spec.n_in)

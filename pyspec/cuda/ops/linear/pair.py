@@ -28,7 +28,7 @@ LEAST_SHARED = 200 * 1024  # with less, slots are too few
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class StageRing:
     """Slots of shared memory, each a chunk of a band: how many, bytes for weights in one, slots on their way at most."""
 
     n_slot: int
@@ -53,7 +53,7 @@ def meeting_bytes(pad: int) -> int:
     return 2 * 8 * GROUPS[pad] // 2 * pad * 64
 
 
-def ring(type: GGMLType, pad: int, n_group: int, n_pair: int, n_shared: int) -> Ring:
+def ring(type: GGMLType, pad: int, n_group: int, n_pair: int, n_shared: int) -> StageRing:
     """`n_shared`: bytes of dynamic shared memory that a CTA may have."""
     heights = {n_group // n_pair, -(-n_group // n_pair)} - {0}
     groups = max(-(-height // -(-height // GROUPS[pad])) for height in heights)
@@ -61,7 +61,7 @@ def ring(type: GGMLType, pad: int, n_group: int, n_pair: int, n_shared: int) -> 
     slot = weights + row_bytes(type, pad)
     n_slot = min(MAX_SLOTS, (n_shared - meeting_bytes(pad)) // slot) // FETCHERS * FETCHERS
     early, steady = (max(2, round(n / weights)) for n in (EARLY, STEADY))
-    return Ring(n_slot, weights, min(early, n_slot), min(steady, n_slot), meeting_bytes(pad) + n_slot * slot)
+    return StageRing(n_slot, weights, min(early, n_slot), min(steady, n_slot), meeting_bytes(pad) + n_slot * slot)
 
 
 def takes(spec: LinearSpec, pad: int, n_shared: int) -> bool:

@@ -67,7 +67,7 @@ class Mamba2Spec:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class MambaRows:
     """Rows after convolution and gates: x [row, head, head_dim], b c [row, group, state], dt log_decay [row, head]."""
 
     x: Tensor
@@ -81,14 +81,14 @@ class Rows:
         return self.log_decay.exp()
 
 
-def prepare(m: Tensor, dt: Tensor, p: Params, layer: StateLayer, batch: Batch, shape: Mamba2Shape) -> Rows:
+def prepare(m: Tensor, dt: Tensor, p: Params, layer: StateLayer, batch: Batch, shape: Mamba2Shape) -> MambaRows:
     """Steps 1 and 2 up to the recurrence; moves windows and stores raw rows."""
     step = softplus(dt + p.dt_bias)
     y = convolve(m, p.conv_w, layer, batch, shape.n_conv, p.conv_b)
     inner, wide = shape.n_head * shape.head_dim, shape.n_group * shape.n_state
     x, b, c = y.split([inner, wide, wide], -1)
     b, c = (t.unflatten(-1, (shape.n_group, shape.n_state)) for t in (b, c))
-    return Rows(x.unflatten(-1, (shape.n_head, shape.head_dim)), b, c, step, step * p.a)
+    return MambaRows(x.unflatten(-1, (shape.n_head, shape.head_dim)), b, c, step, step * p.a)
 
 
 def step(state: Tensor, x: Tensor, b: Tensor, decay: Tensor, dt: Tensor, c: Tensor | None = None) -> Tensor | None:
@@ -100,7 +100,7 @@ def step(state: Tensor, x: Tensor, b: Tensor, decay: Tensor, dt: Tensor, c: Tens
     return None if c is None else torch.bmm(state, c[:, :, None])[:, :, 0]
 
 
-def chunked(state: Tensor, rows: Rows) -> Tensor:
+def chunked(state: Tensor, rows: MambaRows) -> Tensor:
     """The recurrence over a sequence in chunks, state [head, head_dim, state] updated in place. Returns S C [head, row, dim].
 
     Log decays are summed in f64: only differences are used, and one token that forgets everything would take their digits.
@@ -152,7 +152,7 @@ def bind(spec: Mamba2Spec) -> Mamba2:
             return torch.stack(y, 1).view(len(spans), n_head, width, dim).transpose(1, 2)  # type: ignore[arg-type]
 
         def long(own: Tensor, span: slice) -> Tensor:
-            return chunked(own, Rows(*(getattr(rows, name)[span] for name in Rows.__slots__))).transpose(0, 1)
+            return chunked(own, MambaRows(*(getattr(rows, name)[span] for name in MambaRows.__slots__))).transpose(0, 1)
 
         advance(layer, batch, state, out, short, long, CHUNKED)
         return out.addcmul_(rows.x, p.d[:, None])

@@ -54,7 +54,7 @@ from pyspec.cuda.ops.moe.builds import (
     residents,
     stage_bytes,
 )
-from pyspec.cuda.ops.moe.ref import NOTHING, Added, MoeSpec, Run, Stack, Stacks
+from pyspec.cuda.ops.moe.ref import NOTHING, Added, ExpertsRun, MoeSpec, Stack, Stacks
 from pyspec.cuda.ops.rows.cuda import MAX_COLUMNS, Rows, RowsLaunch, Shares, row_bytes
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.cuda.temporary import temporary
@@ -148,7 +148,7 @@ def cut(shared: Stacks, pieces: int) -> Stacks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _Product:
     """One compiled product. kernels: by the CTAs that a multiprocessor holds; pairs: of an item, at most."""
 
     kernels: dict[int, Kernel]
@@ -172,7 +172,7 @@ def _step(
     next: GGMLType | None,
     listed: bool = True,
     adds: bool = False,
-) -> _Step:
+) -> _Product:
     """next: of gates and ups, the type of the downs; of downs None."""
     inner = next is not None
     capability = torch.cuda.get_device_capability(device)
@@ -182,7 +182,7 @@ def _step(
         macros = defines(type, pairs, stages, act, inner, listed, adds, next, n)
         code = compile_cubin("moe", arch_of(capability), macros)
         kernels[n] = code.kernel("moe", "pppp" + "ppp" + "ppp" + "pppp" + "pppppp" + "l" + 9 * "i").allow_shared(shared)
-    return _Step(kernels, shared, most_pairs(type, pairs))
+    return _Product(kernels, shared, most_pairs(type, pairs))
 
 
 @per_device
@@ -365,7 +365,7 @@ def _pack_inner(s: Stacks) -> PackedStack:
     return pack(s.up) if s.gate is None else pack(s.gate, s.up)
 
 
-def bind(spec: MoeSpec) -> Callable[[Stacks], Run]:
+def bind(spec: MoeSpec) -> Callable[[Stacks], ExpertsRun]:
     """Compiles now, so that a refusal comes before weights are loaded."""
     assert spec.up is not None and spec.down is not None
     for n, listed in BUILDS:
@@ -393,8 +393,8 @@ def random_stacks(spec: MoeSpec, n_expert: int, gen: torch.Generator) -> Stacks:
 
 
 def check(
-    launch: Callable[[Stacks], Run],
-    reference: Callable[[Stacks], Run],
+    launch: Callable[[Stacks], ExpertsRun],
+    reference: Callable[[Stacks], ExpertsRun],
     spec: MoeSpec,
     n_rows: Sequence[int] = (1, 9, 40, 100),
 ) -> str | None:
@@ -421,7 +421,9 @@ def check(
     return _check_around(own, spec.pieces, *given, gen)
 
 
-def _check_around(own: Run, pieces: int, x: Tensor, ids: Tensor, weights: Tensor, gen: torch.Generator) -> str | None:
+def _check_around(
+    own: ExpertsRun, pieces: int, x: Tensor, ids: Tensor, weights: Tensor, gen: torch.Generator
+) -> str | None:
     """What rows meet before and after the products: the norm, a residual, a shared expert."""
     residual, shared = (torch.randn(x.shape, generator=gen).to(x.device) for _ in "rs")
     gate, norm = (

@@ -163,7 +163,7 @@ class Added:
 NOTHING = Added()
 
 
-class Run(Protocol):
+class ExpertsRun(Protocol):
     """Rows x [row, n_in], normed on the way if a norm is given -> out. ready: what an implementation made of x and norm before."""
 
     def __call__(
@@ -192,10 +192,10 @@ def combine(y: Tensor, weights: Tensor, added: Added = NOTHING) -> Tensor:
     return out if added.residual is None else added.residual + out
 
 
-def bind(spec: MoeSpec) -> Callable[[Stacks], Run]:
+def bind(spec: MoeSpec) -> Callable[[Stacks], ExpertsRun]:
     """Experts that no row took are neither unpacked nor read. Looks at `ids` on the host: no graph may hold it."""
 
-    def load(stacks: Stacks) -> Run:
+    def load(stacks: Stacks) -> ExpertsRun:
         assert (stacks.gate is None) == (spec.act == "relu2") and stacks.down.n_out == spec.n_in
         assert (stacks.shared is None) == (spec.pieces == 0)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
-from pyspec.cuda.ops.rows.ref import GroupNorm, HeadGate, HeadNorm, Kind, Norm, Prep, RowsSpec
+from pyspec.cuda.ops.rows.ref import GroupNorm, HeadGate, HeadNorm, Norm, Prep, PrepKind, RowsSpec
 
 MAX_COLUMNS = 32768  # 16 times 4 columns in each thread's registers
 BLOCKED, ROW_MAJOR, TALL, PLANES = 0, 1, 2, 3  # rows.cu's layouts: for `linear`, a library, `linear_tall`, `moe`
@@ -31,11 +31,11 @@ def limits(spec: RowsSpec) -> str | None:
         return "runs on NVIDIA GPUs only"
     if spec.n_in % 32 or spec.n_in > MAX_COLUMNS:
         return f"{spec.n_in} columns; the kernel takes multiples of 32 up to {MAX_COLUMNS}"
-    if spec.kind is Kind.HEADS and (spec.n_in % 128 or spec.dim not in (32, 64, 128)):
+    if spec.kind is PrepKind.HEADS and (spec.n_in % 128 or spec.dim not in (32, 64, 128)):
         return f"heads of {spec.dim} in {spec.n_in} columns; the kernel takes heads of 32, 64 or 128"
-    if spec.kind is Kind.GROUPS and (spec.dim % 128 or not spec.dim or spec.n_in % spec.dim):
+    if spec.kind is PrepKind.GROUPS and (spec.dim % 128 or not spec.dim or spec.n_in % spec.dim):
         return f"groups of {spec.dim} in {spec.n_in} columns; the kernel takes whole groups of a multiple of 128"
-    if spec.kind is Kind.GATE and spec.dim % 4:
+    if spec.kind is PrepKind.GATE and spec.dim % 4:
         return f"heads of {spec.dim} columns; the kernel takes multiples of 4"
     return None
 
@@ -70,13 +70,13 @@ class Shares:
         return [self.weights, *(np.int64(0) if t is None else t for t in (self.shared, self.gate, self.residual))]
 
 
-def defines(n_in: int, kind: Kind, dim: int, layout: int, experts: bool = False) -> dict[str, int | str]:
+def defines(n_in: int, kind: PrepKind, dim: int, layout: int, experts: bool = False) -> dict[str, int | str]:
     """Macros of rows.cu."""
     return {"COLUMNS": n_in, "KIND": int(kind), "DIM": max(dim, 1), "LAYOUT": layout, "EXPERTS": int(experts)}
 
 
 @per_device
-def _kernel(device: torch.device, n_in: int, kind: Kind, dim: int, layout: int, experts: bool) -> Kernel:
+def _kernel(device: torch.device, n_in: int, kind: PrepKind, dim: int, layout: int, experts: bool) -> Kernel:
     arch = arch_of(torch.cuda.get_device_capability(device))
     code = compile_cubin("rows", arch, defines(n_in, kind, dim, layout, experts))
     return code.kernel("rows", SUMMED_ARGS if experts else ROWS_ARGS)
@@ -108,10 +108,10 @@ class _Prepare:
         self.device, self.n_in, self.layout = device, n_in, layout
         self.overlap = torch.cuda.get_device_capability(device) >= (9, 0)
         self.none = torch.empty(4, dtype=torch.float32, device=device)
-        self.kernels: dict[tuple[Kind, int, bool], Kernel] = {}
-        self.kernel(Kind.PLAIN, 0)
+        self.kernels: dict[tuple[PrepKind, int, bool], Kernel] = {}
+        self.kernel(PrepKind.PLAIN, 0)
 
-    def kernel(self, kind: Kind, dim: int, experts: bool = False) -> Kernel:
+    def kernel(self, kind: PrepKind, dim: int, experts: bool = False) -> Kernel:
         """experts: rows are sums of experts' shares."""
         key = kind, dim, experts
         if key not in self.kernels:
@@ -119,9 +119,9 @@ class _Prepare:
         return self.kernels[key]
 
     def __call__(self, x: Tensor, prep: Prep | None, out: Tensor, sums: Tensor, powers: Tensor, pad: int) -> None:
-        kind, dim = (Kind.PLAIN, 0) if prep is None else (prep.kind, prep.dim)
+        kind, dim = (PrepKind.PLAIN, 0) if prep is None else (prep.kind, prep.dim)
         assert x.dtype == torch.float32 and x.stride(1) == 1 and x.stride(0) % 4 == 0
-        assert x.shape[1] == self.n_in * (2 if kind is Kind.GLU else 1)
+        assert x.shape[1] == self.n_in * (2 if kind is PrepKind.GLU else 1)
         weight, eps, power, gate, steps = self.none, 0.0, 1.0, self.none, (0, 0)
         if isinstance(prep, (Norm, HeadNorm, GroupNorm)):
             weight, eps, power = prep.weight, prep.eps, prep.power
@@ -135,7 +135,9 @@ class _Prepare:
         kernel = self.kernel(kind, dim)
         args = (x, np.int64(x.stride(0)), weight, np.float32(eps), np.float32(power), gate, np.int64(steps[0]))
         args += (np.int32(steps[1]), out, sums, powers, np.int32(pad))
-        grid, n_thread = ((x.shape[0],), THREADS) if kind is not Kind.GROUPS else groups_of(self.n_in, dim, x.shape[0])
+        grid, n_thread = (
+            ((x.shape[0],), THREADS) if kind is not PrepKind.GROUPS else groups_of(self.n_in, dim, x.shape[0])
+        )
         kernel.launch(grid, n_thread, args, overlap=self.overlap)
 
 
@@ -165,7 +167,7 @@ class RowsLaunch:
         """The sums of `shares`, rounded."""
         (n_row, n_used), p = shares.weights.shape, self.prepare
         assert self.n_in <= MAX_SUMMED and p.layout == BLOCKED
-        rows, kernel = self.room(n_row), p.kernel(Kind.PLAIN, 0, experts=True)
+        rows, kernel = self.room(n_row), p.kernel(PrepKind.PLAIN, 0, experts=True)
         args: list[Arg] = [shares.y, *shares.args(), np.int32(n_used), np.int32(shares.n_piece)]
         args += [rows.blocks, rows.sums, rows.powers, np.int32(rows.pad)]
         kernel.launch((n_row,), THREADS, args, overlap=self.overlap)

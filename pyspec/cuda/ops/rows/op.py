@@ -15,9 +15,9 @@ from pyspec.cuda.ops.rows.ref import (
     GroupNorm,
     HeadGate,
     HeadNorm,
-    Kind,
     Norm,
     Prep,
+    PrepKind,
     RowsSpec,
     norm_power,
     power_of,
@@ -42,21 +42,21 @@ def make(spec: RowsSpec, n_row: int, gen: torch.Generator) -> tuple[Tensor, Prep
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=gen).to(device)
 
-    x = draw(n_row, (2 * n if spec.kind is Kind.GLU else n) + 8)[:, :-8]
-    x *= torch.logspace(-3, 3, n_row, device=device)[:, None] if spec.kind is not Kind.GLU else 1.0
+    x = draw(n_row, (2 * n if spec.kind is PrepKind.GLU else n) + 8)[:, :-8]
+    x *= torch.logspace(-3, 3, n_row, device=device)[:, None] if spec.kind is not PrepKind.GLU else 1.0
     prep: Prep | None = None
-    if spec.kind is Kind.NORM:
+    if spec.kind is PrepKind.NORM:
         prep = Norm(1 + 0.1 * draw(n), 1e-6)
-    elif spec.kind is Kind.HEADS:
+    elif spec.kind is PrepKind.HEADS:
         prep = HeadNorm(1 + 0.1 * draw(spec.dim), 1e-6, draw(n_row, n + 32)[:, 32:])
-    elif spec.kind is Kind.GATE:
+    elif spec.kind is PrepKind.GATE:
         prep = HeadGate(draw(n_row, n // spec.dim, 2 * spec.dim)[..., spec.dim :])
-    elif spec.kind is Kind.GROUPS:
+    elif spec.kind is PrepKind.GROUPS:
         weight, gate = 1 + 0.1 * draw(n), draw(n_row, n + 32)[:, 32:]
         prep = GroupNorm(weight, 1e-6, gate, n // spec.dim, norm_power(weight))
-    elif spec.kind is Kind.GLU:
+    elif spec.kind is PrepKind.GLU:
         prep = Glu()
-    elif spec.kind is Kind.RELU2:
+    elif spec.kind is PrepKind.RELU2:
         prep = RELU2
     return x, prep
 

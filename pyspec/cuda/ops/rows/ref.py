@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-class Kind(IntEnum):
+class PrepKind(IntEnum):
     """The preparations; the values are rows.cu's."""
 
     PLAIN = 0
@@ -39,7 +39,7 @@ def norm_power(weight: Tensor) -> float:
 class Norm:
     """RMSNorm over the row. weight [n_in] f32. `power`: norm_power of the weights."""
 
-    kind, dim = Kind.NORM, 0
+    kind, dim = PrepKind.NORM, 0
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         self.weight, self.eps, self.power = weight, eps, norm_power(weight)
@@ -77,8 +77,8 @@ class HeadNorm:
     power: float = HEAD_POWER
 
     @property
-    def kind(self) -> Kind:
-        return Kind.HEADS
+    def kind(self) -> PrepKind:
+        return PrepKind.HEADS
 
     @property
     def dim(self) -> int:
@@ -96,8 +96,8 @@ class HeadGate:
     gate: Tensor
 
     @property
-    def kind(self) -> Kind:
-        return Kind.GATE
+    def kind(self) -> PrepKind:
+        return PrepKind.GATE
 
     @property
     def dim(self) -> int:
@@ -110,7 +110,7 @@ class HeadGate:
 class Glu:
     """silu of the first half of the columns times the second half: [row, 2 n_in] -> [row, n_in]."""
 
-    kind, dim = Kind.GLU, 0
+    kind, dim = PrepKind.GLU, 0
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, -1)
@@ -120,7 +120,7 @@ class Glu:
 class SquaredRelu:
     """max(x, 0)^2."""
 
-    kind, dim = Kind.RELU2, 0
+    kind, dim = PrepKind.RELU2, 0
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.relu(x).square()
@@ -143,8 +143,8 @@ class GroupNorm:
     power: float = 1.0
 
     @property
-    def kind(self) -> Kind:
-        return Kind.GROUPS
+    def kind(self) -> PrepKind:
+        return PrepKind.GROUPS
 
     @property
     def dim(self) -> int:
@@ -164,7 +164,7 @@ class RowsSpec:
 
     device: torch.device
     n_in: int
-    kind: Kind = Kind.PLAIN
+    kind: PrepKind = PrepKind.PLAIN
     dim: int = 0
 
 
