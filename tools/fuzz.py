@@ -26,12 +26,14 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from itertools import cycle
 from pathlib import Path
 
 import torch
 from fuzz_mutants import Change, Parsed, field_mutants, made, parse, tensor_mutants
 
+from pyspec import registry
 from pyspec.engine.api import Engine
 from pyspec.errors import PyspecError, RequestError, SlotError
 
@@ -222,6 +224,13 @@ def main() -> int:
     args = parser.parse_args()
     seed = int(time.time()) % 100_000 if args.seed is None else args.seed
     torch.set_num_threads(1)
+    for module in {
+        "pyspec.engine.load",
+        "pyspec.engine.core",
+        *registry.ARCHITECTURES.values(),
+        *registry.DRAFTERS.values(),
+    }:
+        import_module(module)  # once, and not in every child
     logging.disable(logging.CRITICAL)
     all_cases, files = cases(seed, args.number)
     print(f"{len(all_cases)} mutants, seed {seed}", flush=True)
