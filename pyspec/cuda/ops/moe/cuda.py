@@ -148,7 +148,7 @@ def cut(shared: Stacks, pieces: int) -> Stacks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Product:
+class _Compiled:
     """One compiled product. kernels: by the CTAs that a multiprocessor holds; pairs: of an item, at most."""
 
     kernels: dict[int, Kernel]
@@ -172,7 +172,7 @@ def _step(
     next: GGMLType | None,
     listed: bool = True,
     adds: bool = False,
-) -> _Product:
+) -> _Compiled:
     """next: of gates and ups, the type of the downs; of downs None."""
     inner = next is not None
     capability = torch.cuda.get_device_capability(device)
@@ -182,7 +182,7 @@ def _step(
         macros = defines(type, pairs, stages, act, inner, listed, adds, next, n)
         code = compile_cubin("moe", arch_of(capability), macros)
         kernels[n] = code.kernel("moe", "pppp" + "ppp" + "ppp" + "pppp" + "pppppp" + "l" + 9 * "i").allow_shared(shared)
-    return _Product(kernels, shared, most_pairs(type, pairs))
+    return _Compiled(kernels, shared, most_pairs(type, pairs))
 
 
 @per_device
