@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 LOAD_FACTOR, LOAD_S = 5.0, 300.0  # loading again hangs behind so many times the first load, and not before
 BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)  # before each load after one that failed
-N_LOAD = 3  # failed loads after which requests are not kept waiting
+N_LOAD, N_LOAD_AGAIN = 3, 5  # failed loads after which nobody is kept waiting; memory of an engine that died may be late
 EXAMINE_S = 600.0  # two failures of the device within this time: the next engine is examined,
 EXAMINED_S = 120.0  # for so long, because it is slow
 SPARE_AFTER_S = 5.0  # an engine has other things to do first
@@ -296,7 +296,7 @@ class Supervisor:
             self._error = error
             return False
         log.error("the engine could not be loaded (%s); trying again", error)
-        if n_failed >= N_LOAD and self._info is not None:
+        if n_failed >= N_LOAD_AGAIN and self._info is not None:
             with self._lock:
                 self._state, self._error = "stopped", error
                 lost = list(self._records.values())

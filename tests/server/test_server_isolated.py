@@ -1,0 +1,146 @@
+"""`pyspec server` with its engine in a process of its own: streams over HTTP outlive it, and a signal ends both."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+ENGINE_TESTS = Path(__file__).parents[1] / "engine"
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "qwen35.gguf"
+
+
+class Served:
+    """The command's process, its URL and what it wrote. Its engine says letters, and suffers what is planted."""
+
+    def __init__(self, folder: Path, *flags: str) -> None:
+        self.folder = folder
+        child = (sys.executable, str(ENGINE_TESTS / "fake_child.py"), str(folder))
+        command = ["server", str(FIXTURE), "--port", "0", "-np", "4", "--hang-timeout", "1", *flags]
+        code = f"from pyspec.engine import client\nclient.COMMAND = {child!r}\nfrom pyspec.cli import main\nmain({command!r})"
+        self.process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+        self.log: list[str] = []
+        self.url, self.is_up = "", threading.Event()
+        threading.Thread(target=self._read, daemon=True).start()
+        assert self.is_up.wait(60) and self.url, "".join(self.log)
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(line)
+            if line.startswith("url "):
+                self.url = line.split()[1]
+                self.is_up.set()
+        self.is_up.set()
+
+    def plant(self, what: str) -> None:
+        (self.folder / "new").write_text(what)
+        (self.folder / "new").rename(self.folder / "round")
+
+    def engine_pids(self) -> list[int]:
+        """Of its children that are engines."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                    is_ours = b"fake_child.py" in (entry / "cmdline").read_bytes()
+                except OSError:
+                    continue
+                if parent == self.process.pid and is_ours:
+                    found.append(int(entry.name))
+        return found
+
+
+@contextmanager
+def serving(folder: Path, *flags: str) -> Iterator[Served]:
+    served = Served(folder, *flags)
+    try:
+        yield served
+    finally:
+        served.process.kill()
+        served.process.wait()
+
+
+def pieces(response: httpx.Response) -> Iterator[dict]:
+    for line in response.iter_lines():
+        if line.startswith("data: "):
+            yield json.loads(line[6:])
+
+
+BODY = {"prompt": [1, 2, 3], "n_predict": 600, "seed": 4, "stream": True}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_stream_outlives_its_engine_and_health_tells(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        whole = httpx.post(f"{served.url}/completion", json=BODY | {"stream": False}, timeout=60).json()["content"]
+        text, states = "", set()
+        with httpx.stream("POST", f"{served.url}/completion", json=BODY, timeout=60) as response:
+            for i, piece in enumerate(pieces(response)):
+                text += piece["content"]
+                if i == 20:
+                    (tmp_path / "load").write_text("sleep 0.5")
+                    (pid,) = served.engine_pids()
+                    os.kill(pid, signal.SIGKILL)
+                    while "recovering" not in states:
+                        states.add(httpx.get(f"{served.url}/health").json()["status"])
+                    assert httpx.get(f"{served.url}/ready").status_code == 503
+        assert text == whole and piece["tokens_predicted"] == 600
+        assert httpx.get(f"{served.url}/health").json() == {"status": "ok"}
+        counts = httpx.get(f"{served.url}/metrics").text
+        assert "pyspec_engine_restarts_total 1.0" in counts
+        assert "\npyspec_tokens_replayed_total 0.0" not in counts and "pyspec_tokens_replayed_total" in counts
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_signal_ends_server_and_engine_though_the_engine_hangs(tmp_path: Path) -> None:
+    with serving(tmp_path, "--drain-timeout", "0.5", "--hang-timeout", "1000") as served:
+        (pid,) = served.engine_pids()
+        with httpx.stream("POST", f"{served.url}/completion", json=BODY, timeout=60) as response:
+            heard = pieces(response)
+            next(heard)
+            served.plant("endless")
+            time.sleep(0.1)
+            served.process.send_signal(signal.SIGTERM)
+            *_, last = heard
+        assert last["error"]["code"] == 503
+        assert served.process.wait(30) == 0
+        assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_running_requests_are_answered_before_a_signal_ends_the_server(tmp_path: Path) -> None:
+    with serving(tmp_path) as served:
+        with httpx.stream("POST", f"{served.url}/completion", json=BODY, timeout=60) as response:
+            heard = pieces(response)
+            next(heard)
+            served.process.send_signal(signal.SIGTERM)
+            *_, last = heard
+        assert last["tokens_predicted"] == 600 and served.process.wait(30) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_a_second_signal_ends_server_and_engine_at_once(tmp_path: Path) -> None:
+    with serving(tmp_path, "--drain-timeout", "1000") as served:
+        (pid,) = served.engine_pids()
+        body = BODY | {"n_predict": 4000}
+        with httpx.stream("POST", f"{served.url}/completion", json=body, timeout=60) as response:
+            heard = pieces(response)  # kept: a generator that goes closes the stream
+            next(heard)
+            served.process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            assert served.process.poll() is None, "it did not wait for the running request"
+            served.process.send_signal(signal.SIGTERM)
+            assert served.process.wait(20) == 0
+        assert not Path(f"/proc/{pid}").exists()
