@@ -71,7 +71,7 @@ class Request:
     max_tokens: Window = -1  # -1: until the context is full
     stop: Annotated[tuple[str, ...], Many(Text())] = ()
     cache_prompt: bool = True  # False: take nothing from the prefix cache and leave nothing there
-    turn: Count = 0  # prompt tokens before the last user turn, if known: a good place for a checkpoint
+    n_before_turn: Count = 0  # prompt tokens before the last user turn, if known: a good place for a checkpoint
     n_draft_max: Count | None = None  # None: the engine's; 0: no speculation for this request
     slot: Window = -1  # -1: any
     timings_per_token: bool = False  # every Delta carries the timings so far

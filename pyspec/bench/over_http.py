@@ -148,10 +148,10 @@ def replay(answer: dict[str, Any], samples: Samples) -> Watch:
 
 def _done(final: dict[str, Any]) -> Done:
     """The end of a request from `/completion`'s final object."""
-    told = final.get("timings", {})
+    given = final.get("timings", {})
     known: dict[str, Any] = {}
-    for name in (f.name for f in fields(Timings) if f.name in told):
-        known[name] = tuple(told[name]) if isinstance(told[name], list) else told[name]
+    for name in (f.name for f in fields(Timings) if f.name in given):
+        known[name] = tuple(given[name]) if isinstance(given[name], list) else given[name]
     timings = Timings(**known)
     timings = replace(timings, n_rounds=sum(timings.n_draft_used))
     return Done("", "length", final.get("tokens_evaluated", 0), final.get("tokens_predicted", 0), timings)

@@ -115,12 +115,12 @@ def _view() -> tuple[AbstractContextManager[object], Callable[[Sequence[DemoChat
 
         live = Live(refresh_per_second=10, transient=True)
         return live, lambda chats, is_over: live.update(_live_table(chats))
-    told: set[int] = set()
+    shown: set[int] = set()
 
     def tell(chats: Sequence[DemoChat], is_over: bool) -> None:
         for i, c in enumerate(chats):
-            if (c.finish or c.error) and i not in told:
-                told.add(i)
+            if (c.finish or c.error) and i not in shown:
+                shown.add(i)
                 click.echo(f"chat {i + 1} of {len(chats)} done: {c.question}")
 
     return nullcontext(), tell

@@ -56,7 +56,7 @@ class Op(Generic[Spec]):
     check: Callable[[Launch, Launch, Spec], str | None] | None = None
     home: str = ""
     verdicts: dict[tuple[str, object], str | None] = field(default_factory=dict)
-    told: set[str] = field(default_factory=set)
+    said: set[str] = field(default_factory=set)
     decided: dict[Spec, Impl[Spec]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -107,8 +107,8 @@ class Op(Generic[Spec]):
                 return impl
             refused.append(f"{impl.name}: {why}")
         text = f"{self.name} runs as {self.reference.name} ({'; '.join(refused)})"
-        if refused and text not in self.told:
-            self.told.add(text)
+        if refused and text not in self.said:
+            self.said.add(text)
             log.info("%s", text)
         return self.reference
 

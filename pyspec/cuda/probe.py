@@ -103,13 +103,13 @@ class Prober:
                     return None, why
                 killed = child.process.returncode == -signal.SIGKILL  # by a person, or for want of memory
                 return Verdict(f"its {at} ended the process: {why}", lasting=not killed), ""
-            told = json.loads(line)
-            if "at" in told:
-                at = told["at"]
+            answer = json.loads(line)
+            if "at" in answer:
+                at = answer["at"]
                 continue
-            if told["spoilt"]:
+            if answer["spoilt"]:
                 self._drop()
-            return Verdict(told["refusal"], told["lasting"]), ""
+            return Verdict(answer["refusal"], answer["lasting"]), ""
 
     def _drop(self) -> None:
         if self._child is not None:

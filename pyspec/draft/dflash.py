@@ -249,9 +249,9 @@ class DFlash:
         has_context = all(self.n_context[slot.index] == slot.n_past for slot in slots)
         if self.p_min > 0 or self.n_held or (self.needs.late and batch.single) or not has_context:
             return None
-        laid = self._lay_out(slots, [0] * len(slots), [seq.width for seq in batch.seqs])
-        tokens, _ = self.block(self.ahead.move(laid, kept))
-        return tokens[: laid.n_row].view(len(slots), -1)[:, 1 : 1 + n_draft]
+        blocks = self._lay_out(slots, [0] * len(slots), [seq.width for seq in batch.seqs])
+        tokens, _ = self.block(self.ahead.move(blocks, kept))
+        return tokens[: blocks.n_row].view(len(slots), -1)[:, 1 : 1 + n_draft]
 
     def confirm_ahead(self, slots: Sequence[Slot]) -> None:
         pass  # context is made of what is observed

@@ -62,7 +62,7 @@ class Admission:
         saved = cache.seat(slot, job.n_rows, job.prefill, hit, self.worker.pools())
         self.speculator.begin(slot, saved)
         files = cache.on and request.cache_prompt and self.worker.memory.needs_state
-        cuts = cuts_of(job.n_prefill, size, hit.n, {hit.n_match, request.turn}, cache.every) if files else ()
+        cuts = cuts_of(job.n_prefill, size, hit.n, {hit.n_match, request.n_before_turn}, cache.every) if files else ()
         job.begin(slot, cuts)
         job.synthetic = self.synthetic
         self.jobs[slot.index] = job

@@ -229,8 +229,8 @@ class Supervisor:
         record = self._records.get(event.request)
         if record is None:
             return
-        if (told := record.hear(event)) is not None:
-            self._pass_on(record, told)
+        if (heard := record.hear(event)) is not None:
+            self._pass_on(record, heard)
         if record is self._suspects.trial and (isinstance(event, Done | Failed) or record.is_past_its_crash):
             with self._lock:
                 then = self._suspects.acquit()

@@ -134,7 +134,7 @@ class Committer:
             return
         draft = self.speculator.checkpoint(slot)
         if slot.index not in lost:
-            self.cache.keep(slot, draft, self.worker.fold, whole=whole)
+            self.cache.file(slot, draft, self.worker.fold, whole=whole)
 
     # -- the end of a request ------------------------------------------------------------------------------------
 

@@ -41,9 +41,9 @@ class Incoming:
             raise RequestError(f"{len(resumed)} tokens are resumed, more than the request may generate")
         if request.slot >= self.info.n_slot:
             raise RequestError(f"slot {request.slot} does not exist; slots are 0..{self.info.n_slot - 1} (-np)")
-        turn = request.turn or last_turn(ids, self._opening)
-        turn = turn if 0 <= turn < len(prompt) else 0
-        return replace(request, prompt=prompt, resumed=resumed, stop=tuple(request.stop), turn=turn)
+        before = request.n_before_turn or last_turn(ids, self._opening)
+        before = before if 0 <= before < len(prompt) else 0
+        return replace(request, prompt=prompt, resumed=resumed, stop=tuple(request.stop), n_before_turn=before)
 
     def _ids(self, tokens: tuple[int, ...], what: str) -> Ids:
         n_vocab = self.info.n_vocab

@@ -150,9 +150,9 @@ class Job:
     def tell(self, taken: Taken, logprobs: Sequence[TokenLogprob], n_draft: int, n_accepted: int) -> None:
         """Send the Delta of what was taken in the last round."""
         if taken.content or taken.text:
-            told = tuple(logprobs[: len(taken.content)])
+            shown = tuple(logprobs[: len(taken.content)])
             timings = self.timings() if self.request.timings_per_token else None
-            self.sink(Delta(self.id, tuple(taken.content), taken.text, told, n_draft, n_accepted, timings))
+            self.sink(Delta(self.id, tuple(taken.content), taken.text, shown, n_draft, n_accepted, timings))
 
     def _is_late(self) -> bool:
         limit = self.request.max_predict_ms

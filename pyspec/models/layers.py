@@ -92,10 +92,10 @@ class Attention:
         spec = AttendSpec(w.device, *heads, scale, kv, has_sinks)
         own = attend.bind(spec)
         self.attend, self.read_next = with_prompts(own, spec), fuse.read_next(own, self.out)
-        turn = RopeKvSpec(w.device, *heads, rope.n_rot, rope.neox, shape.gated, self.k_norm is not None, eps)
-        self.rope_kv, alone = rope_kv.bind(turn), replace(turn, n_q=0, gated=False)
+        roped = RopeKvSpec(w.device, *heads, rope.n_rot, rope.neox, shape.gated, self.k_norm is not None, eps)
+        self.rope_kv, alone = rope_kv.bind(roped), replace(roped, n_q=0, gated=False)
         self.store = rope_kv.bind(alone)
-        self.capturable = attend.chosen(spec).capturable and rope_kv.chosen(turn).capturable
+        self.capturable = attend.chosen(spec).capturable and rope_kv.chosen(roped).capturable
 
     def write(self, kv: Tensor, angles: tuple[Tensor, Tensor], pool: KVPool, rows: Tensor) -> None:
         """Keys and values alone: kv [row, 2 * n_kv * dim] raw products go to `rows` [row] of the pool."""

@@ -25,7 +25,7 @@ class Upload:
         self._buffers: list[Tensor] = []
         self._taken: list[torch.cuda.Event | None] = [None] * N_BUFFER  # when the device has read a buffer
         self._readers: ThreadPoolExecutor | None = None
-        self._turn = 0
+        self._at = 0
 
     def __call__(self, n_bytes: int, read: Read) -> Tensor:
         """[n] uint8 on the device; ordered with what runs on its current stream."""
@@ -44,15 +44,15 @@ class Upload:
             self._buffers = [torch.empty(self.piece, dtype=torch.uint8, pin_memory=self.is_cuda) for _ in self._taken]
         n = out.numel()
         for first in range(0, n, self.piece):
-            buffer, taken = self._buffers[self._turn][: min(self.piece, n - first)], self._taken[self._turn]
+            buffer, taken = self._buffers[self._at][: min(self.piece, n - first)], self._taken[self._at]
             if taken is not None:
                 taken.synchronize()
             self._read(read, buffer.numpy(), first)
             out[first : first + buffer.numel()].copy_(buffer, non_blocking=True)
             if self.is_cuda:
-                self._taken[self._turn] = torch.cuda.Event()
-                self._taken[self._turn].record()  # type: ignore[union-attr]
-            self._turn = (self._turn + 1) % N_BUFFER
+                self._taken[self._at] = torch.cuda.Event()
+                self._taken[self._at].record()  # type: ignore[union-attr]
+            self._at = (self._at + 1) % N_BUFFER
 
     def _read(self, read: Read, to: np.ndarray, first: int) -> None:
         assert self._readers is not None

@@ -29,7 +29,7 @@ Kind = Literal["chat", "text", "native"]
 BODIES: dict[Kind, type[Generate]] = {"chat": ChatBody, "text": TextBody, "native": NativeBody}
 AnyBody = TypeVar("AnyBody", bound=Body)
 
-_told: set[str] = set()
+_logged: set[str] = set()
 """Ignored field names already logged. Bounded: clients choose the names."""
 
 
@@ -141,7 +141,7 @@ def _texts(kind: Kind, tokenizer: TokenizerLike, prompts: list[list[int]], n: in
 def _tell_ignored(value: dict[str, Any], model: type[Generate]) -> None:
     """Log each ignored field name once, so that a misspelt one can be found."""
     known = {field.alias or name for name, field in model.model_fields.items()}
-    for name in value.keys() - known - _told:
-        if len(_told) < 200:
-            _told.add(name)
+    for name in value.keys() - known - _logged:
+        if len(_logged) < 200:
+            _logged.add(name)
             log.info("request field %.60r is not used", name)

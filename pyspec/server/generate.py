@@ -35,18 +35,18 @@ def generation(service: Service, kind: Kind) -> Handler:
 
 async def _answer(service: Service, kind: Kind, raw: bytes) -> ASGIApp:
     ask = await service.text(prepare, kind, raw, service.engine, service.settings)
-    job = await service.start(ask)
+    submission = await service.start(ask)
     answer = _format(ask, service)
     if ask.stream:
-        return EventStream(job, chunks(job, ask, answer), lambda: service.end(job))
-    return await _whole(service, job, ask, answer)
+        return EventStream(submission, chunks(submission, ask, answer), lambda: service.end(submission))
+    return await _whole(service, submission, ask, answer)
 
 
-async def _whole(service: Service, job: Submission, ask: Ask, answer: Answer) -> Response:
+async def _whole(service: Service, submission: Submission, ask: Ask, answer: Answer) -> Response:
     try:
-        choices = await gather(job, ask, service.settings.limits.total_s)
+        choices = await gather(submission, ask, service.settings.limits.total_s)
     finally:
-        service.end(job)
+        service.end(submission)
     return JSON(answer.whole(choices))
 
 

@@ -1,4 +1,4 @@
-"""What all endpoints share: the engine, the settings, the text threads and the jobs that run now."""
+"""What all endpoints share: the engine, the settings, the text threads and the submissions that run now."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class Service:
         self.model = settings.alias or engine.info.model_name
         self.started = time.time()
         self.is_draining = False
-        self._jobs: dict[Submission, asyncio.TimerHandle] = {}
+        self._submissions: dict[Submission, asyncio.TimerHandle] = {}
         self.n_inside = 0
         self._text: ThreadPoolExecutor | None = None
         self._post: tuple[asyncio.AbstractEventLoop, Post] | None = None
 
     @property
     def n_jobs(self) -> int:
-        """Generation requests whose jobs have not been closed."""
-        return len(self._jobs)
+        """Generation requests whose submissions have not been closed."""
+        return len(self._submissions)
 
     async def text(self, work: Callable[..., T], *args: Any) -> T:
         """Run tokenising or rendering off the event loop. The threads start with the first call: a mounted
@@ -74,19 +74,21 @@ class Service:
     async def start(self, ask: Ask) -> Submission:
         """Submit what was asked; `end` must follow. Raises RequestError, QueueFull, Unavailable."""
         # an answer given whole is gathered in memory anyway; only a stream waits for its reader
-        job = Submission(self.engine, self.settings.limits.stream_buffer if ask.stream else 1 << 62, self._one_post())
+        submission = Submission(
+            self.engine, self.settings.limits.stream_buffer if ask.stream else 1 << 62, self._one_post()
+        )
         if sum(len(request.prompt) for request in ask.requests) < LONG_PROMPT:
-            job.submit(ask.requests)
+            submission.submit(ask.requests)
         else:
-            await self._submit(job, ask)
+            await self._submit(submission, ask)
         limit_s = self.settings.limits.total_s
         error = Unavailable(f"the request took longer than {limit_s:g} s")
-        self._jobs[job] = asyncio.get_running_loop().call_later(limit_s, job.abort, error)
-        return job
+        self._submissions[submission] = asyncio.get_running_loop().call_later(limit_s, submission.abort, error)
+        return submission
 
-    async def _submit(self, job: Submission, ask: Ask) -> None:
+    async def _submit(self, submission: Submission, ask: Ask) -> None:
         """Checking a long prompt takes milliseconds: off the event loop, where others' tokens go by."""
-        submitting = asyncio.ensure_future(self.text(job.submit, ask.requests))
+        submitting = asyncio.ensure_future(self.text(submission.submit, ask.requests))
         try:
             await asyncio.shield(submitting)
         except asyncio.CancelledError:  # the client left, but what has begun can only be ended when it is done
@@ -94,31 +96,31 @@ class Service:
             def end(done: asyncio.Future[None]) -> None:
                 if not done.cancelled():
                     done.exception()  # seen: nobody is left to tell
-                job.close()
+                submission.close()
 
             submitting.add_done_callback(end)
             raise
 
     def _one_post(self) -> Post:
-        """One for all jobs; a new one if the application was moved to another loop."""
+        """One for all submissions; a new one if the application was moved to another loop."""
         loop = asyncio.get_running_loop()
         if self._post is None or self._post[0] is not loop:
             self._post = loop, Post(loop)
         return self._post[1]
 
-    def end(self, job: Submission) -> None:
-        """Forget a job and cancel what still runs of it. Safe to call twice."""
-        if timer := self._jobs.pop(job, None):
+    def end(self, submission: Submission) -> None:
+        """Forget a submission and cancel what still runs of it. Safe to call twice."""
+        if timer := self._submissions.pop(submission, None):
             timer.cancel()
-            job.close()
+            submission.close()
 
     def abort_all(self, error: PyspecError) -> None:
-        """End every job with `error`; its clients are told."""
-        for job in list(self._jobs):
-            job.abort(error)
+        """End every submission with `error`; its clients are told."""
+        for submission in list(self._submissions):
+            submission.abort(error)
 
     def shut_down(self) -> None:
-        """The server ends: so does every job."""
+        """The server ends: so does every submission."""
         self.abort_all(Unavailable("the server is shutting down"))
         self.close()
 

@@ -1,6 +1,6 @@
-"""Running one job to its end: gathered into one answer, or streamed as server-sent events.
+"""Running one submission to its end: gathered into one answer, or streamed as server-sent events.
 
-Either way the client is watched meanwhile. When it leaves, in prefill too, the job is closed and its slots are freed.
+Either way the client is watched meanwhile. When it leaves, in prefill too, the submission is closed and its slots are freed.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ async def _stop(task: asyncio.Future[Any]) -> None:
         task.exception()  # seen: asyncio need not warn of it
 
 
-async def gather(job: Submission, ask: Ask, silence_s: float) -> list[Choice]:
-    """All choices of a job, finished. Raises what the first failing one failed with."""
+async def gather(submission: Submission, ask: Ask, silence_s: float) -> list[Choice]:
+    """All choices of a submission, finished. Raises what the first failing one failed with."""
     choices = [Choice() for _ in ask.requests]
-    async with contextlib.aclosing(job.batches(silence_s)) as batches:
+    async with contextlib.aclosing(submission.batches(silence_s)) as batches:
         async for batch in batches:
             for i, event in batch:
                 if error := failure(event):
@@ -81,10 +81,10 @@ def failure(event: Event) -> PyspecError | None:
     return unfinished(event) if isinstance(event, Done) else None
 
 
-async def chunks(job: Submission, ask: Ask, answer: Answer) -> AsyncGenerator[bytes, None]:
-    """The job's events as bytes to send, whatever came together in one piece; errors become an event too."""
+async def chunks(submission: Submission, ask: Ask, answer: Answer) -> AsyncGenerator[bytes, None]:
+    """The submission's events as bytes to send, whatever came together in one piece; errors become an event too."""
     choices = [Choice() for _ in ask.requests]
-    async with contextlib.aclosing(job.batches(ask.ping_s)) as batches:
+    async with contextlib.aclosing(submission.batches(ask.ping_s)) as batches:
         async for batch in batches:
             parts: list[bytes] = []
             for i, event in batch:
@@ -112,10 +112,10 @@ def _encode(i: int, event: Event, choice: Choice, ask: Ask, answer: Answer) -> b
 
 
 class EventStream:
-    """Server-sent events of one job. Ends early when the client leaves or reads too slowly; calls `on_end` once."""
+    """Server-sent events of one submission. Ends early when the client leaves or reads too slowly; calls `on_end` once."""
 
-    def __init__(self, job: Submission, source: AsyncGenerator[bytes, None], on_end: Callable[[], None]) -> None:
-        self._job = job
+    def __init__(self, submission: Submission, source: AsyncGenerator[bytes, None], on_end: Callable[[], None]) -> None:
+        self._submission = submission
         self._source = source
         self._on_end = on_end
 
@@ -123,11 +123,11 @@ class EventStream:
         tasks = [
             asyncio.ensure_future(self._send_all(send)),
             asyncio.ensure_future(_disconnect(receive)),
-            asyncio.ensure_future(self._job.overflow.wait()),
+            asyncio.ensure_future(self._submission.overflow.wait()),
         ]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if self._job.overflow.is_set():
+            if self._submission.overflow.is_set():
                 log.warning("a client reads too slowly; its request was aborted")
             elif tasks[0].done():
                 tasks[0].result()

@@ -50,7 +50,7 @@ class PrefixCache:
             self.memory.reset(slot.index)
         return None
 
-    def keep(self, slot: Slot, draft: object | None, fold: Callable[[Slot], None], *, whole: bool = False) -> None:
+    def file(self, slot: Slot, draft: object | None, fold: Callable[[Slot], None], *, whole: bool = False) -> None:
         """File what the slot has committed, and its state there.
 
         draft  the drafter's share at this length; its rows of all committed tokens stand in the pages

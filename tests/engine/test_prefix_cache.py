@@ -338,12 +338,12 @@ def test_checkpoints_lie_at_forks_turns_ends_and_now_and_then() -> None:
     r = make("mtp", ctx=700, checkpoint_every=200)
     opening = ids(1, 300)
     for seed, cached in ((2, 0), (3, 192), (4, 288)):
-        h = r.generate([*opening, *ids(seed, 100)], 3, turn=350 if seed == 2 else 0)
+        h = r.generate([*opening, *ids(seed, 100)], 3, n_before_turn=350 if seed == 2 else 0)
         assert h.timings.cache_n == cached
     at = sorted({n for node in r.loop.table.tree.nodes() for n in node.states})
     assert at == [192, 288, 384, 402], "200 on a page border, the fork, the prompts' ends, the answers' ends"
     r = make("mtp", ctx=700)
-    r.generate(ids(5, 500), 3, turn=350)
+    r.generate(ids(5, 500), 3, n_before_turn=350)
     at = sorted({n for node in r.loop.table.tree.nodes() for n in node.states})
     assert at == [336, 496 - 16 * (496 > 500 - 4), 502]
 

@@ -35,7 +35,7 @@ class Served:
         self.cache.seat(slot, n, prompt, self.cache.find(prompt), ())
         self.table.grow(slot, n)
         slot.tokens.extend(prompt[slot.n_past : n])
-        self.cache.keep(slot, None, lambda slot: None, whole=True)
+        self.cache.file(slot, None, lambda slot: None, whole=True)
         self.n_moved += len(slot.pages)
         self.table.release(slot)
         self.n_request += 1

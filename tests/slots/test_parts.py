@@ -118,7 +118,7 @@ def test_a_page_is_copied_in_every_part_that_has_pages() -> None:
     for part in memory.parts:
         for t in part.tensors():
             t.copy_(torch.randn(t.shape, generator=gen))
-    cache.keep(slot, None, lambda slot: None, whole=True)
+    cache.file(slot, None, lambda slot: None, whole=True)
     own = list(slot.pages)
     table.release(slot)
     window = memory.layers[1]["window"]

@@ -66,19 +66,19 @@ class EmbedLaunch:
         assert freq.dtype == torch.float32 and freq.is_contiguous()
         shape = (tokens.shape[0], 1, freq.shape[0])
         cos, sin = (torch.empty(shape, dtype=torch.float32, device=tokens.device) for _ in range(2))
-        turn = (positions, freq, cos, sin, np.int32(freq.shape[0]), angles_cuda.inverse_of(factor))
-        return self._run(raw, tokens, turn), (cos, sin)
+        rope = (positions, freq, cos, sin, np.int32(freq.shape[0]), angles_cuda.inverse_of(factor))
+        return self._run(raw, tokens, rope), (cos, sin)
 
-    def _run(self, raw: Tensor, tokens: Tensor, turn: tuple[Tensor | np.int64 | np.int32 | np.float32, ...]) -> Tensor:
+    def _run(self, raw: Tensor, tokens: Tensor, rope: tuple[Tensor | np.int64 | np.int32 | np.float32, ...]) -> Tensor:
         n_token, n_row = raw.shape[0], tokens.shape[0]
         assert raw.dtype == torch.uint8 and raw.is_contiguous() and raw.shape[1] == self.row_bytes
         assert 0 < n_token <= MAX_TOKENS and raw.data_ptr() % 16 == 0
         assert tokens.dtype == torch.int64 and tokens.is_contiguous()
         x = torch.empty(n_row, self.n_in, dtype=torch.float32, device=tokens.device)
         if n_row:
-            n_part = -(-self.n_in // (4 * THREADS)) + int(turn[4] != 0)
+            n_part = -(-self.n_in // (4 * THREADS)) + int(rope[4] != 0)
             args = (raw, np.int64(self.row_bytes), np.int32(n_token), tokens, x, np.int32(self.n_in))
-            self.kernel.launch((n_row, n_part), THREADS, (*args, *turn, self.fault))
+            self.kernel.launch((n_row, n_part), THREADS, (*args, *rope, self.fault))
         return x
 
 
@@ -100,11 +100,11 @@ def bits(x: Tensor) -> Tensor:
 def _cases(spec: EmbedSpec) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     gen = torch.Generator().manual_seed(0)
     raw = any_bytes(spec.type, spec.n_in, N_TOKEN, gen).to(spec.device)
-    for n_row, n_turn in SIZES:
+    for n_row, n_angle in SIZES:
         tokens = torch.randint(0, N_TOKEN, (n_row,), generator=gen)
         tokens[-1] = N_TOKEN - 1
         positions = angles_cuda.hostile(n_row, gen)
-        yield raw, tokens.to(spec.device), positions.to(spec.device), angles_cuda.frequencies(n_turn, spec.device)
+        yield raw, tokens.to(spec.device), positions.to(spec.device), angles_cuda.frequencies(n_angle, spec.device)
 
 
 def check(launch: Embed, reference: Embed, spec: EmbedSpec) -> str | None:

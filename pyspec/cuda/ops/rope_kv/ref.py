@@ -35,7 +35,7 @@ class RopeKvSpec:
     eps: float
 
 
-def turn(x: Tensor, angles: Angles, neox: bool) -> Tensor:
+def rotate(x: Tensor, angles: Angles, neox: bool) -> Tensor:
     """Rotary embedding of the first dimensions of x [row, head, dim] f32, as many as there are angles."""
     cos, sin = angles
     h = cos.shape[-1]
@@ -64,7 +64,7 @@ def bind(spec: RopeKvSpec) -> Callable[..., Tensor]:
             q = F.rms_norm(q, (spec.dim,), q_norm, spec.eps)
         if k_norm is not None:
             k = F.rms_norm(k, (spec.dim,), k_norm, spec.eps)
-        pool.write(rows, turn(k, angles, spec.neox), v.reshape(n, spec.n_kv, spec.dim))
-        return turn(q, angles, spec.neox)
+        pool.write(rows, rotate(k, angles, spec.neox), v.reshape(n, spec.n_kv, spec.dim))
+        return rotate(q, angles, spec.neox)
 
     return rope_kv
