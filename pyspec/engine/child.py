@@ -10,6 +10,7 @@ import ctypes
 import faulthandler
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
@@ -173,6 +174,8 @@ def main(descriptor: int) -> None:
     for sig in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(sig, signal.SIG_IGN)  # a service manager tells every process; the parent decides when we go
     os.dup2(2, 1)
+    with suppress(ValueError, OSError):  # writing out all of a model's memory is a long pause
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     faulthandler.enable()
     sys.setswitchinterval(SWITCH_S)
     child = Child(Link(socket.socket(fileno=descriptor)))

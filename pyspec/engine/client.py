@@ -47,7 +47,10 @@ log = logging.getLogger(__name__)
 
 LOAD_FACTOR, LOAD_S = 5.0, 300.0  # loading again hangs behind so many times the first load, and not before
 BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)  # before each load after one that failed
-N_LOAD, N_LOAD_AGAIN = 3, 5  # failed loads after which nobody is kept waiting; memory of an engine that died may be late
+N_LOAD, N_LOAD_AGAIN = (
+    3,
+    5,
+)  # failed loads after which nobody is kept waiting; memory of an engine that died may be late
 EXAMINE_S = 600.0  # two failures of the device within this time: the next engine is examined,
 EXAMINED_S = 120.0  # for so long, because it is slow
 SPARE_AFTER_S = 5.0  # an engine has other things to do first

@@ -18,7 +18,7 @@ from pyspec.engine.wire import Heartbeat, Link, pair
 
 log = logging.getLogger(__name__)
 
-COMMAND = (sys.executable, "-m", "pyspec.engine.child")
+COMMAND = (sys.executable, "-P", "-m", "pyspec.engine.child")
 END_S = 5.0  # for a process that was killed; one that hangs in the driver may take longer, and nobody waits for it
 
 
@@ -117,6 +117,6 @@ class EngineProcess:
 
 
 def _search_path() -> str:
-    """Where the child finds what we find, pyspec first: -m alone looks in the working directory."""
+    """Where the child finds what we find, pyspec first."""
     ours = str(Path(__file__).parents[2])
     return os.pathsep.join(dict.fromkeys([ours, *(p for p in sys.path if p)]))

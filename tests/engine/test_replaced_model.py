@@ -23,7 +23,7 @@ from pyspec.engine.client import Supervisor
 from pyspec.request import Delta, Done, Event, Failed, Request, SamplingParams
 
 SETTINGS = EngineSettings(np=8, ctx=256, draft_path=DEMO_DRAFT, warm_up=False, device="cpu", kv_type="f32")
-HANG_S = 10.0  # of rounds that take milliseconds; this machine may have much else to do
+HANG_S = 6.0  # of rounds that take milliseconds; this machine may have much else to do
 CHILD = ROOT / "tools" / "chaos_child.py"
 
 
