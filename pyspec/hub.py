@@ -15,12 +15,13 @@ from pyspec.registry import DRAFTERS
 log = logging.getLogger(__name__)
 
 DEFAULT_QUANT = "Q4_K_M"
+DRAFTS = tuple(f"{drafter}-" for drafter in DRAFTERS)
 SIDECARS = (
     "mmproj",
     "imatrix",
     "dspark-",
     "eagle3-",
-    *(f"{drafter}-" for drafter in DRAFTERS),
+    *DRAFTS,
 )  # names begin with these
 SHARD = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 
@@ -35,12 +36,15 @@ def split_name(name: str) -> tuple[str, str]:
     return repo, quant
 
 
-def choose(names: Sequence[str], quant: str = "", file: str = "", *, repo: str = "") -> list[str]:
+def choose(
+    names: Sequence[str], quant: str = "", file: str = "", *, repo: str = "", drafter: bool = False
+) -> list[str]:
     """The file to load among a repository's files, first shard first, and its other shards.
 
     names  paths in the repository, "/" between folders
     quant  e.g. "Q8_0", in any case; "" takes Q4_K_M if it is there, else the first model file
     file   exact name instead; sidecars (projectors, drafters) can be had this way
+    drafter  of files whose names say that they are drafters, if there are any
     Raises ConfigError, with the choice there is.
     """
     ggufs = sorted(n for n in names if n.lower().endswith(".gguf"))
@@ -50,7 +54,8 @@ def choose(names: Sequence[str], quant: str = "", file: str = "", *, repo: str =
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{repo} has no file {file}{hint}")
         return _shards(file, ggufs)
-    models = [n for n in ggufs if not PurePosixPath(n).name.lower().startswith(SIDECARS)]
+    models = [n for n in ggufs if _begins_with(n, DRAFTS)] if drafter else []
+    models = models or [n for n in ggufs if not _begins_with(n, SIDECARS)]
     if not models:
         raise ConfigError(f"{repo} has no GGUF model among its {len(names)} files")
     wanted = quant or DEFAULT_QUANT
@@ -59,6 +64,10 @@ def choose(names: Sequence[str], quant: str = "", file: str = "", *, repo: str =
     if not found and quant:
         raise ConfigError(f"{repo} has no {quant} file; it has {', '.join(models[:12])}{' ...' if models[12:] else ''}")
     return _shards((found or models)[0], models)
+
+
+def _begins_with(name: str, heads: tuple[str, ...]) -> bool:
+    return PurePosixPath(name).name.lower().startswith(heads)
 
 
 def _shards(name: str, names: Sequence[str]) -> list[str]:
@@ -73,7 +82,7 @@ def _shards(name: str, names: Sequence[str]) -> list[str]:
     return every
 
 
-def from_hub(repo: str, quant: str = "", file: str = "") -> Path:
+def from_hub(repo: str, quant: str = "", file: str = "", *, drafter: bool = False) -> Path:
     """Path of a repository's GGUF in the Hugging Face cache, downloaded if it is not there; all shards of a split file.
 
     With HF_HUB_OFFLINE=1 only the cache is looked at; without a network it is looked at last. Raises DownloadError,
@@ -83,25 +92,25 @@ def from_hub(repo: str, quant: str = "", file: str = "") -> Path:
     from huggingface_hub.constants import HF_HUB_OFFLINE
 
     if HF_HUB_OFFLINE:
-        found = _cached(repo, quant, file)
+        found = _cached(repo, quant, file, drafter)
         if found is None:
             raise DownloadError(f"{repo} is not in the local cache, and HF_HUB_OFFLINE forbids to download it")
         return found
     try:
         names = _asked(repo, lambda: list(HfApi().list_repo_files(repo)))
     except DownloadError as e:
-        found = _cached(repo, quant, file)
+        found = _cached(repo, quant, file, drafter)
         if found is None:
             raise
         log.warning("%s; taking the copy in the cache", e)
         return found
-    wanted = choose(names, quant, file, repo=repo)
+    wanted = choose(names, quant, file, repo=repo, drafter=drafter)
     log.info("fetching %s from %s", ", ".join(wanted), repo)
     paths = [Path(_asked(repo, lambda name=name: hf_hub_download(repo, name))) for name in wanted]
     return paths[0]
 
 
-def _cached(repo: str, quant: str, file: str) -> Path | None:
+def _cached(repo: str, quant: str, file: str, drafter: bool) -> Path | None:
     """The file in the newest cached snapshot, or None if the cache has nothing of the repository."""
     from huggingface_hub import snapshot_download
 
@@ -110,7 +119,7 @@ def _cached(repo: str, quant: str, file: str) -> Path | None:
     except DownloadError:
         return None
     names = [p.relative_to(folder).as_posix() for p in folder.rglob("*.gguf")]
-    return folder / choose(names, quant, file, repo=f"the cached copy of {repo}")[0]
+    return folder / choose(names, quant, file, repo=f"the cached copy of {repo}", drafter=drafter)[0]
 
 
 def _asked(repo: str, ask: Callable[[], T]) -> T:

@@ -144,6 +144,14 @@ def test_without_a_quant_q4_k_m_is_chosen_and_sidecars_never():
     assert hub.choose(["mmproj-F16.gguf", "b-Q6_K.gguf", "a-Q5_0.gguf"]) == ["a-Q5_0.gguf"]
 
 
+def test_a_drafter_is_a_file_that_says_so_by_its_name_where_there_is_one():
+    assert hub.choose(FILES, drafter=True) == ["dflash-m-Q4_K_M.gguf"]
+    assert hub.choose(["dflash-draft-3.6-q8_0.gguf"], drafter=True) == ["dflash-draft-3.6-q8_0.gguf"]
+    assert hub.choose(["m-Q8_0.gguf"], drafter=True) == ["m-Q8_0.gguf"]
+    with pytest.raises(ConfigError, match="no GGUF model"):
+        hub.choose(["dflash-draft-3.6-q8_0.gguf"])
+
+
 def test_a_quant_is_found_in_any_case_with_all_shards():
     assert hub.choose(FILES, "q8_0") == ["m-Q8_0.gguf"]
     assert hub.choose(FILES, "bf16") == FILES[-2:]

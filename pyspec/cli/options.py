@@ -87,7 +87,7 @@ class ModelChoice:
         if self.draft and self.draft_repo:
             raise ConfigError("-md and -hfd exclude each other")
         if self.draft_repo:
-            return str(_from_hub(self.draft_repo, ""))
+            return str(_from_hub(self.draft_repo, "", drafter=True))
         if not self.draft:
             return "auto"
         from pyspec.catalog import resolve
@@ -95,11 +95,11 @@ class ModelChoice:
         return str(resolve(self.draft)[0])
 
 
-def _from_hub(name: str, file: str) -> str:
+def _from_hub(name: str, file: str, *, drafter: bool = False) -> str:
     from pyspec.hub import from_hub, split_name
 
     repo, quant = split_name(name)
-    return str(from_hub(repo, quant, file))
+    return str(from_hub(repo, quant, file, drafter=drafter))
 
 
 @dataclass(frozen=True, kw_only=True)
