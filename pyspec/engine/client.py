@@ -12,13 +12,13 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 from pyspec.config import EngineSettings
 from pyspec.engine.counts import totals
+from pyspec.engine.launcher import Launcher
 from pyspec.engine.process import COMMAND, EngineProcess
 from pyspec.engine.record import Record, Sink
 from pyspec.engine.suspects import N_CRASH, Suspects
@@ -26,10 +26,7 @@ from pyspec.engine.watchdog import TICK_S, EngineEnd, Watchdog
 from pyspec.engine.wire import (
     Cancel,
     Events,
-    Fatal,
     Heartbeat,
-    Load,
-    LoadRefused,
     LogLine,
     Look,
     Looked,
@@ -45,14 +42,10 @@ from pyspec.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-LOAD_FACTOR, LOAD_S = 5.0, 300.0  # loading again hangs behind so many times the first load, and not before
 BACKOFF_S = (0.0, 1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)  # before each load after one that failed
-N_LOAD, N_LOAD_AGAIN = (
-    3,
-    5,
-)  # failed loads after which nobody is kept waiting; memory of an engine that died may be late
-EXAMINE_S = 600.0  # two failures of the device within this time: the next engine is examined,
-EXAMINED_S = 120.0  # for so long, because it is slow
+N_LOAD = 3  # failed first loads after which it is given up
+N_LOAD_AGAIN = 5  # failed loads after which nobody is kept waiting; memory of an engine that died may be late
+EXAMINED_S = 120.0  # an engine that is examined is slow: it is one for so long
 SPARE_AFTER_S = 5.0  # an engine has other things to do first
 LOOK_S = 1.0
 CLOSE_S = 5.0
@@ -62,9 +55,9 @@ class Supervisor:
     """A Core whose engine is another process. Safe to call from any thread."""
 
     def __init__(self, path: Path, settings: EngineSettings, *, command: Sequence[str] = ()) -> None:
-        self.path, self.settings, self.command = path, settings, command or COMMAND
+        self.path, self.settings = path, settings
+        self._launcher = Launcher(path, settings, command or COMMAND, self._hear, self._gone)
         self.n_restart = self.n_replayed = 0
-        self.keeps_spare: bool | None = None  # None: decided when it is known where the engine runs
         self._info: EngineInfo | None = None
         self._state = "loading"  # then "ok", "recovering", "stopped"
         self._error: PyspecError | None = None  # why it is stopped
@@ -72,23 +65,12 @@ class Supervisor:
         self._ids = itertools.count(1)
         self._lock = threading.Condition()
         self._child: EngineProcess | None = None  # the one that takes requests
-        self._spare: EngineProcess | None = (
-            None  # one that has imported all it needs, and waits to be told what to load
-        )
         self._suspects, self._watchdog = Suspects(), Watchdog(settings.hang_timeout)
-        self._fatal: Fatal | None = None
-        self._answer: Ready | LoadRefused | None = None
         self._looked: dict[int, Looked | None] = {}
-        self._is_examined = False
         self._lost_at = 0.0  # when the last engine was
-        self._past, self._now = (
-            Metrics(),
-            Metrics(),
-        )  # counted by engines that are gone, and by this one when it last told
+        self._past = Metrics()  # what engines that are gone have counted
+        self._now = Metrics()  # what this one had when it last told
         self._own_failed = self._own_cancelled = 0
-        self._demoted: set[str] = set(settings.demoted)
-        self._device_failures: list[float] = []
-        self._load_s = 0.0
         self._closing = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._live, name="pyspec-supervisor", daemon=True)
@@ -202,7 +184,7 @@ class Supervisor:
 
     # -- what the engine says, on the thread that reads ------------------------------------------------------------
 
-    def _hear(self, child: EngineProcess, message: object) -> None:
+    def _hear(self, message: object) -> None:
         if isinstance(message, Events):
             for packed in message.packed:
                 self._tell(unpack(packed))
@@ -217,14 +199,10 @@ class Supervisor:
                     self._looked[message.number] = message
                 self._lock.notify_all()
         else:
-            with self._lock:
-                if isinstance(message, Fatal):
-                    self._fatal = message
-                elif isinstance(message, Ready | LoadRefused):
-                    self._answer = message
-                self._lock.notify_all()
+            self._gone()
 
     def _gone(self) -> None:
+        """Whoever waits for a process looks at it again."""
         with self._lock:
             self._lock.notify_all()
 
@@ -280,12 +258,13 @@ class Supervisor:
         n_failed = 0
         while not self._closing:
             self._pause(BACKOFF_S[min(n_failed, len(BACKOFF_S) - 1)])
-            n_demoted, child = len(self._demoted), self._start()
+            n_demoted, child = len(self._launcher.demoted), self._launcher.launch(self._lock, lambda: self._closing)
             if isinstance(child, EngineProcess):
                 n_failed = 0
+                self._take_over(child)
                 self._bury(child, self._watch(child))
             elif not self._closing:
-                n_failed = n_failed + 1 if n_demoted == len(self._demoted) else 0
+                n_failed = n_failed + 1 if n_demoted == len(self._launcher.demoted) else 0
                 if not self._survives(child, n_failed):
                     return
 
@@ -306,80 +285,12 @@ class Supervisor:
             self._fail(lost, Unavailable(f"the engine failed and could not be loaded again: {error}"))
         return True
 
-    def _start(self) -> EngineProcess | PyspecError:
-        """Load an engine, which takes requests when this returns; or the reason why not."""
-        settings = replace(self.settings, demoted=tuple(sorted(self._demoted)))
-        self._is_examined = self._wants_examination()
-        if self._is_examined:
-            log.warning(
-                "the device failed twice: for a while the engine is a slow one that finds out which kernel it is"
-            )
-        with self._lock:
-            self._answer = self._fatal = None
-        try:
-            child = self._new_process()
-        except OSError as e:
-            return DeviceError(f"no process can be started for the engine: {e}")
-        child.send(Load(self.path, settings, logging.getLogger("pyspec").getEffectiveLevel(), self._is_examined))
-        limit = max(LOAD_S, LOAD_FACTOR * self._load_s) if self._load_s else float("inf")
-        with self._lock:
-            while self._answer is None and not child.is_gone and not self._closing:
-                if time.monotonic() - child.began > limit:
-                    break
-                self._lock.wait(TICK_S)
-        if isinstance(self._answer, Ready):  # looked at again: it may have been the last that the process said
-            self._load_s = self._load_s or time.monotonic() - child.began
-            self._take_over(child, self._answer)
-            return child
-        how = child.end()
-        if isinstance(self._answer, LoadRefused):
-            error, kernels = self._answer.error, self._answer.kernels
-        else:
-            error = DeviceError(f"the engine's process ended while it was loading: {how}")
-            kernels = child.beat[0].kernels if child.beat is not None else ()
-        if isinstance(error, DeviceError):
-            self._device_failures.append(time.monotonic())
-        self._demote(kernels)
-        return error
-
-    def _demote(self, kernels: Sequence[str]) -> bool:
-        """Do without implementations that failed while they ran; False if that changes nothing."""
-        new = set(kernels) - self._demoted
-        if new:
-            log.error("not used any more before the next start: %s", ", ".join(sorted(new)))
-            self._demoted |= new
-            self._device_failures.clear()
-        return bool(new)
-
-    def _new_process(self) -> EngineProcess:
-        spare, self._spare = self._spare, None
-        if spare is not None and not spare.is_gone:
-            spare.began = spare.heard = time.monotonic()
-            return spare
-        return EngineProcess(self.command, self._hear, self._gone)
-
-    def _keep_spare(self) -> None:
-        """Importing takes seconds of a pause. Only beside a GPU: elsewhere what a spare takes is the memory of the model."""
-        if self._spare is None and self.keeps_spare and not self._closing:
-            with suppress(OSError):
-                self._spare = EngineProcess(self.command, self._hear, self._gone)
-
-    def _wants_examination(self) -> bool:
-        """The device failed twice in a short time and nobody knows at what."""
-        now = time.monotonic()
-        self._device_failures = [at for at in self._device_failures if now - at < EXAMINE_S]
-        if len(self._device_failures) < 2:
-            return False
-        self._device_failures.clear()
-        return True
-
-    def _take_over(self, child: EngineProcess, ready: Ready) -> None:
+    def _take_over(self, child: EngineProcess) -> None:
         """Give a new engine what is to be done: suspects one at a time, so that a crash has one to blame."""
         self._drop_cancelled()
         with self._lock:
-            self._info, self._error = self._info or ready.info, None
-            if self.keeps_spare is None:
-                self.keeps_spare = not ready.info.device.startswith("cpu")
+            assert isinstance(child.answer, Ready)
+            self._info, self._error = self._info or child.answer.info, None
             records = list(self._records.values())
             for record in self._suspects.begin(records):
                 child.send(record.submit())
@@ -397,17 +308,17 @@ class Supervisor:
         """Until the engine ends or hangs; None: it is to be closed."""
         began = time.monotonic()
         while not self._closing:
-            if self._fatal is not None or child.is_gone:
+            if child.fatal is not None or child.is_gone:
                 return EngineEnd("")
             age = time.monotonic() - began
-            if self._is_examined and age > EXAMINED_S:
+            if self._launcher.is_examined and age > EXAMINED_S:
                 return EngineEnd("nothing failed while it was examined, and it is slow", from_outside=True)
             if (end := self._watchdog.look(child, self.info.device)) is not None:
                 return end
             if age > SPARE_AFTER_S:
-                self._keep_spare()
+                self._launcher.keep_spare()
             with self._lock:
-                if self._fatal is None and not self._closing and not child.is_gone:  # else it was told before we wait
+                if child.fatal is None and not self._closing and not child.is_gone:  # else it was told before we wait
                     self._lock.wait(TICK_S)
         return None
 
@@ -422,8 +333,8 @@ class Supervisor:
         self._past, self._now = totals(self._past, self._now), Metrics()
         if end is None:
             return
-        if not end.why and self._fatal is not None:
-            end = EngineEnd(str(self._fatal.error), kernels=self._fatal.kernels, of_device=True)
+        if not end.why and child.fatal is not None:
+            end = EngineEnd(str(child.fatal.error), kernels=child.fatal.kernels, of_device=True)
         if not end.why:
             end = replace(end, why=f"its process ended: {how}", from_outside=child.was_killed)
         self.n_restart += 1
@@ -432,9 +343,7 @@ class Supervisor:
 
     def _judge(self, end: EngineEnd) -> None:
         """Kernels that failed are not used again; requests that ran are suspects; nobody hears twice what was said."""
-        if end.of_device:
-            self._device_failures.append(self._lost_at)
-        is_mended = self._demote(end.kernels)
+        is_mended = self._launcher.learn(end.kernels, of_device=end.of_device)
         records = list(self._records.values())
         running = [r for r in records if r.in_slot and not is_mended]
         guilty = self._suspects.accuse(running, from_outside=end.from_outside)
@@ -446,8 +355,7 @@ class Supervisor:
 
     def _stop(self) -> None:
         """Nobody is served any more."""
-        if self._spare is not None:
-            self._spare.end(0.0)
+        self._launcher.close()
         with self._lock:
             self._state = "stopped"
             self._error = self._error or Unavailable("the engine was closed")

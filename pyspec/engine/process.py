@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from pyspec.engine.wire import Heartbeat, Link, pair
+from pyspec.engine.wire import Fatal, Heartbeat, Link, LoadRefused, Ready, pair
 
 log = logging.getLogger(__name__)
 
@@ -27,10 +27,12 @@ class EngineProcess:
 
     heard     when its last message came
     beat      its last heartbeat, and when it came
+    answer    to Load
+    fatal     what it said before it ended itself
     """
 
     def __init__(
-        self, command: Sequence[str], on_message: Callable[[EngineProcess, object], None], on_end: Callable[[], None]
+        self, command: Sequence[str], on_message: Callable[[object], None], on_end: Callable[[], None]
     ) -> None:
         """`on_message` and `on_end` are called on a thread that reads; the process is started on the caller's, which has to
         live as long: Linux ends a child with the thread that made it."""
@@ -38,6 +40,8 @@ class EngineProcess:
         self.link, self._on_message, self._on_end = Link(ours), on_message, on_end
         self.began = self.heard = time.monotonic()
         self.beat: tuple[Heartbeat, float] | None = None
+        self.answer: Ready | LoadRefused | None = None
+        self.fatal: Fatal | None = None
         with theirs:
             self.process = subprocess.Popen(
                 [*command, str(theirs.fileno())],
@@ -65,7 +69,11 @@ class EngineProcess:
             self.heard = time.monotonic()
             if isinstance(message, Heartbeat):
                 self.beat = message, self.heard
-            self._on_message(self, message)
+            elif isinstance(message, Ready | LoadRefused):
+                self.answer = message
+            elif isinstance(message, Fatal):
+                self.fatal = message
+            self._on_message(message)
         self._on_end()
 
     @property

@@ -201,9 +201,9 @@ def test_a_kernel_that_is_named_is_not_used_again_and_no_request_is_blamed(plant
             n = len(ear.tokens)
             wait_for(lambda n=n: len(ear.tokens) > n)
             plants.plant(round=f"kernel {name}")
-            wait_for(lambda name=name: name in supervisor._demoted and engine.state() == "ok")
+            wait_for(lambda name=name: name in supervisor._launcher.demoted and engine.state() == "ok")
         ear.check()
-        assert supervisor._answer.info.draft_note.count("pyspec.cuda.ops") == 3  # type: ignore[union-attr]
+        assert supervisor._child.answer.info.draft_note.count("pyspec.cuda.ops") == 3  # type: ignore[union-attr]
 
 
 def test_requests_are_cancelled_while_there_is_no_engine(plants: Plants) -> None:
@@ -318,29 +318,29 @@ time.sleep(60)
 def test_a_spare_process_takes_over(plants: Plants, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "SPARE_AFTER_S", 0.05)
     with start(plants) as (engine, supervisor):
-        supervisor.keeps_spare = True
+        supervisor._launcher.keeps_spare = True
         ears = eight(engine)
         for _ in range(2):
-            wait_for(lambda: supervisor._spare is not None)
-            spare = supervisor._spare
+            wait_for(lambda: supervisor._launcher.spare is not None)
+            spare = supervisor._launcher.spare
             DISASTERS["killed"](plants, supervisor)
             wait_for(lambda spare=spare: supervisor._child is spare)
         for ear in ears:
             ear.check()
-        wait_for(lambda: supervisor._spare is not None)
-        last = supervisor._spare
+        wait_for(lambda: supervisor._launcher.spare is not None)
+        last = supervisor._launcher.spare
     assert last is not None and last.process.poll() is not None, "it goes with the engine"
 
 
 def test_a_spare_that_died_is_not_waited_for(plants: Plants, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "SPARE_AFTER_S", 0.05)
     with start(plants) as (engine, supervisor):
-        supervisor.keeps_spare = True
+        supervisor._launcher.keeps_spare = True
         ear = Ear(engine, n=400)
-        wait_for(lambda: supervisor._spare is not None)
-        assert supervisor._spare is not None
-        supervisor._spare.process.kill()
-        supervisor._spare.process.wait()
+        wait_for(lambda: supervisor._launcher.spare is not None)
+        assert supervisor._launcher.spare is not None
+        supervisor._launcher.spare.process.kill()
+        supervisor._launcher.spare.process.wait()
         DISASTERS["killed"](plants, supervisor)
         ear.check()
 
