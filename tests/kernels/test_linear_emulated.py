@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import cast
 
@@ -90,6 +91,7 @@ def test_half_floats_stream_where_many_rows_of_them_do(
     infos = {"a.weight": SimpleNamespace(type=kind, shape=(64, 256))}
     found = Weights(cast(GGUFFile, SimpleNamespace(tensors=infos)), CPU, None)
     for op, runs in ((linear, True), (linear_tall, has_tall)):
+        monkeypatch.setattr(op, "impls", [replace(op.impls[0], limits=lambda spec: None)])  # as on a GPU
         monkeypatch.setattr(op, "_choose", lambda spec, op=op, runs=runs: op.impls[0] if runs else op.reference)
         monkeypatch.setattr(op, "decided", {})
     kinds = (GGMLType.Q8_0, GGMLType.F16, GGMLType.BF16) if has_tall else (GGMLType.Q8_0,)
@@ -102,10 +104,15 @@ def test_each_tensor_of_a_matrix_keeps_its_own_second_scale(gated: bool, monkeyp
     gen, kind = torch.Generator().manual_seed(0), GGMLType.NVFP4
     raws = {f"{n}.weight": random_weights(kind, 24, 128, gen).numpy() for n in ("gate", "up")}
     scales = {"gate.scale": np.float32(0.25), "up.scale": np.float32(3.0)}
-    infos = {name: SimpleNamespace(type=kind, shape=(24, 128)) for name in raws}
-    infos |= {name: SimpleNamespace(type=GGMLType.F32, shape=(1,)) for name in scales}
     bytes_of = raws | {name: np.array([value]).view(np.uint8) for name, value in scales.items()}
-    weights = Weights(cast(GGUFFile, SimpleNamespace(tensors=infos, raw=bytes_of.__getitem__)), CPU, None)
+    infos = {n: SimpleNamespace(type=kind, shape=(24, 128), n_bytes=raw.nbytes) for n, raw in raws.items()}
+    infos |= {name: SimpleNamespace(type=GGMLType.F32, shape=(1,), n_bytes=4) for name in scales}
+
+    def read_into(name: str, out: np.ndarray, start: int = 0) -> None:
+        out[:] = bytes_of[name].reshape(-1)[start : start + len(out)]
+
+    file = SimpleNamespace(tensors=infos, raw=bytes_of.__getitem__, read_into=read_into)
+    weights = Weights(cast(GGUFFile, file), CPU, None)
     x = torch.randn(3, 128, generator=gen)
     want = weights._load(list(raws), gated)(x)  # on a CPU: unpacked
     monkeypatch.setattr(linear_cuda, "SHAPES", SHAPES[:1])

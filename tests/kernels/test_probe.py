@@ -44,7 +44,7 @@ def children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[i
 
 def fresh(op: Op[TwiceSpec]) -> Op[TwiceSpec]:
     """The op as another process sees it: nothing remembered."""
-    return replace(op, verdicts={}, told=set(), decided={})
+    return replace(op, verdicts={}, said=set(), decided={})
 
 
 def test_every_bad_implementation_is_refused_with_its_reason(children: list[int]) -> None:
