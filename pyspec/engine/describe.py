@@ -16,6 +16,7 @@ from pyspec.device.capture import graph_shapes
 from pyspec.draft.drafter import NO_DRAFTER, DraftPlan, TargetFile, refuse_file
 from pyspec.engine.draft_head import HeadCopy, plan_head
 from pyspec.engine.memory_plan import (
+    ForwardSizes,
     MemoryPlan,
     checkpoint_bytes,
     memory_bytes,
@@ -232,17 +233,19 @@ def _workspace(d: Description) -> tuple[int, int]:
     s, c = d.settings, d.config
     graphs = graph_shapes(s.np, d.width, late=d.draft.needs.late) if d.is_cuda else []
     key_size = 8 if s.kv_type in ("q8_0", "f8_e4m3") else 4
-    return workspace_bytes(
+    widest = s.np * max(d.width, d.draft.needs.overhang)  # rows of a verify of all slots, or of a draft of blocks
+    sizes = ForwardSizes(
         n_row=d.batch,
         n_embd=c.n_embd,
         n_ff=c.n_ff,
         n_vocab=c.n_vocab,
         graph_rows=sum(bucket_of(n) or n for n, _ in graphs),
+        large_rows=widest if bucket_of(widest) is None else 0,
         n_tap=len(d.draft.needs.taps),
         n_held=d.draft.n_held,
         key_bytes=key_size * d.n_ctx * c.attention.n_kv_head * c.attention.head_dim,
-        cuda=d.is_cuda,
     )
+    return workspace_bytes(sizes, cuda=d.is_cuda)
 
 
 def attention_bytes(d: Description) -> int:

@@ -93,29 +93,35 @@ def checkpoint_bytes(layers: Sequence[LayerParts], sizes: CacheSizes) -> int:
     return sum(part.saved_bytes(sizes) for layer in layers for part in layer.values())
 
 
-def workspace_bytes(
-    *,
-    n_row: int,
-    n_embd: int,
-    n_ff: int,
-    n_vocab: int,
-    graph_rows: int,
-    n_tap: int,
-    n_held: int,
-    key_bytes: int,
-    cuda: bool,
-) -> tuple[int, int]:
-    """(activations, workspace): what forwards need besides weights and slots.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardSizes:
+    """What the memory of forwards depends on.
 
     n_row       rows of the largest forward: gate and up in f32, their product in f16, a few rows of the residual stream
     graph_rows  rows of all graphs together: their logits, hidden states and taps stay at fixed places
+    large_rows  rows of the largest verify or draft that no graph holds: its logits are taken and given back
     n_held      rows whose taps a drafter keeps for later; they are gathered once more when their time comes
     key_bytes   keys and values of one layer and slot: a prompt's attention gathers them from their pages, as f16
     """
-    activations = n_row * (2 * n_ff * 4 + n_ff * 2 + 5 * n_embd * 4 + n_tap * n_embd * 4)
-    results = graph_rows * 4 * (n_vocab + (1 + n_tap) * n_embd)
-    held = 2 * n_held * n_tap * n_embd * 4
-    return activations + held + (key_bytes if cuda else 0), results + (CUDA_BYTES if cuda else 0)
+
+    n_row: int
+    n_embd: int
+    n_ff: int
+    n_vocab: int
+    graph_rows: int
+    large_rows: int
+    n_tap: int
+    n_held: int
+    key_bytes: int
+
+
+def workspace_bytes(s: ForwardSizes, *, cuda: bool) -> tuple[int, int]:
+    """(activations, workspace): what forwards need besides weights and slots."""
+    activations = s.n_row * (2 * s.n_ff * 4 + s.n_ff * 2 + 5 * s.n_embd * 4 + s.n_tap * s.n_embd * 4)
+    activations += s.large_rows * 4 * s.n_vocab
+    results = s.graph_rows * 4 * (s.n_vocab + (1 + s.n_tap) * s.n_embd)
+    held = 2 * s.n_held * s.n_tap * s.n_embd * 4
+    return activations + held + (s.key_bytes if cuda else 0), results + (CUDA_BYTES if cuda else 0)
 
 
 def used_bytes(device: torch.device) -> int:
