@@ -26,17 +26,12 @@ OPTIMISM = 0.8  # conditional acceptance before anything is known
 MARGIN = 1.02  # a draft must promise this much more than none
 PROBE_FIRST, PROBE_LAST, PROBE_DRAFT = 32, 512, 2  # rounds between probes of a silent slot; tokens of a probe
 PROBE_SHARE = 0.015  # of the time since the last draft: what a probe may cost where its cost is known
-N_RETAKE, RETAKE_FIRST = (
-    3,
-    4,
-)  # drafts that only take a doubtful time again, and silent rounds before the first; twice as many each
+N_RETAKE = 3  # drafts that only take a time again
+RETAKE_FIRST = 4  # silent rounds before the first of them; twice as many each
 INHERIT = 1.0  # rounds that a slot's last request counts for when the next begins
 N_SAMPLE, N_TRUST = 5, 2  # samples kept per size; samples needed to believe them
-N_AGREE, AGREE, SLACK = (
-    3,
-    1.5,
-    0.1,
-)  # samples that settle a size; how far most lie above the least, besides a share of a plain round
+N_AGREE = 3  # samples that settle a size, if they agree:
+AGREE, SLACK = 1.5, 0.1  # most lie no more above the least, besides a share of a plain round
 DOUBT_EVERY = 512  # rounds
 HOPE = 0.7  # of the way from the straight line down to the next smaller size: what a size never tried costs
 TRY_ROUNDS, TRY_SHARE = 4, 0.001  # what trying sizes may lose: plain rounds at first, then a share of the time
@@ -295,10 +290,12 @@ class Controller:
         return tried
 
     def _retakes(self, busy: int, live: int) -> bool:
-        """Whether a draft is to be timed again now: nothing but its time speaks against it, and timings do not agree."""
+        """Whether a draft is to be timed again now: nothing but its time speaks against it, and timings do not agree, or only the
+        warm-up's do: that is one measurement, however many rounds it had."""
         if not self.hinges or self.n_retake == N_RETAKE or self.silent < RETAKE_FIRST << self.n_retake:
             return False
-        if self.draft_ms.agrees(live, SLACK * self.verify_ms(busy)):
+        is_settled = self.n_retake or not self.draft_ms.early
+        if is_settled and self.draft_ms.agrees(live, SLACK * self.verify_ms(busy)):
             self.hinges = False  # until it is weighed again
             return False
         self.n_retake += 1

@@ -41,9 +41,9 @@ def test_the_soak_sees_a_state_that_was_not_folded(
     n_request: int, later: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tool that cannot fail proves nothing: checkpoints at the end of requests are taken too early."""
-    keep = PrefixCache.keep
+    keep = PrefixCache.file
     monkeypatch.setattr(
-        PrefixCache, "keep", lambda self, slot, draft, fold, **how: keep(self, slot, draft, print, **how)
+        PrefixCache, "file", lambda self, slot, draft, fold, **how: keep(self, slot, draft, print, **how)
     )
     well, line = soak_chats.soak_chats(0, 4, seed=3, later=later, n_request=n_request)
     assert not well and line.startswith("FAILED") and ("asked again" in line) == later
