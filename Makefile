@@ -20,7 +20,7 @@ lint: $(VENV)/.installed-test
 	$(BIN)/mypy
 
 check: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 # The lowest versions that pyproject.toml promises, in a second environment. Where the index has no torch 2.8 for CPUs, pip takes that
 # with CUDA, which is gigabytes; LOWEST names another file of constraints.
@@ -35,7 +35,7 @@ test-lowest: .venv-lowest/.installed
 	touch $@
 
 check-slow: $(VENV)/.installed-test
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m slow
 
 # On a machine with a GPU, whose Python (with a CUDA torch) has pyspec[cuda,test] installed: make check-gpu PYTHON=python3
 check-gpu:

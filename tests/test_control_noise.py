@@ -91,6 +91,7 @@ def test_the_first_answers_of_a_fresh_engine_draft(inflated: float, quiet: int) 
     assert sorted(steady)[90] <= 4, "and nine engines of ten draft in most rounds by the fifth"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("draft_ms", [30.0, 60.0, 120.0])
 @pytest.mark.parametrize("inflated", [0.0, 0.5, 0.9])
 def test_drafts_that_are_truly_dear_stop(draft_ms: float, inflated: float) -> None:
@@ -102,6 +103,7 @@ def test_drafts_that_are_truly_dear_stop(draft_ms: float, inflated: float) -> No
         assert sum(drafted for drafted, _ in late) <= 8, "1 in 200 rounds"
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("acceptance", [0.0, 0.1, 0.3])
 @pytest.mark.parametrize("inflated", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("chained", [False, True])

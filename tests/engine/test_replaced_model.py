@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from engine_rig import DEMO, DEMO_DRAFT, GREEDY, ROOT
 from known_texts import demo_prompts
+from sampling import few
 
 from pyspec.config import EngineSettings
 from pyspec.engine import watchdog
@@ -98,7 +99,7 @@ def undisturbed() -> list[Result]:
 
 @pytest.mark.parametrize(
     "disaster",
-    ["SIGKILL", "endless", *(pytest.param(d, marks=pytest.mark.slow) for d in ("SIGSTOP", "abort", "illegal"))],
+    few(["SIGKILL", "SIGSTOP", "abort", "illegal", "endless"], "SIGKILL"),
 )
 def test_no_token_is_lost_or_repeated_when_the_engine_suffers(
     engine: Engine,

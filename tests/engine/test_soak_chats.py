@@ -29,6 +29,7 @@ def test_conversations_with_cancels_keep_every_text_and_lose_nothing(model: obje
     assert "cancelled" in line and "; 0% of" not in line
 
 
+@pytest.mark.slow
 def test_conversations_keep_every_text_with_rounds_launched_ahead() -> None:
     well, line = soak_chats.soak_chats(0, 3, seed=5, ahead=True, n_request=60)
     assert well, line

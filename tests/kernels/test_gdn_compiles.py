@@ -34,6 +34,7 @@ def test_kernels_of_prompts_compile_without_spills_and_leave_room_for_two_blocks
     assert found["gdn_chunk_state"].registers * gdn_chunk.THREADS * 2 <= 65536, found
 
 
+@pytest.mark.slow
 def test_head_counts_are_free_as_long_as_values_are_a_multiple_of_keys() -> None:
     for n_k, n_v in ((1, 1), (3, 6), (16, 32), (16, 64)):
         shape = GdnShape(n_k, n_v, 128, 4, 128 * (2 * n_k + n_v))
