@@ -79,6 +79,23 @@ def replace_forward(engine: Engine, what: Callable[[], None]) -> None:
     engine.loop.target.forward = wrapped  # type: ignore[method-assign]
 
 
+def failing(broken: Exception, request: Request) -> tuple[Engine, list[Ear]]:
+    """An engine whose fifth forward fails, and five requests to it."""
+    engine, n = start(), 0
+
+    def fail() -> None:
+        nonlocal n
+        n += 1
+        if n == 5:
+            raise broken
+
+    replace_forward(engine, fail)
+    ears = [Ear() for _ in range(5)]
+    for ear in ears:
+        engine.submit(request, ear)
+    return engine, ears
+
+
 def test_closing_tells_running_waiting_and_just_arrived_requests() -> None:
     engine = start()
     replace_forward(engine, lambda: time.sleep(0.003))
@@ -100,18 +117,7 @@ def test_closing_tells_running_waiting_and_just_arrived_requests() -> None:
 
 @pytest.mark.parametrize("broken", [RuntimeError("CUDA error: gone\nat 0x0"), DeviceError("gone")])
 def test_a_lost_device_ends_all_requests_and_refuses_new_ones(broken: Exception) -> None:
-    engine, n = start(), 0
-
-    def fail() -> None:
-        nonlocal n
-        n += 1
-        if n == 5:
-            raise broken
-
-    replace_forward(engine, fail)
-    ears = [Ear() for _ in range(5)]
-    for ear in ears:
-        engine.submit(LONG, ear)
+    engine, ears = failing(broken, LONG)
     wait_for(lambda: not engine.alive())
     for ear in ears:
         assert isinstance(ear.last, Failed) and isinstance(ear.last.error, DeviceError)
@@ -126,18 +132,7 @@ def test_a_lost_device_ends_all_requests_and_refuses_new_ones(broken: Exception)
     "broken", [ZeroDivisionError("a bug\nof ours"), AssertionError(), torch.OutOfMemoryError("full")]
 )
 def test_a_bug_ends_the_rounds_requests_and_the_next_ones_run(broken: Exception) -> None:
-    engine, n = start(), 0
-
-    def fail() -> None:
-        nonlocal n
-        n += 1
-        if n == 5:
-            raise broken
-
-    replace_forward(engine, fail)
-    ears = [Ear() for _ in range(5)]
-    for ear in ears:
-        engine.submit(SHORT, ear)
+    engine, ears = failing(broken, SHORT)
     wait_for(lambda: all(ear.over for ear in ears))
     failed = [ear for ear in ears if isinstance(ear.last, Failed)]
     assert 0 < len(failed) <= engine.info.n_slot
