@@ -36,6 +36,7 @@ class Speculator:
         self.lost_track: set[int] = set()  # slots whose drafter state is not to be trusted
         self.chosen: list[tuple[int, int]] | None = None  # (slot, drafts) of the next round, if that is known already
         self.watch = AcceptanceWatch()
+        self.raises_bugs = False  # a drafter that fails otherwise than by a SlotError is not done without
 
     @property
     def drafter(self) -> Drafter | None:
@@ -84,7 +85,7 @@ class Speculator:
             self.stats.guard_trips += 1
             log.warning("%s: %s", what, e)
         except Exception as e:
-            if is_device_error(e):
+            if is_device_error(e) or self.raises_bugs:
                 raise
             log.exception("%s: the drafter failed", what)
             self.lose_track(slots, e)
@@ -143,7 +144,7 @@ class Speculator:
         try:
             return do()
         except Exception as e:
-            if is_device_error(e):
+            if is_device_error(e) or (self.raises_bugs and not isinstance(e, SlotError)):
                 raise
             if not isinstance(e, SlotError):
                 log.exception("the drafter failed")

@@ -32,15 +32,18 @@ PROBE_PROMPT = "Write a short story about a small dog who finds a key."
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """No line per request for requests that nobody made."""
+def _rehearsing(loop: Loop) -> Iterator[None]:
+    """No line per request for requests that nobody made; and what fails by a bug fails the load, instead of every request after it."""
     commit_log = logging.getLogger("pyspec.engine.commit")
     level = commit_log.level
     commit_log.setLevel(logging.WARNING)
+    was = loop.raises_bugs
+    loop.raises_bugs = loop.speculator.raises_bugs = True
     try:
         yield
     finally:
         commit_log.setLevel(level)
+        loop.raises_bugs, loop.speculator.raises_bugs = was, False
 
 
 def _ignore(event: Event) -> None:
@@ -80,7 +83,7 @@ def warm_up(loop: Loop, tokenizer: Tokenizer, n_overhang: int, n_bytes: int) -> 
     per_slot = loop.table.n_row // len(loop.table.slots)
     if per_slot < N_PROMPT + (controller.n_max + 1) * N_ROUND + 1 + n_overhang:
         return
-    with _quiet():
+    with _rehearsing(loop):
         for n_busy in sorted({1, len(loop.table.slots)}):
             for n_draft in sorted({0, controller.n_max // 2, controller.n_max}):
                 if time.perf_counter() - began < BUDGET_S:
@@ -130,7 +133,7 @@ def check_drafter(loop: Loop, tokenizer: Tokenizer, template: ChatTemplate | Non
         except RequestError as e:  # costs the chats that it refuses, not the load
             log.debug("the drafter is checked without the chat template: %s", e)
     ids = tuple(tokenizer.encode(prompt))[:64]
-    with _quiet():
+    with _rehearsing(loop):
         tokens = greedy_text(loop, tokenizer, ids, PROBE_TOKENS, n_overhang)
     slot = loop.table.slots[0]
     loop.table.acquire(slot, n_rows)

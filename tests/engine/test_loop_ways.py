@@ -15,6 +15,7 @@ from known_texts import N_TEXT, continuation, known_texts, tiny
 from pyspec.engine.lookahead import InFlight
 from pyspec.engine.loop import Loop
 from pyspec.engine.speculator import AcceptanceWatch
+from pyspec.engine.warmup import warm_up
 from pyspec.slots.arena import BUCKETS
 from pyspec.slots.round import Round
 
@@ -189,3 +190,13 @@ def test_a_collapse_drops_what_the_cache_holds_and_drafting_goes_on(caplog: pyte
     drafter.text = text_after
     heard = r.generate([7, 2, 3], 30)
     assert heard.tokens == text_after([7, 2, 3], 30) and heard.timings.draft_n_accepted > 10
+
+
+@pytest.mark.parametrize("part", ["forward", "draft", "observe"])
+def test_a_model_that_can_not_run_a_round_does_not_load(part: str) -> None:
+    """While requests run a bug ends the round's; in the warm-up it would have been every request's, one after the other."""
+    r = fake_rig(2, drafter := Oracle(5))
+    setattr(r.loop.target if part == "forward" else drafter, part, lambda *a: [][7])
+    with pytest.raises(IndexError):
+        warm_up(r.loop, r.tokenizer, r.info.n_overhang, 0)
+    assert not r.loop.raises_bugs and not r.loop.speculator.raises_bugs
