@@ -50,6 +50,15 @@ def _ignore(event: Event) -> None:
     pass
 
 
+def _clear(loop: Loop) -> None:
+    """Cancel what runs, and leave nothing in the slots."""
+    for job in list(loop.jobs.values()):
+        loop.cancel(job)
+    loop.step()
+    for slot in loop.table.slots:
+        loop.table.drop(slot)
+
+
 def _run(loop: Loop, tokenizer: Tokenizer, n_busy: int, n_draft: int, n_overhang: int, seed: int) -> None:
     """`n_busy` slots decode N_ROUND rounds with exactly `n_draft` drafted tokens."""
     gen = torch.Generator().manual_seed(seed)
@@ -66,11 +75,7 @@ def _run(loop: Loop, tokenizer: Tokenizer, n_busy: int, n_draft: int, n_overhang
     loop.queue.limit = limit
     for _ in range(N_ROUND + 1):
         loop.step()
-    for job in list(loop.jobs.values()):
-        loop.cancel(job)
-    loop.step()
-    for slot in loop.table.slots:
-        loop.table.drop(slot)
+    _clear(loop)
 
 
 def warm_up(loop: Loop, tokenizer: Tokenizer, n_overhang: int, n_bytes: int) -> None:
@@ -109,11 +114,7 @@ def greedy_text(loop: Loop, tokenizer: Tokenizer, prompt: tuple[int, ...], n_tok
     deadline = time.perf_counter() + BUDGET_S
     while not loop.is_idle and time.perf_counter() < deadline:
         loop.step()
-    for late in list(loop.jobs.values()):
-        loop.cancel(late)
-    loop.step()
-    for slot in loop.table.slots:
-        loop.table.drop(slot)
+    _clear(loop)
     loop.controller.forget_acceptance()
     loop.stats.reset()
     return text
