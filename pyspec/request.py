@@ -57,6 +57,23 @@ class SamplingParams:
         return self.temperature <= 0.0
 
 
+GrammarKind = Literal["json_schema", "gbnf", "regex", "lark"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grammar:
+    """What the generated text must match, as far as it goes.
+
+    kind    json_schema: `source` is a JSON Schema as JSON text, "{}" for any JSON; gbnf: llama.cpp's grammars; regex; lark: llguidance's
+            own language, which holds the others (tool calls are put together in it)
+    after   text up to and including the first occurrence of this is free (the end of reasoning); "": constrained from the start
+    """
+
+    kind: GrammarKind
+    source: str
+    after: str = ""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """One generation. `prompt` holds token ids; text is tokenised before it comes here.
@@ -77,6 +94,7 @@ class Request:
     timings_per_token: bool = False  # every Delta carries the timings so far
     max_predict_ms: Annotated[float, Real(0, INT32)] = 0.0  # 0: no limit; ends the request with "length"
     resumed: Annotated[tuple[int, ...], Ids()] = ()
+    grammar: Grammar | None = None
 
 
 def check_request(request: Request) -> None:

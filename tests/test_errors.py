@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pyspec.errors import OutOfBounds, PromptTooLong, PyspecError, QueueFull, SlotError
-from pyspec.server.envelope import Refused
+from pyspec.server.http.envelope import Refused
 
 ARGUMENTS: dict[type[PyspecError], tuple[object, ...]] = {
     PromptTooLong: (9000, 8192),

@@ -13,5 +13,5 @@ def test_public_names_are_sorted_and_real() -> None:
 
 
 def test_importing_the_package_loads_no_torch() -> None:
-    code = "import sys, pyspec, pyspec.cli, pyspec.gguf, pyspec.text.tokenizer, pyspec.server.serve; sys.exit('torch' in sys.modules)"
+    code = "import sys, pyspec, pyspec.cli, pyspec.gguf, pyspec.text.tokenizer, pyspec.server.http.serve; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -29,7 +29,7 @@ from pyspec.engine.api import Engine
 from pyspec.errors import PyspecError
 from pyspec.request import Delta, Request, SamplingParams
 from pyspec.server.app import create_app
-from pyspec.server.serve import bind, make_server
+from pyspec.server.http.serve import bind, make_server
 from pyspec.server.settings import ServerSettings
 
 N_TEXT = 64  # tokens known of each text

@@ -38,7 +38,7 @@ class DemoChat:
 def served(engine: EngineLike) -> Iterator[int]:
     """Serve `engine` on a free loopback port in a thread; yields the port. Raises Unavailable if it does not start."""
     from pyspec.server.app import create_app
-    from pyspec.server.serve import bind, make_server
+    from pyspec.server.http.serve import bind, make_server
     from pyspec.server.settings import Limits, ServerSettings
 
     settings = ServerSettings(port=0, limits=Limits(drain_s=2.0))

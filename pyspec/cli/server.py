@@ -14,7 +14,7 @@ from pyspec.request import EngineInfo, SamplingParams
 
 if TYPE_CHECKING:
     from pyspec.server.engine import EngineLike
-    from pyspec.server.serve import Served
+    from pyspec.server.http.serve import Served
 
 AUTO_SLOTS = 4
 CLOSE_S = 10.0  # for the round that is under way
@@ -72,7 +72,7 @@ def server(
     Example: pyspec server demo -np 8
     """
     from pyspec.cli.logs import set_up
-    from pyspec.server.serve import run
+    from pyspec.server.http.serve import run
     from pyspec.server.settings import Limits, ServerSettings
 
     set_up(5 if ctx.meta.get("pyspec.verbose") else verbosity, log_format)

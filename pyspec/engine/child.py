@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BEAT_S = 0.2
-SWITCH_S = 1e-4  # the engine's thread gets the GIL back so soon (see server/serve.py)
+SWITCH_S = 1e-4  # the engine's thread gets the GIL back so soon (see server/http/serve.py)
 FATAL = 70  # exit status after Fatal was sent
 PR_SET_PDEATHSIG = 1
 

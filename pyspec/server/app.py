@@ -1,6 +1,6 @@
 """The application: every path, and what answers it.
 
-`create_app` may be mounted in another ASGI application; `pyspec.server.serve.run` serves it on a port.
+`create_app` may be mounted in another ASGI application; `pyspec.server.http.serve.run` serves it on a port.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
 from pyspec.errors import NotFound, NotSupported, PyspecError, Unavailable
-from pyspec.server import views
-from pyspec.server.ask import validate
-from pyspec.server.body import ClientGone, on_gone, parse_object, read_body
+from pyspec.server.api import views
+from pyspec.server.api.ask import validate
+from pyspec.server.api.generate import generation
+from pyspec.server.api.openapi import document
+from pyspec.server.api.prompts import chat_ids, chat_text, check_ids, mixed_ids
+from pyspec.server.api.schema import ChatBody, DetokenizeBody, TemplateBody, TokenizeBody
+from pyspec.server.api.unsupported import refuse_unsupported
 from pyspec.server.engine import EngineLike
-from pyspec.server.envelope import JSON, error_body, on_bug, on_error, on_http_error
-from pyspec.server.gate import LOCAL_ORIGIN, Gate
-from pyspec.server.generate import generation
+from pyspec.server.http.body import ClientGone, on_gone, parse_object, read_body
+from pyspec.server.http.envelope import JSON, error_body, on_bug, on_error, on_http_error
+from pyspec.server.http.gate import LOCAL_ORIGIN, Gate
 from pyspec.server.metrics import EngineCollector, exposition
-from pyspec.server.openapi import document
 from pyspec.server.page import page
-from pyspec.server.prompts import chat_ids, chat_text, check_ids, mixed_ids
-from pyspec.server.schema import ChatBody, DetokenizeBody, TemplateBody, TokenizeBody
 from pyspec.server.service import Service
 from pyspec.server.settings import ServerSettings
 from pyspec.server.stream import while_connected
-from pyspec.server.unsupported import refuse_unsupported
 
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pyspec.errors import PyspecError, QueueFull, Unavailable
-from pyspec.server.ask import Ask
+from pyspec.server.api.ask import Ask
 from pyspec.server.bridge import Post, Submission
 from pyspec.server.engine import EngineLike
 from pyspec.server.settings import ServerSettings

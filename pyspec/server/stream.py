@@ -15,10 +15,10 @@ from starlette.types import Receive, Scope, Send
 
 from pyspec.errors import PyspecError
 from pyspec.request import Delta, Done, Event, Failed, Progress, Started
-from pyspec.server.answers import Answer, Choice, unfinished
-from pyspec.server.ask import Ask
-from pyspec.server.body import ClientGone
+from pyspec.server.api.answers import Answer, Choice, unfinished
+from pyspec.server.api.ask import Ask
 from pyspec.server.bridge import Submission
+from pyspec.server.http.body import ClientGone
 
 log = logging.getLogger(__name__)
 

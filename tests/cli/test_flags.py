@@ -73,7 +73,7 @@ def no_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "pyspec.engine.api.Engine.load",
         lambda target, draft="auto", isolated=False, **values: accept(settings_from(values)),
     )
-    monkeypatch.setattr("pyspec.server.serve.run", lambda *args: accept(EngineSettings()))
+    monkeypatch.setattr("pyspec.server.http.serve.run", lambda *args: accept(EngineSettings()))
     monkeypatch.setattr("pyspec.logits.load", lambda path, settings: accept(settings))
     monkeypatch.setattr("pyspec.engine.load.load", lambda path, settings: accept(settings))
     monkeypatch.setattr("pyspec.hub.from_hub", offline)

@@ -8,7 +8,7 @@ from server_fakes import FakeEngine
 from server_live import Live, wait_for
 
 from pyspec.server.app import create_app
-from pyspec.server.serve import bind, make_server
+from pyspec.server.http.serve import bind, make_server
 from pyspec.server.settings import Limits, ServerSettings
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from server_fakes import FakeEngine
 
-from pyspec.server.serve import Server
+from pyspec.server.http.serve import Server
 
 
 @dataclass

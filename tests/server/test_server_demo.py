@@ -12,7 +12,7 @@ from server_live import wait_for
 
 from pyspec.engine.api import Engine
 from pyspec.server.app import create_app
-from pyspec.server.serve import bind, make_server
+from pyspec.server.http.serve import bind, make_server
 from pyspec.server.settings import Limits, ServerSettings
 
 MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]

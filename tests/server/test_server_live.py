@@ -237,7 +237,7 @@ def served_process(n_round: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A process that serves answers of `n_round` rounds of 20 ms, and its URL."""
     code = f"""
         from server_fakes import FakeEngine, Script
-        from pyspec.server.serve import run
+        from pyspec.server.http.serve import run
         from pyspec.server.settings import ServerSettings
         engine = FakeEngine(n_ctx=100_000)
         engine.script = Script(text="xyz" * {n_round}, round_s=0.02)

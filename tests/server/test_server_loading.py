@@ -13,9 +13,9 @@ from server_live import wait_for
 
 from pyspec.errors import ModelError
 from pyspec.request import Request
-from pyspec.server import serve
 from pyspec.server.engine import EngineLike
-from pyspec.server.serve import Served, Server
+from pyspec.server.http import serve
+from pyspec.server.http.serve import Served, Server
 from pyspec.server.service import LONG_PROMPT
 from pyspec.server.settings import Limits, ServerSettings
 

@@ -14,9 +14,9 @@ from server_client import App
 from server_fakes import FakeEngine, Script
 
 from pyspec.errors import ConfigError
+from pyspec.server.api.schema import ChatBody, NativeBody
 from pyspec.server.app import create_app
-from pyspec.server.schema import ChatBody, NativeBody
-from pyspec.server.serve import bind, run
+from pyspec.server.http.serve import bind, run
 from pyspec.server.settings import Limits, ServerSettings
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}

@@ -13,8 +13,8 @@ from schemathesis.checks import CHECKS
 from schemathesis.checks import not_a_server_error as by_number
 from server_fakes import FakeEngine, Script
 
+from pyspec.server.api.openapi import document
 from pyspec.server.app import create_app
-from pyspec.server.openapi import document
 from pyspec.server.settings import ServerSettings
 
 ANSWERS = (200, 400, 405, 413, 429, 501)

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import pyspec
-from pyspec.server.schema import ChatBody, DetokenizeBody, NativeBody, TemplateBody, TextBody, TokenizeBody
+from pyspec.server.api.schema import ChatBody, DetokenizeBody, NativeBody, TemplateBody, TextBody, TokenizeBody
 
 POSTS: dict[str, tuple[type[BaseModel], str, tuple[str, ...]]] = {
     "/v1/chat/completions": (ChatBody, "Answer a chat (OpenAI)", ("choices", "usage", "timings")),

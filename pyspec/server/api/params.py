@@ -8,8 +8,8 @@ from typing import Any
 
 from pyspec.errors import NotSupported, RequestError
 from pyspec.request import EngineInfo, SamplingParams
+from pyspec.server.api.schema import SEED_MAX, ChatBody, Generate, TextBody
 from pyspec.server.engine import TokenizerLike
-from pyspec.server.schema import SEED_MAX, ChatBody, Generate, TextBody
 from pyspec.server.settings import Limits, ServerSettings
 
 PLAIN_FIELDS = (

@@ -7,10 +7,10 @@ from typing import Any
 
 from pyspec.errors import PyspecError
 from pyspec.request import Delta, Progress
-from pyspec.server.answers import Choice, logprob_list, native_final, progress_dict, sse, timings_dict
-from pyspec.server.ask import Ask
+from pyspec.server.api.answers import Choice, logprob_list, native_final, progress_dict, sse, timings_dict
+from pyspec.server.api.ask import Ask
 from pyspec.server.engine import TokenizerLike
-from pyspec.server.envelope import error_body
+from pyspec.server.http.envelope import error_body
 
 
 class NativeAnswer:

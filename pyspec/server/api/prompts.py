@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pyspec.errors import NotSupported, RequestError
+from pyspec.server.api.schema import Chat, Message
 from pyspec.server.engine import EngineLike, TemplateLike, TokenizerLike
-from pyspec.server.schema import Chat, Message
 from pyspec.server.settings import Limits
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})

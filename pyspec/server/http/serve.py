@@ -20,8 +20,8 @@ from starlette.applications import Starlette
 
 from pyspec.errors import ConfigError, Unavailable
 from pyspec.server.app import create_app
-from pyspec.server.door import Door
 from pyspec.server.engine import EngineLike
+from pyspec.server.http.door import Door
 from pyspec.server.service import Service
 from pyspec.server.settings import ServerSettings
 

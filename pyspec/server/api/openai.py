@@ -13,7 +13,7 @@ from typing import Any
 
 from pyspec.errors import PyspecError
 from pyspec.request import Delta, Progress, TokenLogprob
-from pyspec.server.answers import (
+from pyspec.server.api.answers import (
     FINGERPRINT,
     FINISH_REASON,
     Choice,
@@ -25,9 +25,9 @@ from pyspec.server.answers import (
     timings_dict,
     usage_dict,
 )
-from pyspec.server.ask import Ask
+from pyspec.server.api.ask import Ask
 from pyspec.server.engine import TokenizerLike
-from pyspec.server.envelope import dumps, error_body
+from pyspec.server.http.envelope import dumps, error_body
 
 DONE = b"data: [DONE]\n\n"
 

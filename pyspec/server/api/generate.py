@@ -8,13 +8,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from pyspec.server.answers import Answer
-from pyspec.server.ask import Ask, Kind, prepare
-from pyspec.server.body import read_body
+from pyspec.server.api.answers import Answer
+from pyspec.server.api.ask import Ask, Kind, prepare
+from pyspec.server.api.native import NativeAnswer
+from pyspec.server.api.openai import ChatAnswer, TextAnswer
 from pyspec.server.bridge import Submission
-from pyspec.server.envelope import JSON
-from pyspec.server.native import NativeAnswer
-from pyspec.server.openai import ChatAnswer, TextAnswer
+from pyspec.server.http.body import read_body
+from pyspec.server.http.envelope import JSON
 from pyspec.server.service import Service
 from pyspec.server.stream import EventStream, chunks, gather, while_connected
 

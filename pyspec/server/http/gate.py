@@ -9,7 +9,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from pyspec.server.envelope import Refused, on_error
+from pyspec.server.http.envelope import Refused, on_error
 from pyspec.server.settings import ServerSettings, is_loopback
 
 PUBLIC = frozenset({"/", "/health", "/v1/health", "/models", "/v1/models"})

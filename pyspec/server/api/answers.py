@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 from pyspec.errors import PyspecError, Unavailable
 from pyspec.request import Delta, Done, Event, Progress, Request, Started, Timings, TokenLogprob
+from pyspec.server.api.params import settings_dict
 from pyspec.server.engine import TokenizerLike
-from pyspec.server.envelope import dumps
-from pyspec.server.params import settings_dict
+from pyspec.server.http.envelope import dumps
 
 FINISH_REASON = {"eos": "stop", "stop": "stop", "length": "length"}
 STOP_TYPE = {"eos": "eos", "stop": "word", "length": "limit"}

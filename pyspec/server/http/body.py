@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from pyspec.errors import RequestError
-from pyspec.server.envelope import Refused
+from pyspec.server.http.envelope import Refused
 from pyspec.server.settings import Limits
 
 CLIENT_GONE = 499  # nginx's code for it; only logs see it

@@ -6,7 +6,7 @@ from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
 from pyspec.errors import Unavailable
-from pyspec.server.envelope import JSON, error_body
+from pyspec.server.http.envelope import JSON, error_body
 from pyspec.server.service import Service
 
 LOADING = Unavailable("Loading model")  # llama-server's words: clients wait for them to go away

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyspec
 from pyspec.request import EngineInfo, Metrics, SlotInfo
-from pyspec.server.params import settings_dict
+from pyspec.server.api.params import settings_dict
 from pyspec.server.service import Service
 
 

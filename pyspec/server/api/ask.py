@@ -15,13 +15,13 @@ from pydantic import ValidationError
 
 from pyspec.errors import RequestError
 from pyspec.request import EngineInfo, Request, SamplingParams
-from pyspec.server.body import parse_object
+from pyspec.server.api.params import draft_limit, sampling_params, stop_strings
+from pyspec.server.api.prompts import chat_ids, prompt_ids, split_prompts
+from pyspec.server.api.schema import SEED_MAX, Body, ChatBody, Generate, NativeBody, TextBody
+from pyspec.server.api.unsupported import refuse_tool_calls, refuse_unsupported
 from pyspec.server.engine import EngineLike, TokenizerLike
-from pyspec.server.params import draft_limit, sampling_params, stop_strings
-from pyspec.server.prompts import chat_ids, prompt_ids, split_prompts
-from pyspec.server.schema import SEED_MAX, Body, ChatBody, Generate, NativeBody, TextBody
+from pyspec.server.http.body import parse_object
 from pyspec.server.settings import Limits, ServerSettings
-from pyspec.server.unsupported import refuse_tool_calls, refuse_unsupported
 
 log = logging.getLogger(__name__)
 
