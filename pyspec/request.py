@@ -11,7 +11,7 @@ from math import inf
 from typing import Annotated, Literal
 
 from pyspec.errors import PyspecError, RequestError
-from pyspec.ranges import INT32, Ids, Many, Pair, Real, Text, Whole, check
+from pyspec.ranges import INT32, Ids, Many, OneOf, Pair, Real, Text, Whole, check
 
 Finish = Literal["eos", "stop", "length", "cancelled", "error"]
 """Why a request ended: end-of-generation token, stop string, token or context limit, cancel, failure."""
@@ -24,11 +24,16 @@ BIAS = Pair(Whole(0, INT32), Real(-1e10, 1e10, also=(-inf,)))
 """A token id, and what is added to its logit; -inf bans it."""
 
 
+DEFAULT_SAMPLERS = ("penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature")
+"""llama.cpp's order, in its words. "adaptive_p" is not among them: it runs if its target is set, and then at the end."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How the next token is chosen. Defaults are llama.cpp's. `temperature` 0 is greedy: the exact argmax.
 
-    The chain runs in this order: logit bias, penalties, DRY, top-k, typical, top-p, min-p, temperature, draw.
+    Logit bias comes first, a draw last, and between them the samplers in the order of `samplers`; () is llama.cpp's order,
+    DEFAULT_SAMPLERS. Mirostat takes the place of all of them but temperature.
     """
 
     temperature: Annotated[float, Real(0, 100)] = 0.8
@@ -50,11 +55,41 @@ class SamplingParams:
     seed: Annotated[int, Whole(-1, 2**64 - 1)] = -1  # -1 draws one
     logprobs: Count | None = None  # None: none; n: the chosen token's and the n best
     ignore_eos: bool = False
+    min_tokens: Count = 0  # no end-of-generation token and no stop string before so many tokens
+    samplers: Annotated[
+        tuple[str, ...], Many(OneOf((*DEFAULT_SAMPLERS, "adaptive_p")))
+    ] = ()  # their order, by name; each at most once
+    top_n_sigma: Annotated[
+        float, Real(-1, 100, "0 and below: off")
+    ] = -1.0  # keeps what is within so many standard deviations
+    xtc_probability: Share = 0.0  # how often all but the last of the tokens above the threshold are dropped; 0 off
+    xtc_threshold: Share = 0.1  # above 0.5: off
+    dynatemp_range: Annotated[float, Real(0, 100)] = 0.0  # temperature moves by so much with the row's entropy; 0 off
+    dynatemp_exponent: Annotated[float, Real(0, 100)] = 1.0
+    mirostat: Annotated[int, Whole(0, 2)] = 0  # 0 off, else its version
+    mirostat_tau: Annotated[float, Real(0, 100)] = 5.0  # surprise to hold, in bits
+    mirostat_eta: Annotated[float, Real(0, 1)] = 0.1  # how fast
+    adaptive_target: Annotated[float, Real(-1, 1, "below 0: off")] = -1.0  # probability to hold
+    adaptive_decay: Annotated[float, Real(0, 0.99)] = 0.9
+    post_sampling: bool = False  # `logprobs` are those after the samplers, not the model's
 
     @property
     def greedy(self) -> bool:
         """True if the choice is a plain argmax after the deterministic parts of the chain."""
-        return self.temperature <= 0.0
+        return self.temperature <= 0.0 and (self.dynatemp_range <= 0.0 or self.mirostat > 0)
+
+    @property
+    def is_stepwise(self) -> bool:
+        """True if a row can not be chosen by the samplers that run on many rows at once (see sample/stepwise.py)."""
+        return not self.greedy and (
+            bool(self.samplers)
+            or self.top_n_sigma > 0
+            or self.xtc_probability > 0
+            or self.dynatemp_range > 0
+            or self.mirostat > 0
+            or self.adaptive_target >= 0
+            or self.post_sampling
+        )
 
 
 GrammarKind = Literal["json_schema", "gbnf", "regex", "lark"]

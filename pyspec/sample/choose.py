@@ -19,7 +19,7 @@ from pyspec.cuda.ops.best.op import best as best_token
 from pyspec.cuda.ops.best.ref import BestSpec, argmax
 from pyspec.errors import SlotError
 from pyspec.request import SamplingParams, TokenLogprob
-from pyspec.sample import chain, edits
+from pyspec.sample import chain, edits, stepwise
 from pyspec.sample.sampler import SlotSampler
 from pyspec.sample.synth import SynthAcceptance
 
@@ -63,6 +63,8 @@ class _Work:
     @property
     def kind(self) -> str:
         sampler = self.span.sampler
+        if sampler.params.is_stepwise:
+            return "stepwise"
         if sampler.params.greedy:
             return "edited" if sampler.edits_logits and not sampler.only_bans else "greedy"
         return _sampling_kind(sampler.params)
@@ -138,6 +140,9 @@ def _pick_all(logits: Tensor, work: list[_Work]) -> list[tuple[list[int], list[f
     groups: dict[str, list[int]] = {}
     for i, w in enumerate(work):
         groups.setdefault(w.kind, []).append(i)
+    stepwise = groups.pop("stepwise", [])
+    if not groups:
+        return [_stepwise(logits, w) for w in work]
     batches = {kind: _rows(logits, [work[i] for i in members]) for kind, members in groups.items()}
     found = [_pick(kind, batches[kind], [work[i] for i in members]) for kind, members in groups.items()]
     packed = torch.cat([torch.stack([p.tokens.double(), p.peaks.double(), p.unsure.double()]) for p in found], dim=1)
@@ -153,7 +158,22 @@ def _pick_all(logits: Tensor, work: list[_Work]) -> list[tuple[list[int], list[f
                 found_tokens = _pick("full", batches[kind][row - first : end - first], [work[i]]).tokens.tolist()
             out[i] = found_tokens, peaks[row:end]
             row = end
+    for i in stepwise:
+        out[i] = _stepwise(logits, work[i])
     return out
+
+
+def _stepwise(logits: Tensor, work: _Work) -> tuple[list[int], list[float]]:
+    """Chosen tokens and largest logits of a span that is chosen row by row. The sampler hears what its next commit leaves."""
+    sampler, n_row = work.span.sampler, work.n_row
+    edits_ = sampler.edits(work.drafts)
+    rows = _take(logits, [work.span.first_row + i for i in range(n_row)]).clone()
+    edits.bias(rows, [(0, sampler.params, edits_)])
+    peaks = rows.amax(-1).tolist()
+    n_finite = next((i for i, peak in enumerate(peaks) if not math.isfinite(peak)), n_row)
+    choice = stepwise.choose_span(rows, sampler, work.drafts, edits_, n_finite)
+    sampler.ahead = choice
+    return choice.tokens + [choice.tokens[-1] if choice.tokens else 0] * (n_row - len(choice.tokens)), peaks
 
 
 def _rows(logits: Tensor, work: list[_Work]) -> Tensor:
@@ -223,8 +243,12 @@ def _bad_row(position: int, peak: float) -> SlotError:
 
 def _with_logprobs(logits: Tensor, spans: Sequence[Span], chosen: list[Chosen]) -> list[Chosen]:
     """Add the log probabilities of the kept tokens under the target's own distribution, for the slots that want them."""
+    after = [_after_sampling(spans[i].sampler, c) for i, c in enumerate(chosen)]
+    chosen = [c if found is None else replace(c, logprobs=found) for c, found in zip(chosen, after, strict=True)]
     wanted = [
-        (i, n) for i, c in enumerate(chosen) if c.error is None and (n := spans[i].sampler.params.logprobs) is not None
+        (i, n)
+        for i, c in enumerate(chosen)
+        if c.error is None and c.logprobs is None and (n := spans[i].sampler.params.logprobs) is not None
     ]
     if not wanted:
         return chosen
@@ -236,6 +260,15 @@ def _with_logprobs(logits: Tensor, spans: Sequence[Span], chosen: list[Chosen]) 
         own = [next(entries) for _ in chosen[i].tokens]
         out[i] = replace(chosen[i], logprobs=[replace(entry, top=entry.top[:n]) for entry in own])
     return out
+
+
+def _after_sampling(sampler: SlotSampler, chosen: Chosen) -> list[TokenLogprob] | None:
+    """What was drawn from, where that was asked for; the argmax alone is all there is to draw for a greedy choice."""
+    if not sampler.params.post_sampling or sampler.params.logprobs is None or chosen.error is not None:
+        return None
+    if sampler.params.is_stepwise:
+        return sampler.ahead.logprobs[: len(chosen.tokens)]
+    return [TokenLogprob(token, 0.0, ((token, 0.0),)[: sampler.params.logprobs]) for token in chosen.tokens]
 
 
 def _logprobs(logits: Tensor, tokens: list[int], n_top: int) -> list[TokenLogprob]:

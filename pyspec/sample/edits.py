@@ -18,9 +18,15 @@ def apply(logits: Tensor, edits: Sequence[tuple[int, SamplingParams, Edits]]) ->
 
     logits  [row, vocab]  f32  read and written
     """
-    _add(logits, [(first, e.bias[0], e.bias[1], e.bias[2]) for first, _, e in edits])
+    bias(logits, edits)
     _penalise(logits, edits)
     _add(logits, [(first, e.dry[0], e.dry[1], -e.dry[2]) for first, _, e in edits])
+
+
+def bias(logits: Tensor, edits: Sequence[tuple[int, SamplingParams, Edits]]) -> None:
+    """Of `apply` what does not depend on the history's tokens: biases and bans."""
+    _add(logits, [(first, e.bias[0], e.bias[1], e.bias[2]) for first, _, e in edits])
+    _add(logits, [(first, e.bans[0], e.bans[1], e.bans[2]) for first, _, e in edits])
 
 
 def _add(logits: Tensor, parts: list[tuple[int, NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]]) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 DRAW = 0x6472617700000000  # stream of the sampler's draws
+XTC = 0x7874630000000000  # stream of that sampler's coins
 COIN = 0x636F696E00000000  # stream of synthetic acceptance
 _GAMMA = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1

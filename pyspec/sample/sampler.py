@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from pyspec.errors import OutOfBounds, RequestError
 from pyspec.request import SamplingParams
 from pyspec.sample.dry import Dry, DryBreakers
-from pyspec.sample.noise import resolve_seed, uniform
+from pyspec.sample.feedback import Feedback, SpanChoice
+from pyspec.sample.noise import XTC, resolve_seed, uniform
 
 _NO_IDS = np.zeros(0, dtype=np.int64)
 _FINITE = (
@@ -33,11 +34,13 @@ _FINITE = (
 class Edits:
     """Sparse changes to the logits of a span's rows, in the order they are applied. Pairs (row, token) are unique per kind.
 
+    bans     no token before a certain length: -inf
     bias     added first; -inf bans
     counts   how often the token stands in the penalty window of its row, > 0
     dry      taken off last
     """
 
+    bans: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]
     bias: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]
     counts: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]
     dry: tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]
@@ -72,7 +75,11 @@ class SlotSampler:
         self.eog_ids = frozenset(eog_ids)
         self.ends = frozenset() if params.ignore_eos else self.eog_ids
         self.bias = _bias(params, n_vocab, self.eog_ids)
-        self.bias_ids = frozenset(self.bias[0].tolist())
+        self.bans = (
+            np.array(sorted(t for t in self.eog_ids if 0 <= t < n_vocab), np.int64) if params.min_tokens else _NO_IDS
+        )
+        self.n_banned = len(prompt) + params.min_tokens  # tokens, before which `bans` may not come
+        self.bias_ids = frozenset((*self.bias[0].tolist(), *self.bans.tolist()))
         self.penalises = params.repeat_last_n != 0 and (
             params.repeat_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         )
@@ -80,9 +87,11 @@ class SlotSampler:
         if self.dry.active and params.dry_sequence_breakers:
             assert breakers is not None, "DRY with sequence breakers needs the tokenizer's DryBreakers"
             self.dry = Dry(params, breakers.heads(params))
-        self.edits_logits = bool(len(self.bias[0])) or self.penalises or self.dry.active
+        self.edits_logits = bool(self.bias_ids) or self.penalises or self.dry.active
         self.only_bans = bool((self.bias[1] <= 0).all()) and not self.penalises and not self.dry.active
         self.fingerprint = zlib.crc32(np.asarray(prompt, dtype=np.int64).tobytes())  # tells requests apart, repeatably
+        self.feedback = Feedback.first(params)
+        self.ahead = SpanChoice()  # what was chosen and has not been committed
         self.n_history = 0
         self._tokens = np.zeros(len(prompt) + 256, dtype=np.int64)
         self._counts: dict[int, int] = {}
@@ -103,6 +112,9 @@ class SlotSampler:
         self._tokens[old : self.n_history] = tokens
         if self.penalises:
             self._count(old)
+        if self.ahead.feedback and tokens:
+            self.feedback = self.ahead.feedback[min(len(tokens), len(self.ahead.feedback)) - 1]
+            self.ahead = SpanChoice()
 
     def usable(self, drafts: Sequence[int]) -> list[int]:
         """The drafts before the first one that is no token id; nothing after it can be accepted."""
@@ -114,6 +126,10 @@ class SlotSampler:
         """The random number of each row's draw: row i chooses the token at position n_history + i."""
         return uniform(self.seed, np.arange(self.n_history, self.n_history + n_row))
 
+    def coins(self, n_row: int) -> NDArray[np.float64]:
+        """A second random number of each row."""
+        return uniform(self.seed, np.arange(self.n_history, self.n_history + n_row), XTC)
+
     def edits(self, drafts: Sequence[int]) -> Edits:
         """Changes to the len(drafts) + 1 rows of a span. `drafts` must be usable."""
         n_row = len(drafts) + 1
@@ -122,7 +138,12 @@ class SlotSampler:
         bias = (rows, np.tile(ids, n_row), np.tile(values, n_row))
         self._reserve(self.n_history + len(drafts))
         self._tokens[self.n_history : self.n_history + len(drafts)] = drafts  # scratch beyond the end
-        return Edits(bias, self._row_counts(drafts), self._row_dry(n_row))
+        return Edits(self._row_bans(n_row), bias, self._row_counts(drafts), self._row_dry(n_row))
+
+    def _row_bans(self, n_row: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]:
+        n = min(n_row, max(0, self.n_banned - self.n_history)) if len(self.bans) else 0
+        rows = np.repeat(np.arange(n), len(self.bans))
+        return rows, np.tile(self.bans, n), np.full(len(rows), -math.inf, np.float32)
 
     def _reserve(self, n: int) -> None:
         if n > len(self._tokens):

@@ -38,10 +38,14 @@ class TextStream:
 
     The output goes on after a prompt, so the space that begins a SentencePiece word stays, as in llama-server;
     `Tokenizer.decode` of a whole text takes it away.
+
+    n_free  stop strings begin behind so many tokens
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, special: bool = False) -> None:
-        self.tokenizer, self.special = tokenizer, special
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, special: bool = False, n_free: int = 0
+    ) -> None:
+        self.tokenizer, self.special, self.n_free = tokenizer, special, n_free
         self.stops = tuple(s for s in stop if s)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
@@ -55,6 +59,11 @@ class TextStream:
             if self._over:
                 return Released("".join(out), i, "")
             self._held += self._utf8.decode(self._bytes(token))
+            if self.n_free > 0:
+                self.n_free -= 1
+                out.append(self._held)
+                self._held = ""
+                continue
             if (found := self._find()) is not None:
                 at, stop = found
                 out.append(self._held[:at])

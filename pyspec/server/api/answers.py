@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -153,6 +154,18 @@ def logprob_list(entries: Sequence[TokenLogprob], tokenizer: TokenizerLike) -> l
         return {"id": token, "token": text, "bytes": list(raw), "logprob": max(logprob, LOGPROB_MIN)}
 
     return [entry(e.token, e.logprob) | {"top_logprobs": [entry(*alt) for alt in e.top]} for e in entries]
+
+
+def sampled_list(entries: Sequence[TokenLogprob], tokenizer: TokenizerLike) -> list[dict[str, Any]]:
+    """Probabilities after the samplers (`post_sampling_probs`), as llama-server has them: `prob` and `top_probs`."""
+
+    def entry(value: dict[str, Any]) -> dict[str, Any]:
+        return {"id": value["id"], "token": value["token"], "bytes": value["bytes"], "prob": math.exp(value["logprob"])}
+
+    return [
+        entry(value) | {"top_probs": [entry(alt) for alt in value["top_logprobs"]]}
+        for value in logprob_list(entries, tokenizer)
+    ]
 
 
 def text_logprobs(entries: Sequence[TokenLogprob], tokenizer: TokenizerLike, offset: int = 0) -> dict[str, Any]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from pyspec.errors import PyspecError
-from pyspec.request import Delta, Progress
-from pyspec.server.api.answers import Choice, logprob_list, native_final, progress_dict, sse, timings_dict
+from pyspec.request import Delta, Progress, TokenLogprob
+from pyspec.server.api.answers import Choice, logprob_list, native_final, progress_dict, sampled_list, sse, timings_dict
 from pyspec.server.api.ask import Ask
 from pyspec.server.engine import TokenizerLike
 from pyspec.server.http.envelope import error_body
@@ -29,7 +29,7 @@ class NativeAnswer:
         """Tokens are sent as they come, also when their text is still held back."""
         value = self._partial(i, choice) | {"content": event.text, "tokens": list(event.tokens)}
         if event.logprobs:
-            value["completion_probabilities"] = logprob_list(event.logprobs, self._tokenizer)
+            value["completion_probabilities"] = self._probabilities(i, event.logprobs)
         if self._ask.timings_per_token and event.timings:
             value["timings"] = timings_dict(event.timings)
         return sse(value)
@@ -45,6 +45,10 @@ class NativeAnswer:
 
     def error(self, error: PyspecError) -> bytes:
         return sse(error_body(error))
+
+    def _probabilities(self, i: int, entries: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+        listed = sampled_list if self._ask.requests[i].params.post_sampling else logprob_list
+        return listed(entries, self._tokenizer)
 
     def _partial(self, i: int, choice: Choice) -> dict[str, Any]:
         return {
@@ -68,5 +72,5 @@ class NativeAnswer:
             tokens=choice.tokens if self._ask.return_tokens and not streamed else [],
         )
         if self._ask.logprobs and not streamed:
-            value["completion_probabilities"] = logprob_list(choice.logprobs, self._tokenizer)
+            value["completion_probabilities"] = self._probabilities(i, choice.logprobs)
         return value

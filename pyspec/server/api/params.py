@@ -6,8 +6,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from pyspec.errors import NotSupported, RequestError
-from pyspec.request import EngineInfo, SamplingParams
+from pyspec.errors import RequestError
+from pyspec.request import DEFAULT_SAMPLERS, EngineInfo, SamplingParams
+from pyspec.server.api.samplers import chain_of
 from pyspec.server.api.schema import SEED_MAX, ChatBody, Generate, TextBody
 from pyspec.server.engine import TokenizerLike
 from pyspec.server.settings import Limits, ServerSettings
@@ -28,21 +29,21 @@ PLAIN_FIELDS = (
     "dry_allowed_length",
     "dry_penalty_last_n",
     "ignore_eos",
+    "min_tokens",
+    "top_n_sigma",
+    "xtc_probability",
+    "xtc_threshold",
+    "dynatemp_range",
+    "dynatemp_exponent",
+    "mirostat",
+    "mirostat_tau",
+    "mirostat_eta",
+    "adaptive_target",
+    "adaptive_decay",
 )
-
-# The engine's chain in llama.cpp's words, and what leaving a member out of `samplers` sets.
-CHAIN: dict[str, dict[str, Any]] = {
-    "penalties": {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
-    "dry": {"dry_multiplier": 0.0},
-    "top_n_sigma": {},
-    "top_k": {"top_k": 0},
-    "typ_p": {"typical_p": 1.0},
-    "top_p": {"top_p": 1.0},
-    "min_p": {"min_p": 0.0},
-    "xtc": {},
-    "temperature": {"temperature": 1.0},
-}
-SAMPLER_NAMES = {"typical_p": "typ_p", "typical": "typ_p", "temp": "temperature"}
+FLOATS = frozenset(
+    name for name in PLAIN_FIELDS if isinstance(getattr(SamplingParams(), name), float)
+)  # JSON says 1 for 1.0
 
 
 def sampling_params(body: Generate, tokenizer: TokenizerLike, settings: ServerSettings) -> SamplingParams:
@@ -50,7 +51,7 @@ def sampling_params(body: Generate, tokenizer: TokenizerLike, settings: ServerSe
     said = {name: getattr(body, name) for name in PLAIN_FIELDS if getattr(body, name) is not None}
     if said.get("top_k", 0) < 0:  # vLLM's spelling of "all"
         said["top_k"] = 0
-    for name in said.keys() & {"temperature", "top_p", "min_p", "typical_p", "repeat_penalty", "dry_base"}:
+    for name in said.keys() & FLOATS:
         said[name] = float(said[name])
     if body.dry_sequence_breakers is not None:
         if len(body.dry_sequence_breakers) > settings.limits.parts:
@@ -59,27 +60,12 @@ def sampling_params(body: Generate, tokenizer: TokenizerLike, settings: ServerSe
     if body.seed is not None:
         said["seed"] = -1 if body.seed == SEED_MAX else body.seed  # llama.cpp's word for "draw one"
     if body.samplers is not None:
-        said |= _left_out(body.samplers)
+        said |= chain_of(body.samplers)
     if body.logit_bias:
         said["logit_bias"] = bias_pairs(body.logit_bias, tokenizer, settings.limits)
     said["logprobs"] = _n_logprobs(body, settings.limits)
+    said["post_sampling"] = bool(body.post_sampling_probs)
     return replace(settings.sampling, **said)
-
-
-def _left_out(samplers: list[str]) -> dict[str, Any]:
-    """Parameters that switch off the samplers a list leaves out. Another order would need another engine."""
-    order = list(CHAIN)
-    names = [SAMPLER_NAMES.get(name, name) for name in samplers]
-    if unknown := [name for name in names if name not in CHAIN]:
-        raise NotSupported(f"samplers: {unknown[0][:40]!r} is not supported; there are {', '.join(order)}")
-    places = [order.index(name) for name in names]
-    if places != sorted(set(places)):
-        raise NotSupported(f"samplers: the order is fixed: {', '.join(order)}")
-    off: dict[str, Any] = {}
-    for name, neutral in CHAIN.items():
-        if name not in names:
-            off |= neutral
-    return off
 
 
 def _n_logprobs(body: Generate, limits: Limits) -> int | None:
@@ -170,10 +156,22 @@ def settings_dict(params: SamplingParams) -> dict[str, Any]:
         "dry_penalty_last_n": params.dry_penalty_last_n,
         "dry_sequence_breakers": list(params.dry_sequence_breakers),
         "min_keep": params.min_keep,
+        "min_tokens": params.min_tokens,
+        "top_n_sigma": params.top_n_sigma,
+        "xtc_probability": params.xtc_probability,
+        "xtc_threshold": params.xtc_threshold,
+        "dynatemp_range": params.dynatemp_range,
+        "dynatemp_exponent": params.dynatemp_exponent,
+        "mirostat": params.mirostat,
+        "mirostat_tau": params.mirostat_tau,
+        "mirostat_eta": params.mirostat_eta,
+        "adaptive_target": params.adaptive_target,
+        "adaptive_decay": params.adaptive_decay,
         "n_probs": params.logprobs or 0,
         "ignore_eos": params.ignore_eos,
         "logit_bias": [
             {"token": token, "bias": False if bias == -math.inf else bias} for token, bias in params.logit_bias
         ],
-        "samplers": [name for name, off in CHAIN.items() if off],
+        "samplers": list(params.samplers or DEFAULT_SAMPLERS),
+        "post_sampling_probs": params.post_sampling,
     }

@@ -207,7 +207,19 @@ class Generate(Body):
     dry_allowed_length: Count | None = None
     dry_penalty_last_n: Window | None = None
     dry_sequence_breakers: list[Annotated[str, Field(min_length=1, max_length=64)]] | None = None
-    samplers: list[str] | None = None
+    samplers: Annotated[list[str], Field(max_length=64)] | Annotated[str, Field(max_length=64)] | None = None
+    min_tokens: Count | None = None
+    top_n_sigma: Annotated[float, Field(ge=-1, le=100)] | None = None
+    xtc_probability: Share | None = None
+    xtc_threshold: Share | None = None
+    dynatemp_range: Annotated[float, Field(ge=0, le=100)] | None = None
+    dynatemp_exponent: Annotated[float, Field(ge=0, le=100)] | None = None
+    mirostat: Annotated[int, Field(ge=0, le=2)] | None = None
+    mirostat_tau: Annotated[float, Field(ge=0, le=100)] | None = None
+    mirostat_eta: Annotated[float, Field(ge=0, le=1)] | None = None
+    adaptive_target: Annotated[float, Field(ge=-1, le=1)] | None = None
+    adaptive_decay: Annotated[float, Field(ge=0, le=0.99)] | None = None
+    post_sampling_probs: bool | None = None
     seed: Annotated[int, Field(ge=-1, le=SEED_MAX)] | None = None
     stop: Stop | None = None
     logit_bias: Bias | None = None

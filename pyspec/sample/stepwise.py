@@ -1,0 +1,237 @@
+"""The samplers in any order, and those that look beyond the row: one row at a time, step by step.
+
+What is drawn for a row depends on its logits, the history, the seed, the position, and for mirostat and adaptive-p on what was
+chosen before. So it is the same with and without drafts. Names and meaning are llama.cpp's; the cuts are those of `chain`, so that a chain in
+its own order chooses here what it chooses there. Differences from llama.cpp: those of `chain`, and a sampler counts once however often it is named.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pyspec.request import DEFAULT_SAMPLERS, SamplingParams, TokenLogprob
+from pyspec.sample import chain
+from pyspec.sample.feedback import Feedback, SpanChoice, adapted, n_within_mirostat
+from pyspec.sample.sampler import Edits, SlotSampler
+
+_OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "temperature": 1.0}
+_ON_HOST = 4096  # candidates: of so few a step costs less here than launching it there
+
+
+@dataclass(slots=True)
+class Candidates:
+    """What is left of a row: ids ascending and their logits, which temperature divides when they are looked at."""
+
+    ids: Tensor  # [n] int64
+    logits: Tensor  # [n] f32, f64 behind adaptive-p
+    temperature: float = 1.0
+
+    def take(self, which: Tensor) -> None:
+        """Go on with some of them: a mask, or columns in ascending order."""
+        self.ids, self.logits = self.ids[which], self.logits[which]
+        if len(self.ids) <= _ON_HOST:
+            self.ids, self.logits = self.ids.cpu(), self.logits.cpu()
+
+    def scaled(self) -> Tensor:
+        return self.logits if self.temperature == 1.0 else self.logits.double() / self.temperature
+
+    def probs(self) -> Tensor:
+        """[n] f64"""
+        return ((self.logits - self.logits.amax()).double() / self.temperature).softmax(-1)
+
+    def draw(self, u: float) -> int:
+        """The column that a number in [0, 1) points at, in order of id."""
+        off = SamplingParams(**(_OFF | {"temperature": self.temperature}))
+        settings = chain.Settings.stack([off], [u], len(self.ids), self.logits.device)
+        return int(chain.pick(self.logits[None], settings)[0])
+
+
+@dataclass(slots=True)
+class RowInputs:
+    """What a row is chosen with, beside its logits. `counts` and `dry`: (ids, values) of the two penalties."""
+
+    params: SamplingParams
+    draw: float
+    coin: float
+    counts: tuple[NDArray[np.int64], NDArray[np.int64]]
+    dry: tuple[NDArray[np.int64], NDArray[np.float32]]
+    feedback: Feedback
+
+
+def choose_span(rows: Tensor, sampler: SlotSampler, drafts: Sequence[int], edits: Edits, n_finite: int) -> SpanChoice:
+    """Choose for the rows of one slot, each as if the drafts before it were committed, until one is refused.
+
+    rows      [row, vocab] f32  biased
+    n_finite  rows before the first that nothing can be chosen from
+    """
+    params, out = sampler.params, SpanChoice()
+    draws, coins = sampler.noise(len(drafts) + 1).tolist(), sampler.coins(len(drafts) + 1).tolist()
+    feedback = sampler.feedback
+    for i in range(n_finite):
+        counts, dry = ((ids[at == i], values[at == i]) for at, ids, values in (edits.counts, edits.dry))
+        token, feedback, left = choose_row(rows[i], RowInputs(params, draws[i], coins[i], counts, dry, feedback))
+        out.tokens.append(token)
+        out.feedback.append(feedback)
+        if params.post_sampling and params.logprobs is not None:
+            out.logprobs.append(_reported(left, token, params.logprobs))
+        if i < len(drafts) and drafts[i] != token:
+            break
+    return out
+
+
+def choose_row(logits: Tensor, row: RowInputs) -> tuple[int, Feedback, Candidates]:
+    """The token of one row, what adaptive samplers remember behind it, and what it was drawn from. logits: [vocab] f32"""
+    params, left = row.params, Candidates(torch.arange(len(logits), device=logits.device), logits)
+    if params.mirostat:
+        return _mirostat(left, row)
+    for name in params.samplers or DEFAULT_SAMPLERS:
+        if name in STEPS:
+            STEPS[name](left, row)
+    if params.adaptive_target < 0:
+        return int(left.ids[left.draw(row.draw)]), row.feedback, left
+    before = left.probs()
+    left.logits, left.temperature = adapted(before, row.feedback, params), 1.0
+    column = left.draw(row.draw)
+    return int(left.ids[column]), row.feedback.after_probability(float(before[column]), params), left
+
+
+def _mirostat(left: Candidates, row: RowInputs) -> tuple[int, Feedback, Candidates]:
+    n_vocab = len(left.ids)
+    _temperature(left, row)
+    order = _best_first(left)
+    n = n_within_mirostat(left.probs()[order], row.feedback.mu, row.params.mirostat, n_vocab)
+    left.take(order[:n].sort().values)
+    column = left.draw(row.draw)
+    return int(left.ids[column]), row.feedback.after_surprise(float(left.probs()[column]), row.params), left
+
+
+# -- the steps ---------------------------------------------------------------------------------------------------
+
+
+def _best_first(left: Candidates) -> Tensor:
+    """Columns, the best first and the lower id first among equals."""
+    return left.logits.sort(descending=True, stable=True).indices
+
+
+def _cut(left: Candidates, **wanted: float) -> None:
+    params = SamplingParams(**(_OFF | wanted))  # type: ignore[arg-type]
+    settings = chain.Settings.stack([params], [0.0], len(left.ids), left.logits.device)
+    if settings.cuts:
+        left.take(chain.survivors(left.scaled()[None], settings)[0])
+
+
+def _top_k(left: Candidates, row: RowInputs) -> None:
+    k = row.params.top_k
+    if 0 < k < len(left.ids):
+        left.take(chain.ranked(left.logits[None], k)[0][0].sort().values)
+
+
+def _typical(left: Candidates, row: RowInputs) -> None:
+    if row.params.typical_p < 1:
+        _cut(left, typical_p=row.params.typical_p, min_keep=row.params.min_keep)
+
+
+def _top_p(left: Candidates, row: RowInputs) -> None:
+    if row.params.top_p < 1:
+        _cut(left, top_p=row.params.top_p, min_keep=row.params.min_keep)
+
+
+def _min_p(left: Candidates, row: RowInputs) -> None:
+    if row.params.min_p > 0:
+        _cut(left, min_p=row.params.min_p, min_keep=row.params.min_keep)
+
+
+def _top_n_sigma(left: Candidates, row: RowInputs) -> None:
+    """Ban what is more than n standard deviations below the best (arXiv:2411.07641). What is banned still counts as a candidate, as in
+    llama.cpp."""
+    if row.params.top_n_sigma <= 0 or len(left.ids) < 2:
+        return
+    finite = left.logits[left.logits > -math.inf].double()
+    floor = finite.max() - row.params.top_n_sigma * finite.std(correction=0)
+    left.logits = left.logits.masked_fill(left.logits.double() < floor, -math.inf)
+
+
+def _xtc(left: Candidates, row: RowInputs) -> None:
+    """Drop all of the tokens above the threshold but the least likely one, with a probability."""
+    params = row.params
+    if (
+        params.xtc_probability <= 0
+        or params.xtc_threshold > 0.5
+        or len(left.ids) < 2
+        or row.coin > params.xtc_probability
+    ):
+        return
+    order = _best_first(left)
+    n_above = int((left.probs()[order] >= params.xtc_threshold).cumprod(0).sum())
+    if n_above > 1 and len(order) - (n_above - 1) >= params.min_keep:
+        left.take(order[n_above - 1 :].sort().values)
+
+
+def _temperature(left: Candidates, row: RowInputs) -> None:
+    params, value = row.params, row.params.temperature
+    if params.dynatemp_range > 0 and not params.mirostat:
+        if len(left.ids) < 2:
+            return
+        probs = left.probs()
+        entropy = -torch.where(probs > 0, probs * probs.log(), 0.0).sum().item() / math.log(len(probs))
+        low, high = max(0.0, value - params.dynatemp_range), value + params.dynatemp_range
+        value = low + (high - low) * max(entropy, 0.0) ** params.dynatemp_exponent
+    if value <= 0:
+        left.take(_best_first(left)[:1])
+    else:
+        left.temperature *= value
+
+
+def _penalties(left: Candidates, row: RowInputs) -> None:
+    ids, counts = row.counts
+    if len(ids):
+        at, number = _columns(left, ids, counts.astype(np.float32))
+        params, old = row.params, left.logits[at]
+        old = torch.where(old <= 0, old * params.repeat_penalty, old / params.repeat_penalty)
+        offset = number * params.frequency_penalty + params.presence_penalty
+        left.logits = left.logits.index_copy(0, at, (old - offset).to(left.logits.dtype))
+
+
+def _dry(left: Candidates, row: RowInputs) -> None:
+    ids, penalties = row.dry
+    if len(ids):
+        at, penalty = _columns(left, ids, penalties)
+        left.logits = left.logits.index_copy(0, at, left.logits[at] - penalty.to(left.logits.dtype))
+
+
+def _columns(left: Candidates, ids: NDArray[np.int64], values: NDArray[np.float32]) -> tuple[Tensor, Tensor]:
+    """Where these ids stand among the candidates that are left, and the values of those that do."""
+    device = left.ids.device
+    wanted, numbers = torch.from_numpy(ids).to(device), torch.from_numpy(values).to(device)
+    at = torch.searchsorted(left.ids, wanted).clamp(max=len(left.ids) - 1)
+    here = left.ids[at] == wanted
+    return at[here], numbers[here]
+
+
+STEPS: dict[str, Callable[[Candidates, RowInputs], None]] = {
+    "penalties": _penalties,
+    "dry": _dry,
+    "top_n_sigma": _top_n_sigma,
+    "top_k": _top_k,
+    "typ_p": _typical,
+    "top_p": _top_p,
+    "min_p": _min_p,
+    "xtc": _xtc,
+    "temperature": _temperature,
+}
+
+
+def _reported(left: Candidates, token: int, n: int) -> TokenLogprob:
+    """Log probabilities of what was drawn from: the chosen token's and the n best that may be drawn."""
+    probs = left.probs()
+    best = probs.sort(descending=True, stable=True).indices[:n]
+    top = [(int(left.ids[i]), math.log(p)) for i in best.tolist() if (p := float(probs[i])) > 0]
+    own = float(probs[(left.ids == token).nonzero()[0, 0]])
+    return TokenLogprob(token, math.log(own), tuple(top))

@@ -1,0 +1,49 @@
+"""`samplers` of a request: which run, and in which order, in llama-server's words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pyspec.errors import RequestError
+from pyspec.request import DEFAULT_SAMPLERS
+
+# What leaving a sampler out sets.
+NEUTRAL: dict[str, dict[str, Any]] = {
+    "penalties": {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+    "dry": {"dry_multiplier": 0.0},
+    "top_n_sigma": {"top_n_sigma": -1.0},
+    "top_k": {"top_k": 0},
+    "typ_p": {"typical_p": 1.0},
+    "top_p": {"top_p": 1.0},
+    "min_p": {"min_p": 0.0},
+    "xtc": {"xtc_probability": 0.0},
+    "temperature": {"temperature": 1.0, "dynatemp_range": 0.0},
+    "adaptive_p": {"adaptive_target": -1.0},
+}
+LETTERS = {"e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p"}
+LETTERS |= {"p": "top_p", "m": "min_p", "x": "xtc", "t": "temperature", "a": "adaptive_p"}
+ALIASES = {"nucleus": "top_p", "temp": "temperature", "typ": "typ_p", "typical_p": "typ_p", "typical": "typ_p"}
+ALIASES |= {name.replace("_", "-"): name for name in NEUTRAL} | {name.replace("_", ""): name for name in NEUTRAL}
+
+
+def chain_of(samplers: list[str] | str) -> dict[str, Any]:
+    """Sampling parameters of a list of names, or of a string of llama.cpp's letters. Raises RequestError for what is unknown.
+
+    What is named twice counts where it comes first. An order that says nothing new is the default: it runs on many rows at once.
+    """
+    names = [_named(name) for name in samplers]
+    order = tuple(
+        dict.fromkeys(name for name in names if name != "adaptive_p")
+    )  # that one picks, so it is always the last
+    values: dict[str, Any] = {}
+    for name, neutral in NEUTRAL.items():
+        if name not in names:
+            values |= neutral
+    return values | {"samplers": () if order == tuple(n for n in DEFAULT_SAMPLERS if n in order) else order}
+
+
+def _named(name: str) -> str:
+    known = LETTERS.get(name) if len(name) == 1 else ALIASES.get(name.lower(), name.lower())
+    if not known or known not in NEUTRAL:
+        raise RequestError(f"samplers: {name[:40]!r} is not known; there are {', '.join(NEUTRAL)}")
+    return known
