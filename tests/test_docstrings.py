@@ -26,7 +26,9 @@ def _is_property(node: Named) -> bool:
 
 
 def _says_itself(node: Named) -> bool:
-    """A property of a line or two: what it gives is its name."""
+    """A property of a line or two: what it gives is its name; and a signature of a function that is explained below it."""
+    if "overload" in {getattr(d, "id", "") for d in getattr(node, "decorator_list", ())}:
+        return True
     return _is_property(node) and (node.end_lineno or node.lineno) - node.lineno <= 3
 
 

@@ -62,7 +62,7 @@ def demo(ctx: click.Context, np: int, turns: int, threads: int, device: str) -> 
     set_up(4 if ctx.meta.get("pyspec.verbose") else 2)
     began = time.perf_counter()
     questions = [QUESTIONS[i % len(QUESTIONS)] for i in range(np)]
-    with Engine.load("demo", np=np, ctx=512, threads=threads, device=device) as engine:
+    with Engine.open("demo", "auto", {"np": np, "ctx": 512, "threads": threads, "device": device}) as engine:
         info = engine.info
         click.echo(f"{info.model_name} on {info.device}, loaded in {time.perf_counter() - began:.1f} s")
         click.echo(f"{info.draft_note}; {info.n_slot} slots")

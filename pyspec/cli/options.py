@@ -124,7 +124,7 @@ class EngineChoice:
         self.check(np)
         from pyspec.engine.api import Engine
 
-        return Engine.load(target, draft, np=np or self.np, ctx=self.ctx, isolated=isolated, **self.settings)
+        return Engine.open(target, draft, {"np": np or self.np, "ctx": self.ctx, **self.settings}, isolated=isolated)
 
 
 def apply(options: list[Callable[[F], F]]) -> Callable[[F], F]:

@@ -4,54 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
-from functools import partial
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, Unpack, cast, overload
+from weakref import WeakKeyDictionary
 
 from pyspec.catalog import paired_kind, resolve
 from pyspec.config import EngineSettings, settings_from
 from pyspec.engine.incoming import Incoming
-from pyspec.errors import BadTemplate, ConfigError, QueueFull
-from pyspec.registry import is_spec_type
-from pyspec.request import (
-    Delta,
-    Done,
-    EngineInfo,
-    Event,
-    Failed,
-    Finish,
-    Metrics,
-    Request,
-    SamplingParams,
-    SlotInfo,
-    Timings,
-    TokenLogprob,
+from pyspec.engine.options import (
+    GenerateOptions,
+    LoadOptions,
+    Message,
+    Prompt,
+    argument_names,
+    check_messages,
+    ids_of,
+    request_of,
+    settings_of,
 )
+from pyspec.engine.result import Progress, RequestSet, Result, collect, patience, submit_when_free
+from pyspec.errors import BadTemplate, PyspecError, QueueFull
+from pyspec.registry import is_spec_type
+from pyspec.request import Delta, Done, EngineInfo, Event, Failed, Metrics, Request, SlotInfo
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
-
-Message = Mapping[str, object]
-Prompt = str | Sequence[int] | Sequence[Message]
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """A finished generation. `tokens` are those of `text`, without an end-of-generation token."""
-
-    text: str
-    tokens: tuple[int, ...]
-    finish: Finish
-    n_prompt: int
-    n_predicted: int
-    timings: Timings
-    logprobs: tuple[TokenLogprob, ...] = ()
-    stop: str = ""
-    slot: int = -1
 
 
 class Core(Protocol):
@@ -96,6 +75,8 @@ class Engine:
         self.core, self.tokenizer, self.template = core, tokenizer, template
         self.info = core.info
         self._incoming = Incoming(self.info, tokenizer)
+        self._says: Callable[[], AbstractContextManager[None]] = nullcontext  # around what may raise
+        self._doors: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
 
     @classmethod
     def load(
@@ -106,7 +87,7 @@ class Engine:
         np: int = 1,
         ctx: int = 0,
         isolated: bool = False,
-        **settings: object,
+        **settings: Unpack[LoadOptions],
     ) -> Engine:
         """Load a GGUF file or a catalogue entry.
 
@@ -116,13 +97,23 @@ class Engine:
         isolated  in a process of its own, which is replaced when it fails; else in this one
         settings  further fields of EngineSettings, e.g. kv_type="f32"
         """
-        path, paired = resolve(str(target))
-        values: dict[str, object] = {"np": np, "ctx": ctx, **settings}
-        if draft is None or is_spec_type(str(draft)):
-            values |= {} if draft == "auto" else {"spec_type": str(draft or "none")}
+        with argument_names():
+            values = {"np": np, "ctx": ctx, **settings}
+            settings_of(values)
+            engine = cls.open(str(target), None if draft is None else str(draft), values, isolated=isolated)
+        engine._says = argument_names
+        return engine
+
+    @classmethod
+    def open(cls, target: str, draft: str | None, values: Mapping[str, object], *, isolated: bool = False) -> Engine:
+        """`load` for the command line: `values` by the names of EngineSettings, errors that name flags."""
+        path, paired = resolve(target)
+        values = dict(values)
+        if draft is None or is_spec_type(draft):
+            values |= {} if draft == "auto" else {"spec_type": draft or "none"}
         else:
             values["draft_path"] = Path(draft)
-        if paired is not None and values.get("spec_type", "auto") in ("auto", paired_kind(str(target))):
+        if paired is not None and values.get("spec_type", "auto") in ("auto", paired_kind(target)):
             values.setdefault("draft_path", paired)
         return cls.from_settings(path, settings_from(values), isolated=isolated)
 
@@ -190,62 +181,49 @@ class Engine:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # -- for programs --------------------------------------------------------------------------------------------
+    # -- for programs: they wait for room in the queue -----------------------------------------------------------
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """Text, token ids or chat messages to token ids."""
         if isinstance(prompt, str):
             return tuple(self.tokenizer.encode(prompt))
         if prompt and isinstance(prompt[0], Mapping):
+            messages = cast(Sequence[Message], prompt)
+            check_messages(messages)
             if self.template is None:
                 raise BadTemplate("the model file has no chat template; give text instead of messages")
-            return tuple(self.template.encode(self.tokenizer, prompt))  # type: ignore[arg-type]
-        return tuple(int(t) for t in prompt)  # type: ignore[arg-type]
+            return tuple(self.template.encode(self.tokenizer, messages))
+        return ids_of(prompt)
 
-    def request(
-        self,
-        prompt: Prompt,
-        *,
-        max_tokens: int = -1,
-        stop: str | Sequence[str] = (),
-        n_draft_max: int | None = None,
-        params: SamplingParams | None = None,
-        **sampling: object,
-    ) -> Request:
-        """Build a Request; `sampling` are fields of SamplingParams, e.g. temperature=0."""
-        known = [f.name for f in fields(SamplingParams)]
-        for name in sampling:
-            if name not in known:
-                near = get_close_matches(name, known, 1)
-                raise ConfigError(f"no sampling parameter '{name}'" + (f"; did you mean '{near[0]}'?" if near else ""))
-        return Request(
-            prompt=self.encode(prompt),
-            params=replace(params or SamplingParams(), **sampling),  # type: ignore[arg-type]
-            max_tokens=max_tokens,
-            stop=(stop,) if isinstance(stop, str) else tuple(stop),
-            n_draft_max=n_draft_max,
-        )
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Text of token ids; of control tokens, too, if `special`."""
+        return self.tokenizer.decode(ids_of(tokens), special=special)
 
-    def generate(self, prompt: Prompt, **options: object) -> Result:
+    def request(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Request:
+        """Build a Request, e.g. with temperature=0. Raises RequestError, ConfigError."""
+        return request_of(self.encode(prompt), options)
+
+    def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Result:
         """Run one request to its end. Options as in `request`."""
-        return self.run(self.request(prompt, **options))  # type: ignore[arg-type]
+        return self.run(self.request(prompt, **options))
 
-    def chat(self, messages: Sequence[Message], **options: object) -> Result:
+    def chat(self, messages: Sequence[Message], **options: Unpack[GenerateOptions]) -> Result:
         """`generate` for chat messages [{"role": ..., "content": ...}]."""
+        check_messages(messages)
         return self.generate(messages, **options)
 
-    def stream(self, prompt: Prompt, **options: object) -> Iterator[Delta | Done]:
+    def stream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Generator[Delta | Done, None, None]:
         """Yield Delta per round, and Done at the end. Closing the iterator cancels the request."""
-        return self.run_stream(self.request(prompt, **options))  # type: ignore[arg-type]
+        return self.run_stream(self.request(prompt, **options))
 
     def run(self, request: Request) -> Result:
         """Run a request to its end. Raises what it fails with."""
         return collect(self.run_stream(request))
 
-    def run_stream(self, request: Request) -> Iterator[Delta | Done]:
+    def run_stream(self, request: Request) -> Generator[Delta | Done, None, None]:
         """Yield Delta per round, and Done at the end. Closing the iterator cancels the request."""
         events: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        name = self.submit(request, events.put)
+        name = submit_when_free(self._submit, request, events.put)
         try:
             while True:
                 event = events.get()
@@ -258,47 +236,63 @@ class Engine:
         finally:
             self.cancel(name)
 
-    def generate_many(self, prompts: Sequence[Prompt], **options: object) -> list[Result]:
+    @overload
+    def generate_many(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        progress: Progress | None = None,
+        return_exceptions: Literal[False] = False,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Result]: ...
+
+    @overload
+    def generate_many(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        progress: Progress | None = None,
+        return_exceptions: bool,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Result | PyspecError]: ...
+
+    def generate_many(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        progress: Progress | None = None,
+        return_exceptions: bool = False,
+        **options: Unpack[GenerateOptions],
+    ) -> list[Result] | list[Result | PyspecError]:
         """Run several requests side by side; at most np run at once, the others wait here, not in the queue.
 
-        The first one that fails ends the others, and its error is raised.
+        progress           called with (ended, all) whenever one ends
+        return_exceptions  the error of one that fails stands in its place; else it is raised, and the others end
         """
-        todo = deque(enumerate([self.request(p, **options) for p in prompts]))  # type: ignore[arg-type]
-        events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
-        heard: list[list[Delta | Done]] = [[] for _ in todo]
-        names: dict[int, str] = {}
-        try:
-            while todo or names:
-                while todo and len(names) < self.info.n_slot:
-                    i, request = todo[0]
-                    try:
-                        names[i] = self.submit(request, partial(_put, events, i))
-                    except QueueFull:
-                        if not names:
-                            raise
-                        break  # others fill the queue: one of ours ends first
-                    todo.popleft()
-                i, event = events.get()
-                if isinstance(event, Failed):
-                    raise event.error
-                if isinstance(event, Delta | Done):
-                    heard[i].append(event)
-                if isinstance(event, Done):
-                    del names[i]
-        finally:
-            for name in names.values():
-                self.cancel(name)
-        return [collect(own) for own in heard]
+        requests: list[Request | PyspecError] = []
+        for prompt in prompts:
+            try:
+                requests.append(self.request(prompt, **options))
+            except PyspecError as e:
+                if not return_exceptions:
+                    raise
+                requests.append(e)
+        several = RequestSet(requests, progress, return_exceptions)
+        return several.run(self._submit, self.cancel, self.info.n_slot)
 
-    async def astream(self, prompt: Prompt, **options: object) -> AsyncIterator[Delta | Done]:
+    def _submit(self, request: Request, sink: Callable[[Event], None]) -> str:
+        with self._says():
+            return self.submit(request, sink)
+
+    async def astream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncGenerator[Delta | Done, None]:
         """`stream` for asyncio."""
-        request = await asyncio.to_thread(self.request, prompt, **options)  # type: ignore[arg-type]
+        request = await asyncio.to_thread(self.request, prompt, **options)
         loop, events = asyncio.get_running_loop(), asyncio.Queue[Event]()
 
         def hear(event: Event) -> None:
             loop.call_soon_threadsafe(events.put_nowait, event)
 
-        name = self.submit(request, hear)
+        name = await self._asubmit(request, hear)
         try:
             while True:
                 event = await events.get()
@@ -311,37 +305,21 @@ class Engine:
         finally:
             self.cancel(name)
 
-    async def agenerate(self, prompt: Prompt, **options: object) -> Result:
-        """`generate` for asyncio."""
+    async def _asubmit(self, request: Request, sink: Callable[[Event], None]) -> str:
+        """Submit, after those of this event loop that came before and wait for room in the queue."""
+        async with self._doors.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
+            for seconds in patience():
+                try:
+                    return self._submit(request, sink)
+                except QueueFull:
+                    await asyncio.sleep(seconds)
+        raise AssertionError("patience ends")
+
+    async def agenerate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Result:
+        """`generate` for asyncio; waits while the queue is full."""
         return collect([event async for event in self.astream(prompt, **options)])
 
-
-def _put(events: queue.SimpleQueue[tuple[int, Event]], i: int, event: Event) -> None:
-    events.put((i, event))
-
-
-def collect(events: Iterator[Delta | Done] | Sequence[Delta | Done]) -> Result:
-    """Put a request's deltas together."""
-    text: list[str] = []
-    tokens: list[int] = []
-    logprobs: list[TokenLogprob] = []
-    done: Done | None = None
-    for event in events:
-        if isinstance(event, Delta):
-            text.append(event.text)
-            tokens += event.tokens
-            logprobs += event.logprobs
-        else:
-            done = event
-    assert done is not None, "a request ended without its last event"
-    return Result(
-        "".join(text),
-        tuple(tokens),
-        done.finish,
-        done.n_prompt,
-        done.n_predicted,
-        done.timings,
-        tuple(logprobs),
-        done.stop_string,
-        done.slot,
-    )
+    async def achat(self, messages: Sequence[Message], **options: Unpack[GenerateOptions]) -> Result:
+        """`chat` for asyncio; waits while the queue is full."""
+        check_messages(messages)
+        return await self.agenerate(messages, **options)

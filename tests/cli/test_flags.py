@@ -70,8 +70,8 @@ def no_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "pyspec.engine.api.Engine.load",
-        lambda target, draft="auto", isolated=False, **values: accept(settings_from(values)),
+        "pyspec.engine.api.Engine.open",
+        lambda target, draft, values, isolated=False: accept(settings_from(values)),
     )
     monkeypatch.setattr("pyspec.server.http.serve.run", lambda *args: accept(EngineSettings()))
     monkeypatch.setattr("pyspec.logits.load", lambda path, settings: accept(settings))

@@ -1,0 +1,181 @@
+"""What programs may give to `Engine.load` and to a generation, as types, so that type checkers find what is misspelt or of a wrong kind.
+
+The fields are those of `EngineSettings`, `Request` and `SamplingParams`, where legal values and defaults stand
+(tests/engine/test_options.py holds the lists against each other).
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TypedDict
+
+from pyspec.config import EngineSettings, settings_from
+from pyspec.errors import ConfigError, PyspecError, RequestError
+from pyspec.ranges import rules_of, shown
+from pyspec.request import Request, SamplingParams, check_request
+
+Message = Mapping[str, object]
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+class LoadOptions(TypedDict, total=False):
+    """Further settings of an engine: the fields of EngineSettings that `Engine.load` has no parameter for."""
+
+    kv_pool: int
+    page_size: int
+    batch: int
+    ubatch: int
+    prefix_cache: bool
+    cache_device: int
+    cache_ram: int
+    checkpoint_every: int
+    draft_path: Path | None
+    spec_type: str
+    n_draft_max: int
+    n_draft_fixed: bool
+    draft_p_min: float
+    draft_head: str
+    ngram_match: int
+    synth_len: float
+    device: str
+    kv_type: str
+    weights: str
+    threads: int
+    queue: int
+    seed: int
+    check_tap_shift: bool
+    warm_up: bool
+    plain_loop: bool
+    hang_timeout: float
+    demoted: tuple[str, ...]
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How the next token is chosen: the fields of SamplingParams."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    min_keep: int
+    repeat_penalty: float
+    repeat_last_n: int
+    presence_penalty: float
+    frequency_penalty: float
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_penalty_last_n: int
+    dry_sequence_breakers: tuple[str, ...]
+    logit_bias: tuple[tuple[int, float], ...]
+    seed: int
+    logprobs: int | None
+    ignore_eos: bool
+
+
+class RequestOptions(TypedDict, total=False):
+    """How far a generation goes and where it runs: fields of Request."""
+
+    max_tokens: int
+    stop: str | Sequence[str]
+    cache_prompt: bool
+    n_draft_max: int | None
+    slot: int
+    max_predict_ms: float
+
+
+class GenerateOptions(SamplingOptions, RequestOptions, total=False):
+    """All that a generation takes. `params` are values for the sampling options that are not given."""
+
+    params: SamplingParams | None
+
+
+def request_of(prompt: tuple[int, ...], options: Mapping[str, object]) -> Request:
+    """A request for these token ids with the values of GenerateOptions. Raises ConfigError, RequestError."""
+    known = GenerateOptions.__annotations__
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            raise ConfigError(f"no sampling parameter '{name}'" + (f"; did you mean '{near[0]}'?" if near else ""))
+    params = options.get("params") or SamplingParams()
+    if not isinstance(params, SamplingParams):
+        raise ConfigError(f"params is {shown(params)}; want a pyspec.SamplingParams")
+    sampling = {name: value for name, value in options.items() if name in SamplingOptions.__annotations__}
+    rest = {name: value for name, value in options.items() if name in RequestOptions.__annotations__}
+    if isinstance(stop := rest.get("stop"), str):
+        rest["stop"] = (stop,)
+    request = Request(prompt=prompt, params=replace(params, **sampling), **rest)  # type: ignore[arg-type]
+    check_request(request)
+    return replace(request, stop=tuple(request.stop))
+
+
+def ids_of(prompt: Sequence[object]) -> tuple[int, ...]:
+    """Token ids as plain numbers, whatever kind of whole numbers they are. Raises RequestError."""
+    try:
+        return tuple(operator.index(token) for token in prompt)  # type: ignore[arg-type]
+    except TypeError:
+        bad = next(i for i, token in enumerate(prompt) if not hasattr(token, "__index__"))
+        raise RequestError(f"prompt[{bad}] is {shown(prompt[bad])}; want a token id") from None
+
+
+def check_messages(messages: Sequence[Message]) -> None:
+    """Raise RequestError for what is no chat: as over HTTP, and a message needs its content."""
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise RequestError(f"messages is {shown(messages)}; want a list of messages (`generate` takes text)")
+    if not messages:
+        raise RequestError("messages: the list is empty")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise RequestError(f"messages[{i}] is {shown(message)}; want a role and content")
+        role = message.get("role")
+        if not isinstance(role, str) or not 1 <= len(role) <= 64:
+            raise RequestError(f"messages[{i}].role is {shown(role)}; want text of 1 to 64 characters")
+        if message.get("content") is None and not message.get("tool_calls"):
+            raise RequestError(f"messages[{i}] has no content")
+
+
+def settings_of(values: Mapping[str, object]) -> EngineSettings:
+    """Settings, checked by their names as arguments. Raises ConfigError."""
+    for rule in rules_of(EngineSettings):
+        if rule.name in values and (flaw := replace(rule, title=rule.name).flaw(values[rule.name])):
+            raise ConfigError(flaw)
+    return settings_from(dict(values))
+
+
+FLAGS = {r.title: r.name for r in rules_of(EngineSettings) if r.title.startswith("-")} | {
+    "-m": "target",
+    "-md": "draft",
+}
+"""Flags that messages name, and the arguments that are the same."""
+_FLAG = re.compile(r"(?<![\w-])(--?[a-z][\w-]*)(?: (\d[\d.]*\b|full|packed|none))?")
+
+
+def with_arguments(message: str) -> str:
+    """A message for the command line as a program's author reads it: "-np 4" is "np=4"."""
+
+    def name(found: re.Match[str]) -> str:
+        flag, value = found.groups()
+        if flag not in FLAGS:
+            return found[0]
+        if value is None:
+            return FLAGS[flag]
+        return f"{FLAGS[flag]}={value if value[0].isdigit() else repr(value)}"
+
+    return _FLAG.sub(name, message)
+
+
+@contextmanager
+def argument_names() -> Iterator[None]:
+    """Errors that leave this block name arguments instead of flags."""
+    try:
+        yield
+    except PyspecError as e:
+        e.args = (with_arguments(str(e)), *e.args[1:])
+        raise

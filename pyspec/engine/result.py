@@ -1,0 +1,142 @@
+"""What a finished request was, and many of them side by side. No torch."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from pyspec.errors import PyspecError, QueueFull
+from pyspec.request import Delta, Done, Event, Failed, Finish, Request, Timings, TokenLogprob
+
+Submit = Callable[[Request, Callable[[Event], None]], str]
+Cancel = Callable[[str], None]
+Progress = Callable[[int, int], None]
+"""Called with requests that have ended, and all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A finished generation. `tokens` are those of `text`, without an end-of-generation token."""
+
+    text: str
+    tokens: tuple[int, ...]
+    finish: Finish
+    n_prompt: int
+    n_predicted: int
+    timings: Timings
+    logprobs: tuple[TokenLogprob, ...] = ()
+    stop: str = ""
+    slot: int = -1
+
+
+def collect(events: Iterable[Delta | Done]) -> Result:
+    """Put a request's deltas together."""
+    text: list[str] = []
+    tokens: list[int] = []
+    logprobs: list[TokenLogprob] = []
+    done: Done | None = None
+    for event in events:
+        if isinstance(event, Delta):
+            text.append(event.text)
+            tokens += event.tokens
+            logprobs += event.logprobs
+        else:
+            done = event
+    assert done is not None, "a request ended without its last event"
+    return Result(
+        "".join(text),
+        tuple(tokens),
+        done.finish,
+        done.n_prompt,
+        done.n_predicted,
+        done.timings,
+        tuple(logprobs),
+        done.stop_string,
+        done.slot,
+    )
+
+
+def patience() -> Iterator[float]:
+    """Seconds between looks at a queue that others fill."""
+    wait = 0.005
+    while True:
+        yield wait
+        wait = min(2 * wait, 0.1)
+
+
+def submit_when_free(submit: Submit, request: Request, sink: Callable[[Event], None]) -> str:
+    """`submit`, which waits while the queue is full."""
+    for seconds in patience():
+        try:
+            return submit(request, sink)
+        except QueueFull:
+            time.sleep(seconds)
+    raise AssertionError("patience ends")
+
+
+class RequestSet:
+    """Requests that run side by side, so many at once; the others wait here, not in the queue.
+
+    keep_going  what one fails with stands in its place; else it is raised, and ends the others
+    """
+
+    def __init__(self, requests: Sequence[Request | PyspecError], progress: Progress | None, keep_going: bool) -> None:
+        self.requests, self.progress, self.keep_going = requests, progress, keep_going
+        self._events: queue.SimpleQueue[tuple[int, Event]] = queue.SimpleQueue()
+        self._heard: list[list[Delta | Done]] = [[] for _ in requests]
+        self._failed: dict[int, PyspecError] = {}
+        self._names: dict[int, str] = {}  # of those that run
+        self._n_done = 0
+
+    def run(self, submit: Submit, cancel: Cancel, n_at_once: int) -> list[Result | PyspecError]:
+        """Run them all. What they gave, in their order."""
+        todo = deque(range(len(self.requests)))
+        try:
+            while todo or self._names:
+                while todo and len(self._names) < n_at_once and self._begin(todo[0], submit):
+                    todo.popleft()
+                if self._names:
+                    self._hear(*self._events.get())
+        finally:
+            for name in self._names.values():
+                cancel(name)
+        return [self._failed[i] if i in self._failed else collect(own) for i, own in enumerate(self._heard)]
+
+    def _begin(self, i: int, submit: Submit) -> bool:
+        """False if the queue is full, and one of ours will end first."""
+        request = self.requests[i]
+        try:
+            if isinstance(request, PyspecError):
+                raise request
+            send = submit if self._names else partial(submit_when_free, submit)
+            self._names[i] = send(request, partial(self._put, i))
+        except QueueFull:
+            return False
+        except PyspecError as e:
+            self._ended(i, e)
+        return True
+
+    def _put(self, i: int, event: Event) -> None:
+        self._events.put((i, event))
+
+    def _hear(self, i: int, event: Event) -> None:
+        if isinstance(event, Failed):
+            self._ended(i, event.error)
+        elif isinstance(event, Delta | Done):
+            self._heard[i].append(event)
+            if isinstance(event, Done):
+                self._ended(i, None)
+
+    def _ended(self, i: int, error: PyspecError | None) -> None:
+        self._names.pop(i, None)
+        if error is not None:
+            if not self.keep_going:
+                raise error
+            self._failed[i] = error
+        self._n_done += 1
+        if self.progress is not None:
+            self.progress(self._n_done, len(self.requests))

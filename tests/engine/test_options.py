@@ -1,0 +1,132 @@
+"""What programs may give: the lists of typed options are those of the dataclasses, wrong ones are found by type checkers and at run time."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_type_hints
+
+import pytest
+
+from pyspec.config import EngineSettings
+from pyspec.engine import options
+from pyspec.engine.api import Engine
+from pyspec.engine.options import GenerateOptions, LoadOptions, RequestOptions, SamplingOptions, with_arguments
+from pyspec.errors import ConfigError, PyspecError, RequestError
+from pyspec.request import Request, SamplingParams
+
+OURS = {"prompt", "params", "n_before_turn", "timings_per_token", "resumed", "grammar"}
+"""Fields of Request that the engine, the server or another option fills in."""
+
+
+def test_load_options_are_the_settings_that_load_has_no_parameter_for():
+    own = inspect.signature(Engine.load).parameters
+    settings = {name: hint for name, hint in get_type_hints(EngineSettings).items() if name not in own}
+    assert get_type_hints(LoadOptions) == settings
+
+
+def test_sampling_options_are_the_sampling_parameters():
+    assert get_type_hints(SamplingOptions) == get_type_hints(SamplingParams)
+
+
+def test_request_options_are_the_requests_fields():
+    wanted = {name: hint for name, hint in get_type_hints(Request).items() if name not in OURS}
+    given = get_type_hints(RequestOptions)
+    assert given | {"stop": tuple[str, ...]} == wanted
+    assert {*GenerateOptions.__annotations__} == {*given, *get_type_hints(SamplingParams), "params"}
+
+
+PROGRAM = """
+import pyspec
+
+engine = pyspec.Engine.load("demo", np={np}, kv_type="f32")
+text: str = engine.generate("Hi", {temperature}=1, max_tokens=4).text
+tokens: {tokens} = engine.chat([{{"role": "user", "content": "Hi"}}]).tokens
+several: list[pyspec.Result] = engine.generate_many(["a", "b"], progress=lambda done, of: None)
+for one in engine.generate_many(["a"], return_exceptions=True):
+    said: str = str(one) if isinstance(one, pyspec.PyspecError) else one.text
+"""
+FINE = {"np": "8", "temperature": "temperature", "tokens": "tuple[int, ...]"}
+PLANTED = {"np": '"eight"', "temperature": "temprature", "tokens": "list[str]"}
+
+
+@pytest.mark.slow
+def test_a_type_checker_finds_planted_mistakes_and_no_others(tmp_path: Path):
+    fine, planted = tmp_path / "fine.py", tmp_path / "planted.py"
+    fine.write_text(PROGRAM.format(**FINE))
+    planted.write_text(PROGRAM.format(**PLANTED))
+    mypy = [sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=silent", "--ignore-missing-imports"]
+    done = subprocess.run(
+        [*mypy, f"--cache-dir={tmp_path / 'cache'}", str(fine), str(planted)], capture_output=True, text=True
+    )
+    found = [line for line in done.stdout.splitlines() if "error:" in line]
+    assert len(found) == 3 and all("planted.py" in line for line in found), done.stdout
+    for line, word in zip(found, ('"np"', '"temprature"', "list[str]"), strict=True):
+        assert word in line
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"np": "eight"}, r"^np is 'eight'; want a whole number from 1 to 256$"),
+        ({"ctx": -1}, r"^ctx is -1; want"),
+        ({"kv_type": "f64"}, r"^kv_type is 'f64'; want one of"),
+        ({"kv_typ": "f16"}, r"^no setting 'kv_typ'; did you mean 'kv_type'\?$"),
+        ({"batch": 5, "ubatch": 512}, r"^batch is 5; want ubatch \(512\) to"),
+        ({"np": 256, "ctx": 1 << 24}, r"^np=256 times ctx=16777216 is \d+ tokens; want at most \d+ \(kv_pool shares fewer\)$"),
+        ({"target": "gone.gguf"}, r"^no file gone\.gguf"),
+    ],
+)  # fmt: skip
+def test_a_load_refuses_in_the_words_of_a_program(values: dict, message: str):
+    with pytest.raises(ConfigError, match=message):
+        Engine.load(**{"target": "demo", **values})
+
+
+def test_flags_in_messages_become_arguments():
+    assert with_arguments("this would fit: -np 3 or -c 2048 or --draft-head full") == (
+        "this would fit: np=3 or ctx=2048 or draft_head='full'"
+    )
+    assert with_arguments("it holds 64 (raise it with -c)") == "it holds 64 (raise it with ctx)"
+    assert with_arguments("a-np --unknown 3 -md x") == "a-np --unknown 3 draft x"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"temperature": -1}, "temperature is -1; want a number from 0 to 100"),
+        ({"top_p": 1.5}, "top_p is 1.5; want a number from 0 to 1"),
+        ({"max_tokens": "ten"}, "max_tokens is 'ten'"),
+        ({"stop": [1]}, r"stop\[0\] is 1; want text"),
+        ({"params": {"top_k": 1}}, "want a pyspec.SamplingParams"),
+        ({"temprature": 1}, "no sampling parameter 'temprature'; did you mean 'temperature'"),
+    ],
+)
+def test_a_wrong_value_is_refused_before_anything_runs(given: dict, message: str):
+    with pytest.raises(PyspecError, match=message):
+        options.request_of((1,), given)
+
+
+@pytest.mark.parametrize(
+    ("messages", "message"),
+    [
+        ("Hi", "want a list of messages"),
+        ([], "the list is empty"),
+        (["Hi"], r"messages\[0\] is 'Hi'"),
+        ([{"content": "Hi"}], r"messages\[0\]\.role is None"),
+        ([{"role": "user", "content": "a"}, {"role": "user"}], r"messages\[1\] has no content"),
+    ],
+)
+def test_what_is_no_chat_is_refused(messages: list, message: str):
+    with pytest.raises(RequestError, match=message):
+        options.check_messages(messages)
+
+
+def test_a_call_of_tools_needs_no_content_and_ids_may_be_of_any_whole_type():
+    import numpy
+
+    options.check_messages([{"role": "assistant", "tool_calls": [{}]}])
+    assert options.ids_of(numpy.array([1, 2])) == (1, 2) and type(options.ids_of([numpy.int32(3)])[0]) is int
+    with pytest.raises(RequestError, match=r"prompt\[1\] is 1\.5; want a token id"):
+        options.ids_of([1, 1.5])
