@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -19,11 +20,11 @@ from starlette.types import ASGIApp
 
 from pyspec.errors import NotFound, NotSupported, PyspecError, Unavailable
 from pyspec.server.api import views
-from pyspec.server.api.ask import validate
+from pyspec.server.api.ask import Kind, count_tokens
 from pyspec.server.api.generate import generation
 from pyspec.server.api.openapi import document
-from pyspec.server.api.prompts import chat_ids, chat_text, check_ids, mixed_ids
-from pyspec.server.api.schema import ChatBody, DetokenizeBody, TemplateBody, TokenizeBody
+from pyspec.server.api.prompts import chat_text, check_ids, mixed_ids
+from pyspec.server.api.schema import DetokenizeBody, TemplateBody, TokenizeBody, validate
 from pyspec.server.api.unsupported import refuse_unsupported
 from pyspec.server.engine import EngineLike
 from pyspec.server.http.body import ClientGone, on_gone, parse_object, read_body
@@ -46,8 +47,6 @@ NOT_HERE = (
     "/v1/rerank",
     "/v1/reranking",
     "/infill",
-    "/v1/responses",
-    "/v1/messages",
     "/v1/audio/transcriptions",
     "/lora-adapters",
     "/slots/{slot}",
@@ -111,6 +110,12 @@ def _routes(service: Service) -> list[BaseRoute]:
         "/v1/completions": generation(service, "text"),
         "/completion": generation(service, "native"),
         "/completions": generation(service, "native"),
+        "/v1/messages": generation(service, "messages"),
+        "/v1/messages/count_tokens": _with_body(service, _count_tokens),
+        "/v1/responses": generation(service, "responses"),
+        "/responses": generation(service, "responses"),
+        "/v1/responses/input_tokens": _with_body(service, partial(_input_tokens, kind="responses")),
+        "/responses/input_tokens": _with_body(service, partial(_input_tokens, kind="responses")),
         "/v1/chat/completions/input_tokens": _with_body(service, _input_tokens),
         "/chat/completions/input_tokens": _with_body(service, _input_tokens),
         "/tokenize": _with_body(service, _tokenize),
@@ -253,9 +258,12 @@ def _apply_template(service: Service, raw: bytes) -> object:
     return {"prompt": chat_text(service.engine.template, body, service.settings.limits)}
 
 
-def _input_tokens(service: Service, raw: bytes) -> object:
-    value = parse_object(raw, service.settings.limits)
-    refuse_unsupported(value)
-    body = validate(ChatBody, value)
-    ids = chat_ids(service.engine, body, service.settings.limits)
-    return {"object": "response.input_tokens", "input_tokens": len(ids)}
+def _input_tokens(service: Service, raw: bytes, kind: Kind = "chat") -> object:
+    return {
+        "object": "response.input_tokens",
+        "input_tokens": count_tokens(kind, raw, service.engine, service.settings),
+    }
+
+
+def _count_tokens(service: Service, raw: bytes) -> object:
+    return {"input_tokens": count_tokens("messages", raw, service.engine, service.settings)}

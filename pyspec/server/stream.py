@@ -22,7 +22,6 @@ from pyspec.server.http.body import ClientGone
 
 log = logging.getLogger(__name__)
 
-PING = b": ping\n\n"
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -93,7 +92,7 @@ async def chunks(submission: Submission, ask: Ask, answer: Answer) -> AsyncGener
                     yield b"".join([*parts, answer.error(error)])
                     return
                 parts.append(_encode(i, event, choices[i], ask, answer))
-            yield b"".join(parts) if batch else PING
+            yield b"".join(parts) if batch else answer.ping
     yield answer.tail(choices)
 
 
@@ -103,9 +102,9 @@ def _encode(i: int, event: Event, choice: Choice, ask: Ask, answer: Answer) -> b
         return answer.delta(i, choice, event)
     if isinstance(event, Done):
         return answer.finish(i, choice)
-    if ask.return_progress and isinstance(event, Started):
-        event = Progress(event.request, event.n_prompt, event.n_cached, event.n_cached, 0.0)
-        return answer.progress(i, event)
+    if isinstance(event, Started):
+        progress = Progress(event.request, event.n_prompt, event.n_cached, event.n_cached, 0.0)
+        return answer.opening(i, choice) + (answer.progress(i, progress) if ask.return_progress else b"")
     if ask.return_progress and isinstance(event, Progress) and event.n_processed > event.n_cached:
         return answer.progress(i, event)
     return b""

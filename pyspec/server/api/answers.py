@@ -17,6 +17,7 @@ from pyspec.server.http.envelope import dumps
 FINISH_REASON = {"eos": "stop", "stop": "stop", "length": "length"}
 STOP_TYPE = {"eos": "eos", "stop": "word", "length": "limit"}
 FINGERPRINT = "b1-pyspec"
+PING = b": ping\n\n"
 LOGPROB_MIN = -9999.0  # JSON has no minus infinity
 
 
@@ -26,6 +27,7 @@ class Choice:
 
     slot: int = -1
     n_prompt: int = 0
+    n_cached: int = 0
     n_predicted: int = 0
     has_new_line: bool = False
     text: list[str] = field(default_factory=list)
@@ -43,7 +45,7 @@ class Choice:
                 self.tokens += event.tokens
                 self.logprobs += event.logprobs
         elif isinstance(event, Started):
-            self.slot, self.n_prompt = event.slot, event.n_prompt
+            self.slot, self.n_prompt, self.n_cached = event.slot, event.n_prompt, event.n_cached
         elif isinstance(event, Done):
             self.done = event
 
@@ -51,7 +53,13 @@ class Choice:
 class Answer(Protocol):
     """Turns choices into one object, or their events into server-sent events. Empty bytes: nothing to send."""
 
+    ping: bytes  # what keeps a silent stream open
+
     def whole(self, choices: Sequence[Choice]) -> Any: ...
+
+    def opening(self, i: int, choice: Choice) -> bytes:
+        """The request sits in a slot: nothing was generated yet."""
+        ...
 
     def delta(self, i: int, choice: Choice, event: Delta) -> bytes: ...
 

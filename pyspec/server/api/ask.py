@@ -7,17 +7,16 @@ field. What it returns is plain data; nothing has been submitted yet.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
-
-from pydantic import ValidationError
+from typing import Any, Literal
 
 from pyspec.errors import RequestError
 from pyspec.request import EngineInfo, Request, SamplingParams
+from pyspec.server.api import anthropic, responses
 from pyspec.server.api.params import draft_limit, sampling_params, stop_strings
 from pyspec.server.api.prompts import chat_ids, prompt_ids, split_prompts
-from pyspec.server.api.schema import SEED_MAX, Body, ChatBody, Generate, NativeBody, TextBody
+from pyspec.server.api.schema import SEED_MAX, ChatBody, Generate, NativeBody, TextBody, validate
 from pyspec.server.api.unsupported import refuse_tool_calls, refuse_unsupported
 from pyspec.server.engine import EngineLike, TokenizerLike
 from pyspec.server.http.body import parse_object
@@ -25,9 +24,13 @@ from pyspec.server.settings import Limits, ServerSettings
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["chat", "text", "native"]
-BODIES: dict[Kind, type[Generate]] = {"chat": ChatBody, "text": TextBody, "native": NativeBody}
-AnyBody = TypeVar("AnyBody", bound=Body)
+Kind = Literal["chat", "text", "native", "messages", "responses"]
+BODIES: dict[Kind, type[Generate]] = {"text": TextBody, "native": NativeBody}  # all others are chats
+TO_CHAT: dict[Kind, Callable[[dict[str, Any], Limits], dict[str, Any]]] = {
+    "messages": anthropic.to_chat,
+    "responses": responses.to_chat,
+}
+"""Interfaces whose bodies are written anew as those of chat completions; from there on there is one way."""
 
 _logged: set[str] = set()
 """Ignored field names already logged. Bounded: clients choose the names."""
@@ -47,30 +50,17 @@ class Ask:
     timings_per_token: bool
     ping_s: float
     prompt_texts: tuple[str, ...]  # native only: the prompt of each choice
+    repeated: Mapping[str, Any]  # responses only: fields of the body that the answer has, too
 
     @property
     def logprobs(self) -> bool:
         return self.requests[0].params.logprobs is not None
 
 
-def validate(model: type[AnyBody], value: dict[str, Any]) -> AnyBody:
-    """The body as its model, or a RequestError with the first wrong field's name."""
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise RequestError(f"{where}: {first['msg'][:1].lower()}{first['msg'][1:]}") from None
-
-
 def prepare(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings) -> Ask:
     """Check a body and make its requests. Raises RequestError, NotSupported."""
-    value = parse_object(raw, settings.limits)
-    refuse_unsupported(value)
-    if kind == "chat":
-        refuse_tool_calls(value)
-    body = validate(BODIES[kind], value)
-    _tell_ignored(value, BODIES[kind])
+    sent = parse_object(raw, settings.limits)
+    body = _checked(kind, sent, settings.limits)
     params = sampling_params(body, engine.tokenizer, settings)
     prompts = _tokenise(body, engine, settings.limits)
     n = _n_choices(body, engine.info)
@@ -87,7 +77,27 @@ def prepare(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings
         timings_per_token=bool(body.timings_per_token),
         ping_s=ping_s if ping_s > 0 else settings.limits.total_s,
         prompt_texts=_texts(kind, engine.tokenizer, prompts, n),
+        repeated=responses.repeated(sent) if kind == "responses" else {},
     )
+
+
+def count_tokens(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings) -> int:
+    """Tokens of the prompt that a chat's body would have."""
+    body = _checked(kind, parse_object(raw, settings.limits), settings.limits, generates=False)
+    return sum(len(ids) for ids in _tokenise(body, engine, settings.limits))
+
+
+def _checked(kind: Kind, sent: dict[str, Any], limits: Limits, *, generates: bool = True) -> Generate:
+    """The body as its model, whatever interface it came by."""
+    value = TO_CHAT[kind](sent, limits) if kind in TO_CHAT else sent
+    model = BODIES.get(kind, ChatBody)
+    refuse_unsupported(value)
+    if model is ChatBody and generates:
+        refuse_tool_calls(value)
+    body = validate(model, value)
+    if generates:
+        _tell_ignored(value, model)
+    return body
 
 
 def _request(

@@ -1,4 +1,4 @@
-"""The three generation routes: one path, three formats."""
+"""The generation routes: one path, and a format for each interface."""
 
 from __future__ import annotations
 
@@ -9,16 +9,26 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from pyspec.server.api.answers import Answer
+from pyspec.server.api.anthropic_answer import MessagesAnswer
 from pyspec.server.api.ask import Ask, Kind, prepare
 from pyspec.server.api.native import NativeAnswer
 from pyspec.server.api.openai import ChatAnswer, TextAnswer
+from pyspec.server.api.responses_answer import ResponsesAnswer
 from pyspec.server.bridge import Submission
+from pyspec.server.engine import TokenizerLike
 from pyspec.server.http.body import read_body
 from pyspec.server.http.envelope import JSON
 from pyspec.server.service import Service
 from pyspec.server.stream import EventStream, chunks, gather, while_connected
 
 Handler = Callable[[Request], Awaitable[ASGIApp]]
+ANSWERS: dict[Kind, Callable[[Ask, str, TokenizerLike], Answer]] = {
+    "chat": ChatAnswer,
+    "text": TextAnswer,
+    "native": NativeAnswer,
+    "messages": MessagesAnswer,
+    "responses": ResponsesAnswer,
+}
 
 
 def generation(service: Service, kind: Kind) -> Handler:
@@ -36,7 +46,7 @@ def generation(service: Service, kind: Kind) -> Handler:
 async def _answer(service: Service, kind: Kind, raw: bytes) -> ASGIApp:
     ask = await service.text(prepare, kind, raw, service.engine, service.settings)
     submission = await service.start(ask)
-    answer = _format(ask, service)
+    answer = ANSWERS[ask.kind](ask, service.model, service.engine.tokenizer)
     if ask.stream:
         return EventStream(submission, chunks(submission, ask, answer), lambda: service.end(submission))
     return await _whole(service, submission, ask, answer)
@@ -48,12 +58,3 @@ async def _whole(service: Service, submission: Submission, ask: Ask, answer: Ans
     finally:
         service.end(submission)
     return JSON(answer.whole(choices))
-
-
-def _format(ask: Ask, service: Service) -> Answer:
-    tokenizer = service.engine.tokenizer
-    if ask.kind == "chat":
-        return ChatAnswer(ask, service.model, tokenizer)
-    if ask.kind == "text":
-        return TextAnswer(ask, service.model, tokenizer)
-    return NativeAnswer(ask, service.model, tokenizer)

@@ -7,7 +7,16 @@ from typing import Any
 
 from pyspec.errors import PyspecError
 from pyspec.request import Delta, Progress, TokenLogprob
-from pyspec.server.api.answers import Choice, logprob_list, native_final, progress_dict, sampled_list, sse, timings_dict
+from pyspec.server.api.answers import (
+    PING,
+    Choice,
+    logprob_list,
+    native_final,
+    progress_dict,
+    sampled_list,
+    sse,
+    timings_dict,
+)
 from pyspec.server.api.ask import Ask
 from pyspec.server.engine import TokenizerLike
 from pyspec.server.http.envelope import error_body
@@ -15,6 +24,8 @@ from pyspec.server.http.envelope import error_body
 
 class NativeAnswer:
     """`/completion`: one object, or a list of them when several prompts or choices were asked for."""
+
+    ping = PING
 
     def __init__(self, ask: Ask, model: str, tokenizer: TokenizerLike) -> None:
         self._ask = ask
@@ -24,6 +35,9 @@ class NativeAnswer:
     def whole(self, choices: Sequence[Choice]) -> Any:
         values = [self._final(i, choice, streamed=False) for i, choice in enumerate(choices)]
         return values[0] if len(values) == 1 else values
+
+    def opening(self, i: int, choice: Choice) -> bytes:
+        return b""
 
     def delta(self, i: int, choice: Choice, event: Delta) -> bytes:
         """Tokens are sent as they come, also when their text is still held back."""

@@ -16,6 +16,7 @@ from pyspec.request import Delta, Progress, TokenLogprob
 from pyspec.server.api.answers import (
     FINGERPRINT,
     FINISH_REASON,
+    PING,
     Choice,
     logprob_list,
     measured,
@@ -35,6 +36,7 @@ DONE = b"data: [DONE]\n\n"
 class _OpenAI(ABC):
     """What the chat and the text format share: head, usage, held-back logprobs, the tail of a stream."""
 
+    ping = PING
     prefix = ""
     whole_object = ""
     chunk_object = ""
@@ -68,6 +70,9 @@ class _OpenAI(ABC):
 
     def error(self, error: PyspecError) -> bytes:
         return sse(error_body(error)) + DONE
+
+    def opening(self, i: int, choice: Choice) -> bytes:
+        return b""
 
     def delta(self, i: int, choice: Choice, event: Delta) -> bytes:
         """A chunk for the text this run released; figures of tokens without text wait for the next one."""

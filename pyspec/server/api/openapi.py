@@ -9,6 +9,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 import pyspec
+from pyspec.server.api.anthropic import MessagesBody
+from pyspec.server.api.responses import ResponsesBody
 from pyspec.server.api.schema import ChatBody, DetokenizeBody, NativeBody, TemplateBody, TextBody, TokenizeBody
 
 POSTS: dict[str, tuple[type[BaseModel], str, tuple[str, ...]]] = {
@@ -16,11 +18,15 @@ POSTS: dict[str, tuple[type[BaseModel], str, tuple[str, ...]]] = {
     "/v1/completions": (TextBody, "Continue a prompt (OpenAI)", ("choices", "usage")),
     "/completion": (NativeBody, "Continue a prompt (llama-server)", ()),
     "/v1/chat/completions/input_tokens": (ChatBody, "Count the tokens of a chat", ("input_tokens",)),
+    "/v1/messages": (MessagesBody, "Answer a chat (Anthropic)", ("content", "stop_reason", "usage")),
+    "/v1/messages/count_tokens": (MessagesBody, "Count the tokens of a chat (Anthropic)", ("input_tokens",)),
+    "/v1/responses": (ResponsesBody, "Answer a chat (OpenAI's responses)", ("id", "output", "usage")),
+    "/v1/responses/input_tokens": (ResponsesBody, "Count the tokens of a chat (OpenAI's responses)", ("input_tokens",)),
     "/tokenize": (TokenizeBody, "Text to token ids", ("tokens",)),
     "/detokenize": (DetokenizeBody, "Token ids to text", ("content",)),
     "/apply-template": (TemplateBody, "Render a chat to its prompt", ("prompt",)),
 }
-GENERATE = frozenset({"/v1/chat/completions", "/v1/completions", "/completion"})
+GENERATE = frozenset({"/v1/chat/completions", "/v1/completions", "/completion", "/v1/messages", "/v1/responses"})
 GETS: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "/health": ("Is the engine alive", "application/json", (503,)),
     "/ready": ("Would new work be served soon", "application/json", (401, 503)),
@@ -42,8 +48,22 @@ ERRORS = {
     500: "The server failed",
     501: "Known, but not supported",
     503: "Loading, shutting down or stopped",
+    529: "Loading, shutting down or stopped",
 }
 BODY_ERRORS = (400, 401, 403, 405, 408, 413, 429, 500, 501, 503)
+ANTHROPIC_ERRORS = (400, 401, 403, 405, 408, 413, 429, 500, 529)
+ANTHROPIC_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
 ERROR_SCHEMA = {
     "type": "object",
     "required": ["error"],
@@ -71,13 +91,16 @@ def document() -> dict[str, Any]:
         [(model, "validation") for model in sorted(models, key=lambda m: m.__name__)],
         ref_template="#/components/schemas/{model}",
     )
-    schemas = {**defs["$defs"], "Error": ERROR_SCHEMA}
+    schemas = {**defs["$defs"], "Error": ERROR_SCHEMA, "AnthropicError": ANTHROPIC_ERROR_SCHEMA}
     paths: dict[str, Any] = {}
     for path, (about, content_type, codes) in GETS.items():
         paths[path] = {"get": _operation(about, content_type, {"type": ["object", "array", "string"]}, codes)}
     for path, (model, about, fields) in POSTS.items():
         shape = {"type": ["object", "array"], "required": list(fields)}
-        operation = _operation(about, "application/json", shape, BODY_ERRORS)
+        if model is MessagesBody:
+            operation = _operation(about, "application/json", shape, ANTHROPIC_ERRORS, "AnthropicError")
+        else:
+            operation = _operation(about, "application/json", shape, BODY_ERRORS)
         if path in GENERATE:
             events = "Server-sent events, with stream: true"
             operation["responses"]["200"]["content"]["text/event-stream"] = {
@@ -103,8 +126,10 @@ def document() -> dict[str, Any]:
     }
 
 
-def _operation(about: str, content_type: str, schema: dict[str, Any], codes: tuple[int, ...]) -> dict[str, Any]:
-    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+def _operation(
+    about: str, content_type: str, schema: dict[str, Any], codes: tuple[int, ...], error_schema: str = "Error"
+) -> dict[str, Any]:
+    error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{error_schema}"}}}
     responses: dict[str, Any] = {"200": {"description": "OK", "content": {content_type: {"schema": schema}}}}
     for code in codes:
         responses[str(code)] = {"description": ERRORS[code], "content": error}

@@ -7,10 +7,12 @@ published OpenAPI document is made from these models. Fields that would change t
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic_core import PydanticCustomError
+
+from pyspec.errors import RequestError
 
 INT32 = 2**31 - 1
 SEED_MAX = 2**32 - 1
@@ -177,6 +179,9 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False, protected_namespaces=())
 
 
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
 
@@ -312,3 +317,13 @@ class DetokenizeBody(Body):
     """`/detokenize`."""
 
     tokens: list[Count]
+
+
+def validate(model: type[AnyBody], value: dict[str, Any]) -> AnyBody:
+    """The body as its model, or a RequestError with the first wrong field's name."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise RequestError(f"{where}: {first['msg'][:1].lower()}{first['msg'][1:]}") from None

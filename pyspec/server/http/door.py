@@ -6,7 +6,7 @@ from starlette.applications import Starlette
 from starlette.types import Receive, Scope, Send
 
 from pyspec.errors import Unavailable
-from pyspec.server.http.envelope import JSON, error_body
+from pyspec.server.http.envelope import error_response
 from pyspec.server.service import Service
 
 LOADING = Unavailable("Loading model")  # llama-server's words: clients wait for them to go away
@@ -28,7 +28,7 @@ class Door:
         elif self.app is not None:
             await self.app(scope, receive, send)
         else:
-            await JSON(error_body(LOADING), status_code=LOADING.status)(scope, receive, send)
+            await error_response(scope["path"], LOADING)(scope, receive, send)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         """The application comes later than its start-up would, so its end is told here."""

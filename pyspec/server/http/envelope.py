@@ -1,4 +1,4 @@
-"""Errors as clients see them: `{"error": {"code", "message", "type"}}`, llama-server's shape, on every path.
+"""Errors as clients see them: `{"error": {"code", "message", "type"}}`, llama-server's shape, on every path but Anthropic's.
 
 A `PyspecError` brings its own status and type. Whatever else escapes a handler is a bug of ours: it becomes a bare 500
 and its traceback goes to the log.
@@ -28,6 +28,20 @@ TYPES = {
     500: "server_error",
     501: "not_supported_error",
     503: "unavailable_error",
+}
+
+
+ANTHROPIC_PATH = "/v1/messages"
+ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    529: "overloaded_error",
 }
 
 
@@ -65,6 +79,21 @@ def error_body(error: PyspecError) -> dict[str, Any]:
     return {"error": inner}
 
 
+def anthropic_error(status: int, message: str) -> tuple[int, dict[str, Any]]:
+    """Status and envelope of an error as Anthropic's clients know them: what passes by itself is 529, what is not supported 400."""
+    status = {503: 529, 501: 400}.get(status, status)
+    inner = {"type": ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")}
+    return status, {"type": "error", "error": inner | {"message": message}}
+
+
+def error_response(path: str, error: PyspecError, headers: dict[str, str] | None = None) -> Response:
+    """An error in the words of the interface that the path belongs to."""
+    if path.endswith((ANTHROPIC_PATH, f"{ANTHROPIC_PATH}/count_tokens")):
+        status, body = anthropic_error(error.status, str(error))
+        return JSON(body, status_code=status, headers=headers)
+    return JSON(error_body(error), status_code=error.status, headers=headers)
+
+
 async def on_error(request: Request, error: Exception) -> Response:
     """Answer a PyspecError."""
     assert isinstance(error, PyspecError)
@@ -75,7 +104,15 @@ async def on_error(request: Request, error: Exception) -> Response:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status in (408, 413):  # the body was not read to its end
         headers["Connection"] = "close"
-    return JSON(error_body(error), status_code=error.status, headers=headers)
+    return error_response(request.url.path, error, headers)
+
+
+class _Said(PyspecError):
+    """What the framework refuses, or a bug: an error with a status of its own."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status, self.kind = status, TYPES.get(status, "server_error")
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
@@ -84,11 +121,9 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     status = error.status_code
     what = {404: f"no such path: {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
     message = what.get(status, HTTPStatus(status).phrase.lower())
-    inner = {"code": status, "message": message, "type": TYPES.get(status, "server_error")}
-    return JSON({"error": inner}, status_code=status, headers=error.headers)
+    return error_response(request.url.path, _Said(status, message), dict(error.headers or {}))
 
 
 async def on_bug(request: Request, error: Exception) -> Response:
     """Answer anything else; the framework logs the traceback and raises on."""
-    inner = {"code": 500, "message": "the server failed on this request; its log says why", "type": "server_error"}
-    return JSON({"error": inner}, status_code=500)
+    return error_response(request.url.path, _Said(500, "the server failed on this request; its log says why"))

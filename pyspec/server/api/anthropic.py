@@ -1,0 +1,266 @@
+"""Anthropic's messages, written anew as a body of chat completions. What is no part of a chat passes on as it is.
+
+Images, documents and tools that a server would run are refused by name; hints for caching and billing are ignored: every prompt
+is cached, and nothing is billed.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from pyspec.errors import NotSupported, RequestError
+from pyspec.server.api.schema import Body, Count, validate
+from pyspec.server.settings import Limits
+
+MAX_TOKENS = 4096  # if a body does not say, as llama-server has it; Anthropic's own interface insists
+HANDLED = frozenset(
+    {"system", "messages", "tools", "tool_choice", "stop_sequences", "max_tokens", "thinking", "output_config"}
+)
+IGNORED = frozenset(
+    {"anthropic_beta", "betas", "cache_control", "context_management", "diagnostics", "inference_geo", "metadata"}
+    | {"service_tier", "speed"}
+)
+CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+Name = Annotated[str, Field(min_length=1, max_length=256)]
+
+
+class ConversationTurn(Body):
+    """One message. Its content is text, or a list of blocks, which are checked where they are read."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
+class MessagesTool(Body):
+    """A tool to show to the model. Tools with another type are run by Anthropic's servers."""
+
+    name: Name
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    type: str | None = None
+    strict: bool | None = None
+
+
+class ToolSelection(Body):
+    """Which tools the model may or must call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: Name | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Thinking(Body):
+    """Whether the model thinks before it answers, and for how many tokens at most."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Count | None = None
+
+
+class OutputFormat(Body):
+    """A JSON Schema that the answer has to keep."""
+
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class OutputConfig(Body):
+    """Effort, and the format of the answer."""
+
+    effort: str | None = None
+    format: OutputFormat | None = None
+
+
+class MessagesBody(Body):
+    """`/v1/messages`. Sampling parameters of chat completions are taken, too."""
+
+    model: str | None = None
+    messages: Annotated[list[ConversationTurn], Field(min_length=1)]
+    system: str | list[dict[str, Any]] | None = None
+    max_tokens: Count | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    tools: list[MessagesTool] | None = None
+    tool_choice: ToolSelection | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+def to_chat(sent: dict[str, Any], limits: Limits) -> dict[str, Any]:
+    """The same request as a body of `/v1/chat/completions`. Raises RequestError, NotSupported."""
+    body = validate(MessagesBody, sent)
+    chat = {name: value for name, value in sent.items() if name not in HANDLED | IGNORED}
+    for name in ("container", "mcp_servers"):
+        if chat.pop(name, None):
+            raise NotSupported(f"{name} is not supported; leave it out")
+    chat["messages"] = [*_system(body.system), *_turns(body.messages, limits)]
+    chat["max_tokens"] = MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if body.stop_sequences:
+        chat["stop"] = body.stop_sequences
+    if body.tools:
+        chat["tools"] = [_tool(tool, i) for i, tool in enumerate(body.tools)]
+    if body.tool_choice is not None:
+        chat |= _tool_choice(body.tool_choice)
+    return chat | _thinking(body.thinking, sent) | _output(body.output_config)
+
+
+def _system(system: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """The system prompt. Its blocks follow each other without a break, as llama-server has them."""
+    if system is None:
+        return []
+    blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
+    return [{"role": "system", "content": "".join(_text(block, f"system.{i}") for i, block in enumerate(blocks))}]
+
+
+def _turns(turns: list[ConversationTurn], limits: Limits) -> list[dict[str, Any]]:
+    if len(turns) > limits.messages:
+        raise RequestError(f"messages: {len(turns)} of them; at most {limits.messages} are taken")
+    messages: list[dict[str, Any]] = []
+    for i, turn in enumerate(turns):
+        where = f"messages.{i}.content"
+        if isinstance(turn.content, str):
+            messages.append({"role": turn.role, "content": turn.content})
+        elif turn.role == "assistant":
+            messages += _assistant(turn.content, where)
+        else:
+            messages += _said(turn.role, turn.content, where)
+    return messages
+
+
+def _said(role: str, blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    """A user's message: what is text, and results of tools as messages of their own, in their order."""
+    messages: list[dict[str, Any]] = []
+    for i, block in enumerate(blocks):
+        at = f"{where}.{i}"
+        if _kind(block, at) == "tool_result":
+            messages.append(_result(block, at))
+            continue
+        part = {"type": "text", "text": _text(block, at)}
+        if messages and messages[-1]["role"] == role:
+            messages[-1]["content"].append(part)
+        else:
+            messages.append({"role": role, "content": [part]})
+    return messages
+
+
+def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
+    """A tool's result. Templates know of no failed ones: what went wrong is in the text."""
+    call = block.get("tool_use_id")
+    if not isinstance(call, str):
+        raise RequestError(f"{where}.tool_use_id: a string that names the call")
+    content = block.get("content")
+    if isinstance(content, list):
+        content = "".join(_text(part, f"{where}.content.{i}") for i, part in enumerate(content))
+    if not (content is None or isinstance(content, str)):
+        raise RequestError(f"{where}.content: a string or a list of text blocks")
+    return {"role": "tool", "tool_call_id": call, "content": content or ""}
+
+
+def _assistant(blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
+    """What the model said: its thoughts, its text and its calls. Thoughts that are encrypted can not be read and are left out."""
+    thoughts: list[str] = []
+    texts: list[dict[str, Any]] = []
+    calls: list[dict[str, Any]] = []
+    for i, block in enumerate(blocks):
+        at = f"{where}.{i}"
+        kind = _kind(block, at)
+        if kind == "thinking":
+            thoughts.append(_string(block, "thinking", at))
+        elif kind == "tool_use":
+            calls.append(_call(block, at))
+        elif kind != "redacted_thinking":
+            texts.append({"type": "text", "text": _text(block, at)})
+    if not (thoughts or texts or calls):
+        return []
+    message: dict[str, Any] = {"role": "assistant", "content": texts or ""}
+    if calls:
+        message["tool_calls"] = calls
+    if thoughts:
+        message["reasoning_content"] = "".join(thoughts)
+    return [message]
+
+
+def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
+    given = block.get("input")
+    if not (given is None or isinstance(given, dict)):
+        raise RequestError(f"{where}.input: an object")
+    function = {"name": _string(block, "name", where), "arguments": json.dumps(given or {}, ensure_ascii=False)}
+    return {"id": _string(block, "id", where), "type": "function", "function": function}
+
+
+def _kind(block: dict[str, Any], where: str) -> str:
+    kind = block.get("type")
+    if not isinstance(kind, str):
+        raise RequestError(f'{where}.type: missing; a block is an object such as {{type: "text", text: "..."}}')
+    return kind
+
+
+def _text(block: Any, where: str) -> str:
+    """The text of a block that can be nothing else."""
+    if not isinstance(block, dict):
+        raise RequestError(f"{where}: a block is an object with a type")
+    kind = _kind(block, where)
+    if kind == "image":
+        raise NotSupported(f"{where}: image input is not supported")
+    if kind != "text":
+        raise NotSupported(f"{where}: blocks of type {kind[:40]!r} are not supported here")
+    return _string(block, "text", where)
+
+
+def _string(block: dict[str, Any], name: str, where: str) -> str:
+    value = block.get(name)
+    if not isinstance(value, str):
+        raise RequestError(f"{where}.{name}: a string is needed")
+    return value
+
+
+def _tool(tool: MessagesTool, i: int) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        raise NotSupported(
+            f"tools.{i}: {tool.type[:40]!r} would be run by a server; only tools of your own are supported"
+        )
+    function: dict[str, Any] = {
+        "name": tool.name,
+        "description": tool.description or "",
+        "parameters": tool.input_schema or {},
+    }
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: ToolSelection) -> dict[str, Any]:
+    chat: dict[str, Any] = {"tool_choice": CHOICES.get(choice.type)}
+    if choice.type == "tool":
+        if choice.name is None:
+            raise RequestError("tool_choice.name: the tool's name is needed")
+        chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
+    if choice.disable_parallel_tool_use is not None:
+        chat["parallel_tool_calls"] = not choice.disable_parallel_tool_use
+    return chat
+
+
+def _thinking(thinking: Thinking | None, sent: dict[str, Any]) -> dict[str, Any]:
+    """Without a word on it the template's own default holds."""
+    if thinking is None:
+        return {}
+    said = sent.get("chat_template_kwargs")
+    thinks = {"enable_thinking": thinking.type != "disabled"} | (said if isinstance(said, dict) else {})
+    budget = {} if thinking.budget_tokens is None else {"reasoning_budget_tokens": thinking.budget_tokens}
+    return {"chat_template_kwargs": thinks} | (budget if thinking.type == "enabled" else {})
+
+
+def _output(config: OutputConfig | None) -> dict[str, Any]:
+    chat: dict[str, Any] = {}
+    if config is not None and config.effort is not None:
+        chat["reasoning_effort"] = config.effort
+    if config is not None and config.format is not None:
+        schema = {"name": "output", "schema": config.format.schema_, "strict": True}
+        chat["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return chat

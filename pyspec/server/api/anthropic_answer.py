@@ -1,0 +1,130 @@
+"""Anthropic's answers: a message of blocks, whole or as events."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+from pyspec.errors import PyspecError
+from pyspec.request import Done, Progress
+from pyspec.server.api.answers import Choice
+from pyspec.server.api.ask import Ask
+from pyspec.server.api.parted import PartedAnswer, Sent, named_event
+from pyspec.server.engine import TokenizerLike
+from pyspec.server.http.envelope import anthropic_error
+from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
+
+STOP_REASON = {"eos": "end_turn", "stop": "stop_sequence", "length": "max_tokens"}
+SIGNATURE = ""  # of thoughts: nobody here signs them, and none is asked for when they come back
+
+
+def usage(n_prompt: int, n_cached: int, n_out: int, n_thinking: int = 0) -> dict[str, Any]:
+    """Anthropic counts what came from the cache apart. Nothing is marked to be written there: all of it is."""
+    value: dict[str, Any] = {
+        "input_tokens": n_prompt - n_cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": n_cached,
+        "output_tokens": n_out,
+    }
+    return value | ({"output_tokens_details": {"thinking_tokens": n_thinking}} if n_thinking else {})
+
+
+class MessagesAnswer(PartedAnswer):
+    """`/v1/messages`. Each thought, text and call is a block; they are numbered in the order they come in."""
+
+    ping = named_event({"type": "ping"})
+
+    def __init__(self, ask: Ask, model: str, tokenizer: TokenizerLike) -> None:
+        super().__init__(ask, model, tokenizer)
+        self._blocks: list[dict[str, Any]] = []
+        self._head: dict[str, Any] = {
+            "id": f"msg_{secrets.token_hex(12)}",
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+        }
+
+    def opening(self, i: int, choice: Choice) -> bytes:
+        empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+        message = self._head | empty | {"usage": usage(choice.n_prompt, choice.n_cached, 0)}
+        return named_event({"type": "message_start", "message": message})
+
+    def progress(self, i: int, event: Progress) -> bytes:
+        return self.ping
+
+    def error(self, error: PyspecError) -> bytes:
+        return named_event(anthropic_error(error.status, str(error))[1])
+
+    # -- blocks --------------------------------------------------------------------------------------------------
+
+    def _begin(self, part: Part) -> Iterator[Sent]:
+        if isinstance(part, Reasoning):
+            block: dict[str, Any] = {"type": "thinking", "thinking": "", "signature": ""}
+        elif isinstance(part, CallBegin):
+            block = {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
+        else:
+            block = {"type": "text", "text": ""}
+        self._blocks.append(block)
+        yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": dict(block)}
+
+    def _more(self, part: Reasoning | Content | CallArguments) -> Iterator[Sent]:
+        if isinstance(part, Reasoning):
+            delta = {"type": "thinking_delta", "thinking": part.text}
+        elif isinstance(part, CallArguments):
+            delta = {"type": "input_json_delta", "partial_json": part.text}
+        else:
+            delta = {"type": "text_delta", "text": part.text}
+        yield {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
+
+    def _end(self, kind: type[Part], text: str) -> Iterator[Sent]:
+        index, block = len(self._blocks) - 1, self._blocks[-1]
+        if kind is CallBegin:
+            block["input"] = call_input(text)
+        elif kind is Reasoning:
+            block |= {"thinking": text, "signature": SIGNATURE}
+            delta = {"type": "signature_delta", "signature": SIGNATURE}
+            yield {"type": "content_block_delta", "index": index, "delta": delta}
+        else:
+            block["text"] = text
+        yield {"type": "content_block_stop", "index": index}
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def _farewell(self, choice: Choice) -> Iterator[Sent]:
+        yield {"type": "message_delta", "delta": self._stop(choice), "usage": self._usage(choice)}
+        yield {"type": "message_stop"}
+
+    def _final(self, choice: Choice) -> Sent:
+        return self._head | {"content": self._blocks} | self._stop(choice) | {"usage": self._usage(choice)}
+
+    def _stop(self, choice: Choice) -> dict[str, Any]:
+        done = _done(choice)
+        reason = STOP_REASON[done.finish]
+        if reason == "end_turn" and any(block["type"] == "tool_use" for block in self._blocks):
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": done.stop_string or None}
+
+    def _usage(self, choice: Choice) -> dict[str, Any]:
+        done = _done(choice)
+        return usage(done.n_prompt, done.timings.cache_n, done.n_predicted, self._n_reasoning)
+
+
+def _done(choice: Choice) -> Done:
+    assert choice.done is not None
+    return choice.done
+
+
+def call_input(arguments: str) -> dict[str, Any]:
+    """The arguments of a call as an object, empty where they are none: cut off by the limit of tokens, or no JSON."""
+    try:
+        value = json.loads(arguments, parse_constant=_refuse)
+        json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair can not be sent
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _refuse(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,116 @@
+"""Answers that are written from their parts: what Anthropic's messages and OpenAI's responses have in common.
+
+Both put reasoning, text and calls into blocks that begin, grow and end. A block ends where a part of another kind comes. The same steps
+write the events of a stream and, without sending them, the one object at the end.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from pyspec.request import Delta
+from pyspec.server.api.answers import Choice
+from pyspec.server.api.ask import Ask
+from pyspec.server.engine import TokenizerLike
+from pyspec.server.http.envelope import dumps
+from pyspec.text.markup.parts import AnswerParser, CallArguments, CallBegin, Content, Part, Reasoning
+
+Sent = dict[str, Any]
+"""One event of a stream, with its name as its type."""
+
+
+class PlainParser:
+    """All of the text is the answer."""
+
+    def push(self, text: str) -> list[Part]:
+        return [Content(text)] if text else []
+
+    def finish(self) -> list[Part]:
+        return []
+
+
+def named_event(event: Sent) -> bytes:
+    """One server-sent event that has a name."""
+    return f"event: {event['type']}\ndata: {dumps(event)}\n\n".encode()
+
+
+class PartedAnswer(ABC):
+    """One answer of one choice. `open` is the kind of the block that grows now, None between blocks."""
+
+    def __init__(self, ask: Ask, model: str, tokenizer: TokenizerLike) -> None:
+        self._ask, self._model, self._tokenizer = ask, model, tokenizer
+        self._parser: AnswerParser = PlainParser()
+        self._open: type[Part] | None = None
+        self._texts: list[str] = []  # of the block that is open
+        self._n_reasoning = 0  # tokens, as far as it can be told from the text
+
+    def whole(self, choices: Sequence[Choice]) -> Sent:
+        for _ in self._grow([*self._parser.push("".join(choices[0].text)), *self._parser.finish()]):
+            pass
+        for _ in self._end_block():
+            pass
+        return self._final(choices[0])
+
+    def delta(self, i: int, choice: Choice, event: Delta) -> bytes:
+        return self._bytes(self._grow(self._parser.push(event.text)), event)
+
+    def finish(self, i: int, choice: Choice) -> bytes:
+        def events() -> Iterator[Sent]:
+            yield from self._grow(self._parser.finish())
+            yield from self._end_block()
+            yield from self._farewell(choice)
+
+        return self._bytes(events())
+
+    def tail(self, choices: Sequence[Choice]) -> bytes:
+        return b""
+
+    def _grow(self, parts: Sequence[Part]) -> Iterator[Sent]:
+        """Write parts down, each to the open block or to one that begins with it."""
+        for part in parts:
+            if isinstance(part, CallArguments):
+                kind: type[Part] = CallBegin
+            else:
+                kind = type(part)
+            if kind is not self._open or isinstance(part, CallBegin):
+                yield from self._end_block()
+                self._open = kind
+                yield from self._begin(part)
+            if isinstance(part, Reasoning | Content | CallArguments) and part.text:
+                self._texts.append(part.text)
+                yield from self._more(part)
+
+    def _end_block(self) -> Iterator[Sent]:
+        if self._open is None:
+            return
+        text, kind = "".join(self._texts), self._open
+        self._texts.clear()
+        self._open = None
+        if kind is Reasoning:
+            self._n_reasoning += len(self._tokenizer.encode(text, add_special=False, parse_special=False))
+        yield from self._end(kind, text)
+
+    def _bytes(self, events: Iterator[Sent], event: Delta | None = None) -> bytes:
+        return b"".join(named_event(sent) for sent in events)
+
+    @abstractmethod
+    def _begin(self, part: Part) -> Iterator[Sent]:
+        """A block begins; `part` is the first of it."""
+
+    @abstractmethod
+    def _more(self, part: Reasoning | Content | CallArguments) -> Iterator[Sent]:
+        """The open block grows."""
+
+    @abstractmethod
+    def _end(self, kind: type[Part], text: str) -> Iterator[Sent]:
+        """The open block is complete: `text` is all of it."""
+
+    @abstractmethod
+    def _farewell(self, choice: Choice) -> Iterator[Sent]:
+        """The last events of a stream."""
+
+    @abstractmethod
+    def _final(self, choice: Choice) -> Sent:
+        """The answer as one object."""

@@ -1,0 +1,251 @@
+"""OpenAI's responses, written anew as a body of chat completions. What is no part of a chat passes on as it is.
+
+Nothing is stored: `store` is ignored, and what would need a stored answer is refused. Tools that a server would run are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from pyspec.errors import NotSupported, RequestError
+from pyspec.server.api.schema import Body, Count, validate
+from pyspec.server.settings import Limits
+
+HANDLED = frozenset(
+    {"input", "instructions", "tools", "tool_choice", "max_output_tokens", "reasoning", "text", "top_logprobs"}
+)
+IGNORED = frozenset(
+    {"client_metadata", "include", "max_tool_calls", "metadata", "prompt_cache_key", "prompt_cache_options"}
+    | {"prompt_cache_retention", "safety_identifier", "service_tier", "store", "truncation", "user"}
+)
+STORED = {
+    "previous_response_id": "nothing is stored here: send the whole conversation as input",
+    "conversation": "nothing is stored here: send the whole conversation as input",
+    "prompt": "no prompts are stored here: send instructions and input",
+    "background": "nothing is stored here, so an answer can not be fetched later: leave it out",
+}
+REPEATED = frozenset(
+    {"instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "reasoning", "temperature", "text"}
+    | {"tool_choice", "tools", "top_p", "truncation", "user"}
+)
+
+
+class ResponsesTool(Body):
+    """A function to show to the model. All other types are run by OpenAI's servers, or are no functions."""
+
+    type: str
+    name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Effort(Body):
+    """How much the model is to think."""
+
+    effort: str | None = None
+
+
+class TextFormat(Body):
+    """What the text has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextConfig(Body):
+    """`text`: its format. How wordy it is to be, the model does not hear."""
+
+    format: TextFormat | None = None
+
+
+class ResponsesBody(Body):
+    """`/v1/responses`. Sampling parameters of chat completions are taken, too."""
+
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: Count | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[ResponsesTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Effort | None = None
+    text: TextConfig | None = None
+    include: list[str] | None = None
+    top_logprobs: Count | None = None
+
+
+def repeated(sent: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the body that the answer has, too."""
+    return {name: sent[name] for name in REPEATED if sent.get(name) is not None}
+
+
+def to_chat(sent: dict[str, Any], limits: Limits) -> dict[str, Any]:
+    """The same request as a body of `/v1/chat/completions`. Raises RequestError, NotSupported."""
+    body = validate(ResponsesBody, sent)
+    for name, why in STORED.items():
+        if sent.get(name):
+            raise NotSupported(f"{name} is not supported: {why}")
+    if body.top_logprobs or "message.output_text.logprobs" in (body.include or ()):
+        raise NotSupported("top_logprobs are not supported on this path; /v1/chat/completions has them")
+    unused = HANDLED | IGNORED | STORED.keys()
+    chat = {name: value for name, value in sent.items() if name not in unused}
+    chat["messages"] = _messages(body, limits)
+    if body.max_output_tokens is not None:
+        chat["max_tokens"] = body.max_output_tokens
+    if body.tools:
+        chat["tools"] = [_tool(tool, i) for i, tool in enumerate(body.tools)]
+    if body.tool_choice is not None:
+        chat["tool_choice"] = _tool_choice(body.tool_choice)
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        chat["reasoning_effort"] = body.reasoning.effort
+    return chat | _format(body.text)
+
+
+def _messages(body: ResponsesBody, limits: Limits) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*messages, {"role": "user", "content": body.input}]
+    if len(body.input) > limits.messages:
+        raise RequestError(f"input: {len(body.input)} items; at most {limits.messages} are taken")
+    for i, item in enumerate(body.input):
+        kind = item.get("type", "message")
+        read = ITEMS.get(kind) if isinstance(kind, str) else None
+        if read is None:
+            raise NotSupported(f"input.{i}: items of type {str(kind)[:40]!r} are not supported")
+        read(messages, item, f"input.{i}")
+    if not messages:
+        raise RequestError("input: the list is empty")
+    return messages
+
+
+def _message(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
+    """A message. What the system and the developer say at the beginning becomes one: templates take one system message."""
+    role = {"developer": "system"}.get(item.get("role", ""), item.get("role"))
+    if role not in ("user", "system", "assistant"):
+        raise RequestError(f"{where}.role: one of user, system, developer and assistant")
+    texts = _texts(item.get("content"), f"{where}.content")
+    if role == "assistant":
+        said = _answering(messages)
+        said["content"] += "".join(texts)
+    elif role == "system" and len(messages) == 1 and messages[0]["role"] == "system":
+        messages[0]["content"] += "\n\n" + "\n".join(texts)
+    else:
+        messages.append({"role": role, "content": "\n".join(texts)})
+
+
+def _reasoning(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
+    """Thoughts as they were sent out. Encrypted ones can not be read, and a summary is not what the model thought."""
+    parts = item.get("content") or []
+    if not isinstance(parts, list):
+        raise RequestError(f"{where}.content: a list of parts")
+    texts = [_text(part, f"{where}.content.{i}", ("reasoning_text", "text")) for i, part in enumerate(parts)]
+    if texts:
+        said = _answering(messages, after=("",))
+        said["reasoning_content"] = said.get("reasoning_content", "") + "".join(texts)
+
+
+def _call(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
+    function = {"name": _string(item, "name", where), "arguments": _string(item, "arguments", where)}
+    call = {"id": _string(item, "call_id", where), "type": "function", "function": function}
+    _answering(messages).setdefault("tool_calls", []).append(call)
+
+
+def _call_output(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
+    text = "\n".join(_texts(item.get("output"), f"{where}.output"))
+    messages.append({"role": "tool", "tool_call_id": _string(item, "call_id", where), "content": text})
+
+
+ITEMS: dict[str, Callable[[list[dict[str, Any]], dict[str, Any], str], None]] = {
+    "message": _message,
+    "reasoning": _reasoning,
+    "function_call": _call,
+    "function_call_output": _call_output,
+}
+
+
+def _answering(messages: list[dict[str, Any]], after: tuple[str, ...] | None = None) -> dict[str, Any]:
+    """The assistant's message that goes on, or a new one: thoughts, text and calls of one answer come as items of their own.
+
+    `after` holds what its content may be so that this still belongs to it.
+    """
+    if messages and messages[-1]["role"] == "assistant":
+        last = messages[-1]
+        if after is None or (last["content"] in after and not last.get("tool_calls")):
+            return last
+    messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _texts(content: Any, where: str) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    if not isinstance(content, list):
+        raise RequestError(f"{where}: a string or a list of parts")
+    return [
+        _text(part, f"{where}.{i}", ("input_text", "output_text", "text", "refusal")) for i, part in enumerate(content)
+    ]
+
+
+def _text(part: Any, where: str, kinds: tuple[str, ...]) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str):
+        raise RequestError(f"{where}: a part is an object with a type")
+    if kind == "input_image":
+        raise NotSupported(f"{where}: image input is not supported")
+    if kind not in kinds:
+        raise NotSupported(f"{where}: parts of type {kind[:40]!r} are not supported here")
+    return _string(part, "refusal" if kind == "refusal" else "text", where)
+
+
+def _string(value: dict[str, Any], name: str, where: str) -> str:
+    text = value.get(name)
+    if not isinstance(text, str):
+        raise RequestError(f"{where}.{name}: a string is needed")
+    return text
+
+
+def _tool(tool: ResponsesTool, i: int) -> dict[str, Any]:
+    if tool.type != "function":
+        raise NotSupported(
+            f"tools.{i}: {tool.type[:40]!r} is a built-in tool; only functions of your own are supported"
+        )
+    if tool.name is None:
+        raise RequestError(f"tools.{i}.name: the function's name is needed")
+    function: dict[str, Any] = {"name": tool.name, "description": tool.description or ""}
+    function["parameters"] = tool.parameters or {}
+    if tool.strict is not None:
+        function["strict"] = tool.strict
+    return {"type": "function", "function": function}
+
+
+def _tool_choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
+    if isinstance(choice, str):
+        return choice
+    if choice.get("type") != "function":
+        raise NotSupported(f"tool_choice: type {str(choice.get('type'))[:40]!r} is not supported; name a function")
+    return {"type": "function", "function": {"name": _string(choice, "name", "tool_choice")}}
+
+
+def _format(text: TextConfig | None) -> dict[str, Any]:
+    """`text.format` as `response_format`, which has the same in one level more."""
+    wanted = text.format if text is not None else None
+    if wanted is None or wanted.type == "text":
+        return {}
+    if wanted.type == "json_object":
+        return {"response_format": {"type": "json_object"}}
+    if wanted.schema_ is None:
+        raise RequestError("text.format.schema: the JSON Schema is needed")
+    schema = {"name": wanted.name or "output", "schema": wanted.schema_, "strict": wanted.strict is not False}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}

@@ -1,0 +1,159 @@
+"""OpenAI's responses: a list of items, whole or as numbered events."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from pyspec.errors import PyspecError
+from pyspec.request import Delta, Progress
+from pyspec.server.api.answers import Choice, measured, progress_dict, timings_dict
+from pyspec.server.api.ask import Ask
+from pyspec.server.api.parted import PartedAnswer, Sent, named_event
+from pyspec.server.engine import TokenizerLike
+from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
+
+
+class ResponsesAnswer(PartedAnswer):
+    """`/v1/responses`. Reasoning, text and each call are items; every event of a stream has its number and its item's."""
+
+    ping = b": ping\n\n"
+
+    def __init__(self, ask: Ask, model: str, tokenizer: TokenizerLike) -> None:
+        super().__init__(ask, model, tokenizer)
+        self._items: list[dict[str, Any]] = []
+        self._n_sent = 0
+        self._answer = _answer(ask, model)
+
+    def opening(self, i: int, choice: Choice) -> bytes:
+        return self._bytes(
+            {"type": f"response.{name}", "response": self._answer} for name in ("created", "in_progress")
+        )
+
+    def progress(self, i: int, event: Progress) -> bytes:
+        sent: Sent = {"type": "response.in_progress", "response": self._answer}
+        return self._bytes(iter([sent | {"prompt_progress": progress_dict(event)}]))
+
+    def error(self, error: PyspecError) -> bytes:
+        failed = {"code": "server_error" if error.status >= 500 else error.kind, "message": str(error)}
+        answer = self._answer | {"status": "failed", "error": failed, "output": self._items}
+        return self._bytes(iter([{"type": "response.failed", "response": answer}]))
+
+    def _bytes(self, events: Iterator[Sent], event: Delta | None = None) -> bytes:
+        sent = list(events)
+        if sent and event is not None and self._ask.timings_per_token and event.timings:
+            sent[-1]["timings"] = timings_dict(event.timings)
+        out: list[bytes] = []
+        for each in sent:
+            out.append(named_event(each | {"sequence_number": self._n_sent}))
+            self._n_sent += 1
+        return b"".join(out)
+
+    # -- items ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _place(self) -> dict[str, Any]:
+        """Which item an event is about."""
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
+
+    def _begin(self, part: Part) -> Iterator[Sent]:
+        name = secrets.token_hex(12)
+        if isinstance(part, CallBegin):
+            item: dict[str, Any] = {"id": f"fc_{name}", "type": "function_call", "status": "in_progress"}
+            item |= {"arguments": "", "call_id": part.id, "name": part.name}
+        elif isinstance(part, Reasoning):
+            item = {"id": f"rs_{name}", "type": "reasoning", "status": "in_progress", "summary": [], "content": []}
+        else:
+            item = {"id": f"msg_{name}", "type": "message", "status": "in_progress", "role": "assistant", "content": []}
+        self._items.append(item)
+        yield {"type": "response.output_item.added", "output_index": len(self._items) - 1, "item": dict(item)}
+        if not isinstance(part, CallBegin):
+            part_0 = _content(type(part), "")
+            yield {"type": "response.content_part.added", **self._place, "content_index": 0, "part": part_0}
+
+    def _more(self, part: Reasoning | Content | CallArguments) -> Iterator[Sent]:
+        if isinstance(part, CallArguments):
+            yield {"type": "response.function_call_arguments.delta", **self._place, "delta": part.text}
+        elif isinstance(part, Reasoning):
+            yield {"type": "response.reasoning_text.delta", **self._place, "content_index": 0, "delta": part.text}
+        else:
+            sent: Sent = {"type": "response.output_text.delta", **self._place, "content_index": 0, "delta": part.text}
+            yield sent | {"logprobs": []}
+
+    def _end(self, kind: type[Part], text: str) -> Iterator[Sent]:
+        item = self._items[-1]
+        item["status"] = "completed"
+        if kind is CallBegin:
+            item["arguments"] = text
+            done: Sent = {"type": "response.function_call_arguments.done", **self._place, "name": item["name"]}
+            yield done | {"arguments": text}
+        else:
+            name = "reasoning_text" if kind is Reasoning else "output_text"
+            item["content"] = [_content(kind, text)]
+            done = {"type": f"response.{name}.done", **self._place, "content_index": 0, "text": text}
+            yield done if kind is Reasoning else done | {"logprobs": []}
+            part = item["content"][0]
+            yield {"type": "response.content_part.done", **self._place, "content_index": 0, "part": part}
+        yield {"type": "response.output_item.done", "output_index": len(self._items) - 1, "item": item}
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def _farewell(self, choice: Choice) -> Iterator[Sent]:
+        final = self._final(choice)
+        timings = final.pop("timings", None)
+        yield {"type": f"response.{final['status']}", "response": final} | ({"timings": timings} if timings else {})
+
+    def _final(self, choice: Choice) -> Sent:
+        done = choice.done
+        assert done is not None
+        usage = {
+            "input_tokens": done.n_prompt,
+            "input_tokens_details": {"cached_tokens": done.timings.cache_n, "cache_write_tokens": 0},
+            "output_tokens": done.n_predicted,
+            "output_tokens_details": {"reasoning_tokens": self._n_reasoning},
+            "total_tokens": done.n_prompt + done.n_predicted,
+        }
+        end: Sent = {"status": "completed", "completed_at": int(time.time())}
+        if done.finish == "length":
+            end = {"status": "incomplete", "incomplete_details": {"reason": "max_output_tokens"}}
+            if self._items and self._items[-1]["type"] != "reasoning":
+                self._items[-1]["status"] = "incomplete"
+        return self._answer | end | {"output": self._items, "usage": usage} | measured(done.timings)
+
+
+def _content(kind: type[Part], text: str) -> dict[str, Any]:
+    if kind is Reasoning:
+        return {"type": "reasoning_text", "text": text}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _answer(ask: Ask, model: str) -> dict[str, Any]:
+    """The object as it is before anything was generated, with what it repeats of the body."""
+    params = ask.requests[0].params
+    return {
+        "id": f"resp_{secrets.token_hex(24)}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": None,
+        "max_output_tokens": None,
+        "metadata": {},
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": True,
+        "previous_response_id": None,
+        "reasoning": {"effort": None, "summary": None},
+        "store": False,
+        "temperature": params.temperature,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": params.top_p,
+        "truncation": "disabled",
+        "usage": None,
+    } | dict(ask.repeated)

@@ -1,0 +1,263 @@
+"""`/v1/messages` as Anthropic's own client sees it, and to the letter where it does not look."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import anthropic
+import pytest
+from server_client import App
+from server_fakes import FakeEngine, Script
+from server_live import Live
+
+from pyspec.errors import NotSupported, RequestError
+from pyspec.server.api.anthropic import to_chat
+from pyspec.server.app import create_app
+from pyspec.server.settings import Limits, ServerSettings
+
+HELLO: list[Any] = [{"role": "user", "content": "Say hello"}]
+LIMITS = Limits()
+TOOL = {"name": "look", "input_schema": {"type": "object", "properties": {"at": {"type": "string"}}}}
+
+
+@pytest.fixture
+def client(serve: Callable[..., Live]) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=serve().url, api_key="unused", max_retries=0) as found:
+        yield found
+
+
+@pytest.fixture
+def app(engine: FakeEngine) -> App:
+    return App(create_app(engine, ServerSettings()))
+
+
+def events(app: App, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Events of a stream; each has its type as its name."""
+    response = app.post("/v1/messages", body | {"stream": True})
+    assert response.status_code == 200, response.text
+    found = []
+    for block in response.text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        found.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {found[-1]['type']}"
+    return found
+
+
+# -- answers ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_message_has_anthropics_fields(client: anthropic.Anthropic) -> None:
+    message = client.messages.create(model="fake-1", max_tokens=50, system="Be brief.", messages=HELLO)
+    assert message.id.startswith("msg_") and (message.type, message.role) == ("message", "assistant")
+    assert [(block.type, block.text) for block in message.content if block.type == "text"] == [("text", "Hello, world")]
+    assert (message.stop_reason, message.stop_sequence) == ("end_turn", None)
+    used = message.usage
+    assert used.cache_read_input_tokens is not None and used.cache_creation_input_tokens == 0
+    counted = client.messages.count_tokens(model="fake-1", system="Be brief.", messages=HELLO)
+    assert used.input_tokens + used.cache_read_input_tokens == counted.input_tokens
+    assert used.output_tokens == len("Hello, world")
+
+
+def test_a_stream_adds_up_to_the_whole_message(client: anthropic.Anthropic) -> None:
+    whole = client.messages.create(model="fake-1", max_tokens=50, messages=HELLO)
+    with client.messages.stream(model="fake-1", max_tokens=50, messages=HELLO) as stream:
+        texts = list(stream.text_stream)
+        streamed = stream.get_final_message()
+    assert "".join(texts) == "Hello, world" and len(texts) > 1
+    assert [block.text for block in streamed.content] == [block.text for block in whole.content]
+    assert streamed.usage.to_dict() == whole.usage.to_dict()
+    assert streamed.stop_reason == whole.stop_reason
+
+
+def test_a_streams_events_come_in_anthropics_order(app: App) -> None:
+    found = events(app, {"max_tokens": 50, "messages": HELLO})
+    kinds = [event["type"] for event in found]
+    n = kinds.count("content_block_delta")
+    assert n > 1
+    deltas = ["content_block_delta"] * n
+    assert kinds == [
+        *("message_start", "content_block_start", *deltas, "content_block_stop", "message_delta", "message_stop"),
+    ]
+    start = found[0]["message"]
+    assert start["content"] == [] and start["stop_reason"] is None and start["usage"]["input_tokens"] > 0
+    assert {event["index"] for event in found if "index" in event} == {0}
+    assert found[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+
+
+def test_a_stop_sequence_and_the_limit_of_tokens_are_told(client: anthropic.Anthropic) -> None:
+    stopped = client.messages.create(model="x", max_tokens=50, messages=HELLO, stop_sequences=["wor", "zzz"])
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "wor")
+    cut = client.messages.create(model="x", max_tokens=4, messages=HELLO)
+    assert (cut.stop_reason, cut.usage.output_tokens) == ("max_tokens", 4)
+
+
+def test_a_silent_stream_is_pinged(app: App, engine: FakeEngine) -> None:
+    engine.script = Script(prefill_s=0.3)
+    found = events(app, {"max_tokens": 5, "messages": HELLO, "sse_ping_interval": 0.05})
+    kinds = [event["type"] for event in found]
+    assert "ping" in kinds and kinds[0] == "message_start"
+
+
+def test_a_failing_round_ends_a_stream_with_anthropics_error(client: anthropic.Anthropic, engine: FakeEngine) -> None:
+    engine.script = Script(fail_after=2)
+    with (
+        pytest.raises(anthropic.APIStatusError, match="round failed"),
+        client.messages.stream(model="x", max_tokens=50, messages=HELLO) as stream,
+    ):
+        list(stream.text_stream)
+
+
+def test_sampling_fields_reach_the_engine(client: anthropic.Anthropic, engine: FakeEngine) -> None:
+    sampling = {"top_k": 7, "temperature": 0.5, "top_p": 0.25, "seed": 3}
+    client.messages.create(model="x", max_tokens=5, messages=HELLO, metadata={"user_id": "u"}, extra_body=sampling)
+    request = engine.seen[-1]
+    assert (request.params.top_k, request.params.temperature, request.params.top_p) == (7, 0.5, 0.25)
+    assert (request.max_tokens, request.params.seed) == (5, 3)
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+
+def test_errors_come_in_anthropics_envelope(app: App, engine: FakeEngine) -> None:
+    def error(response: Any) -> tuple[int, str]:
+        body = response.json()
+        assert body["type"] == "error" and body["error"]["message"] and set(body["error"]) == {"type", "message"}
+        return response.status_code, body["error"]["type"]
+
+    post = app.post
+    assert error(post("/v1/messages", {"max_tokens": 5})) == (400, "invalid_request_error")
+    assert error(post("/v1/messages", {"messages": HELLO, "mcp_servers": [{}]})) == (400, "invalid_request_error")
+    assert error(app.get("/v1/messages")) == (405, "invalid_request_error")
+    too_long = [{"role": "user", "content": "x" * 600}]
+    assert error(post("/v1/messages", {"messages": too_long})) == (400, "invalid_request_error")
+    keyed = App(create_app(engine, ServerSettings(api_keys=("secret",))))
+    assert error(keyed.post("/v1/messages", {"messages": HELLO})) == (401, "authentication_error")
+    headers = {"x-api-key": "secret", "anthropic-version": "2023-06-01"}
+    assert keyed.post("/v1/messages", {"messages": HELLO}, headers=headers).status_code == 200
+    small = App(create_app(engine, ServerSettings(limits=Limits(body=100))))
+    assert error(small.post("/v1/messages", {"messages": HELLO * 9})) == (413, "request_too_large")
+    engine.is_alive = False
+    assert error(post("/v1/messages", {"messages": HELLO})) == (529, "overloaded_error")
+    assert error(post("/v1/messages/count_tokens", {"messages": []})) == (400, "invalid_request_error")
+
+
+def test_a_full_queue_is_a_rate_limit_with_a_time_to_come_back(engine: FakeEngine) -> None:
+    engine.n_queue = 0
+    response = App(create_app(engine, ServerSettings())).post("/v1/messages", {"messages": HELLO})
+    assert (response.status_code, response.json()["error"]["type"]) == (429, "rate_limit_error")
+    assert int(response.headers["retry-after"]) > 0
+
+
+def test_a_bug_is_an_api_error(engine: FakeEngine) -> None:
+    engine.template = 5  # type: ignore[assignment]
+    app = create_app(engine, ServerSettings())
+    with pytest.raises(AttributeError):  # the framework raises on, for its log
+        App(app).post("/v1/messages", {"messages": HELLO})
+
+
+# -- requests --------------------------------------------------------------------------------------------------------
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return to_chat({"messages": HELLO} | fields, LIMITS)
+
+
+def test_system_blocks_are_one_system_message() -> None:
+    blocks = [
+        {"type": "text", "text": "One.", "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": " Two."},
+    ]
+    assert chat(system=blocks)["messages"] == [{"role": "system", "content": "One. Two."}, *HELLO]
+    assert chat(system="One. Two.")["messages"] == chat(system=blocks)["messages"]
+
+
+def test_results_and_text_of_a_user_stay_in_their_order() -> None:
+    said = [
+        {"type": "tool_result", "tool_use_id": "a", "content": "sunny"},
+        {"type": "tool_result", "tool_use_id": "b", "is_error": True, "content": [{"type": "text", "text": "no "}] * 2},
+        {"type": "tool_result", "tool_use_id": "c"},
+        {"type": "text", "text": "Go on."},
+    ]
+    assert chat(messages=[{"role": "user", "content": said}])["messages"] == [
+        {"role": "tool", "tool_call_id": "a", "content": "sunny"},
+        {"role": "tool", "tool_call_id": "b", "content": "no no "},
+        {"role": "tool", "tool_call_id": "c", "content": ""},
+        {"role": "user", "content": [{"type": "text", "text": "Go on."}]},
+    ]
+
+
+def test_what_the_model_said_is_one_message_with_its_thoughts_and_calls() -> None:
+    said = [
+        {"type": "thinking", "thinking": "Look first.", "signature": ""},
+        {"type": "redacted_thinking", "data": "xyz"},
+        {"type": "text", "text": "I look."},
+        {"type": "tool_use", "id": "call_1", "name": "look", "input": {"at": "Größe", "n": 1}},
+    ]
+    messages = chat(messages=[*HELLO, {"role": "assistant", "content": said}])["messages"]
+    call = {"name": "look", "arguments": '{"at": "Größe", "n": 1}'}
+    assert messages[1:] == [
+        {
+            "role": "assistant",
+            "content": [{"type": "text", "text": "I look."}],
+            "reasoning_content": "Look first.",
+            "tool_calls": [{"id": "call_1", "type": "function", "function": call}],
+        }
+    ]
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ({"type": "auto"}, {"tool_choice": "auto"}),
+        ({"type": "none"}, {"tool_choice": "none"}),
+        ({"type": "any", "disable_parallel_tool_use": True}, {"tool_choice": "required", "parallel_tool_calls": False}),
+        ({"type": "tool", "name": "look"}, {"tool_choice": {"type": "function", "function": {"name": "look"}}}),
+    ],
+)
+def test_tools_and_their_choice_are_those_of_chat_completions(choice: Any, expected: dict[str, Any]) -> None:
+    asked = chat(tools=[TOOL], tool_choice=choice)
+    function = {"name": "look", "description": "", "parameters": TOOL["input_schema"]}
+    assert asked["tools"] == [{"type": "function", "function": function}]
+    assert {name: asked[name] for name in expected} == expected
+
+
+def test_thinking_effort_and_format_are_those_of_chat_completions() -> None:
+    asked = chat(thinking={"type": "enabled", "budget_tokens": 1024}, output_config={"effort": "low"})
+    assert asked["reasoning_budget_tokens"] == 1024 and asked["chat_template_kwargs"] == {"enable_thinking": True}
+    assert asked["reasoning_effort"] == "low"
+    assert chat(thinking={"type": "disabled"})["chat_template_kwargs"] == {"enable_thinking": False}
+    schema = {"type": "object"}
+    asked = chat(output_config={"format": {"type": "json_schema", "schema": schema}})
+    assert asked["response_format"]["json_schema"]["schema"] == schema
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"messages": "hi"}, RequestError, "messages"),
+        ({"messages": [{"role": "user"}]}, RequestError, "messages.0.content"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, RequestError, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"text": "x"}]}]}, RequestError, "messages.0.content.0.type"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, RequestError, "messages.0.content.0.text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            NotSupported,
+            "image input is not supported",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, NotSupported, "'document'"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, RequestError, "tool_use_id"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "tool_use"}]}]}, RequestError, "content.0"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, NotSupported, "'web_search_20250305'"),
+        ({"tool_choice": {"type": "tool"}}, RequestError, "tool_choice.name"),
+        ({"tool_choice": "auto"}, RequestError, "tool_choice"),
+        ({"max_tokens": -3}, RequestError, "max_tokens"),
+        ({"system": [{"type": "image"}]}, NotSupported, "system.0"),
+        ({"system": ["text"]}, RequestError, "system"),
+        ({"container": "x"}, NotSupported, "container"),
+    ],
+)
+def test_a_refusal_names_the_field(fields: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        chat(**fields)
