@@ -266,6 +266,8 @@ class SlotInfo:
     acceptance: float = 0.0  # moving average of accepted / drafted
     draft_n: int = 0
     draft_n_accepted: int = 0
+    drafted_per_pos: tuple[int, ...] = ()  # of this request: how often draft position i was verified
+    accepted_per_pos: tuple[int, ...] = ()  # how often it was accepted
     params: SamplingParams | None = None
     speculative: bool = False
 
@@ -340,3 +342,4 @@ class EngineInfo:
     eog_ids: tuple[int, ...] = ()
     n_overhang: int = 0  # KV rows a request needs beyond its tokens
     n_row: int = 0  # KV rows of all slots together; 0: as many as the slots can fill
+    memory: tuple[tuple[str, int], ...] = ()  # the memory plan: bytes by purpose

@@ -283,6 +283,8 @@ class EngineCore:
                     acceptance=controller.acceptance(slot.index),
                     draft_n=sum(job.drafted),
                     draft_n_accepted=sum(job.accepted),
+                    drafted_per_pos=tuple(job.drafted),
+                    accepted_per_pos=tuple(job.accepted),
                     params=job.request.params,
                 )
             rows.append(base)

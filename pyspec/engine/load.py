@@ -85,7 +85,7 @@ def build(d: Description, plan: MemoryPlan) -> Loaded:
     probe.close()  # the child that checked kernels, and its memory on the GPU
     if d.is_cuda:
         log.info("memory in use: %s, planned %s", since(before, d.device), size(plan.total))
-    return Loaded(loop, d.tokenizer, d.template, info_of(d))
+    return Loaded(loop, d.tokenizer, d.template, info_of(d, plan))
 
 
 def _bind_drafter(d: Description, plan: MemoryPlan, target: Decoder, table: SlotTable) -> Drafter | None:
@@ -146,7 +146,7 @@ def _check_template(template: ChatTemplate | None) -> None:
         log.warning("%s; chats will be refused", e)
 
 
-def info_of(d: Description) -> EngineInfo:
+def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
     """What is loaded, for programs and people."""
     fields, c, tokenizer = d.file.fields, d.config, d.tokenizer
     file_type = fields.integer("general.file_type", None)
@@ -174,4 +174,5 @@ def info_of(d: Description) -> EngineInfo:
         eos_token=piece(tokenizer.eos_id),
         eog_ids=tuple(sorted(tokenizer.eog)),
         n_overhang=d.n_overhang,
+        memory=plan.by_purpose,
     )

@@ -38,9 +38,13 @@ class MemoryPlan:
     def total(self) -> int:
         return sum(getattr(self, purpose) for purpose in NAMES)
 
+    @property
+    def by_purpose(self) -> tuple[tuple[str, int], ...]:
+        """(purpose, bytes) of what takes any."""
+        return tuple((name, n) for purpose, name in NAMES.items() if (n := getattr(self, purpose)))
+
     def __str__(self) -> str:
-        items = ((name, getattr(self, purpose)) for purpose, name in NAMES.items())
-        return ", ".join(f"{name} {size(n)}" for name, n in items if n) + f"; {size(self.total)} in all"
+        return ", ".join(f"{name} {size(n)}" for name, n in self.by_purpose) + f"; {size(self.total)} in all"
 
 
 NAMES = {

@@ -76,6 +76,7 @@ def props_view(service: Service) -> dict[str, Any]:
         "arch": info.arch,
         "device": info.device,
         "draft": draft_view(info),
+        "memory_plan": dict(info.memory),
     }
 
 
@@ -102,6 +103,8 @@ def slot_view(slot: SlotInfo, info: EngineInfo) -> dict[str, Any]:
             "acceptance": slot.acceptance,
             "draft_n": slot.draft_n,
             "draft_n_accepted": slot.draft_n_accepted,
+            "drafted_per_pos": list(slot.drafted_per_pos),
+            "accepted_per_pos": list(slot.accepted_per_pos),
         },
     }
     if slot.params is not None:

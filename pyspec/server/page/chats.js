@@ -1,0 +1,40 @@
+// Conversations, kept in this browser and nowhere else. One is {id, title, turns}; a turn is {role, content, reasoning, pieces, note}.
+
+const KEY = 'pyspec.chats';
+let chats = [], chat = null;
+
+function load() {
+  try {
+    const value = JSON.parse(localStorage.getItem(KEY));
+    chats = Array.isArray(value) ? value.filter(c => c && typeof c.id === 'string' && Array.isArray(c.turns)) : [];
+  } catch { chats = []; }
+}
+
+function save() {
+  const kept = chats.filter(c => c.turns.length);
+  for (;;) {  // the browser's room is limited: the oldest go first
+    try { return localStorage.setItem(KEY, JSON.stringify(kept)); } catch { if (!kept.length) return; kept.pop(); }
+  }
+}
+
+function start() {
+  if (chats[0] && !chats[0].turns.length) chat = chats[0];
+  else chats.unshift(chat = {id: crypto.randomUUID?.() ?? String(Math.random()), title: 'New conversation', turns: []});
+  list();
+}
+
+function list() {
+  $('chats').replaceChildren(...chats.map(c => {
+    const option = make('option', '', c.title);
+    option.value = c.id;
+    option.selected = c === chat;
+    return option;
+  }));
+}
+
+function retitle() {
+  const first = chat.turns.find(turn => turn.role === 'user');
+  if (first) chat.title = first.content.slice(0, 60);
+  list();
+  save();
+}

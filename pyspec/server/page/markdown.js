@@ -1,0 +1,110 @@
+// Markdown as models write it, to DOM nodes: headings, lists, quotes, tables, code, emphasis, links. What is not closed yet counts as
+// text, so that an answer can be shown while it grows.
+
+const INLINE = /(`+)([^`]|[^`][\s\S]*?[^`])\1(?!`)|\*\*(?=\S)([\s\S]*?\S)\*\*|\*(?=[^\s*])([^*]*[^\s*])\*|\[([^\]\n]*)\]\((https?:\/\/[^\s)]+)\)/;
+
+function inline(text, parent) {
+  for (let match; (match = INLINE.exec(text));) {
+    parent.append(text.slice(0, match.index));
+    const [all, ticks, code, strong, weak, name, address] = match;
+    if (ticks) parent.append(make('code', '', code));
+    else if (address) parent.append(link(name || address, address));
+    else parent.append(inline(strong ?? weak, make(strong !== undefined ? 'strong' : 'em', '')));
+    text = text.slice(match.index + all.length);
+  }
+  parent.append(text);
+  return parent;
+}
+
+function link(name, address) {
+  const node = make('a', '', name);
+  node.href = address;
+  node.rel = 'noopener noreferrer';
+  node.target = '_blank';
+  return node;
+}
+
+function codeBlock(lines, language) {
+  const text = lines.join('\n'), button = make('button', '', 'Copy');
+  button.type = 'button';
+  button.addEventListener('click', () => navigator.clipboard?.writeText(text).then(() => { button.textContent = 'Copied'; }));
+  const code = make('code', '', text);
+  code.dataset.language = language;
+  return make('div', 'block', make('pre', '', code), button);
+}
+
+const cells = line => line.trim().replace(/^\||\|$/g, '').split('|').map(cell => cell.trim());
+const isRule = line => line !== undefined && /^\s*\|?(\s*:?-+:?\s*\|)+\s*:?-*:?\s*$/.test(line);
+
+function tableOf(lines) {
+  const row = (line, tag) => make('tr', '', ...cells(line).map(cell => inline(cell, make(tag, ''))));
+  return make('table', '', row(lines[0], 'th'), ...lines.slice(2).map(line => row(line, 'td')));
+}
+
+// The lines from `i` on as long as they match.
+function take(lines, i, test) {
+  let end = i;
+  while (end < lines.length && test(lines[end], end)) end += 1;
+  return end;
+}
+
+const BULLET = /^(\s*)([-*+]|\d+[.)])\s+(.*)$/;
+
+// A list from line i on; deeper items make a list in the item before them. Returns the node and where it ends.
+function listOf(lines, i) {
+  const [, indent, mark] = BULLET.exec(lines[i]), list = make(/\d/.test(mark) ? 'ol' : 'ul', '');
+  if (/\d/.test(mark)) list.start = parseInt(mark, 10);
+  while (i < lines.length) {
+    const match = BULLET.exec(lines[i]);
+    if (!match) {
+      if (!lines[i].trim() || !/^\s+/.test(lines[i]) || !list.lastChild) break;
+      list.lastChild.append(' ', inline(lines[i].trim(), make('span', '')));
+      i += 1;
+    } else if (match[1].length > indent.length + 1 && list.lastChild) {
+      const [node, end] = listOf(lines, i);
+      list.lastChild.append(node);
+      i = end;
+    } else if (match[1].length < indent.length) break;
+    else {
+      list.append(inline(match[3], make('li', '')));
+      i += 1;
+    }
+  }
+  return [list, i];
+}
+
+function markdown(text) {
+  const out = document.createDocumentFragment(), lines = text.split('\n');
+  for (let i = 0; i < lines.length;) {
+    const line = lines[i], fence = /^\s*(```+|~~~+)\s*([\w+#.-]*)/.exec(line), heading = /^(#{1,6})\s+(.*)$/.exec(line);
+    if (fence) {
+      const end = take(lines, i + 1, other => !other.trim().startsWith(fence[1]));
+      out.append(codeBlock(lines.slice(i + 1, end), fence[2]));
+      i = end + 1;
+    } else if (heading) {
+      out.append(inline(heading[2], make('h' + Math.min(5, heading[1].length + 2), '')));
+      i += 1;
+    } else if (BULLET.test(line)) {
+      const [node, end] = listOf(lines, i);
+      out.append(node);
+      i = end;
+    } else if (/^\s*>/.test(line)) {
+      const end = take(lines, i, other => /^\s*>/.test(other));
+      const quote = make('blockquote', '');
+      quote.append(markdown(lines.slice(i, end).map(other => other.replace(/^\s*>\s?/, '')).join('\n')));
+      out.append(quote);
+      i = end;
+    } else if (line.includes('|') && isRule(lines[i + 1])) {
+      const end = take(lines, i, other => other.includes('|'));
+      out.append(tableOf(lines.slice(i, end)));
+      i = end;
+    } else if (!line.trim()) i += 1;
+    else {
+      const starts = other => !other.trim() || /^\s*(```|~~~|>|#{1,6}\s)/.test(other) || BULLET.test(other);
+      const end = Math.max(i + 1, take(lines, i, (other, at) => at === i || !starts(other)));
+      out.append(inline(lines.slice(i, end).join('\n'), make('p', '')));
+      i = end;
+    }
+  }
+  return out;
+}

@@ -1,0 +1,204 @@
+"""The page, in a headless Chromium: as a person uses it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from browser import Browser, chromedriver, until
+from server_fakes import FakeEngine, Script
+from server_live import Live
+
+from pyspec.request import SlotInfo
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(chromedriver() is None, reason="Chromium and chromedriver are not installed"),
+]
+
+ANSWER = """# A title
+Some **bold** and *slanted* text with `a < b` and [a link](https://example.org/x).
+
+* first
+  * inner
+* second
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+```python
+print("<b>not bold</b>")
+```
+<img src=x onerror="document.title='broken'"> <script>document.title='broken'</script>
+[bad](javascript:document.title='broken')
+"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with Browser() as opened:
+        yield opened
+
+
+@pytest.fixture
+def engine() -> Iterator[FakeEngine]:
+    fake = FakeEngine(n_slot=8)
+    fake.info = replace(fake.info, memory=(("weights", 3 << 30), ("KV", 1 << 30)))
+    yield fake
+    fake.close()
+
+
+@pytest.fixture
+def live(serve: Callable[..., Live], browser: Browser) -> Live:
+    """A server, and the page open on it without anything from before."""
+    started = serve()
+    browser.open(started.url)
+    browser.run("localStorage.clear()")
+    browser.open(started.url)
+    browser.complaints()
+    return started
+
+
+def answered(browser: Browser) -> bool:
+    return browser.text("#send") == "Send" and bool(browser.text(".turn.assistant .note"))
+
+
+def ask(browser: Browser, text: str = "hello\n") -> None:
+    browser.type("#text", text)
+
+
+def test_an_answer_is_shown_as_its_markdown_means(browser: Browser, live: Live) -> None:
+    live.engine.script = Script(text=ANSWER, width=7)
+    ask(browser)
+    until(lambda: answered(browser))
+    assert browser.text(".assistant h3") == "A title"
+    assert browser.text(".assistant strong") == "bold" and browser.text(".assistant em") == "slanted"
+    assert browser.text(".assistant p code") == "a < b"
+    assert browser.text(".assistant li li") == "inner"
+    assert browser.text(".assistant td") == "1"
+    assert browser.text(".assistant pre code") == 'print("<b>not bold</b>")'
+    links = browser.run("return [...document.querySelectorAll('.assistant a')].map(a => a.href)")
+    assert links == ["https://example.org/x"]
+
+
+def test_what_a_model_writes_never_runs(browser: Browser, live: Live) -> None:
+    live.engine.script = Script(text=ANSWER, width=100)
+    ask(browser)
+    until(lambda: answered(browser))
+    assert browser.run("return document.title") == "pyspec"
+    assert browser.run("return document.querySelectorAll('#log img, #log script').length") == 0
+    assert "<img src=x onerror=" in browser.text(".assistant")
+    assert [m for m in browser.complaints() if "favicon" not in m] == []
+
+
+def test_the_stop_button_frees_the_slot(browser: Browser, live: Live) -> None:
+    live.engine.script = Script(text="word " * 80, width=1, round_s=0.05)
+    ask(browser)
+    until(lambda: "word" in browser.text(".turn.assistant"))
+    assert browser.text("#send") == "Stop"
+    browser.click("#send")
+    until(lambda: live.engine.n_busy == 0)
+    until(lambda: browser.text(".turn.assistant .note") == "stopped")
+    assert live.engine.cancelled
+
+
+def test_conversations_outlive_the_page_and_can_be_deleted(browser: Browser, live: Live) -> None:
+    ask(browser, "first question\n")
+    until(lambda: answered(browser))
+    browser.click("#new")
+    assert browser.text(".turn") == ""
+    ask(browser, "second question\n")
+    until(lambda: answered(browser))
+    browser.open(live.url)
+    titles = "return [...document.querySelectorAll('#chats option')].map(o => o.textContent)"
+    assert browser.run(titles)[-2:] == ["second question", "first question"]
+    browser.run(
+        "const s = document.querySelector('#chats'); s.value = s.options[s.options.length - 1].value;"
+        "s.dispatchEvent(new Event('change'))"
+    )
+    assert browser.text(".turn.user") == "first question" and "Hello, world" in browser.text(".turn.assistant")
+    browser.click("#delete")
+    assert "first question" not in browser.run(titles)
+
+
+def test_the_whole_conversation_is_sent(browser: Browser, live: Live) -> None:
+    ask(browser, "one\n")
+    until(lambda: answered(browser))
+    ask(browser, "two\n")
+    until(
+        lambda: (
+            len(browser.run("return [...document.querySelectorAll('.note')].filter(n => n.textContent).length + ''"))
+            and live.engine.n_done == 2
+        )
+    )
+    prompt = bytes(t for t in live.engine.seen[-1].prompt if t < 256).decode()
+    assert "user: one" in prompt and "assistant: Hello, world" in prompt and "user: two" in prompt
+
+
+def test_eight_busy_slots_are_shown_with_what_they_draft_and_why(browser: Browser, live: Live) -> None:
+    engine = live.engine
+    n = [0]
+
+    def slots() -> list[SlotInfo]:
+        n[0] += 50
+        drafting = {
+            "n_draft": 3,
+            "drafted_per_pos": (9, 9, 6),
+            "accepted_per_pos": (9, 6, 1),
+            "draft_n": 24,
+            "draft_n_accepted": 16,
+        }
+        silent = {"n_draft": 0, "draft_reason": "drafts would cost more than they bring"}
+        return [
+            SlotInfo(
+                slot=i,
+                n_ctx=512,
+                is_processing=True,
+                request=f"r{i}",
+                state="decode",
+                n_past=64 * i,
+                n_decoded=n[0],
+                speculative=True,
+                **(silent if i == 7 else drafting),
+            )
+            for i in range(8)
+        ]
+
+    engine.slots = slots  # type: ignore[method-assign]
+    until(lambda: browser.run("return document.querySelectorAll('#slots tr.decode').length") == 8)
+    until(lambda: float(browser.run("return document.querySelector('#slots tr td:nth-child(4)').textContent") or 0) > 0)
+    assert browser.run("return document.querySelectorAll('#slots tr:first-child .positions i').length") == 3
+    assert "67 %" in browser.text("#slots tr td:nth-child(6)")
+    assert browser.text("#why") == "no drafts in slot 7 (drafts would cost more than they bring)"
+    assert "weights 3.00 GiB" in browser.text("#memory") and "4.00 GiB in all" in browser.text("#memory")
+
+
+def test_the_page_says_that_the_engine_is_being_replaced_and_goes_on(browser: Browser, live: Live) -> None:
+    live.engine.state = lambda: "recovering"  # type: ignore[method-assign]
+    until(lambda: browser.text("#state") == "recovering")
+    live.engine.state = lambda: "ok"  # type: ignore[method-assign]
+    until(lambda: browser.text("#state") == "ok")
+    ask(browser)
+    until(lambda: answered(browser))
+
+
+def test_a_phone_shows_everything_without_scrolling_sideways(browser: Browser, live: Live, tmp_path: Path) -> None:
+    live.engine.script = Script(text=ANSWER + "\n```\n" + "long " * 100 + "\n```\n", width=500)
+    browser.resize(390, 800)
+    try:
+        ask(browser)
+        until(lambda: answered(browser))
+        assert browser.run("return document.documentElement.scrollWidth <= window.innerWidth")
+        browser.screenshot(tmp_path / "phone.png")
+    finally:
+        browser.resize(1200, 900)
+
+
+def test_refusals_are_told_in_the_conversation(browser: Browser, live: Live) -> None:
+    live.engine.is_alive = False
+    ask(browser)
+    until(lambda: "not ready" in browser.text(".turn.assistant .note"))
+    live.engine.is_alive = True
