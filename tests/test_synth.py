@@ -122,6 +122,41 @@ def test_four_bits_for_experts_alone(model: str, quant: str, tmp_path: Path) -> 
     assert quant.upper() in kinds[3] and "Q8_0" in kinds[2] and quant.upper() not in kinds[2]
 
 
+@pytest.mark.parametrize("model", ["qwen35", "qwen35moe", "nemotron_h_moe"])
+@pytest.mark.parametrize("quant", ["nvfp4", "nvfp4_moe"])
+def test_no_scale_stands_in_an_mtp_block_and_its_weights_have_their_size_all_the_same(
+    model: str, quant: str, tmp_path: Path
+) -> None:
+    """llama.cpp skips an MTP block that is not asked for, counts the scales in it as tensors that nobody took, and refuses the file."""
+    dims = find(model, tiny=True)
+    with open_gguf(synth.write(model, tmp_path / "m.gguf", quant=quant, tiny=True)) as file:
+        inside = [name for name in file.tensors if name.startswith(f"blk.{dims.n_layer}.")]
+        floats = [name for name in inside if file.tensors[name].type is GGMLType.NVFP4]
+        assert inside and not [name for name in inside if name.endswith(".scale")]
+        assert floats or (model, quant) == ("qwen35", "nvfp4_moe")
+        for name in floats:
+            spec = next(s for s in layout.tensors(dims, Parts(mtp=True)) if s.name == name)
+            want = spec.gain * file.tensors[name].shape[-1] ** -0.5
+            assert tensor(file, name).std() == pytest.approx(want, rel=0.15), name
+
+
+def test_the_real_nemotron_has_two_such_tensors() -> None:
+    """What llama.cpp missed: the products of 512 experts, of which it wanted the scales or nothing."""
+    dims = find("nemotron-3-super")
+    specs = [s for s in layout.tensors(dims, Parts(mtp=True)) if s.name.startswith(f"blk.{dims.n_layer}.")]
+    kinds = {s.name: synth._type_of(s, dims, "nvfp4_moe") for s in specs}
+    floats = {name.split(".", 2)[2] for name, kind in kinds.items() if kind is GGMLType.NVFP4}
+    assert floats == {"ffn_up_exps.weight", "ffn_down_exps.weight"}
+
+
+@pytest.mark.parametrize("name", [*synth.TINY, *synth.MODELS])
+def test_a_drafter_taps_no_last_layer(name: str) -> None:
+    """llama.cpp reads what a layer leaves as the next one's input, and behind the last there is none."""
+    dims = find(name, tiny=name in synth.TINY)
+    taps = drafter_of(dims).taps
+    assert taps and max(taps) < dims.n_layer - 1
+
+
 def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
     a, b, c = (synth.write("qwen3", tmp_path / f"{i}.gguf", tiny=True, seed=s) for i, s in enumerate((1, 1, 2)))
     assert a.read_bytes() == b.read_bytes()

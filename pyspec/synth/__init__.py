@@ -7,8 +7,9 @@ architecture in a few hundred kilobytes with a vocabulary that really encodes an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 import numpy as np
 
@@ -46,6 +47,7 @@ __all__ = [
     "Qwen3",
     "Qwen35",
     "Qwen35Moe",
+    "Recipe",
     "drafter_of",
     "find",
     "write",
@@ -77,63 +79,85 @@ QUANTS: dict[str, LlamaFileType] = {
 Progress = Callable[[int, int], None]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """What is made of a model's dimensions.
+
+    quant    type of the matrices, a key of QUANTS; norms and other small tensors are F32
+    mtp      with the multi-token-prediction block, if the model has one
+    sidecar  nothing but that block, the embedding and the head
+    drafter  the DFlash drafter that fits the entry; `fork` in the naming older forks wrote
+    n_layer  of the target; 0: all of them
+    """
+
+    quant: str = "q8_0"
+    seed: int = 0
+    tiny: bool = False
+    mtp: bool = True
+    drafter: bool = False
+    sidecar: bool = False
+    fork: bool = False
+    n_layer: int = 0
+
+
+class RecipeOptions(TypedDict, total=False):
+    """The fields of Recipe."""
+
+    quant: str
+    seed: int
+    tiny: bool
+    mtp: bool
+    drafter: bool
+    sidecar: bool
+    fork: bool
+    n_layer: int
+
+
 def write(
-    entry: str | Dims,
-    out_path: str | Path,
-    *,
-    quant: str = "q8_0",
-    seed: int = 0,
-    tiny: bool = False,
-    mtp: bool = True,
-    drafter: bool = False,
-    sidecar: bool = False,
-    fork: bool = False,
-    n_layer: int = 0,
-    progress: Progress | None = None,
+    entry: str | Dims, out_path: str | Path, *, progress: Progress | None = None, **options: Unpack[RecipeOptions]
 ) -> Path:
     """Write one model and return its path.
 
     entry     a name of MODELS (with `tiny` also one of TINY), or dimensions of one's own
-    quant     type of the matrices, a key of QUANTS; norms and other small tensors are F32
-    mtp       with the multi-token-prediction block, if the model has one
-    sidecar   nothing but that block, the embedding and the head
-    drafter   the DFlash drafter that fits the entry; `fork` in the naming older forks wrote
-    n_layer   of the target; 0: all of them
     progress  called with tensor bytes done and in all
+    options   the fields of Recipe
     Errors: ConfigError for an unknown name or an impossible combination, ModelError if the file cannot be written.
     """
-    dims = _resolve(entry, quant, tiny, drafter, fork, n_layer)
-    if sidecar and not (dims.mtp and mtp):
+    recipe = Recipe(**options)
+    dims, quant = _resolve(entry, recipe), recipe.quant
+    if recipe.sidecar and not (dims.mtp and recipe.mtp):
         raise ConfigError(f"{dims.name} ({dims.arch}) has no MTP block for a sidecar file, or is to have none")
-    parts = Parts(trunk=not sidecar, mtp=mtp and dims.mtp)
+    parts = Parts(trunk=not recipe.sidecar, mtp=recipe.mtp and dims.mtp)
     writer = GGUFWriter(out_path, layout.file_arch(dims))
     _add_metadata(writer, dims, parts, quant)
     specs = {spec.name: spec for spec in layout.tensors(dims, parts)}
     kinds = {name: _type_of(spec, dims, quant) for name, spec in specs.items()}
+    unscaled = frozenset(name for name in specs if name.startswith(f"blk.{dims.n_layer}."))
     largest: dict[GGMLType, int] = {}
     for name, spec in specs.items():
         blocks = int(np.prod(spec.shape)) // kinds[name].block_size
         largest[kinds[name]] = max(largest.get(kinds[name], 0), blocks)
         writer.add_tensor_info(name, kinds[name], spec.shape)
-        if kinds[name] is GGMLType.NVFP4:
+        # llama.cpp passes over an MTP block that nobody asked for, and then takes the scales in it for a mistake
+        if kinds[name] is GGMLType.NVFP4 and name not in unscaled:
             writer.add_tensor_info(name.removesuffix(".weight") + ".scale", GGMLType.F32, _scales(spec))
-    writer.write(_fill(writer, specs, Filler(seed, largest), progress))
+    writer.write(_fill(writer, specs, Filler(recipe.seed, largest, unscaled), progress))
     if progress is not None:
         progress(writer.n_bytes, writer.n_bytes)
     return writer.path
 
 
-def _resolve(entry: str | Dims, quant: str, tiny: bool, drafter: bool, fork: bool, n_layer: int) -> Dims:
-    if quant not in QUANTS:
-        raise ConfigError(f"no quantisation {quant!r}; known are {', '.join(QUANTS)}")
-    dims = find(entry, tiny=tiny) if isinstance(entry, str) else entry
-    if tiny and _named(quant).block_size > dims.n_embd:
+def _resolve(entry: str | Dims, recipe: Recipe) -> Dims:
+    if recipe.quant not in QUANTS:
+        raise ConfigError(f"no quantisation {recipe.quant!r}; known are {', '.join(QUANTS)}")
+    dims = find(entry, tiny=recipe.tiny) if isinstance(entry, str) else entry
+    if recipe.tiny and _named(recipe.quant).block_size > dims.n_embd:
         dims = widened(dims)
-    if n_layer:
-        dims = shortened(dims, n_layer)
-    if drafter:
-        return dims if isinstance(dims, DFlashDims) else drafter_of(dims, fork=fork)
-    return replace(dims, fork=True) if fork and isinstance(dims, DFlashDims) else dims
+    if recipe.n_layer:
+        dims = shortened(dims, recipe.n_layer)
+    if recipe.drafter:
+        return dims if isinstance(dims, DFlashDims) else drafter_of(dims, fork=recipe.fork)
+    return replace(dims, fork=True) if recipe.fork and isinstance(dims, DFlashDims) else dims
 
 
 def _add_metadata(writer: GGUFWriter, dims: Dims, parts: Parts, quant: str) -> None:

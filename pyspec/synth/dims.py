@@ -348,9 +348,11 @@ def drafter_of(target: Dims, *, fork: bool = False) -> DFlashDims:
 
 
 def _taps(n_layer: int, n: int) -> tuple[int, ...]:
-    """The default of DFlash's training code: spread from layer 1 to the third from the end."""
+    """The default of DFlash's training code: spread from layer 1 to the third from the end. Never the last: llama.cpp reads
+    what a layer leaves as the next one's input.
+    """
     if n_layer < 5:
-        return tuple(range(n_layer))[-n:]
+        return tuple(range(n_layer - 1))[-n:]
     return tuple(round(1 + i * (n_layer - 4) / (n - 1)) for i in range(n))
 
 

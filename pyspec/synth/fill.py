@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from pyspec.cuda.ops.linear.dequant import dequantize, quantize
+from pyspec.cuda.ops.linear.dequant import dequantize, quantize, ue4m3
 from pyspec.gguf import GGMLType
 from pyspec.gguf.blocks import BlockLayout
 from pyspec.synth.layout import Spec
@@ -57,10 +57,13 @@ def values(spec: Spec, seed: int) -> np.ndarray:
 class Filler:
     """Yields the bytes of tensors; keeps one pool per type."""
 
-    def __init__(self, seed: int, largest: dict[GGMLType, int]) -> None:
-        """`largest`: blocks of the largest tensor of each type, so that small files get small pools."""
+    def __init__(self, seed: int, largest: dict[GGMLType, int], unscaled: frozenset[str] = frozenset()) -> None:
+        """`largest`: blocks of the largest tensor of each type, so that small files get small pools.
+
+        unscaled  tensors without a `.scale` beside them: as NVFP4, they hold their spread in the scales of their blocks
+        """
         self.seed = seed
-        self._largest = largest
+        self._largest, self._unscaled = largest, unscaled
         self._pools: dict[GGMLType, Pool] = {}
 
     def bytes(self, spec: Spec, kind: GGMLType) -> Iterator[np.ndarray]:
@@ -70,7 +73,8 @@ class Filler:
             return
         pool = self._pool(kind)
         start = zlib.crc32(f"{self.seed} {spec.name}".encode()) % pool.n_block
-        data = pool.scaled(spread(spec) if kind is not GGMLType.NVFP4 else pool.unit)
+        is_scaled = kind is GGMLType.NVFP4 and spec.name not in self._unscaled
+        data = pool.scaled(pool.unit if is_scaled else spread(spec))
         at, left = start * kind.type_size, n // kind.block_size * kind.type_size
         while left:
             piece = data[at : at + left]
@@ -132,7 +136,8 @@ class Pool:
             return plain.view(-1, 1).view(torch.uint8).numpy()
         blocks = source.copy()
         if self.kind is GGMLType.NVFP4:
-            return blocks  # scaled by its sidecar
+            blocks[:, :4] = _rescaled(factor)[blocks[:, :4]]
+            return blocks
         if self.kind is GGMLType.MXFP4:
             blocks[:, 0] += np.uint8(round(np.log2(factor)) % 256)
             return blocks
@@ -146,6 +151,13 @@ class Pool:
     def _put(self, blocks: np.ndarray, field: str, values: np.ndarray) -> None:
         at = getattr(self._layout, field).offset
         blocks[:, at : at + 2] = values.astype("<f2").view(np.uint8).reshape(-1, 2)
+
+
+def _rescaled(factor: float) -> np.ndarray:
+    """[256] uint8: for each 8-bit block scale the one nearest to `factor` times it, never zero."""
+    sizes = ue4m3(torch.device("cpu")).numpy()[1:127]
+    wanted = ue4m3(torch.device("cpu")).numpy() * np.float32(factor)
+    return (1 + np.abs(sizes[None, :] - wanted[:, None]).argmin(1)).astype(np.uint8)
 
 
 def _tidy(blocks: np.ndarray, kind: GGMLType, layout: type[BlockLayout], rng: np.random.Generator) -> None:
