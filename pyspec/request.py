@@ -124,6 +124,7 @@ class Request:
     stop: Annotated[tuple[str, ...], Many(Text())] = ()
     cache_prompt: bool = True  # False: take nothing from the prefix cache and leave nothing there
     n_before_turn: Count = 0  # prompt tokens before the last user turn, if known: a good place for a checkpoint
+    n_system: Count = 0  # prompt tokens of what a chat begins with, system prompt and tools: another such place
     n_draft_max: Count | None = None  # None: the engine's; 0: no speculation for this request
     slot: Window = -1  # -1: any
     timings_per_token: bool = False  # every Delta carries the timings so far
@@ -165,6 +166,9 @@ class Timings:
     accepted_per_pos: tuple[int, ...] = ()  # how often it was accepted
     n_draft_used: tuple[int, ...] = ()  # histogram: rounds that ran with n_draft = index
     synthetic: bool = False  # acceptance was made up (--spec-synth-len)
+    cache_break_at: int = (
+        -1
+    )  # first prompt token at which the nearest cached text goes on otherwise, or was not kept whole; -1: none
 
     @property
     def prompt_per_second(self) -> float:

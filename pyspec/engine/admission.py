@@ -11,7 +11,7 @@ from pyspec.engine.speculator import Speculator
 from pyspec.engine.stats import Stats
 from pyspec.request import Failed, Started
 from pyspec.slots.cache import PrefixCache
-from pyspec.slots.prefix import NO_HIT
+from pyspec.slots.prefix import NO_HIT, Hit
 from pyspec.slots.table import Slot
 
 log = logging.getLogger(__name__)
@@ -62,8 +62,25 @@ class Admission:
         saved = cache.seat(slot, job.n_rows, job.prefill, hit, self.worker.pools())
         self.speculator.begin(slot, saved)
         files = cache.on and request.cache_prompt and self.worker.memory.needs_state
-        cuts = cuts_of(job.n_prefill, size, hit.n, {hit.n_match, request.n_before_turn}, cache.every) if files else ()
+        places = {hit.n_match, request.n_before_turn, request.n_system}
+        cuts = cuts_of(job.n_prefill, size, hit.n, places, cache.every) if files else ()
         job.begin(slot, cuts)
+        if (hit.other or hit.n < hit.n_match) and not request.resumed:
+            job.cache_break_at = hit.n_match
+            if log.isEnabledFor(logging.DEBUG):
+                self._tell_break(job, hit)
         job.synthetic = self.synthetic
         self.jobs[slot.index] = job
         job.sink(Started(job.id, slot.index, job.n_prompt, job.n_cached))
+
+    def _tell_break(self, job: Job, hit: Hit) -> None:
+        """What the request's text and the cache have in common, and how each goes on."""
+        decode, at = job.stream.tokenizer.decode, hit.n_match
+        log.debug(
+            "request %s: %d of %d prompt tokens are in the cache and %d can be used; behind %r the prompt says %r, the cache %r",
+            *(job.id, at, job.n_prompt, hit.n),
+            *(
+                decode(ids, special=True)
+                for ids in (job.prefill[max(0, at - 8) : at], job.prefill[at : at + 16], hit.other)
+            ),
+        )

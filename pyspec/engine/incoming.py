@@ -41,9 +41,13 @@ class Incoming:
             raise RequestError(f"{len(resumed)} tokens are resumed, more than the request may generate")
         if request.slot >= self.info.n_slot:
             raise RequestError(f"slot {request.slot} does not exist; slots are 0..{self.info.n_slot - 1} (-np)")
-        before = request.n_before_turn or last_turn(ids, self._opening)
-        before = before if 0 <= before < len(prompt) else 0
-        return replace(request, prompt=prompt, resumed=resumed, stop=tuple(request.stop), n_before_turn=before)
+        first, last = turns(ids, self._opening)
+        before, system = (
+            n if n < len(prompt) else 0 for n in (request.n_before_turn or last, request.n_system or first)
+        )
+        return replace(
+            request, prompt=prompt, resumed=resumed, stop=tuple(request.stop), n_before_turn=before, n_system=system
+        )
 
     def _ids(self, tokens: tuple[int, ...], what: str) -> Ids:
         n_vocab = self.info.n_vocab
@@ -53,11 +57,11 @@ class Incoming:
         return np.array(tokens, dtype=np.int64)
 
 
-def last_turn(prompt: Ids, opening: NDArray[np.bool_]) -> int:
-    """Prompt tokens before the last user turn of a chat, 0 if it is none. opening[token]: it may begin a turn.
+def turns(prompt: Ids, opening: NDArray[np.bool_]) -> tuple[int, int]:
+    """Prompt tokens before the second turn of a chat and before the last user turn, 0 if it is none. opening[token]: it may begin a turn.
 
     Turns begin with the same control token, and the last one is the answer that the prompt asks for.
     """
     at = np.flatnonzero(opening[prompt])
     same = at[prompt[at] == prompt[at[-1]]] if len(at) else at
-    return int(same[-2]) if len(same) > 1 else 0
+    return (int(same[1]), int(same[-2])) if len(same) > 1 else (0, 0)

@@ -40,6 +40,7 @@ class Job:
     anchor: int | None = None
     cuts: tuple[int, ...] = ()  # prompt positions at which checkpoints are due
     n_cached: int = 0
+    cache_break_at: int = -1
     n_predicted: int = 0
     cancelled: bool = False
     started: float = field(default_factory=time.perf_counter)
@@ -174,6 +175,7 @@ class Job:
             accepted_per_pos=tuple(accepted),
             n_draft_used=tuple(self.used),
             synthetic=self.synthetic,
+            cache_break_at=self.cache_break_at,
         )
 
     def done(self, finish: Finish, stop: str = "") -> None:

@@ -18,6 +18,9 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
+OTHER = 16  # tokens that are shown of a text that goes on otherwise
+
+
 @dataclass(eq=False, slots=True)
 class State:
     """What a request needs beside the pages to go on from exactly `n_past` tokens. It hangs at the node of the last one."""
@@ -55,6 +58,7 @@ class Hit:
     nodes    whole pages to share
     tail     page to copy for the tokens behind them
     state    what was kept at exactly n tokens
+    other    what is filed behind the match instead of the prompt's next tokens, the first few of it; (): nothing is
     """
 
     n: int = 0
@@ -62,9 +66,17 @@ class Hit:
     nodes: tuple[Node, ...] = ()
     tail: Node | None = None
     state: State | None = None
+    other: tuple[int, ...] = ()
 
 
 NO_HIT = Hit()
+
+
+def _behind(last: Node, n: int) -> tuple[int, ...]:
+    """The first tokens that are filed behind the first `n` of this page, or behind all of it where n is 0; of several the latest."""
+    if n:
+        return last.tokens[n : n + OTHER]
+    return next(reversed(last.children.values()))[-1].tokens[:OTHER] if last.children else ()
 
 
 class PrefixTree:
@@ -105,20 +117,21 @@ class PrefixTree:
         best = max(partial, key=lambda x: x[1], default=(self.root, 0))
         base = len(whole) * self.page_size
         n_match = base + best[1]
+        tail = best[0] if best[1] else None
+        last = tail or (whole[-1] if whole else self.root)
+        other = _behind(last, best[1]) if n_match < len(prompt) - 1 else ()
         if not needs_state:
-            tail = best[0] if best[1] else None
-            last = tail or (whole[-1] if whole else self.root)
-            return Hit(n_match, n_match, tuple(whole), tail, last.states.get(n_match))
+            return Hit(n_match, n_match, tuple(whole), tail, last.states.get(n_match), other)
         found = [s for node, m in partial for s in node.states.values() if s.n_past <= base + m]
         for node in reversed(whole):
             if found:
                 break
             found = list(node.states.values())
         if not found:
-            return Hit(0, n_match)
+            return Hit(0, n_match, other=other)
         state = max(found, key=lambda s: s.n_past)
         n_whole, rest = divmod(state.n_past, self.page_size)
-        return Hit(state.n_past, n_match, tuple(whole[:n_whole]), state.node if rest else None, state)
+        return Hit(state.n_past, n_match, tuple(whole[:n_whole]), state.node if rest else None, state, other)
 
     def _match(self, tokens: Sequence[int], n: int) -> tuple[list[Node], list[tuple[Node, int]]]:
         """Nodes whose whole pages are the beginning of tokens[:n]; what follows in part, with how many tokens."""

@@ -22,7 +22,7 @@ from known_texts import N_TEXT, continuation, known_texts, tiny
 
 from pyspec.draft.chain import Chain
 from pyspec.draft.drafter import PagedDrafter
-from pyspec.engine.incoming import last_turn
+from pyspec.engine.incoming import turns
 from pyspec.errors import SlotError
 from pyspec.slots.states import Saved
 
@@ -421,12 +421,13 @@ def test_any_traffic_with_the_cache_gives_each_its_own_text(np: int, drafter: ty
     assert r.loop.stats.failed == 0 and r.loop.stats.prompt_tokens_cached > 100
 
 
-def test_the_last_turn_begins_where_the_answer_s_opening_token_stood_before() -> None:
+def test_turns_begin_where_the_answer_s_opening_token_stood_before() -> None:
     system, user, answer = [9, 1, 2], [9, 3, 4], [9, 5]
 
-    def of(prompt: list[int], *opening: int) -> int:
-        return last_turn(np.array(prompt, dtype=np.int64), np.isin(np.arange(10), opening))
+    def of(prompt: list[int], *opening: int) -> tuple[int, int]:
+        return turns(np.array(prompt, dtype=np.int64), np.isin(np.arange(10), opening))
 
-    assert of([*system, *user, *answer], 9) == 3
-    assert of([*user, *answer, 8, *user, *user, *answer], 9, 8) == 9
-    assert of([*answer], 9) == of([1, 2, 3], 9) == of([], 9) == 0
+    assert of([*system, *user, *answer], 9) == (3, 3)
+    assert of([*system, *user, *answer, *user, *answer], 9) == (3, 8)
+    assert of([*user, *answer, 8, *user, *user, *answer], 9, 8) == (3, 9)
+    assert of([*answer], 9) == of([1, 2, 3], 9) == of([], 9) == (0, 0)

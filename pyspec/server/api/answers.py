@@ -108,6 +108,8 @@ def timings_dict(t: Timings) -> dict[str, Any]:
         }
     if t.synthetic:
         value["synthetic"] = True
+    if t.cache_break_at >= 0:
+        value["cache_break_at"] = t.cache_break_at
     return value
 
 
