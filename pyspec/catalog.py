@@ -76,14 +76,19 @@ class Entry:
     def runs(self) -> bool:
         return self.arch in RUNS
 
-    def fetch(self) -> tuple[Path, Path | None]:
-        """(target, drafter or None), downloaded first if they must be. Raises ConfigError if the entry can not run."""
+    def check(self) -> None:
+        """Raise ConfigError if the entry can not run, or nobody knows where its file is."""
         if not self.runs:
             raise ConfigError(
                 f"'{self.name}' is a {self.arch} model, which this version can not run yet; it runs {', '.join(RUNS)}"
             )
         if self.target is None:
             raise ConfigError(f"the catalogue knows no download for '{self.name}'; give its file with -m")
+
+    def fetch(self) -> tuple[Path, Path | None]:
+        """(target, drafter or None), downloaded first if they must be. Raises ConfigError, DownloadError."""
+        self.check()
+        assert self.target is not None
         return self.target.fetch(), self.draft.source.fetch() if self.draft else None
 
 

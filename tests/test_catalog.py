@@ -239,13 +239,13 @@ def test_a_download_fetches_every_shard_and_returns_the_first(monkeypatch: pytes
 
     fetched: list[str] = []
 
-    def download(repo: str, name: str) -> str:
+    def download(repo: str, name: str) -> Path:
         fetched.append(name)
-        return f"/cache/{name}"
+        return Path("/cache") / name
 
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda self, repo: FILES)
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    monkeypatch.setattr("pyspec.hub.fetch.fetch_file", download)
     assert hub.from_hub("user/repo", "BF16") == Path("/cache") / FILES[-2]
     assert fetched == FILES[-2:]
 

@@ -120,6 +120,10 @@ class EngineChoice:
         from pyspec.catalog import resolve
 
         target, draft = self.choice.target(), self.choice.drafter()
+        if self.choice.repo and draft == "auto":
+            from pyspec.cli.beside import drafter_beside
+
+            draft = drafter_beside(self.choice.repo, self.choice.file, target, str(self.settings["spec_type"]))
         resolve(target)
         self.check(np)
         from pyspec.engine.api import Engine

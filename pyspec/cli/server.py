@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -72,6 +73,7 @@ def server(
     Example: pyspec server demo -np 8
     """
     from pyspec.cli.logs import set_up
+    from pyspec.cli.running import enter, leave
     from pyspec.server.http.serve import run
     from pyspec.server.settings import Limits, ServerSettings
 
@@ -95,11 +97,18 @@ def server(
     n_slot = engine.np if engine.np > 0 else AUTO_SLOTS
     engine.check(n_slot)
 
+    entered: list[Path | None] = []
+
     def ready(loaded: EngineLike, url: str) -> None:
+        entered.append(enter(url, alias or loaded.info.model_name))
         for line in banner(loaded.info, url) if log_format == "text" else ():
             click.echo(line, err=True)
 
-    served = run(lambda: engine.load(n_slot, isolated=not in_process), settings, ready)
+    try:
+        served = run(lambda: engine.load(n_slot, isolated=not in_process), settings, ready)
+    finally:
+        for path in entered:
+            leave(path)
     _end(served)
 
 

@@ -78,6 +78,19 @@ class SamplingOptions(TypedDict, total=False):
     seed: int
     logprobs: int | None
     ignore_eos: bool
+    min_tokens: int
+    samplers: tuple[str, ...]
+    top_n_sigma: float
+    xtc_probability: float
+    xtc_threshold: float
+    dynatemp_range: float
+    dynatemp_exponent: float
+    mirostat: int
+    mirostat_tau: float
+    mirostat_eta: float
+    adaptive_target: float
+    adaptive_decay: float
+    post_sampling: bool
 
 
 class RequestOptions(TypedDict, total=False):

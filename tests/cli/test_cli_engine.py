@@ -167,9 +167,10 @@ def test_the_demo_streams_compares_and_ends_well():
     assert re.search(r"2 streams +\d+ +\d+ +x\d", out) and re.search(r"1 stream +\d+ +\d+ +x\d", out)
 
 
-def test_the_server_says_where_it_is_and_stops_on_a_signal():
+def test_the_server_says_where_it_is_and_stops_on_a_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A real process: banner on stderr, nothing on stdout, an answer, and exit 0 after Ctrl-C."""
     command = [sys.executable, "-m", "pyspec", "server", "demo", "-np", "2", "-c", "256", "--port", "0", "--no-warmup"]
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None and server.stdout is not None
         try:
@@ -182,6 +183,8 @@ def test_the_server_says_where_it_is_and_stops_on_a_signal():
             assert url, banner
             with urllib.request.urlopen(f"{url[0]}/props", timeout=10) as answer:
                 assert json.load(answer)["total_slots"] == 2
+            code, out, _ = invoke("ps", "--json")
+            assert code == 0 and [(one["url"], one["pid"]) for one in json.loads(out)] == [(url[0], server.pid)]
             server.send_signal(signal.SIGINT)
             assert server.wait(20) == 0
         finally:
@@ -189,3 +192,4 @@ def test_the_server_says_where_it_is_and_stops_on_a_signal():
         text = "".join(banner)
         assert "memory plan" in text and "slots    2, 256 tokens each" in text and "dflash" in text
         assert server.stdout.read() == ""
+        assert json.loads(invoke("ps", "--json")[1]) == []

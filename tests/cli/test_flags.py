@@ -28,6 +28,8 @@ BASE = {
     "logits": [str(FIXTURE), "--ids", "1", "--out", "out.npz"],
     "synth": ["qwen3", "out.gguf", "--tiny"],
     "doctor": ["demo"],
+    "pull": ["demo"],
+    "ps": ["127.0.0.1:9"],
 }
 """What each command needs besides, to run."""
 NEVER = ("nan", "inf", "-inf", "1e99", "-99999999999", "99999999999999999999999", "", "x")  # no number means these

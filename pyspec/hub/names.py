@@ -1,18 +1,15 @@
-"""Files from Hugging Face: which GGUF of a repository is meant, and its path in the local cache."""
+"""Names of a repository's files: which GGUF is meant, and which drafters stand beside it."""
 
 from __future__ import annotations
 
-import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
-from pathlib import Path, PurePosixPath
-from typing import TypeVar
+from pathlib import PurePosixPath
 
-from pyspec.errors import ConfigError, DownloadError
+from pyspec.errors import ConfigError
 from pyspec.registry import DRAFTERS
-
-log = logging.getLogger(__name__)
 
 DEFAULT_QUANT = "Q4_K_M"
 DRAFTS = tuple(f"{drafter}-" for drafter in DRAFTERS)
@@ -23,9 +20,10 @@ SIDECARS = (
     "eagle3-",
     *DRAFTS,
 )  # names begin with these
+KINDS = ("dflash", "mtp", "dspark", "eagle3")
+"""Drafters that llama.cpp's repositories have beside a target, as KIND-*.gguf; the first that runs here is taken."""
+QUANT = r"(?<![A-Za-z0-9])(?:UD-)?((?:I?Q\d+|MXFP4|NVFP4|BF16|F16|F32)(?:_[A-Z0-9]+)*)(?![A-Za-z0-9])"
 SHARD = re.compile(r"^(.*)-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
-
-T = TypeVar("T")
 
 
 def split_name(name: str) -> tuple[str, str]:
@@ -82,53 +80,62 @@ def _shards(name: str, names: Sequence[str]) -> list[str]:
     return every
 
 
-def from_hub(repo: str, quant: str = "", file: str = "", *, drafter: bool = False) -> Path:
-    """Path of a repository's GGUF in the Hugging Face cache, downloaded if it is not there; all shards of a split file.
+@dataclass(frozen=True, slots=True)
+class Sidecar:
+    """A drafter's file beside a target, and why it is the one of its kind."""
 
-    With HF_HUB_OFFLINE=1 only the cache is looked at; without a network it is looked at last. Raises DownloadError,
-    ConfigError.
+    kind: str
+    file: str
+    why: str
+
+
+def sidecars(names: Sequence[str], target: str, quant: str = "") -> list[Sidecar]:
+    """The best drafter of each kind beside a target, as llama.cpp chooses.
+
+    From the target's folder or one around it, the nearest first; there the one whose name has `quant` or the target's own
+    quantisation; else that of the nearest number of bits.
     """
-    from huggingface_hub import HfApi, hf_hub_download
-    from huggingface_hub.constants import HF_HUB_OFFLINE
-
-    if HF_HUB_OFFLINE:
-        found = _cached(repo, quant, file, drafter)
-        if found is None:
-            raise DownloadError(f"{repo} is not in the local cache, and HF_HUB_OFFLINE forbids to download it")
-        return found
-    try:
-        names = _asked(repo, lambda: list(HfApi().list_repo_files(repo)))
-    except DownloadError as e:
-        found = _cached(repo, quant, file, drafter)
-        if found is None:
-            raise
-        log.warning("%s; taking the copy in the cache", e)
-        return found
-    wanted = choose(names, quant, file, repo=repo, drafter=drafter)
-    log.info("fetching %s from %s", ", ".join(wanted), repo)
-    paths = [Path(_asked(repo, lambda name=name: hf_hub_download(repo, name))) for name in wanted]
-    return paths[0]
+    wanted = quant_of(quant) or quant_of(target)
+    found = []
+    for kind in KINDS:
+        beside = [n for n in names if n.lower().endswith(".gguf") and _begins_with(n, (f"{kind}-",))]
+        ranked = sorted((n for n in beside if _is_around(n, target)), key=lambda n: _distance(n, wanted))
+        if ranked:
+            found.append(Sidecar(kind, ranked[0], _why(ranked[0], wanted, len(ranked))))
+    return found
 
 
-def _cached(repo: str, quant: str, file: str, drafter: bool) -> Path | None:
-    """The file in the newest cached snapshot, or None if the cache has nothing of the repository."""
-    from huggingface_hub import snapshot_download
-
-    try:
-        folder = Path(_asked(repo, lambda: snapshot_download(repo, local_files_only=True)))
-    except DownloadError:
-        return None
-    names = [p.relative_to(folder).as_posix() for p in folder.rglob("*.gguf")]
-    return folder / choose(names, quant, file, repo=f"the cached copy of {repo}", drafter=drafter)[0]
+def _why(name: str, wanted: str, n_choice: int) -> str:
+    own, among = quant_of(name), f" of {n_choice} there" if n_choice > 1 else ""
+    if own and own.lower() == wanted.lower():
+        return f"{own} as the target"
+    return (
+        f"the nearest to {wanted}{among}" if wanted and own else f"the first{among}" if among else "the only one there"
+    )
 
 
-def _asked(repo: str, ask: Callable[[], T]) -> T:
-    """The answer, or a DownloadError of one line whatever the client library raises."""
-    from huggingface_hub.errors import HfHubHTTPError
+def quant_of(name: str) -> str:
+    """The quantisation that a file's name says, or ""."""
+    found = re.findall(QUANT, PurePosixPath(name).name, re.IGNORECASE)
+    return found[-1] if found else ""
 
-    # its HTTP errors derive from those of whichever HTTP library the installed version uses; the rest are OSErrors
-    try:
-        return ask()
-    except (OSError, ValueError, *HfHubHTTPError.__bases__) as e:
-        lines = str(e).strip().splitlines()
-        raise DownloadError(f"{repo} can not be had: {lines[0] if lines else type(e).__name__}") from e
+
+def _bits(quant: str) -> int:
+    digits = re.search(r"\d+", quant)
+    return int(digits[0]) if digits else 0
+
+
+def _is_around(name: str, target: str) -> bool:
+    folder = PurePosixPath(name).parent
+    return folder == PurePosixPath(target).parent or folder in PurePosixPath(target).parents
+
+
+def _distance(name: str, wanted: str) -> tuple[int, bool, int, str]:
+    """What is smaller is chosen first."""
+    own = quant_of(name)
+    return -len(PurePosixPath(name).parts), own.lower() != wanted.lower(), abs(_bits(own) - _bits(wanted)), name
+
+
+def kind_of(name: str) -> str:
+    """The drafter that a file's name says it is for; "" for models and for what is neither."""
+    return next((kind for kind in KINDS if _begins_with(name, (f"{kind}-",))), "")

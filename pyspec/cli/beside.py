@@ -1,0 +1,60 @@
+"""The drafter that stands beside a target in its repository: which one is taken, and why not the others."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pyspec.registry import WHETHER, drafters
+
+if TYPE_CHECKING:
+    from pyspec.hub import Sidecar
+
+log = logging.getLogger(__name__)
+
+
+def drafter_beside(name: str, file: str, target: str, spec_type: str) -> str:
+    """Path of the drafter beside a target that -hf has named, downloaded if it must be; "auto" if none is taken.
+
+    Raises DownloadError, ConfigError.
+    """
+    from pyspec.hub import Repository, sidecars, split_name
+
+    repo, quant = split_name(name)
+    there = Repository.open(repo)
+    best, said = taken(sidecars(there.names, there.choose(quant, file)[0], quant), Path(target), spec_type)
+    for sentence in said:
+        log.info("%s", sentence)
+    return "auto" if best is None else str(there.fetch(there.choose(file=best.file))[0])
+
+
+def taken(found: Sequence[Sidecar], target: Path, spec_type: str) -> tuple[Sidecar | None, list[str]]:
+    """The sidecar to draft with, and a sentence about each.
+
+    spec_type  "auto", "none" or the drafter that is wanted
+    """
+    best, said = None, []
+    known = drafters()
+    for one in found:
+        if one.kind not in known:
+            why = f"this version has no {one.kind}"
+        elif spec_type not in (one.kind, "auto"):
+            why = "--spec-type is none" if spec_type in WHETHER else f"--spec-type is {spec_type}"
+        elif best is not None:
+            why = f"{best.kind} goes first; --spec-type {one.kind} takes this one"
+        elif one.kind == "mtp" and has_mtp(target):
+            why = "the target's file has the block in it"
+        else:
+            best, why = one, ""
+        said.append(f"{one.file}: not taken, {why}" if why else f"{one.file}: taken as {one.kind} drafter, {one.why}")
+    return best, said
+
+
+def has_mtp(path: Path) -> bool:
+    """Whether a model's file holds an MTP block of its own. Raises ModelError."""
+    from pyspec.gguf import open_gguf
+
+    with open_gguf(path) as file:
+        return file.hparams.integer("nextn_predict_layers", 0) > 0

@@ -1,0 +1,114 @@
+"""`pyspec list`: the models that are on this machine, and the drafters they are paired with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+import click
+
+from pyspec.cli import verbose_option
+
+if TYPE_CHECKING:
+    from pyspec.hub.cache import CachedFile, CachedRepository
+
+
+@dataclass(frozen=True)
+class Here:
+    """A file on this machine, and what to type for it."""
+
+    type: str  # "demo", "-hf user/repo:Q8_0"
+    file: str
+    bytes: int
+    what: str  # target, a drafter's kind, or "unfinished"
+    pair: str  # of a target: the drafter's file that goes with it
+    path: str
+
+
+@click.command("list")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@verbose_option
+def list_models(as_json: bool) -> None:
+    """List the models that are on this machine.
+
+    Packaged ones, and what lies in the Hugging Face cache, with the drafter that goes with each.
+    """
+    found = [*_packaged(), *_cached()]
+    if as_json:
+        click.echo(json.dumps([asdict(one) for one in found], indent=1))
+        return
+    from pyspec.cli.tables import row, show, table
+
+    t = table("type", "file", "GB", "what", "drafter", right=("GB",))
+    for one in found:
+        row(t, one.type, one.file, f"{one.bytes / 1e9:.2f}", one.what, one.pair or "-")
+    show(t)
+    if n := sum(one.what == "unfinished" for one in found):
+        click.echo(f"{n} unfinished: `pyspec pull -hf` goes on", err=True)
+
+
+def _packaged() -> Iterator[Here]:
+    from pyspec.catalog import catalogue
+
+    for entry in catalogue().values():
+        if entry.target is not None and entry.target.packaged:
+            draft = entry.draft.source.packaged if entry.draft else ""
+            yield Here(
+                entry.name, entry.target.packaged, entry.target.bytes, "target", draft, str(entry.target.fetch())
+            )
+
+
+def _cached() -> Iterator[Here]:
+    from pyspec.hub.cache import cached_repositories
+
+    repositories = list(cached_repositories())
+    files = {(f.repo, f.file) for r in repositories for f in r.files}
+    for repository in repositories:
+        for file in repository.files:
+            yield _here(repository, file, files)
+        if repository.unfinished:
+            yield Here(f"-hf {repository.name}", "", repository.unfinished, "unfinished", "", "")
+
+
+def _here(repository: CachedRepository, file: CachedFile, files: set[tuple[str, str]]) -> Here:
+    from pyspec.hub import quant_of
+    from pyspec.hub.names import kind_of
+
+    kind = kind_of(file.file)
+    if kind:
+        return Here(f"-hfd {file.repo}", file.file, file.bytes, kind, "", str(file.path))
+    named = _name_of(file)
+    quant = quant_of(file.file)
+    pair = _pair(repository, file, files, named)
+    typed = named or f"-hf {file.repo}{f':{quant}' if quant else ''}"
+    return Here(typed, file.file, file.bytes, "target", pair, str(file.path))
+
+
+def _name_of(file: CachedFile) -> str:
+    """Of the catalogue's entry that means this file; "" if none does."""
+    from pyspec.catalog import catalogue
+    from pyspec.hub import quant_of
+
+    for entry in catalogue().values():
+        source = entry.target
+        if source is None or source.repo != file.repo:
+            continue
+        if source.file == file.file or (source.quant and source.quant.lower() == quant_of(file.file).lower()):
+            return entry.name
+    return ""
+
+
+def _pair(repository: CachedRepository, file: CachedFile, files: set[tuple[str, str]], named: str) -> str:
+    """The drafter on this machine that goes with a target: the catalogue's, else the one beside it."""
+    from pyspec.catalog import find
+    from pyspec.hub import sidecars
+    from pyspec.registry import drafters
+
+    entry = find(named)
+    if entry is not None and entry.draft is not None:
+        source = entry.draft.source
+        return source.file if (source.repo, source.file) in files else ""
+    beside = sidecars([f.file for f in repository.files], file.file)
+    return next((s.file for s in beside if s.kind in drafters()), "")

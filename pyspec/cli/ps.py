@@ -1,0 +1,109 @@
+"""`pyspec ps`: servers of this machine, what they serve and what their slots are at."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.request import ProxyHandler, Request, build_opener
+
+import click
+
+from pyspec.cli import verbose_option
+
+ASK_S = 3.0
+MOST_BYTES = 16 << 20
+
+
+@click.command()
+@click.argument("address", nargs=-1, metavar="[HOST:PORT]...")
+@click.option("--api-key", default="", envvar="LLAMA_API_KEY", help="Key of the servers, if they want one.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@verbose_option
+def ps(address: tuple[str, ...], api_key: str, as_json: bool) -> None:
+    """Show running servers: model, slots, drafts.
+
+    Without an address those that this user has started here; exit status 1 if a server does not answer.
+    """
+    from pyspec.cli.running import running
+
+    if address:
+        found = [look(_url(one), api_key) for one in address]
+    else:
+        found = [{"pid": r.pid, "up_s": round(time.time() - r.began), **look(r.url, api_key)} for r in running()]
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+    elif found:
+        _show(found)
+    else:
+        click.echo("no server runs here (started by this user)", err=True)
+    if any(one["state"] == "no answer" for one in found):
+        click.get_current_context().exit(1)
+
+
+def _url(address: str) -> str:
+    return (address if "://" in address else f"http://{address}").rstrip("/")
+
+
+def look(url: str, api_key: str = "") -> dict[str, Any]:
+    """What a server says of itself; `state` is "no answer" if it says nothing, and `note` why something is missing."""
+    about: dict[str, Any] = {"url": url, "state": "no answer", "model": "", "slots": [], "note": ""}
+    status, health = _ask(url, "/health", api_key)
+    if status == 0:
+        return about | {"note": str(health)}
+    about["state"] = health.get("status", "ok") if status == 200 and isinstance(health, dict) else "loading"
+    status, props = _ask(url, "/props", api_key)
+    if status == 200 and isinstance(props, dict):
+        about["model"] = str(props.get("model_alias") or props.get("model_path") or "")
+        about["total_slots"] = props.get("total_slots")
+    status, slots = _ask(url, "/slots", api_key)
+    if status == 200 and isinstance(slots, list):
+        about["slots"] = [s for s in slots if isinstance(s, dict)]
+    elif status in (401, 403):
+        about["note"] = "wants a key: --api-key"
+    elif status:
+        about["note"] = f"/slots answers {status}"
+    return about
+
+
+def _ask(url: str, path: str, api_key: str) -> tuple[int, Any]:
+    """(status, JSON), or (0, why there is no answer). Without a proxy: these are servers of this network."""
+    request = Request(url + path, headers={"Authorization": f"Bearer {api_key}"} if api_key else {})
+    try:
+        with build_opener(ProxyHandler({})).open(request, timeout=ASK_S) as answer:
+            return answer.status, json.loads(answer.read(MOST_BYTES))
+    except HTTPError as e:
+        return e.code, {}
+    except (URLError, OSError) as e:
+        return 0, getattr(e, "reason", e)
+    except ValueError:
+        return 0, "it answers with something else than JSON"
+
+
+def _show(found: list[dict[str, Any]]) -> None:
+    from pyspec.cli.tables import row, show, table
+
+    t = table("url", "pid", "state", "model", "busy", "tokens", "drafts", right=("pid", "tokens"))
+    for one in found:
+        busy = [s for s in one["slots"] if s.get("is_processing")]
+        count = f"{len(busy)} of {len(one['slots'])}" if one["slots"] else f"? of {one.get('total_slots', '?')}"
+        tokens = sum(int(s.get("n_past") or 0) for s in busy)
+        row(
+            t, one["url"], str(one.get("pid", "-")), one["state"], one["model"] or "-", count, str(tokens), _drafts(one)
+        )
+    show(t)
+    for one in found:
+        if one["note"]:
+            click.echo(f"{one['url']}: {one['note']}", err=True)
+
+
+def _drafts(one: dict[str, Any]) -> str:
+    """What drafting is at: for each busy slot how many tokens, with the share that is accepted, or why none."""
+    if not any(s.get("speculative") for s in one["slots"]):
+        return "off" if one["slots"] else "?"
+    said = []
+    for draft in (s.get("draft") or {} for s in one["slots"] if s.get("is_processing")):
+        n = draft.get("n_draft") or 0
+        said.append(f"{n} ({float(draft.get('acceptance') or 0):.0%})" if n else f"0: {draft.get('reason') or '?'}")
+    return ", ".join(said) or "on"

@@ -1,0 +1,136 @@
+"""`pyspec pull`: bring a model and its drafter into the local cache."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pyspec.cli.options import ModelChoice, model_options
+
+if TYPE_CHECKING:
+    from pyspec.catalog import Source
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """A file that is here now. `hashed`: it was held against the catalogue's or the hub's hash, now or when it came."""
+
+    role: str  # target, or the drafter's kind
+    path: Path
+    bytes: int
+    hashed: bool
+
+
+@click.command()
+@model_options
+@click.option(
+    "-hfd", "--spec-draft-hf", default="", metavar="USER/REPO[:QUANT]", help="A drafter of another repository."
+)
+@click.option("--spec-type", default="auto", metavar="TYPE", help="Drafter that is wanted; none: the target alone.")
+@click.option("--check", is_flag=True, help="Hash files that are here already, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def pull(ctx: click.Context, choice: ModelChoice, spec_type: str, check: bool, as_json: bool) -> None:
+    """Download a model, and the drafter that stands beside it.
+
+    What was broken off goes on where it ended; every file is held against the hub's SHA-256. Example: pyspec pull -hf user/repo:Q8_0
+    """
+    from pyspec.cli.logs import set_up
+    from pyspec.cli.options import SPEC_TYPES
+    from pyspec.errors import ConfigError
+    from pyspec.registry import is_spec_type
+
+    set_up(4 if ctx.meta.get("pyspec.verbose") else 3)
+    wanted = SPEC_TYPES.get(spec_type, spec_type)
+    if not is_spec_type(wanted):
+        raise ConfigError(f"--spec-type is '{spec_type}'; want one of {', '.join(SPEC_TYPES)}")
+    if bool(choice.model) == bool(choice.repo):
+        raise ConfigError("what is to be pulled? give a name of the catalogue, or -hf user/repo")
+    files = _of_catalogue(choice.model, wanted) if choice.model else _of_repository(choice, wanted)
+    if choice.draft_repo:
+        files += _drafter(choice.draft_repo)
+    done = [_checked(role, paths, check) for role, paths in files]
+    if as_json:
+        click.echo(json.dumps([asdict(one) | {"path": str(one.path)} for one in done], indent=1))
+        return
+    from pyspec.cli.tables import row, show, table
+
+    t = table("what", "GB", "hash", "path", right=("GB",))
+    for one in done:
+        row(t, one.role, f"{one.bytes / 1e9:.2f}", "right" if one.hashed else "not known", str(one.path))
+    show(t)
+
+
+def _of_catalogue(name: str, wanted: str) -> list[tuple[str, list[Path]]]:
+    from pyspec.catalog import find
+    from pyspec.errors import ConfigError
+
+    entry = find(name)
+    if entry is None:
+        raise ConfigError(
+            f"'{name}' is no model of the catalogue (`pyspec models` lists it); a repository is given with -hf"
+        )
+    entry.check()
+    assert entry.target is not None
+    files = [("target", [_held(entry.target)])]
+    if entry.draft is not None and wanted in ("auto", entry.draft.kind):
+        files.append((entry.draft.kind, [_held(entry.draft.source)]))
+    return files
+
+
+def _held(source: Source) -> Path:
+    """The file; a hash that the catalogue knows comes before the hub's word."""
+    from pyspec.errors import DownloadError
+    from pyspec.hub import sha256_of
+
+    path = source.fetch()
+    if source.sha256 and (got := sha256_of(path)) != source.sha256:
+        raise DownloadError(f"{path} is not what the catalogue means: its SHA-256 is {got}, want {source.sha256}")
+    return path
+
+
+def _of_repository(choice: ModelChoice, wanted: str) -> list[tuple[str, list[Path]]]:
+    from pyspec.cli.beside import taken
+    from pyspec.hub import Repository, sidecars, split_name
+
+    name, quant = split_name(choice.repo)
+    there = Repository.open(name)
+    names = there.choose(quant, choice.file)
+    files = [("target", there.fetch(names))]
+    if choice.draft_repo:
+        return files
+    best, said = taken(sidecars(there.names, names[0], quant), files[0][1][0], wanted)
+    for sentence in said:
+        click.echo(sentence, err=True)
+    if best is not None:
+        files.append((best.kind, there.fetch(there.choose(file=best.file))))
+    return files
+
+
+def _drafter(name: str) -> list[tuple[str, list[Path]]]:
+    from pyspec.hub import Repository, split_name
+
+    repo, quant = split_name(name)
+    there = Repository.open(repo)
+    return [("drafter", there.fetch(there.choose(quant, drafter=True)))]
+
+
+def _checked(role: str, paths: Sequence[Path], again: bool) -> Pulled:
+    """A file with its shards. What was downloaded has been hashed as it came."""
+    from pyspec.hub import check_hash
+    from pyspec.hub.fetch import SHA256
+
+    for path in paths if again else ():
+        check_hash(path)
+    is_known = all(SHA256.fullmatch(path.resolve().name) or _is_packaged(path) for path in paths)
+    return Pulled(role, paths[0], sum(path.stat().st_size for path in paths), is_known)
+
+
+def _is_packaged(path: Path) -> bool:
+    """In pyspec itself: the catalogue has its hash."""
+    return path.parent == Path(__file__).parents[1] / "demo"

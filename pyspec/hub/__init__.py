@@ -1,0 +1,18 @@
+"""Files from Hugging Face: which of a repository's are meant (`names`), and their paths in the local cache (`fetch`)."""
+
+from pyspec.hub.fetch import Repository, check_hash, fetch_file, from_hub, sha256_of
+from pyspec.hub.names import DEFAULT_QUANT, Sidecar, choose, quant_of, sidecars, split_name
+
+__all__ = [
+    "DEFAULT_QUANT",
+    "Repository",
+    "Sidecar",
+    "check_hash",
+    "choose",
+    "fetch_file",
+    "from_hub",
+    "quant_of",
+    "sha256_of",
+    "sidecars",
+    "split_name",
+]

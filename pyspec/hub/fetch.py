@@ -1,0 +1,177 @@
+"""Files of a Hugging Face repository: in the library's own cache, downloaded on, and held against the hub's hash."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+from pyspec.errors import DownloadError
+from pyspec.hub.names import choose
+
+log = logging.getLogger(__name__)
+
+SHA256 = re.compile("[0-9a-f]{64}")  # what a large file's entity tag is; small files have git's hash
+T = TypeVar("T")
+
+
+class Repository:
+    """A repository's files: on the hub, or in the local cache if that can not be reached or asked."""
+
+    def __init__(self, name: str, names: Sequence[str], folder: Path | None = None) -> None:
+        self.name, self.names, self.folder = name, names, folder
+
+    @classmethod
+    def open(cls, name: str) -> Repository:
+        """Ask for the list of files. With HF_HUB_OFFLINE=1 only the cache is looked at. Raises DownloadError."""
+        from huggingface_hub import HfApi
+        from huggingface_hub.constants import HF_HUB_OFFLINE
+
+        if HF_HUB_OFFLINE:
+            found = cls._cached(name)
+            if found is None:
+                raise DownloadError(f"{name} is not in the local cache, and HF_HUB_OFFLINE forbids to download it")
+            return found
+        try:
+            return cls(name, _asked(name, lambda: list(HfApi().list_repo_files(name))))
+        except DownloadError as e:
+            found = cls._cached(name)
+            if found is None:
+                raise
+            log.warning("%s; taking the copy in the cache", e)
+            return found
+
+    @classmethod
+    def _cached(cls, name: str) -> Repository | None:
+        """The newest snapshot in the cache, or None if the cache has nothing of the repository."""
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(_asked(name, lambda: snapshot_download(name, local_files_only=True)))
+        except DownloadError:
+            return None
+        return cls(name, [p.relative_to(folder).as_posix() for p in folder.rglob("*.gguf")], folder)
+
+    def choose(self, quant: str = "", file: str = "", *, drafter: bool = False) -> list[str]:
+        """The file that is meant, and its other shards. Raises ConfigError."""
+        title = self.name if self.folder is None else f"the cached copy of {self.name}"
+        return choose(self.names, quant, file, repo=title, drafter=drafter)
+
+    def fetch(self, names: Sequence[str]) -> list[Path]:
+        """Paths of files, downloaded if they are not there. Raises DownloadError."""
+        if self.folder is not None:
+            return [self.folder / name for name in names]
+        log.info("fetching %s from %s", ", ".join(names), self.name)
+        return [fetch_file(self.name, name) for name in names]
+
+
+def from_hub(repo: str, quant: str = "", file: str = "", *, drafter: bool = False) -> Path:
+    """Path of a repository's GGUF in the Hugging Face cache, downloaded if it is not there; all shards of a split file.
+
+    Raises DownloadError, ConfigError.
+    """
+    there = Repository.open(repo)
+    return there.fetch(there.choose(quant, file, drafter=drafter))[0]
+
+
+def fetch_file(repo: str, name: str) -> Path:
+    """One file's path in the cache. What is large goes on where the last download ended, and is checked. Raises DownloadError."""
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub.file_download import repo_folder_name
+
+    about = _asked(repo, lambda: get_hf_file_metadata(hf_hub_url(repo, name)))
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model") / "blobs"
+    blob = folder / str(about.etag)
+    is_there, is_hash = blob.exists(), SHA256.fullmatch(str(about.etag)) is not None
+    if not is_there and is_hash and about.size:
+        folder.mkdir(parents=True, exist_ok=True)
+        _download(repo, name, about, blob)
+        is_there = True
+    path = Path(_asked(repo, lambda: hf_hub_download(repo, name)))
+    if not is_there:
+        check_hash(path)
+    return path
+
+
+def check_hash(path: Path) -> bool:
+    """Hold a file of the cache against the hash that it lies under. False: it has none. Raises DownloadError, and deletes it."""
+    blob = path.resolve()
+    if not SHA256.fullmatch(blob.name):
+        return False
+    _hold(path.name, blob, blob.name)
+    return True
+
+
+def sha256_of(path: Path) -> str:
+    """A file's hash in hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _size(n: int) -> str:
+    return f"{n / 1e9:.2f} GB" if n >= 1e9 else f"{n / 1e6:.1f} MB"
+
+
+def _hold(name: str, blob: Path, wanted: str) -> None:
+    log.info("checking the hash of %s (%s)", name, _size(blob.stat().st_size))
+    if (got := sha256_of(blob)) != wanted:
+        blob.unlink()
+        raise DownloadError(
+            f"{name} is damaged: its SHA-256 is {got[:12]}..., want {wanted[:12]}...; it was deleted, download it again"
+        )
+
+
+def _download(repo: str, name: str, about: Any, blob: Path) -> None:
+    """Bring a blob into the cache. The library begins anew after a break; this keeps what has come, in the file older versions of it used."""
+    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub.file_download import hf_hub_download, http_get
+    from huggingface_hub.utils import build_hf_headers
+
+    part, url = blob.with_name(f"{blob.name}.incomplete"), hf_hub_url(repo, name)
+    headers = build_hf_headers()
+    if urlsplit(url).netloc != urlsplit(about.location).netloc:
+        headers.pop("authorization", None)  # for the hub, not for where it keeps large files
+    with part.open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            raise DownloadError(f"another process is downloading {name} from {repo}") from e
+        have = file.tell()
+        if have > about.size:
+            file.truncate(have := 0)
+        if not have and about.size > getattr(constants, "MAX_HTTP_DOWNLOAD_SIZE", about.size):
+            part.unlink()
+            check_hash(Path(_asked(repo, lambda: hf_hub_download(repo, name))))
+            return
+        if have:
+            log.info("%s: going on behind %s of %s", name, _size(have), _size(about.size))
+        ask = lambda: http_get(  # noqa: E731
+            about.location, file, resume_size=have, headers=headers, expected_size=about.size
+        )
+        try:
+            _asked(repo, ask)
+        except DownloadError as e:
+            file.flush()
+            raise DownloadError(
+                f"{e}; {_size(part.stat().st_size)} of {_size(about.size)} are kept: run it again to go on"
+            ) from e
+        file.flush()
+        _hold(name, part, blob.name)
+        part.rename(blob)
+
+
+def _asked(repo: str, ask: Callable[[], T]) -> T:
+    """The answer, or a DownloadError of one line whatever the client library raises."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    # its HTTP errors derive from those of whichever HTTP library the installed version uses; the rest are OSErrors
+    try:
+        return ask()
+    except (OSError, ValueError, *HfHubHTTPError.__bases__) as e:
+        lines = str(e).strip().splitlines()
+        raise DownloadError(f"{repo} can not be had: {lines[0] if lines else type(e).__name__}") from e

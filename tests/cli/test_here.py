@@ -1,0 +1,152 @@
+"""`pyspec list` and `pyspec ps`: what lies on this machine, and what runs on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from click.testing import CliRunner, Result
+
+from pyspec.cli import main, running
+
+
+def call(*args: str) -> Result:
+    return CliRunner().invoke(main, args)
+
+
+def fill(cache: Path, repo: str, sizes: dict[str, int], part: int = 0) -> None:
+    """A repository in a cache as the client library lays it out."""
+    folder = cache / ("models--" + repo.replace("/", "--"))
+    for name, size in sizes.items():
+        path = folder / "snapshots" / "abc" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x" * size)
+    (folder / "refs").mkdir(parents=True, exist_ok=True)
+    (folder / "refs" / "main").write_text("abc")
+    if part:
+        (folder / "blobs").mkdir()
+        (folder / "blobs" / "1.incomplete").write_bytes(b"x" * part)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_list_names_targets_drafters_pairs_and_what_is_unfinished(cache: Path):
+    fill(cache, "unsloth/Qwen3.6-27B-GGUF", {"Qwen3.6-27B-Q8_0.gguf": 5})
+    fill(cache, "spiritbuun/Qwen3.6-27B-DFlash-GGUF", {"dflash-draft-3.6-q8_0.gguf": 3})
+    fill(
+        cache,
+        "a/b",
+        {
+            "m-Q4_K_M.gguf": 2,
+            "mtp-m-Q4_K_M.gguf": 1,
+            "x/n-F16-00001-of-00002.gguf": 2,
+            "x/n-F16-00002-of-00002.gguf": 4,
+        },
+    )
+    fill(cache, "c/d", {}, part=7)
+    (cache / "models--e--f" / "snapshots" / "1").mkdir(parents=True)
+    done = call("list", "--json")
+    assert done.exit_code == 0, done.output
+    found = {(one["type"], one["file"]): (one["bytes"], one["what"], one["pair"]) for one in json.loads(done.stdout)}
+    assert found.pop(("demo", "pyspec-demo.gguf"))[1:] == ("target", "pyspec-demo-dflash.gguf")
+    assert found == {
+        ("qwen3.6-27b", "Qwen3.6-27B-Q8_0.gguf"): (5, "target", "dflash-draft-3.6-q8_0.gguf"),
+        ("-hfd spiritbuun/Qwen3.6-27B-DFlash-GGUF", "dflash-draft-3.6-q8_0.gguf"): (3, "dflash", ""),
+        ("-hf a/b:Q4_K_M", "m-Q4_K_M.gguf"): (2, "target", "mtp-m-Q4_K_M.gguf"),
+        ("-hfd a/b", "mtp-m-Q4_K_M.gguf"): (1, "mtp", ""),
+        ("-hf a/b:F16", "x/n-F16-00001-of-00002.gguf"): (6, "target", "mtp-m-Q4_K_M.gguf"),
+        ("-hf c/d", ""): (7, "unfinished", ""),
+    }  # fmt: skip
+    text = call("list")
+    assert "1 unfinished" in text.stderr and "pyspec-demo-dflash.gguf" in text.stdout
+
+
+def test_a_cache_that_is_not_there_is_no_error(cache: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache / "nowhere"))
+    assert [one["type"] for one in json.loads(call("list", "--json").stdout)] == ["demo"]
+
+
+SLOT = {"is_processing": True, "n_past": 70, "speculative": True, "draft": {"n_draft": 3, "acceptance": 0.62}}
+SILENT = SLOT | {"draft": {"n_draft": 0, "reason": "too slow"}}
+IDLE = {"is_processing": False, "speculative": True}
+
+
+class Fake(BaseHTTPRequestHandler):
+    answers: ClassVar[dict[str, tuple[int, Any]]] = {}
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        status, body = self.answers.get(self.path, (404, {}))
+        if self.path == "/slots" and self.headers.get("Authorization") == "Bearer secret":
+            status, body = 200, [SLOT, SILENT, IDLE]
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body if isinstance(body, bytes) else json.dumps(body).encode())
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    Fake.answers = {
+        "/health": (200, {"status": "ok"}),
+        "/props": (200, {"model_path": "/m.gguf", "total_slots": 3}),
+        "/slots": (401, {}),
+    }
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Fake)
+    thread = threading.Thread(target=http.serve_forever, args=(0.02,))
+    thread.start()
+    yield f"127.0.0.1:{http.server_port}"
+    http.shutdown()
+    thread.join()
+    http.server_close()
+
+
+def test_ps_shows_slots_drafts_and_reasons(server: str):
+    done = call("ps", server, "--api-key", "secret")
+    assert done.exit_code == 0 and "2 of 3" in done.stdout
+    shown = " ".join(done.stdout.split())
+    assert "/m.gguf" in shown and "140" in shown and "3 (62%)" in shown and "too slow" in shown
+
+
+def test_ps_says_when_a_key_is_missing_and_when_nobody_answers(server: str):
+    done = call("ps", server)
+    assert done.exit_code == 0 and "? of 3" in done.stdout and "wants a key: --api-key" in done.stderr
+    done = call("ps", "127.0.0.1:9", "--json")
+    (one,) = json.loads(done.stdout)
+    assert done.exit_code == 1 and one["state"] == "no answer" and "refused" in one["note"]
+
+
+def test_ps_of_what_is_no_pyspec(server: str):
+    Fake.answers = {"/health": (200, b"hello")}
+    done = call("ps", server)
+    assert done.exit_code == 1 and "something else than JSON" in done.stderr
+
+
+def test_servers_are_found_by_their_files_and_dead_ones_are_cleared(
+    server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    assert "no server runs here" in call("ps").stderr
+    path = running.enter(f"http://{server}", "m")
+    ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    dead = running.folder() / f"{int(ended.stdout)}.json"
+    dead.write_text(json.dumps({"pid": int(ended.stdout), "url": "http://x", "model": "", "began": 0}))
+    (running.folder() / "torn.json").write_text("{")
+    (one,) = json.loads(call("ps", "--json").stdout)
+    assert (one["pid"], one["url"], one["state"]) == (os.getpid(), f"http://{server}", "ok")
+    assert path is not None and path.exists() and not dead.exists()
+    running.leave(path)
+    assert json.loads(call("ps", "--json").stdout) == []

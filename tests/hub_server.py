@@ -1,0 +1,95 @@
+"""A hub of one repository on this machine: lists files, serves ranges, breaks off, and lies about contents when told to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+REPO = "user/repo"
+COMMIT = "0" * 39 + "1"
+
+
+@dataclass
+class FakeHub:
+    """What is served. `cut`: bytes after which the next answers break off; `lies`: files served with other bytes."""
+
+    files: dict[str, bytes]
+    cut: list[int] = field(default_factory=list)
+    lies: set[str] = field(default_factory=set)
+    asked: list[tuple[str, str, str]] = field(default_factory=list)  # method, file, range
+    url: str = ""
+
+
+@contextmanager
+def serving(hub: FakeHub) -> Iterator[FakeHub]:
+    """The hub at `hub.url` until the block ends."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+        def do_HEAD(self) -> None:
+            self.answer(body=False)
+
+        def do_GET(self) -> None:
+            self.answer(body=True)
+
+        def answer(self, body: bool) -> None:
+            path = unquote(urlsplit(self.path).path)
+            if path.startswith(f"/api/models/{REPO}"):
+                self.listing()
+                return
+            if not path.startswith(f"/{REPO}/resolve/main/"):
+                self.reply(404, b"", {})
+                return
+            name = path.removeprefix(f"/{REPO}/resolve/main/")
+            data = hub.files.get(name)
+            hub.asked.append((self.command, name, self.headers.get("Range", "")))
+            if data is None:
+                self.reply(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
+                return
+            about = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+            sent = bytes(b ^ 1 for b in data) if name in hub.lies else data
+            start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
+            if start:
+                about["Content-Range"] = f"bytes {start}-{len(sent) - 1}/{len(sent)}"
+            self.reply(206 if start else 200, sent[start:], about, body)
+
+        def listing(self) -> None:
+            tree = [
+                {"type": "file", "oid": "0" * 40, "size": len(data), "path": name} for name, data in hub.files.items()
+            ]
+            self.reply(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
+
+        def reply(self, status: int, data: bytes, headers: dict[str, str], body: bool = True) -> None:
+            self.send_response(status)
+            for key, value in (headers | {"Content-Length": str(len(data))}).items():
+                self.send_header(key, value)
+            self.end_headers()
+            if not body:
+                return
+            if hub.cut and status < 300 and "ETag" in headers:
+                self.wfile.write(data[: hub.cut.pop(0)])
+                self.close_connection = True
+                return
+            self.wfile.write(data)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    hub.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

