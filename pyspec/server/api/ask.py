@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pyspec.errors import RequestError
@@ -21,6 +21,7 @@ from pyspec.server.api.unsupported import refuse_tool_calls, refuse_unsupported
 from pyspec.server.engine import EngineLike, TokenizerLike
 from pyspec.server.http.body import parse_object
 from pyspec.server.settings import Limits, ServerSettings
+from pyspec.text.markup.dialect import AnswerMarkup
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,9 @@ class Ask:
     ping_s: float
     prompt_texts: tuple[str, ...]  # native only: the prompt of each choice
     repeated: Mapping[str, Any]  # responses only: fields of the body that the answer has, too
+    markup: AnswerMarkup = field(
+        default_factory=AnswerMarkup
+    )  # how an answer is read; each choice has a parser of its own
 
     @property
     def logprobs(self) -> bool:

@@ -15,20 +15,10 @@ from pyspec.server.api.answers import Choice
 from pyspec.server.api.ask import Ask
 from pyspec.server.engine import TokenizerLike
 from pyspec.server.http.envelope import dumps
-from pyspec.text.markup.parts import AnswerParser, CallArguments, CallBegin, Content, Part, Reasoning
+from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
 
 Sent = dict[str, Any]
 """One event of a stream, with its name as its type."""
-
-
-class PlainParser:
-    """All of the text is the answer."""
-
-    def push(self, text: str) -> list[Part]:
-        return [Content(text)] if text else []
-
-    def finish(self) -> list[Part]:
-        return []
 
 
 def named_event(event: Sent) -> bytes:
@@ -41,7 +31,7 @@ class PartedAnswer(ABC):
 
     def __init__(self, ask: Ask, model: str, tokenizer: TokenizerLike) -> None:
         self._ask, self._model, self._tokenizer = ask, model, tokenizer
-        self._parser: AnswerParser = PlainParser()
+        self._parser = ask.markup.parser()
         self._open: type[Part] | None = None
         self._texts: list[str] = []  # of the block that is open
         self._n_reasoning = 0  # tokens, as far as it can be told from the text

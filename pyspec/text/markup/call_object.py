@@ -1,0 +1,124 @@
+"""A call as one JSON object: {"name": ..., "arguments": {...}}, which several dialects put between marks of their own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+from pyspec.text.markup.json_text import NotJson, read_string, read_value, take
+from pyspec.text.markup.reader import FAR, HELD_CHARS, AnswerReader, Steps
+
+ARGUMENTS = ("arguments", "parameters")
+
+
+class _Call:
+    """What is known of a call while its object is read. Nothing of it is told before its name is known.
+
+    held   the object so far, should it turn out to be no call
+    """
+
+    def __init__(self, reader: AnswerReader, is_tool: Callable[[str], bool]) -> None:
+        self.reader, self.is_tool = reader, is_tool
+        self.held: list[str] = []
+        self.has_begun = False
+        self.arguments: str | None = None  # that came before the name
+
+    def hold(self, text: str) -> None:
+        if not self.has_begun:
+            self.held.append(text)
+
+    def begin(self, name: object) -> None:
+        if self.has_begun:
+            return
+        if not isinstance(name, str) or not name or not self.is_tool(name):
+            raise NotJson
+        self.has_begun, self.reader.room = True, FAR
+        self.held.clear()
+        self.reader.begin_call(name)
+        if self.arguments is not None:
+            self.reader.arguments(self.arguments)
+
+
+def read_call(reader: AnswerReader, is_tool: Callable[[str], bool] = lambda name: True) -> Steps[str | None]:
+    """The object that comes next, as a call. What it is as text, if it is none and nothing was told of it; None if it was told.
+
+    Raises NotJson if it began as a call and went wrong.
+    """
+    call, reader.room = _Call(reader, is_tool), HELD_CHARS
+    try:
+        yield from _object(call)
+    except NotJson:
+        if call.has_begun:
+            raise
+    finally:
+        reader.room = FAR
+    return None if call.has_begun else "".join(call.held)
+
+
+def _object(call: _Call) -> Steps[None]:
+    reader = call.reader
+    yield from take(reader, "{")
+    call.hold("{")
+    has_arguments = False
+    while True:
+        call.hold((yield from reader.take_spaces()))
+        key = yield from _string(call)
+        call.hold((yield from reader.take_spaces()))
+        yield from take(reader, ":")
+        call.hold(":")
+        call.hold((yield from reader.take_spaces()))
+        if key in ARGUMENTS and not has_arguments:
+            has_arguments = True
+            yield from _arguments(call)
+        elif key == "name":
+            call.begin((yield from _string(call)))
+        else:
+            yield from read_value(reader, call.hold)
+        call.hold((yield from reader.take_spaces()))
+        if (yield from reader.peek()) == "}":
+            reader.skip(1)
+            call.hold("}")
+            break
+        yield from take(reader, ",")
+        call.hold(",")
+    if call.has_begun and not has_arguments:
+        reader.arguments("{}")
+
+
+def _string(call: _Call) -> Steps[str]:
+    text: list[str] = []
+
+    def give(piece: str) -> None:
+        text.append(piece)
+        call.hold(piece)
+
+    yield from read_string(call.reader, give)
+    return str(json.loads("".join(text)))
+
+
+def _arguments(call: _Call) -> Steps[None]:
+    """An object; models write null for an empty one, and at times a string with the object in it."""
+    reader = call.reader
+    if (yield from reader.peek()) == "{" and call.has_begun:
+        yield from read_value(reader, reader.arguments)
+        return
+    taken: list[str] = []
+
+    def give(piece: str) -> None:
+        taken.append(piece)
+        call.hold(piece)
+
+    yield from read_value(reader, give)
+    call.arguments = _as_object("".join(taken))
+    if call.has_begun:
+        reader.arguments(call.arguments)
+
+
+def _as_object(text: str) -> str:
+    try:
+        value = json.loads(text)
+        if isinstance(value, str):
+            return value if isinstance(json.loads(value), dict) else json.dumps({"value": value})
+    except (ValueError, RecursionError):
+        return text
+    return "{}" if value is None else text

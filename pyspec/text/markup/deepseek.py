@@ -1,0 +1,74 @@
+"""DeepSeek V3, R1 and V3.1: calls between marks of full-width bars, their arguments as JSON.
+
+V3 and R1 write a kind, the name and a fenced block of JSON; V3.1 writes the name and the JSON.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from pyspec.text.markup.between_marks import read_answer
+from pyspec.text.markup.json_text import NotJson, read_value
+from pyspec.text.markup.reader import AnswerReader, Steps, Tools
+
+OPEN, CLOSE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+CALL, SEP, END_CALL = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+FENCE = "```"
+NAME_CHARS = 256
+
+
+def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
+    yield from read_answer(reader, (OPEN, CALL), _calls, trims_start=trims_start)
+
+
+def _calls(reader: AnswerReader, mark: str) -> Steps[str]:
+    text = mark
+    if mark == OPEN:
+        text += yield from reader.take_spaces()
+        if not (yield from reader.take_mark(CALL)):
+            return text
+        text += CALL
+    while True:
+        if text := (yield from _call(reader, text)):
+            return text
+        yield from reader.take_spaces()
+        if not (yield from reader.take_mark(CALL)):
+            yield from reader.take_mark(CLOSE)
+            return ""
+        text = CALL
+
+
+def _call(reader: AnswerReader, text: str) -> Steps[str]:
+    """One call; `text` is what was read of it. What it is as text, if it is none."""
+    name, found = yield from reader.take_until(SEP, most=NAME_CHARS)
+    text += name + found
+    if not found:
+        return text
+    text += yield from reader.take_spaces()
+    if (yield from reader.peek()) != "{":  # what came was its kind
+        name, found = yield from reader.take_until("\n", most=NAME_CHARS)
+        text += name + found
+        if not found:
+            return text
+    if not name.strip():
+        return text
+    reader.begin_call(name.strip())
+    yield from _arguments(reader)
+    yield from reader.until((END_CALL,), _ignore)
+    return ""
+
+
+def _arguments(reader: AnswerReader) -> Steps[None]:
+    yield from reader.take_spaces()
+    if (yield from reader.take_mark(FENCE)):
+        yield from reader.take_until("\n", most=NAME_CHARS)
+        yield from reader.take_spaces()
+    if (yield from reader.peek()) != "{":
+        reader.arguments("{}")
+        return
+    with suppress(NotJson):  # what was read of it is told; the mark behind it is the caller's to find
+        yield from read_value(reader, reader.arguments)
+
+
+def _ignore(text: str) -> None:
+    pass

@@ -1,0 +1,130 @@
+"""The dialects by name, and which of them a chat template speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from pyspec.text.markup import deepseek, dsml, hermes, llama3, qwen_xml
+from pyspec.text.markup.parts import AnswerParser, Content, Part
+from pyspec.text.markup.reader import AnswerReader, MarkupParser, Steps, Tools
+from pyspec.text.markup.reasoning import THINK, ThinkMarks, read_reasoning
+
+
+class AnswerMachine(Protocol):
+    """Reads an answer behind its reasoning."""
+
+    def __call__(self, reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """A way to write calls.
+
+    marks  texts of it that may be tokens of their own, which answers else do not show
+    signs  what its chat templates contain, all of them
+    """
+
+    name: str
+    machine: AnswerMachine
+    marks: tuple[str, ...]
+    signs: tuple[str, ...]
+
+
+DIALECTS: tuple[Dialect, ...] = (  # the first whose signs a template has is taken
+    Dialect("deepseek_v32", dsml.machine, (dsml.WORD,), (dsml.WORD,)),
+    Dialect(
+        "deepseek_v3",
+        deepseek.machine,
+        (deepseek.OPEN, deepseek.CLOSE, deepseek.CALL, deepseek.SEP, deepseek.END_CALL),
+        (deepseek.OPEN,),
+    ),
+    Dialect(
+        "qwen3_coder",
+        qwen_xml.machine,
+        (qwen_xml.OPEN, qwen_xml.CLOSE),
+        (qwen_xml.OPEN, qwen_xml.FUNCTION, qwen_xml.PARAMETER),
+    ),
+    Dialect("hermes", hermes.machine, (hermes.OPEN, hermes.CLOSE), (hermes.OPEN, hermes.CLOSE, "arguments")),
+    Dialect("llama3_json", llama3.machine, (llama3.TAG,), ("<|start_header_id|>", '"parameters"')),
+)
+NOT_HERMES = ("<arg_key>", "minimax")  # GLM and MiniMax write other things into the same marks
+ALIASES = {
+    "qwen3_xml": "qwen3_coder",
+    "nemotron": "qwen3_coder",
+    "deepseek_v31": "deepseek_v3",
+    "deepseek_r1": "deepseek_v3",
+    "deepseek_v4": "deepseek_v32",
+    "qwen": "hermes",
+    "llama3": "llama3_json",
+}
+"""Other servers' names, and models whose calls look like another's."""
+
+NAMES = tuple(sorted([*(dialect.name for dialect in DIALECTS), *ALIASES]))
+_BY_NAME = {dialect.name: dialect for dialect in DIALECTS}
+
+
+def dialect(name: str) -> Dialect:
+    """The dialect of that name. KeyError if there is none."""
+    return _BY_NAME[ALIASES.get(name, name)]
+
+
+def recognised(template: str) -> Dialect | None:
+    """The dialect that a chat template's text speaks, if any does."""
+    for each in DIALECTS:
+        if all(sign in template for sign in each.signs):
+            return None if each.name == "hermes" and any(sign in template for sign in NOT_HERMES) else each
+    return None
+
+
+def think_marks(template: str) -> ThinkMarks | None:
+    """What reasoning stands between, if the template knows of it."""
+    return THINK if THINK.start in template and THINK.end in template else None
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerMarkup:
+    """What one answer may contain, and how it is told. Without a dialect and without think marks all of it is content.
+
+    calls     how calls are written; None: there are none to be read
+    think     what reasoning stands between; None: there is none to be read
+    is_open   the prompt ends within the reasoning
+    is_shown  reasoning stays in the content
+    tools     the schema of each tool's arguments, by its name
+    """
+
+    calls: Dialect | None = None
+    think: ThinkMarks | None = None
+    is_open: bool = False
+    is_shown: bool = False
+    tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def parser(self, new_id: Callable[[], str] | None = None) -> AnswerParser:
+        """A new parser for one answer."""
+        if self.calls is None and self.think is None:
+            return PlainParser()
+        return MarkupParser(self._machine, new_id)
+
+    def _machine(self, reader: AnswerReader) -> Steps[None]:
+        thought = False
+        if self.think is not None:
+            thought = yield from read_reasoning(reader, self.think, is_open=self.is_open, is_shown=self.is_shown)
+        machine = _content if self.calls is None else self.calls.machine
+        yield from machine(reader, self.tools, trims_start=thought and not self.is_shown)
+
+
+def _content(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
+    if trims_start:
+        yield from reader.drop_spaces()
+    yield from reader.rest(reader.content)
+
+
+class PlainParser:
+    """All of the text is the answer."""
+
+    def push(self, text: str) -> list[Part]:
+        return [Content(text)] if text else []
+
+    def finish(self) -> list[Part]:
+        return []

@@ -1,0 +1,54 @@
+"""DeepSeek V3.2 and V4: invocations with one element for each argument, which says itself whether it is a string or JSON."""
+
+from __future__ import annotations
+
+from pyspec.text.markup.between_marks import read_answer
+from pyspec.text.markup.reader import AnswerReader, Steps, Tools
+from pyspec.text.markup.typed import ArgumentWriter
+
+WORD = "｜DSML｜"
+OPEN = (f"<{WORD}tool_calls>", f"<{WORD}function_calls>")
+CLOSE = (f"</{WORD}tool_calls>", f"</{WORD}function_calls>")
+INVOKE, END_INVOKE = f'<{WORD}invoke name="', f"</{WORD}invoke>"
+PARAMETER, END_PARAMETER = f'<{WORD}parameter name="', f"</{WORD}parameter>"
+IS_TEXT, IS_JSON, BARE = '" string="true">', '" string="false">', '">'
+NAME_CHARS = 256
+
+
+def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
+    def calls(reader: AnswerReader, mark: str) -> Steps[str]:
+        text = mark + (yield from reader.take_spaces())
+        if not (yield from reader.take_mark(INVOKE)):
+            return text
+        text += INVOKE
+        while True:
+            name, found = yield from reader.take_until(BARE, most=NAME_CHARS)
+            if not (name and found):
+                return text + name + found
+            reader.begin_call(name)
+            yield from _arguments(reader, ArgumentWriter(reader, tools.get(name, {})))
+            yield from reader.take_spaces()
+            if not (yield from reader.take_mark(INVOKE)):
+                yield from reader.take_mark(*CLOSE)
+                return ""
+            text = INVOKE
+
+    yield from read_answer(reader, OPEN, calls, trims_start=trims_start)
+
+
+def _arguments(reader: AnswerReader, arguments: ArgumentWriter) -> Steps[None]:
+    """Up to the end of the invocation. What stands between arguments and is none is left out."""
+    while (mark := (yield from reader.until((PARAMETER, END_INVOKE, *CLOSE), _ignore))) == PARAMETER:
+        name, kind = yield from reader.take_until(IS_TEXT, IS_JSON, BARE, most=NAME_CHARS)
+        if not kind:
+            continue
+        value = arguments.value(name, is_text={IS_TEXT: True, IS_JSON: False}.get(kind))
+        if not (yield from reader.until((END_PARAMETER,), value)):
+            return  # cut off
+        value.end()
+    if mark:
+        arguments.end()
+
+
+def _ignore(text: str) -> None:
+    pass

@@ -1,0 +1,28 @@
+"""Hermes and Qwen: each call is a JSON object between <tool_call> and </tool_call>."""
+
+from __future__ import annotations
+
+from pyspec.text.markup.between_marks import read_answer
+from pyspec.text.markup.call_object import read_call
+from pyspec.text.markup.json_text import NotJson
+from pyspec.text.markup.reader import AnswerReader, Steps, Tools
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
+    yield from read_answer(reader, (OPEN,), _call, trims_start=trims_start)
+
+
+def _call(reader: AnswerReader, mark: str) -> Steps[str]:
+    spaces = yield from reader.take_spaces()
+    try:
+        text = yield from read_call(reader)
+    except NotJson:  # the client hears what the model wrote, up to where it ends the call
+        yield from reader.until((CLOSE,), reader.arguments)
+        return ""
+    if text is not None:
+        return mark + spaces + text
+    yield from reader.take_spaces()
+    yield from reader.take_mark(CLOSE)
+    return ""

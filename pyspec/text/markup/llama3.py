@@ -1,0 +1,44 @@
+"""Llama 3: an answer that is a call is a JSON object with "name" and "parameters", bare or behind <|python_tag|>.
+
+A bare object is a call only if it names a tool that was offered: answers in JSON look alike.
+"""
+
+from __future__ import annotations
+
+from pyspec.text.markup.call_object import read_call
+from pyspec.text.markup.json_text import NotJson
+from pyspec.text.markup.reader import AnswerReader, Steps, Tools, Trimmed
+
+TAG = "<|python_tag|>"
+
+
+def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
+    content = Trimmed(reader.content, trims_start=trims_start)
+    may_be_bare = True
+    while True:
+        if may_be_bare:
+            content((yield from reader.take_spaces()))
+        tag = yield from reader.take_mark(TAG)
+        if tag or (may_be_bare and (yield from reader.peek()) == "{"):
+            text = yield from _call(reader, tools, tag)
+            if text is None:
+                content.drop()
+                yield from reader.take_spaces()
+                yield from reader.take_mark(";")  # calls may follow each other like this
+                continue
+            content(text)
+        may_be_bare = False
+        if not (yield from reader.give_until(TAG, content)):
+            break
+    content.flush()
+
+
+def _call(reader: AnswerReader, tools: Tools, tag: str) -> Steps[str | None]:
+    """One call, told; or what it is as text."""
+    spaces = yield from reader.take_spaces()
+    try:
+        text = yield from read_call(reader, (lambda name: True) if tag else tools.__contains__)
+    except NotJson:
+        yield from reader.until((TAG,), reader.arguments)
+        return None
+    return None if text is None else tag + spaces + text

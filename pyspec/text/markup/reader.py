@@ -1,0 +1,241 @@
+"""What every dialect reads with: text that comes in pieces, and machines that wait for more of it.
+
+A machine is a generator. It takes text off the reader and emits parts; where the next step depends on text that has not come, it
+yields. What it does depends on characters alone and never on where a piece ended, so an answer gives the same parts however
+it was cut. No text is read twice, but for the end of a piece that may be the beginning of a mark.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Generator, Mapping
+from functools import lru_cache
+from typing import Any, TypeVar
+
+from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
+
+T = TypeVar("T")
+Steps = Generator[None, None, T]
+"""A machine, or a step of one: yields while it waits, returns what it found."""
+
+Tools = Mapping[str, Mapping[str, Any]]
+"""The JSON Schema of each tool's arguments, by the tool's name."""
+
+SPACES = " \t\r\n"
+FAR = 1 << 62
+HELD_SPACES = 256  # spaces before a call belong to its markup, up to so many
+HELD_CHARS = 1 << 16  # kept back at most, of what may still turn out to be no call
+
+
+class AnswerReader:
+    """The answer as far as it came, and the parts as far as they are known.
+
+    room  so many characters more may be looked at one by one: a bound on what is kept back, by whoever keeps it
+    """
+
+    def __init__(self, new_id: Callable[[], str] | None = None) -> None:
+        self._text, self._at = "", 0
+        self.is_over = False
+        self.room = FAR
+        self.parts: list[Part] = []
+        self._n_calls = 0
+        self._new_id = new_id or _new_id
+
+    # -- text in -------------------------------------------------------------------------------------------------
+
+    def push(self, text: str) -> None:
+        self._text = self._text[self._at :] + text
+        self._at = 0
+
+    def peek(self) -> Steps[str]:
+        """The next character, which stays; "" at the end of the answer, or where there is no room for more."""
+        while self._at >= len(self._text):
+            if self.is_over:
+                return ""
+            yield
+        return self._text[self._at] if self.room > 0 else ""
+
+    def skip(self, n: int) -> None:
+        """Pass over characters that were looked at."""
+        self._at += n
+        self.room -= n
+
+    def take_while(self, allowed: re.Pattern[str], most: int = FAR) -> Steps[str]:
+        """Characters that match `allowed`, as far as they are there; "" if the next one does not."""
+        if not (yield from self.peek()):
+            return ""
+        match = allowed.match(self._text, self._at, self._at + min(most, self.room))
+        if match is None:
+            return ""
+        self.skip(match.end() - self._at)
+        return match.group()
+
+    def take_spaces(self, most: int = HELD_SPACES) -> Steps[str]:
+        """Spaces and line ends that come next, `most` of them at most."""
+        taken = ""
+        while len(taken) < most and (char := (yield from self.peek())) and char in SPACES:
+            taken += char
+            self.skip(1)
+        return taken
+
+    def drop_spaces(self) -> Steps[None]:
+        """Pass over all spaces and line ends that come next."""
+        while (yield from self.take_spaces()):
+            pass
+
+    def rest(self, give: Callable[[str], None]) -> Steps[None]:
+        """Give all that comes away."""
+        while (yield from self.peek()):
+            give(self._text[self._at :])
+            self._at = len(self._text)
+
+    def look(self, *marks: str) -> Steps[str | None]:
+        """The mark that comes next, which stays. "" if the answer ends, before one or in the middle of it; None if other text comes."""
+        longest = max(map(len, marks))
+        while True:
+            ahead = self._text[self._at : self._at + longest]
+            if found := next((mark for mark in marks if ahead.startswith(mark)), ""):
+                return found
+            if not any(mark.startswith(ahead) for mark in marks):
+                return None
+            if self.is_over:
+                return ""
+            yield
+
+    def take_mark(self, *marks: str) -> Steps[str]:
+        """The mark that comes next, passed over; "" if none of them does."""
+        found = (yield from self.look(*marks)) or ""
+        self._at += len(found)
+        return found
+
+    def take_until(self, *marks: str, most: int = HELD_CHARS) -> Steps[tuple[str, str]]:
+        """Text up to the first of the marks, which is passed over, and that mark; "" for it if there is none in `most` characters."""
+        taken: list[str] = []
+        found = yield from self.until(marks, taken.append, most)
+        return "".join(taken), found
+
+    def give_until(self, mark: str, give: Callable[[str], None]) -> Steps[bool]:
+        """Give text away as it comes, up to the mark, which stays. False at the answer's end."""
+        found = yield from self.until((mark,), give)
+        self._at -= len(found)
+        return bool(found)
+
+    def until(self, marks: tuple[str, ...], give: Callable[[str], None], most: int = FAR) -> Steps[str]:
+        """Give text away as it comes, up to the first of the marks, which is passed over and returned.
+
+        "" if the answer ends before, or `most` characters were given.
+        """
+        pattern, longest = _pattern(marks)
+        while True:
+            match = pattern.search(self._text, self._at)
+            if match and match.start() - self._at < most:
+                if match.start() > self._at:
+                    give(self._text[self._at : match.start()])
+                self._at = match.end()
+                return match.group()
+            held = 0 if self.is_over else _overlap(self._text, self._at, marks, longest)
+            n = min(len(self._text) - held - self._at, most)
+            if n > 0:
+                give(self._text[self._at : self._at + n])
+                self._at += n
+                most -= n
+            if most <= 0 or (self.is_over and self._at >= len(self._text)):
+                return ""
+            yield
+
+    @property
+    def n_calls(self) -> int:
+        """Calls that have begun."""
+        return self._n_calls
+
+    # -- parts out -----------------------------------------------------------------------------------------------
+
+    def content(self, text: str) -> None:
+        if text:
+            self.parts.append(Content(text))
+
+    def reasoning(self, text: str) -> None:
+        if text:
+            self.parts.append(Reasoning(text))
+
+    def begin_call(self, name: str) -> None:
+        self.parts.append(CallBegin(self._n_calls, self._new_id(), name))
+        self._n_calls += 1
+
+    def arguments(self, text: str) -> None:
+        """More of the arguments of the call that began last."""
+        if text:
+            self.parts.append(CallArguments(self._n_calls - 1, text))
+
+
+class Trimmed:
+    """Passes text on without the spaces at its beginning; those at its end wait for what follows, and `drop` forgets them."""
+
+    def __init__(self, give: Callable[[str], None], *, trims_start: bool = True) -> None:
+        self._give, self._starts, self._held = give, trims_start, ""
+
+    def __call__(self, text: str) -> None:
+        if self._starts:
+            text = text.lstrip(SPACES)
+            self._starts = not text
+        text = self._held + text
+        end = max(len(text.rstrip(SPACES)), len(text) - HELD_SPACES)
+        self._held = text[end:]
+        if end:
+            self._give(text[:end])
+
+    def flush(self) -> None:
+        held, self._held = self._held, ""
+        if held:
+            self._give(held)
+
+    def drop(self) -> None:
+        """A call stood here: the spaces around it are its markup's."""
+        self._held, self._starts = "", True
+
+
+class MarkupParser:
+    """An answer's parser: pushes text to a reader and lets its machine go on."""
+
+    def __init__(self, machine: Callable[[AnswerReader], Steps[None]], new_id: Callable[[], str] | None = None) -> None:
+        self._reader = AnswerReader(new_id)
+        self._steps: Steps[None] | None = machine(self._reader)
+
+    def push(self, text: str) -> list[Part]:
+        self._reader.push(text)
+        return self._go()
+
+    def finish(self) -> list[Part]:
+        self._reader.is_over = True
+        return self._go()
+
+    def _go(self) -> list[Part]:
+        if self._steps is not None and next(self._steps, _ENDED) is _ENDED:
+            self._steps = None
+        parts, self._reader.parts = self._reader.parts, []
+        return parts
+
+
+_ENDED = object()
+
+
+def _new_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+@lru_cache(maxsize=256)
+def _pattern(marks: tuple[str, ...]) -> tuple[re.Pattern[str], int]:
+    assert not any(a != b and b.startswith(a) for a in marks for b in marks), (
+        "which mark it is must not hang on what follows"
+    )
+    return re.compile("|".join(map(re.escape, marks))), max(map(len, marks))
+
+
+def _overlap(text: str, start: int, marks: tuple[str, ...], longest: int) -> int:
+    """Length of the longest end of `text[start:]` that may be the beginning of a mark."""
+    for n in range(min(longest - 1, len(text) - start), 0, -1):
+        end = text[-n:]
+        if any(mark.startswith(end) for mark in marks):
+            return n
+    return 0

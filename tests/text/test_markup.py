@@ -1,0 +1,289 @@
+"""Answers with markup: the same parts wherever the text is cut, and valid JSON as arguments."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from pyspec.text.markup import dialect as dialects
+from pyspec.text.markup.dialect import AnswerMarkup
+from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
+from pyspec.text.markup.reasoning import THINK
+
+TOOLS = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "exact": {"type": "boolean"},
+            "at": {"type": ["number", "null"]},
+            "where": {"$ref": "#/$defs/place"},
+            "tags": {"type": "array"},
+            "unit": {"enum": ["c", "f"]},
+        },
+        "$defs": {"place": {"type": "object"}},
+    },
+    "write": {"type": "object", "properties": {"text": {"type": "string"}}},
+}
+BARS = "｜"
+
+
+def parse(markup: AnswerMarkup, pieces: Sequence[str]) -> list[Part]:
+    """The parts of an answer, neighbours of one kind joined."""
+    ids = (f"id{i}" for i in itertools.count())
+    parser, joined = markup.parser(lambda: next(ids)), list[Part]()
+    for part in [*(p for piece in pieces for p in parser.push(piece)), *parser.finish()]:
+        last = joined[-1] if joined else None
+        if isinstance(part, CallBegin) or type(last) is not type(part):
+            joined.append(part)
+        elif isinstance(part, CallArguments):
+            joined[-1] = CallArguments(part.index, last.text + part.text)  # type: ignore[union-attr]
+        else:
+            joined[-1] = type(part)(last.text + part.text)  # type: ignore[union-attr]
+    return joined
+
+
+def markup(name: str, *, think: bool = False, is_open: bool = False, is_shown: bool = False) -> AnswerMarkup:
+    return AnswerMarkup(dialects.dialect(name), THINK if think else None, is_open, is_shown, TOOLS)
+
+
+def call(i: int, name: str, arguments: object) -> list[Part]:
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return [CallBegin(i, f"id{i}", name), CallArguments(i, text)]
+
+
+DSML_CALL = (
+    f'<{BARS}DSML{BARS}tool_calls>\n<{BARS}DSML{BARS}invoke name="weather">\n<{BARS}DSML{BARS}parameter name="city" string="true">'
+    f'Genève "1"\n</{BARS}DSML{BARS}parameter>\n<{BARS}DSML{BARS}parameter name="days" string="false">3</{BARS}DSML{BARS}parameter>\n'
+    f'</{BARS}DSML{BARS}invoke>\n<{BARS}DSML{BARS}invoke name="write">\n</{BARS}DSML{BARS}invoke>\n</{BARS}DSML{BARS}tool_calls>'
+)
+CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
+    "hermes, two calls": (
+        markup("hermes"),
+        'I look.\n\n<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich", "days": 3}}\n</tool_call>\n'
+        '<tool_call>{"arguments": {"text": "a"}, "name": "write"}</tool_call>\n',
+        [
+            Content("I look."),
+            *call(0, "weather", {"city": "Zürich", "days": 3}),
+            *call(1, "write", {"text": "a"}),
+        ],
+    ),
+    "hermes, marks in a string": (
+        markup("hermes"),
+        '<tool_call>{"name": "write", "arguments": {"text": "</tool_call> <tool_call>\\n{\\"name\\": 1} 👩🏽‍💻"}}</tool_call> done',
+        [*call(0, "write", {"text": '</tool_call> <tool_call>\n{"name": 1} 👩🏽‍💻'}), Content("done")],
+    ),
+    "hermes, line ends and stray backslashes in a string": (
+        markup("hermes"),
+        '<tool_call>{"name": "write", "arguments": {"text": "a\nb\t\\d \\u12 \\u00e9"}}</tool_call>',
+        [CallBegin(0, "id0", "write"), CallArguments(0, '{"text": "a\\nb\\t\\\\d \\\\u12 \\u00e9"}')],
+    ),
+    "hermes, no arguments, null, and a string with the object": (
+        markup("hermes"),
+        '<tool_call>{"name": "a"}</tool_call><tool_call>{"name": "b", "arguments": null}</tool_call>'
+        '<tool_call>{"name": "c", "arguments": "{\\"x\\": 1}"}</tool_call>',
+        [*call(0, "a", "{}"), *call(1, "b", "{}"), *call(2, "c", {"x": 1})],
+    ),
+    "hermes, no calls": (
+        markup("hermes"),
+        'Write <tool_call> {"no": "name"} </tool_call>, or <tool_call>[1]; a < b, <tool_cal and <tool_call>{"name": 3}\n\n',
+        [
+            Content(
+                'Write <tool_call> {"no": "name"} </tool_call>, or <tool_call>[1]; a < b, <tool_cal and <tool_call>{"name": 3}\n\n'
+            )
+        ],
+    ),
+    "hermes, cut off in the arguments": (
+        markup("hermes"),
+        '<tool_call>{"name": "weather", "arguments": {"city": "Par',
+        [CallBegin(0, "id0", "weather"), CallArguments(0, '{"city": "Par')],
+    ),
+    "hermes, cut off in the name": (
+        markup("hermes"),
+        'so <tool_call>\n{"name": "wea',
+        [Content('so <tool_call>\n{"name": "wea')],
+    ),
+    "hermes, arguments that are no JSON": (
+        markup("hermes"),
+        '<tool_call>{"name": "write", "arguments": {text: 1}}</tool_call>more',
+        [CallBegin(0, "id0", "write"), CallArguments(0, "{text: 1}}"), Content("more")],
+    ),
+    "qwen3_coder, all types": (
+        markup("qwen3_coder"),
+        'Sure.\n<tool_call>\n<function=weather>\n<parameter=city>\nNew\nYork "x\\\n</parameter>\n<parameter=days>\n3\n</parameter>\n'
+        '<parameter=exact>\nTrue\n</parameter>\n<parameter=at>null</parameter>\n<parameter=where>\n{"a": [1]}\n</parameter>\n'
+        "<parameter=tags>\nno list\n</parameter>\n<parameter=unit>\nc\n</parameter>\n<parameter=other>\n1.5\n</parameter>\n"
+        "</function>\n</tool_call>\n<tool_call>\n<function=write>\n</function>\n</tool_call>",
+        [
+            Content("Sure."),
+            *call(
+                0,
+                "weather",
+                {
+                    "city": 'New\nYork "x\\',
+                    "days": 3,
+                    "exact": True,
+                    "at": None,
+                    "where": {"a": [1]},
+                    "tags": "no list",
+                    "unit": "c",
+                    "other": 1.5,
+                },
+            ),
+            *call(1, "write", "{}"),
+        ],
+    ),
+    "qwen3_coder, marks in a value": (
+        markup("qwen3_coder"),
+        "<tool_call>\n<function=write>\n<parameter=text>\n\n<a>\n</parameter> x </function>\n</parameter>\ny</parameter>é\n\n</parameter>\n"
+        "</function>\n</tool_call>",
+        call(0, "write", {"text": "\n<a>\n</parameter> x </function>\n</parameter>\ny</parameter>é\n"}),
+    ),
+    "qwen3_coder, without the outer mark": (
+        markup("qwen3_coder"),
+        "<function=write>\n<parameter=text>1</parameter>\n</function> and <function=nobody> is text",
+        [*call(0, "write", {"text": "1"}), Content("and <function=nobody> is text")],
+    ),
+    "qwen3_coder, cut off in a value": (
+        markup("qwen3_coder"),
+        "<tool_call><function=write><parameter=text>\nabc\n</param",
+        [CallBegin(0, "id0", "write"), CallArguments(0, '{"text": "abc\\n</param')],
+    ),
+    "deepseek_v3, fenced": (
+        markup("deepseek_v3"),
+        f"Hm.<{BARS}tool▁calls▁begin{BARS}><{BARS}tool▁call▁begin{BARS}>function<{BARS}tool▁sep{BARS}>weather\n```json\n"
+        f'{{"city": "<{BARS}tool▁call▁end{BARS}>"}}\n```<{BARS}tool▁call▁end{BARS}>\n<{BARS}tool▁call▁begin{BARS}>function'
+        f"<{BARS}tool▁sep{BARS}>write\n```json\n{{}}\n```<{BARS}tool▁call▁end{BARS}><{BARS}tool▁calls▁end{BARS}>",
+        [Content("Hm."), *call(0, "weather", {"city": f"<{BARS}tool▁call▁end{BARS}>"}), *call(1, "write", "{}")],
+    ),
+    "deepseek_v3, bare": (
+        markup("deepseek_v3"),
+        f"<{BARS}tool▁calls▁begin{BARS}><{BARS}tool▁call▁begin{BARS}>weather<{BARS}tool▁sep{BARS}>"
+        f'{{"city": "Oslo"}}<{BARS}tool▁call▁end{BARS}><{BARS}tool▁call▁begin{BARS}>write<{BARS}tool▁sep{BARS}>{{}}'
+        f"<{BARS}tool▁call▁end{BARS}><{BARS}tool▁calls▁end{BARS}>",
+        [*call(0, "weather", {"city": "Oslo"}), *call(1, "write", "{}")],
+    ),
+    "deepseek_v32": (
+        markup("deepseek_v32"),
+        f"Yes.\n\n{DSML_CALL}",
+        [Content("Yes."), *call(0, "weather", {"city": 'Genève "1"\n', "days": 3}), *call(1, "write", "{}")],
+    ),
+    "llama3_json, bare": (
+        markup("llama3_json"),
+        '\n{"type": "function", "name": "weather", "parameters": {"city": "Rom"}}; {"name": "write", "parameters": {}}',
+        [*call(0, "weather", {"city": "Rom"}), *call(1, "write", "{}")],
+    ),
+    "llama3_json, with its tag": (
+        markup("llama3_json"),
+        'I see <|python_tag|>{"name": "other", "parameters": {"a": "{"}}',
+        [Content("I see"), *call(0, "other", {"a": "{"})],
+    ),
+    "llama3_json, JSON that is no call": (
+        markup("llama3_json"),
+        '{"name": "nobody", "parameters": {}} {"name": "write", "parameters": {}}',
+        [Content('{"name": "nobody", "parameters": {}} {"name": "write", "parameters": {}}')],
+    ),
+    "reasoning, opened in the prompt": (
+        markup("hermes", think=True, is_open=True),
+        '\nSo <tool_call>{"name": "write"} …\n</think>\n\nHi <think> there\n',
+        [Reasoning('So <tool_call>{"name": "write"} …'), Content("Hi <think> there\n")],
+    ),
+    "reasoning, opened by the model, and a call": (
+        markup("qwen3_coder", think=True),
+        "<think>\na < b\n</think>\n\n<tool_call>\n<function=write>\n</function>\n</tool_call>",
+        [Reasoning("a < b"), *call(0, "write", "{}")],
+    ),
+    "reasoning that does not end": (markup("hermes", think=True), "<think>a </thin", [Reasoning("a </thin")]),
+    "reasoning left in the content": (
+        markup("hermes", think=True, is_shown=True),
+        '<think>\n<tool_call>{"name": "write"}</think>\n\nHi',
+        [Content('<think>\n<tool_call>{"name": "write"}</think>\n\nHi')],
+    ),
+    "no reasoning": (markup("hermes", think=True), "\n <b> <think>x</think>", [Content("\n <b> <think>x</think>")]),
+    "reasoning alone": (
+        AnswerMarkup(None, THINK, True),
+        "a</think>\n\n<tool_call>\n",
+        [Reasoning("a"), Content("<tool_call>\n")],
+    ),
+    "nothing to be read": (AnswerMarkup(), "<think>a</think>", [Content("<think>a</think>")]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_answer_gives_its_parts_wherever_it_is_cut(name: str) -> None:
+    markup, text, want = CASES[name]
+    assert parse(markup, [text]) == want
+    assert parse(markup, list(text)) == want, "one character at a time"
+    for cut in range(len(text) + 1):
+        assert parse(markup, [text[:cut], text[cut:]]) == want, f"cut at {cut}"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_prefix_gives_the_same_parts_in_one_piece_and_in_many(name: str) -> None:
+    markup, text, _ = CASES[name]
+    for n in range(len(text)):
+        assert parse(markup, [text[:n]]) == parse(markup, list(text[:n])), f"the first {n} characters"
+
+
+def test_scrambled_markup_gives_the_same_parts_however_it_is_cut() -> None:
+    rng = random.Random(7)
+    for name in dialects.NAMES:
+        own = "".join(text for markup, text, _ in CASES.values() if markup.calls is dialects.dialect(name))
+        for _ in range(60):
+            pieces = [own[(at := rng.randrange(len(own))) : at + rng.randrange(1, 40)] for _ in range(12)]
+            text = "".join(pieces)
+            reader = markup(name, think=rng.random() < 0.5, is_open=rng.random() < 0.3)
+            want = parse(reader, [text])
+            assert parse(reader, list(text)) == want, (name, text)
+            assert parse(reader, pieces) == want, (name, text)
+
+
+@pytest.mark.parametrize("name", sorted({dialects.dialect(name).name for name in dialects.NAMES}))
+def test_arguments_that_are_complete_are_json(name: str) -> None:
+    for markup, text, _ in CASES.values():
+        if markup.calls is dialects.dialect(name) and "no JSON" not in text and not text.endswith(("Par", "</param")):
+            for part in parse(markup, [text]):
+                if isinstance(part, CallArguments) and part.text != "{text: 1}}":
+                    assert isinstance(json.loads(part.text), dict)
+
+
+HOSTILE = {
+    "open marks": "<tool_call>" * 2_000,
+    "open calls": '<tool_call>{"name": "a", "arguments": ' * 800,
+    "deep lists": '<tool_call>{"name": "a", "arguments": {"x": ' + "[" * 20_000,
+    "arguments before a name that never comes": '<tool_call>{"arguments": "' + "a" * 100_000,
+    "spaces": "<tool_call>" + " " * 20_000,
+    "half marks": "<tool_cal" * 3_000,
+    "values that may have ended": "<tool_call><function=write><parameter=text>" + "\n</parameter>\n" * 2_000,
+    "names": "<function=" * 3_000,
+    "numbers": '<tool_call>{"name": "a", "arguments": ' + "1" * 20_000,
+    "think marks": "<think>" * 4_000,
+    "bars": f"<{BARS}tool▁calls▁begin{BARS}><{BARS}tool▁call▁begin{BARS}>" * 600,
+    "invocations": f'<{BARS}DSML{BARS}tool_calls><{BARS}DSML{BARS}invoke name="' * 600,
+    "bare objects": '{"name": "write", "parameters": ' * 800,
+}
+
+
+@pytest.mark.parametrize("name", sorted({dialects.dialect(name).name for name in dialects.NAMES}))
+def test_hostile_answers_leave_little_behind_and_are_told_alike_however_they_are_cut(name: str) -> None:
+    for what, text in HOSTILE.items():
+        markup_ = markup(name, think=True)
+        parser = markup_.parser()
+        pieces = [text[at : at + 11] for at in range(0, len(text), 11)]
+        for piece in pieces:
+            parser.push(piece)
+            held = parser._reader._text  # type: ignore[attr-defined]
+            assert len(held) < 512, f"{what}: {len(held)} characters wait"
+        assert parse(markup_, pieces) == parse(markup_, [text]), what
+
+
+def test_a_call_with_many_spaces_is_cut_alike() -> None:
+    for n in (255, 256, 257, 1000):
+        text = "a" + " " * n + "<tool_call>" + " " * n + '{"name": "write"}' + " " * n + "</tool_call>" + "\n" * n + "b"
+        assert parse(markup("hermes"), [text]) == parse(markup("hermes"), list(text)), n
+        assert parse(markup("qwen3_coder"), [text]) == parse(markup("qwen3_coder"), list(text)), n
