@@ -92,7 +92,7 @@ class SamplingParams:
         )
 
 
-GrammarKind = Literal["json_schema", "gbnf", "regex", "lark"]
+GrammarKind = Literal["json_schema", "gbnf", "regex", "lark", "compiled"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,13 +100,16 @@ class Grammar:
     """What the generated text must match, as far as it goes.
 
     kind    json_schema: `source` is a JSON Schema as JSON text, "{}" for any JSON; gbnf: llama.cpp's grammars; regex; lark: llguidance's
-            own language, which holds the others (tool calls are put together in it)
-    after   text up to and including the first occurrence of this is free (the end of reasoning); "": constrained from the start
+            own language, which holds the others (tool calls are put together in it); compiled: what a check made of one of these
+    after   text up to and including the first occurrence of this is free (the end of reasoning, the begin of a tool call), and a little
+            white space behind it; "": constrained from the start
+    lazy    the text may end before `after` has come; without this it may not
     """
 
     kind: GrammarKind
     source: str
     after: str = ""
+    lazy: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

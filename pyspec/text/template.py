@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
 import secrets
-import select
 import subprocess
-import sys
-import threading
-import time
-import weakref
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from pyspec.errors import BadTemplate, RequestError
 from pyspec.gguf.fields import Fields, encodable
 from pyspec.ranges import printable
+from pyspec.text.sandbox_process import SandboxProcess
 from pyspec.text.tokenizer import Tokenizer
 
 CHATML = (
@@ -27,9 +20,8 @@ CHATML = (
 )
 """For files without a template, if the caller wants it."""
 
-TIME_S, START_S = 2.0, 20.0
-TEMPLATE_CHARS, ANSWER_BYTES = 1 << 20, 52 << 20  # JSON writes a character in up to 12 bytes
-WRITE_BYTES = 1 << 16
+TIME_S = 2.0
+TEMPLATE_CHARS = 1 << 20
 SAID_CHARS = 400  # of what a template says of itself
 MESSAGES, PARTS = 4096, 64
 TRUSTED = ("system", "developer", "assistant")
@@ -41,93 +33,23 @@ _OPEN, _CLOSE = "\ue000", "\ue001"
 
 
 class _Renderer:
-    """One sandbox process with one template in it; replaced when it had to be killed, or belongs to a forked parent."""
+    """One sandbox process with one template in it."""
 
     def __init__(self, source: str) -> None:
         self.source = source
-        self.lock = threading.Lock()
-        self.process: subprocess.Popen[bytes] | None = None
-        self._end: weakref.finalize | None = None
+        self._box = SandboxProcess("pyspec.text.sandbox", lambda: json.dumps(source).encode() + b"\n")
+
+    @property
+    def process(self) -> subprocess.Popen[bytes] | None:
+        return self._box.process
 
     def ask(self, values: Mapping[str, object]) -> dict[str, str]:
         """Render; {"failed": why} also when the process went over its time or died of its memory."""
-        line = json.dumps(values).encode() + b"\n"
-        with self.lock:
-            started = self._running()
-            return started if "failed" in started else self._exchange(line, TIME_S)
+        return self._box.ask(json.dumps(values).encode() + b"\n", TIME_S)
 
     def check(self) -> dict[str, str]:
         """Whether the template compiles, by the sandbox's word."""
-        with self.lock:
-            return self._running()
-
-    def _running(self) -> dict[str, str]:
-        # poll() also notices that the process is another one's child, after a fork
-        if self.process is not None and self.process.poll() is None:
-            return {"text": ""}
-        if self._end is not None:
-            self._end()
-        path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "pyspec.text.sandbox"],  # -P: not what lies in the working directory
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C is the parent's to handle
-        )
-        self._end = weakref.finalize(self, _kill, self.process)
-        answer = self._exchange(b"", START_S)
-        if "failed" not in answer:
-            answer = self._exchange(json.dumps(self.source).encode() + b"\n", TIME_S)
-        if "failed" in answer:
-            self._end()
-        return answer
-
-    def _exchange(self, line: bytes, seconds: float) -> dict[str, str]:
-        """Write a line and read one, both as the pipes allow, within the time."""
-        assert self.process is not None and self.process.stdin is not None and self.process.stdout is not None
-        deadline, out, inp = time.monotonic() + seconds, self.process.stdout.fileno(), self.process.stdin.fileno()
-        answer = bytearray()
-        os.set_blocking(inp, False)
-        poller = select.poll()  # select() takes no descriptor above 1023
-        poller.register(out, select.POLLIN)
-        if line:
-            poller.register(inp, select.POLLOUT)
-        while not answer.endswith(b"\n"):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return self._lost(f"takes longer than {seconds:g} s")
-            if len(answer) > ANSWER_BYTES:
-                return self._lost(f"answers with more than {ANSWER_BYTES} bytes")
-            ready = {fd for fd, _ in poller.poll(left * 1e3)}
-            try:
-                if inp in ready:
-                    line = line[os.write(inp, line[:WRITE_BYTES]) :]
-                    if not line:
-                        poller.unregister(inp)
-                chunk = os.read(out, 1 << 20) if out in ready else None
-            except BrokenPipeError:
-                chunk = b""
-            if chunk == b"":
-                return self._lost("made its sandbox process die (too much memory or too deep a recursion)")
-            answer += chunk or b""
-        return json.loads(answer)
-
-    def _lost(self, why: str) -> dict[str, str]:
-        assert self._end is not None
-        self._end()
-        return {"failed": why}
-
-
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(OSError):
-        process.kill()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):
-                pipe.close()
-    process.wait()
+        return self._box.check(TIME_S)
 
 
 def normalise(messages: Sequence[Message]) -> list[dict[str, object]]:

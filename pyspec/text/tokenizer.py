@@ -120,6 +120,10 @@ class Tokenizer:
         rows = self._plain(texts, parse_special, self.add_space_prefix)
         return [self._framed(ids) for ids in rows] if add_special else rows
 
+    def encode_inside(self, text: str) -> list[int]:
+        """Ids of text that stands behind other text: no space goes before it, and no control token comes of it."""
+        return self._plain([text], False, False)[0]
+
     def encode_parts(self, parts: Sequence[tuple[str, bool]]) -> list[int]:
         """Ids of one text that comes in parts, each with its own `parse_special`; framed as the whole."""
         ids: list[int] = []

@@ -1,0 +1,70 @@
+"""Whether a grammar can be kept, before its request is queued: compiled in a process that bounds what a hostile one may cost."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+
+from pyspec.constrain.child import first_line, question
+from pyspec.constrain.grammar import check_size
+from pyspec.constrain.trie import TokenTable
+from pyspec.errors import RequestError
+from pyspec.request import Grammar
+from pyspec.text.sandbox_process import SandboxProcess
+from pyspec.text.tokenizer import Tokenizer
+
+TIME_S, START_S = 2.0, 20.0
+KEPT_BYTES = 8 << 20  # of grammars that were asked for lately, and their answers
+
+
+class GrammarCheck:
+    """Compiles grammars for one model. Safe to use from several threads; a grammar that was seen lately costs nothing."""
+
+    def __init__(self, tokenizer: Tokenizer, n_vocab: int) -> None:
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[Grammar, Grammar | str] = OrderedDict()
+        self._n_bytes = 0
+        self._box = SandboxProcess(
+            "pyspec.constrain.child",
+            lambda: first_line(TokenTable.of(tokenizer, n_vocab)),
+            first_s=START_S,
+            died="made the process die that compiles it (too much memory or too deep a recursion)",
+        )
+
+    def compiled(self, grammar: Grammar) -> Grammar:
+        """The grammar as the engine takes it. Raises RequestError if it is none, or too much."""
+        with self._lock:
+            found = self._kept.get(grammar)
+            if found is not None:
+                self._kept.move_to_end(grammar)
+        if found is None:
+            check_size(grammar)
+            found = self._ask(grammar)
+        if isinstance(found, str):
+            raise RequestError(found)
+        return found
+
+    def _ask(self, grammar: Grammar) -> Grammar | str:
+        answer = self._box.ask(question(grammar), TIME_S)
+        if "failed" in answer:
+            why = answer["failed"]
+            found: Grammar | str = why if why.startswith("the ") else f"the {grammar.kind} {why}"
+        else:
+            found = Grammar(kind="compiled", source=answer["text"], after=grammar.after, lazy=grammar.lazy)
+        with self._lock:
+            self._keep(grammar, found)
+            if isinstance(found, Grammar):
+                self._keep(found, found)
+        return found
+
+    def _keep(self, grammar: Grammar, found: Grammar | str) -> None:
+        if grammar not in self._kept:
+            self._n_bytes += _size(grammar, found)
+            self._kept[grammar] = found
+        while self._n_bytes > KEPT_BYTES:
+            old = self._kept.popitem(last=False)
+            self._n_bytes -= _size(*old)
+
+
+def _size(grammar: Grammar, found: Grammar | str) -> int:
+    return len(grammar.source) + len(found if isinstance(found, str) else found.source)

@@ -1,0 +1,93 @@
+"""The process in which grammars are compiled first: what one costs is bounded here, by llguidance's limits and by the system.
+
+Started as `python -m pyspec.constrain.child`; speaks JSON lines: the vocabulary first, then one grammar per line.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from llguidance import LLMatcher, LLTokenizer
+
+from pyspec.constrain.grammar import LIMITS, compile_text, said
+from pyspec.constrain.trie import TokenTable
+from pyspec.errors import RequestError
+from pyspec.request import Grammar
+
+MEMORY_BYTES = 2 << 30  # of address space, the interpreter's and its threads' own included
+OWN_CLOCK_S = 30  # ends the process by SIGALRM if the parent is no more there to do it
+
+
+def answer(tokenizer: LLTokenizer, grammar: Grammar) -> dict[str, str]:
+    """{"text": the grammar, compiled}, or {"failed": why}."""
+    try:
+        text = compile_text(grammar)
+    except RequestError as e:
+        return {"failed": str(e)}
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
+    if matcher.is_error():
+        return {"failed": f"the {grammar.kind} can not be used: {said(matcher.get_error())}"}
+    begins = any(matcher.compute_bitmask())
+    if matcher.is_error() or not begins:
+        why = said(matcher.get_error().partition("<")[0]) if matcher.is_error() else ""
+        return {"failed": f"the {grammar.kind} can not be kept: no text fits it" + (why and f" ({why})")}
+    return {"text": text}
+
+
+def _table(line: str) -> TokenTable:
+    parts: dict[str, Any] = json.loads(line)
+    return TokenTable([base64.b64decode(t) for t in parts["tokens"]], parts["special"], parts["eog"])
+
+
+def first_line(table: TokenTable) -> bytes:
+    """What the process is told before any grammar."""
+    tokens = [base64.b64encode(t).decode() for t in table.tokens]
+    parts = {"tokens": tokens, "special": list(table.special), "eog": list(table.eog)}
+    return json.dumps(parts).encode() + b"\n"
+
+
+def question(grammar: Grammar) -> bytes:
+    """A line that asks for a grammar."""
+    return json.dumps([grammar.kind, grammar.source, grammar.after, grammar.lazy]).encode() + b"\n"
+
+
+def answers(lines: Iterator[str]) -> Iterator[dict[str, str]]:
+    """One answer per line: to the vocabulary, then to each grammar."""
+    tokenizer = _table(next(lines)).build(lambda text: [])
+    yield {"text": ""}
+    for line in lines:
+        kind, source, after, lazy = json.loads(line)
+        try:
+            yield answer(tokenizer, Grammar(kind=kind, source=source, after=after, lazy=lazy))
+        except MemoryError:
+            yield {"failed": f"the {kind} needs more than {MEMORY_BYTES >> 20} MiB"}
+
+
+def main() -> None:
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    except (ImportError, ValueError, OSError):
+        pass  # not this system's: the clock still holds
+    sys.stdout.write("{}\n")  # started: from here on the parent's shorter clock runs
+    sys.stdout.flush()
+    for said_ in answers(_watched(iter(sys.stdin.readline, ""))):
+        sys.stdout.write(json.dumps(said_) + "\n")
+        sys.stdout.flush()
+
+
+def _watched(lines: Iterator[str]) -> Iterator[str]:
+    for line in lines:
+        signal.alarm(OWN_CLOCK_S)
+        yield line
+        signal.alarm(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""One request's place in its grammar. It knows committed tokens only: drafts are looked at, never kept, so nothing is taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyspec.constrain.grammar import said
+from pyspec.constrain.trie import TokenTrie
+from pyspec.errors import SlotError
+from pyspec.request import Grammar
+
+Masks = NDArray[np.int32]
+"""[row, word]: bit t % 32 of word t // 32 says whether the row may choose token t."""
+
+
+class Constraint:
+    """A matcher and, before it, free text up to `after`.
+
+    is_over  nothing can be added: the request has ended with its last token
+    """
+
+    def __init__(self, trie: TokenTrie, grammar: Grammar) -> None:
+        """grammar: a compiled one. Raises RequestError."""
+        self.trie, self.source, self.matcher = trie, grammar.source, trie.matcher(grammar.source)
+        self.read: list[int] = []  # what the matcher has read, to begin again with
+        self.is_over = False
+        self.free = FreeText(trie, grammar, self) if grammar.after else None
+
+    @property
+    def is_plain(self) -> bool:
+        """The next row may hold any token, as if there were no grammar."""
+        return self.free is not None and not self.free.begun and not self.free.banned
+
+    # -- drafts --------------------------------------------------------------------------------------------------
+
+    def usable(self, drafts: Sequence[int]) -> list[int]:
+        """The drafts before the first that is refused. Token ids only."""
+        if self.free is not None:
+            return list(drafts[: self.free.n_inside(drafts)])
+        drafts = list(drafts)
+        n = self.matcher.validate_tokens(drafts)
+        if self.matcher.is_error():
+            self.recover()
+        return drafts[:n]
+
+    def forced(self, most: int) -> list[int]:
+        """Tokens that say all that can be said next; [] if there is a choice. The model may spell the same text with others."""
+        if self.free is not None or most <= 0:
+            return []
+        text = self.matcher.compute_ff_bytes().decode("utf-8", "ignore")
+        tokens = self.trie.tokenizer.encode_inside(text) if text else []
+        if not self.usable([*tokens, self.trie.table.eog[0]])[len(tokens) :]:
+            tokens = tokens[:-1]  # what comes behind it may be of the same token
+        return tokens[:most]
+
+    def allows(self, before: Sequence[int], token: int) -> bool:
+        """Whether a token may follow drafts that are usable."""
+        if self.free is not None and not self.free.begun:
+            return token not in self.free.banned
+        if self.free is not None:
+            return bool(self.row()[token >> 5] >> (token & 31) & 1)
+        return len(self.usable([*before, token])) > len(before)
+
+    def row(self) -> NDArray[np.int32]:
+        """[word]: the mask of the next row, without drafts."""
+        return fill([(self, ())], self.trie)[0]
+
+    # -- what is final -------------------------------------------------------------------------------------------
+
+    def commit(self, tokens: Sequence[int]) -> int:
+        """Go on behind tokens that are final. Returns how many there is room for: those behind the last one do not belong to the text.
+
+        Raises SlotError if one is refused, or looking at it takes more than is allowed.
+        """
+        for i, token in enumerate(tokens):
+            if self.free is not None:
+                self.free.commit(token)
+            elif not self.matcher.consume_token(token):
+                raise self.failure()
+            else:
+                self.read.append(token)
+            if self.free is None and self.matcher.is_stopped():
+                if self.matcher.is_error():
+                    raise self.failure()
+                self.is_over = True
+                return i + 1
+        return len(tokens)
+
+    def reread(self, text: bytes) -> None:
+        """Let the matcher stand behind `text`."""
+        self.matcher.reset()
+        self.read = list(self.trie.walked.tokenize_bytes(text))
+        if self.read and not self.matcher.consume_tokens(self.read):
+            raise self.failure()
+
+    def recover(self) -> None:
+        """What was looked at beyond the committed text has broken the matcher, for good: another one in its place."""
+        self.matcher = self.trie.matcher(self.source)
+        self.matcher.consume_tokens(self.read)
+
+    def failure(self) -> SlotError:
+        """Why the matcher does not go on."""
+        return SlotError(f"the text can not follow its grammar any further: {said(self.matcher.get_error())}")
+
+
+class FreeText:
+    """What comes before `after`, and the border: a token that completes `after` may bring text that the grammar has to allow.
+
+    Where the text so far may be the begin of `after`, the matcher is asked: it reads free text, `after` and the grammar. Elsewhere only
+    ends are banned, unless the text may stay free, and tokens that hold all of `after` and then what the grammar refuses.
+
+    begun   bytes of `after` that the text ends with: that is where the matcher stands
+    banned  tokens that may not come while none are
+    """
+
+    def __init__(self, trie: TokenTrie, grammar: Grammar, constraint: Constraint) -> None:
+        self.trie, self.constraint, self.after = trie, constraint, grammar.after.encode()
+        self.lazy, self.tail, self.begun = grammar.lazy, b"", 0
+        self.banned = frozenset(self._banned())
+        self.mask = trie.bits(sorted(self.banned))
+
+    def _banned(self) -> list[int]:
+        table, matcher = self.trie.table, self.constraint.matcher
+        banned = [] if self.lazy else list(table.eog)
+        special = frozenset(table.special)
+        for token, text in enumerate(table.tokens):
+            at = text.find(self.after)
+            if at >= 0 and token not in special and len(text) > at + len(self.after):
+                spelled = self.trie.tokenizer.encode_inside(text[at:].decode("utf-8", "replace"))
+                if matcher.validate_tokens(spelled) < len(spelled):
+                    banned.append(token)
+        return banned
+
+    def n_inside(self, drafts: Sequence[int]) -> int:
+        """How many drafts there are before the first that reaches `after`."""
+        if self.begun:
+            return 0
+        tail = self.tail
+        for i, token in enumerate(drafts):
+            tail, text = self._add(tail, token)
+            if token in self.banned or self.after in text or self._begun(tail):
+                return i
+        return len(drafts)
+
+    def commit(self, token: int) -> None:
+        """One more token."""
+        self.tail, text = self._add(self.tail, token)
+        at = text.find(self.after)
+        self.begun = self._begun(self.tail) if at < 0 else 0
+        if at >= 0 or self.begun:
+            self.constraint.reread(text[at:] if at >= 0 else self.tail[-self.begun :])
+        if at >= 0:
+            self.constraint.free = None
+
+    def _add(self, tail: bytes, token: int) -> tuple[bytes, bytes]:
+        text = tail + self.trie.tokenizer.token_bytes(token)
+        return (text[-(len(self.after) - 1) :] if len(self.after) > 1 else b""), text
+
+    def _begun(self, tail: bytes) -> int:
+        return next((n for n in range(len(tail), 0, -1) if self.after.startswith(tail[-n:])), 0)
+
+
+def fill(spans: Sequence[tuple[Constraint, Sequence[int]]], trie: TokenTrie) -> Masks:
+    """Masks of the rows of several requests, one after the other: of each the next row and those behind its drafts, which are usable.
+
+    A row that nothing can follow, or that takes more than is allowed to look at, has no bit: its request ends when it gets there.
+    """
+    masks = np.zeros((sum(len(drafts) + 1 for _, drafts in spans), trie.n_word), np.int32)
+    drafted, plain, asked, row = [], [], [], 0
+    for constraint, drafts in spans:
+        free = constraint.free
+        if free is not None and not free.begun:
+            masks[row : row + len(drafts) + 1] = free.mask
+        elif not constraint.is_over and not constraint.matcher.is_error():
+            asked.append((constraint, drafts, row))
+            if drafts:
+                drafted.append((constraint.matcher, row, list(drafts)))
+            else:
+                plain.append((constraint.matcher, row))
+        row += len(drafts) + 1
+    shape = masks.ctypes.data, 4 * trie.n_word, len(masks)
+    if drafted:
+        trie.executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *shape)
+    if len(plain) > 1:
+        trie.executor.unsafe_compute_mask_ptr(plain, *shape)
+    elif plain:
+        plain[0][0].unsafe_compute_mask_ptr(masks[plain[0][1]].ctypes.data, 4 * trie.n_word)
+    for constraint, drafts, row in asked:
+        if constraint.matcher.is_error():
+            _fill_apart(constraint, drafts, masks[row : row + len(drafts) + 1])
+        if constraint.free is not None and constraint.free.lazy:
+            masks[row] |= ~trie.bits(
+                trie.table.eog
+            )  # text that may stay free may end, also where `after` seems to begin
+    return masks
+
+
+def _fill_apart(constraint: Constraint, drafts: Sequence[int], masks: Masks) -> None:
+    """Some row has broken the matcher: find which, so that those before it are told what they may hold."""
+    masks[:] = 0
+    for i in range(len(masks)):
+        constraint.recover()
+        if i:
+            constraint.matcher.consume_tokens(list(drafts[:i]))
+        row = np.frombuffer(bytearray(constraint.matcher.compute_bitmask()), np.int32)[: masks.shape[1]]
+        if constraint.matcher.is_error():
+            break
+        masks[i] = row
+    constraint.recover()

@@ -1,0 +1,115 @@
+"""Grammars as llguidance takes them: JSON Schemas, GBNF, regular expressions and lark become one JSON text, with what bounds them.
+
+Whoever wrote a grammar may mean harm. `compile_text` and `Matcher` run first in a process that can be killed (check.py), under the limits
+here; only what has passed there is compiled by the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from pyspec.errors import RequestError
+from pyspec.ranges import printable
+from pyspec.request import Grammar
+
+SOURCE_BYTES = 256 << 10
+SAID_CHARS = 300  # of what the compiler says
+SPACE = r"[ ]|\n{1,2}[ \t]{0,20}"
+"""What may stand between two tokens of JSON, once: as llama.cpp allows, so no run of spaces lasts."""
+LIMITS = LLParserLimits(
+    max_items_in_row=2000,
+    initial_lexer_fuel=1_000_000,  # 20 ms
+    step_lexer_fuel=200_000,  # 14 ms for one row's mask
+    step_max_items=50_000,
+    max_lexer_states=50_000,  # of up to 2 kB each
+    max_grammar_size=500_000,
+    verbose_errors=False,
+)
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+"""What may come depends on the text so far and not on how it was cut into tokens: the model spells as it likes."""
+_FREE = "start: free SPACE? @constrained\nfree[suffix=%s]: /(?s:.*)/\nSPACE: /[ \\t\\r\\n]{1,4}/\n"
+"""Free text up to and including a text, a little white space, then the grammar."""
+_ESCAPED = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.S)
+
+
+def check_size(grammar: Grammar) -> None:
+    """Raise RequestError for a grammar that is too long to be looked at."""
+    if (n := len(grammar.source.encode("utf-8", "replace"))) > SOURCE_BYTES:
+        raise RequestError(f"the {grammar.kind} has {n} bytes; at most {SOURCE_BYTES} are taken")
+    if not grammar.source.strip():
+        raise RequestError(f"the {grammar.kind} is empty")
+    if len(grammar.after) > 1000:
+        raise RequestError(f"a grammar waits for a text of {len(grammar.after)} characters; at most 1000 are taken")
+
+
+def compile_text(grammar: Grammar) -> str:
+    """llguidance's own JSON for a grammar. Raises RequestError for what is none, as far as that shows without a vocabulary."""
+    if grammar.kind == "compiled":
+        return grammar.source
+    try:
+        first, *rest = _BODIES[grammar.kind](grammar.source)["grammars"]
+    except RequestError:
+        raise
+    except Exception as e:  # noqa: BLE001 - the converter raises bare exceptions
+        raise RequestError(f"the {grammar.kind} can not be read: {said(str(e))}") from None
+    top = _FREE % json.dumps(grammar.after, ensure_ascii=False) if grammar.after else "start: @constrained\n"
+    return json.dumps({"grammars": [{"lark_grammar": _OPTIONS + top}, {**first, "name": "constrained"}, *rest]})
+
+
+def said(message: str) -> str:
+    """What a compiler says, on one line and short."""
+    return printable(" ".join(message.split()), SAID_CHARS) or "no reason is given"
+
+
+def _json_schema(source: str) -> dict[str, Any]:
+    schema = json.loads(source)
+    schema = {} if schema is True else schema
+    if not isinstance(schema, dict):
+        raise RequestError(
+            "a JSON Schema is an object or true" if schema is not False else "nothing fits the schema false"
+        )
+    options: Any = {"whitespace_pattern": SPACE, "lenient": False, "coerce_one_of": False}
+    body: dict[str, Any] = json.loads(LLMatcher.grammar_from_json_schema(schema, overrides=options))
+    return body
+
+
+def _gbnf(source: str) -> dict[str, Any]:
+    return _lark(gbnf_to_lark(_ESCAPED.sub(_unescaped, source)))
+
+
+def _regex(source: str) -> dict[str, Any]:
+    body: dict[str, Any] = json.loads(LLMatcher.grammar_from_regex(source))
+    return body
+
+
+def _lark(source: str) -> dict[str, Any]:
+    return {"grammars": [{"lark_grammar": source}]}
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    """A numbered character that no syntax uses, as itself: the converter writes it so that it can not be read."""
+    digits = found[1] or found[2] or found[3]
+    if digits is None:
+        return found[0]
+    code = int(digits, 16)
+    if code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
+        raise RequestError(f"the gbnf names {found[0]}, which is no character")
+    return chr(code) if code > 0x7F else f"\\x{code:02x}"
+
+
+_BODIES = {
+    "json_schema": _json_schema,
+    "gbnf": _gbnf,
+    "regex": _regex,
+    "lark": _lark,
+}
+
+
+def choice_of(texts: list[str]) -> str:
+    """A lark grammar for one of several texts."""
+    return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)

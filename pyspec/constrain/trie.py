@@ -1,0 +1,94 @@
+"""A model's vocabulary as llguidance walks it. Built when first asked for: 150,000 tokens take most of a second."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+from pyspec.constrain.grammar import LIMITS, said
+from pyspec.errors import RequestError
+from pyspec.text.tokenizer import Tokenizer
+
+MOST_THREADS = 8
+
+
+@dataclass(frozen=True)
+class TokenTable:
+    """Every id's bytes, which ids are control tokens, and which end a generation: all that a matcher needs of a vocabulary."""
+
+    tokens: Sequence[bytes]
+    special: Sequence[int]
+    eog: Sequence[int]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, n_vocab: int) -> TokenTable:
+        """Of a model whose embedding may have more rows than the vocabulary has tokens: these are never allowed."""
+        eog = sorted(t for t in tokenizer.eog if t < n_vocab)
+        if not eog:
+            raise RequestError("a grammar can not be kept: the model's vocabulary has no token that ends a generation")
+        special = sorted(t for t in tokenizer.special | tokenizer.eog if t < n_vocab)
+        return cls([tokenizer.token_bytes(t) for t in range(n_vocab)], special, eog)
+
+    def build(self, encode: Callable[[str], list[int]]) -> LLTokenizer:
+        """`encode` gives the ids of text in the middle of a text."""
+        return LLTokenizer(_Wrapper(self, encode), eos_token=list(self.eog))  # type: ignore[arg-type]
+
+
+class _Wrapper:
+    """The shape in which llguidance takes a tokenizer."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, table: TokenTable, encode: Callable[[str], list[int]]) -> None:
+        self.tokens, self.special_token_ids, self.eos_token_id = list(table.tokens), list(table.special), table.eog[0]
+        self._encode = encode
+
+    def __call__(self, text: str) -> list[int]:
+        return self._encode(text)
+
+
+class TokenTrie:
+    """One for each loaded model. Safe to use from several threads."""
+
+    def __init__(self, tokenizer: Tokenizer, n_vocab: int) -> None:
+        self.tokenizer, self.n_vocab = tokenizer, n_vocab
+        self.n_word = -(-n_vocab // 32)  # of a row's mask
+        self._lock = threading.Lock()
+        self._built: LLTokenizer | None = None
+
+    @cached_property
+    def table(self) -> TokenTable:
+        return TokenTable.of(self.tokenizer, self.n_vocab)
+
+    @property
+    def walked(self) -> LLTokenizer:
+        """As llguidance has it."""
+        with self._lock:
+            if self._built is None:
+                self._built = self.table.build(self.tokenizer.encode_inside)
+            return self._built
+
+    @cached_property
+    def executor(self) -> LLExecutor:
+        return LLExecutor(max(1, min(MOST_THREADS, os.cpu_count() or 1)))
+
+    def matcher(self, source: str) -> LLMatcher:
+        """A matcher at the start of a compiled grammar. Raises RequestError. The interpreter's lock is free meanwhile."""
+        matcher = LLMatcher(self.walked, source, log_level=0, limits=LIMITS)
+        if matcher.is_error():
+            raise RequestError(f"the grammar can not be used: {said(matcher.get_error())}")
+        return matcher
+
+    def bits(self, banned: Sequence[int]) -> np.ndarray:
+        """[n_word] int32: the mask of a row that may hold all tokens but these."""
+        mask = np.full(self.n_word, -1, np.int32)
+        ids = np.array(sorted(banned), np.int64)
+        np.bitwise_and.at(mask.view(np.uint32), ids >> 5, ~(np.uint32(1) << (ids & 31).astype(np.uint32)))
+        return mask

@@ -1,0 +1,123 @@
+"""A process for what others wrote and the operating system has to bound: chat templates and grammars. It answers a line with a line.
+
+It is started when first asked, and again after it had to be killed, or in a forked child: the parent's is the parent's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+START_S = 20.0
+ANSWER_BYTES = 52 << 20  # JSON writes a character in up to 12 bytes
+WRITE_BYTES = 1 << 16
+
+
+class SandboxProcess:
+    """`python -m MODULE` at the other end of two pipes; one question at a time.
+
+    first    the line it is told before any question; what it answers to that is what `check` gives
+    first_s  seconds for that; 0: as many as the question has
+    died     what is said of it if it ends by itself
+    """
+
+    def __init__(
+        self,
+        module: str,
+        first: Callable[[], bytes],
+        *,
+        first_s: float = 0.0,
+        died: str = "made its sandbox process die (too much memory or too deep a recursion)",
+    ) -> None:
+        self.module, self.first, self.first_s, self.died = module, first, first_s, died
+        self.lock = threading.Lock()
+        self.process: subprocess.Popen[bytes] | None = None
+        self._end: weakref.finalize | None = None
+
+    def ask(self, line: bytes, seconds: float) -> dict[str, str]:
+        """Its answer to a line; {"failed": why} also when it went over its time or died of its memory."""
+        with self.lock:
+            started = self._running(seconds)
+            return started if "failed" in started else self._exchange(line, seconds)
+
+    def check(self, seconds: float) -> dict[str, str]:
+        """Start it if it does not run: its answer to the first line."""
+        with self.lock:
+            return self._running(seconds)
+
+    def _running(self, seconds: float) -> dict[str, str]:
+        # poll() also notices that the process is another one's child, after a fork
+        if self.process is not None and self.process.poll() is None:
+            return {"text": ""}
+        if self._end is not None:
+            self._end()
+        path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", self.module],  # -P: not what lies in the working directory
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": path},
+            start_new_session=True,  # Ctrl-C is the parent's to handle
+        )
+        self._end = weakref.finalize(self, _kill, self.process)
+        answer = self._exchange(b"", START_S)
+        if "failed" not in answer:
+            answer = self._exchange(self.first(), self.first_s or seconds)
+        if "failed" in answer:
+            self._end()
+        return answer
+
+    def _exchange(self, line: bytes, seconds: float) -> dict[str, str]:
+        """Write a line and read one, both as the pipes allow, within the time."""
+        assert self.process is not None and self.process.stdin is not None and self.process.stdout is not None
+        deadline, out, inp = time.monotonic() + seconds, self.process.stdout.fileno(), self.process.stdin.fileno()
+        answer = bytearray()
+        os.set_blocking(inp, False)
+        poller = select.poll()  # select() takes no descriptor above 1023
+        poller.register(out, select.POLLIN)
+        if line:
+            poller.register(inp, select.POLLOUT)
+        while not answer.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return self._lost(f"takes longer than {seconds:g} s")
+            if len(answer) > ANSWER_BYTES:
+                return self._lost(f"answers with more than {ANSWER_BYTES} bytes")
+            ready = {fd for fd, _ in poller.poll(left * 1e3)}
+            try:
+                if inp in ready:
+                    line = line[os.write(inp, line[:WRITE_BYTES]) :]
+                    if not line:
+                        poller.unregister(inp)
+                chunk = os.read(out, 1 << 20) if out in ready else None
+            except BrokenPipeError:
+                chunk = b""
+            if chunk == b"":
+                return self._lost(self.died)
+            answer += chunk or b""
+        return json.loads(answer)
+
+    def _lost(self, why: str) -> dict[str, str]:
+        assert self._end is not None
+        self._end()
+        return {"failed": why}
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(OSError):
+        process.kill()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
+    process.wait()

@@ -1,0 +1,56 @@
+"""A vocabulary of the packaged model, and texts held against grammars token by token."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from pyspec.constrain.constraint import Constraint, fill
+from pyspec.constrain.grammar import compile_text
+from pyspec.constrain.trie import TokenTrie
+from pyspec.gguf import open_gguf
+from pyspec.request import Grammar
+from pyspec.text.tokenizer import Tokenizer
+
+DEMO = Path(__file__).parents[2] / "pyspec" / "demo" / "pyspec-demo.gguf"
+PERSON = (
+    '{"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},'
+    ' "required": ["name", "age"], "additionalProperties": false}'
+)
+
+
+@cache
+def trie() -> TokenTrie:
+    tokenizer = Tokenizer.from_metadata(open_gguf(DEMO).metadata)
+    return TokenTrie(tokenizer, tokenizer.n_vocab)
+
+
+def compiled(kind: str, source: str, after: str = "", lazy: bool = False) -> Grammar:
+    text = compile_text(Grammar(kind=kind, source=source, after=after))  # type: ignore[arg-type]
+    return Grammar(kind="compiled", source=text, after=after, lazy=lazy)
+
+
+def constraint(kind: str, source: str, after: str = "", lazy: bool = False) -> Constraint:
+    return Constraint(trie(), compiled(kind, source, after, lazy))
+
+
+def ids(text: str) -> list[int]:
+    return trie().tokenizer.encode_inside(text)
+
+
+def allowed(constraint_: Constraint, drafts: list[int] | None = None) -> list[set[int]]:
+    """What each row may hold."""
+    masks = fill([(constraint_, drafts or [])], trie())
+    bits = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little")[:, : trie().n_vocab]
+    return [set(np.flatnonzero(row).tolist()) for row in bits]
+
+
+def fits(constraint_: Constraint, text: str) -> bool:
+    """Whether all of a text is allowed, and the end behind it."""
+    tokens = ids(text)
+    if constraint_.usable(tokens) != tokens:
+        return False
+    constraint_.commit(tokens)
+    return constraint_.is_over or bool(allowed(constraint_)[0] & set(trie().table.eog))
