@@ -128,6 +128,9 @@ class Request:
     cache_prompt: bool = True  # False: take nothing from the prefix cache and leave nothing there
     n_before_turn: Count = 0  # prompt tokens before the last user turn, if known: a good place for a checkpoint
     n_system: Count = 0  # prompt tokens of what a chat begins with, system prompt and tools: another such place
+    n_stable: Count = (
+        0  # prompt tokens that a later prompt may begin with, too; what is behind them is of this request alone. 0: all
+    )
     n_draft_max: Count | None = None  # None: the engine's; 0: no speculation for this request
     slot: Window = -1  # -1: any
     timings_per_token: bool = False  # every Delta carries the timings so far

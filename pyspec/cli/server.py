@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,14 @@ AUTO_SLOTS = 4
 CLOSE_S = 10.0  # for the round that is under way
 
 
+def patterns(ctx: click.Context, option: click.Parameter, texts: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
+    """Regular expressions, or a usage error that says what is wrong with one."""
+    try:
+        return tuple(re.compile(text) for text in texts)
+    except re.error as error:
+        raise click.BadParameter(f"{error.pattern!r} is no regular expression: {error}", ctx, option) from None
+
+
 @click.command()
 @engine_options
 @sampling_options
@@ -33,6 +42,13 @@ CLOSE_S = 10.0  # for the round that is under way
 @click.option("--slots/--no-slots", default=True, help="Serve /slots.")
 @click.option("--props/--no-props", default=True, help="Serve /props.")
 @click.option("--cors-origin", multiple=True, help="Origin browsers may call from, besides this machine.")
+@click.option(
+    "--volatile-lines",
+    multiple=True,
+    metavar="REGEX",
+    callback=patterns,
+    help="Move lines of system prompts that match behind the conversation, so that the prefix cache outlives their change.",
+)
 @click.option("--queue", default=0, help="Requests that may wait. 0: 4 for each slot, at least 16.")
 @click.option("--in-process", is_flag=True, help="Run the engine in this process: if it fails, it is not replaced.")
 @click.option(
@@ -61,6 +77,7 @@ def server(
     slots: bool,
     props: bool,
     cors_origin: tuple[str, ...],
+    volatile_lines: tuple[re.Pattern[str], ...],
     queue: int,
     in_process: bool,
     hang_timeout: float,
@@ -89,6 +106,7 @@ def server(
         slots=slots,
         props=props,
         cors_origins=cors_origin,
+        volatile_lines=volatile_lines,
         sampling=sampling,
         max_tokens=n_predict,
         limits=Limits(drain_s=drain_timeout),

@@ -63,7 +63,7 @@ class Admission:
         self.speculator.begin(slot, saved)
         files = cache.on and request.cache_prompt and self.worker.memory.needs_state
         places = {hit.n_match, request.n_before_turn, request.n_system}
-        cuts = cuts_of(job.n_prefill, size, hit.n, places, cache.every) if files else ()
+        cuts = cuts_of(request.n_stable or job.n_prefill, size, hit.n, places, cache.every) if files else ()
         job.begin(slot, cuts)
         if (hit.other or hit.n < hit.n_match) and not request.resumed:
             job.cache_break_at = hit.n_match

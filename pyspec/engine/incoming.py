@@ -42,11 +42,16 @@ class Incoming:
         if request.slot >= self.info.n_slot:
             raise RequestError(f"slot {request.slot} does not exist; slots are 0..{self.info.n_slot - 1} (-np)")
         first, last = turns(ids, self._opening)
-        before, system = (
-            n if n < len(prompt) else 0 for n in (request.n_before_turn or last, request.n_system or first)
-        )
+        places = request.n_before_turn or last, request.n_system or first, request.n_stable
+        before, system, stable = (n if n < len(prompt) else 0 for n in places)
         return replace(
-            request, prompt=prompt, resumed=resumed, stop=tuple(request.stop), n_before_turn=before, n_system=system
+            request,
+            prompt=prompt,
+            resumed=resumed,
+            stop=tuple(request.stop),
+            n_before_turn=before,
+            n_system=system,
+            n_stable=stable,
         )
 
     def _ids(self, tokens: tuple[int, ...], what: str) -> Ids:

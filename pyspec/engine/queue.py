@@ -101,15 +101,18 @@ def cut_of(n_prompt: int, page_size: int) -> int:
 
 
 def cuts_of(n_prompt: int, page_size: int, n_cached: int, special: Set[int], every: int) -> tuple[int, ...]:
-    """Where a prompt's prefill is cut for checkpoints, in order: near its end, at `special` places, and every so often.
+    """Where a prompt's prefill is cut for checkpoints, in order: at `special` places, near its end, and every so often.
 
-    All on page borders, behind what is cached, and CUT_GAP apart; where two are too close the later one stays.
+    All on page borders, behind what is cached, and CUT_GAP apart. Of special places that are too close the later one stays, and they go
+    before the end: the next prompt of a conversation may have another end, as agents put reminders there, and the state before those would
+    be a whole turn back; where the end is the same, no more than CUT_GAP tokens are read again.
     """
     end = cut_of(n_prompt, page_size)
     often = range(every, end, every) if every else ()
     least = n_cached + CUT_GAP if n_cached else 1
     cuts: list[int] = []
-    for at in sorted({p // page_size * page_size for p in (end, *special, *often)}, reverse=True):
-        if least <= at <= end and (not cuts or cuts[-1] - at >= CUT_GAP):
-            cuts.append(at)
-    return tuple(reversed(cuts))
+    for places in (special, (end,), often):
+        for at in sorted({p // page_size * page_size for p in places}, reverse=True):
+            if least <= at <= end and all(abs(at - cut) >= CUT_GAP for cut in cuts):
+                cuts.append(at)
+    return tuple(sorted(cuts))

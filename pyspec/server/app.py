@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 
 from pyspec.errors import NotFound, NotSupported, PyspecError, Unavailable
 from pyspec.server.api import views
-from pyspec.server.api.ask import Kind, count_tokens
+from pyspec.server.api.ask import Kind, as_read, count_tokens
 from pyspec.server.api.generate import generation
 from pyspec.server.api.openapi import document
 from pyspec.server.api.prompts import chat_text, check_ids, mixed_ids
@@ -254,7 +254,7 @@ def _detokenize(service: Service, raw: bytes) -> object:
 def _apply_template(service: Service, raw: bytes) -> object:
     value = parse_object(raw, service.settings.limits)
     refuse_unsupported(value)
-    body = validate(TemplateBody, value)
+    body = validate(TemplateBody, as_read("chat", value, service.settings))
     return {"prompt": chat_text(service.engine.template, body, service.settings.limits)}
 
 

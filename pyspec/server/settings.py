@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 
@@ -47,6 +48,7 @@ class ServerSettings:
     cors_origins: tuple[str, ...] = ()  # besides this machine's; "*" allows all
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int = -1  # -1: until the context is full
+    volatile_lines: tuple[re.Pattern[str], ...] = ()  # lines of system prompts that are moved behind the conversation
     text_threads: int = 2  # tokenise and render off the event loop
     limits: Limits = field(default_factory=Limits)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
@@ -113,7 +113,17 @@ def _encode(i: int, event: Event, choice: Choice, ask: Ask, answer: Answer) -> b
 class EventStream:
     """Server-sent events of one submission. Ends early when the client leaves or reads too slowly; calls `on_end` once."""
 
-    def __init__(self, submission: Submission, source: AsyncGenerator[bytes, None], on_end: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        submission: Submission,
+        source: AsyncGenerator[bytes, None],
+        on_end: Callable[[], None],
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self._headers = [
+            *HEADERS,
+            *((name.lower().encode(), value.encode()) for name, value in (headers or {}).items()),
+        ]
         self._submission = submission
         self._source = source
         self._on_end = on_end
@@ -136,7 +146,7 @@ class EventStream:
                 await _stop(task)
 
     async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        await send({"type": "http.response.start", "status": 200, "headers": self._headers})
         async with contextlib.aclosing(self._source) as source:
             async for data in source:
                 if data:

@@ -17,7 +17,7 @@ from pyspec.engine.options import GenerateOptions, LoadOptions, RequestOptions, 
 from pyspec.errors import ConfigError, PyspecError, RequestError
 from pyspec.request import Request, SamplingParams
 
-OURS = {"prompt", "params", "n_before_turn", "n_system", "timings_per_token", "resumed", "grammar"}
+OURS = {"prompt", "params", "n_before_turn", "n_system", "n_stable", "timings_per_token", "resumed", "grammar"}
 """Fields of Request that the engine, the server or another option fills in."""
 
 

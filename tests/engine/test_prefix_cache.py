@@ -341,7 +341,9 @@ def test_checkpoints_lie_at_forks_turns_ends_and_now_and_then() -> None:
         h = r.generate([*opening, *ids(seed, 100)], 3, n_before_turn=350 if seed == 2 else 0)
         assert h.timings.cache_n == cached
     at = sorted({n for node in r.loop.table.tree.nodes() for n in node.states})
-    assert at == [192, 288, 384, 402], "200 on a page border, the fork, the prompts' ends, the answers' ends"
+    assert at == [192, 288, 336, 384, 402], (
+        "200 on a page border, the fork, the turn, two prompts' ends, the answers' ends"
+    )
     r = make("mtp", ctx=700)
     r.generate(ids(5, 500), 3, n_before_turn=350)
     at = sorted({n for node in r.loop.table.tree.nodes() for n in node.states})

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from pyspec.errors import NotSupported, RequestError
 from pyspec.server.api.schema import Body, Count, validate
+from pyspec.server.api.steady import without_transport
 from pyspec.server.settings import Limits
 
 MAX_TOKENS = 4096  # if a body does not say, as llama-server has it; Anthropic's own interface insists
@@ -115,7 +116,8 @@ def _system(system: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     if system is None:
         return []
     blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
-    return [{"role": "system", "content": "".join(_text(block, f"system.{i}") for i, block in enumerate(blocks))}]
+    texts = [without_transport(_text(block, f"system.{i}")) for i, block in enumerate(blocks)]
+    return [{"role": "system", "content": "".join(texts)}]
 
 
 def _turns(turns: list[ConversationTurn], limits: Limits) -> list[dict[str, Any]]:

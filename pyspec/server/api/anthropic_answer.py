@@ -108,7 +108,9 @@ class MessagesAnswer(PartedAnswer):
 
     def _usage(self, choice: Choice) -> dict[str, Any]:
         done = _done(choice)
-        return usage(done.n_prompt, done.timings.cache_n, done.n_predicted, self._n_reasoning)
+        value = usage(done.n_prompt, done.timings.cache_n, done.n_predicted, self._n_reasoning)
+        broke = done.timings.cache_break_at
+        return value | ({"cache_break_at": broke} if broke >= 0 else {})  # ours: there are no timings on this path
 
 
 def _done(choice: Choice) -> Done:

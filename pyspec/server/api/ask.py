@@ -17,6 +17,7 @@ from pyspec.server.api import anthropic, responses
 from pyspec.server.api.params import draft_limit, sampling_params, stop_strings
 from pyspec.server.api.prompts import chat_ids, prompt_ids, split_prompts
 from pyspec.server.api.schema import SEED_MAX, ChatBody, Generate, NativeBody, TextBody, validate
+from pyspec.server.api.steady import steady, with_lines
 from pyspec.server.api.unsupported import refuse_tool_calls, refuse_unsupported
 from pyspec.server.engine import EngineLike, TokenizerLike
 from pyspec.server.http.body import parse_object
@@ -52,6 +53,7 @@ class Ask:
     ping_s: float
     prompt_texts: tuple[str, ...]  # native only: the prompt of each choice
     repeated: Mapping[str, Any]  # responses only: fields of the body that the answer has, too
+    n_moved: int  # lines of the system prompt that stand behind the conversation now
     markup: AnswerMarkup = field(
         default_factory=AnswerMarkup
     )  # how an answer is read; each choice has a parser of its own
@@ -64,11 +66,15 @@ class Ask:
 def prepare(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings) -> Ask:
     """Check a body and make its requests. Raises RequestError, NotSupported."""
     sent = parse_object(raw, settings.limits)
-    body = _checked(kind, sent, settings.limits)
+    value, moved = _steady(kind, sent, settings)
+    body = _checked(kind, _with_moved(value, moved))
     params = sampling_params(body, engine.tokenizer, settings)
     prompts = _tokenise(body, engine, settings.limits)
     n = _n_choices(body, engine.info)
     requests = tuple(_request(body, ids, params, i, engine.info, settings) for ids in prompts for i in range(n))
+    if moved:
+        others = _tokenise(_checked(kind, value), engine, settings.limits)
+        requests = tuple(replace(r, n_stable=_n_common(r.prompt, others[0])) for r in requests)
     ping_s = settings.limits.ping_s if body.sse_ping_interval is None else body.sse_ping_interval
     return Ask(
         kind=kind,
@@ -82,18 +88,43 @@ def prepare(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings
         ping_s=ping_s if ping_s > 0 else settings.limits.total_s,
         prompt_texts=_texts(kind, engine.tokenizer, prompts, n),
         repeated=responses.repeated(sent) if kind == "responses" else {},
+        n_moved=len(moved),
     )
 
 
 def count_tokens(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings) -> int:
     """Tokens of the prompt that a chat's body would have."""
-    body = _checked(kind, parse_object(raw, settings.limits), settings.limits, generates=False)
+    body = _checked(kind, as_read(kind, parse_object(raw, settings.limits), settings), generates=False)
     return sum(len(ids) for ids in _tokenise(body, engine, settings.limits))
 
 
-def _checked(kind: Kind, sent: dict[str, Any], limits: Limits, *, generates: bool = True) -> Generate:
+def _steady(kind: Kind, sent: dict[str, Any], settings: ServerSettings) -> tuple[dict[str, Any], list[str]]:
+    """The body as one of chat completions, if it is a chat, and the lines that were taken out of its system prompt."""
+    if kind in BODIES:
+        return sent, []
+    value = TO_CHAT[kind](sent, settings.limits) if kind in TO_CHAT else sent
+    if "messages" not in value:
+        return value, []
+    messages, moved = steady(value["messages"], settings.volatile_lines)
+    return value | {"messages": messages}, moved
+
+
+def _with_moved(value: dict[str, Any], moved: list[str]) -> dict[str, Any]:
+    return value | {"messages": with_lines(value["messages"], moved)} if moved else value
+
+
+def as_read(kind: Kind, sent: dict[str, Any], settings: ServerSettings) -> dict[str, Any]:
+    """A body in the words of chat completions, with the messages that the model is shown."""
+    return _with_moved(*_steady(kind, sent, settings))
+
+
+def _n_common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Leading tokens that two prompts share."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _checked(kind: Kind, value: dict[str, Any], *, generates: bool = True) -> Generate:
     """The body as its model, whatever interface it came by."""
-    value = TO_CHAT[kind](sent, limits) if kind in TO_CHAT else sent
     model = BODIES.get(kind, ChatBody)
     refuse_unsupported(value)
     if model is ChatBody and generates:

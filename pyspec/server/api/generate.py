@@ -48,7 +48,7 @@ async def _answer(service: Service, kind: Kind, raw: bytes) -> ASGIApp:
     submission = await service.start(ask)
     answer = ANSWERS[ask.kind](ask, service.model, service.engine.tokenizer)
     if ask.stream:
-        return EventStream(submission, chunks(submission, ask, answer), lambda: service.end(submission))
+        return EventStream(submission, chunks(submission, ask, answer), lambda: service.end(submission), _headers(ask))
     return await _whole(service, submission, ask, answer)
 
 
@@ -57,4 +57,9 @@ async def _whole(service: Service, submission: Submission, ask: Ask, answer: Ans
         choices = await gather(submission, ask, service.settings.limits.total_s)
     finally:
         service.end(submission)
-    return JSON(answer.whole(choices))
+    return JSON(answer.whole(choices), headers=_headers(ask))
+
+
+def _headers(ask: Ask) -> dict[str, str]:
+    """What was done to the prompt beyond what the client asked for."""
+    return {"X-Pyspec-Moved-Lines": str(ask.n_moved)} if ask.n_moved else {}
