@@ -22,6 +22,7 @@ COMMANDS = {
     "pull": "pyspec.cli.pull:pull",
     "list": "pyspec.cli.listing:list_models",
     "ps": "pyspec.cli.ps:ps",
+    "fit": "pyspec.cli.fit:fit",
     "inspect": "pyspec.cli.inspect:inspect",
     "tokenize": "pyspec.cli.tokenize:tokenize",
     "logits": "pyspec.cli.logits:logits",

@@ -18,6 +18,9 @@ from pyspec.registry import DRAFTERS, WHETHER, added_drafters, is_spec_type
 from pyspec.request import SamplingParams
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pyspec.config import EngineSettings
     from pyspec.engine.api import Engine
 
 log = logging.getLogger(__name__)
@@ -117,6 +120,19 @@ class EngineChoice:
 
     def load(self, np: int = 0, *, isolated: bool = False) -> Engine:
         """Load it, with `np` slots if given, and in a process of its own if `isolated`. Raises PyspecError."""
+        target, draft, values = self._looked_up(np)
+        from pyspec.engine.api import Engine
+
+        return Engine.open(target, draft, values, isolated=isolated)
+
+    def plan(self, np: int = 0) -> tuple[Path, EngineSettings]:
+        """The target's file and the settings that `load` would have. Raises PyspecError."""
+        found = self._looked_up(np)
+        from pyspec.engine.api import pair_of
+
+        return pair_of(*found)
+
+    def _looked_up(self, np: int) -> tuple[str, str, dict[str, object]]:
         from pyspec.catalog import resolve
 
         target, draft = self.choice.target(), self.choice.drafter()
@@ -126,9 +142,7 @@ class EngineChoice:
             draft = drafter_beside(self.choice.repo, self.choice.file, target, str(self.settings["spec_type"]))
         resolve(target)
         self.check(np)
-        from pyspec.engine.api import Engine
-
-        return Engine.open(target, draft, {"np": np or self.np, "ctx": self.ctx, **self.settings}, isolated=isolated)
+        return target, draft, {"np": np or self.np, "ctx": self.ctx, **self.settings}
 
 
 def apply(options: list[Callable[[F], F]]) -> Callable[[F], F]:

@@ -33,6 +33,19 @@ from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
 
 
+def pair_of(target: str, draft: str | None, values: Mapping[str, object]) -> tuple[Path, EngineSettings]:
+    """The target's file, and settings that name the drafter's, of what `Engine.load` is given."""
+    path, paired = resolve(target)
+    values = dict(values)
+    if draft is None or is_spec_type(draft):
+        values |= {} if draft == "auto" else {"spec_type": draft or "none"}
+    else:
+        values["draft_path"] = Path(draft)
+    if paired is not None and values.get("spec_type", "auto") in ("auto", paired_kind(target)):
+        values.setdefault("draft_path", paired)
+    return path, settings_from(values)
+
+
 class Core(Protocol):
     """What runs requests: core.EngineCore in this process, client.Supervisor with one in a process of its own."""
 
@@ -107,15 +120,7 @@ class Engine:
     @classmethod
     def open(cls, target: str, draft: str | None, values: Mapping[str, object], *, isolated: bool = False) -> Engine:
         """`load` for the command line: `values` by the names of EngineSettings, errors that name flags."""
-        path, paired = resolve(target)
-        values = dict(values)
-        if draft is None or is_spec_type(draft):
-            values |= {} if draft == "auto" else {"spec_type": draft or "none"}
-        else:
-            values["draft_path"] = Path(draft)
-        if paired is not None and values.get("spec_type", "auto") in ("auto", paired_kind(target)):
-            values.setdefault("draft_path", paired)
-        return cls.from_settings(path, settings_from(values), isolated=isolated)
+        return cls.from_settings(*pair_of(target, draft, values), isolated=isolated)
 
     @classmethod
     def from_settings(cls, path: Path, settings: EngineSettings, *, isolated: bool = False) -> Engine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from pyspec.device.capture import graph_shapes
 from pyspec.draft.drafter import NO_DRAFTER, DraftPlan, TargetFile, refuse_file
 from pyspec.engine.draft_head import HeadCopy, plan_head
 from pyspec.engine.memory_plan import (
+    AssumedGpu,
     ForwardSizes,
     MemoryPlan,
     checkpoint_bytes,
@@ -52,6 +53,7 @@ class Description:
     n_page  pages of the pool
     dense   the dtype matrices are unpacked to; None: they stay packed
     head    the copy of the target's head that drafts shall read, memory permitting
+    assumed a GPU that is not here: nothing can be loaded, but planned
     """
 
     path: Path
@@ -66,6 +68,7 @@ class Description:
     n_page: int
     dense: torch.dtype | None
     head: HeadCopy | None
+    assumed: AssumedGpu | None = None
 
     @property
     def is_cuda(self) -> bool:
@@ -101,9 +104,9 @@ class Description:
         return SlotTable(self.settings.np, self.n_page, self.settings.page_size)
 
 
-def describe(path: Path, settings: EngineSettings) -> Description:
+def describe(path: Path, settings: EngineSettings, assumed: AssumedGpu | None = None) -> Description:
     """Open, check, decide. Every refusal is a PyspecError with the reason."""
-    device = pick_device(settings.device)
+    device = torch.device("cuda") if assumed is not None else pick_device(settings.device)
     file = open_gguf(path)
     draft_file = open_gguf(settings.draft_path) if settings.draft_path is not None else None
     config = read_config(file)
@@ -127,7 +130,17 @@ def describe(path: Path, settings: EngineSettings) -> Description:
         n_page=pages_of(settings, n_ctx, overhang_of(plan)),
         dense=dense,
         head=plan_head(file, plan, settings.draft_head, is_streamed=device.type == "cuda" and dense is None),
+        assumed=assumed,
     )
+
+
+def resized(d: Description, np: int, n_ctx: int) -> Description:
+    """The same with another number of slots, and of tokens that one request may hold."""
+    settings = replace(d.settings, np=np, ctx=n_ctx)
+    given = None if d.draft.file is d.file else d.draft.file
+    draft = plan_draft(given, TargetFile(d.file, d.config), settings)
+    n_page = pages_of(settings, n_ctx, overhang_of(draft))
+    return replace(d, settings=settings, draft=draft, n_ctx=n_ctx, n_page=n_page)
 
 
 def pick_device(wanted: str) -> torch.device:
@@ -215,10 +228,10 @@ def plan_memory(d: Description) -> MemoryPlan:
         workspace=workspace + attention_bytes(d),
     )
     if d.head is not None:
-        plan = with_head(plan, coarse.coarse_bytes(d.head.info, d.head.to, d.device), d.device, s.draft_head)
+        plan = with_head(plan, coarse.coarse_bytes(d.head.info, d.head.to, d.device), d.device, s.draft_head, d.assumed)
     files = {d.file} | ({d.draft.file} if d.draft.file is not None else set())
     n_wide = sum(wide_bytes(file) for file in files) if d.dense is None else 0
-    return with_copies(plan, n_wide, d.device, s.weights)
+    return with_copies(plan, n_wide, d.device, s.weights, d.assumed)
 
 
 def device_checkpoints(d: Description) -> int:
@@ -255,4 +268,6 @@ def attention_bytes(d: Description) -> int:
     widest = max(d.n_overhang, -(-(bucket_of(n_row) or n_row) // s.np))  # with a graph's padding
     shapes = dict.fromkeys((d.config.attention, *d.draft.attention))
     specs = [AttendSpec(d.device, a.n_head, a.n_kv_head, a.head_dim, 1.0, d.kv_dtype) for a in shapes]
+    if d.assumed is not None:
+        return max(attend_plan.bytes_on(d.assumed.arch, d.assumed.n_sm, x, s.np, n_key, widest) for x in specs)
     return max(attend_plan.workspace_bytes(spec, s.np, n_key, widest) for spec in specs)

@@ -47,6 +47,15 @@ class MemoryPlan:
         return ", ".join(f"{name} {size(n)}" for name, n in self.by_purpose) + f"; {size(self.total)} in all"
 
 
+@dataclass(frozen=True, slots=True)
+class AssumedGpu:
+    """A GPU that is not here, for a plan on paper: memory that is free on it, and what its kernels would be built for."""
+
+    free: int
+    arch: str = "sm_90a"
+    n_sm: int = 132
+
+
 NAMES = {
     "weights": "weights",
     "kv": "KV",
@@ -159,17 +168,26 @@ def pick_dense(file: GGUFFile, device: torch.device, wanted: str) -> torch.dtype
     return None
 
 
-def with_copies(plan: MemoryPlan, n_bytes: int, device: torch.device, wanted: str) -> MemoryPlan:
+def room_on(device: torch.device, assumed: AssumedGpu | None) -> int:
+    """Memory that can be taken on the device, or on the one that is assumed."""
+    return free_bytes(device) if assumed is None else assumed.free
+
+
+def with_copies(
+    plan: MemoryPlan, n_bytes: int, device: torch.device, wanted: str, assumed: AssumedGpu | None = None
+) -> MemoryPlan:
     """The plan with f16 copies for wide batches, where a GPU has memory to spare and nobody asked for `packed`."""
-    if device.type != "cuda" or wanted != "auto" or plan.total + n_bytes > 0.85 * free_bytes(device):
+    if device.type != "cuda" or wanted != "auto" or plan.total + n_bytes > 0.85 * room_on(device, assumed):
         return plan
     return replace(plan, wide=n_bytes)
 
 
-def with_head(plan: MemoryPlan, n_bytes: int, device: torch.device, wanted: str) -> MemoryPlan:
+def with_head(
+    plan: MemoryPlan, n_bytes: int, device: torch.device, wanted: str, assumed: AssumedGpu | None = None
+) -> MemoryPlan:
     """The plan with a coarse copy of the head, unless nobody asked for it and there is no memory for it."""
     more = replace(plan, draft_head=n_bytes)
-    if wanted == "auto" and more.total > free_bytes(device) * (1 - RESERVE):
+    if wanted == "auto" and more.total > room_on(device, assumed) * (1 - RESERVE):
         log.info("drafts read the target's head as it is: no room for a coarse copy of %s", size(n_bytes))
         return plan
     return more

@@ -30,6 +30,7 @@ BASE = {
     "doctor": ["demo"],
     "pull": ["demo"],
     "ps": ["127.0.0.1:9"],
+    "fit": ["demo"],
 }
 """What each command needs besides, to run."""
 NEVER = ("nan", "inf", "-inf", "1e99", "-99999999999", "99999999999999999999999", "", "x")  # no number means these
@@ -75,6 +76,7 @@ def no_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "pyspec.engine.api.Engine.open",
         lambda target, draft, values, isolated=False: accept(settings_from(values)),
     )
+    monkeypatch.setattr("pyspec.engine.fit.fit", lambda path, settings, vram: accept(settings))
     monkeypatch.setattr("pyspec.server.http.serve.run", lambda *args: accept(EngineSettings()))
     monkeypatch.setattr("pyspec.logits.load", lambda path, settings: accept(settings))
     monkeypatch.setattr("pyspec.engine.load.load", lambda path, settings: accept(settings))

@@ -211,10 +211,15 @@ def workspace_bytes(spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int
     attend_prompt leaves here."""
     if not torch.cuda.is_available() or limits(spec) is not None:
         return 0
-    if spec.kv is torch.float32 or spec.head_dim not in DIMS:  # the plain kernel's
-        return 0
     arch = jit.arch_of(torch.cuda.get_device_capability(spec.device))
     n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
+    return bytes_on(arch, n_sm, spec, n_seq, n_key, n_row)
+
+
+def bytes_on(arch: str, n_sm: int, spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int:
+    """The same on a GPU of `n_sm` multiprocessors whose kernel takes this."""
+    if spec.kv is torch.float32 or spec.head_dim not in DIMS:  # the plain kernel's
+        return 0
     return 4 * most_floats(spec, n_seq, n_key, n_row, arch, n_sm)
 
 

@@ -13,6 +13,11 @@ def workspace_bytes(spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int
     return attend_cuda.workspace_bytes(spec, n_seq, n_key, n_row)
 
 
+def bytes_on(arch: str, n_sm: int, spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int:
+    """The same on a GPU that is not here, of `n_sm` multiprocessors."""
+    return attend_cuda.bytes_on(arch, n_sm, spec, n_seq, n_key, n_row)
+
+
 def reserve(device: torch.device, n_bytes: int) -> None:
     """Take so many now, so that contexts may grow later without a request to the driver in the midst of a round."""
     if n_bytes:

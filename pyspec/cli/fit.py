@@ -1,0 +1,127 @@
+"""`pyspec fit`: what fits this machine, or a GPU of so much memory, with numbers and the flags to use."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pyspec.cli.options import EngineChoice, engine_options, tell_ignored
+
+if TYPE_CHECKING:
+    from pyspec.engine.fit import FitReport
+
+AUTO_SLOTS = 4
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def _bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?\s*", value, re.IGNORECASE)
+    n = float(found[1]) * UNITS[found[2].upper()] if found else -1.0
+    if n and not 1 << 20 <= n < 1 << 50:
+        raise click.BadParameter(f"want an amount of memory such as 24G, got {value!r}", ctx, param)
+    return int(n)
+
+
+@click.command()
+@engine_options
+@click.option(
+    "--vram", default="0", callback=_bytes, metavar="SIZE", help="Plan for a GPU with this much free, e.g. 24G."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def fit(ctx: click.Context, engine: EngineChoice, vram: int, as_json: bool) -> None:
+    """Show what fits: weights, KV, drafter, checkpoints, and contexts for numbers of slots.
+
+    From the memory plan, without loading weights; exit status 5 if nothing fits. Example: pyspec fit MODEL --vram 24G
+    """
+    from pyspec.cli.logs import set_up
+    from pyspec.engine.fit import fit as plan_fit
+    from pyspec.errors import DoesNotFit
+
+    set_up(4 if ctx.meta.get("pyspec.verbose") else 2)
+    tell_ignored()
+    n_slot = engine.np if engine.np > 0 else AUTO_SLOTS
+    path, settings = engine.plan(n_slot)
+    report = plan_fit(path, settings, vram)
+    about = summary(report, engine)
+    click.echo(json.dumps(about, indent=1)) if as_json else _show(report, about)
+    if not about["flags"]:
+        ctx.exit(DoesNotFit.exit_code)
+
+
+def summary(report: FitReport, engine: EngineChoice) -> dict[str, Any]:
+    """Everything fit says, as JSON has it; bytes."""
+    d, best = report.description, report.best(max(engine.np, 0))
+    return {
+        "model": str(d.path),
+        "device": f"a GPU with {report.free} bytes free" if d.assumed else str(d.device),
+        "drafter": d.draft.kind,
+        "draft_note": d.draft.note,
+        "free": report.free,
+        "usable": report.usable,
+        "np": d.settings.np,
+        "n_ctx": d.n_ctx,
+        "n_ctx_train": d.config.n_ctx_train,
+        "fits": report.asked.total <= report.usable,
+        "plan": asdict(report.asked) | {"total": report.asked.total},
+        "per_slot": {
+            "kv": report.kv_per_slot,
+            "state": report.state_per_slot,
+            "draft": report.draft_per_slot,
+            "checkpoint": report.checkpoint,
+        },
+        "contexts": [{"np": f.np, "n_ctx": f.n_ctx, "total": f.plan.total} for f in report.fits],
+        "flags": [] if best is None else _flags(engine, best.np, best.n_ctx),
+    }
+
+
+def _flags(engine: EngineChoice, np: int, n_ctx: int) -> list[str]:
+    """To give to `pyspec server` or `run`, with those that were given to fit."""
+    from pyspec.config import EngineSettings
+
+    choice = engine.choice
+    words = [choice.model] if choice.model else ["-hf", choice.repo, *(["-hff", choice.file] if choice.file else [])]
+    words += ["-md", choice.draft] if choice.draft else []
+    words += ["-hfd", choice.draft_repo] if choice.draft_repo else []
+    words += ["-np", str(np), "-c", str(n_ctx)]
+    named = {"kv_type": "-ctk", "spec_type": "--spec-type", "weights": "--weights", "draft_head": "--draft-head"}
+    plain = EngineSettings()
+    for name, flag in named.items():
+        if (value := engine.settings[name]) != getattr(plain, name):
+            words += [flag, str(value)]
+    return words
+
+
+def _show(report: FitReport, about: dict[str, Any]) -> None:
+    from pyspec.cli.tables import row, show, table
+    from pyspec.engine.memory_plan import NAMES, size
+
+    d = report.description
+    where = f"a GPU with {size(report.free)} free" if d.assumed else f"{d.device}, {size(report.free)} free"
+    click.echo(f"{Path(about['model']).name} on {where}; {size(report.usable)} may be used")
+    click.echo(about["draft_note"] or "no drafter")
+    t = table("what", "bytes", "of that, each slot", right=("bytes", "of that, each slot"))
+    each = {"kv": report.kv_per_slot, "state": report.state_per_slot, "draft_kv": report.draft_per_slot}
+    for purpose, title in NAMES.items():
+        if n := getattr(report.asked, purpose):
+            row(t, title, size(n), size(each[purpose]) if each.get(purpose) else "")
+    verdict = "fits" if about["fits"] else "does not fit"
+    row(t, f"-np {d.settings.np} -c {d.n_ctx}", size(report.asked.total), verdict)
+    show(t)
+    if report.checkpoint:
+        click.echo(
+            f"a checkpoint of a slot's recurrent state takes {size(report.checkpoint)}; one for each slot is counted\n"
+        )
+    t = table("slots", "tokens each", "bytes", right=("slots", "tokens each", "bytes"))
+    for one in report.fits:
+        row(t, str(one.np), f"{one.n_ctx}" if one.n_ctx else "-", size(one.plan.total) if one.n_ctx else "does not fit")
+    show(t)
+    if about["flags"]:
+        click.echo("pyspec server " + " ".join(about["flags"]))
+    else:
+        click.echo("nothing fits: a smaller or more quantised file is needed", err=True)

@@ -1,0 +1,97 @@
+"""What fits is what a load would plan: the same sums, the largest contexts, and flags that a load takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from pyspec.cli import main
+from pyspec.config import EngineSettings
+from pyspec.engine import describe
+from pyspec.engine.fit import STEP, fit
+from pyspec.engine.memory_plan import AssumedGpu
+from pyspec.gguf import GGUFWriter
+from pyspec.synth import write
+
+GIB, MIB = 1 << 30, 1 << 20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write("qwen35", tmp_path_factory.mktemp("fit") / "m.gguf", tiny=True, quant="q8_0")
+
+
+def call(*args: str) -> Result:
+    return CliRunner().invoke(main, ["fit", *map(str, args)])
+
+
+def test_the_plan_is_that_of_a_load(model: Path):
+    settings = EngineSettings(np=3, ctx=512, device="cpu")
+    report = fit(model, settings)
+    assert report.asked == describe.plan_memory(describe.describe(model, settings))
+    one, two = (describe.plan_memory(describe.describe(model, EngineSettings(np=n, ctx=512))) for n in (1, 2))
+    assert report.kv_per_slot == two.kv - one.kv > 0 and report.draft_per_slot == two.draft_kv - one.draft_kv > 0
+    assert report.state_per_slot > report.checkpoint > 0
+
+
+def test_contexts_are_the_largest_that_fit(model: Path):
+    settings = EngineSettings(np=3)
+    free = int(609 * MIB / 0.96)  # above what a process on a GPU takes, so little that slots crowd each other
+    report = fit(model, settings, free)
+    found = {one.np: one.n_ctx for one in report.fits}
+    assert sorted(found) == [1, 2, 3, 4, 8, 16, 32] and list(found.values()) == sorted(found.values(), reverse=True)
+    assert found[1] == 1024  # as trained
+    d = describe.describe(model, settings, AssumedGpu(free))
+    crowded = [one for one in report.fits if 0 < one.n_ctx < 1024]
+    assert crowded
+    for one in crowded:
+        assert one.plan.total <= report.usable
+        assert describe.plan_memory(describe.resized(d, one.np, one.n_ctx + STEP)).total > report.usable
+    best = report.best()
+    assert best is not None and best.np == max(one.np for one in report.fits if one.n_ctx == 1024 and one.np <= 8)
+
+
+def test_nothing_fits_is_an_exit_code_of_its_own(model: Path):
+    done = call(str(model), "--vram", "64M")
+    assert done.exit_code == 5 and "nothing fits" in done.stderr and "does not fit" in done.stdout
+    assert json.loads(call(str(model), "--vram", "64M", "--json").stdout)["flags"] == []
+
+
+def test_flags_are_those_to_load_with(model: Path):
+    about = json.loads(call(str(model), "--vram", "24G", "-np", "16", "-ctk", "bf16", "--json").stdout)
+    assert about["flags"] == [str(model), "-np", "16", "-c", "1024", "-ctk", "bf16"]
+    assert (
+        about["free"] == 24 * GIB
+        and about["fits"]
+        and about["plan"]["total"] == sum(n for name, n in about["plan"].items() if name != "total")
+    )
+    text = call("demo")
+    assert text.exit_code == 0 and "pyspec server demo -np 8 -c 2048" in text.stdout
+
+
+@pytest.mark.parametrize("vram", ["24X", "-1G", "1", "inf", "1e9"])
+def test_an_amount_of_memory_that_is_none_is_refused(vram: str):
+    done = call("demo", "--vram", vram)
+    assert done.exit_code == 2 and "such as 24G" in done.stderr
+
+
+@pytest.mark.parametrize(("drafter", "gib"), [(False, 78.91), (True, 84.42)])
+def test_a_plan_on_paper_is_the_one_an_h200_had(
+    drafter: bool, gib: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Qwen3.6-27B in Q8_0 with its MTP block, or DFlash, at -np 8 -c 2560: docs/log.md has what loads on the GPU itself planned."""
+
+    def without_weights(self: GGUFWriter, fill: object) -> None:
+        header = self._header()
+        with self.path.open("wb") as file:
+            file.write(header)
+            file.truncate(self._padded(len(header)) + self._end)
+
+    monkeypatch.setattr(GGUFWriter, "write", without_weights)
+    target = write("qwen3.6-27b", tmp_path / "t.gguf")
+    draft = write("qwen3.6-27b", tmp_path / "d.gguf", drafter=True) if drafter else None
+    d = describe.describe(target, EngineSettings(np=8, ctx=2560, draft_path=draft), AssumedGpu(139 * GIB))
+    assert describe.plan_memory(d).total / GIB == pytest.approx(gib, abs=0.005)
