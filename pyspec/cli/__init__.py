@@ -23,6 +23,7 @@ COMMANDS = {
     "list": "pyspec.cli.listing:list_models",
     "ps": "pyspec.cli.ps:ps",
     "fit": "pyspec.cli.fit:fit",
+    "verify": "pyspec.cli.verify:verify",
     "inspect": "pyspec.cli.inspect:inspect",
     "tokenize": "pyspec.cli.tokenize:tokenize",
     "logits": "pyspec.cli.logits:logits",

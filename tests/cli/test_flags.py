@@ -31,6 +31,7 @@ BASE = {
     "pull": ["demo"],
     "ps": ["127.0.0.1:9"],
     "fit": ["demo"],
+    "verify": ["demo"],
 }
 """What each command needs besides, to run."""
 NEVER = ("nan", "inf", "-inf", "1e99", "-99999999999", "99999999999999999999999", "", "x")  # no number means these

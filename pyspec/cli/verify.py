@@ -1,0 +1,121 @@
+"""`pyspec verify`: proof on this machine that drafts do not change the text."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pyspec.cli.options import EngineChoice, Number, engine_options, tell_ignored
+from pyspec.config import MAX_CTX
+
+if TYPE_CHECKING:
+    from pyspec.bench.verify import Parting, Verification
+    from pyspec.engine.api import Engine
+
+AUTO_SLOTS = 4
+
+
+@click.command()
+@engine_options
+@click.option("-f", "--file", type=click.Path(path_type=Path, dir_okay=False), help="Prompts, one a line; else 16 of ours.")
+@click.option("--random-prompts", default=0, type=click.IntRange(0, 10_000), help="So many of random ids, too.")
+@click.option("-n", "--n-gen", default=128, type=click.IntRange(1, MAX_CTX), help="Most tokens of an answer.")
+@click.option("--tie", default=0.0, type=Number(0, 100), help="Logits closer than this tie. 0: 0.002 on a CPU, 0.1 on a GPU.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.pass_context
+def verify(
+    ctx: click.Context,
+    engine: EngineChoice,
+    file: Path | None,
+    random_prompts: int,
+    n_gen: int,
+    tie: float,
+    as_json: bool,
+) -> None:
+    """Compare greedy texts with and without drafts, token by token.
+
+    Each text is equal, parts at a near tie (with both logits), or shows a bug: then the exit status is 1. Example: pyspec verify demo
+    """
+    from pyspec.bench.verify import verify as run_verify
+    from pyspec.cli.logs import set_up
+
+    set_up(4 if ctx.meta.get("pyspec.verbose") else 2)
+    tell_ignored()
+    n_slot = engine.np if engine.np > 0 else AUTO_SLOTS
+    texts = _lines(file) if file is not None else None
+    engine = replace(engine, settings={**engine.settings, "n_draft_fixed": True})
+    with engine.load(n_slot) as loaded:
+        prompts = _prompts(loaded, texts, random_prompts, n_gen)
+        found = run_verify(loaded, prompts, n_gen, tie, _meter() if sys.stderr.isatty() else None)
+    if as_json:
+        click.echo(json.dumps(_as_json(found), indent=1))
+    else:
+        for parting in found.partings:
+            click.echo(sentence(parting))
+        click.echo(_summary(found))
+    ctx.exit(1 if found.bugs else 0)
+
+
+def _lines(path: Path) -> list[str]:
+    from pyspec.errors import ConfigError
+
+    try:
+        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"cannot read {path}: {e}") from e
+    if not lines:
+        raise ConfigError(f"{path} has no prompts: want one a line")
+    return lines
+
+
+def _prompts(engine: Engine, texts: list[str] | None, n_random: int, n_gen: int) -> list[tuple[int, ...]]:
+    """Token ids: of texts as messages where there is a template, and of random ids."""
+    from pyspec.bench.prompts import demo_prompts, random_ids
+
+    texts = demo_prompts() if texts is None else texts
+    prompts = [
+        engine.encode(text if engine.template is None else [{"role": "user", "content": text}]) for text in texts
+    ]
+    info, banned = engine.info, engine.tokenizer.special
+    length = max(1, min(48, info.n_ctx - n_gen - 1))
+    return prompts + [tuple(random_ids(info.n_vocab, banned, length, seed)) for seed in range(n_random)]
+
+
+def sentence(p: Parting) -> str:
+    """Where a text parts, for people."""
+    plain, spec = (f"{x:+.5f}" if x is not None else "far below" for x in p.logits)
+    margin = f"{p.margin:.2g}" if math.isfinite(p.margin) else "large"
+    return (
+        f"prompt {p.prompt}, token {p.token} after {p.before!r}: plain {p.plain} {p.plain_text!r} (logit {plain}), "
+        f"speculative {p.spec} {p.spec_text!r} ({spec}) against the best; margin {margin}: {p.verdict}"
+    )
+
+
+def _summary(v: Verification) -> str:
+    ties = len(v.partings) - len(v.bugs)
+    share = v.accepted / max(v.n_compared, 1)
+    return (
+        f"{v.n_prompt} prompts, {v.n_compared} tokens compared, {v.accepted} of {v.drafted} drafted tokens accepted "
+        f"({share:.0%} of the text): {v.n_equal} equal, {ties} near ties (margin below {v.tie:g}), {len(v.bugs)} bugs"
+    )
+
+
+def _as_json(v: Verification) -> dict[str, Any]:
+    values = asdict(v) | {"equal": v.n_equal, "bugs": len(v.bugs)}
+    for p in values["partings"]:
+        p["margin"] = p["margin"] if math.isfinite(p["margin"]) else None
+    return values
+
+
+def _meter() -> Callable[[int, int], None]:
+    def tell(done: int, of: int) -> None:
+        click.echo(f"\r{done} of {of} answers" + ("\n" if done == of else ""), nl=False, err=True)
+
+    return tell
