@@ -198,21 +198,25 @@ def read_rates(path: Path) -> dict[int, dict[str, float]]:
 
 
 def changes(rows: Sequence[Row], baseline: dict[int, dict[str, float]]) -> list[Change]:
-    """Every rate of the baseline's that this run has streams for, in their order.
+    """Every rate of the baseline's that this run has streams for, in their order: see `compare`."""
+    return compare(baseline, {row.np: {name: getattr(row, name) for name in COMPARED} for row in rows})
+
+
+def compare(before: dict[int, dict[str, float]], after: dict[int, dict[str, float]]) -> list[Change]:
+    """Every rate that was measured before, at the numbers of streams that both have, in the order of the later one.
 
     Raises ConfigError if there are none, or if one was not measured now: neither may look like a pass.
     """
     found = []
-    for row in rows:
-        now = {name: getattr(row, name) for name in COMPARED}
-        before = {name: rate for name, rate in baseline.get(row.np, {}).items() if rate > 0}
-        for name in before:
+    for np, now in after.items():
+        known = {name: rate for name, rate in before.get(np, {}).items() if rate > 0}
+        for name in known:
             if now[name] <= 0:
                 raise ConfigError(
-                    f"np {row.np}: {name} was not measured; is the drafter or --http missing, or -n too small?"
+                    f"np {np}: {name} was not measured; is the drafter or --http missing, or -n too small?"
                 )
-        found += [Change(row.np, name, before[name], now[name]) for name in before]
+        found += [Change(np, name, known[name], now[name]) for name in known]
     if not found:
-        ours = ", ".join(str(r.np) for r in rows)
-        raise ConfigError(f"the baseline has streams {', '.join(map(str, baseline)) or 'none'}, this run {ours}")
+        ours = ", ".join(map(str, after)) or "none"
+        raise ConfigError(f"the baseline has streams {', '.join(map(str, before)) or 'none'}, this run {ours}")
     return found

@@ -30,7 +30,14 @@ COMMANDS = {
     "synth": "pyspec.cli.synth:synth",
     "doctor": "pyspec.cli.doctor:doctor",
 }
+BELOW = {("bench", "compare"): "pyspec.cli.compare:compare"}
+"""Commands of two words; the first alone is a command, too."""
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
+
+
+def _load(place: str) -> click.Command:
+    module, name = place.split(":")
+    return getattr(import_module(module), name)
 
 
 class Commands(click.Group):
@@ -42,12 +49,13 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module, name = COMMANDS[cmd_name].split(":")
-        return getattr(import_module(module), name)
+        return _load(COMMANDS[cmd_name])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
+        if (words := tuple(args[:2])) in BELOW:
+            return " ".join(words), _load(BELOW[words]), args[2:]  # type: ignore[index]
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as e:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pyspec.cli.compare import holds, percent
 from pyspec.cli.options import EngineChoice, Number, engine_options, tell_ignored
 from pyspec.config import MAX_CTX, MAX_SLOTS
 
@@ -26,16 +27,6 @@ def _counts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int
     if not 1 <= counts[0] <= counts[-1] <= MAX_SLOTS:
         raise click.BadParameter(f"want 1 to {MAX_SLOTS} streams, got {value!r}", ctx, param)
     return counts
-
-
-def _percent(ctx: click.Context, param: click.Parameter, value: str) -> float:
-    try:
-        percent = float(value.strip().removesuffix("%"))
-    except ValueError:
-        percent = -1.0
-    if not 0 <= percent <= 100:
-        raise click.BadParameter(f"want a percentage from 0% to 100%, got {value!r}", ctx, param)
-    return percent / 100
 
 
 @click.command()
@@ -62,7 +53,7 @@ def _percent(ctx: click.Context, param: click.Parameter, value: str) -> float:
 @click.option("-o", "--output", type=click.Choice(["md", "json", "csv", "jsonl"]), default="md", help="Form on stdout.")
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also write a report with a picture.")
 @click.option("--baseline", type=click.Path(path_type=Path, dir_okay=False), help="Compare with an -o json report.")
-@click.option("--max-regress", default="3%", callback=_percent, help="Slower than the baseline by more: exit code 1.")
+@click.option("--max-regress", default="3%", callback=percent, help="Slower than the baseline by more: exit code 1.")
 @click.pass_context
 def bench(
     ctx: click.Context,
@@ -88,7 +79,7 @@ def bench(
     Example: pyspec bench demo -npl 1,8 --html report.html
     """
     from pyspec.bench.report import FORMATS
-    from pyspec.bench.result import read_rates
+    from pyspec.bench.result import changes, read_rates
     from pyspec.bench.session import Plan
     from pyspec.bench.session import bench as run_bench
     from pyspec.cli.logs import set_up
@@ -115,7 +106,7 @@ def bench(
     click.echo(FORMATS[output](report), nl=False)
     if html is not None:
         _write_page(html, report)
-    if before and not _holds(report, before, max_regress):
+    if before and not holds(changes(report.rows, before), max_regress):
         ctx.exit(1)
 
 
@@ -138,16 +129,3 @@ def _write_page(path: Path, report: Report) -> None:
     except OSError as e:
         raise ConfigError(f"cannot write {path}: {e.strerror or e}") from e
     click.echo(f"report: {path}", err=True)
-
-
-def _holds(report: Report, before: dict[int, dict[str, float]], max_regress: float) -> bool:
-    """True if no rate fell by more than `max_regress`; what moved is told on stderr."""
-    from pyspec.bench.result import changes
-
-    good = True
-    for c in changes(report.rows, before):
-        is_worse = c.change < -max_regress
-        good = good and not is_worse
-        verdict = f"  REGRESSION beyond {max_regress:.1%}" if is_worse else ""
-        click.echo(f"np {c.np} {c.what}: {c.before:.1f} -> {c.after:.1f} ({c.change:+.1%}){verdict}", err=True)
-    return good

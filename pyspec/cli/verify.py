@@ -24,10 +24,14 @@ AUTO_SLOTS = 4
 
 @click.command()
 @engine_options
-@click.option("-f", "--file", type=click.Path(path_type=Path, dir_okay=False), help="Prompts, one a line; else 16 of ours.")
+@click.option(
+    "-f", "--file", type=click.Path(path_type=Path, dir_okay=False), help="Prompts, one a line; else 16 of ours."
+)
 @click.option("--random-prompts", default=0, type=click.IntRange(0, 10_000), help="So many of random ids, too.")
 @click.option("-n", "--n-gen", default=128, type=click.IntRange(1, MAX_CTX), help="Most tokens of an answer.")
-@click.option("--tie", default=0.0, type=Number(0, 100), help="Logits closer than this tie. 0: 0.002 on a CPU, 0.1 on a GPU.")
+@click.option(
+    "--tie", default=0.0, type=Number(0, 100), help="Logits closer than this tie. 0: 0.002 on a CPU, 0.1 on a GPU."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def verify(

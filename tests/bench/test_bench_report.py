@@ -10,6 +10,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from click.testing import CliRunner, Result
 
 from pyspec.bench.measure import Mode, Run
 from pyspec.bench.page import as_html
@@ -17,6 +18,7 @@ from pyspec.bench.picture import nice_step, picture
 from pyspec.bench.prompts import PROMPTS, categories, demo_prompts, lengthen, random_ids
 from pyspec.bench.report import FORMATS, as_csv, as_json, as_jsonl, as_markdown
 from pyspec.bench.result import Report, changes, read_rates, summarise_turns
+from pyspec.cli import main
 from pyspec.errors import ConfigError
 
 ABOUT: dict[str, object] = {"model": "m <1> & co", "device": "cpu", "drafter": "dflash", "date": "2026-11-21 05:00"}
@@ -149,6 +151,31 @@ def test_a_slower_rate_shows_as_a_negative_change(tmp_path: Path):
         "plain": 0.0,
         "spec": -0.1,
     }
+
+
+def test_two_reports_are_compared_by_their_rates(tmp_path: Path):
+    a, b = tmp_path / "a.json", tmp_path / "b.json"
+    a.write_text(as_json(REPORT))
+    b.write_text(
+        as_json(replace(REPORT, rows=tuple(replace(r, spec=r.spec * 0.96, plain=r.plain * 1.5) for r in REPORT.rows)))
+    )
+
+    def call(*args: object) -> Result:
+        return CliRunner().invoke(main, ["bench", "compare", *map(str, args)])
+
+    done = call(a, b)
+    assert done.exit_code == 1 and done.stdout.count("REGRESSION beyond 3.0%") == 2
+    assert "np 8 spec: 1600.0 -> 1536.0 (-4.0%)" in done.stdout and "np 1 plain: 100.0 -> 150.0 (+50.0%)" in done.stdout
+    assert call(a, b, "--max-regress", "5%").exit_code == 0 and call(a, a).exit_code == 0
+    told = json.loads(call(a, b, "--json").stdout)["changes"]
+    assert [(c["np"], c["what"]) for c in told if c["regression"]] == [(1, "spec"), (8, "spec")]
+    for args, said in (
+        ((a, tmp_path / "gone"), "cannot read"),
+        ((a,), "Missing argument 'B.json'"),
+        ((a, b, "--max-regress", "x"), "percentage"),
+    ):
+        done = call(*args)
+        assert done.exit_code == 2 and said in done.stderr
 
 
 @pytest.mark.parametrize(
