@@ -37,6 +37,10 @@ class ResponsesAnswer(PartedAnswer):
         return self._bytes(iter([sent | {"prompt_progress": progress_dict(event)}]))
 
     def error(self, error: PyspecError) -> bytes:
+        if self._open is not None:
+            for _ in self._end_block():
+                pass
+            self._items[-1]["status"] = "incomplete"
         failed = {"code": "server_error" if error.status >= 500 else error.kind, "message": str(error)}
         answer = self._answer | {"status": "failed", "error": failed, "output": self._items}
         return self._bytes(iter([{"type": "response.failed", "response": answer}]))
