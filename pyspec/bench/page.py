@@ -7,17 +7,26 @@ from html import escape
 
 from pyspec.bench.parts import DEVICE_PARTS
 from pyspec.bench.picture import picture
-from pyspec.bench.report import MADE_UP, device_cells, http_cells
+from pyspec.bench.report import MADE_UP, device_cells, http_cells, verdict
 from pyspec.bench.result import Report
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1f2933; max-width: 800px; margin: 2em auto; padding: 0 1em; }
-table { border-collapse: collapse; margin: 1em 0; font-variant-numeric: tabular-nums; }
-td, th { padding: 2px 10px; text-align: right; border-bottom: 1px solid #d9dee3; }
+:root { color-scheme: light dark; --ink: #1f2933; --paper: #ffffff; --line: #d9dee3; --warning: #fff3cd; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e4e7eb; --paper: #15191e; --line: #3b4754; --warning: #4a3b00; }
+}
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); max-width: 800px; margin: 2em auto; padding: 0 1em; }
+table { border-collapse: collapse; margin: 1em 0; font-variant-numeric: tabular-nums; display: block; overflow-x: auto; }
+td, th { padding: 2px 10px; text-align: right; border-bottom: 1px solid var(--line); }
 td:first-child, th:first-child { text-align: left; }
 svg { max-width: 100%; height: auto; }
-.warning { background: #fff3cd; padding: 6px 10px; }
+.verdict { font-size: 1.15em; font-weight: 600; }
+.warning { background: var(--warning); padding: 6px 10px; }
 """
+WHISKERS = (
+    "Bars are medians of {turns}; a line on a bar goes from the slowest turn to the fastest. Plain and speculative turns alternate, and a "
+    "ratio is taken between neighbours: x2 is twice as fast."
+)
 
 
 def as_html(report: Report) -> str:
@@ -48,8 +57,14 @@ def as_html(report: Report) -> str:
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/><title>{escape(title)}</title>'
         f"<style>{STYLE}</style></head>\n<body><h1>{escape(title)}</h1>{warning}\n"
-        f"{picture(report)}\n{_table(head, rows)}\n{more}<h2>What ran</h2>\n{about}</body></html>\n"
+        f'<p class="verdict">{escape(verdict(report))}</p>\n'
+        f"{picture(report)}\n<p>{escape(WHISKERS.format(turns=_turns(report)))}</p>\n{_table(head, rows)}\n{more}<h2>What ran</h2>\n{about}</body></html>\n"
     )
+
+
+def _turns(report: Report) -> str:
+    counts = sorted({r.turns for r in report.rows}) or [0]
+    return f"{counts[0]} turns" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} turns"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

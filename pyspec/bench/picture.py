@@ -9,9 +9,19 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 from pyspec.bench.measure import PARTS
 from pyspec.bench.result import Report, Row
 
-PLAIN, SPEC, INK, GRID = "#9aa5b1", "#1b6ca8", "#1f2933", "#d9dee3"
-PART_COLOURS = {"draft": "#e0912f", "verify": "#1b6ca8", "sample": "#7a5195", "host": "#b0b7bf", "other": "#e8ebee"}
-SHADES = ("#9ecae1", "#5aa2cf", "#2b7bba", "#0b559f", "#08306b")
+LIGHT = {
+    "ink": "#1f2933", "grid": "#d9dee3", "plain": "#9aa5b1", "spec": "#1b6ca8",
+    "draft": "#e0912f", "verify": "#1b6ca8", "sample": "#7a5195", "host": "#b0b7bf", "other": "#e8ebee",
+    "s0": "#9ecae1", "s1": "#5aa2cf", "s2": "#2b7bba", "s3": "#0b559f", "s4": "#08306b",
+}  # fmt: skip
+DARK = {
+    "ink": "#e4e7eb", "grid": "#3b4754", "plain": "#8793a0", "spec": "#5aa9e6",
+    "draft": "#f0a94b", "verify": "#5aa9e6", "sample": "#b58bd1", "host": "#6b7783", "other": "#46515c",
+    "s0": "#24517a", "s1": "#2f74ad", "s2": "#4b98d4", "s3": "#85bdea", "s4": "#c6e2f8",
+}  # fmt: skip
+"""Colour of each class of the picture's parts, for a light page and a dark one."""
+PART_KINDS = (*PARTS, "other")
+SHADES = ("s0", "s1", "s2", "s3", "s4")
 WIDTH, TOP, PLOT, LEFT, RIGHT = 760, 44, 190, 58, 16
 
 
@@ -21,6 +31,7 @@ def picture(report: Report) -> str:
     if any(r.per_pos for r in report.rows):
         charts.insert(1, _acceptance)
     svg = Element("svg", xmlns="http://www.w3.org/2000/svg", role="img")
+    SubElement(svg, "style").text = _style()
     y = 0
     for draw in charts:
         group = SubElement(svg, "g", transform=f"translate(0 {y})")
@@ -33,18 +44,29 @@ def picture(report: Report) -> str:
     return tostring(svg, encoding="unicode")
 
 
+def _style() -> str:
+    """Colours by class; which set it is, the reader's system says."""
+
+    def colours(of: dict[str, str]) -> str:
+        return "svg{" + "".join(f"--{name}:{colour};" for name, colour in of.items()) + "}"
+
+    fills = "".join(f".{name}{{fill:var(--{name})}}" for name in LIGHT if name not in ("ink", "grid"))
+    lines = "text{fill:var(--ink)}.axis{stroke:var(--ink)}.grid{stroke:var(--grid)}"
+    return f"{colours(LIGHT)}@media (prefers-color-scheme:dark){{{colours(DARK)}}}{lines}{fills}"
+
+
 def _text(at: Element, x: float, y: float, text: str, anchor: str = "start", **style: str) -> None:
-    SubElement(at, "text", {"x": f"{x:.1f}", "y": f"{y:.1f}", "text-anchor": anchor, "fill": INK, **style}).text = text
+    SubElement(at, "text", {"x": f"{x:.1f}", "y": f"{y:.1f}", "text-anchor": anchor, **style}).text = text
 
 
-def _bar(at: Element, x: float, y: float, w: float, h: float, fill: str, tip: str) -> None:
-    box = {"x": f"{x:.1f}", "y": f"{y:.1f}", "width": f"{max(w, 0):.1f}", "height": f"{max(h, 0):.1f}", "fill": fill}
+def _bar(at: Element, x: float, y: float, w: float, h: float, kind: str, tip: str) -> None:
+    box = {"x": f"{x:.1f}", "y": f"{y:.1f}", "width": f"{max(w, 0):.1f}", "height": f"{max(h, 0):.1f}", "class": kind}
     SubElement(SubElement(at, "rect", box), "title").text = tip
 
 
-def _line(at: Element, x1: float, y1: float, x2: float, y2: float, colour: str, width: float = 1) -> None:
+def _line(at: Element, x1: float, y1: float, x2: float, y2: float, kind: str, width: float = 1) -> None:
     ends = {"x1": x1, "y1": y1, "x2": x2, "y2": y2}
-    SubElement(at, "line", {k: f"{v:.1f}" for k, v in ends.items()} | {"stroke": colour, "stroke-width": str(width)})
+    SubElement(at, "line", {k: f"{v:.1f}" for k, v in ends.items()} | {"class": kind, "stroke-width": str(width)})
 
 
 def nice_step(top: float, n: int = 5) -> float:
@@ -61,8 +83,15 @@ def _axis(at: Element, title: str, top: float, step: float, form: str = "g") -> 
     _text(at, LEFT, 22, title, **{"font-weight": "600", "font-size": "14"})
     for i in range(round(top / step) + 1):
         y = TOP + PLOT - PLOT * i * step / top
-        _line(at, LEFT, y, WIDTH - RIGHT, y, INK if i == 0 else GRID)
+        _line(at, LEFT, y, WIDTH - RIGHT, y, "axis" if i == 0 else "grid")
         _text(at, LEFT - 6, y + 4, format(i * step, form), "end")
+
+
+def _whisker(at: Element, x: float, low: float, high: float) -> None:
+    """From the slowest turn to the fastest, with an end at each."""
+    _line(at, x, low, x, high, "axis", 1.2)
+    for y in (low, high):
+        _line(at, x - 4, y, x + 4, y, "axis", 1.2)
 
 
 def _legend(at: Element, items: Sequence[tuple[str, str]], y: float = 18) -> None:
@@ -79,20 +108,21 @@ def _rates(at: Element, report: Report) -> int:
     top = step * max(1, ceil(best * 1.08 / step))
     made_up = " (synthetic acceptance)" if report.synthetic else ""
     _axis(at, f"tokens/s of all streams{made_up}", top, step)
-    _legend(at, [("plain", PLAIN), ("speculative", SPEC)])
+    _legend(at, [("plain", "plain"), ("speculative", "spec")])
     slot = (WIDTH - LEFT - RIGHT) / max(len(report.rows), 1)
     bar = min(46.0, slot * 0.32)
     for i, r in enumerate(report.rows):
         middle = LEFT + slot * (i + 0.5)
-        kinds = [(middle - bar - 2, PLAIN, "plain", r.plain, r.plain_low, r.plain_high)]
+        kinds = [(middle - bar - 2, "plain", "plain", r.plain, r.plain_low, r.plain_high)]
         if r.spec:
-            kinds.append((middle + 2, SPEC, "speculative", r.spec, r.spec_low, r.spec_high))
+            kinds.append((middle + 2, "spec", "speculative", r.spec, r.spec_low, r.spec_high))
             y = TOP + PLOT * (1 - max(r.plain_high, r.spec_high) / top) - 6
             _text(at, middle, y, f"x{r.ratio:.2f}", "middle", **{"font-weight": "600"})
-        for x, colour, kind, rate, low, high in kinds:
+        for x, shade, kind, rate, low, high in kinds:
             y = TOP + PLOT * (1 - rate / top)
-            _bar(at, x, y, bar, PLOT * rate / top, colour, f"{r.np} streams, {kind}: {rate:.1f} tokens/s")
-            _line(at, x + bar / 2, TOP + PLOT * (1 - low / top), x + bar / 2, TOP + PLOT * (1 - high / top), INK, 1.2)
+            tip = f"{r.np} streams, {kind}: {rate:.1f} tokens/s, turns {low:.1f} to {high:.1f}"
+            _bar(at, x, y, bar, PLOT * rate / top, shade, tip)
+            _whisker(at, x + bar / 2, TOP + PLOT * (1 - low / top), TOP + PLOT * (1 - high / top))
         _text(at, middle, TOP + PLOT + 18, f"{r.np} stream{'s' if r.np > 1 else ''}", "middle")
     return TOP + PLOT + 44
 
@@ -116,30 +146,32 @@ def _acceptance(at: Element, report: Report) -> int:
 
 
 def _times(at: Element, report: Report) -> int:
-    """Horizontal stacks: milliseconds of one round by part."""
-    bars = [b for r in report.rows for b in _round_bars(r)]
+    """Horizontal stacks: milliseconds a stream waits for a token, by part of the round."""
+    bars = [b for r in report.rows for b in _token_bars(r)]
     top = max((whole for _, whole, _ in bars), default=0.0) or 1.0
-    _text(at, LEFT, 22, "milliseconds of one round, by part", **{"font-weight": "600", "font-size": "14"})
-    _legend(at, list(PART_COLOURS.items()))
-    left, height = LEFT + 54, 20
-    scale = (WIDTH - left - RIGHT - 60) / top
+    title = "milliseconds a stream waits for a token: a round's parts, shared by the tokens it gives"
+    _text(at, LEFT, 22, title, **{"font-weight": "600", "font-size": "14"})
+    _legend(at, [(part, part) for part in PART_KINDS], 44)
+    left, height, first = LEFT + 54, 20, TOP + 22
+    scale = (WIDTH - left - RIGHT - 72) / top
     for i, (name, whole, parts) in enumerate(bars):
-        x, y = float(left), TOP + i * (height + 6)
+        x, y = float(left), first + i * (height + 6)
         _text(at, left - 6, y + 14, name, "end")
         for part, ms in parts.items():
-            _bar(at, x, y, ms * scale, height, PART_COLOURS[part], f"{name}: {part} {ms:.2f} ms")
+            _bar(at, x, y, ms * scale, height, part, f"{name}: {part} {ms:.2f} ms a token")
             x += max(ms, 0) * scale
         _text(at, x + 6, y + 14, f"{whole:.2f} ms")
-    return TOP + len(bars) * (height + 6) + 16
+    return first + len(bars) * (height + 6) + 16
 
 
-def _round_bars(r: Row) -> list[tuple[str, float, dict[str, float]]]:
-    kinds = [(f"np {r.np} plain", r.plain_round_ms, r.plain_ms)]
+def _token_bars(r: Row) -> list[tuple[str, float, dict[str, float]]]:
+    """(name, milliseconds a token, the same by part). A round of plain decoding gives a stream one token, one with drafts `mean_len`."""
+    kinds = [(f"np {r.np} plain", r.plain_round_ms, r.plain_ms, 1.0)]
     if r.spec:
-        kinds.append((f"np {r.np} spec", r.spec_round_ms, r.spec_ms))
+        kinds.append((f"np {r.np} spec", r.spec_round_ms, r.spec_ms, max(r.mean_len, 1.0)))
     bars = []
-    for name, whole, ms in kinds:
-        parts = {p: ms.get(p, 0.0) for p in PARTS}
-        known = sum(parts.values())
+    for name, round_ms, ms, n_token in kinds:
+        parts = {p: ms.get(p, 0.0) / n_token for p in PARTS}
+        whole, known = round_ms / n_token, sum(parts.values())
         bars.append((name, max(whole, known), {**parts, "other": max(whole - known, 0.0)}))
     return bars

@@ -15,6 +15,26 @@ from pyspec.bench.result import Report, Row, to_json
 MADE_UP = "synthetic acceptance"
 
 
+def verdict(report: Report) -> str:
+    """One sentence: at which numbers of streams drafts make it faster, slower, or neither for certain."""
+    rows = [r for r in report.rows if r.spec]
+    if not rows:
+        return "Plain decoding alone was measured: there is no speculation to compare it with."
+
+    def at(some: Sequence[Row], told: Callable[[Row], str]) -> str:
+        *first, last = (f"{r.np} stream{'s' if r.np > 1 else ''} ({told(r)})" for r in some)
+        return f"{', '.join(first)} and {last}" if first else last
+
+    faster, slower = [r for r in rows if r.ratio_low > 1], [r for r in rows if r.ratio_high < 1]
+    neither = [r for r in rows if r not in faster and r not in slower]
+    said = [f"faster at {at(faster, lambda r: f'x{r.ratio:.2f}')}"] * bool(faster)
+    said += [f"slower at {at(slower, lambda r: f'x{r.ratio:.2f}')}"] * bool(slower)
+    said += [
+        f"neither for certain at {at(neither, lambda r: f'turns from x{r.ratio_low:.2f} to x{r.ratio_high:.2f}')}"
+    ] * bool(neither)
+    return f"Speculation is {'; '.join(said)}."
+
+
 def as_markdown(report: Report) -> str:
     """Tables for people: rates, then where the time of a round goes, then how drafts fared."""
     about = report.about

@@ -16,7 +16,7 @@ from pyspec.bench.measure import Mode, Run
 from pyspec.bench.page import as_html
 from pyspec.bench.picture import nice_step, picture
 from pyspec.bench.prompts import PROMPTS, categories, demo_prompts, lengthen, random_ids
-from pyspec.bench.report import FORMATS, as_csv, as_json, as_jsonl, as_markdown
+from pyspec.bench.report import FORMATS, as_csv, as_json, as_jsonl, as_markdown, verdict
 from pyspec.bench.result import Report, changes, read_rates, summarise_turns
 from pyspec.cli import main
 from pyspec.errors import ConfigError
@@ -117,6 +117,38 @@ def test_the_page_is_well_formed_and_loads_nothing(rows: tuple):
     root = ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n"))
     assert root.tag == "html"
     assert "src=" not in page and "<script" not in page and "href=" not in page
+
+
+def test_the_page_says_in_one_sentence_what_came_of_it():
+    assert verdict(REPORT) == "Speculation is faster at 1 stream (x2.50) and 8 streams (x2.50)."
+    one, eight = REPORT.rows
+    slow = replace(eight, ratio=0.9, ratio_low=0.85, ratio_high=0.95)
+    unclear = replace(eight, np=16, ratio=1.01, ratio_low=0.97, ratio_high=1.04)
+    mixed = replace(REPORT, rows=(one, slow, unclear))
+    assert verdict(mixed) == (
+        "Speculation is faster at 1 stream (x2.50); slower at 8 streams (x0.90); neither for certain at 16 streams (turns from x0.97 to x1.04)."
+    )
+    assert "Plain decoding alone" in verdict(replace(REPORT, rows=summarise_turns(PLAIN_ONLY)))
+    page = as_html(mixed)
+    assert verdict(mixed) in page and "medians of 3 turns" in page and "from the slowest turn to the fastest" in page
+
+
+def test_time_is_told_by_token_so_that_drafts_that_pay_look_shorter():
+    """A round with drafts takes as long as a plain one here, and gives 2.7 tokens."""
+    root = ElementTree.fromstring(picture(REPORT))
+    texts = ["".join(e.itertext()) for e in root.iter() if e.tag.endswith("text")]
+    assert [t for t in texts if t.endswith(" ms")] == ["10.00 ms", "3.70 ms"] * 2
+
+
+def test_colours_follow_the_readers_system():
+    style = next(
+        "".join(e.itertext()) for e in ElementTree.fromstring(picture(REPORT)).iter() if e.tag.endswith("style")
+    )
+    light, dark = style.split("@media (prefers-color-scheme:dark)")
+    kinds = {e.attrib["class"] for e in ElementTree.fromstring(picture(REPORT)).iter() if "class" in e.attrib}
+    for kind in kinds - {"axis"}:
+        assert f"--{kind}:" in light and f"--{kind}:" in dark and f".{kind}" in dark
+    assert 'fill="#' not in picture(REPORT) and "color-scheme: light dark" in as_html(REPORT)
 
 
 def test_every_bar_of_the_picture_lies_inside_it():
