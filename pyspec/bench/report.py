@@ -21,18 +21,23 @@ def verdict(report: Report) -> str:
     if not rows:
         return "Plain decoding alone was measured: there is no speculation to compare it with."
 
-    def at(some: Sequence[Row], told: Callable[[Row], str]) -> str:
-        *first, last = (f"{r.np} stream{'s' if r.np > 1 else ''} ({told(r)})" for r in some)
-        return f"{', '.join(first)} and {last}" if first else last
-
     faster, slower = [r for r in rows if r.ratio_low > 1], [r for r in rows if r.ratio_high < 1]
     neither = [r for r in rows if r not in faster and r not in slower]
-    said = [f"faster at {at(faster, lambda r: f'x{r.ratio:.2f}')}"] * bool(faster)
-    said += [f"slower at {at(slower, lambda r: f'x{r.ratio:.2f}')}"] * bool(slower)
-    said += [
-        f"neither for certain at {at(neither, lambda r: f'turns from x{r.ratio_low:.2f} to x{r.ratio_high:.2f}')}"
-    ] * bool(neither)
-    return f"Speculation is {'; '.join(said)}."
+    kinds = [
+        ("faster", [_at(r, f"x{r.ratio:.2f}") for r in faster]),
+        ("slower", [_at(r, f"x{r.ratio:.2f}") for r in slower]),
+        ("neither for certain", [_at(r, f"turns from x{r.ratio_low:.2f} to x{r.ratio_high:.2f}") for r in neither]),
+    ]
+    return f"Speculation is {'; '.join(f'{kind} at {_listed(places)}' for kind, places in kinds if places)}."
+
+
+def _at(row: Row, figure: str) -> str:
+    return f"{row.np} stream{'s' if row.np > 1 else ''} ({figure})"
+
+
+def _listed(items: Sequence[str]) -> str:
+    *first, last = items
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def as_markdown(report: Report) -> str:
