@@ -12,13 +12,14 @@ DRAFTERS = {
     "mtp": "pyspec.draft.mtp",
     "ngram": "pyspec.draft.ngram",
 }
-ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> DecoderConfig`
+ARCHITECTURES = {  # by their GGUF name; a module with `read(file) -> ModelConfig`
     "llama": "pyspec.models.llama",
     "qwen3": "pyspec.models.qwen3",
     "qwen35": "pyspec.models.qwen35",
     "qwen35moe": "pyspec.models.qwen35moe",
     "nemotron_h": "pyspec.models.nemotron",
     "nemotron_h_moe": "pyspec.models.nemotron",
+    "deepseek4": "pyspec.models.deepseek4",
 }
 GROUP = "pyspec.drafters"
 WHETHER = ("auto", "none")  # what a drafter's name may be given as besides: decided at load, and no drafter

@@ -309,7 +309,7 @@ def _add_hybrid_metadata(writer: gguf.GGUFWriter, tiny: Tiny) -> None:
         writer.add_uint32(f"{a}.full_attention_interval", tiny.interval)
 
 
-def _add_tokenizer(writer: gguf.GGUFWriter, tiny: Tiny) -> None:
+def add_tokenizer(writer: gguf.GGUFWriter, pre: str) -> None:
     merges = MERGES.split("|")
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     alphabet = [chr(b) for b in printable] + [chr(256 + i) for i in range(256 - len(printable))]
@@ -319,7 +319,7 @@ def _add_tokenizer(writer: gguf.GGUFWriter, tiny: Tiny) -> None:
     tokens += [f"[PAD{i}]" for i in range(fillers)] + list(SPECIALS)
     kinds += [gguf.TokenType.UNUSED] * fillers + list(SPECIALS.values())
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(PRE[tiny.arch])
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([int(kind) for kind in kinds])
     writer.add_token_merges(merges)
@@ -334,7 +334,7 @@ def write(path: Path, tiny: Tiny) -> None:
     """Write the model with its own types."""
     writer = gguf.GGUFWriter(path, tiny.arch)
     _add_metadata(writer, tiny)
-    _add_tokenizer(writer, tiny)
+    add_tokenizer(writer, PRE[tiny.arch])
     for name, value in weights(tiny).items():
         if (kind := type_of(tiny, name, value)) is not None:
             writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)

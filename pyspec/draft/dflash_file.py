@@ -12,8 +12,9 @@ from torch import Tensor
 
 from pyspec.errors import ModelError, PairError
 from pyspec.gguf import GGMLType, GGUFFile
-from pyspec.models.decoder import DecoderConfig, attention_extras, attention_shape, block_count, check_rope
+from pyspec.models.decoder import attention_extras, attention_shape, block_count, check_rope
 from pyspec.models.layers import AttentionShape
+from pyspec.models.target import ModelConfig
 from pyspec.models.weights import Want, Weights
 
 FORK = "dflash-draft"
@@ -145,7 +146,7 @@ def drafter_tensors(c: DFlashConfig, file: GGUFFile, n_target: int) -> dict[str,
     return wants
 
 
-def check_pair(c: DFlashConfig, file: GGUFFile, target: DecoderConfig) -> None:
+def check_pair(c: DFlashConfig, file: GGUFFile, target: ModelConfig) -> None:
     """Refuse a drafter that was made for another target, with the numbers that differ."""
     own = "token_embd.weight" in file.tensors and "output.weight" in file.tensors
     if not own and c.n_embd != target.n_embd:
@@ -165,7 +166,7 @@ def check_pair(c: DFlashConfig, file: GGUFFile, target: DecoderConfig) -> None:
     _check_own(file, target)
 
 
-def _check_own(file: GGUFFile, target: DecoderConfig) -> None:
+def _check_own(file: GGUFFile, target: ModelConfig) -> None:
     """What the drafter brings instead of sharing it reads the target's tokens, and gives them."""
     embedding, head, d2t = (file.tensors.get(name) for name in ("token_embd.weight", "output.weight", D2T))
     if embedding is not None and embedding.shape[0] < target.n_vocab:

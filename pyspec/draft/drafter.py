@@ -17,9 +17,8 @@ from pyspec.config import EngineSettings
 from pyspec.cuda.ops.ahead.ref import Kept
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGUFFile
-from pyspec.models.decoder import DecoderConfig
 from pyspec.models.layers import AttentionShape
-from pyspec.models.target import Out, Target
+from pyspec.models.target import ModelConfig, Out, Target
 from pyspec.models.weights import Matrix
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch
@@ -60,7 +59,7 @@ class TargetFile:
     """The target as a drafter sees it before anything is loaded."""
 
     file: GGUFFile
-    config: DecoderConfig
+    config: ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +74,7 @@ class DraftPlan:
     n_held     rows of taps that it keeps for later, all slots together
     n_waiting  rows of one slot that it leaves for later at most, and then computes at once
     no_copy    why its drafts can not read a copy of the target's head in fewer bits; "": they can
+    shared     tensors of its file that it takes from the target, where they are the same
     remark     for people, behind what it is and how much it drafts
     """
 
@@ -86,6 +86,7 @@ class DraftPlan:
     n_held: int = 0
     n_waiting: int = 0
     no_copy: str = ""
+    shared: tuple[str, ...] = ()
     remark: str = ""
 
     @property

@@ -1,4 +1,4 @@
-"""MTP drafter (qwen35, qwen35moe, nemotron_h_moe): the model's own next-token block, chained to any depth (`chain.py`).
+"""MTP drafter (qwen35, qwen35moe, nemotron_h_moe; deepseek4 by `mtp_streams`): the model's own next-token block, chained to any depth (`chain.py`).
 
 The block pairs a token with the target's final-norm hidden state of the position before it; chaining feeds its own post-norm output.
 It stands in the target's file behind the trunk, or in a file of its own.
@@ -13,17 +13,19 @@ from torch import Tensor
 from pyspec.config import EngineSettings
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
-from pyspec.draft.chain import Chain, most_waiting
+from pyspec.draft import mtp_streams
+from pyspec.draft.chain import Chain, ChainedBlock, most_waiting
 from pyspec.draft.drafter import OWN_HEAD, DraftOptions, DraftPlan, Needs, TargetFile, own_memory
 from pyspec.errors import PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models.decoder import Block, DecoderConfig, block_tensors
+from pyspec.models.deepseek4_config import Deepseek4Config
 from pyspec.models.layers import Rope
-from pyspec.models.target import Out, Target
+from pyspec.models.target import ModelConfig, Out, Target
 from pyspec.models.weights import Embedding, Matrix, Want, Weights, check_tensors
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import KV, Memory
-from pyspec.slots.parts import Paged
+from pyspec.slots.parts import LayerParts, Paged
 from pyspec.slots.table import SlotTable
 
 N_DRAFT = 3  # tokens a round, unless a number is asked for
@@ -49,24 +51,33 @@ def recognises(file: GGUFFile) -> bool:
 
 
 def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:
+    is_own_file = file is not None
     file, c = target.file if file is None else file, target.config
     if not recognises(file):
         raise PairError("no MTP block in the file: it has no nextn.eh_proj tensor")
     check_pair(file, c)
-    check_tensors(file, mtp_tensors(c, file))
+    layers: tuple[LayerParts, ...]
+    if isinstance(c, Deepseek4Config):
+        check_tensors(file, mtp_streams.tensors(c, file, is_own_file=is_own_file))
+        layers, shared = mtp_streams.layers(c), mtp_streams.shared(file, target.file)
+    else:
+        assert isinstance(c, DecoderConfig)
+        check_tensors(file, mtp_tensors(c, file))
+        layers, shared = (*[{}] * c.n_layer, {KV: Paged(c.attention.n_kv_head, c.attention.head_dim)}), ()
     n_draft = settings.n_draft_max or N_DRAFT
     return DraftPlan(
         kind="mtp",
         needs=Needs(n_draft, overhang=n_draft + 1, chained=True, hidden=True),
         file=file,
-        layers=(*[{}] * c.n_layer, {KV: Paged(c.attention.n_kv_head, c.attention.head_dim)}),
+        layers=layers,
+        shared=shared,
         attention=(c.attention,),
         n_waiting=most_waiting(settings.np),
         no_copy=OWN_HEAD if f"blk.{c.n_layer}.nextn.shared_head_head.weight" in file.tensors else "",
     )
 
 
-def check_pair(file: GGUFFile, c: DecoderConfig) -> None:
+def check_pair(file: GGUFFile, c: ModelConfig) -> None:
     """Refuse a block of another model, with the numbers that differ."""
     a = file.architecture
     if a != c.arch:
@@ -129,9 +140,15 @@ class MtpBlock:
 
 
 def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOptions) -> Chain:
-    if not isinstance(target, DecoderParts):
-        raise PairError("this architecture has no MTP block that pyspec can run")
     assert plan.file is not None
     weights = Weights(plan.file, target.device, options.dense, wide=options.wide)
-    block = MtpBlock(weights, own_memory(plan, table, options, target.device), target, options.head)
+    memory = own_memory(plan, table, options, target.device)
+    block: ChainedBlock
+    if isinstance(getattr(target, "config", None), Deepseek4Config):
+        assert isinstance(target, mtp_streams.StreamsParts)
+        block = mtp_streams.StreamsMtpBlock(weights, memory, target, options.head, plan.shared)
+    elif isinstance(target, DecoderParts):
+        block = MtpBlock(weights, memory, target, options.head)
+    else:
+        raise PairError("this architecture has no MTP block that pyspec can run")
     return Chain(block, plan, table, target.device, options.settings.draft_p_min)

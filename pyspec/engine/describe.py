@@ -29,7 +29,7 @@ from pyspec.engine.memory_plan import (
 from pyspec.errors import ConfigError, DeviceError, PairError
 from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.models import coarse, read_config
-from pyspec.models.decoder import DecoderConfig, decoder_tensors
+from pyspec.models.target import ModelConfig
 from pyspec.models.weights import check_tensors, weight_bytes, wide_bytes
 from pyspec.ranges import quoted
 from pyspec.registry import drafters
@@ -60,7 +60,7 @@ class Description:
     settings: EngineSettings
     device: torch.device
     file: GGUFFile
-    config: DecoderConfig
+    config: ModelConfig
     tokenizer: Tokenizer
     template: ChatTemplate | None
     draft: DraftPlan
@@ -110,7 +110,7 @@ def describe(path: Path, settings: EngineSettings, assumed: AssumedGpu | None = 
     file = open_gguf(path)
     draft_file = open_gguf(settings.draft_path) if settings.draft_path is not None else None
     config = read_config(file)
-    check_tensors(file, decoder_tensors(config, file))
+    check_tensors(file, config.tensors(file))
     tokenizer, template = Tokenizer.from_metadata(file.metadata), ChatTemplate.from_metadata(file.metadata)
     if draft_file is not None:
         check_vocabulary(file, draft_file)
@@ -185,7 +185,7 @@ def check_vocabulary(target: GGUFFile, drafter: GGUFFile) -> None:
     )
 
 
-def context_of(s: EngineSettings, c: DecoderConfig) -> int:
+def context_of(s: EngineSettings, c: ModelConfig) -> int:
     """Tokens one request may hold."""
     if not s.ctx:
         return min(AUTO_CTX, c.n_ctx_train)
@@ -222,7 +222,7 @@ def plan_memory(d: Description) -> MemoryPlan:
         weights=weight_bytes(d.file, d.dense, d.is_cuda),
         kv=kv,
         state=state - s.np * checkpoint_bytes(d.config.parts(), d.sizes) + device_checkpoints(d),
-        draft_weights=weight_bytes(d.draft.file, d.dense, d.is_cuda) if has_own_file else 0,
+        draft_weights=weight_bytes(d.draft.file, d.dense, d.is_cuda, d.draft.shared) if has_own_file else 0,
         draft_kv=draft_kv,
         activations=activations,
         workspace=workspace + attention_bytes(d),
@@ -250,6 +250,7 @@ def _workspace(d: Description) -> tuple[int, int]:
     sizes = ForwardSizes(
         n_row=d.batch,
         n_embd=c.n_embd,
+        n_hidden=c.n_hidden,
         n_ff=c.n_ff,
         n_vocab=c.n_vocab,
         graph_rows=sum(bucket_of(n) or n for n, _ in graphs),

@@ -27,7 +27,7 @@ from pyspec.engine.memory_plan import MemoryPlan, check_fit, free_bytes, since, 
 from pyspec.engine.round import RowLimits
 from pyspec.engine.warmup import check_drafter, warm_up
 from pyspec.errors import BadTemplate
-from pyspec.models.decoder import Decoder
+from pyspec.models.target import Target
 from pyspec.models.weights import Weights
 from pyspec.request import EngineInfo
 from pyspec.sample.synth import SynthAcceptance
@@ -71,7 +71,7 @@ def build(d: Description, plan: MemoryPlan) -> Loaded:
     table = d.table()
     memory = allocate(d.config.parts(), d.sizes, d.device)
     with _timed("weights", d.device, release=True):
-        target = Decoder(d.config, Weights(d.file, d.device, d.dense, wide=plan.wide > 0), memory)
+        target = d.config.build(Weights(d.file, d.device, d.dense, wide=plan.wide > 0), memory)
     with _timed("drafter", d.device, release=True):
         drafter = _bind_drafter(d, plan, target, table)
     loop = _loop(d, target, memory, table, drafter)
@@ -88,7 +88,7 @@ def build(d: Description, plan: MemoryPlan) -> Loaded:
     return Loaded(loop, d.tokenizer, d.template, info_of(d, plan))
 
 
-def _bind_drafter(d: Description, plan: MemoryPlan, target: Decoder, table: SlotTable) -> Drafter | None:
+def _bind_drafter(d: Description, plan: MemoryPlan, target: Target, table: SlotTable) -> Drafter | None:
     if d.draft.kind == "none":
         return None
     head = make_head(target, d.head) if d.head is not None and plan.draft_head else None
@@ -96,7 +96,7 @@ def _bind_drafter(d: Description, plan: MemoryPlan, target: Decoder, table: Slot
     return draft.find(d.draft.kind).load(d.draft, target, table, options)
 
 
-def _loop(d: Description, target: Decoder, memory: Memory, table: SlotTable, drafter: Drafter | None) -> Loop:
+def _loop(d: Description, target: Target, memory: Memory, table: SlotTable, drafter: Drafter | None) -> Loop:
     s, n_draft = d.settings, d.draft.n_draft
     make_arena = partial(_arena, target, table, d.n_ctx + d.n_overhang)
     arena = None if s.plain_loop else make_arena()
@@ -118,7 +118,7 @@ def _loop(d: Description, target: Decoder, memory: Memory, table: SlotTable, dra
     )
 
 
-def _arena(target: Decoder, table: SlotTable, n_row: int) -> Arena | None:
+def _arena(target: Target, table: SlotTable, n_row: int) -> Arena | None:
     """Static batches for CUDA graphs, where every op of the model can be captured."""
     if target.device.type != "cuda" or not target.capturable:
         return None

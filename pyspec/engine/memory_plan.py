@@ -113,12 +113,14 @@ class ForwardSizes:
     n_row       rows of the largest forward: gate and up in f32, their product in f16, a few rows of the residual stream
     graph_rows  rows of all graphs together: their logits, hidden states and taps stay at fixed places
     large_rows  rows of the largest verify or draft that no graph holds: its logits are taken and given back
+    n_hidden    width of the hidden states that graphs keep
     n_held      rows whose taps a drafter keeps for later; they are gathered once more when their time comes
     key_bytes   keys and values of one layer and slot: a prompt's attention gathers them from their pages, as f16
     """
 
     n_row: int
     n_embd: int
+    n_hidden: int
     n_ff: int
     n_vocab: int
     graph_rows: int
@@ -132,7 +134,7 @@ def workspace_bytes(s: ForwardSizes, *, cuda: bool) -> tuple[int, int]:
     """(activations, workspace): what forwards need besides weights and slots."""
     activations = s.n_row * (2 * s.n_ff * 4 + s.n_ff * 2 + 5 * s.n_embd * 4 + s.n_tap * s.n_embd * 4)
     activations += s.large_rows * 4 * s.n_vocab
-    results = s.graph_rows * 4 * (s.n_vocab + (1 + s.n_tap) * s.n_embd)
+    results = s.graph_rows * 4 * (s.n_vocab + s.n_hidden + s.n_tap * s.n_embd)
     held = 2 * s.n_held * s.n_tap * s.n_embd * 4
     return activations + held + (s.key_bytes if cuda else 0), results + (CUDA_BYTES if cuda else 0)
 

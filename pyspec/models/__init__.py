@@ -1,4 +1,4 @@
-"""Architectures. To add one: a module with `read(file) -> DecoderConfig`, and a line in `pyspec.registry.ARCHITECTURES`."""
+"""Architectures. To add one: a module with `read(file) -> ModelConfig`, and a line in `pyspec.registry.ARCHITECTURES`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from importlib import import_module
 
 from pyspec.errors import UnknownArchitecture
 from pyspec.gguf import GGUFFile
-from pyspec.models.decoder import DecoderConfig
+from pyspec.models.target import ModelConfig
 from pyspec.registry import ARCHITECTURES
 
 
-def read_config(file: GGUFFile) -> DecoderConfig:
+def read_config(file: GGUFFile) -> ModelConfig:
     """The model's configuration; UnknownArchitecture if there is no module for it."""
     arch = file.architecture
     if arch not in ARCHITECTURES:

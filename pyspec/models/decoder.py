@@ -66,6 +66,19 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         check_rope(self.n_rot, self.attention.head_dim)
 
+    @property
+    def n_hidden(self) -> int:
+        """Width of what an MTP block reads of a row."""
+        return self.n_embd
+
+    def tensors(self, file: GGUFFile) -> dict[str, Want]:
+        """The whole manifest of the trunk."""
+        return decoder_tensors(self, file)
+
+    def build(self, weights: Weights, memory: Memory) -> Decoder:
+        """The model, bound to its memory."""
+        return Decoder(self, weights, memory)
+
     def parts(self) -> list[LayerParts]:
         """What each trunk layer keeps for its slots."""
         return [{} if not layer.mixer else MIXERS[layer.mixer].parts(self) for layer in self.layers]

@@ -9,7 +9,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pyspec.gguf import GGUFFile
+from pyspec.models.layers import AttentionShape
+from pyspec.models.weights import Want, Weights
 from pyspec.slots.batch import Batch
+from pyspec.slots.memory import Memory
+from pyspec.slots.parts import LayerParts
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +22,7 @@ class Out:
     """Results of a forward.
 
     logits  [out, vocab]      f32  for the batch's `out_rows`
-    hidden  [row, n_embd]     f32  after the final norm, every row (the MTP seed)
+    hidden  [row, n_hidden]   f32  after the final norm, every row (the MTP seed); of several residual streams all, not normed
     taps    [row, T * n_embd] f32  outputs of the asked layers, side by side, before the next layer's norm; or None
     best    [2, out]          f64  each row's largest logit's token (the lowest on ties) and value; or None
     """
@@ -26,6 +31,41 @@ class Out:
     hidden: Tensor
     taps: Tensor | None = None
     best: Tensor | None = None
+
+
+class ModelConfig(Protocol):
+    """What an architecture's module reads from a file: all that is known of a model before anything is allocated."""
+
+    @property
+    def arch(self) -> str: ...
+    @property
+    def n_vocab(self) -> int: ...
+    @property
+    def n_embd(self) -> int: ...
+    @property
+    def n_layer(self) -> int: ...
+    @property
+    def n_nextn(self) -> int: ...
+    @property
+    def n_ff(self) -> int: ...
+    @property
+    def n_ctx_train(self) -> int: ...
+    @property
+    def n_hidden(self) -> int: ...
+    @property
+    def attention(self) -> AttentionShape: ...
+
+    def parts(self) -> list[LayerParts]:
+        """What each trunk layer keeps for its slots."""
+        ...
+
+    def tensors(self, file: GGUFFile) -> dict[str, Want]:
+        """The tensors that the trunk needs."""
+        ...
+
+    def build(self, weights: Weights, memory: Memory) -> Target:
+        """The model, bound to its memory."""
+        ...
 
 
 class Target(Protocol):

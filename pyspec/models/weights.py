@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
@@ -122,6 +122,18 @@ class Joined:
     def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
         x = x if prep is None else prep(x)
         return _finish(torch.cat([m(x) for m in self.matrices], -1), self.gated, residual)
+
+
+class Grouped:
+    """Matrices [group, out, in], each of which takes its part of the input: x [row, group * in] f32 -> [row, group * out] f32."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        n_group, _, n_in = self.weight.shape
+        parts = x.view(-1, n_group, n_in).to(self.weight.dtype)
+        return torch.einsum("rgi,goi->rgo", parts, self.weight).flatten(1).float()
 
 
 class Embedding:
@@ -300,15 +312,31 @@ class Weights:
         info = self._info(name)
         return dequantize(self._raw(name), info.type, info.shape).float()
 
+    def table(self, name: str) -> Tensor:
+        """A table of whole numbers, shape as in the file. int32"""
+        info = self._info(name)
+        if info.type is not GGMLType.I32:
+            raise BadTensors(f"{name}: a table of I32 is wanted, the file has {info.type.name}")
+        return self._raw(name).view(torch.int32).view(info.shape).clone()
+
+    def grouped(self, name: str, n_group: int) -> Grouped:
+        """A matrix whose rows are `n_group` matrices one after the other, each for a part of the input."""
+        info = self._info(name)
+        dtype = self.dense or (torch.float32 if info.type is GGMLType.F32 else torch.bfloat16)
+        return Grouped(self._dense([name], dtype).view(n_group, info.shape[0] // n_group, -1))
+
     def optional(self, name: str) -> Tensor | None:
         return self.vector(name) if self.has(name) else None
 
 
-def weight_bytes(file: GGUFFile, dense: torch.dtype | None, repacked: bool = False) -> int:
+def weight_bytes(
+    file: GGUFFile, dense: torch.dtype | None, repacked: bool = False, without: Collection[str] = ()
+) -> int:
     """Bytes the file's tensors take on the device; the basis of the memory plan. `repacked`: as GPU kernels stream them."""
     size = 0 if dense is None else torch.empty((), dtype=dense).element_size()
-    big = [t for t in file.tensors.values() if len(t.shape) > 1]
-    small = sum(4 * t.n_elements for t in file.tensors.values() if len(t.shape) == 1)
+    tensors = [t for name, t in file.tensors.items() if name not in without]
+    big = [t for t in tensors if len(t.shape) > 1]
+    small = sum(4 * t.n_elements for t in tensors if len(t.shape) == 1)
     if size:
         return small + size * sum(t.n_elements for t in big)
     return small + sum(repacked_bytes(t) if repacked else t.n_bytes for t in big)

@@ -42,7 +42,7 @@ class Memory:
     @property
     def kv_dtype(self) -> torch.dtype:
         """The type of keys and values, the same in all layers; f16 if no layer has any."""
-        return next((pool.dtype for pool in self.kv.values()), torch.float16)
+        return next((part.dtype for part in self.parts if isinstance(part, KVPool)), torch.float16)
 
     @property
     def paged(self) -> list[PartMemory]:

@@ -114,31 +114,37 @@ class Ring:
     """The last rows of each slot: `window` that the next token may see, and those of a verify.
 
     rows   dimensions of what a row holds, by name
-    slack  how many tokens of a slot may be taken back: all drafts of a verify. With so many rows beside the window none that is
-           still to be seen is overwritten by a draft, and taking drafts back is lowering the length.
+    dtype  None: that of keys and values, or f16 where those have scales
+    slack  how many tokens of a slot may be taken back: all drafts of a verify, and a round that was launched behind it. With so many
+           rows beside the window none that is still to be seen is overwritten by a draft, and taking drafts back is lowering the length.
     """
 
     window: int
     rows: Mapping[str, tuple[int, ...]]
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | None = torch.float32
     paged: ClassVar[bool] = False
 
     @staticmethod
     def slack(width: int) -> int:
-        """Rows beyond the window: as many as a verify of `width` rows may take back."""
-        return max(width - 1, 0)
+        """Rows beyond the window: as many as two verifies of `width` rows, one of them launched behind the other, may take back."""
+        return 2 * width
 
-    def _row_bytes(self) -> int:
-        return sum(map(prod, self.rows.values())) * self.dtype.itemsize
+    def _dtype(self, s: CacheSizes) -> torch.dtype:
+        if self.dtype is not None:
+            return self.dtype
+        return s.kv_dtype if s.kv_dtype in (torch.float32, torch.float16, torch.bfloat16) else torch.float16
+
+    def _row_bytes(self, s: CacheSizes) -> int:
+        return sum(map(prod, self.rows.values())) * self._dtype(s).itemsize
 
     def n_bytes(self, s: CacheSizes) -> int:
-        return s.n_slot * (self.window + self.slack(s.width)) * self._row_bytes()
+        return s.n_slot * (self.window + self.slack(s.width)) * self._row_bytes(s)
 
     def saved_bytes(self, s: CacheSizes) -> int:
-        return self.window * self._row_bytes()
+        return self.window * self._row_bytes(s)
 
     def allocate(self, s: CacheSizes, device: torch.device) -> RingRows:
-        return RingRows(self.rows, s.n_slot, self.window, self.slack(s.width), self.dtype, device)
+        return RingRows(self.rows, s.n_slot, self.window, self.slack(s.width), self._dtype(s), device)
 
 
 @dataclass(frozen=True, slots=True)

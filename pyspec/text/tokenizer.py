@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Literal
 
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as HF
 
 from pyspec.errors import BadTokenizer
@@ -27,6 +27,7 @@ from pyspec.text.vocab import (
     USER_DEFINED,
     byte_value,
     eog_ids,
+    number_of_tokens,
     read_ids,
     read_scores,
     read_tokens,
@@ -75,8 +76,10 @@ class Tokenizer:
         """Build from `tokenizer.ggml.*`. BadTokenizer names what is missing, unknown or inconsistent."""
         fields = Fields(meta, error=BadTokenizer)
         model, pre = fields.label("tokenizer.ggml.model"), fields.label("tokenizer.ggml.pre", "")
+        if model == "none":
+            return cls.of_numbers(fields)
         if model not in ("gpt2", "llama"):
-            raise BadTokenizer(f"tokenizer model {quoted(model)} is unknown; known: gpt2, llama")
+            raise BadTokenizer(f"tokenizer model {quoted(model)} is unknown; known: gpt2, llama, none")
         if model == "gpt2" and pre not in PRE:
             raise BadTokenizer(f"pre-tokenizer {quoted(pre)} is unknown; known: {', '.join(PRE)}")
         tokens = read_tokens(fields)
@@ -101,6 +104,20 @@ class Tokenizer:
             add_space_prefix=fields.flag("tokenizer.ggml.add_space_prefix", True) and model == "llama",
             ids=read_ids(fields, model, len(tokens)),
         )
+
+    @classmethod
+    def of_numbers(cls, fields: Fields) -> Tokenizer:
+        """For a file that has no vocabulary but says how large it is: token 7 is written [7]. Other text is no token."""
+        n = number_of_tokens(fields)
+        tokens = [f"[{i}]" for i in range(n)]
+
+        def make(parse_special: bool, space_prefix: bool) -> HF:
+            hf = HF(models.WordLevel({text: i for i, text in enumerate(tokens)}, unk_token=tokens[0]))
+            hf.pre_tokenizer = pre_tokenizers.Split(Regex(r"\[\d+\]"), "removed", invert=True)
+            return hf
+
+        off = {"add_bos": False, "add_eos": False, "add_space_prefix": False}
+        return cls(tokens, [NORMAL] * n, make, model="none", pre="", ids=read_ids(fields, "none", n), **off)
 
     def _hf(self, parse_special: bool, space_prefix: bool) -> HF:
         """Built when first needed: a large vocabulary takes a quarter of a second."""

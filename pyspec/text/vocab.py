@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 
 from pyspec.errors import BadTokenizer
 from pyspec.gguf.fields import Fields
-from pyspec.ranges import quoted
+from pyspec.ranges import printable, quoted, shown
 
 UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(7)
 MATCHED = (UNKNOWN, CONTROL, USER_DEFINED)  # found in the text as they are, before anything is merged
+MOST_NUMBERED = 1 << 20  # tokens of a file without a vocabulary
 MATCHED_CHARS = 1024  # what looks for them takes time and memory by their length; real ones have some thirty
 SPACE = "\u2581"
 DEEPSEEK_BAR = "\uff5c"
@@ -57,6 +58,17 @@ def read_tokens(fields: Fields) -> list[str]:
         text = quoted(tokens[first])
         raise BadTokenizer(f"tokens {first} and {table[tokens[first]]} of {len(tokens)} are both {text}")
     return tokens
+
+
+def number_of_tokens(fields: Fields) -> int:
+    """Of a model whose file has no vocabulary."""
+    arch = fields.metadata.get("general.architecture")
+    n = fields.metadata.get(f"{arch}.vocab_size")
+    if not isinstance(n, int) or isinstance(n, bool) or not 1 <= n <= MOST_NUMBERED:
+        raise BadTokenizer(
+            f"the file has no vocabulary, and {printable(str(arch))}.vocab_size is {shown(n)}; want 1 to {MOST_NUMBERED}"
+        )
+    return n
 
 
 def read_types(fields: Fields, tokens: Sequence[str]) -> list[int]:

@@ -17,25 +17,28 @@ from pyspec.draft.chain import Chain
 from pyspec.slots.batch import Batch
 
 QWEN35 = FIXTURES / "qwen35.gguf"
+DEEPSEEK4, DEEPSEEK4_MTP = FIXTURES / "deepseek4.gguf", FIXTURES / "deepseek4_mtp.gguf"
 
 
 def make(kind: str, **settings: object) -> Rig:
     if kind == "mtp":
         return rig(QWEN35, spec_type="mtp", n_draft_max=3, n_draft_fixed=True, **settings)
+    if kind == "mtp-deepseek4":
+        return rig(DEEPSEEK4, draft_path=DEEPSEEK4_MTP, n_draft_max=3, n_draft_fixed=True, **settings)
     if kind == "dflash":
         return rig(tiny("qwen35"), draft_path=tiny("qwen35", drafter=True), n_draft_fixed=True, **settings)
     return rig(FIXTURES / "llama.gguf", spec_type="ngram", n_draft_fixed=True, ngram_match=1, **settings)
 
 
 def path_of(kind: str) -> Path:
-    return {"mtp": QWEN35, "dflash": tiny("qwen35")}.get(kind, FIXTURES / "llama.gguf")
+    return {"mtp": QWEN35, "mtp-deepseek4": DEEPSEEK4, "dflash": tiny("qwen35")}.get(kind, FIXTURES / "llama.gguf")
 
 
 def random_ids(seed: int, n: int) -> list[int]:
     return random.Random(seed).choices(range(256), k=n)
 
 
-KINDS = ["mtp", "dflash", "ngram-llama"]
+KINDS = ["mtp", "dflash", "ngram-llama", "mtp-deepseek4"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

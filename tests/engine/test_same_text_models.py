@@ -15,6 +15,7 @@ from known_texts import N_TEXT, continuation, demo_prompts, known_texts, tiny
 from pyspec.request import SamplingParams
 
 QWEN35 = FIXTURES / "qwen35.gguf"
+DEEPSEEK4, DEEPSEEK4_MTP = FIXTURES / "deepseek4.gguf", FIXTURES / "deepseek4_mtp.gguf"
 
 
 def faked(kind: str, path: Path, **settings: object) -> Rig:
@@ -39,12 +40,24 @@ MAKERS: dict[str, Callable[..., tuple[Path, Rig]]] = {
     ),
     **{f"{kind}-hybrid": partial(lambda kind, **s: (QWEN35, faked(kind, QWEN35, **s)), kind) for kind in FAKES},
     "fickle-llama": lambda **s: (FIXTURES / "llama.gguf", faked("fickle", FIXTURES / "llama.gguf", **s)),
+    **{
+        f"{kind}-deepseek4": partial(lambda kind, **s: (DEEPSEEK4, faked(kind, DEEPSEEK4, **s)), kind)
+        for kind in ("liar", "fickle")
+    },
+    **{
+        f"mtp{n}-deepseek4": partial(
+            lambda n, **s: (DEEPSEEK4, fixed(DEEPSEEK4, draft_path=DEEPSEEK4_MTP, n_draft_max=n, **s)), n
+        )
+        for n in range(1, 6)
+    },
     "none": lambda **s: (QWEN35, rig(QWEN35, spec_type="none", **s)),
 }
 
 
 CASES = [
     *((kind, np) for kind in ("mtp", "dflash", "ngram", "liar-hybrid", "fickle-hybrid") for np in (1, 2, 4, 8)),
+    *((f"mtp{n}-deepseek4", np) for n in range(1, 6) for np in (1, 2, 4, 8)),
+    *((kind, 3) for kind in ("liar-deepseek4", "fickle-deepseek4")),
     *((kind, 3) for kind in ("none", "dflash-fork", "sidecar", "oracle-hybrid", "wild-hybrid", "broken-hybrid", "fickle-llama")),
 ]  # fmt: skip
 
@@ -69,7 +82,9 @@ def test_same_text_with_staggered_joins(kind: str, np: int) -> None:
         assert accepted == 0 and sum(h.timings.draft_n for h in heard) > 300
 
 
-@pytest.mark.parametrize("kind", ["mtp", "dflash", "fickle-hybrid", "liar-hybrid"])
+@pytest.mark.parametrize(
+    "kind", ["mtp", "dflash", "fickle-hybrid", "liar-hybrid", "mtp3-deepseek4", "fickle-deepseek4"]
+)
 def test_cancels_at_any_moment_leave_the_others_their_text(kind: str) -> None:
     path, r = MAKERS[kind](np=3, ubatch=24)
     texts = list(known_texts(path).items())

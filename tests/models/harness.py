@@ -12,7 +12,6 @@ from pyspec.config import EngineSettings
 from pyspec.draft.drafter import Drafter, DraftOptions, TargetFile
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
-from pyspec.models.decoder import Decoder, decoder_tensors
 from pyspec.models.target import Out
 from pyspec.models.weights import Weights, check_tensors
 from pyspec.slots.batch import Seq, lay_out
@@ -39,12 +38,12 @@ class Bench:
     ) -> None:
         self.file = open_gguf(path)
         config = read_config(self.file)
-        check_tensors(self.file, decoder_tensors(config, self.file))
+        check_tensors(self.file, config.tensors(self.file))
         self.table = SlotTable(n_slot, n_slot * n_ctx // 16, 16)
         self.memory = allocate(
             config.parts(), CacheSizes(n_slot, self.table.n_alloc_row, self.table.page_size, width, kv), DEVICE
         )
-        self.target = Decoder(config, Weights(self.file, DEVICE, dense), self.memory)
+        self.target = config.build(Weights(self.file, DEVICE, dense), self.memory)
         for slot in self.table.slots:
             self.table.acquire(slot, n_ctx)
 

@@ -157,7 +157,7 @@ def test_taking_drafts_back_is_lowering_the_length(width: int) -> None:
     """Prompts in chunks, then verifies of any width of which any number is kept: every token sees its own window, always."""
     rng, slot = random.Random(width), 1
     ring = PARTIAL.allocate(sizes(width=width), CPU)
-    assert ring.n_row == 8 + width - 1
+    assert ring.n_row == 8 + 2 * width
     ring.rows["v"].fill_(torch.nan)
     ring.rows["score"].fill_(torch.nan)
     n_past = 0
@@ -190,10 +190,22 @@ def test_one_row_less_and_a_refused_draft_is_in_the_window() -> None:
         assert (window_of(ring, 0, 20) == [float(p) for p in range(13, 21)]) is whole
 
 
+@pytest.mark.parametrize("width", [1, 3, 8])
+def test_a_round_behind_a_verify_leaves_the_window_of_where_the_request_ended(width: int) -> None:
+    """Two rounds in flight: the second begins behind all rows of the first, of which the host then keeps one."""
+    ring = PARTIAL.allocate(sizes(width=width), CPU)
+    ring.write(0, 0, tagged(list(range(21))))
+    ring.write(0, 20, tagged(list(range(20, 20 + width)), draft=1))
+    ring.write(0, 20 + width, tagged(list(range(20 + width, 20 + 2 * width)), draft=1))
+    saved = Memory([{"partial": ring}], width).checkpoint(0, 20)
+    rows = ring.read(0, 12, 20)["v"][:, 0].tolist()
+    assert rows == [float(p) for p in range(12, 20)] and saved.n_past == 20
+
+
 def test_a_rings_checkpoint_is_its_window_wherever_the_ring_stands() -> None:
     ring = PARTIAL.allocate(sizes(width=4), CPU)
     memory, seen = Memory([{"partial": ring}], 4), set()
-    for n_past in (0, 1, 5, 8, 9, 11, 12, 18, 19, 25, 300):
+    for n_past in (0, 1, 5, 8, 9, 11, 12, 18, 19, 25, 31, 300):
         ring.write(0, 0, tagged(list(range(n_past))))
         ring.write(0, n_past, tagged([n_past, n_past + 1, n_past + 2], draft=1))
         saved = memory.checkpoint(0, n_past)
@@ -219,7 +231,7 @@ def test_a_reset_ring_has_nothing_of_the_last_sequence() -> None:
 
 def test_rows_that_a_ring_does_not_have_are_refused() -> None:
     ring = PARTIAL.allocate(sizes(), CPU)
-    for slot, first, end in ((0, 0, 13), (0, -1, 3), (3, 0, 2), (-1, 0, 2)):
+    for slot, first, end in ((0, 0, PARTIAL.allocate(sizes(), CPU).n_row + 1), (0, -1, 3), (3, 0, 2), (-1, 0, 2)):
         with pytest.raises(OutOfBounds):
             ring.read(slot, first, end)
     with pytest.raises(OutOfBounds):

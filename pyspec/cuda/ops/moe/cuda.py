@@ -70,6 +70,8 @@ MAX_PIECES = 4  # of a shared expert: with more, a launch of its own reads as we
 def limits(spec: MoeSpec) -> str | None:
     if spec.device.type != "cuda":
         return "runs on NVIDIA GPUs only"
+    if spec.limit:
+        return "activations that are cut are not made"
     if spec.up is None or spec.down is None:
         return "takes packed matrices, gates and ups of one type"
     for type in (spec.up, spec.down):

@@ -27,7 +27,7 @@ from pyspec.gguf import GGMLType
 LEAST_SUM = 6.103515625e-5  # what the weights of a row are at least divided by, 2^-14 as in llama.cpp
 
 Act = Literal["swiglu", "relu2"]
-Router = Literal["softmax", "sigmoid"]
+Router = Literal["softmax", "sigmoid", "sqrtsoftplus"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,7 @@ class RouteSpec:
     renorm  the weights of a row are divided by their sum
     scale   and multiplied with this
     gated   the matrix has one more row: sigmoid of its product is the row's gate
+    given   the experts of a row are given (by a table of tokens); their weights are scored all the same
     """
 
     device: torch.device
@@ -50,6 +51,7 @@ class RouteSpec:
     biased: bool = False
     gated: bool = False
     eps: float = 1e-6
+    given: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +63,21 @@ class Routes:
     gate: Tensor | None = None
 
 
-def choose(logits: Tensor, spec: RouteSpec, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+def probabilities(logits: Tensor, router: Router) -> Tensor:
+    """What experts count, before they are chosen."""
+    if router == "softmax":
+        return logits.softmax(-1)
+    return logits.sigmoid() if router == "sigmoid" else F.softplus(logits).sqrt()
+
+
+def choose(logits: Tensor, spec: RouteSpec, bias: Tensor | None, given: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """logits [row, n_expert] f32 -> ids, weights. Without a bias the logits rank as their probabilities do."""
-    p = logits.softmax(-1) if spec.router == "softmax" else logits.sigmoid()
-    scores = logits if bias is None else p + bias
-    ids = scores.sort(dim=-1, descending=True, stable=True).indices[:, : spec.n_used]
+    p = probabilities(logits, spec.router)
+    if given is None:
+        scores = logits if bias is None else p + bias
+        ids = scores.sort(dim=-1, descending=True, stable=True).indices[:, : spec.n_used]
+    else:
+        ids = given.long()
     weights = p.gather(-1, ids)
     if spec.renorm:
         total = weights[:, :1]
@@ -76,12 +88,15 @@ def choose(logits: Tensor, spec: RouteSpec, bias: Tensor | None) -> tuple[Tensor
 
 
 def bind_route(spec: RouteSpec) -> Callable[..., Routes]:
-    def route(x: Tensor, norm: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Routes:
-        """x [row, n_in] f32 as they are, norm [n_in] f32, matrix [n_expert (+ 1), n_in] f32, bias [n_expert] f32."""
+    def route(
+        x: Tensor, norm: Tensor, matrix: Tensor, bias: Tensor | None = None, given: Tensor | None = None
+    ) -> Routes:
+        """x [row, n_in] f32 as they are, norm [n_in] f32, matrix [n_expert (+ 1), n_in] f32, bias [n_expert] f32, given [row, n_used]."""
+        assert (given is not None) == spec.given
         assert matrix.shape == (spec.n_expert + spec.gated, spec.n_in) and (bias is not None) == spec.biased
         y = F.linear(F.rms_norm(x, (spec.n_in,), norm, spec.eps), matrix)
         gate = y[:, spec.n_expert :].sigmoid() if spec.gated else None
-        return Routes(*choose(y[:, : spec.n_expert], spec, bias), gate)
+        return Routes(*choose(y[:, : spec.n_expert], spec, bias, given), gate)
 
     return route
 
@@ -128,6 +143,7 @@ class MoeSpec:
 
     pieces    there is a shared expert of the same types, as wide as that many others; 0 for none
     n_expert  for limits alone: what is right for some is right for any number an implementation takes
+    limit     gates are cut at this before silu, ups at plus and minus this; 0: they are not
     """
 
     device: torch.device
@@ -140,6 +156,7 @@ class MoeSpec:
     scaled: bool = False
     pieces: int = 0
     n_expert: int = field(default=0, repr=False)
+    limit: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +194,11 @@ class ExpertsRun(Protocol):
     ) -> Tensor: ...
 
 
-def activate(gate: Tensor | None, up: Tensor) -> Tensor:
+def activate(gate: Tensor | None, up: Tensor, limit: float = 0.0) -> Tensor:
     """silu(gate) * up, or relu(up)^2 without a gate."""
-    return F.relu(up).square() if gate is None else F.silu(gate) * up
+    if gate is None:
+        return F.relu(up).square()
+    return F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit) if limit else F.silu(gate) * up
 
 
 def combine(y: Tensor, weights: Tensor, added: Added = NOTHING) -> Tensor:
@@ -201,7 +220,7 @@ def bind(spec: MoeSpec) -> Callable[[Stacks], ExpertsRun]:
 
         def expert(of: Stacks, e: int, x: Tensor) -> Tensor:
             gate = None if of.gate is None else product(x, of.gate.matrix(e))
-            return product(activate(gate, product(x, of.up.matrix(e))), of.down.matrix(e))
+            return product(activate(gate, product(x, of.up.matrix(e)), spec.limit), of.down.matrix(e))
 
         def moe(
             x: Tensor,

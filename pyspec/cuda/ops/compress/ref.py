@@ -1,0 +1,98 @@
+"""Compressed rows: one for every `ratio` tokens, summed up from what each token gives. The meaning, in plain torch.
+
+    values, scores  [row, (1 + overlaps) * dim]  f32  of the batch's tokens; the scores with the bias of their place in the block
+    ring            the same of the tokens before, for every slot (slots.ring)
+    pool            where the rows go, one for each block of `ratio` tokens (slots.kv, keys only)
+
+A block's row is a sum of values, each channel weighed by a softmax over its tokens' scores, then normed and roped at the block's first
+position. With `overlaps` a token gives two halves: the first counts in the row of the block behind its own, the second in that of its
+own. A row is made when its block's last token runs; what a refused draft made is made again by the token that takes its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyspec.slots.batch import Batch
+from pyspec.slots.kv import KVPool
+from pyspec.slots.ring import RingRows
+
+VALUES, SCORES = "values", "scores"  # names of the ring's rows
+
+
+@dataclass(frozen=True, slots=True)
+class CompressSpec:
+    """`dim`: of a compressed row; the last `n_rot` of it are roped."""
+
+    device: torch.device
+    ratio: int
+    dim: int
+    overlaps: bool
+    n_rot: int
+    eps: float
+    kv: torch.dtype
+
+
+Compress = Callable[[Tensor, Tensor, Tensor, Tensor, RingRows, KVPool, Batch], None]
+"""compress(values, scores, norm [dim], freq [n_rot / 2], ring, pool, batch): makes the rows, then keeps the tokens' in the ring."""
+
+
+def rope_tail(x: Tensor, positions: Tensor, freq: Tensor, sign: float = 1.0) -> Tensor:
+    """Turn adjacent pairs of the last 2 * len(freq) dims by positions * freq. x [row, ..., dim], positions [row]."""
+    angle = positions.double()[:, None] * freq.double()
+    shape = (len(positions), *[1] * (x.dim() - 2), len(freq))
+    cos, sin = angle.cos().float().view(shape), (sign * angle.sin()).float().view(shape)
+    n = 2 * len(freq)
+    a, b = x[..., -n::2], x[..., -n + 1 :: 2]
+    turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+    return torch.cat((x[..., :-n], turned), -1)
+
+
+def bind(spec: CompressSpec) -> Compress:
+    ratio, dim = spec.ratio, spec.dim
+
+    def rows(values: Tensor, scores: Tensor) -> Tensor:
+        """values, scores [block, token, dim] -> [block, dim]; a score of -inf does not count."""
+        return (scores.softmax(1) * values).sum(1)
+
+    def compress(
+        values: Tensor, scores: Tensor, norm: Tensor, freq: Tensor, ring: RingRows, pool: KVPool, batch: Batch
+    ) -> None:
+        for s, seq in enumerate(batch.seqs):
+            here, n_past = slice(batch.starts[s], batch.starts[s + 1]), seq.n_past
+            new = {VALUES: values[here], SCORES: scores[here]}
+            first, end = n_past // ratio, (n_past + seq.width) // ratio  # blocks that are completed
+            if end > first:
+                blocks = _sources(first, end, seq.slot, n_past, new, ring)
+                made = F.rms_norm(rows(*blocks), (dim,), norm, spec.eps)
+                made = rope_tail(made, ratio * torch.arange(first, end, device=made.device), freq)
+                lasts = batch.kv_rows[here][ratio * torch.arange(first + 1, end + 1, device=made.device) - 1 - n_past]
+                pool.write(pool.rows_of(lasts, batch.page_size), made[:, None], None)
+            ring.write(seq.slot, n_past, new)
+
+    def _sources(
+        first: int, end: int, slot: int, n_past: int, new: dict[str, Tensor], ring: RingRows
+    ) -> tuple[Tensor, Tensor]:
+        """Values and scores of each block's sources [block, token, dim]: its own tokens, behind those of the block before."""
+        start = max(0, (first - spec.overlaps) * ratio)
+        old = ring.read(slot, start, n_past) if start < n_past else {}
+        found = []
+        for name, nothing in ((VALUES, 0.0), (SCORES, -torch.inf)):
+            whole = torch.cat((old[name], new[name])) if old else new[name][start - n_past :]
+            whole = whole[: end * ratio - start].unflatten(0, (-1, ratio))
+            own = whole[-(end - first) :]
+            if spec.overlaps:
+                before = whole[: end - first, :, :dim]
+                if first == 0:  # nothing stands before the first block
+                    empty = torch.full_like(whole[:1, :, :dim], nothing)
+                    before = torch.cat((empty, whole[: end - first - 1, :, :dim]))
+                own = torch.cat((before, own[..., dim:]), 1)
+            found.append(own)
+        return found[0], found[1]
+
+    return compress

@@ -1,0 +1,64 @@
+"""Which compressed rows a token attends to: a small network scores them all, the best are taken. The meaning, in plain torch.
+
+    q       [row, head, dim]   f32    roped
+    w       [row, head]        f32    what each head's score counts, already divided by sqrt(head * dim)
+    pool    the indexer's own compressed rows, keys only
+    out     [row, top_k]       int32  ascending; -1 behind the last one
+
+A token at position p sees the rows of all blocks that are complete with it: (p + 1) // ratio of them. If those are no more than top_k all
+are taken and none is scored. Equal scores: the earlier row. A row's choice depends on itself alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyspec.slots.batch import Batch
+from pyspec.slots.kv import KVPool
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSpec:
+    device: torch.device
+    n_head: int
+    dim: int
+    top_k: int
+    ratio: int
+    kv: torch.dtype
+
+
+IndexRows = Callable[[Tensor, Tensor, KVPool, Batch], Tensor]
+
+
+def block_rows(pool: KVPool, batch: Batch, seq: int, n_block: int) -> Tensor:
+    """Rows in the pool of a sequence's first blocks. [n_block] int64"""
+    size, ratio = batch.page_size, pool.tokens_per_row
+    lasts = (
+        ratio * torch.arange(1, n_block + 1, device=batch.page_table.device) - 1
+    )  # positions of the tokens that made them
+    return pool.rows_of(batch.page_table[seq][lasts // size] * size + lasts % size, size)
+
+
+def bind(spec: IndexSpec) -> IndexRows:
+    def index_rows(q: Tensor, w: Tensor, pool: KVPool, batch: Batch) -> Tensor:
+        out = torch.full((q.shape[0], spec.top_k), -1, dtype=torch.int32, device=q.device)
+        for s, seq in enumerate(batch.seqs):
+            n_block = (seq.n_past + seq.width) // spec.ratio
+            here = slice(batch.starts[s], batch.starts[s + 1])
+            seen = (batch.positions[here] + 1) // spec.ratio
+            every = torch.arange(min(n_block, spec.top_k), dtype=torch.int32, device=q.device)
+            out[here, : len(every)] = torch.where(every < seen[:, None], every, -1)
+            if n_block <= spec.top_k:
+                continue
+            keys = pool.read(block_rows(pool, batch, s, n_block), torch.float32)[0][:, 0]
+            scores = (torch.einsum("rhd,kd->rhk", q[here], keys).relu() * w[here, :, None]).sum(1)
+            scores = scores.masked_fill(torch.arange(n_block, device=q.device) >= seen[:, None], -torch.inf)
+            best = scores.sort(dim=-1, descending=True, stable=True).indices[:, : spec.top_k].sort(-1).values
+            out[here] = torch.where((seen > spec.top_k)[:, None], best.int(), out[here])
+        return out
+
+    return index_rows

@@ -1,0 +1,84 @@
+"""Attention over a window of raw rows and over compressed ones, keys that are values, too. The meaning, in plain torch.
+
+    q       [row, head, dim]  f32    roped
+    kv      [row, dim]        f32    the batch's own keys, roped
+    ring    ROWS [slot, n, dim]      keys of the tokens before (slots.ring)
+    pool    compressed rows, keys only; None where a layer has none
+    chosen  [row, top_k]      int32  which of them, -1 for none; None: all whose blocks are complete
+    sinks   [head]            f32    one more logit of every head, without a value
+    out     [row, head, dim]  f32    not turned back
+
+A token sees the last `window` tokens, itself among them, and its compressed rows under one softmax. The batch's own keys are rounded as the ring
+rounds them, so a row does not depend on where a prompt was cut. Keys go into the ring at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyspec.cuda.ops.index_rows.ref import block_rows
+from pyspec.slots.batch import Batch
+from pyspec.slots.kv import KVPool
+from pyspec.slots.ring import RingRows
+
+ROWS = "rows"  # name of the ring's rows
+
+
+@dataclass(frozen=True, slots=True)
+class SparseSpec:
+    """`ratio`: tokens of a compressed row, 0 where a layer has none."""
+
+    device: torch.device
+    n_head: int
+    dim: int
+    window: int
+    ratio: int
+    kv: torch.dtype
+
+
+SparseAttend = Callable[[Tensor, Tensor, RingRows, "KVPool | None", "Tensor | None", Tensor, Batch], Tensor]
+
+
+def bind(spec: SparseSpec) -> SparseAttend:
+    scale = spec.dim**-0.5
+
+    def attend(
+        q: Tensor,
+        kv: Tensor,
+        ring: RingRows,
+        pool: KVPool | None,
+        chosen: Tensor | None,
+        sinks: Tensor,
+        batch: Batch,
+    ) -> Tensor:
+        out = torch.empty_like(q)
+        kv = kv.to(ring.rows[ROWS].dtype)
+        for s, seq in enumerate(batch.seqs):
+            here, n_past = slice(batch.starts[s], batch.starts[s + 1]), seq.n_past
+            at, first = batch.positions[here, None], max(0, n_past - spec.window + 1)
+            old = ring.read(seq.slot, first, n_past)[ROWS]
+            keys = torch.cat((old, kv[here])).float()
+            place = torch.arange(first, n_past + seq.width, device=q.device)
+            seen = (place <= at) & (place > at - spec.window)
+            if pool is not None and (n_block := (n_past + seq.width) // spec.ratio):
+                rows = pool.read(block_rows(pool, batch, s, n_block), torch.float32)[0][:, 0]
+                block = torch.arange(n_block, device=q.device)
+                taken = block < (at + 1) // spec.ratio
+                if chosen is not None:
+                    mark = torch.zeros(seq.width, n_block + 1, dtype=torch.bool, device=q.device)
+                    taken = mark.scatter_(1, chosen[here].long() % (n_block + 1), True)[
+                        :, :n_block
+                    ]  # -1: the last column
+                keys, seen = torch.cat((keys, rows)), torch.cat((seen, taken), 1)
+            scores = torch.einsum("rhd,kd->rhk", q[here], keys) * scale
+            scores = scores.masked_fill(~seen[:, None], -torch.inf)
+            sink = sinks.view(1, -1, 1).expand(len(scores), -1, 1)
+            out[here] = torch.cat((scores, sink), -1).softmax(-1)[..., :-1] @ keys
+            ring.write(seq.slot, n_past, {ROWS: kv[here]})
+        return out
+
+    return attend

@@ -1,0 +1,87 @@
+"""Hyper-connections: several residual streams, mixed around every part of a block. The meaning, in plain torch (arXiv:2409.19606, mHC).
+
+    x       [row, stream, n]        f32  the streams
+    fn      [m, stream * n]         f32  one row for each coefficient: m = (2 + stream) * stream, or `stream` for the head
+    scale   [3] or [1]              f32  of the coefficients that read, write and mix
+    base    [m]                     f32
+
+`split` gives the one row that a part of the block reads, and how what it makes goes back: each stream gets `post` of it, and `comb` of
+all streams as they were, a matrix whose rows and columns sum to one (Sinkhorn). All in f32: a coefficient that is off is off in every
+layer behind it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StreamsSpec:
+    """eps: of the weightless norm; floor: what coefficients are kept above; n_iter: steps that make `comb` doubly stochastic."""
+
+    device: torch.device
+    n_stream: int
+    n: int
+    n_iter: int
+    eps: float
+    floor: float
+
+
+@dataclass(frozen=True, slots=True)
+class StreamMix:
+    """The coefficients of one part of a block: fn, scale and base as above."""
+
+    fn: Tensor
+    scale: Tensor
+    base: Tensor
+
+
+class Streams(Protocol):
+    """What the op binds."""
+
+    def split(self, x: Tensor, mix: StreamMix) -> tuple[Tensor, Tensor, Tensor]:
+        """x -> what the part reads [row, n], post [row, stream], comb [row, from, to]."""
+        ...
+
+    def merge(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        """What the part made of its row, y [row, n], back into the streams x."""
+        ...
+
+    def head(self, x: Tensor, mix: StreamMix) -> Tensor:
+        """The streams summed up to the row that the model's head reads. [row, n]"""
+        ...
+
+
+class TorchStreams:
+    """Implements `Streams`."""
+
+    def __init__(self, spec: StreamsSpec) -> None:
+        self.spec = spec
+
+    def _coefficients(self, x: Tensor, fn: Tensor) -> Tensor:
+        flat = x.flatten(1)
+        return F.linear(F.rms_norm(flat, flat.shape[1:], None, self.spec.eps), fn)
+
+    def split(self, x: Tensor, mix: StreamMix) -> tuple[Tensor, Tensor, Tensor]:
+        n, floor, m = self.spec.n_stream, self.spec.floor, self._coefficients(x, mix.fn)
+        scale, base = mix.scale, mix.base
+        pre = torch.sigmoid(m[:, :n] * scale[0] + base[:n]) + floor
+        post = 2 * torch.sigmoid(m[:, n : 2 * n] * scale[1] + base[n : 2 * n])
+        comb = (m[:, 2 * n :] * scale[2] + base[2 * n :]).view(-1, n, n).softmax(-1) + floor
+        comb = comb / (comb.sum(1, keepdim=True) + floor)
+        for _ in range(self.spec.n_iter - 1):
+            comb = comb / (comb.sum(2, keepdim=True) + floor)
+            comb = comb / (comb.sum(1, keepdim=True) + floor)
+        return (x * pre[:, :, None]).sum(1), post, comb
+
+    def merge(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        return post[:, :, None] * y[:, None] + torch.einsum("rft,rfn->rtn", comb, x)
+
+    def head(self, x: Tensor, mix: StreamMix) -> Tensor:
+        pre = torch.sigmoid(self._coefficients(x, mix.fn) * mix.scale + mix.base) + self.spec.floor
+        return (x * pre[:, :, None]).sum(1)

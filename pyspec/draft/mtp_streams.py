@@ -1,0 +1,143 @@
+"""MTP block of a model with several residual streams (deepseek4), for `mtp.py`.
+
+It pairs a token with all streams of the position before it, as the trunk left them behind its last block, and chaining feeds its own
+streams. Its keys stand in the target's pages, one row a token, and it sees the last `window` of them. In a file of its own the names
+`output_hc_*` mean the mixers of its own head, which are others than the trunk's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyspec.cuda.ops.attend.op import attend
+from pyspec.cuda.ops.attend.ref import AttendSpec
+from pyspec.cuda.ops.norms.op import norms
+from pyspec.cuda.ops.norms.ref import NormsSpec
+from pyspec.errors import PairError
+from pyspec.gguf import GGUFFile
+from pyspec.models.deepseek4 import StreamBlock, StreamHead, WindowAttention
+from pyspec.models.deepseek4_config import Deepseek4Config, limits_of, mix_tensors
+from pyspec.models.target import Out
+from pyspec.models.weights import Embedding, Matrix, Want, Weights
+from pyspec.slots.batch import Batch
+from pyspec.slots.memory import KV, Memory
+from pyspec.slots.parts import LayerParts, Paged
+
+EMBEDDING, HEAD, MIXERS = "token_embd.weight", "output.weight", "output_hc"
+PIECE = 1 << 26  # bytes compared at once
+
+
+@runtime_checkable
+class StreamsParts(Protocol):
+    """What the block shares of its target."""
+
+    config: Deepseek4Config
+    embedding: Embedding
+    norm: Tensor
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Normed rows [row, n_embd] to logits [row, n_vocab]."""
+        ...
+
+
+def layers(c: Deepseek4Config) -> tuple[LayerParts, ...]:
+    """What its layers keep: the trunk's nothing, the block's one row a token."""
+    return (*[{}] * c.n_layer, {KV: Paged(1, c.attention.head_dim, keys_only=True)})
+
+
+def tensors(c: Deepseek4Config, file: GGUFFile, *, is_own_file: bool) -> dict[str, Want]:
+    """Wanted tensors of the block."""
+    if not is_own_file:
+        raise PairError(
+            "the MTP block stands in the target's file, where the mixers of its head have no place beside the trunk's"
+            f" ({MIXERS}_fn): give the block's own file with -md, or --spec-type none"
+        )
+    p, n, s = f"blk.{c.n_layer}", c.n_embd, c.streams.n
+    return {
+        **c.block_tensors(p, 0),
+        **mix_tensors(MIXERS, s * n, s, 1),
+        f"{p}.nextn.eh_proj.weight": Want((n, 2 * n)),
+        f"{p}.nextn.enorm.weight": Want((n,)),
+        f"{p}.nextn.hnorm.weight": Want((n,)),
+        f"{p}.nextn.shared_head_norm.weight": Want((n,), optional=True),
+        f"{p}.nextn.embed_tokens.weight": Want((c.n_vocab, n), optional=True),
+        f"{p}.nextn.shared_head_head.weight": Want((c.n_vocab, n), optional=True),
+        EMBEDDING: Want((c.n_vocab, n), optional=True),
+        HEAD: Want((c.n_vocab, n), optional=True),
+    }
+
+
+def shared(file: GGUFFile, target: GGUFFile) -> tuple[str, ...]:
+    """Tensors that the file has byte by byte as the target: they are loaded once."""
+    return tuple(name for name in (EMBEDDING, HEAD) if _is_same(file, target, name))
+
+
+def _is_same(a: GGUFFile, b: GGUFFile, name: str) -> bool:
+    x, y = a.tensors.get(name), b.tensors.get(name)
+    if x is None or y is None or (x.type, x.shape) != (y.type, y.shape):
+        return False
+    for at in range(0, x.n_bytes, PIECE):
+        one, other = (np.empty(min(PIECE, x.n_bytes - at), np.uint8) for _ in range(2))
+        a.read_into(name, one, at)
+        b.read_into(name, other, at)
+        if not np.array_equal(one, other):
+            return False
+    return True
+
+
+class PagedWindow(WindowAttention):
+    """The block's mixer: a window over keys that stand in pages."""
+
+    def __init__(self, c: Deepseek4Config, w: Weights, p: str, kv: torch.dtype) -> None:
+        super().__init__(c, w, p, 0, kv)
+        a = c.attention
+        self.paged = attend.bind(AttendSpec(w.device, a.n_head, 1, a.head_dim, a.head_dim**-0.5, kv, has_sinks=True))
+
+    def __call__(self, y: Tensor, memory: Memory, layer: int, batch: Batch) -> Tensor:
+        pool, at = memory.kv[layer], batch.positions
+        qr, kv = self.first(y, self.norm).split(self.sizes, -1)
+        q, _ = self.queries(qr, at)
+        pool.write(batch.kv_rows, self.keys(kv, at)[:, None], None)
+        return self.finish(self.paged(q, pool, batch, self.c.window, self.sinks), at)
+
+
+class StreamsMtpBlock:
+    """Implements `ChainedBlock`: hidden states are all streams of a row, side by side."""
+
+    def __init__(
+        self, weights: Weights, memory: Memory, target: StreamsParts, head: Matrix | None, skips: tuple[str, ...]
+    ) -> None:
+        c = target.config
+        c = replace(c, limits=limits_of(weights.file, c.n_layer + 1))
+        p, own = f"blk.{c.n_layer}", f"blk.{c.n_layer}.nextn"
+        self.config, self.memory, self.layer, self.n_hidden = c, memory, c.n_layer, c.n_hidden
+        self.block = StreamBlock(c, weights, c.n_layer, PagedWindow(c, weights, p, memory.kv_dtype))
+        self.eh = weights.matrix(f"{own}.eh_proj.weight")
+        self.enorm, self.hnorm = weights.vector(f"{own}.enorm.weight"), weights.vector(f"{own}.hnorm.weight")
+        self.norms = norms.bind(NormsSpec(weights.device, c.n_embd, c.eps))
+        norm = weights.optional(f"{own}.shared_head_norm.weight")
+        self.last = StreamHead(c, weights, target.norm if norm is None else norm, MIXERS)
+        names = [name for name in (f"{own}.embed_tokens.weight", EMBEDDING) if weights.has(name) and name not in skips]
+        self.embedding = weights.embedding(names[0]) if names else target.embedding
+        names = [name for name in (f"{own}.shared_head_head.weight", HEAD) if weights.has(name) and name not in skips]
+        self.output = weights.matrix(names[0]) if names else head or target.head
+
+    def forward(self, batch: Batch, hidden: Tensor) -> Tensor:
+        """hidden [row, n_hidden] f32: the streams of each row's last position. Returns those of its own."""
+        n, s = len(hidden), self.config.streams.n
+        e = self.norms(self.embedding(batch.tokens), self.enorm)[:, None].expand(-1, s, -1)
+        h = self.norms(hidden.view(n * s, -1), self.hnorm).view(n, s, -1)
+        x = self.eh(torch.cat((e, h), -1).view(n * s, -1)).view(n, s, -1)
+        return self.block(x, self.memory, self.layer, batch).flatten(1)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.output(self.last(hidden.view(len(hidden), self.config.streams.n, -1)))
+
+    def states_of(self, out: Out) -> Tensor:
+        """The block reads the target's streams as they are."""
+        return out.hidden

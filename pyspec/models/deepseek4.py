@@ -1,0 +1,247 @@
+"""`deepseek4` (DeepSeek-V4 Flash and Pro): four residual streams; attention of one key that is its value over a window of raw rows and over compressed
+ones; experts that a table of tokens or a router names.
+
+The configuration is in `deepseek4_config`; the maths of each part is the reference of the op it calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyspec.cuda.ops.compress.op import compress
+from pyspec.cuda.ops.compress.ref import CompressSpec, rope_tail
+from pyspec.cuda.ops.index_rows.op import index_rows
+from pyspec.cuda.ops.index_rows.ref import IndexSpec
+from pyspec.cuda.ops.moe.op import moe
+from pyspec.cuda.ops.moe.ref import Added, MoeSpec, RouteSpec, Stacks, activate
+from pyspec.cuda.ops.moe_route.op import moe_route
+from pyspec.cuda.ops.rows.ref import Norm
+from pyspec.cuda.ops.sparse_attend.op import sparse_attend
+from pyspec.cuda.ops.sparse_attend.ref import SparseSpec
+from pyspec.cuda.ops.streams.op import streams
+from pyspec.cuda.ops.streams.ref import StreamMix, StreamsSpec
+from pyspec.errors import ModelError
+from pyspec.models.deepseek4_config import CSA, INDEX, INDEX_PARTIAL, PARTIAL, ROWS, WINDOW, Deepseek4Config, read
+from pyspec.models.layers import SINKS
+from pyspec.models.target import Out
+from pyspec.models.weights import Weights
+from pyspec.slots.batch import Batch
+from pyspec.slots.kv import KVPool
+from pyspec.slots.memory import Memory
+from pyspec.slots.ring import RingRows
+
+__all__ = ["Deepseek4", "read"]
+
+
+def mix_of(w: Weights, name: str) -> StreamMix:
+    """The coefficients of one part of a block."""
+    return StreamMix(*(w.vector(f"{name}_{x}.weight") for x in ("fn", "scale", "base")))
+
+
+def streams_spec(c: Deepseek4Config, device: torch.device) -> StreamsSpec:
+    return StreamsSpec(device, c.streams.n, c.n_embd, c.streams.n_iter, c.eps, c.streams.floor)
+
+
+class Compressor:
+    """Makes the compressed rows of one layer, of keys or of the indexer. Its products are the layer's first ones."""
+
+    def __init__(self, c: Deepseek4Config, w: Weights, name: str, ratio: int, dim: int, kv: torch.dtype) -> None:
+        self.names = [f"{name}_kv.weight", f"{name}_gate.weight"]
+        self.ratio, self.width = ratio, dim * (1 + (ratio == CSA))
+        self.places, self.norm = w.vector(f"{name}_ape.weight"), w.vector(f"{name}_norm.weight")
+        self.freq = c.freq(ratio).to(w.device)
+        self.compress = compress.bind(CompressSpec(w.device, ratio, dim, ratio == CSA, c.n_rot, c.eps, kv))
+
+    def __call__(self, products: Tensor, ring: RingRows, pool: KVPool, batch: Batch) -> None:
+        """products [row, 2 * width] f32: values, and scores without the bias of a token's place in its block."""
+        values, scores = products.split(self.width, -1)
+        scores = scores + self.places[batch.positions % self.ratio]
+        self.compress(values, scores, self.norm, self.freq, ring, pool, batch)
+
+
+class WindowAttention:
+    """The layer's mixer: what it reads [row, n_embd] f32, not normed yet, to what it gives back to the streams."""
+
+    def __init__(self, c: Deepseek4Config, w: Weights, p: str, ratio: int, kv: torch.dtype) -> None:
+        self.c, self.ratio, a, x = c, ratio, c.attention, c.indexer
+        self.norm, self.q_norm = (
+            Norm(w.vector(f"{p}.attn_norm.weight"), c.eps),
+            Norm(w.vector(f"{p}.attn_q_a_norm.weight"), c.eps),
+        )
+        self.kv_norm, self.sinks = w.vector(f"{p}.attn_kv_a_norm.weight"), w.vector(f"{p}.{SINKS}")
+        self.freq = c.freq(ratio).to(w.device)
+        first, second = [f"{p}.attn_q_a.weight", f"{p}.attn_kv.weight"], [f"{p}.attn_q_b.weight"]
+        self.sizes = [c.q_rank, a.head_dim]
+        self.rows = self.indexed = None
+        if ratio:
+            self.rows = Compressor(c, w, f"{p}.attn_compressor", ratio, a.head_dim, kv)
+            first += self.rows.names
+            self.sizes.append(2 * self.rows.width)
+        if ratio == CSA:
+            self.indexed = Compressor(c, w, f"{p}.indexer_compressor", ratio, x.dim, kv)
+            first += [*self.indexed.names, f"{p}.indexer.proj.weight"]
+            second.append(f"{p}.indexer.attn_q_b.weight")
+            self.sizes += [2 * self.indexed.width, x.n_head]
+            self.index = index_rows.bind(IndexSpec(w.device, x.n_head, x.dim, x.top_k, ratio, kv))
+        self.first, self.second = w.matrix(*first), w.matrix(*second)
+        self.attend = sparse_attend.bind(SparseSpec(w.device, a.n_head, a.head_dim, c.window, ratio, kv))
+        self.out_a, self.out_b = (
+            w.grouped(f"{p}.attn_output_a.weight", c.n_group),
+            w.matrix(f"{p}.attn_output_b.weight"),
+        )
+
+    def queries(self, qr: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Of a row's low-rank query: heads [row, head, dim], normed without a weight and roped, and the rest of the product."""
+        a, n = self.c.attention, len(qr)
+        q, rest = self.second(qr, self.q_norm).split([a.n_head * a.head_dim, self._n_rest], -1)
+        q = F.rms_norm(q.view(n, a.n_head, a.head_dim), (a.head_dim,), None, self.c.eps)
+        return rope_tail(q, positions, self.freq), rest
+
+    @property
+    def _n_rest(self) -> int:
+        return self.c.indexer.n_head * self.c.indexer.dim if self.indexed is not None else 0
+
+    def keys(self, kv: Tensor, positions: Tensor) -> Tensor:
+        """Keys of the rows, which are their values, normed and roped. [row, dim]"""
+        return rope_tail(F.rms_norm(kv, self.kv_norm.shape, self.kv_norm, self.c.eps), positions, self.freq)
+
+    def finish(self, o: Tensor, positions: Tensor) -> Tensor:
+        """Heads' outputs [row, head, dim] turned back, since values carry the turn of keys, and projected in groups."""
+        return self.out_b(self.out_a(rope_tail(o, positions, self.freq, -1.0).flatten(1)))
+
+    def __call__(self, y: Tensor, memory: Memory, layer: int, batch: Batch) -> Tensor:
+        parts, at = memory.layers[layer], batch.positions
+        qr, kv, *rest = self.first(y, self.norm).split(self.sizes, -1)
+        q, index_q = self.queries(qr, at)
+        pool, chosen = None, None
+        if self.rows is not None:
+            pool = cast(KVPool, parts[ROWS])
+            self.rows(rest[0], cast(RingRows, parts[PARTIAL]), pool, batch)
+        if self.indexed is not None:
+            index_pool = cast(KVPool, parts[INDEX])
+            self.indexed(rest[1], cast(RingRows, parts[INDEX_PARTIAL]), index_pool, batch)
+            chosen = self._choose(index_q, rest[2], index_pool, batch)
+        window = cast(RingRows, parts[WINDOW])
+        return self.finish(self.attend(q, self.keys(kv, at), window, pool, chosen, self.sinks, batch), at)
+
+    def _choose(self, q: Tensor, w: Tensor, pool: KVPool, batch: Batch) -> Tensor:
+        x = self.c.indexer
+        q = rope_tail(q.view(-1, x.n_head, x.dim), batch.positions, self.freq)
+        return self.index(q, w * (x.dim * x.n_head) ** -0.5, pool, batch)
+
+
+class StreamExperts:
+    """The layer's feed-forward: what it reads [row, n_embd] f32, not normed yet, to what it gives back to the streams."""
+
+    def __init__(self, c: Deepseek4Config, w: Weights, p: str, limits: tuple[float, float], *, is_hashed: bool) -> None:
+        m, (limit, self.limit) = c.moe, limits
+        self.norm = Norm(w.vector(f"{p}.ffn_norm.weight"), c.eps)
+        self.router = w.vector(f"{p}.ffn_gate_inp.weight")
+        self.table = w.table(f"{p}.ffn_gate_tid2eid.weight") if is_hashed else None
+        if self.table is not None and not bool(((self.table >= 0) & (self.table < m.n_expert)).all()):
+            raise ModelError(f"{p}.ffn_gate_tid2eid.weight names an expert outside 0..{m.n_expert - 1}")
+        self.bias = None if is_hashed else w.optional(f"{p}.exp_probs_b.bias")
+        has_bias = self.bias is not None
+        route = RouteSpec(
+            w.device, c.n_embd, m.n_expert, m.n_used, m.router, m.renorm, m.scale, has_bias, eps=c.eps, given=is_hashed
+        )
+        self.route = moe_route.bind(route)
+        stacks = Stacks(*(w.stack(f"{p}.ffn_{x}_exps.weight") for x in ("gate", "up", "down")))
+        type = stacks.up.type if stacks.gate is not None and stacks.gate.type is stacks.up.type else None
+        spec = MoeSpec(
+            w.device, m.n_used, c.n_embd, m.n_ff, "swiglu", type, stacks.down.type, n_expert=m.n_expert, limit=limit
+        )
+        self.experts = moe.bind(spec)(stacks)
+        self.gate_up = self.down = None
+        if m.n_ff_shared:
+            self.gate_up = w.matrix(f"{p}.ffn_gate_shexp.weight", f"{p}.ffn_up_shexp.weight")
+            self.down = w.matrix(f"{p}.ffn_down_shexp.weight")
+
+    def __call__(self, y: Tensor, tokens: Tensor) -> Tensor:
+        given = None if self.table is None else self.table[tokens]
+        routes = self.route(y, self.norm.weight, self.router, self.bias, given)
+        shared = None
+        if self.gate_up is not None and self.down is not None:
+            gate, up = self.gate_up(y, self.norm).chunk(2, -1)
+            shared = self.down(activate(gate, up, self.limit))
+        return self.experts(y, routes.ids, routes.weights, self.norm, Added(shared))
+
+
+class StreamBlock:
+    """Attention, then experts, each between a row that is read from the streams and its way back into them."""
+
+    def __init__(self, c: Deepseek4Config, w: Weights, i: int, mixer: WindowAttention) -> None:
+        p = f"blk.{i}"
+        self.streams = streams.bind(streams_spec(c, w.device))
+        self.attn_mix, self.feed_mix = mix_of(w, f"{p}.hc_attn"), mix_of(w, f"{p}.hc_ffn")
+        self.mixer, self.feed = mixer, StreamExperts(c, w, p, c.limits[i], is_hashed=i < min(c.n_hash, c.n_layer))
+
+    def __call__(self, x: Tensor, memory: Memory, layer: int, batch: Batch) -> Tensor:
+        """The streams x [row, stream, n_embd] f32 behind the block."""
+        y, post, comb = self.streams.split(x, self.attn_mix)
+        x = self.streams.merge(self.mixer(y, memory, layer, batch), x, post, comb)
+        y, post, comb = self.streams.split(x, self.feed_mix)
+        return self.streams.merge(self.feed(y, batch.tokens), x, post, comb)
+
+
+class StreamHead:
+    """From streams to normed rows, which the model's head reads."""
+
+    def __init__(self, c: Deepseek4Config, w: Weights, norm: Tensor, name: str = "output_hc") -> None:
+        self.eps, self.norm, self.mix = c.eps, norm, mix_of(w, name)
+        self.streams = streams.bind(streams_spec(c, w.device))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [row, stream, n_embd] -> [row, n_embd]"""
+        return F.rms_norm(self.streams.head(x, self.mix), self.norm.shape, self.norm, self.eps)
+
+
+class Deepseek4:
+    """The model bound to its memory. Implements `Target`; its hidden states are all streams behind the last block, side by side."""
+
+    capturable = False  # the ops' references look at lists of the host
+
+    def __init__(self, config: Deepseek4Config, weights: Weights, memory: Memory) -> None:
+        self.config, self.memory, self.device = config, memory, weights.device
+        self.embedding = weights.embedding("token_embd.weight")
+        self.blocks = [
+            StreamBlock(config, weights, i, WindowAttention(config, weights, f"blk.{i}", ratio, memory.kv_dtype))
+            for i, ratio in enumerate(config.ratios[: config.n_layer])
+        ]
+        self.norm = weights.vector("output_norm.weight")
+        self.last = StreamHead(config, weights, self.norm)
+        self.output = weights.matrix("output.weight")
+
+    @property
+    def n_vocab(self) -> int:
+        return self.config.n_vocab
+
+    @property
+    def n_embd(self) -> int:
+        return self.config.n_embd
+
+    @property
+    def n_layer(self) -> int:
+        return self.config.n_layer
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        return self.output(hidden)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
+        x = self.embedding(batch.tokens)[:, None].repeat(1, self.config.streams.n, 1)
+        tapped: dict[int, Tensor] = {}
+        for i, block in enumerate(self.blocks):
+            x = block(x, self.memory, i, batch)
+            if i in taps:
+                tapped[i] = x.mean(1)
+        logits = self.head(self.last(x[batch.out_rows]))
+        return Out(logits, x.flatten(1), torch.cat([tapped[i] for i in taps], -1) if taps else None)
