@@ -143,6 +143,15 @@ def test_errors_come_in_anthropics_envelope(app: App, engine: FakeEngine) -> Non
     assert error(post("/v1/messages/count_tokens", {"messages": []})) == (400, "invalid_request_error")
 
 
+@pytest.mark.parametrize("name", ["n", "n_cmpl"])
+def test_several_answers_are_refused(app: App, name: str) -> None:
+    response = app.post("/v1/messages", {"messages": HELLO, name: 2})
+    assert response.status_code == 400 and response.json()["error"]["message"].startswith(
+        f"{name}: there is one answer"
+    )
+    assert app.post("/v1/messages", {"messages": HELLO, name: 1}).status_code == 200
+
+
 def test_a_full_queue_is_a_rate_limit_with_a_time_to_come_back(engine: FakeEngine) -> None:
     engine.n_queue = 0
     response = App(create_app(engine, ServerSettings())).post("/v1/messages", {"messages": HELLO})

@@ -102,7 +102,11 @@ def _steady(kind: Kind, sent: dict[str, Any], settings: ServerSettings) -> tuple
     """The body as one of chat completions, if it is a chat, and the lines that were taken out of its system prompt."""
     if kind in BODIES:
         return sent, []
-    value = TO_CHAT[kind](sent, settings.limits) if kind in TO_CHAT else sent
+    value = sent
+    if kind in TO_CHAT:
+        value = TO_CHAT[kind](sent, settings.limits)
+        if name := next((name for name in ("n", "n_cmpl") if value.get(name, 1) != 1), ""):
+            raise RequestError(f"{name}: there is one answer on this path; /v1/chat/completions gives several")
     if "messages" not in value:
         return value, []
     messages, moved = steady(value["messages"], settings.volatile_lines)

@@ -33,10 +33,15 @@ def steady(messages: Any, volatile: Sequence[re.Pattern[str]]) -> tuple[Any, lis
     moved: list[str] = []
     patterns = volatile if _listener(messages) is not None else ()
 
+    def stays(line: str) -> bool:
+        if not any(pattern.search(line) for pattern in patterns):
+            return True
+        moved.append(line)
+        return False
+
     def change(text: str) -> str:
-        lines = without_transport(text).split("\n")
-        moved.extend(line for line in lines if any(pattern.search(line) for pattern in patterns))
-        return "\n".join(line for line in lines if not any(pattern.search(line) for pattern in patterns))
+        text = without_transport(text)
+        return "\n".join(line for line in text.split("\n") if stays(line)) if patterns else text
 
     return [_changed(message, change) if message.get("role") in SYSTEM else message for message in messages], moved
 
