@@ -14,6 +14,7 @@ PyspecError                        exit 1   500 server_error
     DownloadError                  exit 7   500 server_error
     RequestError                   exit 1   400 invalid_request_error      this request is refused
         PromptTooLong                       400 exceed_context_size_error
+        BadSlotFile                                                        what a slot was saved in can not be restored
     NotFound                                404 not_found_error
     NotSupported                            501 not_supported_error
     QueueFull                               429 rate_limit_error
@@ -116,6 +117,10 @@ class PromptTooLong(RequestError):
         super().__init__(f"the prompt has {n_prompt} tokens; a request holds {n_ctx} (raise it with -c)")
         self.n_prompt = n_prompt
         self.n_ctx = n_ctx
+
+
+class BadSlotFile(RequestError):
+    """A file that a slot was saved in is damaged, of another model, or not there."""
 
 
 class NotFound(PyspecError):

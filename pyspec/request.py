@@ -282,6 +282,28 @@ class SlotInfo:
     speculative: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class SlotAction:
+    """Something to be done with what a slot holds, once it is idle. `path`: the file, for all but "erase"."""
+
+    kind: Literal["save", "restore", "erase"]
+    slot: int
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotReport:
+    """What came of a SlotAction: tokens that were saved, restored or erased, and what that took."""
+
+    slot: int
+    n_tokens: int
+    n_bytes: int = 0  # of the file
+    ms: float = 0.0
+
+
+SlotAnswer = SlotReport | PyspecError
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metrics:
     """Counters since start and gauges now, read by `/metrics` and `pyspec bench`."""

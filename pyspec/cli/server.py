@@ -40,6 +40,9 @@ def patterns(ctx: click.Context, option: click.Parameter, texts: tuple[str, ...]
 @click.option("-a", "--alias", default="", help="The model's name in answers.")
 @click.option("--metrics/--no-metrics", default=True, help="Serve /metrics.")
 @click.option("--slots/--no-slots", default=True, help="Serve /slots.")
+@click.option(
+    "--slot-save-path", default="", metavar="DIR", help="Directory for POST /slots/ID?action=save and restore."
+)
 @click.option("--props/--no-props", default=True, help="Serve /props.")
 @click.option("--cors-origin", multiple=True, help="Origin browsers may call from, besides this machine.")
 @click.option(
@@ -75,6 +78,7 @@ def server(
     alias: str,
     metrics: bool,
     slots: bool,
+    slot_save_path: str,
     props: bool,
     cors_origin: tuple[str, ...],
     volatile_lines: tuple[re.Pattern[str], ...],
@@ -104,6 +108,7 @@ def server(
         alias=alias,
         metrics=metrics,
         slots=slots,
+        slot_save_path=slot_save_path,
         props=props,
         cors_origins=cors_origin,
         volatile_lines=volatile_lines,

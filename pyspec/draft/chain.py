@@ -288,6 +288,17 @@ class Chain:
         state.n_row, state.hidden = slot.n_past, state.hidden[-1:].clone()
         return Pending(state.generation, state.n_row, state.hidden)
 
+    @property
+    def share_shape(self) -> tuple[int, ...]:
+        return 1, self.block.n_hidden
+
+    def share_tensor(self, saved: object) -> Tensor:
+        assert isinstance(saved, Pending)
+        return saved.hidden
+
+    def share_of(self, n_past: int, packed: Tensor) -> object:
+        return Pending(-1, n_past, packed.to(self.device))
+
     def pools(self) -> Iterable[PartMemory]:
         return self.block.memory.paged
 

@@ -219,6 +219,24 @@ class PagedDrafter(Protocol):
 
 
 @runtime_checkable
+class PortableDrafter(Protocol):
+    """A drafter whose share of a checkpoint can be kept in a file; of any other the share is left out, and it begins anew."""
+
+    @property
+    def share_shape(self) -> tuple[int, ...]:
+        """Dimensions of a share, in f32."""
+        ...
+
+    def share_tensor(self, saved: object) -> Tensor:
+        """What `checkpoint` returned, as a tensor."""
+        ...
+
+    def share_of(self, n_past: int, packed: Tensor) -> object:
+        """The share, at so many tokens, that `share_tensor` made this of; `begin` takes it."""
+        ...
+
+
+@runtime_checkable
 class LookaheadDrafter(Protocol):
     """A drafter that can go on from what the device keeps of a verify, before the host has read it."""
 

@@ -28,7 +28,19 @@ from pyspec.engine.options import (
 from pyspec.engine.result import Progress, RequestSet, Result, collect, patience, submit_when_free
 from pyspec.errors import BadTemplate, PyspecError, QueueFull
 from pyspec.registry import is_spec_type
-from pyspec.request import Delta, Done, EngineInfo, Event, Failed, Metrics, Request, SlotInfo
+from pyspec.request import (
+    Delta,
+    Done,
+    EngineInfo,
+    Event,
+    Failed,
+    Metrics,
+    Request,
+    SlotAction,
+    SlotAnswer,
+    SlotInfo,
+    SlotReport,
+)
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
 
@@ -58,6 +70,10 @@ class Core(Protocol):
 
     def cancel(self, name: str) -> None:
         """End a request at the next round; a name that is not known is ignored."""
+        ...
+
+    def act_on_slot(self, action: SlotAction, hear: Callable[[SlotAnswer], None]) -> None:
+        """Save, restore or erase what a slot holds. `hear` gets what came of it, once, on any thread, and must not block."""
         ...
 
     def slots(self) -> list[SlotInfo]:
@@ -151,6 +167,10 @@ class Engine:
     def cancel(self, request_id: str) -> None:
         """End a request at the next round; unknown and finished ids are ignored."""
         self.core.cancel(request_id)
+
+    def act_on_slot(self, action: SlotAction, hear: Callable[[SlotAnswer], None]) -> None:
+        """Save, restore or erase what a slot holds, once it is idle. `hear` gets a report or the error, on any thread, and must not block."""
+        self.core.act_on_slot(action, hear)
 
     def slots(self) -> list[SlotInfo]:
         """One row per slot, for people and dashboards."""
@@ -288,6 +308,29 @@ class Engine:
     def _submit(self, request: Request, sink: Callable[[Event], None]) -> str:
         with self._says():
             return self.submit(request, sink)
+
+    def save_slot(self, slot: int, path: str | Path) -> SlotReport:
+        """Write what the slot's last request left to a file: tokens, keys and values, states, the drafter's. Waits while the slot is busy.
+
+        A request that begins with those tokens goes on from them. Raises RequestError, or PyspecError if it can not be written.
+        """
+        return self._act(SlotAction("save", slot, str(Path(path).absolute())))
+
+    def restore_slot(self, slot: int, path: str | Path) -> SlotReport:
+        """Bring back what `save_slot` wrote, for this model and drafter, into any slot. Raises BadSlotFile, RequestError."""
+        return self._act(SlotAction("restore", slot, str(Path(path).absolute())))
+
+    def erase_slot(self, slot: int) -> SlotReport:
+        """Forget what requests in this slot have left."""
+        return self._act(SlotAction("erase", slot))
+
+    def _act(self, action: SlotAction) -> SlotReport:
+        heard: queue.SimpleQueue[SlotAnswer] = queue.SimpleQueue()
+        self.act_on_slot(action, heard.put)
+        answer = heard.get()
+        if isinstance(answer, PyspecError):
+            raise answer
+        return answer
 
     async def astream(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> AsyncGenerator[Delta | Done, None]:
         """`stream` for asyncio."""

@@ -18,9 +18,11 @@ import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pyspec.engine.wire import (
+    ActOnSlot,
     Cancel,
     Events,
     Fatal,
@@ -32,12 +34,13 @@ from pyspec.engine.wire import (
     Look,
     Looked,
     Ready,
+    SlotActed,
     Submit,
     pack,
     portable,
 )
 from pyspec.errors import DeviceError, PyspecError
-from pyspec.request import Event, Failed
+from pyspec.request import Event, Failed, SlotAnswer
 
 if TYPE_CHECKING:
     from pyspec.engine.core import Due, EngineCore
@@ -76,6 +79,8 @@ class Child:
                 self.core.cancel(message.name)
             elif isinstance(message, Look):
                 self.link.send(Looked(message.number, self.core.slots(), self.core.metrics()))
+            elif isinstance(message, ActOnSlot):
+                self.core.act_on_slot(message.action, partial(self.acted, message.number))
 
     def load(self, message: Load) -> bool:
         """Load what is asked for and say Ready, or why not; False: there is nothing to run."""
@@ -106,6 +111,11 @@ class Child:
             core.submit(message.request, _ignore, name=message.name, seed=message.seed)
         except PyspecError as e:
             self.link.send(Events([pack(Failed(message.name, e))]))
+
+    def acted(self, number: int, answer: SlotAnswer) -> None:
+        """Something was done with a slot. Called on any thread."""
+        with suppress(OSError):
+            self.link.send(SlotActed(number, portable(answer) if isinstance(answer, PyspecError) else answer))
 
     def hand_over(self, due: Due) -> None:
         """A round's events as one message. Called on the engine's thread."""

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -24,6 +24,7 @@ from pyspec.engine.record import Record, Sink
 from pyspec.engine.suspects import N_CRASH, Suspects
 from pyspec.engine.watchdog import TICK_S, EngineEnd, Watchdog
 from pyspec.engine.wire import (
+    ActOnSlot,
     Cancel,
     Events,
     Heartbeat,
@@ -31,11 +32,12 @@ from pyspec.engine.wire import (
     Look,
     Looked,
     Ready,
+    SlotActed,
     unpack,
 )
 from pyspec.errors import DeviceError, PyspecError, QueueFull, SlotError, Unavailable
 from pyspec.gguf import open_gguf
-from pyspec.request import Done, EngineInfo, Event, Failed, Metrics, Request, SlotInfo
+from pyspec.request import Done, EngineInfo, Event, Failed, Metrics, Request, SlotAction, SlotAnswer, SlotInfo
 from pyspec.sample.noise import resolve_seed
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
@@ -67,6 +69,7 @@ class Supervisor:
         self._child: EngineProcess | None = None  # the one that takes requests
         self._suspects, self._watchdog = Suspects(), Watchdog(settings.hang_timeout)
         self._looked: dict[int, Looked | None] = {}
+        self._acts: dict[int, Callable[[SlotAnswer], None]] = {}  # who waits for the engine that takes requests
         self._lost_at = 0.0  # when the last engine was
         self._past = Metrics()  # what engines that are gone have counted
         self._now = Metrics()  # what this one had when it last told
@@ -129,6 +132,16 @@ class Supervisor:
                 self._child.send(Cancel(name))
                 return
         self._drop_cancelled()
+
+    def act_on_slot(self, action: SlotAction, hear: Callable[[SlotAnswer], None]) -> None:
+        """See Engine.act_on_slot. An engine that is replaced takes what its slots hold with it, and what was to be done with that."""
+        with self._lock:
+            child, number = self._child, next(self._ids)
+            if child is not None and os.getpid() == self._pid:
+                self._acts[number] = hear
+                child.send(ActOnSlot(number, action))
+                return
+        hear(Unavailable("the engine is not there, or is being replaced: try again"))
 
     def alive(self) -> bool:
         return self._state in ("ok", "recovering")
@@ -198,6 +211,9 @@ class Supervisor:
                 if message.number in self._looked:  # else it comes too late for whoever asked
                     self._looked[message.number] = message
                 self._lock.notify_all()
+        elif isinstance(message, SlotActed):
+            if (hear := self._acts.pop(message.number, None)) is not None:
+                hear(message.answer)
         else:
             self._gone()
 
@@ -330,6 +346,9 @@ class Supervisor:
             self._state = "recovering"
             self._lock.notify_all()
         how = child.end()
+        acts, self._acts = self._acts, {}
+        for hear in acts.values():
+            hear(Unavailable("the engine was replaced, and what its slots held is lost"))
         self._past, self._now = totals(self._past, self._now), Metrics()
         if end is None:
             return

@@ -127,14 +127,16 @@ class Committer:
         if at in w.job.cuts or (at == w.job.n_prefill and not self.worker.memory.needs_state):
             self._file(w.job, w.slot)
 
-    def _file(self, job: Job, slot: Slot, *, whole: bool = False) -> None:
-        """File what the slot has committed, unless the request or the drafter's state forbids it."""
+    def _file(self, job: Job, slot: Slot, *, whole: bool = False) -> bool:
+        """File what the slot has committed, unless the request or the drafter's state forbids it. False: it did."""
         lost = self.speculator.lost_track
         if not self.cache.on or not job.request.cache_prompt or slot.index in lost or slot.n_past == 0:
-            return
+            return False
         draft = self.speculator.checkpoint(slot)
-        if slot.index not in lost:
-            self.cache.file(slot, draft, self.worker.fold, whole=whole)
+        if slot.index in lost:
+            return False
+        self.cache.file(slot, draft, self.worker.fold, whole=whole)
+        return True
 
     # -- the end of a request ------------------------------------------------------------------------------------
 
@@ -143,8 +145,7 @@ class Committer:
         self.settle()
         slot = job.slot
         assert slot is not None
-        if end.error is None:
-            self._file(job, slot, whole=True)
+        slot.left = tuple(slot.tokens) if end.error is None and self._file(job, slot, whole=True) else ()
         self.speculator.end(slot)
         self.jobs.pop(slot.index)
         self.worker.table.release(slot, trusted=end.error is None)
@@ -193,4 +194,5 @@ class Committer:
         self.jobs.clear()
         for slot in self.worker.table.slots:
             if slot.busy:
+                slot.left = ()
                 self.worker.table.release(slot, trusted=False)

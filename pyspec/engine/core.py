@@ -21,8 +21,10 @@ from pyspec.config import EngineSettings
 from pyspec.cuda.examine import EXAMINATION
 from pyspec.engine.job import Job, Sink
 from pyspec.engine.load import Loaded, load
+from pyspec.engine.slot_actions import SlotActions
+from pyspec.engine.visit import Visit
 from pyspec.errors import DeviceError, PyspecError, QueueFull, Unavailable
-from pyspec.request import Delta, Done, Event, Failed, Metrics, Request, SlotInfo, Started
+from pyspec.request import Delta, Done, Event, Failed, Metrics, Request, SlotAction, SlotAnswer, SlotInfo, Started
 from pyspec.sample.dry import DryBreakers
 from pyspec.sample.sampler import SlotSampler
 from pyspec.text.stream import TextStream
@@ -84,6 +86,8 @@ class EngineCore:
         self._ids = itertools.count(1)
         self._wake = threading.Condition()
         self._inbox: list[Job] = []
+        self._visits: list[Visit] = []
+        self._actions = SlotActions(self.loop, self.info)
         self._jobs: dict[str, Job] = {}
         self._due: list[tuple[Sink, Event]] = []
         self._is_urgent = False
@@ -144,6 +148,22 @@ class EngineCore:
             if job is not None:
                 self.loop.cancel(job)
                 self._wake.notify()
+
+    def act_on_slot(self, action: SlotAction, hear: Callable[[SlotAnswer], None]) -> None:
+        """Save, restore or erase what a slot holds, once it is idle. `hear` is called once, on any thread."""
+        if os.getpid() != self._pid:
+            hear(Unavailable(f"this engine runs in process {self._pid} and does not survive a fork"))
+            return
+        self._actions.begin(action, hear, self._visit)
+
+    def _visit(self, visit: Visit) -> None:
+        with self._wake:
+            error = self._error or (Unavailable("the engine was closed") if self._closing else None)
+            if error is None:
+                self._visits.append(visit)
+                self._wake.notify()
+        if error is not None:
+            visit.failed(Unavailable(f"the engine has stopped: {error}"))
 
     def _job(self, request: Request, sink: Sink, name: str, seed: int | None) -> Job:
         info = self.info
@@ -210,7 +230,7 @@ class EngineCore:
     def _next(self) -> bool:
         """Wait for work and take it in. False: the engine was closed."""
         with self._wake:
-            while not self._inbox and self.loop.is_idle and not self._closing:
+            while not self._inbox and not self._visits and self.loop.is_idle and not self._closing:
                 self._wake.wait()
             if self._closing:
                 return False
@@ -220,6 +240,9 @@ class EngineCore:
                 else:
                     self.loop.submit(job)
             self._inbox.clear()
+            if self._visits:
+                self.loop.visits += self._visits
+                self._visits.clear()
         return True
 
     def _hand_out(self) -> None:
@@ -247,6 +270,8 @@ class EngineCore:
         with self._wake:
             self._error = error
             lost, self._inbox = self._inbox, []
+            self.loop.visits += self._visits
+            self._visits.clear()
         for job in lost:
             self.loop.queue.push(job)
         self.loop.abort(error)

@@ -23,6 +23,7 @@ from pyspec.engine.queue import Queue
 from pyspec.engine.round import RowLimits, Work, plan_work
 from pyspec.engine.speculator import Speculator
 from pyspec.engine.stats import Stats
+from pyspec.engine.visit import Visit
 from pyspec.errors import PyspecError, SlotError
 from pyspec.models.target import Target
 from pyspec.request import Failed
@@ -67,6 +68,7 @@ class Loop:
         self.admission = Admission(self.queue, *shared)
         self.admission.synthetic = synth is not None and worker.drafter is not None
         self.lookahead = Lookahead(is_async and worker.arena is not None, BUCKETS[-1], synth)
+        self.visits: list[Visit] = []  # to slots, each once it is idle
         self.on_wait: Callable[[], None] = lambda: None  # called while the device is at work on a round
         self.raises_bugs = False  # what nobody can be blamed for gets out, too: whoever owns the process starts it anew
         self.landed = self.ended = 0.0  # when the last forward's results were there, and when its round was over
@@ -125,6 +127,8 @@ class Loop:
         """Let go of who was cancelled, and seat who waits."""
         for job in [j for j in self.jobs.values() if j.cancelled]:
             self.committer.finish(job, End("cancelled"))
+        if self.visits:
+            self._visit()
         self.admission.update()
 
     def draft(self) -> dict[int, Sequence[int]]:
@@ -180,6 +184,8 @@ class Loop:
     def must_read_first(self) -> bool:
         """Somebody waits for what only happens between two rounds."""
         leaves = any(job.cancelled for job in (*self.jobs.values(), *self.queue.waiting()))
+        if self.visits and any(not self.table.slots[v.slot].busy for v in self.visits):
+            return True
         return leaves or not self.jobs or self.queue.first(self.table) is not None
 
     def wait(self, flight: InFlight) -> Fault | None:
@@ -274,7 +280,7 @@ class Loop:
 
     @property
     def is_idle(self) -> bool:
-        return not self.jobs and not len(self.queue)
+        return not self.jobs and not len(self.queue) and not self.visits
 
     def submit(self, job: Job) -> None:
         """Queue a job; raises QueueFull."""
@@ -287,6 +293,21 @@ class Loop:
     def check(self) -> None:
         """Everything that is always true between rounds. To be asked where nobody waits: it looks at every page."""
         self.cache.check()
+
+    def _visit(self) -> None:
+        """Do what waits for slots that are idle, before somebody is seated there."""
+        slots = self.table.slots
+        due = [v for v in self.visits if not slots[v.slot].busy]
+        self.visits = [v for v in self.visits if slots[v.slot].busy]
+        for visit in due:
+            try:
+                visit.do()
+            except Exception as e:
+                visit.failed(blamed(e))
+                if is_device_error(e):
+                    raise
+                if not isinstance(e, PyspecError):
+                    log.exception("a visit to slot %d failed", visit.slot)
 
     def _survive(self, error: Exception) -> None:
         """A bug of ours, or no memory: nobody knows whose round failed, so all seated requests end with it, and others may come."""
@@ -309,3 +330,6 @@ class Loop:
         for job in self.queue.drain():
             job.sink(Failed(job.id, error))
             self.stats.failed += 1
+        visits, self.visits = self.visits, []
+        for visit in visits:
+            visit.failed(error)

@@ -28,6 +28,8 @@ from pyspec.request import (
     Metrics,
     Progress,
     Request,
+    SlotAction,
+    SlotAnswer,
     SlotInfo,
     Started,
     Timings,
@@ -73,6 +75,14 @@ class Look:
     """Asks for Looked."""
 
     number: int
+
+
+@dataclass(frozen=True)
+class ActOnSlot:
+    """Asks for SlotActed. Files are read and written by the engine: what a slot holds does not travel."""
+
+    number: int
+    action: SlotAction
 
 
 # -- from the engine ---------------------------------------------------------------------------------------------
@@ -133,6 +143,14 @@ class Looked:
     number: int
     slots: Sequence[SlotInfo]
     metrics: Metrics
+
+
+@dataclass(frozen=True)
+class SlotActed:
+    """The answer to ActOnSlot."""
+
+    number: int
+    answer: SlotAnswer
 
 
 @dataclass(frozen=True)

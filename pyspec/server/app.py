@@ -25,6 +25,7 @@ from pyspec.server.api.generate import generation
 from pyspec.server.api.openapi import document
 from pyspec.server.api.prompts import chat_text, check_ids, mixed_ids
 from pyspec.server.api.schema import DetokenizeBody, TemplateBody, TokenizeBody, validate
+from pyspec.server.api.slots import slot_action
 from pyspec.server.api.unsupported import refuse_unsupported
 from pyspec.server.engine import EngineLike
 from pyspec.server.http.body import ClientGone, on_gone, parse_object, read_body
@@ -49,7 +50,6 @@ NOT_HERE = (
     "/infill",
     "/v1/audio/transcriptions",
     "/lora-adapters",
-    "/slots/{slot}",
 )
 """Paths of llama-server that are known and refused, so a client learns why instead of seeing a 404."""
 
@@ -118,6 +118,7 @@ def _routes(service: Service) -> list[BaseRoute]:
         "/responses/input_tokens": _with_body(service, partial(_input_tokens, kind="responses")),
         "/v1/chat/completions/input_tokens": _with_body(service, _input_tokens),
         "/chat/completions/input_tokens": _with_body(service, _input_tokens),
+        "/slots/{slot}": slot_action(service),
         "/tokenize": _with_body(service, _tokenize),
         "/detokenize": _with_body(service, _detokenize),
         "/apply-template": _with_body(service, _apply_template),

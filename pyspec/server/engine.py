@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from pyspec.request import EngineInfo, Event, Metrics, Request, SlotInfo
+from pyspec.request import EngineInfo, Event, Metrics, Request, SlotAction, SlotAnswer, SlotInfo
 
 Sink = Callable[[Event], None]
 """Takes the events of one request, in order. Called on the engine's thread; returns at once."""
@@ -75,6 +75,10 @@ class EngineLike(Protocol):
 
     def cancel(self, request_id: str) -> None:
         """End a request; its Done says "cancelled". An unknown or finished id is no error."""
+        ...
+
+    def act_on_slot(self, action: SlotAction, hear: Callable[[SlotAnswer], None]) -> None:
+        """Save, restore or erase what a slot holds, once it is idle. `hear` is called once, on any thread."""
         ...
 
     def slots(self) -> list[SlotInfo]: ...

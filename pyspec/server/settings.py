@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from ipaddress import ip_address
+from pathlib import Path
 
 from pyspec.errors import ConfigError
 from pyspec.request import SamplingParams
@@ -44,6 +45,7 @@ class ServerSettings:
     alias: str = ""  # the model's name in answers; "" takes the engine's
     metrics: bool = True  # serve /metrics
     slots: bool = True  # serve /slots
+    slot_save_path: str = ""  # directory that slots are saved in and restored from; "": they are not
     props: bool = True  # serve /props
     cors_origins: tuple[str, ...] = ()  # besides this machine's; "*" allows all
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -58,6 +60,8 @@ class ServerSettings:
             raise ConfigError(f"port {self.port} is outside 0..65535")
         if not 0 <= self.limits.drain_s <= 86400:
             raise ConfigError(f"--drain-timeout is {self.limits.drain_s:g} s; want 0 to 86400")
+        if self.slot_save_path and not Path(self.slot_save_path).is_dir():
+            raise ConfigError(f"--slot-save-path {self.slot_save_path} is no directory; make it first")
         if any(not key.strip() for key in self.api_keys):
             raise ConfigError("an api key is empty; remove it or give one")
         if not (self.api_keys or self.insecure or is_loopback(self.host)):

@@ -59,6 +59,10 @@ class Memory:
         for part in self.parts:
             part.reset(slot)
 
+    def saved_like(self, n_past: int) -> list[Tensor]:
+        """Tensors of the shapes and types that a checkpoint at `n_past` tokens has; what stands in them is somebody's."""
+        return self._saved(0, n_past)
+
     def _saved(self, slot: int, n_past: int) -> list[Tensor]:
         return [t for part in self.parts for t in part.saved(slot, n_past)]
 

@@ -147,6 +147,12 @@ class PrefixTree:
             node, at = same, at + self.page_size
         return whole, []
 
+    def path(self, tokens: Sequence[int]) -> tuple[list[Node], int]:
+        """The nodes that hold the beginning of `tokens`, and how many of these are there."""
+        whole, partial = self._match(tokens, len(tokens))
+        last, n = max(partial, key=lambda x: x[1], default=(self.root, 0))
+        return [*whole, last] if n else whole, len(whole) * self.page_size + n
+
     # -- holding -------------------------------------------------------------------------------------------------
 
     def hold(self, node: Node) -> None:

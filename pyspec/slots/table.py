@@ -24,7 +24,7 @@ class Slot:
     """One lane of the batch.
 
     `tokens` are the committed ones: their K and V stand in `pages`, at position = index. The first pages are those of
-    `nodes`, which are filed and immutable. `n_fold` counts the rows of the slot's last verify that are committed but not yet
+    `nodes`, which are filed and immutable. `left` is the text that the last request has filed: what an idle slot is said to hold. `n_fold` counts the rows of the slot's last verify that are committed but not yet
     folded into its recurrent state; `generation` grows with every request, and whoever keeps state per slot tags it with
     that number.
     """
@@ -38,6 +38,7 @@ class Slot:
     tokens: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
+    left: tuple[int, ...] = ()
     page_ids: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)  # see SlotTable.reach
 
     @property
@@ -175,6 +176,19 @@ class SlotTable:
         slot.pages.clear()
         slot.tokens.clear()
         slot.n_fold, slot.page_ids = 0, None
+
+    def erase(self, slot: Slot) -> int:
+        """Forget what requests in this slot have filed, but what others hold or have left. Returns how many tokens the slot held."""
+        nodes, n = self.tree.path(slot.left)
+        mine = {*nodes, *(node for node in self.tree.nodes() if node.by[0] == slot.index)}
+        for other in self.slots:
+            if other is not slot:
+                mine.difference_update(self.tree.path(other.left)[0])
+        for node in sorted(mine, key=lambda node: -node.end):  # children before their parents
+            if not node.refs and not node.children:
+                self.tree.remove(node)
+        slot.left = ()
+        return n
 
     def clear(self) -> None:
         """Forget every filed page that no slot holds."""

@@ -6,7 +6,7 @@ import codecs
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,10 @@ from pyspec.request import (
     Metrics,
     Progress,
     Request,
+    SlotAction,
+    SlotAnswer,
     SlotInfo,
+    SlotReport,
     Started,
     Timings,
     TokenLogprob,
@@ -134,6 +137,7 @@ class FakeEngine:
         self.script = Script()
         self.is_alive = True
         self.seen: list[Request] = []
+        self.acted: list[SlotAction] = []
         self.cancelled: dict[str, float] = {}
         self.n_done = 0
         self.n_queue = n_queue
@@ -188,6 +192,13 @@ class FakeEngine:
             drafted_per_pos=(4, 4),
             accepted_per_pos=(4, 2),
         )
+
+    def act_on_slot(self, action: SlotAction, hear: Callable[[SlotAnswer], None]) -> None:
+        self.acted.append(action)
+        if action.slot >= self.info.n_slot:
+            hear(RequestError(f"slot {action.slot} does not exist"))
+        else:
+            hear(SlotReport(action.slot, 84, 4096 if action.path else 0, 1.5))
 
     def state(self) -> str:
         return "ok"

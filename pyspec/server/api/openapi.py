@@ -12,6 +12,7 @@ import pyspec
 from pyspec.server.api.anthropic import MessagesBody
 from pyspec.server.api.responses import ResponsesBody
 from pyspec.server.api.schema import ChatBody, DetokenizeBody, NativeBody, TemplateBody, TextBody, TokenizeBody
+from pyspec.server.api.slots import SlotFileBody
 
 POSTS: dict[str, tuple[type[BaseModel], str, tuple[str, ...]]] = {
     "/v1/chat/completions": (ChatBody, "Answer a chat (OpenAI)", ("choices", "usage", "timings")),
@@ -22,9 +23,21 @@ POSTS: dict[str, tuple[type[BaseModel], str, tuple[str, ...]]] = {
     "/v1/messages/count_tokens": (MessagesBody, "Count the tokens of a chat (Anthropic)", ("input_tokens",)),
     "/v1/responses": (ResponsesBody, "Answer a chat (OpenAI's responses)", ("id", "output", "usage")),
     "/v1/responses/input_tokens": (ResponsesBody, "Count the tokens of a chat (OpenAI's responses)", ("input_tokens",)),
+    "/slots/{slot}": (SlotFileBody, "Save, restore or erase what a slot holds", ("id_slot",)),
     "/tokenize": (TokenizeBody, "Text to token ids", ("tokens",)),
     "/detokenize": (DetokenizeBody, "Token ids to text", ("content",)),
     "/apply-template": (TemplateBody, "Render a chat to its prompt", ("prompt",)),
+}
+PARAMETERS = {
+    "/slots/{slot}": [
+        {"name": "slot", "in": "path", "required": True, "schema": {"type": "integer", "minimum": 0}},
+        {
+            "name": "action",
+            "in": "query",
+            "required": True,
+            "schema": {"type": "string", "enum": ["save", "restore", "erase"]},
+        },
+    ]
 }
 GENERATE = frozenset({"/v1/chat/completions", "/v1/completions", "/completion", "/v1/messages", "/v1/responses"})
 GETS: dict[str, tuple[str, str, tuple[int, ...]]] = {
@@ -113,6 +126,8 @@ def document() -> dict[str, Any]:
             }
         schema = refs[(model, "validation")]
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+        if path in PARAMETERS:
+            operation["parameters"] = PARAMETERS[path]
         paths[path] = {"post": operation}
     return {
         "openapi": "3.1.0",

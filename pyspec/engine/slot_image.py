@@ -1,0 +1,225 @@
+"""What an idle slot holds, as plain host memory, and back: tokens, pages of target and drafter, checkpoints with the drafter's share.
+
+Sampling has nothing to be kept: it depends on logits, history, seed and position alone, and a request brings the history with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyspec.device.worker import Worker
+from pyspec.draft.drafter import PortableDrafter
+from pyspec.errors import BadSlotFile, RequestError
+from pyspec.slots.cache import PrefixCache
+from pyspec.slots.kv import name_of, raw
+from pyspec.slots.memory import Checkpoint
+from pyspec.slots.prefix import State
+from pyspec.slots.slot_file import Bytes, SlotFile
+from pyspec.slots.states import Saved
+from pyspec.slots.table import Slot
+
+
+@dataclass(frozen=True, slots=True)
+class StateHead:
+    """A checkpoint in an image. shapes: of its tensors; has_share: the drafter's share follows them."""
+
+    n_past: int
+    has_share: bool
+    shapes: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """What a slot held, in host memory. content: its tokens [n] int32, its pages of every plane, then each state's tensors and share."""
+
+    n_token: int
+    states: tuple[StateHead, ...]
+    content: list[Tensor]
+
+
+class SlotImager:
+    """Takes images of slots and puts them back. All but `sizes` and `decode` is done on the engine's thread, between rounds."""
+
+    def __init__(self, worker: Worker, cache: PrefixCache) -> None:
+        self.worker, self.cache, self.table = worker, cache, worker.table
+
+    # -- how it is laid out ---------------------------------------------------------------------------------------
+
+    def _planes(self) -> list[Tensor]:
+        """Everything that has pages, as [page, row, *dims]."""
+        size = self.table.page_size
+        return [
+            raw(plane).unflatten(0, (-1, one.shape[0]))
+            for part in self.worker.pools()
+            for plane, one in zip(part.tensors(), part.page(0, size), strict=True)
+        ]
+
+    @property
+    def _drafter(self) -> PortableDrafter | None:
+        drafter = self.worker.drafter
+        return drafter if isinstance(drafter, PortableDrafter) else None
+
+    def layout(self) -> dict[str, Any]:
+        """What has to be the same where an image is put back, beside the models: {what: value}."""
+        share = self._drafter.share_shape if self._drafter is not None else ()
+        planes = [(tuple(p.shape[1:]), str(p.dtype)) for p in self._planes()]
+        states = [str(t.dtype) for t in self.worker.memory.saved_like(1)]
+        return {
+            "kv_type": name_of(self.worker.memory.kv_dtype),
+            "page_size": self.table.page_size,
+            "layout": blake2b(repr((planes, states, share)).encode(), digest_size=8).hexdigest(),
+        }
+
+    def _like(self, n_token: int, states: Sequence[StateHead]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and type of every tensor of an image."""
+        n_page = self.table.pages_for(n_token)
+        like: list[tuple[tuple[int, ...], torch.dtype]] = [((n_token,), torch.int32)]
+        like += [((n_page, *p.shape[1:]), p.dtype) for p in self._planes()]
+        for state in states:
+            like += [
+                (shape, t.dtype)
+                for shape, t in zip(state.shapes, self.worker.memory.saved_like(state.n_past), strict=True)
+            ]
+            if state.has_share:
+                assert self._drafter is not None
+                like.append((self._drafter.share_shape, torch.float32))
+        return like
+
+    # -- taking ---------------------------------------------------------------------------------------------------
+
+    def take(self, slot: Slot) -> Image:
+        """What is there of the text that the slot's last request left. Copies to the host; nothing changes."""
+        if not self.cache.on:
+            raise RequestError("slots hold nothing between requests: the prefix cache is off (--cache-prompt)")
+        nodes, n = self.table.tree.path(slot.left)
+        states = sorted((s for node in nodes for s in node.states.values() if s.n_past <= n), key=lambda s: s.n_past)
+        if self.worker.memory.needs_state:
+            n = states[-1].n_past if states else 0
+        at = torch.tensor([node.page for node in nodes[: self.table.pages_for(n)]], dtype=torch.int64)
+        content = [torch.tensor(slot.left[:n], dtype=torch.int32)]
+        content += [plane[at.to(plane.device)].cpu() for plane in self._planes()]
+        heads = []
+        for state in states:
+            head, tensors = self._take_state(state)
+            heads.append(head)
+            content += tensors
+        return Image(n, tuple(heads), content)
+
+    def _take_state(self, state: State) -> tuple[StateHead, list[Tensor]]:
+        saved = state.content
+        assert isinstance(saved, Saved)
+        tensors, drafter = [t.cpu() for t in saved.checkpoint.tensors], self._drafter
+        shapes = tuple(tuple(t.shape) for t in tensors)
+        if saved.draft is None or drafter is None:
+            return StateHead(state.n_past, False, shapes), tensors
+        share = drafter.share_tensor(saved.draft).float().cpu()
+        return StateHead(state.n_past, True, shapes), [*tensors, share]
+
+    # -- as bytes -------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def encode(image: Image) -> tuple[dict[str, Any], list[Bytes]]:
+        """Head and pieces of a file."""
+        head = {
+            "tokens": image.n_token,
+            "states": [[s.n_past, s.has_share, [list(shape) for shape in s.shapes]] for s in image.states],
+        }
+        return head, [t.contiguous().view(-1).view(torch.uint8).numpy() for t in image.content]
+
+    def decode(self, file: SlotFile, n_vocab: int, n_ctx: int) -> Image:
+        """The image in a file, every number of which is held against this engine before anything is allocated."""
+        n = file.head.get("tokens")
+        if type(n) is not int or not 0 <= n <= min(n_ctx, self.table.n_row):
+            raise file.bad(f"it says {str(n)[:40]} tokens; a slot holds {min(n_ctx, self.table.n_row)} (-c)")
+        states = self._state_heads(file, n)
+        like = self._like(n, states)
+        pieces = file.read([prod(shape) * dtype.itemsize for shape, dtype in like])
+        content = [
+            torch.from_numpy(piece).view(dtype).view(shape) if piece.size else torch.empty(shape, dtype=dtype)
+            for piece, (shape, dtype) in zip(map(_aligned, pieces), like, strict=True)
+        ]
+        tokens = content[0]
+        if n and not (int(tokens.min()) >= 0 and int(tokens.max()) < n_vocab):
+            raise file.bad(f"it has a token outside 0..{n_vocab - 1}")
+        return Image(n, states, content)
+
+    def _state_heads(self, file: SlotFile, n_token: int) -> tuple[StateHead, ...]:
+        rows, memory, before = file.head.get("states"), self.worker.memory, 0
+        if not isinstance(rows, list) or len(rows) > n_token:
+            raise file.bad(f"its list of states is not one of at most {n_token}")
+        heads = []
+        for i, row in enumerate(rows):
+            match row:
+                case [int(n_past), bool(has_share), list(shapes)] if before < n_past <= n_token:
+                    want = [list(t.shape) for t in memory.saved_like(n_past)]
+                    if shapes != want or (has_share and self._drafter is None):
+                        raise file.bad(f"state {i}, at {n_past} tokens, is laid out otherwise than here")
+                    heads.append(StateHead(n_past, has_share, tuple(map(tuple, want))))
+                    before = n_past
+                case _:
+                    raise file.bad(f"state {i} of {len(rows)} is not [tokens up to {n_token}, share, shapes], in order")
+        if n_token and memory.needs_state and before != n_token:
+            raise file.bad(f"it has no state at its end of {n_token} tokens, only at {before}")
+        return tuple(heads)
+
+    # -- putting back ---------------------------------------------------------------------------------------------
+
+    def put(self, slot: Slot, image: Image) -> None:
+        """File an image's content, as if a request in this slot had left it. RequestError if there is no room beside what runs."""
+        if not self.cache.on:
+            raise RequestError("slots hold nothing between requests: the prefix cache is off (--cache-prompt)")
+        slot.left = ()
+        if not image.n_token:
+            return
+        if not self.table.can_admit(image.n_token):
+            raise RequestError(
+                f"{image.n_token} tokens take {self.table.pages_for(image.n_token)} pages, and those that run leave fewer of "
+                f"{self.table.n_page}: try again when less does, or raise --kv-pool"
+            )
+        self.table.acquire(slot, image.n_token)
+        try:
+            self.table.grow(slot, image.n_token)
+            slot.tokens.extend(image.content[0].tolist())
+            self._fill(slot, image)
+        except BaseException:
+            self.table.release(slot, trusted=False)
+            raise
+        left = tuple(slot.tokens)
+        self.table.release(slot)
+        slot.left = left
+
+    def _fill(self, slot: Slot, image: Image) -> None:
+        at, planes = torch.tensor(slot.pages, dtype=torch.int64), self._planes()
+        content = iter(image.content[1:])
+        for plane in planes:
+            plane.index_copy_(0, at.to(plane.device), next(content).to(plane.device))
+        self.table.file(slot, whole=True)
+        for head in image.states:
+            self._fill_state(slot, head, [next(content) for _ in range(len(head.shapes) + head.has_share)])
+        if self.worker.memory.needs_state and image.n_token not in slot.nodes[-1].states:
+            raise BadSlotFile(
+                "there is no room for the state of this slot: raise --cache-device or --cache-ram (in MiB)"
+            )
+
+    def _fill_state(self, slot: Slot, head: StateHead, tensors: list[Tensor]) -> None:
+        node, states = slot.nodes[(head.n_past - 1) // self.table.page_size], self.cache.states
+        if (old := node.states.get(head.n_past)) is not None:
+            states.touch(old)
+            return
+        drafter, share = self._drafter, tensors.pop() if head.has_share else None
+        draft = drafter.share_of(head.n_past, share) if drafter is not None and share is not None else None
+        states.room(sum(t.numel() * t.element_size() for t in tensors))
+        kept = [t.to(self.worker.device, copy=True) for t in tensors]
+        states.add(node, head.n_past, Saved(Checkpoint(head.n_past, kept), draft))
+
+
+def _aligned(piece: Bytes) -> Bytes:
+    """The same bytes where a tensor of any type may stand."""
+    return piece if piece.ctypes.data % 16 == 0 else piece.copy()

@@ -1,0 +1,30 @@
+"""A short name for what a model file holds: the same for the same weights, another one for others."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+from pathlib import Path
+
+from pyspec.gguf.reader import open_gguf
+
+SAMPLES, SAMPLE = 64, 4096  # pieces of a file's tensors that are looked at, and bytes of each
+
+
+def fingerprint(path: Path) -> str:
+    """Of a file's whole header, its size, and samples of its tensors: reading tens of gigabytes would take minutes, and weights
+    that were trained further differ everywhere."""
+    digest = blake2b(digest_size=16)
+    with open_gguf(path) as file:
+        paths = file.paths
+        starts = [
+            min((t.offset for t in file.tensors.values() if t.shard == i), default=0) for i in range(len(file.paths))
+        ]
+    for part, start in zip(paths, starts, strict=True):
+        size = part.stat().st_size
+        digest.update(size.to_bytes(8, "little"))
+        with part.open("rb") as f:
+            digest.update(f.read(start))
+            for i in range(SAMPLES):
+                f.seek(start + max(0, size - start - SAMPLE) * i // (SAMPLES - 1))
+                digest.update(f.read(SAMPLE))
+    return digest.hexdigest()

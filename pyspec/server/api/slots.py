@@ -1,0 +1,92 @@
+"""`POST /slots/{id}?action=save|restore|erase`, with llama-server's bodies and answers."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from pyspec.errors import NotSupported, PyspecError, RequestError
+from pyspec.request import SlotAction, SlotAnswer, SlotReport
+from pyspec.server.api.schema import Body, validate
+from pyspec.server.http.body import parse_object, read_body
+from pyspec.server.http.envelope import JSON
+from pyspec.server.service import Service
+from pyspec.server.stream import while_connected
+
+FORBIDDEN = re.compile(r"[\x00-\x1f\x7f-\x9f/\\:*?\"<>|\uff0e\u2215\u2216\ufffd\ufeff]|\.\.|^[ .]|[ .]$")
+MOST_BYTES = 200  # of a file's name: one beside it has a few more while it is written
+
+
+class SlotFileBody(Body):
+    """What save and restore want to know."""
+
+    filename: str
+
+
+def slot_action(service: Service) -> Callable[[Request], Awaitable[Response]]:
+    """The handler. It waits while the slot is busy, and does nothing if the client leaves before the body was read."""
+
+    async def handle(request: Request) -> Response:
+        if not service.settings.slot_save_path:
+            raise NotSupported("slots are not saved here; start the server with --slot-save-path DIRECTORY")
+        slot, kind = request.path_params["slot"], request.query_params.get("action", "")
+        if not re.fullmatch(r"[0-9]{1,9}", slot):
+            raise RequestError(f"slot {slot[:40]!r} is no number")
+        if kind not in ("save", "restore", "erase"):
+            raise RequestError(f"action is {kind[:40]!r}; want save, restore or erase, as in /slots/0?action=save")
+        with service.admitted():
+            raw = await read_body(request, service.settings.limits)
+            name = "" if kind == "erase" else file_name(raw, service)
+            path = str(Path(service.settings.slot_save_path).absolute() / name) if name else ""
+            action = SlotAction(cast(Literal["save", "restore", "erase"], kind), int(slot), path)
+            report = await while_connected(_done(service, action), request.receive)
+        return JSON(view(action, name, report))
+
+    return handle
+
+
+def file_name(raw: bytes, service: Service) -> str:
+    """The name in a body. RequestError unless it is that of a file right in the directory."""
+    name = validate(SlotFileBody, parse_object(raw, service.settings.limits)).filename
+    if not name or len(name.encode()) > MOST_BYTES or FORBIDDEN.search(name):
+        raise RequestError(
+            f'filename: {name[:40]!r} is not a plain file name: 1 to {MOST_BYTES} bytes, no path, nothing of \\/:*?"<>|, no dot in front'
+        )
+    return name
+
+
+async def _done(service: Service, action: SlotAction) -> SlotReport:
+    loop = asyncio.get_running_loop()
+    answered: asyncio.Future[SlotAnswer] = loop.create_future()
+
+    def settle(answer: SlotAnswer) -> None:
+        if not answered.done():
+            answered.set_result(answer)
+
+    def hear(answer: SlotAnswer) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(settle, answer)
+
+    service.engine.act_on_slot(action, hear)
+    answer = await answered
+    if isinstance(answer, PyspecError):
+        raise answer
+    return answer
+
+
+def view(action: SlotAction, name: str, report: SlotReport) -> dict[str, Any]:
+    """llama-server's answer."""
+    if action.kind == "erase":
+        return {"id_slot": report.slot, "n_erased": report.n_tokens}
+    counts, ms = {"save": (("n_saved", "n_written"), "save_ms")}.get(
+        action.kind, (("n_restored", "n_read"), "restore_ms")
+    )
+    values = dict(zip(counts, (report.n_tokens, report.n_bytes), strict=True))
+    return {"id_slot": report.slot, "filename": name, **values, "timings": {ms: report.ms}}

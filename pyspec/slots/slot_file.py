@@ -1,0 +1,161 @@
+"""The file that a slot is saved in: a head that says what follows, then that, in pieces with a digest each. No torch here.
+
+    magic      8 bytes, "PYSPSLOT"
+    version    u32, little-endian like all numbers
+    n_head     u32   bytes of the head
+    head             a JSON object: whose bytes these are and how many of what
+    digest     16    of all of the above
+    then, again and again up to the end: CHUNK bytes of content (the last time fewer), and their digest
+
+A digest is keyed with that of the head and with its place, so pieces of one file do not pass in another, nor elsewhere. Nothing is
+allocated before the file is known to be exactly as long as its head makes it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyspec.errors import BadSlotFile, PyspecError
+
+MAGIC, VERSION = b"PYSPSLOT", 1
+CHUNK = 1 << 20  # bytes of content between digests: what is damaged is known as closely
+MAX_HEAD = 16 << 20
+DIGEST = 16
+_START = struct.Struct("<8sII")
+
+Bytes = NDArray[np.uint8]
+
+
+def _digest(data: Any, key: bytes = b"", place: int = 0) -> bytes:
+    return blake2b(data, digest_size=DIGEST, key=key, salt=place.to_bytes(8, "little")).digest()
+
+
+def file_bytes(n_head: int, n_content: int) -> int:
+    """Bytes of a whole file."""
+    return _START.size + n_head + DIGEST + n_content + -(-n_content // CHUNK) * DIGEST
+
+
+def write(path: Path, head: dict[str, Any], pieces: Sequence[Bytes]) -> int:
+    """Write a file, which is there whole or not at all. Returns its bytes. Raises PyspecError if it can not be written."""
+    written = path.with_name(f".{path.name[:200]}.{os.getpid()}-{os.urandom(4).hex()}")
+    try:
+        with open(written, "xb") as f:
+            _write(f, head, pieces)
+            n = f.tell()
+        os.replace(written, path)
+    except OSError as e:
+        with suppress(OSError):
+            written.unlink()
+        raise PyspecError(f"{path.name} can not be written: {e.strerror or type(e).__name__}") from None
+    return n
+
+
+def _write(f: BinaryIO, head: dict[str, Any], pieces: Sequence[Bytes]) -> None:
+    text = json.dumps(head, separators=(",", ":")).encode()
+    start = _START.pack(MAGIC, VERSION, len(text)) + text
+    key, place, held = _digest(start), 0, bytearray()
+    f.write(start + key)
+    for piece in pieces:
+        view, at = piece.data, 0
+        while at < len(view):
+            n = min(CHUNK - len(held), len(view) - at)
+            held += view[at : at + n]
+            at += n
+            if len(held) == CHUNK:
+                f.write(held)
+                f.write(_digest(held, key, place))
+                place, held = place + 1, bytearray()
+    if held:
+        f.write(held)
+        f.write(_digest(held, key, place))
+
+
+class SlotFile:
+    """An opened file whose head has been checked. A context manager. Every failure is a BadSlotFile that names the place."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = path.name
+        try:
+            self._file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0)), "rb")
+        except OSError as e:
+            raise self.bad(e.strerror or type(e).__name__) from None
+        try:
+            status = os.fstat(self._file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise self.bad("it is no regular file")
+            self.size = status.st_size
+            self.head = self._read_head()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def __enter__(self) -> SlotFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def bad(self, why: str) -> BadSlotFile:
+        """The error to raise."""
+        return BadSlotFile(f"slot file {self.name}: {why}")
+
+    def _take(self, n: int, what: str) -> bytes:
+        at = self._file.tell()
+        if n > self.size - at:
+            raise self.bad(f"{what} needs {n} bytes at offset {at}, but {self.size - at} of {self.size} are left")
+        try:
+            data = self._file.read(n)
+        except OSError as e:
+            raise self.bad(f"{what} can not be read: {e.strerror}") from None
+        if len(data) != n:
+            raise self.bad(f"it became shorter while it was read: {what} ends at offset {at + len(data)}")
+        return data
+
+    def _read_head(self) -> dict[str, Any]:
+        start = self._take(_START.size, "the start")
+        magic, version, n_head = _START.unpack(start)
+        if magic != MAGIC:
+            raise self.bad("it is not a file that a slot was saved in")
+        if version != VERSION:
+            raise self.bad(f"it has version {version}; this program reads version {VERSION}")
+        if n_head > MAX_HEAD:
+            raise self.bad(f"a head of {n_head} bytes is more than the {MAX_HEAD} allowed")
+        text = self._take(n_head, "the head")
+        self._key = self._take(DIGEST, "the head's digest")
+        if self._key != _digest(start + text):
+            raise self.bad(f"the head is damaged: bytes 0 to {self._file.tell() - 1} do not match their digest")
+        self._n_head = n_head
+        try:
+            head = json.loads(text)
+        except (ValueError, RecursionError):
+            raise self.bad("the head is not JSON") from None
+        if not isinstance(head, dict):
+            raise self.bad("the head is not a JSON object")
+        return head
+
+    def read(self, sizes: Sequence[int]) -> list[Bytes]:
+        """All pieces, of so many bytes each: that they are what the file has is checked before memory is taken."""
+        n = sum(sizes)
+        if (want := file_bytes(self._n_head, n)) != self.size:
+            raise self.bad(f"it has {self.size} bytes; what its head says takes {want}")
+        content = np.empty(n, np.uint8)
+        for place, at in enumerate(range(0, n, CHUNK)):
+            end, offset = min(at + CHUNK, n), self._file.tell()
+            content[at:end] = np.frombuffer(self._take(end - at, "the content"), np.uint8)
+            if self._take(DIGEST, "a digest") != _digest(content[at:end].data, self._key, place):
+                raise self.bad(f"it is damaged: bytes {offset} to {self._file.tell() - 1} do not match their digest")
+        return np.split(content, np.cumsum(sizes)[:-1])
