@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
@@ -110,6 +111,6 @@ _BODIES = {
 }
 
 
-def choice_of(texts: list[str]) -> str:
+def choice_of(texts: Sequence[str]) -> str:
     """A lark grammar for one of several texts."""
-    return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in dict.fromkeys(texts))

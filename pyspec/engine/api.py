@@ -6,6 +6,7 @@ import asyncio
 import queue
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, Protocol, Unpack, cast, overload
@@ -16,6 +17,7 @@ from pyspec.config import EngineSettings, settings_from
 from pyspec.engine.incoming import Incoming
 from pyspec.engine.options import (
     GenerateOptions,
+    GrammarOptions,
     LoadOptions,
     Message,
     Prompt,
@@ -26,7 +28,7 @@ from pyspec.engine.options import (
     settings_of,
 )
 from pyspec.engine.result import Progress, RequestSet, Result, collect, patience, submit_when_free
-from pyspec.errors import BadTemplate, PyspecError, QueueFull
+from pyspec.errors import BadTemplate, PyspecError, QueueFull, RequestError
 from pyspec.registry import is_spec_type
 from pyspec.request import (
     Delta,
@@ -34,6 +36,7 @@ from pyspec.request import (
     EngineInfo,
     Event,
     Failed,
+    Grammar,
     Metrics,
     Request,
     SlotAction,
@@ -164,6 +167,10 @@ class Engine:
         """
         return self.core.submit(self._incoming.check(request), sink)
 
+    def check_grammar(self, grammar: Grammar) -> Grammar:
+        """The grammar, compiled. Raises RequestError if it can not be kept. Takes a while if it is new."""
+        return self._incoming.grammars.compiled(grammar)
+
     def cancel(self, request_id: str) -> None:
         """End a request at the next round; unknown and finished ids are ignored."""
         self.core.cancel(request_id)
@@ -226,7 +233,14 @@ class Engine:
 
     def request(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Request:
         """Build a Request, e.g. with temperature=0. Raises RequestError, ConfigError."""
-        return request_of(self.encode(prompt), options)
+        request = request_of(self.encode(prompt), options)
+        if request.grammar is None:
+            return request
+        try:
+            return replace(request, grammar=self.check_grammar(request.grammar))
+        except RequestError as e:
+            name = next(name for name in GrammarOptions.__annotations__ if options.get(name) is not None)
+            raise RequestError(f"{name}: {e}") from None
 
     def generate(self, prompt: Prompt, **options: Unpack[GenerateOptions]) -> Result:
         """Run one request to its end. Options as in `request`."""

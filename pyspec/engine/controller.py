@@ -335,6 +335,10 @@ class Controller:
         best = np.bincount(slot_of[: n + 1], minlength=busy).tolist()
         return best, f"expects {1e3 * rate[n]:.0f} tok/s, plain {1e3 * plain:.0f}"
 
+    def pays(self, busy: int, n: int) -> bool:
+        """Whether `n` tokens that are sure to be accepted are worth their rows: each saves its slot a round."""
+        return self.force is None and (busy + n) * self.verify_ms(busy) >= busy * self.verify_ms(busy + n)
+
     def record(self, slot: int, n_draft: int, n_accepted: int) -> None:
         """The verdict on one slot's draft."""
         lane = self.lanes[slot]

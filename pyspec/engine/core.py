@@ -19,6 +19,7 @@ from pathlib import Path
 
 from pyspec.config import EngineSettings
 from pyspec.cuda.examine import EXAMINATION
+from pyspec.engine.grammars import Grammars
 from pyspec.engine.job import Job, Sink
 from pyspec.engine.load import Loaded, load
 from pyspec.engine.slot_actions import SlotActions
@@ -83,6 +84,7 @@ class EngineCore:
             self._is_remote
         )  # whoever hears of this process's end starts another, and nobody's request ends
         self._breakers = DryBreakers(self.tokenizer)
+        self.grammars = Grammars(self.tokenizer, self.info.n_vocab)
         self._ids = itertools.count(1)
         self._wake = threading.Condition()
         self._inbox: list[Job] = []
@@ -131,13 +133,27 @@ class EngineCore:
         with self._wake:
             if self._error is not None or self._closing:
                 raise Unavailable(f"the engine has stopped: {self._error or 'the engine was closed'}")
-            waiting = len(self._inbox) + len(self.loop.queue)
+            waiting = len(self._inbox) + len(self.loop.queue) + self.grammars.n_waiting
             if waiting >= self.loop.queue.limit:
                 raise QueueFull(waiting)
             self._jobs[job.id] = job
+            if request.grammar is not None:
+                self.grammars.begin(job, request.grammar, self._constrained)
+                return job.id
             self._inbox.append(job)
             self._wake.notify()
         return job.id
+
+    def _constrained(self, job: Job) -> None:
+        """A job has its grammar, or the reason why it has none."""
+        with self._wake:
+            is_late = self._error is not None
+            if not is_late:
+                self._inbox.append(job)
+                self._wake.notify()
+        if is_late:
+            job.sink(Failed(job.id, Unavailable(f"the engine has stopped: {self._error}")))
+            self._hand_out()
 
     def cancel(self, name: str) -> None:
         """End a request at the next round; unknown and finished ones are ignored."""
@@ -235,7 +251,10 @@ class EngineCore:
             if self._closing:
                 return False
             for job in self._inbox:
-                if (finish := job.spent) is not None:
+                if job.flaw is not None:
+                    job.sink(Failed(job.id, job.flaw))
+                    self.loop.stats.failed += 1
+                elif (finish := job.spent) is not None:
                     job.done(finish, job.resumed_stop)
                 else:
                     self.loop.submit(job)
@@ -320,7 +339,7 @@ class EngineCore:
         table, states = self.loop.table, self.loop.cache.states
         counts = self.loop.stats.snapshot(
             processing=len(self.loop.jobs),
-            queued=len(self.loop.queue) + len(self._inbox),
+            queued=len(self.loop.queue) + len(self._inbox) + self.grammars.n_waiting,
             pages_used=table.n_page_used,
             pages_total=table.n_page,
         )

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
+from pyspec.constrain.check import GrammarCheck
 from pyspec.errors import PromptTooLong, RequestError
 from pyspec.request import EngineInfo, Request, check_request
 from pyspec.text.tokenizer import Tokenizer
@@ -19,6 +20,7 @@ class Incoming:
 
     def __init__(self, info: EngineInfo, tokenizer: Tokenizer) -> None:
         self.info, self.bos = info, tokenizer.bos_id
+        self.grammars = GrammarCheck(tokenizer, info.n_vocab)
         self.room = min(info.n_ctx, info.n_row - info.n_overhang if info.n_row else info.n_ctx)
         opening = [t for t in tokenizer.special - tokenizer.eog if 0 <= t < info.n_vocab]
         self._opening = np.zeros(info.n_vocab, dtype=bool)  # by token: it may begin a turn of a chat
@@ -52,6 +54,7 @@ class Incoming:
             n_before_turn=before,
             n_system=system,
             n_stable=stable,
+            grammar=None if request.grammar is None else self.grammars.compiled(request.grammar),
         )
 
     def _ids(self, tokens: tuple[int, ...], what: str) -> Ids:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from pyspec.constrain.constraint import Constraint
 from pyspec.errors import PyspecError, SlotError
 from pyspec.request import Delta, Done, Event, Failed, Finish, Progress, Request, Timings, TokenLogprob
 from pyspec.sample.sampler import SlotSampler
@@ -25,7 +26,9 @@ def at_least(rounds: Sequence[int]) -> list[int]:
 class Job:
     """Lives from submit to its last event. `slot` is None while it waits; `anchor` is None until its prompt is done.
 
-    prefill  what goes through the model before its first token: the prompt, and what an earlier life generated behind it
+    prefill     what goes through the model before its first token: the prompt, and what an earlier life generated behind it
+    constraint  its grammar, moved by committed tokens; None: any text
+    flaw        why it can not begin
     """
 
     id: str
@@ -50,6 +53,8 @@ class Job:
     used: list[int] = field(default_factory=list)  # rounds by n_draft
     right: list[int] = field(default_factory=list)  # rounds by n_accepted
     synthetic: bool = False
+    constraint: Constraint | None = None
+    flaw: PyspecError | None = None
 
     def __post_init__(self) -> None:
         resumed = self.request.resumed
@@ -81,7 +86,10 @@ class Job:
     @property
     def spent(self) -> Finish | None:
         """How it ended before it began: what it resumes was all there is, and only its last event was lost."""
-        return "stop" if self.resumed_stop else "length" if self.request.resumed and self.n_left <= 0 else None
+        is_over = self.constraint is not None and self.constraint.is_over
+        return (
+            "stop" if self.resumed_stop or is_over else "length" if self.request.resumed and self.n_left <= 0 else None
+        )
 
     @property
     def is_decoding(self) -> bool:
@@ -113,6 +121,11 @@ class Job:
         self.slot, self.cuts = slot, cuts
         self.n_cached, self.started = slot.n_past, time.perf_counter()
 
+    def constrain(self, constraint: Constraint) -> None:
+        """Keep to a grammar, behind what was generated already. Raises SlotError if that does not follow it."""
+        constraint.commit([t for t in self.request.resumed if t not in self.eog])
+        self.constraint = constraint
+
     def progress(self, n_processed: int) -> None:
         """Tell that the prompt is in up to `n_processed` tokens."""
         ms = 1e3 * (time.perf_counter() - self.started)
@@ -134,10 +147,15 @@ class Job:
         end = None
         if not (self.request.params.ignore_eos or self.eog.isdisjoint(tokens)):
             end = next(i for i, t in enumerate(tokens) if t in self.eog)
-        content = tokens if end is None else tokens[:end]
+        content, is_over = tokens if end is None else tokens[:end], False
+        if self.constraint is not None:
+            content = content[: self.constraint.commit(content)]
+            is_over = self.constraint.is_over
         released = self.stream.push(content)
         finish: Finish | None = None
         n_used = len(tokens) if end is None else end + 1
+        if is_over:
+            finish, n_used, end = "stop", len(content), None
         if released.stopped:
             finish, n_used, content = "stop", released.n_tokens_used, content[: released.n_tokens_used]
         elif end is not None:

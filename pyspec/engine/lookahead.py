@@ -21,6 +21,7 @@ from pyspec.engine.job import Job
 from pyspec.engine.round import Work
 from pyspec.errors import SlotError
 from pyspec.sample.choose import Chosen
+from pyspec.sample.mask import SpanMask
 from pyspec.sample.sampler import SlotSampler
 from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.batch import Seq
@@ -37,6 +38,8 @@ class InFlight:
     Of one that goes on from the round before:
     off     slots for which it ran with another token than the round before turned out to give
 
+    masks   by slot, what the rows of those with a grammar may choose
+
     next    how the round behind this one goes on from it, once that is launched
     """
 
@@ -47,6 +50,7 @@ class InFlight:
     sent: float
     is_behind: bool = False
     off: set[int] = field(default_factory=set)
+    masks: dict[int, SpanMask] = field(default_factory=dict)
     next: Behind | None = None
     arrived: float = 0.0
     since: float = 0.0
@@ -124,6 +128,7 @@ class Lookahead:
         job, width = w.job, w.seq.width
         return (
             job.is_decoding
+            and job.constraint is None  # the host tells what may come
             and w.seq.n_out == width
             and job.n_left > width
             and takes_the_best(job.sampler)

@@ -28,6 +28,7 @@ from pyspec.errors import PyspecError, SlotError
 from pyspec.models.target import Target
 from pyspec.request import Failed
 from pyspec.sample.choose import Chosen, Span, choose
+from pyspec.sample.mask import SpanMask, fill_all
 from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.arena import BUCKETS
 from pyspec.slots.cache import PrefixCache
@@ -193,6 +194,7 @@ class Loop:
         self.committer.settle()
         with self.worker.lock.released():  # listeners are the caller's code, and may wait for another engine
             self.on_wait()
+            self.mask(flight)
             flight.launched.wait()
         fault = self.worker.faults.take()
         if flight.is_watched:
@@ -203,12 +205,21 @@ class Loop:
         self.landed = flight.arrived
         return fault
 
+    def mask(self, flight: InFlight) -> None:
+        """What grammars let the rows choose: filled while the device works, or for greedy choices not before one is refused."""
+        constrained = [w for w in flight.work if w.job.constraint is not None and w.seq.n_out]
+        for w in constrained:
+            assert w.job.constraint is not None
+            flight.masks[w.slot.index] = SpanMask(w.job.constraint, w.draft)
+        if constrained and self.may_defer:
+            fill_all(flight.masks.values())
+
     def choose(self, flight: InFlight) -> list[Chosen | None]:
         """The target's verdict on every sequence that has logits."""
         spans, at = [], 0
         for w in flight.work:
             if w.seq.n_out:
-                spans.append(Span(w.job.sampler, at, w.seq.n_out, w.draft))
+                spans.append(Span(w.job.sampler, at, w.seq.n_out, w.draft, flight.masks.get(w.slot.index)))
                 at += w.seq.n_out
         verdicts = iter(self._verdicts(flight, spans))
         return [next(verdicts) if w.seq.n_out else None for w in flight.work]
@@ -230,7 +241,7 @@ class Loop:
         self.stats.round(busy=len(work), times=(flight.began, flight.drafted, flight.arrived, sampled, self.ended))
         if any(w.is_prompt for w in work) or not all(w.job.is_decoding or w.slot.index not in self.jobs for w in work):
             return
-        live = [len(w.draft) for w in work if w.draft]
+        live = [len(w.draft) for w in work if w.draft and w.slot.index not in self.speculator.forced]
         until = self.ended if ahead is None else flight.arrived  # what comes after is hidden behind the next round
         took, draft_ms = 1e3 * (until - flight.since), 1e3 * (flight.drafted - flight.began)
         self.speculator.controller.timed(n_row, took, len(live), max(live, default=0), draft_ms)

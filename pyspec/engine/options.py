@@ -6,6 +6,7 @@ The fields are those of `EngineSettings`, `Request` and `SamplingParams`, where 
 
 from __future__ import annotations
 
+import json
 import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,9 +17,10 @@ from pathlib import Path
 from typing import TypedDict
 
 from pyspec.config import EngineSettings, settings_from
+from pyspec.constrain.grammar import choice_of
 from pyspec.errors import ConfigError, PyspecError, RequestError
 from pyspec.ranges import rules_of, shown
-from pyspec.request import Request, SamplingParams, check_request
+from pyspec.request import Grammar, Request, SamplingParams, check_request
 
 Message = Mapping[str, object]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -104,7 +106,21 @@ class RequestOptions(TypedDict, total=False):
     max_predict_ms: float
 
 
-class GenerateOptions(SamplingOptions, RequestOptions, total=False):
+class GrammarOptions(TypedDict, total=False):
+    """What the text has to match; one of them.
+
+    json_schema  a JSON Schema, as an object or as JSON text; {} is any JSON
+    grammar      in llama.cpp's GBNF, or in lark
+    choices      one of these texts
+    """
+
+    json_schema: Mapping[str, object] | str | bool | None
+    grammar: str | None
+    regex: str | None
+    choices: Sequence[str] | None
+
+
+class GenerateOptions(SamplingOptions, RequestOptions, GrammarOptions, total=False):
     """All that a generation takes. `params` are values for the sampling options that are not given."""
 
     params: SamplingParams | None
@@ -124,9 +140,34 @@ def request_of(prompt: tuple[int, ...], options: Mapping[str, object]) -> Reques
     rest = {name: value for name, value in options.items() if name in RequestOptions.__annotations__}
     if isinstance(stop := rest.get("stop"), str):
         rest["stop"] = (stop,)
-    request = Request(prompt=prompt, params=replace(params, **sampling), **rest)  # type: ignore[arg-type]
+    grammar = grammar_of(options)
+    request = Request(prompt=prompt, params=replace(params, **sampling), grammar=grammar, **rest)  # type: ignore[arg-type]
     check_request(request)
     return replace(request, stop=tuple(request.stop))
+
+
+def grammar_of(options: Mapping[str, object]) -> Grammar | None:
+    """The one of GrammarOptions that is given. Raises ConfigError."""
+    said = {name: options[name] for name in GrammarOptions.__annotations__ if options.get(name) is not None}
+    if len(said) > 1:
+        raise ConfigError(f"{' and '.join(said)} are given; a text keeps to one of them")
+    for name, value in said.items():
+        if name == "json_schema" and isinstance(value, Mapping | bool):
+            try:
+                return Grammar(kind="json_schema", source=json.dumps(value))
+            except (TypeError, ValueError, RecursionError) as e:
+                raise ConfigError(f"json_schema is no JSON: {e}") from None
+        if name == "choices":
+            if isinstance(value, str) or not isinstance(value, Sequence) or not value or not all(value):
+                raise ConfigError(f"choices is {shown(value)}; want a list of texts, none of them empty")
+            if bad := [text for text in value if not isinstance(text, str)]:
+                raise ConfigError(f"choices holds {shown(bad[0])}; want texts")
+            return Grammar(kind="lark", source=choice_of(value))
+        if not isinstance(value, str):
+            raise ConfigError(f"{name} is {shown(value)}; want text" + " or an object" * (name == "json_schema"))
+        kind = {"grammar": "gbnf" if "::=" in value else "lark"}.get(name, name)
+        return Grammar(kind=kind, source=value)  # type: ignore[arg-type]
+    return None
 
 
 def ids_of(prompt: Sequence[object]) -> tuple[int, ...]:

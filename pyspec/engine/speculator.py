@@ -36,6 +36,7 @@ class Speculator:
         self.lost_track: set[int] = set()  # slots whose drafter state is not to be trusted
         self.chosen: list[tuple[int, int]] | None = None  # (slot, drafts) of the next round, if that is known already
         self.watch = AcceptanceWatch()
+        self.forced: set[int] = set()  # slots whose drafts are what their grammar forces, and nobody's guess
         self.raises_bugs = False  # a drafter that fails otherwise than by a SlotError is not done without
 
     @property
@@ -66,16 +67,35 @@ class Speculator:
         chosen, self.chosen = self.chosen, None
         if chosen is None or [slot for slot, _ in chosen] != [job.slot.index for job in jobs if job.slot is not None]:
             chosen = self.lengths(jobs)
+        forced = self._forced([job for job in jobs if job.constraint is not None])
         drafter = self.drafter
-        if drafter is None or not any(n for _, n in chosen):
-            return {}
+        if drafter is None or not any(n > len(forced.get(slot, ())) for slot, n in chosen):
+            return forced
         asks = [
             DraftRequest(job.slot, job.anchor, n)
             for job, (slot, n) in zip(jobs, chosen, strict=True)
             if job.slot is not None and job.anchor is not None and slot not in self.lost_track
         ]
         found = self._attempt("no drafts this round", lambda: drafter.draft(asks), [ask.slot for ask in asks])
-        return {ask.slot.index: d[: ask.n_draft] for ask, d in zip(asks, found or [], strict=bool(found))}
+        drafts = {ask.slot.index: d[: ask.n_draft] for ask, d in zip(asks, found or [], strict=bool(found))}
+        for slot, tokens in forced.items():
+            if tuple(drafts.get(slot, ())[: len(tokens)]) == tuple(tokens):
+                self.forced.discard(slot)  # the drafter says so, too, and goes on
+            else:
+                drafts[slot] = tokens
+        return drafts
+
+    def _forced(self, jobs: Sequence[Job]) -> dict[int, Sequence[int]]:
+        """By slot, what a grammar leaves no choice about: drafts that need no drafter, if their rows pay."""
+        self.forced.clear()
+        found = {}
+        for job in jobs:
+            if job.slot is not None and job.constraint is not None:
+                tokens = job.constraint.forced(self.most(job, 0))
+                if tokens and self.controller.pays(len(jobs), len(tokens)):
+                    found[job.slot.index] = tokens
+        self.forced.update(found)
+        return found
 
     def _attempt(self, what: str, do: Callable[[], T], slots: Sequence[Slot]) -> T | None:
         """What the drafter returns; None if it fails. A SlotError leaves its state as it was; after anything else nobody knows."""

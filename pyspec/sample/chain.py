@@ -115,7 +115,8 @@ def pick(logits: Tensor, settings: Settings, total: Tensor | None = None) -> tup
     below = _weights(scaled, keep).cumsum(-1)
     target = torch.minimum((settings.noise * below[:, -1:]).long(), below[:, -1:] - 1)
     column = torch.searchsorted(below, target, right=True).squeeze(1).clamp(max=logits.shape[1] - 1)
-    return column, (keep & (logits == logits.amin(-1, keepdim=True))).any(-1)
+    least = logits.amin(-1, keepdim=True)  # if that is banned, so is all that is elsewhere
+    return column, (keep & (logits == least) & (least > -math.inf)).any(-1)
 
 
 def survivors(logits: Tensor, settings: Settings, total: Tensor | None = None) -> Tensor:

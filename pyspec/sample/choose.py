@@ -20,6 +20,8 @@ from pyspec.cuda.ops.best.ref import BestSpec, argmax
 from pyspec.errors import SlotError
 from pyspec.request import SamplingParams, TokenLogprob
 from pyspec.sample import chain, edits, stepwise
+from pyspec.sample import mask as masks
+from pyspec.sample.mask import SpanMask
 from pyspec.sample.sampler import SlotSampler
 from pyspec.sample.synth import SynthAcceptance
 
@@ -28,12 +30,16 @@ _MAX_NARROW = 1024  # so many candidates are found without sorting the vocabular
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The verified rows of one slot: row first_row + i follows the committed tokens and drafts[:i]."""
+    """The verified rows of one slot: row first_row + i follows the committed tokens and drafts[:i].
+
+    mask  what its grammar lets them choose
+    """
 
     sampler: SlotSampler
     first_row: int
     width: int  # len(drafts) + 1
     drafts: Sequence[int] = ()
+    mask: SpanMask | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +65,11 @@ class _Work:
     @property
     def n_row(self) -> int:
         return len(self.drafts) + 1
+
+    @property
+    def checks(self) -> bool:
+        """Its grammar is asked about what was chosen, and makes a mask if that is refused. Else the mask comes first."""
+        return self.kind == "greedy"
 
     @property
     def kind(self) -> str:
@@ -108,6 +119,8 @@ def choose(
     work = [_prepare(span, n_row, n_vocab) for span in spans]
     picks = _greedy(logits, work, best) if best is not None else None
     picks = _pick_all(logits, work) if picks is None else picks
+    if any(w.span.mask is not None for w in work):
+        picks = _mend(logits, work, picks, synth)
     chosen = [_accept(w, *picks[i], synth) for i, w in enumerate(work)]
     return _with_logprobs(logits, spans, chosen)
 
@@ -133,6 +146,34 @@ def _greedy(logits: Tensor, work: list[_Work], best: Tensor) -> list[tuple[list[
             found, values = picks.tokens.tolist(), picks.peaks.tolist()
         out.append((found, values))
     return out
+
+
+def _mend(
+    logits: Tensor, work: list[_Work], picks: list[tuple[list[int], list[float]]], synth: SynthAcceptance | None
+) -> list[tuple[list[int], list[float]]]:
+    """Choose again, under their masks, for greedy spans that would keep what their grammar refuses."""
+    wrong = [
+        i
+        for i, w in enumerate(work)
+        if w.span.mask is not None and w.checks and (synth is not None or _is_refused(w, w.span.mask, *picks[i]))
+    ]
+    if not wrong:
+        return picks
+    group, out, row = [work[i] for i in wrong], list(picks), 0
+    rows = _rows(logits, group, is_masked=True)
+    found = _pick("greedy", rows, group)
+    tokens, peaks = torch.stack([found.tokens.double(), found.peaks.double()]).tolist()
+    for i in wrong:
+        end = row + work[i].n_row
+        out[i] = list(map(int, tokens[row:end])), peaks[row:end]
+        row = end
+    return out
+
+
+def _is_refused(work: _Work, mask: SpanMask, tokens: list[int], peaks: list[float]) -> bool:
+    """Drafts are usable: what has to be looked at is the first choice that is another, unless its row is an error anyhow."""
+    n = next((i for i, draft in enumerate(work.drafts) if draft != tokens[i]), len(work.drafts))
+    return math.isfinite(peaks[n]) and not mask.allows(n, tokens[n])
 
 
 def _pick_all(logits: Tensor, work: list[_Work]) -> list[tuple[list[int], list[float]]]:
@@ -169,6 +210,8 @@ def _stepwise(logits: Tensor, work: _Work) -> tuple[list[int], list[float]]:
     edits_ = sampler.edits(work.drafts)
     rows = _take(logits, [work.span.first_row + i for i in range(n_row)]).clone()
     edits.bias(rows, [(0, sampler.params, edits_)])
+    if work.span.mask is not None:
+        masks.apply(rows, [(0, work.span.mask)])
     peaks = rows.amax(-1).tolist()
     n_finite = next((i for i, peak in enumerate(peaks) if not math.isfinite(peak)), n_row)
     choice = stepwise.choose_span(rows, sampler, work.drafts, edits_, n_finite)
@@ -176,18 +219,23 @@ def _stepwise(logits: Tensor, work: _Work) -> tuple[list[int], list[float]]:
     return choice.tokens + [choice.tokens[-1] if choice.tokens else 0] * (n_row - len(choice.tokens)), peaks
 
 
-def _rows(logits: Tensor, work: list[_Work]) -> Tensor:
-    """The group's rows one after the other; a copy if they must be edited or are scattered."""
+def _rows(logits: Tensor, work: list[_Work], *, is_masked: bool = False) -> Tensor:
+    """The group's rows one after the other; a copy if they must be edited or are scattered. is_masked: greedy ones, too."""
     out = _take(logits, [w.span.first_row + i for w in work for i in range(w.n_row)])
-    changes = []
+    changes, masked = [], []
     row = 0
     for w in work:
         if w.span.sampler.edits_logits:
             changes.append((row, w.span.sampler.params, w.span.sampler.edits(w.drafts)))
+        if w.span.mask is not None and (is_masked or not w.checks):
+            masked.append((row, w.span.mask))
         row += w.n_row
-    if changes:
+    if changes or masked:
         out = out.clone() if out.data_ptr() == logits[work[0].span.first_row].data_ptr() else out
+    if changes:
         edits.apply(out, changes)
+    if masked:
+        masks.apply(out, masked)
     return out
 
 
@@ -231,11 +279,16 @@ def _accept(work: _Work, tokens: list[int], peaks: list[float], synth: SynthAcce
         kept = [*drafts[:n], tokens[n]]
     if not all(map(math.isfinite, peaks[: len(kept)])):
         i = next(i for i, peak in enumerate(peaks) if not math.isfinite(peak))
-        return Chosen([], 0, error=_bad_row(sampler.n_history + i, peaks[i]))
+        return Chosen([], 0, error=_bad_row(sampler.n_history + i, peaks[i], is_masked=work.span.mask is not None))
     return Chosen(kept, n)
 
 
-def _bad_row(position: int, peak: float) -> SlotError:
+def _bad_row(position: int, peak: float, *, is_masked: bool) -> SlotError:
+    if peak == -math.inf and is_masked:
+        return SlotError(
+            f"the grammar came to a dead end at position {position}: no token is left that it allows (and logit_bias, ignore_eos and"
+            " min_tokens do not ban)"
+        )
     if peak == -math.inf:
         return SlotError(f"no token is left at position {position}: every logit is -inf (see logit_bias)")
     return SlotError(f"the target's logits at position {position} hold {'NaN' if math.isnan(peak) else '+inf'}")

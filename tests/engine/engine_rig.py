@@ -11,6 +11,9 @@ from pathlib import Path
 from draft_fakes import N_VOCAB, FakeTarget
 
 from pyspec.config import EngineSettings
+from pyspec.constrain.constraint import Constraint
+from pyspec.constrain.grammar import compile_text
+from pyspec.constrain.trie import TokenTrie
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import Drafter
 from pyspec.engine.controller import Controller
@@ -85,6 +88,7 @@ class Rig:
     def __init__(self, loaded: Loaded) -> None:
         self.loop, self.info, self.tokenizer = loaded.loop, loaded.info, loaded.tokenizer
         self._ids = itertools.count()
+        self.trie = TokenTrie(self.tokenizer, self.info.n_vocab)
 
     def use(self, drafter: Drafter) -> Rig:
         """Let `drafter` draft instead; the rig was made with room for its drafts."""
@@ -109,6 +113,9 @@ class Rig:
             n_ctx=info.n_ctx,
             n_rows=most + info.n_overhang,
         )
+        if r.grammar is not None:
+            source = compile_text(r.grammar)
+            job.constrain(Constraint(self.trie, replace(r.grammar, kind="compiled", source=source)))
         self.loop.submit(job)
         return Heard(r, job, events)
 

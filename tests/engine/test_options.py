@@ -13,7 +13,14 @@ import pytest
 from pyspec.config import EngineSettings
 from pyspec.engine import options
 from pyspec.engine.api import Engine
-from pyspec.engine.options import GenerateOptions, LoadOptions, RequestOptions, SamplingOptions, with_arguments
+from pyspec.engine.options import (
+    GenerateOptions,
+    GrammarOptions,
+    LoadOptions,
+    RequestOptions,
+    SamplingOptions,
+    with_arguments,
+)
 from pyspec.errors import ConfigError, PyspecError, RequestError
 from pyspec.request import Request, SamplingParams
 
@@ -35,7 +42,9 @@ def test_request_options_are_the_requests_fields():
     wanted = {name: hint for name, hint in get_type_hints(Request).items() if name not in OURS}
     given = get_type_hints(RequestOptions)
     assert given | {"stop": tuple[str, ...]} == wanted
-    assert {*GenerateOptions.__annotations__} == {*given, *get_type_hints(SamplingParams), "params"}
+    assert {*GenerateOptions.__annotations__} == {
+        *given, *get_type_hints(SamplingParams), *GrammarOptions.__annotations__, "params",
+    }  # fmt: skip
 
 
 PROGRAM = """

@@ -1,0 +1,51 @@
+"""Requests with a grammar on their way into the loop: it is compiled beside the engine's thread, so that nobody's round waits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+
+from pyspec.constrain.constraint import Constraint
+from pyspec.constrain.trie import TokenTrie
+from pyspec.engine.job import Job, blamed
+from pyspec.errors import PyspecError
+from pyspec.request import Grammar
+from pyspec.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+N_THREAD = 2
+
+
+class Grammars:
+    """Gives jobs their constraints."""
+
+    def __init__(self, tokenizer: Tokenizer, n_vocab: int) -> None:
+        self.trie = TokenTrie(tokenizer, n_vocab)
+        self._under_way: set[str] = set()
+
+    @property
+    def n_waiting(self) -> int:
+        """Jobs whose grammar is being compiled."""
+        return len(self._under_way)
+
+    @cached_property
+    def _threads(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(N_THREAD, thread_name_prefix="pyspec-grammar")
+
+    def begin(self, job: Job, grammar: Grammar, done: Callable[[Job], None]) -> None:
+        """Compile a grammar that has been checked. `done` hears of it on a thread of ours, also if it failed (`Job.flaw`)."""
+        self._under_way.add(job.id)
+        self._threads.submit(self._compile, job, grammar, done)
+
+    def _compile(self, job: Job, grammar: Grammar, done: Callable[[Job], None]) -> None:
+        try:
+            job.constrain(Constraint(self.trie, grammar))
+        except Exception as e:
+            if not isinstance(e, PyspecError):
+                log.exception("the grammar of request %s could not be compiled", job.id)
+            job.flaw = blamed(e)
+        done(job)
+        self._under_way.discard(job.id)

@@ -1,0 +1,198 @@
+"""A text under a grammar is the same whoever drafts, in however many slots, beside whatever neighbours; and the grammar holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import jsonschema
+import pytest
+from draft_fakes import FAKES
+from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, GREEDY, Heard, Rig, plain_rig, rig, rig_for
+from known_texts import demo_prompts, known_texts
+
+from pyspec.engine.loop import Loop
+from pyspec.request import Grammar, SamplingParams
+
+QWEN35 = FIXTURES / "qwen35.gguf"
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "tags": {"type": "array", "items": {"enum": ["red", "green"]}, "maxItems": 3},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    },
+    "required": ["name", "tags", "age"],
+    "additionalProperties": False,
+}
+GRAMMARS = {
+    "schema": Grammar(kind="json_schema", source=json.dumps(PERSON)),
+    "any": Grammar(kind="json_schema", source="{}"),
+    "gbnf": Grammar(kind="gbnf", source='root ::= ("- " [a-z]{1,9} "\\n"){2,4}'),
+    "regex": Grammar(kind="regex", source="[a-z ]{8,30}[.]"),
+    "after": Grammar(kind="regex", source="(yes|no), [a-z]{1,8}", after=" the"),
+}
+ENDING = replace(GREEDY, ignore_eos=False)
+SAMPLED = SamplingParams(seed=3, temperature=0.9)
+
+
+def fixed(**settings: object) -> Rig:
+    return rig(QWEN35, n_draft_fixed=True, **settings)
+
+
+MAKERS: dict[str, Callable[..., Rig]] = {
+    "mtp": lambda **s: fixed(spec_type="mtp", n_draft_max=4, **s),
+    "ngram": lambda **s: fixed(spec_type="ngram", ngram_match=1, **s),
+    "liar": lambda **s: rig_for(QWEN35, FAKES["liar"](5, text=lambda tokens, n: [7] * n), **s),
+    "none": lambda **s: rig(QWEN35, spec_type="none", **s),
+}
+
+
+def answers(r: Rig, prompts: list[tuple[int, ...]], params: SamplingParams, n: int = 40) -> list[Heard]:
+    """Each prompt under each grammar, and free between them, with staggered joins."""
+    heard = []
+    for i, prompt in enumerate(prompts):
+        for name in GRAMMARS:
+            heard.append(r.submit(prompt, n, replace(params, seed=params.seed + i), grammar=GRAMMARS[name]))
+            r.loop.step()
+        heard.append(r.submit(prompt, 12, GREEDY))
+    r.run()
+    return heard
+
+
+@pytest.fixture
+def flown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loops fly ahead, and fill masks while they wait, on a CPU, too."""
+    init = Loop.__init__
+
+    def begin(self: Loop, *args: object, **settings: object) -> None:
+        init(self, *args, **settings)  # type: ignore[arg-type]
+        self.lookahead.on = self.committer.defers = True
+
+    monkeypatch.setattr(Loop, "__init__", begin)
+
+
+@cache
+def plain_answers(path: Path, prompts: tuple[tuple[int, ...], ...], params: SamplingParams) -> list[Heard]:
+    """Of one slot, without drafts."""
+    return answers(plain_rig(path, ctx=512), list(prompts), params)
+
+
+def parsed(heard: Heard) -> None:
+    """What ended by itself keeps its grammar."""
+    if (
+        heard.finish in ("eos", "stop")
+        and heard.request.grammar is not None
+        and heard.request.grammar.kind == "json_schema"
+    ):
+        jsonschema.validate(json.loads(heard.text), json.loads(heard.request.grammar.source))
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("np", [1, 2, 4, 8])
+@pytest.mark.parametrize("params", [ENDING, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["mtp", "ngram", "liar", "none"])
+def test_a_constrained_text_does_not_depend_on_drafts_or_neighbours(kind: str, params: SamplingParams, np: int) -> None:
+    prompts = list(known_texts(QWEN35, 2))
+    want = plain_answers(QWEN35, tuple(prompts), params)
+    found = answers(MAKERS[kind](np=np, ubatch=40), prompts, params)
+    for a, b in zip(want, found, strict=True):
+        assert (b.tokens, b.finish, b.text) == (a.tokens, a.finish, a.text)
+        parsed(b)
+    assert any(h.finish == "stop" for h in found) and {h.finish for h in found} <= {"stop", "eos", "length"}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("np", [1, 4, 8])
+@pytest.mark.parametrize("params", [ENDING, SAMPLED], ids=["greedy", "sampled"])
+def test_the_packaged_pair_keeps_grammars_with_its_drafter(params: SamplingParams, np: int) -> None:
+    prompts = [demo_prompts()[0][0]]
+    want = plain_answers(DEMO, tuple(prompts), params)
+    found = answers(
+        rig(DEMO, np=np, ctx=512, draft_path=DEMO_DRAFT, n_draft_max=5, n_draft_fixed=True), prompts, params
+    )
+    for a, b in zip(want, found, strict=True):
+        assert (b.tokens, b.finish, b.text) == (a.tokens, a.finish, a.text)
+        parsed(b)
+    assert sum(h.timings.draft_n_accepted for h in found) > 0
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("params", [ENDING, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize(("kind", "np"), [("mtp", 3), ("ngram", 8), ("none", 4)])
+def test_who_flies_ahead_waits_for_a_neighbour_with_a_grammar_and_says_the_same(
+    kind: str, np: int, params: SamplingParams, request: pytest.FixtureRequest
+) -> None:
+    prompts = list(known_texts(QWEN35, 2))[:1]
+    want = plain_answers(QWEN35, tuple(prompts), params)
+    request.getfixturevalue("flown")
+    found = answers(MAKERS[kind](np=np, ubatch=40), prompts, params)
+    assert [(h.tokens, h.finish, h.text) for h in found] == [(h.tokens, h.finish, h.text) for h in want]
+
+
+@pytest.fixture(scope="module")
+def small() -> Rig:
+    """Two slots, n-grams."""
+    return rig(QWEN35, np=2, spec_type="ngram", ngram_match=1, n_draft_fixed=True)
+
+
+PROMPT = (5, 6, 7)
+
+
+def under(r: Rig, kind: str, source: str, params: SamplingParams = ENDING, n: int = 40, **request: object) -> Heard:
+    return r.generate(PROMPT, n, params, grammar=Grammar(kind=kind, source=source), **request)  # type: ignore[arg-type]
+
+
+def test_forced_text_is_drafted_where_the_drafter_knows_nothing(small: Rig) -> None:
+    words = "the only words that can be said here"
+    h = under(small, "lark", f"start: {json.dumps(words)}")
+    assert (h.text, h.finish) == (words, "stop")
+    plain = under(plain_rig(QWEN35), "lark", f"start: {json.dumps(words)}")
+    assert plain.tokens == h.tokens and plain.timings.draft_n == 0
+    assert h.timings.draft_n_accepted > 0 and h.timings.n_rounds < plain.timings.n_rounds
+    assert under(small, "lark", f"start: {json.dumps(words)}", n_draft_max=0).timings.draft_n == 0
+
+
+def test_a_dead_end_ends_its_request_with_words_and_nobody_elses(small: Rig) -> None:
+    other = small.submit((9, 9), 30)
+    h = under(small, "lark", 'start: "go " ("deep" dead)\ndead: dead "x"')
+    small.run()
+    assert h.error is not None and "grammar" in str(h.error)
+    assert len(other.tokens) == 30
+
+
+def test_a_ban_holds_under_a_grammar_and_one_that_leaves_nothing_ends_the_request(small: Rig) -> None:
+    e = small.tokenizer.encode_inside
+    free = under(small, "regex", "[ab]{6}")
+    banned = tuple((t, float("-inf")) for t in range(small.info.n_vocab) if b"a" in small.tokenizer.token_bytes(t))
+    assert under(small, "regex", "[ab]{6}", replace(ENDING, logit_bias=banned)).text == "bbbbbb" and len(free.text) == 6
+    dead = under(small, "regex", "a{6}", replace(ENDING, logit_bias=banned))
+    assert dead.error is not None and "dead end" in str(dead.error) and e("a")
+
+
+def test_ignoring_ends_goes_on_as_long_as_the_grammar_can(small: Rig) -> None:
+    assert len(under(small, "regex", "[a-z]+", GREEDY, n=20).tokens) == 20
+    assert under(small, "regex", "[a-z]{5}", GREEDY).finish == "stop"
+
+
+def test_a_stop_string_ends_a_constrained_text_before_its_grammar_does(small: Rig) -> None:
+    h = under(small, "lark", 'start: "one two three"', stop=("two",))
+    assert (h.text, h.finish, h.done.stop_string) == ("one ", "stop", "two")
+
+
+def test_logprobs_are_the_models_own(small: Rig) -> None:
+    h = under(small, "regex", "[ab]{4}", replace(ENDING, logprobs=2))
+    assert h.finish == "stop" and h.text and set(h.text) <= set("ab")
+
+
+@pytest.mark.parametrize("params", [ENDING, replace(SAMPLED, top_k=0, top_p=1.0), replace(SAMPLED, top_n_sigma=2.0), replace(SAMPLED, repeat_penalty=1.3),
+                                    replace(ENDING, repeat_penalty=1.3)], ids=["greedy", "full", "stepwise", "penalties", "edited"])  # fmt: skip
+def test_what_is_resumed_goes_on_in_its_place_of_the_grammar(small: Rig, params: SamplingParams) -> None:
+    whole = under(small, "json_schema", json.dumps(PERSON), params)
+    assert len(whole.tokens) > 8
+    for n in (1, 5, len(whole.tokens) - 1):
+        rest = under(small, "json_schema", json.dumps(PERSON), params, resumed=tuple(whole.tokens[:n]))
+        assert [*whole.tokens[:n], *rest.tokens] == whole.tokens and rest.finish == whole.finish
