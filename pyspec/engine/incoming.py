@@ -13,6 +13,8 @@ from pyspec.request import EngineInfo, Request, check_request
 from pyspec.text.tokenizer import Tokenizer
 
 Ids = NDArray[np.int64]
+FIRST_TURN = 8  # the first turn begins before this token
+OPENING_MIN = 64  # tokens of a system prompt that are worth a checkpoint
 
 
 class Incoming:
@@ -68,8 +70,14 @@ class Incoming:
 def turns(prompt: Ids, opening: NDArray[np.bool_]) -> tuple[int, int]:
     """Prompt tokens before the second turn of a chat and before the last user turn, 0 if it is none. opening[token]: it may begin a turn.
 
-    Turns begin with the same control token, and the last one is the answer that the prompt asks for.
+    The last such token begins the answer that the prompt asks for. Where the same one stands at the prompt's beginning, all turns begin with
+    it; else each role has its own, and what comes first ends where the next one follows on so much text that it is worth a checkpoint.
     """
     at = np.flatnonzero(opening[prompt])
-    same = at[prompt[at] == prompt[at[-1]]] if len(at) else at
-    return (int(same[1]), int(same[-2])) if len(same) > 1 else (0, 0)
+    if len(at) < 2:
+        return 0, 0
+    same = at[prompt[at] == prompt[at[-1]]]
+    if same[0] < FIRST_TURN:
+        return (int(same[1]), int(same[-2])) if len(same) > 1 else (0, 0)
+    far = at[1:][np.diff(at) >= OPENING_MIN]
+    return int(far[0]) if len(far) else 0, int(at[-2])

@@ -433,3 +433,7 @@ def test_turns_begin_where_the_answer_s_opening_token_stood_before() -> None:
     assert of([*system, *user, *answer, *user, *answer], 9) == (3, 8)
     assert of([*user, *answer, 8, *user, *user, *answer], 9, 8) == (3, 9)
     assert of([*answer], 9) == of([1, 2, 3], 9) == of([], 9) == (0, 0)
+    begin, asked, said = [7, *[1] * 70], [8, *[2] * 10], [9, *[3] * 10]
+    assert of([*begin, *asked, 9], 7, 8, 9) == (71, 71), "each role has a token of its own"
+    assert of([*begin, *asked, *said, *asked, 9], 7, 8, 9) == (71, 93)
+    assert of([7, *asked, *said, *asked, 9], 7, 8, 9) == (0, 23)
