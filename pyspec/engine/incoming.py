@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from pyspec.constrain.check import GrammarCheck
 from pyspec.errors import PromptTooLong, RequestError
-from pyspec.request import EngineInfo, Request, check_request
+from pyspec.request import EngineInfo, Grammar, Request, check_request
 from pyspec.text.tokenizer import Tokenizer
 
 Ids = NDArray[np.int64]
@@ -56,8 +56,12 @@ class Incoming:
             n_before_turn=before,
             n_system=system,
             n_stable=stable,
-            grammar=None if request.grammar is None else self.grammars.compiled(request.grammar),
+            grammar=self._grammar(request.grammar),
         )
+
+    def _grammar(self, grammar: Grammar | None) -> Grammar | None:
+        """What has been checked is not checked again: this may run where others wait."""
+        return grammar if grammar is None or grammar.kind == "compiled" else self.grammars.compiled(grammar)
 
     def _ids(self, tokens: tuple[int, ...], what: str) -> Ids:
         n_vocab = self.info.n_vocab

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from pyspec.request import EngineInfo, Event, Metrics, Request, SlotAction, SlotAnswer, SlotInfo
+from pyspec.request import EngineInfo, Event, Grammar, Metrics, Request, SlotAction, SlotAnswer, SlotInfo
 
 Sink = Callable[[Event], None]
 """Takes the events of one request, in order. Called on the engine's thread; returns at once."""
@@ -71,6 +71,10 @@ class EngineLike(Protocol):
         Then `sink` gets Started, Progress and Delta events and, last, exactly one Done or Failed. The first event may
         arrive before this returns.
         """
+        ...
+
+    def check_grammar(self, grammar: Grammar) -> Grammar:
+        """The grammar as `submit` takes it. Raises RequestError if it can not be kept. May take seconds: not for an event loop."""
         ...
 
     def cancel(self, request_id: str) -> None:

@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from llguidance import LLMatcher
+
+from pyspec.constrain.grammar import compile_text, said
 from pyspec.errors import PromptTooLong, PyspecError, QueueFull, RequestError, Unavailable
 from pyspec.request import (
     Delta,
@@ -17,6 +20,7 @@ from pyspec.request import (
     EngineInfo,
     Failed,
     Finish,
+    Grammar,
     Metrics,
     Progress,
     Request,
@@ -164,6 +168,13 @@ class FakeEngine:
             self._queue.append(running)
             self._wake.notify()
             return running.id
+
+    def check_grammar(self, grammar: Grammar) -> Grammar:
+        """Real grammars are compiled; none of them holds the script to anything."""
+        source = compile_text(grammar)
+        if flaw := LLMatcher.validate_grammar(source):
+            raise RequestError(f"the {grammar.kind} can not be used: {said(flaw)}")
+        return replace(grammar, kind="compiled", source=source)
 
     def cancel(self, request_id: str) -> None:
         with self._wake:

@@ -109,10 +109,6 @@ def test_a_wrong_chat_field_is_named(app: App, body: dict[str, Any], field: str)
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("grammar", 'root ::= "a"'),
-        ("json_schema", {"type": "object"}),
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema", "json_schema": {}}),
         ("tool_choice", "required"),
         ("tool_choice", {"type": "function", "function": {"name": "f"}}),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),

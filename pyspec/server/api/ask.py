@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pyspec.errors import RequestError
 from pyspec.request import EngineInfo, Request, SamplingParams
 from pyspec.server.api import anthropic, responses
+from pyspec.server.api.constrained import checked_grammar
 from pyspec.server.api.params import draft_limit, sampling_params, stop_strings
 from pyspec.server.api.prompts import chat_ids, prompt_ids, split_prompts
 from pyspec.server.api.schema import SEED_MAX, ChatBody, Generate, NativeBody, TextBody, validate
@@ -75,6 +76,8 @@ def prepare(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings
     if moved:
         others = _tokenise(_checked(kind, value), engine, settings.limits)
         requests = tuple(replace(r, n_stable=_n_common(r.prompt, others[0])) for r in requests)
+    if (grammar := checked_grammar(body, engine)) is not None:
+        requests = tuple(replace(r, grammar=grammar) for r in requests)
     ping_s = settings.limits.ping_s if body.sse_ping_interval is None else body.sse_ping_interval
     return Ask(
         kind=kind,

@@ -237,6 +237,14 @@ class Generate(Body):
     timings_per_token: bool | None = None
     t_max_predict_ms: Annotated[float, Field(ge=-1, le=INT32)] | None = None
     sse_ping_interval: Annotated[float, Field(ge=-1, le=86400)] | None = None
+    response_format: dict[str, Any] | None = None
+    json_schema: dict[str, Any] | bool | str | None = None
+    grammar: str | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(max_length=1024)] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: dict[str, Any] | None = None
     speculative: Speculative | None = None
     spec_n_max: Annotated[int, Field(ge=0, le=1024)] | None = Field(None, alias="speculative.n_max")
     spec_type: str | None = Field(None, alias="speculative.type")

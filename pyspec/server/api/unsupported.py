@@ -25,20 +25,10 @@ def _not_positive(value: Any) -> bool:
     return type(value) in (int, float) and value <= 0
 
 
-def _text_format(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("type") == "text"
-
-
 NEUTRAL: dict[str, Callable[[Any], bool]] = {
-    "grammar": _empty,
     "grammar_lazy": _empty,
     "grammar_triggers": _empty,
-    "json_schema": _empty,
-    "response_format": _text_format,
-    "guided_json": _empty,
-    "guided_regex": _empty,
-    "guided_choice": _empty,
-    "structured_outputs": _empty,
+    "structural_tag": _empty,
     "functions": _empty,
     "function_call": _is("none"),
     "lora": _empty,

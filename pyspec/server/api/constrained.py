@@ -1,0 +1,121 @@
+"""What the answer has to match, out of a body: llama-server's fields, OpenAI's and vLLM's, of which one may be given.
+
+What can not be kept is refused here, before anything is queued, by the name of its field.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+from pyspec.constrain.grammar import choice_of
+from pyspec.errors import RequestError
+from pyspec.request import Grammar
+from pyspec.server.api.schema import Generate
+from pyspec.server.engine import EngineLike
+
+JSON_OBJECT = '{"type": "object"}'
+CHOICES = 1024
+
+
+def checked_grammar(body: Generate, engine: EngineLike, after: str = "") -> Grammar | None:
+    """The grammar of a body, compiled. Raises RequestError, naming the field. May take a while: not for an event loop.
+
+    after  text up to and including this is free: the end of reasoning
+    """
+    found = wanted(body)
+    if not found:
+        return None
+    if len(found) > 1:
+        raise RequestError(f"{found[1][0]}: {found[0][0]} is given, too; an answer keeps to one of them")
+    name, grammar = found[0]
+    try:
+        return engine.check_grammar(replace(grammar, after=after))
+    except RequestError as e:
+        raise RequestError(f"{name}: {e}") from None
+
+
+def wanted(body: Generate) -> list[tuple[str, Grammar]]:
+    """Each field that constrains the answer, with what it says."""
+    found = [("response_format", _response_format(body.response_format)), *_structured(body.structured_outputs)]
+    if body.json_schema not in (None, ""):
+        found.append(("json_schema", _schema("json_schema", body.json_schema)))
+    if body.guided_json not in (None, ""):
+        found.append(("guided_json", _schema("guided_json", body.guided_json)))
+    for name, kind, text in (
+        ("grammar", "gbnf", body.grammar),
+        ("guided_grammar", "gbnf", body.guided_grammar),
+        ("guided_regex", "regex", body.guided_regex),
+    ):
+        if text:
+            found.append((name, _of_text(kind, text)))
+    if body.guided_choice:
+        found.append(("guided_choice", _choice("guided_choice", body.guided_choice)))
+    return [(name, grammar) for name, grammar in found if grammar is not None]
+
+
+def _response_format(value: dict[str, Any] | None) -> Grammar | None:
+    kind = None if value is None else value.get("type")
+    if value is None or kind == "text":
+        return None
+    if kind == "json_object":
+        schema = value.get("schema")
+        return _json(JSON_OBJECT) if schema is None or schema == {} else _schema("response_format.schema", schema)
+    if kind == "json_schema":
+        holder = value.get("json_schema", value)
+        if not isinstance(holder, dict):
+            raise RequestError("response_format.json_schema: want an object that holds the schema")
+        schema = holder.get("schema", {})
+        return _schema("response_format.json_schema.schema", {} if schema is None else schema)
+    raise RequestError(f"response_format.type: {str(kind)[:40]!r} is none of text, json_object, json_schema")
+
+
+def _structured(value: dict[str, Any] | None) -> list[tuple[str, Grammar | None]]:
+    """vLLM's `structured_outputs`."""
+    found: list[tuple[str, Grammar | None]] = []
+    for key, said in (value or {}).items():
+        name = f"structured_outputs.{key[:40]}"
+        if said is None or said is False or key in ("disable_any_whitespace", "whitespace_pattern", "backend"):
+            continue
+        if key == "json":
+            found.append((name, _schema(name, said)))
+        elif key == "json_object":
+            found.append((name, _json(JSON_OBJECT)))
+        elif key in ("regex", "grammar"):
+            if not isinstance(said, str):
+                raise RequestError(f"{name}: want text")
+            found.append((name, _of_text("regex" if key == "regex" else "gbnf", said)))
+        elif key == "choice":
+            found.append((name, _choice(name, said)))
+        else:
+            raise RequestError(f"{name} is not supported; json, json_object, regex, choice and grammar are")
+    return found
+
+
+def _schema(name: str, value: Any) -> Grammar:
+    """A schema as JSON or, as vLLM's clients send it, as text that holds JSON."""
+    if isinstance(value, str):
+        return _json(value)
+    if not isinstance(value, dict | bool):
+        raise RequestError(f"{name}: a JSON Schema is an object")
+    return _json(json.dumps(value))
+
+
+def _json(source: str) -> Grammar:
+    return Grammar(kind="json_schema", source=source)
+
+
+def _of_text(kind: str, text: str) -> Grammar:
+    """A grammar that says of itself to be lark is."""
+    if kind == "gbnf" and "::=" not in text:
+        kind = "lark"
+    return Grammar(kind=kind, source=text)  # type: ignore[arg-type]
+
+
+def _choice(name: str, texts: Any) -> Grammar:
+    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts) or not texts:
+        raise RequestError(f"{name}: want a list of texts, none of them empty")
+    if len(texts) > CHOICES:
+        raise RequestError(f"{name}: {len(texts)} texts; at most {CHOICES} are taken")
+    return Grammar(kind="lark", source=choice_of(texts))
