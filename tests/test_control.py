@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyspec.engine.controller import DOUBT_EVERY, MARGIN, PROBE_DRAFT, RETHINK, Controller, Timer, bucket
+from pyspec.engine.controller import DOUBT_EVERY, MARGIN, PROBE_DRAFT, RETHINK, Controller
+from pyspec.engine.timer import Timer, bucket
 from pyspec.slots.arena import bucket_of
 
 N_MAX = 8

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from pyspec.engine.controller import N_RETAKE, PROBE_FIRST, PROBE_LAST, Controller, Timer
+from pyspec.engine.controller import N_RETAKE, PROBE_FIRST, PROBE_LAST, Controller
+from pyspec.engine.timer import Timer
 
 N_MAX, N_SLOT = 7, 8
 

@@ -12,13 +12,13 @@ are taken again (`Timer.question`), and drafts that look dear by timings that do
 
 from __future__ import annotations
 
-import bisect
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+
+from pyspec.engine.timer import N_SAMPLE, N_TRUST, SLACK, Timer
 
 DECAY = 0.96  # of a slot's counts per round
 PRIOR_WEIGHT = 3.0
@@ -29,115 +29,12 @@ PROBE_SHARE = 0.015  # of the time since the last draft: what a probe may cost w
 N_RETAKE = 3  # drafts that only take a time again
 RETAKE_FIRST = 4  # silent rounds before the first of them; twice as many each
 INHERIT = 1.0  # rounds that a slot's last request counts for when the next begins
-N_SAMPLE, N_TRUST = 5, 2  # samples kept per size; samples needed to believe them
-N_AGREE = 3  # samples that settle a size, if they agree:
-AGREE, SLACK = 1.5, 0.1  # most lie no more above the least, besides a share of a plain round
 DOUBT_EVERY = 512  # rounds
-HOPE = 0.7  # of the way from the straight line down to the next smaller size: what a size never tried costs
 TRY_ROUNDS, TRY_SHARE = 4, 0.001  # what trying sizes may lose: plain rounds at first, then a share of the time
 TRY_MOST = 0.3  # of a plain round: what one try counts at most, so that a cliff is found out about
 PLAIN_EVERY = 384  # rounds after which the cost of an undrafted round is measured again
 PLAIN_SOON = 16  # the same where timings do not agree, twice as many each time
 RETHINK = 16  # rounds for which a choice of no drafts stands if nothing but the measured times could change it
-
-
-def bucket(size: int) -> int:
-    """Sizes that are timed together: single ones below 64, then 32 per octave, named by their largest."""
-    step = 1 << max(size.bit_length() - 6, 0)
-    return -(-size // step) * step
-
-
-class Timer:
-    """Milliseconds by size: the least of the last samples. A busy machine only ever adds time.
-
-    A size is trusted from its second sample on, and needs a new one when not seen for long. Between trusted sizes costs
-    lie on a straight line, beyond them they are flat; but a size never tried is hoped to cost little more than the next
-    smaller one, so that it is tried: kernels have steps, and the best size may be the last one on a step. Where each row
-    costs its share, as with experts, hope only loses: the controller says when there has been enough of it.
-    """
-
-    def __init__(self, bucket: Callable[[int], int] = bucket) -> None:
-        self.bucket = bucket
-        self.samples: dict[int, deque[float]] = {}
-        self.fresh: set[int] = set()
-        self.early: dict[int, float] = {}  # least times of the warm-up, as long as they may be proven wrong
-        self._runs: dict[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}  # sizes, and which each is
-        self._sizes: list[int] = []  # trusted ones, ascending
-        self._ms: list[float] = []
-
-    def add(self, size: int, ms: float) -> bool:
-        """Returns False if it shows that the warm-up ran under noise: the time is far below all that were taken there."""
-        size = self.bucket(size)
-        self.samples.setdefault(size, deque(maxlen=N_SAMPLE)).append(ms)
-        self.fresh.add(size)
-        i = bisect.bisect_left(self._sizes, size)
-        if self._sizes[i : i + 1] == [size]:
-            self._ms[i] = min(self.samples[size])
-        elif self.knows(size):
-            self._tabulate()
-        return 2 * ms >= self.early.get(size, 0.0)
-
-    def agrees(self, size: int, slack: float, n: int = N_AGREE) -> bool:
-        """Most samples of a size lie near the least: no noise, or the same in all."""
-        samples = sorted(self.samples.get(self.bucket(size), ()))
-        return len(samples) >= n and samples[len(samples) // 2] <= AGREE * samples[0] + slack
-
-    def question(self, slack: float) -> None:
-        """The warm-up is over: sizes whose samples are few or do not agree count as never tried."""
-        self.early = {size: min(samples) - slack for size, samples in self.samples.items()}
-        self.samples = {size: samples for size, samples in self.samples.items() if self.agrees(size, slack)}
-        self.fresh.clear()
-        self._tabulate()
-
-    def distrust(self) -> None:
-        """What only the warm-up has timed counts as never tried."""
-        for size in self.early.keys() - self.fresh:
-            self.samples.pop(size, None)
-        self.early.clear()
-        self._tabulate()
-
-    def _tabulate(self) -> None:
-        self._sizes = sorted(size for size in self.samples if self.knows(size))
-        self._ms = [min(self.samples[size]) for size in self._sizes]
-
-    def knows(self, size: int) -> bool:
-        """Enough samples to go by."""
-        return len(self.samples.get(self.bucket(size), ())) >= N_TRUST
-
-    def n(self, size: int) -> int:
-        """Samples of this size."""
-        return len(self.samples.get(self.bucket(size), ()))
-
-    def doubt(self) -> None:
-        """Sizes not seen since the last call need a new sample before they are trusted again."""
-        for size, samples in self.samples.items():
-            while size not in self.fresh and len(samples) >= N_TRUST:
-                samples.popleft()
-        self.fresh.clear()
-        self.early.clear()
-        self._tabulate()
-
-    def __call__(self, size: int, hopeful: bool = True) -> float:
-        size = self.bucket(size)
-        if not self._sizes:
-            return 1.0
-        i = bisect.bisect_left(self._sizes, size)
-        if i == len(self._sizes):
-            return self._ms[-1]
-        if i == 0 or self._sizes[i] == size:
-            return self._ms[i]
-        a, b = self._sizes[i - 1], self._sizes[i]
-        line = self._ms[i - 1] + (self._ms[i] - self._ms[i - 1]) * (size - a) / (b - a)
-        if size not in self.samples and hopeful:
-            return (1 - HOPE) * line + HOPE * self._ms[i - 1]
-        return min((line, *self.samples.get(size, ())))
-
-    def of_all(self, first: int, n: int, hopeful: bool = True) -> NDArray[np.float64]:
-        """[n]: of the sizes from `first` on. Rounds ask for the same ones again and again."""
-        if (first, n) not in self._runs:
-            self._runs[first, n] = np.unique([self.bucket(first + i) for i in range(n)], return_inverse=True)
-        sizes, which = self._runs[first, n]
-        return np.array([self(size, hopeful) for size in sizes.tolist()])[which]
 
 
 @dataclass(slots=True)

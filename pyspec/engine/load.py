@@ -19,12 +19,13 @@ from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import Drafter, DraftOptions, GraphedDrafter
-from pyspec.engine.controller import Controller, Timer, bucket
+from pyspec.engine.controller import Controller
 from pyspec.engine.describe import Description, attention_bytes, describe, device_checkpoints, plan_memory
 from pyspec.engine.draft_head import make_head
 from pyspec.engine.loop import Loop
 from pyspec.engine.memory_plan import MemoryPlan, check_fit, free_bytes, since, size, taken
 from pyspec.engine.round import RowLimits
+from pyspec.engine.timer import Timer, bucket
 from pyspec.engine.warmup import check_drafter, warm_up
 from pyspec.errors import BadTemplate
 from pyspec.models.target import Target

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -42,6 +43,17 @@ SPM_STEPS, SPM_JOINED = (
 )  # a vocabulary of 256,000 tokens takes 3e7 steps and has joins of 6e6 characters
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VocabHeader:
+    """What a file says of its vocabulary as a whole: BPE ("gpt2") or SPM ("llama"), how text is cut before, what is put around it."""
+
+    model: str
+    pre: str
+    add_bos: bool
+    add_eos: bool
+    add_space_prefix: bool
+
+
 class Tokenizer:
     """Text to ids and back.
 
@@ -53,23 +65,18 @@ class Tokenizer:
         tokens: list[str],
         types: Sequence[int],
         make: Callable[[bool, bool], HF],
-        *,
-        model: str,
-        pre: str,
-        add_bos: bool,
-        add_eos: bool,
-        add_space_prefix: bool,
+        header: VocabHeader,
         ids: Mapping[str, int | None],
     ) -> None:
-        self.model, self.pre, self.add_bos, self.add_eos = model, pre, add_bos, add_eos
-        self.add_space_prefix = add_space_prefix
+        self.model, self.pre, self.add_bos, self.add_eos = header.model, header.pre, header.add_bos, header.add_eos
+        self.add_space_prefix = header.add_space_prefix
         self.n_vocab = len(tokens)
         self._tokens, self._types, self._make = tokens, types, make
         self.bos_id, self.eos_id = ids.get("bos"), ids.get("eos")
         self.eog = eog_ids(tokens, ids)
         self.special = frozenset(i for i, t in enumerate(types) if t in (CONTROL, UNKNOWN))
         self._built: dict[tuple[bool, bool], HF] = {}
-        self._hf(True, add_space_prefix)  # what the file has wrong shows now
+        self._hf(True, header.add_space_prefix)  # what the file has wrong shows now
 
     @classmethod
     def from_metadata(cls, meta: Mapping[str, object], *, norm: Literal["none", "nfc"] = "none") -> Tokenizer:
@@ -93,17 +100,14 @@ class Tokenizer:
             hf = _bpe(table, fields, PRE[pre]) if model == "gpt2" else _spm(table, types, fields, space_prefix)
             return _with_added(hf, table, types, norm, parse_special)
 
-        return cls(
-            tokens,
-            types,
-            make,
+        header = VocabHeader(
             model=model,
             pre=pre,
             add_bos=fields.flag("tokenizer.ggml.add_bos_token", model == "llama" or PRE[pre].add_bos),
             add_eos=fields.flag("tokenizer.ggml.add_eos_token", False),
             add_space_prefix=fields.flag("tokenizer.ggml.add_space_prefix", True) and model == "llama",
-            ids=read_ids(fields, model, len(tokens)),
         )
+        return cls(tokens, types, make, header, read_ids(fields, model, len(tokens)))
 
     @classmethod
     def of_numbers(cls, fields: Fields) -> Tokenizer:
@@ -116,8 +120,8 @@ class Tokenizer:
             hf.pre_tokenizer = pre_tokenizers.Split(Regex(r"\[\d+\]"), "removed", invert=True)
             return hf
 
-        off = {"add_bos": False, "add_eos": False, "add_space_prefix": False}
-        return cls(tokens, [NORMAL] * n, make, model="none", pre="", ids=read_ids(fields, "none", n), **off)
+        header = VocabHeader(model="none", pre="", add_bos=False, add_eos=False, add_space_prefix=False)
+        return cls(tokens, [NORMAL] * n, make, header, read_ids(fields, "none", n))
 
     def _hf(self, parse_special: bool, space_prefix: bool) -> HF:
         """Built when first needed: a large vocabulary takes a quarter of a second."""

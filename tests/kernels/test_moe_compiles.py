@@ -21,7 +21,7 @@ from pyspec.cuda.ops.moe.builds import (
     NONE,
     RELU2,
     SWIGLU,
-    defines,
+    MoeBuild,
     n_stages,
     residents,
     stage_bytes,
@@ -42,7 +42,7 @@ def compiles(
     fewer = type in moe_builds.INTEGER and arch not in ("sm_90a", "sm_100a")
     nexts = (type, GGMLType.Q6_K if type is GGMLType.Q4_K else GGMLType.Q4_K) if inner else (None,)
     for next, n in product(nexts, residents(type, pairs, listed)):
-        macros = defines(type, pairs, stages, act, inner, listed, adds, next, n)
+        macros = MoeBuild(type, pairs, stages, act, inner, listed, adds, next, n).defines()
         found = compile_cubin("moe", arch, macros, use_cache=False).resources["moe"]
         assert found.spill_bytes == 0 and found.registers * 32 * GROUPS * (n - fewer) <= 65536, (next, n)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from pyspec.cuda import jit
 from pyspec.cuda.context import per_device
 from pyspec.cuda.ops.gdn.shape import GdnShape
+from pyspec.cuda.ops.recurrent.launch import ChunkedBatch
 
 DIM, CHUNK, VALUES, THREADS = 128, 64, 64, 128  # VALUES of a block of gdn_chunk_state
 RECORD = 3 * 2 * CHUNK * CHUNK + 2 * 4 * CHUNK  # bytes gdn_chunk_solve leaves for a chunk and value head
@@ -47,16 +48,15 @@ class GdnChunks:
         records: Sequence[Tensor],
         old: Sequence[Tensor],
         rows: Sequence[Tensor],
-        counts: Sequence[jit.Arg],
-        n_chunk: int,
-        last: Sequence[jit.Arg],
+        batch: ChunkedBatch,
+        eps: np.float32,
     ) -> Tensor:
         """The convolution; rows are v, g, b. Returns the f16 queries and keys (high halves, low halves)."""
         v = rows[0]
         n_row = v.numel() // (self.shape.n_v_head * DIM)
         qk = torch.empty(3, n_row, self.shape.n_k_head * DIM, dtype=torch.float16, device=v.device)
-        grid = (2 * self.shape.n_k_head + self.shape.n_v_head, n_chunk)
-        self.conv.launch(grid, THREADS, [*inputs, *records, *old, *qk, *rows, *counts, *last])
+        grid = (2 * self.shape.n_k_head + self.shape.n_v_head, batch.n_chunk)
+        self.conv.launch(grid, THREADS, [*inputs, *records, *old, *qk, *rows, *batch.counts, eps, batch.fault])
         return qk
 
     def run(
@@ -65,20 +65,18 @@ class GdnChunks:
         rows: Sequence[Tensor],
         state: Tensor,
         out: Tensor,
-        counts: Sequence[jit.Arg],
-        n_seq: int,
-        n_chunk: int,
-        fault: Tensor,
+        batch: ChunkedBatch,
         *,
         overlap: tuple[bool, bool],
     ) -> None:
+        """The triangular systems of all chunks, then the states and the results, chunk by chunk."""
         v, g, b = rows
-        n_v = self.shape.n_v_head
+        n_v, n_chunk = self.shape.n_v_head, batch.n_chunk
         solved = torch.empty(n_chunk * n_v * RECORD, dtype=torch.uint8, device=v.device)
-        args = [*qk, g, b, solved, *counts, fault]
+        args = [*qk, g, b, solved, *batch.counts, batch.fault]
         self.solve.launch((n_v, n_chunk), THREADS, args, 3 * KEYS, overlap=overlap[0])
-        args = [state, *qk, v, solved, out, *counts, np.int32(n_chunk), fault]
-        self.state.launch((n_v, DIM // VALUES, n_seq), THREADS, args, self.shared, overlap=overlap[1])
+        args = [state, *qk, v, solved, out, *batch.counts, np.int32(n_chunk), batch.fault]
+        self.state.launch((n_v, DIM // VALUES, batch.n_seq), THREADS, args, self.shared, overlap=overlap[1])
 
 
 @per_device

@@ -36,6 +36,7 @@ from pyspec.cuda.ops.recurrent.launch import (
     NEVER,
     TAPS,
     THREADS,
+    ChunkedBatch,
     blocks_for,
     chunked_of,
     counts_of,
@@ -192,8 +193,8 @@ class GdnLaunch:
             args = [*inputs, *records, *old, q, k, v, e, b, kq, *counts, self.eps, fault]
             conv.launch(grid, CONV_THREADS, args, overlap=self.overlap)
         if long:
-            more, here = [*counts, np.int32(n_seq)], (v, e, b)
-            qk = self.chunks.prepare(inputs, records, old, here, more, n_chunk, [self.eps, fault])
+            chunked, here = ChunkedBatch([*counts, np.int32(n_seq)], n_seq, len(long), n_chunk, fault), (v, e, b)
+            qk = self.chunks.prepare(inputs, records, old, here, chunked, self.eps)
         runs_rows = not only_long or any(s.n_fold for s in long)
         if runs_rows:
             to: list[jit.Arg] = [out] if isinstance(out, Tensor) else _place(out, n_row, vd)
@@ -203,7 +204,7 @@ class GdnLaunch:
         if long:
             assert isinstance(out, Tensor)
             overlaps = self.overlap and not runs_rows, self.overlap
-            self.chunks.run(qk, here, layer.state, out, more, n_seq, n_chunk, fault, overlap=overlaps)
+            self.chunks.run(qk, here, layer.state, out, chunked, overlap=overlaps)
 
 
 def _place(into: Into, n_row: int, n_in: int) -> list[jit.Arg]:

@@ -13,6 +13,8 @@ from pyspec.cuda import jit
 from pyspec.cuda.context import per_device
 from pyspec.cuda.ops.mamba2.ref import Params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
+from pyspec.cuda.ops.recurrent.launch import ChunkedBatch
+from pyspec.slots.recurrent import StateLayer
 
 TAPS, GROUP_THREADS, SCALARS = 4, 256, 6
 COUNTS = "pppp" + "iiiii"
@@ -71,22 +73,14 @@ class Mamba2Chunks:
     n_multiprocessor: int
 
     def prepare(
-        self,
-        inputs: Sequence[jit.Arg],
-        p: Params,
-        conv: Tensor,
-        counts: Sequence[jit.Arg],
-        n_chunk: int,
-        fault: Tensor,
-        *,
-        overlap: bool,
+        self, inputs: Sequence[jit.Arg], p: Params, conv: Tensor, batch: ChunkedBatch, *, overlap: bool
     ) -> tuple[Tensor, ...]:
         """What heads of a group share, and their scalars; `inputs` are m and dt. Returns what `run` takes."""
-        s, m = self.shape, inputs[0]
+        s, m, n_chunk = self.shape, inputs[0], batch.n_chunk
         assert isinstance(m, Tensor)
         records = torch.empty(n_chunk * s.n_group * record_bytes(s, self.chunk), dtype=torch.uint8, device=m.device)
         made = records, m.new_empty(n_chunk * s.n_head * SCALARS * self.chunk)
-        args = [*inputs, p.a, p.dt_bias, p.conv_w, p.conv_b, conv, *made, *counts, fault]
+        args = [*inputs, p.a, p.dt_bias, p.conv_w, p.conv_b, conv, *made, *batch.counts, batch.fault]
         self.group.launch((s.n_group, n_chunk), GROUP_THREADS, args, group_shared(s, self.chunk), overlap=overlap)
         return made
 
@@ -95,24 +89,19 @@ class Mamba2Chunks:
         made: Sequence[Tensor],
         inputs: Sequence[jit.Arg],
         p: Params,
-        state: Tensor,
-        conv: Tensor,
+        layer: StateLayer,
         out: Tensor,
-        counts: Sequence[jit.Arg],
-        n_seq: int,
-        n_long: int,
-        n_chunk: int,
-        fault: Tensor,
+        batch: ChunkedBatch,
         *,
         overlap: bool,
     ) -> None:
-        """`n_long` of the `n_seq` sequences are chunked."""
-        s = self.shape
-        args = [state, p.d, *inputs[:2], p.conv_w, p.conv_b, conv, *made, out, *counts, np.int32(n_chunk), fault]
+        """The states, and the results of the sequences that are chunked."""
+        s, last = self.shape, [np.int32(batch.n_chunk), batch.fault]
+        args = [layer.state, p.d, *inputs[:2], p.conv_w, p.conv_b, layer.conv, *made, out, *batch.counts, *last]
         rows = max(self.states)
-        if len(self.states) > 1 and narrow(s, n_long, self.n_multiprocessor):
+        if len(self.states) > 1 and narrow(s, batch.n_long, self.n_multiprocessor):
             rows = min(self.states)
-        grid, shared = (s.n_head, s.head_dim // rows, n_seq), shared_for(s, self.chunk, rows)
+        grid, shared = (s.n_head, s.head_dim // rows, batch.n_seq), shared_for(s, self.chunk, rows)
         self.states[rows].launch(grid, 4 * rows, args, shared, overlap=overlap)
 
 

@@ -31,6 +31,7 @@ from pyspec.cuda.ops.recurrent.launch import (
     NEVER,
     TAPS,
     THREADS,
+    ChunkedBatch,
     blocks_for,
     chunked_of,
     counts_of,
@@ -151,15 +152,14 @@ class Mamba2Launch:
             grid = (s.n_channel // CHANNELS, n_seq, stretches(n_row, n_seq, layer.width))
             conv.launch(grid, CONV_THREADS, args, overlap=overlap)
         if long:
-            more = [*counts, np.int32(n_seq)]
-            made = self.chunks.prepare(inputs, p, layer.conv, more, n_chunk, fault, overlap=overlap)
+            chunked = ChunkedBatch([*counts, np.int32(n_seq)], n_seq, len(long), n_chunk, fault)
+            made = self.chunks.prepare(inputs, p, layer.conv, chunked, overlap=overlap)
         runs_rows = not only_long or any(q.n_fold for q in long)
         if runs_rows:
             args = [layer.state, p.d, *records, *old, x, b, c, e, t, out, *counts, fault, *prefetch_args(after, n_row)]
             rows.launch((s.n_head, s.head_dim * LANES // (THREADS * cols), n_seq), THREADS, args, overlap=overlap)
         if long:
-            states, sizes = (layer.state, layer.conv), (n_seq, len(long), n_chunk)
-            self.chunks.run(made, inputs, p, *states, out, more, *sizes, fault, overlap=overlap)
+            self.chunks.run(made, inputs, p, layer, out, chunked, overlap=overlap)
         return out
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from pyspec.cuda.ops.linear.cuda import n_shared
 from pyspec.cuda.ops.linear.pack import CHUNKS, FORMATS, RECORDS
@@ -91,36 +92,45 @@ def layout_of(type: GGMLType | None) -> int:
     return PLANES if type in INTEGER else BLOCKED
 
 
-def defines(
-    type: GGMLType,
-    pairs: int,
-    stages: int,
-    act: int,
-    inner: bool,
-    listed: bool = True,
-    adds: bool = False,
-    next: GGMLType | None = None,
-    resident: int = 0,
-) -> dict[str, int | str]:
-    """Macros of moe.cu. next: of gates and ups, the type of the downs; resident: one of `residents`, 0 the first."""
-    tile = INTEGER_FEW if type in INTEGER else 8
-    return {
-        "TYPE": FORMATS[type].code,
-        "CHUNK": CHUNKS[type],
-        "RECORD": RECORDS[type],
-        "WARPS_M": GROUPS,
-        "WARPS_N": 1,
-        "TILES_M": 16 // GROUPS,
-        "EPILOGUE": 0,
-        "TILES_N": most_pairs(type, pairs) // tile,
-        "TILE_ROWS": tile,
-        "PER_STAGE": stage_chunks(type, pairs),
-        "STAGES": stages,
-        "RESIDENT": resident or residents(type, pairs, listed)[0],
-        "LISTED": int(listed),
-        "ACT": act,
-        "INNER": int(inner),
-        "ADDS": int(adds),
-        "PLANES": int(type in INTEGER),
-        "NEXT_PLANES": int(next in INTEGER),
-    }
+@dataclass(frozen=True, slots=True)
+class MoeBuild:
+    """One build of moe.cu.
+
+    next      of gates and ups, the type of the downs
+    resident  one of `residents`, 0 the first
+    """
+
+    type: GGMLType
+    pairs: int
+    stages: int
+    act: int
+    inner: bool
+    listed: bool = True
+    adds: bool = False
+    next: GGMLType | None = None
+    resident: int = 0
+
+    def defines(self) -> dict[str, int | str]:
+        """Macros of moe.cu."""
+        type, pairs = self.type, self.pairs
+        tile = INTEGER_FEW if type in INTEGER else 8
+        return {
+            "TYPE": FORMATS[type].code,
+            "CHUNK": CHUNKS[type],
+            "RECORD": RECORDS[type],
+            "WARPS_M": GROUPS,
+            "WARPS_N": 1,
+            "TILES_M": 16 // GROUPS,
+            "EPILOGUE": 0,
+            "TILES_N": most_pairs(type, pairs) // tile,
+            "TILE_ROWS": tile,
+            "PER_STAGE": stage_chunks(type, pairs),
+            "STAGES": self.stages,
+            "RESIDENT": self.resident or residents(type, pairs, self.listed)[0],
+            "LISTED": int(self.listed),
+            "ACT": self.act,
+            "INNER": int(self.inner),
+            "ADDS": int(self.adds),
+            "PLANES": int(type in INTEGER),
+            "NEXT_PLANES": int(self.next in INTEGER),
+        }

@@ -45,7 +45,7 @@ from pyspec.cuda.ops.moe.builds import (
     MANY_PAIRS,
     NONE,
     SWIGLU,
-    defines,
+    MoeBuild,
     layout_of,
     most_pairs,
     n_resident,
@@ -181,8 +181,8 @@ def _step(
     stages, kernels = n_stages(type, pairs, capability, inner), {}
     shared = stages * stage_bytes(type, pairs, inner)
     for n in residents(type, pairs, listed):
-        macros = defines(type, pairs, stages, act, inner, listed, adds, next, n)
-        code = compile_cubin("moe", arch_of(capability), macros)
+        build = MoeBuild(type, pairs, stages, act, inner, listed, adds, next, n)
+        code = compile_cubin("moe", arch_of(capability), build.defines())
         kernels[n] = code.kernel("moe", "pppp" + "ppp" + "ppp" + "pppp" + "pppppp" + "l" + 9 * "i").allow_shared(shared)
     return _Compiled(kernels, shared, most_pairs(type, pairs))
 

@@ -6,8 +6,12 @@ of the latter holds a few of the state's columns; of how many, the result has th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from pyspec.cuda import jit
 from pyspec.cuda.ops.recurrent.fold_only import fold_batch
@@ -41,6 +45,22 @@ def chunked_of(batch: Batch, chunked: int) -> list[Seq]:
 def stretches(n_row: int, n_seq: int, width: int) -> int:
     """Blocks of conv along a sequence's rows: one takes several stretches if it must."""
     return -(-n_row // SPAN) if n_row > n_seq * width else 1
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedBatch:
+    """A batch with sequences that go in chunks.
+
+    counts   arguments of the batch: `counts_of`, and how many sequences it has
+    n_seq    sequences; n_long: those that are chunked; n_chunk: chunks of all of them
+    fault    where kernels' guards write
+    """
+
+    counts: Sequence[jit.Arg]
+    n_seq: int
+    n_long: int
+    n_chunk: int
+    fault: Tensor
 
 
 def counts_of(batch: Batch, layer: StateLayer, n_row: int, chunked: int) -> list[jit.Arg]:
