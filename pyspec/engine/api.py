@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal, Protocol, Unpack, cast, overload
+from typing import Any, Literal, Unpack, cast, overload
 from weakref import WeakKeyDictionary
 
 from pyspec.catalog import paired_kind, resolve
@@ -27,13 +27,13 @@ from pyspec.engine.options import (
     request_of,
     settings_of,
 )
+from pyspec.engine.protocol import Core
 from pyspec.engine.result import Progress, RequestSet, Result, collect, patience, submit_when_free
 from pyspec.errors import BadTemplate, PyspecError, QueueFull, RequestError
 from pyspec.registry import is_spec_type
 from pyspec.request import (
     Delta,
     Done,
-    EngineInfo,
     Event,
     Failed,
     Grammar,
@@ -59,45 +59,6 @@ def pair_of(target: str, draft: str | None, values: Mapping[str, object]) -> tup
     if paired is not None and values.get("spec_type", "auto") in ("auto", paired_kind(target)):
         values.setdefault("draft_path", paired)
     return path, settings_from(values)
-
-
-class Core(Protocol):
-    """What runs requests: core.EngineCore in this process, client.Supervisor with one in a process of its own."""
-
-    @property
-    def info(self) -> EngineInfo: ...
-
-    def submit(self, request: Request, sink: Callable[[Event], None]) -> str:
-        """Queue a request that has been checked; `sink` gets its events. Returns its name."""
-        ...
-
-    def cancel(self, name: str) -> None:
-        """End a request at the next round; a name that is not known is ignored."""
-        ...
-
-    def act_on_slot(self, action: SlotAction, hear: Callable[[SlotAnswer], None]) -> None:
-        """Save, restore or erase what a slot holds. `hear` gets what came of it, once, on any thread, and must not block."""
-        ...
-
-    def slots(self) -> list[SlotInfo]:
-        """What each slot is at."""
-        ...
-
-    def metrics(self) -> Metrics:
-        """Counters since the start, and gauges."""
-        ...
-
-    def alive(self) -> bool:
-        """Whether requests are taken."""
-        ...
-
-    def state(self) -> str:
-        """ "loading", "ok", "recovering" or "stopped"."""
-        ...
-
-    def close(self, limit_s: float = ...) -> bool:
-        """Stop; running requests fail with Unavailable. False: something would not end within `limit_s`."""
-        ...
 
 
 class Engine:
