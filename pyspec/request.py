@@ -113,6 +113,22 @@ class Grammar:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ThinkBudget:
+    """How long a request may think. Behind so many tokens of reasoning the tokens `forced` come, whatever the target would choose.
+
+    start, end   what reasoning stands between, as text
+    is_open      the prompt ends within it
+    forced       token ids: what is said at the end of the budget, `end` with it
+    """
+
+    n_tokens: Annotated[int, Whole(0, INT32)]
+    start: Annotated[str, Text()]
+    end: Annotated[str, Text()]
+    is_open: bool
+    forced: Annotated[tuple[int, ...], Ids()]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """One generation. `prompt` holds token ids; text is tokenised before it comes here.
 
@@ -137,6 +153,10 @@ class Request:
     max_predict_ms: Annotated[float, Real(0, INT32)] = 0.0  # 0: no limit; ends the request with "length"
     resumed: Annotated[tuple[int, ...], Ids()] = ()
     grammar: Grammar | None = None
+    shown: Annotated[
+        tuple[int, ...], Ids()
+    ] = ()  # control tokens that show in the text: marks of a call that are tokens
+    think_budget: ThinkBudget | None = None
 
 
 def check_request(request: Request) -> None:
@@ -145,6 +165,8 @@ def check_request(request: Request) -> None:
         raise RequestError(f"a request is a pyspec.request.Request, not a {type(request).__name__}")
     check(request, RequestError)
     check(request.params, RequestError)
+    if request.think_budget is not None:
+        check(request.think_budget, RequestError)
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,7 +199,7 @@ class EngineCore:
             id=name,
             request=request,
             sink=deliver,
-            stream=TextStream(self.tokenizer, request.stop, n_free=params.min_tokens),
+            stream=TextStream(self.tokenizer, request.stop, n_free=params.min_tokens, shown=request.shown),
             sampler=SlotSampler(params, info.n_vocab, self.tokenizer.eog, request.prompt, self._breakers),
             eog=self.tokenizer.eog,
             n_ctx=limit,

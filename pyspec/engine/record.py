@@ -149,12 +149,13 @@ class Record:
             self._lost_ms += 1e3 * (life.last - life.first)
         if self.tokens:
             # the next engine releases text as if it had generated these tokens; more may have been released with a last event
-            before = (
-                TextStream(tokenizer, self.request.stop).push(self.request.resumed).text if self.request.resumed else ""
-            )
-            stream = TextStream(tokenizer, self.request.stop)
-            released = stream.push([*self.request.resumed, *self.tokens]).text
-            self._skip = max(0, self.n_text - (len(released) - len(before)))
+            def released_by(tokens: Sequence[int]) -> int:
+                stream = TextStream(tokenizer, self.request.stop, shown=self.request.shown)
+                return len(stream.push(tokens).text)
+
+            before = released_by(self.request.resumed)
+            released = released_by([*self.request.resumed, *self.tokens])
+            self._skip = max(0, self.n_text - (released - before))
 
     def blame(self, *, from_outside: bool) -> None:
         """An engine crashed with this request in a slot.

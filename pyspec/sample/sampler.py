@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from pyspec.errors import OutOfBounds, RequestError
 from pyspec.request import SamplingParams
+from pyspec.sample.budget import BudgetRule
 from pyspec.sample.dry import Dry, DryBreakers
 from pyspec.sample.feedback import Feedback, SpanChoice
 from pyspec.sample.noise import XTC, resolve_seed, uniform
@@ -63,6 +64,7 @@ class SlotSampler:
         eog_ids: Iterable[int],
         prompt: Sequence[int],
         breakers: DryBreakers | None = None,
+        budget: BudgetRule | None = None,
     ) -> None:
         """`prompt` counts as history, as in llama.cpp. `breakers` is needed if DRY is on and has sequence breakers.
 
@@ -95,7 +97,9 @@ class SlotSampler:
         self.n_history = 0
         self._tokens = np.zeros(len(prompt) + 256, dtype=np.int64)
         self._counts: dict[int, int] = {}
+        self.budget: BudgetRule | None = None  # what is in the prompt is no thought of this request
         self.commit(prompt)
+        self.budget = budget
 
     @property
     def history(self) -> list[int]:
@@ -112,6 +116,8 @@ class SlotSampler:
         self._tokens[old : self.n_history] = tokens
         if self.penalises:
             self._count(old)
+        if self.budget is not None:
+            self.budget.commit(tokens)
         if self.ahead.feedback and tokens:
             self.feedback = self.ahead.feedback[min(len(tokens), len(self.ahead.feedback)) - 1]
             self.ahead = SpanChoice()

@@ -256,7 +256,7 @@ def _apply_template(service: Service, raw: bytes) -> object:
     value = parse_object(raw, service.settings.limits)
     refuse_unsupported(value)
     body = validate(TemplateBody, as_read("chat", value, service.settings))
-    return {"prompt": chat_text(service.engine.template, body, service.settings.limits)}
+    return {"prompt": chat_text(service.engine, body, service.settings)}
 
 
 def _input_tokens(service: Service, raw: bytes, kind: Kind = "chat") -> object:

@@ -48,8 +48,9 @@ class TemplateLike(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
+        begun: str = "",
     ) -> list[int]:
-        """Ids of the rendered chat; what users write cannot become control tokens."""
+        """Ids of the rendered chat, and of an answer that has `begun`; what users write cannot become control tokens."""
         ...
 
 

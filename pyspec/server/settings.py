@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
+from typing import Any
 
 from pyspec.errors import ConfigError
 from pyspec.request import SamplingParams
@@ -51,6 +53,13 @@ class ServerSettings:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int = -1  # -1: until the context is full
     volatile_lines: tuple[re.Pattern[str], ...] = ()  # lines of system prompts that are moved behind the conversation
+    tool_call_parser: str = "auto"  # how the model writes calls; auto: as its template does; none: calls are not parsed
+    reasoning_format: str = "auto"  # where a body does not say
+    reasoning: str = "auto"  # on, off; auto: as the template has it
+    reasoning_budget: int = -1  # tokens a request may think where its body does not say; -1: as many as it likes
+    reasoning_budget_message: str = ""  # said at the end of the budget
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    prefill_assistant: bool = True  # an assistant's message at the end is continued
     text_threads: int = 2  # tokenise and render off the event loop
     limits: Limits = field(default_factory=Limits)
 

@@ -6,7 +6,7 @@ Speculation commits several tokens at once; the result is the same as if they ha
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from pyspec.text.tokenizer import Tokenizer
@@ -40,12 +40,20 @@ class TextStream:
     `Tokenizer.decode` of a whole text takes it away.
 
     n_free  stop strings begin behind so many tokens
+    shown   control tokens that show nevertheless
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, special: bool = False, n_free: int = 0
+        self,
+        tokenizer: Tokenizer,
+        stop: Sequence[str] = (),
+        *,
+        special: bool = False,
+        n_free: int = 0,
+        shown: Collection[int] = (),
     ) -> None:
         self.tokenizer, self.special, self.n_free = tokenizer, special, n_free
+        self.shown = frozenset(shown)
         self.stops = tuple(s for s in stop if s)
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
@@ -76,7 +84,7 @@ class TextStream:
         return Released("".join(out), len(ids), "")
 
     def _bytes(self, token: int) -> bytes:
-        shows = self.special or token not in self.tokenizer.special
+        shows = self.special or token not in self.tokenizer.special or token in self.shown
         return self.tokenizer.token_bytes(token) if shows else b""
 
     def _find(self) -> tuple[int, str] | None:

@@ -7,10 +7,12 @@ import re
 import secrets
 import subprocess
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from pyspec.errors import BadTemplate, RequestError
 from pyspec.gguf.fields import Fields, encodable
 from pyspec.ranges import printable
+from pyspec.text.hidden import Hidden
 from pyspec.text.sandbox_process import SandboxProcess
 from pyspec.text.tokenizer import Tokenizer
 
@@ -24,7 +26,9 @@ TIME_S = 2.0
 TEMPLATE_CHARS = 1 << 20
 SAID_CHARS = 400  # of what a template says of itself
 MESSAGES, PARTS = 4096, 64
+PROBE = "pyspec_argument"  # name of an argument, by which a template's way with arguments is found out
 TRUSTED = ("system", "developer", "assistant")
+OWN_FIELDS = ("role", "content")  # of a message from them: what they say themselves
 Message = Mapping[str, object]
 
 # Marks go where content with forged control tokens goes. Private-use characters around both cases of letters: a template
@@ -147,7 +151,7 @@ class ChatTemplate:
             "bos_token": self.bos_token,
             "eos_token": self.eos_token,
             **(kwargs or {}),
-            "messages": normalise(messages),
+            "messages": self._with_objects(normalise(messages)),
             "add_generation_prompt": add_generation_prompt,
         }
         if tools:  # a template that iterates tools=None fails
@@ -164,6 +168,38 @@ class ChatTemplate:
             raise RequestError(f"the chat template {printable(answer['failed'], SAID_CHARS)}")
         return encodable(answer["text"])  # a template can write half a surrogate pair
 
+    def _with_objects(self, messages: list[dict[str, object]]) -> list[dict[str, object]]:
+        """Calls' arguments as objects, if that is what the template writes out; clients send them as JSON text."""
+        if not any(message.get("tool_calls") for message in messages) or not self._takes_objects:
+            return messages
+        return [
+            {**m, "tool_calls": [_with_object(call) for call in calls]}
+            if isinstance(calls := m.get("tool_calls"), list | tuple)
+            else m
+            for m in messages
+        ]
+
+    @cached_property
+    def _takes_objects(self) -> bool:
+        """Whether arguments that are an object come out as JSON, or as names and values. Asked of the template itself, once."""
+        function = {"name": "probe", "arguments": {PROBE: "value"}}
+        probe: list[dict[str, object]] = [
+            {"role": "user", "content": "hello"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": "call_0", "type": "function", "function": function}],
+            },
+        ]
+        values: dict[str, object] = {
+            "bos_token": "",
+            "eos_token": "",
+            "messages": probe,
+            "add_generation_prompt": False,
+        }
+        text = self._renderer.ask(values).get("text", "")
+        return PROBE in text and f"'{PROBE}'" not in text  # quotes like these are Python's
+
     def encode(
         self,
         tokenizer: Tokenizer,
@@ -172,29 +208,56 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, object] | None = None,
+        begun: str = "",
     ) -> list[int]:
-        """Ids of the rendered prompt, in which the text of users and tools can not become control tokens.
+        """Ids of the rendered prompt, in which the text of users and tools can not become control tokens; `begun` follows it,
+        what stands of the answer already.
 
         Only contents that hold the text of a control token, or a half of one at an end, are treated apart: the template
-        renders a mark in their place, and they are tokenised as plain text. All other prompts take the plain way.
+        renders a mark in their place, and they are tokenised as plain text. In tools, calls and the template's own values
+        marks stand for the control tokens' texts alone. All other prompts take the plain way.
         """
         clean = normalise(messages)
         forged = [i for i, m in enumerate(clean) if _forged(tokenizer, i, m)]
+        hidden = Hidden(tokenizer)
+        for message in clean:
+            if message["role"] in TRUSTED:
+                message.update({key: hidden.hide(value) for key, value in message.items() if key not in OWN_FIELDS})
+        tools = hidden.hide(list(tools)) if tools else tools
+        kwargs = hidden.hide(dict(kwargs)) if kwargs else kwargs
         nonce = secrets.token_hex(8)  # no content can hold a mark of its own
         marks = {f"{_OPEN}aB{nonce}x{i}{_CLOSE}": i for i in forged}
         contents = {i: str(clean[i]["content"]) for i in forged}
         for mark, i in marks.items():
             clean[i]["content"] = _around(contents[i], mark)
         text = self.render(clean, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs)
-        if not forged:
+        text += begun
+        if not forged and not hidden.texts:
             return tokenizer.encode(text)
-        pieces = re.split("(" + "|".join(marks) + ")", text)
+        pieces = re.split("(" + "|".join([*marks, *hidden.texts]) + ")", text)
         if gone := [i for mark, i in marks.items() if mark not in pieces]:
             raise RequestError(
                 f"message {gone[0]} contains the text of a control token, and the chat template hides where it goes"
             )
-        parts = [(contents[marks[p]].strip(), False) if p in marks else (p, True) for p in pieces]
-        return tokenizer.encode_parts(parts)
+        hidden.check(pieces)
+        plain = {mark: contents[i].strip() for mark, i in marks.items()} | hidden.texts
+        return tokenizer.encode_parts([(plain[p], False) if p in plain else (p, True) for p in pieces])
+
+
+def _with_object(call: object) -> object:
+    """A call with its arguments as an object, unless they are none."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if (
+        not isinstance(call, Mapping)
+        or not isinstance(function, Mapping)
+        or not isinstance(function.get("arguments"), str)
+    ):
+        return call
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _around(content: str, mark: str) -> str:

@@ -177,6 +177,24 @@ class Tokenizer:
         clean = text.encode("utf-8", "replace").decode()
         return bool(self._finder.encode_batch_fast([clean], add_special_tokens=False)[0].ids)
 
+    def special_spans(self, text: str) -> list[tuple[int, int]]:
+        """Where texts of control tokens stand in `text`, and at its ends halves of them, of two characters or more."""
+        if not text:
+            return []
+        clean = text.encode("utf-8", "replace").decode()
+        spans = list(self._finder.encode_batch([clean], add_special_tokens=False)[0].offsets)
+        heads, tails = self._halves
+        if not spans and not self.borders_special(text):
+            return []
+        longest = max(map(len, heads), default=0)
+        first, last = spans[0][0] if spans else len(text), spans[-1][1] if spans else 0
+        front = next((n for n in range(min(longest, first), 1, -1) if _begins(tails, text[n - 1 :: -1])), 0)
+        behind = min(longest, len(text) - max(last, front))
+        back = next((n for n in range(behind, 1, -1) if _begins(heads, text[-n:])), 0)
+        if front:
+            spans.insert(0, (0, front))
+        return [*spans, (len(text) - back, len(text))] if back else spans
+
     def borders_special(self, text: str) -> bool:
         """True if `text` could be one half of a control token's text, with the other half next to it."""
         text, (heads, tails) = text.strip(), self._halves

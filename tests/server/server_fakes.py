@@ -82,9 +82,10 @@ class LineTemplate:
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         kwargs: Mapping[str, Any] | None = None,
+        begun: str = "",
     ) -> list[int]:
         text = self.render(messages, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs)
-        return tokenizer.encode(text, add_special=True, parse_special=True)
+        return tokenizer.encode(text + begun, add_special=True, parse_special=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -100,6 +100,11 @@ def test_a_wrong_field_is_named(app: App, engine: FakeEngine, body: dict[str, An
         (CHAT | {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         (CHAT | {"continue_final_message": True}, "continue_final_message"),
         (CHAT | {"tool_choice": 3}, "tool_choice"),
+        (CHAT | {"tool_choice": "required"}, "tool_choice"),
+        (CHAT | {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        (CHAT | {"tool_choice": "any"}, "tool_choice"),
+        (CHAT | {"chat_template_kwargs": {"enable_thinking": "true"}}, "chat_template_kwargs.enable_thinking"),
+        (CHAT | {"reasoning_format": "xml"}, "reasoning_format"),
     ],
 )
 def test_a_wrong_chat_field_is_named(app: App, body: dict[str, Any], field: str) -> None:
@@ -109,8 +114,6 @@ def test_a_wrong_chat_field_is_named(app: App, body: dict[str, Any], field: str)
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tool_choice", "required"),
-        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
         ("lora", [{"id": 0, "scale": 1.0}]),
         ("echo", True),

@@ -14,12 +14,13 @@ from typing import Any, Literal
 from pyspec.errors import RequestError
 from pyspec.request import EngineInfo, Request, SamplingParams
 from pyspec.server.api import anthropic, responses
+from pyspec.server.api.chats import plan_chat
 from pyspec.server.api.constrained import checked_grammar
 from pyspec.server.api.params import draft_limit, sampling_params, stop_strings
 from pyspec.server.api.prompts import chat_ids, prompt_ids, split_prompts
 from pyspec.server.api.schema import SEED_MAX, ChatBody, Generate, NativeBody, TextBody, validate
 from pyspec.server.api.steady import steady, with_lines
-from pyspec.server.api.unsupported import refuse_tool_calls, refuse_unsupported
+from pyspec.server.api.unsupported import refuse_unsupported
 from pyspec.server.engine import EngineLike, TokenizerLike
 from pyspec.server.http.body import parse_object
 from pyspec.server.settings import Limits, ServerSettings
@@ -70,14 +71,18 @@ def prepare(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings
     value, moved = _steady(kind, sent, settings)
     body = _checked(kind, _with_moved(value, moved))
     params = sampling_params(body, engine.tokenizer, settings)
-    prompts = _tokenise(body, engine, settings.limits)
+    plan = plan_chat(engine, body, settings) if isinstance(body, ChatBody) else None
+    prompts = [list(plan.prompt)] if plan else _tokenise(body, engine, settings)
     n = _n_choices(body, engine.info)
     requests = tuple(_request(body, ids, params, i, engine.info, settings) for ids in prompts for i in range(n))
     if moved:
-        others = _tokenise(_checked(kind, value), engine, settings.limits)
+        others = _tokenise(_checked(kind, value), engine, settings)
         requests = tuple(replace(r, n_stable=_n_common(r.prompt, others[0])) for r in requests)
-    if (grammar := checked_grammar(body, engine)) is not None:
+    if (grammar := checked_grammar(body, engine, plan.free if plan else "")) is not None:
         requests = tuple(replace(r, grammar=grammar) for r in requests)
+    if plan:
+        plan.check(grammar)
+        requests = tuple(replace(r, shown=plan.shown, think_budget=plan.budget) for r in requests)
     ping_s = settings.limits.ping_s if body.sse_ping_interval is None else body.sse_ping_interval
     return Ask(
         kind=kind,
@@ -92,13 +97,14 @@ def prepare(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings
         prompt_texts=_texts(kind, engine.tokenizer, prompts, n),
         repeated=responses.repeated(sent) if kind == "responses" else {},
         n_moved=len(moved),
+        markup=plan.markup if plan else AnswerMarkup(),
     )
 
 
 def count_tokens(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings) -> int:
     """Tokens of the prompt that a chat's body would have."""
     body = _checked(kind, as_read(kind, parse_object(raw, settings.limits), settings), generates=False)
-    return sum(len(ids) for ids in _tokenise(body, engine, settings.limits))
+    return sum(len(ids) for ids in _tokenise(body, engine, settings))
 
 
 def _steady(kind: Kind, sent: dict[str, Any], settings: ServerSettings) -> tuple[dict[str, Any], list[str]]:
@@ -134,8 +140,6 @@ def _checked(kind: Kind, value: dict[str, Any], *, generates: bool = True) -> Ge
     """The body as its model, whatever interface it came by."""
     model = BODIES.get(kind, ChatBody)
     refuse_unsupported(value)
-    if model is ChatBody and generates:
-        refuse_tool_calls(value)
     body = validate(model, value)
     if generates:
         _tell_ignored(value, model)
@@ -170,11 +174,11 @@ def _request(
     )
 
 
-def _tokenise(body: Generate, engine: EngineLike, limits: Limits) -> list[list[int]]:
+def _tokenise(body: Generate, engine: EngineLike, settings: ServerSettings) -> list[list[int]]:
     if isinstance(body, ChatBody):
-        return [chat_ids(engine, body, limits)]
+        return [chat_ids(engine, body, settings)]
     assert isinstance(body, NativeBody | TextBody)
-    return [prompt_ids(engine.tokenizer, prompt) for prompt in split_prompts(body.prompt, limits)]
+    return [prompt_ids(engine.tokenizer, prompt) for prompt in split_prompts(body.prompt, settings.limits)]
 
 
 def _n_choices(body: Generate, info: EngineInfo) -> int:

@@ -11,8 +11,9 @@ from starlette.types import ASGIApp
 from pyspec.server.api.answers import Answer
 from pyspec.server.api.anthropic_answer import MessagesAnswer
 from pyspec.server.api.ask import Ask, Kind, prepare
+from pyspec.server.api.chat_answer import ChatAnswer
 from pyspec.server.api.native import NativeAnswer
-from pyspec.server.api.openai import ChatAnswer, TextAnswer
+from pyspec.server.api.openai import TextAnswer
 from pyspec.server.api.responses_answer import ResponsesAnswer
 from pyspec.server.bridge import Submission
 from pyspec.server.engine import TokenizerLike

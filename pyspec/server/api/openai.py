@@ -1,4 +1,4 @@
-"""OpenAI's two answer formats, whole and streamed, with llama-server's `timings` beside them.
+"""What OpenAI's answer formats share, and completions; whole and streamed, with llama-server's `timings` beside them.
 
 A stream's constant parts are encoded once; a chunk costs one json.dumps of its text.
 """
@@ -8,17 +8,16 @@ from __future__ import annotations
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pyspec.errors import PyspecError
-from pyspec.request import Delta, Progress, TokenLogprob
+from pyspec.request import Delta, Done, Progress, TokenLogprob
 from pyspec.server.api.answers import (
     FINGERPRINT,
     FINISH_REASON,
     PING,
     Choice,
-    logprob_list,
     measured,
     progress_dict,
     sse,
@@ -33,7 +32,7 @@ from pyspec.server.http.envelope import dumps, error_body
 DONE = b"data: [DONE]\n\n"
 
 
-class _OpenAI(ABC):
+class OpenAIAnswer(ABC):
     """What the chat and the text format share: head, usage, held-back logprobs, the tail of a stream."""
 
     ping = PING
@@ -80,16 +79,14 @@ class _OpenAI(ABC):
             self._held[i] += event.logprobs
         if self._ask.return_tokens:
             self._held_tokens[i] += event.tokens
-        if not event.text:
-            return b""
         tail = ""
         if self._ask.timings_per_token and event.timings:
             tail = f',"timings":{dumps(timings_dict(event.timings))}'
-        return self._chunk(f'"choices":[{self._delta_choice(i, event.text)}]{tail}')
+        return b"".join(self._chunk(f'"choices":[{delta}]{tail}') for delta in self._deltas(i, event.text))
 
     def finish(self, i: int, choice: Choice) -> bytes:
         assert choice.done is not None
-        value = self._end_choice(i) | {"finish_reason": FINISH_REASON[choice.done.finish]} | self._take_held(i)
+        value = self._end_choice(i) | {"finish_reason": self._finish_reason(i, choice.done)} | self._take_held(i)
         extra: dict[str, Any] = {"choices": [value]}
         if not self._ask.include_usage:  # else the usage chunk carries them
             extra |= measured(choice.done.timings)
@@ -123,11 +120,15 @@ class _OpenAI(ABC):
             self._held_tokens[i] = []
         return value
 
+    def _finish_reason(self, i: int, done: Done) -> str:
+        return FINISH_REASON[done.finish]
+
     @abstractmethod
     def _choice(self, i: int, choice: Choice) -> dict[str, Any]: ...
 
     @abstractmethod
-    def _delta_choice(self, i: int, text: str) -> str: ...
+    def _deltas(self, i: int, text: str) -> Iterator[str]:
+        """One choice of a chunk for each piece of what this text adds."""
 
     @abstractmethod
     def _end_choice(self, i: int) -> dict[str, Any]: ...
@@ -136,57 +137,7 @@ class _OpenAI(ABC):
     def _logprobs(self, i: int, entries: list[TokenLogprob]) -> dict[str, Any]: ...
 
 
-class ChatAnswer(_OpenAI):
-    """`/v1/chat/completions`. A choice's first chunk carries its role and nothing else."""
-
-    prefix = "chatcmpl-"
-    whole_object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-
-    def __init__(self, ask: Ask, model: str, tokenizer: TokenizerLike) -> None:
-        super().__init__(ask, model, tokenizer)
-        self._begun: set[int] = set()
-
-    def delta(self, i: int, choice: Choice, event: Delta) -> bytes:
-        return self._role(i) + super().delta(i, choice, event)
-
-    def progress(self, i: int, event: Progress) -> bytes:
-        return self._role(i) + super().progress(i, event)
-
-    def finish(self, i: int, choice: Choice) -> bytes:
-        return self._role(i) + super().finish(i, choice)
-
-    def _role(self, i: int) -> bytes:
-        if i in self._begun:
-            return b""
-        self._begun.add(i)
-        first = {"index": i, "finish_reason": None, "delta": {"role": "assistant", "content": None}}
-        return self._chunk(f'"choices":[{dumps(first)}]')
-
-    def _choice(self, i: int, choice: Choice) -> dict[str, Any]:
-        assert choice.done is not None
-        value: dict[str, Any] = {
-            "index": i,
-            "message": {"role": "assistant", "content": "".join(choice.text)},
-            "finish_reason": FINISH_REASON[choice.done.finish],
-        }
-        if self._ask.logprobs:
-            value["logprobs"] = self._logprobs(i, choice.logprobs)
-        return value
-
-    def _delta_choice(self, i: int, text: str) -> str:
-        held = self._take_held(i)
-        more = f",{dumps(held)[1:-1]}" if held else ""
-        return f'{{"index":{i},"finish_reason":null,"delta":{{"content":{dumps(text)}}}{more}}}'
-
-    def _end_choice(self, i: int) -> dict[str, Any]:
-        return {"index": i, "delta": {}}
-
-    def _logprobs(self, i: int, entries: list[TokenLogprob]) -> dict[str, Any]:
-        return {"content": logprob_list(entries, self._tokenizer)}
-
-
-class TextAnswer(_OpenAI):
+class TextAnswer(OpenAIAnswer):
     """`/v1/completions`."""
 
     prefix = "cmpl-"
@@ -205,10 +156,11 @@ class TextAnswer(_OpenAI):
             "finish_reason": FINISH_REASON[choice.done.finish],
         }
 
-    def _delta_choice(self, i: int, text: str) -> str:
-        held = self._take_held(i)
-        more = f",{dumps(held)[1:-1]}" if held else ""
-        return f'{{"index":{i},"finish_reason":null,"text":{dumps(text)}{more}}}'
+    def _deltas(self, i: int, text: str) -> Iterator[str]:
+        if text:
+            held = self._take_held(i)
+            more = f",{dumps(held)[1:-1]}" if held else ""
+            yield f'{{"index":{i},"finish_reason":null,"text":{dumps(text)}{more}}}'
 
     def _end_choice(self, i: int) -> dict[str, Any]:
         return {"index": i, "text": ""}

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pyspec.errors import NotSupported, RequestError
 from pyspec.server.api.schema import Chat, Message
 from pyspec.server.engine import EngineLike, TemplateLike, TokenizerLike
-from pyspec.server.settings import Limits
+from pyspec.server.settings import Limits, ServerSettings
+from pyspec.text.markup.reasoning import THINK
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 
@@ -57,52 +58,123 @@ def check_ids(ids: Sequence[int], n_vocab: int) -> None:
 
 @dataclass(frozen=True)
 class Rendering:
-    """What the template is called with."""
+    """What the template is called with.
+
+    continued  the assistant's message at the end, if the answer goes on with it: it is no message for the template
+    """
 
     template: TemplateLike
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
     add_generation_prompt: bool
     kwargs: dict[str, Any]
+    continued: dict[str, Any] | None = None
+    what: str = "content"  # of the continued message goes on
+
+    def text(self) -> str:
+        """The prompt's text."""
+        text = self.template.render(
+            self.messages, tools=self.tools, add_generation_prompt=self.add_generation_prompt, kwargs=self.kwargs
+        )
+        return text if self.continued is None else text + opening(text, self.continued, self.what)
+
+    def ids(self, tokenizer: TokenizerLike) -> list[int]:
+        """The prompt's tokens."""
+        begun = ""
+        if self.continued is not None:
+            begun = opening(replace(self, continued=None).text(), self.continued, self.what)
+        return self.template.encode(
+            tokenizer,
+            self.messages,
+            tools=self.tools,
+            add_generation_prompt=self.add_generation_prompt,
+            kwargs=self.kwargs,
+            begun=begun,
+        )
 
 
-def rendering(template: TemplateLike | None, body: Chat, limits: Limits) -> Rendering:
+def opening(text: str, message: dict[str, Any], what: str) -> str:
+    """What stands of the answer already, behind a prompt that ends where an answer begins: reasoning, then content."""
+    thought = str(message.get("reasoning_content") or "")
+    is_open = text.rstrip().endswith(THINK.start)
+    on_lines = not is_open or text.endswith("\n")  # reasoning stands in lines of its own
+    begun = thought if is_open else ""
+    if not is_open and (thought or what == "reasoning_content"):
+        begun, is_open = f"{THINK.start}\n{thought}", True
+    if what == "reasoning_content":
+        return begun
+    if is_open:
+        begun += f"\n{THINK.end}\n\n" if on_lines else THINK.end
+    return begun + str(message["content"])
+
+
+def rendering(engine: EngineLike, body: Chat, settings: ServerSettings) -> Rendering:
     """Check a chat body against the limits and lay it out for the template."""
+    template, limits = engine.template, settings.limits
     if template is None:
         raise NotSupported("this model has no chat template; use /v1/completions")
-    if body.continue_final_message:
-        raise RequestError("continue_final_message is not supported; end with a user message")
     _check_sizes(body, limits)
-    kwargs = dict(body.chat_template_kwargs or {})
-    if clash := RESERVED & kwargs.keys():
+    if clash := RESERVED & (body.chat_template_kwargs or {}).keys():
         raise RequestError(f"chat_template_kwargs: {min(clash)} has a field of its own")
-    if body.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    continued = continued_part(body, settings)
+    messages = [_plain(message, i, limits) for i, message in enumerate(body.messages)]
     return Rendering(
         template,
-        messages=[_plain(message, i, limits) for i, message in enumerate(body.messages)],
-        tools=[tool.model_dump() for tool in body.tools or ()] or None,
-        add_generation_prompt=body.add_generation_prompt is not False,
-        kwargs=kwargs,
+        messages=messages[:-1] if continued else messages,
+        tools=[tool.model_dump(exclude_unset=True) for tool in body.tools or ()] or None,
+        add_generation_prompt=bool(continued) or body.add_generation_prompt is not False,
+        kwargs=template_values(body, engine.info.chat_template, settings),
+        continued=messages[-1] if continued else None,
+        what=continued,
     )
 
 
-def chat_text(template: TemplateLike | None, body: Chat, limits: Limits) -> str:
+def continued_part(body: Chat, settings: ServerSettings) -> str:
+    """What of the last message the answer goes on with: "content", "reasoning_content", or "" for nothing."""
+    asked, last = body.continue_final_message, body.messages[-1]
+    if not asked and not (settings.prefill_assistant and last.role == "assistant"):
+        return ""
+    if asked and body.add_generation_prompt:
+        raise RequestError("continue_final_message: it can not be true together with add_generation_prompt")
+    if last.role != "assistant":
+        raise RequestError("continue_final_message: the last message is not the assistant's")
+    extra = last.model_extra or {}
+    if not asked and len(body.messages) > 1 and body.messages[-2].role == "assistant":
+        raise RequestError("messages: Cannot have 2 or more assistant messages at the end of the list.")
+    if extra.get("tool_calls"):
+        raise RequestError("messages: an assistant message that contains tool calls can not be continued")
+    if isinstance(asked, str):
+        return asked
+    return "reasoning_content" if extra.get("reasoning_content") and not last.content else "content"
+
+
+def template_values(body: Chat, template: str, settings: ServerSettings) -> dict[str, Any]:
+    """What the template is called with beside messages and tools: the server's values, the body's over them."""
+    values: dict[str, Any] = dict(settings.chat_template_kwargs)
+    if "enable_thinking" in template and settings.reasoning != "off":
+        values.setdefault("enable_thinking", True)
+    elif settings.reasoning == "off":
+        values["enable_thinking"] = False
+    values |= body.chat_template_kwargs or {}
+    if isinstance(values.get("enable_thinking"), str):
+        raise RequestError("chat_template_kwargs.enable_thinking: true or false, not a string")
+    effort = body.reasoning_effort
+    if effort == "none":
+        values.pop("reasoning_effort", None)
+        values["enable_thinking"] = False
+    elif effort:
+        values["reasoning_effort"] = effort
+    return values
+
+
+def chat_text(engine: EngineLike, body: Chat, settings: ServerSettings) -> str:
     """The prompt text of a chat."""
-    r = rendering(template, body, limits)
-    return r.template.render(r.messages, tools=r.tools, add_generation_prompt=r.add_generation_prompt, kwargs=r.kwargs)
+    return rendering(engine, body, settings).text()
 
 
-def chat_ids(engine: EngineLike, body: Chat, limits: Limits) -> list[int]:
+def chat_ids(engine: EngineLike, body: Chat, settings: ServerSettings) -> list[int]:
     """The prompt ids of a chat."""
-    r = rendering(engine.template, body, limits)
-    return r.template.encode(
-        engine.tokenizer,
-        r.messages,
-        tools=r.tools,
-        add_generation_prompt=r.add_generation_prompt,
-        kwargs=r.kwargs,
-    )
+    return rendering(engine, body, settings).ids(engine.tokenizer)
 
 
 def _check_sizes(body: Chat, limits: Limits) -> None:

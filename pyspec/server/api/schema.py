@@ -273,11 +273,13 @@ class Message(BaseModel):
 
 
 class ToolFunction(BaseModel):
-    """A function's description; parameters and the rest go to the template as they are."""
+    """A function's description; what else it has goes to the template as it is."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(BaseModel):
@@ -296,9 +298,11 @@ class Chat(Body):
     tools: list[Tool] | None = None
     tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    parse_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
+    continue_final_message: bool | Literal["content", "reasoning_content"] | None = None
 
 
 class ChatBody(Generate, Chat):
@@ -306,6 +310,11 @@ class ChatBody(Generate, Chat):
 
     logprobs: bool | None = None
     top_logprobs: Count | None = None
+    reasoning_format: Literal["none", "auto", "deepseek", "deepseek-legacy"] | None = None
+    reasoning_budget_tokens: Window | None = None
+    thinking_budget_tokens: Window | None = None
+    reasoning_budget: Window | None = None
+    reasoning_budget_message: Annotated[str, Field(max_length=1000)] | None = None
 
 
 class TemplateBody(Chat):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from pyspec.errors import NotSupported, RequestError
+from pyspec.errors import NotSupported
 
 _EMPTY: tuple[Any, ...] = ("", [], {}, False, 0)
 
@@ -42,9 +42,6 @@ NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "n_indent": _not_positive,
     "prompt_logprobs": _not_positive,
     "response_fields": _empty,
-    "reasoning_format": _is("none", "auto"),
-    "reasoning_budget": _is(-1),
-    "reasoning_budget_tokens": _is(-1),
     "bad_words": _empty,
     "stop_token_ids": _empty,
     "allowed_token_ids": _empty,
@@ -60,14 +57,3 @@ def refuse_unsupported(body: dict[str, Any]) -> None:
         value = body.get(name)
         if value is not None and not is_neutral(value):
             raise NotSupported(f"{name} is not supported; leave it out")
-
-
-def refuse_tool_calls(body: dict[str, Any]) -> None:
-    """Tools may be shown to the model; what it answers is text, so nothing may count on parsed calls."""
-    choice = body.get("tool_choice")
-    if choice is not None and not isinstance(choice, str | dict):
-        raise RequestError("tool_choice: a string or an object")
-    if isinstance(choice, dict) or choice == "required":
-        raise NotSupported('tool_choice can only be "none": tool calls are not parsed')
-    if body.get("tools") and choice != "none":
-        raise NotSupported('tools are rendered but calls are not parsed; send tool_choice "none" to go on')

@@ -1,0 +1,101 @@
+"""A budget of reasoning tokens: behind so many of them, forced tokens end the reasoning, whatever the logits say.
+
+What is forced at a position depends on the tokens before it alone, so it is the same with and without drafts: the rule goes over the
+committed tokens once, and over drafts as often as they are looked at. Marks are found in bytes, however they are spelled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from pyspec.request import ThinkBudget
+
+FAR = 512
+"""So many tokens before the budget ends nothing can be forced in the rounds that are under way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Thought:
+    """Where a request stands behind its tokens so far.
+
+    phase     before reasoning, in it, where tokens are forced, behind it
+    n         tokens of reasoning
+    n_forced  forced tokens that have come
+    tail      the last bytes: a mark may have begun in them
+    n_missing bytes that the last character still needs
+    """
+
+    phase: Literal["before", "thinking", "forced", "over"]
+    n: int = 0
+    n_forced: int = 0
+    tail: bytes = b""
+    n_missing: int = 0
+
+
+class BudgetRule:
+    """The rule for one request. `token_bytes`: control tokens as their text."""
+
+    def __init__(self, budget: ThinkBudget, token_bytes: Callable[[int], bytes]) -> None:
+        self.budget, self._bytes = budget, token_bytes
+        self._start, self._end = budget.start.encode(), budget.end.encode()
+        self.now = self._due(Thought("thinking" if budget.is_open else "before"))
+
+    @property
+    def is_far(self) -> bool:
+        """No token is forced in the rounds that are launched before the next one is read."""
+        now = self.now
+        return now.phase == "over" or (now.phase != "forced" and self.budget.n_tokens - now.n > FAR)
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Tokens that are final. Those of the prompt are not among them."""
+        if self.now.phase != "over":
+            for token in tokens:
+                self.now = self._after(self.now, token)
+
+    def forced(self, drafts: Sequence[int]) -> tuple[int, int] | None:
+        """The first row of a span whose token is forced, and that token."""
+        at = self.now
+        for i in range(len(drafts) + 1):
+            if at.phase == "forced":
+                return i, self.budget.forced[at.n_forced]
+            if at.phase == "over" or i == len(drafts):
+                return None
+            at = self._after(at, drafts[i])
+        return None
+
+    def _after(self, at: Thought, token: int) -> Thought:
+        if at.phase == "over":
+            return at
+        if at.phase == "forced":
+            n = at.n_forced + 1
+            return Thought("over") if n >= len(self.budget.forced) else replace(at, n_forced=n)
+        raw = self._bytes(token)
+        mark = self._start if at.phase == "before" else self._end
+        text = at.tail + raw
+        if mark not in text:
+            tail = text[-(len(mark) - 1) :] if len(mark) > 1 else b""
+            at = replace(at, n=at.n + (at.phase == "thinking"), tail=tail, n_missing=_missing(raw, at.n_missing))
+            return self._due(at)
+        if at.phase == "thinking":
+            return Thought("over")
+        behind = text[text.index(mark) + len(mark) :]  # reasoning that came with the mark's last token
+        return (
+            Thought("over") if self._end in behind else self._due(Thought("thinking", tail=behind[-len(self._end) :]))
+        )
+
+    def _due(self, at: Thought) -> Thought:
+        """The budget is spent, and no character would be cut in two."""
+        is_due = at.phase == "thinking" and at.n >= self.budget.n_tokens and not at.n_missing
+        return replace(at, phase="forced") if is_due and self.budget.forced else at
+
+
+def _missing(raw: bytes, n: int) -> int:
+    """Bytes that the last character needs still, behind `raw`, if it needed `n` before."""
+    for byte in raw:
+        if byte & 0xC0 == 0x80:
+            n = max(0, n - 1)
+        else:
+            n = 0 if byte < 0xC0 else 1 if byte < 0xE0 else 2 if byte < 0xF0 else 3
+    return n

@@ -1,0 +1,82 @@
+"""Which tools an answer may or must call, and the grammar that holds it to that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pyspec.errors import NotSupported, RequestError
+from pyspec.server.api.schema import Chat, Tool
+from pyspec.text.markup.dialect import NAMES, Dialect
+
+Wanted = Literal["auto", "none", "required"]
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """What a body says on tools.
+
+    schemas   the arguments' schema of each tool that may be called; empty: calls are not parsed
+    is_bound  the answer consists of calls
+    is_held   what is called, and with what, is held to the tools' schemas
+    is_single one call at most
+    """
+
+    schemas: Mapping[str, Mapping[str, Any]]
+    is_bound: bool = False
+    is_held: bool = False
+    is_single: bool = False
+
+
+NO_CALLS = CallPlan({})
+
+
+def call_plan(body: Chat, dialect: Dialect | None) -> CallPlan:
+    """Raises RequestError, and NotSupported where calls could not be read."""
+    choice, name = tool_choice(body)
+    tools = {tool.function.name: tool for tool in body.tools or ()}
+    if len(tools) < len(body.tools or ()):
+        raise RequestError("tools: two of them have the same name")
+    if name and name not in tools:
+        raise RequestError(f"tool_choice: there is no tool {name[:80]!r}")
+    if choice == "required" and not tools:
+        raise RequestError("tool_choice: there are no tools to choose from")
+    if not tools or choice == "none":
+        return NO_CALLS
+    if body.parse_tool_calls is False:
+        if choice == "required":
+            raise RequestError("parse_tool_calls: it can not be false where a call is required")
+        return NO_CALLS
+    if dialect is None:
+        raise NotSupported(
+            'tools: the chat template does not say how this model writes its calls; send tool_choice "none", or start the'
+            f" server with --tool-call-parser and one of {', '.join(NAMES)}"
+        )
+    wanted = {name: tools[name]} if name else tools
+    is_held = choice == "required" or any(tool.function.strict for tool in wanted.values())
+    return CallPlan(
+        schemas={each: _schema(tool) for each, tool in wanted.items()},
+        is_bound=choice == "required",
+        is_held=is_held or body.parallel_tool_calls is False,
+        is_single=bool(name) or body.parallel_tool_calls is False,
+    )
+
+
+def tool_choice(body: Chat) -> tuple[Wanted, str]:
+    """What may be called, and the one function that must be."""
+    choice = body.tool_choice
+    if choice is None:
+        return "auto", ""
+    if choice == "auto" or choice == "none" or choice == "required":
+        return choice, ""
+    if isinstance(choice, str):
+        raise RequestError(f'tool_choice: {choice[:40]!r} is none of "auto", "none" and "required"')
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise RequestError('tool_choice: a word, or an object such as {type: "function", function: {name: "..."}}')
+    return "required", function["name"]
+
+
+def _schema(tool: Tool) -> Mapping[str, Any]:
+    return tool.function.parameters or {"type": "object", "properties": {}}

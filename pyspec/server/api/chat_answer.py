@@ -1,0 +1,128 @@
+"""Answers of chat completions: content, reasoning and calls, as the answer's parser gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from pyspec.request import Delta, Done, Progress, TokenLogprob
+from pyspec.server.api.answers import Choice, logprob_list
+from pyspec.server.api.ask import Ask
+from pyspec.server.api.openai import OpenAIAnswer
+from pyspec.server.engine import TokenizerLike
+from pyspec.server.http.envelope import dumps
+from pyspec.text.markup.parts import AnswerParser, CallArguments, CallBegin, Content, Part, Reasoning
+
+
+@dataclass
+class MessageParts:
+    """What one choice has given so far."""
+
+    parser: AnswerParser
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    arguments: list[list[str]] = field(default_factory=list)
+
+    def keep(self, parts: Iterable[Part]) -> None:
+        """For one answer at the end."""
+        for part in parts:
+            if isinstance(part, Content):
+                self.content.append(part.text)
+            elif isinstance(part, Reasoning):
+                self.reasoning.append(part.text)
+            elif isinstance(part, CallBegin):
+                self.calls.append({"id": part.id, "type": "function", "function": {"name": part.name, "arguments": ""}})
+                self.arguments.append([])
+            else:
+                self.arguments[part.index].append(part.text)
+
+    def message(self) -> dict[str, Any]:
+        for call, pieces in zip(self.calls, self.arguments, strict=True):
+            call["function"]["arguments"] = "".join(pieces)
+        text = "".join(self.content)
+        value: dict[str, Any] = {"role": "assistant", "content": text if text or not self.calls else None}
+        if self.reasoning:
+            value["reasoning_content"] = "".join(self.reasoning)
+        return value | ({"tool_calls": self.calls} if self.calls else {})
+
+
+class ChatAnswer(OpenAIAnswer):
+    """`/v1/chat/completions`. A choice's first chunk carries its role and nothing else."""
+
+    prefix = "chatcmpl-"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, ask: Ask, model: str, tokenizer: TokenizerLike) -> None:
+        super().__init__(ask, model, tokenizer)
+        self._begun: set[int] = set()
+        self._parts = [MessageParts(ask.markup.parser()) for _ in ask.requests]
+        self._has_called: set[int] = set()
+
+    def delta(self, i: int, choice: Choice, event: Delta) -> bytes:
+        return self._role(i) + super().delta(i, choice, event)
+
+    def progress(self, i: int, event: Progress) -> bytes:
+        return self._role(i) + super().progress(i, event)
+
+    def finish(self, i: int, choice: Choice) -> bytes:
+        last = [self._chunk(f'"choices":[{delta}]') for delta in self._written(i, self._parts[i].parser.finish())]
+        return self._role(i) + b"".join(last) + super().finish(i, choice)
+
+    def _role(self, i: int) -> bytes:
+        if i in self._begun:
+            return b""
+        self._begun.add(i)
+        first = {"index": i, "finish_reason": None, "delta": {"role": "assistant", "content": None}}
+        return self._chunk(f'"choices":[{dumps(first)}]')
+
+    def _choice(self, i: int, choice: Choice) -> dict[str, Any]:
+        assert choice.done is not None
+        heard = self._parts[i]
+        heard.keep(heard.parser.push("".join(choice.text)))
+        heard.keep(heard.parser.finish())
+        if heard.calls:
+            self._has_called.add(i)
+        value: dict[str, Any] = {
+            "index": i,
+            "message": heard.message(),
+            "finish_reason": self._finish_reason(i, choice.done),
+        }
+        if self._ask.logprobs:
+            value["logprobs"] = self._logprobs(i, choice.logprobs)
+        return value
+
+    def _finish_reason(self, i: int, done: Done) -> str:
+        reason = super()._finish_reason(i, done)
+        return "tool_calls" if reason == "stop" and i in self._has_called else reason
+
+    def _deltas(self, i: int, text: str) -> Iterator[str]:
+        if text:
+            yield from self._written(i, self._parts[i].parser.push(text))
+
+    def _written(self, i: int, parts: Iterable[Part]) -> Iterator[str]:
+        for part in parts:
+            held = self._take_held(i)
+            more = f",{dumps(held)[1:-1]}" if held else ""
+            yield f'{{"index":{i},"finish_reason":null,"delta":{self._delta(i, part)}{more}}}'
+
+    def _delta(self, i: int, part: Part) -> str:
+        if isinstance(part, Content):
+            return f'{{"content":{dumps(part.text)}}}'
+        if isinstance(part, Reasoning):
+            return f'{{"reasoning_content":{dumps(part.text)}}}'
+        if isinstance(part, CallArguments):
+            call: dict[str, Any] = {"index": part.index, "function": {"arguments": part.text}}
+        else:
+            self._has_called.add(i)
+            function = {"name": part.name, "arguments": ""}
+            call = {"index": part.index, "id": part.id, "type": "function", "function": function}
+        return dumps({"tool_calls": [call]})
+
+    def _end_choice(self, i: int) -> dict[str, Any]:
+        return {"index": i, "delta": {}}
+
+    def _logprobs(self, i: int, entries: list[TokenLogprob]) -> dict[str, Any]:
+        return {"content": logprob_list(entries, self._tokenizer)}

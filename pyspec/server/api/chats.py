@@ -1,0 +1,109 @@
+"""A chat's body, planned: what the template renders, how the answer is read, and what bounds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pyspec.errors import NotSupported
+from pyspec.request import Grammar, ThinkBudget
+from pyspec.server.api.calls import call_plan
+from pyspec.server.api.prompts import chat_ids, continued_part
+from pyspec.server.api.schema import ChatBody
+from pyspec.server.engine import EngineLike, TokenizerLike
+from pyspec.server.settings import ServerSettings
+from pyspec.text.markup.dialect import AnswerMarkup, Dialect, dialect, recognised, think_marks
+from pyspec.text.markup.reasoning import ThinkMarks
+
+TAIL_TOKENS = 24  # of the prompt, that tell whether it ends within reasoning
+
+
+@dataclass(frozen=True)
+class ChatPlan:
+    """A prompt, and what its answer may be."""
+
+    prompt: tuple[int, ...]
+    markup: AnswerMarkup
+    shown: tuple[int, ...]
+    budget: ThinkBudget | None
+
+    @property
+    def free(self) -> str:
+        """Text up to and including this no grammar holds: the end of reasoning, if the answer begins within it."""
+        return self.markup.think.end if self.markup.think is not None and self.markup.is_open else ""
+
+    def check(self, grammar: Grammar | None) -> None:
+        """Raise NotSupported if a grammar would forbid the calls that tools are there for."""
+        if grammar is not None and self.markup.calls is not None:
+            raise NotSupported('tools can not be called under a grammar: send tool_choice "none", or no response_format')
+
+
+def plan_chat(engine: EngineLike, body: ChatBody, settings: ServerSettings) -> ChatPlan:
+    """Check a chat's body and make its prompt. Raises RequestError, NotSupported."""
+    template = engine.info.chat_template
+    speaks, think = spoken(template, settings), think_marks(template)
+    calls = call_plan(body, speaks)
+    if calls.is_held:
+        raise NotSupported(
+            "tool_choice required or named, strict tools and parallel_tool_calls: false need constrained calls, which are not there yet"
+        )
+    prompt = chat_ids(engine, body, settings)
+    form = body.reasoning_format or settings.reasoning_format
+    is_open = think is not None and (
+        continued_part(body, settings) == "reasoning_content" or _ends_open(engine.tokenizer, prompt, think)
+    )
+    is_shown = form == "none" or (form == "deepseek-legacy" and bool(body.stream))
+    markup = AnswerMarkup(
+        calls=speaks if calls.schemas else None,
+        think=think,
+        is_open=is_open,
+        is_shown=is_shown,
+        tools=calls.schemas,
+    )
+    return ChatPlan(
+        prompt=tuple(prompt),
+        markup=markup,
+        shown=_shown(engine.tokenizer, markup),
+        budget=_budget(engine.tokenizer, body, settings, think, is_open),
+    )
+
+
+def spoken(template: str, settings: ServerSettings) -> Dialect | None:
+    """How the model writes its calls: as the server was told, or as its template does."""
+    if settings.tool_call_parser == "auto":
+        return recognised(template)
+    return None if settings.tool_call_parser == "none" else dialect(settings.tool_call_parser)
+
+
+def _ends_open(tokenizer: TokenizerLike, prompt: Sequence[int], think: ThinkMarks) -> bool:
+    """Whether the prompt's last words begin reasoning."""
+    tail = tokenizer.decode(prompt[-TAIL_TOKENS:], special=True)
+    return tail.rstrip().endswith(think.start)
+
+
+def _shown(tokenizer: TokenizerLike, markup: AnswerMarkup) -> tuple[int, ...]:
+    """Marks that are one token: should it be a control token, the parser has to see it all the same."""
+    marks = [
+        *(markup.calls.marks if markup.calls else ()),
+        *([markup.think.start, markup.think.end] if markup.think else []),
+    ]
+    found = [tokenizer.encode(mark, add_special=False, parse_special=True) for mark in marks]
+    return tuple(sorted({ids[0] for ids in found if len(ids) == 1}))
+
+
+def _budget(
+    tokenizer: TokenizerLike, body: ChatBody, settings: ServerSettings, think: ThinkMarks | None, is_open: bool
+) -> ThinkBudget | None:
+    """How long it may think, as the body or the server says; without a word on it, or where nothing thinks, as long as it likes."""
+    said = (body.reasoning_budget_tokens, body.thinking_budget_tokens, body.reasoning_budget)
+    n_tokens = next((n for n in said if n is not None and n >= 0), settings.reasoning_budget)
+    if n_tokens < 0 or think is None:
+        return None
+    message = (
+        settings.reasoning_budget_message if body.reasoning_budget_message is None else body.reasoning_budget_message
+    )
+    forced = [
+        *(tokenizer.encode(message, add_special=False, parse_special=False) if message else ()),
+        *tokenizer.encode(think.end, add_special=False, parse_special=True),
+    ]
+    return ThinkBudget(n_tokens=n_tokens, start=think.start, end=think.end, is_open=is_open, forced=tuple(forced))

@@ -1,0 +1,247 @@
+"""Tool calls, reasoning and answers that go on, through chat completions as OpenAI's own client sees them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import openai
+import pytest
+from server_client import App
+from server_fakes import FakeEngine, Script
+from server_live import Live
+
+from pyspec.server.app import create_app
+from pyspec.server.settings import ServerSettings
+
+HERMES = 'Calls: <tool_call>{"name": ..., "arguments": {}}</tool_call>; thoughts: <think> </think> enable_thinking'
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}},
+    },
+    {"type": "function", "function": {"name": "clock"}},
+]
+HELLO: list[Any] = [{"role": "user", "content": "hi"}]
+ANSWER = (
+    '<think>\nSunny?\n</think>\n\nI look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+)
+
+
+@pytest.fixture
+def engine(engine: FakeEngine) -> FakeEngine:
+    engine.info = replace(engine.info, chat_template=HERMES)
+    engine.script = Script(text=ANSWER)
+    return engine
+
+
+@pytest.fixture
+def client(engine: FakeEngine, serve: Callable[..., Live]) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{serve().url}/v1", api_key="unused", max_retries=0) as found:
+        yield found
+
+
+@pytest.fixture
+def app(engine: FakeEngine) -> App:
+    return App(create_app(engine, ServerSettings()))
+
+
+def ask(app: App, status: int = 200, **body: Any) -> Any:
+    response = app.post("/v1/chat/completions", {"messages": HELLO} | body)
+    assert response.status_code == status, response.text
+    return response.json()
+
+
+def prompt_of(engine: FakeEngine) -> str:
+    return bytes(i for i in engine.seen[-1].prompt if i < 256).decode()
+
+
+# -- calls -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_client_gets_calls_whole(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="x", messages=HELLO, tools=TOOLS)
+    choice = answer.choices[0]
+    assert choice.finish_reason == "tool_calls" and choice.message.content == "I look."
+    assert choice.message.model_extra == {"reasoning_content": "Sunny?"}
+    calls = choice.message.tool_calls
+    assert calls is not None
+    assert [(c.type, c.function.name, json.loads(c.function.arguments)) for c in calls if c.type == "function"] == [
+        ("function", "weather", {"city": "Zürich"}),
+        ("function", "clock", {}),
+    ]
+    assert calls[0].id.startswith("call_") and calls[0].id != calls[1].id
+
+
+@pytest.mark.parametrize("width", [1, 2, 7, 1000])
+def test_the_client_gets_calls_in_pieces(client: openai.OpenAI, engine: FakeEngine, width: int) -> None:
+    engine.script = Script(text=ANSWER, width=width)
+    names: dict[int, str] = {}
+    arguments: dict[int, str] = {}
+    content = reasoning = finish = ""
+    for chunk in client.chat.completions.create(model="x", messages=HELLO, tools=TOOLS, stream=True):
+        choice = chunk.choices[0]
+        content += choice.delta.content or ""
+        reasoning += (choice.delta.model_extra or {}).get("reasoning_content", "")
+        finish = choice.finish_reason or finish
+        for call in choice.delta.tool_calls or ():
+            assert call.function is not None
+            if call.function.name:
+                assert call.id and call.type == "function" and call.index == len(names)
+                names[call.index] = call.function.name
+            arguments[call.index] = arguments.get(call.index, "") + (call.function.arguments or "")
+    assert (content, reasoning, finish) == ("I look.", "Sunny?", "tool_calls")
+    assert names == {0: "weather", 1: "clock"}
+    assert {i: json.loads(text) for i, text in arguments.items()} == {0: {"city": "Zürich"}, 1: {}}
+
+
+def test_an_answer_of_calls_alone_has_no_content(app: App, engine: FakeEngine) -> None:
+    engine.script = Script(text='<tool_call>{"name": "clock"}</tool_call>')
+    message = ask(app, tools=TOOLS)["choices"][0]["message"]
+    assert message["content"] is None and message["tool_calls"][0]["function"] == {"name": "clock", "arguments": "{}"}
+
+
+def test_a_call_that_is_cut_off_ends_with_length(app: App, engine: FakeEngine) -> None:
+    choice = ask(app, tools=TOOLS, max_tokens=90)["choices"][0]
+    assert (
+        choice["finish_reason"] == "length"
+        and choice["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Z'
+    )
+
+
+@pytest.mark.parametrize(
+    "body", [{}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": TOOLS, "parse_tool_calls": False}]
+)
+def test_calls_that_nobody_asked_for_stay_text(app: App, body: dict[str, Any]) -> None:
+    message = ask(app, **body)["choices"][0]["message"]
+    assert "tool_calls" not in message and message["content"].startswith("I look.\n<tool_call>")
+
+
+def test_a_template_without_calls_refuses_tools_unless_the_server_is_told_how_they_look(engine: FakeEngine) -> None:
+    engine.info = replace(engine.info, chat_template="plain")
+    said = ask(App(create_app(engine, ServerSettings())), 501, tools=TOOLS)["error"]["message"]
+    assert "--tool-call-parser" in said and "hermes" in said
+    app = App(create_app(engine, ServerSettings(tool_call_parser="hermes")))
+    assert len(ask(app, tools=TOOLS)["choices"][0]["message"]["tool_calls"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"tool_choice": "required"}, "no tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "other"}}}, "no tool 'other'"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "same name"),
+        ({"tools": TOOLS, "tool_choice": "required", "parse_tool_calls": False}, "parse_tool_calls"),
+    ],
+)
+def test_a_choice_that_can_not_be_made_is_refused(app: App, body: dict[str, Any], said: str) -> None:
+    assert said in ask(app, 400, **body)["error"]["message"]
+
+
+# -- reasoning -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("form", "stream", "content", "reasoning"),
+    [
+        (None, False, "Hi", "a"),
+        ("auto", False, "Hi", "a"),
+        ("deepseek", True, "Hi", "a"),
+        ("deepseek-legacy", False, "Hi", "a"),
+        ("deepseek-legacy", True, "<think>a</think>\n\nHi", ""),
+        ("none", False, "<think>a</think>\n\nHi", ""),
+    ],
+)
+def test_reasoning_goes_where_its_format_says(
+    app: App, engine: FakeEngine, form: str | None, stream: bool, content: str, reasoning: str
+) -> None:
+    engine.script = Script(text="<think>a</think>\n\nHi")
+    body = {"messages": HELLO, "stream": stream} | ({"reasoning_format": form} if form else {})
+    if stream:
+        deltas = [e["choices"][0]["delta"] for e in app.events("/v1/chat/completions", body) if e != "[DONE]"]
+    else:
+        deltas = [app.post("/v1/chat/completions", body).json()["choices"][0]["message"]]
+    assert "".join(d.get("content") or "" for d in deltas) == content
+    assert "".join(d.get("reasoning_content") or "" for d in deltas) == reasoning
+
+
+@pytest.mark.parametrize(
+    ("settings", "body", "passed"),
+    [
+        ({}, {}, "enable_thinking=True"),
+        ({}, {"chat_template_kwargs": {"enable_thinking": False}}, "enable_thinking=False"),
+        ({"reasoning": "off"}, {}, "enable_thinking=False"),
+        ({"reasoning": "off"}, {"chat_template_kwargs": {"enable_thinking": True}}, "enable_thinking=True"),
+        ({}, {"reasoning_effort": "none"}, "enable_thinking=False"),
+        ({}, {"reasoning_effort": "high"}, "reasoning_effort=high"),
+        ({"chat_template_kwargs": {"x": 1}}, {"chat_template_kwargs": {"x": 2}}, "x=2"),
+    ],
+)
+def test_the_template_hears_whether_to_think(
+    engine: FakeEngine, settings: dict[str, Any], body: dict[str, Any], passed: str
+) -> None:
+    ask(App(create_app(engine, ServerSettings(**settings))), **body)
+    assert passed in prompt_of(engine).split("\n")
+
+
+def test_a_budget_reaches_the_engine(app: App, engine: FakeEngine) -> None:
+    ask(app, reasoning_budget_tokens=5, reasoning_budget_message="Enough.")
+    budget = engine.seen[-1].think_budget
+    assert budget is not None and (budget.n_tokens, budget.end, budget.is_open) == (5, "</think>", False)
+    assert bytes(budget.forced) == b"Enough.</think>"
+    ask(app)
+    assert engine.seen[-1].think_budget is None
+    ask(App(create_app(engine, ServerSettings(reasoning_budget=0))))
+    assert engine.seen[-1].think_budget is not None
+
+
+# -- answers that go on ----------------------------------------------------------------------------------------------
+
+
+def test_an_assistants_message_at_the_end_is_continued(app: App, engine: FakeEngine) -> None:
+    last = {"role": "assistant", "content": "Well, "}
+    for body in (
+        {},
+        {"continue_final_message": True},
+        {"continue_final_message": True, "add_generation_prompt": False},
+    ):
+        ask(app, messages=[*HELLO, last], **body)
+        assert prompt_of(engine).endswith("\nassistant: Well, ")
+    kept = ask(App(create_app(engine, ServerSettings(prefill_assistant=False))), messages=[*HELLO, last])
+    assert kept["choices"] and prompt_of(engine).endswith("assistant: Well, \nenable_thinking=True\nassistant: ")
+    shown = app.post("/apply-template", {"messages": [*HELLO, last]}).json()["prompt"]
+    assert shown.endswith("\nassistant: Well, ")
+
+
+def test_reasoning_at_the_end_is_continued(app: App, engine: FakeEngine) -> None:
+    engine.script = Script(text=" more</think>Hi")
+    last = {"role": "assistant", "content": "", "reasoning_content": "I think"}
+    message = ask(app, messages=[*HELLO, last])["choices"][0]["message"]
+    assert prompt_of(engine).endswith("assistant: <think>\nI think")
+    assert (message["reasoning_content"], message["content"]) == ("more", "Hi")
+    ask(app, messages=[*HELLO, last | {"content": "So"}])
+    assert prompt_of(engine).endswith("assistant: <think>\nI think\n</think>\n\nSo")
+
+
+@pytest.mark.parametrize(
+    ("messages", "body", "said"),
+    [
+        (
+            [*HELLO, {"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}],
+            {},
+            "2 or more assistant",
+        ),
+        (HELLO, {"continue_final_message": True}, "not the assistant's"),
+        (
+            [{"role": "assistant", "content": "a"}],
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "together",
+        ),
+        ([{"role": "assistant", "tool_calls": [{"id": "a"}]}], {}, "tool calls"),
+    ],
+)
+def test_what_can_not_be_continued_is_refused(app: App, messages: list[Any], body: dict[str, Any], said: str) -> None:
+    assert said in ask(app, 400, messages=messages, **body)["error"]["message"]
