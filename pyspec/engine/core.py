@@ -26,6 +26,7 @@ from pyspec.engine.slot_actions import SlotActions
 from pyspec.engine.visit import Visit
 from pyspec.errors import DeviceError, PyspecError, QueueFull, Unavailable
 from pyspec.request import Delta, Done, Event, Failed, Metrics, Request, SlotAction, SlotAnswer, SlotInfo, Started
+from pyspec.sample.budget import BudgetRule
 from pyspec.sample.dry import DryBreakers
 from pyspec.sample.sampler import SlotSampler
 from pyspec.text.stream import TextStream
@@ -186,6 +187,7 @@ class EngineCore:
         limit = min(info.n_ctx, info.n_row - info.n_overhang)
         most = limit if request.max_tokens < 0 else min(limit, len(request.prompt) + request.max_tokens)
         params = request.params if seed is None else replace(request.params, seed=seed)
+        budget = request.think_budget and BudgetRule(request.think_budget, self.tokenizer.token_bytes)
 
         def deliver(event: Event) -> None:
             if isinstance(event, Done | Failed):
@@ -200,7 +202,7 @@ class EngineCore:
             request=request,
             sink=deliver,
             stream=TextStream(self.tokenizer, request.stop, n_free=params.min_tokens, shown=request.shown),
-            sampler=SlotSampler(params, info.n_vocab, self.tokenizer.eog, request.prompt, self._breakers),
+            sampler=SlotSampler(params, info.n_vocab, self.tokenizer.eog, request.prompt, self._breakers, budget),
             eog=self.tokenizer.eog,
             n_ctx=limit,
             n_rows=most + info.n_overhang,

@@ -173,4 +173,5 @@ class Lookahead:
 def takes_the_best(sampler: SlotSampler) -> bool:
     """True if the next token is that of the largest logit, unless that is banned: the device knows it before the host does."""
     edits = sampler.edits_logits and not sampler.only_bans
-    return sampler.params.greedy and not edits and sampler.params.logprobs is None
+    is_free = sampler.budget is None or sampler.budget.is_far
+    return sampler.params.greedy and not edits and sampler.params.logprobs is None and is_free

@@ -86,8 +86,9 @@ class BudgetRule:
         )
 
     def _due(self, at: Thought) -> Thought:
-        """The budget is spent, and no character would be cut in two."""
-        is_due = at.phase == "thinking" and at.n >= self.budget.n_tokens and not at.n_missing
+        """The budget is spent, and no character would be cut in two: that takes three tokens more at most."""
+        n_more = at.n - self.budget.n_tokens
+        is_due = at.phase == "thinking" and (n_more >= 3 or (n_more >= 0 and not at.n_missing))
         return replace(at, phase="forced") if is_due and self.budget.forced else at
 
 

@@ -121,7 +121,7 @@ def choose(
     picks = _pick_all(logits, work) if picks is None else picks
     if any(w.span.mask is not None for w in work):
         picks = _mend(logits, work, picks, synth)
-    chosen = [_accept(w, *picks[i], synth) for i, w in enumerate(work)]
+    chosen = [_accept(*_forced(w, *picks[i]), synth) for i, w in enumerate(work)]
     return _with_logprobs(logits, spans, chosen)
 
 
@@ -263,6 +263,16 @@ def _pick(kind: str, logits: Tensor, work: list[_Work]) -> _Picks:
     column, unsure = chain.pick(values, settings, total)
     incomplete = values.shape[1] < logits.shape[1]
     return _Picks(ids.gather(1, column[:, None]).squeeze(1), values.amax(-1), unsure & incomplete)
+
+
+def _forced(work: _Work, tokens: list[int], peaks: list[float]) -> tuple[_Work, list[int], list[float]]:
+    """A span up to the first row whose token is forced, and that token in it."""
+    budget = work.span.sampler.budget
+    found = None if budget is None else budget.forced(work.drafts)
+    if found is None:
+        return work, tokens, peaks
+    row, token = found
+    return replace(work, drafts=work.drafts[:row]), [*tokens[:row], token], peaks[: row + 1]
 
 
 def _accept(work: _Work, tokens: list[int], peaks: list[float], synth: SynthAcceptance | None) -> Chosen:

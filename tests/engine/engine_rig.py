@@ -24,6 +24,7 @@ from pyspec.engine.round import RowLimits
 from pyspec.errors import PyspecError
 from pyspec.gguf import open_gguf
 from pyspec.request import Delta, Done, EngineInfo, Event, Failed, Request, SamplingParams, Started, Timings
+from pyspec.sample.budget import BudgetRule
 from pyspec.sample.sampler import SlotSampler
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.states import StateStore
@@ -103,12 +104,13 @@ class Rig:
         info = self.info
         most = info.n_ctx if n < 0 else min(info.n_ctx, len(prompt) + n)
         events: list[Event] = []
+        budget = r.think_budget and BudgetRule(r.think_budget, self.tokenizer.token_bytes)
         job = Job(
             id=f"t{next(self._ids)}",
             request=r,
             sink=events.append,
-            stream=TextStream(self.tokenizer, r.stop),
-            sampler=SlotSampler(params, info.n_vocab, eog, r.prompt),
+            stream=TextStream(self.tokenizer, r.stop, shown=r.shown),
+            sampler=SlotSampler(params, info.n_vocab, eog, r.prompt, budget=budget),
             eog=eog,
             n_ctx=info.n_ctx,
             n_rows=most + info.n_overhang,

@@ -1,0 +1,54 @@
+"""Reasoning that is cut by its budget: the same text whoever drafts, and the forced tokens where they belong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from draft_fakes import FAKES
+from engine_rig import FIXTURES, GREEDY, plain_rig, rig, rig_for
+from known_texts import known_texts
+
+from pyspec.engine.loop import Loop
+from pyspec.request import SamplingParams, ThinkBudget
+
+QWEN35 = FIXTURES / "qwen35.gguf"
+FORCED = (11, 12, 13)
+SAMPLED = SamplingParams(seed=3, temperature=0.9, ignore_eos=True)
+MIROSTAT = replace(SAMPLED, mirostat=2)
+BUDGETS = [ThinkBudget(n_tokens=n, start="<think>", end="</never>", is_open=True, forced=FORCED) for n in (0, 1, 6, 17)]
+MAKERS = {
+    "mtp": lambda np: rig(QWEN35, spec_type="mtp", n_draft_max=4, n_draft_fixed=True, np=np),
+    "ngram": lambda np: rig(QWEN35, spec_type="ngram", ngram_match=1, n_draft_fixed=True, np=np),
+    "oracle": lambda np: rig_for(QWEN35, FAKES["liar"](5, text=lambda tokens, n: [*FORCED, 7][:n]), np=np),
+    "none": lambda np: rig(QWEN35, spec_type="none", np=np),
+}
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["plain", "ahead"])
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED, MIROSTAT], ids=["greedy", "sampled", "mirostat"])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_text_with_a_budget_does_not_depend_on_drafts(
+    kind: str, params: SamplingParams, ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = next(iter(known_texts(QWEN35, 1)))
+    plain = plain_rig(QWEN35)
+    want = []
+    for budget in BUDGETS:
+        heard = plain.submit(prompt, 30, params, think_budget=budget)
+        plain.run()
+        want.append(heard.tokens)
+        at = heard.tokens.index(FORCED[0], budget.n_tokens)
+        assert tuple(heard.tokens[at : at + 3]) == FORCED and at <= budget.n_tokens + 3
+    if ahead:
+        init = Loop.__init__
+
+        def begin(self: Loop, *args: object, **settings: object) -> None:
+            init(self, *args, **settings)  # type: ignore[arg-type]
+            self.lookahead.on = self.committer.defers = True
+
+        monkeypatch.setattr(Loop, "__init__", begin)
+    r = MAKERS[kind](4)
+    found = [r.submit(prompt, 30, params, think_budget=budget) for budget in BUDGETS]
+    r.run()
+    assert [heard.tokens for heard in found] == want
