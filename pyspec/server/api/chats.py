@@ -35,7 +35,9 @@ class ChatPlan:
     def check(self, grammar: Grammar | None) -> None:
         """Raise NotSupported if a grammar would forbid the calls that tools are there for."""
         if grammar is not None and self.markup.calls is not None:
-            raise NotSupported('tools can not be called under a grammar: send tool_choice "none", or no response_format')
+            raise NotSupported(
+                'tools can not be called under a grammar: send tool_choice "none", or no response_format'
+            )
 
 
 def plan_chat(engine: EngineLike, body: ChatBody, settings: ServerSettings) -> ChatPlan:
