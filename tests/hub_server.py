@@ -58,10 +58,11 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
                 return
             about = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
             sent = bytes(b ^ 1 for b in data) if name in hub.lies else data
-            start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
-            if start:
-                about["Content-Range"] = f"bytes {start}-{len(sent) - 1}/{len(sent)}"
-            self.reply(206 if start else 200, sent[start:], about, body)
+            first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+            start, end = int(first), min(int(last or len(sent)), len(sent) - 1)
+            if "Range" in self.headers:
+                about["Content-Range"] = f"bytes {start}-{end}/{len(sent)}"
+            self.reply(206 if "Range" in self.headers else 200, sent[start : end + 1], about, body)
 
         def listing(self) -> None:
             tree = [

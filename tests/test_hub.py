@@ -15,6 +15,7 @@ from pyspec import hub, synth
 from pyspec.cli import main
 from pyspec.cli.beside import taken
 from pyspec.errors import DownloadError
+from pyspec.gguf import open_gguf
 
 LARGE = random.Random(0).randbytes(300_000)
 
@@ -145,6 +146,30 @@ def test_pull_brings_target_and_drafter_and_says_why(there: FakeHub, tmp_path: P
     assert "eagle3-m.gguf: not taken" in done.stderr
     alone = CliRunner().invoke(main, ["pull", "-hf", REPO, "--spec-type", "none", "--check", "--json"])
     assert [f["role"] for f in json.loads(alone.stdout)] == ["target"]
+
+
+def test_fit_fetches_no_more_than_heads(there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    target = synth.write("qwen35", tmp_path / "m.gguf", tiny=True, mtp=False)
+    draft = synth.write("qwen35", tmp_path / "d.gguf", tiny=True, drafter=True)
+    there.files = {"m-Q8_0.gguf": target.read_bytes(), "dflash-m-Q8_0.gguf": draft.read_bytes()}
+    head = 60_000
+    with open_gguf(target) as file:
+        assert min(t.offset for t in file.tensors.values()) < head < file.n_bytes / 2
+    monkeypatch.setattr("pyspec.hub.fetch.HEAD_BYTES", head)
+
+    def fit(*args: object) -> dict:
+        done = CliRunner().invoke(main, ["fit", *map(str, args), "--vram", "8G", "--json"])
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    about, here = fit("-hf", REPO), fit(target, "-md", draft)
+    assert about["plan"] == here["plan"] and about["contexts"] == here["contexts"]
+    assert about["flags"] == ["-hf", REPO, "-np", "8", "-c", "1024"] and about["drafter"] == "dflash"
+    assert {a[2] for a in there.asked if a[0] == "GET"} == {f"bytes=0-{head - 1}"}
+    hub.from_hub(REPO)
+    there.asked = []
+    assert fit("-hf", REPO, "--spec-type", "none")["plan"]["weights"] == about["plan"]["weights"]
+    assert not [a for a in there.asked if a[0] == "GET"]  # what is here is read where it is
 
 
 def test_minus_hf_loads_the_drafter_beside_the_target(there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import asdict
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -37,17 +38,21 @@ def _bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
 def fit(ctx: click.Context, engine: EngineChoice, vram: int, as_json: bool) -> None:
     """Show what fits: weights, KV, drafter, checkpoints, and contexts for numbers of slots.
 
-    From the memory plan, without loading weights; exit status 5 if nothing fits. Example: pyspec fit MODEL --vram 24G
+    From the memory plan: no weight is loaded, and of a file that is not here only the head is fetched. Exit status 5 if nothing fits.
+
+    Example: pyspec fit -hf user/repo:Q4_K_M --vram 24G
     """
     from pyspec.cli.logs import set_up
     from pyspec.engine.fit import fit as plan_fit
     from pyspec.errors import DoesNotFit
+    from pyspec.hub import heads_only
 
     set_up(4 if ctx.meta.get("pyspec.verbose") else 2)
     tell_ignored()
     n_slot = engine.np if engine.np > 0 else AUTO_SLOTS
-    path, settings = engine.plan(n_slot)
-    report = plan_fit(path, settings, vram)
+    with TemporaryDirectory(prefix="pyspec-fit-") as folder, heads_only(Path(folder)):
+        path, settings = engine.plan(n_slot)
+        report = plan_fit(path, settings, vram)
     about = summary(report, engine)
     click.echo(json.dumps(about, indent=1)) if as_json else _show(report, about)
     if not about["flags"]:
@@ -58,7 +63,7 @@ def summary(report: FitReport, engine: EngineChoice) -> dict[str, Any]:
     """Everything fit says, as JSON has it; bytes."""
     d, best = report.description, report.best(max(engine.np, 0))
     return {
-        "model": str(d.path),
+        "model": engine.choice.model or engine.choice.repo,
         "device": f"a GPU with {report.free} bytes free" if d.assumed else str(d.device),
         "drafter": d.draft.kind,
         "draft_note": d.draft.note,
@@ -103,7 +108,7 @@ def _show(report: FitReport, about: dict[str, Any]) -> None:
 
     d = report.description
     where = f"a GPU with {size(report.free)} free" if d.assumed else f"{d.device}, {size(report.free)} free"
-    click.echo(f"{Path(about['model']).name} on {where}; {size(report.usable)} may be used")
+    click.echo(f"{about['model']} on {where}; {size(report.usable)} may be used")
     click.echo(about["draft_note"] or "no drafter")
     t = table("what", "bytes", "of that, each slot", right=("bytes", "of that, each slot"))
     each = {"kv": report.kv_per_slot, "state": report.state_per_slot, "draft_kv": report.draft_per_slot}

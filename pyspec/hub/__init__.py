@@ -1,6 +1,6 @@
 """Files from Hugging Face: which of a repository's are meant (`names`), and their paths in the local cache (`fetch`)."""
 
-from pyspec.hub.fetch import Repository, check_hash, fetch_file, from_hub, sha256_of
+from pyspec.hub.fetch import Repository, check_hash, fetch_file, from_hub, heads_only, sha256_of
 from pyspec.hub.names import DEFAULT_QUANT, Sidecar, choose, quant_of, sidecars, split_name
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "choose",
     "fetch_file",
     "from_hub",
+    "heads_only",
     "quant_of",
     "sha256_of",
     "sidecars",

@@ -5,19 +5,25 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import logging
+import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 from pyspec.errors import DownloadError
 from pyspec.hub.names import choose
 
 log = logging.getLogger(__name__)
 
+HEAD_BYTES = 64 << 20  # metadata and the list of tensors; vocabularies of 250,000 tokens take 12 MB
 SHA256 = re.compile("[0-9a-f]{64}")  # what a large file's entity tag is; small files have git's hash
 T = TypeVar("T")
+_heads: ContextVar[Path | None] = ContextVar("heads", default=None)
 
 
 class Repository:
@@ -81,9 +87,12 @@ def from_hub(repo: str, quant: str = "", file: str = "", *, drafter: bool = Fals
 
 def fetch_file(repo: str, name: str) -> Path:
     """One file's path in the cache. What is large goes on where the last download ended, and is checked. Raises DownloadError."""
-    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_download, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.file_download import repo_folder_name
 
+    if (heads := _heads.get()) is not None:
+        there = try_to_load_from_cache(repo, name)
+        return Path(there) if isinstance(there, str) else _head(repo, name, heads)
     about = _asked(repo, lambda: get_hf_file_metadata(hf_hub_url(repo, name)))
     folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model") / "blobs"
     blob = folder / str(about.etag)
@@ -96,6 +105,45 @@ def fetch_file(repo: str, name: str) -> Path:
     if not is_there:
         check_hash(path)
     return path
+
+
+@contextmanager
+def heads_only(folder: Path) -> Iterator[None]:
+    """In this block files that are not here are not downloaded: what stands for them in `folder` has their first bytes and their size."""
+    token = _heads.set(folder)
+    try:
+        yield
+    finally:
+        _heads.reset(token)
+
+
+def _head(repo: str, name: str, folder: Path) -> Path:
+    """A file of the same size whose tensors are holes."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    url = hf_hub_url(repo, name)
+    about = _asked(repo, lambda: get_hf_file_metadata(url))
+    request = Request(about.location, headers=_headers(url, about.location) | {"Range": f"bytes=0-{HEAD_BYTES - 1}"})
+
+    def first_bytes() -> bytes:
+        with urlopen(request, timeout=60) as answer:
+            return answer.read(HEAD_BYTES)
+
+    path = folder / repo / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(_asked(repo, first_bytes))
+    os.truncate(path, about.size)
+    return path
+
+
+def _headers(url: str, location: str) -> dict[str, str]:
+    """Of a request for a file; the token is for the hub, not for where it keeps large files."""
+    from huggingface_hub.utils import build_hf_headers
+
+    headers = build_hf_headers()
+    if urlsplit(url).netloc != urlsplit(location).netloc:
+        headers.pop("authorization", None)
+    return headers
 
 
 def check_hash(path: Path) -> bool:
@@ -130,12 +178,9 @@ def _download(repo: str, name: str, about: Any, blob: Path) -> None:
     """Bring a blob into the cache. The library begins anew after a break; this keeps what has come, in the file older versions of it used."""
     from huggingface_hub import constants, hf_hub_url
     from huggingface_hub.file_download import hf_hub_download, http_get
-    from huggingface_hub.utils import build_hf_headers
 
     part, url = blob.with_name(f"{blob.name}.incomplete"), hf_hub_url(repo, name)
-    headers = build_hf_headers()
-    if urlsplit(url).netloc != urlsplit(about.location).netloc:
-        headers.pop("authorization", None)  # for the hub, not for where it keeps large files
+    headers = _headers(url, about.location)
     with part.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
