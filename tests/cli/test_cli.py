@@ -99,7 +99,7 @@ def test_key_and_value_types_must_agree():
         (["run", "demo", "-hff", "a.gguf", "-p", "x"], "give that with -hf"),
         (["run", "-hf", "no-slash", "-p", "x"], "user/repo"),
         (["run", "demo", "-md", "gone.gguf", "-p", "x"], "no file gone.gguf"),
-        (["run", "deepseek-v4-flash", "-p", "x"], "deepseek4"),
+        (["run", "deepseek-v4-flash", "-p", "x"], "the catalogue knows no download for 'deepseek-v4-flash'"),
         (["run", "demo", "-p", "x", "--chat", "y"], "exclude each other"),
         (["run", "demo", "-p", "x", "-np", "0", "-ub", "0"], "-ub"),
         (["server", "demo", "--host", "0.0.0.0"], "--api-key"),
@@ -175,13 +175,13 @@ def test_a_closed_pipe_is_quiet():
 
 
 def test_models_lists_the_catalogue():
-    from pyspec.catalog import catalogue
+    from pyspec.catalog import RUNS, catalogue
 
     _, out, _ = invoke("models")
     assert all(name in out for name in catalogue())
     entries = json.loads(invoke("models", "--json")[1])
     assert [e["name"] for e in entries] == list(catalogue())
-    assert entries[0]["runs"] is True and entries[-1]["runs"] is False
+    assert all(e["runs"] is (e["arch"] in RUNS) for e in entries) and entries[0]["runs"]
 
 
 def test_inspect_shows_the_same_for_people_and_programs():
