@@ -6,9 +6,11 @@ import re
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from server_client import App
 from server_fakes import FakeEngine
 
+from pyspec.cli import main
 from pyspec.server.api.steady import steady, with_lines, without_transport
 from pyspec.server.app import create_app
 from pyspec.server.settings import ServerSettings
@@ -95,3 +97,8 @@ def test_what_is_counted_and_shown_is_what_the_model_reads(engine: FakeEngine) -
     assert shown.endswith("user: Hi\n\nToday's date: 1\nassistant: ")
     counted = app.post("/v1/messages/count_tokens", MESSAGES).json()["input_tokens"]
     assert counted == len(engine.tokenizer.encode(shown))
+
+
+def test_a_wrong_expression_is_a_usage_error() -> None:
+    result = CliRunner().invoke(main, ["server", "demo", "--volatile-lines", "("])
+    assert result.exit_code == 2 and "'(' is no regular expression" in result.output
