@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -28,6 +29,7 @@ class Templated:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.template = ChatTemplate(TEMPLATE)
+        self.info = replace(engine.info, chat_template=TEMPLATE)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -45,8 +47,7 @@ def engine() -> Iterator[Templated]:
 
 def ask(app: App, path: str, body: dict[str, Any]) -> dict[str, Any]:
     limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
-    choice = {"type": "none"} if path == "/v1/messages" else "none"
-    response = app.post(path, body | {"temperature": 0, "tool_choice": choice, limit: 8}, timeout=300)
+    response = app.post(path, body | {"temperature": 0, limit: 8}, timeout=300)
     assert response.status_code == 200, response.text
     return response.json()
 
