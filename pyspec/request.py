@@ -151,6 +151,8 @@ class Request:
     slot: Window = -1  # -1: any
     timings_per_token: bool = False  # every Delta carries the timings so far
     max_predict_ms: Annotated[float, Real(0, INT32)] = 0.0  # 0: no limit; ends the request with "length"
+    client: Annotated[str, Text()] = ""  # who asks: clients take turns in the queue
+    group: Annotated[str, Text()] = ""  # what it was asked with: a client's groups take turns; "": with nothing
     resumed: Annotated[tuple[int, ...], Ids()] = ()
     grammar: Grammar | None = None
     shown: Annotated[

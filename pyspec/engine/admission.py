@@ -6,7 +6,7 @@ import logging
 
 from pyspec.device.worker import Worker, is_device_error
 from pyspec.engine.job import Job, blamed
-from pyspec.engine.queue import Queue, cuts_of
+from pyspec.engine.queue import SHORT, Queue, cuts_of
 from pyspec.engine.speculator import Speculator
 from pyspec.engine.stats import Stats
 from pyspec.request import Failed, Started
@@ -15,6 +15,8 @@ from pyspec.slots.prefix import NO_HIT, Hit
 from pyspec.slots.table import Slot
 
 log = logging.getLogger(__name__)
+
+MOST_SUSPENDED = 8  # times that a prompt makes room
 
 
 class Admission:
@@ -71,7 +73,23 @@ class Admission:
                 self._tell_break(job, hit)
         job.synthetic = self.synthetic
         self.jobs[slot.index] = job
-        job.sink(Started(job.id, slot.index, job.n_prompt, job.n_cached))
+        if not job.n_suspended:
+            job.sink(Started(job.id, slot.index, job.n_prompt, job.n_cached))
+
+    def in_the_way(self) -> Job | None:
+        """A request whose long prompt is being read while a short one waits and finds no slot. None if there is none."""
+        if not len(self.queue) or not all(slot.busy for slot in self.table.slots) or not self.cache.on:
+            return None
+        short = next((job for job in self.queue.waiting() if job.wanted_slot < 0), None)
+        if short is None or short.cost > SHORT or short.n_suspended:
+            return None
+        found = [job for job in self.jobs.values() if self._may_wait(job, 2 * short.cost + SHORT)]
+        return max(found, key=lambda job: job.todo[0], default=None)
+
+    def _may_wait(self, job: Job, n_least: int) -> bool:
+        """Its prompt is being read, more than `n_least` tokens are left, and the cache keeps what is read."""
+        may = not job.is_decoding and job.request.cache_prompt and job.n_suspended < MOST_SUSPENDED and not job.cancelled
+        return may and job.slot is not None and job.slot.index not in self.speculator.lost_track and job.todo[0] > n_least
 
     def _tell_break(self, job: Job, hit: Hit) -> None:
         """What the request's text and the cache have in common, and how each goes on."""

@@ -138,6 +138,17 @@ class Committer:
         self.cache.file(slot, draft, self.worker.fold, whole=whole)
         return True
 
+    def suspend(self, job: Job) -> None:
+        """Take a request whose prompt is being read out of its slot. What was read is in the cache: it goes on from there."""
+        self.settle()
+        slot = job.slot
+        assert slot is not None and not job.is_decoding
+        self._file(job, slot, whole=True)
+        self.speculator.end(slot)
+        self.jobs.pop(slot.index)
+        self.worker.table.release(slot, trusted=True)
+        job.slot, job.cuts, job.n_suspended = None, (), job.n_suspended + 1
+
     # -- the end of a request ------------------------------------------------------------------------------------
 
     def finish(self, job: Job, end: End) -> None:

@@ -46,6 +46,7 @@ class Job:
     cache_break_at: int = -1
     n_predicted: int = 0
     cancelled: bool = False
+    n_suspended: int = 0  # how often it made room for a short one before its first token
     started: float = field(default_factory=time.perf_counter)
     first: float = 0.0  # when the first token was there
     last: float = 0.0
@@ -70,6 +71,19 @@ class Job:
     @property
     def wanted_slot(self) -> int:
         return self.request.slot
+
+    @property
+    def client(self) -> str:
+        return self.request.client
+
+    @property
+    def group(self) -> str:
+        return self.request.group
+
+    @property
+    def cost(self) -> int:
+        """Tokens that have to be read before its first one, as far as it is known before it is seated."""
+        return len(self.prefill)
 
     @property
     def reusable(self) -> Sequence[int]:
@@ -119,7 +133,8 @@ class Job:
     def begin(self, slot: Slot, cuts: tuple[int, ...]) -> None:
         """It sits in `slot`, with what the cache had of its prompt; `cuts` are where checkpoints are taken."""
         self.slot, self.cuts = slot, cuts
-        self.n_cached, self.started = slot.n_past, time.perf_counter()
+        if not self.n_suspended:  # else what the cache has of it is its own work
+            self.n_cached, self.started = slot.n_past, time.perf_counter()
 
     def constrain(self, constraint: Constraint) -> None:
         """Keep to a grammar, behind what was generated already. Raises SlotError if that does not follow it."""

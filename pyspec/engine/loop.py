@@ -131,6 +131,10 @@ class Loop:
         if self.visits:
             self._visit()
         self.admission.update()
+        if (job := self.admission.in_the_way()) is not None:
+            self.committer.suspend(job)
+            self.admission.update()  # the short one sits
+            self.queue.put_back(job)
 
     def draft(self) -> dict[int, Sequence[int]]:
         """Drafts by slot."""

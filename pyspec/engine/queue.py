@@ -1,9 +1,9 @@
-"""The bounded queue, and where prompts are cut for checkpoints. Arithmetic only: no torch here."""
+"""The bounded queue, which is fair, and where prompts are cut for checkpoints. Arithmetic only: no torch here."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence, Set
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from pyspec.errors import QueueFull
@@ -26,44 +26,120 @@ class Waiting(Protocol):
         """The prompt, if it may share pages with other requests."""
         ...
 
+    @property
+    def client(self) -> str: ...
+
+    @property
+    def group(self) -> str: ...
+
+    @property
+    def cost(self) -> int:
+        """Tokens that have to be read before its first one."""
+        ...
+
 
 W = TypeVar("W", bound=Waiting)
 
+SHORT = 512  # a prompt of so many tokens is short: it finds room where longer ones do not any more
 CUT_MIN = 64  # a prompt is cut for a checkpoint from this length on
 CUT_TAIL = 4  # at least so many tokens stand after the cut
 CUT_GAP = 64  # a checkpoint is worth its forward if it saves so many tokens
 
 
+@dataclass(slots=True)
+class _Place(Generic[W]):
+    """One that waits. `tag`: by which its client's requests are ordered."""
+
+    item: W
+    tag: float
+
+
 class Queue(Generic[W]):
-    """First come, first served, except that a request pinned to a busy slot does not hold up those behind it."""
+    """Who is seated next. Clients take turns by the tokens they were given so far; a client's own requests by when they came and
+    how much they ask, so that a short one does not wait for many long ones, and a long one not for ever (fair queueing by virtual
+    finish times, Demers, Keshav and Shenker 1989). Requests that were asked together come one after the other.
+
+    Who is pinned to a slot waits for that beside the queue. Of `limit` places a client never gets the last quarter (a program that
+    names no clients gets all), and short prompts have half as many more.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._waiting: deque[W] = deque()
+        self._places: list[_Place[W]] = []
+        self._given: dict[str, float] = {}  # by client: tokens of those that were seated, and of the time it was not here
+        self._clock: dict[str, float] = {}  # by client: tokens it was given, for each of its requests that waited
+        self._groups: dict[tuple[str, str], float] = {}  # tag of the last one that came
+        self._is_sorted = True
         self._refused: tuple[object, ...] = ()  # the state of the table in which the first in line found no pages
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._places)
 
     def push(self, item: W) -> None:
         """Line up; raises QueueFull."""
-        if len(self._waiting) >= self.limit:
-            raise QueueFull(len(self._waiting))
-        self._waiting.append(item)
+        self._check_room(item)
+        self._add(item, self._tag(item))
+
+    def put_back(self, item: W) -> None:
+        """Line up again, before all others of its client: it was seated, and made room."""
+        self._add(item, -1.0)
+
+    def _check_room(self, item: W) -> None:
+        if item.wanted_slot >= 0:
+            n = sum(p.item.wanted_slot == item.wanted_slot for p in self._places)
+            if n >= self.limit:
+                raise QueueFull(n)
+            return
+        room = self.limit + (self.limit // 2 if item.cost <= SHORT else 0)
+        free = [p.item for p in self._places if p.item.wanted_slot < 0]
+        own = sum(other.client == item.client for other in free)
+        if len(free) >= room or (item.client and own >= max(1, room - room // 4)):
+            raise QueueFull(len(free))
+
+    def _tag(self, item: W) -> float:
+        here = {p.item.client for p in self._places}
+        if item.client not in here:  # who was away has not saved up turns
+            least = min((self._given[client] for client in here), default=max(self._given.values(), default=0.0))
+            self._given[item.client] = max(self._given.get(item.client, 0.0), least)
+            self._forget(here | {item.client})
+        start = self._clock.setdefault(item.client, 0.0)
+        group = item.client, item.group
+        if item.group:
+            start = max(start, self._groups.get(group, 0.0))
+        tag = start + max(item.cost, 1)
+        if item.group:
+            self._groups[group] = tag
+        return tag
+
+    def _forget(self, here: set[str]) -> None:
+        """What is known of clients that are not here any more: a newcomer could not be told from them."""
+        for known in (self._given, self._clock):
+            for client in known.keys() - here:
+                del known[client]
+        for group in [group for group in self._groups if group[0] not in here]:
+            del self._groups[group]
+
+    def _add(self, item: W, tag: float) -> None:
+        self._given.setdefault(item.client, 0.0)
+        self._places.append(_Place(item, tag))
+        self._is_sorted = False
 
     def waiting(self) -> list[W]:
         """Who waits, the first in line first."""
-        return list(self._waiting)
+        if not self._is_sorted:  # equal tags stay in order of arrival
+            self._places.sort(key=lambda p: (self._given[p.item.client], p.tag))
+            self._is_sorted = True
+        return [p.item for p in self._places]
 
     def remove(self, item: W) -> None:
         """Take out one that waits."""
-        self._waiting.remove(item)
+        self._places = [p for p in self._places if p.item is not item]
 
     def first(self, table: SlotTable) -> W | None:
         """The next request, if it can be seated now. Cheap to ask again while nothing changes."""
-        if not self._waiting or all(slot.busy for slot in table.slots):
+        if not self._places or all(slot.busy for slot in table.slots):
             return None
-        for item in self._waiting:
+        for item in self.waiting():
             pinned = item.wanted_slot
             if pinned >= 0 and table.slots[pinned].busy:
                 continue
@@ -85,13 +161,17 @@ class Queue(Generic[W]):
         """Take out the next request that can be seated now."""
         item = self.first(table)
         if item is not None:
-            self._waiting.remove(item)
+            n = sum(p.item.client == item.client for p in self._places)
+            self._clock[item.client] = self._clock.get(item.client, 0.0) + max(item.cost, 1) / n
+            self._given[item.client] += max(item.cost, 1)
+            self._is_sorted = False
+            self.remove(item)
         return item
 
     def drain(self) -> list[W]:
         """Take out all."""
-        items = list(self._waiting)
-        self._waiting.clear()
+        items = self.waiting()
+        self._places.clear()
         return items
 
 

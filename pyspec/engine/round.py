@@ -12,6 +12,7 @@ from pyspec.engine.job import Job
 from pyspec.slots.batch import Seq
 from pyspec.slots.table import Slot
 
+OLDEST_SHARE = 4  # the prompt that was seated first gets this part of the rows for prompts
 PROMPT_SHARE = 8  # prompts get at least this part of a forward, however many rows the decoding slots take
 
 
@@ -67,11 +68,22 @@ def _chunk(job: Job, n: int) -> Work:
     return Work(job, slot, seq)
 
 
-def share_rows(n_free: int, todo: Iterable[tuple[int, int]]) -> list[int]:
-    """Rows for each prompt in this forward, oldest first. todo: (tokens left, tokens to the next cut; 0 if none)."""
-    given = []
-    for left, cut in todo:
-        n = min(left, cut or left, max(n_free, 0))
-        given.append(n)
-        n_free -= n
+def share_rows(n_free: int, todo: Sequence[tuple[int, int]]) -> list[int]:
+    """Rows for each prompt in this forward. todo: (tokens left, tokens to the next cut; 0 if none), oldest first.
+
+    What has least left comes first, so that a short prompt does not wait for the end of a long one; a part is the oldest's in any case.
+    """
+    given = [0] * len(todo)
+    n_free = max(n_free, 0)
+
+    def give(i: int, most: int) -> int:
+        left, cut = todo[i]
+        n = min(min(left, cut or left) - given[i], most)
+        given[i] += n
+        return n
+
+    if todo:
+        n_free -= give(0, -(-n_free // OLDEST_SHARE))
+    for i in sorted(range(len(todo)), key=lambda i: todo[i][0]):
+        n_free -= give(i, n_free)
     return given

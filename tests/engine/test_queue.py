@@ -19,6 +19,9 @@ class Item:
     n_rows: int = 10
     wanted_slot: int = -1
     reusable: tuple[int, ...] = ()
+    client: str = ""
+    group: str = ""
+    cost: int = 600
 
 
 def test_first_come_first_served_until_it_is_full() -> None:
@@ -102,12 +105,104 @@ def test_a_long_prompt_is_cut_where_it_forks_where_the_turn_begins_and_now_and_t
 
 
 @given(st.integers(-50, 600), st.lists(st.tuples(st.integers(1, 900), st.integers(0, 900)), max_size=8))
-def test_rows_are_shared_oldest_first_and_never_beyond_a_cut(n_free: int, todo: list[tuple[int, int]]) -> None:
+def test_rows_are_shared_shortest_first_and_never_beyond_a_cut(n_free: int, todo: list[tuple[int, int]]) -> None:
     given_ = share_rows(n_free, todo)
-    assert len(given_) == len(todo) and sum(given_) <= max(n_free, 0)
-    full = True
-    for n, (left, cut) in zip(given_, todo, strict=True):
-        want = min(left, cut or left)
-        assert 0 <= n <= want
-        assert full or n == 0, "nobody gets rows while an older one waits for some"
-        full = full and n == want
+    wants = [min(left, cut or left) for left, cut in todo]
+    assert len(given_) == len(todo) and all(0 <= n <= want for n, want in zip(given_, wants, strict=True))
+    assert sum(given_) == min(max(n_free, 0), sum(wants)), "no row is left while somebody wants it"
+    if todo and n_free > 0:
+        assert given_[0] >= min(wants[0], n_free // 4), "the oldest goes on"
+    for i in range(1, len(todo)):
+        for j in range(1, len(todo)):
+            if todo[j][0] < todo[i][0] and given_[i]:
+                assert given_[j] == wants[j], "what has less left is served before"
+
+
+# -- clients take turns --------------------------------------------------------------------------------------------
+
+
+def seated(queue: Queue[Item], n: int) -> list[Item]:
+    """Whom an empty slot takes, one after the other."""
+    out = []
+    for _ in range(n):
+        item = queue.next(SlotTable(1, 64, 16))
+        assert item is not None
+        out.append(item)
+    return out
+
+
+def test_a_short_prompt_does_not_wait_for_a_hundred_long_ones() -> None:
+    queue: Queue[Item] = Queue(200)
+    for _ in range(100):
+        queue.push(Item(cost=8000, client="a"))
+    seated(queue, 3)
+    short = Item(cost=20, client="a")
+    queue.push(short)
+    assert seated(queue, 1) == [short]
+
+
+def test_long_prompts_are_not_put_off_for_ever_by_short_ones() -> None:
+    queue: Queue[Item] = Queue(200)
+    long = Item(cost=2000, client="a")
+    queue.push(long)
+    n = 0
+    while True:
+        queue.push(Item(cost=100, client="a"))
+        n += 1
+        if seated(queue, 1) == [long]:
+            break
+        assert n < 60
+    assert n > 10
+
+
+def test_clients_take_turns_however_much_one_asks() -> None:
+    queue: Queue[Item] = Queue(400)
+    for _ in range(200):
+        queue.push(Item(cost=100, client="busy", group="one body"))
+    seated(queue, 20)
+    for _ in range(5):
+        queue.push(Item(cost=100, client="other"))
+    assert [item.client for item in seated(queue, 10)].count("other") == 5
+
+
+def test_a_client_that_was_away_has_not_saved_up_turns() -> None:
+    queue: Queue[Item] = Queue(400)
+    queue.push(Item(client="b"))
+    seated(queue, 1)
+    for _ in range(100):
+        queue.push(Item(client="a"))
+    seated(queue, 50)
+    for _ in range(20):
+        queue.push(Item(client="b"))
+    assert [item.client for item in seated(queue, 10)].count("b") in (5, 6)
+
+
+def test_a_body_of_many_prompts_goes_behind_another_of_one() -> None:
+    queue: Queue[Item] = Queue(400)
+    for _ in range(64):
+        queue.push(Item(cost=30, client="a", group="many"))
+    queue.push(Item(cost=30, client="a", group="one"))
+    assert "one" in [item.group for item in seated(queue, 3)]
+
+
+def test_no_client_fills_the_queue_and_short_ones_find_room_longer() -> None:
+    queue: Queue[Item] = Queue(8)
+    for _ in range(6):
+        queue.push(Item(client="a", cost=5000))
+    with pytest.raises(QueueFull):
+        queue.push(Item(client="a", cost=5000))
+    queue.push(Item(client="b", cost=5000))
+    queue.push(Item(client="c", cost=5000))
+    with pytest.raises(QueueFull):
+        queue.push(Item(client="d", cost=5000))
+    queue.push(Item(client="d", cost=10))
+
+
+def test_who_waits_for_a_slot_takes_no_place_of_others() -> None:
+    queue: Queue[Item] = Queue(4)
+    for _ in range(4):
+        queue.push(Item(wanted_slot=0, client="a"))
+    with pytest.raises(QueueFull):
+        queue.push(Item(wanted_slot=0, client="b"))
+    for _ in range(3):
+        queue.push(Item(client="a"))
