@@ -159,6 +159,9 @@ class Request:
         tuple[int, ...], Ids()
     ] = ()  # control tokens that show in the text: marks of a call that are tokens
     think_budget: ThinkBudget | None = None
+    prompt_logprobs: Count | None = (
+        None  # n: tell the log probability of each prompt token but the first, and the n best in its place
+    )
 
 
 def check_request(request: Request) -> None:
@@ -239,6 +242,19 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Prompt tokens from `first` on under the target, given those before them; one that comes first has none.
+
+    ranks  how many tokens were as likely as each or likelier, itself included
+    """
+
+    request: str
+    first: int
+    entries: tuple[TokenLogprob, ...]
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """Tokens one round committed, and the text they release.
 
@@ -277,7 +293,7 @@ class Failed:
     error: PyspecError
 
 
-Event = Started | Progress | Delta | Done | Failed
+Event = Started | Progress | PromptLogprobs | Delta | Done | Failed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

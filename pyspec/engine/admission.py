@@ -60,7 +60,7 @@ class Admission:
 
     def _begin(self, job: Job, slot: Slot) -> None:
         request, size, cache = job.request, self.table.page_size, self.cache
-        hit = cache.find(job.prefill) if request.cache_prompt else NO_HIT
+        hit = cache.find(job.prefill) if job.reuses else NO_HIT
         saved = cache.seat(slot, job.n_rows, job.prefill, hit, self.worker.pools())
         self.speculator.begin(slot, saved)
         files = cache.on and request.cache_prompt and self.worker.memory.needs_state

@@ -16,6 +16,8 @@ from pyspec.text.stream import TextStream
 
 Sink = Callable[[Event], None]
 
+SCORED = 64  # rows of a prompt that are scored in one forward: each has logits over the whole vocabulary
+
 
 def at_least(rounds: Sequence[int]) -> list[int]:
     """How many rounds had 1 or more of something, 2 or more, ..., if rounds[n] had exactly n."""
@@ -87,7 +89,12 @@ class Job:
 
     @property
     def reusable(self) -> Sequence[int]:
-        return self.prefill if self.request.cache_prompt else ()
+        return self.prefill if self.reuses else ()
+
+    @property
+    def reuses(self) -> bool:
+        """It may go on from what others left. Where its prompt is scored every row of that has to run."""
+        return self.request.cache_prompt and self.request.prompt_logprobs is None
 
     @property
     def n_prompt(self) -> int:
@@ -119,7 +126,15 @@ class Job:
         """Tokens before the first own one that are left, and those up to the next checkpoint that is due (0: none is)."""
         assert self.slot is not None
         done = self.slot.n_past
-        return self.n_prefill - done, next((cut - done for cut in self.cuts if cut > done), 0)
+        to_cut = next((cut - done for cut in self.cuts if cut > done), 0)
+        return self.n_prefill - done, min(to_cut or SCORED, SCORED) if self.n_to_score else to_cut
+
+    @property
+    def n_to_score(self) -> int:
+        """Rows that are left of those whose logits tell how likely the prompt's own tokens are."""
+        if self.request.prompt_logprobs is None or self.slot is None:
+            return 0
+        return max(0, self.n_prompt - 1 - self.slot.n_past)
 
     @property
     def drafted(self) -> list[int]:

@@ -19,6 +19,7 @@ from pyspec.engine.commit import Committer
 from pyspec.engine.controller import Controller
 from pyspec.engine.job import End, Job, blamed
 from pyspec.engine.lookahead import InFlight, Lookahead
+from pyspec.engine.prompt_scores import tell_scores
 from pyspec.engine.queue import Queue
 from pyspec.engine.round import RowLimits, Work, plan_work
 from pyspec.engine.speculator import Speculator
@@ -220,13 +221,16 @@ class Loop:
 
     def choose(self, flight: InFlight) -> list[Chosen | None]:
         """The target's verdict on every sequence that has logits."""
-        spans, at = [], 0
-        for w in flight.work:
-            if w.seq.n_out:
-                spans.append(Span(w.job.sampler, at, w.seq.n_out, w.draft, flight.masks.get(w.slot.index)))
-                at += w.seq.n_out
+        spans, at, flawed = [], 0, {}
+        for i, w in enumerate(flight.work):
+            at += w.seq.n_out
+            if w.n_scored and self.committer.is_on(flight, w):
+                flawed[i] = tell_scores(w, flight.launched.out.logits[at - w.seq.n_out :])
+            if n := w.n_choice:
+                spans.append(Span(w.job.sampler, at - n, n, w.draft, flight.masks.get(w.slot.index)))
         verdicts = iter(self._verdicts(flight, spans))
-        return [next(verdicts) if w.seq.n_out else None for w in flight.work]
+        chosen = [next(verdicts) if w.n_choice else None for w in flight.work]
+        return [flawed.get(i) or c for i, c in enumerate(chosen)] if flawed else chosen
 
     def commit(
         self, flight: InFlight, chosen: list[Chosen | None], fault: Fault | None, ahead: InFlight | None = None

@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 from pyspec.engine.job import at_least
 from pyspec.engine.wire import Submit
-from pyspec.request import Delta, Done, Event, Failed, Progress, Request, Started, Timings
+from pyspec.request import Delta, Done, Event, Failed, Progress, PromptLogprobs, Request, Started, Timings
 from pyspec.text.stream import TextStream
 from pyspec.text.tokenizer import Tokenizer
 
@@ -63,6 +63,7 @@ class Record:
         self.crashes: list[Crash] = []
         self._skip = 0  # characters that the engine will say again
         self._n_progress = -1
+        self._n_scored = 0  # prompt tokens up to which log probabilities were told
         self._n_cached = 0
         self._lives: list[Life] = []  # that ended with their engine, and had generated something
         self._life = Life()
@@ -90,7 +91,17 @@ class Record:
             return replace(event, timings=self.timings(event.timings)) if self._lives else event
         if isinstance(event, Failed):
             return event
+        if isinstance(event, PromptLogprobs):
+            return self._scored(event)
         return self._prompt(event)
+
+    def _scored(self, event: PromptLogprobs) -> PromptLogprobs | None:
+        """What of it was not told before: a second engine reads the prompt again, perhaps in other pieces."""
+        old = max(0, self._n_scored - event.first)
+        self._n_scored = max(self._n_scored, event.first + len(event.entries))
+        if old >= len(event.entries):
+            return None
+        return replace(event, first=event.first + old, entries=event.entries[old:], ranks=event.ranks[old:])
 
     def _prompt(self, event: Started | Progress) -> Event | None:
         """Of the prompt, each step is told once: a second engine begins it again, or finds it further on."""

@@ -18,12 +18,21 @@ PROMPT_SHARE = 8  # prompts get at least this part of a forward, however many ro
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One request's part in a round: `seq` are its rows, of which all but the first are its `draft`."""
+    """One request's part in a round: `seq` are its rows, of which all but the first are its `draft`.
+
+    n_scored  so many of its first rows have logits for the sake of the prompt's own tokens
+    """
 
     job: Job
     slot: Slot
     seq: Seq
     draft: Sequence[int] = ()
+    n_scored: int = 0
+
+    @property
+    def n_choice(self) -> int:
+        """Rows, the last ones, behind which a token is chosen."""
+        return self.seq.n_out if not self.n_scored else int(self.seq.n_past + self.seq.width == self.job.n_prefill)
 
     @property
     def is_prompt(self) -> bool:
@@ -46,7 +55,13 @@ def plan_work(jobs: Iterable[Job], drafts: Mapping[int, Sequence[int]], limits: 
     n_row = limits.decoding if work else limits.prompts
     free = max(n_row - sum(w.seq.width for w in work), -(-n_row // PROMPT_SHARE))
     chunks = zip(prompts, share_rows(free, [job.todo for job in prompts]), strict=True)
-    return work + [_chunk(job, n) for job, n in chunks if n]
+    return work + _one_scored([_chunk(job, n) for job, n in chunks if n])
+
+
+def _one_scored(chunks: list[Work]) -> list[Work]:
+    """All but those that are scored, behind the first of them: logits of so many rows there is room for."""
+    scored = [w for w in chunks if w.n_scored]
+    return chunks if len(scored) < 2 else [w for w in chunks if not w.n_scored or w is scored[0]]
 
 
 def _verify(job: Job, drafts: Mapping[int, Sequence[int]]) -> Work:
@@ -64,8 +79,10 @@ def _chunk(job: Job, n: int) -> Work:
     slot = job.slot
     assert slot is not None
     end = slot.n_past + n
-    seq = Seq(slot.index, slot.n_past, job.prefill[slot.n_past : end], True, int(end == job.n_prefill), slot.n_fold)
-    return Work(job, slot, seq)
+    n_scored = min(n, job.n_to_score)
+    n_out = n if n_scored else int(end == job.n_prefill)
+    seq = Seq(slot.index, slot.n_past, job.prefill[slot.n_past : end], True, n_out, slot.n_fold)
+    return Work(job, slot, seq, n_scored=n_scored)
 
 
 def share_rows(n_free: int, todo: Sequence[tuple[int, int]]) -> list[int]:

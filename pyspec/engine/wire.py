@@ -27,6 +27,7 @@ from pyspec.request import (
     Failed,
     Metrics,
     Progress,
+    PromptLogprobs,
     Request,
     SlotAction,
     SlotAnswer,
@@ -178,6 +179,8 @@ def pack(event: Event) -> tuple[Any, ...]:
         return "f", event.request, portable(event.error)
     if isinstance(event, Started):
         return "s", event.request, event.slot, event.n_prompt, event.n_cached
+    if isinstance(event, PromptLogprobs):
+        return "l", event.request, event.first, [(p.token, p.logprob, p.top) for p in event.entries], event.ranks
     return "p", event.request, event.n_prompt, event.n_cached, event.n_processed, event.ms
 
 
@@ -188,6 +191,9 @@ def unpack(packed: tuple[Any, ...]) -> Event:
         request, tokens, text, logprobs, n_draft, n_accepted, timings = values
         entries = () if logprobs is None else tuple(TokenLogprob(*entry) for entry in logprobs)
         return Delta(request, tokens, text, entries, n_draft, n_accepted, timings and _timings(timings))
+    if kind == "l":
+        request, first, entries, ranks = values
+        return PromptLogprobs(request, first, tuple(TokenLogprob(*entry) for entry in entries), ranks)
     if kind == "e":
         request, finish, n_prompt, n_predicted, timings, stop, truncated, slot = values
         return Done(request, finish, n_prompt, n_predicted, _timings(timings), stop, truncated, slot)

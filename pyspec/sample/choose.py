@@ -317,7 +317,7 @@ def _with_logprobs(logits: Tensor, spans: Sequence[Span], chosen: list[Chosen]) 
         return chosen
     rows = [spans[i].first_row + j for i, _ in wanted for j in range(len(chosen[i].tokens))]
     tokens = [token for i, _ in wanted for token in chosen[i].tokens]
-    entries = iter(_logprobs(_take(logits, rows), tokens, max(n for _, n in wanted)))
+    entries = iter(logprobs_of(_take(logits, rows), tokens, max(n for _, n in wanted)))
     out = list(chosen)
     for i, n in wanted:
         own = [next(entries) for _ in chosen[i].tokens]
@@ -334,7 +334,8 @@ def _after_sampling(sampler: SlotSampler, chosen: Chosen) -> list[TokenLogprob] 
     return [TokenLogprob(token, 0.0, ((token, 0.0),)[: sampler.params.logprobs]) for token in chosen.tokens]
 
 
-def _logprobs(logits: Tensor, tokens: list[int], n_top: int) -> list[TokenLogprob]:
+def logprobs_of(logits: Tensor, tokens: list[int], n_top: int) -> list[TokenLogprob]:
+    """How likely given tokens are, one for each row, and the `n_top` best ones in its place."""
     norm = logits.logsumexp(-1, keepdim=True)
     own = logits.gather(1, torch.tensor(tokens, device=logits.device)[:, None]) - norm
     if n_top == 0:

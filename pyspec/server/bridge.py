@@ -16,7 +16,7 @@ from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 
 from pyspec.errors import PyspecError, QueueFull, Unavailable
-from pyspec.request import Delta, Done, Event, Failed, Request
+from pyspec.request import Delta, Done, Event, Failed, PromptLogprobs, Request
 from pyspec.server.engine import EngineLike
 
 log = logging.getLogger(__name__)
@@ -30,6 +30,8 @@ EVENT_COST, TOKEN_COST, LOGPROB_COST = 128, 8, 96
 
 def event_cost(event: Event) -> int:
     """About how many bytes an event holds while it waits."""
+    if isinstance(event, PromptLogprobs):
+        return EVENT_COST + LOGPROB_COST * sum(2 + len(entry.top) for entry in event.entries)
     if not isinstance(event, Delta):
         return EVENT_COST
     n_logprob = sum(1 + len(entry.top) for entry in event.logprobs)

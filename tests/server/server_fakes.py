@@ -23,6 +23,7 @@ from pyspec.request import (
     Grammar,
     Metrics,
     Progress,
+    PromptLogprobs,
     Request,
     SlotAction,
     SlotAnswer,
@@ -262,6 +263,9 @@ class FakeEngine:
             return
         if running.n_round == 0:
             n = len(request.prompt)
+            if (n_top := request.prompt_logprobs) is not None:
+                told = [TokenLogprob(t, -0.25, ((t, -0.25), (EOS, -2.0))[:n_top]) for t in request.prompt[1:]]
+                running.sink(PromptLogprobs(running.id, 1, tuple(told), (1,) * len(told)))
             running.sink(Progress(running.id, n, n // 2, n, 1.5))
         if running.n_round == script.fail_after:
             self._free(running)
@@ -270,7 +274,7 @@ class FakeEngine:
         running.n_round += 1
         whole = list(script.text.encode()) * (1 if not request.params.ignore_eos else 100)
         limit = self.info.n_ctx - len(request.prompt)
-        if request.max_tokens > 0:
+        if request.max_tokens >= 0:
             limit = min(limit, request.max_tokens)
         n_before = len(running.tokens)
         run = whole[n_before : min(n_before + script.width, limit)]
@@ -293,7 +297,8 @@ class FakeEngine:
         n = running.request.params.logprobs
         logprobs = ()
         if n is not None:
-            logprobs = tuple(TokenLogprob(t, -0.5, ((t, -0.5), (BOS, float("-inf")))[: max(n, 0)]) for t in run)
+            own = -0.5 - 0.01 * (max(running.request.params.seed, 0) % 7)
+            logprobs = tuple(TokenLogprob(t, own, ((t, own), (BOS, float("-inf")))[: max(n, 0)]) for t in run)
         return Delta(running.id, tuple(run), text, logprobs, timings=self._timings(running))
 
     def _timings(self, running: Running) -> Timings:

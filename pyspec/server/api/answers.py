@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 from pyspec.errors import PyspecError, Unavailable
-from pyspec.request import Delta, Done, Event, Progress, Request, Started, Timings, TokenLogprob
+from pyspec.request import Delta, Done, Event, Progress, PromptLogprobs, Request, Started, Timings, TokenLogprob
 from pyspec.server.api.params import settings_dict
 from pyspec.server.engine import TokenizerLike
 from pyspec.server.http.envelope import dumps
@@ -33,6 +33,8 @@ class Choice:
     text: list[str] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)  # of its tokens but the first
+    prompt_ranks: list[int] = field(default_factory=list)
     done: Done | None = None
 
     def see(self, event: Event, *, keep: bool) -> None:
@@ -46,6 +48,9 @@ class Choice:
                 self.logprobs += event.logprobs
         elif isinstance(event, Started):
             self.slot, self.n_prompt, self.n_cached = event.slot, event.n_prompt, event.n_cached
+        elif isinstance(event, PromptLogprobs):
+            self.prompt_logprobs += event.entries
+            self.prompt_ranks += event.ranks
         elif isinstance(event, Done):
             self.done = event
 

@@ -15,12 +15,13 @@ from pyspec.errors import RequestError
 from pyspec.request import EngineInfo, Request, SamplingParams
 from pyspec.server.api import anthropic, responses
 from pyspec.server.api.chats import plan_chat
+from pyspec.server.api.choices import n_choices, n_prompt_logprobs
 from pyspec.server.api.constrained import checked_grammar
 from pyspec.server.api.params import draft_limit, sampling_params, stop_strings
 from pyspec.server.api.prompts import chat_ids, prompt_ids, split_prompts
 from pyspec.server.api.schema import SEED_MAX, ChatBody, Generate, NativeBody, TextBody, validate
 from pyspec.server.api.steady import steady, with_lines
-from pyspec.server.api.unsupported import refuse_unsupported
+from pyspec.server.api.unsupported import refuse_elsewhere, refuse_unsupported
 from pyspec.server.engine import EngineLike, TokenizerLike
 from pyspec.server.http.body import parse_object
 from pyspec.server.settings import Limits, ServerSettings
@@ -53,16 +54,20 @@ class Ask:
     return_progress: bool
     timings_per_token: bool
     ping_s: float
-    prompt_texts: tuple[str, ...]  # native only: the prompt of each choice
+    prompt_texts: tuple[str, ...]  # native, and where it is echoed: the prompt of each choice that is run
     repeated: Mapping[str, Any]  # responses only: fields of the body that the answer has, too
     n_moved: int  # lines of the system prompt that stand behind the conversation now
+    n_run: int = 1  # choices of each prompt that are run: `best_of`, of which the best `n` are shown
+    echo: bool = False  # the answer begins with the prompt
+    tells_prompt: bool = False  # the answer has vLLM's `prompt_logprobs`
+    hides_logprobs: bool = False  # they are only there to find the best
     markup: AnswerMarkup = field(
         default_factory=AnswerMarkup
     )  # how an answer is read; each choice has a parser of its own
 
     @property
     def logprobs(self) -> bool:
-        return self.requests[0].params.logprobs is not None
+        return self.requests[0].params.logprobs is not None and not self.hides_logprobs
 
 
 def prepare(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings) -> Ask:
@@ -73,8 +78,13 @@ def prepare(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings
     params = sampling_params(body, engine.tokenizer, settings)
     plan = plan_chat(engine, body, settings) if isinstance(body, ChatBody) else None
     prompts = [list(plan.prompt)] if plan else _tokenise(body, engine, settings)
-    n = _n_choices(body, engine.info)
-    requests = tuple(_request(body, ids, params, i, engine.info, settings) for ids in prompts for i in range(n))
+    n, n_run = n_choices(body, engine.info)
+    hides_logprobs = n_run > n and params.logprobs is None
+    if hides_logprobs:
+        params = replace(params, logprobs=0)
+    requests = tuple(_request(body, ids, params, i, engine.info, settings) for ids in prompts for i in range(n_run))
+    if (n_top := n_prompt_logprobs(body, settings.limits)) is not None:  # those of one choice do for all of its prompt
+        requests = tuple(r if i % n_run else replace(r, prompt_logprobs=n_top) for i, r in enumerate(requests))
     if moved:
         others = _tokenise(_checked(kind, value), engine, settings)
         requests = tuple(replace(r, n_stable=_n_common(r.prompt, others[0])) for r in requests)
@@ -94,7 +104,11 @@ def prepare(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings
         return_progress=bool(body.return_progress),
         timings_per_token=bool(body.timings_per_token),
         ping_s=ping_s if ping_s > 0 else settings.limits.total_s,
-        prompt_texts=_texts(kind, engine.tokenizer, prompts, n),
+        prompt_texts=_texts(body, engine.tokenizer, prompts, n_run, settings.limits),
+        n_run=n_run,
+        echo=isinstance(body, TextBody) and bool(body.echo),
+        tells_prompt=body.prompt_logprobs is not None,
+        hides_logprobs=hides_logprobs,
         repeated=responses.repeated(sent) if kind == "responses" else {},
         n_moved=len(moved),
         markup=plan.markup if plan else AnswerMarkup(),
@@ -114,7 +128,7 @@ def _steady(kind: Kind, sent: dict[str, Any], settings: ServerSettings) -> tuple
     value = sent
     if kind in TO_CHAT:
         value = TO_CHAT[kind](sent, settings.limits)
-        if name := next((name for name in ("n", "n_cmpl") if value.get(name, 1) != 1), ""):
+        if name := next((name for name in ("n", "n_cmpl", "best_of") if value.get(name, 1) != 1), ""):
             raise RequestError(f"{name}: there is one answer on this path; /v1/chat/completions gives several")
     if "messages" not in value:
         return value, []
@@ -140,6 +154,7 @@ def _checked(kind: Kind, value: dict[str, Any], *, generates: bool = True) -> Ge
     """The body as its model, whatever interface it came by."""
     model = BODIES.get(kind, ChatBody)
     refuse_unsupported(value)
+    refuse_elsewhere(kind, value)
     body = validate(model, value)
     if generates:
         _tell_ignored(value, model)
@@ -181,17 +196,19 @@ def _tokenise(body: Generate, engine: EngineLike, settings: ServerSettings) -> l
     return [prompt_ids(engine.tokenizer, prompt) for prompt in split_prompts(body.prompt, settings.limits)]
 
 
-def _n_choices(body: Generate, info: EngineInfo) -> int:
-    n = body.n or body.n_cmpl or 1
-    if n > info.n_slot:
-        raise RequestError(f"n: {n} choices, but there are {info.n_slot} slots (raise it with -np)")
-    return n
-
-
-def _texts(kind: Kind, tokenizer: TokenizerLike, prompts: list[list[int]], n: int) -> tuple[str, ...]:
-    if kind != "native":
-        return ()
-    return tuple(text for ids in prompts for text in [tokenizer.decode(ids, special=True)] * n)
+def _texts(
+    body: Generate, tokenizer: TokenizerLike, prompts: list[list[int]], n: int, limits: Limits
+) -> tuple[str, ...]:
+    """Of each choice, where the answer has it: as the model reads it, or as it was given where it is echoed."""
+    if isinstance(body, TextBody) and body.echo:
+        given = split_prompts(body.prompt, limits)
+        texts = [
+            p if isinstance(p, str) else tokenizer.decode(ids, special=True)
+            for p, ids in zip(given, prompts, strict=True)
+        ]
+    else:
+        texts = [tokenizer.decode(ids, special=True) for ids in prompts] if isinstance(body, NativeBody) else []
+    return tuple(text for text in texts for _ in range(n))
 
 
 def _tell_ignored(value: dict[str, Any], model: type[Generate]) -> None:

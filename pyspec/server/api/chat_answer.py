@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pyspec.request import Delta, Done, Progress, TokenLogprob
 from pyspec.server.api.answers import Choice, logprob_list
 from pyspec.server.api.ask import Ask
+from pyspec.server.api.choices import prompt_logprobs
 from pyspec.server.api.openai import OpenAIAnswer
 from pyspec.server.engine import TokenizerLike
 from pyspec.server.http.envelope import dumps
@@ -60,6 +61,12 @@ class ChatAnswer(OpenAIAnswer):
         self._begun: set[int] = set()
         self._parts = [MessageParts(ask.markup.parser()) for _ in ask.requests]
         self._has_called: set[int] = set()
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        value, n = super().whole(choices), self._ask.requests[0].prompt_logprobs
+        if self._ask.tells_prompt and n is not None:
+            value["prompt_logprobs"] = prompt_logprobs(choices[0], self._tokenizer, n)
+        return value
 
     def delta(self, i: int, choice: Choice, event: Delta) -> bytes:
         return self._role(i) + super().delta(i, choice, event)

@@ -18,6 +18,7 @@ from pyspec.server.api.answers import (
     timings_dict,
 )
 from pyspec.server.api.ask import Ask
+from pyspec.server.api.choices import best
 from pyspec.server.engine import TokenizerLike
 from pyspec.server.http.envelope import error_body
 
@@ -33,7 +34,8 @@ class NativeAnswer:
         self._tokenizer = tokenizer
 
     def whole(self, choices: Sequence[Choice]) -> Any:
-        values = [self._final(i, choice, streamed=False) for i, choice in enumerate(choices)]
+        shown = best(choices, self._ask.n, self._ask.n_run)
+        values = [self._final(i, choices[i], streamed=False) | {"index": at} for at, i in enumerate(shown)]
         return values[0] if len(values) == 1 else values
 
     def opening(self, i: int, choice: Choice) -> bytes:

@@ -26,6 +26,7 @@ from pyspec.server.api.answers import (
     usage_dict,
 )
 from pyspec.server.api.ask import Ask
+from pyspec.server.api.choices import best, prompt_logprobs, with_prompt
 from pyspec.server.engine import TokenizerLike
 from pyspec.server.http.envelope import dumps, error_body
 
@@ -54,17 +55,26 @@ class OpenAIAnswer(ABC):
         self._held_tokens: dict[int, list[int]] = {i: [] for i in range(len(ask.requests))}
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        ask = self._ask
+        shown = [
+            self._with_figures(self._with_prompt(self._choice(at, choices[i]), i, choices), choices[i], choices)
+            for at, i in enumerate(best(choices, ask.n, ask.n_run))
+        ]
         value = self._head | {
             "object": self.whole_object,
-            "choices": [self._with_figures(self._choice(i, c), c, choices) for i, c in enumerate(choices)],
-            "usage": usage_dict(choices, self._ask.n),
+            "choices": shown,
+            "usage": usage_dict(choices, ask.n_run),
         }
         return value | self._figures(choices)
+
+    def _with_prompt(self, value: dict[str, Any], i: int, choices: Sequence[Choice]) -> dict[str, Any]:
+        """Choice i with what is told of its prompt."""
+        return value
 
     def tail(self, choices: Sequence[Choice]) -> bytes:
         if not self._ask.include_usage:
             return DONE
-        extra = {"choices": [], "usage": usage_dict(choices, self._ask.n)} | self._figures(choices)
+        extra = {"choices": [], "usage": usage_dict(choices, self._ask.n_run)} | self._figures(choices)
         return self._chunk(dumps(extra)[1:-1]) + DONE
 
     def error(self, error: PyspecError) -> bytes:
@@ -146,6 +156,23 @@ class TextAnswer(OpenAIAnswer):
     def __init__(self, ask: Ask, model: str, tokenizer: TokenizerLike) -> None:
         super().__init__(ask, model, tokenizer)
         self._offset = dict.fromkeys(range(len(ask.requests)), 0)
+
+    def opening(self, i: int, choice: Choice) -> bytes:
+        if not self._ask.echo:
+            return b""
+        return b"".join(self._chunk(f'"choices":[{delta}]') for delta in self._deltas(i, self._ask.prompt_texts[i]))
+
+    def _with_prompt(self, value: dict[str, Any], i: int, choices: Sequence[Choice]) -> dict[str, Any]:
+        ask, first = self._ask, i // self._ask.n_run * self._ask.n_run
+        n = ask.requests[first].prompt_logprobs
+        if ask.echo:
+            value["text"] = ask.prompt_texts[i] + value["text"]
+        if ask.echo and ask.logprobs and n is not None and (prompt := ask.requests[first].prompt):
+            n_top = ask.requests[i].params.logprobs or 0
+            value["logprobs"] = with_prompt(value["logprobs"], choices[first], self._tokenizer, prompt[0], n_top)
+        if ask.tells_prompt:
+            value["prompt_logprobs"] = prompt_logprobs(choices[first], self._tokenizer, n or 0)
+        return value
 
     def _choice(self, i: int, choice: Choice) -> dict[str, Any]:
         assert choice.done is not None

@@ -197,6 +197,8 @@ class Generate(Body):
     n_predict: Window | None = None
     n: Annotated[int, Field(ge=1, le=1024)] | None = None
     n_cmpl: Annotated[int, Field(ge=1, le=1024)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=1024)] | None = None
+    prompt_logprobs: Count | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
     top_k: Window | None = None
     top_p: Share | None = None
@@ -261,6 +263,7 @@ class TextBody(Generate):
 
     prompt: Prompt
     logprobs: Count | None = None
+    echo: bool | None = None
 
 
 class Message(BaseModel):

@@ -36,11 +36,8 @@ NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "audio": _empty,
     "modalities": _is([], ["text"]),
     "web_search_options": lambda value: False,
-    "best_of": _is(1),
-    "echo": _empty,
     "suffix": _empty,
     "n_indent": _not_positive,
-    "prompt_logprobs": _not_positive,
     "response_fields": _empty,
     "bad_words": _empty,
     "stop_token_ids": _empty,
@@ -51,9 +48,26 @@ NEUTRAL: dict[str, Callable[[Any], bool]] = {
 }
 
 
+ELSEWHERE: dict[str, tuple[tuple[str, ...], Callable[[Any], bool]]] = {
+    "echo": (("text",), _empty),
+    "prompt_logprobs": (("text", "chat"), _not_positive),
+}
+"""Fields that some paths alone know, and the values that mean nothing on the others."""
+
+
 def refuse_unsupported(body: dict[str, Any]) -> None:
     """Raise NotSupported for the first field whose value asks for something the engine cannot do."""
     for name, is_neutral in NEUTRAL.items():
         value = body.get(name)
         if value is not None and not is_neutral(value):
             raise NotSupported(f"{name} is not supported; leave it out")
+
+
+def refuse_elsewhere(kind: str, body: dict[str, Any]) -> None:
+    """Raise NotSupported for what only other paths have a place for in their answers."""
+    for name, (kinds, is_neutral) in ELSEWHERE.items():
+        value = body.get(name)
+        if value is not None and kind not in kinds and not is_neutral(value):
+            raise NotSupported(
+                f"{name} is not supported here: only /v1/{'completions' if kinds == ('text',) else 'completions and chats'} answer with it"
+            )

@@ -1,0 +1,110 @@
+"""Several answers to one prompt, which of them are shown, and the prompt's own log probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pyspec.errors import RequestError
+from pyspec.request import EngineInfo
+from pyspec.server.api.answers import LOGPROB_MIN, Choice, logprob_list
+from pyspec.server.api.schema import Generate, TextBody
+from pyspec.server.engine import TokenizerLike
+from pyspec.server.settings import Limits
+
+
+def n_choices(body: Generate, info: EngineInfo) -> tuple[int, int]:
+    """(answers that are shown, answers that are generated) for each prompt. RequestError if that can not be."""
+    n = body.n or body.n_cmpl or 1
+    n_run = body.best_of or n
+    for name, value in (("n", n), ("best_of", n_run)):
+        if value > info.n_slot:
+            raise RequestError(f"{name}: {value} choices, but there are {info.n_slot} slots (raise it with -np)")
+    if n_run < n:
+        raise RequestError(f"best_of: {n_run} answers are fewer than the {n} to be shown (n)")
+    if n_run > n and body.stream:
+        raise RequestError("best_of: which answer is the best is known at its end; it can not be streamed")
+    if n_run > n and body.post_sampling_probs:
+        raise RequestError(
+            "best_of: answers are compared by the model's own probabilities; leave post_sampling_probs out"
+        )
+    return n, n_run
+
+
+def n_prompt_logprobs(body: Generate, limits: Limits) -> int | None:
+    """Alternatives to report for each prompt token; None: nobody wants to know."""
+    echoes = isinstance(body, TextBody) and bool(body.echo)
+    echoed = body.logprobs if isinstance(body, TextBody) and echoes else None
+    if body.prompt_logprobs is not None and body.prompt_logprobs > limits.top_logprobs:
+        raise RequestError(
+            f"prompt_logprobs: {body.prompt_logprobs} alternatives; at most {limits.top_logprobs} are reported"
+        )
+    wanted = [n for n in (body.prompt_logprobs, echoed) if n is not None]
+    if wanted and body.stream:
+        raise RequestError("prompt_logprobs, or echo with logprobs: ask for them without stream")
+    return max(wanted, default=None)
+
+
+def best(choices: Sequence[Choice], n: int, n_run: int) -> list[int]:
+    """Which choices are shown, prompt by prompt: the `n` likeliest by the mean of their tokens' log probabilities, best first."""
+    if n == n_run:
+        return list(range(len(choices)))
+    shown: list[int] = []
+    for first in range(0, len(choices), n_run):
+        shown += sorted(range(first, first + n_run), key=lambda i: -mean_logprob(choices[i]))[:n]
+    return shown
+
+
+def mean_logprob(choice: Choice) -> float:
+    """Of an answer without tokens 0: nothing in it is unlikely."""
+    values = [max(entry.logprob, LOGPROB_MIN) for entry in choice.logprobs]
+    return sum(values) / len(values) if values else 0.0
+
+
+def prompt_logprobs(choice: Choice, tokenizer: TokenizerLike, n: int) -> list[Any]:
+    """vLLM's list: null for the first token, then {id: {logprob, rank, decoded_token}} of each and of its `n` best alternatives."""
+    found: list[Any] = [None] * bool(choice.n_prompt)
+    for entry, rank in zip(choice.prompt_logprobs, choice.prompt_ranks, strict=True):
+        row = {str(id_): (value, at) for at, (id_, value) in enumerate(entry.top[:n], 1)}
+        row[str(entry.token)] = entry.logprob, rank
+        found.append(
+            {
+                id_: {
+                    "logprob": max(value, LOGPROB_MIN),
+                    "rank": at,
+                    "decoded_token": tokenizer.token_bytes(int(id_)).decode("utf-8", "replace"),
+                }
+                for id_, (value, at) in row.items()
+            }
+        )
+    return found
+
+
+def with_prompt(
+    value: dict[str, Any], choice: Choice, tokenizer: TokenizerLike, first: int, n_top: int
+) -> dict[str, Any]:
+    """`logprobs` of an answer that begins with its prompt, whose first token has none. first: that token."""
+    head = {
+        "id": first,
+        "token": tokenizer.token_bytes(first).decode("utf-8", "replace"),
+        "bytes": list(tokenizer.token_bytes(first)),
+    }
+    rows = [head | {"logprob": None, "top_logprobs": []}, *logprob_list(choice.prompt_logprobs, tokenizer)]
+    for row in rows[1:]:
+        row["top_logprobs"] = row["top_logprobs"][:n_top]
+    offsets = [0]
+    for row in rows:
+        offsets.append(offsets[-1] + len(row["token"]))
+    return {
+        "content": [*rows, *value["content"]],
+        "tokens": [*(row["token"] for row in rows), *value["tokens"]],
+        "token_logprobs": [*(row["logprob"] for row in rows), *value["token_logprobs"]],
+        "top_logprobs": [
+            *(
+                None if row["logprob"] is None else {t["token"]: t["logprob"] for t in row["top_logprobs"]}
+                for row in rows
+            ),
+            *value["top_logprobs"],
+        ],
+        "text_offset": [*offsets[:-1], *(offsets[-1] + at for at in value["text_offset"])],
+    }
