@@ -141,6 +141,34 @@ def test_a_choice_that_can_not_be_made_is_refused(app: App, body: dict[str, Any]
     assert said in ask(app, 400, **body)["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("body", "is_held"),
+    [
+        ({"tools": TOOLS}, False),
+        ({"tools": TOOLS, "tool_choice": "required"}, True),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "clock"}}}, True),
+        ({"tools": TOOLS, "parallel_tool_calls": False}, True),
+        ({"tools": [{"type": "function", "function": {"name": "clock", "strict": True}}]}, True),
+        ({"tools": TOOLS, "tool_choice": "none"}, False),
+    ],
+)
+def test_calls_that_must_be_or_are_strict_are_held_by_a_grammar(
+    app: App, engine: FakeEngine, body: dict[str, Any], is_held: bool
+) -> None:
+    ask(app, **body)
+    assert (engine.seen[-1].grammar is not None) == is_held
+
+
+def test_a_grammar_beside_tools_and_schemas_that_can_not_be_kept_are_refused(app: App, engine: FakeEngine) -> None:
+    said = ask(app, 400, tools=TOOLS, response_format={"type": "json_object"})["error"]["message"]
+    assert "response_format" in said
+    function = {"name": "f", "strict": True, "parameters": {"properties": {"a": {"type": "string", "pattern": "x"}}}}
+    tools = [{"type": "function", "function": function}]
+    ask(app, tools=tools)
+    engine.info = replace(engine.info, chat_template="<tool_call> <function= <parameter=")
+    assert "pattern of argument 'a'" in ask(app, 400, tools=tools)["error"]["message"]
+
+
 # -- reasoning -------------------------------------------------------------------------------------------------------
 
 

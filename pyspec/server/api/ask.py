@@ -92,7 +92,9 @@ def prepare(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings
         requests = tuple(replace(r, grammar=grammar) for r in requests)
     if plan:
         plan.check(grammar)
-        requests = tuple(replace(r, shown=plan.shown, think_budget=plan.budget) for r in requests)
+        requests = tuple(
+            replace(r, shown=plan.shown, think_budget=plan.budget, grammar=plan.grammar or r.grammar) for r in requests
+        )
     ping_s = settings.limits.ping_s if body.sse_ping_interval is None else body.sse_ping_interval
     return Ask(
         kind=kind,

@@ -29,6 +29,7 @@ class CallPlan:
     is_single: bool = False
 
 
+BEYOND_BARE = frozenset({"pattern", "format", "minLength", "maxLength"})
 NO_CALLS = CallPlan({})
 
 
@@ -54,6 +55,9 @@ def call_plan(body: Chat, dialect: Dialect | None) -> CallPlan:
             f" server with --tool-call-parser and one of {', '.join(NAMES)}"
         )
     wanted = {name: tools[name]} if name else tools
+    if dialect.is_bare:
+        for tool in wanted.values():
+            _check_bare(tool)
     is_held = choice == "required" or any(tool.function.strict for tool in wanted.values())
     return CallPlan(
         schemas={each: _schema(tool) for each, tool in wanted.items()},
@@ -76,6 +80,18 @@ def tool_choice(body: Chat) -> tuple[Wanted, str]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
         raise RequestError('tool_choice: a word, or an object such as {type: "function", function: {name: "..."}}')
     return "required", function["name"]
+
+
+def _check_bare(tool: Tool) -> None:
+    """Raise RequestError if a strict tool says of a string what bare text is not held to."""
+    properties = (tool.function.parameters or {}).get("properties")
+    for name, schema in (properties if tool.function.strict and isinstance(properties, dict) else {}).items():
+        said = BEYOND_BARE & schema.keys() if isinstance(schema, dict) and "enum" not in schema else ()
+        if said and schema.get("type", "string") == "string":
+            raise RequestError(
+                f"tools: {tool.function.name} is strict, but {min(said)} of argument {name[:80]!r} can not be kept: this model writes"
+                " strings as bare text"
+            )
 
 
 def _schema(tool: Tool) -> Mapping[str, Any]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pyspec.errors import NotSupported
+from pyspec.errors import RequestError
 from pyspec.request import Grammar, ThinkBudget
-from pyspec.server.api.calls import call_plan
+from pyspec.server.api.calls import CallPlan, call_plan
 from pyspec.server.api.prompts import chat_ids, continued_part
 from pyspec.server.api.schema import ChatBody
 from pyspec.server.engine import EngineLike, TokenizerLike
 from pyspec.server.settings import ServerSettings
+from pyspec.text.markup.call_grammar import Lark
 from pyspec.text.markup.dialect import AnswerMarkup, Dialect, dialect, recognised, think_marks
 from pyspec.text.markup.reasoning import ThinkMarks
 
@@ -26,6 +27,7 @@ class ChatPlan:
     markup: AnswerMarkup
     shown: tuple[int, ...]
     budget: ThinkBudget | None
+    grammar: Grammar | None
 
     @property
     def free(self) -> str:
@@ -33,9 +35,9 @@ class ChatPlan:
         return self.markup.think.end if self.markup.think is not None and self.markup.is_open else ""
 
     def check(self, grammar: Grammar | None) -> None:
-        """Raise NotSupported if a grammar would forbid the calls that tools are there for."""
+        """Raise RequestError if a grammar would forbid the calls that tools are there for."""
         if grammar is not None and self.markup.calls is not None:
-            raise NotSupported(
+            raise RequestError(
                 'tools can not be called under a grammar: send tool_choice "none", or no response_format'
             )
 
@@ -45,10 +47,6 @@ def plan_chat(engine: EngineLike, body: ChatBody, settings: ServerSettings) -> C
     template = engine.info.chat_template
     speaks, think = spoken(template, settings), think_marks(template)
     calls = call_plan(body, speaks)
-    if calls.is_held:
-        raise NotSupported(
-            "tool_choice required or named, strict tools and parallel_tool_calls: false need constrained calls, which are not there yet"
-        )
     prompt = chat_ids(engine, body, settings)
     form = body.reasoning_format or settings.reasoning_format
     is_open = think is not None and (
@@ -67,7 +65,28 @@ def plan_chat(engine: EngineLike, body: ChatBody, settings: ServerSettings) -> C
         markup=markup,
         shown=_shown(engine.tokenizer, markup),
         budget=_budget(engine.tokenizer, body, settings, think, is_open),
+        grammar=_call_grammar(engine, calls, markup) if calls.is_held else None,
     )
+
+
+def _call_grammar(engine: EngineLike, calls: CallPlan, markup: AnswerMarkup) -> Grammar:
+    """What holds the answer to the tools' schemas. Reasoning is free, and so is text before calls that may be left out."""
+    assert markup.calls is not None
+    lark, think = Lark(), markup.think
+    rules = markup.calls.rules(lark, calls.schemas, is_single=calls.is_single)
+    after = think.end if think is not None and markup.is_open else ""
+    if not calls.is_bound:
+        source = lark.text_or_calls(rules)
+    elif think is not None and not after:
+        source = lark.calls(rules, thought=(think.start, think.end))
+    else:
+        source = lark.calls(rules)
+    try:
+        return engine.check_grammar(
+            Grammar(kind="lark", source=source, after=after, lazy=bool(after) and not calls.is_bound)
+        )
+    except RequestError as e:
+        raise RequestError(f"tools: their schemas can not be kept: {e}") from None
 
 
 def spoken(template: str, settings: ServerSettings) -> Dialect | None:

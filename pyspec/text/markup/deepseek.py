@@ -8,6 +8,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from pyspec.text.markup.between_marks import read_answer
+from pyspec.text.markup.call_grammar import CallRules, Lark, either, literal, repeated, row
 from pyspec.text.markup.json_text import NotJson, read_value
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools
 
@@ -72,3 +73,15 @@ def _arguments(reader: AnswerReader) -> Steps[None]:
 
 def _ignore(text: str) -> None:
     pass
+
+
+def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
+    """Either way of writing them: the model knows its own."""
+    options = []
+    for name, schema in tools.items():
+        arguments = lark.json(schema)
+        options.append(row(literal(name + SEP), arguments, literal(END_CALL)))
+        head, tail = f"function{SEP}{name}\n{FENCE}json\n", f"\n{FENCE}{END_CALL}"
+        options.append(row(literal(head), arguments, literal(tail)))
+    call = lark.rule(row(literal(CALL), either(options)))
+    return CallRules(OPEN, row(repeated(call, "SPACE?", is_single=is_single), literal(CLOSE)))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pyspec.text.markup import deepseek, dsml, hermes, llama3, qwen_xml
+from pyspec.text.markup.call_grammar import CallRules, Lark
 from pyspec.text.markup.parts import AnswerParser, Content, Part
 from pyspec.text.markup.reader import AnswerReader, MarkupParser, Steps, Tools
 from pyspec.text.markup.reasoning import THINK, ThinkMarks, read_reasoning
@@ -18,36 +19,50 @@ class AnswerMachine(Protocol):
     def __call__(self, reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]: ...
 
 
+class MakeRules(Protocol):
+    """How calls of these tools look, as a grammar."""
+
+    def __call__(self, lark: Lark, tools: Tools, *, is_single: bool) -> CallRules: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """A way to write calls.
 
     marks  texts of it that may be tokens of their own, which answers else do not show
     signs  what its chat templates contain, all of them
+    is_bare  strings are written as they are, with no more than marks around them
     """
 
     name: str
     machine: AnswerMachine
+    rules: MakeRules
     marks: tuple[str, ...]
     signs: tuple[str, ...]
+    is_bare: bool = False
 
 
 DIALECTS: tuple[Dialect, ...] = (  # the first whose signs a template has is taken
-    Dialect("deepseek_v32", dsml.machine, (dsml.WORD,), (dsml.WORD,)),
+    Dialect("deepseek_v32", dsml.machine, dsml.rules, (dsml.WORD,), (dsml.WORD,), is_bare=True),
     Dialect(
         "deepseek_v3",
         deepseek.machine,
+        deepseek.rules,
         (deepseek.OPEN, deepseek.CLOSE, deepseek.CALL, deepseek.SEP, deepseek.END_CALL),
         (deepseek.OPEN,),
     ),
     Dialect(
         "qwen3_coder",
         qwen_xml.machine,
+        qwen_xml.rules,
         (qwen_xml.OPEN, qwen_xml.CLOSE),
         (qwen_xml.OPEN, qwen_xml.FUNCTION, qwen_xml.PARAMETER),
+        is_bare=True,
     ),
-    Dialect("hermes", hermes.machine, (hermes.OPEN, hermes.CLOSE), (hermes.OPEN, hermes.CLOSE, "arguments")),
-    Dialect("llama3_json", llama3.machine, (llama3.TAG,), ("<|start_header_id|>", '"parameters"')),
+    Dialect(
+        "hermes", hermes.machine, hermes.rules, (hermes.OPEN, hermes.CLOSE), (hermes.OPEN, hermes.CLOSE, "arguments")
+    ),
+    Dialect("llama3_json", llama3.machine, llama3.rules, (llama3.TAG,), ("<|start_header_id|>", '"parameters"')),
 )
 NOT_HERMES = ("<arg_key>", "minimax")  # GLM and MiniMax write other things into the same marks
 ALIASES = {

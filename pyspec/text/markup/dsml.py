@@ -3,6 +3,19 @@
 from __future__ import annotations
 
 from pyspec.text.markup.between_marks import read_answer
+from pyspec.text.markup.call_grammar import (
+    CallRules,
+    Lark,
+    Schema,
+    either,
+    is_text,
+    literal,
+    properties_of,
+    repeated,
+    row,
+    takes_any,
+    words_of,
+)
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools
 from pyspec.text.markup.typed import ArgumentWriter
 
@@ -13,6 +26,7 @@ INVOKE, END_INVOKE = f'<{WORD}invoke name="', f"</{WORD}invoke>"
 PARAMETER, END_PARAMETER = f'<{WORD}parameter name="', f"</{WORD}parameter>"
 IS_TEXT, IS_JSON, BARE = '" string="true">', '" string="false">', '">'
 NAME_CHARS = 256
+NAME_OF_ANY = r'/[^<>"\s]{1,64}/'  # in lark
 
 
 def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
@@ -52,3 +66,29 @@ def _arguments(reader: AnswerReader, arguments: ArgumentWriter) -> Steps[None]:
 
 def _ignore(text: str) -> None:
     pass
+
+
+def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
+    options = []
+    for name, schema in tools.items():
+        head = literal(f"{INVOKE}{name}{BARE}\n")
+        options.append(row(head, _parameters(lark, schema), literal(END_INVOKE)))
+    call = lark.rule(row("SPACE?", either(options)))
+    return CallRules(OPEN[0], row(repeated(call, "", is_single=is_single), "SPACE?", literal(CLOSE[0])))
+
+
+def _parameters(lark: Lark, schema: Schema) -> str:
+    """In the order of the schema. What it does not name is not written."""
+    end, out = f"{END_PARAMETER}\n", []
+    if takes_any(schema):
+        return f"({row(literal(PARAMETER), NAME_OF_ANY, literal(IS_TEXT), lark.text_before(end))})*"
+    for name, own, is_needed in properties_of(schema):
+        if words := words_of(own):
+            value = row(literal(IS_TEXT), either([literal(word) for word in words]), literal(end))
+        elif is_text(schema, name):
+            value = row(literal(IS_TEXT), lark.text_before(end))
+        else:
+            value = row(literal(IS_JSON), lark.json(own), literal(end))
+        rule = lark.rule(row(literal(PARAMETER + name), value))
+        out.append(rule if is_needed else f"{rule}?")
+    return row(*out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pyspec.text.markup.between_marks import read_answer
+from pyspec.text.markup.call_grammar import CallRules, Lark, literal, named_object, repeated, row
 from pyspec.text.markup.call_object import read_call
 from pyspec.text.markup.json_text import NotJson
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools
@@ -26,3 +27,8 @@ def _call(reader: AnswerReader, mark: str) -> Steps[str]:
     yield from reader.take_spaces()
     yield from reader.take_mark(CLOSE)
     return ""
+
+
+def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
+    call = lark.rule(row("SPACE?", named_object(lark, tools, "arguments", ""), "SPACE?", literal(CLOSE)))
+    return CallRules(OPEN, repeated(call, row("SPACE?", literal(OPEN)), is_single=is_single))

@@ -5,6 +5,7 @@ A bare object is a call only if it names a tool that was offered: answers in JSO
 
 from __future__ import annotations
 
+from pyspec.text.markup.call_grammar import CallRules, Lark, named_object
 from pyspec.text.markup.call_object import read_call
 from pyspec.text.markup.json_text import NotJson
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools, Trimmed
@@ -42,3 +43,9 @@ def _call(reader: AnswerReader, tools: Tools, tag: str) -> Steps[str | None]:
         yield from reader.until((TAG,), reader.arguments)
         return None
     return None if text is None else tag + spaces + text
+
+
+def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
+    """One call: templates of these models know no more."""
+    begin = '{"name": "'
+    return CallRules(begin, named_object(lark, tools, "parameters", begin))

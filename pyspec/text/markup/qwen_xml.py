@@ -9,6 +9,19 @@ from __future__ import annotations
 import re
 
 from pyspec.text.markup.between_marks import read_answer
+from pyspec.text.markup.call_grammar import (
+    CallRules,
+    Lark,
+    Schema,
+    either,
+    is_text,
+    literal,
+    properties_of,
+    repeated,
+    row,
+    takes_any,
+    words_of,
+)
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools
 from pyspec.text.markup.typed import ArgumentWriter, ValueWriter
 
@@ -16,6 +29,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 NAME_CHARS = 256
+NAME_OF_ANY = r'/[^<>\s]{1,64}/ ">\n"'  # in lark
 
 _NAME = re.compile(r"[^<>\s]+")
 
@@ -79,3 +93,29 @@ def _value(reader: AnswerReader, give: ValueWriter) -> Steps[bool]:
         if (yield from reader.look(PARAMETER, END_FUNCTION, CLOSE)) is not None:
             return True  # another one follows, or the call's end, or the answer's
         give(found + spaces)
+
+
+def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
+    options = []
+    for name, schema in tools.items():
+        head = literal(f"{FUNCTION}{name}>\n")
+        options.append(row(head, _parameters(lark, schema), literal(END_FUNCTION)))
+    call = lark.rule(row("SPACE?", either(options), "SPACE?", literal(CLOSE)))
+    return CallRules(OPEN, repeated(call, row("SPACE?", literal(OPEN)), is_single=is_single))
+
+
+def _parameters(lark: Lark, schema: Schema) -> str:
+    """In the order of the schema. What it does not name is not written."""
+    end, out = f"\n{END_PARAMETER}\n", []
+    if takes_any(schema):
+        return f"({row(literal(PARAMETER), NAME_OF_ANY, lark.text_before(end))})*"
+    for name, own, is_needed in properties_of(schema):
+        if words := words_of(own):
+            value = row(either([literal(word) for word in words]), literal(end))
+        elif is_text(schema, name):
+            value = lark.text_before(end)
+        else:
+            value = row(lark.json(own), literal(end))
+        rule = lark.rule(row(literal(f"{PARAMETER}{name}>\n"), value))
+        out.append(rule if is_needed else f"{rule}?")
+    return row(*out)

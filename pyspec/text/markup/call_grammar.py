@@ -1,0 +1,130 @@
+"""Grammars of calls, in llguidance's lark: what a dialect writes between its marks, and values held to their schemas.
+
+Each dialect says how its calls look behind the mark that begins the first one; from that come a grammar for answers that must be
+calls, and one for answers in which text is free until that mark. Nothing may follow the calls.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pyspec.text.markup.reader import Tools
+from pyspec.text.markup.typed import types_of
+
+Schema = Mapping[str, Any]
+JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\n{1,2}[ \t]{0,20}", "lenient": False, "coerce_one_of": False}
+"""As all other schemas are compiled."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallRules:
+    """`trigger`: the text that begins the first call; `rest`: lark for what is behind it, up to the last call's end."""
+
+    trigger: str
+    rest: str
+
+
+class Lark:
+    """A grammar that grows."""
+
+    def __init__(self) -> None:
+        self._rules: list[str] = ["SPACE: /[ \\t\\r\\n]{1,4}/"]
+        self._n = 0
+
+    def rule(self, body: str, attributes: str = "") -> str:
+        """A rule with this body; its name."""
+        self._n += 1
+        self._rules.append(f"r{self._n}{attributes}: {body}")
+        return f"r{self._n}"
+
+    def json(self, schema: Schema) -> str:
+        """A value of JSON."""
+        own = {"type": "object"} if not schema else dict(schema)
+        return self.rule("%json " + json.dumps(own | {"x-guidance": JSON_OPTIONS}))
+
+    def text_before(self, end: str) -> str:
+        """Any text, and this behind it."""
+        return self.rule("/(?s:.*)/", f"[suffix={literal(end)}]")
+
+    def calls(self, rules: CallRules, thought: tuple[str, str] | None = None) -> str:
+        """An answer that is calls; between the marks of `thought` it may think before."""
+        begin = f"({literal(thought[0])} {self.text_before(thought[1])} SPACE?)?" if thought else ""
+        return self._all(row(begin, literal(rules.trigger), rules.rest))
+
+    def text_or_calls(self, rules: CallRules) -> str:
+        """An answer of free text that may end in calls."""
+        mark = re_escape(rules.trigger)
+        self._rules.append(f"TEXT: /(?s:.*)/ & ~/(?s:.*){mark}(?s:.*)/")
+        free = self.text_before(rules.trigger)
+        return self._all(f"TEXT | {free} {rules.rest}")
+
+    def _all(self, start: str) -> str:
+        return "\n".join([f"start: {start}", *self._rules])
+
+
+def literal(text: str) -> str:
+    """A text in lark."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def re_escape(text: str) -> str:
+    """A text in a regular expression of lark."""
+    return "".join("\\" + c if c in r"\/.^$*+?()[]{}|-" else c for c in text)
+
+
+def either(options: list[str]) -> str:
+    return "(" + " | ".join(options) + ")"
+
+
+def repeated(call: str, between: str, *, is_single: bool) -> str:
+    """One call, or several."""
+    return call if is_single else f"{call} ({between} {call})*"
+
+
+def row(*parts: str) -> str:
+    """Parts that follow each other."""
+    return " ".join(part for part in parts if part)
+
+
+def named_object(lark: Lark, tools: Tools, key: str, begin: str = '{"name": ') -> str:
+    """One of the tools as {"name": ..., key: {...}}, from behind `begin`."""
+    options = []
+    for name, schema in tools.items():
+        head = json.dumps({"name": name, key: 0}, ensure_ascii=False).removesuffix("0}")
+        options.append(row(literal(head.removeprefix(begin)), lark.json(schema), literal("}")))
+    return either(options)
+
+
+def properties_of(schema: Schema) -> list[tuple[str, Schema, bool]]:
+    """The arguments that a schema names, each with its own schema and whether it is required."""
+    properties = schema.get("properties")
+    required = schema.get("required")
+    needed = set(required) if isinstance(required, list) else set()
+    shared = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
+    if not isinstance(properties, Mapping):
+        return []
+    return [
+        (name, {**shared, **each} if isinstance(each, Mapping) else {}, name in needed)
+        for name, each in properties.items()
+    ]
+
+
+def takes_any(schema: Schema) -> bool:
+    """Whether a schema names no arguments and forbids none."""
+    return "properties" not in schema and schema.get("additionalProperties") is not False
+
+
+def is_text(schema: Schema, name: str) -> bool:
+    """Whether an argument may be a string, which is written bare: then any text may stand there."""
+    return "string" in types_of(schema, name)
+
+
+def words_of(schema: Schema) -> list[str] | None:
+    """The strings that an argument is one of, if its schema lists them."""
+    listed = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(listed, list) and listed and all(isinstance(word, str) for word in listed):
+        return list(listed)
+    return None
