@@ -141,6 +141,7 @@ FILES = [
 
 def test_without_a_quant_q4_k_m_is_chosen_and_sidecars_never():
     assert hub.choose(FILES) == ["m-Q4_K_M.gguf"]
+    assert hub.choose(["m-BF16.gguf", "m-Q8_0.gguf"]) == ["m-Q8_0.gguf"]
     assert hub.choose(["mmproj-F16.gguf", "b-Q6_K.gguf", "a-Q5_0.gguf"]) == ["a-Q5_0.gguf"]
 
 

@@ -29,6 +29,8 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         monkeypatch.setattr(
             f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", fake.url + "/{repo_id}/resolve/{revision}/{filename}"
         )
+        old = "huggingface_hub.file_download.HUGGINGFACE_CO_URL_TEMPLATE"  # where old versions have a copy
+        monkeypatch.setattr(old, fake.url + "/{repo_id}/resolve/{revision}/{filename}", raising=False)
         monkeypatch.setattr(f"{constants}.HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setattr("time.sleep", lambda seconds: None)  # between the client library's retries
         yield fake

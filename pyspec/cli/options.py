@@ -195,7 +195,9 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
     click.argument("name", metavar="[MODEL]", required=False, default=""),
     click.option("-m", "--model", default="", help="GGUF file, or a name from `pyspec models`."),
     click.option("-hf", "--hf-repo", default="", metavar="USER/REPO[:QUANT]", help="Download from Hugging Face."),
-    click.option("-hff", "--hf-file", default="", help="File of that repository; without it Q4_K_M, or the first."),
+    click.option(
+        "-hff", "--hf-file", default="", help="File of that repository; without it Q4_K_M, Q8_0, or the first."
+    ),
 ]
 
 ENGINE_OPTIONS: list[Callable[[Any], Any]] = [

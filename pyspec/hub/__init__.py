@@ -1,10 +1,10 @@
 """Files from Hugging Face: which of a repository's are meant (`names`), and their paths in the local cache (`fetch`)."""
 
 from pyspec.hub.fetch import Repository, check_hash, fetch_file, from_hub, heads_only, sha256_of
-from pyspec.hub.names import DEFAULT_QUANT, Sidecar, choose, quant_of, sidecars, split_name
+from pyspec.hub.names import DEFAULT_QUANTS, Sidecar, choose, quant_of, sidecars, split_name
 
 __all__ = [
-    "DEFAULT_QUANT",
+    "DEFAULT_QUANTS",
     "Repository",
     "Sidecar",
     "check_hash",

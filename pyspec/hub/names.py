@@ -11,7 +11,8 @@ from pathlib import PurePosixPath
 from pyspec.errors import ConfigError
 from pyspec.registry import DRAFTERS
 
-DEFAULT_QUANT = "Q4_K_M"
+DEFAULT_QUANTS = ("Q4_K_M", "Q8_0")
+"""What is taken if nobody says: the first of them that is there, as llama.cpp does."""
 DRAFTS = tuple(f"{drafter}-" for drafter in DRAFTERS)
 SIDECARS = (
     "mmproj",
@@ -40,7 +41,7 @@ def choose(
     """The file to load among a repository's files, first shard first, and its other shards.
 
     names  paths in the repository, "/" between folders
-    quant  e.g. "Q8_0", in any case; "" takes Q4_K_M if it is there, else the first model file
+    quant  e.g. "Q8_0", in any case; "" takes one of DEFAULT_QUANTS if it is there, else the first model file
     file   exact name instead; sidecars (projectors, drafters) can be had this way
     drafter  of files whose names say that they are drafters, if there are any
     Raises ConfigError, with the choice there is.
@@ -56,9 +57,10 @@ def choose(
     models = models or [n for n in ggufs if not _begins_with(n, SIDECARS)]
     if not models:
         raise ConfigError(f"{repo} has no GGUF model among its {len(names)} files")
-    wanted = quant or DEFAULT_QUANT
-    fits = re.compile(rf"(?:^|[-._/]){re.escape(wanted)}(?=[-./]|$)", re.IGNORECASE)
-    found = [n for n in models if fits.search(n)]
+    found: list[str] = []
+    for wanted in (quant,) if quant else DEFAULT_QUANTS:
+        fits = re.compile(rf"(?:^|[-._/]){re.escape(wanted)}(?=[-./]|$)", re.IGNORECASE)
+        found = found or [n for n in models if fits.search(n)]
     if not found and quant:
         raise ConfigError(f"{repo} has no {quant} file; it has {', '.join(models[:12])}{' ...' if models[12:] else ''}")
     return _shards((found or models)[0], models)
