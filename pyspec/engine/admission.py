@@ -88,8 +88,12 @@ class Admission:
 
     def _may_wait(self, job: Job, n_least: int) -> bool:
         """Its prompt is being read, more than `n_least` tokens are left, and the cache keeps what is read."""
-        may = not job.is_decoding and job.request.cache_prompt and job.n_suspended < MOST_SUSPENDED and not job.cancelled
-        return may and job.slot is not None and job.slot.index not in self.speculator.lost_track and job.todo[0] > n_least
+        may = (
+            not job.is_decoding and job.request.cache_prompt and job.n_suspended < MOST_SUSPENDED and not job.cancelled
+        )
+        return (
+            may and job.slot is not None and job.slot.index not in self.speculator.lost_track and job.todo[0] > n_least
+        )
 
     def _tell_break(self, job: Job, hit: Hit) -> None:
         """What the request's text and the cache have in common, and how each goes on."""

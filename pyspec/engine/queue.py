@@ -66,7 +66,9 @@ class Queue(Generic[W]):
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._places: list[_Place[W]] = []
-        self._given: dict[str, float] = {}  # by client: tokens of those that were seated, and of the time it was not here
+        self._given: dict[
+            str, float
+        ] = {}  # by client: tokens of those that were seated, and of the time it was not here
         self._clock: dict[str, float] = {}  # by client: tokens it was given, for each of its requests that waited
         self._groups: dict[tuple[str, str], float] = {}  # tag of the last one that came
         self._is_sorted = True

@@ -24,8 +24,10 @@ from pyspec.engine.options import (
 from pyspec.errors import ConfigError, PyspecError, RequestError
 from pyspec.request import Request, SamplingParams
 
-OURS = {"prompt", "params", "n_before_turn", "n_system", "n_stable", "timings_per_token", "resumed", "grammar"}
-"""Fields of Request that the engine, the server or another option fills in."""
+OURS = {"prompt", "params", "n_before_turn", "n_system", "n_stable", "timings_per_token", "resumed", "shown", "grammar"} | {
+    "client", "group", "think_budget", "prompt_logprobs",
+}  # fmt: skip
+"""Fields of Request that the engine, the server or another option fills in; who wants them builds the Request."""
 
 
 def test_load_options_are_the_settings_that_load_has_no_parameter_for():

@@ -9,7 +9,11 @@ from engine_rig import FIXTURES, GREEDY, plain_rig, rig
 
 from pyspec.request import Started
 
-MODELS = {"llama": FIXTURES / "llama.gguf", "hybrid": FIXTURES / "qwen35.gguf", "deepseek4": FIXTURES / "deepseek4.gguf"}
+MODELS = {
+    "llama": FIXTURES / "llama.gguf",
+    "hybrid": FIXTURES / "qwen35.gguf",
+    "deepseek4": FIXTURES / "deepseek4.gguf",
+}
 
 
 def ids(seed: int, n: int) -> list[int]:
