@@ -1,0 +1,63 @@
+"""Whatever a schema's masks let through is JSON that the schema holds of: random walks over them, held against another implementation."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import jsonschema
+import numpy as np
+from grammar_rig import constraint, trie
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemas import whole
+
+from pyspec.constrain.constraint import fill
+from pyspec.errors import RequestError
+
+CLOSING = tuple(b'}]",')
+
+
+def walk(source: str, rng: random.Random, most: int = 600) -> str | None:
+    """Text of random allowed tokens, which ends; None for a schema that is refused. Closing tokens are likelier, so that it does."""
+    try:
+        c = constraint("json_schema", source)
+    except RequestError as e:
+        assert "json_schema" in str(e) or "grammar" in str(e)
+        return None
+    table, text = trie().table, b""
+    for i in range(most):
+        row = fill([(c, [])], trie())
+        ids = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")[: trie().n_vocab]).tolist()
+        assert ids, f"a dead end behind {text!r}"
+        ends = [t for t in ids if t in table.eog]
+        closing = [t for t in ids if table.tokens[t][:1] and table.tokens[t][0] in CLOSING]
+        if ends and (i > 20 or len(ids) == len(ends)):
+            return text.decode()
+        token = rng.choice(closing if closing and rng.random() < 0.4 + i / most else [t for t in ids if t not in ends])
+        text += table.tokens[token]
+        assert c.usable([token]) == [token]
+        c.commit([token])
+        if c.is_over:
+            return text.decode()
+    raise AssertionError(f"no end after {most} tokens: {text[-80:]!r}")
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 1 << 32))
+def test_what_the_masks_of_a_schema_let_through_is_held_by_it(seed: int) -> None:
+    rng = random.Random(seed)
+    wanted = whole(rng)
+    text = walk(json.dumps(wanted), rng)
+    if text is not None:
+        jsonschema.Draft202012Validator(wanted).validate(json.loads(text))
+
+
+def test_few_schemas_of_that_kind_are_refused() -> None:
+    refused = 0
+    for seed in range(100):
+        try:
+            constraint("json_schema", json.dumps(whole(random.Random(seed))))
+        except RequestError:
+            refused += 1
+    assert refused <= 10
