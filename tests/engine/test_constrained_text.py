@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,8 +16,12 @@ from draft_fakes import FAKES
 from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, GREEDY, Heard, Rig, plain_rig, rig, rig_for
 from known_texts import demo_prompts, known_texts
 
+from pyspec.config import EngineSettings
+from pyspec.engine.api import Engine, collect
+from pyspec.engine.client import Supervisor
 from pyspec.engine.loop import Loop
-from pyspec.request import Grammar, SamplingParams
+from pyspec.errors import RequestError
+from pyspec.request import Grammar, Request, SamplingParams
 
 QWEN35 = FIXTURES / "qwen35.gguf"
 PERSON = {
@@ -76,9 +82,9 @@ def flown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @cache
-def plain_answers(path: Path, prompts: tuple[tuple[int, ...], ...], params: SamplingParams) -> list[Heard]:
+def plain_answers(path: Path, prompts: tuple[tuple[int, ...], ...], params: SamplingParams, n: int = 40) -> list[Heard]:
     """Of one slot, without drafts."""
-    return answers(plain_rig(path, ctx=512), list(prompts), params)
+    return answers(plain_rig(path, ctx=512), list(prompts), params, n)
 
 
 def parsed(heard: Heard) -> None:
@@ -110,9 +116,9 @@ def test_a_constrained_text_does_not_depend_on_drafts_or_neighbours(kind: str, p
 @pytest.mark.parametrize("params", [ENDING, SAMPLED], ids=["greedy", "sampled"])
 def test_the_packaged_pair_keeps_grammars_with_its_drafter(params: SamplingParams, np: int) -> None:
     prompts = [demo_prompts()[0][0]]
-    want = plain_answers(DEMO, tuple(prompts), params)
+    want = plain_answers(DEMO, tuple(prompts), params, 24)
     found = answers(
-        rig(DEMO, np=np, ctx=512, draft_path=DEMO_DRAFT, n_draft_max=5, n_draft_fixed=True), prompts, params
+        rig(DEMO, np=np, ctx=512, draft_path=DEMO_DRAFT, n_draft_max=5, n_draft_fixed=True), prompts, params, 24
     )
     for a, b in zip(want, found, strict=True):
         assert (b.tokens, b.finish, b.text) == (a.tokens, a.finish, a.text)
@@ -196,3 +202,35 @@ def test_what_is_resumed_goes_on_in_its_place_of_the_grammar(small: Rig, params:
     for n in (1, 5, len(whole.tokens) - 1):
         rest = under(small, "json_schema", json.dumps(PERSON), params, resumed=tuple(whole.tokens[:n]))
         assert [*whole.tokens[:n], *rest.tokens] == whole.tokens and rest.finish == whole.finish
+
+
+@pytest.fixture(scope="module")
+def isolated() -> Iterator[Engine]:
+    """In a process of its own, which is replaced when it dies."""
+    settings = EngineSettings(np=4, ctx=512, draft_path=DEMO_DRAFT, warm_up=False, device="cpu", kv_type="f32")
+    with Engine.from_settings(DEMO, settings, isolated=True) as engine:
+        yield engine
+
+
+@pytest.mark.slow
+def test_a_replaced_engine_goes_on_in_its_place_of_the_grammar(isolated: Engine) -> None:
+    r = Request(prompt=demo_prompts()[0][0], params=SAMPLED, max_tokens=60, grammar=GRAMMARS["schema"])
+    whole = isolated.run(r)
+    assert whole.finish == "stop"
+    jsonschema.validate(json.loads(whole.text), PERSON)
+    core, events = isolated.core, []
+    assert isinstance(core, Supervisor)
+    for event in isolated.run_stream(replace(r, timings_per_token=True)):
+        events.append(event)
+        if len(events) == 3:
+            assert core._child is not None
+            os.kill(core._child.process.pid, signal.SIGKILL)
+    again = collect(events)
+    assert isolated.metrics().restarts == 1
+    assert (again.tokens, again.text, again.finish) == (whole.tokens, whole.text, whole.finish)
+
+
+@pytest.mark.slow
+def test_a_grammar_that_can_not_be_kept_is_refused_before_it_gets_there(isolated: Engine) -> None:
+    with pytest.raises(RequestError, match="the json_schema can not be used"):
+        isolated.run(Request(prompt=(5, 6), grammar=Grammar(kind="json_schema", source='{"type": "wombat"}')))
