@@ -295,7 +295,8 @@ SETTINGS = (
 )
 
 
-def _grouped(function: F, fold: Callable[[dict[str, Any]], None]) -> F:
+def grouped(function: F, fold: Callable[[dict[str, Any]], None]) -> F:
+    """A command whose options are folded into fewer values before it is called."""
     from functools import wraps
 
     @wraps(function)
@@ -312,7 +313,7 @@ def model_options(function: F) -> F:
     def fold(values: dict[str, Any]) -> None:
         values["choice"] = _model_choice(values)
 
-    return apply([*MODEL_OPTIONS, verbose_option])(_grouped(function, fold))
+    return apply([*MODEL_OPTIONS, verbose_option])(grouped(function, fold))
 
 
 def engine_options(function: F) -> F:
@@ -321,7 +322,7 @@ def engine_options(function: F) -> F:
     def fold(values: dict[str, Any]) -> None:
         values["engine"] = _engine_choice(values)
 
-    return apply([*MODEL_OPTIONS, *ENGINE_OPTIONS, verbose_option])(_grouped(function, fold))
+    return apply([*MODEL_OPTIONS, *ENGINE_OPTIONS, verbose_option])(grouped(function, fold))
 
 
 def sampling_options(function: F) -> F:
@@ -337,7 +338,7 @@ def sampling_options(function: F) -> F:
                 given[rule.name] = value
         values["sampling"] = SamplingParams(**given)
 
-    return apply(SAMPLING_OPTIONS)(_grouped(function, fold))
+    return apply(SAMPLING_OPTIONS)(grouped(function, fold))
 
 
 def _model_choice(values: dict[str, Any]) -> ModelChoice:

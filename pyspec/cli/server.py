@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pyspec.cli.chat_options import ChatOptions, chat_options
 from pyspec.cli.options import EngineChoice, Number, engine_options, sampling_options, tell_ignored
 from pyspec.request import EngineInfo, SamplingParams
 
@@ -33,6 +34,7 @@ def patterns(ctx: click.Context, option: click.Parameter, texts: tuple[str, ...]
 @click.command()
 @engine_options
 @sampling_options
+@chat_options
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", default=8080, type=click.IntRange(0, 65535), help="Port; 0 picks a free one.")
 @click.option("--api-key", multiple=True, envvar="LLAMA_API_KEY", help="Key clients must send; may be repeated.")
@@ -70,6 +72,7 @@ def server(
     ctx: click.Context,
     engine: EngineChoice,
     sampling: SamplingParams,
+    chat: ChatOptions,
     n_predict: int,
     host: str,
     port: int,
@@ -115,6 +118,7 @@ def server(
         sampling=sampling,
         max_tokens=n_predict,
         limits=Limits(drain_s=drain_timeout),
+        **chat.settings,
     )
     engine = replace(engine, settings={**engine.settings, "queue": queue, "hang_timeout": hang_timeout})
     n_slot = engine.np if engine.np > 0 else AUTO_SLOTS
@@ -127,8 +131,14 @@ def server(
         for line in banner(loaded.info, url) if log_format == "text" else ():
             click.echo(line, err=True)
 
+    def load() -> EngineLike:
+        loaded = engine.load(n_slot, isolated=not in_process)
+        if chat.template:
+            loaded.use_template(chat.template)
+        return loaded
+
     try:
-        served = run(lambda: engine.load(n_slot, isolated=not in_process), settings, ready)
+        served = run(load, settings, ready)
     finally:
         for path in entered:
             leave(path)

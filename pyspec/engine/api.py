@@ -119,6 +119,16 @@ class Engine:
         core = import_module("pyspec.engine.core").EngineCore.load(path, settings)  # by name: torch comes with it
         return cls(core, core.tokenizer, core.template)
 
+    def use_template(self, source: str) -> None:
+        """Take another chat template than the file's. Raises BadTemplate if it does not compile."""
+        template = ChatTemplate(source, self.info.bos_token, self.info.eos_token)
+        try:
+            template.check()
+        except BadTemplate:
+            self.close()
+            raise
+        self.template, self.info = template, replace(self.info, chat_template=source)
+
     # -- submit, cancel, events: all that the server uses --------------------------------------------------------
 
     def submit(self, request: Request, sink: Callable[[Event], None]) -> str:

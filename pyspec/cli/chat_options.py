@@ -1,0 +1,153 @@
+"""Options of `pyspec server` on chats: templates, tool calls and reasoning, with llama-server's names."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pyspec.cli.options import F, apply, grouped
+from pyspec.ranges import INT32
+from pyspec.text.markup.dialect import NAMES
+
+WORDS = {"on": "on", "true": "on", "1": "on", "off": "off", "false": "off", "0": "off", "auto": "auto"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """template: the text of a chat template in place of the file's; settings: fields of ServerSettings."""
+
+    template: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+class ReasoningWord(click.ParamType[str]):
+    """on, off or auto, in llama-server's spellings, too."""
+
+    name = "on|off|auto"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if str(value).lower() not in WORDS:
+            self.fail(f"{value!r} is none of on, off and auto.", param, ctx)
+        return WORDS[str(value).lower()]
+
+
+def template_text(ctx: click.Context, option: click.Parameter, value: str) -> str:
+    """A template given by name or as text."""
+    from pyspec.text.template import CHATML
+
+    if value == "chatml":
+        return CHATML
+    if value and "{{" not in value and "{%" not in value:
+        raise click.BadParameter(
+            f"{value[:40]!r} is neither chatml nor the text of a template; --chat-template-file takes a file",
+            ctx,
+            option,
+        )
+    return value
+
+
+def template_values(ctx: click.Context, option: click.Parameter, value: str) -> dict[str, Any]:
+    """The template's own values."""
+    try:
+        values = json.loads(value or "{}")
+    except ValueError as error:
+        raise click.BadParameter(f"it is no JSON: {error}", ctx, option) from None
+    if not isinstance(values, dict):
+        raise click.BadParameter('want a JSON object such as {"enable_thinking": false}', ctx, option)
+    return values
+
+
+CHAT_OPTIONS = [
+    click.option(
+        "--chat-template",
+        default="",
+        metavar="NAME|TEXT",
+        callback=template_text,
+        help="Chat template in place of the file's: chatml, or a template's text.",
+    ),
+    click.option(
+        "--chat-template-file",
+        default=None,
+        metavar="FILE",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        help="File with a chat template in place of the model's.",
+    ),
+    click.option(
+        "--chat-template-kwargs",
+        default="",
+        metavar="JSON",
+        callback=template_values,
+        help="Values for the chat template, where a request does not give them.",
+    ),
+    click.option(
+        "--tool-call-parser",
+        default="auto",
+        type=click.Choice(["auto", "none", *NAMES]),
+        metavar="NAME",
+        help=f"How the model writes tool calls: auto (as its template does), none, {', '.join(NAMES)}.",
+    ),
+    click.option(
+        "--reasoning-format",
+        default="auto",
+        type=click.Choice(["none", "auto", "deepseek", "deepseek-legacy"]),
+        help="Where thoughts go: none leaves them in content; the others put them into reasoning_content.",
+    ),
+    click.option(
+        "-rea",
+        "--reasoning",
+        default="auto",
+        type=ReasoningWord(),
+        help="Whether the chat template is asked to let the model think.",
+    ),
+    click.option(
+        "--reasoning-budget",
+        default=-1,
+        type=click.IntRange(-1, INT32),
+        help="Tokens a request may think; -1: as many as it likes.",
+    ),
+    click.option(
+        "--reasoning-budget-message",
+        default="",
+        metavar="TEXT",
+        help="What is said at the end of the reasoning budget.",
+    ),
+    click.option(
+        "--prefill-assistant/--no-prefill-assistant",
+        default=True,
+        help="Continue an assistant's message at the end of a chat.",
+    ),
+]
+
+
+def chat_options(function: F) -> F:
+    """Give a command what concerns chats; it receives `chat: ChatOptions`."""
+
+    def fold(values: dict[str, Any]) -> None:
+        values["chat"] = _chat(values)
+
+    return apply(CHAT_OPTIONS)(grouped(function, fold))
+
+
+def _chat(values: dict[str, Any]) -> ChatOptions:
+    text, path = values.pop("chat_template"), values.pop("chat_template_file")
+    if text and path:
+        raise click.UsageError("--chat-template and --chat-template-file: give one of them")
+    if path is not None:
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise click.BadParameter(f"{path} can not be read: {error}", param_hint="--chat-template-file") from None
+    names = (
+        "chat_template_kwargs",
+        "tool_call_parser",
+        "reasoning_format",
+        "reasoning",
+        "reasoning_budget",
+        "reasoning_budget_message",
+        "prefill_assistant",
+    )
+    return ChatOptions(template=text, settings={name: values.pop(name) for name in names})
