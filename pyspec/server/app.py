@@ -24,6 +24,7 @@ from pyspec.server.api.ask import Kind, as_read, count_tokens
 from pyspec.server.api.generate import generation
 from pyspec.server.api.openapi import document
 from pyspec.server.api.prompts import chat_text, check_ids, mixed_ids
+from pyspec.server.api.resumed import kept_stream, lookup_streams, stop_stream
 from pyspec.server.api.schema import DetokenizeBody, TemplateBody, TokenizeBody, validate
 from pyspec.server.api.slots import slot_action
 from pyspec.server.api.unsupported import refuse_unsupported
@@ -84,7 +85,7 @@ def _cors(settings: ServerSettings) -> Middleware:
         CORSMiddleware,
         allow_origins=list(settings.cors_origins),
         allow_origin_regex=LOCAL_ORIGIN,
-        allow_methods=["GET", "POST"],
+        allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         max_age=600,
     )
@@ -102,6 +103,7 @@ def _routes(service: Service) -> list[BaseRoute]:
         "/props": _props(service),
         "/slots": _slots(service),
         "/metrics": _metrics(service),
+        "/v1/stream": kept_stream(service),
         "/openapi.json": _openapi(),
     }
     posts: dict[str, Handler] = {
@@ -119,6 +121,7 @@ def _routes(service: Service) -> list[BaseRoute]:
         "/v1/chat/completions/input_tokens": _with_body(service, _input_tokens),
         "/chat/completions/input_tokens": _with_body(service, _input_tokens),
         "/slots/{slot}": slot_action(service),
+        "/v1/streams/lookup": lookup_streams(service),
         "/tokenize": _with_body(service, _tokenize),
         "/detokenize": _with_body(service, _detokenize),
         "/apply-template": _with_body(service, _apply_template),
@@ -126,6 +129,7 @@ def _routes(service: Service) -> list[BaseRoute]:
     return [
         *(Route(path, handler, methods=["GET"]) for path, handler in gets.items()),
         *(Route(path, handler, methods=["POST"]) for path, handler in posts.items()),
+        Route("/v1/stream", stop_stream(service), methods=["DELETE"]),
         *(Route(path, _not_here, methods=["GET", "POST"]) for path in NOT_HERE),
     ]
 

@@ -13,6 +13,7 @@ from pyspec.errors import PyspecError, QueueFull, Unavailable
 from pyspec.server.api.ask import Ask
 from pyspec.server.bridge import Post, Submission
 from pyspec.server.engine import EngineLike
+from pyspec.server.resume import StreamSessions
 from pyspec.server.settings import ServerSettings
 
 T = TypeVar("T")
@@ -26,6 +27,7 @@ class Service:
         self.engine = engine
         self.settings = settings
         self.model = settings.alias or engine.info.model_name
+        self.sessions = StreamSessions(settings)
         self.started = time.time()
         self.is_draining = False
         self._submissions: dict[Submission, asyncio.TimerHandle] = {}

@@ -30,6 +30,9 @@ class Limits:
     tools: int = 256
     top_logprobs: int = 50
     stream_buffer: int = 1 << 20  # events a slow reader may leave unread
+    kept_bytes: int = 4 << 20  # of a stream that can be resumed; the oldest go first
+    kept_s: float = 300.0  # for which one is kept behind its end
+    kept_streams: int = 64
     total_s: float = 3600.0  # from the first byte to the last
     ping_s: float = 30.0  # silence on a stream before a comment line
     drain_s: float = 30.0  # how long a shutdown waits for running requests

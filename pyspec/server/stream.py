@@ -36,23 +36,24 @@ async def while_connected(work: Coroutine[Any, Any, T], receive: Receive) -> T:
     The body must have been read: from then on `receive` only ever has the disconnect to say.
     """
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_disconnect(receive))
+    watch = asyncio.ensure_future(disconnected(receive))
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientGone
         return task.result()
     finally:
-        await _stop(task)
-        await _stop(watch)
+        await stop_task(task)
+        await stop_task(watch)
 
 
-async def _disconnect(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
+    """Until the client has left. The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _stop(task: asyncio.Future[Any]) -> None:
+async def stop_task(task: asyncio.Future[Any]) -> None:
     """Cancel a task and let it unwind; one that is done already is left alone."""
     if not task.done():
         task.cancel()
@@ -131,7 +132,7 @@ class EventStream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tasks = [
             asyncio.ensure_future(self._send_all(send)),
-            asyncio.ensure_future(_disconnect(receive)),
+            asyncio.ensure_future(disconnected(receive)),
             asyncio.ensure_future(self._submission.overflow.wait()),
         ]
         try:
@@ -143,7 +144,7 @@ class EventStream:
         finally:
             self._on_end()
             for task in tasks:
-                await _stop(task)
+                await stop_task(task)
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self._headers})

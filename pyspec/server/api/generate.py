@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from pyspec.errors import PyspecError
 from pyspec.server.api.answers import Answer
 from pyspec.server.api.anthropic_answer import MessagesAnswer
 from pyspec.server.api.ask import Ask, Kind, prepare
@@ -19,6 +20,7 @@ from pyspec.server.bridge import Submission
 from pyspec.server.engine import TokenizerLike
 from pyspec.server.http.body import read_body
 from pyspec.server.http.envelope import JSON
+from pyspec.server.resume import ReplayStream, SessionKey, session_key
 from pyspec.server.service import Service
 from pyspec.server.stream import EventStream, chunks, gather, while_connected
 
@@ -39,18 +41,42 @@ def generation(service: Service, kind: Kind) -> Handler:
         service.check_ready()
         with service.admitted():
             raw = await read_body(request, service.settings.limits)
-            return await while_connected(_answer(service, kind, raw), request.receive)
+            return await while_connected(_answer(service, kind, raw, _kept_as(service, request)), request.receive)
 
     return handle
 
 
-async def _answer(service: Service, kind: Kind, raw: bytes) -> ASGIApp:
+def _kept_as(service: Service, request: Request) -> SessionKey | None:
+    """Whose stream this is to be, if it is to outlive its connection."""
+    conversation = request.headers.get("x-conversation-id", "")
+    return session_key(conversation, request.headers, service.settings) if conversation else None
+
+
+async def _answer(service: Service, kind: Kind, raw: bytes, key: SessionKey | None) -> ASGIApp:
     ask = await service.text(prepare, kind, raw, service.engine, service.settings)
     submission = await service.start(ask)
     answer = ANSWERS[ask.kind](ask, service.model, service.engine.tokenizer)
+    if ask.stream and key is not None:
+        return _kept(service, submission, chunks(submission, ask, answer), key, _headers(ask))
     if ask.stream:
         return EventStream(submission, chunks(submission, ask, answer), lambda: service.end(submission), _headers(ask))
     return await _whole(service, submission, ask, answer)
+
+
+def _kept(
+    service: Service,
+    submission: Submission,
+    source: AsyncGenerator[bytes, None],
+    key: SessionKey,
+    headers: dict[str, str],
+) -> ASGIApp:
+    """A stream that goes on when the client leaves."""
+    try:
+        session = service.sessions.begin(key, source, lambda: service.end(submission))
+    except PyspecError:
+        service.end(submission)
+        raise
+    return ReplayStream(session, 0, headers)
 
 
 async def _whole(service: Service, submission: Submission, ask: Ask, answer: Answer) -> Response:

@@ -16,6 +16,12 @@ PUBLIC = frozenset({"/", "/health", "/v1/health", "/models", "/v1/models"})
 LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
 
+def given_key(headers: Headers) -> str:
+    """The key that a client sent, right or not."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+
+
 class Gate:
     """Refuses a request without the right key, and one that a page from elsewhere sent.
 
@@ -55,7 +61,6 @@ class Gate:
 
     def _has_key(self, headers: Headers) -> bool:
         """Compare with every key, each in constant time, so that the time tells nothing."""
-        scheme, _, token = headers.get("authorization", "").partition(" ")
-        given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-        matches = [hmac.compare_digest(given.encode(), key) for key in self._keys]
+        given = given_key(headers).encode()
+        matches = [hmac.compare_digest(given, key) for key in self._keys]
         return any(matches)

@@ -1,0 +1,69 @@
+"""`GET` and `DELETE /v1/stream`, `POST /v1/streams/lookup`: kept streams, with llama-server's parameters and answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+from typing import Annotated
+
+from pydantic import Field
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from pyspec.errors import RequestError
+from pyspec.server.api.schema import Body, validate
+from pyspec.server.http.body import parse_object, read_body
+from pyspec.server.http.envelope import JSON
+from pyspec.server.resume import ReplayStream, SessionKey, owner_of, session_key
+from pyspec.server.service import Service
+
+Handler = Callable[[Request], Awaitable[ASGIApp]]
+
+
+class LookupBody(Body):
+    """Which conversations the client knows of."""
+
+    conversation_ids: Annotated[list[str], Field(max_length=1024)]
+
+
+def _asked(service: Service, request: Request) -> SessionKey:
+    conversation = request.query_params.get("conv_id", "")
+    if not conversation:
+        raise RequestError("conv_id: which conversation? /v1/stream?conv_id=ID")
+    return session_key(conversation, request.headers, service.settings)
+
+
+def kept_stream(service: Service) -> Handler:
+    """What a conversation's generation has said, from byte `from` on, and what it goes on to say."""
+
+    async def handle(request: Request) -> ASGIApp:
+        at = request.query_params.get("from", "") or "0"
+        if not re.fullmatch(r"[0-9]{1,15}", at):
+            raise RequestError(f"from: {at[:40]!r} is no number of a byte")
+        session = service.sessions.get(_asked(service, request), int(at))
+        return ReplayStream(session, int(at))
+
+    return handle
+
+
+def stop_stream(service: Service) -> Handler:
+    """End a conversation's generation, and forget it; 204 if there is none, too."""
+
+    async def handle(request: Request) -> Response:
+        service.sessions.stop(_asked(service, request))
+        return Response(status_code=204)
+
+    return handle
+
+
+def lookup_streams(service: Service) -> Handler:
+    """Which of the conversations that the client names have a stream."""
+
+    async def handle(request: Request) -> Response:
+        raw = await read_body(request, service.settings.limits)
+        body = validate(LookupBody, parse_object(raw, service.settings.limits))
+        owner = owner_of(request.headers, service.settings)
+        return JSON(service.sessions.rows(owner, list(dict.fromkeys(body.conversation_ids))))
+
+    return handle

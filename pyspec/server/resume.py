@@ -1,0 +1,191 @@
+"""Streams that outlive their connection: kept under a conversation's id, to be read again from any byte, as llama-server has them.
+
+A generation whose client sent X-Conversation-Id goes on when the client leaves; only its end, DELETE, or another one for the same
+conversation ends it. What it said is kept within a limit of bytes, the oldest goes first, and for a while behind its end. A session
+belongs to the api key that began it: under another key it is not there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from starlette.datastructures import Headers
+from starlette.types import Receive, Scope, Send
+
+from pyspec.errors import NotFound, QueueFull, RequestError
+from pyspec.server.http.gate import given_key
+from pyspec.server.settings import ServerSettings
+from pyspec.server.stream import HEADERS, disconnected, stop_task
+
+log = logging.getLogger(__name__)
+
+MOST_ID = 512  # characters of a conversation's id
+
+
+class SessionKey(NamedTuple):
+    """Whose conversation, and which. owner: a digest of the api key, empty where none is needed."""
+
+    owner: str
+    conversation: str
+
+
+def owner_of(headers: Headers, settings: ServerSettings) -> str:
+    """Who asks."""
+    return hashlib.sha256(given_key(headers).encode()).hexdigest() if settings.api_keys else ""
+
+
+def session_key(conversation: str, headers: Headers, settings: ServerSettings) -> SessionKey:
+    """RequestError if the id is too long."""
+    if len(conversation) > MOST_ID:
+        raise RequestError(f"a conversation's id of {len(conversation)} characters; at most {MOST_ID} are taken")
+    return SessionKey(owner_of(headers, settings), conversation)
+
+
+class StreamSession:
+    """What one generation has said, as bytes of its stream. Lives on the event loop."""
+
+    def __init__(self, limit: int) -> None:
+        self.started, self.completed = int(time.time()), 0  # 0: it goes on
+        self.dropped = 0  # bytes that are not kept any more
+        self.pump: asyncio.Task[None] | None = None
+        self._limit, self._kept, self._news = limit, bytearray(), asyncio.Event()
+
+    @property
+    def total(self) -> int:
+        """Bytes that were said so far."""
+        return self.dropped + len(self._kept)
+
+    def append(self, data: bytes) -> None:
+        """Keep some more."""
+        self._kept += data
+        if (over := len(self._kept) - self._limit) > 0:
+            del self._kept[:over]
+            self.dropped += over
+        self._tell()
+
+    def finish(self) -> None:
+        """Nothing more comes. Safe to call twice."""
+        self.completed = self.completed or int(time.time())
+        self._tell()
+
+    def _tell(self) -> None:
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+
+    async def read(self, at: int) -> AsyncGenerator[bytes, None]:
+        """All from byte `at` on, as it comes. It ends early for a reader who is so slow that what comes next is not kept any more."""
+        while at >= self.dropped:
+            if at < self.total:
+                piece = bytes(self._kept[at - self.dropped :])
+                at += len(piece)
+                yield piece
+            elif self.completed:
+                return
+            else:
+                await self._news.wait()
+        log.warning(
+            "a client reads a kept stream too slowly: byte %d is gone, %d is the first that is kept", at, self.dropped
+        )
+
+
+class StreamSessions:
+    """All sessions there are, by whose they are."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._limits = settings.limits
+        self._sessions: dict[SessionKey, StreamSession] = {}
+
+    def begin(self, key: SessionKey, source: AsyncGenerator[bytes, None], on_end: Callable[[], None]) -> StreamSession:
+        """Keep a generation's stream; one before it in the same conversation ends. QueueFull if too many go on."""
+        self.stop(key)
+        if len(self._sessions) >= self._limits.kept_streams:
+            ended = [k for k, s in self._sessions.items() if s.completed]
+            if not ended:
+                raise QueueFull(len(self._sessions))
+            del self._sessions[min(ended, key=lambda k: self._sessions[k].completed)]
+        session = self._sessions[key] = StreamSession(self._limits.kept_bytes)
+        session.pump = asyncio.create_task(_pump(session, source))
+        loop, limit_s = asyncio.get_running_loop(), self._limits.kept_s
+
+        def over(task: asyncio.Task[None]) -> None:  # also of one that was cancelled before it ran
+            on_end()
+            session.finish()
+            loop.call_later(limit_s, self._forget, key, session)
+
+        session.pump.add_done_callback(over)
+        return session
+
+    def _forget(self, key: SessionKey, session: StreamSession) -> None:
+        if self._sessions.get(key) is session:
+            del self._sessions[key]
+
+    def get(self, key: SessionKey, at: int) -> StreamSession:
+        """The session that can be read from byte `at` on. NotFound, RequestError."""
+        session = self._sessions.get(key)
+        if session is None:
+            raise NotFound("no stream of this conversation is kept, or not any more")
+        if at < session.dropped:
+            raise RequestError(f"from: byte {at} is not kept any more; the first that is, is {session.dropped}")
+        return session
+
+    def stop(self, key: SessionKey) -> None:
+        """End a conversation's generation and forget what it said. One that is not there is no error."""
+        session = self._sessions.pop(key, None)
+        if session is not None and session.pump is not None:
+            session.pump.cancel()
+            session.finish()
+
+    def rows(self, owner: str, conversations: Sequence[str]) -> list[dict[str, Any]]:
+        """Of each id that is asked for, and of `ID::model`, the session if there is one; others are not listed."""
+        return [
+            {
+                "conversation_id": key.conversation,
+                "is_done": session.completed > 0,
+                "total_bytes": session.total,
+                "started_at": session.started,
+                "completed_at": session.completed,
+            }
+            for wanted in conversations
+            for key, session in self._sessions.items()
+            if wanted and key.owner == owner and (key.conversation + "::").startswith(wanted + "::")
+        ]
+
+
+async def _pump(session: StreamSession, source: AsyncGenerator[bytes, None]) -> None:
+    try:
+        async with contextlib.aclosing(source):
+            async for data in source:
+                session.append(data)
+    except Exception:
+        log.exception("a kept stream failed")
+
+
+class ReplayStream:
+    """Server-sent events of a session from a byte on, until it ends or the client leaves, which ends nothing else."""
+
+    def __init__(self, session: StreamSession, at: int, headers: Mapping[str, str] | None = None) -> None:
+        self._session, self._at = session, at
+        self._headers = [*HEADERS, *((k.lower().encode(), v.encode()) for k, v in (headers or {}).items())]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tasks = [asyncio.ensure_future(self._send_all(send)), asyncio.ensure_future(disconnected(receive))]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if tasks[0].done():
+                tasks[0].result()
+        finally:
+            for task in tasks:
+                await stop_task(task)
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self._headers})
+        async with contextlib.aclosing(self._session.read(self._at)) as source:
+            async for data in source:
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
