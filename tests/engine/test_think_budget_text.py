@@ -52,3 +52,12 @@ def test_a_text_with_a_budget_does_not_depend_on_drafts(
     found = [r.submit(prompt, 30, params, think_budget=budget) for budget in BUDGETS]
     r.run()
     assert [heard.tokens for heard in found] == want
+
+
+def test_a_budget_goes_on_in_another_engine() -> None:
+    prompt, plain = next(iter(known_texts(QWEN35, 1))), plain_rig(QWEN35)
+    for budget in BUDGETS[1:3]:
+        whole = plain.generate(prompt, 16, SAMPLED, think_budget=budget).tokens
+        for cut in range(1, 12):
+            heard = plain.generate(prompt, 16, SAMPLED, think_budget=budget, resumed=tuple(whole[:cut]))
+            assert whole[:cut] + heard.tokens == whole, f"{budget.n_tokens} tokens, cut at {cut}"

@@ -49,7 +49,7 @@ def parse(markup: AnswerMarkup, pieces: Sequence[str]) -> list[Part]:
 
 
 def markup(name: str, *, think: bool = False, is_open: bool = False, is_shown: bool = False) -> AnswerMarkup:
-    return AnswerMarkup(dialects.dialect(name), THINK if think else None, is_open, is_shown, TOOLS)
+    return AnswerMarkup(dialects.dialect(name), THINK if think else None, is_open, is_shown, tools=TOOLS)
 
 
 def call(i: int, name: str, arguments: object) -> list[Part]:
@@ -203,6 +203,11 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
         markup("hermes", think=True, is_shown=True),
         '<think>\n<tool_call>{"name": "write"}</think>\n\nHi',
         [Content('<think>\n<tool_call>{"name": "write"}</think>\n\nHi')],
+    ),
+    "reasoning in the content whose first mark stands in the prompt": (
+        AnswerMarkup(None, THINK, is_open=True, is_shown=True, is_whole=True),
+        "\na</think>\n\nHi",
+        [Content("<think>\na</think>\n\nHi")],
     ),
     "no reasoning": (markup("hermes", think=True), "\n <b> <think>x</think>", [Content("\n <b> <think>x</think>")]),
     "reasoning alone": (

@@ -84,3 +84,11 @@ def test_sentencepiece_output_keeps_the_space_it_goes_on_with():
 
 def test_empty_stop_strings_stop_nothing():
     assert run([list(b"ab")], [""]) == ("ab", 2, "")
+
+
+def test_control_tokens_that_are_to_be_shown_show() -> None:
+    tokenizer = Tokenizer.from_metadata(bpe(control=["<|a|>", "<|b|>"], keys={"add_bos_token": False}))
+    a, b = (tokenizer.encode(text)[0] for text in ("<|a|>", "<|b|>"))
+    ids = [a, *tokenizer.encode("x", add_special=False), b]
+    assert TextStream(tokenizer, shown=(a,)).push(ids).text == "<|a|>x"
+    assert TextStream(tokenizer).push(ids).text == "x"

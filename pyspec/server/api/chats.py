@@ -58,6 +58,7 @@ def plan_chat(engine: EngineLike, body: ChatBody, settings: ServerSettings) -> C
         think=think,
         is_open=is_open,
         is_shown=is_shown,
+        is_whole=form == "deepseek-legacy",
         tools=calls.schemas,
     )
     return ChatPlan(

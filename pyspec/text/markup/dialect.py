@@ -106,6 +106,7 @@ class AnswerMarkup:
     think     what reasoning stands between; None: there is none to be read
     is_open   the prompt ends within the reasoning
     is_shown  reasoning stays in the content
+    is_whole  and its first mark, too, where that stands in the prompt
     tools     the schema of each tool's arguments, by its name
     """
 
@@ -113,6 +114,7 @@ class AnswerMarkup:
     think: ThinkMarks | None = None
     is_open: bool = False
     is_shown: bool = False
+    is_whole: bool = False
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def parser(self, new_id: Callable[[], str] | None = None) -> AnswerParser:
@@ -124,6 +126,8 @@ class AnswerMarkup:
     def _machine(self, reader: AnswerReader) -> Steps[None]:
         thought = False
         if self.think is not None:
+            if self.is_open and self.is_shown and self.is_whole:
+                reader.content(self.think.start)
             thought = yield from read_reasoning(reader, self.think, is_open=self.is_open, is_shown=self.is_shown)
         machine = _content if self.calls is None else self.calls.machine
         yield from machine(reader, self.tools, trims_start=thought and not self.is_shown)
