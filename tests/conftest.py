@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-for folder in ("models", "engine", "draft"):
+for folder in ("models", "engine", "draft", "constrain"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -114,7 +114,10 @@ class EngineCore:
     ) -> EngineCore:
         """A core over a model from a file; kernels that failed in an engine before this one are left out."""
         EXAMINATION.demoted |= frozenset(settings.demoted)
-        return cls(load(path, settings), hand_over=hand_over, on_death=on_death)
+        core = cls(load(path, settings), hand_over=hand_over, on_death=on_death)
+        if settings.warm_up:
+            core.grammars.warm()
+        return core
 
     # -- from any thread -----------------------------------------------------------------------------------------
 

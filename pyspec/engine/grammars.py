@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 
 from pyspec.constrain.constraint import Constraint
 from pyspec.constrain.trie import TokenTrie
 from pyspec.engine.job import Job, blamed
-from pyspec.errors import PyspecError
+from pyspec.errors import PyspecError, RequestError
 from pyspec.request import Grammar
 from pyspec.text.tokenizer import Tokenizer
 
@@ -34,6 +35,11 @@ class Grammars:
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(N_THREAD, thread_name_prefix="pyspec-grammar")
+
+    def warm(self) -> None:
+        """Build the trie now: with 150,000 tokens that holds the interpreter for half a second, which no round should wait for."""
+        with suppress(RequestError):  # a vocabulary without an end: each request with a grammar will hear of it
+            _ = self.trie.walked
 
     def begin(self, job: Job, grammar: Grammar, done: Callable[[Job], None]) -> None:
         """Compile a grammar that has been checked. `done` hears of it on a thread of ours, also if it failed (`Job.flaw`)."""

@@ -37,6 +37,40 @@ def test_a_text_that_fits_is_allowed_to_its_end_and_one_that_does_not_is_refused
     assert not fits(constraint(kind, source), bad)
 
 
+GBNF = r"""
+# a small JSON, as llama.cpp's own grammars are written
+root   ::= object
+value  ::= object | array-of | string | number | ("true" | "false" | "null") ws
+object ::=
+  "{" ws (
+            string ":" ws value
+    ("," ws string ":" ws value)*
+  )? "}" ws
+array-of  ::= "[" ws ( value ("," ws value)* )? "]" ws
+string ::= "\"" (
+    [^"\\\x7F\x00-\x1F] |
+    "\\" (["\\bfnrt/] | "u" [0-9a-fA-F]{4})
+  )* "\"" ws
+number ::= ("-"? ([0-9] | [1-9] [0-9]{0,15})) ("." [0-9]+)? ([eE] [-+]? [0-9] [1-9]{0,15})? ws
+ws ::= | " " | "\n" [ \t]{0,20}
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "is_good"),
+    [
+        ('{"a/b": [1, -2.5e+3, true], "\\u00e9": {"x": "\\n"}}', True),
+        ("{}", True),
+        ("[]", False),
+        ('{"a": 01}', False),
+        ('{"a": "\\q"}', False),
+        ('{"a" 1}', False),
+    ],
+)
+def test_a_grammar_in_the_words_of_llama_cpp_means_what_it_means_there(text: str, is_good: bool) -> None:
+    assert fits(constraint("gbnf", GBNF), text) == is_good
+
+
 def test_rows_behind_drafts_are_those_of_committed_tokens() -> None:
     drafts = ids('{"name": "Ann", "age": 7}')
     ahead = allowed(constraint("json_schema", PERSON), drafts)

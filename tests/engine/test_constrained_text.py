@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 from draft_fakes import FAKES
 from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, GREEDY, Heard, Rig, plain_rig, rig, rig_for
 from known_texts import demo_prompts, known_texts
+from schemas import whole
 
 from pyspec.config import EngineSettings
 from pyspec.engine.api import Engine, collect
@@ -234,3 +237,21 @@ def test_a_replaced_engine_goes_on_in_its_place_of_the_grammar(isolated: Engine)
 def test_a_grammar_that_can_not_be_kept_is_refused_before_it_gets_there(isolated: Engine) -> None:
     with pytest.raises(RequestError, match="the json_schema can not be used"):
         isolated.run(Request(prompt=(5, 6), grammar=Grammar(kind="json_schema", source='{"type": "wombat"}')))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(8))
+def test_two_hundred_schemas_with_drafts_give_text_that_each_holds_of(part: int) -> None:
+    r = rig(DEMO, np=8, ctx=640, draft_path=DEMO_DRAFT, n_draft_max=5, n_draft_fixed=True)
+    prompt, heard = demo_prompts()[0][0], []
+    for seed in range(part, 216, 8):
+        wanted = whole(random.Random(seed))
+        params, source = replace(SAMPLED, seed=seed, temperature=0.5 + seed % 3), json.dumps(wanted)
+        with suppress(RequestError):  # refused before its first token
+            heard.append((wanted, r.submit(prompt, 560, params, grammar=Grammar(kind="json_schema", source=source))))
+    while not r.loop.is_idle:
+        r.loop.step()
+    assert len(heard) >= 25
+    for wanted, h in heard:
+        assert h.finish in ("stop", "eos"), f"{h.finish}: {h.text[-100:]!r} of {wanted}"
+        jsonschema.Draft202012Validator(wanted).validate(json.loads(h.text))
