@@ -86,6 +86,8 @@ def show_traceback(ctx: click.Context, param: click.Parameter, value: bool) -> N
 verbose_option = click.option(
     "-v",
     "--verbose",
+    "--log-verbose",
+    "verbose",
     is_flag=True,
     expose_value=False,
     is_eager=True,

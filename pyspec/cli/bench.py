@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pyspec.cli.compare import holds, percent
+from pyspec.cli.flags import FlagCommand
 from pyspec.cli.options import EngineChoice, Number, engine_options, tell_ignored
 from pyspec.config import MAX_CTX, MAX_SLOTS
 
@@ -29,7 +30,7 @@ def _counts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int
     return counts
 
 
-@click.command()
+@click.command(cls=FlagCommand)
 @engine_options
 @click.option("-npl", "--streams", default="1,2,4,8", callback=_counts, help="Numbers of streams side by side.")
 @click.option(

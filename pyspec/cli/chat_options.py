@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from pyspec.cli.options import F, apply, grouped
+from pyspec.cli.flags import grouped
+from pyspec.cli.options import F, apply, folding
 from pyspec.ranges import INT32
 from pyspec.text.markup.dialect import NAMES
 
@@ -61,65 +62,69 @@ def template_values(ctx: click.Context, option: click.Parameter, value: str) -> 
     return values
 
 
+_chats = grouped("Chats")
+
 CHAT_OPTIONS = [
-    click.option(
+    _chats(
         "--chat-template",
         default="",
         metavar="NAME|TEXT",
         callback=template_text,
         help="Chat template in place of the file's: chatml, or a template's text.",
     ),
-    click.option(
+    _chats(
         "--chat-template-file",
         default=None,
         metavar="FILE",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         help="File with a chat template in place of the model's.",
     ),
-    click.option(
+    _chats(
         "--chat-template-kwargs",
         default="",
         metavar="JSON",
         callback=template_values,
         help="Values for the chat template, where a request does not give them.",
     ),
-    click.option(
+    _chats(
         "--tool-call-parser",
         default="auto",
         type=click.Choice(["auto", "none", *NAMES]),
         metavar="NAME",
         help=f"How the model writes tool calls: auto (as its template does), none, {', '.join(NAMES)}.",
     ),
-    click.option(
+    _chats(
         "--reasoning-format",
         default="auto",
         type=click.Choice(["none", "auto", "deepseek", "deepseek-legacy"]),
         help="Where thoughts go: none leaves them in content; the others put them into reasoning_content.",
     ),
-    click.option(
+    _chats(
         "-rea",
         "--reasoning",
         default="auto",
         type=ReasoningWord(),
         help="Whether the chat template is asked to let the model think.",
     ),
-    click.option(
+    _chats("--reasoning-effort", default="default", metavar="LEVEL", help="What the template is told: low, high ..."),
+    _chats(
         "--reasoning-budget",
         default=-1,
         type=click.IntRange(-1, INT32),
         help="Tokens a request may think; -1: as many as it likes.",
     ),
-    click.option(
+    _chats(
         "--reasoning-budget-message",
         default="",
         metavar="TEXT",
         help="What is said at the end of the reasoning budget.",
     ),
-    click.option(
+    _chats(
         "--prefill-assistant/--no-prefill-assistant",
         default=True,
         help="Continue an assistant's message at the end of a chat.",
     ),
+    _chats("--skip-chat-parsing/--no-skip-chat-parsing", default=False, help="Calls and thoughts stay in the text."),
 ]
 
 
@@ -129,7 +134,7 @@ def chat_options(function: F) -> F:
     def fold(values: dict[str, Any]) -> None:
         values["chat"] = _chat(values)
 
-    return apply(CHAT_OPTIONS)(grouped(function, fold))
+    return apply(CHAT_OPTIONS)(folding(function, fold))
 
 
 def _chat(values: dict[str, Any]) -> ChatOptions:
@@ -141,6 +146,11 @@ def _chat(values: dict[str, Any]) -> ChatOptions:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise click.BadParameter(f"{path} can not be read: {error}", param_hint="--chat-template-file") from None
+    effort = values.pop("reasoning_effort")
+    if effort != "default":
+        values["chat_template_kwargs"] = {"reasoning_effort": effort} | values["chat_template_kwargs"]
+    if values.pop("skip_chat_parsing"):
+        values["tool_call_parser"] = values["reasoning_format"] = "none"
     names = (
         "chat_template_kwargs",
         "tool_call_parser",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pyspec.cli.flags import FlagCommand
 from pyspec.cli.options import EngineChoice, engine_options, tell_ignored
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def _bytes(ctx: click.Context, param: click.Parameter, value: str) -> int:
     return int(n)
 
 
-@click.command()
+@click.command(cls=FlagCommand)
 @engine_options
 @click.option(
     "--vram", default="0", callback=_bytes, metavar="SIZE", help="Plan for a GPU with this much free, e.g. 24G."

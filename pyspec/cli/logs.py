@@ -7,6 +7,8 @@ import logging
 import sys
 import time
 
+from pyspec.errors import ConfigError
+
 LEVELS = {
     0: logging.CRITICAL,
     1: logging.ERROR,
@@ -19,7 +21,10 @@ LEVELS = {
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line: time (Unix seconds), level, logger, message, and a traceback if there is one."""
+    """One JSON object a line: time (Unix seconds), level, logger, message, the record's `fields`, a traceback if there is one.
+
+    A line about something that programs look for says which in `event`: listening, loading, ready, request.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -27,6 +32,7 @@ class JsonLines(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
+            **getattr(record, "fields", {}),
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
@@ -42,10 +48,19 @@ class TextLines(logging.Formatter):
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
-def set_up(level: int = 3, form: str = "text") -> None:
-    """Log to stderr. Ours at `level` (0..5), other libraries from warnings on."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if form == "json" else TextLines())
-    logging.basicConfig(level=max(logging.WARNING, LEVELS[level]), handlers=[handler], force=True)
+def set_up(level: int = 3, form: str = "text", file: str = "") -> None:
+    """Log to stderr, and to a file if one is named. Ours at `level` (0..5), other libraries from warnings on.
+
+    Raises ConfigError if the file can not be written.
+    """
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    if file:
+        try:
+            handlers.append(logging.FileHandler(file, encoding="utf-8"))
+        except OSError as e:
+            raise ConfigError(f"--log-file {file} can not be written: {e.strerror or e}") from e
+    for handler in handlers:
+        handler.setFormatter(JsonLines() if form == "json" else TextLines())
+    logging.basicConfig(level=max(logging.WARNING, LEVELS[level]), handlers=handlers, force=True)
     logging.getLogger("pyspec").setLevel(LEVELS[level])
     logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own

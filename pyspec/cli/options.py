@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from pyspec.cli import verbose_option
-from pyspec.config import DRAFT_HEADS, KV_TYPES, PAGE_SIZES, WEIGHTS, settings_from
+from pyspec.cli.flags import grouped
+from pyspec.cli.sampling import SAMPLING_OPTIONS, sampling_of
+from pyspec.config import DRAFT_HEADS, KV_TYPES, MAX_CTX, MAX_MIB, PAGE_SIZES, WEIGHTS, settings_from
 from pyspec.errors import ConfigError
-from pyspec.ranges import INT32, rules_of
 from pyspec.registry import DRAFTERS, WHETHER, added_drafters, is_spec_type
-from pyspec.request import SamplingParams
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -43,27 +45,6 @@ SPEC_TYPES = {name: name for name in (*WHETHER, *DRAFTERS)} | {
     LLAMA_CPP.get(name, f"draft-{name}"): name for name in DRAFTERS
 }
 """Our spellings and llama.cpp's."""
-
-REMOVED = {
-    ("--draft", "--draft-n", "--draft-max"): "--spec-draft-n-max",
-    ("--draft-min", "--spec-draft-n-min"): "",
-    ("--draft-p-min",): "--spec-draft-p-min",
-    ("--spec-ngram-size-n",): "--spec-ngram-simple-size-n",
-    ("--spec-ngram-size-m", "--spec-ngram-min-hits"): "",
-}
-"""Flags that are gone from llama.cpp, and what to type now; "" if nothing takes their place."""
-
-IGNORED = {
-    ("-ngl", "--n-gpu-layers", "--gpu-layers"): "the whole model runs on one device (--device)",
-    ("-ngld", "--spec-draft-ngl"): "the drafter runs where the target does",
-    ("-fa", "--flash-attn"): "attention is chosen per device",
-}
-"""Flags of llama-server that take a value and change nothing here, with the reason that is logged."""
-
-IGNORED_SWITCHES = {
-    ("-cb", "--cont-batching"): "slots are always batched together",
-    ("--jinja",): "the model's template is always used",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,28 +137,6 @@ def apply(options: list[Callable[[F], F]]) -> Callable[[F], F]:
     return decorate
 
 
-def _removed(flags: tuple[str, ...], new: str) -> Callable[[F], F]:
-    def refuse(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-        if value is not None:
-            hint = f"use {new}" if new else "the draft length is found while running"
-            raise click.UsageError(f"{flags[0]} is not a flag any more; {hint}", ctx)
-
-    name = flags[0].lstrip("-").replace("-", "_") + "_removed"
-    return click.option(*flags, name, hidden=True, expose_value=False, callback=refuse)
-
-
-def _ignored(flags: tuple[str, ...], why: str, is_flag: bool) -> Callable[[F], F]:
-    def note(ctx: click.Context, param: click.Parameter, value: object) -> None:
-        if value:
-            ctx.meta.setdefault("pyspec.notes", []).append(f"{flags[0]} changes nothing: {why}")
-
-    name = flags[-1].lstrip("-").replace("-", "_") + "_ignored"
-    text = f"Accepted, changes nothing: {why}."
-    if is_flag:
-        return click.option(*flags, name, is_flag=True, expose_value=False, callback=note, help=text)
-    return click.option(*flags, name, expose_value=False, callback=note, metavar="X", help=text)
-
-
 def tell_ignored() -> None:
     """Log which flags changed nothing. Called once logging is set up."""
     for text in click.get_current_context().meta.get("pyspec.notes", []):
@@ -191,85 +150,102 @@ def _spec_type(ctx: click.Context, param: click.Parameter, value: str) -> str:
     raise click.BadParameter(f"'{value}' is not a drafter of this version; it has {known}", ctx, param)
 
 
+_model = grouped("Model")
+_slots = grouped("Slots, context and cache")
+_device = grouped("Device")
+_draft = grouped("Drafts")
+
+
+def _device_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
+    """Ours, or llama.cpp's: CUDA0, none."""
+    names = [name.strip() for name in value.split(",")]
+    if len(names) > 1:
+        raise click.BadParameter(f"a model runs on one device; of {value!r} give one", ctx, param)
+    match = re.fullmatch(r"cuda:?(\d+)", names[0].lower())
+    return f"cuda:{match[1]}" if match else {"none": "cpu"}.get(names[0], names[0])
+
+
+def _list_devices(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        import torch
+
+        click.echo("cpu")
+        for i in range(torch.cuda.device_count()):
+            about = torch.cuda.get_device_properties(i)
+            click.echo(f"cuda:{i}  {about.name}, {about.total_memory / 2**30:.1f} GiB")
+        ctx.exit()
+
+
+def _go_offline(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value:  # huggingface_hub reads it when it is imported, which is not yet
+        os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def _take_token(ctx: click.Context, param: click.Parameter, value: str) -> None:
+    if value:
+        os.environ["HF_TOKEN"] = value
+
+
 MODEL_OPTIONS: list[Callable[[Any], Any]] = [
     click.argument("name", metavar="[MODEL]", required=False, default=""),
-    click.option("-m", "--model", default="", help="GGUF file, or a name from `pyspec models`."),
-    click.option("-hf", "--hf-repo", default="", metavar="USER/REPO[:QUANT]", help="Download from Hugging Face."),
-    click.option(
-        "-hff", "--hf-file", default="", help="File of that repository; without it Q4_K_M, Q8_0, or the first."
+    _model("-m", "--model", default="", help="GGUF file, or a name from `pyspec models`."),
+    _model("-hf", "-hfr", "--hf-repo", default="", metavar="USER/REPO[:QUANT]", help="Download from Hugging Face."),
+    _model("-hff", "--hf-file", default="", help="File of that repository; without it Q4_K_M, Q8_0, or the first."),
+    _model("-hft", "--hf-token", expose_value=False, callback=_take_token, help="Token for it; else HF_TOKEN."),
+    _model(
+        "--offline", is_flag=True, expose_value=False, callback=_go_offline, help="Only what is downloaded already."
     ),
 ]
 
 ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
-    click.option("-md", "--model-draft", "--spec-draft-model", default="", help="Drafter's GGUF file."),
-    click.option("-hfd", "--spec-draft-hf", default="", metavar="USER/REPO[:QUANT]", help="Drafter to download."),
-    click.option(
-        "-np", "--parallel", "np", default=-1, type=click.IntRange(-1), help="Slots. Default: 4 in the server, else 1."
+    _model("-md", "--model-draft", "--spec-draft-model", default="", help="Drafter's GGUF file."),
+    _model(
+        "-hfd", "-hfrd", "--spec-draft-hf", "--hf-repo-draft", "spec_draft_hf", default="",
+        metavar="USER/REPO[:QUANT]", help="Drafter to download.",
     ),
-    click.option("-c", "--ctx-size", "ctx", default=0, help="Tokens one request may hold. 0: the model's, up to 8192."),
-    click.option("--kv-pool", default=0, help="Tokens of all slots together. 0: -np times -c."),
-    click.option("--page-size", default=32, type=click.Choice(PAGE_SIZES), help="Tokens of one KV page."),
-    click.option(
-        "--cache-prompt/--no-cache-prompt", "prefix_cache", default=True, help="Keep prompts for requests like them."
+    _slots("-np", "--parallel", "np", default=-1, type=click.IntRange(-1), help="Slots. -1: 4 in the server, else 1."),
+    _slots("-c", "--ctx-size", "ctx", default=0, help="Tokens one request may hold. 0: the model's, up to 8192."),
+    _slots(
+        "--kv-unified-per-slot", default=0, type=click.IntRange(0, MAX_CTX),
+        help="As llama-server has it: tokens of a request; -c is then the pool.",
     ),
-    click.option("--cache-device", default=0, help="MiB on the device for recurrent checkpoints. 0: one per slot."),
-    click.option("-cram", "--cache-ram", default=8192, help="MiB of host memory for those that do not fit there."),
-    click.option("--checkpoint-every", default=8192, help="Tokens between checkpoints in a long prompt. 0: none."),
-    click.option(
-        "-b", "--batch-size", "batch", default=0, help="Rows of a forward of prompts. 0: 2048, or -ub on a CPU."
+    _slots("--kv-pool", default=0, help="Tokens of all slots together. 0: -np times -c."),
+    _slots("--page-size", default=32, type=click.Choice(PAGE_SIZES), help="Tokens of one KV page."),
+    _slots("--cache-prompt/--no-cache-prompt", "prefix_cache", default=True, help="Keep prompts for requests like them."),
+    _slots("--cache-device", default=0, help="MiB on the device for recurrent checkpoints. 0: one per slot."),
+    _slots("-cram", "--cache-ram", default=8192, help="MiB of host memory for those that do not fit there. -1: any."),
+    _slots("--checkpoint-every", default=8192, help="Tokens between checkpoints in a long prompt. 0: none."),
+    _slots("-b", "--batch-size", "batch", default=0, help="Rows of a forward of prompts. 0: 2048, or -ub on a CPU."),
+    _slots("-ub", "--ubatch-size", "ubatch", default=512, help="Rows of a forward in which somebody decodes."),
+    _slots("-ctk", "--cache-type-k", type=click.Choice(KV_TYPES), default=None, help="Type of keys and values [f16]."),
+    _slots("-ctv", "--cache-type-v", type=click.Choice(KV_TYPES), default=None, help="The same as -ctk."),
+    _device("-t", "--threads", default=0, help="CPU threads. 0 or -1: as torch chooses."),
+    _device("-dev", "--device", default="auto", callback=_device_name, help="auto, cpu, cuda, cuda:1 ..."),
+    _device("-mg", "--main-gpu", default=0, type=click.IntRange(0, 999), help="The GPU by number; -dev goes first."),
+    _device(
+        "--list-devices", is_flag=True, is_eager=True, expose_value=False, callback=_list_devices,
+        help="Print the devices and exit.",
     ),
-    click.option("-ub", "--ubatch-size", "ubatch", default=512, help="Rows of a forward in which somebody decodes."),
-    click.option(
-        "-ctk", "--cache-type-k", type=click.Choice(KV_TYPES), default=None, help="Type of keys and values [f16]."
-    ),
-    click.option("-ctv", "--cache-type-v", type=click.Choice(KV_TYPES), default=None, help="The same as -ctk."),
-    click.option("-t", "--threads", default=0, help="CPU threads. 0 or -1: as torch chooses."),
-    click.option("-dev", "--device", default="auto", help="auto, cpu, cuda, cuda:1 ..."),
-    click.option("--weights", type=click.Choice(WEIGHTS), default="auto", help="Keep weights packed or unpack them."),
-    click.option("--warmup/--no-warmup", "warm_up", default=True, help="Run a few rounds before the first request."),
-    click.option(
+    _device("--weights", type=click.Choice(WEIGHTS), default="auto", help="Keep weights packed or unpack them."),
+    _device("--warmup/--no-warmup", "warm_up", default=True, help="Run a few rounds before the first request."),
+    _device(
         "--plain-loop", is_flag=True, help="One round after the other, no CUDA graphs: try it when a text looks wrong."
     ),
-    click.option(
-        "--spec-type", default="auto", callback=_spec_type, metavar="TYPE", help=f"One of {', '.join(SPEC_TYPES)}."
+    _draft("--spec-type", default="auto", callback=_spec_type, metavar="TYPE", help=f"One of {', '.join(SPEC_TYPES)}."),
+    _draft("--spec-draft-n-max", "n_draft_max", default=0, help="Most drafted tokens a round. 0: the drafter's."),
+    _draft(
+        "--spec-draft-p-min", "--draft-p-min", "draft_p_min", default=0.0, help="Stop a draft below this probability."
     ),
-    click.option("--spec-draft-n-max", "n_draft_max", default=0, help="Most drafted tokens a round. 0: the drafter's."),
-    click.option("--spec-draft-p-min", "draft_p_min", default=0.0, help="Stop a draft below this probability."),
-    click.option(
+    _draft(
         "--draft-head",
         type=click.Choice(DRAFT_HEADS),
         default="auto",
         help="Head that drafts share: the target's, or a four-bit copy for them alone.",
     ),
-    click.option("--spec-fixed", "n_draft_fixed", is_flag=True, help="Always draft that many, whatever it costs."),
-    click.option("--spec-ngram-simple-size-n", "ngram_match", default=3, help="Tokens an n-gram must match."),
-    click.option("--spec-synth-len", "synth_len", default=0.0, help="Make acceptance up: mean tokens a round."),
-    *[_ignored(flags, why, False) for flags, why in IGNORED.items()],
-    *[_ignored(flags, why, True) for flags, why in IGNORED_SWITCHES.items()],
-    *[_removed(flags, new) for flags, new in REMOVED.items()],
-]
-
-SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
-    click.option("--temp", "temperature", default=None, type=float, help="Temperature; 0 is greedy."),
-    click.option("--top-k", default=None, type=int, help="Keep the k best tokens; 0 keeps all."),
-    click.option("--top-p", default=None, type=float, help="Keep this much probability; 1 keeps all."),
-    click.option("--min-p", default=None, type=float, help="Drop tokens below this share of the best; 0 keeps all."),
-    click.option("--typical", "typical_p", default=None, type=float, help="Locally typical sampling; 1 keeps all."),
-    click.option("--repeat-penalty", default=None, type=float, help="1 is off."),
-    click.option("--presence-penalty", default=None, type=float, help="0 is off."),
-    click.option("--frequency-penalty", default=None, type=float, help="0 is off."),
-    click.option("-s", "--seed", default=-1, help="Seed of the draw; -1 takes a new one."),
-    click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-generation token."),
-    click.option(
-        "-n",
-        "--predict",
-        "--n-predict",
-        "n_predict",
-        default=-1,
-        type=click.IntRange(-1, INT32),
-        help="Most tokens to generate; -1: no limit.",
-    ),
-]
+    _draft("--spec-fixed", "n_draft_fixed", is_flag=True, help="Always draft that many, whatever it costs."),
+    _draft("--spec-ngram-simple-size-n", "ngram_match", default=3, help="Tokens an n-gram must match."),
+    _draft("--spec-synth-len", "synth_len", default=0.0, help="Make acceptance up: mean tokens a round."),
+]  # fmt: skip
 
 SETTINGS = (
     "kv_pool",
@@ -295,7 +271,7 @@ SETTINGS = (
 )
 
 
-def grouped(function: F, fold: Callable[[dict[str, Any]], None]) -> F:
+def folding(function: F, fold: Callable[[dict[str, Any]], None]) -> F:
     """A command whose options are folded into fewer values before it is called."""
     from functools import wraps
 
@@ -313,7 +289,7 @@ def model_options(function: F) -> F:
     def fold(values: dict[str, Any]) -> None:
         values["choice"] = _model_choice(values)
 
-    return apply([*MODEL_OPTIONS, verbose_option])(grouped(function, fold))
+    return apply([*MODEL_OPTIONS, verbose_option])(folding(function, fold))
 
 
 def engine_options(function: F) -> F:
@@ -322,36 +298,39 @@ def engine_options(function: F) -> F:
     def fold(values: dict[str, Any]) -> None:
         values["engine"] = _engine_choice(values)
 
-    return apply([*MODEL_OPTIONS, *ENGINE_OPTIONS, verbose_option])(grouped(function, fold))
+    return apply([*MODEL_OPTIONS, *ENGINE_OPTIONS, verbose_option])(folding(function, fold))
 
 
 def sampling_options(function: F) -> F:
     """Give a command the sampling flags; it receives `sampling: SamplingParams` and `n_predict`."""
 
     def fold(values: dict[str, Any]) -> None:
-        flags = {p.name: p.opts[0] for p in click.get_current_context().command.params}
-        given = {}
-        for rule in rules_of(SamplingParams):
-            if rule.name in values and (value := values.pop(rule.name)) is not None:
-                if flaw := replace(rule, title=flags[rule.name]).flaw(value):
-                    raise ConfigError(flaw)
-                given[rule.name] = value
-        values["sampling"] = SamplingParams(**given)
+        values["sampling"] = sampling_of(values)
 
-    return apply(SAMPLING_OPTIONS)(grouped(function, fold))
+    return apply(SAMPLING_OPTIONS)(folding(function, fold))
 
 
 def _model_choice(values: dict[str, Any]) -> ModelChoice:
-    name, model = values.pop("name"), values.pop("model")
+    name, model, repo = values.pop("name"), values.pop("model"), values.pop("hf_repo")
+    if name or model:
+        model, repo = _unless_around("model", model, name), _unless_around("hf_repo", repo, name or model)
     if name and model:
         raise click.UsageError(f"two models: {name} and -m {model}")
     return ModelChoice(
         model=name or model,
-        repo=values.pop("hf_repo"),
+        repo=repo,
         file=values.pop("hf_file"),
         draft=values.pop("model_draft", ""),
         draft_repo=values.pop("spec_draft_hf", ""),
     )
+
+
+def _unless_around(parameter: str, value: str, typed: str) -> str:
+    """A value that was typed; one that is only in the environment gives way to what was."""
+    from click.core import ParameterSource
+
+    is_around = click.get_current_context().get_parameter_source(parameter) is ParameterSource.ENVIRONMENT
+    return "" if typed and is_around else value
 
 
 def _engine_choice(values: dict[str, Any]) -> EngineChoice:
@@ -359,8 +338,15 @@ def _engine_choice(values: dict[str, Any]) -> EngineChoice:
     settings = {name: values.pop(name) for name in SETTINGS}
     if settings["batch"]:
         settings["ubatch"] = min(settings["ubatch"], settings["batch"])
+    if settings["cache_ram"] == -1:
+        settings["cache_ram"] = MAX_MIB
+    gpu, ctx, of_slot = values.pop("main_gpu"), values.pop("ctx"), values.pop("kv_unified_per_slot")
+    if gpu and settings["device"] in ("auto", "cuda"):
+        settings["device"] = f"cuda:{gpu}"
+    if of_slot:
+        settings["kv_pool"], ctx = settings["kv_pool"] or ctx, of_slot
     k, v = values.pop("cache_type_k"), values.pop("cache_type_v")
     if k and v and k != v:
         raise click.UsageError(f"-ctk {k} and -ctv {v} must be the same type")
     settings["kv_type"] = k or v or "f16"
-    return EngineChoice(choice=choice, np=values.pop("np"), ctx=values.pop("ctx"), settings=settings)
+    return EngineChoice(choice=choice, np=values.pop("np"), ctx=ctx, settings=settings)

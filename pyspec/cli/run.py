@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pyspec.cli.flags import LlamaCommand
 from pyspec.cli.options import EngineChoice, engine_options, sampling_options, tell_ignored
 from pyspec.errors import RequestError
 from pyspec.request import Delta, Done, Request, SamplingParams, Timings
@@ -31,7 +32,7 @@ class AnswerOptions:
     stop: tuple[str, ...]
 
 
-@click.command()
+@click.command(cls=LlamaCommand)
 @engine_options
 @sampling_options
 @click.option("-p", "--prompt", default=None, help="Text to continue, without a chat template.")

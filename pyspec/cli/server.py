@@ -5,22 +5,28 @@ from __future__ import annotations
 import logging
 import os
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from pyspec import __version__
 from pyspec.cli.chat_options import ChatOptions, chat_options
-from pyspec.cli.options import EngineChoice, Number, engine_options, sampling_options, tell_ignored
+from pyspec.cli.flags import LlamaCommand, commas, gathered, grouped
+from pyspec.cli.options import EngineChoice, Number, apply, engine_options, sampling_options, tell_ignored
 from pyspec.request import EngineInfo, SamplingParams
 
 if TYPE_CHECKING:
     from pyspec.server.engine import EngineLike
     from pyspec.server.http.serve import Served
+    from pyspec.server.settings import ServerSettings
+
+log = logging.getLogger(__name__)
 
 AUTO_SLOTS = 4
 CLOSE_S = 10.0  # for the round that is under way
+DAY_S = 86400.0
 
 
 def patterns(ctx: click.Context, option: click.Parameter, texts: tuple[str, ...]) -> tuple[re.Pattern[str], ...]:
@@ -31,42 +37,147 @@ def patterns(ctx: click.Context, option: click.Parameter, texts: tuple[str, ...]
         raise click.BadParameter(f"{error.pattern!r} is no regular expression: {error}", ctx, option) from None
 
 
-@click.command()
+@dataclass(frozen=True, kw_only=True)
+class ServerFlags:
+    """The server's own options, under the names that click gives them."""
+
+    host: tuple[str, ...]
+    port: int
+    reuse_port: bool
+    api_prefix: str
+    api_key: tuple[str, ...]
+    api_key_file: str
+    insecure: bool
+    ssl_key_file: str
+    ssl_cert_file: str
+    alias: tuple[str, ...]
+    tags: tuple[str, ...]
+    metrics: bool
+    slots: bool
+    props: bool
+    ui: bool
+    slot_save_path: str
+    cors_origin: tuple[str, ...]
+    volatile_lines: tuple[re.Pattern[str], ...]
+    queue: int
+    threads_http: int
+    timeout: float
+    sse_ping_interval: float
+    in_process: bool
+    hang_timeout: float
+    drain_timeout: float
+    log_format: str
+    log_jsonl: bool
+    log_disable: bool
+    log_file: str
+    verbosity: int
+
+    def settings(self, sampling: SamplingParams, n_predict: int, chat: dict[str, Any]) -> ServerSettings:
+        """What the server is told. Raises ConfigError."""
+        from pyspec.server.settings import Limits, ServerSettings, keys_of
+
+        ping = self.sse_ping_interval
+        return ServerSettings(
+            hosts=self.host or ("127.0.0.1",),
+            port=self.port,
+            reuse_port=self.reuse_port,
+            api_prefix=self.api_prefix,
+            api_keys=(*self.api_key, *(keys_of(self.api_key_file) if self.api_key_file else ())),
+            insecure=self.insecure,
+            ssl_key_file=self.ssl_key_file,
+            ssl_cert_file=self.ssl_cert_file,
+            aliases=self.alias,
+            tags=self.tags,
+            metrics=self.metrics,
+            slots=self.slots,
+            props=self.props,
+            page=self.ui,
+            slot_save_path=self.slot_save_path,
+            cors_origins=self.cors_origin,
+            volatile_lines=self.volatile_lines,
+            text_threads=self.threads_http if self.threads_http > 0 else 2,
+            **chat,
+            sampling=sampling,
+            max_tokens=n_predict,
+            limits=Limits(drain_s=self.drain_timeout, total_s=self.timeout, ping_s=ping if ping > 0 else DAY_S),
+        )
+
+    @property
+    def form(self) -> str:
+        """How log lines look: "text" or "json"."""
+        return "json" if self.log_jsonl else self.log_format
+
+
+_listen = grouped("Listening")
+_serve = grouped("Serving")
+_logs = grouped("Logs")
+
+SERVER_OPTIONS = [
+    _listen(
+        "--host", multiple=True, callback=commas, metavar="ADDRESS",
+        help="Address to listen on, or a path that ends in .sock; may be repeated. [127.0.0.1]",
+    ),
+    _listen("--port", default=8080, type=click.IntRange(0, 65535), help="Port; 0 picks a free one."),
+    _listen("--reuse-port", is_flag=True, help="Let other servers listen on the same port."),
+    _listen("--api-prefix", default="", metavar="/PREFIX", help="Where all paths begin."),
+    _listen(
+        "--api-key", multiple=True, envvar="LLAMA_API_KEY", callback=commas, metavar="KEY,...",
+        help="Keys of which clients must send one; may be repeated.",
+    ),
+    _listen("--api-key-file", default="", metavar="FILE", help="File of such keys, one a line; # begins a comment."),
+    _listen("--insecure", is_flag=True, help="Listen beyond this machine without a key."),
+    _listen("--ssl-key-file", default="", metavar="FILE", help="TLS: the private key, PEM."),
+    _listen("--ssl-cert-file", default="", metavar="FILE", help="TLS: the certificate, PEM."),
+    _listen(
+        "--cors-origin", "--cors-origins", "cors_origin", multiple=True, callback=commas, metavar="ORIGIN,...",
+        help="Origins that browsers may call from, besides this machine.",
+    ),
+    _serve("-a", "--alias", multiple=True, callback=commas, metavar="NAME,...", help="The model's names in answers."),
+    _serve("--tags", multiple=True, callback=commas, metavar="TAG,...", help="Words about it in /v1/models."),
+    _serve("--metrics/--no-metrics", default=True, help="Serve /metrics."),
+    _serve("--slots/--no-slots", default=True, help="Serve /slots."),
+    _serve("--props/--no-props", default=True, help="Serve /props."),
+    _serve("--ui/--no-ui", "--webui/--no-webui", "ui", default=True, help="Serve the page at /."),
+    _serve(
+        "--slot-save-path", default="", metavar="DIR", help="Directory for POST /slots/ID?action=save and restore."
+    ),
+    _serve(
+        "--volatile-lines", multiple=True, metavar="REGEX", callback=patterns,
+        help="Move lines of system prompts that match behind the conversation, so that the prefix cache outlives their change.",
+    ),
+    _serve("--queue", default=0, help="Requests that may wait. 0: 4 for each slot, at least 16."),
+    _serve(
+        "--threads-http", default=-1, type=click.IntRange(-1, 256), help="Threads that tokenise and render. -1: 2."
+    ),
+    _serve("-to", "--timeout", default=3600.0, type=Number(1, 30 * DAY_S), help="Seconds that a request may take."),
+    _serve(
+        "--sse-ping-interval", default=30.0, type=Number(-1, DAY_S),
+        help="Seconds of silence before a stream sends a comment. -1: never.",
+    ),
+    _serve("--in-process", is_flag=True, help="Run the engine in this process: if it fails, it is not replaced."),
+    _serve("--hang-timeout", default=0.0, help="Seconds of a round after which the engine is replaced. 0: by its pace."),
+    _serve(
+        "--drain-timeout", default=30.0, type=Number(0, DAY_S),
+        help="Seconds that running requests get when the server is told to end.",
+    ),
+    _logs("--log-format", type=click.Choice(["text", "json"]), default="text", help="How log lines look."),
+    _logs("--log-jsonl/--no-log-jsonl", default=False, help="The same as --log-format json."),
+    _logs("--log-file", default="", metavar="FILE", help="Log to a file, too."),
+    _logs("--log-disable", is_flag=True, help="Log nothing."),
+    _logs(
+        "-lv", "--verbosity", "--log-verbosity", "verbosity", type=click.IntRange(0, 5), default=3,
+        help="0 silent, 3 normal, 4 with access lines, 5 everything.",
+    ),
+]  # fmt: skip
+
+
+@click.command(cls=LlamaCommand)
 @engine_options
 @sampling_options
 @chat_options
-@click.option("--host", default="127.0.0.1", help="Address to listen on.")
-@click.option("--port", default=8080, type=click.IntRange(0, 65535), help="Port; 0 picks a free one.")
-@click.option("--api-key", multiple=True, envvar="LLAMA_API_KEY", help="Key clients must send; may be repeated.")
-@click.option("--insecure", is_flag=True, help="Listen beyond this machine without a key.")
-@click.option("-a", "--alias", default="", help="The model's name in answers.")
-@click.option("--metrics/--no-metrics", default=True, help="Serve /metrics.")
-@click.option("--slots/--no-slots", default=True, help="Serve /slots.")
-@click.option(
-    "--slot-save-path", default="", metavar="DIR", help="Directory for POST /slots/ID?action=save and restore."
-)
-@click.option("--props/--no-props", default=True, help="Serve /props.")
-@click.option("--cors-origin", multiple=True, help="Origin browsers may call from, besides this machine.")
-@click.option(
-    "--volatile-lines",
-    multiple=True,
-    metavar="REGEX",
-    callback=patterns,
-    help="Move lines of system prompts that match behind the conversation, so that the prefix cache outlives their change.",
-)
-@click.option("--queue", default=0, help="Requests that may wait. 0: 4 for each slot, at least 16.")
-@click.option("--in-process", is_flag=True, help="Run the engine in this process: if it fails, it is not replaced.")
-@click.option(
-    "--hang-timeout", default=0.0, help="Seconds of a round after which the engine is replaced. 0: by its pace."
-)
-@click.option(
-    "--drain-timeout",
-    default=30.0,
-    type=Number(0, 86400),
-    help="Seconds that running requests get when the server is told to end.",
-)
-@click.option("--log-format", type=click.Choice(["text", "json"]), default="text", help="How log lines look.")
-@click.option("-lv", "--verbosity", type=click.IntRange(0, 5), default=3, help="0 silent, 3 normal, 5 everything.")
+@apply(SERVER_OPTIONS)
+@click.version_option(__version__, "--version", message="pyspec %(version)s")
+@gathered(ServerFlags, "flags")
 @click.pass_context
 def server(
     ctx: click.Context,
@@ -74,65 +185,36 @@ def server(
     sampling: SamplingParams,
     chat: ChatOptions,
     n_predict: int,
-    host: str,
-    port: int,
-    api_key: tuple[str, ...],
-    insecure: bool,
-    alias: str,
-    metrics: bool,
-    slots: bool,
-    slot_save_path: str,
-    props: bool,
-    cors_origin: tuple[str, ...],
-    volatile_lines: tuple[re.Pattern[str], ...],
-    queue: int,
-    in_process: bool,
-    hang_timeout: float,
-    drain_timeout: float,
-    log_format: str,
-    verbosity: int,
+    flags: ServerFlags,
 ) -> None:
     """Serve a model over HTTP: the OpenAI API and llama-server's.
 
-    Example: pyspec server demo -np 8
+    llama-server's other flags are accepted where they change nothing (`pyspec config flags`). Example: pyspec server demo -np 8
     """
     from pyspec.cli.logs import set_up
     from pyspec.cli.running import enter, leave
     from pyspec.server.http.serve import run
-    from pyspec.server.settings import Limits, ServerSettings
 
-    set_up(5 if ctx.meta.get("pyspec.verbose") else verbosity, log_format)
+    verbosity = 0 if flags.log_disable else 5 if ctx.meta.get("pyspec.verbose") else flags.verbosity
+    set_up(verbosity, flags.form, flags.log_file)
     tell_ignored()
-    settings = ServerSettings(
-        host=host,
-        port=port,
-        api_keys=api_key,
-        insecure=insecure,
-        alias=alias,
-        metrics=metrics,
-        slots=slots,
-        slot_save_path=slot_save_path,
-        props=props,
-        cors_origins=cors_origin,
-        volatile_lines=volatile_lines,
-        sampling=sampling,
-        max_tokens=n_predict,
-        limits=Limits(drain_s=drain_timeout),
-        **chat.settings,
-    )
-    engine = replace(engine, settings={**engine.settings, "queue": queue, "hang_timeout": hang_timeout})
+    settings = flags.settings(sampling, n_predict, chat.settings)
+    engine = replace(engine, settings={**engine.settings, "queue": flags.queue, "hang_timeout": flags.hang_timeout})
     n_slot = engine.np if engine.np > 0 else AUTO_SLOTS
     engine.check(n_slot)
 
     entered: list[Path | None] = []
 
-    def ready(loaded: EngineLike, url: str) -> None:
-        entered.append(enter(url, alias or loaded.info.model_name))
-        for line in banner(loaded.info, url) if log_format == "text" else ():
+    def ready(loaded: EngineLike, urls: list[str]) -> None:
+        name = settings.aliases[0] if settings.aliases else loaded.info.model_name
+        entered.append(enter(urls[0], name))
+        fields = {"event": "ready", "url": urls[0], "urls": urls, "model": name, "slots": loaded.info.n_slot}
+        log.info("serving %s at %s", name, urls[0], extra={"fields": fields})
+        for line in banner(loaded.info, urls) if flags.form == "text" and verbosity else ():
             click.echo(line, err=True)
 
     def load() -> EngineLike:
-        loaded = engine.load(n_slot, isolated=not in_process)
+        loaded = engine.load(n_slot, isolated=not flags.in_process)
         if chat.template:
             loaded.use_template(chat.template)
         return loaded
@@ -153,14 +235,15 @@ def _end(served: Served) -> None:
         os._exit(0 if loaded is None else 1)
 
 
-def banner(info: EngineInfo, url: str) -> list[str]:
+def banner(info: EngineInfo, urls: list[str]) -> list[str]:
     """What runs, in a few lines, once requests are taken."""
     lines = [
         f"model    {info.model_name} ({info.arch}, {info.n_params / 1e9:.3g} B parameters, {info.n_bytes / 1e9:.3g} GB)",
         f"device   {info.device}",
         f"draft    {info.draft_note}",
         f"slots    {info.n_slot}, {info.n_ctx} tokens each",
-        f"url      {url}  (OpenAI API at {url}/v1)",
+        f"url      {urls[0]}  (OpenAI API at {urls[0]}/v1)",
+        *(f"         {url}" for url in urls[1:]),
     ]
     if info.synthetic_len:
         lines.insert(

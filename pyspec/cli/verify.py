@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from pyspec.cli.flags import FlagCommand
 from pyspec.cli.options import EngineChoice, Number, engine_options, tell_ignored
 from pyspec.config import MAX_CTX
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 AUTO_SLOTS = 4
 
 
-@click.command()
+@click.command(cls=FlagCommand)
 @engine_options
 @click.option(
     "-f", "--file", type=click.Path(path_type=Path, dir_okay=False), help="Prompts, one a line; else 16 of ours."

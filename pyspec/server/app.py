@@ -93,7 +93,7 @@ def _cors(settings: ServerSettings) -> Middleware:
 
 def _routes(service: Service) -> list[BaseRoute]:
     gets: dict[str, Handler] = {
-        "/": page,
+        **({"/": page} if service.settings.page else {}),
         "/health": _health(service),
         "/v1/health": _health(service),
         "/ready": _ready(service),
@@ -162,7 +162,7 @@ def _models(service: Service) -> Handler:
 def _model(service: Service) -> Handler:
     async def model(request: Request) -> Response:
         name = request.path_params["model"]
-        if name not in (service.model, service.engine.info.model_name):
+        if name not in service.names:
             raise NotFound(f"no model {name[:80]!r} here; there is {service.model}")
         return JSON(views.model_view(service))
 

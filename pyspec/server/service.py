@@ -26,7 +26,8 @@ class Service:
     def __init__(self, engine: EngineLike, settings: ServerSettings) -> None:
         self.engine = engine
         self.settings = settings
-        self.model = settings.alias or engine.info.model_name
+        self.names = tuple(dict.fromkeys((*settings.aliases, engine.info.model_name)))
+        self.model = self.names[0]
         self.sessions = StreamSessions(settings)
         self.started = time.time()
         self.is_draining = False

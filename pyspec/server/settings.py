@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -11,6 +12,8 @@ from typing import Any
 
 from pyspec.errors import ConfigError
 from pyspec.request import SamplingParams
+
+PREFIX = re.compile(r"(/[A-Za-z0-9._~-]+)+")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +46,17 @@ class Limits:
 class ServerSettings:
     """Where to listen, who may ask, what is shown and what a request gets that does not say."""
 
-    host: str = "127.0.0.1"
+    hosts: tuple[str, ...] = ("127.0.0.1",)  # addresses, and paths of unix sockets
     port: int = 8080  # 0: the system picks one
+    reuse_port: bool = False  # others may listen on it, too
+    api_prefix: str = ""  # "/llm": where all paths begin
     api_keys: tuple[str, ...] = ()  # empty: no key needed
     insecure: bool = False  # listen beyond this machine without a key
-    alias: str = ""  # the model's name in answers; "" takes the engine's
+    ssl_key_file: str = ""  # with ssl_cert_file: TLS
+    ssl_cert_file: str = ""
+    aliases: tuple[str, ...] = ()  # the model's names in answers, the first first; () takes the engine's
+    tags: tuple[str, ...] = ()  # words about it in /v1/models
+    page: bool = True  # serve the page at /
     metrics: bool = True  # serve /metrics
     slots: bool = True  # serve /slots
     slot_save_path: str = ""  # directory that slots are saved in and restored from; "": they are not
@@ -72,17 +81,53 @@ class ServerSettings:
             raise ConfigError(f"port {self.port} is outside 0..65535")
         if not 0 <= self.limits.drain_s <= 86400:
             raise ConfigError(f"--drain-timeout is {self.limits.drain_s:g} s; want 0 to 86400")
+        self._check_tls()
+        if self.api_prefix and not PREFIX.fullmatch(self.api_prefix):
+            raise ConfigError(
+                f"--api-prefix is {self.api_prefix!r}; want a path such as /llm, without a slash at its end"
+            )
         if self.slot_save_path and not Path(self.slot_save_path).is_dir():
             raise ConfigError(f"--slot-save-path {self.slot_save_path} is no directory; make it first")
         if any(not key.strip() for key in self.api_keys):
             raise ConfigError("an api key is empty; remove it or give one")
-        if not (self.api_keys or self.insecure or is_loopback(self.host)):
-            raise ConfigError(f"host {self.host} is open to the network; give --api-key, or --insecure to serve anyone")
+        open_hosts = [host for host in self.hosts if not is_loopback(host)]
+        if open_hosts and not (self.api_keys or self.insecure):
+            raise ConfigError(
+                f"host {open_hosts[0]} is open to the network; give --api-key, or --insecure to serve anyone"
+            )
+
+    def _check_tls(self) -> None:
+        if bool(self.ssl_key_file) != bool(self.ssl_cert_file):
+            raise ConfigError("TLS takes both --ssl-key-file and --ssl-cert-file")
+        if not self.ssl_key_file:
+            return
+        try:
+            ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(self.ssl_cert_file, self.ssl_key_file)
+        except (OSError, ValueError) as e:
+            files = f"--ssl-cert-file {self.ssl_cert_file} and --ssl-key-file {self.ssl_key_file}"
+            raise ConfigError(f"{files} can not be used: {e}") from e
+
+
+def keys_of(path: str) -> tuple[str, ...]:
+    """The keys of a file, one a line; # begins a comment. Raises ConfigError: a file without any would leave the door open."""
+    try:
+        lines = [line.strip() for line in Path(path).read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"--api-key-file {path} can not be read: {e}") from e
+    keys = tuple(line for line in lines if line and not line.startswith("#"))
+    if not keys:
+        raise ConfigError(f"--api-key-file {path} has no key; want one a line")
+    return keys
+
+
+def is_unix(host: str) -> bool:
+    """True for the path of a unix socket, as llama-server spells it."""
+    return host.startswith("unix:") or host.endswith(".sock")
 
 
 def is_loopback(host: str) -> bool:
     """True if only this machine can reach `host`. A name other than localhost counts as open."""
-    if host == "localhost":
+    if host == "localhost" or is_unix(host):
         return True
     try:
         return ip_address(host).is_loopback

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from pyspec import errors
 from pyspec.cli import COMMANDS, main
-from pyspec.cli.options import IGNORED, IGNORED_SWITCHES, REMOVED, SPEC_TYPES
+from pyspec.cli.options import SPEC_TYPES
 
 PYSPEC = [sys.executable, "-m", "pyspec"]
 
@@ -69,14 +69,6 @@ def test_a_mistyped_flag_is_answered_with_the_right_one():
     assert "--ctx-size" in err
 
 
-@pytest.mark.parametrize(("flag", "new"), [(f, new) for flags, new in REMOVED.items() for f in flags])
-def test_a_flag_llama_cpp_removed_names_what_to_type_now(flag: str, new: str):
-    code, _, err = invoke("run", "demo", "-p", "x", flag, "4")
-    assert code == 2
-    assert "not a flag any more" in err
-    assert (new or "found while running") in err
-
-
 @pytest.mark.parametrize("kind", ["draft-eagle3", "draft-simple", "ngram-mod", "dflash,mtp", "dflas"])
 def test_a_drafter_we_do_not_have_is_refused_with_those_we_have(kind: str):
     code, _, err = invoke("run", "demo", "-p", "x", "--spec-type", kind)
@@ -122,10 +114,11 @@ def test_what_the_user_got_wrong_is_exit_code_2_and_said(args: list[str], messag
 def test_a_malformed_file_is_exit_code_3_and_one_line(tmp_path: Path):
     path = tmp_path / "bad.gguf"
     path.write_bytes(b"GGUF" + b"\xff" * 60)
-    for command in (["inspect"], ["tokenize", "--text", "x"], ["run", "-p", "x"], ["server"]):
+    for command in (["inspect"], ["tokenize", "--text", "x"], ["run", "-p", "x"], ["server", "--port", "0"]):
         code, out, err = invoke(command[0], str(path), *command[1:])
         assert (code, out) == (3, "")
-        assert err.startswith("Error: ") and len(err.splitlines()) == 1
+        *before, line = err.splitlines()
+        assert line.startswith("Error: ") and all("listening on" in said for said in before)
 
 
 def test_every_error_class_reaches_the_shell_with_its_exit_code(monkeypatch: pytest.MonkeyPatch):
@@ -197,10 +190,3 @@ def test_synth_writes_a_file_that_inspect_reads(tmp_path: Path):
     code, out, _ = invoke("synth", "qwen3", str(path), "--tiny", "--quant", "Q8_0")
     assert (code, out) == (0, "")
     assert json.loads(invoke("inspect", str(path), "--json")[1])["architecture"] == "qwen3"
-
-
-def test_every_flag_that_changes_nothing_says_why():
-    _, text, _ = invoke("server", "--help")
-    flat = " ".join(text.split())
-    for flags, why in (IGNORED | IGNORED_SWITCHES).items():
-        assert flags[0] in flat and why in flat

@@ -241,7 +241,7 @@ def served_process(n_round: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
         from pyspec.server.settings import ServerSettings
         engine = FakeEngine(n_ctx=100_000)
         engine.script = Script(text="xyz" * {n_round}, round_s=0.02)
-        run(lambda: engine, ServerSettings(port=0), lambda engine, url: print(url, flush=True))
+        run(lambda: engine, ServerSettings(port=0), lambda engine, urls: print(urls[0], flush=True))
     """
     here = Path(__file__).parent
     env = os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{here.parents[1]}"}

@@ -42,26 +42,26 @@ class Start:
     def run(self) -> None:
         settings = ServerSettings(port=0, limits=Limits(drain_s=0.2, body=64 << 20))
         try:
-            self.ended.append(serve.run(self.load, settings, lambda engine, url: self.is_ready.set()))
+            self.ended.append(serve.run(self.load, settings, lambda engine, urls: self.is_ready.set()))
         except BaseException as e:  # noqa: BLE001 - the test looks at it
             self.ended.append(e)
 
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    started, make, bind = Start(), serve.make_server, serve.bind
+    started, make, listen = Start(), serve.make_server, serve.listen
 
     def watch_server(*args: object) -> Server:
         started.server.append(make(*args))  # type: ignore[arg-type]
         return started.server[0]
 
     def watch_socket(settings: ServerSettings) -> object:
-        sock = bind(settings)
-        started.url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        return sock
+        sockets = listen(settings)
+        started.url = f"http://127.0.0.1:{sockets[0].getsockname()[1]}"
+        return sockets
 
     monkeypatch.setattr(serve, "make_server", watch_server)
-    monkeypatch.setattr(serve, "bind", watch_socket)
+    monkeypatch.setattr(serve, "listen", watch_socket)
     thread = threading.Thread(target=started.run, daemon=True)
     thread.start()
     wait_for(lambda: bool(started.server) and started.server[0].started, timeout_s=20)

@@ -272,18 +272,18 @@ def test_pages_of_other_sites_may_not_use_the_server(engine: FakeEngine) -> None
         assert app.post("/completion", body, headers={"Origin": origin}).status_code == 200
     response = app.post("/completion", body, headers={"Origin": "http://localhost:3000"})
     assert response.headers["access-control-allow-origin"] == "http://localhost:3000"
-    open_app = App(create_app(engine, ServerSettings(host="0.0.0.0", insecure=True)))
+    open_app = App(create_app(engine, ServerSettings(hosts=("0.0.0.0",), insecure=True)))
     assert open_app.post("/completion", body, headers={"Origin": "http://test"}).status_code == 200
 
 
 def test_an_open_host_needs_a_key_or_consent(engine: FakeEngine) -> None:
     with pytest.raises(ConfigError, match=r"0\.0\.0\.0 is open to the network"):
-        run(lambda: engine, ServerSettings(host="0.0.0.0"), print)
+        run(lambda: engine, ServerSettings(hosts=("0.0.0.0",)), print)
     for settings_ in (
-        ServerSettings(host="0.0.0.0", insecure=True),
-        ServerSettings(host="0.0.0.0", api_keys=("k",)),
-        ServerSettings(host="::1"),
-        ServerSettings(host="localhost"),
+        ServerSettings(hosts=("0.0.0.0",), insecure=True),
+        ServerSettings(hosts=("0.0.0.0",), api_keys=("k",)),
+        ServerSettings(hosts=("::1",)),
+        ServerSettings(hosts=("localhost",)),
     ):
         settings_.check()
     with pytest.raises(ConfigError, match="empty"):

@@ -19,7 +19,7 @@ from pyspec.server.settings import ServerSettings
 
 @pytest.fixture
 def app(engine: FakeEngine) -> App:
-    return App(create_app(engine, ServerSettings(alias="house-model")))
+    return App(create_app(engine, ServerSettings(aliases=("house-model",))))
 
 
 def test_models_name_the_alias_and_the_drafter(app: App) -> None:

@@ -27,8 +27,8 @@ def model_view(service: Service) -> dict[str, Any]:
     info = service.engine.info
     return {
         "id": service.model,
-        "aliases": [] if service.model == info.model_name else [info.model_name],
-        "tags": [],
+        "aliases": list(service.names[1:]),
+        "tags": list(service.settings.tags),
         "object": "model",
         "created": int(service.started),
         "owned_by": "pyspec",

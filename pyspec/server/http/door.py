@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 from starlette.applications import Starlette
+from starlette.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
 
-from pyspec.errors import Unavailable
-from pyspec.server.http.envelope import error_response
+from pyspec.errors import NotFound, Unavailable
+from pyspec.server.http.access import AccessLog
+from pyspec.server.http.envelope import JSON, error_body, error_response
 from pyspec.server.service import Service
 
+HEALTH = ("/health", "/v1/health")
 LOADING = Unavailable("Loading model")  # llama-server's words: clients wait for them to go away
 
 
 class Door:
-    """An ASGI application for the time in which there is none. `app`: set, from any thread, once there is one."""
+    """An ASGI application for the time in which there is none. `app`: set, from any thread, once there is one.
 
-    def __init__(self, app: Starlette | None = None) -> None:
+    prefix  where all paths begin, "/llm"; it is taken off, and what does not begin so is not here
+    """
+
+    def __init__(self, app: Starlette | None = None, prefix: str = "") -> None:
         self.app = app
+        self.loading: dict[str, object] = {}  # "stage" and "fraction" of what is being done
+        self._prefix = prefix
+        self._logged = AccessLog(self._answer)
 
     @property
     def service(self) -> Service | None:
@@ -25,10 +34,28 @@ class Door:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
-        elif self.app is not None:
-            await self.app(scope, receive, send)
         else:
-            await error_response(scope["path"], LOADING)(scope, receive, send)
+            await self._logged(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope["path"]
+        if self._prefix:
+            if path == self._prefix:
+                await RedirectResponse(f"{path}/", 308)(scope, receive, send)
+                return
+            if not path.startswith(f"{self._prefix}/"):
+                error = NotFound(f"no such path: {path[:200]}; all begin with {self._prefix}")
+                await error_response(path, error)(scope, receive, send)
+                return
+            path = path.removeprefix(self._prefix)
+            scope = {**scope, "path": path, "raw_path": path.encode()}
+        if self.app is not None:
+            await self.app(scope, receive, send)
+        elif path in HEALTH and self.loading:
+            body = error_body(LOADING) | {"progress": self.loading}
+            await JSON(body, LOADING.status)(scope, receive, send)
+        else:
+            await error_response(path, LOADING)(scope, receive, send)
 
     async def _live(self, receive: Receive, send: Send) -> None:
         """The application comes later than its start-up would, so its end is told here."""

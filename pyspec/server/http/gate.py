@@ -33,7 +33,7 @@ class Gate:
         self._app = app
         self._keys = [key.encode() for key in settings.api_keys]
         self._origins = frozenset(settings.cors_origins)
-        self._is_local = is_loopback(settings.host)
+        self._is_local = all(map(is_loopback, settings.hosts))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope) if scope["type"] == "http" else None

@@ -7,24 +7,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
 
-from pyspec.errors import ConfigError, Unavailable
+from pyspec.errors import Unavailable
 from pyspec.server.app import create_app
 from pyspec.server.engine import EngineLike
 from pyspec.server.http.door import Door
+from pyspec.server.http.listen import bind, listen, unlink, url_of
 from pyspec.server.service import Service
 from pyspec.server.settings import ServerSettings
 
+log = logging.getLogger(__name__)
+
+__all__ = ["Served", "Server", "bind", "make_server", "run"]
 SWITCH_S = 1e-4
 """How long a thread that wants the GIL waits before it asks for it. Python's 5 ms would be lost each time the engine lets go
 of it, which is at every launch, while another thread is at work on a long text."""
@@ -89,7 +95,7 @@ def make_server(app: Starlette | None, settings: ServerSettings, on_ready: Calla
 
     app  None: it comes later, through the server's `door`
     """
-    door = Door(app)
+    door = Door(app, settings.api_prefix)
     config = uvicorn.Config(
         door,
         http="h11",
@@ -102,18 +108,10 @@ def make_server(app: Starlette | None, settings: ServerSettings, on_ready: Calla
         h11_max_incomplete_event_size=settings.limits.header,
         timeout_graceful_shutdown=int(settings.limits.drain_s + FLUSH_S),
         timeout_keep_alive=75,
+        ssl_keyfile=settings.ssl_key_file or None,
+        ssl_certfile=settings.ssl_cert_file or None,
     )
     return Server(config, door, on_ready)
-
-
-def bind(settings: ServerSettings) -> socket.socket:
-    """The listening socket. Raises ConfigError if the address is taken or unknown."""
-    try:
-        family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((settings.host, settings.port), family=family, backlog=512)
-    except OSError as error:
-        why = f"cannot listen on {settings.host} port {settings.port}: {error.strerror or error}"
-        raise ConfigError(f"{why}; choose another with --port") from error
 
 
 @dataclass(frozen=True)
@@ -125,17 +123,19 @@ class Served:
 
 
 def run(
-    load: Callable[[], EngineLike], settings: ServerSettings, on_ready: Callable[[EngineLike, str], None]
+    load: Callable[[], EngineLike], settings: ServerSettings, on_ready: Callable[[EngineLike, list[str]], None]
 ) -> Served:
-    """Listen, load, and serve until a signal. `on_ready` is called with the engine and the URL once requests are taken.
+    """Listen, load, and serve until a signal. `on_ready` is called with the engine and the URLs once requests are taken.
 
     Raises ConfigError before anything listens or is loaded (settings that must not be served, an address in use), and
     whatever `load` raises.
     """
     settings.check()
-    with bind(settings) as sock:
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        url = f"http://{host}:{sock.getsockname()[1]}"
+    with ExitStack() as held:
+        sockets = [held.enter_context(sock) for sock in listen(settings)]
+        held.callback(unlink, settings)
+        urls = [url_of(sock, settings) for sock in sockets]
+        log.info("listening on %s", ", ".join(urls), extra={"fields": {"event": "listening", "urls": urls}})
         server = make_server(None, settings)
         loaded: list[EngineLike] = []
         failed: list[BaseException] = []
@@ -144,13 +144,13 @@ def run(
             try:
                 loaded.append(load())
                 server.door.app = create_app(loaded[0], settings)
-                on_ready(loaded[0], url)
+                on_ready(loaded[0], urls)
             except BaseException as e:  # noqa: BLE001 - it is raised where somebody waits for it
                 failed.append(e)
                 server.should_exit = True
 
         threading.Thread(target=open_door, name="pyspec-load", daemon=True).start()
-        server.run(sockets=[sock])
+        server.run(sockets=sockets)
         if failed:
             raise failed[0]
         return Served(loaded[0] if loaded else None, server.force_exit)

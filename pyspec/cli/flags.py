@@ -1,0 +1,232 @@
+"""How flags are read: the long name before the short one, llama-server's that are not ours by a table, help in groups.
+
+What is to become of a flag of llama-server stands in `llama_flags.toml`: honoured (an option of ours has its names), ignored with
+the reason, or refused with the reason. Nothing that would change a text is ignored.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from functools import cache, partial, wraps
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import click
+
+TABLE = Path(__file__).with_name("llama_flags.toml")
+OTHERS = "Other"  # the group of options that name none
+ATTACHED = re.compile(r"-[a-zA-Z]-?[0-9][0-9.]*")  # -t4
+OFF = ("", "0", "false", "off", "no")
+EMPTY = (None, "", (), False)  # defaults that help does not show
+F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LlamaFlag:
+    """A flag of llama-server: its spellings, how many values it takes, and what becomes of it."""
+
+    names: tuple[str, ...]
+    fate: Literal["honoured", "ignored", "refused"]
+    why: str = ""
+    n_value: int = 0
+    env: str = ""
+    harmless: tuple[str, ...] = ()
+
+    def error(self, name: str) -> str:
+        """What a user who gave it under this name is told."""
+        return f"{name}: {self.why}"
+
+
+@cache
+def llama_flags() -> dict[str, LlamaFlag]:
+    """Every spelling of llama-server, and its flag."""
+    import tomllib
+
+    with TABLE.open("rb") as file:
+        found = tomllib.load(file)
+    flags = [_flag(text, "honoured") for text in found["honoured"]["flags"]]
+    for fate in ("ignored", "refused"):
+        for group in found[fate]:
+            more = {"why": group["why"], "harmless": tuple(group.get("harmless", ()))}
+            for n_value, kind in enumerate(("switches", "values", "pairs")):
+                flags += [_flag(text, fate, n_value=n_value, **more) for text in group.get(kind, ())]
+    return {name: flag for flag in flags for name in flag.names}
+
+
+def _flag(text: str, fate: Any, **more: Any) -> LlamaFlag:
+    words = text.split()
+    env = words.pop().replace("$", "LLAMA_ARG_") if words[-1].startswith("$") else ""
+    return LlamaFlag(tuple(words), fate, env=env, **more)
+
+
+class GroupedOption(click.Option):
+    """An option that help shows under a heading, with its default."""
+
+    def __init__(self, *args: Any, group: str = OTHERS, said: str = "", **kwargs: Any) -> None:
+        if "show_default" not in kwargs and not kwargs.get("hidden"):
+            kwargs["show_default"] = kwargs.get("default") not in EMPTY
+        super().__init__(*args, **kwargs)
+        self.group, self.said_default = group, said
+
+    def get_help_extra(self, ctx: click.Context) -> Any:
+        extra = super().get_help_extra(ctx)
+        if self.said_default:
+            extra["default"] = self.said_default
+        return extra
+
+
+def grouped(group: str) -> Callable[..., Callable[[F], F]]:
+    """`click.option` for the options of one group."""
+    return partial(click.option, cls=GroupedOption, group=group)
+
+
+class FlagCommand(click.Command):
+    """A command whose flags may be llama-server's. Every option can be given as PYSPEC_NAME in the environment, too."""
+
+    reads_llama_env = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        for param in self.params:
+            if isinstance(param, click.Option) and not param.is_eager:
+                param.envvar = [*_own_env(param), *(self._llama_env(param) if self.reads_llama_env else ())]
+
+    def _llama_env(self, option: click.Option) -> Iterator[str]:
+        names = {llama_flags()[name].env for name in option.opts if name in llama_flags()}
+        yield from sorted(names - {""})
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        reader = _Reader(self, ctx)
+        if self.reads_llama_env and not ctx.resilient_parsing:
+            reader.look_around()
+        return super().parse_args(ctx, reader.read(args))
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                groups.setdefault(getattr(param, "group", OTHERS), []).append(record)
+        for title in sorted(groups, key=lambda name: name == OTHERS):
+            with formatter.section(title):
+                formatter.write_dl(groups[title])
+
+
+class LlamaCommand(FlagCommand):
+    """A command that takes the place of one of llama.cpp's: it reads LLAMA_ARG_NAME, too. The command line goes first."""
+
+    reads_llama_env = True
+
+
+def _own_env(option: click.Option) -> list[str]:
+    said = option.envvar if isinstance(option.envvar, list | tuple) else [option.envvar] if option.envvar else []
+    longest = [name for name in option.opts if name.startswith("--")][:1] or option.opts[:1]
+    return [*(f"PYSPEC_{name.strip('-').replace('-', '_').upper()}" for name in longest), *said]
+
+
+class _Reader:
+    """One command line: what is ours is kept for click, what is ignored is noted, and what is unknown is refused with a hint.
+
+    click would read `-sm layer` as `-s m` and take `layer` for the model.
+    """
+
+    def __init__(self, command: click.Command, ctx: click.Context) -> None:
+        self._ctx = ctx
+        options = [p for p in command.get_params(ctx) if isinstance(p, click.Option)]
+        self._own = {name: p for p in options for name in (*p.opts, *p.secondary_opts)}
+        self._shown = [name for p in options if not p.hidden for name in (*p.opts, *p.secondary_opts)]
+
+    def look_around(self) -> None:
+        """Flags in the environment that are ignored, or refused. Raises UsageError."""
+        for flag in dict.fromkeys(llama_flags().values()):
+            value = os.environ.get(flag.env) if flag.env and flag.fate != "honoured" else None
+            if value is not None and (flag.n_value or value.lower() not in OFF):
+                self._judge(flag, flag.env, [value])
+
+    def read(self, args: Sequence[str]) -> list[str]:
+        """The words that are click's. Raises UsageError, NoSuchOption."""
+        kept: list[str] = []
+        words = list(args)
+        while words:
+            word = words.pop(0)
+            if word == "--":
+                return [*kept, word, *words]
+            if not word.startswith("-") or word == "-":
+                kept.append(word)
+                continue
+            name, given, value = self._known(word)
+            option = self._own.get(name)
+            if option is not None:
+                takes = not (option.is_flag or option.count)
+                n = option.nargs if takes and not given else 0
+                kept += [name, value] if takes and given else [f"{name}{given}{value}", *words[:n]]
+                del words[:n]
+            else:
+                self._foreign(name, [value] if given else None, words)
+        return kept
+
+    def _known(self, word: str) -> tuple[str, str, str]:
+        """Name, "=" and value of a flag that somebody knows; `_` in long names is `-`, as for llama.cpp."""
+        name, given, value = word.partition("=")
+        plain = {"--usage": "--help"}.get(name, name.replace("_", "-") if name.startswith("--") else name)
+        for spelling in dict.fromkeys((plain, name)):
+            if spelling in self._own or spelling in llama_flags():
+                return spelling, given, value
+        if ATTACHED.fullmatch(word) and (option := self._own.get(word[:2])) and not option.is_flag:
+            return word[:2], "=", word[2:]
+        raise self._unknown(name)
+
+    def _unknown(self, name: str) -> click.NoSuchOption:
+        near = self._near(name.replace("_", "-"))
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        return click.NoSuchOption(name, f"No such option: {name}.{hint}", ctx=self._ctx)
+
+    def _near(self, name: str) -> list[str]:
+        """Options of ours that may have been meant: like spellings first, then those that begin so."""
+        bare = {shown.strip("-"): shown for shown in reversed(self._shown)}
+        word = name.strip("-")
+        near = [other for other in bare if len(word) > 2 and other.startswith(word)]
+        near += [other for other in get_close_matches(word, bare, 3, 0.7) if other not in near]
+        return [bare[other] for other in near[:3]]
+
+    def _foreign(self, name: str, values: list[str] | None, words: list[str]) -> None:
+        flag = llama_flags()[name]
+        if flag.fate == "honoured":  # by other commands
+            raise self._unknown(name)
+        if values is None:
+            n = flag.n_value
+            if n == 1 and words and words[0].split("=")[0] in (self._own.keys() | llama_flags().keys()):
+                n = 0  # `-fa` was a switch once
+            values = words[:n]
+            del words[:n]
+        self._judge(flag, name, values)
+
+    def _judge(self, flag: LlamaFlag, name: str, values: Sequence[str]) -> None:
+        if flag.fate == "ignored":
+            self._ctx.meta.setdefault("pyspec.notes", []).append(f"{name} changes nothing: {flag.why}")
+        elif not values or any(value not in flag.harmless for value in values):
+            raise click.UsageError(flag.error(name), self._ctx)
+
+
+def gathered(kind: type[T], name: str = "options") -> Callable[[F], F]:
+    """A command's options as one object: a dataclass whose fields have their names."""
+
+    def decorate(function: F) -> F:
+        @wraps(function)
+        def folded(**values: Any) -> object:
+            own = {f.name: values.pop(f.name) for f in fields(kind)}  # type: ignore[arg-type]
+            return function(**{name: kind(**own)}, **values)
+
+        return folded  # type: ignore[return-value]
+
+    return decorate
+
+
+def commas(ctx: click.Context, param: click.Parameter, texts: Sequence[str]) -> tuple[str, ...]:
+    """Callback of options that may be repeated, or hold several values between commas."""
+    return tuple(part.strip() for text in texts for part in text.split(",") if part.strip())

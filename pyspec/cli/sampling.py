@@ -1,0 +1,151 @@
+"""The sampling flags, with llama-server's names and defaults."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import click
+
+from pyspec.cli.flags import grouped
+from pyspec.errors import ConfigError
+from pyspec.ranges import INT32, rules_of
+from pyspec.request import DEFAULT_SAMPLERS, SamplingParams
+
+F = TypeVar("F", bound=Callable[..., Any])
+LETTERS = {
+    "e": "penalties",
+    "d": "dry",
+    "s": "top_n_sigma",
+    "k": "top_k",
+    "y": "typ_p",
+    "p": "top_p",
+    "m": "min_p",
+    "x": "xtc",
+    "t": "temperature",
+    "a": "adaptive_p",
+}
+"""llama.cpp's letters for samplers."""
+BIAS = re.compile(r"(\d+)([+-](?:inf|[0-9.]+(?:e[+-]?\d+)?))", re.IGNORECASE)
+
+
+def _names(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    return None if value is None else tuple(name.strip() for name in value.split(";") if name.strip())
+
+
+def _letters(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...] | None:
+    if value is None:
+        return None
+    if unknown := sorted(set(value) - LETTERS.keys()):
+        known = ", ".join(f"{letter} {name}" for letter, name in LETTERS.items())
+        raise click.BadParameter(f"{unknown[0]!r} is no sampler; there are {known}", ctx, param)
+    return tuple(LETTERS[letter] for letter in value)
+
+
+def _breakers(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...] | None:
+    return () if "none" in values else values or None
+
+
+def _biases(
+    ctx: click.Context, param: click.Parameter, values: tuple[str, ...]
+) -> tuple[tuple[int, float], ...] | None:
+    found = []
+    for value in values:
+        match = BIAS.fullmatch(value)
+        if match is None:
+            raise click.BadParameter(
+                f"want a token's id and what is added, such as 15043+1 or 2-inf, got {value!r}", ctx, param
+            )
+        found.append((int(match[1]), float(match[2])))
+    return tuple(found) or None
+
+
+def _sampling(*names: str, **more: Any) -> Callable[[F], F]:
+    """An option whose default is that of SamplingParams."""
+    name = next((n for n in names if n[0] != "-"), names[0].strip("-").replace("-", "_"))
+    default = getattr(SamplingParams(), name, None)
+    if isinstance(default, int | float) and not isinstance(default, bool):
+        more |= {"said": f"{default:g}", "show_default": False}
+    return grouped("Sampling of requests that do not say")(*names, **more)
+
+
+SAMPLING_OPTIONS: list[Callable[[Any], Any]] = [
+    _sampling("--temp", "--temperature", "temperature", default=None, type=float, help="Temperature; 0 is greedy."),
+    _sampling("--top-k", default=None, type=int, help="Keep the k best tokens; 0 keeps all."),
+    _sampling("--top-p", default=None, type=float, help="Keep this much probability; 1 keeps all."),
+    _sampling("--min-p", default=None, type=float, help="Drop tokens below this share of the best; 0 keeps all."),
+    _sampling("--typical", "--typical-p", "typical_p", default=None, type=float, help="Locally typical; 1 keeps all."),
+    _sampling(
+        "--top-n-sigma",
+        "--top-nsigma",
+        "top_n_sigma",
+        default=None,
+        type=float,
+        help="Standard deviations kept; -1: all.",
+    ),
+    _sampling("--xtc-probability", default=None, type=float, help="How often the best are dropped; 0 is off."),
+    _sampling("--xtc-threshold", default=None, type=float, help="Probability above which they are."),
+    _sampling("--repeat-last-n", default=None, type=int, help="Tokens that penalties look back on; -1: all."),
+    _sampling("--repeat-penalty", default=None, type=float, help="1 is off."),
+    _sampling("--presence-penalty", default=None, type=float, help="0 is off."),
+    _sampling("--frequency-penalty", default=None, type=float, help="0 is off."),
+    _sampling("--dry-multiplier", default=None, type=float, help="DRY's strength; 0 is off."),
+    _sampling("--dry-base", default=None, type=float, help="What a longer repetition costs more by."),
+    _sampling("--dry-allowed-length", default=None, type=int, help="Tokens that may be repeated for nothing."),
+    _sampling("--dry-penalty-last-n", default=None, type=int, help="Tokens that DRY looks back on; -1: all."),
+    _sampling(
+        "--dry-sequence-breaker",
+        "dry_sequence_breakers",
+        multiple=True,
+        callback=_breakers,
+        help="Text that ends a repetition, in place of llama.cpp's four; may be repeated; none: no such text.",
+    ),
+    _sampling("--dynatemp-range", default=None, type=float, help="Temperature moves by so much; 0 is off."),
+    _sampling("--dynatemp-exp", "dynatemp_exponent", default=None, type=float, help="How it follows the entropy."),
+    _sampling("--mirostat", default=None, type=int, help="1 or 2: its version; 0 is off."),
+    _sampling("--mirostat-lr", "mirostat_eta", default=None, type=float, help="How fast it learns."),
+    _sampling("--mirostat-ent", "mirostat_tau", default=None, type=float, help="Surprise that it holds."),
+    _sampling("--adaptive-target", default=None, type=float, help="Probability to hold; below 0: off."),
+    _sampling("--adaptive-decay", default=None, type=float, help="How slowly it forgets."),
+    _sampling("--samplers", default=None, callback=_names, metavar="A;B;...", help="Their order, by name."),
+    _sampling("--sampler-seq", "--sampling-seq", "sampler_letters", default=None, callback=_letters, help="By letter."),
+    _sampling(
+        "-l",
+        "--logit-bias",
+        multiple=True,
+        callback=_biases,
+        metavar="ID+BIAS",
+        help="15043+1, or 2-inf to ban a token.",
+    ),
+    _sampling("-s", "--seed", "seed", default=-1, help="Seed of the draw; -1 takes a new one."),
+    _sampling("--ignore-eos", is_flag=True, help="Go on after an end-of-generation token."),
+    _sampling(
+        "-n",
+        "--predict",
+        "--n-predict",
+        "n_predict",
+        default=-1,
+        type=click.IntRange(-1, INT32),
+        help="Most tokens to generate; -1: no limit.",
+    ),
+]
+
+
+def sampling_of(values: dict[str, Any]) -> SamplingParams:
+    """What the flags say, taken out of a command's values. Raises ConfigError, UsageError."""
+    letters = values.pop("sampler_letters")
+    if letters is not None and values["samplers"] is not None:
+        raise click.UsageError("--samplers and --sampler-seq exclude each other")
+    values["samplers"] = letters if values["samplers"] is None else values["samplers"]
+    if values["samplers"] == DEFAULT_SAMPLERS:
+        values["samplers"] = None
+    flags = {p.name: p.opts[0] for p in click.get_current_context().command.params}
+    given = {}
+    for rule in rules_of(SamplingParams):
+        if rule.name in values and (value := values.pop(rule.name)) is not None:
+            if flaw := replace(rule, title=flags[rule.name]).flaw(value):
+                raise ConfigError(flaw)
+            given[rule.name] = value
+    return SamplingParams(**given)

@@ -1,0 +1,100 @@
+"""The sockets that are listened on: addresses and paths, bound before anything is loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import stat
+from pathlib import Path
+
+from pyspec.errors import ConfigError
+from pyspec.server.settings import ServerSettings, is_unix
+
+BACKLOG = 512
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """The socket of the only host. Raises ConfigError."""
+    (sock,) = listen(settings)
+    return sock
+
+
+def listen(settings: ServerSettings) -> list[socket.socket]:
+    """A listening socket for each host. Raises ConfigError if an address is taken or unknown; then nothing is bound."""
+    bound: list[socket.socket] = []
+    port = settings.port
+    try:
+        for host in settings.hosts:
+            if is_unix(host):
+                bound.append(_unix(Path(host.removeprefix("unix:"))))
+            else:
+                bound.append(_tcp(host, port, settings))
+                port = bound[-1].getsockname()[1]  # with 0, the others take the one that the first was given
+    except ConfigError:
+        for sock in bound:
+            sock.close()
+        raise
+    return bound
+
+
+def _tcp(host: str, port: int, settings: ServerSettings) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        both = host == "::" and len(settings.hosts) == 1 and socket.has_dualstack_ipv6()
+        return socket.create_server(
+            (host, port), family=family, backlog=BACKLOG, reuse_port=settings.reuse_port, dualstack_ipv6=both
+        )
+    except OSError as error:
+        why = f"cannot listen on {host} port {port}: {error.strerror or error}"
+        raise ConfigError(f"{why}; choose another with --port") from error
+
+
+def _unix(path: Path) -> socket.socket:
+    """A socket at a path; what a server that is gone has left there is taken away."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.exists() and stat.S_ISSOCK(path.stat().st_mode):
+            if _answers(path):
+                raise ConfigError(f"cannot listen on {path}: another server does; choose another with --host")
+            path.unlink()
+        sock.bind(str(path))
+        sock.listen(BACKLOG)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(f"cannot listen on {path}: {error.strerror or error}; choose another with --host") from error
+    except ConfigError:
+        sock.close()
+        raise
+    return sock
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        try:
+            sock.connect(str(path))
+        except ConnectionRefusedError:
+            return False
+    return True
+
+
+def unlink(settings: ServerSettings) -> None:
+    """Take the paths away that were listened on."""
+    for host in filter(is_unix, settings.hosts):
+        with contextlib.suppress(OSError):
+            Path(host.removeprefix("unix:")).unlink()
+
+
+def url_of(sock: socket.socket, settings: ServerSettings) -> str:
+    """What clients type; a unix socket's path with unix: before it."""
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{sock.getsockname()}"
+    host, port = sock.getsockname()[:2]
+    named = next((name for name in settings.hosts if not is_unix(name) and _is(name, host)), host)
+    scheme = "https" if settings.ssl_key_file else "http"
+    return f"{scheme}://{f'[{named}]' if ':' in named else named}:{port}{settings.api_prefix}"
+
+
+def _is(name: str, address: str) -> bool:
+    with contextlib.suppress(OSError):
+        return any(found[4][0] == address for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+    return False

@@ -1,0 +1,214 @@
+"""Every flag of llama-server is honoured, ignored with a word, or refused with the reason; none is read as another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from pyspec.cli import main
+from pyspec.cli.flags import FlagCommand, LlamaFlag, llama_flags
+from pyspec.cli.options import EngineChoice
+from pyspec.errors import PyspecError
+
+LINES = [
+    line.split()
+    for line in (Path(__file__).parent / "llama_server_flags.txt").read_text(encoding="utf-8").splitlines()
+    if not line.startswith("#")
+]
+NAMES = [word for line in LINES for word in line if not word.startswith("$")]
+ENV = {word: words[-1][1:] for words in LINES if words[-1].startswith("$") for word in words[:-1]}
+FLAGS = list(dict.fromkeys(llama_flags().values()))
+VALUES = ("3", "1")
+
+
+class Loaded(PyspecError):
+    """Raised where a load would begin, with what it was given."""
+
+    exit_code = 99
+
+
+@pytest.fixture(autouse=True)
+def no_load(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """Settings as they reach the server and the engine."""
+    seen: dict[str, object] = {}
+
+    def serve(load: object, settings: object, ready: object) -> None:
+        seen["server"] = settings
+        raise Loaded("loaded")
+
+    def check(self: EngineChoice, np: int = 0) -> None:
+        seen["engine"] = self
+
+    monkeypatch.setattr("pyspec.server.http.serve.run", serve)
+    monkeypatch.setattr(EngineChoice, "check", check)
+    return seen
+
+
+def server() -> FlagCommand:
+    command = main.get_command(click.Context(main), "server")
+    assert isinstance(command, FlagCommand)
+    return command
+
+
+def own() -> dict[str, click.Option]:
+    command = server()
+    around = click.Context(command, help_option_names=["-h", "--help"])
+    options = [p for p in command.get_params(around) if isinstance(p, click.Option)]
+    return {name: option for option in options for name in (*option.opts, *option.secondary_opts)}
+
+
+def call(*args: str, **env: str) -> Result:
+    result = CliRunner().invoke(main, ["server", "demo", *args], env=env)
+    assert result.exception is None or isinstance(result.exception, SystemExit), repr(result.exception)
+    return result
+
+
+def given(flag: LlamaFlag, name: str) -> list[str]:
+    return [name, *VALUES[: flag.n_value]]
+
+
+def test_the_table_has_every_spelling_of_llama_server():
+    assert len(NAMES) == 412 and sorted(set(NAMES) - set(llama_flags())) == []
+
+
+def test_the_table_has_the_environment_variables_of_llama_server():
+    for name in NAMES:
+        flag, env = llama_flags()[name], ENV.get(name, "")
+        if env.startswith("LLAMA_ARG_") and not name.startswith(("--no-", "-no-")):
+            assert flag.env == env, name
+
+
+def test_what_is_honoured_is_an_option_of_the_server_and_nothing_else_is():
+    ours = own() | {"--usage": None}
+    honoured = {name for name, flag in llama_flags().items() if flag.fate == "honoured"}
+    assert sorted(honoured - ours.keys()) == []
+    assert sorted(name for name in set(NAMES) & ours.keys() if name not in honoured) == []
+
+
+@pytest.mark.parametrize("flag", [f for f in FLAGS if f.fate == "ignored"], ids=lambda f: f.names[0])
+def test_an_ignored_flag_is_taken_with_its_values_and_says_why_it_changes_nothing(flag: LlamaFlag):
+    for name in flag.names:
+        result = call(*given(flag, name), "--log-format", "json")
+        assert result.exit_code == Loaded.exit_code, result.output
+        assert f"{name} changes nothing: " in result.stderr
+
+
+@pytest.mark.parametrize("flag", [f for f in FLAGS if f.fate == "refused"], ids=lambda f: f.names[0])
+def test_a_refused_flag_says_why(flag: LlamaFlag):
+    for name in flag.names:
+        result = call(*given(flag, name))
+        assert result.exit_code == 2
+        assert result.stderr.endswith(f"Error: {name}: {flag.why}\n")
+    if flag.env:
+        result = call(**{flag.env: VALUES[0]})
+        assert result.exit_code == 2 and f"{flag.env}: {flag.why}" in result.stderr
+
+
+def test_a_value_that_asks_for_what_happens_anyway_is_not_refused():
+    assert call("--sleep-idle-seconds", "-1", "--pooling", "none").exit_code == Loaded.exit_code
+    assert call("--sleep-idle-seconds", "60").exit_code == 2
+
+
+def test_long_names_go_before_short_ones(no_load: dict[str, object]):
+    result = call(
+        "-sm", "layer", "-tb", "4", "-ts", "3,1", "-td", "2", "-mg", "0", "-s", "7", "-t", "2", "-fa", "-np", "3"
+    )
+    assert result.exit_code == Loaded.exit_code, result.output
+    engine, settings = no_load["engine"], no_load["server"]
+    assert (engine.choice.model, engine.np, engine.settings["threads"]) == ("demo", 3, 2)
+    assert settings.sampling.seed == 7
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("--cts-size", "--ctx-size"),
+        ("--temprature", "--temperature"),
+        ("--thread", "--threads"),
+        ("--no-slot", "--no-slots"),
+        ("--parralel", "--parallel"),
+        ("--spec-draft-max", "--spec-draft-n-max"),
+        ("-ctx", "--ctx-size"),
+    ],
+)
+def test_a_misspelt_flag_is_answered_with_the_one_that_was_meant(typed: str, meant: str):
+    result = call(typed, "1")
+    assert result.exit_code == 2 and typed in result.stderr and meant in result.stderr
+
+
+@pytest.mark.parametrize("word", ["-xyz", "-smx", "-tt", "-npx"])
+def test_no_word_is_taken_apart_into_short_flags(word: str):
+    result = call(word)
+    assert result.exit_code == 2 and f"No such option: {word}" in result.stderr
+
+
+def test_spellings_llama_cpp_takes_are_taken(no_load: dict[str, object]):
+    result = call("--ctx_size", "64", "-t2", "--n_predict=5", "--no-slots", "--temperature", "0", "-dev", "CUDA1")
+    assert result.exit_code == Loaded.exit_code, result.output
+    engine, settings = no_load["engine"], no_load["server"]
+    assert (engine.ctx, engine.settings["threads"], engine.settings["device"]) == (64, 2, "cuda:1")
+    assert (settings.max_tokens, settings.slots, settings.sampling.temperature) == (5, False, 0.0)
+
+
+def test_samplers_and_biases_are_read_as_llama_cpp_writes_them(no_load: dict[str, object]):
+    args = ("--samplers", "top_k;temperature", "-l", "15+1.5", "-l", "2-inf", "--dry-sequence-breaker", "none")
+    assert call(*args).exit_code == Loaded.exit_code
+    sampling = no_load["server"].sampling
+    assert sampling.samplers == ("top_k", "temperature")
+    assert sampling.logit_bias == ((15, 1.5), (2, float("-inf"))) and sampling.dry_sequence_breakers == ()
+    assert call("--sampler-seq", "kt").exit_code == Loaded.exit_code
+    assert no_load["server"].sampling.samplers == ("top_k", "temperature")
+    assert "is no sampler" in call("--sampler-seq", "kz").stderr
+    assert "15043+1" in call("-l", "x").stderr
+
+
+def test_the_environment_gives_what_the_command_line_does_not(no_load: dict[str, object]):
+    env = {
+        "LLAMA_ARG_CTX_SIZE": "64",
+        "LLAMA_ARG_N_PARALLEL": "2",
+        "LLAMA_ARG_ENDPOINT_SLOTS": "0",
+        "LLAMA_ARG_MODEL": "other.gguf",
+        "LLAMA_API_KEY": "a,b",
+        "PYSPEC_QUEUE": "9",
+        "PYSPEC_PARALLEL": "5",
+    }
+    assert call("-c", "128", **env).exit_code == Loaded.exit_code
+    engine, settings = no_load["engine"], no_load["server"]
+    assert (engine.ctx, engine.np, engine.choice.model) == (128, 5, "demo"), "typed, then PYSPEC_, then LLAMA_ARG_"
+    assert engine.settings["queue"] == 9
+    assert not settings.slots and settings.api_keys == ("a", "b")
+
+
+def test_an_ignored_variable_says_so_and_one_that_is_off_says_nothing():
+    result = call(LLAMA_ARG_N_GPU_LAYERS="99", LLAMA_ARG_CONTEXT_SHIFT="0")
+    assert result.exit_code == Loaded.exit_code
+    assert "LLAMA_ARG_N_GPU_LAYERS changes nothing" in result.stderr and "CONTEXT_SHIFT" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["-t", "-2"], "-t is -2; want a whole number from -1"),
+        (["-np", "-2"], "-2 is not in the range"),
+        (["--temp", "-1"], "--temp is -1"),
+        (["-n", "-5"], "-5 is not in the range"),
+        (["-dev", "cuda:0,cuda:1"], "runs on one device"),
+        (["--chat-template-kwargs", "[1]"], "want a JSON object"),
+        (["--tool-call-parser", "hermez"], "'hermez' is not one of"),
+        (["--samplers", "top_k;top_q"], "--samplers"),
+    ],
+)
+def test_what_means_nothing_is_refused_with_the_numbers(args: list[str], said: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.undo()
+    result = call(*args)
+    assert result.exit_code == 2 and said in result.stderr, result.output
+
+
+def test_help_shows_groups_and_defaults():
+    text = CliRunner().invoke(main, ["server", "--help"], terminal_width=110).stdout
+    for group in ("Model:", "Slots, context and cache:", "Device:", "Drafts:", "Listening:", "Chats:", "Logs:"):
+        assert f"\n{group}\n" in text
+    assert "[default: 8080" in text and "[default: 0.95]" in text
