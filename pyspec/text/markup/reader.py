@@ -10,7 +10,9 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import replace
 from functools import lru_cache
+from itertools import groupby
 from typing import Any, TypeVar
 
 from pyspec.text.markup.parts import CallArguments, CallBegin, Content, Part, Reasoning
@@ -214,10 +216,21 @@ class MarkupParser:
         if self._steps is not None and next(self._steps, _ENDED) is _ENDED:
             self._steps = None
         parts, self._reader.parts = self._reader.parts, []
-        return parts
+        return _joined(parts)
 
 
 _ENDED = object()
+
+
+def _joined(parts: list[Part]) -> list[Part]:
+    """Neighbours of one kind as one part. Pieces of arguments that are neighbours are of one call: each begins with its own part."""
+    out: list[Part] = []
+    for _, group in groupby(parts, type):
+        same = list(group)
+        text = "".join(part.text for part in same if not isinstance(part, CallBegin))
+        first = same[0]
+        out += same if isinstance(first, CallBegin) else [replace(first, text=text)]
+    return out
 
 
 def _new_id() -> str:
