@@ -67,7 +67,12 @@ MAKERS: dict[str, Any] = {
     "object": _object,
     "array": _array,
     "union": lambda rng, depth: {"anyOf": [schema(rng, depth - 1), schema(rng, depth - 1)]},
-    "map": lambda rng, depth: {"type": "object", "additionalProperties": schema(rng, 0), "maxProperties": 2},
+    "map": lambda rng, depth: {
+        "type": "object",
+        "patternProperties": {"^[a-z]{1,6}$": schema(rng, 0)},
+        "additionalProperties": False,
+        "maxProperties": 2,
+    },
     "tuple": lambda rng, depth: {
         "type": "array",
         "prefixItems": [schema(rng, 0), schema(rng, 0)],
