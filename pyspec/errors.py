@@ -157,6 +157,12 @@ class SlotError(PyspecError):
     slot: int | None = None
 
 
+class NoTokenLeft(SlotError):
+    """What the request bans leaves nothing to choose: its own doing."""
+
+    status, kind = 400, "invalid_request_error"
+
+
 class OutOfBounds(SlotError):
     """An index left its range. Raised on the host before a launch, or read back from a kernel's fault record."""
 

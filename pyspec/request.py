@@ -42,7 +42,7 @@ class SamplingParams:
     min_p: Share = 0.05  # 0 keeps all
     typical_p: Share = 1.0  # 1 keeps all
     min_keep: Count = 0  # the cutting samplers keep at least this many
-    repeat_penalty: Annotated[float, Real(0, 100, "1: off", above=True)] = 1.0
+    repeat_penalty: Annotated[float, Real(1e-6, 100, "1: off")] = 1.0
     repeat_last_n: Window = 64  # tokens the penalties look back on; 0 off, -1 the whole context
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0

@@ -6,6 +6,7 @@ import json
 import logging
 import sys
 import time
+from collections.abc import Callable
 
 from pyspec.errors import ConfigError
 
@@ -48,6 +49,29 @@ class TextLines(logging.Formatter):
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
 
+class RateLimit(logging.Filter):
+    """Lets lines that say the same, but for their numbers, through only so often: what a client can cause many times a second must not fill
+    a disk. What was left out is counted in the next one."""
+
+    def __init__(self, most: int = 20, window_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self.most, self.window_s, self.clock = most, window_s, clock
+        self._seen: dict[tuple[str, str], list[float]] = {}  # [begin of the window, lines, those left out]
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if len(self._seen) > 1000:
+            self._seen.clear()
+        key, now = (record.name, str(record.msg)[:200]), self.clock()
+        seen = self._seen.setdefault(key, [now, 0, 0])
+        if now - seen[0] > self.window_s:
+            if seen[2]:
+                record.msg, record.args = f"{record.getMessage()} (and {int(seen[2])} more like it)", ()
+            seen[:] = [now, 0, 0]
+        seen[1] += 1
+        seen[2] += seen[1] > self.most
+        return seen[1] <= self.most or record.levelno < logging.WARNING
+
+
 def set_up(level: int = 3, form: str = "text", file: str = "") -> None:
     """Log to stderr, and to a file if one is named. Ours at `level` (0..5), other libraries from warnings on.
 
@@ -59,7 +83,9 @@ def set_up(level: int = 3, form: str = "text", file: str = "") -> None:
             handlers.append(logging.FileHandler(file, encoding="utf-8"))
         except OSError as e:
             raise ConfigError(f"--log-file {file} can not be written: {e.strerror or e}") from e
+    limit = RateLimit()
     for handler in handlers:
+        handler.addFilter(limit)
         handler.setFormatter(JsonLines() if form == "json" else TextLines())
     logging.basicConfig(level=max(logging.WARNING, LEVELS[level]), handlers=handlers, force=True)
     logging.getLogger("pyspec").setLevel(LEVELS[level])

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyspec.cuda.ops.best.op import best as best_token
 from pyspec.cuda.ops.best.ref import BestSpec, argmax
-from pyspec.errors import SlotError
+from pyspec.errors import NoTokenLeft, SlotError
 from pyspec.request import SamplingParams, TokenLogprob
 from pyspec.sample import chain, edits, stepwise
 from pyspec.sample import mask as masks
@@ -300,7 +300,7 @@ def _bad_row(position: int, peak: float, *, is_masked: bool) -> SlotError:
             " min_tokens do not ban)"
         )
     if peak == -math.inf:
-        return SlotError(f"no token is left at position {position}: every logit is -inf (see logit_bias)")
+        return NoTokenLeft(f"no token is left at position {position}: every logit is -inf (see logit_bias)")
     return SlotError(f"the target's logits at position {position} hold {'NaN' if math.isnan(peak) else '+inf'}")
 
 

@@ -29,7 +29,7 @@ from pyspec.server.api.schema import DetokenizeBody, TemplateBody, TokenizeBody,
 from pyspec.server.api.slots import slot_action
 from pyspec.server.api.unsupported import refuse_unsupported
 from pyspec.server.engine import EngineLike
-from pyspec.server.http.body import ClientGone, on_gone, parse_object, read_body
+from pyspec.server.http.body import ClientGone, on_gone, parse_object
 from pyspec.server.http.envelope import JSON, error_body, on_bug, on_error, on_http_error
 from pyspec.server.http.gate import LOCAL_ORIGIN, Gate
 from pyspec.server.metrics import EngineCollector, exposition
@@ -220,9 +220,9 @@ def _with_body(service: Service, work: Callable[[Service, bytes], object]) -> Ha
     """A handler that hands the body to `work` on a text thread and answers with what it returns."""
 
     async def handle(request: Request) -> Response:
+        raw = await service.body(request)
         with service.admitted():
-            raw = await read_body(request, service.settings.limits)
-            return JSON(await while_connected(service.text(work, service, raw), request.receive))
+            return JSON(await while_connected(service.text(work, service, raw, n_byte=len(raw)), request.receive))
 
     return handle
 

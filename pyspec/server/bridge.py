@@ -180,6 +180,8 @@ class Submission:
         """Queue what the engine takes now; what it has no room for waits until one of ours ends."""
         while self._todo:
             i, request = self._todo[0]
+            if len(self._open) >= 2 * self._engine.info.n_slot:  # places of the queue are for others, too
+                return
             try:
                 self._ids[i] = self._engine.submit(request, partial(self._inbox.put, i))
             except QueueFull:

@@ -19,7 +19,7 @@ from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
 from pyspec.errors import NotFound, QueueFull, RequestError
-from pyspec.server.http.gate import given_key
+from pyspec.server.http.gate import key_of
 from pyspec.server.settings import ServerSettings
 from pyspec.server.stream import HEADERS, disconnected, stop_task
 
@@ -37,7 +37,7 @@ class SessionKey(NamedTuple):
 
 def owner_of(headers: Headers, settings: ServerSettings) -> str:
     """Who asks."""
-    return hashlib.sha256(given_key(headers).encode()).hexdigest() if settings.api_keys else ""
+    return hashlib.sha256(key_of(headers)).hexdigest() if settings.api_keys else ""
 
 
 def session_key(conversation: str, headers: Headers, settings: ServerSettings) -> SessionKey:

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
 from typing import Any, TypeVar
+
+from starlette.requests import Request as HTTPRequest
 
 from pyspec.errors import PyspecError, QueueFull, Unavailable
 from pyspec.server.api.ask import Ask
 from pyspec.server.bridge import Post, Submission
 from pyspec.server.engine import EngineLike
+from pyspec.server.http.body import Reading, read_body
+from pyspec.server.http.gate import key_of
 from pyspec.server.resume import StreamSessions
 from pyspec.server.settings import ServerSettings
 
 T = TypeVar("T")
 LONG_PROMPT = 8192  # tokens
+LARGE_BODY = 64 << 10  # bytes
 
 
 class Service:
@@ -33,7 +41,9 @@ class Service:
         self.is_draining = False
         self._submissions: dict[Submission, asyncio.TimerHandle] = {}
         self.n_inside = 0
-        self._text: ThreadPoolExecutor | None = None
+        self._text: list[ThreadPoolExecutor | None] = [None, None]  # for small bodies, and for large ones
+        self.reading = Reading(self.settings.limits.reading)
+        self._groups = count()
         self._post: tuple[asyncio.AbstractEventLoop, Post] | None = None
 
     @property
@@ -41,12 +51,24 @@ class Service:
         """Generation requests whose submissions have not been closed."""
         return len(self._submissions)
 
-    async def text(self, work: Callable[..., T], *args: Any) -> T:
-        """Run tokenising or rendering off the event loop. The threads start with the first call: a mounted
-        application never hears of start-up."""
-        if self._text is None:
-            self._text = ThreadPoolExecutor(self.settings.text_threads, thread_name_prefix="pyspec-text")
-        return await asyncio.get_running_loop().run_in_executor(self._text, work, *args)
+    async def text(self, work: Callable[..., T], *args: Any, n_byte: int = 0) -> T:
+        """Run tokenising or rendering off the event loop: of a large body in a thread of its own, so that small ones never wait for one.
+        The threads start with the first call: a mounted application never hears of start-up."""
+        which = int(n_byte > LARGE_BODY)
+        if (threads := self._text[which]) is None:
+            n, name = (1, "pyspec-large") if which else (self.settings.text_threads, "pyspec-text")
+            threads = self._text[which] = ThreadPoolExecutor(n, thread_name_prefix=name)
+        return await asyncio.get_running_loop().run_in_executor(threads, work, *args)
+
+    async def body(self, request: HTTPRequest) -> bytes:
+        """A request's body. Who has not sent all of it holds nobody up but for the memory it takes."""
+        return await read_body(request, self.settings.limits, self.reading)
+
+    def client_of(self, request: HTTPRequest) -> str:
+        """Who asks, for the queue: the key, else the address. "" over a unix socket."""
+        if self.settings.api_keys and (key := key_of(request.headers)):
+            return "key " + hashlib.sha256(key).hexdigest()[:16]
+        return request.client.host if request.client is not None else ""
 
     async def look(self, work: Callable[..., T], *args: Any) -> T:
         """Run what may have to ask another process, which may take its time to answer, off the event loop."""
@@ -61,7 +83,7 @@ class Service:
 
     @contextmanager
     def admitted(self) -> Iterator[None]:
-        """Count a request from its first byte on, so that a flood is refused before it is parsed.
+        """Count a request whose body is here, so that a flood is refused before it is parsed.
 
         The engine bounds its own queue; this bounds what waits to be tokenised for it.
         """
@@ -74,8 +96,10 @@ class Service:
         finally:
             self.n_inside -= 1
 
-    async def start(self, ask: Ask) -> Submission:
+    async def start(self, ask: Ask, client: str = "") -> Submission:
         """Submit what was asked; `end` must follow. Raises RequestError, QueueFull, Unavailable."""
+        group = f"{next(self._groups)}" if len(ask.requests) > 1 else ""
+        ask = replace(ask, requests=tuple(replace(request, client=client, group=group) for request in ask.requests))
         # an answer given whole is gathered in memory anyway; only a stream waits for its reader
         submission = Submission(
             self.engine, self.settings.limits.stream_buffer if ask.stream else 1 << 62, self._one_post()
@@ -129,6 +153,7 @@ class Service:
 
     def close(self) -> None:
         """Stop the text threads; queued work is dropped."""
-        if self._text is not None:
-            self._text.shutdown(wait=False, cancel_futures=True)
-            self._text = None
+        for threads in self._text:
+            if threads is not None:
+                threads.shutdown(wait=False, cancel_futures=True)
+        self._text = [None, None]

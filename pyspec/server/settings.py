@@ -23,6 +23,9 @@ class Limits:
     body: int = 8 << 20
     header: int = 32 << 10
     body_read_s: float = 10.0
+    reading: int = 256 << 20  # of all bodies that have not arrived as a whole
+    header_read_s: float = 10.0  # from the first byte, or the connection, to the end of the headers
+    connections: int = 1024  # at most, and as many as there are file descriptors for
     json_depth: int = 64
     messages: int = 4096
     parts: int = 64  # content parts of one message
@@ -38,6 +41,7 @@ class Limits:
     kept_streams: int = 64
     total_s: float = 3600.0  # from the first byte to the last
     ping_s: float = 30.0  # silence on a stream before a comment line
+    least_ping_s: float = 0.05  # however little a request asks for
     drain_s: float = 30.0  # how long a shutdown waits for running requests
     stall_s: float = 60.0  # age of the last round, while busy, at which /ready says no
 

@@ -5,6 +5,7 @@ Differences to a model's own tokenizer.json follow llama.cpp: no Unicode normali
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ from pyspec.text.vocab import (
     token_bytes,
 )
 
+PIECE_CHARS = 1 << 16  # of a text that are tokenised at once
 SPM_CHARS = 4096  # of a token
 SPM_STEPS, SPM_JOINED = (
     1 << 29,
@@ -158,7 +160,29 @@ class Tokenizer:
 
     def _plain(self, texts: Sequence[str], parse_special: bool, space_prefix: bool) -> list[list[int]]:
         clean = [t.encode("utf-8", "replace").decode() for t in texts]
-        return [e.ids for e in self._hf(parse_special, space_prefix).encode_batch_fast(clean, add_special_tokens=False)]
+        hf = self._hf(parse_special, space_prefix)
+        if all(len(t) <= PIECE_CHARS for t in clean) or not self._splits:
+            return [e.ids for e in hf.encode_batch_fast(clean, add_special_tokens=False)]
+        return [self._in_pieces(hf, t) for t in clean]
+
+    def _in_pieces(self, hf: HF, text: str) -> list[int]:
+        """Ids of a long text, piece by piece: all at once it takes a kilobyte of memory for every token, which never comes back."""
+        ids: list[int] = []
+        at = 0
+        while at < len(text):
+            end = _border(text, at + PIECE_CHARS)
+            ids += hf.encode_batch_fast([text[at:end]], add_special_tokens=False)[0].ids
+            at = end
+        return ids
+
+    @cached_property
+    def _splits(self) -> bool:
+        """Whether a long text may be cut between a word and a space before the next one: no pre-tokenizer of this family joins them, and
+        no token that is matched in the text as it is holds a space."""
+        kinds = (CONTROL, UNKNOWN, USER_DEFINED)
+        return self.model == "gpt2" and not any(
+            " " in t for t, k in zip(self._tokens, self._types, strict=True) if k in kinds
+        )
 
     def _first_added(self, text: str, parse_special: bool) -> int:
         """Where the first token begins that is matched in the text before anything else."""
@@ -233,6 +257,15 @@ class Tokenizer:
         raw = b"".join(map(self.token_bytes, kept))
         text = raw.decode("utf-8", "replace")
         return text[1:] if self.add_space_prefix and text.startswith(" ") else text
+
+
+_WORDS = re.compile("(?<=[a-z]) (?=[a-z])")
+
+
+def _border(text: str, at: int) -> int:
+    """The first place from `at` on where a word has ended and a space begins the next one; the text's end if there is none."""
+    found = _WORDS.search(text, at) if at < len(text) else None
+    return len(text) if found is None else found.start()
 
 
 def _begins(texts: Sequence[str], start: str) -> bool:

@@ -110,7 +110,7 @@ def raw_post(live: Live, body: dict[str, object], path: str = "/v1/chat/completi
     """A connection with a request on it, to be treated badly."""
     data = json.dumps({"messages": MESSAGES, "prompt": "x"} | body).encode()
     sock = socket.create_connection(("127.0.0.1", live.port), timeout=5)
-    sock.sendall(f"POST {path} HTTP/1.1\r\nHost: test\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+    sock.sendall(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
     return sock
 
 
@@ -141,9 +141,9 @@ def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_bug(
     live: Live, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     with socket.create_connection(("127.0.0.1", live.port), timeout=5) as sock:
-        sock.sendall(b"POST /completion HTTP/1.1\r\nHost: test\r\nContent-Length: 100\r\n\r\n{")
-        wait_for(lambda: live.server.service.n_inside == 1)
-    wait_for(lambda: live.server.service.n_inside == 0)
+        sock.sendall(b"POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+        wait_for(lambda: live.server.service.reading.n_byte == 1)
+    wait_for(lambda: live.server.service.reading.n_byte == 0)
     assert not engine.seen and "Exception" not in caplog.text
 
 

@@ -30,7 +30,7 @@ def text_of(raw: bytes) -> str:
 def drop_in_the_middle(live: Live, engine: FakeEngine) -> bytes:
     """A client that leaves after its first bytes. Returns what of the stream it has seen."""
     body = json.dumps(BODY).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nX-Conversation-Id: {ID}\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nX-Conversation-Id: {ID}\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", live.port)) as client:
         client.sendall(head.encode() + body)
         seen = b""

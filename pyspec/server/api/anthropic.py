@@ -79,7 +79,7 @@ class MessagesBody(Body):
     """`/v1/messages`. Sampling parameters of chat completions are taken, too."""
 
     model: str | None = None
-    messages: Annotated[list[ConversationTurn], Field(min_length=1)]
+    messages: Annotated[list[ConversationTurn], Field(min_length=1, fail_fast=True)]
     system: str | list[dict[str, Any]] | None = None
     max_tokens: Count | None = None
     stop_sequences: list[str] | None = None

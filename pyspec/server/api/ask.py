@@ -105,7 +105,7 @@ def prepare(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings
         return_tokens=bool(body.return_tokens),
         return_progress=bool(body.return_progress),
         timings_per_token=bool(body.timings_per_token),
-        ping_s=ping_s if ping_s > 0 else settings.limits.total_s,
+        ping_s=max(ping_s, settings.limits.least_ping_s) if ping_s > 0 else settings.limits.total_s,
         prompt_texts=_texts(body, engine.tokenizer, prompts, n_run, settings.limits),
         n_run=n_run,
         echo=isinstance(body, TextBody) and bool(body.echo),

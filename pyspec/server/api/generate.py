@@ -18,7 +18,6 @@ from pyspec.server.api.openai import TextAnswer
 from pyspec.server.api.responses_answer import ResponsesAnswer
 from pyspec.server.bridge import Submission
 from pyspec.server.engine import TokenizerLike
-from pyspec.server.http.body import read_body
 from pyspec.server.http.envelope import JSON
 from pyspec.server.resume import ReplayStream, SessionKey, session_key
 from pyspec.server.service import Service
@@ -39,9 +38,11 @@ def generation(service: Service, kind: Kind) -> Handler:
 
     async def handle(request: Request) -> ASGIApp:
         service.check_ready()
+        raw = await service.body(request)
         with service.admitted():
-            raw = await read_body(request, service.settings.limits)
-            return await while_connected(_answer(service, kind, raw, _kept_as(service, request)), request.receive)
+            return await while_connected(
+                _answer(service, kind, raw, _kept_as(service, request), service.client_of(request)), request.receive
+            )
 
     return handle
 
@@ -52,9 +53,9 @@ def _kept_as(service: Service, request: Request) -> SessionKey | None:
     return session_key(conversation, request.headers, service.settings) if conversation else None
 
 
-async def _answer(service: Service, kind: Kind, raw: bytes, key: SessionKey | None) -> ASGIApp:
-    ask = await service.text(prepare, kind, raw, service.engine, service.settings)
-    submission = await service.start(ask)
+async def _answer(service: Service, kind: Kind, raw: bytes, key: SessionKey | None, client: str) -> ASGIApp:
+    ask = await service.text(prepare, kind, raw, service.engine, service.settings, n_byte=len(raw))
+    submission = await service.start(ask, client)
     answer = ANSWERS[ask.kind](ask, service.model, service.engine.tokenizer)
     if ask.stream and key is not None:
         return _kept(service, submission, chunks(submission, ask, answer), key, _headers(ask))

@@ -205,7 +205,7 @@ class Generate(Body):
     min_p: Share | None = None
     typical_p: Share | None = None
     min_keep: Count | None = None
-    repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repeat_penalty: Annotated[float, Field(ge=1e-6, le=100)] | None = None
     repeat_last_n: Window | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -297,7 +297,7 @@ class Tool(BaseModel):
 class Chat(Body):
     """What the chat template reads."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     tools: list[Tool] | None = None
     tool_choice: Any = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -336,7 +336,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """`/detokenize`."""
 
-    tokens: list[Count]
+    tokens: Annotated[list[Count], Field(fail_fast=True)]
 
 
 def validate(model: type[AnyBody], value: dict[str, Any]) -> AnyBody:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pyspec
@@ -15,7 +16,7 @@ def draft_view(info: EngineInfo) -> dict[str, Any]:
     """What drafts, and what the planner decided about it."""
     return {
         "type": info.drafter,
-        "path": info.draft_path,
+        "path": Path(info.draft_path).name if info.draft_path else "",  # no key is needed to read this
         "n_max": info.n_draft_max,
         "note": info.draft_note,
         "synthetic_len": info.synthetic_len,

@@ -13,6 +13,8 @@ from pyspec.errors import RequestError
 from pyspec.server.http.envelope import Refused
 from pyspec.server.settings import Limits
 
+DROPPED = 16  # times the largest body that are read of one that is larger, before it is answered
+CONTAINERS = 200_000  # objects and arrays of one body
 CLIENT_GONE = 499  # nginx's code for it; only logs see it
 
 
@@ -25,24 +27,51 @@ async def on_gone(request: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_GONE)
 
 
-async def read_body(request: Request, limits: Limits) -> bytes:
-    """The whole body. Raises Refused 413 beyond `limits.body`, 408 after `limits.body_read_s`; ClientGone."""
-    stated = request.headers.get("content-length", "")
+class Reading:
+    """What bodies that have not arrived as a whole take of memory, all together."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.n_byte = most, 0
+
+    def grow(self, n: int) -> None:
+        """More of a body is here. Refused 429 if there is no room for it."""
+        if self.n_byte + n > self.most:
+            raise Refused(429, f"bodies of {self.n_byte} bytes are on their way; try again in a second")
+        self.n_byte += n
+
+
+async def read_body(request: Request, limits: Limits, reading: Reading | None = None) -> bytes:
+    """The whole body. Raises Refused 413 beyond `limits.body`, 408 after `limits.body_read_s`; ClientGone.
+
+    Of a body that is too large the rest is read and dropped, up to a limit: a client that still sends does not see an answer.
+    """
+    stated, refusal = request.headers.get("content-length", ""), None
     if stated.isdecimal() and len(stated) < 20 and int(stated) > limits.body:
-        raise Refused(413, f"the body has {stated} bytes; at most {limits.body} are taken")
+        refusal = Refused(413, f"the body has {stated} bytes; at most {limits.body} are taken")
     parts: list[bytes] = []
-    size = 0
+    size = kept = 0
+    reading = reading or Reading(limits.reading)
     try:
         async with asyncio.timeout(limits.body_read_s):
             async for chunk in request.stream():
                 size += len(chunk)
-                if size > limits.body:
-                    raise Refused(413, f"the body has more than {limits.body} bytes")
-                parts.append(chunk)
+                if refusal is None and size > limits.body:
+                    refusal = Refused(413, f"the body has more than {limits.body} bytes")
+                if refusal is None:
+                    reading.grow(len(chunk))
+                    kept += len(chunk)
+                    parts.append(chunk)
+                elif size > DROPPED * limits.body:
+                    break
     except ClientDisconnect:
         raise ClientGone from None
     except TimeoutError:
-        raise Refused(408, f"the body did not arrive within {limits.body_read_s:g} s") from None
+        if refusal is None:
+            raise Refused(408, f"the body did not arrive within {limits.body_read_s:g} s") from None
+    finally:
+        reading.n_byte -= kept
+    if refusal is not None:
+        raise refusal
     return b"".join(parts)
 
 
@@ -71,9 +100,12 @@ def _refuse_constant(name: str) -> float:
 def _check_tree(root: dict[str, Any], max_depth: int, check_text: bool) -> None:
     """Bound the depth and refuse half a surrogate pair, which no encoder takes. Walks, so depth costs no stack."""
     level: list[Any] = [root]
-    depth = 0
+    depth = n = 0
     while level:
         depth += 1
+        n += len(level)
+        if n > CONTAINERS:
+            raise RequestError(f"the body has more than {CONTAINERS} objects and arrays")
         if depth > max_depth:
             raise RequestError(f"the body is nested deeper than {max_depth} levels")
         deeper: list[Any] = []

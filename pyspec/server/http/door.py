@@ -9,7 +9,9 @@ from starlette.types import Receive, Scope, Send
 from pyspec.errors import NotFound, Unavailable
 from pyspec.server.http.access import AccessLog
 from pyspec.server.http.envelope import JSON, error_body, error_response
+from pyspec.server.http.gate import foreign_host
 from pyspec.server.service import Service
+from pyspec.server.settings import ServerSettings
 
 HEALTH = ("/health", "/v1/health")
 LOADING = Unavailable("Loading model")  # llama-server's words: clients wait for them to go away
@@ -18,13 +20,13 @@ LOADING = Unavailable("Loading model")  # llama-server's words: clients wait for
 class Door:
     """An ASGI application for the time in which there is none. `app`: set, from any thread, once there is one.
 
-    prefix  where all paths begin, "/llm"; it is taken off, and what does not begin so is not here
+    The prefix of `settings`, "/llm", is where all paths begin; it is taken off, and what does not begin so is not here.
     """
 
-    def __init__(self, app: Starlette | None = None, prefix: str = "") -> None:
-        self.app = app
+    def __init__(self, settings: ServerSettings, app: Starlette | None = None) -> None:
+        self.app, self.settings = app, settings
         self.loading: dict[str, object] = {}  # "stage" and "fraction" of what is being done
-        self._prefix = prefix
+        self._prefix = settings.api_prefix
         self._logged = AccessLog(self._answer)
 
     @property
@@ -39,6 +41,9 @@ class Door:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
+        if (refusal := foreign_host(scope, self.settings)) is not None:
+            await error_response(path, refusal)(scope, receive, send)
+            return
         if self._prefix:
             if path == self._prefix:
                 await RedirectResponse(f"{path}/", 308)(scope, receive, send)

@@ -25,6 +25,7 @@ TYPES = {
     408: "invalid_request_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     500: "server_error",
     501: "not_supported_error",
     503: "unavailable_error",
@@ -60,7 +61,7 @@ class JSON(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        return dumps(content).encode()
+        return dumps(content).encode("utf-8", "replace")  # a file's name may be no text
 
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
@@ -98,8 +99,8 @@ async def on_error(request: Request, error: Exception) -> Response:
     """Answer a PyspecError."""
     assert isinstance(error, PyspecError)
     headers = {}
-    if isinstance(error, QueueFull):
-        headers["Retry-After"] = str(error.retry_after_s)
+    if error.status == 429:
+        headers["Retry-After"] = str(error.retry_after_s if isinstance(error, QueueFull) else 1)
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status in (408, 413):  # the body was not read to its end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import re
+from ipaddress import ip_address
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -16,12 +17,6 @@ PUBLIC = frozenset({"/", "/health", "/v1/health", "/models", "/v1/models"})
 LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
 
-def given_key(headers: Headers) -> str:
-    """The key that a client sent, right or not."""
-    scheme, _, token = headers.get("authorization", "").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
-
-
 class Gate:
     """Refuses a request without the right key, and one that a page from elsewhere sent.
 
@@ -31,9 +26,12 @@ class Gate:
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
+        # HTTP carries bytes: clients write a key that is not ASCII in UTF-8 or in Latin-1
         self._keys = [key.encode() for key in settings.api_keys]
+        self._keys += [key.encode("latin-1") for key in settings.api_keys if not key.isascii() and _is_latin(key)]
         self._origins = frozenset(settings.cors_origins)
         self._is_local = all(map(is_loopback, settings.hosts))
+        self._most_header = settings.limits.header
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         refusal = self._refusal(scope) if scope["type"] == "http" else None
@@ -45,6 +43,8 @@ class Gate:
 
     def _refusal(self, scope: Scope) -> Refused | None:
         headers = Headers(scope=scope)
+        if (n := sum(len(name) + len(value) + 4 for name, value in scope["headers"])) > self._most_header:
+            return Refused(431, f"the headers have {n} bytes; at most {self._most_header} are taken")
         origin = headers.get("origin")
         if origin and scope["method"] not in ("GET", "HEAD", "OPTIONS") and not self._is_known(origin, headers):
             return Refused(403, f"pages of {origin[:80]} may not use this server; allow them with --cors-origin")
@@ -61,6 +61,45 @@ class Gate:
 
     def _has_key(self, headers: Headers) -> bool:
         """Compare with every key, each in constant time, so that the time tells nothing."""
-        given = given_key(headers).encode()
+        given = key_of(headers)
         matches = [hmac.compare_digest(given, key) for key in self._keys]
         return any(matches)
+
+
+def foreign_host(scope: Scope, settings: ServerSettings) -> Refused | None:
+    """The refusal of a request to a server of this machine alone under a name that is not this machine's.
+
+    A page under a foreign name that was made to resolve to this machine (DNS rebinding) would pass for one of ours. An address is what
+    somebody typed. With keys it does not matter: such a page has none.
+    """
+    server = scope.get("server")
+    if settings.api_keys or not all(map(is_loopback, settings.hosts)) or (server is not None and server[1] is None):
+        return None  # no page comes over a unix socket
+    host = Headers(scope=scope).get("host", "")
+    name = re.sub(r":\d+$", "", host).strip("[]")
+    known = {origin.split("://", 1)[-1] for origin in settings.cors_origins}
+    if not host or is_loopback(name) or _is_address(name) or {"*", host, name} & known:
+        return None
+    return Refused(
+        403,
+        f"this server is for its own machine, which is not called {name[:80]}: give --api-key to serve it under a name, or"
+        " allow the name with --cors-origin",
+    )
+
+
+def key_of(headers: Headers) -> bytes:
+    """The API key of a request, as its bytes; empty if it has none."""
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    return (token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")).encode("latin-1", "replace")
+
+
+def _is_latin(key: str) -> bool:
+    return all(ord(c) < 256 for c in key)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ip_address(name)
+    except ValueError:
+        return False
+    return True

@@ -23,6 +23,7 @@ from starlette.applications import Starlette
 from pyspec.errors import Unavailable
 from pyspec.server.app import create_app
 from pyspec.server.engine import EngineLike
+from pyspec.server.http.connections import protocol
 from pyspec.server.http.door import Door
 from pyspec.server.http.listen import bind, listen, unlink, url_of
 from pyspec.server.service import Service
@@ -36,6 +37,7 @@ SWITCH_S = 1e-4
 of it, which is at every launch, while another thread is at work on a long text."""
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+DRAIN_LOOK_S = 0.02
 FLUSH_S = 3.0  # after the drain: time to write the last events
 
 
@@ -64,13 +66,18 @@ class Server(uvicorn.Server):
         if self.door.service is None:
             await super().shutdown(sockets)
         else:
-            self.service.is_draining = True
-            error = Unavailable("the server is shutting down")
-            loop = asyncio.get_running_loop()
-            timer = loop.call_later(self.service.settings.limits.drain_s, self.service.abort_all, error)
+            await self._drain()
             await super().shutdown(sockets)
-            timer.cancel()
         sys.setswitchinterval(self._switch_s)
+
+    async def _drain(self) -> None:
+        """Wait for running requests, and end those that take too long. The port answers meanwhile: with 503 for new work."""
+        self.service.is_draining = True
+        loop = asyncio.get_running_loop()
+        end = loop.time() + self.service.settings.limits.drain_s
+        while self.service.n_jobs and loop.time() < end and not self.force_exit:
+            await asyncio.sleep(DRAIN_LOOK_S)
+        self.service.abort_all(Unavailable("the server is shutting down"))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
@@ -95,10 +102,10 @@ def make_server(app: Starlette | None, settings: ServerSettings, on_ready: Calla
 
     app  None: it comes later, through the server's `door`
     """
-    door = Door(app, settings.api_prefix)
+    door = Door(settings, app)
     config = uvicorn.Config(
         door,
-        http="h11",
+        http=protocol(settings.limits),  # type: ignore[arg-type]  # a class, as uvicorn's own
         ws="none",
         loop="asyncio",
         lifespan="on",

@@ -1,0 +1,159 @@
+"""Connections: how many there are, and how long one may take to say what it wants.
+
+uvicorn has no limit for the time of headers, and a listener without file descriptors is no server. So a connection that does not send its
+headers in time is closed, and where no more fit, the one that has been idle for longest makes room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from pyspec.server.settings import Limits
+
+log = logging.getLogger(__name__)
+
+SPARE = 24  # file descriptors that are left to everything else
+LEAST = 8
+PROBES_S = (0.0, 0.05, 0.5)  # after the client's end of input; then every PROBE_S
+PROBE_S = 2.0
+PROCESSING = b"HTTP/1.1 102 Processing\r\n\r\n"
+
+
+def most_connections(limits: Limits) -> int:
+    """As many as the limits say, or as there are file descriptors for."""
+    try:
+        import resource
+
+        n_open = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 32
+        room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - n_open - SPARE
+    except (ImportError, OSError, ValueError):
+        room = limits.connections
+    return max(LEAST, min(limits.connections, room))
+
+
+class Connections:
+    """Those that are open, in order of their last request."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits, self.most = limits, most_connections(limits)
+        self.open: dict[GuardedProtocol, None] = {}
+
+    def enter(self, new: GuardedProtocol) -> bool:
+        """Count a connection. Where there is no room the one that is idle for longest is closed; False if none is idle."""
+        if len(self.open) >= self.most:
+            idle = next((other for other in self.open if other.is_idle), None)
+            if idle is None:
+                return False
+            idle.drop()
+        self.open[new] = None
+        return True
+
+    def used(self, connection: GuardedProtocol) -> None:
+        """It has sent a request."""
+        if connection in self.open:
+            del self.open[connection]
+            self.open[connection] = None
+
+    def leave(self, connection: GuardedProtocol) -> None:
+        self.open.pop(connection, None)
+
+
+class GuardedProtocol(H11Protocol):
+    """uvicorn's protocol with a limit for the time of headers, and an answer for clients that have closed their half."""
+
+    guard: Connections
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._probe_timer: asyncio.TimerHandle | None = None
+        self._is_half_closed = False
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is being answered."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def drop(self) -> None:
+        """Close it now."""
+        self.guard.leave(self)
+        if self.transport is not None:
+            self.transport.abort()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if not self.guard.enter(self):
+            log.warning("%d connections are open and all are busy: a new one is closed", self.guard.most)
+            transport.abort()
+            return
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_NODELAY, 1
+            )  # asyncio only does so for sockets that name their protocol
+        self._time_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.guard.leave(self)
+        for timer in (self._header_timer, self._probe_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self.conn.their_state is h11.IDLE:  # so far a part of the headers
+            self._time_headers()
+        else:
+            self.guard.used(self)
+            if self._header_timer is not None:
+                self._header_timer.cancel()
+                self._header_timer = None
+
+    def _time_headers(self) -> None:
+        if self._header_timer is None:
+            limit_s = self.guard.limits.header_read_s
+            self._header_timer = self.loop.call_later(limit_s, self._late)
+
+    def _late(self) -> None:
+        self._header_timer = None
+        if self.is_idle and self.transport is not None and not self.transport.is_closing():
+            self.transport.close()
+
+    def eof_received(self) -> bool:  # type: ignore[override]  # asyncio asks whether to stay open
+        """The client sends no more. It may still read: whether it does shows when something is written to it."""
+        is_waiting = self.cycle is not None and not self.cycle.response_complete
+        if self.conn.their_state is h11.SEND_BODY:  # the rest of the body will never come
+            return False
+        if not is_waiting or self.scope is None or self.scope.get("http_version") != "1.1":
+            return False
+        self._is_half_closed = True
+        self._probe(0)
+        return True  # the transport stays open for writing
+
+    def _probe(self, i: int) -> None:
+        """A client that is gone answers with a reset, which ends the connection with the write after it."""
+        if self.transport is None or self.transport.is_closing() or self.is_idle:
+            return
+        if not self.cycle.response_started:
+            self.transport.write(PROCESSING)
+        wait_s = PROBES_S[i] if i < len(PROBES_S) else PROBE_S
+        self._probe_timer = self.loop.call_later(max(wait_s, 0.01), self._probe, i + 1)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_half_closed and self.transport is not None:
+            self.transport.close()
+
+
+def protocol(limits: Limits) -> Callable[..., GuardedProtocol]:
+    """The protocol class of one server."""
+    return type("ServerProtocol", (GuardedProtocol,), {"guard": Connections(limits)})
