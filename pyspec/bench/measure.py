@@ -36,6 +36,7 @@ class Run:
     n_draft      slot rounds by how many tokens were drafted, whole turn
     mean_len     tokens a slot gains a round, whole turn
     via          "engine": in process, timed where tokens are handed over; "http": through the server, timed by its clients
+    case         what else is varied between runs of one report
     """
 
     np: int
@@ -57,6 +58,7 @@ class Run:
     mean_len: float
     synthetic: bool = False
     via: Via = "engine"
+    case: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

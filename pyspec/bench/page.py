@@ -37,7 +37,7 @@ def as_html(report: Report) -> str:
     head = ("streams", "prompt tok/s", "plain tok/s", "spec tok/s", "ratio", "tokens a round", "accepted")
     rows = [
         (
-            str(r.np),
+            r.label,
             f"{r.prompt:.0f}",
             f"{r.plain:.1f}",
             f"{r.spec:.1f}" if r.spec else "-",

@@ -120,10 +120,10 @@ def _rates(at: Element, report: Report) -> int:
             _text(at, middle, y, f"x{r.ratio:.2f}", "middle", **{"font-weight": "600"})
         for x, shade, kind, rate, low, high in kinds:
             y = TOP + PLOT * (1 - rate / top)
-            tip = f"{r.np} streams, {kind}: {rate:.1f} tokens/s, turns {low:.1f} to {high:.1f}"
+            tip = f"{r.label} streams, {kind}: {rate:.1f} tokens/s, turns {low:.1f} to {high:.1f}"
             _bar(at, x, y, bar, PLOT * rate / top, shade, tip)
             _whisker(at, x + bar / 2, TOP + PLOT * (1 - low / top), TOP + PLOT * (1 - high / top))
-        _text(at, middle, TOP + PLOT + 18, f"{r.np} stream{'s' if r.np > 1 else ''}", "middle")
+        _text(at, middle, TOP + PLOT + 18, r.label if r.case else f"{r.np} stream{'s' if r.np > 1 else ''}", "middle")
     return TOP + PLOT + 44
 
 
@@ -131,7 +131,7 @@ def _acceptance(at: Element, report: Report) -> int:
     rows = [r for r in report.rows if r.per_pos]
     _axis(at, "share of drafted tokens accepted, by position in the draft", 1.0, 0.25)
     colours = [SHADES[round(i * (len(SHADES) - 1) / max(len(rows) - 1, 1))] for i in range(len(rows))]
-    _legend(at, [(f"np {r.np}", c) for r, c in zip(rows, colours, strict=True)])
+    _legend(at, [(f"np {r.label}", c) for r, c in zip(rows, colours, strict=True)])
     n_pos = max(len(r.per_pos) for r in rows)
     slot = (WIDTH - LEFT - RIGHT) / n_pos
     bar = slot * 0.8 / len(rows)
@@ -140,7 +140,7 @@ def _acceptance(at: Element, report: Report) -> int:
             if pos < len(r.per_pos):
                 share = r.per_pos[pos]
                 x = LEFT + slot * (pos + 0.1) + bar * k
-                _bar(at, x, TOP + PLOT * (1 - share), bar - 1, PLOT * share, colours[k], f"np {r.np}: {share:.1%}")
+                _bar(at, x, TOP + PLOT * (1 - share), bar - 1, PLOT * share, colours[k], f"np {r.label}: {share:.1%}")
         _text(at, LEFT + slot * (pos + 0.5), TOP + PLOT + 18, str(pos + 1), "middle")
     return TOP + PLOT + 44
 
@@ -166,9 +166,9 @@ def _times(at: Element, report: Report) -> int:
 
 def _token_bars(r: Row) -> list[tuple[str, float, dict[str, float]]]:
     """(name, milliseconds a token, the same by part). A round of plain decoding gives a stream one token, one with drafts `mean_len`."""
-    kinds = [(f"np {r.np} plain", r.plain_round_ms, r.plain_ms, 1.0)]
+    kinds = [(f"np {r.label} plain", r.plain_round_ms, r.plain_ms, 1.0)]
     if r.spec:
-        kinds.append((f"np {r.np} spec", r.spec_round_ms, r.spec_ms, max(r.mean_len, 1.0)))
+        kinds.append((f"np {r.label} spec", r.spec_round_ms, r.spec_ms, max(r.mean_len, 1.0)))
     bars = []
     for name, round_ms, ms, n_token in kinds:
         parts = {p: ms.get(p, 0.0) / n_token for p in PARTS}

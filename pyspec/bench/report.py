@@ -32,7 +32,8 @@ def verdict(report: Report) -> str:
 
 
 def _at(row: Row, figure: str) -> str:
-    return f"{row.np} stream{'s' if row.np > 1 else ''} ({figure})"
+    case = f" of {row.case}" if row.case else ""
+    return f"{row.np} stream{'s' if row.np > 1 else ''}{case} ({figure})"
 
 
 def _listed(items: Sequence[str]) -> str:
@@ -65,10 +66,10 @@ def as_markdown(report: Report) -> str:
 def _rate_cells(r: Row) -> list[str]:
     plain, spec = f"{r.plain:.1f}", f"{r.spec:.1f}"
     if not r.spec:
-        return [str(r.np), f"{r.prompt:.0f}", plain, f"{r.plain / r.np:.1f}", "-", "-", "-", "-"]
+        return [r.label, f"{r.prompt:.0f}", plain, f"{r.plain / r.np:.1f}", "-", "-", "-", "-"]
     spread = f"{r.ratio_low:.2f}..{r.ratio_high:.2f} ({r.turns})"
     streams = f"{r.plain / r.np:.1f}", f"{r.spec / r.np:.1f}"
-    return [str(r.np), f"{r.prompt:.0f}", plain, streams[0], spec, streams[1], f"x{r.ratio:.2f}", spread]
+    return [r.label, f"{r.prompt:.0f}", plain, streams[0], spec, streams[1], f"x{r.ratio:.2f}", spread]
 
 
 def http_cells(r: Row) -> list[list[str]]:
@@ -78,7 +79,7 @@ def http_cells(r: Row) -> list[list[str]]:
         ("spec", r.spec, r.spec_http, r.spec_http_share, r.spec_http_low, r.spec_http_high),
     ]
     return [
-        [str(r.np), kind, f"{direct:.1f}", f"{http:.1f}", f"{share:.3f}", f"{low:.3f}..{high:.3f} ({r.turns})"]
+        [r.label, kind, f"{direct:.1f}", f"{http:.1f}", f"{share:.3f}", f"{low:.3f}..{high:.3f} ({r.turns})"]
         for kind, direct, http, share, low, high in kinds
         if http
     ]
@@ -87,7 +88,7 @@ def http_cells(r: Row) -> list[list[str]]:
 def device_cells(r: Row) -> list[list[str]]:
     """Device time of a round by kind of kernel."""
     kinds = [("plain", r.plain_parts), ("spec", r.spec_parts)]
-    return [[str(r.np), kind, *(f"{parts[p]:.2f}" for p in DEVICE_PARTS)] for kind, parts in kinds if parts]
+    return [[r.label, kind, *(f"{parts[p]:.2f}" for p in DEVICE_PARTS)] for kind, parts in kinds if parts]
 
 
 def _part_cells(r: Row) -> list[list[str]]:
@@ -99,7 +100,7 @@ def _part_cells(r: Row) -> list[list[str]]:
     if r.spec_http:
         kinds.append(("spec HTTP", r.spec_http_round_ms, r.spec_http_ms, 0.0))
     return [
-        [str(r.np), kind, f"{whole:.2f}", *(f"{v:.2f}" for v in ms.values()), f"{floor:.0%}" if floor else "-"]
+        [r.label, kind, f"{whole:.2f}", *(f"{v:.2f}" for v in ms.values()), f"{floor:.0%}" if floor else "-"]
         for kind, whole, ms, floor in kinds
     ]
 
@@ -107,7 +108,7 @@ def _part_cells(r: Row) -> list[list[str]]:
 def _draft_cells(r: Row) -> list[str]:
     by_pos = " ".join(f"{p:.2f}" for p in r.per_pos)
     used = " ".join(f"{i}:{share:.0%}" for i, share in enumerate(r.n_draft) if share >= 0.005)
-    return [str(r.np), f"{r.mean_len:.2f}", f"{r.acceptance:.0%}", by_pos or "-", used or "-"]
+    return [r.label, f"{r.mean_len:.2f}", f"{r.acceptance:.0%}", by_pos or "-", used or "-"]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -137,7 +138,7 @@ def _flat(report: Report, row: Row) -> dict[str, object]:
         elif isinstance(value, tuple):
             flat[name] = " ".join(f"{v:.4f}" for v in value)
         else:
-            flat[name] = round(value, 4)
+            flat[name] = value if isinstance(value, str) else round(value, 4)
     return flat
 
 

@@ -28,6 +28,7 @@ class Row:
     floor        share of the bandwidth floor that was reached: time to read the weights once / time of a round
     *_parts      device milliseconds of a round by kind of kernel, drafting included; empty unless asked for
     *_http       the same through HTTP; share: of the in-process rate of the neighbouring turn, lowest and highest
+    case         what else was varied, "p512 n128 t4"; "" if nothing was
     """
 
     np: int
@@ -68,6 +69,12 @@ class Row:
     spec_http_round_ms: float = 0.0
     plain_parts: dict[str, float] = field(default_factory=dict)
     spec_parts: dict[str, float] = field(default_factory=dict)
+    case: str = ""
+
+    @property
+    def label(self) -> str:
+        """Number of streams, and the case if there are several."""
+        return f"{self.np} {self.case}".rstrip()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +97,19 @@ def summarise_turns(runs: Sequence[Run], *, n_bytes: int = 0, bandwidth: float =
     n_bytes    bytes of the weights a round reads; bandwidth: of the memory, in GB/s, 0 if not known
     """
     floor_ms = n_bytes / (bandwidth * 1e6) if bandwidth > 0 else 0.0
-    return tuple(_row([r for r in runs if r.np == np], floor_ms) for np in sorted({r.np for r in runs}))
+    cases = list(dict.fromkeys(r.case for r in runs))
+    kinds = [(case, np) for case in cases for np in sorted({r.np for r in runs if r.case == case})]
+    return tuple(_row([r for r in runs if (r.case, r.np) == kind], floor_ms) for kind in kinds)
+
+
+def joined(reports: Sequence[Report]) -> Report:
+    """One report of several cases on one machine; what differed between them stands in `about` as a list."""
+    about: dict[str, object] = {}
+    for name in dict.fromkeys(name for report in reports for name in report.about):
+        values = list(dict.fromkeys(report.about.get(name) for report in reports))
+        about[name] = values[0] if len(values) == 1 or name == "date" else ", ".join(map(str, values))
+    rows = tuple(row for report in reports for row in report.rows)
+    return Report(about=about, rows=rows, runs=tuple(run for report in reports for run in report.runs))
 
 
 def _row(every: Sequence[Run], floor_ms: float) -> Row:
@@ -103,6 +122,7 @@ def _row(every: Sequence[Run], floor_ms: float) -> Row:
     plain_round, spec_round = _middle([r.round_ms for r in plain]), _middle([r.round_ms for r in spec])
     return Row(
         np=runs[0].np,
+        case=runs[0].case,
         turns=len(plain),
         n_prompt=runs[0].n_prompt,
         n_predicted=sum(r.n_predicted for r in every),
@@ -170,7 +190,7 @@ def to_json(report: Report) -> dict[str, object]:
 class Change:
     """One figure that moved against the baseline; `change` is relative: -0.04 is four percent slower."""
 
-    np: int
+    np: int | str  # with the case, if there were several
     what: str
     before: float
     after: float
@@ -184,25 +204,32 @@ COMPARED = ("prompt", "plain", "spec", "plain_http", "spec_http")
 """Fields of Row that are rates: more is better."""
 
 
-def read_rates(path: Path) -> dict[int, dict[str, float]]:
+def read_rates(path: Path) -> dict[int | str, dict[str, float]]:
     """Rates by number of streams of a report written with -o json. Raises ConfigError."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         if data["schema"] != SCHEMA:
             raise ConfigError(f"{path}: schema {data['schema']}; this version reads {SCHEMA}")
-        return {int(row["np"]): {name: float(row.get(name, 0.0)) for name in COMPARED} for row in data["rows"]}
+        return {
+            _key(int(row["np"]), str(row.get("case", ""))): {name: float(row.get(name, 0.0)) for name in COMPARED}
+            for row in data["rows"]
+        }
     except OSError as e:
         raise ConfigError(f"cannot read {path}: {e.strerror or e}") from e
     except (ValueError, KeyError, TypeError) as e:
         raise ConfigError(f"{path} is not a report of `pyspec bench -o json`: {type(e).__name__}: {e}") from e
 
 
-def changes(rows: Sequence[Row], baseline: dict[int, dict[str, float]]) -> list[Change]:
+def _key(np: int, case: str) -> int | str:
+    return f"{np} {case}" if case else np
+
+
+def changes(rows: Sequence[Row], baseline: dict[int | str, dict[str, float]]) -> list[Change]:
     """Every rate of the baseline's that this run has streams for, in their order: see `compare`."""
-    return compare(baseline, {row.np: {name: getattr(row, name) for name in COMPARED} for row in rows})
+    return compare(baseline, {_key(row.np, row.case): {name: getattr(row, name) for name in COMPARED} for row in rows})
 
 
-def compare(before: dict[int, dict[str, float]], after: dict[int, dict[str, float]]) -> list[Change]:
+def compare(before: dict[int | str, dict[str, float]], after: dict[int | str, dict[str, float]]) -> list[Change]:
     """Every rate that was measured before, at the numbers of streams that both have, in the order of the later one.
 
     Raises ConfigError if there are none, or if one was not measured now: neither may look like a pass.

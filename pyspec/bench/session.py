@@ -36,6 +36,7 @@ class Plan:
     temperature: float = 0.0
     bandwidth: float = 0.0  # GB/s of the memory the weights lie in; 0: not known
     warm_up: bool = True
+    case: str = ""  # its name, where several are measured
     parts: bool = False  # also split a round's device time by kernel
 
 
@@ -59,9 +60,11 @@ def bench(
             asked = prompts[turn * n : (turn + 1) * n]
             for mode in modes:
                 for run in _turns(engine, clients, plan, asked, mode, turn, plan.n_predict):
-                    runs.append(run)
+                    runs.append(replace(run, case=plan.case))
                     way = " through HTTP" if run.via == "http" else ""
-                    tell(f"np {n} {mode} turn {turn + 1}{way}: {run.rate:.1f} tokens/s")
+                    tell(
+                        f"{f'{plan.case} ' if plan.case else ''}np {n} {mode} turn {turn + 1}{way}: {run.rate:.1f} tokens/s"
+                    )
     rows = summarise_turns(runs, n_bytes=engine.info.n_bytes, bandwidth=plan.bandwidth)
     if plan.parts:
         rows = _with_parts(engine, plan, rows, modes, prompts, tell)

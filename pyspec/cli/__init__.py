@@ -29,6 +29,8 @@ COMMANDS = {
     "logits": "pyspec.cli.logits:logits",
     "synth": "pyspec.cli.synth:synth",
     "doctor": "pyspec.cli.doctor:doctor",
+    "config": "pyspec.cli.config:config",
+    "completion": "pyspec.cli.completion:completion",
 }
 BELOW = {("bench", "compare"): "pyspec.cli.compare:compare"}
 """Commands of two words; the first alone is a command, too."""

@@ -4,111 +4,175 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from pyspec.cli.compare import holds, percent
-from pyspec.cli.flags import FlagCommand
-from pyspec.cli.options import EngineChoice, Number, engine_options, tell_ignored
-from pyspec.config import MAX_CTX, MAX_SLOTS
+from pyspec.cli.flags import FlagCommand, gathered, grouped
+from pyspec.cli.lists import in_list, pairs
+from pyspec.cli.options import THREADS, EngineChoice, Number, apply, engine_options, tell_ignored
+from pyspec.config import MAX_CTX, MAX_SLOTS, MAX_THREADS
 
 if TYPE_CHECKING:
     from pyspec.bench.over_http import Clients
     from pyspec.bench.result import Report
+    from pyspec.bench.session import Plan
     from pyspec.engine.api import Engine
 
+DEFAULT_GEN = 128  # tokens of an answer
+AUTO_CTX = 8192  # tokens of a request that a load takes by itself
+SPARE = 64  # for what a template puts around a question
+_what = grouped("What is measured")
+_report = grouped("Report")
 
-def _counts(ctx: click.Context, param: click.Parameter, value: str) -> tuple[int, ...]:
-    try:
-        counts = tuple(sorted({int(part) for part in value.split(",")}))
-    except ValueError as e:
-        raise click.BadParameter(f"want numbers between commas, such as 1,2,4,8: {e}", ctx, param) from e
-    if not 1 <= counts[0] <= counts[-1] <= MAX_SLOTS:
-        raise click.BadParameter(f"want 1 to {MAX_SLOTS} streams, got {value!r}", ctx, param)
-    return counts
+
+@dataclass(frozen=True, kw_only=True)
+class BenchFlags:
+    """What is measured and how it is shown, under the names that click gives the options."""
+
+    streams: tuple[int, ...]
+    n_prompt: tuple[int, ...]
+    n_gen: tuple[int, ...]
+    n_depth: tuple[int, ...]
+    prompt_gen: tuple[tuple[int, int], ...]
+    repetitions: int
+    temperature: float
+    random_prompts: bool
+    ignore_eos: bool
+    http: bool
+    isolated: bool
+    parts: bool
+    bandwidth: float
+    output: str
+    html: Path | None
+    baseline: Path | None
+    max_regress: float
+
+    def plans(self, case: str = "") -> list[Plan]:
+        """One plan for each case, in the order of the lists: depths, then prompts, then answers; pairs last."""
+        from pyspec.bench.session import Plan
+
+        pairs = [(p, n) for p in self.n_prompt or (0,) for n in self.n_gen or (DEFAULT_GEN,)]
+        pairs = [*(pairs if self.n_prompt or self.n_gen or not self.prompt_gen else ()), *self.prompt_gen]
+        cases = [(d, p, n) for d in self.n_depth for p, n in pairs]
+        return [
+            Plan(
+                streams=self.streams,
+                turns=self.repetitions,
+                n_prompt=d + p,
+                n_predict=n,
+                random_prompts=self.random_prompts,
+                ignore_eos=self.ignore_eos,
+                temperature=self.temperature,
+                bandwidth=self.bandwidth,
+                parts=self.parts,
+                case=" ".join([*([f"d{d}"] if d else []), f"p{p}", f"n{n}", *([case] if case else [])])
+                if case or len(cases) > 1
+                else "",
+            )
+            for d, p, n in cases
+        ]
+
+
+def _whole(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> tuple[int, ...]:
+    """Numbers of threads; -1 is 0, as torch chooses."""
+    return in_list(0, MAX_THREADS, "threads")(ctx, param, ["0" if text.strip() == "-1" else text for text in texts])
+
+
+BENCH_OPTIONS = [
+    _what(
+        "-npl", "--streams", multiple=True, default=("1,2,4,8",), callback=in_list(1, MAX_SLOTS, "streams"),
+        metavar="LIST", help="Numbers of streams side by side.",
+    ),
+    _what(
+        "-p", "--n-prompt", multiple=True, callback=in_list(0, MAX_CTX, "tokens"), metavar="LIST",
+        help="Tokens of a prompt. 0, the default: as questions are.",
+    ),
+    _what(
+        "-n", "--n-gen", multiple=True, callback=in_list(4, MAX_CTX, "tokens"), metavar="LIST",
+        help=f"Most tokens of an answer. Default {DEFAULT_GEN}.",
+    ),
+    _what(
+        "-d", "--n-depth", multiple=True, default=("0",), callback=in_list(0, MAX_CTX, "tokens"), metavar="LIST",
+        help="Tokens before the prompt; its rate counts them, too.",
+    ),
+    _what("-pg", "prompt_gen", multiple=True, callback=pairs, metavar="P,N", help="Prompt and answer together."),
+    _what(
+        "-t", "--threads", multiple=True, default=("0",), callback=_whole, metavar="LIST",
+        help="CPU threads; each number is a load of its own. 0: as torch chooses.",
+    ),
+    _what("-r", "--repetitions", default=3, type=click.IntRange(1, 1000), help="Turns of each kind."),
+    _what("--temp", "temperature", default=0.0, type=Number(0, 100), help="Temperature; 0 is greedy."),
+    _what("--random-prompts", is_flag=True, help="Random ids, for models without meaning (`pyspec synth`)."),
+    _what("--ignore-eos", is_flag=True, help="Go on after an end-of-generation token."),
+    _what("--http", is_flag=True, help="Each turn also through the HTTP server, streamed to another process."),
+    _what("--isolated", is_flag=True, help="With the engine in a process of its own, as the server has it."),
+    _what("--parts", is_flag=True, help="Also split a round's device time: linear, attention, state (GPU)."),
+    _what(
+        "--bandwidth", default=0.0, type=Number(0, 1e6), metavar="GB/S",
+        help="Memory bandwidth, to show the share of the floor.",
+    ),
+    _report("-o", "--output", type=click.Choice(["md", "json", "csv", "jsonl"]), default="md", help="Form on stdout."),
+    _report("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also write a report with a picture."),
+    _report("--baseline", type=click.Path(path_type=Path, dir_okay=False), help="Compare with an -o json report."),
+    _report("--max-regress", default="3%", callback=percent, help="Slower than the baseline by more: exit code 1."),
+]  # fmt: skip
 
 
 @click.command(cls=FlagCommand)
-@engine_options
-@click.option("-npl", "--streams", default="1,2,4,8", callback=_counts, help="Numbers of streams side by side.")
-@click.option(
-    "-p", "--n-prompt", default=0, type=click.IntRange(0, MAX_CTX), help="Tokens of a prompt. 0: as questions are."
-)
-@click.option("-n", "--n-gen", default=128, type=click.IntRange(4, MAX_CTX), help="Most tokens of an answer.")
-@click.option("-r", "--repetitions", default=3, type=click.IntRange(1, 1000), help="Turns of each kind.")
-@click.option("--temp", "temperature", default=0.0, type=Number(0, 100), help="Temperature; 0 is greedy.")
-@click.option("--random-prompts", is_flag=True, help="Random ids, for models without meaning (`pyspec synth`).")
-@click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-generation token.")
-@click.option("--http", is_flag=True, help="Each turn also through the HTTP server, streamed to another process.")
-@click.option("--isolated", is_flag=True, help="With the engine in a process of its own, as the server has it.")
-@click.option("--parts", is_flag=True, help="Also split a round's device time: linear, attention, state (GPU).")
-@click.option(
-    "--bandwidth",
-    default=0.0,
-    type=Number(0, 1e6),
-    metavar="GB/S",
-    help="Memory bandwidth, to show the share of the floor.",
-)
-@click.option("-o", "--output", type=click.Choice(["md", "json", "csv", "jsonl"]), default="md", help="Form on stdout.")
-@click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Also write a report with a picture.")
-@click.option("--baseline", type=click.Path(path_type=Path, dir_okay=False), help="Compare with an -o json report.")
-@click.option("--max-regress", default="3%", callback=percent, help="Slower than the baseline by more: exit code 1.")
+@partial(engine_options, but=(THREADS,))
+@apply(BENCH_OPTIONS)
+@gathered(BenchFlags, "flags")
 @click.pass_context
-def bench(
-    ctx: click.Context,
-    engine: EngineChoice,
-    streams: tuple[int, ...],
-    n_prompt: int,
-    n_gen: int,
-    repetitions: int,
-    temperature: float,
-    random_prompts: bool,
-    ignore_eos: bool,
-    http: bool,
-    isolated: bool,
-    parts: bool,
-    bandwidth: float,
-    output: str,
-    html: Path | None,
-    baseline: Path | None,
-    max_regress: float,
-) -> None:
+def bench(ctx: click.Context, engine: EngineChoice, flags: BenchFlags) -> None:
     """Measure speed, plain and speculative in turns.
 
-    Example: pyspec bench demo -npl 1,8 --html report.html
+    A LIST is as in llama-bench: 512,1024 or 1-8 or 0-4096+1024 or 1-64*2, and options may be repeated.
+    Example: pyspec bench demo -npl 1,8 -p 128,256 --html report.html
     """
     from pyspec.bench.report import FORMATS
-    from pyspec.bench.result import changes, read_rates
-    from pyspec.bench.session import Plan
-    from pyspec.bench.session import bench as run_bench
+    from pyspec.bench.result import changes, joined, read_rates
     from pyspec.cli.logs import set_up
 
     set_up(4 if ctx.meta.get("pyspec.verbose") else 2)
     tell_ignored()
-    before = read_rates(baseline) if baseline else {}
-    plan = Plan(
-        streams=streams,
-        turns=repetitions,
-        n_prompt=n_prompt,
-        n_predict=n_gen,
-        random_prompts=random_prompts,
-        ignore_eos=ignore_eos,
-        temperature=temperature,
-        bandwidth=bandwidth,
-        parts=parts,
-    )
-    if isolated and parts:
+    if flags.isolated and flags.parts:
         raise click.UsageError("--parts looks into the engine: not with --isolated")
-    n_slot = max(engine.np, *streams)
-    with engine.load(n_slot, isolated=isolated) as loaded, _clients(loaded) if http else nullcontext() as clients:
-        report = run_bench(loaded, plan, lambda line: click.echo(line, err=True), clients)
-    click.echo(FORMATS[output](report), nl=False)
-    if html is not None:
-        _write_page(html, report)
-    if before and not holds(changes(report.rows, before), max_regress):
+    before = read_rates(flags.baseline) if flags.baseline else {}
+    threads = engine.settings["threads"]
+    assert isinstance(threads, tuple)
+    loads = [replace(engine, settings={**engine.settings, "threads": n}) for n in threads]
+    for one in loads:
+        one.check(max(engine.np, *flags.streams))
+    reports = []
+    for n, one in zip(threads, loads, strict=True):
+        reports += _measured(one, flags, f"t{n}" if len(loads) > 1 else "")
+    report = joined(reports)
+    click.echo(FORMATS[flags.output](report), nl=False)
+    if flags.html is not None:
+        _write_page(flags.html, report)
+    if before and not holds(changes(report.rows, before), flags.max_regress):
         ctx.exit(1)
+
+
+def _measured(engine: EngineChoice, flags: BenchFlags, case: str) -> list[Report]:
+    """Reports of all cases of one load."""
+    from pyspec.bench.session import bench as run_bench
+
+    plans = flags.plans(case)
+    longest = max(plan.n_prompt + plan.n_predict for plan in plans) + SPARE
+    if not engine.ctx and longest > AUTO_CTX:
+        engine = replace(engine, ctx=longest)
+    n_slot = max(engine.np, *flags.streams)
+    with (
+        engine.load(n_slot, isolated=flags.isolated) as loaded,
+        _clients(loaded) if flags.http else nullcontext() as clients,
+    ):
+        return [run_bench(loaded, plan, lambda line: click.echo(line, err=True), clients) for plan in plans]
 
 
 @contextmanager

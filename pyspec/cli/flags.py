@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache, partial, wraps
@@ -102,7 +103,11 @@ class FlagCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         reader = _Reader(self, ctx)
-        if self.reads_llama_env and not ctx.resilient_parsing:
+        if ctx.resilient_parsing:  # a shell completes what is not finished
+            with suppress(click.UsageError):
+                args = reader.read(args)
+            return super().parse_args(ctx, args)
+        if self.reads_llama_env:
             reader.look_around()
         return super().parse_args(ctx, reader.read(args))
 

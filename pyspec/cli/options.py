@@ -5,25 +5,22 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from pyspec.cli import verbose_option
+from pyspec.cli.choice import EngineChoice, ModelChoice
 from pyspec.cli.flags import grouped
 from pyspec.cli.sampling import SAMPLING_OPTIONS, sampling_of
-from pyspec.config import DRAFT_HEADS, KV_TYPES, MAX_CTX, MAX_MIB, PAGE_SIZES, WEIGHTS, settings_from
-from pyspec.errors import ConfigError
+from pyspec.config import DRAFT_HEADS, KV_TYPES, MAX_CTX, MAX_MIB, PAGE_SIZES, WEIGHTS
 from pyspec.registry import DRAFTERS, WHETHER, added_drafters, is_spec_type
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    from click.shell_completion import CompletionItem
 
-    from pyspec.config import EngineSettings
-    from pyspec.engine.api import Engine
 
 log = logging.getLogger(__name__)
 
@@ -45,85 +42,6 @@ SPEC_TYPES = {name: name for name in (*WHETHER, *DRAFTERS)} | {
     LLAMA_CPP.get(name, f"draft-{name}"): name for name in DRAFTERS
 }
 """Our spellings and llama.cpp's."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelChoice:
-    """What the user wants loaded, before any of it is looked up."""
-
-    model: str = ""
-    repo: str = ""
-    file: str = ""
-    draft: str = ""
-    draft_repo: str = ""
-
-    def target(self) -> str:
-        """A path or a catalogue name; downloaded first with -hf. Raises ConfigError, DownloadError."""
-        if bool(self.model) == bool(self.repo):
-            what = "-m and -hf exclude each other" if self.model else "which model? give a GGUF file, a name, or -hf"
-            raise ConfigError(f"{what}; `pyspec models` lists names")
-        if self.file and not self.repo:
-            raise ConfigError("-hff names a file of a repository: give that with -hf")
-        return str(_from_hub(self.repo, self.file)) if self.repo else self.model
-
-    def drafter(self) -> str:
-        """A path, or "auto" if none was named. Raises ConfigError, DownloadError."""
-        if self.draft and self.draft_repo:
-            raise ConfigError("-md and -hfd exclude each other")
-        if self.draft_repo:
-            return str(_from_hub(self.draft_repo, "", drafter=True))
-        if not self.draft:
-            return "auto"
-        from pyspec.catalog import resolve
-
-        return str(resolve(self.draft)[0])
-
-
-def _from_hub(name: str, file: str, *, drafter: bool = False) -> str:
-    from pyspec.hub import from_hub, split_name
-
-    repo, quant = split_name(name)
-    return str(from_hub(repo, quant, file, drafter=drafter))
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineChoice:
-    """The engine as the user typed it; names of EngineSettings where they are the same."""
-
-    choice: ModelChoice
-    np: int
-    ctx: int
-    settings: Mapping[str, object]
-
-    def check(self, np: int = 0) -> None:
-        """Raise ConfigError for settings that mean nothing, before the seconds that torch's import takes."""
-        settings_from({"np": np or self.np, "ctx": self.ctx, **self.settings})
-
-    def load(self, np: int = 0, *, isolated: bool = False) -> Engine:
-        """Load it, with `np` slots if given, and in a process of its own if `isolated`. Raises PyspecError."""
-        target, draft, values = self._looked_up(np)
-        from pyspec.engine.api import Engine
-
-        return Engine.open(target, draft, values, isolated=isolated)
-
-    def plan(self, np: int = 0) -> tuple[Path, EngineSettings]:
-        """The target's file and the settings that `load` would have. Raises PyspecError."""
-        found = self._looked_up(np)
-        from pyspec.engine.api import pair_of
-
-        return pair_of(*found)
-
-    def _looked_up(self, np: int) -> tuple[str, str, dict[str, object]]:
-        from pyspec.catalog import resolve
-
-        target, draft = self.choice.target(), self.choice.drafter()
-        if self.choice.repo and draft == "auto":
-            from pyspec.cli.beside import drafter_beside
-
-            draft = drafter_beside(self.choice.repo, self.choice.file, target, str(self.settings["spec_type"]))
-        resolve(target)
-        self.check(np)
-        return target, draft, {"np": np or self.np, "ctx": self.ctx, **self.settings}
 
 
 def apply(options: list[Callable[[F], F]]) -> Callable[[F], F]:
@@ -186,9 +104,20 @@ def _take_token(ctx: click.Context, param: click.Parameter, value: str) -> None:
         os.environ["HF_TOKEN"] = value
 
 
+def _complete_model(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    from click.shell_completion import CompletionItem
+
+    from pyspec.catalog import catalogue
+
+    names = [CompletionItem(name) for name in catalogue() if name.startswith(incomplete)]
+    return names or [CompletionItem(incomplete, type="file")]
+
+
 MODEL_OPTIONS: list[Callable[[Any], Any]] = [
-    click.argument("name", metavar="[MODEL]", required=False, default=""),
-    _model("-m", "--model", default="", help="GGUF file, or a name from `pyspec models`."),
+    click.argument("name", metavar="[MODEL]", required=False, default="", shell_complete=_complete_model),
+    _model(
+        "-m", "--model", default="", shell_complete=_complete_model, help="GGUF file, or a name from `pyspec models`."
+    ),
     _model("-hf", "-hfr", "--hf-repo", default="", metavar="USER/REPO[:QUANT]", help="Download from Hugging Face."),
     _model("-hff", "--hf-file", default="", help="File of that repository; without it Q4_K_M, Q8_0, or the first."),
     _model("-hft", "--hf-token", expose_value=False, callback=_take_token, help="Token for it; else HF_TOKEN."),
@@ -197,6 +126,7 @@ MODEL_OPTIONS: list[Callable[[Any], Any]] = [
     ),
 ]
 
+THREADS = _device("-t", "--threads", default=0, help="CPU threads. 0 or -1: as torch chooses.")
 ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     _model("-md", "--model-draft", "--spec-draft-model", default="", help="Drafter's GGUF file."),
     _model(
@@ -219,7 +149,7 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     _slots("-ub", "--ubatch-size", "ubatch", default=512, help="Rows of a forward in which somebody decodes."),
     _slots("-ctk", "--cache-type-k", type=click.Choice(KV_TYPES), default=None, help="Type of keys and values [f16]."),
     _slots("-ctv", "--cache-type-v", type=click.Choice(KV_TYPES), default=None, help="The same as -ctk."),
-    _device("-t", "--threads", default=0, help="CPU threads. 0 or -1: as torch chooses."),
+    THREADS,
     _device("-dev", "--device", default="auto", callback=_device_name, help="auto, cpu, cuda, cuda:1 ..."),
     _device("-mg", "--main-gpu", default=0, type=click.IntRange(0, 999), help="The GPU by number; -dev goes first."),
     _device(
@@ -292,13 +222,14 @@ def model_options(function: F) -> F:
     return apply([*MODEL_OPTIONS, verbose_option])(folding(function, fold))
 
 
-def engine_options(function: F) -> F:
-    """Give a command everything a load needs; it receives `engine: EngineChoice`."""
+def engine_options(function: F, but: Sequence[Callable[[Any], Any]] = ()) -> F:
+    """Give a command everything a load needs; it receives `engine: EngineChoice`. `but`: options that it has in a form of its own."""
 
     def fold(values: dict[str, Any]) -> None:
         values["engine"] = _engine_choice(values)
 
-    return apply([*MODEL_OPTIONS, *ENGINE_OPTIONS, verbose_option])(folding(function, fold))
+    shared = [option for option in ENGINE_OPTIONS if option not in but]
+    return apply([*MODEL_OPTIONS, *shared, verbose_option])(folding(function, fold))
 
 
 def sampling_options(function: F) -> F:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pyspec.cli.flags import LlamaCommand
-from pyspec.cli.options import EngineChoice, engine_options, sampling_options, tell_ignored
+from pyspec.cli.flags import LlamaCommand, gathered, grouped
+from pyspec.cli.options import EngineChoice, apply, engine_options, sampling_options, tell_ignored
 from pyspec.errors import RequestError
 from pyspec.request import Delta, Done, Request, SamplingParams, Timings
 
@@ -32,28 +32,55 @@ class AnswerOptions:
     stop: tuple[str, ...]
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunFlags:
+    """What is said, under the names that click gives the options."""
+
+    prompt: str | None
+    chat: str | None
+    file: click.utils.LazyFile | None
+    system: str
+    stop: tuple[str, ...]
+    as_json: bool
+
+    def is_talk(self) -> bool:
+        """True if a person sits there and nothing was given. Raises UsageError if too much was."""
+        given = [what for what in (self.prompt, self.chat, self.file) if what is not None]
+        if len(given) > 1:
+            raise click.UsageError("-p, --chat and -f exclude each other")
+        is_talk = not given and sys.stdin.isatty()
+        if is_talk and self.as_json:
+            raise click.UsageError("--json wants one prompt: -p, --chat, -f or stdin")
+        return is_talk
+
+    def text(self) -> str | None:
+        """The text to continue; None for a chat. Raises UsageError if there is nothing on stdin."""
+        if self.prompt is not None or self.chat is not None:
+            return self.prompt
+        text = (self.file or click.get_text_stream("stdin", encoding="utf-8")).read()
+        if not text and self.file is None:
+            raise click.UsageError("nothing to continue on stdin; give -p TEXT, --chat MESSAGE or -f FILE")
+        return text
+
+
+_say = grouped("What is said")
+RUN_OPTIONS = [
+    _say("-p", "--prompt", default=None, help="Text to continue, without a chat template."),
+    _say("--chat", default=None, metavar="MESSAGE", help="A chat message to answer."),
+    _say("-f", "--file", type=click.File(encoding="utf-8"), help="File with the text to continue."),
+    _say("-sys", "--system", default="", help="System message of a chat."),
+    _say("--stop", multiple=True, help="End at this text; may be repeated."),
+    _say("--json", "as_json", is_flag=True, help="Print text, token ids, timings and acceptance as JSON."),
+]
+
+
 @click.command(cls=LlamaCommand)
 @engine_options
 @sampling_options
-@click.option("-p", "--prompt", default=None, help="Text to continue, without a chat template.")
-@click.option("--chat", default=None, metavar="MESSAGE", help="A chat message to answer.")
-@click.option("-f", "--file", type=click.File(encoding="utf-8"), help="File with the text to continue.")
-@click.option("-sys", "--system", default="", help="System message of a chat.")
-@click.option("--stop", multiple=True, help="End at this text; may be repeated.")
-@click.option("--json", "as_json", is_flag=True, help="Print text, token ids, timings and acceptance as JSON.")
+@apply(RUN_OPTIONS)
+@gathered(RunFlags, "flags")
 @click.pass_context
-def run(
-    ctx: click.Context,
-    engine: EngineChoice,
-    sampling: SamplingParams,
-    n_predict: int,
-    prompt: str | None,
-    chat: str | None,
-    file: click.utils.LazyFile | None,
-    system: str,
-    stop: tuple[str, ...],
-    as_json: bool,
-) -> None:
+def run(ctx: click.Context, engine: EngineChoice, sampling: SamplingParams, n_predict: int, flags: RunFlags) -> None:
     """Answer one prompt, or chat in the terminal.
 
     Continues a text (-p, -f or stdin), answers one message (--chat), or chats if nothing is given on a terminal.
@@ -62,24 +89,18 @@ def run(
     """
     from pyspec.cli.logs import set_up
 
-    if sum(x is not None for x in (prompt, chat, file)) > 1:
-        raise click.UsageError("-p, --chat and -f exclude each other")
+    is_talk = flags.is_talk()
     set_up(4 if ctx.meta.get("pyspec.verbose") else 2)
     tell_ignored()
-    is_talk = prompt is None and chat is None and file is None and sys.stdin.isatty()
-    if is_talk and as_json:
-        raise click.UsageError("--json wants one prompt: -p, --chat, -f or stdin")
-    text = prompt
-    if text is None and not is_talk and chat is None:
-        text = (file or click.get_text_stream("stdin", encoding="utf-8")).read()
-    ask = AnswerOptions(sampling, n_predict, stop)
+    text = None if is_talk else flags.text()
+    ask = AnswerOptions(sampling, n_predict, flags.stop)
     with engine.load(max(engine.np, 1)) as loaded:
         if is_talk:
-            talk(loaded, ask, system)
+            talk(loaded, ask, flags.system)
             return
-        messages = [*_system(system), {"role": "user", "content": chat or ""}]
+        messages = [*_system(flags.system), {"role": "user", "content": flags.chat or ""}]
         request = _request(loaded, ask, messages if text is None else text)
-        answer(loaded, request, as_json)
+        answer(loaded, request, flags.as_json)
 
 
 def _system(text: str) -> list[dict[str, str]]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +12,7 @@ import click
 
 from pyspec.cli.flags import FlagCommand
 from pyspec.cli.options import EngineChoice, Number, engine_options, tell_ignored
+from pyspec.cli.progress import progress
 from pyspec.config import MAX_CTX
 
 if TYPE_CHECKING:
@@ -58,7 +57,8 @@ def verify(
     engine = replace(engine, settings={**engine.settings, "n_draft_fixed": True})
     with engine.load(n_slot) as loaded:
         prompts = _prompts(loaded, texts, random_prompts, n_gen)
-        found = run_verify(loaded, prompts, n_gen, tie, _meter() if sys.stderr.isatty() else None)
+        with progress("comparing") as tell:
+            found = run_verify(loaded, prompts, n_gen, tie, tell)
     if as_json:
         click.echo(json.dumps(_as_json(found), indent=1))
     else:
@@ -117,10 +117,3 @@ def _as_json(v: Verification) -> dict[str, Any]:
     for p in values["partings"]:
         p["margin"] = p["margin"] if math.isfinite(p["margin"]) else None
     return values
-
-
-def _meter() -> Callable[[int, int], None]:
-    def tell(done: int, of: int) -> None:
-        click.echo(f"\r{done} of {of} answers" + ("\n" if done == of else ""), nl=False, err=True)
-
-    return tell

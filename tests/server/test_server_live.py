@@ -239,6 +239,8 @@ def served_process(n_round: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
         from server_fakes import FakeEngine, Script
         from pyspec.server.http.serve import run
         from pyspec.server.settings import ServerSettings
+        import logging
+        logging.basicConfig(level="INFO", format="%(name)s %(message)s")
         engine = FakeEngine(n_ctx=100_000)
         engine.script = Script(text="xyz" * {n_round}, round_s=0.02)
         run(lambda: engine, ServerSettings(port=0), lambda engine, urls: print(urls[0], flush=True))
@@ -246,7 +248,7 @@ def served_process(n_round: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
     here = Path(__file__).parent
     env = os.environ | {"PYTHONPATH": f"{here}{os.pathsep}{here.parents[1]}"}
     argv = [sys.executable, "-c", textwrap.dedent(code)]
-    process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         yield process, process.stdout.readline().strip()
@@ -280,3 +282,7 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=3) == 0
         chunks.close()
+        assert process.stderr is not None
+        said = process.stderr.read()
+    assert "Traceback" not in said and "ending at once; requests that are cut off: 1" in said
+    assert "running requests: 1; they get 30 s, or until a second signal" in said

@@ -36,6 +36,7 @@ SWITCH_S = 1e-4
 """How long a thread that wants the GIL waits before it asks for it. Python's 5 ms would be lost each time the engine lets go
 of it, which is at every launch, while another thread is at work on a long text."""
 
+BELOW_US = logging.getLogger("uvicorn.error")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 DRAIN_LOOK_S = 0.02
 FLUSH_S = 3.0  # after the drain: time to write the last events
@@ -55,6 +56,12 @@ class Server(uvicorn.Server):
         service = self.door.service
         assert service is not None, "nothing is served while the model is loaded"
         return service
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            super().run(sockets)
+        finally:
+            BELOW_US.disabled = False
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -80,9 +87,20 @@ class Server(uvicorn.Server):
         self.service.abort_all(Unavailable("the server is shutting down"))
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:
+        if self.should_exit and not self.force_exit:
             self.force_exit = True
+            log.warning("ending at once%s", self._running("; requests that are cut off: %d"))
+            BELOW_US.disabled = True  # it would tell of each with a traceback
+        elif not self.should_exit and self.door.service is not None:
+            drain_s = self.door.service.settings.limits.drain_s
+            log.info(
+                "ending%s", self._running(f"; running requests: %d; they get {drain_s:g} s, or until a second signal")
+            )
         self.should_exit = True
+
+    def _running(self, text: str) -> str:
+        service = self.door.service
+        return text % service.n_jobs if service is not None and service.n_jobs else ""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
