@@ -14,6 +14,7 @@ import click
 from pyspec.cli.compare import holds, percent
 from pyspec.cli.flags import FlagCommand, gathered, grouped
 from pyspec.cli.lists import in_list, pairs
+from pyspec.cli.meter import shown_load
 from pyspec.cli.options import THREADS, EngineChoice, Number, apply, engine_options, tell_ignored
 from pyspec.config import MAX_CTX, MAX_SLOTS, MAX_THREADS
 
@@ -169,7 +170,7 @@ def _measured(engine: EngineChoice, flags: BenchFlags, case: str) -> list[Report
         engine = replace(engine, ctx=longest)
     n_slot = max(engine.np, *flags.streams)
     with (
-        engine.load(n_slot, isolated=flags.isolated) as loaded,
+        shown_load(engine, n_slot, isolated=flags.isolated) as loaded,
         _clients(loaded) if flags.http else nullcontext() as clients,
     ):
         return [run_bench(loaded, plan, lambda line: click.echo(line, err=True), clients) for plan in plans]

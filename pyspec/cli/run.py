@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pyspec.cli.flags import LlamaCommand, gathered, grouped
+from pyspec.cli.meter import shown_load
 from pyspec.cli.options import EngineChoice, apply, engine_options, sampling_options, tell_ignored
 from pyspec.errors import RequestError
 from pyspec.request import Delta, Done, Request, SamplingParams, Timings
@@ -94,7 +95,7 @@ def run(ctx: click.Context, engine: EngineChoice, sampling: SamplingParams, n_pr
     tell_ignored()
     text = None if is_talk else flags.text()
     ask = AnswerOptions(sampling, n_predict, flags.stop)
-    with engine.load(max(engine.np, 1)) as loaded:
+    with shown_load(engine, max(engine.np, 1)) as loaded:
         if is_talk:
             talk(loaded, ask, flags.system)
             return

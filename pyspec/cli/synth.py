@@ -9,7 +9,7 @@ import click
 
 from pyspec.cli import verbose_option
 from pyspec.cli.flags import gathered
-from pyspec.cli.progress import progress
+from pyspec.cli.meter import meter
 
 
 def _lower(ctx: click.Context, param: click.Parameter, value: str) -> str:
@@ -57,6 +57,6 @@ def synth(entry: str, out: Path, flags: SynthFlags) -> None:
     """
     from pyspec.synth import write
 
-    with progress("writing") as tell:
+    with meter("writing") as tell:
         path = write(entry, out, **asdict(flags), progress=tell)
     click.echo(f"{path}: {path.stat().st_size / 1e6:,.2f} MB", err=True)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pyspec.cli.flags import FlagCommand
+from pyspec.cli.meter import meter, shown_load
 from pyspec.cli.options import EngineChoice, Number, engine_options, tell_ignored
-from pyspec.cli.progress import progress
 from pyspec.config import MAX_CTX
 
 if TYPE_CHECKING:
@@ -55,9 +55,9 @@ def verify(
     n_slot = engine.np if engine.np > 0 else AUTO_SLOTS
     texts = _lines(file) if file is not None else None
     engine = replace(engine, settings={**engine.settings, "n_draft_fixed": True})
-    with engine.load(n_slot) as loaded:
+    with shown_load(engine, n_slot) as loaded:
         prompts = _prompts(loaded, texts, random_prompts, n_gen)
-        with progress("comparing") as tell:
+        with meter("comparing") as tell:
             found = run_verify(loaded, prompts, n_gen, tie, tell)
     if as_json:
         click.echo(json.dumps(_as_json(found), indent=1))

@@ -21,6 +21,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from pyspec import progress
 from pyspec.engine.wire import (
     ActOnSlot,
     Cancel,
@@ -30,6 +31,7 @@ from pyspec.engine.wire import (
     Link,
     Load,
     LoadRefused,
+    LoadStage,
     LogLine,
     Look,
     Looked,
@@ -48,6 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BEAT_S = 0.2
+STAGE_S = 0.1  # between words on how far a load is
 SWITCH_S = 1e-4  # the engine's thread gets the GIL back so soon (see server/http/serve.py)
 FATAL = 70  # exit status after Fatal was sent
 PR_SET_PDEATHSIG = 1
@@ -60,6 +63,7 @@ class Child:
         self.link = link
         self.core: EngineCore | None = None
         self.is_over = threading.Event()
+        self._stage_due = 0.0
 
     def run(self) -> None:
         """Until the parent is gone."""
@@ -92,7 +96,8 @@ class Child:
             EXAMINATION.is_on, settings = True, replace(settings, plain_loop=True)
         threading.Thread(target=self.beat, name="pyspec-heartbeat", daemon=True).start()
         try:
-            self.core = EngineCore.load(message.path, settings, hand_over=self.hand_over, on_death=self.die)
+            with progress.heard_by(self.tell_stage):
+                self.core = EngineCore.load(message.path, settings, hand_over=self.hand_over, on_death=self.die)
         except PyspecError as e:
             self.link.send(LoadRefused(portable(e), EXAMINATION.under_way))
             return False
@@ -104,6 +109,13 @@ class Child:
         self.core.loop.queue.limit = 1 << 60  # the supervisor counts who waits
         self.link.send(Ready(self.core.info))
         return True
+
+    def tell_stage(self, stage: str, fraction: float) -> None:
+        """Pass on how far the load is: at most ten times a second, and where a stage begins or ends."""
+        now = time.monotonic()
+        if fraction in (0.0, 1.0) or now >= self._stage_due:
+            self._stage_due = now + STAGE_S
+            self.link.send(LoadStage(stage, fraction))
 
     def submit(self, core: EngineCore, message: Submit) -> None:
         """Queue a request; its refusal is its last event."""

@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
+from pyspec import progress
 from pyspec.config import EngineSettings
 from pyspec.engine.counts import totals
 from pyspec.engine.launcher import Launcher
@@ -28,6 +29,7 @@ from pyspec.engine.wire import (
     Cancel,
     Events,
     Heartbeat,
+    LoadStage,
     LogLine,
     Look,
     Looked,
@@ -205,6 +207,8 @@ class Supervisor:
             self._now = message.metrics or self._now
         elif isinstance(message, LogLine):
             _relay(message)
+        elif isinstance(message, LoadStage):
+            progress.report(message.stage, message.fraction)
         elif isinstance(message, Looked):
             with self._lock:
                 self._now = message.metrics

@@ -26,13 +26,13 @@ from pyspec.engine.memory_plan import (
     with_head,
     workspace_bytes,
 )
-from pyspec.errors import ConfigError, DeviceError, PairError
+from pyspec.errors import ConfigError, DeviceError, ModelError, PairError
 from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.models import coarse, read_config
 from pyspec.models.target import ModelConfig
 from pyspec.models.weights import check_tensors, weight_bytes, wide_bytes
 from pyspec.ranges import quoted
-from pyspec.registry import drafters
+from pyspec.registry import ARCHITECTURES, drafters
 from pyspec.slots.arena import bucket_of
 from pyspec.slots.kv import KV_DTYPES
 from pyspec.slots.parts import CacheSizes
@@ -43,6 +43,9 @@ from pyspec.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 AUTO_CTX = 8192
+
+
+PARTS_OF_MODELS = {"clip": "a projector for images", "imatrix": "an importance matrix"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +112,7 @@ def describe(path: Path, settings: EngineSettings, assumed: AssumedGpu | None = 
     device = torch.device("cuda") if assumed is not None else pick_device(settings.device)
     file = open_gguf(path)
     draft_file = open_gguf(settings.draft_path) if settings.draft_path is not None else None
+    check_is_target(file, path)
     config = read_config(file)
     check_tensors(file, config.tensors(file))
     tokenizer, template = Tokenizer.from_metadata(file.metadata), ChatTemplate.from_metadata(file.metadata)
@@ -132,6 +136,15 @@ def describe(path: Path, settings: EngineSettings, assumed: AssumedGpu | None = 
         head=plan_head(file, plan, settings.draft_head, is_streamed=device.type == "cuda" and dense is None),
         assumed=assumed,
     )
+
+
+def check_is_target(file: GGUFFile, path: Path) -> None:
+    """Raise ModelError with what to type for a drafter, or a part of another kind, that was given as the model."""
+    kind = draft.recognised(file)
+    if kind and (file.architecture not in ARCHITECTURES or not any(name.startswith("blk.0.") for name in file.tensors)):
+        raise ModelError(f"{path.name} is a drafter ({kind}), no model that answers; type -m TARGET.gguf -md {path}")
+    if (what := PARTS_OF_MODELS.get(file.architecture)) is not None:
+        raise ModelError(f"{path.name} is {what}, no model that answers; it is not supported")
 
 
 def resized(d: Description, np: int, n_ctx: int) -> Description:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from pyspec import draft
+from pyspec import draft, progress
 from pyspec.config import EngineSettings
 from pyspec.cuda import probe, temporary
 from pyspec.cuda.context import context_of, gpu_lock
@@ -130,7 +130,9 @@ def _arena(target: Target, table: SlotTable, n_row: int) -> Arena | None:
 def _timed(what: str, device: torch.device, release: bool = False) -> Iterator[None]:
     """Says how long a part of loading took; `release`: what it allocated and freed is the device's again."""
     began = time.perf_counter()
+    progress.report(what)
     yield
+    progress.report(what, 1.0)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         if release:

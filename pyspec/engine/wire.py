@@ -100,6 +100,14 @@ class LogLine:
 
 
 @dataclass(frozen=True)
+class LoadStage:
+    """How far the load is: the stage, and how much of it is done."""
+
+    stage: str
+    fraction: float
+
+
+@dataclass(frozen=True)
 class Ready:
     """The engine is loaded and takes requests."""
 

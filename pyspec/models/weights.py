@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyspec import progress
 from pyspec.cuda.context import context_of
 from pyspec.cuda.ops.embed.op import embed
 from pyspec.cuda.ops.embed.ref import EmbedSpec
@@ -179,6 +180,7 @@ class Weights:
         self.context = context_of(device)  # what loading computes is the device's while it lasts
         self._shared: dict[tuple[str, ...], Matrix] = {}
         self._upload = Upload(device)
+        self._n_byte, self._n_read = max(sum(t.n_bytes for t in file.tensors.values()), 1), 0
 
     def _info(self, name: str) -> TensorInfo:
         return self.file.tensors[self.alias.get(name, name)]
@@ -191,7 +193,10 @@ class Weights:
 
     def _raw(self, name: str) -> Tensor:
         own = self.alias.get(name, name)
-        return self._upload(self.file.tensors[own].n_bytes, partial(self.file.read_into, own))
+        n_byte = self.file.tensors[own].n_bytes
+        progress.report("weights", self._n_read / self._n_byte)
+        self._n_read = min(self._n_read + n_byte, self._n_byte)  # what is tied is read twice
+        return self._upload(n_byte, partial(self.file.read_into, own))
 
     def _scale(self, name: str) -> float:
         """NVFP4's second-level scale, a sidecar tensor that multiplies the product."""

@@ -193,3 +193,26 @@ def test_the_server_says_where_it_is_and_stops_on_a_signal(tmp_path: Path, monke
         assert "memory plan" in text and "slots    2, 256 tokens each" in text and "dflash" in text
         assert server.stdout.read() == ""
         assert json.loads(invoke("ps", "--json")[1]) == []
+
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+DRAFTER = FIXTURES.parents[1] / "pyspec" / "demo" / "pyspec-demo-dflash.gguf"
+
+
+@pytest.mark.parametrize(
+    ("code", "args", "said"),
+    [
+        (2, ["demo", "-ub", "0"], "-ub is 0; want a whole number from 1"),
+        (3, [str(FIXTURES / "facts.json")], "facts.json"),
+        (3, [str(DRAFTER)], f"type -m TARGET.gguf -md {DRAFTER}"),
+        (3, [str(FIXTURES / "deepseek4_mtp.gguf")], "is a drafter (mtp), no model that answers"),
+        (4, ["demo", "-md", str(FIXTURES / "deepseek4_mtp.gguf")], "the drafter has 300 tokens, the target 4096"),
+        (5, ["demo", "-np", "8", "-c", "16777216", "-dev", "cpu"], "this would fit: -c "),
+        (6, ["demo", "-dev", "cuda:99"], "device 'cuda:99' can not be used"),
+    ],
+)
+def test_each_class_of_error_has_its_exit_code_the_numbers_and_how_to_mend_it(code: int, args: list[str], said: str):
+    """docs/serving.md lists the codes; 7, the network, is in tests/test_hub.py's servers' hands."""
+    found, out, err = invoke("run", *args, "-p", "x")
+    assert (found, out) == (code, "") and "Traceback" not in err
+    assert err.splitlines()[-1].startswith("Error: ") and said in err

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import time
+
 from starlette.applications import Starlette
 from starlette.responses import RedirectResponse
 from starlette.types import Receive, Scope, Send
@@ -13,8 +16,27 @@ from pyspec.server.http.gate import foreign_host
 from pyspec.server.service import Service
 from pyspec.server.settings import ServerSettings
 
+log = logging.getLogger(__name__)
+
+FIRST_S = 2.0  # of a load, before a line is worth it
+EVERY_S = 5.0  # between such lines
 HEALTH = ("/health", "/v1/health")
 LOADING = Unavailable("Loading model")  # llama-server's words: clients wait for them to go away
+
+
+class LoadLog:
+    """Hears how far a load is: /health shows it, and a line of the log tells it now and then."""
+
+    def __init__(self, door: Door) -> None:
+        self._door, self._due = door, time.monotonic() + FIRST_S
+
+    def __call__(self, stage: str, fraction: float) -> None:
+        self._door.loading = {"stage": stage, "fraction": round(fraction, 3)}
+        now = time.monotonic()
+        if now >= self._due and fraction < 1:
+            self._due = now + EVERY_S
+            fields = {"event": "loading"} | self._door.loading
+            log.info("loading: %s, %.0f %%", stage, 100 * fraction, extra={"fields": fields})
 
 
 class Door:

@@ -21,10 +21,11 @@ import uvicorn
 from starlette.applications import Starlette
 
 from pyspec.errors import Unavailable
+from pyspec.progress import heard_by
 from pyspec.server.app import create_app
 from pyspec.server.engine import EngineLike
 from pyspec.server.http.connections import protocol
-from pyspec.server.http.door import Door
+from pyspec.server.http.door import Door, LoadLog
 from pyspec.server.http.listen import bind, listen, unlink, url_of
 from pyspec.server.service import Service
 from pyspec.server.settings import ServerSettings
@@ -167,7 +168,8 @@ def run(
 
         def open_door() -> None:
             try:
-                loaded.append(load())
+                with heard_by(LoadLog(server.door)):
+                    loaded.append(load())
                 server.door.app = create_app(loaded[0], settings)
                 on_ready(loaded[0], urls)
             except BaseException as e:  # noqa: BLE001 - it is raised where somebody waits for it

@@ -1,0 +1,76 @@
+"""Progress of what takes more than two seconds: a bar on a terminal, a line now and then elsewhere; on stderr, never on stdout."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+import click
+
+if TYPE_CHECKING:
+    from pyspec.cli.choice import EngineChoice
+    from pyspec.engine.api import Engine
+
+FIRST_S = 2.0  # what is over before needs no word
+EVERY_S = 10.0  # between lines, where there is no terminal
+
+
+class Tell(Protocol):
+    """Takes how much is done, of how much, and of what if that changes."""
+
+    def __call__(self, done: int, whole: int, what: str = "") -> None: ...
+
+
+@contextmanager
+def meter(what: str) -> Iterator[Tell]:
+    """Something under way; tell it how far it is, from any thread."""
+    if sys.stderr.isatty():
+        with _bar(what) as tell:
+            yield tell
+    else:
+        yield _lines(what)
+
+
+@contextmanager
+def load_meter() -> Iterator[None]:
+    """Shows how far a load is."""
+    from pyspec.progress import heard_by
+
+    with meter("loading") as tell, heard_by(lambda stage, part: tell(int(1000 * part), 1000, f"loading: {stage}")):
+        yield
+
+
+def shown_load(choice: EngineChoice, np: int, *, isolated: bool = False) -> Engine:
+    """`choice.load`, with a meter."""
+    with load_meter():
+        return choice.load(np, isolated=isolated)
+
+
+@contextmanager
+def _bar(what: str) -> Iterator[Tell]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+
+        def tell(done: int, whole: int, what: str = "") -> None:
+            bar.update(task, completed=done, total=max(whole, 1), **({"description": what} if what else {}))
+
+        yield tell
+
+
+def _lines(what: str) -> Tell:
+    due, first = time.monotonic() + FIRST_S, what
+
+    def tell(done: int, whole: int, what: str = "") -> None:
+        nonlocal due
+        if (now := time.monotonic()) >= due and done < whole:
+            due = now + EVERY_S
+            click.echo(f"{what or first}: {100 * done // max(whole, 1)} %", err=True)
+
+    return tell

@@ -1,0 +1,68 @@
+"""How far a load is: said by whoever loads, shown by /health, told in the log now and then."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import httpx
+import pytest
+from test_server_loading import Start, start  # noqa: F401  (a fixture)
+
+from pyspec.config import settings_from
+from pyspec.engine.client import Supervisor
+from pyspec.engine.load import load
+from pyspec.progress import heard_by, report
+from pyspec.server.http import door
+from pyspec.server.http.door import Door, LoadLog
+from pyspec.server.settings import ServerSettings
+
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "qwen3.gguf"
+SMALL = {"np": 1, "ctx": 64, "device": "cpu", "spec_type": "none"}
+
+
+def test_a_load_tells_its_stages_in_order_and_weights_by_their_bytes():
+    heard: list[tuple[str, float]] = []
+    with heard_by(lambda *said: heard.append(said)):
+        load(FIXTURE, settings_from(SMALL))
+    stages = list(dict.fromkeys(stage for stage, _ in heard))
+    assert stages == ["weights", "drafter", "graphs and warm-up"]
+    shares = [part for stage, part in heard if stage == "weights"]
+    assert shares == sorted(shares) and shares[-1] == 1 and len(set(shares)) > 5
+    n = len(heard)
+    report("late", 0.5)
+    assert len(heard) == n
+
+
+def test_an_engine_in_its_own_process_tells_them_too():
+    heard: list[str] = []
+    with heard_by(lambda stage, part: heard.append(stage)):
+        supervisor = Supervisor(FIXTURE, settings_from(SMALL | {"warm_up": False}))
+        try:
+            supervisor.wait()
+        finally:
+            supervisor.close()
+    assert {"weights", "drafter"} <= set(heard)
+
+
+def test_health_shows_the_stage_while_it_loads(start: Start):  # noqa: F811
+    start.server[0].door.loading = {"stage": "weights", "fraction": 0.25}
+    answer = httpx.get(f"{start.url}/health")
+    assert answer.status_code == 503 and answer.json()["progress"] == {"stage": "weights", "fraction": 0.25}
+    assert answer.json()["error"]["message"] == "Loading model"
+
+
+def test_lines_come_now_and_then_with_fields(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    now = [0.0]
+    monkeypatch.setattr(door.time, "monotonic", lambda: now[0])
+    caplog.set_level(logging.INFO, "pyspec.server.http.door")
+    at_door = Door(ServerSettings())
+    tell = LoadLog(at_door)
+    for i in range(100):
+        now[0] = i / 10
+        tell("weights", i / 100)
+    assert at_door.loading == {"stage": "weights", "fraction": 0.99}
+    assert [r.fields for r in caplog.records] == [  # type: ignore[attr-defined]
+        {"event": "loading", "stage": "weights", "fraction": 0.2},
+        {"event": "loading", "stage": "weights", "fraction": 0.7},
+    ]
