@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -65,3 +68,17 @@ def test_a_shell_completes_commands_flags_and_models(words: str, offered: str):
     code = "from pyspec.cli import main; main(prog_name='pyspec')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=False)
     assert f"plain,{offered}" in done.stdout.splitlines(), done.stdout + done.stderr
+
+
+ROOT = Path(__file__).parents[2]
+PLACES = [ROOT / "docs" / "serving.md", *sorted((ROOT / "deploy").iterdir())]
+
+
+def test_what_deploy_and_its_page_set_in_the_environment_is_read():
+    command = main.get_command(click.Context(main), "server")
+    assert command is not None
+    known = {name for p in command.params if isinstance(p, click.Option) for name in p.envvar or ()}
+    named = {name for path in PLACES for name in re.findall(r"PYSPEC_[A-Z_]+[A-Z]", path.read_text(encoding="utf-8"))}
+    assert {"PYSPEC_HOST", "PYSPEC_MODEL"} <= named
+    ours = {"PYSPEC_NAME", "PYSPEC_CACHE", "PYSPEC_CHECK_KEY"}  # an example, the cache's own, HAProxy's
+    assert sorted(named - known - ours) == []

@@ -16,7 +16,7 @@ from pyspec.ranges import printable
 log = logging.getLogger("pyspec.access")
 
 POLLED = frozenset({"/health", "/v1/health", "/ready", "/metrics", "/slots"})
-"""Paths that are asked all the time: told at debug level, unless something is wrong."""
+"""Paths that are asked all the time: told at debug level if they say yes, or not now."""
 MOST_LINES = 50  # a second; what is beyond is counted
 ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")
 
@@ -46,7 +46,7 @@ class AccessLog:
                 self._tell(scope, status, 1e3 * (time.perf_counter() - began), request_id)
 
     def _tell(self, scope: Scope, status: int, ms: float, request_id: str) -> None:
-        is_polled = scope["path"] in POLLED and status < 500
+        is_polled = scope["path"] in POLLED and status in (200, 503)
         level = logging.DEBUG if is_polled else logging.INFO
         if not log.isEnabledFor(level) or not self._has_room():
             return
