@@ -166,7 +166,7 @@ SERVER_OPTIONS = [
     _logs("--log-disable", is_flag=True, help="Log nothing."),
     _logs(
         "-lv", "--verbosity", "--log-verbosity", "verbosity", type=click.IntRange(0, 5), default=3,
-        help="0 silent, 3 normal, 4 with access lines, 5 everything.",
+        help="0 silent, 2 warnings, 3 also a line for each request, 5 everything.",
     ),
 ]  # fmt: skip
 
@@ -193,7 +193,7 @@ def server(
     """
     from pyspec.cli.logs import set_up
     from pyspec.cli.running import enter, leave
-    from pyspec.server.http.serve import run
+    from pyspec.server.http.listen import listen
 
     verbosity = 0 if flags.log_disable else 5 if ctx.meta.get("pyspec.verbose") else flags.verbosity
     set_up(verbosity, flags.form, flags.log_file)
@@ -219,8 +219,12 @@ def server(
             loaded.use_template(chat.template)
         return loaded
 
+    settings.check()
+    sockets = listen(settings)  # what follows takes its time: a port that is taken is told before
+    from pyspec.server.http.serve import run
+
     try:
-        served = run(load, settings, ready)
+        served = run(load, settings, ready, sockets)
     finally:
         for path in entered:
             leave(path)

@@ -78,6 +78,7 @@ def no_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         lambda target, draft, values, isolated=False: accept(settings_from(values)),
     )
     monkeypatch.setattr("pyspec.engine.fit.fit", lambda path, settings, vram: accept(settings))
+    monkeypatch.setattr("pyspec.server.http.listen.listen", lambda settings: [])
     monkeypatch.setattr("pyspec.server.http.serve.run", lambda *args: accept(EngineSettings()))
     monkeypatch.setattr("pyspec.logits.load", lambda path, settings: accept(settings))
     monkeypatch.setattr("pyspec.engine.load.load", lambda path, settings: accept(settings))

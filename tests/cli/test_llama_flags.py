@@ -35,13 +35,14 @@ def no_load(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
     """Settings as they reach the server and the engine."""
     seen: dict[str, object] = {}
 
-    def serve(load: object, settings: object, ready: object) -> None:
+    def serve(load: object, settings: object, ready: object, sockets: object) -> None:
         seen["server"] = settings
         raise Loaded("loaded")
 
     def check(self: EngineChoice, np: int = 0) -> None:
         seen["engine"] = self
 
+    monkeypatch.setattr("pyspec.server.http.listen.listen", lambda settings: [])
     monkeypatch.setattr("pyspec.server.http.serve.run", serve)
     monkeypatch.setattr(EngineChoice, "check", check)
     return seen

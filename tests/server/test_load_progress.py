@@ -34,6 +34,7 @@ def test_a_load_tells_its_stages_in_order_and_weights_by_their_bytes():
     assert len(heard) == n
 
 
+@pytest.mark.slow
 def test_an_engine_in_its_own_process_tells_them_too():
     heard: list[str] = []
     with heard_by(lambda stage, part: heard.append(stage)):

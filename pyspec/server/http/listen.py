@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import stat
 from pathlib import Path
@@ -45,7 +46,10 @@ def _tcp(host: str, port: int, settings: ServerSettings) -> socket.socket:
             (host, port), family=family, backlog=BACKLOG, reuse_port=settings.reuse_port, dualstack_ipv6=both
         )
     except OSError as error:
-        why = f"cannot listen on {host} port {port}: {error.strerror or error}"
+        said = (
+            os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror or error
+        )  # without the address once more
+        why = f"cannot listen on {host} port {port}: {said}"
         raise ConfigError(f"{why}; choose another with --port") from error
 
 

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FrameType
@@ -149,18 +149,23 @@ class Served:
 
 
 def run(
-    load: Callable[[], EngineLike], settings: ServerSettings, on_ready: Callable[[EngineLike, list[str]], None]
+    load: Callable[[], EngineLike],
+    settings: ServerSettings,
+    on_ready: Callable[[EngineLike, list[str]], None],
+    sockets: Sequence[socket.socket] | None = None,
 ) -> Served:
     """Listen, load, and serve until a signal. `on_ready` is called with the engine and the URLs once requests are taken.
+
+    sockets  what is listened on, if that has been settled: they are closed in the end
 
     Raises ConfigError before anything listens or is loaded (settings that must not be served, an address in use), and
     whatever `load` raises.
     """
     settings.check()
     with ExitStack() as held:
-        sockets = [held.enter_context(sock) for sock in listen(settings)]
+        bound = [held.enter_context(sock) for sock in (listen(settings) if sockets is None else sockets)]
         held.callback(unlink, settings)
-        urls = [url_of(sock, settings) for sock in sockets]
+        urls = [url_of(sock, settings) for sock in bound]
         log.info("listening on %s", ", ".join(urls), extra={"fields": {"event": "listening", "urls": urls}})
         server = make_server(None, settings)
         loaded: list[EngineLike] = []
@@ -177,7 +182,7 @@ def run(
                 server.should_exit = True
 
         threading.Thread(target=open_door, name="pyspec-load", daemon=True).start()
-        server.run(sockets=sockets)
+        server.run(sockets=bound)
         if failed:
             raise failed[0]
         return Served(loaded[0] if loaded else None, server.force_exit)
