@@ -46,9 +46,8 @@ def _tcp(host: str, port: int, settings: ServerSettings) -> socket.socket:
             (host, port), family=family, backlog=BACKLOG, reuse_port=settings.reuse_port, dualstack_ipv6=both
         )
     except OSError as error:
-        said = (
-            os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror or error
-        )  # without the address once more
+        n = error.errno or 0  # getaddrinfo's are below 0
+        said = os.strerror(n) if n > 0 else error.strerror or str(error)
         why = f"cannot listen on {host} port {port}: {said}"
         raise ConfigError(f"{why}; choose another with --port") from error
 
