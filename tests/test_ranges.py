@@ -68,7 +68,7 @@ def test_a_request_with_a_wrong_field_is_refused(changes: dict[str, object], why
         ({"top_k": "x"}, "top_k is 'x'; want a whole number"),
         ({"top_p": math.nan}, "top_p is nan; want a number from 0 to 1"),
         ({"top_p": 1.01}, "top_p is 1.01; want a number from 0 to 1"),
-        ({"repeat_penalty": 0}, "repeat_penalty is 0; want a number above 0, at most 100"),
+        ({"repeat_penalty": 0}, "repeat_penalty is 0; want a number from 1e-06 to 100"),
         ({"temperature": -1}, "temperature is -1; want"),
         ({"logprobs": 1.0}, "logprobs is 1.0; want .* or None"),
         ({"logit_bias": ((1, math.inf),)}, r"logit_bias\[0\] is inf; want .* or -inf"),

@@ -96,7 +96,7 @@ def _why_not(device_type: str, found: list[Finding]) -> str:
         if torch.cuda.is_available():
             return "asked about the CPU"
         return "no NVIDIA GPU" if torch.version.cuda else "this torch is built without CUDA"
-    slow = [f for f in found if not f.own]
+    slow = [f for f in found if not f.own and f.refused]  # not those that have no kernel on any machine
     if not slow:
         return ""
     first = slow[0]

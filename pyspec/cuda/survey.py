@@ -20,6 +20,7 @@ from pyspec.slots.kv import name_of
 OPS = (
     *("attend", "attend_prompt", "rope_kv", "gdn", "linear", "rows", "mamba2", "moe_route", "moe"),
     *("best", "ahead", "embed", "angles", "norms"),
+    *("streams", "compress", "index_rows", "sparse_attend"),
 )
 PACKED = (GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_K, GGMLType.Q6_K)
 
@@ -49,22 +50,26 @@ def ops() -> list[Op[Any]]:
 
 
 def standard(device: torch.device) -> list[Ask]:
-    """Every op in shapes that models have: 27B and 8B dense ones, Gated DeltaNet of 27B, Nemotron 3 Super, experts."""
+    """Every op in shapes that models have: 27B and 8B dense ones, Gated DeltaNet of 27B, Nemotron 3 Super, experts, DeepSeek-V4-Flash."""
     from pyspec.cuda.ops.ahead.ref import AheadSpec
     from pyspec.cuda.ops.angles.ref import AnglesSpec
     from pyspec.cuda.ops.attend.ref import AttendSpec
     from pyspec.cuda.ops.best.ref import BestSpec
+    from pyspec.cuda.ops.compress.ref import CompressSpec
     from pyspec.cuda.ops.embed.ref import EmbedSpec
     from pyspec.cuda.ops.gdn.ref import GdnSpec
+    from pyspec.cuda.ops.index_rows.ref import IndexSpec
     from pyspec.cuda.ops.linear.ref import LinearSpec
     from pyspec.cuda.ops.mamba2.ref import Mamba2Spec
     from pyspec.cuda.ops.moe.ref import MoeSpec, RouteSpec
     from pyspec.cuda.ops.norms.ref import NormsSpec
     from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
     from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
+    from pyspec.cuda.ops.sparse_attend.ref import SparseSpec
+    from pyspec.cuda.ops.streams.ref import StreamsSpec
 
     attend, attend_prompt, rope_kv, gdn, linear, rows, mamba2, moe_route, moe, *small = ops()
-    best, ahead, embed, angles, norms = small
+    best, ahead, embed, angles, norms, streams, compress, index_rows, sparse_attend = small
     delta = GdnShape(n_k_head=16, n_v_head=48, dim=128, n_conv=4, n_channel=(2 * 16 + 48) * 128)
     return [
         *(
@@ -94,6 +99,11 @@ def standard(device: torch.device) -> list[Ask]:
         *((embed, EmbedSpec(device, type, 5120)) for type in PACKED),
         (angles, AnglesSpec(device)),
         (norms, NormsSpec(device, 5120, 1e-6)),
+        (streams, StreamsSpec(device, 4, 4096, 20, 1e-6, 1e-6)),
+        (compress, CompressSpec(device, 4, 512, True, 64, 1e-6, torch.float16)),
+        (compress, CompressSpec(device, 128, 512, False, 64, 1e-6, torch.float16)),
+        (index_rows, IndexSpec(device, 64, 128, 512, 4, torch.float16)),
+        (sparse_attend, SparseSpec(device, 64, 512, 128, 4, torch.float16)),
     ]
 
 

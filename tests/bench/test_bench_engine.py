@@ -16,7 +16,8 @@ from pyspec.errors import ConfigError
 
 
 def bench(*args: str) -> Result:
-    return CliRunner().invoke(main, ["bench", "demo", "-c", "256", "-r", "1", "-n", "12", "--no-warmup", *args])
+    length = () if "-n" in args else ("-n", "12")  # given twice it is two lengths
+    return CliRunner().invoke(main, ["bench", "demo", "-c", "256", "-r", "1", *length, "--no-warmup", *args])
 
 
 def test_a_regression_is_exit_code_1_after_the_report(tmp_path: Path):

@@ -25,7 +25,7 @@ from pyspec.slots.batch import Batch, Seq, lay_out
 WITH_MTP = ["nemotron_moe", "nemotron_latent", "nemotron_latent_q8_0"]
 MODELS = ["nemotron_dense", "nemotron_differ", *WITH_MTP]
 MODEL = "nemotron_latent"
-ATOL = 1e-4
+ATOL = 3e-4  # CPUs round products of few rows differently: 1.0e-4 has been seen
 
 
 @pytest.fixture(autouse=True)
