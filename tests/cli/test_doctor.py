@@ -50,7 +50,8 @@ def test_the_doctors_json_says_what_its_table_says(tmp_path: Path) -> None:
     assert about["bandwidth_bytes_per_s"] > 1e6 and about["memory_bytes"] > 1 << 28
     assert about["cache"] == str(tmp_path)
     assert {f["op"] for f in about["ops"]} == set(survey.OPS)
-    assert all(f["choice"] != "cuda" and f["refused"][0]["impl"] in ("cuda", "library") for f in about["ops"])
+    assert all(f["choice"] != "cuda" for f in about["ops"])
+    assert all(f["refused"][0]["impl"] in ("cuda", "library") for f in about["ops"] if f["refused"])
     gdn = next(f for f in about["ops"] if f["op"] == "gdn")
     assert (gdn["choice"], gdn["own"]) == ("numba", True)
 
