@@ -173,7 +173,8 @@ class _ToParent(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         with suppress(OSError):
-            self.link.send(LogLine(record.name, record.levelno, self.format(record), record.created))
+            fields = getattr(record, "fields", None)
+            self.link.send(LogLine(record.name, record.levelno, self.format(record), record.created, fields))
 
 
 def _log_to(link: Link, level: int) -> None:

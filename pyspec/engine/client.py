@@ -320,9 +320,10 @@ class Supervisor:
             was, self._state = self._state, "ok"
             self._lock.notify_all()
         if was != "loading":
-            log.warning(
-                "the engine is back after %.1f s; %d requests go on", time.monotonic() - self._lost_at, len(replayed)
-            )
+            away_s = time.monotonic() - self._lost_at
+            fields = {"event": "engine_back", "seconds": round(away_s, 1), "requests": len(replayed)}
+            text = "the engine is back after %.1f s; %d requests go on"
+            log.warning(text, away_s, len(replayed), extra={"fields": fields})
 
     def _watch(self, child: EngineProcess) -> EngineEnd | None:
         """Until the engine ends or hangs; None: it is to be closed."""
@@ -361,7 +362,7 @@ class Supervisor:
         if not end.why:
             end = replace(end, why=f"its process ended: {how}", from_outside=child.was_killed)
         self.n_restart += 1
-        log.error("the engine is replaced: %s", end.why)
+        log.error("the engine is replaced: %s", end.why, extra={"fields": {"event": "engine_replaced", "why": end.why}})
         self._judge(end)
 
     def _judge(self, end: EngineEnd) -> None:
@@ -391,5 +392,6 @@ def _relay(line: LogLine) -> None:
     logger = logging.getLogger(line.name)
     if logger.isEnabledFor(line.level):
         record = logger.makeRecord(line.name, line.level, "", 0, "%s", (line.text,), None)
+        record.fields = line.fields or {}
         record.created = line.created
         logger.handle(record)

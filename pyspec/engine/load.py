@@ -137,7 +137,9 @@ def _timed(what: str, device: torch.device, release: bool = False) -> Iterator[N
         torch.cuda.synchronize(device)
         if release:
             temporary.release(device)
-    log.info("%s: %.1f s", what, time.perf_counter() - began)
+    seconds = time.perf_counter() - began
+    fields = {"event": "loaded", "stage": what, "seconds": round(seconds, 2)}
+    log.info("%s: %.1f s", what, seconds, extra={"fields": fields})
 
 
 def _check_template(template: ChatTemplate | None) -> None:

@@ -91,12 +91,13 @@ class ActOnSlot:
 
 @dataclass(frozen=True)
 class LogLine:
-    """A record of the engine's log, to be handled as the parent's own."""
+    """A record of the engine's log, to be handled as the parent's own. `fields`: what a JSON line has besides."""
 
     name: str
     level: int
     text: str
     created: float
+    fields: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ def test_a_load_tells_its_stages_in_order_and_weights_by_their_bytes():
 
 
 @pytest.mark.slow
-def test_an_engine_in_its_own_process_tells_them_too():
+def test_an_engine_in_its_own_process_tells_them_too(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "pyspec")
     heard: list[str] = []
     with heard_by(lambda stage, part: heard.append(stage)):
         supervisor = Supervisor(FIXTURE, settings_from(SMALL | {"warm_up": False}))
@@ -44,6 +45,8 @@ def test_an_engine_in_its_own_process_tells_them_too():
         finally:
             supervisor.close()
     assert {"weights", "drafter"} <= set(heard)
+    loaded = [r.fields for r in caplog.records if getattr(r, "fields", {}).get("event") == "loaded"]  # type: ignore[attr-defined]
+    assert [fields["stage"] for fields in loaded] == ["weights", "drafter"], "fields of lines come along"
 
 
 def test_health_shows_the_stage_while_it_loads(start: Start):  # noqa: F811
