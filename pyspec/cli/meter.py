@@ -43,6 +43,16 @@ def load_meter() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def pull_lines() -> Iterator[None]:
+    """Says how far a file's hash is, in lines: the library that downloads has bars of its own."""
+    from pyspec.progress import heard_by
+
+    tell = _lines("")
+    with heard_by(lambda stage, part: tell(int(1000 * part), 1000, stage)):
+        yield
+
+
 def shown_load(choice: EngineChoice, np: int, *, isolated: bool = False) -> Engine:
     """`choice.load`, with a meter."""
     with load_meter():

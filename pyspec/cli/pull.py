@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pyspec.cli.meter import pull_lines
 from pyspec.cli.options import ModelChoice, model_options
 
 if TYPE_CHECKING:
@@ -51,10 +52,11 @@ def pull(ctx: click.Context, choice: ModelChoice, spec_type: str, check: bool, a
         raise ConfigError(f"--spec-type is '{spec_type}'; want one of {', '.join(SPEC_TYPES)}")
     if bool(choice.model) == bool(choice.repo):
         raise ConfigError("what is to be pulled? give a name of the catalogue, or -hf user/repo")
-    files = _of_catalogue(choice.model, wanted) if choice.model else _of_repository(choice, wanted)
-    if choice.draft_repo:
-        files += _drafter(choice.draft_repo)
-    done = [_checked(role, paths, check) for role, paths in files]
+    with pull_lines():
+        files = _of_catalogue(choice.model, wanted) if choice.model else _of_repository(choice, wanted)
+        if choice.draft_repo:
+            files += _drafter(choice.draft_repo)
+        done = [_checked(role, paths, check) for role, paths in files]
     if as_json:
         click.echo(json.dumps([asdict(one) | {"path": str(one.path)} for one in done], indent=1))
         return

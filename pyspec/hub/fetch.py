@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
 
+from pyspec import progress
 from pyspec.errors import DownloadError
 from pyspec.hub.names import choose
 
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 
 HEAD_BYTES = 64 << 20  # metadata and the list of tensors; vocabularies of 250,000 tokens take 12 MB
 SHA256 = re.compile("[0-9a-f]{64}")  # what a large file's entity tag is; small files have git's hash
+HASHED_BYTES = 16 << 20  # at once
+
 T = TypeVar("T")
 _heads: ContextVar[Path | None] = ContextVar("heads", default=None)
 
@@ -157,8 +160,13 @@ def check_hash(path: Path) -> bool:
 
 def sha256_of(path: Path) -> str:
     """A file's hash in hexadecimal digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    whole, done, digest, piece = max(path.stat().st_size, 1), 0, hashlib.sha256(), bytearray(HASHED_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while n := file.readinto(piece):
+            digest.update(memoryview(piece)[:n])
+            done += n
+            progress.report("hash", done / whole)
+    return digest.hexdigest()
 
 
 def _size(n: int) -> str:
