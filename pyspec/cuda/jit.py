@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from pyspec import progress
 from pyspec.cuda.context import DeviceContext, context_of
 from pyspec.cuda.examine import EXAMINATION
 from pyspec.errors import DeviceError
@@ -141,6 +142,7 @@ def _compile(stem: str, arch: str, macros: tuple[tuple[str, str], ...], *, use_c
         ptxas_options=["-v"],
     )
     log = io.StringIO()
+    progress.report(f"kernels of {stem}")
     store = FileStreamProgramCache(cache_folder()) if use_cache else None
     try:
         code = Program(source(stem), "c++", options).compile("cubin", logs=log, cache=store)

@@ -6,6 +6,7 @@ import logging
 
 import torch
 
+from pyspec import progress
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import GraphedDrafter
 from pyspec.slots.arena import BUCKETS
@@ -56,7 +57,9 @@ def capture(worker: Worker, n_prompt_row: int, n_bytes: int = 0) -> None:
     slots, width = table.slots, max(needs.n_draft + 1, needs.overhang)
     if worker.arena is None or table.n_page < len(slots) * table.pages_for(width):
         return  # no graphs, or a pool too small to try them all: they are captured as they come
-    for n_row, n_seq in graph_shapes(len(slots), needs.n_draft + 1, needs.late):
+    shapes = graph_shapes(len(slots), needs.n_draft + 1, needs.late)
+    for i_shape, (n_row, n_seq) in enumerate(shapes):
+        progress.report("graphs", i_shape / len(shapes))
         shares = [n_row // n_seq + (i < n_row % n_seq) for i in range(n_seq)]
         seqs = [Seq(i, 0, [0] * n, n_out=n) for i, n in enumerate(shares)]
         for _ in range(2):
