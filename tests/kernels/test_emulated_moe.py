@@ -97,6 +97,17 @@ def test_experts_are_the_references(act: str, up: GGMLType, down: GGMLType, piec
         assert moe_cuda.check(moe_cuda.bind(spec), moe_ref.bind(spec), spec, n_rows=(1, 9, 40)) is None
 
 
+@pytest.mark.parametrize(("type", "limit"), [(Q8_0, 10.0), (GGMLType.Q4_K, 0.5)])
+def test_activations_are_cut_at_the_limit(type: GGMLType, limit: float) -> None:
+    """The op's own check, whose rows lie on both sides of a limit; without it the same rows come out otherwise."""
+    n = max(64, type.block_size)
+    spec = MoeSpec(CPU, 2, n, n, "swiglu", type, type, pieces=1, limit=limit)
+    with emulated_gpu():
+        assert moe_cuda.check(moe_cuda.bind(spec), moe_ref.bind(spec), spec, n_rows=(1, 9)) is None
+        uncut = moe_cuda.bind(replace(spec, limit=0.0))
+        assert "differ" in str(moe_cuda.check(uncut, moe_ref.bind(spec), spec, n_rows=(1,)))
+
+
 @pytest.mark.parametrize("type", few(CHUNKS, GGMLType.Q5_K, GGMLType.NVFP4))
 def test_experts_of_every_type_are_the_references(type: GGMLType) -> None:
     """With an expert's second scale where there may be one."""
@@ -250,6 +261,8 @@ def test_what_the_kernel_can_not_take_is_said(monkeypatch: pytest.MonkeyPatch) -
     assert "multiples of 32" in str(moe_cuda.limits(replace(cuda, n_ff=48)))
     assert "second scales" in str(moe_cuda.limits(replace(cuda, scaled=True)))
     assert "packed form" in str(moe_cuda.limits(replace(cuda, up=GGMLType.Q2_K)))
+    assert moe_cuda.limits(replace(cuda, limit=10.0)) is None
+    assert "limits from 0" in str(moe_cuda.limits(replace(cuda, limit=-1.0)))
     assert "one type" in str(moe_cuda.limits(replace(cuda, up=None)))
     assert "up to 32" in str(moe_cuda.limits(replace(cuda, n_used=33)))
     assert moe_cuda.limits(replace(cuda, pieces=4)) is None

@@ -19,6 +19,9 @@ ROUTES = {
     "plain": RouteSpec(CPU, 32, 6, 6, renorm=False),
     "biased softmax": RouteSpec(CPU, 32, 33, 1, biased=True),
     "several warps": RouteSpec(CPU, 2080, 5, 2, gated=True, eps=1e-2),
+    "deepseek4": RouteSpec(CPU, 64, 40, 6, "sqrtsoftplus", scale=1.5, biased=True),
+    "deepseek4 by token": RouteSpec(CPU, 64, 40, 6, "sqrtsoftplus", scale=1.5, given=True),
+    "softmax by token": RouteSpec(CPU, 64, 70, 3, gated=True, given=True),
     "several whole warps": RouteSpec(CPU, 3072, 4, 2, "sigmoid"),
 }
 
@@ -49,7 +52,7 @@ def test_of_equal_logits_the_lower_index_is_chosen() -> None:
 
 
 @pytest.mark.parametrize("n_expert", [5, 32, 100, 256, 512])
-@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("router", ["softmax", "sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize("biased", [False, True])
 def test_choices_are_the_references_whatever_the_logits_are_like(router: str, biased: bool, n_expert: int) -> None:
     """Few values for many experts, zeros of both signs, all of one value, ascending and descending ones, far ones."""
@@ -65,12 +68,24 @@ def test_choices_are_the_references_whatever_the_logits_are_like(router: str, bi
     spec = RouteSpec(CPU, 4, n_expert, min(n_expert, 22), router, scale=2.5, biased=biased)  # type: ignore[arg-type]
     got, (ids, weights) = route_of(spec, logits, bias), moe_ref.choose(logits, spec, bias)
     assert torch.allclose(got.weights, weights, rtol=1e-5, atol=1e-7)
-    p = logits.softmax(-1) if router == "softmax" else logits.sigmoid()
+    p = moe_ref.probabilities(logits, spec.router)
     scores = logits if bias is None else p + bias
     differ = got.ids != ids  # a bias leaves few bits of a probability: a last one of it may decide
     off = (scores.gather(-1, got.ids.long()) - scores.gather(-1, ids.long())).abs()
     assert not differ.any() if bias is None else bool((off <= 3e-7).all())
     assert all(len(set(row)) == spec.n_used for row in got.ids.tolist())
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid", "sqrtsoftplus"])
+def test_given_experts_are_weighed_and_not_chosen(router: str) -> None:
+    """The worst ones, one that is named twice, logits far from zero; what names no expert is brought into range."""
+    logits = torch.randn(4, 40, generator=torch.Generator().manual_seed(3)) * torch.tensor([[1.0], [30], [300], [0]])
+    given = logits.argsort(-1)[:, :3].int().contiguous()
+    given[1] = 5
+    given[3] = torch.tensor([-1, 40, 1 << 30])
+    spec = RouteSpec(CPU, 4, 40, 3, router, scale=2.5, given=True)  # type: ignore[arg-type]
+    got, (ids, weights) = route_of(spec, logits, given), moe_ref.choose(logits, spec, None, given.clamp(0, 39))
+    assert torch.equal(got.ids, ids) and torch.allclose(got.weights, weights, rtol=1e-5, atol=1e-7)
 
 
 def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
@@ -83,6 +98,7 @@ def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
         RouteSpec(CPU, 40, 40, 5),
         RouteSpec(CPU, 40, 40, 5, "sigmoid", biased=True),
         RouteSpec(CPU, 40, 40, 5, biased=True),
+        RouteSpec(CPU, 40, 40, 5, "sqrtsoftplus"),
     ):
         got = route_of(spec, logits, torch.zeros(40) if spec.biased else None)
         assert ((got.ids >= 0) & (got.ids < 40)).all()

@@ -73,11 +73,25 @@ def test_lists_and_routes_compile_for_every_architecture(arch: str) -> None:
         RouteSpec(CPU, 2048, 256, 8, gated=True),
         RouteSpec(CPU, 4096, 512, 22, "sigmoid", scale=5.0, biased=True),
         RouteSpec(CPU, 3072, 128, 8),
+        RouteSpec(CPU, 4096, 256, 6, "sqrtsoftplus", scale=1.5, biased=True),
+        RouteSpec(CPU, 7168, 384, 6, "sqrtsoftplus", scale=2.5, given=True),
         RouteSpec(CPU, 64, 512, 32, "softmax", False, biased=True),
     ):
         found = compile_cubin("moe_route", arch, moe_route_cuda.defines(spec), use_cache=False).resources
         assert found["moe_scores"].spill_bytes == found["moe_choose"].spill_bytes == 0
         assert found["moe_scores"].registers <= 128 and found["moe_choose"].registers <= 40
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_activations_that_are_cut_compile_for_every_architecture(arch: str) -> None:
+    """MXFP4, in every build of gates and ups."""
+    type = GGMLType.MXFP4
+    stages = [n_stages(type, pairs, CAPABILITIES[arch], True) for pairs, _ in BUILDS]
+    for (pairs, listed), n_stage in zip(BUILDS, stages, strict=True):
+        for n in residents(type, pairs, listed):
+            build = MoeBuild(type, pairs, n_stage, SWIGLU, True, listed, False, type, n, limit=10.0)
+            found = compile_cubin("moe", arch, build.defines(), use_cache=False).resources["moe"]
+            assert found.spill_bytes == 0 and found.registers * 32 * GROUPS * n <= 65536
 
 
 def test_what_does_not_fit_is_known_before_compiling() -> None:

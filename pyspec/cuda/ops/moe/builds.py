@@ -98,6 +98,7 @@ class MoeBuild:
 
     next      of gates and ups, the type of the downs
     resident  one of `residents`, 0 the first
+    limit     of a gated activation, 0: none
     """
 
     type: GGMLType
@@ -109,6 +110,7 @@ class MoeBuild:
     adds: bool = False
     next: GGMLType | None = None
     resident: int = 0
+    limit: float = 0.0
 
     def defines(self) -> dict[str, int | str]:
         """Macros of moe.cu."""
@@ -133,4 +135,4 @@ class MoeBuild:
             "ADDS": int(self.adds),
             "PLANES": int(type in INTEGER),
             "NEXT_PLANES": int(self.next in INTEGER),
-        }
+        } | ({"LIMIT": f"{float(self.limit)!r}f"} if self.limit and self.act == SWIGLU else {})

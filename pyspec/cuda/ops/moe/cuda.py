@@ -15,6 +15,7 @@ a device: all launches must be on one stream.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -64,14 +65,15 @@ MAX_ROWS, MAX_EXPERT, MAX_USED = 512, 1024, 32
 FEWEST = 2  # rows up to which who comes last sums what experts gave, and pairs find each other
 INTEGER_FEWEST = 3  # rows up to which they do where rows are whole numbers
 FEW = 32  # rows up to which an item has FEW_PAIRS at most: experts rarely get more; beyond it has MANY_PAIRS
+MOST_LIMIT = 6e4  # of activations: they go on as f16 over powers of two
 MAX_PIECES = 4  # of a shared expert: with more, a launch of its own reads as well
 
 
 def limits(spec: MoeSpec) -> str | None:
     if spec.device.type != "cuda":
         return "runs on NVIDIA GPUs only"
-    if spec.limit:
-        return "activations that are cut are not made"
+    if not 0 <= spec.limit < MOST_LIMIT:
+        return f"activations cut at {spec.limit}; the kernel takes limits from 0 to {MOST_LIMIT:g}"
     if spec.up is None or spec.down is None:
         return "takes packed matrices, gates and ups of one type"
     for type in (spec.up, spec.down):
@@ -174,6 +176,7 @@ def _step(
     next: GGMLType | None,
     listed: bool = True,
     adds: bool = False,
+    limit: float = 0.0,
 ) -> _Compiled:
     """next: of gates and ups, the type of the downs; of downs None."""
     inner = next is not None
@@ -181,7 +184,7 @@ def _step(
     stages, kernels = n_stages(type, pairs, capability, inner), {}
     shared = stages * stage_bytes(type, pairs, inner)
     for n in residents(type, pairs, listed):
-        build = MoeBuild(type, pairs, stages, act, inner, listed, adds, next, n)
+        build = MoeBuild(type, pairs, stages, act, inner, listed, adds, next, n, limit)
         code = compile_cubin("moe", arch_of(capability), build.defines())
         kernels[n] = code.kernel("moe", "pppp" + "ppp" + "ppp" + "pppp" + "pppppp" + "l" + 9 * "i").allow_shared(shared)
     return _Compiled(kernels, shared, most_pairs(type, pairs))
@@ -241,13 +244,21 @@ class _Product:
     """All experts' products with one stack, and the shared expert's pieces if there are any."""
 
     def __init__(
-        self, device: torch.device, stack: PackedStack, shared: PackedStack | None, act: int, next: GGMLType | None
+        self,
+        device: torch.device,
+        stack: PackedStack,
+        shared: PackedStack | None,
+        act: int,
+        next: GGMLType | None,
+        limit: float = 0.0,
     ) -> None:
         self.stack, self.shared = stack, stack if shared is None else shared
         self.n_piece = 0 if shared is None else shared.records.shape[0]
         assert self.shared.records.shape[1] == stack.records.shape[1] and self.shared.type is stack.type
         self.n_out = stack.n_out // 2 if act == SWIGLU else stack.n_out
-        self.steps = {(n, listed): _step(device, stack.type, n, act, next, listed) for n, listed in BUILDS}
+        self.steps = {
+            (n, listed): _step(device, stack.type, n, act, next, listed, False, limit) for n, listed in BUILDS
+        }
         self.adding = _step(device, stack.type, ADDING[0], act, None, ADDING[1], True) if next is None else None
         self.n_group, self.n_chunk = n_groups(stack.n_out), n_chunks(stack.type, stack.n_in)
         self.tickets = _tickets(device, self.n_group)
@@ -288,7 +299,7 @@ class Experts:
         with temporary(spec.device):
             pieces = None if stacks.shared is None else cut(stacks.shared, spec.pieces)
         inner, shared = _pack_inner(stacks), None if pieces is None else _pack_inner(pieces)
-        self.inner = _Product(spec.device, inner, shared, ACTS[spec.act], spec.down)
+        self.inner = _Product(spec.device, inner, shared, ACTS[spec.act], spec.down, spec.limit)
         shared = None if pieces is None else pack(pieces.down)
         self.down = _Product(spec.device, pack(stacks.down), shared, NONE, None)
         self.lists, self.combine = _pair_kernels(spec.device)
@@ -409,9 +420,9 @@ def check(
     gen = torch.Generator().manual_seed(0)
     n_expert = spec.n_used + 3
     stacks = random_stacks(spec, n_expert, gen)
-    own, other = launch(stacks), reference(stacks)
+    own, other, by = launch(stacks), reference(stacks), _far(spec, stacks, gen)
     for n_row in n_rows:
-        x = torch.randn(n_row, spec.n_in, generator=gen).half().float()
+        x = by * torch.randn(n_row, spec.n_in, generator=gen).half().float()
         spread = torch.rand(n_row, n_expert, generator=gen).argsort(-1)[:, : spec.n_used]
         weights = torch.rand(n_row, spec.n_used, generator=gen).to(spec.device)
         for ids in (spread, spread[:1].expand(n_row, -1)):
@@ -421,6 +432,15 @@ def check(
             if not off < 1e-3:
                 return f"outputs for {n_row} rows differ from the reference by {off:.2g}"
     return _check_around(own, spec.pieces, *given, gen)
+
+
+def _far(spec: MoeSpec, stacks: Stacks, gen: torch.Generator) -> float:
+    """A power of two that rows are multiplied with, so that gates and ups lie on both sides of a limit. 1 without one."""
+    if not spec.limit:
+        return 1.0
+    rows = torch.randn(8, spec.n_in, generator=gen).to(spec.device)
+    size = float((rows @ stacks.up.matrix(0).float().T).square().mean().sqrt())
+    return float(2.0 ** round(math.log2(2 * spec.limit / size)))
 
 
 def _check_around(

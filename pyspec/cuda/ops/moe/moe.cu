@@ -36,7 +36,7 @@
 //
 // Set by the launcher: TYPE, CHUNK, RECORD, TILES_N, TILE_ROWS, PER_STAGE (chunks in a stage), STAGES, RESIDENT (CTAs on a
 // multiprocessor that registers must allow), LISTED, INNER, ADDS, ACT, PLANES, NEXT_PLANES, and for linear.cuh WARPS_M 4, WARPS_N 1,
-// TILES_M 4.
+// TILES_M 4. LIMIT where there is one: gates are cut at it before silu, ups at plus and minus it.
 #include "linear.cuh"
 #include "expert_sums.cuh"
 #include "overlap.cuh"
@@ -72,6 +72,15 @@ struct Records {
 #endif
 
 static_assert(INNER * kPad * (kColumns + 4) * 4 <= STAGES * kStage, "the activation lies where stages were");
+
+// Comparisons, not fminf: what is no number stays none.
+#ifdef LIMIT
+__device__ __forceinline__ float cut_gate(float y) { return y > LIMIT ? LIMIT : y; }
+__device__ __forceinline__ float cut_up(float y) { return y > LIMIT ? LIMIT : y < -LIMIT ? -LIMIT : y; }
+#else
+__device__ __forceinline__ float cut_gate(float y) { return y; }
+__device__ __forceinline__ float cut_up(float y) { return y; }
+#endif
 
 struct Item {
   int expert, n;  // the shared expert's pieces come after the others; n pairs, none: nothing to do
@@ -131,7 +140,7 @@ __device__ __forceinline__ void store_blocks(const Acc& acc, float* h, const flo
     float* to = h + token * (kColumns + 4) + row16;
     const float r = fmaxf(y, 0.f), r8 = fmaxf(y8, 0.f);
     if (!has_sums) return;
-    if (ACT == SWIGLU) to[group * 8] = silu(y) * y8;
+    if (ACT == SWIGLU) to[group * 8] = silu(cut_gate(y)) * cut_up(y8);
     if (ACT == RELU2) to[group * 16] = r * r, to[group * 16 + 8] = r8 * r8;
   });
   __syncthreads();

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
+from pyspec.cuda.ops.moe import ref as moe_ref
 from pyspec.cuda.ops.moe.ref import Routes, RouteSpec
 from pyspec.cuda.ops.rows.cuda import BLOCKED, PLANES, Rows, RowsLaunch, values_of
 
@@ -28,8 +29,6 @@ FEW = 16  # rows up to which CTAs are small, so that all multiprocessors have so
 def limits(spec: RouteSpec) -> str | None:
     if spec.device.type != "cuda":
         return "runs on NVIDIA GPUs only"
-    if spec.router == "sqrtsoftplus" or spec.given:
-        return "scores by sqrt(softplus) and tables of tokens are not made"
     if spec.n_expert > MAX_EXPERT or spec.n_used > MAX_USED:
         return f"{spec.n_used} of {spec.n_expert} experts; the kernel takes up to {MAX_USED} of {MAX_EXPERT}"
     if spec.n_in % 4 or spec.n_in > MAX_COLUMNS:
@@ -39,7 +38,7 @@ def limits(spec: RouteSpec) -> str | None:
 
 def defines(spec: RouteSpec) -> dict[str, int | str]:
     """Macros of moe_route.cu."""
-    return {
+    macros: dict[str, int | str] = {
         "N_IN": spec.n_in,
         "N_EXPERT": spec.n_expert,
         "N_USED": spec.n_used,
@@ -48,6 +47,11 @@ def defines(spec: RouteSpec) -> dict[str, int | str]:
         "BIASED": int(spec.biased),
         "GATED": int(spec.gated),
     }
+    if spec.router == "sqrtsoftplus":
+        macros["SQRTSOFTPLUS"] = 1
+    if spec.given:
+        macros["GIVEN"] = 1
+    return macros
 
 
 @per_device
@@ -114,6 +118,8 @@ class RouteLaunch:
         norm: Tensor,
         matrix: Tensor,
         bias: Tensor | None = None,
+        given: Tensor | None = None,
+        *,
         into: Rows | None = None,
         power: float = 1.0,
     ) -> Routes:
@@ -122,6 +128,10 @@ class RouteLaunch:
         assert matrix.shape == (n_score, spec.n_in) and matrix.is_contiguous() and (bias is not None) == spec.biased
         assert norm.shape == (spec.n_in,) and norm.is_contiguous() and x.shape[1] == spec.n_in
         x, n_row = x.contiguous(), x.shape[0]
+        assert (given is not None) == spec.given
+        if given is not None:  # nothing is chosen: they go where a bias would
+            assert given.shape == (n_row, spec.n_used)
+            bias = given.to(torch.int32).contiguous()
         floats = {"dtype": torch.float32, "device": x.device}
         logits, weights = torch.empty(n_row, n_score, **floats), torch.empty(n_row, spec.n_used, **floats)
         gate = torch.empty(n_row, 1, **floats) if spec.gated else None
@@ -145,20 +155,26 @@ def check(launch: Callable[..., Routes], reference: Callable[..., Routes], spec:
     """Random rows of all sizes, where only choices closer than rounding may differ, and rows of zeros, where all are equal."""
     gen = torch.Generator().manual_seed(0)
     matrix = 2 * torch.randn(spec.n_expert + spec.gated, spec.n_in, generator=gen) / spec.n_in**0.5
+    if spec.router == "sqrtsoftplus":
+        matrix[0] *= 40  # far beyond where exp overflows, and where it is nothing
     norm = 1 + 0.1 * torch.randn(spec.n_in, generator=gen)
     bias = torch.rand(spec.n_expert, generator=gen) if spec.biased else None
     for n_row in (1, 7, 40):
         x = torch.logspace(-1, 2, n_row)[:, None] * torch.randn(n_row, spec.n_in, generator=gen)
         x[n_row // 2] *= n_row == 1
-        given = [t.to(spec.device) for t in (x, norm, matrix, bias) if t is not None]
+        named = torch.rand(n_row, spec.n_expert, generator=gen).argsort(-1)[:, : spec.n_used].int()
+        own, table = (x, norm, matrix, bias), named if spec.given else None
+        given = [None if t is None else t.to(spec.device) for t in (*own, table)]
         got, want = launch(*given), reference(*given)
         ids, want_ids = got.ids.long().cpu(), want.ids.long().cpu()
         if not bool(((ids >= 0) & (ids < spec.n_expert)).all()) or ids.sort(-1).values.diff(dim=-1).eq(0).any():
             return "rows choose experts that do not exist, or one twice"
         scores = F.linear(F.rms_norm(x, norm.shape, norm, spec.eps), matrix)[:, : spec.n_expert]
         if bias is not None:
-            scores = (scores.sigmoid() if spec.router == "sigmoid" else scores.softmax(-1)) + bias
+            scores = moe_ref.probabilities(scores, spec.router) + bias
         is_same = ids == want_ids
+        if spec.given and not bool(is_same.all()):
+            return "rows have other experts than they were given"
         is_tie = (scores.gather(-1, ids) - scores.gather(-1, want_ids)).abs() < TIE
         is_tie[n_row // 2] &= n_row == 1
         if not bool((is_same | is_tie).all()):
@@ -175,13 +191,15 @@ def check(launch: Callable[..., Routes], reference: Callable[..., Routes], spec:
     return None
 
 
-def _check_rows(launch: RouteLaunch, alone: Routes, given: list[Tensor], norm: Tensor) -> str | None:
+def _check_rows(launch: RouteLaunch, alone: Routes, given: list[Tensor | None], norm: Tensor) -> str | None:
     """Rows that are normed on the way, in both layouts that experts read, and the choices beside them."""
-    spec, n_row = launch.spec, len(given[0])
-    want = F.rms_norm(given[0].cpu(), norm.shape, norm, spec.eps)
+    x, spec = given[0], launch.spec
+    assert x is not None
+    n_row = len(x)
+    want = F.rms_norm(x.cpu(), norm.shape, norm, spec.eps)
     for layout in (BLOCKED, PLANES):
         into = RowsLaunch(spec.device, spec.n_in, (8, 64), layout).room(n_row)
-        routes = launch(*given[:3], given[3] if spec.biased else None, into, 2.0)
+        routes = launch(*given, into=into, power=2.0)
         if not torch.equal(routes.ids, alone.ids) or not torch.equal(routes.weights, alone.weights):
             return "choices are others where rows are normed on the way"
         if spec.n_in % 32:

@@ -4,7 +4,8 @@
 //   norm     [N_IN]                   f32
 //   matrix   [N_EXPERT + GATED, N_IN] f32
 //   logits   [row, N_EXPERT + GATED]  f32  written by the first, read by the second
-//   bias     [N_EXPERT]               f32  takes part in the choice alone (BIASED)
+//   bias     [N_EXPERT]               f32  takes part in the choice alone (BIASED); GIVEN: [row, N_USED] i32 the experts of a row,
+//                                          which then are not chosen
 //   ids      [row, N_USED]            i32  best first, of equal ones the lower index; in range whatever the logits are
 //   weights  [row, N_USED]            f32
 //   gate     [row]                    f32  sigmoid of the last logit (GATED)
@@ -14,7 +15,14 @@
 // Sums have an order of their own for each row and score: a row's bits depend neither on the others nor on the grid. Bound
 // by latency at few rows, so what is the model's is loaded before the predecessor is over: all of a CTA's matrix. Pointers to
 // it are not `const __restrict__`: loads of constants ptxas (13.0) puts behind the wait.
-// Set by the launcher: N_IN, N_EXPERT (at most 512), N_USED (at most 32), SIGMOID, RENORM, BIASED, GATED.
+// Set by the launcher: N_IN, N_EXPERT (at most 512), N_USED (at most 32), SIGMOID, RENORM, BIASED, GATED; where wanted
+// SQRTSOFTPLUS, GIVEN.
+#ifndef SQRTSOFTPLUS
+#define SQRTSOFTPLUS 0
+#endif
+#ifndef GIVEN
+#define GIVEN 0
+#endif
 #include "overlap.cuh"
 #include "prepared.cuh"
 
@@ -173,6 +181,12 @@ struct alignas(16) Two {
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 
+#if SQRTSOFTPLUS
+// Neither overflows nor loses what is left of large negative ones; no number stays none.
+__device__ __forceinline__ float sqrt_softplus(float x) { return sqrtf((x < 0.f ? 0.f : x) + log1pf(expf(-fabsf(x)))); }
+#endif
+#define EACH_ALONE (SIGMOID || SQRTSOFTPLUS)  // an expert's score needs no other's
+
 // Greater for the greater score, of equal ones for the lower index; no numbers are the least. Never 0.
 __device__ __forceinline__ u64 rank_of(float score, int expert) {
   const u32 bits = __float_as_uint(score + 0.f);  // both zeros are one
@@ -207,7 +221,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __shared__ int n_rival;
   const int expert = threadIdx.x, lane = expert & 31;
   const bool is_one = expert < N_EXPERT;
-  const float shift = BIASED && is_one ? bias[expert] : 0.f;
+  const float shift = BIASED && !GIVEN && is_one ? bias[expert] : 0.f;
   wait_for_predecessor();
   // Not before: the experts' CTAs would crowd on the multiprocessors that the products before this are done with first.
   let_successor_start();
@@ -218,13 +232,24 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #endif
 
   float p = 0.f, score = logit;
-#if SIGMOID
+#if SQRTSOFTPLUS
+  p = is_one ? sqrt_softplus(logit) : 0.f;
+#elif SIGMOID
   p = sigmoid(logit);
-#elif BIASED
+#elif BIASED || GIVEN
   __shared__ float maxima[kWarps];
   p = expf(logit - over_block(logit, false, maxima));
   p /= over_block(is_one ? p : 0.f, true, each);
 #endif
+#if GIVEN
+  p_of[expert] = p;
+  __syncthreads();
+  if (expert < N_USED) {
+    const int id = reinterpret_cast<const int*>(bias)[static_cast<i64>(blockIdx.x) * N_USED + expert];
+    chosen[expert] = min(max(id, 0), N_EXPERT - 1);
+    picked[expert] = p_of[chosen[expert]];
+  }
+#else
   if (BIASED) score = p + shift;
   const u64 rank = is_one ? rank_of(score, expert) : 0;
 
@@ -251,7 +276,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (leader && n_better == 0) first = leader;
   }
   __syncthreads();
-#if !SIGMOID && !BIASED
+#if !EACH_ALONE && !BIASED
   p = is_one ? expf(logit - score_of(first)) : 0.f;
   const float sum = warp_sum(p);
   if (lane == 0) each[expert >> 5] = sum;
@@ -275,7 +300,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (at < N_USED) {
       chosen[at] = static_cast<int>(kAll - static_cast<u32>(mine));
       picked[at] = p_of[chosen[at]];
-#if !SIGMOID && !BIASED
+#if !EACH_ALONE && !BIASED
       float all = each[0];
 #pragma unroll
       for (int i = 1; i < kWarps; ++i) all += each[i];
@@ -283,6 +308,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #endif
     }
   }
+#endif
   __syncthreads();
   if (expert >= N_USED) return;
   float weight = picked[expert];

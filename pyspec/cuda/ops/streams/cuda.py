@@ -1,0 +1,134 @@
+"""`streams` on NVIDIA GPUs: streams.cu. Two launches read from the streams (products by columns, then all the rest), one writes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyspec.cuda.context import per_device
+from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
+from pyspec.cuda.ops.streams.ref import StreamMix, Streams, StreamsSpec
+
+N_STREAM, MAX_COLUMNS = 4, 16384
+THREADS, READING = 128, 256  # of a CTA: of streams_parts; of the others. A quad of columns each
+SLOTS = 32  # of a part
+PER_MULTIPROCESSOR = 2  # CTAs of streams_parts that rows are spread over: each reads its share of fn
+OFF = 1e-4  # of coefficients and, relative to its size, of a row: other orders of sums
+
+
+def limits(spec: StreamsSpec) -> str | None:
+    if spec.device.type != "cuda":
+        return "runs on NVIDIA GPUs only"
+    if spec.n_stream != N_STREAM:
+        return f"{spec.n_stream} streams; the kernel takes {N_STREAM}"
+    if spec.n % 4 or not 0 < spec.n <= MAX_COLUMNS:
+        return f"{spec.n} columns; the kernel takes multiples of 4 up to {MAX_COLUMNS}"
+    if spec.n_iter < 1:
+        return f"{spec.n_iter} steps of Sinkhorn; the kernel takes 1 or more"
+    return None
+
+
+def defines(n: int, n_iter: int) -> dict[str, int | str]:
+    """Macros of streams.cu; no steps: of the head."""
+    return {"COLUMNS": n, "COEFFICIENTS": (2 + N_STREAM) * N_STREAM if n_iter else N_STREAM, "N_ITER": n_iter}
+
+
+@per_device
+def _kernels(device: torch.device, n: int, n_iter: int) -> dict[str, Kernel]:
+    code = compile_cubin("streams", arch_of(torch.cuda.get_device_capability(device)), defines(n, n_iter))
+    forms = {"streams_parts": "pppii", "streams_read": "pppppppff"} | ({"streams_merge": "ppppp"} if n_iter else {})
+    return {name: code.kernel(name, form) for name, form in forms.items()}
+
+
+class StreamsLaunch:
+    """Implements `Streams`."""
+
+    def __init__(self, spec: StreamsSpec) -> None:
+        self.spec, self.n_chunk = spec, -(-spec.n // THREADS)
+        self.kernels, self.heads = _kernels(spec.device, spec.n, spec.n_iter), _kernels(spec.device, spec.n, 0)
+        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
+        n_cta = PER_MULTIPROCESSOR * torch.cuda.get_device_properties(spec.device).multi_processor_count
+        self.n_line = max(1, n_cta // self.n_chunk)
+
+    def split(self, x: Tensor, mix: StreamMix) -> tuple[Tensor, Tensor, Tensor]:
+        post, comb = self._room(x, N_STREAM), self._room(x, N_STREAM, N_STREAM)
+        return self._read(self.kernels, x, mix, post, comb), post, comb
+
+    def head(self, x: Tensor, mix: StreamMix) -> Tensor:
+        none = np.int64(0)
+        return self._read(self.heads, x, mix, none, none)
+
+    def merge(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        y, x, post, comb = (t.contiguous() for t in (y, x, post, comb))
+        n_row = self._rows(x)
+        assert y.shape == (n_row, self.spec.n) and y.dtype == post.dtype == comb.dtype == torch.float32
+        assert post.shape == (n_row, N_STREAM) and comb.shape == (n_row, N_STREAM, N_STREAM)
+        out = torch.empty_like(x)
+        if n_row:
+            args = (y, x, post, comb, out)
+            self.kernels["streams_merge"].launch(self._grid(n_row), READING, args, overlap=self.overlap)
+        return out
+
+    def _read(
+        self, kernels: dict[str, Kernel], x: Tensor, mix: StreamMix, post: Tensor | np.int64, comb: Tensor | np.int64
+    ) -> Tensor:
+        x, n_row = x.contiguous(), self._rows(x)
+        m, n_scale = (N_STREAM, 1) if kernels is self.heads else ((2 + N_STREAM) * N_STREAM, 3)
+        for t, shape in ((mix.fn, (m, N_STREAM * self.spec.n)), (mix.scale, (n_scale,)), (mix.base, (m,))):
+            assert t.shape == shape and t.dtype == torch.float32 and t.is_contiguous()
+        y, parts = self._room(x, self.spec.n), self._room(x, self.n_chunk, SLOTS)
+        if n_row:
+            per_cta = -(-n_row // self.n_line)
+            grid, sizes = (self.n_chunk, -(-n_row // per_cta)), (np.int32(n_row), np.int32(per_cta))
+            kernels["streams_parts"].launch(grid, THREADS, (x, mix.fn, parts, *sizes), overlap=self.overlap)
+            floats = np.float32(self.spec.eps), np.float32(self.spec.floor)
+            args = (x, parts, mix.scale, mix.base, y, post, comb, *floats)
+            kernels["streams_read"].launch(self._grid(n_row), READING, args, overlap=self.overlap)
+        return y
+
+    def _rows(self, x: Tensor) -> int:
+        assert x.shape[1:] == (N_STREAM, self.spec.n) and x.dtype == torch.float32
+        return x.shape[0]
+
+    def _grid(self, n_row: int) -> tuple[int, int]:
+        return n_row, -(-self.spec.n // (4 * READING))
+
+    def _room(self, x: Tensor, *shape: int) -> Tensor:
+        return torch.empty(x.shape[0], *shape, dtype=torch.float32, device=x.device)
+
+
+def bind(spec: StreamsSpec) -> StreamsLaunch:
+    return StreamsLaunch(spec)
+
+
+def random_mix(m: int, spec: StreamsSpec, gen: torch.Generator, size: float = 1.0) -> StreamMix:
+    """Coefficients about `size`."""
+    fn = torch.randn(m, spec.n_stream * spec.n, generator=gen) / (spec.n_stream * spec.n) ** 0.5
+    scale = size * (0.5 + torch.rand(1 if m == spec.n_stream else 3, generator=gen))
+    return StreamMix(*(t.to(spec.device) for t in (fn, scale, 0.5 * torch.randn(m, generator=gen))))
+
+
+def check(launch: Streams, reference: Streams, spec: StreamsSpec) -> str | None:
+    """Rows from one on, of sizes down to where eps counts, one of zeros; coefficients that saturate; a row alone and among others."""
+    gen, n = torch.Generator().manual_seed(0), spec.n_stream
+    for n_row, size in ((1, 1.0), (9, 1.0), (9, 20.0), (70, 1.0)):
+        mix, head = (random_mix(m, spec, gen, size) for m in ((2 + n) * n, n))
+        x = torch.randn(n_row, n, spec.n, generator=gen) * torch.logspace(2, -4, n_row)[:, None, None]
+        x[n_row // 2] *= n_row == 1
+        x, y = x.to(spec.device), torch.randn(n_row, spec.n, generator=gen).to(spec.device)
+        got, want = launch.split(x, mix), reference.split(x, mix)
+        merged = launch.merge(y, x, *want[1:]), reference.merge(y, x, *want[1:])
+        pairs = dict(zip(("row", "post", "comb"), zip(got, want, strict=True), strict=True))
+        pairs |= {"merged row": merged, "head's row": (launch.head(x, head), reference.head(x, head))}
+        for name, (own, other) in pairs.items():
+            by = 1.0 if name in ("post", "comb") else x.flatten(1).norm(dim=-1) / x[0].numel() ** 0.5
+            by = by + 1.0 if name == "merged row" else by
+            off = float(((own - other).flatten(1).abs().amax(-1) / by).nan_to_num(0.0, torch.inf).amax())
+            if not bool(own.isfinite().all()) or not off < OFF:
+                return f"{n_row} rows: a {name} differs from the reference by {off:.2g}"
+        last = slice(n_row - 1, n_row)
+        alone = (*launch.split(x[last], mix), launch.head(x[last], head))
+        if not all(map(torch.equal, alone, (t[last] for t in (*got, launch.head(x, head))))):
+            return f"a row has other bits alone than among {n_row}"
+    return None

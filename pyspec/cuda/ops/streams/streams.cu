@@ -1,0 +1,160 @@
+// streams: hyper-connections of four streams. Meaning: streams/ref.py. All f32.
+//
+//   x      [row, 4, COLUMNS]            the streams
+//   fn     [COEFFICIENTS, 4 * COLUMNS]  24, or 4 of the head
+//   parts  [row, CHUNKS, 32]            of each 512 columns: products with each row of fn, then the sum of squares
+//   scale  [3], or [1] of the head      base [COEFFICIENTS]
+//   y      [row, COLUMNS]               what is read from the streams; of streams_merge what goes back
+//   post   [row, 4]                     comb [row, from, to]
+//
+// streams_parts has a CTA for each 512 columns, whose share of fn stays in registers for all rows of the CTA. streams_read adds
+// the shares up, makes coefficients of them, and has a CTA for each row and 1024 columns; streams_merge, too. Sums
+// have one order whatever the grid is: a row's bits depend on no other row.
+// Macros: COLUMNS, COEFFICIENTS, N_ITER (of the head 0).
+#include "types.cuh"
+#include "overlap.cuh"
+
+constexpr int kStreams = 4;
+constexpr int kThreads = 128, kWarps = kThreads / 32;
+constexpr int kQuads = COLUMNS;  // of 4 columns, of all streams
+constexpr int kChunks = (kQuads + kThreads - 1) / kThreads;
+constexpr int kSlots = 32;  // of a part: a lane each
+constexpr u32 kAll = 0xffffffffu;
+static_assert(COLUMNS % 4 == 0 && COEFFICIENTS < kSlots, "whole quads, and a lane for the squares");
+
+__device__ __forceinline__ float dot(float4 a, float4 b) { return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, a.w * b.w))); }
+
+// Each lane has 32 values; afterwards lane i has the sum of all lanes' i-th, in one order.
+__device__ __forceinline__ float sums_by_lane(float (&v)[kSlots]) {
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int half = kSlots / 2; half > 0; half >>= 1) {
+    const bool is_upper = lane & half;
+#pragma unroll
+    for (int i = 0; i < half; ++i) {
+      const float kept = is_upper ? v[i + half] : v[i], sent = is_upper ? v[i] : v[i + half];
+      v[i] = kept + __shfl_xor_sync(kAll, sent, half);
+    }
+  }
+  return v[0];
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    streams_parts(const float4* x, const float4* fn, float* parts, int n_row, int per_cta) {
+  __shared__ float of_warp[2][kWarps][kSlots];
+  let_successor_start();
+  const int quad = blockIdx.x * kThreads + threadIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const bool is_in = quad < kQuads;
+  const float4 none = make_float4(0.f, 0.f, 0.f, 0.f);
+  float4 w[COEFFICIENTS];
+#pragma unroll
+  for (int k = 0; k < COEFFICIENTS; ++k) w[k] = is_in ? fn[static_cast<i64>(k) * kQuads + quad] : none;
+  wait_for_predecessor();
+  const int first = blockIdx.y * per_cta, end = min(n_row, first + per_cta);
+  for (int row = first; row < end; ++row) {
+    const float4 own = is_in ? x[static_cast<i64>(row) * kQuads + quad] : none;
+    float v[kSlots];
+#pragma unroll
+    for (int k = 0; k < kSlots; ++k) v[k] = k < COEFFICIENTS ? dot(own, w[k < COEFFICIENTS ? k : 0]) : 0.f;
+    v[COEFFICIENTS] = dot(own, own);
+    float(&to)[kWarps][kSlots] = of_warp[row & 1];  // the row before may still be read
+    to[warp][lane] = sums_by_lane(v);
+    __syncthreads();
+    if (warp == 0) {
+      float sum = to[0][lane];
+#pragma unroll
+      for (int i = 1; i < kWarps; ++i) sum += to[i][lane];
+      parts[(static_cast<i64>(row) * kChunks + blockIdx.x) * kSlots + lane] = sum;
+    }
+  }
+}
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
+
+// Over the lanes that differ in these two bits; every one has the same bits.
+__device__ __forceinline__ float sum_over(float v, int a, int b) {
+  v += __shfl_xor_sync(kAll, v, a);
+  return v + __shfl_xor_sync(kAll, v, b);
+}
+
+// Of a warp, lane 4 * from + to of the lower half has an element (the upper half has them once more).
+__device__ __forceinline__ float doubly_stochastic(float logit, float floor) {
+  float most = fmaxf(logit, __shfl_xor_sync(kAll, logit, 1));
+  most = fmaxf(most, __shfl_xor_sync(kAll, most, 2));
+  const float e = expf(logit - most);
+  float v = e / sum_over(e, 1, 2) + floor;
+  v /= sum_over(v, 4, 8) + floor;
+#pragma unroll 1
+  for (int i = 1; i < N_ITER; ++i) {
+    v /= sum_over(v, 1, 2) + floor;
+    v /= sum_over(v, 4, 8) + floor;
+  }
+  return v;
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    streams_read(const float4* x, const float* parts, const float* scale, const float* base, float4* y, float* post, float* comb,
+                 float eps, float floor) {
+  __shared__ float pre[kStreams];
+  let_successor_start();
+  constexpr int kOwn = COLUMNS / 4;
+  const int row = blockIdx.x, quad = blockIdx.y * 256 + threadIdx.x, lane = threadIdx.x & 31;
+  const bool is_in = quad < kOwn;
+  wait_for_predecessor();
+  float4 v[kStreams];
+#pragma unroll
+  for (int s = 0; s < kStreams; ++s)
+    v[s] = is_in ? x[(static_cast<i64>(row) * kStreams + s) * kOwn + quad] : make_float4(0.f, 0.f, 0.f, 0.f);
+  if (threadIdx.x < 32) {
+    const float* from = parts + static_cast<i64>(row) * kChunks * kSlots + lane;
+    float sum = 0.f;
+#pragma unroll 8
+    for (int i = 0; i < kChunks; ++i) sum += from[i * kSlots];
+    const float squares = __shfl_sync(kAll, sum, COEFFICIENTS);
+    const float m = sum * rsqrtf(squares / (kStreams * COLUMNS) + eps);
+    const int kind = COEFFICIENTS == kStreams ? 0 : min(lane / kStreams, 2);  // reads, writes, mixes
+    const float c = lane < COEFFICIENTS ? fmaf(m, scale[kind], base[lane]) : 0.f;
+    if (lane < kStreams) pre[lane] = sigmoid(c) + floor;
+#if N_ITER > 0
+    const float mixed = doubly_stochastic(__shfl_sync(kAll, c, 2 * kStreams + (lane & 15)), floor);
+    if (blockIdx.y == 0) {
+      if (lane >= kStreams && lane < 2 * kStreams) post[static_cast<i64>(row) * kStreams + lane - kStreams] = 2.f * sigmoid(c);
+      if (lane < kStreams * kStreams) comb[static_cast<i64>(row) * kStreams * kStreams + lane] = mixed;
+    }
+#endif
+  }
+  __syncthreads();
+  float4 out = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+  for (int s = 0; s < kStreams; ++s) {
+    const float by = pre[s];
+    out = make_float4(fmaf(v[s].x, by, out.x), fmaf(v[s].y, by, out.y), fmaf(v[s].z, by, out.z), fmaf(v[s].w, by, out.w));
+  }
+  if (is_in) y[static_cast<i64>(row) * kOwn + quad] = out;
+}
+
+#if N_ITER > 0
+extern "C" __global__ void __launch_bounds__(256)
+    streams_merge(const float4* y, const float4* x, const float* post, const float* comb, float4* out) {
+  let_successor_start();
+  constexpr int kOwn = COLUMNS / 4;
+  const int row = blockIdx.x, quad = blockIdx.y * 256 + threadIdx.x;
+  if (quad >= kOwn) return;
+  wait_for_predecessor();
+  const float4 made = y[static_cast<i64>(row) * kOwn + quad];
+  float4 v[kStreams];
+#pragma unroll
+  for (int s = 0; s < kStreams; ++s) v[s] = x[(static_cast<i64>(row) * kStreams + s) * kOwn + quad];
+#pragma unroll
+  for (int to = 0; to < kStreams; ++to) {
+    const float by = post[static_cast<i64>(row) * kStreams + to];
+    float4 sum = make_float4(made.x * by, made.y * by, made.z * by, made.w * by);
+#pragma unroll
+    for (int s = 0; s < kStreams; ++s) {
+      const float c = comb[(static_cast<i64>(row) * kStreams + s) * kStreams + to];
+      sum = make_float4(fmaf(v[s].x, c, sum.x), fmaf(v[s].y, c, sum.y), fmaf(v[s].z, c, sum.z), fmaf(v[s].w, c, sum.w));
+    }
+    out[(static_cast<i64>(row) * kStreams + to) * kOwn + quad] = sum;
+  }
+}
+#endif
