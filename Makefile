@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-lowest test-all lint check check-slow check-gpu sanitize soak fuzz fix clean
+.PHONY: peer demo test test-lowest test-all lint check check-slow check-gpu sanitize soak fuzz fix clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pyspec demo
@@ -77,4 +77,13 @@ $(VENV)/.installed-test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	touch $@ $(VENV)/.installed
 
 clean:
-	rm -rf $(VENV) .venv-lowest build dist *.egg-info
+	rm -rf $(VENV) .venv-lowest .venv-peer build dist *.egg-info
+
+# llama.cpp's own server tests against pyspec: make peer LLAMA_CPP=path/to/llama.cpp
+peer: $(VENV)/.installed-test .venv-peer/.installed
+	$(BIN)/python tests/peer/run.py $(LLAMA_CPP) --python .venv-peer/bin/python
+
+.venv-peer/.installed:
+	$(PYTHON) -m venv .venv-peer
+	.venv-peer/bin/python -m pip install --quiet pytest pytest-xdist pytest-timeout requests openai aiohttp filelock prometheus-client wget numpy
+	touch $@

@@ -114,7 +114,10 @@ class PromptTooLong(RequestError):
     kind = "exceed_context_size_error"
 
     def __init__(self, n_prompt: int, n_ctx: int) -> None:
-        super().__init__(f"the prompt has {n_prompt} tokens; a request holds {n_ctx} (raise it with -c)")
+        super().__init__(
+            f"the request exceeds the available context size: its prompt has {n_prompt} tokens, and a request holds {n_ctx}"
+            " (raise it with -c)"
+        )
         self.n_prompt = n_prompt
         self.n_ctx = n_ctx
 

@@ -198,7 +198,7 @@ def server(
     verbosity = 0 if flags.log_disable else 5 if ctx.meta.get("pyspec.verbose") else flags.verbosity
     set_up(verbosity, flags.form, flags.log_file)
     tell_ignored()
-    settings = flags.settings(sampling, n_predict, chat.settings)
+    settings = replace(flags.settings(sampling, n_predict, chat.settings), verbose=verbosity >= 5)
     engine = replace(engine, settings={**engine.settings, "queue": flags.queue, "hang_timeout": flags.hang_timeout})
     n_slot = engine.np if engine.np > 0 else AUTO_SLOTS
     engine.check(n_slot)

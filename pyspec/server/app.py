@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
@@ -12,7 +13,6 @@ from functools import partial
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
@@ -30,6 +30,7 @@ from pyspec.server.api.slots import slot_action
 from pyspec.server.api.unsupported import refuse_unsupported
 from pyspec.server.engine import EngineLike
 from pyspec.server.http.body import ClientGone, on_gone, parse_object
+from pyspec.server.http.cors import Cors
 from pyspec.server.http.envelope import JSON, error_body, on_bug, on_error, on_http_error
 from pyspec.server.http.gate import LOCAL_ORIGIN, Gate
 from pyspec.server.metrics import EngineCollector, exposition
@@ -81,14 +82,8 @@ def create_app(engine: EngineLike, settings: ServerSettings) -> Starlette:
 
 
 def _cors(settings: ServerSettings) -> Middleware:
-    return Middleware(
-        CORSMiddleware,
-        allow_origins=list(settings.cors_origins),
-        allow_origin_regex=LOCAL_ORIGIN,
-        allow_methods=["GET", "POST", "DELETE"],
-        allow_headers=["*"],
-        max_age=600,
-    )
+    origins = frozenset(settings.cors_origins)
+    return Middleware(Cors, is_known=lambda origin: bool({"*", origin} & origins or re.fullmatch(LOCAL_ORIGIN, origin)))
 
 
 def _routes(service: Service) -> list[BaseRoute]:

@@ -76,6 +76,7 @@ class ServerSettings:
     reasoning_budget_message: str = ""  # said at the end of the budget
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     prefill_assistant: bool = True  # an assistant's message at the end is continued
+    verbose: bool = False  # answers have `__verbose`: the prompt as the model reads it, and the settings
     text_threads: int = 2  # tokenise and render off the event loop
     limits: Limits = field(default_factory=Limits)
 

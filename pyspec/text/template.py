@@ -7,6 +7,7 @@ import re
 import secrets
 import subprocess
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from functools import cached_property
 
 from pyspec.errors import BadTemplate, RequestError
@@ -150,6 +151,7 @@ class ChatTemplate:
         values: dict[str, object] = {
             "bos_token": self.bos_token,
             "eos_token": self.eos_token,
+            **_dates(self.source),
             **(kwargs or {}),
             "messages": self._with_objects(normalise(messages)),
             "add_generation_prompt": add_generation_prompt,
@@ -258,6 +260,13 @@ def _with_object(call: object) -> object:
     except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+def _dates(source: str) -> dict[str, object]:
+    """What templates of Llama 3 and Firefunction call today, as llama.cpp gives it; nothing for those that do not ask."""
+    now = datetime.now()
+    known = {"date_string": "%d %b %Y", "datetime": "%b %d %Y %H:%M:%S GMT"}
+    return {name: now.strftime(form) for name, form in known.items() if name in source}
 
 
 def _around(content: str, mark: str) -> str:

@@ -73,7 +73,7 @@ def test_run_continues_text_from_stdin_and_keeps_talk_off_stdout():
 def test_a_prompt_that_does_not_fit_is_one_line():
     code, out, err = invoke("run", "demo", "-p", "word " * 200, "-c", "64")
     assert (code, out) == (1, "")
-    assert re.fullmatch(r"Error: the prompt has \d+ tokens; a request holds 64 .*\n", err)
+    assert re.fullmatch(r"Error: .*its prompt has \d+ tokens, and a request holds 64 .*\n", err)
 
 
 def test_a_chat_remembers_and_clears(engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):
@@ -100,7 +100,7 @@ def test_a_refused_message_does_not_end_a_chat(
     monkeypatch.setattr(click, "prompt", prompt)
     talk(engine, AnswerOptions(SamplingParams(temperature=0), 48, ()), "")
     out, err = capsys.readouterr()
-    assert "Error: the prompt has" in err
+    assert "Error: the request exceeds the available context size" in err
     assert out.startswith(reference("Hi!")["answer"])
 
 

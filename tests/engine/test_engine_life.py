@@ -329,7 +329,7 @@ def test_a_short_queue_does_not_keep_the_engine_from_starting() -> None:
 @pytest.mark.parametrize(
     ("request_", "error", "text"),
     [
-        (Request(prompt=tuple([1] * 256)), PromptTooLong, "256 tokens; a request holds 256"),
+        (Request(prompt=tuple([1] * 256)), PromptTooLong, "256 tokens, and a request holds 256"),
         (Request(prompt=(1, 300)), RequestError, "token 300 is outside 0..299"),
         (Request(prompt=(-1,)), RequestError, "token -1"),
         (Request(prompt=(1,), slot=2), RequestError, "slot 2 does not exist; slots are 0..1"),

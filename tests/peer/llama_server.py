@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 import sys
 
+from zygote import ask
+
 MODELS = {"--hf-repo", "--hf-file", "--model", "--model-url", "--model-draft"}
 
 
@@ -30,11 +32,21 @@ def translated(args: list[str], model: str) -> list[str]:
             ctx = int(value)
             i += 2
             continue
+        if flag == "--spec-type":  # a drafter of another kind does: the model's own
+            out += ["--spec-type", "auto"]
+            i += 2
+            continue
         if flag == "--parallel":
             slots = int(value)
         unified = unified or flag == "--kv-unified"
         out.append(flag)
         i += 1
+    if "--cors-origins" not in out:
+        out += ["--cors-origins", "*"]  # their default; ours is this machine
+    if "--metrics" not in out:
+        out.append("--no-metrics")
+    if "--spec-type" not in out:
+        out += ["--spec-type", "none"]
     if ctx:
         out += ["-c", str(ctx if unified else ctx // max(slots, 1))]
         if unified:
@@ -43,6 +55,5 @@ def translated(args: list[str], model: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    command = [sys.executable, "-m", "pyspec", "server", *translated(sys.argv[1:], os.environ["PYSPEC_PEER_MODEL"])]
-    python = os.environ.get("PYSPEC_PEER_PYTHON", sys.executable)
-    os.execv(python, [python, *command[1:], "--in-process", "--no-warmup"])
+    command = ["server", *translated(sys.argv[1:], os.environ["PYSPEC_PEER_MODEL"]), "--in-process", "--no-warmup"]
+    sys.exit(ask(os.environ["PYSPEC_PEER_ZYGOTE"], command))

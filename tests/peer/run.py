@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import tomllib
 import xml.etree.ElementTree as ET
 from collections import Counter
@@ -20,20 +21,33 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-NO_DOWNLOADS = "\nServerPreset.load_all = staticmethod(lambda: None)\n"
+# Behind their utils.py: nothing is downloaded; names of headers have no case, as in HTTP.
+PATCH = """
+ServerPreset.load_all = staticmethod(lambda: None)
+_made = ServerProcess.make_request
+
+
+def _with_headers(self, *args, **options):
+    response = _made(self, *args, **options)
+    response.headers = requests.structures.CaseInsensitiveDict(response.headers)
+    return response
+
+
+ServerProcess.make_request = _with_headers
+"""
+DRAFT = "stories15M-q4_0.gguf"  # their drafter: it only has to be there
 
 
 def copied(source: Path, to: Path) -> Path:
     """The tests, with their downloads switched off and the shim where they look for llama-server."""
-    tests = to / "tests"
+    tests = to / "tools" / "server" / "tests"  # some name templates by their place in the repository
     shutil.copytree(source / "tools" / "server" / "tests", tests)
     with (tests / "utils.py").open("a") as file:
-        file.write(NO_DOWNLOADS)
-    if (
-        fixtures := source / "models" / "templates"
-    ).is_dir():  # some tests name templates by their place in the repository
-        (to / "models").mkdir()
-        (to / "models" / "templates").symlink_to(fixtures)
+        file.write(PATCH)
+    (tests / "tmp").mkdir(exist_ok=True)
+    (tests / "tmp" / DRAFT).touch()
+    if (source / "models").is_dir():
+        (to / "models").symlink_to((source / "models").resolve())
     return tests
 
 
@@ -83,8 +97,15 @@ def main() -> int:
         ]
         command += [f"--junitxml={report}", *(["-k", args.k] if args.k else []), *chosen]
         env = {**os.environ, "LLAMA_SERVER_BIN_PATH": str(shim), "PYSPEC_PEER_MODEL": str(args.model.resolve())}
-        env |= {"PYSPEC_PEER_PYTHON": sys.executable, "LLAMA_CACHE": folder}
-        subprocess.run(command, cwd=tests, env=env, check=False)
+        zygote = Path(folder) / "zygote"
+        env |= {"PYSPEC_PEER_ZYGOTE": str(zygote), "LLAMA_CACHE": folder, "OMP_NUM_THREADS": "1"}
+        server = subprocess.Popen([sys.executable, HERE / "zygote.py", zygote], env=env)
+        try:
+            while not zygote.exists() and server.poll() is None:
+                time.sleep(0.05)
+            subprocess.run(command, cwd=tests, env=env, check=False)
+        finally:
+            server.kill()
         return told(results(report), known)
 
 

@@ -209,6 +209,12 @@ def progress_dict(event: Progress) -> dict[str, Any]:
     }
 
 
+def progress_timings(event: Progress) -> dict[str, Any]:
+    """llama-server's `timings` while a prompt is being read."""
+    n = event.n_processed - event.n_cached
+    return timings_dict(Timings(cache_n=event.n_cached, prompt_n=n, prompt_ms=event.ms))
+
+
 def generation_settings(request: Request) -> dict[str, Any]:
     """The request as it was understood, in llama-server's names."""
     return settings_dict(request.params) | {

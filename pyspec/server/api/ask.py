@@ -57,6 +57,7 @@ class Ask:
     prompt_texts: tuple[str, ...]  # native, and where it is echoed: the prompt of each choice that is run
     repeated: Mapping[str, Any]  # responses only: fields of the body that the answer has, too
     n_moved: int  # lines of the system prompt that stand behind the conversation now
+    verbose: bool = False  # the prompt and the settings go with the answer
     n_run: int = 1  # choices of each prompt that are run: `best_of`, of which the best `n` are shown
     echo: bool = False  # the answer begins with the prompt
     tells_prompt: bool = False  # the answer has vLLM's `prompt_logprobs`
@@ -106,7 +107,8 @@ def prepare(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings
         return_progress=bool(body.return_progress),
         timings_per_token=bool(body.timings_per_token),
         ping_s=max(ping_s, settings.limits.least_ping_s) if ping_s > 0 else settings.limits.total_s,
-        prompt_texts=_texts(body, engine.tokenizer, prompts, n_run, settings.limits),
+        prompt_texts=_texts(body, engine.tokenizer, prompts, n_run, settings),
+        verbose=settings.verbose if body.verbose is None else body.verbose,
         n_run=n_run,
         echo=isinstance(body, TextBody) and bool(body.echo),
         tells_prompt=body.prompt_logprobs is not None,
@@ -199,17 +201,18 @@ def _tokenise(body: Generate, engine: EngineLike, settings: ServerSettings) -> l
 
 
 def _texts(
-    body: Generate, tokenizer: TokenizerLike, prompts: list[list[int]], n: int, limits: Limits
+    body: Generate, tokenizer: TokenizerLike, prompts: list[list[int]], n: int, settings: ServerSettings
 ) -> tuple[str, ...]:
     """Of each choice, where the answer has it: as the model reads it, or as it was given where it is echoed."""
     if isinstance(body, TextBody) and body.echo:
-        given = split_prompts(body.prompt, limits)
+        given = split_prompts(body.prompt, settings.limits)
         texts = [
             p if isinstance(p, str) else tokenizer.decode(ids, special=True)
             for p, ids in zip(given, prompts, strict=True)
         ]
     else:
-        texts = [tokenizer.decode(ids, special=True) for ids in prompts] if isinstance(body, NativeBody) else []
+        wanted = isinstance(body, NativeBody) or (settings.verbose if body.verbose is None else body.verbose)
+        texts = [tokenizer.decode(ids, special=True) for ids in prompts] if wanted else []
     return tuple(text for text in texts for _ in range(n))
 
 

@@ -13,6 +13,7 @@ from pyspec.server.api.answers import (
     logprob_list,
     native_final,
     progress_dict,
+    progress_timings,
     sampled_list,
     sse,
     timings_dict,
@@ -51,7 +52,10 @@ class NativeAnswer:
         return sse(value)
 
     def progress(self, i: int, event: Progress) -> bytes:
-        return sse(self._partial(i, Choice(n_prompt=event.n_prompt)) | {"prompt_progress": progress_dict(event)})
+        value = self._partial(i, Choice(n_prompt=event.n_prompt)) | {"prompt_progress": progress_dict(event)}
+        if self._ask.timings_per_token:
+            value["timings"] = progress_timings(event)
+        return sse(value)
 
     def finish(self, i: int, choice: Choice) -> bytes:
         return sse(self._final(i, choice, streamed=True))

@@ -19,7 +19,9 @@ from pyspec.server.api.answers import (
     PING,
     Choice,
     measured,
+    native_final,
     progress_dict,
+    progress_timings,
     sse,
     text_logprobs,
     timings_dict,
@@ -65,7 +67,23 @@ class OpenAIAnswer(ABC):
             "choices": shown,
             "usage": usage_dict(choices, ask.n_run),
         }
-        return value | self._figures(choices)
+        return value | self._figures(choices) | self._verbose(choices)
+
+    def _verbose(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """llama-server's `__verbose`: the first choice as its own `/completion` would have it."""
+        if not self._ask.verbose or choices[0].done is None:
+            return {}
+        text, tokens = "".join(choices[0].text), choices[0].tokens
+        final = native_final(
+            0,
+            choices[0],
+            self._ask.requests[0],
+            model=str(self._head["model"]),
+            prompt=self._ask.prompt_texts[0],
+            content=text,
+            tokens=tokens,
+        )
+        return {"__verbose": final}
 
     def _with_prompt(self, value: dict[str, Any], i: int, choices: Sequence[Choice]) -> dict[str, Any]:
         """Choice i with what is told of its prompt."""
@@ -100,10 +118,14 @@ class OpenAIAnswer(ABC):
         extra: dict[str, Any] = {"choices": [value]}
         if not self._ask.include_usage:  # else the usage chunk carries them
             extra |= measured(choice.done.timings)
+        if i == 0:
+            extra |= self._verbose([choice])
         return self._chunk(dumps(extra)[1:-1])
 
     def progress(self, i: int, event: Progress) -> bytes:
         value = {"choices": [self._end_choice(i) | {"finish_reason": None}], "prompt_progress": progress_dict(event)}
+        if self._ask.timings_per_token:
+            value["timings"] = progress_timings(event)
         return self._chunk(dumps(value)[1:-1])
 
     def _chunk(self, inner: str) -> bytes:

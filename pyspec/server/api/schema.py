@@ -235,6 +235,7 @@ class Generate(Body):
     cache_prompt: bool | None = None
     id_slot: Window | None = None
     return_tokens: bool | None = None
+    verbose: bool | None = None
     return_progress: bool | None = None
     timings_per_token: bool | None = None
     t_max_predict_ms: Annotated[float, Field(ge=-1, le=INT32)] | None = None
