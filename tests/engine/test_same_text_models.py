@@ -83,7 +83,11 @@ def test_same_text_with_staggered_joins(kind: str, np: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["mtp", "dflash", "fickle-hybrid", "liar-hybrid", "mtp3-deepseek4", "fickle-deepseek4"]
+    "kind",
+    [
+        *("mtp", "dflash", "fickle-hybrid", "liar-hybrid"),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("mtp3-deepseek4", "fickle-deepseek4")),
+    ],
 )
 def test_cancels_at_any_moment_leave_the_others_their_text(kind: str) -> None:
     path, r = MAKERS[kind](np=3, ubatch=24)
