@@ -202,3 +202,14 @@ def test_refusals_are_told_in_the_conversation(browser: Browser, live: Live) -> 
     ask(browser)
     until(lambda: "not ready" in browser.text(".turn.assistant .note"))
     live.engine.is_alive = True
+
+
+def test_tokens_are_coloured_by_whether_they_were_drafted(browser: Browser, live: Live) -> None:
+    ask(browser)
+    until(lambda: answered(browser))
+    browser.click("#colour")
+    spans = browser.run(
+        "return [...document.querySelectorAll('.assistant.tokens span')].map(s => s.textContent).join('')"
+    )
+    browser.click("#colour")
+    assert spans == "Hello, world"

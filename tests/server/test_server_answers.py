@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -272,3 +273,17 @@ def test_tools_are_rendered_when_nothing_counts_on_parsed_calls(app: App, engine
     assert app.post("/v1/chat/completions", CHAT | {"tools": tools}).status_code == 501
     assert app.post("/v1/chat/completions", CHAT | {"tools": tools, "tool_choice": "none"}).status_code == 200
     assert b"tool: clock" in bytes(t for t in engine.seen[0].prompt if t < 256)
+
+
+def test_a_stream_tells_of_each_token_whether_it_was_drafted(app: App) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+    plain = [json.loads(e[6:]) for e in app.post("/v1/chat/completions", body).text.split("\n\n") if "{" in e]
+    shown = [
+        json.loads(e[6:])
+        for e in app.post("/v1/chat/completions", body | {"return_pieces": True}).text.split("\n\n")
+        if "{" in e
+    ]
+    assert not any("pieces" in chunk for chunk in plain)
+    pieces = [piece for chunk in shown for piece in chunk.get("pieces", [])]
+    assert "".join(text for text, _ in pieces) == "Hello, world"
+    assert all(type(drafted) is bool for _, drafted in pieces)

@@ -209,6 +209,14 @@ def progress_dict(event: Progress) -> dict[str, Any]:
     }
 
 
+def pieces(event: Delta, tokenizer: TokenizerLike) -> list[tuple[str, bool]]:
+    """The text of each token of a round, and whether it was drafted: the accepted ones come first, the bonus token is the last."""
+    return [
+        (tokenizer.token_bytes(token).decode("utf-8", "replace"), i < event.n_accepted)
+        for i, token in enumerate(event.tokens)
+    ]
+
+
 def progress_timings(event: Progress) -> dict[str, Any]:
     """llama-server's `timings` while a prompt is being read."""
     n = event.n_processed - event.n_cached

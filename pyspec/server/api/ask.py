@@ -57,6 +57,7 @@ class Ask:
     prompt_texts: tuple[str, ...]  # native, and where it is echoed: the prompt of each choice that is run
     repeated: Mapping[str, Any]  # responses only: fields of the body that the answer has, too
     n_moved: int  # lines of the system prompt that stand behind the conversation now
+    return_pieces: bool = False  # chunks say of each token whether it was drafted
     verbose: bool = False  # the prompt and the settings go with the answer
     n_run: int = 1  # choices of each prompt that are run: `best_of`, of which the best `n` are shown
     echo: bool = False  # the answer begins with the prompt
@@ -109,6 +110,7 @@ def prepare(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings
         ping_s=max(ping_s, settings.limits.least_ping_s) if ping_s > 0 else settings.limits.total_s,
         prompt_texts=_texts(body, engine.tokenizer, prompts, n_run, settings),
         verbose=settings.verbose if body.verbose is None else body.verbose,
+        return_pieces=bool(body.return_pieces),
         n_run=n_run,
         echo=isinstance(body, TextBody) and bool(body.echo),
         tells_prompt=body.prompt_logprobs is not None,

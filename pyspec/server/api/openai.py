@@ -20,6 +20,7 @@ from pyspec.server.api.answers import (
     Choice,
     measured,
     native_final,
+    pieces,
     progress_dict,
     progress_timings,
     sse,
@@ -54,6 +55,7 @@ class OpenAIAnswer(ABC):
         }
         self._open = dumps(self._head | {"object": self.chunk_object})[:-1]
         self._held: dict[int, list[TokenLogprob]] = {i: [] for i in range(len(ask.requests))}
+        self._pieces: dict[int, list[tuple[str, bool]]] = {i: [] for i in range(len(ask.requests))}
         self._held_tokens: dict[int, list[int]] = {i: [] for i in range(len(ask.requests))}
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
@@ -110,7 +112,18 @@ class OpenAIAnswer(ABC):
         tail = ""
         if self._ask.timings_per_token and event.timings:
             tail = f',"timings":{dumps(timings_dict(event.timings))}'
-        return b"".join(self._chunk(f'"choices":[{delta}]{tail}') for delta in self._deltas(i, event.text))
+        if self._ask.return_pieces:
+            self._pieces[i] += pieces(event, self._tokenizer)
+        written = list(self._deltas(i, event.text))
+        first = self._take_pieces(i) if written else ""
+        return b"".join(
+            self._chunk(f'"choices":[{delta}]{tail}{"" if n else first}') for n, delta in enumerate(written)
+        )
+
+    def _take_pieces(self, i: int) -> str:
+        """Tokens that wait for the next chunk of choice i, as a field of it."""
+        taken, self._pieces[i] = self._pieces[i], []
+        return f',"pieces":{dumps(taken)}' if taken else ""
 
     def finish(self, i: int, choice: Choice) -> bytes:
         assert choice.done is not None
@@ -120,7 +133,7 @@ class OpenAIAnswer(ABC):
             extra |= measured(choice.done.timings)
         if i == 0:
             extra |= self._verbose([choice])
-        return self._chunk(dumps(extra)[1:-1])
+        return self._chunk(dumps(extra)[1:-1] + self._take_pieces(i))
 
     def progress(self, i: int, event: Progress) -> bytes:
         value = {"choices": [self._end_choice(i) | {"finish_reason": None}], "prompt_progress": progress_dict(event)}

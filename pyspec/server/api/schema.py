@@ -235,6 +235,7 @@ class Generate(Body):
     cache_prompt: bool | None = None
     id_slot: Window | None = None
     return_tokens: bool | None = None
+    return_pieces: bool | None = None
     verbose: bool | None = None
     return_progress: bool | None = None
     timings_per_token: bool | None = None
