@@ -88,7 +88,7 @@ def test_second_scales_come_before_what_the_epilogue_does(type: GGMLType, epilog
 def test_half_floats_stream_where_many_rows_of_them_do(
     kind: GGMLType, has_tall: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    infos = {"a.weight": SimpleNamespace(type=kind, shape=(64, 256))}
+    infos = {"a.weight": SimpleNamespace(type=kind, shape=(64, 256), n_bytes=0)}
     found = Weights(cast(GGUFFile, SimpleNamespace(tensors=infos)), CPU, None)
     for op, runs in ((linear, True), (linear_tall, has_tall)):
         monkeypatch.setattr(op, "impls", [replace(op.impls[0], limits=lambda spec: None)])  # as on a GPU
