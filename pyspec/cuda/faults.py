@@ -25,6 +25,7 @@ OPS = {
     8: "embed",
     9: "norms",
     10: "ahead",
+    11: "index_rows",
 }  # whose kernels have guards
 NUMBERS = {
     name: number for number, name in OPS.items()

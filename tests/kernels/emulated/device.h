@@ -240,6 +240,7 @@ inline void ptx_cvt_rn_bf16x2_f32(int, u32& out, float high, float low) {
   out = static_cast<u32>(emulator::bf16_of_f32(high)) << 16 | emulator::bf16_of_f32(low);
 }
 inline void ptx_ex2_approx_ftz_f32(int, float& out, float x) { out = __builtin_exp2f(x); }
+inline void ptx_max_NaN_f32(int, float& out, float a, float b) { out = a != a || b != b ? __builtin_nanf("") : __builtin_fmaxf(a, b); }
 inline void ptx_rcp_approx_ftz_f32(int, float& out, float x) { out = 1.0f / x; }
 
 inline float f32_of_e4m3(u32 x) {  // sign, 4 bits of exponent, 3 of mantissa; no infinity

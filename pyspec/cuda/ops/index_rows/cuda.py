@@ -1,0 +1,136 @@
+"""`index_rows` on NVIDIA GPUs: index_rows.cu. Rows of queries become operands, tensor cores score every key, a radix select chooses.
+
+All lengths, positions and pages are read on the device: a captured graph serves any batch of as many rows, sequences and page columns.
+Queries are rounded to the pool's type, so scores that are nearly equal may change places; a row's choice hangs on its own scores only.
+A score that is no number comes last and is reported.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyspec.cuda import faults
+from pyspec.cuda.context import per_device
+from pyspec.cuda.jit import Kernel, arch_of, compile_cubin, missing
+from pyspec.cuda.ops.index_rows.ref import IndexSpec
+from pyspec.slots.batch import Batch
+from pyspec.slots.kv import KVPool, rows_per_page
+
+OP_ID = faults.NUMBERS["index_rows"]  # in the fault record, which names the sequence
+KINDS = {torch.float16: 1, torch.bfloat16: 2}
+MAX_SEQ, THREADS, KEYS, CHOOSERS = 128, 128, 128, 1024  # as in index_rows.cu
+RESIDENT = 3  # CTAs of index_rows_scores on a multiprocessor
+MOST_SHARED = 99 * 1024
+MOST_SCORES = 1 << 25  # of one launch: 128 rows at a context of 1M tokens
+FORMS = {
+    "index_rows_pack": "pppppp" + "p" + "iiiiiii",
+    "index_rows_scores": "pppppp" + "p" + "iiiiiiiiiiii",
+    "index_rows_choose": "pppppp" + "iiiiiiii",
+}
+
+
+def limits(spec: IndexSpec) -> str | None:
+    if (why := missing(spec.device)) is not None:
+        return why
+    if spec.kv not in KINDS:
+        return f"keys are {spec.kv}; the kernel takes f16 and bf16"
+    if spec.dim % 32 or not 0 < spec.dim <= 128:
+        return f"{spec.dim} dimensions; the kernel takes multiples of 32 up to 128"
+    if spec.n_head < 1 or shared_bytes(spec) > MOST_SHARED:
+        return f"{spec.n_head} heads of {spec.dim} dimensions; the kernel takes {MOST_SHARED // 512 * 128 // spec.dim} at most"
+    return None
+
+
+def record_bytes(spec: IndexSpec) -> int:
+    """RECORD in index_rows.cu: a row's queries and weights, with heads in eights."""
+    n_head = -(-spec.n_head // 8) * 8
+    return n_head * (2 * spec.dim + 4)
+
+
+def shared_bytes(spec: IndexSpec) -> int:
+    """sizeof(Shared) in index_rows.cu."""
+    return -(-(2 * record_bytes(spec) + 4 * (4 * MAX_SEQ + THREADS // 32 + 2)) // 16) * 16
+
+
+def defines(spec: IndexSpec) -> dict[str, int | str]:
+    """Macros of index_rows.cu."""
+    return {"HEADS": spec.n_head, "DIM": spec.dim, "KV_KIND": KINDS[spec.kv], "OP_ID": OP_ID}
+
+
+@per_device
+def _kernels(device: torch.device, spec: IndexSpec) -> dict[str, Kernel]:
+    code = compile_cubin("index_rows", arch_of(torch.cuda.get_device_capability(device)), defines(spec))
+    found = {name: code.kernel(name, form) for name, form in FORMS.items()}
+    return found | {"index_rows_scores": found["index_rows_scores"].allow_shared(shared_bytes(spec))}
+
+
+class IndexLaunch:
+    """Called as the reference is."""
+
+    def __init__(self, spec: IndexSpec) -> None:
+        self.spec, self.kernels = spec, _kernels(spec.device, spec)
+        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
+        self.grid = RESIDENT * torch.cuda.get_device_properties(spec.device).multi_processor_count
+        self.fault = faults.record(spec.device)
+
+    def __call__(self, q: Tensor, w: Tensor, pool: KVPool, batch: Batch) -> Tensor:
+        q, w = q.contiguous(), w.contiguous()
+        self._check(q, w, pool, batch)
+        n_row, n_col = q.shape[0], batch.page_table.shape[1]
+        out = torch.empty(n_row, self.spec.top_k, dtype=torch.int32, device=q.device)
+        if not n_row:
+            return out
+        n_token = n_col * batch.page_size
+        if batch.bucket is None and batch.max_hi:  # no graph, so what the host knows may size it
+            n_token = min(n_token, max(batch.max_hi))
+        n_key = max(1, n_token // self.spec.ratio)
+        per = max(1, min(n_row, MOST_SCORES // n_key))
+        packed = torch.empty(per * record_bytes(self.spec), dtype=torch.uint8, device=q.device)
+        scores = torch.empty(per * n_key, dtype=torch.float32, device=q.device)
+        for first in range(0, n_row, per):
+            self._rows(q, w, pool, batch, (packed, scores, out), (first, min(per, n_row - first), n_key))
+        return out
+
+    def _rows(
+        self,
+        q: Tensor,
+        w: Tensor,
+        pool: KVPool,
+        batch: Batch,
+        space: tuple[Tensor, Tensor, Tensor],
+        size: tuple[int, int, int],
+    ) -> None:
+        """Some rows of the batch: those whose scores fit at once."""
+        (packed, scores, out), (first, n, n_key) = space, size
+        spec, i32, (n_seq, n_col), n_row = self.spec, np.int32, batch.page_table.shape, q.shape[0]
+        per_page = rows_per_page(batch.page_size, spec.ratio)
+        pages = [n_col, batch.page_size, spec.ratio, per_page, pool.k.shape[0] // per_page, spec.top_k, first]
+        places = list(map(i32, pages))
+        layout, rows = [batch.page_table, batch.positions], batch.row_seq
+        if n_key > spec.top_k:  # otherwise no row has to choose
+            grid = (n, -(-record_bytes(spec) // (16 * THREADS)))
+            pack, score = self.kernels["index_rows_pack"], self.kernels["index_rows_scores"]
+            pack.launch(grid, THREADS, [q, w, *layout, rows, packed, self.fault, *places], overlap=self.overlap)
+            grid = (min(self.grid, n * -(-n_key // KEYS)),)
+            args = [packed, pool.k, *layout, batch.seq_start, scores, self.fault, *places]
+            for first_seq in range(0, n_seq, MAX_SEQ):
+                sizes = map(i32, (n, n_row, first_seq, min(MAX_SEQ, n_seq - first_seq), n_key))
+                score.launch(grid, THREADS, [*args, *sizes], shared_bytes(spec), overlap=self.overlap)
+        choose, args = self.kernels["index_rows_choose"], [scores, *layout, rows, out, self.fault, *places, i32(n_key)]
+        choose.launch((n,), CHOOSERS, args, overlap=self.overlap)
+
+    def _check(self, q: Tensor, w: Tensor, pool: KVPool, batch: Batch) -> None:
+        """What only our own code can get wrong: dtypes, shapes, layout."""
+        spec, n = self.spec, q.shape[0]
+        assert q.dtype == w.dtype == torch.float32
+        assert q.shape[1:] == (spec.n_head, spec.dim) and w.shape == (n, spec.n_head)
+        assert pool.k.shape[1:] == (1, spec.dim) and pool.dtype is spec.kv and pool.k.is_contiguous()
+        assert pool.tokens_per_row == spec.ratio
+        assert all(t.dtype == torch.int64 and t.is_contiguous() for t in (batch.page_table, batch.positions))
+        assert len(batch.positions) == len(batch.row_seq) == n
+
+
+def bind(spec: IndexSpec) -> IndexLaunch:
+    return IndexLaunch(spec)

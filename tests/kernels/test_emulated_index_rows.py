@@ -1,0 +1,158 @@
+"""index_rows.cu runs thread by thread on the CPU, against the reference to the row and itself; and compiles everywhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from emulated.gpu import CPU, emulated_gpu
+from emulated.machine import needs_compiler
+
+from pyspec.cuda import faults
+from pyspec.cuda.jit import ARCHS, compile_cubin
+from pyspec.cuda.ops.index_rows import cuda as index_cuda
+from pyspec.cuda.ops.index_rows import ref as index_ref
+from pyspec.cuda.ops.index_rows.cases import Ragged, check, fault_of, make
+from pyspec.cuda.ops.index_rows.ref import IndexSpec
+
+SPEC = IndexSpec(CPU, 8, 32, 8, 4, torch.float16)
+TYPES = [torch.float16, torch.bfloat16]
+
+
+def chosen(case: Ragged, spec: IndexSpec, seed: int, *, whole: bool = True) -> None:
+    """The kernel's choice is the reference's; `whole`: to the row, else as good as rounded queries allow."""
+    asked = make(case, spec, seed, whole=whole)
+    with emulated_gpu(seed=seed):
+        got = index_cuda.bind(spec)(asked.q, asked.w, asked.pool, asked.placed.batch)
+        assert faults.record(CPU).tolist() == [0] * 5
+    want = index_ref.bind(spec)(asked.q, asked.w, asked.pool, asked.placed.plain)
+    assert torch.equal(got, want) if whole else fault_of(got, asked, spec) is None
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("spec", "seed"),
+    [(replace(SPEC, kv=torch.bfloat16), 0), (IndexSpec(CPU, 12, 64, 5, 4, torch.float16), 1), (IndexSpec(CPU, 64, 128, 32, 4, torch.float16), 2)],
+)  # fmt: skip
+def test_its_own_check_holds(spec: IndexSpec, seed: int) -> None:
+    with emulated_gpu(seed=seed):
+        assert check(index_cuda.bind(spec), index_ref.bind(spec), spec) is None
+
+
+@needs_compiler
+@pytest.mark.parametrize("whole", [True, False])
+def test_widths_from_1_to_17_side_by_side_choose_the_references_rows(whole: bool) -> None:
+    chosen(Ragged([(31 * i % 97, 1 + i) for i in range(17)], 16, (3, 2)), SPEC, 1, whole=whole)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [(8, 0), (12, 0)])
+@pytest.mark.parametrize("top_k", [1, 6, 512])
+def test_rows_around_what_may_be_chosen_are_the_references(top_k: int, arch: tuple[int, int]) -> None:
+    spec, full = replace(SPEC, top_k=top_k), 4 * top_k
+    case = Ragged([(max(full + d, 0), w) for d in (-5, -1, 0, 3, 4, 600) for w in (1, 2, 6)], 64, (1, 1))
+    asked = make(case, spec, 3, whole=True)
+    with emulated_gpu(arch, seed=3):
+        got = index_cuda.bind(spec)(asked.q, asked.w, asked.pool, asked.placed.batch)
+    assert torch.equal(got, index_ref.bind(spec)(asked.q, asked.w, asked.pool, asked.placed.plain))
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_more_rows_than_scores_fit_and_more_sequences_than_a_launch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_cuda, "MOST_SCORES", 70 * 30)
+    chosen(Ragged([(37 * i % 211, 1 + i % 3) for i in range(140)], 16, (5, 3)), SPEC, 4)
+    chosen(Ragged([(20, 250), (300, 1)], 32), SPEC, 5)
+
+
+@needs_compiler
+def test_rows_are_moved_on_the_device_without_the_host_knowing() -> None:
+    case = Ragged([(100, 3), (60, 5)], 16)
+    asked = make(Ragged([(103, 3), (63, 5)], 16), SPEC, whole=True)
+    early = make(case, SPEC).placed.batch
+    moved = replace(asked.placed.batch, seqs=early.seqs, bucket=8)
+    with emulated_gpu(seed=2):
+        got = index_cuda.bind(SPEC)(asked.q, asked.w, asked.pool, moved)
+    assert torch.equal(got, index_ref.bind(SPEC)(asked.q, asked.w, asked.pool, asked.placed.plain))
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("n", [16384, 16385, 40000])
+def test_scores_that_registers_hold_and_more_are_chosen_from_alike(n: int) -> None:
+    gen = torch.Generator().manual_seed(n)
+    scores = torch.stack((torch.randn(n, generator=gen), torch.randint(-3, 3, (n,), generator=gen).float() * 0.0 - 1, torch.randint(-9, 9, (n,), generator=gen).float()))  # fmt: skip
+    scores[1, ::3] = -0.0
+    scores[1, 1::3] = 0.0
+    scores[2, ::2] = -torch.inf
+    top_k, out, i32 = 512, torch.empty(3, 512, dtype=torch.int32), np.int32
+    spec, n_col = replace(SPEC, top_k=top_k), -(-4 * n // 64)
+    with emulated_gpu(seed=1):
+        kernel = index_cuda.bind(spec).kernels["index_rows_choose"]
+        layout = [
+            torch.zeros(1, n_col, dtype=torch.int64),
+            torch.full((3,), 4 * n - 1),
+            torch.zeros(3, dtype=torch.int32),
+        ]
+        kernel.launch(
+            (3,), 1024, [scores, *layout, out, faults.record(CPU), *map(i32, (n_col, 64, 4, 16, 1, top_k, 0, n))]
+        )
+    want = scores.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].sort(-1).values
+    assert torch.equal(out.long(), want)
+
+
+@needs_compiler
+def test_a_score_that_is_no_number_is_reported_and_comes_last() -> None:
+    asked = make(Ragged([(90, 1), (100, 2), (70, 1)]), SPEC, whole=True)
+    right = index_ref.bind(SPEC)(asked.q, asked.w, asked.pool, asked.placed.plain)
+    asked.q[1, 2, 3] = torch.nan
+    with emulated_gpu(seed=3):
+        got = index_cuda.bind(SPEC)(asked.q, asked.w, asked.pool, asked.placed.batch)
+        assert faults.record(CPU).tolist()[:4] == [1, index_cuda.OP_ID, 1, -1]
+    assert torch.equal(got[[0, 2, 3]], right[[0, 2, 3]]) and bool((got[1] >= 0).all())
+
+
+@needs_compiler
+@pytest.mark.parametrize("bad", [-1, 1000, 1 << 40])
+def test_a_page_or_position_out_of_bounds_is_reported_and_other_sequences_are_right(bad: int) -> None:
+    asked = make(Ragged([(90, 3), (100, 2), (70, 1)]), SPEC, whole=True)
+    asked.pool.k.nan_to_num_(0.0)  # the page that is read instead may be nobody's
+    right, batch = index_ref.bind(SPEC)(asked.q, asked.w, asked.pool, asked.placed.plain), asked.placed.batch
+    table, positions = batch.page_table.clone(), batch.positions.clone()
+    table[1, 1], positions[4] = bad, bad
+    for wrong in (replace(batch, page_table=table), replace(batch, positions=positions)):
+        with emulated_gpu(seed=5):
+            got = index_cuda.bind(SPEC)(asked.q, asked.w, asked.pool, wrong)
+            assert faults.record(CPU).tolist()[:3] == [1, index_cuda.OP_ID, 1]
+        assert torch.equal(got[[0, 1, 2, 5]], right[[0, 1, 2, 5]])
+
+
+@needs_compiler
+def test_no_rows_are_no_launch() -> None:
+    asked = make(Ragged([(90, 3)]), SPEC)
+    with emulated_gpu():
+        assert index_cuda.bind(SPEC)(asked.q[:0], asked.w[:0], asked.pool, replace(asked.placed.batch, positions=asked.placed.batch.positions[:0], row_seq=asked.placed.batch.row_seq[:0])).shape == (0, 8)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", TYPES)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_kernels_compile_for_every_architecture_without_spills(arch: str, kv: torch.dtype) -> None:
+    pytest.importorskip("cuda.core")
+    for spec in (IndexSpec(CPU, 64, 128, 512, 4, kv), replace(SPEC, kv=kv)):
+        found = compile_cubin("index_rows", arch, index_cuda.defines(spec), use_cache=False).resources
+        assert set(found) == set(index_cuda.FORMS) and all(of.spill_bytes == 0 for of in found.values())
+        assert found["index_rows_scores"].registers * index_cuda.THREADS * index_cuda.RESIDENT <= 65536
+        assert found["index_rows_choose"].registers * index_cuda.CHOOSERS <= 65536
+
+
+def test_what_it_can_not_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert index_cuda.limits(SPEC) == "runs on NVIDIA GPUs only"
+    monkeypatch.setattr(index_cuda, "missing", lambda device: None)
+    assert index_cuda.limits(IndexSpec(CPU, 64, 128, 512, 4, torch.float16)) is None
+    for change, why in (({"kv": torch.int8}, "torch.int8"), ({"dim": 48}, "48 dim"), ({"dim": 160}, "160 dim"), ({"n_head": 1024}, "1024 heads")):  # fmt: skip
+        assert why in (index_cuda.limits(replace(SPEC, **change)) or "")
