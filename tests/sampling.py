@@ -3,7 +3,7 @@
 Many tests have more cases than are worth a run each time. What is left out is marked slow, never dropped:
 
 * `@pytest.mark.sampled` keeps few cases in which all pairs of values occur that occur in any: nearly all mistakes need no more
-  than two things to meet. `@pytest.mark.sampled(1)` keeps every value once.
+  than two things to meet. `@pytest.mark.sampled(1)` keeps every value once; `most=2` keeps two of these, where each takes long.
 * A parameter `arch` is sampled by NEIGHBOURS: what compiles for the oldest and for ours compiles for those that are like either.
 * `few(values, *kept)` keeps what is named.
 """
@@ -32,15 +32,15 @@ def meetings(case: Case, strength: int) -> set[Hashable]:
     return {frozenset(x) for x in combinations(case.items(), min(strength, len(case)))}
 
 
-def cover(cases: Sequence[Case], strength: int) -> set[int]:
-    """Indices of few cases in which all meetings occur; the same for the same cases, whoever asks.
+def cover(cases: Sequence[Case], strength: int, most: int | None = None) -> set[int]:
+    """Indices of few cases in which all meetings occur, or as many as in `most` cases can; the same for the same cases, whoever asks.
 
     Among those with most of what is still to meet comes first whose values were chosen least.
     """
     left = [meetings(case, strength) for case in cases]
     chosen: set[int] = set()
     used: Counter[tuple[str, Hashable]] = Counter()
-    while any(left):
+    while any(left) and (most is None or len(chosen) < most):
         best = max(range(len(cases)), key=lambda i: (len(left[i]), -sum(used[x] for x in cases[i].items())))
         chosen.add(best)
         used.update(cases[best].items())
@@ -51,7 +51,7 @@ def cover(cases: Sequence[Case], strength: int) -> set[int]:
 
 def mark_slow(items: Iterable[pytest.Item]) -> None:
     """Mark what `make test` leaves out."""
-    tests: dict[str, list[tuple[pytest.Function, int]]] = {}
+    tests: dict[str, list[tuple[pytest.Function, pytest.Mark]]] = {}
     for item in items:
         if not isinstance(item, pytest.Function) or not hasattr(item, "callspec"):
             continue
@@ -59,11 +59,11 @@ def mark_slow(items: Iterable[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         mark = item.get_closest_marker("sampled")
         if mark is not None and item.get_closest_marker("slow") is None:
-            strength = mark.args[0] if mark.args else 2
-            tests.setdefault(item.nodeid.partition("[")[0], []).append((item, strength))
+            tests.setdefault(item.nodeid.partition("[")[0], []).append((item, mark))
     for same in tests.values():
         cases = [{name: repr(value) for name, value in item.callspec.params.items()} for item, _ in same]
-        chosen = cover(cases, same[0][1])
+        mark = same[0][1]
+        chosen = cover(cases, *(mark.args or (2,)), **mark.kwargs)
         for i, (item, _) in enumerate(same):
             if i not in chosen:
                 item.add_marker(pytest.mark.slow)

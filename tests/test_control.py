@@ -139,7 +139,7 @@ def warmed(**machine: object) -> Machine:
     return m
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("busy", [1, 4, 8])
 @pytest.mark.parametrize("chained", [False, True])
 def test_dear_rows_never_cost_two_percent_of_plain_decoding(chained: bool, busy: int) -> None:

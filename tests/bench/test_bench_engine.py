@@ -20,6 +20,7 @@ def bench(*args: str) -> Result:
     return CliRunner().invoke(main, ["bench", "demo", "-c", "256", "-r", "1", *length, "--no-warmup", *args])
 
 
+@pytest.mark.slow
 def test_a_regression_is_exit_code_1_after_the_report(tmp_path: Path):
     rates = {"prompt": 1.0, "plain": 1e9, "spec": 1.0}
     base, page = tmp_path / "base.json", tmp_path / "report.html"

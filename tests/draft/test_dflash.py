@@ -363,6 +363,7 @@ def replay(loop: Loop, drafter: DFlash) -> None:
     assert len(seen) > 10 and len(first) == len(BUCKETS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", few(["qwen3", "qwen35"], "qwen35"))
 def test_requests_draft_the_same_whatever_was_put_off(kind: str) -> None:
     """The whole loop: silence and drafts in turns, prompts after earlier texts, cancels, lost observations."""

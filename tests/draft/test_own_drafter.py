@@ -51,6 +51,7 @@ def test_the_example_is_short() -> None:
     assert len((OWN / "own_drafter.py").read_text().splitlines()) < 60
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("n_slot", [1, 3])
 def test_the_example_drafts_and_the_text_is_that_of_plain_decoding(own: Path, n_slot: int) -> None:
     known = demo_prompts()[:3] * 2  # what was asked before is known the second time
@@ -64,6 +65,7 @@ def test_the_example_drafts_and_the_text_is_that_of_plain_decoding(own: Path, n_
     assert sum(h.timings.draft_n_accepted for h in heard) > 10
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_an_installed_drafters_name(own: Path) -> None:
     texts = {}
     for kind in ("own", "none"):

@@ -99,6 +99,7 @@ def drafted() -> Rig:
     return rig(DEMO, np=4, ctx=512, draft_path=DEMO_DRAFT, n_draft_max=5, n_draft_fixed=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_what_a_model_calls_parses_and_fits_and_does_not_depend_on_drafts(plain: Rig, drafted: Rig, seed: int) -> None:
     prompt = demo_prompts()[0][0]

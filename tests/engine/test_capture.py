@@ -20,6 +20,7 @@ from pyspec.slots.arena import BUCKETS, Arena, bucket_of
 from pyspec.synth import write
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("kind", ["dflash", "mtp"])
 def test_capturing_leaves_no_trace(tmp_path, kind) -> None:
     target = write("qwen35", tmp_path / "t.gguf", quant="f32", tiny=True)

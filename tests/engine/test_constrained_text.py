@@ -100,7 +100,7 @@ def parsed(heard: Heard) -> None:
         jsonschema.validate(json.loads(heard.text), json.loads(heard.request.grammar.source))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("np", [1, 2, 4, 8])
 @pytest.mark.parametrize("params", [ENDING, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("kind", ["mtp", "ngram", "liar", "none"])
@@ -114,7 +114,7 @@ def test_a_constrained_text_does_not_depend_on_drafts_or_neighbours(kind: str, p
     assert any(h.finish == "stop" for h in found) and {h.finish for h in found} <= {"stop", "eos", "length"}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("np", [1, 4, 8])
 @pytest.mark.parametrize("params", [ENDING, SAMPLED], ids=["greedy", "sampled"])
 def test_the_packaged_pair_keeps_grammars_with_its_drafter(params: SamplingParams, np: int) -> None:
@@ -129,7 +129,7 @@ def test_the_packaged_pair_keeps_grammars_with_its_drafter(params: SamplingParam
     assert sum(h.timings.draft_n_accepted for h in found) > 0
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("params", [ENDING, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("kind", "np"), [("mtp", 3), ("ngram", 8), ("none", 4)])
 def test_who_flies_ahead_waits_for_a_neighbour_with_a_grammar_and_says_the_same(

@@ -170,6 +170,7 @@ def test_a_listener_that_fails_ends_its_own_request_only(engine: Engine) -> None
     assert engine.alive() and engine.metrics().requests_cancelled == 1
 
 
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize(
     "raised", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), GeneratorExit(), MemoryError()], ids=repr
 )
@@ -206,6 +207,7 @@ def test_an_engine_in_a_fork_says_that_it_is_not_there(engine: Engine) -> None:
     assert engine.generate([1, 2], params=GREEDY, max_tokens=2).n_predicted == 2
 
 
+@pytest.mark.slow
 def test_a_program_may_exit_with_a_request_running() -> None:
     code = f"""
 import sys

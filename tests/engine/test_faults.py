@@ -57,7 +57,7 @@ def tripping(r: Rig, op: str, slot: int, after: int) -> None:
     r.loop.target.forward = bad  # type: ignore[method-assign]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("op", [op for op in NUMBERS if op != "norms"])  # which does not know whose a row is
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
 @pytest.mark.parametrize("after", [1, 5])
@@ -166,6 +166,7 @@ def test_a_drafter_that_did_not_listen_is_not_asked_again_for_these_requests() -
     assert again.timings.cache_n == 0 and again.timings.draft_n_accepted > 30
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
 def test_real_drafters_survive_a_lost_observation(kind: str) -> None:
     path, r = speculating(kind, 3)

@@ -68,7 +68,7 @@ def flown(monkeypatch: pytest.MonkeyPatch) -> list[InFlight]:
     return flights
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=2)
 @pytest.mark.parametrize(
     ("kind", "np"), [("none", 1), ("none", 3), ("mtp", 2), ("mtp", 8), ("dflash", 3), ("fickle-hybrid", 4)]
 )
@@ -112,7 +112,7 @@ def test_the_controller_hears_of_a_rounds_end_when_the_next_one_flies(
 HYBRIDS = {"gdn": QWEN35, "mamba2": NEMOTRON, "attention": FIXTURES / "llama.gguf"}
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("path", HYBRIDS.values(), ids=HYBRIDS)
 @pytest.mark.parametrize("np", [1, 2, 4, 8])
 def test_drafts_ahead_that_are_often_right(path: Path, np: int, flown: list[InFlight]) -> None:
@@ -130,7 +130,7 @@ def test_drafts_ahead_that_are_often_right(path: Path, np: int, flown: list[InFl
     assert sum(h.timings.draft_n_accepted for h in heard) > 60
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_what_an_end_token_ends_is_gone_on_from(path: Path, drafts: bool, flown: list[InFlight]) -> None:
@@ -154,6 +154,7 @@ def test_what_an_end_token_ends_is_gone_on_from(path: Path, drafts: bool, flown:
     assert any(flight.launched.tokens is not None for flight in flown) == drafts and flown
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
 def test_banned_tokens_among_drafts_leave_the_text_as_it_is(path: Path, flown: list[InFlight]) -> None:
     """The device stops at them; the host goes on with another, of which the rounds that flew know nothing."""
@@ -180,6 +181,7 @@ def test_banned_tokens_among_drafts_leave_the_text_as_it_is(path: Path, flown: l
     assert any(flight.off for flight in flown if flight.launched.tokens is not None)
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
 def test_synthetic_acceptance_is_the_same_ahead(kind: str, flown: list[InFlight]) -> None:
     """Coins decide on the device as they do on the host: the same tokens, of which the drafts are most."""
@@ -249,6 +251,7 @@ def test_drafts_are_those_of_rounds_that_wait(
     assert len(both) > 8 and sum(flight.launched.tokens is not None for flight in flown) > (0 if turns else 10)
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
 def test_what_a_request_leaves_is_gone_on_from(path: Path, flown: list[InFlight]) -> None:
     """It ends in a round that the next was launched behind: its state and pages stand where its text ends."""
@@ -425,6 +428,7 @@ def test_a_tiny_dflash_pair_in_an_engine(flown: list[InFlight]) -> None:
     assert all(h.tokens == text for h, text in heard)
 
 
+@pytest.mark.slow
 def test_slots_hold_no_page_beyond_their_reservation(flown: list[InFlight]) -> None:
     """Passes and verifies ahead are laid out behind all that may be kept: to the last row, and not past it."""
     texts = known_texts(QWEN35)

@@ -50,7 +50,7 @@ def texts(path: Path, kv_type: str) -> dict[tuple[int, ...], list[int]]:
     return out
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("np", [1, 4])
 @pytest.mark.parametrize("kv_type", TYPES)
 @pytest.mark.parametrize("kind", MAKERS)
@@ -81,7 +81,7 @@ def test_few_bits_change_logits_by_little() -> None:
         assert rows[t][len(prompt) - 1 : -1].argmax(-1).tolist() == answer
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("kv_type", TYPES)
 @pytest.mark.parametrize("kind", ["mtp", "mtp-demo", "dflash-demo"])
 def test_what_the_prefix_cache_gives_back_is_what_was_computed(kind: str, kv_type: str) -> None:

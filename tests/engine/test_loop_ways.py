@@ -84,6 +84,7 @@ def test_asking_again_who_can_be_seated_looks_at_no_prompt(monkeypatch: pytest.M
     assert len(asked) == 1
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("kind", ["mtp", "dflash", "oracle"])
 def test_sixty_four_slots_draft_in_rounds_of_more_rows_than_graphs_hold(kind: str, rounds: list[bool]) -> None:
     texts = known_texts(tiny("qwen35"))

@@ -22,6 +22,7 @@ def test_same_text_with_n_grams(np: int) -> None:
     assert sum(h.timings.draft_n for h in heard) > 50
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("name", ["nemotron_dense", "nemotron_moe", "nemotron_latent_q8_0"])
 def test_other_kinds_give_the_same_text(name: str) -> None:
     """Dense; experts at full width; experts as Q5_0, unpacked where they are used."""

@@ -97,7 +97,7 @@ def nothing_filed_changes(r: Rig) -> Iterator[None]:
         )
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ubatch", [9, 512])
 def test_two_slots_go_on_from_one_place_and_part_and_a_third_finds_it_as_it_was(kind: str, ubatch: int) -> None:
@@ -164,7 +164,7 @@ def conversation(r: Rig, seed: int, **request: object) -> list[tuple[int, list[i
     return out
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", [10, 20])
 def test_hits_are_the_same_with_speculation_and_without_and_texts_with_the_cache_and_without(
@@ -183,7 +183,7 @@ def test_hits_are_the_same_with_speculation_and_without_and_texts_with_the_cache
     assert spec[-1][0] > 150, "the chat is still there after the other one"
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ubatch", [7, 50, 512])
 def test_prompts_that_share_parts_keep_their_text_in_every_order_and_chunk_size(kind: str, ubatch: int) -> None:
@@ -283,7 +283,7 @@ def test_an_end_token_inside_an_accepted_draft_gets_no_row(n_draft: int) -> None
     assert ended > 10
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pool", [0, 13])
 @pytest.mark.parametrize("device_states", [0, 1, 3])

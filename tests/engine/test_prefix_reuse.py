@@ -73,7 +73,7 @@ def test_a_prompt_that_comes_again_is_taken_from_the_cache_and_has_the_same_text
             assert again.timings.cache_n == 0
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ubatch", [7, 512])
 def test_prompts_with_a_common_part_keep_their_text_whichever_came_before(kind: str, ubatch: int) -> None:
@@ -124,6 +124,7 @@ def chances(r: Rig, prompt: Sequence[int], n: int, **request: object) -> tuple[i
     return t.cache_n, t.accepted_per_pos
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
 def test_acceptance_after_reuse_is_that_of_a_cold_start(kind: str) -> None:
     """P5: hidden state and draft cache come back with the prefix; a stale one would show in the accepted drafts."""

@@ -132,6 +132,7 @@ DISASTERS: dict[str, Callable[[Plants, Supervisor], object]] = {
 }
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("disaster", DISASTERS)
 def test_eight_streams_go_on_when_their_engine_is(plants: Plants, disaster: str) -> None:
     with start(plants) as (engine, supervisor):

@@ -97,6 +97,7 @@ def undisturbed() -> list[Result]:
         return [s.result() for s in streams]
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize(
     "disaster",
     few(["SIGKILL", "SIGSTOP", "abort", "illegal", "endless"], "SIGKILL"),

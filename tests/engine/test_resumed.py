@@ -47,6 +47,7 @@ def check(engine: Engine, whole: Result, r: Request, n: int) -> Result:
     return rest
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize(
     "params",
     [

@@ -17,7 +17,7 @@ def model(request: pytest.FixtureRequest) -> Path:
     return FIXTURES / f"{request.param}.gguf"
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=2)
 @pytest.mark.parametrize("np", [1, 2, 4, 8])
 @pytest.mark.parametrize("n_draft", [1, 2, 3])
 def test_same_text_with_staggered_joins(model: Path, n_draft: int, np: int) -> None:
@@ -44,6 +44,7 @@ def test_same_text_when_none_all_or_some_is_accepted(model: Path, kind: str) -> 
     assert {"liar": accepted == 0, "oracle": accepted > 0.9 * drafted, "fickle": 0 < accepted < drafted}[kind]
 
 
+@pytest.mark.sampled(most=1)
 def test_cancels_and_reused_slots_leave_the_others_their_text(model: Path) -> None:
     r = rig(model, np=3, ubatch=24, spec_type="mtp", n_draft_max=3, n_draft_fixed=True)
     texts = list(known_texts(model).items())

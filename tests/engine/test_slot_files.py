@@ -43,7 +43,7 @@ def load(kind: str, **more: object) -> Engine:
     return Engine.open(str(path), "auto", {**values, "n_draft_fixed": True, **settings, **more})
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_restored_slot_goes_on_as_it_would_have(kind: str, tmp_path: Path) -> None:
     file = tmp_path / "a.slot"

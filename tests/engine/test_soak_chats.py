@@ -20,6 +20,7 @@ from pyspec.request import Request, SamplingParams
 from pyspec.slots.cache import PrefixCache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", [None, pytest.param(FIXTURES / "nemotron_latent.gguf", marks=pytest.mark.slow)], ids=["qwen35", "nemotron"]
 )

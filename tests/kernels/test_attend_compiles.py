@@ -15,13 +15,14 @@ from pyspec.slots.batch import Seq
 pytest.importorskip("cuda.core")
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("arch", jit.ARCHS)
 def test_kernels_compile_without_spills_in_the_registers_their_blocks_leave(arch: str) -> None:
     dim, n_tile, kv = (256, 1, torch.float16) if arch in ("sm_80", "sm_100a") else (256, 6, torch.bfloat16)
     assert_fits(attend_cuda.shape_for(dim, n_tile, kv, arch))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("kv", [torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("arch", jit.ARCHS)
 def test_kernels_that_read_bytes_compile_without_spills_in_the_registers_their_blocks_leave(

@@ -67,6 +67,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
     gc.collect()
 
 
+@pytest.mark.sampled(most=1)
 def test_a_device_has_one_context_as_long_as_somebody_holds_it(gpus: Gpus) -> None:
     held = context_of(SECOND)
     assert context_of(SECOND) is held and context_of(FIRST) is not held and context_of(CPU) is context_of(CPU)

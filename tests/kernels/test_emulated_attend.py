@@ -74,6 +74,7 @@ def test_every_row_is_the_references_and_padding_comes_out_as_zeros(name: str, s
     assert not out[n:].any()
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("name", ["ragged", "one head a group", "odd size", "q8_0", "q8_0 odd size", "f8", "sinks"])
 def test_a_row_has_the_same_bits_alone_and_in_any_company(name: str) -> None:
     case = CASES[name]
@@ -101,6 +102,7 @@ def test_ranges_and_splits_as_items_give_the_same_bits(dtype: torch.dtype) -> No
     assert torch.equal(*found)
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("name", ["ragged", "q8_0", "f8"])
 @pytest.mark.parametrize("arch", [(8, 0), (8, 6), (12, 0)])
 def test_other_architectures_builds_give_the_same_rows(arch: tuple[int, int], name: str) -> None:

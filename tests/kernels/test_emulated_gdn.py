@@ -110,12 +110,14 @@ def follow(rounds: list[list[Seq]], heads: tuple[int, int], capability: tuple[in
         assert faults.record(CPU).tolist() == [0] * 5
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("heads", "columns"), [((1, 1), 2), ((2, 4), 4)])
 def test_ragged_rounds_follow_the_reference(heads: tuple[int, int], columns: int, seed: int) -> None:
     follow(ROUNDS, heads, (9, 0), seed, columns=columns, chunked=gdn_cuda.NEVER)
 
 
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("heads", "capability"), [((1, 2), (9, 0)), ((2, 2), (8, 6))])
 def test_chunked_prompts_follow_the_reference(heads: tuple[int, int], capability: tuple[int, int], seed: int) -> None:
@@ -123,6 +125,7 @@ def test_chunked_prompts_follow_the_reference(heads: tuple[int, int], capability
     follow(PROMPTS, heads, capability, seed, columns=2, chunked=63)
 
 
+@pytest.mark.slow
 def test_the_kernels_pass_the_check_they_are_chosen_by() -> None:
     spec = GdnSpec(CPU, shape_of(1, 2), EPS)
     with emulated_gpu(seed=2):
@@ -285,6 +288,7 @@ def same(a: Rows, b: Rows) -> bool:
     return (a.n_row, a.pad) == (b.n_row, b.pad) and all(torch.equal(x, y) for x, y in pairs)
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("heads", "columns"), [((1, 1), 2), ((1, 3), 4), ((2, 4), 2)])
 def test_rows_prepared_on_the_way_have_the_bits_of_outputs_prepared_alone(

@@ -105,6 +105,7 @@ def test_bits_depend_neither_on_the_build_nor_on_neighbours_nor_on_the_order(way
         assert torch.equal(other[:n], found[0][:n])
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_tile_cut_among_many_has_the_same_bits_in_many_orders(way: str) -> None:
     spec = LinearSpec(CPU, GGMLType.Q8_0, 24, 384)
@@ -115,6 +116,7 @@ def test_a_tile_cut_among_many_has_the_same_bits_in_many_orders(way: str) -> Non
     assert all(torch.equal(other, found[0]) for other in found[1:])
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_launcher_takes_many_rows_in_passes_of_the_shapes_that_fit(way: str) -> None:
     """The op's own check, on a matrix of one tile: 1, 9 and 33 rows in one pass each, 135 in two."""

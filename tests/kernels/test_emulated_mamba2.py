@@ -45,6 +45,7 @@ def rows_of(n: int, shape: Mamba2Shape, seed: int = 0) -> tuple[Tensor, Tensor]:
     return m, dt
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize(("shape", "columns"), [(s, c) for s in SHAPES for c in mamba2_cuda.columns_of(s)])
 def test_mamba2_passes_the_ops_check(shape: Mamba2Shape, columns: int) -> None:
     """Prompts of several stretches, verifies, folds, ragged and in any order."""

@@ -97,6 +97,7 @@ def follow(
     return worst
 
 
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", SHAPES)
 def test_chunked_prompts_follow_the_reference(name: str, seed: int) -> None:
@@ -112,6 +113,7 @@ LENGTHS = {
 }
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("capability", LENGTHS)
 def test_lengths_around_the_ends_of_chunks_follow_the_reference(capability: tuple[int, int]) -> None:
     shape = Mamba2Shape(4, 32, 4, 128, 4)

@@ -83,6 +83,7 @@ def test_lists_name_every_pair_once_with_its_expert(n_row: int, n_used: int, n_e
     assert covered == list(range(n_pair)), "places of items follow each other"
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("pieces", few([0, 1, 3], 1))
 @pytest.mark.parametrize(
     ("act", "up", "down"),
@@ -97,6 +98,7 @@ def test_experts_are_the_references(act: str, up: GGMLType, down: GGMLType, piec
         assert moe_cuda.check(moe_cuda.bind(spec), moe_ref.bind(spec), spec, n_rows=(1, 9, 40)) is None
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize(("type", "limit"), [(Q8_0, 10.0), (GGMLType.Q4_K, 0.5)])
 def test_activations_are_cut_at_the_limit(type: GGMLType, limit: float) -> None:
     """The op's own check, whose rows lie on both sides of a limit; without it the same rows come out otherwise."""
@@ -108,6 +110,7 @@ def test_activations_are_cut_at_the_limit(type: GGMLType, limit: float) -> None:
         assert "differ" in str(moe_cuda.check(uncut, moe_ref.bind(spec), spec, n_rows=(1,)))
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("type", few(CHUNKS, GGMLType.Q5_K, GGMLType.NVFP4))
 def test_experts_of_every_type_are_the_references(type: GGMLType) -> None:
     """With an expert's second scale where there may be one."""
@@ -398,6 +401,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("capability", few([(8, 6), (9, 0)], (9, 0)))
 @pytest.mark.parametrize("name", SHAPES)
 def test_sums_are_exact_and_a_row_has_the_same_bits_alone_and_among_others(

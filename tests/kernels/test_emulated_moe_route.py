@@ -26,6 +26,7 @@ ROUTES = {
 }
 
 
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize("kind", ROUTES)
 def test_routes_are_the_references(kind: str) -> None:
     spec = ROUTES[kind]

@@ -64,6 +64,7 @@ def test_products_equal_float64(type: GGMLType) -> None:
             assert off(product(spec, packed, x), want) < 1e-3
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("n_in", [32, 96])
 def test_columns_that_fill_no_chunk_add_nothing(n_in: int) -> None:
     """So few that a warp may end before another begins."""
@@ -97,6 +98,7 @@ def test_epilogues_equal_the_reference(epilogue: Epilogue) -> None:
             assert off(product(spec, packed, x, residual), want) < 1e-3
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize(("n_out", "n_in", "n_cta"), [(24, 640, 4), (530, 256, 2), (530, 256, 5), (264, 512, 7)])
 def test_bits_do_not_depend_on_who_arrives_when(n_out: int, n_in: int, n_cta: int) -> None:
     """Everybody waits and sums a part; nobody waits and the last sums all; one CTA after another; some patience."""

@@ -16,6 +16,7 @@ from pyspec.gguf import GGMLType
 CAPABILITIES = dict(zip(ARCHS, [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)], strict=True))
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_q8_0_compiles_without_spills_up_to_32_rows(arch: str) -> None:
     capability = CAPABILITIES[arch]

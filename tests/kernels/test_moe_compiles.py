@@ -47,7 +47,7 @@ def compiles(
         assert found.spill_bytes == 0 and found.registers * 32 * GROUPS * (n - fewer) <= 65536, (next, n)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize(("pairs", "listed"), BUILDS)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_products_compile_for_every_architecture(arch: str, pairs: int, listed: bool) -> None:
@@ -55,6 +55,7 @@ def test_products_compile_for_every_architecture(arch: str, pairs: int, listed: 
     compiles(GGMLType.Q6_K, arch, pairs, NONE, False, listed)
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("type", few(CHUNKS, GGMLType.Q8_0, GGMLType.NVFP4))
 def test_products_compile_for_every_type(type: GGMLType) -> None:
     compiles(type, "sm_90a", MANY_PAIRS, RELU2, True)
@@ -65,6 +66,7 @@ def test_products_compile_for_every_type(type: GGMLType) -> None:
     compiles(type, "sm_90a", FEW_PAIRS, SWIGLU, True)
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_lists_and_routes_compile_for_every_architecture(arch: str) -> None:
     found = compile_cubin("moe_pairs", arch, use_cache=False).resources

@@ -47,6 +47,7 @@ def fresh(op: Op[TwiceSpec]) -> Op[TwiceSpec]:
     return replace(op, verdicts={}, said=set(), decided={})
 
 
+@pytest.mark.slow
 def test_every_bad_implementation_is_refused_with_its_reason(children: list[int]) -> None:
     op = fresh(probe_fakes.twice)
     reasons = dict(op.choices(SPEC))

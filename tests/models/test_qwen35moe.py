@@ -21,7 +21,7 @@ from pyspec.slots.batch import Batch, Seq, lay_out
 
 MODELS = ["qwen35moe", "qwen35moe_fused_tied", "qwen35moe_mixed_q8_0"]
 WITH_MTP = ["qwen35moe", "qwen35moe_mixed_q8_0"]
-ATOL = 1e-4
+ATOL = 3e-4  # CPUs round products of few rows differently: 1.0e-4 has been seen
 
 
 @pytest.fixture(autouse=True)

@@ -126,6 +126,7 @@ def chi_square(texts: list[tuple[int, ...]], expected: dict[tuple[int, ...], flo
     return sum((s - m) ** 2 / m for s, m in cells), n_free * (1 - spread + 3.0902 * spread**0.5) ** 3
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("name", few(SAMPLERS, "plain", "penalties", "everything"))
 def test_speculative_text_has_the_exact_distribution(name):
     params = SamplingParams(**{**OFF, **SAMPLERS[name]})
@@ -138,6 +139,7 @@ def test_speculative_text_has_the_exact_distribution(name):
         assert n_accepted > 100 or kind == "bad", "the drafts must matter for the test to mean anything"
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_every_run_has_the_text_of_its_seed_whatever_is_drafted(name):
     params = SamplingParams(**{**OFF, **SAMPLERS[name]})

@@ -58,6 +58,7 @@ def counts(app: App, trace: str, scale: float, n: int) -> list[tuple[int, int]]:
     return [used(path, ask(app, path, body)) for body in bodies(scale, n)]
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("trace", ["claude", pytest.param("codex", marks=pytest.mark.slow), "cline"])
 def test_what_the_last_prompt_had_comes_from_the_cache(engine: Templated, trace: str) -> None:
     """All of it but what an end costs: a checkpoint lies on a page border, and 64 tokens from the next."""
