@@ -116,6 +116,20 @@ class BlockQ6_K(BlockLayout):
     _fields_ = (("ql", c_uint8 * 128), ("qh", c_uint8 * 64), ("scales", c_int8 * 16), ("d", F16))
 
 
+class BlockIQ2_XXS(BlockLayout):
+    """`qs`: of 32 weights each, four numbers of lattice points, then a word of four 7-bit signs and a 4-bit scale."""
+
+    N = 256
+    _fields_ = (("d", F16), ("qs", c_uint8 * 64))
+
+
+class BlockIQ3_XXS(BlockLayout):
+    """`qs`: numbers of lattice points of four weights; `signs`: of 32 each, a word of four 7-bit signs and a 4-bit scale."""
+
+    N = 256
+    _fields_ = (("d", F16), ("qs", c_uint8 * 64), ("signs", c_uint8 * 32))
+
+
 class BlockIQ4_NL(BlockLayout):
     N = 32
     _fields_ = (("d", F16), ("qs", c_uint8 * 16))

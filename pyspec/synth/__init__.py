@@ -67,6 +67,8 @@ QUANTS: dict[str, LlamaFileType] = {
     "q4_k": LlamaFileType.Q4_K_M,
     "q5_k": LlamaFileType.Q5_K_M,
     "q6_k": LlamaFileType.Q6_K,
+    "iq2_xxs": LlamaFileType.IQ2_XXS,
+    "iq3_xxs": LlamaFileType.IQ3_XXS,
     "iq4_nl": LlamaFileType.IQ4_NL,
     "iq4_xs": LlamaFileType.IQ4_XS,
     "mxfp4": LlamaFileType.MXFP4_MOE,

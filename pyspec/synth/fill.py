@@ -172,6 +172,9 @@ def _tidy(blocks: np.ndarray, kind: GGMLType, layout: type[BlockLayout], rng: np
     elif kind is GGMLType.Q2_K:
         low = rng.integers(8, 16, (n, 16), dtype=np.uint8)
         blocks[:, :16] = low | (low << 4)
+    elif kind in (GGMLType.IQ2_XXS, GGMLType.IQ3_XXS):
+        at, step = (9, 8) if kind is GGMLType.IQ2_XXS else (69, 4)  # the byte with the scale of 32 weights
+        blocks[:, at::step] |= 0x80
     elif kind in (GGMLType.Q4_K, GGMLType.Q5_K):
         at = layout.scales.offset  # pyright: ignore[reportAttributeAccessIssue]
         six = rng.integers(0, 256, (n, 4), dtype=np.uint8) | 0xA0  # both 6-bit numbers in it are at least 32

@@ -78,6 +78,42 @@ def test_every_scale_code_of_the_fp4_types_decodes_bit_for_bit(kind: GGMLType, p
     assert same_bits(dequantize(torch.from_numpy(raw), kind, want.shape), want)
 
 
+@pytest.mark.parametrize("kind", [GGMLType.IQ2_XXS, GGMLType.IQ3_XXS], ids=lambda t: t.name)
+def test_every_lattice_point_sign_and_scale_decodes_bit_for_bit(kind: GGMLType) -> None:
+    points, words = np.arange(256, dtype=np.uint8), np.arange(128, dtype=np.uint32)
+    raw = random_blocks(kind, 16)
+    signs = words | (words + 1 & 127) << 7 | (words + 2 & 127) << 14 | (words + 3 & 127) << 21
+    packed = (signs | np.arange(128, dtype=np.uint32) % 16 << 28).astype("<u4").view(np.uint8).reshape(16, 8, 4)
+    if kind is GGMLType.IQ2_XXS:
+        groups = np.concatenate((np.tile(points, 2).reshape(16, 8, 4), packed), 2)
+        raw[:, 2:] = groups.reshape(16, 64)
+    else:
+        raw[:, 2:66], raw[:, 66:] = np.tile(points, 4).reshape(16, 64), packed.reshape(16, 32)
+    raw[:, :2] = np.full(16, 0.37, "<f2").view(np.uint8).reshape(16, 2)
+    want = gguf.quants.dequantize(raw, theirs(kind))
+    assert same_bits(dequantize(torch.from_numpy(raw), kind, want.shape), want)
+
+
+@pytest.mark.parametrize("kind", BLOCK_TYPES, ids=lambda t: t.name)
+def test_hostile_bits_decode_as_the_package_decodes_them(kind: GGMLType) -> None:
+    """All zeros, all ones, and half-precision scales that are infinite, not a number or the largest there is."""
+    raw = np.concatenate([np.full((1, kind.type_size), byte, np.uint8) for byte in (0, 255, 0x55, 0xAA)])
+    layout = kind.layout
+    assert layout is not None
+    for value in (np.inf, -np.inf, np.nan, 65504, -0.0):
+        blocks = random_blocks(kind, 4, seed=1)
+        for name in HALVES & {field[0] for field in layout._fields_}:
+            if (field := getattr(layout, name)).size == 2:
+                blocks[:, field.offset : field.offset + 2] = np.full(4, value, "<f2").view(np.uint8).reshape(4, 2)
+        raw = np.concatenate((raw, blocks))
+    with np.errstate(all="ignore"):
+        want = gguf.quants.dequantize(raw, theirs(kind))
+    got = dequantize(torch.from_numpy(raw), kind, want.shape).numpy()
+    known = ~np.isnan(want)
+    assert np.array_equal(np.isnan(got), ~known)  # which of the many NaNs it is, is the processor's
+    assert np.array_equal(got[known].view(np.int32), want[known].view(np.int32))
+
+
 def test_chunks_join_without_a_seam(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = torch.from_numpy(random_blocks(GGMLType.Q6_K, 50))
     whole = dequantize(raw, GGMLType.Q6_K, (10, 1280))
@@ -91,7 +127,9 @@ def test_other_output_types_round_the_float32_result() -> None:
     assert torch.equal(dequantize(raw, GGMLType.Q4_K, (9, 256), torch.bfloat16), exact.bfloat16())
 
 
-@pytest.mark.parametrize("kind", [GGMLType.Q5_K, GGMLType.Q8_0, GGMLType.F16], ids=lambda t: t.name)
+@pytest.mark.parametrize(
+    "kind", [GGMLType.Q5_K, GGMLType.IQ2_XXS, GGMLType.IQ3_XXS, GGMLType.Q8_0, GGMLType.F16], ids=lambda t: t.name
+)
 def test_chosen_rows_equal_the_rows_of_the_whole(kind: GGMLType) -> None:
     if kind is GGMLType.F16:
         raw = torch.randn(12, 512).half().view(torch.uint8)
@@ -112,8 +150,8 @@ def test_plain_types_are_copied(dtype: torch.dtype) -> None:
 
 
 def test_an_unsupported_type_is_refused_by_name() -> None:
-    with pytest.raises(ModelError, match="IQ2_XXS"):
-        dequantize(torch.zeros(66, dtype=torch.uint8), GGMLType.IQ2_XXS, (256,))
+    with pytest.raises(ModelError, match="IQ2_XS"):
+        dequantize(torch.zeros(74, dtype=torch.uint8), GGMLType.IQ2_XS, (256,))
 
 
 @pytest.mark.parametrize("kind", [GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.BF16, GGMLType.F16], ids=lambda t: t.name)

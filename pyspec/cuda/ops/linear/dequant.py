@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.context import per_device
+from pyspec.cuda.ops.linear import grids
 from pyspec.errors import ModelError
 from pyspec.gguf import GGMLType, blocks
 from pyspec.gguf.blocks import BlockLayout
@@ -151,6 +152,32 @@ def _q6_k(raw: Tensor) -> Tensor:
     return (scale.unsqueeze(-1) * q.unflatten(1, (16, 16))).flatten(1)
 
 
+def _signed_points(raw: Tensor, layout: type[BlockLayout], codes: Tensor, words: Tensor, of_scale: float) -> Tensor:
+    """[n, 256] float32 of IQ2_XXS and IQ3_XXS.
+
+    codes  float32, the lattice points: n * 256 numbers in the weights' order
+    words  [n, 8, 4] uint8, signs and scale of 32 weights, a little-endian word
+    """
+    word = words.contiguous().view(torch.int32)  # [n, 8, 1]; what comes down with its sign is cut off below
+    picked = word >> _shifts(raw.device, 4, 7).view(4).int() & 127
+    signs = grids.signs(raw.device).index_select(0, picked.flatten()).view(-1, 8, 4, 8)
+    scale = _half(raw, layout, "d") * (0.5 + (word >> 28 & 15).flatten(1)) * of_scale
+    return (scale.view(-1, 8, 1, 1) * codes.view(-1, 8, 4, 8)).mul_(signs).flatten(1)
+
+
+def _iq2_xxs(raw: Tensor) -> Tensor:
+    layout = blocks.BlockIQ2_XXS
+    groups = _bytes(raw, layout, "qs").unflatten(1, (8, 8))
+    codes = grids.iq2_xxs(raw.device).index_select(0, groups[..., :4].flatten().int())
+    return _signed_points(raw, layout, codes, groups[..., 4:], 0.25)
+
+
+def _iq3_xxs(raw: Tensor) -> Tensor:
+    layout = blocks.BlockIQ3_XXS
+    codes = grids.iq3_xxs(raw.device).index_select(0, _bytes(raw, layout, "qs").flatten().int())
+    return _signed_points(raw, layout, codes, _bytes(raw, layout, "signs").unflatten(1, (8, 4)), 0.5)
+
+
 def _iq4_nl(raw: Tensor) -> Tensor:
     q = _looked_up(_bytes(raw, blocks.BlockIQ4_NL, "qs"), IQ4).flatten(1)
     return _half(raw, blocks.BlockIQ4_NL, "d") * q
@@ -207,6 +234,8 @@ _DECODERS: dict[GGMLType, Callable[[Tensor], Tensor]] = {
     GGMLType.Q4_K: _q4_k,
     GGMLType.Q5_K: _q5_k,
     GGMLType.Q6_K: _q6_k,
+    GGMLType.IQ2_XXS: _iq2_xxs,
+    GGMLType.IQ3_XXS: _iq3_xxs,
     GGMLType.IQ4_NL: _iq4_nl,
     GGMLType.IQ4_XS: _iq4_xs,
     GGMLType.MXFP4: _mxfp4,
