@@ -7,7 +7,7 @@ a kind of mixer or feed-forward: a line in MIXERS or FEEDS.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,11 +18,12 @@ from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGUFFile
+from pyspec.models.cuts import Cut, Units
 from pyspec.models.layers import SINKS, Attention, AttentionShape, FeedForward, GatedDeltaNet, Relu2, Rope
 from pyspec.models.mamba import Mamba, mamba_tensors
 from pyspec.models.moe import MoeFeed, MoeShape, moe_tensors
-from pyspec.models.target import Out
-from pyspec.models.weights import Want, Weights
+from pyspec.models.target import Lead, Out
+from pyspec.models.weights import HEAD, Want, Weights
 from pyspec.ranges import quoted
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import KV, STATE, Memory
@@ -78,6 +79,14 @@ class DecoderConfig:
     def build(self, weights: Weights, memory: Memory) -> Decoder:
         """The model, bound to its memory."""
         return Decoder(self, weights, memory)
+
+    def share(self, n: int) -> DecoderConfig:
+        """What each of `n` ranks runs: its heads, states and inner widths of every layer. The stream stays as wide as it is."""
+        if n == 1:
+            return self
+        layers = tuple(replace(x, moe=None if x.moe is None else x.moe.share(n)) for x in self.layers)
+        state = None if self.state is None else self.state.share(n)
+        return replace(self, attention=self.attention.share(n), n_ff=self.n_ff // n, layers=layers, state=state)
 
     def parts(self) -> list[LayerParts]:
         """What each trunk layer keeps for its slots."""
@@ -154,26 +163,36 @@ def attention_tensors(c: DecoderConfig, file: GGUFFile, p: str) -> dict[str, Wan
     """Wanted tensors of an attention layer with prefix `p` (blk.N)."""
     s, n, fused = c.attention, c.n_embd, f"{p}.attn_qkv.weight" in file.tensors
     q, kv = s.n_head * s.head_dim * (2 if s.gated else 1), s.n_kv_head * s.head_dim
-    wants = {f"{p}.attn_output.weight": Want((n, s.n_head * s.head_dim))}
+    of_q, of_kv = head_units(s)
+    heads = Units(s.n_head, "heads")
+    wants = {f"{p}.attn_output.weight": Want((n, s.n_head * s.head_dim), cut=Cut(1, (heads,)))}
     if fused:
-        wants[f"{p}.attn_qkv.weight"] = Want((q + 2 * kv, n))
+        wants[f"{p}.attn_qkv.weight"] = Want((q + 2 * kv, n), cut=Cut(0, (of_q, of_kv, of_kv)))
     else:
-        wants |= {f"{p}.attn_{x}.weight": Want((rows, n)) for x, rows in (("q", q), ("k", kv), ("v", kv))}
+        parts = (("q", q, of_q), ("k", kv, of_kv), ("v", kv, of_kv))
+        wants |= {f"{p}.attn_{x}.weight": Want((rows, n), cut=Cut(0, (units,))) for x, rows, units in parts}
     return wants | attention_extras(s, n, p, file, qk_norm=c.qk_norm)
+
+
+def head_units(s: AttentionShape) -> tuple[Units, Units]:
+    """Rows of queries and of keys (or values) by head. Ranks that share a key head have a copy each."""
+    q = s.head_dim * (2 if s.gated else 1)
+    return Units(s.n_head, "heads", size=q), Units(s.n_kv_head, "key heads", copied=True, size=s.head_dim)
 
 
 def attention_extras(s: AttentionShape, n_embd: int, p: str, file: GGUFFile, *, qk_norm: bool) -> dict[str, Want]:
     """What attention may have besides its matrices: norms of heads and biases, of all that they go with or of none; sinks."""
     q, kv = s.n_head * s.head_dim * (2 if s.gated else 1), s.n_kv_head * s.head_dim
     norms = [f"{p}.attn_{x}_norm.weight" for x in "qk"]
-    biases = {f"{p}.attn_{x}.bias": rows for x, rows in (("q", q), ("k", kv), ("v", kv))}
+    of_q, of_kv = head_units(s)
+    biases = {f"{p}.attn_{x}.bias": of for x, *of in (("q", q, of_q), ("k", kv, of_kv), ("v", kv, of_kv))}
     has_norms, has_biases = (any(name in file.tensors for name in names) for names in (norms, biases))
     return {
         **{name: Want((s.head_dim,), optional=not (qk_norm or has_norms)) for name in norms},
-        **{name: Want((rows,), optional=not has_biases) for name, rows in biases.items()},
-        f"{p}.attn_qkv.bias": Want((q + 2 * kv,), optional=True),
+        **{name: Want((n,), optional=not has_biases, cut=Cut(0, (of,))) for name, (n, of) in biases.items()},
+        f"{p}.attn_qkv.bias": Want((q + 2 * kv,), optional=True, cut=Cut(0, (of_q, of_kv, of_kv))),
         f"{p}.attn_output.bias": Want((n_embd,), optional=True),
-        f"{p}.{SINKS}": Want((s.n_head,), optional=True),
+        f"{p}.{SINKS}": Want((s.n_head,), optional=True, cut=Cut(0, (Units(s.n_head, "heads"),))),
     }
 
 
@@ -181,37 +200,39 @@ def state_tensors(c: DecoderConfig, p: str) -> dict[str, Want]:
     """Wanted tensors of a Gated DeltaNet layer."""
     assert isinstance(c.state, GdnShape)
     s, n = c.state, c.n_embd
-    inner = s.n_v_head * s.dim
+    inner, k = s.n_v_head * s.dim, Units(s.n_k_head, "key heads of Gated DeltaNet")
+    v = (k,) * (s.n_v_head // s.n_k_head)  # value head h reads key head h % n_k_head
+    by_head, by_channel = Cut(0, v), Cut(0, (k, k, *v))
     return {
-        f"{p}.attn_qkv.weight": Want((s.n_channel, n)),
-        f"{p}.attn_gate.weight": Want((inner, n)),
-        f"{p}.ssm_alpha.weight": Want((s.n_v_head, n)),
-        f"{p}.ssm_beta.weight": Want((s.n_v_head, n)),
-        f"{p}.ssm_conv1d.weight": Want((s.n_channel, s.n_conv)),
-        f"{p}.ssm_a": Want((s.n_v_head,)),
-        f"{p}.ssm_dt.bias": Want((s.n_v_head,)),
+        f"{p}.attn_qkv.weight": Want((s.n_channel, n), cut=by_channel),
+        f"{p}.attn_gate.weight": Want((inner, n), cut=by_head),
+        f"{p}.ssm_alpha.weight": Want((s.n_v_head, n), cut=by_head),
+        f"{p}.ssm_beta.weight": Want((s.n_v_head, n), cut=by_head),
+        f"{p}.ssm_conv1d.weight": Want((s.n_channel, s.n_conv), cut=by_channel),
+        f"{p}.ssm_a": Want((s.n_v_head,), cut=by_head),
+        f"{p}.ssm_dt.bias": Want((s.n_v_head,), cut=by_head),
         f"{p}.ssm_norm.weight": Want((s.dim,)),
-        f"{p}.ssm_out.weight": Want((n, inner)),
+        f"{p}.ssm_out.weight": Want((n, inner), cut=Cut(1, v)),
     }
 
 
 def swiglu_tensors(c: DecoderConfig, p: str) -> dict[str, Want]:
     """Wanted tensors of a SwiGLU feed-forward."""
-    n, f = c.n_embd, c.n_ff
+    n, f, inner = c.n_embd, c.n_ff, (Units(c.n_ff, "inner values"),)
     return {
-        f"{p}.ffn_gate.weight": Want((f, n)),
-        f"{p}.ffn_up.weight": Want((f, n)),
-        f"{p}.ffn_down.weight": Want((n, f)),
+        f"{p}.ffn_gate.weight": Want((f, n), cut=Cut(0, inner)),
+        f"{p}.ffn_up.weight": Want((f, n), cut=Cut(0, inner)),
+        f"{p}.ffn_down.weight": Want((n, f), cut=Cut(1, inner)),
     }
 
 
 def relu2_tensors(c: DecoderConfig, p: str) -> dict[str, Want]:
     """Wanted tensors of a feed-forward of relu^2."""
-    n, f = c.n_embd, c.n_ff
+    n, f, inner = c.n_embd, c.n_ff, (Units(c.n_ff, "inner values"),)
     return {
-        f"{p}.ffn_up.weight": Want((f, n)),
-        f"{p}.ffn_up.bias": Want((f,), optional=True),
-        f"{p}.ffn_down.weight": Want((n, f)),
+        f"{p}.ffn_up.weight": Want((f, n), cut=Cut(0, inner)),
+        f"{p}.ffn_up.bias": Want((f,), optional=True, cut=Cut(0, inner)),
+        f"{p}.ffn_down.weight": Want((n, f), cut=Cut(1, inner)),
         f"{p}.ffn_down.bias": Want((n,), optional=True),
     }
 
@@ -231,7 +252,7 @@ def decoder_tensors(c: DecoderConfig, file: GGUFFile) -> dict[str, Want]:
     wants = {
         "token_embd.weight": Want((c.n_vocab, c.n_embd)),
         "output_norm.weight": Want((c.n_embd,)),
-        "output.weight": Want((c.n_vocab, c.n_embd), optional=True),
+        HEAD: Want((c.n_vocab, c.n_embd), optional=True, cut=Cut(0, (Units(c.n_vocab, "tokens", uneven=True),))),
         "rope_freqs.weight": Want((c.n_rot // 2,), optional=True),
     }
     for i, layer in enumerate(c.layers):
@@ -326,23 +347,24 @@ class Decoder:
 
     def __init__(self, config: DecoderConfig, weights: Weights, memory: Memory) -> None:
         self.config, self.memory, self.device = config, memory, weights.device
+        own = config.share(weights.n_rank)
+        self.lead: Lead | None = None
         divisors = weights.optional("rope_freqs.weight")
         self.rope = Rope(config.n_rot, config.rope_base, config.rope_neox, weights.device, config.rope_factor, divisors)
         self.embedding = weights.embedding("token_embd.weight")
         self.blocks = [
-            Block(config, weights, f"blk.{i}", self.rope, layer, memory.kv_dtype)
-            for i, layer in enumerate(config.layers)
+            Block(own, weights, f"blk.{i}", self.rope, layer, memory.kv_dtype) for i, layer in enumerate(own.layers)
         ]
         for i, state in memory.states.items():
             state.fold = self.blocks[i].mixer.fold  # type: ignore[union-attr]  # recurrent mixers have one
         self.norm = weights.vector("output_norm.weight")
         self.norms = norms.bind(NormsSpec(weights.device, config.n_embd, config.eps))
-        self.output = weights.matrix("output.weight" if weights.has("output.weight") else "token_embd.weight")
+        self.output = weights.head()
 
     @property
     def capturable(self) -> bool:
         """True if a CUDA graph may hold a forward."""
-        return all(block.capturable for block in self.blocks)
+        return self.lead is None and all(block.capturable for block in self.blocks)
 
     @property
     def n_vocab(self) -> int:
@@ -362,8 +384,12 @@ class Decoder:
     def head(self, hidden: Tensor) -> Tensor:
         return self.output(hidden)
 
-    @torch.inference_mode()
     def forward(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
+        return self.run(batch, taps) if self.lead is None else self.lead.forward(self.run, batch, taps)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
+        """A forward of this rank; `forward` has the others run theirs."""
         x, angles = self.rope.embedded(self.embedding, batch.tokens, batch.positions)
         tapped: dict[int, Tensor] = {}
         for i, block in enumerate(self.blocks):

@@ -129,6 +129,12 @@ class Deepseek4Config:
             parts |= _compressed(ratio, self.indexer.dim, INDEX, INDEX_PARTIAL)
         return parts
 
+    def share(self, n: int) -> Deepseek4Config:
+        """One rank alone runs this architecture."""
+        if n > 1:
+            raise ModelError(f"--tp {n} does not divide {self.arch} yet: only --tp 1 would do")
+        return self
+
     def tensors(self, file: GGUFFile) -> dict[str, Want]:
         """The whole manifest of the trunk."""
         n, s = self.n_embd, self.streams.n

@@ -67,6 +67,10 @@ class AttentionShape:
     gated: bool = False  # the q projection emits [query | gate] per head; the output is multiplied by sigmoid(gate)
     scale: float | None = None  # default 1/sqrt(head_dim)
 
+    def share(self, n: int) -> AttentionShape:
+        """Of each of `n` ranks; with fewer key heads than ranks several have the same one."""
+        return replace(self, n_head=self.n_head // n, n_kv_head=max(1, self.n_kv_head // n))
+
 
 SINKS = "attn_sinks.weight"  # one logit a head
 
@@ -82,7 +86,7 @@ class Attention:
             names = [f"{prefix}.attn_{p}.weight" for p in "qkv"]
         self.qkv: Matrix = w.matrix(*names)
         self.bias = _bias(w, prefix)
-        self.out: Matrix = w.matrix(f"{prefix}.attn_output.weight")
+        self.out: Matrix = w.summed(f"{prefix}.attn_output.weight")
         self.out_bias = w.optional(f"{prefix}.attn_output.bias")
         self.q_norm = w.optional(f"{prefix}.attn_q_norm.weight")
         self.k_norm = w.optional(f"{prefix}.attn_k_norm.weight")
@@ -134,7 +138,7 @@ class GatedDeltaNet:
         self.shape, self.eps = shape, eps
         parts = ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta")
         self.proj = w.matrix(*(f"{prefix}.{p}.weight" for p in parts))
-        self.out = w.matrix(f"{prefix}.ssm_out.weight")
+        self.out = w.summed(f"{prefix}.ssm_out.weight")
         self.conv = w.vector(f"{prefix}.ssm_conv1d.weight")
         self.a, self.dt_bias = w.vector(f"{prefix}.ssm_a"), w.vector(f"{prefix}.ssm_dt.bias")
         self.norm = Norm(w.vector(f"{prefix}.attn_norm.weight"), eps)
@@ -161,7 +165,7 @@ class FeedForward:
     def __init__(self, w: Weights, prefix: str, eps: float, norm: str = "ffn_norm") -> None:
         self.norm = Norm(w.vector(f"{prefix}.{norm}.weight"), eps)
         self.gate_up = w.gated(f"{prefix}.ffn_gate.weight", f"{prefix}.ffn_up.weight")
-        self.down = w.matrix(f"{prefix}.ffn_down.weight")
+        self.down = w.summed(f"{prefix}.ffn_down.weight")
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(*fuse.unfinished(self.gate_up, x, self.norm), residual=x)
@@ -175,7 +179,7 @@ class Relu2:
     def __init__(self, w: Weights, prefix: str, eps: float, norm: str) -> None:
         self.norm = Norm(w.vector(f"{prefix}.{norm}.weight"), eps)
         self.up, self.up_bias = w.matrix(f"{prefix}.ffn_up.weight"), w.optional(f"{prefix}.ffn_up.bias")
-        self.down, self.down_bias = w.matrix(f"{prefix}.ffn_down.weight"), w.optional(f"{prefix}.ffn_down.bias")
+        self.down, self.down_bias = w.summed(f"{prefix}.ffn_down.weight"), w.optional(f"{prefix}.ffn_down.bias")
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self.up(x, self.norm)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from pyspec.cuda import fuse
@@ -9,6 +11,7 @@ from pyspec.cuda.ops.mamba2.op import mamba2
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, Params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.rows.ref import GroupNorm, Norm, norm_power
+from pyspec.models.cuts import Cut, Units
 from pyspec.models.weights import Want, Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Memory
@@ -17,15 +20,18 @@ from pyspec.slots.memory import Memory
 def mamba_tensors(s: Mamba2Shape, n_embd: int, p: str) -> dict[str, Want]:
     """Wanted tensors of a Mamba-2 layer with prefix `p` (blk.N). `ssm_a` holds -exp(A_log) already."""
     inner, heads = s.n_head * s.head_dim, (s.n_head, 1)
+    groups = partial(Units, s.n_group, "groups of Mamba-2 heads")
+    x, bc, dt = groups(size=inner // s.n_group), groups(size=s.n_state), groups(size=s.n_head // s.n_group)
+    by_channel, by_head, by_group = Cut(0, (x, bc, bc)), Cut(0, (dt,)), Cut(0, (x,))
     return {
-        f"{p}.ssm_in.weight": Want((inner + s.n_channel + s.n_head, n_embd)),
-        f"{p}.ssm_conv1d.weight": Want((s.n_channel, s.n_conv)),
-        f"{p}.ssm_conv1d.bias": Want((s.n_channel,)),
-        f"{p}.ssm_dt.bias": Want((s.n_head,)),
-        f"{p}.ssm_a": Want(heads, also=((s.n_head,),)),
-        f"{p}.ssm_d": Want(heads, also=((s.n_head,),)),
-        f"{p}.ssm_norm.weight": Want((s.n_group, inner // s.n_group), also=((inner,),)),
-        f"{p}.ssm_out.weight": Want((n_embd, inner)),
+        f"{p}.ssm_in.weight": Want((inner + s.n_channel + s.n_head, n_embd), cut=Cut(0, (x, x, bc, bc, dt))),
+        f"{p}.ssm_conv1d.weight": Want((s.n_channel, s.n_conv), cut=by_channel),
+        f"{p}.ssm_conv1d.bias": Want((s.n_channel,), cut=by_channel),
+        f"{p}.ssm_dt.bias": Want((s.n_head,), cut=by_head),
+        f"{p}.ssm_a": Want(heads, also=((s.n_head,),), cut=by_head),
+        f"{p}.ssm_d": Want(heads, also=((s.n_head,),), cut=by_head),
+        f"{p}.ssm_norm.weight": Want((s.n_group, inner // s.n_group), also=((inner,),), cut=by_group),
+        f"{p}.ssm_out.weight": Want((n_embd, inner), cut=Cut(1, (x,))),
     }
 
 
@@ -36,7 +42,7 @@ class Mamba:
         self.shape, self.eps = shape, eps
         self.norm = Norm(w.vector(f"{prefix}.attn_norm.weight"), eps)
         self.proj = w.matrix(f"{prefix}.ssm_in.weight")
-        self.out = w.matrix(f"{prefix}.ssm_out.weight")
+        self.out = w.summed(f"{prefix}.ssm_out.weight")
         conv_w, conv_b = (w.vector(f"{prefix}.ssm_conv1d.{name}") for name in ("weight", "bias"))
         a, dt_bias, d = (w.vector(f"{prefix}.{name}").flatten() for name in ("ssm_a", "ssm_dt.bias", "ssm_d"))
         self.params = Params(a, dt_bias, d, conv_w, conv_b)

@@ -18,6 +18,7 @@ from pyspec.cuda.ops.rows.ref import RELU2, Norm, Prep
 from pyspec.cuda.temporary import temporary
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
+from pyspec.models.cuts import Cut, Units
 from pyspec.models.weights import Matrix, Want, Weights
 
 LATENT = "ffn_latent_down.weight"  # to the width in which experts work, where that is not the model's
@@ -50,21 +51,26 @@ class MoeShape:
         if self.n_ff < 1:
             raise ModelError(f"experts of width {self.n_ff}")
 
+    def share(self, n: int) -> MoeShape:
+        """Of each of `n` ranks: all experts, and of every one as many columns."""
+        return replace(self, n_ff=self.n_ff // n, n_ff_shared=self.n_ff_shared // n)
+
 
 def moe_tensors(s: MoeShape, n_embd: int, file: GGUFFile, p: str) -> dict[str, Want]:
     """Wanted tensors of the feed-forward with prefix `p` (blk.N), without its norm."""
     n, f, e = s.latent or n_embd, s.n_ff, s.n_expert
+    inner, shared = (Units(f, "columns of an expert"),), (Units(s.n_ff_shared, "columns of the shared expert"),)
     wants = {f"{p}.ffn_gate_inp.weight": Want((e, n_embd)), f"{p}.exp_probs_b.bias": Want((e,), optional=True)}
     if f"{p}.ffn_gate_up_exps.weight" in file.tensors and s.act == "swiglu":
-        wants[f"{p}.ffn_gate_up_exps.weight"] = Want((e, 2 * f, n))
+        wants[f"{p}.ffn_gate_up_exps.weight"] = Want((e, 2 * f, n), cut=Cut(1, inner * 2))
     else:
-        wants |= {f"{p}.ffn_{x}_exps.weight": Want((e, f, n)) for x in _inner(s)}
-    wants[f"{p}.ffn_down_exps.weight"] = Want((e, n, f))
+        wants |= {f"{p}.ffn_{x}_exps.weight": Want((e, f, n), cut=Cut(1, inner)) for x in _inner(s)}
+    wants[f"{p}.ffn_down_exps.weight"] = Want((e, n, f), cut=Cut(2, inner))
     if s.latent:
         wants |= {f"{p}.ffn_latent_down.weight": Want((n, n_embd)), f"{p}.ffn_latent_up.weight": Want((n_embd, n))}
     if s.n_ff_shared:
-        wants |= {f"{p}.ffn_{x}_shexp.weight": Want((s.n_ff_shared, n_embd)) for x in _inner(s)}
-        wants[f"{p}.ffn_down_shexp.weight"] = Want((n_embd, s.n_ff_shared))
+        wants |= {f"{p}.ffn_{x}_shexp.weight": Want((s.n_ff_shared, n_embd), cut=Cut(0, shared)) for x in _inner(s)}
+        wants[f"{p}.ffn_down_shexp.weight"] = Want((n_embd, s.n_ff_shared), cut=Cut(1, shared))
         if s.shared_gate:
             wants[f"{p}.ffn_gate_inp_shexp.weight"] = Want((n_embd,), also=((1, n_embd),))
     return wants
@@ -119,7 +125,7 @@ class MoeFeed:
     """x + experts(n) + shared(n) with n = norm(x). `norm_name` is the norm tensor's GGUF name."""
 
     def __init__(self, w: Weights, prefix: str, shape: MoeShape, eps: float, norm_name: str = "ffn_norm") -> None:
-        p, self.shape = prefix, shape
+        p, self.shape, self.ranks = prefix, shape, w.ranks
         self.norm = Norm(w.vector(f"{p}.{norm_name}.weight"), eps)
         self.router = w.vector(f"{p}.ffn_gate_inp.weight")  # f32 whatever the file has: a near tie decides what runs
         if shape.shared_gate:
@@ -170,10 +176,16 @@ class MoeFeed:
         )
 
     def __call__(self, x: Tensor) -> Tensor:
+        if self.ranks is None:
+            return self._run(x, x)
+        return self.ranks.sum(self._run(x, x if self.ranks.rank.leads else torch.zeros_like(x)))
+
+    def _run(self, x: Tensor, stream: Tensor) -> Tensor:
+        """stream + experts(n) + shared(n): with several ranks, the part of this one's columns."""
         n, prep = x if self.prep is not None else self.norm(x), self.prep
         shared = latent = None
         if self.shared is not None:  # products add to the residual stream on their way
-            latent, shared = self.shared(n, prep, residual=None if self.shape.shared_gate else x)
+            latent, shared = self.shared(n, prep, residual=None if self.shape.shared_gate else stream)
         if self.latent_down is not None:
             latent = self.latent_down(n, prep)
         if latent is not None:
@@ -181,9 +193,9 @@ class MoeFeed:
         # of experts, what needs no choice comes before it
         ready, beside = fuse.before_choice(self.route, self.experts, n, prep, self.norm)
         routes = self.route(x, self.norm.weight, self.router, self.bias, **beside)
-        added = Added(x, None, routes.gate)
+        added = Added(stream, None, routes.gate)
         if shared is not None:
-            added = Added(shared) if routes.gate is None else Added(x, shared, routes.gate)
+            added = Added(shared) if routes.gate is None else Added(stream, shared, routes.gate)
         if self.latent_up is None:
             return self.experts(n, routes.ids, routes.weights, prep, added, ready)
         y = fuse.experts_then(self.experts, n, routes, ready, self.latent_up, added.residual)

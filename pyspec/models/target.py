@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -63,6 +63,10 @@ class ModelConfig(Protocol):
         """The tensors that the trunk needs."""
         ...
 
+    def share(self, n: int) -> ModelConfig:
+        """What each of `n` ranks runs and keeps."""
+        ...
+
     def build(self, weights: Weights, memory: Memory) -> Target:
         """The model, bound to its memory."""
         ...
@@ -90,4 +94,12 @@ class Target(Protocol):
 
     def head(self, hidden: Tensor) -> Tensor:
         """hidden [row, n_embd] f32, normed -> logits [row, n_vocab] f32. Drafters share it."""
+        ...
+
+
+class Lead(Protocol):
+    """What the first of several ranks has its forwards go through: the others run them as well."""
+
+    def forward(self, run: Callable[[Batch, Sequence[int]], Out], batch: Batch, taps: Sequence[int]) -> Out:
+        """`run(batch, taps)` on every rank."""
         ...

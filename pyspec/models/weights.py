@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec import progress
+from pyspec.cuda.collective import Collective, Rank
 from pyspec.cuda.context import context_of
 from pyspec.cuda.ops.embed.op import embed
 from pyspec.cuda.ops.embed.ref import EmbedSpec
@@ -27,22 +28,28 @@ from pyspec.cuda.streamed import PROBE_ROWS, Streamed
 from pyspec.cuda.temporary import temporary
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGMLType, GGUFFile, TensorInfo
+from pyspec.models.cuts import Cut, Share, share_of
 from pyspec.models.upload import Upload
 
 PLAIN = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
 GLU = Glu()
 UNPACK = 1 << 24  # weights unpacked at once
-HEADS = ("output.weight", "token_embd.weight")  # few rows go through them: one for each token that may be kept
+HEAD = "output.weight"
+HEADS = (HEAD, "token_embd.weight")  # few rows go through them: one for each token that may be kept
 SAID = 6  # flaws of tensors that one error lists
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """A tensor an architecture needs: torch shape (slowest first); several shapes if writers differ."""
+    """A tensor an architecture needs: torch shape (slowest first); several shapes if writers differ.
+
+    cut  how ranks divide it; None: each of them has all of it
+    """
 
     shape: tuple[int, ...]
     optional: bool = False
     also: tuple[tuple[int, ...], ...] = ()
+    cut: Cut | None = None
 
 
 def scale_of(name: str) -> str:
@@ -137,6 +144,27 @@ class Grouped:
         return torch.einsum("rgi,goi->rgo", parts, self.weight).flatten(1).float()
 
 
+class Summed:
+    """A matrix of which every rank has some columns: the ranks' products are summed, and what is added to them is added once."""
+
+    def __init__(self, matrix: Matrix, ranks: Collective) -> None:
+        self.matrix, self.ranks = matrix, ranks
+
+    def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
+        return self.ranks.sum(self.matrix(x, prep, residual if self.ranks.rank.leads else None))
+
+
+class Gathered:
+    """A matrix of which every rank has some rows, `widths` of them; the outputs stand side by side on every rank."""
+
+    def __init__(self, matrix: Matrix, ranks: Collective, widths: Sequence[int]) -> None:
+        self.matrix, self.ranks, self.widths = matrix, ranks, widths
+
+    def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
+        y = self.ranks.columns(self.matrix(x, prep), self.widths)
+        return y if residual is None else residual + y
+
+
 class Embedding:
     """Rows of a table by token id; only the asked rows are unpacked.
 
@@ -166,6 +194,7 @@ class Weights:
 
     `dense`: the dtype matrices are unpacked to at load; None keeps them packed, for the kernels on a GPU, or
     unpacked at each use on a CPU (less memory, slow). `wide`: keep f16 copies beside what the kernels stream.
+    `ranks`: what `cuts` has is divided over them, and only this rank's share is read.
     """
 
     def __init__(
@@ -175,15 +204,33 @@ class Weights:
         dense: torch.dtype | None,
         alias: Mapping[str, str] | None = None,
         wide: bool = False,
+        ranks: Collective | None = None,
+        cuts: Mapping[str, Cut] | None = None,
     ) -> None:
         self.file, self.device, self.dense, self.alias, self.wide = file, device, dense, alias or {}, wide
+        self.ranks, self.cuts = ranks, (cuts or {}) if ranks is not None else {}
+        self._shares: dict[str, Share] = {}
         self.context = context_of(device)  # what loading computes is the device's while it lasts
         self._shared: dict[tuple[str, ...], Matrix] = {}
         self._upload = Upload(device)
         self._n_byte, self._n_read = max(sum(t.n_bytes for t in file.tensors.values()), 1), 0
 
     def _info(self, name: str) -> TensorInfo:
-        return self.file.tensors[self.alias.get(name, name)]
+        share = self._share(name)
+        return self.file.tensors[self.alias.get(name, name)] if share is None else share.info
+
+    def _share(self, name: str) -> Share | None:
+        """What this rank has of a tensor; None: all of it."""
+        if self.ranks is None or name not in self.cuts:
+            return None
+        if name not in self._shares:
+            info = self.file.tensors[self.alias.get(name, name)]
+            self._shares[name] = share_of(info, self.cuts[name], self.ranks.rank)
+        return self._shares[name]
+
+    @property
+    def n_rank(self) -> int:
+        return 1 if self.ranks is None else self.ranks.rank.n
 
     def type_of(self, name: str) -> GGMLType:
         return self._info(name).type
@@ -192,10 +239,12 @@ class Weights:
         return self.alias.get(name, name) in self.file.tensors
 
     def _raw(self, name: str) -> Tensor:
-        own = self.alias.get(name, name)
-        n_byte = self.file.tensors[own].n_bytes
+        own, share = self.alias.get(name, name), self._share(name)
+        n_byte = self._info(name).n_bytes
         progress.report("weights", self._n_read / self._n_byte)
         self._n_read = min(self._n_read + n_byte, self._n_byte)  # what is tied is read twice
+        if share is not None:
+            return self._upload(n_byte, partial(share.read_into, self.file))
         return self._upload(n_byte, partial(self.file.read_into, own))
 
     def _scale(self, name: str) -> float:
@@ -212,6 +261,21 @@ class Weights:
         if names not in self._shared:
             self._shared[names] = self._load(names, gated=False)
         return self._shared[names]
+
+    def summed(self, name: str) -> Matrix:
+        """One matrix whose input is divided over the ranks, where there are several: its output is the sum of theirs."""
+        return self.matrix(name) if self.ranks is None else Summed(self.matrix(name), self.ranks)
+
+    def head(self) -> Matrix:
+        """From the stream to logits; the embedding, where the file has no head."""
+        tied = "token_embd.weight"
+        if self.ranks is None:
+            return self.matrix(HEAD if self.has(HEAD) else tied)
+        if not self.has(HEAD):
+            self.alias = {**self.alias, HEAD: self.alias.get(tied, tied)}
+        info, n = self.file.tensors[self.alias.get(HEAD, HEAD)], self.ranks.rank.n
+        widths = [share_of(info, self.cuts[HEAD], Rank(i, n)).info.shape[0] for i in range(n)]
+        return Gathered(self.matrix(HEAD), self.ranks, widths)
 
     def gated(self, gate: str, up: str) -> Matrix:
         """silu(gate x) * up x as one product."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -12,6 +12,10 @@ from torch import Tensor
 
 class RecurrentShape(Protocol):
     """What one recurrent layer keeps for a slot, whatever its recurrence."""
+
+    def share(self, n: int) -> Self:
+        """What each of `n` ranks keeps, if they divide the heads."""
+        ...
 
     @property
     def n_conv(self) -> int:

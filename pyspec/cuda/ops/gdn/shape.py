@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +15,11 @@ class GdnShape:
     dim: int  # of keys and of values
     n_conv: int
     n_channel: int  # 2 * n_k_head * dim + n_v_head * dim
+
+    def share(self, n: int) -> GdnShape:
+        """Of each of `n` ranks, which have the value heads of their key heads."""
+        k, v = self.n_k_head // n, self.n_v_head // n
+        return replace(self, n_k_head=k, n_v_head=v, n_channel=(2 * k + v) * self.dim)
 
     @property
     def state(self) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +15,10 @@ class Mamba2Shape:
     n_group: int  # heads of a group share B and C
     n_state: int
     n_conv: int
+
+    def share(self, n: int) -> Mamba2Shape:
+        """Of each of `n` ranks, which have whole groups."""
+        return replace(self, n_head=self.n_head // n, n_group=self.n_group // n)
 
     @property
     def n_channel(self) -> int:

@@ -1,0 +1,116 @@
+"""What ranks, the processes that run one model together, do with each other's tensors: sum them, and bring columns together.
+
+A sum is taken in the order of the ranks, on every rank: all of them get the same bits, and a row's do not depend on which rows stand
+beside it, as they would in a ring that adds each part of a tensor in an order of its own. Sums of more than SMALL bytes (prompts)
+are left to the library where it has an own way to share that work (NCCL).
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyspec.errors import DeviceError
+
+SMALL = 1 << 20  # bytes of a sum that every rank takes by itself
+JOIN_S = 120.0  # for all ranks to meet
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """One of the `n` processes that run a model together; the first one decides."""
+
+    index: int = 0
+    n: int = 1
+
+    @property
+    def leads(self) -> bool:
+        return self.index == 0
+
+
+class Collective:
+    """The ranks as one of them sees them. `why` says what became of a rank that is gone, where somebody knows."""
+
+    def __init__(self, rank: Rank, device: torch.device, store: str, timeout_s: float) -> None:
+        """Meet the other ranks at the file `store`, which is new. timeout_s: for one operation."""
+        self.rank, self.device = rank, device
+        self.why: Callable[[], str] = str
+        self._is_gpu = device.type == "cuda"
+        try:
+            self._group = _join(rank, device, store, timeout_s)
+        except RuntimeError as e:
+            raise self._lost(e) from None
+
+    @property
+    def backend(self) -> str:
+        """What carries tensors."""
+        return "nccl" if self._is_gpu else "gloo"
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x, the same bits on each of them."""
+        if not x.numel():
+            return x
+        if self._is_gpu and x.numel() * x.element_size() > SMALL:
+            x = x.contiguous()
+            self._wait(lambda: self._group.allreduce([x]))
+            return x
+        parts = self._all(x)
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        return total
+
+    def columns(self, x: Tensor, widths: Sequence[int]) -> Tensor:
+        """x [row, widths[rank]] of every rank, side by side."""
+        if not x.shape[0]:
+            return x.new_empty(0, sum(widths))
+        most = max(widths)
+        if x.shape[1] < most:
+            x = torch.nn.functional.pad(x, (0, most - x.shape[1]))
+        parts = self._all(x)
+        return torch.cat([part[:, :n] for part, n in zip(parts, widths, strict=True)], -1)
+
+    def _all(self, x: Tensor) -> list[Tensor]:
+        """Every rank's x, in their order."""
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.rank.n)]
+        self._wait(lambda: self._group.allgather([parts], [x.contiguous()]))
+        return parts
+
+    def _wait(self, begin: Callable[[], Any]) -> None:
+        try:
+            begin().wait()
+        except RuntimeError as e:
+            raise self._lost(e) from None
+
+    def _lost(self, error: RuntimeError) -> DeviceError:
+        said = self.why() or (str(error).splitlines() or ["no reason given"])[0][:300]
+        return DeviceError(f"rank {self.rank.index} of {self.rank.n} has lost the others: {said}")
+
+    def abort(self) -> None:
+        """Nobody waits for the others any more."""
+        with suppress(Exception):
+            self._group.abort()
+
+
+def _join(rank: Rank, device: torch.device, store: str, timeout_s: float) -> Any:
+    """A process group of its own: torch's default one is the program's."""
+    import torch.distributed as dist  # whoever runs on one device needs nothing of it
+
+    meeting = dist.FileStore(store, rank.n)
+    meeting.set_timeout(datetime.timedelta(seconds=JOIN_S))
+    limit = datetime.timedelta(seconds=timeout_s)
+    if device.type == "cuda":
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = limit
+        group: Any = dist.ProcessGroupNCCL(meeting, rank.index, rank.n, nccl)
+        return group
+    gloo = dist.ProcessGroupGloo._Options()
+    gloo._timeout = limit
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    return dist.ProcessGroupGloo(meeting, rank.index, rank.n, gloo)

@@ -1,0 +1,77 @@
+"""Ranks as threads of one process: a model's shares with a real process group between them, and no engine."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from pyspec.cuda.collective import Collective, Rank
+from pyspec.gguf import GGUFFile, open_gguf
+from pyspec.models import read_config
+from pyspec.models.cuts import Cut, check_ranks
+from pyspec.models.target import ModelConfig
+from pyspec.models.weights import Weights
+from pyspec.slots.batch import Seq, lay_out
+from pyspec.slots.memory import allocate
+from pyspec.slots.parts import CacheSizes
+from pyspec.slots.table import SlotTable
+
+T = TypeVar("T")
+CPU = torch.device("cpu")
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+LIMIT_S = 60.0
+
+
+def together(n: int, do: Callable[[Collective], T]) -> list[T]:
+    """What `do` returns on each of `n` ranks."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(n) as pool:
+        store, found = str(Path(folder) / "ranks"), []
+        for i in range(n):
+            found.append(pool.submit(lambda i=i: do(Collective(Rank(i, n), CPU, store, LIMIT_S))))
+        return [f.result(LIMIT_S) for f in found]
+
+
+def cuts_of(file: GGUFFile, config: ModelConfig) -> dict[str, Cut]:
+    """What is divided of a file's tensors."""
+    return {name: want.cut for name, want in config.tensors(file).items() if want.cut is not None}
+
+
+class RankBench:
+    """One rank's part of a model over two slots."""
+
+    def __init__(self, path: Path, ranks: Collective | None, dense: torch.dtype | None = torch.float32) -> None:
+        self.file = open_gguf(path)
+        config = read_config(self.file)
+        n = 1 if ranks is None else ranks.rank.n
+        cuts = cuts_of(self.file, config)
+        check_ranks(self.file, cuts, n)
+        self.own = config.share(n)
+        self.table = SlotTable(2, 32, 16)
+        sizes = CacheSizes(2, self.table.n_alloc_row, self.table.page_size, 9, torch.float32)
+        self.memory = allocate(self.own.parts(), sizes, CPU)
+        self.weights = Weights(self.file, CPU, dense, ranks=ranks, cuts=cuts)
+        self.target = config.build(self.weights, self.memory)
+        for slot in self.table.slots:
+            self.table.acquire(slot, 256)
+
+    def forwards(self) -> list[Tensor]:
+        """Logits of prompts of two slots in chunks, a verify of which some rows are kept, and what follows it."""
+        gen = torch.Generator().manual_seed(5)
+        prompt = [torch.randint(300, (40,), generator=gen).tolist() for _ in range(2)]
+        found = []
+        plan = [
+            [Seq(0, 0, prompt[0][:30], True, 30)],
+            [Seq(0, 30, prompt[0][30:], True, 1), Seq(1, 0, prompt[1][:7], True, 7)],
+            [Seq(0, 40, prompt[1][:6], False, 6), Seq(1, 7, prompt[1][7:8], True, 1)],
+            [Seq(0, 43, prompt[1][8:10], False, 2, 3), Seq(1, 8, prompt[1][8:30], True, 0)],
+            [Seq(0, 45, prompt[1][8:9], True, 1, 2), Seq(1, 30, prompt[1][30:31], True, 1)],
+        ]
+        for seqs in plan:
+            found.append(self.target.forward(lay_out(self.table, seqs, CPU)).logits.clone())
+        return found

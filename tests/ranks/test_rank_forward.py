@@ -1,0 +1,94 @@
+"""One forward over several ranks: the model's logits, and the same bits every time."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from rank_bench import CPU, FIXTURES, RankBench, together
+from torch import Tensor
+
+from pyspec.cuda.collective import Collective
+from pyspec.errors import DeviceError
+
+DEMO = Path(__file__).parents[2] / "pyspec" / "demo" / "pyspec-demo.gguf"
+MOST_KL = 1e-6
+FAST = [("qwen35", 2), ("qwen35moe_fused_tied", 2), ("llama_freqs_tied", 4), ("nemotron_latent", 2)]
+SLOW = [
+    ("demo", 2), ("llama", 2), ("llama", 4), ("llama_q8_0", 2), ("qwen3", 4), ("qwen3_tied_q8_0", 2), ("qwen35_equal_tied", 2),
+    ("qwen35_full_heads_q8_0", 2), ("qwen35moe", 2), ("nemotron_dense", 2), ("nemotron_differ", 2), ("nemotron_moe", 2),
+]  # fmt: skip
+CASES = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+
+
+def path_of(name: str) -> Path:
+    return DEMO if name == "demo" else FIXTURES / f"{name}.gguf"
+
+
+@cache
+def by_ranks(name: str, n: int, packed: bool = False) -> list[list[Tensor]]:
+    dense = None if packed else torch.float32
+    return together(n, lambda ranks: RankBench(path_of(name), ranks, dense).forwards())
+
+
+def kl(a: Tensor, b: Tensor) -> float:
+    p, q = a.double().log_softmax(-1), b.double().log_softmax(-1)
+    return float((p.exp() * (p - q)).sum(-1).max())
+
+
+@pytest.mark.parametrize(("name", "n"), CASES)
+def test_ranks_together_are_the_model(name: str, n: int) -> None:
+    alone = RankBench(path_of(name), None).forwards()
+    for one, shared in zip(alone, by_ranks(name, n)[0], strict=True):
+        assert one.shape == shared.shape and kl(one, shared) <= MOST_KL
+
+
+@pytest.mark.parametrize(("name", "n"), CASES)
+def test_all_ranks_have_the_same_bits_and_have_them_again(name: str, n: int) -> None:
+    by_ranks.cache_clear()
+    once = by_ranks(name, n)
+    by_ranks.cache_clear()
+    again = by_ranks(name, n)
+    assert all(torch.equal(a, b) for r in (*once[1:], *again) for a, b in zip(once[0], r, strict=True))
+
+
+@pytest.mark.parametrize("name", ["llama_q8_0", pytest.param("demo", marks=pytest.mark.slow)])
+def test_packed_blocks_give_the_same_as_unpacked_ones(name: str) -> None:
+    wide, packed = by_ranks(name, 2), by_ranks(name, 2, packed=True)
+    assert all(torch.equal(a, b) for a, b in zip(wide[0], packed[0], strict=True))
+
+
+def test_a_sum_is_taken_in_the_order_of_ranks_wherever_a_row_stands() -> None:
+    x = torch.randn(3, 4, 1000, generator=torch.Generator().manual_seed(1)) * torch.tensor([1e8, 1.0, 1e-8]).view(
+        3, 1, 1
+    )
+
+    def sums(ranks: Collective) -> tuple[Tensor, Tensor, Tensor]:
+        own = x[ranks.rank.index]
+        return ranks.sum(own), torch.cat([ranks.sum(row[None]) for row in own]), ranks.sum(own[:0])
+
+    for whole, rows, none in together(3, sums):
+        assert torch.equal(whole, x[0] + x[1] + x[2]) and torch.equal(whole, rows) and none.shape == (0, 1000)
+
+
+def test_columns_of_unequal_ranks_stand_side_by_side() -> None:
+    x = torch.randn(2, 7)
+    widths = [3, 3, 1]
+    parts = x.split(widths, -1)
+    found = together(3, lambda ranks: ranks.columns(parts[ranks.rank.index], widths))
+    assert all(torch.equal(y, x) for y in found)
+
+
+def test_ranks_that_lose_one_say_so() -> None:
+    def leave(ranks: Collective) -> str:
+        if ranks.rank.index == 1:
+            ranks.abort()
+            return ""
+        ranks.why = lambda: "rank 1 ended: signal 9"
+        with pytest.raises(DeviceError) as error:
+            ranks.sum(torch.ones(4, device=CPU))
+        return str(error.value)
+
+    assert together(2, leave)[0] == "rank 0 of 2 has lost the others: rank 1 ended: signal 9"
