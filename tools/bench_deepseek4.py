@@ -14,13 +14,20 @@ from pyspec.cuda.ops.index_rows import cuda as index_cuda
 from pyspec.cuda.ops.index_rows.cases import Ragged, place
 from pyspec.cuda.ops.index_rows.op import index_rows
 from pyspec.cuda.ops.index_rows.ref import IndexSpec
+from pyspec.cuda.ops.sparse_attend import cuda as sparse_cuda
+from pyspec.cuda.ops.sparse_attend.cuda import SparseBuild
+from pyspec.cuda.ops.sparse_attend.op import sparse_attend
+from pyspec.cuda.ops.sparse_attend.ref import ROWS, SparseSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool, rows_per_page
+from pyspec.slots.ring import RingRows
 
 GPU = torch.device("cuda", 0)
 BYTES, FLOPS = 4.3e12, 800e12  # a second, of an H200: a copy on the device, f16 by mma
 L2, PAGE = 60e6, 32
 INDEX = IndexSpec(GPU, 64, 128, 512, 4, torch.float16)
+CSA, HCA, RAW = (SparseSpec(GPU, 64, 512, 128, ratio, torch.float16) for ratio in (4, 128, 0))
+TOP_K = INDEX.top_k
 CONTEXTS = (4096, 65536)
 WIDTHS: dict[str, Sequence[int]] = {
     "1 row": (1,),
@@ -98,6 +105,34 @@ def index_run(ctx: int, widths: Sequence[int]) -> Run:
     return Run([one(pool) for pool in pools], n_byte * scored + q.nbytes, flops * scored)
 
 
+def sparse_run(ctx: int, widths: Sequence[int], spec: SparseSpec, build: SparseBuild | None = None) -> Run:
+    """Chosen rows are spread evenly over the context, other ones for each row."""
+    n_row, launch = sum(widths), sparse_cuda.bind(spec, build=build)
+    batch, n_page = batch_of(ctx, widths)
+    n_slot = len(widths) + 2
+    q, kv = torch.randn(n_row, spec.n_head, spec.dim, device=GPU), torch.randn(n_row, spec.dim, device=GPU)
+    sinks, chosen, n_list = torch.randn(spec.n_head, device=GPU), None, ctx // spec.ratio if spec.ratio else 0
+    if spec is CSA:
+        n_list, every = min(n_list, TOP_K), n_list
+        one = torch.full((n_row, TOP_K), -1, dtype=torch.int32, device=GPU)
+        steps = torch.arange(n_list, device=GPU) * (every // max(n_list, 1))
+        one[:, :n_list] = (
+            steps[None] + torch.arange(n_row, device=GPU)[:, None] % max(1, every // max(n_list, 1))
+        ).int()
+        chosen = one.minimum((batch.positions.int()[:, None] + 1) // spec.ratio - 1)
+    each = spec.window + n_list  # keys of a row; rows of one slot share the window and HCA's rows
+    n_key = (n_row if spec is CSA else len(widths)) * n_list + len(widths) * spec.window
+    n_byte = min(n_key, len(widths) * (ctx // (spec.ratio or ctx) + spec.window)) * spec.dim * 2
+    pools = pools_for(n_page, spec.ratio, spec.dim, n_byte) if spec.ratio else [None] * 24
+
+    def one_call(pool: KVPool | None) -> Callable[[], Tensor]:
+        ring = RingRows({ROWS: (spec.dim,)}, n_slot, spec.window, 34, torch.float16, GPU)
+        ring.rows[ROWS].normal_()
+        return lambda: launch(q, kv, ring, pool, chosen, sinks, batch)
+
+    return Run([one_call(pool) for pool in pools], n_byte + 2 * q.nbytes, 4 * n_row * each * spec.n_head * spec.dim)
+
+
 def show(name: str, run: Run) -> float:
     us = time_us(run)
     print(f"{name:44} {us:8.1f} us  floor {run.floor:6.1f} us  {us / run.floor:5.1f} x", flush=True)
@@ -111,9 +146,35 @@ def index() -> None:
             print(f"  {name} over 1 row: {found[name] / found['1 row']:.2f}")
 
 
+LAYERS = {"CSA": CSA, "HCA": HCA, "raw": RAW}
+
+
+def sparse() -> None:
+    for name, spec in LAYERS.items():
+        for ctx in CONTEXTS:
+            for rows, widths in WIDTHS.items():
+                show(f"sparse_attend {name} {ctx} {rows}", sparse_run(ctx, widths, spec))
+
+
+def builds() -> None:
+    """Heads of a CTA, by rows: what `COSTS` should say."""
+    for rows in ("1 row", "4 rows", "17 rows", "8 slots, 8 rows", "8 slots, 32 rows"):
+        for build in sparse_cuda.bind(CSA).builds:
+            show(f"sparse_attend CSA 65536 {rows}, {build.heads} heads", sparse_run(65536, WIDTHS[rows], CSA, build))
+
+
+def prompts() -> None:
+    """2,048 rows of a prompt."""
+    for ctx in (2048, 65536):
+        show(f"index_rows {ctx} prompt", index_run(ctx, (2048,)))
+        for name, spec in LAYERS.items():
+            show(f"sparse_attend {name} {ctx} prompt", sparse_run(ctx, (2048,), spec))
+
+
 def check() -> None:
     """What the child process says of each, and nothing tripped."""
-    for op, spec in ((index_rows, INDEX), (index_rows, replace(INDEX, top_k=8))):
+    sparse_specs = [(sparse_attend, spec) for spec in LAYERS.values()]
+    for op, spec in ((index_rows, INDEX), (index_rows, replace(INDEX, top_k=8)), *sparse_specs):
         print(
             f"{op.name} {op.chosen(spec).name}: {list(op.choices(spec))} fault {faults.record(GPU).tolist()}",
             flush=True,
@@ -124,20 +185,24 @@ def parts() -> None:
     """Device time of each kernel by itself, from the profiler."""
     from torch.profiler import ProfilerActivity, profile
 
-    for name in ("1 row", "4 rows", "8 slots, 32 ragged", "2 slots, 32 ragged"):
-        for ctx in CONTEXTS:
-            run = index_run(ctx, WIDTHS[name])
+    names = ("1 row", "4 rows", "8 slots, 32 ragged", "2 slots, 32 ragged")
+    for name, ctx, of in ((name, ctx, of) for name in names for ctx in CONTEXTS for of in ("index", *LAYERS)):
+        run = index_run(ctx, WIDTHS[name]) if of == "index" else sparse_run(ctx, WIDTHS[name], LAYERS[of])
+        for call in run.calls:
+            call()
+        with profile(activities=[ProfilerActivity.CUDA]) as found:
             for call in run.calls:
                 call()
-            with profile(activities=[ProfilerActivity.CUDA]) as found:
-                for call in run.calls:
-                    call()
-                torch.cuda.synchronize()
-            each = [(e.key, e.device_time_total / e.count) for e in found.key_averages() if "index_" in e.key]
-            print(f"{ctx} {name}: " + ", ".join(f"{k} {t:.1f} us" for k, t in sorted(each)), flush=True)
+            torch.cuda.synchronize()
+        each = [
+            (e.key, e.device_time_total / e.count)
+            for e in found.key_averages()
+            if "index_" in e.key or "sparse_" in e.key
+        ]
+        print(f"{of} {ctx} {name}: " + ", ".join(f"{k} {t:.1f} us" for k, t in sorted(each)), flush=True)
 
 
 if __name__ == "__main__":
-    jobs = {"check": check, "index": index, "parts": parts}
+    jobs = {"check": check, "index": index, "sparse": sparse, "parts": parts, "builds": builds, "prompts": prompts}
     for job in sys.argv[1:] or list(jobs):
         jobs[job]()

@@ -26,6 +26,7 @@ OPS = {
     9: "norms",
     10: "ahead",
     11: "index_rows",
+    12: "sparse_attend",
 }  # whose kernels have guards
 NUMBERS = {
     name: number for number, name in OPS.items()

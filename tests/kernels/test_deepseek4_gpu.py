@@ -8,16 +8,23 @@ import pytest
 import torch
 
 from pyspec.cuda import faults
+from pyspec.cuda.ops.attend.cases import TOLERANCE, worst
 from pyspec.cuda.ops.index_rows import cases as index_cases
 from pyspec.cuda.ops.index_rows import cuda as index_cuda
 from pyspec.cuda.ops.index_rows import ref as index_ref
 from pyspec.cuda.ops.index_rows.cases import Ragged
 from pyspec.cuda.ops.index_rows.ref import IndexSpec
+from pyspec.cuda.ops.sparse_attend import cases as sparse_cases
+from pyspec.cuda.ops.sparse_attend import cuda as sparse_cuda
+from pyspec.cuda.ops.sparse_attend import ref as sparse_ref
+from pyspec.cuda.ops.sparse_attend.ref import ROWS, SparseSpec
 
 GPU = torch.device("cuda", 0)
 TYPES = [torch.float16, torch.bfloat16]
 WIDE = Ragged([(5000 + 431 * i, 1 + i) for i in range(17)], 32, (7, 2))
 INDEX = IndexSpec(GPU, 64, 128, 512, 4, torch.float16)
+CSA = SparseSpec(GPU, 64, 512, 128, 4, torch.float16)
+HCA, RAW = replace(CSA, ratio=128), replace(CSA, ratio=0)
 
 
 @pytest.fixture(autouse=True)
@@ -89,3 +96,91 @@ def test_index_rows_report_what_is_no_number_and_pages_that_do_not_exist() -> No
     asked.q[starts[2]] = torch.nan
     launch(asked.q, asked.w, asked.pool, asked.placed.batch)
     assert faults.record(GPU).tolist()[:4] == [1, index_cuda.OP_ID, 2, -1]
+
+
+@pytest.mark.parametrize("kv", TYPES)
+@pytest.mark.parametrize("spec", [CSA, HCA, RAW, replace(CSA, n_head=128), replace(CSA, n_head=4, dim=32, window=12)])
+def test_sparse_attend_passes_its_check(spec: SparseSpec, kv: torch.dtype) -> None:
+    spec = replace(spec, kv=kv)
+    assert sparse_cases.check(sparse_cuda.bind(spec), sparse_ref.bind(spec), spec) is None
+    assert faults.record(GPU).tolist() == [0] * 5
+
+
+@pytest.mark.parametrize(("spec", "top_k"), [(CSA, 512), (CSA, 8), (HCA, 0), (RAW, 0)])
+def test_sparse_attend_of_widths_from_1_to_17_is_the_references(spec: SparseSpec, top_k: int) -> None:
+    made = sparse_cases.make(WIDE, spec, top_k)
+    assert sparse_cases.difference(made, sparse_cuda.bind(spec), sparse_ref.bind(spec), spec) is None
+
+
+@pytest.mark.parametrize(("spec", "top_k"), [(CSA, 512), (HCA, 0), (RAW, 0)])
+def test_sparse_attend_gives_the_same_bits_however_heads_are_shared_out(spec: SparseSpec, top_k: int) -> None:
+    made = sparse_cases.make(Ragged([(9000, 5), (70_000, 3), (40, 1)], 64), spec, top_k)
+    builds = sparse_cuda.bind(spec).builds
+    outs = [made.run(sparse_cuda.bind(spec, build=build), made.placed.batch)[0] for build in builds * 2]
+    assert all(torch.equal(outs[0], other) for other in outs[1:])
+
+
+def test_sparse_attend_of_a_prompt_is_the_references() -> None:
+    for spec, top_k in ((CSA, 512), (HCA, 0), (RAW, 0)):
+        made = sparse_cases.make(Ragged([(0, 700), (4000, 300), (9000, 1)], 32), spec, top_k)
+        assert sparse_cases.difference(made, sparse_cuda.bind(spec), sparse_ref.bind(spec), spec) is None
+
+
+@pytest.mark.parametrize(("spec", "top_k"), [(CSA, 512), (HCA, 0), (RAW, 0)])
+def test_a_captured_attention_serves_batches_of_other_lengths(spec: SparseSpec, top_k: int) -> None:
+    """Every length has its rings and its choice at the same addresses."""
+    lengths = [(9000, 5000), (8999, 4990), (300, 70), (2, 0), (9000, 1)]
+    made = [sparse_cases.make(Ragged([(a, 4), (b, 4)]), spec, top_k, seed) for seed, (a, b) in enumerate(lengths)]
+    launch, first = sparse_cuda.bind(spec), made[0]
+    n_col, n_page = (max(m.placed.batch.page_table.shape[1] for m in made), max(m.placed.n_page for m in made))
+    table = torch.zeros(2, n_col, dtype=torch.int64, device=GPU)
+    pool = (
+        None
+        if first.pool is None
+        else index_cases.pool_for(replace(first.placed, n_page=n_page), spec.ratio, spec.dim, spec.kv, GPU)
+    )
+    batch = replace(first.placed.batch, page_table=table, bucket=8, seqs=())
+    ring, q, kv, chosen = sparse_cases.copied(first.ring), first.q.clone(), first.kv.clone(), first.chosen
+    sinks = first.sinks.clone()
+
+    def put(m: sparse_cases.Windowed) -> None:
+        own = m.placed.batch
+        table.zero_()[:, : own.page_table.shape[1]].copy_(own.page_table)
+        for to, by in ((q, m.q), (kv, m.kv), (ring.rows[ROWS], m.ring.rows[ROWS]), (sinks, m.sinks), (batch.positions, own.positions), (batch.seq_slot, own.seq_slot)):  # fmt: skip
+            to.copy_(by)
+        if chosen is not None and m.chosen is not None:
+            chosen.copy_(m.chosen)
+        if pool is not None and m.pool is not None:
+            pool.k[: len(m.pool.k)].copy_(m.pool.k)
+
+    wants = [m.run(sparse_ref.bind(spec), m.placed.plain)[0] for m in made]
+    put(first)
+    launch(q, kv, sparse_cases.copied(ring), pool, chosen, sinks, batch)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = launch(q, kv, ring, pool, chosen, sinks, batch)
+    for m, want in zip(made, wants, strict=True):
+        put(m)
+        graph.replay()
+        assert worst(out, want) < TOLERANCE[spec.kv], m.placed.plain.max_hi
+    assert faults.record(GPU).tolist() == [0] * 5
+
+
+def test_sparse_attend_reports_rows_and_pages_that_do_not_exist() -> None:
+    made, launch = sparse_cases.make(WIDE, CSA, 512), sparse_cuda.bind(CSA)
+    for plane in (made.pool.k, made.ring.rows[ROWS]):
+        plane.nan_to_num_(0.0)
+    right, _ = made.run(launch, made.placed.batch)
+    starts = made.placed.plain.starts
+    table, chosen = made.placed.batch.page_table.clone(), made.chosen.clone()
+    table[3] = 1 << 33
+    chosen[starts[5], 7] = 1 << 28
+    for batch, rows, seq in (
+        (replace(made.placed.batch, page_table=table), made.chosen, 3),
+        (made.placed.batch, chosen, 5),
+    ):
+        bad, _ = replace(made, chosen=rows).run(launch, batch)
+        assert faults.record(GPU).tolist()[:3] == [1, sparse_cuda.OP_ID, seq]
+        faults.record(GPU).zero_()
+        assert torch.equal(bad[: starts[seq]], right[: starts[seq]])
+        assert torch.equal(bad[starts[seq + 1] :], right[starts[seq + 1] :])

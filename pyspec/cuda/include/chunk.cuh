@@ -3,6 +3,7 @@
 #pragma once
 #include "seq.cuh"
 #include "mma.cuh"
+#include "matrices.cuh"
 
 struct Place {
   int s, chunk;  // sequence and which of its chunks; s < 0: none
@@ -59,28 +60,6 @@ __device__ __forceinline__ Halves halves(float a, float b) {
   const u32 hi = f16_pair(a, b);
   const float rest_a = a - f16_to_f32(static_cast<u16>(hi)), rest_b = b - f16_to_f32(static_cast<u16>(hi >> 16));
   return {hi, f16_pair(rest_a, rest_b)};
-}
-
-struct Quad {
-  u32 x[4];
-};
-
-__device__ __forceinline__ Quad matrices(u32 address) {  // four 8 x 8 of f16, a row of one at each lane's address
-  Quad r;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r.x[0]), "=r"(r.x[1]), "=r"(r.x[2]), "=r"(r.x[3])
-               : "r"(address)
-               : "memory");
-  return r;
-}
-
-__device__ __forceinline__ Quad matrices_turned(u32 address) {
-  Quad r;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r.x[0]), "=r"(r.x[1]), "=r"(r.x[2]), "=r"(r.x[3])
-               : "r"(address)
-               : "memory");
-  return r;
 }
 
 __device__ __forceinline__ void add_product(float (&d)[4], const Quad& a, u32 b0, u32 b1) {

@@ -3,32 +3,10 @@
 // A partial is (m, l, o): maximum of the scores in log2 units, sum of exp2(score - m), sum of exp2(score - m) * value.
 // One that saw no key is (-inf, 0, 0) and folding it changes nothing.
 #pragma once
+#include "partial.cuh"
 
 constexpr int SPLIT = 1024;    // keys folded before they meet other splits; fixed, whatever the batch
 constexpr int MAX_SEQ = 128;   // sequences per launch
-
-__device__ __forceinline__ float none_seen() { return __uint_as_float(0xff800000u); }  // -inf
-
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ float finite_or_zero(float m) { return m == none_seen() ? 0.f : m; }
-
-struct Fold {
-  float m, keep, take;
-};
-
-__device__ __forceinline__ Fold fold_of(float running, float next) {
-  const float m = fmaxf(running, next), at = finite_or_zero(m);
-  return {m, exp2_fast(running - at), exp2_fast(next - at)};
-}
-
-__device__ __forceinline__ float folded(float running, float next, Fold f) {
-  return __fmaf_rn(running, f.keep, __fmul_rn(next, f.take));
-}
 
 template <int VECS>
 struct Running {

@@ -1,0 +1,108 @@
+"""Hostile cases for `sparse_attend`, shared by its tests, its benchmark and the check before it is chosen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyspec.cuda.ops.attend.cases import TOLERANCE, worst
+from pyspec.cuda.ops.index_rows.cases import Placed, Ragged, fill, only, place, pool_for
+from pyspec.cuda.ops.sparse_attend.ref import ROWS, SparseAttend, SparseSpec
+from pyspec.slots.batch import Batch
+from pyspec.slots.kv import KVPool
+from pyspec.slots.ring import RingRows
+
+
+@dataclass(frozen=True, slots=True)
+class Windowed:
+    """Inputs of `sparse_attend`. NaN in queries of padded rows, in ring rows that hold none of the window, and in pool rows that nobody sees."""
+
+    placed: Placed
+    q: Tensor
+    kv: Tensor
+    ring: RingRows
+    pool: KVPool | None
+    chosen: Tensor | None
+    sinks: Tensor
+
+    def run(self, attend: SparseAttend, batch: Batch, rows: slice = slice(None)) -> tuple[Tensor, RingRows]:
+        """The result for some rows, and the ring after that; the own one stays."""
+        ring = copied(self.ring)
+        chosen = None if self.chosen is None else self.chosen[rows]
+        return attend(self.q[rows], self.kv[rows], ring, self.pool, chosen, self.sinks, batch), ring
+
+
+def copied(ring: RingRows) -> RingRows:
+    plane = ring.rows[ROWS]
+    out = RingRows({ROWS: plane.shape[2:]}, len(plane), ring.window, ring.slack, plane.dtype, plane.device)
+    out.rows[ROWS].copy_(plane)
+    return out
+
+
+def make(case: Ragged, spec: SparseSpec, top_k: int = 0, seed: int = 0, slack: int = 34) -> Windowed:
+    """`top_k` > 0: so many of the compressed rows are chosen, at random."""
+    gen, placed = torch.Generator().manual_seed(seed), place(case, spec.device, seed)
+    batch, n = placed.plain, placed.plain.n_row
+    ring = RingRows({ROWS: (spec.dim,)}, placed.n_slot, spec.window, slack, spec.kv, spec.device)
+    ring.rows[ROWS].fill_(torch.nan)
+    for seq in batch.seqs:
+        first = max(0, seq.n_past - spec.window)
+        ring.write(
+            seq.slot, first, {ROWS: torch.randn(seq.n_past - first, spec.dim, generator=gen).to(ring.rows[ROWS])}
+        )
+    pool = pool_for(placed, spec.ratio, spec.dim, spec.kv, spec.device) if spec.ratio else None
+    if pool is not None:
+        fill(pool, batch, gen)
+    chosen = None
+    if top_k:
+        chosen = torch.full((n + case.pad[0], top_k), -1, dtype=torch.int32)
+        chosen[n:] = 1 << 30  # of padding
+        for row, at in enumerate(batch.positions.tolist()):
+            seen = (at + 1) // spec.ratio
+            own = torch.randperm(seen, generator=gen)[:top_k].sort().values
+            chosen[row, : len(own)] = own.int()
+        chosen = chosen.to(spec.device)
+    q = 2 * torch.randn(n + case.pad[0], spec.n_head, spec.dim, generator=gen)
+    kv = torch.randn(n + case.pad[0], spec.dim, generator=gen)
+    q[n:], kv[n:] = torch.nan, torch.nan
+    sinks = 3 * torch.randn(spec.n_head, generator=gen)
+    return Windowed(placed, q.to(spec.device), kv.to(spec.device), ring, pool, chosen, sinks.to(spec.device))
+
+
+def difference(made: Windowed, attend: SparseAttend, reference: SparseAttend, spec: SparseSpec) -> str | None:
+    """How results or rings differ from the reference's; None if they do not."""
+    n = made.placed.plain.n_row
+    (got, ring), (want, kept) = made.run(attend, made.placed.batch), made.run(reference, made.placed.plain, slice(0, n))
+    if (off := worst(got[:n], want)) > TOLERANCE[spec.kv]:
+        return f"a row differs from the reference by {off:.2g} of its norm"
+    if bool((got[n:] != 0).any()):
+        return "a padded row is not zero"
+    if not torch.equal(ring.rows[ROWS].view(torch.int16), kept.rows[ROWS].view(torch.int16)):
+        return "the ring differs from the reference's"
+    for seq, old in enumerate(made.placed.plain.seqs):
+        rows, one = only(made.placed.plain, seq, 0, 1)
+        if not torch.equal(made.run(attend, one, rows)[0], got[rows]):
+            return f"the first of {old.width} rows at {old.n_past} has other bits alone"
+    return None
+
+
+def check(attend: SparseAttend, reference: SparseAttend, spec: SparseSpec) -> str | None:
+    """Ragged widths, windows that are not full, rings that wrap, more rows than a ring has, blocks that are as long as several pages."""
+    window, top_k = spec.window, 0 if spec.ratio != 4 else 512  # the indexer's layers have small blocks
+    seqs = [(0, 1), (3, 17), (window - 1, 3), (5 * window + 7, 2), (2500, 5), (9 * 128 - 1, 1)]
+    cases = [
+        Ragged(seqs, 32, (3, 2)),
+        Ragged([(40, window + 60), (1270, 9), (0, 5)], 16, (1, 1)),
+        Ragged([(4200, 1)], 64),
+    ]
+    for i, case in enumerate(cases):
+        if (why := difference(make(case, spec, top_k, i), attend, reference, spec)) is not None:
+            return why
+    if top_k and (why := difference(make(cases[0], spec, 8, 7), attend, reference, spec)) is not None:
+        return why
+    if spec.ratio:  # all that are seen, so many that a part has several tiles
+        long = Ragged([(2300 * spec.ratio, 2), (3, 1), (40 * spec.ratio, 1)], 64)
+        return difference(make(long, spec, 0, 8), attend, reference, spec)
+    return None

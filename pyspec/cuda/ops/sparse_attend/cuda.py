@@ -1,0 +1,201 @@
+"""`sparse_attend` on NVIDIA GPUs: sparse_attend.cu. Parts of rows on tensor cores, their sums, then the ring.
+
+All lengths, positions and pages are read on the device: a captured graph serves any batch of as many rows, sequences and page columns.
+Queries and weights are rounded to the ring's type, as `attend` does it. A row's bits depend on its own keys only; heads are shared
+out over CTAs by the number of rows, which changes none.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyspec.cuda import faults
+from pyspec.cuda.context import per_device
+from pyspec.cuda.jit import Kernel, arch_of, compile_cubin, missing
+from pyspec.cuda.ops.attend.cuda import room_of
+from pyspec.cuda.ops.index_rows.cuda import KINDS
+from pyspec.cuda.ops.sparse_attend.ref import ROWS, SparseSpec
+from pyspec.slots.batch import Batch
+from pyspec.slots.kv import KVPool, rows_per_page
+from pyspec.slots.ring import RingRows
+
+OP_ID = faults.NUMBERS["sparse_attend"]  # in the fault record, which names the sequence
+MAX_ROW, MAX_PART = 256, 16  # as in sparse_attend.cu
+MOST_FLOATS = 1 << 25  # of the parts of one launch
+MAX_WINDOW = 1024
+FORMS = {
+    "sparse_parts": "pppp" + "pppppp" + "pp" + "p" + "i" * 14 + "f",
+    "sparse_merge": "pppppppp" + "i" * 11,
+    "sparse_ring": "ppppppp" + "iii",
+}
+COSTS = {16: 1.0, 32: 1.3, 64: 2.0}  # of a part, by the heads of a CTA
+
+
+@dataclass(frozen=True, slots=True)
+class SparseBuild:
+    """One build of sparse_attend.cu: heads of a CTA, keys of a tile, warps."""
+
+    dim: int
+    kv: torch.dtype
+    heads: int
+    keys: int
+    warps: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """sizeof(Shared) in sparse_attend.cu."""
+        m_warps = max(1, self.heads // 32)
+        halves = (self.heads + self.keys) * (self.dim + 8) + self.heads * (self.keys + 8)
+        floats = self.heads * (self.warps // m_warps + self.keys // 16 + 4) + 2 * MAX_ROW + 1 + self.warps
+        return -(-(2 * halves + 8 * self.keys + 4 * floats) // 16) * 16
+
+    def defines(self) -> dict[str, int | str]:
+        return {
+            "DIM": self.dim,
+            "HEADS": self.heads,
+            "KEYS": self.keys,
+            "WARPS": self.warps,
+            "KV_KIND": KINDS[self.kv],
+            "OP_ID": OP_ID,
+            "SHARED_BYTES": self.shared_bytes,
+            "MIN_BLOCKS": 1,
+        }
+
+
+def builds(dim: int, kv: torch.dtype, n_head: int, arch: str) -> list[SparseBuild]:
+    """By the heads of a CTA, the fewest first. All have tiles of as many keys, so that a row's bits do not hang on which one runs."""
+    keys = 128 if room_of(arch) > 200 * 1024 else 64
+    found = []
+    for heads in COSTS:
+        m_warps = max(1, heads // 32)
+        fitting = [w for w in (8, 4, 2) if dim % (16 * w) == 0 and w % m_warps == 0 and keys * m_warps % (16 * w) == 0]
+        if not fitting or (heads > 16 and (fitting[0] < 8 or n_head <= heads // 2)):
+            continue
+        build = SparseBuild(dim, kv, heads, keys, fitting[0])
+        if build.shared_bytes <= room_of(arch) - 1024:
+            found.append(build)
+    return found
+
+
+def limits(spec: SparseSpec) -> str | None:
+    if (why := missing(spec.device)) is not None:
+        return why
+    if spec.kv not in KINDS:
+        return f"keys are {spec.kv}; the kernel takes f16 and bf16"
+    if spec.dim % 32 or not 0 < spec.dim <= 512 or (spec.dim > 128 and spec.dim % 128):
+        return f"heads are {spec.dim} wide; the kernel takes 32, 64, 96, and multiples of 128 up to 512"
+    if not 0 < spec.window <= MAX_WINDOW:
+        return f"a window of {spec.window} tokens; the kernel takes up to {MAX_WINDOW}"
+    return None
+
+
+@per_device
+def _kernels(device: torch.device, build: SparseBuild) -> dict[str, Kernel]:
+    code = compile_cubin("sparse_attend", arch_of(torch.cuda.get_device_capability(device)), build.defines())
+    found = {name: code.kernel(name, form) for name, form in FORMS.items()}
+    return found | {"sparse_parts": found["sparse_parts"].allow_shared(build.shared_bytes)}
+
+
+def _waves(build: SparseBuild, n_part: int, n_head: int, n_sm: int) -> float:
+    """How long `n_part` parts take, more or less."""
+    return -(-n_part * -(-n_head // build.heads) // n_sm) * COSTS[build.heads]
+
+
+class SparseLaunch:
+    """Called as the reference is."""
+
+    def __init__(self, spec: SparseSpec, build: SparseBuild | None = None) -> None:
+        capability = torch.cuda.get_device_capability(spec.device)
+        self.spec, self.overlap = spec, capability >= (9, 0)
+        self.builds = [build] if build is not None else builds(spec.dim, spec.kv, spec.n_head, arch_of(capability))
+        self.n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
+        self.kernels = {build: _kernels(spec.device, build) for build in self.builds}
+        self.fault, self.scale = faults.record(spec.device), np.float32(spec.dim**-0.5 * math.log2(math.e))
+
+    def __call__(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        ring: RingRows,
+        pool: KVPool | None,
+        chosen: Tensor | None,
+        sinks: Tensor,
+        batch: Batch,
+    ) -> Tensor:
+        spec, i32, none = self.spec, np.int32, np.int64(0)
+        q, kv, rows = q.contiguous(), kv.contiguous(), ring.rows[ROWS]
+        self._check(q, kv, rows, pool, chosen, sinks, batch)
+        out, (n_row, n_col) = torch.empty_like(q), (q.shape[0], batch.page_table.shape[1])
+        if not n_row:
+            return out
+        top_k = 0 if chosen is None else chosen.shape[1]
+        ratio = 0 if pool is None else spec.ratio
+        per_page = 1 if pool is None else rows_per_page(batch.page_size, ratio)
+        n_page = 1 if pool is None else pool.k.shape[0] // per_page
+        places = list(map(i32, (n_col, batch.page_size, ratio, per_page, n_page, top_k, spec.n_head)))
+        max_part, likely = self._parts(batch, ratio, top_k, chosen is not None)
+        per = max(1, min(n_row, MAX_ROW, MOST_FLOATS // (max_part * spec.n_head * (spec.dim + 2))))
+        part = torch.empty(per * max_part * spec.n_head * spec.dim, device=q.device)
+        part_ml = torch.empty(per * max_part * spec.n_head * 2, device=q.device)
+        build = min(self.builds, key=lambda b: _waves(b, min(per, n_row) * likely, spec.n_head, self.n_sm))
+        kernels = self.kernels[build]
+        layout = [batch.page_table, batch.positions, batch.row_seq]
+        seqs, slots = [batch.seq_start, batch.seq_slot], list(map(i32, (rows.shape[0], ring.n_row)))
+        keys = [q, kv, rows, none if pool is None else pool.k, *layout, *seqs, none if chosen is None else chosen]
+        for first in range(0, n_row, per):
+            n = min(per, n_row - first)
+            sizes = list(map(i32, (spec.window, first, n, n_row, max_part)))
+            args = [*keys, part, part_ml, self.fault, *places, *slots, *sizes, self.scale]
+            grid = (min(self.n_sm, n * max_part * -(-spec.n_head // build.heads)),)
+            kernels["sparse_parts"].launch(grid, 32 * build.warps, args, build.shared_bytes, overlap=self.overlap)
+            sizes = list(map(i32, (spec.window, first, max_part, int(chosen is not None))))
+            args = [part, part_ml, *layout, sinks, out, self.fault, *places, *sizes]
+            grid = (n, -(-spec.n_head * -(-spec.dim // 128) // 4))
+            kernels["sparse_merge"].launch(grid, 128, args, overlap=self.overlap)
+        args = [kv, rows, *layout[1:], *seqs, self.fault, *slots, i32(n_row)]
+        kernels["sparse_ring"].launch((n_row,), 64, args, overlap=self.overlap)
+        return out
+
+    def _parts(self, batch: Batch, ratio: int, top_k: int, is_chosen: bool) -> tuple[int, int]:
+        """Parts that a row has at most, and what it has if its context is not long."""
+        keys, n_token = self.builds[0].keys, batch.page_table.shape[1] * batch.page_size
+        if batch.bucket is None and batch.max_hi:  # no graph, so what the host knows may size it
+            n_token = min(n_token, max(batch.max_hi))
+        n_list = n_token // ratio if ratio else 0
+        n_list = min(n_list, top_k) if is_chosen else n_list
+        n_tile = -(-self.spec.window // keys) + -(-n_list // keys)
+        return min(n_tile, MAX_PART), min(n_tile, MAX_PART, -(-self.spec.window // keys) + 512 // keys)
+
+    def _check(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        rows: Tensor,
+        pool: KVPool | None,
+        chosen: Tensor | None,
+        sinks: Tensor,
+        batch: Batch,
+    ) -> None:
+        """What only our own code can get wrong: dtypes, shapes, layout."""
+        spec, n = self.spec, q.shape[0]
+        assert q.dtype == kv.dtype == sinks.dtype == torch.float32 and sinks.shape == (spec.n_head,)
+        assert q.shape[1:] == (spec.n_head, spec.dim) and kv.shape == (n, spec.dim)
+        assert rows.dtype is spec.kv and rows.is_contiguous() and rows.shape[2:] == (spec.dim,)
+        assert (pool is None) == (spec.ratio == 0)
+        if pool is not None:
+            assert pool.k.shape[1:] == (1, spec.dim) and pool.dtype is spec.kv and pool.k.is_contiguous()
+            assert pool.tokens_per_row == spec.ratio
+        if chosen is not None:
+            assert chosen.dtype == torch.int32 and chosen.is_contiguous() and chosen.shape[0] == n
+        assert all(t.dtype == torch.int64 and t.is_contiguous() for t in (batch.page_table, batch.positions))
+        assert len(batch.positions) == len(batch.row_seq) == n
+
+
+def bind(spec: SparseSpec, *, build: SparseBuild | None = None) -> SparseLaunch:
+    """`build` fixes the heads of a CTA (measurements, tests); by default the number of rows decides."""
+    return SparseLaunch(spec, build)

@@ -1,0 +1,397 @@
+// sparse_attend: heads that share one key, which is its value, too, over a window of raw rows and chosen compressed ones. Launches: parts of
+// rows, their sums, and the ring, which parts read as it was before.
+//
+//   q, out       [row, n_head, DIM]         f32
+//   kv           [row, DIM]                 f32    the batch's own keys; rounded to T before they are used, as the ring has them
+//   ring         [slot, n_ring, DIM]        T      KV_KIND 1: f16, 2: bf16
+//   rows         [pool row, DIM]            T      compressed rows; null where a layer has none
+//   page_table   [seq, n_col]               int64
+//   positions    [row]                      int64  the first of a sequence tells how many tokens the ring holds
+//   row_seq      [row]                      int32  -1: padding; comes out as zeros
+//   seq_start, seq_slot  [seq + 1], [seq]   int32
+//   chosen       [row, top_k]               int32  -1 behind the last; null: all rows whose blocks are complete
+//   sinks        [n_head]                   f32
+//   part         [row - first, max_part, n_head, DIM]  f32, part_ml [row - first, max_part, n_head, 2] f32: sums over a part's keys,
+//                maximum (log2) and sum of weights
+//   fault        [5]                        int32  see bounds.cuh
+//
+// A row's keys stand in a list: `window` places that end at the row itself, filled up to whole tiles, then its compressed rows. A tile is
+// KEYS of them, a part as many tiles as leave a row at most MAX_PART parts. So parts hang on the row's own length alone, and with them its
+// bits. A CTA takes HEADS heads of a part: the tile's keys are gathered to shared memory once, for S = Q K and for O = P K. For S a warp
+// has MT * 16 heads of some keys, for O all heads of DIM / WARPS dims.
+//
+// Macros: DIM, HEADS (16, 32 or 64), KEYS, WARPS, KV_KIND, OP_ID, SHARED_BYTES, MIN_BLOCKS.
+#include "blocks.cuh"
+#include "mma.cuh"
+#include "matrices.cuh"
+#include "overlap.cuh"
+#include "partial.cuh"
+
+constexpr int THREADS = 32 * WARPS, MAX_ROW = 256, MAX_PART = 16;
+constexpr int STRIDE = DIM + 8, P_STRIDE = KEYS + 8;        // in values: eight rows lie in different banks
+constexpr int TILES = HEADS / 16, M_WARPS = TILES > 2 ? TILES / 2 : 1, MT = TILES / M_WARPS;
+constexpr int N_WARPS = WARPS / M_WARPS, WARP_KEYS = KEYS / N_WARPS, NT = WARP_KEYS / 8;
+constexpr int WARP_DIMS = DIM / WARPS, DT = WARP_DIMS / 8;
+constexpr int CHUNKS = DIM % 128 == 0 ? DIM / 128 : 1, CHUNK_DIMS = DIM / CHUNKS;  // of dims, copied one after another
+constexpr u32 ALL = 0xffffffffu;
+static_assert(WARP_KEYS % 16 == 0 && WARP_DIMS % 16 == 0 && CHUNKS <= 4 && HEADS <= THREADS && KEYS <= MAX_ROW, "tiles do not divide");
+
+#if KV_KIND == 2
+#define SPARSE_MMA mma_bf16
+#define SPARSE_T "bf16"
+#else
+#define SPARSE_MMA mma_f16
+#define SPARSE_T "f16"
+#endif
+
+__device__ __forceinline__ u32 pack(float low, float high) {
+  u32 both;
+  asm("cvt.rn." SPARSE_T "x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+
+__device__ __forceinline__ uint4 pack8(const float* from) {
+  const float4 x = reinterpret_cast<const float4*>(from)[0], y = reinterpret_cast<const float4*>(from)[1];
+  return make_uint4(pack(x.x, x.y), pack(x.z, x.w), pack(y.x, y.y), pack(y.z, y.w));
+}
+
+struct alignas(16) Shared {
+  u16 q[HEADS][STRIDE];
+  u16 keys[KEYS][STRIDE];
+  u16 p[HEADS][P_STRIDE];
+  const u8* source[KEYS];  // null: nobody; odd: f32
+  float top[N_WARPS][HEADS], sum[KEYS / 16][HEADS];
+  float run_m[HEADS], run_l[HEADS], new_m[HEADS], keep[HEADS];
+  int n_tile[MAX_ROW];     // of each row of this launch
+  int first[MAX_ROW + 1];  // its first part
+  int warp_sum[WARPS];
+};
+static_assert(sizeof(Shared) == SHARED_BYTES, "the launcher asks for another size");
+
+struct Args {
+  const float *q, *kv;
+  const u16 *ring, *rows;
+  Blocks blocks;
+  const i64* positions;
+  const int *row_seq, *seq_start, *seq_slot, *chosen;
+  float *part, *part_ml;
+  int* fault;
+  int top_k, n_head, n_slot, n_ring, window, first, n_row, n_all, max_part;
+  float scale;
+};
+
+// Compressed rows that a row may have in its list.
+__device__ __forceinline__ int n_listed(const Args& a, int row, int seq) {
+  if (a.blocks.ratio == 0) return 0;
+  const int seen = a.blocks.seen(a.positions[row], OP_ID, seq, a.fault);
+  return a.chosen == nullptr ? seen : min(seen, a.top_k);
+}
+
+__device__ __forceinline__ int window_tiles(int window) { return (window + KEYS - 1) / KEYS; }
+
+__device__ __forceinline__ int tiles_of(int window, int n_list) { return window_tiles(window) + (n_list + KEYS - 1) / KEYS; }
+
+__device__ __forceinline__ int tiles_per_part(int n_tile) { return (n_tile + MAX_PART - 1) / MAX_PART; }
+
+// Parts of every row, and those before it.
+__device__ __forceinline__ void find_parts(Shared& s, const Args& a) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int before = 0;
+  for (int base = 0; base < a.n_row; base += THREADS) {
+    const int i = base + threadIdx.x, row = a.first + i, seq = i < a.n_row ? a.row_seq[row] : -1;
+    const int n_tile = seq < 0 ? 0 : tiles_of(a.window, n_listed(a, row, seq));
+    int mine = n_tile == 0 ? 0 : (n_tile + tiles_per_part(n_tile) - 1) / tiles_per_part(n_tile);
+    if (clamped(mine, a.max_part + 1, OP_ID, seq, a.fault) != mine) mine = 0;
+    int sum = mine;
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+      const int other = __shfl_up_sync(ALL, sum, d);
+      if (lane >= d) sum += other;
+    }
+    if (lane == 31) s.warp_sum[warp] = sum;
+    __syncthreads();
+    int all = 0;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) {
+      sum += w < warp ? s.warp_sum[w] : 0;
+      all += s.warp_sum[w];
+    }
+    if (i < a.n_row) s.first[i] = before + sum - mine, s.n_tile[i] = n_tile;
+    before += all;
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) s.first[a.n_row] = before;
+  __syncthreads();
+}
+
+// Where key i of tile `tile` of a row's list is.
+__device__ __forceinline__ const u8* source_of(const Args& a, int row, int seq, int tile, int i) {
+  const int start = clamped(a.seq_start[seq], a.n_all, OP_ID, seq, a.fault), n_window = window_tiles(a.window);
+  if (tile < n_window) {
+    const int back = tile * KEYS + i;  // places of the window, counted from its first
+    const i64 at = a.positions[row] - (a.window - 1) + back, n_past = a.positions[start];
+    if (back >= a.window || at < 0) return nullptr;
+    if (at >= n_past) {
+      const int own = clamped(at - n_past > a.n_all ? -1 : start + static_cast<int>(at - n_past), a.n_all, OP_ID, seq, a.fault);
+      return reinterpret_cast<const u8*>(a.kv + static_cast<i64>(own) * DIM) + 1;
+    }
+    const int slot = clamped(a.seq_slot[seq], a.n_slot, OP_ID, seq, a.fault);
+    return reinterpret_cast<const u8*>(a.ring + (static_cast<i64>(slot) * a.n_ring + at % a.n_ring) * DIM);
+  }
+  int j = (tile - n_window) * KEYS + i;
+  const int seen = a.blocks.seen(a.positions[row], OP_ID, seq, a.fault);
+  if (a.chosen != nullptr) j = j < a.top_k ? a.chosen[static_cast<i64>(row) * a.top_k + j] : -1;
+  if (j == -1 || (a.chosen == nullptr && j >= seen)) return nullptr;
+  if (clamped(j, seen, OP_ID, seq, a.fault) != j) return nullptr;
+  return reinterpret_cast<const u8*>(a.rows + a.blocks.row(seq, j, OP_ID, a.fault) * DIM);
+}
+
+// The tile's keys on their way to shared memory, a chunk of dims after another.
+__device__ __forceinline__ void gather(Shared& s) {
+  constexpr int PIECES = CHUNK_DIMS / 8;
+#pragma unroll 1
+  for (int c = 0; c < CHUNKS; c++) {
+#pragma unroll 4
+    for (int i = threadIdx.x; i < KEYS * PIECES; i += THREADS) {
+      const int key = i / PIECES, dim = c * CHUNK_DIMS + i % PIECES * 8;
+      const u8* const from = s.source[key];
+      u16* const to = &s.keys[key][dim];
+      if (from == nullptr)
+        *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+      else if (reinterpret_cast<u64>(from) & 1)
+        *reinterpret_cast<uint4*>(to) = pack8(reinterpret_cast<const float*>(from - 1) + dim);
+      else
+        copy16(shared_address(to), from + 2 * dim);
+    }
+    copies_commit();
+  }
+}
+
+__device__ __forceinline__ void wait_for_chunk(int c) {  // the wait's number is part of the instruction
+  const int left = CHUNKS - 1 - c;
+  if (left >= 3)
+    copies_wait<3>();
+  else if (left == 2)
+    copies_wait<2>();
+  else if (left == 1)
+    copies_wait<1>();
+  else
+    copies_wait<0>();
+}
+
+__device__ __forceinline__ void load_queries(Shared& s, const Args& a, int row, int head) {
+  constexpr int PIECES = DIM / 8;
+#pragma unroll 4
+  for (int i = threadIdx.x; i < HEADS * PIECES; i += THREADS) {
+    const int h = i / PIECES, dim = i % PIECES * 8;
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (head + h < a.n_head) x = pack8(a.q + (static_cast<i64>(row) * a.n_head + head + h) * DIM + dim);
+    *reinterpret_cast<uint4*>(&s.q[h][dim]) = x;
+  }
+}
+
+// S of this warp's heads and keys.
+__device__ __forceinline__ void scores(const Shared& s, int m_warp, int n_warp, float (&acc)[MT][NT][4]) {
+  const int lane = threadIdx.x % 32;
+  const u32 q = shared_address(&s.q[m_warp * MT * 16 + lane % 16][lane / 16 * 8]);
+  const u32 k = shared_address(&s.keys[n_warp * WARP_KEYS + lane / 16 * 8 + lane % 8][lane / 8 % 2 * 8]);
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) acc[m][n][e] = 0.f;
+#pragma unroll 1
+  for (int c = 0; c < CHUNKS; c++) {
+    wait_for_chunk(c);
+    __syncthreads();
+#pragma unroll
+    for (int step = 0; step < CHUNK_DIMS / 16; step++) {
+      const u32 at = 2 * (c * CHUNK_DIMS + 16 * step);
+      Quad x[MT];
+#pragma unroll
+      for (int m = 0; m < MT; m++) x[m] = matrices(q + at + m * 32 * STRIDE);
+#pragma unroll
+      for (int n = 0; n < NT; n += 2) {
+        const Quad y = matrices(k + at + n * 16 * STRIDE);
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+          for (int i = 0; i < 2; i++) {
+            float(&d)[4] = acc[m][n + i];
+            SPARSE_MMA(d, x[m].x[0], x[m].x[1], x[m].x[2], x[m].x[3], y.x[2 * i], y.x[2 * i + 1], d[0], d[1], d[2], d[3]);
+          }
+      }
+    }
+  }
+}
+
+// Scores in log2 units, -inf where there is no key, and the warp's maximum for each head.
+__device__ __forceinline__ void mask_and_top(Shared& s, int m_warp, int n_warp, float scale, float (&acc)[MT][NT][4]) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  float top[MT][2];
+#pragma unroll
+  for (int m = 0; m < MT; m++) top[m][0] = top[m][1] = none_seen();
+#pragma unroll
+  for (int n = 0; n < NT; n++)
+#pragma unroll
+    for (int e = 0; e < 2; e++) {
+      const bool real = s.source[n_warp * WARP_KEYS + 8 * n + 2 * t + e] != nullptr;
+#pragma unroll
+      for (int m = 0; m < MT; m++)
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+          float& x = acc[m][n][2 * half + e];
+          x = real ? x * scale : none_seen();
+          top[m][half] = fmaxf(top[m][half], x);
+        }
+    }
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      float& x = top[m][half];
+      x = fmaxf(x, __shfl_xor_sync(ALL, x, 1));
+      x = fmaxf(x, __shfl_xor_sync(ALL, x, 2));
+      if (t == 0) s.top[n_warp][(m_warp * MT + m) * 16 + 8 * half + g] = x;
+    }
+}
+
+// Weights exp2(S - maximum so far) to shared memory, as T, and sums of them over 16 keys each, whoever has how many.
+__device__ __forceinline__ void weigh(Shared& s, int m_warp, int n_warp, float (&acc)[MT][NT][4]) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int m = 0; m < MT; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int head = (m_warp * MT + m) * 16 + 8 * half + g;
+      float top = s.run_m[head];
+#pragma unroll
+      for (int w = 0; w < N_WARPS; w++) top = fmaxf(top, s.top[w][head]);
+      const float at = finite_or_zero(top);
+#pragma unroll
+      for (int n = 0; n < NT; n += 2) {
+        float sum = 0.f;
+#pragma unroll
+        for (int i = n; i < n + 2; i++) {
+          const float x = exp2_fast(acc[m][i][2 * half] - at), y = exp2_fast(acc[m][i][2 * half + 1] - at);
+          *reinterpret_cast<u32*>(&s.p[head][n_warp * WARP_KEYS + 8 * i + 2 * t]) = pack(x, y);
+          sum += x + y;
+        }
+        sum += __shfl_xor_sync(ALL, sum, 1);
+        sum += __shfl_xor_sync(ALL, sum, 2);
+        if (t == 0) s.sum[(n_warp * WARP_KEYS + 8 * n) / 16][head] = sum;
+      }
+      if (t == 0 && n_warp == 0) s.new_m[head] = top, s.keep[head] = exp2_fast(s.run_m[head] - at);
+    }
+}
+
+// O of all heads and this warp's dims: what was there counts less, by how much the maximum has grown.
+__device__ __forceinline__ void values(const Shared& s, int warp, float (&out)[TILES][DT][4]) {
+  const int lane = threadIdx.x % 32, g = lane / 4;
+  const u32 p = shared_address(&s.p[lane % 16][lane / 16 * 8]);
+  const u32 v = shared_address(&s.keys[lane % 16][warp * WARP_DIMS + lane / 16 * 8]);
+#pragma unroll
+  for (int m = 0; m < TILES; m++) {
+    const float keep[2] = {s.keep[16 * m + g], s.keep[16 * m + 8 + g]};
+#pragma unroll
+    for (int n = 0; n < DT; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) out[m][n][e] *= keep[e / 2];
+  }
+#pragma unroll 1
+  for (int step = 0; step < KEYS / 16; step++) {
+    Quad x[TILES];
+#pragma unroll
+    for (int m = 0; m < TILES; m++) x[m] = matrices(p + 32 * step + m * 32 * P_STRIDE);
+#pragma unroll
+    for (int n = 0; n < DT; n += 2) {
+      const Quad y = matrices_turned(v + step * 32 * STRIDE + 16 * n);
+#pragma unroll
+      for (int m = 0; m < TILES; m++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          float(&d)[4] = out[m][n + i];
+          SPARSE_MMA(d, x[m].x[0], x[m].x[1], x[m].x[2], x[m].x[3], y.x[2 * i], y.x[2 * i + 1], d[0], d[1], d[2], d[3]);
+        }
+    }
+  }
+}
+
+__device__ __forceinline__ void store(const Shared& s, const Args& a, i64 part, int head, float (&out)[TILES][DT][4]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int m = 0; m < TILES; m++)
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int h = head + 16 * m + 8 * half + g;
+      float* const to = a.part + (part * a.n_head + h) * DIM + warp * WARP_DIMS + 2 * t;
+      if (h < a.n_head) {
+#pragma unroll
+        for (int n = 0; n < DT; n++)
+          *reinterpret_cast<float2*>(to + 8 * n) = make_float2(out[m][n][2 * half], out[m][n][2 * half + 1]);
+      }
+    }
+  for (int i = threadIdx.x; i < HEADS && head + i < a.n_head; i += THREADS)
+    *reinterpret_cast<float2*>(a.part_ml + (part * a.n_head + head + i) * 2) = make_float2(s.run_m[i], s.run_l[i]);
+}
+
+__device__ __forceinline__ void attend_part(Shared& s, const Args& a, int i, int part, int head, bool load_q) {
+  const int warp = threadIdx.x / 32, m_warp = warp / N_WARPS, n_warp = warp % N_WARPS;
+  const int row = a.first + i, seq = a.row_seq[row], per = tiles_per_part(s.n_tile[i]);
+  float out[TILES][DT][4] = {};
+  for (int h = threadIdx.x; h < HEADS; h += THREADS) s.run_m[h] = none_seen(), s.run_l[h] = 0.f;
+#pragma unroll 1
+  for (int tile = part * per; tile < min(s.n_tile[i], (part + 1) * per); tile++) {
+    for (int k = threadIdx.x; k < KEYS; k += THREADS) s.source[k] = source_of(a, row, seq, tile, k);
+    __syncthreads();
+    gather(s);
+    if (load_q) load_queries(s, a, row, head);
+    load_q = false;
+    float acc[MT][NT][4];
+    scores(s, m_warp, n_warp, acc);
+    mask_and_top(s, m_warp, n_warp, a.scale, acc);
+    __syncthreads();
+    weigh(s, m_warp, n_warp, acc);
+    __syncthreads();
+    for (int h = threadIdx.x; h < HEADS; h += THREADS) {
+      float sum = 0.f;
+#pragma unroll
+      for (int w = 0; w < KEYS / 16; w++) sum += s.sum[w][h];
+      s.run_l[h] = fmaf(s.run_l[h], s.keep[h], sum);
+      s.run_m[h] = s.new_m[h];
+    }
+    values(s, warp, out);  // keys are replaced no sooner than all know their sources
+  }
+  store(s, a, static_cast<i64>(i) * a.max_part + part, head, out);
+  __syncthreads();
+}
+
+// Grid: any number of CTAs; each finds its items, a part of a row for HEADS of its heads.
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+sparse_parts(const float* q, const float* kv, const u16* ring, const u16* rows, const i64* table, const i64* positions,
+             const int* row_seq, const int* seq_start, const int* seq_slot, const int* chosen, float* part, float* part_ml, int* fault,
+             int n_col, int page_size, int ratio, int per_page, int n_page, int top_k, int n_head, int n_slot, int n_ring, int window,
+             int first, int n_row, int n_all, int max_part, float scale) {
+  let_successor_start();
+  extern __shared__ __align__(16) char raw[];
+  Shared& s = *reinterpret_cast<Shared*>(raw);
+  const Args a = {q, kv, ring, rows, {table, n_col, page_size, ratio, per_page, n_page}, positions, row_seq, seq_start, seq_slot,
+                  chosen, part, part_ml, fault, top_k, n_head, n_slot, n_ring, window, first, n_row, n_all, max_part, scale};
+  find_parts(s, a);
+  wait_for_predecessor();  // the layout was there before
+  const int groups = (n_head + HEADS - 1) / HEADS, total = s.first[n_row] * groups;
+  int loaded = -1;
+#pragma unroll 1
+  for (int index = blockIdx.x; index < total; index += gridDim.x) {
+    const int at = index / groups, group = index % groups;
+    int i = 0;
+#pragma unroll
+    for (int step = MAX_ROW / 2; step > 0; step /= 2)  // the last row whose parts begin at or before this one
+      if (i + step < n_row && s.first[i + step] <= at) i += step;
+    attend_part(s, a, i, at - s.first[i], group * HEADS, loaded != i * groups + group);
+    loaded = i * groups + group;
+  }
+}
+
+#include "sparse_merge.cuh"

@@ -1,0 +1,137 @@
+"""sparse_attend.cu runs thread by thread on the CPU, against the reference and itself to the bit; and compiles everywhere."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from emulated.gpu import CPU, emulated_gpu
+from emulated.machine import needs_compiler
+
+from pyspec.cuda import faults
+from pyspec.cuda.jit import ARCHS, compile_cubin
+from pyspec.cuda.ops.attend.cases import TOLERANCE, worst
+from pyspec.cuda.ops.index_rows.cases import Ragged, place
+from pyspec.cuda.ops.sparse_attend import cuda as sparse_cuda
+from pyspec.cuda.ops.sparse_attend import ref as sparse_ref
+from pyspec.cuda.ops.sparse_attend.cases import check, difference, make
+from pyspec.cuda.ops.sparse_attend.ref import ROWS, SparseSpec
+
+CSA = SparseSpec(CPU, 12, 32, 12, 4, torch.float16)
+HCA = replace(CSA, ratio=128, dim=64)
+RAW = replace(CSA, ratio=0, n_head=3, kv=torch.bfloat16)
+CASE = Ragged([(0, 1), (3, 7), (11, 3), (100, 2), (300, 4)], 16, (2, 1))
+
+
+@needs_compiler
+@pytest.mark.parametrize(("spec", "top_k", "seed"), [(CSA, 6, 0), (HCA, 0, 1), (RAW, 0, 2)])
+def test_rows_and_rings_are_the_references(spec: SparseSpec, top_k: int, seed: int) -> None:
+    made = make(CASE, spec, top_k, seed)
+    with emulated_gpu(seed=seed):
+        assert difference(made, sparse_cuda.bind(spec), sparse_ref.bind(spec), spec) is None
+        assert faults.record(CPU).tolist() == [0] * 5
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [(8, 0), (8, 6), (9, 0), (12, 0)])
+@pytest.mark.parametrize("spec", [CSA, HCA, RAW, replace(CSA, kv=torch.bfloat16, n_head=33, dim=128)])
+def test_its_own_check_holds(spec: SparseSpec, arch: tuple[int, int]) -> None:
+    with emulated_gpu(arch, seed=arch[0]):
+        assert check(sparse_cuda.bind(spec), sparse_ref.bind(spec), spec) is None
+        assert faults.record(CPU).tolist() == [0] * 5
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_widths_from_1_to_17_side_by_side_are_the_references() -> None:
+    made = make(Ragged([(31 * i % 97, 1 + i) for i in range(17)], 16, (3, 2)), CSA, 6)
+    with emulated_gpu(seed=3):
+        assert difference(made, sparse_cuda.bind(CSA), sparse_ref.bind(CSA), CSA) is None
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "spec", [SparseSpec(CPU, 64, 128, 128, 4, torch.float16), SparseSpec(CPU, 40, 512, 128, 4, torch.float16)]
+)
+def test_heads_shared_out_otherwise_give_the_same_bits(spec: SparseSpec) -> None:
+    made, found = make(Ragged([(300, 2), (5, 1)]), spec, 64), []
+    for arch in ((9, 0), (8, 0)):
+        with emulated_gpu(arch, seed=4):
+            attend = sparse_cuda.bind(spec)
+            outs = [made.run(sparse_cuda.bind(spec, build=build), made.placed.batch)[0] for build in attend.builds]
+            assert len(outs) > 1 and all(torch.equal(outs[0], other) for other in outs[1:])
+            assert difference(made, attend, sparse_ref.bind(spec), spec) is None
+            found.append(outs[0])
+    assert worst(found[0], found[1]) < TOLERANCE[torch.float16]
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_more_rows_than_a_launch_takes_are_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make(Ragged([(20, 290), (300, 1)], 32, (5, 1)), CSA, 6)
+    with emulated_gpu(seed=5):
+        assert difference(made, sparse_cuda.bind(CSA), sparse_ref.bind(CSA), CSA) is None
+        monkeypatch.setattr(sparse_cuda, "MOST_FLOATS", 9 * 12 * 34)
+        assert difference(made, sparse_cuda.bind(CSA), sparse_ref.bind(CSA), CSA) is None
+
+
+@needs_compiler
+def test_rows_are_moved_on_the_device_without_the_host_knowing() -> None:
+    made = make(Ragged([(103, 3), (63, 5)], 16), CSA, 6)
+    early = place(Ragged([(100, 3), (60, 5)], 16), CPU).batch
+    moved = replace(made.placed.batch, seqs=early.seqs, bucket=8)
+    want, kept = made.run(sparse_ref.bind(CSA), made.placed.plain)
+    with emulated_gpu(seed=2):
+        got, ring = made.run(sparse_cuda.bind(CSA), moved)
+    assert worst(got, want) < TOLERANCE[torch.float16]
+    assert torch.equal(ring.rows[ROWS].view(torch.int16), kept.rows[ROWS].view(torch.int16))
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["page", "position", "slot", "row"])
+@pytest.mark.parametrize("bad", [-2, 1000, 1 << 30])
+def test_what_is_out_of_bounds_is_reported_and_other_sequences_are_right(name: str, bad: int) -> None:
+    made = make(Ragged([(90, 3), (100, 2), (70, 1)]), CSA, 6)
+    for plane in (made.pool.k, made.ring.rows[ROWS]):  # what is read instead may be nobody's
+        plane.nan_to_num_(0.0)
+    want, _ = made.run(sparse_ref.bind(CSA), made.placed.plain)
+    b = made.placed.batch
+    table, positions, slots, chosen = b.page_table.clone(), b.positions.clone(), b.seq_slot.clone(), made.chosen.clone()
+    wrong = {"page": table[1, :2], "position": positions[4:5], "slot": slots[1:2], "row": chosen[4, 2:3]}[name]
+    wrong.fill_(bad)
+    batch = replace(b, page_table=table, positions=positions, seq_slot=slots)
+    with emulated_gpu(seed=5):
+        got, _ = replace(made, chosen=chosen).run(sparse_cuda.bind(CSA), batch)
+        assert faults.record(CPU).tolist()[:3] == [1, sparse_cuda.OP_ID, 1]
+    others = [0, 1, 2, 5]
+    assert worst(got[others], want[others]) < TOLERANCE[torch.float16]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+def test_kernels_compile_for_every_architecture_without_spills(arch: str) -> None:
+    pytest.importorskip("cuda.core")
+    for dim, n_head, kv in ((512, 64, torch.float16), (512, 64, torch.bfloat16), (32, 4, torch.float16)):
+        for build in sparse_cuda.builds(dim, kv, n_head, arch):
+            found = compile_cubin("sparse_attend", arch, build.defines(), use_cache=False).resources
+            assert set(found) == set(sparse_cuda.FORMS) and all(of.spill_bytes == 0 for of in found.values())
+            assert found["sparse_parts"].registers * 32 * build.warps <= 65536
+
+
+def test_every_architecture_has_a_build_for_every_width() -> None:
+    for arch in ARCHS:
+        for dim in (32, 64, 96, 128, 256, 384, 512):
+            found = sparse_cuda.builds(dim, torch.float16, 64, arch)
+            assert found and len({build.keys for build in found}) == 1, (arch, dim)
+    assert [build.heads for build in sparse_cuda.builds(512, torch.float16, 64, "sm_90a")] == [16, 32, 64]
+
+
+def test_what_it_can_not_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sparse_cuda.limits(CSA) == "runs on NVIDIA GPUs only"
+    monkeypatch.setattr(sparse_cuda, "missing", lambda device: None)
+    assert sparse_cuda.limits(SparseSpec(CPU, 64, 512, 128, 4, torch.float16)) is None
+    for change, why in (({"kv": torch.int8}, "torch.int8"), ({"dim": 48}, "48 wide"), ({"dim": 640}, "640 wide"), ({"window": 0}, "0 tokens")):  # fmt: skip
+        assert why in (sparse_cuda.limits(replace(CSA, **change)) or "")
