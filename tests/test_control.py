@@ -396,3 +396,44 @@ def test_all_lengths_at_once_are_weighed_as_one_by_one(seed: int) -> None:
         c.record(draw.randrange(n), n_draft, draw.randint(0, n_draft))
     caps = [(slot, draw.choice([0, n_max, n_max, draw.randint(0, n_max)])) for slot in range(n)]
     assert c._best(caps)[0] == one_by_one(c, caps)
+
+
+def test_offers_are_taken_where_they_promise_more_than_the_drafter() -> None:
+    m = Machine(flat, 6.0, n_slot=4)
+    m.run(300, [0.3] * 4)
+    good, poor = [0.95**i for i in range(1, 6)], [0.1, 0.01]
+    picked = m.controller.choose([(slot, N_MAX) for slot in range(4)], {0: good, 1: poor})
+    assert 0 in m.controller.offered and 1 not in m.controller.offered
+    assert 1 <= picked[0] <= len(good)
+    assert m.controller.choose([(0, 2)], {0: good})[0] <= 2
+    fixed = Controller(2, 6, fixed=True)
+    assert fixed.choose([(0, 6), (1, 6)], {0: [0.99, 0.98]}) in ([2, 6], [6, 6])
+    fixed.force = 3
+    assert fixed.choose([(0, 6), (1, 6)], {0: good}) == [3, 3] and not fixed.offered, "a warm-up is the drafter's"
+
+
+def test_an_offer_alone_costs_its_rows_and_no_draft() -> None:
+    """A drafter so dear that nobody would ask it: an offer's tokens are drafted all the same."""
+    m = Machine(flat, 500.0, n_slot=2)
+    m.run(300, [0.5] * 2)
+    sure = [0.9**i for i in range(1, 5)]
+    picks = [m.controller.choose([(0, N_MAX), (1, N_MAX)], {0: sure}) for _ in range(20)]
+    assert sum(p[0] == 4 and p[1] == 0 for p in picks) >= 18
+
+
+def test_what_one_grammar_accepts_says_little_of_free_text_and_of_another() -> None:
+    c = Controller(1, 4)
+    for _ in range(200):
+        c.record(0, 4, 4)
+    free = float(c._chances([0])[0, 0])
+    c.begin(0, "a schema")
+    for _ in range(200):
+        c.record(0, 4, 0)
+    held = float(c._chances([0])[0, 0])
+    c.begin(0, "another")
+    other = float(c._chances([0])[0, 0])
+    c.begin(0, "a schema")
+    again = float(c._chances([0])[0, 0])
+    c.begin(0)
+    assert free > 0.9 and held < 0.1 and 0.3 < other < 0.7 and again < 0.1
+    assert float(c._chances([0])[0, 0]) > 0.9

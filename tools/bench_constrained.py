@@ -1,19 +1,25 @@
-"""What a grammar costs: the packaged pair with drafts, free, under a grammar that allows all, and under JSON Schemas.
+"""What a grammar costs: the packaged pair, free, under a grammar that allows all, and under JSON Schemas; plain, with drafts, and with an oracle's.
 
-    python tools/bench_constrained.py [--streams 8] [--tokens 120] [--repeat 3] [--sampled] [--on]
+    python tools/bench_constrained.py [--streams 8] [--tokens 80] [--turns 3] [--sampled] [--only records]
 
-Tokens a second of CPU time (others on the machine do not count), of all streams, the best of several runs taken in turns, and what part that is of free text. "same text" shows
-what a grammar takes; a text under a schema is another text, so its drafts are right more or less often: tokens a round and microseconds a round are told apart.
+Tokens a second of CPU time (others on the machine do not count), of all streams; the prompts are those with the longest answers. What an engine knows of texts
+under a grammar it has from one round of other prompts, and forgets what a turn adds. A text under a schema is another text, which drafters may know less of: the oracle drafts the tokens that will come, at the price of
+the drafter that it stands in for, so that what is left between it and free text is the engine's own.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pyspec.draft.drafter import Drafter, DraftRequest
 from pyspec.engine.api import Engine
+from pyspec.engine.loop import Loop
 from pyspec.engine.result import RequestSet
 from pyspec.request import Grammar, Request, SamplingParams
 
@@ -52,49 +58,104 @@ GRAMMARS: dict[str, Grammar | None] = {
     },
 }
 PROMPTS = Path(__file__).parents[1] / "pyspec" / "demo" / "prompts.jsonl"
+WAYS = ("drafts", "plain", "oracle")  # what drafts are made from must not have seen the text before
+N_AFTER = 3  # requests of a stream, one after the other: where all begin and end together, who is faster waits
+Texts = dict[tuple[tuple[int, ...], str], Sequence[int]]
 
 
-def run(engine: Engine, requests: list[Request]) -> tuple[float, int, int]:
-    """Seconds of CPU time, tokens, and rounds that the streams decoded together."""
+@dataclass
+class Sum:
+    """Of all turns: seconds, tokens, rounds, drafted and accepted tokens."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+class Oracle:
+    """In a drafter's place: what it drafts, it takes from texts that are known, and all else is the drafter's own work. Off, it is the drafter."""
+
+    def __init__(self, loop: Loop, drafter: Drafter) -> None:
+        self.loop, self.ask, self.texts, self.is_on = loop, drafter.draft, Texts(), False
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
+        found = self.ask(requests)
+        return [self._truth(r) for r in requests] if self.is_on else found
+
+    def _truth(self, request: DraftRequest) -> list[int]:
+        asked = self.loop.jobs[request.slot.index].request
+        text, at = self.texts[asked.prompt, said(asked)], request.slot.n_past + 1 - len(asked.prompt)
+        return list(text[at : at + request.n_draft])
+
+
+def said(request: Request) -> str:
+    return request.grammar.source if request.grammar is not None else ""
+
+
+def run(engine: Engine, requests: list[Request], found: Sum) -> Texts:
+    """Count what one turn takes. Returns its texts."""
     before, began = engine.metrics(), time.process_time()
     results = RequestSet(list(requests), None, False).run(engine.submit, engine.cancel, engine.info.n_slot)
-    took, after = time.process_time() - began, engine.metrics()
-    return took, sum(len(r.tokens) for r in results), after.rounds - before.rounds  # type: ignore[union-attr]
+    found.seconds += time.process_time() - began
+    found.rounds += engine.metrics().rounds - before.rounds
+    texts = Texts()
+    for request, result in zip(requests, results, strict=True):
+        assert not isinstance(result, BaseException)
+        texts[request.prompt, said(request)] = result.tokens
+        found.tokens += len(result.tokens)
+        found.drafted += result.timings.draft_n
+        found.accepted += result.timings.draft_n_accepted
+    return texts
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--streams", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=120)
-    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=80)
+    parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--sampled", action="store_true")
     parser.add_argument("--draft", default="auto")
     parser.add_argument("--on", action="store_true", help="beyond the ends of texts")
+    parser.add_argument("--only", nargs="+", default=[*GRAMMARS], choices=[*GRAMMARS])
     args = parser.parse_args()
     params = SamplingParams(temperature=0.8 if args.sampled else 0.0, seed=1, ignore_eos=args.on)
-    rows = sorted(
-        map(json.loads, PROMPTS.read_text(encoding="utf-8").splitlines()), key=lambda row: -len(row["answer_ids"])
-    )
+    rows = map(json.loads, PROMPTS.read_text(encoding="utf-8").splitlines())
+    prompts = [tuple(row["prompt_ids"]) for row in sorted(rows, key=lambda row: -len(row["answer_ids"]))]
+    sums = {(name, way): Sum() for name in ("free", *args.only) for way in WAYS}
     with Engine.load("demo", args.draft, np=args.streams, ctx=1024) as engine:
-        asked = {}
-        for name, grammar in GRAMMARS.items():
-            compiled = None if grammar is None else engine.check_grammar(grammar)
-            asked[name] = [
-                Request(prompt=tuple(row["prompt_ids"]), params=params, max_tokens=args.tokens, grammar=compiled, cache_prompt=False)
-                for row in rows[: args.streams]
-            ]  # fmt: skip
-        best: dict[str, tuple[float, int, int]] = {}
-        for i in range(args.repeat + 1):
-            for name, requests in asked.items():
-                found = run(engine, requests)
-                if i and (name not in best or found[0] / found[1] < best[name][0] / best[name][1]):
-                    best[name] = found
-    free = best["free"][1] / best["free"][0]
+        loop, books = engine.loop, engine.core.grammars.books
+        assert books is not None
+        assert loop.drafter is not None
+        oracle = Oracle(loop, loop.drafter)
+        loop.drafter.draft = oracle.draft  # type: ignore[method-assign]
+        grammars = {name: g and engine.check_grammar(g) for name, g in GRAMMARS.items()}
+        n_asked = N_AFTER * args.streams
+        for turn in range(-1, args.turns):  # the first one, of other prompts, is not counted
+            known = copy.deepcopy(books.books) if turn >= 0 else books.books
+            for name in dict.fromkeys(("free", *args.only)):
+                asked = [
+                    Request(prompt=p, params=params, max_tokens=args.tokens, grammar=grammars[name], cache_prompt=False)
+                    for p in (prompts[:n_asked] if turn >= 0 else prompts[n_asked : n_asked + args.streams])
+                ]
+                for way in WAYS[: 2 if turn < 0 else 3]:
+                    oracle.is_on = way == "oracle"
+                    requests = [replace(r, n_draft_max=0) for r in asked] if way == "plain" else asked
+                    oracle.texts |= run(engine, requests, sums[name, way] if turn >= 0 else Sum())
+            books.books = known
     print(f"{args.streams} streams, {args.tokens} tokens each, {'sampled' if args.sampled else 'greedy'}, {args.draft}")
-    print(f"{'':10} {'tok/s':>8} {'of free':>8} {'tokens/round':>13} {'us/round':>9}")
-    for name, (took, n_token, n_round) in best.items():
-        rate = n_token / took
-        print(f"{name:10} {rate:8.0f} {rate / free:8.2f} {n_token / n_round:13.2f} {1e6 * took / n_round:9.0f}")
+    print(
+        f"{'':10} {'':7} {'tok/s':>7} {'of plain':>8} {'of free':>8} {'tokens/round':>13} {'ms/round':>9} {'drafted':>8} {'right':>7}"
+    )
+    for (name, way), s in sums.items():
+        plain, free = sums[name, "plain"].rate, sums["free", way].rate
+        print(f"{name:10} {way:7} {s.rate:7.0f} {s.rate / plain:8.2f} {s.rate / free:8.2f} {s.tokens / s.rounds:13.2f}"
+            f" {1e3 * s.seconds / s.rounds:9.1f} {s.drafted:8} {s.accepted / max(s.drafted, 1):7.2f}")  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyspec.constrain.grammar import said
+from pyspec.constrain.offer import LEAST_CHANCE, Offer
+from pyspec.constrain.phrases import ORDER, Estimate, Phrasebook
 from pyspec.constrain.trie import TokenTrie
 from pyspec.errors import SlotError
 from pyspec.request import Grammar
@@ -27,6 +29,7 @@ class Constraint:
         self.trie, self.source, self.matcher = trie, grammar.source, trie.matcher(grammar.source)
         self.read: list[int] = []  # what the matcher has read, to begin again with
         self.is_over = False
+        self.book: Phrasebook | None = None  # set where drafts are made: it learns what is committed
         self.free = FreeText(trie, grammar, self) if grammar.after else None
 
     @property
@@ -46,15 +49,56 @@ class Constraint:
             self.recover()
         return drafts[:n]
 
-    def forced(self, most: int) -> list[int]:
-        """Tokens that say all that can be said next; [] if there is a choice. The model may spell the same text with others."""
-        if self.free is not None or most <= 0:
-            return []
-        text = self.matcher.compute_ff_bytes().decode("utf-8", "ignore")
+    def offer(self, most: int, behind: Sequence[int] = ()) -> Offer:
+        """What may come next, as far as that shows without a drafter: what the grammar leaves no choice about, and what the texts
+        before this one said. Behind drafts that are usable."""
+        found = Offer()
+        if self.free is not None:
+            return found
+        n = -1
+        while n < len(found.tokens) < most:
+            n = len(found.tokens)
+            self._add_likely(found, most, behind)
+            self._add_forced(found, most, behind)
+        return found
+
+    def _add_likely(self, found: Offer, most: int, behind: Sequence[int]) -> None:
+        """Tokens that came there before, while that is likely."""
+        if self.book is None:
+            return
+        n, chance = len(found.tokens), found.chance
+        before = [*self.read[-ORDER:], *behind, *found.tokens]
+        while len(found.tokens) < most:
+            likely = self.book.next(before[-ORDER:])
+            if likely is None or chance * likely[1] < LEAST_CHANCE:
+                break
+            found.add(*likely, self.book.likely)
+            chance *= found.chances[-1]
+            before.append(likely[0])
+        if len(found.tokens) > n:
+            found.cut(len(self.usable([*behind, *found.tokens])) - len(behind))
+
+    def _add_forced(self, found: Offer, most: int, behind: Sequence[int]) -> None:
+        """Tokens that say all that can be said next. The model may spell the same text with others."""
+        if len(found.tokens) >= most:
+            return
+        before = [*behind, *found.tokens]
+        text = self._forced_text(before)
         tokens = self.trie.tokenizer.encode_inside(text) if text else []
-        if not self.usable([*tokens, self.trie.table.eog[0]])[len(tokens) :]:
+        if tokens and len(self.usable([*before, *tokens, self.trie.table.eog[0]])) <= len(before) + len(tokens):
             tokens = tokens[:-1]  # what comes behind it may be of the same token
-        return tokens[:most]
+        spelled = Estimate() if self.book is None else self.book.spelled
+        for token in tokens[: most - len(found.tokens)]:
+            found.add(token, 1.0, spelled)
+
+    def _forced_text(self, before: list[int]) -> str:
+        if not self.trie.ends.isdisjoint(before):
+            return ""
+        n = self.matcher.try_consume_tokens(before) if before else 0
+        text = self.matcher.compute_ff_bytes() if n == len(before) and not self.matcher.is_stopped() else b""
+        if self.matcher.is_error() or (n and not self.matcher.rollback(n)):
+            self.recover()
+        return text.decode("utf-8", "ignore")
 
     def allows(self, before: Sequence[int], token: int) -> bool:
         """Whether a token may follow drafts that are usable."""
@@ -81,6 +125,8 @@ class Constraint:
             elif not self.matcher.consume_token(token):
                 raise self.failure()
             else:
+                if self.book is not None:
+                    self.book.learn(self.read[-ORDER:], token)
                 self.read.append(token)
             if self.free is None and self.matcher.is_stopped():
                 if self.matcher.is_error():

@@ -67,6 +67,11 @@ class TokenTrie:
     def table(self) -> TokenTable:
         return TokenTable.of(self.tokenizer, self.n_vocab)
 
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end a generation."""
+        return frozenset(self.table.eog)
+
     @property
     def walked(self) -> LLTokenizer:
         """As llguidance has it."""

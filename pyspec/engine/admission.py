@@ -62,7 +62,7 @@ class Admission:
         request, size, cache = job.request, self.table.page_size, self.cache
         hit = cache.find(job.prefill) if job.reuses else NO_HIT
         saved = cache.seat(slot, job.n_rows, job.prefill, hit, self.worker.pools())
-        self.speculator.begin(slot, saved)
+        self.speculator.begin(slot, saved, grammar="" if request.grammar is None else request.grammar.source)
         files = cache.on and request.cache_prompt and self.worker.memory.needs_state
         places = {hit.n_match, request.n_before_turn, request.n_system}
         cuts = cuts_of(request.n_stable or job.n_prefill, size, hit.n, places, cache.every) if files else ()

@@ -91,8 +91,8 @@ class Committer:
         if c.error is not None:
             return (w.seq.width if w.seq.keep else 1), End("error", error=c.error)
         was_decoding = w.job.is_decoding
-        if was_decoding and w.slot.index not in self.speculator.forced:
-            self.speculator.controller.record(w.slot.index, len(w.draft), c.n_accepted)
+        if was_decoding:
+            self.speculator.judge(w.slot.index, len(w.draft), c.n_accepted)
         taken = w.job.take(c.tokens)
         w.job.sampler.commit(c.tokens[: taken.n_used])
         self.later.append(partial(self._tell, w, c, taken, was_decoding))

@@ -12,7 +12,8 @@ are taken again (`Timer.question`), and drafts that look dear by timings that do
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,6 +36,8 @@ TRY_MOST = 0.3  # of a plain round: what one try counts at most, so that a cliff
 PLAIN_EVERY = 384  # rounds after which the cost of an undrafted round is measured again
 PLAIN_SOON = 16  # the same where timings do not agree, twice as many each time
 RETHINK = 16  # rounds for which a choice of no drafts stands if nothing but the measured times could change it
+MOST_GRAMMARS = 64  # whose acceptance is known
+NO_OFFERS: Mapping[int, Sequence[float]] = {}
 
 
 @dataclass(slots=True)
@@ -66,6 +69,7 @@ class _Lane:
     reason: str = "not started"
     drafted: float = 0.0
     kept: float = 0.0
+    of: _Acceptance | None = None  # of all texts under the grammar of its request
 
 
 @dataclass
@@ -96,36 +100,67 @@ class Controller:
         if self.force is not None:
             self._question()
         self.silent, self.probe_in = 0, PROBE_FIRST  # rounds in which nobody drafted, and after how many somebody is to
-        self.all = _Acceptance([0.0] * self.n_max, [0.0] * self.n_max)
+        self.all = self._acceptance()
+        self.held = self._acceptance()
+        self.grammars: OrderedDict[str, _Acceptance] = OrderedDict()
         self.lanes = [self._lane() for _ in range(self.n_slot)]
         self.force = self._plain = None
+        self.offered: dict[int, Sequence[float]] = {}
+
+    def _acceptance(self) -> _Acceptance:
+        return _Acceptance([0.0] * self.n_max, [0.0] * self.n_max)
 
     def _lane(self) -> _Lane:
-        return _Lane(_Acceptance([0.0] * self.n_max, [0.0] * self.n_max))
+        return _Lane(self._acceptance())
 
     def _question(self) -> None:
         slack = SLACK * self.verify_ms(1)
         self.verify_ms.question(slack)
         self.draft_ms.question(slack)
 
-    def begin(self, slot: int) -> None:
-        """A new request: little is known of what it accepts, but silence goes on."""
-        seen = self.lanes[slot].seen
+    def begin(self, slot: int, grammar: str = "") -> None:
+        """A new request: little is known of what it accepts, but silence goes on. Texts under a grammar are known apart."""
+        of = self._of_grammar(grammar) if grammar else None
+        seen = self.lanes[slot].seen if self.lanes[slot].of is of else self._acceptance()
         seen.fade()
-        self.lanes[slot] = _Lane(seen, silent=self.silent, probe_in=self.probe_in)
+        self.lanes[slot] = _Lane(seen, silent=self.silent, probe_in=self.probe_in, of=of)
         self._plain = None
+
+    def _of_grammar(self, grammar: str) -> _Acceptance:
+        found = self.grammars.setdefault(grammar, self._acceptance())
+        self.grammars.move_to_end(grammar)
+        if len(self.grammars) > MOST_GRAMMARS:
+            self.grammars.popitem(last=False)
+        return found
 
     def _chances(self, slots: Sequence[int]) -> NDArray[np.float64]:
         """[slot, position]: P(the position is accepted | all before it are)."""
-        everyone = np.array((self.all.accepted, self.all.reached))
-        seen = np.array([(self.lanes[s].seen.accepted, self.lanes[s].seen.reached) for s in slots])
-        prior = (everyone[0] + OPTIMISM * PRIOR_WEIGHT) / (everyone[1] + PRIOR_WEIGHT)
+        lanes = [self.lanes[s] for s in slots]
+        seen = np.array([(lane.seen.accepted, lane.seen.reached) for lane in lanes])
+        prior = self._average(self.all, OPTIMISM)
+        if any(
+            lane.of is not None for lane in lanes
+        ):  # of a new grammar as much is known from free text as from others
+            others = 0.5 * (prior + self._average(self.held, prior))
+            prior = np.array([prior if lane.of is None else self._average(lane.of, others) for lane in lanes])
         chances: NDArray[np.float64] = (seen[:, 0] + prior * PRIOR_WEIGHT) / (seen[:, 1] + PRIOR_WEIGHT)
         return chances
 
-    def choose(self, caps: Sequence[tuple[int, int]]) -> list[int]:
-        """n_draft for each (slot, most it may draft) that decodes this round."""
+    @staticmethod
+    def _average(seen: _Acceptance, prior: float | NDArray[np.float64]) -> NDArray[np.float64]:
+        averages: NDArray[np.float64] = (np.array(seen.accepted) + prior * PRIOR_WEIGHT) / (
+            np.array(seen.reached) + PRIOR_WEIGHT
+        )
+        return averages
+
+    def choose(self, caps: Sequence[tuple[int, int]], offers: Mapping[int, Sequence[float]] = NO_OFFERS) -> list[int]:
+        """n_draft for each (slot, most it may draft) that decodes this round.
+
+        offers  of some slots, drafts that need no drafter: how likely each token is reached and right. `offered` are then the slots
+                whose drafts are these
+        """
         caps = [(slot, min(cap, self.n_max)) for slot, cap in caps]
+        self.offered = self._preferred(caps, offers) if offers and self.force is None else {}
         self.n_round += 1
         if self.n_round % DOUBT_EVERY == 0:
             self.verify_ms.doubt()
@@ -133,7 +168,7 @@ class Controller:
         if self.force is not None:
             picked, why = [min(cap, self.force) for _, cap in caps], "warm-up"
         elif self.fixed or self.n_max == 0:
-            picked = [cap for _, cap in caps]
+            picked = [min(cap, len(self.offered.get(slot, range(cap)))) for slot, cap in caps]
             why = "fixed" if self.fixed else "no drafter"
         elif self._plain_is_stale(len(caps)):
             picked, why = [0] * len(caps), "measuring an undrafted round"
@@ -146,18 +181,37 @@ class Controller:
                 n,
                 why if cap else "none: switched off for the request, or it is at its last token",
             )
-            lane.silent = 0 if n else lane.silent + (cap > 0)
-        drafts = any(picked)
-        self.since_plain = self.since_plain + 1 if drafts else 0
-        self.silent = 0 if drafts else self.silent + any(cap for _, cap in caps)
+            lane.silent = 0 if n and slot not in self.offered else lane.silent + (cap > 0)
+        self.since_plain = self.since_plain + 1 if any(picked) else 0
+        is_asked = any(n and slot not in self.offered for (slot, _), n in zip(caps, picked, strict=True))
+        self.silent = 0 if is_asked else self.silent + any(cap for _, cap in caps)
         return picked
+
+    def _preferred(
+        self, caps: Sequence[tuple[int, int]], offers: Mapping[int, Sequence[float]]
+    ) -> dict[int, Sequence[float]]:
+        """The offers that promise more than the drafter does."""
+        asked = [(slot, cap) for slot, cap in caps if cap and slot in offers]
+        if not asked:
+            return {}
+        survive = np.multiply.accumulate(self._chances([slot for slot, _ in asked]), axis=1)
+        return {
+            slot: offers[slot][:cap]
+            for (slot, cap), own in zip(asked, survive, strict=True)
+            if sum(offers[slot][:cap]) >= own[:cap].sum()
+        }
 
     def _weigh(self, caps: list[tuple[int, int]]) -> tuple[list[int], str]:
         """What `_best` says; no drafts stand for a while, because weighing takes time that an undrafted round has not."""
-        if self._plain is not None and self._plain[1] == caps and self.n_round - self._plain[0] < RETHINK:
+        if (
+            self._plain is not None
+            and not self.offered
+            and self._plain[1] == caps
+            and self.n_round - self._plain[0] < RETHINK
+        ):
             return [0] * len(caps), self._plain[2]
         picked, why = self._best(caps)
-        self._plain = None if any(picked) else (self.n_round, caps, why)
+        self._plain = None if any(picked) or self.offered else (self.n_round, caps, why)
         return picked, why
 
     def _plain_is_stale(self, busy: int) -> bool:
@@ -170,14 +224,18 @@ class Controller:
 
     def _probe(self, caps: Sequence[tuple[int, int]], picked: list[int]) -> list[int]:
         """When one silent slot is due for a try, those that soon will be try with it: they share the cost of one draft."""
-        silent = [(i, self.lanes[slot]) for i, (slot, cap) in enumerate(caps) if cap and picked[i] == 0]
+        offered = self.offered
+        silent = [
+            (i, self.lanes[slot]) for i, (slot, cap) in enumerate(caps) if cap and (not picked[i] or slot in offered)
+        ]
         due = [(i, lane) for i, lane in silent if 2 * lane.silent >= lane.probe_in]
         is_probe = any(lane.silent >= lane.probe_in for _, lane in due)
-        if not is_probe and not self._retakes(len(caps), len(silent)):
+        if not is_probe and (offered or not self._retakes(len(caps), len(silent))):
             return picked
         tried = picked.copy()
         for i, _ in due if is_probe else silent:
             tried[i] = min(caps[i][1], 1 if self.chained else PROBE_DRAFT)
+            offered.pop(caps[i][0], None)
         if is_probe:
             dear = (self._costs(tried) - self._costs(picked)) / (PROBE_SHARE * self.verify_ms(len(caps)))
             for _, lane in due:
@@ -212,17 +270,26 @@ class Controller:
             return [0] * busy, "plain: nobody may draft"
         survive = np.multiply.accumulate(self._chances([slot for slot, _ in caps]), axis=1)
         asked = np.arange(self.n_max) < np.array([cap for _, cap in caps])[:, None]
+        needs_drafter = np.ones(busy, bool)
+        for i in [i for i, (slot, _) in enumerate(caps) if slot in self.offered] if self.offered else ():
+            offer = self.offered[caps[i][0]]
+            survive[i, : len(offer)], asked[i, len(offer) :], needs_drafter[i] = offer, False, False
         slot_of, place = asked.nonzero()  # of equal chances, slots in order
         order = (-survive[asked]).argsort(kind="stable")
         slot_of, place = slot_of[order], place[order]
         tokens = busy + survive[asked][order].cumsum()
-        live, depth = (place == 0).cumsum(), np.maximum.accumulate(place) + 1
+        is_first = place == 0
+        if self.offered:
+            is_first, place = is_first & needs_drafter[slot_of], np.where(needs_drafter[slot_of], place, 0)
+        live, depth = is_first.cumsum(), np.maximum.accumulate(place) + 1
         verify = self.verify_ms.of_all(busy + 1, len(order), hopeful)
         plain = self.verify_ms(busy)
         if self.verify_ms.n(busy) < N_SAMPLE or self.since_plain >= PLAIN_SOON:
             plain = min(plain, float(verify.min()))  # fewer rows do not take longer: that was noise
         plain = busy / plain
         drafts = self.draft_ms.of_all(1, busy)[live - 1] * (depth if self.chained else 1)
+        if self.offered:
+            drafts = np.where(live > 0, drafts, 0.0)
         rate = tokens / (verify + drafts)
         n = int(rate.argmax())
         self.hinges = bool(rate[n] <= plain * MARGIN < (tokens / verify).max())
@@ -232,17 +299,14 @@ class Controller:
         best = np.bincount(slot_of[: n + 1], minlength=busy).tolist()
         return best, f"expects {1e3 * rate[n]:.0f} tok/s, plain {1e3 * plain:.0f}"
 
-    def pays(self, busy: int, n: int) -> bool:
-        """Whether `n` tokens that are sure to be accepted are worth their rows: each saves its slot a round."""
-        return self.force is None and (busy + n) * self.verify_ms(busy) >= busy * self.verify_ms(busy + n)
-
     def record(self, slot: int, n_draft: int, n_accepted: int) -> None:
         """The verdict on one slot's draft."""
         lane = self.lanes[slot]
         if n_draft:
             self._plain = None
             lane.seen.add(n_draft, n_accepted, DECAY)
-            self.all.add(n_draft, n_accepted, 0.995)
+            for each in (self.all,) if lane.of is None else (self.held, lane.of):
+                each.add(n_draft, n_accepted, 0.995)
             lane.drafted, lane.kept = DECAY * lane.drafted + n_draft, DECAY * lane.kept + n_accepted
             if n_accepted and not self.hinges:
                 self.probe_in = lane.probe_in = max(PROBE_FIRST, lane.probe_in // 2)

@@ -85,7 +85,7 @@ class EngineCore:
             self._is_remote
         )  # whoever hears of this process's end starts another, and nobody's request ends
         self._breakers = DryBreakers(self.tokenizer)
-        self.grammars = Grammars(self.tokenizer, self.info.n_vocab)
+        self.grammars = Grammars(self.tokenizer, self.info.n_vocab, drafts=self.loop.speculator.needs.n_draft > 0)
         self._ids = itertools.count(1)
         self._wake = threading.Condition()
         self._inbox: list[Job] = []

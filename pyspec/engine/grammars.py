@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import cached_property
 
 from pyspec.constrain.constraint import Constraint
+from pyspec.constrain.phrases import Phrasebooks
 from pyspec.constrain.trie import TokenTrie
 from pyspec.engine.job import Job, blamed
 from pyspec.errors import PyspecError, RequestError
@@ -21,10 +22,11 @@ N_THREAD = 2
 
 
 class Grammars:
-    """Gives jobs their constraints."""
+    """Gives jobs their constraints. `drafts`: and what texts before them said, to draft from."""
 
-    def __init__(self, tokenizer: Tokenizer, n_vocab: int) -> None:
+    def __init__(self, tokenizer: Tokenizer, n_vocab: int, *, drafts: bool = False) -> None:
         self.trie = TokenTrie(tokenizer, n_vocab)
+        self.books = Phrasebooks() if drafts else None
         self._under_way: set[str] = set()
 
     @property
@@ -48,7 +50,9 @@ class Grammars:
 
     def _compile(self, job: Job, grammar: Grammar, done: Callable[[Job], None]) -> None:
         try:
-            job.constrain(Constraint(self.trie, grammar))
+            constraint = Constraint(self.trie, grammar)
+            job.constrain(constraint)
+            constraint.book = None if self.books is None else self.books.of(job.client, grammar.source)
         except Exception as e:
             if not isinstance(e, PyspecError):
                 log.exception("the grammar of request %s could not be compiled", job.id)

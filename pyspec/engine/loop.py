@@ -249,7 +249,7 @@ class Loop:
         self.stats.round(busy=len(work), times=(flight.began, flight.drafted, flight.arrived, sampled, self.ended))
         if any(w.is_prompt for w in work) or not all(w.job.is_decoding or w.slot.index not in self.jobs for w in work):
             return
-        live = [len(w.draft) for w in work if w.draft and w.slot.index not in self.speculator.forced]
+        live = [len(w.draft) for w in work if w.draft and w.slot.index not in self.controller.offered]
         until = self.ended if ahead is None else flight.arrived  # what comes after is hidden behind the next round
         took, draft_ms = 1e3 * (until - flight.since), 1e3 * (flight.drafted - flight.began)
         self.speculator.controller.timed(n_row, took, len(live), max(live, default=0), draft_ms)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from pyspec.constrain.offer import Offer
 from pyspec.cuda.faults import EVERYONE
 from pyspec.device.worker import Worker, is_device_error
 from pyspec.draft.drafter import Drafter, DraftRequest, LookaheadDrafter, Needs
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+LIKELY = 0.5  # that a token behind a refused one is reached and right: else it is not worth its row
+
 
 class Speculator:
     """Asks the worker's drafter for what the controller wants, and keeps its failures away from the loop."""
@@ -36,7 +39,10 @@ class Speculator:
         self.lost_track: set[int] = set()  # slots whose drafter state is not to be trusted
         self.chosen: list[tuple[int, int]] | None = None  # (slot, drafts) of the next round, if that is known already
         self.watch = AcceptanceWatch()
-        self.forced: set[int] = set()  # slots whose drafts are what their grammar forces, and nobody's guess
+        self.offers: dict[
+            int, Offer
+        ] = {}  # by slot, what a grammar and texts under it say: drafts that need no drafter
+        self.refused: dict[int, int] = {}  # by slot, at which token its grammar refused the drafter's draft
         self.raises_bugs = False  # a drafter that fails otherwise than by a SlotError is not done without
 
     @property
@@ -53,7 +59,8 @@ class Speculator:
         """(slot, drafts) of the next round. `taken`: of each, the most tokens that are under way."""
         under_way = taken or [0] * len(jobs)
         caps = [(j.slot.index, self.most(j, n)) for j, n in zip(jobs, under_way, strict=True) if j.slot is not None]
-        return [(slot, n) for (slot, _), n in zip(caps, self.controller.choose(caps), strict=True)]
+        offers = {slot: offer.survival for slot, offer in self.offers.items()}
+        return [(slot, n) for (slot, _), n in zip(caps, self.controller.choose(caps, offers), strict=True)]
 
     def most(self, job: Job, taken: int) -> int:
         """Most tokens worth drafting: the bonus token comes for free, so one less than the request may still emit."""
@@ -65,37 +72,63 @@ class Speculator:
     def draft(self, jobs: Sequence[Job]) -> dict[int, Sequence[int]]:
         """Drafts by slot for these decoding jobs. A failure costs this round's drafts, nothing else."""
         chosen, self.chosen = self.chosen, None
+        held = [job for job in jobs if job.constraint is not None]
+        self._collect_offers(held)
         if chosen is None or [slot for slot, _ in chosen] != [job.slot.index for job in jobs if job.slot is not None]:
             chosen = self.lengths(jobs)
-        forced = self._forced([job for job in jobs if job.constraint is not None])
+        found = {slot: self.offers[slot].tokens[:n] for slot, n in chosen if slot in self.controller.offered}
+        found |= self._ask(jobs, [(slot, 0 if slot in found else n) for slot, n in chosen])
+        for job in held:
+            self._fit(job, dict(chosen), found)
+        return found
+
+    def _ask(self, jobs: Sequence[Job], chosen: Sequence[tuple[int, int]]) -> dict[int, Sequence[int]]:
+        """The drafter's, for those slots that it is to draft for."""
         drafter = self.drafter
-        if drafter is None or not any(n > len(forced.get(slot, ())) for slot, n in chosen):
-            return forced
+        if drafter is None or not any(n for _, n in chosen):
+            return {}
         asks = [
             DraftRequest(job.slot, job.anchor, n)
             for job, (slot, n) in zip(jobs, chosen, strict=True)
             if job.slot is not None and job.anchor is not None and slot not in self.lost_track
         ]
         found = self._attempt("no drafts this round", lambda: drafter.draft(asks), [ask.slot for ask in asks])
-        drafts = {ask.slot.index: d[: ask.n_draft] for ask, d in zip(asks, found or [], strict=bool(found))}
-        for slot, tokens in forced.items():
-            if tuple(drafts.get(slot, ())[: len(tokens)]) == tuple(tokens):
-                self.forced.discard(slot)  # the drafter says so, too, and goes on
-            else:
-                drafts[slot] = tokens
-        return drafts
+        drafts = zip(asks, found or [], strict=bool(found))
+        return {ask.slot.index: draft[: ask.n_draft] for ask, draft in drafts if ask.n_draft}
 
-    def _forced(self, jobs: Sequence[Job]) -> dict[int, Sequence[int]]:
-        """By slot, what a grammar leaves no choice about: drafts that need no drafter, if their rows pay."""
-        self.forced.clear()
-        found = {}
+    def _collect_offers(self, jobs: Sequence[Job]) -> None:
+        self.offers.clear()
+        self.refused.clear()
         for job in jobs:
-            if job.slot is not None and job.constraint is not None:
-                tokens = job.constraint.forced(self.most(job, 0))
-                if tokens and self.controller.pays(len(jobs), len(tokens)):
-                    found[job.slot.index] = tokens
-        self.forced.update(found)
-        return found
+            if job.slot is not None and job.constraint is not None and (most := self.most(job, 0)):
+                offer = job.constraint.offer(most)
+                if offer.tokens:
+                    self.offers[job.slot.index] = offer
+
+    def _fit(self, job: Job, n_chosen: Mapping[int, int], drafts: dict[int, Sequence[int]]) -> None:
+        """Where a grammar refuses a token of the drafter's, go on with what it offers there, if that is likely."""
+        slot, constraint = job.slot, job.constraint
+        if slot is None or constraint is None or slot.index in self.controller.offered or not drafts.get(slot.index):
+            return
+        draft = job.sampler.usable(drafts[slot.index])
+        usable = constraint.usable(draft)
+        if len(usable) < len(draft):
+            self.refused[slot.index] = len(usable)
+            offer = constraint.offer(n_chosen[slot.index] - len(usable), usable)
+            drafts[slot.index] = [
+                *usable,
+                *(t for t, p in zip(offer.tokens, offer.survival, strict=True) if p >= LIKELY),
+            ]
+
+    def judge(self, slot: int, n_draft: int, n_accepted: int) -> None:
+        """The verdict on a slot's drafts, for whoever made them."""
+        if slot in self.controller.offered:
+            self.offers[slot].judge(n_draft, n_accepted)
+            return
+        n = self.refused.get(slot)
+        if n is not None:  # what a grammar refuses is wrong, and so is all behind it
+            n_draft, n_accepted = n + 1, min(n, n_accepted)
+        self.controller.record(slot, n_draft, n_accepted)
 
     def _attempt(self, what: str, do: Callable[[], T], slots: Sequence[Slot]) -> T | None:
         """What the drafter returns; None if it fails. A SlotError leaves its state as it was; after anything else nobody knows."""
@@ -141,12 +174,12 @@ class Speculator:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def begin(self, slot: Slot, saved: object | None) -> None:
-        """A request sits in `slot`; `saved` is the drafter's share of what the cache gave it."""
+    def begin(self, slot: Slot, saved: object | None, *, grammar: str = "") -> None:
+        """A request sits in `slot`; `saved` is the drafter's share of what the cache gave it. grammar: that it keeps to."""
         drafter = self.drafter
         if drafter is not None:
             self._or_lose_track(lambda: drafter.begin(slot, saved), [slot])
-        self.controller.begin(slot.index)
+        self.controller.begin(slot.index, grammar)
 
     def checkpoint(self, slot: Slot) -> object | None:
         """The drafter's share of what is filed. The slot may have been lost track of when this returns."""

@@ -132,9 +132,9 @@ def test_text_behind_the_last_token_is_not_taken() -> None:
 
 def test_forced_tokens_are_the_only_text_that_can_follow() -> None:
     c = constraint("lark", 'start: "the same words" | "the same deeds"')
-    forced = c.forced(9)
+    forced = c.offer(9).tokens
     assert trie().tokenizer.decode(forced) and "the same ".startswith(trie().tokenizer.decode(forced))
-    assert c.usable(forced) == forced and len(c.forced(1)) == 1
+    assert c.usable(forced) == forced and len(c.offer(1).tokens) == 1
 
 
 def test_a_refused_token_that_is_committed_ends_the_request_with_words() -> None:

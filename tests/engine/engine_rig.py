@@ -13,6 +13,7 @@ from draft_fakes import N_VOCAB, FakeTarget
 from pyspec.config import EngineSettings
 from pyspec.constrain.constraint import Constraint
 from pyspec.constrain.grammar import compile_text
+from pyspec.constrain.phrases import Phrasebooks
 from pyspec.constrain.trie import TokenTrie
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import Drafter
@@ -89,7 +90,7 @@ class Rig:
     def __init__(self, loaded: Loaded) -> None:
         self.loop, self.info, self.tokenizer = loaded.loop, loaded.info, loaded.tokenizer
         self._ids = itertools.count()
-        self.trie = TokenTrie(self.tokenizer, self.info.n_vocab)
+        self.trie, self.books = TokenTrie(self.tokenizer, self.info.n_vocab), Phrasebooks()
 
     def use(self, drafter: Drafter) -> Rig:
         """Let `drafter` draft instead; the rig was made with room for its drafts."""
@@ -117,7 +118,9 @@ class Rig:
         )
         if r.grammar is not None:
             source = compile_text(r.grammar)
-            job.constrain(Constraint(self.trie, replace(r.grammar, kind="compiled", source=source)))
+            constraint = Constraint(self.trie, replace(r.grammar, kind="compiled", source=source))
+            job.constrain(constraint)
+            constraint.book = self.books.of(r.client, source)
         self.loop.submit(job)
         return Heard(r, job, events)
 

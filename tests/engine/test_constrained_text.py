@@ -165,6 +165,23 @@ def test_forced_text_is_drafted_where_the_drafter_knows_nothing(small: Rig) -> N
     assert under(small, "lark", f"start: {json.dumps(words)}", n_draft_max=0).timings.draft_n == 0
 
 
+def test_a_drafter_hears_that_a_grammar_refuses_its_drafts() -> None:
+    """Else it would be asked for ever: a draft of which nothing is left looks as if there had been none."""
+    r = plain_rig(QWEN35)
+    brace = r.tokenizer.encode_inside("}")[0]
+    r = rig_for(QWEN35, FAKES["liar"](5, text=lambda tokens, n: [brace - 1] * n), np=1)
+    under(r, "regex", "[a-z]{60}", n=60)
+    of = r.loop.controller.lanes[0].of
+    assert of is not None and of.reached[0] > 0.5 and of.accepted[0] == 0.0
+
+
+def test_a_schema_is_drafted_from_what_texts_under_it_said(small: Rig) -> None:
+    source = '[a-z]{3}-"same"-[0-9]{3}-(yes|no)'
+    first, second = under(small, "regex", source), under(small, "regex", source)
+    assert first.tokens == second.tokens and second.timings.n_rounds < 0.6 * first.timings.n_rounds
+    assert first.tokens == under(plain_rig(QWEN35), "regex", source).tokens
+
+
 def test_a_dead_end_ends_its_request_with_words_and_nobody_elses(small: Rig) -> None:
     other = small.submit((9, 9), 30)
     h = under(small, "lark", 'start: "go " ("deep" dead)\ndead: dead "x"')

@@ -1,0 +1,102 @@
+"""What comes next in texts under one grammar, by the tokens before: keys, punctuation and how a model spells them repeat from text to text.
+
+Drafts from here need no model. They are kept by client, for what one client's texts said must not show in another's timings.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+
+ORDER = 3  # tokens that are looked back at
+FADE = 0.9  # of what was seen before, each time something comes again
+MOST_NEXT = 8  # followers kept of one place
+MOST_PLACES = 20_000  # of one book; twice as many are held at most
+MOST_BOOKS = 32
+TRUST = 0.98  # of what was judged before, with each verdict
+
+
+class Estimate:
+    """How often something that was expected came, compared with how often it was expected."""
+
+    __slots__ = ("came", "expected")
+
+    def __init__(self) -> None:
+        self.came = self.expected = 2.0
+
+    def add(self, expected: float, came: bool) -> None:
+        self.expected = TRUST * self.expected + expected
+        self.came = TRUST * self.came + came
+
+    @property
+    def factor(self) -> float:
+        return self.came / self.expected
+
+
+class Phrasebook:
+    """Counts of followers. Reads and writes on the engine's thread only."""
+
+    def __init__(self) -> None:
+        self._young: dict[tuple[int, ...], dict[int, float]] = {}
+        self._old: dict[tuple[int, ...], dict[int, float]] = {}
+        self.likely, self.spelled = Estimate(), Estimate()
+
+    def learn(self, before: Sequence[int], token: int) -> None:
+        """`token` came behind `before`, of which the last few count."""
+        for place in _places(before):
+            seen = self._find(place)
+            if seen is None:
+                seen = self._room()[place] = {}
+            for each in seen:
+                seen[each] *= FADE
+            seen[token] = seen.get(token, 0.0) + 1.0
+            if len(seen) > MOST_NEXT:
+                del seen[min(seen, key=seen.__getitem__)]
+
+    def next(self, before: Sequence[int]) -> tuple[int, float] | None:
+        """The likeliest token behind `before`, and its share of what came there, by the longest past that was seen."""
+        for place in _places(before):
+            seen = self._find(place)
+            if seen:
+                token = max(seen, key=seen.__getitem__)
+                return token, seen[token] / (sum(seen.values()) + 0.5)
+        return None
+
+    def _find(self, place: tuple[int, ...]) -> dict[int, float] | None:
+        seen = self._young.get(place)
+        if seen is None:
+            seen = self._old.pop(place, None)
+            if seen is not None:
+                self._room()[place] = seen
+        return seen
+
+    def _room(self) -> dict[tuple[int, ...], dict[int, float]]:
+        if len(self._young) >= MOST_PLACES:
+            self._young, self._old = {}, self._young
+        return self._young
+
+
+def _places(before: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """The last tokens, most first; () is where a text begins."""
+    if not before:
+        yield ()
+    for n in range(min(ORDER, len(before)), 0, -1):
+        yield tuple(before[len(before) - n :])
+
+
+class Phrasebooks:
+    """By client and grammar, those asked for last. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.books: OrderedDict[tuple[str, str], Phrasebook] = OrderedDict()
+
+    def of(self, client: str, source: str) -> Phrasebook:
+        """The book of texts of `client` under the compiled grammar `source`."""
+        with self._lock:
+            book = self.books.setdefault((client, source), Phrasebook())
+            self.books.move_to_end((client, source))
+            while len(self.books) > MOST_BOOKS:
+                self.books.popitem(last=False)
+            return book
