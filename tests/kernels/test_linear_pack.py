@@ -55,10 +55,11 @@ def test_columns_that_fill_no_chunk_are_padded(n_in: int) -> None:
 
 
 @pytest.mark.parametrize("type", CHUNKS)
-def test_large_matrices_grow_by_less_than_three_percent(type: GGMLType) -> None:
+def test_large_matrices_grow_by_what_their_type_says(type: GGMLType) -> None:
+    most = {GGMLType.Q3_K: 1.04, GGMLType.IQ3_XXS: 1.41, GGMLType.IQ2_XXS: 1.61}.get(type, 1.03)
     for n_out, n_in in ((5120, 17408), (16480, 5120), (34816, 5120)):
         raw = n_out * n_in // type.block_size * type.type_size
-        assert raw <= packed_bytes(type, n_out, n_in) <= 1.03 * raw
+        assert raw <= packed_bytes(type, n_out, n_in) <= most * raw
 
 
 @pytest.mark.parametrize("type", [GGMLType.Q8_0, GGMLType.NVFP4])
@@ -128,5 +129,5 @@ def test_gate_and_up_alternate_by_eight_rows() -> None:
 def test_bytes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ModelError, match="has 1088 bytes, got 1089"):
         repack(torch.zeros(1089, dtype=torch.uint8), GGMLType.Q8_0, (16, 64))
-    with pytest.raises(ModelError, match="Q2_K can not be repacked"):
-        repack(torch.zeros(84, dtype=torch.uint8), GGMLType.Q2_K, (1, 256))
+    with pytest.raises(ModelError, match="IQ1_S can not be repacked"):
+        repack(torch.zeros(50, dtype=torch.uint8), GGMLType.IQ1_S, (1, 256))

@@ -4,7 +4,8 @@
 // 4t..4t+3 and 16+4t..16+4t+3 of each block, so that the two products of a block cover its halves. Four ways to an f16:
 //   8 bits         1024 + code by bit pattern, less 1024 + 128
 //   4, 5, 6 bits   cut out in pairs, 1024 + code or 1024 + 16 code, less what is too much
-//   tables         bytes by permutation of a table in registers, then as 8 bits
+//   2, 3 bits      shifted to the lowest of a pair, 1024 + code, less what is too much
+//   tables         bytes by permutation of a table in registers, then as 8 bits; IQ2_XXS: of eight, three levels and their negatives
 //   E2M1           the bits alone: f16 has them in the same order, denormal numbers too, and counts them 2^-14
 // NVFP4's scales are in the operands: f16 has the product of a code and a scale of four bits each, down to the least of both.
 // F16 and BF16 weights are f16 in the record, in the order of the operands.
@@ -27,16 +28,23 @@
 #define NVFP4 11
 #define F16 12
 #define BF16 13
+#define Q2_K 14
+#define Q3_K 15
+#define IQ2_XXS 16
+#define IQ3_XXS 17
 
 #define FIVE_BITS (TYPE == Q5_0 || TYPE == Q5_1 || TYPE == Q5_K)
-#define TABLE (TYPE == IQ4_NL || TYPE == IQ4_XS)
+#define TABLE (TYPE == IQ4_NL || TYPE == IQ4_XS || TYPE == IQ3_XXS)
+#define CRUMBS (TYPE == Q2_K || TYPE == Q3_K)
+#define LEVELS (TYPE == IQ2_XXS)  // two bits say how large, one the sign
 #define E2M1 (TYPE == MXFP4 || TYPE == NVFP4)
-#define BYTE_SCALES (TYPE == IQ4_XS || TYPE == MXFP4)  // a word holds those of rows g and g + 8 of two blocks
+#define BYTE_SCALES (TYPE == IQ4_XS || TYPE == MXFP4 || TYPE == IQ2_XXS || TYPE == IQ3_XXS)  // a word holds those of rows g and g + 8 of two blocks
 #define HAS_MIN (TYPE == Q4_1 || TYPE == Q5_1 || TYPE == Q4_K || TYPE == Q5_K)  // weights are scale * code - min
-#define HALF_SCALES (TYPE == Q6_K)                                              // one scale for each 16 weights
+#define HALF_SCALES (TYPE == Q6_K || TYPE == Q3_K || TYPE == Q2_K)              // one scale for each 16 weights
+#define HALF_MINIMA (TYPE == Q2_K)                                              // and a minimum, for which sums are made here
 #define SCALED (TYPE == NVFP4)                                                  // operands are weights, scales and all
 #define INT_SCALES (TYPE == Q4_K || TYPE == Q5_K)                               // whole numbers, of a record's row times another
-#define SHARED_SCALES (TYPE == Q4_K || TYPE == Q5_K || TYPE == Q6_K || TYPE == IQ4_XS)  // a second one for a record's row
+#define SHARED_SCALES (INT_SCALES || HALF_SCALES || TYPE == IQ4_XS || TYPE == IQ2_XXS || TYPE == IQ3_XXS)  // a second one for a record's row
 #define HALVES (TYPE == F16 || TYPE == BF16)            // no codes, no scales in the record
 #define ROW_SCALES (TYPE == NVFP4 || TYPE == BF16)      // behind the last record a second scale for each row, f32
 
@@ -70,6 +78,9 @@ struct Weights {
   u32 a[8];            // operands of the block's first 16 columns, then of its second
   float scale, scale8;  // rows g and g + 8 (first halves when HALF_SCALES)
   float more, more8;    // minima, or scales of the second halves
+#if HALF_MINIMA
+  float low[4];  // of rows g and g + 8, first halves; second halves
+#endif
 };  // SCALED: a is all there is
 
 __device__ __forceinline__ float low_half(u32 v) { return f16_to_f32(static_cast<u16>(v)); }
@@ -117,11 +128,12 @@ __device__ __forceinline__ void unpack(Weights& w, const Codes& c) {
 
 #else
 
-constexpr int kHigh = CHUNK * 256, kScales = kHigh + (TYPE == Q6_K ? CHUNK * 128 : FIVE_BITS ? CHUNK * 64 : 0);
+constexpr int kHigh = CHUNK * (CRUMBS || LEVELS ? 128 : 256);
+constexpr int kScales = kHigh + (TYPE == Q6_K ? CHUNK * 128 : FIVE_BITS || TYPE == Q3_K || LEVELS ? CHUNK * 64 : 0);
 
 // What all blocks of a record share.
 __device__ __forceinline__ void fetch_shared(Codes& c, At at) {
-#if TYPE == Q4_K || TYPE == Q5_K
+#if INT_SCALES || HALF_MINIMA
   c.d = shared_8(2 * at.narrow - at.record + kScales + CHUNK * 32);
 #elif SHARED_SCALES
   c.d.x = shared_4(at.narrow + kScales + CHUNK * (BYTE_SCALES ? 16 : 32));
@@ -129,11 +141,15 @@ __device__ __forceinline__ void fetch_shared(Codes& c, At at) {
 }
 
 __device__ __forceinline__ void fetch(Codes& c, At at, int block) {
+#if CRUMBS || LEVELS
+  c.q.x = shared_4(at.wide + (block >> 2) * 512 + (block & 3) * 4);
+#else
   c.q = shared_8(at.wide + (block >> 1) * 512 + (block & 1) * 8);
+#endif
 #if TYPE == Q6_K
   c.h = shared_4(at.wide + kHigh + (block >> 2) * 512 + (block & 3) * 4);
-#elif FIVE_BITS
-  c.h = shared_4(at.record + (at.wide - at.record) / 4 + kHigh + (block >> 1) * 128) >> (block & 1) * 8;
+#elif FIVE_BITS || TYPE == Q3_K || LEVELS
+  c.h = shared_4(at.record + (at.wide - at.record) / 4 + kHigh + (block >> 1) * 128) >> (block & 1) * (LEVELS ? 16 : 8);
 #endif
 #if BYTE_SCALES
   c.s = shared_4(at.narrow + kScales + (block >> 1) * 32) >> (block & 1) * 16;
@@ -151,13 +167,44 @@ __device__ __forceinline__ void fetch(Codes& c, At at, int block) {
 
 // Eight nibbles of a row: both halves of the table, then the one that a nibble's highest bit says.
 __device__ __forceinline__ void unpack_row(u32 (&a)[8], int r, u32 nibbles, u32) {
-  constexpr u32 k0 = 0x3f2d1801u, k4 = 0x766a5d4fu, k8 = 0xa6998d81u, k12 = 0xf1d9c5b5u;  // values + 128
+#if TYPE == IQ3_XXS  // values + 128
+  constexpr u32 k0 = 0x9c948c84u, k4 = 0xbeb4aca4u, k8 = 0x646c747cu, k12 = 0x424c545cu;
+#else
+  constexpr u32 k0 = 0x3f2d1801u, k4 = 0x766a5d4fu, k8 = 0xa6998d81u, k12 = 0xf1d9c5b5u;
+#endif
   const u32 low = nibbles & 0x77777777u, half = 0x32103210u | ((nibbles >> 1) & 0x44444444u);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const u32 at = low >> (16 * i);
     const u32 values = __byte_perm(__byte_perm(k0, k4, at), __byte_perm(k8, k12, at), half >> (16 * i));
     bytes_to_f16(values, a[4 * i + r], a[4 * i + 2 + r]);
+  }
+}
+
+#elif LEVELS
+
+// A nibble of a row's half of `levels` has two codes, of half 0 and of half 1; one of `signs` those of row g, then of row g + 8.
+__device__ __forceinline__ void unpack_row(u32 (&a)[8], int r, u32 levels, u32 signs) {
+  constexpr u32 kPlus = 0x80ab9988u, kMinus = 0x80556778u;  // values + 128
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const u32 sign = 2 * r + i < 3 ? signs << (2 - 2 * r - i) : signs >> 1;
+    const u32 at = and_or(levels >> (16 * r + 2 * i), 0x3333u, sign & 0x4444u);
+    bytes_to_f16(__byte_perm(kPlus, kMinus, at), a[4 * i + r], a[4 * i + 2 + r]);
+  }
+}
+
+#elif CRUMBS
+
+// Pairs of codes of row r: two bits of `codes` each, of Q3_K one of `high` above them.
+__device__ __forceinline__ void unpack_row(u32 (&a)[8], int r, u32 codes, u32 high) {
+  constexpr u32 kZero = TYPE == Q3_K ? 0x64046404u : 0x64006400u;
+#pragma unroll
+  for (int p = 0; p < 4; ++p) {
+    const int bit = 4 * (p & 1) + 2 * r + (p >> 1);  // in `high`; wanted as the third
+    u32 v = and_or(codes >> (8 * r + 4 * (p & 1) + 2 * (p >> 1)), 0x00030003u, 0x64006400u);
+    if (TYPE == Q3_K) v = and_or(bit < 2 ? high << (2 - bit) : high >> (bit - 2), 0x00040004u, v);
+    a[2 * p + r] = sub_f16x2(v, kZero);
   }
 }
 
@@ -207,7 +254,7 @@ __device__ __forceinline__ void unpack_row(u32 (&a)[8], int r, u32 nibbles, u32 
 
 __device__ __forceinline__ void unpack(Weights& w, const Codes& c) {
   unpack_row(w.a, 0, c.q.x, c.h);
-  unpack_row(w.a, 1, c.q.y, c.h);
+  unpack_row(w.a, 1, CRUMBS || LEVELS ? c.q.x : c.q.y, c.h);
 #if TYPE == Q4_1 || TYPE == Q5_1
   w.scale = low_half(c.d.x);
   w.more = -high_half(c.d.x);
@@ -218,11 +265,25 @@ __device__ __forceinline__ void unpack(Weights& w, const Codes& c) {
   w.more = high_half(c.d.x) * static_cast<float>((c.s >> 8) & 255);
   w.scale8 = low_half(c.d.y) * static_cast<float>((c.s >> 16) & 255);
   w.more8 = high_half(c.d.y) * static_cast<float>(c.s >> 24);
-#elif TYPE == Q6_K
+#elif TYPE == Q6_K || TYPE == Q3_K
   w.scale = low_half(c.d.x) * signed_byte(c.s);
   w.more = low_half(c.d.x) * signed_byte(c.s >> 8);
   w.scale8 = high_half(c.d.x) * signed_byte(c.s >> 16);
   w.more8 = high_half(c.d.x) * signed_byte(c.s >> 24);
+#elif TYPE == Q2_K
+  const u32 scales = c.s & 0x0f0f0f0fu, low = c.s >> 4 & 0x0f0f0f0fu;
+  w.scale = low_half(c.d.x) * static_cast<float>(scales & 255);
+  w.more = low_half(c.d.x) * static_cast<float>(scales >> 8 & 255);
+  w.scale8 = low_half(c.d.y) * static_cast<float>(scales >> 16 & 255);
+  w.more8 = low_half(c.d.y) * static_cast<float>(scales >> 24);
+  w.low[0] = high_half(c.d.x) * static_cast<float>(low & 255);
+  w.low[1] = high_half(c.d.y) * static_cast<float>(low >> 16 & 255);
+  w.low[2] = high_half(c.d.x) * static_cast<float>(low >> 8 & 255);
+  w.low[3] = high_half(c.d.y) * static_cast<float>(low >> 24);
+#elif TYPE == IQ2_XXS || TYPE == IQ3_XXS
+  constexpr float kOdd = TYPE == IQ2_XXS ? 0.125f : 0.25f;  // scales are odd numbers of this
+  w.scale = low_half(c.d.x) * kOdd * signed_byte(c.s);
+  w.scale8 = high_half(c.d.x) * kOdd * signed_byte(c.s >> 8);
 #elif TYPE == IQ4_XS
   w.scale = low_half(c.d.x) * signed_byte(c.s);
   w.scale8 = high_half(c.d.x) * signed_byte(c.s >> 8);

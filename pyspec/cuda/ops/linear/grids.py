@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyspec.cuda.context import per_device
 
-_IQ2_LEVELS = (8, 25, 43)
+IQ2_LEVELS = (8, 25, 43)
 _IQ2_POINTS = (
     b"0000200jUD015yR02BZq03rY=04e}M07L*#09XKF0Av7w0D=ID0HOf_0R#aM0Tls20fYgV0ssO60wMx}1OWsD1P}xv1SAAN1VRKz1YiV#1cU^T1f"
     b"&H31p);K1t0}R1!)C<1(5~`1`q~7280Hr2mlBL2nYxi2q*|a2t)`_2vP`$2?Pm13IYlg5CISb5D*X{5I_)M5QGqr5S0-C5eN|=5l|6Y5r7gT5=9g"
@@ -22,7 +22,7 @@ _IQ2_POINTS = (
     b"o%P>4|kQ9@CqQjt`URFYK+RsmL2SO8cNSQ%JkSwLC{U<6<gU_fAKVE|!OVi;mzWB_CZWe{Z&WrS!#fB=93fC_*?fP#Spff#{6f)RuPgam{TgcXE9"
     b"gkXgLg+_&xh6#p1hG2*Si3ExfkOYtrkR*^mkfD(lk${p#lmL_>lth(Ln1PufpaP&!poO6cq5z~As8Fc{"
 )
-_IQ3_LEVELS = (4, 12, 20, 28, 36, 44, 52, 62)
+IQ3_LEVELS = (4, 12, 20, 28, 36, 44, 52, 62)
 _IQ3_POINTS = (
     b"00062KnVb_4*>uY0gxgCussA2Lj-_I1rSvQfLaC+YzKgV2q1(AkdO%=nF+9;3Xrc0(7_CF$PA#>4}l92@gx%QI}_1C6meP>p`9B+$Q;4W9x?GC5("
     b"6ND3Lz2`A%Yqq!Y3kvKqMkbB?3|?5`!p$iYXG9E26+GBG4_8<}YIbFjFWs15`F+c{o$jJ_G<jBnd#Y5J4msL6jmy6hlN*NJOMjMTB!lba+Svf=HB"
@@ -32,23 +32,35 @@ _IQ3_POINTS = (
 )
 
 
-def _points(packed: bytes, levels: tuple[int, ...], columns: int) -> list[list[int]]:
-    width = (len(levels) - 1).bit_length()
+def _levels(packed: bytes, n_level: int, columns: int) -> list[list[int]]:
+    width = (n_level - 1).bit_length()
     whole = int.from_bytes(base64.b85decode(packed), "big")
     rows = [whole >> width * columns * (255 - row) for row in range(256)]
-    return [[levels[row >> width * k & (1 << width) - 1] for k in range(columns)] for row in rows]
+    return [[row >> width * k & (1 << width) - 1 for k in range(columns)] for row in rows]
+
+
+@per_device
+def iq2_levels(device: torch.device) -> Tensor:
+    """[256, 8] uint8: numbers of IQ2_LEVELS."""
+    return torch.tensor(_levels(_IQ2_POINTS, len(IQ2_LEVELS), 8), dtype=torch.uint8, device=device)
+
+
+@per_device
+def iq3_levels(device: torch.device) -> Tensor:
+    """[256, 4] uint8: numbers of IQ3_LEVELS."""
+    return torch.tensor(_levels(_IQ3_POINTS, len(IQ3_LEVELS), 4), dtype=torch.uint8, device=device)
 
 
 @per_device
 def iq2_xxs(device: torch.device) -> Tensor:
     """[256, 8] float32."""
-    return torch.tensor(_points(_IQ2_POINTS, _IQ2_LEVELS, 8), dtype=torch.float32, device=device)
+    return torch.tensor(IQ2_LEVELS, dtype=torch.float32, device=device)[iq2_levels(device).int()]
 
 
 @per_device
 def iq3_xxs(device: torch.device) -> Tensor:
     """[256, 4] float32."""
-    return torch.tensor(_points(_IQ3_POINTS, _IQ3_LEVELS, 4), dtype=torch.float32, device=device)
+    return torch.tensor(IQ3_LEVELS, dtype=torch.float32, device=device)[iq3_levels(device).int()]
 
 
 @per_device

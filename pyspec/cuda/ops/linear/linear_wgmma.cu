@@ -133,12 +133,17 @@ __device__ __forceinline__ void weights_f16(u32 (&a)[8], u32 record, int block, 
 #elif !SCALED && !HALVES
   const u32 more = scale, more8 = scale8;
 #endif
+#if HALF_MINIMA
+  const u32 less[4] = {both_halves(-w.low[0]), both_halves(-w.low[1]), both_halves(-w.low[2]), both_halves(-w.low[3])};
+#endif
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
 #if SCALED || HALVES
     a[i] = w.a[i];
 #elif HAS_MIN
     a[i] = fma_f16x2(w.a[i], i & 1 ? scale8 : scale, i & 1 ? low8 : low);
+#elif HALF_MINIMA
+    a[i] = fma_f16x2(w.a[i], i < 4 ? (i & 1 ? scale8 : scale) : (i & 1 ? more8 : more), less[i / 4 * 2 + (i & 1)]);
 #else
     a[i] = mul_f16x2(w.a[i], i < 4 ? (i & 1 ? scale8 : scale) : (i & 1 ? more8 : more));
 #endif

@@ -5,7 +5,9 @@ tensor-core operands, then scales (linear_planes.py). Records lie as [tile][chun
 padded to a multiple of 16 and columns to whole chunks with zeros. Bytes of a record over those of the file's blocks:
 
     F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q6_K IQ4_NL MXFP4 NVFP4   the same
-    Q4_K +2.8 %, Q5_K +2.3 %, IQ4_XS +1.5 %                     six-bit scales become bytes
+    Q4_K +2.8 %, Q5_K +2.3 %, IQ4_XS +1.5 %, Q3_K +3.6 %        six-bit scales become bytes
+    Q2_K                                                        the same
+    IQ3_XXS +41 %, IQ2_XXS +61 %                                numbers of lattice points become signs and levels
 
 Behind the records of NVFP4 and BF16 lies a scale for each row, f32, rows padded to whole tiles. NVFP4 has such a second scale
 in the file, one a tensor, and a matrix may be made of several tensors. BF16 weights become f16 over a power of two, that of
@@ -21,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyspec.cuda.ops.linear import planes
+from pyspec.cuda.ops.linear import grids, planes
 from pyspec.cuda.ops.linear.dequant import E2M1, IQ4, e8m0, ue4m3
 from pyspec.errors import ModelError
 from pyspec.gguf import GGMLType
@@ -346,6 +348,89 @@ def _decode_iq4_xs(records: Tensor) -> Tensor:
     return (_half(planes.pairs_out(records[..., 2176:], 2)) * scales).unsqueeze(-1) * _values(q, IQ4)
 
 
+def _two_bits(qs: Tensor) -> Tensor:
+    """[..., 64] bytes of a K block -> [..., 8, 32] codes 0..3."""
+    q = qs.unflatten(-1, (2, 1, 32))
+    return torch.cat([q >> s & 3 for s in (0, 2, 4, 6)], -2).flatten(-3, -2)
+
+
+def _encode_q2_k(blocks: Tensor) -> Tensor:
+    x = blocks.squeeze(-2)
+    scales = planes.pairs_in(x[..., :16].unflatten(-1, (8, 2)))
+    return torch.cat((planes.crumbs_in(planes.by_lane(_two_bits(x[..., 16:80])), 0), scales, planes.pairs_in(x[..., 80:])), -1)
+
+
+def _decode_q2_k(records: Tensor) -> Tensor:
+    q = planes.from_lanes(planes.crumbs_out(records[..., :1024]))
+    both = planes.pairs_out(records[..., 1024:1280], 8, 2)
+    d = _half(planes.pairs_out(records[..., 1280:], 4)).unsqueeze(-2)
+    scale, low = d[..., :1] * (both & 15), d[..., 1:] * (both >> 4)
+    return scale.repeat_interleave(16, -1) * q - low.repeat_interleave(16, -1)
+
+
+def _encode_q3_k(blocks: Tensor) -> Tensor:
+    x = blocks.squeeze(-2)
+    high = torch.stack([x[..., :32] >> i & 1 for i in range(8)], -2)
+    lanes = planes.by_lane(_two_bits(x[..., 32:96]) | high << 2)
+    low, rest = _nibbles(x[..., 96:104]), x[..., 104:108]
+    scales = (low | torch.cat([rest >> s & 3 for s in (0, 2, 4, 6)], -1) << 4) - 32  # int8 from here on
+    scales = planes.pairs_in(scales.unflatten(-1, (8, 2)))
+    return torch.cat((planes.crumbs_in(lanes, 0), planes.bits_in(lanes, 2), scales, planes.pairs_in(x[..., 108:])), -1)
+
+
+def _decode_q3_k(records: Tensor) -> Tensor:
+    q = planes.from_lanes(planes.crumbs_out(records[..., :1024]) | planes.bits_out(records[..., 1024:1536]) << 2).short() - 4
+    scales = planes.pairs_out(records[..., 1536:1792], 8, 2).contiguous().view(torch.int8)
+    d = _half(planes.pairs_out(records[..., 1792:], 2)).unsqueeze(-2)
+    return (d * scales).repeat_interleave(16, -1) * q
+
+
+def _points(points: Tensor, grid: Tensor, words: Tensor, plus: int) -> tuple[Tensor, Tensor]:
+    """What lattice points stand for, and the scales, odd numbers.
+
+    points  [..., 8, n] uint8   of 32 weights each
+    grid    [256, 32 / n] uint8 levels of a point
+    words   [..., 8, 4] uint8   signs and scales
+    plus    what a minus adds to a level
+    """
+    levels = grid[points.int()].flatten(-2)
+    word = words.contiguous().view(torch.int32)
+    signs = torch.tensor([b.bit_count() % 2 << 7 | b for b in range(128)], dtype=torch.uint8, device=points.device)
+    picked = signs[torch.cat([word >> s & 127 for s in (0, 7, 14, 21)], -1)]
+    minus = torch.stack([picked >> k & 1 for k in range(8)], -1).flatten(-2)
+    return levels + plus * minus, ((word >> 28 & 15) * 2 + 1).squeeze(-1).to(torch.uint8)
+
+
+def _encode_iq2_xxs(blocks: Tensor) -> Tensor:
+    x = blocks.squeeze(-2)
+    groups = x[..., 2:].unflatten(-1, (8, 8))
+    codes, scales = _points(groups[..., :4], grids.iq2_levels(x.device), groups[..., 4:], 4)
+    lanes = planes.by_lane(codes)
+    return torch.cat((planes.levels_in(lanes), planes.signs_in(lanes), planes.bytes_in(scales), planes.pairs_in(x[..., :2])), -1)
+
+
+def _decode_iq2_xxs(records: Tensor) -> Tensor:
+    q = planes.from_lanes(planes.levels_out(records[..., :1024]) | planes.signs_out(records[..., 1024:1536]) << 2)
+    scales = planes.bytes_out(records[..., 1536:1664]).contiguous().view(torch.int8)
+    table = (*grids.IQ2_LEVELS, 0, *(-x for x in grids.IQ2_LEVELS), 0)
+    return (_half(planes.pairs_out(records[..., 1664:], 2)) * 0.125 * scales).unsqueeze(-1) * _values(q, table)
+
+
+def _encode_iq3_xxs(blocks: Tensor) -> Tensor:
+    x = blocks.squeeze(-2)
+    points, words = x[..., 2:66].unflatten(-1, (8, 8)), x[..., 66:].unflatten(-1, (8, 4))
+    codes, scales = _points(points, grids.iq3_levels(x.device), words, 8)
+    lanes = planes.by_lane(codes)
+    return torch.cat((planes.nibbles_in(lanes, planes.NATURAL), planes.bytes_in(scales), planes.pairs_in(x[..., :2])), -1)
+
+
+def _decode_iq3_xxs(records: Tensor) -> Tensor:
+    q = planes.from_lanes(planes.nibbles_out(records[..., :2048], planes.NATURAL))
+    scales = planes.bytes_out(records[..., 2048:2176]).contiguous().view(torch.int8)
+    table = (*grids.IQ3_LEVELS, *(-x for x in grids.IQ3_LEVELS))
+    return (_half(planes.pairs_out(records[..., 2176:], 2)) * 0.25 * scales).unsqueeze(-1) * _values(q, table)
+
+
 def _encode_mxfp4(blocks: Tensor) -> Tensor:
     if (blocks[..., 0] > MXFP4_LARGEST).any():
         raise ModelError(f"an MXFP4 scale of 2^{int(blocks[..., 0].max()) - 127}; up to 2^7 the kernels can hold")
@@ -394,6 +479,10 @@ FORMATS: dict[GGMLType, Format] = {
     GGMLType.MXFP4: Format(10, 4, 1088, _encode_mxfp4, _decode_mxfp4),
     GGMLType.NVFP4: Format(11, 4, 1152, _encode_nvfp4, _decode_nvfp4, scaled=True),
     GGMLType.F16: Format(12, 2, 2048, _encode_f16, _decode_f16),
+    GGMLType.Q2_K: Format(14, 8, 1344, _encode_q2_k, _decode_q2_k),
+    GGMLType.Q3_K: Format(15, 8, 1824, _encode_q3_k, _decode_q3_k),
+    GGMLType.IQ2_XXS: Format(16, 8, 1696, _encode_iq2_xxs, _decode_iq2_xxs),
+    GGMLType.IQ3_XXS: Format(17, 8, 2208, _encode_iq3_xxs, _decode_iq3_xxs),
     GGMLType.BF16: Format(13, 2, 2048, _encode_f16, _decode_f16, scaled=True, split=_split_bf16),
 }
 CHUNKS = {type: kind.chunk for type, kind in FORMATS.items()}

@@ -80,12 +80,12 @@ def halves_out(plane: Tensor) -> Tensor:
     return x.permute(0, 1, 2, 4, 6, 3, 5, 7).flatten(-3)
 
 
-def crumbs_in(lanes: Tensor) -> Tensor:
-    """Bits 4 and 5 of each code, 16 bytes a lane for four blocks.
+def crumbs_in(lanes: Tensor, low: int = 4) -> Tensor:
+    """Two bits of each code, the lower one number `low`; 16 bytes a lane for four blocks.
 
     Byte 2 e + r of a block is of row r and of the codes k % 2 == e; bits 4 l + 2 h of it are of code 4 h + 2 l + e.
     """
-    high = lanes >> 4
+    high = lanes >> low & 3
     even, odd = ((high[..., k] | high[..., k + 4] << 2 | high[..., k + 2] << 4 | high[..., k + 6] << 6) for k in (0, 1))
     packed = torch.cat((even, odd), -1)
     return packed.unflatten(2, (-1, 4)).permute(0, 1, 2, 4, 3, 5).flatten(2)
@@ -96,12 +96,12 @@ def crumbs_out(plane: Tensor) -> Tensor:
     return torch.stack([x[..., k % 2, :] >> (k // 4 * 2 + k // 2 % 2 * 4) & 3 for k in range(8)], -1)
 
 
-def bits_in(lanes: Tensor) -> Tensor:
-    """Bit 4 of each code, 4 bytes a lane for two blocks.
+def bits_in(lanes: Tensor, bit: int = 4) -> Tensor:
+    """One bit of each code, 4 bytes a lane for two blocks.
 
     Byte 2 e + b is of block b and of the codes k % 2 == e; bit 4 l + 2 r + h in it is of row r, code 4 h + 2 l + e.
     """
-    x = (lanes >> 4 & 1).unflatten(2, (-1, 2)).unflatten(-1, (2, 2, 2))  # group chunk two b lane r h l e
+    x = (lanes >> bit & 1).unflatten(2, (-1, 2)).unflatten(-1, (2, 2, 2))  # group chunk two b lane r h l e
     x = x.permute(0, 1, 2, 4, 8, 3, 7, 5, 6).flatten(-3)
     return (x << _bit_numbers(x)).sum(-1, dtype=torch.uint8).flatten(2)
 
@@ -114,6 +114,34 @@ def bits_out(plane: Tensor) -> Tensor:
 
 def _bit_numbers(x: Tensor) -> Tensor:
     return torch.arange(8, dtype=torch.uint8, device=x.device)
+
+
+def levels_in(lanes: Tensor) -> Tensor:
+    """The two low bits of each code, 16 bytes a lane for four blocks: nibble i of a row's 16 bits is of codes i and 4 + i."""
+    x = lanes & 3
+    nibbles = x[..., :4] | x[..., 4:] << 2
+    return (nibbles[..., ::2] | nibbles[..., 1::2] << 4).flatten(-2).unflatten(2, (-1, 4)).permute(0, 1, 2, 4, 3, 5).flatten(2)
+
+
+def levels_out(plane: Tensor) -> Tensor:
+    x = plane.unflatten(-1, (-1, 32, 4, 2, 2)).permute(0, 1, 2, 4, 3, 5, 6).flatten(2, 3)  # ... lane row byte
+    nibbles = torch.stack((x & 15, x >> 4), -1).flatten(-2)
+    return torch.cat((nibbles & 3, nibbles >> 2), -1)
+
+
+def signs_in(lanes: Tensor) -> Tensor:
+    """Bit 2 of each code, 4 bytes a lane for two blocks: nibble i of a block is of codes i and 4 + i of row g, then of row g + 8."""
+    x = lanes >> 2 & 1
+    halves = x[..., :4] | x[..., 4:] << 1
+    nibbles = halves[..., 0, :] | halves[..., 1, :] << 2
+    return (nibbles[..., ::2] | nibbles[..., 1::2] << 4).unflatten(2, (-1, 2)).permute(0, 1, 2, 4, 3, 5).flatten(2)
+
+
+def signs_out(plane: Tensor) -> Tensor:
+    x = plane.unflatten(-1, (-1, 32, 2, 2)).permute(0, 1, 2, 4, 3, 5).flatten(2, 3)  # ... lane byte
+    nibbles = torch.stack((x & 15, x >> 4), -1).flatten(-2)
+    rows = torch.stack((nibbles & 3, nibbles >> 2), -2)
+    return torch.cat((rows & 1, rows >> 1), -1)
 
 
 def pairs_in(x: Tensor) -> Tensor:
