@@ -84,7 +84,7 @@ def test_second_scales_come_before_what_the_epilogue_does(type: GGMLType, epilog
         assert off(product(spec, packed, x, residual), want) < 3e-6
 
 
-@pytest.mark.parametrize("kind", [GGMLType.Q8_0, GGMLType.F16, GGMLType.BF16, GGMLType.F32, GGMLType.Q2_K])
+@pytest.mark.parametrize("kind", [GGMLType.Q8_0, GGMLType.F16, GGMLType.BF16, GGMLType.F32, GGMLType.IQ1_S])
 @pytest.mark.parametrize("has_tall", [True, False])
 def test_half_floats_stream_where_many_rows_of_them_do(
     kind: GGMLType, has_tall: bool, monkeypatch: pytest.MonkeyPatch

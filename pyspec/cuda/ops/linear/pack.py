@@ -357,7 +357,9 @@ def _two_bits(qs: Tensor) -> Tensor:
 def _encode_q2_k(blocks: Tensor) -> Tensor:
     x = blocks.squeeze(-2)
     scales = planes.pairs_in(x[..., :16].unflatten(-1, (8, 2)))
-    return torch.cat((planes.crumbs_in(planes.by_lane(_two_bits(x[..., 16:80])), 0), scales, planes.pairs_in(x[..., 80:])), -1)
+    return torch.cat(
+        (planes.crumbs_in(planes.by_lane(_two_bits(x[..., 16:80])), 0), scales, planes.pairs_in(x[..., 80:])), -1
+    )
 
 
 def _decode_q2_k(records: Tensor) -> Tensor:
@@ -379,7 +381,12 @@ def _encode_q3_k(blocks: Tensor) -> Tensor:
 
 
 def _decode_q3_k(records: Tensor) -> Tensor:
-    q = planes.from_lanes(planes.crumbs_out(records[..., :1024]) | planes.bits_out(records[..., 1024:1536]) << 2).short() - 4
+    q = (
+        planes.from_lanes(
+            planes.crumbs_out(records[..., :1024]) | planes.bits_out(records[..., 1024:1536]) << 2
+        ).short()
+        - 4
+    )
     scales = planes.pairs_out(records[..., 1536:1792], 8, 2).contiguous().view(torch.int8)
     d = _half(planes.pairs_out(records[..., 1792:], 2)).unsqueeze(-2)
     return (d * scales).repeat_interleave(16, -1) * q
@@ -406,7 +413,9 @@ def _encode_iq2_xxs(blocks: Tensor) -> Tensor:
     groups = x[..., 2:].unflatten(-1, (8, 8))
     codes, scales = _points(groups[..., :4], grids.iq2_levels(x.device), groups[..., 4:], 4)
     lanes = planes.by_lane(codes)
-    return torch.cat((planes.levels_in(lanes), planes.signs_in(lanes), planes.bytes_in(scales), planes.pairs_in(x[..., :2])), -1)
+    return torch.cat(
+        (planes.levels_in(lanes), planes.signs_in(lanes), planes.bytes_in(scales), planes.pairs_in(x[..., :2])), -1
+    )
 
 
 def _decode_iq2_xxs(records: Tensor) -> Tensor:
@@ -421,7 +430,9 @@ def _encode_iq3_xxs(blocks: Tensor) -> Tensor:
     points, words = x[..., 2:66].unflatten(-1, (8, 8)), x[..., 66:].unflatten(-1, (8, 4))
     codes, scales = _points(points, grids.iq3_levels(x.device), words, 8)
     lanes = planes.by_lane(codes)
-    return torch.cat((planes.nibbles_in(lanes, planes.NATURAL), planes.bytes_in(scales), planes.pairs_in(x[..., :2])), -1)
+    return torch.cat(
+        (planes.nibbles_in(lanes, planes.NATURAL), planes.bytes_in(scales), planes.pairs_in(x[..., :2])), -1
+    )
 
 
 def _decode_iq3_xxs(records: Tensor) -> Tensor:

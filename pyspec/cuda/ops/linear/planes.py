@@ -120,7 +120,13 @@ def levels_in(lanes: Tensor) -> Tensor:
     """The two low bits of each code, 16 bytes a lane for four blocks: nibble i of a row's 16 bits is of codes i and 4 + i."""
     x = lanes & 3
     nibbles = x[..., :4] | x[..., 4:] << 2
-    return (nibbles[..., ::2] | nibbles[..., 1::2] << 4).flatten(-2).unflatten(2, (-1, 4)).permute(0, 1, 2, 4, 3, 5).flatten(2)
+    return (
+        (nibbles[..., ::2] | nibbles[..., 1::2] << 4)
+        .flatten(-2)
+        .unflatten(2, (-1, 4))
+        .permute(0, 1, 2, 4, 3, 5)
+        .flatten(2)
+    )
 
 
 def levels_out(plane: Tensor) -> Tensor:
