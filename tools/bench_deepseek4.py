@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import faults
+from pyspec.cuda.ops.compress import cuda as compress_cuda
+from pyspec.cuda.ops.compress.op import compress
+from pyspec.cuda.ops.compress.ref import SCORES, VALUES, CompressSpec
 from pyspec.cuda.ops.index_rows import cuda as index_cuda
 from pyspec.cuda.ops.index_rows.cases import Ragged, place
 from pyspec.cuda.ops.index_rows.op import index_rows
@@ -28,6 +31,11 @@ L2, PAGE = 60e6, 32
 INDEX = IndexSpec(GPU, 64, 128, 512, 4, torch.float16)
 CSA, HCA, RAW = (SparseSpec(GPU, 64, 512, 128, ratio, torch.float16) for ratio in (4, 128, 0))
 TOP_K = INDEX.top_k
+COMPRESSORS = {
+    "CSA": CompressSpec(GPU, 4, 512, True, 64, 1e-6, torch.float16),
+    "indexer": CompressSpec(GPU, 4, 128, True, 64, 1e-6, torch.float16),
+    "HCA": CompressSpec(GPU, 128, 512, False, 64, 1e-6, torch.float16),
+}
 CONTEXTS = (4096, 65536)
 WIDTHS: dict[str, Sequence[int]] = {
     "1 row": (1,),
@@ -133,6 +141,24 @@ def sparse_run(ctx: int, widths: Sequence[int], spec: SparseSpec, build: SparseB
     return Run([one_call(pool) for pool in pools], n_byte + 2 * q.nbytes, 4 * n_row * each * spec.n_head * spec.dim)
 
 
+def compress_run(ctx: int, widths: Sequence[int], spec: CompressSpec) -> Run:
+    """The last row of each sequence ends a block, of 4 tokens and of 128."""
+    n_row, launch, of = sum(widths), compress_cuda.bind(spec), 1 + spec.overlaps
+    width, window = of * spec.dim, of * spec.ratio
+    batch, n_page = batch_of(ctx, widths)
+    products = torch.randn(n_row, 2 * width, device=GPU)
+    values, scores = products.split(width, -1)
+    norm, freq = torch.ones(spec.dim, device=GPU), torch.rand(spec.n_rot // 2, device=GPU, dtype=torch.float64)
+    n_made = sum((ctx // spec.ratio) - (ctx - w) // spec.ratio for w in widths)
+    n_byte = 8 * (n_made * window * spec.dim + n_row * width * 2) + n_made * spec.dim * 2
+
+    def one_call(pool: KVPool) -> Callable[[], None]:
+        ring = RingRows(dict.fromkeys((VALUES, SCORES), (width,)), len(widths) + 2, window, 34, torch.float32, GPU)
+        return lambda: launch(values, scores, norm, freq, ring, pool, batch)
+
+    return Run([one_call(pool) for pool in pools_for(n_page, spec.ratio, spec.dim, 1e7)], n_byte, 0.0)
+
+
 def show(name: str, run: Run) -> float:
     us = time_us(run)
     print(f"{name:44} {us:8.1f} us  floor {run.floor:6.1f} us  {us / run.floor:5.1f} x", flush=True)
@@ -144,6 +170,12 @@ def index() -> None:
         found = {name: show(f"index_rows {ctx} {name}", index_run(ctx, widths)) for name, widths in WIDTHS.items()}
         for name in ("8 slots, 32 ragged", "2 slots, 32 ragged"):
             print(f"  {name} over 1 row: {found[name] / found['1 row']:.2f}")
+
+
+def compressors() -> None:
+    for name, spec in COMPRESSORS.items():
+        for rows, widths in (WIDTHS | {"prompt": (2048,)}).items():
+            show(f"compress {name} {rows}", compress_run(4096, widths, spec))
 
 
 LAYERS = {"CSA": CSA, "HCA": HCA, "raw": RAW}
@@ -173,8 +205,9 @@ def prompts() -> None:
 
 def check() -> None:
     """What the child process says of each, and nothing tripped."""
-    sparse_specs = [(sparse_attend, spec) for spec in LAYERS.values()]
-    for op, spec in ((index_rows, INDEX), (index_rows, replace(INDEX, top_k=8)), *sparse_specs):
+    others = [(sparse_attend, spec) for spec in LAYERS.values()]
+    others += [(compress, spec) for spec in COMPRESSORS.values()]
+    for op, spec in ((index_rows, INDEX), (index_rows, replace(INDEX, top_k=8)), *others):
         print(
             f"{op.name} {op.chosen(spec).name}: {list(op.choices(spec))} fault {faults.record(GPU).tolist()}",
             flush=True,
@@ -203,6 +236,14 @@ def parts() -> None:
 
 
 if __name__ == "__main__":
-    jobs = {"check": check, "index": index, "sparse": sparse, "parts": parts, "builds": builds, "prompts": prompts}
+    jobs = {
+        "check": check,
+        "index": index,
+        "sparse": sparse,
+        "parts": parts,
+        "builds": builds,
+        "prompts": prompts,
+        "compress": compressors,
+    }
     for job in sys.argv[1:] or list(jobs):
         jobs[job]()

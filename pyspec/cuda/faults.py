@@ -27,6 +27,7 @@ OPS = {
     10: "ahead",
     11: "index_rows",
     12: "sparse_attend",
+    13: "compress",
 }  # whose kernels have guards
 NUMBERS = {
     name: number for number, name in OPS.items()

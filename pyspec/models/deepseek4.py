@@ -55,7 +55,8 @@ class Compressor:
         self.ratio, self.width = ratio, dim * (1 + (ratio == CSA))
         self.places, self.norm = w.vector(f"{name}_ape.weight"), w.vector(f"{name}_norm.weight")
         self.freq = c.freq(ratio).to(w.device)
-        self.compress = compress.bind(CompressSpec(w.device, ratio, dim, ratio == CSA, c.n_rot, c.eps, kv))
+        spec = CompressSpec(w.device, ratio, dim, ratio == CSA, c.n_rot, c.eps, kv)
+        self.compress, self.capturable = compress.bind(spec), compress.chosen(spec).capturable
 
     def __call__(self, products: Tensor, ring: RingRows, pool: KVPool, batch: Batch) -> None:
         """products [row, 2 * width] f32: values, and scores without the bias of a token's place in its block."""
@@ -87,13 +88,21 @@ class WindowAttention:
             first += [*self.indexed.names, f"{p}.indexer.proj.weight"]
             second.append(f"{p}.indexer.attn_q_b.weight")
             self.sizes += [2 * self.indexed.width, x.n_head]
-            self.index = index_rows.bind(IndexSpec(w.device, x.n_head, x.dim, x.top_k, ratio, kv))
+            choice = IndexSpec(w.device, x.n_head, x.dim, x.top_k, ratio, kv)
+            self.index, self.can_choose = index_rows.bind(choice), index_rows.chosen(choice).capturable
         self.first, self.second = w.matrix(*first), w.matrix(*second)
-        self.attend = sparse_attend.bind(SparseSpec(w.device, a.n_head, a.head_dim, c.window, ratio, kv))
+        spec = SparseSpec(w.device, a.n_head, a.head_dim, c.window, ratio, kv)
+        self.attend, self.can_attend = sparse_attend.bind(spec), sparse_attend.chosen(spec).capturable
         self.out_a, self.out_b = (
             w.grouped(f"{p}.attn_output_a.weight", c.n_group),
             w.matrix(f"{p}.attn_output_b.weight"),
         )
+
+    @property
+    def capturable(self) -> bool:
+        """A CUDA graph may hold it: none of its ops looks at lists of the host."""
+        made = all(part is None or part.capturable for part in (self.rows, self.indexed))
+        return made and self.can_attend and (self.indexed is None or self.can_choose)
 
     def queries(self, qr: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Of a row's low-rank query: heads [row, head, dim], normed without a weight and roped, and the rest of the product."""
@@ -150,13 +159,13 @@ class StreamExperts:
         route = RouteSpec(
             w.device, c.n_embd, m.n_expert, m.n_used, m.router, m.renorm, m.scale, has_bias, eps=c.eps, given=is_hashed
         )
-        self.route = moe_route.bind(route)
+        self.route, self.capturable = moe_route.bind(route), moe_route.chosen(route).capturable
         stacks = Stacks(*(w.stack(f"{p}.ffn_{x}_exps.weight") for x in ("gate", "up", "down")))
         type = stacks.up.type if stacks.gate is not None and stacks.gate.type is stacks.up.type else None
         spec = MoeSpec(
             w.device, m.n_used, c.n_embd, m.n_ff, "swiglu", type, stacks.down.type, n_expert=m.n_expert, limit=limit
         )
-        self.experts = moe.bind(spec)(stacks)
+        self.experts, self.capturable = moe.bind(spec)(stacks), self.capturable and moe.chosen(spec).capturable
         self.gate_up = self.down = None
         if m.n_ff_shared:
             self.gate_up = w.matrix(f"{p}.ffn_gate_shexp.weight", f"{p}.ffn_up_shexp.weight")
@@ -177,9 +186,11 @@ class StreamBlock:
 
     def __init__(self, c: Deepseek4Config, w: Weights, i: int, mixer: WindowAttention) -> None:
         p = f"blk.{i}"
-        self.streams = streams.bind(streams_spec(c, w.device))
+        mix = streams_spec(c, w.device)
+        self.streams = streams.bind(mix)
         self.attn_mix, self.feed_mix = mix_of(w, f"{p}.hc_attn"), mix_of(w, f"{p}.hc_ffn")
         self.mixer, self.feed = mixer, StreamExperts(c, w, p, c.limits[i], is_hashed=i < min(c.n_hash, c.n_layer))
+        self.capturable = streams.chosen(mix).capturable and mixer.capturable and self.feed.capturable
 
     def __call__(self, x: Tensor, memory: Memory, layer: int, batch: Batch) -> Tensor:
         """The streams x [row, stream, n_embd] f32 behind the block."""
@@ -204,8 +215,6 @@ class StreamHead:
 class Deepseek4:
     """The model bound to its memory. Implements `Target`; its hidden states are all streams behind the last block, side by side."""
 
-    capturable = False  # the ops' references look at lists of the host
-
     def __init__(self, config: Deepseek4Config, weights: Weights, memory: Memory) -> None:
         self.config, self.memory, self.device = config, memory, weights.device
         self.embedding = weights.embedding("token_embd.weight")
@@ -216,6 +225,7 @@ class Deepseek4:
         self.norm = weights.vector("output_norm.weight")
         self.last = StreamHead(config, weights, self.norm)
         self.output = weights.matrix("output.weight")
+        self.capturable = all(block.capturable for block in self.blocks)
 
     @property
     def n_vocab(self) -> int:

@@ -9,6 +9,10 @@ import torch
 
 from pyspec.cuda import faults
 from pyspec.cuda.ops.attend.cases import TOLERANCE, worst
+from pyspec.cuda.ops.compress import cases as compress_cases
+from pyspec.cuda.ops.compress import cuda as compress_cuda
+from pyspec.cuda.ops.compress import ref as compress_ref
+from pyspec.cuda.ops.compress.ref import CompressSpec
 from pyspec.cuda.ops.index_rows import cases as index_cases
 from pyspec.cuda.ops.index_rows import cuda as index_cuda
 from pyspec.cuda.ops.index_rows import ref as index_ref
@@ -25,6 +29,13 @@ WIDE = Ragged([(5000 + 431 * i, 1 + i) for i in range(17)], 32, (7, 2))
 INDEX = IndexSpec(GPU, 64, 128, 512, 4, torch.float16)
 CSA = SparseSpec(GPU, 64, 512, 128, 4, torch.float16)
 HCA, RAW = replace(CSA, ratio=128), replace(CSA, ratio=0)
+COMPRESSORS = [
+    CompressSpec(GPU, 4, 512, True, 64, 1e-6, torch.float16),
+    CompressSpec(GPU, 4, 128, True, 64, 1e-6, torch.float16),
+    CompressSpec(GPU, 128, 512, False, 64, 1e-6, torch.float16),
+    CompressSpec(GPU, 4, 32, True, 16, 1e-6, torch.float32),
+    CompressSpec(GPU, 128, 32, False, 16, 1e-6, torch.bfloat16),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -184,3 +195,52 @@ def test_sparse_attend_reports_rows_and_pages_that_do_not_exist() -> None:
         faults.record(GPU).zero_()
         assert torch.equal(bad[: starts[seq]], right[: starts[seq]])
         assert torch.equal(bad[starts[seq + 1] :], right[starts[seq + 1] :])
+
+
+@pytest.mark.parametrize("spec", COMPRESSORS)
+def test_compress_passes_its_check(spec: CompressSpec) -> None:
+    assert compress_cases.check(compress_cuda.bind(spec), compress_ref.bind(spec), spec) is None
+    assert faults.record(GPU).tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("slack", [0, 8, 34])
+@pytest.mark.parametrize("spec", COMPRESSORS)
+def test_compress_of_widths_from_1_to_17_is_the_references(spec: CompressSpec, slack: int) -> None:
+    given = compress_cases.make(WIDE, spec, 1, slack)
+    assert compress_cases.difference(given, compress_cuda.bind(spec), compress_ref.bind(spec), spec) is None
+
+
+@pytest.mark.parametrize("spec", COMPRESSORS[:3])
+def test_a_captured_compressor_serves_rows_that_are_moved(spec: CompressSpec) -> None:
+    lengths = [(300, 126), (301, 127), (302, 130), (303, 0), (299, 383)]
+    made = [compress_cases.make(Ragged([(a, 4), (b, 2)]), spec, seed) for seed, (a, b) in enumerate(lengths)]
+    launch, first = compress_cuda.bind(spec), made[0]
+    batch = replace(first.placed.batch, bucket=6, seqs=())
+    n_page = max(m.placed.n_page for m in made)
+    pool = index_cases.pool_for(replace(first.placed, n_page=n_page), spec.ratio, spec.dim, spec.kv, GPU)
+    values, scores, norm, (ring, _) = first.values.clone(), first.scores.clone(), first.norm.clone(), first.copies()
+
+    def put(m: compress_cases.Given) -> None:
+        own = m.placed.batch
+        names = ("positions", "kv_rows", "seq_slot")
+        pairs = [(getattr(batch, name), getattr(own, name)) for name in names]
+        pairs += [(ring.rows[name], m.ring.rows[name]) for name in compress_cases.NAMES]
+        for to, by in (*pairs, (values, m.values), (scores, m.scores), (norm, m.norm)):
+            to.copy_(by)
+        pool.k.fill_(torch.nan)
+
+    wants = [m.run(compress_ref.bind(spec), (slice(None), m.placed.plain)) for m in made]
+    put(first)
+    launch(values, scores, norm, first.freq, first.copies()[0], pool, batch)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch(values, scores, norm, first.freq, ring, pool, batch)
+    for m, (kept, want) in zip(made, wants, strict=True):
+        put(m)
+        graph.replay()
+        own = pool.k[: len(want.k)]
+        assert torch.equal(own.isnan(), want.k.isnan())
+        assert bool((own.nan_to_num(0.0).float() - want.k.nan_to_num(0.0).float()).abs().amax() < 0.02)
+        for name in compress_cases.NAMES:
+            assert torch.equal(ring.rows[name].view(torch.int32), kept.rows[name].view(torch.int32))
+    assert faults.record(GPU).tolist() == [0] * 5

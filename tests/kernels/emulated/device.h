@@ -66,6 +66,7 @@ inline float cosf(float x) { return __builtin_cosf(x); }
 inline float floorf(float x) { return __builtin_floorf(x); }
 inline float ceilf(float x) { return __builtin_ceilf(x); }
 inline float rintf(float x) { return __builtin_rintf(x); }
+inline double rint(double x) { return __builtin_rint(x); }
 inline float truncf(float x) { return __builtin_truncf(x); }
 inline bool isnan(float x) { return __builtin_isnan(x); }
 inline bool isfinite(float x) { return __builtin_isfinite(x); }

@@ -1,0 +1,196 @@
+// compress: rows that stand for RATIO tokens each, made when their last token runs; and what the tokens gave, kept in rings.
+//
+//   values, scores  [row, (1 + OVERLAPS) * DIM]      f32  of the batch's tokens; rows lie `value_step`, `score_step` apart
+//   norm, freq      [DIM], [n_rot / 2]               f32, f64
+//   ring_values, ring_scores  [slot, n_ring, (1 + OVERLAPS) * DIM]  f32  of the tokens before
+//   rows            [pool row, DIM]                  KV   KV_KIND 0: f32, 1: f16, 2: bf16, 4: f8_e4m3
+//   positions, kv_rows  [row]                        int64  the row of a block is that of its last token: page * page_size + offset
+//   row_seq         [row]                            int32  -1: padding
+//   seq_start, seq_slot  [seq + 1], [seq]            int32
+//   fault           [5]                              int32  see bounds.cuh
+//
+// Grid (row), a CTA for each, of which most have no block to make. GROUPS share a block's tokens, in an order that hangs on nothing; a
+// thread has four channels, and folds its tokens' weights and values as attention does.
+//
+// A ring is read as it was before the batch. Rows of few tokens overwrite none that is read: a sequence of up to `n_direct` rows is kept at
+// once, longer ones by a launch of their own.
+//
+// Macros: DIM, RATIO, OVERLAPS, N_ROT, GROUPS, KV_KIND, OP_ID.
+#include "kv_types.cuh"
+#include "bounds.cuh"
+#include "overlap.cuh"
+#include "partial.cuh"
+
+constexpr int WIDTH = (1 + OVERLAPS) * DIM, LANES = DIM / 4, THREADS = LANES * GROUPS, TOKENS = (1 + OVERLAPS) * RATIO;
+constexpr int EACH = TOKENS / GROUPS, AT_ONCE = EACH % 8 == 0 ? 8 : EACH % 4 == 0 ? 4 : EACH % 2 == 0 ? 2 : 1;
+static_assert(DIM % 4 == 0 && TOKENS % GROUPS == 0 && THREADS <= 1024 && THREADS % 32 == 0 && N_ROT % 2 == 0, "tokens do not divide");
+
+struct Given {  // what the tokens gave: in the batch, and in the rings
+  const float *values, *scores;
+  i64 value_step, score_step;
+  float *ring_values, *ring_scores;
+  int n_ring;
+};
+
+struct Own {  // a row and its sequence
+  int seq, slot, start, n;
+  i64 at, n_past;
+};
+
+__device__ __forceinline__ Own own_of(int row, int n_all, int n_slot, const i64* positions, const int* row_seq, const int* seq_start,
+                                      const int* seq_slot, int* fault) {
+  Own o = {row_seq[row], 0, 0, 0, 0, 0};
+  if (o.seq < 0) return o;
+  o.slot = seq_slot[o.seq], o.start = seq_start[o.seq], o.at = positions[row];
+  if (clamped(o.start, row + 1, OP_ID, o.seq, fault) != o.start || clamped(o.slot, n_slot, OP_ID, o.seq, fault) != o.slot) return {-1};
+  o.n = min(seq_start[o.seq + 1], n_all) - o.start, o.n_past = positions[o.start];
+  const bool fits = o.at >= 0 && o.at < 0x7fffffff && o.at - o.n_past == row - o.start;
+  if (clamped(fits ? 0 : -1, n_all, OP_ID, o.seq, fault) != (fits ? 0 : -1)) return {-1};
+  return o;
+}
+
+__device__ __forceinline__ void keep(const Given& given, const Own& o, int row) {
+  const i64 to = (static_cast<i64>(o.slot) * given.n_ring + o.at % given.n_ring) * WIDTH;
+  for (int i = threadIdx.x * 4; i < WIDTH; i += blockDim.x * 4) {
+    *reinterpret_cast<float4*>(given.ring_values + to + i) = *reinterpret_cast<const float4*>(given.values + row * given.value_step + i);
+    *reinterpret_cast<float4*>(given.ring_scores + to + i) = *reinterpret_cast<const float4*>(given.scores + row * given.score_step + i);
+  }
+}
+
+struct Channels {  // softmax sums of four channels
+  float m[4], l[4], sum[4];
+};
+
+__device__ __forceinline__ void clear(Channels& c) {
+#pragma unroll
+  for (int e = 0; e < 4; e++) c.m[e] = none_seen(), c.l[e] = c.sum[e] = 0.f;
+}
+
+// Tokens `first` and every GROUPS'th behind it, AT_ONCE of them: loaded together, weighed, added.
+__device__ __forceinline__ void add_tokens(Channels& c, const Given& given, const Own& o, i64 block, int first, int lane) {
+  float4 s[AT_ONCE], v[AT_ONCE];
+#pragma unroll
+  for (int i = 0; i < AT_ONCE; i++) {
+    const int token = first + i * GROUPS;  // of those before the block, then of its own
+    const i64 at = (block - OVERLAPS) * RATIO + token;
+    const int channel = (OVERLAPS && token >= RATIO ? DIM : 0) + 4 * lane;
+    s[i] = make_float4(none_seen(), none_seen(), none_seen(), none_seen());
+    v[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (at >= o.n_past) {
+      const i64 row = o.start + (at - o.n_past);
+      s[i] = *reinterpret_cast<const float4*>(given.scores + row * given.score_step + channel);
+      v[i] = *reinterpret_cast<const float4*>(given.values + row * given.value_step + channel);
+    } else if (at >= 0) {
+      const i64 from = (static_cast<i64>(o.slot) * given.n_ring + at % given.n_ring) * WIDTH + channel;
+      s[i] = __ldcg(reinterpret_cast<const float4*>(given.ring_scores + from));
+      v[i] = __ldcg(reinterpret_cast<const float4*>(given.ring_values + from));
+    }
+  }
+#pragma unroll
+  for (int e = 0; e < 4; e++) {
+    const auto of = [&](const float4& x) { return e == 0 ? x.x : e == 1 ? x.y : e == 2 ? x.z : x.w; };
+    float top = none_seen(), l = 0.f, sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) top = fmaxf(top, of(s[i]) * 1.44269504f);  // log2(e): sums count in log2
+    const float at = finite_or_zero(top);
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const float w = exp2_fast(of(s[i]) * 1.44269504f - at);
+      l += w;
+      sum = fmaf(w, of(v[i]), sum);
+    }
+    const Fold f = fold_of(c.m[e], top);
+    c.m[e] = f.m;
+    c.l[e] = folded(c.l[e], l, f);
+    c.sum[e] = folded(c.sum[e], sum, f);
+  }
+}
+
+__device__ __forceinline__ void turn(float& a, float& b, double angle) {
+  const double whole = rint(angle * 0.15915494309189535);  // turns; f32 would not tell apart angles of late positions
+  const float rest = static_cast<float>(angle - whole * 6.283185307179586), c = cosf(rest), s = sinf(rest), x = a;
+  a = x * c - b * s;
+  b = x * s + b * c;
+}
+
+__device__ __forceinline__ void make_row(const Given& given, const Own& o, const float* norm, const double* freq, Kv* to, float eps) {
+  __shared__ Channels shared[GROUPS > 1 ? GROUPS - 1 : 1][LANES];
+  __shared__ float squares[(LANES + 31) / 32];
+  const int lane = threadIdx.x % LANES, group = threadIdx.x / LANES;
+  const i64 block = o.at / RATIO;
+  Channels c;
+  clear(c);
+#pragma unroll 1
+  for (int i = 0; i < EACH; i += AT_ONCE) add_tokens(c, given, o, block, group + i * GROUPS, lane);
+  if (group > 0) shared[group - 1][lane] = c;
+  __syncthreads();
+  float x[4] = {}, square = 0.f;
+  if (group == 0) {
+#pragma unroll 1
+    for (int g = 0; g < GROUPS - 1; g++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) {
+        const Fold f = fold_of(c.m[e], shared[g][lane].m[e]);
+        c.m[e] = f.m;
+        c.l[e] = folded(c.l[e], shared[g][lane].l[e], f);
+        c.sum[e] = folded(c.sum[e], shared[g][lane].sum[e], f);
+      }
+#pragma unroll
+    for (int e = 0; e < 4; e++) {
+      x[e] = __fdiv_rn(c.sum[e], c.l[e]);
+      square = fmaf(x[e], x[e], square);
+    }
+  }
+  square = warp_sum(square);  // lanes of other groups bring nothing
+  if (threadIdx.x % 32 == 0 && threadIdx.x < LANES) squares[threadIdx.x / 32] = square;
+  __syncthreads();
+  if (group > 0) return;
+  float all = 0.f;
+#pragma unroll
+  for (int w = 0; w < (LANES + 31) / 32; w++) all += squares[w];
+  const float by = __fdiv_rn(1.f, __fsqrt_rn(all / DIM + eps));
+  const float4 n = *reinterpret_cast<const float4*>(norm + 4 * lane);
+  const float scale[4] = {n.x, n.y, n.z, n.w};
+#pragma unroll
+  for (int e = 0; e < 4; e++) x[e] = x[e] * by * scale[e];
+#pragma unroll
+  for (int e = 0; e < 4; e += 2) {
+    const int pair = (4 * lane + e - (DIM - N_ROT)) / 2;
+    if (4 * lane + e >= DIM - N_ROT) turn(x[e], x[e + 1], static_cast<double>(block * RATIO) * freq[pair]);
+  }
+#pragma unroll
+  for (int e = 0; e < 4; e++) to[4 * lane + e] = to_kv(x[e]);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+compress_rows(const float* values, const float* scores, const float* norm, const double* freq, float* ring_values, float* ring_scores,
+              Kv* rows, const i64* positions, const i64* kv_rows, const int* row_seq, const int* seq_start, const int* seq_slot,
+              int* fault, i64 value_step, i64 score_step, int n_slot, int n_ring, int n_direct, int n_all, int page_size, int per_page,
+              int n_page, float eps) {
+  let_successor_start();
+  const int row = blockIdx.x;
+  const Given given = {values, scores, value_step, score_step, ring_values, ring_scores, n_ring};
+  const Own o = own_of(row, n_all, n_slot, positions, row_seq, seq_start, seq_slot, fault);
+  const i64 place = o.seq < 0 ? 0 : kv_rows[row], limit = static_cast<i64>(n_page) * page_size;
+  wait_for_predecessor();
+  if (o.seq < 0) return;
+  if (o.n <= n_direct) keep(given, o, row);
+  if ((o.at + 1) % RATIO != 0) return;
+  const int safe = static_cast<int>(limit < 0x7fffffff ? limit : 0x7fffffff), index = place < 0 || place >= safe ? -1 : static_cast<int>(place);
+  if (clamped(index, safe, OP_ID, o.seq, fault) != index) return;
+  const i64 to = static_cast<i64>(index / page_size) * per_page + index % page_size / RATIO;
+  make_row(given, o, norm, freq, rows + to * DIM, eps);
+}
+
+// Grid (row), block 128: rows of sequences that are not kept at once; of more than the ring has the last ones stay.
+extern "C" __global__ void __launch_bounds__(128)
+compress_keep(const float* values, const float* scores, float* ring_values, float* ring_scores, const i64* positions, const int* row_seq,
+              const int* seq_start, const int* seq_slot, int* fault, i64 value_step, i64 score_step, int n_slot, int n_ring, int n_direct,
+              int n_all) {
+  let_successor_start();
+  const int row = blockIdx.x;
+  const Own o = own_of(row, n_all, n_slot, positions, row_seq, seq_start, seq_slot, fault);
+  wait_for_predecessor();
+  if (o.seq < 0 || o.n <= n_direct || o.start + o.n - row > n_ring) return;
+  keep({values, scores, value_step, score_step, ring_values, ring_scores, n_ring}, o, row);
+}

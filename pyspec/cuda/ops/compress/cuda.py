@@ -1,0 +1,126 @@
+"""`compress` on NVIDIA GPUs: compress.cu. One launch makes rows and keeps what tokens gave, if they are few; a second keeps those of more.
+
+Positions, lengths and pages are read on the device: a captured graph serves any batch of as many rows and sequences.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyspec.cuda import faults
+from pyspec.cuda.context import per_device
+from pyspec.cuda.jit import Kernel, arch_of, compile_cubin, missing
+from pyspec.cuda.ops.attend.cuda import KINDS, SCALED
+from pyspec.cuda.ops.compress.ref import SCORES, VALUES, CompressSpec
+from pyspec.slots.batch import Batch
+from pyspec.slots.kv import KVPool, name_of, rows_per_page
+from pyspec.slots.ring import RingRows
+
+OP_ID = faults.NUMBERS["compress"]  # in the fault record, which names the sequence
+MOST_THREADS, KEEPERS = 512, 128
+FORMS = {
+    "compress_rows": "pppp" + "ppp" + "ppppp" + "p" + "ll" + "iiiiiii" + "f",
+    "compress_keep": "pppp" + "pppp" + "p" + "ll" + "iiii",
+}
+
+
+def n_group(spec: CompressSpec) -> int:
+    """GROUPS of compress.cu: as many as divide a block's tokens and are whole warps of threads; 0 if none do."""
+    tokens, lanes = (1 + spec.overlaps) * spec.ratio, spec.dim // 4
+    fitting = [g for g in range(1, tokens + 1) if tokens % g == 0 and g * lanes <= MOST_THREADS and g * lanes % 32 == 0]
+    return max(fitting, default=0)
+
+
+def limits(spec: CompressSpec) -> str | None:
+    if (why := missing(spec.device)) is not None:
+        return why
+    if spec.kv not in KINDS or spec.kv is SCALED:
+        return f"rows are {name_of(spec.kv)}; the kernel takes f32, f16, bf16 and f8_e4m3"
+    if spec.dim % 32 or not 0 < spec.dim <= 512:
+        return f"rows of {spec.dim} dimensions; the kernel takes multiples of 32 up to 512"
+    if spec.n_rot % 2 or not 0 < spec.n_rot <= spec.dim:
+        return f"{spec.n_rot} of {spec.dim} dimensions turn; the kernel takes even numbers up to all"
+    if n_group(spec) == 0:
+        return f"{spec.ratio} tokens of {spec.dim} dimensions are no whole warps of threads"
+    return None
+
+
+def defines(spec: CompressSpec) -> dict[str, int | str]:
+    """Macros of compress.cu."""
+    names = {"DIM": spec.dim, "RATIO": spec.ratio, "OVERLAPS": int(spec.overlaps), "N_ROT": spec.n_rot}
+    return names | {"GROUPS": n_group(spec), "KV_KIND": KINDS[spec.kv], "OP_ID": OP_ID}
+
+
+@per_device
+def _kernels(device: torch.device, spec: CompressSpec) -> dict[str, Kernel]:
+    code = compile_cubin("compress", arch_of(torch.cuda.get_device_capability(device)), defines(spec))
+    return {name: code.kernel(name, form) for name, form in FORMS.items()}
+
+
+class CompressLaunch:
+    """Called as the reference is."""
+
+    def __init__(self, spec: CompressSpec) -> None:
+        self.spec, self.kernels, self.width = spec, _kernels(spec.device, spec), (1 + spec.overlaps) * spec.dim
+        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
+        self.threads, self.fault = n_group(spec) * spec.dim // 4, faults.record(spec.device)
+
+    def __call__(
+        self, values: Tensor, scores: Tensor, norm: Tensor, freq: Tensor, ring: RingRows, pool: KVPool, batch: Batch
+    ) -> None:
+        values, scores, i32 = self._rows(values), self._rows(scores), np.int32
+        self._check(values, scores, norm, freq, ring, pool, batch)
+        n_row, planes = len(values), [ring.rows[VALUES], ring.rows[SCORES]]
+        if not n_row:
+            return
+        per_page, n_direct = rows_per_page(batch.page_size, self.spec.ratio), ring.slack + 1
+        n_page = pool.k.shape[0] // per_page
+        seqs, steps = (
+            [batch.row_seq, batch.seq_start, batch.seq_slot],
+            [np.int64(values.stride(0)), np.int64(scores.stride(0))],
+        )
+        slots = list(map(i32, (planes[0].shape[0], ring.n_row, n_direct, n_row)))
+        args = [
+            values,
+            scores,
+            norm,
+            freq,
+            *planes,
+            pool.k,
+            batch.positions,
+            batch.kv_rows,
+            *seqs,
+            self.fault,
+            *steps,
+            *slots,
+        ]
+        args += [*map(i32, (batch.page_size, per_page, n_page)), np.float32(self.spec.eps)]
+        self.kernels["compress_rows"].launch((n_row,), self.threads, args, overlap=self.overlap)
+        if n_row > n_direct:  # some sequence may have more
+            args = [values, scores, *planes, batch.positions, *seqs, self.fault, *steps, *slots]
+            self.kernels["compress_keep"].launch((n_row,), KEEPERS, args, overlap=self.overlap)
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """Rows that begin at 16 bytes; they may lie apart."""
+        return x if x.stride(1) == 1 and x.stride(0) % 4 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
+
+    def _check(
+        self, values: Tensor, scores: Tensor, norm: Tensor, freq: Tensor, ring: RingRows, pool: KVPool, batch: Batch
+    ) -> None:
+        """What only our own code can get wrong: dtypes, shapes, layout."""
+        spec, n = self.spec, len(values)
+        assert values.dtype == scores.dtype == norm.dtype == torch.float32
+        assert values.shape == scores.shape == (n, self.width) and norm.shape == (spec.dim,) and norm.is_contiguous()
+        assert freq.dtype == torch.float64 and freq.shape == (spec.n_rot // 2,) and freq.is_contiguous()
+        for plane in (ring.rows[VALUES], ring.rows[SCORES]):
+            assert plane.dtype == torch.float32 and plane.is_contiguous() and plane.shape[2:] == (self.width,)
+        assert ring.window >= (1 + spec.overlaps) * spec.ratio
+        assert pool.k.shape[1:] == (1, spec.dim) and pool.dtype is spec.kv and pool.k.is_contiguous()
+        assert pool.tokens_per_row == spec.ratio
+        assert len(batch.positions) == len(batch.kv_rows) == len(batch.row_seq) == n
+
+
+def bind(spec: CompressSpec) -> CompressLaunch:
+    return CompressLaunch(spec)
