@@ -56,6 +56,7 @@ def test_a_model_without_a_drafter_is_measured_plain():
     assert " spec | " not in result.stdout and "drafter none" in result.stdout
 
 
+@pytest.mark.slow
 def test_each_turn_is_run_through_http_too():
     result = bench("-npl", "2", "-n", "40", "-o", "json", "--http", "--spec-draft-n-max", "3")
     report = json.loads(result.stdout)

@@ -55,7 +55,12 @@ def options() -> Iterator[tuple[str, click.Option]]:
                 yield name, param
 
 
-OPTIONS = [pytest.param(c, p, id=f"{c} {p.opts[-1]}") for c, p in options()]
+OPTIONS = [
+    pytest.param(
+        c, p, id=f"{c} {p.opts[-1]}", marks=[pytest.mark.slow] * (c == "doctor")
+    )  # which looks at the machine each time
+    for c, p in options()
+]
 NUMBERS = [
     pytest.param(c, p, id=f"{c} {p.opts[-1]}")
     for c, p in options()

@@ -64,7 +64,7 @@ def test_rows_of_a_packed_matrix_are_those_of_the_whole(type: GGMLType, n_out: i
             assert torch.equal(unpack(packed, first, end), whole[first:end])
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("kind", ["streamed", "dense", "unpacked"])
 @pytest.mark.parametrize("to", [Q4_0, GGMLType.IQ4_NL])
 def test_a_copy_in_pieces_is_that_of_the_whole(kind: str, to: GGMLType, monkeypatch: pytest.MonkeyPatch) -> None:

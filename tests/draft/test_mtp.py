@@ -84,7 +84,7 @@ def exact_rows_of(r: Rig, h: Heard) -> tuple[list[int], list[tuple[torch.Tensor,
     return tokens, [(p.k[rows], p.v[rows]) for p in drafter.block.memory.kv.values()]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("n_draft", [1, 3, 5])
 @pytest.mark.parametrize("ubatch", [16, 512])
 def test_after_any_drafts_the_cache_is_that_of_one_shot(n_draft: int, ubatch: int) -> None:
@@ -148,6 +148,7 @@ def test_silent_slots_catch_up_together() -> None:
     assert all(h.over for h in heard)
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("most_waiting", [1, 2, 3])
 def test_rows_that_come_along_right_after_a_draft_are_exact(most_waiting: int) -> None:
     """The anchor's row is there already when what was drafted behind it is accepted; beside slots that are silent."""

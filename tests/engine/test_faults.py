@@ -109,6 +109,7 @@ def test_a_guard_that_names_nobody_ends_the_round_s_requests(op: str) -> None:
     assert r.generate(prompt, N_TEXT).tokens == text
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
 def test_a_guard_that_trips_while_drafting_costs_no_request(kind: str) -> None:
     path, r = speculating(kind, 2)

@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 import soak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("n_request", "np", "n_prompt"),
     [(80, 4, 8), pytest.param(500, 8, 24, marks=pytest.mark.slow)],

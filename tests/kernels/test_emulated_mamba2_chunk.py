@@ -205,6 +205,7 @@ def test_slots_of_nobody_and_records_are_not_touched() -> None:
     assert all(t.isnan().all() for t in (*layer.records(), layer.conv[:, 3:]))
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize(
     ("field", "value", "index", "limit"),
     [

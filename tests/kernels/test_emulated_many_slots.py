@@ -156,6 +156,7 @@ def test_products_of_many_rows(n_row: int, tall: bool, monkeypatch: pytest.Monke
         assert off(out, want - residual) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_row", ROWS)
 def test_rows_for_the_library_and_what_becomes_of_its_product(n_row: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows_cuda, "MAX_GRID", 500)  # as 65,535 cut a prompt of 65,536 rows
@@ -170,6 +171,7 @@ def test_rows_for_the_library_and_what_becomes_of_its_product(n_row: int, monkey
         assert off(wide(x[:, :32], norm)[0].float() * norm.power, norm(x[:, :32])) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_row", ROWS)
 def test_experts_of_many_rows_and_who_chooses_them(n_row: int) -> None:
     spec, gen = MoeSpec(CPU, 2, 64, 32, "swiglu", Q8_0, Q8_0, pieces=1), torch.Generator().manual_seed(1)

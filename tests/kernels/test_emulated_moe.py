@@ -136,6 +136,7 @@ def test_bits_depend_neither_on_neighbours_nor_on_the_order() -> None:
         assert torch.equal(other, found[0][: len(other)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("type", "n_in", "n_ff", "pieces"),
     [(Q8_0, 64, 32, 2), pytest.param(GGMLType.Q4_K, 256, 256, 1, marks=pytest.mark.slow)],
@@ -160,6 +161,7 @@ def test_few_rows_find_those_that_took_the_same_expert(
     assert worst(found[0].double(), exact(stacks, round)(x, ids.clamp(0, 29), weights)) < 1e-4
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize(
     ("n_in", "n_used", "n_row", "pieces"), [(64, 3, 1, 1), (2688, 2, 2, 0), (160, 14, 5, 2), (4096, 1, 3, 0)]
 )
@@ -326,6 +328,7 @@ def spread(n_row: int, n_used: int, n_expert: int) -> tuple[Tensor, Tensor]:
 Q4_K = GGMLType.Q4_K
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize(("type", "round"), [(GGMLType.Q5_K, as_f16), (Q4_K, as_whole)])
 def test_rows_whose_outputs_cancel_are_off_by_rounding_alone(
     type: GGMLType, round: Callable[[Tensor, int], Tensor]

@@ -205,6 +205,7 @@ def test_the_finish_of_wide_rows_scales_and_adds(n: int) -> None:
                 assert torch.allclose(wide.finish(y.clone(), p, r), want, rtol=1e-6)
 
 
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
     ("n_q", "n_kv", "dim", "n_rot", "neox", "gated", "norm"),
@@ -223,6 +224,7 @@ def test_rope_kv_equals_the_reference(
         assert check_rope_kv(rope_kv_cuda.bind(spec), rope_kv_reference(spec), spec) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", KV_DTYPES.values())
 def test_keys_and_values_are_rounded_as_on_the_cpu_bit_by_bit(dtype: torch.dtype) -> None:
     """What stands in a cache decides texts: of all sizes, ties between two values, and what no number is."""

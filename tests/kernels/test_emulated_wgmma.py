@@ -53,6 +53,7 @@ def off(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize("type", TYPES)
 def test_products_equal_float64(type: GGMLType) -> None:
     """A tile and a lower one, cut by three CTAs that run together or one after another."""
@@ -64,6 +65,7 @@ def test_products_equal_float64(type: GGMLType) -> None:
             assert off(product(spec, packed, x), want) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("n_in", [32, 96])
 def test_columns_that_fill_no_chunk_add_nothing(n_in: int) -> None:
@@ -87,6 +89,7 @@ def test_all_pads_give_the_same_bits(n_row: int, monkeypatch: pytest.MonkeyPatch
     assert torch.equal(got[:33], few)
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("epilogue", [Epilogue.RESIDUAL, Epilogue.GATED])
 def test_epilogues_equal_the_reference(epilogue: Epilogue) -> None:
     spec = LinearSpec(CPU, GGMLType.Q8_0, 136, 256, epilogue)

@@ -16,6 +16,7 @@ from pyspec.gguf import GGMLType
 CAPABILITIES = dict(zip(ARCHS, [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_q8_0_compiles_without_spills_up_to_32_rows(arch: str) -> None:
@@ -32,7 +33,7 @@ def test_q8_0_compiles_without_spills_up_to_32_rows(arch: str) -> None:
         assert stages * stage_bytes(GGMLType.Q8_0, shape) + found.shared_bytes <= room
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=4)
 @pytest.mark.parametrize("type", CHUNKS)
 @pytest.mark.parametrize("epilogue", Epilogue)
 def test_every_type_and_epilogue_compiles_for_hopper(type: GGMLType, epilogue: Epilogue) -> None:
@@ -43,6 +44,7 @@ def test_every_type_and_epilogue_compiles_for_hopper(type: GGMLType, epilogue: E
     assert code.resources["linear"].spill_bytes == 0
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("type", few(CHUNKS, GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.NVFP4))
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 def test_pairs_compile_without_spills_and_leave_room_for_their_barriers(arch: str, type: GGMLType) -> None:
@@ -58,7 +60,7 @@ def test_pairs_compile_without_spills_and_leave_room_for_their_barriers(arch: st
             assert found.shared_bytes <= 2048
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=4)
 @pytest.mark.parametrize("type", CHUNKS)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_type_compiles_without_spills_at_32_rows(type: GGMLType, arch: str) -> None:

@@ -60,6 +60,7 @@ def wide_product(spec: LinearSpec, packed: Packed, x: Tensor, residual: Tensor |
     return out
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("type", TYPES)
 def test_codes_in_the_padding_are_never_used(type: GGMLType, way: str) -> None:
@@ -120,6 +121,7 @@ def test_each_tensor_of_a_matrix_keeps_its_own_second_scale(gated: bool, monkeyp
         assert off(weights._stream(list(raws), gated)(x), want) < 1e-3
 
 
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize("type", TYPES)
 def test_weights_are_rounded_to_f16_at_most(type: GGMLType) -> None:
     """Floats of four bits, f16 and bf16 are not rounded at all. Three CTAs cut both tiles."""
@@ -130,6 +132,7 @@ def test_weights_are_rounded_to_f16_at_most(type: GGMLType) -> None:
     assert off(got, linear_ref.rounded(x) @ unpack(packed).double().T) < (3e-6 if type in EXACT_IN_F16 else 1e-3)
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("epilogue", [Epilogue.RESIDUAL, Epilogue.GATED])
 @pytest.mark.parametrize("type", SCALED)
 def test_second_scales_of_many_rows(type: GGMLType, epilogue: Epilogue) -> None:

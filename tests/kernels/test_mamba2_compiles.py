@@ -30,6 +30,7 @@ def test_kernels_compile_without_spills_and_leave_room_for_the_blocks_they_count
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", few(jit.ARCHS, "sm_90a"))
 def test_kernels_of_prompts_compile_without_spills_and_fit_their_multiprocessors(arch: str) -> None:
     for shape, narrowed in ((SUPER, False), (NANO, False), (NANO, True), (PUZZLE, False)):
@@ -54,6 +55,7 @@ def test_blocks_of_prompts_are_as_large_as_they_may_be_and_narrow_for_few_heads(
     assert [mamba2_chunk.narrow(s, n, 132) for s, n in ((SUPER, 1), (NANO, 1), (NANO, 2))] == [False, True, False]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape", few([NANO, PUZZLE, Mamba2Shape(8, 32, 4, 32, 4), Mamba2Shape(4, 128, 2, 64, 4)], PUZZLE)
 )

@@ -66,6 +66,7 @@ def test_products_compile_for_every_type(type: GGMLType) -> None:
     compiles(type, "sm_90a", FEW_PAIRS, SWIGLU, True)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_lists_and_routes_compile_for_every_architecture(arch: str) -> None:
