@@ -14,6 +14,7 @@ from pyspec.constrain.trie import TokenTrie
 from pyspec.errors import SlotError
 from pyspec.request import Grammar
 
+CALM = 32  # rounds without a refusal: each costs a round that is launched ahead, which is worth a few percent of one
 Masks = NDArray[np.int32]
 """[row, word]: bit t % 32 of word t // 32 says whether the row may choose token t."""
 
@@ -28,7 +29,7 @@ class Constraint:
         """grammar: a compiled one. Raises RequestError."""
         self.trie, self.source, self.matcher = trie, grammar.source, trie.matcher(grammar.source)
         self.read: list[int] = []  # what the matcher has read, to begin again with
-        self.is_over = False
+        self.is_over, self._n_calm = False, CALM
         self.book: Phrasebook | None = None  # set where drafts are made: it learns what is committed
         self.free = FreeText(trie, grammar, self) if grammar.after else None
 
@@ -36,6 +37,15 @@ class Constraint:
     def is_plain(self) -> bool:
         """The next row may hold any token, as if there were no grammar."""
         return self.free is not None and not self.free.begun and not self.free.banned
+
+    @property
+    def is_calm(self) -> bool:
+        """The model says by itself what it may: its best token will do, most likely."""
+        return self._n_calm >= CALM
+
+    def hear(self, is_refused: bool) -> None:
+        """Whether the best token of a row was refused."""
+        self._n_calm = 0 if is_refused else self._n_calm + 1
 
     # -- drafts --------------------------------------------------------------------------------------------------
 

@@ -32,6 +32,11 @@ class Offer:
         return prod(self.chances)
 
     @property
+    def chance_of_first(self) -> float:
+        """0.0 if there is none."""
+        return self.chances[0] if self.chances else 0.0
+
+    @property
     def survival(self) -> list[float]:
         """Of each token, that it is right and all before it."""
         return list(accumulate(self.chances, mul))

@@ -128,10 +128,10 @@ class Lookahead:
         job, width = w.job, w.seq.width
         return (
             job.is_decoding
-            and job.constraint is None  # the host tells what may come
             and w.seq.n_out == width
             and job.n_left > width
             and takes_the_best(job.sampler)
+            and (job.constraint is None or job.constraint.is_calm)
             and (width == 1 or self._ends_by_token(job))
         )
 
@@ -151,13 +151,18 @@ class Lookahead:
             Seq(w.slot.index, w.slot.n_past, [0] * (1 + n), keep, 1 + n, int(not w.seq.keep), w.seq.width)
             for w, n, keep in zip(work, n_drafts, keeps, strict=True)
         ]
-        reads_logits = any(w.job.sampler.bias_ids for w in work)
+        reads_logits = any(w.job.sampler.bias_ids or w.job.constraint is not None for w in work)
         return seqs, Behind(ends, forced, tuple(n_drafts) if any(n_drafts) else (), reads_logits)
 
     def _ends_by_token(self, job: Job) -> bool:
-        """As far as it is not known before: and the device knows by which."""
+        """As far as it is not known before: and the device knows by which. Under a grammar any token may be the last, or refused."""
         request = job.request
-        return not request.stop and request.max_predict_ms <= 0 and len(self._ends_of(job)) <= MAX_ENDS
+        return (
+            job.constraint is None
+            and not request.stop
+            and request.max_predict_ms <= 0
+            and len(self._ends_of(job)) <= MAX_ENDS
+        )
 
     def _ends_of(self, job: Job) -> frozenset[int]:
         """Behind these the host decides: the request may end, or take another token."""

@@ -164,8 +164,12 @@ class Loop:
             return None
         if not all(self.committer.is_on(flight, w) and ahead.goes_on(w) for w in work):
             return None
+        if speculator.has_offers(w.job for w in work):
+            return None
         speculator.chosen = speculator.lengths([w.job for w in work], [w.seq.width for w in work])
         n_drafts = [n for _, n in speculator.chosen]
+        if any(n and w.job.constraint is not None for w, n in zip(work, n_drafts, strict=True)):
+            return None  # what the device drafts it would keep, though the grammar may refuse it
         if any(n_drafts) and any(w.slot.index in speculator.lost_track for w in work):
             return None
         planned = ahead.plan(work, n_drafts, speculator.drafter)

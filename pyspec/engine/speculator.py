@@ -56,10 +56,10 @@ class Speculator:
     # -- before a verify -----------------------------------------------------------------------------------------
 
     def lengths(self, jobs: Sequence[Job], taken: Sequence[int] = ()) -> list[tuple[int, int]]:
-        """(slot, drafts) of the next round. `taken`: of each, the most tokens that are under way."""
+        """(slot, drafts) of the next round. `taken`: of each, the most tokens that are under way, so that nobody can offer any."""
         under_way = taken or [0] * len(jobs)
         caps = [(j.slot.index, self.most(j, n)) for j, n in zip(jobs, under_way, strict=True) if j.slot is not None]
-        offers = {slot: offer.survival for slot, offer in self.offers.items()}
+        offers = {} if taken else {slot: offer.survival for slot, offer in self.offers.items()}
         return [(slot, n) for (slot, _), n in zip(caps, self.controller.choose(caps, offers), strict=True)]
 
     def most(self, job: Job, taken: int) -> int:
@@ -74,7 +74,11 @@ class Speculator:
         chosen, self.chosen = self.chosen, None
         held = [job for job in jobs if job.constraint is not None]
         self._collect_offers(held)
-        if chosen is None or [slot for slot, _ in chosen] != [job.slot.index for job in jobs if job.slot is not None]:
+        if (
+            chosen is None
+            or self.offers
+            or [slot for slot, _ in chosen] != [job.slot.index for job in jobs if job.slot is not None]
+        ):
             chosen = self.lengths(jobs)
         found = {slot: self.offers[slot].tokens[:n] for slot, n in chosen if slot in self.controller.offered}
         found |= self._ask(jobs, [(slot, 0 if slot in found else n) for slot, n in chosen])
@@ -104,6 +108,11 @@ class Speculator:
                 offer = job.constraint.offer(most)
                 if offer.tokens:
                     self.offers[job.slot.index] = offer
+
+    def has_offers(self, jobs: Iterable[Job]) -> bool:
+        """Whether a grammar would offer one of them a token that is likely, behind what is committed."""
+        held = [(job.constraint, job) for job in jobs if job.constraint is not None]
+        return any(offered.offer(min(1, self.most(job, 0))).chance_of_first >= LIKELY for offered, job in held)
 
     def _fit(self, job: Job, n_chosen: Mapping[int, int], drafts: dict[int, Sequence[int]]) -> None:
         """Where a grammar refuses a token of the drafter's, go on with what it offers there, if that is likely."""

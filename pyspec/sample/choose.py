@@ -152,11 +152,12 @@ def _mend(
     logits: Tensor, work: list[_Work], picks: list[tuple[list[int], list[float]]], synth: SynthAcceptance | None
 ) -> list[tuple[list[int], list[float]]]:
     """Choose again, under their masks, for greedy spans that would keep what their grammar refuses."""
-    wrong = [
-        i
-        for i, w in enumerate(work)
-        if w.span.mask is not None and w.checks and (synth is not None or _is_refused(w, w.span.mask, *picks[i]))
-    ]
+    wrong = []
+    for i, w in enumerate(work):
+        if w.span.mask is not None and w.checks:
+            is_refused = synth is not None or _is_refused(w, w.span.mask, *picks[i])
+            w.span.mask.constraint.hear(is_refused)
+            wrong += [i] * is_refused
     if not wrong:
         return picks
     group, out, row = [work[i] for i in wrong], list(picks), 0

@@ -132,7 +132,7 @@ def test_the_packaged_pair_keeps_grammars_with_its_drafter(params: SamplingParam
 @pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("params", [ENDING, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("kind", "np"), [("mtp", 3), ("ngram", 8), ("none", 4)])
-def test_who_flies_ahead_waits_for_a_neighbour_with_a_grammar_and_says_the_same(
+def test_who_flies_ahead_beside_a_grammar_says_the_same(
     kind: str, np: int, params: SamplingParams, request: pytest.FixtureRequest
 ) -> None:
     prompts = list(known_texts(QWEN35, 2))[:1]

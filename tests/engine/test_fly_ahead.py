@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,6 +18,7 @@ from engine_rig import FIXTURES, GREEDY, Heard, Rig, fake_rig, plain_rig, rig, r
 from known_texts import N_TEXT, continuation, known_texts, tiny
 from torch import Tensor
 
+from pyspec.constrain import constraint
 from pyspec.device.worker import Worker
 from pyspec.engine.job import Job
 from pyspec.engine.lookahead import InFlight
@@ -24,7 +26,7 @@ from pyspec.engine.loop import Loop
 from pyspec.engine.speculator import Speculator
 from pyspec.errors import DeviceError, OutOfBounds
 from pyspec.models.target import Out
-from pyspec.request import SamplingParams
+from pyspec.request import Grammar, SamplingParams
 from pyspec.sample.choose import Chosen
 from pyspec.slots.batch import Batch
 
@@ -327,6 +329,41 @@ def test_a_banned_best_token_sends_only_its_own_request_back(flown: list[InFligh
     r.run()
     assert [h.tokens for h in heard] == want
     assert any(flight.off for flight in flown) and not all(flight.off for flight in flown)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
+@pytest.mark.parametrize("drafts", [False, True])
+def test_texts_under_grammars_fly_ahead_where_they_do_not_draft(
+    path: Path, drafts: bool, flown: list[InFlight], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a grammar refuses sends its own request back, what ends one ends it, and the neighbours fly on."""
+    monkeypatch.setattr(constraint, "CALM", 2)
+    any_text = Grammar(kind="regex", source="(?s:.*)")
+    cold = plain_rig(path, np=1)
+    cold.loop.lookahead.on = False
+    asked: list[tuple[list[int], Grammar]] = []
+    for prompt in ([1, 2, 3], [4, 5, 6], [9, 9, 1]):
+        text = json.dumps(cold.generate(prompt, 10, GREEDY, grammar=any_text).text, ensure_ascii=False)
+        bound = Grammar(kind="lark", source=f"start: {text} WORD \nWORD: /[a-m]{{2,3}}/")
+        asked += [(prompt, any_text), (prompt, bound), (prompt, Grammar(kind="lark", source=f"start: {text}"))]
+
+    def texts(r: Rig) -> list[tuple[list[int], str]]:
+        heard = []
+        for prompt, grammar in asked:
+            heard.append(r.submit([7, *prompt], 20))
+            heard.append(r.submit(prompt, 24, GREEDY, grammar=grammar, n_draft_max=0))
+            r.run()
+        return [(h.tokens, h.finish) for h in heard]
+
+    want = texts(cold)
+    assert not flown and {finish for _, finish in want} == {"length", "stop"}
+    r = rig_for(path, Ahead(5, text=partial(continuation, path)), np=4) if drafts else rig(path, spec_type="none", np=2)
+    assert texts(r) == want
+    held = [flight for flight in flown if any(w.job.constraint is not None for w in flight.work)]
+    n_off = sum(1 for flight in held if flight.off)
+    assert 0 < n_off < len(held), "some were refused, and who was does not fly on"
+    assert texts(r) == want, "and what they left is gone on from"
 
 
 @pytest.mark.sampled(1)
