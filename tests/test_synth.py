@@ -13,7 +13,7 @@ from pyspec.cuda.ops.linear.dequant import dequantize
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGMLType, GGUFFile, open_gguf
 from pyspec.synth import layout, vocab
-from pyspec.synth.dims import drafter_of, find
+from pyspec.synth.dims import Deepseek4, drafter_of, find, widened
 from pyspec.synth.fill import Filler, Pool
 from pyspec.synth.layout import Parts, Spec
 
@@ -47,6 +47,14 @@ def test_real_models_have_the_published_tensor_and_parameter_counts() -> None:
         assert n_params(name, Parts()) == pytest.approx(trunk, abs=0.005)
         assert n_params(name, mtp) - n_params(name, Parts()) == pytest.approx(block, abs=0.005)
     assert count("nemotron-3-super", sidecar) == 21
+    for name, trunk, block in (("deepseek-v4-flash", 284.33, 6.61), ("deepseek-v4-pro", 1573, 25.84)):
+        flash, ends = (
+            find(name),
+            2 * find(name).n_vocab * find(name).n_embd / 1e9,
+        )  # which the block's file has once more
+        assert isinstance(flash, Deepseek4)
+        assert n_params(name, Parts()) == pytest.approx(trunk, rel=1e-3)
+        assert n_params(name, sidecar) - ends == pytest.approx(block, abs=0.01)
     assert n_params("qwen3-4b", Parts()) == pytest.approx(4.02, abs=0.01)
     assert n_params("llama-3-8b", Parts()) == pytest.approx(8.03, abs=0.01)
 
@@ -73,7 +81,7 @@ def test_real_vocabularies_have_the_right_size_unique_texts_and_special_ids() ->
 def test_a_tiny_model_holds_every_tensor(name: str, quant: str, tmp_path: Path) -> None:
     with open_gguf(synth.write(name, tmp_path / "m.gguf", quant=quant, tiny=True)) as file:
         dims = synth.TINY[name]
-        parts = Parts(mtp=dims.mtp)
+        parts = layout.parts_of(dims)
         assert {k: t.shape for k, t in file.tensors.items()} == {s.name: s.shape for s in layout.tensors(dims, parts)}
         assert file.architecture == dims.arch
         assert file.hparams.integer("block_count") == dims.n_layer + parts.mtp
@@ -87,7 +95,7 @@ def test_a_tiny_model_holds_every_tensor(name: str, quant: str, tmp_path: Path) 
         assert file.n_bytes < 1 << 21
 
 
-@pytest.mark.parametrize("quant", [q for q in synth.QUANTS if q not in ("f32", "q8_0", "mxfp4_moe", "nvfp4_moe")])
+@pytest.mark.parametrize("quant", [q for q in synth.QUANTS if q not in ("f32", "q8_0") and not q.endswith("_moe")])
 def test_every_quantisation_gives_its_type_and_the_same_spread(quant: str, tmp_path: Path) -> None:
     with open_gguf(synth.write("qwen35", tmp_path / "m.gguf", quant=quant, tiny=True)) as file:
         name = "blk.0.ffn_down.weight"
@@ -120,6 +128,18 @@ def test_four_bits_for_experts_alone(model: str, quant: str, tmp_path: Path) -> 
         for t in file.tensors.values():
             kinds[len(t.shape)].add(t.type.name)
     assert quant.upper() in kinds[3] and "Q8_0" in kinds[2] and quant.upper() not in kinds[2]
+
+
+def test_downs_of_experts_of_two_bits_are_finer_and_tables_name_experts_once(tmp_path: Path) -> None:
+    dims = widened(find("deepseek4", tiny=True))
+    with open_gguf(synth.write(dims, tmp_path / "m.gguf", quant="iq2_xxs_moe")) as file:
+        kinds = {
+            part: file.tensors[f"blk.1.ffn_{part}.weight"].type.name
+            for part in ("gate_exps", "up_exps", "down_exps", "up_shexp")
+        }
+        table = np.frombuffer(file.raw("blk.0.ffn_gate_tid2eid.weight"), np.int32).reshape(-1, 2)
+    assert kinds == {"gate_exps": "IQ2_XXS", "up_exps": "IQ2_XXS", "down_exps": "Q2_K", "up_shexp": "Q8_0"}
+    assert table.min() == 0 and table.max() == dims.n_expert - 1 and (table[:, 0] != table[:, 1]).all()
 
 
 @pytest.mark.parametrize("model", ["qwen35", "qwen35moe", "nemotron_h_moe"])

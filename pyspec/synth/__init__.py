@@ -19,6 +19,7 @@ from pyspec.synth import layout, vocab
 from pyspec.synth.dims import (
     MODELS,
     TINY,
+    Deepseek4,
     DFlashDims,
     Dims,
     Llama,
@@ -40,6 +41,7 @@ __all__ = [
     "QUANTS",
     "TINY",
     "DFlash",
+    "Deepseek4",
     "Dims",
     "Llama",
     "NemotronH",
@@ -75,6 +77,10 @@ QUANTS: dict[str, LlamaFileType] = {
     "nvfp4": LlamaFileType.NVFP4,
     "mxfp4_moe": LlamaFileType.MXFP4_MOE,
     "nvfp4_moe": LlamaFileType.NVFP4,
+    "q4_k_moe": LlamaFileType.Q4_K_M,
+    "q3_k_moe": LlamaFileType.Q3_K_M,
+    "iq3_xxs_moe": LlamaFileType.IQ3_XXS,
+    "iq2_xxs_moe": LlamaFileType.IQ2_XXS,
 }
 """Names for `quant` and the file type each gives."""
 
@@ -129,7 +135,7 @@ def write(
     dims, quant = _resolve(entry, recipe), recipe.quant
     if recipe.sidecar and not (dims.mtp and recipe.mtp):
         raise ConfigError(f"{dims.name} ({dims.arch}) has no MTP block for a sidecar file, or is to have none")
-    parts = Parts(trunk=not recipe.sidecar, mtp=recipe.mtp and dims.mtp)
+    parts = layout.parts_of(dims, mtp=recipe.mtp, sidecar=recipe.sidecar)
     writer = GGUFWriter(out_path, layout.file_arch(dims))
     _add_metadata(writer, dims, parts, quant)
     specs = {spec.name: spec for spec in layout.tensors(dims, parts)}
@@ -178,8 +184,10 @@ def _named(quant: str) -> GGMLType:
 def _type_of(spec: Spec, dims: Dims, quant: str) -> GGMLType:
     """As llama.cpp's quantiser chooses: the head finer than the rest, small tensors F32, a coarser block where rows do not fit.
 
-    `_moe`: the type is that of experts alone, the rest is Q8_0.
+    `_moe`: the type is that of experts alone, the rest is Q8_0. Downs of IQ2_XXS experts are Q2_K.
     """
+    if spec.kind == "ids":
+        return GGMLType.I32
     if spec.kind not in ("matrix", "embedding", "head", "gate"):
         return GGMLType.F32
     kind, experts_alone = _named(quant), quant.endswith("_moe")
@@ -190,6 +198,8 @@ def _type_of(spec: Spec, dims: Dims, quant: str) -> GGMLType:
         kind = GGMLType.Q8_0
     if experts_alone and len(spec.shape) == 2:
         kind = GGMLType.Q8_0
+    if experts_alone and kind is GGMLType.IQ2_XXS and spec.name.endswith("ffn_down_exps.weight"):
+        kind = GGMLType.Q2_K
     if spec.shape[-1] % kind.block_size == 0:
         return kind
     return GGMLType.Q8_0 if spec.shape[-1] % 32 == 0 else GGMLType.F16

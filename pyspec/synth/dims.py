@@ -11,14 +11,18 @@ from typing import ClassVar, Literal
 
 from pyspec.errors import ConfigError
 
-VocabKind = Literal["qwen2", "qwen35", "llama-bpe", "pixtral", "spm"]
+VocabKind = Literal["qwen2", "qwen35", "llama-bpe", "pixtral", "joyai-llm", "spm"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dims:
-    """What every decoder has. `n_layer` counts the trunk, without MTP blocks."""
+    """What every decoder has. `n_layer` counts the trunk, without MTP blocks.
+
+    mtp_alone  the MTP block has a file of its own
+    """
 
     arch: ClassVar[str]
+    mtp_alone: ClassVar[bool] = False
     name: str
     n_layer: int
     n_embd: int
@@ -112,6 +116,34 @@ class NemotronHMoe(NemotronH):
     n_ff_shared: int
     routed_scale: float
     latent: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deepseek4(Dims):
+    """Residual streams, one key head that is the value too, compressed rows. `n_ff` is the width of an expert, and of the shared one.
+
+    ratios   tokens of a compressed row in each trunk layer, 0 for none
+    indexer  heads, dimensions and rows chosen of the indexer
+    n_hash   layers whose experts a table of tokens names
+    limit    where activations of experts are cut
+    """
+
+    arch: ClassVar[str] = "deepseek4"
+    mtp_alone: ClassVar[bool] = True
+    mtp: bool = True
+    ratios: tuple[int, ...]
+    n_stream: int = 4
+    n_rot: int = 64
+    q_rank: int
+    groups: int
+    out_rank: int = 1024
+    window: int = 128
+    indexer: tuple[int, int, int]
+    n_expert: int
+    n_used: int
+    n_hash: int = 3
+    routed_scale: float
+    limit: float = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,6 +241,39 @@ def _nemotron(
     )
 
 
+def _deepseek4(
+    name: str,
+    n_embd: int,
+    n_ff: int,
+    heads: tuple[int, int, int],
+    ratios: tuple[int, ...],
+    top_k: int,
+    n_expert: int,
+    scale: float,
+) -> Deepseek4:
+    """heads: of queries, groups of outputs, rank of queries."""
+    return Deepseek4(
+        name=name,
+        n_layer=len(ratios),
+        n_embd=n_embd,
+        n_ff=n_ff,
+        n_head=heads[0],
+        n_head_kv=1,
+        head_dim=512,
+        n_vocab=129_280,
+        vocab="joyai-llm",
+        n_ctx=1 << 20,
+        rope_base=1e4,
+        ratios=ratios,
+        q_rank=heads[2],
+        groups=heads[1],
+        indexer=(64, 128, top_k),
+        n_expert=n_expert,
+        n_used=6,
+        routed_scale=scale,
+    )
+
+
 _NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 _SUPER = "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
 _REAL: tuple[Dims, ...] = (
@@ -221,6 +286,8 @@ _REAL: tuple[Dims, ...] = (
     _qwen35moe("Qwen3.6-35B-A3B", 40, 2048, 512, 16, 32),
     _nemotron("Nemotron-3-Super", _SUPER, 4096, 2688, 128, (512, 22), 5.0, 1024),
     _nemotron("Nemotron-3-Nano", _NANO, 2688, 1856, 64, (128, 6), 2.5, 0),
+    _deepseek4("DeepSeek-V4-Flash", 4096, 2048, (64, 8, 1024), (0, 0, *(4, 128) * 20, 4), 512, 256, 1.5),
+    _deepseek4("DeepSeek-V4-Pro", 7168, 3072, (128, 16, 1536), (128, 128, *(4, 128) * 29, 4), 1024, 384, 2.5),
     _qwen3("Qwen3-4B", 2560, 9728, 5e6, 262_144, tied=True),
     _qwen3("Qwen3-8B", 4096, 12_288, 1e6, 40_960, tied=False),
     Llama(
@@ -282,6 +349,23 @@ TINY: dict[str, Dims] = {
         **_TINY_MAMBA,
         **(_TINY | {"n_ff": 64}),
     ),
+    "deepseek4": Deepseek4(
+        name="tiny-deepseek4",
+        n_layer=4,
+        vocab="joyai-llm",
+        ratios=(0, 4, 128, 4),
+        q_rank=32,
+        groups=2,
+        out_rank=32,
+        window=12,
+        indexer=(32, 32, 6),
+        n_expert=6,
+        n_used=2,
+        n_hash=1,
+        routed_scale=1.5,
+        limit=1.0,
+        **(_TINY | {"n_ff": 32, "n_head_kv": 1, "head_dim": 32, "n_rot": 16}),
+    ),
 }
 """By architecture; `llama-spm` is llama with a SentencePiece vocabulary."""
 
@@ -306,12 +390,16 @@ def shortened(dims: Dims, n_layer: int) -> Dims:
             f"{dims.name} has {dims.n_layer} layers; 1 to {dims.n_layer} of them can be had, not {n_layer}"
         )
     short = replace(dims, n_layer=n_layer, name=f"{dims.name}, {n_layer} layers")
+    if isinstance(short, Deepseek4):
+        return replace(short, ratios=short.ratios[:n_layer])
     return replace(short, pattern=short.pattern[:n_layer]) if isinstance(short, NemotronH) else short
 
 
 def widened(dims: Dims) -> Dims:
     """Tiny dimensions whose rows all hold whole blocks of 256, for the K types."""
     wide = replace(dims, n_embd=256, n_ff=256, head_dim=64, name=f"{dims.name}-wide")
+    if isinstance(wide, Deepseek4):  # 4 heads in 2 groups: 128 columns of a group would be too few
+        return replace(wide, head_dim=128, q_rank=256, out_rank=128)
     wide = replace(wide, n_ff_shared=256, n_expert=4, n_used=2) if isinstance(wide, Qwen35Moe | NemotronHMoe) else wide
     wide = replace(wide, latent=256) if isinstance(wide, NemotronHMoe) else wide
     wide = replace(wide, mamba_dim=64) if isinstance(wide, NemotronH) else wide
@@ -358,5 +446,5 @@ def _taps(n_layer: int, n: int) -> tuple[int, ...]:
 
 def mask_id(target: Dims) -> int:
     """The token drafters put into positions to be filled: a reserved id of the vocabulary."""
-    by_kind = {"qwen35": 248_070, "qwen2": 151_669, "llama-bpe": 128_002, "pixtral": 14}
+    by_kind = {"joyai-llm": 128_815, "qwen35": 248_070, "qwen2": 151_669, "llama-bpe": 128_002, "pixtral": 14}
     return by_kind[target.vocab] if target.n_vocab > 1000 else target.n_vocab - 1

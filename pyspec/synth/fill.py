@@ -37,13 +37,18 @@ def spread(spec: Spec) -> float:
 
 
 def values(spec: Spec, seed: int) -> np.ndarray:
-    """float32 values of one tensor. Recurrent decay and step follow the initialisation Gated DeltaNet is trained from."""
+    """float32 values of one tensor, int32 of "ids". Recurrent decay and step follow the initialisation Gated DeltaNet is trained from."""
     rng = np.random.default_rng([seed, zlib.crc32(spec.name.encode())])
     match spec.kind:
         case "norm":
             found = spec.gain * (1 + 0.1 * rng.standard_normal(spec.shape))
         case "conv":
             found = 0.3 * rng.standard_normal(spec.shape)
+        case "ids":
+            found = rng.random((spec.shape[0], int(spec.gain)), dtype=np.float32).argpartition(spec.shape[1], 1)[
+                :, : spec.shape[1]
+            ]
+            return found.astype(np.int32)
         case "decay":
             found = -rng.uniform(1, 16, spec.shape)
         case "step":
@@ -68,6 +73,9 @@ class Filler:
 
     def bytes(self, spec: Spec, kind: GGMLType) -> Iterator[np.ndarray]:
         n = int(np.prod(spec.shape))
+        if spec.kind == "ids":
+            yield values(spec, self.seed).reshape(-1).view(np.uint8)
+            return
         if kind in EXACT and n <= EXACT_LIMIT:
             yield quantize(torch.from_numpy(values(spec, self.seed)), kind).numpy().reshape(-1)
             return

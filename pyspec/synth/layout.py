@@ -8,9 +8,9 @@ from typing import Literal
 
 from pyspec.gguf import ValueType
 from pyspec.gguf.write import Value
-from pyspec.synth.dims import DFlashDims, Dims, NemotronH, NemotronHMoe, Qwen35, Qwen35Moe
+from pyspec.synth.dims import Deepseek4, DFlashDims, Dims, NemotronH, NemotronHMoe, Qwen35, Qwen35Moe
 
-Kind = Literal["matrix", "embedding", "head", "gate", "router", "norm", "conv", "decay", "step"]
+Kind = Literal["matrix", "embedding", "head", "gate", "router", "norm", "conv", "decay", "step", "ids"]
 Key = tuple[str, Value, ValueType]
 POINTED = 2.0
 U32, F32 = ValueType.UINT32, ValueType.FLOAT32
@@ -18,7 +18,10 @@ U32, F32 = ValueType.UINT32, ValueType.FLOAT32
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """One tensor: its shape in torch order, what its values are like (see `fill`), and a factor on their usual size."""
+    """One tensor: its shape in torch order, what its values are like (see `fill`), and a factor on their usual size.
+
+    Of "ids", whole numbers of which no row has one twice, `gain` is what they are below.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -32,6 +35,11 @@ class Parts:
 
     trunk: bool = True
     mtp: bool = False
+
+
+def parts_of(dims: Dims, *, mtp: bool = True, sidecar: bool = False) -> Parts:
+    """What a file of this model holds, or its sidecar."""
+    return Parts(trunk=not sidecar, mtp=mtp and dims.mtp and (sidecar or not dims.mtp_alone))
 
 
 def metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
@@ -119,6 +127,45 @@ def _nemotron_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
         yield f"{a}.expert_weights_scale", dims.routed_scale, F32
         if dims.latent:
             yield f"{a}.moe_latent_size", dims.latent, U32
+
+
+def _deepseek4_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
+    assert isinstance(dims, Deepseek4)
+    a, n_block = dims.arch, dims.n_layer + parts.mtp
+    yield from (key for key in _common(dims, n_block) if not key[0].endswith(".feed_forward_length"))
+    if parts.mtp:
+        yield f"{a}.nextn_predict_layers", 1, U32
+    whole = {
+        "embedding_length_out": dims.n_stream * dims.n_embd,
+        "attention.q_lora_rank": dims.q_rank,
+        "attention.sliding_window": dims.window,
+        "attention.output_group_count": dims.groups,
+        "attention.output_lora_rank": dims.out_rank,
+        "attention.indexer.head_count": dims.indexer[0],
+        "attention.indexer.key_length": dims.indexer[1],
+        "attention.indexer.top_k": dims.indexer[2],
+        "rope.dimension_count": dims.n_rot,
+        "rope.scaling.original_context_length": 65_536,
+        "expert_count": dims.n_expert,
+        "expert_used_count": dims.n_used,
+        "expert_feed_forward_length": dims.n_ff,
+        "expert_shared_count": 1,
+        "expert_gating_func": 4,
+        "hyper_connection.count": dims.n_stream,
+        "hyper_connection.sinkhorn_iterations": 20,
+        "hash_layer_count": dims.n_hash,
+    }
+    for name, number in whole.items():
+        yield f"{a}.{name}", number, U32
+    yield f"{a}.attention.compress_ratios", [*dims.ratios, 0], U32
+    yield f"{a}.attention.compress_rope_freq_base", 160_000.0, F32
+    yield f"{a}.rope.scaling.type", "yarn", ValueType.STRING
+    yield f"{a}.rope.scaling.factor", 16.0, F32
+    yield f"{a}.expert_weights_norm", True, ValueType.BOOL
+    yield f"{a}.expert_weights_scale", dims.routed_scale, F32
+    yield f"{a}.hyper_connection.epsilon", 1e-6, F32
+    for name in ("swiglu_clamp_exp", "swiglu_clamp_shexp"):
+        yield f"{a}.{name}", [dims.limit] * n_block, F32
 
 
 def _dflash_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
@@ -280,6 +327,71 @@ def _nemotron_tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
         yield from _nextn(dims, p)
 
 
+def _mixers(dims: Deepseek4, name: str, n_out: int, n_scale: int) -> Iterator[Spec]:
+    yield Spec(f"{name}_fn.weight", (n_out, dims.n_stream * dims.n_embd), "router")
+    yield Spec(f"{name}_base.weight", (n_out,), "router")
+    yield Spec(f"{name}_scale.weight", (n_scale,), "norm")
+
+
+def _compressor(dims: Deepseek4, name: str, dim: int, ratio: int) -> Iterator[Spec]:
+    width = dim * (2 if ratio == 4 else 1)
+    yield Spec(f"{name}_kv.weight", (width, dims.n_embd), "matrix")
+    yield Spec(f"{name}_gate.weight", (width, dims.n_embd), "matrix")
+    yield Spec(f"{name}_ape.weight", (ratio, width), "router")
+    yield Spec(f"{name}_norm.weight", (dim,), "norm")
+
+
+def _deepseek4_attention(dims: Deepseek4, p: str, ratio: int) -> Iterator[Spec]:
+    n, inner, (heads, dim, _) = dims.n_embd, dims.n_head * dims.head_dim, dims.indexer
+    yield Spec(f"{p}.attn_norm.weight", (n,), "norm")
+    yield Spec(f"{p}.attn_sinks.weight", (dims.n_head,), "router")
+    yield Spec(f"{p}.attn_q_a.weight", (dims.q_rank, n), "matrix")
+    yield Spec(f"{p}.attn_q_a_norm.weight", (dims.q_rank,), "norm")
+    yield Spec(f"{p}.attn_q_b.weight", (inner, dims.q_rank), "matrix", POINTED)
+    yield Spec(f"{p}.attn_kv.weight", (dims.head_dim, n), "matrix", POINTED)
+    yield Spec(f"{p}.attn_kv_a_norm.weight", (dims.head_dim,), "norm", POINTED)
+    yield Spec(f"{p}.attn_output_a.weight", (dims.groups * dims.out_rank, inner // dims.groups), "matrix")
+    yield Spec(f"{p}.attn_output_b.weight", (n, dims.groups * dims.out_rank), "matrix")
+    if ratio:
+        yield from _compressor(dims, f"{p}.attn_compressor", dims.head_dim, ratio)
+    if ratio == 4:
+        yield from _compressor(dims, f"{p}.indexer_compressor", dim, ratio)
+        yield Spec(f"{p}.indexer.proj.weight", (heads, n), "gate")
+        yield Spec(f"{p}.indexer.attn_q_b.weight", (heads * dim, dims.q_rank), "matrix")
+
+
+def _deepseek4_block(dims: Deepseek4, i: int) -> Iterator[Spec]:
+    p, n, e, f = f"blk.{i}", dims.n_embd, dims.n_expert, dims.n_ff
+    yield from _deepseek4_attention(dims, p, dims.ratios[i] if i < dims.n_layer else 0)
+    yield Spec(f"{p}.ffn_norm.weight", (n,), "norm")
+    yield Spec(f"{p}.ffn_gate_inp.weight", (e, n), "router", POINTED)
+    yield Spec(f"{p}.ffn_gate_exps.weight", (e, f, n), "matrix")
+    yield Spec(f"{p}.ffn_up_exps.weight", (e, f, n), "matrix")
+    yield Spec(f"{p}.ffn_down_exps.weight", (e, n, f), "matrix", POINTED)
+    yield Spec(f"{p}.ffn_gate_shexp.weight", (f, n), "matrix")
+    yield Spec(f"{p}.ffn_up_shexp.weight", (f, n), "matrix")
+    yield Spec(f"{p}.ffn_down_shexp.weight", (n, f), "matrix")
+    if i < dims.n_hash:
+        yield Spec(f"{p}.ffn_gate_tid2eid.weight", (dims.n_vocab, dims.n_used), "ids", e)
+    else:
+        yield Spec(f"{p}.exp_probs_b.bias", (e,), "router")
+    for name in ("hc_attn", "hc_ffn"):
+        yield from _mixers(dims, f"{p}.{name}", (2 + dims.n_stream) * dims.n_stream, 3)
+
+
+def _deepseek4_tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
+    """The MTP block has a file of its own: its head's mixers have the names of the trunk's."""
+    assert isinstance(dims, Deepseek4)
+    yield from _ends(dims)
+    yield from _mixers(dims, "output_hc", dims.n_stream, 1)
+    if parts.trunk:
+        for i in range(dims.n_layer):
+            yield from _deepseek4_block(dims, i)
+    if parts.mtp:
+        yield from _deepseek4_block(dims, dims.n_layer)
+        yield from _nextn(dims, f"blk.{dims.n_layer}")
+
+
 def _dflash_tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
     assert isinstance(dims, DFlashDims)
     n = dims.n_embd
@@ -299,6 +411,7 @@ ARCHITECTURES: dict[str, tuple[Callable[[Dims, Parts], Iterator[Key]], Callable[
     "qwen35moe": (_qwen35moe_metadata, _qwen35_tensors),
     "nemotron_h": (_nemotron_metadata, _nemotron_tensors),
     "nemotron_h_moe": (_nemotron_metadata, _nemotron_tensors),
+    "deepseek4": (_deepseek4_metadata, _deepseek4_tensors),
     "dflash": (_dflash_metadata, _dflash_tensors),
 }
 """Architecture: its metadata and its tensors."""

@@ -44,6 +44,15 @@ _NEMOTRON = {
     13: "</think>",
     14: "<|mask|>",
 }
+_DEEPSEEK = {
+    0: "<｜begin▁of▁sentence｜>",
+    1: "<｜end▁of▁sentence｜>",
+    128_798: "<think>",
+    128_799: "</think>",
+    128_813: "<|im_start|>",
+    128_814: "<|im_end|>",
+    128_815: "<|mask|>",
+}
 _CONTROL = ("<unk>", "<s>", "</s>")  # and what begins with <|
 _QWEN35_SHIFT = 96_401  # Qwen3.5 keeps the order of Qwen3's special tokens, this much higher
 _TEMPLATE = (
@@ -106,6 +115,8 @@ def _specials(dims: Dims) -> dict[int, str]:
         return _LLAMA
     if dims.vocab == "qwen2":
         return _QWEN
+    if dims.vocab == "joyai-llm":
+        return _DEEPSEEK
     if dims.vocab == "pixtral":
         return _NEMOTRON
     moved = {i + _QWEN35_SHIFT: text for i, text in _QWEN.items() if text != "<|mask|>"}
@@ -122,7 +133,7 @@ def _bpe(dims: Dims) -> Vocab:
     tokens = [specials.get(i) or next(texts) for i in range(dims.n_vocab)]
     types = [NORMAL] * dims.n_vocab
     for i, text in specials.items():
-        types[i] = CONTROL if text.startswith("<|") or text in _CONTROL else USER_DEFINED
+        types[i] = CONTROL if text.startswith(("<|", "<｜")) or text in _CONTROL else USER_DEFINED
     ids = {text: i for i, text in specials.items()}
     end = ids.get("<|endoftext|>", ids.get("<|end_of_text|>", 0))
     return Vocab(
