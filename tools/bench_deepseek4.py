@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,6 +18,9 @@ from pyspec.cuda.ops.index_rows import cuda as index_cuda
 from pyspec.cuda.ops.index_rows.cases import Ragged, place
 from pyspec.cuda.ops.index_rows.op import index_rows
 from pyspec.cuda.ops.index_rows.ref import IndexSpec
+from pyspec.cuda.ops.rope_tail import cuda as tail_cuda
+from pyspec.cuda.ops.rope_tail.op import rope_tail
+from pyspec.cuda.ops.rope_tail.ref import RopeTailSpec
 from pyspec.cuda.ops.sparse_attend import cuda as sparse_cuda
 from pyspec.cuda.ops.sparse_attend.cuda import SparseBuild
 from pyspec.cuda.ops.sparse_attend.op import sparse_attend
@@ -148,13 +152,14 @@ def compress_run(ctx: int, widths: Sequence[int], spec: CompressSpec) -> Run:
     batch, n_page = batch_of(ctx, widths)
     products = torch.randn(n_row, 2 * width, device=GPU)
     values, scores = products.split(width, -1)
+    places = torch.randn(spec.ratio, width, device=GPU)
     norm, freq = torch.ones(spec.dim, device=GPU), torch.rand(spec.n_rot // 2, device=GPU, dtype=torch.float64)
     n_made = sum((ctx // spec.ratio) - (ctx - w) // spec.ratio for w in widths)
     n_byte = 8 * (n_made * window * spec.dim + n_row * width * 2) + n_made * spec.dim * 2
 
     def one_call(pool: KVPool) -> Callable[[], None]:
         ring = RingRows(dict.fromkeys((VALUES, SCORES), (width,)), len(widths) + 2, window, 34, torch.float32, GPU)
-        return lambda: launch(values, scores, norm, freq, ring, pool, batch)
+        return lambda: launch(values, scores, places, norm, freq, ring, pool, batch)
 
     return Run([one_call(pool) for pool in pools_for(n_page, spec.ratio, spec.dim, 1e7)], n_byte, 0.0)
 
@@ -176,6 +181,19 @@ def compressors() -> None:
     for name, spec in COMPRESSORS.items():
         for rows, widths in (WIDTHS | {"prompt": (2048,)}).items():
             show(f"compress {name} {rows}", compress_run(4096, widths, spec))
+
+
+TAIL = RopeTailSpec(GPU, 512, 64, True, 1e-6)
+
+
+def tails() -> None:
+    """Queries' heads: the norm and the turn."""
+    for rows in (1, 4, 32, 2048):
+        xs = [torch.randn(rows, 64, TAIL.dim, device=GPU) for _ in range(12)]
+        at = torch.arange(rows, device=GPU) + 60_000
+        freq, launch = torch.rand(TAIL.n_rot // 2, device=GPU, dtype=torch.float64), tail_cuda.bind(TAIL)
+        calls = [partial(launch, x, at, freq) for x in xs]
+        show(f"rope_tail {rows} rows of 64 heads", Run(calls, 2 * xs[0].nbytes, 0.0))
 
 
 LAYERS = {"CSA": CSA, "HCA": HCA, "raw": RAW}
@@ -206,6 +224,7 @@ def prompts() -> None:
 def check() -> None:
     """What the child process says of each, and nothing tripped."""
     others = [(sparse_attend, spec) for spec in LAYERS.values()]
+    others += [(rope_tail, TAIL)]
     others += [(compress, spec) for spec in COMPRESSORS.values()]
     for op, spec in ((index_rows, INDEX), (index_rows, replace(INDEX, top_k=8)), *others):
         print(

@@ -20,7 +20,7 @@ from pyspec.slots.kv import name_of
 OPS = (
     *("attend", "attend_prompt", "rope_kv", "gdn", "linear", "rows", "mamba2", "moe_route", "moe"),
     *("best", "ahead", "embed", "angles", "norms"),
-    *("streams", "compress", "index_rows", "sparse_attend"),
+    *("streams", "rope_tail", "compress", "index_rows", "sparse_attend"),
 )
 PACKED = (GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_K, GGMLType.Q6_K)
 
@@ -64,12 +64,13 @@ def standard(device: torch.device) -> list[Ask]:
     from pyspec.cuda.ops.moe.ref import MoeSpec, RouteSpec
     from pyspec.cuda.ops.norms.ref import NormsSpec
     from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
+    from pyspec.cuda.ops.rope_tail.ref import RopeTailSpec
     from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
     from pyspec.cuda.ops.sparse_attend.ref import SparseSpec
     from pyspec.cuda.ops.streams.ref import StreamsSpec
 
     attend, attend_prompt, rope_kv, gdn, linear, rows, mamba2, moe_route, moe, *small = ops()
-    best, ahead, embed, angles, norms, streams, compress, index_rows, sparse_attend = small
+    best, ahead, embed, angles, norms, streams, rope_tail, compress, index_rows, sparse_attend = small
     delta = GdnShape(n_k_head=16, n_v_head=48, dim=128, n_conv=4, n_channel=(2 * 16 + 48) * 128)
     return [
         *(
@@ -100,6 +101,7 @@ def standard(device: torch.device) -> list[Ask]:
         (angles, AnglesSpec(device)),
         (norms, NormsSpec(device, 5120, 1e-6)),
         (streams, StreamsSpec(device, 4, 4096, 20, 1e-6, 1e-6)),
+        (rope_tail, RopeTailSpec(device, 512, 64, True, 1e-6)),
         (compress, CompressSpec(device, 4, 512, True, 64, 1e-6, torch.float16)),
         (compress, CompressSpec(device, 128, 512, False, 64, 1e-6, torch.float16)),
         (index_rows, IndexSpec(device, 64, 128, 512, 4, torch.float16)),

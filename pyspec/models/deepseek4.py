@@ -14,12 +14,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.ops.compress.op import compress
-from pyspec.cuda.ops.compress.ref import CompressSpec, rope_tail
+from pyspec.cuda.ops.compress.ref import CompressSpec
 from pyspec.cuda.ops.index_rows.op import index_rows
 from pyspec.cuda.ops.index_rows.ref import IndexSpec
 from pyspec.cuda.ops.moe.op import moe
 from pyspec.cuda.ops.moe.ref import Added, MoeSpec, RouteSpec, Stacks, activate
 from pyspec.cuda.ops.moe_route.op import moe_route
+from pyspec.cuda.ops.rope_tail.op import rope_tail
+from pyspec.cuda.ops.rope_tail.ref import RopeTailSpec
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.cuda.ops.sparse_attend.op import sparse_attend
 from pyspec.cuda.ops.sparse_attend.ref import SparseSpec
@@ -61,8 +63,7 @@ class Compressor:
     def __call__(self, products: Tensor, ring: RingRows, pool: KVPool, batch: Batch) -> None:
         """products [row, 2 * width] f32: values, and scores without the bias of a token's place in its block."""
         values, scores = products.split(self.width, -1)
-        scores = scores + self.places[batch.positions % self.ratio]
-        self.compress(values, scores, self.norm, self.freq, ring, pool, batch)
+        self.compress(values, scores, self.places, self.norm, self.freq, ring, pool, batch)
 
 
 class WindowAttention:
@@ -74,6 +75,8 @@ class WindowAttention:
             Norm(w.vector(f"{p}.attn_norm.weight"), c.eps),
             Norm(w.vector(f"{p}.attn_q_a_norm.weight"), c.eps),
         )
+        tails = [RopeTailSpec(w.device, a.head_dim, c.n_rot, normed, c.eps) for normed in (True, False)]
+        self.normed_tail, self.tail = (rope_tail.bind(spec) for spec in tails)
         self.kv_norm, self.sinks = w.vector(f"{p}.attn_kv_a_norm.weight"), w.vector(f"{p}.{SINKS}")
         self.freq = c.freq(ratio).to(w.device)
         first, second = [f"{p}.attn_q_a.weight", f"{p}.attn_kv.weight"], [f"{p}.attn_q_b.weight"]
@@ -89,6 +92,7 @@ class WindowAttention:
             second.append(f"{p}.indexer.attn_q_b.weight")
             self.sizes += [2 * self.indexed.width, x.n_head]
             choice = IndexSpec(w.device, x.n_head, x.dim, x.top_k, ratio, kv)
+            self.index_tail = rope_tail.bind(RopeTailSpec(w.device, x.dim, c.n_rot, False, c.eps))
             self.index, self.can_choose = index_rows.bind(choice), index_rows.chosen(choice).capturable
         self.first, self.second = w.matrix(*first), w.matrix(*second)
         spec = SparseSpec(w.device, a.n_head, a.head_dim, c.window, ratio, kv)
@@ -108,8 +112,7 @@ class WindowAttention:
         """Of a row's low-rank query: heads [row, head, dim], normed without a weight and roped, and the rest of the product."""
         a, n = self.c.attention, len(qr)
         q, rest = self.second(qr, self.q_norm).split([a.n_head * a.head_dim, self._n_rest], -1)
-        q = F.rms_norm(q.view(n, a.n_head, a.head_dim), (a.head_dim,), None, self.c.eps)
-        return rope_tail(q, positions, self.freq), rest
+        return self.normed_tail(q.view(n, a.n_head, a.head_dim), positions, self.freq), rest
 
     @property
     def _n_rest(self) -> int:
@@ -117,11 +120,11 @@ class WindowAttention:
 
     def keys(self, kv: Tensor, positions: Tensor) -> Tensor:
         """Keys of the rows, which are their values, normed and roped. [row, dim]"""
-        return rope_tail(F.rms_norm(kv, self.kv_norm.shape, self.kv_norm, self.c.eps), positions, self.freq)
+        return self.normed_tail(kv[:, None], positions, self.freq, self.kv_norm)[:, 0]
 
     def finish(self, o: Tensor, positions: Tensor) -> Tensor:
         """Heads' outputs [row, head, dim] turned back, since values carry the turn of keys, and projected in groups."""
-        return self.out_b(self.out_a(rope_tail(o, positions, self.freq, -1.0).flatten(1)))
+        return self.out_b(self.out_a(self.tail(o, positions, self.freq, sign=-1.0).flatten(1)))
 
     def __call__(self, y: Tensor, memory: Memory, layer: int, batch: Batch) -> Tensor:
         parts, at = memory.layers[layer], batch.positions
@@ -140,7 +143,7 @@ class WindowAttention:
 
     def _choose(self, q: Tensor, w: Tensor, pool: KVPool, batch: Batch) -> Tensor:
         x = self.c.indexer
-        q = rope_tail(q.view(-1, x.n_head, x.dim), batch.positions, self.freq)
+        q = self.index_tail(q.view(-1, x.n_head, x.dim), batch.positions, self.freq)
         return self.index(q, w * (x.dim * x.n_head) ** -0.5, pool, batch)
 
 

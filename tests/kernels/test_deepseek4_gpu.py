@@ -18,6 +18,9 @@ from pyspec.cuda.ops.index_rows import cuda as index_cuda
 from pyspec.cuda.ops.index_rows import ref as index_ref
 from pyspec.cuda.ops.index_rows.cases import Ragged
 from pyspec.cuda.ops.index_rows.ref import IndexSpec
+from pyspec.cuda.ops.rope_tail import cuda as tail_cuda
+from pyspec.cuda.ops.rope_tail import ref as tail_ref
+from pyspec.cuda.ops.rope_tail.ref import RopeTailSpec
 from pyspec.cuda.ops.sparse_attend import cases as sparse_cases
 from pyspec.cuda.ops.sparse_attend import cuda as sparse_cuda
 from pyspec.cuda.ops.sparse_attend import ref as sparse_ref
@@ -215,6 +218,7 @@ def test_a_captured_compressor_serves_rows_that_are_moved(spec: CompressSpec) ->
     lengths = [(300, 126), (301, 127), (302, 130), (303, 0), (299, 383)]
     made = [compress_cases.make(Ragged([(a, 4), (b, 2)]), spec, seed) for seed, (a, b) in enumerate(lengths)]
     launch, first = compress_cuda.bind(spec), made[0]
+    made = [replace(m, places=first.places) for m in made]
     batch = replace(first.placed.batch, bucket=6, seqs=())
     n_page = max(m.placed.n_page for m in made)
     pool = index_cases.pool_for(replace(first.placed, n_page=n_page), spec.ratio, spec.dim, spec.kv, GPU)
@@ -231,10 +235,10 @@ def test_a_captured_compressor_serves_rows_that_are_moved(spec: CompressSpec) ->
 
     wants = [m.run(compress_ref.bind(spec), (slice(None), m.placed.plain)) for m in made]
     put(first)
-    launch(values, scores, norm, first.freq, first.copies()[0], pool, batch)
+    launch(values, scores, first.places, norm, first.freq, first.copies()[0], pool, batch)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        launch(values, scores, norm, first.freq, ring, pool, batch)
+        launch(values, scores, first.places, norm, first.freq, ring, pool, batch)
     for m, (kept, want) in zip(made, wants, strict=True):
         put(m)
         graph.replay()
@@ -244,3 +248,10 @@ def test_a_captured_compressor_serves_rows_that_are_moved(spec: CompressSpec) ->
         for name in compress_cases.NAMES:
             assert torch.equal(ring.rows[name].view(torch.int32), kept.rows[name].view(torch.int32))
     assert faults.record(GPU).tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize(("dim", "n_rot"), [(512, 64), (128, 64), (32, 16)])
+def test_rope_tail_passes_its_check(dim: int, n_rot: int, normed: bool) -> None:
+    spec = RopeTailSpec(GPU, dim, n_rot, normed, 1e-6)
+    assert tail_cuda.check(tail_cuda.bind(spec), tail_ref.bind(spec), spec) is None

@@ -27,6 +27,7 @@ class Given:
     placed: Placed
     values: Tensor
     scores: Tensor
+    places: Tensor
     norm: Tensor
     freq: Tensor
     ring: RingRows
@@ -49,7 +50,7 @@ class Given:
         """The ring and the pool behind these rows, one batch after another."""
         ring, pool = self.copies()
         for rows, batch in batches:
-            compress(self.values[rows], self.scores[rows], self.norm, self.freq, ring, pool, batch)
+            compress(self.values[rows], self.scores[rows], self.places, self.norm, self.freq, ring, pool, batch)
         return ring, pool
 
 
@@ -72,10 +73,11 @@ def make(case: Ragged, spec: CompressSpec, seed: int = 0, slack: int = 8, shift:
     products = torch.full((n + case.pad[0], 2 * width + 4), torch.nan)  # values and scores lie in rows of more
     products[:n] = 3 * torch.randn(n, 2 * width + 4, generator=gen)
     values, scores, _ = products.to(device).split([width, width, 4], -1)
+    places = torch.randn(spec.ratio, width, generator=gen).to(device)
     norm = 1 + 0.3 * torch.randn(spec.dim, generator=gen)
     freq = 160000.0 ** (-torch.arange(0, spec.n_rot, 2, dtype=torch.float64) / max(spec.n_rot, 1))
     pool = pool_for(placed, spec.ratio, spec.dim, spec.kv, device)
-    return Given(placed, values, scores, norm.to(device), freq.to(device), ring, pool)
+    return Given(placed, values, scores, places, norm.to(device), freq.to(device), ring, pool)
 
 
 def difference(given: Given, compress: Compress, reference: Compress, spec: CompressSpec) -> str | None:

@@ -1,6 +1,7 @@
 // compress: rows that stand for RATIO tokens each, made when their last token runs; and what the tokens gave, kept in rings.
 //
 //   values, scores  [row, (1 + OVERLAPS) * DIM]      f32  of the batch's tokens; rows lie `value_step`, `score_step` apart
+//   places          [RATIO, (1 + OVERLAPS) * DIM]    f32  the scores' bias, by a token's place in its block; in rings they have it
 //   norm, freq      [DIM], [n_rot / 2]               f32, f64
 //   ring_values, ring_scores  [slot, n_ring, (1 + OVERLAPS) * DIM]  f32  of the tokens before
 //   rows            [pool row, DIM]                  KV   KV_KIND 0: f32, 1: f16, 2: bf16, 4: f8_e4m3
@@ -20,13 +21,14 @@
 #include "bounds.cuh"
 #include "overlap.cuh"
 #include "partial.cuh"
+#include "turns.cuh"
 
 constexpr int WIDTH = (1 + OVERLAPS) * DIM, LANES = DIM / 4, THREADS = LANES * GROUPS, TOKENS = (1 + OVERLAPS) * RATIO;
 constexpr int EACH = TOKENS / GROUPS, AT_ONCE = EACH % 8 == 0 ? 8 : EACH % 4 == 0 ? 4 : EACH % 2 == 0 ? 2 : 1;
 static_assert(DIM % 4 == 0 && TOKENS % GROUPS == 0 && THREADS <= 1024 && THREADS % 32 == 0 && N_ROT % 2 == 0, "tokens do not divide");
 
 struct Given {  // what the tokens gave: in the batch, and in the rings
-  const float *values, *scores;
+  const float *values, *scores, *places;
   i64 value_step, score_step;
   float *ring_values, *ring_scores;
   int n_ring;
@@ -49,11 +51,17 @@ __device__ __forceinline__ Own own_of(int row, int n_all, int n_slot, const i64*
   return o;
 }
 
+__device__ __forceinline__ float4 biased(const Given& given, i64 row, i64 at, int channel) {
+  const float4 s = *reinterpret_cast<const float4*>(given.scores + row * given.score_step + channel);
+  const float4 p = *reinterpret_cast<const float4*>(given.places + at % RATIO * WIDTH + channel);
+  return make_float4(s.x + p.x, s.y + p.y, s.z + p.z, s.w + p.w);
+}
+
 __device__ __forceinline__ void keep(const Given& given, const Own& o, int row) {
   const i64 to = (static_cast<i64>(o.slot) * given.n_ring + o.at % given.n_ring) * WIDTH;
   for (int i = threadIdx.x * 4; i < WIDTH; i += blockDim.x * 4) {
     *reinterpret_cast<float4*>(given.ring_values + to + i) = *reinterpret_cast<const float4*>(given.values + row * given.value_step + i);
-    *reinterpret_cast<float4*>(given.ring_scores + to + i) = *reinterpret_cast<const float4*>(given.scores + row * given.score_step + i);
+    *reinterpret_cast<float4*>(given.ring_scores + to + i) = biased(given, row, o.at, i);
   }
 }
 
@@ -78,7 +86,7 @@ __device__ __forceinline__ void add_tokens(Channels& c, const Given& given, cons
     v[i] = make_float4(0.f, 0.f, 0.f, 0.f);
     if (at >= o.n_past) {
       const i64 row = o.start + (at - o.n_past);
-      s[i] = *reinterpret_cast<const float4*>(given.scores + row * given.score_step + channel);
+      s[i] = biased(given, row, at, channel);
       v[i] = *reinterpret_cast<const float4*>(given.values + row * given.value_step + channel);
     } else if (at >= 0) {
       const i64 from = (static_cast<i64>(o.slot) * given.n_ring + at % given.n_ring) * WIDTH + channel;
@@ -104,13 +112,6 @@ __device__ __forceinline__ void add_tokens(Channels& c, const Given& given, cons
     c.l[e] = folded(c.l[e], l, f);
     c.sum[e] = folded(c.sum[e], sum, f);
   }
-}
-
-__device__ __forceinline__ void turn(float& a, float& b, double angle) {
-  const double whole = rint(angle * 0.15915494309189535);  // turns; f32 would not tell apart angles of late positions
-  const float rest = static_cast<float>(angle - whole * 6.283185307179586), c = cosf(rest), s = sinf(rest), x = a;
-  a = x * c - b * s;
-  b = x * s + b * c;
 }
 
 __device__ __forceinline__ void make_row(const Given& given, const Own& o, const float* norm, const double* freq, Kv* to, float eps) {
@@ -156,20 +157,23 @@ __device__ __forceinline__ void make_row(const Given& given, const Own& o, const
 #pragma unroll
   for (int e = 0; e < 4; e += 2) {
     const int pair = (4 * lane + e - (DIM - N_ROT)) / 2;
-    if (4 * lane + e >= DIM - N_ROT) turn(x[e], x[e + 1], static_cast<double>(block * RATIO) * freq[pair]);
+    if (4 * lane + e >= DIM - N_ROT) {
+      const float2 y = turned(x[e], x[e + 1], turn_of(static_cast<double>(block * RATIO), freq[pair]));
+      x[e] = y.x, x[e + 1] = y.y;
+    }
   }
 #pragma unroll
   for (int e = 0; e < 4; e++) to[4 * lane + e] = to_kv(x[e]);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-compress_rows(const float* values, const float* scores, const float* norm, const double* freq, float* ring_values, float* ring_scores,
+compress_rows(const float* values, const float* scores, const float* places, const float* norm, const double* freq, float* ring_values, float* ring_scores,
               Kv* rows, const i64* positions, const i64* kv_rows, const int* row_seq, const int* seq_start, const int* seq_slot,
               int* fault, i64 value_step, i64 score_step, int n_slot, int n_ring, int n_direct, int n_all, int page_size, int per_page,
               int n_page, float eps) {
   let_successor_start();
   const int row = blockIdx.x;
-  const Given given = {values, scores, value_step, score_step, ring_values, ring_scores, n_ring};
+  const Given given = {values, scores, places, value_step, score_step, ring_values, ring_scores, n_ring};
   const Own o = own_of(row, n_all, n_slot, positions, row_seq, seq_start, seq_slot, fault);
   const i64 place = o.seq < 0 ? 0 : kv_rows[row], limit = static_cast<i64>(n_page) * page_size;
   wait_for_predecessor();
@@ -184,7 +188,7 @@ compress_rows(const float* values, const float* scores, const float* norm, const
 
 // Grid (row), block 128: rows of sequences that are not kept at once; of more than the ring has the last ones stay.
 extern "C" __global__ void __launch_bounds__(128)
-compress_keep(const float* values, const float* scores, float* ring_values, float* ring_scores, const i64* positions, const int* row_seq,
+compress_keep(const float* values, const float* scores, const float* places, float* ring_values, float* ring_scores, const i64* positions, const int* row_seq,
               const int* seq_start, const int* seq_slot, int* fault, i64 value_step, i64 score_step, int n_slot, int n_ring, int n_direct,
               int n_all) {
   let_successor_start();
@@ -192,5 +196,5 @@ compress_keep(const float* values, const float* scores, float* ring_values, floa
   const Own o = own_of(row, n_all, n_slot, positions, row_seq, seq_start, seq_slot, fault);
   wait_for_predecessor();
   if (o.seq < 0 || o.n <= n_direct || o.start + o.n - row > n_ring) return;
-  keep({values, scores, value_step, score_step, ring_values, ring_scores, n_ring}, o, row);
+  keep({values, scores, places, value_step, score_step, ring_values, ring_scores, n_ring}, o, row);
 }

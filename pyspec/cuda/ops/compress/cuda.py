@@ -21,8 +21,8 @@ from pyspec.slots.ring import RingRows
 OP_ID = faults.NUMBERS["compress"]  # in the fault record, which names the sequence
 MOST_THREADS, KEEPERS = 512, 128
 FORMS = {
-    "compress_rows": "pppp" + "ppp" + "ppppp" + "p" + "ll" + "iiiiiii" + "f",
-    "compress_keep": "pppp" + "pppp" + "p" + "ll" + "iiii",
+    "compress_rows": "ppppp" + "ppp" + "ppppp" + "p" + "ll" + "iiiiiii" + "f",
+    "compress_keep": "ppppp" + "pppp" + "p" + "ll" + "iiii",
 }
 
 
@@ -68,10 +68,18 @@ class CompressLaunch:
         self.threads, self.fault = n_group(spec) * spec.dim // 4, faults.record(spec.device)
 
     def __call__(
-        self, values: Tensor, scores: Tensor, norm: Tensor, freq: Tensor, ring: RingRows, pool: KVPool, batch: Batch
+        self,
+        values: Tensor,
+        scores: Tensor,
+        places: Tensor,
+        norm: Tensor,
+        freq: Tensor,
+        ring: RingRows,
+        pool: KVPool,
+        batch: Batch,
     ) -> None:
         values, scores, i32 = self._rows(values), self._rows(scores), np.int32
-        self._check(values, scores, norm, freq, ring, pool, batch)
+        self._check((values, scores, places), norm, freq, ring, pool, batch)
         n_row, planes = len(values), [ring.rows[VALUES], ring.rows[SCORES]]
         if not n_row:
             return
@@ -85,6 +93,7 @@ class CompressLaunch:
         args = [
             values,
             scores,
+            places,
             norm,
             freq,
             *planes,
@@ -99,7 +108,7 @@ class CompressLaunch:
         args += [*map(i32, (batch.page_size, per_page, n_page)), np.float32(self.spec.eps)]
         self.kernels["compress_rows"].launch((n_row,), self.threads, args, overlap=self.overlap)
         if n_row > n_direct:  # some sequence may have more
-            args = [values, scores, *planes, batch.positions, *seqs, self.fault, *steps, *slots]
+            args = [values, scores, places, *planes, batch.positions, *seqs, self.fault, *steps, *slots]
             self.kernels["compress_keep"].launch((n_row,), KEEPERS, args, overlap=self.overlap)
 
     def _rows(self, x: Tensor) -> Tensor:
@@ -107,10 +116,17 @@ class CompressLaunch:
         return x if x.stride(1) == 1 and x.stride(0) % 4 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
 
     def _check(
-        self, values: Tensor, scores: Tensor, norm: Tensor, freq: Tensor, ring: RingRows, pool: KVPool, batch: Batch
+        self,
+        given: tuple[Tensor, Tensor, Tensor],
+        norm: Tensor,
+        freq: Tensor,
+        ring: RingRows,
+        pool: KVPool,
+        batch: Batch,
     ) -> None:
         """What only our own code can get wrong: dtypes, shapes, layout."""
-        spec, n = self.spec, len(values)
+        (values, scores, places), spec, n = given, self.spec, len(given[0])
+        assert places.shape == (spec.ratio, self.width) and places.is_contiguous() and places.dtype == torch.float32
         assert values.dtype == scores.dtype == norm.dtype == torch.float32
         assert values.shape == scores.shape == (n, self.width) and norm.shape == (spec.dim,) and norm.is_contiguous()
         assert freq.dtype == torch.float64 and freq.shape == (spec.n_rot // 2,) and freq.is_contiguous()

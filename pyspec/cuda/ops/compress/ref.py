@@ -1,7 +1,8 @@
 """Compressed rows: one for every `ratio` tokens, summed up from what each token gives. The meaning, in plain torch.
 
-    values, scores  [row, (1 + overlaps) * dim]  f32  of the batch's tokens; the scores with the bias of their place in the block
-    ring            the same of the tokens before, for every slot (slots.ring)
+    values, scores  [row, (1 + overlaps) * dim]  f32  of the batch's tokens
+    places          [ratio, (1 + overlaps) * dim] f32 the scores' bias, by a token's place in its block
+    ring            the same of the tokens before, for every slot (slots.ring); scores with their bias
     pool            where the rows go, one for each block of `ratio` tokens (slots.kv, keys only)
 
 A block's row is a sum of values, each channel weighed by a softmax over its tokens' scores, then normed and roped at the block's first
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyspec.cuda.ops.rope_tail.ref import rope_tail
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 from pyspec.slots.ring import RingRows
@@ -38,19 +40,8 @@ class CompressSpec:
     kv: torch.dtype
 
 
-Compress = Callable[[Tensor, Tensor, Tensor, Tensor, RingRows, KVPool, Batch], None]
-"""compress(values, scores, norm [dim], freq [n_rot / 2], ring, pool, batch): makes the rows, then keeps the tokens' in the ring."""
-
-
-def rope_tail(x: Tensor, positions: Tensor, freq: Tensor, sign: float = 1.0) -> Tensor:
-    """Turn adjacent pairs of the last 2 * len(freq) dims by positions * freq. x [row, ..., dim], positions [row]."""
-    angle = positions.double()[:, None] * freq.double()
-    shape = (len(positions), *[1] * (x.dim() - 2), len(freq))
-    cos, sin = angle.cos().float().view(shape), (sign * angle.sin()).float().view(shape)
-    n = 2 * len(freq)
-    a, b = x[..., -n::2], x[..., -n + 1 :: 2]
-    turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
-    return torch.cat((x[..., :-n], turned), -1)
+Compress = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, RingRows, KVPool, Batch], None]
+"""compress(values, scores, places, norm [dim], freq [n_rot / 2], ring, pool, batch): makes the rows, then keeps the tokens' in the ring."""
 
 
 def bind(spec: CompressSpec) -> Compress:
@@ -61,8 +52,16 @@ def bind(spec: CompressSpec) -> Compress:
         return (scores.softmax(1) * values).sum(1)
 
     def compress(
-        values: Tensor, scores: Tensor, norm: Tensor, freq: Tensor, ring: RingRows, pool: KVPool, batch: Batch
+        values: Tensor,
+        scores: Tensor,
+        places: Tensor,
+        norm: Tensor,
+        freq: Tensor,
+        ring: RingRows,
+        pool: KVPool,
+        batch: Batch,
     ) -> None:
+        scores = scores + places[batch.positions % ratio]
         for s, seq in enumerate(batch.seqs):
             here, n_past = slice(batch.starts[s], batch.starts[s + 1]), seq.n_past
             new = {VALUES: values[here], SCORES: scores[here]}
