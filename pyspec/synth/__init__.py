@@ -40,7 +40,7 @@ __all__ = [
     "MODELS",
     "QUANTS",
     "TINY",
-    "DFlash",
+    "DFlashDims",
     "Deepseek4",
     "Dims",
     "Llama",
