@@ -23,6 +23,7 @@ MAX_CTX = 1 << 24  # tokens of a request
 MAX_POOL = 1 << 27  # tokens of all slots: their pages are listed before anybody knows whether they fit
 MAX_ROWS = 65536  # of a forward
 MAX_MIB = 1 << 24
+MAX_RANKS = 64
 MAX_THREADS = 1024  # torch takes more and dies of it
 
 
@@ -69,6 +70,8 @@ class EngineSettings:
     synth_len: Annotated[float, "--spec-synth-len", Real(1, 65, also=(0,))] = 0.0
     # > 0: make acceptance up, mean tokens a round
     device: Annotated[str, "-dev", Text(r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda, cuda:1 ...")] = "auto"
+    tp: Annotated[int, "--tp", Whole(0, MAX_RANKS, "0: every GPU")] = 1
+    # processes that share the model, each with a GPU of its own where there are any
     kv_type: Annotated[str, "-ctk", OneOf(KV_TYPES)] = "f16"
     weights: Annotated[str, "--weights", OneOf(WEIGHTS)] = "auto"
     threads: Annotated[int, "-t", Whole(-1, MAX_THREADS, "0, -1: as torch chooses")] = 0

@@ -96,6 +96,10 @@ class DeviceError(PyspecError):
     exit_code = 6
 
 
+class RankLost(DeviceError):
+    """One of the processes that share a model is gone: the others can do nothing without it."""
+
+
 class DownloadError(PyspecError):
     """A file can not be had from where it should come from."""
 

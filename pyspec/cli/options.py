@@ -10,6 +10,7 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from pyspec.cli import verbose_option
 from pyspec.cli.choice import EngineChoice, ModelChoice
@@ -68,6 +69,15 @@ def _spec_type(ctx: click.Context, param: click.Parameter, value: str) -> str:
     raise click.BadParameter(f"'{value}' is not a drafter of this version; it has {known}", ctx, param)
 
 
+def _split_mode(ctx: click.Context, param: click.Parameter, value: str) -> None:
+    """llama.cpp's way to say it: for `_engine_choice`, and for whoever wonders about a way that there is not."""
+    ctx.meta["pyspec.split"] = value
+    if value in ("layer", "row"):
+        why = "the model runs on one device, or its tensors are divided over several (--tp)"
+        ctx.meta.setdefault("pyspec.notes", []).append(f"-sm {value} changes nothing: {why}")
+
+
+SPLITS = ("none", "layer", "row", "tensor")
 _model = grouped("Model")
 _slots = grouped("Slots, context and cache")
 _device = grouped("Device")
@@ -78,7 +88,11 @@ def _device_name(ctx: click.Context, param: click.Parameter, value: str) -> str:
     """Ours, or llama.cpp's: CUDA0, none."""
     names = [name.strip() for name in value.split(",")]
     if len(names) > 1:
-        raise click.BadParameter(f"a model runs on one device; of {value!r} give one", ctx, param)
+        raise click.BadParameter(
+            f"a model runs on one device, or with --tp {len(names)} on so many from the first one on; of {value!r} give one",
+            ctx,
+            param,
+        )
     match = re.fullmatch(r"cuda:?(\d+)", names[0].lower())
     return f"cuda:{match[1]}" if match else {"none": "cpu"}.get(names[0], names[0])
 
@@ -156,6 +170,11 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
         "--list-devices", is_flag=True, is_eager=True, expose_value=False, callback=_list_devices,
         help="Print the devices and exit.",
     ),
+    _device("--tp", default=1, help="Ranks that share the model, a process and a GPU each. 0: every GPU there is."),
+    _device(
+        "-sm", "--split-mode", type=click.Choice(SPLITS), default="none", callback=_split_mode, expose_value=False,
+        help="As llama-server has it. tensor: --tp 0, where that is not given; the others change nothing.",
+    ),
     _device("--weights", type=click.Choice(WEIGHTS), default="auto", help="Keep weights packed or unpack them."),
     _device("--warmup/--no-warmup", "warm_up", default=True, help="Run a few rounds before the first request."),
     _device(
@@ -188,6 +207,7 @@ SETTINGS = (
     "checkpoint_every",
     "threads",
     "device",
+    "tp",
     "weights",
     "spec_type",
     "n_draft_max",
@@ -258,8 +278,6 @@ def _model_choice(values: dict[str, Any]) -> ModelChoice:
 
 def _unless_around(parameter: str, value: str, typed: str) -> str:
     """A value that was typed; one that is only in the environment gives way to what was."""
-    from click.core import ParameterSource
-
     is_around = click.get_current_context().get_parameter_source(parameter) is ParameterSource.ENVIRONMENT
     return "" if typed and is_around else value
 
@@ -271,6 +289,10 @@ def _engine_choice(values: dict[str, Any]) -> EngineChoice:
         settings["ubatch"] = min(settings["ubatch"], settings["batch"])
     if settings["cache_ram"] == -1:
         settings["cache_ram"] = MAX_MIB
+    context = click.get_current_context()
+    was_given = context.get_parameter_source("tp") not in (None, ParameterSource.DEFAULT)
+    if context.meta.get("pyspec.split") == "tensor" and not was_given:
+        settings["tp"] = 0
     gpu, ctx, of_slot = values.pop("main_gpu"), values.pop("ctx"), values.pop("kv_unified_per_slot")
     if gpu and settings["device"] in ("auto", "cuda"):
         settings["device"] = f"cuda:{gpu}"

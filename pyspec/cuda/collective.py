@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyspec.errors import DeviceError
+from pyspec.errors import RankLost
 
 SMALL = 1 << 20  # bytes of a sum that every rank takes by itself
 JOIN_S = 120.0  # for all ranks to meet
@@ -88,9 +88,9 @@ class Collective:
         except RuntimeError as e:
             raise self._lost(e) from None
 
-    def _lost(self, error: RuntimeError) -> DeviceError:
+    def _lost(self, error: RuntimeError) -> RankLost:
         said = self.why() or (str(error).splitlines() or ["no reason given"])[0][:300]
-        return DeviceError(f"rank {self.rank.index} of {self.rank.n} has lost the others: {said}")
+        return RankLost(f"rank {self.rank.index} of {self.rank.n} has lost the others: {said}")
 
     def abort(self) -> None:
         """Nobody waits for the others any more."""

@@ -72,7 +72,7 @@ class Child:
         message = self.link.receive()
         if not isinstance(message, Load):
             return
-        _log_to(self.link, message.log_level)
+        log_to(self.link, message.log_level)
         if not self.load(message):
             return
         assert self.core is not None
@@ -177,7 +177,8 @@ class _ToParent(logging.Handler):
             self.link.send(LogLine(record.name, record.levelno, self.format(record), record.created, fields))
 
 
-def _log_to(link: Link, level: int) -> None:
+def log_to(link: Link, level: int) -> None:
+    """What this process logs goes to whoever started it."""
     logging.basicConfig(level=logging.WARNING, handlers=[_ToParent(link)], force=True)
     logging.getLogger("pyspec").setLevel(level)
 

@@ -97,6 +97,10 @@ class EngineCore:
         if self.loop.may_defer:
             self.loop.on_wait = self._hand_out
         self._error: PyspecError | None = None
+        self._lost: PyspecError | None = None  # a rank is gone, which is the engine's end
+        self._ranks = loaded.ranks
+        if loaded.ranks is not None:
+            loaded.ranks.when_lost(self._lose_rank)
         self._closing = False
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="pyspec-engine", daemon=True)
@@ -211,6 +215,14 @@ class EngineCore:
             n_rows=most + info.n_overhang,
         )
 
+    def _lose_rank(self, error: PyspecError) -> None:
+        """Called on a thread of the ranks'. Where another process takes over, this one goes now, whatever it is at."""
+        if self._on_death is not None and not self._closing:
+            self._on_death(error)
+        with self._wake:
+            self._lost = error
+            self._wake.notify()
+
     # -- the engine's thread -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -232,6 +244,8 @@ class EngineCore:
         self._die(Unavailable("the engine was closed"))
 
     def _round(self) -> None:
+        if self._lost is not None:
+            raise self._lost
         self.step_began = time.monotonic()
         self.pace.begin(self._rows())
         self.loop.step()
@@ -251,7 +265,7 @@ class EngineCore:
     def _next(self) -> bool:
         """Wait for work and take it in. False: the engine was closed."""
         with self._wake:
-            while not self._inbox and not self._visits and self.loop.is_idle and not self._closing:
+            while not (self._inbox or self._visits or self._closing or self._lost) and self.loop.is_idle:
                 self._wake.wait()
             if self._closing:
                 return False
@@ -378,6 +392,8 @@ class EngineCore:
             if self._thread.is_alive():
                 log.error("the engine does not stop: a round has been under way for more than %.0f s", limit_s)
                 return False
+        if self._ranks is not None:
+            self._ranks.close()
         _RUNNING.discard(self)
         return True
 

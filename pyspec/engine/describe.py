@@ -13,7 +13,7 @@ from pyspec.config import EngineSettings
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.device.capture import graph_shapes
-from pyspec.draft.drafter import NO_DRAFTER, DraftPlan, TargetFile, refuse_file
+from pyspec.draft.drafter import NO_DRAFTER, OWN_HEAD, DraftPlan, TargetFile, refuse_file
 from pyspec.engine.draft_head import HeadCopy, plan_head
 from pyspec.engine.memory_plan import (
     AssumedGpu,
@@ -29,8 +29,9 @@ from pyspec.engine.memory_plan import (
 from pyspec.errors import ConfigError, DeviceError, ModelError, PairError
 from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.models import coarse, read_config
+from pyspec.models.cuts import check_ranks
 from pyspec.models.target import ModelConfig
-from pyspec.models.weights import check_tensors, weight_bytes, wide_bytes
+from pyspec.models.weights import HEAD, check_tensors, cuts_of, repacked_bytes, shares_of, weight_bytes, wide_bytes
 from pyspec.ranges import quoted
 from pyspec.registry import ARCHITECTURES, drafters
 from pyspec.slots.arena import bucket_of
@@ -92,6 +93,11 @@ class Description:
         return overhang_of(self.draft)
 
     @property
+    def own(self) -> ModelConfig:
+        """What each rank runs; with one the model itself."""
+        return self.config.share(self.settings.tp)
+
+    @property
     def batch(self) -> int:
         """Rows of a forward in which nobody decodes."""
         return self.settings.batch or max(self.settings.ubatch, 2048 if self.is_cuda else 0)
@@ -114,7 +120,13 @@ def describe(path: Path, settings: EngineSettings, assumed: AssumedGpu | None = 
     draft_file = open_gguf(settings.draft_path) if settings.draft_path is not None else None
     check_is_target(file, path)
     config = read_config(file)
-    check_tensors(file, config.tensors(file))
+    check_tensors(file, wants := config.tensors(file))
+    if settings.tp == 0:
+        settings = replace(settings, tp=n_device(device))
+    config.share(settings.tp)
+    check_ranks(file, cuts_of(wants), settings.tp)
+    if assumed is None:
+        rank_devices(device, settings.tp)
     tokenizer, template = Tokenizer.from_metadata(file.metadata), ChatTemplate.from_metadata(file.metadata)
     if draft_file is not None:
         check_vocabulary(file, draft_file)
@@ -166,6 +178,21 @@ def pick_device(wanted: str) -> torch.device:
     except (RuntimeError, AssertionError) as e:
         raise DeviceError(f"device '{wanted}' can not be used: {str(e).splitlines()[0]}") from e
     return device
+
+
+def n_device(first: torch.device) -> int:
+    """GPUs from this one on; 1 on a CPU."""
+    return max(1, torch.cuda.device_count() - (first.index or 0)) if first.type == "cuda" else 1
+
+
+def rank_devices(first: torch.device, n: int) -> list[torch.device]:
+    """The device of each rank; DeviceError if there are too few."""
+    if first.type != "cuda":
+        return [first] * n
+    at, there = first.index or 0, torch.cuda.device_count()
+    if n > 1 and at + n > there:
+        raise DeviceError(f"--tp {n} wants {n} GPUs from {first} on; {there} are here")
+    return [torch.device("cuda", at + i) for i in range(n)] if n > 1 else [first]
 
 
 def plan_draft(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:
@@ -227,36 +254,61 @@ def pages_of(s: EngineSettings, n_ctx: int, n_overhang: int) -> int:
 def plan_memory(d: Description) -> MemoryPlan:
     """Bytes of everything that will be allocated; optional copies only where there is room for them."""
     s = d.settings
-    kv, state = memory_bytes(d.config.parts(), d.sizes)
+    own = d.own.parts()
+    kv, state = memory_bytes(own, d.sizes)
+    shares = shares_of(d.file, d.config.tensors(d.file), s.tp)
     draft_kv = sum(memory_bytes(d.draft.layers, d.sizes))
     has_own_file = d.draft.file is not None and d.draft.file is not d.file
     activations, workspace = _workspace(d)
     plan = MemoryPlan(
-        weights=weight_bytes(d.file, d.dense, d.is_cuda),
+        weights=weight_bytes(d.file, d.dense, d.is_cuda, shares=shares) + _tied_share(d),
         kv=kv,
-        state=state - s.np * checkpoint_bytes(d.config.parts(), d.sizes) + device_checkpoints(d),
+        state=state - s.np * checkpoint_bytes(own, d.sizes) + device_checkpoints(d),
         draft_weights=weight_bytes(d.draft.file, d.dense, d.is_cuda, d.draft.shared) if has_own_file else 0,
         draft_kv=draft_kv,
+        draft_head=head_for_drafts(d),
         activations=activations,
         workspace=workspace + attention_bytes(d),
     )
     if d.head is not None:
         plan = with_head(plan, coarse.coarse_bytes(d.head.info, d.head.to, d.device), d.device, s.draft_head, d.assumed)
-    files = {d.file} | ({d.draft.file} if d.draft.file is not None else set())
-    n_wide = sum(wide_bytes(file) for file in files) if d.dense is None else 0
+    copied = [shares, *([d.draft.file.tensors] if d.draft.file is not None and has_own_file else [])]
+    n_wide = sum(map(wide_bytes, copied)) if d.dense is None else 0
     return with_copies(plan, n_wide, d.device, s.weights, d.assumed)
+
+
+def _tied_share(d: Description) -> int:
+    """Of several ranks each has all of the embedding and, where that is the head as well, its rows of that."""
+    if d.settings.tp == 1 or HEAD in d.file.tensors:
+        return 0
+    return -(-_bytes_of(d, "token_embd.weight") // d.settings.tp)
+
+
+def head_for_drafts(d: Description) -> int:
+    """The first of several ranks drafts alone, with a whole head: bytes of it, if the drafter has none of its own."""
+    if d.settings.tp == 1 or d.draft.file is None or d.draft.no_copy == OWN_HEAD:
+        return 0
+    return _bytes_of(d, HEAD if HEAD in d.file.tensors else "token_embd.weight")
+
+
+def _bytes_of(d: Description, name: str) -> int:
+    """A matrix, as it stands on the device."""
+    info = d.file.tensors[name]
+    if d.dense is not None:
+        return info.n_elements * d.dense.itemsize
+    return repacked_bytes(info) if d.is_cuda else info.n_bytes
 
 
 def device_checkpoints(d: Description) -> int:
     """Bytes of recurrent checkpoints that may stand on the device."""
     if not d.settings.prefix_cache:
         return 0
-    return d.settings.cache_device << 20 or d.settings.np * checkpoint_bytes(d.config.parts(), d.sizes)
+    return d.settings.cache_device << 20 or d.settings.np * checkpoint_bytes(d.own.parts(), d.sizes)
 
 
 def _workspace(d: Description) -> tuple[int, int]:
     """(activations, workspace): what forwards need besides weights and slots."""
-    s, c = d.settings, d.config
+    s, c = d.settings, d.own
     graphs = graph_shapes(s.np, d.width, late=d.draft.needs.late) if d.is_cuda else []
     key_size = 8 if s.kv_type in ("q8_0", "f8_e4m3") else 4
     widest = s.np * max(d.width, d.draft.needs.overhang)  # rows of a verify of all slots, or of a draft of blocks
@@ -280,7 +332,7 @@ def attention_bytes(d: Description) -> int:
     s, n_key = d.settings, d.n_ctx + d.n_overhang + d.settings.page_size
     n_row = s.np * max(d.width, d.draft.n_waiting)
     widest = max(d.n_overhang, -(-(bucket_of(n_row) or n_row) // s.np))  # with a graph's padding
-    shapes = dict.fromkeys((d.config.attention, *d.draft.attention))
+    shapes = dict.fromkeys((d.own.attention, *d.draft.attention))
     specs = [AttendSpec(d.device, a.n_head, a.n_kv_head, a.head_dim, 1.0, d.kv_dtype) for a in shapes]
     if d.assumed is not None:
         return max(attend_plan.bytes_on(d.assumed.arch, d.assumed.n_sm, x, s.np, n_key, widest) for x in specs)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+import torch
+
 from pyspec.draft.drafter import DraftPlan
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGMLType, GGUFFile, TensorInfo
 from pyspec.models import coarse
-from pyspec.models.decoder import Decoder
 from pyspec.models.weights import Matrix
 
 log = logging.getLogger(__name__)
@@ -47,9 +48,9 @@ def plan_head(target: GGUFFile, draft: DraftPlan, wanted: str, *, is_streamed: b
     return HeadCopy(info, to)
 
 
-def make_head(target: Decoder, head: HeadCopy) -> Matrix | None:
-    """The copy, or None where no kernel takes it."""
-    copy, to = coarse.coarse(target.output, head.info, head.to, target.device), head.to.name
+def make_head(output: Matrix, head: HeadCopy, device: torch.device) -> Matrix | None:
+    """The copy of `output`, or None where no kernel takes it."""
+    copy, to = coarse.coarse(output, head.info, head.to, device), head.to.name
     if copy is None:
         log.warning("drafts read the target's head as it is: no kernel here takes a copy in %s", to)
     else:

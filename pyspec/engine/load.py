@@ -17,19 +17,28 @@ from pyspec.config import EngineSettings
 from pyspec.cuda import probe, temporary
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.ops.attend import plan as attend_plan
+from pyspec.device.lead import LeadingWorker
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import Drafter, DraftOptions, GraphedDrafter
 from pyspec.engine.controller import Controller
-from pyspec.engine.describe import Description, attention_bytes, describe, device_checkpoints, plan_memory
+from pyspec.engine.describe import (
+    Description,
+    attention_bytes,
+    describe,
+    device_checkpoints,
+    head_for_drafts,
+    plan_memory,
+)
 from pyspec.engine.draft_head import make_head
 from pyspec.engine.loop import Loop
 from pyspec.engine.memory_plan import MemoryPlan, check_fit, free_bytes, since, size, taken
+from pyspec.engine.ranks import Ranks, begin_ranks, lead_ranks
 from pyspec.engine.round import RowLimits
 from pyspec.engine.timer import Timer, bucket
 from pyspec.engine.warmup import check_drafter, warm_up
 from pyspec.errors import BadTemplate
 from pyspec.models.target import Target
-from pyspec.models.weights import Weights
+from pyspec.models.weights import Weights, cuts_of
 from pyspec.request import EngineInfo
 from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.arena import Arena, bucket_of
@@ -51,6 +60,7 @@ class Loaded:
     tokenizer: Tokenizer
     template: ChatTemplate | None
     info: EngineInfo
+    ranks: Ranks | None = None
 
 
 def load(path: Path, settings: EngineSettings) -> Loaded:
@@ -61,18 +71,30 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     _check_template(d.template)
     context = context_of(d.device)  # held until kernels hold it
     with context.current():
-        plan = plan_memory(d)
-        check_fit(plan, d.device, n_slot=settings.np, n_ctx=d.n_ctx, packed=d.dense is None)
-        return build(d, plan)
+        plan, n = plan_memory(d), 1 if d.is_cuda else d.settings.tp  # on GPUs each rank has one of its own
+        check_fit(plan.together(n), d.device, n_slot=settings.np, n_ctx=d.n_ctx, packed=d.dense is None)
+        if d.settings.tp == 1:
+            return build(d, plan)
+        ranks = Ranks(d.settings.tp)
+        try:
+            return build(d, plan, ranks)
+        except BaseException:
+            ranks.close()
+            raise
 
 
-def build(d: Description, plan: MemoryPlan) -> Loaded:
+def build(d: Description, plan: MemoryPlan, ranks: Ranks | None = None) -> Loaded:
     """Allocate what was planned, bind target and drafter to it, and warm the loop up."""
     before = taken(d.device) if d.is_cuda else (0, 0, 0)
     table = d.table()
-    memory = allocate(d.config.parts(), d.sizes, d.device)
+    shared = None if ranks is None else begin_ranks(d, plan, ranks)
+    memory = allocate(d.own.parts(), d.sizes, d.device)
     with _timed("weights", d.device, release=True):
-        target = d.config.build(Weights(d.file, d.device, d.dense, wide=plan.wide > 0), memory)
+        cuts = cuts_of(d.config.tensors(d.file))
+        weights = Weights(d.file, d.device, d.dense, wide=plan.wide > 0, ranks=shared, cuts=cuts)
+        target = d.config.build(weights, memory)
+        if ranks is not None:
+            memory = lead_ranks(target, memory, ranks)
     with _timed("drafter", d.device, release=True):
         drafter = _bind_drafter(d, plan, target, table)
     loop = _loop(d, target, memory, table, drafter)
@@ -86,13 +108,18 @@ def build(d: Description, plan: MemoryPlan) -> Loaded:
     probe.close()  # the child that checked kernels, and its memory on the GPU
     if d.is_cuda:
         log.info("memory in use: %s, planned %s", since(before, d.device), size(plan.total))
-    return Loaded(loop, d.tokenizer, d.template, info_of(d, plan))
+    return Loaded(loop, d.tokenizer, d.template, info_of(d, plan), ranks)
 
 
 def _bind_drafter(d: Description, plan: MemoryPlan, target: Target, table: SlotTable) -> Drafter | None:
     if d.draft.kind == "none":
         return None
-    head = make_head(target, d.head) if d.head is not None and plan.draft_head else None
+    output = target.output if d.settings.tp == 1 and d.head is not None else None  # type: ignore[attr-defined]
+    if head_for_drafts(d):
+        output = Weights(d.file, d.device, d.dense, wide=plan.wide > 0).head()
+    head = output if d.settings.tp > 1 else None
+    if d.head is not None and plan.draft_head and output is not None:
+        head = make_head(output, d.head, d.device) or head
     options = DraftOptions(settings=d.settings, dense=d.dense, wide=plan.wide > 0, head=head)
     return draft.find(d.draft.kind).load(d.draft, target, table, options)
 
@@ -109,7 +136,7 @@ def _loop(d: Description, target: Target, memory: Memory, table: SlotTable, draf
     timer = Timer() if arena is None else Timer(lambda n_row: bucket_of(n_row) or bucket(n_row))
     chained, fixed = d.draft.needs.chained, s.n_draft_fixed
     return Loop(
-        Worker(target, memory, table, drafter, arena),
+        (Worker if memory.is_whole else LeadingWorker)(target, memory, table, drafter, arena),
         Controller(s.np, n_draft, chained=chained, fixed=fixed, verify_ms=timer),
         PrefixCache(table, memory, states, on=s.prefix_cache, every=s.checkpoint_every),
         RowLimits(decoding=s.ubatch, prompts=d.batch),

@@ -39,6 +39,16 @@ class MemoryPlan:
         return sum(getattr(self, purpose) for purpose in NAMES)
 
     @property
+    def of_others(self) -> MemoryPlan:
+        """Of any rank but the first, which has the drafter."""
+        return replace(self, draft_weights=0, draft_kv=0, draft_head=0)
+
+    def together(self, n: int) -> MemoryPlan:
+        """Of all `n` ranks."""
+        other = self.of_others
+        return replace(self, **{x: getattr(self, x) + (n - 1) * getattr(other, x) for x in NAMES})
+
+    @property
     def by_purpose(self) -> tuple[tuple[str, int], ...]:
         """(purpose, bytes) of what takes any."""
         return tuple((name, n) for purpose, name in NAMES.items() if (n := getattr(self, purpose)))

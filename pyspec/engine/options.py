@@ -46,6 +46,7 @@ class LoadOptions(TypedDict, total=False):
     ngram_match: int
     synth_len: float
     device: str
+    tp: int
     kv_type: str
     weights: str
     threads: int

@@ -12,7 +12,7 @@ from typing import Any
 from pyspec.engine.loop import Loop
 from pyspec.engine.slot_image import Image, SlotImager
 from pyspec.engine.visit import Visit
-from pyspec.errors import PyspecError, RequestError
+from pyspec.errors import NotSupported, PyspecError, RequestError
 from pyspec.gguf.fingerprint import fingerprint
 from pyspec.request import EngineInfo, SlotAction, SlotAnswer, SlotReport
 from pyspec.slots.slot_file import SlotFile, write
@@ -45,6 +45,8 @@ class SlotActions:
         hear, n_slot = _careful(hear), len(self.loop.table.slots)
         if not 0 <= action.slot < n_slot:
             hear(RequestError(f"slot {action.slot} does not exist; slots are 0..{n_slot - 1} (-np)"))
+        elif action.kind != "erase" and not self.loop.memory.is_whole:
+            hear(NotSupported("what a slot holds can not be saved or restored with --tp: each rank has a share of it"))
         elif action.kind == "save":
             visit(Visit(action.slot, lambda: self._take(action, hear), hear))
         elif action.kind == "erase":

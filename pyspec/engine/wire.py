@@ -229,6 +229,45 @@ def portable(error: PyspecError) -> PyspecError:
     return error
 
 
+# -- between the first rank and the others ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LoadShare:
+    """The first message to a rank: what to load, as plain data, and the file where all of them meet.
+
+    n_page, width   of the slots' memory (Description); dense: the dtype that matrices are unpacked to, or "" for packed
+    n_bytes         what it will take, by the plan; n_attention: of that, for partial sums of attention
+    """
+
+    path: Path
+    settings: EngineSettings
+    index: int
+    device: str
+    store: str
+    n_page: int
+    width: int
+    dense: str
+    wide: bool
+    n_bytes: int
+    n_attention: int
+    log_level: int
+
+
+@dataclass(frozen=True)
+class ShareState:
+    """How far a rank is: "joins" before it meets the others, "loaded", then "alive" several times a second."""
+
+    state: str
+
+
+@dataclass(frozen=True)
+class ShareFailed:
+    """It ends itself."""
+
+    error: PyspecError
+
+
 # -- the pipe ----------------------------------------------------------------------------------------------------
 
 

@@ -12,11 +12,11 @@ from math import prod
 
 import numpy as np
 
+from pyspec.config import MAX_RANKS
 from pyspec.cuda.collective import Rank
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile, TensorInfo
 
-MOST_RANKS = 64
 CHUNK = 4 << 20  # bytes of whole rows that are read at once where a rank keeps some columns of them
 ALONE = 1 << 16  # bytes of one row's columns that are worth a read of their own
 
@@ -167,5 +167,5 @@ def check_ranks(file: GGUFFile, cuts: Mapping[str, Cut], n: int) -> None:
     """Raise ModelError with what does not divide by `n`, and the numbers that would do."""
     if (flaw := next(flaws(file, cuts, n), None)) is None:
         return
-    good = [str(m) for m in range(1, MOST_RANKS + 1) if next(flaws(file, cuts, m), None) is None]
+    good = [str(m) for m in range(1, MAX_RANKS + 1) if next(flaws(file, cuts, m), None) is None]
     raise ModelError(f"--tp {n} does not divide {file.path.name}: {flaw}; --tp {' or '.join(good)} would do")

@@ -83,6 +83,7 @@ class Batch:
     max_hi: Sequence[int]  # per sequence, on the host: none of its rows sees farther
     causal: bool  # rows see what stands before them and themselves
     bucket: int | None = None  # rows with padding, if the fields lie in an arena
+    pages: Sequence[NDArray[np.int64]] = ()  # per sequence, on the host: as in page_table
     single: bool = False  # the forward has one row a sequence, so nobody's draft; `seqs` may be those of some only
 
     @property
@@ -122,9 +123,8 @@ def lay_out(
         bucket, fields = None, _fresh(layout, n_out, device)
     causal, size, single = not see_block, table.page_size, starts[-1] == len(seqs)
     max_hi = [end + seq.slack for end, seq in zip(ends, seqs, strict=True)]
-    return Batch(
-        seqs=seqs, starts=starts, page_size=size, max_hi=max_hi, causal=causal, bucket=bucket, single=single, **fields
-    )
+    about = {"max_hi": max_hi, "causal": causal, "bucket": bucket, "pages": pages, "single": single}
+    return Batch(seqs=seqs, starts=starts, page_size=size, **about, **fields)  # type: ignore[arg-type]
 
 
 def _write(

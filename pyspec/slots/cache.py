@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from pyspec.slots.memory import Memory, copy_page
+from pyspec.slots.memory import Memory
 from pyspec.slots.parts import PartMemory
 from pyspec.slots.prefix import NO_HIT, Hit
 from pyspec.slots.states import Saved, StateStore
@@ -42,7 +42,7 @@ class PrefixCache:
         copy = self.table.acquire(slot, n_rows, prompt, hit)
         if copy is not None:
             old, new = copy
-            copy_page(paged, self.table.page_size, new, old)
+            self.memory.copy_page(list(paged), self.table.page_size, new, old)
         if isinstance(saved, Saved):
             self.memory.restore(slot.index, saved.checkpoint)
             return saved.draft

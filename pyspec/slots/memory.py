@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -25,13 +25,17 @@ class Checkpoint:
 
     n_past: int
     tensors: list[Tensor]  # in the order of Memory.parts
+    elsewhere: object = None  # the same of other ranks
 
 
 class Memory:
     """All per-slot memory of one model: the parts of its layers, by name.
 
     kv, states  the parts KV and STATE by layer: what attention and recurrences look up in every round
+    is_whole: there is no rank that keeps another part of it.
     """
+
+    is_whole: ClassVar[bool] = True
 
     def __init__(self, layers: Sequence[dict[str, PartMemory]], width: int) -> None:
         self.layers, self.width = layers, width
@@ -80,6 +84,10 @@ class Memory:
     def restore(self, slot: int, saved: Checkpoint) -> None:
         """Bring back what a checkpoint holds, into any slot."""
         _copy(self._saved(slot, saved.n_past), saved.tensors, non_blocking=True)
+
+    def copy_page(self, parts: Sequence[PartMemory], page_size: int, new: int, old: int) -> None:
+        """Page `old` to page `new` of every one of `parts`: all of ours that have pages, and those of whoever shares their numbers."""
+        copy_page(parts, page_size, new, old)
 
     @property
     def kv_bytes(self) -> int:

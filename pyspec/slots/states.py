@@ -38,15 +38,15 @@ def _tensors(x: Any) -> list[Tensor]:
     return [t for y in x for t in _tensors(y)] if isinstance(x, list | tuple) else []
 
 
-def _to_host(x: Any) -> Any:
+def to_host(x: Any) -> Any:
     """The same structure with its tensors in host memory, pinned so that the way back is fast."""
     if isinstance(x, Tensor):
         if x.device.type == "cpu":
             return x
         return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
     if is_dataclass(x) and not isinstance(x, type):
-        return replace(x, **{f.name: _to_host(getattr(x, f.name)) for f in fields(x)})
-    return type(x)(_to_host(y) for y in x) if isinstance(x, list | tuple) else x
+        return replace(x, **{f.name: to_host(getattr(x, f.name)) for f in fields(x)})
+    return type(x)(to_host(y) for y in x) if isinstance(x, list | tuple) else x
 
 
 class StateStore:
@@ -91,7 +91,7 @@ class StateStore:
         if n_bytes > self.limits[1]:
             del state.node.states[state.n_past]
             return
-        state.content = replace(saved, checkpoint=_to_host(saved.checkpoint))
+        state.content = replace(saved, checkpoint=to_host(saved.checkpoint))
         self._put(1, state, n_bytes)
 
     def touch(self, state: State) -> None:

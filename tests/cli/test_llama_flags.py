@@ -146,6 +146,22 @@ def test_no_word_is_taken_apart_into_short_flags(word: str):
     assert result.exit_code == 2 and f"No such option: {word}" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("args", "tp"),
+    [
+        ([], 1),
+        (["--tp", "2"], 2),
+        (["-sm", "tensor"], 0),
+        (["-sm", "tensor", "--tp", "4"], 4),
+        (["--tp", "1", "--split-mode", "tensor"], 1),
+        (["-sm", "layer"], 1),
+    ],
+)
+def test_a_model_is_divided_as_llama_server_says_it(args: list[str], tp: int, no_load: dict[str, object]):
+    call(*args)
+    assert no_load["engine"].settings["tp"] == tp
+
+
 def test_spellings_llama_cpp_takes_are_taken(no_load: dict[str, object]):
     result = call("--ctx_size", "64", "-t2", "--n_predict=5", "--no-slots", "--temperature", "0", "-dev", "CUDA1")
     assert result.exit_code == Loaded.exit_code, result.output

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.collective import Collective, Rank
-from pyspec.gguf import GGUFFile, open_gguf
+from pyspec.gguf import open_gguf
 from pyspec.models import read_config
-from pyspec.models.cuts import Cut, check_ranks
-from pyspec.models.target import ModelConfig
-from pyspec.models.weights import Weights
+from pyspec.models.cuts import check_ranks
+from pyspec.models.weights import Weights, cuts_of
 from pyspec.slots.batch import Seq, lay_out
 from pyspec.slots.memory import allocate
 from pyspec.slots.parts import CacheSizes
@@ -37,11 +36,6 @@ def together(n: int, do: Callable[[Collective], T]) -> list[T]:
         return [f.result(LIMIT_S) for f in found]
 
 
-def cuts_of(file: GGUFFile, config: ModelConfig) -> dict[str, Cut]:
-    """What is divided of a file's tensors."""
-    return {name: want.cut for name, want in config.tensors(file).items() if want.cut is not None}
-
-
 class RankBench:
     """One rank's part of a model over two slots."""
 
@@ -49,7 +43,7 @@ class RankBench:
         self.file = open_gguf(path)
         config = read_config(self.file)
         n = 1 if ranks is None else ranks.rank.n
-        cuts = cuts_of(self.file, config)
+        cuts = cuts_of(config.tensors(self.file))
         check_ranks(self.file, cuts, n)
         self.own = config.share(n)
         self.table = SlotTable(2, 32, 16)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from rank_bench import FIXTURES, cuts_of
+from rank_bench import FIXTURES
 
 from pyspec.cuda.collective import Rank
 from pyspec.cuda.ops.linear.dequant import dequantize
@@ -15,6 +15,7 @@ from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.models import cuts, read_config
 from pyspec.models.cuts import Cut, Units, check_ranks, share_of
+from pyspec.models.weights import cuts_of
 
 DEMO = Path(__file__).parents[2] / "pyspec" / "demo" / "pyspec-demo.gguf"
 DIVIDED = {  # a file and the ranks that it is for
@@ -36,7 +37,7 @@ DIVIDED = {  # a file and the ranks that it is for
 
 def opened(name: str) -> tuple[GGUFFile, dict[str, Cut]]:
     file = open_gguf(FIXTURES / f"{name}.gguf")
-    return file, cuts_of(file, read_config(file))
+    return file, cuts_of(read_config(file).tensors(file))
 
 
 def read(share: cuts.Share, file: GGUFFile) -> np.ndarray:

@@ -1,0 +1,216 @@
+"""How the first rank has the others do what it does: each thing that a device is told is also told to them, as plain integers.
+
+A rank runs its share of the model and keeps its share of the slots' memory, and decides nothing: which rows run, in which pages they
+stand and what is kept comes from the first one, in the order in which that does it itself. What the ranks' tensors have to
+do with each other is in the model (cuda/collective.py). Drafters run on the first rank alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from pyspec.cuda.fold import flush
+from pyspec.device.worker import Worker
+from pyspec.errors import DeviceError
+from pyspec.models.target import Out, Target
+from pyspec.slots.batch import Batch, Seq, lay_out
+from pyspec.slots.memory import Checkpoint, Memory
+from pyspec.slots.parts import PartMemory
+from pyspec.slots.states import to_host
+from pyspec.slots.table import Slot, SlotTable
+
+# -- what ranks are told -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RunForward:
+    """A forward over these rows, in these pages."""
+
+    seqs: tuple[Seq, ...]
+    pages: tuple[NDArray[np.int64], ...]
+    taps: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FoldSlot:
+    """So many recorded rows go into the slot's state."""
+
+    slot: int
+    n_fold: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResetSlot:
+    """A new sequence."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPage:
+    """Page `old` of all that has pages to page `new`."""
+
+    new: int
+    old: int
+
+
+@dataclass(frozen=True, slots=True)
+class KeepState:
+    """A checkpoint of a slot, to be known by its number."""
+
+    number: int
+    slot: int
+    n_past: int
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreState:
+    """That checkpoint, into any slot."""
+
+    number: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropStates:
+    """Nobody needs these checkpoints any more."""
+
+    numbers: tuple[int, ...]
+
+
+Command = RunForward | FoldSlot | ResetSlot | CopyPage | KeepState | RestoreState | DropStates
+Tell = Callable[[Command], None]
+
+
+# -- the first rank ----------------------------------------------------------------------------------------------
+
+
+class KeptElsewhere:
+    """The other ranks' part of a checkpoint: it goes there when it goes here."""
+
+    __slots__ = ("__weakref__", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Leader:
+    """Implements `Lead`, and hands on what else ranks have to hear."""
+
+    def __init__(self, tell: Tell) -> None:
+        self._tell = tell
+        self._dropped: deque[int] = deque()  # on whatever thread a checkpoint goes
+        self._n_kept = 0
+
+    def tell(self, command: Command) -> None:
+        """To all other ranks, in order."""
+        if self._dropped:
+            self._tell(DropStates(tuple(self._dropped.popleft() for _ in range(len(self._dropped)))))
+        self._tell(command)
+
+    def keep(self, slot: int, n_past: int) -> KeptElsewhere:
+        """Have the others take a checkpoint."""
+        self._n_kept += 1
+        kept = KeptElsewhere(self._n_kept)
+        self.tell(KeepState(kept.number, slot, n_past))
+        weakref.finalize(kept, self._dropped.append, kept.number).atexit = False
+        return kept
+
+    def forward(self, run: Callable[[Batch, Sequence[int]], Out], batch: Batch, taps: Sequence[int]) -> Out:
+        """Once the others are at it nothing but its end lets them go on: what fails here is the end of all of them."""
+        self.tell(RunForward(tuple(batch.seqs), tuple(batch.pages), tuple(taps)))
+        try:
+            return run(batch, taps)
+        except DeviceError:
+            raise
+        except Exception as e:
+            raise DeviceError(f"a forward failed on the first rank, and the others wait in it: {e}") from e
+
+
+class LedMemory(Memory):
+    """The first rank's memory: what is done to it is done to the others' as well."""
+
+    is_whole = False
+
+    def __init__(self, own: Memory, leader: Leader) -> None:
+        super().__init__(own.layers, own.width)
+        self.leader = leader
+
+    def reset(self, slot: int) -> None:
+        """On every rank."""
+        self.leader.tell(ResetSlot(slot))
+        super().reset(slot)
+
+    def checkpoint(self, slot: int, n_past: int) -> Checkpoint:
+        """On every rank; ours knows of the others'."""
+        kept = self.leader.keep(slot, n_past)
+        saved = super().checkpoint(slot, n_past)
+        saved.elsewhere = kept
+        return saved
+
+    def restore(self, slot: int, saved: Checkpoint) -> None:
+        """On every rank."""
+        assert isinstance(saved.elsewhere, KeptElsewhere)
+        self.leader.tell(RestoreState(saved.elsewhere.number, slot))
+        super().restore(slot, saved)
+
+    def copy_page(self, parts: Sequence[PartMemory], page_size: int, new: int, old: int) -> None:
+        """On every rank."""
+        self.leader.tell(CopyPage(new, old))
+        super().copy_page(parts, page_size, new, old)
+
+
+class LeadingWorker(Worker):
+    """The first rank's worker."""
+
+    def fold(self, slot: Slot) -> None:
+        """On every rank."""
+        assert isinstance(self.memory, LedMemory)
+        self.memory.leader.tell(FoldSlot(slot.index, slot.n_fold))
+        super().fold(slot)
+
+
+# -- the others --------------------------------------------------------------------------------------------------
+
+
+class Follower:
+    """Any other rank: it does what it is told, in order.
+
+    table  for the arithmetic of pages alone: who sits where is known to the first rank
+    """
+
+    def __init__(self, target: Target, memory: Memory, table: SlotTable) -> None:
+        self.target, self.memory, self.table = target, memory, table
+        self._kept: dict[int, Checkpoint] = {}
+
+    @torch.inference_mode()
+    def obey(self, command: Command) -> None:
+        """Do one thing."""
+        if isinstance(command, RunForward):
+            batch = lay_out(self.table, command.seqs, self.target.device, pages=command.pages)
+            self.target.forward(batch, command.taps)
+        elif isinstance(command, FoldSlot):
+            for layer in self.memory.states.values():
+                flush(layer, command.slot, command.n_fold)
+        elif isinstance(command, ResetSlot):
+            self.memory.reset(command.slot)
+        elif isinstance(command, CopyPage):
+            self.memory.copy_page(self.memory.paged, self.table.page_size, command.new, command.old)
+        else:
+            self._keep(command)
+
+    def _keep(self, command: KeepState | RestoreState | DropStates) -> None:
+        if isinstance(command, KeepState):  # on the host: the first rank counts those of its device alone
+            self._kept[command.number] = to_host(self.memory.checkpoint(command.slot, command.n_past))
+        elif isinstance(command, RestoreState):
+            self.memory.restore(command.slot, self._kept[command.number])
+        else:
+            for number in command.numbers:
+                del self._kept[number]

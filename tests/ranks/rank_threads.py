@@ -1,0 +1,106 @@
+"""Engines whose other ranks are threads of this process: everything but the processes is the real thing."""
+
+from __future__ import annotations
+
+import pickle
+import queue
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from engine_rig import Rig
+
+from pyspec.config import EngineSettings
+from pyspec.cuda.collective import Collective, Rank
+from pyspec.device.lead import Follower
+from pyspec.engine import rank_child
+from pyspec.engine.describe import describe, plan_memory
+from pyspec.engine.load import build
+from pyspec.engine.wire import LoadShare
+from pyspec.errors import PyspecError
+
+
+class NoLink:
+    """A rank that is a thread says nothing."""
+
+    def send(self, message: object) -> None:
+        pickle.dumps(message)
+
+
+class ThreadRanks:
+    """As `Ranks`. followers: what the threads run."""
+
+    def __init__(self, n: int) -> None:
+        self.n, self.followers, self.failures = n, {}, []
+        self._ends = ExitStack()
+        self.store = str(Path(self._ends.enter_context(tempfile.TemporaryDirectory())) / "meet")
+        self._inboxes: list[queue.Queue[bytes]] = [queue.Queue() for _ in range(n - 1)]
+        self._threads: list[threading.Thread] = []
+        self._loaded = threading.Semaphore(0)
+
+    def load(self, share: LoadShare, devices: Sequence[torch.device]) -> Collective:
+        for i in range(1, self.n):
+            own = replace(pickle.loads(pickle.dumps(share)), index=i, device=str(devices[i]))
+            self._threads.append(threading.Thread(target=self._run, args=(own, self._inboxes[i - 1]), daemon=True))
+            self._threads[-1].start()
+        return Collective(Rank(0, self.n), devices[0], self.store, 60.0)
+
+    def _run(self, share: LoadShare, inbox: queue.Queue[bytes]) -> None:
+        try:
+            follower: Follower = rank_child.load(share, NoLink())  # type: ignore[arg-type]
+            self.followers[share.index] = follower
+            self._loaded.release()
+            while message := inbox.get():
+                follower.obey(pickle.loads(message))
+                inbox.task_done()
+        except Exception as e:  # noqa: BLE001 - whatever it is, the test fails with it
+            self.failures.append(e)
+            self._loaded.release()
+
+    def wait(self) -> None:
+        for _ in range(self.n - 1):
+            assert self._loaded.acquire(timeout=60)
+        assert not self.failures, self.failures
+
+    def tell(self, command: object) -> None:
+        message = pickle.dumps(command)
+        for inbox in self._inboxes:
+            inbox.put(message)
+
+    def settle(self) -> None:
+        """Until they have done all that they were told."""
+        while not self.failures and any(inbox.unfinished_tasks for inbox in self._inboxes):
+            time.sleep(0.001)
+
+    def when_lost(self, do: Callable[[PyspecError], None]) -> None:
+        pass
+
+    def close(self) -> None:
+        """Let them do what they were told, and end them."""
+        for inbox in self._inboxes:
+            inbox.put(b"")
+        for thread in self._threads:
+            thread.join(60)
+        self._ends.close()
+        assert not self.failures, self.failures
+
+
+class RankRig(Rig):
+    """A rig over `n` ranks."""
+
+    def __init__(self, path: Path, n: int, **settings: object) -> None:
+        values: dict[str, object] = {"np": 1, "ctx": 256, "kv_type": "f32", "warm_up": False, "device": "cpu"}
+        d = describe(path, EngineSettings(tp=n, **(values | settings)))  # type: ignore[arg-type]
+        self.ranks = ThreadRanks(n)
+        super().__init__(build(d, plan_memory(d), self.ranks))  # type: ignore[arg-type]
+
+    def __enter__(self) -> RankRig:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.ranks.close()

@@ -1,0 +1,169 @@
+"""Engines over several ranks: texts with every drafter, and what the other ranks keep, against one rank alone."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, Rig, rig
+from known_texts import demo_prompts
+from rank_threads import RankRig
+
+from pyspec.config import EngineSettings
+from pyspec.engine.describe import describe, plan_memory
+from pyspec.errors import ModelError, NotSupported
+from pyspec.models.weights import cuts_of
+from pyspec.request import SamplingParams, SlotAction, SlotAnswer
+
+N = 24
+MTP = {"spec_type": "mtp", "n_draft_max": 3}
+DRAFTERS: dict[str, dict[str, object]] = {
+    "mtp": MTP,
+    "mtp with a coarse head": {**MTP, "draft_head": "q4_0"},
+    "dflash": {"draft_path": DEMO_DRAFT},
+    "ngram": {"spec_type": "ngram", "ngram_match": 1, "n_draft_max": 4},
+    "none": {"spec_type": "none"},
+}
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[RankRig]:
+    """Four slots over two ranks; MTP drafts."""
+    with RankRig(DEMO, 2, np=4, **MTP) as r:
+        yield r
+
+
+def texts(r: Rig, n_prompt: int) -> int:
+    """All at once, held against what the model was made to answer. Returns how many drafted tokens were right."""
+    prompts = demo_prompts()[:n_prompt]
+    heard = [r.submit(prompt, N) for prompt, _ in prompts]
+    r.run()
+    assert [h.tokens[: len(text)] for h, (_, text) in zip(heard, prompts, strict=True)] == [
+        text[:N] for _, text in prompts
+    ]
+    return sum(h.timings.draft_n_accepted for h in heard)
+
+
+def test_text_over_two_ranks_is_that_of_one(shared: RankRig) -> None:
+    assert texts(shared, 4) > N
+
+
+def test_other_ranks_go_on_from_what_is_cached(shared: RankRig) -> None:
+    prompt, text = demo_prompts()[6]
+    shared.generate(prompt, N)
+    again = shared.generate([*prompt, *text[:N]], 8)
+    assert again.job.n_cached > len(prompt) and again.tokens[:7] == text[N:]
+
+
+def test_ranks_have_the_first_ones_pages_and_states(shared: RankRig) -> None:
+    """What all ranks keep is the model's: heads of the others stand where the first one's do."""
+    shared.generate(demo_prompts()[0][0], N)
+    shared.ranks.settle()
+    own, other = shared.loop.memory, shared.ranks.followers[1].memory
+    assert own.kv.keys() == other.kv.keys() and own.states.keys() == other.states.keys()
+    for mine, theirs in ((own.kv, other.kv), (own.states, other.states)):
+        for i in mine:
+            for a, b in zip(mine[i].tensors(), theirs[i].tensors(), strict=True):
+                assert a.shape == b.shape
+    for i, pool in own.kv.items():
+        assert torch.equal(pool.k[:, 0, 0] != 0, other.kv[i].k[:, 0, 0] != 0), "rows are written in the same pages"
+
+
+def test_states_that_go_here_go_there(shared: RankRig) -> None:
+    follower, states = shared.ranks.followers[1], shared.loop.cache.states
+    for prompt, _ in demo_prompts()[:3]:
+        shared.generate(prompt, 3)
+    held = list(states.tiers[0]) + list(states.tiers[1])
+    assert len(held) >= 3
+    shared.ranks.settle()
+    numbers = {s.content.checkpoint.elsewhere.number for s in held}
+    assert numbers <= follower._kept.keys()
+    for state in held:
+        states.drop(state)
+    del held, state
+    gc.collect()
+    shared.generate(demo_prompts()[5][0], 3)  # whatever is told next says that they went
+    shared.ranks.settle()
+    alive = {s.content.checkpoint.elsewhere.number for tier in states.tiers for s in tier}
+    assert follower._kept.keys() == alive and not alive & numbers
+
+
+def test_slots_of_several_ranks_are_not_saved(shared: RankRig, tmp_path: Path) -> None:
+    from pyspec.engine.slot_actions import SlotActions
+
+    answers: list[SlotAnswer] = []
+    actions = SlotActions(shared.loop, shared.info)
+    actions.begin(SlotAction("save", 0, str(tmp_path / "x")), answers.append, lambda visit: None)
+    assert isinstance(answers[0], NotSupported) and "--tp" in str(answers[0])
+
+
+def test_what_does_not_divide_is_refused_before_anything_is_loaded() -> None:
+    with pytest.raises(ModelError, match=r"--tp 4 does not divide pyspec-demo\.gguf: .* --tp 1 or 2 would do"):
+        rig(DEMO, tp=4)
+    with pytest.raises(ModelError, match=r"--tp 2 does not divide deepseek4 yet"):
+        rig(FIXTURES / "deepseek4.gguf", tp=2)
+
+
+def test_every_gpu_there_is_means_one_rank_on_a_cpu() -> None:
+    assert describe(FIXTURES / "llama.gguf", EngineSettings(tp=0, device="cpu")).settings.tp == 1
+
+
+def test_the_plan_of_ranks_adds_up_to_the_models() -> None:
+    one, two = (describe(DEMO, EngineSettings(tp=n, device="cpu", spec_type="none")) for n in (1, 2))
+    a, b = plan_memory(one), plan_memory(two)
+    assert 2 * b.kv == 2 * a.kv, "one key head: each rank has a copy"
+    assert 2 * b.state == a.state and b.draft_head == 0
+    whole = sum(4 * t.n_elements for n, t in one.file.tensors.items() if n not in cuts_of(one.config.tensors(one.file)))
+    assert abs(2 * b.weights - a.weights - whole) < 1e-3 * a.weights + 4 * 4096 * 384 * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_text_is_the_same_with_every_drafter(name: str) -> None:
+    with RankRig(DEMO, 2, np=4, **DRAFTERS[name]) as r:
+        assert (texts(r, 8) > 0) == (name != "none")
+
+
+@pytest.mark.slow
+def test_sampled_text_is_the_same_with_every_drafter() -> None:
+    params = SamplingParams(temperature=0.9, seed=11, ignore_eos=True)
+    prompts = [prompt for prompt, _ in demo_prompts()[:4]]
+    found = []
+    for drafter in ("none", "mtp", "dflash"):
+        with RankRig(DEMO, 2, np=4, **DRAFTERS[drafter]) as r:
+            heard = [r.submit(prompt, N, params) for prompt in prompts]
+            r.run()
+            found.append([h.tokens for h in heard])
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "n", "spec"),
+    [
+        ("qwen35", 2, "mtp"),
+        ("qwen35moe", 2, "mtp"),
+        ("nemotron_moe", 2, "mtp"),
+        ("nemotron_latent", 2, "mtp"),
+        ("nemotron_dense", 2, "ngram"),
+        ("llama", 4, "ngram"),
+        ("qwen3", 4, "none"),
+        ("qwen35moe_fused_tied", 2, "none"),
+    ],
+)
+def test_text_of_every_architecture_is_that_of_one_rank(name: str, n: int, spec: str) -> None:
+    path, settings = FIXTURES / f"{name}.gguf", {"np": 3, "spec_type": spec}
+    gen = torch.Generator().manual_seed(3)
+    prompts = [torch.randint(1, 290, (k,), generator=gen).tolist() for k in (5, 17, 40, 9)]
+
+    def run(r: Rig) -> list[list[int]]:
+        heard = [r.submit(prompt, N) for prompt in prompts]
+        r.run()
+        return [h.tokens for h in heard]
+
+    alone = run(rig(path, **settings))
+    with RankRig(path, n, **settings) as once, RankRig(path, n, **settings) as twice:
+        assert run(once) == run(twice) == alone

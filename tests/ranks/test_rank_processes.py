@@ -1,0 +1,156 @@
+"""Ranks as processes: engines that lose one, and processes that are gone when they should be."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from engine_rig import DEMO, FIXTURES, GREEDY
+from known_texts import demo_prompts
+
+from pyspec.config import EngineSettings
+from pyspec.engine import ranks as ranks_module
+from pyspec.engine.api import Engine
+from pyspec.engine.core import EngineCore
+from pyspec.engine.ranks import Ranks
+from pyspec.errors import DeviceError, RankLost, Unavailable
+from pyspec.request import Delta, Done, Event, Failed, Request
+
+N = 12
+SOON_S = 15.0  # seconds, on a machine that has much else to do
+SETTINGS = {"np": 2, "ctx": 256, "device": "cpu", "kv_type": "f32", "warm_up": False, "threads": 1}
+LLAMA = FIXTURES / "llama.gguf"
+
+pytestmark = pytest.mark.slow
+
+
+def lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def eventually(what: Callable[[], bool], seconds: float = SOON_S) -> bool:
+    until = time.monotonic() + seconds
+    while not what() and time.monotonic() < until:
+        time.sleep(0.02)
+    return what()
+
+
+def children(parent: int, name: str) -> list[int]:
+    """Processes below one that run a module."""
+    found, todo = [], [parent]
+    while todo:
+        pid = todo.pop()
+        for task in Path(f"/proc/{pid}/task").glob("*"):
+            try:
+                below = [int(x) for x in (task / "children").read_text().split()]
+            except OSError:
+                continue
+            todo += below
+            found += [p for p in below if name in Path(f"/proc/{p}/cmdline").read_text()]
+    return found
+
+
+class Asked:
+    """One request to a core in this process."""
+
+    def __init__(self, core: EngineCore, prompt: tuple[int, ...], n: int) -> None:
+        self.tokens: list[int] = []
+        self.error: Exception | None = None
+        self.over, self.begun = threading.Event(), threading.Event()
+        core.submit(Request(prompt=prompt, params=GREEDY, max_tokens=n), self.hear)
+
+    def hear(self, event: Event) -> None:
+        if isinstance(event, Delta):
+            self.tokens += event.tokens
+            self.begun.set()
+        if isinstance(event, Failed):
+            self.error = event.error
+        if isinstance(event, Failed | Done):
+            self.over.set()
+
+
+@pytest.fixture
+def core() -> Iterator[EngineCore]:
+    """Four ranks of a model that needs nothing."""
+    core = EngineCore.load(LLAMA, EngineSettings(tp=4, **SETTINGS))
+    yield core
+    core.close()
+    assert core._ranks is not None
+    assert eventually(lambda: not any(map(lives, core._ranks.pids))), "a rank outlives its engine"
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP, signal.SIGABRT])
+@pytest.mark.parametrize("when", ["at work", "idle"])
+def test_a_rank_that_is_lost_takes_all_with_it(
+    core: EngineCore, sign: int, when: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks = core._ranks
+    assert ranks is not None and len(ranks.pids) == 3
+    asked = Asked(core, (1, 2, 3), 240 if when == "at work" else 2)
+    assert asked.begun.wait(60)
+    if when == "idle":
+        assert asked.over.wait(60)
+    os.kill(ranks.pids[1], sign)
+    assert eventually(lambda: not core.alive()), "the engine goes on without a rank"
+    assert eventually(lambda: not any(map(lives, ranks.pids))), "its siblings live on"
+    with pytest.raises(Unavailable, match="rank 2 of 4: its process"):
+        core.submit(Request(prompt=(1,), params=GREEDY, max_tokens=2), asked.hear)
+    if when == "at work":
+        assert asked.over.wait(SOON_S) and isinstance(asked.error, RankLost), asked.error
+        assert "rank 2 of 4: its process" in str(asked.error)
+    said = [r.message for r in caplog.records if r.levelno >= logging.ERROR]
+    assert sum("rank 2 of 4" in line for line in said) == 1, said
+
+
+def test_the_supervisor_goes_on_with_new_ranks() -> None:
+    prompt, text = demo_prompts()[0]
+    with Engine.load(DEMO, None, isolated=True, tp=2, **SETTINGS) as engine:
+        assert list(engine.generate(prompt, max_tokens=N).tokens) == text[:N]
+        (rank,) = children(os.getpid(), "rank_child")
+        done: list[object] = []
+        thread = threading.Thread(
+            target=lambda: done.append(engine.generate(prompt, max_tokens=200, ignore_eos=True, cache_prompt=False))
+        )
+        thread.start()
+        time.sleep(0.3)
+        os.kill(rank, signal.SIGKILL)
+        thread.join(120)
+        assert done and list(done[0].tokens[: len(text)]) == text  # type: ignore[attr-defined]
+        assert engine.metrics().restarts == 1
+        assert eventually(lambda: not lives(rank))
+        assert len(children(os.getpid(), "rank_child")) == 1
+    assert eventually(lambda: not children(os.getpid(), "rank_child"))
+
+
+def test_ranks_end_with_an_engine_that_is_killed() -> None:
+    with Engine.load(DEMO, None, isolated=True, tp=2, **SETTINGS) as engine:
+        (rank,), (child,) = (children(os.getpid(), x) for x in ("rank_child", "engine.child"))
+        os.kill(child, signal.SIGKILL)
+        assert eventually(lambda: not lives(rank))
+        assert engine.generate(demo_prompts()[1][0], max_tokens=4).tokens
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import sys; sys.exit(3)", "rank 1 of 2: its process ended: exit status 3"),
+        ("import os; os.kill(os.getpid(), 11)", "rank 1 of 2: its process ended: signal 11"),
+    ],
+)
+def test_a_rank_that_can_not_start_ends_the_load(code: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ranks_module, "COMMAND", (sys.executable, "-c", code))
+    monkeypatch.setattr(Ranks.__init__, "__kwdefaults__", {"command": ranks_module.COMMAND})
+    began = time.monotonic()
+    with pytest.raises(DeviceError, match=said):
+        EngineCore.load(LLAMA, EngineSettings(tp=2, **SETTINGS))
+    assert time.monotonic() - began < SOON_S
