@@ -267,7 +267,7 @@ def plan_memory(d: Description) -> MemoryPlan:
         draft_weights=weight_bytes(d.draft.file, d.dense, d.is_cuda, d.draft.shared) if has_own_file else 0,
         draft_kv=draft_kv,
         draft_head=head_for_drafts(d),
-        activations=activations,
+        activations=activations + _scratch(d),
         workspace=workspace + attention_bytes(d),
     )
     if d.head is not None:
@@ -325,6 +325,12 @@ def _workspace(d: Description) -> tuple[int, int]:
         key_bytes=key_size * d.n_ctx * c.attention.n_kv_head * c.attention.head_dim,
     )
     return workspace_bytes(sizes, cuda=d.is_cuda)
+
+
+def _scratch(d: Description) -> int:
+    """What an architecture's mixers take while a forward runs."""
+    n_row = d.settings.np * d.width
+    return d.config.scratch_bytes(max(d.batch, bucket_of(n_row) or n_row), d.n_ctx + d.n_overhang, d.kv_dtype, d.device)
 
 
 def attention_bytes(d: Description) -> int:

@@ -88,6 +88,10 @@ class DecoderConfig:
         state = None if self.state is None else self.state.share(n)
         return replace(self, attention=self.attention.share(n), n_ff=self.n_ff // n, layers=layers, state=state)
 
+    def scratch_bytes(self, n_row: int, n_token: int, kv: torch.dtype, device: torch.device) -> int:
+        """Nothing that is not counted for every model."""
+        return 0
+
     def parts(self) -> list[LayerParts]:
         """What each trunk layer keeps for its slots."""
         return [{} if not layer.mixer else MIXERS[layer.mixer].parts(self) for layer in self.layers]

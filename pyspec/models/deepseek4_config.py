@@ -119,6 +119,12 @@ class Deepseek4Config:
         """What each trunk layer keeps for its slots."""
         return [self.layer_parts(ratio) for ratio in self.ratios[: self.n_layer]]
 
+    def scratch_bytes(self, n_row: int, n_token: int, kv: torch.dtype, device: torch.device) -> int:
+        """Of heads, streams, and what kernels sum up in between."""
+        from pyspec.models.deepseek4_scratch import scratch_bytes  # which needs the configuration
+
+        return scratch_bytes(self, n_row, n_token, kv, device)
+
     def layer_parts(self, ratio: int) -> LayerParts:
         """A window of raw rows; the compressed ones, and what the tokens of blocks that are not complete gave."""
         dim, parts = self.attention.head_dim, {}

@@ -59,6 +59,10 @@ class ModelConfig(Protocol):
         """What each trunk layer keeps for its slots."""
         ...
 
+    def scratch_bytes(self, n_row: int, n_token: int, kv: torch.dtype, device: torch.device) -> int:
+        """What a forward of `n_row` rows takes while it runs beside what every model does, contexts having up to `n_token` tokens."""
+        ...
+
     def tensors(self, file: GGUFFile) -> dict[str, Want]:
         """The tensors that the trunk needs."""
         ...

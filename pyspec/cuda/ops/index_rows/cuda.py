@@ -54,6 +54,17 @@ def shared_bytes(spec: IndexSpec) -> int:
     return -(-(2 * record_bytes(spec) + 4 * (4 * MAX_SEQ + THREADS // 32 + 2)) // 16) * 16
 
 
+def rows_at_once(spec: IndexSpec, n_row: int, n_key: int) -> int:
+    """Rows of one launch, each of which has `n_key` scores at most."""
+    return max(1, min(n_row, MOST_SCORES // max(n_key, 1)))
+
+
+def scratch_bytes(spec: IndexSpec, n_row: int, n_token: int) -> int:
+    """What a call takes beside its result, for `n_row` rows of contexts up to `n_token`."""
+    n_key = max(1, n_token // spec.ratio)
+    return rows_at_once(spec, n_row, n_key) * (record_bytes(spec) + 4 * n_key)
+
+
 def defines(spec: IndexSpec) -> dict[str, int | str]:
     """Macros of index_rows.cu."""
     return {"HEADS": spec.n_head, "DIM": spec.dim, "KV_KIND": KINDS[spec.kv], "OP_ID": OP_ID}
@@ -86,7 +97,7 @@ class IndexLaunch:
         if batch.bucket is None and batch.max_hi:  # no graph, so what the host knows may size it
             n_token = min(n_token, max(batch.max_hi))
         n_key = max(1, n_token // self.spec.ratio)
-        per = max(1, min(n_row, MOST_SCORES // n_key))
+        per = rows_at_once(self.spec, n_row, n_key)
         packed = torch.empty(per * record_bytes(self.spec), dtype=torch.uint8, device=q.device)
         scores = torch.empty(per * n_key, dtype=torch.float32, device=q.device)
         for first in range(0, n_row, per):

@@ -82,6 +82,23 @@ def builds(dim: int, kv: torch.dtype, n_head: int, arch: str) -> list[SparseBuil
     return found
 
 
+def n_tiles(spec: SparseSpec, keys: int, n_list: int) -> int:
+    """Tiles of `keys` keys of a row with `n_list` compressed ones."""
+    return -(-spec.window // keys) + -(-n_list // keys)
+
+
+def rows_at_once(spec: SparseSpec, n_row: int, max_part: int) -> int:
+    """Rows of one launch, each of which has `max_part` parts at most."""
+    return max(1, min(n_row, MAX_ROW, MOST_FLOATS // (max_part * spec.n_head * (spec.dim + 2))))
+
+
+def scratch_bytes(spec: SparseSpec, n_row: int, n_token: int) -> int:
+    """What a call takes beside its result, for `n_row` rows of contexts up to `n_token`, whatever is chosen of them."""
+    n_list = n_token // spec.ratio if spec.ratio else 0
+    max_part = min(n_tiles(spec, 64, n_list), MAX_PART)
+    return 4 * rows_at_once(spec, n_row, max_part) * max_part * spec.n_head * (spec.dim + 2)
+
+
 def limits(spec: SparseSpec) -> str | None:
     if (why := missing(spec.device)) is not None:
         return why
@@ -139,7 +156,7 @@ class SparseLaunch:
         n_page = 1 if pool is None else pool.k.shape[0] // per_page
         places = list(map(i32, (n_col, batch.page_size, ratio, per_page, n_page, top_k, spec.n_head)))
         max_part, likely = self._parts(batch, ratio, top_k, chosen is not None)
-        per = max(1, min(n_row, MAX_ROW, MOST_FLOATS // (max_part * spec.n_head * (spec.dim + 2))))
+        per = rows_at_once(spec, n_row, max_part)
         part = torch.empty(per * max_part * spec.n_head * spec.dim, device=q.device)
         part_ml = torch.empty(per * max_part * spec.n_head * 2, device=q.device)
         build = min(self.builds, key=lambda b: _waves(b, min(per, n_row) * likely, spec.n_head, self.n_sm))
@@ -168,8 +185,8 @@ class SparseLaunch:
             n_token = min(n_token, max(batch.max_hi))
         n_list = n_token // ratio if ratio else 0
         n_list = min(n_list, top_k) if is_chosen else n_list
-        n_tile = -(-self.spec.window // keys) + -(-n_list // keys)
-        return min(n_tile, MAX_PART), min(n_tile, MAX_PART, -(-self.spec.window // keys) + 512 // keys)
+        n_tile = n_tiles(self.spec, keys, n_list)
+        return min(n_tile, MAX_PART), min(n_tile, MAX_PART, n_tiles(self.spec, keys, 512))
 
     def _check(
         self,
