@@ -104,12 +104,14 @@ class Grammar:
     after   text up to and including the first occurrence of this is free (the end of reasoning, the begin of a tool call), and a little
             white space behind it; "": constrained from the start
     lazy    the text may end before `after` has come; without this it may not
+    calls   lark for what may stand in place of the text: tool calls
     """
 
     kind: GrammarKind
     source: str
     after: str = ""
     lazy: bool = False
+    calls: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -67,4 +67,4 @@ class GrammarCheck:
 
 
 def _size(grammar: Grammar, found: Grammar | str) -> int:
-    return len(grammar.source) + len(found if isinstance(found, str) else found.source)
+    return len(grammar.source) + len(grammar.calls) + len(found if isinstance(found, str) else found.source)

@@ -53,7 +53,7 @@ def first_line(table: TokenTable) -> bytes:
 
 def question(grammar: Grammar) -> bytes:
     """A line that asks for a grammar."""
-    return json.dumps([grammar.kind, grammar.source, grammar.after, grammar.lazy]).encode() + b"\n"
+    return json.dumps([grammar.kind, grammar.source, grammar.after, grammar.lazy, grammar.calls]).encode() + b"\n"
 
 
 def answers(lines: Iterator[str]) -> Iterator[dict[str, str]]:
@@ -61,9 +61,9 @@ def answers(lines: Iterator[str]) -> Iterator[dict[str, str]]:
     tokenizer = _table(next(lines)).build(lambda text: [])
     yield {"text": ""}
     for line in lines:
-        kind, source, after, lazy = json.loads(line)
+        kind, source, after, lazy, calls = json.loads(line)
         try:
-            yield answer(tokenizer, Grammar(kind=kind, source=source, after=after, lazy=lazy))
+            yield answer(tokenizer, Grammar(kind=kind, source=source, after=after, lazy=lazy, calls=calls))
         except MemoryError:
             yield {"failed": f"the {kind} needs more than {MEMORY_BYTES >> 20} MiB"}
 

@@ -33,14 +33,14 @@ LIMITS = LLParserLimits(
 )
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 """What may come depends on the text so far and not on how it was cut into tokens: the model spells as it likes."""
-_FREE = "start: free SPACE? @constrained\nfree[suffix=%s]: /(?s:.*)/\nSPACE: /[ \\t\\r\\n]{1,4}/\n"
+_FREE = "start: free SPACE? body\nfree[suffix=%s]: /(?s:.*)/\nSPACE: /[ \\t\\r\\n]{1,4}/\n"
 """Free text up to and including a text, a little white space, then the grammar."""
 _ESCAPED = re.compile(r"\\(?:x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.S)
 
 
 def check_size(grammar: Grammar) -> None:
     """Raise RequestError for a grammar that is too long to be looked at."""
-    if (n := len(grammar.source.encode("utf-8", "replace"))) > SOURCE_BYTES:
+    if (n := len((grammar.source + grammar.calls).encode("utf-8", "replace"))) > SOURCE_BYTES:
         raise RequestError(f"the {grammar.kind} has {n} bytes; at most {SOURCE_BYTES} are taken")
     if not grammar.source.strip():
         raise RequestError(f"the {grammar.kind} is empty")
@@ -58,8 +58,11 @@ def compile_text(grammar: Grammar) -> str:
         raise
     except Exception as e:  # noqa: BLE001 - the converter raises bare exceptions
         raise RequestError(f"the {grammar.kind} can not be read: {said(str(e))}") from None
-    top = _FREE % json.dumps(grammar.after, ensure_ascii=False) if grammar.after else "start: @constrained\n"
-    return json.dumps({"grammars": [{"lark_grammar": _OPTIONS + top}, {**first, "name": "constrained"}, *rest]})
+    top = _FREE % json.dumps(grammar.after, ensure_ascii=False) if grammar.after else "start: body\n"
+    top += "body: @constrained | @calls\n" if grammar.calls else "body: @constrained\n"
+    calls = [{"name": "calls", "lark_grammar": grammar.calls}] if grammar.calls else []
+    parts = [{"lark_grammar": _OPTIONS + top}, {**first, "name": "constrained"}, *calls, *rest]
+    return json.dumps({"grammars": parts})
 
 
 def said(message: str) -> str:

@@ -82,6 +82,32 @@ def test_a_grammar_takes_calls_as_the_dialect_writes_them_and_nothing_else(name:
         assert takes(must, text + "\n" + text) and takes(may, "a" + text + text)
 
 
+@pytest.mark.parametrize("name", sorted(WRITTEN))
+def test_calls_may_stand_in_place_of_a_text_that_is_held_to_a_schema(name: str) -> None:
+    """One or the other, and each as it has to be: also behind reasoning."""
+    spoken = dialect(name)
+    calls, trigger = spoken.in_place(TOOLS, is_single=False)
+    schema = json.dumps({"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]})
+    for after, before in (("", ""), ("</think>", "hm</think>\n")):
+        held = Grammar(kind="json_schema", source=schema, calls=calls, after=after)
+        matcher = LLMatcher(BYTES, compile_text(held))
+        answer = '{"a": "' + WRITTEN[name].replace('"', "'").replace("\n", " ") + '"}'
+        for text, fits in (
+            (WRITTEN[name], True),
+            (answer, True),
+            ("So: " + WRITTEN[name], False),
+            ('{"b": 1}', False),
+            (answer + WRITTEN[name], False),
+        ):
+            tokens = [*(before + text).encode(), 256]
+            assert (matcher.validate_tokens(tokens) == len(tokens)) == fits, text
+        parser = AnswerMarkup(calls=spoken, tools=TOOLS, trigger=trigger).parser
+        told = [part for p in [parser()] for part in (*p.push(answer), *p.finish())]
+        assert "".join(part.text for part in told if isinstance(part, Content)) == answer and len(told) == 1
+        told = [part for p in [parser()] for part in (*p.push("\n" + WRITTEN[name]), *p.finish())]
+        assert isinstance(told[0], CallBegin) and not any(isinstance(part, Content) for part in told)
+
+
 @pytest.mark.parametrize("name", ["qwen3_coder", "deepseek_v32"])
 def test_a_tool_that_names_no_arguments_takes_any(name: str) -> None:
     lark = Lark()

@@ -9,10 +9,12 @@ from typing import Any
 
 import openai
 import pytest
+from llguidance import LLMatcher
 from server_client import App
 from server_fakes import FakeEngine, Script
 from server_live import Live
 
+from pyspec.constrain.trie import TokenTable
 from pyspec.server.app import create_app
 from pyspec.server.settings import ServerSettings
 
@@ -24,6 +26,7 @@ TOOLS: list[Any] = [
     },
     {"type": "function", "function": {"name": "clock"}},
 ]
+BYTES = TokenTable([bytes([i]) for i in range(256)] + [b"</s>"], (256,), (256,)).build(lambda text: list(text.encode()))
 HELLO: list[Any] = [{"role": "user", "content": "hi"}]
 ANSWER = (
     '<think>\nSunny?\n</think>\n\nI look.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>\n'
@@ -159,9 +162,64 @@ def test_calls_that_must_be_or_are_strict_are_held_by_a_grammar(
     assert (engine.seen[-1].grammar is not None) == is_held
 
 
-def test_a_grammar_beside_tools_and_schemas_that_can_not_be_kept_are_refused(app: App, engine: FakeEngine) -> None:
-    said = ask(app, 400, tools=TOOLS, response_format={"type": "json_object"})["error"]["message"]
-    assert "response_format" in said
+FORM: Any = {
+    "type": "json_schema",
+    "json_schema": {"schema": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+
+
+@pytest.mark.parametrize(
+    ("choice", "says", "calls"),
+    [("auto", "{}", True), ("none", "{}", False), ("required", "", True), ({"type": "function", "function": {"name": "clock"}}, "", True)],
+    ids=["auto", "none", "required", "named"],
+)  # fmt: skip
+def test_an_answer_is_held_to_a_schema_or_calls_tools(
+    app: App, engine: FakeEngine, choice: Any, says: str, calls: bool
+) -> None:
+    call = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
+    body = {"tools": TOOLS, "tool_choice": choice, "response_format": FORM}
+    for text in ('{"a": 3}', call):
+        engine.script = Script(text=text)
+        message = ask(app, **body)["choices"][0]["message"]
+        assert bool(message.get("tool_calls")) == (calls and text == call)
+        if text != call:
+            assert message["content"] == text
+    grammar = engine.seen[-1].grammar
+    assert grammar is not None and not LLMatcher.validate_grammar(grammar.source)
+    matcher = LLMatcher(BYTES, grammar.source)
+    for text, fits in (
+        ('{"a": 3}', bool(says)),
+        (call, calls),
+        ('{"a": "x"}', False),
+        ("text", False),
+        ('{"a": 3}' + call, False),
+    ):
+        tokens = [*text.encode(), 256]
+        assert (matcher.validate_tokens(tokens) == len(tokens)) == fits, text
+    wrong = ask(
+        app, 400, **body | {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "wombat"}}}}
+    )
+    assert "response_format" in wrong["error"]["message"]
+
+
+def test_a_text_that_speaks_of_calls_is_no_call_under_a_schema(app: App, engine: FakeEngine) -> None:
+    said = json.dumps({"a": '<tool_call>{"name": "clock", "arguments": {}}</tool_call>'})
+    engine.script = Script(text=said)
+    message = ask(app, tools=TOOLS, response_format={"type": "json_object"})["choices"][0]["message"]
+    assert message["content"] == said and not message.get("tool_calls")
+
+
+def test_tools_whose_schemas_can_not_be_kept_take_any_arguments_unless_they_must_be(
+    app: App, engine: FakeEngine
+) -> None:
+    function = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "wombat"}}}}
+    engine.script = Script(text="{}")
+    ask(app, tools=[{"type": "function", "function": function}], response_format=FORM)
+    said = ask(app, 400, tools=[{"type": "function", "function": {**function, "strict": True}}], response_format=FORM)
+    assert said["error"]["message"].startswith("tools: their schemas can not be kept beside response_format")
+
+
+def test_schemas_that_can_not_be_kept_are_refused(app: App, engine: FakeEngine) -> None:
     function = {"name": "f", "strict": True, "parameters": {"properties": {"a": {"type": "string", "pattern": "x"}}}}
     tools = [{"type": "function", "function": function}]
     ask(app, tools=tools)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pyspec.errors import RequestError
 from pyspec.request import Grammar, ThinkBudget
 from pyspec.server.api.calls import CallPlan, call_plan
+from pyspec.server.api.constrained import wanted
 from pyspec.server.api.prompts import chat_ids, continued_part
 from pyspec.server.api.schema import ChatBody
 from pyspec.server.engine import EngineLike, TokenizerLike
@@ -28,18 +29,12 @@ class ChatPlan:
     shown: tuple[int, ...]
     budget: ThinkBudget | None
     grammar: Grammar | None
+    calls: tuple[str, ...] = ()  # where the text may be held to a grammar: calls in its place, as lark
 
     @property
     def free(self) -> str:
         """Text up to and including this no grammar holds: the end of reasoning, if the answer begins within it."""
         return self.markup.think.end if self.markup.think is not None and self.markup.is_open else ""
-
-    def check(self, grammar: Grammar | None) -> None:
-        """Raise RequestError if a grammar would forbid the calls that tools are there for."""
-        if grammar is not None and self.markup.calls is not None:
-            raise RequestError(
-                'tools can not be called under a grammar: send tool_choice "none", or no response_format'
-            )
 
 
 def plan_chat(engine: EngineLike, body: ChatBody, settings: ServerSettings) -> ChatPlan:
@@ -53,6 +48,7 @@ def plan_chat(engine: EngineLike, body: ChatBody, settings: ServerSettings) -> C
         continued_part(body, settings) == "reasoning_content" or _ends_open(engine.tokenizer, prompt, think)
     )
     is_shown = form == "none" or (form == "deepseek-legacy" and bool(body.stream))
+    beside = _in_place(speaks, calls) if calls.schemas and not calls.is_bound and wanted(body) else []
     markup = AnswerMarkup(
         calls=speaks if calls.schemas else None,
         think=think,
@@ -60,14 +56,25 @@ def plan_chat(engine: EngineLike, body: ChatBody, settings: ServerSettings) -> C
         is_shown=is_shown,
         is_whole=form == "deepseek-legacy",
         tools=calls.schemas,
+        trigger=beside[0][1] if beside else "",
     )
     return ChatPlan(
         prompt=tuple(prompt),
         markup=markup,
         shown=_shown(engine.tokenizer, markup),
         budget=_budget(engine.tokenizer, body, settings, think, is_open),
-        grammar=_call_grammar(engine, calls, markup) if calls.is_held else None,
+        grammar=_call_grammar(engine, calls, markup) if calls.is_held and not beside else None,
+        calls=tuple(source for source, _ in beside),
     )
+
+
+def _in_place(speaks: Dialect | None, calls: CallPlan) -> list[tuple[str, str]]:
+    """Calls that are held to their schemas; if these can not be kept and need not be, with any arguments. Each with its begin."""
+    assert speaks is not None
+    found = [speaks.in_place(calls.schemas, is_single=calls.is_single)]
+    if not calls.is_held:
+        found.append(speaks.in_place({name: {} for name in calls.schemas}, is_single=calls.is_single))
+    return found
 
 
 def _call_grammar(engine: EngineLike, calls: CallPlan, markup: AnswerMarkup) -> Grammar:

@@ -6,6 +6,7 @@ What can not be kept is refused here, before anything is queued, by the name of 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +20,11 @@ JSON_OBJECT = '{"type": "object"}'
 CHOICES = 1024
 
 
-def checked_grammar(body: Generate, engine: EngineLike, after: str = "") -> Grammar | None:
+def checked_grammar(body: Generate, engine: EngineLike, after: str = "", calls: Sequence[str] = ()) -> Grammar | None:
     """The grammar of a body, compiled. Raises RequestError, naming the field. May take a while: not for an event loop.
 
     after  text up to and including this is free: the end of reasoning
+    calls  tool calls that may stand in the answer's place: the first of these that can be kept
     """
     found = wanted(body)
     if not found:
@@ -30,10 +32,20 @@ def checked_grammar(body: Generate, engine: EngineLike, after: str = "") -> Gram
     if len(found) > 1:
         raise RequestError(f"{found[1][0]}: {found[0][0]} is given, too; an answer keeps to one of them")
     name, grammar = found[0]
+    grammar = replace(grammar, after=after)
     try:
-        return engine.check_grammar(replace(grammar, after=after))
+        kept = engine.check_grammar(grammar)
     except RequestError as e:
         raise RequestError(f"{name}: {e}") from None
+    why = ""
+    for each in calls:
+        try:
+            return engine.check_grammar(replace(grammar, calls=each))
+        except RequestError as e:
+            why = why or str(e)
+    if calls:
+        raise RequestError(f"tools: their schemas can not be kept beside {name}: {why}")
+    return kept
 
 
 def wanted(body: Generate) -> list[tuple[str, Grammar]]:

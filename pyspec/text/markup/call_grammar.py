@@ -54,6 +54,10 @@ class Lark:
         begin = f"({literal(thought[0])} {self.text_before(thought[1])} SPACE?)?" if thought else ""
         return self._all(row(begin, literal(rules.trigger), rules.rest))
 
+    def value(self, schema: Schema) -> str:
+        """An answer that is JSON."""
+        return self._all(self.json(schema))
+
     def text_or_calls(self, rules: CallRules) -> str:
         """An answer of free text that may end in calls."""
         mark = re_escape(rules.trigger)

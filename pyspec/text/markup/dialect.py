@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pyspec.text.markup import deepseek, dsml, hermes, llama3, qwen_xml
-from pyspec.text.markup.call_grammar import CallRules, Lark
+from pyspec.text.markup.call_grammar import CallRules, Lark, Schema
 from pyspec.text.markup.parts import AnswerParser, Content, Part
 from pyspec.text.markup.reader import AnswerReader, MarkupParser, Steps, Tools
 from pyspec.text.markup.reasoning import THINK, ThinkMarks, read_reasoning
@@ -32,6 +32,7 @@ class Dialect:
     marks  texts of it that may be tokens of their own, which answers else do not show
     signs  what its chat templates contain, all of them
     is_bare  strings are written as they are, with no more than marks around them
+    as_schema  a call as a JSON Schema, where it is JSON and nothing else
     """
 
     name: str
@@ -40,6 +41,15 @@ class Dialect:
     marks: tuple[str, ...]
     signs: tuple[str, ...]
     is_bare: bool = False
+    as_schema: Callable[[Tools], Schema] | None = None
+
+    def in_place(self, tools: Tools, *, is_single: bool) -> tuple[str, str]:
+        """Calls that may stand in place of another text, as lark, and what they begin with."""
+        lark = Lark()
+        if self.as_schema is not None:
+            return lark.value(self.as_schema(tools)), "{"
+        rules = self.rules(lark, tools, is_single=is_single)
+        return lark.calls(rules), rules.trigger
 
 
 DIALECTS: tuple[Dialect, ...] = (  # the first whose signs a template has is taken
@@ -62,7 +72,14 @@ DIALECTS: tuple[Dialect, ...] = (  # the first whose signs a template has is tak
     Dialect(
         "hermes", hermes.machine, hermes.rules, (hermes.OPEN, hermes.CLOSE), (hermes.OPEN, hermes.CLOSE, "arguments")
     ),
-    Dialect("llama3_json", llama3.machine, llama3.rules, (llama3.TAG,), ("<|start_header_id|>", '"parameters"')),
+    Dialect(
+        "llama3_json",
+        llama3.machine,
+        llama3.rules,
+        (llama3.TAG,),
+        ("<|start_header_id|>", '"parameters"'),
+        as_schema=llama3.as_schema,
+    ),
 )
 NOT_HERMES = ("<arg_key>", "minimax")  # GLM and MiniMax write other things into the same marks
 ALIASES = {
@@ -108,6 +125,7 @@ class AnswerMarkup:
     is_shown  reasoning stays in the content
     is_whole  and its first mark, too, where that stands in the prompt
     tools     the schema of each tool's arguments, by its name
+    trigger   the answer is calls, and begins with this, or it has none: text that looks like a call is text; "": calls stand anywhere
     """
 
     calls: Dialect | None = None
@@ -116,6 +134,7 @@ class AnswerMarkup:
     is_shown: bool = False
     is_whole: bool = False
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    trigger: str = ""
 
     def parser(self, new_id: Callable[[], str] | None = None) -> AnswerParser:
         """A new parser for one answer."""
@@ -129,8 +148,14 @@ class AnswerMarkup:
             if self.is_open and self.is_shown and self.is_whole:
                 reader.content(self.think.start)
             thought = yield from read_reasoning(reader, self.think, is_open=self.is_open, is_shown=self.is_shown)
-        machine = _content if self.calls is None else self.calls.machine
-        yield from machine(reader, self.tools, trims_start=thought and not self.is_shown)
+        trims_start = thought and not self.is_shown
+        is_calls = self.calls is not None
+        if is_calls and self.trigger:
+            spaces = yield from reader.take_spaces()
+            is_calls = bool((yield from reader.look(self.trigger)))
+            reader.content("" if is_calls or trims_start else spaces)
+        machine = self.calls.machine if self.calls is not None and is_calls else _content
+        yield from machine(reader, self.tools, trims_start=trims_start)
 
 
 def _content(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:

@@ -5,7 +5,7 @@ A bare object is a call only if it names a tool that was offered: answers in JSO
 
 from __future__ import annotations
 
-from pyspec.text.markup.call_grammar import CallRules, Lark, named_object
+from pyspec.text.markup.call_grammar import CallRules, Lark, Schema, named_object
 from pyspec.text.markup.call_object import read_call
 from pyspec.text.markup.json_text import NotJson
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools, Trimmed
@@ -43,6 +43,20 @@ def _call(reader: AnswerReader, tools: Tools, tag: str) -> Steps[str | None]:
         yield from reader.until((TAG,), reader.arguments)
         return None
     return None if text is None else tag + spaces + text
+
+
+def as_schema(tools: Tools) -> Schema:
+    """A call as a JSON Schema: beside other JSON its begin must not be one piece for the lexer."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "parameters": {"type": "object", **schema}},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for name, schema in tools.items()
+    ]
+    return {"anyOf": calls}
 
 
 def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
