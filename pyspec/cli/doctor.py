@@ -46,7 +46,8 @@ def examine(choice: ModelChoice, device_name: str, recheck: bool) -> dict[str, A
     import torch
 
     from pyspec.cuda import probe, survey, verdicts
-    from pyspec.cuda.machine import bandwidth, machine, memory_bytes
+    from pyspec.cuda.collective import sums_by
+    from pyspec.cuda.machine import bandwidth, machine, memory_bytes, peer_links
     from pyspec.engine.describe import pick_device
 
     device = pick_device(device_name)
@@ -65,6 +66,7 @@ def examine(choice: ModelChoice, device_name: str, recheck: bool) -> dict[str, A
         "machine": {**asdict(machine(device)), "torch": torch.__version__, "device": str(device)},
         "memory_bytes": memory_bytes(device),
         "bandwidth_bytes_per_s": round(speed),
+        "ranks": {"sums": sums_by(device), "links": [asdict(link) for link in peer_links(device)]},
         "cache": str(verdicts.folder().parent),
         "ops": [asdict(f) for f in found],
         "own_kernels": not why,
@@ -104,6 +106,11 @@ def _why_not(device_type: str, found: list[Finding]) -> str:
     return f"{len(slow)} of {len(found)} run as torch, first {first.op} ({first.shape}): {reasons}"
 
 
+def _link(link: dict[str, Any]) -> str:
+    how = "directly" if link["is_direct"] else "through host memory"
+    return f"{link['first']} to {link['second']} {how}, {link['bytes_per_s'] / 1e9:,.0f} GB/s measured"
+
+
 def _show(about: dict[str, Any]) -> None:
     from pyspec.cli.tables import row, show, table
 
@@ -113,6 +120,8 @@ def _show(about: dict[str, Any]) -> None:
         ("device", f"{m['device']}: {m['gpu']}"),
         ("compute capability", m["capability"]),
         ("memory", f"{about['memory_bytes'] / 1e9:,.1f} GB"),
+        ("ranks (--tp)", about["ranks"]["sums"]),
+        ("peers", "\n".join(map(_link, about["ranks"]["links"])) or "no other GPU"),
         ("bandwidth", f"{about['bandwidth_bytes_per_s'] / 1e9:,.0f} GB/s measured"),
         ("driver", m["driver"]),
         ("NVRTC", m["nvrtc"]),

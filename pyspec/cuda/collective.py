@@ -34,6 +34,17 @@ class Rank:
         return self.index == 0
 
 
+def sums_by(device: torch.device) -> str:
+    """How ranks on such devices sum, for people."""
+    if device.type != "cuda":
+        return "gloo, gathered and summed in the order of ranks"
+    import torch.distributed as dist
+
+    if not dist.is_nccl_available():
+        return "not at all: this torch has no NCCL"
+    return f"NCCL, gathered and summed in the order of ranks; its all-reduce above {SMALL >> 20} MiB"
+
+
 class Collective:
     """The ranks as one of them sees them. `why` says what became of a rank that is gone, where somebody knows."""
 
@@ -46,11 +57,6 @@ class Collective:
             self._group = _join(rank, device, store, timeout_s)
         except RuntimeError as e:
             raise self._lost(e) from None
-
-    @property
-    def backend(self) -> str:
-        """What carries tensors."""
-        return "nccl" if self._is_gpu else "gloo"
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, the same bits on each of them."""
@@ -76,11 +82,11 @@ class Collective:
         parts = self._all(x)
         return torch.cat([part[:, :n] for part, n in zip(parts, widths, strict=True)], -1)
 
-    def _all(self, x: Tensor) -> list[Tensor]:
+    def _all(self, x: Tensor) -> Sequence[Tensor]:
         """Every rank's x, in their order."""
-        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.rank.n)]
-        self._wait(lambda: self._group.allgather([parts], [x.contiguous()]))
-        return parts
+        parts, own = x.new_empty(self.rank.n * x.numel()), x.contiguous().view(-1)
+        self._wait(lambda: self._group._allgather_base(parts, own))
+        return parts.view(self.rank.n, *x.shape).unbind()
 
     def _wait(self, begin: Callable[[], Any]) -> None:
         try:

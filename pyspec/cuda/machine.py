@@ -98,3 +98,40 @@ def _seconds(run: Callable[[], object]) -> float:
     began = time.perf_counter()
     run()
     return time.perf_counter() - began
+
+
+@dataclass(frozen=True)
+class PeerLink:
+    """From one GPU to another: whether it reads the other's memory by itself, and how fast a copy is."""
+
+    first: str
+    second: str
+    is_direct: bool
+    bytes_per_s: float
+
+
+def peer_links(device: torch.device) -> list[PeerLink]:
+    """From `device` to all other GPUs; nothing for a CPU."""
+    if device.type != "cuda":
+        return []
+    others = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    return [_link(device, other) for other in others if other.index != (device.index or 0)]
+
+
+def _link(first: torch.device, second: torch.device) -> PeerLink:
+    is_direct = torch.cuda.can_device_access_peer(first, second)
+    try:
+        source = torch.zeros(CPU_BYTES, dtype=torch.uint8, device=first)
+        to = torch.empty_like(source, device=second)
+    except torch.OutOfMemoryError:  # somebody else's work: what is known without memory is said
+        return PeerLink(str(first), str(second), is_direct, 0.0)
+    seconds = []
+    for _ in range(N_TIMES):
+        torch.cuda.synchronize(first)
+        torch.cuda.synchronize(second)
+        began = time.perf_counter()
+        to.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(first)
+        torch.cuda.synchronize(second)
+        seconds.append(time.perf_counter() - began)
+    return PeerLink(str(first), str(second), is_direct, CPU_BYTES / statistics.median(seconds))

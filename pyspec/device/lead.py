@@ -17,9 +17,13 @@ import torch
 from numpy.typing import NDArray
 
 from pyspec.cuda.fold import flush
+from pyspec.cuda.graph import Graphed
 from pyspec.device.worker import Worker
+from pyspec.draft.drafter import Drafter
 from pyspec.errors import DeviceError
-from pyspec.models.target import Out, Target
+from pyspec.models.decoder import Decoder
+from pyspec.models.target import Out
+from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import Checkpoint, Memory
 from pyspec.slots.parts import PartMemory
@@ -31,11 +35,17 @@ from pyspec.slots.table import Slot, SlotTable
 
 @dataclass(frozen=True, slots=True)
 class RunForward:
-    """A forward over these rows, in these pages."""
+    """A forward over these rows, in these pages. in_arena: a graph may hold it."""
 
     seqs: tuple[Seq, ...]
     pages: tuple[NDArray[np.int64], ...]
     taps: tuple[int, ...]
+    in_arena: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SealGraphs:
+    """No more are captured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +95,7 @@ class DropStates:
     numbers: tuple[int, ...]
 
 
-Command = RunForward | FoldSlot | ResetSlot | CopyPage | KeepState | RestoreState | DropStates
+Command = RunForward | SealGraphs | FoldSlot | ResetSlot | CopyPage | KeepState | RestoreState | DropStates
 Tell = Callable[[Command], None]
 
 
@@ -108,6 +118,7 @@ class Leader:
         self._tell = tell
         self._dropped: deque[int] = deque()  # on whatever thread a checkpoint goes
         self._n_kept = 0
+        self._is_running = False  # a forward of which the others know
 
     def tell(self, command: Command) -> None:
         """To all other ranks, in order."""
@@ -125,13 +136,18 @@ class Leader:
 
     def forward(self, run: Callable[[Batch, Sequence[int]], Out], batch: Batch, taps: Sequence[int]) -> Out:
         """Once the others are at it nothing but its end lets them go on: what fails here is the end of all of them."""
-        self.tell(RunForward(tuple(batch.seqs), tuple(batch.pages), tuple(taps)))
+        if self._is_running:
+            return run(batch, taps)
+        self.tell(RunForward(tuple(batch.seqs), tuple(batch.pages), tuple(taps), batch.bucket is not None))
+        self._is_running = True
         try:
             return run(batch, taps)
         except DeviceError:
             raise
         except Exception as e:
             raise DeviceError(f"a forward failed on the first rank, and the others wait in it: {e}") from e
+        finally:
+            self._is_running = False
 
 
 class LedMemory(Memory):
@@ -167,8 +183,32 @@ class LedMemory(Memory):
         super().copy_page(parts, page_size, new, old)
 
 
+class LedGraphs(Graphed[Out]):
+    """The first rank's forwards, in graphs or not: the others hear of each before it begins, and have graphs of their own."""
+
+    def __init__(self, worker: Worker, leader: Leader) -> None:
+        super().__init__(worker.run, by_single=worker.needs.late)
+        self.leader, self.taps = leader, worker.needs.taps
+
+    def __call__(self, batch: Batch) -> Out:
+        return self.leader.forward(lambda b, taps: super(LedGraphs, self).__call__(b), batch, self.taps)
+
+    def seal(self) -> None:
+        """On every rank."""
+        self.leader.tell(SealGraphs())
+        super().seal()
+
+
 class LeadingWorker(Worker):
-    """The first rank's worker."""
+    """The first rank's worker. A round ahead begins with numbers that only its own device has: it has none."""
+
+    goes_ahead = False
+
+    def use(self, drafter: Drafter | None) -> None:
+        """Forwards go through the leader."""
+        super().use(drafter)
+        assert isinstance(self.memory, LedMemory)
+        self.forward = LedGraphs(self, self.memory.leader)
 
     def fold(self, slot: Slot) -> None:
         """On every rank."""
@@ -184,18 +224,22 @@ class Follower:
     """Any other rank: it does what it is told, in order.
 
     table  for the arithmetic of pages alone: who sits where is known to the first rank
+    arena  where batches lie that the first rank has in its own: they are padded alike, in a graph or not
     """
 
-    def __init__(self, target: Target, memory: Memory, table: SlotTable) -> None:
-        self.target, self.memory, self.table = target, memory, table
+    def __init__(self, target: Decoder, memory: Memory, table: SlotTable, arena: Arena | None = None) -> None:
+        self.target, self.memory, self.table, self.arena = target, memory, table, arena
+        self._graphs: dict[tuple[int, ...], Graphed[Out]] = {}  # by what they tap
         self._kept: dict[int, Checkpoint] = {}
 
     @torch.inference_mode()
     def obey(self, command: Command) -> None:
         """Do one thing."""
         if isinstance(command, RunForward):
-            batch = lay_out(self.table, command.seqs, self.target.device, pages=command.pages)
-            self.target.forward(batch, command.taps)
+            self._forward(command)
+        elif isinstance(command, SealGraphs):
+            for graphs in self._graphs.values():
+                graphs.seal()
         elif isinstance(command, FoldSlot):
             for layer in self.memory.states.values():
                 flush(layer, command.slot, command.n_fold)
@@ -205,6 +249,15 @@ class Follower:
             self.memory.copy_page(self.memory.paged, self.table.page_size, command.new, command.old)
         else:
             self._keep(command)
+
+    def _forward(self, command: RunForward) -> None:
+        arena = self.arena if command.in_arena else None
+        batch = lay_out(self.table, command.seqs, self.target.device, pages=command.pages, arena=arena)
+        if command.taps not in self._graphs:
+            self._graphs[command.taps] = graphs = Graphed(lambda batch: self.target.forward(batch, command.taps))
+            if not self.target.capturable:
+                graphs.seal()
+        self._graphs[command.taps](batch)
 
     def _keep(self, command: KeepState | RestoreState | DropStates) -> None:
         if isinstance(command, KeepState):  # on the host: the first rank counts those of its device alone

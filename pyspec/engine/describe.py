@@ -195,6 +195,11 @@ def rank_devices(first: torch.device, n: int) -> list[torch.device]:
     return [torch.device("cuda", at + i) for i in range(n)] if n > 1 else [first]
 
 
+def arena_pages(d: Description, table: SlotTable) -> int:
+    """Pages of one sequence in a graph, at most."""
+    return min(table.pages_for(d.n_ctx + d.n_overhang), table.n_page)
+
+
 def plan_draft(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) -> DraftPlan:
     """Which drafter runs, and how. One that was given is a request: if it can not run, loading fails with the reason."""
     kind: str | None = settings.spec_type

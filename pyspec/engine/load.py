@@ -23,6 +23,7 @@ from pyspec.draft.drafter import Drafter, DraftOptions, GraphedDrafter
 from pyspec.engine.controller import Controller
 from pyspec.engine.describe import (
     Description,
+    arena_pages,
     attention_bytes,
     describe,
     device_checkpoints,
@@ -126,7 +127,7 @@ def _bind_drafter(d: Description, plan: MemoryPlan, target: Target, table: SlotT
 
 def _loop(d: Description, target: Target, memory: Memory, table: SlotTable, drafter: Drafter | None) -> Loop:
     s, n_draft = d.settings, d.draft.n_draft
-    make_arena = partial(_arena, target, table, d.n_ctx + d.n_overhang)
+    make_arena = partial(_arena, target, table, arena_pages(d, table))
     arena = None if s.plain_loop else make_arena()
     if arena is not None and isinstance(drafter, GraphedDrafter):
         drafter.use_graphs(make_arena)
@@ -146,11 +147,11 @@ def _loop(d: Description, target: Target, memory: Memory, table: SlotTable, draf
     )
 
 
-def _arena(target: Target, table: SlotTable, n_row: int) -> Arena | None:
+def _arena(target: Target, table: SlotTable, n_page: int) -> Arena | None:
     """Static batches for CUDA graphs, where every op of the model can be captured."""
     if target.device.type != "cuda" or not target.capturable:
         return None
-    return Arena(len(table.slots), min(table.pages_for(n_row), table.n_page), target.device)
+    return Arena(len(table.slots), n_page, target.device)
 
 
 @contextmanager

@@ -33,7 +33,9 @@ from pyspec.engine.wire import Link, LoadShare, ShareFailed, ShareState, portabl
 from pyspec.errors import DeviceError, DoesNotFit, PyspecError
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
+from pyspec.models.decoder import Decoder
 from pyspec.models.weights import Weights, cuts_of
+from pyspec.slots.arena import Arena
 from pyspec.slots.kv import KV_DTYPES
 from pyspec.slots.memory import allocate
 from pyspec.slots.parts import CacheSizes
@@ -70,7 +72,9 @@ def load(share: LoadShare, link: Link) -> Follower:
     target = config.build(Weights(file, device, dense, wide=share.wide, ranks=ranks, cuts=cuts), memory)
     attend_plan.reserve(device, share.n_attention)
     probe.close()
-    return Follower(target, memory, table)
+    arena = Arena(s.np, share.n_arena_page, device) if share.n_arena_page else None
+    assert isinstance(target, Decoder)
+    return Follower(target, memory, table, arena)
 
 
 def run(link: Link, descriptor: int) -> None:

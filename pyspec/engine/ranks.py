@@ -25,7 +25,7 @@ import torch
 
 from pyspec.cuda.collective import JOIN_S, Collective, Rank
 from pyspec.device.lead import Leader, LedMemory
-from pyspec.engine.describe import Description, attention_bytes, rank_devices
+from pyspec.engine.describe import Description, arena_pages, attention_bytes, rank_devices
 from pyspec.engine.memory_plan import MemoryPlan
 from pyspec.engine.wire import Link, LoadShare, LogLine, ShareFailed, ShareState, pair
 from pyspec.errors import PyspecError, RankLost
@@ -174,6 +174,7 @@ def begin_ranks(d: Description, plan: MemoryPlan, ranks: Ranks) -> Collective:
         wide=plan.wide > 0,
         n_bytes=plan.of_others.total,
         n_attention=attention_bytes(d),
+        n_arena_page=arena_pages(d, d.table()) if d.is_cuda and not s.plain_loop else 0,
         log_level=logging.getLogger("pyspec").getEffectiveLevel(),
     )
     return ranks.load(share, rank_devices(d.device, s.tp))

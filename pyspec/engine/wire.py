@@ -238,6 +238,7 @@ class LoadShare:
 
     n_page, width   of the slots' memory (Description); dense: the dtype that matrices are unpacked to, or "" for packed
     n_bytes         what it will take, by the plan; n_attention: of that, for partial sums of attention
+    n_arena_page    of one sequence in a graph; 0: no graphs
     """
 
     path: Path
@@ -251,6 +252,7 @@ class LoadShare:
     wide: bool
     n_bytes: int
     n_attention: int
+    n_arena_page: int
     log_level: int
 
 

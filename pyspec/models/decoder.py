@@ -368,7 +368,7 @@ class Decoder:
     @property
     def capturable(self) -> bool:
         """True if a CUDA graph may hold a forward."""
-        return self.lead is None and all(block.capturable for block in self.blocks)
+        return all(block.capturable for block in self.blocks)
 
     @property
     def n_vocab(self) -> int:

@@ -38,6 +38,7 @@ def test_without_a_gpu_doctor_says_no_and_why(tmp_path: Path) -> None:
     assert code == 1
     last = out.strip().splitlines()[-1]
     assert last.startswith("this machine runs pyspec with its own kernels: no: ")
+    assert "gloo, gathered and summed in the order of ranks" in out and "no other GPU" in " ".join(out.split())
     assert "GB/s measured" in out and str(tmp_path) in out.replace("\n", "")
     for op in survey.OPS:
         assert f"\n {op} " in out

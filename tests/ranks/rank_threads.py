@@ -19,10 +19,11 @@ from pyspec.config import EngineSettings
 from pyspec.cuda.collective import Collective, Rank
 from pyspec.device.lead import Follower
 from pyspec.engine import rank_child
-from pyspec.engine.describe import describe, plan_memory
+from pyspec.engine.describe import arena_pages, describe, plan_memory
 from pyspec.engine.load import build
 from pyspec.engine.wire import LoadShare
 from pyspec.errors import PyspecError
+from pyspec.slots.arena import Arena
 
 
 class NoLink:
@@ -35,8 +36,8 @@ class NoLink:
 class ThreadRanks:
     """As `Ranks`. followers: what the threads run."""
 
-    def __init__(self, n: int) -> None:
-        self.n, self.followers, self.failures = n, {}, []
+    def __init__(self, n: int, n_arena_page: int = 0) -> None:
+        self.n, self.n_arena_page, self.followers, self.failures = n, n_arena_page, {}, []
         self._ends = ExitStack()
         self.store = str(Path(self._ends.enter_context(tempfile.TemporaryDirectory())) / "meet")
         self._inboxes: list[queue.Queue[bytes]] = [queue.Queue() for _ in range(n - 1)]
@@ -44,6 +45,7 @@ class ThreadRanks:
         self._loaded = threading.Semaphore(0)
 
     def load(self, share: LoadShare, devices: Sequence[torch.device]) -> Collective:
+        share = replace(share, n_arena_page=self.n_arena_page)
         for i in range(1, self.n):
             own = replace(pickle.loads(pickle.dumps(share)), index=i, device=str(devices[i]))
             self._threads.append(threading.Thread(target=self._run, args=(own, self._inboxes[i - 1]), daemon=True))
@@ -91,13 +93,16 @@ class ThreadRanks:
 
 
 class RankRig(Rig):
-    """A rig over `n` ranks."""
+    """A rig over `n` ranks. padded: batches lie in arenas, as for CUDA graphs."""
 
-    def __init__(self, path: Path, n: int, **settings: object) -> None:
+    def __init__(self, path: Path, n: int, *, padded: bool = False, **settings: object) -> None:
         values: dict[str, object] = {"np": 1, "ctx": 256, "kv_type": "f32", "warm_up": False, "device": "cpu"}
         d = describe(path, EngineSettings(tp=n, **(values | settings)))  # type: ignore[arg-type]
-        self.ranks = ThreadRanks(n)
+        n_page = arena_pages(d, d.table())
+        self.ranks = ThreadRanks(n, n_page if padded else 0)
         super().__init__(build(d, plan_memory(d), self.ranks))  # type: ignore[arg-type]
+        if padded:
+            self.loop.worker.arena = Arena(d.settings.np, n_page, d.device)
 
     def __enter__(self) -> RankRig:
         return self

@@ -107,6 +107,13 @@ def test_what_does_not_divide_is_refused_before_anything_is_loaded() -> None:
         rig(FIXTURES / "deepseek4.gguf", tp=2)
 
 
+@pytest.mark.slow
+def test_padded_batches_of_graphs_are_padded_alike_on_all_ranks() -> None:
+    with RankRig(DEMO, 2, np=4, padded=True, **MTP) as r:
+        assert texts(r, 6) > N
+        assert r.ranks.followers[1].arena is not None
+
+
 def test_every_gpu_there_is_means_one_rank_on_a_cpu() -> None:
     assert describe(FIXTURES / "llama.gguf", EngineSettings(tp=0, device="cpu")).settings.tp == 1
 
