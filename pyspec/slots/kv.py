@@ -111,6 +111,11 @@ class KVPool:
         planes = (self.k, self.k_scale) if self.keys_only else (self.k, self.v, self.k_scale, self.v_scale)
         return [t for t in planes if t is not None]
 
+    @property
+    def read_planes(self) -> list[Tensor]:
+        """Keys, values and their scales as kernels name them that read both: where keys are the values, too, they come twice."""
+        return [t for t in (self.k, self.v, self.k_scale, self.v_scale) if t is not None]
+
     def tensors(self) -> list[Tensor]:
         return self.planes
 

@@ -43,6 +43,8 @@ CASES = {
     "f8 odd size": Case(2, 1, 96, F8, [(40, 2)], 16),
     "sinks": Case(6, 2, 64, torch.float16, [(0, 1), (255, 5), (1100, 2)], 16, 128, pad=(2, 1), sinks=True),
     "sinks q8_0": Case(16, 1, 128, torch.int8, [(0, 1), (300, 3)], 16, sinks=True),
+    "keys alone": Case(6, 1, 96, torch.float16, [(100, 3), (33, 1)], 16, 50, sinks=True, keys_only=True),
+    "keys alone of 64": Case(6, 1, 64, torch.float16, [(0, 1), (255, 5)], 16, keys_only=True),
     "sinks f32": Case(6, 2, 96, torch.float32, [(100, 3), (33, 1)], 16, pad=(2, 1), sinks=True),
 }
 SOME = (

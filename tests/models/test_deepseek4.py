@@ -123,8 +123,9 @@ def test_a_ring_without_slack_is_refused_before_a_row_is_lost() -> None:
     ring = Ring(8, {"rows": (2,)}).allocate(
         sizes_of(width=4), DEVICE
     )  # 8 and twice 4: a row further back than that is overwritten
-    ring.write(0, 0, {"rows": torch.arange(40.0).view(20, 2)})
-    assert torch.equal(ring.read(0, 4, 20)["rows"], torch.arange(8.0, 40.0).view(16, 2))
+    rows = torch.arange(40.0, device=DEVICE).view(20, 2)
+    ring.write(0, 0, {"rows": rows})
+    assert torch.equal(ring.read(0, 4, 20)["rows"], rows[4:])
     with pytest.raises(OutOfBounds):
         ring.read(0, 3, 20)
 

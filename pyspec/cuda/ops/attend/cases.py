@@ -32,6 +32,7 @@ class Case:
     spare: int = 3
     scale: float = 0.0  # 0: 1 / sqrt(dim)
     sinks: bool = False
+    keys_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,8 @@ CASES: dict[str, Case] = {
     "f8 wide rows": Case(24, 4, 64, torch.float8_e4m3fn, [(40, 200), (0, 33)], 64, pad=(7, 1)),
     "sinks": Case(64, 8, 64, torch.float16, [(1500, 7), (0, 1), (128, 4)], 32, 128, pad=(5, 2), sinks=True),
     "sinks bf16": Case(32, 8, 128, torch.bfloat16, [(3000, 16), (100, 16)], 16, 0, True, (16, 1), sinks=True),
+    "keys alone": Case(64, 1, 512, torch.float16, [(0, 3), (300, 4), (127, 9)], 32, 128, sinks=True, keys_only=True),
+    "keys alone of 128": Case(16, 1, 128, torch.int8, [(0, 3), (300, 4), (127, 9)], 32, keys_only=True),
 }
 TOLERANCE = {
     torch.float32: 2e-6,
@@ -84,12 +87,12 @@ def make(case: Case, device: torch.device, seed: int = 0) -> Made:
     counts = [-(-(past + width) // size) for past, width in case.seqs]
     n_page = sum(counts) + case.spare
     pages = torch.randperm(n_page, generator=gen)[: sum(counts)].split(counts)
-    pool = KVPool(n_page * size, case.n_kv, case.dim, case.dtype, device)
+    pool = KVPool(n_page * size, case.n_kv, case.dim, case.dtype, device, keys_only=case.keys_only)
     spoil(pool)
     for (past, width), own in zip(case.seqs, pages, strict=True):
         rows = (own[:, None] * size + torch.arange(size)).view(-1)[: past + width].to(device)
         k, v = (torch.randn(len(rows), case.n_kv, case.dim, generator=gen).to(device) for _ in "kv")
-        pool.write(rows, k, v)
+        pool.write(rows, k, None if case.keys_only else v)
     plain = _batch(case, [own.tolist() for own in pages], device)
     q = torch.randn(n_row + case.pad[0], case.n_head, case.dim, generator=gen).to(device) * 2
     sinks = torch.randn(case.n_head, generator=gen).to(device) * 3 if case.sinks else None

@@ -295,7 +295,7 @@ class AttendLaunch:
         out = torch.empty_like(q)
         seen, rows = [batch.positions, batch.lo, batch.hi], [batch.row_seq, batch.seq_start]
         pages = [i32(n_col), i32(batch.page_size), i32(pool.k.shape[0] // batch.page_size)]
-        args = [q, *pool.planes, batch.page_table, *seen, *rows, part, part_ml, plan, self.fault]
+        args = [q, *pool.read_planes, batch.page_table, *seen, *rows, part, part_ml, plan, self.fault]
         args += [i32(n_row), i32(n_seq), *self.heads, *pages, i32(window), i32(n_item), self.scale]
         args += prefetch_args(after, n_row)
         grid = min(kernels.grid, n_item)
@@ -324,7 +324,7 @@ class AttendLaunch:
         sizes = [n_col, batch.page_size, pool.k.shape[0] // batch.page_size, window]
         counts = [i32(n_seq), *self.heads, *map(i32, sizes)]
         kernel = _plain(spec.device, spec.head_dim, spec.kv, spec.has_sinks)
-        kernel.launch((q.shape[0], spec.n_head), 128, [q, *pool.planes, *rows, *counts, self.scale])
+        kernel.launch((q.shape[0], spec.n_head), 128, [q, *pool.read_planes, *rows, *counts, self.scale])
         return out
 
 

@@ -42,17 +42,26 @@ __device__ __forceinline__ void find_digit(Counts& c, int n_digit, int left) {
   __syncthreads();
 }
 
+// A thread's scores of a row, in registers where they fit. (A function: NVRTC before 13.1 takes a generic lambda for the host's.)
 template <bool kHeld>
-__device__ __forceinline__ void choose(Counts& c, const float* scores, int n, int top_k, int seq, int* out, int* fault) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int steps = (n + CHOOSERS - 1) / CHOOSERS, first = warp * steps * 32 + lane;  // a warp's scores lie side by side
+struct Scores {
+  const float* scores;
+  int n, steps, first;
   u32 held[kHeld ? HELD_EACH : 1];
-  const auto at = [&](int i) { return i < n ? order_of(__ldcg(scores + i)) : 0u; };
-  if (kHeld) {
+
+  __device__ __forceinline__ u32 at(int i) const { return i < n ? order_of(__ldcg(scores + i)) : 0u; }
+
+  __device__ __forceinline__ Scores(const float* scores, int n) : scores(scores), n(n), steps((n + CHOOSERS - 1) / CHOOSERS) {
+    first = threadIdx.x / 32 * steps * 32 + threadIdx.x % 32;  // a warp's scores lie side by side
+    if (kHeld) {
 #pragma unroll
-    for (int i = 0; i < HELD_EACH; i++) held[i] = i < steps ? at(first + 32 * i) : 0u;
+      for (int i = 0; i < HELD_EACH; i++) held[i] = i < steps ? at(first + 32 * i) : 0u;
+    }
   }
-  const auto each = [&](auto&& f) {  // every lane of a warp comes along
+
+  // f(number, score); every lane of a warp comes along
+  template <class F>
+  __device__ __forceinline__ void each(F f) const {
     if (kHeld) {
 #pragma unroll
       for (int i = 0; i < HELD_EACH; i++)
@@ -61,7 +70,13 @@ __device__ __forceinline__ void choose(Counts& c, const float* scores, int n, in
 #pragma unroll 4
       for (int i = 0; i < steps; i++) f(first + 32 * i, at(first + 32 * i));
     }
-  };
+  }
+};
+
+template <bool kHeld>
+__device__ __forceinline__ void choose(Counts& c, const float* scores, int n, int top_k, int seq, int* out, int* fault) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const Scores<kHeld> own(scores, n);
   u32 prefix = 0, mask = 0;
   int left = top_k;
   bool bad = false;
@@ -70,7 +85,7 @@ __device__ __forceinline__ void choose(Counts& c, const float* scores, int n, in
     const int shift = pass == 0 ? 21 : pass == 1 ? 10 : 0, n_digit = pass == 2 ? 1024 : 2048;
     for (int i = threadIdx.x; i < n_digit; i += CHOOSERS) c.of[i] = 0;
     __syncthreads();
-    each([&](int i, u32 x) {
+    own.each([&](int i, u32 x) {
       if (i < n && (x & mask) == prefix) atomicAdd(&c.of[x >> shift & (n_digit - 1)], 1);
       bad = bad || (i < n && x == 0u);
     });
@@ -83,7 +98,7 @@ __device__ __forceinline__ void choose(Counts& c, const float* scores, int n, in
   }
   if (bad) clamped(-1, n, OP_ID, seq, fault);  // NaN
   int above = 0, equal = 0;
-  each([&](int i, u32 x) {
+  own.each([&](int i, u32 x) {
     above += __popc(__ballot_sync(ALL, i < n && x > prefix));
     equal += __popc(__ballot_sync(ALL, i < n && x == prefix));
   });
@@ -92,7 +107,7 @@ __device__ __forceinline__ void choose(Counts& c, const float* scores, int n, in
   above = equal = 0;
   for (int i = 0; i < warp; i++) above += c.above[i], equal += c.equal[i];
   const u32 lower = (1u << lane) - 1;
-  each([&](int i, u32 x) {
+  own.each([&](int i, u32 x) {
     const u32 more = __ballot_sync(ALL, i < n && x > prefix), same = __ballot_sync(ALL, i < n && x == prefix);
     const int rank = equal + __popc(same & lower), place = above + __popc(more & lower) + min(rank, left);
     const bool taken = more >> lane & 1 || (same >> lane & 1 && rank < left);
