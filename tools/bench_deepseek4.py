@@ -24,7 +24,7 @@ from pyspec.cuda.ops.rope_tail.ref import RopeTailSpec
 from pyspec.cuda.ops.sparse_attend import cuda as sparse_cuda
 from pyspec.cuda.ops.sparse_attend.cuda import SparseBuild
 from pyspec.cuda.ops.sparse_attend.op import sparse_attend
-from pyspec.cuda.ops.sparse_attend.ref import ROWS, SparseSpec
+from pyspec.cuda.ops.sparse_attend.ref import ROWS, KeyTail, SparseSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool, rows_per_page
 from pyspec.slots.ring import RingRows
@@ -33,7 +33,7 @@ GPU = torch.device("cuda", 0)
 BYTES, FLOPS = 4.3e12, 800e12  # a second, of an H200: a copy on the device, f16 by mma
 L2, PAGE = 60e6, 32
 INDEX = IndexSpec(GPU, 64, 128, 512, 4, torch.float16)
-CSA, HCA, RAW = (SparseSpec(GPU, 64, 512, 128, ratio, torch.float16) for ratio in (4, 128, 0))
+CSA, HCA, RAW = (SparseSpec(GPU, 64, 512, 128, ratio, torch.float16, 64, 1e-6) for ratio in (4, 128, 0))
 TOP_K = INDEX.top_k
 COMPRESSORS = {
     "CSA": CompressSpec(GPU, 4, 512, True, 64, 1e-6, torch.float16),
@@ -123,6 +123,7 @@ def sparse_run(ctx: int, widths: Sequence[int], spec: SparseSpec, build: SparseB
     batch, n_page = batch_of(ctx, widths)
     n_slot = len(widths) + 2
     q, kv = torch.randn(n_row, spec.n_head, spec.dim, device=GPU), torch.randn(n_row, spec.dim, device=GPU)
+    tail = KeyTail(torch.ones(spec.dim, device=GPU), torch.rand(spec.n_rot // 2, device=GPU, dtype=torch.float64))
     sinks, chosen, n_list = torch.randn(spec.n_head, device=GPU), None, ctx // spec.ratio if spec.ratio else 0
     if spec is CSA:
         n_list, every = min(n_list, TOP_K), n_list
@@ -140,7 +141,7 @@ def sparse_run(ctx: int, widths: Sequence[int], spec: SparseSpec, build: SparseB
     def one_call(pool: KVPool | None) -> Callable[[], Tensor]:
         ring = RingRows({ROWS: (spec.dim,)}, n_slot, spec.window, 34, torch.float16, GPU)
         ring.rows[ROWS].normal_()
-        return lambda: launch(q, kv, ring, pool, chosen, sinks, batch)
+        return lambda: launch(q, kv, tail, ring, pool, chosen, sinks, batch)
 
     return Run([one_call(pool) for pool in pools], n_byte + 2 * q.nbytes, 4 * n_row * each * spec.n_head * spec.dim)
 

@@ -18,6 +18,8 @@ from pyspec.cuda.ops.attend.op import attend
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
+from pyspec.cuda.ops.rope_tail.op import rope_tail
+from pyspec.cuda.ops.rope_tail.ref import RopeTailSpec
 from pyspec.errors import PairError
 from pyspec.gguf import GGUFFile
 from pyspec.models.deepseek4 import StreamBlock, StreamHead, WindowAttention
@@ -96,14 +98,17 @@ class PagedWindow(WindowAttention):
     def __init__(self, c: Deepseek4Config, w: Weights, p: str, kv: torch.dtype) -> None:
         super().__init__(c, w, p, 0, kv)
         a = c.attention
+        tails = [RopeTailSpec(w.device, a.head_dim, c.n_rot, normed, c.eps) for normed in (True, False)]
+        self.normed_tail, self.tail = (rope_tail.bind(spec) for spec in tails)
         self.paged = attend.bind(AttendSpec(w.device, a.n_head, 1, a.head_dim, a.head_dim**-0.5, kv, has_sinks=True))
 
     def __call__(self, y: Tensor, memory: Memory, layer: int, batch: Batch) -> Tensor:
         pool, at = memory.kv[layer], batch.positions
         qr, kv = self.first(y, self.norm).split(self.sizes, -1)
-        q, _ = self.queries(qr, at)
-        pool.write(batch.kv_rows, self.keys(kv, at)[:, None], None)
-        return self.finish(self.paged(q, pool, batch, self.c.window, self.sinks), at)
+        q = self.normed_tail(self.queries(qr)[0], at, self.freq)
+        pool.write(batch.kv_rows, self.normed_tail(kv[:, None], at, self.freq, self.kv_norm), None)
+        o = self.paged(q, pool, batch, self.c.window, self.sinks)
+        return self.finish(self.tail(o, at, self.freq, sign=-1.0))
 
 
 class StreamsMtpBlock:

@@ -24,7 +24,7 @@ from pyspec.cuda.ops.rope_tail.op import rope_tail
 from pyspec.cuda.ops.rope_tail.ref import RopeTailSpec
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.cuda.ops.sparse_attend.op import sparse_attend
-from pyspec.cuda.ops.sparse_attend.ref import SparseSpec
+from pyspec.cuda.ops.sparse_attend.ref import KeyTail, SparseSpec
 from pyspec.cuda.ops.streams.op import streams
 from pyspec.cuda.ops.streams.ref import StreamMix, StreamsSpec
 from pyspec.errors import ModelError
@@ -75,10 +75,9 @@ class WindowAttention:
             Norm(w.vector(f"{p}.attn_norm.weight"), c.eps),
             Norm(w.vector(f"{p}.attn_q_a_norm.weight"), c.eps),
         )
-        tails = [RopeTailSpec(w.device, a.head_dim, c.n_rot, normed, c.eps) for normed in (True, False)]
-        self.normed_tail, self.tail = (rope_tail.bind(spec) for spec in tails)
         self.kv_norm, self.sinks = w.vector(f"{p}.attn_kv_a_norm.weight"), w.vector(f"{p}.{SINKS}")
         self.freq = c.freq(ratio).to(w.device)
+        self.key_tail = KeyTail(self.kv_norm, self.freq)
         first, second = [f"{p}.attn_q_a.weight", f"{p}.attn_kv.weight"], [f"{p}.attn_q_b.weight"]
         self.sizes = [c.q_rank, a.head_dim]
         self.rows = self.indexed = None
@@ -95,7 +94,7 @@ class WindowAttention:
             self.index_tail = rope_tail.bind(RopeTailSpec(w.device, x.dim, c.n_rot, False, c.eps))
             self.index, self.can_choose = index_rows.bind(choice), index_rows.chosen(choice).capturable
         self.first, self.second = w.matrix(*first), w.matrix(*second)
-        spec = SparseSpec(w.device, a.n_head, a.head_dim, c.window, ratio, kv)
+        spec = SparseSpec(w.device, a.n_head, a.head_dim, c.window, ratio, kv, c.n_rot, c.eps)
         self.attend, self.can_attend = sparse_attend.bind(spec), sparse_attend.chosen(spec).capturable
         self.out_a, self.out_b = (
             w.grouped(f"{p}.attn_output_a.weight", c.n_group),
@@ -108,28 +107,24 @@ class WindowAttention:
         made = all(part is None or part.capturable for part in (self.rows, self.indexed))
         return made and self.can_attend and (self.indexed is None or self.can_choose)
 
-    def queries(self, qr: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a row's low-rank query: heads [row, head, dim], normed without a weight and roped, and the rest of the product."""
-        a, n = self.c.attention, len(qr)
+    def queries(self, qr: Tensor) -> tuple[Tensor, Tensor]:
+        """Of a row's low-rank query: heads [row, head, dim], and the rest of the product."""
+        a = self.c.attention
         q, rest = self.second(qr, self.q_norm).split([a.n_head * a.head_dim, self._n_rest], -1)
-        return self.normed_tail(q.view(n, a.n_head, a.head_dim), positions, self.freq), rest
+        return q.view(-1, a.n_head, a.head_dim), rest
 
     @property
     def _n_rest(self) -> int:
         return self.c.indexer.n_head * self.c.indexer.dim if self.indexed is not None else 0
 
-    def keys(self, kv: Tensor, positions: Tensor) -> Tensor:
-        """Keys of the rows, which are their values, normed and roped. [row, dim]"""
-        return self.normed_tail(kv[:, None], positions, self.freq, self.kv_norm)[:, 0]
-
-    def finish(self, o: Tensor, positions: Tensor) -> Tensor:
-        """Heads' outputs [row, head, dim] turned back, since values carry the turn of keys, and projected in groups."""
-        return self.out_b(self.out_a(self.tail(o, positions, self.freq, sign=-1.0).flatten(1)))
+    def finish(self, o: Tensor) -> Tensor:
+        """Heads' outputs [row, head, dim], turned back, projected in groups."""
+        return self.out_b(self.out_a(o.flatten(1)))
 
     def __call__(self, y: Tensor, memory: Memory, layer: int, batch: Batch) -> Tensor:
-        parts, at = memory.layers[layer], batch.positions
+        parts = memory.layers[layer]
         qr, kv, *rest = self.first(y, self.norm).split(self.sizes, -1)
-        q, index_q = self.queries(qr, at)
+        q, index_q = self.queries(qr)
         pool, chosen = None, None
         if self.rows is not None:
             pool = cast(KVPool, parts[ROWS])
@@ -139,7 +134,7 @@ class WindowAttention:
             self.indexed(rest[1], cast(RingRows, parts[INDEX_PARTIAL]), index_pool, batch)
             chosen = self._choose(index_q, rest[2], index_pool, batch)
         window = cast(RingRows, parts[WINDOW])
-        return self.finish(self.attend(q, self.keys(kv, at), window, pool, chosen, self.sinks, batch), at)
+        return self.finish(self.attend(q, kv, self.key_tail, window, pool, chosen, self.sinks, batch))
 
     def _choose(self, q: Tensor, w: Tensor, pool: KVPool, batch: Batch) -> Tensor:
         x = self.c.indexer

@@ -12,12 +12,12 @@ from pyspec.models.deepseek4_config import CSA, Deepseek4Config
 
 
 def scratch_bytes(c: Deepseek4Config, n_row: int, n_token: int, kv: torch.dtype, device: torch.device) -> int:
-    """Of a layer's heads (the product, normed, attended, turned back), of the streams, and of what its kernels sum up in between."""
+    """Of a layer's heads (the product, attended), of the streams, and of what its kernels sum up in between."""
     a, x = c.attention, c.indexer
     heads, rest = a.n_head * a.head_dim, x.n_head * x.dim
-    rows = n_row * (4 * (4 * heads + rest) + 2 * heads + 4 * 3 * c.n_hidden)
+    rows = n_row * (4 * (2 * heads + 2 * rest) + 2 * heads + 4 * 3 * c.n_hidden)
     if device.type != "cuda":
         return rows
-    specs = [SparseSpec(device, a.n_head, a.head_dim, c.window, ratio, kv) for ratio in set(c.ratios)]
+    specs = [SparseSpec(device, a.n_head, a.head_dim, c.window, ratio, kv, c.n_rot, c.eps) for ratio in set(c.ratios)]
     index = index_plan.scratch_bytes(IndexSpec(device, x.n_head, x.dim, x.top_k, CSA, kv), n_row, n_token)
     return rows + max(index, *(sparse_plan.scratch_bytes(spec, n_row, n_token) for spec in specs))

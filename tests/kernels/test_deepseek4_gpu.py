@@ -30,7 +30,7 @@ GPU = torch.device("cuda", 0)
 TYPES = [torch.float16, torch.bfloat16]
 WIDE = Ragged([(5000 + 431 * i, 1 + i) for i in range(17)], 32, (7, 2))
 INDEX = IndexSpec(GPU, 64, 128, 512, 4, torch.float16)
-CSA = SparseSpec(GPU, 64, 512, 128, 4, torch.float16)
+CSA = SparseSpec(GPU, 64, 512, 128, 4, torch.float16, 64, 1e-6)
 HCA, RAW = replace(CSA, ratio=128), replace(CSA, ratio=0)
 COMPRESSORS = [
     CompressSpec(GPU, 4, 512, True, 64, 1e-6, torch.float16),
@@ -113,7 +113,9 @@ def test_index_rows_report_what_is_no_number_and_pages_that_do_not_exist() -> No
 
 
 @pytest.mark.parametrize("kv", TYPES)
-@pytest.mark.parametrize("spec", [CSA, HCA, RAW, replace(CSA, n_head=128), replace(CSA, n_head=4, dim=32, window=12)])
+@pytest.mark.parametrize(
+    "spec", [CSA, HCA, RAW, replace(CSA, n_head=128), replace(CSA, n_head=4, dim=32, window=12, n_rot=16)]
+)
 def test_sparse_attend_passes_its_check(spec: SparseSpec, kv: torch.dtype) -> None:
     spec = replace(spec, kv=kv)
     assert sparse_cases.check(sparse_cuda.bind(spec), sparse_ref.bind(spec), spec) is None
@@ -155,7 +157,8 @@ def test_a_captured_attention_serves_batches_of_other_lengths(spec: SparseSpec, 
     )
     batch = replace(first.placed.batch, page_table=table, bucket=8, seqs=())
     ring, q, kv, chosen = sparse_cases.copied(first.ring), first.q.clone(), first.kv.clone(), first.chosen
-    sinks = first.sinks.clone()
+    sinks, tail = first.sinks.clone(), first.tail
+    made = [replace(m, tail=tail) for m in made]
 
     def put(m: sparse_cases.Windowed) -> None:
         own = m.placed.batch
@@ -169,10 +172,10 @@ def test_a_captured_attention_serves_batches_of_other_lengths(spec: SparseSpec, 
 
     wants = [m.run(sparse_ref.bind(spec), m.placed.plain)[0] for m in made]
     put(first)
-    launch(q, kv, sparse_cases.copied(ring), pool, chosen, sinks, batch)
+    launch(q, kv, tail, sparse_cases.copied(ring), pool, chosen, sinks, batch)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = launch(q, kv, ring, pool, chosen, sinks, batch)
+        out = launch(q, kv, tail, ring, pool, chosen, sinks, batch)
     for m, want in zip(made, wants, strict=True):
         put(m)
         graph.replay()

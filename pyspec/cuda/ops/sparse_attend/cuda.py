@@ -19,7 +19,7 @@ from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Kernel, arch_of, compile_cubin, missing
 from pyspec.cuda.ops.attend.cuda import room_of
 from pyspec.cuda.ops.index_rows.cuda import KINDS
-from pyspec.cuda.ops.sparse_attend.ref import ROWS, SparseSpec
+from pyspec.cuda.ops.sparse_attend.ref import ROWS, KeyTail, SparseSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool, rows_per_page
 from pyspec.slots.ring import RingRows
@@ -29,8 +29,9 @@ MAX_ROW, MAX_PART = 256, 16  # as in sparse_attend.cu
 MOST_FLOATS = 1 << 25  # of the parts of one launch
 MAX_WINDOW = 1024
 FORMS = {
-    "sparse_parts": "pppp" + "pppppp" + "pp" + "p" + "i" * 14 + "f",
-    "sparse_merge": "pppppppp" + "i" * 11,
+    "sparse_keys": "pppppp" + "l" + "f",
+    "sparse_parts": "ppppp" + "pppppp" + "pp" + "p" + "l" + "i" * 14 + "ff",
+    "sparse_merge": "ppppp" + "ppppp" + "ppp" + "i" * 15,
     "sparse_ring": "ppppppp" + "iii",
 }
 COSTS = {16: 1.0, 32: 1.3, 64: 2.0}  # of a part, by the heads of a CTA
@@ -41,6 +42,7 @@ class SparseBuild:
     """One build of sparse_attend.cu: heads of a CTA, keys of a tile, warps."""
 
     dim: int
+    n_rot: int
     kv: torch.dtype
     heads: int
     keys: int
@@ -51,12 +53,13 @@ class SparseBuild:
         """sizeof(Shared) in sparse_attend.cu."""
         m_warps = max(1, self.heads // 32)
         halves = (self.heads + self.keys) * (self.dim + 8) + self.heads * (self.keys + 8)
-        floats = self.heads * (self.warps // m_warps + self.keys // 16 + 4) + 2 * MAX_ROW + 1 + self.warps
+        floats = self.heads * (self.warps // m_warps + self.keys // 16 + 4) + self.n_rot + 2 * MAX_ROW + 1 + self.warps
         return -(-(2 * halves + 8 * self.keys + 4 * floats) // 16) * 16
 
     def defines(self) -> dict[str, int | str]:
         return {
             "DIM": self.dim,
+            "N_ROT": self.n_rot,
             "HEADS": self.heads,
             "KEYS": self.keys,
             "WARPS": self.warps,
@@ -67,16 +70,16 @@ class SparseBuild:
         }
 
 
-def builds(dim: int, kv: torch.dtype, n_head: int, arch: str) -> list[SparseBuild]:
+def builds(spec: SparseSpec, arch: str) -> list[SparseBuild]:
     """By the heads of a CTA, the fewest first. All have tiles of as many keys, so that a row's bits do not hang on which one runs."""
     keys = 128 if room_of(arch) > 200 * 1024 else 64
-    found = []
+    found, dim = [], spec.dim
     for heads in COSTS:
         m_warps = max(1, heads // 32)
         fitting = [w for w in (8, 4, 2) if dim % (16 * w) == 0 and w % m_warps == 0 and keys * m_warps % (16 * w) == 0]
-        if not fitting or (heads > 16 and (fitting[0] < 8 or n_head <= heads // 2)):
+        if not fitting or (heads > 16 and (fitting[0] < 8 or spec.n_head <= heads // 2)):
             continue
-        build = SparseBuild(dim, kv, heads, keys, fitting[0])
+        build = SparseBuild(dim, spec.n_rot, spec.kv, heads, keys, fitting[0])
         if build.shared_bytes <= room_of(arch) - 1024:
             found.append(build)
     return found
@@ -106,6 +109,8 @@ def limits(spec: SparseSpec) -> str | None:
         return f"keys are {spec.kv}; the kernel takes f16 and bf16"
     if spec.dim % 32 or not 0 < spec.dim <= 512 or (spec.dim > 128 and spec.dim % 128):
         return f"heads are {spec.dim} wide; the kernel takes 32, 64, 96, and multiples of 128 up to 512"
+    if spec.n_rot % 2 or not 0 < spec.n_rot <= spec.dim:
+        return f"{spec.n_rot} of {spec.dim} dimensions turn; the kernel takes even numbers up to all"
     if not 0 < spec.window <= MAX_WINDOW:
         return f"a window of {spec.window} tokens; the kernel takes up to {MAX_WINDOW}"
     return None
@@ -123,21 +128,29 @@ def _waves(build: SparseBuild, n_part: int, n_head: int, n_sm: int) -> float:
     return -(-n_part * -(-n_head // build.heads) // n_sm) * COSTS[build.heads]
 
 
+def _aligned(x: Tensor) -> Tensor:
+    """Rows that begin at 16 bytes; they may lie apart, but what is in one may not."""
+    whole = x[0].is_contiguous() if len(x) else True
+    return x if whole and x.stride(0) % 4 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
+
+
 class SparseLaunch:
     """Called as the reference is."""
 
     def __init__(self, spec: SparseSpec, build: SparseBuild | None = None) -> None:
         capability = torch.cuda.get_device_capability(spec.device)
         self.spec, self.overlap = spec, capability >= (9, 0)
-        self.builds = [build] if build is not None else builds(spec.dim, spec.kv, spec.n_head, arch_of(capability))
+        self.builds = [build] if build is not None else builds(spec, arch_of(capability))
         self.n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
         self.kernels = {build: _kernels(spec.device, build) for build in self.builds}
-        self.fault, self.scale = faults.record(spec.device), np.float32(spec.dim**-0.5 * math.log2(math.e))
+        self.fault, self.eps = faults.record(spec.device), np.float32(spec.eps)
+        self.scale = np.float32(spec.dim**-0.5 * math.log2(math.e))
 
     def __call__(
         self,
         q: Tensor,
         kv: Tensor,
+        tail: KeyTail,
         ring: RingRows,
         pool: KVPool | None,
         chosen: Tensor | None,
@@ -145,37 +158,42 @@ class SparseLaunch:
         batch: Batch,
     ) -> Tensor:
         spec, i32, none = self.spec, np.int32, np.int64(0)
-        q, kv, rows = q.contiguous(), kv.contiguous(), ring.rows[ROWS]
-        self._check(q, kv, rows, pool, chosen, sinks, batch)
-        out, (n_row, n_col) = torch.empty_like(q), (q.shape[0], batch.page_table.shape[1])
+        q, kv, rows = _aligned(q), _aligned(kv), ring.rows[ROWS]
+        self._check((q, kv, sinks), tail, rows, pool, chosen, batch)
+        n_row, n_col = q.shape[0], batch.page_table.shape[1]
+        out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         if not n_row:
             return out
         top_k = 0 if chosen is None else chosen.shape[1]
         ratio = 0 if pool is None else spec.ratio
         per_page = 1 if pool is None else rows_per_page(batch.page_size, ratio)
         n_page = 1 if pool is None else pool.k.shape[0] // per_page
-        places = list(map(i32, (n_col, batch.page_size, ratio, per_page, n_page, top_k, spec.n_head)))
         max_part, likely = self._parts(batch, ratio, top_k, chosen is not None)
         per = rows_at_once(spec, n_row, max_part)
         part = torch.empty(per * max_part * spec.n_head * spec.dim, device=q.device)
         part_ml = torch.empty(per * max_part * spec.n_head * 2, device=q.device)
+        own = torch.empty(n_row, spec.dim, dtype=spec.kv, device=q.device)
         build = min(self.builds, key=lambda b: _waves(b, min(per, n_row) * likely, spec.n_head, self.n_sm))
-        kernels = self.kernels[build]
-        layout = [batch.page_table, batch.positions, batch.row_seq]
-        seqs, slots = [batch.seq_start, batch.seq_slot], list(map(i32, (rows.shape[0], ring.n_row)))
-        keys = [q, kv, rows, none if pool is None else pool.k, *layout, *seqs, none if chosen is None else chosen]
+        kernels, overlap = self.kernels[build], self.overlap
+        args = [kv, tail.norm, tail.freq, batch.positions, batch.row_seq, own, np.int64(kv.stride(0)), self.eps]
+        kernels["sparse_keys"].launch((n_row,), 128, args, overlap=overlap)
+        layout = [batch.page_table, batch.positions, batch.row_seq, batch.seq_start, batch.seq_slot]
+        counts = (n_col, batch.page_size, ratio, per_page, n_page, top_k, spec.n_head, rows.shape[0], ring.n_row)
+        places, step = list(map(i32, counts)), np.int64(q.stride(0))
+        keys = [own, rows, none if pool is None else pool.k, *layout, none if chosen is None else chosen]
         for first in range(0, n_row, per):
-            n = min(per, n_row - first)
-            sizes = list(map(i32, (spec.window, first, n, n_row, max_part)))
-            args = [*keys, part, part_ml, self.fault, *places, *slots, *sizes, self.scale]
+            n, is_all = min(per, n_row - first), per >= n_row
+            sizes = map(i32, (spec.window, first, n, n_row, max_part))
+            args = [q, tail.freq, *keys, part, part_ml, self.fault, step, *places, *sizes, self.scale, self.eps]
             grid = (min(self.n_sm, n * max_part * -(-spec.n_head // build.heads)),)
-            kernels["sparse_parts"].launch(grid, 32 * build.warps, args, build.shared_bytes, overlap=self.overlap)
-            sizes = list(map(i32, (spec.window, first, max_part, int(chosen is not None))))
-            args = [part, part_ml, *layout, sinks, out, self.fault, *places, *sizes]
-            grid = (n, -(-spec.n_head * -(-spec.dim // 128) // 4))
-            kernels["sparse_merge"].launch(grid, 128, args, overlap=self.overlap)
-        args = [kv, rows, *layout[1:], *seqs, self.fault, *slots, i32(n_row)]
-        kernels["sparse_ring"].launch((n_row,), 64, args, overlap=self.overlap)
+            kernels["sparse_parts"].launch(grid, 32 * build.warps, args, build.shared_bytes, overlap=overlap)
+            sizes = map(i32, (spec.window, first, n_row, max_part, chosen is not None, is_all))
+            args = [part, part_ml, tail.freq, own, rows, *layout, sinks, out, self.fault, *places, *sizes]
+            n_block = -(-spec.n_head * -(-spec.dim // 128) // 4)
+            kernels["sparse_merge"].launch((n, n_block + is_all), 128, args, overlap=overlap)
+        if per < n_row:
+            args = [own, rows, *layout[1:], self.fault, *places[-2:], i32(n_row)]
+            kernels["sparse_ring"].launch((n_row,), 64, args, overlap=overlap)
         return out
 
     def _parts(self, batch: Batch, ratio: int, top_k: int, is_chosen: bool) -> tuple[int, int]:
@@ -190,18 +208,19 @@ class SparseLaunch:
 
     def _check(
         self,
-        q: Tensor,
-        kv: Tensor,
+        given: tuple[Tensor, Tensor, Tensor],
+        tail: KeyTail,
         rows: Tensor,
         pool: KVPool | None,
         chosen: Tensor | None,
-        sinks: Tensor,
         batch: Batch,
     ) -> None:
         """What only our own code can get wrong: dtypes, shapes, layout."""
-        spec, n = self.spec, q.shape[0]
+        (q, kv, sinks), spec, n = given, self.spec, len(given[0])
         assert q.dtype == kv.dtype == sinks.dtype == torch.float32 and sinks.shape == (spec.n_head,)
         assert q.shape[1:] == (spec.n_head, spec.dim) and kv.shape == (n, spec.dim)
+        assert tail.norm.shape == (spec.dim,) and tail.norm.dtype == torch.float32 and tail.norm.is_contiguous()
+        assert tail.freq.shape == (spec.n_rot // 2,) and tail.freq.dtype == torch.float64 and tail.freq.is_contiguous()
         assert rows.dtype is spec.kv and rows.is_contiguous() and rows.shape[2:] == (spec.dim,)
         assert (pool is None) == (spec.ratio == 0)
         if pool is not None:

@@ -1,12 +1,12 @@
 """Attention over a window of raw rows and over compressed ones, keys that are values, too. The meaning, in plain torch.
 
-    q       [row, head, dim]  f32    roped
-    kv      [row, dim]        f32    the batch's own keys, roped
+    q       [row, head, dim]  f32    as a product gives it: heads are normed without a weight, and their last dims are turned
+    kv      [row, dim]        f32    the batch's own keys, normed with a weight and turned alike
     ring    ROWS [slot, n, dim]      keys of the tokens before (slots.ring)
     pool    compressed rows, keys only; None where a layer has none
     chosen  [row, top_k]      int32  which of them, -1 for none; None: all whose blocks are complete
     sinks   [head]            f32    one more logit of every head, without a value
-    out     [row, head, dim]  f32    not turned back
+    out     [row, head, dim]  f32    turned back, since values carry the turn of keys
 
 A token sees the last `window` tokens, itself among them, and its compressed rows under one softmax. The batch's own keys are rounded as the ring
 rounds them, so a row does not depend on where a prompt was cut. Keys go into the ring at the end.
@@ -18,9 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.ops.index_rows.ref import block_rows
+from pyspec.cuda.ops.rope_tail.ref import rope_tail
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 from pyspec.slots.ring import RingRows
@@ -30,7 +32,7 @@ ROWS = "rows"  # name of the ring's rows
 
 @dataclass(frozen=True, slots=True)
 class SparseSpec:
-    """`ratio`: tokens of a compressed row, 0 where a layer has none."""
+    """`ratio`: tokens of a compressed row, 0 where a layer has none; `n_rot`: dims that are turned; `eps`: of the norms."""
 
     device: torch.device
     n_head: int
@@ -38,9 +40,19 @@ class SparseSpec:
     window: int
     ratio: int
     kv: torch.dtype
+    n_rot: int
+    eps: float
 
 
-SparseAttend = Callable[[Tensor, Tensor, RingRows, "KVPool | None", "Tensor | None", Tensor, Batch], Tensor]
+@dataclass(frozen=True, slots=True)
+class KeyTail:
+    """What makes keys of products: `norm` [dim] f32, and `freq` [n_rot / 2] f64, angles of one position."""
+
+    norm: Tensor
+    freq: Tensor
+
+
+SparseAttend = Callable[[Tensor, Tensor, KeyTail, RingRows, "KVPool | None", "Tensor | None", Tensor, Batch], Tensor]
 
 
 def bind(spec: SparseSpec) -> SparseAttend:
@@ -49,13 +61,16 @@ def bind(spec: SparseSpec) -> SparseAttend:
     def attend(
         q: Tensor,
         kv: Tensor,
+        tail: KeyTail,
         ring: RingRows,
         pool: KVPool | None,
         chosen: Tensor | None,
         sinks: Tensor,
         batch: Batch,
     ) -> Tensor:
-        out = torch.empty_like(q)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        q = rope_tail(F.rms_norm(q, (spec.dim,), None, spec.eps), batch.positions, tail.freq)
+        kv = rope_tail(F.rms_norm(kv, (spec.dim,), tail.norm, spec.eps), batch.positions, tail.freq)
         kv = kv.to(ring.rows[ROWS].dtype)
         for s, seq in enumerate(batch.seqs):
             here, n_past = slice(batch.starts[s], batch.starts[s + 1]), seq.n_past
@@ -79,6 +94,6 @@ def bind(spec: SparseSpec) -> SparseAttend:
             sink = sinks.view(1, -1, 1).expand(len(scores), -1, 1)
             out[here] = torch.cat((scores, sink), -1).softmax(-1)[..., :-1] @ keys
             ring.write(seq.slot, n_past, {ROWS: kv[here]})
-        return out
+        return rope_tail(out, batch.positions, tail.freq, -1.0)
 
     return attend

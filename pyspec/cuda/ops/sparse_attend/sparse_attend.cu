@@ -1,8 +1,9 @@
-// sparse_attend: heads that share one key, which is its value, too, over a window of raw rows and chosen compressed ones. Launches: parts of
-// rows, their sums, and the ring, which parts read as it was before.
+// sparse_attend: heads that share one key, which is its value, too, over a window of raw rows and chosen compressed ones. Launches: the
+// batch's keys; parts of rows; their sums, and the ring, which parts read as it was before.
 //
-//   q, out       [row, n_head, DIM]         f32
-//   kv           [row, DIM]                 f32    the batch's own keys; rounded to T before they are used, as the ring has them
+//   q, out       [row, n_head, DIM]         f32    q as a product gives it, rows `q_step` apart: heads are normed and turned on their way
+//   kv, own      [row, DIM]                 f32, T the batch's keys, rows `kv_step` apart; normed, turned and rounded, as the ring has them
+//   norm, freq   [DIM], [N_ROT / 2]         f32, f64
 //   ring         [slot, n_ring, DIM]        T      KV_KIND 1: f16, 2: bf16
 //   rows         [pool row, DIM]            T      compressed rows; null where a layer has none
 //   page_table   [seq, n_col]               int64
@@ -20,12 +21,13 @@
 // bits. A CTA takes HEADS heads of a part: the tile's keys are gathered to shared memory once, for S = Q K and for O = P K. For S a warp
 // has MT * 16 heads of some keys, for O all heads of DIM / WARPS dims.
 //
-// Macros: DIM, HEADS (16, 32 or 64), KEYS, WARPS, KV_KIND, OP_ID, SHARED_BYTES, MIN_BLOCKS.
+// Macros: DIM, N_ROT, HEADS (16, 32 or 64), KEYS, WARPS, KV_KIND, OP_ID, SHARED_BYTES, MIN_BLOCKS.
 #include "blocks.cuh"
 #include "mma.cuh"
 #include "matrices.cuh"
 #include "overlap.cuh"
 #include "partial.cuh"
+#include "turns.cuh"
 
 constexpr int THREADS = 32 * WARPS, MAX_ROW = 256, MAX_PART = 16;
 constexpr int STRIDE = DIM + 8, P_STRIDE = KEYS + 8;        // in values: eight rows lie in different banks
@@ -50,16 +52,44 @@ __device__ __forceinline__ u32 pack(float low, float high) {
   return both;
 }
 
-__device__ __forceinline__ uint4 pack8(const float* from) {
-  const float4 x = reinterpret_cast<const float4*>(from)[0], y = reinterpret_cast<const float4*>(from)[1];
-  return make_uint4(pack(x.x, x.y), pack(x.z, x.w), pack(y.x, y.y), pack(y.z, y.w));
+// Dims dim to dim + 3 of a head with their turns, of which those before the tail have none.
+struct Turns {
+  float2 low, high;
+};
+
+__device__ __forceinline__ float4 turned4(float4 x, int dim, const Turns& by) {
+  if (dim >= DIM - N_ROT) {
+    const float2 y = turned(x.x, x.y, by.low);
+    x.x = y.x, x.y = y.y;
+  }
+  if (dim + 2 >= DIM - N_ROT) {
+    const float2 y = turned(x.z, x.w, by.high);
+    x.z = y.x, x.w = y.y;
+  }
+  return x;
 }
+
+__device__ __forceinline__ Turns turns_of(i64 position, const double* freq, int dim) {
+  const int pair = (dim - (DIM - N_ROT)) / 2;
+  const double at = static_cast<double>(position);
+  Turns out = {make_float2(1.f, 0.f), make_float2(1.f, 0.f)};
+  if (dim >= DIM - N_ROT && dim < DIM) out.low = turn_of(at, freq[pair]);
+  if (dim + 2 >= DIM - N_ROT && dim < DIM) out.high = turn_of(at, freq[dim + 2 == DIM - N_ROT ? 0 : pair + 1]);
+  return out;
+}
+
+__device__ __forceinline__ float square_of(float4 x) { return (x.x * x.x + x.y * x.y) + (x.z * x.z + x.w * x.w); }
+
+__device__ __forceinline__ float scale_of(float squares, float eps) { return __fdiv_rn(1.f, __fsqrt_rn(squares / DIM + eps)); }
+
+__device__ __forceinline__ uint2 pack4(float4 x) { return make_uint2(pack(x.x, x.y), pack(x.z, x.w)); }
 
 struct alignas(16) Shared {
   u16 q[HEADS][STRIDE];
   u16 keys[KEYS][STRIDE];
   u16 p[HEADS][P_STRIDE];
-  const u8* source[KEYS];  // null: nobody; odd: f32
+  const u16* source[KEYS];  // null: nobody
+  float2 angles[N_ROT / 2];  // of the row
   float top[N_WARPS][HEADS], sum[KEYS / 16][HEADS];
   float run_m[HEADS], run_l[HEADS], new_m[HEADS], keep[HEADS];
   int n_tile[MAX_ROW];     // of each row of this launch
@@ -69,15 +99,17 @@ struct alignas(16) Shared {
 static_assert(sizeof(Shared) == SHARED_BYTES, "the launcher asks for another size");
 
 struct Args {
-  const float *q, *kv;
-  const u16 *ring, *rows;
+  const float* q;
+  const double* freq;
+  const u16 *own, *ring, *rows;
   Blocks blocks;
   const i64* positions;
   const int *row_seq, *seq_start, *seq_slot, *chosen;
   float *part, *part_ml;
   int* fault;
+  i64 q_step;
   int top_k, n_head, n_slot, n_ring, window, first, n_row, n_all, max_part;
-  float scale;
+  float scale, eps;
 };
 
 // Compressed rows that a row may have in its list.
@@ -125,7 +157,7 @@ __device__ __forceinline__ void find_parts(Shared& s, const Args& a) {
 }
 
 // Where key i of tile `tile` of a row's list is.
-__device__ __forceinline__ const u8* source_of(const Args& a, int row, int seq, int tile, int i) {
+__device__ __forceinline__ const u16* source_of(const Args& a, int row, int seq, int tile, int i) {
   const int start = clamped(a.seq_start[seq], a.n_all, OP_ID, seq, a.fault), n_window = window_tiles(a.window);
   if (tile < n_window) {
     const int back = tile * KEYS + i;  // places of the window, counted from its first
@@ -133,17 +165,17 @@ __device__ __forceinline__ const u8* source_of(const Args& a, int row, int seq, 
     if (back >= a.window || at < 0) return nullptr;
     if (at >= n_past) {
       const int own = clamped(at - n_past > a.n_all ? -1 : start + static_cast<int>(at - n_past), a.n_all, OP_ID, seq, a.fault);
-      return reinterpret_cast<const u8*>(a.kv + static_cast<i64>(own) * DIM) + 1;
+      return a.own + static_cast<i64>(own) * DIM;
     }
     const int slot = clamped(a.seq_slot[seq], a.n_slot, OP_ID, seq, a.fault);
-    return reinterpret_cast<const u8*>(a.ring + (static_cast<i64>(slot) * a.n_ring + at % a.n_ring) * DIM);
+    return a.ring + (static_cast<i64>(slot) * a.n_ring + at % a.n_ring) * DIM;
   }
   int j = (tile - n_window) * KEYS + i;
   const int seen = a.blocks.seen(a.positions[row], OP_ID, seq, a.fault);
   if (a.chosen != nullptr) j = j < a.top_k ? a.chosen[static_cast<i64>(row) * a.top_k + j] : -1;
   if (j == -1 || (a.chosen == nullptr && j >= seen)) return nullptr;
   if (clamped(j, seen, OP_ID, seq, a.fault) != j) return nullptr;
-  return reinterpret_cast<const u8*>(a.rows + a.blocks.row(seq, j, OP_ID, a.fault) * DIM);
+  return a.rows + a.blocks.row(seq, j, OP_ID, a.fault) * DIM;
 }
 
 // The tile's keys on their way to shared memory, a chunk of dims after another.
@@ -154,14 +186,12 @@ __device__ __forceinline__ void gather(Shared& s) {
 #pragma unroll 4
     for (int i = threadIdx.x; i < KEYS * PIECES; i += THREADS) {
       const int key = i / PIECES, dim = c * CHUNK_DIMS + i % PIECES * 8;
-      const u8* const from = s.source[key];
+      const u16* const from = s.source[key];
       u16* const to = &s.keys[key][dim];
       if (from == nullptr)
         *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
-      else if (reinterpret_cast<u64>(from) & 1)
-        *reinterpret_cast<uint4*>(to) = pack8(reinterpret_cast<const float*>(from - 1) + dim);
       else
-        copy16(shared_address(to), from + 2 * dim);
+        copy16(shared_address(to), from + dim);
     }
     copies_commit();
   }
@@ -179,14 +209,33 @@ __device__ __forceinline__ void wait_for_chunk(int c) {  // the wait's number is
     copies_wait<0>();
 }
 
+// Normed, turned and rounded: a warp has a head at a time. The row's angles are there.
 __device__ __forceinline__ void load_queries(Shared& s, const Args& a, int row, int head) {
-  constexpr int PIECES = DIM / 8;
-#pragma unroll 4
-  for (int i = threadIdx.x; i < HEADS * PIECES; i += THREADS) {
-    const int h = i / PIECES, dim = i % PIECES * 8;
-    uint4 x = make_uint4(0, 0, 0, 0);
-    if (head + h < a.n_head) x = pack8(a.q + (static_cast<i64>(row) * a.n_head + head + h) * DIM + dim);
-    *reinterpret_cast<uint4*>(&s.q[h][dim]) = x;
+  constexpr int QUADS = DIM / 4, EACH = (QUADS + 31) / 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 2
+  for (int h = warp; h < HEADS; h += WARPS) {
+    const float* const from = a.q + row * a.q_step + (head + h) * DIM;
+    float4 x[EACH];
+    float squares = 0.f;
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const bool real = head + h < a.n_head && lane + 32 * i < QUADS;
+      x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (real) x[i] = reinterpret_cast<const float4*>(from)[lane + 32 * i];
+      squares += square_of(x[i]);
+    }
+    const float by = scale_of(warp_sum(squares), a.eps);
+#pragma unroll
+    for (int i = 0; i < EACH; i++) {
+      const int dim = 4 * (lane + 32 * i), pair = max((dim - (DIM - N_ROT)) / 2, 0);
+      if (dim >= DIM) break;
+      Turns turns = {make_float2(1.f, 0.f), make_float2(1.f, 0.f)};
+      if (dim >= DIM - N_ROT) turns.low = s.angles[pair];
+      if (dim + 2 >= DIM - N_ROT) turns.high = s.angles[dim + 2 == DIM - N_ROT ? 0 : pair + 1];
+      const float4 y = make_float4(x[i].x * by, x[i].y * by, x[i].z * by, x[i].w * by);
+      *reinterpret_cast<uint2*>(&s.q[h][dim]) = pack4(turned4(y, dim, turns));
+    }
   }
 }
 
@@ -344,6 +393,9 @@ __device__ __forceinline__ void attend_part(Shared& s, const Args& a, int i, int
 #pragma unroll 1
   for (int tile = part * per; tile < min(s.n_tile[i], (part + 1) * per); tile++) {
     for (int k = threadIdx.x; k < KEYS; k += THREADS) s.source[k] = source_of(a, row, seq, tile, k);
+    if (load_q)
+      for (int k = THREADS - 1 - threadIdx.x; k < N_ROT / 2; k += THREADS)  // other threads than the sources'
+        s.angles[k] = turn_of(static_cast<double>(a.positions[row]), a.freq[k]);
     __syncthreads();
     gather(s);
     if (load_q) load_queries(s, a, row, head);
@@ -369,15 +421,15 @@ __device__ __forceinline__ void attend_part(Shared& s, const Args& a, int i, int
 
 // Grid: any number of CTAs; each finds its items, a part of a row for HEADS of its heads.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-sparse_parts(const float* q, const float* kv, const u16* ring, const u16* rows, const i64* table, const i64* positions,
+sparse_parts(const float* q, const double* freq, const u16* own, const u16* ring, const u16* rows, const i64* table, const i64* positions,
              const int* row_seq, const int* seq_start, const int* seq_slot, const int* chosen, float* part, float* part_ml, int* fault,
-             int n_col, int page_size, int ratio, int per_page, int n_page, int top_k, int n_head, int n_slot, int n_ring, int window,
-             int first, int n_row, int n_all, int max_part, float scale) {
+             i64 q_step, int n_col, int page_size, int ratio, int per_page, int n_page, int top_k, int n_head, int n_slot, int n_ring,
+             int window, int first, int n_row, int n_all, int max_part, float scale, float eps) {
   let_successor_start();
   extern __shared__ __align__(16) char raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
-  const Args a = {q, kv, ring, rows, {table, n_col, page_size, ratio, per_page, n_page}, positions, row_seq, seq_start, seq_slot,
-                  chosen, part, part_ml, fault, top_k, n_head, n_slot, n_ring, window, first, n_row, n_all, max_part, scale};
+  const Args a = {q, freq, own, ring, rows, {table, n_col, page_size, ratio, per_page, n_page}, positions, row_seq, seq_start, seq_slot,
+                  chosen, part, part_ml, fault, q_step, top_k, n_head, n_slot, n_ring, window, first, n_row, n_all, max_part, scale, eps};
   find_parts(s, a);
   wait_for_predecessor();  // the layout was there before
   const int groups = (n_head + HEADS - 1) / HEADS, total = s.first[n_row] * groups;
