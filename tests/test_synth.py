@@ -13,7 +13,7 @@ from pyspec.cuda.ops.linear.dequant import dequantize
 from pyspec.errors import ConfigError
 from pyspec.gguf import GGMLType, GGUFFile, open_gguf
 from pyspec.synth import layout, vocab
-from pyspec.synth.dims import Deepseek4, drafter_of, find, widened
+from pyspec.synth.dims import Deepseek4Dims, drafter_of, find, widened
 from pyspec.synth.fill import Filler, Pool
 from pyspec.synth.layout import Parts, Spec
 
@@ -52,7 +52,7 @@ def test_real_models_have_the_published_tensor_and_parameter_counts() -> None:
             find(name),
             2 * find(name).n_vocab * find(name).n_embd / 1e9,
         )  # which the block's file has once more
-        assert isinstance(flash, Deepseek4)
+        assert isinstance(flash, Deepseek4Dims)
         assert n_params(name, Parts()) == pytest.approx(trunk, rel=1e-3)
         assert n_params(name, sidecar) - ends == pytest.approx(block, abs=0.01)
     assert n_params("qwen3-4b", Parts()) == pytest.approx(4.02, abs=0.01)

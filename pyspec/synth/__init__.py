@@ -19,7 +19,7 @@ from pyspec.synth import layout, vocab
 from pyspec.synth.dims import (
     MODELS,
     TINY,
-    Deepseek4,
+    Deepseek4Dims,
     DFlashDims,
     Dims,
     Llama,
@@ -41,7 +41,7 @@ __all__ = [
     "QUANTS",
     "TINY",
     "DFlashDims",
-    "Deepseek4",
+    "Deepseek4Dims",
     "Dims",
     "Llama",
     "NemotronH",

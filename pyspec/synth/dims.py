@@ -119,7 +119,7 @@ class NemotronHMoe(NemotronH):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Deepseek4(Dims):
+class Deepseek4Dims(Dims):
     """Residual streams, one key head that is the value too, compressed rows. `n_ff` is the width of an expert, and of the shared one.
 
     ratios   tokens of a compressed row in each trunk layer, 0 for none
@@ -250,9 +250,9 @@ def _deepseek4(
     top_k: int,
     n_expert: int,
     scale: float,
-) -> Deepseek4:
+) -> Deepseek4Dims:
     """heads: of queries, groups of outputs, rank of queries."""
-    return Deepseek4(
+    return Deepseek4Dims(
         name=name,
         n_layer=len(ratios),
         n_embd=n_embd,
@@ -349,7 +349,7 @@ TINY: dict[str, Dims] = {
         **_TINY_MAMBA,
         **(_TINY | {"n_ff": 64}),
     ),
-    "deepseek4": Deepseek4(
+    "deepseek4": Deepseek4Dims(
         name="tiny-deepseek4",
         n_layer=4,
         vocab="joyai-llm",
@@ -390,7 +390,7 @@ def shortened(dims: Dims, n_layer: int) -> Dims:
             f"{dims.name} has {dims.n_layer} layers; 1 to {dims.n_layer} of them can be had, not {n_layer}"
         )
     short = replace(dims, n_layer=n_layer, name=f"{dims.name}, {n_layer} layers")
-    if isinstance(short, Deepseek4):
+    if isinstance(short, Deepseek4Dims):
         return replace(short, ratios=short.ratios[:n_layer])
     return replace(short, pattern=short.pattern[:n_layer]) if isinstance(short, NemotronH) else short
 
@@ -398,7 +398,7 @@ def shortened(dims: Dims, n_layer: int) -> Dims:
 def widened(dims: Dims) -> Dims:
     """Tiny dimensions whose rows all hold whole blocks of 256, for the K types."""
     wide = replace(dims, n_embd=256, n_ff=256, head_dim=64, name=f"{dims.name}-wide")
-    if isinstance(wide, Deepseek4):  # 4 heads in 2 groups: 128 columns of a group would be too few
+    if isinstance(wide, Deepseek4Dims):  # 4 heads in 2 groups: 128 columns of a group would be too few
         return replace(wide, head_dim=128, q_rank=256, out_rank=128)
     wide = replace(wide, n_ff_shared=256, n_expert=4, n_used=2) if isinstance(wide, Qwen35Moe | NemotronHMoe) else wide
     wide = replace(wide, latent=256) if isinstance(wide, NemotronHMoe) else wide

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pyspec.gguf import ValueType
 from pyspec.gguf.write import Value
-from pyspec.synth.dims import Deepseek4, DFlashDims, Dims, NemotronH, NemotronHMoe, Qwen35, Qwen35Moe
+from pyspec.synth.dims import Deepseek4Dims, DFlashDims, Dims, NemotronH, NemotronHMoe, Qwen35, Qwen35Moe
 
 Kind = Literal["matrix", "embedding", "head", "gate", "router", "norm", "conv", "decay", "step", "ids"]
 Key = tuple[str, Value, ValueType]
@@ -130,7 +130,7 @@ def _nemotron_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
 
 
 def _deepseek4_metadata(dims: Dims, parts: Parts) -> Iterator[Key]:
-    assert isinstance(dims, Deepseek4)
+    assert isinstance(dims, Deepseek4Dims)
     a, n_block = dims.arch, dims.n_layer + parts.mtp
     yield from (key for key in _common(dims, n_block) if not key[0].endswith(".feed_forward_length"))
     if parts.mtp:
@@ -327,13 +327,13 @@ def _nemotron_tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
         yield from _nextn(dims, p)
 
 
-def _mixers(dims: Deepseek4, name: str, n_out: int, n_scale: int) -> Iterator[Spec]:
+def _mixers(dims: Deepseek4Dims, name: str, n_out: int, n_scale: int) -> Iterator[Spec]:
     yield Spec(f"{name}_fn.weight", (n_out, dims.n_stream * dims.n_embd), "router")
     yield Spec(f"{name}_base.weight", (n_out,), "router")
     yield Spec(f"{name}_scale.weight", (n_scale,), "norm")
 
 
-def _compressor(dims: Deepseek4, name: str, dim: int, ratio: int) -> Iterator[Spec]:
+def _compressor(dims: Deepseek4Dims, name: str, dim: int, ratio: int) -> Iterator[Spec]:
     width = dim * (2 if ratio == 4 else 1)
     yield Spec(f"{name}_kv.weight", (width, dims.n_embd), "matrix")
     yield Spec(f"{name}_gate.weight", (width, dims.n_embd), "matrix")
@@ -341,7 +341,7 @@ def _compressor(dims: Deepseek4, name: str, dim: int, ratio: int) -> Iterator[Sp
     yield Spec(f"{name}_norm.weight", (dim,), "norm")
 
 
-def _deepseek4_attention(dims: Deepseek4, p: str, ratio: int) -> Iterator[Spec]:
+def _deepseek4_attention(dims: Deepseek4Dims, p: str, ratio: int) -> Iterator[Spec]:
     n, inner, (heads, dim, _) = dims.n_embd, dims.n_head * dims.head_dim, dims.indexer
     yield Spec(f"{p}.attn_norm.weight", (n,), "norm")
     yield Spec(f"{p}.attn_sinks.weight", (dims.n_head,), "router")
@@ -360,7 +360,7 @@ def _deepseek4_attention(dims: Deepseek4, p: str, ratio: int) -> Iterator[Spec]:
         yield Spec(f"{p}.indexer.attn_q_b.weight", (heads * dim, dims.q_rank), "matrix")
 
 
-def _deepseek4_block(dims: Deepseek4, i: int) -> Iterator[Spec]:
+def _deepseek4_block(dims: Deepseek4Dims, i: int) -> Iterator[Spec]:
     p, n, e, f = f"blk.{i}", dims.n_embd, dims.n_expert, dims.n_ff
     yield from _deepseek4_attention(dims, p, dims.ratios[i] if i < dims.n_layer else 0)
     yield Spec(f"{p}.ffn_norm.weight", (n,), "norm")
@@ -381,7 +381,7 @@ def _deepseek4_block(dims: Deepseek4, i: int) -> Iterator[Spec]:
 
 def _deepseek4_tensors(dims: Dims, parts: Parts) -> Iterator[Spec]:
     """The MTP block has a file of its own: its head's mixers have the names of the trunk's."""
-    assert isinstance(dims, Deepseek4)
+    assert isinstance(dims, Deepseek4Dims)
     yield from _ends(dims)
     yield from _mixers(dims, "output_hc", dims.n_stream, 1)
     if parts.trunk:

@@ -123,10 +123,11 @@ def test_who_holds_the_lock_has_the_device_and_others_have_theirs(gpus: Gpus) ->
 
 def test_a_load_has_its_device_as_the_threads(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    about = SimpleNamespace(device=SECOND, template=None, n_ctx=1, dense=None)
+    about = SimpleNamespace(device=SECOND, template=None, n_ctx=1, dense=None, is_cuda=True, settings=EngineSettings())
     monkeypatch.setattr(loading, "describe", lambda *_: about)
+    plan = SimpleNamespace(together=lambda n: None)
     for step in ("plan_memory", "check_fit", "build"):
-        monkeypatch.setattr(loading, step, lambda *_, **__: seen.append(gpus.at))
+        monkeypatch.setattr(loading, step, lambda *_, **__: seen.append(gpus.at) or plan)
     loading.load(Path("none.gguf"), EngineSettings())
     assert seen == [1, 1, 1] and gpus.at == 0
 

@@ -265,7 +265,7 @@ def test_what_the_kernel_can_not_take_is_said(monkeypatch: pytest.MonkeyPatch) -
     assert moe_cuda.limits(cuda) is None
     assert "multiples of 32" in str(moe_cuda.limits(replace(cuda, n_ff=48)))
     assert "second scales" in str(moe_cuda.limits(replace(cuda, scaled=True)))
-    assert "packed form" in str(moe_cuda.limits(replace(cuda, up=GGMLType.Q2_K)))
+    assert "packed form" in str(moe_cuda.limits(replace(cuda, up=GGMLType.IQ1_S)))
     assert moe_cuda.limits(replace(cuda, limit=10.0)) is None
     assert "limits from 0" in str(moe_cuda.limits(replace(cuda, limit=-1.0)))
     assert "one type" in str(moe_cuda.limits(replace(cuda, up=None)))
