@@ -16,7 +16,8 @@ PyspecError                        exit 1   500 server_error
         PromptTooLong                       400 exceed_context_size_error
         BadSlotFile                                                        what a slot was saved in can not be restored
     NotFound                                404 not_found_error
-    NotSupported                            501 not_supported_error
+    NotSupported                            400 not_supported_error        what can not be done; 5xx would be sent again
+    SwitchedOff                             501 not_supported_error        a view this server does not show: llama-server's answer
     QueueFull                               429 rate_limit_error
     Unavailable                             503 unavailable_error          loading, draining or dead
     SlotError                               500 server_error               one slot's round failed; the others go on
@@ -138,6 +139,12 @@ class NotFound(PyspecError):
 
 class NotSupported(PyspecError):
     """What was asked for would change the text and can not be done."""
+
+    status, kind = 400, "not_supported_error"
+
+
+class SwitchedOff(PyspecError):
+    """A view that this server was started without."""
 
     status, kind = 501, "not_supported_error"
 

@@ -18,11 +18,12 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp
 
-from pyspec.errors import NotFound, NotSupported, PyspecError, Unavailable
+from pyspec.errors import NotFound, PyspecError, SwitchedOff, Unavailable
 from pyspec.server.api import views
 from pyspec.server.api.ask import Kind, as_read, count_tokens
 from pyspec.server.api.generate import generation
 from pyspec.server.api.openapi import document
+from pyspec.server.api.out_of_scope import routes_not_here
 from pyspec.server.api.prompts import chat_text, check_ids, mixed_ids
 from pyspec.server.api.resumed import kept_stream, lookup_streams, stop_stream
 from pyspec.server.api.schema import DetokenizeBody, TemplateBody, TokenizeBody, validate
@@ -40,20 +41,6 @@ from pyspec.server.settings import ServerSettings
 from pyspec.server.stream import while_connected
 
 Handler = Callable[[Request], Awaitable[ASGIApp]]
-
-NOT_HERE = (
-    "/embedding",
-    "/embeddings",
-    "/v1/embeddings",
-    "/rerank",
-    "/reranking",
-    "/v1/rerank",
-    "/v1/reranking",
-    "/infill",
-    "/v1/audio/transcriptions",
-    "/lora-adapters",
-)
-"""Paths of llama-server that are known and refused, so a client learns why instead of seeing a 404."""
 
 
 def create_app(engine: EngineLike, settings: ServerSettings) -> Starlette:
@@ -125,7 +112,7 @@ def _routes(service: Service) -> list[BaseRoute]:
         *(Route(path, handler, methods=["GET"]) for path, handler in gets.items()),
         *(Route(path, handler, methods=["POST"]) for path, handler in posts.items()),
         Route("/v1/stream", stop_stream(service), methods=["DELETE"]),
-        *(Route(path, _not_here, methods=["GET", "POST"]) for path in NOT_HERE),
+        *routes_not_here(),
     ]
 
 
@@ -167,7 +154,7 @@ def _model(service: Service) -> Handler:
 def _props(service: Service) -> Handler:
     async def props(request: Request) -> Response:
         if not service.settings.props:
-            raise NotSupported("/props is switched off")
+            raise SwitchedOff("/props is switched off; start the server without --no-props")
         return JSON(views.props_view(service))
 
     return props
@@ -176,7 +163,7 @@ def _props(service: Service) -> Handler:
 def _slots(service: Service) -> Handler:
     async def slots(request: Request) -> Response:
         if not service.settings.slots:
-            raise NotSupported("/slots is switched off; start the server with --slots")
+            raise SwitchedOff("/slots is switched off; start the server with --slots")
         rows = await service.look(service.engine.slots)
         if request.query_params.get("fail_on_no_slot") == "1" and all(row.is_processing for row in rows):
             raise Unavailable(f"all {len(rows)} slots are busy")
@@ -190,7 +177,7 @@ def _metrics(service: Service) -> Handler:
 
     async def metrics(request: Request) -> Response:
         if not service.settings.metrics:
-            raise NotSupported("/metrics is switched off; start the server with --metrics")
+            raise SwitchedOff("/metrics is switched off; start the server with --metrics")
         body, content_type = await service.look(exposition, collector, request.headers.get("accept", ""))
         started = {"Process-Start-Time-Unix": str(int(service.started))}
         return Response(body, media_type=None, headers={"Content-Type": content_type, **started})
@@ -205,10 +192,6 @@ def _openapi() -> Handler:
         return JSON(value)
 
     return openapi
-
-
-async def _not_here(request: Request) -> Response:
-    raise NotSupported(f"{request.url.path} is not supported by pyspec")
 
 
 def _with_body(service: Service, work: Callable[[Service, bytes], object]) -> Handler:

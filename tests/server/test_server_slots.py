@@ -70,6 +70,6 @@ def test_what_can_not_be_done_is_said(app: App, engine: FakeEngine) -> None:
         answer = app.post(path, body)
         assert answer.status_code == 400 and says in answer.json()["error"]["message"]
     off = App(create_app(engine, ServerSettings())).post("/slots/0?action=save", {"filename": "a"})
-    assert off.status_code == 501 and "--slot-save-path" in off.json()["error"]["message"]
+    assert off.status_code == 400 and "--slot-save-path" in off.json()["error"]["message"]
     with pytest.raises(ConfigError, match="is no directory; make it first"):
         ServerSettings(slot_save_path="/nowhere/at/all").check()

@@ -59,11 +59,11 @@ ERRORS = {
     413: "The body is too large",
     429: "Too many requests wait; Retry-After says when to come back",
     500: "The server failed",
-    501: "Known, but not supported",
+    501: "Switched off",
     503: "Loading, shutting down or stopped",
     529: "Loading, shutting down or stopped",
 }
-BODY_ERRORS = (400, 401, 403, 405, 408, 413, 429, 500, 501, 503)
+BODY_ERRORS = (400, 401, 403, 405, 408, 413, 429, 500, 503)
 ANTHROPIC_ERRORS = (400, 401, 403, 405, 408, 413, 429, 500, 529)
 ANTHROPIC_ERROR_SCHEMA = {
     "type": "object",

@@ -81,8 +81,8 @@ def error_body(error: PyspecError) -> dict[str, Any]:
 
 
 def anthropic_error(status: int, message: str) -> tuple[int, dict[str, Any]]:
-    """Status and envelope of an error as Anthropic's clients know them: what passes by itself is 529, what is not supported 400."""
-    status = {503: 529, 501: 400}.get(status, status)
+    """Status and envelope of an error as Anthropic's clients know them: what passes by itself is 529."""
+    status = 529 if status == 503 else status
     inner = {"type": ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")}
     return status, {"type": "error", "error": inner | {"message": message}}
 
