@@ -37,7 +37,7 @@ from pyspec.engine.wire import (
     SlotActed,
     unpack,
 )
-from pyspec.errors import DeviceError, PyspecError, QueueFull, SlotError, Unavailable
+from pyspec.errors import DeviceError, PyspecError, QueueFull, RankLost, SlotError, Unavailable
 from pyspec.gguf import open_gguf
 from pyspec.request import Done, EngineInfo, Event, Failed, Metrics, Request, SlotAction, SlotAnswer, SlotInfo
 from pyspec.sample.noise import resolve_seed
@@ -358,7 +358,9 @@ class Supervisor:
         if end is None:
             return
         if not end.why and child.fatal is not None:
-            end = EngineEnd(str(child.fatal.error), kernels=child.fatal.kernels, of_device=True)
+            error = child.fatal.error
+            of_device = not isinstance(error, RankLost)  # whichever ended, nobody knows that a kernel did it
+            end = EngineEnd(str(error), kernels=child.fatal.kernels, of_device=of_device)
         if not end.why:
             end = replace(end, why=f"its process ended: {how}", from_outside=child.was_killed)
         self.n_restart += 1
