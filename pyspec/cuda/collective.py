@@ -8,15 +8,22 @@ are left to the library where it has an own way to share that work (NCCL).
 from __future__ import annotations
 
 import datetime
+import logging
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from pyspec.errors import RankLost
+
+if TYPE_CHECKING:
+    from pyspec.cuda.ops.peer_sum.cuda import PeerSum
+
+log = logging.getLogger(__name__)
 
 SMALL = 1 << 20  # bytes of a sum that every rank takes by itself
 JOIN_S = 120.0  # for all ranks to meet
@@ -42,7 +49,9 @@ def sums_by(device: torch.device) -> str:
 
     if not dist.is_nccl_available():
         return "not at all: this torch has no NCCL"
-    return f"NCCL, gathered and summed in the order of ranks; its all-reduce above {SMALL >> 20} MiB"
+    return (
+        f"one launch in each other's memory where its check passes, else NCCL; its all-reduce above {SMALL >> 20} MiB"
+    )
 
 
 class Collective:
@@ -57,11 +66,19 @@ class Collective:
             self._group = _join(rank, device, store, timeout_s)
         except RuntimeError as e:
             raise self._lost(e) from None
+        self._peers: PeerSum | None = None
+        if self._is_gpu:
+            from pyspec.cuda.ops.peer_sum.cuda import make
+
+            self._peers, why = make(rank.index, rank.n, device, self._all)
+            log.info("sums of ranks: %s", f"NCCL ({why})" if why else "one launch in each other's memory (peer_sum)")
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, the same bits on each of them."""
         if not x.numel():
             return x
+        if self._peers is not None and self._peers.takes(x):
+            return self._peers(x)
         if self._is_gpu and x.numel() * x.element_size() > SMALL:
             x = x.contiguous()
             self._wait(lambda: self._group.allreduce([x]))
@@ -101,6 +118,9 @@ class Collective:
     def abort(self) -> None:
         """Nobody waits for the others any more."""
         with suppress(Exception):
+            if self._peers is not None:
+                self._peers.release()
+        with suppress(Exception):
             self._group.abort()
 
 
@@ -112,6 +132,10 @@ def _join(rank: Rank, device: torch.device, store: str, timeout_s: float) -> Any
     meeting.set_timeout(datetime.timedelta(seconds=JOIN_S))
     limit = datetime.timedelta(seconds=timeout_s)
     if device.type == "cuda":
+        os.environ.setdefault(
+            "NCCL_NVLS_ENABLE", "0"
+        )  # multicast over NVLink: not on every machine that says it has it
+        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")  # who watches ranks is engine/ranks.py
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = limit
         group: Any = dist.ProcessGroupNCCL(meeting, rank.index, rank.n, nccl)

@@ -130,6 +130,8 @@ class Ranks:
         self._state.wait_for("joins", JOIN_S)
         ranks = Collective(Rank(0, self.n), devices[0], self.store, OPERATION_S)
         ranks.why = self._state.why
+        if devices[0].type == "cuda":
+            self._state.collective = weakref.ref(ranks)
         return ranks
 
     def wait(self) -> None:
@@ -197,6 +199,7 @@ class _Watched:
         self.error: PyspecError | None = None
         self.on_lost: Callable[[PyspecError], None] | None = None
         self.closing = False
+        self.collective: Callable[[], Collective | None] = lambda: None  # where somebody has to end its waiting
         self.processes: list[RankProcess] = []
         for i in range(1, n):
             self.processes.append(RankProcess(i, command, self._look_soon))
@@ -228,6 +231,8 @@ class _Watched:
             self.changed.notify_all()
         if error is not None:
             self.kill()
+            if (ranks := self.collective()) is not None:
+                ranks.abort()  # nothing tells a GPU that nobody will answer
         if hear is not None and error is not None:
             hear(error)
         return error

@@ -118,6 +118,7 @@ inline int __dp4a(int a, int b, int c) {
 inline void __syncthreads(HERE) { emulator::block_barrier(line, 0, 0); }
 inline void __syncwarp(u32 mask = 0xffffffffu, HERE) { emulator::meet(line, "__syncwarp", mask, nullptr, emulator::nothing); }
 inline void __threadfence(HERE) { emulator::interleave(line); }
+inline void __threadfence_system(HERE) { emulator::interleave(line); }
 inline void __threadfence_block(HERE) { emulator::interleave(line); }
 inline void __nanosleep(u32, HERE) { emulator::pause(line); }
 inline long long clock64(HERE) {
@@ -391,6 +392,14 @@ inline void ptx_ld_global_nc_L1__no_allocate_u32(int, u32& out, const void* from
 inline void ptx_ld_acquire_gpu_global_s32(int line, int& out, const int* p) {
   emulator::pause(line);
   out = *p;
+}
+inline void ptx_ld_acquire_sys_global_u32(int line, u32& out, const u32* p) {
+  emulator::pause(line);
+  out = *p;
+}
+inline void ptx_st_release_sys_global_u32(int line, u32* p, u32 x) {
+  emulator::interleave(line);
+  *p = x;
 }
 inline void ptx_atom_add_acq_rel_gpu_global_s32(int line, int& out, int* p, int x) { out = atomicAdd(p, x, line); }
 

@@ -1,0 +1,164 @@
+"""The sum of ranks on NVIDIA GPUs that reach each other's memory: one launch (peer_sum.cu), where NCCL has two and a sum.
+
+It is checked when the ranks meet, by all of them together, against what NCCL gathers; where it can not be had, is late or gives other
+bits, all of them go on with NCCL. Memory that others reach comes from the driver: torch's is cut out of larger pieces.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyspec.cuda.examine import EXAMINATION
+from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin, missing
+from pyspec.errors import DeviceError
+
+THREADS, CHUNK, BLOCKS, MOST_RANKS = 256, 1024, 256, 8
+MOST = CHUNK * BLOCKS  # numbers of a sum
+N_BYTES = 4 * (BLOCKS * 2 * MOST_RANKS * CHUNK + BLOCKS * (MOST_RANKS + 1))
+HANDLE = 64  # bytes of the driver's name of some memory, for other processes
+LIMIT = 20_000_000_000  # clocks, about ten seconds: of a check
+SIGNATURE = "pp" + "p" * MOST_RANKS + "piiil"
+Place = Tensor | np.int64
+Gather = Callable[[Tensor], Sequence[Tensor]]  # a tensor -> every rank's
+
+
+class PeerSum:
+    """out = the ranks' x in their order. buffers: of every rank, as this one reaches them, zeroed."""
+
+    def __init__(self, kernel: Kernel, rank: int, buffers: Sequence[Place], late: Tensor) -> None:
+        self.kernel, self.rank, self.n, self.late = kernel, rank, len(buffers), late
+        self.buffers = [*buffers, *[buffers[0]] * (MOST_RANKS - len(buffers))]
+
+    @staticmethod
+    def takes(x: Tensor) -> bool:
+        """Whether it sums tensors of this kind: small ones, for a large one is better shared than sent to everybody."""
+        aligned = x.is_contiguous() and x.data_ptr() % 16 == 0 and x.numel() % 4 == 0
+        return x.dtype == torch.float32 and aligned and 0 < x.numel() <= MOST
+
+    def release(self) -> None:
+        """A rank is lost: whatever waits on this device waits no more. Called on any thread; what comes of a sum is nobody's."""
+        from cuda.bindings import driver
+
+        own, flags = self.buffers[self.rank], 4 * BLOCKS * 2 * MOST_RANKS * CHUNK
+        stream = torch.cuda.Stream(self.late.device)  # the other one is behind what waits
+        with torch.cuda.device(self.late.device):
+            driver.cuMemsetD8Async(int(own) + flags, 0xFF, 4 * BLOCKS * MOST_RANKS, stream.cuda_stream)
+
+    def __call__(self, x: Tensor, limit: int = 0) -> Tensor:
+        out, n = torch.empty_like(x), x.numel()
+        numbers = (np.int32(n), np.int32(self.rank), np.int32(self.n), np.int64(limit))
+        args: list[Arg] = [x, out, *self.buffers, self.late, *numbers]
+        self.kernel.launch((-(-n // CHUNK),), THREADS, args)
+        return out
+
+
+def make(rank: int, n: int, device: torch.device, gather: Gather) -> tuple[PeerSum | None, str]:
+    """The sum, or why there is none. Called by all ranks together; what it says is the same on each of them."""
+    own: Any = None
+    handle, why = torch.zeros(HANDLE, dtype=torch.uint8, device=device), _missing(n, device)
+    if not why:
+        try:
+            own = _allocate(device)
+            handle = torch.tensor(list(_handle_of(own)), dtype=torch.uint8, device=device)
+        except Exception as e:  # noqa: BLE001 - whatever it is, there is NCCL
+            why = f"no memory that others reach: {e}"
+    handles = [h.clone() for h in gather(handle)]
+    if why := _agreed(why, device, gather):
+        return None, why
+    launch: PeerSum | None = None
+    try:
+        places = [own if i == rank else _opened(bytes(h.tolist())) for i, h in enumerate(handles)]
+        late = torch.zeros(1, dtype=torch.int32, device=device)
+        defines = {"CHUNK": CHUNK, "BLOCKS": BLOCKS}
+        compiled = compile_cubin("peer_sum", arch_of(torch.cuda.get_device_capability(device)), defines)
+        launch = PeerSum(compiled.kernel("peer_sum", SIGNATURE), rank, [np.int64(int(p)) for p in places], late)
+        weakref.finalize(launch, _free, own).atexit = False
+    except Exception as e:  # noqa: BLE001
+        why = f"the others' memory is not reached: {e}"
+    why = _agreed(why, device, gather)  # nobody begins before all can
+    if why or launch is None:
+        return None, why
+    why = check(launch, gather)
+    return (None, why) if why else (launch, "")
+
+
+def check(launch: PeerSum, gather: Gather) -> str:
+    """What is wrong with sums of several sizes, several times in a row, against those of what `gather` brings; "" if nothing is.
+    The ranks agree on it after each, for none may go on alone."""
+    gen = torch.Generator().manual_seed(launch.rank)
+    for n in (4, CHUNK, 5120, 3 * CHUNK + 8, 17 * 5120, MOST):
+        for _ in range(3):
+            x = (torch.randn(n, generator=gen) * 100).to(launch.late.device)
+            found, parts = launch(x, LIMIT), gather(x)
+            want = parts[0]
+            for part in parts[1:]:
+                want = want + part
+            flaw = "" if torch.equal(found, want) else f"a sum of {n} numbers has other bits than its parts have"
+            if launch.late.item():
+                flaw = f"a sum of {n} numbers waits for a rank in vain"
+            if why := _agreed(flaw, x.device, gather):
+                return why
+    return ""
+
+
+def _missing(n: int, device: torch.device) -> str:
+    if __name__ in EXAMINATION.demoted:
+        return "it is left out"
+    if n > MOST_RANKS:
+        return f"it is for {MOST_RANKS} ranks at most"
+    return missing(device) or ""
+
+
+def _agreed(why: str, device: torch.device, gather: Gather) -> str:
+    """What the first rank that has something against it says."""
+    text = torch.zeros(200, dtype=torch.uint8)
+    said = why.encode()[:200]
+    text[: len(said)] = torch.tensor(list(said), dtype=torch.uint8)
+    for i, part in enumerate(gather(text.to(device))):
+        if other := bytes(part.tolist()).rstrip(b"\0").decode(errors="replace"):
+            return f"rank {i}: {other}"
+    return ""
+
+
+def _allocate(device: torch.device) -> Any:
+    from cuda.bindings import driver
+
+    place = _done(driver.cuMemAlloc(N_BYTES))
+    _done(driver.cuMemsetD8(place, 0, N_BYTES))
+    torch.cuda.synchronize(device)
+    return place
+
+
+def _handle_of(place: Any) -> bytes:
+    from cuda.bindings import driver
+
+    return ctypes.string_at(_done(driver.cuIpcGetMemHandle(place)).getPtr(), HANDLE)
+
+
+def _opened(handle: bytes) -> Any:
+    from cuda.bindings import driver
+
+    theirs = driver.CUipcMemHandle()
+    ctypes.memmove(theirs.getPtr(), handle, HANDLE)
+    flag = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+    return _done(driver.cuIpcOpenMemHandle(theirs, flag.value))
+
+
+def _free(place: Any) -> None:
+    from cuda.bindings import driver
+
+    driver.cuMemFree(place)
+
+
+def _done(result: tuple[Any, ...]) -> Any:
+    """What a call of the driver gives; DeviceError with its name if it failed."""
+    if result[0].value:
+        raise DeviceError(result[0].name)
+    return result[1] if len(result) > 1 else None

@@ -1,0 +1,95 @@
+"""peer_sum.cu on the CPU: all ranks in one launch, their blocks one among the other, and ranks that do not come."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from emulated.gpu import CPU
+from emulated.machine import Emulated, emulate, needs_compiler, order
+from torch import Tensor
+
+from pyspec.cuda.jit import ARCHS, compile_cubin
+from pyspec.cuda.ops.peer_sum import cuda as peer_sum
+
+CHUNK, BLOCKS = 64, 3
+N_FLOAT = BLOCKS * 2 * peer_sum.MOST_RANKS * CHUNK + BLOCKS * (peer_sum.MOST_RANKS + 1)
+
+
+def buffers(n: int) -> list[Tensor]:
+    return [torch.zeros(N_FLOAT) for _ in range(n)]
+
+
+def kernel() -> Emulated:
+    return emulate("peer_sum", {"CHUNK": CHUNK, "BLOCKS": BLOCKS})
+
+
+def run(x: Tensor, places: list[Tensor], first: int = 0, limit: int = 0) -> tuple[Tensor, int]:
+    """x [rank, n]: those of the ranks that launch. Returns their sums, and whether one gave up."""
+    out, late = torch.full_like(x, torch.nan), torch.zeros(1, dtype=torch.int32)
+    numbers = (np.int32(x.shape[1]), np.int32(first), np.int32(len(places)), np.int64(limit))
+    args = (x, out, *places, *[places[0]] * (peer_sum.MOST_RANKS - len(places)), late, *numbers)
+    grid = (-(-x.shape[1] // CHUNK), len(x))
+    kernel().kernel("peer_sum", peer_sum.SIGNATURE).launch(grid, peer_sum.THREADS, args)
+    return out, int(late.item())
+
+
+@needs_compiler
+@pytest.mark.parametrize("n_rank", [2, 3, 8])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_all_ranks_have_the_sum_in_the_order_of_ranks(n_rank: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gen, places = torch.Generator().manual_seed(seed), buffers(n_rank)
+    monkeypatch.setattr(order, "seed", seed)
+    monkeypatch.setattr(order, "resident", BLOCKS * n_rank)
+    scale = torch.logspace(8, -8, n_rank)[:, None]
+    for n in (4, CHUNK, BLOCKS * CHUNK, CHUNK + 12, 8, 2 * CHUNK):  # blocks come and go between calls
+        x = torch.randn(n_rank, n, generator=gen) * scale
+        out, late = run(x, places)
+        want = x[0].clone()
+        for part in x[1:]:
+            want = want + part
+        assert not late and all(torch.equal(own, want) for own in out), n
+
+
+@needs_compiler
+def test_what_the_others_sent_before_is_there() -> None:
+    """A rank that comes last waits for nobody; one that nobody answers gives up, where it may."""
+    places, x = buffers(2), torch.randn(2, 8)
+    assert run(x[:1], places, first=0, limit=10_000)[1] == 1
+    out, late = run(x[1:], places, first=1, limit=10_000)
+    assert not late and torch.equal(out[0], x[0] + x[1])
+
+
+@needs_compiler
+def test_a_rank_that_is_told_that_another_is_lost_waits_for_nobody() -> None:
+    places = buffers(2)
+    flags = BLOCKS * 2 * peer_sum.MOST_RANKS * CHUNK
+    places[0].view(torch.int32)[flags : flags + BLOCKS * peer_sum.MOST_RANKS] = -1
+    assert run(torch.randn(1, 3 * CHUNK), places)[1] == 0, "it ends, without a limit"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_it_compiles_for_every_architecture(arch: str) -> None:
+    defines = {"CHUNK": peer_sum.CHUNK, "BLOCKS": peer_sum.BLOCKS}
+    found = compile_cubin("peer_sum", arch, defines, use_cache=False).resources
+    assert set(found) == {"peer_sum"} and not found["peer_sum"].spill_bytes
+
+
+def test_ranks_go_on_without_it_where_one_can_not_have_it() -> None:
+    """What one rank says is what all hear, and the library sums."""
+    said = ["", "no memory"]
+    texts: list[Tensor] = []
+    for text in said:
+        peer_sum._agreed(text, CPU, lambda x: texts.append(x) or [x])
+    assert peer_sum._agreed("", CPU, partial(lambda parts, x: parts, texts)) == "rank 1: no memory"
+    launch, why = peer_sum.make(0, 2, CPU, lambda x: [x, x])
+    assert launch is None and "runs on NVIDIA GPUs only" in why
+
+
+def test_only_small_whole_rows_are_summed_so() -> None:
+    takes = peer_sum.PeerSum.takes
+    assert takes(torch.zeros(3, 5120)) and not takes(torch.zeros(3, 5120).half()) and not takes(torch.zeros(0, 8))
+    assert not takes(torch.zeros(2 * peer_sum.MOST)) and not takes(torch.zeros(7)) and not takes(torch.zeros(9)[1:])
+    assert not takes(torch.zeros(8, 8).T)
