@@ -32,7 +32,7 @@ from pyspec.slots.ring import RingRows
 GPU = torch.device("cuda", 0)
 BYTES, FLOPS = 4.3e12, 800e12  # a second, of an H200: a copy on the device, f16 by mma
 L2, PAGE = 60e6, 32
-INDEX = IndexSpec(GPU, 64, 128, 512, 4, torch.float16)
+INDEX = IndexSpec(GPU, 64, 128, 512, 4, torch.float16, 64)
 CSA, HCA, RAW = (SparseSpec(GPU, 64, 512, 128, ratio, torch.float16, 64, 1e-6) for ratio in (4, 128, 0))
 TOP_K = INDEX.top_k
 COMPRESSORS = {
@@ -106,10 +106,11 @@ def index_run(ctx: int, widths: Sequence[int]) -> Run:
     batch, n_page = batch_of(ctx, widths)
     n_byte = len(widths) * n_key * spec.dim * 2
     launch = index_cuda.bind(spec)
+    freq = torch.rand(spec.n_rot // 2, device=GPU, dtype=torch.float64)
     q, w = torch.randn(n_row, spec.n_head, spec.dim, device=GPU), torch.randn(n_row, spec.n_head, device=GPU)
 
     def one(pool: KVPool) -> Callable[[], Tensor]:
-        return lambda: launch(q, w, pool, batch)
+        return lambda: launch(q, w, freq, pool, batch)
 
     flops = 2 * n_row * n_key * spec.n_head * spec.dim
     scored = n_key > spec.top_k

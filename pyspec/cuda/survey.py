@@ -104,7 +104,7 @@ def standard(device: torch.device) -> list[Ask]:
         (rope_tail, RopeTailSpec(device, 512, 64, True, 1e-6)),
         (compress, CompressSpec(device, 4, 512, True, 64, 1e-6, torch.float16)),
         (compress, CompressSpec(device, 128, 512, False, 64, 1e-6, torch.float16)),
-        (index_rows, IndexSpec(device, 64, 128, 512, 4, torch.float16)),
+        (index_rows, IndexSpec(device, 64, 128, 512, 4, torch.float16, 64)),
         (sparse_attend, SparseSpec(device, 64, 512, 128, 4, torch.float16, 64, 1e-6)),
     ]
 

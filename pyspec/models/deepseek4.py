@@ -20,8 +20,6 @@ from pyspec.cuda.ops.index_rows.ref import IndexSpec
 from pyspec.cuda.ops.moe.op import moe
 from pyspec.cuda.ops.moe.ref import Added, MoeSpec, RouteSpec, Stacks, activate
 from pyspec.cuda.ops.moe_route.op import moe_route
-from pyspec.cuda.ops.rope_tail.op import rope_tail
-from pyspec.cuda.ops.rope_tail.ref import RopeTailSpec
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.cuda.ops.sparse_attend.op import sparse_attend
 from pyspec.cuda.ops.sparse_attend.ref import KeyTail, SparseSpec
@@ -90,8 +88,7 @@ class WindowAttention:
             first += [*self.indexed.names, f"{p}.indexer.proj.weight"]
             second.append(f"{p}.indexer.attn_q_b.weight")
             self.sizes += [2 * self.indexed.width, x.n_head]
-            choice = IndexSpec(w.device, x.n_head, x.dim, x.top_k, ratio, kv)
-            self.index_tail = rope_tail.bind(RopeTailSpec(w.device, x.dim, c.n_rot, False, c.eps))
+            choice = IndexSpec(w.device, x.n_head, x.dim, x.top_k, ratio, kv, c.n_rot)
             self.index, self.can_choose = index_rows.bind(choice), index_rows.chosen(choice).capturable
         self.first, self.second = w.matrix(*first), w.matrix(*second)
         spec = SparseSpec(w.device, a.n_head, a.head_dim, c.window, ratio, kv, c.n_rot, c.eps)
@@ -132,14 +129,10 @@ class WindowAttention:
         if self.indexed is not None:
             index_pool = cast(KVPool, parts[INDEX])
             self.indexed(rest[1], cast(RingRows, parts[INDEX_PARTIAL]), index_pool, batch)
-            chosen = self._choose(index_q, rest[2], index_pool, batch)
+            index_q = index_q.view(-1, self.c.indexer.n_head, self.c.indexer.dim)
+            chosen = self.index(index_q, rest[2], self.freq, index_pool, batch)
         window = cast(RingRows, parts[WINDOW])
         return self.finish(self.attend(q, kv, self.key_tail, window, pool, chosen, self.sinks, batch))
-
-    def _choose(self, q: Tensor, w: Tensor, pool: KVPool, batch: Batch) -> Tensor:
-        x = self.c.indexer
-        q = self.index_tail(q.view(-1, x.n_head, x.dim), batch.positions, self.freq)
-        return self.index(q, w * (x.dim * x.n_head) ** -0.5, pool, batch)
 
 
 class StreamExperts:

@@ -19,5 +19,5 @@ def scratch_bytes(c: Deepseek4Config, n_row: int, n_token: int, kv: torch.dtype,
     if device.type != "cuda":
         return rows
     specs = [SparseSpec(device, a.n_head, a.head_dim, c.window, ratio, kv, c.n_rot, c.eps) for ratio in set(c.ratios)]
-    index = index_plan.scratch_bytes(IndexSpec(device, x.n_head, x.dim, x.top_k, CSA, kv), n_row, n_token)
+    index = index_plan.scratch_bytes(IndexSpec(device, x.n_head, x.dim, x.top_k, CSA, kv, c.n_rot), n_row, n_token)
     return rows + max(index, *(sparse_plan.scratch_bytes(spec, n_row, n_token) for spec in specs))

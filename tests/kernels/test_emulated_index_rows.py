@@ -17,7 +17,7 @@ from pyspec.cuda.ops.index_rows import ref as index_ref
 from pyspec.cuda.ops.index_rows.cases import Ragged, check, fault_of, make
 from pyspec.cuda.ops.index_rows.ref import IndexSpec
 
-SPEC = IndexSpec(CPU, 8, 32, 8, 4, torch.float16)
+SPEC = IndexSpec(CPU, 8, 32, 8, 4, torch.float16, 16)
 TYPES = [torch.float16, torch.bfloat16]
 
 
@@ -25,9 +25,9 @@ def chosen(case: Ragged, spec: IndexSpec, seed: int, *, whole: bool = True) -> N
     """The kernel's choice is the reference's; `whole`: to the row, else as good as rounded queries allow."""
     asked = make(case, spec, seed, whole=whole)
     with emulated_gpu(seed=seed):
-        got = index_cuda.bind(spec)(asked.q, asked.w, asked.pool, asked.placed.batch)
+        got = index_cuda.bind(spec)(asked.q, asked.w, asked.freq, asked.pool, asked.placed.batch)
         assert faults.record(CPU).tolist() == [0] * 5
-    want = index_ref.bind(spec)(asked.q, asked.w, asked.pool, asked.placed.plain)
+    want = index_ref.bind(spec)(asked.q, asked.w, asked.freq, asked.pool, asked.placed.plain)
     assert torch.equal(got, want) if whole else fault_of(got, asked, spec) is None
 
 
@@ -35,7 +35,7 @@ def chosen(case: Ragged, spec: IndexSpec, seed: int, *, whole: bool = True) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "seed"),
-    [(replace(SPEC, kv=torch.bfloat16), 0), (IndexSpec(CPU, 12, 64, 5, 4, torch.float16), 1), (IndexSpec(CPU, 64, 128, 32, 4, torch.float16), 2)],
+    [(replace(SPEC, kv=torch.bfloat16), 0), (IndexSpec(CPU, 12, 64, 5, 4, torch.float16, 64), 1), (IndexSpec(CPU, 64, 128, 32, 4, torch.float16, 64), 2)],
 )  # fmt: skip
 def test_its_own_check_holds(spec: IndexSpec, seed: int) -> None:
     with emulated_gpu(seed=seed):
@@ -57,8 +57,8 @@ def test_rows_around_what_may_be_chosen_are_the_references(top_k: int, arch: tup
     case = Ragged([(max(full + d, 0), w) for d in (-5, -1, 0, 3, 4, 600) for w in (1, 2, 6)], 64, (1, 1))
     asked = make(case, spec, 3, whole=True)
     with emulated_gpu(arch, seed=3):
-        got = index_cuda.bind(spec)(asked.q, asked.w, asked.pool, asked.placed.batch)
-    assert torch.equal(got, index_ref.bind(spec)(asked.q, asked.w, asked.pool, asked.placed.plain))
+        got = index_cuda.bind(spec)(asked.q, asked.w, asked.freq, asked.pool, asked.placed.batch)
+    assert torch.equal(got, index_ref.bind(spec)(asked.q, asked.w, asked.freq, asked.pool, asked.placed.plain))
 
 
 @needs_compiler
@@ -76,8 +76,8 @@ def test_rows_are_moved_on_the_device_without_the_host_knowing() -> None:
     early = make(case, SPEC).placed.batch
     moved = replace(asked.placed.batch, seqs=early.seqs, bucket=8)
     with emulated_gpu(seed=2):
-        got = index_cuda.bind(SPEC)(asked.q, asked.w, asked.pool, moved)
-    assert torch.equal(got, index_ref.bind(SPEC)(asked.q, asked.w, asked.pool, asked.placed.plain))
+        got = index_cuda.bind(SPEC)(asked.q, asked.w, asked.freq, asked.pool, moved)
+    assert torch.equal(got, index_ref.bind(SPEC)(asked.q, asked.w, asked.freq, asked.pool, asked.placed.plain))
 
 
 @needs_compiler
@@ -108,10 +108,10 @@ def test_scores_that_registers_hold_and_more_are_chosen_from_alike(n: int) -> No
 @needs_compiler
 def test_a_score_that_is_no_number_is_reported_and_comes_last() -> None:
     asked = make(Ragged([(90, 1), (100, 2), (70, 1)]), SPEC, whole=True)
-    right = index_ref.bind(SPEC)(asked.q, asked.w, asked.pool, asked.placed.plain)
+    right = index_ref.bind(SPEC)(asked.q, asked.w, asked.freq, asked.pool, asked.placed.plain)
     asked.q[1, 2, 3] = torch.nan
     with emulated_gpu(seed=3):
-        got = index_cuda.bind(SPEC)(asked.q, asked.w, asked.pool, asked.placed.batch)
+        got = index_cuda.bind(SPEC)(asked.q, asked.w, asked.freq, asked.pool, asked.placed.batch)
         assert faults.record(CPU).tolist()[:4] == [1, index_cuda.OP_ID, 1, -1]
     assert torch.equal(got[[0, 2, 3]], right[[0, 2, 3]]) and bool((got[1] >= 0).all())
 
@@ -121,12 +121,15 @@ def test_a_score_that_is_no_number_is_reported_and_comes_last() -> None:
 def test_a_page_or_position_out_of_bounds_is_reported_and_other_sequences_are_right(bad: int) -> None:
     asked = make(Ragged([(90, 3), (100, 2), (70, 1)]), SPEC, whole=True)
     asked.pool.k.nan_to_num_(0.0)  # the page that is read instead may be nobody's
-    right, batch = index_ref.bind(SPEC)(asked.q, asked.w, asked.pool, asked.placed.plain), asked.placed.batch
+    right, batch = (
+        index_ref.bind(SPEC)(asked.q, asked.w, asked.freq, asked.pool, asked.placed.plain),
+        asked.placed.batch,
+    )
     table, positions = batch.page_table.clone(), batch.positions.clone()
     table[1, 1], positions[4] = bad, bad
     for wrong in (replace(batch, page_table=table), replace(batch, positions=positions)):
         with emulated_gpu(seed=5):
-            got = index_cuda.bind(SPEC)(asked.q, asked.w, asked.pool, wrong)
+            got = index_cuda.bind(SPEC)(asked.q, asked.w, asked.freq, asked.pool, wrong)
             assert faults.record(CPU).tolist()[:3] == [1, index_cuda.OP_ID, 1]
         assert torch.equal(got[[0, 1, 2, 5]], right[[0, 1, 2, 5]])
 
@@ -135,7 +138,7 @@ def test_a_page_or_position_out_of_bounds_is_reported_and_other_sequences_are_ri
 def test_no_rows_are_no_launch() -> None:
     asked = make(Ragged([(90, 3)]), SPEC)
     with emulated_gpu():
-        assert index_cuda.bind(SPEC)(asked.q[:0], asked.w[:0], asked.pool, replace(asked.placed.batch, positions=asked.placed.batch.positions[:0], row_seq=asked.placed.batch.row_seq[:0])).shape == (0, 8)  # fmt: skip
+        assert index_cuda.bind(SPEC)(asked.q[:0], asked.w[:0], asked.freq, asked.pool, replace(asked.placed.batch, positions=asked.placed.batch.positions[:0], row_seq=asked.placed.batch.row_seq[:0])).shape == (0, 8)  # fmt: skip
 
 
 @pytest.mark.slow
@@ -143,7 +146,7 @@ def test_no_rows_are_no_launch() -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_kernels_compile_for_every_architecture_without_spills(arch: str, kv: torch.dtype) -> None:
     pytest.importorskip("cuda.core")
-    for spec in (IndexSpec(CPU, 64, 128, 512, 4, kv), replace(SPEC, kv=kv)):
+    for spec in (IndexSpec(CPU, 64, 128, 512, 4, kv, 64), replace(SPEC, kv=kv)):
         found = compile_cubin("index_rows", arch, index_cuda.defines(spec), use_cache=False).resources
         assert set(found) == set(index_cuda.FORMS) and all(of.spill_bytes == 0 for of in found.values())
         assert found["index_rows_scores"].registers * index_cuda.THREADS * index_cuda.RESIDENT <= 65536
@@ -153,6 +156,6 @@ def test_kernels_compile_for_every_architecture_without_spills(arch: str, kv: to
 def test_what_it_can_not_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert index_cuda.limits(SPEC) == "runs on NVIDIA GPUs only"
     monkeypatch.setattr(index_cuda, "missing", lambda device: None)
-    assert index_cuda.limits(IndexSpec(CPU, 64, 128, 512, 4, torch.float16)) is None
+    assert index_cuda.limits(IndexSpec(CPU, 64, 128, 512, 4, torch.float16, 64)) is None
     for change, why in (({"kv": torch.int8}, "torch.int8"), ({"dim": 48}, "48 dim"), ({"dim": 160}, "160 dim"), ({"n_head": 1024}, "1024 heads")):  # fmt: skip
         assert why in (index_cuda.limits(replace(SPEC, **change)) or "")

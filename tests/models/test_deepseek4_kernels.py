@@ -15,8 +15,6 @@ from pyspec.cuda.ops.compress import cuda as compress_cuda
 from pyspec.cuda.ops.compress.op import compress
 from pyspec.cuda.ops.index_rows import cuda as index_cuda
 from pyspec.cuda.ops.index_rows.op import index_rows
-from pyspec.cuda.ops.rope_tail import cuda as tail_cuda
-from pyspec.cuda.ops.rope_tail.op import rope_tail
 from pyspec.cuda.ops.sparse_attend import cuda as sparse_cuda
 from pyspec.cuda.ops.sparse_attend.op import sparse_attend
 
@@ -27,14 +25,14 @@ from emulated.gpu import emulated_gpu
 from emulated.machine import needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.slow]
-OPS = (compress, index_rows, sparse_attend, rope_tail)
+OPS = (compress, index_rows, sparse_attend)
 
 
 @contextmanager
 def kernels() -> Iterator[None]:
     """The ops bound to their kernels, without a GPU; everything else stays as it is."""
     with emulated_gpu(seed=1), pytest.MonkeyPatch.context() as patch:
-        for module in (compress_cuda, index_cuda, sparse_cuda, tail_cuda):
+        for module in (compress_cuda, index_cuda, sparse_cuda):
             patch.setattr(module, "missing", lambda device: None)
         for op in OPS:
             patch.setattr(op, "decided", {})

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyspec.cuda.ops.attend.cases import spoil
 from pyspec.cuda.ops.index_rows.ref import IndexRows, IndexSpec, block_rows
+from pyspec.cuda.ops.rope_tail.ref import rope_tail
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.kv import KVPool, rows_per_page
 from pyspec.slots.table import SlotTable
@@ -115,10 +116,11 @@ class Asked:
     pool: KVPool
     q: Tensor
     w: Tensor
+    freq: Tensor
 
 
 def make(case: Ragged, spec: IndexSpec, seed: int = 0, *, whole: bool = False) -> Asked:
-    """`whole`: scores are exact, and many are equal."""
+    """`whole`: scores are exact, for nothing turns, and many are equal."""
     gen, placed = torch.Generator().manual_seed(seed), place(case, spec.device, seed)
     pool = pool_for(placed, spec.ratio, spec.dim, spec.kv, spec.device)
     fill(pool, placed.plain, gen, whole=whole)
@@ -132,7 +134,8 @@ def make(case: Ragged, spec: IndexSpec, seed: int = 0, *, whole: bool = False) -
         w = torch.randn(n, spec.n_head, generator=gen) * (spec.n_head * spec.dim) ** -0.5
     spare = (case.pad[0], spec.n_head, spec.dim)
     q, w = torch.cat([q, torch.full(spare, torch.nan)]), torch.cat([w, torch.full(spare[:2], torch.nan)])
-    return Asked(placed, pool, q.to(spec.device), w.to(spec.device))
+    freq = 160000.0 ** (-torch.arange(0, spec.n_rot, 2, dtype=torch.float64) / spec.n_rot) * (not whole)
+    return Asked(placed, pool, q.to(spec.device), w.to(spec.device), freq.to(spec.device))
 
 
 def fault_of(got: Tensor, asked: Asked, spec: IndexSpec) -> str | None:
@@ -154,7 +157,8 @@ def fault_of(got: Tensor, asked: Asked, spec: IndexSpec) -> str | None:
                 return f"{where} chose a row that it does not see"
             if n <= spec.top_k:
                 continue
-            q, w = asked.q[row].double(), asked.w[row].double()
+            q = rope_tail(asked.q[row : row + 1], batch.positions[row : row + 1], asked.freq)[0].double()
+            w = asked.w[row].double()
             scores = (w[:, None] * (q @ keys[:n].T).relu()).sum(0)
             size = NEAR[spec.kv] * (w.abs()[:, None] * (q.abs() @ keys[:n].T.abs())).sum(0)
             rest = torch.ones(n, dtype=torch.bool, device=own.device)
@@ -179,17 +183,17 @@ def check(launch: IndexRows, reference: IndexRows, spec: IndexSpec) -> str | Non
     for case in (Ragged(seqs, 32, (3, 2)), Ragged([(full // 2, 5), (3 * full + 1, 7)], 16)):
         asked = make(case, spec, whole=True)
         got, want = (
-            launch(asked.q, asked.w, asked.pool, asked.placed.batch),
-            reference(asked.q, asked.w, asked.pool, asked.placed.plain),
+            launch(asked.q, asked.w, asked.freq, asked.pool, asked.placed.batch),
+            reference(asked.q, asked.w, asked.freq, asked.pool, asked.placed.plain),
         )
         if not torch.equal(got, want):
             return f"{int((got != want).any(-1).sum())} of {len(got)} rows choose other rows than the reference"
         asked = make(case, spec)
-        got = launch(asked.q, asked.w, asked.pool, asked.placed.batch)
+        got = launch(asked.q, asked.w, asked.freq, asked.pool, asked.placed.batch)
         if (why := fault_of(got, asked, spec)) is not None:
             return why
         for seq in range(len(case.seqs)):
             rows, one = only(asked.placed.plain, seq, case.seqs[seq][1] - 1, 1)
-            if not torch.equal(launch(asked.q[rows], asked.w[rows], asked.pool, one), got[rows]):
+            if not torch.equal(launch(asked.q[rows], asked.w[rows], asked.freq, asked.pool, one), got[rows]):
                 return f"a row of sequence {seq} chooses others alone than in company"
     return None

@@ -25,7 +25,7 @@ RESIDENT = 3  # CTAs of index_rows_scores on a multiprocessor
 MOST_SHARED = 99 * 1024
 MOST_SCORES = 1 << 25  # of one launch: 128 rows at a context of 1M tokens
 FORMS = {
-    "index_rows_pack": "pppppp" + "p" + "iiiiiii",
+    "index_rows_pack": "ppppppp" + "p" + "ll" + "iiiiiii",
     "index_rows_scores": "pppppp" + "p" + "iiiiiiiiiiii",
     "index_rows_choose": "pppppp" + "iiiiiiii",
 }
@@ -38,6 +38,8 @@ def limits(spec: IndexSpec) -> str | None:
         return f"keys are {spec.kv}; the kernel takes f16 and bf16"
     if spec.dim % 32 or not 0 < spec.dim <= 128:
         return f"{spec.dim} dimensions; the kernel takes multiples of 32 up to 128"
+    if spec.n_rot % 2 or not 0 < spec.n_rot <= spec.dim:
+        return f"{spec.n_rot} of {spec.dim} dimensions turn; the kernel takes even numbers up to all"
     if spec.n_head < 1 or shared_bytes(spec) > MOST_SHARED:
         return f"{spec.n_head} heads of {spec.dim} dimensions; the kernel takes {MOST_SHARED // 512 * 128 // spec.dim} at most"
     return None
@@ -67,7 +69,7 @@ def scratch_bytes(spec: IndexSpec, n_row: int, n_token: int) -> int:
 
 def defines(spec: IndexSpec) -> dict[str, int | str]:
     """Macros of index_rows.cu."""
-    return {"HEADS": spec.n_head, "DIM": spec.dim, "KV_KIND": KINDS[spec.kv], "OP_ID": OP_ID}
+    return {"HEADS": spec.n_head, "DIM": spec.dim, "N_ROT": spec.n_rot, "KV_KIND": KINDS[spec.kv], "OP_ID": OP_ID}
 
 
 @per_device
@@ -75,6 +77,12 @@ def _kernels(device: torch.device, spec: IndexSpec) -> dict[str, Kernel]:
     code = compile_cubin("index_rows", arch_of(torch.cuda.get_device_capability(device)), defines(spec))
     found = {name: code.kernel(name, form) for name, form in FORMS.items()}
     return found | {"index_rows_scores": found["index_rows_scores"].allow_shared(shared_bytes(spec))}
+
+
+def aligned(x: Tensor) -> Tensor:
+    """Rows that begin at 16 bytes; they may lie apart, but what is in one may not."""
+    whole = x[0].is_contiguous() if len(x) else True
+    return x if whole and x.stride(0) % 4 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
 
 
 class IndexLaunch:
@@ -86,9 +94,9 @@ class IndexLaunch:
         self.grid = RESIDENT * torch.cuda.get_device_properties(spec.device).multi_processor_count
         self.fault = faults.record(spec.device)
 
-    def __call__(self, q: Tensor, w: Tensor, pool: KVPool, batch: Batch) -> Tensor:
-        q, w = q.contiguous(), w.contiguous()
-        self._check(q, w, pool, batch)
+    def __call__(self, q: Tensor, w: Tensor, freq: Tensor, pool: KVPool, batch: Batch) -> Tensor:
+        q, w = aligned(q), w if w.stride(1) == 1 else w.contiguous()
+        self._check(q, w, freq, pool, batch)
         n_row, n_col = q.shape[0], batch.page_table.shape[1]
         out = torch.empty(n_row, self.spec.top_k, dtype=torch.int32, device=q.device)
         if not n_row:
@@ -101,20 +109,19 @@ class IndexLaunch:
         packed = torch.empty(per * record_bytes(self.spec), dtype=torch.uint8, device=q.device)
         scores = torch.empty(per * n_key, dtype=torch.float32, device=q.device)
         for first in range(0, n_row, per):
-            self._rows(q, w, pool, batch, (packed, scores, out), (first, min(per, n_row - first), n_key))
+            self._rows((q, w, freq), pool, batch, (packed, scores, out), (first, min(per, n_row - first), n_key))
         return out
 
     def _rows(
         self,
-        q: Tensor,
-        w: Tensor,
+        given: tuple[Tensor, Tensor, Tensor],
         pool: KVPool,
         batch: Batch,
         space: tuple[Tensor, Tensor, Tensor],
         size: tuple[int, int, int],
     ) -> None:
         """Some rows of the batch: those whose scores fit at once."""
-        (packed, scores, out), (first, n, n_key) = space, size
+        (packed, scores, out), (first, n, n_key), (q, w, freq) = space, size, given
         spec, i32, (n_seq, n_col), n_row = self.spec, np.int32, batch.page_table.shape, q.shape[0]
         per_page = rows_per_page(batch.page_size, spec.ratio)
         pages = [n_col, batch.page_size, spec.ratio, per_page, pool.k.shape[0] // per_page, spec.top_k, first]
@@ -123,7 +130,9 @@ class IndexLaunch:
         if n_key > spec.top_k:  # otherwise no row has to choose
             grid = (n, -(-record_bytes(spec) // (16 * THREADS)))
             pack, score = self.kernels["index_rows_pack"], self.kernels["index_rows_scores"]
-            pack.launch(grid, THREADS, [q, w, *layout, rows, packed, self.fault, *places], overlap=self.overlap)
+            steps = np.int64(q.stride(0)), np.int64(w.stride(0))
+            args = [q, w, freq, *layout, rows, packed, self.fault, *steps, *places]
+            pack.launch(grid, THREADS, args, overlap=self.overlap)
             grid = (min(self.grid, n * -(-n_key // KEYS)),)
             args = [packed, pool.k, *layout, batch.seq_start, scores, self.fault, *places]
             for first_seq in range(0, n_seq, MAX_SEQ):
@@ -132,10 +141,11 @@ class IndexLaunch:
         choose, args = self.kernels["index_rows_choose"], [scores, *layout, rows, out, self.fault, *places, i32(n_key)]
         choose.launch((n,), CHOOSERS, args, overlap=self.overlap)
 
-    def _check(self, q: Tensor, w: Tensor, pool: KVPool, batch: Batch) -> None:
+    def _check(self, q: Tensor, w: Tensor, freq: Tensor, pool: KVPool, batch: Batch) -> None:
         """What only our own code can get wrong: dtypes, shapes, layout."""
         spec, n = self.spec, q.shape[0]
-        assert q.dtype == w.dtype == torch.float32
+        assert q.dtype == w.dtype == torch.float32 and freq.dtype == torch.float64
+        assert freq.shape == (spec.n_rot // 2,) and freq.is_contiguous()
         assert q.shape[1:] == (spec.n_head, spec.dim) and w.shape == (n, spec.n_head)
         assert pool.k.shape[1:] == (1, spec.dim) and pool.dtype is spec.kv and pool.k.is_contiguous()
         assert pool.tokens_per_row == spec.ratio

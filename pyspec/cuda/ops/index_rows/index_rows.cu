@@ -1,7 +1,8 @@
 // index_rows: which compressed rows each token attends to. Three launches: rows of queries become operands; every key is scored; the best
 // are chosen.
 //
-//   q, w         [row, HEADS, DIM], [row, HEADS]  f32
+//   q, w         [row, HEADS, DIM], [row, HEADS]  f32  as products give them, rows `q_step` and `w_step` apart
+//   freq         [N_ROT / 2]                f64    of the turn of queries' last dims
 //   keys         [pool row, DIM]            T      KV_KIND 1: f16, 2: bf16
 //   page_table   [seq, n_col]               int64
 //   positions    [row]                      int64
@@ -19,10 +20,11 @@
 // Items are a tile of KEYS keys for some rows of a sequence, as many rows as leave every CTA about one item. Lengths are read on the
 // device, the grid hangs on none of them. A score's bits depend on its row and key alone.
 //
-// Macros: HEADS, DIM, KV_KIND, OP_ID.
+// Macros: HEADS, DIM, N_ROT, KV_KIND, OP_ID.
 #include "blocks.cuh"
 #include "mma.cuh"
 #include "overlap.cuh"
+#include "turns.cuh"
 
 constexpr int MAX_SEQ = 128, THREADS = 128, KEYS = 128;  // of a CTA of index_rows_scores
 constexpr int N_TILE = (HEADS + 7) / 8, STEPS = DIM / 32, AT_ONCE = N_TILE % 2 == 0 ? 2 : 1;
@@ -57,27 +59,39 @@ __device__ __forceinline__ float positive(float x) {  // NaN stays NaN
 
 // Grid (row, any), block THREADS. Rows that see no more keys than they may choose are not packed.
 extern "C" __global__ void __launch_bounds__(THREADS)
-index_rows_pack(const float* q, const float* w, const i64* table, const i64* positions, const int* row_seq, u8* packed, int* fault,
-                int n_col, int page_size, int ratio, int per_page, int n_page, int top_k, int first) {
+index_rows_pack(const float* q, const float* w, const double* freq, const i64* table, const i64* positions, const int* row_seq,
+                u8* packed, int* fault, i64 q_step, i64 w_step, int n_col, int page_size, int ratio, int per_page, int n_page, int top_k,
+                int first) {
   let_successor_start();
+  __shared__ float2 angles[N_ROT / 2];
   const int row = first + blockIdx.x, seq = row_seq[row];
   const Blocks blocks = {table, n_col, page_size, ratio, per_page, n_page};
   const bool wanted = seq >= 0 && blocks.seen(positions[row], OP_ID, seq, fault) > top_k;
+  if (wanted)
+    for (int i = threadIdx.x; i < N_ROT / 2; i += THREADS) angles[i] = turn_of(static_cast<double>(positions[row]), freq[i]);
+  __syncthreads();
   wait_for_predecessor();
   if (!wanted) return;
   u8* const to = packed + static_cast<i64>(blockIdx.x) * RECORD;
   for (int i = blockIdx.y * THREADS + threadIdx.x; i < QUERY_BYTES / 16; i += gridDim.y * THREADS) {
     const int lane = i % 32, head = i / 32 / STEPS * 8 + lane / 4, dim = i / 32 % STEPS * 32 + lane % 4 * 8;
-    float4 x = make_float4(0.f, 0.f, 0.f, 0.f), y = x;
+    float x[8] = {};
     if (head < HEADS) {
-      const float4* from = reinterpret_cast<const float4*>(q + (static_cast<i64>(row) * HEADS + head) * DIM + dim);
-      x = from[0], y = from[1];
+      const float4* from = reinterpret_cast<const float4*>(q + row * q_step + head * DIM + dim);
+      const float4 low = from[0], high = from[1];
+      x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w, x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
     }
-    reinterpret_cast<uint4*>(to)[i] = make_uint4(pack(x.x, x.y), pack(x.z, x.w), pack(y.x, y.y), pack(y.z, y.w));
+#pragma unroll
+    for (int e = 0; e < 8; e += 2)
+      if (dim + e >= DIM - N_ROT) {
+        const float2 y = turned(x[e], x[e + 1], angles[(dim + e - (DIM - N_ROT)) / 2]);
+        x[e] = y.x, x[e + 1] = y.y;
+      }
+    reinterpret_cast<uint4*>(to)[i] = make_uint4(pack(x[0], x[1]), pack(x[2], x[3]), pack(x[4], x[5]), pack(x[6], x[7]));
   }
   if (blockIdx.y == 0)
     for (int i = threadIdx.x; i < N_TILE * 8; i += THREADS)
-      reinterpret_cast<float*>(to + QUERY_BYTES)[i] = i < HEADS ? w[static_cast<i64>(row) * HEADS + i] : 0.f;
+      reinterpret_cast<float*>(to + QUERY_BYTES)[i] = i < HEADS ? w[row * w_step + i] : 0.f;
 }
 
 struct alignas(16) Shared {

@@ -1,7 +1,8 @@
 """Which compressed rows a token attends to: a small network scores them all, the best are taken. The meaning, in plain torch.
 
-    q       [row, head, dim]   f32    roped
-    w       [row, head]        f32    what each head's score counts, already divided by sqrt(head * dim)
+    q       [row, head, dim]   f32    their last dims are turned here
+    w       [row, head]        f32    what each head's score counts; a factor that all of a row share changes no choice
+    freq    [n_rot / 2]        f64    angles of one position
     pool    the indexer's own compressed rows, keys only
     out     [row, top_k]       int32  ascending; -1 behind the last one
 
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pyspec.cuda.ops.rope_tail.ref import rope_tail
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 
@@ -29,9 +31,10 @@ class IndexSpec:
     top_k: int
     ratio: int
     kv: torch.dtype
+    n_rot: int
 
 
-IndexRows = Callable[[Tensor, Tensor, KVPool, Batch], Tensor]
+IndexRows = Callable[[Tensor, Tensor, Tensor, KVPool, Batch], Tensor]
 
 
 def block_rows(pool: KVPool, batch: Batch, seq: int, n_block: int) -> Tensor:
@@ -44,7 +47,7 @@ def block_rows(pool: KVPool, batch: Batch, seq: int, n_block: int) -> Tensor:
 
 
 def bind(spec: IndexSpec) -> IndexRows:
-    def index_rows(q: Tensor, w: Tensor, pool: KVPool, batch: Batch) -> Tensor:
+    def index_rows(q: Tensor, w: Tensor, freq: Tensor, pool: KVPool, batch: Batch) -> Tensor:
         out = torch.full((q.shape[0], spec.top_k), -1, dtype=torch.int32, device=q.device)
         for s, seq in enumerate(batch.seqs):
             n_block = (seq.n_past + seq.width) // spec.ratio
@@ -55,7 +58,8 @@ def bind(spec: IndexSpec) -> IndexRows:
             if n_block <= spec.top_k:
                 continue
             keys = pool.read(block_rows(pool, batch, s, n_block), torch.float32)[0][:, 0]
-            scores = (torch.einsum("rhd,kd->rhk", q[here], keys).relu() * w[here, :, None]).sum(1)
+            own = rope_tail(q[here], batch.positions[here], freq)
+            scores = (torch.einsum("rhd,kd->rhk", own, keys).relu() * w[here, :, None]).sum(1)
             scores = scores.masked_fill(torch.arange(n_block, device=q.device) >= seen[:, None], -torch.inf)
             best = scores.sort(dim=-1, descending=True, stable=True).indices[:, : spec.top_k].sort(-1).values
             out[here] = torch.where((seen > spec.top_k)[:, None], best.int(), out[here])

@@ -18,7 +18,7 @@ from pyspec.cuda import faults
 from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Kernel, arch_of, compile_cubin, missing
 from pyspec.cuda.ops.attend.cuda import room_of
-from pyspec.cuda.ops.index_rows.cuda import KINDS
+from pyspec.cuda.ops.index_rows.cuda import KINDS, aligned
 from pyspec.cuda.ops.sparse_attend.ref import ROWS, KeyTail, SparseSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool, rows_per_page
@@ -128,12 +128,6 @@ def _waves(build: SparseBuild, n_part: int, n_head: int, n_sm: int) -> float:
     return -(-n_part * -(-n_head // build.heads) // n_sm) * COSTS[build.heads]
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """Rows that begin at 16 bytes; they may lie apart, but what is in one may not."""
-    whole = x[0].is_contiguous() if len(x) else True
-    return x if whole and x.stride(0) % 4 == 0 and x.data_ptr() % 16 == 0 else x.contiguous()
-
-
 class SparseLaunch:
     """Called as the reference is."""
 
@@ -158,7 +152,7 @@ class SparseLaunch:
         batch: Batch,
     ) -> Tensor:
         spec, i32, none = self.spec, np.int32, np.int64(0)
-        q, kv, rows = _aligned(q), _aligned(kv), ring.rows[ROWS]
+        q, kv, rows = aligned(q), aligned(kv), ring.rows[ROWS]
         self._check((q, kv, sinks), tail, rows, pool, chosen, batch)
         n_row, n_col = q.shape[0], batch.page_table.shape[1]
         out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
