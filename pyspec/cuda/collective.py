@@ -54,14 +54,28 @@ def sums_by(device: torch.device) -> str:
     )
 
 
+SHARE_GPU = "PYSPEC_SHARE_GPU"
+"""In the environment: ranks may run on one GPU, to show on one card what several do. NCCL refuses that, so tensors are gathered through the
+host, and no graph may hold a forward."""
+
+
+def may_share_gpu() -> bool:
+    """Whether whoever started this wants several ranks on one GPU."""
+    return os.environ.get(SHARE_GPU, "") not in ("", "0")
+
+
 class Collective:
-    """The ranks as one of them sees them. `why` says what became of a rank that is gone, where somebody knows."""
+    """The ranks as one of them sees them. `why` says what became of a rank that is gone, where somebody knows.
+
+    capturable  CUDA graphs may hold what it does
+    """
 
     def __init__(self, rank: Rank, device: torch.device, store: str, timeout_s: float) -> None:
         """Meet the other ranks at the file `store`, which is new. timeout_s: for one operation."""
         self.rank, self.device = rank, device
         self.why: Callable[[], str] = str
         self._is_gpu = device.type == "cuda"
+        self.capturable = not (self._is_gpu and may_share_gpu())
         try:
             self._group = _join(rank, device, store, timeout_s)
         except RuntimeError as e:
@@ -79,7 +93,7 @@ class Collective:
             return x
         if self._peers is not None and self._peers.takes(x):
             return self._peers(x)
-        if self._is_gpu and x.numel() * x.element_size() > SMALL:
+        if self._is_gpu and self.capturable and x.numel() * x.element_size() > SMALL:
             x = x.contiguous()
             self._wait(lambda: self._group.allreduce([x]))
             return x
@@ -101,9 +115,11 @@ class Collective:
 
     def _all(self, x: Tensor) -> Sequence[Tensor]:
         """Every rank's x, in their order."""
-        parts, own = x.new_empty(self.rank.n * x.numel()), x.contiguous().view(-1)
+        own = x.contiguous().view(-1)
+        own = own if self.capturable else own.cpu()
+        parts = own.new_empty(self.rank.n * x.numel())
         self._wait(lambda: self._group._allgather_base(parts, own))
-        return parts.view(self.rank.n, *x.shape).unbind()
+        return parts.to(x.device).view(self.rank.n, *x.shape).unbind()
 
     def _wait(self, begin: Callable[[], Any]) -> None:
         try:
@@ -131,10 +147,9 @@ def _join(rank: Rank, device: torch.device, store: str, timeout_s: float) -> Any
     meeting = dist.FileStore(store, rank.n)
     meeting.set_timeout(datetime.timedelta(seconds=JOIN_S))
     limit = datetime.timedelta(seconds=timeout_s)
-    if device.type == "cuda":
-        os.environ.setdefault(
-            "NCCL_NVLS_ENABLE", "0"
-        )  # multicast over NVLink: not on every machine that says it has it
+    if device.type == "cuda" and not may_share_gpu():
+        # multicast over NVLink: not on every machine that says it has it
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
         os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")  # who watches ranks is engine/ranks.py
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = limit

@@ -10,6 +10,7 @@ import torch
 
 from pyspec import draft
 from pyspec.config import EngineSettings
+from pyspec.cuda.collective import may_share_gpu
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.device.capture import graph_shapes
@@ -190,6 +191,8 @@ def rank_devices(first: torch.device, n: int) -> list[torch.device]:
     if first.type != "cuda":
         return [first] * n
     at, there = first.index or 0, torch.cuda.device_count()
+    if n > 1 and may_share_gpu():
+        return [torch.device("cuda", at + i % (there - at)) for i in range(n)]
     if n > 1 and at + n > there:
         raise DeviceError(f"--tp {n} wants {n} GPUs from {first} on; {there} are here")
     return [torch.device("cuda", at + i) for i in range(n)] if n > 1 else [first]

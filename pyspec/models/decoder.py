@@ -351,7 +351,7 @@ class Decoder:
 
     def __init__(self, config: DecoderConfig, weights: Weights, memory: Memory) -> None:
         self.config, self.memory, self.device = config, memory, weights.device
-        own = config.share(weights.n_rank)
+        own, self.ranks = config.share(weights.n_rank), weights.ranks
         self.lead: Lead | None = None
         divisors = weights.optional("rope_freqs.weight")
         self.rope = Rope(config.n_rot, config.rope_base, config.rope_neox, weights.device, config.rope_factor, divisors)
@@ -368,7 +368,8 @@ class Decoder:
     @property
     def capturable(self) -> bool:
         """True if a CUDA graph may hold a forward."""
-        return all(block.capturable for block in self.blocks)
+        may = self.ranks is None or self.ranks.capturable
+        return may and all(block.capturable for block in self.blocks)
 
     @property
     def n_vocab(self) -> int:

@@ -9,11 +9,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 from engine_rig import DEMO, FIXTURES, GREEDY
 from known_texts import demo_prompts
+from rank_pids import children, lives
 
 from pyspec.config import EngineSettings
 from pyspec.engine import ranks as ranks_module
@@ -31,33 +31,11 @@ LLAMA = FIXTURES / "llama.gguf"
 pytestmark = pytest.mark.slow
 
 
-def lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def eventually(what: Callable[[], bool], seconds: float = SOON_S) -> bool:
     until = time.monotonic() + seconds
     while not what() and time.monotonic() < until:
         time.sleep(0.02)
     return what()
-
-
-def children(parent: int, name: str) -> list[int]:
-    """Processes below one that run a module."""
-    found, todo = [], [parent]
-    while todo:
-        pid = todo.pop()
-        for task in Path(f"/proc/{pid}/task").glob("*"):
-            try:
-                below = [int(x) for x in (task / "children").read_text().split()]
-            except OSError:
-                continue
-            todo += below
-            found += [p for p in below if name in Path(f"/proc/{p}/cmdline").read_text()]
-    return found
 
 
 class Asked:

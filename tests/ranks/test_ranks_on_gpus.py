@@ -1,0 +1,61 @@
+"""Several ranks on GPUs: the text of one, sums by peer_sum, graphs. Not run by CI, which has no GPU:
+
+python -m pytest tests/ranks/test_ranks_on_gpus.py                      # needs two GPUs
+PYSPEC_SHARE_GPU=1 python -m pytest tests/ranks/test_ranks_on_gpus.py   # two ranks on one: no NCCL, no graphs
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+
+import pytest
+import torch
+from rank_pids import children
+
+from pyspec.cuda.collective import may_share_gpu
+from pyspec.engine.api import Engine
+
+N_GPU = torch.cuda.device_count()
+pytestmark = pytest.mark.skipif((1 if may_share_gpu() else 2) > N_GPU, reason="needs two GPUs, or PYSPEC_SHARE_GPU=1")
+QUESTIONS = ["Write a short story about a dog.", "What is a river?", "Count from one to ten.", "Why is the sky blue?"]
+DEMOTED = "pyspec.cuda.ops.peer_sum.cuda"
+
+
+def texts(draft: str | None, tp: int, **options: object) -> list[tuple[int, ...]]:
+    with Engine.load("demo", draft, np=4, ctx=1024, device="cuda", tp=tp, **options) as engine:
+        found = engine.generate_many(QUESTIONS, max_tokens=48, temperature=0.0)
+        again = engine.generate_many(QUESTIONS, max_tokens=48, temperature=0.0)
+        assert [r.tokens for r in found] == [r.tokens for r in again]
+        return [tuple(r.tokens) for r in found]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[tuple[int, ...]]:
+    return texts(None, 1)
+
+
+@pytest.mark.parametrize("draft", [None, "mtp", "auto", "ngram"])
+def test_text_over_two_gpus_is_that_of_one(draft: str | None, alone: list[tuple[int, ...]]) -> None:
+    assert texts(draft, 2) == alone
+
+
+@pytest.mark.parametrize("options", [{"plain_loop": True}, {"demoted": (DEMOTED,)}], ids=["no graphs", "no peer_sum"])
+def test_every_way_to_sum_gives_the_same_text(options: dict[str, object], alone: list[tuple[int, ...]]) -> None:
+    assert texts("auto", 2, **options) == alone
+
+
+def test_sums_are_taken_in_each_others_memory(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "pyspec"), Engine.load("demo", None, np=1, device="cuda", tp=2):
+        pass
+    assert any("one launch in each other's memory" in r.message for r in caplog.records), caplog.text
+
+
+def test_a_lost_rank_costs_a_pause() -> None:
+    with Engine.load("demo", None, np=1, device="cuda", tp=2, isolated=True) as engine:
+        want = engine.generate(QUESTIONS[0], max_tokens=32, temperature=0.0).tokens
+        (rank,) = children(os.getpid(), "rank_child")
+        os.kill(rank, signal.SIGKILL)
+        assert engine.generate(QUESTIONS[0], max_tokens=32, temperature=0.0).tokens == want
+        assert engine.metrics().restarts == 1
