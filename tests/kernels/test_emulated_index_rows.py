@@ -9,6 +9,7 @@ import pytest
 import torch
 from emulated.gpu import CPU, emulated_gpu
 from emulated.machine import needs_compiler
+from sampling import few
 
 from pyspec.cuda import faults
 from pyspec.cuda.jit import ARCHS, compile_cubin
@@ -43,7 +44,7 @@ def test_its_own_check_holds(spec: IndexSpec, seed: int) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("whole", few([True, False], True))
 def test_widths_from_1_to_17_side_by_side_choose_the_references_rows(whole: bool) -> None:
     chosen(Ragged([(31 * i % 97, 1 + i) for i in range(17)], 16, (3, 2)), SPEC, 1, whole=whole)
 
