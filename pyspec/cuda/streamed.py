@@ -18,6 +18,7 @@ from pyspec.cuda.ops.linear.op import linear_tall
 from pyspec.cuda.ops.linear.pack import Packed
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.wgmma import WgmmaLaunch
+from pyspec.cuda.ops.moe.ref import activate
 from pyspec.cuda.ops.rows.cuda import MAX_SUMMED, Into, Rows, RowsLaunch, WideRows
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import Glu, HeadNorm, Norm, Prep, PrepKind, RowsSpec
@@ -32,13 +33,15 @@ class Streamed:
     """A weight repacked for the `linear` kernel, which reads it once for up to 128 rows.
 
     `linear_tall` takes more than FEW_ROWS where it runs. wide [out, in] f16: a copy for what neither reads once, where the
-    library's product wins; or None. All round rows to f16 over a power of two, and sum in f32.
+    library's product wins; or None. All round rows to f16 over a power of two, and sum in f32. limit: where gated activations are cut, 0 nowhere.
     """
 
-    def __init__(self, packed: Packed, device: torch.device, gated: bool, wide: Tensor | None) -> None:
-        self.packed, self.device, self.gated, self.wide = packed, device, gated, wide
+    def __init__(
+        self, packed: Packed, device: torch.device, gated: bool, wide: Tensor | None, limit: float = 0.0
+    ) -> None:
+        self.packed, self.device, self.gated, self.wide, self.limit = packed, device, gated, wide, limit
         n_out = packed.n_out // 2 if gated else packed.n_out
-        spec = LinearSpec(device, packed.type, n_out, packed.n_in, Epilogue.GATED if gated else Epilogue.PLAIN)
+        spec = LinearSpec(device, packed.type, n_out, packed.n_in, Epilogue.GATED if gated else Epilogue.PLAIN, limit)
         adding = spec if gated else replace(spec, epilogue=Epilogue.RESIDUAL)
         self.n_out, self.plain, self.added = n_out, linear_cuda.bind(spec), linear_cuda.bind(adding)
         self.tall, self.tall_added = _tall(spec), _tall(adding)
@@ -50,7 +53,7 @@ class Streamed:
             return self._ready(x, residual)
         if self._is_wide(x):
             y = self._wide(x, prep, residual)
-            return GLU(y) if self.gated else y
+            return self._activated(y) if self.gated else y
         adds = residual is not None and not self.gated
         launch: LinearLaunch | WgmmaLaunch = self.added if adds else self.plain
         if x.shape[0] > FEW_ROWS and (tall := self.tall_added if adds else self.tall) is not None:
@@ -64,9 +67,12 @@ class Streamed:
         return out if residual is None or adds else residual + out
 
     def unfinished(self, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]:
-        if self.gated and self._is_wide(x):
+        if self.gated and not self.limit and self._is_wide(x):
             return self._wide(x, prep, None), GLU
         return self(x, prep), None
+
+    def _activated(self, y: Tensor) -> Tensor:
+        return activate(*y.chunk(2, -1), self.limit) if self.limit else GLU(y)
 
     def place(self, n_row: int, prep: HeadNorm) -> Into | None:
         """Where the kernel before may put so many rows prepared, for a call with them; None: this product prepares them."""

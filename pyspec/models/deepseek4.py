@@ -18,7 +18,7 @@ from pyspec.cuda.ops.compress.ref import CompressSpec
 from pyspec.cuda.ops.index_rows.op import index_rows
 from pyspec.cuda.ops.index_rows.ref import IndexSpec
 from pyspec.cuda.ops.moe.op import moe
-from pyspec.cuda.ops.moe.ref import Added, MoeSpec, RouteSpec, Stacks, activate
+from pyspec.cuda.ops.moe.ref import Added, MoeSpec, RouteSpec, Stacks
 from pyspec.cuda.ops.moe_route.op import moe_route
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.cuda.ops.sparse_attend.op import sparse_attend
@@ -139,7 +139,7 @@ class StreamExperts:
     """The layer's feed-forward: what it reads [row, n_embd] f32, not normed yet, to what it gives back to the streams."""
 
     def __init__(self, c: Deepseek4Config, w: Weights, p: str, limits: tuple[float, float], *, is_hashed: bool) -> None:
-        m, (limit, self.limit) = c.moe, limits
+        m, (limit, own) = c.moe, limits
         self.norm = Norm(w.vector(f"{p}.ffn_norm.weight"), c.eps)
         self.router = w.vector(f"{p}.ffn_gate_inp.weight")
         self.table = w.table(f"{p}.ffn_gate_tid2eid.weight") if is_hashed else None
@@ -159,7 +159,7 @@ class StreamExperts:
         self.experts, self.capturable = moe.bind(spec)(stacks), self.capturable and moe.chosen(spec).capturable
         self.gate_up = self.down = None
         if m.n_ff_shared:
-            self.gate_up = w.matrix(f"{p}.ffn_gate_shexp.weight", f"{p}.ffn_up_shexp.weight")
+            self.gate_up = w.gated(f"{p}.ffn_gate_shexp.weight", f"{p}.ffn_up_shexp.weight", own)
             self.down = w.matrix(f"{p}.ffn_down_shexp.weight")
 
     def __call__(self, y: Tensor, tokens: Tensor) -> Tensor:
@@ -167,8 +167,7 @@ class StreamExperts:
         routes = self.route(y, self.norm.weight, self.router, self.bias, given)
         shared = None
         if self.gate_up is not None and self.down is not None:
-            gate, up = self.gate_up(y, self.norm).chunk(2, -1)
-            shared = self.down(activate(gate, up, self.limit))
+            shared = self.down(self.gate_up(y, self.norm))
         return self.experts(y, routes.ids, routes.weights, self.norm, Added(shared))
 
 

@@ -22,7 +22,7 @@ from pyspec.cuda.ops.linear.dequant import SUPPORTED, dequantize
 from pyspec.cuda.ops.linear.op import linear, linear_tall
 from pyspec.cuda.ops.linear.pack import FORMATS, interleave, packed_bytes, repack
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
-from pyspec.cuda.ops.moe.ref import Stack
+from pyspec.cuda.ops.moe.ref import Stack, activate
 from pyspec.cuda.ops.rows.ref import Glu, Prep
 from pyspec.cuda.streamed import PROBE_ROWS, Streamed
 from pyspec.cuda.temporary import temporary
@@ -36,6 +36,9 @@ GLU = Glu()
 UNPACK = 1 << 24  # weights unpacked at once
 HEAD = "output.weight"
 HEADS = (HEAD, "token_embd.weight")  # few rows go through them: one for each token that may be kept
+GROUPED = (
+    ".attn_output_a.weight"  # each group of its rows takes a part of the input: kept once more in bf16, for many rows
+)
 SAID = 6  # flaws of tensors that one error lists
 
 
@@ -132,14 +135,34 @@ class Joined:
         return _finish(torch.cat([m(x) for m in self.matrices], -1), self.gated, residual)
 
 
-class Grouped:
-    """Matrices [group, out, in], each of which takes its part of the input: x [row, group * in] f32 -> [row, group * out] f32."""
+class CutGates:
+    """silu(gate) * up of a matrix of gates and ups, cut at `limit` first."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
+    def __init__(self, both: Matrix, limit: float) -> None:
+        self.both, self.limit = both, limit
+
+    def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
+        y = activate(*self.both(x, prep).chunk(2, -1), self.limit)
+        return y if residual is None else residual + y
+
+
+class Grouped:
+    """Matrices [group, out, in], each of which takes its part of the input: x [row, group * in] f32 -> [row, group * out] f32.
+
+    few  the same as one matrix [group * out, in], which reads its weights once: a row's parts are rows of their own to it, and of every part's
+         outputs those of its group count. The rest costs nothing as long as bytes of the weights are what it waits for.
+    """
+
+    FEW = 64  # parts
+
+    def __init__(self, weight: Tensor, few: Matrix | None = None) -> None:
+        self.weight, self.few = weight, few
 
     def __call__(self, x: Tensor) -> Tensor:
-        n_group, _, n_in = self.weight.shape
+        n_group, n_out, n_in = self.weight.shape
+        if self.few is not None and len(x) * n_group <= self.FEW:
+            y = self.few(x.reshape(-1, n_in)).view(-1, n_group, n_group, n_out)
+            return y.diagonal(dim1=1, dim2=2).transpose(1, 2).flatten(1)
         parts = x.view(-1, n_group, n_in).to(self.weight.dtype)
         return torch.einsum("rgi,goi->rgo", parts, self.weight).flatten(1).float()
 
@@ -277,9 +300,18 @@ class Weights:
         widths = [share_of(info, self.cuts[HEAD], Rank(i, n)).info.shape[0] for i in range(n)]
         return Gathered(self.matrix(HEAD), self.ranks, widths)
 
-    def gated(self, gate: str, up: str) -> Matrix:
-        """silu(gate x) * up x as one product."""
-        return self._load((gate, up), gated=True)
+    def gated(self, gate: str, up: str, limit: float = 0.0) -> Matrix:
+        """silu(gate x) * up x as one product, the gates cut at `limit` and the ups at plus and minus it unless that is 0."""
+        if not limit:
+            return self._load((gate, up), gated=True)
+        infos = self._info(gate), self._info(up)
+        if self.dense is None and self.device.type == "cuda" and self._streams(gate) and self._streams(up):
+            n_out, n_in = infos[0].shape
+            spec = LinearSpec(self.device, infos[0].type, n_out, n_in, Epilogue.GATED, limit)
+            is_own = linear.has_own(spec, checked_as=replace(spec, n_out=PROBE_ROWS))
+            if is_own and infos[0].type is infos[1].type and n_out % 8 == 0:
+                return self._stream((gate, up), True, limit=limit)
+        return CutGates(self.matrix(gate, up), limit)
 
     def _load(self, names: Sequence[str], gated: bool) -> Matrix:
         if self.dense is not None:
@@ -310,12 +342,12 @@ class Weights:
         ways = [(replace(spec, epilogue=e), replace(small, epilogue=e)) for e in Epilogue]
         return all(op.has_own(own, checked_as=checked) for op in ops for own, checked in ways)
 
-    def _stream(self, names: Sequence[str], gated: bool) -> Matrix:
+    def _stream(self, names: Sequence[str], gated: bool, *, has_copy: bool = True, limit: float = 0.0) -> Matrix:
         infos = [self._info(n) for n in names]
         n_out, n_in, kind = sum(i.shape[0] for i in infos), infos[0].shape[1], infos[0].type
         if gated and infos[0].shape[0] % 8:
             return Joined([self._stream([n], False) for n in names], gated=True)
-        is_wide = self.wide and kind not in PLAIN and names[0] not in HEADS
+        is_wide = has_copy and self.wide and kind not in PLAIN and names[0] not in HEADS
         wide = torch.empty(n_out, n_in, dtype=torch.float16, device=self.device) if is_wide else None
         data = torch.empty(packed_bytes(kind, n_out, n_in), dtype=torch.uint8, device=self.device)
         with temporary(self.device):
@@ -325,7 +357,7 @@ class Weights:
                 self._unpack(names, raws, wide)
             scales = self._row_scales(names, gated) if FORMATS[kind].scaled else None
             packed = repack(raw.contiguous(), kind, (n_out, n_in), scales, data)
-        return Streamed(packed, self.device, gated, wide)
+        return Streamed(packed, self.device, gated, wide, limit)
 
     def _row_scales(self, names: Sequence[str], gated: bool) -> Tensor:
         """[row] f32: each tensor's second scale for each of its rows, in their order."""
@@ -392,7 +424,9 @@ class Weights:
         """A matrix whose rows are `n_group` matrices one after the other, each for a part of the input."""
         info = self._info(name)
         dtype = self.dense or (torch.float32 if info.type is GGMLType.F32 else torch.bfloat16)
-        return Grouped(self._dense([name], dtype).view(n_group, info.shape[0] // n_group, -1))
+        weight = self._dense([name], dtype).view(n_group, info.shape[0] // n_group, -1)
+        is_streamed = self.dense is None and self.device.type == "cuda" and self._streams(name)
+        return Grouped(weight, self._stream([name], False, has_copy=False) if is_streamed else None)
 
     def optional(self, name: str) -> Tensor | None:
         return self.vector(name) if self.has(name) else None
@@ -424,7 +458,8 @@ def weight_bytes(
     small = sum(4 * t.n_elements for t in tensors if len(t.shape) == 1)
     if size:
         return small + size * sum(t.n_elements for t in big)
-    return small + sum(repacked_bytes(t) if repacked else t.n_bytes for t in big)
+    copies = sum(2 * t.n_elements - (0 if repacked else t.n_bytes) for t in big if t.name.endswith(GROUPED))
+    return small + copies + sum(repacked_bytes(t) if repacked else t.n_bytes for t in big)
 
 
 def repacked_bytes(t: TensorInfo) -> int:
@@ -436,4 +471,4 @@ def repacked_bytes(t: TensorInfo) -> int:
 def wide_bytes(tensors: Mapping[str, TensorInfo]) -> int:
     """Bytes of f16 copies of the matrices that kernels stream."""
     matrices = [t for t in tensors.values() if len(t.shape) == 2 and t.type not in PLAIN]
-    return sum(2 * t.n_elements for t in matrices if t.name not in HEADS)
+    return sum(2 * t.n_elements for t in matrices if t.name not in HEADS and not t.name.endswith(GROUPED))

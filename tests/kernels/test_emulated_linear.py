@@ -44,7 +44,7 @@ def product(
     spec: LinearSpec, packed: Packed, x: Tensor, residual: Tensor | None = None, shape: Tiling = SHAPES[0]
 ) -> Tensor:
     """The result of one build; rows of the pad hold NaN, tickets must be zero again."""
-    launch = LinearLaunch(spec, (step(CPU, spec.type, spec.epilogue, shape),))
+    launch = LinearLaunch(spec, (step(CPU, spec.type, spec.epilogue, shape, spec.limit),))
     launch.rows = linear_cuda.RowsLaunch(CPU, spec.n_in, (shape.rows,))
     for t in (launch.rows.blocks, launch.rows.sums, launch.rows.powers):
         t.fill_(torch.nan)
@@ -72,9 +72,13 @@ def test_products_equal_exact_sums_of_rounded_rows(type: GGMLType, way: str, see
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("epilogue", [Epilogue.RESIDUAL, Epilogue.GATED])
-def test_epilogues_equal_the_reference(epilogue: Epilogue, way: str, seed: int) -> None:
-    spec = LinearSpec(CPU, GGMLType.Q8_0, 136, 256, epilogue)
+@pytest.mark.parametrize(
+    ("epilogue", "limit"),
+    [(Epilogue.RESIDUAL, 0.0), (Epilogue.GATED, 0.0), (Epilogue.GATED, 0.25)],
+    ids=["residual", "gated", "cut"],
+)
+def test_epilogues_equal_the_reference(epilogue: Epilogue, limit: float, way: str, seed: int) -> None:
+    spec = LinearSpec(CPU, GGMLType.Q8_0, 136, 256, epilogue, limit)
     packed, x, want = matrix(spec), torch.randn(12, 256) / 16, torch.empty(12, 136)
     residual = torch.randn(12, 136) if epilogue is Epilogue.RESIDUAL else None
     linear_ref.bind(spec)(x, packed, want, residual)

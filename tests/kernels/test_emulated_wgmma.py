@@ -90,9 +90,13 @@ def test_all_pads_give_the_same_bits(n_row: int, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.sampled(most=1)
-@pytest.mark.parametrize("epilogue", [Epilogue.RESIDUAL, Epilogue.GATED])
-def test_epilogues_equal_the_reference(epilogue: Epilogue) -> None:
-    spec = LinearSpec(CPU, GGMLType.Q8_0, 136, 256, epilogue)
+@pytest.mark.parametrize(
+    ("epilogue", "limit"),
+    [(Epilogue.RESIDUAL, 0.0), (Epilogue.GATED, 0.0), (Epilogue.GATED, 0.25)],
+    ids=["residual", "gated", "cut"],
+)
+def test_epilogues_equal_the_reference(epilogue: Epilogue, limit: float) -> None:
+    spec = LinearSpec(CPU, GGMLType.Q8_0, 136, 256, epilogue, limit)
     packed, x, want = matrix(spec), torch.randn(33, 256) / 16, torch.empty(33, 136)
     residual = torch.randn(33, 136) if epilogue is Epilogue.RESIDUAL else None
     linear_ref.bind(spec)(x, packed, want, residual)

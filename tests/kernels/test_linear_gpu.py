@@ -102,10 +102,14 @@ def test_rows_of_any_magnitude_keep_their_precision() -> None:
     assert not product(spec, packed, torch.zeros(2, 1024, device=CUDA)).any()
 
 
-@pytest.mark.parametrize("epilogue", [Epilogue.RESIDUAL, Epilogue.GATED])
-def test_epilogues_equal_the_reference(epilogue: Epilogue) -> None:
+@pytest.mark.parametrize(
+    ("epilogue", "limit"),
+    [(Epilogue.RESIDUAL, 0.0), (Epilogue.GATED, 0.0), (Epilogue.GATED, 0.25)],
+    ids=["residual", "gated", "cut"],
+)
+def test_epilogues_equal_the_reference(epilogue: Epilogue, limit: float) -> None:
     for n_out, n_in, type in ((1096, 1024, GGMLType.Q8_0), (96, 5120, GGMLType.Q8_0), (1096, 1024, GGMLType.NVFP4)):
-        spec = LinearSpec(CUDA, type, n_out, n_in, epilogue)
+        spec = LinearSpec(CUDA, type, n_out, n_in, epilogue, limit)
         packed = matrix(type, spec.n_weight_row, n_in)
         for n_row in (1, 12, 128):
             x = torch.randn(n_row, n_in, device=CUDA) / 16

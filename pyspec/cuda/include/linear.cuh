@@ -128,7 +128,7 @@ __device__ __forceinline__ void store(const Accumulator& acc, Shape s, Place at,
         const float y = acc.v[m][n][j] * scale[m] * power, y8 = acc.v[m][n][j + 2] * scale8[m] * power;
 #if EPILOGUE == GATED
         const int column = (at.column + m) * 8 + at.g;
-        if (column < s.n_out) out[static_cast<i64>(row) * s.n_out + column] = silu(y) * y8;
+        if (column < s.n_out) out[static_cast<i64>(row) * s.n_out + column] = silu(cut_gate(y)) * cut_up(y8);
 #else
         const int column = (at.column + m) * 16 + at.g;
         const float(&old)[2] = beside.old[n % kAtOnce][j][m];

@@ -1,5 +1,6 @@
 // What all products of packed weights share: one block of 32 columns times the rows, in the order of rows.cu's blocks.
 #pragma once
+#include "cut.cuh"
 #include "quants.cuh"
 
 #define PLAIN 0

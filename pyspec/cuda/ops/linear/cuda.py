@@ -29,7 +29,7 @@ from pyspec.cuda.ops.linear.pack import (
     packed_bytes,
     repack,
 )
-from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec, epilogue_macros
 from pyspec.cuda.ops.rows.cuda import Rows, RowsLaunch
 from pyspec.gguf import GGMLType
 
@@ -113,7 +113,7 @@ def stem(capability: tuple[int, int]) -> str:
     return "linear_sm90" if capability >= (9, 0) else "linear"
 
 
-def defines(type: GGMLType, shape: Tiling, stages: int, epilogue: Epilogue) -> dict[str, int | str]:
+def defines(type: GGMLType, shape: Tiling, stages: int, epilogue: Epilogue, limit: float = 0.0) -> dict[str, int | str]:
     """Macros of linear.cu."""
     return {
         "TYPE": FORMATS[type].code,
@@ -124,10 +124,9 @@ def defines(type: GGMLType, shape: Tiling, stages: int, epilogue: Epilogue) -> d
         "TILES_M": shape.tiles_m,
         "TILES_N": shape.tiles_n,
         "STAGES": stages,
-        "EPILOGUE": int(epilogue),
         "WINDOW": window(shape.rows)[0],
         "STEADY": min(window(shape.rows)[1], stages),
-    }
+    } | epilogue_macros(epilogue, limit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,16 +140,16 @@ class _Built:
 
 
 @per_device
-def _steps(device: torch.device, type: GGMLType, epilogue: Epilogue) -> tuple[_Built, ...]:
+def _steps(device: torch.device, type: GGMLType, epilogue: Epilogue, limit: float) -> tuple[_Built, ...]:
     capability = torch.cuda.get_device_capability(device)
-    return tuple(step(device, type, epilogue, shape) for shape in fitting(type, capability))
+    return tuple(step(device, type, epilogue, shape, limit) for shape in fitting(type, capability))
 
 
-def step(device: torch.device, type: GGMLType, epilogue: Epilogue, shape: Tiling) -> _Built:
+def step(device: torch.device, type: GGMLType, epilogue: Epilogue, shape: Tiling, limit: float = 0.0) -> _Built:
     """Compile linear.cu for one shape, with as many stages as fit."""
     capability = torch.cuda.get_device_capability(device)
     stages = n_stages(type, shape, capability)
-    code = compile_cubin(stem(capability), arch_of(capability), defines(type, shape, stages, epilogue))
+    code = compile_cubin(stem(capability), arch_of(capability), defines(type, shape, stages, epilogue, limit))
     shared = stages * stage_bytes(type, shape)
     threads = 32 * (shape.n_warp + (code.stem == "linear_sm90"))  # there a warp of its own copies
     return _Built(shape, code.kernel("linear", "ppppppppiiii").allow_shared(shared), threads, shared)
@@ -210,7 +209,7 @@ class LinearLaunch:
 
 
 def bind(spec: LinearSpec) -> LinearLaunch:
-    return LinearLaunch(spec, _steps(spec.device, spec.type, spec.epilogue))
+    return LinearLaunch(spec, _steps(spec.device, spec.type, spec.epilogue, spec.limit))
 
 
 def check(

@@ -293,7 +293,7 @@ struct Beside {
       const float y = v[j] * scale[0] * power[j], y8 = v[j + 2] * scale[1] * power[j];
       float* to = out + static_cast<i64>(row + j) * s.n_out + column;
 #if EPILOGUE == GATED
-      if (column < s.n_out) *to = silu(y) * y8;
+      if (column < s.n_out) *to = silu(cut_gate(y)) * cut_up(y8);
 #else
       if (column < s.n_out) to[0] = EPILOGUE == RESIDUAL ? old[j][0] + y : y;
       if (column + 8 < s.n_out) to[8] = EPILOGUE == RESIDUAL ? old[j][1] + y8 : y8;

@@ -18,6 +18,7 @@
 //
 // Set by the launcher: TYPE, CHUNK, RECORD (quants.cuh), PAD (64, 96 or 128), EPILOGUE, WEIGHT_STAGES, ROW_STAGES,
 // PATIENCE (clocks to wait for others), WINDOW (weight stages under way at most before the predecessor is over).
+#include "cut.cuh"
 #include "quants.cuh"
 #include "wgmma.cuh"
 #include "bulk.cuh"
@@ -232,8 +233,8 @@ struct Place {
     sum = make_float4(sum.x * scale.x, sum.y * scale.x, sum.z * scale.y, sum.w * scale.y);
     float4 y = make_float4(sum.x * power.x, sum.y * power.y, sum.z * power.x, sum.w * power.y);
 #if EPILOGUE == GATED
-    if (row < n_row && column < n_out) out[at] = silu(y.x) * y.z;
-    if (row + 1 < n_row && column < n_out) out[at + n_out] = silu(y.y) * y.w;
+    if (row < n_row && column < n_out) out[at] = silu(cut_gate(y.x)) * cut_up(y.z);
+    if (row + 1 < n_row && column < n_out) out[at + n_out] = silu(cut_gate(y.y)) * cut_up(y.w);
 #else
     if (EPILOGUE == RESIDUAL) y = make_float4(old.x + y.x, old.y + y.y, old.z + y.z, old.w + y.w);
     if (row < n_row && column < n_out) out[at] = y.x;

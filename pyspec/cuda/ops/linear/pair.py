@@ -11,7 +11,7 @@ from torch import Tensor
 from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
 from pyspec.cuda.ops.linear.pack import CHUNKS, FORMATS, RECORDS, Packed, n_chunks, n_groups, packed_bytes
-from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec, epilogue_macros
 from pyspec.cuda.ops.rows.cuda import Rows
 from pyspec.gguf import GGMLType
 
@@ -73,7 +73,7 @@ def takes(spec: LinearSpec, pad: int, n_shared: int) -> bool:
     return enough and packed_bytes(spec.type, spec.n_weight_row, spec.n_in) <= MOST_BYTES
 
 
-def defines(type: GGMLType, pad: int, epilogue: Epilogue) -> dict[str, int | str]:
+def defines(type: GGMLType, pad: int, epilogue: Epilogue, limit: float = 0.0) -> dict[str, int | str]:
     """Macros of linear_pair.cu."""
     return {
         "TYPE": FORMATS[type].code,
@@ -81,13 +81,12 @@ def defines(type: GGMLType, pad: int, epilogue: Epilogue) -> dict[str, int | str
         "RECORD": RECORDS[type],
         "GROUPS": GROUPS[pad],
         "TILES_N": pad // 8,
-        "EPILOGUE": int(epilogue),
         "WAYS_M": WAYS_M,
         "COPIERS": COPIERS,
         "LANES": LANES,
         "ROW_LANES": ROW_LANES,
         "MAX_SLOTS": MAX_SLOTS,
-    }
+    } | epilogue_macros(epilogue, limit)
 
 
 @per_device
@@ -103,7 +102,7 @@ class PairLaunch:
         n_group, n_chunk = n_groups(spec.n_weight_row), n_chunks(spec.type, spec.n_in)
         n_pair = max(1, min(n_sm // 2, n_group))
         ring_ = ring(spec.type, pad, n_group, n_pair, n_shared)
-        self.kernel = _kernel(spec.device, tuple(defines(spec.type, pad, spec.epilogue).items()), n_shared)
+        self.kernel = _kernel(spec.device, tuple(defines(spec.type, pad, spec.epilogue, spec.limit).items()), n_shared)
         self.grid, self.n_bytes = (2 * n_pair,), ring_.n_bytes
         sizes = (spec.n_out, n_group, n_chunk, ring_.n_slot, ring_.weights, ring_.early, ring_.steady)
         self.sizes = tuple(np.int32(n) for n in sizes)

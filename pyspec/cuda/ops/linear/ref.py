@@ -34,24 +34,36 @@ class Epilogue(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class LinearSpec:
-    """A matrix of n_in columns; n_out counts what is written for a row, half of the matrix's rows when gated."""
+    """A matrix of n_in columns; n_out counts what is written for a row, half of the matrix's rows when gated.
+
+    limit  where gates (from above) and ups (from both sides) are cut; 0: nowhere
+    """
 
     device: torch.device
     type: GGMLType
     n_out: int
     n_in: int
     epilogue: Epilogue = Epilogue.PLAIN
+    limit: float = 0.0
 
     @property
     def n_weight_row(self) -> int:
         return self.n_out * (2 if self.epilogue is Epilogue.GATED else 1)
 
 
-def finish(y: Tensor, epilogue: Epilogue, residual: Tensor | None) -> Tensor:
+def epilogue_macros(epilogue: Epilogue, limit: float) -> dict[str, int | str]:
+    """LIMIT: cut.cuh."""
+    has_limit = epilogue is Epilogue.GATED and limit
+    return {"EPILOGUE": int(epilogue)} | ({"LIMIT": f"{float(limit)!r}f"} if has_limit else {})
+
+
+def finish(y: Tensor, epilogue: Epilogue, residual: Tensor | None, limit: float = 0.0) -> Tensor:
     """[row, weight row] products -> [row, n_out]."""
     if epilogue is Epilogue.GATED:
-        pairs = y.unflatten(-1, (-1, 2, 8))
-        return (F.silu(pairs[:, :, 0]) * pairs[:, :, 1]).flatten(1)
+        gate, up = y.unflatten(-1, (-1, 2, 8)).unbind(2)
+        if limit:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (F.silu(gate) * up).flatten(1)
     return y if residual is None else residual + y
 
 
@@ -66,6 +78,6 @@ def rounded(x: Tensor) -> Tensor:
 def bind(spec: LinearSpec) -> Callable[..., None]:
     def linear(x: Tensor, packed: Packed, out: Tensor, residual: Tensor | None = None) -> None:
         assert (packed.n_out, packed.n_in) == (spec.n_weight_row, spec.n_in)
-        out.copy_(finish(F.linear(x.float(), unpack(packed)), spec.epilogue, residual))
+        out.copy_(finish(F.linear(x.float(), unpack(packed)), spec.epilogue, residual, spec.limit))
 
     return linear

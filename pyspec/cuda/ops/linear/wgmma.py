@@ -11,7 +11,7 @@ Buffers are made at bind and shared by the matrices of a device: all launches mu
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Kernel, compile_cubin
 from pyspec.cuda.ops.linear.pack import CHUNKS, FORMATS, RECORDS, TILE, Packed, n_chunks, n_groups
-from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec, epilogue_macros
 from pyspec.cuda.ops.rows.cuda import TALL, Rows, RowsLaunch
 from pyspec.gguf import GGMLType
 
@@ -93,7 +93,9 @@ def shared_bytes(type: GGMLType, pad: int) -> int:
     return n_weight * TILE * RECORDS[type] + n_row * pad * 128
 
 
-def defines(type: GGMLType, pad: int, epilogue: Epilogue, patience: int = PATIENCE) -> dict[str, int | str]:
+def defines(
+    type: GGMLType, pad: int, epilogue: Epilogue, patience: int = PATIENCE, limit: float = 0.0
+) -> dict[str, int | str]:
     """Macros of linear_wgmma.cu."""
     n_weight, n_row = stages(type, pad)
     return {
@@ -101,17 +103,17 @@ def defines(type: GGMLType, pad: int, epilogue: Epilogue, patience: int = PATIEN
         "CHUNK": CHUNKS[type],
         "RECORD": RECORDS[type],
         "PAD": pad,
-        "EPILOGUE": int(epilogue),
         "WINDOW": WINDOW,
         "WEIGHT_STAGES": n_weight,
         "ROW_STAGES": n_row,
         "PATIENCE": patience,
-    }
+    } | epilogue_macros(epilogue, limit)
 
 
 @per_device
-def _kernel(device: torch.device, type: GGMLType, pad: int, epilogue: Epilogue, patience: int) -> Kernel:
-    code = compile_cubin("linear_wgmma", "sm_90a", defines(type, pad, epilogue, patience))
+def _kernel(device: torch.device, spec: LinearSpec, pad: int, patience: int) -> Kernel:
+    type, epilogue = spec.type, spec.epilogue
+    code = compile_cubin("linear_wgmma", "sm_90a", defines(type, pad, epilogue, patience, spec.limit))
     return code.kernel("linear_wgmma", "ppppppppiiii").allow_shared(shared_bytes(type, pad))
 
 
@@ -145,7 +147,7 @@ class WgmmaLaunch:
     def __init__(self, spec: LinearSpec, patience: int = PATIENCE, overlap: bool = True) -> None:
         self.spec, self.overlap = spec, overlap
         self.rows = bind_rows(spec.device, spec.n_in)
-        self.kernels = {pad: _kernel(spec.device, spec.type, pad, spec.epilogue, patience) for pad in PADS}
+        self.kernels = {pad: _kernel(spec.device, replace(spec, n_out=0, n_in=0), pad, patience) for pad in PADS}
         n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
         n_group, (n_tile, n_chunk) = n_groups(spec.n_weight_row), n_tiles(spec)
         self.grid = (min(n_sm, _MAX_GRID, n_tile * n_chunk),)

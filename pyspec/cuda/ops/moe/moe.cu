@@ -73,15 +73,6 @@ struct Records {
 
 static_assert(INNER * kPad * (kColumns + 4) * 4 <= STAGES * kStage, "the activation lies where stages were");
 
-// Comparisons, not fminf: what is no number stays none.
-#ifdef LIMIT
-__device__ __forceinline__ float cut_gate(float y) { return y > LIMIT ? LIMIT : y; }
-__device__ __forceinline__ float cut_up(float y) { return y > LIMIT ? LIMIT : y < -LIMIT ? -LIMIT : y; }
-#else
-__device__ __forceinline__ float cut_gate(float y) { return y; }
-__device__ __forceinline__ float cut_up(float y) { return y; }
-#endif
-
 struct Item {
   int expert, n;  // the shared expert's pieces come after the others; n pairs, none: nothing to do
 };
