@@ -113,6 +113,10 @@ class Collective:
         parts = self._all(x)
         return torch.cat([part[:, :n] for part, n in zip(parts, widths, strict=True)], -1)
 
+    def spread(self, x: Tensor) -> None:
+        """The first rank's x into everybody's."""
+        self._wait(lambda: self._group.broadcast(x, 0))
+
     def _all(self, x: Tensor) -> Sequence[Tensor]:
         """Every rank's x, in their order."""
         own = x.contiguous().view(-1)

@@ -15,18 +15,21 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from pyspec.cuda.fold import flush
 from pyspec.cuda.graph import Graphed
-from pyspec.device.worker import Worker
+from pyspec.cuda.ops.ahead.ref import described
+from pyspec.device.worker import Launched, Worker
 from pyspec.draft.drafter import Drafter
 from pyspec.errors import DeviceError
 from pyspec.models.decoder import Decoder
 from pyspec.models.target import Out
-from pyspec.slots.arena import Arena
+from pyspec.slots.arena import Arena, bucket_of
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import Checkpoint, Memory
 from pyspec.slots.parts import PartMemory
+from pyspec.slots.round import Round
 from pyspec.slots.states import to_host
 from pyspec.slots.table import Slot, SlotTable
 
@@ -35,12 +38,17 @@ from pyspec.slots.table import Slot, SlotTable
 
 @dataclass(frozen=True, slots=True)
 class RunForward:
-    """A forward over these rows, in these pages. in_arena: a graph may hold it."""
+    """A forward over these rows, in these pages.
+
+    in_arena  a graph may hold it
+    is_moved  the first rank's device has moved the rows on since they were laid out: they come from its memory
+    """
 
     seqs: tuple[Seq, ...]
     pages: tuple[NDArray[np.int64], ...]
     taps: tuple[int, ...]
     in_arena: bool = False
+    is_moved: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +120,15 @@ class KeptElsewhere:
 
 
 class Leader:
-    """Implements `Lead`, and hands on what else ranks have to hear."""
+    """Implements `Lead`, and hands on what else ranks have to hear.
 
-    def __init__(self, tell: Tell) -> None:
-        self._tell = tell
+    spread  brings a tensor of the first rank's to all
+    moved   where the next forward's batch lies, if only our device knows its rows
+    """
+
+    def __init__(self, tell: Tell, spread: Callable[[Tensor], None]) -> None:
+        self._tell, self.spread = tell, spread
+        self.moved: Tensor | None = None
         self._dropped: deque[int] = deque()  # on whatever thread a checkpoint goes
         self._n_kept = 0
         self._is_running = False  # a forward of which the others know
@@ -138,9 +151,12 @@ class Leader:
         """Once the others are at it nothing but its end lets them go on: what fails here is the end of all of them."""
         if self._is_running:
             return run(batch, taps)
-        self.tell(RunForward(tuple(batch.seqs), tuple(batch.pages), tuple(taps), batch.bucket is not None))
+        is_moved, in_arena = self.moved is not None, batch.bucket is not None
+        self.tell(RunForward(tuple(batch.seqs), tuple(batch.pages), tuple(taps), in_arena, is_moved))
         self._is_running = True
         try:
+            if self.moved is not None:
+                self.spread(self.moved)
             return run(batch, taps)
         except DeviceError:
             raise
@@ -200,9 +216,20 @@ class LedGraphs(Graphed[Out]):
 
 
 class LeadingWorker(Worker):
-    """The first rank's worker. A round ahead begins with numbers that only its own device has: it has none."""
+    """The first rank's worker."""
 
-    goes_ahead = False
+    def launch_behind(self, before: Launched, round_: Round) -> Launched | None:
+        """Where the batch lies in the arena: what our device makes of it goes to the others from there."""
+        assert isinstance(self.memory, LedMemory)
+        n_page = max(map(len, round_.pages), default=0)
+        if self.arena is None or bucket_of(round_.n_row) is None or n_page > self.arena.n_page:
+            return None
+        leader = self.memory.leader
+        leader.moved = self.arena.memory
+        try:
+            return super().launch_behind(before, round_)
+        finally:
+            leader.moved = None
 
     def use(self, drafter: Drafter | None) -> None:
         """Forwards go through the leader."""
@@ -253,6 +280,10 @@ class Follower:
     def _forward(self, command: RunForward) -> None:
         arena = self.arena if command.in_arena else None
         batch = lay_out(self.table, command.seqs, self.target.device, pages=command.pages, arena=arena)
+        if command.is_moved:
+            assert arena is not None and self.target.ranks is not None
+            self.target.ranks.spread(arena.memory)
+            batch = described(batch)
         if command.taps not in self._graphs:
             self._graphs[command.taps] = graphs = Graphed(lambda batch: self.target.forward(batch, command.taps))
             if not self.target.capturable:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -80,12 +79,7 @@ class Launched:
 
 
 class Worker:
-    """One device's model and slots. Its methods are called by one thread, which holds `lock` while it tells the device things.
-
-    goes_ahead  `launch_behind` works
-    """
-
-    goes_ahead: ClassVar[bool] = True
+    """One device's model and slots. Its methods are called by one thread, which holds `lock` while it tells the device things."""
 
     def __init__(
         self, target: Target, memory: Memory, table: SlotTable, drafter: Drafter | None, arena: Arena | None

@@ -185,8 +185,8 @@ def begin_ranks(d: Description, plan: MemoryPlan, ranks: Ranks) -> Collective:
 def lead_ranks(target: Target, memory: Memory, ranks: Ranks) -> Memory:
     """Have what is done to the model and its memory be done on all ranks, once they are loaded. The memory to use from now on."""
     ranks.wait()
-    leader = Leader(ranks.tell)
-    assert isinstance(target, Decoder)
+    assert isinstance(target, Decoder) and target.ranks is not None
+    leader = Leader(ranks.tell, target.ranks.spread)
     target.lead, target.memory = leader, LedMemory(memory, leader)
     return target.memory
 

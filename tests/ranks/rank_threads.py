@@ -93,7 +93,7 @@ class ThreadRanks:
 
 
 class RankRig(Rig):
-    """A rig over `n` ranks. padded: batches lie in arenas, as for CUDA graphs."""
+    """A rig over `n` ranks. padded: batches lie in arenas, and rounds are launched ahead, as on GPUs."""
 
     def __init__(self, path: Path, n: int, *, padded: bool = False, **settings: object) -> None:
         values: dict[str, object] = {"np": 1, "ctx": 256, "kv_type": "f32", "warm_up": False, "device": "cpu"}
@@ -103,6 +103,7 @@ class RankRig(Rig):
         super().__init__(build(d, plan_memory(d), self.ranks))  # type: ignore[arg-type]
         if padded:
             self.loop.worker.arena = Arena(d.settings.np, n_page, d.device)
+            self.loop.lookahead.on = True
 
     def __enter__(self) -> RankRig:
         return self

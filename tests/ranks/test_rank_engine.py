@@ -13,6 +13,7 @@ from known_texts import demo_prompts
 from rank_threads import RankRig
 
 from pyspec.config import EngineSettings
+from pyspec.device.lead import Command, Follower, RunForward
 from pyspec.engine.describe import describe, plan_memory
 from pyspec.errors import ModelError, NotSupported
 from pyspec.models.weights import cuts_of
@@ -108,10 +109,21 @@ def test_what_does_not_divide_is_refused_before_anything_is_loaded() -> None:
 
 
 @pytest.mark.slow
-def test_padded_batches_of_graphs_are_padded_alike_on_all_ranks() -> None:
-    with RankRig(DEMO, 2, np=4, padded=True, **MTP) as r:
-        assert texts(r, 6) > N
-        assert r.ranks.followers[1].arena is not None
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_rounds_ahead_have_the_first_ranks_rows_on_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they stand is found by its device: the others get what that has made of the batch."""
+    moved: list[bool] = []
+    obey = Follower.obey
+
+    def watch(self: Follower, command: Command) -> None:
+        moved.extend([command.is_moved] if isinstance(command, RunForward) else [])
+        obey(self, command)
+
+    monkeypatch.setattr(Follower, "obey", watch)
+    with RankRig(DEMO, 2, np=4, padded=True, **DRAFTERS[name]) as r:
+        assert (texts(r, 8) > 0) == (name != "none")
+        r.ranks.settle()
+    assert sum(moved) > N // 3 or name == "ngram", "an n-gram is looked up on the host"
 
 
 def test_every_gpu_there_is_means_one_rank_on_a_cpu() -> None:

@@ -117,7 +117,7 @@ class TorchAhead:
         first = kept.tokens[kept.last[seq]]
         others = batch.tokens[:n_row] if drafts is None else drafts[seq, (place - 1).clamp(0, drafts.shape[1] - 1)]
         batch.tokens[:n_row] = torch.where(place == 0, first, others)
-        return _described(batch)
+        return described(batch)
 
     def follow(self, batch: Batch, kept: Kept) -> None:
         batch.tokens[: batch.n_row] = kept.tokens[: batch.n_row]
@@ -125,7 +125,7 @@ class TorchAhead:
 
     def step(self, batch: Batch) -> Batch:
         self._shift(batch, 1)
-        return _described(batch)
+        return described(batch)
 
     def _shift(self, batch: Batch, by: Tensor | int) -> None:
         """by: of each row that is somebody's, or of all. Padding stays where it is: a graph may find rows there when it is replayed."""
@@ -141,7 +141,7 @@ class TorchAhead:
         positions.copy_(torch.where(is_row, moved, positions))
 
 
-def _described(batch: Batch) -> Batch:
+def described(batch: Batch) -> Batch:
     """With the host's description of where its rows have moved, where the host can read that."""
     if batch.tokens.device.type != "cpu":
         return batch
