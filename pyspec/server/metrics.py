@@ -79,6 +79,9 @@ PER_POSITION = (
     ),
 )
 
+PEAK = b"# TYPE llamacpp:n_tokens_max %s\n"
+"""llama-server has it as a counter: it never falls."""
+
 
 class EngineCollector(Collector):
     """Reads the engine once per scrape."""
@@ -144,4 +147,7 @@ def exposition(collector: EngineCollector, accept: str) -> tuple[bytes, str]:
     registry = CollectorRegistry(auto_describe=False)
     registry.register(collector)
     encode, content_type = choose_encoder(accept)
-    return encode(registry), content_type
+    body: bytes = encode(registry)
+    if content_type.startswith("text/plain"):  # OpenMetrics knows no counter whose name does not end in _total
+        body = body.replace(PEAK % b"gauge", PEAK % b"counter")
+    return body, content_type

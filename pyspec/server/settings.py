@@ -30,11 +30,14 @@ class Limits:
     messages: int = 4096
     parts: int = 64  # content parts of one message
     prompts: int = 64  # prompts of one request
-    stops: int = 16
+    stops: int = 256
     stop_bytes: int = 256
+    all_stop_bytes: int = 8192  # of all of them
     logit_bias: int = 4096  # entries
     tools: int = 256
-    top_logprobs: int = 50
+    top_logprobs: int = 50  # alternatives of each token, whatever the length of an answer is
+    most_top_logprobs: int = 1024  # as long as the answer has no more than `alternatives` in all
+    alternatives: int = 1 << 18
     stream_buffer: int = 1 << 20  # events a slow reader may leave unread
     kept_bytes: int = 4 << 20  # of a stream that can be resumed; the oldest go first
     kept_s: float = 300.0  # for which one is kept behind its end

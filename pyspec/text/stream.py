@@ -24,13 +24,9 @@ class Released:
     stopped: str
 
 
-def _overlap(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest end of `text` that may be the beginning of a stop string."""
-    longest = max((len(s) - 1 for s in stops), default=0)
-    for n in range(min(longest, len(text)), 0, -1):
-        if any(s.startswith(text[-n:]) for s in stops):
-            return n
-    return 0
+def _overlap(text: str, begins: frozenset[str], longest: int) -> int:
+    """Length of the longest end of `text` that is one of `begins`, none of which has more than `longest` characters."""
+    return next((n for n in range(min(longest, len(text)), 0, -1) if text[-n:] in begins), 0)
 
 
 class TextStream:
@@ -55,6 +51,8 @@ class TextStream:
         self.tokenizer, self.special, self.n_free = tokenizer, special, n_free
         self.shown = frozenset(shown)
         self.stops = tuple(s for s in stop if s)
+        self._begins = frozenset(s[:n] for s in self.stops for n in range(1, len(s)))
+        self._longest = max((len(s) for s in self.stops), default=1) - 1
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self._over = False
@@ -77,7 +75,7 @@ class TextStream:
                 out.append(self._held[:at])
                 self._held, self._over = "", True
                 return Released("".join(out), i + 1, stop)
-            keep = _overlap(self._held, self.stops)
+            keep = _overlap(self._held, self._begins, self._longest)
             cut = len(self._held) - keep
             out.append(self._held[:cut])
             self._held = self._held[cut:]

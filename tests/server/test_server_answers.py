@@ -58,7 +58,7 @@ def test_the_speculation_block_agrees_with_itself(app: App) -> None:
 def test_without_drafting_no_draft_figures_are_given(app: App, engine: FakeEngine) -> None:
     value = app.post("/v1/chat/completions", CHAT | {"speculative": False}).json()
     assert engine.seen[0].n_draft_max == 0
-    assert "draft_n" not in value["timings"] and "metrics" not in value
+    assert value["timings"]["draft_n"] == value["timings"]["draft_n_accepted"] == 0 and "metrics" not in value
 
 
 @pytest.mark.parametrize(

@@ -83,8 +83,9 @@ def test_metrics_parse_under_all_three_spellings(app: App) -> None:
         assert samples[name, None] == 8
     assert samples["vllm:spec_decode_num_accepted_tokens_per_pos_total", "1"] == 2
     assert samples["llamacpp:requests_deferred", None] == 0 and samples["pyspec_draft_acceptance_rate", None] == 0.75
-    for name in ("prompt_tokens_total", "tokens_predicted_seconds_total", "n_decode_total", "n_tokens_max"):
+    for name in ("prompt_tokens_total", "tokens_predicted_seconds_total", "n_decode_total"):
         assert (f"llamacpp:{name}", None) in samples
+    assert "# TYPE llamacpp:n_tokens_max counter\n" in response.text, "as llama-server has it"
 
 
 def test_metrics_also_come_as_openmetrics(app: App) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Protocol
@@ -90,7 +90,7 @@ def unfinished(done: Done) -> PyspecError | None:
 
 
 def timings_dict(t: Timings) -> dict[str, Any]:
-    """llama-server's `timings`; draft figures only when something was drafted. Never null, never infinite."""
+    """llama-server's `timings`; what was drafted by position only when something was. Never null, never infinite."""
     n_step = t.predicted_n - 1
     value: dict[str, Any] = {
         "cache_n": t.cache_n,
@@ -102,11 +102,11 @@ def timings_dict(t: Timings) -> dict[str, Any]:
         "predicted_ms": t.predicted_ms,
         "predicted_per_token_ms": t.predicted_ms / n_step if n_step > 0 else 0.0,
         "predicted_per_second": t.predicted_per_second,
+        "draft_n": t.draft_n,
+        "draft_n_accepted": t.draft_n_accepted,
     }
     if t.draft_n:
         value |= {
-            "draft_n": t.draft_n,
-            "draft_n_accepted": t.draft_n_accepted,
             "n_draft_used": list(t.n_draft_used),
             "drafted_per_pos": list(t.drafted_per_pos),
             "accepted_per_pos": list(t.accepted_per_pos),
@@ -223,20 +223,30 @@ def progress_timings(event: Progress) -> dict[str, Any]:
     return timings_dict(Timings(cache_n=event.n_cached, prompt_n=n, prompt_ms=event.ms))
 
 
-def generation_settings(request: Request) -> dict[str, Any]:
-    """The request as it was understood, in llama-server's names."""
-    return settings_dict(request.params) | {
+def generation_settings(request: Request, told: Mapping[str, Any], eog_ids: Sequence[int]) -> dict[str, Any]:
+    """The request as it was understood, in llama-server's names. told: what of it is the body's alone."""
+    return settings_dict(request.params, eog_ids) | {
         "n_predict": request.max_tokens,
         "max_tokens": request.max_tokens,
+        "n_keep": 0,  # the context never shifts, so nothing is kept or discarded
+        "n_discard": 0,
         "stop": list(request.stop),
         "cache_prompt": request.cache_prompt,
         "t_max_predict_ms": request.max_predict_ms,
+        "timings_per_token": request.timings_per_token,
         "speculative.n_max": request.n_draft_max,
+        "grammar": request.grammar.source if request.grammar else "",
+        "grammar_lazy": bool(request.grammar and request.grammar.lazy),
+        "grammar_triggers": [],
+        "preserved_tokens": list(request.shown),
+        "backend_sampling": False,
+        "lora": [],
+        **told,
     }
 
 
 def native_final(
-    index: int, choice: Choice, request: Request, *, model: str, prompt: str, content: str, tokens: list[int]
+    index: int, choice: Choice, *, settings: dict[str, Any], model: str, prompt: str, content: str, tokens: list[int]
 ) -> dict[str, Any]:
     """The last, or only, object of `/completion`. `content` and `tokens` are empty after a stream."""
     done = choice.done
@@ -250,7 +260,7 @@ def native_final(
         "model": model,
         "tokens_predicted": done.n_predicted,
         "tokens_evaluated": done.n_prompt,
-        "generation_settings": generation_settings(request),
+        "generation_settings": settings,
         "prompt": prompt,
         "has_new_line": choice.has_new_line,
         "truncated": done.truncated,

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from pyspec.errors import RequestError
 from pyspec.request import EngineInfo, Request, SamplingParams
 from pyspec.server.api import anthropic, responses
+from pyspec.server.api.answers import generation_settings
 from pyspec.server.api.chats import plan_chat
 from pyspec.server.api.choices import n_choices, n_prompt_logprobs
 from pyspec.server.api.constrained import checked_grammar
@@ -67,6 +68,16 @@ class Ask:
         default_factory=AnswerMarkup
     )  # how an answer is read; each choice has a parser of its own
 
+    told: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # of `generation_settings`: what is the body's, not a request's
+    eog_ids: tuple[int, ...] = ()
+    response_fields: tuple[str, ...] = ()  # native only: what the last object is to have; (): all
+
+    def settings_of(self, i: int) -> dict[str, Any]:
+        """`generation_settings` of choice i."""
+        return generation_settings(self.requests[i], self.told, self.eog_ids)
+
     @property
     def logprobs(self) -> bool:
         return self.requests[0].params.logprobs is not None and not self.hides_logprobs
@@ -116,8 +127,23 @@ def prepare(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings
         hides_logprobs=hides_logprobs,
         repeated=responses.repeated(sent) if kind == "responses" else {},
         n_moved=len(moved),
-        markup=plan.markup if plan else AnswerMarkup(),
+        markup=(markup := plan.markup if plan else AnswerMarkup()),
+        told=_told(body, engine.info, settings, markup),
+        eog_ids=engine.info.eog_ids,
+        response_fields=tuple(body.response_fields or ()) if isinstance(body, NativeBody) else (),
     )
+
+
+def _told(body: Generate, info: EngineInfo, settings: ServerSettings, markup: AnswerMarkup) -> dict[str, Any]:
+    asked = body.reasoning_format if isinstance(body, ChatBody) else "none"
+    return {
+        "stream": bool(body.stream),
+        "chat_format": markup.calls.name if markup.calls else "Content-only",
+        "reasoning_format": asked or settings.reasoning_format,
+        "reasoning_in_content": markup.is_shown,
+        "speculative.types": info.drafter,
+        **({"grammar": body.grammar} if body.grammar else {}),  # as it was written, not what became of it
+    }
 
 
 def count_tokens(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings) -> int:

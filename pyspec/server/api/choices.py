@@ -35,11 +35,9 @@ def n_prompt_logprobs(body: Generate, limits: Limits) -> int | None:
     """Alternatives to report for each prompt token; None: nobody wants to know."""
     echoes = isinstance(body, TextBody) and bool(body.echo)
     echoed = body.logprobs if isinstance(body, TextBody) and echoes else None
-    if body.prompt_logprobs is not None and body.prompt_logprobs > limits.top_logprobs:
-        raise RequestError(
-            f"prompt_logprobs: {body.prompt_logprobs} alternatives; at most {limits.top_logprobs} are reported"
-        )
     wanted = [n for n in (body.prompt_logprobs, echoed) if n is not None]
+    if (n_top := max(wanted, default=0)) > limits.top_logprobs:  # a prompt may be long
+        raise RequestError(f"prompt_logprobs: {n_top} alternatives; at most {limits.top_logprobs} are reported")
     if wanted and body.stream:
         raise RequestError("prompt_logprobs, or echo with logprobs: ask for them without stream")
     return max(wanted, default=None)

@@ -23,6 +23,8 @@ from pyspec.server.api.choices import best
 from pyspec.server.engine import TokenizerLike
 from pyspec.server.http.envelope import error_body
 
+_NOTHING = object()
+
 
 class NativeAnswer:
     """`/completion`: one object, or a list of them when several prompts or choices were asked for."""
@@ -36,7 +38,9 @@ class NativeAnswer:
 
     def whole(self, choices: Sequence[Choice]) -> Any:
         shown = best(choices, self._ask.n, self._ask.n_run)
-        values = [self._final(i, choices[i], streamed=False) | {"index": at} for at, i in enumerate(shown)]
+        values = [
+            self._picked(self._final(i, choices[i], streamed=False) | {"index": at}) for at, i in enumerate(shown)
+        ]
         return values[0] if len(values) == 1 else values
 
     def opening(self, i: int, choice: Choice) -> bytes:
@@ -58,7 +62,20 @@ class NativeAnswer:
         return sse(value)
 
     def finish(self, i: int, choice: Choice) -> bytes:
-        return sse(self._final(i, choice, streamed=True))
+        return sse(self._picked(self._final(i, choice, streamed=True)))
+
+    def _picked(self, value: dict[str, Any]) -> dict[str, Any]:
+        """Of an object what `response_fields` name, each a path with slashes; those that it has not are left out."""
+        if not self._ask.response_fields:
+            return value
+        picked: dict[str, Any] = {}
+        for path in self._ask.response_fields:
+            at: Any = value
+            for key in path.split("/"):
+                at = at.get(key, _NOTHING) if isinstance(at, dict) else _NOTHING
+            if at is not _NOTHING:
+                picked[path] = at
+        return picked
 
     def tail(self, choices: Sequence[Choice]) -> bytes:
         return b""
@@ -85,7 +102,7 @@ class NativeAnswer:
         value = native_final(
             i,
             choice,
-            self._ask.requests[i],
+            settings=self._ask.settings_of(i),
             model=self._model,
             prompt=self._ask.prompt_texts[i],
             content="" if streamed else "".join(choice.text),

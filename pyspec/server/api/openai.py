@@ -79,7 +79,7 @@ class OpenAIAnswer(ABC):
         final = native_final(
             0,
             choices[0],
-            self._ask.requests[0],
+            settings=self._ask.settings_of(0),
             model=str(self._head["model"]),
             prompt=self._ask.prompt_texts[0],
             content=text,
@@ -130,10 +130,14 @@ class OpenAIAnswer(ABC):
         value = self._end_choice(i) | {"finish_reason": self._finish_reason(i, choice.done)} | self._take_held(i)
         extra: dict[str, Any] = {"choices": [value]}
         if not self._ask.include_usage:  # else the usage chunk carries them
-            extra |= measured(choice.done.timings)
+            extra |= measured(choice.done.timings) | self._last_usage(choice)
         if i == 0:
             extra |= self._verbose([choice])
         return self._chunk(dumps(extra)[1:-1] + self._take_pieces(i))
+
+    def _last_usage(self, choice: Choice) -> dict[str, Any]:
+        """What the last chunk of choices has of `usage` where nobody asked for a chunk of its own."""
+        return {}
 
     def progress(self, i: int, event: Progress) -> bytes:
         value = {"choices": [self._end_choice(i) | {"finish_reason": None}], "prompt_progress": progress_dict(event)}
@@ -196,6 +200,10 @@ class TextAnswer(OpenAIAnswer):
         if not self._ask.echo:
             return b""
         return b"".join(self._chunk(f'"choices":[{delta}]') for delta in self._deltas(i, self._ask.prompt_texts[i]))
+
+    def _last_usage(self, choice: Choice) -> dict[str, Any]:
+        """llama-server sends it with every stream of this path. Of several choices none knows all of it."""
+        return {"usage": usage_dict([choice], 1)} if len(self._ask.requests) == 1 else {}
 
     def _with_prompt(self, value: dict[str, Any], i: int, choices: Sequence[Choice]) -> dict[str, Any]:
         ask, first = self._ask, i // self._ask.n_run * self._ask.n_run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -58,7 +59,9 @@ def sampling_params(body: Generate, tokenizer: TokenizerLike, settings: ServerSe
             raise RequestError(f"dry_sequence_breakers: more than {settings.limits.parts} of them")
         said["dry_sequence_breakers"] = tuple(body.dry_sequence_breakers)
     if body.seed is not None:
-        said["seed"] = -1 if body.seed == SEED_MAX else body.seed  # llama.cpp's word for "draw one"
+        said["seed"] = seed_of(body.seed)
+    if body.temperature is not None:
+        said["temperature"] = max(0.0, float(body.temperature))  # below 0 is greedy, too
     if body.samplers is not None:
         said |= chain_of(body.samplers)
     if body.logit_bias:
@@ -66,6 +69,13 @@ def sampling_params(body: Generate, tokenizer: TokenizerLike, settings: ServerSe
     said["logprobs"] = _n_logprobs(body, settings.limits)
     said["post_sampling"] = bool(body.post_sampling_probs)
     return replace(settings.sampling, **said)
+
+
+def seed_of(said: int) -> int:
+    """-1 for a seed that is to be drawn: -1, and SEED_MAX, llama.cpp's word for it. Others below 0 are what they are without a sign."""
+    if said in (-1, SEED_MAX):
+        return -1
+    return said if said >= 0 else said & SEED_MAX
 
 
 def _n_logprobs(body: Generate, limits: Limits) -> int | None:
@@ -78,9 +88,27 @@ def _n_logprobs(body: Generate, limits: Limits) -> int | None:
             raise RequestError("top_logprobs: it needs logprobs: true")
         if body.logprobs:
             name, count = "top_logprobs", body.top_logprobs or 0
-    if count is not None and count > limits.top_logprobs:
-        raise RequestError(f"{name}: {count} alternatives; at most {limits.top_logprobs} are reported")
+    check_alternatives(name, count, body, limits)
     return count
+
+
+def check_alternatives(name: str, count: int | None, body: Generate, limits: Limits) -> None:
+    """Raise RequestError if an answer would have too many of them. Few are taken whatever its length is, many if it is short."""
+    if count is None or count <= limits.top_logprobs:
+        return
+    n = token_limit(body)
+    most = limits.top_logprobs
+    if n is not None:
+        most = min(limits.most_top_logprobs, max(most, limits.alternatives // max(1, n)))
+    if count > most:
+        length = "an answer without max_tokens" if n is None else f"{n} tokens"
+        raise RequestError(f"{name}: {count} alternatives; at most {most} are reported for each token of {length}")
+
+
+def token_limit(body: Generate) -> int | None:
+    """The most tokens that the body asks for; None: it does not say, or as many as there is room for."""
+    said = [n for n in (body.max_completion_tokens, body.max_tokens, body.n_predict) if n is not None]
+    return said[0] if said and said[0] >= 0 else None
 
 
 def bias_pairs(bias: Any, tokenizer: TokenizerLike, limits: Limits) -> tuple[tuple[int, float], ...]:
@@ -116,6 +144,8 @@ def stop_strings(stop: Any, limits: Limits) -> tuple[str, ...]:
     for text in stops:
         if len(text.encode()) > limits.stop_bytes:
             raise RequestError(f"stop: a string of {len(text.encode())} bytes; at most {limits.stop_bytes} are taken")
+    if (n := sum(len(text.encode()) for text in stops)) > limits.all_stop_bytes:
+        raise RequestError(f"stop: {n} bytes in {len(stops)} strings; at most {limits.all_stop_bytes} are taken")
     return stops
 
 
@@ -137,10 +167,14 @@ def draft_limit(body: Generate, info: EngineInfo) -> int | None:
     return None
 
 
-def settings_dict(params: SamplingParams) -> dict[str, Any]:
-    """Sampling parameters in llama-server's names, for generation_settings, /props and /slots."""
+def settings_dict(params: SamplingParams, eog_ids: Sequence[int] = ()) -> dict[str, Any]:
+    """Sampling parameters in llama-server's names, for generation_settings, /props and /slots. A ban is null: JSON has no minus infinity.
+
+    eog_ids  what `ignore_eos` bans
+    """
+    bias = dict(params.logit_bias) | (dict.fromkeys(eog_ids, -math.inf) if params.ignore_eos else {})
     return {
-        "seed": params.seed & SEED_MAX,
+        "seed": SEED_MAX if params.seed == -1 else params.seed,
         "temperature": params.temperature,
         "top_k": params.top_k,
         "top_p": params.top_p,
@@ -170,7 +204,7 @@ def settings_dict(params: SamplingParams) -> dict[str, Any]:
         "n_probs": params.logprobs or 0,
         "ignore_eos": params.ignore_eos,
         "logit_bias": [
-            {"token": token, "bias": False if bias == -math.inf else bias} for token, bias in params.logit_bias
+            {"token": token, "bias": None if value == -math.inf else value} for token, value in bias.items()
         ],
         "samplers": list(params.samplers or DEFAULT_SAMPLERS),
         "post_sampling_probs": params.post_sampling,

@@ -118,6 +118,8 @@ def rendering(engine: EngineLike, body: Chat, settings: ServerSettings) -> Rende
         raise RequestError(f"chat_template_kwargs: {min(clash)} has a field of its own")
     continued = continued_part(body, settings)
     messages = [_plain(message, i, limits) for i, message in enumerate(body.messages)]
+    if continued:  # llama-server has a blank line between the parts of what it goes on with
+        messages[-1] = _plain(body.messages[-1], len(messages) - 1, limits, between="\n\n")
     return Rendering(
         template,
         messages=messages[:-1] if continued else messages,
@@ -184,7 +186,7 @@ def _check_sizes(body: Chat, limits: Limits) -> None:
         raise RequestError(f"tools: {len(body.tools)} of them; at most {limits.tools} are taken")
 
 
-def _plain(message: Message, i: int, limits: Limits) -> dict[str, Any]:
+def _plain(message: Message, i: int, limits: Limits, between: str = "\n") -> dict[str, Any]:
     """The message as a template wants it: its text parts joined by line ends, as llama.cpp joins them."""
     plain: dict[str, Any] = {"role": message.role, **(message.model_extra or {})}
     content = message.content
@@ -194,7 +196,7 @@ def _plain(message: Message, i: int, limits: Limits) -> dict[str, Any]:
         for part in content:
             if part["type"] != "text":
                 raise NotSupported(f"messages.{i}.content: parts of type {part['type'][:40]!r} are not supported")
-        content = "\n".join(part["text"] for part in content)
+        content = between.join(part["text"] for part in content)
     if content is None and not plain.get("tool_calls"):
         content = ""
     return plain | {"content": content}

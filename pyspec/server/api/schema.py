@@ -199,7 +199,7 @@ class Generate(Body):
     n_cmpl: Annotated[int, Field(ge=1, le=1024)] | None = None
     best_of: Annotated[int, Field(ge=1, le=1024)] | None = None
     prompt_logprobs: Count | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    temperature: Annotated[float, Field(ge=-100, le=100)] | None = None
     top_k: Window | None = None
     top_p: Share | None = None
     min_p: Share | None = None
@@ -227,7 +227,7 @@ class Generate(Body):
     adaptive_target: Annotated[float, Field(ge=-1, le=1)] | None = None
     adaptive_decay: Annotated[float, Field(ge=0, le=0.99)] | None = None
     post_sampling_probs: bool | None = None
-    seed: Annotated[int, Field(ge=-1, le=SEED_MAX)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
     stop: Stop | None = None
     logit_bias: Bias | None = None
     n_probs: Count | None = None
@@ -258,6 +258,7 @@ class NativeBody(Generate):
     """`/completion`."""
 
     prompt: Prompt
+    response_fields: Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=256)] | None = None
 
 
 class TextBody(Generate):

@@ -38,7 +38,6 @@ NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "web_search_options": lambda value: False,
     "suffix": _empty,
     "n_indent": _not_positive,
-    "response_fields": _empty,
     "bad_words": _empty,
     "stop_token_ids": _empty,
     "allowed_token_ids": _empty,

@@ -109,7 +109,7 @@ def slot_view(slot: SlotInfo, info: EngineInfo) -> dict[str, Any]:
         },
     }
     if slot.params is not None:
-        view["params"] = settings_dict(slot.params) | {"speculative.types": info.drafter}
+        view["params"] = settings_dict(slot.params, info.eog_ids) | {"speculative.types": info.drafter}
     return view
 
 
