@@ -223,8 +223,8 @@ def progress_timings(event: Progress) -> dict[str, Any]:
     return timings_dict(Timings(cache_n=event.n_cached, prompt_n=n, prompt_ms=event.ms))
 
 
-def generation_settings(request: Request, told: Mapping[str, Any], eog_ids: Sequence[int]) -> dict[str, Any]:
-    """The request as it was understood, in llama-server's names. told: what of it is the body's alone."""
+def generation_settings(request: Request, of_body: Mapping[str, Any], eog_ids: Sequence[int]) -> dict[str, Any]:
+    """The request as it was understood, in llama-server's names. of_body: what of it is the body's alone."""
     return settings_dict(request.params, eog_ids) | {
         "n_predict": request.max_tokens,
         "max_tokens": request.max_tokens,
@@ -241,7 +241,7 @@ def generation_settings(request: Request, told: Mapping[str, Any], eog_ids: Sequ
         "preserved_tokens": list(request.shown),
         "backend_sampling": False,
         "lora": [],
-        **told,
+        **of_body,
     }
 
 

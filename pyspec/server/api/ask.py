@@ -68,7 +68,7 @@ class Ask:
         default_factory=AnswerMarkup
     )  # how an answer is read; each choice has a parser of its own
 
-    told: Mapping[str, Any] = field(
+    of_body: Mapping[str, Any] = field(
         default_factory=dict
     )  # of `generation_settings`: what is the body's, not a request's
     eog_ids: tuple[int, ...] = ()
@@ -76,7 +76,7 @@ class Ask:
 
     def settings_of(self, i: int) -> dict[str, Any]:
         """`generation_settings` of choice i."""
-        return generation_settings(self.requests[i], self.told, self.eog_ids)
+        return generation_settings(self.requests[i], self.of_body, self.eog_ids)
 
     @property
     def logprobs(self) -> bool:
@@ -128,13 +128,13 @@ def prepare(kind: Kind, raw: bytes, engine: EngineLike, settings: ServerSettings
         repeated=responses.repeated(sent) if kind == "responses" else {},
         n_moved=len(moved),
         markup=(markup := plan.markup if plan else AnswerMarkup()),
-        told=_told(body, engine.info, settings, markup),
+        of_body=_of_body(body, engine.info, settings, markup),
         eog_ids=engine.info.eog_ids,
         response_fields=tuple(body.response_fields or ()) if isinstance(body, NativeBody) else (),
     )
 
 
-def _told(body: Generate, info: EngineInfo, settings: ServerSettings, markup: AnswerMarkup) -> dict[str, Any]:
+def _of_body(body: Generate, info: EngineInfo, settings: ServerSettings, markup: AnswerMarkup) -> dict[str, Any]:
     asked = body.reasoning_format if isinstance(body, ChatBody) else "none"
     return {
         "stream": bool(body.stream),
