@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,7 @@ from pyspec.errors import SlotError
 from pyspec.request import Grammar
 
 CALM = 32  # rounds without a refusal: each costs a round that is launched ahead, which is worth a few percent of one
+Said = TypeVar("Said")
 Masks = NDArray[np.int32]
 """[row, word]: bit t % 32 of word t // 32 says whether the row may choose token t."""
 
@@ -58,6 +60,21 @@ class Constraint:
         if self.matcher.is_error():
             self.recover()
         return drafts[:n]
+
+    def draftable(self, drafts: Sequence[int]) -> list[int]:
+        """Those that are usable, but one that ends the text: nothing may follow it, and it comes without a draft, too."""
+        drafts = self.usable(drafts)
+        if drafts and self.free is None and self._after(drafts, self.matcher.is_stopped):
+            drafts.pop()
+        return drafts
+
+    def _after(self, tokens: list[int], ask: Callable[[], Said]) -> Said | None:
+        """What the matcher says behind tokens that are valid; None if it does not get there. It stays where it is."""
+        n = self.matcher.try_consume_tokens(tokens) if tokens else 0
+        found = ask() if n == len(tokens) and not self.matcher.is_error() else None
+        if self.matcher.is_error() or (n and not self.matcher.rollback(n)):
+            self.recover()
+        return found
 
     def offer(self, most: int, behind: Sequence[int] = ()) -> Offer:
         """What may come next, as far as that shows without a drafter: what the grammar leaves no choice about, and what the texts
@@ -104,11 +121,9 @@ class Constraint:
     def _forced_text(self, before: list[int]) -> str:
         if not self.trie.ends.isdisjoint(before):
             return ""
-        n = self.matcher.try_consume_tokens(before) if before else 0
-        text = self.matcher.compute_ff_bytes() if n == len(before) and not self.matcher.is_stopped() else b""
-        if self.matcher.is_error() or (n and not self.matcher.rollback(n)):
-            self.recover()
-        return text.decode("utf-8", "ignore")
+        matcher = self.matcher
+        text = self._after(before, lambda: b"" if matcher.is_stopped() else matcher.compute_ff_bytes())
+        return (text or b"").decode("utf-8", "ignore")
 
     def allows(self, before: Sequence[int], token: int) -> bool:
         """Whether a token may follow drafts that are usable."""

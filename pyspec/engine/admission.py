@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from torch import Tensor
+
 from pyspec.device.worker import Worker, is_device_error
 from pyspec.engine.job import Job, blamed
 from pyspec.engine.queue import SHORT, Queue, cuts_of
@@ -34,6 +36,7 @@ class Admission:
         self.queue, self.jobs, self.worker, self.speculator = queue, jobs, worker, speculator
         self.cache, self.stats, self.table = cache, stats, worker.table
         self.synthetic = False  # acceptance is made up
+        self.ready: list[tuple[Job, Tensor]] = []  # seated with all of their prompt, and its last token's logits
 
     def update(self) -> None:
         """Drop who was cancelled while it waited, and seat who can be."""
@@ -62,7 +65,11 @@ class Admission:
         request, size, cache = job.request, self.table.page_size, self.cache
         hit = cache.find(job.prefill) if job.reuses else NO_HIT
         saved = cache.seat(slot, job.n_rows, job.prefill, hit, self.worker.pools())
-        self.speculator.begin(slot, saved, grammar="" if request.grammar is None else request.grammar.source)
+        self.speculator.begin(
+            slot,
+            saved.draft if saved is not None else None,
+            grammar="" if request.grammar is None else request.grammar.source,
+        )
         files = cache.on and request.cache_prompt and self.worker.memory.needs_state
         places = {hit.n_match, request.n_before_turn, request.n_system}
         cuts = cuts_of(request.n_stable or job.n_prefill, size, hit.n, places, cache.every) if files else ()
@@ -73,6 +80,8 @@ class Admission:
                 self._tell_break(job, hit)
         job.synthetic = self.synthetic
         self.jobs[slot.index] = job
+        if saved is not None and saved.logits is not None and slot.n_past == job.n_prefill:
+            self.ready.append((job, saved.logits.to(self.worker.device)))
         if not job.n_suspended:
             job.sink(Started(job.id, slot.index, job.n_prompt, job.n_cached))
 

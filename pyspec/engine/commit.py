@@ -13,6 +13,7 @@ from functools import partial
 from pyspec.device.worker import Worker
 from pyspec.engine.job import End, Job, Taken, blamed
 from pyspec.engine.lookahead import InFlight
+from pyspec.engine.queue import cut_of
 from pyspec.engine.round import Work
 from pyspec.engine.speculator import Speculator
 from pyspec.engine.stats import Stats
@@ -64,8 +65,26 @@ class Committer:
                 self.finish(w.job, end)
             elif w.slot.n_past <= w.job.n_prefill:
                 self._after_chunk(w)
+                self._keep_start(flight, w)
         if ahead is not None and ahead.launched.tokens is not None:
             self.speculator.confirm_ahead(w.slot for w in ahead.work if self.is_on(ahead, w))
+        if not self.defers:
+            self.settle()
+
+    def start(self, job: Job, c: Chosen) -> None:
+        """The first token of a request whose prompt was there to its end."""
+        if c.error is not None:
+            self.finish(job, End("error", error=c.error))
+            return
+        job.progress(job.n_prefill)
+        taken = job.take(c.tokens)
+        job.sampler.commit(c.tokens[: taken.n_used])
+        self.stats.predicted_tokens += taken.n_used
+        self.later.append(partial(job.tell, taken, c.logprobs or (), 0, 0))
+        if taken.finish is not None:
+            self.finish(job, End(taken.finish, taken.stop))
+        else:
+            job.anchor = c.tokens[-1]
         if not self.defers:
             self.settle()
 
@@ -129,14 +148,30 @@ class Committer:
 
     def _file(self, job: Job, slot: Slot, *, whole: bool = False) -> bool:
         """File what the slot has committed, unless the request or the drafter's state forbids it. False: it did."""
-        lost = self.speculator.lost_track
-        if not self.cache.on or not job.request.cache_prompt or slot.index in lost or slot.n_past == 0:
+        if not self._may_file(job, slot):
             return False
         draft = self.speculator.checkpoint(slot)
-        if slot.index in lost:
+        if slot.index in self.speculator.lost_track:
             return False
         self.cache.file(slot, draft, self.worker.fold, whole=whole)
         return True
+
+    def _keep_start(self, flight: InFlight, w: Work) -> None:
+        """A short prompt is in, of which nothing else is filed that could be gone on from: keep its state, and what its last token gave."""
+        job, slot = w.job, w.slot
+        is_due = slot.n_past == job.n_prefill and self.worker.memory.needs_state and self._may_file(job, slot)
+        if not is_due or job.request.resumed or not job.reuses or cut_of(job.n_prefill, self.worker.table.page_size):
+            return
+        draft = self.speculator.checkpoint(slot)
+        if slot.index in self.speculator.lost_track:
+            return
+        row = sum(each.seq.n_out for each in flight.work[: flight.work.index(w) + 1])
+        self.worker.fold(slot)
+        job.start = self.cache.keep_start(slot, draft, flight.launched.out.logits[row - 1 : row])
+
+    def _may_file(self, job: Job, slot: Slot) -> bool:
+        lost = self.speculator.lost_track
+        return self.cache.on and job.request.cache_prompt and slot.index not in lost and slot.n_past > 0
 
     def suspend(self, job: Job) -> None:
         """Take a request whose prompt is being read out of its slot. What was read is in the cache: it goes on from there."""
@@ -157,6 +192,7 @@ class Committer:
         slot = job.slot
         assert slot is not None
         slot.left = tuple(slot.tokens) if end.error is None and self._file(job, slot, whole=True) else ()
+        self._let_go_of_start(job, slot if slot.left else None)
         self.speculator.end(slot)
         self.jobs.pop(slot.index)
         self.worker.table.release(slot, trusted=end.error is None)
@@ -175,6 +211,14 @@ class Committer:
         )
         if self.speculator.has_collapsed(job):
             self._start_drafts_anew()
+
+    def _let_go_of_start(self, job: Job, slot: Slot | None) -> None:
+        """Its start is filed behind the pages of `slot`, if there is one, or gone."""
+        start, job.start = job.start, None
+        if start is not None and slot is not None:
+            self.cache.file_start(slot, start)
+        elif start is not None:
+            self.cache.drop_start(start)
 
     def _start_drafts_anew(self) -> None:
         """Acceptance has collapsed: what drafts are made from, beside weights, is what slots and the cache hold of the drafter's."""
@@ -200,6 +244,7 @@ class Committer:
         """Every seated request hears `error`. Nothing is filed, and nothing asked of the drafter: it may be what broke."""
         self.settle()
         for job in list(self.jobs.values()):
+            self._let_go_of_start(job, None)
             job.sink(Failed(job.id, error))
             self.stats.failed += 1
         self.jobs.clear()

@@ -45,6 +45,7 @@ from pyspec.text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 AUTO_CTX = 8192
+MOST_STARTS = 4  # states where short prompts end, which are kept on the device
 
 
 PARTS_OF_MODELS = {"clip": "a projector for images", "imatrix": "an importance matrix"}
@@ -271,7 +272,7 @@ def plan_memory(d: Description) -> MemoryPlan:
     plan = MemoryPlan(
         weights=weight_bytes(d.file, d.dense, d.is_cuda, shares=shares) + _tied_share(d),
         kv=kv,
-        state=state - s.np * checkpoint_bytes(own, d.sizes) + device_checkpoints(d),
+        state=state - s.np * checkpoint_bytes(own, d.sizes) + device_checkpoints(d) + start_bytes(d),
         draft_weights=weight_bytes(d.draft.file, d.dense, d.is_cuda, d.draft.shared) if has_own_file else 0,
         draft_kv=draft_kv,
         draft_head=head_for_drafts(d),
@@ -312,6 +313,14 @@ def device_checkpoints(d: Description) -> int:
     if not d.settings.prefix_cache:
         return 0
     return d.settings.cache_device << 20 or d.settings.np * checkpoint_bytes(d.own.parts(), d.sizes)
+
+
+def start_bytes(d: Description) -> int:
+    """Bytes of states where short prompts end, with their logits: a few are enough for prompts that come again."""
+    own = checkpoint_bytes(d.own.parts(), d.sizes)
+    if not d.settings.prefix_cache or not own:
+        return 0
+    return min(MOST_STARTS, max(1, d.settings.np // 4)) * (own + 4 * d.own.n_vocab)
 
 
 def _workspace(d: Description) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from pyspec.constrain.constraint import Constraint
 from pyspec.errors import PyspecError, SlotError
 from pyspec.request import Delta, Done, Event, Failed, Finish, Progress, Request, Timings, TokenLogprob
 from pyspec.sample.sampler import SlotSampler
+from pyspec.slots.states import Saved
 from pyspec.slots.table import Slot
 from pyspec.text.stream import TextStream
 
@@ -31,6 +32,7 @@ class Job:
     prefill     what goes through the model before its first token: the prompt, and what an earlier life generated behind it
     constraint  its grammar, moved by committed tokens; None: any text
     flaw        why it can not begin
+    start       what it had where its prompt ended, to be filed when it is over
     """
 
     id: str
@@ -58,6 +60,7 @@ class Job:
     synthetic: bool = False
     constraint: Constraint | None = None
     flaw: PyspecError | None = None
+    start: Saved | None = None
 
     def __post_init__(self) -> None:
         resumed = self.request.resumed
@@ -149,7 +152,10 @@ class Job:
         """It sits in `slot`, with what the cache had of its prompt; `cuts` are where checkpoints are taken."""
         self.slot, self.cuts = slot, cuts
         if not self.n_suspended:  # else what the cache has of it is its own work
-            self.n_cached, self.started = slot.n_past, time.perf_counter()
+            self.started = time.perf_counter()
+            self.n_cached = min(
+                slot.n_past, self.n_prefill - 1
+            )  # others count the token behind which the first one is chosen
 
     def constrain(self, constraint: Constraint) -> None:
         """Keep to a grammar, behind what was generated already. Raises SlotError if that does not follow it."""

@@ -29,6 +29,7 @@ from pyspec.engine.describe import (
     device_checkpoints,
     head_for_drafts,
     plan_memory,
+    start_bytes,
 )
 from pyspec.engine.draft_head import make_head
 from pyspec.engine.loop import Loop
@@ -103,7 +104,7 @@ def build(d: Description, plan: MemoryPlan, ranks: Ranks | None = None) -> Loade
     attend_plan.reserve(d.device, attention_bytes(d))
     if d.settings.warm_up:
         with _timed("graphs and warm-up", d.device), gpu_lock(d.device):
-            warm_up(loop, d.tokenizer, d.n_overhang, plan.activations + device_checkpoints(d))
+            warm_up(loop, d.tokenizer, d.n_overhang, plan.activations + device_checkpoints(d) + start_bytes(d))
             if d.settings.check_tap_shift:
                 check_drafter(loop, d.tokenizer, d.template, d.n_overhang)
     probe.close()  # the child that checked kernels, and its memory on the GPU
@@ -132,7 +133,7 @@ def _loop(d: Description, target: Target, memory: Memory, table: SlotTable, draf
     if arena is not None and isinstance(drafter, GraphedDrafter):
         drafter.use_graphs(make_arena)
     host_bytes = min(s.cache_ram << 20, free_bytes(torch.device("cpu")) // 2) if s.prefix_cache else 0
-    states = StateStore(device_checkpoints(d), host_bytes)
+    states = StateStore(device_checkpoints(d), host_bytes, start_bytes(d))
     # graphs pad their batches, so what takes the same time is a bucket of theirs
     timer = Timer() if arena is None else Timer(lambda n_row: bucket_of(n_row) or bucket(n_row))
     chained, fixed = d.draft.needs.chained, s.n_draft_fixed

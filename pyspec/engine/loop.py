@@ -11,6 +11,8 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
+from torch import Tensor
+
 from pyspec.cuda.faults import Fault
 from pyspec.device.worker import Worker, is_device_error
 from pyspec.draft.drafter import Drafter
@@ -136,6 +138,20 @@ class Loop:
             self.committer.suspend(job)
             self.admission.update()  # the short one sits
             self.queue.put_back(job)
+        while self.admission.ready:
+            self._start(*self.admission.ready.pop(0))
+
+    def _start(self, job: Job, logits: Tensor) -> None:
+        """Choose a request's first token from what is kept of its prompt: there is nothing to run."""
+        mask = None if job.constraint is None else SpanMask(job.constraint, ())
+        try:
+            (chosen,) = choose(logits, [Span(job.sampler, 0, 1, (), mask)], synth=self.lookahead.synth)
+        except Exception as e:
+            if is_device_error(e):
+                raise
+            log.exception("request %s could not begin", job.id)
+            chosen = Chosen([], 0, error=SlotError(str(blamed(e))))
+        self.committer.start(job, chosen)
 
     def draft(self) -> dict[int, Sequence[int]]:
         """Drafts by slot."""

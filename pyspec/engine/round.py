@@ -69,7 +69,7 @@ def _verify(job: Job, drafts: Mapping[int, Sequence[int]]) -> Work:
     assert slot is not None and job.anchor is not None
     draft = job.sampler.usable(drafts.get(slot.index, ()))  # a wild id is never embedded
     if job.constraint is not None and draft:
-        draft = job.constraint.usable(draft)  # nor is a row spent on what its grammar refuses
+        draft = job.constraint.draftable(draft)  # nor is a row spent on what its grammar refuses
     tokens = [job.anchor, *draft]
     seq = Seq(slot.index, slot.n_past, tokens, keep=not draft, n_out=len(tokens), n_fold=slot.n_fold)
     return Work(job, slot, seq, draft)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from torch import Tensor
+
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import PartMemory
 from pyspec.slots.prefix import NO_HIT, Hit
@@ -34,8 +36,8 @@ class PrefixCache:
 
     def seat(
         self, slot: Slot, n_rows: int, prompt: Sequence[int], hit: Hit, paged: Iterable[PartMemory]
-    ) -> object | None:
-        """Seat a request with what `hit` has of its prompt; `paged` are all that have pages. Returns the drafter's share."""
+    ) -> Saved | None:
+        """Seat a request with what `hit` has of its prompt; `paged` are all that have pages. Returns what was kept there."""
         saved = hit.state.content if hit.state is not None else None
         if hit.state is not None:
             self.states.touch(hit.state)
@@ -45,7 +47,7 @@ class PrefixCache:
             self.memory.copy_page(list(paged), self.table.page_size, new, old)
         if isinstance(saved, Saved):
             self.memory.restore(slot.index, saved.checkpoint)
-            return saved.draft
+            return saved
         if self.memory.needs_state:
             self.memory.reset(slot.index)
         return None
@@ -68,6 +70,29 @@ class PrefixCache:
         saved = Saved(self.memory.checkpoint(slot.index, slot.n_past), draft)
         self._state_bytes = saved.n_bytes
         self.states.add(node, slot.n_past, saved)
+
+    def keep_start(self, slot: Slot, draft: object | None, logits: Tensor) -> Saved | None:
+        """What a slot has where its prompt ends, for its request to hold until `file_start`; None if there is no room.
+
+        logits  [1, vocab]  of the prompt's last token; copied
+        """
+        n_bytes = sum(t.numel() * t.element_size() for t in (*self.memory.saved_like(slot.n_past), logits))
+        if not self.states.reserve(n_bytes):
+            return None
+        return Saved(self.memory.checkpoint(slot.index, slot.n_past), draft, logits.clone())
+
+    def drop_start(self, saved: Saved) -> None:
+        """It will not be filed."""
+        self.states.give_back(saved.n_bytes)
+
+    def file_start(self, slot: Slot, saved: Saved) -> None:
+        """File a start at its place in the pages that its slot has filed."""
+        at = saved.checkpoint.n_past
+        node = next((node for node in slot.nodes if node.start < at <= node.end), None)
+        if node is not None and at not in node.states:
+            self.states.add_start(node, at, saved)
+        else:  # another request came by here
+            self.drop_start(saved)
 
     def check(self, *, now: bool = False) -> None:
         """Everything that is always true between rounds.

@@ -23,11 +23,15 @@ OTHER = 16  # tokens that are shown of a text that goes on otherwise
 
 @dataclass(eq=False, slots=True)
 class State:
-    """What a request needs beside the pages to go on from exactly `n_past` tokens. It hangs at the node of the last one."""
+    """What a request needs beside the pages to go on from exactly `n_past` tokens. It hangs at the node of the last one.
+
+    is_start  the last token's logits are in it: a prompt of exactly these tokens needs no forward
+    """
 
     node: Node
     n_past: int
     content: object
+    is_start: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -109,7 +113,7 @@ class PrefixTree:
     # -- finding -------------------------------------------------------------------------------------------------
 
     def find(self, prompt: Sequence[int], needs_state: bool) -> Hit:
-        """The longest prefix of `prompt`, without its last token, that can be gone on from.
+        """The longest prefix of `prompt`, without its last token unless what that gave is kept, that can be gone on from.
 
         With `needs_state` that is only where a state was kept; otherwise anywhere.
         """
@@ -120,6 +124,8 @@ class PrefixTree:
         tail = best[0] if best[1] else None
         last = tail or (whole[-1] if whole else self.root)
         other = _behind(last, best[1]) if n_match < len(prompt) - 1 else ()
+        if needs_state and (start := self._start(prompt)) is not None:
+            return start
         if not needs_state:
             return Hit(n_match, n_match, tuple(whole), tail, last.states.get(n_match), other)
         found = [s for node, m in partial for s in node.states.values() if s.n_past <= base + m]
@@ -132,6 +138,16 @@ class PrefixTree:
         state = max(found, key=lambda s: s.n_past)
         n_whole, rest = divmod(state.n_past, self.page_size)
         return Hit(state.n_past, n_match, tuple(whole[:n_whole]), state.node if rest else None, state, other)
+
+    def _start(self, prompt: Sequence[int]) -> Hit | None:
+        """All of a prompt, if what its last token gave is kept."""
+        n, (whole, partial) = len(prompt), self._match(prompt, len(prompt))
+        n_whole, rest = divmod(n, self.page_size)
+        if len(whole) != n_whole:
+            return None
+        near = [node for node, m in partial if m == rest] if rest else whole[-1:]
+        found = next((s for node in near if (s := node.states.get(n)) is not None and s.is_start), None)
+        return None if found is None else Hit(n, n, tuple(whole), found.node if rest else None, found)
 
     def _match(self, tokens: Sequence[int], n: int) -> tuple[list[Node], list[tuple[Node, int]]]:
         """Nodes whose whole pages are the beginning of tokens[:n]; what follows in part, with how many tokens."""

@@ -19,14 +19,19 @@ from pyspec.slots.prefix import Node, State
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """The content of a State: the target's checkpoint and what the drafter gave with it."""
+    """The content of a State: the target's checkpoint and what the drafter gave with it.
+
+    logits  [1, vocab]  of the last token, where a prompt ended with it
+    """
 
     checkpoint: Checkpoint
     draft: object | None
+    logits: Tensor | None = None
 
     @property
     def n_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in _tensors(self.checkpoint))
+        kept = _tensors(self.checkpoint) + ([] if self.logits is None else [self.logits])
+        return sum(t.numel() * t.element_size() for t in kept)
 
 
 def _tensors(x: Any) -> list[Tensor]:
@@ -50,12 +55,17 @@ def to_host(x: Any) -> Any:
 
 
 class StateStore:
-    """Every State there is, within two budgets in bytes; each a queue from the longest unused to the latest."""
+    """Every State there is, within two budgets in bytes; each a queue from the longest unused to the latest.
 
-    def __init__(self, device_bytes: int, host_bytes: int) -> None:
+    Starts, the states where short prompts end, have a third one, on the device: each request leaves one, and none is missed for long.
+    """
+
+    def __init__(self, device_bytes: int, host_bytes: int, start_bytes: int = 0) -> None:
         self.limits = (device_bytes, host_bytes)
         self.tiers: tuple[OrderedDict[State, int], OrderedDict[State, int]] = (OrderedDict(), OrderedDict())
         self.n_bytes = [0, 0]
+        self.starts: OrderedDict[State, int] = OrderedDict()
+        self.start_limit, self.n_start_bytes = start_bytes, 0  # those of requests that are under way count, too
 
     def __len__(self) -> int:
         return sum(map(len, self.tiers))
@@ -67,6 +77,25 @@ class StateStore:
             state = next(iter(device))
             self.lose(state)
             self._to_host(state)
+
+    def reserve(self, n_bytes: int) -> bool:
+        """Room for a start, which belongs to a request until that is over: starts put none but each other out."""
+        while self.starts and self.n_start_bytes + n_bytes > self.start_limit:
+            self.drop(next(iter(self.starts)))
+        if self.n_start_bytes + n_bytes > self.start_limit:
+            return False
+        self.n_start_bytes += n_bytes
+        return True
+
+    def give_back(self, n_bytes: int) -> None:
+        """What was reserved is not needed."""
+        self.n_start_bytes -= n_bytes
+
+    def add_start(self, node: Node, n_past: int, saved: Saved) -> None:
+        """Keep a start for which room was reserved."""
+        assert n_past not in node.states and node.start < n_past <= node.end
+        state = node.states[n_past] = State(node, n_past, saved, is_start=True)
+        self.starts[state] = saved.n_bytes
 
     def add(self, node: Node, n_past: int, saved: Saved) -> None:
         """Keep what was saved at exactly `n_past` tokens, whose last one is on the node's page."""
@@ -99,6 +128,8 @@ class StateStore:
         for tier in self.tiers:
             if state in tier:
                 tier.move_to_end(state)
+        if state in self.starts:
+            self.starts.move_to_end(state)
 
     def drop(self, state: State) -> None:
         """Forget a state; its page stays."""
@@ -107,11 +138,15 @@ class StateStore:
 
     def lose(self, state: State) -> None:
         """Count a state no more: its page is gone."""
+        self.n_start_bytes -= self.starts.pop(state, 0)
         for i, tier in enumerate(self.tiers):
             self.n_bytes[i] -= tier.pop(state, 0)
 
     def check(self, held: set[State]) -> None:
         """`held` are the states of the tree."""
-        assert held == {*self.tiers[0], *self.tiers[1]} and not self.tiers[0].keys() & self.tiers[1].keys()
+        assert (
+            held == {*self.tiers[0], *self.tiers[1], *self.starts} and not self.tiers[0].keys() & self.tiers[1].keys()
+        )
+        assert sum(self.starts.values()) <= self.n_start_bytes <= self.start_limit, "the bytes of starts are miscounted"
         for n_bytes, limit, tier in zip(self.n_bytes, self.limits, self.tiers, strict=True):
             assert n_bytes == sum(tier.values()) <= limit, "the bytes of states are miscounted"

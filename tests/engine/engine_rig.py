@@ -178,7 +178,7 @@ def fake_rig(
     table = SlotTable(np, n_page or -(-(ctx + extra) // page_size) * np, page_size)
     target = FakeTarget(table)
     n_draft = drafter.needs.n_draft if drafter is not None else 0
-    cache = PrefixCache(table, target.memory, StateStore(1 << 62, 0))
+    cache = PrefixCache(table, target.memory, StateStore(1 << 62, 0, 1 << 62))
     worker = Worker(target, target.memory, table, drafter, None)
     loop = Loop(worker, Controller(np, n_draft, fixed=True), cache, RowLimits(ubatch, ubatch), 64)
     info = EngineInfo(

@@ -182,6 +182,16 @@ def test_a_schema_is_drafted_from_what_texts_under_it_said(small: Rig) -> None:
     assert first.tokens == under(plain_rig(QWEN35), "regex", source).tokens
 
 
+def test_a_text_that_ends_where_no_end_is_allowed_ends_with_drafts_as_without(small: Rig) -> None:
+    """The last token is nobody's draft: behind it nothing may follow, and with `ignore_eos` not even an end."""
+    source = "[a-c]{4}(ok|no)"
+    want = under(plain_rig(QWEN35), "regex", source, GREEDY)
+    for _ in range(4):
+        h = under(small, "regex", source, GREEDY)
+        assert (h.tokens, h.finish, h.error) == (want.tokens, "stop", None)
+    assert h.timings.draft_n_accepted > 0
+
+
 def test_a_dead_end_ends_its_request_with_words_and_nobody_elses(small: Rig) -> None:
     other = small.submit((9, 9), 30)
     h = under(small, "lark", 'start: "go " ("deep" dead)\ndead: dead "x"')

@@ -138,7 +138,7 @@ def test_identical_prompts_at_once_and_the_same_again(kind: str, n: int) -> None
         exact, more = r.generate(whole[:-1], 12), r.generate(whole, 12)
     assert exact.tokens == cold_text(kind, whole[:-1], 12) and more.tokens == cold_text(kind, whole, 12)
     assert more.timings.cache_n == n + 11, "all that has rows; the last token is computed"
-    assert exact.timings.cache_n == (n + 10 if kind == "llama" else again.timings.cache_n)
+    assert exact.timings.cache_n == (n + 10 if kind == "llama" else n if n < 64 else again.timings.cache_n)
 
 
 def conversation(r: Rig, seed: int, **request: object) -> list[tuple[int, list[int]]]:
