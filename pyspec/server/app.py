@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 from pyspec.errors import NotFound, PyspecError, SwitchedOff, Unavailable
 from pyspec.server.api import views
 from pyspec.server.api.ask import Kind, as_read, count_tokens
+from pyspec.server.api.for_routers import router_routes
 from pyspec.server.api.generate import generation
 from pyspec.server.api.openapi import document
 from pyspec.server.api.out_of_scope import routes_not_here
@@ -112,6 +113,7 @@ def _routes(service: Service) -> list[BaseRoute]:
         *(Route(path, handler, methods=["GET"]) for path, handler in gets.items()),
         *(Route(path, handler, methods=["POST"]) for path, handler in posts.items()),
         Route("/v1/stream", stop_stream(service), methods=["DELETE"]),
+        *router_routes(service),
         *routes_not_here(),
     ]
 
@@ -173,7 +175,7 @@ def _slots(service: Service) -> Handler:
 
 
 def _metrics(service: Service) -> Handler:
-    collector = EngineCollector(service.engine.metrics, service.engine.slots)
+    collector = EngineCollector(service.engine.metrics, service.engine.slots, service.latencies)
 
     async def metrics(request: Request) -> Response:
         if not service.settings.metrics:

@@ -18,6 +18,7 @@ from functools import partial
 from pyspec.errors import PyspecError, QueueFull, Unavailable
 from pyspec.request import Delta, Done, Event, Failed, PromptLogprobs, Request
 from pyspec.server.engine import EngineLike
+from pyspec.server.latency import Latencies, RequestTimes
 
 log = logging.getLogger(__name__)
 
@@ -155,8 +156,11 @@ class Submission:
     no reason to refuse; only the first one must find room.
     """
 
-    def __init__(self, engine: EngineLike, limit: int, post: Post | None = None) -> None:
+    def __init__(
+        self, engine: EngineLike, limit: int, post: Post | None = None, latencies: Latencies | None = None
+    ) -> None:
         self._engine = engine
+        self._latencies = latencies or Latencies()
         self._inbox = Inbox(asyncio.get_running_loop(), limit, post)
         self._todo: deque[tuple[int, Request]] = deque()
         self._ids: dict[int, str] = {}
@@ -183,13 +187,17 @@ class Submission:
             if len(self._open) >= 2 * self._engine.info.n_slot:  # places of the queue are for others, too
                 return
             try:
-                self._ids[i] = self._engine.submit(request, partial(self._inbox.put, i))
+                self._ids[i] = self._engine.submit(request, partial(self._hear, i, self._latencies.request()))
             except QueueFull:
                 if self._open:
                     return
                 raise
             self._open.add(i)
             self._todo.popleft()
+
+    def _hear(self, choice: int, times: RequestTimes, event: Event) -> None:
+        times.see(event)
+        self._inbox.put(choice, event)
 
     async def batches(self, silence_s: float) -> AsyncGenerator[Batch, None]:
         """Events as they come, until every choice is done or failed; an empty batch after `silence_s` without any."""

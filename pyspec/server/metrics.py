@@ -14,6 +14,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
 from pyspec.request import Metrics, SlotInfo
+from pyspec.server.latency import Latencies
 
 # (attribute of Metrics, native name, llama-server's, vLLM's, what it counts); "" means: they have none
 COUNTERS = (
@@ -86,9 +87,12 @@ PEAK = b"# TYPE llamacpp:n_tokens_max %s\n"
 class EngineCollector(Collector):
     """Reads the engine once per scrape."""
 
-    def __init__(self, metrics: Callable[[], Metrics], slots: Callable[[], Sequence[SlotInfo]]) -> None:
+    def __init__(
+        self, metrics: Callable[[], Metrics], slots: Callable[[], Sequence[SlotInfo]], latencies: Latencies
+    ) -> None:
         self._metrics = metrics
         self._slots = slots
+        self._latencies = latencies
 
     def collect(self) -> Iterator[Metric]:
         m = self._metrics()
@@ -103,6 +107,7 @@ class EngineCollector(Collector):
                 yield _per_position(name, about, getattr(m, attribute))
         yield from self._ratios(m)
         yield from self._per_slot()
+        yield from self._latencies.metrics()
 
     def _ratios(self, m: Metrics) -> Iterator[Metric]:
         """Averages since start; llama-server gives the same names since its last scrape."""

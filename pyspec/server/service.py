@@ -20,6 +20,7 @@ from pyspec.server.bridge import Post, Submission
 from pyspec.server.engine import EngineLike
 from pyspec.server.http.body import Reading, read_body
 from pyspec.server.http.gate import key_of
+from pyspec.server.latency import Latencies
 from pyspec.server.resume import StreamSessions
 from pyspec.server.settings import ServerSettings
 
@@ -38,6 +39,7 @@ class Service:
         self.model = self.names[0]
         self.sessions = StreamSessions(settings)
         self.started = time.time()
+        self.latencies = Latencies()
         self.is_draining = False
         self._submissions: dict[Submission, asyncio.TimerHandle] = {}
         self.n_inside = 0
@@ -102,7 +104,10 @@ class Service:
         ask = replace(ask, requests=tuple(replace(request, client=client, group=group) for request in ask.requests))
         # an answer given whole is gathered in memory anyway; only a stream waits for its reader
         submission = Submission(
-            self.engine, self.settings.limits.stream_buffer if ask.stream else 1 << 62, self._one_post()
+            self.engine,
+            self.settings.limits.stream_buffer if ask.stream else 1 << 62,
+            self._one_post(),
+            self.latencies,
         )
         if sum(len(request.prompt) for request in ask.requests) < LONG_PROMPT:
             submission.submit(ask.requests)

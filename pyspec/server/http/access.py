@@ -15,7 +15,7 @@ from pyspec.ranges import printable
 
 log = logging.getLogger("pyspec.access")
 
-POLLED = frozenset({"/health", "/v1/health", "/ready", "/metrics", "/slots"})
+POLLED = frozenset({"/health", "/v1/health", "/ping", "/ready", "/metrics", "/slots"})
 """Paths that are asked all the time: told at debug level if they say yes, or not now."""
 MOST_LINES = 50  # a second; what is beyond is counted
 ID = re.compile(rb"[A-Za-z0-9._:-]{1,64}")

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pyspec.server.http.envelope import Refused, on_error
 from pyspec.server.settings import ServerSettings, is_loopback
 
-PUBLIC = frozenset({"/", "/health", "/v1/health", "/models", "/v1/models"})
+PUBLIC = frozenset({"/", "/health", "/v1/health", "/ping", "/models", "/v1/models"})
 LOCAL_ORIGIN = r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?"
 
 
