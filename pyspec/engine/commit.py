@@ -21,6 +21,7 @@ from pyspec.errors import PyspecError, SlotError, Unavailable
 from pyspec.request import Failed
 from pyspec.sample.choose import Chosen
 from pyspec.slots.cache import PrefixCache
+from pyspec.slots.states import Saved
 from pyspec.slots.table import Slot
 
 log = logging.getLogger(__name__)
@@ -215,9 +216,11 @@ class Committer:
     def _let_go_of_start(self, job: Job, slot: Slot | None) -> None:
         """Its start is filed behind the pages of `slot`, if there is one, or gone."""
         start, job.start = job.start, None
-        if start is not None and slot is not None:
+        if not isinstance(start, Saved):
+            return
+        if slot is not None:
             self.cache.file_start(slot, start)
-        elif start is not None:
+        else:
             self.cache.drop_start(start)
 
     def _start_drafts_anew(self) -> None:

@@ -11,7 +11,6 @@ from pyspec.constrain.constraint import Constraint
 from pyspec.errors import PyspecError, SlotError
 from pyspec.request import Delta, Done, Event, Failed, Finish, Progress, Request, Timings, TokenLogprob
 from pyspec.sample.sampler import SlotSampler
-from pyspec.slots.states import Saved
 from pyspec.slots.table import Slot
 from pyspec.text.stream import TextStream
 
@@ -60,7 +59,7 @@ class Job:
     synthetic: bool = False
     constraint: Constraint | None = None
     flaw: PyspecError | None = None
-    start: Saved | None = None
+    start: object | None = None
 
     def __post_init__(self) -> None:
         resumed = self.request.resumed
