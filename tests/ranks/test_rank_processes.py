@@ -132,3 +132,30 @@ def test_a_rank_that_can_not_start_ends_the_load(code: str, said: str, monkeypat
     with pytest.raises(DeviceError, match=said):
         EngineCore.load(LLAMA, EngineSettings(tp=2, **SETTINGS))
     assert time.monotonic() - began < SOON_S
+
+
+FAILS = """
+import sys
+import torch
+from pyspec.device.lead import Follower, RunForward
+obey, n = Follower.obey, 0
+def fails(self, command):
+    global n
+    n += isinstance(command, RunForward)
+    if n == 4:
+        raise torch.OutOfMemoryError("no memory is left for this rank")
+    obey(self, command)
+Follower.obey = fails
+from pyspec.engine.rank_child import main
+main(int(sys.argv[1]))
+"""
+
+
+def test_a_rank_that_has_no_memory_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Ranks.__init__, "__kwdefaults__", {"command": (sys.executable, "-c", FAILS)})
+    core = EngineCore.load(LLAMA, EngineSettings(tp=2, **SETTINGS))
+    asked = Asked(core, (1, 2, 3), 40)
+    assert asked.over.wait(SOON_S) and isinstance(asked.error, RankLost)
+    assert "rank 1 of 2: OutOfMemoryError: no memory is left for this rank" in str(asked.error)
+    assert len(asked.tokens) == 3 and not core.alive()
+    core.close()
