@@ -137,6 +137,8 @@ class Ranks:
     def wait(self) -> None:
         """Until all are loaded."""
         self._state.wait_for("loaded", LOAD_S)
+        if self._state.collective() is None:  # NCCL may look there again; whoever is killed later can not clean up
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def tell(self, command: object) -> None:
         """To every one of them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,14 @@ from engine_rig import DEMO, DEMO_DRAFT, FIXTURES, Rig, rig
 from known_texts import demo_prompts
 from rank_threads import RankRig
 
+from pyspec import synth
 from pyspec.config import EngineSettings
 from pyspec.device.lead import Command, Follower, RunForward
 from pyspec.engine.describe import describe, plan_memory
 from pyspec.errors import ModelError, NotSupported
 from pyspec.models.weights import cuts_of
 from pyspec.request import SamplingParams, SlotAction, SlotAnswer
+from pyspec.synth import dims
 
 N = 24
 MTP = {"spec_type": "mtp", "n_draft_max": 3}
@@ -157,6 +160,31 @@ def test_sampled_text_is_the_same_with_every_drafter() -> None:
             r.run()
             found.append([h.tokens for h in heard])
     assert found[0] == found[1] == found[2]
+
+
+WIDER = {
+    "qwen35": {"n_k_head": 4, "n_v_head": 8},
+    "qwen35moe": {"n_k_head": 4, "n_v_head": 4},
+    "nemotron_h_moe": {"groups": 4},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", WIDER)
+def test_four_ranks_divide_every_kind_of_layer(kind: str, tmp_path: Path) -> None:
+    """With two key heads of attention, which pairs of ranks share."""
+    tiny = replace(dims.TINY[kind], **WIDER[kind])
+    path = synth.write(tiny, tmp_path / "wide.gguf", quant="f32")
+    prompts = [[1, 7, 3], list(range(5, 40)), [9] * 12]
+
+    def run(r: Rig) -> list[list[int]]:
+        heard = [r.submit(prompt, N) for prompt in prompts]
+        r.run()
+        return [h.tokens for h in heard]
+
+    alone = run(rig(path, np=2, spec_type="mtp"))
+    with RankRig(path, 4, np=2, spec_type="mtp") as once, RankRig(path, 4, np=2, spec_type="mtp", padded=True) as ahead:
+        assert run(once) == run(ahead) == alone
 
 
 @pytest.mark.slow
