@@ -38,13 +38,13 @@ class ReasoningWord(click.ParamType[str]):
 
 def template_text(ctx: click.Context, option: click.Parameter, value: str) -> str:
     """A template given by name or as text."""
-    from pyspec.text.template import CHATML
+    from pyspec.text.named_templates import NAMED
 
-    if value == "chatml":
-        return CHATML
+    if value in NAMED:
+        return NAMED[value]
     if value and "{{" not in value and "{%" not in value:
         raise click.BadParameter(
-            f"{value[:40]!r} is neither chatml nor the text of a template; --chat-template-file takes a file",
+            f"{value[:40]!r} is neither a template's text nor one of {', '.join(NAMED)}; --chat-template-file takes a file",
             ctx,
             option,
         )
@@ -70,7 +70,7 @@ CHAT_OPTIONS = [
         default="",
         metavar="NAME|TEXT",
         callback=template_text,
-        help="Chat template in place of the file's: chatml, or a template's text.",
+        help="Chat template in place of the file's: a name (chatml, llama3, gemma ...), or a text.",
     ),
     _chats(
         "--chat-template-file",
