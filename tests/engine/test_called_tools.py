@@ -37,6 +37,10 @@ WRITTEN = {
     "hermes": '<tool_call>\n{"name": "weather", "arguments": {"days": 3, "unit": "c"}}\n</tool_call>',
     "qwen3_coder": "<tool_call>\n<function=weather>\n<parameter=days>\n3\n</parameter>\n<parameter=unit>\nc\n</parameter>\n</function>\n"
     "</tool_call>",
+    "glm45": "<tool_call>weather\n<arg_key>days</arg_key>\n<arg_value>3</arg_value>\n<arg_key>unit</arg_key>\n<arg_value>c</arg_value>\n"
+    "</tool_call>",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+    '{"days": 3, "unit": "c"}<|tool_call_end|><|tool_calls_section_end|>',
     "llama3_json": '{"name": "weather", "parameters": {"days": 3, "unit": "c"}}',
     "deepseek_v3": f"<{B}tool▁calls▁begin{B}><{B}tool▁call▁begin{B}>weather<{B}tool▁sep{B}>"
     f'{{"days": 3, "unit": "c"}}<{B}tool▁call▁end{B}><{B}tool▁calls▁end{B}>',

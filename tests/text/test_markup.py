@@ -188,6 +188,43 @@ CASES: dict[str, tuple[AnswerMarkup, str, list[Part]]] = {
         '{"name": "nobody", "parameters": {}} {"name": "write", "parameters": {}}',
         [Content('{"name": "nobody", "parameters": {}} {"name": "write", "parameters": {}}')],
     ),
+    "glm45, all types": (
+        markup("glm45"),
+        'Sure.\n<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>New\nYork "x\\</arg_value>\n<arg_key>days</arg_key>\n'
+        '<arg_value>3</arg_value>\n<arg_key>where</arg_key>\n<arg_value>{"a": [1]}</arg_value>\n</tool_call>\n<tool_call>write\n</tool_call>',
+        [
+            Content("Sure."),
+            *call(0, "weather", {"city": 'New\nYork "x\\', "days": 3, "where": {"a": [1]}}),
+            *call(1, "write", "{}"),
+        ],
+    ),
+    "glm45, without line ends, and marks in a value": (
+        markup("glm45"),
+        "<tool_call>write<arg_key>text</arg_key><arg_value></tool_call> </arg_value> é</arg_value></tool_call> done",
+        [*call(0, "write", {"text": "</tool_call> </arg_value> é"}), Content("done")],
+    ),
+    "glm45, no calls": (
+        markup("glm45"),
+        'Write <tool_call> two words, <tool_call>{"name": 1}</tool_call> or <tool_call>write',
+        [Content('Write <tool_call> two words, <tool_call>{"name": 1}</tool_call> or <tool_call>write')],
+    ),
+    "glm45, cut off in a value": (
+        markup("glm45"),
+        "<tool_call>write\n<arg_key>text</arg_key>\n<arg_value>\nabc\n</param",
+        [CallBegin(0, "id0", "write"), CallArguments(0, '{"text": "\\nabc\\n</param')],
+    ),
+    "kimi_k2, two calls": (
+        markup("kimi_k2"),
+        "I look.<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>"
+        '{"city": "<|tool_call_end|>"}<|tool_call_end|>\n<|tool_call_begin|>write<|tool_call_argument_begin|>{}<|tool_call_end|>'
+        "<|tool_calls_section_end|>",
+        [Content("I look."), *call(0, "weather", {"city": "<|tool_call_end|>"}), *call(1, "write", "{}")],
+    ),
+    "kimi_k2, no calls": (
+        markup("kimi_k2"),
+        "a <|tool_calls_section_begin|> b <|tool_call_begin|>no name<|tool_call_argument_begin|>",
+        [Content("a <|tool_calls_section_begin|> b <|tool_call_begin|>no name<|tool_call_argument_begin|>")],
+    ),
     "reasoning, opened in the prompt": (
         markup("hermes", think=True, is_open=True),
         '\nSo <tool_call>{"name": "write"} …\n</think>\n\nHi <think> there\n',
@@ -270,6 +307,10 @@ HOSTILE = {
     "think marks": "<think>" * 4_000,
     "bars": f"<{BARS}tool▁calls▁begin{BARS}><{BARS}tool▁call▁begin{BARS}>" * 600,
     "invocations": f'<{BARS}DSML{BARS}tool_calls><{BARS}DSML{BARS}invoke name="' * 600,
+    "pairs": "<tool_call>a<arg_key>" * 600
+    + "<tool_call>write<arg_key>text</arg_key><arg_value>"
+    + "</arg_value>\n" * 2_000,
+    "sections": "<|tool_calls_section_begin|><|tool_call_begin|>" * 600,
     "bare objects": '{"name": "write", "parameters": ' * 800,
 }
 
@@ -292,3 +333,18 @@ def test_a_call_with_many_spaces_is_cut_alike() -> None:
         text = "a" + " " * n + "<tool_call>" + " " * n + '{"name": "write"}' + " " * n + "</tool_call>" + "\n" * n + "b"
         assert parse(markup("hermes"), [text]) == parse(markup("hermes"), list(text)), n
         assert parse(markup("qwen3_coder"), [text]) == parse(markup("qwen3_coder"), list(text)), n
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("<tool_call>{function-name}\n<arg_key>{arg-key-1}</arg_key>\n<arg_value>{arg-value-1}</arg_value></tool_call> arguments", "glm45"),
+        ("<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>{{ arguments }}", "kimi_k2"),
+        ('<tool_call>{"name": ..., "arguments": ...}</tool_call>', "hermes"),
+        ("<tool_call>arguments <arg_key> </tool_call>", None),
+        ("{{ messages }}", None),
+    ],
+)  # fmt: skip
+def test_a_template_tells_its_dialect(template: str, name: str | None) -> None:
+    found = dialects.recognised(template)
+    assert (found and found.name) == name

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from pyspec.text.markup import deepseek, dsml, hermes, llama3, qwen_xml
+from pyspec.text.markup import deepseek, dsml, glm, hermes, kimi, llama3, qwen_xml
 from pyspec.text.markup.call_grammar import CallRules, Lark, Schema
 from pyspec.text.markup.parts import AnswerParser, Content, Part
 from pyspec.text.markup.reader import AnswerReader, MarkupParser, Steps, Tools
@@ -62,6 +62,21 @@ DIALECTS: tuple[Dialect, ...] = (  # the first whose signs a template has is tak
         (deepseek.OPEN,),
     ),
     Dialect(
+        "kimi_k2",
+        kimi.machine,
+        kimi.rules,
+        (kimi.OPEN, kimi.CLOSE, kimi.CALL, kimi.SEP, kimi.END_CALL),
+        (kimi.CALL, kimi.SEP),
+    ),
+    Dialect(
+        "glm45",
+        glm.machine,
+        glm.rules,
+        (glm.OPEN, glm.CLOSE, glm.KEY, glm.END_KEY, glm.VALUE, glm.END_VALUE),
+        (glm.OPEN, glm.KEY, glm.VALUE),
+        is_bare=True,
+    ),
+    Dialect(
         "qwen3_coder",
         qwen_xml.machine,
         qwen_xml.rules,
@@ -81,7 +96,7 @@ DIALECTS: tuple[Dialect, ...] = (  # the first whose signs a template has is tak
         as_schema=llama3.as_schema,
     ),
 )
-NOT_HERMES = ("<arg_key>", "minimax")  # GLM and MiniMax write other things into the same marks
+NOT_HERMES = ("<arg_key>", "minimax")  # GLM's kin and MiniMax write other things into the same marks
 ALIASES = {
     "qwen3_xml": "qwen3_coder",
     "nemotron": "qwen3_coder",
@@ -90,6 +105,8 @@ ALIASES = {
     "deepseek_v4": "deepseek_v32",
     "qwen": "hermes",
     "llama3": "llama3_json",
+    "glm46": "glm45",
+    "kimi": "kimi_k2",
 }
 """Other servers' names, and models whose calls look like another's."""
 

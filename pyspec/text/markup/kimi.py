@@ -1,0 +1,66 @@
+"""Kimi K2: calls in a section of control marks; each has an id that holds its name, and its arguments as JSON."""
+
+from __future__ import annotations
+
+import re
+from contextlib import suppress
+
+from pyspec.text.markup.between_marks import read_answer
+from pyspec.text.markup.call_grammar import CallRules, Lark, either, literal, repeated, row
+from pyspec.text.markup.json_text import NotJson, read_value
+from pyspec.text.markup.reader import AnswerReader, Steps, Tools
+
+OPEN, CLOSE = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+CALL, SEP, END_CALL = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+PREFIX = "functions."
+NAME_CHARS = 256
+
+_ID = re.compile(r"\s*(?:functions\.)?(?P<name>[^\s:]+)(?::\d+)?\s*")
+
+
+def machine(reader: AnswerReader, tools: Tools, *, trims_start: bool) -> Steps[None]:
+    yield from read_answer(reader, (OPEN, CALL), _calls, trims_start=trims_start)
+
+
+def _calls(reader: AnswerReader, mark: str) -> Steps[str]:
+    text = mark
+    if mark == OPEN:
+        text += yield from reader.take_spaces()
+        if not (yield from reader.take_mark(CALL)):
+            return text
+        text += CALL
+    while True:
+        id_, found = yield from reader.take_until(SEP, most=NAME_CHARS)
+        match = _ID.fullmatch(id_)
+        if not found or match is None:
+            return text + id_ + found
+        reader.begin_call(match["name"])
+        yield from _arguments(reader)
+        yield from reader.take_spaces()
+        if not (yield from reader.take_mark(CALL)):
+            yield from reader.take_mark(CLOSE)
+            return ""
+        text = CALL
+
+
+def _arguments(reader: AnswerReader) -> Steps[None]:
+    yield from reader.take_spaces()
+    if (yield from reader.peek()) != "{":
+        reader.arguments("{}")
+    else:
+        with suppress(NotJson):  # what was read of it is told
+            yield from read_value(reader, reader.arguments)
+    yield from reader.until((END_CALL,), _ignore)
+
+
+def _ignore(text: str) -> None:
+    pass
+
+
+def rules(lark: Lark, tools: Tools, *, is_single: bool) -> CallRules:
+    options = [
+        row(literal(f"{PREFIX}{name}:"), "/[0-9]{1,4}/", literal(SEP), lark.json(schema))
+        for name, schema in tools.items()
+    ]
+    call = lark.rule(row(literal(CALL), either(options), literal(END_CALL)))
+    return CallRules(OPEN, row(repeated(call, "SPACE?", is_single=is_single), literal(CLOSE)))
