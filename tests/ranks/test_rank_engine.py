@@ -80,7 +80,7 @@ def test_states_that_go_here_go_there(shared: RankRig) -> None:
     follower, states = shared.ranks.followers[1], shared.loop.cache.states
     for prompt, _ in demo_prompts()[:3]:
         shared.generate(prompt, 3)
-    held = list(states.tiers[0]) + list(states.tiers[1])
+    held = [*states.tiers[0], *states.tiers[1], *states.starts]
     assert len(held) >= 3
     shared.ranks.settle()
     numbers = {s.content.checkpoint.elsewhere.number for s in held}
@@ -91,7 +91,7 @@ def test_states_that_go_here_go_there(shared: RankRig) -> None:
     gc.collect()
     shared.generate(demo_prompts()[5][0], 3)  # whatever is told next says that they went
     shared.ranks.settle()
-    alive = {s.content.checkpoint.elsewhere.number for tier in states.tiers for s in tier}
+    alive = {s.content.checkpoint.elsewhere.number for tier in (*states.tiers, states.starts) for s in tier}
     assert follower._kept.keys() == alive and not alive & numbers
 
 
