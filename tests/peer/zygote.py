@@ -74,6 +74,8 @@ def ask(path: str, args: list[str]) -> int:
     """What the shim does: have a server started, and live as long as it."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(path)
+        # told to end: the server goes first, or the next one would find its port taken
+        signal.signal(signal.SIGTERM, lambda *_: connection.shutdown(socket.SHUT_WR))
         asked = {"args": args, "env": dict(os.environ), "cwd": os.getcwd()}
         socket.send_fds(connection, [json.dumps(asked).encode()], [1, 2])
         code = connection.recv(1)
