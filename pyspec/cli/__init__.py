@@ -6,11 +6,14 @@ their exit code here, and only here.
 
 from __future__ import annotations
 
+import errno
 from importlib import import_module
+from typing import Any
 
 import click
 
 from pyspec import __version__
+from pyspec.cli import streams
 from pyspec.errors import PyspecError
 
 COMMANDS = {
@@ -66,9 +69,16 @@ class Commands(click.Group):
             near = get_close_matches(args[0], COMMANDS, 1)
             raise click.UsageError(f"{e.message}{f' Did you mean {near[0]!r}?' if near else ''}", ctx) from e
 
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        streams.fill_in()
+        return super().main(*args, **kwargs)
+
     def invoke(self, ctx: click.Context) -> object:
         try:
-            return super().invoke(ctx)
+            found = super().invoke(ctx)
+            if (lost := streams.flush()) is not None:
+                raise lost
+            return found
         except PyspecError as e:
             if ctx.meta.get("pyspec.verbose"):
                 raise
@@ -77,6 +87,14 @@ class Commands(click.Group):
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             ctx.exit(INTERRUPTED)
+        except OSError as e:
+            if (
+                not streams.is_lost(e) or e.errno == errno.EPIPE
+            ):  # whoever reads a pipe has read enough: click's to say nothing
+                raise
+            streams.flush()
+            click.echo(f"Error: cannot write to stdout: {(e.strerror or str(e)).lower()}", err=True)
+            ctx.exit(1)
 
 
 def show_traceback(ctx: click.Context, param: click.Parameter, value: bool) -> None:

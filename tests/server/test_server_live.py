@@ -76,8 +76,8 @@ def test_the_openai_client_lists_models(client: openai.OpenAI) -> None:
 
 
 def test_errors_become_the_openai_clients_own(client: openai.OpenAI, engine: FakeEngine) -> None:
-    with pytest.raises(openai.BadRequestError, match="temperature"):
-        client.chat.completions.create(model="a", messages=MESSAGES, temperature=-1)
+    with pytest.raises(openai.BadRequestError, match="top_p"):
+        client.chat.completions.create(model="a", messages=MESSAGES, top_p=7)
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("other")
     engine.n_queue = 0
