@@ -81,6 +81,22 @@ def test_idle_connections_make_room_for_new_ones(serve: Serve) -> None:
         sock.close()
 
 
+def test_who_opens_many_connections_loses_his_own(serve: Serve) -> None:
+    live = serve(Limits(connections=8, header_read_s=30))
+    address = ("127.0.0.1", live.port)
+    try:
+        patient = socket.create_connection(address, timeout=10, source_address=("127.0.0.2", 0))
+    except OSError:
+        pytest.skip("127.0.0.2 is no address here")
+    with patient:
+        hungry = [connect(live) for _ in range(30)]
+        assert httpx.get(f"{live.url}/health").status_code == 200  # behind all of them
+        patient.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        assert received(patient).startswith(b"HTTP/1.1 200")
+    for sock in hungry:
+        sock.close()
+
+
 def test_busy_connections_are_not_closed_for_new_ones(serve: Serve, engine: FakeEngine) -> None:
     engine.script = Script(text="x" * 40, width=1, round_s=0.02)
     live = serve(Limits(connections=8, header_read_s=30))

@@ -1,7 +1,7 @@
 """Connections: how many there are, and how long one may take to say what it wants.
 
 uvicorn has no limit for the time of headers, and a listener without file descriptors is no server. So a connection that does not send its
-headers in time is closed, and where no more fit, the one that has been idle for longest makes room.
+headers in time is closed, and where no more fit, one that is idle makes room: of the client with the most, the one idle for longest.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -47,12 +48,13 @@ class Connections:
         self.open: dict[GuardedProtocol, None] = {}
 
     def enter(self, new: GuardedProtocol) -> bool:
-        """Count a connection. Where there is no room the one that is idle for longest is closed; False if none is idle."""
+        """Count a connection. Where there is no room, an idle one of whoever has the most is closed; False if none is idle."""
         if len(self.open) >= self.most:
-            idle = next((other for other in self.open if other.is_idle), None)
-            if idle is None:
+            idle = [other for other in self.open if other.is_idle]
+            if not idle:
                 return False
-            idle.drop()
+            held = Counter(other.host for other in self.open)
+            max(idle, key=lambda other: held[other.host]).drop()  # the first of them, which is idle for longest
         self.open[new] = None
         return True
 
@@ -76,6 +78,11 @@ class GuardedProtocol(H11Protocol):
         self._header_timer: asyncio.TimerHandle | None = None
         self._probe_timer: asyncio.TimerHandle | None = None
         self._is_half_closed = False
+
+    @property
+    def host(self) -> str:
+        """Whose it is: an address; one for all where they come through a unix socket."""
+        return self.client[0] if self.client else ""
 
     @property
     def is_idle(self) -> bool:
