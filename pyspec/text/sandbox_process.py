@@ -21,6 +21,7 @@ START_S = 20.0
 SHARE = 0.8  # of its time that a process must have had to be too slow
 ANSWER_BYTES = 52 << 20  # JSON writes a character in up to 12 bytes
 WRITE_BYTES = 1 << 16
+STALLED = "stalled"  # in an answer that failed and may not be the question's fault
 
 
 class SandboxProcess:
@@ -45,7 +46,7 @@ class SandboxProcess:
         self._end: weakref.finalize | None = None
 
     def ask(self, line: bytes, seconds: float) -> dict[str, str]:
-        """Its answer to a line; {"failed": why} also when it went over its time or died of its memory.
+        """Its answer to a line; {"failed": why} also when it went over its time or died of its memory, and STALLED beside it if it did nothing.
 
         A process that had run before may have been stopped or ended by others: it is lost, and a new one is asked once.
         """
@@ -105,8 +106,10 @@ class SandboxProcess:
             left = deadline - time.monotonic()
             if left <= 0:
                 last, used = used, self._cpu_s()
-                if used - began >= SHARE * seconds or used <= last:
+                if used - began >= SHARE * seconds:
                     return self._lost(f"takes longer than {seconds:g} s")
+                if used <= last:  # it is not the question that it waits for
+                    return self._lost(f"takes longer than {seconds:g} s") | {STALLED: "its process gets no time"}
                 deadline = time.monotonic() + seconds
                 continue
             if len(answer) > ANSWER_BYTES:

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 
-from pyspec.errors import BadTemplate, RequestError
+from pyspec.errors import BadTemplate, RequestError, Unavailable
 from pyspec.gguf.fields import Fields, encodable
 from pyspec.ranges import printable
 from pyspec.text.hidden import Hidden
-from pyspec.text.sandbox_process import SandboxProcess
+from pyspec.text.sandbox_process import STALLED, SandboxProcess
 from pyspec.text.tokenizer import Tokenizer
 
 CHATML = (
@@ -166,6 +166,8 @@ class ChatTemplate:
             raise RequestError(f"the template's arguments can not be passed on: {e}") from e
         if "refused" in answer:
             raise RequestError(f"the chat template refuses the messages: {printable(answer['refused'], SAID_CHARS)}")
+        if STALLED in answer:
+            raise Unavailable(f"the chat template could not be asked: {answer[STALLED]}; try again")
         if "failed" in answer:
             raise RequestError(f"the chat template {printable(answer['failed'], SAID_CHARS)}")
         return encodable(answer["text"])  # a template can write half a surrogate pair

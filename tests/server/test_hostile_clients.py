@@ -20,10 +20,12 @@ from server_live import Live, wait_for
 from starlette.testclient import TestClient
 
 from pyspec.cli.logs import RateLimit
+from pyspec.errors import Unavailable
 from pyspec.server.api.anthropic import MessagesBody
 from pyspec.server.api.schema import Body, ChatBody, DetokenizeBody
 from pyspec.server.app import create_app
 from pyspec.server.settings import Limits, ServerSettings
+from pyspec.text.sandbox_process import STALLED
 from pyspec.text.template import ChatTemplate
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -307,6 +309,19 @@ def test_a_sandbox_that_was_stopped_costs_nobody_a_request() -> None:
         assert template._renderer.process.pid != process.pid
     finally:
         os.kill(template._renderer.process.pid, signal.SIGKILL)
+
+
+def test_a_sandbox_that_gets_no_time_is_nobodys_fault() -> None:
+    template = ChatTemplate("{{ messages[0]['content'] }}")
+    box, asked = template._renderer._box, [{"role": "user", "content": "one"}]
+    template.render(asked)
+    assert box.process is not None
+    os.kill(box.process.pid, signal.SIGSTOP)
+    answer = box._exchange(b"{}\n", 0.2)
+    assert STALLED in answer and "failed" in answer
+    box.ask = lambda line, seconds: answer  # type: ignore[method-assign]
+    with pytest.raises(Unavailable, match="try again"):
+        template.render(asked)
 
 
 @pytest.mark.parametrize(
