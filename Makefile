@@ -22,7 +22,7 @@ lint: $(VENV)/.installed-test
 check: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
-# The lowest versions that pyproject.toml promises, in a second environment. Where the index has no torch 2.8 for CPUs, pip takes that
+# The lowest versions that pyproject.toml promises, in a second environment. Where the index has no torch 2.11 for CPUs, pip takes that
 # with CUDA, which is gigabytes; LOWEST names another file of constraints.
 LOWEST ?= constraints-lowest.txt
 test-lowest: .venv-lowest/.installed

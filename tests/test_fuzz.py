@@ -20,6 +20,7 @@ def fuzzed(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=env)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", few([30, 400], 30))
 def test_files_with_one_wrong_field_load_or_are_refused_in_one_line(number: int) -> None:
     done = fuzzed("--number", str(number))

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import bench_host
 
 
-@pytest.mark.sampled(most=2)
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("kind", bench_host.KINDS)
 def test_a_few_rounds_are_timed(kind: str, tmp_path: Path) -> None:
     line = bench_host.run(kind, 2, tmp_path, cold=0, n_round=3, repeats=1)

@@ -159,6 +159,7 @@ def test_a_text_that_is_not_utf8_is_refused(tmp_path: Path):
     assert code == 2 and "byte 3" in err
 
 
+@pytest.mark.slow
 def test_the_demo_streams_compares_and_ends_well():
     code, out, err = invoke("demo", "-np", "2", "-r", "1")
     assert (code, err) == (0, "")

@@ -110,6 +110,7 @@ def test_what_is_no_number_or_far_off_is_refused(command: str, option: click.Opt
         assert any(flag in error for flag in option.opts) and "\n" not in error, f"{value!r}: {error}"
 
 
+@pytest.mark.sampled(most=100)
 @pytest.mark.parametrize(("command", "option"), OPTIONS)
 def test_a_strange_value_is_accepted_or_refused_in_one_line(command: str, option: click.Option) -> None:
     for value in (*NEVER, *PERHAPS):

@@ -284,6 +284,7 @@ class Rounds:
         self.busy.discard(i)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", few(range(4), 0))
 def test_context_that_was_put_off_drafts_the_same(files: tuple[Path, Path], seed: int) -> None:
     """Random acceptance, silences, joins, leaves and failed rounds, with and without putting off."""

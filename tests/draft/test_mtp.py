@@ -148,6 +148,7 @@ def test_silent_slots_catch_up_together() -> None:
     assert all(h.over for h in heard)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("most_waiting", [1, 2, 3])
 def test_rows_that_come_along_right_after_a_draft_are_exact(most_waiting: int) -> None:

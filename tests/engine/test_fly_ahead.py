@@ -132,6 +132,7 @@ def test_drafts_ahead_that_are_often_right(path: Path, np: int, flown: list[InFl
     assert sum(h.timings.draft_n_accepted for h in heard) > 60
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
 @pytest.mark.parametrize("drafts", [False, True])
@@ -275,6 +276,7 @@ def test_what_a_request_leaves_is_gone_on_from(path: Path, flown: list[InFlight]
     assert len(flown) > 50
 
 
+@pytest.mark.slow
 def test_prefixes_are_reused_as_ever(flown: list[InFlight]) -> None:
     names = [n for n in dir(reuse) if n.startswith("test_") and reuse.__dict__[n].__code__.co_argcount == 0]
     for name in names:
@@ -331,7 +333,7 @@ def test_a_banned_best_token_sends_only_its_own_request_back(flown: list[InFligh
     assert any(flight.off for flight in flown) and not all(flight.off for flight in flown)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_texts_under_grammars_fly_ahead_where_they_do_not_draft(

@@ -146,6 +146,7 @@ def test_eight_streams_go_on_when_their_engine_is(plants: Plants, disaster: str)
         assert counts.tokens_replayed >= sum(len(ear.request.prompt) + 10 for ear in ears)
 
 
+@pytest.mark.slow
 def test_a_text_survives_many_engines(plants: Plants) -> None:
     with start(plants) as (engine, supervisor):
         ear = Ear(engine, n=1500)

@@ -132,6 +132,7 @@ def test_no_token_is_lost_or_repeated_when_the_engine_suffers(
     record_property("pause_s", max(s.gap for s in streams))
 
 
+@pytest.mark.slow
 def test_the_parent_of_an_isolated_engine_has_no_torch() -> None:
     code = f"""
 import sys

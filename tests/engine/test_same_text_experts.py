@@ -17,7 +17,7 @@ def model(request: pytest.FixtureRequest) -> Path:
     return FIXTURES / f"{request.param}.gguf"
 
 
-@pytest.mark.sampled(1, most=2)
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("np", [1, 2, 4, 8])
 @pytest.mark.parametrize("n_draft", [1, 2, 3])
 def test_same_text_with_staggered_joins(model: Path, n_draft: int, np: int) -> None:

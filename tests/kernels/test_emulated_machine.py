@@ -225,6 +225,7 @@ def test_a_machine_that_stopped_in_the_middle_runs_again() -> None:
     test_barriers_order_what_warps_do()
 
 
+@pytest.mark.slow
 def test_blocks_that_wait_for_each_other_must_be_resident_together() -> None:
     body = """
       if (threadIdx.x == 0) {

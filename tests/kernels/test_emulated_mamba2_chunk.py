@@ -113,6 +113,7 @@ LENGTHS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("capability", LENGTHS)
 def test_lengths_around_the_ends_of_chunks_follow_the_reference(capability: tuple[int, int]) -> None:

@@ -110,6 +110,7 @@ def test_activations_are_cut_at_the_limit(type: GGMLType, limit: float) -> None:
         assert "differ" in str(moe_cuda.check(uncut, moe_ref.bind(spec), spec, n_rows=(1,)))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("type", few(CHUNKS, GGMLType.Q5_K, GGMLType.NVFP4))
 def test_experts_of_every_type_are_the_references(type: GGMLType) -> None:
@@ -328,6 +329,7 @@ def spread(n_row: int, n_used: int, n_expert: int) -> tuple[Tensor, Tensor]:
 Q4_K = GGMLType.Q4_K
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize(("type", "round"), [(GGMLType.Q5_K, as_f16), (Q4_K, as_whole)])
 def test_rows_whose_outputs_cancel_are_off_by_rounding_alone(

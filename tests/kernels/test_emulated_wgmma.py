@@ -105,6 +105,7 @@ def test_epilogues_equal_the_reference(epilogue: Epilogue, limit: float) -> None
             assert off(product(spec, packed, x, residual), want) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize(("n_out", "n_in", "n_cta"), [(24, 640, 4), (530, 256, 2), (530, 256, 5), (264, 512, 7)])
 def test_bits_do_not_depend_on_who_arrives_when(n_out: int, n_in: int, n_cta: int) -> None:

@@ -44,6 +44,7 @@ def test_every_type_and_epilogue_compiles_for_hopper(type: GGMLType, epilogue: E
     assert code.resources["linear"].spill_bytes == 0
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("type", few(CHUNKS, GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.NVFP4))
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])

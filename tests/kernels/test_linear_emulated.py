@@ -60,6 +60,7 @@ def wide_product(spec: LinearSpec, packed: Packed, x: Tensor, residual: Tensor |
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("type", TYPES)

@@ -18,6 +18,7 @@ pytest.importorskip("cuda.core")
 SUPER, NANO, PUZZLE = (Mamba2Shape(h, 64, 8, n, 4) for h, n in ((128, 128), (64, 128), (128, 96)))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("arch", jit.ARCHS)
 def test_kernels_compile_without_spills_and_leave_room_for_the_blocks_they_count_on(arch: str) -> None:

@@ -47,6 +47,7 @@ def compiles(
         assert found.spill_bytes == 0 and found.registers * 32 * GROUPS * (n - fewer) <= 65536, (next, n)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize(("pairs", "listed"), BUILDS)
 @pytest.mark.parametrize("arch", ARCHS)
@@ -55,6 +56,7 @@ def test_products_compile_for_every_architecture(arch: str, pairs: int, listed: 
     compiles(GGMLType.Q6_K, arch, pairs, NONE, False, listed)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("type", few(CHUNKS, GGMLType.Q8_0, GGMLType.NVFP4))
 def test_products_compile_for_every_type(type: GGMLType) -> None:
@@ -85,6 +87,7 @@ def test_lists_and_routes_compile_for_every_architecture(arch: str) -> None:
         assert found["moe_scores"].registers <= 128 and found["moe_choose"].registers <= 40
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_activations_that_are_cut_compile_for_every_architecture(arch: str) -> None:
     """MXFP4, in every build of gates and ups."""

@@ -64,6 +64,7 @@ def test_every_bad_implementation_is_refused_with_its_reason(children: list[int]
     assert fresh(probe_fakes.only_bad).chosen(SPEC).name == "torch"
 
 
+@pytest.mark.slow
 def test_a_verdict_is_asked_for_once(children: list[int]) -> None:
     op = planted(probe_fakes.wrong, probe_fakes.raising, probe_fakes.right, name="twice")
     fresh(op).chosen(SPEC)
@@ -200,6 +201,7 @@ def test_sources_of_an_op_are_its_modules_and_kernels() -> None:
     assert {"linear", "linear_sm90", "rows"} <= set(seen) and "gdn" not in seen
 
 
+@pytest.mark.slow
 def test_a_child_is_soon_there() -> None:
     """It imports torch, the op and little else; the server, numba or the tokenizers would cost seconds."""
     code = (

@@ -13,6 +13,7 @@ from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_rows_compile_everywhere(arch: str) -> None:

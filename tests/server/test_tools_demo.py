@@ -53,6 +53,7 @@ def without_ids(value: dict[str, Any]) -> dict[str, Any]:
     return value | {"tool_calls": [call | {"id": ""} for call in value.get("tool_calls", ())]}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(most=1)
 def test_a_required_call_fits_its_schema_behind_reasoning_that_the_budget_ends(apps: list[App]) -> None:
     found = [message(app, CALL) for app in apps]
