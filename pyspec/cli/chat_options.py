@@ -25,7 +25,7 @@ class ChatOptions:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-class ReasoningWord(click.ParamType[str]):
+class ReasoningWord(click.ParamType):
     """on, off or auto, in llama-server's spellings, too."""
 
     name = "on|off|auto"

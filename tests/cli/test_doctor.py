@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -54,7 +55,8 @@ def test_the_doctors_json_says_what_its_table_says(tmp_path: Path) -> None:
     assert all(f["choice"] != "cuda" for f in about["ops"])
     assert all(f["refused"][0]["impl"] in ("cuda", "library") for f in about["ops"] if f["refused"])
     gdn = next(f for f in about["ops"] if f["op"] == "gdn")
-    assert (gdn["choice"], gdn["own"]) == ("numba", True)
+    has_numba = find_spec("numba") is not None  # of the extra `cpu`
+    assert (gdn["choice"], gdn["own"]) == (("numba", True) if has_numba else ("torch", False))
 
 
 def test_with_a_model_its_own_shapes_are_looked_at() -> None:

@@ -73,8 +73,8 @@ def foreign_host(scope: Scope, settings: ServerSettings) -> Refused | None:
     somebody typed. With keys it does not matter: such a page has none.
     """
     server = scope.get("server")
-    if settings.api_keys or not all(map(is_loopback, settings.hosts)) or (server is not None and server[1] is None):
-        return None  # no page comes over a unix socket
+    if settings.api_keys or not all(map(is_loopback, settings.hosts)) or server is None or server[1] is None:
+        return None  # no page comes over a unix socket; uvicorn before 0.35 tells no address for one
     host = Headers(scope=scope).get("host", "")
     name = re.sub(r":\d+$", "", host).strip("[]")
     known = {origin.split("://", 1)[-1] for origin in settings.cors_origins}
