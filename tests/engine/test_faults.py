@@ -47,8 +47,7 @@ def tripping(r: Rig, op: str, slot: int, after: int) -> None:
             return out
         r.loop.target.forward = forward  # type: ignore[method-assign]
         last_row = batch.starts[at + 1] - 1
-        places = {"gdn": slot, "mamba2": slot, "attend": at, "ahead": at, "rope_kv": last_row, "embed": last_row}
-        trip(op, places[op])
+        trip(op, slot if op in faults.BY_SLOT else last_row if op in faults.BY_ROW else at)
         for layer in r.loop.memory.states.values():
             for t in layer.tensors():
                 t[slot] = NAN
