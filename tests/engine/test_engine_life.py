@@ -118,7 +118,7 @@ def test_closing_tells_running_waiting_and_just_arrived_requests() -> None:
 @pytest.mark.parametrize("broken", [RuntimeError("CUDA error: gone\nat 0x0"), DeviceError("gone")])
 def test_a_lost_device_ends_all_requests_and_refuses_new_ones(broken: Exception) -> None:
     engine, ears = failing(broken, LONG)
-    wait_for(lambda: not engine.alive())
+    wait_for(lambda: not engine.alive() and all(ear.over for ear in ears))
     for ear in ears:
         assert isinstance(ear.last, Failed) and isinstance(ear.last.error, DeviceError)
         assert "\n" not in str(ear.last.error)
