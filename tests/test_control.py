@@ -83,7 +83,7 @@ def best_constant(acceptance: list[float], **machine: object) -> tuple[float, in
     return max(rates)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(most=4)
 @pytest.mark.parametrize("busy", [1, 8])
 @pytest.mark.parametrize("acceptance", [0.2, 0.5, 0.8, 0.95])
 @pytest.mark.parametrize(
@@ -139,6 +139,7 @@ def warmed(**machine: object) -> Machine:
     return m
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("busy", [1, 4, 8])
 @pytest.mark.parametrize("chained", [False, True])
@@ -329,7 +330,7 @@ def test_a_large_model_on_a_gpu_is_never_slowed_though_requests_come_and_go(n_sl
     assert served(n_slot, chance, 1500) > least
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(most=10)
 @pytest.mark.parametrize("model", EXPERTS)
 @pytest.mark.parametrize("n_slot", [1, 8])
 @pytest.mark.parametrize("chance", [0.0, 0.1, 0.167, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9])

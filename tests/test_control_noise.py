@@ -80,7 +80,7 @@ class Start:
         return self.ms / (10 * self.tokens) - 1
 
 
-@pytest.mark.sampled(most=3)
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("inflated", [0.0, 0.3, 0.6, 0.9])
 @pytest.mark.parametrize("quiet", [0, 50, 10**9])
 def test_the_first_answers_of_a_fresh_engine_draft(inflated: float, quiet: int) -> None:
@@ -93,6 +93,7 @@ def test_the_first_answers_of_a_fresh_engine_draft(inflated: float, quiet: int) 
     assert sorted(steady)[90] <= 4, "and nine engines of ten draft in most rounds by the fifth"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("draft_ms", [30.0, 60.0, 120.0])
 @pytest.mark.parametrize("inflated", [0.0, 0.5, 0.9])
@@ -105,7 +106,7 @@ def test_drafts_that_are_truly_dear_stop(draft_ms: float, inflated: float) -> No
         assert sum(drafted for drafted, _ in late) <= 8, "1 in 200 rounds"
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("acceptance", [0.0, 0.1, 0.3])
 @pytest.mark.parametrize("inflated", [0.0, 0.5, 0.9])
 @pytest.mark.parametrize("chained", [False, True])

@@ -41,6 +41,7 @@ def test_a_regression_is_exit_code_1_after_the_report(tmp_path: Path):
     ElementTree.fromstring(page.read_text(encoding="utf-8").removeprefix("<!DOCTYPE html>\n"))
 
 
+@pytest.mark.slow
 def test_synthetic_acceptance_is_marked_and_held():
     result = bench("-npl", "1", "-o", "json", "--spec-synth-len", "3", "--spec-fixed", "--random-prompts", "-n", "60")
     report = json.loads(result.stdout)

@@ -30,6 +30,7 @@ def overwrite_taps(r: Rig) -> None:
     r.loop.worker.forward = run  # type: ignore[assignment]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("is_ahead", [False, True])
 def test_a_second_chained_head_drafts_what_mtp_drafts_from_the_same_states(

@@ -445,6 +445,7 @@ def test_uncertain_drafts_are_cut(files: tuple[Path, Path]) -> None:
     assert cut == whole[: int((sure < drafter.p_min).nonzero()[0])]
 
 
+@pytest.mark.slow
 def test_shifted_taps_are_noticed_at_load(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,6 +171,7 @@ def test_an_unknown_kind_is_refused_with_those_there_are() -> None:
 # -- the text --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("head", ["q4_0", "iq4_nl"])
 @pytest.mark.parametrize("weights", ["dense", "packed"])

@@ -51,6 +51,7 @@ def test_the_example_is_short() -> None:
     assert len((OWN / "own_drafter.py").read_text().splitlines()) < 60
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("n_slot", [1, 3])
 def test_the_example_drafts_and_the_text_is_that_of_plain_decoding(own: Path, n_slot: int) -> None:

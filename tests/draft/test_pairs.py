@@ -149,6 +149,7 @@ def test_a_sidecar_of_another_model_is_refused(tmp_path: Path) -> None:
         pair(deep)
 
 
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize(
     ("asked", "got", "note"), [(0, 7, ""), (3, 3, ""), (7, 7, ""), (12, 7, "12 lowered to 7 (block 8)")]
 )

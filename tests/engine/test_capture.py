@@ -20,6 +20,7 @@ from pyspec.slots.arena import BUCKETS, Arena, bucket_of
 from pyspec.synth import write
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("kind", ["dflash", "mtp"])
 def test_capturing_leaves_no_trace(tmp_path, kind) -> None:
@@ -59,6 +60,7 @@ def test_every_batch_a_round_can_have_finds_its_graph(n_slot, width) -> None:
     assert {n_row for n_row, _ in graph_shapes(n_slot, width, False)} == {b for b in BUCKETS if b <= n_slot * width}
 
 
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize(("kind", "np"), [("dflash", 1), ("dflash", 5), ("dflash", 8), ("dflash", 33), ("mtp", 5)])
 def test_the_plan_has_the_rows_of_all_graphs(tmp_path, monkeypatch, kind, np) -> None:
     target = write("qwen35", tmp_path / "t.gguf", quant="f32", tiny=True)

@@ -224,6 +224,7 @@ def test_logprobs_are_the_models_own(small: Rig) -> None:
     assert h.finish == "stop" and h.text and set(h.text) <= set("ab")
 
 
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize("params", [ENDING, replace(SAMPLED, top_k=0, top_p=1.0), replace(SAMPLED, top_n_sigma=2.0), replace(SAMPLED, repeat_penalty=1.3),
                                     replace(ENDING, repeat_penalty=1.3)], ids=["greedy", "full", "stepwise", "penalties", "edited"])  # fmt: skip
 def test_what_is_resumed_goes_on_in_its_place_of_the_grammar(small: Rig, params: SamplingParams) -> None:

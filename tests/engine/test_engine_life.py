@@ -128,6 +128,7 @@ def test_a_lost_device_ends_all_requests_and_refuses_new_ones(broken: Exception)
     engine.close()
 
 
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize(
     "broken", [ZeroDivisionError("a bug\nof ours"), AssertionError(), torch.OutOfMemoryError("full")]
 )
@@ -144,6 +145,7 @@ def test_a_bug_ends_the_rounds_requests_and_the_next_ones_run(broken: Exception)
     engine.close()
 
 
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize("part", ["draft", "observe", "begin", "checkpoint", "end"])
 def test_a_drafters_bug_costs_drafts_and_no_text(part: str) -> None:
     with start() as cold:

@@ -70,7 +70,7 @@ def flown(monkeypatch: pytest.MonkeyPatch) -> list[InFlight]:
     return flights
 
 
-@pytest.mark.sampled(1, most=2)
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize(
     ("kind", "np"), [("none", 1), ("none", 3), ("mtp", 2), ("mtp", 8), ("dflash", 3), ("fickle-hybrid", 4)]
 )
@@ -200,6 +200,7 @@ def test_synthetic_acceptance_is_the_same_ahead(kind: str, flown: list[InFlight]
     assert [tokens[:28] for tokens in found[0]] == [tokens[:28] for tokens in found[1]] and len(flown) > 15
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("kind", ["mtp", "dflash", "fickle-hybrid"])
 def test_a_drafter_hears_of_rounds_that_were_ahead(kind: str, flown: list[InFlight]) -> None:
     """Silent for a while, by the request; then the same slots draft, from a context that has these rounds."""
@@ -254,6 +255,7 @@ def test_drafts_are_those_of_rounds_that_wait(
     assert len(both) > 8 and sum(flight.launched.tokens is not None for flight in flown) > (0 if turns else 10)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
 def test_what_a_request_leaves_is_gone_on_from(path: Path, flown: list[InFlight]) -> None:
@@ -284,6 +286,7 @@ def test_prefixes_are_reused_as_ever(flown: list[InFlight]) -> None:
     assert flown and names
 
 
+@pytest.mark.slow
 def test_cancels_at_any_moment_leave_the_others_their_text(flown: list[InFlight]) -> None:
     path = QWEN35
     texts = list(known_texts(path).items())
@@ -368,7 +371,7 @@ def test_texts_under_grammars_fly_ahead_where_they_do_not_draft(
     assert texts(r) == want, "and what they left is gone on from"
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_a_token_that_is_best_in_spite_of_its_bias_is_gone_on_from(

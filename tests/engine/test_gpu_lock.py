@@ -77,7 +77,7 @@ def test_a_listener_may_wait_for_another_engine(model: Path, monkeypatch: pytest
 
         def listen(event: Event) -> None:
             if isinstance(event, Delta) and not said:
-                said.append(b.generate([4, 5], max_tokens=8).tokens)
+                said.append(b.generate([4, 5], max_tokens=8, ignore_eos=True).tokens)
                 over.set()
 
         a.submit(a.request([1, 2, 3], max_tokens=20), listen)

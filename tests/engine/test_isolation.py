@@ -110,7 +110,7 @@ def failing(r: Rig, slot: int, after: int, break_it: str) -> None:
     r.loop.target.forward = bad  # type: ignore[method-assign]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("break_it", ["nan", "inf", "refuse"])
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
 @pytest.mark.parametrize("after", [1, 6])

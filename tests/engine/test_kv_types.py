@@ -50,6 +50,7 @@ def texts(path: Path, kv_type: str) -> dict[tuple[int, ...], list[int]]:
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("np", [1, 4])
 @pytest.mark.parametrize("kv_type", TYPES)
@@ -70,6 +71,7 @@ def test_speculation_leaves_the_text_as_it_is(kind: str, kv_type: str, np: int) 
         assert sum(h.timings.draft_n_accepted for h in heard) > 0.3 * sum(h.timings.draft_n for h in heard)
 
 
+@pytest.mark.slow
 def test_few_bits_change_logits_by_little() -> None:
     """And do change them: a cache that kept f32 would pass all other tests."""
     prompt, answer = demo_prompts()[0]
@@ -109,6 +111,7 @@ def test_a_page_that_is_gone_on_from_is_copied_with_its_scales() -> None:
             assert plane[old].any() and torch.equal(plane[old], plane[new])
 
 
+@pytest.mark.sampled(most=3)
 @pytest.mark.parametrize("kv_type", ["f16", *TYPES])
 @pytest.mark.parametrize("kind", ["mtp", "dflash-demo"])
 def test_the_memory_plan_has_the_bytes_that_are_taken(kind: str, kv_type: str) -> None:

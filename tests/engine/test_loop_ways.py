@@ -104,6 +104,7 @@ def test_sixty_four_slots_draft_in_rounds_of_more_rows_than_graphs_hold(kind: st
     assert max(sizes) > BUCKETS[-1]
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("kind", ["none", "mtp", "dflash"])
 def test_the_plain_loop_gives_the_same_text_and_never_looks_ahead(kind: str) -> None:
     texts = list(known_texts(tiny("qwen35")).items())[:4]

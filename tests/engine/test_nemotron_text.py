@@ -12,6 +12,7 @@ from pyspec.request import Started
 MODEL = FIXTURES / "nemotron_latent.gguf"
 
 
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize("np", [1, 2, 4, 8])
 def test_same_text_with_n_grams(np: int) -> None:
     r = rig(MODEL, np=np, ubatch=40, spec_type="ngram", ngram_match=1, n_draft_fixed=True)
@@ -36,6 +37,7 @@ def test_other_kinds_give_the_same_text(name: str) -> None:
     assert [h.tokens for h in heard] == list(texts.values())
 
 
+@pytest.mark.slow
 def test_two_hundred_refused_rounds_leave_no_trace() -> None:
     """S6: random drafts, all rolled back, against no speculation."""
     prompt = next(iter(known_texts(MODEL)))

@@ -120,7 +120,7 @@ def test_two_slots_go_on_from_one_place_and_part_and_a_third_finds_it_as_it_was(
     assert shared == 1, "five whole pages are there once"
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [5, 16, 17, 66, 90])
 def test_identical_prompts_at_once_and_the_same_again(kind: str, n: int) -> None:
@@ -213,7 +213,7 @@ class Random(Fickle):
         return self.rng.choices(range(256), k=ask.n_draft)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=2)
 @pytest.mark.parametrize("drafter", ["oracle", "random", "mtp"])
 @pytest.mark.parametrize("rounds", [0, 1, 2, 3, 7])
 def test_a_state_is_of_committed_tokens_only(drafter: str, rounds: int) -> None:
@@ -247,6 +247,7 @@ def test_a_state_is_of_committed_tokens_only(drafter: str, rounds: int) -> None:
     assert again.timings.cache_n == n_past
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("kind", ["mtp", "nemotron", "dflash"])
 def test_the_drafter_s_rows_come_with_the_pages(kind: str) -> None:
     """Whole pages shared, the middle of one copied: at the end all rows are those of a cold start."""
@@ -283,6 +284,7 @@ def test_an_end_token_inside_an_accepted_draft_gets_no_row(n_draft: int) -> None
     assert ended > 10
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pool", [0, 13])
@@ -399,7 +401,7 @@ def test_the_end_of_the_context_leaves_a_place_to_go_on_from() -> None:
     assert again.timings.cache_n == 64 and again.tokens == [h.tokens[-1]]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("np", [1, 2, 5])
 @pytest.mark.parametrize("drafter", [Oracle, Liar, Fickle])
 def test_any_traffic_with_the_cache_gives_each_its_own_text(np: int, drafter: type[Oracle]) -> None:

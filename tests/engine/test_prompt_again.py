@@ -40,7 +40,7 @@ def ask(r: Rig, prompt: list[int], said: dict[str, object]) -> tuple[object, ...
     return h.tokens, h.text, h.finish, h.timings.cache_n
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("kind", sorted(MAKERS))
 def test_every_way_to_ask_again_gives_the_text_of_a_cold_engine(

@@ -35,6 +35,7 @@ def wanted() -> torch.Tensor:
     return torch.from_numpy(compute_logits(QWEN35, PROMPT, device="cpu")).double().log_softmax(-1)
 
 
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize("settings", [{}, {"ubatch": 9, "batch": 9}, {"spec_type": "none"}, {"spec_type": "ngram"}])
 def test_prompt_tokens_are_as_likely_as_in_one_forward(settings: dict[str, object], wanted: torch.Tensor) -> None:
     r = rig(QWEN35, np=3, page_size=16, **settings)

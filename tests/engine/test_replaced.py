@@ -185,6 +185,7 @@ def test_a_request_that_ends_the_engine_three_times_fails_and_the_others_live(pl
         assert supervisor.n_restart == 3 and engine.metrics().requests_failed == 1
 
 
+@pytest.mark.slow
 def test_nobody_is_blamed_for_engines_that_were_killed_from_outside(plants: Plants) -> None:
     with start(plants) as (engine, supervisor):
         ear = Ear(engine, n=900)
@@ -224,6 +225,7 @@ def test_requests_are_cancelled_while_there_is_no_engine(plants: Plants) -> None
         engine.cancel("never was")
 
 
+@pytest.mark.slow
 def test_an_engine_that_can_not_be_loaded_again_fails_all_and_is_tried_again(plants: Plants) -> None:
     with start(plants) as (engine, supervisor):
         ears = eight(engine)
@@ -241,6 +243,7 @@ def test_an_engine_that_can_not_be_loaded_again_fails_all_and_is_tried_again(pla
         Ear(engine).check()
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize(
     ("load", "why"),
     [("refuse too little memory", "too little memory"), ("exit 3", "while it was loading: exit status 3")],

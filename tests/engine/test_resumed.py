@@ -129,6 +129,7 @@ def test_a_listener_hears_nothing_twice(engine: Engine) -> None:
     assert told == list(whole.tokens[5:]) and collect(events).n_predicted == len(whole.tokens)
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("kind", ["none", "mtp", "ngram"])
 def test_texts_of_recurrent_models_go_on_with_every_drafter(kind: str) -> None:
     drafts = {} if kind == "none" else {"n_draft_max": 3, "n_draft_fixed": True}

@@ -33,6 +33,7 @@ def test_same_text_with_staggered_joins(model: Path, n_draft: int, np: int) -> N
     assert sum(h.timings.draft_n for h in heard) > 100
 
 
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize("kind", ["liar", "oracle", "fickle"])
 def test_same_text_when_none_all_or_some_is_accepted(model: Path, kind: str) -> None:
     r = rig_for(model, FAKES[kind](5, text=partial(continuation, model)), np=3, ubatch=24)
@@ -44,6 +45,7 @@ def test_same_text_when_none_all_or_some_is_accepted(model: Path, kind: str) -> 
     assert {"liar": accepted == 0, "oracle": accepted > 0.9 * drafted, "fickle": 0 < accepted < drafted}[kind]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(most=1)
 def test_cancels_and_reused_slots_leave_the_others_their_text(model: Path) -> None:
     r = rig(model, np=3, ubatch=24, spec_type="mtp", n_draft_max=3, n_draft_fixed=True)
@@ -65,6 +67,7 @@ def test_packed_experts_give_the_same_text(model: Path) -> None:
     assert plain_rig(model, weights="packed").generate(prompt, N_TEXT).tokens == text
 
 
+@pytest.mark.sampled(most=1)
 def test_a_seed_gives_its_text_with_drafts_and_without(model: Path) -> None:
     prompt = list(known_texts(model))[1]
     params = replace(GREEDY, temperature=0.8, seed=3)

@@ -30,6 +30,7 @@ def assert_own_text(heard: Heard, n: int) -> None:
     assert heard.tokens == text_after(heard.request.prompt, n), heard.job.id
 
 
+@pytest.mark.sampled(most=14)
 @pytest.mark.parametrize("np", [1, 2, 4, 8])
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_text_with_staggered_joins(kind: str, np: int) -> None:

@@ -25,7 +25,7 @@ MAKERS = {
 }
 
 
-@pytest.mark.sampled(most=2)
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("ahead", [False, True], ids=["plain", "ahead"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, MIROSTAT], ids=["greedy", "sampled", "mirostat"])
 @pytest.mark.parametrize("kind", MAKERS)

@@ -14,6 +14,7 @@ pytest.importorskip("cuda.core")
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_embeddings_compile_for_every_architecture(arch: str) -> None:
     for type in embed_cuda.TYPES:

@@ -16,6 +16,7 @@ pytestmark = needs_compiler
 SPEC = AheadSpec(CPU)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", few(range(3), 0))
 def test_accept_and_move_do_what_the_reference_does(seed: int) -> None:
     with emulated_gpu(seed=seed):

@@ -62,6 +62,7 @@ SOME = (
 )
 
 
+@pytest.mark.sampled(most=5)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", few(CASES, *SOME))
 def test_every_row_is_the_references_and_padding_comes_out_as_zeros(name: str, seed: int) -> None:
@@ -92,6 +93,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(name: str) -> None:
                 assert torch.equal(out[start + first : start + first + n], alone), (name, i, first)
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.float8_e4m3fn])
 def test_ranges_and_splits_as_items_give_the_same_bits(dtype: torch.dtype) -> None:
     case = Case(4, 1, 64, dtype, [(1200, 2), (1500, 2)], 16)
@@ -104,6 +106,7 @@ def test_ranges_and_splits_as_items_give_the_same_bits(dtype: torch.dtype) -> No
     assert torch.equal(*found)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("name", ["ragged", "q8_0", "f8"])
 @pytest.mark.parametrize("arch", [(8, 0), (8, 6), (12, 0)])

@@ -28,6 +28,7 @@ def test_older_gpus_find_the_same() -> None:
         assert best_cuda.check(best_cuda.bind(SPEC), TorchBest(), SPEC, ((13, 4101),)) is None
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("n_vocab", [20_480, 20_479, 20_483])
 def test_of_equal_logits_in_all_parts_the_first_is_found_in_every_order(n_vocab: int) -> None:
     """Each row has one more of the largest than the row before, the lowest ones last; the threads of a part share some."""

@@ -18,6 +18,7 @@ from pyspec.gguf import GGMLType
 pytestmark = [needs_compiler, pytest.mark.sampled(1)]
 
 
+@pytest.mark.sampled(most=4)
 @pytest.mark.parametrize("type", embed_cuda.TYPES)
 @pytest.mark.parametrize("n_in", [256, 1280])
 def test_rows_of_any_bytes_have_the_reference_s_bits(type: GGMLType, n_in: int) -> None:

@@ -117,6 +117,7 @@ def test_ragged_rounds_follow_the_reference(heads: tuple[int, int], columns: int
     follow(ROUNDS, heads, (9, 0), seed, columns=columns, chunked=gdn_cuda.NEVER)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("heads", "capability"), [((1, 2), (9, 0)), ((2, 2), (8, 6))])
@@ -178,6 +179,8 @@ def run_way(widths: list[int], accepts: list[int], columns: int, neighbours: boo
     return layer.state[1], torch.cat(outs)
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("fold", [1, 3, WIDTH])
 def test_folding_alone_gives_the_bits_of_folding_before_rows(fold: int) -> None:
     shape, gen = shape_of(2, 4), torch.Generator().manual_seed(4)
@@ -201,6 +204,7 @@ def test_folding_alone_gives_the_bits_of_folding_before_rows(fold: int) -> None:
         assert faults.record(CPU).tolist() == [0] * 5
 
 
+@pytest.mark.slow
 def test_states_and_outputs_do_not_depend_on_how_tokens_came_nor_on_neighbours_to_the_bit() -> None:
     state, out = run_way([], [], 2, False, 0)
     assert state.isfinite().all() and state.norm() > 0
@@ -311,6 +315,7 @@ def test_rows_prepared_on_the_way_have_the_bits_of_outputs_prepared_alone(
         assert faults.record(CPU).tolist() == [0] * 5
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize(("capability", "chunked"), [((8, 6), gdn_cuda.NEVER), ((9, 0), 20)])
 def test_without_clusters_and_with_chunks_rows_are_prepared_alone(capability: tuple[int, int], chunked: int) -> None:
     shape, gen = shape_of(1, 2), torch.Generator().manual_seed(12)

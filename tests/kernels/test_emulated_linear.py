@@ -58,6 +58,7 @@ def off(got: Tensor, want: Tensor) -> float:
     return float((got.double() - want.double()).norm() / want.double().norm())
 
 
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("type", TYPES)
@@ -70,6 +71,7 @@ def test_products_equal_exact_sums_of_rounded_rows(type: GGMLType, way: str, see
         assert off(product(spec, packed, x), linear_ref.rounded(x) @ unpack(packed).double().T) < 3e-6
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(
@@ -86,6 +88,7 @@ def test_epilogues_equal_the_reference(epilogue: Epilogue, limit: float, way: st
         assert off(product(spec, packed, x, residual, SHAPES[1]), want) < 1e-3
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("n_in", [32, 96])
 def test_columns_that_fill_no_chunk_add_nothing(n_in: int, way: str) -> None:
@@ -96,6 +99,7 @@ def test_columns_that_fill_no_chunk_add_nothing(n_in: int, way: str) -> None:
             assert off(product(spec, packed, x), linear_ref.rounded(x) @ unpack(packed).double().T) < 3e-6
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("way", WAYS)
 def test_bits_depend_neither_on_the_build_nor_on_neighbours_nor_on_the_order(way: str) -> None:
     spec = LinearSpec(CPU, GGMLType.Q8_0, 530, 320)
@@ -109,6 +113,7 @@ def test_bits_depend_neither_on_the_build_nor_on_neighbours_nor_on_the_order(way
         assert torch.equal(other[:n], found[0][:n])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_tile_cut_among_many_has_the_same_bits_in_many_orders(way: str) -> None:
@@ -120,6 +125,7 @@ def test_a_tile_cut_among_many_has_the_same_bits_in_many_orders(way: str) -> Non
     assert all(torch.equal(other, found[0]) for other in found[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_launcher_takes_many_rows_in_passes_of_the_shapes_that_fit(way: str) -> None:

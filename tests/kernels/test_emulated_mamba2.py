@@ -45,6 +45,7 @@ def rows_of(n: int, shape: Mamba2Shape, seed: int = 0) -> tuple[Tensor, Tensor]:
     return m, dt
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize(("shape", "columns"), [(s, c) for s in SHAPES for c in mamba2_cuda.columns_of(s)])
 def test_mamba2_passes_the_ops_check(shape: Mamba2Shape, columns: int) -> None:
@@ -54,6 +55,7 @@ def test_mamba2_passes_the_ops_check(shape: Mamba2Shape, columns: int) -> None:
     assert not faults.record(CPU).any()
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("columns", mamba2_cuda.COLUMNS)
 def test_a_state_is_bit_equal_however_its_tokens_came(columns: int) -> None:
     p, (m, dt), results = make_params(SHAPE, torch.Generator().manual_seed(1), CPU), rows_of(78, SHAPE), []

@@ -97,7 +97,7 @@ def follow(
     return worst
 
 
-@pytest.mark.sampled(most=2)
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", SHAPES)
 def test_chunked_prompts_follow_the_reference(name: str, seed: int) -> None:
@@ -162,6 +162,7 @@ HOSTILE = (
 )
 
 
+@pytest.mark.sampled(most=3)
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_chunked_prompts_follow_the_reference_on_hostile_rows(kind: str) -> None:
     shape, seqs = Mamba2Shape(4, 64, 2, 64, 4), [seq(1, 270, True), seq(3, 66, True)]
@@ -176,6 +177,7 @@ def test_chunked_prompts_follow_the_reference_on_hostile_rows(kind: str) -> None
     assert max(off) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_chunked_prompt_does_not_depend_on_its_neighbours_nor_on_the_order_to_the_bit() -> None:
     """Alone, its state is cut into blocks of 32 rows on this GPU."""
     gen, p, found = torch.Generator().manual_seed(8), make_params(SHAPE, torch.Generator().manual_seed(1), CPU), []

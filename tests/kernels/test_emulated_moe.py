@@ -47,6 +47,7 @@ def test_sums_of_a_row_are_the_references_bit_by_bit(
     assert torch.equal(out, moe_ref.combine(y, weights, Added(residual, shared, gate)))
 
 
+@pytest.mark.slow
 def test_experts_norm_their_rows_and_add_what_else_there_is() -> None:
     spec, gen = MoeSpec(CPU, 3, 64, 96, "swiglu", Q8_0, Q8_0), torch.Generator().manual_seed(8)
     stacks, norm = packed(spec, 6), Norm(1 + 0.1 * torch.randn(64, generator=gen), 1e-6)
@@ -98,6 +99,7 @@ def test_experts_are_the_references(act: str, up: GGMLType, down: GGMLType, piec
         assert moe_cuda.check(moe_cuda.bind(spec), moe_ref.bind(spec), spec, n_rows=(1, 9, 40)) is None
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize(("type", "limit"), [(Q8_0, 10.0), (GGMLType.Q4_K, 0.5)])
 def test_activations_are_cut_at_the_limit(type: GGMLType, limit: float) -> None:

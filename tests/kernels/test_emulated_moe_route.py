@@ -52,6 +52,7 @@ def test_of_equal_logits_the_lower_index_is_chosen() -> None:
     assert got.ids.tolist() == [[1, 2, 4, 5], [0, 1, 2, 3], [39, 0, 1, 2]]
 
 
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize("n_expert", [5, 32, 100, 256, 512])
 @pytest.mark.parametrize("router", ["softmax", "sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize("biased", [False, True])
@@ -89,6 +90,7 @@ def test_given_experts_are_weighed_and_not_chosen(router: str) -> None:
     assert torch.equal(got.ids, ids) and torch.allclose(got.weights, weights, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_logits_that_are_no_numbers_choose_experts_that_exist() -> None:
     logits = torch.zeros(5, 40)
     logits[0, 3], logits[1] = torch.nan, torch.nan

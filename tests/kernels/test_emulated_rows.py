@@ -51,6 +51,7 @@ def test_row_major_rows_equal_the_reference(n_in: int, kind: PrepKind, seed: int
         assert check(rows_cuda.WideRows(CPU, n_in), rows.reference.bind(spec), spec) is None
 
 
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", list(PrepKind))
 @pytest.mark.parametrize("n_in", [384, 2688])
@@ -69,6 +70,7 @@ def test_blocks_hold_the_same_values_and_their_sums(n_in: int, kind: PrepKind, s
     assert blocks[:, 5:].isnan().all() and got.blocks[n_block * 8 * 32 :].isnan().all()
 
 
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", [PrepKind.PLAIN, PrepKind.NORM, PrepKind.GLU, PrepKind.GROUPS, PrepKind.RELU2])
 @pytest.mark.parametrize("n_in", [384, 2688])
@@ -102,6 +104,7 @@ def test_whole_numbers_are_none_where_64_columns_have_none(bad: float) -> None:
     assert (values.view(3, 5, 64)[others] - x.view(3, 5, 64)[others]).abs().amax() < 1e-4
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("kind", [PrepKind.PLAIN, PrepKind.NORM, PrepKind.GLU])
 @pytest.mark.parametrize("n_in", [320, 2688])
@@ -115,6 +118,7 @@ def test_rows_for_warpgroup_products_stand_where_the_torch_function_puts_them(
     assert torch.equal(got.blocks[: want.numel()].view_as(want)[:, :37], want[:, :37])
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("n_in", [32, 384, 2688])
 def test_what_is_below_zero_is_dropped_and_the_rest_squared(n_in: int, seed: int) -> None:
@@ -205,7 +209,7 @@ def test_the_finish_of_wide_rows_scales_and_adds(n: int) -> None:
                 assert torch.allclose(wide.finish(y.clone(), p, r), want, rtol=1e-6)
 
 
-@pytest.mark.sampled(most=2)
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(
     ("n_q", "n_kv", "dim", "n_rot", "neox", "gated", "norm"),

@@ -27,6 +27,7 @@ def test_kernels_compile_without_spills_and_leave_room_for_the_blocks_they_count
         assert max(rows) * gdn_cuda.THREADS * gdn_cuda.blocks_for(arch, columns) <= 65536, found
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("arch", jit.ARCHS)
 def test_kernels_of_prompts_compile_without_spills_and_leave_room_for_two_blocks(arch: str) -> None:

@@ -73,6 +73,7 @@ def test_codes_in_the_padding_are_never_used(type: GGMLType, way: str) -> None:
         assert off(product(spec, packed, x), linear_ref.rounded(x) @ unpack(packed).double().T) < 3e-6
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("epilogue", Epilogue)
 @pytest.mark.parametrize("type", SCALED)
@@ -133,6 +134,7 @@ def test_weights_are_rounded_to_f16_at_most(type: GGMLType) -> None:
     assert off(got, linear_ref.rounded(x) @ unpack(packed).double().T) < (3e-6 if type in EXACT_IN_F16 else 1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("epilogue", [Epilogue.RESIDUAL, Epilogue.GATED])
 @pytest.mark.parametrize("type", SCALED)

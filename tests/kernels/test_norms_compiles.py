@@ -10,6 +10,7 @@ from pyspec.cuda.ops.norms.ref import NormsSpec
 pytest.importorskip("cuda.core")
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_norms_compile_for_every_architecture(arch: str) -> None:
     for n in (4, 2048, 5120, norms_cuda.MAX_COLUMNS):

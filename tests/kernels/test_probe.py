@@ -129,6 +129,7 @@ def test_a_broken_cache_costs_a_check_and_nothing_else(children: list[int], tmp_
     assert verdicts.load(key) is None
 
 
+@pytest.mark.slow
 def test_a_cache_that_can_not_be_written_is_no_error(children: list[int], tmp_path: Path) -> None:
     (tmp_path / "verdicts").write_text("a file where the folder should be")
     assert fresh(planted(probe_fakes.right, name="twice")).chosen(SPEC).name == "right"

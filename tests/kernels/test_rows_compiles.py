@@ -24,6 +24,7 @@ def test_rows_compile_everywhere(arch: str) -> None:
     assert compile_cubin("rows_finish", arch, use_cache=False).resources["rows_finish"].spill_bytes == 0
 
 
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_rope_kv_compiles_everywhere(arch: str) -> None:
     for kind in KINDS.values():

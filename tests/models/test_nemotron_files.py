@@ -75,7 +75,8 @@ def test_every_type_loads_and_gives_the_logits_of_its_values(quant: str, tmp_pat
     for dense in (torch.float32, None):
         bench = Bench(path, dense=dense)
         got = torch.cat([bench.feed(0, list(range(7, 31))), bench.feed(0, list(range(31, 40)), keep=False)])
-        assert near(got, want, dense, 1e-4 * float(want.std()))
+        # 33 rows behind each other: what one turned choice leaves in the states is seen in the next rows, too
+        assert near(got, want, dense, 1e-4 * float(want.std()), turned=0.25)
 
 
 def test_the_real_models_are_read_as_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,6 +45,7 @@ def test_ranks_together_are_the_model(name: str, n: int) -> None:
         assert one.shape == shared.shape and kl(one, shared) <= MOST_KL
 
 
+@pytest.mark.sampled(most=2)
 @pytest.mark.parametrize(("name", "n"), CASES)
 def test_all_ranks_have_the_same_bits_and_have_them_again(name: str, n: int) -> None:
     by_ranks.cache_clear()

@@ -45,6 +45,7 @@ def post(serve: Callable[..., Live], engine: FakeEngine) -> Callable[..., httpx.
     return lambda path, body: httpx.post(live.url + path, json=body)
 
 
+@pytest.mark.sampled(most=8)
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/completion"])
 @pytest.mark.parametrize("name", FIELDS)
 def test_every_field_reaches_the_engine(
@@ -71,6 +72,7 @@ def test_what_asks_for_nothing_constrains_nothing(
     assert engine.seen[-1].grammar is None
 
 
+@pytest.mark.sampled(most=7)
 @pytest.mark.parametrize(
     ("body", "said"),
     [

@@ -38,7 +38,7 @@ def test_every_route_keeps_to_its_document(api: Any, path: str, method: str, mod
     # valid by the schema is not all: an id may be beyond the vocabulary, a template may refuse a role
     skipped = CHECKS.get_by_names(["positive_data_acceptance"])
 
-    @settings(max_examples=50, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=30, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
     @given(case=api[path][method].as_strategy(generation_mode=mode))
     def drive(case: schemathesis.Case) -> None:
         response = case.call()

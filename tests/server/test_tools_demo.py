@@ -78,6 +78,7 @@ def test_a_stream_says_the_same(apps: list[App]) -> None:
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == whole["reasoning_content"]
 
 
+@pytest.mark.sampled(most=1)
 def test_a_budget_of_nothing_ends_reasoning_at_once(apps: list[App]) -> None:
     none, _ = message(apps[1], BODY | {"reasoning_budget_tokens": 0, "max_tokens": 20})
     assert "reasoning_content" not in none and none["content"]

@@ -315,7 +315,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.sampled(most=2)
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("name", sorted({dialects.dialect(name).name for name in dialects.NAMES}))
 def test_hostile_answers_leave_little_behind_and_are_told_alike_however_they_are_cut(name: str) -> None:
     for what, text in HOSTILE.items():

@@ -37,7 +37,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.sampled(most=4)
+@pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_is_refused_soon_and_costs_the_parent_nothing(name, monkeypatch):
     monkeypatch.setattr(template_module, "TIME_S", 1.0)  # spares the tests' time
