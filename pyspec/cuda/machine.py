@@ -48,11 +48,13 @@ def version_of(package: str) -> str:
 
 
 def driver_version() -> str:
-    """The driver's build where the system tells it, and the CUDA version it speaks."""
-    from cuda.bindings import driver
-
-    _, number = driver.cuDriverGetVersion()
+    """The driver's build where the system tells it, and the CUDA version it speaks, or torch's where nobody can ask."""
     build = DRIVER.read_text().strip() if DRIVER.is_file() else ""
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        return f"{build} (torch {torch.version.cuda or torch.version.hip})".strip()
+    _, number = driver.cuDriverGetVersion()
     return f"{build} (CUDA {number // 1000}.{number % 1000 // 10})".strip()
 
 

@@ -100,6 +100,10 @@ class Op(Generic[Spec]):
         impl = self.chosen(spec if checked_as is None else checked_as)
         return impl is not self.reference and impl.limits(spec) is None
 
+    def runs_as(self, name: str, spec: Spec) -> bool:
+        """Whether `spec` runs with this implementation, which others may build on."""
+        return self.chosen(spec).name == name
+
     def _choose(self, spec: Spec) -> Impl[Spec]:
         refused = []
         for impl in self.impls:

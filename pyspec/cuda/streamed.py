@@ -6,6 +6,7 @@ f16; and a product may take rows that the kernel before it has prepared (fuse.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -46,6 +47,7 @@ class Streamed:
         self.n_out, self.plain, self.added = n_out, linear_cuda.bind(spec), linear_cuda.bind(adding)
         self.tall, self.tall_added = _tall(spec), _tall(adding)
         self.wide_rows = None if wide is None else WideRows(device, packed.n_in)
+        self.whole: dict[RowsSpec, Callable[[Tensor, Prep], Tensor] | None] = {}  # what prepares rows that stay f32
         self.max_rows = FEW_ROWS if self.tall is None else self.tall.max_rows  # without the copy
 
     def __call__(self, x: Tensor | Rows, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
@@ -85,7 +87,8 @@ class Streamed:
 
     def _rows(self, n_row: int, kind: PrepKind, dim: int) -> RowsLaunch | None:
         is_few = 0 < n_row <= min(PLACE_ROWS, self.plain.max_rows)
-        return self.plain.rows if is_few and rows.has_own(RowsSpec(self.device, self.packed.n_in, kind, dim)) else None
+        spec = RowsSpec(self.device, self.packed.n_in, kind, dim)
+        return self.plain.rows if is_few and rows.runs_as("cuda", spec) else None
 
     def _ready(self, x: Rows, residual: Tensor | None) -> Tensor:
         adds = residual is not None and not self.gated
@@ -101,7 +104,14 @@ class Streamed:
         if prep is None or (x.shape[0] > n_max and not isinstance(prep, Norm)):
             return x if prep is None else prep(x), None
         spec = RowsSpec(self.device, self.packed.n_in, prep.kind, prep.dim)
-        return (x, prep) if rows.has_own(spec) else (prep(x), None)
+        return (x, prep) if rows.runs_as("cuda", spec) else (self._prepared(x, prep, spec), None)
+
+    def _prepared(self, x: Tensor, prep: Prep, spec: RowsSpec) -> Tensor:
+        """In one launch, where an implementation has it."""
+        if spec not in self.whole:
+            self.whole[spec] = getattr(rows.bind(spec), "full", None)
+        whole = self.whole[spec]
+        return prep(x) if whole is None else whole(x, prep)
 
     def _wide(self, x: Tensor, prep: Prep | None, residual: Tensor | None) -> Tensor:
         assert self.wide is not None and self.wide_rows is not None

@@ -22,13 +22,14 @@ from typing import Any
 import torch
 
 from pyspec.cuda import jit
-from pyspec.cuda.machine import machine
+from pyspec.cuda.machine import machine, version_of
 
 log = logging.getLogger(__name__)
 
 OURS = (
     "pyspec.cuda.ops",
     "pyspec.cuda.jit",
+    "pyspec.cuda.tri",
     "pyspec.slots",
 )  # sources that count if an implementation imports them
 Key = dict[str, str]
@@ -69,6 +70,8 @@ def key_of(candidate: Candidate) -> Key:
         spec = replace(spec, device=torch.device(device.type))  # type: ignore[type-var]
     modules = (candidate.home.partition(":")[0], candidate.module)
     about = {"op": candidate.op, "impl": candidate.impl, "spec": repr(spec), "sources": digest(modules)}
+    if candidate.impl == "triton":
+        about["triton"] = version_of("triton")
     return about | asdict(machine(device))
 
 

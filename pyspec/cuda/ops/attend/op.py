@@ -5,6 +5,7 @@ from __future__ import annotations
 from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import ref as attend_ref
+from pyspec.cuda.ops.attend import triton as attend_triton
 from pyspec.cuda.ops.attend.cases import TOLERANCE, Case, make, worst
 from pyspec.cuda.ops.attend.ref import Attend
 
@@ -28,6 +29,9 @@ def check(launch: Attend, reference: Attend, spec: attend_ref.AttendSpec) -> str
 attend: Op[attend_ref.AttendSpec] = Op(
     "attend",
     Impl("torch", attend_ref.bind),
-    [Impl("cuda", attend_cuda.bind, attend_cuda.limits, capturable=True)],
+    [
+        Impl("cuda", attend_cuda.bind, attend_cuda.limits, capturable=True),
+        Impl("triton", attend_triton.bind, attend_triton.limits, capturable=True),
+    ],
     check,
 )

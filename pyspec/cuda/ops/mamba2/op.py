@@ -4,12 +4,14 @@ from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.mamba2 import cuda as mamba2_cuda
 from pyspec.cuda.ops.mamba2 import numba as mamba2_numba
 from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
+from pyspec.cuda.ops.mamba2 import triton as mamba2_triton
 
 mamba2: Op[mamba2_ref.Mamba2Spec] = Op(
     "mamba2",
     Impl("torch", mamba2_ref.bind),
     [
         Impl("cuda", mamba2_cuda.bind, mamba2_cuda.limits, capturable=True),
+        Impl("triton", mamba2_triton.bind, mamba2_triton.limits, capturable=True),
         Impl("numba", mamba2_numba.bind, mamba2_numba.limits),
     ],
     mamba2_ref.check,

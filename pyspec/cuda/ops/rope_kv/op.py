@@ -10,6 +10,7 @@ from torch import Tensor
 from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.rope_kv import cuda as rope_kv_cuda
 from pyspec.cuda.ops.rope_kv import ref as rope_kv_ref
+from pyspec.cuda.ops.rope_kv import triton as rope_kv_triton
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.slots.kv import BLOCK, KV_DTYPES, KVPool, name_of
 
@@ -49,6 +50,9 @@ def check(launch: Callable[..., Tensor], reference: Callable[..., Tensor], spec:
 rope_kv: Op[RopeKvSpec] = Op(
     "rope_kv",
     Impl("torch", rope_kv_ref.bind),
-    [Impl("cuda", rope_kv_cuda.bind, rope_kv_cuda.limits, capturable=True)],
+    [
+        Impl("cuda", rope_kv_cuda.bind, rope_kv_cuda.limits, capturable=True),
+        Impl("triton", rope_kv_triton.bind, rope_kv_triton.limits, capturable=True),
+    ],
     check,
 )

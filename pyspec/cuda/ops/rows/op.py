@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.rows import cuda as rows_cuda
+from pyspec.cuda.ops.rows import triton as rows_triton
 from pyspec.cuda.ops.rows.ref import (
     RELU2,
     Glu,
@@ -78,6 +79,9 @@ def check(launch: Launch, reference: Launch, spec: RowsSpec) -> str | None:
 rows: Op[RowsSpec] = Op(
     "rows",
     Impl("torch", _reference),
-    [Impl("cuda", lambda spec: rows_cuda.WideRows(spec.device, spec.n_in), rows_cuda.limits, capturable=True)],
+    [
+        Impl("cuda", lambda spec: rows_cuda.WideRows(spec.device, spec.n_in), rows_cuda.limits, capturable=True),
+        Impl("triton", rows_triton.bind, rows_triton.limits, capturable=True),
+    ],
     check,
 )

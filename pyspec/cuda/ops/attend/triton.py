@@ -1,0 +1,171 @@
+"""`attend` in Triton: the keys of a sequence in splits, in as many programs as fill a GPU, and their sums in order (triton_kernels.py).
+
+Same contract as attend_ref, same rounding as attend_cuda: q, weights and the values of q8_0 to f16, of bf16 pools to bf16. All
+lengths, ranges and pages are read on the device, so a captured graph may be replayed for any batch of as many rows, sequences
+and page columns. A row's bits depend on its own keys only. Rows with row_seq -1 come out as zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyspec.cuda import faults, tri
+from pyspec.cuda.ops.attend.cuda import KINDS, workspace
+from pyspec.cuda.ops.attend.ref import AttendSpec
+from pyspec.slots.batch import Batch
+from pyspec.slots.kv import KVPool
+
+OP_ID = faults.NUMBERS["attend"]  # in the fault record, which names the sequence
+SPLIT = 512  # keys of a partial sum
+COLUMNS = (16, 32, 64)  # of a tile: rows of a sequence times heads of a group
+MOST_SUMS = 64 * 256  # of a tile: columns times dims, which registers hold
+PER_SM = 4  # programs of a multiprocessor that a launch has about
+SEQS = (16, 128)  # sequences that a build looks through
+PIECE = 128  # dims of a program of the merge
+
+
+def limits(spec: AttendSpec) -> str | None:
+    if (why := tri.missing(spec.device)) is not None:
+        return why
+    if spec.n_head % spec.n_kv_head:
+        return f"{spec.n_head} heads are no multiple of {spec.n_kv_head} KV heads"
+    if spec.kv not in KINDS:
+        return f"keys and values are {spec.kv}"
+    if spec.head_dim % 32 or spec.head_dim > 512:
+        return f"heads are {spec.head_dim} wide; the kernel takes multiples of 32 up to 512"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class AttendTiles:
+    """One build. keys: of a step; stages: steps under way; warps: of a program."""
+
+    columns: int
+    keys: int
+    stages: int
+    warps: int
+
+
+def columns_for(spec: AttendSpec, widest: int) -> int:
+    """The fewest that hold a sequence, or as many as registers do."""
+    wanted, choices = max(1, widest) * (spec.n_head // spec.n_kv_head), fitting(spec)
+    return next((n for n in choices if n >= wanted), choices[-1])
+
+
+def fitting(spec: AttendSpec) -> Sequence[int]:
+    """Columns that a tile may have."""
+    wide = 1 << (spec.head_dim - 1).bit_length()
+    return [n for n in COLUMNS if n * wide <= MOST_SUMS]
+
+
+def tiles_for(spec: AttendSpec, columns: int, *, large: bool) -> AttendTiles:
+    """large: a multiprocessor has more than 200 KB of shared memory."""
+    if spec.kv is torch.float32:
+        return AttendTiles(min(columns, 16), 16, 1, 4)
+    keys = 64 if large or spec.head_dim <= 128 else 32
+    stages = 3 if spec.head_dim <= 128 else 2 if spec.head_dim <= 256 else 1
+    return AttendTiles(columns, keys, stages if large else min(stages, 2), 4 if spec.head_dim <= 128 else 8)
+
+
+def workspace_bytes(spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int:
+    """What batches of an engine need: of `n_row` rows, and a sequence has at most `n_key` keys."""
+    group, n_split = spec.n_head // spec.n_kv_head, -(-n_key // SPLIT)
+    n_float = [(n_row * group // c + n_seq) * spec.n_kv_head * n_split * c * (spec.head_dim + 2) for c in fitting(spec)]
+    return 4 * max(n_float)
+
+
+def n_tiles(group: int, columns: int, widths: list[int]) -> int:
+    return sum(-(-width * group // columns) for width in widths)
+
+
+class AttendTriton:
+    """The kernels of one spec; called as attend_ref's."""
+
+    def __init__(self, spec: AttendSpec, tiles: AttendTiles | None) -> None:
+        self.spec, self.tiles, self.group = spec, tiles, spec.n_head // spec.n_kv_head
+        self.spaces, self.fault = workspace(spec.device), faults.record(spec.device)
+        self.scale = spec.scale * math.log2(math.e)
+        self.large, self.n_sm = tri.has_large_shared(spec.device), tri.n_multiprocessor(spec.device)
+
+    def __call__(self, q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None) -> Tensor:
+        from pyspec.cuda.ops.attend import triton_kernels as kernels
+
+        _check(q, pool, batch, sinks, self.spec)
+        out, n_row, (n_seq, n_col) = torch.empty_like(q), q.shape[0], batch.page_table.shape
+        if not n_row:
+            return out
+        spec, group = self.spec, self.group
+        widths = [seq.width for seq in batch.seqs]
+        tiles = self.tiles or tiles_for(spec, columns_for(spec, max(widths, default=1)), large=self.large)
+        cols = tiles.columns
+        n_tile = n_tiles(group, cols, widths) if batch.bucket is None else n_row * group // cols + n_seq
+        n_key = n_col * batch.page_size
+        if batch.bucket is None:  # else replayed for any of this size
+            n_key = min(n_key, max(batch.max_hi, default=0))
+        n_split = max(1, -(-n_key // SPLIT))
+        n_item = n_tile * spec.n_kv_head * n_split
+        n_part = n_item * cols * spec.head_dim
+        space = self.spaces.take(n_part + 2 * n_item * cols)
+        n_prog = min(n_split, max(1, PER_SM * self.n_sm // (n_tile * spec.n_kv_head)))
+        part, ml = space[:n_part], space[n_part:]
+        pages = n_seq, n_col, pool.k.shape[0] // batch.page_size
+        seen = batch.positions, batch.lo, batch.hi
+        wide = 1 << (spec.head_dim - 1).bit_length()
+        shape = {
+            "N_KV": spec.n_kv_head,
+            "GROUP": group,
+            "DIM": spec.head_dim,
+            "COLS": cols,
+            "SPLIT": SPLIT,
+            "N_SEQ": next((n for n in SEQS if n_seq <= n), 1 << (n_seq - 1).bit_length()),
+        }
+        planes, layout = planes_of(pool), (batch.page_table, *seen, batch.seq_start)
+        counts = (*pages, n_key, n_split, n_prog, window, self.scale)
+        build = {"WIDE": wide, "KEYS": tiles.keys, "STAGES": tiles.stages, "PAGE": batch.page_size, "OP": OP_ID}
+        kind = {"KIND": KINDS[spec.kv], "HALF": kernels.HALVES[spec.kv], "EXACT": spec.kv is torch.float32}
+        tri.launch(
+            kernels.attend_split,
+            (n_tile, spec.n_kv_head, n_prog),
+            (q, *planes, *layout, part, ml, self.fault, *counts),
+            {**shape, **build, **kind},
+            tiles.warps,
+        )
+        piece, sink = min(PIECE, wide), q if sinks is None else sinks
+        tri.launch(
+            kernels.attend_merge,
+            (n_row, spec.n_head, -(-spec.head_dim // piece)),
+            (part, ml, *seen, batch.row_seq, batch.seq_start, sink, out, n_seq, n_key, n_split, window),
+            {**shape, "PIECE": piece, "AT_ONCE": 16, "HAS_SINKS": sinks is not None},
+            4,
+        )
+        return out
+
+
+def planes_of(pool: KVPool) -> tuple[Tensor, ...]:
+    """Keys, values and their scales; bytes of what torch has no Triton type for everywhere."""
+    codes = [t.view(torch.uint8) if t.dtype is torch.float8_e4m3fn else t for t in (pool.k, pool.v)]
+    scales = [t for t in (pool.k_scale, pool.v_scale) if t is not None] or codes
+    return *codes, *scales
+
+
+def _check(q: Tensor, pool: KVPool, batch: Batch, sinks: Tensor | None, spec: AttendSpec) -> None:
+    """What only our own code can get wrong: dtypes, shapes, layout."""
+    assert q.dtype == torch.float32 and q.is_contiguous() and q.shape[1:] == (spec.n_head, spec.head_dim)
+    assert pool.k.shape == pool.v.shape and pool.k.shape[1:] == (spec.n_kv_head, spec.head_dim)
+    assert all(plane.is_contiguous() for plane in pool.planes) and pool.dtype is spec.kv
+    assert (sinks is not None) == spec.has_sinks
+    assert sinks is None or (sinks.dtype == torch.float32 and sinks.shape == (spec.n_head,))
+    assert pool.k.shape[0] % batch.page_size == 0
+    for t in (batch.page_table, batch.positions, batch.lo, batch.hi):
+        assert t.dtype == torch.int64 and t.is_contiguous()
+    assert all(len(t) == q.shape[0] for t in (batch.positions, batch.lo, batch.hi, batch.row_seq))
+
+
+def bind(spec: AttendSpec, *, tiles: AttendTiles | None = None) -> AttendTriton:
+    """`tiles` fixes the build (measurements); by default the widest sequence and the pool's dtype decide."""
+    return AttendTriton(spec, tiles)

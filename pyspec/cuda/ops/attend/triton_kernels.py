@@ -1,0 +1,183 @@
+"""The kernels of `attend` in Triton. Imported where they are launched only (triton.py says what they do together).
+
+Scores stand on their side, [key, column], a column being a row and head of a KV head's group: tensor cores see keys as their rows
+whatever the number of columns, so a column has the same bits in any company. Keys are cut at absolute positions: SPLIT keys leave
+one partial sum, and those of a row are put together in order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pyspec.cuda.tri_guards import kernel, report
+
+FAR = tl.constexpr(1 << 30)
+LOG2E = tl.constexpr(1.4426950408889634)
+Q8_0, F8 = tl.constexpr(3), tl.constexpr(4)  # KIND of cuda.py's KINDS: the others are plain numbers
+
+
+@triton.jit
+def sequences(seq_start, n_seq, GROUP: tl.constexpr, COLS: tl.constexpr, N_SEQ: tl.constexpr):
+    """Of all sequences: number, first row, width, and how many tiles of columns stand before each and up to its end."""
+    s = tl.arange(0, N_SEQ)
+    start = tl.load(seq_start + s, mask=s < n_seq, other=0)
+    end = tl.load(seq_start + s + 1, mask=s < n_seq, other=0)
+    width = tl.maximum(end - start, 0)
+    tiles = (width * GROUP + COLS - 1) // COLS
+    upto = tl.cumsum(tiles, 0)
+    return s, start, width, upto - tiles, upto
+
+
+@triton.jit
+def seen_by(positions, lo, hi, row, mask, window, n_key):
+    """The keys of rows, [first, end), within the table; none where the mask is not."""
+    first = tl.load(lo + row, mask=mask, other=0)
+    if window > 0:
+        first = tl.maximum(first, tl.load(positions + row, mask=mask, other=0) - (window - 1))
+    end = tl.load(hi + row, mask=mask, other=0)
+    first = tl.minimum(tl.maximum(first, 0), n_key).to(tl.int32)
+    end = tl.minimum(tl.maximum(end, 0), n_key).to(tl.int32)
+    return tl.where(mask, first, FAR), tl.where(mask, end, 0)
+
+
+@triton.jit
+def values(codes, scales, at, heads, d, mask, DIM: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr):
+    """[key, dim] of keys or values as tensor cores take them. at: numbers of key and head in the pool."""
+    x = tl.load(codes + at[:, None] * DIM + d[None, :], mask=mask, other=0)
+    if KIND == Q8_0:
+        scale = tl.load(scales + at[:, None] * (DIM // 32) + d[None, :] // 32, mask=mask, other=0.0)
+        return (x.to(tl.float32) * scale.to(tl.float32)).to(HALF)
+    if KIND == F8:  # the bits of e4m3 in f16's places are 2^-8 of it; all ones are no number
+        size = (x & 0x7F).to(tl.uint16)
+        bits = (size << 7) | ((x & 0x80).to(tl.uint16) << 8)
+        bits = tl.where(size == 0x7F, 0x7E00, bits).to(tl.uint16)
+        return bits.to(tl.float16, bitcast=True) * 256.0
+    return x.to(HALF)
+
+
+@kernel
+def attend_split(
+    q, k, v, k_scale, v_scale, page_table, positions, lo, hi, seq_start, part, ml, fault,
+    n_seq, n_col, n_page, n_key, n_split, n_prog, window, scale,
+    PAGE: tl.constexpr, N_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, COLS: tl.constexpr, KEYS: tl.constexpr,
+    SPLIT: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, EXACT: tl.constexpr, N_SEQ: tl.constexpr, STAGES: tl.constexpr, OP: tl.constexpr,
+):  # fmt: skip
+    """Grid (tiles, KV heads, programs): a tile's partial sums of every n_prog-th split.
+
+    part [tile, kv, split, column, dim], ml [tile, kv, split, 2, column]: sums of weighted values, largest scores and sums of weights.
+    """
+    t, h = tl.program_id(0), tl.program_id(1)
+    every, starts, widths, before, upto = sequences(seq_start, n_seq, GROUP, COLS, N_SEQ)
+    s = tl.sum((upto <= t).to(tl.int32), 0)
+    if s >= n_seq:
+        return
+    start, width = tl.sum(tl.where(every == s, starts, 0), 0), tl.sum(tl.where(every == s, widths, 0), 0)
+    c, d, n = tl.arange(0, COLS), tl.arange(0, WIDE), tl.arange(0, KEYS)
+    at = (t - tl.sum(tl.where(every == s, before, 0), 0)) * COLS + c
+    is_column = at < width * GROUP
+    row = start + at // GROUP
+    first, end = seen_by(positions, lo, hi, row, is_column, window, n_key)
+    from_key, to_key = tl.min(first, 0), tl.max(end, 0)
+    head = h * GROUP + at % GROUP
+    wanted = is_column[None, :] & (d < DIM)[:, None]
+    queries = tl.load(
+        q + (row.to(tl.int64) * (N_KV * GROUP) + head)[None, :] * DIM + d[:, None], mask=wanted, other=0.0
+    ).to(HALF)
+    pages = page_table + s.to(tl.int64) * n_col
+    worst = tl.zeros([KEYS], dtype=tl.int64)  # a page that is none
+    for j in range(from_key // SPLIT + tl.program_id(2), (to_key + SPLIT - 1) // SPLIT, n_prog):
+        most = tl.full([COLS], -float("inf"), dtype=tl.float32)
+        sums = tl.zeros([COLS], dtype=tl.float32)
+        acc = tl.zeros([WIDE, COLS], dtype=tl.float32)
+        begin = tl.maximum(j * SPLIT, from_key // KEYS * KEYS)
+        for key0 in tl.range(begin, tl.minimum((j + 1) * SPLIT, to_key), KEYS, num_stages=STAGES):
+            key = key0 + n
+            is_key = (key >= from_key) & (key < to_key)
+            page = tl.load(pages + key // PAGE, mask=is_key, other=0)
+            is_page = (page >= 0) & (page < n_page)
+            worst = tl.where(is_page, worst, page)
+            place = (tl.where(is_page, page, 0) * PAGE + key % PAGE) * N_KV + h
+            here = is_key[:, None] & (d < DIM)[None, :]
+            keys = values(k, k_scale, place, N_KV, d, here, DIM, KIND, HALF)
+            if EXACT:
+                scores = tl.dot(keys, queries, input_precision="ieee")
+            else:
+                scores = tl.dot(keys, queries)
+            seen = (key[:, None] >= first[None, :]) & (key[:, None] < end[None, :])
+            scores = tl.where(seen, scores * scale, -float("inf"))
+            top = tl.maximum(most, tl.max(scores, 0))
+            base = tl.where(top == -float("inf"), 0.0, top)
+            weights = tl.exp2(scores - base[None, :])
+            less = tl.exp2(most - base)
+            sums = sums * less + tl.sum(weights, 0)
+            vals = values(v, v_scale, place, N_KV, d, here, DIM, KIND, HALF)
+            acc = acc * less[None, :]
+            if EXACT:
+                acc = tl.dot(tl.trans(vals), weights, acc, input_precision="ieee")
+            else:
+                acc = tl.dot(tl.trans(vals), weights.to(HALF), acc)
+            most = top
+        item = (t * N_KV + h).to(tl.int64) * n_split + j
+        tl.store(part + (item * COLS + c)[None, :] * DIM + d[:, None], acc, mask=wanted)
+        tl.store(ml + item * (2 * COLS) + c, most)
+        tl.store(ml + item * (2 * COLS) + COLS + c, sums)
+    high, low = tl.max(worst, 0), tl.min(worst, 0)
+    if (high != 0) | (low != 0):
+        index = tl.where((high > 0x7FFFFFFF) | (high == 0), -1, high)
+        report(fault, OP, s, index.to(tl.int32), n_page)
+
+
+@kernel
+def attend_merge(
+    part, ml, positions, lo, hi, row_seq, seq_start, sinks, out,
+    n_seq, n_key, n_split, window,
+    N_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PIECE: tl.constexpr, COLS: tl.constexpr, SPLIT: tl.constexpr,
+    N_SEQ: tl.constexpr, AT_ONCE: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows, heads, pieces of a head): a row's partial sums in the order of their keys."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    d = tl.program_id(2) * PIECE + tl.arange(0, PIECE)
+    to = out + (row.to(tl.int64) * (N_KV * GROUP) + head) * DIM + d
+    s = tl.load(row_seq + row)
+    if (s < 0) | (s >= n_seq):
+        tl.store(to, tl.zeros([PIECE], dtype=tl.float32), mask=d < DIM)
+        return
+    every, starts, _, before, _ = sequences(seq_start, n_seq, GROUP, COLS, N_SEQ)
+    at = (row - tl.sum(tl.where(every == s, starts, 0), 0)) * GROUP + head % GROUP
+    tile = tl.sum(tl.where(every == s, before, 0), 0) + at // COLS
+    item0 = (tile * N_KV + head // GROUP).to(tl.int64) * n_split
+    column = at % COLS
+    first, end = seen_by(positions, lo, hi, row, True, window, n_key)
+    j = tl.arange(0, AT_ONCE)
+    from_split, to_split = first // SPLIT, tl.where(end > first, (end + SPLIT - 1) // SPLIT, 0)
+    top = -float("inf")
+    for j0 in range(from_split, to_split, AT_ONCE):
+        most = tl.load(ml + (item0 + j0 + j) * (2 * COLS) + column, mask=j0 + j < to_split, other=-float("inf"))
+        top = tl.maximum(top, tl.max(most, 0))
+    sums = 0.0
+    if HAS_SINKS:
+        sink = tl.load(sinks + head) * LOG2E
+        top = tl.maximum(top, sink)
+        sums = tl.exp2(sink - top)
+    acc = tl.zeros([PIECE], dtype=tl.float32)
+    for j0 in range(from_split, to_split, AT_ONCE):
+        item, is_split = item0 + j0 + j, j0 + j < to_split
+        most = tl.load(ml + item * (2 * COLS) + column, mask=is_split, other=-float("inf"))
+        less = tl.where(most == -float("inf"), 0.0, tl.exp2(most - top))
+        sums += tl.sum(less * tl.load(ml + item * (2 * COLS) + COLS + column, mask=is_split, other=0.0), 0)
+        there = is_split[:, None] & (d < DIM)[None, :]
+        values_of = tl.load(part + (item * COLS + column)[:, None] * DIM + d[None, :], mask=there, other=0.0)
+        acc += tl.sum(less[:, None] * values_of, 0)
+    tl.store(to, tl.where(sums > 0.0, acc / sums, 0.0), mask=d < DIM)
+
+
+HALVES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.int8: tl.float16,
+    torch.float8_e4m3fn: tl.float16,
+}
+"""What tensor cores multiply, by the pool's type."""

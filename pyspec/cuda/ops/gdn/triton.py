@@ -1,0 +1,134 @@
+"""`gdn` in Triton: two launches a layer, sequential over tokens (triton_kernels.py).
+
+Same contract as gdn_ref, with its own order of sums. All lengths and counts are read on the device, so a captured graph may
+be replayed for any batch of as many sequences and rows; sequences without rows touch nothing. A state does not depend on how its
+tokens came, to the bit: one by one, as verifies, or as prompts however they were cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pyspec.cuda import faults, tri
+from pyspec.cuda.ops.gdn.ref import GdnSpec
+from pyspec.cuda.ops.recurrent.ref import has_records
+from pyspec.cuda.ops.recurrent.tri_launch import NEVER, ROWS, TAPS, meta_of, meta_of_fold, stretches
+from pyspec.slots.batch import Batch
+from pyspec.slots.recurrent import StateLayer
+
+OP_ID = faults.NUMBERS["gdn"]
+COLUMNS, WARPS = 16, 4  # of a program of gdn_rows
+
+
+def limits(spec: GdnSpec) -> str | None:
+    shape = spec.shape
+    if (why := tri.missing(spec.device)) is not None:
+        return why
+    if shape.dim & (shape.dim - 1) or not 16 <= shape.dim <= 256:
+        return f"states are {shape.dim} wide; the kernel takes powers of two from 16 to 256"
+    if shape.n_conv != TAPS:
+        return f"the convolution has {shape.n_conv} taps; the kernel is built for {TAPS}"
+    if shape.n_v_head % shape.n_k_head:
+        return f"{shape.n_v_head} value heads are no multiple of {shape.n_k_head} key heads"
+    return None
+
+
+class GdnTriton:
+    """The kernels of one spec; called as gdn_ref's."""
+
+    def __init__(self, spec: GdnSpec, columns: int, warps: int) -> None:
+        self.spec, self.columns, self.warps, self.fault = spec, columns, warps, faults.record(spec.device)
+        self.unread = torch.zeros(4, device=spec.device)
+
+    def __call__(
+        self,
+        m: Tensor,
+        alpha: Tensor,
+        beta: Tensor,
+        a: Tensor,
+        dt_bias: Tensor,
+        conv_w: Tensor,
+        layer: StateLayer,
+        batch: Batch,
+    ) -> Tensor:
+        shape = self.spec.shape
+        out = m.new_empty(m.shape[0], shape.n_v_head, shape.dim)
+        if m.shape[0]:
+            _check((m, alpha, beta), (a, dt_bias, conv_w), layer, self.spec)
+            self._run((m, alpha, beta), (a, dt_bias, conv_w), layer, meta_of(batch), out)
+        return out
+
+    def folder(self) -> Callable[[StateLayer, int, int], None]:
+        """Like gdn_ref.flush, with the kernels that fold before rows, so to the same bits."""
+
+        def fold(layer: StateLayer, slot: int, n_fold: int) -> None:
+            if has_records(layer, slot, n_fold):
+                none = self.unread[:0, None]
+                meta = meta_of_fold(layer, slot, n_fold)
+                self._run((none, none, none), (self.unread,) * 3, layer, meta, self.unread)
+
+        return fold
+
+    def _run(
+        self,
+        rows: tuple[Tensor, Tensor, Tensor],
+        weights: tuple[Tensor, Tensor, Tensor],
+        layer: StateLayer,
+        meta: tuple[Tensor, ...],
+        out: Tensor,
+    ) -> None:
+        from pyspec.cuda.ops.gdn import triton_kernels as kernels
+
+        shape, (m, alpha, beta), n_seq = self.spec.shape, rows, meta[0].shape[0]
+        n_row, kd, vd, n_v = m.shape[0], shape.n_k_head * shape.dim, shape.n_v_head * shape.dim, shape.n_v_head
+        n_all = n_seq * layer.width + n_row
+        sizes = [n_row * kd, n_all * kd, n_all * vd, n_all * n_v, n_all * n_v]
+        buffers = layer.state.new_empty(sum(sizes)).split(sizes)
+        counts = (n_seq, layer.state.shape[0], layer.width, n_row)
+        strides, eps = (m.stride(0), alpha.stride(0)), self.spec.eps
+        heads = {"N_K": shape.n_k_head, "N_V": n_v, "DIM": shape.dim, "OP": OP_ID}
+        tri.launch(
+            kernels.gdn_conv,
+            (shape.n_k_head + n_v, n_seq, stretches(n_row, n_seq, layer.width)),
+            (
+                m,
+                alpha,
+                beta,
+                *weights,
+                layer.conv,
+                *layer.records(),
+                *buffers,
+                *meta,
+                self.fault,
+                *strides,
+                *counts,
+                eps,
+            ),
+            {**heads, "ROWS": ROWS},
+            4,
+        )
+        tri.launch(
+            kernels.gdn_rows,
+            (n_v, -(-shape.dim // self.columns), n_seq),
+            (layer.state, *buffers, out, *meta, self.fault, *counts, NEVER, shape.dim**-0.5),
+            {**heads, "COLUMNS": self.columns},
+            self.warps,
+        )
+
+
+def _check(rows: tuple[Tensor, ...], weights: tuple[Tensor, ...], layer: StateLayer, spec: GdnSpec) -> None:
+    """What only our own code can get wrong: dtypes, shapes, layout."""
+    (m, alpha, beta), shape, whole = rows, spec.shape, (*weights, *layer.tensors())
+    assert all(t.dtype == torch.float32 and t.device == m.device for t in (*rows, *whole)), "gdn takes float32"
+    assert all(t.is_contiguous() for t in whole), "gdn takes contiguous tensors, or rows that are slices of wider rows"
+    assert all(t.stride(1) == 1 for t in rows) and alpha.stride(0) == beta.stride(0), "gdn takes rows of one stride"
+    assert m.shape[1] == shape.n_channel and alpha.shape == beta.shape == (m.shape[0], shape.n_v_head)
+    assert [tuple(t.shape) for t in weights] == [(shape.n_v_head,)] * 2 + [(shape.n_channel, TAPS)]
+
+
+def bind(spec: GdnSpec, *, columns: int = COLUMNS, warps: int = WARPS) -> GdnTriton:
+    """For measurements, `columns` and `warps` of a program."""
+    return GdnTriton(spec, min(columns, spec.shape.dim), warps)

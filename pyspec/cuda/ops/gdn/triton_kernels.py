@@ -1,0 +1,150 @@
+"""The kernels of `gdn` in Triton, in two launches a layer as gdn.cu. Imported where they are launched only.
+
+gdn_conv  a program a head: accepted records to a buffer, the window moved, rows through conv, silu and l2 norm, to records, too, if
+          they are a verify's.
+gdn_rows  a program some of a head's columns: records, then rows, one loop over both. So a state does not depend on how its tokens came.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+
+from pyspec.cuda.ops.recurrent.triton_kernels import (
+    convolved,
+    copied,
+    moved_window,
+    put_window,
+    read_seq,
+    sigmoid,
+    softplus,
+    window_of,
+)
+from pyspec.cuda.tri_guards import kernel
+
+# What rows and records have beside each other: [sequences * width + rows, ...]; records of sequence s from s * width on.
+
+
+@kernel
+def gdn_conv(
+    m, alpha, beta, a, dt_bias, conv_w, conv, rec_k, rec_v, rec_g, rec_b, q, k, v, g, b,
+    seq_slot, seq_start, seq_fold, seq_keep, fault,
+    m_stride, gate_stride, n_seq, n_slot, width, n_row, eps,
+    N_K: tl.constexpr, N_V: tl.constexpr, DIM: tl.constexpr, ROWS: tl.constexpr, OP: tl.constexpr,
+):  # fmt: skip
+    """Grid (key heads + value heads, sequences, stretches of rows)."""
+    KD: tl.constexpr = N_K * DIM
+    VD: tl.constexpr = N_V * DIM
+    CHANNELS: tl.constexpr = 2 * KD + VD
+    unit, s, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    slot, start, n, fold, kept = read_seq(seq_slot, seq_start, seq_fold, seq_keep, s, n_slot, width, n_row, fault, OP)
+    if n + fold == 0:
+        return
+    d, one = tl.arange(0, DIM), tl.arange(0, 1)
+    none = tl.zeros([DIM], dtype=tl.float32)
+    slot_row, old_row = slot.to(tl.int64) * width, s.to(tl.int64) * width
+    new_row = n_seq.to(tl.int64) * width + start
+    window = conv + slot.to(tl.int64) * (width + 3) * CHANNELS
+    rows = m + start.to(tl.int64) * m_stride
+    if unit < N_K:
+        head = unit
+        own = head * DIM + d
+        q0, q1, q2 = window_of(window, fold, own, CHANNELS)
+        k0, k1, k2 = window_of(window, fold, KD + own, CHANNELS)
+        if z == 0:
+            copied(rec_k, k, slot_row, old_row, fold, own, d >= 0, KD, ROWS)
+            q_moved = moved_window(window, fold, rows, m_stride, n, kept, own, CHANNELS)
+            k_moved = moved_window(window, fold, rows, m_stride, n, kept, KD + own, CHANNELS)
+            tl.debug_barrier()  # everything old is read
+            put_window(window, q_moved, own, CHANNELS)
+            put_window(window, k_moved, KD + own, CHANNELS)
+        for t0 in range(z * ROWS, n, tl.num_programs(2) * ROWS):
+            t = t0 + tl.arange(0, ROWS)
+            is_row = (t < n)[:, None]
+            y, x = convolved(rows, m_stride, t, n, q0, q1, q2, conv_w, own, none)
+            y = y * tl.rsqrt(tl.sum(y * y, 1) + eps)[:, None]
+            tl.store(q + (start + t).to(tl.int64)[:, None] * KD + own[None, :], y, mask=is_row)
+            is_verified = is_row & (kept == 0)
+            at = window + (t + 3).to(tl.int64)[:, None] * CHANNELS + own[None, :]
+            tl.store(at, x, mask=is_verified)
+            y, x = convolved(rows, m_stride, t, n, k0, k1, k2, conv_w, KD + own, none)
+            y = y * tl.rsqrt(tl.sum(y * y, 1) + eps)[:, None]
+            tl.store(k + (new_row + t)[:, None] * KD + own[None, :], y, mask=is_row)
+            tl.store(at + KD, x, mask=is_verified)
+            tl.store(rec_k + (slot_row + t)[:, None] * KD + own[None, :], y, mask=is_verified)
+    else:
+        head = unit - N_K
+        own = head * DIM + d
+        v0, v1, v2 = window_of(window, fold, 2 * KD + own, CHANNELS)
+        if z == 0:
+            copied(rec_v, v, slot_row, old_row, fold, own, d >= 0, VD, ROWS)
+            copied(rec_g, g, slot_row, old_row, fold, head + one, one == 0, N_V, ROWS)
+            copied(rec_b, b, slot_row, old_row, fold, head + one, one == 0, N_V, ROWS)
+            moved = moved_window(window, fold, rows, m_stride, n, kept, 2 * KD + own, CHANNELS)
+            tl.debug_barrier()
+            put_window(window, moved, 2 * KD + own, CHANNELS)
+        slope, bias = tl.load(a + head), tl.load(dt_bias + head)
+        for t0 in range(z * ROWS, n, tl.num_programs(2) * ROWS):
+            t = t0 + tl.arange(0, ROWS)
+            is_row = t < n
+            is_verified = is_row & (kept == 0)
+            gate = (start + t).to(tl.int64) * gate_stride + head
+            decay = slope * softplus(tl.load(alpha + gate, mask=is_row, other=0.0) + bias)
+            strength = sigmoid(tl.load(beta + gate, mask=is_row, other=0.0))
+            tl.store(g + (new_row + t) * N_V + head, decay, mask=is_row)
+            tl.store(b + (new_row + t) * N_V + head, strength, mask=is_row)
+            tl.store(rec_g + (slot_row + t) * N_V + head, decay, mask=is_verified)
+            tl.store(rec_b + (slot_row + t) * N_V + head, strength, mask=is_verified)
+            y, x = convolved(rows, m_stride, t, n, v0, v1, v2, conv_w, 2 * KD + own, none)
+            tl.store(v + (new_row + t)[:, None] * VD + own[None, :], y, mask=is_row[:, None])
+            tl.store(
+                window + (t + 3).to(tl.int64)[:, None] * CHANNELS + 2 * KD + own[None, :], x, mask=is_verified[:, None]
+            )
+            tl.store(rec_v + (slot_row + t)[:, None] * VD + own[None, :], y, mask=is_verified[:, None])
+
+
+@kernel
+def gdn_rows(
+    state, q, k, v, g, b, out, seq_slot, seq_start, seq_fold, seq_keep, fault,
+    n_seq, n_slot, width, n_row, chunked, scale,
+    N_K: tl.constexpr, N_V: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, OP: tl.constexpr,
+):  # fmt: skip
+    """Grid (value heads, parts of a head, sequences). Kept sequences of `chunked` rows and more are only folded."""
+    h, s = tl.program_id(0), tl.program_id(2)
+    column, d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DIM)
+    slot, start, n, fold, kept = read_seq(seq_slot, seq_start, seq_fold, seq_keep, s, n_slot, width, n_row, fault, OP)
+    if s == n_seq - 1:  # rows behind the last sequence's are nobody's, and read all the same
+        for row in range(tl.maximum(tl.load(seq_start + n_seq), 0), n_row):
+            tl.store(out + (row.to(tl.int64) * N_V + h) * DIM + column, tl.zeros([COLUMNS], dtype=tl.float32))
+    n = tl.where(kept & (n >= chunked), 0, n)
+    if n + fold == 0:
+        return
+    own = state + ((slot.to(tl.int64) * N_V + h) * DIM + column)[:, None] * DIM + d[None, :]
+    part = tl.load(own)
+    old_row, new_row = s.to(tl.int64) * width, n_seq.to(tl.int64) * width + start - fold
+    key_head = h % N_K
+    at = tl.where(fold > 0, old_row, new_row)
+    key = tl.load(k + (at * N_K + key_head) * DIM + d)
+    value = tl.load(v + (at * N_V + h) * DIM + column)
+    log_decay, strength = tl.load(g + at * N_V + h), tl.load(b + at * N_V + h)
+    query = tl.load(
+        q + ((start - fold).to(tl.int64) * N_K + key_head) * DIM + d, mask=(d >= 0) & (fold == 0), other=0.0
+    )
+    for j in range(fold + n):
+        if (j == fold) & (fold > 0) & (kept == 0):
+            tl.store(own, part)  # a verify's rows never touch it
+        after = tl.minimum(j + 1, fold + n - 1)  # loaded while this one is multiplied
+        at = tl.where(after < fold, old_row, new_row) + after
+        next_key = tl.load(k + (at * N_K + key_head) * DIM + d)
+        next_value = tl.load(v + (at * N_V + h) * DIM + column)
+        next_decay, next_strength = tl.load(g + at * N_V + h), tl.load(b + at * N_V + h)
+        row = start.to(tl.int64) + after - fold
+        next_query = tl.load(q + (row * N_K + key_head) * DIM + d, mask=(d >= 0) & (after >= fold), other=0.0)
+        part = part * tl.exp(log_decay)
+        delta = strength * (value - tl.sum(part * key[None, :], 1))
+        part = tl.fma(tl.zeros_like(part) + delta[:, None], tl.zeros_like(part) + key[None, :], part)
+        y = tl.sum(part * query[None, :], 1) * scale
+        row = start.to(tl.int64) + j - fold
+        tl.store(out + (row * N_V + h) * DIM + column, y, mask=(column >= 0) & (j >= fold))
+        key, value, query, log_decay, strength = next_key, next_value, next_query, next_decay, next_strength
+    if kept | (n == 0):
+        tl.store(own, part)

@@ -1,0 +1,128 @@
+"""`mamba2` in Triton: two launches a layer, sequential over tokens (triton_kernels.py).
+
+Same contract as mamba2_ref, with its own order of sums over the state's columns. All lengths and counts are read on the device, so
+a captured graph may be replayed for any batch of as many sequences and rows; sequences without rows touch nothing. A state does
+not depend on how its tokens came, to the bit: one by one, as verifies, or as prompts however they were cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pyspec.cuda import faults, tri
+from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, Params
+from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
+from pyspec.cuda.ops.recurrent.ref import has_records
+from pyspec.cuda.ops.recurrent.tri_launch import NEVER, ROWS, TAPS, meta_of, meta_of_fold, stretches
+from pyspec.slots.batch import Batch
+from pyspec.slots.recurrent import StateLayer
+
+OP_ID = faults.NUMBERS["mamba2"]
+PART, WARPS = 16, 4  # of a program of mamba2_rows
+CHANNELS = 128  # of a program of mamba2_conv, at most
+
+
+def limits(spec: Mamba2Spec) -> str | None:
+    s = spec.shape
+    if (why := tri.missing(spec.device)) is not None:
+        return why
+    if s.n_conv != TAPS:
+        return f"the convolution has {s.n_conv} taps; the kernel is built for {TAPS}"
+    if s.head_dim & (s.head_dim - 1) or s.n_state & (s.n_state - 1):
+        return f"heads are {s.head_dim} wide, states {s.n_state}; the kernel takes powers of two"
+    if s.n_head % s.n_group or channels_of(s) < 16:
+        return f"{s.n_head} heads of {s.head_dim} and {s.n_group} groups of {s.n_state} share no blocks of 16 channels"
+    return None
+
+
+def channels_of(s: Mamba2Shape) -> int:
+    """Of a program of mamba2_conv: a power of two that x, B and C are multiples of."""
+    common = math.gcd(s.n_head * s.head_dim, s.n_group * s.n_state)
+    return min(common & -common, CHANNELS)
+
+
+class Mamba2Triton:
+    """The kernels of one spec; called as mamba2_ref's."""
+
+    def __init__(self, spec: Mamba2Spec, part: int, warps: int) -> None:
+        self.spec, self.part, self.warps, self.fault = spec, part, warps, faults.record(spec.device)
+        unread = torch.zeros(4, device=spec.device)
+        self.unread, self.no_params = unread, Params(unread, unread, unread, unread, unread)
+
+    def __call__(self, m: Tensor, dt: Tensor, p: Params, layer: StateLayer, batch: Batch) -> Tensor:
+        s = self.spec.shape
+        out = m.new_empty(m.shape[0], s.n_head, s.head_dim)
+        if m.shape[0]:
+            _check(m, dt, p, layer, s)
+            self._run(m, dt, p, layer, meta_of(batch), out)
+        return out
+
+    def folder(self) -> Callable[[StateLayer, int, int], None]:
+        """Like mamba2_ref.flush, with the kernels that fold before rows, so to the same bits."""
+
+        def fold(layer: StateLayer, slot: int, n_fold: int) -> None:
+            if has_records(layer, slot, n_fold):
+                none = self.unread[:0, None]
+                self._run(none, none, self.no_params, layer, meta_of_fold(layer, slot, n_fold), self.unread)
+
+        return fold
+
+    def _run(self, m: Tensor, dt: Tensor, p: Params, layer: StateLayer, meta: tuple[Tensor, ...], out: Tensor) -> None:
+        from pyspec.cuda.ops.mamba2 import triton_kernels as kernels
+
+        s, n_row, n_seq = self.spec.shape, m.shape[0], meta[0].shape[0]
+        inner, wide, n_all = s.n_head * s.head_dim, s.n_group * s.n_state, n_seq * layer.width + n_row
+        sizes = [n_all * inner, n_all * wide, n_row * wide, n_all * s.n_head, n_all * s.n_head]
+        buffers = layer.state.new_empty(sum(sizes)).split(sizes)
+        counts, block = (n_seq, layer.state.shape[0], layer.width, n_row), channels_of(s)
+        weights = p.a, p.dt_bias, p.conv_w, p.conv_b
+        records = layer.x, layer.b, layer.decay, layer.dt
+        tri.launch(
+            kernels.mamba2_conv,
+            (s.n_channel // block + 1, n_seq, stretches(n_row, n_seq, layer.width)),
+            (m, dt, *weights, layer.conv, *records, *buffers, *meta, self.fault, m.stride(0), dt.stride(0), *counts),
+            {
+                "HEADS": s.n_head,
+                "SOME_HEADS": 1 << (s.n_head - 1).bit_length(),
+                "INNER": inner,
+                "WIDE": wide,
+                "BLOCK": block,
+                "ROWS": ROWS,
+                "OP": OP_ID,
+            },
+            4,
+        )
+        tri.launch(
+            kernels.mamba2_rows,
+            (s.n_head, -(-s.head_dim // self.part), n_seq),
+            (layer.state, p.d, *buffers, out, *meta, self.fault, *counts, NEVER),
+            {
+                "HEADS": s.n_head,
+                "GROUPS": s.n_group,
+                "DIM": s.head_dim,
+                "N_STATE": s.n_state,
+                "PART": self.part,
+                "OP": OP_ID,
+            },
+            self.warps,
+        )
+
+
+def _check(m: Tensor, dt: Tensor, p: Params, layer: StateLayer, s: Mamba2Shape) -> None:
+    """What only our own code can get wrong: dtypes, shapes, layout."""
+    weights = (p.a, p.dt_bias, p.d, p.conv_w, p.conv_b)
+    whole = (*weights, *layer.tensors())
+    assert all(t.dtype == torch.float32 and t.device == m.device for t in (m, dt, *whole)), "mamba2 takes float32"
+    assert all(t.is_contiguous() for t in whole), "mamba2 takes contiguous tensors, or slices of wider rows"
+    assert m.stride(1) == dt.stride(1) == 1 and m.shape[1] == s.n_channel and dt.shape == (m.shape[0], s.n_head)
+    sizes = [(s.n_head,)] * 3 + [(s.n_channel, TAPS), (s.n_channel,)]
+    assert [tuple(t.shape) for t in weights] == sizes
+
+
+def bind(spec: Mamba2Spec, *, part: int = PART, warps: int = WARPS) -> Mamba2Triton:
+    """For measurements, `part` and `warps`: rows of the state that a program has, and its warps."""
+    return Mamba2Triton(spec, min(part, spec.shape.head_dim), warps)

@@ -1,0 +1,69 @@
+"""`rope_kv` in Triton: one launch, a program a head (triton_kernels.py). Same contract as rope_kv_ref."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pyspec.cuda import faults, tri
+from pyspec.cuda.ops.attend.cuda import KINDS
+from pyspec.cuda.ops.attend.triton import planes_of
+from pyspec.cuda.ops.rope_kv.ref import Angles, RopeKvSpec
+from pyspec.slots.kv import KVPool
+
+OP_ID = faults.NUMBERS["rope_kv"]  # in the fault record, which names the row
+
+
+def limits(spec: RopeKvSpec) -> str | None:
+    if (why := tri.missing(spec.device)) is not None:
+        return why
+    if spec.dim % 32 or spec.dim > 512:
+        return f"heads are {spec.dim} wide; the kernel takes multiples of 32 up to 512"
+    if spec.n_rot > spec.dim or spec.n_rot % 2:
+        return f"{spec.n_rot} of {spec.dim} dimensions turn; the kernel takes even numbers up to all"
+    return None
+
+
+def bind(spec: RopeKvSpec) -> Callable[..., Tensor]:
+    fault, none = faults.record(spec.device), torch.zeros(4, device=spec.device)
+    step = spec.dim * (2 if spec.gated else 1)
+    n_column, n_unit = spec.n_q * step + 2 * spec.n_kv * spec.dim, spec.n_q + 2 * spec.n_kv
+    constants = {
+        "N_Q": spec.n_q,
+        "N_KV": spec.n_kv,
+        "DIM": spec.dim,
+        "BLOCKS": 1 << (spec.dim // 32 - 1).bit_length(),
+        "N_ROT": spec.n_rot,
+        "NEOX": spec.neox,
+        "STEP": step,
+        "HAS_NORM": spec.has_norm,
+        "OP": OP_ID,
+    }
+
+    def rope_kv(
+        y: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, angles: Angles, pool: KVPool, rows: Tensor
+    ) -> Tensor:
+        from pyspec.cuda.ops.rope_kv import triton_kernels as kernels
+
+        n, (cos, sin) = y.shape[0], angles
+        assert y.dtype == torch.float32 and y.stride(1) == 1 and y.shape[1] == n_column
+        assert cos.is_contiguous() and sin.is_contiguous() and cos.shape == sin.shape == (n, 1, spec.n_rot // 2)
+        assert rows.dtype == torch.int64 and rows.is_contiguous() and len(rows) == n
+        assert pool.k.is_contiguous() and pool.v.is_contiguous() and pool.k.shape[1:] == (spec.n_kv, spec.dim)
+        assert (k_norm is not None) == spec.has_norm
+        q = torch.empty(n, spec.n_q, spec.dim, dtype=torch.float32, device=y.device)
+        if not n:
+            return q
+        norms = (none if q_norm is None else q_norm, none if k_norm is None else k_norm)
+        tri.launch(
+            kernels.rope_kv,
+            (n, n_unit),
+            (y, *norms, cos, sin, rows, q, *planes_of(pool), fault, y.stride(0), pool.k.shape[0], spec.eps),
+            {**constants, "KIND": KINDS[pool.dtype]},
+            1,
+        )
+        return q
+
+    return rope_kv

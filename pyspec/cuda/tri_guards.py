@@ -1,0 +1,27 @@
+"""What Triton kernels of several ops share. Imported by kernels only, which are imported where they are launched: it needs Triton."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import triton
+import triton.language as tl
+
+VARYING = [
+    "chunked", "n", "n_col", "n_key", "n_next", "n_page", "n_prog", "n_row", "n_rows", "n_seq", "n_slot", "n_some",
+    "n_split", "n_token", "n_vocab", "width", "window",
+]  # fmt: skip
+"""Arguments whose value no kernel is compiled anew for, while it serves."""
+
+kernel = partial(triton.jit, do_not_specialize=VARYING)
+"""What is launched; what is called by kernels is `triton.jit`."""
+
+
+@triton.jit
+def report(fault, op, place, index, limit):
+    """The first index that left its bounds, as in include/bounds.cuh."""
+    if tl.atomic_cas(fault, 0, 1) == 0:
+        tl.store(fault + 1, op)
+        tl.store(fault + 2, place)
+        tl.store(fault + 3, index)
+        tl.store(fault + 4, limit)

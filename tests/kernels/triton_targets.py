@@ -1,0 +1,191 @@
+"""Compiles what launchers launch, for GPUs that are not here: `python triton_targets.py OP...` in a process of its own.
+
+Not in the interpreter's process: there the same functions are no kernels. A launcher is given tensors of the CPU; instead of running
+its kernels `tri.launch` compiles them for every target. Prints a line for each; exits with 1 if one does not compile, or does not fit.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from pyspec.cuda import tri
+from pyspec.cuda.ops.attend import cases as attend_cases
+from pyspec.cuda.ops.attend import triton as attend_triton
+from pyspec.cuda.ops.gdn import triton as gdn_triton
+from pyspec.cuda.ops.gdn.ref import GdnSpec
+from pyspec.cuda.ops.gdn.shape import GdnShape
+from pyspec.cuda.ops.mamba2 import triton as mamba2_triton
+from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, make_params
+from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
+from pyspec.cuda.ops.rope_kv import triton as rope_kv_triton
+from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
+from pyspec.cuda.ops.rows import op as rows_op
+from pyspec.cuda.ops.rows import triton as rows_triton
+from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
+from pyspec.slots.batch import Seq, lay_out
+from pyspec.slots.kv import KV_DTYPES, KVPool
+from pyspec.slots.recurrent import StateLayer
+from pyspec.slots.table import SlotTable
+
+CPU = torch.device("cpu")
+SHARED = {
+    80: 163,
+    86: 99,
+    89: 99,
+    90: 227,
+    100: 227,
+    120: 99,
+    121: 99,
+    "gfx942": 64,
+    "gfx1100": 64,
+}  # KB a program may have
+"""By target: NVIDIA's compute capabilities, AMD's names."""
+LARGE = (80, 90, 100)
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.float64: "fp64",
+}
+
+
+def target_of(name: int | str) -> GPUTarget:
+    if isinstance(name, int):
+        return GPUTarget("cuda", name, 32)
+    return GPUTarget("hip", name, 64 if name.startswith("gfx9") else 32)
+
+
+def compiled(name, kernel, args, constants, warps) -> str:
+    """What came of it in words; RuntimeError if it takes more shared memory than there is."""
+    signature, attributes = {}, {}
+    given = iter(args)
+    for i, parameter in enumerate(kernel.arg_names):
+        if parameter in constants:
+            signature[parameter] = "constexpr"
+            continue
+        value = next(given)
+        if isinstance(value, torch.Tensor):
+            signature[parameter] = "*" + TYPES[value.dtype]
+            if value.data_ptr() % 16 == 0:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter] = "fp32" if isinstance(value, float) else "i32"
+    assert next(given, None) is None, f"{kernel.__name__} is given more than it takes"
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    shared = triton.compile(source, target=target_of(name), options={"num_warps": warps}).metadata.shared
+    if shared > SHARED[name] * 1024:
+        raise RuntimeError(f"{shared} bytes of shared memory, there are {SHARED[name]} KB")
+    return f"{kernel.__name__} {name}: {shared} bytes of shared memory"
+
+
+def attend() -> Iterator[Callable[[], object]]:
+    for kv in KV_DTYPES.values():
+        for heads in ((24, 4, 256), (32, 2, 128), (8, 8, 64)):
+            for width in (1, 4, 17):
+                case = attend_cases.Case(*heads, kv, [(300, width)], 64, sinks=heads[2] == 64)
+                yield lambda case=case: _attend(case)
+    yield lambda: _attend(attend_cases.Case(64, 1, 512, torch.float16, [(40, 2)], 32, sinks=True, keys_only=True))
+
+
+def _attend(case: attend_cases.Case) -> None:
+    made = attend_cases.make(case, CPU)
+    attend_triton.bind(attend_cases.spec_of(case, CPU))(made.q, made.pool, made.batch, case.window, made.sinks)
+
+
+def gdn() -> Iterator[Callable[[], object]]:
+    def run() -> None:
+        shape = GdnShape(16, 48, 128, 4, (2 * 16 + 48) * 128)
+        layer, batch = StateLayer(shape, 2, 6, CPU), lay_out(SlotTable(2, 8, 16), [Seq(0, 0, [0] * 4)], CPU)
+        gates = torch.zeros(4, 48)
+        weights = torch.zeros(48), torch.zeros(48), torch.zeros(shape.n_channel, 4)
+        gdn_triton.bind(GdnSpec(CPU, shape, 1e-6))(
+            torch.zeros(4, shape.n_channel), gates, gates, *weights, layer, batch
+        )
+
+    yield run
+
+
+def mamba2() -> Iterator[Callable[[], object]]:
+    def run() -> None:
+        shape = Mamba2Shape(n_head=128, head_dim=64, n_group=8, n_state=128, n_conv=4)
+        layer, batch = StateLayer(shape, 2, 6, CPU), lay_out(SlotTable(2, 8, 16), [Seq(0, 0, [0] * 4)], CPU)
+        p = make_params(shape, torch.Generator().manual_seed(0), CPU)
+        m, dt = torch.zeros(4, shape.n_channel), torch.zeros(4, 128)
+        mamba2_triton.bind(Mamba2Spec(CPU, shape))(m, dt, p, layer, batch)
+
+    yield run
+
+
+def rope_kv() -> Iterator[Callable[[], object]]:
+    for spec in (
+        RopeKvSpec(CPU, 24, 4, 256, 64, neox=True, gated=True, has_norm=True, eps=1e-6),
+        RopeKvSpec(CPU, 32, 2, 128, 0, neox=False, gated=False, has_norm=False, eps=1e-5),
+        RopeKvSpec(CPU, 0, 8, 96, 96, neox=False, gated=False, has_norm=True, eps=1e-5),
+    ):
+        for kv in KV_DTYPES.values():
+            yield lambda spec=spec, kv=kv: _rope_kv(spec, kv)
+
+
+def _rope_kv(spec: RopeKvSpec, kv: torch.dtype) -> None:
+    n = spec.n_q * spec.dim * (2 if spec.gated else 1) + 2 * spec.n_kv * spec.dim
+    norm, angle = torch.ones(spec.dim) if spec.has_norm else None, torch.zeros(2, 1, spec.n_rot // 2)
+    pool = KVPool(32, spec.n_kv, spec.dim, kv, CPU)
+    rope_kv_triton.bind(spec)(
+        torch.zeros(2, n), norm if spec.n_q else None, norm, (angle, angle), pool, torch.arange(2)
+    )
+
+
+def rows() -> Iterator[Callable[[], object]]:
+    for kind, n_in, dim in (
+        (PrepKind.PLAIN, 5120, 0),
+        (PrepKind.NORM, 5120, 0),
+        (PrepKind.HEADS, 6144, 128),
+        (PrepKind.GATE, 6144, 256),
+        (PrepKind.GLU, 17408, 0),
+        (PrepKind.GROUPS, 8192, 1024),
+        (PrepKind.RELU2, 2688, 0),
+    ):
+        spec = RowsSpec(CPU, n_in, kind, dim)
+        yield lambda spec=spec: rows_triton.bind(spec)(*rows_op.make(spec, 2, torch.Generator().manual_seed(0)))
+
+
+OPS = {"attend": attend, "gdn": gdn, "mamba2": mamba2, "rope_kv": rope_kv, "rows": rows}
+
+
+def main(names: list[str], targets: list[int | str]) -> int:
+    n_bad = 0
+    for name in targets:
+        tri.has_large_shared = lambda device, name=name: name in LARGE
+        done = set()
+
+        def launch(kernel, grid, args, constants, warps, name=name, done=done) -> None:
+            key = (kernel.__name__, repr(constants), warps, tuple(getattr(a, "dtype", None) for a in args))
+            if key not in done:
+                done.add(key)
+                print(compiled(name, kernel, args, constants, warps), flush=True)
+
+        tri.launch = launch
+        for op in names:
+            for run in OPS[op]():
+                try:
+                    run()
+                except Exception as e:
+                    n_bad += 1
+                    print(f"{op} {name}: {type(e).__name__}: {str(e)[:300]}", flush=True)
+    return int(n_bad > 0)
+
+
+if __name__ == "__main__":
+    args = sys.argv[1:]
+    chosen = [t for t in SHARED if str(t) in args] or list(SHARED)
+    sys.exit(main([op for op in OPS if op in args] or list(OPS), chosen))
