@@ -1,6 +1,6 @@
 """CUDA graphs over batches in an arena: a whole forward for the price of one launch.
 
-A graph is captured per bucket, from the second call on: the first runs eagerly, because a forward changes state and must
+A graph is captured per bucket of rows and of sequences, from the second call on: the first runs eagerly, because a forward changes state and must
 run exactly once per round, and because libraries set themselves up on first use. Capturing runs nothing. After warm-up no
 more are captured: a capture takes memory, and as long as many rounds.
 """
@@ -17,6 +17,7 @@ import torch
 from pyspec.slots.batch import Batch
 
 Out = TypeVar("Out")
+Key = tuple[int, int, bool]  # rows and sequences with padding, and whether no sequence has two rows
 
 
 class Graphed(Generic[Out]):
@@ -29,15 +30,15 @@ class Graphed(Generic[Out]):
 
     def __init__(self, fn: Callable[[Batch], Out], *, by_single: bool = False) -> None:
         self.fn, self.by_single = fn, by_single
-        self._graphs: dict[tuple[int, bool], tuple[torch.cuda.CUDAGraph, Out]] = {}
-        self._seen: set[tuple[int, bool]] = set()
+        self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Out]] = {}
+        self._seen: set[Key] = set()
         self._pool: object | None = None
         self._sealed = False
 
     def __call__(self, batch: Batch) -> Out:
         if batch.bucket is None or batch.tokens.device.type != "cuda":
             return self.fn(batch)
-        key = batch.bucket, self.by_single and batch.single
+        key = batch.bucket, batch.n_place, self.by_single and batch.single
         if key not in self._graphs:
             if self._sealed or key not in self._seen:
                 self._seen.add(key)
@@ -51,7 +52,7 @@ class Graphed(Generic[Out]):
         """Capture no more: batches for which there is no graph run as they are."""
         self._sealed = True
 
-    def _capture(self, key: tuple[int, bool], batch: Batch) -> None:
+    def _capture(self, key: Key, batch: Batch) -> None:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()

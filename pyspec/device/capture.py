@@ -9,24 +9,12 @@ import torch
 from pyspec import progress
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import GraphedDrafter
-from pyspec.slots.arena import BUCKETS
+from pyspec.slots.arena import BUCKETS, graph_shapes
 from pyspec.slots.batch import Seq, lay_out
 
 log = logging.getLogger(__name__)
 
 N_SMALL = 32  # pieces of half a megabyte, for tensors below that
-
-
-def graph_shapes(n_slot: int, width: int, late: bool) -> list[tuple[int, int]]:
-    """Rows and sequences of a batch for each graph of a verify; `width`: most rows of a sequence.
-
-    late  batches of one row a sequence have graphs of their own (`Needs.late`), so others have two rows somewhere
-    """
-    sizes = [b for b in BUCKETS if b <= n_slot * width]
-    if not late:
-        return [(n, min(n_slot, n)) for n in sizes]
-    singles = sorted({n_slot, *(b for b in BUCKETS if b < n_slot)})  # the last one may need padding
-    return [(n, n) for n in singles] + [(n, min(n_slot, -(-n // 2))) for n in sizes if n > 1]
 
 
 def hold(device: torch.device, n_bytes: int) -> None:
@@ -57,7 +45,7 @@ def capture(worker: Worker, n_prompt_row: int, n_bytes: int = 0) -> None:
     slots, width = table.slots, max(needs.n_draft + 1, needs.overhang)
     if worker.arena is None or table.n_page < len(slots) * table.pages_for(width):
         return  # no graphs, or a pool too small to try them all: they are captured as they come
-    shapes = graph_shapes(len(slots), needs.n_draft + 1, needs.late)
+    shapes = graph_shapes(len(slots), needs.n_draft + 1, singles=needs.late)
     for i_shape, (n_row, n_seq) in enumerate(shapes):
         progress.report("graphs", i_shape / len(shapes))
         shares = [n_row // n_seq + (i < n_row % n_seq) for i in range(n_seq)]

@@ -24,7 +24,7 @@ from pyspec.cuda.ops.best.op import best
 from pyspec.cuda.ops.best.ref import BestSpec
 from pyspec.draft.drafter import DraftPlan, DraftRequest
 from pyspec.models.target import Out
-from pyspec.slots.arena import BUCKETS, Arena, bucket_of
+from pyspec.slots.arena import BUCKETS, Arena, graph_shapes
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import PartMemory
@@ -232,9 +232,8 @@ class Chain:
 
     def _start(self, batch: Batch) -> None:
         """The first pass: exact rows up to the anchor's, `self.hidden` given by the host."""
-        n = min(len(self.table.slots), batch.tokens.shape[0])
         hidden = self.block.forward(batch, self.hidden[: batch.tokens.shape[0]])
-        self._pick(hidden[batch.out_rows[:n]])
+        self._pick(hidden[batch.out_rows[: batch.n_place]])
 
     def _compute(self, batch: Batch) -> None:
         """Exact rows from which nothing is drafted, `self.hidden` given by the host."""
@@ -258,24 +257,26 @@ class Chain:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        slots, n_row = self.table.slots, len(self.table.slots) * max(self.needs.n_draft + 1, self.most_waiting)
-        most = bucket_of(n_row) or BUCKETS[-1]
-        if self.table.n_page < len(slots) * self.table.pages_for(-(-most // len(slots))):
+        n_slot, width = len(self.table.slots), max(self.needs.n_draft + 1, self.most_waiting)
+        first = graph_shapes(n_slot, width)
+        following = [(n, n) for n in sorted({min(n_slot, b) for b in BUCKETS})]
+        # where rows wait they are not few: who is brought up has half of what may wait at least
+        late = [
+            x
+            for x in graph_shapes(n_slot, BUCKETS[-1], least=max(1, self.most_waiting // 2))
+            if x[0] >= self.most_waiting
+        ]
+        if self.table.n_page < max(
+            n_seq * self.table.pages_for(-(-n_row // n_seq)) for n_row, n_seq in [*first, *late]
+        ):
             return  # too few pages to try them all: they are captured as they come
-        for n_row in [b for b in BUCKETS if b <= most]:
-            n = min(len(slots), n_row)
-            seqs = [Seq(i, 0, [0] * (n_row // n + (i < n_row % n)), n_out=1) for i in range(n)]
-            for _ in range(2):
-                self._first(lay_out(self.table, seqs, self.device, arena=self.arenas[0]))
-        for n in range(1, len(slots) + 1):
-            for _ in range(2):
-                seqs = [Seq(i, 0, [0], n_out=1) for i in range(n)]
-                self._next(lay_out(self.table, seqs, self.device, arena=self.arenas[1]))
-        for n_row in [b for b in BUCKETS if self.most_waiting <= b <= most]:
-            n = min(len(slots), -(-n_row // self.most_waiting))
-            seqs = [Seq(i, 0, [0] * (n_row // n + (i < n_row % n))) for i in range(n)]
-            for _ in range(2):
-                self._late(lay_out(self.table, seqs, self.device, arena=self.arenas[2]))
+        ways = zip((self._first, self._next, self._late), (first, following, late), self.arenas, (1, 1, 0), strict=True)
+        for graphed, shapes, arena, n_out in ways:
+            for n_row, n_seq in shapes:
+                shares = [n_row // n_seq + (i < n_row % n_seq) for i in range(n_seq)]
+                seqs = [Seq(i, 0, [0] * n, n_out=n_out) for i, n in enumerate(shares)]
+                for _ in range(2):
+                    graphed(lay_out(self.table, seqs, self.device, arena=arena))
         for graphed in (self._first, self._next, self._late):
             graphed.seal()
 

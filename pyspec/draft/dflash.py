@@ -41,7 +41,7 @@ from pyspec.gguf import GGUFFile
 from pyspec.models.layers import Attention, FeedForward, Rope
 from pyspec.models.target import Out, Target
 from pyspec.models.weights import Matrix, Weights, check_tensors
-from pyspec.slots.arena import BUCKETS, Arena
+from pyspec.slots.arena import BUCKETS, Arena, graph_shapes
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import KV, Memory
 from pyspec.slots.parts import Paged, PartMemory
@@ -137,16 +137,17 @@ class DFlash:
     @torch.inference_mode()
     def capture(self) -> None:
         n_slot = len(self.table.slots)
-        for n in range(1, n_slot + 1):
+        fit = min(n_slot, BUCKETS[-1] // self.net.c.block)
+        for n in sorted({*range(1, fit + 1), n_slot}):
             seqs = [Seq(i, 0, [self.net.c.mask_id] * self.net.c.block) for i in range(n)]
             for _ in range(2):
                 self.block(lay_out(self.table, seqs, self.device, see_block=True, arena=self.arena))
         self.block.seal()
-        for n_row in BUCKETS if self.needs.late else ():
-            shares = [n_row // n_slot + (i < n_row % n_slot) for i in range(n_slot)]
-            if self.table.n_page < n_slot * self.table.pages_for(shares[0]):
+        for n_row, n_seq in graph_shapes(n_slot, BUCKETS[-1]) if self.needs.late else ():
+            shares = [n_row // n_seq + (i < n_row % n_seq) for i in range(n_seq)]
+            if self.table.n_page < n_seq * self.table.pages_for(shares[0]):
                 return  # too small a pool to try them all: they are captured as they come
-            seqs = [Seq(i, 0, [0] * n) for i, n in enumerate(shares) if n]
+            seqs = [Seq(i, 0, [0] * n) for i, n in enumerate(shares)]
             for _ in range(2):
                 self.inject(lay_out(self.table, seqs, self.device, arena=self.arena))
         self.inject.seal()

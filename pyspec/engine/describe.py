@@ -13,7 +13,6 @@ from pyspec.config import EngineSettings
 from pyspec.cuda.collective import may_share_gpu
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.ops.attend.ref import AttendSpec
-from pyspec.device.capture import graph_shapes
 from pyspec.draft.drafter import NO_DRAFTER, OWN_HEAD, DraftPlan, TargetFile, refuse_file
 from pyspec.engine.draft_head import HeadCopy, plan_head
 from pyspec.engine.memory_plan import (
@@ -35,7 +34,7 @@ from pyspec.models.target import ModelConfig
 from pyspec.models.weights import HEAD, check_tensors, cuts_of, repacked_bytes, shares_of, weight_bytes, wide_bytes
 from pyspec.ranges import quoted
 from pyspec.registry import ARCHITECTURES, drafters
-from pyspec.slots.arena import bucket_of
+from pyspec.slots.arena import bucket_of, graph_shapes
 from pyspec.slots.kv import KV_DTYPES
 from pyspec.slots.parts import CacheSizes
 from pyspec.slots.table import SlotTable
@@ -326,7 +325,7 @@ def start_bytes(d: Description) -> int:
 def _workspace(d: Description) -> tuple[int, int]:
     """(activations, workspace): what forwards need besides weights and slots."""
     s, c = d.settings, d.own
-    graphs = graph_shapes(s.np, d.width, late=d.draft.needs.late) if d.is_cuda else []
+    graphs = graph_shapes(s.np, d.width, singles=d.draft.needs.late) if d.is_cuda else []
     key_size = 8 if s.kv_type in ("q8_0", "f8_e4m3") else 4
     widest = s.np * max(d.width, d.draft.needs.overhang)  # rows of a verify of all slots, or of a draft of blocks
     sizes = ForwardSizes(

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+SEQUENCES = (8, 32)  # of a graph, besides as many as its rows and slots allow: what no sequence needs is not launched
 N_STAGE = 3  # host copies: the one being written is never the one in flight
 ROW64 = ("tokens", "positions", "kv_rows", "hi", "lo", "out_rows")
 SEQ32 = ("seq_slot", "seq_fold", "seq_keep", "seq_start")
@@ -25,6 +26,35 @@ SEQ32 = ("seq_slot", "seq_fold", "seq_keep", "seq_start")
 def bucket_of(n_row: int) -> int | None:
     """The smallest bucket that holds `n_row`; None if it is too many for a graph."""
     return next((b for b in BUCKETS if b >= n_row), None)
+
+
+def places_of(n_slot: int, bucket: int) -> tuple[int, ...]:
+    """For how many sequences a batch of `bucket` rows may have places, fewest first: kernels run for all places of a graph."""
+    most = min(n_slot, bucket)
+    return (*(n for n in SEQUENCES if n < most), most)
+
+
+def graph_shapes(n_slot: int, width: int, *, least: int = 1, singles: bool = False) -> list[tuple[int, int]]:
+    """(rows, sequences) of one batch for each graph that batches of so many slots find.
+
+    least, width  fewest and most rows of a sequence
+    singles       batches of one row a sequence have graphs of their own, so the others have two rows somewhere
+    """
+    found = []
+    for before, bucket in zip((0, *BUCKETS), BUCKETS, strict=False):
+        fewer = 0
+        for places in places_of(n_slot, bucket):
+            n_seq = max(fewer + 1, -(-bucket // 2)) if singles and places == bucket else places
+            n_seq = min(n_seq, bucket // least)
+            if n_seq <= fewer:
+                break
+            n_row = min(bucket, n_seq * width)
+            if n_row > max(before, n_seq - (not singles)):
+                found.append((n_row, n_seq))
+            fewer = places
+    if singles:  # the last one may need padding
+        found += [(n, n) for n in sorted({min(n_slot, BUCKETS[-1]), *(b for b in BUCKETS if b < n_slot)})]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,31 +131,39 @@ class Arena:
         self.n_seq, self.n_page = n_seq, n_page
         n_start = -(-(n_seq + 1) // 4) * 4  # lines of 16 bytes
         rows = _Block(0, torch.int64, (len(ROW64), BUCKETS[-1]))
-        page_table = _Block(rows.end, torch.int64, (n_seq, n_page))
-        seqs = _Block(page_table.end, torch.int32, (len(SEQ32), n_start))
+        seqs = _Block(rows.end, torch.int32, (len(SEQ32), n_start))
         row_seq = _Block(seqs.end, torch.int32, (BUCKETS[-1],))
-        blocks = {"rows": rows, "page_table": page_table, "seqs": seqs, "row_seq": row_seq}
-        self.memory = torch.zeros(row_seq.end, dtype=torch.uint8, device=device)
-        self._fields = {bucket: self._cut(blocks, bucket) for bucket in BUCKETS}
-        self._stages = [_Stage(blocks, row_seq.end, device) for _ in range(N_STAGE)]
+        page_table = _Block(row_seq.end, torch.int64, (n_seq, n_page))  # last: only what sequences use is copied
+        blocks = {"rows": rows, "seqs": seqs, "row_seq": row_seq, "page_table": page_table}
+        self.memory = torch.zeros(page_table.end, dtype=torch.uint8, device=device)
+        self._pages_at = page_table.at
+        self._fields = {
+            (bucket, places): self._cut(blocks, bucket, places)
+            for bucket in BUCKETS
+            for places in {*places_of(n_seq, bucket), n_seq}
+        }
+        self._stages = [_Stage(blocks, page_table.end, device) for _ in range(N_STAGE)]
         self._next = 0
 
-    def _cut(self, blocks: dict[str, _Block], bucket: int) -> dict[str, Tensor]:
-        """The fields of a batch of `bucket` rows."""
+    def _cut(self, blocks: dict[str, _Block], bucket: int, places: int) -> dict[str, Tensor]:
+        """The fields of a batch of `bucket` rows with places for so many sequences."""
         whole = {name: block.of(self.memory) for name, block in blocks.items()}
         out = {name: line[:bucket] for name, line in zip(ROW64, whole["rows"], strict=True)}
-        out |= {name: line[: self.n_seq] for name, line in zip(SEQ32, whole["seqs"], strict=True)}
-        out["seq_start"] = whole["seqs"][SEQ32.index("seq_start"), : self.n_seq + 1]
-        return out | {"page_table": whole["page_table"], "row_seq": whole["row_seq"][:bucket]}
+        out |= {name: line[:places] for name, line in zip(SEQ32, whole["seqs"], strict=True)}
+        out["seq_start"] = whole["seqs"][SEQ32.index("seq_start"), : places + 1]
+        return out | {"page_table": whole["page_table"][:places], "row_seq": whole["row_seq"][:bucket]}
 
     def fill(self, layout: Layout, bucket: int, null_row: int) -> dict[str, Tensor]:
-        """Write a layout, padded to `bucket` rows, and start its copy. Returns the fields cut to the bucket."""
+        """Write a layout, padded to `bucket` rows, and start its copy. Returns the fields cut to the bucket and to the fewest places."""
+        n_seq = len(layout.pages)
+        places = next((n for n in places_of(self.n_seq, bucket) if n >= n_seq), self.n_seq)
+        used = self._pages_at + 8 * n_seq * self.n_page
         stage = self._stages[self._next]
         self._next = (self._next + 1) % N_STAGE
         if stage.event is not None:
             stage.event.synchronize()
         stage.write(layout, null_row)
-        self.memory.copy_(stage.memory, non_blocking=True)
+        self.memory[:used].copy_(stage.memory[:used], non_blocking=True)
         if stage.event is not None:
             stage.event.record()
-        return self._fields[bucket]
+        return self._fields[bucket, places]

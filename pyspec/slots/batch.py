@@ -90,6 +90,11 @@ class Batch:
     def n_row(self) -> int:
         return self.starts[-1]
 
+    @property
+    def n_place(self) -> int:
+        """Sequences with padding: kernels run for so many."""
+        return self.seq_slot.shape[0]
+
 
 def lay_out(
     table: SlotTable,

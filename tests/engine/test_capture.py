@@ -10,13 +10,13 @@ from pyspec.config import EngineSettings
 from pyspec.cuda.graph import Graphed
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import plan as attend_plan
-from pyspec.device.capture import capture, graph_shapes
+from pyspec.device.capture import capture
 from pyspec.draft.drafter import GraphedDrafter
 from pyspec.engine import describe as describing
 from pyspec.engine import memory_plan as plan
 from pyspec.gguf import GGMLType, open_gguf
 from pyspec.models.weights import repacked_bytes, weight_bytes
-from pyspec.slots.arena import BUCKETS, Arena, bucket_of
+from pyspec.slots.arena import BUCKETS, Arena, bucket_of, graph_shapes, places_of
 from pyspec.synth import write
 
 
@@ -46,18 +46,26 @@ def test_capturing_leaves_no_trace(tmp_path, kind) -> None:
         assert a.timings.draft_n == b.timings.draft_n > 0
 
 
-@pytest.mark.parametrize(("n_slot", "width"), [(1, 16), (2, 2), (3, 16), (5, 8), (8, 16), (13, 2), (32, 4)])
-def test_every_batch_a_round_can_have_finds_its_graph(n_slot, width) -> None:
-    """Where rows without drafts have graphs of their own: both kinds of every size, none wider than a verify may be."""
-    shapes = graph_shapes(n_slot, width, True)
-    assert all(n_seq <= n_slot and -(-n_row // n_seq) <= width for n_row, n_seq in shapes)
-    captured = {(bucket_of(n_row), n_row == n_seq) for n_row, n_seq in shapes}
+@pytest.mark.parametrize("singles", [True, False])
+@pytest.mark.parametrize(
+    ("n_slot", "width"), [(1, 16), (2, 2), (3, 16), (5, 8), (8, 16), (13, 2), (32, 4), (33, 16), (64, 4), (100, 1)]
+)
+def test_every_batch_a_round_can_have_finds_its_graph(n_slot: int, width: int, singles: bool) -> None:
+    """Of every size in rows and in places for sequences one, and none that no round finds."""
+    if singles and width == 1:
+        return  # who never drafts has one kind
+    shapes = graph_shapes(n_slot, width, singles=singles)
+    assert all(n_seq <= min(n_slot, n_row) and -(-n_row // n_seq) <= width for n_row, n_seq in shapes)
+
+    def key(n_row: int, n_seq: int) -> tuple[int | None, int, bool]:
+        bucket = bucket_of(n_row)
+        assert bucket is not None
+        return bucket, next(n for n in places_of(n_slot, bucket) if n >= n_seq), singles and n_row == n_seq
+
+    captured = {key(*shape) for shape in shapes}
     assert len(captured) == len(shapes)
-    most = max(b for b in BUCKETS if b <= n_slot * width)
-    for n_seq in range(1, n_slot + 1):
-        for n_row in range(n_seq, min(n_seq * width, most) + 1):
-            assert (bucket_of(n_row), n_row == n_seq) in captured
-    assert {n_row for n_row, _ in graph_shapes(n_slot, width, False)} == {b for b in BUCKETS if b <= n_slot * width}
+    rounds = {key(r, n) for n in range(1, n_slot + 1) for r in range(n, min(n * width, BUCKETS[-1]) + 1)}
+    assert rounds == captured
 
 
 @pytest.mark.sampled(most=2)
@@ -77,13 +85,13 @@ def test_the_plan_has_the_rows_of_all_graphs(tmp_path, monkeypatch, kind, np) ->
 
     def watch(batch):
         if batch.bucket is not None:
-            keys.add((batch.bucket, inner.by_single and batch.single))
+            keys.add((batch.bucket, batch.n_place, inner.by_single and batch.single))
         return inner(batch)
 
     watch.seal = inner.seal
     loop.worker.forward = watch
     capture(loop.worker, loop.limits.prompts)
-    assert sizes.graph_rows == sum(bucket for bucket, _ in keys) > 0
+    assert sizes.graph_rows == sum(bucket for bucket, _, _ in keys) > 0
     rows = np * max(4, loop.drafter.needs.overhang)
     assert sizes.large_rows == (rows if rows > BUCKETS[-1] else 0), "logits that no graph holds are planned, too"
     assert sizes.n_held == (len(loop.drafter.held) if kind == "dflash" else 0)
@@ -125,7 +133,9 @@ def test_no_graph_is_captured_after_warm_up(monkeypatch) -> None:
         graphed._graphs[key] = SimpleNamespace(replay=lambda: None), "replayed"
 
     def batch(bucket: int) -> SimpleNamespace:
-        return SimpleNamespace(bucket=bucket, single=False, tokens=SimpleNamespace(device=torch.device("cuda")))
+        return SimpleNamespace(
+            bucket=bucket, n_place=1, single=False, tokens=SimpleNamespace(device=torch.device("cuda"))
+        )
 
     monkeypatch.setattr(graphed, "_capture", capture_one)
     for bucket in (2, 2, 4):
@@ -133,7 +143,7 @@ def test_no_graph_is_captured_after_warm_up(monkeypatch) -> None:
     graphed.seal()
     for bucket in (4, 4, 8, 8):  # the first has been seen once, the second never
         graphed(batch(bucket))
-    assert captured == [(2, False)] and ran == [2, 4, 4, 4, 8, 8]
+    assert captured == [(2, 1, False)] and ran == [2, 4, 4, 4, 8, 8]
     assert graphed(batch(2)) == "replayed"
 
 

@@ -22,10 +22,11 @@ def test_buckets_hold_every_row_count_up_to_the_largest() -> None:
     assert [bucket_of(n) for n in (1, 5, 7, 33, 128, 129)] == [1, 6, 8, 48, 128, None]
 
 
-@pytest.mark.parametrize("widths", [(1,), (3, 1, 5), (16, 16), (1, 1, 1, 1, 1, 1, 1, 1), (8, 2, 7)])
+@pytest.mark.parametrize("widths", [(1,), (3, 1, 5), (16, 16), (1, 1, 1, 1, 1, 1, 1, 1), (8, 2, 7), (2,) * 11])
 def test_an_arena_holds_the_plain_layout_and_harmless_padding(widths: tuple[int, ...]) -> None:
-    plain_table, table = seated(8), seated(8)
-    arena = Arena(8, 8, CPU)
+    """With places for no more sequences than are worth a graph: eight, or one for each row, or all slots."""
+    plain_table, table = seated(12), seated(12)
+    arena, places = Arena(12, 8, CPU), {1: 1, 3: 8, 2: 8, 8: 8, 11: 12}[len(widths)]
     for first in (0, 9):  # the second layout overwrites the first
         seqs = [Seq(i, first + i, list(range(w)), i % 2 == 0, 1, 1) for i, w in enumerate(widths)]
         plain, ours = lay_out(plain_table, seqs, CPU), lay_out(table, seqs, CPU, arena=arena)
@@ -35,7 +36,8 @@ def test_an_arena_holds_the_plain_layout_and_harmless_padding(widths: tuple[int,
             want, got = getattr(plain, name), getattr(ours, name)
             assert torch.equal(got[: len(want)], want) and len(got) == bucket, name
         assert set(ours.kv_rows[n:].tolist()) <= {table.null_row} and set(ours.row_seq[n:].tolist()) <= {-1}
-        assert ours.seq_start.tolist() == plain.starts + [n] * (8 - len(widths))
+        assert ours.seq_start.tolist() == plain.starts + [n] * (places - len(widths)) and ours.n_place == places
+        assert len(ours.seq_slot) == len(ours.page_table) == places
         for name in SEQ32[:-1]:
             assert torch.equal(getattr(ours, name)[: len(widths)], getattr(plain, name)), name
         assert torch.equal(ours.page_table[: len(widths), : plain.page_table.shape[1]], plain.page_table)
