@@ -15,14 +15,21 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from pyspec.cuda import tri
+from pyspec.cuda.ops.ahead import cuda as ahead_cuda
+from pyspec.cuda.ops.ahead import triton as ahead_triton
+from pyspec.cuda.ops.ahead.ref import MAX_ENDS, AheadSpec
 from pyspec.cuda.ops.attend import cases as attend_cases
 from pyspec.cuda.ops.attend import triton as attend_triton
+from pyspec.cuda.ops.best import triton as best_triton
+from pyspec.cuda.ops.best.ref import BestSpec
 from pyspec.cuda.ops.gdn import triton as gdn_triton
 from pyspec.cuda.ops.gdn.ref import GdnSpec
 from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.mamba2 import triton as mamba2_triton
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, make_params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
+from pyspec.cuda.ops.norms import triton as norms_triton
+from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.cuda.ops.rope_kv import triton as rope_kv_triton
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.cuda.ops.rows import op as rows_op
@@ -159,7 +166,41 @@ def rows() -> Iterator[Callable[[], object]]:
         yield lambda spec=spec: rows_triton.bind(spec)(*rows_op.make(spec, 2, torch.Generator().manual_seed(0)))
 
 
-OPS = {"attend": attend, "gdn": gdn, "mamba2": mamba2, "rope_kv": rope_kv, "rows": rows}
+def norms() -> Iterator[Callable[[], object]]:
+    x, weight = torch.zeros(2, 5120), torch.zeros(5120)
+    for layer in (False, True):
+        spec = NormsSpec(CPU, 5120, 1e-6, layer)
+        yield lambda spec=spec: norms_triton.bind(spec).picked(x, weight, torch.zeros(1, dtype=torch.int64))
+        yield lambda spec=spec: norms_triton.bind(spec).paired(x, weight, x, weight)
+
+
+def best() -> Iterator[Callable[[], object]]:
+    yield lambda: best_triton.bind(BestSpec(CPU)).tokens(torch.zeros(2, 248_320))
+    yield lambda: best_triton.bind(BestSpec(CPU)).pairs(torch.zeros(2, 248_320))
+
+
+def ahead() -> Iterator[Callable[[], object]]:
+    batch, _, _ = ahead_cuda.verify((2, 3), CPU, torch.Generator().manual_seed(0))
+    op, found = ahead_triton.bind(AheadSpec(CPU)), torch.zeros(2, 8, dtype=torch.float64)
+    ends, forced = torch.zeros(2, MAX_ENDS, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    for beside in ((None, None), (ends, None), (None, forced), (ends, forced)):
+        yield lambda beside=beside: op.accept(found, batch, *beside)
+    for drafts in (None, torch.zeros(2, 4, dtype=torch.int64)):
+        yield lambda drafts=drafts: op.move(batch, op.accept(found, batch), drafts)
+    yield lambda: op.follow(batch, op.accept(found, batch))
+    yield lambda: op.step(batch)
+
+
+OPS = {
+    "attend": attend,
+    "gdn": gdn,
+    "mamba2": mamba2,
+    "rope_kv": rope_kv,
+    "rows": rows,
+    "norms": norms,
+    "best": best,
+    "ahead": ahead,
+}
 
 
 def main(names: list[str], targets: list[int | str]) -> int:

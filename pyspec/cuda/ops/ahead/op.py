@@ -3,10 +3,14 @@
 from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.ahead import cuda as ahead_cuda
 from pyspec.cuda.ops.ahead import ref as ahead_ref
+from pyspec.cuda.ops.ahead import triton as ahead_triton
 
 ahead: Op[ahead_ref.AheadSpec] = Op(
     "ahead",
     Impl("torch", ahead_ref.bind, capturable=True),
-    [Impl("cuda", ahead_cuda.bind, ahead_cuda.limits, capturable=True)],
+    [
+        Impl("cuda", ahead_cuda.bind, ahead_cuda.limits, capturable=True),
+        Impl("triton", ahead_triton.bind, ahead_triton.limits, capturable=True),
+    ],
     ahead_cuda.check,
 )

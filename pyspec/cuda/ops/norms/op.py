@@ -3,10 +3,14 @@
 from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.norms import cuda as norms_cuda
 from pyspec.cuda.ops.norms import ref as norms_ref
+from pyspec.cuda.ops.norms import triton as norms_triton
 
 norms: Op[norms_ref.NormsSpec] = Op(
     "norms",
     Impl("torch", norms_ref.bind, capturable=True),
-    [Impl("cuda", norms_cuda.bind, norms_cuda.limits, capturable=True)],
+    [
+        Impl("cuda", norms_cuda.bind, norms_cuda.limits, capturable=True),
+        Impl("triton", norms_triton.bind, norms_triton.limits, capturable=True),
+    ],
     norms_cuda.check,
 )

@@ -1,0 +1,65 @@
+"""`best` in Triton: rows are cut into parts, as many as keep all multiprocessors at work; a second launch has the best of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyspec.cuda import tri
+from pyspec.cuda.context import per_device
+from pyspec.cuda.ops.best.ref import BestSpec
+
+COLUMNS = 1024  # of a step
+PER_SM = 4  # programs of a multiprocessor that a launch has about
+MAX_PARTS = 128
+MAX_ROWS = 32768  # of a launch
+MAX_VOCAB = 1 << 30
+
+
+def limits(spec: BestSpec) -> str | None:
+    return tri.missing(spec.device)
+
+
+class BestTriton:
+    """Implements `Best`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.n_sm, self.none = tri.n_multiprocessor(device), torch.zeros(1, dtype=torch.int64, device=device)
+
+    def tokens(self, logits: Tensor, out: Tensor | None = None) -> Tensor:
+        out = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device) if out is None else out
+        assert out.dtype == torch.int64 and out.is_contiguous() and out.shape == logits.shape[:1]
+        self._run(logits, out, None)
+        return out
+
+    def pairs(self, logits: Tensor) -> Tensor:
+        out = torch.empty(2, logits.shape[0], dtype=torch.float64, device=logits.device)
+        self._run(logits, None, out)
+        return out
+
+    def _run(self, logits: Tensor, tokens: Tensor | None, pairs: Tensor | None) -> None:
+        from pyspec.cuda.ops.best import triton_kernels as kernels
+
+        logits, (n_row, n_vocab) = logits.contiguous(), logits.shape
+        assert logits.dtype == torch.float32 and 0 < n_vocab <= MAX_VOCAB
+        for first in range(0, n_row, MAX_ROWS):
+            n = min(MAX_ROWS, n_row - first)
+            n_part = max(1, min(-(-n_vocab // COLUMNS), MAX_PARTS, PER_SM * self.n_sm // n))
+            found, own = torch.empty(n, n_part, dtype=torch.int64, device=logits.device), logits[first:]
+            tri.launch(kernels.best_of_parts, (n_part, n), (own, found, n_vocab, n_part), {"N": COLUMNS}, 4)
+            into = (
+                self.none if tokens is None else tokens[first:],
+                self.none if pairs is None else pairs.view(-1)[first:],
+            )
+            constants = {"PARTS": MAX_PARTS, "HAS_PAIRS": pairs is not None}
+            tri.launch(kernels.best_of_rows, (n,), (own, found, *into, n_vocab, n_part, n_row), constants, 1)
+
+
+@per_device
+def _launch(device: torch.device) -> BestTriton:
+    return BestTriton(device)
+
+
+def bind(spec: BestSpec) -> BestTriton:
+    """One for all of a device, and quickly: every round asks."""
+    return _launch(spec.device)

@@ -1,0 +1,72 @@
+"""`norms` in Triton: one launch, whatever is asked for: a program for every row that is written (triton_kernels.py)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyspec.cuda import faults, tri
+from pyspec.cuda.ops.norms.ref import NormsSpec
+
+OP_ID = faults.NUMBERS["norms"]  # in the fault record
+MAX_COLUMNS = 32768
+
+
+def limits(spec: NormsSpec) -> str | None:
+    if (why := tri.missing(spec.device)) is not None:
+        return why
+    if not 0 < spec.n <= MAX_COLUMNS:
+        return f"{spec.n} columns; the kernel takes up to {MAX_COLUMNS}"
+    return None
+
+
+class NormsTriton:
+    """Implements `Norms`."""
+
+    def __init__(self, spec: NormsSpec) -> None:
+        self.n, self.eps, self.fault = spec.n, spec.eps, faults.record(spec.device)
+        wide = 1 << (spec.n - 1).bit_length()
+        self.warps = max(1, min(16, wide // 256))
+        self.constants = {"COLUMNS": spec.n, "WIDE": wide, "LAYER": spec.layer, "OP": OP_ID}
+
+    def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
+        out = x.new_empty(x.shape)
+        self._run((x, weight, out), (x, weight, out), None, self.n, 0)
+        return out
+
+    def picked(self, x: Tensor, weight: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        out, some = x.new_empty(x.shape), x.new_empty(rows.shape[0], self.n)
+        assert rows.dtype == torch.int64 and rows.is_contiguous() and (x.shape[0] or not rows.shape[0])
+        self._run((x, weight, out), (x, weight, some), rows, self.n, rows.shape[0])
+        return out, some
+
+    def paired(self, a: Tensor, a_weight: Tensor, b: Tensor, b_weight: Tensor) -> Tensor:
+        out = a.new_empty(a.shape[0], 2 * self.n)
+        assert a.shape == b.shape
+        self._run((a, a_weight, out), (b, b_weight, out[:, self.n :]), None, 2 * self.n, b.shape[0])
+        return out
+
+    def _run(
+        self,
+        first: tuple[Tensor, Tensor, Tensor],
+        second: tuple[Tensor, Tensor, Tensor],
+        rows: Tensor | None,
+        step: int,
+        n_second: int,
+    ) -> None:
+        """Rows of the first input, then of the second; `step` is what rows of both outputs lie apart."""
+        from pyspec.cuda.ops.norms import triton_kernels as kernels
+
+        for x, weight in (first[:2], second[:2]):
+            assert x.dtype == weight.dtype == torch.float32 and weight.shape == x.shape[1:] == (self.n,)
+            assert x.is_contiguous() and weight.is_contiguous()
+        n_first = first[0].shape[0]
+        if n_first + n_second:
+            picks = self.fault if rows is None else rows
+            args = (*first, *second, picks, self.fault, step, n_first, self.eps)
+            constants = {**self.constants, "PICKS": rows is not None}
+            tri.launch(kernels.norms, (n_first + n_second,), args, constants, self.warps)
+
+
+def bind(spec: NormsSpec) -> NormsTriton:
+    return NormsTriton(spec)
