@@ -1,0 +1,124 @@
+"""What a round costs when one op runs a tier lower: op by op, in Triton and as the torch reference, the rest as it is.
+
+    python tools/bench_tiers.py qwen3.6-27b --quant q8_0 --layers 16 [--ops gdn attend ...] [--tiers triton torch] [--spec-len 3]
+
+The model is synthetic and has its first N layers only, so that it loads in seconds. A round of all layers is that of two depths,
+drawn on: what differs between N and N / 2 layers is N / 2 layers'. An op costs what its layers cost more than in the full round; ops that run
+once a round (the head's) count once. Ops whose tier is refused are shown with the reason. Prints a table in markdown: milliseconds
+of a round at each number of streams, and the share of the full rate that is left, for the layers that ran and for all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pyspec.bench.session import Plan, bench
+from pyspec.cuda import survey
+from pyspec.cuda.examine import EXAMINATION
+from pyspec.engine.api import Engine
+from pyspec.synth import find, write
+
+ONCE = ("best", "ahead", "embed", "angles", "norms")
+HOW = {"ctx": 2560, "kv_type": "f16"}
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Milliseconds of a round by the number of streams, and what the op ran as; `error` instead of both."""
+
+    ms: dict[int, float]
+    ran: str = ""
+    error: str = ""
+
+
+def lower(op: str, tier: str) -> tuple[str, ...]:
+    """Modules whose implementations are left out, so that `op` runs as `tier`."""
+    found = next(o for o in survey.ops() if o.name == op)
+    names = [impl.name for impl in found.impls]
+    n = names.index(tier) if tier in names else len(names)
+    return tuple({impl.bind.__module__ for impl in found.impls[:n]})
+
+
+def measured(
+    path: Path, streams: list[int], n_token: int, op: str = "", tier: str = "", spec_len: float = 0.0
+) -> Rounds:
+    EXAMINATION.demoted = frozenset()
+    for each in survey.ops():
+        each.decided.clear()
+    settings: dict[str, object] = {**HOW, "np": max(streams), "demoted": lower(op, tier) if op else ()}
+    settings["spec_type"] = "mtp" if spec_len else "none"
+    if spec_len:
+        settings |= {"synth_len": spec_len, "n_draft_fixed": True, "n_draft_max": 3}
+    plan = Plan(streams=streams, turns=1, n_prompt=300, n_predict=n_token, random_prompts=True, ignore_eos=True)
+    try:
+        with Engine.open(str(path), None, settings) as engine:
+            rows = bench(engine, plan).rows
+            ran = {each.chosen(spec).name for each, spec in survey.asked() if each.name == op}
+    except Exception as e:  # noqa: BLE001 - one op that can not run is a line of the table
+        return Rounds({}, error=f"{type(e).__name__}: {str(e)[:80]}")
+    finally:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    ms = {row.np: row.spec_round_ms if spec_len else row.plain_round_ms for row in rows}
+    return Rounds(ms, "/".join(sorted(ran)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--quant", default="q8_0")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--ops", nargs="+", default=[])
+    parser.add_argument("--tiers", nargs="+", default=["triton", "torch"])
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--spec-len", type=float, default=0.0, help="MTP with 3 drafted, so many tokens a round")
+    parser.add_argument("--limit", type=float, default=0.0, help="seconds after which no further op is begun")
+    parser.add_argument("--tiny", action="store_true", help="a model of a few hundred kilobytes, to try this")
+    args = parser.parse_args()
+    began, n_all = time.monotonic(), find(args.model, tiny=args.tiny).n_layer
+    n_layer = min(args.layers, n_all)
+    with tempfile.TemporaryDirectory() as folder:
+        paths = {}
+        for n in (n_layer, n_layer // 2):
+            to, has_mtp = Path(folder) / f"m{n}.gguf", bool(args.spec_len)
+            paths[n] = write(args.model, to, quant=args.quant, tiny=args.tiny, mtp=has_mtp, n_layer=n)
+        half, full = (
+            measured(paths[n], args.streams, args.tokens, spec_len=args.spec_len) for n in (n_layer // 2, n_layer)
+        )
+        if full.error or half.error:
+            print(full.error or half.error)
+            return 1
+        each = {n: (full.ms[n] - half.ms[n]) / (n_layer - n_layer // 2) for n in full.ms}
+        whole = {n: full.ms[n] + each[n] * (n_all - n_layer) for n in full.ms}
+        asked = args.ops or list(dict.fromkeys(op.name for op, _ in survey.asked()))
+        shown = ", ".join(f"{n}: {full.ms[n]:.2f} ms ({whole[n]:.2f} of all {n_all})" for n in args.streams)
+        print(f"{args.model} {args.quant}, {n_layer} layers, a round of streams {shown}\n")
+        print("| op | as | " + " | ".join(f"{n}: ms, of the rate, of all layers'" for n in args.streams) + " |")
+        print("| --- " * (2 + len(args.streams)) + "|")
+        for op in asked:
+            for tier in args.tiers:
+                if args.limit and time.monotonic() - began > args.limit:
+                    print(f"(no time for {op} as {tier})")
+                    continue
+                got = measured(paths[n_layer], args.streams, args.tokens, op, tier, args.spec_len)
+                cells = [got.error] * len(args.streams)
+                if not got.error:
+                    more = {n: (got.ms[n] - full.ms[n]) * (1 if op in ONCE else n_all / n_layer) for n in full.ms}
+                    cells = [
+                        f"{got.ms[n]:.2f}, {full.ms[n] / got.ms[n]:.2f}, {whole[n] / (whole[n] + more[n]):.2f}"
+                        for n in args.streams
+                    ]
+                print(f"| {op} | {got.ran or f'{tier} (not asked for)'} | " + " | ".join(cells) + " |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
