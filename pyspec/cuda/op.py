@@ -105,16 +105,18 @@ class Op(Generic[Spec]):
         return self.chosen(spec).name == name
 
     def _choose(self, spec: Spec) -> Impl[Spec]:
-        refused = []
+        refused, chosen = [], self.reference
         for impl in self.impls:
             if (why := self.refusal(impl, spec)) is None:
-                return impl
+                chosen = impl
+                break
             refused.append(f"{impl.name}: {why}")
-        text = f"{self.name} runs as {self.reference.name} ({'; '.join(refused)})"
-        if refused and text not in self.said:
+        text = f"{self.name} runs as {chosen.name} ({'; '.join(refused)})"
+        is_lower = chosen is self.reference or chosen.name == "triton"  # a CPU's own is not
+        if refused and is_lower and text not in self.said:
             self.said.add(text)
             log.info("%s", text)
-        return self.reference
+        return chosen
 
     def bind(self, spec: Spec) -> Launch:
         """Choose now; the returned callable only runs. What passed its check but can not be bound here is refused, too."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,15 +34,29 @@ def missing(device: torch.device) -> str | None:
         return "runs on GPUs only"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed (pip install triton)"
+    if device.type == "cuda" and not _has_compiler():
+        return "Triton needs a C compiler (gcc or clang, or CC in the environment)"
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < LEAST:
         return f"needs compute capability {LEAST[0]}.{LEAST[1]}"
     return None
+
+
+@cache
+def _has_compiler() -> bool:
+    """It builds what launches a kernel on the machine it runs on."""
+    return bool(os.environ.get("CC")) or any(map(shutil.which, ("gcc", "clang", "cc")))
 
 
 def has_large_shared(device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability(device) in LARGE_SHARED
+
+
+def has_f8(device: torch.device) -> bool:
+    """Whether there are instructions for e4m3."""
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def n_multiprocessor(device: torch.device) -> int:
@@ -50,11 +66,63 @@ def n_multiprocessor(device: torch.device) -> int:
 def launch(
     kernel: Any, grid: Sequence[int], args: Sequence[object], constants: Mapping[str, object], warps: int
 ) -> None:
-    """Run `kernel` [a function of Triton's] over `grid` on torch's current stream of the device that is current."""
+    """Run `kernel` [a function of Triton's] over `grid` on torch's current stream of the device that is current.
+
+    args       all that is no constant, in the kernel's order; those that `tri_guards.VARYING` names may vary without a new build
+    constants  the rest, which stand behind them in the kernel
+    """
     if not EXAMINATION.is_on or not torch.cuda.is_available():
-        kernel[tuple(grid)](*args, **constants, num_warps=warps)
+        _launch(kernel, grid, args, constants, warps)
         return
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
-    EXAMINATION.run(
-        lambda: kernel[tuple(grid)](*args, **constants, num_warps=warps), torch.cuda.current_stream(device).synchronize
-    )
+    wait = torch.cuda.current_stream(device).synchronize
+    EXAMINATION.run(lambda: _launch(kernel, grid, args, constants, warps), wait)
+
+
+def _launch(
+    kernel: Any, grid: Sequence[int], args: Sequence[object], constants: Mapping[str, object], warps: int
+) -> None:
+    """Through Triton once for each build, which takes it 50 us; the build that was found then is launched as it is."""
+    if not hasattr(kernel, "params") or not torch.cuda.is_available():  # interpreted
+        kernel[tuple(grid)](*args, **constants, num_warps=warps)
+        return
+    device = torch.cuda.current_device()
+    key = _key(kernel, args, (device, warps, *constants.values()))
+    build = _builds.get(key)
+    if build is None:
+        build = kernel[tuple(grid)](*args, **constants, num_warps=warps)
+        if hasattr(build, "packed_metadata") and hasattr(build, "run"):
+            _builds[key] = build
+        return
+    first, second, third = (*grid, 1, 1)[:3]
+    stream, values = torch.cuda.current_stream(device).cuda_stream, [constants[name] for name in _constants_of(kernel)]
+    build.run(
+        first, second, third, stream, build.function, build.packed_metadata, None, None, None, *args, *values
+    )  # as CompiledKernel.__getitem__ does
+
+
+_builds: dict[tuple[object, ...], Any] = {}
+_kinds: dict[Any, tuple[list[bool], list[str]]] = {}
+
+
+def _kinds_of(kernel: Any) -> tuple[list[bool], list[str]]:
+    """(of each argument, whether its value makes no other build; names of constants), in the kernel's order."""
+    if kernel not in _kinds:
+        varies = [p.do_not_specialize for p in kernel.params if not p.is_constexpr]
+        _kinds[kernel] = varies, [p.name for p in kernel.params if p.is_constexpr]
+    return _kinds[kernel]
+
+
+def _constants_of(kernel: Any) -> list[str]:
+    return _kinds_of(kernel)[1]
+
+
+def _key(kernel: Any, args: Sequence[object], rest: tuple[object, ...]) -> tuple[object, ...]:
+    """What decides which build runs, and for numbers more than that: those that may not vary hardly do."""
+    key: list[object] = [kernel, *rest]
+    for arg, varies in zip(args, _kinds_of(kernel)[0], strict=True):
+        if isinstance(arg, Tensor):
+            key += (arg.dtype, arg.data_ptr() & 15)
+        else:
+            key.append(type(arg) if varies else arg)
+    return tuple(key)

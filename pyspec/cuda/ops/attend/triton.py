@@ -21,7 +21,7 @@ from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 
 OP_ID = faults.NUMBERS["attend"]  # in the fault record, which names the sequence
-SPLIT = 512  # keys of a partial sum
+SHORT, LONG, FAR = 256, 1024, 16384  # keys of a partial sum: in sequences of up to FAR keys, and in longer ones
 COLUMNS = (16, 32, 64)  # of a tile: rows of a sequence times heads of a group
 MOST_SUMS = 64 * 256  # of a tile: columns times dims, which registers hold
 PER_SM = 4  # programs of a multiprocessor that a launch has about
@@ -74,9 +74,14 @@ def tiles_for(spec: AttendSpec, columns: int, *, large: bool) -> AttendTiles:
 
 def workspace_bytes(spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int:
     """What batches of an engine need: of `n_row` rows, and a sequence has at most `n_key` keys."""
-    group, n_split = spec.n_head // spec.n_kv_head, -(-n_key // SPLIT)
+    group, n_split = spec.n_head // spec.n_kv_head, n_splits(n_key)
     n_float = [(n_row * group // c + n_seq) * spec.n_kv_head * n_split * c * (spec.head_dim + 2) for c in fitting(spec)]
     return 4 * max(n_float)
+
+
+def n_splits(n_key: int) -> int:
+    """Of a sequence of up to `n_key` keys, at most."""
+    return max(1, -(-min(n_key, FAR) // SHORT), -(-n_key // LONG))
 
 
 def n_tiles(group: int, columns: int, widths: list[int]) -> int:
@@ -90,6 +95,7 @@ class AttendTriton:
         self.spec, self.tiles, self.group = spec, tiles, spec.n_head // spec.n_kv_head
         self.spaces, self.fault = workspace(spec.device), faults.record(spec.device)
         self.scale = spec.scale * math.log2(math.e)
+        self.native = tri.has_f8(spec.device)
         self.large, self.n_sm = tri.has_large_shared(spec.device), tri.n_multiprocessor(spec.device)
 
     def __call__(self, q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None) -> Tensor:
@@ -107,7 +113,7 @@ class AttendTriton:
         n_key = n_col * batch.page_size
         if batch.bucket is None:  # else replayed for any of this size
             n_key = min(n_key, max(batch.max_hi, default=0))
-        n_split = max(1, -(-n_key // SPLIT))
+        n_split = n_splits(n_key)
         n_item = n_tile * spec.n_kv_head * n_split
         n_part = n_item * cols * spec.head_dim
         space = self.spaces.take(n_part + 2 * n_item * cols)
@@ -121,13 +127,16 @@ class AttendTriton:
             "GROUP": group,
             "DIM": spec.head_dim,
             "COLS": cols,
-            "SPLIT": SPLIT,
+            "SHORT": SHORT,
+            "LONG": LONG,
+            "FAR_KEYS": FAR,
             "N_SEQ": next((n for n in SEQS if n_seq <= n), 1 << (n_seq - 1).bit_length()),
         }
         planes, layout = planes_of(pool), (batch.page_table, *seen, batch.seq_start)
         counts = (*pages, n_key, n_split, n_prog, window, self.scale)
         build = {"WIDE": wide, "KEYS": tiles.keys, "STAGES": tiles.stages, "PAGE": batch.page_size, "OP": OP_ID}
         kind = {"KIND": KINDS[spec.kv], "HALF": kernels.HALVES[spec.kv], "EXACT": spec.kv is torch.float32}
+        kind["NATIVE"] = self.native
         tri.launch(
             kernels.attend_split,
             (n_tile, spec.n_kv_head, n_prog),

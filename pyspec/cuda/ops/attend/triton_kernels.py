@@ -1,8 +1,8 @@
 """The kernels of `attend` in Triton. Imported where they are launched only (triton.py says what they do together).
 
 Scores stand on their side, [key, column], a column being a row and head of a KV head's group: tensor cores see keys as their rows
-whatever the number of columns, so a column has the same bits in any company. Keys are cut at absolute positions: SPLIT keys leave
-one partial sum, and those of a row are put together in order.
+whatever the number of columns, so a column has the same bits in any company. Keys are cut at absolute positions: SHORT keys
+(LONG, of a sequence of more than FAR_KEYS) leave one partial sum, and those of a row are put together in order.
 """
 
 from __future__ import annotations
@@ -43,12 +43,28 @@ def seen_by(positions, lo, hi, row, mask, window, n_key):
 
 
 @triton.jit
-def values(codes, scales, at, heads, d, mask, DIM: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr):
+def split_of(hi, start, width, n_key, SHORT: tl.constexpr, LONG: tl.constexpr, FAR_KEYS: tl.constexpr):
+    """Keys of a sequence's splits: few where it is short, so that there are enough of them."""
+    reach = tl.load(hi + start + width - 1)
+    return tl.where(reach <= FAR_KEYS, SHORT, LONG)
+
+
+@triton.jit
+def values(
+    codes, scales, at, heads, d, mask, DIM: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, NATIVE: tl.constexpr
+):
     """[key, dim] of keys or values as tensor cores take them. at: numbers of key and head in the pool."""
     x = tl.load(codes + at[:, None] * DIM + d[None, :], mask=mask, other=0)
     if KIND == Q8_0:
-        scale = tl.load(scales + at[:, None] * (DIM // 32) + d[None, :] // 32, mask=mask, other=0.0)
-        return (x.to(tl.float32) * scale.to(tl.float32)).to(HALF)
+        BLOCKS: tl.constexpr = d.shape[0] // 32
+        block = tl.arange(0, BLOCKS)
+        is_there = (tl.max(mask.to(tl.int32), 1) != 0)[:, None] & (block < DIM // 32)[None, :]
+        scale = tl.load(scales + at[:, None] * (DIM // 32) + block[None, :], mask=is_there, other=0.0)
+        bits = (x.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400  # 1024 and the code, 128 above
+        whole = tl.reshape(bits.to(tl.float16, bitcast=True) - 1152.0, [at.shape[0], BLOCKS, 32])
+        return tl.reshape(whole * scale[:, :, None], [at.shape[0], BLOCKS * 32]).to(HALF)
+    if KIND == F8 and NATIVE:
+        return x.to(tl.float8e4nv, bitcast=True).to(tl.float16)
     if KIND == F8:  # the bits of e4m3 in f16's places are 2^-8 of it; all ones are no number
         size = (x & 0x7F).to(tl.uint16)
         bits = (size << 7) | ((x & 0x80).to(tl.uint16) << 8)
@@ -62,7 +78,7 @@ def attend_split(
     q, k, v, k_scale, v_scale, page_table, positions, lo, hi, seq_start, part, ml, fault,
     n_seq, n_col, n_page, n_key, n_split, n_prog, window, scale,
     PAGE: tl.constexpr, N_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, COLS: tl.constexpr, KEYS: tl.constexpr,
-    SPLIT: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, EXACT: tl.constexpr, N_SEQ: tl.constexpr, STAGES: tl.constexpr, OP: tl.constexpr,
+    SHORT: tl.constexpr, LONG: tl.constexpr, FAR_KEYS: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, NATIVE: tl.constexpr, EXACT: tl.constexpr, N_SEQ: tl.constexpr, STAGES: tl.constexpr, OP: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, KV heads, programs): a tile's partial sums of every n_prog-th split.
 
@@ -87,12 +103,14 @@ def attend_split(
     ).to(HALF)
     pages = page_table + s.to(tl.int64) * n_col
     worst = tl.zeros([KEYS], dtype=tl.int64)  # a page that is none
-    for j in range(from_key // SPLIT + tl.program_id(2), (to_key + SPLIT - 1) // SPLIT, n_prog):
+    split = split_of(hi, start, width, n_key, SHORT, LONG, FAR_KEYS)
+    to_split = tl.minimum((to_key + split - 1) // split, n_split)
+    for j in range(from_key // split + tl.program_id(2), to_split, n_prog):
         most = tl.full([COLS], -float("inf"), dtype=tl.float32)
         sums = tl.zeros([COLS], dtype=tl.float32)
         acc = tl.zeros([WIDE, COLS], dtype=tl.float32)
-        begin = tl.maximum(j * SPLIT, from_key // KEYS * KEYS)
-        for key0 in tl.range(begin, tl.minimum((j + 1) * SPLIT, to_key), KEYS, num_stages=STAGES):
+        begin = tl.maximum(j * split, from_key // KEYS * KEYS)
+        for key0 in tl.range(begin, tl.minimum((j + 1) * split, to_key), KEYS, num_stages=STAGES):
             key = key0 + n
             is_key = (key >= from_key) & (key < to_key)
             page = tl.load(pages + key // PAGE, mask=is_key, other=0)
@@ -100,7 +118,7 @@ def attend_split(
             worst = tl.where(is_page, worst, page)
             place = (tl.where(is_page, page, 0) * PAGE + key % PAGE) * N_KV + h
             here = is_key[:, None] & (d < DIM)[None, :]
-            keys = values(k, k_scale, place, N_KV, d, here, DIM, KIND, HALF)
+            keys = values(k, k_scale, place, N_KV, d, here, DIM, KIND, HALF, NATIVE)
             if EXACT:
                 scores = tl.dot(keys, queries, input_precision="ieee")
             else:
@@ -112,7 +130,7 @@ def attend_split(
             weights = tl.exp2(scores - base[None, :])
             less = tl.exp2(most - base)
             sums = sums * less + tl.sum(weights, 0)
-            vals = values(v, v_scale, place, N_KV, d, here, DIM, KIND, HALF)
+            vals = values(v, v_scale, place, N_KV, d, here, DIM, KIND, HALF, NATIVE)
             acc = acc * less[None, :]
             if EXACT:
                 acc = tl.dot(tl.trans(vals), weights, acc, input_precision="ieee")
@@ -124,6 +142,8 @@ def attend_split(
         tl.store(ml + item * (2 * COLS) + c, most)
         tl.store(ml + item * (2 * COLS) + COLS + c, sums)
     high, low = tl.max(worst, 0), tl.min(worst, 0)
+    if to_key > n_split * split:  # rows of a sequence see far beyond what its last one sees
+        report(fault, OP, s, to_key // split, n_split)
     if (high != 0) | (low != 0):
         index = tl.where((high > 0x7FFFFFFF) | (high == 0), -1, high)
         report(fault, OP, s, index.to(tl.int32), n_page)
@@ -133,7 +153,7 @@ def attend_split(
 def attend_merge(
     part, ml, positions, lo, hi, row_seq, seq_start, sinks, out,
     n_seq, n_key, n_split, window,
-    N_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PIECE: tl.constexpr, COLS: tl.constexpr, SPLIT: tl.constexpr,
+    N_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PIECE: tl.constexpr, COLS: tl.constexpr, SHORT: tl.constexpr, LONG: tl.constexpr, FAR_KEYS: tl.constexpr,
     N_SEQ: tl.constexpr, AT_ONCE: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, heads, pieces of a head): a row's partial sums in the order of their keys."""
@@ -144,14 +164,16 @@ def attend_merge(
     if (s < 0) | (s >= n_seq):
         tl.store(to, tl.zeros([PIECE], dtype=tl.float32), mask=d < DIM)
         return
-    every, starts, _, before, _ = sequences(seq_start, n_seq, GROUP, COLS, N_SEQ)
-    at = (row - tl.sum(tl.where(every == s, starts, 0), 0)) * GROUP + head % GROUP
+    every, starts, widths, before, _ = sequences(seq_start, n_seq, GROUP, COLS, N_SEQ)
+    start, width = tl.sum(tl.where(every == s, starts, 0), 0), tl.sum(tl.where(every == s, widths, 0), 0)
+    at = (row - start) * GROUP + head % GROUP
     tile = tl.sum(tl.where(every == s, before, 0), 0) + at // COLS
     item0 = (tile * N_KV + head // GROUP).to(tl.int64) * n_split
     column = at % COLS
     first, end = seen_by(positions, lo, hi, row, True, window, n_key)
     j = tl.arange(0, AT_ONCE)
-    from_split, to_split = first // SPLIT, tl.where(end > first, (end + SPLIT - 1) // SPLIT, 0)
+    split = split_of(hi, start, width, n_key, SHORT, LONG, FAR_KEYS)
+    from_split, to_split = first // split, tl.where(end > first, tl.minimum((end + split - 1) // split, n_split), 0)
     top = -float("inf")
     for j0 in range(from_split, to_split, AT_ONCE):
         most = tl.load(ml + (item0 + j0 + j) * (2 * COLS) + column, mask=j0 + j < to_split, other=-float("inf"))

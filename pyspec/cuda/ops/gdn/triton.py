@@ -20,7 +20,7 @@ from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
 OP_ID = faults.NUMBERS["gdn"]
-COLUMNS, WARPS = 16, 4  # of a program of gdn_rows
+COLUMNS, WARPS = 16, 2  # of a program of gdn_rows
 
 
 def limits(spec: GdnSpec) -> str | None:

@@ -22,7 +22,7 @@ from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
 OP_ID = faults.NUMBERS["mamba2"]
-PART, WARPS = 16, 4  # of a program of mamba2_rows
+PART, WARPS = 8, 1  # of a program of mamba2_rows
 CHANNELS = 128  # of a program of mamba2_conv, at most
 
 
