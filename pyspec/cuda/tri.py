@@ -11,7 +11,6 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -41,7 +40,6 @@ def missing(device: torch.device) -> str | None:
     return None
 
 
-@cache
 def _has_compiler() -> bool:
     """It builds what launches a kernel on the machine it runs on."""
     return bool(os.environ.get("CC")) or any(map(shutil.which, ("gcc", "clang", "cc")))
