@@ -143,7 +143,7 @@ def test_states_and_outputs_have_the_same_bits_however_tokens_came(name: str) ->
         assert all(torch.equal(a, b) for a, b in zip(other, found[0], strict=True))
 
 
-@pytest.mark.parametrize("name", ["gdn"])
+@pytest.mark.parametrize("name", ["gdn", "mamba2"])
 def test_chunked_prompts_are_near_the_tokens_one_by_one_and_the_same_in_any_company(name: str) -> None:
     n = 300
     shape, run, _ = text(name, 2 * n)

@@ -124,9 +124,9 @@ def gdn() -> Iterator[Callable[[], object]]:
 def mamba2() -> Iterator[Callable[[], object]]:
     def run() -> None:
         shape = Mamba2Shape(n_head=128, head_dim=64, n_group=8, n_state=128, n_conv=4)
-        layer, batch = StateLayer(shape, 2, 6, CPU), lay_out(SlotTable(2, 8, 16), [Seq(0, 0, [0] * 4)], CPU)
+        layer, batch = StateLayer(shape, 2, 6, CPU), lay_out(SlotTable(2, 16, 16), [Seq(0, 0, [0] * 140, True)], CPU)
         p = make_params(shape, torch.Generator().manual_seed(0), CPU)
-        m, dt = torch.zeros(4, shape.n_channel), torch.zeros(4, 128)
+        m, dt = torch.zeros(140, shape.n_channel), torch.zeros(140, 128)
         mamba2_triton.bind(Mamba2Spec(CPU, shape))(m, dt, p, layer, batch)
 
     yield run

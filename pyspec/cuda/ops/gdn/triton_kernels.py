@@ -191,8 +191,10 @@ def gdn_chunk_solve(
     row = n_old.to(tl.int64) + tl.load(seq_start + s) + t
     keys = tl.load(k + (row * N_K + h % N_K)[:, None] * DIM + d[None, :], mask=is_row[:, None], other=0.0)
     strength = tl.load(b + row * N_V + h, mask=is_row, other=0.0)
-    sums = tl.cumsum(tl.load(g + row * N_V + h, mask=is_row, other=0.0), 0)
-    decay = tl.where(i[:, None] > i[None, :], tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0)), 0.0)
+    sums = tl.cumsum(tl.load(g + row * N_V + h, mask=is_row, other=0.0).to(tl.float64), 0)  # only differences are used
+    decay = tl.where(
+        i[:, None] > i[None, :], tl.exp(tl.minimum((sums[:, None] - sums[None, :]).to(tl.float32), 0.0)), 0.0
+    )
     below = _times(keys, tl.trans(keys), PRECISE) * decay * strength[:, None]
     own = square + (chunk * N_V + h).to(tl.int64) * 8192
     tl.store(own + i[:, None] * 64 + i[None, :], below)
@@ -227,7 +229,11 @@ def gdn_chunk_solve(
     place = (t.to(tl.int64) * N_V + h)[:, None] * DIM + d[None, :]
     values = tl.load(v + (row * N_V + h)[:, None] * DIM + d[None, :], mask=is_row[:, None], other=0.0)
     tl.store(u + place, _times(inverse, values * strength[:, None], PRECISE), mask=is_row[:, None])
-    tl.store(w + place, _times(inverse, keys * (strength * tl.exp(sums))[:, None], PRECISE), mask=is_row[:, None])
+    tl.store(
+        w + place,
+        _times(inverse, keys * (strength * tl.exp(sums.to(tl.float32)))[:, None], PRECISE),
+        mask=is_row[:, None],
+    )
 
 
 @kernel
@@ -248,7 +254,9 @@ def gdn_chunk_state(
         t = first + i
         is_row = t < n
         row = n_old.to(tl.int64) + start + t
-        sums = tl.cumsum(tl.load(g + row * N_V + h, mask=is_row, other=0.0), 0)
+        sums = tl.cumsum(
+            tl.load(g + row * N_V + h, mask=is_row, other=0.0).to(tl.float64), 0
+        )  # only differences are used
         last = tl.sum(tl.where(i == 63, sums, 0.0), 0)
         keys = tl.load(k + (row * N_K + h % N_K)[:, None] * DIM + d[None, :], mask=is_row[:, None], other=0.0)
         place = (t.to(tl.int64) * N_V + h)[:, None] * DIM
@@ -257,10 +265,12 @@ def gdn_chunk_state(
         new -= _times(found, tl.trans(part), PRECISE)
         to_row = (start + t).to(tl.int64)
         queries = tl.load(q + (to_row * N_K + h % N_K)[:, None] * DIM + d[None, :], mask=is_row[:, None], other=0.0)
-        decay = tl.where(i[:, None] >= i[None, :], tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0)), 0.0)
+        decay = tl.where(
+            i[:, None] >= i[None, :], tl.exp(tl.minimum((sums[:, None] - sums[None, :]).to(tl.float32), 0.0)), 0.0
+        )
         pairs = _times(queries, tl.trans(keys), FAST) * decay
-        y = _times(queries * tl.exp(sums)[:, None], tl.trans(part), FAST) + _times(pairs, new, FAST)
+        y = _times(queries * tl.exp(sums.to(tl.float32))[:, None], tl.trans(part), FAST) + _times(pairs, new, FAST)
         tl.store(out + (to_row * N_V + h)[:, None] * DIM + column[None, :], y * scale, mask=is_row[:, None])
-        left = tl.exp(last - sums)
-        part = part * tl.exp(last) + _times(tl.trans(new * left[:, None]), keys, PRECISE)
+        left = tl.exp((last - sums).to(tl.float32))
+        part = part * tl.exp(last.to(tl.float32)) + _times(tl.trans(new * left[:, None]), keys, PRECISE)
     tl.store(own, part)
