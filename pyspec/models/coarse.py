@@ -10,13 +10,14 @@ from torch import Tensor
 
 from pyspec.cuda.ops.linear.dequant import dequantize
 from pyspec.cuda.ops.linear.fit_q4 import BLOCK, fit_q4
-from pyspec.cuda.ops.linear.op import linear
 from pyspec.cuda.ops.linear.pack import FORMATS, TILE, Packed, packed_bytes, repack, unpack
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
-from pyspec.cuda.streamed import PROBE_ROWS, Streamed
+from pyspec.cuda.ops.linear.tiles import tile, untiled
+from pyspec.cuda.streamed import Streamed
+from pyspec.cuda.streamed_tiles import StreamedTiles
 from pyspec.cuda.temporary import temporary
 from pyspec.gguf import GGMLType, TensorInfo
-from pyspec.models.weights import Dense, Matrix, Unpacked
+from pyspec.models.weights import Dense, Matrix, Unpacked, tier_of
 
 WORTH_BITS = 6  # a weight: a copy of fewer saves less than guesses that get worse may cost
 PIECE = 1 << 22  # weights made into a copy at once: about 40 bytes each
@@ -58,9 +59,14 @@ def coarse(matrix: Matrix, info: TensorInfo, to: GGMLType, device: torch.device)
             rows = _rows(matrix, first, min(first + step, n_out))
             weight[first : first + step] = dequantize(fit_q4(rows, to), to, rows.shape)
         return Dense(weight)
-    specs = [LinearSpec(device, to, PROBE_ROWS, n_in, e) for e in (Epilogue.PLAIN, Epilogue.RESIDUAL)]
-    if not all(map(linear.has_own, specs)):
+    tier = tier_of(LinearSpec(device, to, n_out, n_in), (Epilogue.PLAIN, Epilogue.RESIDUAL))
+    if tier is None:
         return None
+    if tier == "triton":
+        with temporary(device):
+            pieces = [_rows(matrix, first, min(first + step, n_out)) for first in range(0, n_out, step)]
+            raw = torch.cat([fit_q4(rows, to).view(len(rows), -1) for rows in pieces])
+        return StreamedTiles(tile(raw, to, (n_out, n_in)), device, gated=False, wide=None)
     return Streamed(_packed(matrix, n_out, n_in, to, device, step), device, gated=False, wide=None)
 
 
@@ -81,6 +87,8 @@ def _rows(matrix: Matrix, first: int, end: int) -> Tensor:
     """[end - first, n_in] f32: the weights of some rows; `first` is that of a tile."""
     if isinstance(matrix, Streamed):
         return unpack(matrix.packed, first, end)
+    if isinstance(matrix, StreamedTiles):
+        return untiled(matrix.matrix, first, end)
     if isinstance(matrix, Dense):
         return matrix.weight[first:end].float()
     assert isinstance(matrix, Unpacked) and len(matrix.parts) == 1, "a head is one matrix"

@@ -22,9 +22,11 @@ from pyspec.cuda.ops.linear.dequant import SUPPORTED, dequantize
 from pyspec.cuda.ops.linear.op import linear, linear_tall
 from pyspec.cuda.ops.linear.pack import FORMATS, interleave, packed_bytes, repack
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.linear.tiles import TiledMatrix, tile
 from pyspec.cuda.ops.moe.ref import Stack, activate
 from pyspec.cuda.ops.rows.ref import Glu, Prep
 from pyspec.cuda.streamed import PROBE_ROWS, Streamed
+from pyspec.cuda.streamed_tiles import StreamedTiles
 from pyspec.cuda.temporary import temporary
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGMLType, GGUFFile, TensorInfo
@@ -53,6 +55,22 @@ class Want:
     optional: bool = False
     also: tuple[tuple[int, ...], ...] = ()
     cut: Cut | None = None
+
+
+def tier_of(spec: LinearSpec, epilogues: Sequence[Epilogue] = tuple(Epilogue)) -> str | None:
+    """What runs products with such a matrix, whatever is done behind them: one implementation, for it decides how weights lie. None: none.
+
+    Asked of a small matrix, since the check would unpack a large one.
+    """
+    smalls = [replace(spec, n_out=PROBE_ROWS, epilogue=e) for e in epilogues]
+    found = {linear.chosen(small).name for small in smalls}
+    for impl in linear.impls:
+        if impl.name not in found:
+            continue
+        fits = all(impl.limits(replace(spec, epilogue=e)) is None for e in epilogues)
+        if fits and all(linear.refusal(impl, small) is None for small in smalls):
+            return impl.name
+    return None
 
 
 def scale_of(name: str) -> str:
@@ -308,9 +326,9 @@ class Weights:
         if self.dense is None and self.device.type == "cuda" and self._streams(gate) and self._streams(up):
             n_out, n_in = infos[0].shape
             spec = LinearSpec(self.device, infos[0].type, n_out, n_in, Epilogue.GATED, limit)
-            is_own = linear.has_own(spec, checked_as=replace(spec, n_out=PROBE_ROWS))
-            if is_own and infos[0].type is infos[1].type and n_out % 8 == 0:
-                return self._stream((gate, up), True, limit=limit)
+            tier = tier_of(spec, (Epilogue.GATED,))
+            if tier is not None and infos[0].type is infos[1].type and n_out % 8 == 0:
+                return self._stream((gate, up), True, limit=limit, tier=tier)
         return CutGates(self.matrix(gate, up), limit)
 
     def _load(self, names: Sequence[str], gated: bool) -> Matrix:
@@ -335,20 +353,25 @@ class Weights:
             return False
         if self._scale(name) != 1.0 and not FORMATS[info.type].scaled:
             return False
-        spec, small = (
-            LinearSpec(self.device, info.type, n_out, info.shape[1]) for n_out in (info.shape[0], PROBE_ROWS)
-        )
-        ops = (linear, linear_tall) if info.type in PLAIN else (linear,)
-        ways = [(replace(spec, epilogue=e), replace(small, epilogue=e)) for e in Epilogue]
-        return all(op.has_own(own, checked_as=checked) for op in ops for own, checked in ways)
+        spec = LinearSpec(self.device, info.type, *info.shape)
+        if tier_of(spec) is None:
+            return False
+        ways = [replace(spec, epilogue=e) for e in Epilogue] if info.type in PLAIN else []
+        return all(linear_tall.has_own(way, checked_as=replace(way, n_out=PROBE_ROWS)) for way in ways)
 
-    def _stream(self, names: Sequence[str], gated: bool, *, has_copy: bool = True, limit: float = 0.0) -> Matrix:
+    def _stream(
+        self, names: Sequence[str], gated: bool, *, has_copy: bool = True, limit: float = 0.0, tier: str | None = None
+    ) -> Matrix:
+        """tier: what the product runs as; None: what all of `linear` runs as."""
         infos = [self._info(n) for n in names]
         n_out, n_in, kind = sum(i.shape[0] for i in infos), infos[0].shape[1], infos[0].type
         if gated and infos[0].shape[0] % 8:
             return Joined([self._stream([n], False) for n in names], gated=True)
         is_wide = has_copy and self.wide and kind not in PLAIN and names[0] not in HEADS
         wide = torch.empty(n_out, n_in, dtype=torch.float16, device=self.device) if is_wide else None
+        tier = tier or tier_of(LinearSpec(self.device, kind, n_out, n_in))
+        if tier == "triton":
+            return StreamedTiles(self._tiled(names, wide), self.device, gated, wide, limit)
         data = torch.empty(packed_bytes(kind, n_out, n_in), dtype=torch.uint8, device=self.device)
         with temporary(self.device):
             raws = [self._raw(n).view(i.shape[0], -1) for n, i in zip(names, infos, strict=True)]
@@ -358,6 +381,19 @@ class Weights:
             scales = self._row_scales(names, gated) if FORMATS[kind].scaled else None
             packed = repack(raw.contiguous(), kind, (n_out, n_in), scales, data)
         return Streamed(packed, self.device, gated, wide, limit)
+
+    def _tiled(self, names: Sequence[str], wide: Tensor | None) -> TiledMatrix:
+        """For the Triton kernel; also unpacked into `wide`."""
+        infos = [self._info(n) for n in names]
+        scaled = FORMATS[infos[0].type].scaled and any(self._scale(n) != 1.0 for n in names)
+        shape = sum(i.shape[0] for i in infos), infos[0].shape[1]
+        with temporary(self.device):
+            raws = [self._raw(n).view(i.shape[0], -1) for n, i in zip(names, infos, strict=True)]
+            if wide is not None:
+                self._unpack(names, raws, wide)
+            scales = self._row_scales(names, gated=False) if scaled else None
+            made = tile(torch.cat(raws), infos[0].type, shape, scales)
+        return made.copied()
 
     def _row_scales(self, names: Sequence[str], gated: bool) -> Tensor:
         """[row] f32: each tensor's second scale for each of its rows, in their order."""

@@ -25,6 +25,10 @@ from pyspec.cuda.ops.best.ref import BestSpec
 from pyspec.cuda.ops.gdn import triton as gdn_triton
 from pyspec.cuda.ops.gdn.ref import GdnSpec
 from pyspec.cuda.ops.gdn.shape import GdnShape
+from pyspec.cuda.ops.linear import tiles
+from pyspec.cuda.ops.linear import triton as linear_triton
+from pyspec.cuda.ops.linear.cuda import random_rows
+from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.mamba2 import triton as mamba2_triton
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, make_params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
@@ -190,7 +194,24 @@ def ahead() -> Iterator[Callable[[], object]]:
     yield lambda: op.step(batch)
 
 
+def linear() -> Iterator[Callable[[], object]]:
+    for type in tiles.FORMATS:
+        for epilogue in Epilogue:
+            for n_row in (1, 17, 64) if epilogue is Epilogue.PLAIN else (1,):
+                spec = LinearSpec(CPU, type, 64, 512, epilogue)
+                yield lambda spec=spec, n_row=n_row: _linear(spec, n_row)
+
+
+def _linear(spec: LinearSpec, n_row: int) -> None:
+    shape = spec.n_weight_row, spec.n_in
+    raw, scales = random_rows(spec.type, *shape, torch.Generator().manual_seed(0), CPU)
+    run, out, x = linear_triton.bind(spec), torch.zeros(n_row, spec.n_out), torch.zeros(n_row, spec.n_in).half()
+    residual = out if spec.epilogue is Epilogue.RESIDUAL else None
+    run.multiply(x, torch.ones(n_row), run.pack(raw, spec.type, shape, scales), out, residual)
+
+
 OPS = {
+    "linear": linear,
     "attend": attend,
     "gdn": gdn,
     "mamba2": mamba2,

@@ -219,14 +219,17 @@ def check(
     n_rows: Sequence[int] = (1, 9, 33, 100),
 ) -> str | None:
     """Ragged row counts on both; a sentence if the outputs part."""
-    gen = torch.Generator().manual_seed(0)
-    packed = random_matrix(spec.type, spec.n_weight_row, spec.n_in, gen, spec.device)
+    gen, pack = torch.Generator().manual_seed(0), getattr(launch, "pack", None)
+    raw, scales = random_rows(spec.type, spec.n_weight_row, spec.n_in, gen, spec.device)
+    packed = own = repack(raw, spec.type, (spec.n_weight_row, spec.n_in), scales)
+    if pack is not None:  # it has a layout of its own
+        own = pack(raw, spec.type, (spec.n_weight_row, spec.n_in), scales)
     for n_row in n_rows:
         x = torch.randn(n_row, spec.n_in, generator=gen).to(spec.device)
         residual = torch.randn(n_row, spec.n_out, generator=gen).to(spec.device)
         got, want = (torch.full_like(residual, torch.nan) for _ in "gw")
-        for run, out in ((launch, got), (reference, want)):
-            run(x, packed, out, residual if spec.epilogue is Epilogue.RESIDUAL else None)
+        for run, matrix, out in ((launch, own, got), (reference, packed, want)):
+            run(x, matrix, out, residual if spec.epilogue is Epilogue.RESIDUAL else None)
         off = float((got - want).norm() / want.norm())
         if not off < 1e-3:
             return f"outputs for {n_row} rows differ from the reference by {off:.2g}"
@@ -234,10 +237,18 @@ def check(
 
 
 def random_matrix(type: GGMLType, n_out: int, n_in: int, gen: torch.Generator, device: torch.device) -> Packed:
-    """Repacked `random_weights`, with different scales of the rows where a type has them."""
+    """`random_rows`, repacked."""
+    raw, scales = random_rows(type, n_out, n_in, gen, device)
+    return repack(raw, type, (n_out, n_in), scales)
+
+
+def random_rows(
+    type: GGMLType, n_out: int, n_in: int, gen: torch.Generator, device: torch.device
+) -> tuple[Tensor, Tensor | None]:
+    """`random_weights`, and different scales of the rows where a type has them."""
     scales = 0.5 + torch.rand(n_out, generator=gen) if FORMATS[type].scaled else None
     raw = random_weights(type, n_out, n_in, gen).to(device)
-    return repack(raw, type, (n_out, n_in), None if scales is None else scales.to(device))
+    return raw, None if scales is None else scales.to(device)
 
 
 def random_packed(type: GGMLType, n_out: int, n_in: int, device: torch.device) -> Packed:

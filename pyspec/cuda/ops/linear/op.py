@@ -5,12 +5,16 @@ from functools import partial
 from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import ref as linear_ref
+from pyspec.cuda.ops.linear import triton as linear_triton
 from pyspec.cuda.ops.linear import wgmma as linear_wgmma
 
 linear: Op[linear_ref.LinearSpec] = Op(
     "linear",
     Impl("torch", linear_ref.bind),
-    [Impl("cuda", linear_cuda.bind, linear_cuda.limits)],
+    [
+        Impl("cuda", linear_cuda.bind, linear_cuda.limits),
+        Impl("triton", linear_triton.bind, linear_triton.limits, capturable=True),
+    ],
     linear_cuda.check,
 )
 

@@ -12,7 +12,7 @@ of types that have more, one or two high bits in a plane of their own; no weight
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
@@ -87,6 +87,11 @@ class TiledMatrix:
     super_minima: Tensor | None
     row_scales: Tensor | None
 
+    def copied(self) -> TiledMatrix:
+        """The same in memory of its own."""
+        whole = {f.name: getattr(self, f.name) for f in fields(self)}
+        return TiledMatrix(**{name: x.clone() if isinstance(x, Tensor) else x for name, x in whole.items()})
+
 
 def tile(raw: Tensor, type: GGMLType, shape: tuple[int, int], row_scales: Tensor | None = None) -> TiledMatrix:
     """The file's bytes of a matrix [n_out, n_in] repacked, on raw's device."""
@@ -108,7 +113,9 @@ def _tiles(form: TiledFormat, c: Codes, n_in: int) -> tuple[Tensor | None, ...]:
         high = _high(high_bits, form.high) if form.high else None
         q = low[..., 0, :] | low[..., 1, :] << 4
     of_groups = [None if x is None else _by_group(x, n_in // form.group, form.group) for x in (c.scales, c.minima)]
-    spans = [None if x is None else _by_group(x, x.shape[1], form.group * form.span) for x in (c.supers, c.super_minima)]
+    spans = [
+        None if x is None else _by_group(x, x.shape[1], form.group * form.span) for x in (c.supers, c.super_minima)
+    ]
     return q.contiguous(), high, *of_groups, *spans
 
 
@@ -148,8 +155,8 @@ def untiled(m: TiledMatrix, first: int = 0, end: int | None = None) -> Tensor:
         q = torch.cat((q & 15, q >> 4), -1)
         if m.high is not None:
             n = form.high
-            fields = [(m.high[at] >> (n * i)) & ((1 << n) - 1) for i in range(8 // n)]
-            q = q | torch.cat(fields, -1) << 4
+            parts = [(m.high[at] >> (n * i)) & ((1 << n) - 1) for i in range(8 // n)]
+            q = q | torch.cat(parts, -1) << 4
     q = rows_of(q)
     values = q.view(torch.int8) if form.bits == 8 else q.short() - form.offset
     w = torch.tensor(form.table, dtype=torch.float32, device=q.device)[q.long()] if form.table else values.float()
@@ -203,7 +210,9 @@ def _q8_0(rows: Tensor) -> Codes:
     return Codes(_field(rows, blocks.BlockQ8_0, "qs").flatten(1), _half(rows, blocks.BlockQ8_0, "d"))
 
 
-def _simple(layout: type[BlockLayout], *, has_minima: bool = False, has_high: bool = False) -> Callable[[Tensor], Codes]:
+def _simple(
+    layout: type[BlockLayout], *, has_minima: bool = False, has_high: bool = False
+) -> Callable[[Tensor], Codes]:
     """Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL."""
 
     def split(rows: Tensor) -> Codes:
@@ -239,7 +248,10 @@ def _q6_k(rows: Tensor) -> Codes:
     high = _fields(_field(rows, layout, "qh").unflatten(-1, (2, 32)), 2)
     q = low.flatten(2) | high.flatten(2) << 4
     return Codes(
-        q.flatten(1), _field(rows, layout, "scales").contiguous().view(torch.int8).flatten(1), None, _half(rows, layout, "d")
+        q.flatten(1),
+        _field(rows, layout, "scales").contiguous().view(torch.int8).flatten(1),
+        None,
+        _half(rows, layout, "d"),
     )
 
 
@@ -251,7 +263,9 @@ def _two_bits(rows: Tensor, layout: type[BlockLayout]) -> Tensor:
 def _q2_k(rows: Tensor) -> Codes:
     layout = blocks.BlockQ2_K
     scales = _field(rows, layout, "scales").flatten(1)
-    return Codes(_two_bits(rows, layout), scales & 15, scales >> 4, _half(rows, layout, "d"), _half(rows, layout, "dmin"))
+    return Codes(
+        _two_bits(rows, layout), scales & 15, scales >> 4, _half(rows, layout, "d"), _half(rows, layout, "dmin")
+    )
 
 
 def _q3_k(rows: Tensor) -> Codes:

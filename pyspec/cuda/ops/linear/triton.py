@@ -52,10 +52,13 @@ class LinearTriton:
         self.none = torch.empty(4, dtype=torch.float32, device=spec.device)
         self.value = 0 if not self.form.table else 2 if spec.type in (GGMLType.MXFP4, GGMLType.NVFP4) else 1
 
-    @staticmethod
-    def pack(raw: Tensor, type: GGMLType, shape: tuple[int, int], scales: Tensor | None = None) -> TiledMatrix:
-        """The file's bytes as `__call__` takes them; gates stand before ups."""
-        return tiles.tile(raw, type, shape, scales)
+    def pack(self, raw: Tensor, type: GGMLType, shape: tuple[int, int], scales: Tensor | None = None) -> TiledMatrix:
+        """Rows of the file as the CUDA kernel wants them, gates and ups interleaved, as `__call__` wants them: gates before ups."""
+        raw = raw.reshape(shape[0], -1)
+        if self.spec.epilogue is Epilogue.GATED:
+            raw = raw.unflatten(0, (-1, 2, 8)).transpose(0, 1).flatten(0, 2)
+            scales = None if scales is None else scales.unflatten(0, (-1, 2, 8)).transpose(0, 1).flatten()
+        return tiles.tile(raw.contiguous(), type, shape, scales)
 
     def __call__(self, x: Tensor, matrix: TiledMatrix, out: Tensor, residual: Tensor | None = None) -> None:
         """See ref.py."""

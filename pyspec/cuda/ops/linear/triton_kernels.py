@@ -52,18 +52,19 @@ def product(
         for g in tl.static_range(64 // GROUP):
             column = chunk * 64 + g * GROUP + k
             a = tl.load(
-                x + row[:, None] * N_IN + column[None, :], mask=(row[:, None] < n_row) & (column[None, :] < N_IN), other=0.0
+                x + row[:, None] * N_IN + column[None, :],
+                mask=(row[:, None] < n_row) & (column[None, :] < N_IN),
+                other=0.0,
             )
             if BITS == 8:
-                w = tl.load(codes + here * 4096 + out[:, None] * 64 + (g * GROUP + k)[None, :]).to(tl.int8, bitcast=True)
-                w = w.to(tl.float16)
+                w = tl.load(codes + here * 4096 + out[:, None] * 64 + (g * GROUP + k)[None, :])
+                w = w.to(tl.int8).to(tl.float16)
             else:
                 j, upper = g * GROUP % 32 + k, 4 * (g * GROUP // 32)
                 code = (tl.load(codes + here * 2048 + out[:, None] * 32 + j[None, :]).to(tl.int32) >> upper) & 15
                 if HIGH > 0:
-                    n: tl.constexpr = 8 * HIGH
-                    more = tl.load(high + here * (64 * n) + out[:, None] * n + (j % n)[None, :]).to(tl.int32)
-                    code = code | ((more >> ((j // n) * HIGH + upper)[None, :]) & ((1 << HIGH) - 1)) << 4
+                    more = tl.load(high + here * (512 * HIGH) + out[:, None] * (8 * HIGH) + (j % (8 * HIGH))[None, :]).to(tl.int32)
+                    code = code | ((more >> ((j // (8 * HIGH)) * HIGH + upper)[None, :]) & ((1 << HIGH) - 1)) << 4
                 w = value(code, table, VALUE, OFFSET)
             p = tl.dot(a, tl.trans(w))
             at = (here * (64 // GROUP) + g) * 64 + out

@@ -1,0 +1,53 @@
+"""A matrix as the Triton kernel streams it: rows are prepared and rounded, then multiplied with tiles of packed weights, in one call.
+
+What streamed.py is for the CUDA kernels. Many rows go to the library over a copy in f16, where there is one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from pyspec.cuda.ops.linear import triton as linear_triton
+from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.linear.tiles import TiledMatrix
+from pyspec.cuda.ops.moe.ref import activate
+from pyspec.cuda.ops.rows.ref import Glu, Prep
+
+GLU = Glu()
+FEW_ROWS = 64  # up to here the weights' bytes are what a product costs
+
+
+class StreamedTiles:
+    """A weight in tiles; of a gated one gates stand before ups. wide [out, in] f16: a copy for many rows, or None. limit: see Streamed."""
+
+    def __init__(
+        self, matrix: TiledMatrix, device: torch.device, gated: bool, wide: Tensor | None, limit: float = 0.0
+    ) -> None:
+        self.matrix, self.gated, self.wide, self.limit = matrix, gated, wide, limit
+        self.n_out = matrix.n_out // 2 if gated else matrix.n_out
+        spec = LinearSpec(
+            device, matrix.type, self.n_out, matrix.n_in, Epilogue.GATED if gated else Epilogue.PLAIN, limit
+        )
+        self.plain = linear_triton.bind(spec)
+        self.added = self.plain if gated else linear_triton.bind(replace(spec, epilogue=Epilogue.RESIDUAL))
+
+    def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
+        half, powers = self.plain.rows(x, prep)
+        if self.wide is not None and len(x) > FEW_ROWS:
+            y = torch.mm(half, self.wide.T, out_dtype=torch.float32)  # type: ignore[call-overload]
+            y = y if powers is None else y.mul_(powers[:, None])
+            y = self._activated(y) if self.gated else y
+            return y if residual is None else y.add_(residual)
+        adds = residual is not None and not self.gated
+        out = torch.empty(len(x), self.n_out, dtype=torch.float32, device=x.device)
+        launch = self.added if adds else self.plain
+        launch.multiply(
+            half, powers, self.matrix, out, residual.contiguous() if residual is not None and adds else None
+        )
+        return out if residual is None or adds else out.add_(residual)
+
+    def _activated(self, y: Tensor) -> Tensor:
+        return activate(*y.chunk(2, -1), self.limit) if self.limit else GLU(y)

@@ -1,0 +1,68 @@
+"""`linear` in Triton: tiles hold the file's weights to the bit, and products are the reference's, in the interpreter."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton_interpreter  # noqa: F401
+from sampling import few
+
+from pyspec.cuda.ops.linear import cuda as linear_cuda
+from pyspec.cuda.ops.linear import ref as linear_ref
+from pyspec.cuda.ops.linear import triton as linear_triton
+from pyspec.cuda.ops.linear.cuda import random_rows
+from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
+from pyspec.gguf import GGMLType
+
+CPU = torch.device("cpu")
+TYPES = [t for t in linear_triton.FORMATS if t in linear_cuda.CHUNKS]
+KEPT = (GGMLType.Q8_0, GGMLType.Q4_K)
+
+
+def columns(type: GGMLType) -> int:
+    """No whole number of chunks, where the type allows it."""
+    return 768 if type.block_size == 256 else 320 if type is GGMLType.NVFP4 else 288
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # an interpreted exp of large numbers
+@pytest.mark.parametrize("epilogue", [Epilogue.PLAIN, *few([Epilogue.RESIDUAL, Epilogue.GATED])])
+@pytest.mark.parametrize("type", few(TYPES, *KEPT), ids=lambda t: t.name)
+def test_products_are_the_references(type: GGMLType, epilogue: Epilogue, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_triton, "LEAST", 1)  # so that the columns are split
+    spec = LinearSpec(CPU, type, 72, columns(type), epilogue, 20.0 if epilogue is Epilogue.GATED else 0.0)
+    run = linear_triton.bind(spec)
+    assert run.n_split > 1
+    assert linear_cuda.check(run, linear_ref.bind(spec), spec, n_rows=(1, 17, 67)) is None
+
+
+@pytest.mark.parametrize("type", few(TYPES, *KEPT), ids=lambda t: t.name)
+def test_a_row_has_the_same_bits_alone_and_in_any_company(type: GGMLType) -> None:
+    spec, gen = LinearSpec(CPU, type, 64, columns(type)), torch.Generator().manual_seed(1)
+    run = linear_triton.bind(spec)
+    matrix = run.pack(*_given(spec, gen))
+    x = torch.randn(70, spec.n_in, generator=gen)
+    whole = torch.empty(70, 64)
+    run(x, matrix, whole)
+    for first, n in ((0, 1), (3, 5), (50, 17)):
+        part = torch.empty(n, 64)
+        run(x[first : first + n], matrix, part)
+        assert torch.equal(part, whole[first : first + n])
+
+
+@pytest.mark.slow
+def test_a_wrong_scale_is_noticed() -> None:
+    """Or the check above could not fail."""
+    spec = LinearSpec(CPU, GGMLType.Q4_K, 64, 256)
+    run = linear_triton.bind(spec)
+    run.form = replace(run.form, span=4)
+    assert "differ" in (linear_cuda.check(run, linear_ref.bind(spec), spec, n_rows=(1,)) or "")
+
+
+def _given(
+    spec: LinearSpec, gen: torch.Generator
+) -> tuple[torch.Tensor, GGMLType, tuple[int, int], torch.Tensor | None]:
+    shape = spec.n_weight_row, spec.n_in
+    raw, scales = random_rows(spec.type, *shape, gen, CPU)
+    return raw, spec.type, shape, scales
