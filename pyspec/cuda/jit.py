@@ -44,11 +44,16 @@ def arch_of(capability: tuple[int, int]) -> str:
     )
 
 
+def is_installed() -> bool:
+    """Whether there is what compiles and launches kernels."""
+    return importlib.util.find_spec("cuda.core") is not None
+
+
 def missing(device: torch.device) -> str | None:
     """Why no kernel of ours runs on `device`; None if one may."""
     if device.type != "cuda":
         return "runs on NVIDIA GPUs only"
-    if importlib.util.find_spec("cuda.core") is None:
+    if not is_installed():
         return "cuda-core is not installed (pip install pyspec[cuda])"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "needs compute capability 8.0"

@@ -110,7 +110,6 @@ def test_partial_sums_of_attention_are_planned_for_target_and_drafter_and_taken(
 
     monkeypatch.setattr(plan, "free_bytes", lambda device: 8 << 30)
     monkeypatch.setattr(describing, "pick_device", lambda wanted: torch.device("cuda"))
-    monkeypatch.setattr(attend_cuda, "limits", lambda spec: None)
     monkeypatch.setattr(attend_cuda, "workspace_bytes", lambda *args: 0)
     d = describing.describe(target, settings)
     without = describing.plan_memory(d)

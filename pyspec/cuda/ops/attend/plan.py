@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pyspec.cuda import jit
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import triton as attend_triton
 from pyspec.cuda.ops.attend.ref import AttendSpec
@@ -11,7 +12,7 @@ from pyspec.cuda.ops.attend.ref import AttendSpec
 
 def workspace_bytes(spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int:
     """Of partial sums, which all layers of a device share: see attend_cuda. 0 where no kernel needs any."""
-    if attend_cuda.limits(spec) is not None and attend_triton.limits(spec) is None:
+    if not jit.is_installed() and attend_triton.limits(spec) is None:
         return attend_triton.workspace_bytes(spec, n_seq, n_key, n_row)
     return attend_cuda.workspace_bytes(spec, n_seq, n_key, n_row)
 

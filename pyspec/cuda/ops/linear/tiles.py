@@ -148,7 +148,7 @@ def untiled(m: TiledMatrix, first: int = 0, end: int | None = None) -> Tensor:
     at = slice(first // ROWS, -(-end // ROWS))
 
     def rows_of(x: Tensor) -> Tensor:
-        return x[at].transpose(1, 2).flatten(0, 1).flatten(1)
+        return x.transpose(1, 2).flatten(0, 1).flatten(1)
 
     q = m.codes[at]
     if form.bits == 4:
@@ -162,9 +162,9 @@ def untiled(m: TiledMatrix, first: int = 0, end: int | None = None) -> Tensor:
     w = torch.tensor(form.table, dtype=torch.float32, device=q.device)[q.long()] if form.table else values.float()
 
     def spread(x: Tensor, by: Tensor | None) -> Tensor:
-        s = _number(rows_of(x[..., None]), form.scale)
+        s = _number(rows_of(x[at, :, :, None]), form.scale)
         if by is not None:
-            s = s * rows_of(by[..., None]).float().repeat_interleave(form.span, 1)[:, : s.shape[1]]
+            s = s * rows_of(by[at, :, :, None]).float().repeat_interleave(form.span, 1)[:, : s.shape[1]]
         return s.repeat_interleave(form.group, 1)
 
     w = w * spread(m.scales, m.supers)

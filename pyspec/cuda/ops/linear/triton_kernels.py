@@ -63,7 +63,9 @@ def product(
                 j, upper = g * GROUP % 32 + k, 4 * (g * GROUP // 32)
                 code = (tl.load(codes + here * 2048 + out[:, None] * 32 + j[None, :]).to(tl.int32) >> upper) & 15
                 if HIGH > 0:
-                    more = tl.load(high + here * (512 * HIGH) + out[:, None] * (8 * HIGH) + (j % (8 * HIGH))[None, :]).to(tl.int32)
+                    more = tl.load(
+                        high + here * (512 * HIGH) + out[:, None] * (8 * HIGH) + (j % (8 * HIGH))[None, :]
+                    ).to(tl.int32)
                     code = code | ((more >> ((j // (8 * HIGH)) * HIGH + upper)[None, :]) & ((1 << HIGH) - 1)) << 4
                 w = value(code, table, VALUE, OFFSET)
             p = tl.dot(a, tl.trans(w))
