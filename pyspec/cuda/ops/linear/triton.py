@@ -23,6 +23,7 @@ PROGRAMS = 4  # of a multiprocessor at once, about: what a matrix is split for
 LEAST = 4  # chunks of a split
 BLOCKS = (16, 32, 64)  # rows of a program
 STRETCH = 512
+STAGES, WARPS = 3, 4
 
 
 def limits(spec: LinearSpec) -> str | None:
@@ -99,9 +100,9 @@ class LinearTriton:
                 "SPAN": form.span,
                 "N_SPAN": 0 if matrix.supers is None else matrix.supers.shape[1],
                 "MINIMA": form.minima,
-                "STAGES": 3,
+                "STAGES": STAGES,
             },
-            4,
+            WARPS,
         )
         tri.launch(
             kernels.finish,
