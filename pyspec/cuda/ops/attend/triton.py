@@ -79,6 +79,11 @@ def workspace_bytes(spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int
     return 4 * max(n_float)
 
 
+def seqs_of(n_seq: int) -> int:
+    """How many sequences a build looks through that runs with `n_seq`."""
+    return next((n for n in SEQS if n_seq <= n), 1 << (n_seq - 1).bit_length())
+
+
 def n_splits(n_key: int) -> int:
     """Of a sequence of up to `n_key` keys, at most."""
     return max(1, -(-min(n_key, FAR) // SHORT), -(-n_key // LONG))
@@ -95,20 +100,49 @@ class AttendTriton:
         self.spec, self.tiles, self.group = spec, tiles, spec.n_head // spec.n_kv_head
         self.spaces, self.fault = workspace(spec.device), faults.record(spec.device)
         self.scale = spec.scale * math.log2(math.e)
+        self.built = set[
+            tuple[int, int]
+        ]()  # page sizes and sequences of which there is a build for every number of columns
         self.native = tri.has_f8(spec.device)
         self.large, self.n_sm = tri.has_large_shared(spec.device), tri.n_multiprocessor(spec.device)
 
     def __call__(self, q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None) -> Tensor:
+        _check(q, pool, batch, sinks, self.spec)
+        out = torch.empty_like(q)
+        if not q.shape[0]:
+            return out
+        if self.tiles is not None:
+            self._run(self.tiles, q, pool, batch, window, sinks, out)
+            return out
+        kind = batch.page_size, seqs_of(batch.page_table.shape[0])
+        if (
+            self.spec.device.type == "cuda" and kind not in self.built and not self.is_capturing()
+        ):  # now, not in the midst of a round that is wider
+            self.built.add(kind)
+            for columns in fitting(self.spec):
+                self._run(tiles_for(self.spec, columns, large=self.large), q, pool, batch, window, sinks, out)
+        columns = columns_for(self.spec, max((seq.width for seq in batch.seqs), default=1))
+        self._run(tiles_for(self.spec, columns, large=self.large), q, pool, batch, window, sinks, out)
+        return out
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def _run(
+        self,
+        tiles: AttendTiles,
+        q: Tensor,
+        pool: KVPool,
+        batch: Batch,
+        window: int,
+        sinks: Tensor | None,
+        out: Tensor,
+    ) -> None:
         from pyspec.cuda.ops.attend import triton_kernels as kernels
 
-        _check(q, pool, batch, sinks, self.spec)
-        out, n_row, (n_seq, n_col) = torch.empty_like(q), q.shape[0], batch.page_table.shape
-        if not n_row:
-            return out
-        spec, group = self.spec, self.group
+        n_row, (n_seq, n_col) = q.shape[0], batch.page_table.shape
+        spec, group, cols = self.spec, self.group, tiles.columns
         widths = [seq.width for seq in batch.seqs]
-        tiles = self.tiles or tiles_for(spec, columns_for(spec, max(widths, default=1)), large=self.large)
-        cols = tiles.columns
         n_tile = n_tiles(group, cols, widths) if batch.bucket is None else n_row * group // cols + n_seq
         n_key = n_col * batch.page_size
         if batch.bucket is None:  # else replayed for any of this size
@@ -130,7 +164,7 @@ class AttendTriton:
             "SHORT": SHORT,
             "LONG": LONG,
             "FAR_KEYS": FAR,
-            "N_SEQ": next((n for n in SEQS if n_seq <= n), 1 << (n_seq - 1).bit_length()),
+            "N_SEQ": seqs_of(n_seq),
         }
         planes, layout = planes_of(pool), (batch.page_table, *seen, batch.seq_start)
         counts = (*pages, n_key, n_split, n_prog, window, self.scale)
@@ -152,7 +186,6 @@ class AttendTriton:
             {**shape, "PIECE": piece, "AT_ONCE": 16, "HAS_SINKS": sinks is not None},
             4,
         )
-        return out
 
 
 def planes_of(pool: KVPool) -> tuple[Tensor, ...]:
