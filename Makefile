@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: peer demo test test-lowest test-all lint check check-slow check-gpu sanitize soak fuzz fix clean
+.PHONY: peer demo test test-lowest test-all lint check check-slow check-gpu sanitize soak fuzz hostile scorecard fix clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pyspec demo
@@ -60,6 +60,10 @@ soak: $(VENV)/.installed-test
 # Files in which one field is wrong, as target and as drafter; SEED=N repeats a run
 fuzz: $(VENV)/.installed-test
 	$(BIN)/python tools/fuzz.py --number $(or $(NUMBER),3000) $(addprefix --seed ,$(SEED))
+
+# Hostile clients against a server of the demo pair, and answers compared meanwhile
+hostile: $(VENV)/.installed-test
+	$(BIN)/python tools/hostile.py --minutes $(or $(MINUTES),5)
 
 fix: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .

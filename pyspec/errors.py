@@ -21,6 +21,8 @@ PyspecError                        exit 1   500 server_error
     QueueFull                               429 rate_limit_error
     Unavailable                             503 unavailable_error          loading, draining or dead
     SlotError                               500 server_error               one slot's round failed; the others go on
+        NoTokenLeft                         400 invalid_request_error      the request bans every token
+        GrammarTooLarge                     400 invalid_request_error      its grammar goes over its limits on the way
         OutOfBounds
 
 A message is one lower-case line: what happened, with the numbers, then what to do if that is known.
@@ -173,6 +175,12 @@ class SlotError(PyspecError):
 
 class NoTokenLeft(SlotError):
     """What the request bans leaves nothing to choose: its own doing."""
+
+    status, kind = 400, "invalid_request_error"
+
+
+class GrammarTooLarge(SlotError):
+    """At a place that only generating shows, the request's grammar takes more than is allowed: its own doing."""
 
     status, kind = 400, "invalid_request_error"
 

@@ -8,9 +8,9 @@ from collections import OrderedDict
 from pyspec.constrain.child import first_line, question
 from pyspec.constrain.grammar import check_size
 from pyspec.constrain.trie import TokenTable
-from pyspec.errors import RequestError
+from pyspec.errors import RequestError, Unavailable
 from pyspec.request import Grammar
-from pyspec.text.sandbox_process import SandboxProcess
+from pyspec.text.sandbox_process import STALLED, SandboxProcess
 from pyspec.text.tokenizer import Tokenizer
 
 TIME_S, START_S = 2.0, 20.0
@@ -32,7 +32,7 @@ class GrammarCheck:
         )
 
     def compiled(self, grammar: Grammar) -> Grammar:
-        """The grammar as the engine takes it. Raises RequestError if it is none, or too much."""
+        """The grammar as the engine takes it. Raises RequestError if it is none, or too much; Unavailable if nobody can tell now."""
         with self._lock:
             found = self._kept.get(grammar)
             if found is not None:
@@ -46,6 +46,8 @@ class GrammarCheck:
 
     def _ask(self, grammar: Grammar) -> Grammar | str:
         answer = self._box.ask(question(grammar), TIME_S)
+        if STALLED in answer:  # not the grammar's fault, and nothing to remember
+            raise Unavailable(f"the {grammar.kind} could not be compiled: {answer[STALLED]}; try again")
         if "failed" in answer:
             why = answer["failed"]
             found: Grammar | str = why if why.startswith("the ") else f"the {grammar.kind} {why}"

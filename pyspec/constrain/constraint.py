@@ -12,10 +12,11 @@ from pyspec.constrain.grammar import said
 from pyspec.constrain.offer import LEAST_CHANCE, Offer
 from pyspec.constrain.phrases import ORDER, Estimate, Phrasebook
 from pyspec.constrain.trie import TokenTrie
-from pyspec.errors import SlotError
+from pyspec.errors import GrammarTooLarge, SlotError
 from pyspec.request import Grammar
 
 CALM = 32  # rounds without a refusal: each costs a round that is launched ahead, which is worth a few percent of one
+REFUSED = "satisfy the grammar"  # llguidance's words for a token that does not fit; it has no code for it
 Said = TypeVar("Said")
 Masks = NDArray[np.int32]
 """[row, word]: bit t % 32 of word t // 32 says whether the row may choose token t."""
@@ -173,8 +174,11 @@ class Constraint:
         self.matcher.consume_tokens(self.read)
 
     def failure(self) -> SlotError:
-        """Why the matcher does not go on."""
-        return SlotError(f"the text can not follow its grammar any further: {said(self.matcher.get_error())}")
+        """Why the matcher does not go on: a token was refused, which is our fault, or it is over its limits."""
+        why = said(self.matcher.get_error())
+        if not self.matcher.is_error() or REFUSED in self.matcher.get_error():
+            return SlotError(f"the text can not follow its grammar any further: {why}")
+        return GrammarTooLarge(f"the grammar is too large to be followed: {why}")
 
 
 class FreeText:

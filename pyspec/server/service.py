@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import hashlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from typing import Any, TypeVar
@@ -27,6 +28,13 @@ from pyspec.server.settings import ServerSettings
 T = TypeVar("T")
 LONG_PROMPT = 8192  # tokens
 LARGE_BODY = 64 << 10  # bytes
+HUGE_BODY = 1 << 20  # what work on these has taken of memory is given back to the system
+
+
+def give_back_memory() -> None:
+    """Let the C library return what it keeps for later: after megabytes of text that are hundreds of them. Nothing elsewhere than on glibc."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Service:
@@ -60,7 +68,11 @@ class Service:
         if (threads := self._text[which]) is None:
             n, name = (1, "pyspec-large") if which else (self.settings.text_threads, "pyspec-text")
             threads = self._text[which] = ThreadPoolExecutor(n, thread_name_prefix=name)
-        return await asyncio.get_running_loop().run_in_executor(threads, work, *args)
+        running = asyncio.get_running_loop().run_in_executor(threads, work, *args)
+        if n_byte > HUGE_BODY:
+            with suppress(RuntimeError):  # the server ends
+                threads.submit(give_back_memory)  # behind it: there is one such thread
+        return await running
 
     async def body(self, request: HTTPRequest) -> bytes:
         """A request's body. Who has not sent all of it holds nobody up but for the memory it takes."""

@@ -38,6 +38,7 @@ from pyspec.text.vocab import (
 )
 
 PIECE_CHARS = 1 << 16  # of a text that are tokenised at once
+PIECE_TAIL = 1 << 10  # of those whose last words are not believed
 SPM_CHARS = 4096  # of a token
 SPM_STEPS, SPM_JOINED = (
     1 << 29,
@@ -171,7 +172,11 @@ class Tokenizer:
         at = 0
         while at < len(text):
             end = _border(text, at + PIECE_CHARS)
-            ids += hf.encode_batch_fast([text[at:end]], add_special_tokens=False)[0].ids
+            if end - at > 2 * PIECE_CHARS:  # no such place: numbers, signs, a script without spaces
+                found, end = _begin_of(hf, text, at)
+                ids += found
+            else:
+                ids += hf.encode_batch_fast([text[at:end]], add_special_tokens=False)[0].ids
             at = end
         return ids
 
@@ -266,6 +271,22 @@ def _border(text: str, at: int) -> int:
     """The first place from `at` on where a word has ended and a space begins the next one; the text's end if there is none."""
     found = _WORDS.search(text, at) if at < len(text) else None
     return len(text) if found is None else found.start()
+
+
+def _begin_of(hf: HF, text: str, at: int) -> tuple[list[int], int]:
+    """Ids of some of a text from `at` on, and where they end: between two words of the pre-tokenizer, which reads from left to right
+    and never looks back, so that what follows is read as if nothing stood before it. A word that is longer is taken as a whole."""
+    size = PIECE_CHARS
+    while at + size < len(text):
+        piece = hf.encode_batch([text[at : at + size]], add_special_tokens=False)[0]
+        words, spans = piece.word_ids, piece.offsets
+        n = len(words) - 1
+        while n > 0 and (spans[n][0] > size - PIECE_TAIL or words[n] == words[n - 1] or words[n] is None):
+            n -= 1  # what stands at the end of the piece may go on behind it
+        if n > 0:
+            return piece.ids[:n], at + spans[n][0]
+        size *= 16
+    return hf.encode_batch_fast([text[at:]], add_special_tokens=False)[0].ids, len(text)
 
 
 def _begins(texts: Sequence[str], start: str) -> bool:

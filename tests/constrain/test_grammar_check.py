@@ -11,8 +11,9 @@ from grammar_rig import PERSON, constraint, trie
 import pyspec.constrain.check as check_module
 from pyspec.constrain.check import GrammarCheck
 from pyspec.constrain.constraint import Constraint, fill
-from pyspec.errors import RequestError
+from pyspec.errors import GrammarTooLarge, RequestError, Unavailable
 from pyspec.request import Grammar
+from pyspec.text.sandbox_process import STALLED
 
 
 @pytest.fixture(scope="module")
@@ -86,3 +87,24 @@ def test_a_step_that_takes_too_much_ends_its_request_alone() -> None:
             return
         token = next(t for t in range(trie().n_vocab) if masks[0][t >> 5] >> (t & 31) & 1)
         hostile.commit([token])
+
+
+def test_a_grammar_that_grows_over_its_limits_on_the_way_is_its_sender_s_doing() -> None:
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(3000)}}
+    c = constraint("json_schema", json.dumps(wide))
+    with pytest.raises(GrammarTooLarge, match="too large to be followed") as e:
+        c.commit(trie().tokenizer.encode_inside("{"))
+    assert e.value.status == 400
+
+
+def test_a_compiler_that_gets_no_time_is_nobody_s_fault_and_not_remembered(
+    check: GrammarCheck, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammar = Grammar(kind="regex", source="patience")
+    monkeypatch.setattr(
+        check._box, "ask", lambda line, seconds: {"failed": "late", STALLED: "its process gets no time"}
+    )
+    with pytest.raises(Unavailable, match="try again"):
+        check.compiled(grammar)
+    monkeypatch.undo()
+    assert check.compiled(grammar).kind == "compiled"

@@ -1,6 +1,7 @@
 """Ids and texts: equal to llama.cpp's values, and equal to the text they came from."""
 
 import json
+import random
 import time
 from pathlib import Path
 
@@ -227,3 +228,28 @@ def test_a_vocabulary_of_152_thousand_tokens_builds_at_once():
 
 def test_every_spm_setting_is_covered():
     assert {case["file"] for case in SPM["cases"]} == set(SPM_FILES)
+
+
+LONG = (
+    "0123456789",
+    "12 345,6\n",
+    "...!?=={}",
+    "\u65e5\u672c\u8a9e",
+    "\u00e9\u0301a's",
+    "\t \n  x",
+    "<end>",
+    "A B",
+    "\U0001f468\u200d\U0001f469",
+)
+
+
+@pytest.mark.parametrize("pre", ["qwen2", "llama-bpe", "gpt-2", "deepseek-v3"])
+def test_a_long_text_without_words_has_the_ids_of_the_whole(pre, monkeypatch):
+    tokenizer = Tokenizer.from_metadata(bpe(pre, ["12", "345", "\u65e5\u672c", "=="], control=["<end>"]))
+    rng = random.Random(7)
+    texts = ["".join(rng.choices(LONG[i:j], k=300)) for i in range(8) for j in (i + 1, len(LONG))]
+    whole = [tokenizer.encode(text) for text in texts]
+    monkeypatch.setattr("pyspec.text.tokenizer.PIECE_CHARS", 90)
+    monkeypatch.setattr("pyspec.text.tokenizer.PIECE_TAIL", 20)
+    for text, ids in zip(texts, whole, strict=True):
+        assert tokenizer.encode(text) == ids, text
