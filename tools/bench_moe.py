@@ -3,9 +3,9 @@
 `python tools/bench_moe.py [rows ...] [--models q35,nano] [--old FOLDER] [--stage 10 20] [--registers 80 128] [--stages 3 2]`
 
 `apart` has the shared expert as products of their own, `together` in the experts' launches; `--old` times an earlier moe.cu,
-moe_pairs.cu and moe_cuda.py (and headers) that lie in a folder, and all are compared. `--stage`
-(KB of weights), `--registers` of a thread (neither is for rows of whole numbers) and `--stages` (at least, before more CTAs) are tried in all combinations, for few rows, in
-`together` alone where there is one.
+moe_pairs.cu and moe_cuda.py (and headers) that lie in a folder, and all are compared. `--f16` times types whose rows are whole numbers
+with f16 rows, too. `--stage` (KB of weights), `--registers` of a thread (neither is for rows of whole numbers) and `--stages` (at least,
+before more CTAs) are tried in all combinations, for few rows, in `together` alone where there is one.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bench_linear import DEVICE, FLOOR, graph_us
 
 from pyspec.cuda import jit, streamed
+from pyspec.cuda.context import context_of
 from pyspec.cuda.ops.linear.cuda import random_packed
 from pyspec.cuda.ops.linear.pack import packed_bytes
 from pyspec.cuda.ops.moe import builds as moe_builds
@@ -55,6 +56,7 @@ class Model:
     type: GGMLType
     act: str
     latent: int = 0
+    down: GGMLType | None = None  # another type than `type`
 
     def route(self) -> RouteSpec:
         is_qwen = self.act == "swiglu"
@@ -64,7 +66,7 @@ class Model:
     def spec(self, pieces: int) -> MoeSpec:
         n, kind = self.latent or self.n_embd, self.type
         scaled = kind is GGMLType.NVFP4
-        return MoeSpec(DEVICE, self.n_used, n, self.n_ff, self.act, kind, kind, scaled, pieces)  # type: ignore[arg-type]
+        return MoeSpec(DEVICE, self.n_used, n, self.n_ff, self.act, kind, self.down or kind, scaled, pieces)  # type: ignore[arg-type]
 
 
 MODELS = {
@@ -72,6 +74,7 @@ MODELS = {
     "nano": Model(2688, 1856, 128, 6, 2, GGMLType.Q8_0, "relu2"),
     "super": Model(4096, 2688, 512, 22, 2, GGMLType.NVFP4, "relu2", 1024),
     "122b": Model(3072, 1024, 256, 8, 1, GGMLType.Q4_K, "swiglu"),
+    "flash": Model(4096, 2048, 256, 6, 0, GGMLType.IQ2_XXS, "swiglu", 0, GGMLType.Q2_K),
 }
 
 
@@ -126,7 +129,7 @@ def feed(m: Model, w: Weights, experts: ExpertsRun, shared: tuple[Streamed, Stre
         into = experts.room(len(x)) if hasattr(experts, "room") and prep is not None else None
         ready = (into or experts.prepare(n, prep),) if is_new else ()  # type: ignore[attr-defined]
         if routes is None:
-            routes = route(x, w.norm.weight, w.router, w.bias, into, w.norm.power)
+            routes = route(x, w.norm.weight, w.router, w.bias, into=into, power=w.norm.power)
         added = Added(x, None, routes.gate)
         if together is not None:
             added = Added(together) if routes.gate is None else Added(x, together, routes.gate)
@@ -177,7 +180,7 @@ def bytes_read(m: Model, weights: list[Weights], x: Tensor) -> float:
     """Of a layer, in the mean: experts that some row took, the shared one, the router, products around."""
     route, total = moe_route_cuda.bind(m.route()), 0
     n, kind = m.latent or m.n_embd, m.type
-    one = (3 if m.act == "swiglu" else 2) * packed_bytes(kind, m.n_ff, n)
+    one = (2 if m.act == "swiglu" else 1) * packed_bytes(kind, m.n_ff, n) + packed_bytes(m.down or kind, n, m.n_ff)
     for w in weights:
         taken = len(route(x, w.norm.weight, w.router, w.bias).ids.unique())
         total += taken * one + m.n_piece * one * m.n_embd // n + w.router.numel() * 4
@@ -193,11 +196,18 @@ def worst(got: list[Tensor], want: list[Tensor], x: Tensor) -> float:
 How = tuple[int, int, int]  # KB of weights in a stage, registers of a thread, least stages
 
 
+def forget_builds() -> None:
+    """The next product compiles its kernels as `moe_builds` says now."""
+    made = context_of(DEVICE)._made
+    for key in [k for k in made if k[0] is moe_cuda._step.__wrapped__]:  # type: ignore[index, attr-defined]
+        del made[key]
+
+
 def built(experts: Experts, how: How) -> Experts:
     """The same weights with kernels that are built another way."""
     moe_builds.STAGE, moe_builds.LEAST_STAGES = how[0] * 1024, how[2]
     moe_builds.REGISTERS[moe_builds.FEW_PAIRS] = how[1]
-    moe_cuda._step.cache_clear()
+    forget_builds()
     own, act = copy(experts), moe_cuda.ACTS[experts.spec.act]
     own.inner, own.down = copy(experts.inner), copy(experts.down)
     for part, a, next in ((own.inner, act, own.down.stack.type), (own.down, moe_cuda.NONE, None)):
@@ -208,9 +218,9 @@ def built(experts: Experts, how: How) -> Experts:
 
 
 def variants_of(
-    m: Model, weights: list[Weights], old: ModuleType | None, hows: list[How]
+    m: Model, weights: list[Weights], old: ModuleType | None, hows: list[How], f16: bool
 ) -> list[tuple[str, list[Feed]]]:
-    apart = [shared_apart(m, w) for w in weights]
+    apart = [shared_apart(m, w) if m.n_piece else None for w in weights]
 
     def feeds(made: Sequence[ExpertsRun], is_apart: bool) -> list[Feed]:
         return [feed(m, w, e, s if is_apart else None) for w, e, s in zip(weights, made, apart, strict=True)]
@@ -223,9 +233,16 @@ def variants_of(
         found.append(("old together", feeds([old.bind(m.spec(m.n_piece))(s) for s in both], False)))
     made = [Experts(m.spec(0), w.stacks) for w in weights]
     found.append(("apart", feeds(made, True)))
-    if not m.latent:
+    if not m.latent and m.n_piece:
         made = [Experts(m.spec(m.n_piece), replace(w.stacks, shared=w.shared)) for w in weights]
         found.append(("together", feeds(made, False)))
+    if f16:
+        kept = moe_builds.INTEGER, moe_builds.HALVED
+        moe_builds.INTEGER = moe_builds.HALVED = frozenset()
+        forget_builds()
+        found.append(("apart, f16", feeds([Experts(m.spec(0), w.stacks) for w in weights], True)))
+        moe_builds.INTEGER, moe_builds.HALVED = kept
+        forget_builds()
     usual = moe_builds.STAGE // 1024, moe_builds.REGISTERS[moe_builds.FEW_PAIRS], moe_builds.LEAST_STAGES
     for how in hows:
         try:
@@ -252,6 +269,7 @@ def main() -> None:
     parser.add_argument("--stage", type=int, nargs="*", default=[moe_builds.STAGE // 1024])
     parser.add_argument("--stages", type=int, nargs="*", default=[moe_builds.LEAST_STAGES])
     parser.add_argument("--registers", type=int, nargs="*", default=[moe_builds.REGISTERS[moe_builds.FEW_PAIRS]])
+    parser.add_argument("--f16", action="store_true")
     parser.add_argument("--layers", type=int, default=N_LAYER)
     args = parser.parse_args()
     old = None if args.old is None else old_module(args.old)
@@ -260,7 +278,7 @@ def main() -> None:
         m = MODELS[name]
         hows = list(product(args.stage, args.registers, args.stages))
         weights = [Weights(m, seed) for seed in range(args.layers)]
-        variants = variants_of(m, weights, old, hows)
+        variants = variants_of(m, weights, old, hows, args.f16)
         for rows in args.rows:
             x = torch.randn(rows, m.n_embd, generator=torch.Generator().manual_seed(rows)).to(DEVICE)
             print(f"{name} {rows:3} rows: floor {bytes_read(m, weights, x) / FLOOR * 1e6:.1f} us", flush=True)

@@ -88,11 +88,12 @@ def test_lists_name_every_pair_once_with_its_expert(n_row: int, n_used: int, n_e
 @pytest.mark.parametrize("pieces", few([0, 1, 3], 1))
 @pytest.mark.parametrize(
     ("act", "up", "down"),
-    [("swiglu", Q8_0, Q8_0), ("swiglu", GGMLType.Q4_K, GGMLType.Q6_K), ("relu2", Q8_0, Q4_0), ("relu2", Q4_0, GGMLType.Q4_1)],
+    [("swiglu", Q8_0, Q8_0), ("swiglu", GGMLType.Q4_K, GGMLType.Q6_K), ("relu2", Q8_0, Q4_0), ("relu2", Q4_0, GGMLType.Q4_1),
+     ("swiglu", GGMLType.IQ2_XXS, GGMLType.Q2_K)],
 )  # fmt: skip
 def test_experts_are_the_references(act: str, up: GGMLType, down: GGMLType, pieces: int) -> None:
     """The op's own check: spread rows and crowds, items of 8 and of 32 pairs, an expert's lower tile, a shared expert."""
-    n = 256 if GGMLType.Q4_K in (up, down) else 96
+    n = 256 if 256 in (up.block_size, down.block_size) else 96
     n_ff = n + (0 if n == 256 else 64)
     spec = MoeSpec(CPU, 3, n, n_ff, act, up, down, pieces=pieces)  # type: ignore[arg-type]
     with emulated_gpu():

@@ -39,9 +39,9 @@ def compiles(
 ) -> None:
     stages = n_stages(type, pairs, CAPABILITIES[arch], inner)
     assert stages >= 2 and stages * stage_bytes(type, pairs, inner) <= n_shared(CAPABILITIES[arch])
-    fewer = type in moe_builds.INTEGER and arch not in ("sm_90a", "sm_100a")
+    fewer = bool(moe_builds.planes_of(type, inner)) and arch not in ("sm_90a", "sm_100a")
     nexts = (type, GGMLType.Q6_K if type is GGMLType.Q4_K else GGMLType.Q4_K) if inner else (None,)
-    for next, n in product(nexts, residents(type, pairs, listed)):
+    for next, n in product(nexts, residents(type, pairs, listed, inner)):
         macros = MoeBuild(type, pairs, stages, act, inner, listed, adds, next, n).defines()
         found = compile_cubin("moe", arch, macros, use_cache=False).resources["moe"]
         assert found.spill_bytes == 0 and found.registers * 32 * GROUPS * (n - fewer) <= 65536, (next, n)
@@ -94,7 +94,7 @@ def test_activations_that_are_cut_compile_for_every_architecture(arch: str) -> N
     type = GGMLType.MXFP4
     stages = [n_stages(type, pairs, CAPABILITIES[arch], True) for pairs, _ in BUILDS]
     for (pairs, listed), n_stage in zip(BUILDS, stages, strict=True):
-        for n in residents(type, pairs, listed):
+        for n in residents(type, pairs, listed, True):
             build = MoeBuild(type, pairs, n_stage, SWIGLU, True, listed, False, type, n, limit=10.0)
             found = compile_cubin("moe", arch, build.defines(), use_cache=False).resources["moe"]
             assert found.spill_bytes == 0 and found.registers * 32 * GROUPS * n <= 65536
@@ -113,13 +113,13 @@ def test_stages_leave_room_for_as_many_ctas_as_registers(pairs: int) -> None:
             stages = n_stages(type, pairs, (9, 0), inner)
             assert 2 <= stages <= 8
             n_cta = 228 * 1024 // (stages * stage_bytes(type, pairs, inner) + 1024 + 512)
-            assert n_cta >= max(residents(type, pairs, True)), (type, inner)
+            assert n_cta >= max(residents(type, pairs, True, inner)), (type, inner)
 
 
 def test_few_last_ctas_are_avoided() -> None:
     """H200's multiprocessors, 122B's gates by rows: one's all run at once, three's with seven on each; of four the last would be few."""
     jobs = {n: 32 * (moe_builds.n_taken(256, 8, n) + -(-n // 4)) for n in (1, 2, 3, 4, 8, 24)}
-    few, listed = (residents(GGMLType.Q4_K, FEW_PAIRS, n) for n in (False, True))
+    few, listed = (residents(GGMLType.Q4_K, FEW_PAIRS, n, True) for n in (False, True))
     assert (few, listed) == ((4, 5), (5, 7))
     assert [moe_builds.n_resident(jobs[n], few, 132) for n in (1, 2)] == [4, 5]
     assert [moe_builds.n_resident(jobs[n], listed, 132) for n in (3, 4, 8, 24)] == [7, 5, 5, 7]

@@ -18,6 +18,8 @@ SPECS = {
     "whole numbers, then f16": MoeSpec(GPU, 3, 512, 256, "swiglu", Q4_K, Q6_K, pieces=1),
     "f16, then whole numbers": MoeSpec(GPU, 2, 320, 256, "relu2", Q8_0, Q4_K),
     "an odd chunk, a lower tile": MoeSpec(GPU, 5, 1280, 768, "relu2", Q4_K, Q4_K),
+    "levels, then halves": MoeSpec(GPU, 6, 1280, 512, "swiglu", GGMLType.IQ2_XXS, GGMLType.Q2_K, limit=10.0),
+    "f16, then levels": MoeSpec(GPU, 3, 512, 768, "relu2", GGMLType.Q2_K, GGMLType.IQ2_XXS, pieces=1),
     "scaled": MoeSpec(GPU, 4, 320, 192, "relu2", NVFP4, NVFP4, scaled=True, pieces=2),
 }
 

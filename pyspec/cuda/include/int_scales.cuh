@@ -27,12 +27,6 @@ __device__ __forceinline__ void unpack_ints(u32 (&a)[8], const Codes& c, u32 k16
   }
 }
 
-__device__ __forceinline__ u32 two_bf16(float low, float high) {
-  u32 v;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
-  return v;
-}
-
 // Minima of rows g and g + 8, of blocks 2t and 2t + 1, from those blocks' words of scales: bf16 has 128 + m with m as its lowest bits.
 __device__ __forceinline__ void minima_of(u32 (&a)[2], u32 word, u32 next) {
   constexpr u32 kOne = 0x3f803f80u, kMinus128 = 0xc300c300u;
@@ -40,9 +34,6 @@ __device__ __forceinline__ void minima_of(u32 (&a)[2], u32 word, u32 next) {
   a[0] = fma_bf16x2(__byte_perm(all, 0x43434343u, 0x4240), kOne, kMinus128);
   a[1] = fma_bf16x2(__byte_perm(all, 0x43434343u, 0x4341), kOne, kMinus128);
 }
-
-__device__ __forceinline__ float low_bf16(u32 v) { return __uint_as_float(v << 16); }
-__device__ __forceinline__ float high_bf16(u32 v) { return __uint_as_float(v & 0xffff0000u); }
 
 // For linear_sm90.cu and linear_pair.cu, which keep all bits of f32 sums. (moe.cu keeps 16, and has a way of its own.)
 

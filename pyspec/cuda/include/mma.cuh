@@ -22,7 +22,7 @@ __device__ __forceinline__ void mma_bf16(float (&d)[4], u32 a0, u32 a1, u32 a2, 
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "f"(c0), "f"(c1), "f"(c2), "f"(c3));
 }
 
-// The same with k = 8: row 2t and 2t + 1 of b alone, columns 2t and 2t + 1 of a; and in whole numbers, m16n8k32, u8 by s8: lane 4 g + t holds
+// The same with k = 8: row 2t and 2t + 1 of b alone, columns 2t and 2t + 1 of a; and in whole numbers, m16n8k32, u8 or s8 by s8: lane 4 g + t holds
 //   a: rows g, g + 8, g, g + 8; columns 4t to 4t + 3 (a0, a1) and 16 more (a2, a3)
 //   b: rows 4t to 4t + 3 (b0) and 16 more (b1) of column g
 __device__ __forceinline__ void mma_bf16_k8(float (&d)[4], u32 a0, u32 a1, u32 b0) {
@@ -35,6 +35,13 @@ __device__ __forceinline__ void mma_bf16_k8(float (&d)[4], u32 a0, u32 a1, u32 b
 __device__ __forceinline__ void mma_u8_s8(int (&d)[4], const u32 (&a)[4], uint2 b) {
   asm(
       "mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%11,%12,%13};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "r"(0), "r"(0), "r"(0), "r"(0));
+}
+
+__device__ __forceinline__ void mma_s8_s8(int (&d)[4], const u32 (&a)[4], uint2 b) {
+  asm(
+      "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%11,%12,%13};"
       : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "r"(0), "r"(0), "r"(0), "r"(0));
 }
@@ -112,6 +119,15 @@ __device__ __forceinline__ u32 fma_bf16x2(u32 a, u32 b, u32 c) {
   asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(c));
   return out;
 }
+
+__device__ __forceinline__ u32 two_bf16(float low, float high) {
+  u32 v;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(v) : "f"(high), "f"(low));
+  return v;
+}
+
+__device__ __forceinline__ float low_bf16(u32 v) { return __uint_as_float(v << 16); }
+__device__ __forceinline__ float high_bf16(u32 v) { return __uint_as_float(v & 0xffff0000u); }
 
 __device__ __forceinline__ u32 mul_f16x2(u32 a, u32 b) {
   u32 out;

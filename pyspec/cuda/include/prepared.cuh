@@ -70,17 +70,20 @@ __device__ __forceinline__ void put_in_block(u16* blocks, float* sums, int pad, 
 }
 
 // LAYOUT 3 of rows.cu: a unit of 64 columns is 64 bytes of upper halves, 64 of lower ones, two sums, two powers.
-constexpr int kUnitBytes = 144;
-constexpr int kChunkBytes = 4 * kUnitBytes;
+// Halved: columns in order, four sums (of 16 columns each), then the powers and 8 bytes of nothing.
+constexpr int kUnitBytes = 144, kHalvedUnitBytes = 160;
 
-__device__ __forceinline__ int plane_bytes(int n) { return (n + 255) / 256 * kChunkBytes; }  // of a row of n columns, padded
+template <bool kHalved = false>
+__device__ __forceinline__ int plane_bytes(int n) {  // of a row of n columns, padded
+  return (n + 255) / 256 * (4 * (kHalved ? kHalvedUnitBytes : kUnitBytes));
+}
 
 __device__ __forceinline__ float4 times(float4 v, float by) { return make_float4(v.x * by, v.y * by, v.z * by, v.w * by); }
 
 // Four columns of a row into their unit, as whole numbers of 16 bits times a power that kLanes side by side have in common: 8 of them a
 // block of 32 columns, 16 a unit. For all lanes of a warp. Columns lie as moe.cu's operands take them: 8 t + ... of a block's 4t to 4t + 3
-// and 16 more. What is no number, or infinite, makes the power so.
-template <int kLanes>
+// and 16 more, in turn unless halved. What is no number, or infinite, makes the power so.
+template <int kLanes, bool kHalved = false>
 __device__ __forceinline__ void put_in_planes(u8* row, int column, float4 v, bool is_in) {
   constexpr u32 kSize = 0x7fffffffu, kAll = 0xffffffffu;
   constexpr float kMost = 127 * 256 + 127;  // what two signed bytes hold on both sides of zero
@@ -96,16 +99,22 @@ __device__ __forceinline__ void put_in_planes(u8* row, int column, float4 v, boo
   const u32 upper = __byte_perm(__byte_perm(x + 128, y + 128, 0x0051), __byte_perm(z + 128, w + 128, 0x0051), 0x5410);
   int total = x + y + z + w;
 #pragma unroll
-  for (int hop = 4; hop > 0; hop >>= 1) total += __shfl_xor_sync(kAll, total, hop);
+  for (int hop = kHalved ? 2 : 4; hop > 0; hop >>= 1) total += __shfl_xor_sync(kAll, total, hop);
   // A lane has a plane's bytes of its own four columns and of those 16 before or behind.
   const int quad = column % 32 / 4, block = column % 64 / 32;
   const bool is_second = quad >= 4;
   const u32 own = is_second ? lower : upper, other = __shfl_xor_sync(kAll, is_second ? upper : lower, 4);
   const u32 first = is_second ? other : own, second = is_second ? own : other;
   if (!is_in) return;
-  u8* to = row + column / 64 * kUnitBytes;
+  u8* to = row + column / 64 * (kHalved ? kHalvedUnitBytes : kUnitBytes);
   *reinterpret_cast<uint2*>(to + is_second * 64 + quad % 4 * 16 + block * 8) =
-      make_uint2(__byte_perm(first, second, 0x5140), __byte_perm(first, second, 0x7362));
-  if (quad == 0) *reinterpret_cast<float*>(to + 128 + block * 4) = static_cast<float>(total) * power;
+      kHalved ? make_uint2(first, second) : make_uint2(__byte_perm(first, second, 0x5140), __byte_perm(first, second, 0x7362));
+  const float sum = static_cast<float>(total) * power;
+  if (kHalved) {
+    if (quad % 4 == 0) *reinterpret_cast<float*>(to + 128 + block * 8 + quad) = sum;
+    if (quad == 1) *reinterpret_cast<float*>(to + 144 + block * 4) = power;
+    return;
+  }
+  if (quad == 0) *reinterpret_cast<float*>(to + 128 + block * 4) = sum;
   if (quad == 1) *reinterpret_cast<float*>(to + 136 + block * 4) = power;
 }

@@ -4,7 +4,7 @@
 // 4t..4t+3 and 16+4t..16+4t+3 of each block, so that the two products of a block cover its halves. Four ways to an f16:
 //   8 bits         1024 + code by bit pattern, less 1024 + 128
 //   4, 5, 6 bits   cut out in pairs, 1024 + code or 1024 + 16 code, less what is too much
-//   2, 3 bits      shifted to the lowest of a pair, 1024 + code, less what is too much
+//   2, 3 bits      shifted to the lowest of a pair (Q2_K: of a byte), 1024 + code, less what is too much
 //   tables         bytes by permutation of a table in registers, then as 8 bits; IQ2_XXS: of eight, three levels and their negatives
 //   E2M1           the bits alone: f16 has them in the same order, denormal numbers too, and counts them 2^-14
 // NVFP4's scales are in the operands: f16 has the product of a code and a scale of four bits each, down to the least of both.
@@ -93,6 +93,13 @@ __device__ __forceinline__ void bytes_to_f16(u32 v, u32& first, u32& second) {
   second = sub_f16x2(__byte_perm(v, 0x64646464u, 0x4342), kBias);
 }
 
+// The same of bytes that lie in two halves in turn.
+__device__ __forceinline__ void pairs_to_f16(u32 v, u32& first, u32& second) {
+  constexpr u32 kBias = 0x64806480u;
+  first = sub_f16x2(__byte_perm(v, 0x64646464u, 0x4240), kBias);
+  second = sub_f16x2(__byte_perm(v, 0x64646464u, 0x4341), kBias);
+}
+
 #if TYPE == Q8_0
 
 __device__ __forceinline__ void fetch(Codes& c, At at, int block) {
@@ -148,8 +155,10 @@ __device__ __forceinline__ void fetch(Codes& c, At at, int block) {
 #endif
 #if TYPE == Q6_K
   c.h = shared_4(at.wide + kHigh + (block >> 2) * 512 + (block & 3) * 4);
-#elif FIVE_BITS || TYPE == Q3_K || LEVELS
-  c.h = shared_4(at.record + (at.wide - at.record) / 4 + kHigh + (block >> 1) * 128) >> (block & 1) * (LEVELS ? 16 : 8);
+#elif LEVELS
+  c.h = shared_4(at.wide + kHigh + (block >> 1) * 4) >> (block & 1) * 2;
+#elif FIVE_BITS || TYPE == Q3_K
+  c.h = shared_4(at.record + (at.wide - at.record) / 4 + kHigh + (block >> 1) * 128) >> (block & 1) * 8;
 #endif
 #if BYTE_SCALES
   c.s = shared_4(at.narrow + kScales + (block >> 1) * 32) >> (block & 1) * 16;
@@ -183,27 +192,41 @@ __device__ __forceinline__ void unpack_row(u32 (&a)[8], int r, u32 nibbles, u32)
 
 #elif LEVELS
 
-// A nibble of a row's half of `levels` has two codes, of half 0 and of half 1; one of `signs` those of row g, then of row g + 8.
+// A nibble of a row's half of `levels` has two codes, one of its half of `signs` the same, lowest; nibbles are of columns 4t, 16+4t, 4t+1,
+// 16+4t+1, and two columns on.
 __device__ __forceinline__ void unpack_row(u32 (&a)[8], int r, u32 levels, u32 signs) {
   constexpr u32 kPlus = 0x80ab9988u, kMinus = 0x80556778u;  // values + 128
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const u32 sign = 2 * r + i < 3 ? signs << (2 - 2 * r - i) : signs >> 1;
+    const u32 sign = r == 0 ? signs << (2 - i) : signs >> (14 + i);
     const u32 at = and_or(levels >> (16 * r + 2 * i), 0x3333u, sign & 0x4444u);
-    bytes_to_f16(__byte_perm(kPlus, kMinus, at), a[4 * i + r], a[4 * i + 2 + r]);
+    pairs_to_f16(__byte_perm(kPlus, kMinus, at), a[2 * i + r], a[4 + 2 * i + r]);
   }
 }
 
-#elif CRUMBS
+#elif TYPE == Q2_K
 
-// Pairs of codes of row r: two bits of `codes` each, of Q3_K one of `high` above them.
+// Two bits of each byte, of the half's columns in order, are of row r.
+__device__ __forceinline__ void unpack_row(u32 (&a)[8], int r, u32 codes, u32) {
+  constexpr u32 kZero = 0x64006400u;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const u32 v = codes >> (4 * h + 2 * r) & 0x03030303u;
+    a[4 * h + r] = sub_f16x2(__byte_perm(v, 0x64646464u, 0x4140), kZero);
+    a[4 * h + 2 + r] = sub_f16x2(__byte_perm(v, 0x64646464u, 0x4342), kZero);
+  }
+}
+
+#elif TYPE == Q3_K
+
+// Pairs of codes of row r: two bits of `codes` each, one of `high` above them.
 __device__ __forceinline__ void unpack_row(u32 (&a)[8], int r, u32 codes, u32 high) {
-  constexpr u32 kZero = TYPE == Q3_K ? 0x64046404u : 0x64006400u;
+  constexpr u32 kZero = 0x64046404u;
 #pragma unroll
   for (int p = 0; p < 4; ++p) {
     const int bit = 4 * (p & 1) + 2 * r + (p >> 1);  // in `high`; wanted as the third
     u32 v = and_or(codes >> (8 * r + 4 * (p & 1) + 2 * (p >> 1)), 0x00030003u, 0x64006400u);
-    if (TYPE == Q3_K) v = and_or(bit < 2 ? high << (2 - bit) : high >> (bit - 2), 0x00040004u, v);
+    v = and_or(bit < 2 ? high << (2 - bit) : high >> (bit - 2), 0x00040004u, v);
     a[2 * p + r] = sub_f16x2(v, kZero);
   }
 }

@@ -302,13 +302,21 @@ inline void ptx_mma_sync_aligned_m16n8k8_row_col_f32_bf16_bf16_f32(int line, Ref
   emulator::meet(line, "mma.sync", 0xffffffffu, &p, emulator::product_bf16);
   for (int i = 0; i < 4; ++i) *d.p[i] = p.d[i];
 }
-inline void ptx_mma_sync_aligned_m16n8k32_row_col_s32_u8_s8_s32(int line, Refs<int, 4> d, Refs<u32, 4> a, Refs<u32, 2> b,
-                                                                Refs<int, 4> c) {
+inline void ptx_prmt_b32(int, u32& out, u32 a, u32 b, u32 selector) { out = __byte_perm(a, b, selector); }
+inline void product(int line, Refs<int, 4> d, Refs<u32, 4> a, Refs<u32, 2> b, Refs<int, 4> c, emulator::Together* run) {
   emulator::Whole p;
   for (int i = 0; i < 4; ++i) p.a[i] = *a.p[i], p.d[i] = *c.p[i];
   for (int i = 0; i < 2; ++i) p.b[i] = *b.p[i];
-  emulator::meet(line, "mma.sync", 0xffffffffu, &p, emulator::product_u8_s8);
+  emulator::meet(line, "mma.sync", 0xffffffffu, &p, run);
   for (int i = 0; i < 4; ++i) *d.p[i] = p.d[i];
+}
+inline void ptx_mma_sync_aligned_m16n8k32_row_col_s32_u8_s8_s32(int line, Refs<int, 4> d, Refs<u32, 4> a, Refs<u32, 2> b,
+                                                                Refs<int, 4> c) {
+  product(line, d, a, b, c, emulator::product_u8_s8);
+}
+inline void ptx_mma_sync_aligned_m16n8k32_row_col_s32_s8_s8_s32(int line, Refs<int, 4> d, Refs<u32, 4> a, Refs<u32, 2> b,
+                                                                Refs<int, 4> c) {
+  product(line, d, a, b, c, emulator::product_s8_s8);
 }
 
 inline void load_matrices(int line, Refs<u32, 4> out, u32 address, emulator::Together* run) {

@@ -60,7 +60,7 @@ struct Whole {  // m16n8k32 of bytes
   u32 a[4], b[2];
   int d[4];
 };
-Together product_u8_s8;
+Together product_u8_s8, product_s8_s8;
 
 struct Matrices {  // four of 8 x 8 f16
   u32 address, got[4];

@@ -126,13 +126,14 @@ void product16(void* const* brought, Value value) {
   }
 }
 
+template <class Byte>  // of a
 void product_whole(void* const* brought) {
   int a[16][32], b[8][32];
   for (int lane = 0; lane < 32; ++lane) {
     const Whole& p = *static_cast<Whole*>(brought[lane]);
     const int g = lane / 4, t = lane % 4;
     for (int i = 0; i < 4; ++i) {
-      for (int r = 0; r < 4; ++r) a[g + r % 2 * 8][4 * t + i + r / 2 * 16] = p.a[r] >> 8 * i & 255;
+      for (int r = 0; r < 4; ++r) a[g + r % 2 * 8][4 * t + i + r / 2 * 16] = static_cast<Byte>(p.a[r] >> 8 * i);
       for (int r = 0; r < 2; ++r) b[g][4 * t + i + r * 16] = static_cast<signed char>(p.b[r] >> 8 * i);
     }
   }
@@ -167,7 +168,8 @@ void load_matrices(void* const* brought) {
 
 void product_f16(void* const* brought, u32) { product16(brought, half); }
 void product_bf16(void* const* brought, u32) { product16(brought, brain); }
-void product_u8_s8(void* const* brought, u32) { product_whole(brought); }
+void product_u8_s8(void* const* brought, u32) { product_whole<u8>(brought); }
+void product_s8_s8(void* const* brought, u32) { product_whole<signed char>(brought); }
 void matrices(void* const* brought, u32) { load_matrices<false>(brought); }
 void matrices_turned(void* const* brought, u32) { load_matrices<true>(brought); }
 

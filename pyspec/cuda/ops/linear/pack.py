@@ -357,13 +357,12 @@ def _two_bits(qs: Tensor) -> Tensor:
 def _encode_q2_k(blocks: Tensor) -> Tensor:
     x = blocks.squeeze(-2)
     scales = planes.pairs_in(x[..., :16].unflatten(-1, (8, 2)))
-    return torch.cat(
-        (planes.crumbs_in(planes.by_lane(_two_bits(x[..., 16:80])), 0), scales, planes.pairs_in(x[..., 80:])), -1
-    )
+    codes = planes.columns_in(planes.by_lane(_two_bits(x[..., 16:80])))
+    return torch.cat((codes, scales, planes.pairs_in(x[..., 80:])), -1)
 
 
 def _decode_q2_k(records: Tensor) -> Tensor:
-    q = planes.from_lanes(planes.crumbs_out(records[..., :1024]))
+    q = planes.from_lanes(planes.columns_out(records[..., :1024]))
     both = planes.pairs_out(records[..., 1024:1280], 8, 2)
     d = _half(planes.pairs_out(records[..., 1280:], 4)).unsqueeze(-2)
     scale, low = d[..., :1] * (both & 15), d[..., 1:] * (both >> 4)

@@ -15,6 +15,8 @@ from torch import Tensor
 
 SPREAD = (0, 2, 4, 6, 1, 3, 5, 7)
 NATURAL = (0, 1, 2, 3, 4, 5, 6, 7)
+PAIRED = (0, 4, 1, 5, 2, 6, 3, 7)  # as rows of whole numbers lie (prepared.cuh)
+_UNPAIRED = (0, 2, 4, 6, 1, 3, 5, 7)
 _SIGNS = (15, 12, 14, 13)  # where the sign of each pair lies in its half of a word; the other bits at 9, 6, 3 and 0
 
 
@@ -117,8 +119,8 @@ def _bit_numbers(x: Tensor) -> Tensor:
 
 
 def levels_in(lanes: Tensor) -> Tensor:
-    """The two low bits of each code, 16 bytes a lane for four blocks: nibble i of a row's 16 bits is of codes i and 4 + i."""
-    x = lanes & 3
+    """The two low bits of each code, 16 bytes a lane for four blocks: nibble i of a row's 16 bits is of codes PAIRED[i] and PAIRED[4 + i]."""
+    x = lanes[..., PAIRED] & 3
     nibbles = x[..., :4] | x[..., 4:] << 2
     return (
         (nibbles[..., ::2] | nibbles[..., 1::2] << 4)
@@ -132,22 +134,33 @@ def levels_in(lanes: Tensor) -> Tensor:
 def levels_out(plane: Tensor) -> Tensor:
     x = plane.unflatten(-1, (-1, 32, 4, 2, 2)).permute(0, 1, 2, 4, 3, 5, 6).flatten(2, 3)  # ... lane row byte
     nibbles = torch.stack((x & 15, x >> 4), -1).flatten(-2)
-    return torch.cat((nibbles & 3, nibbles >> 2), -1)
+    return torch.cat((nibbles & 3, nibbles >> 2), -1)[..., _UNPAIRED]
 
 
 def signs_in(lanes: Tensor) -> Tensor:
-    """Bit 2 of each code, 4 bytes a lane for two blocks: nibble i of a block is of codes i and 4 + i of row g, then of row g + 8."""
-    x = lanes >> 2 & 1
-    halves = x[..., :4] | x[..., 4:] << 1
-    nibbles = halves[..., 0, :] | halves[..., 1, :] << 2
-    return (nibbles[..., ::2] | nibbles[..., 1::2] << 4).unflatten(2, (-1, 2)).permute(0, 1, 2, 4, 3, 5).flatten(2)
+    """Bit 2 of each code, 16 bytes a lane for eight blocks: a word has two blocks, bit 16 r + 4 i + 2 b + h of it is of row r, block b
+    and code PAIRED[4 h + i]."""
+    x = (lanes[..., PAIRED] >> 2 & 1).unflatten(2, (-1, 2)).unflatten(-1, (2, 2, 2))  # group chunk two b lane r h i i
+    x = x.permute(0, 1, 4, 2, 5, 7, 8, 3, 6).flatten(-3)
+    return (x << _bit_numbers(x)).sum(-1, dtype=torch.uint8).flatten(2)
 
 
 def signs_out(plane: Tensor) -> Tensor:
-    x = plane.unflatten(-1, (-1, 32, 2, 2)).permute(0, 1, 2, 4, 3, 5).flatten(2, 3)  # ... lane byte
-    nibbles = torch.stack((x & 15, x >> 4), -1).flatten(-2)
-    rows = torch.stack((nibbles & 3, nibbles >> 2), -2)
-    return torch.cat((rows & 1, rows >> 1), -1)
+    x = plane.unflatten(-1, (32, -1, 2, 2)).unsqueeze(-1)
+    x = (x >> _bit_numbers(x) & 1).unflatten(-1, (2, 2, 2))  # group chunk lane two r i i b h
+    return x.permute(0, 1, 3, 7, 2, 4, 8, 5, 6).flatten(-3).flatten(2, 3)[..., _UNPAIRED]
+
+
+def columns_in(lanes: Tensor) -> Tensor:
+    """Codes of two bits, a column's in a byte, 16 bytes a lane for four blocks: bits 4 h + 2 r of byte i are of row r, code 4 h + i."""
+    x = lanes.unflatten(-1, (2, 4))
+    packed = x[..., 0, 0, :] | x[..., 1, 0, :] << 2 | x[..., 0, 1, :] << 4 | x[..., 1, 1, :] << 6
+    return packed.unflatten(2, (-1, 4)).permute(0, 1, 2, 4, 3, 5).flatten(2)
+
+
+def columns_out(plane: Tensor) -> Tensor:
+    x = plane.unflatten(-1, (-1, 32, 4, 4)).permute(0, 1, 2, 4, 3, 5).flatten(2, 3)  # ... lane byte
+    return torch.stack([torch.cat([x >> (4 * h + 2 * r) & 3 for h in (0, 1)], -1) for r in (0, 1)], -2)
 
 
 def pairs_in(x: Tensor) -> Tensor:

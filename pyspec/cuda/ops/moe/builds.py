@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pyspec.cuda.ops.linear.cuda import n_shared
 from pyspec.cuda.ops.linear.pack import CHUNKS, FORMATS, RECORDS
-from pyspec.cuda.ops.rows.cuda import BLOCKED, PLANES, UNIT
+from pyspec.cuda.ops.rows.cuda import BLOCKED, PLANES, UNIT, row_bytes
 from pyspec.gguf import GGMLType
 
 FEW_PAIRS, MANY_PAIRS = 8, 32
@@ -19,7 +19,11 @@ ACTS = {"swiglu": SWIGLU, "relu2": RELU2}
 STAGE = 10 << 10  # bytes of weights in a stage: fewer barriers, and still several stages
 REGISTERS = {FEW_PAIRS: 80, MANY_PAIRS: 160}  # of a thread, at most
 LEAST_STAGES = 2  # rather than as many CTAs as registers allow
-INTEGER = frozenset((GGMLType.Q4_K,))  # types that multiply rows of whole numbers, in two planes: four pairs a tile
+INTEGER = frozenset(
+    (GGMLType.Q4_K, GGMLType.IQ2_XXS)
+)  # types that multiply rows of whole numbers, in two planes: four pairs a tile
+HALVED = frozenset((GGMLType.Q2_K,))  # those whose downs do, with sums of 16 columns
+HALVED_UNIT = 160  # bytes of 64 columns of such a row
 INTEGER_FEW = 4  # of FEW_PAIRS
 INTEGER_CHUNKS, INTEGER_STAGES = {FEW_PAIRS: 4, MANY_PAIRS: 1}, 2  # chunks of their rows in a stage; stages
 INTEGER_REGISTERS = {  # weights are in registers, twice; a build for each (`n_resident`)
@@ -30,40 +34,45 @@ INTEGER_REGISTERS = {  # weights are in registers, twice; a build for each (`n_r
 LAST = 0.45  # of what runs at once: fewer take as long
 
 
-def most_pairs(type: GGMLType, pairs: int) -> int:
+def planes_of(type: GGMLType | None, inner: bool) -> int:
+    """moe.cu's PLANES of gates and ups (inner) or downs: 0 where rows are f16."""
+    return 2 if type in HALVED and not inner else int(type in INTEGER)
+
+
+def most_pairs(type: GGMLType, pairs: int, inner: bool) -> int:
     """Of an item of a build with so many."""
-    return INTEGER_FEW if type in INTEGER and pairs == FEW_PAIRS else pairs
+    return INTEGER_FEW if planes_of(type, inner) and pairs == FEW_PAIRS else pairs
 
 
-def stage_chunks(type: GGMLType, pairs: int) -> int:
+def stage_chunks(type: GGMLType, pairs: int, inner: bool) -> int:
     """Chunks in a stage."""
-    if type in INTEGER:
+    if planes_of(type, inner):
         return INTEGER_CHUNKS[pairs]
     return max(1, STAGE // (GROUPS * RECORDS[type]))
 
 
 def stage_bytes(type: GGMLType, pairs: int, inner: bool = False) -> int:
     """Weights and rows; downs have a power of two for each block of a row beside it, minima a sum. Of planes rows alone."""
-    n_chunk, n_block = stage_chunks(type, pairs), CHUNKS[type]
-    if type in INTEGER:
-        return most_pairs(type, pairs) * (n_chunk * n_block // 2 * UNIT + 16)
+    n_chunk, n_block, kind = stage_chunks(type, pairs, inner), CHUNKS[type], planes_of(type, inner)
+    if kind:
+        return most_pairs(type, pairs, inner) * (n_chunk * n_block // 2 * (HALVED_UNIT if kind == 2 else UNIT) + 16)
     beside = (4 if FORMATS[type].minima else 0) + (0 if inner else 4)
     return n_chunk * (GROUPS * RECORDS[type] + n_block * pairs * (64 + beside))
 
 
-def residents(type: GGMLType, pairs: int, listed: bool) -> tuple[int, ...]:
+def residents(type: GGMLType, pairs: int, listed: bool, inner: bool) -> tuple[int, ...]:
     """CTAs that a multiprocessor should hold: what registers allow (moe.cu takes one less where its compiler needs more of them). A build
     for each; which one runs, `n_resident` says."""
-    registers = INTEGER_REGISTERS[pairs, listed] if type in INTEGER else (REGISTERS[pairs],)
+    registers = INTEGER_REGISTERS[pairs, listed] if planes_of(type, inner) else (REGISTERS[pairs],)
     return tuple(65536 // (n * 32 * GROUPS) for n in registers)
 
 
 def n_stages(type: GGMLType, pairs: int, capability: tuple[int, int], inner: bool = False) -> int:
     """At most 8, what `residents` have room for; but LEAST_STAGES or at least 2 wherever one CTA has, 0 elsewhere."""
     size, most = stage_bytes(type, pairs, inner), n_shared(capability)
-    if type in INTEGER:
+    if planes_of(type, inner):
         return INTEGER_STAGES
-    share = most // residents(type, pairs, True)[0] - 1024  # which is the driver's
+    share = most // residents(type, pairs, True, inner)[0] - 1024  # which is the driver's
     fit = min(most // size, max(LEAST_STAGES, share // size))
     return min(8, fit) if fit >= 2 else 0
 
@@ -88,8 +97,14 @@ def n_taken(n_expert: int, n_used: int, n_row: int) -> float:
 
 
 def layout_of(type: GGMLType | None) -> int:
-    """Of rows that such experts multiply."""
-    return PLANES if type in INTEGER else BLOCKED
+    """Of rows that such gates and ups multiply."""
+    return PLANES if planes_of(type, inner=True) else BLOCKED
+
+
+def between_bytes(type: GGMLType, n_ff: int) -> int:
+    """Of a row of n_ff columns that such downs multiply, padded to whole chunks of 256."""
+    kind = planes_of(type, inner=False)
+    return 4 * HALVED_UNIT * -(-n_ff // 256) if kind == 2 else row_bytes(n_ff, PLANES if kind else BLOCKED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +129,9 @@ class MoeBuild:
 
     def defines(self) -> dict[str, int | str]:
         """Macros of moe.cu."""
-        type, pairs = self.type, self.pairs
-        tile = INTEGER_FEW if type in INTEGER else 8
+        type, pairs, inner = self.type, self.pairs, self.inner
+        kind = planes_of(type, inner)
+        tile = INTEGER_FEW if kind else 8
         return {
             "TYPE": FORMATS[type].code,
             "CHUNK": CHUNKS[type],
@@ -124,15 +140,15 @@ class MoeBuild:
             "WARPS_N": 1,
             "TILES_M": 16 // GROUPS,
             "EPILOGUE": 0,
-            "TILES_N": most_pairs(type, pairs) // tile,
+            "TILES_N": most_pairs(type, pairs, inner) // tile,
             "TILE_ROWS": tile,
-            "PER_STAGE": stage_chunks(type, pairs),
+            "PER_STAGE": stage_chunks(type, pairs, inner),
             "STAGES": self.stages,
-            "RESIDENT": self.resident or residents(type, pairs, self.listed)[0],
+            "RESIDENT": self.resident or residents(type, pairs, self.listed, inner)[0],
             "LISTED": int(self.listed),
             "ACT": self.act,
-            "INNER": int(self.inner),
+            "INNER": int(inner),
             "ADDS": int(self.adds),
-            "PLANES": int(type in INTEGER),
-            "NEXT_PLANES": int(self.next in INTEGER),
+            "PLANES": kind,
+            "NEXT_PLANES": planes_of(self.next, inner=False),
         } | ({"LIMIT": f"{float(self.limit)!r}f"} if self.limit and self.act == SWIGLU else {})

@@ -42,21 +42,22 @@ from pyspec.cuda.ops.moe.builds import (
     BUILDS,
     FEW_PAIRS,
     GROUPS,
-    INTEGER,
     MANY_PAIRS,
     NONE,
     SWIGLU,
     MoeBuild,
+    between_bytes,
     layout_of,
     most_pairs,
     n_resident,
     n_stages,
     n_taken,
+    planes_of,
     residents,
     stage_bytes,
 )
 from pyspec.cuda.ops.moe.ref import NOTHING, Added, ExpertsRun, MoeSpec, Stack, Stacks
-from pyspec.cuda.ops.rows.cuda import MAX_COLUMNS, Rows, RowsLaunch, Shares, row_bytes
+from pyspec.cuda.ops.rows.cuda import MAX_COLUMNS, Rows, RowsLaunch, Shares
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.cuda.temporary import temporary
 from pyspec.gguf import GGMLType
@@ -183,11 +184,11 @@ def _step(
     capability = torch.cuda.get_device_capability(device)
     stages, kernels = n_stages(type, pairs, capability, inner), {}
     shared = stages * stage_bytes(type, pairs, inner)
-    for n in residents(type, pairs, listed):
+    for n in residents(type, pairs, listed, inner):
         build = MoeBuild(type, pairs, stages, act, inner, listed, adds, next, n, limit)
         code = compile_cubin("moe", arch_of(capability), build.defines())
         kernels[n] = code.kernel("moe", "pppp" + "ppp" + "ppp" + "pppp" + "pppppp" + "l" + 9 * "i").allow_shared(shared)
-    return _Compiled(kernels, shared, most_pairs(type, pairs))
+    return _Compiled(kernels, shared, most_pairs(type, pairs, inner))
 
 
 @per_device
@@ -216,10 +217,10 @@ class _Between:
 
 
 @per_device
-def _between(device: torch.device, n_ff: int, most: int, layout: int) -> _Between:
+def _between(device: torch.device, n_ff: int, most: int, down: GGMLType) -> _Between:
     step = -(-n_ff // 256) * 8
     sums, powers = (torch.zeros(most * step, dtype=torch.float32, device=device) for _ in "sp")
-    return _Between(torch.zeros(most * row_bytes(n_ff, layout), dtype=torch.uint8, device=device), sums, powers, step)
+    return _Between(torch.zeros(most * between_bytes(down, n_ff), dtype=torch.uint8, device=device), sums, powers, step)
 
 
 @per_device
@@ -304,8 +305,9 @@ class Experts:
         self.down = _Product(spec.device, pack(stacks.down), shared, NONE, None)
         self.lists, self.combine = _pair_kernels(spec.device)
         self.x_rows = _rows(spec.device, spec.n_in, MAX_ROWS, layout_of(spec.up))
-        self.finding = INTEGER_FEWEST if spec.up in INTEGER and spec.down in INTEGER else FEWEST
-        self.h = _between(spec.device, spec.n_ff, MAX_ROWS * (spec.n_used + spec.pieces), layout_of(spec.down))
+        both = planes_of(spec.up, inner=True) and planes_of(spec.down, inner=False)
+        self.finding = INTEGER_FEWEST if both else FEWEST
+        self.h = _between(spec.device, spec.n_ff, MAX_ROWS * (spec.n_used + spec.pieces), spec.down)
 
     def prepare(self, x: Tensor, norm: Norm | None = None) -> Rows | None:
         """Rows ready to be multiplied, before it is known by what: the launch between a choice and its products is spared.

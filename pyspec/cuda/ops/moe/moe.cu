@@ -6,7 +6,8 @@
 //   x        INNER: [block][step][32] f16, rows.cu's; else [pair][step][32], blocks as below
 //   sums     like x, of a block  f32  (HAS_MIN)
 //   powers   INNER: [row]; else [pair][step]  f32
-//            PLANES: x is [row, or pair][unit of 64 columns][144] u8, whole numbers with sums and powers (prepared.cuh); no others
+//            PLANES: x is [row, or pair][unit of 64 columns][144 or (PLANES 2) 160] u8, whole numbers with sums and powers
+//            (prepared.cuh; PLANES 2: halved); no others
 //   ids      [row, n_used]       i32  the experts of a row: pair = row * n_used + choice; behind those, n_row pairs a piece
 //   order    [pair]              i32  LISTED: pairs by expert (moe_lists)
 //   items    [item]              i32 x 4  LISTED: {expert, first place in `order`, pairs, 0}
@@ -144,7 +145,9 @@ __device__ __forceinline__ void store_blocks(const Acc& acc, float* h, const flo
     const float4 v = *reinterpret_cast<const float4*>(h + token * (kColumns + 4) + i % kQuads * 4);
     const bool is_in = token < n && column < n_out;
 #if NEXT_PLANES
-    put_in_planes<8>(reinterpret_cast<u8*>(blocks) + target[token] * static_cast<i64>(plane_bytes(n_out)), column, v, is_in);
+    constexpr bool kHalved = NEXT_PLANES == 2;
+    u8* row = reinterpret_cast<u8*>(blocks) + target[token] * static_cast<i64>(plane_bytes<kHalved>(n_out));
+    put_in_planes<8, kHalved>(row, column, v, is_in);
 #else
     float largest = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
 #pragma unroll
