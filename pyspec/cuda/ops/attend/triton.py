@@ -36,8 +36,8 @@ def limits(spec: AttendSpec) -> str | None:
         return f"{spec.n_head} heads are no multiple of {spec.n_kv_head} KV heads"
     if spec.kv not in KINDS:
         return f"keys and values are {spec.kv}"
-    if spec.head_dim % 32 or spec.head_dim > 512:
-        return f"heads are {spec.head_dim} wide; the kernel takes multiples of 32 up to 512"
+    if spec.head_dim % 16 or spec.head_dim > 512:
+        return f"heads are {spec.head_dim} wide; the kernel takes multiples of 16 up to 512"
     return None
 
 

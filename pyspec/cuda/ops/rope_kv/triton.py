@@ -19,8 +19,8 @@ OP_ID = faults.NUMBERS["rope_kv"]  # in the fault record, which names the row
 def limits(spec: RopeKvSpec) -> str | None:
     if (why := tri.missing(spec.device)) is not None:
         return why
-    if spec.dim % 32 or spec.dim > 512:
-        return f"heads are {spec.dim} wide; the kernel takes multiples of 32 up to 512"
+    if spec.dim % 16 or spec.dim > 512:
+        return f"heads are {spec.dim} wide; the kernel takes multiples of 16 up to 512"
     if spec.n_rot > spec.dim or spec.n_rot % 2:
         return f"{spec.n_rot} of {spec.dim} dimensions turn; the kernel takes even numbers up to all"
     return None
@@ -34,7 +34,7 @@ def bind(spec: RopeKvSpec) -> Callable[..., Tensor]:
         "N_Q": spec.n_q,
         "N_KV": spec.n_kv,
         "DIM": spec.dim,
-        "BLOCKS": 1 << (spec.dim // 32 - 1).bit_length(),
+        "BLOCKS": 1 << (-(-spec.dim // 32) - 1).bit_length(),
         "N_ROT": spec.n_rot,
         "NEOX": spec.neox,
         "STEP": step,

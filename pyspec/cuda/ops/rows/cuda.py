@@ -237,3 +237,7 @@ class WideRows:
             grid, args = (-(-y.shape[1] // STRETCH), len(rows)), (rows, powers[part], add, rows, np.int32(y.shape[1]))
             self.finisher.launch(grid, THREADS, args, overlap=self.prepare.overlap)
         return y
+
+
+def bind(spec: RowsSpec) -> WideRows:
+    return WideRows(spec.device, spec.n_in)

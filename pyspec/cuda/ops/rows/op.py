@@ -80,7 +80,7 @@ rows: Op[RowsSpec] = Op(
     "rows",
     Impl("torch", _reference),
     [
-        Impl("cuda", lambda spec: rows_cuda.WideRows(spec.device, spec.n_in), rows_cuda.limits, capturable=True),
+        Impl("cuda", rows_cuda.bind, rows_cuda.limits, capturable=True),
         Impl("triton", rows_triton.bind, rows_triton.limits, capturable=True),
     ],
     check,
