@@ -11,6 +11,7 @@ of a round at each number of streams, and the share of the full rate that is lef
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import tempfile
 import time
@@ -64,6 +65,7 @@ def measured(
     except Exception as e:  # noqa: BLE001 - one op that can not run is a line of the table
         return Rounds({}, error=f"{type(e).__name__}: {str(e)[:80]}")
     finally:
+        gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     ms = {row.np: row.spec_round_ms if spec_len else row.plain_round_ms for row in rows}
