@@ -201,8 +201,10 @@ def _with_body(service: Service, work: Callable[[Service, bytes], object]) -> Ha
 
     async def handle(request: Request) -> Response:
         raw = await service.body(request)
-        with service.admitted():
-            return JSON(await while_connected(service.text(work, service, raw, n_byte=len(raw)), request.receive))
+        client = service.client_of(request)
+        with service.admitted(client):
+            done = service.text(work, service, raw, n_byte=len(raw), client=client)
+            return JSON(await while_connected(done, request.receive))
 
     return handle
 

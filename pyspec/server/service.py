@@ -6,6 +6,7 @@ import asyncio
 import ctypes
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -24,6 +25,7 @@ from pyspec.server.http.gate import key_of
 from pyspec.server.latency import Latencies
 from pyspec.server.resume import StreamSessions
 from pyspec.server.settings import ServerSettings
+from pyspec.server.text_turns import TextTurns
 
 T = TypeVar("T")
 LONG_PROMPT = 8192  # tokens
@@ -51,32 +53,48 @@ class Service:
         self.is_draining = False
         self._submissions: dict[Submission, asyncio.TimerHandle] = {}
         self.n_inside = 0
+        self._inside: Counter[str] = Counter()  # of which by client
         self._text: list[ThreadPoolExecutor | None] = [None, None]  # for small bodies, and for large ones
         self.reading = Reading(self.settings.limits.reading)
         self._groups = count()
         self._post: tuple[asyncio.AbstractEventLoop, Post] | None = None
+        self._turns: tuple[asyncio.AbstractEventLoop, tuple[TextTurns, TextTurns]] | None = None
 
     @property
     def n_jobs(self) -> int:
         """Generation requests whose submissions have not been closed."""
         return len(self._submissions)
 
-    async def text(self, work: Callable[..., T], *args: Any, n_byte: int = 0) -> T:
+    async def text(self, work: Callable[..., T], *args: Any, n_byte: int = 0, client: str = "") -> T:
         """Run tokenising or rendering off the event loop: of a large body in a thread of its own, so that small ones never wait for one.
-        The threads start with the first call: a mounted application never hears of start-up."""
+        Clients take turns. The threads start with the first call: a mounted application never hears of start-up."""
         which = int(n_byte > LARGE_BODY)
         if (threads := self._text[which]) is None:
             n, name = (1, "pyspec-large") if which else (self.settings.text_threads, "pyspec-text")
             threads = self._text[which] = ThreadPoolExecutor(n, thread_name_prefix=name)
-        running = asyncio.get_running_loop().run_in_executor(threads, work, *args)
+        loop, turns = asyncio.get_running_loop(), self._one_turns()[which]
+        await turns.take(client)
+        began = time.monotonic()
+        try:
+            running = loop.run_in_executor(threads, work, *args)
+        except RuntimeError:  # the server ends
+            turns.give(client, 0.0)
+            raise
+
+        def end(done: asyncio.Future[T]) -> None:
+            turns.give(client, time.monotonic() - began)
+            if not done.cancelled():
+                done.exception()  # seen, if the client has left
+
+        running.add_done_callback(end)
         if n_byte > HUGE_BODY:
-            with suppress(RuntimeError):  # the server ends
+            with suppress(RuntimeError):
                 threads.submit(give_back_memory)  # behind it: there is one such thread
-        return await running
+        return await asyncio.shield(running)  # its thread goes on without a client
 
     async def body(self, request: HTTPRequest) -> bytes:
         """A request's body. Who has not sent all of it holds nobody up but for the memory it takes."""
-        return await read_body(request, self.settings.limits, self.reading)
+        return await read_body(request, self.settings.limits, self.reading, self.client_of(request))
 
     def client_of(self, request: HTTPRequest) -> str:
         """Who asks, for the queue: the key, else the address. "" over a unix socket."""
@@ -96,19 +114,22 @@ class Service:
             raise Unavailable("the model is not ready: it is loading or its engine has stopped")
 
     @contextmanager
-    def admitted(self) -> Iterator[None]:
+    def admitted(self, client: str = "") -> Iterator[None]:
         """Count a request whose body is here, so that a flood is refused before it is parsed.
 
-        The engine bounds its own queue; this bounds what waits to be tokenised for it.
+        The engine bounds its own queue; this bounds what waits to be tokenised for it. The last quarter a client never gets.
         """
         limit = 8 * self.engine.info.n_slot + 32
-        if self.n_inside >= limit:
+        if self.n_inside >= limit or (client and self._inside[client] >= limit - limit // 4):
             raise QueueFull(self.n_inside)
         self.n_inside += 1
+        self._inside[client] += 1
         try:
             yield
         finally:
             self.n_inside -= 1
+            self._inside[client] -= 1
+            self._inside += Counter()  # forgets whose number is 0
 
     async def start(self, ask: Ask, client: str = "") -> Submission:
         """Submit what was asked; `end` must follow. Raises RequestError, QueueFull, Unavailable."""
@@ -132,7 +153,7 @@ class Service:
 
     async def _submit(self, submission: Submission, ask: Ask) -> None:
         """Checking a long prompt takes milliseconds: off the event loop, where others' tokens go by."""
-        submitting = asyncio.ensure_future(self.text(submission.submit, ask.requests))
+        submitting = asyncio.ensure_future(self.text(submission.submit, ask.requests, client=ask.requests[0].client))
         try:
             await asyncio.shield(submitting)
         except asyncio.CancelledError:  # the client left, but what has begun can only be ended when it is done
@@ -144,6 +165,13 @@ class Service:
 
             submitting.add_done_callback(end)
             raise
+
+    def _one_turns(self) -> tuple[TextTurns, TextTurns]:
+        """Of the small bodies and of the large ones; new ones if the application was moved to another loop."""
+        loop = asyncio.get_running_loop()
+        if self._turns is None or self._turns[0] is not loop:
+            self._turns = loop, (TextTurns(self.settings.text_threads), TextTurns(1))
+        return self._turns[1]
 
     def _one_post(self) -> Post:
         """One for all submissions; a new one if the application was moved to another loop."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 
 import httpx
@@ -20,11 +22,16 @@ from server_live import Live, wait_for
 from starlette.testclient import TestClient
 
 from pyspec.cli.logs import RateLimit
-from pyspec.errors import Unavailable
+from pyspec.errors import QueueFull, Unavailable
 from pyspec.server.api.anthropic import MessagesBody
 from pyspec.server.api.schema import Body, ChatBody, DetokenizeBody
 from pyspec.server.app import create_app
+from pyspec.server.http.body import Reading
+from pyspec.server.http.connections import BURSTS, LEAST, burst, most_connections
+from pyspec.server.http.envelope import Refused
+from pyspec.server.http.listen import BACKLOG
 from pyspec.server.settings import Limits, ServerSettings
+from pyspec.server.text_turns import TextTurns
 from pyspec.text.sandbox_process import STALLED
 from pyspec.text.template import ChatTemplate
 
@@ -188,14 +195,72 @@ def test_slow_bodies_hold_nobody_up(serve: Serve) -> None:
 
 
 def test_bodies_on_their_way_have_a_bound_together(serve: Serve) -> None:
-    live = serve(Limits(reading=5000))
+    live = serve(Limits(reading=8000))
     first = connect(live)
-    first.sendall(b"POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5000\r\n\r\n" + b" " * 4900)
+    first.sendall(b"POST /completion HTTP/1.1\r\nHost: localhost\r\nContent-Length: 6000\r\n\r\n" + b" " * 5900)
     wait_for(lambda: live.server.service.reading.n_byte > 4000)
     assert httpx.post(f"{live.url}/completion", content=b" " * 500).status_code == 429
     first.close()
     wait_for(lambda: live.server.service.reading.n_byte == 0)
     assert httpx.post(f"{live.url}/v1/chat/completions", json=CHAT).status_code == 200
+
+
+def test_the_last_quarter_of_the_room_for_bodies_is_not_one_client_s() -> None:
+    reading = Reading(1000)
+    reading.grow(750, "hungry")
+    with pytest.raises(Refused):
+        reading.grow(1, "hungry")
+    reading.grow(250, "other")
+    with pytest.raises(Refused):
+        reading.grow(1, "third")
+    reading.shrink(750, "hungry")
+    reading.grow(700, "hungry")
+
+
+def test_a_client_with_much_text_waits_for_its_own() -> None:
+    """Two threads, one client with twenty long pieces of work: who comes behind them goes first when a thread is free."""
+
+    async def go() -> list[str]:
+        turns, order = TextTurns(2), []
+
+        async def ask(client: str) -> None:
+            await turns.take(client)
+            order.append(client)
+            await asyncio.sleep(0.001)
+            turns.give(client, 2.0 if client == "hungry" else 0.01)
+
+        hungry = [asyncio.create_task(ask("hungry")) for _ in range(20)]
+        await asyncio.sleep(0)
+        others = [asyncio.create_task(ask("patient")) for _ in range(3)]
+        leaving = asyncio.create_task(ask("gone"))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        await asyncio.gather(*hungry, *others)
+        assert turns._n_free == 2 and not turns._had_s and not turns._waiting
+        return order
+
+    order = asyncio.run(go())
+    assert order[:2] == ["hungry"] * 2 and order[2:5].count("patient") >= 2 and "gone" not in order and len(order) == 23
+
+
+def test_one_client_s_requests_never_take_all_places(engine: FakeEngine) -> None:
+    service = create_app(engine, ServerSettings()).state.service
+    with ExitStack() as held:
+        with pytest.raises(QueueFull):
+            for _ in range(1000):
+                held.enter_context(service.admitted("hungry"))
+        assert service.n_inside >= 8
+        held.enter_context(service.admitted("patient"))
+    assert service.n_inside == 0 and not service._inside
+
+
+def test_with_few_file_descriptors_a_part_of_them_is_left_for_bursts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda which: (64, 64))
+    n_open = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 32
+    most, at_once = most_connections(Limits()), burst(Limits())
+    assert most >= LEAST and at_once == LEAST and (n_open > 16 or n_open + most + BURSTS * at_once <= 64)
+    monkeypatch.setattr("resource.getrlimit", lambda which: (1 << 20, 1 << 20))
+    assert (most_connections(Limits()), burst(Limits())) == (1024, BACKLOG)
 
 
 def test_a_large_body_does_not_keep_small_ones_waiting(engine: FakeEngine) -> None:

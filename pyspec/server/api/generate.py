@@ -39,9 +39,10 @@ def generation(service: Service, kind: Kind) -> Handler:
     async def handle(request: Request) -> ASGIApp:
         service.check_ready()
         raw = await service.body(request)
-        with service.admitted():
+        client = service.client_of(request)
+        with service.admitted(client):
             return await while_connected(
-                _answer(service, kind, raw, _kept_as(service, request), service.client_of(request)), request.receive
+                _answer(service, kind, raw, _kept_as(service, request), client), request.receive
             )
 
     return handle
@@ -54,7 +55,7 @@ def _kept_as(service: Service, request: Request) -> SessionKey | None:
 
 
 async def _answer(service: Service, kind: Kind, raw: bytes, key: SessionKey | None, client: str) -> ASGIApp:
-    ask = await service.text(prepare, kind, raw, service.engine, service.settings, n_byte=len(raw))
+    ask = await service.text(prepare, kind, raw, service.engine, service.settings, n_byte=len(raw), client=client)
     submission = await service.start(ask, client)
     answer = ANSWERS[ask.kind](ask, service.model, service.engine.tokenizer)
     if ask.stream and key is not None:

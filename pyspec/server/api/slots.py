@@ -41,7 +41,7 @@ def slot_action(service: Service) -> Callable[[Request], Awaitable[Response]]:
             raise RequestError(f"slot {slot[:40]!r} is no number")
         if kind not in ("save", "restore", "erase"):
             raise RequestError(f"action is {kind[:40]!r}; want save, restore or erase, as in /slots/0?action=save")
-        with service.admitted():
+        with service.admitted(service.client_of(request)):
             raw = await read_body(request, service.settings.limits)
             name = "" if kind == "erase" else file_name(raw, service)
             path = str(Path(service.settings.slot_save_path).absolute() / name) if name else ""

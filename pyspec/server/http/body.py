@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -28,19 +29,29 @@ async def on_gone(request: Request, error: Exception) -> Response:
 
 
 class Reading:
-    """What bodies that have not arrived as a whole take of memory, all together."""
+    """What bodies that have not arrived as a whole take of memory, all together and of each client, which never gets the last quarter."""
 
     def __init__(self, most: int) -> None:
         self.most, self.n_byte = most, 0
+        self._of_client: Counter[str] = Counter()
 
-    def grow(self, n: int) -> None:
+    def grow(self, n: int, client: str = "") -> None:
         """More of a body is here. Refused 429 if there is no room for it."""
-        if self.n_byte + n > self.most:
+        own = self._of_client[client] + n if client else 0
+        if self.n_byte + n > self.most or own > self.most - self.most // 4:
             raise Refused(429, f"bodies of {self.n_byte} bytes are on their way; try again in a second")
         self.n_byte += n
+        self._of_client[client] += n
+
+    def shrink(self, n: int, client: str = "") -> None:
+        """So much is here as a whole, or was given up."""
+        self.n_byte -= n
+        self._of_client[client] -= n
+        if not self._of_client[client]:
+            del self._of_client[client]
 
 
-async def read_body(request: Request, limits: Limits, reading: Reading | None = None) -> bytes:
+async def read_body(request: Request, limits: Limits, reading: Reading | None = None, client: str = "") -> bytes:
     """The whole body. Raises Refused 413 beyond `limits.body`, 408 after `limits.body_read_s`; ClientGone.
 
     Of a body that is too large the rest is read and dropped, up to a limit: a client that still sends does not see an answer.
@@ -58,7 +69,7 @@ async def read_body(request: Request, limits: Limits, reading: Reading | None = 
                 if refusal is None and size > limits.body:
                     refusal = Refused(413, f"the body has more than {limits.body} bytes")
                 if refusal is None:
-                    reading.grow(len(chunk))
+                    reading.grow(len(chunk), client)
                     kept += len(chunk)
                     parts.append(chunk)
                 elif size > DROPPED * limits.body:
@@ -69,7 +80,7 @@ async def read_body(request: Request, limits: Limits, reading: Reading | None = 
         if refusal is None:
             raise Refused(408, f"the body did not arrive within {limits.body_read_s:g} s") from None
     finally:
-        reading.n_byte -= kept
+        reading.shrink(kept, client)
     if refusal is not None:
         raise refusal
     return b"".join(parts)

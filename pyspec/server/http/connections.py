@@ -17,27 +17,38 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from pyspec.server.http.listen import BACKLOG
 from pyspec.server.settings import Limits
 
 log = logging.getLogger(__name__)
 
 SPARE = 24  # file descriptors that are left to everything else
 LEAST = 8
+BURSTS = 3  # of connections that are accepted before the first of them has been closed again
 PROBES_S = (0.0, 0.05, 0.5)  # after the client's end of input; then every PROBE_S
 PROBE_S = 2.0
 PROCESSING = b"HTTP/1.1 102 Processing\r\n\r\n"
 
 
 def most_connections(limits: Limits) -> int:
-    """As many as the limits say, or as there are file descriptors for."""
+    """As many as the limits say, or as there are file descriptors for, less those that are accepted at once."""
+    room = _room(limits)
+    return max(LEAST, min(limits.connections, room - (BURSTS - 1) * burst(limits)))
+
+
+def burst(limits: Limits) -> int:
+    """Connections that are accepted at once: where file descriptors run out meanwhile, asyncio accepts none for a second."""
+    return max(LEAST, min(BACKLOG, _room(limits) // 8))
+
+
+def _room(limits: Limits) -> int:
     try:
         import resource
 
         n_open = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 32
-        room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - n_open - SPARE
+        return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - n_open - SPARE
     except (ImportError, OSError, ValueError):
-        room = limits.connections
-    return max(LEAST, min(limits.connections, room))
+        return 8 * max(BACKLOG, limits.connections)
 
 
 class Connections:

@@ -24,9 +24,9 @@ from pyspec.errors import Unavailable
 from pyspec.progress import heard_by
 from pyspec.server.app import create_app
 from pyspec.server.engine import EngineLike
-from pyspec.server.http.connections import protocol
+from pyspec.server.http.connections import burst, protocol
 from pyspec.server.http.door import Door, LoadLog
-from pyspec.server.http.listen import bind, listen, unlink, url_of
+from pyspec.server.http.listen import BACKLOG, bind, listen, unlink, url_of
 from pyspec.server.service import Service
 from pyspec.server.settings import ServerSettings
 
@@ -67,6 +67,10 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
+            for sock in sockets or ():
+                sock.listen(
+                    BACKLOG
+                )  # how many the system keeps waiting; uvicorn knows one number for that and for a burst
             sys.setswitchinterval(min(SWITCH_S, self._switch_s))
             self._on_ready()
 
@@ -125,6 +129,7 @@ def make_server(app: Starlette | None, settings: ServerSettings, on_ready: Calla
     config = uvicorn.Config(
         door,
         http=protocol(settings.limits),  # type: ignore[arg-type]  # a class, as uvicorn's own
+        backlog=burst(settings.limits),
         ws="none",
         loop="asyncio",
         lifespan="on",

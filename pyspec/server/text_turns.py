@@ -1,0 +1,67 @@
+"""Whose text is tokenised and rendered next: clients take turns by the time they have had."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+
+
+class TextTurns:
+    """So many threads for text, and those who wait for one. The client goes next that has had least of their time; its own requests in order.
+
+    Who was away has not saved up time: it begins with as much as the least of those who are here. Lives on one event loop.
+    """
+
+    def __init__(self, n: int) -> None:
+        self._n_free = n
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._here: Counter[str] = Counter()  # requests that wait or run
+        self._had_s: dict[str, float] = {}  # of the clients of those
+
+    async def take(self, client: str) -> None:
+        """Until there is a thread for a client; `give` must follow, unless this is cancelled."""
+        if client not in self._had_s:
+            self._had_s[client] = min(self._had_s.values(), default=0.0)
+        self._here[client] += 1
+        if self._n_free:
+            self._n_free -= 1
+            return
+        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(mine)
+        try:
+            await mine
+        except asyncio.CancelledError:
+            if mine.done() and not mine.cancelled():  # the thread was there already
+                self._next()
+            else:
+                self._remove(client, mine)
+            self._leave(client)
+            raise
+
+    def give(self, client: str, seconds: float) -> None:
+        """A thread is free again, after so many seconds of work for a client."""
+        self._had_s[client] += seconds
+        self._leave(client)
+        self._next()
+
+    def _next(self) -> None:
+        while self._waiting:
+            client = min(self._waiting, key=self._had_s.__getitem__)
+            mine = self._waiting[client][0]
+            self._remove(client, mine)
+            if not mine.done():
+                mine.set_result(None)
+                return
+        self._n_free += 1
+
+    def _remove(self, client: str, mine: asyncio.Future[None]) -> None:
+        line = self._waiting.get(client, deque())
+        if mine in line:
+            line.remove(mine)
+            if not line:
+                del self._waiting[client]
+
+    def _leave(self, client: str) -> None:
+        self._here[client] -= 1
+        if not self._here[client]:
+            del self._here[client], self._had_s[client]
