@@ -19,7 +19,7 @@ from pyspec.cuda.ops.rows.ref import Prep, PrepKind, RowsSpec
 from pyspec.gguf import GGMLType
 
 SCALES = {"": 0, "e4m3": 1, "e8m0": 2}
-PROGRAMS = 4  # of a multiprocessor at once, about: what a matrix is split for
+PROGRAMS = 8  # of a multiprocessor at once, about: what a matrix is split for
 LEAST = 4  # chunks of a split
 BLOCKS = (16, 32, 64)  # rows of a program
 STRETCH = 512
@@ -45,13 +45,15 @@ class LinearTriton:
     """Multiplies rows with one matrix of `spec`."""
 
     def __init__(self, spec: LinearSpec) -> None:
-        self.spec, self.form, self.table = spec, FORMATS[spec.type], _table(spec.device, spec.type)
+        form = self.form = FORMATS[spec.type]
+        self.spec, self.table = spec, _table(spec.device, spec.type)
         self.n_tile, self.n_chunk = -(-spec.n_weight_row // ROWS), -(-spec.n_in // COLUMNS)
         wanted = -(-PROGRAMS * tri.n_multiprocessor(spec.device) // self.n_tile)
         self.per = max(LEAST, -(-self.n_chunk // wanted))
         self.n_split = -(-self.n_chunk // self.per)
         self.none = torch.empty(4, dtype=torch.float32, device=spec.device)
-        self.value = 0 if not self.form.table else 2 if spec.type in (GGMLType.MXFP4, GGMLType.NVFP4) else 1
+        self.is_inner = bool(form.span) or form.scale == "e4m3"  # scales of few bits, which go with a code into f16
+        self.value = 0 if not form.table else 2 if spec.type in (GGMLType.MXFP4, GGMLType.NVFP4) else 1
 
     def pack(self, raw: Tensor, type: GGMLType, shape: tuple[int, int], scales: Tensor | None = None) -> TiledMatrix:
         """Rows of the file as the CUDA kernel wants them, gates and ups interleaved, as `__call__` wants them: gates before ups."""
@@ -100,6 +102,7 @@ class LinearTriton:
                 "SPAN": form.span,
                 "N_SPAN": 0 if matrix.supers is None else matrix.supers.shape[1],
                 "MINIMA": form.minima,
+                "INNER": self.is_inner,
                 "STAGES": STAGES,
             },
             WARPS,

@@ -24,15 +24,38 @@ def number(x, KIND: tl.constexpr):
 
 
 @triton.jit
+def whole(bits, OFFSET: tl.constexpr):
+    """Codes of up to ten bits, as int16, less OFFSET: exact in f16, and two instructions for two of them."""
+    return (bits | 0x6400).to(tl.float16, bitcast=True) - (1024.0 + OFFSET)
+
+
+@triton.jit
 def value(code, table, VALUE: tl.constexpr, OFFSET: tl.constexpr):
-    """What a code stands for, before its scale: a whole number, so exact in f16."""
+    """What a code [int16] stands for, before its scale: a whole number, so exact in f16."""
     if VALUE == LOOKED_UP:
         return tl.load(table + code)
-    if VALUE == E2M1:
-        size = code & 7
-        size = tl.where(size < 4, size, tl.where(size < 6, 2 * size - 4, 4 * size - 16))
-        return tl.where(code < 8, size, -size).to(tl.float16)
-    return (code - OFFSET).to(tl.float16)
+    if VALUE == E2M1:  # its bits where f16 has them
+        return (((code & 7) << 9) | ((code & 8) << 12)).to(tl.float16, bitcast=True) * 32768.0
+    return whole(code, OFFSET)
+
+
+@triton.jit
+def upper_bits(high, here, out, k, HALF: tl.constexpr, HIGH: tl.constexpr):
+    """What codes of the lower or upper 32 columns of a chunk have above four bits, where it belongs. int16"""
+    n_byte = 8 * HIGH
+    more = tl.load(high + here * (64 * n_byte) + out[:, None] * n_byte + (k % n_byte)[None, :]).to(tl.int16)
+    return ((more >> ((k // n_byte) * HIGH + 4 * HALF).to(tl.int16)[None, :]) & ((1 << HIGH) - 1)) << 4
+
+
+@triton.jit
+def scale_of(scales, at, out, k, GROUP: tl.constexpr, SCALE: tl.constexpr):
+    """Scales of 32 columns whose first group is `at`, as f16: whole numbers, or exact in it."""
+    first = number(tl.load(scales + at * 64 + out), SCALE).to(tl.float16)[:, None]
+    if GROUP == 16:
+        second = number(tl.load(scales + (at + 1) * 64 + out), SCALE).to(tl.float16)[:, None]
+        return tl.where(k[None, :] < 16, first, second)
+    else:
+        return first
 
 
 @kernel
@@ -40,46 +63,68 @@ def product(
     x, codes, high, scales, minima, supers, super_minima, table, part, n_row,
     N_IN: tl.constexpr, N_CHUNK: tl.constexpr, PER: tl.constexpr, BM: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr,
     GROUP: tl.constexpr, OFFSET: tl.constexpr, VALUE: tl.constexpr, SCALE: tl.constexpr, SPAN: tl.constexpr, N_SPAN: tl.constexpr,
-    MINIMA: tl.constexpr, STAGES: tl.constexpr,
+    MINIMA: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, splits, blocks of BM rows): sums over PER chunks of 64 columns, each group's times its scale -> part [split, row, tile * 64]."""
+    """Grid (tiles, splits, blocks of BM rows): sums over PER chunks of 64 columns -> part [split, row, tile * 64].
+
+    INNER  a group's scale is multiplied in before the product, where both are exact in f16 together; else behind it, group by group
+    """
     tile, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.program_id(2) * BM + tl.arange(0, BM)
-    out, k = tl.arange(0, 64), tl.arange(0, GROUP)
+    out, k, pairs = tl.arange(0, 64), tl.arange(0, 32), tl.arange(0, 64)
     acc = tl.zeros((BM, 64), tl.float32)
+    groups: tl.constexpr = 64 // GROUP
     for chunk in tl.range(split * PER, tl.minimum(split * PER + PER, N_CHUNK), num_stages=STAGES):
         here = tile * N_CHUNK + chunk
-        for g in tl.static_range(64 // GROUP):
-            column = chunk * 64 + g * GROUP + k
+        at = here * groups
+        if INNER:
+            both = tl.load(codes + here * 2048 + out[:, None] * 32 + k[None, :]).to(tl.int16)
+            low, up = both & 15, both >> 4
+            if HIGH > 0:
+                low = low | upper_bits(high, here, out, k, 0, HIGH)
+                up = up | upper_bits(high, here, out, k, 1, HIGH)
+            low = value(low, table, VALUE, OFFSET) * scale_of(scales, at, out, k, GROUP, SCALE)
+            up = value(up, table, VALUE, OFFSET) * scale_of(scales, at + groups // 2, out, k, GROUP, SCALE)
+            column = chunk * 64 + pairs % 2 * 32 + pairs // 2  # as interleaved
             a = tl.load(
                 x + row[:, None] * N_IN + column[None, :],
                 mask=(row[:, None] < n_row) & (column[None, :] < N_IN),
                 other=0.0,
             )
-            if BITS == 8:
-                w = tl.load(codes + here * 4096 + out[:, None] * 64 + (g * GROUP + k)[None, :])
-                w = w.to(tl.int8).to(tl.float16)
-            else:
-                j, upper = g * GROUP % 32 + k, 4 * (g * GROUP // 32)
-                code = (tl.load(codes + here * 2048 + out[:, None] * 32 + j[None, :]).to(tl.int32) >> upper) & 15
-                if HIGH > 0:
-                    more = tl.load(
-                        high + here * (512 * HIGH) + out[:, None] * (8 * HIGH) + (j % (8 * HIGH))[None, :]
-                    ).to(tl.int32)
-                    code = code | ((more >> ((j // (8 * HIGH)) * HIGH + upper)[None, :]) & ((1 << HIGH) - 1)) << 4
-                w = value(code, table, VALUE, OFFSET)
-            p = tl.dot(a, tl.trans(w))
-            at = (here * (64 // GROUP) + g) * 64 + out
-            s = number(tl.load(scales + at), SCALE)
+            p = tl.dot(a, tl.trans(tl.interleave(low, up)))
             if SPAN > 0:
-                span = (tile * N_SPAN + (chunk * (64 // GROUP) + g) // SPAN) * 64 + out
-                s = s * tl.load(supers + span).to(tl.float32)
-            acc += p * s[None, :]
-            if MINIMA:
-                low = number(tl.load(minima + at), NUMBER)
-                if SPAN > 0:
-                    low = low * tl.load(super_minima + span).to(tl.float32)
-                acc -= tl.sum(a.to(tl.float32), 1)[:, None] * low[None, :]
+                span = (tile * N_SPAN + chunk * groups // SPAN) * 64 + out
+                p = p * tl.load(supers + span).to(tl.float32)[None, :]
+            acc += p
+        if MINIMA or not INNER:
+            for g in tl.static_range(64 // GROUP):
+                if GROUP == 32:
+                    j = k
+                else:
+                    j = tl.arange(0, GROUP)
+                column = chunk * 64 + g * GROUP + j
+                a = tl.load(
+                    x + row[:, None] * N_IN + column[None, :],
+                    mask=(row[:, None] < n_row) & (column[None, :] < N_IN),
+                    other=0.0,
+                )
+                if not INNER:
+                    if BITS == 8:
+                        w = tl.load(codes + here * 4096 + out[:, None] * 64 + (g * GROUP + j)[None, :]).to(tl.int16)
+                        w = whole(w ^ 128, 128)
+                    else:
+                        code = tl.load(codes + here * 2048 + out[:, None] * 32 + j[None, :]).to(tl.int16)
+                        code = code >> 4 if g > 0 else code & 15
+                        if HIGH > 0:
+                            code = code | upper_bits(high, here, out, j, g, HIGH)
+                        w = value(code, table, VALUE, OFFSET)
+                    acc += tl.dot(a, tl.trans(w)) * number(tl.load(scales + (at + g) * 64 + out), SCALE)[None, :]
+                if MINIMA:
+                    less = number(tl.load(minima + (at + g) * 64 + out), NUMBER)
+                    if SPAN > 0:
+                        span = (tile * N_SPAN + chunk * groups // SPAN) * 64 + out
+                        less = less * tl.load(super_minima + span).to(tl.float32)
+                    acc -= tl.sum(a.to(tl.float32), 1)[:, None] * less[None, :]
     n_wide = tl.num_programs(0) * 64
     to = (split * n_row + row[:, None]).to(tl.int64) * n_wide + tile * 64 + out[None, :]
     tl.store(part + to, acc, mask=row[:, None] < n_row)
