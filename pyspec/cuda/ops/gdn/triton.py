@@ -16,7 +16,7 @@ from torch import Tensor
 from pyspec.cuda import faults, tri
 from pyspec.cuda.ops.gdn.ref import GdnSpec
 from pyspec.cuda.ops.recurrent.ref import has_records
-from pyspec.cuda.ops.recurrent.tri_launch import CHUNKED, NEVER, ROWS, TAPS, long_of, meta_of, meta_of_fold, stretches
+from pyspec.cuda.ops.recurrent.tri_launch import NEVER, ROWS, TAPS, long_of, meta_of, meta_of_fold, stretches
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
@@ -162,8 +162,6 @@ def _check(rows: tuple[Tensor, ...], weights: tuple[Tensor, ...], layer: StateLa
     assert [tuple(t.shape) for t in weights] == [(shape.n_v_head,)] * 2 + [(shape.n_channel, TAPS)]
 
 
-def bind(spec: GdnSpec, *, columns: int = COLUMNS, warps: int = WARPS, chunked: int = 0) -> GdnTriton:
-    """For measurements, `columns` and `warps` of a program, and from how many rows a kept sequence is chunked: CHUNKED where that was
-    found to be faster."""
-    chunked = chunked or (CHUNKED if tri.has_warpgroups(spec.device) else NEVER)
+def bind(spec: GdnSpec, *, columns: int = COLUMNS, warps: int = WARPS, chunked: int = NEVER) -> GdnTriton:
+    """For measurements, `columns` and `warps` of a program, and from how many rows a kept sequence is chunked."""
     return GdnTriton(spec, min(columns, spec.shape.dim), warps, chunked)

@@ -18,7 +18,7 @@ from pyspec.cuda import faults, tri
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, Params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.recurrent.ref import has_records
-from pyspec.cuda.ops.recurrent.tri_launch import CHUNKED, NEVER, ROWS, TAPS, long_of, meta_of, meta_of_fold, stretches
+from pyspec.cuda.ops.recurrent.tri_launch import NEVER, ROWS, TAPS, long_of, meta_of, meta_of_fold, stretches
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
@@ -170,8 +170,7 @@ def _check(m: Tensor, dt: Tensor, p: Params, layer: StateLayer, s: Mamba2Shape) 
     assert [tuple(t.shape) for t in weights] == sizes
 
 
-def bind(spec: Mamba2Spec, *, part: int = PART, warps: int = WARPS, chunked: int = 0) -> Mamba2Triton:
+def bind(spec: Mamba2Spec, *, part: int = PART, warps: int = WARPS, chunked: int = NEVER) -> Mamba2Triton:
     """For measurements, `part` and `warps`: rows of the state that a program has, and its warps; and from how many rows a kept sequence
-    is chunked: CHUNKED where that was found to be faster."""
-    is_fit = tri.has_warpgroups(spec.device) and spec.shape.head_dim >= 16 and spec.shape.n_state >= 16
-    return Mamba2Triton(spec, min(part, spec.shape.head_dim), warps, chunked or (CHUNKED if is_fit else NEVER))
+    is chunked."""
+    return Mamba2Triton(spec, min(part, spec.shape.head_dim), warps, chunked)
