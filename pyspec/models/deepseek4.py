@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyspec.cuda import fuse
 from pyspec.cuda.ops.compress.op import compress
 from pyspec.cuda.ops.compress.ref import CompressSpec
 from pyspec.cuda.ops.index_rows.op import index_rows
@@ -24,7 +25,7 @@ from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.cuda.ops.sparse_attend.op import sparse_attend
 from pyspec.cuda.ops.sparse_attend.ref import KeyTail, SparseSpec
 from pyspec.cuda.ops.streams.op import streams
-from pyspec.cuda.ops.streams.ref import StreamMix, StreamsSpec
+from pyspec.cuda.ops.streams.ref import Reading, StreamMix, StreamsSpec
 from pyspec.errors import ModelError
 from pyspec.models.deepseek4_config import CSA, INDEX, INDEX_PARTIAL, PARTIAL, ROWS, WINDOW, Deepseek4Config, read
 from pyspec.models.layers import SINKS
@@ -164,11 +165,12 @@ class StreamExperts:
 
     def __call__(self, y: Tensor, tokens: Tensor) -> Tensor:
         given = None if self.table is None else self.table[tokens]
-        routes = self.route(y, self.norm.weight, self.router, self.bias, given)
         shared = None
         if self.gate_up is not None and self.down is not None:
             shared = self.down(self.gate_up(y, self.norm))
-        return self.experts(y, routes.ids, routes.weights, self.norm, Added(shared))
+        ready, beside = fuse.before_choice(self.route, self.experts, y, self.norm, self.norm)
+        routes = self.route(y, self.norm.weight, self.router, self.bias, given, **beside)
+        return self.experts(y, routes.ids, routes.weights, self.norm, Added(shared), ready)
 
 
 class StreamBlock:
@@ -184,10 +186,24 @@ class StreamBlock:
 
     def __call__(self, x: Tensor, memory: Memory, layer: int, batch: Batch) -> Tensor:
         """The streams x [row, stream, n_embd] f32 behind the block."""
-        y, post, comb = self.streams.split(x, self.attn_mix)
-        x = self.streams.merge(self.mixer(y, memory, layer, batch), x, post, comb)
-        y, post, comb = self.streams.split(x, self.feed_mix)
-        return self.streams.merge(self.feed(y, batch.tokens), x, post, comb)
+        return self.run(x, None, memory, layer, batch)[0]
+
+    def run(
+        self,
+        x: Tensor,
+        reading: Reading | None,
+        memory: Memory,
+        layer: int,
+        batch: Batch,
+        behind: StreamBlock | None = None,
+    ) -> tuple[Tensor, Reading | None]:
+        """The same, and what the block `behind` reads of them. reading: what the one before says of this one."""
+        y, post, comb = self.streams.split(x, self.attn_mix) if reading is None else reading
+        x, (y, post, comb) = self.streams.merge_split(self.mixer(y, memory, layer, batch), x, post, comb, self.feed_mix)
+        y = self.feed(y, batch.tokens)
+        if behind is None:
+            return self.streams.merge(y, x, post, comb), None
+        return self.streams.merge_split(y, x, post, comb, behind.attn_mix)
 
 
 class StreamHead:
@@ -239,8 +255,9 @@ class Deepseek4:
     def forward(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
         x = self.embedding(batch.tokens)[:, None].repeat(1, self.config.streams.n, 1)
         tapped: dict[int, Tensor] = {}
+        reading: Reading | None = None
         for i, block in enumerate(self.blocks):
-            x = block(x, self.memory, i, batch)
+            x, reading = block.run(x, reading, self.memory, i, batch, *self.blocks[i + 1 : i + 2])
             if i in taps:
                 tapped[i] = x.mean(1)
         logits = self.head(self.last(x[batch.out_rows]))

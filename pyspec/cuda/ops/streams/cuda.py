@@ -1,4 +1,5 @@
-"""`streams` on NVIDIA GPUs: streams.cu. Two launches read from the streams (products by columns, then all the rest), one writes."""
+"""`streams` on NVIDIA GPUs: streams.cu. Two launches read from the streams (products by columns, then all the rest), one writes; of
+few rows the one that writes makes the next products, too."""
 
 from __future__ import annotations
 
@@ -8,12 +9,13 @@ from torch import Tensor
 
 from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
-from pyspec.cuda.ops.streams.ref import StreamMix, Streams, StreamsSpec
+from pyspec.cuda.ops.streams.ref import Reading, StreamMix, Streams, StreamsSpec
 
 N_STREAM, MAX_COLUMNS = 4, 16384
 THREADS, READING = 128, 256  # of a CTA: of streams_parts; of the others. A quad of columns each
 SLOTS = 32  # of a part
 PER_MULTIPROCESSOR = 2  # CTAs of streams_parts that rows are spread over: each reads its share of fn
+FEW = 32  # rows up to which merging and the next products are one launch: it reads the streams four times
 OFF = 1e-4  # of coefficients and, relative to its size, of a row: other orders of sums
 
 
@@ -37,7 +39,9 @@ def defines(n: int, n_iter: int) -> dict[str, int | str]:
 @per_device
 def _kernels(device: torch.device, n: int, n_iter: int) -> dict[str, Kernel]:
     code = compile_cubin("streams", arch_of(torch.cuda.get_device_capability(device)), defines(n, n_iter))
-    forms = {"streams_parts": "pppii", "streams_read": "pppppppff"} | ({"streams_merge": "ppppp"} if n_iter else {})
+    forms = {"streams_parts": "pppii", "streams_read": "pppppppff"} | (
+        {"streams_merge": "ppppp", "streams_merge_parts": "pppppppii"} if n_iter else {}
+    )
     return {name: code.kernel(name, form) for name, form in forms.items()}
 
 
@@ -51,39 +55,75 @@ class StreamsLaunch:
         n_cta = PER_MULTIPROCESSOR * torch.cuda.get_device_properties(spec.device).multi_processor_count
         self.n_line = max(1, n_cta // self.n_chunk)
 
-    def split(self, x: Tensor, mix: StreamMix) -> tuple[Tensor, Tensor, Tensor]:
+    def split(self, x: Tensor, mix: StreamMix) -> Reading:
+        x = x.contiguous()
+        return self._split(x, mix, self._parts(self.kernels, x, mix))
+
+    def _split(self, x: Tensor, mix: StreamMix, parts: Tensor) -> Reading:
         post, comb = self._room(x, N_STREAM), self._room(x, N_STREAM, N_STREAM)
-        return self._read(self.kernels, x, mix, post, comb), post, comb
+        return self._read(self.kernels, x, mix, parts, (post, comb)), post, comb
 
     def head(self, x: Tensor, mix: StreamMix) -> Tensor:
-        none = np.int64(0)
-        return self._read(self.heads, x, mix, none, none)
+        x, none = x.contiguous(), np.int64(0)
+        return self._read(self.heads, x, mix, self._parts(self.heads, x, mix), (none, none))
 
     def merge(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        args, n_row = self._merged(y, x, post, comb)
+        if n_row:
+            self.kernels["streams_merge"].launch(self._grid(n_row), READING, args, overlap=self.overlap)
+        return args[-1]
+
+    def merge_split(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor, mix: StreamMix) -> tuple[Tensor, Reading]:
+        if not 0 < x.shape[0] <= FEW:
+            x = self.merge(y, x, post, comb)
+            return x, self.split(x, mix)
+        args, n_row = self._merged(y, x, post, comb)
+        self._examine(self.kernels, mix)
+        parts = self._room(args[-1], self.n_chunk, SLOTS)
+        grid, sizes = self._lines(n_row)
+        of = self.kernels["streams_merge_parts"]
+        of.launch(grid, THREADS, (*args, mix.fn, parts, *sizes), overlap=self.overlap)
+        return args[-1], self._split(args[-1], mix, parts)
+
+    def _merged(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> tuple[tuple[Tensor, ...], int]:
+        """What a launch that merges is given, the new streams last; and how many rows there are."""
         y, x, post, comb = (t.contiguous() for t in (y, x, post, comb))
         n_row = self._rows(x)
         assert y.shape == (n_row, self.spec.n) and y.dtype == post.dtype == comb.dtype == torch.float32
         assert post.shape == (n_row, N_STREAM) and comb.shape == (n_row, N_STREAM, N_STREAM)
-        out = torch.empty_like(x)
-        if n_row:
-            args = (y, x, post, comb, out)
-            self.kernels["streams_merge"].launch(self._grid(n_row), READING, args, overlap=self.overlap)
-        return out
+        return (y, x, post, comb, torch.empty_like(x)), n_row
 
-    def _read(
-        self, kernels: dict[str, Kernel], x: Tensor, mix: StreamMix, post: Tensor | np.int64, comb: Tensor | np.int64
-    ) -> Tensor:
-        x, n_row = x.contiguous(), self._rows(x)
+    def _examine(self, kernels: dict[str, Kernel], mix: StreamMix) -> None:
         m, n_scale = (N_STREAM, 1) if kernels is self.heads else ((2 + N_STREAM) * N_STREAM, 3)
         for t, shape in ((mix.fn, (m, N_STREAM * self.spec.n)), (mix.scale, (n_scale,)), (mix.base, (m,))):
             assert t.shape == shape and t.dtype == torch.float32 and t.is_contiguous()
-        y, parts = self._room(x, self.spec.n), self._room(x, self.n_chunk, SLOTS)
+
+    def _lines(self, n_row: int) -> tuple[tuple[int, int], tuple[np.int32, np.int32]]:
+        """The grid of products by columns, and its sizes: rows, and those of a CTA."""
+        per_cta = -(-n_row // self.n_line)
+        return (self.n_chunk, -(-n_row // per_cta)), (np.int32(n_row), np.int32(per_cta))
+
+    def _parts(self, kernels: dict[str, Kernel], x: Tensor, mix: StreamMix) -> Tensor:
+        self._examine(kernels, mix)
+        n_row, parts = self._rows(x), self._room(x, self.n_chunk, SLOTS)
         if n_row:
-            per_cta = -(-n_row // self.n_line)
-            grid, sizes = (self.n_chunk, -(-n_row // per_cta)), (np.int32(n_row), np.int32(per_cta))
+            grid, sizes = self._lines(n_row)
             kernels["streams_parts"].launch(grid, THREADS, (x, mix.fn, parts, *sizes), overlap=self.overlap)
+        return parts
+
+    def _read(
+        self,
+        kernels: dict[str, Kernel],
+        x: Tensor,
+        mix: StreamMix,
+        parts: Tensor,
+        to: tuple[Tensor, Tensor] | tuple[np.int64, np.int64],
+    ) -> Tensor:
+        """to: post and comb."""
+        n_row, y = self._rows(x), self._room(x, self.spec.n)
+        if n_row:
             floats = np.float32(self.spec.eps), np.float32(self.spec.floor)
-            args = (x, parts, mix.scale, mix.base, y, post, comb, *floats)
+            args = (x, parts, mix.scale, mix.base, y, *to, *floats)
             kernels["streams_read"].launch(self._grid(n_row), READING, args, overlap=self.overlap)
         return y
 
@@ -127,6 +167,9 @@ def check(launch: Streams, reference: Streams, spec: StreamsSpec) -> str | None:
             off = float(((own - other).flatten(1).abs().amax(-1) / by).nan_to_num(0.0, torch.inf).amax())
             if not bool(own.isfinite().all()) or not off < OFF:
                 return f"{n_row} rows: a {name} differs from the reference by {off:.2g}"
+        again, read = launch.merge_split(y, x, *want[1:], mix)
+        if not all(map(torch.equal, (again, *read), (merged[0], *launch.split(merged[0], mix)))):
+            return f"{n_row} rows merged and read at once have other bits than one after the other"
         last = slice(n_row - 1, n_row)
         alone = (*launch.split(x[last], mix), launch.head(x[last], head))
         if not all(map(torch.equal, alone, (t[last] for t in (*got, launch.head(x, head))))):

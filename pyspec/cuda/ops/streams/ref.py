@@ -41,15 +41,22 @@ class StreamMix:
     base: Tensor
 
 
+Reading = tuple[Tensor, Tensor, Tensor]  # what a part reads, post, comb
+
+
 class Streams(Protocol):
     """What the op binds."""
 
-    def split(self, x: Tensor, mix: StreamMix) -> tuple[Tensor, Tensor, Tensor]:
+    def split(self, x: Tensor, mix: StreamMix) -> Reading:
         """x -> what the part reads [row, n], post [row, stream], comb [row, from, to]."""
         ...
 
     def merge(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         """What the part made of its row, y [row, n], back into the streams x."""
+        ...
+
+    def merge_split(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor, mix: StreamMix) -> tuple[Tensor, Reading]:
+        """`merge`, and `split` of what came of it for the next part."""
         ...
 
     def head(self, x: Tensor, mix: StreamMix) -> Tensor:
@@ -67,7 +74,7 @@ class TorchStreams:
         flat = x.flatten(1)
         return F.linear(F.rms_norm(flat, flat.shape[1:], None, self.spec.eps), fn)
 
-    def split(self, x: Tensor, mix: StreamMix) -> tuple[Tensor, Tensor, Tensor]:
+    def split(self, x: Tensor, mix: StreamMix) -> Reading:
         n, floor, m = self.spec.n_stream, self.spec.floor, self._coefficients(x, mix.fn)
         scale, base = mix.scale, mix.base
         pre = torch.sigmoid(m[:, :n] * scale[0] + base[:n]) + floor
@@ -81,6 +88,10 @@ class TorchStreams:
 
     def merge(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         return post[:, :, None] * y[:, None] + torch.einsum("rft,rfn->rtn", comb, x)
+
+    def merge_split(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor, mix: StreamMix) -> tuple[Tensor, Reading]:
+        x = self.merge(y, x, post, comb)
+        return x, self.split(x, mix)
 
     def head(self, x: Tensor, mix: StreamMix) -> Tensor:
         pre = torch.sigmoid(self._coefficients(x, mix.fn) * mix.scale + mix.base) + self.spec.floor

@@ -9,7 +9,8 @@
 //
 // streams_parts has a CTA for each 512 columns, whose share of fn stays in registers for all rows of the CTA. streams_read adds
 // the shares up, makes coefficients of them, and has a CTA for each row and 1024 columns; streams_merge, too. Sums
-// have one order whatever the grid is: a row's bits depend on no other row.
+// have one order whatever the grid is: a row's bits depend on no other row. streams_merge_parts is streams_merge and the next streams_parts
+// in one: of few rows launches are most of their time.
 // Macros: COLUMNS, COEFFICIENTS, N_ITER (of the head 0).
 #include "types.cuh"
 #include "overlap.cuh"
@@ -39,8 +40,28 @@ __device__ __forceinline__ float sums_by_lane(float (&v)[kSlots]) {
   return v[0];
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads)
-    streams_parts(const float4* x, const float4* fn, float* parts, int n_row, int per_cta) {
+#if N_ITER > 0
+// What goes back to a stream, four columns: `made` times post, and all streams as they were, by comb.
+__device__ __forceinline__ float4 merged(float4 made, const float4 (&v)[kStreams], const float* post, const float* comb, int row, int to) {
+  const float by = post[static_cast<i64>(row) * kStreams + to];
+  float4 sum = make_float4(made.x * by, made.y * by, made.z * by, made.w * by);
+#pragma unroll
+  for (int s = 0; s < kStreams; ++s) {
+    const float c = comb[(static_cast<i64>(row) * kStreams + s) * kStreams + to];
+    sum = make_float4(fmaf(v[s].x, c, sum.x), fmaf(v[s].y, c, sum.y), fmaf(v[s].z, c, sum.z), fmaf(v[s].w, c, sum.w));
+  }
+  return sum;
+}
+
+__device__ __forceinline__ void fetch_streams(float4 (&v)[kStreams], const float4* x, int row, int quad) {
+#pragma unroll
+  for (int s = 0; s < kStreams; ++s) v[s] = x[(static_cast<i64>(row) * kStreams + s) * (COLUMNS / 4) + quad];
+}
+#endif
+
+// own(row): the thread's quad of it.
+template <typename Own>
+__device__ __forceinline__ void parts_of(const Own& own_of, const float4* fn, float* parts, int n_row, int per_cta) {
   __shared__ float of_warp[2][kWarps][kSlots];
   let_successor_start();
   const int quad = blockIdx.x * kThreads + threadIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -52,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   wait_for_predecessor();
   const int first = blockIdx.y * per_cta, end = min(n_row, first + per_cta);
   for (int row = first; row < end; ++row) {
-    const float4 own = is_in ? x[static_cast<i64>(row) * kQuads + quad] : none;
+    const float4 own = is_in ? own_of(row, quad) : none;
     float v[kSlots];
 #pragma unroll
     for (int k = 0; k < kSlots; ++k) v[k] = k < COEFFICIENTS ? dot(own, w[k < COEFFICIENTS ? k : 0]) : 0.f;
@@ -67,6 +88,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       parts[(static_cast<i64>(row) * kChunks + blockIdx.x) * kSlots + lane] = sum;
     }
   }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    streams_parts(const float4* x, const float4* fn, float* parts, int n_row, int per_cta) {
+  parts_of([&](int row, int quad) { return x[static_cast<i64>(row) * kQuads + quad]; }, fn, parts, n_row, per_cta);
 }
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
@@ -144,18 +170,24 @@ extern "C" __global__ void __launch_bounds__(256)
   wait_for_predecessor();
   const float4 made = y[static_cast<i64>(row) * kOwn + quad];
   float4 v[kStreams];
+  fetch_streams(v, x, row, quad);
 #pragma unroll
-  for (int s = 0; s < kStreams; ++s) v[s] = x[(static_cast<i64>(row) * kStreams + s) * kOwn + quad];
-#pragma unroll
-  for (int to = 0; to < kStreams; ++to) {
-    const float by = post[static_cast<i64>(row) * kStreams + to];
-    float4 sum = make_float4(made.x * by, made.y * by, made.z * by, made.w * by);
-#pragma unroll
-    for (int s = 0; s < kStreams; ++s) {
-      const float c = comb[(static_cast<i64>(row) * kStreams + s) * kStreams + to];
-      sum = make_float4(fmaf(v[s].x, c, sum.x), fmaf(v[s].y, c, sum.y), fmaf(v[s].z, c, sum.z), fmaf(v[s].w, c, sum.w));
-    }
-    out[(static_cast<i64>(row) * kStreams + to) * kOwn + quad] = sum;
-  }
+  for (int to = 0; to < kStreams; ++to)
+    out[(static_cast<i64>(row) * kStreams + to) * kOwn + quad] = merged(made, v, post, comb, row, to);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    streams_merge_parts(const float4* y, const float4* x, const float* post, const float* comb, float4* out, const float4* fn,
+                        float* parts, int n_row, int per_cta) {
+  constexpr int kOwn = COLUMNS / 4;
+  auto own_of = [&](int row, int quad) {
+    const int to = quad / kOwn, own = quad - to * kOwn;
+    float4 v[kStreams];
+    fetch_streams(v, x, row, own);
+    const float4 sum = merged(y[static_cast<i64>(row) * kOwn + own], v, post, comb, row, to);
+    out[static_cast<i64>(row) * kQuads + quad] = sum;
+    return sum;
+  };
+  parts_of(own_of, fn, parts, n_row, per_cta);
 }
 #endif
