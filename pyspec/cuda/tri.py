@@ -57,15 +57,9 @@ def has_f8(device: torch.device) -> bool:
     return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def has_warpgroups(device: torch.device) -> bool:
-    """Whether it is of the generation whose tensor cores are fed from shared memory by four warps together."""
-    is_nvidia = device.type == "cuda" and torch.version.hip is None
-    return is_nvidia and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def precisions() -> tuple[str, str]:
-    """How products of f32 are made that states hang on, and others: tensor cores in three passes and in one, where there are such."""
-    return ("ieee", "ieee") if torch.version.hip is not None else ("tf32x3", "tf32")
+def precision() -> str:
+    """How products of f32 are made that states hang on: by tensor cores in three passes, where they can."""
+    return "ieee" if torch.version.hip is not None else "tf32x3"
 
 
 def n_multiprocessor(device: torch.device) -> int:

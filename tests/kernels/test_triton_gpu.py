@@ -144,25 +144,6 @@ def test_states_and_outputs_have_the_same_bits_however_tokens_came(name: str) ->
 
 
 @pytest.mark.parametrize("name", ["gdn", "mamba2"])
-def test_chunked_prompts_are_near_the_tokens_one_by_one_and_the_same_in_any_company(name: str) -> None:
-    n = 300
-    shape, run, _ = text(name, 2 * n)
-    found = []
-    for seqs, own in (
-        ([Seq(1, 0, [0] * n, True)], slice(0, n)),
-        ([Seq(1, 0, [0] * n, True), Seq(0, 0, [0] * n, True)], slice(0, 2 * n)),
-        *([[Seq(1, at, [0] * 100, True)], slice(at, at + 100)] for at in (0, 100, 200)),
-    ):
-        layer = found[2][0] if len(found) > 2 else StateLayer(shape, 2, 8, GPU)
-        found.append((layer, run(layer, lay_out(SlotTable(2, 64, 16), seqs, GPU), own)[:n]))
-    (alone, y), (beside, z), (steps, _), *_ = found
-    assert torch.equal(alone.state[1], beside.state[1]) and torch.equal(y, z)
-    assert float((alone.state - steps.state).abs().max()) < 1e-4 * max(1.0, float(steps.state.abs().max()))
-    want = torch.cat([out for _, out in found[2:]])
-    assert float((y - want).norm() / want.norm()) < 2e-3
-
-
-@pytest.mark.parametrize("name", ["gdn", "mamba2"])
 def test_a_captured_graph_runs_other_sequences_of_the_same_count(name: str) -> None:
     shape, run, _ = text(name, 8)
     batches = [

@@ -226,7 +226,6 @@ OPS = {
 def main(names: list[str], targets: list[int | str]) -> int:
     n_bad = 0
     for name in targets:
-        tri.has_warpgroups = lambda device, name=name: name == 90
         tri.has_f8 = lambda device, name=name: name in (89, 90, 100, 120, 121)
         tri.has_large_shared = lambda device, name=name: name in LARGE
         done = set()

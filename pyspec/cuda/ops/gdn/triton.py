@@ -43,7 +43,7 @@ class GdnTriton:
 
     def __init__(self, spec: GdnSpec, columns: int, warps: int, chunked: int) -> None:
         self.chunked = chunked
-        self.precise, self.fast = tri.precisions()
+        self.precise = tri.precision()
         self.spec, self.columns, self.warps, self.fault = spec, columns, warps, faults.record(spec.device)
         self.unread = torch.zeros(4, device=spec.device)
 
@@ -148,7 +148,7 @@ class GdnTriton:
         tri.launch(kernels.gdn_chunk_solve, (n_v, n_chunk), args, heads, 4)
         columns = min(CHUNK_COLUMNS, shape.dim)
         args = (layer.state, q, k, g, u, w, out, slots, starts, s, n_old, n, layer.state.shape[0], shape.dim**-0.5)
-        constants = {**heads, "COLUMNS": columns, "FAST": self.fast}
+        constants = {**heads, "COLUMNS": columns}
         tri.launch(kernels.gdn_chunk_state, (n_v, shape.dim // columns), args, constants, CHUNK_WARPS)
 
 

@@ -174,6 +174,12 @@ def _times(a, b, PRECISE: tl.constexpr):
     return tl.dot(a, b, input_precision=PRECISE)
 
 
+@triton.jit
+def _rounded(a, b):
+    """In one pass of f16, for what no state sees."""
+    return tl.dot(a.to(tl.float16), b.to(tl.float16))
+
+
 @kernel
 def gdn_chunk_solve(
     k, v, g, b, square, u, w, seq_start, s, n_old, n,
@@ -239,7 +245,7 @@ def gdn_chunk_solve(
 @kernel
 def gdn_chunk_state(
     state, q, k, g, u, w, out, seq_slot, seq_start, s, n_old, n, n_slot, scale,
-    N_K: tl.constexpr, N_V: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, PRECISE: tl.constexpr, FAST: tl.constexpr,
+    N_K: tl.constexpr, N_V: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, PRECISE: tl.constexpr,
 ):  # fmt: skip
     """Grid (value heads, parts of a head): the chunks of a sequence one after the other over the state [column, key], which has its
     records folded."""
@@ -268,8 +274,8 @@ def gdn_chunk_state(
         decay = tl.where(
             i[:, None] >= i[None, :], tl.exp(tl.minimum((sums[:, None] - sums[None, :]).to(tl.float32), 0.0)), 0.0
         )
-        pairs = _times(queries, tl.trans(keys), FAST) * decay
-        y = _times(queries * tl.exp(sums.to(tl.float32))[:, None], tl.trans(part), FAST) + _times(pairs, new, FAST)
+        pairs = _rounded(queries, tl.trans(keys)) * decay
+        y = _rounded(queries * tl.exp(sums.to(tl.float32))[:, None], tl.trans(part)) + _rounded(pairs, new)
         tl.store(out + (to_row * N_V + h)[:, None] * DIM + column[None, :], y * scale, mask=is_row[:, None])
         left = tl.exp((last - sums).to(tl.float32))
         part = part * tl.exp(last.to(tl.float32)) + _times(tl.trans(new * left[:, None]), keys, PRECISE)

@@ -52,7 +52,7 @@ class Mamba2Triton:
 
     def __init__(self, spec: Mamba2Spec, part: int, warps: int, chunked: int) -> None:
         self.chunked = chunked
-        self.precise, self.fast = tri.precisions()
+        self.precise = tri.precision()
         self.spec, self.part, self.warps, self.fault = spec, part, warps, faults.record(spec.device)
         unread = torch.zeros(4, device=spec.device)
         self.unread, self.no_params = unread, Params(unread, unread, unread, unread, unread)
@@ -153,7 +153,6 @@ class Mamba2Triton:
                     "N_STATE": s.n_state,
                     "PART": part,
                     "PRECISE": self.precise,
-                    "FAST": self.fast,
                 },
                 CHUNK_WARPS,
             )

@@ -153,7 +153,6 @@ def mamba2_rows(
 def mamba2_chunk(
     state, a, d, x, b, c, t, out, seq_slot, seq_start, s, n_old, n, n_slot,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, N_STATE: tl.constexpr, PART: tl.constexpr, PRECISE: tl.constexpr,
-    FAST: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads, parts of a head): the rows of a sequence, 64 at a time, over the state, which has its records folded."""
     h = tl.program_id(0)
@@ -179,10 +178,10 @@ def mamba2_chunk(
             c + (to_row * GROUPS + group)[:, None] * N_STATE + at_state[None, :], mask=is_row[:, None], other=0.0
         )
         decay = tl.exp(tl.minimum((sums[:, None] - sums[None, :]).to(tl.float32), 0.0))
-        pairs = tl.dot(cs, tl.trans(bs), input_precision=FAST) * tl.where(j[:, None] >= j[None, :], decay, 0.0)
+        pairs = tl.dot(cs.to(tl.float16), tl.trans(bs).to(tl.float16)) * tl.where(j[:, None] >= j[None, :], decay, 0.0)
         stepped = xs * size[:, None]
-        y = tl.dot(cs * tl.exp(sums.to(tl.float32))[:, None], tl.trans(part), input_precision=FAST)
-        y += tl.dot(pairs, stepped, input_precision=FAST) + weight * xs
+        y = tl.dot((cs * tl.exp(sums.to(tl.float32))[:, None]).to(tl.float16), tl.trans(part).to(tl.float16))
+        y += tl.dot(pairs.to(tl.float16), stepped.to(tl.float16)) + weight * xs
         tl.store(out + (to_row * HEADS + h)[:, None] * DIM + i[None, :], y, mask=is_row[:, None])
         left = tl.exp((last - sums).to(tl.float32))
         part = part * tl.exp(last.to(tl.float32)) + tl.dot(
