@@ -103,6 +103,18 @@ def gdn_conv(
             tl.store(rec_v + (slot_row + t)[:, None] * VD + own[None, :], y, mask=is_verified[:, None])
 
 
+@triton.jit
+def token(
+    q, k, v, g, b, j, fold, old_row, new_row, start, h, key_head, column, d, N_K: tl.constexpr, N_V: tl.constexpr, DIM: tl.constexpr
+):  # fmt: skip
+    """(key, value, query, log decay, strength) of record or row j; records have no query."""
+    at = tl.where(j < fold, old_row, new_row) + j
+    row = start.to(tl.int64) + j - fold
+    key, value = tl.load(k + (at * N_K + key_head) * DIM + d), tl.load(v + (at * N_V + h) * DIM + column)
+    query = tl.load(q + (row * N_K + key_head) * DIM + d, mask=(d >= 0) & (j >= fold), other=0.0)
+    return key, value, query, tl.load(g + at * N_V + h), tl.load(b + at * N_V + h)
+
+
 @kernel
 def gdn_rows(
     state, q, k, v, g, b, out, seq_slot, seq_start, seq_fold, seq_keep, fault,
@@ -123,23 +135,21 @@ def gdn_rows(
     part = tl.load(own)
     old_row, new_row = s.to(tl.int64) * width, n_seq.to(tl.int64) * width + start - fold
     key_head = h % N_K
-    at = tl.where(fold > 0, old_row, new_row)
-    key = tl.load(k + (at * N_K + key_head) * DIM + d)
-    value = tl.load(v + (at * N_V + h) * DIM + column)
-    log_decay, strength = tl.load(g + at * N_V + h), tl.load(b + at * N_V + h)
-    query = tl.load(
-        q + ((start - fold).to(tl.int64) * N_K + key_head) * DIM + d, mask=(d >= 0) & (fold == 0), other=0.0
+    last = fold + n - 1
+    key, value, query, log_decay, strength = token(
+        q, k, v, g, b, 0, fold, old_row, new_row, start, h, key_head, column, d, N_K, N_V, DIM
+    )
+    later = tl.minimum(1, last)
+    next_key, next_value, next_query, next_decay, next_strength = token(
+        q, k, v, g, b, later, fold, old_row, new_row, start, h, key_head, column, d, N_K, N_V, DIM
     )
     for j in range(fold + n):
         if (j == fold) & (fold > 0) & (kept == 0):
             tl.store(own, part)  # a verify's rows never touch it
-        after = tl.minimum(j + 1, fold + n - 1)  # loaded while this one is multiplied
-        at = tl.where(after < fold, old_row, new_row) + after
-        next_key = tl.load(k + (at * N_K + key_head) * DIM + d)
-        next_value = tl.load(v + (at * N_V + h) * DIM + column)
-        next_decay, next_strength = tl.load(g + at * N_V + h), tl.load(b + at * N_V + h)
-        row = start.to(tl.int64) + after - fold
-        next_query = tl.load(q + (row * N_K + key_head) * DIM + d, mask=(d >= 0) & (after >= fold), other=0.0)
+        later = tl.minimum(j + 2, last)  # on its way while two tokens are multiplied
+        later_key, later_value, later_query, later_decay, later_strength = token(
+            q, k, v, g, b, later, fold, old_row, new_row, start, h, key_head, column, d, N_K, N_V, DIM
+        )
         part = part * tl.exp(log_decay)
         delta = strength * (value - tl.sum(part * key[None, :], 1))
         part = tl.fma(tl.zeros_like(part) + delta[:, None], tl.zeros_like(part) + key[None, :], part)
@@ -147,6 +157,13 @@ def gdn_rows(
         row = start.to(tl.int64) + j - fold
         tl.store(out + (row * N_V + h) * DIM + column, y, mask=(column >= 0) & (j >= fold))
         key, value, query, log_decay, strength = next_key, next_value, next_query, next_decay, next_strength
+        next_key, next_value, next_query, next_decay, next_strength = (
+            later_key,
+            later_value,
+            later_query,
+            later_decay,
+            later_strength,
+        )
     if kept | (n == 0):
         tl.store(own, part)
 

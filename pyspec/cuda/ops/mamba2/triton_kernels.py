@@ -8,6 +8,7 @@ mamba2_rows  a program some of a head's rows of the state: records, then rows, o
 
 from __future__ import annotations
 
+import triton
 import triton.language as tl
 
 from pyspec.cuda.ops.recurrent.triton_kernels import (
@@ -96,6 +97,19 @@ def mamba2_conv(
             tl.store(c + (start + r).to(tl.int64)[:, None] * WIDE + (channel - INNER - WIDE)[None, :], y, mask=is_row)
 
 
+@triton.jit
+def token(
+    x, b, c, e, t, j, fold, old_row, new_row, start, h, group, i, at_state,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, N_STATE: tl.constexpr,
+):  # fmt: skip
+    """(x, B, C, decay, step) of record or row j; records have no C."""
+    at = tl.where(j < fold, old_row, new_row) + j
+    row = start.to(tl.int64) + j - fold
+    xs, bs = tl.load(x + (at * HEADS + h) * DIM + i), tl.load(b + (at * GROUPS + group) * N_STATE + at_state)
+    cs = tl.load(c + (row * GROUPS + group) * N_STATE + at_state, mask=(at_state >= 0) & (j >= fold), other=0.0)
+    return xs, bs, cs, tl.load(e + at * HEADS + h), tl.load(t + at * HEADS + h)
+
+
 @kernel
 def mamba2_rows(
     state, d, x, b, c, e, t, out, seq_slot, seq_start, seq_fold, seq_keep, fault,
@@ -117,27 +131,20 @@ def mamba2_rows(
     part = tl.load(own)
     weight = tl.load(d + h)
     old_row, new_row = s.to(tl.int64) * width, n_seq.to(tl.int64) * width + start - fold
-    at = tl.where(fold > 0, old_row, new_row)
-    xs, bs = tl.load(x + (at * HEADS + h) * DIM + i), tl.load(b + (at * GROUPS + group) * N_STATE + at_state)
-    decay, size = tl.load(e + at * HEADS + h), tl.load(t + at * HEADS + h)
-    cs = tl.load(
-        c + ((start - fold).to(tl.int64) * GROUPS + group) * N_STATE + at_state,
-        mask=(at_state >= 0) & (fold == 0),
-        other=0.0,
+    last = fold + n - 1
+    xs, bs, cs, decay, size = token(
+        x, b, c, e, t, 0, fold, old_row, new_row, start, h, group, i, at_state, HEADS, GROUPS, DIM, N_STATE
+    )
+    later = tl.minimum(1, last)
+    next_x, next_b, next_c, next_decay, next_size = token(
+        x, b, c, e, t, later, fold, old_row, new_row, start, h, group, i, at_state, HEADS, GROUPS, DIM, N_STATE
     )
     for j in range(fold + n):
         if (j == fold) & (fold > 0) & (kept == 0):
             tl.store(own, part)  # a verify's rows never touch it
-        after = tl.minimum(j + 1, fold + n - 1)  # loaded while this one is multiplied
-        at = tl.where(after < fold, old_row, new_row) + after
-        next_x, next_b = (
-            tl.load(x + (at * HEADS + h) * DIM + i),
-            tl.load(b + (at * GROUPS + group) * N_STATE + at_state),
-        )
-        next_decay, next_size = tl.load(e + at * HEADS + h), tl.load(t + at * HEADS + h)
-        row = start.to(tl.int64) + after - fold
-        next_c = tl.load(
-            c + (row * GROUPS + group) * N_STATE + at_state, mask=(at_state >= 0) & (after >= fold), other=0.0
+        later = tl.minimum(j + 2, last)  # on its way while two tokens are multiplied
+        later_x, later_b, later_c, later_decay, later_size = token(
+            x, b, c, e, t, later, fold, old_row, new_row, start, h, group, i, at_state, HEADS, GROUPS, DIM, N_STATE
         )
         none = tl.zeros_like(part)
         part = tl.fma(none + (size * xs)[:, None], none + bs[None, :], part * decay)
@@ -145,6 +152,7 @@ def mamba2_rows(
         row = start.to(tl.int64) + j - fold
         tl.store(out + (row * HEADS + h) * DIM + i, y, mask=(i >= 0) & (j >= fold))
         xs, bs, cs, decay, size = next_x, next_b, next_c, next_decay, next_size
+        next_x, next_b, next_c, next_decay, next_size = later_x, later_b, later_c, later_decay, later_size
     if kept | (n == 0):
         tl.store(own, part)
 
