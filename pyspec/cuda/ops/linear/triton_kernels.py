@@ -71,7 +71,7 @@ def product(
     """
     tile, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.program_id(2) * BM + tl.arange(0, BM)
-    out, k, pairs = tl.arange(0, 64), tl.arange(0, 32), tl.arange(0, 64)
+    out, k = tl.arange(0, 64), tl.arange(0, 32)
     acc = tl.zeros((BM, 64), tl.float32)
     groups: tl.constexpr = 64 // GROUP
     for chunk in tl.range(split * PER, tl.minimum(split * PER + PER, N_CHUNK), num_stages=STAGES):
@@ -85,13 +85,13 @@ def product(
                 up = up | upper_bits(high, here, out, k, 1, HIGH)
             low = value(low, table, VALUE, OFFSET) * scale_of(scales, at, out, k, GROUP, SCALE)
             up = value(up, table, VALUE, OFFSET) * scale_of(scales, at + groups // 2, out, k, GROUP, SCALE)
-            column = chunk * 64 + pairs % 2 * 32 + pairs // 2  # as interleaved
-            a = tl.load(
-                x + row[:, None] * N_IN + column[None, :],
-                mask=(row[:, None] < n_row) & (column[None, :] < N_IN),
-                other=0.0,
+            column = chunk * 64 + k
+            mask = row[:, None] < n_row
+            a = tl.load(x + row[:, None] * N_IN + column[None, :], mask=mask & (column[None, :] < N_IN), other=0.0)
+            b = tl.load(
+                x + row[:, None] * N_IN + column[None, :] + 32, mask=mask & (column[None, :] + 32 < N_IN), other=0.0
             )
-            p = tl.dot(a, tl.trans(tl.interleave(low, up)))
+            p = tl.dot(b, tl.trans(up), acc=tl.dot(a, tl.trans(low)))
             if SPAN > 0:
                 span = (tile * N_SPAN + chunk * groups // SPAN) * 64 + out
                 p = p * tl.load(supers + span).to(tl.float32)[None, :]
@@ -113,12 +113,16 @@ def product(
                         w = tl.load(codes + here * 4096 + out[:, None] * 64 + (g * GROUP + j)[None, :]).to(tl.int16)
                         w = whole(w ^ 128, 128)
                     else:
-                        code = tl.load(codes + here * 2048 + out[:, None] * 32 + j[None, :]).to(tl.int16)
-                        code = code >> 4 if g > 0 else code & 15
+                        at_byte = g * GROUP % 32 + j
+                        code = tl.load(codes + here * 2048 + out[:, None] * 32 + at_byte[None, :]).to(tl.int16)
+                        code = (code >> (g * GROUP // 32 * 4)) & 15
                         if HIGH > 0:
-                            code = code | upper_bits(high, here, out, j, g, HIGH)
+                            code = code | upper_bits(high, here, out, at_byte, g * GROUP // 32, HIGH)
                         w = value(code, table, VALUE, OFFSET)
-                    acc += tl.dot(a, tl.trans(w)) * number(tl.load(scales + (at + g) * 64 + out), SCALE)[None, :]
+                    by = number(tl.load(scales + (at + g) * 64 + out), SCALE)
+                    if SPAN > 0:
+                        by = by * tl.load(supers + (tile * N_SPAN + chunk * groups // SPAN) * 64 + out).to(tl.float32)
+                    acc += tl.dot(a, tl.trans(w)) * by[None, :]
                 if MINIMA:
                     less = number(tl.load(minima + (at + g) * 64 + out), NUMBER)
                     if SPAN > 0:
