@@ -60,10 +60,15 @@ soak: $(VENV)/.installed-test
 # Files in which one field is wrong, as target and as drafter; SEED=N repeats a run
 fuzz: $(VENV)/.installed-test
 	$(BIN)/python tools/fuzz.py --number $(or $(NUMBER),3000) $(addprefix --seed ,$(SEED))
+	$(BIN)/python tools/fuzz_slots.py --number $(or $(NUMBER),1000) $(addprefix --seed ,$(SEED))
 
 # Hostile clients against a server of the demo pair, and answers compared meanwhile
 hostile: $(VENV)/.installed-test
 	$(BIN)/python tools/hostile.py --minutes $(or $(MINUTES),5)
+
+# The reliability scorecard, written to docs/scorecard.md
+scorecard: $(VENV)/.installed-test
+	$(BIN)/python tools/scorecard.py
 
 fix: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .

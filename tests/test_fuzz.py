@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[1]
 SEED = 4
 
 
-def fuzzed(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tools" / "fuzz.py"), "--seed", str(SEED), *args]
+def fuzzed(*args: str, tool: str = "fuzz.py") -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "tools" / tool), "--seed", str(SEED), *args]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, capture_output=True, text=True, env=env)
 
@@ -28,3 +28,10 @@ def test_files_with_one_wrong_field_load_or_are_refused_in_one_line(number: int)
     counts = done.stdout.splitlines()[-1]
     n_load, n_refused = (int(part.split()[0]) for part in counts.split(", ")[:2])
     assert n_load + n_refused == number and min(n_load, n_refused) > number // 10, counts
+
+
+@pytest.mark.slow
+def test_slot_files_with_one_wrong_field_are_refused_or_right() -> None:
+    done = fuzzed("--number", "60", tool="fuzz_slots.py")
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert " 0 are findings" in done.stdout

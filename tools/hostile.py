@@ -113,7 +113,7 @@ class Server:
             except (httpx.HTTPError, ValueError) as e:
                 left = f"{type(e).__name__}: {e}"
                 continue
-            n_busy, n_queued = sum(row["is_processing"] for row in rows), ready.get("queued", 0)
+            n_busy, n_queued = sum(row["is_processing"] for row in rows), ready.get("requests_queued", 0)
             left = f"{n_busy} slots busy, {n_queued} requests queued" if n_busy or n_queued else ""
             if not left:
                 time.sleep(1.0)

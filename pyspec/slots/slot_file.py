@@ -28,8 +28,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyspec.errors import BadSlotFile, PyspecError
+from pyspec.ranges import printable
 
 MAGIC, VERSION = b"PYSPSLOT", 1
+SAID = 300  # characters of a reason: some of it is what the file says
 CHUNK = 1 << 20  # bytes of content between digests: what is damaged is known as closely
 MAX_HEAD = 16 << 20
 DIGEST = 16
@@ -111,7 +113,7 @@ class SlotFile:
 
     def bad(self, why: str) -> BadSlotFile:
         """The error to raise."""
-        return BadSlotFile(f"slot file {self.name}: {why}")
+        return BadSlotFile(f"slot file {self.name}: {printable(why, SAID)}")
 
     def _take(self, n: int, what: str) -> bytes:
         at = self._file.tell()

@@ -47,6 +47,11 @@ GETS: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "/props": ("Settings and model facts", "application/json", (401, 501)),
     "/slots": ("What every slot does now", "application/json", (401, 501, 503)),
     "/metrics": ("Counters for Prometheus", "text/plain", (401, 501)),
+    "/version": ("The version of pyspec (vLLM)", "application/json", (401,)),
+    "/load": ("Requests that run and wait (vLLM)", "application/json", (401,)),
+    "/get_load": ("Requests and tokens that are held (SGLang)", "application/json", (401,)),
+    "/get_server_info": ("Settings and rates (SGLang); /server_info, too", "application/json", (401,)),
+    "/get_model_info": ("What is served (SGLang); /model_info, too", "application/json", (401,)),
     "/openapi.json": ("This document", "application/json", (401,)),
 }
 ERRORS = {
@@ -108,6 +113,11 @@ def document() -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for path, (about, content_type, codes) in GETS.items():
         paths[path] = {"get": _operation(about, content_type, {"type": ["object", "array", "string"]}, codes)}
+    alive = {"200": {"description": "OK, without a text"}}
+    alive["503"] = _operation("", "", {}, (503,))["responses"]["503"]
+    paths["/ping"] = {
+        method: {"summary": "Is the engine alive (vLLM)", "responses": alive} for method in ("get", "post")
+    }
     for path, (model, about, fields) in POSTS.items():
         shape = {"type": ["object", "array"], "required": list(fields)}
         if model is MessagesBody:
