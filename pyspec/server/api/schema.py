@@ -74,7 +74,7 @@ def _check_bias(value: Any) -> Any:
         if not isinstance(pair, list) or len(pair) != 2:
             raise _bad("a logit_bias entry is a pair: [token, bias]")
         token, bias = pair
-        if not (is_id(token) or isinstance(token, str)):
+        if not ((is_id(token) and token >= 0) or isinstance(token, str)):
             raise _bad("a logit_bias token is an id or a string")
         if not (bias is False or (type(bias) in (int, float) and abs(bias) <= 1e6)):
             raise _bad("a logit_bias value is a number between -1e6 and 1e6, or false to ban the token")
