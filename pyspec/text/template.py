@@ -28,6 +28,7 @@ TEMPLATE_CHARS = 1 << 20
 SAID_CHARS = 400  # of what a template says of itself
 MESSAGES, PARTS = 4096, 64
 PROBE = "pyspec_argument"  # name of an argument, by which a template's way with arguments is found out
+ADDED_FUNCTIONS = re.compile(r"\+\s*functions\b(?!\s*[.|\[(])")
 TRUSTED = ("system", "developer", "assistant")
 OWN_FIELDS = ("role", "content")  # of a message from them: what they say themselves
 Message = Mapping[str, object]
@@ -152,6 +153,7 @@ class ChatTemplate:
             "bos_token": self.bos_token,
             "eos_token": self.eos_token,
             **_dates(self.source),
+            **_functions(self.source, tools),
             **(kwargs or {}),
             "messages": self._with_objects(normalise(messages)),
             "add_generation_prompt": add_generation_prompt,
@@ -269,6 +271,11 @@ def _dates(source: str) -> dict[str, object]:
     now = datetime.now()
     known = {"date_string": "%d %b %Y", "datetime": "%b %d %Y %H:%M:%S GMT"}
     return {name: now.strftime(form) for name, form in known.items() if name in source}
+
+
+def _functions(source: str, tools: Sequence[Mapping[str, object]] | None) -> dict[str, object]:
+    """Tools as the text that Firefunction's template adds to its own under this name; nothing for those that do not."""
+    return {"functions": json.dumps(list(tools), indent=2) if tools else ""} if ADDED_FUNCTIONS.search(source) else {}
 
 
 def _around(content: str, mark: str) -> str:

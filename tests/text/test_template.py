@@ -226,3 +226,11 @@ def test_two_contents_side_by_side_can_not_make_a_control_token():
 def test_fillers_have_no_text():
     tokenizer = Tokenizer.from_metadata(open_gguf(DEMO / "pyspec-demo.gguf").metadata)
     assert tokenizer.decode([4092], special=True) == ""
+
+
+def test_a_template_that_adds_functions_as_text_gets_the_tools_as_json() -> None:
+    template = ChatTemplate("{%- set suffix = 'known: ' + functions -%}{{ suffix }} on {{ datetime }}")
+    hello, tools = [{"role": "user", "content": "hello"}], [{"type": "function", "function": {"name": "look"}}]
+    assert template.render(hello).startswith("known:  on ")
+    assert '"name": "look"' in template.render(hello, tools=tools)
+    assert template.render(hello, kwargs={"functions": "mine"}).startswith("known: mine")
