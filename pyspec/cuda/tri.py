@@ -57,11 +57,6 @@ def has_f8(device: torch.device) -> bool:
     return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def precision() -> str:
-    """How products of f32 are made that states hang on: by tensor cores in three passes, where they can."""
-    return "ieee" if torch.version.hip is not None else "tf32x3"
-
-
 def n_multiprocessor(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED
 

@@ -112,11 +112,3 @@ def test_a_bad_index_is_reported_and_its_sequence_is_skipped(name: str, field: s
 def test_the_check_of_a_load_passes(name: str) -> None:
     ref, tri = (gdn_ref, gdn_triton) if name == "gdn" else (mamba2_ref, mamba2_triton)
     assert ref.check(tri.bind(SPECS[name]), ref.bind(SPECS[name]), SPECS[name]) is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SPECS)
-def test_chunked_prompts_are_the_references(name: str) -> None:
-    """Of whole chunks and of parts, behind records and beside others, with decays that forget at once."""
-    ref, tri = (gdn_ref, gdn_triton) if name == "gdn" else (mamba2_ref, mamba2_triton)
-    assert ref.check(tri.bind(SPECS[name], chunked=100), ref.bind(SPECS[name]), SPECS[name]) is None

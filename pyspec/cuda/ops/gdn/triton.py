@@ -1,14 +1,13 @@
-"""`gdn` in Triton: two launches a layer, sequential over tokens; prompts in chunks (triton_kernels.py).
+"""`gdn` in Triton: two launches a layer, sequential over tokens (triton_kernels.py).
 
 Same contract as gdn_ref, with its own order of sums. All lengths and counts are read on the device, so a captured graph may
 be replayed for any batch of as many sequences and rows; sequences without rows touch nothing. A state does not depend on how its
-tokens came, to the bit, as long as they came as verifies or as kept rows of fewer than CHUNKED. Longer kept sequences are summed in
-chunks of 64 rows, the same whatever the neighbours.
+tokens came, to the bit: one by one, as verifies, or as prompts however they were cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -16,13 +15,12 @@ from torch import Tensor
 from pyspec.cuda import faults, tri
 from pyspec.cuda.ops.gdn.ref import GdnSpec
 from pyspec.cuda.ops.recurrent.ref import has_records
-from pyspec.cuda.ops.recurrent.tri_launch import NEVER, ROWS, TAPS, long_of, meta_of, meta_of_fold, stretches
+from pyspec.cuda.ops.recurrent.tri_launch import ROWS, TAPS, meta_of, meta_of_fold, stretches
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
 OP_ID = faults.NUMBERS["gdn"]
 COLUMNS, WARPS = 16, 2  # of a program of gdn_rows
-CHUNK, CHUNK_COLUMNS, CHUNK_WARPS = 64, 32, 4  # rows of a chunk; columns and warps of a program of gdn_chunk_state
 
 
 def limits(spec: GdnSpec) -> str | None:
@@ -41,9 +39,7 @@ def limits(spec: GdnSpec) -> str | None:
 class GdnTriton:
     """The kernels of one spec; called as gdn_ref's."""
 
-    def __init__(self, spec: GdnSpec, columns: int, warps: int, chunked: int) -> None:
-        self.chunked = chunked
-        self.precise = tri.precision()
+    def __init__(self, spec: GdnSpec, columns: int, warps: int) -> None:
         self.spec, self.columns, self.warps, self.fault = spec, columns, warps, faults.record(spec.device)
         self.unread = torch.zeros(4, device=spec.device)
 
@@ -62,7 +58,7 @@ class GdnTriton:
         out = m.new_empty(m.shape[0], shape.n_v_head, shape.dim)
         if m.shape[0]:
             _check((m, alpha, beta), (a, dt_bias, conv_w), layer, self.spec)
-            self._run((m, alpha, beta), (a, dt_bias, conv_w), layer, meta_of(batch), out, long_of(batch, self.chunked))
+            self._run((m, alpha, beta), (a, dt_bias, conv_w), layer, meta_of(batch), out)
         return out
 
     def folder(self) -> Callable[[StateLayer, int, int], None]:
@@ -83,9 +79,7 @@ class GdnTriton:
         layer: StateLayer,
         meta: tuple[Tensor, ...],
         out: Tensor,
-        long: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """long: (number, rows) of sequences that are chunked."""
         from pyspec.cuda.ops.gdn import triton_kernels as kernels
 
         shape, (m, alpha, beta), n_seq = self.spec.shape, rows, meta[0].shape[0]
@@ -119,37 +113,10 @@ class GdnTriton:
         tri.launch(
             kernels.gdn_rows,
             (n_v, -(-shape.dim // self.columns), n_seq),
-            (layer.state, *buffers, out, *meta, self.fault, *counts, self.chunked if long else NEVER, shape.dim**-0.5),
+            (layer.state, *buffers, out, *meta, self.fault, *counts, shape.dim**-0.5),
             {**heads, "COLUMNS": self.columns},
             self.warps,
         )
-        for s, n in long:
-            self._chunked(layer, buffers, meta, out, s, n, n_seq * layer.width)
-
-    def _chunked(
-        self,
-        layer: StateLayer,
-        buffers: Sequence[Tensor],
-        meta: tuple[Tensor, ...],
-        out: Tensor,
-        s: int,
-        n: int,
-        n_old: int,
-    ) -> None:
-        """The `n` rows of sequence s, 64 at a time, over its state, which has its records folded."""
-        from pyspec.cuda.ops.gdn import triton_kernels as kernels
-
-        shape, (q, k, v, g, b), (slots, starts, *_) = self.spec.shape, buffers, meta
-        n_v, n_chunk = shape.n_v_head, -(-n // CHUNK)
-        sizes = [n_chunk * n_v * 2 * CHUNK * CHUNK, n * n_v * shape.dim, n * n_v * shape.dim]
-        square, u, w = layer.state.new_empty(sum(sizes)).split(sizes)
-        heads = {"N_K": shape.n_k_head, "N_V": n_v, "DIM": shape.dim, "PRECISE": self.precise}
-        args = (k, v, g, b, square, u, w, starts, s, n_old, n)
-        tri.launch(kernels.gdn_chunk_solve, (n_v, n_chunk), args, heads, 4)
-        columns = min(CHUNK_COLUMNS, shape.dim)
-        args = (layer.state, q, k, g, u, w, out, slots, starts, s, n_old, n, layer.state.shape[0], shape.dim**-0.5)
-        constants = {**heads, "COLUMNS": columns}
-        tri.launch(kernels.gdn_chunk_state, (n_v, shape.dim // columns), args, constants, CHUNK_WARPS)
 
 
 def _check(rows: tuple[Tensor, ...], weights: tuple[Tensor, ...], layer: StateLayer, spec: GdnSpec) -> None:
@@ -162,6 +129,6 @@ def _check(rows: tuple[Tensor, ...], weights: tuple[Tensor, ...], layer: StateLa
     assert [tuple(t.shape) for t in weights] == [(shape.n_v_head,)] * 2 + [(shape.n_channel, TAPS)]
 
 
-def bind(spec: GdnSpec, *, columns: int = COLUMNS, warps: int = WARPS, chunked: int = NEVER) -> GdnTriton:
-    """For measurements, `columns` and `warps` of a program, and from how many rows a kept sequence is chunked."""
-    return GdnTriton(spec, min(columns, spec.shape.dim), warps, chunked)
+def bind(spec: GdnSpec, *, columns: int = COLUMNS, warps: int = WARPS) -> GdnTriton:
+    """For measurements, `columns` and `warps` of a program."""
+    return GdnTriton(spec, min(columns, spec.shape.dim), warps)

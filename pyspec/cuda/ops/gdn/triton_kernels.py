@@ -118,17 +118,16 @@ def token(
 @kernel
 def gdn_rows(
     state, q, k, v, g, b, out, seq_slot, seq_start, seq_fold, seq_keep, fault,
-    n_seq, n_slot, width, n_row, chunked, scale,
+    n_seq, n_slot, width, n_row, scale,
     N_K: tl.constexpr, N_V: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, OP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (value heads, parts of a head, sequences). Kept sequences of `chunked` rows and more are only folded."""
+    """Grid (value heads, parts of a head, sequences)."""
     h, s = tl.program_id(0), tl.program_id(2)
     column, d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DIM)
     slot, start, n, fold, kept = read_seq(seq_slot, seq_start, seq_fold, seq_keep, s, n_slot, width, n_row, fault, OP)
     if s == n_seq - 1:  # rows behind the last sequence's are nobody's, and read all the same
         for row in range(tl.maximum(tl.load(seq_start + n_seq), 0), n_row):
             tl.store(out + (row.to(tl.int64) * N_V + h) * DIM + column, tl.zeros([COLUMNS], dtype=tl.float32))
-    n = tl.where(kept & (n >= chunked), 0, n)
     if n + fold == 0:
         return
     own = state + ((slot.to(tl.int64) * N_V + h) * DIM + column)[:, None] * DIM + d[None, :]
@@ -166,134 +165,3 @@ def gdn_rows(
         )
     if kept | (n == 0):
         tl.store(own, part)
-
-
-@triton.jit
-def _diagonal(own, i, j):
-    """The inverse of I + A's block [16, 16] at `own`, A being below the diagonal."""
-    block = -tl.load(own + i[:, None] * 64 + j[None, :])
-    block = tl.where(i[:, None] > j[None, :], block, 0.0)
-    for r in range(1, 16):
-        row = tl.sum(tl.where(i[:, None] == r, block, 0.0), 0)
-        row += tl.sum(row[:, None] * block, 0)
-        block = tl.where(i[:, None] == r, row[None, :], block)
-    return block + tl.where(i[:, None] == j[None, :], 1.0, 0.0)
-
-
-@triton.jit
-def _below(own, i, j, row: tl.constexpr, column: tl.constexpr):
-    """A's block in the given row and column of blocks."""
-    return tl.load(own + (row * 16 + i)[:, None] * 64 + column * 16 + j[None, :])
-
-
-@triton.jit
-def _times(a, b, PRECISE: tl.constexpr):
-    return tl.dot(a, b, input_precision=PRECISE)
-
-
-@triton.jit
-def _rounded(a, b):
-    """In one pass of f16, for what no state sees."""
-    return tl.dot(a.to(tl.float16), b.to(tl.float16))
-
-
-@kernel
-def gdn_chunk_solve(
-    k, v, g, b, square, u, w, seq_start, s, n_old, n,
-    N_K: tl.constexpr, N_V: tl.constexpr, DIM: tl.constexpr, PRECISE: tl.constexpr,
-):  # fmt: skip
-    """Grid (value heads, chunks of a sequence): what its 64 rows would write if the state before them were zero (u), and how much of it
-    they would find there (w): T (b v) and T (b e^c k), T = (I + A)^-1, A[i, j] = b_i (k_i k_j) e^(c_i - c_j) below the diagonal.
-
-    square [chunk, value head, 2, 64, 64] is room for A and T; u, w [row of the sequence, value head, DIM]
-    """
-    h, chunk = tl.program_id(0), tl.program_id(1)
-    i, d = tl.arange(0, 64), tl.arange(0, DIM)
-    t = chunk * 64 + i
-    is_row = t < n
-    row = n_old.to(tl.int64) + tl.load(seq_start + s) + t
-    keys = tl.load(k + (row * N_K + h % N_K)[:, None] * DIM + d[None, :], mask=is_row[:, None], other=0.0)
-    strength = tl.load(b + row * N_V + h, mask=is_row, other=0.0)
-    sums = tl.cumsum(tl.load(g + row * N_V + h, mask=is_row, other=0.0).to(tl.float64), 0)  # only differences are used
-    decay = tl.where(
-        i[:, None] > i[None, :], tl.exp(tl.minimum((sums[:, None] - sums[None, :]).to(tl.float32), 0.0)), 0.0
-    )
-    below = _times(keys, tl.trans(keys), PRECISE) * decay * strength[:, None]
-    own = square + (chunk * N_V + h).to(tl.int64) * 8192
-    tl.store(own + i[:, None] * 64 + i[None, :], below)
-    tl.debug_barrier()
-    x, y = tl.arange(0, 16), tl.arange(0, 16)
-    t00, t11 = _diagonal(own, x, y), _diagonal(own + 16 * 65, x, y)
-    t22, t33 = _diagonal(own + 32 * 65, x, y), _diagonal(own + 48 * 65, x, y)
-    a10, a20, a30 = _below(own, x, y, 1, 0), _below(own, x, y, 2, 0), _below(own, x, y, 3, 0)
-    a21, a31, a32 = _below(own, x, y, 2, 1), _below(own, x, y, 3, 1), _below(own, x, y, 3, 2)
-    t10 = -_times(_times(t11, a10, PRECISE), t00, PRECISE)
-    t21 = -_times(_times(t22, a21, PRECISE), t11, PRECISE)
-    t32 = -_times(_times(t33, a32, PRECISE), t22, PRECISE)
-    t20 = -_times(t22, _times(a20, t00, PRECISE) + _times(a21, t10, PRECISE), PRECISE)
-    t31 = -_times(t33, _times(a31, t11, PRECISE) + _times(a32, t21, PRECISE), PRECISE)
-    t30 = -_times(t33, _times(a30, t00, PRECISE) + _times(a31, t10, PRECISE) + _times(a32, t20, PRECISE), PRECISE)
-    to = own + 4096
-    tl.store(to + i[:, None] * 64 + i[None, :], tl.zeros([64, 64], dtype=tl.float32))
-    tl.debug_barrier()
-    at = to + x[:, None] * 64 + y[None, :]
-    tl.store(at, t00)
-    tl.store(at + 16 * 64, t10)
-    tl.store(at + 16 * 65, t11)
-    tl.store(at + 32 * 64, t20)
-    tl.store(at + 32 * 64 + 16, t21)
-    tl.store(at + 32 * 65, t22)
-    tl.store(at + 48 * 64, t30)
-    tl.store(at + 48 * 64 + 16, t31)
-    tl.store(at + 48 * 64 + 32, t32)
-    tl.store(at + 48 * 65, t33)
-    tl.debug_barrier()
-    inverse = tl.load(to + i[:, None] * 64 + i[None, :])
-    place = (t.to(tl.int64) * N_V + h)[:, None] * DIM + d[None, :]
-    values = tl.load(v + (row * N_V + h)[:, None] * DIM + d[None, :], mask=is_row[:, None], other=0.0)
-    tl.store(u + place, _times(inverse, values * strength[:, None], PRECISE), mask=is_row[:, None])
-    tl.store(
-        w + place,
-        _times(inverse, keys * (strength * tl.exp(sums.to(tl.float32)))[:, None], PRECISE),
-        mask=is_row[:, None],
-    )
-
-
-@kernel
-def gdn_chunk_state(
-    state, q, k, g, u, w, out, seq_slot, seq_start, s, n_old, n, n_slot, scale,
-    N_K: tl.constexpr, N_V: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr, PRECISE: tl.constexpr,
-):  # fmt: skip
-    """Grid (value heads, parts of a head): the chunks of a sequence one after the other over the state [column, key], which has its
-    records folded."""
-    h = tl.program_id(0)
-    column, i, d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, 64), tl.arange(0, DIM)
-    slot, start = tl.load(seq_slot + s), tl.load(seq_start + s)
-    if (slot < 0) | (slot >= n_slot):  # gdn_conv has said so
-        return
-    own = state + ((slot.to(tl.int64) * N_V + h) * DIM + column)[:, None] * DIM + d[None, :]
-    part = tl.load(own)
-    for first in tl.range(0, n, 64, num_stages=1):
-        t = first + i
-        is_row = t < n
-        row = n_old.to(tl.int64) + start + t
-        sums = tl.cumsum(
-            tl.load(g + row * N_V + h, mask=is_row, other=0.0).to(tl.float64), 0
-        )  # only differences are used
-        last = tl.sum(tl.where(i == 63, sums, 0.0), 0)
-        keys = tl.load(k + (row * N_K + h % N_K)[:, None] * DIM + d[None, :], mask=is_row[:, None], other=0.0)
-        place = (t.to(tl.int64) * N_V + h)[:, None] * DIM
-        found = tl.load(w + place + d[None, :], mask=is_row[:, None], other=0.0)
-        new = tl.load(u + place + column[None, :], mask=is_row[:, None], other=0.0)
-        new -= _times(found, tl.trans(part), PRECISE)
-        to_row = (start + t).to(tl.int64)
-        queries = tl.load(q + (to_row * N_K + h % N_K)[:, None] * DIM + d[None, :], mask=is_row[:, None], other=0.0)
-        decay = tl.where(
-            i[:, None] >= i[None, :], tl.exp(tl.minimum((sums[:, None] - sums[None, :]).to(tl.float32), 0.0)), 0.0
-        )
-        pairs = _rounded(queries, tl.trans(keys)) * decay
-        y = _rounded(queries * tl.exp(sums.to(tl.float32))[:, None], tl.trans(part)) + _rounded(pairs, new)
-        tl.store(out + (to_row * N_V + h)[:, None] * DIM + column[None, :], y * scale, mask=is_row[:, None])
-        left = tl.exp((last - sums).to(tl.float32))
-        part = part * tl.exp(last.to(tl.float32)) + _times(tl.trans(new * left[:, None]), keys, PRECISE)
-    tl.store(own, part)

@@ -1,15 +1,14 @@
-"""`mamba2` in Triton: two launches a layer, sequential over tokens; prompts in chunks (triton_kernels.py).
+"""`mamba2` in Triton: two launches a layer, sequential over tokens (triton_kernels.py).
 
 Same contract as mamba2_ref, with its own order of sums over the state's columns. All lengths and counts are read on the device, so
 a captured graph may be replayed for any batch of as many sequences and rows; sequences without rows touch nothing. A state does
-not depend on how its tokens came, to the bit, as long as they came as verifies or as kept rows of fewer than CHUNKED. Longer kept
-sequences are summed in chunks of 64 rows, the same whatever the neighbours.
+not depend on how its tokens came, to the bit: one by one, as verifies, or as prompts however they were cut.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,13 +17,12 @@ from pyspec.cuda import faults, tri
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, Params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.recurrent.ref import has_records
-from pyspec.cuda.ops.recurrent.tri_launch import NEVER, ROWS, TAPS, long_of, meta_of, meta_of_fold, stretches
+from pyspec.cuda.ops.recurrent.tri_launch import ROWS, TAPS, meta_of, meta_of_fold, stretches
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
 OP_ID = faults.NUMBERS["mamba2"]
 PART, WARPS = 8, 1  # of a program of mamba2_rows
-CHUNK_PART, CHUNK_WARPS = 32, 4  # of a program of mamba2_chunk
 CHANNELS = 128  # of a program of mamba2_conv, at most
 
 
@@ -50,9 +48,7 @@ def channels_of(s: Mamba2Shape) -> int:
 class Mamba2Triton:
     """The kernels of one spec; called as mamba2_ref's."""
 
-    def __init__(self, spec: Mamba2Spec, part: int, warps: int, chunked: int) -> None:
-        self.chunked = chunked
-        self.precise = tri.precision()
+    def __init__(self, spec: Mamba2Spec, part: int, warps: int) -> None:
         self.spec, self.part, self.warps, self.fault = spec, part, warps, faults.record(spec.device)
         unread = torch.zeros(4, device=spec.device)
         self.unread, self.no_params = unread, Params(unread, unread, unread, unread, unread)
@@ -62,7 +58,7 @@ class Mamba2Triton:
         out = m.new_empty(m.shape[0], s.n_head, s.head_dim)
         if m.shape[0]:
             _check(m, dt, p, layer, s)
-            self._run(m, dt, p, layer, meta_of(batch), out, long_of(batch, self.chunked))
+            self._run(m, dt, p, layer, meta_of(batch), out)
         return out
 
     def folder(self) -> Callable[[StateLayer, int, int], None]:
@@ -83,9 +79,7 @@ class Mamba2Triton:
         layer: StateLayer,
         meta: tuple[Tensor, ...],
         out: Tensor,
-        long: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """long: (number, rows) of sequences that are chunked."""
         from pyspec.cuda.ops.mamba2 import triton_kernels as kernels
 
         s, n_row, n_seq = self.spec.shape, m.shape[0], meta[0].shape[0]
@@ -113,7 +107,7 @@ class Mamba2Triton:
         tri.launch(
             kernels.mamba2_rows,
             (s.n_head, -(-s.head_dim // self.part), n_seq),
-            (layer.state, p.d, *buffers, out, *meta, self.fault, *counts, self.chunked if long else NEVER),
+            (layer.state, p.d, *buffers, out, *meta, self.fault, *counts),
             {
                 "HEADS": s.n_head,
                 "GROUPS": s.n_group,
@@ -124,38 +118,6 @@ class Mamba2Triton:
             },
             self.warps,
         )
-        x, b, c, _, t = buffers
-        part = min(CHUNK_PART, s.head_dim)
-        for i, n in long:
-            tri.launch(
-                kernels.mamba2_chunk,
-                (s.n_head, s.head_dim // part),
-                (
-                    layer.state,
-                    p.a,
-                    p.d,
-                    x,
-                    b,
-                    c,
-                    t,
-                    out,
-                    meta[0],
-                    meta[1],
-                    i,
-                    n_seq * layer.width,
-                    n,
-                    layer.state.shape[0],
-                ),
-                {
-                    "HEADS": s.n_head,
-                    "GROUPS": s.n_group,
-                    "DIM": s.head_dim,
-                    "N_STATE": s.n_state,
-                    "PART": part,
-                    "PRECISE": self.precise,
-                },
-                CHUNK_WARPS,
-            )
 
 
 def _check(m: Tensor, dt: Tensor, p: Params, layer: StateLayer, s: Mamba2Shape) -> None:
@@ -169,7 +131,6 @@ def _check(m: Tensor, dt: Tensor, p: Params, layer: StateLayer, s: Mamba2Shape) 
     assert [tuple(t.shape) for t in weights] == sizes
 
 
-def bind(spec: Mamba2Spec, *, part: int = PART, warps: int = WARPS, chunked: int = NEVER) -> Mamba2Triton:
-    """For measurements, `part` and `warps`: rows of the state that a program has, and its warps; and from how many rows a kept sequence
-    is chunked."""
-    return Mamba2Triton(spec, min(part, spec.shape.head_dim), warps, chunked)
+def bind(spec: Mamba2Spec, *, part: int = PART, warps: int = WARPS) -> Mamba2Triton:
+    """For measurements, `part` and `warps`: rows of the state that a program has, and its warps."""
+    return Mamba2Triton(spec, min(part, spec.shape.head_dim), warps)

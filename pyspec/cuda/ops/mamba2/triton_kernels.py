@@ -113,10 +113,10 @@ def token(
 @kernel
 def mamba2_rows(
     state, d, x, b, c, e, t, out, seq_slot, seq_start, seq_fold, seq_keep, fault,
-    n_seq, n_slot, width, n_row, chunked,
+    n_seq, n_slot, width, n_row,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, N_STATE: tl.constexpr, PART: tl.constexpr, OP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, parts of a head, sequences). Kept sequences of `chunked` rows and more are only folded."""
+    """Grid (heads, parts of a head, sequences)."""
     h, s = tl.program_id(0), tl.program_id(2)
     group = h // (HEADS // GROUPS)
     i, at_state = tl.program_id(1) * PART + tl.arange(0, PART), tl.arange(0, N_STATE)
@@ -124,7 +124,6 @@ def mamba2_rows(
     if s == n_seq - 1:  # rows behind the last sequence's are nobody's, and read all the same
         for row in range(tl.maximum(tl.load(seq_start + n_seq), 0), n_row):
             tl.store(out + (row.to(tl.int64) * HEADS + h) * DIM + i, tl.zeros([PART], dtype=tl.float32))
-    n = tl.where(kept & (n >= chunked), 0, n)
     if n + fold == 0:
         return
     own = state + ((slot.to(tl.int64) * HEADS + h) * DIM + i)[:, None] * N_STATE + at_state[None, :]
@@ -155,44 +154,3 @@ def mamba2_rows(
         next_x, next_b, next_c, next_decay, next_size = later_x, later_b, later_c, later_decay, later_size
     if kept | (n == 0):
         tl.store(own, part)
-
-
-@kernel
-def mamba2_chunk(
-    state, a, d, x, b, c, t, out, seq_slot, seq_start, s, n_old, n, n_slot,
-    HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr, N_STATE: tl.constexpr, PART: tl.constexpr, PRECISE: tl.constexpr,
-):  # fmt: skip
-    """Grid (heads, parts of a head): the rows of a sequence, 64 at a time, over the state, which has its records folded."""
-    h = tl.program_id(0)
-    group = h // (HEADS // GROUPS)
-    i, at_state, j = tl.program_id(1) * PART + tl.arange(0, PART), tl.arange(0, N_STATE), tl.arange(0, 64)
-    slot, start = tl.load(seq_slot + s), tl.load(seq_start + s)
-    if (slot < 0) | (slot >= n_slot):  # mamba2_conv has said so
-        return
-    own = state + ((slot.to(tl.int64) * HEADS + h) * DIM + i)[:, None] * N_STATE + at_state[None, :]
-    part = tl.load(own)
-    slope, weight = tl.load(a + h), tl.load(d + h)
-    for first in tl.range(0, n, 64, num_stages=1):
-        r = first + j
-        is_row = r < n
-        row = n_old.to(tl.int64) + start + r
-        to_row = (start + r).to(tl.int64)
-        size = tl.load(t + row * HEADS + h, mask=is_row, other=0.0)
-        sums = tl.cumsum((size * slope).to(tl.float64), 0)  # only differences are used
-        last = tl.sum(tl.where(j == 63, sums, 0.0), 0)
-        xs = tl.load(x + (row * HEADS + h)[:, None] * DIM + i[None, :], mask=is_row[:, None], other=0.0)
-        bs = tl.load(b + (row * GROUPS + group)[:, None] * N_STATE + at_state[None, :], mask=is_row[:, None], other=0.0)
-        cs = tl.load(
-            c + (to_row * GROUPS + group)[:, None] * N_STATE + at_state[None, :], mask=is_row[:, None], other=0.0
-        )
-        decay = tl.exp(tl.minimum((sums[:, None] - sums[None, :]).to(tl.float32), 0.0))
-        pairs = tl.dot(cs.to(tl.float16), tl.trans(bs).to(tl.float16)) * tl.where(j[:, None] >= j[None, :], decay, 0.0)
-        stepped = xs * size[:, None]
-        y = tl.dot((cs * tl.exp(sums.to(tl.float32))[:, None]).to(tl.float16), tl.trans(part).to(tl.float16))
-        y += tl.dot(pairs.to(tl.float16), stepped.to(tl.float16)) + weight * xs
-        tl.store(out + (to_row * HEADS + h)[:, None] * DIM + i[None, :], y, mask=is_row[:, None])
-        left = tl.exp((last - sums).to(tl.float32))
-        part = part * tl.exp(last.to(tl.float32)) + tl.dot(
-            tl.trans(stepped * left[:, None]), bs, input_precision=PRECISE
-        )
-    tl.store(own, part)
