@@ -46,7 +46,10 @@ def arch_of(capability: tuple[int, int]) -> str:
 
 def is_installed() -> bool:
     """Whether there is what compiles and launches kernels."""
-    return importlib.util.find_spec("cuda.core") is not None
+    try:
+        return importlib.util.find_spec("cuda.core") is not None
+    except ModuleNotFoundError:  # not even the package that it would be a part of
+        return False
 
 
 def missing(device: torch.device) -> str | None:
