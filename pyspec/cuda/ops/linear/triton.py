@@ -19,12 +19,11 @@ from pyspec.cuda.ops.rows.ref import Prep, PrepKind, RowsSpec
 from pyspec.gguf import GGMLType
 
 SCALES = {"": 0, "e4m3": 1, "e8m0": 2}
-PROGRAMS = 8  # of a multiprocessor at once, about: what a matrix is split for
+PROGRAMS = 12  # of a multiprocessor, about: what a matrix is split for
 LEAST = 4  # chunks of a split
 BLOCKS = (16, 32, 64)  # rows of a program
 STRETCH = 512
 STAGES, WARPS = 3, 4
-INNER = True
 
 
 def limits(spec: LinearSpec) -> str | None:
@@ -54,8 +53,6 @@ class LinearTriton:
         self.n_split = -(-self.n_chunk // self.per)
         self.none = torch.empty(4, dtype=torch.float32, device=spec.device)
         self.value = 0 if not form.table else 2 if spec.type in (GGMLType.MXFP4, GGMLType.NVFP4) else 1
-        # scales of few bits, which go with a code into f16; not with a table: Triton 3.6 fails to compile that
-        self.is_inner = INNER and self.value != 1 and (bool(form.span) or form.scale == "e4m3")
 
     def pack(self, raw: Tensor, type: GGMLType, shape: tuple[int, int], scales: Tensor | None = None) -> TiledMatrix:
         """Rows of the file as the CUDA kernel wants them, gates and ups interleaved, as `__call__` wants them: gates before ups."""
@@ -104,7 +101,6 @@ class LinearTriton:
                 "SPAN": form.span,
                 "N_SPAN": 0 if matrix.supers is None else matrix.supers.shape[1],
                 "MINIMA": form.minima,
-                "INNER": self.is_inner,
                 "STAGES": STAGES,
             },
             WARPS,

@@ -47,88 +47,49 @@ def upper_bits(high, here, out, k, HALF: tl.constexpr, HIGH: tl.constexpr):
     return ((more >> ((k // n_byte) * HIGH + 4 * HALF).to(tl.int16)[None, :]) & ((1 << HIGH) - 1)) << 4
 
 
-@triton.jit
-def scale_of(scales, at, out, k, GROUP: tl.constexpr, SCALE: tl.constexpr):
-    """Scales of 32 columns whose first group is `at`, as f16: whole numbers, or exact in it."""
-    first = number(tl.load(scales + at * 64 + out), SCALE).to(tl.float16)[:, None]
-    if GROUP == 16:
-        second = number(tl.load(scales + (at + 1) * 64 + out), SCALE).to(tl.float16)[:, None]
-        return tl.where(k[None, :] < 16, first, second)
-    else:
-        return first
-
-
 @kernel
 def product(
     x, codes, high, scales, minima, supers, super_minima, table, part, n_row,
     N_IN: tl.constexpr, N_CHUNK: tl.constexpr, PER: tl.constexpr, BM: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr,
     GROUP: tl.constexpr, OFFSET: tl.constexpr, VALUE: tl.constexpr, SCALE: tl.constexpr, SPAN: tl.constexpr, N_SPAN: tl.constexpr,
-    MINIMA: tl.constexpr, INNER: tl.constexpr, STAGES: tl.constexpr,
+    MINIMA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, splits, blocks of BM rows): sums over PER chunks of 64 columns -> part [split, row, tile * 64].
-
-    INNER  a group's scale is multiplied in before the product, where both are exact in f16 together; else behind it, group by group
-    """
+    """Grid (tiles, splits, blocks of BM rows): sums over PER chunks of 64 columns -> part [split, row, tile * 64]."""
     tile, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.program_id(2) * BM + tl.arange(0, BM)
-    out, k = tl.arange(0, 64), tl.arange(0, 32)
+    out, k = tl.arange(0, 64), tl.arange(0, GROUP)
     acc = tl.zeros((BM, 64), tl.float32)
     groups: tl.constexpr = 64 // GROUP
     for chunk in tl.range(split * PER, tl.minimum(split * PER + PER, N_CHUNK), num_stages=STAGES):
         here = tile * N_CHUNK + chunk
         at = here * groups
-        if INNER:
-            both = tl.load(codes + here * 2048 + out[:, None] * 32 + k[None, :]).to(tl.int16)
-            low, up = both & 15, both >> 4
-            if HIGH > 0:
-                low = low | upper_bits(high, here, out, k, 0, HIGH)
-                up = up | upper_bits(high, here, out, k, 1, HIGH)
-            low = value(low, table, VALUE, OFFSET) * scale_of(scales, at, out, k, GROUP, SCALE)
-            up = value(up, table, VALUE, OFFSET) * scale_of(scales, at + groups // 2, out, k, GROUP, SCALE)
-            column = chunk * 64 + k
-            mask = row[:, None] < n_row
-            a = tl.load(x + row[:, None] * N_IN + column[None, :], mask=mask & (column[None, :] < N_IN), other=0.0)
-            b = tl.load(
-                x + row[:, None] * N_IN + column[None, :] + 32, mask=mask & (column[None, :] + 32 < N_IN), other=0.0
+        for g in tl.static_range(64 // GROUP):
+            column = chunk * 64 + g * GROUP + k
+            a = tl.load(
+                x + row[:, None] * N_IN + column[None, :],
+                mask=(row[:, None] < n_row) & (column[None, :] < N_IN),
+                other=0.0,
             )
-            p = tl.dot(b, tl.trans(up), acc=tl.dot(a, tl.trans(low)))
+            if BITS == 8:
+                w = tl.load(codes + here * 4096 + out[:, None] * 64 + (g * GROUP + k)[None, :]).to(tl.int16)
+                w = whole(w ^ 128, 128)
+            else:
+                at_byte = g * GROUP % 32 + k
+                code = tl.load(codes + here * 2048 + out[:, None] * 32 + at_byte[None, :]).to(tl.int16)
+                code = (code >> (g * GROUP // 32 * 4)) & 15
+                if HIGH > 0:
+                    code = code | upper_bits(high, here, out, at_byte, g * GROUP // 32, HIGH)
+                w = value(code, table, VALUE, OFFSET)
+            by = number(tl.load(scales + (at + g) * 64 + out), SCALE)
             if SPAN > 0:
                 span = (tile * N_SPAN + chunk * groups // SPAN) * 64 + out
-                p = p * tl.load(supers + span).to(tl.float32)[None, :]
-            acc += p
-        if MINIMA or not INNER:
-            for g in tl.static_range(64 // GROUP):
-                if GROUP == 32:
-                    j = k
-                else:
-                    j = tl.arange(0, GROUP)
-                column = chunk * 64 + g * GROUP + j
-                a = tl.load(
-                    x + row[:, None] * N_IN + column[None, :],
-                    mask=(row[:, None] < n_row) & (column[None, :] < N_IN),
-                    other=0.0,
-                )
-                if not INNER:
-                    if BITS == 8:
-                        w = tl.load(codes + here * 4096 + out[:, None] * 64 + (g * GROUP + j)[None, :]).to(tl.int16)
-                        w = whole(w ^ 128, 128)
-                    else:
-                        at_byte = g * GROUP % 32 + j
-                        code = tl.load(codes + here * 2048 + out[:, None] * 32 + at_byte[None, :]).to(tl.int16)
-                        code = (code >> (g * GROUP // 32 * 4)) & 15
-                        if HIGH > 0:
-                            code = code | upper_bits(high, here, out, at_byte, g * GROUP // 32, HIGH)
-                        w = value(code, table, VALUE, OFFSET)
-                    by = number(tl.load(scales + (at + g) * 64 + out), SCALE)
-                    if SPAN > 0:
-                        by = by * tl.load(supers + (tile * N_SPAN + chunk * groups // SPAN) * 64 + out).to(tl.float32)
-                    acc += tl.dot(a, tl.trans(w)) * by[None, :]
-                if MINIMA:
-                    less = number(tl.load(minima + (at + g) * 64 + out), NUMBER)
-                    if SPAN > 0:
-                        span = (tile * N_SPAN + chunk * groups // SPAN) * 64 + out
-                        less = less * tl.load(super_minima + span).to(tl.float32)
-                    acc -= tl.sum(a.to(tl.float32), 1)[:, None] * less[None, :]
+                by = by * tl.load(supers + span).to(tl.float32)
+            acc += tl.dot(a, tl.trans(w)) * by[None, :]
+            if MINIMA:
+                less = number(tl.load(minima + (at + g) * 64 + out), NUMBER)
+                if SPAN > 0:
+                    less = less * tl.load(super_minima + span).to(tl.float32)
+                acc -= tl.sum(a.to(tl.float32), 1)[:, None] * less[None, :]
     n_wide = tl.num_programs(0) * 64
     to = (split * n_row + row[:, None]).to(tl.int64) * n_wide + tile * 64 + out[None, :]
     tl.store(part + to, acc, mask=row[:, None] < n_row)
