@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from pyspec.cuda import jit
+
 ROOT = Path(__file__).parents[2]
 CODE = """
 import sys
@@ -23,6 +27,15 @@ with Engine.load("demo", np=1, ctx=256, warm_up=False, device="cpu") as engine:
 """
 
 
+def test_a_package_that_is_not_there_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr("importlib.util.find_spec", absent)
+    assert not jit.is_installed()
+
+
+@pytest.mark.slow
 def test_the_demo_runs_where_no_cuda_package_is() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=env)
