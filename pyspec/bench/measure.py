@@ -60,6 +60,14 @@ class Run:
     via: Via = "engine"
     case: str = ""
 
+    @property
+    def said(self) -> str:
+        """How it went, behind its name in a line."""
+        way = " through HTTP" if self.via == "http" else ""
+        if self.rate:
+            return f"{way}: {self.rate:.1f} tokens/s"
+        return f"{way}: no rate, for the first stream had ended when the last one began; give it a larger -n"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:

@@ -61,20 +61,12 @@ def bench(
             for mode in modes:
                 for run in _turns(engine, clients, plan, asked, mode, turn, plan.n_predict):
                     runs.append(replace(run, case=plan.case))
-                    tell(f"{f'{plan.case} ' if plan.case else ''}np {n} {mode} turn {turn + 1}{_said_of(run)}")
+                    tell(f"{f'{plan.case} ' if plan.case else ''}np {n} {mode} turn {turn + 1}{run.said}")
     rows = summarise_turns(runs, n_bytes=engine.info.n_bytes, bandwidth=plan.bandwidth)
     if plan.parts:
         rows = _with_parts(engine, plan, rows, modes, prompts, tell)
     facts = about(engine, plan) | ({"http": "loopback, clients in one process of their own"} if clients else {})
     return Report(about=facts, rows=rows, runs=tuple(runs))
-
-
-def _said_of(run: Run) -> str:
-    """A turn in a line."""
-    way = " through HTTP" if run.via == "http" else ""
-    if run.rate:
-        return f"{way}: {run.rate:.1f} tokens/s"
-    return f"{way}: no rate, for the first stream had ended when the last one began; give it a larger -n"
 
 
 def _with_parts(

@@ -58,12 +58,6 @@ def test_a_model_without_a_drafter_is_measured_plain():
 
 
 @pytest.mark.slow
-def test_streams_that_never_run_side_by_side_have_no_rate_and_it_says_why():
-    result = bench("-npl", "2", "--spec-type", "none", "-n", "1")
-    assert result.exit_code == 0 and "give it a larger -n" in result.stderr
-
-
-@pytest.mark.slow
 def test_each_turn_is_run_through_http_too():
     result = bench("-npl", "2", "-n", "40", "-o", "json", "--http", "--spec-draft-n-max", "3")
     report = json.loads(result.stdout)
