@@ -68,7 +68,7 @@ def tier_of(spec: LinearSpec, epilogues: Sequence[Epilogue] = tuple(Epilogue)) -
         if impl.name not in found:
             continue
         fits = all(impl.limits(replace(spec, epilogue=e)) is None for e in epilogues)
-        if fits and all(linear.refusal(impl, small) is None for small in smalls):
+        if fits and (len(found) == 1 or all(linear.refusal(impl, small) is None for small in smalls)):
             return impl.name
     return None
 

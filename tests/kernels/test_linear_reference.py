@@ -41,7 +41,11 @@ def test_rounded_rows_are_off_by_at_most_one_part_in_2048() -> None:
 
 def test_the_cpu_runs_the_reference_and_says_why() -> None:
     spec = LinearSpec(CPU, GGMLType.Q8_0, 20, 32)
-    assert dict(linear.choices(spec)) == {"cuda": "runs on NVIDIA GPUs only", "torch": None}
+    assert dict(linear.choices(spec)) == {
+        "cuda": "runs on NVIDIA GPUs only",
+        "triton": "runs on GPUs only",
+        "torch": None,
+    }
 
 
 def test_shapes_for_more_rows_follow_each_other_up_to_the_limit() -> None:
