@@ -4,14 +4,14 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: peer demo test test-lowest test-all lint check check-slow check-gpu sanitize soak fuzz hostile scorecard fix clean
+.PHONY: peer demo test test-lowest test-all lint check check-slow check-triton check-gpu sanitize soak fuzz hostile scorecard fix clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pyspec demo
 
 test: $(VENV)/.installed-test lint check
 
-test-all: $(VENV)/.installed-test lint check check-slow
+test-all: $(VENV)/.installed-test lint check check-slow check-triton
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check .
@@ -36,6 +36,10 @@ test-lowest: .venv-lowest/.installed
 
 check-slow: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m slow
+
+# Triton's kernels in its interpreter, and compiled for GPUs that are not here. Its wheel has 200 MB, so nothing else installs it.
+check-triton: $(VENV)/.installed-triton
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels/test_triton_*.py
 
 # On a machine with a GPU, whose Python (with a CUDA torch) has pyspec[cuda,test] installed: make check-gpu PYTHON=python3
 check-gpu:
@@ -84,6 +88,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 $(VENV)/.installed-test: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cpu,cuda,test]'
 	touch $@ $(VENV)/.installed
+
+$(VENV)/.installed-triton: $(VENV)/.installed-test
+	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet triton==3.6.0
+	touch $@
 
 clean:
 	rm -rf $(VENV) .venv-lowest .venv-peer build dist *.egg-info
