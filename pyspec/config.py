@@ -18,6 +18,8 @@ KV_TYPES = ("f16", "bf16", "f32", "q8_0", "f8_e4m3")
 WEIGHTS = ("auto", "dense", "packed")
 DRAFT_HEADS = ("auto", "full", "q4_0", "iq4_nl")
 PAGE_SIZES = (16, 32, 64)
+_TIER = "(auto|cuda|triton|reference)"
+TIERS = rf"{_TIER}|\w+={_TIER}(,\w+={_TIER})*"
 MAX_SLOTS = 256
 MAX_CTX = 1 << 24  # tokens of a request
 MAX_POOL = 1 << 27  # tokens of all slots: their pages are listed before anybody knows whether they fit
@@ -84,6 +86,8 @@ class EngineSettings:
     # one round after the other, without graphs: slow, and the same text
     hang_timeout: Annotated[float, "--hang-timeout", Real(0, 86400, "0: by what rounds take")] = 0.0
     # seconds of a round after which an isolated engine is replaced
+    kernels: Annotated[str, "--kernels", Text(TIERS, "auto, cuda, triton or reference, or op=tier,...")] = "auto"
+    # what ops run as; what is refused falls on to the next tier
     demoted: Annotated[tuple[str, ...], Many(Text())] = ()
     # modules of ops whose implementations failed while they ran: the next one is taken
 

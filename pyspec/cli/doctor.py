@@ -19,15 +19,20 @@ VERDICT = "this machine runs pyspec with its own kernels"
 @model_options
 @click.option("-md", "--model-draft", default="", help="Drafter's GGUF file, if the model is to be loaded with one.")
 @click.option("-dev", "--device", "device_name", default="auto", help="auto, cpu, cuda, cuda:1 ...")
+@click.option(
+    "--kernels", default="auto", metavar="TIER", help="As for `pyspec server`: cuda, triton, reference, op=tier,..."
+)
 @click.option("--recheck", is_flag=True, help="Forget what is known of kernels and check them again.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
-def doctor(ctx: click.Context, choice: ModelChoice, device_name: str, recheck: bool, as_json: bool) -> None:
+def doctor(
+    ctx: click.Context, choice: ModelChoice, device_name: str, kernels: str, recheck: bool, as_json: bool
+) -> None:
     """Check the kernels on this machine; exit status 0 if all that is needed runs on them, else 1.
 
     With MODEL it is loaded, and checked is what it runs with; without, a set of usual shapes.
     """
-    about = examine(choice, device_name, recheck)
+    about = examine(choice, device_name, recheck, kernels)
     if as_json:
         click.echo(json.dumps(about, indent=1))
     else:
@@ -35,17 +40,17 @@ def doctor(ctx: click.Context, choice: ModelChoice, device_name: str, recheck: b
     ctx.exit(0 if about["own_kernels"] else 1)
 
 
-def examine(choice: ModelChoice, device_name: str, recheck: bool) -> dict[str, Any]:
+def examine(choice: ModelChoice, device_name: str, recheck: bool, kernels: str = "auto") -> dict[str, Any]:
     """Everything doctor says, as JSON has it."""
     from dataclasses import asdict
 
     from pyspec.config import EngineSettings
 
-    EngineSettings(device=device_name)  # refuses names that mean nothing here
+    EngineSettings(device=device_name, kernels=kernels)  # refuses names that mean nothing here
 
     import torch
 
-    from pyspec.cuda import probe, survey, verdicts
+    from pyspec.cuda import probe, survey, tiers, verdicts
     from pyspec.cuda.collective import sums_by
     from pyspec.cuda.machine import bandwidth, machine, memory_bytes, peer_links
     from pyspec.engine.describe import pick_device
@@ -55,9 +60,10 @@ def examine(choice: ModelChoice, device_name: str, recheck: bool) -> dict[str, A
         verdicts.forget_all()
     speed = bandwidth(device)  # before anything else takes memory
     if choice.model or choice.repo:
-        _load(choice, str(device))
+        _load(choice, str(device), kernels)
         asks = survey.asked()
     else:
+        tiers.use(kernels)
         asks = survey.standard(device)
     found = survey.findings(asks)
     probe.close()
@@ -74,18 +80,19 @@ def examine(choice: ModelChoice, device_name: str, recheck: bool) -> dict[str, A
     }
 
 
-def _load(choice: ModelChoice, device: str) -> None:
+def _load(choice: ModelChoice, device: str, kernels: str) -> None:
     """Load the model as the server would, with one slot; whatever it asks for is remembered by the ops."""
     from pathlib import Path
 
     from pyspec.catalog import resolve
     from pyspec.config import EngineSettings
-    from pyspec.cuda.survey import ops
+    from pyspec.cuda import survey, tiers
     from pyspec.engine.load import load
 
     path, paired = resolve(choice.target())
     draft_path = paired if (draft := choice.drafter()) == "auto" else Path(draft)
-    for op in ops():
+    tiers.use(kernels)
+    for op in survey.ops():
         op.decided.clear()
     load(path, EngineSettings(ctx=512, draft_path=draft_path, device=device, check_tap_shift=False))
 

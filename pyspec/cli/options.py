@@ -180,6 +180,9 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     _device(
         "--plain-loop", is_flag=True, help="One round after the other, no CUDA graphs: try it when a text looks wrong."
     ),
+    _device(
+        "--kernels", default="auto", metavar="TIER", help="cuda, triton, reference, or op=tier,...: what ops run as."
+    ),
     _draft("--spec-type", default="auto", callback=_spec_type, metavar="TYPE", help=f"One of {', '.join(SPEC_TYPES)}."),
     _draft("--spec-draft-n-max", "n_draft_max", default=0, help="Most drafted tokens a round. 0: the drafter's."),
     _draft(
@@ -218,6 +221,7 @@ SETTINGS = (
     "synth_len",
     "warm_up",
     "plain_loop",
+    "kernels",
 )
 
 

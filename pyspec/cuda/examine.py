@@ -10,6 +10,9 @@ import sys
 from collections.abc import Callable
 
 OPS = "pyspec.cuda.ops."
+TIERS = {"cuda": ("cuda", "wgmma"), "triton": ("triton",)}
+"""Implementations by their names; others belong to none, and only `reference` leaves them out."""
+FAMILIES = {"linear_tall": "linear", "attend_prompt": "attend"}  # which ops are asked for by the name of another one
 
 
 class Examination:
@@ -17,12 +20,22 @@ class Examination:
 
     under_way  modules of ops that the last launch came through, the innermost first; empty when it ended well
     demoted    modules whose implementations are not used
+    tiers      what ops are to run as, by their names; "" for all others (tiers.py)
     """
 
     def __init__(self) -> None:
         self.is_on = False
         self.under_way: tuple[str, ...] = ()
         self.demoted: frozenset[str] = frozenset()
+        self.tiers: dict[str, str] = {}
+
+    def left_out(self, op: str, impl: str) -> str | None:
+        """Why this implementation is not wanted; None if it is not spoken of."""
+        wanted = self.tiers.get(op) or self.tiers.get(FAMILIES.get(op, op)) or self.tiers.get("", "auto")
+        others = [name for tier, names in TIERS.items() if tier != wanted for name in names]
+        if wanted == "auto" or (wanted != "reference" and impl not in others):
+            return None
+        return f"--kernels wants {wanted}"
 
     def run(self, launch: Callable[[], object], wait: Callable[[], object]) -> None:
         self.under_way = _modules()

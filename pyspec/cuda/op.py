@@ -66,6 +66,8 @@ class Op(Generic[Spec]):
         """Why `impl` can not run `spec`; None if it can."""
         if (why := impl.limits(spec)) is not None or (why := _outside(impl, spec)) is not None:
             return why
+        if (why := EXAMINATION.left_out(self.name, impl.name)) is not None:
+            return why
         if impl.bind.__module__ in EXAMINATION.demoted:
             return "it failed while it ran, and is not used again before the next start"
         key = (impl.name, spec)

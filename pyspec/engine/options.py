@@ -56,6 +56,7 @@ class LoadOptions(TypedDict, total=False):
     warm_up: bool
     plain_loop: bool
     hang_timeout: float
+    kernels: str
     demoted: tuple[str, ...]
 
 

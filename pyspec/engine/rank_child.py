@@ -20,7 +20,7 @@ from contextlib import suppress
 import torch
 
 from pyspec.config import EngineSettings
-from pyspec.cuda import probe
+from pyspec.cuda import probe, tiers
 from pyspec.cuda.collective import Collective, Rank
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.examine import EXAMINATION
@@ -55,6 +55,7 @@ def sizes_of(s: EngineSettings, table: SlotTable, width: int) -> CacheSizes:
 def load(share: LoadShare, link: Link) -> Follower:
     """This rank's part of the model, with the others met."""
     s, device = share.settings, torch.device(share.device)
+    tiers.use(s.kernels)
     EXAMINATION.demoted |= frozenset(s.demoted)
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -1,0 +1,95 @@
+"""What `--kernels` asks for is what ops run as, or a sentence says why not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from pyspec.config import EngineSettings
+from pyspec.cuda import survey, tiers
+from pyspec.cuda.examine import EXAMINATION
+from pyspec.cuda.op import Impl, Op
+from pyspec.cuda.ops.gdn.op import gdn
+from pyspec.cuda.ops.gdn.ref import GdnSpec
+from pyspec.cuda.ops.gdn.shape import GdnShape
+from pyspec.engine.api import Engine
+from pyspec.errors import ConfigError
+
+SPEC = GdnSpec(torch.device("cpu"), GdnShape(1, 2, 128, 4, 512), 1e-6)
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    yield
+    tiers.use("auto")
+
+
+def fake(name: str) -> Op[str]:
+    def bind(spec: str) -> object:
+        return spec
+
+    return Op(name, Impl("torch", bind), [Impl(tier, bind) for tier in ("cuda", "triton", "numba")])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "linear", "attend"),
+    [
+        ("auto", "cuda", "cuda"),
+        ("cuda", "cuda", "cuda"),
+        ("triton", "triton", "triton"),
+        ("reference", "torch", "torch"),
+        ("linear=triton", "triton", "cuda"),
+        ("linear=reference,attend=triton", "torch", "triton"),
+    ],
+)
+def test_an_op_runs_as_it_is_asked_to(text: str, linear: str, attend: str) -> None:
+    tiers.use(text)
+    assert fake("linear").chosen("x").name == fake("linear_tall").chosen("x").name == linear
+    assert fake("attend").chosen("x").name == attend
+
+
+def test_what_is_left_out_says_who_wanted_that(caplog: pytest.LogCaptureFixture) -> None:
+    tiers.use("triton")
+    with caplog.at_level("INFO", "pyspec"):
+        op = fake("linear")
+        assert dict(op.choices("x"))["cuda"] == "--kernels wants triton"
+    tiers.use("cuda")
+    assert dict(op.choices("x"))["triton"] == "--kernels wants cuda"
+    assert op.refusal(op.impls[2], "x") is None, "what is of no tier stays but for the reference"
+
+
+def test_ops_that_had_decided_decide_again() -> None:
+    before = gdn.chosen(SPEC).name
+    tiers.use("gdn=reference")
+    assert gdn.chosen(SPEC) is gdn.reference
+    tiers.use("auto")
+    assert gdn.chosen(SPEC).name == before
+
+
+@pytest.mark.parametrize("text", ["fast", "linear=fast", "linear", "linear=triton,", "", "=triton", "linear = triton"])
+def test_what_no_tier_is_called_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--kernels"):
+        EngineSettings(kernels=text)
+
+
+def test_an_op_that_does_not_exist_is_refused_with_the_nearest_one() -> None:
+    assert EngineSettings(kernels="liner=triton").kernels == "liner=triton", (
+        "which ops there are is known where they are"
+    )
+    with pytest.raises(ConfigError, match="no op liner; did you mean linear"):
+        tiers.use("liner=triton")
+    assert EXAMINATION.tiers == {}
+    assert set(tiers.wanted_of(",".join(f"{name}=triton" for name in survey.OPS))) == set(survey.OPS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isolated", [False, True])
+def test_texts_are_the_same_in_any_tier(isolated: bool) -> None:
+    """On a CPU: compiled recurrences, and the reference's."""
+    texts = []
+    for kernels in ("auto", "gdn=reference", "reference", "triton"):
+        with Engine.load("demo", kernels=kernels, np=2, ctx=256, device="cpu", isolated=isolated) as engine:
+            texts.append(engine.generate("Count from 17 to 29", max_tokens=24, temperature=0.0).text)
+    assert len(set(texts)) == 1 and texts[0]
