@@ -51,7 +51,7 @@ class RankProcess:
         ours, theirs = pair()
         self.index, self.link, self._tell = index, Link(ours), tell
         self.state, self.error, self.heard = "starts", None, time.monotonic()
-        self.is_over = False
+        self.is_over = self.has_spoken = False
         self.error: PyspecError | None
         with theirs:
             self.process = subprocess.Popen(
@@ -65,7 +65,7 @@ class RankProcess:
 
     def _read(self) -> None:
         while (message := self.link.receive()) is not None:
-            self.heard = time.monotonic()
+            self.heard, self.has_spoken = time.monotonic(), True
             if isinstance(message, ShareState) and message.state != "alive":
                 self.state = message.state
                 self._tell()
@@ -88,7 +88,8 @@ class RankProcess:
                 return "its process ended"
             return f"its process ended: {f'signal {-code}, {signal.strsignal(-code)}' if code < 0 else f'exit status {code}'}"
         silent = now - self.heard
-        if silent > SILENT_S or (silent > STOPPED_S and _is_stopped(self.process.pid)):
+        limit = SILENT_S if self.has_spoken else JOIN_S  # on a busy machine imports take their time
+        if silent > limit or (silent > STOPPED_S and _is_stopped(self.process.pid)):
             return f"its process has said nothing for {silent:.1f} s"
         return ""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from pyspec import synth
 from pyspec.config import EngineSettings
 from pyspec.device.lead import Command, Follower, RunForward
 from pyspec.engine.describe import describe, plan_memory
+from pyspec.engine.ranks import RankProcess
 from pyspec.errors import ModelError, NotSupported
 from pyspec.models.weights import cuts_of
 from pyspec.request import SamplingParams, SlotAction, SlotAnswer
@@ -216,3 +219,13 @@ def test_text_of_every_architecture_is_that_of_one_rank(name: str, n: int, spec:
     alone = run(rig(path, **settings))
     with RankRig(path, n, **settings) as once, RankRig(path, n, **settings) as twice:
         assert run(once) == run(twice) == alone
+
+
+def test_a_rank_has_time_to_start_and_is_late_once_it_has_spoken() -> None:
+    """Imports take their time on a busy machine; afterwards a thread does nothing but speak."""
+    rank = RankProcess.__new__(RankProcess)
+    rank.error, rank.is_over, rank.heard, rank.has_spoken = None, False, 0.0, False
+    rank.process = SimpleNamespace(poll=lambda: None, pid=os.getpid())  # type: ignore[assignment]
+    assert rank.flaw(60.0) == "" and "said nothing for 130.0 s" in rank.flaw(130.0)
+    rank.has_spoken = True
+    assert rank.flaw(15.0) == "" and "said nothing for 25.0 s" in rank.flaw(25.0)
