@@ -65,7 +65,7 @@ class Constraint:
     def draftable(self, drafts: Sequence[int]) -> list[int]:
         """Those that are usable, but one that ends the text: nothing may follow it, and it comes without a draft, too."""
         drafts = self.usable(drafts)
-        if drafts and self.free is None and self._after(drafts, self.matcher.is_stopped):
+        while drafts and self.free is None and self._after(drafts, self.matcher.is_stopped):
             drafts.pop()
         return drafts
 

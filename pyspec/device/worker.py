@@ -38,7 +38,7 @@ class Launched:
     """A forward that is under way.
 
     best      `Out.best` on the host once `done` says so; None on devices that give none
-    tokens    of its rows, on the host like `best`, if the device drafted them; None otherwise
+    tokens    of its rows, on the host once they are `heard`, if the device drafted them; None otherwise
     drafting  from when to when the device did so
     """
 
@@ -53,6 +53,12 @@ class Launched:
     def found(self) -> Tensor | None:
         """`Out.best`, where the host reads it soonest."""
         return self.out.best if self.best is None else self.best
+
+    def heard(self) -> Tensor | None:
+        """[row] int64: `tokens`, as soon as the device has drafted them, while it is at work on the rest. To be written, too."""
+        if self.drafting is not None:
+            self.drafting[1].synchronize()
+        return None if self.tokens is None else self.tokens.view(torch.int64)
 
     def wait(self) -> None:
         """Until the device is done with it."""
@@ -121,30 +127,37 @@ class Worker:
         ends = None if behind.ends is None else self._tell_ends(behind.ends)
         forced = None if behind.forced is None else _sent(torch.tensor(behind.forced, dtype=torch.int32), self.device)
         began, drafts = stamp(self.device) if behind.n_draft else None, None
-        kept = self.ahead.accept(before.out.best, before.batch, ends, forced)
+        kept = self.ahead.accept(before.out.best, self._crossed(before.batch, behind.refused), ends, forced)
         if behind.n_draft:
             assert isinstance(self.drafter, LookaheadDrafter)
             drafts = self.drafter.draft_ahead(before.batch, before.out, kept, max(behind.n_draft))
             if drafts is None:
                 return None
         batch = self.ahead.move(self._lay_out(round_), kept, drafts)
+        tokens = None if drafts is None else self._tokens.copy(batch.tokens[: batch.n_row])
         drafted = None if began is None else stamp(self.device)
         if drafts is not None:
             self.watch_drafter()
         before.secure(self.needs, is_next_launched=True, reads_logits=behind.reads_logits)
-        launched = self._send(batch, reads_tokens=drafts is not None)
-        launched.drafting = None if began is None or drafted is None else (began, drafted)
+        launched = self._send(batch)
+        launched.tokens, launched.drafting = tokens, None if began is None or drafted is None else (began, drafted)
         return launched
+
+    def _crossed(self, batch: Batch, refused: tuple[int, ...]) -> Batch:
+        """With tokens in these rows that no row's best one is. In a copy: others read the batch's own as ids."""
+        if not refused:
+            return batch
+        rows = _sent(torch.tensor(refused, dtype=torch.int64), self.device)
+        return replace(batch, tokens=batch.tokens.index_fill(0, rows, NOBODY))
 
     def _lay_out(self, round_: Round) -> Batch:
         return lay_out(self.table, round_.seqs, self.device, arena=self.arena, pages=round_.pages)
 
-    def _send(self, batch: Batch, *, reads_tokens: bool = False) -> Launched:
+    def _send(self, batch: Batch) -> Launched:
         out = self.forward(batch)
         best = None if out.best is None else self._best.copy(out.best)
-        tokens = self._tokens.copy(batch.tokens[: batch.n_row]) if reads_tokens else None
         self.faults.fetch()
-        return Launched(batch, out, best, stamp(self.device), tokens)
+        return Launched(batch, out, best, stamp(self.device))
 
     def run(self, batch: Batch) -> Out:
         """All device work of a verify that does not depend on what is accepted. A graph may hold it."""

@@ -160,7 +160,7 @@ class Controller:
                 whose drafts are these
         """
         caps = [(slot, min(cap, self.n_max)) for slot, cap in caps]
-        self.offered = self._preferred(caps, offers) if offers and self.force is None else {}
+        self.offered = self.preferred(caps, offers) if offers and self.force is None else {}
         self.n_round += 1
         if self.n_round % DOUBT_EVERY == 0:
             self.verify_ms.doubt()
@@ -187,7 +187,7 @@ class Controller:
         self.silent = 0 if is_asked else self.silent + any(cap for _, cap in caps)
         return picked
 
-    def _preferred(
+    def preferred(
         self, caps: Sequence[tuple[int, int]], offers: Mapping[int, Sequence[float]]
     ) -> dict[int, Sequence[float]]:
         """The offers that promise more than the drafter does."""

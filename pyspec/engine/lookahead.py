@@ -8,13 +8,12 @@ of a request that can only end by a token is kept at once, if the device sees th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-import torch
-
+from pyspec.constrain.constraint import Constraint
 from pyspec.cuda.faults import EVERYONE, Fault
-from pyspec.cuda.ops.ahead.ref import MAX_ENDS, n_kept
+from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NOBODY, n_kept
 from pyspec.device.worker import Launched
 from pyspec.draft.drafter import Drafter, LookaheadDrafter
 from pyspec.engine.job import Job
@@ -40,6 +39,8 @@ class InFlight:
 
     masks   by slot, what the rows of those with a grammar may choose
 
+    refused rows of drafts that the device made and a grammar does not take, once they were looked at
+
     next    how the round behind this one goes on from it, once that is launched
     """
 
@@ -51,6 +52,7 @@ class InFlight:
     is_behind: bool = False
     off: set[int] = field(default_factory=set)
     masks: dict[int, SpanMask] = field(default_factory=dict)
+    refused: tuple[int, ...] | None = None
     next: Behind | None = None
     arrived: float = 0.0
     since: float = 0.0
@@ -64,11 +66,25 @@ class InFlight:
         """What tripped in the drafter before it was asked for: not where nobody drafted behind the round before."""
         return not self.is_behind or self.launched.tokens is not None
 
-    def name_tokens(self, ended: float) -> float:
-        """The round before is over since `ended`: positions and tokens of the rows are known. Returns what drafting took, in
-        seconds."""
-        launched, work = self.launched, []
-        own = None if launched.tokens is None else launched.tokens.view(torch.int64).tolist()
+    def refuse(self, held: Iterable[tuple[int, Constraint]]) -> tuple[int, ...]:
+        """The rows whose drafts grammars do not take, of those that the device has made; they are nobody's tokens from here on. To be
+        asked when the round before is committed, and first of all. held: places in `work`, and their grammars"""
+        if self.refused is None:
+            own, starts, rows = self.launched.heard(), self.batch_starts, []
+            for i, constraint in held if own is not None else ():
+                drafts = own[starts[i] + 1 : starts[i + 1]].tolist()  # type: ignore[index]
+                n = len(constraint.draftable(drafts))
+                if n < len(drafts):
+                    rows.append(starts[i] + 1 + n)
+            if rows:
+                own[rows] = NOBODY  # type: ignore[index]
+            self.refused = tuple(rows)
+        return self.refused
+
+    def name_tokens(self, ended: float) -> None:
+        """The round before is over since `ended`: positions and tokens of the rows are known."""
+        launched, work, heard = self.launched, [], self.launched.heard()
+        own = None if heard is None else heard.tolist()
         for w, start in zip(self.work, launched.batch.starts, strict=False):
             drafts = [] if own is None else own[start + 1 : start + w.seq.width]
             seq = replace(w.seq, n_past=w.slot.n_past, tokens=[w.job.anchor or 0, *drafts])
@@ -76,7 +92,6 @@ class InFlight:
         self.work, launched.batch = work, replace(launched.batch, seqs=[w.seq for w in work])
         took = 1e-3 * launched.drafting[0].elapsed_time(launched.drafting[1]) if launched.drafting is not None else 0.0
         self.began, self.drafted = ended, ended + took
-        return took
 
     def agree(self, chosen: Sequence[Chosen | None]) -> tuple[list[Chosen | None], set[int]]:
         """What of a verdict stands where the next round is under way: so many rows as the device kept, for it has gone on from
@@ -132,15 +147,20 @@ class Lookahead:
             and job.n_left > width
             and takes_the_best(job.sampler)
             and (job.constraint is None or job.constraint.is_calm)
-            and (width == 1 or self._ends_by_token(job))
+            and (width == 1 or self._tells_ends(job))
         )
 
     def plan(
-        self, work: Sequence[Work], n_drafts: Sequence[int], drafter: Drafter | None
+        self, work: Sequence[Work], n_drafts: Sequence[int], drafter: Drafter | None, refused: tuple[int, ...] = ()
     ) -> tuple[list[Seq], Behind] | None:
-        """The rows of the round behind that of `work`, as if nothing of it were kept. None: the host has to be asked."""
+        """The rows of the round behind that of `work`, as if nothing of it were kept. None: the host has to be asked.
+
+        refused  rows of `work` whose tokens are none
+        """
         if (any(n_drafts) and not isinstance(drafter, LookaheadDrafter)) or sum(n_drafts) + len(work) > self.max_rows:
             return None
+        if refused and self.synth is not None:
+            return None  # coins say what is right there
         keeps = [n == 0 and self._ends_by_token(w.job) for w, n in zip(work, n_drafts, strict=True)]
         ends, forced = None, None
         if any(keeps) or any(w.seq.width > 1 for w in work):
@@ -152,17 +172,16 @@ class Lookahead:
             for w, n, keep in zip(work, n_drafts, keeps, strict=True)
         ]
         reads_logits = any(w.job.sampler.bias_ids or w.job.constraint is not None for w in work)
-        return seqs, Behind(ends, forced, tuple(n_drafts) if any(n_drafts) else (), reads_logits)
+        return seqs, Behind(ends, forced, tuple(n_drafts) if any(n_drafts) else (), reads_logits, refused)
 
     def _ends_by_token(self, job: Job) -> bool:
         """As far as it is not known before: and the device knows by which. Under a grammar any token may be the last, or refused."""
+        return job.constraint is None and self._tells_ends(job)
+
+    def _tells_ends(self, job: Job) -> bool:
+        """No draft that it keeps ends it but those that the device knows: one that a grammar ends with is not drafted."""
         request = job.request
-        return (
-            job.constraint is None
-            and not request.stop
-            and request.max_predict_ms <= 0
-            and len(self._ends_of(job)) <= MAX_ENDS
-        )
+        return not request.stop and request.max_predict_ms <= 0 and len(self._ends_of(job)) <= MAX_ENDS
 
     def _ends_of(self, job: Job) -> frozenset[int]:
         """Behind these the host decides: the request may end, or take another token."""

@@ -184,11 +184,9 @@ class Loop:
             return None
         speculator.chosen = speculator.lengths([w.job for w in work], [w.seq.width for w in work])
         n_drafts = [n for _, n in speculator.chosen]
-        if any(n and w.job.constraint is not None for w, n in zip(work, n_drafts, strict=True)):
-            return None  # what the device drafts it would keep, though the grammar may refuse it
         if any(n_drafts) and any(w.slot.index in speculator.lost_track for w in work):
             return None
-        planned = ahead.plan(work, n_drafts, speculator.drafter)
+        planned = ahead.plan(work, n_drafts, speculator.drafter, self.refuse(flight))
         if planned is None:
             return None
         seqs, flight.next = planned
@@ -219,6 +217,9 @@ class Loop:
         self.committer.settle()
         with self.worker.lock.released():  # listeners are the caller's code, and may wait for another engine
             self.on_wait()
+            if flight.is_behind:
+                self.refuse(flight)
+                flight.name_tokens(self.ended)
             self.mask(flight)
             flight.launched.wait()
         fault = self.worker.faults.take()
@@ -226,16 +227,22 @@ class Loop:
             self.speculator.take_faults()
         flight.arrived, flight.since = self.clock(), flight.drafted
         if flight.is_behind:
-            flight.since = max(flight.sent, self.landed) + flight.name_tokens(self.ended)
+            flight.since = max(flight.sent, self.landed) + flight.drafted - flight.began
         self.landed = flight.arrived
         return fault
+
+    def refuse(self, flight: InFlight) -> tuple[int, ...]:
+        """The rows of drafts that grammars do not take, where the device drafted and nobody could look before."""
+        work, is_on = flight.work, self.committer.is_on
+        held = [(i, w.job.constraint) for i, w in enumerate(work) if w.job.constraint is not None and is_on(flight, w)]
+        return flight.refuse((i, c) for i, c in held if c is not None)
 
     def mask(self, flight: InFlight) -> None:
         """What grammars let the rows choose: filled while the device works, or for greedy choices not before one is refused."""
         constrained = [w for w in flight.work if w.job.constraint is not None and w.seq.n_out]
         for w in constrained:
             assert w.job.constraint is not None
-            flight.masks[w.slot.index] = SpanMask(w.job.constraint, w.draft)
+            flight.masks[w.slot.index] = SpanMask(w.job.constraint, w.job.sampler.usable(w.draft))
         if constrained and self.may_defer:
             fill_all(flight.masks.values())
 

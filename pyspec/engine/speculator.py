@@ -110,9 +110,18 @@ class Speculator:
                     self.offers[job.slot.index] = offer
 
     def has_offers(self, jobs: Iterable[Job]) -> bool:
-        """Whether a grammar would offer one of them a token that is likely, behind what is committed."""
-        held = [(job.constraint, job) for job in jobs if job.constraint is not None]
-        return any(offered.offer(min(1, self.most(job, 0))).chance_of_first >= LIKELY for offered, job in held)
+        """Whether a grammar would offer one of them likely tokens, behind what is committed, and more than the drafter promises. Or has:
+        the verdict on those comes first."""
+        if self.controller.offered:
+            return True
+        caps, offers = [], {}
+        for job in jobs:
+            if job.constraint is not None and job.slot is not None and (most := self.most(job, 0)):
+                offer = job.constraint.offer(most)
+                if offer.chance_of_first >= LIKELY:
+                    caps.append((job.slot.index, most))
+                    offers[job.slot.index] = offer.survival
+        return bool(offers and self.controller.preferred(caps, offers))
 
     def _fit(self, job: Job, n_chosen: Mapping[int, int], drafts: dict[int, Sequence[int]]) -> None:
         """Where a grammar refuses a token of the drafter's, go on with what it offers there, if that is likely."""
@@ -134,7 +143,7 @@ class Speculator:
         if slot in self.controller.offered:
             self.offers[slot].judge(n_draft, n_accepted)
             return
-        n = self.refused.get(slot)
+        n = self.refused.pop(slot, None)
         if n is not None:  # what a grammar refuses is wrong, and so is all behind it
             n_draft, n_accepted = n + 1, min(n, n_accepted)
         self.controller.record(slot, n_draft, n_accepted)

@@ -23,12 +23,14 @@ class Behind:
     forced  per sequence, drafts of the round before that count as right (synthetic acceptance); None: those that are
     n_draft drafts made on the device for each sequence before it runs; empty: none
     reads_logits  somebody will look at more of the round before than its best tokens
+    refused rows of the round before whose tokens count as wrong, whatever is best: a grammar does not take them
     """
 
     ends: tuple[frozenset[int], ...] | None = None
     forced: tuple[int, ...] | None = None
     n_draft: tuple[int, ...] = ()
     reads_logits: bool = False
+    refused: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

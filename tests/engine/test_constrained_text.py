@@ -20,6 +20,7 @@ from known_texts import demo_prompts, known_texts
 from schemas import whole
 
 from pyspec.config import EngineSettings
+from pyspec.constrain import constraint
 from pyspec.engine.api import Engine, collect
 from pyspec.engine.client import Supervisor
 from pyspec.engine.loop import Loop
@@ -130,16 +131,40 @@ def test_the_packaged_pair_keeps_grammars_with_its_drafter(params: SamplingParam
 
 
 @pytest.mark.sampled(1, most=1)
+@pytest.mark.parametrize("calm", [0, 32])
 @pytest.mark.parametrize("params", [ENDING, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize(("kind", "np"), [("mtp", 3), ("ngram", 8), ("none", 4)])
 def test_who_flies_ahead_beside_a_grammar_says_the_same(
-    kind: str, np: int, params: SamplingParams, request: pytest.FixtureRequest
+    kind: str,
+    np: int,
+    params: SamplingParams,
+    calm: int,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(constraint, "CALM", calm)
     prompts = list(known_texts(QWEN35, 2))[:1]
     want = plain_answers(QWEN35, tuple(prompts), params)
     request.getfixturevalue("flown")
     found = answers(MAKERS[kind](np=np, ubatch=40), prompts, params)
     assert [(h.tokens, h.finish, h.text) for h in found] == [(h.tokens, h.finish, h.text) for h in want]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("np", [1, 4, 8])
+def test_the_packaged_pair_flies_ahead_under_grammars(np: int, flown: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = [prompt for prompt, _ in demo_prompts()[:2]]
+    monkeypatch.setattr(constraint, "CALM", 10**6)  # nobody under a grammar
+    want = answers(rig(DEMO, np=1, ctx=512, spec_type="none"), prompts, ENDING)
+    monkeypatch.setattr(constraint, "CALM", 0)
+    r = rig(DEMO, np=np, ctx=512, draft_path=DEMO_DRAFT, n_draft_max=5, n_draft_fixed=True)
+    flights, run_behind = [], r.loop.run_behind
+    monkeypatch.setattr(r.loop, "run_behind", lambda flight: flights.append(run_behind(flight)) or flights[-1])
+    found = answers(r, prompts, ENDING)
+    for a, b in zip(want, found, strict=True):
+        assert (b.tokens, b.finish, b.text) == (a.tokens, a.finish, a.text)
+        parsed(b)
+    assert any(f.refused for f in flights if f is not None), "drafts of the device that a grammar does not take"
 
 
 @pytest.fixture(scope="module")

@@ -338,9 +338,9 @@ def test_a_banned_best_token_sends_only_its_own_request_back(flown: list[InFligh
 
 @pytest.mark.sampled(1, most=1)
 @pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
-@pytest.mark.parametrize("drafts", [False, True])
-def test_texts_under_grammars_fly_ahead_where_they_do_not_draft(
-    path: Path, drafts: bool, flown: list[InFlight], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("drafts", ["all", "free", "nobody's"])
+def test_texts_under_grammars_fly_ahead(
+    path: Path, drafts: str, flown: list[InFlight], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a grammar refuses sends its own request back, what ends one ends it, and the neighbours fly on."""
     monkeypatch.setattr(constraint, "CALM", 2)
@@ -357,17 +357,24 @@ def test_texts_under_grammars_fly_ahead_where_they_do_not_draft(
         heard = []
         for prompt, grammar in asked:
             heard.append(r.submit([7, *prompt], 20))
-            heard.append(r.submit(prompt, 24, GREEDY, grammar=grammar, n_draft_max=0))
+            n_draft = None if drafts == "all" else 0
+            heard.append(r.submit(prompt, 24, GREEDY, grammar=grammar, n_draft_max=n_draft))
             r.run()
         return [(h.tokens, h.finish) for h in heard]
 
     want = texts(cold)
     assert not flown and {finish for _, finish in want} == {"length", "stop"}
-    r = rig_for(path, Ahead(5, text=partial(continuation, path)), np=4) if drafts else rig(path, spec_type="none", np=2)
+    if drafts == "nobody's":
+        r = rig(path, spec_type="none", np=2)
+    else:
+        r = rig_for(path, Ahead(5, text=partial(continuation, path)), np=4)
     assert texts(r) == want
     held = [flight for flight in flown if any(w.job.constraint is not None for w in flight.work)]
     n_off = sum(1 for flight in held if flight.off)
     assert 0 < n_off < len(held), "some were refused, and who was does not fly on"
+    drafted = [f for f in held if any(w.job.constraint is not None and w.draft for w in f.work)]
+    assert bool(drafted) == (drafts == "all")
+    assert any(f.refused for f in drafted) == (drafts == "all"), "drafts of the device that a grammar does not take"
     assert texts(r) == want, "and what they left is gone on from"
 
 
