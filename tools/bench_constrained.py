@@ -1,8 +1,8 @@
 """What a grammar costs: the packaged pair, free, under a grammar that allows all, and under JSON Schemas; plain, with drafts, and with an oracle's.
 
-    python tools/bench_constrained.py [--streams 8] [--tokens 80] [--turns 3] [--sampled] [--only records]
+    python tools/bench_constrained.py [--streams 8] [--tokens 80] [--turns 3] [--sampled] [--only records] [--profile]
 
-Tokens a second of CPU time (others on the machine do not count), of all streams; the prompts are those with the longest answers. What an engine knows of texts
+Tokens a second of all streams: of CPU time where the device is one (others on the machine do not count); the prompts are those with the longest answers. What an engine knows of texts
 under a grammar it has from one round of other prompts, and forgets what a turn adds. A text under a schema is another text, which drafters may know less of: the oracle drafts the tokens that will come, at the price of
 the drafter that it stands in for, so that what is left between it and free text is the engine's own.
 """
@@ -13,14 +13,19 @@ import argparse
 import copy
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from pyspec.device.worker import Launched
 from pyspec.draft.drafter import Drafter, DraftRequest
 from pyspec.engine.api import Engine
+from pyspec.engine.job import Job
 from pyspec.engine.loop import Loop
 from pyspec.engine.result import RequestSet
+from pyspec.engine.speculator import Speculator
 from pyspec.request import Grammar, Request, SamplingParams
 
 RECORD = {
@@ -63,15 +68,26 @@ N_AFTER = 3  # requests of a stream, one after the other: where all begin and en
 Texts = dict[tuple[tuple[int, ...], str], Sequence[int]]
 
 
+PARTS = (
+    (Loop, "admit run_behind draft plan run refuse mask ask_masked choose commit"),
+    (Launched, "heard wait"),
+    (Speculator, "_collect_offers lengths _ask _fit has_offers"),
+    (Job, "take"),
+)
+
+
 @dataclass
 class Sum:
-    """Of all turns: seconds, tokens, rounds, drafted and accepted tokens."""
+    """Of all turns: seconds, tokens, rounds, drafted and accepted tokens; seconds by part; rounds launched ahead, and slots that left one."""
 
     seconds: float = 0.0
     tokens: int = 0
     rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    parts: Counter[str] = field(default_factory=Counter)
+    ahead: int = 0
+    off: int = 0
 
     @property
     def rate(self) -> float:
@@ -83,10 +99,15 @@ class Oracle:
 
     def __init__(self, loop: Loop, drafter: Drafter) -> None:
         self.loop, self.ask, self.texts, self.is_on = loop, drafter.draft, Texts(), False
+        self.ask_ahead = getattr(drafter, "draft_ahead", None)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[list[int]]:
         found = self.ask(requests)
         return [self._truth(r) for r in requests] if self.is_on else found
+
+    def draft_ahead(self, *asked: Any) -> Any:
+        """The device knows no text that will come: with the oracle no round is launched ahead."""
+        return None if self.is_on or self.ask_ahead is None else self.ask_ahead(*asked)
 
     def _truth(self, request: DraftRequest) -> list[int]:
         asked = self.loop.jobs[request.slot.index].request
@@ -94,15 +115,48 @@ class Oracle:
         return list(text[at : at + request.n_draft])
 
 
+class Clock:
+    """Seconds spent in each part of a round, those of parts inside it included."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+        self.n_ahead = self.n_off = 0
+        for owner, names in PARTS:
+            for name in names.split():
+                self._watch(owner, name)
+
+    def _watch(self, owner: type, name: str) -> None:
+        do = getattr(owner, name)
+
+        def timed(*args: Any, **settings: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                found = do(*args, **settings)
+            finally:
+                self.seconds[name] += time.perf_counter() - began
+            if name == "run_behind":
+                self.n_ahead += found is not None
+            if name == "commit" and args[-1] is not None:
+                self.n_off += len(args[-1].off)
+            return found
+
+        setattr(owner, name, timed)
+
+
 def said(request: Request) -> str:
     return request.grammar.source if request.grammar is not None else ""
 
 
-def run(engine: Engine, requests: list[Request], found: Sum) -> Texts:
+def run(engine: Engine, requests: list[Request], found: Sum, clock: Clock | None = None) -> Texts:
     """Count what one turn takes. Returns its texts."""
-    before, began = engine.metrics(), time.process_time()
+    now = time.process_time if engine.loop.worker.device.type == "cpu" else time.perf_counter
+    if clock is not None:
+        clock.__dict__.update(seconds=found.parts, n_ahead=0, n_off=0)
+    before, began = engine.metrics(), now()
     results = RequestSet(list(requests), None, False).run(engine.submit, engine.cancel, engine.info.n_slot)
-    found.seconds += time.process_time() - began
+    found.seconds += now() - began
+    if clock is not None:
+        found.ahead, found.off = found.ahead + clock.n_ahead, found.off + clock.n_off
     found.rounds += engine.metrics().rounds - before.rounds
     texts = Texts()
     for request, result in zip(requests, results, strict=True):
@@ -122,11 +176,14 @@ def main() -> None:
     parser.add_argument("--sampled", action="store_true")
     parser.add_argument("--draft", default="auto")
     parser.add_argument("--on", action="store_true", help="beyond the ends of texts")
+    parser.add_argument("--profile", action="store_true", help="milliseconds of a round by what takes them")
     parser.add_argument("--only", nargs="+", default=[*GRAMMARS], choices=[*GRAMMARS])
     args = parser.parse_args()
+    clock = Clock() if args.profile else None
     params = SamplingParams(temperature=0.8 if args.sampled else 0.0, seed=1, ignore_eos=args.on)
     rows = map(json.loads, PROMPTS.read_text(encoding="utf-8").splitlines())
     prompts = [tuple(row["prompt_ids"]) for row in sorted(rows, key=lambda row: -len(row["answer_ids"]))]
+    n_other = 0
     sums = {(name, way): Sum() for name in ("free", *args.only) for way in WAYS}
     with Engine.load("demo", args.draft, np=args.streams, ctx=1024) as engine:
         loop, books = engine.loop, engine.core.grammars.books
@@ -134,6 +191,8 @@ def main() -> None:
         assert loop.drafter is not None
         oracle = Oracle(loop, loop.drafter)
         loop.drafter.draft = oracle.draft  # type: ignore[method-assign]
+        if oracle.ask_ahead is not None:
+            loop.drafter.draft_ahead = oracle.draft_ahead  # type: ignore[attr-defined]
         grammars = {name: g and engine.check_grammar(g) for name, g in GRAMMARS.items()}
         n_asked = N_AFTER * args.streams
         for turn in range(-1, args.turns):  # the first one, of other prompts, is not counted
@@ -146,16 +205,26 @@ def main() -> None:
                 for way in WAYS[: 2 if turn < 0 else 3]:
                     oracle.is_on = way == "oracle"
                     requests = [replace(r, n_draft_max=0) for r in asked] if way == "plain" else asked
-                    oracle.texts |= run(engine, requests, sums[name, way] if turn >= 0 else Sum())
+                    found = run(engine, requests, sums[name, way] if turn >= 0 else Sum(), clock)
+                    n_other += sum(
+                        tokens != oracle.texts[asked_for] for asked_for, tokens in found.items() if way == "plain"
+                    )
+                    oracle.texts |= found
             books.books = known
-    print(f"{args.streams} streams, {args.tokens} tokens each, {'sampled' if args.sampled else 'greedy'}, {args.draft}")
+    print(
+        f"{args.streams} streams, {args.tokens} tokens each, {'sampled' if args.sampled else 'greedy'}, {args.draft};"
+        f" {n_other} texts are others without drafts"
+    )
     print(
         f"{'':10} {'':7} {'tok/s':>7} {'of plain':>8} {'of free':>8} {'tokens/round':>13} {'ms/round':>9} {'drafted':>8} {'right':>7}"
     )
     for (name, way), s in sums.items():
         plain, free = sums[name, "plain"].rate, sums["free", way].rate
         print(f"{name:10} {way:7} {s.rate:7.0f} {s.rate / plain:8.2f} {s.rate / free:8.2f} {s.tokens / s.rounds:13.2f}"
-            f" {1e3 * s.seconds / s.rounds:9.1f} {s.drafted:8} {s.accepted / max(s.drafted, 1):7.2f}")  # fmt: skip
+            f" {1e3 * s.seconds / s.rounds:9.2f} {s.drafted:8} {s.accepted / max(s.drafted, 1):7.2f}")  # fmt: skip
+        if args.profile and way == "drafts":
+            parts = ", ".join(f"{part.strip('_')} {1e3 * t / s.rounds:.2f}" for part, t in s.parts.most_common())
+            print(f"           ahead {s.ahead / s.rounds:.2f} of rounds, {s.off} left one; ms a round: {parts}")
 
 
 if __name__ == "__main__":

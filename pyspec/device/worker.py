@@ -96,7 +96,11 @@ class Worker:
         self.faults, self.draft_faults = Reader(self.device), Reader(self.device)
         n_slot, self.drafter = len(table.slots), drafter
         self.ahead = ahead.bind(AheadSpec(self.device, n_seq=n_slot, n_row=n_slot * (self.needs.n_draft + 1)))
-        self._best, self._tokens = Pinned(), Pinned()  # what greedy rounds read, and the tokens they ran with
+        self._best, self._found, self._tokens = (
+            Pinned(),
+            Pinned(),
+            Pinned(),
+        )  # what rounds read, and the tokens they ran with
         self._ends: tuple[tuple[frozenset[int], ...], Tensor] = ((), torch.empty(0))  # and as the device has them
         self.use(drafter)
 
@@ -158,6 +162,12 @@ class Worker:
         best = None if out.best is None else self._best.copy(out.best)
         self.faults.fetch()
         return Launched(batch, out, best, stamp(self.device))
+
+    def bring(self, launched: Launched, found: Tensor) -> Tensor:
+        """[2, row] f64 on the host once `launched` has been waited for: what the device finds in its results besides."""
+        here = self._found.copy(found)
+        launched.done = stamp(self.device)
+        return here
 
     def run(self, batch: Batch) -> Out:
         """All device work of a verify that does not depend on what is accepted. A graph may hold it."""

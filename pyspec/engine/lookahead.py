@@ -19,8 +19,7 @@ from pyspec.draft.drafter import Drafter, LookaheadDrafter
 from pyspec.engine.job import Job
 from pyspec.engine.round import Work
 from pyspec.errors import SlotError
-from pyspec.sample.choose import Chosen
-from pyspec.sample.mask import SpanMask
+from pyspec.sample.choose import Chosen, Span
 from pyspec.sample.sampler import SlotSampler
 from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.batch import Seq
@@ -37,7 +36,7 @@ class InFlight:
     Of one that goes on from the round before:
     off     slots for which it ran with another token than the round before turned out to give
 
-    masks   by slot, what the rows of those with a grammar may choose
+    spans   rows behind which a token is chosen, as of when the round is waited for
 
     refused rows of drafts that the device made and a grammar does not take, once they were looked at
 
@@ -51,7 +50,7 @@ class InFlight:
     sent: float
     is_behind: bool = False
     off: set[int] = field(default_factory=set)
-    masks: dict[int, SpanMask] = field(default_factory=dict)
+    spans: Sequence[Span] = ()
     refused: tuple[int, ...] | None = None
     next: Behind | None = None
     arrived: float = 0.0

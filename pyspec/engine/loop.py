@@ -30,7 +30,7 @@ from pyspec.engine.visit import Visit
 from pyspec.errors import PyspecError, SlotError
 from pyspec.models.target import Target
 from pyspec.request import Failed
-from pyspec.sample.choose import Chosen, Span, choose
+from pyspec.sample.choose import Chosen, Span, best_masked, choose, tell_masked, wants_mask
 from pyspec.sample.mask import SpanMask, fill_all
 from pyspec.sample.synth import SynthAcceptance
 from pyspec.slots.arena import BUCKETS
@@ -221,7 +221,11 @@ class Loop:
                 self.refuse(flight)
                 flight.name_tokens(self.ended)
             self.mask(flight)
+        told = self.ask_masked(flight)
+        with self.worker.lock.released():
             flight.launched.wait()
+        if told is not None:
+            tell_masked(*told)
         fault = self.worker.faults.take()
         if flight.is_watched:
             self.speculator.take_faults()
@@ -238,24 +242,34 @@ class Loop:
         return flight.refuse((i, c) for i, c in held if c is not None)
 
     def mask(self, flight: InFlight) -> None:
-        """What grammars let the rows choose: filled while the device works, or for greedy choices not before one is refused."""
-        constrained = [w for w in flight.work if w.job.constraint is not None and w.seq.n_out]
-        for w in constrained:
-            assert w.job.constraint is not None
-            flight.masks[w.slot.index] = SpanMask(w.job.constraint, w.job.sampler.usable(w.draft))
-        if constrained and self.may_defer:
-            fill_all(flight.masks.values())
+        """What the rows may choose: masks are filled while the device works, or for greedy choices not before one is refused."""
+        spans, at = [], 0
+        for w in flight.work:
+            at += w.seq.n_out
+            if n := w.n_choice:
+                held = w.job.constraint
+                mask = None if held is None else SpanMask(held, w.job.sampler.usable(w.draft))
+                spans.append(Span(w.job.sampler, at - n, n, w.draft, mask))
+        flight.spans = spans
+        if self.may_defer:
+            fill_all(s.mask for s in spans if s.mask is not None and wants_mask(s))
+
+    def ask_masked(self, flight: InFlight) -> tuple[list[Span], Tensor] | None:
+        """Have the device choose under masks, too, before anybody knows whether that is needed, where it was of late. Not behind a round
+        that is launched already: that would have to be over first."""
+        if flight.next is not None or not self.may_defer:
+            return None
+        spans, found = best_masked(flight.launched.out.logits, flight.spans)
+        return None if found is None else (spans, self.worker.bring(flight.launched, found))
 
     def choose(self, flight: InFlight) -> list[Chosen | None]:
         """The target's verdict on every sequence that has logits."""
-        spans, at, flawed = [], 0, {}
+        at, flawed = 0, {}
         for i, w in enumerate(flight.work):
             at += w.seq.n_out
             if w.n_scored and self.committer.is_on(flight, w):
                 flawed[i] = tell_scores(w, flight.launched.out.logits[at - w.seq.n_out :])
-            if n := w.n_choice:
-                spans.append(Span(w.job.sampler, at - n, n, w.draft, flight.masks.get(w.slot.index)))
-        verdicts = iter(self._verdicts(flight, spans))
+        verdicts = iter(self._verdicts(flight, flight.spans))
         chosen = [next(verdicts) if w.n_choice else None for w in flight.work]
         return [flawed.get(i) or c for i, c in enumerate(chosen)] if flawed else chosen
 

@@ -160,15 +160,47 @@ def _mend(
             wrong += [i] * is_refused
     if not wrong:
         return picks
-    group, out, row = [work[i] for i in wrong], list(picks), 0
-    rows = _rows(logits, group, is_masked=True)
-    found = _pick("greedy", rows, group)
-    tokens, peaks = torch.stack([found.tokens.double(), found.peaks.double()]).tolist()
+    if unknown := [work[i] for i in wrong if _choice(work[i]) is None]:
+        tell_masked([w.span for w in unknown], _masked(logits, unknown))
+    out = list(picks)
     for i in wrong:
-        end = row + work[i].n_row
-        out[i] = list(map(int, tokens[row:end])), peaks[row:end]
-        row = end
+        found = _choice(work[i])
+        assert found is not None
+        out[i] = found
     return out
+
+
+def _choice(work: _Work) -> tuple[list[int], list[float]] | None:
+    return None if work.span.mask is None else work.span.mask.choice
+
+
+def _masked(logits: Tensor, work: list[_Work]) -> Tensor:
+    """[2, row] f64: as `top`, of these spans' rows under their masks."""
+    found = _pick("greedy", _rows(logits, work, is_masked=True), work)
+    return torch.stack([found.tokens.double(), found.peaks.double()])
+
+
+def best_masked(logits: Tensor, spans: Sequence[Span]) -> tuple[list[Span], Tensor | None]:
+    """Those of `spans` whose choices a grammar refuses of late, and the best tokens of their rows under their masks: for the device, before
+    anybody has seen what is best without. `tell_masked` once the host can read it."""
+    found = [_prepare(s, *logits.shape) for s in spans if wants_mask(s)]
+    found = [w for w in found if w.checks]
+    return [w.span for w in found], (_masked(logits, found) if found else None)
+
+
+def wants_mask(span: Span) -> bool:
+    """Its mask will be asked for, most likely."""
+    return span.mask is not None and not (_Work(span, []).checks and span.mask.constraint.is_calm)
+
+
+def tell_masked(spans: Sequence[Span], found: Tensor) -> None:
+    """[2, row] f64: what `best_masked` gave for these."""
+    (tokens, peaks), row = found.tolist(), 0
+    for span in spans:
+        assert span.mask is not None
+        end = row + len(span.mask.drafts) + 1
+        span.mask.choice = list(map(int, tokens[row:end])), peaks[row:end]
+        row = end
 
 
 def _is_refused(work: _Work, mask: SpanMask, tokens: list[int], peaks: list[float]) -> bool:

@@ -14,14 +14,16 @@ from pyspec.constrain.constraint import Constraint, Masks, fill
 class SpanMask:
     """The rows of one slot: the next one and those behind its drafts, which are usable.
 
-    rows  None until somebody asks for them: greedy choices are checked alone, and most need no mask
+    rows    None until somebody asks for them: greedy choices are checked alone, and most need no mask
+    choice  of each row the best token under its mask and its logit, where the device has found them already
     """
 
-    __slots__ = ("constraint", "drafts", "rows")
+    __slots__ = ("choice", "constraint", "drafts", "rows")
 
     def __init__(self, constraint: Constraint, drafts: Sequence[int]) -> None:
         self.constraint, self.drafts = constraint, drafts
         self.rows: Masks | None = None
+        self.choice: tuple[list[int], list[float]] | None = None
 
     def allows(self, row: int, token: int) -> bool:
         """Whether the mask of a row has a token."""
