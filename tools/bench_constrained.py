@@ -49,8 +49,19 @@ ENUMS = {
         "additionalProperties": False,
     },
 }
+ROWS = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    },
+}
 GRAMMARS: dict[str, Grammar | None] = {
     "free": None,
+    "asked for": None,
+    "asked JSON": Grammar(kind="json_schema", source=json.dumps(ROWS)),
     "same text": Grammar(kind="regex", source="(?s:.*)"),
     **{
         name: Grammar(kind="json_schema", source=json.dumps(schema))
@@ -64,6 +75,7 @@ GRAMMARS: dict[str, Grammar | None] = {
 }
 PROMPTS = Path(__file__).parents[1] / "pyspec" / "demo" / "prompts.jsonl"
 WAYS = ("drafts", "plain", "oracle")  # what drafts are made from must not have seen the text before
+NAMES = ["Lena", "Omar", "Ada", "Tom", "Zoe", "Ravi", "Mia", "Ben", "Pia", "Lucy", "Amir", "Victor"]
 N_AFTER = 3  # requests of a stream, one after the other: where all begin and end together, who is faster waits
 Texts = dict[tuple[tuple[int, ...], str], Sequence[int]]
 
@@ -143,6 +155,19 @@ class Clock:
         setattr(owner, name, timed)
 
 
+def csv_prompts(engine: Engine, n: int) -> list[tuple[int, ...]]:
+    """What the model answers with JSON by itself: "asked for" is that text without a schema, "asked JSON" with the one it has."""
+    found = []
+    for i in range(n):
+        rows = "\n".join(f"{NAMES[(5 * i + j) % len(NAMES)]},{20 + (7 * i + 5 * j) % 60}" for j in range(5))
+        found.append(engine.encode([{"role": "user", "content": f"Convert this CSV to JSON:\nname,age\n{rows}"}]))
+    return found
+
+
+def free_of(name: str) -> str:
+    return "asked for" if name.startswith("asked") else "free"
+
+
 def said(request: Request) -> str:
     return request.grammar.source if request.grammar is not None else ""
 
@@ -184,7 +209,8 @@ def main() -> None:
     rows = map(json.loads, PROMPTS.read_text(encoding="utf-8").splitlines())
     prompts = [tuple(row["prompt_ids"]) for row in sorted(rows, key=lambda row: -len(row["answer_ids"]))]
     n_other = 0
-    sums = {(name, way): Sum() for name in ("free", *args.only) for way in WAYS}
+    names = list(dict.fromkeys(each for name in args.only for each in (free_of(name), name)))
+    sums = {(name, way): Sum() for name in names for way in WAYS}
     with Engine.load("demo", args.draft, np=args.streams, ctx=1024) as engine:
         loop, books = engine.loop, engine.core.grammars.books
         assert books is not None
@@ -195,12 +221,14 @@ def main() -> None:
             loop.drafter.draft_ahead = oracle.draft_ahead  # type: ignore[attr-defined]
         grammars = {name: g and engine.check_grammar(g) for name, g in GRAMMARS.items()}
         n_asked = N_AFTER * args.streams
+        csv_asked = csv_prompts(engine, n_asked + args.streams)
         for turn in range(-1, args.turns):  # the first one, of other prompts, is not counted
             known = copy.deepcopy(books.books) if turn >= 0 else books.books
-            for name in dict.fromkeys(("free", *args.only)):
+            for name in names:
+                own = csv_asked if name.startswith("asked") else prompts
                 asked = [
                     Request(prompt=p, params=params, max_tokens=args.tokens, grammar=grammars[name], cache_prompt=False)
-                    for p in (prompts[:n_asked] if turn >= 0 else prompts[n_asked : n_asked + args.streams])
+                    for p in (own[:n_asked] if turn >= 0 else own[n_asked : n_asked + args.streams])
                 ]
                 for way in WAYS[: 2 if turn < 0 else 3]:
                     oracle.is_on = way == "oracle"
@@ -219,7 +247,7 @@ def main() -> None:
         f"{'':10} {'':7} {'tok/s':>7} {'of plain':>8} {'of free':>8} {'tokens/round':>13} {'ms/round':>9} {'drafted':>8} {'right':>7}"
     )
     for (name, way), s in sums.items():
-        plain, free = sums[name, "plain"].rate, sums["free", way].rate
+        plain, free = sums[name, "plain"].rate, sums[free_of(name), way].rate
         print(f"{name:10} {way:7} {s.rate:7.0f} {s.rate / plain:8.2f} {s.rate / free:8.2f} {s.tokens / s.rounds:13.2f}"
             f" {1e3 * s.seconds / s.rounds:9.2f} {s.drafted:8} {s.accepted / max(s.drafted, 1):7.2f}")  # fmt: skip
         if args.profile and way == "drafts":
