@@ -17,24 +17,31 @@ from pyspec.cli import streams
 from pyspec.errors import PyspecError
 
 COMMANDS = {
-    "server": "pyspec.cli.server:server",
-    "run": "pyspec.cli.run:run",
-    "demo": "pyspec.cli.demo:demo",
-    "bench": "pyspec.cli.bench:bench",
-    "models": "pyspec.cli.models:models",
-    "pull": "pyspec.cli.pull:pull",
-    "list": "pyspec.cli.listing:list_models",
-    "ps": "pyspec.cli.ps:ps",
-    "fit": "pyspec.cli.fit:fit",
-    "verify": "pyspec.cli.verify:verify",
-    "inspect": "pyspec.cli.inspect:inspect",
-    "tokenize": "pyspec.cli.tokenize:tokenize",
-    "logits": "pyspec.cli.logits:logits",
-    "synth": "pyspec.cli.synth:synth",
-    "doctor": "pyspec.cli.doctor:doctor",
-    "config": "pyspec.cli.config:config",
-    "completion": "pyspec.cli.completion:completion",
+    "server": ("pyspec.cli.server:server", "Serve a model over HTTP: the OpenAI API and llama-server's."),
+    "run": ("pyspec.cli.run:run", "Answer one prompt, or chat in the terminal."),
+    "demo": ("pyspec.cli.demo:demo", "Show the packaged pair: eight chats, with and without speculation."),
+    "bench": ("pyspec.cli.bench:bench", "Measure speed, plain and speculative in turns."),
+    "models": ("pyspec.cli.models:models", "List the models that can be given by name."),
+    "pull": ("pyspec.cli.pull:pull", "Download a model, and the drafter that stands beside it."),
+    "list": ("pyspec.cli.listing:list_models", "List the models that are on this machine."),
+    "ps": ("pyspec.cli.ps:ps", "Show running servers: model, slots, drafts."),
+    "fit": (
+        "pyspec.cli.fit:fit",
+        "Show what fits: weights, KV, drafter, checkpoints, and contexts for numbers of slots.",
+    ),
+    "verify": ("pyspec.cli.verify:verify", "Compare greedy texts with and without drafts, token by token."),
+    "inspect": ("pyspec.cli.inspect:inspect", "Show metadata, tensors and sizes of a GGUF file."),
+    "tokenize": ("pyspec.cli.tokenize:tokenize", "Print the token ids of a text."),
+    "logits": ("pyspec.cli.logits:logits", "Write the logits of given tokens to a file."),
+    "synth": ("pyspec.cli.synth:synth", "Write a random model with real dimensions."),
+    "doctor": (
+        "pyspec.cli.doctor:doctor",
+        "Check the kernels on this machine; exit status 0 if all that is needed runs on them, else 1.",
+    ),
+    "config": ("pyspec.cli.config:config", "Show settings and their origin, or llama-server's flags."),
+    "completion": ("pyspec.cli.completion:completion", "Print a completion script for bash, zsh or fish."),
 }
+"""Where each command is, and what it does: said here, too, so that help need not import them all."""
 BELOW = {("bench", "compare"): "pyspec.cli.compare:compare"}
 """Commands of two words; the first alone is a command, too."""
 INTERRUPTED = 130  # what a shell reports for Ctrl-C
@@ -54,7 +61,13 @@ class Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        return _load(COMMANDS[cmd_name])
+        return _load(COMMANDS[cmd_name][0])
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        room = formatter.width - 6 - max(map(len, COMMANDS))
+        said = {name: click.Command(name, help=says).get_short_help_str(room) for name, (_, says) in COMMANDS.items()}
+        with formatter.section("Commands"):
+            formatter.write_dl(list(said.items()))
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -49,6 +49,19 @@ def test_help_lists_every_command_with_a_sentence():
     assert all(len(line.split()) > 4 for line in lines)
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_says_of_a_command_what_the_command_says(name: str):
+    command = main.get_command(click.Context(main), name)
+    assert command is not None and command.get_short_help_str(1000) == COMMANDS[name][1]
+
+
+def test_help_imports_no_command():
+    code = "import sys\nfrom pyspec.cli import main\nmain(['--help'], standalone_mode=False)\nprint(*sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found = {name for name in done.stderr.split() if name.startswith("pyspec")}
+    assert found <= {"pyspec", "pyspec.cli", "pyspec.cli.streams", "pyspec.errors"}
+
+
 def test_no_flag_is_spelled_twice_in_a_command():
     context = click.Context(main)
     for name in COMMANDS:
