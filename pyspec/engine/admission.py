@@ -8,7 +8,8 @@ from torch import Tensor
 
 from pyspec.device.worker import Worker, is_device_error
 from pyspec.engine.job import Job, blamed
-from pyspec.engine.queue import SHORT, Queue, cuts_of
+from pyspec.engine.queue import Queue, cuts_of
+from pyspec.engine.room import SHORT
 from pyspec.engine.speculator import Speculator
 from pyspec.engine.stats import Stats
 from pyspec.request import Failed, Started

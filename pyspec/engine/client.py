@@ -22,6 +22,7 @@ from pyspec.engine.counts import totals
 from pyspec.engine.launcher import Launcher
 from pyspec.engine.process import COMMAND, EngineProcess
 from pyspec.engine.record import Record, Sink
+from pyspec.engine.room import place_for
 from pyspec.engine.suspects import N_CRASH, Suspects
 from pyspec.engine.watchdog import TICK_S, EngineEnd, Watchdog
 from pyspec.engine.wire import (
@@ -112,13 +113,15 @@ class Supervisor:
         with self._lock:
             if self._state == "stopped" or self._closing:
                 raise Unavailable(f"the engine has stopped: {self._error or 'the engine was closed'}")
-            waiting = sum(not record.has_begun for record in self._records.values())
-            if waiting >= self.settings.queue_limit:
-                raise QueueFull(waiting)
+            waiting = [r for r in self._records.values() if not r.has_begun and not r.cancelled]
             record = Record(f"r{next(self._ids)}", request, seed, sink)
+            other = place_for(record, waiting, self.settings.queue_limit)
             self._records[record.name] = record
             if self._child is not None:
                 self._child.send(record.submit())
+        if other is not None:
+            other.ousted = QueueFull(len(waiting))
+            self.cancel(other.name)
         return record.name
 
     def cancel(self, name: str) -> None:
@@ -242,6 +245,8 @@ class Supervisor:
         """A listener is the caller's code: its failure ends its own request, whatever it raises."""
         if isinstance(event, Done | Failed):
             self._records.pop(record.name, None)
+        if record.ousted is not None and isinstance(event, Done) and event.finish == "cancelled":
+            event = Failed(record.name, record.ousted)
         try:
             record.sink(event)
         except BaseException:

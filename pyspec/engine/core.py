@@ -23,6 +23,7 @@ from pyspec.cuda.examine import EXAMINATION
 from pyspec.engine.grammars import Grammars
 from pyspec.engine.job import Job, Sink
 from pyspec.engine.load import Loaded, load
+from pyspec.engine.room import place_for
 from pyspec.engine.slot_actions import SlotActions
 from pyspec.engine.visit import Visit
 from pyspec.errors import DeviceError, PyspecError, QueueFull, Unavailable
@@ -92,7 +93,8 @@ class EngineCore:
         self._inbox: list[Job] = []
         self._visits: list[Visit] = []
         self._actions = SlotActions(self.loop, self.info)
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, Job] = {}  # in order of arrival
+        self._ousted: dict[str, QueueFull] = {}  # who lost a place to another client's request, until it hears of it
         self._due: list[tuple[Sink, Event]] = []
         self._is_urgent = False
         if self.loop.may_defer:
@@ -143,9 +145,8 @@ class EngineCore:
         with self._wake:
             if self._error is not None or self._closing:
                 raise Unavailable(f"the engine has stopped: {self._error or 'the engine was closed'}")
-            waiting = len(self._inbox) + len(self.loop.queue) + self.grammars.n_waiting
-            if waiting >= self.loop.queue.limit:
-                raise QueueFull(waiting)
+            if not self._is_remote:  # else the supervisor knows who waits
+                self._make_room(job)
             self._jobs[job.id] = job
             if request.grammar is not None:
                 self.grammars.begin(job, request.grammar, self._constrained)
@@ -153,6 +154,14 @@ class EngineCore:
             self._inbox.append(job)
             self._wake.notify()
         return job.id
+
+    def _make_room(self, job: Job) -> None:
+        """A place to wait for a job, which may be another's. Raises QueueFull."""
+        waiting = [other for other in list(self._jobs.values()) if other.waits]
+        other = place_for(job, waiting, self.loop.queue.limit)
+        if other is not None:
+            self._ousted[other.id] = QueueFull(len(waiting))
+            self.loop.cancel(other)
 
     def _constrained(self, job: Job) -> None:
         """A job has its grammar, or the reason why it has none."""
@@ -201,6 +210,9 @@ class EngineCore:
         def deliver(event: Event) -> None:
             if isinstance(event, Done | Failed):
                 self._jobs.pop(event.request, None)
+                error = self._ousted.pop(event.request, None)
+                if error is not None and isinstance(event, Done) and event.finish == "cancelled":
+                    event = Failed(event.request, error)
             self._is_urgent = self._is_urgent or not isinstance(event, Delta)
             self._due.append((sink, event))
             if self._is_remote and isinstance(event, Started):  # before the round that may end the process

@@ -85,6 +85,11 @@ class Job:
         return self.request.group
 
     @property
+    def waits(self) -> bool:
+        """For a slot, and it had none before."""
+        return self.slot is None and not self.n_suspended and not self.cancelled
+
+    @property
     def cost(self) -> int:
         """Tokens that have to be read before its first one, as far as it is known before it is seated."""
         return len(self.prefill)

@@ -221,11 +221,11 @@ class Loop:
                 self.refuse(flight)
                 flight.name_tokens(self.ended)
             self.mask(flight)
-        told = self.ask_masked(flight)
+        masked = self.ask_masked(flight)
         with self.worker.lock.released():
             flight.launched.wait()
-        if told is not None:
-            tell_masked(*told)
+        if masked is not None:
+            tell_masked(*masked)
         fault = self.worker.faults.take()
         if flight.is_watched:
             self.speculator.take_faults()
@@ -343,7 +343,7 @@ class Loop:
         return not self.jobs and not len(self.queue) and not self.visits
 
     def submit(self, job: Job) -> None:
-        """Queue a job; raises QueueFull."""
+        """Queue a job."""
         self.queue.push(job)
 
     def cancel(self, job: Job) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from pyspec.errors import QueueFull
 from pyspec.slots.table import SlotTable
 
 
@@ -40,7 +39,6 @@ class Waiting(Protocol):
 
 W = TypeVar("W", bound=Waiting)
 
-SHORT = 512  # a prompt of so many tokens is short: it finds room where longer ones do not any more
 CUT_MIN = 64  # a prompt is cut for a checkpoint from this length on
 CUT_TAIL = 4  # at least so many tokens stand after the cut
 CUT_GAP = 64  # a checkpoint is worth its forward if it saves so many tokens
@@ -59,8 +57,7 @@ class Queue(Generic[W]):
     how much they ask, so that a short one does not wait for many long ones, and a long one not for ever (fair queueing by virtual
     finish times, Demers, Keshav and Shenker 1989). Requests that were asked together come one after the other.
 
-    Who is pinned to a slot waits for that beside the queue. Of `limit` places a client never gets the last quarter (a program that
-    names no clients gets all), and short prompts have half as many more.
+    Who is pinned to a slot waits for that beside the queue. limit: places, which is for whoever lets requests in (room.py).
     """
 
     def __init__(self, limit: int) -> None:
@@ -78,25 +75,12 @@ class Queue(Generic[W]):
         return len(self._places)
 
     def push(self, item: W) -> None:
-        """Line up; raises QueueFull."""
-        self._check_room(item)
+        """Line up."""
         self._add(item, self._tag(item))
 
     def put_back(self, item: W) -> None:
         """Line up again, before all others of its client: it was seated, and made room."""
         self._add(item, -1.0)
-
-    def _check_room(self, item: W) -> None:
-        if item.wanted_slot >= 0:
-            n = sum(p.item.wanted_slot == item.wanted_slot for p in self._places)
-            if n >= self.limit:
-                raise QueueFull(n)
-            return
-        room = self.limit + (self.limit // 2 if item.cost <= SHORT else 0)
-        free = [p.item for p in self._places if p.item.wanted_slot < 0]
-        own = sum(other.client == item.client for other in free)
-        if len(free) >= room or (item.client and own >= max(1, room - room // 4)):
-            raise QueueFull(len(free))
 
     def _tag(self, item: W) -> float:
         here = {p.item.client for p in self._places}

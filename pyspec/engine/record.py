@@ -9,6 +9,7 @@ from itertools import zip_longest
 
 from pyspec.engine.job import at_least
 from pyspec.engine.wire import Submit
+from pyspec.errors import QueueFull
 from pyspec.request import Delta, Done, Event, Failed, Progress, PromptLogprobs, Request, Started, Timings
 from pyspec.text.stream import TextStream
 from pyspec.text.tokenizer import Tokenizer
@@ -58,6 +59,7 @@ class Record:
     def __init__(self, name: str, request: Request, seed: int, sink: Sink) -> None:
         self.name, self.request, self.seed, self.sink = name, request, seed, sink
         self.cancelled = self.in_slot = self.has_begun = False
+        self.ousted: QueueFull | None = None  # it lost its place to another client's
         self.tokens: list[int] = []
         self.n_text = 0  # characters delivered
         self.crashes: list[Crash] = []
@@ -69,6 +71,19 @@ class Record:
         self._life = Life()
         self._n_before = 0  # tokens of those lives
         self._lost_ms = 0.0  # of generating, in those lives
+
+    @property
+    def client(self) -> str:
+        return self.request.client
+
+    @property
+    def wanted_slot(self) -> int:
+        return self.request.slot
+
+    @property
+    def cost(self) -> int:
+        """Tokens that have to be read before its first one."""
+        return len(self.request.prompt) + len(self.request.resumed)
 
     # -- what is sent --------------------------------------------------------------------------------------------
 

@@ -65,14 +65,12 @@ def _run(loop: Loop, tokenizer: Tokenizer, n_busy: int, n_draft: int, n_overhang
     params = SamplingParams(temperature=0.0, ignore_eos=True)
     n_vocab, n_tokens = loop.target.n_vocab, (n_draft + 1) * N_ROUND + 1
     loop.controller.force = n_draft
-    limit, loop.queue.limit = loop.queue.limit, n_busy
     for i in range(n_busy):
         prompt = tuple(torch.randint(n_vocab, (N_PROMPT,), generator=gen).tolist())
         request = Request(prompt=prompt, params=params, max_tokens=n_tokens, cache_prompt=False)
         sampler, n_rows = SlotSampler(params, n_vocab, (), prompt), N_PROMPT + n_tokens + n_overhang
         stream = TextStream(tokenizer, ())
         loop.submit(Job(f"warm-up {i}", request, _ignore, stream, sampler, frozenset(), n_rows, n_rows))
-    loop.queue.limit = limit
     for _ in range(N_ROUND + 1):
         loop.step()
     _clear(loop)

@@ -149,6 +149,10 @@ class Inbox:
         return batch
 
 
+def _lost_its_place(event: Event) -> bool:
+    return isinstance(event, Failed) and isinstance(event.error, QueueFull)
+
+
 class Submission:
     """The engine requests behind one HTTP request. `close` cancels those that still run; call it exactly at the end.
 
@@ -165,6 +169,7 @@ class Submission:
         self._todo: deque[tuple[int, Request]] = deque()
         self._ids: dict[int, str] = {}
         self._open: set[int] = set()
+        self._waiting: dict[int, Request] = {}  # those of them that no slot has begun
 
     @property
     def overflow(self) -> asyncio.Event:
@@ -193,7 +198,7 @@ class Submission:
                     return
                 raise
             self._open.add(i)
-            self._todo.popleft()
+            self._waiting[i] = self._todo.popleft()[1]
 
     def _hear(self, choice: int, times: RequestTimes, event: Event) -> None:
         times.see(event)
@@ -206,9 +211,13 @@ class Submission:
             for choice, event in await self._inbox.take(silence_s):
                 if choice not in self._open:  # it was aborted here before the engine's own last word
                     continue
-                batch.append((choice, event))
+                waiting = self._waiting.pop(choice, None)
                 if isinstance(event, Done | Failed):
                     self._open.discard(choice)
+                if waiting is not None and _lost_its_place(event) and self._open:
+                    self._todo.append((choice, waiting))  # as if there had been no room for it yet
+                else:
+                    batch.append((choice, event))
             try:
                 self._feed()
             except PyspecError as error:

@@ -117,10 +117,11 @@ class Service:
     def admitted(self, client: str = "") -> Iterator[None]:
         """Count a request whose body is here, so that a flood is refused before it is parsed.
 
-        The engine bounds its own queue; this bounds what waits to be tokenised for it. The last quarter a client never gets.
+        The engine bounds its own queue; this bounds what waits to be tokenised for it. A client gets no more than three times what is left: alone
+        three quarters, and however many fill the rest, there is a place for one who comes new (dynamic thresholds, Choudhury and Hahne 1998).
         """
         limit = 8 * self.engine.info.n_slot + 32
-        if self.n_inside >= limit or (client and self._inside[client] >= limit - limit // 4):
+        if self.n_inside >= limit or (client and self._inside[client] >= 3 * (limit - self.n_inside)):
             raise QueueFull(self.n_inside)
         self.n_inside += 1
         self._inside[client] += 1

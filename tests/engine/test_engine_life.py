@@ -9,11 +9,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from engine_rig import FIXTURES, GREEDY
 
+from pyspec.config import EngineSettings
 from pyspec.engine.api import Engine
 from pyspec.errors import (
     ConfigError,
@@ -372,3 +374,36 @@ def test_memory_of_a_closed_engine_goes_away() -> None:
     del engine
     gc.collect()
     assert state() is None
+
+
+def test_long_prompts_of_one_client_end_no_engine() -> None:
+    """They once were let in by one rule and refused by another, on the engine's own thread."""
+    with start(queue=4, np=1, ctx=1024) as engine:
+        ears = []
+        with pytest.raises(QueueFull):
+            for _ in range(40):
+                ears.append(Ear())
+                engine.submit(Request(prompt=(1,) * 600, params=GREEDY, max_tokens=1, client="a"), ears[-1])
+        wait_for(lambda: all(ear.over for ear in ears[:-1]))
+        assert len(ears) > 4 and all(isinstance(ear.last, Done) for ear in ears[:-1]) and engine.alive()
+
+
+@pytest.mark.parametrize("isolated", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_clients_that_fill_the_queue_leave_a_newcomer_a_place(isolated: bool) -> None:
+    settings = EngineSettings(np=1, ctx=4096, warm_up=False, spec_type="none", queue=8)
+    with Engine.from_settings(PATH, settings, isolated=isolated) as engine:
+        seated = Ear()
+        name = engine.submit(replace(LONG, max_tokens=4000, client="busy"), seated)
+        wait_for(lambda: seated.last is not None)
+        bad, good = [Ear() for _ in range(12)], Ear()
+        for i, ear in enumerate(bad):  # short ones have half as many places more
+            engine.submit(replace(SHORT, client=f"bad {i % 4}"), ear)
+        with pytest.raises(QueueFull):
+            engine.submit(replace(SHORT, client="bad 0"), Ear())
+        engine.submit(replace(SHORT, client="good"), good)
+        wait_for(lambda: bad[11].over)
+        assert isinstance(bad[11].last, Failed) and isinstance(bad[11].last.error, QueueFull)
+        assert not any(ear.over for ear in bad[:11])
+        engine.cancel(name)
+        wait_for(lambda: good.over and all(ear.over for ear in bad))
+        assert isinstance(good.last, Done) and all(isinstance(ear.last, Done) for ear in bad[:11])

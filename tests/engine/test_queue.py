@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pyspec.engine.queue import CUT_GAP, CUT_MIN, CUT_TAIL, Queue, cut_of, cuts_of
+from pyspec.engine.room import place_for
 from pyspec.engine.round import share_rows
 from pyspec.errors import QueueFull
 from pyspec.slots.table import SlotTable
@@ -24,14 +26,11 @@ class Item:
     cost: int = 600
 
 
-def test_first_come_first_served_until_it_is_full() -> None:
+def test_first_come_first_served() -> None:
     queue: Queue[Item] = Queue(2)
     a, b = Item(), Item()
     queue.push(a)
     queue.push(b)
-    with pytest.raises(QueueFull, match="2 requests are waiting") as e:
-        queue.push(Item())
-    assert (e.value.status, e.value.retry_after_s) == (429, 1)
     table = SlotTable(2, 4, 16)
     assert queue.next(table) is a and queue.next(table) is b and queue.next(table) is None
     queue.push(Item())
@@ -185,24 +184,64 @@ def test_a_body_of_many_prompts_goes_behind_another_of_one() -> None:
     assert "one" in [item.group for item in seated(queue, 3)]
 
 
-def test_no_client_fills_the_queue_and_short_ones_find_room_longer() -> None:
-    queue: Queue[Item] = Queue(8)
-    for _ in range(6):
-        queue.push(Item(client="a", cost=5000))
+def fill(waiting: list[Item], item: Item, limit: int) -> Item | None:
+    """Let one in; who made room is gone."""
+    gone = place_for(item, waiting, limit)
+    if gone is not None:
+        waiting[:] = [other for other in waiting if other is not gone]
+    waiting.append(item)
+    return gone
+
+
+def test_a_client_alone_has_all_places_and_short_ones_find_room_longer() -> None:
+    waiting: list[Item] = []
+    for _ in range(8):
+        assert fill(waiting, Item(client="a", cost=5000), 8) is None
+    with pytest.raises(QueueFull, match="8 requests are waiting") as e:
+        place_for(Item(client="a", cost=5000), waiting, 8)
+    assert (e.value.status, e.value.retry_after_s) == (429, 1)
+    for _ in range(4):
+        assert fill(waiting, Item(client="a", cost=10), 8) is None
     with pytest.raises(QueueFull):
-        queue.push(Item(client="a", cost=5000))
-    queue.push(Item(client="b", cost=5000))
-    queue.push(Item(client="c", cost=5000))
+        place_for(Item(client="a", cost=10), waiting, 8)
+
+
+def test_who_has_most_gives_up_its_newest_to_one_who_has_fewer() -> None:
+    waiting: list[Item] = []
+    for client in "aaaaabbb":
+        fill(waiting, Item(client=client), 8)
+    newest = [w for w in waiting if w.client == "a"][-1]
+    assert fill(waiting, Item(client="c"), 8) is newest
+    assert sorted(w.client for w in waiting) == [*"aaaabbbc"]
     with pytest.raises(QueueFull):
-        queue.push(Item(client="d", cost=5000))
-    queue.push(Item(client="d", cost=10))
+        place_for(Item(client="b"), waiting, 8)  # 4 and 4 would only turn who has more
+
+
+@pytest.mark.parametrize("n_hostile", [1, 2, 4, 7])
+def test_however_many_addresses_keep_the_queue_full_a_newcomer_has_a_share(n_hostile: int) -> None:
+    """All ask again at once, whenever they are refused or lose a place."""
+    limit, waiting, refused = 16, [], 0
+    for i in range(400):
+        clients = [f"bad {(i + j) % n_hostile}" for j in range(n_hostile)]
+        for client in [*clients, "good"] if i % 20 == 10 else clients:
+            try:
+                fill(waiting, Item(client=client), limit)
+            except QueueFull:
+                refused += client == "good"
+        assert len(waiting) <= limit
+    share = limit // (n_hostile + 1)
+    count = Counter(w.client for w in waiting)
+    assert count["good"] >= share and refused == 20 - count["good"]
+    assert max(count.values()) <= share + 2
 
 
 def test_who_waits_for_a_slot_takes_no_place_of_others() -> None:
-    queue: Queue[Item] = Queue(4)
+    waiting: list[Item] = []
     for _ in range(4):
-        queue.push(Item(wanted_slot=0, client="a"))
+        fill(waiting, Item(wanted_slot=0, client="a"), 4)
     with pytest.raises(QueueFull):
-        queue.push(Item(wanted_slot=0, client="b"))
-    for _ in range(3):
-        queue.push(Item(client="a"))
+        place_for(Item(wanted_slot=1, client="a"), waiting, 4)
+    for _ in range(4):
+        assert fill(waiting, Item(client="a"), 4) is None
+    gone = fill(waiting, Item(wanted_slot=1, client="b"), 4)
+    assert gone is not None and gone.wanted_slot == 0

@@ -258,7 +258,7 @@ def test_a_full_queue_refuses_and_what_had_begun_is_not_in_it_again(plants: Plan
     with start(plants, np=2, queue=3) as (engine, supervisor):
         running = [Ear(engine, (i,), 600) for i in (1, 2)]
         wait_for(lambda: all(ear.tokens for ear in running))
-        waiting = [Ear(engine, (i,), 20) for i in (3, 4, 5)]
+        waiting = [Ear(engine, (i,), 20) for i in (3, 4, 5, 6)]
         with pytest.raises(QueueFull):
             Ear(engine)
         DISASTERS["killed"](plants, supervisor)

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import httpx
@@ -250,6 +250,17 @@ def test_one_client_s_requests_never_take_all_places(engine: FakeEngine) -> None
             for _ in range(1000):
                 held.enter_context(service.admitted("hungry"))
         assert service.n_inside >= 8
+        held.enter_context(service.admitted("patient"))
+    assert service.n_inside == 0 and not service._inside
+
+
+@pytest.mark.parametrize("n_hostile", [1, 2, 4, 8])
+def test_however_many_clients_take_all_they_get_one_more_is_let_in(engine: FakeEngine, n_hostile: int) -> None:
+    service = create_app(engine, ServerSettings()).state.service
+    with ExitStack() as held:
+        for i in range(1000):
+            with suppress(QueueFull):
+                held.enter_context(service.admitted(f"hungry {i % n_hostile}"))
         held.enter_context(service.admitted("patient"))
     assert service.n_inside == 0 and not service._inside
 

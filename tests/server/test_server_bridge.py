@@ -7,9 +7,9 @@ import threading
 
 import pytest
 
-from pyspec.errors import Unavailable
-from pyspec.request import Delta
-from pyspec.server.bridge import EVENT_COST, Inbox
+from pyspec.errors import QueueFull, Unavailable
+from pyspec.request import Delta, Done, Event, Failed, Request, Started, Timings
+from pyspec.server.bridge import EVENT_COST, Inbox, Submission
 
 
 def delta(text: str = "") -> Delta:
@@ -65,3 +65,34 @@ def test_an_engine_that_outlives_the_loop_is_not_disturbed() -> None:
 
     inbox = asyncio.run(make())
     inbox.put(0, delta("late"))
+
+
+class Crowded:
+    """An engine that gives the second request's place to somebody else, once or always, and ends the others."""
+
+    def __init__(self, *, is_relentless: bool) -> None:
+        self.info, self.n, self.is_relentless = type("Info", (), {"n_slot": 4}), 0, is_relentless
+
+    def submit(self, request: Request, sink: object) -> str:
+        self.n += 1
+        name = str(self.n)
+        lost = request.prompt == (2,) and (self.is_relentless or self.n == 2)
+        done = Done(name, "stop", 1, 1, Timings(), "")
+        events: list[Event] = [Failed(name, QueueFull(9))] if lost else [Started(name, 0, 1, 0), done]
+        for event in events:
+            sink(event)  # type: ignore[operator]
+        return name
+
+    def cancel(self, name: str) -> None: ...
+
+
+@pytest.mark.parametrize("is_relentless", [False, True])
+def test_one_choice_that_loses_its_place_waits_again_while_others_have_theirs(is_relentless: bool) -> None:
+    async def read() -> tuple[set[int], list[Event]]:
+        submission = Submission(Crowded(is_relentless=is_relentless), 1 << 20)  # type: ignore[arg-type]
+        submission.submit([Request(prompt=(i,)) for i in (1, 2, 3)])
+        events = [pair async for batch in submission.batches(5.0) for pair in batch]
+        return {i for i, event in events if isinstance(event, Done)}, [e for _, e in events if isinstance(e, Failed)]
+
+    done, failed = asyncio.run(read())
+    assert done == ({0, 2} if is_relentless else {0, 1, 2}) and len(failed) == is_relentless
