@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Stands in for the executable llama-server in llama.cpp's own server tests: the same flags, answered by `pyspec server`.
 
-Files that those tests fetch are not here, so every model is the one that PYSPEC_PEER_MODEL names. Their `--ctx-size` is shared by all slots, ours
+Files that those tests fetch are not here, so every model is the one that PYSPEC_PEER_MODEL names, or PYSPEC_PEER_SECOND in place of their stories15M. Their `--ctx-size` is shared by all slots, ours
 is each request's. Everything else goes through as it is: what pyspec refuses, it refuses.
 """
 
@@ -23,6 +23,8 @@ def translated(args: list[str], model: str) -> list[str]:
         flag = args[i]
         value = args[i + 1] if i + 1 < len(args) else ""
         if flag in MODELS:
+            if flag != "--model-draft" and "stories15M" in value:
+                out[1] = os.environ.get("PYSPEC_PEER_SECOND", model)
             i += 2
             continue
         if flag == "--no-jinja":  # the suite's default; here templates are Jinja always
