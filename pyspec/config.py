@@ -27,6 +27,7 @@ MAX_ROWS = 65536  # of a forward
 MAX_MIB = 1 << 24
 MAX_RANKS = 64
 MAX_THREADS = 1024  # torch takes more and dies of it
+RATES = r"(|[0-9.]{1,20}(,[0-9.]{1,20}){0,63})"
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,8 @@ class EngineSettings:
     ngram_match: Annotated[int, "--spec-ngram-simple-size-n", Whole(1, 32)] = 3
     synth_len: Annotated[float, "--spec-synth-len", Real(1, 65, also=(0,))] = 0.0
     # > 0: make acceptance up, mean tokens a round
+    synth_rates: Annotated[str, "--spec-synth-rates", Text(RATES, "shares as 0.9,0.7,...")] = ""
+    # the same by position: how often so many drafts and more are kept
     device: Annotated[str, "-dev", Text(r"auto|cpu|cuda(:[0-9]{1,3})?", "auto, cpu, cuda, cuda:1 ...")] = "auto"
     tp: Annotated[int, "--tp", Whole(0, MAX_RANKS, "0: every GPU")] = 1
     # processes that share the model, each with a GPU of its own where there are any
@@ -93,6 +96,8 @@ class EngineSettings:
 
     def __post_init__(self) -> None:
         check(self, ConfigError)
+        if self.synth_len and self.synth_rates:
+            raise ConfigError("--spec-synth-len and --spec-synth-rates: give one of them")
         if 0 < self.batch < self.ubatch:
             raise ConfigError(f"-b is {self.batch}; want -ub ({self.ubatch}) to {MAX_ROWS}, or 0")
         if not self.kv_pool and self.np * self.ctx > MAX_POOL:

@@ -40,7 +40,7 @@ def main() -> int:
         print("| tokens a round | streams | plain, tok/s | speculative | of plain | rounds with 0, 1, 2 ... drafts |")
         print("| --- | --- | --- | --- | --- | --- |", flush=True)
         for mean_len in a.lens:
-            engine.loop.lookahead.synth = SynthAcceptance(mean_len, engine.info.n_draft_max)
+            engine.loop.lookahead.synth = SynthAcceptance.of_length(mean_len, engine.info.n_draft_max)
             for n in a.streams:
                 engine.loop.controller.forget_acceptance()
                 plan = Plan(

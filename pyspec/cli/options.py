@@ -197,6 +197,13 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     _draft("--spec-fixed", "n_draft_fixed", is_flag=True, help="Always draft that many, whatever it costs."),
     _draft("--spec-ngram-simple-size-n", "ngram_match", default=3, help="Tokens an n-gram must match."),
     _draft("--spec-synth-len", "synth_len", default=0.0, help="Make acceptance up: mean tokens a round."),
+    _draft(
+        "--spec-synth-rates",
+        "synth_rates",
+        default="",
+        metavar="P0,P1,...",
+        help="Make acceptance up: how often 1 draft and more are kept, 2 and more, ...",
+    ),
 ]  # fmt: skip
 
 SETTINGS = (
@@ -219,6 +226,7 @@ SETTINGS = (
     "n_draft_fixed",
     "ngram_match",
     "synth_len",
+    "synth_rates",
     "warm_up",
     "plain_loop",
     "kernels",

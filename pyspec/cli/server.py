@@ -251,6 +251,6 @@ def banner(info: EngineInfo, urls: list[str]) -> list[str]:
     ]
     if info.synthetic_len:
         lines.insert(
-            3, f"WARNING  acceptance is made up (--spec-synth-len {info.synthetic_len:g}): text is not the model's"
+            3, f"WARNING  acceptance is made up ({info.synthetic_len:g} tokens a round): text is not the model's"
         )
     return lines

@@ -42,7 +42,7 @@ from pyspec.errors import BadTemplate
 from pyspec.models.target import Target
 from pyspec.models.weights import Weights, cuts_of
 from pyspec.request import EngineInfo
-from pyspec.sample.synth import SynthAcceptance
+from pyspec.sample.synth import SynthAcceptance, read_rates
 from pyspec.slots.arena import Arena, bucket_of
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.memory import Memory, allocate
@@ -143,7 +143,7 @@ def _loop(d: Description, target: Target, memory: Memory, table: SlotTable, draf
         PrefixCache(table, memory, states, on=s.prefix_cache, every=s.checkpoint_every),
         RowLimits(decoding=s.ubatch, prompts=d.batch),
         s.queue_limit,
-        synth=SynthAcceptance(s.synth_len, n_draft, max(s.seed, 0)) if s.synth_len and n_draft else None,
+        synth=synth_of(s, n_draft),
         plain=s.plain_loop,
     )
 
@@ -202,7 +202,7 @@ def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
         draft_path=str(d.settings.draft_path or ""),
         n_draft_max=d.draft.n_draft,
         draft_note=d.draft.note,
-        synthetic_len=d.settings.synth_len,
+        synthetic_len=d.settings.synth_len or _mean_made_up(d.settings.synth_rates),
         chat_template="" if d.template is None else d.template.source,
         bos_token=piece(tokenizer.bos_id),
         eos_token=piece(tokenizer.eos_id),
@@ -210,3 +210,17 @@ def info_of(d: Description, plan: MemoryPlan) -> EngineInfo:
         n_overhang=d.n_overhang,
         memory=plan.by_purpose,
     )
+
+
+def synth_of(settings: EngineSettings, n_draft: int) -> SynthAcceptance | None:
+    """Acceptance that is made up, where that is asked for and somebody drafts."""
+    seed = max(settings.seed, 0)
+    if not n_draft or not (settings.synth_len or settings.synth_rates):
+        return None
+    if settings.synth_rates:
+        return SynthAcceptance.of_rates(settings.synth_rates, n_draft, seed)
+    return SynthAcceptance.of_length(settings.synth_len, n_draft, seed)
+
+
+def _mean_made_up(rates: str) -> float:
+    return 1.0 + sum(read_rates(rates)) if rates else 0.0

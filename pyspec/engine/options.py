@@ -45,6 +45,7 @@ class LoadOptions(TypedDict, total=False):
     draft_head: str
     ngram_match: int
     synth_len: float
+    synth_rates: str
     device: str
     tp: int
     kv_type: str

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from pyspec.errors import ConfigError
@@ -11,38 +13,63 @@ _RUN, _MAX_RUNS = 1024, 256
 
 
 class SynthAcceptance:
-    """Accepts each drafted token with one constant probability, given that those before it were accepted.
+    """Accepts each drafted token with a probability of its place, given that those before it were accepted.
 
-    As llama.cpp's --spec-synth-len: `p` solves p + p**2 + .. + p**n_draft_max = mean_len - 1, a drafted end-of-generation
-    token is never accepted, and after the accepted drafts the target's own choice for that row is emitted. Coins depend
-    on (seed, request, position) only.
+    As llama.cpp's --spec-synth-len (one probability for all: `p` solves p + p**2 + .. + p**n_draft_max = mean_len - 1) and --spec-synth-rates (of
+    each place, how often it and all before it are accepted). A drafted end-of-generation token is never accepted, and after the accepted drafts the
+    target's own choice for that row is emitted. Coins depend on (seed, request, position) only.
     """
 
-    def __init__(self, mean_len: float, n_draft_max: int, seed: int = 0) -> None:
+    def __init__(self, chances: Sequence[float], seed: int = 0) -> None:
+        self.chances, self.seed = tuple(chances), seed
+        self._coins: dict[tuple[int, int], list[float]] = {}  # by request and run of positions
+
+    @classmethod
+    def of_length(cls, mean_len: float, n_draft_max: int, seed: int = 0) -> SynthAcceptance:
+        """One chance for all places."""
         if not 1.0 <= mean_len <= n_draft_max + 1:
             raise ConfigError(f"--spec-synth-len {mean_len:g} is outside 1..{n_draft_max + 1} (n_draft_max + 1)")
-        self.mean_len = mean_len
-        self.seed = seed
-        self.p = _solve(mean_len - 1.0, n_draft_max)
-        self._coins: dict[tuple[int, int], list[bool]] = {}  # by request and run of positions
+        return cls([_solve(mean_len - 1.0, n_draft_max)] * n_draft_max, seed)
+
+    @classmethod
+    def of_rates(cls, text: str, n_draft_max: int, seed: int = 0) -> SynthAcceptance:
+        """rates: P0,P1,... for each place."""
+        rates = read_rates(text)
+        if len(rates) < n_draft_max:
+            raise ConfigError(f"--spec-synth-rates has {len(rates)} values; {n_draft_max} tokens are drafted at most")
+        before = [1.0, *rates]
+        return cls(
+            [rate / all_before if all_before else 0.0 for rate, all_before in zip(rates, before, strict=False)], seed
+        )
 
     def n_accepted(self, request: int, position: int, n_draft: int) -> int:
         """How many of `n_draft` drafts are kept. `position` is that of the first; `request` tells requests apart."""
         for n in range(n_draft):
             run, at = divmod(position + n, _RUN)
-            if not self._run(request, run)[at]:
+            if self._run(request, run)[at] >= self.chances[n]:
                 return n
         return n_draft
 
-    def _run(self, request: int, run: int) -> list[bool]:
+    def _run(self, request: int, run: int) -> list[float]:
         """Coins of many positions at once: thrown one by one they would take longer than what is measured with them."""
         found = self._coins.get((request, run))
         if found is None:
             if len(self._coins) >= _MAX_RUNS:
                 self._coins.clear()
-            coins = uniform(self.seed ^ request, np.arange(run * _RUN, (run + 1) * _RUN), COIN) < self.p
+            coins = uniform(self.seed ^ request, np.arange(run * _RUN, (run + 1) * _RUN), COIN)
             found = self._coins[request, run] = coins.tolist()
         return found
+
+
+def read_rates(text: str) -> list[float]:
+    """P0,P1,...: shares, none larger than the one before. Raises ConfigError."""
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError:
+        raise ConfigError(f"--spec-synth-rates {text!r} holds what is no number") from None
+    if any(not 0.0 <= rate <= before for rate, before in zip(rates, [1.0, *rates], strict=False)):
+        raise ConfigError(f"--spec-synth-rates {text!r}: want shares from 0 to 1, none larger than the one before")
+    return rates
 
 
 def _solve(accepted: float, n: int) -> float:

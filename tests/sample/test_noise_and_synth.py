@@ -35,8 +35,8 @@ def test_noise_is_even_along_positions_and_along_seeds():
 
 @pytest.mark.parametrize(("mean_len", "n"), [(1.0, 4), (2.5, 4), (3.7, 7), (5.0, 4)])
 def test_synthetic_acceptance_has_the_mean_length_asked_for(mean_len, n):
-    synth = SynthAcceptance(mean_len, n, seed=3)
-    assert sum(synth.p**i for i in range(1, n + 1)) == pytest.approx(mean_len - 1, abs=1e-9)
+    synth = SynthAcceptance.of_length(mean_len, n, seed=3)
+    assert sum(synth.chances[0] ** i for i in range(1, n + 1)) == pytest.approx(mean_len - 1, abs=1e-9)
     rounds = [synth.n_accepted(1, 10 * i, n) for i in range(4000)]
     assert 1 + sum(rounds) / len(rounds) == pytest.approx(mean_len, abs=0.12)
 
@@ -44,7 +44,24 @@ def test_synthetic_acceptance_has_the_mean_length_asked_for(mean_len, n):
 def test_a_mean_length_out_of_reach_is_refused():
     for mean_len in 0.5, 5.5:
         with pytest.raises(ConfigError, match=r"outside 1\.\.5"):
-            SynthAcceptance(mean_len, 4)
+            SynthAcceptance.of_length(mean_len, 4)
+
+
+def test_synthetic_acceptance_has_the_rates_asked_for():
+    synth = SynthAcceptance.of_rates("0.9,0.6,0.6,0", 4, seed=3)
+    rounds = [synth.n_accepted(1, 10 * i, 4) for i in range(4000)]
+    for n, rate in enumerate((0.9, 0.6, 0.6, 0.0), 1):
+        assert sum(r >= n for r in rounds) / len(rounds) == pytest.approx(rate, abs=0.03)
+    assert max(SynthAcceptance.of_rates("1,1,1", 3).n_accepted(1, i, 3) for i in range(9)) == 3
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [("0.5,0.6", "none larger"), ("1.5", "none larger"), ("0.5,,1", "no number"), ("0.5", "has 1 values; 2")],
+)
+def test_rates_that_can_not_be_are_refused(text, why):
+    with pytest.raises(ConfigError, match=why):
+        SynthAcceptance.of_rates(text, 2)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -52,7 +69,7 @@ def test_synthetic_acceptance_ignores_the_target_until_its_own_token(temperature
     logits = torch.zeros(4, 12)
     logits[:, 7] = 50.0
     who = SlotSampler(SamplingParams(temperature=temperature), 12, (3,), [1])
-    always, never = SynthAcceptance(4.0, 3), SynthAcceptance(1.0, 3)
+    always, never = SynthAcceptance.of_length(4.0, 3), SynthAcceptance.of_length(1.0, 3)
     assert choose(logits, [Span(who, 0, 4, [1, 2, 4])], always)[0].tokens == [1, 2, 4, 7]
     assert choose(logits, [Span(who, 0, 4, [7, 7, 7])], never)[0].tokens == [7]
     assert choose(logits, [Span(who, 0, 4, [1, 3, 4])], always)[0].tokens == [1, 7], "a drafted end token is refused"
@@ -62,6 +79,6 @@ def test_synthetic_acceptance_ignores_the_target_until_its_own_token(temperature
 def test_synthetic_acceptance_repeats():
     def coins(prompt):
         who = SlotSampler(SamplingParams(), 12, (), prompt)
-        return [SynthAcceptance(2.5, 5).n_accepted(who.fingerprint, i, 5) for i in range(30)]
+        return [SynthAcceptance.of_length(2.5, 5).n_accepted(who.fingerprint, i, 5) for i in range(30)]
 
     assert coins([1, 2]) == coins([1, 2]) != coins([2, 1])
