@@ -31,7 +31,9 @@ from pyspec.sample.synth import SynthAcceptance
 
 
 N_TIMED = 40  # rounds of each kind
-Took = tuple[int, float, int, int, float]  # what `Controller.timed` is told: rows, ms, slots that drafted, passes, ms of drafting
+Took = tuple[
+    int, float, int, int, float
+]  # what `Controller.timed` is told: rows, ms, slots that drafted, passes, ms of drafting
 
 
 @contextmanager
@@ -56,7 +58,7 @@ def print_costs(engine: Engine, streams: list[int], n_prompt: int) -> None:
     controller = engine.loop.controller
     engine.loop.lookahead.synth = SynthAcceptance.of_length(1.0, engine.info.n_draft_max)
     lengths = range(engine.info.n_draft_max + 1) if controller.chained else (0, 1, 2, 4, 7, engine.info.n_draft_max)
-    prompts = make_prompts(engine, max(streams), n_prompt, random=True)
+    prompts = make_prompts(engine, max(streams), n_prompt, True)
     how = Turn(mode="spec", turn=0, n_predict=N_TIMED, ignore_eos=True)
     print("| streams | drafts of each | rows | round, ms: middle, least | of it drafting | rounds |")
     print("| --- | --- | --- | --- | --- | --- |", flush=True)
@@ -103,7 +105,9 @@ def main() -> int:
         a.model, a.draft, np=n_slot, ctx=a.ctx, n_draft_max=a.n_draft, device=a.device, synth_len=1.0
     ) as engine:
         loaded = time.monotonic() - began
-        print(f"{engine.info.model_name}, {engine.info.device}, {n_slot} slots, loaded in {loaded:.0f} s: {engine.info.draft_note}")
+        print(
+            f"{engine.info.model_name}, {engine.info.device}, {n_slot} slots, loaded in {loaded:.0f} s: {engine.info.draft_note}"
+        )
         plan = Plan(turns=a.turns, n_prompt=a.n_prompt, n_predict=a.n_gen, random_prompts=True, ignore_eos=True)
         print("| tokens a round | streams | plain, tok/s | speculative | of plain | rounds with 0, 1, 2 ... drafts |")
         print("| --- | --- | --- | --- | --- | --- |", flush=True)
