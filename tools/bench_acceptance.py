@@ -53,6 +53,20 @@ def told(engine: Engine) -> Iterator[list[Took]]:
         del controller.timed
 
 
+def print_trace(engine: Engine, found: list[Took], n: int) -> None:
+    """Rounds of n streams in order, as runs of the same number of rows, and what the controller thinks that sizes take."""
+    runs: list[tuple[int, list[float]]] = []
+    for rows, ms, _, _, draft in found:
+        if not runs or runs[-1][0] != rows:
+            runs.append((rows, []))
+        runs[-1][1].append(ms + draft)
+    print("rows x rounds (ms):", " ".join(f"{rows}x{len(ms)}({median(ms):.1f})" for rows, ms in runs[-300:]))
+    c = engine.loop.controller
+    known = {size: f"{min(ms):.2f} ({len(ms)})" for size, ms in sorted(c.verify_ms.samples.items())}
+    drafts = {size: f"{min(ms):.2f}" for size, ms in sorted(c.draft_ms.samples.items())}
+    print("verify", known, "draft", drafts, f"lost {c.lost_ms:.1f} of {c.ms:.0f} ms;", c.lanes[0].reason, flush=True)
+
+
 def print_costs(engine: Engine, streams: list[int], n_prompt: int) -> None:
     """Rounds of each length of drafts for all slots."""
     controller = engine.loop.controller
@@ -96,6 +110,7 @@ def main() -> int:
     parser.add_argument("--n-draft", type=int, default=0, help="most drafted tokens; 0: the drafter's")
     parser.add_argument("--slots", type=int, default=0, help="slots of the engine; 0: as many as streams")
     parser.add_argument("--costs", action="store_true", help="also what rounds take by drafts and streams")
+    parser.add_argument("--trace", action="store_true", help="also the rounds that drafted, in order, and what is thought of costs")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--least", type=float, default=0.98)
     a = parser.parse_args()
@@ -115,11 +130,14 @@ def main() -> int:
             engine.loop.lookahead.synth = SynthAcceptance.of_length(mean_len, engine.info.n_draft_max)
             for n in a.streams:
                 engine.loop.controller.forget_acceptance()
-                row = bench(engine, replace(plan, streams=(n,))).rows[0]
+                with told(engine) as found:
+                    row = bench(engine, replace(plan, streams=(n,))).rows[0]
                 lost += row.ratio < a.least
                 of_plain = f"{row.ratio:.3f} ({row.ratio_low:.3f} to {row.ratio_high:.3f})"
                 rounds = " ".join(f"{share:.0%}" for share in row.n_draft)
                 print(f"| {mean_len:g} | {n} | {row.plain:.1f} | {row.spec:.1f} | {of_plain} | {rounds} |", flush=True)
+                if a.trace:
+                    print_trace(engine, found, n)
         if a.costs:
             print_costs(engine, a.streams, a.n_prompt)
         print(f"{time.monotonic() - began:.0f} s in all")
