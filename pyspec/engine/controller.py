@@ -36,7 +36,8 @@ PLAIN_EVERY = 384  # rounds after which the cost of an undrafted round is measur
 PLAIN_SOON = 16  # the same where timings do not agree, twice as many each time
 RETHINK = 16  # rounds for which a choice of no drafts stands if nothing but the measured times could change it
 MOST_GRAMMARS = 64  # whose acceptance is known
-OFFERED = -1
+OFFERED = -1  # for a place in a draft
+DEAR_LIVE = 0.02  # of a round: where a draft for all slots takes so much more than for one, it is weighed who drafts
 NO_OFFERS: Mapping[int, Sequence[float]] = {}
 
 
@@ -63,8 +64,45 @@ class _Rows(NamedTuple):
     gain: Floats
 
     def up_to(self, depth: int) -> _Rows:
-        near = self.place < depth
-        return _Rows(self.slot[near], self.place[near], self.gain[near])
+        return self._only(self.place < depth)
+
+    def of_best(self, n: int, busy: int) -> _Rows:
+        """Of the n slots that gain most alone, of those that need a drafter."""
+        is_asked = self.place != OFFERED
+        gains = np.bincount(self.slot[is_asked], self.gain[is_asked], minlength=busy)
+        is_best = np.zeros(busy, bool)
+        is_best[(-gains).argsort(kind="stable")[:n]] = True
+        return self._only(is_best[self.slot] | ~is_asked)
+
+    def _only(self, mask: NDArray[np.bool_]) -> _Rows:
+        return self if mask.all() else _Rows(self.slot[mask], self.place[mask], self.gain[mask])
+
+    def best(self, busy: int, verify: Floats, draft: Floats) -> tuple[_Way, float]:
+        """How many of them give most tokens a millisecond; and the most if drafting took nothing. verify: by rows beyond the plain
+        ones, from one on; draft: by slots that draft, from none on."""
+        if not len(self.slot):
+            return _NO_WAY, 0.0
+        tokens, ms = busy + self.gain.cumsum(), verify[: len(self.slot)]
+        rate = tokens / (ms + draft[(self.place == 0).cumsum()])
+        n = int(rate.argmax())
+        way = _Way(float(rate[n]), float(tokens[n]), int(self.place[: n + 1].max()) + 1, self.slot[: n + 1])
+        return way, float((tokens / ms).max())
+
+
+class _Way(NamedTuple):
+    """What could be drafted: expected tokens a millisecond and tokens, passes, and whose rows."""
+
+    rate: float
+    tokens: float
+    depth: int
+    slot: NDArray[np.int64]
+
+
+_NO_WAY = _Way(0.0, 0.0, 0, np.zeros(0, np.int64))
+
+
+def _rate_of(way: _Way) -> float:
+    return way.rate
 
 
 @dataclass
@@ -241,13 +279,13 @@ class Controller:
         if self.verify_ms.n(busy) < N_SAMPLE or self.since_plain >= PLAIN_SOON:
             plain = min(plain, float(verify.min()))  # fewer rows do not take longer: that was noise
         plain = busy / plain
-        n, tokens, rate, taken, most = self._best_way(rows, busy, verify)
-        self.hinges = rate <= plain * MARGIN < most
-        if rate <= plain * MARGIN:
+        best, most = self._best_way(rows, busy, verify)
+        self.hinges = best.rate <= plain * MARGIN < most
+        if best.rate <= plain * MARGIN:
             return [0] * busy, f"plain: no draft promises more than {1e3 * plain:.0f} tok/s"
-        self._worth_ms = None if self.verify_ms.knows(busy + n) else tokens / plain
-        best = np.bincount(taken, minlength=busy).tolist()
-        return best, f"expects {1e3 * rate:.0f} tok/s, plain {1e3 * plain:.0f}"
+        self._worth_ms = None if self.verify_ms.knows(busy + len(best.slot)) else best.tokens / plain
+        picked = np.bincount(best.slot, minlength=busy).tolist()
+        return picked, f"expects {1e3 * best.rate:.0f} tok/s, plain {1e3 * plain:.0f}"
 
     def _rows(self, caps: Sequence[tuple[int, int]]) -> _Rows:
         """What may be drafted, likeliest first; of equal chances, slots in order."""
@@ -265,23 +303,22 @@ class Controller:
             place = np.where(needs_drafter[slot], place, OFFERED)
         return _Rows(slot, place, gain[order])
 
-    def _best_way(self, rows: _Rows, busy: int, verify: Floats) -> tuple[int, float, float, NDArray[np.int64], float]:
-        """(rows, expected tokens, tokens a millisecond, each row's slot) of the best choice, and what the best would be if drafting took
-        nothing. A deeper draft takes one pass more, whoever asks for it: so each depth is weighed by itself."""
+    def _best_way(self, rows: _Rows, busy: int, verify: Floats) -> tuple[_Way, float]:
+        """The best choice, and what the best would be if drafting took nothing, in tokens a millisecond.
+
+        A deeper draft takes one pass more, whoever asks for it, and a drafter takes longer for more slots: so each depth is weighed by
+        itself, and whether the likeliest slots alone should draft.
+        """
         draft = np.append(0.0, self.draft_ms.of_all(1, busy))
-        best, most = (0, 0.0, 0.0, rows.slot), 0.0
+        best, most = _NO_WAY, 0.0
         for depth in range(1, self.n_max + 1) if self.chained else (self.n_max,):
-            slot, place, gain = rows.up_to(depth) if depth < self.n_max else rows
-            if not len(slot):
-                continue
-            tokens = busy + gain.cumsum()
-            passes = depth if self.chained else 1
-            rate = tokens / (verify[: len(slot)] + draft[(place == 0).cumsum()] * passes)
-            n = int(rate.argmax())
-            if rate[n] > best[2]:
-                best = n + 1, float(tokens[n]), float(rate[n]), slot[: n + 1]
-            most = max(most, float((tokens / verify[: len(slot)]).max()))
-        return *best, most
+            way, free = rows.up_to(depth).best(busy, verify, draft * (depth if self.chained else 1))
+            best, most = max(best, way, key=_rate_of), max(most, free)
+        if draft[-1] - draft[1] > DEAR_LIVE * verify[0]:
+            near, ms = rows.up_to(best.depth or self.n_max), draft * (best.depth if self.chained else 1)
+            for n_live in [1 << i for i in range(busy.bit_length()) if 1 << i < busy]:
+                best = max(best, near.of_best(n_live, busy).best(busy, verify, ms)[0], key=_rate_of)
+        return best, most
 
     def record(self, slot: int, n_draft: int, n_accepted: int) -> None:
         """The verdict on one slot's draft."""
