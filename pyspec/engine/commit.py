@@ -200,8 +200,7 @@ class Committer:
         self.stats.finished(job, end.finish)
         if end.error is not None:
             job.sink(Failed(job.id, end.error))
-            level = logging.DEBUG if isinstance(end.error, Unavailable) else logging.ERROR  # a close is no failure
-            log.log(level, "request %s failed in slot %d: %s", job.id, slot.index, end.error)
+            log.log(_level(end.error), "request %s failed in slot %d: %s", job.id, slot.index, end.error)
             return
         job.done(end.finish, end.stop)  # type: ignore[arg-type]
         t = job.timings()
@@ -255,3 +254,10 @@ class Committer:
             if slot.busy:
                 slot.left = ()
                 self.worker.table.release(slot, trusted=False)
+
+
+def _level(error: PyspecError) -> int:
+    """How loudly a request's failure is logged: a close is none, and what its own sender did is nobody's to mend here."""
+    if isinstance(error, Unavailable):
+        return logging.DEBUG
+    return logging.WARNING if error.status < 500 else logging.ERROR
