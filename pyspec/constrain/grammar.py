@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
-from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from pyspec.constrain.gbnf import lark_of
 from pyspec.errors import RequestError
 from pyspec.ranges import printable
 from pyspec.request import Grammar
@@ -83,7 +83,7 @@ def _json_schema(source: str) -> dict[str, Any]:
 
 
 def _gbnf(source: str) -> dict[str, Any]:
-    return _lark(gbnf_to_lark(_ESCAPED.sub(_unescaped, source)))
+    return _lark(lark_of(_ESCAPED.sub(_unescaped, source)))
 
 
 def _regex(source: str) -> dict[str, Any]:

@@ -27,6 +27,10 @@ EOG = {4088, 4090}
         ("gbnf", 'root ::= "yes" | "no"', "yes", "maybe"),
         ("gbnf", 'root ::= item+\nitem ::= "- " [^\\n]+ "\\n"', "- one\n- two\n", "one\n"),
         ("gbnf", 'root ::= "caf\\u00e9" [\\x41-C]?', "caféB", "cafe"),
+        ("gbnf", 'root ::= ("ab"{2}){2} ([0-9]+)?', "abababab77", "ababab"),
+        ("gbnf", 'root ::= (("a"+)* "b")?', "aaab", "aaa"),
+        ("gbnf", 'root ::= ("x"){0,0} "y"', "y", "xy"),
+        ("gbnf", 'root ::= "a" . "b"', "a\nb", "ab"),
         ("lark", 'start: "a" b\nb: "b" | b "b"', "abbb", "b"),
     ],
 )
