@@ -17,6 +17,7 @@ from pyspec.constrain.gbnf import lark_of
 from pyspec.errors import RequestError
 from pyspec.ranges import printable
 from pyspec.request import Grammar
+from pyspec.text.schemas import closed
 
 SOURCE_BYTES = 256 << 10
 SAID_CHARS = 300  # of what the compiler says
@@ -78,7 +79,7 @@ def _json_schema(source: str) -> dict[str, Any]:
             "a JSON Schema is an object or true" if schema is not False else "nothing fits the schema false"
         )
     options: Any = {"whitespace_pattern": SPACE, "lenient": False, "coerce_one_of": False}
-    body: dict[str, Any] = json.loads(LLMatcher.grammar_from_json_schema(schema, overrides=options))
+    body: dict[str, Any] = json.loads(LLMatcher.grammar_from_json_schema(closed(schema), overrides=options))
     return body
 
 

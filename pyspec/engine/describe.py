@@ -177,7 +177,9 @@ def pick_device(wanted: str) -> torch.device:
         device = torch.device(wanted)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as e:
-        raise DeviceError(f"device '{wanted}' can not be used: {str(e).splitlines()[0]}; {_other_devices(wanted)}") from e
+        raise DeviceError(
+            f"device '{wanted}' can not be used: {str(e).splitlines()[0]}; {_other_devices(wanted)}"
+        ) from e
     return device
 
 

@@ -18,6 +18,7 @@ EOG = {4088, 4090}
     [
         ("json_schema", PERSON, '{"name": "Ann", "age": 7}', '{"age": 7}'),
         ("json_schema", PERSON, '{\n    "name": "Ann",\n    "age": 7\n}', '{"name": "Ann", "age": "7"}'),
+        ("json_schema", '{"properties": {"a": {}}}', '{"a": {"b": 1}}', '{"a": 1, "b": 1}'),
         ("json_schema", "{}", "[1, 2, null]", "[1, 2,, null]"),
         ("json_schema", "true", '"text"', "text"),
         ("json_schema", '{"type": "object"}', '{"a": {}}', "[]"),

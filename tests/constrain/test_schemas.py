@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -49,6 +50,26 @@ def test_what_the_masks_of_a_schema_let_through_is_held_by_it(seed: int) -> None
     rng = random.Random(seed)
     wanted = whole(rng)
     text = walk(json.dumps(wanted), rng)
+    if text is not None:
+        jsonschema.Draft202012Validator(wanted).validate(json.loads(text))
+
+
+def unsaid(value: Any) -> Any:
+    """A schema whose objects do not say that they have no other properties than those they list."""
+    if isinstance(value, list):
+        return [unsaid(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    skipped = {"additionalProperties"} if "properties" in value else set()
+    return {name: unsaid(each) for name, each in value.items() if name not in skipped}
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 1 << 32))
+def test_objects_have_the_properties_that_they_list_and_no_others(seed: int) -> None:
+    rng = random.Random(seed)
+    wanted = whole(rng)
+    text = walk(json.dumps(unsaid(wanted)), rng)
     if text is not None:
         jsonschema.Draft202012Validator(wanted).validate(json.loads(text))
 
