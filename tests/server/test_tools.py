@@ -191,6 +191,7 @@ def test_an_answer_is_held_to_a_schema_or_calls_tools(
         ('{"a": 3}', bool(says)),
         (call, calls),
         ('{"a": "x"}', False),
+        ('{"a": 3, "b": 1}', False),
         ("text", False),
         ('{"a": 3}' + call, False),
     ):

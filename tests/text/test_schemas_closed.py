@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from pyspec.text.markup.call_grammar import Lark
+from pyspec.text.markup.dialect import dialect
 from pyspec.text.schemas import closed
 
 A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -92,3 +94,13 @@ def test_a_schema_that_holds_itself_is_closed_once() -> None:
         "required": ["next"],
     }
     assert closed(tree) == tree | {"additionalProperties": False}
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "deepseek_v3", "kimi_k2"])
+def test_calls_written_as_json_have_the_arguments_of_their_tool_and_no_others(name: str) -> None:
+    speaks, lark = dialect(name), Lark()
+    for source in (
+        lark.calls(speaks.rules(lark, {"f": A}, is_single=True)),
+        speaks.in_place({"f": A}, is_single=True)[0],
+    ):
+        assert json.dumps(CLOSED)[1:-1] in source
