@@ -2,12 +2,15 @@
 
 The standard says it may have more, and a model that is held to no more than the standard invents some. llama-server, vLLM and OpenAI's
 strict schemas do as here. An object stays open where it says so (`additionalProperties` and the like), and where closing it could leave no text, or let
-through what the schema forbids: what else it is combined with, and what is asked to fail.
+through what the schema forbids: what else it is combined with, and what is asked to fail. Of `oneOf` that becomes `anyOf` where no text of one
+fits another. A `format` that is not known says nothing, as in the standard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 NOTES = frozenset(
@@ -46,7 +49,12 @@ JOINED = frozenset(
     ]
 )
 """Words that lay more than one schema on the same object."""
+FORMATS = frozenset(
+    ["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"]
+)
+"""Those that llguidance holds texts to; it refuses others."""
 MOST_NODES = 100_000
+MOST_CHOICES = 100  # of a oneOf that are compared with each other
 
 
 def closed(schema: Any) -> Any:
@@ -54,9 +62,9 @@ def closed(schema: Any) -> Any:
     walk = _Walk(schema)
     try:
         walk.look(schema, True)
+        return walk.written(schema)
     except _Unclear:
         return schema
-    return walk.written(schema)
 
 
 class _Unclear(Exception):
@@ -100,7 +108,10 @@ class _Walk:
         found += [(each, may and own <= {"anyOf", "type"}) for each in _list(node.get("anyOf"))]
         joined = _list(node.get("allOf"))
         found += [(each, may and own == {"allOf"} and len(joined) == 1) for each in joined]
-        found += [(each, False) for each in _list(node.get("oneOf"))]
+        alone_in = (
+            may and own <= {"oneOf", "type", "discriminator"} and self._are_exclusive(node.get("oneOf"), lambda _: True)
+        )
+        found += [(each, alone_in) for each in _list(node.get("oneOf"))]
         for name in ("patternProperties", "dependentSchemas", "dependencies"):
             found += [(each, False) for each in _values(node.get(name))]
         for name in (
@@ -130,6 +141,27 @@ class _Walk:
                 raise _Unclear
         return at
 
+    def _are_exclusive(self, choices: Any, closes: Callable[[Any], bool]) -> bool:
+        """Whether no text of one fits another: a property they all need tells them apart, or closed they lack what others need."""
+        forms = [self._form(each, closes) for each in _list(choices)[: MOST_CHOICES + 1]]
+        if len(forms) > MOST_CHOICES:
+            return False
+        return all(a is not None and b is not None and a.excludes(b) for a, b in combinations(forms, 2))
+
+    def _form(self, node: Any, closes: Callable[[Any], bool]) -> _Form | None:
+        for _ in range(8):  # a reference may lead to another
+            if isinstance(node, Mapping) and node.keys() - NOTES == {"$ref"}:
+                node = self._target(node["$ref"])
+        if not isinstance(node, Mapping) or node.get("type") != "object" or not _lists_all(node):
+            return None
+        listed = node["properties"]
+        return _Form(
+            set(listed),
+            set(node.get("required", [])),
+            {n: _constants(each) for n, each in listed.items()},
+            closes(node),
+        )
+
     def written(self, node: Any) -> Any:
         """A copy, in which what may be closed is."""
         if isinstance(node, list):
@@ -137,9 +169,45 @@ class _Walk:
         if not isinstance(node, Mapping):
             return node
         copy = {name: self.written(each) for name, each in node.items()}
+        if id(node) not in self._may:
+            return copy
+        if isinstance(form := node.get("format"), str) and form not in FORMATS:
+            del copy["format"]
+        choices = _list(node.get("oneOf"))
+        if "anyOf" not in node and any(self._may.get(id(each)) for each in choices):
+            if not self._are_exclusive(choices, lambda each: bool(self._may.get(id(each)))):
+                raise _Unclear
+            copy["anyOf"] = copy.pop("oneOf")
         if self._may.get(id(node)) and _lists_all(node):
             copy["additionalProperties"] = False
         return copy
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """An object of a oneOf: its properties, those it needs, and the texts that they may be if those are listed."""
+
+    listed: set[str]
+    needed: set[str]
+    values: dict[str, set[str] | None]
+    is_closed: bool
+
+    def excludes(self, other: _Form) -> bool:
+        for name in self.needed & other.needed:
+            mine, others = self.values.get(name), other.values.get(name)
+            if mine is not None and others is not None and not mine & others:
+                return True
+        return (
+            self.is_closed and other.is_closed and bool(other.needed - self.listed) and bool(self.needed - other.listed)
+        )
+
+
+def _constants(node: Any) -> set[str] | None:
+    """The texts that a schema allows by name; None if it is not that simple."""
+    if not isinstance(node, Mapping):
+        return None
+    listed = [node["const"]] if "const" in node else node.get("enum")
+    return set(listed) if isinstance(listed, list) and all(isinstance(each, str) for each in listed) else None
 
 
 def _lists_all(node: Mapping[str, Any]) -> bool:

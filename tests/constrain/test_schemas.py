@@ -74,6 +74,25 @@ def test_objects_have_the_properties_that_they_list_and_no_others(seed: int) -> 
         jsonschema.Draft202012Validator(wanted).validate(json.loads(text))
 
 
+def test_a_text_fits_one_of_the_schemas_of_a_oneof_and_no_other() -> None:
+    n_taken = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        parts = [unsaid(whole(rng)) for _ in range(rng.randint(2, 3))]
+        for i, part in enumerate(parts):
+            part.pop("$defs", None)
+            part["properties"].pop("part", None)
+            if rng.random() < 0.5:
+                part["properties"]["kind"] = {"const": f"k{rng.randint(0, 3) if rng.random() < 0.2 else i}"}
+            part["required"] = [name for name in part["properties"] if rng.random() < 0.8]
+        wanted = {"oneOf": parts}
+        text = walk(json.dumps(wanted), rng)
+        if text is not None:
+            n_taken += 1
+            jsonschema.Draft202012Validator(wanted).validate(json.loads(text))
+    assert n_taken >= 10
+
+
 def test_few_schemas_of_that_kind_are_refused() -> None:
     refused = 0
     for seed in range(100):

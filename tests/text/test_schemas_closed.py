@@ -15,6 +15,14 @@ A: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}
 CLOSED = A | {"additionalProperties": False}
 
 
+def kind(name: str, also: str = "a") -> dict[str, Any]:
+    """An object that is told from others by its kind."""
+    return {"type": "object", "properties": {"kind": {"const": name}, also: {}}, "required": ["kind"]}
+
+
+SHUT = {"additionalProperties": False}
+
+
 @pytest.mark.parametrize(
     ("schema", "expected"),
     [
@@ -27,6 +35,18 @@ CLOSED = A | {"additionalProperties": False}
         ({"allOf": [A], "title": "one"}, {"allOf": [CLOSED], "title": "one"}),
         ({"additionalProperties": A}, {"additionalProperties": CLOSED}),
         ({"$ref": "#/$defs/a", "$defs": {"a": A}}, {"$ref": "#/$defs/a", "$defs": {"a": CLOSED}}),
+        ({"oneOf": [kind("x"), kind("y")]}, {"anyOf": [kind("x") | SHUT, kind("y") | SHUT]}),
+        (
+            {"oneOf": [A | {"required": ["a"]}, {"type": "object", "properties": {"b": {}}, "required": ["b"]}]},
+            {
+                "anyOf": [
+                    CLOSED | {"required": ["a"]},
+                    {"type": "object", "properties": {"b": {}}, "required": ["b"]} | SHUT,
+                ]
+            },
+        ),
+        ({"type": "string", "format": "binary"}, {"type": "string"}),
+        ({"enum": [{"format": "binary"}], "format": "uuid"}, {"enum": [{"format": "binary"}], "format": "uuid"}),
         ({"properties": {"properties": A}}, {"properties": {"properties": CLOSED}, "additionalProperties": False}),
     ],
 )
@@ -55,7 +75,10 @@ def test_what_lists_its_properties_is_closed(schema: Any, expected: Any) -> None
         A | {"minProperties": 2},
         A | {"anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
         {"allOf": [A, {"properties": {"b": {}}}]},
-        {"oneOf": [A, {"properties": {"b": {}}}]},
+        {"oneOf": [A, {"type": "object", "properties": {"b": {}}}]},
+        {"oneOf": [A | {"required": ["a"]}, {"type": "object", "properties": {"b": {}}}]},
+        {"oneOf": [A | {"required": ["a"]}, {"properties": {"b": {}}, "required": ["b"]}]},
+        {"properties": {"c": {}}, "required": ["d"], "oneOf": [kind("x"), kind("y")]},
         {"not": A},
         {"if": A, "then": {"properties": {"b": {}}}},
         {"contains": A},
@@ -104,3 +127,10 @@ def test_calls_written_as_json_have_the_arguments_of_their_tool_and_no_others(na
         speaks.in_place({"f": A}, is_single=True)[0],
     ):
         assert json.dumps(CLOSED)[1:-1] in source
+
+
+def test_a_oneof_whose_parts_are_needed_open_elsewhere_is_left_to_others() -> None:
+    more = {"allOf": [{"$ref": "#/$defs/a"}, {"properties": {"z": {}}}]}
+    parts = {"a": A | {"required": ["a"]}, "b": {"type": "object", "properties": {"b": {}}, "required": ["b"]}}
+    schema = {"properties": {"x": {"oneOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/b"}]}, "y": more}, "$defs": parts}
+    assert closed(schema) == schema
