@@ -113,3 +113,26 @@ def test_a_stream_is_that_of_completion(engine: FakeEngine) -> None:
     engine.tokenizer = Marked()
     events = App(create_app(engine, ServerSettings())).events("/infill", BODY | {"n_predict": 12})
     assert "".join(e["content"] for e in events) == "Hello, world" and events[-1]["stop"]
+
+
+def test_a_completion_with_a_suffix_fills_the_gap_before_it(engine: FakeEngine) -> None:
+    engine.tokenizer = Marked()
+    app = App(create_app(engine, ServerSettings()))
+    answer = app.post("/v1/completions", {"prompt": ["a(", "b("], "suffix": ")", "max_tokens": 4})
+    assert answer.status_code == 200 and len(answer.json()["choices"]) == 2
+    told = [Marked().decode(request.prompt) for request in engine.seen]
+    assert [prompt.partition("[PRE]")[2] for prompt in told] == ["a([SUF])[MID]", "b([SUF])[MID]"]
+    assert app.post("/v1/completions", {"prompt": "a", "suffix": ""}).status_code == 200
+    assert engine.seen[-1].prompt == (BOS, ord("a"))
+    for body in (
+        {"prompt": [5, 6], "suffix": ")"},
+        {"prompt": "a", "suffix": ")", "echo": True},
+        {"prompt": "a", "suffix": 5},
+    ):
+        refusal = app.post("/v1/completions", body)
+        assert refusal.status_code == 400 and refusal.json()["error"]["message"].startswith("suffix")
+    for path, body in (
+        ("/completion", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        assert app.post(path, body | {"suffix": ")"}).status_code == 400

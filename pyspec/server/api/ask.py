@@ -233,10 +233,27 @@ def _tokenise(body: Generate, engine: EngineLike, settings: ServerSettings) -> l
     if isinstance(body, ChatBody):
         return [chat_ids(engine, body, settings)]
     if isinstance(body, InfillBody):
-        n_answer = _max_tokens(body, settings)
-        return [infill_ids(engine.tokenizer, body, engine.info.n_ctx, n_answer, suffix_first=settings.spm_infill)]
+        return [_gap_ids(body, body, engine, settings)]
     assert isinstance(body, NativeBody | TextBody)
-    return [prompt_ids(engine.tokenizer, prompt) for prompt in split_prompts(body.prompt, settings.limits)]
+    prompts = split_prompts(body.prompt, settings.limits)
+    if isinstance(body, TextBody) and body.suffix:
+        return _before_suffix(body, prompts, engine, settings)
+    return [prompt_ids(engine.tokenizer, prompt) for prompt in prompts]
+
+
+def _gap_ids(gap: InfillBody, body: Generate, engine: EngineLike, settings: ServerSettings) -> list[int]:
+    n_answer = _max_tokens(body, settings)
+    return infill_ids(engine.tokenizer, gap, engine.info.n_ctx, n_answer, suffix_first=settings.spm_infill)
+
+
+def _before_suffix(body: TextBody, prompts: list[Any], engine: EngineLike, settings: ServerSettings) -> list[list[int]]:
+    """Of `/v1/completions` with a suffix: each prompt stands before a gap, and that behind it."""
+    if body.echo:
+        raise RequestError("suffix: with echo there is no place for it")
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise RequestError("suffix: the prompt is text, then, or a list of texts")
+    gaps = [validate(InfillBody, {"input_prefix": prompt, "input_suffix": body.suffix}) for prompt in prompts]
+    return [_gap_ids(gap, body, engine, settings) for gap in gaps]
 
 
 def _texts(

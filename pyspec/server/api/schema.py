@@ -278,9 +278,10 @@ class InfillBody(NativeBody):
 
 
 class TextBody(Generate):
-    """`/v1/completions`."""
+    """`/v1/completions`. With a `suffix` the prompt is what stands before a gap, as in `/infill`."""
 
     prompt: Prompt
+    suffix: str | None = None
     logprobs: Count | None = None
     echo: bool | None = None
 

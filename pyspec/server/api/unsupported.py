@@ -37,7 +37,6 @@ NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "modalities": _is([], ["text"]),
     "web_search_options": lambda value: False,
     "mcp_servers": _empty,
-    "suffix": _empty,
     "n_indent": _not_positive,
     "bad_words": _empty,
     "stop_token_ids": _empty,
@@ -54,12 +53,12 @@ WHY: dict[str, str] = {
     "audio": "audio is out of scope: pyspec reads and writes text",
     "web_search_options": "built-in tools are out of scope; a client's own are given in `tools`",
     "mcp_servers": "MCP is out of scope: a client asks its servers itself, and gives their tools in `tools`",
-    "suffix": "/infill fills the gap before a suffix",
 }
 """Of those that people look for: what to do instead."""
 
 ELSEWHERE: dict[str, tuple[tuple[str, ...], Callable[[Any], bool]]] = {
     "echo": (("text",), _empty),
+    "suffix": (("text",), _empty),
     "prompt_logprobs": (("text", "chat"), _not_positive),
 }
 """Fields that some paths alone know, and the values that mean nothing on the others."""
