@@ -177,8 +177,18 @@ def pick_device(wanted: str) -> torch.device:
         device = torch.device(wanted)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as e:
-        raise DeviceError(f"device '{wanted}' can not be used: {str(e).splitlines()[0]}") from e
+        raise DeviceError(
+            f"device '{wanted}' can not be used: {str(e).splitlines()[0]}; {_other_devices(wanted)}"
+        ) from e
     return device
+
+
+def _other_devices(wanted: str) -> str:
+    """What to do where a device is not to be had."""
+    if wanted.startswith("cuda") and torch.version.cuda is None:
+        return "this torch was built without CUDA: pip install 'pyspec[cuda]', or -dev cpu"
+    n = torch.cuda.device_count()
+    return f"here are {', '.join(['cpu', *(f'cuda:{i}' for i in range(n))])} (--list-devices)"
 
 
 def n_device(first: torch.device) -> int:
