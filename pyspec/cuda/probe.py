@@ -20,6 +20,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import Future
 from functools import cache
 
 from pyspec.cuda import verdicts
@@ -31,19 +32,32 @@ LIMITS_S = {"start": 120.0, "binding": 300.0, "check": 60.0}  # how long the chi
 TAIL = 200  # characters of the child's last words
 
 
+promised: dict[str, Future[Verdict]] = {}
+"""What is being found out beside this (prepare.py), by `verdicts.name_of`."""
+
+
 def verdict(candidate: Candidate) -> str | None:
     """Why it must not be used for its spec: what is known of it on this machine, or else what a child finds."""
     key = verdicts.key_of(candidate)
+    if (promise := promised.get(verdicts.name_of(key))) is not None:
+        found = promise.result()
+        if found.lasting:
+            return found.refusal
+    return examined(candidate, key, prober()).refusal
+
+
+def examined(candidate: Candidate, key: verdicts.Key, by: Prober) -> Verdict:
+    """What is kept of it, or what a child of `by` finds, which is kept then."""
     kept = verdicts.load(key)
     if kept is not None:
-        return kept.refusal
+        return kept
     began = time.perf_counter()
-    found = prober().check(candidate.home, candidate.impl, candidate.spec)
+    found = by.check(candidate.home, candidate.impl, candidate.spec)
     took = time.perf_counter() - began
     log.info("checked %s %s in %.1f s: %s", candidate.op, candidate.impl, took, found.refusal or "right")
     if found.lasting:
         verdicts.save(key, found.refusal)
-    return found.refusal
+    return found
 
 
 def close() -> None:
@@ -69,6 +83,11 @@ class Prober:
         self.limits_s = limits_s
         self._child: _Child | None = None
         self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Have a child ready for what will be asked soon: it takes seconds to begin."""
+        with self._lock:
+            self._child = self._child or _Child()
 
     def check(self, home: str, impl: str, spec: object) -> Verdict:
         """Have `impl` of the op at `home` ("module:name") checked for `spec`."""

@@ -14,12 +14,13 @@ import torch
 
 from pyspec import draft, progress
 from pyspec.config import EngineSettings
-from pyspec.cuda import probe, temporary
+from pyspec.cuda import prepare, probe, temporary
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.device.lead import LeadingWorker
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import Drafter, DraftOptions, GraphedDrafter
+from pyspec.engine.asks import asks_of
 from pyspec.engine.controller import Controller
 from pyspec.engine.describe import (
     Description,
@@ -75,14 +76,30 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     with context.current():
         plan, n = plan_memory(d), 1 if d.is_cuda else d.settings.tp  # on GPUs each rank has one of its own
         check_fit(plan.together(n), d.device, n_slot=settings.np, n_ctx=d.n_ctx, packed=d.dense is None)
-        if d.settings.tp == 1:
-            return build(d, plan)
-        ranks = Ranks(d.settings.tp)
-        try:
-            return build(d, plan, ranks)
-        except BaseException:
-            ranks.close()
-            raise
+        with _prepared(d, plan):
+            if d.settings.tp == 1:
+                return build(d, plan)
+            ranks = Ranks(d.settings.tp)
+            try:
+                return build(d, plan, ranks)
+            except BaseException:
+                ranks.close()
+                raise
+
+
+@contextmanager
+def _prepared(d: Description, plan: MemoryPlan) -> Iterator[None]:
+    """Meanwhile, what the load will ask of ops is compiled and checked."""
+    preparation = None
+    try:
+        preparation = prepare.begin(asks_of(d), d.device, d.kv_dtype, plan.total) if d.is_cuda else None
+    except Exception:  # it saves time, no more
+        log.exception("kernels are not prepared ahead")
+    try:
+        yield
+    finally:
+        if preparation is not None:
+            preparation.close()
 
 
 def build(d: Description, plan: MemoryPlan, ranks: Ranks | None = None) -> Loaded:

@@ -1,0 +1,162 @@
+"""Compiling and checking ahead: what a load will ask of ops is found out on all cores, while it reads files and weights.
+
+Programs are compiled by threads of this process (NVRTC lets go of the GIL, and works on as many at once as it is asked for), into the cache that
+every process reads. Then children check what was compiled (probe.py); an op that is asked meanwhile waits for just its own answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pyspec.cuda import jit, probe, verdicts
+from pyspec.cuda.examine import EXAMINATION
+from pyspec.cuda.jit import Program, Target
+from pyspec.cuda.op import Impl, Op, device_of
+from pyspec.cuda.probe import Prober
+from pyspec.cuda.programs import programs
+from pyspec.cuda.verdicts import Candidate, Verdict
+from pyspec.errors import DeviceError
+
+log = logging.getLogger(__name__)
+
+Ask = tuple[Op[Any], Any]
+MOST_CHILDREN = 4
+CHILD_BYTES = 3 << 30  # of a GPU's memory that a child may take: context, libraries, what it compares
+
+
+def n_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def target_of(device: torch.device) -> Target:
+    about = torch.cuda.get_device_properties(device)
+    return Target(torch.cuda.get_device_capability(device), about.multi_processor_count)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """An implementation that will be asked for, and what it compiles."""
+
+    candidate: Candidate
+    programs: list[Program]
+
+
+def wanted_of(asks: Iterable[Ask], target: Target, kv: torch.dtype) -> list[Wanted]:
+    """Of each ask the implementation that limits leave, if a child has to check it."""
+    return [
+        Wanted(op.candidate(impl, spec), programs(op.name, impl.name, spec, target, kv))
+        for op, spec in asks
+        if (impl := _first(op, spec)) is not None and op.check is not None
+    ]
+
+
+def _first(op: Op[Any], spec: Any) -> Impl[Any] | None:
+    if device_of(spec).type != "cuda":
+        return None
+    return next((impl for impl in op.impls if op.out_of_question(impl, spec) is None), None)
+
+
+class Preparation:
+    """Under way until `close`. n_child: children that check at once."""
+
+    def __init__(self, wanted: Sequence[Wanted], n_thread: int, n_child: int) -> None:
+        self.began = time.perf_counter()
+        self._compilers = ThreadPoolExecutor(max(1, n_thread), "pyspec-compile")
+        self._checkers = ThreadPoolExecutor(max(1, n_child), "pyspec-checks")
+        self._compiling: dict[Program, Future[object]] = {}
+        self._probers: queue.SimpleQueue[Prober] = queue.SimpleQueue()
+        self._extra = [Prober(probe.LIMITS_S) for _ in range(n_child - 1)]
+        self._names: list[str] = []
+        keys = [verdicts.key_of(w.candidate) for w in wanted]
+        unknown = [verdicts.load(key) is None for key in keys]
+        for one in [probe.prober(), *self._extra]:
+            self._probers.put(one)
+        if any(unknown):
+            for one in [probe.prober(), *self._extra][: sum(unknown)]:
+                one.start()
+        for w in wanted:
+            for program in w.programs:
+                if program not in self._compiling:
+                    self._compiling[program] = self._compilers.submit(_compiled, program)
+        for w, key, is_new in zip(wanted, keys, unknown, strict=True):
+            if is_new:
+                name = verdicts.name_of(key)
+                self._names.append(name)
+                probe.promised[name] = self._checkers.submit(self._check, w, key)
+
+    def _check(self, w: Wanted, key: verdicts.Key) -> Verdict:
+        wait([self._compiling[program] for program in w.programs])
+        by = self._probers.get()
+        try:
+            return probe.examined(w.candidate, key, by)
+        except Exception as e:  # noqa: BLE001 - as it is asked again, who asks hears of it
+            return Verdict(f"could not be checked: {probe.sentence(e)}", lasting=False)
+        finally:
+            self._probers.put(by)
+
+    def close(self) -> None:
+        """Nothing is waited for that has not begun."""
+        for pool in (self._compilers, self._checkers):
+            pool.shutdown(wait=False, cancel_futures=True)
+        for one in self._extra:
+            one.close()
+        for name in self._names:
+            probe.promised.pop(name, None)
+        n = sum(f.done() for f in self._compiling.values())
+        log.info(
+            "kernels prepared ahead: %d of %d programs, %d checks, %.1f s",
+            n,
+            len(self._compiling),
+            len(self._names),
+            time.perf_counter() - self.began,
+        )
+
+
+def _compiled(program: Program) -> object:
+    """A failure is told by the check of what needs the program, in a child: a line, and the reason why that is refused."""
+    try:
+        return jit.compiled(program)
+    except DeviceError as e:
+        log.debug("%s", e)
+        return None
+
+
+def n_children(free: int, planned: int, cores: int) -> int:
+    """As many as cores and memory leave room for beside what is planned; one always, as without any preparation."""
+    return max(1, min(MOST_CHILDREN, cores // 4, (free - planned) // CHILD_BYTES))
+
+
+def begin(asks: Sequence[Ask], device: torch.device, kv: torch.dtype, planned: int) -> Preparation | None:
+    """Start, if kernels of ours run on `device`. planned: bytes of its memory that the load will take."""
+    if jit.missing(device) is not None or EXAMINATION.is_on:
+        return None
+    wanted = wanted_of(asks, target_of(device), kv)
+    cores, free = n_cores(), torch.cuda.mem_get_info(device)[0]
+    return Preparation(wanted, cores, n_children(free, planned, cores))
+
+
+def compile_all(
+    wanted: Sequence[Program], n_thread: int, tell: Callable[[Program, float, str], None]
+) -> list[tuple[Program, str]]:
+    """Compile into the cache; `tell(program, seconds, reason or "")` hears of each as it is done. Returns what does not compile, and why."""
+
+    def run(program: Program) -> tuple[Program, str]:
+        began, why = time.perf_counter(), ""
+        try:
+            jit.compiled(program)
+        except DeviceError as e:
+            why = str(e)
+        tell(program, time.perf_counter() - began, why)
+        return program, why
+
+    with ThreadPoolExecutor(max(1, n_thread), "pyspec-compile") as pool:
+        return [(program, why) for program, why in pool.map(run, wanted) if why]
