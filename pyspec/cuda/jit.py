@@ -176,7 +176,7 @@ def compiled(program: Program) -> Compiled:
     if mine:
         try:
             found.set_result(_compile(program, use_cache=True))
-        except BaseException as e:
+        except BaseException as e:  # noqa: BLE001 - whoever waits gets it
             with _keeping:
                 del _kept[program]  # who asks again tries again
             found.set_exception(e)

@@ -56,11 +56,13 @@ def identity(arch: str) -> str:
 def write(arch: str, nvrtc: str, cubins: Mapping[str, bytes], folder: Path = FOLDER) -> Path:
     """File cubins, by their names, as the archive for an architecture; whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as file:
-        with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as made:
-            for name, code in sorted(cubins.items()):
-                made.writestr(zipfile.ZipInfo(name), code, zipfile.ZIP_DEFLATED, 9)
-            made.comment = json.dumps({"nvrtc": nvrtc, "arch": arch}).encode()
+    with (
+        tempfile.NamedTemporaryFile(dir=folder, suffix=".tmp", delete=False) as file,
+        zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as made,
+    ):
+        for name, code in sorted(cubins.items()):
+            made.writestr(zipfile.ZipInfo(name), code, zipfile.ZIP_DEFLATED, 9)
+        made.comment = json.dumps({"nvrtc": nvrtc, "arch": arch}).encode()
     os.chmod(file.name, 0o644)
     path = folder / f"{arch}.zip"
     os.replace(file.name, path)

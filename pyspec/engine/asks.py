@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from pyspec.cuda.op import Op
 from pyspec.cuda.ops.ahead.op import ahead
 from pyspec.cuda.ops.ahead.ref import AheadSpec
