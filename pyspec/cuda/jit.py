@@ -162,7 +162,7 @@ def compile_cubin(
 
 
 _kept: dict[Program, Future[Compiled]] = {}
-_keeping = threading.Lock()
+_keeping, _importing = threading.Lock(), threading.Lock()
 
 
 def compiled(program: Program) -> Compiled:
@@ -186,8 +186,9 @@ def compiled(program: Program) -> Compiled:
 def _compile(program: Program, *, use_cache: bool) -> Compiled:
     if use_cache and (ready := shipped.find(*program, source(program.stem))) is not None:
         return Compiled(program.stem, program.arch, ready, {})
-    from cuda.core import Program as Source
-    from cuda.core.utils import FileStreamProgramCache
+    with _importing:  # of two threads that import it at once, one finds it half there
+        from cuda.core import Program as Source
+        from cuda.core.utils import FileStreamProgramCache
 
     stem, arch = program.stem, program.arch
     log = io.StringIO()
@@ -203,7 +204,8 @@ def _compile(program: Program, *, use_cache: bool) -> Compiled:
 
 
 def _options(program: Program) -> ProgramOptions:
-    from cuda.core import ProgramOptions
+    with _importing:
+        from cuda.core import ProgramOptions
 
     return ProgramOptions(
         arch=program.arch,

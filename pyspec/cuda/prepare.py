@@ -10,25 +10,29 @@ import logging
 import os
 import queue
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
 
 from pyspec.cuda import jit, probe, verdicts
 from pyspec.cuda.examine import EXAMINATION
-from pyspec.cuda.jit import Program, Target
+from pyspec.cuda.jit import Compiled, Program, Target
 from pyspec.cuda.op import Impl, Op, device_of
 from pyspec.cuda.probe import Prober
 from pyspec.cuda.programs import programs
 from pyspec.cuda.verdicts import Candidate, Verdict
-from pyspec.errors import DeviceError
+from pyspec.errors import ConfigError, DeviceError
+from pyspec.ranges import quoted
 
 log = logging.getLogger(__name__)
 
 Ask = tuple[Op[Any], Any]
+KNOWN = (8, 0), (12, 1)  # compute capabilities that there are kernels for, the first and the last
 MOST_CHILDREN = 4
 CHILD_BYTES = 3 << 30  # of a GPU's memory that a child may take: context, libraries, what it compares
 
@@ -70,6 +74,8 @@ class Preparation:
 
     def __init__(self, wanted: Sequence[Wanted], n_thread: int, n_child: int) -> None:
         self.began = time.perf_counter()
+        import cuda.core  # noqa: F401 - before threads import it, each a part of it
+
         self._compilers = ThreadPoolExecutor(max(1, n_thread), "pyspec-compile")
         self._checkers = ThreadPoolExecutor(max(1, n_child), "pyspec-checks")
         self._compiling: dict[Program, Future[object]] = {}
@@ -125,7 +131,7 @@ def _compiled(program: Program) -> object:
     """A failure is told by the check of what needs the program, in a child: a line, and the reason why that is refused."""
     try:
         return jit.compiled(program)
-    except DeviceError as e:
+    except Exception as e:  # noqa: BLE001 - of whatever kind: it is compiled again where it counts
         log.debug("%s", e)
         return None
 
@@ -144,19 +150,54 @@ def begin(asks: Sequence[Ask], device: torch.device, kv: torch.dtype, planned: i
     return Preparation(wanted, cores, n_children(free, planned, cores))
 
 
-def compile_all(
-    wanted: Sequence[Program], n_thread: int, tell: Callable[[Program, float, str], None]
-) -> list[tuple[Program, str]]:
-    """Compile into the cache; `tell(program, seconds, reason or "")` hears of each as it is done. Returns what does not compile, and why."""
+# -- for GPUs that need not be here -----------------------------------------------------------------------------------
 
-    def run(program: Program) -> tuple[Program, str]:
-        began, why = time.perf_counter(), ""
+
+def target_named(name: str) -> Target:
+    """What "sm_90", "sm_90a" or "9.0" means. ConfigError for no architecture that there are kernels for."""
+    digits = name.strip().lower().removeprefix("sm_").rstrip("af")
+    whole = digits.replace(".", "")
+    if not whole.isdigit() or len(whole) < 2:
+        raise ConfigError(f"{quoted(name)} is no architecture; name them as sm_80,sm_90,sm_120")
+    capability = int(whole[:-1]), int(whole[-1])
+    first, last = KNOWN
+    if not first <= capability <= last:
+        raise ConfigError(f"there are kernels for sm_{first[0]}{first[1]} to sm_{last[0]}{last[1]}, none for {name}")
+    return Target(capability)
+
+
+@contextmanager
+def as_if(target: Target) -> Iterator[None]:
+    """Limits are asked as if the GPU were of this kind. For a program that does nothing else meanwhile."""
+    was = torch.cuda.get_device_capability
+    torch.cuda.get_device_capability = lambda device=None: target.capability  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.cuda.get_device_capability = was
+
+
+def programs_of(asks: Iterable[Ask], target: Target, kv: torch.dtype = torch.float16) -> list[Program]:
+    """Everything that is compiled for these asks on such a GPU, each once."""
+    with as_if(target):
+        found = [program for w in wanted_of(asks, target, kv) for program in w.programs]
+    return list(dict.fromkeys(found))
+
+
+def compile_all(programs: Sequence[Program], tell: Callable[[int, str], None]) -> list[tuple[Program, Compiled | str]]:
+    """Compile on all cores, into the cache. Each program with its code, or the reason why it has none.
+
+    tell  hears how many are done, and which was the last of them
+    """
+    done = count(1)
+
+    def run(program: Program) -> Compiled | str:
         try:
-            jit.compiled(program)
+            return jit.compiled(program)
         except DeviceError as e:
-            why = str(e)
-        tell(program, time.perf_counter() - began, why)
-        return program, why
+            return str(e)
+        finally:
+            tell(next(done), f"{program.stem} for {program.arch}")
 
-    with ThreadPoolExecutor(max(1, n_thread), "pyspec-compile") as pool:
-        return [(program, why) for program, why in pool.map(run, wanted) if why]
+    with ThreadPoolExecutor(n_cores(), "pyspec-compile") as pool:
+        return list(zip(programs, pool.map(run, programs), strict=True))

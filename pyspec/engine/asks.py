@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from pyspec.config import EngineSettings
 from pyspec.cuda.op import Op
 from pyspec.cuda.ops.ahead.op import ahead
 from pyspec.cuda.ops.ahead.ref import AheadSpec
@@ -43,7 +45,8 @@ from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
 from pyspec.cuda.streamed import PROBE_ROWS
 from pyspec.draft.dflash_file import DFlashConfig
 from pyspec.draft.dflash_file import read_config as read_dflash
-from pyspec.engine.describe import Description
+from pyspec.engine.describe import Description, describe
+from pyspec.engine.memory_plan import AssumedGpu
 from pyspec.gguf import GGMLType, GGUFFile, TensorInfo
 from pyspec.models.decoder import DecoderConfig, Layer
 from pyspec.models.layers import SINKS, AttentionShape
@@ -68,6 +71,12 @@ def asks_of(d: Description) -> list[Ask]:
         found += _layer(d.own.mtp_layer, f"blk.{d.own.n_layer}", d.draft.file or d.file, d)
     found += [(best, BestSpec(d.device)), (ahead, AheadSpec(d.device))]
     return list({(op.name, spec): (op, spec) for op, spec in found}.values())
+
+
+def asks_of_file(path: Path, draft_path: Path | None, kv_type: str = "f16") -> list[Ask]:
+    """Those of a model as a server would load it on a GPU with memory enough; there need not be one. A drafter of the file's own is used."""
+    settings = EngineSettings(draft_path=draft_path, kv_type=kv_type)
+    return asks_of(describe(path, settings, AssumedGpu(free=1 << 50)))
 
 
 def _target(d: Description) -> list[Ask]:

@@ -67,14 +67,19 @@ class GGUFWriter:
         self._end += self._padded(n_bytes)
         return info
 
-    def write(self, fill: Fill) -> None:
-        """Write the file. `fill(info)` yields the tensor's bytes in pieces of any size; `info.offset` counts from the data section."""
+    def write(self, fill: Fill | None) -> None:
+        """Write the file. `fill(info)` yields the tensor's bytes in pieces of any size; `info.offset` counts from the data section.
+
+        None: zeros, which take no room where the file system has holes.
+        """
         part = self.path.with_name(self.path.name + ".part")
         try:
             with part.open("wb", buffering=1 << 20) as out:
                 header = self._header()
                 out.write(header + bytes(self._padded(len(header)) - len(header)))
-                for info in self.tensors.values():
+                if fill is None:
+                    out.truncate(out.tell() + self._end)
+                for info in self.tensors.values() if fill is not None else ():
                     n = 0
                     for piece in fill(info):
                         n += out.write(piece.data if isinstance(piece, np.ndarray) else piece)
