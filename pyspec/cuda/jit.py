@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import os
 import re
 import threading
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from pyspec import progress
 from pyspec.cuda import shipped
 from pyspec.cuda.context import DeviceContext, context_of
 from pyspec.cuda.examine import EXAMINATION
+from pyspec.cuda.probe_process import cache_root
 from pyspec.errors import DeviceError
 
 if TYPE_CHECKING:
@@ -218,8 +218,7 @@ def _options(program: Program) -> ProgramOptions:
 
 
 def cache_folder() -> Path:
-    root = os.environ.get("PYSPEC_CACHE") or Path.home() / ".cache" / "pyspec"
-    return Path(root) / "cubin"
+    return cache_root() / "cubin"
 
 
 def _first_error(text: str) -> str:

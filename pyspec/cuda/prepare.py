@@ -7,7 +7,6 @@ every process reads. Then children check what was compiled (probe.py); an op tha
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,6 +23,7 @@ from pyspec.cuda.examine import EXAMINATION
 from pyspec.cuda.jit import Compiled, Program, Target
 from pyspec.cuda.op import Impl, Op, device_of
 from pyspec.cuda.probe import Prober
+from pyspec.cuda.probe_process import MOST, n_cores
 from pyspec.cuda.programs import programs
 from pyspec.cuda.verdicts import Candidate, Verdict
 from pyspec.errors import ConfigError, DeviceError
@@ -33,12 +33,7 @@ log = logging.getLogger(__name__)
 
 Ask = tuple[Op[Any], Any]
 KNOWN = (8, 0), (12, 1)  # compute capabilities that there are kernels for, the first and the last
-MOST_CHILDREN = 4
 CHILD_BYTES = 3 << 30  # of a GPU's memory that a child may take: context, libraries, what it compares
-
-
-def n_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def target_of(device: torch.device) -> Target:
@@ -138,7 +133,7 @@ def _compiled(program: Program) -> object:
 
 def n_children(free: int, planned: int, cores: int) -> int:
     """As many as cores and memory leave room for beside what is planned; one always, as without any preparation."""
-    return max(1, min(MOST_CHILDREN, cores // 4, (free - planned) // CHILD_BYTES))
+    return max(1, min(MOST, cores // 4, (free - planned) // CHILD_BYTES))
 
 
 def begin(asks: Sequence[Ask], device: torch.device, kv: torch.dtype, planned: int) -> Preparation | None:

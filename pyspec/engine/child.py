@@ -22,6 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pyspec import progress
+from pyspec.cuda import probe_process
 from pyspec.engine.wire import (
     ActOnSlot,
     Cancel,
@@ -67,6 +68,7 @@ class Child:
 
     def run(self) -> None:
         """Until the parent is gone."""
+        probe_process.begin()  # which import what we import now
         import pyspec.engine.core  # noqa: F401 - what a load needs of files is there when it is told what to load
 
         message = self.link.receive()

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import probe_fakes
 import pytest
 import torch
 from probe_fakes import TwiceSpec
 
-from pyspec.cuda import jit, prepare, probe, verdicts
+from pyspec.cuda import jit, prepare, probe, probe_process, verdicts
 from pyspec.cuda.jit import Program, Target
 from pyspec.cuda.op import Op
 from pyspec.cuda.ops.angles.op import angles
@@ -206,7 +209,43 @@ def test_others_are_refused(name: str) -> None:
 
 def test_children_are_as_many_as_there_is_room_for() -> None:
     gib = 1 << 30
-    assert prepare.n_children(100 * gib, 30 * gib, 16) == prepare.MOST_CHILDREN
+    assert prepare.n_children(100 * gib, 30 * gib, 16) == probe_process.MOST
     assert prepare.n_children(40 * gib, 33 * gib, 16) == 2
     assert prepare.n_children(34 * gib, 33 * gib, 16) == prepare.n_children(30 * gib, 33 * gib, 16) == 1
     assert prepare.n_children(100 * gib, 0, 2) == 1
+
+
+def test_a_first_start_begins_with_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Fake:
+        def __init__(self) -> None:
+            self.process = SimpleNamespace(poll=lambda: self.status)
+            self.status, self.ended = None, False
+
+        def end(self) -> None:
+            self.ended = True
+
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(probe_process, "Child", Fake)
+    monkeypatch.setattr(probe_process, "n_cores", lambda: 9)
+    monkeypatch.setattr(probe_process, "NVIDIA", tmp_path / "nvidiactl")
+    probe_process.begin()
+    assert not probe_process._ready, "no GPU"
+    (tmp_path / "nvidiactl").touch()
+    probe_process.begin()
+    probe_process.begin()
+    first, second = probe_process._ready
+    assert probe_process.take() is first
+    second.status = 0  # it left
+    third = probe_process.take()
+    assert third not in (first, second) and second.ended and not probe_process._ready
+    verdicts.save(verdicts.key_of(candidate("right")), None)
+    probe_process.begin()
+    assert not probe_process._ready, "something is known already"
+    probe_process._ready.append(first)
+    probe_process.let_go()
+    assert first.ended and not probe_process._ready
+
+
+def test_children_can_be_started_before_torch_is_imported() -> None:
+    code = "import sys; from pyspec.cuda import probe_process; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
