@@ -162,6 +162,7 @@ def _loop(d: Description, target: Target, memory: Memory, table: SlotTable, draf
         s.queue_limit,
         synth=synth_of(s, n_draft),
         plain=s.plain_loop,
+        prompt_weight=s.prompt_weight,
     )
 
 
