@@ -133,7 +133,7 @@ def _compiled(program: Program) -> object:
 
 def n_children(free: int, planned: int, cores: int) -> int:
     """As many as cores and memory leave room for beside what is planned; one always, as without any preparation."""
-    return max(1, min(MOST, cores // 4, (free - planned) // CHILD_BYTES))
+    return max(1, min(MOST, cores // 2, (free - planned) // CHILD_BYTES))
 
 
 def begin(asks: Sequence[Ask], device: torch.device, kv: torch.dtype, planned: int) -> Preparation | None:

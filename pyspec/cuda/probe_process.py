@@ -41,7 +41,7 @@ def begin() -> None:
     if not NVIDIA.exists() or any((cache_root() / "verdicts").glob("*.json")):
         return
     with _taking:
-        while len(_ready) < max(1, min(MOST, n_cores() // 4)):
+        while len(_ready) < max(1, min(MOST, n_cores() // 2)):
             _ready.append(Child())
 
 

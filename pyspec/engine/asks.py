@@ -70,6 +70,9 @@ def asks_of(d: Description) -> list[Ask]:
     elif d.draft.kind == "mtp" and isinstance(d.own, DecoderConfig):
         found += _layer(d.own.mtp_layer, f"blk.{d.own.n_layer}", d.draft.file or d.file, d)
     found += [(best, BestSpec(d.device)), (ahead, AheadSpec(d.device))]
+    found.sort(
+        key=lambda ask: ask[0] is not attend_prompt
+    )  # whose check takes longest: a library loads its kernels for it
     return list({(op.name, spec): (op, spec) for op, spec in found}.values())
 
 

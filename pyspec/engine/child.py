@@ -68,6 +68,7 @@ class Child:
 
     def run(self) -> None:
         """Until the parent is gone."""
+        began = time.perf_counter()
         probe_process.begin()  # which import what we import now
         import pyspec.engine.core  # noqa: F401 - what a load needs of files is there when it is told what to load
 
@@ -75,6 +76,7 @@ class Child:
         if not isinstance(message, Load):
             return
         log_to(self.link, message.log_level)
+        log.info("imports: %.1f s", time.perf_counter() - began)
         if not self.load(message):
             return
         assert self.core is not None

@@ -70,8 +70,10 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     """A running loop over a model and its drafter. Every refusal is a PyspecError with the reason, before anything is allocated."""
     if settings.threads > 0:
         torch.set_num_threads(settings.threads)
+    began = time.perf_counter()
     d = describe(path, settings)
     _check_template(d.template)
+    log.info("description: %.1f s", time.perf_counter() - began)
     context = context_of(d.device)  # held until kernels hold it
     with context.current():
         plan, n = plan_memory(d), 1 if d.is_cuda else d.settings.tp  # on GPUs each rank has one of its own

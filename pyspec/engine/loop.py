@@ -218,6 +218,7 @@ class Loop:
     def wait(self, flight: InFlight) -> Fault | None:
         """For a forward, so that a round's milliseconds are told apart by what took them. Returns what its guards say."""
         self.committer.settle()
+        self._make_ready()
         with self.worker.lock.released():  # listeners are the caller's code, and may wait for another engine
             self.on_wait()
             if flight.is_behind:
@@ -356,7 +357,14 @@ class Loop:
 
     def check(self) -> None:
         """Everything that is always true between rounds. To be asked where nobody waits: it looks at every page."""
+        with self.worker.lock:
+            self._make_ready()
         self.cache.check()
+
+    def _make_ready(self) -> None:
+        """For the next request's state, where one is moved to the host for it."""
+        if self.worker.device.type != "cpu":
+            self.cache.make_ready()
 
     def _visit(self) -> None:
         """Do what waits for slots that are idle, before somebody is seated there."""

@@ -226,7 +226,7 @@ def test_a_first_start_begins_with_children(tmp_path: Path, monkeypatch: pytest.
 
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(probe_process, "Child", Fake)
-    monkeypatch.setattr(probe_process, "n_cores", lambda: 9)
+    monkeypatch.setattr(probe_process, "n_cores", lambda: 5)
     monkeypatch.setattr(probe_process, "NVIDIA", tmp_path / "nvidiactl")
     probe_process.begin()
     assert not probe_process._ready, "no GPU"
