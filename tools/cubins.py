@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from pyspec.cuda import prepare, shipped
-from pyspec.cuda.jit import Program, Target, source
+from pyspec.cuda.jit import GpuKind, Program, source
 from pyspec.cuda.machine import nvrtc_version
 from pyspec.cuda.prepare import Ask
 from pyspec.engine.asks import asks_of_file
@@ -39,7 +39,7 @@ def asks_of_model(name: str, quant: str, folder: Path) -> list[Ask]:
     return found + asks_of_file(target, drafter)
 
 
-def build(target: Target, asks: list[Ask], folder: Path) -> str:
+def build(target: GpuKind, asks: list[Ask], folder: Path) -> str:
     """The archive for one kind of GPU; a line about it."""
     began, programs = time.perf_counter(), prepare.programs_of(asks, target)
     every = max(1, len(programs) // 8)

@@ -14,7 +14,7 @@ from pyspec.cli.options import ModelChoice
 from pyspec.errors import DeviceError
 
 if TYPE_CHECKING:
-    from pyspec.cuda.prepare import Ask, Target
+    from pyspec.cuda.prepare import Ask, GpuKind
 
 
 def compile_ahead(choice: ModelChoice, archs: str, as_json: bool) -> int:
@@ -46,13 +46,13 @@ def compile_ahead(choice: ModelChoice, archs: str, as_json: bool) -> int:
     return 1 if failed else 0
 
 
-def _targets(archs: str) -> list[Target]:
+def _targets(archs: str) -> list[GpuKind]:
     """Those that are named, or this machine's GPU."""
     import torch
 
-    from pyspec.cuda import jit, prepare
+    from pyspec.cuda import prepare
 
-    if not jit.is_installed():
+    if not prepare.can_compile():
         raise DeviceError("cuda-core is not installed (pip install pyspec[cuda])")
     if archs:
         return [prepare.target_named(name) for name in archs.split(",")]

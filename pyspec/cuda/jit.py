@@ -139,7 +139,7 @@ class Program(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class GpuKind:
     """A kind of GPU, which need not be here. n_multiprocessor: 0 where it is not known."""
 
     capability: tuple[int, int]

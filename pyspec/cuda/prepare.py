@@ -20,7 +20,7 @@ import torch
 
 from pyspec.cuda import jit, probe, verdicts
 from pyspec.cuda.examine import EXAMINATION
-from pyspec.cuda.jit import Compiled, Program, Target
+from pyspec.cuda.jit import Compiled, GpuKind, Program
 from pyspec.cuda.op import Impl, Op, device_of
 from pyspec.cuda.probe import Prober
 from pyspec.cuda.probe_process import MOST, n_cores
@@ -36,9 +36,9 @@ KNOWN = (8, 0), (12, 1)  # compute capabilities that there are kernels for, the 
 CHILD_BYTES = 3 << 30  # of a GPU's memory that a child may take: context, libraries, what it compares
 
 
-def target_of(device: torch.device) -> Target:
+def target_of(device: torch.device) -> GpuKind:
     about = torch.cuda.get_device_properties(device)
-    return Target(torch.cuda.get_device_capability(device), about.multi_processor_count)
+    return GpuKind(torch.cuda.get_device_capability(device), about.multi_processor_count)
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Wanted:
     programs: list[Program]
 
 
-def wanted_of(asks: Iterable[Ask], target: Target, kv: torch.dtype) -> list[Wanted]:
+def wanted_of(asks: Iterable[Ask], target: GpuKind, kv: torch.dtype) -> list[Wanted]:
     """Of each ask the implementation that limits leave, if a child has to check it."""
     return [
         Wanted(op.candidate(impl, spec), programs(op.name, impl.name, spec, target, kv))
@@ -148,7 +148,12 @@ def begin(asks: Sequence[Ask], device: torch.device, kv: torch.dtype, planned: i
 # -- for GPUs that need not be here -----------------------------------------------------------------------------------
 
 
-def target_named(name: str) -> Target:
+def can_compile() -> bool:
+    """Whether there is a compiler here, with or without a GPU."""
+    return jit.is_installed()
+
+
+def target_named(name: str) -> GpuKind:
     """What "sm_90", "sm_90a" or "9.0" means. ConfigError for no architecture that there are kernels for."""
     digits = name.strip().lower().removeprefix("sm_").rstrip("af")
     whole = digits.replace(".", "")
@@ -158,11 +163,11 @@ def target_named(name: str) -> Target:
     first, last = KNOWN
     if not first <= capability <= last:
         raise ConfigError(f"there are kernels for sm_{first[0]}{first[1]} to sm_{last[0]}{last[1]}, none for {name}")
-    return Target(capability)
+    return GpuKind(capability)
 
 
 @contextmanager
-def as_if(target: Target) -> Iterator[None]:
+def as_if(target: GpuKind) -> Iterator[None]:
     """Limits are asked as if the GPU were of this kind. For a program that does nothing else meanwhile."""
     was = torch.cuda.get_device_capability
     torch.cuda.get_device_capability = lambda device=None: target.capability  # type: ignore[assignment]
@@ -172,7 +177,7 @@ def as_if(target: Target) -> Iterator[None]:
         torch.cuda.get_device_capability = was
 
 
-def programs_of(asks: Iterable[Ask], target: Target, kv: torch.dtype = torch.float16) -> list[Program]:
+def programs_of(asks: Iterable[Ask], target: GpuKind, kv: torch.dtype = torch.float16) -> list[Program]:
     """Everything that is compiled for these asks on such a GPU, each once."""
     with as_if(target):
         found = [program for w in wanted_of(asks, target, kv) for program in w.programs]

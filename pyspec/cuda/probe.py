@@ -19,7 +19,7 @@ from concurrent.futures import Future
 from functools import cache
 
 from pyspec.cuda import probe_process, verdicts
-from pyspec.cuda.probe_process import Child as _Child
+from pyspec.cuda.probe_process import Checker as _Child
 from pyspec.cuda.verdicts import Candidate, Verdict
 
 log = logging.getLogger(__name__)

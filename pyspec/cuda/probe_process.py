@@ -32,7 +32,7 @@ def n_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_ready: list[Child] = []
+_ready: list[Checker] = []
 _taking = threading.Lock()
 
 
@@ -42,10 +42,10 @@ def begin() -> None:
         return
     with _taking:
         while len(_ready) < max(1, min(MOST, n_cores() // 2)):
-            _ready.append(Child())
+            _ready.append(Checker())
 
 
-def take() -> Child:
+def take() -> Checker:
     """One that is ready, or a new one."""
     with _taking:
         while _ready:
@@ -53,7 +53,7 @@ def take() -> Child:
             if child.process.poll() is None:
                 return child
             child.end()
-    return Child()
+    return Checker()
 
 
 def let_go() -> None:
@@ -63,7 +63,7 @@ def let_go() -> None:
             _ready.pop().end()
 
 
-class Child:
+class Checker:
     """A running child: its lines as they come, None when it is gone."""
 
     def __init__(self) -> None:

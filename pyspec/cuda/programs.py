@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from pyspec.cuda.jit import Program, Target
+from pyspec.cuda.jit import GpuKind, Program
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.cuda.ops.best import cuda as best_cuda
@@ -55,7 +55,7 @@ Programs = Iterable[Program]
 HOPPER = (9, 0)
 
 
-def programs(op: str, impl: str, spec: Any, target: Target, kv: torch.dtype = torch.float16) -> list[Program]:
+def programs(op: str, impl: str, spec: Any, target: GpuKind, kv: torch.dtype = torch.float16) -> list[Program]:
     """What `impl` of `op` compiles for `spec`; none for implementations that NVRTC has no part in. kv: the type of keys, where a spec does not say."""
     if impl not in ("cuda", "wgmma"):
         return []
@@ -65,7 +65,7 @@ def programs(op: str, impl: str, spec: Any, target: Target, kv: torch.dtype = to
     return [] if make is None else list(dict.fromkeys(make(spec, target)))
 
 
-def _one(stem: str, defines: Callable[[Any], dict[str, int | str]]) -> Callable[[Any, Target], Programs]:
+def _one(stem: str, defines: Callable[[Any], dict[str, int | str]]) -> Callable[[Any, GpuKind], Programs]:
     return lambda spec, target: [target.program(stem, defines(spec))]
 
 
@@ -73,11 +73,11 @@ def _nothing(spec: object) -> dict[str, int | str]:
     return {}
 
 
-def _rows_of(n_in: int, kind: PrepKind, dim: int, layout: int, target: Target) -> Program:
+def _rows_of(n_in: int, kind: PrepKind, dim: int, layout: int, target: GpuKind) -> Program:
     return target.program("rows", rows_cuda.defines(n_in, kind, dim, layout))
 
 
-def _rows(spec: RowsSpec, target: Target) -> Programs:
+def _rows(spec: RowsSpec, target: GpuKind) -> Programs:
     """As a library's rows, which is how it is checked, and as our products read them."""
     layouts = [rows_cuda.ROW_MAJOR, rows_cuda.BLOCKED]
     layouts += [rows_cuda.TALL] if target.capability == HOPPER else []
@@ -86,7 +86,7 @@ def _rows(spec: RowsSpec, target: Target) -> Programs:
     yield target.program("rows_finish")
 
 
-def _linear(spec: LinearSpec, target: Target) -> Programs:
+def _linear(spec: LinearSpec, target: GpuKind) -> Programs:
     type, capability, stem = spec.type, target.capability, linear_cuda.stem(target.capability)
     shared, shapes = linear_cuda.n_shared(capability), linear_cuda.fitting(type, capability)
     for shape in shapes:
@@ -98,7 +98,7 @@ def _linear(spec: LinearSpec, target: Target) -> Programs:
         yield _rows_of(spec.n_in, PrepKind.PLAIN, 0, rows_cuda.BLOCKED, target)
 
 
-def _linear_tall(spec: LinearSpec, target: Target) -> Programs:
+def _linear_tall(spec: LinearSpec, target: GpuKind) -> Programs:
     if target.capability != HOPPER:
         return
     for pad in linear_wgmma.PADS:
@@ -107,7 +107,7 @@ def _linear_tall(spec: LinearSpec, target: Target) -> Programs:
     yield _rows_of(spec.n_in, PrepKind.PLAIN, 0, rows_cuda.TALL, target)
 
 
-def _attend(spec: AttendSpec, target: Target) -> Programs:
+def _attend(spec: AttendSpec, target: GpuKind) -> Programs:
     if spec.kv is torch.float32 or spec.head_dim not in attend_cuda.DIMS:
         plain = {"DIM": spec.head_dim, "KV_KIND": attend_cuda.KINDS[spec.kv], "HAS_SINKS": int(spec.has_sinks)}
         yield target.program("attend_plain", plain | {"OP_ID": attend_cuda.OP_ID})
@@ -117,11 +117,11 @@ def _attend(spec: AttendSpec, target: Target) -> Programs:
         yield target.program("attend", shape.defines())
 
 
-def _rope_kv(spec: RopeKvSpec, target: Target, kv: torch.dtype) -> Programs:
+def _rope_kv(spec: RopeKvSpec, target: GpuKind, kv: torch.dtype) -> Programs:
     yield target.program("rope_kv", rope_kv_cuda.defines(spec, attend_cuda.KINDS[kv]))
 
 
-def _gdn(spec: GdnSpec, target: Target) -> Programs:
+def _gdn(spec: GdnSpec, target: GpuKind) -> Programs:
     for columns in gdn_cuda.COLUMNS:
         yield target.program("gdn", gdn_cuda.defines(spec.shape, target.arch, columns))
     yield target.program("gdn_chunk", gdn_chunk.defines(spec.shape, target.arch))
@@ -130,7 +130,7 @@ def _gdn(spec: GdnSpec, target: Target) -> Programs:
     yield _rows_of(n_in, PrepKind.PLAIN, 0, rows_cuda.BLOCKED, target)
 
 
-def _mamba2(spec: Mamba2Spec, target: Target) -> Programs:
+def _mamba2(spec: Mamba2Spec, target: GpuKind) -> Programs:
     shape, n = spec.shape, target.n_multiprocessor
     for columns in mamba2_cuda.columns_of(shape):
         yield target.program("mamba2", mamba2_cuda.defines(shape, target.arch, columns))
@@ -140,11 +140,11 @@ def _mamba2(spec: Mamba2Spec, target: Target) -> Programs:
         yield target.program("mamba2_chunk", mamba2_chunk.defines(shape, chunk, 32))
 
 
-def _norms(spec: Any, target: Target) -> Programs:
+def _norms(spec: Any, target: GpuKind) -> Programs:
     yield target.program("norms", norms_cuda.defines(spec.n, spec.layer))
 
 
-def _moe(spec: MoeSpec, target: Target) -> Programs:
+def _moe(spec: MoeSpec, target: GpuKind) -> Programs:
     if spec.up is None or spec.down is None or not _fits(spec, target):
         return
     for type, act, next, limit in ((spec.up, ACTS[spec.act], spec.down, spec.limit), (spec.down, NONE, None, 0.0)):
@@ -160,21 +160,21 @@ def _moe(spec: MoeSpec, target: Target) -> Programs:
         yield _rows_of(spec.n_in, kind, 0, layout_of(spec.up), target)
 
 
-def _fits(spec: MoeSpec, target: Target) -> bool:
+def _fits(spec: MoeSpec, target: GpuKind) -> bool:
     return all(type in CHUNKS and n_stages(type, MANY_PAIRS, target.capability) for type in (spec.up, spec.down))
 
 
-def _sparse(spec: Any, target: Target) -> Programs:
+def _sparse(spec: Any, target: GpuKind) -> Programs:
     for build in sparse_cuda.builds(spec, target.arch):
         yield target.program("sparse_attend", build.defines())
 
 
-def _streams(spec: Any, target: Target) -> Programs:
+def _streams(spec: Any, target: GpuKind) -> Programs:
     for n_iter in (spec.n_iter, 0):
         yield target.program("streams", streams_cuda.defines(spec.n, n_iter))
 
 
-_MAKERS: dict[str, Callable[[Any, Target], Programs]] = {
+_MAKERS: dict[str, Callable[[Any, GpuKind], Programs]] = {
     "ahead": _one("ahead", _nothing),
     "angles": _one("angles", _nothing),
     "attend": _attend,

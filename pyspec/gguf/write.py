@@ -7,6 +7,7 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -79,18 +80,22 @@ class GGUFWriter:
                 out.write(header + bytes(self._padded(len(header)) - len(header)))
                 if fill is None:
                     out.truncate(out.tell() + self._end)
-                for info in self.tensors.values() if fill is not None else ():
-                    n = 0
-                    for piece in fill(info):
-                        n += out.write(piece.data if isinstance(piece, np.ndarray) else piece)
-                    if n != info.n_bytes:
-                        raise ModelError(f"tensor {info.name!r} takes {info.n_bytes} bytes, {n} were given")
-                    out.write(bytes(self._padded(n) - n))
+                else:
+                    self._fill(out, fill)
             os.replace(part, self.path)
         except OSError as error:
             raise ModelError(f"cannot write {self.path}: {(error.strerror or str(error)).lower()}") from None
         finally:
             part.unlink(missing_ok=True)
+
+    def _fill(self, out: BinaryIO, fill: Fill) -> None:
+        for info in self.tensors.values():
+            n = 0
+            for piece in fill(info):
+                n += out.write(piece.data if isinstance(piece, np.ndarray) else piece)
+            if n != info.n_bytes:
+                raise ModelError(f"tensor {info.name!r} takes {info.n_bytes} bytes, {n} were given")
+            out.write(bytes(self._padded(n) - n))
 
     def _padded(self, n: int) -> int:
         return -(-n // self.alignment) * self.alignment

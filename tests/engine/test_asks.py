@@ -11,7 +11,7 @@ import torch
 import pyspec
 from pyspec.config import EngineSettings
 from pyspec.cuda import survey
-from pyspec.cuda.jit import Target
+from pyspec.cuda.jit import GpuKind
 from pyspec.cuda.ops.linear.ref import Epilogue
 from pyspec.cuda.prepare import wanted_of
 from pyspec.engine.asks import asks_of
@@ -83,7 +83,7 @@ def test_packed_products_are_asked_as_layers_will() -> None:
 
 @pytest.mark.usefixtures("an_h200")
 def test_what_is_prepared_has_programs_and_a_child_that_can_find_it() -> None:
-    wanted = wanted_of(asks_of(on_gpu("qwen35moe_mixed_q8_0")), Target((9, 0), 132), torch.float16)
+    wanted = wanted_of(asks_of(on_gpu("qwen35moe_mixed_q8_0")), GpuKind((9, 0), 132), torch.float16)
     assert {w.candidate.op for w in wanted} >= {"linear", "linear_tall", "moe", "moe_route", "attend", "embed"}
     assert all(w.programs for w in wanted if w.candidate.impl in ("cuda", "wgmma"))
     assert any(w.candidate.impl == "library" for w in wanted), "checked, though nothing of it is compiled by us"

@@ -15,7 +15,7 @@ import torch
 from probe_fakes import TwiceSpec
 
 from pyspec.cuda import jit, prepare, probe, probe_process, verdicts
-from pyspec.cuda.jit import Program, Target
+from pyspec.cuda.jit import GpuKind, Program
 from pyspec.cuda.op import Op
 from pyspec.cuda.ops.angles.op import angles
 from pyspec.cuda.ops.angles.ref import AnglesSpec
@@ -27,7 +27,7 @@ from pyspec.cuda.verdicts import Verdict
 from pyspec.errors import ConfigError, DeviceError
 
 SPEC, GPU = TwiceSpec(torch.device("cpu"), 4), torch.device("cuda")
-GOOD = Target((9, 0)).program("angles")
+GOOD = GpuKind((9, 0)).program("angles")
 BROKEN = Program("angles", "sm_90a", (("float", "no_such_type"),))
 
 
@@ -181,7 +181,7 @@ def test_all_that_is_wanted_is_compiled_and_failures_are_listed(
 def test_programs_are_listed_for_gpus_that_are_not_here() -> None:
     asks = [(angles, AnglesSpec(GPU)), (norms, NormsSpec(GPU, 64, 1e-6)), (norms, NormsSpec(GPU, 63, 1e-6))]
     before = torch.cuda.get_device_capability
-    found = prepare.programs_of(asks, Target((8, 0)))
+    found = prepare.programs_of(asks, GpuKind((8, 0)))
     assert [p.stem for p in found] == ["angles", "norms"] and {p.arch for p in found} == {"sm_80"}
     assert torch.cuda.get_device_capability is before
 
@@ -225,7 +225,7 @@ def test_a_first_start_begins_with_children(tmp_path: Path, monkeypatch: pytest.
             self.ended = True
 
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(probe_process, "Child", Fake)
+    monkeypatch.setattr(probe_process, "Checker", Fake)
     monkeypatch.setattr(probe_process, "n_cores", lambda: 5)
     monkeypatch.setattr(probe_process, "NVIDIA", tmp_path / "nvidiactl")
     probe_process.begin()

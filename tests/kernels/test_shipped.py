@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from pyspec.cuda import jit, shipped, verdicts
-from pyspec.cuda.jit import Program, Target
+from pyspec.cuda.jit import GpuKind, Program
 from pyspec.cuda.verdicts import Candidate
 from pyspec.errors import DeviceError
 
-ANGLES = Target((9, 0)).program("angles")
+ANGLES = GpuKind((9, 0)).program("angles")
 NAMES = ("stem", "arch", "macros")
 
 
@@ -51,7 +51,7 @@ def test_what_was_shipped_is_not_compiled(folder: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PYSPEC_CACHE", str(folder / "empty"))
     assert bytes(jit.compiled(ANGLES).code.code) == code
     with pytest.raises(DeviceError, match="the compiler was asked"):
-        jit.compiled(Target((8, 0)).program("angles"))
+        jit.compiled(GpuKind((8, 0)).program("angles"))
 
 
 def test_other_sources_macros_and_targets_have_other_names() -> None:
