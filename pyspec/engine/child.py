@@ -48,7 +48,7 @@ from pyspec.request import Event, Failed, SlotAnswer
 if TYPE_CHECKING:
     from pyspec.engine.core import Due, EngineCore
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("pyspec.engine.child")  # which runs as the main module
 
 BEAT_S = 0.2
 STAGE_S = 0.1  # between words on how far a load is
