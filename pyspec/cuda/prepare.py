@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -68,7 +69,7 @@ class Preparation:
     """Under way until `close`. n_child: children that check at once."""
 
     def __init__(self, wanted: Sequence[Wanted], n_thread: int, n_child: int) -> None:
-        self.began = time.perf_counter()
+        self.began, self._is_closed = time.perf_counter(), False
         import cuda.core  # noqa: F401 - before threads import it, each a part of it
 
         self._compilers = ThreadPoolExecutor(max(1, n_thread), "pyspec-compile")
@@ -105,11 +106,14 @@ class Preparation:
             self._probers.put(by)
 
     def close(self) -> None:
-        """Nothing is waited for that has not begun."""
+        """Nothing is waited for that has not begun. Safe to call twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         for pool in (self._compilers, self._checkers):
             pool.shutdown(wait=False, cancel_futures=True)
-        for one in self._extra:
-            one.close()
+        for one in self._extra:  # beside this: each waits for what it is at
+            threading.Thread(target=one.close, name="pyspec-checks-end", daemon=True).start()
         for name in self._names:
             probe.promised.pop(name, None)
         n = sum(f.done() for f in self._compiling.values())

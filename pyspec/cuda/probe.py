@@ -8,6 +8,7 @@ kept on disk (verdicts.py), so all this happens once per machine, spec and sourc
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import logging
 import pickle
@@ -15,7 +16,7 @@ import queue
 import signal
 import threading
 import time
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from functools import cache
 
 from pyspec.cuda import probe_process, verdicts
@@ -35,9 +36,9 @@ def verdict(candidate: Candidate) -> str | None:
     """Why it must not be used for its spec: what is known of it on this machine, or else what a child finds."""
     key = verdicts.key_of(candidate)
     if (promise := promised.get(verdicts.name_of(key))) is not None:
-        found = promise.result()
-        if found.lasting:
-            return found.refusal
+        with contextlib.suppress(CancelledError):  # whoever promised it has ended
+            if (found := promise.result()).lasting:
+                return found.refusal
     return examined(candidate, key, prober()).refusal
 
 

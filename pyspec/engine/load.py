@@ -17,6 +17,7 @@ from pyspec.config import EngineSettings
 from pyspec.cuda import prepare, probe, temporary
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.ops.attend import plan as attend_plan
+from pyspec.cuda.prepare import Preparation
 from pyspec.device.lead import LeadingWorker
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import Drafter, DraftOptions, GraphedDrafter
@@ -78,34 +79,32 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     with context.current():
         plan, n = plan_memory(d), 1 if d.is_cuda else d.settings.tp  # on GPUs each rank has one of its own
         check_fit(plan.together(n), d.device, n_slot=settings.np, n_ctx=d.n_ctx, packed=d.dense is None)
-        with _prepared(d, plan):
-            if d.settings.tp == 1:
-                return build(d, plan)
-            ranks = Ranks(d.settings.tp)
-            try:
-                return build(d, plan, ranks)
-            except BaseException:
+        ranks = Ranks(d.settings.tp) if d.settings.tp > 1 else None
+        preparation = _prepare(d, plan)
+        try:
+            return build(d, plan, ranks, preparation)
+        except BaseException:
+            if ranks is not None:
                 ranks.close()
-                raise
+            raise
+        finally:
+            if preparation is not None:
+                preparation.close()
 
 
-@contextmanager
-def _prepared(d: Description, plan: MemoryPlan) -> Iterator[None]:
-    """Meanwhile, what the load will ask of ops is compiled and checked."""
-    preparation = None
+def _prepare(d: Description, plan: MemoryPlan) -> Preparation | None:
+    """Have what the load will ask of ops compiled and checked beside it."""
     try:
-        preparation = prepare.begin(asks_of(d), d.device, d.kv_dtype, plan.total) if d.is_cuda else None
+        return prepare.begin(asks_of(d), d.device, d.kv_dtype, plan.total) if d.is_cuda else None
     except Exception:  # it saves time, no more
         log.exception("kernels are not prepared ahead")
-    try:
-        yield
-    finally:
-        if preparation is not None:
-            preparation.close()
+        return None
 
 
-def build(d: Description, plan: MemoryPlan, ranks: Ranks | None = None) -> Loaded:
-    """Allocate what was planned, bind target and drafter to it, and warm the loop up."""
+def build(
+    d: Description, plan: MemoryPlan, ranks: Ranks | None = None, preparation: Preparation | None = None
+) -> Loaded:
+    """Allocate what was planned, bind target and drafter to it, and warm the loop up. preparation: what is known of kernels by then is all."""
     before = taken(d.device) if d.is_cuda else (0, 0, 0)
     table = d.table()
     shared = None if ranks is None else begin_ranks(d, plan, ranks)
@@ -126,6 +125,8 @@ def build(d: Description, plan: MemoryPlan, ranks: Ranks | None = None) -> Loade
             warm_up(loop, d.tokenizer, d.n_overhang, plan.activations + device_checkpoints(d) + start_bytes(d))
             if d.settings.check_tap_shift:
                 check_drafter(loop, d.tokenizer, d.template, d.n_overhang)
+    if preparation is not None:
+        preparation.close()
     probe.close()  # the child that checked kernels, and its memory on the GPU
     if d.is_cuda:
         log.info("memory in use: %s, planned %s", since(before, d.device), size(plan.total))

@@ -119,11 +119,18 @@ def test_a_program_that_does_not_compile_hinders_nobody(answers: _Answers, caplo
 
 
 def test_closing_waits_for_nothing_that_has_not_begun(answers: _Answers) -> None:
+    """Who waited for it has it checked as if nothing had been prepared."""
     preparation = Preparation([Wanted(candidate("right"), []), Wanted(candidate("wrong"), [])], 1, 1)
     last = list(probe.promised.values())[-1]
+    heard: list[str | None] = []
+    waiting = threading.Thread(target=lambda: heard.append(probe.verdict(candidate("wrong"))))
+    waiting.start()
+    preparation.close()
     preparation.close()
     assert last.cancelled() and not probe.promised
     answers.go.set()
+    waiting.join(20)
+    assert heard == ["it is wrong"]
 
 
 @pytest.mark.slow
