@@ -15,6 +15,14 @@ if TYPE_CHECKING:
 VERDICT = "this machine runs pyspec with its own kernels"
 
 
+ARCHS = f"{__name__}.archs"
+
+
+def _remember(ctx: click.Context, option: click.Parameter, archs: str) -> None:
+    """What --compile is for, where that is not this machine's GPU."""
+    ctx.meta[ARCHS] = archs
+
+
 @click.command()
 @model_options
 @click.option("-md", "--model-draft", default="", help="Drafter's GGUF file, if the model is to be loaded with one.")
@@ -27,8 +35,9 @@ VERDICT = "this machine runs pyspec with its own kernels"
     "--compile", "compiles", is_flag=True, help="Compile ahead all kernels that MODEL will ask for; no check."
 )
 @click.option(
-    "--arch", "archs", default="", metavar="LIST", help="With --compile: for these, as sm_90,sm_120. Needs no GPU."
-)
+    "--arch", default="", metavar="LIST", expose_value=False, callback=_remember,
+    help="With --compile: for these, as sm_90,sm_120. Needs no GPU.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def doctor(
@@ -38,7 +47,6 @@ def doctor(
     kernels: str,
     recheck: bool,
     compiles: bool,
-    archs: str,
     as_json: bool,
 ) -> None:
     """Check the kernels on this machine; exit status 0 if all that is needed runs on them, else 1.
@@ -46,6 +54,7 @@ def doctor(
     With MODEL it is loaded, and checked is what it runs with; without, a set of usual shapes. With --compile nothing is loaded or
     checked: kernels are compiled into the cache, so that the first start of a server waits for none of them.
     """
+    archs = ctx.meta.get(ARCHS, "")
     if archs and not compiles:
         raise click.UsageError("--arch goes with --compile")
     if compiles:
