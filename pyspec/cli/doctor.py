@@ -15,6 +15,14 @@ if TYPE_CHECKING:
 VERDICT = "this machine runs pyspec with its own kernels"
 
 
+ARCHS = f"{__name__}.archs"
+
+
+def _remember(ctx: click.Context, option: click.Parameter, archs: str) -> None:
+    """What --compile is for, where that is not this machine's GPU."""
+    ctx.meta[ARCHS] = archs
+
+
 @click.command()
 @model_options
 @click.option("-md", "--model-draft", default="", help="Drafter's GGUF file, if the model is to be loaded with one.")
@@ -23,15 +31,36 @@ VERDICT = "this machine runs pyspec with its own kernels"
     "--kernels", default="auto", metavar="TIER", help="As for `pyspec server`: cuda, triton, reference, op=tier,..."
 )
 @click.option("--recheck", is_flag=True, help="Forget what is known of kernels and check them again.")
+@click.option(
+    "--compile", "compiles", is_flag=True, help="Compile ahead all kernels that MODEL will ask for; no check."
+)
+@click.option(
+    "--arch", default="", metavar="LIST", expose_value=False, callback=_remember,
+    help="With --compile: for these, as sm_90,sm_120. Needs no GPU.",
+)  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def doctor(
-    ctx: click.Context, choice: ModelChoice, device_name: str, kernels: str, recheck: bool, as_json: bool
+    ctx: click.Context,
+    choice: ModelChoice,
+    device_name: str,
+    kernels: str,
+    recheck: bool,
+    compiles: bool,
+    as_json: bool,
 ) -> None:
     """Check the kernels on this machine; exit status 0 if all that is needed runs on them, else 1.
 
-    With MODEL it is loaded, and checked is what it runs with; without, a set of usual shapes.
+    With MODEL it is loaded, and checked is what it runs with; without, a set of usual shapes. With --compile nothing is loaded or
+    checked: kernels are compiled into the cache, so that the first start of a server waits for none of them.
     """
+    archs = ctx.meta.get(ARCHS, "")
+    if archs and not compiles:
+        raise click.UsageError("--arch goes with --compile")
+    if compiles:
+        from pyspec.cli.compiled import compile_ahead
+
+        ctx.exit(compile_ahead(choice, archs, as_json))
     about = examine(choice, device_name, recheck, kernels)
     if as_json:
         click.echo(json.dumps(about, indent=1))

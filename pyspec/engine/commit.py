@@ -13,7 +13,7 @@ from functools import partial
 from pyspec.device.worker import Worker
 from pyspec.engine.job import End, Job, Taken, blamed
 from pyspec.engine.lookahead import InFlight
-from pyspec.engine.queue import cut_of
+from pyspec.engine.queue import cut_of, worth_on
 from pyspec.engine.round import Work
 from pyspec.engine.speculator import Speculator
 from pyspec.engine.stats import Stats
@@ -161,7 +161,9 @@ class Committer:
         """A short prompt is in, of which nothing else is filed that could be gone on from: keep its state, and what its last token gave."""
         job, slot = w.job, w.slot
         is_due = slot.n_past == job.n_prefill and self.worker.memory.needs_state and self._may_file(job, slot)
-        if not is_due or job.request.resumed or not job.reuses or cut_of(job.n_prefill, self.worker.table.page_size):
+        worth = worth_on(self.worker.device.type)
+        is_cut = cut_of(job.n_prefill, self.worker.table.page_size, worth)
+        if not is_due or job.request.resumed or not job.reuses or is_cut:
             return
         draft = self.speculator.checkpoint(slot)
         if slot.index in self.speculator.lost_track:

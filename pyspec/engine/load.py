@@ -14,12 +14,14 @@ import torch
 
 from pyspec import draft, progress
 from pyspec.config import EngineSettings
-from pyspec.cuda import probe, temporary
+from pyspec.cuda import prepare, probe, temporary
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.ops.attend import plan as attend_plan
+from pyspec.cuda.prepare import Preparation
 from pyspec.device.lead import LeadingWorker
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import Drafter, DraftOptions, GraphedDrafter
+from pyspec.engine.asks import asks_of
 from pyspec.engine.controller import Controller
 from pyspec.engine.describe import (
     Description,
@@ -69,24 +71,40 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     """A running loop over a model and its drafter. Every refusal is a PyspecError with the reason, before anything is allocated."""
     if settings.threads > 0:
         torch.set_num_threads(settings.threads)
+    began = time.perf_counter()
     d = describe(path, settings)
     _check_template(d.template)
+    log.info("description: %.1f s", time.perf_counter() - began)
     context = context_of(d.device)  # held until kernels hold it
     with context.current():
         plan, n = plan_memory(d), 1 if d.is_cuda else d.settings.tp  # on GPUs each rank has one of its own
         check_fit(plan.together(n), d.device, n_slot=settings.np, n_ctx=d.n_ctx, packed=d.dense is None)
-        if d.settings.tp == 1:
-            return build(d, plan)
-        ranks = Ranks(d.settings.tp)
+        ranks = Ranks(d.settings.tp) if d.settings.tp > 1 else None
+        preparation = _prepare(d, plan)
         try:
-            return build(d, plan, ranks)
+            return build(d, plan, ranks, preparation)
         except BaseException:
-            ranks.close()
+            if ranks is not None:
+                ranks.close()
             raise
+        finally:
+            if preparation is not None:
+                preparation.close()
 
 
-def build(d: Description, plan: MemoryPlan, ranks: Ranks | None = None) -> Loaded:
-    """Allocate what was planned, bind target and drafter to it, and warm the loop up."""
+def _prepare(d: Description, plan: MemoryPlan) -> Preparation | None:
+    """Have what the load will ask of ops compiled and checked beside it."""
+    try:
+        return prepare.begin(asks_of(d), d.device, d.kv_dtype, plan.total) if d.is_cuda else None
+    except Exception:  # it saves time, no more
+        log.exception("kernels are not prepared ahead")
+        return None
+
+
+def build(
+    d: Description, plan: MemoryPlan, ranks: Ranks | None = None, preparation: Preparation | None = None
+) -> Loaded:
+    """Allocate what was planned, bind target and drafter to it, and warm the loop up. preparation: what is known of kernels by then is all."""
     before = taken(d.device) if d.is_cuda else (0, 0, 0)
     table = d.table()
     shared = None if ranks is None else begin_ranks(d, plan, ranks)
@@ -107,6 +125,8 @@ def build(d: Description, plan: MemoryPlan, ranks: Ranks | None = None) -> Loade
             warm_up(loop, d.tokenizer, d.n_overhang, plan.activations + device_checkpoints(d) + start_bytes(d))
             if d.settings.check_tap_shift:
                 check_drafter(loop, d.tokenizer, d.template, d.n_overhang)
+    if preparation is not None:
+        preparation.close()
     probe.close()  # the child that checked kernels, and its memory on the GPU
     if d.is_cuda:
         log.info("memory in use: %s, planned %s", since(before, d.device), size(plan.total))
@@ -145,6 +165,7 @@ def _loop(d: Description, target: Target, memory: Memory, table: SlotTable, draf
         s.queue_limit,
         synth=synth_of(s, n_draft),
         plain=s.plain_loop,
+        prompt_weight=s.prompt_weight,
     )
 
 

@@ -33,6 +33,7 @@ class LoadOptions(TypedDict, total=False):
     page_size: int
     batch: int
     ubatch: int
+    prompt_weight: float
     prefix_cache: bool
     cache_device: int
     cache_ram: int
