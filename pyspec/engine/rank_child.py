@@ -73,7 +73,7 @@ def load(share: LoadShare, link: Link) -> Follower:
     target = config.build(Weights(file, device, dense, wide=share.wide, ranks=ranks, cuts=cuts), memory)
     attend_plan.reserve(device, share.n_attention)
     probe.close()
-    arena = Arena(s.np, share.n_arena_page, device) if share.n_arena_page else None
+    arena = Arena(s.np, share.n_arena_page, device, share.width) if share.n_arena_page else None
     assert isinstance(target, Decoder)
     return Follower(target, memory, table, arena)
 
