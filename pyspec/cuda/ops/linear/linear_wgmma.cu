@@ -16,7 +16,7 @@
 // order of its columns, whoever arrives first, so bits depend on matrix and device only. Nobody has to wait for anybody:
 // who waits too long leaves its part to the last to arrive (see `settle`).
 //
-// Set by the launcher: TYPE, CHUNK, RECORD (quants.cuh), PAD (64, 96 or 128), EPILOGUE, WEIGHT_STAGES, ROW_STAGES,
+// Set by the launcher: TYPE, CHUNK, RECORD (quants.cuh), PAD (8 to 128), EPILOGUE, WEIGHT_STAGES, ROW_STAGES,
 // PATIENCE (clocks to wait for others), WINDOW (weight stages under way at most before the predecessor is over).
 #include "cut.cuh"
 #include "quants.cuh"
@@ -268,7 +268,7 @@ struct Finish {  // what the sums of a tile need on their way out
   }
 
   __device__ __forceinline__ void store_all(const float (&acc)[kSums], int tile) const {
-    constexpr int kGroup = 2;  // loads of the residual under way: registers are few
+    constexpr int kGroup = PAD == 8 ? 1 : 2;  // loads of the residual under way: registers are few
     const int record = tile * kTile + (anew(threadIdx.x) >> 5);
     const float2 of_rows = scale(record);
     Place place(m, record, 0);

@@ -25,7 +25,7 @@ from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec, epilogue_macros
 from pyspec.cuda.ops.rows.cuda import TALL, Rows, RowsLaunch
 from pyspec.gguf import GGMLType
 
-PADS = (64, 96, 128)
+PADS = (8, 16, 32, 48, 64, 96, 128)
 MAX_ROWS = PADS[-1]
 WINDOW = 2  # weight stages under way at most before the predecessor is over (linear_cuda.window says why)
 PATIENCE = 1 << 22  # clocks, 2 ms: far more than the sharers of a tile lie apart
