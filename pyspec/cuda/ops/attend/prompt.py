@@ -22,6 +22,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from pyspec.cuda.context import per_device
 from pyspec.cuda.op import Impl, Op
+from pyspec.cuda.ops.attend import prompt_blocks
 from pyspec.cuda.ops.attend.cuda import FEW, MANY, SPLIT
 from pyspec.cuda.ops.attend.ref import Attend, AttendSpec, key_rows
 from pyspec.slots.batch import Batch, Seq
@@ -62,6 +63,12 @@ def by_torch(spec: AttendSpec) -> Run:
     return run
 
 
+def by_cudnn(spec: AttendSpec) -> Run:
+    """The library, and cuDNN for whole blocks of the keys before the rows."""
+    own, block = prompt_blocks.own_part(spec), prompt_blocks.block_part(spec)
+    return prompt_blocks.by_blocks(spec, by_torch(spec), own, block)
+
+
 def limits(spec: AttendSpec) -> str | None:
     if spec.device.type != "cuda":
         return "for GPUs"
@@ -71,9 +78,10 @@ def limits(spec: AttendSpec) -> str | None:
 
 
 def check(launch: Run, other: Run, spec: AttendSpec) -> str | None:
-    """As many keys as rows, and more."""
-    gen = torch.Generator().manual_seed(0)
-    for n, n_key, dtype in ((MANY, MANY, torch.float16), (300, 1500, torch.bfloat16)):
+    """As many keys as rows, and more; and behind blocks of every size."""
+    gen, blocks = torch.Generator().manual_seed(0), sum(prompt_blocks.BLOCKS)
+    cases = ((MANY, MANY, torch.float16), (300, 1500, torch.bfloat16), (MANY, blocks + MANY + 7, torch.float16))
+    for n, n_key, dtype in cases:
         q = torch.randn(n, spec.n_head, spec.head_dim, generator=gen).to(spec.device)
         k, v = (torch.randn(n_key, spec.n_kv_head, spec.head_dim, generator=gen).to(spec.device, dtype) for _ in "kv")
         got, want = launch(q, k, v), other(q, k, v)
@@ -85,7 +93,7 @@ def check(launch: Run, other: Run, spec: AttendSpec) -> str | None:
 attend_prompt: Op[AttendSpec] = Op(  # without the library, `attend` takes prompts, too
     "attend_prompt",
     Impl("attend", reference),
-    [Impl("library", by_torch, limits)],
+    [Impl("cudnn", by_cudnn, prompt_blocks.limits), Impl("library", by_torch, limits)],
     check,
     home="pyspec.cuda.ops.attend.prompt:attend_prompt",
 )
