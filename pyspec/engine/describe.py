@@ -287,7 +287,7 @@ def plan_memory(d: Description) -> MemoryPlan:
         plan = with_head(plan, coarse.coarse_bytes(d.head.info, d.head.to, d.device), d.device, s.draft_head, d.assumed)
     copied = [shares, *([d.draft.file.tensors] if d.draft.file is not None and has_own_file else [])]
     n_wide = sum(map(wide_bytes, copied)) if d.dense is None else 0
-    return with_copies(plan, n_wide, d.device, s.weights, d.assumed)
+    return with_copies(plan, 0 if s.exact else n_wide, d.device, s.weights, d.assumed)
 
 
 def _tied_share(d: Description) -> int:
@@ -353,7 +353,9 @@ def _workspace(d: Description) -> tuple[int, int]:
 def _scratch(d: Description) -> int:
     """What an architecture's mixers take while a forward runs."""
     n_row, most = d.settings.np * d.width, most_rows(d.settings.np, d.width)
-    return d.config.scratch_bytes(max(d.batch, bucket_of(n_row, most) or n_row), d.n_ctx + d.n_overhang, d.kv_dtype, d.device)
+    return d.config.scratch_bytes(
+        max(d.batch, bucket_of(n_row, most) or n_row), d.n_ctx + d.n_overhang, d.kv_dtype, d.device
+    )
 
 
 def attention_bytes(d: Description) -> int:

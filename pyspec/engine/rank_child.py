@@ -20,7 +20,7 @@ from contextlib import suppress
 import torch
 
 from pyspec.config import EngineSettings
-from pyspec.cuda import probe, tiers
+from pyspec.cuda import exact, probe, tiers
 from pyspec.cuda.collective import Collective, Rank
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.examine import EXAMINATION
@@ -56,6 +56,7 @@ def load(share: LoadShare, link: Link) -> Follower:
     """This rank's part of the model, with the others met."""
     s, device = share.settings, torch.device(share.device)
     tiers.use(s.kernels)
+    exact.use(s.exact)
     EXAMINATION.demoted |= frozenset(s.demoted)
     if device.type == "cuda":
         torch.cuda.set_device(device)

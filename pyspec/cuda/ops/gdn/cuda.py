@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pyspec.cuda import faults, jit
 from pyspec.cuda.context import per_device
+from pyspec.cuda.exact import EXACT
 from pyspec.cuda.ops.gdn import chunk as gdn_chunk
 from pyspec.cuda.ops.gdn import ref as gdn_ref
 from pyspec.cuda.ops.gdn.ref import GdnSpec
@@ -220,7 +221,7 @@ def _place(into: Into, n_row: int, n_in: int) -> list[jit.Arg]:
 def bind(spec: GdnSpec, *, columns: int | None = None, chunked: int = CHUNKED) -> GdnLaunch:
     """For measurements, `columns` fixes how many columns a lane holds (else the number of sequences decides) and `chunked`
     from how many rows a kept sequence is chunked."""
-    return GdnLaunch(spec, columns, chunked)
+    return GdnLaunch(spec, columns, NEVER if EXACT.is_on else chunked)
 
 
 def folder(spec: GdnSpec) -> Callable[[StateLayer, int, int], None]:
