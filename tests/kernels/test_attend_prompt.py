@@ -12,7 +12,7 @@ from pyspec.cuda.ops.attend import prompt as attend_prompt
 from pyspec.cuda.ops.attend import prompt_blocks
 from pyspec.cuda.ops.attend import ref as attend_ref
 from pyspec.cuda.ops.attend.cases import TOLERANCE, Case, make, worst
-from pyspec.cuda.ops.attend.cuda import FEW, MANY
+from pyspec.cuda.ops.attend.cuda import FEW, MANY, SPLIT
 from pyspec.cuda.ops.attend.prompt import attend_prompt as op
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.slots.batch import Batch, Seq
@@ -149,3 +149,25 @@ def test_few_rows_and_few_keys_are_not_worth_a_block() -> None:
     for n_row, n_key in ((16, 9000), (300, 300 + prompt_blocks.BLOCKS[-1] - 1)):
         q, k = torch.randn(n_row, HEADS[0], HEADS[2]), torch.randn(n_key, HEADS[1], HEADS[2]).half()
         assert run(q, k, k).isfinite().all()
+
+
+@pytest.mark.parametrize("seqs", BATCHES.values(), ids=BATCHES.keys())
+def test_with_exact_our_own_takes_all_rows_as_few_at_a_time_as_it_has_room_for(seqs: list[tuple[int, int]]) -> None:
+    made, own = make(Case(*HEADS, torch.float16, seqs, scale=0.125), CPU), Counted()
+    got = attend_prompt.in_pieces(own)(made.q, made.pool, made.plain, 0)
+    assert torch.allclose(got, attend_ref.bind(SPEC)(made.q, made.pool, made.plain), atol=1e-5)
+    assert sorted(own.widths) == sorted(
+        n for _, w in seqs for n in ([MANY] * (w // MANY) + [w % MANY] if w > MANY else [w]) if n
+    )
+
+
+def test_pieces_get_smaller_as_keys_get_more_and_are_kept_for_all_layers() -> None:
+    n_past = 20 * SPLIT
+    made, own = make(Case(*HEADS, torch.float16, [(n_past, 100)], scale=0.125), CPU), Counted()
+    attend, plain = attend_prompt.in_pieces(own), made.plain
+    batch = replace(plain, seqs=[replace(seq, keep=True) for seq in plain.seqs])
+    first = attend(made.q, made.pool, batch, 0)
+    assert own.widths == [FEW] * 6 + [4]
+    pieces = attend_prompt._pieces(CPU).of(batch, 0)
+    again = attend(made.q, made.pool, batch, 0)
+    assert attend_prompt._pieces(CPU).of(batch, 0) is pieces and torch.equal(again, first)
