@@ -1,7 +1,8 @@
 """Where the time of forwards goes on a GPU, kernel by kernel, and what memory and arithmetic would allow.
 
     python tools/profile_rounds.py qwen3.6-27b --layers 8 -np 64 --cases plain:16 verify:64x4 prompt:2048@32768 rounds:32
-    ... --draft mtp|FILE --spec-len 3 --fixed     with a drafter: `rounds` draft
+    ... --draft mtp|FILE --spec-len 3 --n-draft 3    with a drafter: `rounds` draft
+    ... --set pyspec.cuda.streamed:FEW_ROWS=16       another number in a module; --exact: as the engine's
 
 plain:N[@P]      N streams with a row each, behind P keys
 verify:NxW[@P]   N streams with W rows each; needs a drafter that drafts W - 1
@@ -22,6 +23,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -234,9 +236,15 @@ def main() -> int:
     parser.add_argument("--n-draft", type=int, default=3)
     parser.add_argument("--cases", nargs="*", default=["plain:16", "plain:64"])
     parser.add_argument("--lines", type=int, default=N_LINE)
+    parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--set", nargs="*", default=[], metavar="MODULE:NAME=NUMBER")
     parser.add_argument("--tiny", action="store_true", help="a model of a few hundred kilobytes, to try this")
     args = parser.parse_args()
     cases = [Case.read(text) for text in args.cases]
+    for text in args.set:
+        where, number = text.split("=")
+        module, name = where.split(":")
+        setattr(import_module(module), name, type(getattr(import_module(module), name))(number))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(args.model)
         if not path.exists():
@@ -250,7 +258,7 @@ def main() -> int:
                 mtp=args.draft == "mtp",
                 n_layer=n,
             )
-        settings: dict[str, object] = {"np": args.np, "ctx": args.ctx, "kv_type": "f16"}
+        settings: dict[str, object] = {"np": args.np, "ctx": args.ctx, "kv_type": "f16", "exact": args.exact}
         draft = None if args.draft == "none" else args.draft
         if draft is not None:
             settings |= {"synth_len": args.spec_len, "n_draft_fixed": True, "n_draft_max": args.n_draft}
