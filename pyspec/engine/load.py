@@ -17,6 +17,7 @@ from pyspec.config import EngineSettings
 from pyspec.cuda import probe, temporary
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.ops.attend import plan as attend_plan
+from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.device.lead import LeadingWorker
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import Drafter, DraftOptions, GraphedDrafter
@@ -104,6 +105,7 @@ def build(d: Description, plan: MemoryPlan, ranks: Ranks | None = None) -> Loade
     attend_plan.reserve(d.device, attention_bytes(d))
     if d.settings.warm_up:
         with _timed("graphs and warm-up", d.device), gpu_lock(d.device):
+            _warm_prompts(d)
             warm_up(loop, d.tokenizer, d.n_overhang, plan.activations + device_checkpoints(d) + start_bytes(d))
             if d.settings.check_tap_shift:
                 check_drafter(loop, d.tokenizer, d.template, d.n_overhang)
@@ -111,6 +113,15 @@ def build(d: Description, plan: MemoryPlan, ranks: Ranks | None = None) -> Loade
     if d.is_cuda:
         log.info("memory in use: %s, planned %s", since(before, d.device), size(plan.total))
     return Loaded(loop, d.tokenizer, d.template, info_of(d, plan), ranks)
+
+
+@torch.inference_mode()
+def _warm_prompts(d: Description) -> None:
+    """What attention of long prompts needs once."""
+    a = d.own.attention
+    scale = a.head_dim**-0.5 if a.scale is None else a.scale
+    spec = AttendSpec(d.device, a.n_head, a.n_kv_head, a.head_dim, scale, d.kv_dtype)
+    attend_plan.warm(spec, d.n_ctx)
 
 
 def _bind_drafter(d: Description, plan: MemoryPlan, target: Target, table: SlotTable) -> Drafter | None:

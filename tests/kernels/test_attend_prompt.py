@@ -171,3 +171,11 @@ def test_pieces_get_smaller_as_keys_get_more_and_are_kept_for_all_layers() -> No
     pieces = attend_prompt._pieces(CPU).of(batch, 0)
     again = attend(made.q, made.pool, batch, 0)
     assert attend_prompt._pieces(CPU).of(batch, 0) is pieces and torch.equal(again, first)
+
+
+def test_the_library_is_loaded_where_a_slot_may_hold_a_block() -> None:
+    asked: list[tuple[int, int]] = []
+    least = prompt_blocks.BLOCKS[-1] + prompt_blocks.LEAST
+    for n_key in (least - 1, least, 10 * least):
+        prompt_blocks.warm(lambda q, k, v: asked.append((len(q), len(k))) or q, SPEC, n_key)
+    assert asked == [(prompt_blocks.LEAST, least)] * 2

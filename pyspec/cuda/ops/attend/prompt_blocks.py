@@ -98,3 +98,12 @@ def by_blocks(spec: AttendSpec, without: Run, own: OwnPart, block: Part) -> Run:
         return sums.transpose(0, 1)
 
     return run
+
+
+def warm(run: Run, spec: AttendSpec, n_key: int) -> None:
+    """Have the library loaded, a second's work, before somebody waits for it, where a slot may hold a block. Plans are a thread's own: they are
+    made as they are needed, 40 ms each."""
+    if n_key >= BLOCKS[-1] + LEAST:
+        half = torch.bfloat16 if spec.kv is torch.bfloat16 else torch.float16
+        keys = torch.zeros(BLOCKS[-1] + LEAST, spec.n_kv_head, spec.head_dim, dtype=half, device=spec.device)
+        run(torch.zeros(LEAST, spec.n_head, spec.head_dim, device=spec.device), keys, keys)

@@ -52,7 +52,10 @@ from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
 DIM = 128
-MANY, MANY_ROWS = 24, 4  # sequences from which a warp's convolution is enough for each, if they have so many rows in the mean at most
+MANY, MANY_ROWS = (
+    24,
+    4,
+)  # sequences from which a warp's convolution is enough for each, if they have so many rows in the mean at most
 CONV_ARGS = "plpplppp" + "ppppp" + "pppp" + "pppppp" + "pppp" + "iiiif" + "p"
 ROWS_ARGS = "ppp" + "pppp" + "pppppp" + "pppp" + "iiii" + "p"
 OUT_ARGS, INTO_ARGS = "p", "plpff" + "ppp" + "i" + NEXT_ARGS
