@@ -28,7 +28,7 @@ from pyspec.cuda.ops.rows.ref import Glu, HeadNorm, Prep, PrepKind, RowsSpec, of
 GLU = Glu()
 PROBE_ROWS = 272  # of the matrix a kernel is checked with
 PLACE_ROWS = 32  # up to here it beats a launch of their own that rows are prepared by what makes them (docs/log.md)
-FEW_ROWS = 48  # up to here `linear` is the fastest, then `linear_tall` where it runs (docs/log.md)
+FEW_ROWS = linear_wgmma.FEW  # up to here `linear` is as fast, then `linear_tall` is where it runs (docs/log.md)
 
 
 class Streamed:

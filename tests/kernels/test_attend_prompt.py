@@ -132,13 +132,14 @@ def test_blocks_of_keys_put_together_are_the_whole(n_row: int, n_past: int, monk
 
 
 def test_blocks_are_cut_at_absolute_keys_and_leave_less_than_the_smallest() -> None:
-    large, mid, small = prompt_blocks.BLOCKS
+    large, mid, *_, small = prompt_blocks.BLOCKS
     for n_past in (0, small - 1, small, mid + 3 * small + 9, 3 * large + 2 * mid + small, 130_000):
         found = prompt_blocks.cut(n_past)
         assert [a for a, _ in found] == [0, *(b for _, b in found)][: len(found)]
         assert 0 <= n_past - (found[-1][1] if found else 0) < small
         assert all(b - a in prompt_blocks.BLOCKS for a, b in found)
     assert prompt_blocks.cut(large + mid)[0] == prompt_blocks.cut(large + mid + 9 * small)[0] == (0, large)
+    assert len(prompt_blocks.cut(2 * large - 1)) == len(prompt_blocks.BLOCKS)
 
 
 def test_few_rows_and_few_keys_are_not_worth_a_block() -> None:

@@ -1,7 +1,7 @@
 """`attend_prompt` behind many keys: blocks of keys that every row sees go to cuDNN, the rest to torch's own kernel, and their sums are put together.
 
-On Hopper cuDNN's kernel is about twice as fast for heads of 256, but it builds a plan for every number of rows and keys. So keys come in
-blocks of three sizes, and rows in whole hundreds: there are few plans. A block needs no mask, so a group's heads are rows of one head
+On Hopper cuDNN's kernel is more than twice as fast for heads of 256, but it builds a plan for every number of rows and keys. So keys come in
+blocks of few sizes, and rows are padded: there are few plans. Each size is half of the one before, which makes few blocks. A block needs no mask, so a group's heads are rows of one head
 of keys to it. Blocks lie at absolute keys: a row's bits depend on its own keys, and on the prompt's piece it came in.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyspec.cuda.ops.attend.ref import AttendSpec
 
-BLOCKS = (32768, 8192, 2048)  # keys
+BLOCKS = (65536, 32768, 16384, 8192, 4096, 2048)  # keys
 ROWS = 512  # that rows are padded to a multiple of
 LEAST = 192  # rows: with fewer, padding is most of the work
 LEAST_CUDNN = 90100

@@ -5,14 +5,15 @@
 
 template <bool VALUES>
 __device__ __forceinline__ void conv_warp(const ConvArgs& a, const Seq& seq, int s, int head) {
-  constexpr int PARTS_OF_HEAD = VALUES ? 1 : 2, STRIDE = VALUES ? VD : KD;
+  constexpr int PARTS_OF_HEAD = VALUES ? 1 : 2, STRIDE = VALUES ? VD : KD, EARLY = 2;
   const int lane = threadIdx.x % 32, at = head * DIM + lane * 4;
   const i64 slot_row = static_cast<i64>(seq.slot) * a.width, fold_row = static_cast<i64>(s) * a.width;
   float* const record = (VALUES ? a.rec_v : a.rec_k) + slot_row * STRIDE + at;
   float* const fold = (VALUES ? a.fold_v : a.fold_k) + fold_row * STRIDE + at;
   const float* rows[PARTS_OF_HEAD];
   float* conv[PARTS_OF_HEAD];
-  float4 x[PARTS_OF_HEAD][TAPS];  // what stands before a row, and the row
+  float4 x[PARTS_OF_HEAD][TAPS], next[PARTS_OF_HEAD];  // what stands before a row, and the row; the one behind it
+  float4 old[EARLY];                                   // records that are loaded before the wait
 
   const float* const taps0 = a.conv_w + ((VALUES ? 2 * KD : 0) + at) * TAPS;  // read for each row, for registers are few
   const float* const taps1 = a.conv_w + ((VALUES ? 2 * KD : KD) + at) * TAPS;
@@ -26,16 +27,22 @@ __device__ __forceinline__ void conv_warp(const ConvArgs& a, const Seq& seq, int
 #pragma unroll
     for (int i = 0; i < TAPS - 1; i++) x[p][i] = quad(window + static_cast<i64>(i) * CHANNELS);
   }
+#pragma unroll
+  for (int i = 0; i < EARLY; i++)
+    if (i < seq.fold) old[i] = quad(static_cast<const float*>(record) + i * STRIDE);
   wait_for_predecessor();
 
   auto load = [&](int t) {
     if (t >= seq.n) return;
 #pragma unroll
-    for (int p = 0; p < PARTS_OF_HEAD; p++) x[p][TAPS - 1] = quad(rows[p] + t * a.m_stride);
+    for (int p = 0; p < PARTS_OF_HEAD; p++) next[p] = quad(rows[p] + t * a.m_stride);
   };
   load(0);
+#pragma unroll
+  for (int i = 0; i < EARLY; i++)
+    if (i < seq.fold) quad(fold + i * STRIDE) = old[i];
 #pragma unroll 2
-  for (i64 t = 0; t < seq.fold; t++) quad(fold + t * STRIDE) = quad(static_cast<const float*>(record) + t * STRIDE);
+  for (i64 t = EARLY; t < seq.fold; t++) quad(fold + t * STRIDE) = quad(static_cast<const float*>(record) + t * STRIDE);
   if (VALUES) {  // a lane makes the gates of a row
     for (int t = lane; t < seq.fold; t += 32) {
       const i64 from = (slot_row + t) * N_V + head, to = (fold_row + t) * N_V + head;
@@ -60,6 +67,9 @@ __device__ __forceinline__ void conv_warp(const ConvArgs& a, const Seq& seq, int
 #pragma unroll 1
   for (int t = 0; t < seq.n; t++) {
     const i64 row = seq.start + t, kept = (seq.keep ? row : t) * STRIDE;
+#pragma unroll
+    for (int p = 0; p < PARTS_OF_HEAD; p++) x[p][TAPS - 1] = next[p];
+    load(t + 1);
     const float4 y = Taps(taps0)(x[0]);
 #pragma unroll
     for (int p = 0; p < PARTS_OF_HEAD; p++)
@@ -78,7 +88,6 @@ __device__ __forceinline__ void conv_warp(const ConvArgs& a, const Seq& seq, int
     for (int p = 0; p < PARTS_OF_HEAD; p++)
 #pragma unroll
       for (int i = 0; i < TAPS - 1; i++) x[p][i] = x[p][i + 1];
-    load(t + 1);
   }
   if (seq.keep) store_window();
 }
