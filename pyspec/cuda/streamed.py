@@ -28,7 +28,8 @@ from pyspec.cuda.ops.rows.ref import Glu, HeadNorm, Prep, PrepKind, RowsSpec, of
 GLU = Glu()
 PROBE_ROWS = 272  # of the matrix a kernel is checked with
 PLACE_ROWS = 32  # up to here it beats a launch of their own that rows are prepared by what makes them (docs/log.md)
-FEW_ROWS = linear_wgmma.FEW  # up to here `linear` is as fast, then `linear_tall` is where it runs (docs/log.md)
+FEW_ROWS = linear_wgmma.FEW  # up to here `linear` is as fast as `linear_tall` where that runs (docs/log.md)
+COPY_ROWS = 48  # and up to here faster than a library with a copy
 
 
 class Streamed:
@@ -52,7 +53,7 @@ class Streamed:
         self.few_rows = 0 if EXACT.is_on and self.tall is not None else FEW_ROWS
         self.wide_rows = None if wide is None else WideRows(device, packed.n_in)
         self.whole: dict[RowsSpec, Callable[[Tensor, Prep], Tensor] | None] = {}  # what prepares rows that stay f32
-        self.max_rows = FEW_ROWS if self.tall is None else self.tall.max_rows  # without the copy
+        self.max_rows = COPY_ROWS if self.tall is None else self.tall.max_rows  # without the copy
 
     def __call__(self, x: Tensor | Rows, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
         if isinstance(x, Rows):
