@@ -1,7 +1,7 @@
 """Rounds of 64 slots with drafts, and a prompt's many rows: every kernel that runs for them, thread by thread on the CPU.
 
-A DFlash verify of blocks of 16 has 17 rows a slot, one of MTP with three drafts four, a plain round one: none but the last
-fits a graph, so batches run as they are.
+A DFlash verify of blocks of 16 has 17 rows a slot, one of MTP with three drafts four, a plain round one. Here batches run as they are, without
+a graph's padding.
 """
 
 from __future__ import annotations
