@@ -89,6 +89,8 @@ class EngineSettings:
     warm_up: Annotated[bool, "--warmup", SWITCH] = True
     plain_loop: Annotated[bool, "--plain-loop", SWITCH] = False
     # one round after the other, without graphs: slow, and the same text
+    exact: Annotated[bool, "--exact", SWITCH] = False
+    # on GPUs a row has the same bits whatever runs with it, and however many rows: prompts are slower
     hang_timeout: Annotated[float, "--hang-timeout", Real(0, 86400, "0: by what rounds take")] = 0.0
     # seconds of a round after which an isolated engine is replaced
     kernels: Annotated[str, "--kernels", Text(TIERS, "auto, cuda, triton or reference, or op=tier,...")] = "auto"

@@ -184,6 +184,7 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     _device(
         "--plain-loop", is_flag=True, help="One round after the other, no CUDA graphs: try it when a text looks wrong."
     ),
+    _device("--exact", is_flag=True, help="The same bits for a row whatever runs with it; prompts are slower."),
     _device(
         "--kernels", default="auto", metavar="TIER", help="cuda, triton, reference, or op=tier,...: what ops run as."
     ),
@@ -234,6 +235,7 @@ SETTINGS = (
     "synth_rates",
     "warm_up",
     "plain_loop",
+    "exact",
     "kernels",
 )
 

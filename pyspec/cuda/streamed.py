@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from pyspec.cuda.exact import EXACT
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import wgmma as linear_wgmma
 from pyspec.cuda.ops.linear.cuda import LinearLaunch
@@ -22,12 +23,13 @@ from pyspec.cuda.ops.linear.wgmma import WgmmaLaunch
 from pyspec.cuda.ops.moe.ref import activate
 from pyspec.cuda.ops.rows.cuda import MAX_SUMMED, Into, Rows, RowsLaunch, WideRows
 from pyspec.cuda.ops.rows.op import rows
-from pyspec.cuda.ops.rows.ref import Glu, HeadNorm, Norm, Prep, PrepKind, RowsSpec
+from pyspec.cuda.ops.rows.ref import Glu, HeadNorm, Prep, PrepKind, RowsSpec, of_rows
 
 GLU = Glu()
 PROBE_ROWS = 272  # of the matrix a kernel is checked with
 PLACE_ROWS = 32  # up to here it beats a launch of their own that rows are prepared by what makes them (docs/log.md)
-FEW_ROWS = 48  # up to here `linear` is the fastest, then `linear_tall` where it runs (docs/log.md)
+FEW_ROWS = linear_wgmma.FEW  # up to here `linear` is as fast as `linear_tall` where that runs (docs/log.md)
+COPY_ROWS = 48  # and up to here faster than a library with a copy
 
 
 class Streamed:
@@ -35,20 +37,23 @@ class Streamed:
 
     `linear_tall` takes more than FEW_ROWS where it runs. wide [out, in] f16: a copy for what neither reads once, where the
     library's product wins; or None. All round rows to f16 over a power of two, and sum in f32. limit: where gated activations are cut, 0 nowhere.
+    With `--exact` one of the two takes all rows: `linear_tall` where it runs.
     """
 
     def __init__(
         self, packed: Packed, device: torch.device, gated: bool, wide: Tensor | None, limit: float = 0.0
     ) -> None:
+        wide = None if EXACT.is_on else wide
         self.packed, self.device, self.gated, self.wide, self.limit = packed, device, gated, wide, limit
         n_out = packed.n_out // 2 if gated else packed.n_out
         spec = LinearSpec(device, packed.type, n_out, packed.n_in, Epilogue.GATED if gated else Epilogue.PLAIN, limit)
         adding = spec if gated else replace(spec, epilogue=Epilogue.RESIDUAL)
         self.n_out, self.plain, self.added = n_out, linear_cuda.bind(spec), linear_cuda.bind(adding)
         self.tall, self.tall_added = _tall(spec), _tall(adding)
+        self.few_rows = 0 if EXACT.is_on and self.tall is not None else FEW_ROWS
         self.wide_rows = None if wide is None else WideRows(device, packed.n_in)
         self.whole: dict[RowsSpec, Callable[[Tensor, Prep], Tensor] | None] = {}  # what prepares rows that stay f32
-        self.max_rows = FEW_ROWS if self.tall is None else self.tall.max_rows  # without the copy
+        self.max_rows = COPY_ROWS if self.tall is None else self.tall.max_rows  # without the copy
 
     def __call__(self, x: Tensor | Rows, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
         if isinstance(x, Rows):
@@ -58,14 +63,13 @@ class Streamed:
             return self._activated(y) if self.gated else y
         adds = residual is not None and not self.gated
         launch: LinearLaunch | WgmmaLaunch = self.added if adds else self.plain
-        if x.shape[0] > FEW_ROWS and (tall := self.tall_added if adds else self.tall) is not None:
+        if x.shape[0] > self.few_rows and (tall := self.tall_added if adds else self.tall) is not None:
             launch = tall
-        x, prep = self._fused(x, prep, launch.max_rows)
         out = torch.empty(x.shape[0], self.n_out, dtype=torch.float32, device=x.device)
         for first in range(0, x.shape[0], launch.max_rows):
             part = slice(first, first + launch.max_rows)
             add = residual[part] if residual is not None and adds else None
-            launch.multiply(launch.rows(x[part], prep), self.packed, out[part], add)
+            launch.multiply(launch.rows(*self._fused(x[part], of_rows(prep, part))), self.packed, out[part], add)
         return out if residual is None or adds else residual + out
 
     def unfinished(self, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]:
@@ -86,7 +90,7 @@ class Streamed:
         return self._rows(n_row, PrepKind.PLAIN, 0) if self.packed.n_in <= MAX_SUMMED else None
 
     def _rows(self, n_row: int, kind: PrepKind, dim: int) -> RowsLaunch | None:
-        is_few = 0 < n_row <= min(PLACE_ROWS, self.plain.max_rows)
+        is_few = 0 < n_row <= min(PLACE_ROWS, self.few_rows, self.plain.max_rows)
         spec = RowsSpec(self.device, self.packed.n_in, kind, dim)
         return self.plain.rows if is_few and rows.runs_as("cuda", spec) else None
 
@@ -99,10 +103,10 @@ class Streamed:
     def _is_wide(self, x: Tensor) -> bool:
         return self.wide is not None and x.shape[0] > self.max_rows
 
-    def _fused(self, x: Tensor, prep: Prep | None, n_max: int) -> tuple[Tensor, Prep | None]:
-        """Prepare here what the kernel for rows can not do; the rows of gates are not cut, so several passes can not."""
-        if prep is None or (x.shape[0] > n_max and not isinstance(prep, Norm)):
-            return x if prep is None else prep(x), None
+    def _fused(self, x: Tensor, prep: Prep | None) -> tuple[Tensor, Prep | None]:
+        """Prepare here what the kernel for rows can not do."""
+        if prep is None:
+            return x, None
         spec = RowsSpec(self.device, self.packed.n_in, prep.kind, prep.dim)
         return (x, prep) if rows.runs_as("cuda", spec) else (self._prepared(x, prep, spec), None)
 
@@ -115,7 +119,7 @@ class Streamed:
 
     def _wide(self, x: Tensor, prep: Prep | None, residual: Tensor | None) -> Tensor:
         assert self.wide is not None and self.wide_rows is not None
-        half, powers = self.wide_rows(*self._fused(x, prep, x.shape[0]))
+        half, powers = self.wide_rows(*self._fused(x, prep))
         return self.wide_rows.finish(torch.mm(half, self.wide.T, out_dtype=torch.float32), powers, residual)
 
 

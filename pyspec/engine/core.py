@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pyspec.config import EngineSettings
-from pyspec.cuda import tiers
+from pyspec.cuda import exact, tiers
 from pyspec.cuda.examine import EXAMINATION
 from pyspec.engine.grammars import Grammars
 from pyspec.engine.job import Job, Sink
@@ -121,6 +121,7 @@ class EngineCore:
     ) -> EngineCore:
         """A core over a model from a file; kernels that failed in an engine before this one are left out."""
         tiers.use(settings.kernels)
+        exact.use(settings.exact)
         EXAMINATION.demoted |= frozenset(settings.demoted)
         core = cls(load(path, settings), hand_over=hand_over, on_death=on_death)
         if settings.warm_up:

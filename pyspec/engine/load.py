@@ -17,6 +17,7 @@ from pyspec.config import EngineSettings
 from pyspec.cuda import prepare, probe, temporary
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.ops.attend import plan as attend_plan
+from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.cuda.prepare import Preparation
 from pyspec.device.lead import LeadingWorker
 from pyspec.device.worker import Worker
@@ -45,7 +46,7 @@ from pyspec.models.target import Target
 from pyspec.models.weights import Weights, cuts_of
 from pyspec.request import EngineInfo
 from pyspec.sample.synth import SynthAcceptance, read_rates
-from pyspec.slots.arena import Arena, bucket_of
+from pyspec.slots.arena import Arena, bucket_of, most_rows
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.memory import Memory, allocate
 from pyspec.slots.states import StateStore
@@ -122,6 +123,7 @@ def build(
     attend_plan.reserve(d.device, attention_bytes(d))
     if d.settings.warm_up:
         with _timed("graphs and warm-up", d.device), gpu_lock(d.device):
+            _warm_prompts(d)
             warm_up(loop, d.tokenizer, d.n_overhang, plan.activations + device_checkpoints(d) + start_bytes(d))
             if d.settings.check_tap_shift:
                 check_drafter(loop, d.tokenizer, d.template, d.n_overhang)
@@ -131,6 +133,15 @@ def build(
     if d.is_cuda:
         log.info("memory in use: %s, planned %s", since(before, d.device), size(plan.total))
     return Loaded(loop, d.tokenizer, d.template, info_of(d, plan), ranks)
+
+
+@torch.inference_mode()
+def _warm_prompts(d: Description) -> None:
+    """What attention of long prompts needs once."""
+    a = d.own.attention
+    scale = a.head_dim**-0.5 if a.scale is None else a.scale
+    spec = AttendSpec(d.device, a.n_head, a.n_kv_head, a.head_dim, scale, d.kv_dtype)
+    attend_plan.warm(spec, d.n_ctx)
 
 
 def _bind_drafter(d: Description, plan: MemoryPlan, target: Target, table: SlotTable) -> Drafter | None:
@@ -149,13 +160,14 @@ def _bind_drafter(d: Description, plan: MemoryPlan, target: Target, table: SlotT
 def _loop(d: Description, target: Target, memory: Memory, table: SlotTable, drafter: Drafter | None) -> Loop:
     s, n_draft = d.settings, d.draft.n_draft
     make_arena = partial(_arena, target, table, arena_pages(d, table))
-    arena = None if s.plain_loop else make_arena()
+    arena = None if s.plain_loop else make_arena(d.width)
     if arena is not None and isinstance(drafter, GraphedDrafter):
-        drafter.use_graphs(make_arena)
+        drafter.use_graphs(partial(make_arena, d.draft_width))
     host_bytes = min(s.cache_ram << 20, free_bytes(torch.device("cpu")) // 2) if s.prefix_cache else 0
     states = StateStore(device_checkpoints(d), host_bytes, start_bytes(d))
     # graphs pad their batches, so what takes the same time is a bucket of theirs
-    timer = Timer() if arena is None else Timer(lambda n_row: bucket_of(n_row) or bucket(n_row))
+    most = most_rows(s.np, d.width)
+    timer = Timer() if arena is None else Timer(lambda n_row: bucket_of(n_row, most) or bucket(n_row))
     chained, fixed = d.draft.needs.chained, s.n_draft_fixed
     return Loop(
         (Worker if memory.is_whole else LeadingWorker)(target, memory, table, drafter, arena),
@@ -169,11 +181,11 @@ def _loop(d: Description, target: Target, memory: Memory, table: SlotTable, draf
     )
 
 
-def _arena(target: Target, table: SlotTable, n_page: int) -> Arena | None:
+def _arena(target: Target, table: SlotTable, n_page: int, width: int) -> Arena | None:
     """Static batches for CUDA graphs, where every op of the model can be captured."""
     if target.device.type != "cuda" or not target.capturable:
         return None
-    return Arena(len(table.slots), n_page, target.device)
+    return Arena(len(table.slots), n_page, target.device, width)
 
 
 @contextmanager

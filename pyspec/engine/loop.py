@@ -73,7 +73,8 @@ class Loop:
         self.committer = Committer(*shared, defers=is_async)
         self.admission = Admission(self.queue, *shared)
         self.admission.synthetic = synth is not None and worker.drafter is not None
-        self.lookahead = Lookahead(is_async and worker.arena is not None, BUCKETS[-1], synth)
+        most = BUCKETS[-1] if worker.arena is None else worker.arena.n_row
+        self.lookahead = Lookahead(is_async and worker.arena is not None, most, synth)
         self.rests = Rests(prompt_weight, limits.prompts)
         self.visits: list[Visit] = []  # to slots, each once it is idle
         self.on_wait: Callable[[], None] = lambda: None  # called while the device is at work on a round

@@ -57,6 +57,7 @@ class LoadOptions(TypedDict, total=False):
     check_tap_shift: bool
     warm_up: bool
     plain_loop: bool
+    exact: bool
     hang_timeout: float
     kernels: str
     demoted: tuple[str, ...]

@@ -16,6 +16,7 @@ from torch import Tensor
 from pyspec import progress
 from pyspec.cuda.collective import Collective, Rank
 from pyspec.cuda.context import context_of
+from pyspec.cuda.exact import EXACT, in_passes
 from pyspec.cuda.ops.embed.op import embed
 from pyspec.cuda.ops.embed.ref import EmbedSpec
 from pyspec.cuda.ops.linear.dequant import SUPPORTED, dequantize
@@ -24,7 +25,7 @@ from pyspec.cuda.ops.linear.pack import FORMATS, interleave, packed_bytes, repac
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.tiles import TiledMatrix, tile
 from pyspec.cuda.ops.moe.ref import Stack, activate
-from pyspec.cuda.ops.rows.ref import Glu, Prep
+from pyspec.cuda.ops.rows.ref import Glu, Norm, Prep
 from pyspec.cuda.streamed import PROBE_ROWS, Streamed
 from pyspec.cuda.streamed_tiles import StreamedTiles
 from pyspec.cuda.temporary import temporary
@@ -126,8 +127,14 @@ class Dense:
         self.weight, self.gated = weight, gated
 
     def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
+        own = prep if isinstance(prep, Norm) else None  # of rows alone, so that it may go with each pass
+        x = x if prep is None or own is not None else prep(x)
+        y = in_passes(x, partial(self._product, own)) if EXACT.is_on else self._product(own, x)
+        return _finish(y, self.gated, residual)
+
+    def _product(self, prep: Norm | None, x: Tensor) -> Tensor:
         x = x if prep is None else prep(x)
-        return _finish(F.linear(x.to(self.weight.dtype), self.weight).float(), self.gated, residual)
+        return F.linear(x.to(self.weight.dtype), self.weight).float()
 
 
 class Unpacked:
@@ -149,8 +156,9 @@ class Joined:
         self.matrices, self.gated = matrices, gated
 
     def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
-        x = x if prep is None else prep(x)
-        return _finish(torch.cat([m(x) for m in self.matrices], -1), self.gated, residual)
+        own = prep if EXACT.is_on else None  # torch's norms sum otherwise where rows are many
+        x = x if prep is None or own is not None else prep(x)
+        return _finish(torch.cat([m(x, own) for m in self.matrices], -1), self.gated, residual)
 
 
 class CutGates:
@@ -178,10 +186,13 @@ class Grouped:
 
     def __call__(self, x: Tensor) -> Tensor:
         n_group, n_out, n_in = self.weight.shape
-        if self.few is not None and len(x) * n_group <= self.FEW:
+        if self.few is not None and (EXACT.is_on or len(x) * n_group <= self.FEW):
             y = self.few(x.reshape(-1, n_in)).view(-1, n_group, n_group, n_out)
             return y.diagonal(dim1=1, dim2=2).transpose(1, 2).flatten(1)
-        parts = x.view(-1, n_group, n_in).to(self.weight.dtype)
+        return in_passes(x, self._all) if EXACT.is_on else self._all(x)
+
+    def _all(self, x: Tensor) -> Tensor:
+        parts = x.view(-1, *self.weight.shape[::2]).to(self.weight.dtype)
         return torch.einsum("rgi,goi->rgo", parts, self.weight).flatten(1).float()
 
 

@@ -1,6 +1,7 @@
 """`linear` on NVIDIA GPUs: rows to f16 blocks (rows_cuda.py), then one pass over the weights (linear.cu).
 
-A product's order of summation depends on the matrix and the device only, so a row's bits do not depend on the other rows.
+A product's order of summation depends on the matrix and the device only, so a row's bits do not depend on the other rows; but on
+how many there are where pairs of CTAs take some numbers and others not (linear_pair.py), which none do with `--exact`.
 More than 128 rows run in passes. Buffers are made at bind and shared by matrices of one device: all launches must be on one
 stream, and the rows `RowsLaunch` returns hold until its next call.
 """
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.context import per_device
+from pyspec.cuda.exact import EXACT
 from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
 from pyspec.cuda.ops.linear import pair as linear_pair
 from pyspec.cuda.ops.linear.dequant import quantize
@@ -182,9 +184,9 @@ class LinearLaunch:
         self.partial, self.tickets = _workspace(spec.device, n_sm)
         self.sizes = np.int32(spec.n_out), np.int32(n_group), np.int32(n_chunk)
         shared = n_shared(torch.cuda.get_device_capability(spec.device))
-        self.pairs = {
+        self.pairs = {  # which have another order of sums, and can not have all rows
             pad: linear_pair.PairLaunch(spec, pad, n_sm, shared)
-            for pad in self.steps
+            for pad in (() if EXACT.is_on else self.steps)
             if linear_pair.takes(spec, pad, shared)
         }
 

@@ -66,6 +66,7 @@ MAX_ROWS, MAX_EXPERT, MAX_USED = 512, 1024, 32
 FEWEST = 2  # rows up to which who comes last sums what experts gave, and pairs find each other
 INTEGER_FEWEST = 3  # rows up to which they do where rows are whole numbers
 FEW = 32  # rows up to which an item has FEW_PAIRS at most: experts rarely get more; beyond it has MANY_PAIRS
+SPARSE = 0.5  # of an item's FEW_PAIRS: more rows have such items, too, while an expert gets no more in the mean
 MOST_LIMIT = 6e4  # of activations: they go on as f16 over powers of two
 MAX_PIECES = 4  # of a shared expert: with more, a launch of its own reads as well
 
@@ -366,7 +367,9 @@ class Experts:
         n_row, n_pair = ids.shape[0], ids.numel()
         if n_row <= self.finding:
             return _Taken(ids, ids, ids, n_pair, FEW_PAIRS, False, self.n_expert)
-        pairs = FEW_PAIRS if n_row <= FEW else MANY_PAIRS
+        per_item = min(p.steps[FEW_PAIRS, True].pairs for p in (self.inner, self.down))
+        is_few = n_row <= FEW or n_pair <= SPARSE * per_item * self.n_expert
+        pairs = FEW_PAIRS if is_few else MANY_PAIRS
         per_item = min(p.steps[pairs, True].pairs for p in (self.inner, self.down))
         n_item = min(n_pair, self.n_expert + n_pair // per_item)
         order = torch.empty(n_pair, dtype=torch.int32, device=ids.device)
