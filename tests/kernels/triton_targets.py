@@ -227,6 +227,7 @@ def main(names: list[str], targets: list[int | str]) -> int:
     n_bad = 0
     for name in targets:
         tri.has_f8 = lambda device, name=name: name in (89, 90, 100, 120, 121)
+        tri.has_ptx = lambda device, name=name: isinstance(name, int)
         tri.has_large_shared = lambda device, name=name: name in LARGE
         done = set()
 
