@@ -30,7 +30,7 @@ from pyspec.gguf import GGMLType
 
 MATRICES = ((17408, 5120, Epilogue.GATED), (5120, 17408, Epilogue.RESIDUAL), (16480, 5120, Epilogue.PLAIN), (5120, 6144, Epilogue.RESIDUAL))
 OWN = (0, 0, 0)
-VARIANTS = (OWN, *product((1, 2), (3, 4), (8, 12, 20)))
+VARIANTS = (OWN, *product((1, 2), (3, 4), (12, 20)))
 """Warps, stages, programs of a multiprocessor."""
 
 

@@ -32,6 +32,9 @@ from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.mamba2 import triton as mamba2_triton
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, make_params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
+from pyspec.cuda.ops.moe import cuda as moe_cuda
+from pyspec.cuda.ops.moe import triton as moe_triton
+from pyspec.cuda.ops.moe.ref import Added, MoeSpec
 from pyspec.cuda.ops.norms import triton as norms_triton
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.cuda.ops.rope_kv import triton as rope_kv_triton
@@ -39,6 +42,7 @@ from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.cuda.ops.rows import op as rows_op
 from pyspec.cuda.ops.rows import triton as rows_triton
 from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
+from pyspec.gguf import GGMLType
 from pyspec.slots.batch import Seq, lay_out
 from pyspec.slots.kv import KV_DTYPES, KVPool
 from pyspec.slots.recurrent import StateLayer
@@ -210,7 +214,23 @@ def _linear(spec: LinearSpec, n_row: int) -> None:
     run.multiply(x, torch.ones(n_row), run.pack(raw, spec.type, shape, scales), out, residual)
 
 
+def moe() -> Iterator[Callable[[], object]]:
+    types = GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.Q6_K, GGMLType.MXFP4, GGMLType.NVFP4, GGMLType.IQ4_NL
+    for type in types:
+        for n_row in (1, 3, 40, 200) if type is GGMLType.Q4_K else (1, 40):
+            gated = type is not GGMLType.NVFP4
+            spec = MoeSpec(CPU, 2, 256, 256, "swiglu" if gated else "relu2", type, type, not gated, pieces=1)
+            yield lambda spec=spec, n_row=n_row: _moe(spec, n_row)
+
+
+def _moe(spec: MoeSpec, n_row: int) -> None:
+    experts = moe_triton.bind(spec)(moe_cuda.random_stacks(spec, 4, torch.Generator().manual_seed(0)))
+    x, ids = torch.zeros(n_row, spec.n_in), torch.zeros(n_row, 2, dtype=torch.int32)
+    experts(x, ids, torch.zeros(n_row, 2), None, Added(x, None, torch.zeros(n_row, 1)))
+
+
 OPS = {
+    "moe": moe,
     "linear": linear,
     "attend": attend,
     "gdn": gdn,
