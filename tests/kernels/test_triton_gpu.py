@@ -29,7 +29,7 @@ from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
 GPU = torch.device("cuda", 0)
-OPS = ("linear", "moe", "attend", "gdn", "mamba2", "rope_kv", "rows", "norms", "best", "ahead")
+OPS = ("linear", "moe", "moe_route", "attend", "gdn", "mamba2", "rope_kv", "rows", "norms", "best", "ahead")
 FAR = Case(24, 4, 256, torch.float16, [(17000, 7), (16380, 3), (300, 1), (16500, 1)], 64)  # both sizes of splits
 GDN = GdnSpec(GPU, GdnShape(16, 48, 128, 4, (2 * 16 + 48) * 128), 1e-6)
 MAMBA2 = Mamba2Spec(GPU, Mamba2Shape(n_head=128, head_dim=64, n_group=8, n_state=128, n_conv=4))

@@ -34,7 +34,8 @@ from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, make_params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.moe import cuda as moe_cuda
 from pyspec.cuda.ops.moe import triton as moe_triton
-from pyspec.cuda.ops.moe.ref import Added, MoeSpec
+from pyspec.cuda.ops.moe.ref import Added, MoeSpec, RouteSpec
+from pyspec.cuda.ops.moe_route import triton as moe_route_triton
 from pyspec.cuda.ops.norms import triton as norms_triton
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.cuda.ops.rope_kv import triton as rope_kv_triton
@@ -229,7 +230,24 @@ def _moe(spec: MoeSpec, n_row: int) -> None:
     experts(x, ids, torch.zeros(n_row, 2), None, Added(x, None, torch.zeros(n_row, 1)))
 
 
+def moe_route() -> Iterator[Callable[[], object]]:
+    for spec in (
+        RouteSpec(CPU, 3072, 256, 8, gated=True),
+        RouteSpec(CPU, 4096, 512, 22, "sigmoid", scale=5.0, biased=True),
+        RouteSpec(CPU, 4096, 256, 6, "sqrtsoftplus", given=True),
+    ):
+        yield lambda spec=spec: _moe_route(spec)
+
+
+def _moe_route(spec: RouteSpec) -> None:
+    bias = torch.zeros(spec.n_expert) if spec.biased else None
+    given = torch.zeros(2, spec.n_used, dtype=torch.int32) if spec.given else None
+    matrix = torch.zeros(spec.n_expert + spec.gated, spec.n_in)
+    moe_route_triton.bind(spec)(torch.zeros(2, spec.n_in), torch.ones(spec.n_in), matrix, bias, given)
+
+
 OPS = {
+    "moe_route": moe_route,
     "moe": moe,
     "linear": linear,
     "attend": attend,
