@@ -15,7 +15,7 @@ So the torch reference, and every implementation without these, runs in the same
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ from torch import Tensor
 from pyspec.cuda.ops.moe.ref import NOTHING, Routes
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import HeadNorm, Norm, Prep, PrepKind, RowsSpec
-from pyspec.cuda.streamed import Streamed
+from pyspec.cuda.streamed import Streamed, StreamedParts
+from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
 Launch = Callable[..., Any]
@@ -57,6 +58,17 @@ def then(launch: Launch, given: Sequence[Any], product: Product, prep: HeadNorm,
         if into is not None:
             return product(prepared(*given, into=into), residual=residual)
     return product(launch(*given).flatten(1), prep, residual=residual)
+
+
+def attended(launch: Launch, given: Sequence[Any], batch: Batch, product: Any, power: float) -> Tensor:
+    """product(launch(*given, batch)) of a product in parts (models.weights.Grouped). The launch writes the rows that it reads, over `power`,
+    where they are few enough and it can."""
+    prepared, few = getattr(launch, "prepared", None), product.few
+    if prepared is not None and isinstance(few, StreamedParts):
+        into = few.place(len(given[0]), power)
+        if into is not None:
+            return few(prepared(given, batch, into))
+    return cast(Tensor, product(launch(*given, batch).flatten(1)))
 
 
 # -- experts -----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from pyspec.cuda.ops.linear.pack import Packed
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.wgmma import WgmmaLaunch
 from pyspec.cuda.ops.moe.ref import activate
-from pyspec.cuda.ops.rows.cuda import MAX_SUMMED, Into, Rows, RowsLaunch, WideRows
+from pyspec.cuda.ops.rows.cuda import MAX_SUMMED, Into, Place, Rows, RowsLaunch, WideRows
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import Glu, HeadNorm, Norm, Prep, PrepKind, RowsSpec
 
@@ -117,6 +117,26 @@ class Streamed:
         assert self.wide is not None and self.wide_rows is not None
         half, powers = self.wide_rows(*self._fused(x, prep, x.shape[0]))
         return self.wide_rows.finish(torch.mm(half, self.wide.T, out_dtype=torch.float32), powers, residual)
+
+
+class StreamedParts:
+    """Matrices one after the other, each for its part of the input's columns, as one product of up to `max_rows` rows."""
+
+    def __init__(self, packed: Packed, device: torch.device, parts: int) -> None:
+        self.packed, self.device = packed, device
+        self.product = linear_cuda.bind(LinearSpec(device, packed.type, packed.n_out, packed.n_in, parts=parts))
+        self.max_rows = self.product.max_rows
+
+    def __call__(self, x: Tensor | Rows) -> Tensor:
+        """x [row, part * n_in] f32, or such rows prepared -> [row, n_out]"""
+        rows = x if isinstance(x, Rows) else self.product.rows(x)
+        out = torch.empty(rows.n_row, self.packed.n_out, dtype=torch.float32, device=self.device)
+        self.product.multiply(rows, self.packed, out)
+        return out
+
+    def place(self, n_row: int, power: float) -> Place | None:
+        """Where the kernel before may put so many rows, over `power`; None: this product prepares them."""
+        return Place(self.product.rows, self.packed.data, power) if 0 < n_row <= self.max_rows else None
 
 
 def _tall(spec: LinearSpec) -> WgmmaLaunch | None:

@@ -21,7 +21,7 @@ from pyspec.cuda.ops.index_rows.ref import IndexSpec
 from pyspec.cuda.ops.moe.op import moe
 from pyspec.cuda.ops.moe.ref import Added, MoeSpec, RouteSpec, Stacks
 from pyspec.cuda.ops.moe_route.op import moe_route
-from pyspec.cuda.ops.rows.ref import Norm
+from pyspec.cuda.ops.rows.ref import Norm, norm_power
 from pyspec.cuda.ops.sparse_attend.op import sparse_attend
 from pyspec.cuda.ops.sparse_attend.ref import KeyTail, SparseSpec
 from pyspec.cuda.ops.streams.op import streams
@@ -77,11 +77,13 @@ class WindowAttention:
         self.kv_norm, self.sinks = w.vector(f"{p}.attn_kv_a_norm.weight"), w.vector(f"{p}.{SINKS}")
         self.freq = c.freq(ratio).to(w.device)
         self.key_tail = KeyTail(self.kv_norm, self.freq)
+        norms = [self.kv_norm]  # of what is attended to: results are sums of such keys, whose weights add up to 1 at most
         first, second = [f"{p}.attn_q_a.weight", f"{p}.attn_kv.weight"], [f"{p}.attn_q_b.weight"]
         self.sizes = [c.q_rank, a.head_dim]
         self.rows = self.indexed = None
         if ratio:
             self.rows = Compressor(c, w, f"{p}.attn_compressor", ratio, a.head_dim, kv)
+            norms.append(self.rows.norm)
             first += self.rows.names
             self.sizes.append(2 * self.rows.width)
         if ratio == CSA:
@@ -92,6 +94,7 @@ class WindowAttention:
             choice = IndexSpec(w.device, x.n_head, x.dim, x.top_k, ratio, kv, c.n_rot)
             self.index, self.can_choose = index_rows.bind(choice), index_rows.chosen(choice).capturable
         self.first, self.second = w.matrix(*first), w.matrix(*second)
+        self.power = norm_power(torch.cat(norms))
         spec = SparseSpec(w.device, a.n_head, a.head_dim, c.window, ratio, kv, c.n_rot, c.eps)
         self.attend, self.can_attend = sparse_attend.bind(spec), sparse_attend.chosen(spec).capturable
         self.out_a, self.out_b = (
@@ -133,7 +136,8 @@ class WindowAttention:
             index_q = index_q.view(-1, self.c.indexer.n_head, self.c.indexer.dim)
             chosen = self.index(index_q, rest[2], self.freq, index_pool, batch)
         window = cast(RingRows, parts[WINDOW])
-        return self.finish(self.attend(q, kv, self.key_tail, window, pool, chosen, self.sinks, batch))
+        given = q, kv, self.key_tail, window, pool, chosen, self.sinks
+        return self.out_b(fuse.attended(self.attend, given, batch, self.out_a, self.power))
 
 
 class StreamExperts:

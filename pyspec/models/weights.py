@@ -18,14 +18,15 @@ from pyspec.cuda.collective import Collective, Rank
 from pyspec.cuda.context import context_of
 from pyspec.cuda.ops.embed.op import embed
 from pyspec.cuda.ops.embed.ref import EmbedSpec
+from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear.dequant import SUPPORTED, dequantize
 from pyspec.cuda.ops.linear.op import linear, linear_tall
-from pyspec.cuda.ops.linear.pack import FORMATS, interleave, packed_bytes, repack
+from pyspec.cuda.ops.linear.pack import FORMATS, TILE, interleave, packed_bytes, repack
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.tiles import TiledMatrix, tile
 from pyspec.cuda.ops.moe.ref import Stack, activate
 from pyspec.cuda.ops.rows.ref import Glu, Prep
-from pyspec.cuda.streamed import PROBE_ROWS, Streamed
+from pyspec.cuda.streamed import PROBE_ROWS, Streamed, StreamedParts
 from pyspec.cuda.streamed_tiles import StreamedTiles
 from pyspec.cuda.temporary import temporary
 from pyspec.errors import BadTensors, ModelError
@@ -167,18 +168,22 @@ class CutGates:
 class Grouped:
     """Matrices [group, out, in], each of which takes its part of the input: x [row, group * in] f32 -> [row, group * out] f32.
 
-    few  the same as one matrix [group * out, in], which reads its weights once: a row's parts are rows of their own to it, and of every part's
-         outputs those of its group count. The rest costs nothing as long as bytes of the weights are what it waits for.
+    few  the same for few rows, as one product that reads its weights once; or as one matrix [group * out, in], to which a row's parts are rows
+         of their own, and of every part's outputs those of its group count. The rest costs nothing as long as bytes of the weights are what it
+         waits for.
     """
 
-    FEW = 64  # parts
+    FEW = 64  # parts of one matrix
 
-    def __init__(self, weight: Tensor, few: Matrix | None = None) -> None:
+    def __init__(self, weight: Tensor, few: Matrix | StreamedParts | None = None) -> None:
         self.weight, self.few = weight, few
 
     def __call__(self, x: Tensor) -> Tensor:
         n_group, n_out, n_in = self.weight.shape
-        if self.few is not None and len(x) * n_group <= self.FEW:
+        if isinstance(self.few, StreamedParts):
+            if len(x) <= self.few.max_rows:
+                return self.few(x)
+        elif self.few is not None and len(x) * n_group <= self.FEW:
             y = self.few(x.reshape(-1, n_in)).view(-1, n_group, n_group, n_out)
             return y.diagonal(dim1=1, dim2=2).transpose(1, 2).flatten(1)
         parts = x.view(-1, n_group, n_in).to(self.weight.dtype)
@@ -461,8 +466,14 @@ class Weights:
         info = self._info(name)
         dtype = self.dense or (torch.float32 if info.type is GGMLType.F32 else torch.bfloat16)
         weight = self._dense([name], dtype).view(n_group, info.shape[0] // n_group, -1)
-        is_streamed = self.dense is None and self.device.type == "cuda" and self._streams(name)
-        return Grouped(weight, self._stream([name], False, has_copy=False) if is_streamed else None)
+        if self.dense is not None or self.device.type != "cuda" or not self._streams(name):
+            return Grouped(weight)
+        spec = LinearSpec(self.device, info.type, *info.shape, parts=n_group)
+        small = replace(spec, n_out=n_group * TILE * 16)  # is what is checked, since the check unpacks it
+        few = self._stream([name], False, has_copy=False)
+        if isinstance(few, Streamed) and linear_cuda.limits(spec) is None and linear.runs_as("cuda", small):
+            few = StreamedParts(few.packed, self.device, n_group)
+        return Grouped(weight, few)
 
     def optional(self, name: str) -> Tensor | None:
         return self.vector(name) if self.has(name) else None

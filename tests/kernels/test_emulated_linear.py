@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from emulated.gpu import CPU
@@ -86,6 +88,37 @@ def test_epilogues_equal_the_reference(epilogue: Epilogue, limit: float, way: st
     linear_ref.bind(spec)(x, packed, want, residual)
     with machine_of(way, seed=seed):
         assert off(product(spec, packed, x, residual, SHAPES[1]), want) < 1e-3
+
+
+@pytest.mark.sampled(most=2)
+@pytest.mark.parametrize("way", ["linear", "linear_sm90"])
+@pytest.mark.parametrize("type", [GGMLType.Q8_0, GGMLType.Q4_K])
+def test_parts_have_their_own_columns(type: GGMLType, way: str) -> None:
+    """Three matrices of a tile each, two chunks and more of columns; CTAs begin within parts."""
+    spec = LinearSpec(CPU, type, 768, 512, parts=3)
+    packed, x = matrix(spec), torch.randn(3, 1536) * torch.tensor([[1e-2], [1.0], [30.0]])
+    parts = zip(unpack(packed).double().chunk(3), linear_ref.rounded(x).chunk(3, -1), strict=True)
+    want = torch.cat([part @ own.T for own, part in parts], -1)
+    with machine_of(way, seed=0, n_multiprocessor=5):
+        launch = LinearLaunch(spec, (step(CPU, type, spec.epilogue, SHAPES[0], 0.0, linear_cuda.part_tiles(spec)),))
+        got = torch.full((3, 768), torch.nan)
+        launch(x, packed, got)
+        assert not launch.tickets.any(), "tickets are left over"
+    assert off(got, want) < 3e-6
+    own = torch.full((3, 768), torch.nan)
+    linear_ref.bind(spec)(x, packed, own)
+    assert off(own, want) < 1e-3
+
+
+def test_parts_that_do_not_fill_tiles_are_refused() -> None:
+    gpu = torch.device("cuda", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        good = LinearSpec(gpu, GGMLType.Q8_0, 8192, 4096, parts=8)
+        assert linear_cuda.limits(good) is None
+        for change in ({"n_out": 8 * 128}, {"n_in": 4000 // 32 * 32}, {"parts": 3}, {"n_in": 8192}):
+            assert "part" in (linear_cuda.limits(replace(good, **change)) or "")
+        assert "something is done" in (linear_cuda.limits(replace(good, epilogue=Epilogue.GATED)) or "")
 
 
 @pytest.mark.sampled(most=1)

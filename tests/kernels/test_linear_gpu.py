@@ -49,6 +49,19 @@ def test_products_equal_exact_sums_of_rounded_rows(type: GGMLType, n_out: int, n
         assert off(got, x.double() @ weights.T) < 2e-3
 
 
+@pytest.mark.parametrize("type", [GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.Q6_K])
+@pytest.mark.parametrize(("parts", "n_own", "n_in"), [(8, 1024, 4096), (2, 256, 256), (5, 512, 1280)])
+def test_parts_have_their_own_columns(type: GGMLType, parts: int, n_own: int, n_in: int) -> None:
+    packed, spec = matrix(type, parts * n_own, n_in), LinearSpec(CUDA, type, parts * n_own, n_in, parts=parts)
+    weights = unpack(packed).double().chunk(parts)
+    for n_row in (1, 4, 9, 33, 128):
+        x = torch.randn(n_row, parts * n_in, device=CUDA) * torch.logspace(-3, 3, n_row, device=CUDA)[:, None]
+        rows = zip(weights, linear_ref.rounded(x).chunk(parts, -1), strict=True)
+        got = product(spec, packed, x)
+        assert off(got, torch.cat([part @ own.T for own, part in rows], -1)) < 3e-6
+        assert torch.equal(product(spec, packed, x[:1]), got[:1])
+
+
 @pytest.mark.parametrize("n_in", [32, 64, 96, 2688])
 def test_columns_that_fill_no_chunk_add_nothing(n_in: int) -> None:
     for type in (t for t in CHUNKS if n_in % t.block_size == 0):

@@ -12,6 +12,14 @@ constexpr int kAtOnce = TILES_N <= 3 ? TILES_N : TILES_N <= 8 ? 2 : 1;  // tiles
 static_assert(WARPS_M * TILES_M == kTile, "a CTA owns 256 rows");
 static_assert(TILES_N % kAtOnce == 0, "groups of tiles");
 
+#ifndef PART_TILES
+#define PART_TILES 0
+#endif
+// Of rows: what a tile's chunk is multiplied with. PART_TILES > 0: so many tiles have a part of the rows' columns of their own.
+__device__ __forceinline__ int chunk_of_rows(int tile, int chunk, int n_chunk) {
+  return PART_TILES > 0 ? tile / (PART_TILES > 0 ? PART_TILES : 1) * n_chunk + chunk : chunk;
+}
+
 struct Shape {
   int n_row, n_out, n_tile16, n_chunk;
 };

@@ -30,7 +30,7 @@ from pyspec.cuda.ops.linear.pack import (
     repack,
 )
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec, epilogue_macros
-from pyspec.cuda.ops.rows.cuda import Rows, RowsLaunch
+from pyspec.cuda.ops.rows.cuda import MAX_COLUMNS, Rows, RowsLaunch
 from pyspec.gguf import GGMLType
 
 MAX_ROWS, MAX_TICKETS = 128, 1 << 16
@@ -99,8 +99,21 @@ def limits(spec: LinearSpec) -> str | None:
         return f"{spec.n_in} columns are not a multiple of 32"
     if not fitting(spec.type, capability):
         return f"{spec.type.name} does not fit this GPU's shared memory"
+    if spec.parts > 1 and (why := _parts_limits(spec)) is not None:
+        return why
     if n_tiles(spec) * max(s.n_warp for s in SHAPES) > MAX_TICKETS:
         return f"{spec.n_weight_row} rows; the kernel takes up to {MAX_TICKETS // SHAPES[0].n_warp * TILE * 16} rows"
+    return None
+
+
+def _parts_limits(spec: LinearSpec) -> str | None:
+    n_own, odd = divmod(spec.n_weight_row, spec.parts)
+    if spec.epilogue is not Epilogue.PLAIN:
+        return f"{spec.parts} parts, and something is done to their product"
+    if odd or n_own % (16 * TILE) or spec.n_in % 256:
+        return f"parts of {n_own} rows and {spec.n_in} columns; the kernel takes multiples of {16 * TILE} and 256"
+    if spec.parts * spec.n_in > MAX_COLUMNS:
+        return f"{spec.parts} parts of {spec.n_in} columns; the kernel takes up to {MAX_COLUMNS} together"
     return None
 
 
@@ -113,8 +126,11 @@ def stem(capability: tuple[int, int]) -> str:
     return "linear_sm90" if capability >= (9, 0) else "linear"
 
 
-def defines(type: GGMLType, shape: Tiling, stages: int, epilogue: Epilogue, limit: float = 0.0) -> dict[str, int | str]:
+def defines(
+    type: GGMLType, shape: Tiling, stages: int, epilogue: Epilogue, limit: float = 0.0, part_tiles: int = 0
+) -> dict[str, int | str]:
     """Macros of linear.cu."""
+    parts: dict[str, int | str] = {"PART_TILES": part_tiles} if part_tiles else {}
     return {
         "TYPE": FORMATS[type].code,
         "CHUNK": CHUNKS[type],
@@ -126,6 +142,7 @@ def defines(type: GGMLType, shape: Tiling, stages: int, epilogue: Epilogue, limi
         "STAGES": stages,
         "WINDOW": window(shape.rows)[0],
         "STEADY": min(window(shape.rows)[1], stages),
+        **parts,
     } | epilogue_macros(epilogue, limit)
 
 
@@ -140,16 +157,20 @@ class _Built:
 
 
 @per_device
-def _steps(device: torch.device, type: GGMLType, epilogue: Epilogue, limit: float) -> tuple[_Built, ...]:
+def _steps(
+    device: torch.device, type: GGMLType, epilogue: Epilogue, limit: float, part_tiles: int
+) -> tuple[_Built, ...]:
     capability = torch.cuda.get_device_capability(device)
-    return tuple(step(device, type, epilogue, shape, limit) for shape in fitting(type, capability))
+    return tuple(step(device, type, epilogue, shape, limit, part_tiles) for shape in fitting(type, capability))
 
 
-def step(device: torch.device, type: GGMLType, epilogue: Epilogue, shape: Tiling, limit: float = 0.0) -> _Built:
+def step(
+    device: torch.device, type: GGMLType, epilogue: Epilogue, shape: Tiling, limit: float = 0.0, part_tiles: int = 0
+) -> _Built:
     """Compile linear.cu for one shape, with as many stages as fit."""
     capability = torch.cuda.get_device_capability(device)
     stages = n_stages(type, shape, capability)
-    code = compile_cubin(stem(capability), arch_of(capability), defines(type, shape, stages, epilogue, limit))
+    code = compile_cubin(stem(capability), arch_of(capability), defines(type, shape, stages, epilogue, limit, part_tiles))
     shared = stages * stage_bytes(type, shape)
     threads = 32 * (shape.n_warp + (code.stem == "linear_sm90"))  # there a warp of its own copies
     return _Built(shape, code.kernel("linear", "ppppppppiiii").allow_shared(shared), threads, shared)
@@ -175,7 +196,7 @@ class LinearLaunch:
     def __init__(self, spec: LinearSpec, steps: tuple[_Built, ...]) -> None:
         self.spec, self.steps = spec, {s.shape.rows: s for s in steps}
         self.max_rows = max(self.steps)
-        self.rows = bind_rows(spec.device, spec.type, spec.n_in)
+        self.rows = bind_rows(spec.device, spec.type, spec.n_in * spec.parts)
         n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
         n_group, n_chunk = n_groups(spec.n_weight_row), n_chunks(spec.type, spec.n_in)
         self.grid = (min(n_sm, n_tiles(spec) * n_chunk),)
@@ -185,7 +206,7 @@ class LinearLaunch:
         self.pairs = {
             pad: linear_pair.PairLaunch(spec, pad, n_sm, shared)
             for pad in self.steps
-            if linear_pair.takes(spec, pad, shared)
+            if spec.parts == 1 and linear_pair.takes(spec, pad, shared)
         }
 
     def __call__(self, x: Tensor, packed: Packed, out: Tensor, residual: Tensor | None = None) -> None:
@@ -209,7 +230,12 @@ class LinearLaunch:
 
 
 def bind(spec: LinearSpec) -> LinearLaunch:
-    return LinearLaunch(spec, _steps(spec.device, spec.type, spec.epilogue, spec.limit))
+    return LinearLaunch(spec, _steps(spec.device, spec.type, spec.epilogue, spec.limit, part_tiles(spec)))
+
+
+def part_tiles(spec: LinearSpec) -> int:
+    """PART_TILES in linear.cuh."""
+    return n_tiles(spec) // spec.parts if spec.parts > 1 else 0
 
 
 def check(
@@ -225,7 +251,7 @@ def check(
     if pack is not None:  # it has a layout of its own
         own = pack(raw, spec.type, (spec.n_weight_row, spec.n_in), scales)
     for n_row in n_rows:
-        x = torch.randn(n_row, spec.n_in, generator=gen).to(spec.device)
+        x = torch.randn(n_row, spec.parts * spec.n_in, generator=gen).to(spec.device)
         residual = torch.randn(n_row, spec.n_out, generator=gen).to(spec.device)
         got, want = (torch.full_like(residual, torch.nan) for _ in "gw")
         for run, matrix, out in ((launch, own, got), (reference, packed, want)):

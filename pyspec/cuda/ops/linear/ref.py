@@ -37,6 +37,7 @@ class LinearSpec:
     """A matrix of n_in columns; n_out counts what is written for a row, half of the matrix's rows when gated.
 
     limit  where gates (from above) and ups (from both sides) are cut; 0: nowhere
+    parts  the matrix is so many, one after the other, each for its part of a row's parts * n_in columns
     """
 
     device: torch.device
@@ -45,6 +46,7 @@ class LinearSpec:
     n_in: int
     epilogue: Epilogue = Epilogue.PLAIN
     limit: float = 0.0
+    parts: int = 1
 
     @property
     def n_weight_row(self) -> int:
@@ -78,6 +80,9 @@ def rounded(x: Tensor) -> Tensor:
 def bind(spec: LinearSpec) -> Callable[..., None]:
     def linear(x: Tensor, packed: Packed, out: Tensor, residual: Tensor | None = None) -> None:
         assert (packed.n_out, packed.n_in) == (spec.n_weight_row, spec.n_in)
-        out.copy_(finish(F.linear(x.float(), unpack(packed)), spec.epilogue, residual, spec.limit))
+        assert x.shape[1] == spec.parts * spec.n_in
+        weights, parts = unpack(packed).chunk(spec.parts), x.float().chunk(spec.parts, -1)
+        y = torch.cat([F.linear(part, own) for part, own in zip(parts, weights, strict=True)], -1)
+        out.copy_(finish(y, spec.epilogue, residual, spec.limit))
 
     return linear

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from pyspec.cuda import faults
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import Kernel, arch_of, compile_cubin, missing
+from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin, missing
 from pyspec.cuda.ops.attend.cuda import room_of
 from pyspec.cuda.ops.index_rows.cuda import KINDS, aligned
+from pyspec.cuda.ops.rows.cuda import BLOCKED, Place, Rows
 from pyspec.cuda.ops.sparse_attend.ref import ROWS, KeyTail, SparseSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool, rows_per_page
@@ -31,9 +32,10 @@ MAX_WINDOW = 1024
 FORMS = {
     "sparse_keys": "pppppp" + "l" + "f",
     "sparse_parts": "ppppp" + "pppppp" + "pp" + "p" + "l" + "i" * 14 + "ff",
-    "sparse_merge": "ppppp" + "ppppp" + "ppp" + "i" * 15,
+    "sparse_merge": "ppppp" + "ppppp" + "ppp" + "ppp" + "i" * 16 + "f",
     "sparse_ring": "ppppppp" + "iii",
 }
+Given = tuple[Tensor, Tensor, KeyTail, RingRows, KVPool | None, Tensor | None, Tensor]
 COSTS = {16: 1.0, 32: 1.3, 64: 2.0}  # of a part, by the heads of a CTA
 
 
@@ -151,13 +153,28 @@ class SparseLaunch:
         sinks: Tensor,
         batch: Batch,
     ) -> Tensor:
+        out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        none = np.int64(0)
+        self._run((q, kv, tail, ring, pool, chosen, sinks), batch, [out, self.fault, none, none, none], (0, 1.0))
+        return out
+
+    def prepared(self, given: Given, batch: Batch, into: Place) -> Rows:
+        """into.rows(o) of the outputs o of a call, over into.power, without a launch of its own. given: what a call is given before the batch."""
+        rows = into.rows.room(len(given[0]))
+        assert into.rows.n_in == self.spec.n_head * self.spec.dim and rows.layout == BLOCKED
+        to = [np.int64(0), self.fault, rows.blocks, rows.sums, rows.powers]
+        self._run(given, batch, to, (rows.pad, into.power))
+        return rows
+
+    def _run(self, given: Given, batch: Batch, to: list[Arg], place: tuple[int, float]) -> None:
+        """to: results as rows or as blocks, the other is nobody's, with faults between; of blocks the pad and the power."""
+        q, kv, tail, ring, pool, chosen, sinks = given
         spec, i32, none = self.spec, np.int32, np.int64(0)
         q, kv, rows = aligned(q), aligned(kv), ring.rows[ROWS]
         self._check((q, kv, sinks), tail, rows, pool, chosen, batch)
         n_row, n_col = q.shape[0], batch.page_table.shape[1]
-        out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         if not n_row:
-            return out
+            return
         top_k = 0 if chosen is None else chosen.shape[1]
         ratio = 0 if pool is None else spec.ratio
         per_page = 1 if pool is None else rows_per_page(batch.page_size, ratio)
@@ -181,14 +198,13 @@ class SparseLaunch:
             args = [q, tail.freq, *keys, part, part_ml, self.fault, step, *places, *sizes, self.scale, self.eps]
             grid = (min(self.n_sm, n * max_part * -(-spec.n_head // build.heads)),)
             kernels["sparse_parts"].launch(grid, 32 * build.warps, args, build.shared_bytes, overlap=overlap)
-            sizes = map(i32, (spec.window, first, n_row, max_part, chosen is not None, is_all))
-            args = [part, part_ml, tail.freq, own, rows, *layout, sinks, out, self.fault, *places, *sizes]
+            sizes = map(i32, (spec.window, first, n_row, max_part, chosen is not None, is_all, place[0]))
+            args = [part, part_ml, tail.freq, own, rows, *layout, sinks, *to, *places, *sizes, np.float32(place[1])]
             n_block = -(-spec.n_head * -(-spec.dim // 128) // 4)
             kernels["sparse_merge"].launch((n, n_block + is_all), 128, args, overlap=overlap)
         if per < n_row:
             args = [own, rows, *layout[1:], self.fault, *places[-2:], i32(n_row)]
             kernels["sparse_ring"].launch((n_row,), 64, args, overlap=overlap)
-        return out
 
     def _parts(self, batch: Batch, ratio: int, top_k: int, is_chosen: bool) -> tuple[int, int]:
         """Parts that a row has at most, and what it has if its context is not long."""

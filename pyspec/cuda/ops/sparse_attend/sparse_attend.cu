@@ -27,6 +27,7 @@
 #include "matrices.cuh"
 #include "overlap.cuh"
 #include "partial.cuh"
+#include "prepared.cuh"
 #include "turns.cuh"
 
 constexpr int THREADS = 32 * WARPS, MAX_ROW = 256, MAX_PART = 16;
