@@ -72,7 +72,9 @@ def show(records: list[Record], first: int, end: int) -> None:
         print(f"  {us:8.1f} us {counts[name]:4} of {us / counts[name]:6.1f}  {name[:60]}")
     for i, (own, record) in enumerate(zip(own_times(records), records, strict=True)):
         if first <= i < end:
-            print(f"    {i:4} {own[1]:6.1f} us, idle before {own[2]:4.1f}, spans {record[1] - record[0]:6.1f}  {own[0][:50]}")
+            print(
+                f"    {i:4} {own[1]:6.1f} us, idle before {own[2]:4.1f}, spans {record[1] - record[0]:6.1f}  {own[0][:50]}"
+            )
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ A launch that an op binds keeps the op's contract. What it can do besides, it sa
     fetches      its calls take `after`: packed weights that the next product reads are on their way to L2 meanwhile
     writes_rows  its calls take `into` and `power`: it norms its own input for another reader, too
     prepared     runs as a call does, and puts what comes out where the next product reads it (`Into`)
+    reads_into   its calls take `into`: what they give is normed and put where the next product reads it, too
     folder       gives what folds a slot's records without rows, to the bits of its own calls
     room, prepare, shares   of experts: rows that are ready before it is known which expert reads them, and products that
                             the next launch sums
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.ops.moe.ref import NOTHING, Routes
+from pyspec.cuda.ops.rows.cuda import Place
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import HeadNorm, Norm, Prep, PrepKind, RowsSpec
 from pyspec.cuda.streamed import Streamed, StreamedParts
@@ -58,6 +60,20 @@ def then(launch: Launch, given: Sequence[Any], product: Product, prep: HeadNorm,
         if into is not None:
             return product(prepared(*given, into=into), residual=residual)
     return product(launch(*given).flatten(1), prep, residual=residual)
+
+
+def place_for(launch: Launch, product: Product | None, n_row: int, norm: Norm) -> Place | None:
+    """Where `launch` may put its so many rows, normed, for `product` to read; None: the product prepares them."""
+    if not getattr(launch, "reads_into", False) or not isinstance(product, Streamed):
+        return None
+    return product.normed(n_row, norm)
+
+
+def product_of(product: Product, x: Tensor, norm: Norm, place: Place | None) -> Tensor:
+    """product(norm(x)), of rows that lie in `place` already if that is not None."""
+    if place is None or not isinstance(product, Streamed):
+        return product(x, norm)
+    return product(place.rows.room(len(x)))
 
 
 def attended(launch: Launch, given: Sequence[Any], batch: Batch, product: Any, power: float) -> Tensor:

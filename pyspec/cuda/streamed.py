@@ -81,6 +81,11 @@ class Streamed:
         to = self._rows(n_row, prep.kind, prep.dim)
         return None if to is None else Into(to, prep, self.packed.data)
 
+    def normed(self, n_row: int, norm: Norm) -> Place | None:
+        """The same for rows that are normed."""
+        to = self._rows(n_row, norm.kind, norm.dim)
+        return None if to is None else Place(to, self.packed.data, norm.power, norm)
+
     def sums_of(self, n_row: int) -> RowsLaunch | None:
         """What sums so many rows and prepares them in one launch, for a call with them; None: this product takes them summed."""
         return self._rows(n_row, PrepKind.PLAIN, 0) if self.packed.n_in <= MAX_SUMMED else None

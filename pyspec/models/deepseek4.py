@@ -44,6 +44,11 @@ def mix_of(w: Weights, name: str) -> StreamMix:
     return StreamMix(*(w.vector(f"{name}_{x}.weight") for x in ("fn", "scale", "base")))
 
 
+def put(place: fuse.Place | None) -> dict[str, fuse.Place]:
+    """What a reading of streams is told besides."""
+    return {} if place is None else {"into": place}
+
+
 def streams_spec(c: Deepseek4Config, device: torch.device) -> StreamsSpec:
     return StreamsSpec(device, c.streams.n, c.n_embd, c.streams.n_iter, c.eps, c.streams.floor)
 
@@ -77,7 +82,9 @@ class WindowAttention:
         self.kv_norm, self.sinks = w.vector(f"{p}.attn_kv_a_norm.weight"), w.vector(f"{p}.{SINKS}")
         self.freq = c.freq(ratio).to(w.device)
         self.key_tail = KeyTail(self.kv_norm, self.freq)
-        norms = [self.kv_norm]  # of what is attended to: results are sums of such keys, whose weights add up to 1 at most
+        norms = [
+            self.kv_norm
+        ]  # of what is attended to: results are sums of such keys, whose weights add up to 1 at most
         first, second = [f"{p}.attn_q_a.weight", f"{p}.attn_kv.weight"], [f"{p}.attn_q_b.weight"]
         self.sizes = [c.q_rank, a.head_dim]
         self.rows = self.indexed = None
@@ -122,9 +129,10 @@ class WindowAttention:
         """Heads' outputs [row, head, dim], turned back, projected in groups."""
         return self.out_b(self.out_a(o.flatten(1)))
 
-    def __call__(self, y: Tensor, memory: Memory, layer: int, batch: Batch) -> Tensor:
+    def __call__(self, y: Tensor, memory: Memory, layer: int, batch: Batch, place: fuse.Place | None = None) -> Tensor:
+        """place: where y lies ready for the first product, if it does."""
         parts = memory.layers[layer]
-        qr, kv, *rest = self.first(y, self.norm).split(self.sizes, -1)
+        qr, kv, *rest = fuse.product_of(self.first, y, self.norm, place).split(self.sizes, -1)
         q, index_q = self.queries(qr)
         pool, chosen = None, None
         if self.rows is not None:
@@ -167,11 +175,12 @@ class StreamExperts:
             self.gate_up = w.gated(f"{p}.ffn_gate_shexp.weight", f"{p}.ffn_up_shexp.weight", own)
             self.down = w.matrix(f"{p}.ffn_down_shexp.weight")
 
-    def __call__(self, y: Tensor, tokens: Tensor) -> Tensor:
+    def __call__(self, y: Tensor, tokens: Tensor, place: fuse.Place | None = None) -> Tensor:
+        """place: where y lies ready for the shared expert, if it does."""
         given = None if self.table is None else self.table[tokens]
         shared = None
         if self.gate_up is not None and self.down is not None:
-            shared = self.down(self.gate_up(y, self.norm))
+            shared = self.down(fuse.product_of(self.gate_up, y, self.norm, place))
         ready, beside = fuse.before_choice(self.route, self.experts, y, self.norm, self.norm)
         routes = self.route(y, self.norm.weight, self.router, self.bias, given, **beside)
         return self.experts(y, routes.ids, routes.weights, self.norm, Added(shared), ready)
@@ -202,12 +211,21 @@ class StreamBlock:
         behind: StreamBlock | None = None,
     ) -> tuple[Tensor, Reading | None]:
         """The same, and what the block `behind` reads of them. reading: what the one before says of this one."""
-        y, post, comb = self.streams.split(x, self.attn_mix) if reading is None else reading
-        x, (y, post, comb) = self.streams.merge_split(self.mixer(y, memory, layer, batch), x, post, comb, self.feed_mix)
-        y = self.feed(y, batch.tokens)
+        streams, n = self.streams, len(x)
+        place = fuse.place_for(streams, self.mixer.first, n, self.mixer.norm)
+        if reading is None:
+            reading = streams.split(x, self.attn_mix, **put(place))
+        y, post, comb = reading
+        y, place = (
+            self.mixer(y, memory, layer, batch, place),
+            fuse.place_for(streams, self.feed.gate_up, n, self.feed.norm),
+        )
+        x, (y, post, comb) = streams.merge_split(y, x, post, comb, self.feed_mix, **put(place))
+        y = self.feed(y, batch.tokens, place)
         if behind is None:
-            return self.streams.merge(y, x, post, comb), None
-        return self.streams.merge_split(y, x, post, comb, behind.attn_mix)
+            return streams.merge(y, x, post, comb), None
+        place = fuse.place_for(streams, behind.mixer.first, n, behind.mixer.norm)
+        return streams.merge_split(y, x, post, comb, behind.attn_mix, **put(place))
 
 
 class StreamHead:

@@ -26,7 +26,9 @@ CASE = Ragged([(0, 1), (3, 7), (11, 3), (100, 2), (300, 4)], 16, (2, 1))
 
 @pytest.mark.sampled(most=1)
 @needs_compiler
-@pytest.mark.parametrize(("spec", "top_k", "seed"), [(CSA, 6, 0), (HCA, 0, 1), (RAW, 0, 2), (replace(CSA, n_head=8), 6, 3)])
+@pytest.mark.parametrize(
+    ("spec", "top_k", "seed"), [(CSA, 6, 0), (HCA, 0, 1), (RAW, 0, 2), (replace(CSA, n_head=8), 6, 3)]
+)
 def test_rows_and_rings_are_the_references(spec: SparseSpec, top_k: int, seed: int) -> None:
     made = make(CASE, spec, top_k, seed)
     with emulated_gpu(seed=seed):

@@ -170,7 +170,9 @@ def step(
     """Compile linear.cu for one shape, with as many stages as fit."""
     capability = torch.cuda.get_device_capability(device)
     stages = n_stages(type, shape, capability)
-    code = compile_cubin(stem(capability), arch_of(capability), defines(type, shape, stages, epilogue, limit, part_tiles))
+    code = compile_cubin(
+        stem(capability), arch_of(capability), defines(type, shape, stages, epilogue, limit, part_tiles)
+    )
     shared = stages * stage_bytes(type, shape)
     threads = 32 * (shape.n_warp + (code.stem == "linear_sm90"))  # there a warp of its own copies
     return _Built(shape, code.kernel("linear", "ppppppppiiii").allow_shared(shared), threads, shared)

@@ -211,11 +211,12 @@ class Into:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The same for rows as they are, which are divided by `power`: one that serves all of them is known."""
+    """The same for rows as they are, or normed, which are divided by `power`: one that serves all of them is known."""
 
     rows: RowsLaunch
     weights: Tensor
     power: float
+    norm: Norm | None = None
 
 
 class WideRows:

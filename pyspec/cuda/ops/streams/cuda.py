@@ -9,10 +9,14 @@ from torch import Tensor
 
 from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
+from pyspec.cuda.ops.prefetch import ARGS, prefetch_args
+from pyspec.cuda.ops.rows.cuda import BLOCKED, Place, RowsLaunch
+from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.cuda.ops.streams.ref import Reading, StreamMix, Streams, StreamsSpec
 
 N_STREAM, MAX_COLUMNS = 4, 16384
 THREADS, READING = 128, 256  # of a CTA: of streams_parts; of the others. A quad of columns each
+READERS = 512  # of streams_read_rows
 SLOTS = 32  # of a part
 PER_MULTIPROCESSOR = 2  # CTAs of streams_parts that rows are spread over: each reads its share of fn
 FEW = 32  # rows up to which merging and the next products are one launch: it reads the streams four times
@@ -39,14 +43,18 @@ def defines(n: int, n_iter: int) -> dict[str, int | str]:
 @per_device
 def _kernels(device: torch.device, n: int, n_iter: int) -> dict[str, Kernel]:
     code = compile_cubin("streams", arch_of(torch.cuda.get_device_capability(device)), defines(n, n_iter))
-    forms = {"streams_parts": "pppii", "streams_read": "pppppppff"} | (
-        {"streams_merge": "ppppp", "streams_merge_parts": "pppppppii"} if n_iter else {}
-    )
+    forms = {
+        "streams_parts": "pppii",
+        "streams_read": "pppppppff",
+        "streams_read_rows": "ppppppp" + "pppp" + "p" + "ffi" + "ff" + ARGS[1:],
+    } | ({"streams_merge": "ppppp", "streams_merge_parts": "pppppppii"} if n_iter else {})
     return {name: code.kernel(name, form) for name, form in forms.items()}
 
 
 class StreamsLaunch:
     """Implements `Streams`."""
+
+    reads_into = True  # where `into` says, see fuse.py
 
     def __init__(self, spec: StreamsSpec) -> None:
         self.spec, self.n_chunk = spec, -(-spec.n // THREADS)
@@ -55,12 +63,15 @@ class StreamsLaunch:
         n_cta = PER_MULTIPROCESSOR * torch.cuda.get_device_properties(spec.device).multi_processor_count
         self.n_line = max(1, n_cta // self.n_chunk)
 
-    def split(self, x: Tensor, mix: StreamMix) -> Reading:
+    def split(self, x: Tensor, mix: StreamMix, into: Place | None = None) -> Reading:
+        """into: where the part's product reads what it reads of the streams, normed: then that is put there, too."""
         x = x.contiguous()
-        return self._split(x, mix, self._parts(self.kernels, x, mix))
+        return self._split(x, mix, self._parts(self.kernels, x, mix), into)
 
-    def _split(self, x: Tensor, mix: StreamMix, parts: Tensor) -> Reading:
+    def _split(self, x: Tensor, mix: StreamMix, parts: Tensor, into: Place | None) -> Reading:
         post, comb = self._room(x, N_STREAM), self._room(x, N_STREAM, N_STREAM)
+        if into is not None and len(x):
+            return self._read_rows(x, mix, parts, (post, comb), into), post, comb
         return self._read(self.kernels, x, mix, parts, (post, comb)), post, comb
 
     def head(self, x: Tensor, mix: StreamMix) -> Tensor:
@@ -73,17 +84,19 @@ class StreamsLaunch:
             self.kernels["streams_merge"].launch(self._grid(n_row), READING, args, overlap=self.overlap)
         return args[-1]
 
-    def merge_split(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor, mix: StreamMix) -> tuple[Tensor, Reading]:
+    def merge_split(
+        self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor, mix: StreamMix, into: Place | None = None
+    ) -> tuple[Tensor, Reading]:
         if not 0 < x.shape[0] <= FEW:
             x = self.merge(y, x, post, comb)
-            return x, self.split(x, mix)
+            return x, self.split(x, mix, into)
         args, n_row = self._merged(y, x, post, comb)
         self._examine(self.kernels, mix)
         parts = self._room(args[-1], self.n_chunk, SLOTS)
         grid, sizes = self._lines(n_row)
         of = self.kernels["streams_merge_parts"]
         of.launch(grid, THREADS, (*args, mix.fn, parts, *sizes), overlap=self.overlap)
-        return args[-1], self._split(args[-1], mix, parts)
+        return args[-1], self._split(args[-1], mix, parts, into)
 
     def _merged(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> tuple[tuple[Tensor, ...], int]:
         """What a launch that merges is given, the new streams last; and how many rows there are."""
@@ -125,6 +138,19 @@ class StreamsLaunch:
             floats = np.float32(self.spec.eps), np.float32(self.spec.floor)
             args = (x, parts, mix.scale, mix.base, y, *to, *floats)
             kernels["streams_read"].launch(self._grid(n_row), READING, args, overlap=self.overlap)
+        return y
+
+    def _read_rows(self, x: Tensor, mix: StreamMix, parts: Tensor, to: tuple[Tensor, Tensor], into: Place) -> Tensor:
+        """`_read`, and its rows where `into` says."""
+        n_row, y, norm = self._rows(x), self._room(x, self.spec.n), into.norm
+        rows = into.rows.room(n_row)
+        assert norm is not None and norm.weight.shape == (self.spec.n,) and norm.weight.is_contiguous()
+        assert rows.layout == BLOCKED and into.rows.n_in == self.spec.n
+        ahead, *sizes = prefetch_args(into.weights, n_row)
+        args = [x, parts, mix.scale, mix.base, y, *to, norm.weight, rows.blocks, rows.sums, rows.powers, ahead]
+        floats = np.float32(self.spec.eps), np.float32(self.spec.floor), np.int32(rows.pad)
+        args += [*floats, np.float32(norm.eps), np.float32(into.power), *sizes]
+        self.kernels["streams_read_rows"].launch((n_row, 2), READERS, args, overlap=self.overlap)
         return y
 
     def _rows(self, x: Tensor) -> int:
@@ -170,8 +196,29 @@ def check(launch: Streams, reference: Streams, spec: StreamsSpec) -> str | None:
         again, read = launch.merge_split(y, x, *want[1:], mix)
         if not all(map(torch.equal, (again, *read), (merged[0], *launch.split(merged[0], mix)))):
             return f"{n_row} rows merged and read at once have other bits than one after the other"
+        if spec.n % 32 == 0 and (why := _check_rows(launch, y, x, want, mix)) is not None:
+            return f"{n_row} rows: {why}"
         last = slice(n_row - 1, n_row)
         alone = (*launch.split(x[last], mix), launch.head(x[last], head))
         if not all(map(torch.equal, alone, (t[last] for t in (*got, launch.head(x, head))))):
             return f"a row has other bits alone than among {n_row}"
+    return None
+
+
+def _check_rows(launch: Streams, y: Tensor, x: Tensor, given: Reading, mix: StreamMix) -> str | None:
+    """Rows that are normed on the way are those that rows.cu makes of what is read, to the bit."""
+    if not isinstance(launch, StreamsLaunch):
+        return None
+    n, n_row, gen = launch.spec.n, len(x), torch.Generator().manual_seed(1)
+    norm = Norm((0.5 + torch.rand(n, generator=gen)).to(x.device), 1e-5)
+    own, other = (RowsLaunch(x.device, n, (8, 128)) for _ in "oo")
+    merged, reading = launch.merge_split(y, x, *given[1:], mix)
+    again, got = launch.merge_split(y, x, *given[1:], mix, Place(own, own.blocks, 2.0, norm))
+    if not all(map(torch.equal, (again, *got), (merged, *reading))):
+        return "what is read has other bits where it is normed on the way"
+    norm.power = 2.0
+    want = other(reading[0], norm)
+    pairs = ((own.blocks, other.blocks), (own.sums, other.sums), (own.powers[:n_row], other.powers[:n_row]))
+    if n_row <= want.pad and not all(torch.equal(a, b) for a, b in pairs):
+        return "rows that are normed on the way are not those of a launch of their own"
     return None

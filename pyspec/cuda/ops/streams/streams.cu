@@ -10,10 +10,11 @@
 // streams_parts has a CTA for each 512 columns, whose share of fn stays in registers for all rows of the CTA. streams_read adds
 // the shares up, makes coefficients of them, and has a CTA for each row and 1024 columns; streams_merge, too. Sums
 // have one order whatever the grid is: a row's bits depend on no other row. streams_merge_parts is streams_merge and the next streams_parts
-// in one: of few rows launches are most of their time.
+// in one, streams_read_rows streams_read and the norm of what is read (rows.cu, to the bit): of few rows launches are most of their time.
 // Macros: COLUMNS, COEFFICIENTS, N_ITER (of the head 0).
-#include "types.cuh"
 #include "overlap.cuh"
+#include "prefetch.cuh"
+#include "prepared.cuh"
 
 constexpr int kStreams = 4;
 constexpr int kThreads = 128, kWarps = kThreads / 32;
@@ -119,13 +120,47 @@ __device__ __forceinline__ float doubly_stochastic(float logit, float floor) {
   return v;
 }
 
+constexpr int kOwn = COLUMNS / 4;  // quads of a row
+
+// Lane i's coefficient i of a row.
+__device__ __forceinline__ float coefficient(const float* parts, const float* scale, const float* base, int row, float eps) {
+  const int lane = threadIdx.x & 31;
+  const float* from = parts + static_cast<i64>(row) * kChunks * kSlots + lane;
+  float sum = 0.f;
+#pragma unroll 16
+  for (int i = 0; i < kChunks; ++i) sum += from[i * kSlots];
+  const float squares = __shfl_sync(kAll, sum, COEFFICIENTS);
+  const float m = sum * rsqrtf(squares / (kStreams * COLUMNS) + eps);
+  const int kind = COEFFICIENTS == kStreams ? 0 : min(lane / kStreams, 2);  // reads, writes, mixes
+  return lane < COEFFICIENTS ? fmaf(m, scale[kind], base[lane]) : 0.f;
+}
+
+#if N_ITER > 0
+// How a row's streams are written and mixed: a warp's work.
+__device__ __forceinline__ void put_mixing(float c, float* post, float* comb, int row, float floor) {
+  const int lane = threadIdx.x & 31;
+  const float mixed = doubly_stochastic(__shfl_sync(kAll, c, 2 * kStreams + (lane & 15)), floor);
+  if (lane >= kStreams && lane < 2 * kStreams) post[static_cast<i64>(row) * kStreams + lane - kStreams] = 2.f * sigmoid(c);
+  if (lane < kStreams * kStreams) comb[static_cast<i64>(row) * kStreams * kStreams + lane] = mixed;
+}
+#endif
+
+__device__ __forceinline__ float4 read_quad(const float4 (&v)[kStreams], const float* pre) {
+  float4 out = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+  for (int s = 0; s < kStreams; ++s) {
+    const float by = pre[s];
+    out = make_float4(fmaf(v[s].x, by, out.x), fmaf(v[s].y, by, out.y), fmaf(v[s].z, by, out.z), fmaf(v[s].w, by, out.w));
+  }
+  return out;
+}
+
 extern "C" __global__ void __launch_bounds__(256)
     streams_read(const float4* x, const float* parts, const float* scale, const float* base, float4* y, float* post, float* comb,
                  float eps, float floor) {
   __shared__ float pre[kStreams];
   let_successor_start();
-  constexpr int kOwn = COLUMNS / 4;
-  const int row = blockIdx.x, quad = blockIdx.y * 256 + threadIdx.x, lane = threadIdx.x & 31;
+  const int row = blockIdx.x, quad = blockIdx.y * 256 + threadIdx.x;
   const bool is_in = quad < kOwn;
   wait_for_predecessor();
   float4 v[kStreams];
@@ -133,38 +168,86 @@ extern "C" __global__ void __launch_bounds__(256)
   for (int s = 0; s < kStreams; ++s)
     v[s] = is_in ? x[(static_cast<i64>(row) * kStreams + s) * kOwn + quad] : make_float4(0.f, 0.f, 0.f, 0.f);
   if (threadIdx.x < 32) {
-    const float* from = parts + static_cast<i64>(row) * kChunks * kSlots + lane;
-    float sum = 0.f;
-#pragma unroll 8
-    for (int i = 0; i < kChunks; ++i) sum += from[i * kSlots];
-    const float squares = __shfl_sync(kAll, sum, COEFFICIENTS);
-    const float m = sum * rsqrtf(squares / (kStreams * COLUMNS) + eps);
-    const int kind = COEFFICIENTS == kStreams ? 0 : min(lane / kStreams, 2);  // reads, writes, mixes
-    const float c = lane < COEFFICIENTS ? fmaf(m, scale[kind], base[lane]) : 0.f;
-    if (lane < kStreams) pre[lane] = sigmoid(c) + floor;
+    const float c = coefficient(parts, scale, base, row, eps);
+    if (threadIdx.x < kStreams) pre[threadIdx.x] = sigmoid(c) + floor;
 #if N_ITER > 0
-    const float mixed = doubly_stochastic(__shfl_sync(kAll, c, 2 * kStreams + (lane & 15)), floor);
-    if (blockIdx.y == 0) {
-      if (lane >= kStreams && lane < 2 * kStreams) post[static_cast<i64>(row) * kStreams + lane - kStreams] = 2.f * sigmoid(c);
-      if (lane < kStreams * kStreams) comb[static_cast<i64>(row) * kStreams * kStreams + lane] = mixed;
-    }
+    if (blockIdx.y == 0) put_mixing(c, post, comb, row, floor);
 #endif
   }
   __syncthreads();
-  float4 out = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-  for (int s = 0; s < kStreams; ++s) {
-    const float by = pre[s];
-    out = make_float4(fmaf(v[s].x, by, out.x), fmaf(v[s].y, by, out.y), fmaf(v[s].z, by, out.z), fmaf(v[s].w, by, out.w));
+  if (is_in) y[static_cast<i64>(row) * kOwn + quad] = read_quad(v, pre);
+}
+
+// Grid (row, 2): the second of a row mixes, which takes as long as all the rest, and asks for the next product's weights.
+constexpr int kReaders = 512, kEach = (kOwn + kReaders - 1) / kReaders;  // as rows.cu: threads, quads of each
+constexpr int kPadded = (COLUMNS + 255) / 256 * 256, kPadEach = (kPadded / 4 + kReaders - 1) / kReaders;
+
+extern "C" __global__ void __launch_bounds__(kReaders)
+    streams_read_rows(const float4* x, const float* parts, const float* scale, const float* base, float4* y, float* post, float* comb,
+                      const float4* norm, u16* blocks, float* sums, float* powers, const u8* next, float eps, float floor, int pad,
+                      float norm_eps, float power, i64 next_share, int n_share, int n_piece) {
+  __shared__ float pre[kStreams], each[kReaders / 32];
+  let_successor_start();
+  const int row = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  if (blockIdx.y == 1) {
+    if (warp == 0) {
+      wait_for_predecessor();
+#if N_ITER > 0
+      put_mixing(coefficient(parts, scale, base, row, eps), post, comb, row, floor);
+#endif
+    } else if (row == 0) {
+#if __CUDA_ARCH__ >= 900
+      const Prefetch product = {next, next_share, n_share, n_piece};
+      product.fetch(threadIdx.x - 32, kReaders - 32);
+#endif
+    }
+    return;
   }
-  if (is_in) y[static_cast<i64>(row) * kOwn + quad] = out;
+  float4 w[kEach], v[kEach][kStreams], out[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int quad = i * kReaders + threadIdx.x;
+    w[i] = quad < kOwn ? norm[quad] : make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+  wait_for_predecessor();
+#pragma unroll
+  for (int i = 0; i < kEach; ++i)
+#pragma unroll
+    for (int s = 0; s < kStreams; ++s) {
+      const int quad = i * kReaders + threadIdx.x;
+      v[i][s] = quad < kOwn ? x[(static_cast<i64>(row) * kStreams + s) * kOwn + quad] : make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+  if (warp == 0) {
+    const float c = coefficient(parts, scale, base, row, eps);
+    if (lane < kStreams) pre[lane] = sigmoid(c) + floor;
+  }
+  __syncthreads();
+  float squares = 0.f;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int quad = i * kReaders + threadIdx.x;
+    out[i] = read_quad(v[i], pre);
+    if (quad < kOwn) y[static_cast<i64>(row) * kOwn + quad] = out[i];
+    squares = __fadd_rn(squares, squares_of(out[i]));
+  }
+  squares = warp_sum(squares);
+  if (lane == 0) each[warp] = squares;
+  __syncthreads();
+  const float factor = 1.f / power * rsqrtf(warp_sum(lane < kReaders / 32 ? each[lane] : 0.f) / COLUMNS + norm_eps);
+  if (threadIdx.x == 0) powers[row] = power;
+#pragma unroll
+  for (int i = 0; i < kPadEach; ++i) {
+    const int column = (i * kReaders + threadIdx.x) * 4;
+    const float4 own = i < kEach ? out[i < kEach ? i : 0] : make_float4(0.f, 0.f, 0.f, 0.f), by = w[i < kEach ? i : 0];
+    const float4 z = make_float4(own.x * by.x, own.y * by.y, own.z * by.z, own.w * by.w);
+    put_in_block(blocks, sums, pad, row, column, halves_of(z, factor), column < kPadded);
+  }
 }
 
 #if N_ITER > 0
 extern "C" __global__ void __launch_bounds__(256)
     streams_merge(const float4* y, const float4* x, const float* post, const float* comb, float4* out) {
   let_successor_start();
-  constexpr int kOwn = COLUMNS / 4;
   const int row = blockIdx.x, quad = blockIdx.y * 256 + threadIdx.x;
   if (quad >= kOwn) return;
   wait_for_predecessor();
@@ -179,7 +262,6 @@ extern "C" __global__ void __launch_bounds__(256)
 extern "C" __global__ void __launch_bounds__(kThreads)
     streams_merge_parts(const float4* y, const float4* x, const float* post, const float* comb, float4* out, const float4* fn,
                         float* parts, int n_row, int per_cta) {
-  constexpr int kOwn = COLUMNS / 4;
   auto own_of = [&](int row, int quad) {
     const int to = quad / kOwn, own = quad - to * kOwn;
     float4 v[kStreams];
