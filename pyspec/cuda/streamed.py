@@ -15,8 +15,8 @@ from torch import Tensor
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import wgmma as linear_wgmma
 from pyspec.cuda.ops.linear.cuda import LinearLaunch
-from pyspec.cuda.ops.linear.op import linear_tall
-from pyspec.cuda.ops.linear.pack import Packed
+from pyspec.cuda.ops.linear.op import linear, linear_tall
+from pyspec.cuda.ops.linear.pack import TILE, Packed
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.wgmma import WgmmaLaunch
 from pyspec.cuda.ops.moe.ref import activate
@@ -142,6 +142,14 @@ class StreamedParts:
     def place(self, n_row: int, power: float) -> Place | None:
         """Where the kernel before may put so many rows, over `power`; None: this product prepares them."""
         return Place(self.product.rows, self.packed.data, power) if 0 < n_row <= self.max_rows else None
+
+
+def in_parts(whole: Streamed, parts: int) -> StreamedParts | None:
+    """The same weights as `parts` matrices, each for its part of the input; None where no kernel takes them so."""
+    spec = LinearSpec(whole.device, whole.packed.type, whole.packed.n_out, whole.packed.n_in, parts=parts)
+    small = replace(spec, n_out=parts * TILE * 16)  # is what is checked, since the check unpacks it
+    has_own = linear_cuda.limits(spec) is None and linear.runs_as("cuda", small)
+    return StreamedParts(whole.packed, whole.device, parts) if has_own else None
 
 
 def _tall(spec: LinearSpec) -> WgmmaLaunch | None:

@@ -18,15 +18,14 @@ from pyspec.cuda.collective import Collective, Rank
 from pyspec.cuda.context import context_of
 from pyspec.cuda.ops.embed.op import embed
 from pyspec.cuda.ops.embed.ref import EmbedSpec
-from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear.dequant import SUPPORTED, dequantize
 from pyspec.cuda.ops.linear.op import linear, linear_tall
-from pyspec.cuda.ops.linear.pack import FORMATS, TILE, interleave, packed_bytes, repack
+from pyspec.cuda.ops.linear.pack import FORMATS, interleave, packed_bytes, repack
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.tiles import TiledMatrix, tile
 from pyspec.cuda.ops.moe.ref import Stack, activate
 from pyspec.cuda.ops.rows.ref import Glu, Prep
-from pyspec.cuda.streamed import PROBE_ROWS, Streamed, StreamedParts
+from pyspec.cuda.streamed import PROBE_ROWS, Streamed, StreamedParts, in_parts
 from pyspec.cuda.streamed_tiles import StreamedTiles
 from pyspec.cuda.temporary import temporary
 from pyspec.errors import BadTensors, ModelError
@@ -468,12 +467,9 @@ class Weights:
         weight = self._dense([name], dtype).view(n_group, info.shape[0] // n_group, -1)
         if self.dense is not None or self.device.type != "cuda" or not self._streams(name):
             return Grouped(weight)
-        spec = LinearSpec(self.device, info.type, *info.shape, parts=n_group)
-        small = replace(spec, n_out=n_group * TILE * 16)  # is what is checked, since the check unpacks it
         few = self._stream([name], False, has_copy=False)
-        if isinstance(few, Streamed) and linear_cuda.limits(spec) is None and linear.runs_as("cuda", small):
-            few = StreamedParts(few.packed, self.device, n_group)
-        return Grouped(weight, few)
+        own = in_parts(few, n_group) if isinstance(few, Streamed) else None
+        return Grouped(weight, few if own is None else own)
 
     def optional(self, name: str) -> Tensor | None:
         return self.vector(name) if self.has(name) else None
