@@ -233,6 +233,7 @@ def test_a_shared_expert_is_cut_into_experts_that_add_up_to_it() -> None:
 
 def test_many_rows_go_in_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_cuda, "MAX_ROWS", 8)
+    monkeypatch.setattr(moe_cuda, "LONG_ROWS", 8)
     spec = MoeSpec(CPU, 2, 64, 64, "relu2", Q8_0, Q8_0, pieces=1)
     stacks, x = packed(spec, 5), torch.randn(19, 64)
     ids, weights = torch.rand(19, 5).argsort(-1)[:, :2].int().contiguous(), torch.rand(19, 2)

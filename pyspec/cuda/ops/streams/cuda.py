@@ -9,16 +9,17 @@ from torch import Tensor
 
 from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
-from pyspec.cuda.ops.prefetch import ARGS, prefetch_args
+from pyspec.cuda.ops.prefetch import ARGS, MAX_ROWS, prefetch_args
 from pyspec.cuda.ops.rows.cuda import BLOCKED, Place, RowsLaunch
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.cuda.ops.streams.ref import Reading, StreamMix, Streams, StreamsSpec
 
 N_STREAM, MAX_COLUMNS = 4, 16384
 THREADS, READING = 128, 256  # of a CTA: of streams_parts; of the others. A quad of columns each
-READERS = 512  # of streams_read_rows
+READERS, ASKING = 512, 64  # of streams_read_rows; CTAs that ask for the next product's weights
 SLOTS = 32  # of a part
 PER_MULTIPROCESSOR = 2  # CTAs of streams_parts that rows are spread over: each reads its share of fn
+MOST_RESIDENT = 4  # the same for many rows: what registers allow
 FEW = 32  # rows up to which merging and the next products are one launch: it reads the streams four times
 OFF = 1e-4  # of coefficients and, relative to its size, of a row: other orders of sums
 
@@ -60,8 +61,7 @@ class StreamsLaunch:
         self.spec, self.n_chunk = spec, -(-spec.n // THREADS)
         self.kernels, self.heads = _kernels(spec.device, spec.n, spec.n_iter), _kernels(spec.device, spec.n, 0)
         self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
-        n_cta = PER_MULTIPROCESSOR * torch.cuda.get_device_properties(spec.device).multi_processor_count
-        self.n_line = max(1, n_cta // self.n_chunk)
+        self.n_multiprocessor = torch.cuda.get_device_properties(spec.device).multi_processor_count
 
     def split(self, x: Tensor, mix: StreamMix, into: Place | None = None) -> Reading:
         """into: where the part's product reads what it reads of the streams, normed: then that is put there, too."""
@@ -113,7 +113,8 @@ class StreamsLaunch:
 
     def _lines(self, n_row: int) -> tuple[tuple[int, int], tuple[np.int32, np.int32]]:
         """The grid of products by columns, and its sizes: rows, and those of a CTA."""
-        per_cta = -(-n_row // self.n_line)
+        n_cta = (PER_MULTIPROCESSOR if n_row <= FEW else MOST_RESIDENT) * self.n_multiprocessor
+        per_cta = -(-n_row // max(1, n_cta // self.n_chunk))
         return (self.n_chunk, -(-n_row // per_cta)), (np.int32(n_row), np.int32(per_cta))
 
     def _parts(self, kernels: dict[str, Kernel], x: Tensor, mix: StreamMix) -> Tensor:
@@ -150,7 +151,8 @@ class StreamsLaunch:
         args = [x, parts, mix.scale, mix.base, y, *to, norm.weight, rows.blocks, rows.sums, rows.powers, ahead]
         floats = np.float32(self.spec.eps), np.float32(self.spec.floor), np.int32(rows.pad)
         args += [*floats, np.float32(norm.eps), np.float32(into.power), *sizes]
-        self.kernels["streams_read_rows"].launch((n_row, 2), READERS, args, overlap=self.overlap)
+        n_asking = -(-ASKING // n_row) if n_row <= MAX_ROWS and self.overlap else 0
+        self.kernels["streams_read_rows"].launch((n_row, 2 + n_asking), READERS, args, overlap=self.overlap)
         return y
 
     def _rows(self, x: Tensor) -> int:
