@@ -19,6 +19,7 @@ from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin, missing
 from pyspec.cuda.ops.attend.cuda import room_of
 from pyspec.cuda.ops.index_rows.cuda import KINDS, aligned
+from pyspec.cuda.ops.prefetch import ARGS, NOTHING, prefetch_args
 from pyspec.cuda.ops.rows.cuda import BLOCKED, Place, Rows
 from pyspec.cuda.ops.sparse_attend.ref import ROWS, KeyTail, SparseSpec
 from pyspec.slots.batch import Batch
@@ -29,9 +30,10 @@ OP_ID = faults.NUMBERS["sparse_attend"]  # in the fault record, which names the 
 MAX_ROW, MAX_PART = 256, 16  # as in sparse_attend.cu
 MOST_FLOATS = 1 << 25  # of the parts of one launch
 MAX_WINDOW = 1024
+ASKING = 48  # CTAs of few rows that ask for the next product's weights
 FORMS = {
     "sparse_keys": "pppppp" + "l" + "f",
-    "sparse_parts": "ppppp" + "pppppp" + "pp" + "p" + "l" + "i" * 14 + "ff",
+    "sparse_parts": "ppppp" + "pppppp" + "pp" + "p" + "l" + "i" * 14 + "ff" + ARGS + "i",
     "sparse_merge": "ppppp" + "ppppp" + "ppp" + "ppp" + "i" * 16 + "f",
     "sparse_ring": "ppppppp" + "iii",
 }
@@ -155,7 +157,7 @@ class SparseLaunch:
     ) -> Tensor:
         out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         none = np.int64(0)
-        self._run((q, kv, tail, ring, pool, chosen, sinks), batch, [out, self.fault, none, none, none], (0, 1.0))
+        self._run((q, kv, tail, ring, pool, chosen, sinks), batch, [out, self.fault, none, none, none], None)
         return out
 
     def prepared(self, given: Given, batch: Batch, into: Place) -> Rows:
@@ -163,18 +165,21 @@ class SparseLaunch:
         rows = into.rows.room(len(given[0]))
         assert into.rows.n_in == self.spec.n_head * self.spec.dim and rows.layout == BLOCKED
         to = [np.int64(0), self.fault, rows.blocks, rows.sums, rows.powers]
-        self._run(given, batch, to, (rows.pad, into.power))
+        self._run(given, batch, to, into)
         return rows
 
-    def _run(self, given: Given, batch: Batch, to: list[Arg], place: tuple[int, float]) -> None:
-        """to: results as rows or as blocks, the other is nobody's, with faults between; of blocks the pad and the power."""
+    def _run(self, given: Given, batch: Batch, to: list[Arg], into: Place | None) -> None:
+        """to: results as rows or as blocks, the other is nobody's, with faults between."""
         q, kv, tail, ring, pool, chosen, sinks = given
-        spec, i32, none = self.spec, np.int32, np.int64(0)
+        spec, i32, none, overlap = self.spec, np.int32, np.int64(0), self.overlap
         q, kv, rows = aligned(q), aligned(kv), ring.rows[ROWS]
         self._check((q, kv, sinks), tail, rows, pool, chosen, batch)
         n_row, n_col = q.shape[0], batch.page_table.shape[1]
         if not n_row:
             return
+        pad, power, weights = (0, 1.0, None) if into is None else (into.rows.room(n_row).pad, into.power, into.weights)
+        ahead = prefetch_args(weights if overlap else None, n_row)
+        n_asking = ASKING if ahead is not NOTHING else 0
         top_k = 0 if chosen is None else chosen.shape[1]
         ratio = 0 if pool is None else spec.ratio
         per_page = 1 if pool is None else rows_per_page(batch.page_size, ratio)
@@ -185,7 +190,7 @@ class SparseLaunch:
         part_ml = torch.empty(per * max_part * spec.n_head * 2, device=q.device)
         own = torch.empty(n_row, spec.dim, dtype=spec.kv, device=q.device)
         build = min(self.builds, key=lambda b: _waves(b, min(per, n_row) * likely, spec.n_head, self.n_sm))
-        kernels, overlap = self.kernels[build], self.overlap
+        kernels = self.kernels[build]
         args = [kv, tail.norm, tail.freq, batch.positions, batch.row_seq, own, np.int64(kv.stride(0)), self.eps]
         kernels["sparse_keys"].launch((n_row,), 128, args, overlap=overlap)
         layout = [batch.page_table, batch.positions, batch.row_seq, batch.seq_start, batch.seq_slot]
@@ -196,10 +201,12 @@ class SparseLaunch:
             n, is_all = min(per, n_row - first), per >= n_row
             sizes = map(i32, (spec.window, first, n, n_row, max_part))
             args = [q, tail.freq, *keys, part, part_ml, self.fault, step, *places, *sizes, self.scale, self.eps]
-            grid = (min(self.n_sm, n * max_part * -(-spec.n_head // build.heads)),)
+            args += [*ahead, i32(n_asking)]
+            n_cta = min(max(1, self.n_sm - n_asking), n * max_part * -(-spec.n_head // build.heads))
+            grid = (n_cta + n_asking,)
             kernels["sparse_parts"].launch(grid, 32 * build.warps, args, build.shared_bytes, overlap=overlap)
-            sizes = map(i32, (spec.window, first, n_row, max_part, chosen is not None, is_all, place[0]))
-            args = [part, part_ml, tail.freq, own, rows, *layout, sinks, *to, *places, *sizes, np.float32(place[1])]
+            sizes = map(i32, (spec.window, first, n_row, max_part, chosen is not None, is_all, pad))
+            args = [part, part_ml, tail.freq, own, rows, *layout, sinks, *to, *places, *sizes, np.float32(power)]
             n_block = -(-spec.n_head * -(-spec.dim // 128) // 4)
             kernels["sparse_merge"].launch((n, n_block + is_all), 128, args, overlap=overlap)
         if per < n_row:

@@ -27,6 +27,7 @@
 #include "matrices.cuh"
 #include "overlap.cuh"
 #include "partial.cuh"
+#include "prefetch.cuh"
 #include "prepared.cuh"
 #include "turns.cuh"
 
@@ -420,13 +421,22 @@ __device__ __forceinline__ void attend_part(Shared& s, const Args& a, int i, int
   __syncthreads();
 }
 
-// Grid: any number of CTAs; each finds its items, a part of a row for HEADS of its heads.
+// Grid: any number of CTAs; each finds its items, a part of a row for HEADS of its heads. The last n_asking ask for the next product's weights.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 sparse_parts(const float* q, const double* freq, const u16* own, const u16* ring, const u16* rows, const i64* table, const i64* positions,
              const int* row_seq, const int* seq_start, const int* seq_slot, const int* chosen, float* part, float* part_ml, int* fault,
              i64 q_step, int n_col, int page_size, int ratio, int per_page, int n_page, int top_k, int n_head, int n_slot, int n_ring,
-             int window, int first, int n_row, int n_all, int max_part, float scale, float eps) {
+             int window, int first, int n_row, int n_all, int max_part, float scale, float eps, const u8* next, i64 next_share, int n_share,
+             int n_piece, int n_asking) {
   let_successor_start();
+  const int n_cta = gridDim.x - n_asking;
+#if __CUDA_ARCH__ >= 900
+  if (static_cast<int>(blockIdx.x) >= n_cta) {
+    const Prefetch product = {next, next_share, n_share, n_piece};
+    product.fetch((blockIdx.x - n_cta) * THREADS + threadIdx.x, n_asking * THREADS);
+    return;
+  }
+#endif
   extern __shared__ __align__(16) char raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
   const Args a = {q, freq, own, ring, rows, {table, n_col, page_size, ratio, per_page, n_page}, positions, row_seq, seq_start, seq_slot,
@@ -436,7 +446,7 @@ sparse_parts(const float* q, const double* freq, const u16* own, const u16* ring
   const int groups = (n_head + HEADS - 1) / HEADS, total = s.first[n_row] * groups;
   int loaded = -1;
 #pragma unroll 1
-  for (int index = blockIdx.x; index < total; index += gridDim.x) {
+  for (int index = blockIdx.x; index < total; index += n_cta) {
     const int at = index / groups, group = index % groups;
     int i = 0;
 #pragma unroll
