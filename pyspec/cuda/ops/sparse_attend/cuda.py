@@ -8,7 +8,7 @@ out over CTAs by the number of rows, which changes none.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -27,23 +27,25 @@ from pyspec.slots.kv import KVPool, rows_per_page
 from pyspec.slots.ring import RingRows
 
 OP_ID = faults.NUMBERS["sparse_attend"]  # in the fault record, which names the sequence
-MAX_ROW, MAX_PART = 256, 16  # as in sparse_attend.cu
+MAX_ROW, MAX_PART = 1024, 16  # as in sparse_attend.cu
+EXACT = 128  # rows up to which a row's bits hang on nothing but its keys; of more each is one part
 MOST_FLOATS = 1 << 25  # of the parts of one launch
 MAX_WINDOW = 1024
 ASKING = 48  # CTAs of few rows that ask for the next product's weights
 FORMS = {
     "sparse_keys": "pppppp" + "l" + "f",
-    "sparse_parts": "ppppp" + "pppppp" + "pp" + "p" + "l" + "i" * 14 + "ff" + ARGS + "i",
-    "sparse_merge": "ppppp" + "ppppp" + "ppp" + "ppp" + "i" * 16 + "f",
+    "sparse_parts": "ppppp" + "pppppp" + "pp" + "p" + "l" + "i" * 15 + "ff" + ARGS + "i",
+    "sparse_merge": "ppppp" + "ppppp" + "ppp" + "ppp" + "i" * 17 + "f",
     "sparse_ring": "ppppppp" + "iii",
 }
 Given = tuple[Tensor, Tensor, KeyTail, RingRows, KVPool | None, Tensor | None, Tensor]
-COSTS = {16: 1.0, 32: 1.3, 64: 2.0}  # of a part, by the heads of a CTA
+KEYS = 64  # of a tile
+COSTS = {16: 1.3, 32: 1.4, 64: 2.0}  # of a part, by the heads of a CTA
 
 
 @dataclass(frozen=True, slots=True)
 class SparseBuild:
-    """One build of sparse_attend.cu: heads of a CTA, keys of a tile, warps."""
+    """One build of sparse_attend.cu: heads of a CTA, keys of a tile, warps, tiles in shared memory; CTAs that a multiprocessor has room for."""
 
     dim: int
     n_rot: int
@@ -51,14 +53,16 @@ class SparseBuild:
     heads: int
     keys: int
     warps: int
+    buffers: int = 1
+    resident: int = 1
 
     @property
     def shared_bytes(self) -> int:
         """sizeof(Shared) in sparse_attend.cu."""
         m_warps = max(1, self.heads // 32)
-        halves = (self.heads + self.keys) * (self.dim + 8) + self.heads * (self.keys + 8)
+        halves = (self.heads + self.buffers * self.keys) * (self.dim + 8) + self.heads * (self.keys + 8)
         floats = self.heads * (self.warps // m_warps + self.keys // 16 + 4) + self.n_rot + 2 * MAX_ROW + 1 + self.warps
-        return -(-(2 * halves + 8 * self.keys + 4 * floats) // 16) * 16
+        return -(-(2 * halves + 8 * self.buffers * self.keys + 4 * floats) // 16) * 16
 
     def defines(self) -> dict[str, int | str]:
         return {
@@ -67,6 +71,7 @@ class SparseBuild:
             "HEADS": self.heads,
             "KEYS": self.keys,
             "WARPS": self.warps,
+            "BUFFERS": self.buffers,
             "KV_KIND": KINDS[self.kv],
             "OP_ID": OP_ID,
             "SHARED_BYTES": self.shared_bytes,
@@ -76,7 +81,7 @@ class SparseBuild:
 
 def builds(spec: SparseSpec, arch: str) -> list[SparseBuild]:
     """By the heads of a CTA, the fewest first. All have tiles of as many keys, so that a row's bits do not hang on which one runs."""
-    keys = 128 if room_of(arch) > 200 * 1024 else 64
+    keys, room = KEYS, room_of(arch) - 1024
     found, dim = [], spec.dim
     for heads in COSTS:
         m_warps = max(1, heads // 32)
@@ -84,8 +89,10 @@ def builds(spec: SparseSpec, arch: str) -> list[SparseBuild]:
         if not fitting or (heads > 16 and (fitting[0] < 8 or spec.n_head <= heads // 2)):
             continue
         build = SparseBuild(dim, spec.n_rot, spec.kv, heads, keys, fitting[0])
-        if build.shared_bytes <= room_of(arch) - 1024:
-            found.append(build)
+        if heads > 16 and (both := replace(build, buffers=2)).shared_bytes <= room:
+            build = both
+        if build.shared_bytes <= room:
+            found.append(replace(build, resident=2 if 2 * (build.shared_bytes + 1024) <= room else 1))
     return found
 
 
@@ -129,11 +136,13 @@ def _kernels(device: torch.device, build: SparseBuild) -> dict[str, Kernel]:
 
 def _waves(build: SparseBuild, n_part: int, n_head: int, n_sm: int) -> float:
     """How long `n_part` parts take, more or less."""
-    return -(-n_part * -(-n_head // build.heads) // n_sm) * COSTS[build.heads]
+    return -(-n_part * -(-n_head // build.heads) // (n_sm * build.resident)) * COSTS[build.heads]
 
 
 class SparseLaunch:
     """Called as the reference is."""
+
+    exact_rows = EXACT
 
     def __init__(self, spec: SparseSpec, build: SparseBuild | None = None) -> None:
         capability = torch.cuda.get_device_capability(spec.device)
@@ -185,6 +194,9 @@ class SparseLaunch:
         per_page = 1 if pool is None else rows_per_page(batch.page_size, ratio)
         n_page = 1 if pool is None else pool.k.shape[0] // per_page
         max_part, likely = self._parts(batch, ratio, top_k, chosen is not None)
+        per_part = 1
+        if n_row > EXACT:
+            max_part, likely, per_part = 1, 1, 1 << 20
         per = rows_at_once(spec, n_row, max_part)
         part = torch.empty(per * max_part * spec.n_head * spec.dim, device=q.device)
         part_ml = torch.empty(per * max_part * spec.n_head * 2, device=q.device)
@@ -199,13 +211,13 @@ class SparseLaunch:
         keys = [own, rows, none if pool is None else pool.k, *layout, none if chosen is None else chosen]
         for first in range(0, n_row, per):
             n, is_all = min(per, n_row - first), per >= n_row
-            sizes = map(i32, (spec.window, first, n, n_row, max_part))
+            sizes = map(i32, (spec.window, first, n, n_row, max_part, per_part))
             args = [q, tail.freq, *keys, part, part_ml, self.fault, step, *places, *sizes, self.scale, self.eps]
             args += [*ahead, i32(n_asking)]
-            n_cta = min(max(1, self.n_sm - n_asking), n * max_part * -(-spec.n_head // build.heads))
+            n_cta = min(max(1, build.resident * self.n_sm - n_asking), n * max_part * -(-spec.n_head // build.heads))
             grid = (n_cta + n_asking,)
             kernels["sparse_parts"].launch(grid, 32 * build.warps, args, build.shared_bytes, overlap=overlap)
-            sizes = map(i32, (spec.window, first, n_row, max_part, chosen is not None, is_all, pad))
+            sizes = map(i32, (spec.window, first, n_row, max_part, chosen is not None, is_all, pad, per_part))
             args = [part, part_ml, tail.freq, own, rows, *layout, sinks, *to, *places, *sizes, np.float32(power)]
             n_block = -(-spec.n_head * -(-spec.dim // 128) // 4)
             kernels["sparse_merge"].launch((n, n_block + is_all), 128, args, overlap=overlap)

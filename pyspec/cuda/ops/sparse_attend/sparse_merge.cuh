@@ -56,7 +56,7 @@ sparse_merge(const float* part, const float* part_ml, const double* freq, const 
              const i64* positions, const int* row_seq, const int* seq_start, const int* seq_slot, const float* sinks, float* out,
              int* fault, u16* blocks, float* sums, float* powers, int n_col, int page_size, int ratio, int per_page, int n_page, int top_k,
              int n_head, int n_slot, int n_ring, int window, int first, int n_all, int max_part, int is_chosen, int keeps, int pad,
-             float power) {
+             int per_part, float power) {
   constexpr int PIECES = (DIM + 127) / 128;
   let_successor_start();
   const int row = first + blockIdx.x, seq = row_seq[row];
@@ -70,7 +70,7 @@ sparse_merge(const float* part, const float* part_ml, const double* freq, const 
   if (seq >= 0) {
     const Blocks blocks = {table, n_col, page_size, ratio, per_page, n_page};
     const int seen = ratio == 0 ? 0 : blocks.seen(positions[row], OP_ID, seq, fault);
-    const int n_tile = tiles_of(window, is_chosen ? min(seen, top_k) : seen), per = tiles_per_part(n_tile);
+    const int n_tile = tiles_of(window, is_chosen ? min(seen, top_k) : seen), per = tiles_per_part(n_tile, per_part);
     n_part = (n_tile + per - 1) / per;
     if (n_part > max_part) n_part = 0;
     turns = turns_of(positions[row], freq, dim);
