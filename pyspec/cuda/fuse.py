@@ -76,6 +76,12 @@ def product_of(product: Product, x: Tensor, norm: Norm, place: Place | None) -> 
     return product(place.rows.room(len(x)))
 
 
+def both(main: Launch, beside: Launch) -> Launch | None:
+    """What does both, two compressors of the same tokens, in one launch; None where they run one after the other."""
+    make = getattr(main, "with_beside", None)
+    return None if make is None or type(main) is not type(beside) else cast("Launch | None", make(beside))
+
+
 def attended(launch: Launch, given: Sequence[Any], batch: Batch, product: Any, power: float) -> Tensor:
     """product(launch(*given, batch)) of a product in parts (models.weights.Grouped). The launch writes the rows that it reads, over `power`,
     where they are few enough and it can."""

@@ -34,6 +34,7 @@ from pyspec.models.weights import Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 from pyspec.slots.memory import Memory
+from pyspec.slots.parts import PartMemory
 from pyspec.slots.ring import RingRows
 
 __all__ = ["Deepseek4", "read"]
@@ -66,8 +67,15 @@ class Compressor:
 
     def __call__(self, products: Tensor, ring: RingRows, pool: KVPool, batch: Batch) -> None:
         """products [row, 2 * width] f32: values, and scores without the bias of a token's place in its block."""
+        values, scores, places, norm, *_ = self.given(products, ring, pool)
+        self.compress(values, scores, places, norm, self.freq, ring, pool, batch)
+
+    def given(
+        self, products: Tensor, ring: RingRows, pool: KVPool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, RingRows, KVPool]:
+        """What the op is called with, but for angles and the batch."""
         values, scores = products.split(self.width, -1)
-        self.compress(values, scores, self.places, self.norm, self.freq, ring, pool, batch)
+        return values, scores, self.places, self.norm, ring, pool
 
 
 class WindowAttention:
@@ -87,7 +95,7 @@ class WindowAttention:
         ]  # of what is attended to: results are sums of such keys, whose weights add up to 1 at most
         first, second = [f"{p}.attn_q_a.weight", f"{p}.attn_kv.weight"], [f"{p}.attn_q_b.weight"]
         self.sizes = [c.q_rank, a.head_dim]
-        self.rows = self.indexed = None
+        self.rows = self.indexed = self.both = None
         if ratio:
             self.rows = Compressor(c, w, f"{p}.attn_compressor", ratio, a.head_dim, kv)
             norms.append(self.rows.norm)
@@ -100,6 +108,8 @@ class WindowAttention:
             self.sizes += [2 * self.indexed.width, x.n_head]
             choice = IndexSpec(w.device, x.n_head, x.dim, x.top_k, ratio, kv, c.n_rot)
             self.index, self.can_choose = index_rows.bind(choice), index_rows.chosen(choice).capturable
+            assert self.rows is not None
+            self.both = fuse.both(self.rows.compress, self.indexed.compress)
         self.first, self.second = w.matrix(*first), w.matrix(*second)
         self.power = norm_power(torch.cat(norms))
         spec = SparseSpec(w.device, a.n_head, a.head_dim, c.window, ratio, kv, c.n_rot, c.eps)
@@ -125,6 +135,19 @@ class WindowAttention:
     def _n_rest(self) -> int:
         return self.c.indexer.n_head * self.c.indexer.dim if self.indexed is not None else 0
 
+    def _compress(self, products: Sequence[Tensor], parts: dict[str, PartMemory], pool: KVPool, batch: Batch) -> None:
+        """Rows of the keys' compressor, then of the indexer's if the layer has one."""
+        assert self.rows is not None
+        ring = cast(RingRows, parts[PARTIAL])
+        if self.indexed is None:
+            return self.rows(products[0], ring, pool, batch)
+        own, index = cast(RingRows, parts[INDEX_PARTIAL]), cast(KVPool, parts[INDEX])
+        if self.both is None:
+            self.rows(products[0], ring, pool, batch)
+            return self.indexed(products[1], own, index, batch)
+        given = self.rows.given(products[0], ring, pool), self.indexed.given(products[1], own, index)
+        self.both(*given, self.rows.freq, batch)
+
     def finish(self, o: Tensor) -> Tensor:
         """Heads' outputs [row, head, dim], turned back, projected in groups."""
         return self.out_b(self.out_a(o.flatten(1)))
@@ -137,10 +160,9 @@ class WindowAttention:
         pool, chosen = None, None
         if self.rows is not None:
             pool = cast(KVPool, parts[ROWS])
-            self.rows(rest[0], cast(RingRows, parts[PARTIAL]), pool, batch)
+            self._compress(rest, parts, pool, batch)
         if self.indexed is not None:
             index_pool = cast(KVPool, parts[INDEX])
-            self.indexed(rest[1], cast(RingRows, parts[INDEX_PARTIAL]), index_pool, batch)
             index_q = index_q.view(-1, self.c.indexer.n_head, self.c.indexer.dim)
             chosen = self.index(index_q, rest[2], self.freq, index_pool, batch)
         window = cast(RingRows, parts[WINDOW])
