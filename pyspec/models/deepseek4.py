@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda import fuse
@@ -21,6 +20,8 @@ from pyspec.cuda.ops.index_rows.ref import IndexSpec
 from pyspec.cuda.ops.moe.op import moe
 from pyspec.cuda.ops.moe.ref import Added, MoeSpec, RouteSpec, Stacks
 from pyspec.cuda.ops.moe_route.op import moe_route
+from pyspec.cuda.ops.norms.op import norms
+from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.cuda.ops.rows.ref import Norm, norm_power
 from pyspec.cuda.ops.sparse_attend.op import sparse_attend
 from pyspec.cuda.ops.sparse_attend.ref import KeyTail, SparseSpec
@@ -254,12 +255,13 @@ class StreamHead:
     """From streams to normed rows, which the model's head reads."""
 
     def __init__(self, c: Deepseek4Config, w: Weights, norm: Tensor, name: str = "output_hc") -> None:
-        self.eps, self.norm, self.mix = c.eps, norm, mix_of(w, name)
+        self.norm, self.mix = norm, mix_of(w, name)
         self.streams = streams.bind(streams_spec(c, w.device))
+        self.norms = norms.bind(NormsSpec(w.device, c.n_embd, c.eps))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [row, stream, n_embd] -> [row, n_embd]"""
-        return F.rms_norm(self.streams.head(x, self.mix), self.norm.shape, self.norm, self.eps)
+        return self.norms(self.streams.head(x, self.mix), self.norm)
 
 
 class Deepseek4:
