@@ -122,7 +122,8 @@ def test_what_is_out_of_bounds_is_reported_and_other_sequences_are_right(name: s
 def test_kernels_compile_for_every_architecture_without_spills(arch: str) -> None:
     pytest.importorskip("cuda.core")
     for dim, n_head, kv in ((512, 64, torch.float16), (512, 64, torch.bfloat16), (32, 4, torch.float16)):
-        for build in sparse_cuda.builds(replace(CSA, dim=dim, kv=kv, n_head=n_head), arch):
+        spec = replace(CSA, dim=dim, kv=kv, n_head=n_head)
+        for build in {*sparse_cuda.builds(spec, arch), sparse_cuda.long_build(spec, arch)}:
             found = compile_cubin("sparse_attend", arch, build.defines(), use_cache=False).resources
             assert set(found) == set(sparse_cuda.FORMS) and all(of.spill_bytes == 0 for of in found.values())
             assert found["sparse_parts"].registers * 32 * build.warps <= 65536
@@ -133,7 +134,10 @@ def test_every_architecture_has_a_build_for_every_width() -> None:
         for dim in (32, 64, 96, 128, 256, 384, 512):
             found = sparse_cuda.builds(replace(CSA, dim=dim, n_head=64), arch)
             assert found and len({build.keys for build in found}) == 1, (arch, dim)
-    assert [build.heads for build in sparse_cuda.builds(replace(CSA, dim=512, n_head=64), "sm_90a")] == [16, 64]
+    assert [build.heads for build in sparse_cuda.builds(replace(CSA, dim=512, n_head=64), "sm_90a")] == [16, 32, 64]
+    long = sparse_cuda.long_build(SparseSpec(CPU, 64, 512, 128, 4, torch.float16, 64, 1e-6), "sm_90a")
+    assert (long.heads, long.keys, long.buffers, long.rows) == (64, 64, 2, sparse_cuda.LONG_ROW)
+    assert sparse_cuda.long_build(CSA, "sm_90a") in sparse_cuda.builds(CSA, "sm_90a")
 
 
 def test_what_it_can_not_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ def record_bytes(spec: IndexSpec) -> int:
 
 def shared_bytes(spec: IndexSpec) -> int:
     """sizeof(Shared) in index_rows.cu."""
-    return -(-(2 * record_bytes(spec) + 4 * (4 * MAX_SEQ + THREADS // 32 + 1)) // 16) * 16
+    return -(-(2 * record_bytes(spec) + 4 * (4 * MAX_SEQ + THREADS // 32 + 2)) // 16) * 16
 
 
 def rows_at_once(spec: IndexSpec, n_row: int, n_key: int) -> int:

@@ -17,8 +17,8 @@
 // once for as many rows as one item has, and no width of a verify is special. Dims are summed in an order of their own (a lane's 8
 // of every 32 lie side by side), the same for both operands. Queries come through shared memory, one row ahead.
 //
-// Work is the line of all (sequence, tile of KEYS keys, row), cut into equal runs of the grid's CTAs: what lies in one tile goes through with the
-// same keys. Lengths are read on the device, the grid hangs on none of them. A score's bits depend on its row and key alone.
+// Items are a tile of KEYS keys for some rows of a sequence, as many rows as leave every CTA about one item. Lengths are read on the
+// device, the grid hangs on none of them. A score's bits depend on its row and key alone.
 //
 // Macros: HEADS, DIM, N_ROT, KV_KIND, OP_ID.
 #include "blocks.cuh"
@@ -97,9 +97,9 @@ index_rows_pack(const float* q, const float* w, const double* freq, const i64* t
 struct alignas(16) Shared {
   u8 query[2][RECORD];
   int start[MAX_SEQ], rows[MAX_SEQ], keys[MAX_SEQ];  // of each sequence, cut to the rows of this launch
-  int first[MAX_SEQ];                                // its first place in the line
+  int first[MAX_SEQ];                                // its first item
   int warp_sum[THREADS / 32];
-  int total;  // the line's length
+  int total, per;  // items; rows of an item
 };
 
 // Sum over the threads before this one; `all` of everybody's.
@@ -128,7 +128,7 @@ struct Group {  // rows of this launch, and of the batch; its sequences
   int first, n, n_all, first_seq, n_seq;
 };
 
-__device__ __forceinline__ void find_line(Shared& s, const Blocks& blocks, const i64* positions, const int* seq_start,
+__device__ __forceinline__ void find_items(Shared& s, const Blocks& blocks, const i64* positions, const int* seq_start,
                                            const Group& group, int top_k, int stride, int* fault) {
   const int mine = threadIdx.x, seq = group.first_seq + mine;
   int start = 0, rows = 0, keys = 0;
@@ -139,10 +139,13 @@ __device__ __forceinline__ void find_line(Shared& s, const Blocks& blocks, const
     if (rows <= 0 || keys <= top_k || clamped(keys, stride + 1, OP_ID, seq, fault) != keys) rows = keys = 0;
     s.start[mine] = start, s.rows[mine] = rows, s.keys[mine] = keys;
   }
-  int total;
-  const int before = sum_before(s, rows * ((keys + KEYS - 1) / KEYS), total);
+  const int tiles = (keys + KEYS - 1) / KEYS;
+  int work, total;
+  sum_before(s, rows * tiles, work);
+  const int per = max(1, (work + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x));
+  const int before = sum_before(s, tiles * ((rows + per - 1) / per), total);
   if (mine < group.n_seq) s.first[mine] = before;
-  if (threadIdx.x == 0) s.total = total;
+  if (threadIdx.x == 0) s.total = total, s.per = per;
   __syncthreads();
 }
 
@@ -237,18 +240,15 @@ index_rows_scores(const u8* packed, const u16* keys, const i64* table, const i64
   extern __shared__ __align__(16) char raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
   const Blocks blocks = {table, n_col, page_size, ratio, per_page, n_page};
-  find_line(s, blocks, positions, seq_start, {first, n_row, n_all, first_seq, n_seq}, top_k, stride, fault);
+  find_items(s, blocks, positions, seq_start, {first, n_row, n_all, first_seq, n_seq}, top_k, stride, fault);
   wait_for_predecessor();  // the layout was there before; keys and operands were not
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const i64 total = s.total;
-  const int end = static_cast<int>(total * (blockIdx.x + 1) / gridDim.x);
-  int n = 0;
-  for (int at = static_cast<int>(total * blockIdx.x / gridDim.x); at < end; at += n) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, total = s.total, per = s.per;
+  for (int index = blockIdx.x; index < total; index += gridDim.x) {
     int seq = 0;
-    for (int step = MAX_SEQ / 2; step > 0; step /= 2)  // the last sequence that begins at or before the place
-      if (seq + step < n_seq && s.first[seq + step] <= at) seq += step;
-    const int n_key = s.keys[seq], n_own = s.rows[seq], i = at - s.first[seq], begin = i % n_own, base = i / n_own * KEYS;
-    n = min(n_own - begin, end - at);
+    for (int step = MAX_SEQ / 2; step > 0; step /= 2)  // the last sequence that begins at or before the item
+      if (seq + step < n_seq && s.first[seq + step] <= index) seq += step;
+    const int n_key = s.keys[seq], tiles = (n_key + KEYS - 1) / KEYS, i = index - s.first[seq];
+    const int begin = i / tiles * per, n = min(per, s.rows[seq] - begin), base = i % tiles * KEYS;
     const int row = s.start[seq] + begin - first;
     fetch(s, packed, row, 0);
     copies_commit();

@@ -1,21 +1,12 @@
-// The best `top_k` of a row's scores, ascending. One CTA a row: a pass counts scores by where they lie between the least and the largest, and
-// the few that lie where the last one taken does are compared with each other; where they are many (equal ones, or most in a small part),
-// three passes count the digits of the scores' order (11, 11 and 10 bits) instead. Then it is known which score is the last one taken and how
-// many of its equals are, and a last pass writes what is above, and the first of those. Up to HELD
-// scores stay in registers between the passes, more are read again. (Digits alone took twice as long: scores have a few exponents, so
-// most of them meet in a few counters.)
+// The best `top_k` of a row's scores, ascending. One CTA a row: three passes count the digits of the scores' order (11, 11 and 10 bits) and
+// find the last score that is taken and how many of its equals are, a fourth writes what is above, and the first of those. Up to HELD
+// scores stay in registers between the passes, more are read again.
 #pragma once
 
 constexpr int CHOOSERS = 1024, HELD_EACH = 16, HELD = CHOOSERS * HELD_EACH, DIGITS = 2048;
 
-constexpr int MOST_CLOSE = 256;  // scores that are compared with each other
-
 struct Counts {
   int of[DIGITS];
-  u32 close[MOST_CLOSE];
-  u32 least[CHOOSERS / 32], most[CHOOSERS / 32];
-  u32 last;
-  int n_close;
   int warp[CHOOSERS / 32], above[CHOOSERS / 32], equal[CHOOSERS / 32];
   int digit, left;
 };
@@ -26,10 +17,6 @@ __device__ __forceinline__ u32 order_of(float x) {
   const u32 bits = __float_as_uint(x);
   if (bits << 1 == 0) return 0x80000000u;
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-__device__ __forceinline__ float score_of(u32 order) {  // order_of's inverse
-  return __uint_as_float(order & 0x80000000u ? order & 0x7fffffffu : ~order);
 }
 
 // Of counts from the highest digit down: where the sum reaches `left`, and how many are still wanted of that digit.
@@ -86,78 +73,21 @@ struct Scores {
   }
 };
 
-struct Taken {  // the last score that is taken, and how many of its equals are; none: it was not found
-  u32 last;
-  int left;
-  bool is_found;
-};
-
-// Where scores spread: a place for each 2048th between the least and the largest, those of one place compared with each other.
-template <bool kHeld>
-__device__ __forceinline__ Taken find_between(Counts& c, const Scores<kHeld>& own, int n, int top_k) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  u32 least = ALL, most = 0;
-  own.each([&](int i, u32 x) {
-    if (i < n && x != 0u) least = min(least, x), most = max(most, x);
-  });
-#pragma unroll
-  for (int hop = 16; hop > 0; hop /= 2) {
-    least = min(least, __shfl_xor_sync(ALL, least, hop));
-    most = max(most, __shfl_xor_sync(ALL, most, hop));
-  }
-  if (lane == 0) c.least[warp] = least, c.most[warp] = most;
-  for (int i = threadIdx.x; i < DIGITS; i += CHOOSERS) c.of[i] = 0;
-  if (threadIdx.x == 0) c.n_close = 0;
-  __syncthreads();
-  least = c.least[lane], most = c.most[lane];
-#pragma unroll
-  for (int hop = 16; hop > 0; hop /= 2) {
-    least = min(least, __shfl_xor_sync(ALL, least, hop));
-    most = max(most, __shfl_xor_sync(ALL, most, hop));
-  }
-  const float low = score_of(least), by = (DIGITS - 1) / (score_of(most) - low);
-  if (!(by > 0.f && by < 3e38f)) return {0, 0, false};  // all the same, none, or infinite ones
-  const auto place = [&](u32 x) {  // greater or the same for greater scores
-    return x == 0u ? 0 : min(max(static_cast<int>((score_of(x) - low) * by), 0), DIGITS - 1);
-  };
-  own.each([&](int i, u32 x) {
-    if (i < n) atomicAdd(&c.of[place(x)], 1);
-  });
-  __syncthreads();
-  find_digit(c, DIGITS, top_k);
-  const int digit = c.digit, left = c.left, n_close = c.of[digit];
-  if (n_close > MOST_CLOSE) return {0, 0, false};
-  own.each([&](int i, u32 x) {
-    if (i < n && place(x) == digit) c.close[atomicAdd(&c.n_close, 1)] = x;
-  });
-  __syncthreads();
-  if (static_cast<int>(threadIdx.x) < n_close) {
-    const u32 mine = c.close[threadIdx.x];
-    int above = 0, equal = 0;
-    for (int i = 0; i < n_close; i++) above += c.close[i] > mine, equal += c.close[i] == mine;
-    if (above < left && above + equal >= left) c.last = mine, c.left = left - above;  // its equals write the same
-  }
-  __syncthreads();
-  return {c.last, c.left, true};
-}
-
 template <bool kHeld>
 __device__ __forceinline__ void choose(Counts& c, const float* scores, int n, int top_k, int seq, int* out, int* fault) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Scores<kHeld> own(scores, n);
-  const Taken found = find_between<kHeld>(c, own, n, top_k);
-  u32 prefix = found.last, mask = 0;
-  int left = found.is_found ? found.left : top_k;
+  u32 prefix = 0, mask = 0;
+  int left = top_k;
   bool bad = false;
-  own.each([&](int i, u32 x) { bad = bad || (i < n && x == 0u); });
-  __syncthreads();
 #pragma unroll 1
-  for (int pass = 0; pass < 3 && !found.is_found; pass++) {
+  for (int pass = 0; pass < 3; pass++) {
     const int shift = pass == 0 ? 21 : pass == 1 ? 10 : 0, n_digit = pass == 2 ? 1024 : 2048;
     for (int i = threadIdx.x; i < n_digit; i += CHOOSERS) c.of[i] = 0;
     __syncthreads();
     own.each([&](int i, u32 x) {
       if (i < n && (x & mask) == prefix) atomicAdd(&c.of[x >> shift & (n_digit - 1)], 1);
+      bad = bad || (i < n && x == 0u);
     });
     __syncthreads();
     find_digit(c, n_digit, left);

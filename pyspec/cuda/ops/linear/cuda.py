@@ -34,6 +34,7 @@ from pyspec.cuda.ops.rows.cuda import MAX_COLUMNS, Rows, RowsLaunch
 from pyspec.gguf import GGMLType
 
 MAX_ROWS, MAX_TICKETS = 128, 1 << 16
+FEW_UNITS, NEARLY_ALL = 5, 0.95  # of a CTA; of the multiprocessors
 FEW = 16  # rows up to which memory is all that bounds a product
 HALVES = (GGMLType.F16, GGMLType.BF16)
 _SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}  # KiB a block may have
@@ -115,6 +116,15 @@ def _parts_limits(spec: LinearSpec) -> str | None:
     if spec.parts * spec.n_in > MAX_COLUMNS:
         return f"{spec.parts} parts of {spec.n_in} columns; the kernel takes up to {MAX_COLUMNS} together"
     return None
+
+
+def n_cta(n_unit: int, n_sm: int) -> int:
+    """CTAs that share a matrix of so many tiles times chunks: one a multiprocessor, or a few less where all then have the same FEW_UNITS or
+    fewer. It takes as long, and they cut fewer tiles (docs/log.md)."""
+    per = -(-n_unit // n_sm)
+    fewer = n_unit // per
+    is_even = n_unit % per == 0 and per <= FEW_UNITS and fewer >= NEARLY_ALL * n_sm
+    return fewer if is_even else min(n_sm, n_unit)
 
 
 def n_tiles(spec: LinearSpec) -> int:
@@ -201,7 +211,7 @@ class LinearLaunch:
         self.rows = bind_rows(spec.device, spec.type, spec.n_in * spec.parts)
         n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
         n_group, n_chunk = n_groups(spec.n_weight_row), n_chunks(spec.type, spec.n_in)
-        self.grid = (min(n_sm, n_tiles(spec) * n_chunk),)
+        self.grid = (n_cta(n_tiles(spec) * n_chunk, n_sm),)
         self.partial, self.tickets = _workspace(spec.device, n_sm)
         self.sizes = np.int32(spec.n_out), np.int32(n_group), np.int32(n_chunk)
         shared = n_shared(torch.cuda.get_device_capability(spec.device))

@@ -5,8 +5,7 @@
 // an operand, whose columns 2 p and 2 p + 1 are the planes of pair p. Rows have a power for each 32 columns, or (INNER: the model's width)
 // for 64.
 //
-// Records lie as lanes need them and no two warps share one: they go to registers, a chunk ahead of their products, two where pairs are so few
-// that registers are left and warps on a multiprocessor are not enough to keep memory busy (asking for more of
+// Records lie as lanes need them and no two warps share one: they go to registers, a chunk ahead of their products (asking for more of
 // them in the second-level cache made all slower). Rows go to shared memory, PER_STAGE chunks at once, and so barriers are few.
 #pragma once
 
@@ -18,7 +17,7 @@ constexpr int kStage = kPad * kRowStride;
 constexpr int kSide = 1;
 static_assert(CHUNK == 8 && TILE_ROWS == 4 && (PLANES == 2) == HALF_MINIMA && kPad <= 32, "a lane has a pair");
 
-constexpr int kTiles = TILES_N, kAhead = !LISTED && RESIDENT <= 4 ? 2 : 1;
+constexpr int kTiles = TILES_N;
 using Acc = float[kTiles][2];  // a lane's sums of rows g and g + 8, of pair t of each 4
 
 // f(pair, its sum of row g, of row g + 8)
@@ -90,7 +89,7 @@ class Line {
   int n_chunk, n_row_left;  // all; of rows, not yet on their way
   int warp;
   u32 stages;
-  Record records[kAhead];
+  Record record;
 
  public:
   __device__ __forceinline__ Line(u32 stages, Records own, int n_group, int n_chunk)
@@ -99,11 +98,7 @@ class Line {
     weights = own.first + min(warp, n_group - 1) * RECORD + threadIdx.x % 32 * 16;
   }
 
-  __device__ __forceinline__ void load_early() {
-#pragma unroll
-    for (int i = 0; i < kAhead; ++i)
-      if (i < n_chunk) fetch(records[i], weights + i * step);
-  }
+  __device__ __forceinline__ void load_early() { fetch(record, weights); }
 
   // Of the first stages, with a row for the thread's pair.
   __device__ __forceinline__ void load_first(const u8* x, const float*, const float*, int at, int, int, int n) {
@@ -149,11 +144,9 @@ class Line {
   __device__ __forceinline__ void multiply_tiles(Acc& acc, int n) {
     const Places at(n);
     Record other;
-    for (int chunk = 0; chunk < n_chunk; chunk += kAhead + 1) {
-      multiply_chunk<kN>(acc, records[0], other, at, chunk, n);
-#pragma unroll
-      for (int i = 1; i <= kAhead; ++i)
-        if (chunk + i < n_chunk) multiply_chunk<kN>(acc, i < kAhead ? records[i < kAhead ? i : 0] : other, records[i - 1], at, chunk + i, n);
+    for (int chunk = 0; chunk < n_chunk; chunk += 2) {
+      multiply_chunk<kN>(acc, record, other, at, chunk, n);
+      if (chunk + 1 < n_chunk) multiply_chunk<kN>(acc, other, record, at, chunk + 1, n);
     }
   }
 
@@ -161,7 +154,7 @@ class Line {
   __device__ __forceinline__ void multiply_chunk(Acc& acc, const Record& own, Record& next, const Places& at, int chunk, int n) {
     const int stage = chunk / PER_STAGE % STAGES, of_stage = chunk % PER_STAGE;
     weights += step;
-    if (chunk + kAhead < n_chunk) fetch(next, weights + (kAhead - 1) * step);
+    if (chunk + 1 < n_chunk) fetch(next, weights);
     if (of_stage == 0) {
       copies_wait<STAGES - 2>();
       __syncthreads();

@@ -22,17 +22,16 @@
 // part: the tile's keys are gathered to shared memory once, for S = Q K and for O = P K, while the tile before is multiplied if BUFFERS is
 // 2. For S a warp has MT * 16 heads of some keys, for O all heads of DIM / WARPS dims.
 //
-// Macros: DIM, N_ROT, HEADS (16, 32 or 64), KEYS, WARPS, BUFFERS, KV_KIND, OP_ID, SHARED_BYTES, MIN_BLOCKS.
+// Macros: DIM, N_ROT, HEADS (16, 32 or 64), KEYS, WARPS, BUFFERS, MAX_ROW, KV_KIND, OP_ID, SHARED_BYTES, MIN_BLOCKS.
 #include "blocks.cuh"
 #include "mma.cuh"
 #include "matrices.cuh"
 #include "overlap.cuh"
 #include "partial.cuh"
-#include "prefetch.cuh"
 #include "prepared.cuh"
 #include "turns.cuh"
 
-constexpr int THREADS = 32 * WARPS, MAX_ROW = 1024, MAX_PART = 16;
+constexpr int THREADS = 32 * WARPS, MAX_PART = 16;
 constexpr int STRIDE = DIM + 8, P_STRIDE = KEYS + 8;        // in values: eight rows lie in different banks
 constexpr int TILES = HEADS / 16, M_WARPS = TILES > 2 ? TILES / 2 : 1, MT = TILES / M_WARPS;
 constexpr int N_WARPS = WARPS / M_WARPS, WARP_KEYS = KEYS / N_WARPS, NT = WARP_KEYS / 8;
@@ -435,22 +434,13 @@ __device__ __forceinline__ void attend_part(Shared& s, const Args& a, int i, int
   __syncthreads();
 }
 
-// Grid: any number of CTAs; each finds its items, a part of a row for HEADS of its heads. The last n_asking ask for the next product's weights.
+// Grid: any number of CTAs; each finds its items, a part of a row for HEADS of its heads.
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 sparse_parts(const float* q, const double* freq, const u16* own, const u16* ring, const u16* rows, const i64* table, const i64* positions,
              const int* row_seq, const int* seq_start, const int* seq_slot, const int* chosen, float* part, float* part_ml, int* fault,
              i64 q_step, int n_col, int page_size, int ratio, int per_page, int n_page, int top_k, int n_head, int n_slot, int n_ring,
-             int window, int first, int n_row, int n_all, int max_part, int per_part, float scale, float eps, const u8* next, i64 next_share, int n_share,
-             int n_piece, int n_asking) {
+             int window, int first, int n_row, int n_all, int max_part, int per_part, float scale, float eps) {
   let_successor_start();
-  const int n_cta = gridDim.x - n_asking;
-#if __CUDA_ARCH__ >= 900
-  if (static_cast<int>(blockIdx.x) >= n_cta) {
-    const Prefetch product = {next, next_share, n_share, n_piece};
-    product.fetch((blockIdx.x - n_cta) * THREADS + threadIdx.x, n_asking * THREADS);
-    return;
-  }
-#endif
   extern __shared__ __align__(16) char raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
   const Args a = {q, freq, own, ring, rows, {table, n_col, page_size, ratio, per_page, n_page}, positions, row_seq, seq_start, seq_slot,
@@ -460,8 +450,8 @@ sparse_parts(const float* q, const double* freq, const u16* own, const u16* ring
   const int groups = (n_head + HEADS - 1) / HEADS, total = s.first[n_row] * groups;
   int loaded = -1;
 #pragma unroll 1
-  for (int index = static_cast<int>(static_cast<i64>(total) * blockIdx.x / n_cta);
-       index < static_cast<int>(static_cast<i64>(total) * (blockIdx.x + 1) / n_cta); index++) {  // side by side: queries stay
+  for (int index = static_cast<int>(static_cast<i64>(total) * blockIdx.x / gridDim.x);
+       index < static_cast<int>(static_cast<i64>(total) * (blockIdx.x + 1) / gridDim.x); index++) {  // side by side: queries stay
     const int at = index / groups, group = index % groups;
     int i = 0;
 #pragma unroll

@@ -19,7 +19,7 @@ THREADS, READING = 128, 256  # of a CTA: of streams_parts; of the others. A quad
 READERS, ASKING = 512, 64  # of streams_read_rows; CTAs that ask for the next product's weights
 SLOTS = 32  # of a part
 PER_MULTIPROCESSOR = 2  # CTAs of streams_parts that rows are spread over: each reads its share of fn
-MOST_RESIDENT = 4  # the same for many rows: what registers allow
+MANY = 128  # rows beyond which the library's product makes them: sums of a row are then in another order
 FEW = 32  # rows up to which merging and the next products are one launch: it reads the streams four times
 OFF = 1e-4  # of coefficients and, relative to its size, of a row: other orders of sums
 
@@ -113,16 +113,26 @@ class StreamsLaunch:
 
     def _lines(self, n_row: int) -> tuple[tuple[int, int], tuple[np.int32, np.int32]]:
         """The grid of products by columns, and its sizes: rows, and those of a CTA."""
-        n_cta = (PER_MULTIPROCESSOR if n_row <= FEW else MOST_RESIDENT) * self.n_multiprocessor
-        per_cta = -(-n_row // max(1, n_cta // self.n_chunk))
+        per_cta = -(-n_row // max(1, PER_MULTIPROCESSOR * self.n_multiprocessor // self.n_chunk))
         return (self.n_chunk, -(-n_row // per_cta)), (np.int32(n_row), np.int32(per_cta))
 
     def _parts(self, kernels: dict[str, Kernel], x: Tensor, mix: StreamMix) -> Tensor:
         self._examine(kernels, mix)
-        n_row, parts = self._rows(x), self._room(x, self.n_chunk, SLOTS)
+        n_row = self._rows(x)
+        if n_row > MANY:
+            return self._library_parts(x, mix)
+        parts = self._room(x, self.n_chunk, SLOTS)
         if n_row:
             grid, sizes = self._lines(n_row)
             kernels["streams_parts"].launch(grid, THREADS, (x, mix.fn, parts, *sizes), overlap=self.overlap)
+        return parts
+
+    def _library_parts(self, x: Tensor, mix: StreamMix) -> Tensor:
+        """The same of many rows: all of it stands in the first part."""
+        flat, n = x.flatten(1), mix.fn.shape[0]
+        parts = torch.zeros(len(x), self.n_chunk, SLOTS, dtype=torch.float32, device=x.device)
+        torch.mm(flat, mix.fn.T, out=parts[:, 0, :n])
+        parts[:, 0, n] = torch.linalg.vector_norm(flat, dim=-1).square_()
         return parts
 
     def _read(
@@ -178,9 +188,10 @@ def random_mix(m: int, spec: StreamsSpec, gen: torch.Generator, size: float = 1.
 
 
 def check(launch: Streams, reference: Streams, spec: StreamsSpec) -> str | None:
-    """Rows from one on, of sizes down to where eps counts, one of zeros; coefficients that saturate; a row alone and among others."""
+    """Rows from one on, of sizes down to where eps counts, one of zeros; coefficients that saturate; a row alone and among others, where those
+    are few enough."""
     gen, n = torch.Generator().manual_seed(0), spec.n_stream
-    for n_row, size in ((1, 1.0), (9, 1.0), (9, 20.0), (70, 1.0)):
+    for n_row, size in ((1, 1.0), (9, 1.0), (9, 20.0), (70, 1.0), (MANY + 3, 1.0)):
         mix, head = (random_mix(m, spec, gen, size) for m in ((2 + n) * n, n))
         x = torch.randn(n_row, n, spec.n, generator=gen) * torch.logspace(2, -4, n_row)[:, None, None]
         x[n_row // 2] *= n_row == 1
@@ -198,11 +209,11 @@ def check(launch: Streams, reference: Streams, spec: StreamsSpec) -> str | None:
         again, read = launch.merge_split(y, x, *want[1:], mix)
         if not all(map(torch.equal, (again, *read), (merged[0], *launch.split(merged[0], mix)))):
             return f"{n_row} rows merged and read at once have other bits than one after the other"
-        if spec.n % 32 == 0 and (why := _check_rows(launch, y, x, want, mix)) is not None:
+        if n_row <= MANY and spec.n % 32 == 0 and (why := _check_rows(launch, y, x, want, mix)) is not None:
             return f"{n_row} rows: {why}"
         last = slice(n_row - 1, n_row)
         alone = (*launch.split(x[last], mix), launch.head(x[last], head))
-        if not all(map(torch.equal, alone, (t[last] for t in (*got, launch.head(x, head))))):
+        if n_row <= MANY and not all(map(torch.equal, alone, (t[last] for t in (*got, launch.head(x, head))))):
             return f"a row has other bits alone than among {n_row}"
     return None
 
