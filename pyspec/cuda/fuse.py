@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.ops.moe.ref import NOTHING, Routes
-from pyspec.cuda.ops.rows.cuda import Place
+from pyspec.cuda.ops.rows.cuda import Place, Rows
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import HeadNorm, Norm, Prep, PrepKind, RowsSpec
-from pyspec.cuda.streamed import Streamed, StreamedParts
+from pyspec.cuda.streamed import Handing, Streamed, StreamedParts
+from pyspec.cuda.streamed import handing as handing_of
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
@@ -82,14 +83,34 @@ def both(main: Launch, beside: Launch) -> Launch | None:
     return None if make is None or type(main) is not type(beside) else cast("Launch | None", make(beside))
 
 
-def attended(launch: Launch, given: Sequence[Any], batch: Batch, product: Any, power: float) -> Tensor:
-    """product(launch(*given, batch)) of a product in parts (models.weights.Grouped). The launch writes the rows that it reads, over `power`,
-    where they are few enough and it can."""
+def handing(first: Product | StreamedParts | None, next: Product | None, bound: float) -> Handing | None:
+    """What of few rows runs `first` into the rows of `next`, which the one that prepares them has no launch for; None where that can not be.
+    bound: of the magnitudes that `first` gives, 0 if there is none."""
+    if not isinstance(first, Streamed | StreamedParts) or not isinstance(next, Streamed):
+        return None
+    return handing_of(first, next, bound)
+
+
+def one_after_other(
+    first: Product, next: Product, hands: Handing | None, x: Tensor, norm: Norm, place: Place | None
+) -> Tensor:
+    """next(first(norm(x))), of rows that lie in `place` already if that is not None."""
+    ready = None if hands is None else hands(x, norm) if place is None else hands(place.rows.room(len(x)))
+    return next(product_of(first, x, norm, place)) if ready is None else next(ready)
+
+
+def attended(
+    launch: Launch, given: Sequence[Any], batch: Batch, product: Any, power: float, hands: Handing | None
+) -> Tensor | Rows:
+    """product(launch(*given, batch)) of a product in parts (models.weights.Grouped), or the rows that it hands on. The launch writes the rows
+    that it reads, over `power`, where they are few enough and it can."""
     prepared, few = getattr(launch, "prepared", None), product.few
     if prepared is not None and isinstance(few, StreamedParts):
         into = few.place(len(given[0]), power)
         if into is not None:
-            return few(prepared(given, batch, into))
+            rows = prepared(given, batch, into)
+            ready = None if hands is None else hands(rows)
+            return few(rows) if ready is None else ready
     return cast(Tensor, product(launch(*given, batch).flatten(1)))
 
 

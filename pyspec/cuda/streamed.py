@@ -6,6 +6,8 @@ f16; and a product may take rows that the kernel before it has prepared (fuse.py
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -16,17 +18,23 @@ from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import wgmma as linear_wgmma
 from pyspec.cuda.ops.linear.cuda import LinearLaunch
 from pyspec.cuda.ops.linear.op import linear, linear_tall
-from pyspec.cuda.ops.linear.pack import TILE, Packed
+from pyspec.cuda.ops.linear.pack import FORMATS, TILE, Packed
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.wgmma import WgmmaLaunch
 from pyspec.cuda.ops.moe.ref import activate
-from pyspec.cuda.ops.rows.cuda import MAX_SUMMED, Into, Place, Rows, RowsLaunch, WideRows
+from pyspec.cuda.ops.rows.cuda import MAX_SUMMED, Into, Place, Rows, RowsLaunch, WideRows, values_of
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import Glu, HeadNorm, Norm, Prep, PrepKind, RowsSpec
+
+log = logging.getLogger(__name__)
 
 GLU = Glu()
 PROBE_ROWS = 272  # of the matrix a kernel is checked with
 PLACE_ROWS = 32  # up to here it beats a launch of their own that rows are prepared by what makes them (docs/log.md)
+TOP, COARSE = (
+    15,
+    4,
+)  # f16's exponent of what comes near the bound, and steps of powers: each is a build of its own. What is 2^-25 of it keeps all its bits
 FEW_ROWS = 48  # up to here `linear` is the fastest, then `linear_tall` where it runs (docs/log.md)
 
 
@@ -142,6 +150,54 @@ class StreamedParts:
     def place(self, n_row: int, power: float) -> Place | None:
         """Where the kernel before may put so many rows, over `power`; None: this product prepares them."""
         return Place(self.product.rows, self.packed.data, power) if 0 < n_row <= self.max_rows else None
+
+
+class Handing:
+    """A product of few rows that writes the rows of the next one, over a power of two that serves all it can give."""
+
+    def __init__(self, packed: Packed, spec: LinearSpec, into: RowsLaunch) -> None:
+        self.packed, self.product, self.into = packed, linear_cuda.bind(spec), into
+
+    def __call__(self, x: Tensor | Rows, prep: Prep | None = None) -> Rows | None:
+        """None for more rows than it takes."""
+        n_row = x.n_row if isinstance(x, Rows) else len(x)
+        if not 0 < n_row <= min(PLACE_ROWS, self.product.max_rows):
+            return None
+        rows = x if isinstance(x, Rows) else self.product.rows(x, prep)
+        return self.product.hand(rows, self.packed, self.into)
+
+    def gives_what(self, product: LinearLaunch) -> bool:
+        """Whether the rows that it writes are those of `product`, which the op has checked, to the bit of f16."""
+        spec, gen = self.product.spec, torch.Generator().manual_seed(0)
+        for n_row in (1, 3, 9, 17, 32):
+            x = torch.randn(n_row, spec.parts * spec.n_in, generator=gen).to(spec.device)
+            want, got = torch.empty(n_row, spec.n_out, device=spec.device), self(x)
+            product.multiply(product.rows(x), self.packed, want)
+            rounded = (want / spec.hands).half().float() * spec.hands
+            if got is not None and not torch.equal(values_of(got, spec.n_out)[0], rounded):
+                log.warning("rows that a product of %s hands on are not its own: others prepare them", spec.type.name)
+                return False
+        return True
+
+
+def handing(first: Streamed | StreamedParts, next: Streamed, bound: float) -> Handing | None:
+    """bound: of the magnitudes that `first` gives. None where no kernel does it."""
+    of = first.plain if isinstance(first, Streamed) else first.product
+    n, pads = of.spec.n_out, [[pad for pad in launch.rows.pads if pad <= PLACE_ROWS] for launch in (of, next.plain)]
+    runs = rows.runs_as("cuda", RowsSpec(next.device, n))
+    if not runs or n != next.packed.n_in or n % 256 or pads[0] != pads[1] or FORMATS[next.packed.type].minima:
+        return None
+    if not 0.0 < bound < torch.inf or of.rows.prepare.layout != next.plain.rows.prepare.layout:
+        return None
+    exponent = math.ceil((math.ceil(math.log2(bound)) - TOP) / COARSE) * COARSE
+    spec = replace(of.spec, hands=2.0**exponent)
+    made = Handing(first.packed, spec, next.plain.rows)
+    if spec not in _HANDS:
+        _HANDS[spec] = made.gives_what(of)
+    return made if _HANDS[spec] else None
+
+
+_HANDS: dict[LinearSpec, bool] = {}  # what has been seen to write rows as they should be
 
 
 def in_parts(whole: Streamed, parts: int) -> StreamedParts | None:

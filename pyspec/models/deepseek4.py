@@ -119,6 +119,8 @@ class WindowAttention:
             w.grouped(f"{p}.attn_output_a.weight", c.n_group),
             w.matrix(f"{p}.attn_output_b.weight"),
         )
+        largest = max(float(norm.abs().amax()) for norm in norms) * (a.n_head // c.n_group * a.head_dim) ** 0.5
+        self.hands = fuse.handing(self.out_a.few, self.out_b, largest * self.out_a.reach())
 
     @property
     def capturable(self) -> bool:
@@ -151,7 +153,8 @@ class WindowAttention:
 
     def finish(self, o: Tensor) -> Tensor:
         """Heads' outputs [row, head, dim], turned back, projected in groups."""
-        return self.out_b(self.out_a(o.flatten(1)))
+        ready = None if self.hands is None else self.hands(o.flatten(1))
+        return self.out_b(self.out_a(o.flatten(1)) if ready is None else ready)
 
     def __call__(self, y: Tensor, memory: Memory, layer: int, batch: Batch, place: fuse.Place | None = None) -> Tensor:
         """place: where y lies ready for the first product, if it does."""
@@ -168,7 +171,7 @@ class WindowAttention:
             chosen = self.index(index_q, rest[2], self.freq, index_pool, batch)
         window = cast(RingRows, parts[WINDOW])
         given = q, kv, self.key_tail, window, pool, chosen, self.sinks
-        return self.out_b(fuse.attended(self.attend, given, batch, self.out_a, self.power))
+        return self.out_b(fuse.attended(self.attend, given, batch, self.out_a, self.power, self.hands))
 
 
 class StreamExperts:
@@ -197,13 +200,14 @@ class StreamExperts:
         if m.n_ff_shared:
             self.gate_up = w.gated(f"{p}.ffn_gate_shexp.weight", f"{p}.ffn_up_shexp.weight", own)
             self.down = w.matrix(f"{p}.ffn_down_shexp.weight")
+        self.hands = fuse.handing(self.gate_up, self.down, own * own)  # silu of what is cut is no larger
 
     def __call__(self, y: Tensor, tokens: Tensor, place: fuse.Place | None = None) -> Tensor:
         """place: where y lies ready for the shared expert, if it does."""
         given = None if self.table is None else self.table[tokens]
         shared = None
         if self.gate_up is not None and self.down is not None:
-            shared = self.down(fuse.product_of(self.gate_up, y, self.norm, place))
+            shared = fuse.one_after_other(self.gate_up, self.down, self.hands, y, self.norm, place)
         ready, beside = fuse.before_choice(self.route, self.experts, y, self.norm, self.norm)
         routes = self.route(y, self.norm.weight, self.router, self.bias, given, **beside)
         return self.experts(y, routes.ids, routes.weights, self.norm, Added(shared), ready)

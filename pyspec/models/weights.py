@@ -177,6 +177,10 @@ class Grouped:
     def __init__(self, weight: Tensor, few: Matrix | StreamedParts | None = None) -> None:
         self.weight, self.few = weight, few
 
+    def reach(self) -> float:
+        """What an output is at most for a part of norm 1."""
+        return max(float(own.float().norm(dim=-1).amax()) for own in self.weight)
+
     def __call__(self, x: Tensor) -> Tensor:
         n_group, n_out, n_in = self.weight.shape
         if isinstance(self.few, StreamedParts):

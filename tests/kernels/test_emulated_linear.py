@@ -14,9 +14,10 @@ from torch import Tensor
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import pair as linear_pair
 from pyspec.cuda.ops.linear import ref as linear_ref
-from pyspec.cuda.ops.linear.cuda import SHAPES, LinearLaunch, Tiling, random_weights, step
+from pyspec.cuda.ops.linear.cuda import SHAPES, LinearLaunch, Tiling, build_of, random_weights, step
 from pyspec.cuda.ops.linear.pack import Packed, repack, unpack
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.rows.cuda import values_of
 from pyspec.gguf import GGMLType
 
 pytestmark = [needs_compiler, pytest.mark.sampled(1)]
@@ -46,7 +47,7 @@ def product(
     spec: LinearSpec, packed: Packed, x: Tensor, residual: Tensor | None = None, shape: Tiling = SHAPES[0]
 ) -> Tensor:
     """The result of one build; rows of the pad hold NaN, tickets must be zero again."""
-    launch = LinearLaunch(spec, (step(CPU, spec.type, spec.epilogue, shape, spec.limit),))
+    launch = LinearLaunch(spec, (step(CPU, spec.type, build_of(spec), shape),))
     launch.rows = linear_cuda.RowsLaunch(CPU, spec.n_in, (shape.rows,))
     for t in (launch.rows.blocks, launch.rows.sums, launch.rows.powers):
         t.fill_(torch.nan)
@@ -100,7 +101,7 @@ def test_parts_have_their_own_columns(type: GGMLType, way: str) -> None:
     parts = zip(unpack(packed).double().chunk(3), linear_ref.rounded(x).chunk(3, -1), strict=True)
     want = torch.cat([part @ own.T for own, part in parts], -1)
     with machine_of(way, seed=0, n_multiprocessor=5):
-        launch = LinearLaunch(spec, (step(CPU, type, spec.epilogue, SHAPES[0], 0.0, linear_cuda.part_tiles(spec)),))
+        launch = LinearLaunch(spec, (step(CPU, type, build_of(spec), SHAPES[0]),))
         got = torch.full((3, 768), torch.nan)
         launch(x, packed, got)
         assert not launch.tickets.any(), "tickets are left over"
@@ -108,6 +109,25 @@ def test_parts_have_their_own_columns(type: GGMLType, way: str) -> None:
     own = torch.full((3, 768), torch.nan)
     linear_ref.bind(spec)(x, packed, own)
     assert off(own, want) < 1e-3
+
+
+@pytest.mark.sampled(most=2)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("epilogue", "parts"), [(Epilogue.PLAIN, 1), (Epilogue.GATED, 1), (Epilogue.PLAIN, 3)])
+def test_products_that_go_to_the_next_ones_rows_are_those_of_a_call(epilogue: Epilogue, parts: int, way: str) -> None:
+    spec = LinearSpec(CPU, GGMLType.Q8_0, 768, 512, epilogue, 4.0 * (epilogue is Epilogue.GATED), parts)
+    packed, power = matrix(spec), 0.25
+    x = torch.randn(3, parts * 512) * torch.tensor([[1e-2], [1.0], [30.0]])
+    with machine_of(way, seed=0, n_multiprocessor=5):
+        want = LinearLaunch(spec, (step(CPU, spec.type, build_of(spec), SHAPES[0]),))
+        out = torch.full((3, 768), torch.nan)
+        want(x, packed, out)
+        handing = replace(spec, hands=power)
+        launch = LinearLaunch(handing, (step(CPU, spec.type, build_of(handing), SHAPES[0]),))
+        into = linear_cuda.RowsLaunch(CPU, 768, (8,))
+        got = launch.hand(launch.rows(x), packed, into)
+        values = values_of(got, 768)[0]
+        assert torch.equal(values, (out / power).half().float() * power) and not launch.tickets.any()
 
 
 def test_parts_that_do_not_fill_tiles_are_refused() -> None:

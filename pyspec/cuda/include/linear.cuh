@@ -136,13 +136,13 @@ __device__ __forceinline__ void store(const Accumulator& acc, Shape s, Place at,
         const float y = acc.v[m][n][j] * scale[m] * power, y8 = acc.v[m][n][j + 2] * scale8[m] * power;
 #if EPILOGUE == GATED
         const int column = (at.column + m) * 8 + at.g;
-        if (column < s.n_out) out[static_cast<i64>(row) * s.n_out + column] = silu(cut_gate(y)) * cut_up(y8);
+        if (column < s.n_out) put(out, powers_of(residual), s.n_out, row, column, silu(cut_gate(y)) * cut_up(y8));
 #else
         const int column = (at.column + m) * 16 + at.g;
         const float(&old)[2] = beside.old[n % kAtOnce][j][m];
-        const i64 to = static_cast<i64>(row) * s.n_out + column;
-        if (column < s.n_out) out[to] = EPILOGUE == RESIDUAL ? old[0] + y : y;
-        if (column + 8 < s.n_out) out[to + 8] = EPILOGUE == RESIDUAL ? old[1] + y8 : y8;
+        float* const by = powers_of(residual);
+        if (column < s.n_out) put(out, by, s.n_out, row, column, EPILOGUE == RESIDUAL ? old[0] + y : y);
+        if (column + 8 < s.n_out) put(out, by, s.n_out, row, column + 8, EPILOGUE == RESIDUAL ? old[1] + y8 : y8);
 #endif
       }
     }

@@ -30,11 +30,12 @@ from pyspec.cuda.ops.linear.pack import (
     repack,
 )
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec, epilogue_macros
-from pyspec.cuda.ops.rows.cuda import MAX_COLUMNS, Rows, RowsLaunch
+from pyspec.cuda.ops.rows.cuda import BLOCKED, MAX_COLUMNS, Rows, RowsLaunch
 from pyspec.gguf import GGMLType
 
 MAX_ROWS, MAX_TICKETS = 128, 1 << 16
 FEW_UNITS, NEARLY_ALL = 5, 0.95  # of a CTA; of the multiprocessors
+HANDED_ROWS = 32  # rows up to which a product writes the next one's rows
 FEW = 16  # rows up to which memory is all that bounds a product
 HALVES = (GGMLType.F16, GGMLType.BF16)
 _SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}  # KiB a block may have
@@ -136,11 +137,26 @@ def stem(capability: tuple[int, int]) -> str:
     return "linear_sm90" if capability >= (9, 0) else "linear"
 
 
-def defines(
-    type: GGMLType, shape: Tiling, stages: int, epilogue: Epilogue, limit: float = 0.0, part_tiles: int = 0
-) -> dict[str, int | str]:
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What a product does besides: see LinearSpec. part_tiles: tiles of 256 rows of each part, 0 where there is one."""
+
+    epilogue: Epilogue
+    limit: float = 0.0
+    part_tiles: int = 0
+    hands: float = 0.0
+
+    def defines(self) -> dict[str, int | str]:
+        parts: dict[str, int | str] = {"PART_TILES": self.part_tiles} if self.part_tiles else {}
+        return parts | epilogue_macros(self.epilogue, self.limit, self.hands)
+
+
+def build_of(spec: LinearSpec) -> Build:
+    return Build(spec.epilogue, spec.limit, n_tiles(spec) // spec.parts if spec.parts > 1 else 0, spec.hands)
+
+
+def defines(type: GGMLType, shape: Tiling, stages: int, build: Build | Epilogue) -> dict[str, int | str]:
     """Macros of linear.cu."""
-    parts: dict[str, int | str] = {"PART_TILES": part_tiles} if part_tiles else {}
     return {
         "TYPE": FORMATS[type].code,
         "CHUNK": CHUNKS[type],
@@ -152,8 +168,7 @@ def defines(
         "STAGES": stages,
         "WINDOW": window(shape.rows)[0],
         "STEADY": min(window(shape.rows)[1], stages),
-        **parts,
-    } | epilogue_macros(epilogue, limit)
+    } | (Build(build) if isinstance(build, Epilogue) else build).defines()
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,22 +182,16 @@ class _Built:
 
 
 @per_device
-def _steps(
-    device: torch.device, type: GGMLType, epilogue: Epilogue, limit: float, part_tiles: int
-) -> tuple[_Built, ...]:
-    capability = torch.cuda.get_device_capability(device)
-    return tuple(step(device, type, epilogue, shape, limit, part_tiles) for shape in fitting(type, capability))
+def _steps(device: torch.device, type: GGMLType, build: Build, most: int) -> tuple[_Built, ...]:
+    shapes = fitting(type, torch.cuda.get_device_capability(device))
+    return tuple(step(device, type, build, shape) for shape in shapes if shape.rows <= most)
 
 
-def step(
-    device: torch.device, type: GGMLType, epilogue: Epilogue, shape: Tiling, limit: float = 0.0, part_tiles: int = 0
-) -> _Built:
+def step(device: torch.device, type: GGMLType, build: Build | Epilogue, shape: Tiling) -> _Built:
     """Compile linear.cu for one shape, with as many stages as fit."""
     capability = torch.cuda.get_device_capability(device)
     stages = n_stages(type, shape, capability)
-    code = compile_cubin(
-        stem(capability), arch_of(capability), defines(type, shape, stages, epilogue, limit, part_tiles)
-    )
+    code = compile_cubin(stem(capability), arch_of(capability), defines(type, shape, stages, build))
     shared = stages * stage_bytes(type, shape)
     threads = 32 * (shape.n_warp + (code.stem == "linear_sm90"))  # there a warp of its own copies
     return _Built(shape, code.kernel("linear", "ppppppppiiii").allow_shared(shared), threads, shared)
@@ -235,19 +244,28 @@ class LinearLaunch:
         assert (residual is not None) == (self.spec.epilogue is Epilogue.RESIDUAL)
         if rows.pad in self.pairs:
             return self.pairs[rows.pad](rows, packed, out, residual, self.rows.overlap)
+        self._whole(rows, packed, out if residual is None else residual, out)
+
+    def hand(self, rows: Rows, packed: Packed, into: RowsLaunch) -> Rows:
+        """The product alone, into the next one's rows, over `spec.hands`."""
+        to = into.room(rows.n_row)
+        assert self.spec.hands and to.pad == rows.pad and to.layout == BLOCKED and into.n_in == self.spec.n_out
+        if rows.pad in self.pairs:
+            self.pairs[rows.pad](rows, packed, to.blocks, to.powers, self.rows.overlap)
+        else:
+            self._whole(rows, packed, to.powers, to.blocks)
+        return to
+
+    def _whole(self, rows: Rows, packed: Packed, residual: Tensor, out: Tensor) -> None:
         run = self.steps[rows.pad]
-        tensors = (packed.data, rows.blocks, rows.sums, rows.powers, out if residual is None else residual, out)
-        args = (*tensors, self.partial, self.tickets, np.int32(rows.n_row), *self.sizes)
-        run.kernel.launch(self.grid, run.threads, args, run.shared, overlap=self.rows.overlap)
+        args = (packed.data, rows.blocks, rows.sums, rows.powers, residual, out, self.partial, self.tickets)
+        sizes = (np.int32(rows.n_row), *self.sizes)
+        run.kernel.launch(self.grid, run.threads, (*args, *sizes), run.shared, overlap=self.rows.overlap)
 
 
 def bind(spec: LinearSpec) -> LinearLaunch:
-    return LinearLaunch(spec, _steps(spec.device, spec.type, spec.epilogue, spec.limit, part_tiles(spec)))
-
-
-def part_tiles(spec: LinearSpec) -> int:
-    """PART_TILES in linear.cuh."""
-    return n_tiles(spec) // spec.parts if spec.parts > 1 else 0
+    most = HANDED_ROWS if spec.hands else MAX_ROWS
+    return LinearLaunch(spec, _steps(spec.device, spec.type, build_of(spec), most))
 
 
 def check(

@@ -17,7 +17,8 @@
 //
 // Memory-bound up to about 64 rows: bytes of the weights. Set by the launcher: TYPE, CHUNK, RECORD, WARPS_M, WARPS_N,
 // TILES_M (16-row tiles of a warp), TILES_N (8-token tiles of a warp), STAGES, EPILOGUE; PART_TILES where every so many tiles
-// are a matrix of their own, for its part of x: then x has the blocks of all parts, one after the other.
+// are a matrix of their own, for its part of x: then x has the blocks of all parts, one after the other. HANDS_POWER where the product goes
+// to the next one's rows (linear_block.cuh): then `out` is their blocks, and `residual` their powers.
 #include "linear.cuh"
 
 __device__ __forceinline__ void load_stage(u32 to, const u8* weights, const u16* x, const float* sums, Shape s, int tile,
