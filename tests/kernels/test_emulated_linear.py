@@ -187,3 +187,8 @@ def test_the_launcher_takes_many_rows_in_passes_of_the_shapes_that_fit(way: str)
     with machine_of(way):
         launch = linear_cuda.bind(spec)
         assert linear_cuda.check(launch, linear_ref.bind(spec), spec, n_rows=(1, 9, 33, 135)) is None
+
+
+def test_a_matrix_is_cut_evenly_where_that_leaves_nearly_all_multiprocessors_some() -> None:
+    for n_unit, want in ((512, 128), (640, 128), (2720, 132), (480, 132), (128, 128), (7, 7), (392, 132)):
+        assert linear_cuda.n_cta(n_unit, 132) == want

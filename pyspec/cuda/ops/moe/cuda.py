@@ -58,7 +58,7 @@ from pyspec.cuda.ops.moe.builds import (
     stage_bytes,
 )
 from pyspec.cuda.ops.moe.ref import NOTHING, Added, ExpertsRun, MoeSpec, Stack, Stacks
-from pyspec.cuda.ops.rows.cuda import MAX_COLUMNS, Rows, RowsLaunch, Shares, row_bytes
+from pyspec.cuda.ops.rows.cuda import MAX_COLUMNS, Rows, RowsLaunch, Shares
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.cuda.temporary import temporary
 from pyspec.gguf import GGMLType
@@ -71,17 +71,9 @@ MOST_LIMIT = 6e4  # of activations: they go on as f16 over powers of two
 MAX_PIECES = 4  # of a shared expert: with more, a launch of its own reads as well
 
 
-def rows_at_once(spec: MoeSpec, n_expert: int) -> int:
+def rows_at_once(n_used: int, n_expert: int) -> int:
     """Rows of one launch. Weights are read and their codes unpacked once for MANY_PAIRS of an expert: it should have about so many."""
-    return LONG_ROWS if 2 * MAX_ROWS * spec.n_used < MANY_PAIRS * n_expert else MAX_ROWS
-
-
-def scratch_bytes(spec: MoeSpec, n_row: int) -> int:
-    """What a call takes beside its result, for `n_row` rows: products before they are summed, and buffers that stay."""
-    most, n_pair = rows_at_once(spec, spec.n_expert), spec.n_used + spec.pieces
-    between = 0 if spec.down is None else between_bytes(spec.down, spec.n_ff) + -(-spec.n_ff // 256) * 64
-    own = 0 if spec.up is None else row_bytes(spec.n_in, layout_of(spec.up))
-    return min(n_row, most) * n_pair * 4 * spec.n_in + most * (n_pair * between + own)
+    return LONG_ROWS if 2 * MAX_ROWS * n_used < MANY_PAIRS * n_expert else MAX_ROWS
 
 
 def limits(spec: MoeSpec) -> str | None:
@@ -318,7 +310,7 @@ class Experts:
         shared = None if pieces is None else pack(pieces.down)
         self.down = _Product(spec.device, pack(stacks.down), shared, NONE, None)
         self.lists, self.combine = _pair_kernels(spec.device)
-        self.most = rows_at_once(spec, self.n_expert)
+        self.most = rows_at_once(spec.n_used, self.n_expert)
         self.x_rows = _rows(spec.device, spec.n_in, self.most, layout_of(spec.up))
         both = planes_of(spec.up, inner=True) and planes_of(spec.down, inner=False)
         self.finding = INTEGER_FEWEST if both else FEWEST
