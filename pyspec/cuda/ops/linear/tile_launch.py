@@ -17,7 +17,6 @@ BLOCKS = {8: 1, 16: 1, 32: 2, 64: 2}
 """Rows of a program, and its warps: four would multiply by another instruction on some GPUs, in another order."""
 
 
-
 def block_of(n_row: int) -> tuple[int, int]:
     """(rows of a program, warps) for so many."""
     return next((item for item in BLOCKS.items() if item[0] >= n_row), list(BLOCKS.items())[-1])

@@ -31,6 +31,8 @@ def limits(spec: LinearSpec) -> str | None:
         return why
     if spec.type not in FORMATS:
         return f"{spec.type.name} matrices have no tiles"
+    if spec.parts > 1:
+        return "takes one matrix for all columns"
     if spec.n_in % 32:
         return f"{spec.n_in} columns are not a multiple of 32"
     return None

@@ -67,6 +67,8 @@ def limits(spec: LinearSpec) -> str | None:
     major, minor = torch.cuda.get_device_capability(spec.device)
     if (major, minor) != (9, 0):
         return f"needs compute capability 9.0, this GPU has {major}.{minor}"
+    if spec.parts > 1:
+        return "takes one matrix for all columns"
     if spec.type not in CHUNKS:
         return f"{spec.type.name} matrices have no packed form yet"
     if spec.n_in % 32:

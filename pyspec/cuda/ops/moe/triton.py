@@ -69,7 +69,9 @@ def tiled(sources: Sequence[Sequence[Stack]], device: torch.device) -> TiledMatr
                 made = tile(raw.flatten(0, 1), first.type, (raw.shape[0] * raw.shape[1], first.n_in))
             found = {f.name: x for f in fields(made) if isinstance(x := getattr(made, f.name), Tensor)}
             if whole is None:
-                whole = {k: torch.empty(n_all * n_tile, *x.shape[1:], dtype=x.dtype, device=device) for k, x in found.items()}
+                whole = {
+                    k: torch.empty(n_all * n_tile, *x.shape[1:], dtype=x.dtype, device=device) for k, x in found.items()
+                }
             for name, x in found.items():
                 whole[name][at : at + len(x)] = x
             at += raw.shape[0] * n_tile
