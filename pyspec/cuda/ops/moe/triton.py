@@ -90,7 +90,7 @@ def factors(stacks: Sequence[Stacks], name: str, device: torch.device) -> Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
+class _Pairs:
     """Which rows take which experts: `ids`, and lists of pairs by expert where there are any."""
 
     ids: Tensor
@@ -104,7 +104,7 @@ class _Taken:
     compact: bool
 
 
-class _Product:
+class _TileProduct:
     """All experts' products with one matrix of each."""
 
     def __init__(self, spec: MoeSpec, matrix: TiledMatrix, n_expert: int, inner: bool) -> None:
@@ -124,7 +124,7 @@ class _Product:
             "PIECES": spec.pieces,
         }
 
-    def __call__(self, t: _Taken, x: Tensor, powers: Tensor, n_pair: int, n_row: int) -> tuple[Tensor, int]:
+    def __call__(self, t: _Pairs, x: Tensor, powers: Tensor, n_pair: int, n_row: int) -> tuple[Tensor, int]:
         """(sums [split, pair, tile * 64], splits)."""
         from pyspec.cuda.ops.moe import triton_kernels as kernels
 
@@ -157,8 +157,8 @@ class ExpertsTriton:
             pieces = [] if stacks.shared is None else [cut(stacks.shared, spec.pieces)]
         every = [stacks, *pieces]
         inner = [[s.up] if s.gate is None else [s.gate, s.up] for s in every]
-        self.inner = _Product(spec, tiled(inner, device), self.n_expert, inner=True)
-        self.down = _Product(spec, tiled([[s.down] for s in every], device), self.n_expert, inner=False)
+        self.inner = _TileProduct(spec, tiled(inner, device), self.n_expert, inner=True)
+        self.down = _TileProduct(spec, tiled([[s.down] for s in every], device), self.n_expert, inner=False)
         self.scaled = any(x is not None and x.scale is not None for s in every for x in (s.gate, s.up, s.down))
         self.inner_factors = torch.stack([factors(every, name, device) for name in ("gate", "up")], -1).contiguous()
         self.down_factors, self.none = factors(every, "down", device), nothing(device)
@@ -227,7 +227,7 @@ class ExpertsTriton:
             4,
         )
 
-    def _taken(self, ids: Tensor) -> _Taken:
+    def _taken(self, ids: Tensor) -> _Pairs:
         from pyspec.cuda.ops.moe import triton_kernels as kernels
 
         n_row, n_pair = ids.shape[0], ids.numel()
@@ -235,7 +235,7 @@ class ExpertsTriton:
         block = few if n_row <= FEW else fewer if n_row <= MORE else more
         n_shared, compact = self.spec.pieces * -(-n_row // block), n_row > FEW
         if n_row <= FEWEST:
-            return _Taken(ids, ids, ids, ids, n_pair, n_shared, block, False, False)
+            return _Pairs(ids, ids, ids, ids, n_pair, n_shared, block, False, False)
         n_item = min(n_pair, self.n_expert + n_pair // block) if compact else n_pair
         order = torch.empty(n_pair, dtype=torch.int32, device=ids.device)
         items = torch.empty(3 * n_item if compact else 2 * n_pair, dtype=torch.int32, device=ids.device)
@@ -248,7 +248,7 @@ class ExpertsTriton:
             {"N_EXPERT": self.n_expert, "BN": block, "COMPACT": compact, "BLOCK": size},
             size // 256,
         )
-        return _Taken(ids, order, items, counter, n_item, n_shared, block, True, compact)
+        return _Pairs(ids, order, items, counter, n_item, n_shared, block, True, compact)
 
 
 def bind(spec: MoeSpec) -> Callable[[Stacks], ExpertsRun]:
