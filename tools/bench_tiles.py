@@ -28,7 +28,12 @@ from pyspec.cuda.ops.rows import triton as rows_triton
 from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
 from pyspec.gguf import GGMLType
 
-MATRICES = ((17408, 5120, Epilogue.GATED), (5120, 17408, Epilogue.RESIDUAL), (16480, 5120, Epilogue.PLAIN), (5120, 6144, Epilogue.RESIDUAL))
+MATRICES = (
+    (17408, 5120, Epilogue.GATED),
+    (5120, 17408, Epilogue.RESIDUAL),
+    (16480, 5120, Epilogue.PLAIN),
+    (5120, 6144, Epilogue.RESIDUAL),
+)
 OWN = (0, 0, 0)
 VARIANTS = (OWN, *product((1, 2), (3, 4), (12, 20)))
 """Warps, stages, programs of a multiprocessor."""
@@ -75,7 +80,10 @@ def bytes_of(m: TiledMatrix) -> int:
 
 
 def given(spec: LinearSpec, n_row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    x, out = torch.randn(n_row, spec.n_in, device=spec.device).half(), torch.empty(n_row, spec.n_out, device=spec.device)
+    x, out = (
+        torch.randn(n_row, spec.n_in, device=spec.device).half(),
+        torch.empty(n_row, spec.n_out, device=spec.device),
+    )
     return x, torch.ones(n_row, device=spec.device), out, out if spec.epilogue is Epilogue.RESIDUAL else None
 
 
@@ -118,7 +126,9 @@ def cuda_us(spec: LinearSpec, rows: int) -> float:
 def triton_us(spec: LinearSpec, weights: list[TiledMatrix], rows: int) -> float:
     run = linear_triton.bind(spec)
     x, powers, out, residual = given(spec, rows)
-    return graph_us([lambda w=w: run.multiply(x, powers, w, out, residual) for w in weights * max(2, 24 // len(weights))])
+    return graph_us(
+        [lambda w=w: run.multiply(x, powers, w, out, residual) for w in weights * max(2, 24 // len(weights))]
+    )
 
 
 def main() -> None:
@@ -151,7 +161,10 @@ def main() -> None:
         except Exception as e:  # noqa: BLE001
             cuda = [0.0]
             print(f"{type(e).__name__}: {str(e)[:100]}")
-        print(f"{spec.type.name} {spec.n_weight_row} x {spec.n_in} {spec.epilogue.name}: floor {floor:.1f}, cuda", *(f"{us:.1f}" for us in cuda))
+        print(
+            f"{spec.type.name} {spec.n_weight_row} x {spec.n_in} {spec.epilogue.name}: floor {floor:.1f}, cuda",
+            *(f"{us:.1f}" for us in cuda),
+        )
         for variant in variants:
             take(variant)
             try:

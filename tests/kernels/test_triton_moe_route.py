@@ -66,7 +66,9 @@ def test_given_experts_that_are_none_are_clamped() -> None:
     matrix = torch.randn(spec.n_expert, spec.n_in, generator=torch.Generator().manual_seed(0))
     got = moe_route_triton.bind(spec)(torch.ones(1, spec.n_in), torch.ones(spec.n_in), matrix, None, given)
     assert got.ids.tolist() == [[0, 1, 32, 32]] and got.weights.isfinite().all()
-    assert not moe_route_triton.bind(spec)(torch.ones(0, spec.n_in), torch.ones(spec.n_in), matrix, None, given[:0]).ids.numel()
+    assert not moe_route_triton.bind(spec)(
+        torch.ones(0, spec.n_in), torch.ones(spec.n_in), matrix, None, given[:0]
+    ).ids.numel()
 
 
 def test_what_it_does_not_take_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

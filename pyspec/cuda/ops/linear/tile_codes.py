@@ -9,6 +9,7 @@ from __future__ import annotations
 from pyspec.cuda.ops.linear.dequant import E2M1, IQ4
 from pyspec.cuda.ops.linear.tiles import BIAS, TiledFormat
 
+
 def unit(form: TiledFormat) -> float:
     """What sums of decoded codes are still to be multiplied with, a power of two: floats are left where their bits are."""
     return (2.0**15 if form.table == E2M1 else 1.0) * (2.0**7 if form.scale == "e4m3" else 1.0)

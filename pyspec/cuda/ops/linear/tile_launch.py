@@ -17,7 +17,6 @@ BLOCKS = {8: 1, 16: 1, 32: 2, 64: 2}
 """Rows of a program, and its warps: four would multiply by another instruction on some GPUs, in another order."""
 
 
-
 def block_of(n_row: int) -> tuple[int, int]:
     """(rows of a program, warps) for so many."""
     return next((item for item in BLOCKS.items() if item[0] >= n_row), list(BLOCKS.items())[-1])
@@ -57,8 +56,7 @@ def constants(device: torch.device, type: GGMLType, n_in: int) -> dict[str, obje
     }
 
 
-def planes(matrix: TiledMatrix) -> tuple[Tensor, ...]:
-    """codes, high, scales, minima, supers, super_minima, table of chunk_sums."""
-    m, none = matrix, nothing(matrix.codes.device)
-    rest = (m.high, m.scales, m.minima, m.supers, m.super_minima)
-    return m.codes, *(none if p is None else p for p in rest), table_of(m.codes.device, m.type)
+def planes(matrix: TiledMatrix, table: Tensor, none: Tensor) -> tuple[Tensor, ...]:
+    """codes, high, scales, minima, supers, super_minima, table of chunk_sums; table, none: `table_of` its type, `nothing`."""
+    rest = (matrix.high, matrix.scales, matrix.minima, matrix.supers, matrix.super_minima)
+    return matrix.codes, *(none if p is None else p for p in rest), table

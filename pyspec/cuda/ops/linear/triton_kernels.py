@@ -100,5 +100,19 @@ def finish(
     """Grid (rows, stretches of 512 outputs): `ended` in a launch of its own."""
     row, column = tl.program_id(0) + tl.arange(0, 1), tl.program_id(1) * 512 + tl.arange(0, 512)
     ended(
-        part, powers, row_scales, residual, out, row, column, n_row, n_wide, N_OUT, SPLITS, EPILOGUE, POWERS, SCALED, LIMIT
+        part,
+        powers,
+        row_scales,
+        residual,
+        out,
+        row,
+        column,
+        n_row,
+        n_wide,
+        N_OUT,
+        SPLITS,
+        EPILOGUE,
+        POWERS,
+        SCALED,
+        LIMIT,
     )

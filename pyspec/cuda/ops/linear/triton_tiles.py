@@ -50,9 +50,7 @@ def of_nibbles(w, table, VALUE: tl.constexpr, OFFSET: tl.constexpr, ASM: tl.cons
     if ASM == "":
         code = w.to(tl.int16)
         return value(code & 15, table, VALUE, OFFSET), value(code >> 4, table, VALUE, OFFSET)
-    return tl.inline_asm_elementwise(
-        ASM, "=r,=r,=r,=r,r", [w], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
-    )
+    return tl.inline_asm_elementwise(ASM, "=r,=r,=r,=r,r", [w], dtype=(tl.float16, tl.float16), is_pure=True, pack=4)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyspec.cuda import tri
 from pyspec.cuda.ops.linear import tile_codes
-from pyspec.cuda.ops.linear.tile_launch import BLOCKS, constants, nothing, planes
+from pyspec.cuda.ops.linear.tile_launch import BLOCKS, constants, nothing, planes, table_of
 from pyspec.cuda.ops.linear.tiles import COLUMNS, FORMATS, ROWS, TiledMatrix, tile
 from pyspec.cuda.ops.moe.cuda import cut
 from pyspec.cuda.ops.moe.ref import NOTHING, Added, ExpertsRun, MoeSpec, Stack, Stacks
@@ -69,7 +69,9 @@ def tiled(sources: Sequence[Sequence[Stack]], device: torch.device) -> TiledMatr
                 made = tile(raw.flatten(0, 1), first.type, (raw.shape[0] * raw.shape[1], first.n_in))
             found = {f.name: x for f in fields(made) if isinstance(x := getattr(made, f.name), Tensor)}
             if whole is None:
-                whole = {k: torch.empty(n_all * n_tile, *x.shape[1:], dtype=x.dtype, device=device) for k, x in found.items()}
+                whole = {
+                    k: torch.empty(n_all * n_tile, *x.shape[1:], dtype=x.dtype, device=device) for k, x in found.items()
+                }
             for name, x in found.items():
                 whole[name][at : at + len(x)] = x
             at += raw.shape[0] * n_tile
@@ -108,7 +110,11 @@ class _TileProduct:
     """All experts' products with one matrix of each."""
 
     def __init__(self, spec: MoeSpec, matrix: TiledMatrix, n_expert: int, inner: bool) -> None:
-        self.inner, self.planes, self.n_expert = inner, planes(matrix), n_expert
+        self.inner, self.planes, self.n_expert = (
+            inner,
+            planes(matrix, table_of(spec.device, matrix.type), nothing(spec.device)),
+            n_expert,
+        )
         self.n_tile = matrix.n_out // ROWS // (n_expert + spec.pieces)
         self.n_chunk, n_at_once = -(-matrix.n_in // COLUMNS), self.n_tile * spec.n_used
         wanted = -(-PROGRAMS * tri.n_multiprocessor(spec.device) // n_at_once)

@@ -43,7 +43,7 @@ def lists(
         if COMPACT:
             n_item = (n + BN - 1) // BN
             to = tl.atomic_add(counter, n_item)
-            for i in range(0, n_item):
+            for i in range(n_item):
                 item = items + 3 * (to + i)
                 tl.store(item, expert)
                 tl.store(item + 1, first + i * BN)

@@ -44,7 +44,9 @@ class RouteTriton:
         s, n_row, n_split, device = self.spec, x.shape[0], self.n_split, x.device
         n_score = s.n_expert + s.gated
         assert matrix.shape == (n_score, s.n_in) and matrix.is_contiguous() and (bias is not None) == s.biased
-        assert norm.shape == (s.n_in,) and norm.is_contiguous() and x.shape[1] == s.n_in and (given is not None) == s.given
+        assert (
+            norm.shape == (s.n_in,) and norm.is_contiguous() and x.shape[1] == s.n_in and (given is not None) == s.given
+        )
         ids = torch.empty(n_row, s.n_used, dtype=torch.int32, device=device)
         weights = torch.empty(n_row, s.n_used, dtype=torch.float32, device=device)
         gate = torch.empty(n_row, 1, dtype=torch.float32, device=device) if s.gated else None

@@ -26,7 +26,9 @@ def scores(
         k = start + tl.arange(0, BK)
         at = row[:, None].to(tl.int64) * N_IN + k[None, :]
         a = tl.load(x + at, mask=is_row[:, None] & (k < N_IN)[None, :], other=0.0)
-        w = tl.load(matrix + score[None, :] * N_IN + k[:, None], mask=is_score[None, :] & (k < N_IN)[:, None], other=0.0)
+        w = tl.load(
+            matrix + score[None, :] * N_IN + k[:, None], mask=is_score[None, :] & (k < N_IN)[:, None], other=0.0
+        )
         square += tl.sum(a * a, 1)
         by = tl.load(norm + k, mask=k < N_IN, other=0.0)
         acc = tl.dot(a * by[None, :], w, acc, input_precision="ieee")
