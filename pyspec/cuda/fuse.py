@@ -119,7 +119,7 @@ def attended(
 
 def norms_on_the_way(device: torch.device, n_in: int) -> bool:
     """Whether every reader norms the rows itself; in plain torch it is done once for all but the router."""
-    return device.type == "cuda" and rows.runs_as("cuda", RowsSpec(device, n_in, PrepKind.NORM))
+    return device.type == "cuda" and rows.chosen(RowsSpec(device, n_in, PrepKind.NORM)) is not rows.reference
 
 
 def before_choice(

@@ -56,8 +56,7 @@ def constants(device: torch.device, type: GGMLType, n_in: int) -> dict[str, obje
     }
 
 
-def planes(matrix: TiledMatrix) -> tuple[Tensor, ...]:
-    """codes, high, scales, minima, supers, super_minima, table of chunk_sums."""
-    m, none = matrix, nothing(matrix.codes.device)
-    rest = (m.high, m.scales, m.minima, m.supers, m.super_minima)
-    return m.codes, *(none if p is None else p for p in rest), table_of(m.codes.device, m.type)
+def planes(matrix: TiledMatrix, table: Tensor, none: Tensor) -> tuple[Tensor, ...]:
+    """codes, high, scales, minima, supers, super_minima, table of chunk_sums; table, none: `table_of` its type, `nothing`."""
+    rest = (matrix.high, matrix.scales, matrix.minima, matrix.supers, matrix.super_minima)
+    return matrix.codes, *(none if p is None else p for p in rest), table

@@ -13,17 +13,19 @@ from pyspec.cuda import tri
 from pyspec.cuda.context import per_device
 from pyspec.cuda.ops.linear import tile_codes, tiles
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
-from pyspec.cuda.ops.linear.tile_launch import block_of, constants, nothing, planes
+from pyspec.cuda.ops.linear.tile_launch import block_of, constants, nothing, planes, table_of
 from pyspec.cuda.ops.linear.tiles import COLUMNS, FORMATS, ROWS, TiledMatrix
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import Prep, PrepKind, RowsSpec
 from pyspec.gguf import GGMLType
 
 PROGRAMS = 12  # of a multiprocessor, about: what a matrix is split for
+MOST_PROGRAMS = 20  # of Q6_K
 LEAST = 4  # chunks of a split
 STRETCH = 512
 STAGES = 3
 MAX_TICKETS = 1 << 16
+IN_PAIRS = (GGMLType.Q8_0, GGMLType.NVFP4)  # whose fewest rows two warps multiply faster than one
 
 
 def limits(spec: LinearSpec) -> str | None:
@@ -48,9 +50,10 @@ class LinearTriton:
     """Multiplies rows with one matrix of `spec`."""
 
     def __init__(self, spec: LinearSpec) -> None:
-        self.spec, self.none = spec, nothing(spec.device)
+        self.spec, self.none, self.table = spec, nothing(spec.device), table_of(spec.device, spec.type)
         self.n_tile, n_chunk = -(-spec.n_weight_row // ROWS), -(-spec.n_in // COLUMNS)
-        wanted = -(-PROGRAMS * tri.n_multiprocessor(spec.device) // self.n_tile)
+        programs = max(PROGRAMS, MOST_PROGRAMS if spec.type is GGMLType.Q6_K else 0)
+        wanted = -(-programs * tri.n_multiprocessor(spec.device) // self.n_tile)
         per = max(LEAST, -(-n_chunk // wanted))
         self.n_split = -(-n_chunk // per)
         is_gated = spec.epilogue is Epilogue.GATED
@@ -90,6 +93,7 @@ class LinearTriton:
         n_wide = self.n_tile * ROWS
         part = torch.empty(self.n_split * n_row * n_wide, dtype=torch.float32, device=x.device)
         block, warps = block_of(n_row)
+        warps = max(warps, 1 + (s.type in IN_PAIRS))
         n_block = -(-n_row // block)
         fuses = self.fuses and n_block * self.n_unit <= MAX_TICKETS
         ends = [none if t is None else t for t in (powers, matrix.row_scales, residual)]
@@ -104,7 +108,7 @@ class LinearTriton:
         tri.launch(
             kernels.product,
             (self.n_tile, self.n_split, n_block),
-            (x, *planes(matrix), part, self.tickets, *ends, out, n_row),
+            (x, *planes(matrix, self.table, none), part, self.tickets, *ends, out, n_row),
             {**self.constants, "BN": block, "STAGES": STAGES, "FUSED": fuses, **ending},
             warps,
         )

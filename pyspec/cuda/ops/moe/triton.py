@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pyspec.cuda import tri
 from pyspec.cuda.ops.linear import tile_codes
-from pyspec.cuda.ops.linear.tile_launch import BLOCKS, constants, nothing, planes
+from pyspec.cuda.ops.linear.tile_launch import BLOCKS, constants, nothing, planes, table_of
 from pyspec.cuda.ops.linear.tiles import COLUMNS, FORMATS, ROWS, TiledMatrix, tile
 from pyspec.cuda.ops.moe.cuda import cut
 from pyspec.cuda.ops.moe.ref import NOTHING, Added, ExpertsRun, MoeSpec, Stack, Stacks
@@ -92,7 +92,7 @@ def factors(stacks: Sequence[Stacks], name: str, device: torch.device) -> Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
+class _Pairs:
     """Which rows take which experts: `ids`, and lists of pairs by expert where there are any."""
 
     ids: Tensor
@@ -106,11 +106,15 @@ class _Taken:
     compact: bool
 
 
-class _Product:
+class _TileProduct:
     """All experts' products with one matrix of each."""
 
     def __init__(self, spec: MoeSpec, matrix: TiledMatrix, n_expert: int, inner: bool) -> None:
-        self.inner, self.planes, self.n_expert = inner, planes(matrix), n_expert
+        self.inner, self.planes, self.n_expert = (
+            inner,
+            planes(matrix, table_of(spec.device, matrix.type), nothing(spec.device)),
+            n_expert,
+        )
         self.n_tile = matrix.n_out // ROWS // (n_expert + spec.pieces)
         self.n_chunk, n_at_once = -(-matrix.n_in // COLUMNS), self.n_tile * spec.n_used
         wanted = -(-PROGRAMS * tri.n_multiprocessor(spec.device) // n_at_once)
@@ -126,7 +130,7 @@ class _Product:
             "PIECES": spec.pieces,
         }
 
-    def __call__(self, t: _Taken, x: Tensor, powers: Tensor, n_pair: int, n_row: int) -> tuple[Tensor, int]:
+    def __call__(self, t: _Pairs, x: Tensor, powers: Tensor, n_pair: int, n_row: int) -> tuple[Tensor, int]:
         """(sums [split, pair, tile * 64], splits)."""
         from pyspec.cuda.ops.moe import triton_kernels as kernels
 
@@ -159,8 +163,8 @@ class ExpertsTriton:
             pieces = [] if stacks.shared is None else [cut(stacks.shared, spec.pieces)]
         every = [stacks, *pieces]
         inner = [[s.up] if s.gate is None else [s.gate, s.up] for s in every]
-        self.inner = _Product(spec, tiled(inner, device), self.n_expert, inner=True)
-        self.down = _Product(spec, tiled([[s.down] for s in every], device), self.n_expert, inner=False)
+        self.inner = _TileProduct(spec, tiled(inner, device), self.n_expert, inner=True)
+        self.down = _TileProduct(spec, tiled([[s.down] for s in every], device), self.n_expert, inner=False)
         self.scaled = any(x is not None and x.scale is not None for s in every for x in (s.gate, s.up, s.down))
         self.inner_factors = torch.stack([factors(every, name, device) for name in ("gate", "up")], -1).contiguous()
         self.down_factors, self.none = factors(every, "down", device), nothing(device)
@@ -229,7 +233,7 @@ class ExpertsTriton:
             4,
         )
 
-    def _taken(self, ids: Tensor) -> _Taken:
+    def _taken(self, ids: Tensor) -> _Pairs:
         from pyspec.cuda.ops.moe import triton_kernels as kernels
 
         n_row, n_pair = ids.shape[0], ids.numel()
@@ -237,7 +241,7 @@ class ExpertsTriton:
         block = few if n_row <= FEW else fewer if n_row <= MORE else more
         n_shared, compact = self.spec.pieces * -(-n_row // block), n_row > FEW
         if n_row <= FEWEST:
-            return _Taken(ids, ids, ids, ids, n_pair, n_shared, block, False, False)
+            return _Pairs(ids, ids, ids, ids, n_pair, n_shared, block, False, False)
         n_item = min(n_pair, self.n_expert + n_pair // block) if compact else n_pair
         order = torch.empty(n_pair, dtype=torch.int32, device=ids.device)
         items = torch.empty(3 * n_item if compact else 2 * n_pair, dtype=torch.int32, device=ids.device)
@@ -250,7 +254,7 @@ class ExpertsTriton:
             {"N_EXPERT": self.n_expert, "BN": block, "COMPACT": compact, "BLOCK": size},
             size // 256,
         )
-        return _Taken(ids, order, items, counter, n_item, n_shared, block, True, compact)
+        return _Pairs(ids, order, items, counter, n_item, n_shared, block, True, compact)
 
 
 def bind(spec: MoeSpec) -> Callable[[Stacks], ExpertsRun]:

@@ -120,10 +120,10 @@ def products(
         row = tl.where(pair < n_routed, pair // N_USED, (pair - n_routed) % n_row)
     tile = expert.to(tl.int64) * n_tile + tl.program_id(0)
     total = tl.zeros((64, BN), tl.float32)
-    for turn in range(split * TURNS, split * TURNS + TURNS):
+    for own in range(split * TURNS, split * TURNS + TURNS):
         acc = tl.zeros((64, BN), tl.float32)
         for chunk in tl.range(
-            turn * PER, tl.where(n > 0, tl.minimum(turn * PER + PER, N_CHUNK), turn * PER), num_stages=STAGES
+            own * PER, tl.where(n > 0, tl.minimum(own * PER + PER, N_CHUNK), own * PER), num_stages=STAGES
         ):
             if INNER:
                 acc = chunk_sums(
