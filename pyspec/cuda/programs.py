@@ -90,10 +90,12 @@ def _linear(spec: LinearSpec, target: GpuKind) -> Programs:
     type, capability, stem = spec.type, target.capability, linear_cuda.stem(target.capability)
     shared, shapes = linear_cuda.n_shared(capability), linear_cuda.fitting(type, capability)
     for shape in shapes:
-        if linear_pair.takes(spec, shape.rows, shared):
-            yield target.program("linear_pair", linear_pair.defines(type, shape.rows, spec.epilogue, spec.limit))
+        if spec.parts == 1 and linear_pair.takes(spec, shape.rows, shared):
+            yield target.program(
+                "linear_pair", linear_pair.defines(type, shape.rows, spec.epilogue, spec.limit, spec.hands)
+            )
         stages = linear_cuda.n_stages(type, shape, capability)
-        yield target.program(stem, linear_cuda.defines(type, shape, stages, spec.epilogue, spec.limit))
+        yield target.program(stem, linear_cuda.defines(type, shape, stages, linear_cuda.build_of(spec)))
     if shapes:
         yield _rows_of(spec.n_in, PrepKind.PLAIN, 0, rows_cuda.BLOCKED, target)
 
@@ -165,7 +167,7 @@ def _fits(spec: MoeSpec, target: GpuKind) -> bool:
 
 
 def _sparse(spec: Any, target: GpuKind) -> Programs:
-    for build in sparse_cuda.builds(spec, target.arch):
+    for build in dict.fromkeys((*sparse_cuda.builds(spec, target.arch), sparse_cuda.long_build(spec, target.arch))):
         yield target.program("sparse_attend", build.defines())
 
 

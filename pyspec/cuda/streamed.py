@@ -197,13 +197,19 @@ def handing(first: Streamed | StreamedParts, next: Streamed, bound: float) -> Ha
         return None
     exponent = math.ceil((math.ceil(math.log2(bound)) - TOP) / COARSE) * COARSE
     spec = replace(of.spec, hands=2.0**exponent)
-    made = Handing(first.packed, spec, next.plain.rows)
-    if spec not in _HANDS:
-        _HANDS[spec] = made.gives_what(of)
+    if _HANDS.get(spec) is False:
+        return None
+    try:
+        made = Handing(first.packed, spec, next.plain.rows)
+        if spec not in _HANDS:
+            _HANDS[spec] = made.gives_what(of)
+    except Exception as e:  # noqa: BLE001 - as in an op's check: rows are then prepared by a launch of their own
+        log.warning("products of %s do not hand on their rows: %s", spec.type.name, e)
+        _HANDS[spec] = False
     return made if _HANDS[spec] else None
 
 
-_HANDS: dict[LinearSpec, bool] = {}  # what has been seen to write rows as they should be
+_HANDS: dict[LinearSpec, bool] = {}  # what has been seen to write rows as they should be, or not to
 
 
 def in_parts(whole: Streamed, parts: int) -> StreamedParts | None:

@@ -202,7 +202,7 @@ def test_a_check_has_its_device_as_the_threads(gpus: Gpus, monkeypatch: pytest.M
     assert found.refusal is None and at == [1] * 4 and gpus.at == 0
 
 
-IN_TRITON = ("triton_kernels.py", "tri_guards.py")  # functions of a compiler that need not be here
+IN_TRITON = ("triton_kernels.py", "triton_tiles.py", "tri_guards.py")  # functions of a compiler that need not be here
 
 
 def modules() -> list[Path]:
