@@ -4,17 +4,97 @@
 
 The controller chooses, as in service. What it learned of acceptance is forgotten before each, so every line begins as after
 a load; measured times stay. Exit code 1 if a line falls below `--least` of plain decoding.
+
+Sixteen to sixty-four streams in about a minute: `--streams 64 32 16 --slots 64 -c 1024 -p 64 -n 256 --lens 1.2`. With short prompts few
+rounds pass before all streams decode, and only from there on a rate counts.
+
+`--costs`: also what rounds and drafts of every length take, at each number of streams: the tables of `tools/regret.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from statistics import median
 
 from pyspec import Engine
+from pyspec.bench.measure import Turn, measure
+from pyspec.bench.prompts import make_prompts
 from pyspec.bench.session import Plan, bench
 from pyspec.cli.logs import set_up
 from pyspec.sample.synth import SynthAcceptance
+
+
+N_TIMED = 40  # rounds of each kind
+Took = tuple[
+    int, float, int, int, float
+]  # what `Controller.timed` is told: rows, ms, slots that drafted, passes, ms of drafting
+
+
+@contextmanager
+def told(engine: Engine) -> Iterator[list[Took]]:
+    """What the controller is told of rounds meanwhile."""
+    controller, found = engine.loop.controller, []
+    inner = controller.timed
+
+    def timed(*took: float) -> None:
+        found.append(took)
+        inner(*took)
+
+    controller.timed = timed
+    try:
+        yield found
+    finally:
+        del controller.timed
+
+
+def print_trace(engine: Engine, found: list[Took], n: int) -> None:
+    """Rounds of n streams in order, as runs of the same number of rows, and what the controller thinks that sizes take."""
+    runs: list[tuple[int, list[float]]] = []
+    for rows, ms, _, _, draft in found:
+        if not runs or runs[-1][0] != rows:
+            runs.append((rows, []))
+        runs[-1][1].append(ms + draft)
+    print("rows x rounds (ms):", " ".join(f"{rows}x{len(ms)}({median(ms):.1f})" for rows, ms in runs[-300:]))
+    c = engine.loop.controller
+    known = {size: f"{min(ms):.2f} ({len(ms)})" for size, ms in sorted(c.verify_ms.samples.items())}
+    drafts = {size: f"{min(ms):.2f}" for size, ms in sorted(c.draft_ms.samples.items())}
+    print("verify", known, "draft", drafts, f"lost {c.lost_ms:.1f} of {c.ms:.0f} ms;", c.lanes[0].reason, flush=True)
+
+
+def print_costs(engine: Engine, streams: list[int], n_prompt: int) -> None:
+    """Rounds of each length of drafts for all slots."""
+    controller = engine.loop.controller
+    engine.loop.lookahead.synth = SynthAcceptance.of_length(1.0, engine.info.n_draft_max)
+    lengths = range(engine.info.n_draft_max + 1) if controller.chained else (0, 1, 2, 4, 7, engine.info.n_draft_max)
+    prompts = make_prompts(engine, max(streams), n_prompt, True)
+    how = Turn(mode="spec", turn=0, n_predict=N_TIMED, ignore_eos=True)
+    print("| streams | drafts of each | rows | round, ms: middle, least | of it drafting | rounds |")
+    print("| --- | --- | --- | --- | --- | --- |", flush=True)
+    for n in streams:
+        for n_draft in lengths:
+            controller.force = n_draft
+            with told(engine) as found:
+                measure(engine.submit, engine.cancel, engine.metrics, prompts[:n], how)
+            by_rows = defaultdict[int, list[Took]](list)
+            for took in found:
+                by_rows[took[0]].append(took)
+            took = by_rows.get(n * (n_draft + 1), [])[2:]  # the first ones may have come behind something else
+            if not took:
+                continue
+            both = [ms + draft for _, ms, _, _, draft in took]
+            drafting = median(draft for *_, draft in took)
+            print(
+                f"| {n} | {n_draft} | {n * (n_draft + 1)} | {median(both):.2f}, {min(both):.2f} | {drafting:.2f} | {len(took)} |",
+                flush=True,
+            )
+    controller.force = None
+    controller.forget_acceptance()
 
 
 def main() -> int:
@@ -28,34 +108,39 @@ def main() -> int:
     parser.add_argument("-r", "--turns", type=int, default=2)
     parser.add_argument("-c", "--ctx", type=int, default=2560)
     parser.add_argument("--n-draft", type=int, default=0, help="most drafted tokens; 0: the drafter's")
+    parser.add_argument("--slots", type=int, default=0, help="slots of the engine; 0: as many as streams")
+    parser.add_argument("--costs", action="store_true", help="also what rounds take by drafts and streams")
+    parser.add_argument("--trace", action="store_true", help="also the rounds that drafted, in order, and what is thought of costs")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--least", type=float, default=0.98)
     a = parser.parse_args()
     set_up(2)
-    n_slot, lost = max(a.streams), 0
+    n_slot, lost, began = max(a.slots, *a.streams), 0, time.monotonic()
     with Engine.load(
         a.model, a.draft, np=n_slot, ctx=a.ctx, n_draft_max=a.n_draft, device=a.device, synth_len=1.0
     ) as engine:
-        print(f"{engine.info.model_name}, {engine.info.device}: {engine.info.draft_note}")
+        loaded = time.monotonic() - began
+        print(
+            f"{engine.info.model_name}, {engine.info.device}, {n_slot} slots, loaded in {loaded:.0f} s: {engine.info.draft_note}"
+        )
+        plan = Plan(turns=a.turns, n_prompt=a.n_prompt, n_predict=a.n_gen, random_prompts=True, ignore_eos=True)
         print("| tokens a round | streams | plain, tok/s | speculative | of plain | rounds with 0, 1, 2 ... drafts |")
         print("| --- | --- | --- | --- | --- | --- |", flush=True)
         for mean_len in a.lens:
             engine.loop.lookahead.synth = SynthAcceptance.of_length(mean_len, engine.info.n_draft_max)
             for n in a.streams:
                 engine.loop.controller.forget_acceptance()
-                plan = Plan(
-                    streams=(n,),
-                    turns=a.turns,
-                    n_prompt=a.n_prompt,
-                    n_predict=a.n_gen,
-                    random_prompts=True,
-                    ignore_eos=True,
-                )
-                row = bench(engine, plan).rows[0]
+                with told(engine) as found:
+                    row = bench(engine, replace(plan, streams=(n,))).rows[0]
                 lost += row.ratio < a.least
                 of_plain = f"{row.ratio:.3f} ({row.ratio_low:.3f} to {row.ratio_high:.3f})"
                 rounds = " ".join(f"{share:.0%}" for share in row.n_draft)
                 print(f"| {mean_len:g} | {n} | {row.plain:.1f} | {row.spec:.1f} | {of_plain} | {rounds} |", flush=True)
+                if a.trace:
+                    print_trace(engine, found, n)
+        if a.costs:
+            print_costs(engine, a.streams, a.n_prompt)
+        print(f"{time.monotonic() - began:.0f} s in all")
     return int(lost > 0)
 
 

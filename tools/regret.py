@@ -1,0 +1,345 @@
+"""What the controller loses against an oracle that knows acceptance and costs. Simulated: nothing is loaded and no GPU is needed.
+
+python tools/regret.py [--cards 27b-mtp ...] [--texts code ...] [--streams 1 8 64] [--rounds 1500] [--seeds 2] [--most 0.03]
+
+The real `Controller` and `Timer` decide for requests that join and leave, over made-up texts whose acceptance changes in the middle of a
+request, on a card whose rounds take what was measured (docs/log.md, docs/benchmarks.md; what lies between was drawn straight). The
+oracle decides for the same requests with the same coins.
+
+* The oracle knows: each slot's chance at each drafted position, for the tokens that come next; what a round of so many rows and
+  slots takes in the mean, and a draft of so many slots and passes. It picks each round's lengths for the most expected tokens a
+  millisecond of that round: for every depth and every number of slots that draft, rows in the order of their chance to survive.
+* It does not know how a coin will fall, nor the noise, and does not plan beyond its round.
+* The controller knows what the engine tells it: verdicts one round late (rounds are launched ahead), times with noise, none of rounds
+  in which somebody joins. It starts as after a load: with the warm-up's rounds of one and of all slots.
+
+Regret: 1 - tokens a millisecond of the controller over the oracle's. "of plain": the controller's over those of no drafts at all.
+Exit code 1 if a cell's regret is above --most, or less than 0.98 of plain.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pyspec.engine.controller import Controller
+from pyspec.engine.timer import Timer, bucket
+from pyspec.engine.warmup import N_ROUND
+from pyspec.slots.arena import bucket_of
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Card:
+    """What a model's rounds take on one H200, in milliseconds.
+
+    verify   by rows, of a graph's bucket or as they are; between them a straight line
+    state    of each busy slot: its recurrent state is read and written
+    draft    by slots that draft; of each pass if chained
+    waking   more for a draft behind 16 rounds or more without one: the drafter catches up
+    """
+
+    verify: dict[int, float]
+    state: float
+    draft: dict[int, float]
+    n_max: int
+    chained: bool = True
+    waking: float = 0.5
+
+    def verify_ms(self, rows: int | NDArray[np.int64], busy: int) -> Floats:
+        return np.interp(rows, list(self.verify), list(self.verify.values())) + self.state * busy
+
+    def draft_ms(self, live: int | NDArray[np.int64], passes: int) -> Floats:
+        ms = np.interp(live, list(self.draft), list(self.draft.values())) * (passes if self.chained else 1)
+        return np.where(np.asarray(live) > 0, ms, 0.0)
+
+
+DENSE = {  # 27B; 16 to 256 rows measured by `tools/bench_acceptance.py --costs` on 2026-11-24
+    1: 8.4, 2: 8.4, 3: 8.45, 4: 8.5, 6: 8.6, 8: 8.7, 12: 9.0, 16: 9.3, 24: 9.9, 32: 10.5, 48: 13.5, 64: 12.2, 96: 14.5, 128: 17.2,
+    129: 22.0, 192: 26.1, 256: 28.8, 512: 55.0, 1024: 105.0,
+}  # fmt: skip
+CARDS = {
+    "27b-mtp": Card(DENSE, 0.08, {1: 0.39, 8: 0.42, 16: 0.5, 32: 0.61, 64: 0.9}, 3),
+    "27b-dflash": Card(DENSE, 0.08, {1: 1.5, 8: 2.5, 16: 8.0, 32: 16.0, 64: 32.0}, 15, chained=False, waking=2.0),
+    "122b-mtp": Card(
+        {1: 3.2, 2: 3.8, 3: 4.3, 4: 5.0, 6: 6.1, 8: 6.9, 12: 8.9, 16: 10.4, 24: 12.0, 32: 15.8, 48: 18.0, 64: 20.0, 96: 23.0, 128: 26.0,
+         192: 36.0}, 0.07, {1: 0.3, 8: 0.48, 16: 0.6, 32: 0.8, 64: 1.2}, 2,
+    ),
+    "super-mtp": Card(
+        {1: 4.75, 2: 5.4, 3: 6.0, 4: 6.5, 6: 7.8, 8: 8.5, 12: 10.4, 16: 11.8, 24: 13.6, 32: 14.9, 48: 17.5, 64: 19.5, 96: 22.0, 128: 25.0,
+         256: 45.0}, 0.078, {1: 0.24, 8: 0.39, 16: 0.55, 32: 0.8, 64: 1.2}, 3,
+    ),
+    "35b-mtp": Card(
+        {1: 1.87, 2: 2.1, 3: 2.3, 4: 2.5, 6: 3.2, 8: 3.85, 12: 4.6, 16: 5.3, 24: 6.3, 32: 7.5, 48: 9.0, 64: 10.2, 96: 12.0, 128: 13.5,
+         256: 21.0}, 0.03, {1: 0.2, 8: 0.3, 16: 0.4, 32: 0.55, 64: 0.8}, 3, waking=0.3,
+    ),
+}  # fmt: skip
+
+LEVELS = {"code": 0.92, "chat": 0.68, "low": 0.167}  # chance of a first draft; 0.167: 1.2 tokens a round
+FADES = {"code": 0.98, "chat": 0.94, "low": 1.0}  # of the next position's, given that all before it were right
+TEXTS = {  # kinds of segments of a text, and how often
+    "code": {"code": 0.85, "chat": 0.15},
+    "chat": {"chat": 0.9, "code": 0.1},
+    "mixed": {"code": 0.45, "chat": 0.4, "low": 0.15},
+    "low": {"low": 1.0},
+}
+
+
+# -- what is decoded -----------------------------------------------------------------------------------------------
+
+
+class Text:
+    """One request: its length, and for each token how likely a draft of it is right, and the coin that decides."""
+
+    def __init__(self, kind: str, n_max: int, rng: np.random.Generator) -> None:
+        self.n = int(rng.integers(64, 400))
+        kinds, shares = zip(*TEXTS[kind].items(), strict=True)
+        offset = rng.normal(0.0, 0.04)  # of this request: texts differ
+        levels, fades = np.empty(self.n + n_max), np.empty(self.n + n_max)
+        at = 0
+        while at < len(levels):
+            now = kinds[rng.choice(len(kinds), p=shares)]
+            n = int(rng.integers(30, 150))
+            levels[at : at + n] = np.clip(LEVELS[now] + offset, 0.02, 0.98)
+            fades[at : at + n] = FADES[now]
+            at += n
+        self.coins = rng.random(self.n + n_max)
+        places = np.arange(n_max)
+        windows = np.lib.stride_tricks.sliding_window_view
+        self.chances = windows(levels, n_max)[: self.n] * windows(fades, n_max)[: self.n] ** places
+
+    def n_right(self, at: int, n_draft: int) -> int:
+        wrong = self.coins[at : at + n_draft] >= self.chances[at, :n_draft]
+        return int(wrong.argmax()) if wrong.any() else n_draft
+
+
+@dataclass
+class Seat:
+    """A slot and who sits there."""
+
+    text: Text
+    at: int = 0
+    n_text: int = 0
+    silent: int = 0
+
+
+Picker = Callable[[Sequence[tuple[int, int]], Floats], list[int]]  # (slot, most drafts) of busy ones and chances to lengths
+
+
+# -- who decides ---------------------------------------------------------------------------------------------------
+
+
+def oracle(card: Card) -> Picker:
+    """The best expected tokens a millisecond of each round."""
+
+    def pick(caps: Sequence[tuple[int, int]], chances: Floats) -> list[int]:
+        busy, most = len(caps), np.array([cap for _, cap in caps])
+        survive = np.multiply.accumulate(chances, axis=1)
+        best, best_rate = [0] * busy, busy / float(card.verify_ms(busy_rows(busy), busy))
+        first = (-survive[:, 0]).argsort(kind="stable")
+        lives = sorted({1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, busy} & set(range(1, busy + 1)))
+        for depth in range(1, card.n_max + 1) if card.chained else (card.n_max,):
+            for live in lives:
+                may = np.zeros(busy, bool)
+                may[first[:live]] = True
+                asked = (np.arange(card.n_max) < np.minimum(most, depth)[:, None]) & may[:, None]
+                who = asked.nonzero()[0]
+                if not len(who):
+                    continue
+                order = (-survive[asked]).argsort(kind="stable")
+                tokens = busy + survive[asked][order].cumsum()
+                rows = graph_rows(busy + 1 + np.arange(len(who)))
+                rate = tokens / (card.verify_ms(rows, busy) + card.draft_ms(live, depth))
+                n = int(rate.argmax())
+                if rate[n] > best_rate:
+                    best, best_rate = np.bincount(who[order][: n + 1], minlength=busy).tolist(), float(rate[n])
+        return best
+
+    return pick
+
+
+def plain(caps: Sequence[tuple[int, int]], chances: Floats) -> list[int]:
+    return [0] * len(caps)
+
+
+def busy_rows(n: int) -> int:
+    return bucket_of(n) or n
+
+
+def graph_rows(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.array([busy_rows(n) for n in rows.tolist()])
+
+
+# -- the machine ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Served:
+    """Rounds of one card under one who decides."""
+
+    card: Card
+    kind: str
+    streams: Callable[[int], int]  # by round: how many are busy, at most
+    n_slot: int
+    seed: int
+    pick: Picker | None = None  # None: the controller
+    noise: float = 0.02
+    controller: Controller = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng((self.seed, 1))
+        timer = Timer(lambda n_row: bucket_of(n_row) or bucket(n_row))
+        self.controller = Controller(self.n_slot, self.card.n_max, chained=self.card.chained, verify_ms=timer)
+        self.seats: dict[int, Seat] = {}
+        self.n_seated = [0] * self.n_slot
+        self.late: list[tuple[int, int, int]] = []
+        self.ms = self.tokens = 0.0
+        self.picks: list[list[int]] = []
+        if self.pick is None:
+            self.warm_up()
+
+    def warm_up(self) -> None:
+        """As `engine/warmup.py`: one and all slots, three lengths."""
+        card, n_max = self.card, self.card.n_max
+        for busy in sorted({1, self.n_slot}):
+            for n in sorted({0, n_max // 2, n_max}):
+                self.controller.force = n
+                for _ in range(N_ROUND):
+                    rows, live = busy * (n + 1), busy if n else 0
+                    self.controller.timed(rows, *self.told(card, rows, busy, live, n, 0.0))
+        self.controller.forget_acceptance()
+
+    def told(self, card: Card, rows: int, busy: int, live: int, passes: int, waking: float) -> tuple[float, int, int, float]:
+        """A round's time with its noise, as `Controller.timed` wants it."""
+        self.took = [float(card.verify_ms(busy_rows(rows), busy)), float(card.draft_ms(live, passes)) + waking]
+        ms = [t * (1 + self.noise * self.rng.random()) for t in self.took]
+        if self.rng.random() < 0.005:  # a hiccup of the machine
+            ms[0] *= self.rng.uniform(1.2, 2.0)
+        return ms[0], live, passes, ms[1]
+
+    def seat(self, n: int) -> bool:
+        """Requests join free slots, up to n; True if any did. The k-th request of a slot is the same whoever decides."""
+        joined = False
+        for slot in range(self.n_slot):
+            if len(self.seats) >= n:
+                break
+            if slot not in self.seats:
+                rng = np.random.default_rng((self.seed, slot, self.n_seated[slot]))
+                self.seats[slot] = Seat(Text(self.kind, self.card.n_max, rng))
+                self.n_seated[slot] += 1
+                self.controller.begin(slot)
+                joined = True
+        return joined
+
+    def round(self, n_round: int) -> None:
+        joined = self.seat(self.streams(n_round))
+        caps = [(slot, max(0, min(self.card.n_max, s.text.n - s.at - 1))) for slot, s in sorted(self.seats.items())]
+        if self.pick is None:
+            picked = self.controller.choose(caps)
+        else:
+            picked = self.pick(caps, np.array([self.seats[slot].text.chances[self.seats[slot].at] for slot, _ in caps]))
+        for verdict in self.late:
+            self.controller.record(*verdict)
+        self.late = []
+        silent = max((self.seats[slot].silent for (slot, _), n in zip(caps, picked, strict=True) if n), default=0)
+        for (slot, _), n in zip(caps, picked, strict=True):
+            s = self.seats[slot]
+            right = s.text.n_right(s.at, n)
+            self.late.append((slot, n, right))
+            s.silent = 0 if n else s.silent + 1
+            s.at, self.tokens = s.at + right + 1, self.tokens + right + 1
+            if s.at >= s.text.n:
+                del self.seats[slot]
+        rows, live = len(caps) + sum(picked), sum(n > 0 for n in picked)
+        times = self.told(self.card, rows, len(caps), live, max(picked), self.card.waking * min(silent, 16) / 16)
+        if not joined:
+            self.controller.timed(rows, *times)
+        self.ms += sum(self.took)
+        self.picks.append(picked)
+
+    def run(self, n_round: int) -> float:
+        """Tokens a millisecond."""
+        for i in range(n_round):
+            self.round(i)
+        return self.tokens / self.ms
+
+
+def steady(n: int) -> Callable[[int], int]:
+    return lambda n_round: n
+
+
+def swinging(most: int) -> Callable[[int], int]:
+    """One stream to `most` and back, by twos, 60 rounds each."""
+    steps = [1 << i for i in range(most.bit_length()) if 1 << i <= most]
+    steps += steps[-2:0:-1]
+    return lambda n_round: steps[n_round // 60 % len(steps)]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One line of the table: means over seeds."""
+
+    card: str
+    text: str
+    streams: str
+    rate: float  # of the controller, tokens a millisecond
+    oracle: float
+    plain: float
+    n_draft: float  # mean of a slot's round
+    oracle_draft: float
+
+    @property
+    def regret(self) -> float:
+        return 1 - self.rate / self.oracle
+
+    @property
+    def of_plain(self) -> float:
+        return self.rate / self.plain
+
+
+def cell(card: str, text: str, streams: int, n_round: int, seeds: Sequence[int], n_slot: int = 64) -> Cell:
+    """streams: 0 swings between 1 and n_slot."""
+    busy = steady(streams) if streams else swinging(n_slot)
+    c = CARDS[card]
+    sums = np.zeros(5)
+    for seed in seeds:
+        runs = [Served(c, text, busy, n_slot, seed, pick) for pick in (None, oracle(c), plain)]
+        rates = [run.run(n_round) for run in runs]
+        drafts = [sum(map(sum, run.picks)) / sum(map(len, run.picks)) for run in runs[:2]]
+        sums += [*rates, *drafts]
+    return Cell(card, text, str(streams) if streams else f"1 to {n_slot}", *(sums / len(seeds)).tolist())
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cards", nargs="+", default=list(CARDS), choices=CARDS)
+    parser.add_argument("--texts", nargs="+", default=list(TEXTS), choices=TEXTS)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64, 0], help="0: between 1 and --slots")
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=1500)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--most", type=float, default=0.03)
+    a = parser.parse_args()
+    print("| card | text | streams | regret | of plain | drafts a slot's round, the oracle's |")
+    print("| --- | --- | --- | --- | --- | --- |", flush=True)
+    failed = []
+    for card in a.cards:
+        for text in a.texts:
+            for streams in a.streams:
+                c = cell(card, text, streams, a.rounds, range(a.seeds), a.slots)
+                if c.regret > a.most or c.of_plain < 0.98:
+                    failed.append(c)
+                mark = " **" if c in failed else ""
+                print(f"| {card} | {text} | {c.streams} | {c.regret:.2%}{mark} | {c.of_plain:.3f} | {c.n_draft:.2f}, {c.oracle_draft:.2f} |", flush=True)
+    print(f"{len(failed)} cells above {a.most:.0%} or below 0.98 of plain")
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
