@@ -29,7 +29,6 @@ from pyspec.bench.session import Plan, bench
 from pyspec.cli.logs import set_up
 from pyspec.sample.synth import SynthAcceptance
 
-
 N_TIMED = 40  # rounds of each kind
 Took = tuple[
     int, float, int, int, float
