@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: peer demo test test-lowest test-all lint check check-slow check-triton check-gpu sanitize soak fuzz hostile scorecard fix clean
+.PHONY: wheel peer demo test test-lowest test-all lint check check-slow check-triton check-gpu sanitize soak fuzz hostile scorecard fix clean
 
 demo: $(VENV)/.installed
 	$(BIN)/pyspec demo
@@ -73,6 +73,13 @@ hostile: $(VENV)/.installed-test
 # The reliability scorecard, written to docs/scorecard.md
 scorecard: $(VENV)/.installed-test
 	$(BIN)/python tools/scorecard.py
+
+# A wheel with cubins, for machines whose first start shall compile nothing: make wheel ARCHS=sm_90 MODELS=qwen3.6-27b:q8_0
+# Without ARCHS and MODELS those that tools/cubins.py names: all kinds of GPU there are kernels for, which takes a while.
+wheel: $(VENV)/.installed-test
+	$(BIN)/python tools/cubins.py $(addprefix --arch ,$(ARCHS)) $(addprefix --models ,$(MODELS))
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	ls -l pyspec/cuda/cubins dist/*.whl
 
 fix: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix .

@@ -53,6 +53,8 @@ class EngineSettings:
     # rows of a forward of prompts alone; 0: 2048 on a GPU, ubatch on a CPU
     ubatch: Annotated[int, "-ub", Whole(1, MAX_ROWS)] = 512
     # rows of a forward in which somebody decodes: what prompts add is what the others wait
+    prompt_weight: Annotated[float, "--prompt-weight", Real(0, 1000)] = 1.0
+    # time that a long prompt may take beside slots that decode, in that of one of them; 0: no limit
     prefix_cache: Annotated[bool, "--cache-prompt", SWITCH] = True
     # go on from what earlier requests left, and leave something for later ones
     cache_device: Annotated[int, "--cache-device", Whole(0, MAX_MIB, "0: one checkpoint a slot")] = 0
@@ -87,6 +89,8 @@ class EngineSettings:
     warm_up: Annotated[bool, "--warmup", SWITCH] = True
     plain_loop: Annotated[bool, "--plain-loop", SWITCH] = False
     # one round after the other, without graphs: slow, and the same text
+    exact: Annotated[bool, "--exact", SWITCH] = False
+    # on GPUs a row has the same bits whatever runs with it, and however many rows: prompts are slower
     hang_timeout: Annotated[float, "--hang-timeout", Real(0, 86400, "0: by what rounds take")] = 0.0
     # seconds of a round after which an isolated engine is replaced
     kernels: Annotated[str, "--kernels", Text(TIERS, "auto, cuda, triton or reference, or op=tier,...")] = "auto"

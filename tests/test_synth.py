@@ -258,3 +258,14 @@ def test_an_unknown_name_or_type_is_refused_with_a_hint(tmp_path: Path) -> None:
         synth.write("qwen3.6-27", tmp_path / "x.gguf")
     with pytest.raises(ConfigError, match="no quantisation 'q9'"):
         synth.write("llama", tmp_path / "x.gguf", tiny=True, quant="q9")
+
+
+def test_a_hollow_model_has_everything_but_weights(tmp_path: Path) -> None:
+    """Real dimensions, in a file that takes no room."""
+    path = synth.write("qwen3-8b", tmp_path / "hollow.gguf", quant="q4_k", hollow=True)
+    with open_gguf(path) as file:
+        assert path.stat().st_size > 4_000_000_000 and path.stat().st_blocks * 512 < 50_000_000
+        assert file.tensors["blk.35.ffn_down.weight"].shape == (4096, 12_288)
+        some = np.empty(4096, np.uint8)
+        file.read_into("output.weight", some, 1 << 20)
+        assert not some.any()

@@ -29,6 +29,72 @@ from pyspec.bench.session import Plan, bench
 from pyspec.cli.logs import set_up
 from pyspec.sample.synth import SynthAcceptance
 
+N_TIMED = 40  # rounds of each kind
+Took = tuple[
+    int, float, int, int, float
+]  # what `Controller.timed` is told: rows, ms, slots that drafted, passes, ms of drafting
+
+
+@contextmanager
+def told(engine: Engine) -> Iterator[list[Took]]:
+    """What the controller is told of rounds meanwhile."""
+    controller, found = engine.loop.controller, []
+    inner = controller.timed
+
+    def timed(*took: float) -> None:
+        found.append(took)
+        inner(*took)
+
+    controller.timed = timed
+    try:
+        yield found
+    finally:
+        del controller.timed
+
+
+def print_trace(engine: Engine, found: list[Took], n: int) -> None:
+    """Rounds of n streams in order, as runs of the same number of rows, and what the controller thinks that sizes take."""
+    runs: list[tuple[int, list[float]]] = []
+    for rows, ms, _, _, draft in found:
+        if not runs or runs[-1][0] != rows:
+            runs.append((rows, []))
+        runs[-1][1].append(ms + draft)
+    print("rows x rounds (ms):", " ".join(f"{rows}x{len(ms)}({median(ms):.1f})" for rows, ms in runs[-300:]))
+    c = engine.loop.controller
+    known = {size: f"{min(ms):.2f} ({len(ms)})" for size, ms in sorted(c.verify_ms.samples.items())}
+    drafts = {size: f"{min(ms):.2f}" for size, ms in sorted(c.draft_ms.samples.items())}
+    print("verify", known, "draft", drafts, f"lost {c.lost_ms:.1f} of {c.ms:.0f} ms;", c.lanes[0].reason, flush=True)
+
+
+def print_costs(engine: Engine, streams: list[int], n_prompt: int) -> None:
+    """Rounds of each length of drafts for all slots."""
+    controller = engine.loop.controller
+    engine.loop.lookahead.synth = SynthAcceptance.of_length(1.0, engine.info.n_draft_max)
+    lengths = range(engine.info.n_draft_max + 1) if controller.chained else (0, 1, 2, 4, 7, engine.info.n_draft_max)
+    prompts = make_prompts(engine, max(streams), n_prompt, True)
+    how = Turn(mode="spec", turn=0, n_predict=N_TIMED, ignore_eos=True)
+    print("| streams | drafts of each | rows | round, ms: middle, least | of it drafting | rounds |")
+    print("| --- | --- | --- | --- | --- | --- |", flush=True)
+    for n in streams:
+        for n_draft in lengths:
+            controller.force = n_draft
+            with told(engine) as found:
+                measure(engine.submit, engine.cancel, engine.metrics, prompts[:n], how)
+            by_rows = defaultdict[int, list[Took]](list)
+            for took in found:
+                by_rows[took[0]].append(took)
+            took = by_rows.get(n * (n_draft + 1), [])[2:]  # the first ones may have come behind something else
+            if not took:
+                continue
+            both = [ms + draft for _, ms, _, _, draft in took]
+            drafting = median(draft for *_, draft in took)
+            print(
+                f"| {n} | {n_draft} | {n * (n_draft + 1)} | {median(both):.2f}, {min(both):.2f} | {drafting:.2f} | {len(took)} |",
+                flush=True,
+            )
+    controller.force = None
+    controller.forget_acceptance()
+
 
 N_TIMED = 40  # rounds of each kind
 Took = tuple[

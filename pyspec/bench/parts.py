@@ -84,6 +84,16 @@ def watch_rounds(engine: Engine, prompts: Sequence[tuple[int, ...]], how: Turn) 
 
     The engine must be on a GPU. `how.n_predict` should be enough for some tens of rounds.
     """
+    records, rounds = watch_kernels(engine, prompts, how)
+    if not rounds:
+        return {}
+    for line in by_kernel(records, rounds):
+        log.info("%s", line)
+    return add_up(records, rounds)
+
+
+def watch_kernels(engine: Engine, prompts: Sequence[tuple[int, ...]], how: Turn) -> tuple[list[Record], int]:
+    """What ran on the GPU in so many rounds, as `watch_rounds` has it; no rounds if a stream ended too soon."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -92,7 +102,7 @@ def watch_rounds(engine: Engine, prompts: Sequence[tuple[int, ...]], how: Turn) 
     try:
         ids += submit_all(engine.submit, prompts, how, watch)
         if not _reach(engine, watch, N_START):
-            return {}
+            return [], 0
         with profile(activities=[ProfilerActivity.CUDA]) as found:
             before = engine.metrics().rounds
             is_whole = _reach(engine, watch, N_ROUND)
@@ -102,12 +112,9 @@ def watch_rounds(engine: Engine, prompts: Sequence[tuple[int, ...]], how: Turn) 
             engine.cancel(name)
     watch.over.wait(60)
     if not is_whole:
-        return {}
+        return [], 0
     kernels = (e for e in found.events() if e.device_type == DeviceType.CUDA)
-    records = [(e.time_range.start, e.time_range.end, e.name) for e in kernels]
-    for line in by_kernel(records, rounds):
-        log.info("%s", line)
-    return add_up(records, rounds)
+    return [(e.time_range.start, e.time_range.end, e.name) for e in kernels], rounds
 
 
 def _reach(engine: Engine, watch: Watch, n: int) -> bool:

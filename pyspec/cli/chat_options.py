@@ -124,6 +124,7 @@ CHAT_OPTIONS = [
         default=True,
         help="Continue an assistant's message at the end of a chat.",
     ),
+    _chats("--spm-infill", is_flag=True, help="/infill: what stands behind the gap goes first."),
     _chats("--skip-chat-parsing/--no-skip-chat-parsing", default=False, help="Calls and thoughts stay in the text."),
 ]
 
@@ -159,5 +160,6 @@ def _chat(values: dict[str, Any]) -> ChatOptions:
         "reasoning_budget",
         "reasoning_budget_message",
         "prefill_assistant",
+        "spm_infill",
     )
     return ChatOptions(template=text, settings={name: values.pop(name) for name in names})

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from typing import Any
 
 import click
 
-from pyspec.cli.flags import OTHERS, FlagCommand, llama_flags
+from pyspec.cli.flags import OTHERS, FlagCommand, env_of, llama_flags
 
 SECRET = ("api_key",)
 
@@ -70,10 +69,7 @@ def _origin(ctx: click.Context, parameter: click.Parameter) -> str:
     from click.core import ParameterSource
 
     source = ctx.get_parameter_source(parameter.name or "")
-    if source is ParameterSource.ENVIRONMENT:
-        names = [parameter.envvar] if isinstance(parameter.envvar, str) else parameter.envvar or ()
-        return next((name for name in names if os.environ.get(name)), "environment")
-    return "command line" if source is ParameterSource.COMMANDLINE else "default"
+    return env_of(ctx, parameter) or ("command line" if source is ParameterSource.COMMANDLINE else "default")
 
 
 def _shown(value: Any) -> str:

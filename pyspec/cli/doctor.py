@@ -15,6 +15,14 @@ if TYPE_CHECKING:
 VERDICT = "this machine runs pyspec with its own kernels"
 
 
+ARCHS = f"{__name__}.archs"
+
+
+def _remember(ctx: click.Context, option: click.Parameter, archs: str) -> None:
+    """What --compile is for, where that is not this machine's GPU."""
+    ctx.meta[ARCHS] = archs
+
+
 @click.command()
 @model_options
 @click.option("-md", "--model-draft", default="", help="Drafter's GGUF file, if the model is to be loaded with one.")
@@ -23,16 +31,39 @@ VERDICT = "this machine runs pyspec with its own kernels"
     "--kernels", default="auto", metavar="TIER", help="As for `pyspec server`: cuda, triton, reference, op=tier,..."
 )
 @click.option("--recheck", is_flag=True, help="Forget what is known of kernels and check them again.")
+@click.option(
+    "--compile", "compiles", is_flag=True, help="Compile ahead all kernels that MODEL will ask for; no check."
+)
+@click.option(
+    "--arch", default="", metavar="LIST", expose_value=False, callback=_remember,
+    help="With --compile: for these, as sm_90,sm_120. Needs no GPU.",
+)  # fmt: skip
+@click.option("--cost", is_flag=True, help="Also measure what it would cost if an op ran a tier lower.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.pass_context
 def doctor(
-    ctx: click.Context, choice: ModelChoice, device_name: str, kernels: str, recheck: bool, as_json: bool
+    ctx: click.Context,
+    choice: ModelChoice,
+    device_name: str,
+    kernels: str,
+    recheck: bool,
+    compiles: bool,
+    cost: bool,
+    as_json: bool,
 ) -> None:
     """Check the kernels on this machine; exit status 0 if all that is needed runs on them, else 1.
 
-    With MODEL it is loaded, and checked is what it runs with; without, a set of usual shapes.
+    With MODEL it is loaded, and checked is what it runs with; without, a set of usual shapes. With --compile nothing is loaded or
+    checked: kernels are compiled into the cache, so that the first start of a server waits for none of them.
     """
-    about = examine(choice, device_name, recheck, kernels)
+    archs = ctx.meta.get(ARCHS, "")
+    if archs and not compiles:
+        raise click.UsageError("--arch goes with --compile")
+    if compiles:
+        from pyspec.cli.compiled import compile_ahead
+
+        ctx.exit(compile_ahead(choice, archs, as_json))
+    about = examine(choice, device_name, recheck, kernels, cost)
     if as_json:
         click.echo(json.dumps(about, indent=1))
     else:
@@ -40,7 +71,9 @@ def doctor(
     ctx.exit(0 if about["own_kernels"] else 1)
 
 
-def examine(choice: ModelChoice, device_name: str, recheck: bool, kernels: str = "auto") -> dict[str, Any]:
+def examine(
+    choice: ModelChoice, device_name: str, recheck: bool, kernels: str = "auto", cost: bool = False
+) -> dict[str, Any]:
     """Everything doctor says, as JSON has it."""
     from dataclasses import asdict
 
@@ -66,6 +99,12 @@ def examine(choice: ModelChoice, device_name: str, recheck: bool, kernels: str =
         tiers.use(kernels)
         asks = survey.standard(device)
     found = survey.findings(asks)
+    ops = [asdict(f) for f in found]
+    if cost:
+        from pyspec.cuda.cost import step_downs
+
+        for about, lower in zip(ops, step_downs(asks), strict=True):
+            about["lower"] = None if lower is None else asdict(lower)
     probe.close()
     why = _why_not(device.type, found)
     return {
@@ -74,7 +113,7 @@ def examine(choice: ModelChoice, device_name: str, recheck: bool, kernels: str =
         "bandwidth_bytes_per_s": round(speed),
         "ranks": {"sums": sums_by(device), "links": [asdict(link) for link in peer_links(device)]},
         "cache": str(verdicts.folder().parent),
-        "ops": [asdict(f) for f in found],
+        "ops": ops,
         "own_kernels": not why,
         "reason": why,
     }
@@ -118,6 +157,10 @@ def _link(link: dict[str, Any]) -> str:
     return f"{link['first']} to {link['second']} {how}, {link['bytes_per_s'] / 1e9:,.0f} GB/s measured"
 
 
+def _lower(found: dict[str, Any] | None) -> str:
+    return "-" if found is None else f"{found['impl']}: {found['times']:.3g} times its time"
+
+
 def _show(about: dict[str, Any]) -> None:
     from pyspec.cli.tables import row, show, table
 
@@ -138,8 +181,10 @@ def _show(about: dict[str, Any]) -> None:
     ):
         row(facts, name, value or "-")
     show(facts)
-    t = table("op", "shape", "runs as", "refused")
+    has_cost = any("lower" in f for f in about["ops"])
+    t = table("op", "shape", "runs as", *(["a tier lower"] if has_cost else []), "refused")
     for f in about["ops"]:
-        row(t, f["op"], f["shape"], f["choice"], "\n".join(f"{r['impl']}: {r['reason']}" for r in f["refused"]) or "-")
+        refused = "\n".join(f"{r['impl']}: {r['reason']}" for r in f["refused"]) or "-"
+        row(t, f["op"], f["shape"], f["choice"], *([_lower(f["lower"])] if has_cost else []), refused)
     show(t)
     click.echo(f"{VERDICT}: yes" if about["own_kernels"] else f"{VERDICT}: no: {about['reason']}")

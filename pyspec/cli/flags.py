@@ -86,6 +86,14 @@ def grouped(group: str) -> Callable[..., Callable[[F], F]]:
     return partial(click.option, cls=GroupedOption, group=group)
 
 
+def env_of(ctx: click.Context, param: click.Parameter) -> str:
+    """The variable that a parameter has its value from, "" if it has it from elsewhere."""
+    if ctx.get_parameter_source(param.name or "") is not click.core.ParameterSource.ENVIRONMENT:
+        return ""
+    names = [param.envvar] if isinstance(param.envvar, str) else param.envvar or ()
+    return next((name for name in names if os.environ.get(name)), "environment")
+
+
 class FlagCommand(click.Command):
     """A command whose flags may be llama-server's. Every option can be given as PYSPEC_NAME in the environment, too."""
 
@@ -109,7 +117,12 @@ class FlagCommand(click.Command):
             return super().parse_args(ctx, args)
         if self.reads_llama_env:
             reader.look_around()
-        return super().parse_args(ctx, reader.read(args))
+        try:
+            return super().parse_args(ctx, reader.read(args))
+        except click.BadParameter as e:
+            if e.param is not None and (name := env_of(ctx, e.param)):  # nobody has typed that flag
+                e.message += f" ({name} in the environment)"
+            raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}

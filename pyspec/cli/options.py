@@ -161,6 +161,10 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     _slots("--checkpoint-every", default=8192, help="Tokens between checkpoints in a long prompt. 0: none."),
     _slots("-b", "--batch-size", "batch", default=0, help="Rows of a forward of prompts. 0: 2048, or -ub on a CPU."),
     _slots("-ub", "--ubatch-size", "ubatch", default=512, help="Rows of a forward in which somebody decodes."),
+    _slots(
+        "--prompt-weight", default=1.0, type=Number(0, 1000),
+        help="Time that a long prompt takes beside slots that decode, in that of one of them. 0: no limit.",
+    ),
     _slots("-ctk", "--cache-type-k", type=click.Choice(KV_TYPES), default=None, help="Type of keys and values [f16]."),
     _slots("-ctv", "--cache-type-v", type=click.Choice(KV_TYPES), default=None, help="The same as -ctk."),
     THREADS,
@@ -180,6 +184,7 @@ ENGINE_OPTIONS: list[Callable[[Any], Any]] = [
     _device(
         "--plain-loop", is_flag=True, help="One round after the other, no CUDA graphs: try it when a text looks wrong."
     ),
+    _device("--exact", is_flag=True, help="The same bits for a row whatever runs with it; prompts are slower."),
     _device(
         "--kernels", default="auto", metavar="TIER", help="cuda, triton, reference, or op=tier,...: what ops run as."
     ),
@@ -211,6 +216,7 @@ SETTINGS = (
     "page_size",
     "batch",
     "ubatch",
+    "prompt_weight",
     "prefix_cache",
     "cache_device",
     "cache_ram",
@@ -229,6 +235,7 @@ SETTINGS = (
     "synth_rates",
     "warm_up",
     "plain_loop",
+    "exact",
     "kernels",
 )
 

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits
-from llguidance.gbnf_to_lark import gbnf_to_lark
 
+from pyspec.constrain.gbnf import lark_of
 from pyspec.errors import RequestError
 from pyspec.ranges import printable
 from pyspec.request import Grammar
+from pyspec.text.schemas import closed
 
 SOURCE_BYTES = 256 << 10
 SAID_CHARS = 300  # of what the compiler says
@@ -78,12 +79,12 @@ def _json_schema(source: str) -> dict[str, Any]:
             "a JSON Schema is an object or true" if schema is not False else "nothing fits the schema false"
         )
     options: Any = {"whitespace_pattern": SPACE, "lenient": False, "coerce_one_of": False}
-    body: dict[str, Any] = json.loads(LLMatcher.grammar_from_json_schema(schema, overrides=options))
+    body: dict[str, Any] = json.loads(LLMatcher.grammar_from_json_schema(closed(schema), overrides=options))
     return body
 
 
 def _gbnf(source: str) -> dict[str, Any]:
-    return _lark(gbnf_to_lark(_ESCAPED.sub(_unescaped, source)))
+    return _lark(lark_of(_ESCAPED.sub(_unescaped, source)))
 
 
 def _regex(source: str) -> dict[str, Any]:

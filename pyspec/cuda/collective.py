@@ -84,7 +84,7 @@ class Collective:
         if self._is_gpu:
             from pyspec.cuda.ops.peer_sum.cuda import make
 
-            self._peers, why = make(rank.index, rank.n, device, self._all)
+            self._peers, why = make(rank.index, rank.n, device, self._all, None if self.capturable else self._meet)
             log.info("sums of ranks: %s", f"NCCL ({why})" if why else "one launch in each other's memory (peer_sum)")
 
     def sum(self, x: Tensor) -> Tensor:
@@ -124,6 +124,12 @@ class Collective:
         parts = own.new_empty(self.rank.n * x.numel())
         self._wait(lambda: self._group._allgather_base(parts, own))
         return parts.to(x.device).view(self.rank.n, *x.shape).unbind()
+
+    def _meet(self) -> None:
+        """All ranks are here, and what each of them told its device before is done."""
+        torch.cuda.current_stream(self.device).synchronize()
+        own = torch.zeros(1)
+        self._wait(lambda: self._group._allgather_base(own.new_empty(self.rank.n), own))
 
     def _wait(self, begin: Callable[[], Any]) -> None:
         try:

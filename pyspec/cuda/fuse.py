@@ -5,6 +5,7 @@ A launch that an op binds keeps the op's contract. What it can do besides, it sa
     fetches      its calls take `after`: packed weights that the next product reads are on their way to L2 meanwhile
     writes_rows  its calls take `into` and `power`: it norms its own input for another reader, too
     prepared     runs as a call does, and puts what comes out where the next product reads it (`Into`)
+    reads_into   its calls take `into`: what they give is normed and put where the next product reads it, too
     folder       gives what folds a slot's records without rows, to the bits of its own calls
     room, prepare, shares   of experts: rows that are ready before it is known which expert reads them, and products that
                             the next launch sums
@@ -15,15 +16,18 @@ So the torch reference, and every implementation without these, runs in the same
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from pyspec.cuda.ops.moe.ref import NOTHING, Routes
+from pyspec.cuda.ops.rows.cuda import Place, Rows
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import HeadNorm, Norm, Prep, PrepKind, RowsSpec
-from pyspec.cuda.streamed import Streamed
+from pyspec.cuda.streamed import Handing, Streamed, StreamedParts
+from pyspec.cuda.streamed import handing as handing_of
+from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
 Launch = Callable[..., Any]
@@ -59,12 +63,63 @@ def then(launch: Launch, given: Sequence[Any], product: Product, prep: HeadNorm,
     return product(launch(*given).flatten(1), prep, residual=residual)
 
 
+def place_for(launch: Launch, product: Product | None, n_row: int, norm: Norm) -> Place | None:
+    """Where `launch` may put its so many rows, normed, for `product` to read; None: the product prepares them."""
+    if not getattr(launch, "reads_into", False) or not isinstance(product, Streamed):
+        return None
+    return product.normed(n_row, norm)
+
+
+def product_of(product: Product, x: Tensor, norm: Norm, place: Place | None) -> Tensor:
+    """product(norm(x)), of rows that lie in `place` already if that is not None."""
+    if place is None or not isinstance(product, Streamed):
+        return product(x, norm)
+    return product(place.rows.room(len(x)))
+
+
+def both(main: Launch, beside: Launch) -> Launch | None:
+    """What does both, two compressors of the same tokens, in one launch; None where they run one after the other."""
+    make = getattr(main, "with_beside", None)
+    return None if make is None or type(main) is not type(beside) else cast("Launch | None", make(beside))
+
+
+def handing(first: Product | StreamedParts | None, next: Product | None, bound: float) -> Handing | None:
+    """What of few rows runs `first` into the rows of `next`, which the one that prepares them has no launch for; None where that can not be.
+    bound: of the magnitudes that `first` gives, 0 if there is none."""
+    if not isinstance(first, Streamed | StreamedParts) or not isinstance(next, Streamed):
+        return None
+    return handing_of(first, next, bound)
+
+
+def one_after_other(
+    first: Product, next: Product, hands: Handing | None, x: Tensor, norm: Norm, place: Place | None
+) -> Tensor:
+    """next(first(norm(x))), of rows that lie in `place` already if that is not None."""
+    ready = None if hands is None else hands(x, norm) if place is None else hands(place.rows.room(len(x)))
+    return next(product_of(first, x, norm, place)) if ready is None else next(ready)
+
+
+def attended(
+    launch: Launch, given: Sequence[Any], batch: Batch, product: Any, power: float, hands: Handing | None
+) -> Tensor | Rows:
+    """product(launch(*given, batch)) of a product in parts (models.weights.Grouped), or the rows that it hands on. The launch writes the rows
+    that it reads, over `power`, where they are few enough and it can."""
+    prepared, few = getattr(launch, "prepared", None), product.few
+    if prepared is not None and isinstance(few, StreamedParts):
+        into = few.place(len(given[0]), power)
+        if into is not None:
+            rows = prepared(given, batch, into)
+            ready = None if hands is None else hands(rows)
+            return few(rows) if ready is None else ready
+    return cast(Tensor, product(launch(*given, batch).flatten(1)))
+
+
 # -- experts -----------------------------------------------------------------------------------------------------
 
 
 def norms_on_the_way(device: torch.device, n_in: int) -> bool:
     """Whether every reader norms the rows itself; in plain torch it is done once for all but the router."""
-    return device.type == "cuda" and rows.runs_as("cuda", RowsSpec(device, n_in, PrepKind.NORM))
+    return device.type == "cuda" and rows.chosen(RowsSpec(device, n_in, PrepKind.NORM)) is not rows.reference
 
 
 def before_choice(

@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import importlib.util
 import io
-import os
 import re
+import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from pyspec import progress
+from pyspec.cuda import shipped
 from pyspec.cuda.context import DeviceContext, context_of
 from pyspec.cuda.examine import EXAMINATION
+from pyspec.cuda.probe_process import cache_root
 from pyspec.errors import DeviceError
 
 if TYPE_CHECKING:
-    from cuda.core import ObjectCode
+    from cuda.core import ObjectCode, ProgramOptions
 
 HERE = Path(__file__).parent
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120f")
@@ -123,37 +126,76 @@ class Compiled:
         return Kernel(symbol, kernel, signature, context)
 
 
+class Program(NamedTuple):
+    """What is compiled at once: a kernel's file, for a target, with macros."""
+
+    stem: str
+    arch: str
+    macros: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def of(cls, stem: str, arch: str, defines: Mapping[str, int | str] | None = None) -> Program:
+        return cls(stem, arch, tuple((k, str(v)) for k, v in (defines or {}).items()))
+
+
+@dataclass(frozen=True, slots=True)
+class GpuKind:
+    """A kind of GPU, which need not be here. n_multiprocessor: 0 where it is not known."""
+
+    capability: tuple[int, int]
+    n_multiprocessor: int = 0
+
+    @property
+    def arch(self) -> str:
+        return arch_of(self.capability)
+
+    def program(self, stem: str, defines: Mapping[str, int | str] | None = None) -> Program:
+        return Program.of(stem, self.arch, defines)
+
+
 def compile_cubin(
     stem: str, arch: str, defines: Mapping[str, int | str] | None = None, *, use_cache: bool = True
 ) -> Compiled:
     """Compile `<stem>.cu` with macros. DeviceError with the compiler's first message if it fails."""
-    macros = tuple((k, str(v)) for k, v in (defines or {}).items())
-    return _kept(stem, arch, macros) if use_cache else _compile(stem, arch, macros, use_cache=False)
+    program = Program.of(stem, arch, defines)
+    return compiled(program) if use_cache else _compile(program, use_cache=False)
 
 
-@cache
-def _kept(stem: str, arch: str, macros: tuple[tuple[str, str], ...]) -> Compiled:
-    """Code stays for the process, for all devices: it would be unloaded with its last kernel, whatever is under way then."""
-    return _compile(stem, arch, macros, use_cache=True)
+_kept: dict[Program, Future[Compiled]] = {}
+_keeping, _importing = threading.Lock(), threading.Lock()
 
 
-def _compile(stem: str, arch: str, macros: tuple[tuple[str, str], ...], *, use_cache: bool) -> Compiled:
-    from cuda.core import Program, ProgramOptions
-    from cuda.core.utils import FileStreamProgramCache
+def compiled(program: Program) -> Compiled:
+    """The program's code, compiled once whichever threads ask. It stays for the process, for all devices: it would be unloaded with
+    its last kernel, whatever is under way then."""
+    with _keeping:
+        found = _kept.get(program)
+        mine = found is None
+        if found is None:
+            found = _kept[program] = Future()
+    if mine:
+        try:
+            found.set_result(_compile(program, use_cache=True))
+        except BaseException as e:  # noqa: BLE001 - whoever waits gets it
+            with _keeping:
+                del _kept[program]  # who asks again tries again
+            found.set_exception(e)
+    return found.result()
 
-    options = ProgramOptions(
-        arch=arch,
-        std="c++17",
-        name=f"{stem}.cu",
-        lineinfo=True,
-        define_macro=list(macros) or None,
-        ptxas_options=["-v"],
-    )
+
+def _compile(program: Program, *, use_cache: bool) -> Compiled:
+    if use_cache and (ready := shipped.find(*program, source(program.stem))) is not None:
+        return Compiled(program.stem, program.arch, ready, {})
+    with _importing:  # of two threads that import it at once, one finds it half there
+        from cuda.core import Program as Source
+        from cuda.core.utils import FileStreamProgramCache
+
+    stem, arch = program.stem, program.arch
     log = io.StringIO()
     progress.report(f"kernels of {stem}")
     store = FileStreamProgramCache(cache_folder()) if use_cache else None
     try:
-        code = Program(source(stem), "c++", options).compile("cubin", logs=log, cache=store)
+        code = Source(source(stem), "c++", _options(program)).compile("cubin", logs=log, cache=store)
     except Exception as e:  # NVRTC's errors have no common base we could name
         raise DeviceError(f"{stem}.cu does not compile for {arch}: {_first_error(str(e))}") from e
     if not len(code.code):
@@ -161,9 +203,22 @@ def _compile(stem: str, arch: str, macros: tuple[tuple[str, str], ...], *, use_c
     return Compiled(stem, arch, code, _resources(log.getvalue()))
 
 
+def _options(program: Program) -> ProgramOptions:
+    with _importing:
+        from cuda.core import ProgramOptions
+
+    return ProgramOptions(
+        arch=program.arch,
+        std="c++17",
+        name=f"{program.stem}.cu",
+        lineinfo=True,
+        define_macro=list(program.macros) or None,
+        ptxas_options=["-v"],
+    )
+
+
 def cache_folder() -> Path:
-    root = os.environ.get("PYSPEC_CACHE") or Path.home() / ".cache" / "pyspec"
-    return Path(root) / "cubin"
+    return cache_root() / "cubin"
 
 
 def _first_error(text: str) -> str:

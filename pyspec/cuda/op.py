@@ -62,14 +62,20 @@ class Op(Generic[Spec]):
     def __post_init__(self) -> None:
         self.home = self.home or f"pyspec.cuda.ops.{self.name}.op:{self.name}"
 
-    def refusal(self, impl: Impl[Spec], spec: Spec) -> str | None:
-        """Why `impl` can not run `spec`; None if it can."""
+    def out_of_question(self, impl: Impl[Spec], spec: Spec) -> str | None:
+        """Why `impl` can not run `spec`, as far as is known without a check."""
         if (why := impl.limits(spec)) is not None or (why := _outside(impl, spec)) is not None:
             return why
         if (why := EXAMINATION.left_out(self.name, impl.name)) is not None:
             return why
         if impl.bind.__module__ in EXAMINATION.demoted:
             return "it failed while it ran, and is not used again before the next start"
+        return None
+
+    def refusal(self, impl: Impl[Spec], spec: Spec) -> str | None:
+        """Why `impl` can not run `spec`; None if it can."""
+        if (why := self.out_of_question(impl, spec)) is not None:
+            return why
         key = (impl.name, spec)
         if key not in self.verdicts:
             self.verdicts[key] = self._verdict(impl, spec)

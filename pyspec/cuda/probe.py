@@ -11,44 +11,55 @@ import base64
 import contextlib
 import json
 import logging
-import os
 import pickle
 import queue
 import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
+from concurrent.futures import CancelledError, Future
 from functools import cache
 
-from pyspec.cuda import verdicts
+from pyspec.cuda import probe_process, verdicts
+from pyspec.cuda.probe_process import Checker as _Child
 from pyspec.cuda.verdicts import Candidate, Verdict
 
 log = logging.getLogger(__name__)
 
 LIMITS_S = {"start": 120.0, "binding": 300.0, "check": 60.0}  # how long the child may be at each, compiling included
-TAIL = 200  # characters of the child's last words
+
+
+promised: dict[str, Future[Verdict]] = {}
+"""What is being found out beside this (prepare.py), by `verdicts.name_of`."""
 
 
 def verdict(candidate: Candidate) -> str | None:
     """Why it must not be used for its spec: what is known of it on this machine, or else what a child finds."""
     key = verdicts.key_of(candidate)
+    if (promise := promised.get(verdicts.name_of(key))) is not None:
+        with contextlib.suppress(CancelledError):  # whoever promised it has ended
+            if (found := promise.result()).lasting:
+                return found.refusal
+    return examined(candidate, key, prober()).refusal
+
+
+def examined(candidate: Candidate, key: verdicts.Key, by: Prober) -> Verdict:
+    """What is kept of it, or what a child of `by` finds, which is kept then."""
     kept = verdicts.load(key)
     if kept is not None:
-        return kept.refusal
+        return kept
     began = time.perf_counter()
-    found = prober().check(candidate.home, candidate.impl, candidate.spec)
+    found = by.check(candidate.home, candidate.impl, candidate.spec)
     took = time.perf_counter() - began
     log.info("checked %s %s in %.1f s: %s", candidate.op, candidate.impl, took, found.refusal or "right")
     if found.lasting:
         verdicts.save(key, found.refusal)
-    return found.refusal
+    return found
 
 
 def close() -> None:
-    """Let the child go now instead of when it has been idle."""
+    """Let children go now instead of when they have been idle."""
     prober().close()
+    probe_process.let_go()
 
 
 @cache
@@ -70,6 +81,11 @@ class Prober:
         self._child: _Child | None = None
         self._lock = threading.Lock()
 
+    def start(self) -> None:
+        """Have a child ready for what will be asked soon: it takes seconds to begin."""
+        with self._lock:
+            self._child = self._child or probe_process.take()
+
     def check(self, home: str, impl: str, spec: object) -> Verdict:
         """Have `impl` of the op at `home` ("module:name") checked for `spec`."""
         try:
@@ -79,7 +95,7 @@ class Prober:
         with self._lock:
             why = ""
             for _ in range(2):  # a child may leave, idle, just as it is asked
-                child = self._child = self._child or _Child()
+                child = self._child = self._child or probe_process.take()
                 child.send(request)
                 found, why = self._listen(child)
                 if found is not None:
@@ -119,60 +135,3 @@ class Prober:
     def close(self) -> None:
         with self._lock:
             self._drop()
-
-
-class _Child:
-    """A running child: its lines as they come, None when it is gone."""
-
-    def __init__(self) -> None:
-        path = os.pathsep.join(p or os.getcwd() for p in sys.path)
-        self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the child
-        self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "pyspec.cuda.probe_child"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            env={**os.environ, "PYTHONPATH": path},
-            start_new_session=True,  # Ctrl-C is for the parent, and says nothing about a kernel
-        )
-        self.lines: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        threading.Thread(target=self._read, name="pyspec-probe", daemon=True).start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as out:
-            for line in out:
-                self.lines.put(line)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(5)  # for its own end, which tells more than being killed
-        self.lines.put(None)
-
-    def send(self, request: bytes) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # it is gone: `lines` tells
-            self.process.stdin.write(request)
-            self.process.stdin.flush()
-
-    def last_words(self) -> str:
-        """How it ended, and the end of what it wrote."""
-        code = self.process.returncode
-        if code is None:
-            how = "it does not end"
-        elif code < 0:
-            how = f"killed by signal {-code}, {signal.strsignal(-code)}"
-        else:
-            how = f"exit status {code}"
-        self.errors.seek(0)
-        said = " ".join(self.errors.read().decode(errors="replace").split())[-TAIL:]
-        return f"{how} ({said})" if said else how
-
-    def end(self) -> None:
-        """End it whatever it does. A process that hangs in the driver may outlive this; nobody waits for it."""
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # what was not sent to a child that is gone
-            self.process.stdin.close()
-        self.process.kill()
-        try:
-            self.process.wait(10)
-        except subprocess.TimeoutExpired:
-            log.warning("a child process that checked kernels does not end (pid %d)", self.process.pid)

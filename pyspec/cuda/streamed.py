@@ -6,28 +6,36 @@ f16; and a product may take rows that the kernel before it has prepared (fuse.py
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from pyspec.cuda.exact import EXACT
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import wgmma as linear_wgmma
 from pyspec.cuda.ops.linear.cuda import LinearLaunch
-from pyspec.cuda.ops.linear.op import linear_tall
-from pyspec.cuda.ops.linear.pack import Packed
+from pyspec.cuda.ops.linear.op import linear, linear_tall
+from pyspec.cuda.ops.linear.pack import FORMATS, TILE, Packed
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.wgmma import WgmmaLaunch
 from pyspec.cuda.ops.moe.ref import activate
-from pyspec.cuda.ops.rows.cuda import MAX_SUMMED, Into, Rows, RowsLaunch, WideRows
+from pyspec.cuda.ops.rows.cuda import MAX_SUMMED, Into, Place, Rows, RowsLaunch, WideRows, values_of
 from pyspec.cuda.ops.rows.op import rows
-from pyspec.cuda.ops.rows.ref import Glu, HeadNorm, Norm, Prep, PrepKind, RowsSpec
+from pyspec.cuda.ops.rows.ref import Glu, HeadNorm, Norm, Prep, PrepKind, RowsSpec, of_rows
+
+log = logging.getLogger(__name__)
 
 GLU = Glu()
 PROBE_ROWS = 272  # of the matrix a kernel is checked with
 PLACE_ROWS = 32  # up to here it beats a launch of their own that rows are prepared by what makes them (docs/log.md)
-FEW_ROWS = 48  # up to here `linear` is the fastest, then `linear_tall` where it runs (docs/log.md)
+FEW_ROWS = linear_wgmma.FEW  # up to here `linear` is as fast as `linear_tall` where that runs (docs/log.md)
+COPY_ROWS = 48  # and up to here faster than a library with a copy
+TOP = 15  # f16's exponent of what comes near the bound: what is 2^-25 of it keeps all its bits
+COARSE = 4  # steps of powers, for each is a build of its own
 
 
 class Streamed:
@@ -35,20 +43,23 @@ class Streamed:
 
     `linear_tall` takes more than FEW_ROWS where it runs. wide [out, in] f16: a copy for what neither reads once, where the
     library's product wins; or None. All round rows to f16 over a power of two, and sum in f32. limit: where gated activations are cut, 0 nowhere.
+    With `--exact` one of the two takes all rows: `linear_tall` where it runs.
     """
 
     def __init__(
         self, packed: Packed, device: torch.device, gated: bool, wide: Tensor | None, limit: float = 0.0
     ) -> None:
+        wide = None if EXACT.is_on else wide
         self.packed, self.device, self.gated, self.wide, self.limit = packed, device, gated, wide, limit
         n_out = packed.n_out // 2 if gated else packed.n_out
         spec = LinearSpec(device, packed.type, n_out, packed.n_in, Epilogue.GATED if gated else Epilogue.PLAIN, limit)
         adding = spec if gated else replace(spec, epilogue=Epilogue.RESIDUAL)
         self.n_out, self.plain, self.added = n_out, linear_cuda.bind(spec), linear_cuda.bind(adding)
         self.tall, self.tall_added = _tall(spec), _tall(adding)
+        self.few_rows = 0 if EXACT.is_on and self.tall is not None else FEW_ROWS
         self.wide_rows = None if wide is None else WideRows(device, packed.n_in)
         self.whole: dict[RowsSpec, Callable[[Tensor, Prep], Tensor] | None] = {}  # what prepares rows that stay f32
-        self.max_rows = FEW_ROWS if self.tall is None else self.tall.max_rows  # without the copy
+        self.max_rows = COPY_ROWS if self.tall is None else self.tall.max_rows  # without the copy
 
     def __call__(self, x: Tensor | Rows, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
         if isinstance(x, Rows):
@@ -58,14 +69,13 @@ class Streamed:
             return self._activated(y) if self.gated else y
         adds = residual is not None and not self.gated
         launch: LinearLaunch | WgmmaLaunch = self.added if adds else self.plain
-        if x.shape[0] > FEW_ROWS and (tall := self.tall_added if adds else self.tall) is not None:
+        if x.shape[0] > self.few_rows and (tall := self.tall_added if adds else self.tall) is not None:
             launch = tall
-        x, prep = self._fused(x, prep, launch.max_rows)
         out = torch.empty(x.shape[0], self.n_out, dtype=torch.float32, device=x.device)
         for first in range(0, x.shape[0], launch.max_rows):
             part = slice(first, first + launch.max_rows)
             add = residual[part] if residual is not None and adds else None
-            launch.multiply(launch.rows(x[part], prep), self.packed, out[part], add)
+            launch.multiply(launch.rows(*self._fused(x[part], of_rows(prep, part))), self.packed, out[part], add)
         return out if residual is None or adds else residual + out
 
     def unfinished(self, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]:
@@ -81,12 +91,17 @@ class Streamed:
         to = self._rows(n_row, prep.kind, prep.dim)
         return None if to is None else Into(to, prep, self.packed.data)
 
+    def normed(self, n_row: int, norm: Norm) -> Place | None:
+        """The same for rows that are normed."""
+        to = self._rows(n_row, norm.kind, norm.dim)
+        return None if to is None else Place(to, self.packed.data, norm.power, norm)
+
     def sums_of(self, n_row: int) -> RowsLaunch | None:
         """What sums so many rows and prepares them in one launch, for a call with them; None: this product takes them summed."""
         return self._rows(n_row, PrepKind.PLAIN, 0) if self.packed.n_in <= MAX_SUMMED else None
 
     def _rows(self, n_row: int, kind: PrepKind, dim: int) -> RowsLaunch | None:
-        is_few = 0 < n_row <= min(PLACE_ROWS, self.plain.max_rows)
+        is_few = 0 < n_row <= min(PLACE_ROWS, self.few_rows, self.plain.max_rows)
         spec = RowsSpec(self.device, self.packed.n_in, kind, dim)
         return self.plain.rows if is_few and rows.runs_as("cuda", spec) else None
 
@@ -99,10 +114,10 @@ class Streamed:
     def _is_wide(self, x: Tensor) -> bool:
         return self.wide is not None and x.shape[0] > self.max_rows
 
-    def _fused(self, x: Tensor, prep: Prep | None, n_max: int) -> tuple[Tensor, Prep | None]:
-        """Prepare here what the kernel for rows can not do; the rows of gates are not cut, so several passes can not."""
-        if prep is None or (x.shape[0] > n_max and not isinstance(prep, Norm)):
-            return x if prep is None else prep(x), None
+    def _fused(self, x: Tensor, prep: Prep | None) -> tuple[Tensor, Prep | None]:
+        """Prepare here what the kernel for rows can not do."""
+        if prep is None:
+            return x, None
         spec = RowsSpec(self.device, self.packed.n_in, prep.kind, prep.dim)
         return (x, prep) if rows.runs_as("cuda", spec) else (self._prepared(x, prep, spec), None)
 
@@ -115,8 +130,94 @@ class Streamed:
 
     def _wide(self, x: Tensor, prep: Prep | None, residual: Tensor | None) -> Tensor:
         assert self.wide is not None and self.wide_rows is not None
-        half, powers = self.wide_rows(*self._fused(x, prep, x.shape[0]))
+        half, powers = self.wide_rows(*self._fused(x, prep))
         return self.wide_rows.finish(torch.mm(half, self.wide.T, out_dtype=torch.float32), powers, residual)
+
+
+class StreamedParts:
+    """Matrices one after the other, each for its part of the input's columns, as one product of up to `max_rows` rows."""
+
+    def __init__(self, packed: Packed, device: torch.device, parts: int) -> None:
+        self.packed, self.device = packed, device
+        self.product = linear_cuda.bind(LinearSpec(device, packed.type, packed.n_out, packed.n_in, parts=parts))
+        self.max_rows = self.product.max_rows
+
+    def __call__(self, x: Tensor | Rows) -> Tensor:
+        """x [row, part * n_in] f32, or such rows prepared -> [row, n_out]"""
+        rows = x if isinstance(x, Rows) else self.product.rows(x)
+        out = torch.empty(rows.n_row, self.packed.n_out, dtype=torch.float32, device=self.device)
+        self.product.multiply(rows, self.packed, out)
+        return out
+
+    def place(self, n_row: int, power: float) -> Place | None:
+        """Where the kernel before may put so many rows, over `power`; None: this product prepares them."""
+        return Place(self.product.rows, self.packed.data, power) if 0 < n_row <= self.max_rows else None
+
+
+class Handing:
+    """A product of few rows that writes the rows of the next one, over a power of two that serves all it can give."""
+
+    def __init__(self, packed: Packed, spec: LinearSpec, into: RowsLaunch) -> None:
+        self.packed, self.product, self.into = packed, linear_cuda.bind(spec), into
+
+    def __call__(self, x: Tensor | Rows, prep: Prep | None = None) -> Rows | None:
+        """None for more rows than it takes."""
+        n_row = x.n_row if isinstance(x, Rows) else len(x)
+        if not 0 < n_row <= min(PLACE_ROWS, self.product.max_rows):
+            return None
+        rows = x if isinstance(x, Rows) else self.product.rows(x, prep)
+        return self.product.hand(rows, self.packed, self.into)
+
+    def gives_what(self, product: LinearLaunch) -> bool:
+        """Whether the rows that it writes are those of `product`, which the op has checked, to the bit of f16."""
+        spec, gen = self.product.spec, torch.Generator().manual_seed(0)
+        for n_row in (1, 3, 9, 17, 32):
+            x = torch.randn(n_row, spec.parts * spec.n_in, generator=gen).to(spec.device)
+            want, got = torch.empty(n_row, spec.n_out, device=spec.device), self(x)
+            product.multiply(product.rows(x), self.packed, want)
+            rounded = (want / spec.hands).half().float() * spec.hands
+            if got is not None and not torch.equal(values_of(got, spec.n_out)[0], rounded):
+                log.warning("rows that a product of %s hands on are not its own: others prepare them", spec.type.name)
+                return False
+        return True
+
+
+def handing(first: Streamed | StreamedParts, next: Streamed, bound: float) -> Handing | None:
+    """bound: of the magnitudes that `first` gives. None where no kernel does it."""
+    if EXACT.is_on:
+        return (
+            None  # rows over a bound round otherwise than those over their own largest, which more than PLACE_ROWS have
+        )
+    of = first.plain if isinstance(first, Streamed) else first.product
+    n, pads = of.spec.n_out, [[pad for pad in launch.rows.pads if pad <= PLACE_ROWS] for launch in (of, next.plain)]
+    runs = rows.runs_as("cuda", RowsSpec(next.device, n))
+    if not runs or n != next.packed.n_in or n % 256 or pads[0] != pads[1] or FORMATS[next.packed.type].minima:
+        return None
+    if not 0.0 < bound < torch.inf or of.rows.prepare.layout != next.plain.rows.prepare.layout:
+        return None
+    exponent = math.ceil((math.ceil(math.log2(bound)) - TOP) / COARSE) * COARSE
+    spec = replace(of.spec, hands=2.0**exponent)
+    if _HANDS.get(spec) is False:
+        return None
+    try:
+        made = Handing(first.packed, spec, next.plain.rows)
+        if spec not in _HANDS:
+            _HANDS[spec] = made.gives_what(of)
+    except Exception as e:  # noqa: BLE001 - as in an op's check: rows are then prepared by a launch of their own
+        log.warning("products of %s do not hand on their rows: %s", spec.type.name, e)
+        _HANDS[spec] = False
+    return made if _HANDS[spec] else None
+
+
+_HANDS: dict[LinearSpec, bool] = {}  # what has been seen to write rows as they should be, or not to
+
+
+def in_parts(whole: Streamed, parts: int) -> StreamedParts | None:
+    """The same weights as `parts` matrices, each for its part of the input; None where no kernel takes them so."""
+    spec = LinearSpec(whole.device, whole.packed.type, whole.packed.n_out, whole.packed.n_in, parts=parts)
+    small = replace(spec, n_out=parts * TILE * 16)  # is what is checked, since the check unpacks it
+    has_own = linear_cuda.limits(spec) is None and linear.runs_as("cuda", small)
+    return StreamedParts(whole.packed, whole.device, parts) if has_own else None
 
 
 def _tall(spec: LinearSpec) -> WgmmaLaunch | None:

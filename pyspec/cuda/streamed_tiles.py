@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from pyspec.cuda.exact import EXACT
 from pyspec.cuda.ops.linear import triton as linear_triton
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.tiles import TiledMatrix
@@ -26,7 +27,7 @@ class StreamedTiles:
     def __init__(
         self, matrix: TiledMatrix, device: torch.device, gated: bool, wide: Tensor | None, limit: float = 0.0
     ) -> None:
-        self.matrix, self.gated, self.wide, self.limit = matrix, gated, wide, limit
+        self.matrix, self.gated, self.wide, self.limit = matrix, gated, None if EXACT.is_on else wide, limit
         self.n_out = matrix.n_out // 2 if gated else matrix.n_out
         spec = LinearSpec(
             device, matrix.type, self.n_out, matrix.n_in, Epilogue.GATED if gated else Epilogue.PLAIN, limit

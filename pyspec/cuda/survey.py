@@ -109,6 +109,16 @@ def standard(device: torch.device) -> list[Ask]:
     ]
 
 
+def products(device: torch.device) -> list[Ask]:
+    """Matrices of every type that kernels stream, whatever is done behind their products."""
+    from pyspec.cuda.ops.linear.op import linear, linear_tall
+    from pyspec.cuda.ops.linear.pack import FORMATS
+    from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
+
+    specs = [LinearSpec(device, type, 272, 5120, epilogue) for type in FORMATS for epilogue in Epilogue]
+    return [(op, spec) for op in (linear, linear_tall) for spec in specs]
+
+
 def asked() -> list[Ask]:
     """What this process has decided so far: after a load, everything the model and its drafter run with."""
     return [(op, spec) for op in ops() for spec in op.decided]

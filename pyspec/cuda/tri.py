@@ -57,6 +57,11 @@ def has_f8(device: torch.device) -> bool:
     return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
+def has_ptx(device: torch.device) -> bool:
+    """Whether kernels may have texts of NVIDIA's assembler in them."""
+    return device.type == "cuda" and torch.version.hip is None
+
+
 def n_multiprocessor(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from pyspec.cuda import jit
+from pyspec.cuda import jit, shipped
 from pyspec.cuda.machine import machine, version_of
 
 log = logging.getLogger(__name__)
@@ -72,6 +72,8 @@ def key_of(candidate: Candidate) -> Key:
     about = {"op": candidate.op, "impl": candidate.impl, "spec": repr(spec), "sources": digest(modules)}
     if candidate.impl == "triton":
         about["triton"] = version_of("triton")
+    elif device.type == "cuda" and (cubins := shipped.identity(jit.arch_of(torch.cuda.get_device_capability(device)))):
+        about["cubins"] = cubins
     return about | asdict(machine(device))
 
 
@@ -104,9 +106,12 @@ def forget_all() -> None:
         path.unlink(missing_ok=True)
 
 
+def name_of(key: Key) -> str:
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:40]
+
+
 def _path(key: Key) -> Path:
-    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:40]
-    return folder() / f"{name}.json"
+    return folder() / f"{name_of(key)}.json"
 
 
 @cache

@@ -45,7 +45,7 @@ def capture(worker: Worker, n_prompt_row: int, n_bytes: int = 0) -> None:
     slots, width = table.slots, max(needs.n_draft + 1, needs.overhang)
     if worker.arena is None or table.n_page < len(slots) * table.pages_for(width):
         return  # no graphs, or a pool too small to try them all: they are captured as they come
-    shapes = graph_shapes(len(slots), needs.n_draft + 1, singles=needs.late)
+    shapes = graph_shapes(len(slots), needs.n_draft + 1, singles=needs.late, most=worker.arena.n_row)
     for i_shape, (n_row, n_seq) in enumerate(shapes):
         progress.report("graphs", i_shape / len(shapes))
         shares = [n_row // n_seq + (i < n_row % n_seq) for i in range(n_seq)]

@@ -25,7 +25,7 @@ from pyspec.draft.drafter import Drafter
 from pyspec.errors import DeviceError
 from pyspec.models.decoder import Decoder
 from pyspec.models.target import Out
-from pyspec.slots.arena import Arena, bucket_of
+from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import Checkpoint, Memory
 from pyspec.slots.parts import PartMemory
@@ -221,8 +221,8 @@ class LeadingWorker(Worker):
     def launch_behind(self, before: Launched, round_: Round) -> Launched | None:
         """Where the batch lies in the arena: what our device makes of it goes to the others from there."""
         assert isinstance(self.memory, LedMemory)
-        n_page = max(map(len, round_.pages), default=0)
-        if self.arena is None or bucket_of(round_.n_row) is None or n_page > self.arena.n_page:
+        n_page, widths = max(map(len, round_.pages), default=0), [seq.width for seq in round_.seqs]
+        if self.arena is None or self.arena.bucket(widths) is None or n_page > self.arena.n_page:
             return None
         leader = self.memory.leader
         leader.moved = self.arena.memory

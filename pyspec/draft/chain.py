@@ -24,7 +24,7 @@ from pyspec.cuda.ops.best.op import best
 from pyspec.cuda.ops.best.ref import BestSpec
 from pyspec.draft.drafter import DraftPlan, DraftRequest
 from pyspec.models.target import Out
-from pyspec.slots.arena import BUCKETS, Arena, graph_shapes
+from pyspec.slots.arena import BUCKETS, Arena, graph_shapes, most_rows
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import PartMemory
@@ -104,13 +104,18 @@ class Chain:
         self.arenas: list[Arena | None] = [None] * 3  # of the first pass, of the chained ones, of rows that are late
         self._first, self._next, self._late = Graphed(self._start), Graphed(self._step), Graphed(self._compute)
         # what one pass hands to the next, at fixed places for graphs; a first pass catches up on most_waiting rows at most
-        n_row = max(len(table.slots) * (self.most_waiting + 1), BUCKETS[-1])
+        n_row = max(len(table.slots) * (self.most_waiting + 1), most_rows(len(table.slots), self._width))
         self.tokens = torch.zeros(n_row, dtype=torch.int64, device=self.device)
         self.probs = torch.ones(n_row, device=self.device)
         self.hidden = torch.zeros(n_row, block.n_hidden, device=self.device)
         self.steps = torch.zeros(
             plan.n_draft, len(table.slots), dtype=torch.int64, device=self.device
         )  # tokens by pass
+
+    @property
+    def _width(self) -> int:
+        """Rows of a slot in a first pass, most of the time at most."""
+        return max(self.needs.n_draft + 1, self.most_waiting)
 
     def begin(self, slot: Slot, saved: object | None) -> None:
         if isinstance(saved, Pending):
@@ -257,8 +262,8 @@ class Chain:
 
     @torch.inference_mode()
     def capture(self) -> None:
-        n_slot, width = len(self.table.slots), max(self.needs.n_draft + 1, self.most_waiting)
-        first = graph_shapes(n_slot, width)
+        n_slot, width = len(self.table.slots), self._width
+        first = graph_shapes(n_slot, width, most=BUCKETS[-1] if self.arenas[0] is None else self.arenas[0].n_row)
         following = [(n, n) for n in sorted({min(n_slot, b) for b in BUCKETS})]
         # where rows wait they are not few: who is brought up has half of what may wait at least
         late = [

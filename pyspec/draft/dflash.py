@@ -137,7 +137,8 @@ class DFlash:
     @torch.inference_mode()
     def capture(self) -> None:
         n_slot = len(self.table.slots)
-        fit = min(n_slot, BUCKETS[-1] // self.net.c.block)
+        most = BUCKETS[-1] if self.arena is None else self.arena.n_row
+        fit = min(n_slot, most // self.net.c.block)
         for n in sorted({*range(1, fit + 1), n_slot}):
             seqs = [Seq(i, 0, [self.net.c.mask_id] * self.net.c.block) for i in range(n)]
             for _ in range(2):

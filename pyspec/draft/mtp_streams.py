@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyspec.cuda import fuse
 from pyspec.cuda.ops.attend.op import attend
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.cuda.ops.norms.op import norms
@@ -102,9 +103,9 @@ class PagedWindow(WindowAttention):
         self.normed_tail, self.tail = (rope_tail.bind(spec) for spec in tails)
         self.paged = attend.bind(AttendSpec(w.device, a.n_head, 1, a.head_dim, a.head_dim**-0.5, kv, has_sinks=True))
 
-    def __call__(self, y: Tensor, memory: Memory, layer: int, batch: Batch) -> Tensor:
+    def __call__(self, y: Tensor, memory: Memory, layer: int, batch: Batch, place: fuse.Place | None = None) -> Tensor:
         pool, at = memory.kv[layer], batch.positions
-        qr, kv = self.first(y, self.norm).split(self.sizes, -1)
+        qr, kv = fuse.product_of(self.first, y, self.norm, place).split(self.sizes, -1)
         q = self.normed_tail(self.queries(qr)[0], at, self.freq)
         pool.write(batch.kv_rows, self.normed_tail(kv[:, None], at, self.freq, self.kv_norm), None)
         o = self.paged(q, pool, batch, self.c.window, self.sinks)

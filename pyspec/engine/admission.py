@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pyspec.device.worker import Worker, is_device_error
 from pyspec.engine.job import Job, blamed
-from pyspec.engine.queue import Queue, cuts_of
+from pyspec.engine.queue import Queue, cuts_of, worth_on
 from pyspec.engine.room import SHORT
 from pyspec.engine.speculator import Speculator
 from pyspec.engine.stats import Stats
@@ -73,7 +73,8 @@ class Admission:
         )
         files = cache.on and request.cache_prompt and self.worker.memory.needs_state
         places = {hit.n_match, request.n_before_turn, request.n_system}
-        cuts = cuts_of(request.n_stable or job.n_prefill, size, hit.n, places, cache.every) if files else ()
+        n_stable, worth = request.n_stable or job.n_prefill, worth_on(self.worker.device.type)
+        cuts = cuts_of(n_stable, size, hit.n, places, cache.every, worth) if files else ()
         job.begin(slot, cuts)
         if (hit.other or hit.n < hit.n_match) and not request.resumed:
             job.cache_break_at = hit.n_match

@@ -22,6 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from pyspec import progress
+from pyspec.cuda import probe_process
 from pyspec.engine.wire import (
     ActOnSlot,
     Cancel,
@@ -47,7 +48,7 @@ from pyspec.request import Event, Failed, SlotAnswer
 if TYPE_CHECKING:
     from pyspec.engine.core import Due, EngineCore
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("pyspec.engine.child")  # which runs as the main module
 
 BEAT_S = 0.2
 STAGE_S = 0.1  # between words on how far a load is
@@ -67,12 +68,15 @@ class Child:
 
     def run(self) -> None:
         """Until the parent is gone."""
+        began = time.perf_counter()
+        probe_process.begin()  # which import what we import now
         import pyspec.engine.core  # noqa: F401 - what a load needs of files is there when it is told what to load
 
         message = self.link.receive()
         if not isinstance(message, Load):
             return
         log_to(self.link, message.log_level)
+        log.info("imports: %.1f s", time.perf_counter() - began)
         if not self.load(message):
             return
         assert self.core is not None

@@ -13,7 +13,7 @@ from functools import partial
 from pyspec.device.worker import Worker
 from pyspec.engine.job import End, Job, Taken, blamed
 from pyspec.engine.lookahead import InFlight
-from pyspec.engine.queue import cut_of
+from pyspec.engine.queue import cut_of, worth_on
 from pyspec.engine.round import Work
 from pyspec.engine.speculator import Speculator
 from pyspec.engine.stats import Stats
@@ -161,7 +161,9 @@ class Committer:
         """A short prompt is in, of which nothing else is filed that could be gone on from: keep its state, and what its last token gave."""
         job, slot = w.job, w.slot
         is_due = slot.n_past == job.n_prefill and self.worker.memory.needs_state and self._may_file(job, slot)
-        if not is_due or job.request.resumed or not job.reuses or cut_of(job.n_prefill, self.worker.table.page_size):
+        worth = worth_on(self.worker.device.type)
+        is_cut = cut_of(job.n_prefill, self.worker.table.page_size, worth)
+        if not is_due or job.request.resumed or not job.reuses or is_cut:
             return
         draft = self.speculator.checkpoint(slot)
         if slot.index in self.speculator.lost_track:
@@ -200,8 +202,7 @@ class Committer:
         self.stats.finished(job, end.finish)
         if end.error is not None:
             job.sink(Failed(job.id, end.error))
-            level = logging.DEBUG if isinstance(end.error, Unavailable) else logging.ERROR  # a close is no failure
-            log.log(level, "request %s failed in slot %d: %s", job.id, slot.index, end.error)
+            log.log(_level(end.error), "request %s failed in slot %d: %s", job.id, slot.index, end.error)
             return
         job.done(end.finish, end.stop)  # type: ignore[arg-type]
         t = job.timings()
@@ -255,3 +256,10 @@ class Committer:
             if slot.busy:
                 slot.left = ()
                 self.worker.table.release(slot, trusted=False)
+
+
+def _level(error: PyspecError) -> int:
+    """How loudly a request's failure is logged: a close is none, and what its own sender did is nobody's to mend here."""
+    if isinstance(error, Unavailable):
+        return logging.DEBUG
+    return logging.WARNING if error.status < 500 else logging.ERROR

@@ -18,7 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pyspec.config import EngineSettings
-from pyspec.cuda import tiers
+from pyspec.cuda import exact, tiers
 from pyspec.cuda.examine import EXAMINATION
 from pyspec.engine.grammars import Grammars
 from pyspec.engine.job import Job, Sink
@@ -121,6 +121,7 @@ class EngineCore:
     ) -> EngineCore:
         """A core over a model from a file; kernels that failed in an engine before this one are left out."""
         tiers.use(settings.kernels)
+        exact.use(settings.exact)
         EXAMINATION.demoted |= frozenset(settings.demoted)
         core = cls(load(path, settings), hand_over=hand_over, on_death=on_death)
         if settings.warm_up:
@@ -207,13 +208,16 @@ class EngineCore:
         params = request.params if seed is None else replace(request.params, seed=seed)
         budget = request.think_budget and BudgetRule(request.think_budget, self.tokenizer.token_bytes)
 
+        is_first = [True]  # of its tokens: somebody has waited for that one longest
+
         def deliver(event: Event) -> None:
             if isinstance(event, Done | Failed):
                 self._jobs.pop(event.request, None)
                 error = self._ousted.pop(event.request, None)
                 if error is not None and isinstance(event, Done) and event.finish == "cancelled":
                     event = Failed(event.request, error)
-            self._is_urgent = self._is_urgent or not isinstance(event, Delta)
+            self._is_urgent = self._is_urgent or not isinstance(event, Delta) or is_first[0]
+            is_first[0] = is_first[0] and not isinstance(event, Delta)
             self._due.append((sink, event))
             if self._is_remote and isinstance(event, Started):  # before the round that may end the process
                 self._hand_out()

@@ -34,7 +34,7 @@ from pyspec.models.target import ModelConfig
 from pyspec.models.weights import HEAD, check_tensors, cuts_of, repacked_bytes, shares_of, weight_bytes, wide_bytes
 from pyspec.ranges import quoted
 from pyspec.registry import ARCHITECTURES, drafters
-from pyspec.slots.arena import bucket_of, graph_shapes
+from pyspec.slots.arena import BUCKETS, bucket_of, graph_shapes, most_rows
 from pyspec.slots.kv import KV_DTYPES
 from pyspec.slots.parts import CacheSizes
 from pyspec.slots.table import SlotTable
@@ -87,6 +87,11 @@ class Description:
     def width(self) -> int:
         """Rows of a slot's largest verify."""
         return self.draft.n_draft + 1
+
+    @property
+    def draft_width(self) -> int:
+        """Rows of a slot in a draft's largest forward, where that is not catching up."""
+        return max(self.width, self.draft.needs.overhang, self.draft.n_waiting)
 
     @property
     def n_overhang(self) -> int:
@@ -177,8 +182,18 @@ def pick_device(wanted: str) -> torch.device:
         device = torch.device(wanted)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as e:
-        raise DeviceError(f"device '{wanted}' can not be used: {str(e).splitlines()[0]}") from e
+        raise DeviceError(
+            f"device '{wanted}' can not be used: {str(e).splitlines()[0]}; {_other_devices(wanted)}"
+        ) from e
     return device
+
+
+def _other_devices(wanted: str) -> str:
+    """What to do where a device is not to be had."""
+    if wanted.startswith("cuda") and torch.version.cuda is None:
+        return "this torch was built without CUDA: pip install 'pyspec[cuda]', or -dev cpu"
+    n = torch.cuda.device_count()
+    return f"here are {', '.join(['cpu', *(f'cuda:{i}' for i in range(n))])} (--list-devices)"
 
 
 def n_device(first: torch.device) -> int:
@@ -282,7 +297,7 @@ def plan_memory(d: Description) -> MemoryPlan:
         plan = with_head(plan, coarse.coarse_bytes(d.head.info, d.head.to, d.device), d.device, s.draft_head, d.assumed)
     copied = [shares, *([d.draft.file.tensors] if d.draft.file is not None and has_own_file else [])]
     n_wide = sum(map(wide_bytes, copied)) if d.dense is None else 0
-    return with_copies(plan, n_wide, d.device, s.weights, d.assumed)
+    return with_copies(plan, 0 if s.exact else n_wide, d.device, s.weights, d.assumed)
 
 
 def _tied_share(d: Description) -> int:
@@ -325,17 +340,19 @@ def start_bytes(d: Description) -> int:
 def _workspace(d: Description) -> tuple[int, int]:
     """(activations, workspace): what forwards need besides weights and slots."""
     s, c = d.settings, d.own
-    graphs = graph_shapes(s.np, d.width, singles=d.draft.needs.late) if d.is_cuda else []
+    most = most_rows(s.np, d.width)
+    graphs = graph_shapes(s.np, d.width, singles=d.draft.needs.late, most=most) if d.is_cuda else []
     key_size = 8 if s.kv_type in ("q8_0", "f8_e4m3") else 4
-    widest = s.np * max(d.width, d.draft.needs.overhang)  # rows of a verify of all slots, or of a draft of blocks
+    rows, blocks = s.np * d.width, s.np * d.draft.needs.overhang  # of a verify of all slots, of a draft of blocks
+    large = max(rows if rows > most else 0, blocks if blocks > BUCKETS[-1] else 0)
     sizes = ForwardSizes(
         n_row=d.batch,
         n_embd=c.n_embd,
         n_hidden=c.n_hidden,
         n_ff=c.n_ff,
         n_vocab=c.n_vocab,
-        graph_rows=sum(bucket_of(n) or n for n, _ in graphs),
-        large_rows=widest if bucket_of(widest) is None else 0,
+        graph_rows=sum(bucket_of(n, most) or n for n, _ in graphs),
+        large_rows=large,
         n_tap=len(d.draft.needs.taps),
         n_held=d.draft.n_held,
         key_bytes=key_size * d.n_ctx * c.attention.n_kv_head * c.attention.head_dim,
@@ -345,15 +362,17 @@ def _workspace(d: Description) -> tuple[int, int]:
 
 def _scratch(d: Description) -> int:
     """What an architecture's mixers take while a forward runs."""
-    n_row = d.settings.np * d.width
-    return d.config.scratch_bytes(max(d.batch, bucket_of(n_row) or n_row), d.n_ctx + d.n_overhang, d.kv_dtype, d.device)
+    n_row, most = d.settings.np * d.width, most_rows(d.settings.np, d.width)
+    return d.config.scratch_bytes(
+        max(d.batch, bucket_of(n_row, most) or n_row), d.n_ctx + d.n_overhang, d.kv_dtype, d.device
+    )
 
 
 def attention_bytes(d: Description) -> int:
     """Of partial sums of attention, which target and drafter share."""
     s, n_key = d.settings, d.n_ctx + d.n_overhang + d.settings.page_size
-    n_row = s.np * max(d.width, d.draft.n_waiting)
-    widest = max(d.n_overhang, -(-(bucket_of(n_row) or n_row) // s.np))  # with a graph's padding
+    n_row, most = s.np * d.draft_width, most_rows(s.np, d.draft_width)
+    widest = max(d.n_overhang, -(-(bucket_of(n_row, most) or n_row) // s.np))  # with a graph's padding
     shapes = dict.fromkeys((d.own.attention, *d.draft.attention))
     specs = [AttendSpec(d.device, a.n_head, a.n_kv_head, a.head_dim, 1.0, d.kv_dtype) for a in shapes]
     if d.assumed is not None:

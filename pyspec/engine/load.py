@@ -14,12 +14,15 @@ import torch
 
 from pyspec import draft, progress
 from pyspec.config import EngineSettings
-from pyspec.cuda import probe, temporary
+from pyspec.cuda import prepare, probe, temporary
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.ops.attend import plan as attend_plan
+from pyspec.cuda.ops.attend.ref import AttendSpec
+from pyspec.cuda.prepare import Preparation
 from pyspec.device.lead import LeadingWorker
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import Drafter, DraftOptions, GraphedDrafter
+from pyspec.engine.asks import asks_of
 from pyspec.engine.controller import Controller
 from pyspec.engine.describe import (
     Description,
@@ -43,7 +46,7 @@ from pyspec.models.target import Target
 from pyspec.models.weights import Weights, cuts_of
 from pyspec.request import EngineInfo
 from pyspec.sample.synth import SynthAcceptance, read_rates
-from pyspec.slots.arena import Arena, bucket_of
+from pyspec.slots.arena import Arena, bucket_of, most_rows
 from pyspec.slots.cache import PrefixCache
 from pyspec.slots.memory import Memory, allocate
 from pyspec.slots.states import StateStore
@@ -69,24 +72,40 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     """A running loop over a model and its drafter. Every refusal is a PyspecError with the reason, before anything is allocated."""
     if settings.threads > 0:
         torch.set_num_threads(settings.threads)
+    began = time.perf_counter()
     d = describe(path, settings)
     _check_template(d.template)
+    log.info("description: %.1f s", time.perf_counter() - began)
     context = context_of(d.device)  # held until kernels hold it
     with context.current():
         plan, n = plan_memory(d), 1 if d.is_cuda else d.settings.tp  # on GPUs each rank has one of its own
         check_fit(plan.together(n), d.device, n_slot=settings.np, n_ctx=d.n_ctx, packed=d.dense is None)
-        if d.settings.tp == 1:
-            return build(d, plan)
-        ranks = Ranks(d.settings.tp)
+        ranks = Ranks(d.settings.tp) if d.settings.tp > 1 else None
+        preparation = _prepare(d, plan)
         try:
-            return build(d, plan, ranks)
+            return build(d, plan, ranks, preparation)
         except BaseException:
-            ranks.close()
+            if ranks is not None:
+                ranks.close()
             raise
+        finally:
+            if preparation is not None:
+                preparation.close()
 
 
-def build(d: Description, plan: MemoryPlan, ranks: Ranks | None = None) -> Loaded:
-    """Allocate what was planned, bind target and drafter to it, and warm the loop up."""
+def _prepare(d: Description, plan: MemoryPlan) -> Preparation | None:
+    """Have what the load will ask of ops compiled and checked beside it."""
+    try:
+        return prepare.begin(asks_of(d), d.device, d.kv_dtype, plan.total) if d.is_cuda else None
+    except Exception:  # it saves time, no more
+        log.exception("kernels are not prepared ahead")
+        return None
+
+
+def build(
+    d: Description, plan: MemoryPlan, ranks: Ranks | None = None, preparation: Preparation | None = None
+) -> Loaded:
+    """Allocate what was planned, bind target and drafter to it, and warm the loop up. preparation: what is known of kernels by then is all."""
     before = taken(d.device) if d.is_cuda else (0, 0, 0)
     table = d.table()
     shared = None if ranks is None else begin_ranks(d, plan, ranks)
@@ -104,13 +123,25 @@ def build(d: Description, plan: MemoryPlan, ranks: Ranks | None = None) -> Loade
     attend_plan.reserve(d.device, attention_bytes(d))
     if d.settings.warm_up:
         with _timed("graphs and warm-up", d.device), gpu_lock(d.device):
+            _warm_prompts(d)
             warm_up(loop, d.tokenizer, d.n_overhang, plan.activations + device_checkpoints(d) + start_bytes(d))
             if d.settings.check_tap_shift:
                 check_drafter(loop, d.tokenizer, d.template, d.n_overhang)
+    if preparation is not None:
+        preparation.close()
     probe.close()  # the child that checked kernels, and its memory on the GPU
     if d.is_cuda:
         log.info("memory in use: %s, planned %s", since(before, d.device), size(plan.total))
     return Loaded(loop, d.tokenizer, d.template, info_of(d, plan), ranks)
+
+
+@torch.inference_mode()
+def _warm_prompts(d: Description) -> None:
+    """What attention of long prompts needs once."""
+    a = d.own.attention
+    scale = a.head_dim**-0.5 if a.scale is None else a.scale
+    spec = AttendSpec(d.device, a.n_head, a.n_kv_head, a.head_dim, scale, d.kv_dtype)
+    attend_plan.warm(spec, d.n_ctx)
 
 
 def _bind_drafter(d: Description, plan: MemoryPlan, target: Target, table: SlotTable) -> Drafter | None:
@@ -129,13 +160,14 @@ def _bind_drafter(d: Description, plan: MemoryPlan, target: Target, table: SlotT
 def _loop(d: Description, target: Target, memory: Memory, table: SlotTable, drafter: Drafter | None) -> Loop:
     s, n_draft = d.settings, d.draft.n_draft
     make_arena = partial(_arena, target, table, arena_pages(d, table))
-    arena = None if s.plain_loop else make_arena()
+    arena = None if s.plain_loop else make_arena(d.width)
     if arena is not None and isinstance(drafter, GraphedDrafter):
-        drafter.use_graphs(make_arena)
+        drafter.use_graphs(partial(make_arena, d.draft_width))
     host_bytes = min(s.cache_ram << 20, free_bytes(torch.device("cpu")) // 2) if s.prefix_cache else 0
     states = StateStore(device_checkpoints(d), host_bytes, start_bytes(d))
     # graphs pad their batches, so what takes the same time is a bucket of theirs
-    timer = Timer() if arena is None else Timer(lambda n_row: bucket_of(n_row) or bucket(n_row))
+    most = most_rows(s.np, d.width)
+    timer = Timer() if arena is None else Timer(lambda n_row: bucket_of(n_row, most) or bucket(n_row))
     chained, fixed = d.draft.needs.chained, s.n_draft_fixed
     return Loop(
         (Worker if memory.is_whole else LeadingWorker)(target, memory, table, drafter, arena),
@@ -145,14 +177,15 @@ def _loop(d: Description, target: Target, memory: Memory, table: SlotTable, draf
         s.queue_limit,
         synth=synth_of(s, n_draft),
         plain=s.plain_loop,
+        prompt_weight=s.prompt_weight,
     )
 
 
-def _arena(target: Target, table: SlotTable, n_page: int) -> Arena | None:
+def _arena(target: Target, table: SlotTable, n_page: int, width: int) -> Arena | None:
     """Static batches for CUDA graphs, where every op of the model can be captured."""
     if target.device.type != "cuda" or not target.capturable:
         return None
-    return Arena(len(table.slots), n_page, target.device)
+    return Arena(len(table.slots), n_page, target.device, width)
 
 
 @contextmanager

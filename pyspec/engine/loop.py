@@ -23,6 +23,7 @@ from pyspec.engine.job import End, Job, blamed
 from pyspec.engine.lookahead import InFlight, Lookahead
 from pyspec.engine.prompt_scores import tell_scores
 from pyspec.engine.queue import Queue
+from pyspec.engine.rests import Rests
 from pyspec.engine.round import RowLimits, Work, plan_work
 from pyspec.engine.speculator import Speculator
 from pyspec.engine.stats import Stats
@@ -58,6 +59,7 @@ class Loop:
         *,
         synth: SynthAcceptance | None = None,
         plain: bool = False,
+        prompt_weight: float = 1.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.worker, self.cache, self.limits, self.clock = worker, cache, limits, clock
@@ -71,7 +73,9 @@ class Loop:
         self.committer = Committer(*shared, defers=is_async)
         self.admission = Admission(self.queue, *shared)
         self.admission.synthetic = synth is not None and worker.drafter is not None
-        self.lookahead = Lookahead(is_async and worker.arena is not None, BUCKETS[-1], synth)
+        most = BUCKETS[-1] if worker.arena is None else worker.arena.n_row
+        self.lookahead = Lookahead(is_async and worker.arena is not None, most, synth)
+        self.rests = Rests(prompt_weight, limits.prompts)
         self.visits: list[Visit] = []  # to slots, each once it is idle
         self.on_wait: Callable[[], None] = lambda: None  # called while the device is at work on a round
         self.raises_bugs = False  # what nobody can be blamed for gets out, too: whoever owns the process starts it anew
@@ -159,7 +163,7 @@ class Loop:
 
     def plan(self, drafts: dict[int, Sequence[int]]) -> list[Work]:
         """The rows of this forward."""
-        return plan_work(self.jobs.values(), drafts, self.limits)
+        return plan_work(self.rests.awake(self.jobs.values()), drafts, self.limits)
 
     def run(self, work: Sequence[Work], began: float) -> InFlight | None:
         """Tell the device. None if it refused: whose fault that was has ended."""
@@ -176,7 +180,7 @@ class Loop:
     def run_behind(self, flight: InFlight) -> InFlight | None:
         """Launch the round after this one before its results are read, if the same requests go on whatever it gives."""
         work, ahead, speculator = flight.work, self.lookahead, self.speculator
-        if len(work) != len(self.jobs) or self.must_read_first():
+        if len(work) + self.rests.n_resting != len(self.jobs) or self.rests.are_over or self.must_read_first():
             return None
         if not all(self.committer.is_on(flight, w) and ahead.goes_on(w) for w in work):
             return None
@@ -215,6 +219,7 @@ class Loop:
     def wait(self, flight: InFlight) -> Fault | None:
         """For a forward, so that a round's milliseconds are told apart by what took them. Returns what its guards say."""
         self.committer.settle()
+        self._make_ready()
         with self.worker.lock.released():  # listeners are the caller's code, and may wait for another engine
             self.on_wait()
             if flight.is_behind:
@@ -233,6 +238,7 @@ class Loop:
         if flight.is_behind:
             flight.since = max(flight.sent, self.landed) + flight.drafted - flight.began
         self.landed = flight.arrived
+        self.rests.landed(self.landed, flight.work)
         return fault
 
     def refuse(self, flight: InFlight) -> tuple[int, ...]:
@@ -352,7 +358,14 @@ class Loop:
 
     def check(self) -> None:
         """Everything that is always true between rounds. To be asked where nobody waits: it looks at every page."""
+        with self.worker.lock:
+            self._make_ready()
         self.cache.check()
+
+    def _make_ready(self) -> None:
+        """For the next request's state, where one is moved to the host for it."""
+        if self.worker.device.type != "cpu":
+            self.cache.make_ready()
 
     def _visit(self) -> None:
         """Do what waits for slots that are idle, before somebody is seated there."""

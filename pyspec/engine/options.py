@@ -33,6 +33,7 @@ class LoadOptions(TypedDict, total=False):
     page_size: int
     batch: int
     ubatch: int
+    prompt_weight: float
     prefix_cache: bool
     cache_device: int
     cache_ram: int
@@ -56,6 +57,7 @@ class LoadOptions(TypedDict, total=False):
     check_tap_shift: bool
     warm_up: bool
     plain_loop: bool
+    exact: bool
     hang_timeout: float
     kernels: str
     demoted: tuple[str, ...]

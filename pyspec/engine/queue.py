@@ -42,6 +42,7 @@ W = TypeVar("W", bound=Waiting)
 CUT_MIN = 64  # a prompt is cut for a checkpoint from this length on
 CUT_TAIL = 4  # at least so many tokens stand after the cut
 CUT_GAP = 64  # a checkpoint is worth its forward if it saves so many tokens
+GPU_WORTH = 512  # on a GPU a forward of few rows takes as long as one of hundreds, so a prompt that has no more to be read is not cut
 
 
 @dataclass(slots=True)
@@ -161,18 +162,29 @@ class Queue(Generic[W]):
         return items
 
 
-def cut_of(n_prompt: int, page_size: int) -> int:
+def worth_on(device: str) -> int:
+    """Tokens to be read from which on a prompt is cut, on a device of this type."""
+    return GPU_WORTH if device == "cuda" else CUT_MIN
+
+
+def cut_of(n_prompt: int, page_size: int, worth: int = CUT_MIN) -> int:
     """Where a prompt's prefill is cut so that a checkpoint can be taken: near its end, on a page border; 0: nowhere."""
-    return 0 if n_prompt < CUT_MIN else (n_prompt - CUT_TAIL) // page_size * page_size
+    return 0 if n_prompt < worth else (n_prompt - CUT_TAIL) // page_size * page_size
 
 
-def cuts_of(n_prompt: int, page_size: int, n_cached: int, special: Set[int], every: int) -> tuple[int, ...]:
+def cuts_of(
+    n_prompt: int, page_size: int, n_cached: int, special: Set[int], every: int, worth: int = CUT_MIN
+) -> tuple[int, ...]:
     """Where a prompt's prefill is cut for checkpoints, in order: at `special` places, near its end, and every so often.
 
     All on page borders, behind what is cached, and CUT_GAP apart. Of special places that are too close the later one stays, and they go
     before the end: the next prompt of a conversation may have another end, as agents put reminders there, and the state before those would
     be a whole turn back; where the end is the same, no more than CUT_GAP tokens are read again.
+
+    worth  a prompt that has fewer tokens than this to be read is not cut, if that is more than CUT_MIN
     """
+    if worth > CUT_MIN and n_prompt - n_cached < worth:
+        return ()
     end = cut_of(n_prompt, page_size)
     often = range(every, end, every) if every else ()
     least = n_cached + CUT_GAP if n_cached else 1

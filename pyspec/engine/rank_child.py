@@ -20,7 +20,7 @@ from contextlib import suppress
 import torch
 
 from pyspec.config import EngineSettings
-from pyspec.cuda import probe, tiers
+from pyspec.cuda import exact, probe, tiers
 from pyspec.cuda.collective import Collective, Rank
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.examine import EXAMINATION
@@ -56,6 +56,7 @@ def load(share: LoadShare, link: Link) -> Follower:
     """This rank's part of the model, with the others met."""
     s, device = share.settings, torch.device(share.device)
     tiers.use(s.kernels)
+    exact.use(s.exact)
     EXAMINATION.demoted |= frozenset(s.demoted)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -73,7 +74,7 @@ def load(share: LoadShare, link: Link) -> Follower:
     target = config.build(Weights(file, device, dense, wide=share.wide, ranks=ranks, cuts=cuts), memory)
     attend_plan.reserve(device, share.n_attention)
     probe.close()
-    arena = Arena(s.np, share.n_arena_page, device) if share.n_arena_page else None
+    arena = Arena(s.np, share.n_arena_page, device, share.width) if share.n_arena_page else None
     assert isinstance(target, Decoder)
     return Follower(target, memory, table, arena)
 

@@ -46,7 +46,10 @@ GENERAL: Mapping[str, Whole | Real | OneOf | int] = {  # of texts: the most char
     "tokenizer.ggml.add_space_prefix": FLAG,
     **{
         f"tokenizer.ggml.{name}_token_id": TOKEN_ID
-        for name in ("bos", "eos", "eot", "eom", "padding", "mask", "fim_pad", "fim_rep", "fim_sep")
+        for name in (
+            *("bos", "eos", "eot", "eom", "padding", "mask", "fim_pre", "fim_suf", "fim_mid", "fim_pad"),
+            *("fim_rep", "fim_sep", "prefix", "suffix", "middle"),
+        )
     },
 }
 """Fields with the same name in all files."""

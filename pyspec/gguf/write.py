@@ -7,6 +7,7 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -67,25 +68,34 @@ class GGUFWriter:
         self._end += self._padded(n_bytes)
         return info
 
-    def write(self, fill: Fill) -> None:
-        """Write the file. `fill(info)` yields the tensor's bytes in pieces of any size; `info.offset` counts from the data section."""
+    def write(self, fill: Fill | None) -> None:
+        """Write the file. `fill(info)` yields the tensor's bytes in pieces of any size; `info.offset` counts from the data section.
+
+        None: zeros, which take no room where the file system has holes.
+        """
         part = self.path.with_name(self.path.name + ".part")
         try:
             with part.open("wb", buffering=1 << 20) as out:
                 header = self._header()
                 out.write(header + bytes(self._padded(len(header)) - len(header)))
-                for info in self.tensors.values():
-                    n = 0
-                    for piece in fill(info):
-                        n += out.write(piece.data if isinstance(piece, np.ndarray) else piece)
-                    if n != info.n_bytes:
-                        raise ModelError(f"tensor {info.name!r} takes {info.n_bytes} bytes, {n} were given")
-                    out.write(bytes(self._padded(n) - n))
+                if fill is None:
+                    out.truncate(out.tell() + self._end)
+                else:
+                    self._fill(out, fill)
             os.replace(part, self.path)
         except OSError as error:
             raise ModelError(f"cannot write {self.path}: {(error.strerror or str(error)).lower()}") from None
         finally:
             part.unlink(missing_ok=True)
+
+    def _fill(self, out: BinaryIO, fill: Fill) -> None:
+        for info in self.tensors.values():
+            n = 0
+            for piece in fill(info):
+                n += out.write(piece.data if isinstance(piece, np.ndarray) else piece)
+            if n != info.n_bytes:
+                raise ModelError(f"tensor {info.name!r} takes {info.n_bytes} bytes, {n} were given")
+            out.write(bytes(self._padded(n) - n))
 
     def _padded(self, n: int) -> int:
         return -(-n // self.alignment) * self.alignment

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda import fuse
@@ -21,7 +20,9 @@ from pyspec.cuda.ops.index_rows.ref import IndexSpec
 from pyspec.cuda.ops.moe.op import moe
 from pyspec.cuda.ops.moe.ref import Added, MoeSpec, RouteSpec, Stacks
 from pyspec.cuda.ops.moe_route.op import moe_route
-from pyspec.cuda.ops.rows.ref import Norm
+from pyspec.cuda.ops.norms.op import norms
+from pyspec.cuda.ops.norms.ref import NormsSpec
+from pyspec.cuda.ops.rows.ref import Norm, norm_power
 from pyspec.cuda.ops.sparse_attend.op import sparse_attend
 from pyspec.cuda.ops.sparse_attend.ref import KeyTail, SparseSpec
 from pyspec.cuda.ops.streams.op import streams
@@ -34,6 +35,7 @@ from pyspec.models.weights import Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 from pyspec.slots.memory import Memory
+from pyspec.slots.parts import PartMemory
 from pyspec.slots.ring import RingRows
 
 __all__ = ["Deepseek4", "read"]
@@ -42,6 +44,11 @@ __all__ = ["Deepseek4", "read"]
 def mix_of(w: Weights, name: str) -> StreamMix:
     """The coefficients of one part of a block."""
     return StreamMix(*(w.vector(f"{name}_{x}.weight") for x in ("fn", "scale", "base")))
+
+
+def put(place: fuse.Place | None) -> dict[str, fuse.Place]:
+    """What a reading of streams is told besides."""
+    return {} if place is None else {"into": place}
 
 
 def streams_spec(c: Deepseek4Config, device: torch.device) -> StreamsSpec:
@@ -61,8 +68,15 @@ class Compressor:
 
     def __call__(self, products: Tensor, ring: RingRows, pool: KVPool, batch: Batch) -> None:
         """products [row, 2 * width] f32: values, and scores without the bias of a token's place in its block."""
+        values, scores, places, norm, *_ = self.given(products, ring, pool)
+        self.compress(values, scores, places, norm, self.freq, ring, pool, batch)
+
+    def given(
+        self, products: Tensor, ring: RingRows, pool: KVPool
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, RingRows, KVPool]:
+        """What the op is called with, but for angles and the batch."""
         values, scores = products.split(self.width, -1)
-        self.compress(values, scores, self.places, self.norm, self.freq, ring, pool, batch)
+        return values, scores, self.places, self.norm, ring, pool
 
 
 class WindowAttention:
@@ -77,11 +91,15 @@ class WindowAttention:
         self.kv_norm, self.sinks = w.vector(f"{p}.attn_kv_a_norm.weight"), w.vector(f"{p}.{SINKS}")
         self.freq = c.freq(ratio).to(w.device)
         self.key_tail = KeyTail(self.kv_norm, self.freq)
+        norms = [
+            self.kv_norm
+        ]  # of what is attended to: results are sums of such keys, whose weights add up to 1 at most
         first, second = [f"{p}.attn_q_a.weight", f"{p}.attn_kv.weight"], [f"{p}.attn_q_b.weight"]
         self.sizes = [c.q_rank, a.head_dim]
-        self.rows = self.indexed = None
+        self.rows = self.indexed = self.both = None
         if ratio:
             self.rows = Compressor(c, w, f"{p}.attn_compressor", ratio, a.head_dim, kv)
+            norms.append(self.rows.norm)
             first += self.rows.names
             self.sizes.append(2 * self.rows.width)
         if ratio == CSA:
@@ -91,13 +109,18 @@ class WindowAttention:
             self.sizes += [2 * self.indexed.width, x.n_head]
             choice = IndexSpec(w.device, x.n_head, x.dim, x.top_k, ratio, kv, c.n_rot)
             self.index, self.can_choose = index_rows.bind(choice), index_rows.chosen(choice).capturable
+            assert self.rows is not None
+            self.both = fuse.both(self.rows.compress, self.indexed.compress)
         self.first, self.second = w.matrix(*first), w.matrix(*second)
+        self.power = norm_power(torch.cat(norms))
         spec = SparseSpec(w.device, a.n_head, a.head_dim, c.window, ratio, kv, c.n_rot, c.eps)
         self.attend, self.can_attend = sparse_attend.bind(spec), sparse_attend.chosen(spec).capturable
         self.out_a, self.out_b = (
             w.grouped(f"{p}.attn_output_a.weight", c.n_group),
             w.matrix(f"{p}.attn_output_b.weight"),
         )
+        largest = max(float(norm.abs().amax()) for norm in norms) * (a.n_head // c.n_group * a.head_dim) ** 0.5
+        self.hands = fuse.handing(self.out_a.few, self.out_b, largest * self.out_a.reach())
 
     @property
     def capturable(self) -> bool:
@@ -115,25 +138,40 @@ class WindowAttention:
     def _n_rest(self) -> int:
         return self.c.indexer.n_head * self.c.indexer.dim if self.indexed is not None else 0
 
+    def _compress(self, products: Sequence[Tensor], parts: dict[str, PartMemory], pool: KVPool, batch: Batch) -> None:
+        """Rows of the keys' compressor, then of the indexer's if the layer has one."""
+        assert self.rows is not None
+        ring = cast(RingRows, parts[PARTIAL])
+        if self.indexed is None:
+            return self.rows(products[0], ring, pool, batch)
+        own, index = cast(RingRows, parts[INDEX_PARTIAL]), cast(KVPool, parts[INDEX])
+        if self.both is None:
+            self.rows(products[0], ring, pool, batch)
+            return self.indexed(products[1], own, index, batch)
+        given = self.rows.given(products[0], ring, pool), self.indexed.given(products[1], own, index)
+        self.both(*given, self.rows.freq, batch)
+
     def finish(self, o: Tensor) -> Tensor:
         """Heads' outputs [row, head, dim], turned back, projected in groups."""
-        return self.out_b(self.out_a(o.flatten(1)))
+        ready = None if self.hands is None else self.hands(o.flatten(1))
+        return self.out_b(self.out_a(o.flatten(1)) if ready is None else ready)
 
-    def __call__(self, y: Tensor, memory: Memory, layer: int, batch: Batch) -> Tensor:
+    def __call__(self, y: Tensor, memory: Memory, layer: int, batch: Batch, place: fuse.Place | None = None) -> Tensor:
+        """place: where y lies ready for the first product, if it does."""
         parts = memory.layers[layer]
-        qr, kv, *rest = self.first(y, self.norm).split(self.sizes, -1)
+        qr, kv, *rest = fuse.product_of(self.first, y, self.norm, place).split(self.sizes, -1)
         q, index_q = self.queries(qr)
         pool, chosen = None, None
         if self.rows is not None:
             pool = cast(KVPool, parts[ROWS])
-            self.rows(rest[0], cast(RingRows, parts[PARTIAL]), pool, batch)
+            self._compress(rest, parts, pool, batch)
         if self.indexed is not None:
             index_pool = cast(KVPool, parts[INDEX])
-            self.indexed(rest[1], cast(RingRows, parts[INDEX_PARTIAL]), index_pool, batch)
             index_q = index_q.view(-1, self.c.indexer.n_head, self.c.indexer.dim)
             chosen = self.index(index_q, rest[2], self.freq, index_pool, batch)
         window = cast(RingRows, parts[WINDOW])
-        return self.finish(self.attend(q, kv, self.key_tail, window, pool, chosen, self.sinks, batch))
+        given = q, kv, self.key_tail, window, pool, chosen, self.sinks
+        return self.out_b(fuse.attended(self.attend, given, batch, self.out_a, self.power, self.hands))
 
 
 class StreamExperts:
@@ -162,12 +200,14 @@ class StreamExperts:
         if m.n_ff_shared:
             self.gate_up = w.gated(f"{p}.ffn_gate_shexp.weight", f"{p}.ffn_up_shexp.weight", own)
             self.down = w.matrix(f"{p}.ffn_down_shexp.weight")
+        self.hands = fuse.handing(self.gate_up, self.down, own * own)  # silu of what is cut is no larger
 
-    def __call__(self, y: Tensor, tokens: Tensor) -> Tensor:
+    def __call__(self, y: Tensor, tokens: Tensor, place: fuse.Place | None = None) -> Tensor:
+        """place: where y lies ready for the shared expert, if it does."""
         given = None if self.table is None else self.table[tokens]
         shared = None
         if self.gate_up is not None and self.down is not None:
-            shared = self.down(self.gate_up(y, self.norm))
+            shared = fuse.one_after_other(self.gate_up, self.down, self.hands, y, self.norm, place)
         ready, beside = fuse.before_choice(self.route, self.experts, y, self.norm, self.norm)
         routes = self.route(y, self.norm.weight, self.router, self.bias, given, **beside)
         return self.experts(y, routes.ids, routes.weights, self.norm, Added(shared), ready)
@@ -198,24 +238,34 @@ class StreamBlock:
         behind: StreamBlock | None = None,
     ) -> tuple[Tensor, Reading | None]:
         """The same, and what the block `behind` reads of them. reading: what the one before says of this one."""
-        y, post, comb = self.streams.split(x, self.attn_mix) if reading is None else reading
-        x, (y, post, comb) = self.streams.merge_split(self.mixer(y, memory, layer, batch), x, post, comb, self.feed_mix)
-        y = self.feed(y, batch.tokens)
+        streams, n = self.streams, len(x)
+        place = fuse.place_for(streams, self.mixer.first, n, self.mixer.norm)
+        if reading is None:
+            reading = streams.split(x, self.attn_mix, **put(place))
+        y, post, comb = reading
+        y, place = (
+            self.mixer(y, memory, layer, batch, place),
+            fuse.place_for(streams, self.feed.gate_up, n, self.feed.norm),
+        )
+        x, (y, post, comb) = streams.merge_split(y, x, post, comb, self.feed_mix, **put(place))
+        y = self.feed(y, batch.tokens, place)
         if behind is None:
-            return self.streams.merge(y, x, post, comb), None
-        return self.streams.merge_split(y, x, post, comb, behind.attn_mix)
+            return streams.merge(y, x, post, comb), None
+        place = fuse.place_for(streams, behind.mixer.first, n, behind.mixer.norm)
+        return streams.merge_split(y, x, post, comb, behind.attn_mix, **put(place))
 
 
 class StreamHead:
     """From streams to normed rows, which the model's head reads."""
 
     def __init__(self, c: Deepseek4Config, w: Weights, norm: Tensor, name: str = "output_hc") -> None:
-        self.eps, self.norm, self.mix = c.eps, norm, mix_of(w, name)
+        self.norm, self.mix = norm, mix_of(w, name)
         self.streams = streams.bind(streams_spec(c, w.device))
+        self.norms = norms.bind(NormsSpec(w.device, c.n_embd, c.eps))
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [row, stream, n_embd] -> [row, n_embd]"""
-        return F.rms_norm(self.streams.head(x, self.mix), self.norm.shape, self.norm, self.eps)
+        return self.norms(self.streams.head(x, self.mix), self.norm)
 
 
 class Deepseek4:

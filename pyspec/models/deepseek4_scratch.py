@@ -6,13 +6,14 @@ import torch
 
 from pyspec.cuda.ops.index_rows import plan as index_plan
 from pyspec.cuda.ops.index_rows.ref import IndexSpec
+from pyspec.cuda.ops.moe import plan as moe_plan
 from pyspec.cuda.ops.sparse_attend import plan as sparse_plan
 from pyspec.cuda.ops.sparse_attend.ref import SparseSpec
 from pyspec.models.deepseek4_config import CSA, Deepseek4Config
 
 
 def scratch_bytes(c: Deepseek4Config, n_row: int, n_token: int, kv: torch.dtype, device: torch.device) -> int:
-    """Of a layer's heads (the product, attended), of the streams, and of what its kernels sum up in between."""
+    """Of a layer's heads (the product, attended), of the streams, of what its kernels sum up in between, and of experts' buffers."""
     a, x = c.attention, c.indexer
     heads, rest = a.n_head * a.head_dim, x.n_head * x.dim
     rows = n_row * (4 * (2 * heads + 2 * rest) + 2 * heads + 4 * 3 * c.n_hidden)
@@ -20,4 +21,5 @@ def scratch_bytes(c: Deepseek4Config, n_row: int, n_token: int, kv: torch.dtype,
         return rows
     specs = [SparseSpec(device, a.n_head, a.head_dim, c.window, ratio, kv, c.n_rot, c.eps) for ratio in set(c.ratios)]
     index = index_plan.scratch_bytes(IndexSpec(device, x.n_head, x.dim, x.top_k, CSA, kv, c.n_rot), n_row, n_token)
+    rows += moe_plan.buffer_bytes(c.moe.n_used, c.moe.n_expert, c.n_embd, c.moe.n_ff)
     return rows + max(index, *(sparse_plan.scratch_bytes(spec, n_row, n_token) for spec in specs))

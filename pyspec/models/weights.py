@@ -16,6 +16,7 @@ from torch import Tensor
 from pyspec import progress
 from pyspec.cuda.collective import Collective, Rank
 from pyspec.cuda.context import context_of
+from pyspec.cuda.exact import EXACT, in_passes
 from pyspec.cuda.ops.embed.op import embed
 from pyspec.cuda.ops.embed.ref import EmbedSpec
 from pyspec.cuda.ops.linear.dequant import SUPPORTED, dequantize
@@ -24,8 +25,8 @@ from pyspec.cuda.ops.linear.pack import FORMATS, interleave, packed_bytes, repac
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.tiles import TiledMatrix, tile
 from pyspec.cuda.ops.moe.ref import Stack, activate
-from pyspec.cuda.ops.rows.ref import Glu, Prep
-from pyspec.cuda.streamed import PROBE_ROWS, Streamed
+from pyspec.cuda.ops.rows.ref import Glu, Norm, Prep
+from pyspec.cuda.streamed import PROBE_ROWS, Streamed, StreamedParts, in_parts
 from pyspec.cuda.streamed_tiles import StreamedTiles
 from pyspec.cuda.temporary import temporary
 from pyspec.errors import BadTensors, ModelError
@@ -126,8 +127,14 @@ class Dense:
         self.weight, self.gated = weight, gated
 
     def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
+        own = prep if isinstance(prep, Norm) else None  # of rows alone, so that it may go with each pass
+        x = x if prep is None or own is not None else prep(x)
+        y = in_passes(x, partial(self._product, own)) if EXACT.is_on else self._product(own, x)
+        return _finish(y, self.gated, residual)
+
+    def _product(self, prep: Norm | None, x: Tensor) -> Tensor:
         x = x if prep is None else prep(x)
-        return _finish(F.linear(x.to(self.weight.dtype), self.weight).float(), self.gated, residual)
+        return F.linear(x.to(self.weight.dtype), self.weight).float()
 
 
 class Unpacked:
@@ -149,8 +156,9 @@ class Joined:
         self.matrices, self.gated = matrices, gated
 
     def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
-        x = x if prep is None else prep(x)
-        return _finish(torch.cat([m(x) for m in self.matrices], -1), self.gated, residual)
+        own = prep if EXACT.is_on else None  # torch's norms sum otherwise where rows are many
+        x = x if prep is None or own is not None else prep(x)
+        return _finish(torch.cat([m(x, own) for m in self.matrices], -1), self.gated, residual)
 
 
 class CutGates:
@@ -167,21 +175,34 @@ class CutGates:
 class Grouped:
     """Matrices [group, out, in], each of which takes its part of the input: x [row, group * in] f32 -> [row, group * out] f32.
 
-    few  the same as one matrix [group * out, in], which reads its weights once: a row's parts are rows of their own to it, and of every part's
-         outputs those of its group count. The rest costs nothing as long as bytes of the weights are what it waits for.
+    few  the same for few rows, as one product that reads its weights once; or as one matrix [group * out, in], to which a row's parts are rows
+         of their own, and of every part's outputs those of its group count. The rest costs nothing as long as bytes of the weights are what it
+         waits for.
     """
 
-    FEW = 64  # parts
+    FEW = 64  # parts of one matrix
 
-    def __init__(self, weight: Tensor, few: Matrix | None = None) -> None:
+    def __init__(self, weight: Tensor, few: Matrix | StreamedParts | None = None) -> None:
         self.weight, self.few = weight, few
+
+    def reach(self) -> float:
+        """What an output is at most for a part of norm 1."""
+        return max(float(own.float().norm(dim=-1).amax()) for own in self.weight)
 
     def __call__(self, x: Tensor) -> Tensor:
         n_group, n_out, n_in = self.weight.shape
-        if self.few is not None and len(x) * n_group <= self.FEW:
+        if isinstance(self.few, StreamedParts):
+            if len(x) <= self.few.max_rows:
+                return self.few(x)
+            if EXACT.is_on:  # the same order of sums, whatever runs beside
+                return torch.cat([self.few(part) for part in x.split(self.few.max_rows)])
+        elif self.few is not None and (EXACT.is_on or len(x) * n_group <= self.FEW):
             y = self.few(x.reshape(-1, n_in)).view(-1, n_group, n_group, n_out)
             return y.diagonal(dim1=1, dim2=2).transpose(1, 2).flatten(1)
-        parts = x.view(-1, n_group, n_in).to(self.weight.dtype)
+        return in_passes(x, self._all) if EXACT.is_on else self._all(x)
+
+    def _all(self, x: Tensor) -> Tensor:
+        parts = x.view(-1, *self.weight.shape[::2]).to(self.weight.dtype)
         return torch.einsum("rgi,goi->rgo", parts, self.weight).flatten(1).float()
 
 
@@ -461,8 +482,11 @@ class Weights:
         info = self._info(name)
         dtype = self.dense or (torch.float32 if info.type is GGMLType.F32 else torch.bfloat16)
         weight = self._dense([name], dtype).view(n_group, info.shape[0] // n_group, -1)
-        is_streamed = self.dense is None and self.device.type == "cuda" and self._streams(name)
-        return Grouped(weight, self._stream([name], False, has_copy=False) if is_streamed else None)
+        if self.dense is not None or self.device.type != "cuda" or not self._streams(name):
+            return Grouped(weight)
+        few = self._stream([name], False, has_copy=False)
+        own = in_parts(few, n_group) if isinstance(few, Streamed) else None
+        return Grouped(weight, few if own is None else own)
 
     def optional(self, name: str) -> Tensor | None:
         return self.vector(name) if self.has(name) else None

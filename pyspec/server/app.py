@@ -95,6 +95,7 @@ def _routes(service: Service) -> list[BaseRoute]:
         "/v1/completions": generation(service, "text"),
         "/completion": generation(service, "native"),
         "/completions": generation(service, "native"),
+        "/infill": generation(service, "infill"),
         "/v1/messages": generation(service, "messages"),
         "/v1/messages/count_tokens": _with_body(service, _count_tokens),
         "/v1/responses": generation(service, "responses"),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from pyspec.request import EngineInfo, Event, Grammar, Metrics, Request, SlotAction, SlotAnswer, SlotInfo
+from pyspec.text.vocab import FimMarks
 
 Sink = Callable[[Event], None]
 """Takes the events of one request, in order. Called on the engine's thread; returns at once."""
@@ -20,6 +21,15 @@ class TokenizerLike(Protocol):
 
     @property
     def n_vocab(self) -> int: ...
+
+    @property
+    def add_bos(self) -> bool: ...
+
+    @property
+    def bos_id(self) -> int | None: ...
+
+    @property
+    def fim(self) -> FimMarks: ...
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]: ...
 

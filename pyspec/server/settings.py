@@ -78,6 +78,7 @@ class ServerSettings:
     reasoning_budget: int = -1  # tokens a request may think where its body does not say; -1: as many as it likes
     reasoning_budget_message: str = ""  # said at the end of the budget
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    spm_infill: bool = False  # /infill: what stands behind the gap goes first
     prefill_assistant: bool = True  # an assistant's message at the end is continued
     verbose: bool = False  # answers have `__verbose`: the prompt as the model reads it, and the settings
     text_threads: int = 2  # tokenise and render off the event loop

@@ -17,15 +17,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+WIDE = (192, 256, 384, 512, 768, 1024)  # besides, where verifies or drafts of all slots may have so many rows
 SEQUENCES = (8, 32)  # of a graph, besides as many as its rows and slots allow: what no sequence needs is not launched
 N_STAGE = 3  # host copies: the one being written is never the one in flight
 ROW64 = ("tokens", "positions", "kv_rows", "hi", "lo", "out_rows")
 SEQ32 = ("seq_slot", "seq_fold", "seq_keep", "seq_start")
 
 
-def bucket_of(n_row: int) -> int | None:
-    """The smallest bucket that holds `n_row`; None if it is too many for a graph."""
-    return next((b for b in BUCKETS if b >= n_row), None)
+def bucket_of(n_row: int, most: int = BUCKETS[-1]) -> int | None:
+    """The smallest bucket that holds `n_row`; None if it is too many for a graph. most: rows of the largest one."""
+    return next((b for b in (*BUCKETS, *WIDE) if n_row <= b <= most), None)
+
+
+def most_rows(n_slot: int, width: int) -> int:
+    """Rows of the largest graph, where each of so many slots has up to `width`."""
+    return bucket_of(max(BUCKETS[-1], min(n_slot * width, WIDE[-1])), WIDE[-1]) or WIDE[-1]
 
 
 def places_of(n_slot: int, bucket: int) -> tuple[int, ...]:
@@ -34,14 +40,17 @@ def places_of(n_slot: int, bucket: int) -> tuple[int, ...]:
     return (*(n for n in SEQUENCES if n < most), most)
 
 
-def graph_shapes(n_slot: int, width: int, *, least: int = 1, singles: bool = False) -> list[tuple[int, int]]:
+def graph_shapes(
+    n_slot: int, width: int, *, least: int = 1, singles: bool = False, most: int = BUCKETS[-1]
+) -> list[tuple[int, int]]:
     """(rows, sequences) of one batch for each graph that batches of so many slots find.
 
     least, width  fewest and most rows of a sequence
     singles       batches of one row a sequence have graphs of their own, so the others have two rows somewhere
+    most          rows of the largest graph
     """
-    found = []
-    for before, bucket in zip((0, *BUCKETS), BUCKETS, strict=False):
+    found, sizes = [], [b for b in (*BUCKETS, *WIDE) if b <= most]
+    for before, bucket in zip((0, *sizes), sizes, strict=False):
         fewer = 0
         for places in places_of(n_slot, bucket):
             n_seq = max(fewer + 1, -(-bucket // 2)) if singles and places == bucket else places
@@ -125,25 +134,38 @@ class _Stage:
 
 
 class Arena:
-    """Static memory for the layouts of one caller (verify, draft, ...) of at most max(BUCKETS) rows."""
+    """Static memory for the layouts of one caller (verify, draft, ...).
 
-    def __init__(self, n_seq: int, n_page: int, device: torch.device) -> None:
-        self.n_seq, self.n_page = n_seq, n_page
+    width  rows of a sequence at most, in batches of more rows than max(BUCKETS)
+    n_row  rows of the largest batch
+    """
+
+    def __init__(self, n_seq: int, n_page: int, device: torch.device, width: int = 1) -> None:
+        self.n_seq, self.n_page, self.width, self.n_row = n_seq, n_page, width, most_rows(n_seq, width)
         n_start = -(-(n_seq + 1) // 4) * 4  # lines of 16 bytes
-        rows = _Block(0, torch.int64, (len(ROW64), BUCKETS[-1]))
+        rows = _Block(0, torch.int64, (len(ROW64), self.n_row))
         seqs = _Block(rows.end, torch.int32, (len(SEQ32), n_start))
-        row_seq = _Block(seqs.end, torch.int32, (BUCKETS[-1],))
+        row_seq = _Block(seqs.end, torch.int32, (self.n_row,))
         page_table = _Block(row_seq.end, torch.int64, (n_seq, n_page))  # last: only what sequences use is copied
         blocks = {"rows": rows, "seqs": seqs, "row_seq": row_seq, "page_table": page_table}
         self.memory = torch.zeros(page_table.end, dtype=torch.uint8, device=device)
         self._pages_at = page_table.at
         self._fields = {
             (bucket, places): self._cut(blocks, bucket, places)
-            for bucket in BUCKETS
+            for bucket in (*BUCKETS, *WIDE)
+            if bucket <= self.n_row
             for places in {*places_of(n_seq, bucket), n_seq}
         }
         self._stages = [_Stage(blocks, page_table.end, device) for _ in range(N_STAGE)]
         self._next = 0
+
+    def bucket(self, widths: Sequence[int]) -> int | None:
+        """Of a batch whose sequences have so many rows; None: it does not fit. Many rows are those of verifies and drafts alone, for
+        a prompt's are multiplied otherwise where there are many."""
+        n_row = sum(widths)
+        if len(widths) > self.n_seq or (n_row > BUCKETS[-1] and max(widths) > self.width):
+            return None
+        return bucket_of(n_row, self.n_row)
 
     def _cut(self, blocks: dict[str, _Block], bucket: int, places: int) -> dict[str, Tensor]:
         """The fields of a batch of `bucket` rows with places for so many sequences."""

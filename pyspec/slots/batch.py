@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pyspec.errors import OutOfBounds
-from pyspec.slots.arena import ROW64, SEQ32, Arena, Layout, bucket_of
+from pyspec.slots.arena import ROW64, SEQ32, Arena, Layout
 from pyspec.slots.table import SlotTable
 
 
@@ -121,7 +121,7 @@ def lay_out(
         pages = [table.reach(table.slots[q.slot], q.n_past, q.n_past + q.width + q.slack) for q in seqs]
     ends = [seq.n_past + seq.width for seq in seqs]
     layout, n_out = _write(table, seqs, starts, ends, pages, see_block)
-    bucket = bucket_of(starts[-1]) if arena is not None and len(seqs) <= arena.n_seq else None
+    bucket = None if arena is None else arena.bucket([seq.width for seq in seqs])
     if arena is not None and bucket is not None and max(map(len, pages), default=0) <= arena.n_page:
         fields = arena.fill(layout, bucket, table.null_row)
     else:

@@ -7,6 +7,7 @@ never lent: it stays what it was.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from pyspec.slots.memory import Checkpoint
 from pyspec.slots.prefix import Node, State
+
+PIECE = 64 << 20  # bytes of host memory that are locked at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +48,36 @@ def _tensors(x: Any) -> list[Tensor]:
 
 def to_host(x: Any) -> Any:
     """The same structure with its tensors in host memory, pinned so that the way back is fast."""
+    away = [t for t in _tensors(x) if t.device.type != "cpu"]
+    here: dict[int, Tensor] = {}
+    for group in _groups(away):
+        sizes = [t.numel() for t in group]
+        whole = torch.empty(sum(sizes), dtype=group[0].dtype, pin_memory=True)
+        for t, place in zip(group, whole.split(sizes), strict=True):
+            here[id(t)] = place.view(t.shape).copy_(t, non_blocking=True)
+    return _with(x, here)
+
+
+def _groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Those of one type that share a piece of host memory: page-locking takes its time for each piece, and rounds large ones up."""
+    groups: list[list[Tensor]] = []
+    for t in tensors:
+        size, last = t.numel() * t.element_size(), groups[-1] if groups else []
+        fits = last and last[0].dtype is t.dtype and sum(o.numel() * o.element_size() for o in last) + size <= PIECE
+        if fits:
+            last.append(t)
+        else:
+            groups.append([t])
+    return groups
+
+
+def _with(x: Any, places: Mapping[int, Tensor]) -> Any:
+    """The same structure with other tensors, by the ids of those in it."""
     if isinstance(x, Tensor):
-        if x.device.type == "cpu":
-            return x
-        return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+        return places.get(id(x), x)
     if is_dataclass(x) and not isinstance(x, type):
-        return replace(x, **{f.name: to_host(getattr(x, f.name)) for f in fields(x)})
-    return type(x)(to_host(y) for y in x) if isinstance(x, list | tuple) else x
+        return replace(x, **{f.name: _with(getattr(x, f.name), places) for f in fields(x)})
+    return type(x)(_with(y, places) for y in x) if isinstance(x, list | tuple) else x
 
 
 class StateStore:

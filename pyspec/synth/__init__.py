@@ -96,6 +96,7 @@ class Recipe:
     sidecar  nothing but that block, the embedding and the head
     drafter  the DFlash drafter that fits the entry; `fork` in the naming older forks wrote
     n_layer  of the target; 0: all of them
+    hollow   nothing but zeros in the tensors, which take no room on disk: to be looked at, not run
     """
 
     quant: str = "q8_0"
@@ -106,6 +107,7 @@ class Recipe:
     sidecar: bool = False
     fork: bool = False
     n_layer: int = 0
+    hollow: bool = False
 
 
 class RecipeOptions(TypedDict, total=False):
@@ -119,6 +121,7 @@ class RecipeOptions(TypedDict, total=False):
     sidecar: bool
     fork: bool
     n_layer: int
+    hollow: bool
 
 
 def write(
@@ -149,7 +152,8 @@ def write(
         # llama.cpp passes over an MTP block that nobody asked for, and then takes the scales in it for a mistake
         if kinds[name] is GGMLType.NVFP4 and name not in unscaled:
             writer.add_tensor_info(name.removesuffix(".weight") + ".scale", GGMLType.F32, _scales(spec))
-    writer.write(_fill(writer, specs, Filler(recipe.seed, largest, unscaled), progress))
+    filler = Filler(recipe.seed, largest, unscaled)
+    writer.write(None if recipe.hollow else _fill(writer, specs, filler, progress))
     if progress is not None:
         progress(writer.n_bytes, writer.n_bytes)
     return writer.path

@@ -29,6 +29,7 @@ from pyspec.text.vocab import (
     USER_DEFINED,
     byte_value,
     eog_ids,
+    fim_marks,
     number_of_tokens,
     read_ids,
     read_scores,
@@ -77,6 +78,7 @@ class Tokenizer:
         self._tokens, self._types, self._make = tokens, types, make
         self.bos_id, self.eos_id = ids.get("bos"), ids.get("eos")
         self.eog = eog_ids(tokens, ids)
+        self.fim = fim_marks(tokens, ids)
         self.special = frozenset(i for i, t in enumerate(types) if t in (CONTROL, UNKNOWN))
         self._built: dict[tuple[bool, bool], HF] = {}
         self._hf(True, header.add_space_prefix)  # what the file has wrong shows now

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from pyspec.errors import BadTokenizer
 from pyspec.gguf.fields import Fields
@@ -21,9 +22,14 @@ DEEPSEEK_BAR = "\uff5c"
 _EOG = """<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <|flush|> <|calls|> <end_of_turn> <|endoftext|> </s> <|eom_id|>
 <EOT> _<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <BARend_of_sentenceBAR> [e~[
 <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>"""
-_FIM = """<|fim_prefix|> <fim-prefix> <fim_prefix> <PRE> <|code_prefix|> <BARfim_beginBAR> <|fim_suffix|> <fim-suffix>
-<fim_suffix> <SUF> <|code_suffix|> <BARfim_holeBAR> <|fim_middle|> <fim-middle> <fim_middle> <MID> <|code_middle|>
-<BARfim_endBAR>"""
+_FIM = {
+    "pre": "<|fim_prefix|> <fim-prefix> <fim_prefix> <PRE> <|code_prefix|> <BARfim_beginBAR>",
+    "suf": "<|fim_suffix|> <fim-suffix> <fim_suffix> <SUF> <|code_suffix|> <BARfim_holeBAR>",
+    "mid": "<|fim_middle|> <fim-middle> <fim_middle> <MID> <|code_middle|> <BARfim_endBAR>",
+    "rep": "<|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>",
+    "sep": "<|file_sep|>",
+}
+_OLD_FIM = {"fim_pre": "prefix", "fim_suf": "suffix", "fim_mid": "middle"}  # older files call the ids so
 
 
 def _texts(table: str) -> frozenset[str]:
@@ -33,7 +39,10 @@ def _texts(table: str) -> frozenset[str]:
 
 
 EOG_TEXTS = _texts(_EOG)
-CONTROL_TEXTS = EOG_TEXTS | _texts(_FIM) | {SPACE + "<PRE>", SPACE + "<SUF>", SPACE + "<MID>"}
+FIM_TEXTS = {name: _texts(table) for name, table in _FIM.items()}
+for _name, _text in (("pre", "<PRE>"), ("suf", "<SUF>"), ("mid", "<MID>")):
+    FIM_TEXTS[_name] |= {SPACE + _text}
+CONTROL_TEXTS = EOG_TEXTS.union(*FIM_TEXTS.values())
 
 
 def byte_chars() -> dict[int, str]:
@@ -97,10 +106,34 @@ def read_ids(fields: Fields, model: str, n: int) -> dict[str, int | None]:
     """
     usual = {"bos": 1, "eos": 2} if model == "llama" and n > 2 else {}
     out: dict[str, int | None] = {}
-    for name in ("bos", "eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"):
+    for name in ("bos", "eos", "eot", "eom", "fim_pre", "fim_suf", "fim_mid", "fim_pad", "fim_rep", "fim_sep"):
         value = fields.integer(f"tokenizer.ggml.{name}_token_id", None)
+        if value is None and name in _OLD_FIM:
+            value = fields.integer(f"tokenizer.ggml.{_OLD_FIM[name]}_token_id", None)
         out[name] = value if value is not None and 0 <= value < n else usual.get(name)
     return out
+
+
+@dataclass(frozen=True)
+class FimMarks:
+    """Ids of the tokens that say where a text to be filled in has its parts. None: the vocabulary has no such token."""
+
+    pre: int | None = None  # before what stands in front of the gap
+    suf: int | None = None  # before what stands behind it
+    mid: int | None = None  # before what fills it
+    rep: int | None = None  # before a repository's name
+    sep: int | None = None  # before a file's name
+
+
+def fim_marks(tokens: Sequence[str], ids: Mapping[str, int | None]) -> FimMarks:
+    """As the file says, else the first token with a text that is known for it."""
+    found = {name: ids.get(f"fim_{name}") for name in FIM_TEXTS}
+    for i, text in enumerate(tokens):
+        if text in CONTROL_TEXTS:
+            for name, texts in FIM_TEXTS.items():
+                if found[name] is None and text in texts:
+                    found[name] = i
+    return FimMarks(**found)
 
 
 def eog_ids(tokens: Sequence[str], ids: Mapping[str, int | None]) -> frozenset[int]:

@@ -210,6 +210,7 @@ DRAFTER = FIXTURES.parents[1] / "pyspec" / "demo" / "pyspec-demo-dflash.gguf"
         (4, ["demo", "-md", str(FIXTURES / "deepseek4_mtp.gguf")], "the drafter has 300 tokens, the target 4096"),
         (5, ["demo", "-np", "8", "-c", "16777216", "-dev", "cpu"], "this would fit: -c "),
         (6, ["demo", "-dev", "cuda:99"], "device 'cuda:99' can not be used"),
+        (6, ["demo", "-dev", "cuda:99"], "-dev"),  # what to type instead
     ],
 )
 def test_each_class_of_error_has_its_exit_code_the_numbers_and_how_to_mend_it(code: int, args: list[str], said: str):

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 
 from pyspec.cli import doctor, main
-from pyspec.cuda import machine, survey, verdicts
+from pyspec.cuda import jit, machine, prepare, survey, verdicts
 from pyspec.cuda.survey import Finding, RefusedImpl
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "qwen35.gguf"
@@ -53,7 +53,7 @@ def test_the_doctors_json_says_what_its_table_says(tmp_path: Path) -> None:
     assert about["cache"] == str(tmp_path)
     assert {f["op"] for f in about["ops"]} == set(survey.OPS)
     assert all(f["choice"] != "cuda" for f in about["ops"])
-    assert all(f["refused"][0]["impl"] in ("cuda", "library") for f in about["ops"] if f["refused"])
+    assert all(f["refused"][0]["impl"] in ("cuda", "cudnn") for f in about["ops"] if f["refused"])
     gdn = next(f for f in about["ops"] if f["op"] == "gdn")
     has_numba = find_spec("numba") is not None  # of the extra `cpu`
     assert (gdn["choice"], gdn["own"]) == (("numba", True) if has_numba else ("torch", False))
@@ -93,3 +93,53 @@ def test_the_standard_shapes_name_every_op_once_at_least() -> None:
         assert getattr(import_module(module), name) is op, "where a child process finds it"
         assert "device" not in survey.shape_of(spec)
         assert replace(spec, device=torch.device("cuda", 1)) != spec
+
+
+def compiled_ahead(*args: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(main, ["doctor", "--compile", *args])
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_kernels_are_compiled_ahead_for_gpus_that_are_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pyspec.cuda.ops.angles.op import angles
+    from pyspec.cuda.ops.angles.ref import AnglesSpec
+
+    monkeypatch.setattr(jit, "_kept", {})
+    monkeypatch.setattr(survey, "standard", lambda device: [(angles, AnglesSpec(device))])
+    monkeypatch.setattr(survey, "products", lambda device: [])
+    code, out, _ = compiled_ahead("--arch", "sm_80,sm_90")
+    assert code == 0 and out.startswith(f"2 of 2 programs for sm_80, sm_90a are in {tmp_path}")
+    assert list((tmp_path / "cubin").rglob("*")), "where a load looks for them"
+    code, out, _ = compiled_ahead("--arch", "sm_80,sm_90", "--json")
+    assert code == 0 and json.loads(out) | {"seconds": 0} == {
+        "archs": ["sm_80", "sm_90a"],
+        "programs": 2,
+        "seconds": 0,
+        "cache": str(tmp_path / "cubin"),
+        "failed": [],
+    }
+    monkeypatch.setattr(jit, "_kept", {})
+    monkeypatch.setattr(jit, "source", lambda stem: "no kernel")
+    code, out, _ = compiled_ahead("--arch", "sm_90")
+    assert code == 1 and "0 of 1 programs" in out and "angles.cu does not compile for sm_90a: " in out
+
+
+def test_a_models_own_kernels_are_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: list[jit.Program] = []
+    monkeypatch.setattr(prepare, "compile_all", lambda programs, tell: wanted.extend(programs) or [])
+    fixture = FIXTURE.parent / "qwen35_q8_0.gguf"
+    assert compiled_ahead(str(fixture), "--arch", "sm_90")[0] == 0
+    assert {p.stem for p in wanted} >= {"linear_sm90", "linear_wgmma", "rows", "norms", "embed", "ahead", "best"}
+    assert len(wanted) == len(set(wanted)) and {p.arch for p in wanted} == {"sm_90a"}
+    wanted.clear()
+    assert compiled_ahead("--arch", "sm_120")[0] == 0
+    assert {p.stem for p in wanted} >= {"gdn", "mamba2", "moe", "linear_sm90", "sparse_attend"}, "usual shapes"
+
+
+def test_ahead_for_which_gpu_is_said_where_there_is_none() -> None:
+    code, _, err = compiled_ahead()
+    assert code != 0 and "--arch sm_90" in err
+    code, _, err = compiled_ahead("--arch", "sm_75")
+    assert code == 2 and "sm_80 to sm_121" in err
+    result = CliRunner().invoke(main, ["doctor", "--arch", "sm_90"])
+    assert result.exit_code == 2 and "--arch goes with --compile" in result.stderr

@@ -199,6 +199,13 @@ def test_the_environment_gives_what_the_command_line_does_not(no_load: dict[str,
     assert not settings.slots and settings.api_keys == ("a", "b")
 
 
+def test_a_wrong_value_from_the_environment_names_its_variable():
+    for name, value in (("LLAMA_ARG_N_PARALLEL", "many"), ("PYSPEC_PORT", "99999")):
+        result = call(**{name: value})
+        assert result.exit_code == 2 and f"({name} in the environment)" in result.stderr
+    assert "environment" not in call("-np", "many").stderr
+
+
 def test_an_ignored_variable_says_so_and_one_that_is_off_says_nothing():
     result = call(LLAMA_ARG_N_GPU_LAYERS="99", LLAMA_ARG_CONTEXT_SHIFT="0")
     assert result.exit_code == Loaded.exit_code

@@ -18,6 +18,7 @@ EOG = {4088, 4090}
     [
         ("json_schema", PERSON, '{"name": "Ann", "age": 7}', '{"age": 7}'),
         ("json_schema", PERSON, '{\n    "name": "Ann",\n    "age": 7\n}', '{"name": "Ann", "age": "7"}'),
+        ("json_schema", '{"properties": {"a": {}}}', '{"a": {"b": 1}}', '{"a": 1, "b": 1}'),
         ("json_schema", "{}", "[1, 2, null]", "[1, 2,, null]"),
         ("json_schema", "true", '"text"', "text"),
         ("json_schema", '{"type": "object"}', '{"a": {}}', "[]"),
@@ -27,6 +28,10 @@ EOG = {4088, 4090}
         ("gbnf", 'root ::= "yes" | "no"', "yes", "maybe"),
         ("gbnf", 'root ::= item+\nitem ::= "- " [^\\n]+ "\\n"', "- one\n- two\n", "one\n"),
         ("gbnf", 'root ::= "caf\\u00e9" [\\x41-C]?', "caféB", "cafe"),
+        ("gbnf", 'root ::= ("ab"{2}){2} ([0-9]+)?', "abababab77", "ababab"),
+        ("gbnf", 'root ::= (("a"+)* "b")?', "aaab", "aaa"),
+        ("gbnf", 'root ::= ("x"){0,0} "y"', "y", "xy"),
+        ("gbnf", 'root ::= "a" . "b"', "a\nb", "ab"),
         ("lark", 'start: "a" b\nb: "b" | b "b"', "abbb", "b"),
     ],
 )

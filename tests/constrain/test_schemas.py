@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -51,6 +52,47 @@ def test_what_the_masks_of_a_schema_let_through_is_held_by_it(seed: int) -> None
     text = walk(json.dumps(wanted), rng)
     if text is not None:
         jsonschema.Draft202012Validator(wanted).validate(json.loads(text))
+
+
+def unsaid(value: Any) -> Any:
+    """A schema whose objects do not say that they have no other properties than those they list."""
+    if isinstance(value, list):
+        return [unsaid(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    skipped = {"additionalProperties"} if "properties" in value else set()
+    return {name: unsaid(each) for name, each in value.items() if name not in skipped}
+
+
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(st.integers(0, 1 << 32))
+def test_objects_have_the_properties_that_they_list_and_no_others(seed: int) -> None:
+    rng = random.Random(seed)
+    wanted = whole(rng)
+    text = walk(json.dumps(unsaid(wanted)), rng)
+    if text is not None:
+        jsonschema.Draft202012Validator(wanted).validate(json.loads(text))
+
+
+def test_a_text_fits_one_of_the_schemas_of_a_oneof_and_no_other() -> None:
+    n_taken = 0
+    for seed in range(120):
+        rng = random.Random(seed)
+        parts = []
+        for _ in range(rng.randint(2, 3)):
+            listed = {
+                name: {"type": "integer", "minimum": 0, "maximum": 9} for name in rng.sample("abc", rng.randint(1, 2))
+            }
+            if rng.random() < 0.5:
+                listed["kind"] = {"enum": rng.sample(["x", "y", "z"], rng.randint(1, 2))}
+            needed = [name for name in listed if rng.random() < 0.7]
+            parts.append({"type": "object", "properties": listed, "required": needed})
+        wanted = {"oneOf": parts}
+        text = walk(json.dumps(wanted), rng)
+        if text is not None:
+            n_taken += 1
+            jsonschema.Draft202012Validator(wanted).validate(json.loads(text))
+    assert 15 <= n_taken < 120, "some are kept, and some are refused because a text might fit two"
 
 
 def test_few_schemas_of_that_kind_are_refused() -> None:

@@ -16,7 +16,7 @@ from pyspec.engine import describe as describing
 from pyspec.engine import memory_plan as plan
 from pyspec.gguf import GGMLType, open_gguf
 from pyspec.models.weights import repacked_bytes, weight_bytes
-from pyspec.slots.arena import BUCKETS, Arena, bucket_of, graph_shapes, places_of
+from pyspec.slots.arena import BUCKETS, Arena, bucket_of, graph_shapes, most_rows, places_of
 from pyspec.synth import write
 
 
@@ -54,17 +54,18 @@ def test_every_batch_a_round_can_have_finds_its_graph(n_slot: int, width: int, s
     """Of every size in rows and in places for sequences one, and none that no round finds."""
     if singles and width == 1:
         return  # who never drafts has one kind
-    shapes = graph_shapes(n_slot, width, singles=singles)
+    most = most_rows(n_slot, width)
+    shapes = graph_shapes(n_slot, width, singles=singles, most=most)
     assert all(n_seq <= min(n_slot, n_row) and -(-n_row // n_seq) <= width for n_row, n_seq in shapes)
 
     def key(n_row: int, n_seq: int) -> tuple[int | None, int, bool]:
-        bucket = bucket_of(n_row)
+        bucket = bucket_of(n_row, most)
         assert bucket is not None
         return bucket, next(n for n in places_of(n_slot, bucket) if n >= n_seq), singles and n_row == n_seq
 
     captured = {key(*shape) for shape in shapes}
     assert len(captured) == len(shapes)
-    rounds = {key(r, n) for n in range(1, n_slot + 1) for r in range(n, min(n * width, BUCKETS[-1]) + 1)}
+    rounds = {key(r, n) for n in range(1, n_slot + 1) for r in range(n, min(n * width, most) + 1)}
     assert rounds == captured
 
 
@@ -81,7 +82,7 @@ def test_the_plan_has_the_rows_of_all_graphs(tmp_path, monkeypatch, kind, np) ->
     monkeypatch.setattr(describing, "workspace_bytes", lambda sizes, cuda: sizes)
     sizes = describing._workspace(describing.describe(target, planned))
     inner = loop.worker.forward
-    loop.worker.arena = Arena(np, loop.table.pages_for(300), torch.device("cpu"))
+    loop.worker.arena = Arena(np, loop.table.pages_for(300), torch.device("cpu"), 4)
 
     def watch(batch):
         if batch.bucket is not None:

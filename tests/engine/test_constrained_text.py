@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
 import signal
@@ -24,7 +25,7 @@ from pyspec.constrain import constraint
 from pyspec.engine.api import Engine, collect
 from pyspec.engine.client import Supervisor
 from pyspec.engine.loop import Loop
-from pyspec.errors import RequestError
+from pyspec.errors import GrammarTooLarge, RequestError
 from pyspec.request import Grammar, Request, SamplingParams
 
 QWEN35 = FIXTURES / "qwen35.gguf"
@@ -309,3 +310,17 @@ def test_two_hundred_schemas_with_drafts_give_text_that_each_holds_of(part: int)
     for wanted, h in heard:
         assert h.finish in ("stop", "eos"), f"{h.finish}: {h.text[-100:]!r} of {wanted}"
         jsonschema.Draft202012Validator(wanted).validate(json.loads(h.text))
+
+
+def test_a_grammar_that_grows_too_large_ends_its_request_and_is_no_error_of_the_server_s(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(700)}}
+    r = rig(QWEN35, spec_type="none")
+    with caplog.at_level(logging.DEBUG, "pyspec.engine.commit"):
+        neighbour = r.submit((5, 6, 7), 12, GREEDY)
+        hostile = r.submit((3, 4, 5), 12, GREEDY, grammar=Grammar(kind="json_schema", source=json.dumps(wide)))
+        r.run()
+    assert isinstance(hostile.error, GrammarTooLarge) and neighbour.error is None and len(neighbour.tokens) == 12
+    (told,) = [record for record in caplog.records if "failed in slot" in record.getMessage()]
+    assert told.levelno == logging.WARNING

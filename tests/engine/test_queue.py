@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyspec.engine.queue import CUT_GAP, CUT_MIN, CUT_TAIL, Queue, cut_of, cuts_of
+from pyspec.engine.queue import CUT_GAP, CUT_MIN, CUT_TAIL, Queue, cut_of, cuts_of, worth_on
 from pyspec.engine.room import place_for
 from pyspec.engine.round import share_rows
 from pyspec.errors import QueueFull
@@ -101,6 +101,14 @@ def test_a_long_prompt_is_cut_where_it_forks_where_the_turn_begins_and_now_and_t
     assert cuts_of(10_000, 32, 0, {0, 9960}, 0) == (9952,), "too near the end's, which gives way"
     assert cuts_of(10_000, 32, 0, {4090, 9000, 9030}, 4096) == (4064, 8192, 9024, 9984)
     assert cuts_of(10_000, 32, 9960, {0}, 16) == (), "nothing is gained"
+
+
+def test_what_takes_no_longer_than_a_cut_is_not_cut() -> None:
+    worth = worth_on("cuda")
+    assert worth_on("cpu") == CUT_MIN and cuts_of(300, 32, 0, set(), 0, worth_on("cpu")) == (288,)
+    assert cuts_of(300, 32, 0, {160}, 0, worth) == () and cut_of(300, 32, worth) == 0
+    assert cuts_of(3000, 32, 2600, {2700}, 0, worth) == (), "what is cached is not read"
+    assert cuts_of(3000, 32, 2400, {2700}, 0, worth) == cuts_of(3000, 32, 2400, {2700}, 0) == (2688, 2976)
 
 
 @given(st.integers(-50, 600), st.lists(st.tuples(st.integers(1, 900), st.integers(0, 900)), max_size=8))

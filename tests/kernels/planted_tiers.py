@@ -20,15 +20,21 @@ from pyspec.cuda.ops.best.ref import BestSpec
 from pyspec.cuda.ops.gdn.op import gdn
 from pyspec.cuda.ops.gdn.ref import GdnSpec
 from pyspec.cuda.ops.gdn.shape import GdnShape
+from pyspec.cuda.ops.linear.op import linear
+from pyspec.cuda.ops.linear.ref import LinearSpec
 from pyspec.cuda.ops.mamba2.op import mamba2
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
+from pyspec.cuda.ops.moe.op import moe
+from pyspec.cuda.ops.moe.ref import MoeSpec, Routes, RouteSpec
+from pyspec.cuda.ops.moe_route.op import moe_route
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.cuda.ops.rope_kv.op import rope_kv
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
+from pyspec.gguf import GGMLType
 
 CPU = torch.device("cpu")
 SPECS: dict[str, Any] = {
@@ -40,12 +46,17 @@ SPECS: dict[str, Any] = {
     "norms": NormsSpec(CPU, 64, 1e-6),
     "best": BestSpec(CPU),
     "ahead": AheadSpec(CPU),
+    "linear": LinearSpec(CPU, GGMLType.Q8_0, 64, 64),
+    "moe": MoeSpec(CPU, 1, 64, 32, "relu2", GGMLType.Q8_0, GGMLType.Q8_0),
+    "moe_route": RouteSpec(CPU, 64, 9, 2),
 }
 
 
 def spoilt(found: Any) -> Any:
     if isinstance(found, tuple):
         return tuple(map(spoilt, found))
+    if isinstance(found, Routes):
+        return replace(found, ids=found.ids.flip(-1))
     if isinstance(found, Kept):
         return replace(found, n=found.n + 1)
     return found * 1.25 + 1 if isinstance(found, torch.Tensor) and found.numel() else found
@@ -60,13 +71,19 @@ def hang(found: Any) -> Any:
 
 
 class PlantedLaunch:
-    """What the reference binds, and `then` with what each call gives."""
+    """What the reference binds, and `then` with what each call gives, or with what it wrote: `linear` is given where to."""
 
     def __init__(self, right: Any, then: Callable[[Any], Any]) -> None:
         self.right, self.then = right, then
 
-    def __call__(self, *args: Any) -> Any:
-        return self.then(self.right(*args))
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        found = self.right(*args, **named)
+        if found is None:
+            args[2].copy_(self.then(args[2]))
+            return None
+        if callable(found) and not isinstance(found, torch.Tensor):  # experts are loaded first
+            return PlantedLaunch(found, self.then)
+        return self.then(found)
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self.right, name)
@@ -74,7 +91,7 @@ class PlantedLaunch:
 
 
 KINDS = {"wrong": spoilt, "crashing": crash, "hanging": hang}
-OPS = {op.name: op for op in (attend, gdn, mamba2, rope_kv, rows, norms, best, ahead)}
+OPS = {op.name: op for op in (attend, gdn, mamba2, rope_kv, rows, norms, best, ahead, linear, moe, moe_route)}
 
 
 def _planted(op: Op[Any], kind: str) -> Op[Any]:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.ops.attend import prompt as attend_prompt
+from pyspec.cuda.ops.attend import prompt_blocks
 from pyspec.cuda.ops.attend import ref as attend_ref
 from pyspec.cuda.ops.attend.cases import TOLERANCE, Case, make, worst
-from pyspec.cuda.ops.attend.cuda import FEW, MANY
+from pyspec.cuda.ops.attend.cuda import FEW, MANY, SPLIT
 from pyspec.cuda.ops.attend.prompt import attend_prompt as op
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.slots.batch import Batch, Seq
@@ -96,3 +97,86 @@ def test_the_check_finds_a_shifted_mask() -> None:
     assert attend_prompt.check(attend_prompt.by_torch(SPEC), attend_prompt.reference(SPEC), SPEC) is None
     assert "differs" in str(attend_prompt.check(shifted, attend_prompt.reference(SPEC), SPEC))
     assert op.refusal(op.impls[0], SPEC) == "for GPUs"
+
+
+def part(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """As a library's kernel has it, in f64; rounded on its way out."""
+    n_head, n_kv = q.shape[1], k.shape[1]
+    scores = q.double() @ k.repeat_interleave(n_head // n_kv, 1).double().transpose(2, 3) * SPEC.scale
+    scores = scores if seen is None else scores.masked_fill(~seen, -torch.inf)
+    out = scores.softmax(-1) @ v.repeat_interleave(n_head // n_kv, 1).double()
+    return out.to(q.dtype), scores.logsumexp(-1)[0].float()
+
+
+def own_part(q: Tensor, n: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return part(q[:, :, :n], k, v, torch.ones(n, k.shape[2], dtype=torch.bool).tril(k.shape[2] - n))
+
+
+@pytest.mark.parametrize(("n_row", "n_past"), [(192, 0), (192, 31), (300, 32), (512, 64 + 32 + 5), (200, 3 * 128 + 64)])
+def test_blocks_of_keys_put_together_are_the_whole(n_row: int, n_past: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prompt_blocks, "BLOCKS", (128, 64, 32))
+    asked: list[tuple[int, int]] = []
+
+    def block(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        asked.append((q.shape[2], k.shape[2]))
+        return part(q, k, v)
+
+    without = attend_prompt.reference(SPEC)
+    run = prompt_blocks.by_blocks(SPEC, without, own_part, block)
+    q = (torch.randn(n_row, HEADS[0], HEADS[2]) * torch.logspace(-2, 1, n_row)[:, None, None]).half().float()
+    k, v = (torch.randn(n_row + n_past, HEADS[1], HEADS[2]).half() for _ in "kv")
+    got, want = run(q, k, v), without(q, k, v)
+    assert ((got - want).norm(dim=-1) / want.norm(dim=-1)).amax() < 2e-3
+    assert [n for _, n in asked] == [end - first for first, end in prompt_blocks.cut(n_past)]
+    assert all(n % prompt_blocks.ROWS == 0 for n, _ in asked), "plans are made for few numbers of rows"
+
+
+def test_blocks_are_cut_at_absolute_keys_and_leave_less_than_the_smallest() -> None:
+    large, mid, *_, small = prompt_blocks.BLOCKS
+    for n_past in (0, small - 1, small, mid + 3 * small + 9, 3 * large + 2 * mid + small, 130_000):
+        found = prompt_blocks.cut(n_past)
+        assert [a for a, _ in found] == [0, *(b for _, b in found)][: len(found)]
+        assert 0 <= n_past - (found[-1][1] if found else 0) < small
+        assert all(b - a in prompt_blocks.BLOCKS for a, b in found)
+    assert prompt_blocks.cut(large + mid)[0] == prompt_blocks.cut(large + mid + 9 * small)[0] == (0, large)
+    assert len(prompt_blocks.cut(2 * large - 1)) == len(prompt_blocks.BLOCKS)
+
+
+def test_few_rows_and_few_keys_are_not_worth_a_block() -> None:
+    def never(*_: object) -> tuple[Tensor, Tensor]:
+        raise AssertionError("asked for a block")
+
+    run = prompt_blocks.by_blocks(SPEC, attend_prompt.reference(SPEC), never, never)
+    for n_row, n_key in ((16, 9000), (300, 300 + prompt_blocks.BLOCKS[-1] - 1)):
+        q, k = torch.randn(n_row, HEADS[0], HEADS[2]), torch.randn(n_key, HEADS[1], HEADS[2]).half()
+        assert run(q, k, k).isfinite().all()
+
+
+@pytest.mark.parametrize("seqs", BATCHES.values(), ids=BATCHES.keys())
+def test_with_exact_our_own_takes_all_rows_as_few_at_a_time_as_it_has_room_for(seqs: list[tuple[int, int]]) -> None:
+    made, own = make(Case(*HEADS, torch.float16, seqs, scale=0.125), CPU), Counted()
+    got = attend_prompt.in_pieces(own)(made.q, made.pool, made.plain, 0)
+    assert torch.allclose(got, attend_ref.bind(SPEC)(made.q, made.pool, made.plain), atol=1e-5)
+    assert sorted(own.widths) == sorted(
+        n for _, w in seqs for n in ([MANY] * (w // MANY) + [w % MANY] if w > MANY else [w]) if n
+    )
+
+
+def test_pieces_get_smaller_as_keys_get_more_and_are_kept_for_all_layers() -> None:
+    n_past = 20 * SPLIT
+    made, own = make(Case(*HEADS, torch.float16, [(n_past, 100)], scale=0.125), CPU), Counted()
+    attend, plain = attend_prompt.in_pieces(own), made.plain
+    batch = replace(plain, seqs=[replace(seq, keep=True) for seq in plain.seqs])
+    first = attend(made.q, made.pool, batch, 0)
+    assert own.widths == [FEW] * 6 + [4]
+    pieces = attend_prompt._pieces(CPU).of(batch, 0)
+    again = attend(made.q, made.pool, batch, 0)
+    assert attend_prompt._pieces(CPU).of(batch, 0) is pieces and torch.equal(again, first)
+
+
+def test_the_library_is_loaded_where_a_slot_may_hold_a_block() -> None:
+    asked: list[tuple[int, int]] = []
+    least = prompt_blocks.BLOCKS[-1] + prompt_blocks.LEAST
+    for n_key in (least - 1, least, 10 * least):
+        prompt_blocks.warm(lambda q, k, v: asked.append((len(q), len(k))) or q, SPEC, n_key)
+    assert asked == [(prompt_blocks.LEAST, least)] * 2

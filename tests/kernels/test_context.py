@@ -26,7 +26,7 @@ from pyspec.engine import load as loading
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 ROOT = Path(pyspec.cuda.__file__).parent
 # what @cache may keep in pyspec.cuda: names, sources, compiled code, a pool of threads
-KEPT = {"prober", "digest", "stems", "source", "machine", "_compiled", "_kept", "_pool"}
+KEPT = {"prober", "digest", "stems", "source", "machine", "_compiled", "_archive", "_driver_major", "_pool"}
 
 
 class Gpus:
@@ -202,7 +202,7 @@ def test_a_check_has_its_device_as_the_threads(gpus: Gpus, monkeypatch: pytest.M
     assert found.refusal is None and at == [1] * 4 and gpus.at == 0
 
 
-IN_TRITON = ("triton_kernels.py", "tri_guards.py")  # functions of a compiler that need not be here
+IN_TRITON = ("triton_kernels.py", "triton_tiles.py", "tri_guards.py")  # functions of a compiler that need not be here
 
 
 def modules() -> list[Path]:

@@ -25,6 +25,8 @@ from pyspec.cuda.ops.sparse_attend import cases as sparse_cases
 from pyspec.cuda.ops.sparse_attend import cuda as sparse_cuda
 from pyspec.cuda.ops.sparse_attend import ref as sparse_ref
 from pyspec.cuda.ops.sparse_attend.ref import ROWS, SparseSpec
+from pyspec.cuda.ops.streams import cuda as streams_cuda
+from pyspec.cuda.ops.streams.ref import StreamsSpec, TorchStreams
 
 GPU = torch.device("cuda", 0)
 TYPES = [torch.float16, torch.bfloat16]
@@ -251,6 +253,35 @@ def test_a_captured_compressor_serves_rows_that_are_moved(spec: CompressSpec) ->
         for name in compress_cases.NAMES:
             assert torch.equal(ring.rows[name].view(torch.int32), kept.rows[name].view(torch.int32))
     assert faults.record(GPU).tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("slack", [0, 8, 34])
+def test_two_compressors_in_one_launch_leave_what_they_leave_one_after_the_other(slack: int) -> None:
+    specs = COMPRESSORS[:2]
+    launches = [compress_cuda.bind(spec) for spec in specs]
+    made = [compress_cases.make(WIDE, spec, 2, slack) for spec in specs]
+    batch, freq = made[0].placed.batch, made[0].freq
+    wide = torch.randn(len(made[0].values), 2 * sum(launch.width for launch in launches), device=GPU)
+    products = [p.chunk(2, -1) for p in wide.split([2 * launch.width for launch in launches], -1)]
+    wants, given = [], []
+    for launch, of, (values, scores) in zip(launches, made, products, strict=True):
+        wants.append(of.copies())
+        launch(values, scores, of.places, of.norm, freq, *wants[-1], batch)
+        given.append((values, scores, of.places, of.norm, *of.copies()))
+    both = launches[0].with_beside(launches[1])
+    assert both is not None
+    both(*given, freq, batch)
+    for (*_, ring, pool), (kept, want) in zip(given, wants, strict=True):
+        assert torch.equal(pool.k.view(torch.int16), want.k.view(torch.int16))
+        assert all(torch.equal(ring.rows[x].view(torch.int32), kept.rows[x].view(torch.int32)) for x in ring.rows)
+    assert faults.record(GPU).tolist() == [0] * 5
+
+
+@pytest.mark.parametrize("n", [4096, 7168, 64])
+def test_streams_pass_their_check(n: int) -> None:
+    """Among it: rows that are normed on the way are those of rows.cu, to the bit."""
+    spec = StreamsSpec(GPU, 4, n, 20, 1e-6, 1e-6)
+    assert streams_cuda.check(streams_cuda.bind(spec), TorchStreams(spec), spec) is None
 
 
 @pytest.mark.parametrize("normed", [True, False])

@@ -106,6 +106,19 @@ def test_ranges_and_splits_as_items_give_the_same_bits(dtype: torch.dtype) -> No
     assert torch.equal(*found)
 
 
+@pytest.mark.sampled(most=1)
+@pytest.mark.parametrize("dim", [64, 256])
+def test_all_ways_to_put_partials_together_give_the_same_bits(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warp for 32 dims, for 128, and with fewer partials under way; more of them than a batch has."""
+    case, found, merge = Case(4, 2, dim, torch.float16, [(2500, 1), (40, 2)], 16), [], attend_cuda.Kernels.merge
+    made = make(case, CPU)
+    for n_part in (1, attend_cuda.WIDE_WARPS, 10 * attend_cuda.WIDE_WARPS):
+        monkeypatch.setattr(attend_cuda.Kernels, "merge", lambda k, _, dim, n=n_part: merge(k, n // (dim // 32), dim))
+        with emulated_gpu(seed=3):
+            found.append(attend_cuda.bind(spec_of(case, CPU))(made.q, made.pool, made.batch, 0))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
 @pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("name", ["ragged", "q8_0", "f8"])

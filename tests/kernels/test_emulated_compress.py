@@ -39,6 +39,39 @@ def test_rows_and_rings_are_the_references(spec: CompressSpec, seed: int) -> Non
         assert faults.record(CPU).tolist() == [0] * 5
 
 
+def both(main: CompressSpec, case: Ragged, slack: int, seed: int) -> None:
+    """Two compressors of the same tokens in one launch leave what they leave one after the other, to the bit."""
+    beside = replace(main, dim=32)
+    one, other = (make(case, spec, seed + i, slack) for i, spec in enumerate((main, beside)))
+    first, second = compress_cuda.bind(main), compress_cuda.bind(beside)
+    wide = torch.randn(len(one.values), 2 * (first.width + second.width) + 4)  # as products lie: side by side
+    wide[one.placed.plain.n_row :] = torch.nan
+    at = 2 * first.width
+    parts = [wide[:, :at].chunk(2, -1), wide[:, at : at + 2 * second.width].chunk(2, -1)]
+    wants, given = [], []
+    for launch, of, (values, scores) in zip((first, second), (one, other), parts, strict=True):
+        ring, pool = of.copies()
+        launch(values, scores, of.places, of.norm, one.freq, ring, pool, one.placed.batch)
+        wants.append((ring, pool))
+        ring, pool = of.copies()
+        given.append((values, scores, of.places, of.norm, ring, pool))
+    together = first.with_beside(second)
+    assert together is not None and first.with_beside(compress_cuda.bind(replace(beside, eps=1e-5))) is None
+    together(given[0], given[1], one.freq, one.placed.batch)
+    for (*_, ring, pool), (kept, want) in zip(given, wants, strict=True):
+        assert torch.equal(pool.k.view(torch.int16), want.k.view(torch.int16))
+        assert all(torch.equal(ring.rows[x].view(torch.int32), kept.rows[x].view(torch.int32)) for x in ring.rows)
+    assert faults.record(CPU).tolist() == [0] * 5
+
+
+@needs_compiler
+@pytest.mark.parametrize("slack", [0, 34])
+def test_two_compressors_in_one_launch_leave_what_they_leave_one_after_the_other(slack: int) -> None:
+    with emulated_gpu(seed=6):
+        both(CSA, Ragged([(0, 1), (2, 5), (70, 17), (19, 2)], 16, (2, 1)), slack, 6)
+        both(replace(CSA, dim=32), Ragged([(3, 1)], 16), slack, 7)
+
+
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", SHAPES)
@@ -104,6 +137,9 @@ def test_kernels_compile_for_every_architecture_without_spills(arch: str) -> Non
         found = compile_cubin("compress", arch, compress_cuda.defines(spec), use_cache=False).resources
         assert set(found) == set(compress_cuda.FORMS) and all(of.spill_bytes == 0 for of in found.values())
         assert found["compress_rows"].registers * compress_cuda.n_group(spec) * spec.dim // 4 <= 65536
+    beside = {"BESIDE_DIM": 128, "BESIDE_GROUPS": compress_cuda.n_group(replace(CSA, dim=128))}
+    names = compress_cuda.defines(replace(CSA, dim=512, n_rot=64)) | beside
+    assert compile_cubin("compress", arch, names, use_cache=False).resources["compress_both"].spill_bytes == 0
 
 
 def test_what_it_can_not_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

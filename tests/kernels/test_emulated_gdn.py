@@ -117,6 +117,26 @@ def test_ragged_rounds_follow_the_reference(heads: tuple[int, int], columns: int
     follow(ROUNDS, heads, (9, 0), seed, columns=columns, chunked=gdn_cuda.NEVER)
 
 
+@pytest.mark.parametrize("heads", [(1, 1), (2, 4)])
+def test_a_warp_for_each_sequence_makes_the_bits_that_a_block_makes(
+    heads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows, folds, windows and records of ragged rounds, a sequence of padding and one that is only folded among them."""
+    shape, gen = shape_of(*heads), torch.Generator().manual_seed(1)
+    w, layers = weights(shape, gen), [layer_of(shape) for _ in range(2)]
+    fold_only = [*ROUNDS, [seq(2, 5, fold=0)], [seq(2, 0, True, fold=3), seq(1, 1)]]
+    with emulated_gpu(seed=3):
+        runs = [gdn_cuda.bind(GdnSpec(CPU, shape, EPS), columns=2, chunked=gdn_cuda.NEVER) for _ in layers]
+        runs[1].many = 1, gdn_cuda.NEVER
+        for seqs in fold_only:
+            rows = inputs(sum(s.width for s in seqs), shape, gen)
+            got = [run(*rows, *w, layer, laid(seqs)) for run, layer in zip(runs, layers, strict=True)]
+            assert torch.equal(*got)
+            for a, b in zip(layers[0].tensors(), layers[1].tensors(), strict=True):
+                assert torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
+        assert faults.record(CPU).tolist() == [0] * 5
+
+
 @pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("seed", SEEDS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from emulated.gpu import CPU
@@ -12,9 +14,10 @@ from torch import Tensor
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import pair as linear_pair
 from pyspec.cuda.ops.linear import ref as linear_ref
-from pyspec.cuda.ops.linear.cuda import SHAPES, LinearLaunch, Tiling, random_weights, step
+from pyspec.cuda.ops.linear.cuda import SHAPES, LinearLaunch, Tiling, build_of, random_weights, step
 from pyspec.cuda.ops.linear.pack import Packed, repack, unpack
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.rows.cuda import values_of
 from pyspec.gguf import GGMLType
 
 pytestmark = [needs_compiler, pytest.mark.sampled(1)]
@@ -44,7 +47,7 @@ def product(
     spec: LinearSpec, packed: Packed, x: Tensor, residual: Tensor | None = None, shape: Tiling = SHAPES[0]
 ) -> Tensor:
     """The result of one build; rows of the pad hold NaN, tickets must be zero again."""
-    launch = LinearLaunch(spec, (step(CPU, spec.type, spec.epilogue, shape, spec.limit),))
+    launch = LinearLaunch(spec, (step(CPU, spec.type, build_of(spec), shape),))
     launch.rows = linear_cuda.RowsLaunch(CPU, spec.n_in, (shape.rows,))
     for t in (launch.rows.blocks, launch.rows.sums, launch.rows.powers):
         t.fill_(torch.nan)
@@ -86,6 +89,56 @@ def test_epilogues_equal_the_reference(epilogue: Epilogue, limit: float, way: st
     linear_ref.bind(spec)(x, packed, want, residual)
     with machine_of(way, seed=seed):
         assert off(product(spec, packed, x, residual, SHAPES[1]), want) < 1e-3
+
+
+@pytest.mark.sampled(most=2)
+@pytest.mark.parametrize("way", ["linear", "linear_sm90"])
+@pytest.mark.parametrize("type", [GGMLType.Q8_0, GGMLType.Q4_K])
+def test_parts_have_their_own_columns(type: GGMLType, way: str) -> None:
+    """Three matrices of a tile each, two chunks and more of columns; CTAs begin within parts."""
+    spec = LinearSpec(CPU, type, 768, 512, parts=3)
+    packed, x = matrix(spec), torch.randn(3, 1536) * torch.tensor([[1e-2], [1.0], [30.0]])
+    parts = zip(unpack(packed).double().chunk(3), linear_ref.rounded(x).chunk(3, -1), strict=True)
+    want = torch.cat([part @ own.T for own, part in parts], -1)
+    with machine_of(way, seed=0, n_multiprocessor=5):
+        launch = LinearLaunch(spec, (step(CPU, type, build_of(spec), SHAPES[0]),))
+        got = torch.full((3, 768), torch.nan)
+        launch(x, packed, got)
+        assert not launch.tickets.any(), "tickets are left over"
+    assert off(got, want) < 3e-6
+    own = torch.full((3, 768), torch.nan)
+    linear_ref.bind(spec)(x, packed, own)
+    assert off(own, want) < 1e-3
+
+
+@pytest.mark.sampled(most=2)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("epilogue", "parts"), [(Epilogue.PLAIN, 1), (Epilogue.GATED, 1), (Epilogue.PLAIN, 3)])
+def test_products_that_go_to_the_next_ones_rows_are_those_of_a_call(epilogue: Epilogue, parts: int, way: str) -> None:
+    spec = LinearSpec(CPU, GGMLType.Q8_0, 768, 512, epilogue, 4.0 * (epilogue is Epilogue.GATED), parts)
+    packed, power = matrix(spec), 0.25
+    x = torch.randn(3, parts * 512) * torch.tensor([[1e-2], [1.0], [30.0]])
+    with machine_of(way, seed=0, n_multiprocessor=5):
+        want = LinearLaunch(spec, (step(CPU, spec.type, build_of(spec), SHAPES[0]),))
+        out = torch.full((3, 768), torch.nan)
+        want(x, packed, out)
+        handing = replace(spec, hands=power)
+        launch = LinearLaunch(handing, (step(CPU, spec.type, build_of(handing), SHAPES[0]),))
+        into = linear_cuda.RowsLaunch(CPU, 768, (8,))
+        got = launch.hand(launch.rows(x), packed, into)
+        values = values_of(got, 768)[0]
+        assert torch.equal(values, (out / power).half().float() * power) and not launch.tickets.any()
+
+
+def test_parts_that_do_not_fill_tiles_are_refused() -> None:
+    gpu = torch.device("cuda", 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        good = LinearSpec(gpu, GGMLType.Q8_0, 8192, 4096, parts=8)
+        assert linear_cuda.limits(good) is None
+        for change in ({"n_out": 8 * 128}, {"n_in": 4000 // 32 * 32}, {"parts": 3}, {"n_in": 8192}):
+            assert "part" in (linear_cuda.limits(replace(good, **change)) or "")
+        assert "something is done" in (linear_cuda.limits(replace(good, epilogue=Epilogue.GATED)) or "")
 
 
 @pytest.mark.sampled(most=1)
@@ -134,3 +187,8 @@ def test_the_launcher_takes_many_rows_in_passes_of_the_shapes_that_fit(way: str)
     with machine_of(way):
         launch = linear_cuda.bind(spec)
         assert linear_cuda.check(launch, linear_ref.bind(spec), spec, n_rows=(1, 9, 33, 135)) is None
+
+
+def test_a_matrix_is_cut_evenly_where_that_leaves_nearly_all_multiprocessors_some() -> None:
+    for n_unit, want in ((512, 128), (640, 128), (2720, 132), (480, 132), (128, 128), (7, 7), (392, 132)):
+        assert linear_cuda.n_cta(n_unit, 132) == want

@@ -1,7 +1,7 @@
 """Rounds of 64 slots with drafts, and a prompt's many rows: every kernel that runs for them, thread by thread on the CPU.
 
-A DFlash verify of blocks of 16 has 17 rows a slot, one of MTP with three drafts four, a plain round one: none but the last
-fits a graph, so batches run as they are.
+A DFlash verify of blocks of 16 has 17 rows a slot, one of MTP with three drafts four, a plain round one. Here batches run as they are, without
+a graph's padding.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from emulated.machine import needs_compiler
 from torch import Tensor
 
 from pyspec.cuda import faults, streamed
+from pyspec.cuda.exact import EXACT
 from pyspec.cuda.ops.angles import cuda as angles_cuda
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import ref as attend_ref
@@ -45,7 +46,7 @@ from pyspec.cuda.ops.rope_kv import cuda as rope_kv_cuda
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.cuda.ops.rope_kv.ref import bind as rope_kv_reference
 from pyspec.cuda.ops.rows import cuda as rows_cuda
-from pyspec.cuda.ops.rows.ref import Glu, Norm
+from pyspec.cuda.ops.rows.ref import Glu, HeadNorm, Norm
 from pyspec.gguf import GGMLType
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.kv import KVPool
@@ -157,6 +158,30 @@ def test_products_of_many_rows(n_row: int, tall: bool, monkeypatch: pytest.Monke
         out = torch.empty(n_row, 40)
         linear_cuda.bind(spec)(x, packed, out)
         assert off(out, want - residual) < 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tall", [False, True])
+def test_with_exact_a_row_has_the_same_bits_among_any_number(tall: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products whose rows are normed by heads and gated on the way, several passes of them; without it pairs take 48 rows and others 49."""
+    monkeypatch.setattr(streamed, "_tall", linear_wgmma.bind if tall else lambda spec: None)
+    monkeypatch.setattr(type(streamed.rows), "runs_as", lambda self, name, spec: True)  # as on a GPU
+    packed = random_matrix(Q8_0, 72, 128, torch.Generator().manual_seed(1), CPU)
+    x, residual, gate = drawn(300, 128), drawn(300, 72, seed=1), drawn(300, 160, seed=2)[:, 32:]
+    with emulated_gpu(n_multiprocessor=3):
+        usual = streamed.Streamed(packed, CPU, False, torch.empty(72, 128, dtype=torch.float16))
+        monkeypatch.setattr(EXACT, "is_on", True)
+        exact = streamed.Streamed(packed, CPU, False, torch.empty(72, 128, dtype=torch.float16))
+        assert usual.plain.pairs and not exact.plain.pairs and exact.wide is None
+        assert (exact.place(1, HeadNorm(gate[0, :64], 1e-6, gate)) is None) == tall
+
+        def product(n: int) -> Tensor:
+            return exact(x[:n], HeadNorm(1 + x[0, :64], 1e-6, gate[:n]), residual[:n])
+
+        whole = product(300)
+        assert all(torch.equal(product(n), whole[:n]) for n in (1, 17, 48, 49, 64, 128))
+    want = residual + linear_ref.rounded(HeadNorm(1 + x[0, :64], 1e-6, gate)(x)) @ unpack(packed).double().T
+    assert off(whole, want) < 1e-3
 
 
 @pytest.mark.slow

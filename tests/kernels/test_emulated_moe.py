@@ -20,6 +20,7 @@ from pyspec.cuda.ops.linear.ref import rounded
 from pyspec.cuda.ops.moe import cuda as moe_cuda
 from pyspec.cuda.ops.moe import ref as moe_ref
 from pyspec.cuda.ops.moe.cuda import random_stacks
+from pyspec.cuda.ops.moe.plan import buffer_bytes
 from pyspec.cuda.ops.moe.ref import Added, MoeSpec, Stack, Stacks, activate, combine
 from pyspec.cuda.ops.rows import cuda as rows_cuda
 from pyspec.cuda.ops.rows.ref import Norm
@@ -233,6 +234,7 @@ def test_a_shared_expert_is_cut_into_experts_that_add_up_to_it() -> None:
 
 def test_many_rows_go_in_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_cuda, "MAX_ROWS", 8)
+    monkeypatch.setattr(moe_cuda, "LONG_ROWS", 8)
     spec = MoeSpec(CPU, 2, 64, 64, "relu2", Q8_0, Q8_0, pieces=1)
     stacks, x = packed(spec, 5), torch.randn(19, 64)
     ids, weights = torch.rand(19, 5).argsort(-1)[:, :2].int().contiguous(), torch.rand(19, 2)
@@ -450,3 +452,9 @@ def test_without_a_wait_the_product_is_wrong(text: str, monkeypatch: pytest.Monk
         mutant = text.join(parts[: which + 1]) + ";" + text.join(parts[which + 1 :])
         monkeypatch.setattr(jit, "source", lambda name, text=mutant: text if name == "moe" else real(name))
         assert any(said_of(name) is not None for name in ("long", "records")), which
+
+
+def test_where_an_expert_would_have_few_rows_more_go_at_once() -> None:
+    assert moe_cuda.rows_at_once(6, 256) == moe_cuda.LONG_ROWS  # DeepSeek-V4: 12 of 512 rows for an expert
+    assert moe_cuda.rows_at_once(8, 256) == moe_cuda.rows_at_once(22, 512) == moe_cuda.MAX_ROWS
+    assert buffer_bytes(6, 256, 4096, 2048) > 4 * buffer_bytes(8, 256, 3072, 1024) / 3

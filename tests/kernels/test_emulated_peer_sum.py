@@ -26,10 +26,12 @@ def kernel() -> Emulated:
     return emulate("peer_sum", {"CHUNK": CHUNK, "BLOCKS": BLOCKS})
 
 
-def run(x: Tensor, places: list[Tensor], first: int = 0, limit: int = 0) -> tuple[Tensor, int]:
+def run(
+    x: Tensor, places: list[Tensor], first: int = 0, limit: int = 0, steps: int = peer_sum.SEND | peer_sum.SUM
+) -> tuple[Tensor, int]:
     """x [rank, n]: those of the ranks that launch. Returns their sums, and whether one gave up."""
     out, late = torch.full_like(x, torch.nan), torch.zeros(1, dtype=torch.int32)
-    numbers = (np.int32(x.shape[1]), np.int32(first), np.int32(len(places)), np.int64(limit))
+    numbers = (np.int32(x.shape[1]), np.int32(first), np.int32(len(places)), np.int32(steps), np.int64(limit))
     args = (x, out, *places, *[places[0]] * (peer_sum.MOST_RANKS - len(places)), late, *numbers)
     grid = (-(-x.shape[1] // CHUNK), len(x))
     kernel().kernel("peer_sum", peer_sum.SIGNATURE).launch(grid, peer_sum.THREADS, args)
@@ -60,6 +62,34 @@ def test_what_the_others_sent_before_is_there() -> None:
     assert run(x[:1], places, first=0, limit=10_000)[1] == 1
     out, late = run(x[1:], places, first=1, limit=10_000)
     assert not late and torch.equal(out[0], x[0] + x[1])
+
+
+@needs_compiler
+def test_ranks_that_take_turns_send_all_and_then_sum() -> None:
+    """None waits for another's launch: each of them may run by itself. Calls in one launch may come between."""
+    gen, places = torch.Generator().manual_seed(3), buffers(3)
+    for n in (4, CHUNK + 12, BLOCKS * CHUNK, 8):
+        x = torch.randn(3, n, generator=gen)
+        for rank in (2, 0, 1):
+            assert not run(x[rank : rank + 1], places, rank, 10_000, peer_sum.SEND)[1]
+        for rank in (1, 2, 0):
+            out, late = run(x[rank : rank + 1], places, rank, 10_000, peer_sum.SUM)
+            assert not late and torch.equal(out[0], x[0] + x[1] + x[2]), (n, rank)
+
+
+@needs_compiler
+def test_launches_that_take_turns_meet_between() -> None:
+    said: list[str] = []
+
+    class Kernel:
+        def launch(self, grid: object, block: int, args: list[object]) -> None:
+            said.append({peer_sum.SEND: "send", peer_sum.SUM: "sum", 3: "both"}[int(args[-2])])
+
+    late = torch.zeros(1, dtype=torch.int32)
+    for meet, want in ((lambda: said.append("meet"), ["send", "meet", "sum"]), (None, ["both"])):
+        said.clear()
+        peer_sum.PeerSum(Kernel(), 0, buffers(2), late, meet)(torch.zeros(8))
+        assert said == want
 
 
 @needs_compiler

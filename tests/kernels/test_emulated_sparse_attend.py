@@ -26,7 +26,9 @@ CASE = Ragged([(0, 1), (3, 7), (11, 3), (100, 2), (300, 4)], 16, (2, 1))
 
 @pytest.mark.sampled(most=1)
 @needs_compiler
-@pytest.mark.parametrize(("spec", "top_k", "seed"), [(CSA, 6, 0), (HCA, 0, 1), (RAW, 0, 2)])
+@pytest.mark.parametrize(
+    ("spec", "top_k", "seed"), [(CSA, 6, 0), (HCA, 0, 1), (RAW, 0, 2), (replace(CSA, n_head=8), 6, 3)]
+)
 def test_rows_and_rings_are_the_references(spec: SparseSpec, top_k: int, seed: int) -> None:
     made = make(CASE, spec, top_k, seed)
     with emulated_gpu(seed=seed):
@@ -120,7 +122,8 @@ def test_what_is_out_of_bounds_is_reported_and_other_sequences_are_right(name: s
 def test_kernels_compile_for_every_architecture_without_spills(arch: str) -> None:
     pytest.importorskip("cuda.core")
     for dim, n_head, kv in ((512, 64, torch.float16), (512, 64, torch.bfloat16), (32, 4, torch.float16)):
-        for build in sparse_cuda.builds(replace(CSA, dim=dim, kv=kv, n_head=n_head), arch):
+        spec = replace(CSA, dim=dim, kv=kv, n_head=n_head)
+        for build in {*sparse_cuda.builds(spec, arch), sparse_cuda.long_build(spec, arch)}:
             found = compile_cubin("sparse_attend", arch, build.defines(), use_cache=False).resources
             assert set(found) == set(sparse_cuda.FORMS) and all(of.spill_bytes == 0 for of in found.values())
             assert found["sparse_parts"].registers * 32 * build.warps <= 65536
@@ -132,6 +135,9 @@ def test_every_architecture_has_a_build_for_every_width() -> None:
             found = sparse_cuda.builds(replace(CSA, dim=dim, n_head=64), arch)
             assert found and len({build.keys for build in found}) == 1, (arch, dim)
     assert [build.heads for build in sparse_cuda.builds(replace(CSA, dim=512, n_head=64), "sm_90a")] == [16, 32, 64]
+    long = sparse_cuda.long_build(SparseSpec(CPU, 64, 512, 128, 4, torch.float16, 64, 1e-6), "sm_90a")
+    assert (long.heads, long.keys, long.buffers, long.rows) == (64, 64, 2, sparse_cuda.LONG_ROW)
+    assert sparse_cuda.long_build(CSA, "sm_90a") in sparse_cuda.builds(CSA, "sm_90a")
 
 
 def test_what_it_can_not_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

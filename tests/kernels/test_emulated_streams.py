@@ -55,6 +55,7 @@ def test_streams_compile_for_every_architecture(arch: str) -> None:
         for n_iter in (20, 0):
             found = compile_cubin("streams", arch, streams_cuda.defines(n, n_iter), use_cache=False).resources
             assert all(of.spill_bytes == 0 for of in found.values())
+            assert found["streams_read_rows"].registers * streams_cuda.READERS <= 65536
             assert found["streams_parts"].registers * streams_cuda.THREADS * 2 <= 65536
             assert ("streams_merge" in found) == (n_iter > 0)
 

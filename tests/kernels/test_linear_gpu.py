@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from pyspec.cuda.ops.linear.cuda import LinearLaunch, Tiling, random_matrix, ste
 from pyspec.cuda.ops.linear.op import linear
 from pyspec.cuda.ops.linear.pack import CHUNKS, Packed, unpack
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
-from pyspec.cuda.ops.rows.cuda import RowsLaunch
+from pyspec.cuda.ops.rows.cuda import RowsLaunch, values_of
 from pyspec.gguf import GGMLType
 
 CUDA = torch.device("cuda", 0)
@@ -47,6 +49,38 @@ def test_products_equal_exact_sums_of_rounded_rows(type: GGMLType, n_out: int, n
         got = product(spec, packed, x)
         assert off(got, linear_ref.rounded(x) @ weights.T) < 3e-6
         assert off(got, x.double() @ weights.T) < 2e-3
+
+
+@pytest.mark.parametrize("type", [GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.Q6_K])
+@pytest.mark.parametrize(("parts", "n_own", "n_in"), [(8, 1024, 4096), (2, 256, 256), (5, 512, 1280)])
+def test_parts_have_their_own_columns(type: GGMLType, parts: int, n_own: int, n_in: int) -> None:
+    packed, spec = matrix(type, parts * n_own, n_in), LinearSpec(CUDA, type, parts * n_own, n_in, parts=parts)
+    weights = unpack(packed).double().chunk(parts)
+    for n_row in (1, 4, 9, 33, 128):
+        x = torch.randn(n_row, parts * n_in, device=CUDA) * torch.logspace(-3, 3, n_row, device=CUDA)[:, None]
+        rows = zip(weights, linear_ref.rounded(x).chunk(parts, -1), strict=True)
+        got = product(spec, packed, x)
+        assert off(got, torch.cat([part @ own.T for own, part in rows], -1)) < 3e-6
+        assert torch.equal(product(spec, packed, x[:1]), got[:1])
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "parts", "n_out", "n_in"),
+    [(Epilogue.PLAIN, 8, 8192, 4096), (Epilogue.GATED, 1, 2048, 4096), (Epilogue.PLAIN, 1, 8192, 4096)],
+)
+def test_products_that_go_to_the_next_ones_rows_are_those_of_a_call(
+    epilogue: Epilogue, parts: int, n_out: int, n_in: int
+) -> None:
+    limit, power = 10.0 * (epilogue is Epilogue.GATED), 2.0**-4
+    spec = LinearSpec(CUDA, GGMLType.Q8_0, n_out, n_in, epilogue, limit, parts)
+    packed = matrix(spec.type, spec.n_weight_row, n_in)
+    launch = linear_cuda.bind(replace(spec, hands=power))
+    into = linear_cuda.bind_rows(CUDA, GGMLType.Q8_0, n_out)
+    for n_row in (1, 2, 8, 9, 17, 32):
+        x = torch.randn(n_row, parts * n_in, device=CUDA) / 16
+        got = launch.hand(launch.rows(x), packed, into)
+        want = (product(spec, packed, x) / power).half().float() * power
+        assert torch.equal(values_of(got, n_out)[0], want)
 
 
 @pytest.mark.parametrize("n_in", [32, 64, 96, 2688])

@@ -1,4 +1,4 @@
-"""Products of 33 rows and more on Hopper against float64: every type, ragged rows, sizes that fill no tile."""
+"""Products on Hopper against float64: every type, ragged rows, sizes that fill no tile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyspec.cuda.ops.linear.wgmma import PATIENCE, WgmmaLaunch, limits, prepare
 from pyspec.gguf import GGMLType
 
 CUDA = torch.device("cuda", 0)
-N_ROWS = (33, 47, 64, 65, 96, 100, 127, 128)
+N_ROWS = (1, 9, 17, 33, 47, 64, 65, 96, 100, 127, 128)
 
 if limits(LinearSpec(CUDA, GGMLType.Q8_0, 64, 64)) is not None:
     pytest.skip("needs compute capability 9.0", allow_module_level=True)
@@ -75,7 +75,7 @@ def test_a_row_has_the_same_bits_whatever_runs_beside_it(type: GGMLType) -> None
     packed, spec = matrix(type, 5000, 2048), LinearSpec(CUDA, type, 5000, 2048)
     x = torch.randn(200, 2048, device=CUDA)
     all_rows = product(spec, packed, x)
-    for n_row in (1, *N_ROWS):
+    for n_row in N_ROWS:
         assert torch.equal(product(spec, packed, x[:n_row]), all_rows[:n_row])
     assert torch.equal(product(spec, packed, x.flip(0)).flip(0), all_rows)
 

@@ -19,12 +19,17 @@ from pyspec.cuda.ops.gdn.ref import GdnSpec
 from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, make_params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
+from pyspec.cuda.ops.moe import cuda as moe_cuda
+from pyspec.cuda.ops.moe import ref as moe_ref
+from pyspec.cuda.ops.moe import triton as moe_triton
+from pyspec.cuda.ops.moe.ref import Added, MoeSpec
+from pyspec.gguf import GGMLType
 from pyspec.slots.batch import Seq, lay_out
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
 
 GPU = torch.device("cuda", 0)
-OPS = ("attend", "gdn", "mamba2", "rope_kv", "rows", "norms", "best", "ahead")
+OPS = ("linear", "moe", "moe_route", "attend", "gdn", "mamba2", "rope_kv", "rows", "norms", "best", "ahead")
 FAR = Case(24, 4, 256, torch.float16, [(17000, 7), (16380, 3), (300, 1), (16500, 1)], 64)  # both sizes of splits
 GDN = GdnSpec(GPU, GdnShape(16, 48, 128, 4, (2 * 16 + 48) * 128), 1e-6)
 MAMBA2 = Mamba2Spec(GPU, Mamba2Shape(n_head=128, head_dim=64, n_group=8, n_state=128, n_conv=4))
@@ -190,6 +195,55 @@ def test_graphs_hold_what_follows_a_verify() -> None:
             next(op for op in survey.ops() if op.name == "ahead").reference.bind(_spec("ahead")).accept(pairs, batch)
         )
         assert torch.equal(kept.n, other.n) and torch.equal(kept.tokens, other.tokens)
+
+
+Q4_K, Q6_K, Q8_0, NVFP4, MXFP4 = (GGMLType[n] for n in ("Q4_K", "Q6_K", "Q8_0", "NVFP4", "MXFP4"))
+EXPERTS = {
+    "gated, a piece": MoeSpec(GPU, 8, 768, 512, "swiglu", Q4_K, Q6_K, pieces=1),
+    "scaled, two pieces": MoeSpec(GPU, 6, 320, 192, "relu2", NVFP4, NVFP4, scaled=True, pieces=2),
+    "cut gates, a lower tile": MoeSpec(GPU, 3, 1280, 288, "swiglu", MXFP4, Q8_0, limit=7.0),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_are_the_references_and_a_row_has_the_same_bits_alone(name: str) -> None:
+    spec, gen = EXPERTS[name], torch.Generator().manual_seed(0)
+    assert moe_cuda.check(moe_triton.bind(spec), moe_ref.bind(spec), spec) is None
+    n_expert = 3 * spec.n_used
+    experts = moe_triton.bind(spec)(moe_cuda.random_stacks(spec, n_expert, gen))
+    x = torch.randn(150, spec.n_in, generator=gen).to(GPU)
+    ids = torch.rand(150, n_expert, generator=gen).argsort(-1)[:, : spec.n_used].int()
+    ids[:60, 0] = 0  # a crowd: items of all sizes
+    ids = ids.to(GPU)
+    weights = torch.rand(150, spec.n_used, generator=gen).to(GPU)
+    added = Added(x, None, torch.rand(150, 1, generator=gen).to(GPU) if spec.pieces else None)
+    whole = experts(x, ids, weights, None, added)
+    for part in (slice(0, 1), slice(61, 63), slice(3, 6), slice(0, 8), slice(10, 42), slice(5, 120)):
+        got = experts(x[part], ids[part], weights[part], None, added.part(part))
+        assert torch.equal(got, whole[part]), part
+    x[3], ids[5] = torch.nan, -7  # a row that is no number, and experts that are none
+    for n in (8, 100):
+        got = experts(x[:n], ids[:n], weights[:n], None, added.part(slice(0, n)))
+        keep = [i for i in range(n) if i not in (3, 5)]
+        assert torch.equal(got[keep], whole[:n][keep]) and got[3].isnan().all() and got[5].isfinite().all()
+
+
+def test_a_captured_graph_runs_other_choices() -> None:
+    spec, gen = EXPERTS["gated, a piece"], torch.Generator().manual_seed(1)
+    experts = moe_triton.bind(spec)(moe_cuda.random_stacks(spec, 40, gen))
+    for n_row in (1, 8, 100):
+        x = torch.randn(n_row, spec.n_in, generator=gen).to(GPU)
+        weights = torch.rand(n_row, spec.n_used, generator=gen).to(GPU)
+        ids = torch.zeros(n_row, spec.n_used, dtype=torch.int32, device=GPU)
+        experts(x, ids, weights)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = experts(x, ids, weights)
+        for _ in range(3):
+            ids.copy_(torch.rand(n_row, 40, generator=gen).argsort(-1)[:, : spec.n_used])
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(out, experts(x, ids, weights))
 
 
 def _spec(name: str) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import triton_interpreter  # noqa: F401
@@ -58,7 +56,7 @@ def test_a_wrong_offset_is_noticed() -> None:
     """Or the check above could not fail."""
     spec = LinearSpec(CPU, GGMLType.Q4_0, 64, 256)
     run = linear_triton.bind(spec)
-    run.form = replace(run.form, offset=7)
+    run.constants["OFFSET"] = 7
     assert "differ" in (linear_cuda.check(run, linear_ref.bind(spec), spec, n_rows=(1,)) or "")
 
 

@@ -32,6 +32,10 @@ from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.mamba2 import triton as mamba2_triton
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, make_params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
+from pyspec.cuda.ops.moe import cuda as moe_cuda
+from pyspec.cuda.ops.moe import triton as moe_triton
+from pyspec.cuda.ops.moe.ref import Added, MoeSpec, RouteSpec
+from pyspec.cuda.ops.moe_route import triton as moe_route_triton
 from pyspec.cuda.ops.norms import triton as norms_triton
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.cuda.ops.rope_kv import triton as rope_kv_triton
@@ -39,6 +43,7 @@ from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.cuda.ops.rows import op as rows_op
 from pyspec.cuda.ops.rows import triton as rows_triton
 from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
+from pyspec.gguf import GGMLType
 from pyspec.slots.batch import Seq, lay_out
 from pyspec.slots.kv import KV_DTYPES, KVPool
 from pyspec.slots.recurrent import StateLayer
@@ -210,7 +215,40 @@ def _linear(spec: LinearSpec, n_row: int) -> None:
     run.multiply(x, torch.ones(n_row), run.pack(raw, spec.type, shape, scales), out, residual)
 
 
+def moe() -> Iterator[Callable[[], object]]:
+    types = GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.Q6_K, GGMLType.MXFP4, GGMLType.NVFP4, GGMLType.IQ4_NL
+    for type in types:
+        for n_row in (1, 3, 40, 200) if type is GGMLType.Q4_K else (1, 40):
+            gated = type is not GGMLType.NVFP4
+            spec = MoeSpec(CPU, 2, 256, 256, "swiglu" if gated else "relu2", type, type, not gated, pieces=1)
+            yield lambda spec=spec, n_row=n_row: _moe(spec, n_row)
+
+
+def _moe(spec: MoeSpec, n_row: int) -> None:
+    experts = moe_triton.bind(spec)(moe_cuda.random_stacks(spec, 4, torch.Generator().manual_seed(0)))
+    x, ids = torch.zeros(n_row, spec.n_in), torch.zeros(n_row, 2, dtype=torch.int32)
+    experts(x, ids, torch.zeros(n_row, 2), None, Added(x, None, torch.zeros(n_row, 1)))
+
+
+def moe_route() -> Iterator[Callable[[], object]]:
+    for spec in (
+        RouteSpec(CPU, 3072, 256, 8, gated=True),
+        RouteSpec(CPU, 4096, 512, 22, "sigmoid", scale=5.0, biased=True),
+        RouteSpec(CPU, 4096, 256, 6, "sqrtsoftplus", given=True),
+    ):
+        yield lambda spec=spec: _moe_route(spec)
+
+
+def _moe_route(spec: RouteSpec) -> None:
+    bias = torch.zeros(spec.n_expert) if spec.biased else None
+    given = torch.zeros(2, spec.n_used, dtype=torch.int32) if spec.given else None
+    matrix = torch.zeros(spec.n_expert + spec.gated, spec.n_in)
+    moe_route_triton.bind(spec)(torch.zeros(2, spec.n_in), torch.ones(spec.n_in), matrix, bias, given)
+
+
 OPS = {
+    "moe_route": moe_route,
+    "moe": moe,
     "linear": linear,
     "attend": attend,
     "gdn": gdn,
@@ -227,6 +265,7 @@ def main(names: list[str], targets: list[int | str]) -> int:
     n_bad = 0
     for name in targets:
         tri.has_f8 = lambda device, name=name: name in (89, 90, 100, 120, 121)
+        tri.has_ptx = lambda device, name=name: isinstance(name, int)
         tri.has_large_shared = lambda device, name=name: name in LARGE
         done = set()
 

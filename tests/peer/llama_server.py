@@ -2,7 +2,7 @@
 """Stands in for the executable llama-server in llama.cpp's own server tests: the same flags, answered by `pyspec server`.
 
 Files that those tests fetch are not here, so every model is the one that PYSPEC_PEER_MODEL names, or PYSPEC_PEER_SECOND in place of their stories15M. Their `--ctx-size` is shared by all slots, ours
-is each request's. Everything else goes through as it is: what pyspec refuses, it refuses.
+is each request's. Made-up acceptance goes with --spec-fixed. Everything else goes through as it is: what pyspec refuses, it refuses.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ def translated(args: list[str], model: str) -> list[str]:
             out += ["--spec-type", "auto"]
             i += 2
             continue
+        if flag == "--spec-synth-rates":  # theirs drafts as much as it may; ours what pays, unless it is told
+            out.append("--spec-fixed")
         if flag == "--parallel":
             slots = int(value)
         unified = unified or flag == "--kv-unified"

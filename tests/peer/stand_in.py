@@ -22,6 +22,7 @@ PIECES = (
     "ssist templ trunc uncti _book _mean _temp"
 )
 """Merged from the left or the right by one character each; _ is a space. Found by trying: 18 counts of tokens and of common tokens hold."""
+GAP = "<PRE>", "<SUF>", "<MID>"
 HELLO = "_Hell _Hello"
 """Of their second model, for which "Hello " is one token."""
 CHATML = """\
@@ -47,6 +48,7 @@ def vocabulary(pieces: str) -> tuple[list[str], list[float], list[int]]:
     rows = [("<unk>", 0.0, kinds.UNKNOWN), ("<s>", 0.0, kinds.CONTROL), ("</s>", 0.0, kinds.CONTROL)]
     rows += [(f"<0x{b:02X}>", 0.0, kinds.BYTE) for b in range(256)]
     rows += [(piece, -float(i), kinds.NORMAL) for i, piece in enumerate([*merged, *single])]
+    rows += [(mark, 0.0, kinds.CONTROL) for mark in GAP]
     tokens, scores, types = zip(*rows, strict=True)
     return list(tokens), list(scores), [int(t) for t in types]
 
@@ -104,7 +106,7 @@ def write(path: Path, pieces: str) -> None:
     writer.add_unk_token_id(0)
     writer.add_add_bos_token(True)
     writer.add_chat_template(CHATML)
-    for name, value in weights(len(tokens), range(3 + 256)).items():
+    for name, value in weights(len(tokens), [*range(3 + 256), *range(len(tokens) - len(GAP), len(tokens))]).items():
         writer.add_tensor(name, value)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -102,7 +102,7 @@ class RankRig(Rig):
         self.ranks = ThreadRanks(n, n_page if padded else 0)
         super().__init__(build(d, plan_memory(d), self.ranks))  # type: ignore[arg-type]
         if padded:
-            self.loop.worker.arena = Arena(d.settings.np, n_page, d.device)
+            self.loop.worker.arena = Arena(d.settings.np, n_page, d.device, d.width)
             self.loop.lookahead.on = True
 
     def __enter__(self) -> RankRig:

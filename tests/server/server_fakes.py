@@ -34,6 +34,7 @@ from pyspec.request import (
     TokenLogprob,
 )
 from pyspec.server.engine import Sink
+from pyspec.text.vocab import FimMarks
 
 BOS, EOS, N_VOCAB = 256, 257, 258
 
@@ -42,6 +43,8 @@ class ByteTokenizer:
     """Ids 0..255 are bytes; `<s>` and `</s>` are special."""
 
     n_vocab = N_VOCAB
+    add_bos, bos_id = True, BOS
+    fim = FimMarks()
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         ids = [BOS] if add_special else []

@@ -253,7 +253,7 @@ def test_thinking_effort_and_format_are_those_of_chat_completions() -> None:
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
             NotSupported,
-            "image input is not supported",
+            "image input is out of scope",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, NotSupported, "'document'"),
         ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, RequestError, "tool_use_id"),

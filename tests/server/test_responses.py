@@ -190,7 +190,7 @@ def test_what_agents_send_along_is_no_reason_to_refuse() -> None:
         (
             {"items": [{"role": "user", "content": [{"type": "input_image"}]}]},
             NotSupported,
-            "image input is not supported",
+            "image input is out of scope",
         ),
         ({"items": [{"role": "user", "content": [{"type": "input_file"}]}]}, NotSupported, "'input_file'"),
         ({"items": [{"role": "robot", "content": "x"}]}, RequestError, "input.0.role"),

@@ -115,6 +115,30 @@ def test_a_call_that_is_cut_off_ends_with_length(app: App, engine: FakeEngine) -
     )
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(
+    "cut", ["<", "<tool_call>", '<tool_call>\n{"na', '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool']
+)
+def test_half_a_mark_is_no_content_where_the_answer_is_calls(
+    app: App, engine: FakeEngine, cut: str, is_streamed: bool
+) -> None:
+    engine.script = Script(text=cut)
+    for choice in ("required", "auto"):
+        body = {"messages": HELLO, "tools": TOOLS, "tool_choice": choice}
+        if is_streamed:
+            events = [
+                e["choices"][0]["delta"]
+                for e in app.events("/v1/chat/completions", body)
+                if e != "[DONE]" and e["choices"]
+            ]
+            content = "".join(delta.get("content") or "" for delta in events)
+        else:
+            content = (
+                ask(app, **{k: v for k, v in body.items() if k != "messages"})["choices"][0]["message"]["content"] or ""
+            )
+        assert content in cut and bool(content) == (choice == "auto")
+
+
 @pytest.mark.parametrize(
     "body", [{}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": TOOLS, "parse_tool_calls": False}]
 )
@@ -191,6 +215,7 @@ def test_an_answer_is_held_to_a_schema_or_calls_tools(
         ('{"a": 3}', bool(says)),
         (call, calls),
         ('{"a": "x"}', False),
+        ('{"a": 3, "b": 1}', False),
         ("text", False),
         ('{"a": 3}' + call, False),
     ):

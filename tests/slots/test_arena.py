@@ -4,7 +4,7 @@ import pytest
 import torch
 from harness import FIXTURES, Bench
 
-from pyspec.slots.arena import BUCKETS, ROW64, SEQ32, Arena, bucket_of
+from pyspec.slots.arena import BUCKETS, ROW64, SEQ32, WIDE, Arena, bucket_of, most_rows
 from pyspec.slots.batch import Seq, lay_out
 from pyspec.slots.table import SlotTable
 
@@ -20,6 +20,18 @@ def seated(n_slot: int) -> SlotTable:
 
 def test_buckets_hold_every_row_count_up_to_the_largest() -> None:
     assert [bucket_of(n) for n in (1, 5, 7, 33, 128, 129)] == [1, 6, 8, 48, 128, None]
+    assert [bucket_of(n, 256) for n in (128, 129, 192, 193, 256, 257)] == [128, 192, 192, 256, 256, None]
+    sizes = {(8, 16): 128, (8, 17): 192, (64, 4): 256, (1, 1): 128, (64, 16): 1024, (100, 16): WIDE[-1]}
+    assert {of: most_rows(*of) for of in sizes} == sizes
+
+
+def test_many_rows_find_a_graph_where_they_are_verifies_and_none_where_a_prompt_is_among_them() -> None:
+    arena = Arena(64, 4, CPU, 4)
+    assert arena.n_row == 256
+    assert [arena.bucket(w) for w in ([4] * 64, [4] * 33, [3, 4] * 25)] == [256, 192, 192]
+    assert arena.bucket([4] * 40 + [5]) is None, "some rows of a prompt"
+    assert arena.bucket([4] * 20 + [48]) == 128, "as ever, below"
+    assert arena.bucket([4] * 65) is None and arena.bucket([128]) == 128 and arena.bucket([129]) is None
 
 
 @pytest.mark.parametrize("widths", [(1,), (3, 1, 5), (16, 16), (1, 1, 1, 1, 1, 1, 1, 1), (8, 2, 7), (2,) * 11])

@@ -6,6 +6,7 @@ import random
 
 import torch
 
+from pyspec.slots import states
 from pyspec.slots.memory import Checkpoint
 from pyspec.slots.prefix import State
 from pyspec.slots.states import Saved, StateStore
@@ -106,3 +107,21 @@ def test_any_order_of_calls_keeps_the_counts() -> None:
             else:
                 store.drop(rng.choice(states))
             check(table, store)
+
+
+def test_states_go_to_few_pieces_of_host_memory() -> None:
+    """Of one type each, in the order in which they stand; a tensor that is larger than a piece has its own."""
+    small, large = torch.zeros(1000), torch.zeros(states.PIECE // 4 + 1, device="meta")
+    half = torch.zeros(8, dtype=torch.float16)
+    tensors = [small, small.clone(), half, half.clone(), large, small.clone()]
+    groups = states._groups(tensors)
+    assert [len(g) for g in groups] == [2, 2, 1, 1]
+    assert [id(t) for g in groups for t in g] == [id(t) for t in tensors]
+    assert all(len({t.dtype for t in g}) == 1 for g in groups) and states._groups([]) == []
+
+
+def test_a_structure_gets_its_tensors_replaced_where_there_are_others() -> None:
+    a, b, c = torch.zeros(2), torch.ones(3), torch.full((1,), 7.0)
+    made = states._with([a, (b, [a])], {id(a): c})
+    assert made[0] is c and made[1][0] is b and made[1][1][0] is c and isinstance(made[1], tuple)
+    assert states.to_host([a, (b,)])[0] is a, "what is on the host stays"

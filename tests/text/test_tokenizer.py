@@ -13,7 +13,7 @@ from text_vocab import SPM, SPM_FILES, bpe, spm, texts
 import pyspec
 from pyspec.gguf import open_gguf
 from pyspec.text.tokenizer import Tokenizer
-from pyspec.text.vocab import BYTE_CHARS, CONTROL, CONTROL_TEXTS, EOG_TEXTS, NORMAL, USER_DEFINED
+from pyspec.text.vocab import BYTE_CHARS, CONTROL, CONTROL_TEXTS, EOG_TEXTS, NORMAL, USER_DEFINED, FimMarks
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 FILES = {name: FIXTURES / f"{name}.gguf" for name in ("llama", "qwen3", "qwen35")}
@@ -253,3 +253,11 @@ def test_a_long_text_without_words_has_the_ids_of_the_whole(pre, monkeypatch):
     monkeypatch.setattr("pyspec.text.tokenizer.PIECE_TAIL", 20)
     for text, ids in zip(texts, whole, strict=True):
         assert tokenizer.encode(text) == ids, text
+
+
+def test_marks_of_a_gap_are_found_by_id_and_by_text() -> None:
+    texts = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]
+    assert Tokenizer.from_metadata(bpe(control=texts)).fim == FimMarks(256, 257, 258, 260, 261)
+    assert Tokenizer.from_metadata(bpe()).fim == FimMarks()
+    keys = {"fim_pre_token_id": 65, "suffix_token_id": 66, "middle_token_id": 9999}
+    assert Tokenizer.from_metadata(bpe(control=["<MID>"], keys=keys)).fim == FimMarks(65, 66, 256)

@@ -12,6 +12,14 @@ constexpr int kAtOnce = TILES_N <= 3 ? TILES_N : TILES_N <= 8 ? 2 : 1;  // tiles
 static_assert(WARPS_M * TILES_M == kTile, "a CTA owns 256 rows");
 static_assert(TILES_N % kAtOnce == 0, "groups of tiles");
 
+#ifndef PART_TILES
+#define PART_TILES 0
+#endif
+// Of rows: what a tile's chunk is multiplied with. PART_TILES > 0: so many tiles have a part of the rows' columns of their own.
+__device__ __forceinline__ int chunk_of_rows(int tile, int chunk, int n_chunk) {
+  return PART_TILES > 0 ? tile / (PART_TILES > 0 ? PART_TILES : 1) * n_chunk + chunk : chunk;
+}
+
 struct Shape {
   int n_row, n_out, n_tile16, n_chunk;
 };
@@ -128,13 +136,13 @@ __device__ __forceinline__ void store(const Accumulator& acc, Shape s, Place at,
         const float y = acc.v[m][n][j] * scale[m] * power, y8 = acc.v[m][n][j + 2] * scale8[m] * power;
 #if EPILOGUE == GATED
         const int column = (at.column + m) * 8 + at.g;
-        if (column < s.n_out) out[static_cast<i64>(row) * s.n_out + column] = silu(cut_gate(y)) * cut_up(y8);
+        if (column < s.n_out) put(out, powers_of(residual), s.n_out, row, column, silu(cut_gate(y)) * cut_up(y8));
 #else
         const int column = (at.column + m) * 16 + at.g;
         const float(&old)[2] = beside.old[n % kAtOnce][j][m];
-        const i64 to = static_cast<i64>(row) * s.n_out + column;
-        if (column < s.n_out) out[to] = EPILOGUE == RESIDUAL ? old[0] + y : y;
-        if (column + 8 < s.n_out) out[to + 8] = EPILOGUE == RESIDUAL ? old[1] + y8 : y8;
+        float* const by = powers_of(residual);
+        if (column < s.n_out) put(out, by, s.n_out, row, column, EPILOGUE == RESIDUAL ? old[0] + y : y);
+        if (column + 8 < s.n_out) put(out, by, s.n_out, row, column + 8, EPILOGUE == RESIDUAL ? old[1] + y8 : y8);
 #endif
       }
     }

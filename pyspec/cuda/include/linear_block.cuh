@@ -94,3 +94,21 @@ __device__ __forceinline__ void fetch(Right& right, u32 rows, u32 sums) {
 }
 
 __device__ __forceinline__ float silu(float x) { return x / (1.f + __expf(-x)); }
+
+// Where a product goes: to its row of `out`; or (HANDS_POWER: over this power of two) to the blocks that the next product reads, as rows.cu's
+// LAYOUT 0 has them for as many rows. Those are no types whose products need sums of blocks. `by`: the rows' powers there.
+#ifdef HANDS_POWER
+__device__ __forceinline__ float* powers_of(const float* residual) { return const_cast<float*>(residual); }
+
+__device__ __forceinline__ void put(float* out, float* by, int, int row, int column, float y) {
+  const int at = column % 32, place = at / 4 % 4 * 8 + at / 16 * 4 + at % 4;
+  reinterpret_cast<u16*>(out)[(static_cast<i64>(column / 32) * kPad + row) * 32 + place] = f32_to_f16(y * (1.f / HANDS_POWER));
+  if (column == 0) by[row] = HANDS_POWER;
+}
+#else
+__device__ __forceinline__ float* powers_of(const float*) { return nullptr; }
+
+__device__ __forceinline__ void put(float* out, float*, int n_out, int row, int column, float y) {
+  out[static_cast<i64>(row) * n_out + column] = y;
+}
+#endif

@@ -14,6 +14,7 @@ from pydantic import Field
 from pyspec.errors import NotSupported, RequestError
 from pyspec.server.api.schema import Body, Count, validate
 from pyspec.server.api.steady import without_transport
+from pyspec.server.api.unsupported import refuse_built_in
 from pyspec.server.settings import Limits
 
 MAX_TOKENS = 4096  # if a body does not say, as llama-server has it; Anthropic's own interface insists
@@ -97,9 +98,8 @@ def to_chat(sent: dict[str, Any], limits: Limits) -> dict[str, Any]:
     """The same request as a body of `/v1/chat/completions`. Raises RequestError, NotSupported."""
     body = validate(MessagesBody, sent)
     chat = {name: value for name, value in sent.items() if name not in HANDLED | IGNORED}
-    for name in ("container", "mcp_servers"):
-        if chat.pop(name, None):
-            raise NotSupported(f"{name} is not supported; leave it out")
+    if chat.pop("container", None):
+        raise NotSupported("container is not supported; leave it out")
     chat["messages"] = [*_system(body.system), *_turns(body.messages, limits)]
     chat["max_tokens"] = MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if body.stop_sequences:
@@ -209,7 +209,7 @@ def _text(block: Any, where: str) -> str:
         raise RequestError(f"{where}: a block is an object with a type")
     kind = _kind(block, where)
     if kind == "image":
-        raise NotSupported(f"{where}: image input is not supported")
+        raise NotSupported(f"{where}: image input is out of scope: pyspec reads and writes text")
     if kind != "text":
         raise NotSupported(f"{where}: blocks of type {kind[:40]!r} are not supported here")
     return _string(block, "text", where)
@@ -223,10 +223,7 @@ def _string(block: dict[str, Any], name: str, where: str) -> str:
 
 
 def _tool(tool: MessagesTool, i: int) -> dict[str, Any]:
-    if tool.type not in (None, "custom"):
-        raise NotSupported(
-            f"tools.{i}: {tool.type[:40]!r} would be run by a server; only tools of your own are supported"
-        )
+    refuse_built_in(tool.type, i, ("custom",))
     function: dict[str, Any] = {
         "name": tool.name,
         "description": tool.description or "",

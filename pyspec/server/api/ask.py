@@ -18,9 +18,10 @@ from pyspec.server.api.answers import generation_settings
 from pyspec.server.api.chats import plan_chat
 from pyspec.server.api.choices import n_choices, n_prompt_logprobs
 from pyspec.server.api.constrained import checked_grammar
+from pyspec.server.api.infill import infill_ids
 from pyspec.server.api.params import draft_limit, sampling_params, stop_strings
 from pyspec.server.api.prompts import chat_ids, prompt_ids, split_prompts
-from pyspec.server.api.schema import SEED_MAX, ChatBody, Generate, NativeBody, TextBody, validate
+from pyspec.server.api.schema import SEED_MAX, ChatBody, Generate, InfillBody, NativeBody, TextBody, validate
 from pyspec.server.api.steady import steady, with_lines
 from pyspec.server.api.unsupported import refuse_elsewhere, refuse_unsupported
 from pyspec.server.engine import EngineLike, TokenizerLike
@@ -30,8 +31,12 @@ from pyspec.text.markup.dialect import AnswerMarkup
 
 log = logging.getLogger(__name__)
 
-Kind = Literal["chat", "text", "native", "messages", "responses"]
-BODIES: dict[Kind, type[Generate]] = {"text": TextBody, "native": NativeBody}  # all others are chats
+Kind = Literal["chat", "text", "native", "infill", "messages", "responses"]
+BODIES: dict[Kind, type[Generate]] = {
+    "text": TextBody,
+    "native": NativeBody,
+    "infill": InfillBody,
+}  # all others are chats
 TO_CHAT: dict[Kind, Callable[[dict[str, Any], Limits], dict[str, Any]]] = {
     "messages": anthropic.to_chat,
     "responses": responses.to_chat,
@@ -206,11 +211,10 @@ def _request(
     slot = -1 if body.id_slot is None else body.id_slot
     if slot >= info.n_slot:
         raise RequestError(f"id_slot: {slot} is outside 0..{info.n_slot - 1}")
-    said = [n for n in (body.max_completion_tokens, body.max_tokens, body.n_predict) if n is not None]
     return Request(
         prompt=tuple(ids),
         params=params,
-        max_tokens=said[0] if said else settings.max_tokens,
+        max_tokens=_max_tokens(body, settings),
         stop=stop_strings(body.stop, settings.limits),
         cache_prompt=body.cache_prompt is not False,
         n_draft_max=draft_limit(body, info),
@@ -220,11 +224,36 @@ def _request(
     )
 
 
+def _max_tokens(body: Generate, settings: ServerSettings) -> int:
+    said = [n for n in (body.max_completion_tokens, body.max_tokens, body.n_predict) if n is not None]
+    return said[0] if said else settings.max_tokens
+
+
 def _tokenise(body: Generate, engine: EngineLike, settings: ServerSettings) -> list[list[int]]:
     if isinstance(body, ChatBody):
         return [chat_ids(engine, body, settings)]
+    if isinstance(body, InfillBody):
+        return [_gap_ids(body, body, engine, settings)]
     assert isinstance(body, NativeBody | TextBody)
-    return [prompt_ids(engine.tokenizer, prompt) for prompt in split_prompts(body.prompt, settings.limits)]
+    prompts = split_prompts(body.prompt, settings.limits)
+    if isinstance(body, TextBody) and body.suffix:
+        return _before_suffix(body, prompts, engine, settings)
+    return [prompt_ids(engine.tokenizer, prompt) for prompt in prompts]
+
+
+def _gap_ids(gap: InfillBody, body: Generate, engine: EngineLike, settings: ServerSettings) -> list[int]:
+    n_answer = _max_tokens(body, settings)
+    return infill_ids(engine.tokenizer, gap, engine.info.n_ctx, n_answer, suffix_first=settings.spm_infill)
+
+
+def _before_suffix(body: TextBody, prompts: list[Any], engine: EngineLike, settings: ServerSettings) -> list[list[int]]:
+    """Of `/v1/completions` with a suffix: each prompt stands before a gap, and that behind it."""
+    if body.echo:
+        raise RequestError("suffix: with echo there is no place for it")
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise RequestError("suffix: the prompt is text, then, or a list of texts")
+    gaps = [validate(InfillBody, {"input_prefix": prompt, "input_suffix": body.suffix}) for prompt in prompts]
+    return [_gap_ids(gap, body, engine, settings) for gap in gaps]
 
 
 def _texts(

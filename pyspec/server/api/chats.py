@@ -56,6 +56,7 @@ def plan_chat(engine: EngineLike, body: ChatBody, settings: ServerSettings) -> C
         is_shown=is_shown,
         is_whole=form == "deepseek-legacy",
         tools=calls.schemas,
+        is_bound=calls.is_bound,
         trigger=beside[0][1] if beside else "",
     )
     return ChatPlan(

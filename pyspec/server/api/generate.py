@@ -28,6 +28,7 @@ ANSWERS: dict[Kind, Callable[[Ask, str, TokenizerLike], Answer]] = {
     "chat": ChatAnswer,
     "text": TextAnswer,
     "native": NativeAnswer,
+    "infill": NativeAnswer,
     "messages": MessagesAnswer,
     "responses": ResponsesAnswer,
 }

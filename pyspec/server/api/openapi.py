@@ -11,13 +11,22 @@ from pydantic.json_schema import models_json_schema
 import pyspec
 from pyspec.server.api.anthropic import MessagesBody
 from pyspec.server.api.responses import ResponsesBody
-from pyspec.server.api.schema import ChatBody, DetokenizeBody, NativeBody, TemplateBody, TextBody, TokenizeBody
+from pyspec.server.api.schema import (
+    ChatBody,
+    DetokenizeBody,
+    InfillBody,
+    NativeBody,
+    TemplateBody,
+    TextBody,
+    TokenizeBody,
+)
 from pyspec.server.api.slots import SlotFileBody
 
 POSTS: dict[str, tuple[type[BaseModel], str, tuple[str, ...]]] = {
     "/v1/chat/completions": (ChatBody, "Answer a chat (OpenAI)", ("choices", "usage", "timings")),
     "/v1/completions": (TextBody, "Continue a prompt (OpenAI)", ("choices", "usage")),
     "/completion": (NativeBody, "Continue a prompt (llama-server)", ()),
+    "/infill": (InfillBody, "Fill a gap in a text (llama-server)", ()),
     "/v1/chat/completions/input_tokens": (ChatBody, "Count the tokens of a chat", ("input_tokens",)),
     "/v1/messages": (MessagesBody, "Answer a chat (Anthropic)", ("content", "stop_reason", "usage")),
     "/v1/messages/count_tokens": (MessagesBody, "Count the tokens of a chat (Anthropic)", ("input_tokens",)),
@@ -39,7 +48,9 @@ PARAMETERS = {
         },
     ]
 }
-GENERATE = frozenset({"/v1/chat/completions", "/v1/completions", "/completion", "/v1/messages", "/v1/responses"})
+GENERATE = frozenset(
+    {"/v1/chat/completions", "/v1/completions", "/completion", "/infill", "/v1/messages", "/v1/responses"}
+)
 GETS: dict[str, tuple[str, str, tuple[int, ...]]] = {
     "/health": ("Is the engine alive", "application/json", (503,)),
     "/ready": ("Would new work be served soon", "application/json", (401, 503)),

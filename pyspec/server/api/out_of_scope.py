@@ -33,9 +33,9 @@ NOT_HERE: dict[str, str] = {
     **dict.fromkeys(("/models/load", "/models/unload", "/models/sse"), _ROUTER),
     **dict.fromkeys(("/v1/files", "/v1/batches", "/v1/messages/batches", "/v1/fine_tuning/jobs"), _JOBS),
     **dict.fromkeys(("/v1/assistants", "/v1/threads", "/v1/conversations"), _THREADS),
-    "/infill": "filling in the middle is out of scope; /completion takes a prompt with the model's own marks for it",
     "/v1/chat/completions/control": "a running answer can not be steered; cancel it by closing its connection",
-    "/cors-proxy": "a proxy for MCP is out of scope",
+    **dict.fromkeys(("/mcp", "/v1/mcp", "/cors-proxy"), "MCP is out of scope: a client asks its servers itself"),
+    "/v1/responses/{response}": "responses are not kept; a conversation is sent whole as input",
     "/tools": "built-in tools are out of scope; a client's own are given in `tools`",
 }
 

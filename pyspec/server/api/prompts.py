@@ -186,16 +186,26 @@ def _check_sizes(body: Chat, limits: Limits) -> None:
         raise RequestError(f"tools: {len(body.tools)} of them; at most {limits.tools} are taken")
 
 
+def _no_part(kind: str) -> str:
+    """Why a part of a message is refused."""
+    about = next((word for word in ("image", "audio", "video") if word in kind), "")
+    if about:
+        return f"{about} input ({kind[:40]!r}) is out of scope: pyspec reads and writes text"
+    return f"parts of type {kind[:40]!r} are not supported"
+
+
 def _plain(message: Message, i: int, limits: Limits, between: str = "\n") -> dict[str, Any]:
     """The message as a template wants it: its text parts joined by line ends, as llama.cpp joins them."""
     plain: dict[str, Any] = {"role": message.role, **(message.model_extra or {})}
+    if "content" not in message.model_fields_set and not (plain.get("tool_calls") or plain.get("reasoning_content")):
+        raise RequestError(f"messages.{i}: it has neither content nor tool_calls nor reasoning_content")
     content = message.content
     if isinstance(content, list):
         if len(content) > limits.parts:
             raise RequestError(f"messages.{i}.content: {len(content)} parts; at most {limits.parts} are taken")
         for part in content:
             if part["type"] != "text":
-                raise NotSupported(f"messages.{i}.content: parts of type {part['type'][:40]!r} are not supported")
+                raise NotSupported(f"messages.{i}.content: {_no_part(part['type'])}")
         content = between.join(part["text"] for part in content)
     if content is None and not plain.get("tool_calls"):
         content = ""

@@ -12,6 +12,7 @@ from pydantic import Field
 
 from pyspec.errors import NotSupported, RequestError
 from pyspec.server.api.schema import Body, Count, validate
+from pyspec.server.api.unsupported import refuse_built_in
 from pyspec.server.settings import Limits
 
 HANDLED = frozenset(
@@ -203,7 +204,7 @@ def _text(part: Any, where: str, kinds: tuple[str, ...]) -> str:
     if not isinstance(kind, str):
         raise RequestError(f"{where}: a part is an object with a type")
     if kind == "input_image":
-        raise NotSupported(f"{where}: image input is not supported")
+        raise NotSupported(f"{where}: image input is out of scope: pyspec reads and writes text")
     if kind not in kinds:
         raise NotSupported(f"{where}: parts of type {kind[:40]!r} are not supported here")
     return _string(part, "refusal" if kind == "refusal" else "text", where)
@@ -217,10 +218,7 @@ def _string(value: dict[str, Any], name: str, where: str) -> str:
 
 
 def _tool(tool: ResponsesTool, i: int) -> dict[str, Any]:
-    if tool.type != "function":
-        raise NotSupported(
-            f"tools.{i}: {tool.type[:40]!r} is a built-in tool; only functions of your own are supported"
-        )
+    refuse_built_in(tool.type, i, ("function",))
     if tool.name is None:
         raise RequestError(f"tools.{i}.name: the function's name is needed")
     function: dict[str, Any] = {"name": tool.name, "description": tool.description or ""}

@@ -261,10 +261,27 @@ class NativeBody(Generate):
     response_fields: Annotated[list[Annotated[str, Field(max_length=256)]], Field(max_length=256)] | None = None
 
 
+class ExtraText(Body):
+    """Text from elsewhere that helps to fill a gap."""
+
+    text: str
+    filename: str | None = None
+
+
+class InfillBody(NativeBody):
+    """`/infill`: what stands before a gap and behind it; `prompt` is what the gap begins with."""
+
+    prompt: str = ""
+    input_prefix: Mixed
+    input_suffix: Mixed
+    input_extra: Annotated[list[ExtraText], Field(max_length=1024)] | None = None
+
+
 class TextBody(Generate):
-    """`/v1/completions`."""
+    """`/v1/completions`. With a `suffix` the prompt is what stands before a gap, as in `/infill`."""
 
     prompt: Prompt
+    suffix: str | None = None
     logprobs: Count | None = None
     echo: bool | None = None
 

@@ -36,7 +36,7 @@ NEUTRAL: dict[str, Callable[[Any], bool]] = {
     "audio": _empty,
     "modalities": _is([], ["text"]),
     "web_search_options": lambda value: False,
-    "suffix": _empty,
+    "mcp_servers": _empty,
     "n_indent": _not_positive,
     "bad_words": _empty,
     "stop_token_ids": _empty,
@@ -47,8 +47,18 @@ NEUTRAL: dict[str, Callable[[Any], bool]] = {
 }
 
 
+WHY: dict[str, str] = {
+    "lora": "LoRA adapters are out of scope; merge them into the model's file",
+    "image_data": "images are out of scope: pyspec reads and writes text",
+    "audio": "audio is out of scope: pyspec reads and writes text",
+    "web_search_options": "built-in tools are out of scope; a client's own are given in `tools`",
+    "mcp_servers": "MCP is out of scope: a client asks its servers itself, and gives their tools in `tools`",
+}
+"""Of those that people look for: what to do instead."""
+
 ELSEWHERE: dict[str, tuple[tuple[str, ...], Callable[[Any], bool]]] = {
     "echo": (("text",), _empty),
+    "suffix": (("text",), _empty),
     "prompt_logprobs": (("text", "chat"), _not_positive),
 }
 """Fields that some paths alone know, and the values that mean nothing on the others."""
@@ -59,7 +69,20 @@ def refuse_unsupported(body: dict[str, Any]) -> None:
     for name, is_neutral in NEUTRAL.items():
         value = body.get(name)
         if value is not None and not is_neutral(value):
-            raise NotSupported(f"{name} is not supported; leave it out")
+            raise NotSupported(
+                f"{name} is not supported: {WHY[name]}" if name in WHY else f"{name} is not supported; leave it out"
+            )
+    tools = body.get("tools")
+    for i, tool in enumerate(tools if isinstance(tools, list) else ()):
+        refuse_built_in(tool.get("type", "function") if isinstance(tool, dict) else "function", i, ("function",))
+
+
+def refuse_built_in(kind: Any, i: int, own: tuple[Any, ...]) -> None:
+    """Raise NotSupported for a tool that a server would have to run."""
+    if isinstance(kind, str) and kind not in own:
+        raise NotSupported(
+            f"tools.{i}: {kind[:40]!r} is a built-in tool; those are out of scope: only tools of a client's own are given to the model"
+        )
 
 
 def refuse_elsewhere(kind: str, body: dict[str, Any]) -> None:

@@ -23,15 +23,21 @@ function row(slot, now) {
   bar.max = slot.n_ctx;
   bar.value = slot.n_past;
   bar.title = slot.n_past + ' of ' + slot.n_ctx + ' tokens';
-  const {draft} = slot, drafts = slot.is_processing ? draft.n_draft + (draft.reason ? ' ' + draft.reason : '') : '';
+  const {draft} = slot, drafts = make('span', 'drafts', slot.is_processing ? String(draft.n_draft) : '');
+  drafts.title = draft.reason ?? '';
   const accepted = draft.draft_n ? (100 * draft.draft_n_accepted / draft.draft_n).toFixed(0) + ' % ' : '';
   const all = [slot.id, slot.state, bar, rate(slot, now), drafts, make('span', '', accepted, positions(draft))];
   return make('tr', slot.state, ...all.map(cell => make('td', '', cell)));
 }
 
 function why(slots) {
-  const silent = slots.filter(s => s.state === 'decode' && s.draft.n_draft === 0 && s.draft.reason);
-  return silent.length ? 'no drafts in slot ' + silent.map(s => s.id + ' (' + s.draft.reason + ')').join(', ') : '';
+  const groups = new Map();  // what is said of slots -> their numbers
+  for (const {id, state, draft} of slots) {
+    if (state !== 'decode' || !draft.reason) continue;
+    const said = draft.n_draft ? 'drafts: ' + draft.reason : 'no drafts: ' + draft.reason;
+    groups.set(said, [...groups.get(said) ?? [], id]);
+  }
+  return [...groups].map(([said, ids]) => make('p', 'note', (ids.length > 1 ? 'slots ' : 'slot ') + ids.join(', ') + ': ' + said));
 }
 
 function say(state) {
@@ -50,7 +56,7 @@ async function watch() {
     say((await get('health')).status);
     const slots = await get('slots'), now = performance.now();
     $('slots').replaceChildren(...slots.map(slot => row(slot, now)));
-    $('why').textContent = why(slots);
+    $('why').replaceChildren(...why(slots));
     if (!$('memory').firstChild) await props();
   } catch (error) {
     if (error.status === 503) say('loading');

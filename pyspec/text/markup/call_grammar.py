@@ -13,6 +13,7 @@ from typing import Any
 
 from pyspec.text.markup.reader import Tools
 from pyspec.text.markup.typed import types_of
+from pyspec.text.schemas import closed
 
 Schema = Mapping[str, Any]
 JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\n{1,2}[ \t]{0,20}", "lenient": False, "coerce_one_of": False}
@@ -42,7 +43,7 @@ class Lark:
 
     def json(self, schema: Schema) -> str:
         """A value of JSON."""
-        own = {"type": "object"} if not schema else dict(schema)
+        own = {"type": "object"} if not schema else dict(closed(schema))
         return self.rule("%json " + json.dumps(own | {"x-guidance": JSON_OPTIONS}))
 
     def text_before(self, end: str) -> str:

@@ -142,6 +142,7 @@ class AnswerMarkup:
     is_shown  reasoning stays in the content
     is_whole  and its first mark, too, where that stands in the prompt
     tools     the schema of each tool's arguments, by its name
+    is_bound  the answer is calls and nothing else
     trigger   the answer is calls, and begins with this, or it has none: text that looks like a call is text; "": calls stand anywhere
     """
 
@@ -151,6 +152,7 @@ class AnswerMarkup:
     is_shown: bool = False
     is_whole: bool = False
     tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    is_bound: bool = False
     trigger: str = ""
 
     def parser(self, new_id: Callable[[], str] | None = None) -> AnswerParser:
@@ -172,6 +174,7 @@ class AnswerMarkup:
             is_calls = bool((yield from reader.look(self.trigger)))
             reader.content("" if is_calls or trims_start else spaces)
         machine = self.calls.machine if self.calls is not None and is_calls else _content
+        reader.marks = self.calls.marks if self.calls is not None and self.is_bound else ()
         yield from machine(reader, self.tools, trims_start=trims_start)
 
 

@@ -9,6 +9,7 @@ from pyspec.text.markup.call_grammar import CallRules, Lark, Schema, named_objec
 from pyspec.text.markup.call_object import read_call
 from pyspec.text.markup.json_text import NotJson
 from pyspec.text.markup.reader import AnswerReader, Steps, Tools, Trimmed
+from pyspec.text.schemas import closed
 
 TAG = "<|python_tag|>"
 
@@ -50,7 +51,7 @@ def as_schema(tools: Tools) -> Schema:
     calls = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "parameters": {"type": "object", **schema}},
+            "properties": {"name": {"const": name}, "parameters": {"type": "object", **closed(schema)}},
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }

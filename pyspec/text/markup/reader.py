@@ -33,12 +33,14 @@ HELD_CHARS = 1 << 16  # kept back at most, of what may still turn out to be no c
 class AnswerReader:
     """The answer as far as it came, and the parts as far as they are known.
 
+    marks  where the answer is calls and nothing else: what the limit cut in the middle of one of these is no content
     room  so many characters more may be looked at one by one: a bound on what is kept back, by whoever keeps it
     """
 
     def __init__(self, new_id: Callable[[], str] | None = None) -> None:
         self._text, self._at = "", 0
         self.is_over = False
+        self.marks: tuple[str, ...] = ()
         self.room = FAR
         self.parts: list[Part] = []
         self._n_calls = 0
@@ -154,8 +156,11 @@ class AnswerReader:
     # -- parts out -----------------------------------------------------------------------------------------------
 
     def content(self, text: str) -> None:
-        if text:
+        if text and not (self.is_over and self._is_cut(text.strip())):
             self.parts.append(Content(text))
+
+    def _is_cut(self, text: str) -> bool:
+        return any(mark.startswith(text) or text.startswith(mark) for mark in self.marks)
 
     def reasoning(self, text: str) -> None:
         if text:

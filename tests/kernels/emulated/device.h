@@ -421,6 +421,10 @@ inline void warpgroup_product(int line, int n, const Refs<float, kSums>& d, Refs
                                                                         u64 b, int, int, int, int) {         \
     warpgroup_product(line, n, d, a, b);                                                                           \
   }
+WARPGROUP(8)
+WARPGROUP(16)
+WARPGROUP(32)
+WARPGROUP(48)
 WARPGROUP(64)
 WARPGROUP(96)
 WARPGROUP(128)

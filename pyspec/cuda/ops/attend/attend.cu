@@ -327,13 +327,13 @@ struct MergeArgs {
   int* fault;
 };
 
-// Ranges fold into splits, splits into the row, in order. One warp per row, head and 128 dims, BATCH partials in flight.
+// Ranges fold into splits, splits into the row, in order. One warp per row, head and 32 * OWN dims, BATCH partials in flight.
 // Grid (row, head * PIECES / 4), block 128.
-template <int BATCH>
+template <int BATCH, int OWN>
 __device__ __forceinline__ void merge(const MergeArgs& a) {
-  constexpr int PIECES = (DIM + 127) / 128;
+  constexpr int PIECES = (DIM + 32 * OWN - 1) / (32 * OWN);
   const int row = blockIdx.x, warp = blockIdx.y * 4 + threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int head = warp / PIECES, dim = warp % PIECES * 128 + 4 * lane;
+  const int head = warp / PIECES, dim = (warp % PIECES * 32 + lane) * OWN;
   let_successor_start();
   if (head >= a.n_head) return;
   Seen seen = seen_by(a.positions[row], a.lo[row], a.hi[row], a.window, a.max_key);
@@ -346,10 +346,10 @@ __device__ __forceinline__ void merge(const MergeArgs& a) {
   const int at0 = a.plan[1 + seq] + (head / group) * tiles + col / COLS - a.plan[1 + MAX_SEQ + seq] * stride;
   const int first = seen.lo / keys, end = seen.hi > seen.lo ? (seen.hi - 1) / keys + 1 : first;
 
-  Running<1> row_sum, split_sum;
+  Running<OWN> row_sum, split_sum;
   for (int i0 = first; i0 < end; i0 += BATCH) {
     float2 ml[BATCH];
-    float4 o[BATCH][1];
+    float o[BATCH][OWN];
 #pragma unroll
     for (int j = 0; j < BATCH; j++) {
       const int item = i0 + j < end ? clamped(at0 + (i0 + j) * stride, a.max_item, OP_ID, seq, a.fault) : 0;
@@ -357,7 +357,7 @@ __device__ __forceinline__ void merge(const MergeArgs& a) {
       ml[j] = make_float2(none_seen(), 0.f);
       if (i0 + j < end && dim < DIM) {
         ml[j] = *reinterpret_cast<const float2*>(a.part_ml + 2 * at);
-        o[j][0] = *reinterpret_cast<const float4*>(a.part + at * DIM + dim);
+        load<OWN>(o[j], a.part + at * DIM + dim);
       }
     }
 #pragma unroll
@@ -375,14 +375,18 @@ __device__ __forceinline__ void merge(const MergeArgs& a) {
     }
   }
 #if HAS_SINKS
-  const float4 no_value[1] = {make_float4(0.f, 0.f, 0.f, 0.f)};
+  const float no_value[OWN] = {};
   row_sum.add(a.sinks[head] * 1.44269504f, 1.f, no_value);  // log2(e): partials count in log2
 #endif
   const float one_over = row_sum.l > 0.f ? __frcp_rn(row_sum.l) : 0.f;
-  const float4 y = row_sum.o[0];
-  if (dim < DIM)
-    *reinterpret_cast<float4*>(a.out + (static_cast<i64>(row) * a.n_head + head) * DIM + dim) =
-        make_float4(y.x * one_over, y.y * one_over, y.z * one_over, y.w * one_over);
+  float* to = a.out + (static_cast<i64>(row) * a.n_head + head) * DIM + dim;
+  if (dim >= DIM) return;
+  if (OWN == 4) {
+    const float* y = row_sum.o;
+    *reinterpret_cast<float4*>(to) = make_float4(y[0] * one_over, y[1 % OWN] * one_over, y[2 % OWN] * one_over, y[3 % OWN] * one_over);
+  } else {
+    for (int x = 0; x < OWN; x++) to[x] = row_sum.o[x] * one_over;
+  }
 }
 
 #if HAS_SINKS
@@ -399,6 +403,7 @@ __device__ __forceinline__ void merge(const MergeArgs& a) {
 #define MERGE_VALUES \
   {part, part_ml, plan, positions, lo, hi, row_seq, seq_start, SINKS_VALUE out, n_seq, n_head, n_kv, max_key, window, max_item, fault}
 
-// Few rows with many partials each want loads in flight, many rows want many warps: the same sums.
-extern "C" __global__ void __launch_bounds__(128) attend_merge_long(MERGE_ARGS) { merge<16>(MERGE_VALUES); }
-extern "C" __global__ void __launch_bounds__(128, 8) attend_merge_wide(MERGE_ARGS) { merge<4>(MERGE_VALUES); }
+// Few rows with many partials each want loads in flight, many rows want many warps, and the fewest rows both: the same sums.
+extern "C" __global__ void __launch_bounds__(128) attend_merge_thin(MERGE_ARGS) { merge<32, 1>(MERGE_VALUES); }
+extern "C" __global__ void __launch_bounds__(128) attend_merge_long(MERGE_ARGS) { merge<16, 4>(MERGE_VALUES); }
+extern "C" __global__ void __launch_bounds__(128, 8) attend_merge_wide(MERGE_ARGS) { merge<4, 4>(MERGE_VALUES); }

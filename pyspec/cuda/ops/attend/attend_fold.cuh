@@ -8,10 +8,10 @@
 constexpr int SPLIT = 1024;    // keys folded before they meet other splits; fixed, whatever the batch
 constexpr int MAX_SEQ = 128;   // sequences per launch
 
-template <int VECS>
+template <int OWN>  // dims of a lane
 struct Running {
   float m, l;
-  float4 o[VECS];
+  float o[OWN];
 
   __device__ __forceinline__ Running() { clear(); }
 
@@ -19,19 +19,28 @@ struct Running {
     m = none_seen();
     l = 0.f;
 #pragma unroll
-    for (int x = 0; x < VECS; x++) o[x] = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int x = 0; x < OWN; x++) o[x] = 0.f;
   }
 
-  __device__ __forceinline__ void add(float next_m, float next_l, const float4 (&next)[VECS]) {
+  __device__ __forceinline__ void add(float next_m, float next_l, const float (&next)[OWN]) {
     const Fold f = fold_of(m, next_m);
     m = f.m;
     l = folded(l, next_l, f);
 #pragma unroll
-    for (int x = 0; x < VECS; x++)
-      o[x] = make_float4(folded(o[x].x, next[x].x, f), folded(o[x].y, next[x].y, f), folded(o[x].z, next[x].z, f),
-                         folded(o[x].w, next[x].w, f));
+    for (int x = 0; x < OWN; x++) o[x] = folded(o[x], next[x], f);
   }
 };
+
+template <int OWN>
+__device__ __forceinline__ void load(float (&to)[OWN], const float* from) {
+  static_assert(OWN == 1 || OWN == 4, "one load");
+  if (OWN == 1) {
+    to[0] = *from;
+  } else {
+    const float4 v = *reinterpret_cast<const float4*>(from);
+    to[0] = v.x, to[1 % OWN] = v.y, to[2 % OWN] = v.z, to[3 % OWN] = v.w;
+  }
+}
 
 struct Seen {
   int lo, hi;

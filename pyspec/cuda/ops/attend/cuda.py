@@ -139,10 +139,17 @@ def n_tile_for(columns: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Kernels:
     split: jit.Kernel
+    merge_thin: jit.Kernel
     merge_long: jit.Kernel
     merge_wide: jit.Kernel
     grid: int
     shape: AttendBuild
+
+    def merge(self, n_part: int, dim: int) -> tuple[jit.Kernel, int]:
+        """What puts the partials of so many rows and heads together, and how many dims each warp has: all give the same bits."""
+        if n_part * -(-dim // 32) <= WIDE_WARPS:
+            return self.merge_thin, 32
+        return (self.merge_wide if n_part * -(-dim // 128) > WIDE_WARPS else self.merge_long), 128
 
 
 def _letters(kv: torch.dtype, has_sinks: bool) -> tuple[str, str]:
@@ -156,7 +163,7 @@ def _kernels(device: torch.device, shape: AttendBuild) -> Kernels:
     planes, sinks = _letters(shape.kv, shape.has_sinks)
     split = code.kernel("attend_split", SPLIT_ARGS.format(planes=planes)).allow_shared(shape.shared_bytes)
     n_sm = torch.cuda.get_device_properties(device).multi_processor_count
-    merges = [code.kernel(f"attend_merge_{name}", MERGE_ARGS.format(sinks=sinks)) for name in ("long", "wide")]
+    merges = [code.kernel(f"attend_merge_{name}", MERGE_ARGS.format(sinks=sinks)) for name in ("thin", "long", "wide")]
     return Kernels(split, *merges, n_sm * shape.resident, shape)
 
 
@@ -302,9 +309,8 @@ class AttendLaunch:
         kernels.split.launch((grid,), 32 * build.warps, args, build.shared_bytes, overlap=self.overlap)
         args = [part, part_ml, plan, *seen, *rows, *sink, out, i32(n_seq), *self.heads]
         args += [i32(n_key), i32(window), i32(n_item), self.fault]
-        pieces = -(-spec.head_dim // 128)
-        n_warp = n_row * spec.n_head * pieces
-        merge = kernels.merge_wide if n_warp > WIDE_WARPS else kernels.merge_long
+        merge, own = kernels.merge(n_row * spec.n_head, spec.head_dim)
+        pieces = -(-spec.head_dim // own)
         merge.launch((n_row, -(-spec.n_head * pieces // 4)), 128, args, overlap=self.overlap)
         return out
 

@@ -1,12 +1,16 @@
-"""What `attend` needs of a device's memory beside its tensors, for a planner: to be known before a load, and taken at its end."""
+"""What `attend` needs of a device's memory beside its tensors, for a planner: to be known before a load, and taken at its end; and what
+it has to have seen before the first prompt."""
 
 from __future__ import annotations
 
 import torch
 
 from pyspec.cuda import jit
+from pyspec.cuda.exact import EXACT
 from pyspec.cuda.ops.attend import cuda as attend_cuda
+from pyspec.cuda.ops.attend import prompt_blocks
 from pyspec.cuda.ops.attend import triton as attend_triton
+from pyspec.cuda.ops.attend.prompt import attend_prompt
 from pyspec.cuda.ops.attend.ref import AttendSpec
 
 
@@ -26,3 +30,9 @@ def reserve(device: torch.device, n_bytes: int) -> None:
     """Take so many now, so that contexts may grow later without a request to the driver in the midst of a round."""
     if n_bytes:
         attend_cuda.workspace(device).take(n_bytes // 4)
+
+
+def warm(spec: AttendSpec, n_key: int) -> None:
+    """n_key: of a slot, at most."""
+    if spec.device.type == "cuda" and not EXACT.is_on and attend_prompt.runs_as("cudnn", spec):
+        prompt_blocks.warm(attend_prompt.bind(spec), spec, n_key)

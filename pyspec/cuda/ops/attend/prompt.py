@@ -21,7 +21,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from pyspec.cuda.context import per_device
+from pyspec.cuda.exact import EXACT
 from pyspec.cuda.op import Impl, Op
+from pyspec.cuda.ops.attend import prompt_blocks
 from pyspec.cuda.ops.attend.cuda import FEW, MANY, SPLIT
 from pyspec.cuda.ops.attend.ref import Attend, AttendSpec, key_rows
 from pyspec.slots.batch import Batch, Seq
@@ -62,6 +64,12 @@ def by_torch(spec: AttendSpec) -> Run:
     return run
 
 
+def by_cudnn(spec: AttendSpec) -> Run:
+    """The library, and cuDNN for whole blocks of the keys before the rows."""
+    own, block = prompt_blocks.own_part(spec), prompt_blocks.block_part(spec)
+    return prompt_blocks.by_blocks(spec, by_torch(spec), own, block)
+
+
 def limits(spec: AttendSpec) -> str | None:
     if spec.device.type != "cuda":
         return "for GPUs"
@@ -71,9 +79,10 @@ def limits(spec: AttendSpec) -> str | None:
 
 
 def check(launch: Run, other: Run, spec: AttendSpec) -> str | None:
-    """As many keys as rows, and more."""
-    gen = torch.Generator().manual_seed(0)
-    for n, n_key, dtype in ((MANY, MANY, torch.float16), (300, 1500, torch.bfloat16)):
+    """As many keys as rows, and more; and behind blocks of every size."""
+    gen, blocks = torch.Generator().manual_seed(0), sum(prompt_blocks.BLOCKS[-3:])
+    cases = ((MANY, MANY, torch.float16), (300, 1500, torch.bfloat16), (MANY, blocks + MANY + 7, torch.float16))
+    for n, n_key, dtype in cases:
         q = torch.randn(n, spec.n_head, spec.head_dim, generator=gen).to(spec.device)
         k, v = (torch.randn(n_key, spec.n_kv_head, spec.head_dim, generator=gen).to(spec.device, dtype) for _ in "kv")
         got, want = launch(q, k, v), other(q, k, v)
@@ -85,14 +94,17 @@ def check(launch: Run, other: Run, spec: AttendSpec) -> str | None:
 attend_prompt: Op[AttendSpec] = Op(  # without the library, `attend` takes prompts, too
     "attend_prompt",
     Impl("attend", reference),
-    [Impl("library", by_torch, limits)],
+    [Impl("cudnn", by_cudnn, prompt_blocks.limits), Impl("library", by_torch, limits)],
     check,
     home="pyspec.cuda.ops.attend.prompt:attend_prompt",
 )
 
 
 def with_prompts(own: Attend, spec: AttendSpec) -> Attend:
-    """`own` for all but the long sequences of a causal batch, where the library runs and no sinks are; else `own` itself."""
+    """`own` for all but the long sequences of a causal batch, where the library runs and no sinks are; else `own` itself. With `--exact`
+    `own` for those, too, as few rows at a time as its partial sums have room for."""
+    if EXACT.is_on and spec.device.type == "cuda":
+        return in_pieces(own)
     if spec.device.type != "cuda" or spec.has_sinks or attend_prompt.chosen(spec) is attend_prompt.reference:
         return own
     return beside(own, attend_prompt.bind(spec))
@@ -102,6 +114,67 @@ def is_long(seq: Seq, n_key: int) -> bool:
     """True for the library's: many rows, which a graph never holds of one sequence, or a piece of a prompt behind so many keys
     that our own kernel's partial sums would take more memory than is planned for them."""
     return seq.width >= MANY or (seq.keep and seq.width > FEW and seq.width * -(-n_key // SPLIT) > MANY)
+
+
+def in_pieces(own: Attend) -> Attend:
+    def attend(
+        q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None, **more: Tensor | None
+    ) -> Tensor:
+        is_plain = batch.bucket is None and batch.causal
+        long = [i for i, seq in enumerate(batch.seqs) if is_plain and is_long(seq, batch.max_hi[i])]
+        if not long:
+            return own(q, pool, batch, window, sinks, **more)
+        out = torch.empty_like(q)
+        if len(long) < len(batch.seqs):
+            others = _others(q.device).of(batch, long)
+            out[others.rows] = own(q[others.rows], pool, others.batch, window, sinks)
+        for i in long:
+            for part, few in _pieces(q.device).of(batch, i):
+                out[part] = own(q[part], pool, few, window, sinks)
+        return out
+
+    return attend
+
+
+class _Pieces:
+    """Sequences of a batch cut so that our own kernel has room for the sums; kept for the other layers of a forward."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.whole: Batch | None = None
+        self.found: dict[int, list[tuple[slice, Batch]]] = {}
+
+    def of(self, batch: Batch, i: int) -> list[tuple[slice, Batch]]:
+        """(rows of the whole, batch of them alone)."""
+        if self.whole is not batch:
+            self.whole, self.found = batch, {}
+        if i not in self.found:
+            width, start = batch.seqs[i].width, batch.starts[i]
+            step = max(FEW, MANY // -(-batch.max_hi[i] // SPLIT))
+            cuts = [(first, min(step, width - first)) for first in range(0, width, step)]
+            self.found[i] = [(slice(start + first, start + first + n), piece(batch, i, first, n)) for first, n in cuts]
+        return self.found[i]
+
+
+_pieces = per_device(_Pieces)
+
+
+def piece(batch: Batch, i: int, first: int, n: int) -> Batch:
+    """`n` rows of sequence i alone, from its row `first` on."""
+    seq, start = batch.seqs[i], batch.starts[i] + first
+    rows, device = slice(start, start + n), batch.positions.device
+    own = replace(seq, n_past=seq.n_past + first, tokens=seq.tokens[first : first + n], n_out=0)
+    return replace(
+        batch,
+        seqs=[own],
+        starts=[0, n],
+        positions=batch.positions[rows],
+        lo=batch.lo[rows],
+        hi=batch.hi[rows],
+        page_table=batch.page_table[i : i + 1],
+        seq_start=torch.tensor([0, n], dtype=torch.int32, device=device),
+        row_seq=torch.zeros(n, dtype=torch.int32, device=device),
+        max_hi=[seq.n_past + first + n + seq.slack],
+    )
 
 
 def beside(own: Attend, prompt: Run) -> Attend:

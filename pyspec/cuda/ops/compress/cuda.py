@@ -5,13 +5,15 @@ Positions, lengths and pages are read on the device: a captured graph serves any
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from pyspec.cuda import faults
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import Kernel, arch_of, compile_cubin, missing
+from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin, missing
 from pyspec.cuda.ops.attend.cuda import KINDS, SCALED
 from pyspec.cuda.ops.compress.ref import SCORES, VALUES, CompressSpec
 from pyspec.slots.batch import Batch
@@ -20,10 +22,13 @@ from pyspec.slots.ring import RingRows
 
 OP_ID = faults.NUMBERS["compress"]  # in the fault record, which names the sequence
 MOST_THREADS, KEEPERS = 512, 128
+FEW = 128  # rows up to which two compressors share a launch
 FORMS = {
     "compress_rows": "ppppp" + "ppp" + "ppppp" + "p" + "ll" + "iiiiiii" + "f",
     "compress_keep": "ppppp" + "pppp" + "p" + "ll" + "iiii",
 }
+BOTH = 2 * "ppppppp" + "p" + "ppppp" + "p" + "l" + "iiiiiii" + "f"
+Given = tuple[Tensor, Tensor, Tensor, Tensor, RingRows, KVPool]  # a call's arguments but for freq and the batch
 
 
 def n_group(spec: CompressSpec) -> int:
@@ -49,8 +54,15 @@ def limits(spec: CompressSpec) -> str | None:
 
 def defines(spec: CompressSpec) -> dict[str, int | str]:
     """Macros of compress.cu."""
-    names = {"DIM": spec.dim, "RATIO": spec.ratio, "OVERLAPS": int(spec.overlaps), "N_ROT": spec.n_rot}
-    return names | {"GROUPS": n_group(spec), "KV_KIND": KINDS[spec.kv], "OP_ID": OP_ID}
+    names = {"ROW_DIM": spec.dim, "RATIO": spec.ratio, "OVERLAPS": int(spec.overlaps), "N_ROT": spec.n_rot}
+    return names | {"ROW_GROUPS": n_group(spec), "KV_KIND": KINDS[spec.kv], "OP_ID": OP_ID}
+
+
+@per_device
+def _both(device: torch.device, spec: CompressSpec, beside: CompressSpec) -> Kernel:
+    arch, more = arch_of(torch.cuda.get_device_capability(device)), {"BESIDE_DIM": beside.dim}
+    code = compile_cubin("compress", arch, defines(spec) | more | {"BESIDE_GROUPS": n_group(beside)})
+    return code.kernel("compress_both", BOTH)
 
 
 @per_device
@@ -66,6 +78,11 @@ class CompressLaunch:
         self.spec, self.kernels, self.width = spec, _kernels(spec.device, spec), (1 + spec.overlaps) * spec.dim
         self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
         self.threads, self.fault = n_group(spec) * spec.dim // 4, faults.record(spec.device)
+
+    def with_beside(self, beside: CompressLaunch) -> BothLaunch | None:
+        """What makes `beside`'s rows of the same tokens in the same launch; None where the two differ in more than their width."""
+        is_like = replace(self.spec, dim=beside.spec.dim) == beside.spec
+        return BothLaunch(self, beside) if is_like else None
 
     def __call__(
         self,
@@ -108,8 +125,17 @@ class CompressLaunch:
         args += [*map(i32, (batch.page_size, per_page, n_page)), np.float32(self.spec.eps)]
         self.kernels["compress_rows"].launch((n_row,), self.threads, args, overlap=self.overlap)
         if n_row > n_direct:  # some sequence may have more
-            args = [values, scores, places, *planes, batch.positions, *seqs, self.fault, *steps, *slots]
-            self.kernels["compress_keep"].launch((n_row,), KEEPERS, args, overlap=self.overlap)
+            self._keep((values, scores, places), ring, batch)
+
+    def _keep(self, given: tuple[Tensor, Tensor, Tensor], ring: RingRows, batch: Batch) -> None:
+        """What tokens gave, of sequences of more rows than are kept at once."""
+        values, scores, places = given
+        planes, steps = [ring.rows[VALUES], ring.rows[SCORES]], [np.int64(x.stride(0)) for x in (values, scores)]
+        slots = [np.int32(n) for n in (planes[0].shape[0], ring.n_row, ring.slack + 1, len(values))]
+        args = [values, scores, places, *planes, batch.positions, batch.row_seq, batch.seq_start, batch.seq_slot]
+        self.kernels["compress_keep"].launch(
+            (len(values),), KEEPERS, [*args, self.fault, *steps, *slots], overlap=self.overlap
+        )
 
     def _rows(self, x: Tensor) -> Tensor:
         """Rows that begin at 16 bytes; they may lie apart."""
@@ -136,6 +162,48 @@ class CompressLaunch:
         assert pool.k.shape[1:] == (1, spec.dim) and pool.dtype is spec.kv and pool.k.is_contiguous()
         assert pool.tokens_per_row == spec.ratio
         assert len(batch.positions) == len(batch.kv_rows) == len(batch.row_seq) == n
+
+
+class BothLaunch:
+    """Two compressors of the same tokens, where rows are few; others run one after the other."""
+
+    def __init__(self, main: CompressLaunch, beside: CompressLaunch) -> None:
+        self.main, self.beside, self.kernel = main, beside, _both(main.spec.device, main.spec, beside.spec)
+        self.threads = max(main.threads, beside.threads)
+
+    def __call__(self, one: Given, other: Given, freq: Tensor, batch: Batch) -> None:
+        i32, launches, given = np.int32, (self.main, self.beside), (one, other)
+        pointers: list[Arg] = []
+        steps, sizes, n_row, own = set(), set(), len(one[0]), []
+        for launch, (values, scores, places, norm, ring, pool) in zip(launches, given, strict=True):
+            values, scores = launch._rows(values), launch._rows(scores)
+            launch._check((values, scores, places), norm, freq, ring, pool, batch)
+            per_page = rows_per_page(batch.page_size, launch.spec.ratio)
+            planes = [ring.rows[VALUES], ring.rows[SCORES]]
+            steps |= {values.stride(0), scores.stride(0)}
+            sizes.add((len(planes[0]), ring.n_row, ring.slack + 1, per_page, pool.k.shape[0] // per_page))
+            pointers += [values, scores, places, norm, *planes, pool.k]
+            own.append(((values, scores, places), ring))
+        n_slot, n_ring, n_direct, per_page, n_page = next(iter(sizes))
+        if not 0 < n_row <= FEW or len(steps) > 1 or len(sizes) > 1:
+            for launch, (values, scores, places, norm, ring, pool) in zip(launches, given, strict=True):
+                launch(values, scores, places, norm, freq, ring, pool, batch)
+            return
+        args: list[Arg] = [
+            *pointers,
+            freq,
+            batch.positions,
+            batch.kv_rows,
+            batch.row_seq,
+            batch.seq_start,
+            batch.seq_slot,
+        ]
+        counts = (n_slot, n_ring, n_direct, n_row, batch.page_size, per_page, n_page)
+        args += [self.main.fault, np.int64(next(iter(steps))), *map(i32, counts), np.float32(self.main.spec.eps)]
+        self.kernel.launch((n_row, 2), self.threads, args, overlap=self.main.overlap)
+        if n_row > n_direct:
+            for launch, (tensors, ring) in zip(launches, own, strict=True):
+                launch._keep(tensors, ring, batch)
 
 
 def bind(spec: CompressSpec) -> CompressLaunch:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pyspec.cuda import faults, jit
 from pyspec.cuda.context import per_device
+from pyspec.cuda.exact import EXACT
 from pyspec.cuda.ops.gdn import chunk as gdn_chunk
 from pyspec.cuda.ops.gdn import ref as gdn_ref
 from pyspec.cuda.ops.gdn.ref import GdnSpec
@@ -51,6 +52,10 @@ from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
 DIM = 128
+MANY, MANY_ROWS = (
+    24,
+    4,
+)  # sequences from which a warp's convolution is enough for each, if they have so many rows in the mean at most
 CONV_ARGS = "plpplppp" + "ppppp" + "pppp" + "pppppp" + "pppp" + "iiiif" + "p"
 ROWS_ARGS = "ppp" + "pppp" + "pppppp" + "pppp" + "iiii" + "p"
 OUT_ARGS, INTO_ARGS = "p", "plpff" + "ppp" + "i" + NEXT_ARGS
@@ -89,12 +94,13 @@ def columns_for(shape: GdnShape, n_seq: int, arch: str, n_multiprocessor: int, *
 
 @per_device
 def _kernels(device: torch.device, shape: GdnShape, columns: int) -> tuple[jit.Kernel, ...]:
-    """gdn_conv, gdn_rows and, where there are clusters, gdn_rows_into."""
+    """gdn_conv, gdn_conv_many, gdn_rows and, where there are clusters, gdn_rows_into."""
     capability = torch.cuda.get_device_capability(device)
     arch = jit.arch_of(capability)
     code = jit.compile_cubin("gdn", arch, defines(shape, arch, columns))
     into = [code.kernel("gdn_rows_into", ROWS_ARGS + INTO_ARGS)] if capability >= (9, 0) else []
-    return code.kernel("gdn_conv", CONV_ARGS), code.kernel("gdn_rows", ROWS_ARGS + OUT_ARGS), *into
+    convs = code.kernel("gdn_conv", CONV_ARGS), code.kernel("gdn_conv_many", CONV_ARGS + "i")
+    return *convs, code.kernel("gdn_rows", ROWS_ARGS + OUT_ARGS), *into
 
 
 def _check(rows: Sequence[Tensor], weights: Sequence[Tensor], layer: StateLayer, shape: GdnShape) -> None:
@@ -123,7 +129,7 @@ class GdnLaunch:
         self.overlap = self.clusters = capability >= (9, 0)
         self.arch = jit.arch_of(capability)
         self.n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
-        self.spec = spec
+        self.spec, self.many = spec, (MANY, MANY_ROWS)
         ways = [columns] if columns else COLUMNS
         self.kernels = {c: _kernels(spec.device, spec.shape, c) for c in ways}
         self.fault = faults.record(spec.device)
@@ -182,7 +188,7 @@ class GdnLaunch:
         counts = counts_of(batch, layer, n_row, self.chunked if long else NEVER)
         prepares = not isinstance(out, Tensor)
         cols = self.columns or columns_for(shape, n_seq, self.arch, self.n_sm, prepares=prepares)
-        conv, rows, *rows_into = self.kernels[cols]
+        conv, many, rows, *rows_into = self.kernels[cols]
         fault = self.fault
         old = [fold_k, fold_v, fold_e, fold_b]
         records = [layer.conv, layer.k, layer.v, layer.g, layer.beta]
@@ -191,7 +197,11 @@ class GdnLaunch:
         if not only_long:
             grid = (shape.n_k_head + n_v, n_seq, stretches(n_row, n_seq, layer.width))
             args = [*inputs, *records, *old, q, k, v, e, b, kq, *counts, self.eps, fault]
-            conv.launch(grid, CONV_THREADS, args, overlap=self.overlap)
+            if not long and n_seq >= self.many[0] and n_row <= self.many[1] * n_seq:
+                grid = (grid[0], -(-n_seq // (CONV_THREADS // 32)), 1)
+                many.launch(grid, CONV_THREADS, [*args, np.int32(n_seq)], overlap=self.overlap)
+            else:
+                conv.launch(grid, CONV_THREADS, args, overlap=self.overlap)
         if long:
             chunked, here = ChunkedBatch([*counts, np.int32(n_seq)], n_seq, len(long), n_chunk, fault), (v, e, b)
             qk = self.chunks.prepare(inputs, records, old, here, chunked, self.eps)
@@ -220,14 +230,14 @@ def _place(into: Into, n_row: int, n_in: int) -> list[jit.Arg]:
 def bind(spec: GdnSpec, *, columns: int | None = None, chunked: int = CHUNKED) -> GdnLaunch:
     """For measurements, `columns` fixes how many columns a lane holds (else the number of sequences decides) and `chunked`
     from how many rows a kept sequence is chunked."""
-    return GdnLaunch(spec, columns, chunked)
+    return GdnLaunch(spec, columns, NEVER if EXACT.is_on else chunked)
 
 
 def folder(spec: GdnSpec) -> Callable[[StateLayer, int, int], None]:
     """Like gdn_ref.flush, with the kernels that fold before rows, so to the same bits."""
     shape, device = spec.shape, spec.device
     overlap = torch.cuda.get_device_capability(device) >= (9, 0)
-    conv, rows, *_ = _kernels(device, shape, COLUMNS[0])
+    conv, _, rows, *_ = _kernels(device, shape, COLUMNS[0])
     kd, vd, n_v = shape.n_k_head * DIM, shape.n_v_head * DIM, shape.n_v_head
     unread, fault = torch.zeros(shape.n_channel * TAPS, device=device), faults.record(device)
 
@@ -250,10 +260,15 @@ def folder(spec: GdnSpec) -> Callable[[StateLayer, int, int], None]:
 
 
 def check(launch: Callable[..., Any], reference: Callable[..., Any], spec: GdnSpec) -> str | None:
-    """gdn_ref's, then the same rounds again for what `prepared` puts into blocks, and for the blocks' sums."""
+    """gdn_ref's, the same rounds as if they had many sequences, and once more for what `prepared` puts into blocks, and for the blocks' sums."""
     why = gdn_ref.check(launch, reference, spec)
     if why is not None or not isinstance(launch, GdnLaunch):
         return why
+    launch.many = 1, NEVER
+    why = gdn_ref.check(launch, reference, spec)
+    launch.many = MANY, MANY_ROWS
+    if why is not None:
+        return f"with a warp for each sequence, {why}"
     n_in, gen = spec.shape.n_v_head * DIM, torch.Generator().manual_seed(1)
     rows, norm = RowsLaunch(spec.device, n_in, (8, 16, 256)), 1 + 0.1 * torch.randn(DIM, generator=gen).to(spec.device)
 

@@ -219,6 +219,32 @@ extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 4)
   }
 }
 
+#include "gdn_conv_many.cuh"
+
+// The same, for many sequences of few rows: grid (N_K + N_V, n_seq / CONV_WARPS), a sequence for each warp.
+extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 5)
+    gdn_conv_many(const float* m, i64 m_stride, const float* alpha, const float* beta, i64 gate_stride, const float* a,
+                  const float* dt_bias, const float* conv_w, float* conv, float* rec_k, float* rec_v, float* rec_g,
+                  float* rec_b, float* fold_k, float* fold_v, float* fold_e, float* fold_b, float* q, float* k, float* v,
+                  float* e, float* b, float* kq, const int* seq_slot, const int* seq_start, const int* seq_fold,
+                  const int* seq_keep, int n_slot, int width, int n_row, int chunked, float eps, int* fault, int n_seq) {
+  let_successor_start();
+  const int head = blockIdx.x, s = blockIdx.y * CONV_WARPS + threadIdx.x / 32;
+  const Meta meta = {seq_slot, seq_start, seq_fold, seq_keep, n_slot, width, n_row, chunked};
+  const Seq seq = s < n_seq ? read_seq(meta, s, fault) : Seq{0, 0, 0, 0, false, false, false};
+  if (seq.n == 0 && !seq.fold_only) {
+    wait_for_predecessor();
+    return;
+  }
+  const ConvArgs args = {m,      alpha, beta, a, dt_bias, conv_w, conv, rec_k, rec_v,    rec_g,       rec_b, fold_k,
+                         fold_v, fold_e, fold_b, q, k, v, e, b, kq, m_stride, gate_stride, width, eps};
+  if (head < N_K) {
+    conv_warp<false>(args, seq, s, head);
+  } else {
+    conv_warp<true>(args, seq, s, head - N_K);
+  }
+}
+
 // ---- gdn_rows -------------------------------------------------------------------------------------------------------
 
 struct Stage {

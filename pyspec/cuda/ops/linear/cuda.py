@@ -1,6 +1,7 @@
 """`linear` on NVIDIA GPUs: rows to f16 blocks (rows_cuda.py), then one pass over the weights (linear.cu).
 
-A product's order of summation depends on the matrix and the device only, so a row's bits do not depend on the other rows.
+A product's order of summation depends on the matrix and the device only, so a row's bits do not depend on the other rows; but on
+how many there are where pairs of CTAs take some numbers and others not (linear_pair.py), which none do with `--exact`.
 More than 128 rows run in passes. Buffers are made at bind and shared by matrices of one device: all launches must be on one
 stream, and the rows `RowsLaunch` returns hold until its next call.
 """
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.context import per_device
+from pyspec.cuda.exact import EXACT
 from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
 from pyspec.cuda.ops.linear import pair as linear_pair
 from pyspec.cuda.ops.linear.dequant import quantize
@@ -30,10 +32,12 @@ from pyspec.cuda.ops.linear.pack import (
     repack,
 )
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec, epilogue_macros
-from pyspec.cuda.ops.rows.cuda import Rows, RowsLaunch
+from pyspec.cuda.ops.rows.cuda import BLOCKED, MAX_COLUMNS, Rows, RowsLaunch
 from pyspec.gguf import GGMLType
 
 MAX_ROWS, MAX_TICKETS = 128, 1 << 16
+FEW_UNITS, NEARLY_ALL = 5, 0.95  # of a CTA; of the multiprocessors
+HANDED_ROWS = 32  # rows up to which a product writes the next one's rows
 FEW = 16  # rows up to which memory is all that bounds a product
 HALVES = (GGMLType.F16, GGMLType.BF16)
 _SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}  # KiB a block may have
@@ -99,9 +103,31 @@ def limits(spec: LinearSpec) -> str | None:
         return f"{spec.n_in} columns are not a multiple of 32"
     if not fitting(spec.type, capability):
         return f"{spec.type.name} does not fit this GPU's shared memory"
+    if spec.parts > 1 and (why := _parts_limits(spec)) is not None:
+        return why
     if n_tiles(spec) * max(s.n_warp for s in SHAPES) > MAX_TICKETS:
         return f"{spec.n_weight_row} rows; the kernel takes up to {MAX_TICKETS // SHAPES[0].n_warp * TILE * 16} rows"
     return None
+
+
+def _parts_limits(spec: LinearSpec) -> str | None:
+    n_own, odd = divmod(spec.n_weight_row, spec.parts)
+    if spec.epilogue is not Epilogue.PLAIN:
+        return f"{spec.parts} parts, and something is done to their product"
+    if odd or n_own % (16 * TILE) or spec.n_in % 256:
+        return f"parts of {n_own} rows and {spec.n_in} columns; the kernel takes multiples of {16 * TILE} and 256"
+    if spec.parts * spec.n_in > MAX_COLUMNS:
+        return f"{spec.parts} parts of {spec.n_in} columns; the kernel takes up to {MAX_COLUMNS} together"
+    return None
+
+
+def n_cta(n_unit: int, n_sm: int) -> int:
+    """CTAs that share a matrix of so many tiles times chunks: one a multiprocessor, or a few less where all then have the same FEW_UNITS or
+    fewer. It takes as long, and they cut fewer tiles (docs/log.md)."""
+    per = -(-n_unit // n_sm)
+    fewer = n_unit // per
+    is_even = n_unit % per == 0 and per <= FEW_UNITS and fewer >= NEARLY_ALL * n_sm
+    return fewer if is_even else min(n_sm, n_unit)
 
 
 def n_tiles(spec: LinearSpec) -> int:
@@ -113,7 +139,25 @@ def stem(capability: tuple[int, int]) -> str:
     return "linear_sm90" if capability >= (9, 0) else "linear"
 
 
-def defines(type: GGMLType, shape: Tiling, stages: int, epilogue: Epilogue, limit: float = 0.0) -> dict[str, int | str]:
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What a product does besides: see LinearSpec. part_tiles: tiles of 256 rows of each part, 0 where there is one."""
+
+    epilogue: Epilogue
+    limit: float = 0.0
+    part_tiles: int = 0
+    hands: float = 0.0
+
+    def defines(self) -> dict[str, int | str]:
+        parts: dict[str, int | str] = {"PART_TILES": self.part_tiles} if self.part_tiles else {}
+        return parts | epilogue_macros(self.epilogue, self.limit, self.hands)
+
+
+def build_of(spec: LinearSpec) -> Build:
+    return Build(spec.epilogue, spec.limit, n_tiles(spec) // spec.parts if spec.parts > 1 else 0, spec.hands)
+
+
+def defines(type: GGMLType, shape: Tiling, stages: int, build: Build | Epilogue) -> dict[str, int | str]:
     """Macros of linear.cu."""
     return {
         "TYPE": FORMATS[type].code,
@@ -126,7 +170,7 @@ def defines(type: GGMLType, shape: Tiling, stages: int, epilogue: Epilogue, limi
         "STAGES": stages,
         "WINDOW": window(shape.rows)[0],
         "STEADY": min(window(shape.rows)[1], stages),
-    } | epilogue_macros(epilogue, limit)
+    } | (Build(build) if isinstance(build, Epilogue) else build).defines()
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,16 +184,16 @@ class _Built:
 
 
 @per_device
-def _steps(device: torch.device, type: GGMLType, epilogue: Epilogue, limit: float) -> tuple[_Built, ...]:
-    capability = torch.cuda.get_device_capability(device)
-    return tuple(step(device, type, epilogue, shape, limit) for shape in fitting(type, capability))
+def _steps(device: torch.device, type: GGMLType, build: Build, most: int) -> tuple[_Built, ...]:
+    shapes = fitting(type, torch.cuda.get_device_capability(device))
+    return tuple(step(device, type, build, shape) for shape in shapes if shape.rows <= most)
 
 
-def step(device: torch.device, type: GGMLType, epilogue: Epilogue, shape: Tiling, limit: float = 0.0) -> _Built:
+def step(device: torch.device, type: GGMLType, build: Build | Epilogue, shape: Tiling) -> _Built:
     """Compile linear.cu for one shape, with as many stages as fit."""
     capability = torch.cuda.get_device_capability(device)
     stages = n_stages(type, shape, capability)
-    code = compile_cubin(stem(capability), arch_of(capability), defines(type, shape, stages, epilogue, limit))
+    code = compile_cubin(stem(capability), arch_of(capability), defines(type, shape, stages, build))
     shared = stages * stage_bytes(type, shape)
     threads = 32 * (shape.n_warp + (code.stem == "linear_sm90"))  # there a warp of its own copies
     return _Built(shape, code.kernel("linear", "ppppppppiiii").allow_shared(shared), threads, shared)
@@ -175,17 +219,17 @@ class LinearLaunch:
     def __init__(self, spec: LinearSpec, steps: tuple[_Built, ...]) -> None:
         self.spec, self.steps = spec, {s.shape.rows: s for s in steps}
         self.max_rows = max(self.steps)
-        self.rows = bind_rows(spec.device, spec.type, spec.n_in)
+        self.rows = bind_rows(spec.device, spec.type, spec.n_in * spec.parts)
         n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
         n_group, n_chunk = n_groups(spec.n_weight_row), n_chunks(spec.type, spec.n_in)
-        self.grid = (min(n_sm, n_tiles(spec) * n_chunk),)
+        self.grid = (n_cta(n_tiles(spec) * n_chunk, n_sm),)
         self.partial, self.tickets = _workspace(spec.device, n_sm)
         self.sizes = np.int32(spec.n_out), np.int32(n_group), np.int32(n_chunk)
         shared = n_shared(torch.cuda.get_device_capability(spec.device))
-        self.pairs = {
+        self.pairs = {  # which have another order of sums, and can not have all rows
             pad: linear_pair.PairLaunch(spec, pad, n_sm, shared)
-            for pad in self.steps
-            if linear_pair.takes(spec, pad, shared)
+            for pad in (() if EXACT.is_on else self.steps)
+            if spec.parts == 1 and linear_pair.takes(spec, pad, shared)
         }
 
     def __call__(self, x: Tensor, packed: Packed, out: Tensor, residual: Tensor | None = None) -> None:
@@ -202,14 +246,28 @@ class LinearLaunch:
         assert (residual is not None) == (self.spec.epilogue is Epilogue.RESIDUAL)
         if rows.pad in self.pairs:
             return self.pairs[rows.pad](rows, packed, out, residual, self.rows.overlap)
+        self._whole(rows, packed, out if residual is None else residual, out)
+
+    def hand(self, rows: Rows, packed: Packed, into: RowsLaunch) -> Rows:
+        """The product alone, into the next one's rows, over `spec.hands`."""
+        to = into.room(rows.n_row)
+        assert self.spec.hands and to.pad == rows.pad and to.layout == BLOCKED and into.n_in == self.spec.n_out
+        if rows.pad in self.pairs:
+            self.pairs[rows.pad](rows, packed, to.blocks, to.powers, self.rows.overlap)
+        else:
+            self._whole(rows, packed, to.powers, to.blocks)
+        return to
+
+    def _whole(self, rows: Rows, packed: Packed, residual: Tensor, out: Tensor) -> None:
         run = self.steps[rows.pad]
-        tensors = (packed.data, rows.blocks, rows.sums, rows.powers, out if residual is None else residual, out)
-        args = (*tensors, self.partial, self.tickets, np.int32(rows.n_row), *self.sizes)
-        run.kernel.launch(self.grid, run.threads, args, run.shared, overlap=self.rows.overlap)
+        args = (packed.data, rows.blocks, rows.sums, rows.powers, residual, out, self.partial, self.tickets)
+        sizes = (np.int32(rows.n_row), *self.sizes)
+        run.kernel.launch(self.grid, run.threads, (*args, *sizes), run.shared, overlap=self.rows.overlap)
 
 
 def bind(spec: LinearSpec) -> LinearLaunch:
-    return LinearLaunch(spec, _steps(spec.device, spec.type, spec.epilogue, spec.limit))
+    most = HANDED_ROWS if spec.hands else MAX_ROWS
+    return LinearLaunch(spec, _steps(spec.device, spec.type, build_of(spec), most))
 
 
 def check(
@@ -225,7 +283,7 @@ def check(
     if pack is not None:  # it has a layout of its own
         own = pack(raw, spec.type, (spec.n_weight_row, spec.n_in), scales)
     for n_row in n_rows:
-        x = torch.randn(n_row, spec.n_in, generator=gen).to(spec.device)
+        x = torch.randn(n_row, spec.parts * spec.n_in, generator=gen).to(spec.device)
         residual = torch.randn(n_row, spec.n_out, generator=gen).to(spec.device)
         got, want = (torch.full_like(residual, torch.nan) for _ in "gw")
         for run, matrix, out in ((launch, own, got), (reference, packed, want)):

@@ -16,21 +16,23 @@
 // row's result has the same bits whatever runs beside it.
 //
 // Memory-bound up to about 64 rows: bytes of the weights. Set by the launcher: TYPE, CHUNK, RECORD, WARPS_M, WARPS_N,
-// TILES_M (16-row tiles of a warp), TILES_N (8-token tiles of a warp), STAGES, EPILOGUE.
+// TILES_M (16-row tiles of a warp), TILES_N (8-token tiles of a warp), STAGES, EPILOGUE; PART_TILES where every so many tiles
+// are a matrix of their own, for its part of x: then x has the blocks of all parts, one after the other. HANDS_POWER where the product goes
+// to the next one's rows (linear_block.cuh): then `out` is their blocks, and `residual` their powers.
 #include "linear.cuh"
 
 __device__ __forceinline__ void load_stage(u32 to, const u8* weights, const u16* x, const float* sums, Shape s, int tile,
                                            int chunk) {
   const int n16 = min(kTile, s.n_tile16 - tile * kTile);
   const u8* from = weights + (static_cast<i64>(tile) * kTile * s.n_chunk + static_cast<i64>(chunk) * n16) * RECORD;
-  const int n_weight = n16 * (RECORD / 16);
+  const int n_weight = n16 * (RECORD / 16), own = chunk_of_rows(tile, chunk, s.n_chunk);
 #pragma unroll
   for (int i = threadIdx.x; i < kWeightBytes / 16; i += kThreads)
     if (i < n_weight) copy16(to + i * 16, from + i * 16);
-  const u8* rows = reinterpret_cast<const u8*>(x) + static_cast<i64>(chunk) * kRowBytes;
+  const u8* rows = reinterpret_cast<const u8*>(x) + static_cast<i64>(own) * kRowBytes;
 #pragma unroll
   for (int i = threadIdx.x; i < kRowBytes / 16; i += kThreads) copy16(to + kWeightBytes + i * 16, rows + i * 16);
-  const u8* block_sums = reinterpret_cast<const u8*>(sums) + static_cast<i64>(chunk) * kSumBytes;
+  const u8* block_sums = reinterpret_cast<const u8*>(sums) + static_cast<i64>(own) * kSumBytes;
 #pragma unroll
   for (int i = threadIdx.x; i < kSumBytes / 16; i += kThreads)
     copy16(to + kWeightBytes + kRowBytes + i * 16, block_sums + i * 16);

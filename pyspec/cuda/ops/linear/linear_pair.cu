@@ -285,18 +285,17 @@ struct Beside {
     }
   }
 
-  __device__ __forceinline__ void store(const Sizes& s, float4 sum, float* out) const {
+  __device__ __forceinline__ void store(const Sizes& s, float4 sum, float* out, float* by) const {
     const float v[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       if (row + j >= s.n_row) continue;
       const float y = v[j] * scale[0] * power[j], y8 = v[j + 2] * scale[1] * power[j];
-      float* to = out + static_cast<i64>(row + j) * s.n_out + column;
 #if EPILOGUE == GATED
-      if (column < s.n_out) *to = silu(cut_gate(y)) * cut_up(y8);
+      if (column < s.n_out) put(out, by, s.n_out, row + j, column, silu(cut_gate(y)) * cut_up(y8));
 #else
-      if (column < s.n_out) to[0] = EPILOGUE == RESIDUAL ? old[j][0] + y : y;
-      if (column + 8 < s.n_out) to[8] = EPILOGUE == RESIDUAL ? old[j][1] + y8 : y8;
+      if (column < s.n_out) put(out, by, s.n_out, row + j, column, EPILOGUE == RESIDUAL ? old[j][0] + y : y);
+      if (column + 8 < s.n_out) put(out, by, s.n_out, row + j, column + 8, EPILOGUE == RESIDUAL ? old[j][1] + y8 : y8);
 #endif
     }
   }
@@ -395,7 +394,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads 
         const float4 v = from[j * kOwned * (kShareBytes / 16)];
         sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
       }
-      beside[i].store(s, sum, out);
+      beside[i].store(s, sum, out, powers_of(residual));
     }
     first += n;
   }

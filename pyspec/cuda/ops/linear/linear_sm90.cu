@@ -49,9 +49,10 @@ struct Source {  // a unit of a CTA's run
   }
 
   __device__ __forceinline__ void load_rows(u32 to, u32 full) const {
-    bulk_copy(to + kWeightBytes, x + static_cast<i64>(chunk) * kRowBytes, kRowBytes, full);
+    const int own = chunk_of_rows(tile, chunk, n_chunk);
+    bulk_copy(to + kWeightBytes, x + static_cast<i64>(own) * kRowBytes, kRowBytes, full);
 #if HAS_MIN
-    bulk_copy(to + kWeightBytes + kRowBytes, sums + static_cast<i64>(chunk) * kSumBytes, kSumBytes, full);
+    bulk_copy(to + kWeightBytes + kRowBytes, sums + static_cast<i64>(own) * kSumBytes, kSumBytes, full);
 #endif
   }
 };

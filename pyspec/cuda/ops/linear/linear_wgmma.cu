@@ -16,7 +16,7 @@
 // order of its columns, whoever arrives first, so bits depend on matrix and device only. Nobody has to wait for anybody:
 // who waits too long leaves its part to the last to arrive (see `settle`).
 //
-// Set by the launcher: TYPE, CHUNK, RECORD (quants.cuh), PAD (64, 96 or 128), EPILOGUE, WEIGHT_STAGES, ROW_STAGES,
+// Set by the launcher: TYPE, CHUNK, RECORD (quants.cuh), PAD (8 to 128), EPILOGUE, WEIGHT_STAGES, ROW_STAGES,
 // PATIENCE (clocks to wait for others), WINDOW (weight stages under way at most before the predecessor is over).
 #include "cut.cuh"
 #include "quants.cuh"
@@ -24,6 +24,9 @@
 #include "bulk.cuh"
 #include "overlap.cuh"
 
+#ifndef LIGHT
+#define LIGHT 1
+#endif
 #define PLAIN 0
 #define RESIDUAL 1
 #define GATED 2  // rows 0-7 of each 16 are gates, 8-15 the ups of the same features: writes silu(gate) * up
@@ -36,7 +39,25 @@ constexpr int kParts = kTile * PAD / 8;  // of a tile: 16 weight rows by 8 rows,
 constexpr int kMaxGrid = 256;
 // Scales become f16 too: those of MXFP4 are shifted, so that 2^-17 to 2^7 are exact.
 constexpr float kLift = TYPE == MXFP4 ? 128.f : 1.f;
-constexpr int kLoads = 4;  // shares of a part under way; with 8 the compiler spills in the products' loop
+#ifndef AT_ONCE
+#define AT_ONCE (PAD <= 16 ? 1 : 2)
+#endif
+#ifndef LOADS
+#define LOADS (PAD <= 16 || PAD == 96 ? 8 : 4)
+#endif
+constexpr int kAtOnce = AT_ONCE, kLoads = LOADS;  // parts, and shares of each, under way; with more the compiler spills in the products' loop
+// Registers of a thread that multiplies, where 20 warps start with kStart: 16 * kOwn + 4 * 24 of 20 * kStart at most, for to ask for more is to
+// wait for ever. Of few rows so few that a CTA finds room beside one that prepares them: its first weights come meanwhile.
+#if PAD <= 16 && LIGHT
+constexpr int kOwnRegisters = 64;
+#define BOUNDS __maxnreg__(56)
+#elif PAD <= 64 && LIGHT
+constexpr int kOwnRegisters = 72;
+#define BOUNDS __maxnreg__(64)
+#else
+constexpr int kOwnRegisters = 112;
+#define BOUNDS __launch_bounds__(kBlock, 1)
+#endif
 enum State { kNothing = 0, kGo = 1, kGone = 2 };
 
 struct Matrix {
@@ -268,7 +289,7 @@ struct Finish {  // what the sums of a tile need on their way out
   }
 
   __device__ __forceinline__ void store_all(const float (&acc)[kSums], int tile) const {
-    constexpr int kGroup = 2;  // loads of the residual under way: registers are few
+    constexpr int kGroup = PAD == 8 ? 1 : 2;  // loads of the residual under way: registers are few
     const int record = tile * kTile + (anew(threadIdx.x) >> 5);
     const float2 of_rows = scale(record);
     Place place(m, record, 0);
@@ -326,29 +347,44 @@ __device__ __forceinline__ void write_share(const float (&acc)[kSums], float4* s
     __stcg(share + j * kThreads, make_float4(acc[4 * j], acc[4 * j + 1], acc[4 * j + 2], acc[4 * j + 3]));
 }
 
-// Sums and stores the part of a tile that falls to one of the CTAs that stay.
+// Sums and stores the part of a tile that falls to one of the CTAs that stay. A warp has kAtOnce of its parts under way, kLoads shares of
+// each: trips to memory are what this takes. Where a warp has one part less, it loads the one before once more.
 __device__ __forceinline__ void reduce(const Finish& f, const Sharers& who, int rank, int tile) {
   const int end = kParts * (rank + 1) / who.n_stay, warp = threadIdx.x >> 5;
-  for (int part = kParts * rank / who.n_stay + warp; part < end; part += kWarps) {
-    const int offset = (part - warp) * 32;  // `share` has this thread's place in the first 16 parts
-    const Place place(f.m, tile * kTile + part % kTile, part / kTile);
-    float4 sum, old = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (EPILOGUE == RESIDUAL) old = place.load(f.residual);
-    for (int first = 0; first < who.n; first += kLoads) {
-      float4 v[kLoads];
+#pragma unroll 1
+  for (int part = kParts * rank / who.n_stay + warp; part < end; part += kAtOnce * kWarps) {
+    const int n_part = part + kWarps < end ? kAtOnce : 1;
+    const auto of = [&](int k) { return part + (k < n_part ? k : 0) * kWarps; };
+    float4 sum[kAtOnce], old[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i)
-        if (first + i < who.n) v[i] = __ldcg(who.share(f.partial, first + i) + offset);
-      if (first == 0) {
-        sum = v[0];
-      } else {
-        sum.x += v[0].x, sum.y += v[0].y, sum.z += v[0].z, sum.w += v[0].w;
-      }
-#pragma unroll
-      for (int i = 1; i < kLoads; ++i)
-        if (first + i < who.n) sum.x += v[i].x, sum.y += v[i].y, sum.z += v[i].z, sum.w += v[i].w;
+    for (int k = 0; k < kAtOnce; ++k) {
+      sum[k] = old[k] = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (EPILOGUE == RESIDUAL) old[k] = Place(f.m, tile * kTile + of(k) % kTile, of(k) / kTile).load(f.residual);
     }
-    place.store(sum, f.power(place.row), f.scale(tile * kTile + part % kTile), old, f.out);
+#pragma unroll 1
+    for (int first = 0; first < who.n; first += kLoads) {
+      float4 v[kAtOnce][kLoads];
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k)
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i)  // `share` has this thread's place in the first 16 parts
+          v[k][i] = __ldcg(who.share(f.partial, min(first + i, who.n - 1)) + (of(k) - warp) * 32);
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k)
+#pragma unroll
+        for (int i = 0; i < kLoads; ++i)
+          if (first + i == 0) {
+            sum[k] = v[k][i];
+          } else if (first + i < who.n) {
+            sum[k].x += v[k][i].x, sum[k].y += v[k][i].y, sum[k].z += v[k][i].z, sum[k].w += v[k][i].w;
+          }
+    }
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k)
+      if (k < n_part) {
+        const Place place(f.m, tile * kTile + of(k) % kTile, of(k) / kTile);
+        place.store(sum[k], f.power(place.row), f.scale(tile * kTile + of(k) % kTile), old[k], f.out);
+      }
   }
 }
 
@@ -422,7 +458,7 @@ __device__ __forceinline__ bool settle(float (&acc)[kSums], const Finish& f, int
   return true;
 }
 
-extern "C" __global__ void __launch_bounds__(kBlock, 1)
+extern "C" __global__ void BOUNDS
     linear_wgmma(const u8* __restrict__ weights, const u8* __restrict__ x, const float* __restrict__ powers,
                  const float* residual, float* out, float* partial, int* counts, int* states, int n_row, int n_out,
                  int n_record, int n_chunk) {
@@ -448,7 +484,7 @@ extern "C" __global__ void __launch_bounds__(kBlock, 1)
     if (threadIdx.x == kThreads) copy_all(w, b, weights, x, m, begin, end);
     return;
   }
-  registers_up<112>();  // 16 * 112 + 4 * 24 is what 20 warps of 96 start with; to ask for more is to wait for ever
+  registers_up<kOwnRegisters>();
   wait_for_predecessor();
   for (int i = threadIdx.x; i < PAD; i += kThreads) row_powers[i] = i < n_row ? powers[i] * (kUnit / kLift) : 0.f;
   sync_computing();

@@ -1,4 +1,4 @@
-"""`linear`: few rows times a packed quantised matrix; `linear_tall`: more than about fifty."""
+"""`linear`: few rows times a packed quantised matrix; `linear_tall`: more than about thirty."""
 
 from functools import partial
 
@@ -22,6 +22,6 @@ linear_tall: Op[linear_ref.LinearSpec] = Op(
     "linear_tall",
     Impl("torch", linear_ref.bind),
     [Impl("wgmma", linear_wgmma.bind, linear_wgmma.limits)],
-    partial(linear_cuda.check, n_rows=(49, 96, 127, 200)),
+    partial(linear_cuda.check, n_rows=(40, 49, 96, 127, 200)),
     home="pyspec.cuda.ops.linear.op:linear_tall",
 )

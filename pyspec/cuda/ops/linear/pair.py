@@ -73,7 +73,9 @@ def takes(spec: LinearSpec, pad: int, n_shared: int) -> bool:
     return enough and packed_bytes(spec.type, spec.n_weight_row, spec.n_in) <= MOST_BYTES
 
 
-def defines(type: GGMLType, pad: int, epilogue: Epilogue, limit: float = 0.0) -> dict[str, int | str]:
+def defines(
+    type: GGMLType, pad: int, epilogue: Epilogue, limit: float = 0.0, hands: float = 0.0
+) -> dict[str, int | str]:
     """Macros of linear_pair.cu."""
     return {
         "TYPE": FORMATS[type].code,
@@ -86,7 +88,7 @@ def defines(type: GGMLType, pad: int, epilogue: Epilogue, limit: float = 0.0) ->
         "LANES": LANES,
         "ROW_LANES": ROW_LANES,
         "MAX_SLOTS": MAX_SLOTS,
-    } | epilogue_macros(epilogue, limit)
+    } | epilogue_macros(epilogue, limit, hands)
 
 
 @per_device
@@ -102,7 +104,8 @@ class PairLaunch:
         n_group, n_chunk = n_groups(spec.n_weight_row), n_chunks(spec.type, spec.n_in)
         n_pair = max(1, min(n_sm // 2, n_group))
         ring_ = ring(spec.type, pad, n_group, n_pair, n_shared)
-        self.kernel = _kernel(spec.device, tuple(defines(spec.type, pad, spec.epilogue, spec.limit).items()), n_shared)
+        macros = defines(spec.type, pad, spec.epilogue, spec.limit, spec.hands)
+        self.kernel = _kernel(spec.device, tuple(macros.items()), n_shared)
         self.grid, self.n_bytes = (2 * n_pair,), ring_.n_bytes
         sizes = (spec.n_out, n_group, n_chunk, ring_.n_slot, ring_.weights, ring_.early, ring_.steady)
         self.sizes = tuple(np.int32(n) for n in sizes)

@@ -37,6 +37,8 @@ class LinearSpec:
     """A matrix of n_in columns; n_out counts what is written for a row, half of the matrix's rows when gated.
 
     limit  where gates (from above) and ups (from both sides) are cut; 0: nowhere
+    hands  > 0: what comes out goes, over this power of two, where the next product reads its rows; of launchers that can, never of the op
+    parts  the matrix is so many, one after the other, each for its part of a row's parts * n_in columns
     """
 
     device: torch.device
@@ -45,16 +47,20 @@ class LinearSpec:
     n_in: int
     epilogue: Epilogue = Epilogue.PLAIN
     limit: float = 0.0
+    parts: int = 1
+    hands: float = 0.0
 
     @property
     def n_weight_row(self) -> int:
         return self.n_out * (2 if self.epilogue is Epilogue.GATED else 1)
 
 
-def epilogue_macros(epilogue: Epilogue, limit: float) -> dict[str, int | str]:
-    """LIMIT: cut.cuh."""
-    has_limit = epilogue is Epilogue.GATED and limit
-    return {"EPILOGUE": int(epilogue)} | ({"LIMIT": f"{float(limit)!r}f"} if has_limit else {})
+def epilogue_macros(epilogue: Epilogue, limit: float, hands: float = 0.0) -> dict[str, int | str]:
+    """LIMIT: cut.cuh; HANDS_POWER: linear_block.cuh."""
+    macros: dict[str, int | str] = {"EPILOGUE": int(epilogue)}
+    if epilogue is Epilogue.GATED and limit:
+        macros["LIMIT"] = f"{float(limit)!r}f"
+    return macros | ({"HANDS_POWER": f"{float(hands)!r}f"} if hands else {})
 
 
 def finish(y: Tensor, epilogue: Epilogue, residual: Tensor | None, limit: float = 0.0) -> Tensor:
@@ -78,6 +84,9 @@ def rounded(x: Tensor) -> Tensor:
 def bind(spec: LinearSpec) -> Callable[..., None]:
     def linear(x: Tensor, packed: Packed, out: Tensor, residual: Tensor | None = None) -> None:
         assert (packed.n_out, packed.n_in) == (spec.n_weight_row, spec.n_in)
-        out.copy_(finish(F.linear(x.float(), unpack(packed)), spec.epilogue, residual, spec.limit))
+        assert x.shape[1] == spec.parts * spec.n_in
+        weights, parts = unpack(packed).chunk(spec.parts), x.float().chunk(spec.parts, -1)
+        y = torch.cat([F.linear(part, own) for part, own in zip(parts, weights, strict=True)], -1)
+        out.copy_(finish(y, spec.epilogue, residual, spec.limit))
 
     return linear

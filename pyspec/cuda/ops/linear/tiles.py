@@ -2,11 +2,12 @@
 
 A tile lies together, so that any way of reading it is one stretch: codes [tile, chunk, 64 rows, bytes], scales [tile, group, 64 rows]. A
 group is as many columns as share a scale. Rows and columns are padded to whole tiles with scales of zero. Codes are whole: four bits and,
-of types that have more, one or two high bits in a plane of their own; no weight is rounded. Bytes over those of the file's blocks:
+of types that have more, two high bits in a plane of their own; no weight is rounded. Bytes over those of the file's blocks:
 
-    Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q6_K IQ4_NL MXFP4 NVFP4   the same
-    Q4_K +2.8 %, Q5_K +2.3 %, IQ4_XS +3 %              scales of six bits become bytes
-    Q3_K +49 %, Q2_K +71 %                             codes of two and three bits become four
+    Q8_0 Q4_0 Q4_1 Q6_K IQ4_NL MXFP4 NVFP4   the same
+    Q4_K +2.8 %, IQ4_XS +3 %                 scales of six bits become bytes
+    Q5_0, Q5_1, Q5_K +17 to 21 %             their upper bit has the place of two
+    Q3_K +49 %, Q2_K +71 %                   codes of two and three bits become four
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from pyspec.gguf import GGMLType, blocks
 from pyspec.gguf.blocks import BlockLayout
 
 ROWS = COLUMNS = 64  # of a tile
+BIAS = 128  # codes of eight bits lie this much higher than what they stand for
 _SLICE = 1 << 26  # weights repacked at once: bounds the temporaries to about 0.5 GB
 
 
@@ -47,7 +49,7 @@ class Codes:
 class TiledFormat:
     """How matrices of a type are held.
 
-    bits     8, or 4 and `high` more
+    bits     8, or 4 and `high` more (0 or 2)
     group    columns that share a scale
     offset   taken off a code
     table    what codes stand for, in place of themselves
@@ -71,7 +73,7 @@ class TiledMatrix:
     """A repacked matrix of n_out rows and n_in columns.
 
     codes   [tile, chunk, 64, 64 or 32] uint8
-    high    [tile, chunk, 64, 8 or 16] uint8 or None
+    high    [tile, chunk, 64, 16] uint8 or None
     scales, minima              [tile, group, 64]; supers, super_minima  [tile, span, 64]
     row_scales  [n_out] f32 or None: what each row's products are multiplied with
     """
@@ -158,7 +160,7 @@ def untiled(m: TiledMatrix, first: int = 0, end: int | None = None) -> Tensor:
             parts = [(m.high[at] >> (n * i)) & ((1 << n) - 1) for i in range(8 // n)]
             q = q | torch.cat(parts, -1) << 4
     q = rows_of(q)
-    values = q.view(torch.int8) if form.bits == 8 else q.short() - form.offset
+    values = q.short() - (BIAS if form.bits == 8 else form.offset)
     w = torch.tensor(form.table, dtype=torch.float32, device=q.device)[q.long()] if form.table else values.float()
 
     def spread(x: Tensor, by: Tensor | None) -> Tensor:
@@ -207,7 +209,7 @@ def _fields(x: Tensor, n: int) -> Tensor:
 
 
 def _q8_0(rows: Tensor) -> Codes:
-    return Codes(_field(rows, blocks.BlockQ8_0, "qs").flatten(1), _half(rows, blocks.BlockQ8_0, "d"))
+    return Codes(_field(rows, blocks.BlockQ8_0, "qs").flatten(1) ^ BIAS, _half(rows, blocks.BlockQ8_0, "d"))
 
 
 def _simple(
@@ -300,10 +302,10 @@ FORMATS = {
     GGMLType.Q8_0: TiledFormat(_q8_0, bits=8),
     GGMLType.Q4_0: TiledFormat(_simple(blocks.BlockQ4_0), offset=8),
     GGMLType.Q4_1: TiledFormat(_simple(blocks.BlockQ4_1, has_minima=True), minima=True),
-    GGMLType.Q5_0: TiledFormat(_simple(blocks.BlockQ5_0, has_high=True), high=1, offset=16),
-    GGMLType.Q5_1: TiledFormat(_simple(blocks.BlockQ5_1, has_minima=True, has_high=True), high=1, minima=True),
+    GGMLType.Q5_0: TiledFormat(_simple(blocks.BlockQ5_0, has_high=True), high=2, offset=16),
+    GGMLType.Q5_1: TiledFormat(_simple(blocks.BlockQ5_1, has_minima=True, has_high=True), high=2, minima=True),
     GGMLType.Q4_K: TiledFormat(_k_four(blocks.BlockQ4_K), span=8, minima=True),
-    GGMLType.Q5_K: TiledFormat(_k_four(blocks.BlockQ5_K), high=1, span=8, minima=True),
+    GGMLType.Q5_K: TiledFormat(_k_four(blocks.BlockQ5_K), high=2, span=8, minima=True),
     GGMLType.Q6_K: TiledFormat(_q6_k, high=2, group=16, offset=32, span=16),
     GGMLType.Q2_K: TiledFormat(_q2_k, group=16, span=16, minima=True),
     GGMLType.Q3_K: TiledFormat(_q3_k, group=16, offset=4, span=16),

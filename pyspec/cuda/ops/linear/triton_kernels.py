@@ -5,94 +5,91 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from pyspec.cuda.ops.linear.triton_tiles import chunk_sums
 from pyspec.cuda.ops.recurrent.triton_kernels import sigmoid
 from pyspec.cuda.tri_guards import kernel
 
-NUMBER, E4M3, E8M0 = (tl.constexpr(i) for i in range(3))  # what a scale is: triton.SCALES
-LOOKED_UP, E2M1 = tl.constexpr(1), tl.constexpr(2)  # what a code stands for: triton.VALUES
 RESIDUAL, GATED = tl.constexpr(1), tl.constexpr(2)  # ref.Epilogue
 
 
 @triton.jit
-def number(x, KIND: tl.constexpr):
-    """A scale as f32."""
-    if KIND == E4M3:
-        return (x.to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32) * 128.0
-    if KIND == E8M0:
-        return (x.to(tl.int32) << 23).to(tl.float32, bitcast=True) * 0.5
-    return x.to(tl.float32)
+def summed(part, split_step, at, is_out, SPLITS: tl.constexpr):
+    """The splits' sums in their order, whoever wrote them."""
+    y = tl.load(part + at, mask=is_out, other=0.0, cache_modifier=".cg")
+    for split in tl.static_range(1, SPLITS):
+        y += tl.load(part + split * split_step + at, mask=is_out, other=0.0, cache_modifier=".cg")
+    return y
 
 
 @triton.jit
-def whole(bits, OFFSET: tl.constexpr):
-    """Codes of up to ten bits, as int16, less OFFSET: exact in f16, and two instructions for two of them."""
-    return (bits | 0x6400).to(tl.float16, bitcast=True) - (1024.0 + OFFSET)
-
-
-@triton.jit
-def value(code, table, VALUE: tl.constexpr, OFFSET: tl.constexpr):
-    """What a code [int16] stands for, before its scale: a whole number, so exact in f16."""
-    if VALUE == LOOKED_UP:
-        return tl.load(table + code)
-    if VALUE == E2M1:  # its bits where f16 has them
-        return (((code & 7) << 9) | ((code & 8) << 12)).to(tl.float16, bitcast=True) * 32768.0
-    return whole(code, OFFSET)
-
-
-@triton.jit
-def upper_bits(high, here, out, k, HALF: tl.constexpr, HIGH: tl.constexpr):
-    """What codes of the lower or upper 32 columns of a chunk have above four bits, where it belongs. int16"""
-    n_byte = 8 * HIGH
-    more = tl.load(high + here * (64 * n_byte) + out[:, None] * n_byte + (k % n_byte)[None, :]).to(tl.int16)
-    return ((more >> ((k // n_byte) * HIGH + 4 * HALF).to(tl.int16)[None, :]) & ((1 << HIGH) - 1)) << 4
+def ended(
+    part, powers, row_scales, residual, out, row, column, n_row, n_wide,
+    N_OUT: tl.constexpr, SPLITS: tl.constexpr, EPILOGUE: tl.constexpr, POWERS: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """What is left to do for rows [n] and columns [m]: the splits' sums, times the row's power and the weights' row scale."""
+    is_out = (row[:, None] < n_row) & (column[None, :] < N_OUT)
+    at = row[:, None].to(tl.int64) * n_wide + column[None, :]
+    split_step = n_row.to(tl.int64) * n_wide
+    y = summed(part, split_step, at, is_out, SPLITS)
+    if EPILOGUE == GATED:
+        up = summed(part + N_OUT, split_step, at, is_out, SPLITS)
+    if SCALED:
+        y = y * tl.load(row_scales + column, mask=column < N_OUT, other=0.0)[None, :]
+        if EPILOGUE == GATED:
+            up = up * tl.load(row_scales + N_OUT + column, mask=column < N_OUT, other=0.0)[None, :]
+    if POWERS:
+        power = tl.load(powers + row, mask=row < n_row, other=0.0)[:, None]
+        y = y * power
+        if EPILOGUE == GATED:
+            up = up * power
+    if EPILOGUE == GATED:
+        if LIMIT > 0.0:
+            y = tl.minimum(y, LIMIT)
+            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        y = y * sigmoid(y) * up
+    to = row[:, None].to(tl.int64) * N_OUT + column[None, :]
+    if EPILOGUE == RESIDUAL:
+        y = y + tl.load(residual + to, mask=is_out, other=0.0)
+    tl.store(out + to, y, mask=is_out)
 
 
 @kernel
 def product(
-    x, codes, high, scales, minima, supers, super_minima, table, part, n_row,
-    N_IN: tl.constexpr, N_CHUNK: tl.constexpr, PER: tl.constexpr, BM: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr,
-    GROUP: tl.constexpr, OFFSET: tl.constexpr, VALUE: tl.constexpr, SCALE: tl.constexpr, SPAN: tl.constexpr, N_SPAN: tl.constexpr,
-    MINIMA: tl.constexpr, STAGES: tl.constexpr,
+    x, codes, high, scales, minima, supers, super_minima, table, part, tickets, powers, row_scales, residual, y, n_row,
+    N_IN: tl.constexpr, N_CHUNK: tl.constexpr, N_SPAN: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr,
+    OFFSET: tl.constexpr, VALUE: tl.constexpr, SCALE: tl.constexpr, SPAN: tl.constexpr, MINIMA: tl.constexpr, ASM: tl.constexpr,
+    UNIT: tl.constexpr, PER: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FUSED: tl.constexpr,
+    N_OUT: tl.constexpr, SPLITS: tl.constexpr, EPILOGUE: tl.constexpr, POWERS: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, splits, blocks of BM rows): sums over PER chunks of 64 columns -> part [split, row, tile * 64]."""
+    """Grid (tiles, splits, blocks of BN rows): sums over PER chunks of 64 columns -> part [split, row, tile * 64].
+
+    FUSED: whoever is the last of a tile, or of one of gates and that of its ups, does what is left (`ended`); tickets are 0 before and after.
+    """
     tile, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = tl.program_id(2) * BM + tl.arange(0, BM)
-    out, k = tl.arange(0, 64), tl.arange(0, GROUP)
-    acc = tl.zeros((BM, 64), tl.float32)
-    groups: tl.constexpr = 64 // GROUP
+    row = tl.program_id(2) * BN + tl.arange(0, BN)
+    is_row, out = row < n_row, tl.arange(0, 64)
+    acc = tl.zeros((64, BN), tl.float32)
     for chunk in tl.range(split * PER, tl.minimum(split * PER + PER, N_CHUNK), num_stages=STAGES):
-        here = tile * N_CHUNK + chunk
-        at = here * groups
-        for g in tl.static_range(64 // GROUP):
-            column = chunk * 64 + g * GROUP + k
-            a = tl.load(
-                x + row[:, None] * N_IN + column[None, :],
-                mask=(row[:, None] < n_row) & (column[None, :] < N_IN),
-                other=0.0,
-            )
-            if BITS == 8:
-                w = tl.load(codes + here * 4096 + out[:, None] * 64 + (g * GROUP + k)[None, :]).to(tl.int16)
-                w = whole(w ^ 128, 128)
-            else:
-                at_byte = g * GROUP % 32 + k
-                code = tl.load(codes + here * 2048 + out[:, None] * 32 + at_byte[None, :]).to(tl.int16)
-                code = (code >> (g * GROUP // 32 * 4)) & 15
-                if HIGH > 0:
-                    code = code | upper_bits(high, here, out, at_byte, g * GROUP // 32, HIGH)
-                w = value(code, table, VALUE, OFFSET)
-            by = number(tl.load(scales + (at + g) * 64 + out), SCALE)
-            if SPAN > 0:
-                span = (tile * N_SPAN + chunk * groups // SPAN) * 64 + out
-                by = by * tl.load(supers + span).to(tl.float32)
-            acc += tl.dot(a, tl.trans(w)) * by[None, :]
-            if MINIMA:
-                less = number(tl.load(minima + (at + g) * 64 + out), NUMBER)
-                if SPAN > 0:
-                    less = less * tl.load(super_minima + span).to(tl.float32)
-                acc -= tl.sum(a.to(tl.float32), 1)[:, None] * less[None, :]
-    n_wide = tl.num_programs(0) * 64
-    to = (split * n_row + row[:, None]).to(tl.int64) * n_wide + tile * 64 + out[None, :]
-    tl.store(part + to, acc, mask=row[:, None] < n_row)
+        acc = chunk_sums(
+            acc, x, row.to(tl.int64) * N_IN, is_row, codes, high, scales, minima, supers, super_minima, table, tile, chunk,
+            N_IN, N_CHUNK, N_SPAN, BITS, HIGH, GROUP, OFFSET, VALUE, SCALE, SPAN, MINIMA, ASM,
+        )  # fmt: skip
+    n_tile = tl.num_programs(0)
+    n_wide = n_tile * 64
+    to = (split * n_row + row[None, :]).to(tl.int64) * n_wide + tile * 64 + out[:, None]
+    tl.store(part + to, acc * UNIT, mask=is_row[None, :])
+    if FUSED:
+        n_unit = n_tile // 2 if EPILOGUE == GATED else n_tile
+        unit = tl.program_id(0) % n_unit
+        tl.debug_barrier()
+        ticket = tickets + tl.program_id(2) * n_unit + unit
+        before = tl.atomic_add(ticket, 1, sem="acq_rel")
+        if before == SPLITS * (2 if EPILOGUE == GATED else 1) - 1:
+            tl.store(ticket, 0)
+            ended(
+                part, powers, row_scales, residual, y, row, unit * 64 + out, n_row, n_wide,
+                N_OUT, SPLITS, EPILOGUE, POWERS, SCALED, LIMIT,
+            )  # fmt: skip
 
 
 @kernel
@@ -100,29 +97,22 @@ def finish(
     part, powers, row_scales, residual, out, n_row, n_wide,
     N_OUT: tl.constexpr, SPLITS: tl.constexpr, EPILOGUE: tl.constexpr, POWERS: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, stretches of 512 outputs): the splits' sums in their order, times the row's power and the weights' row scale."""
-    row, at = tl.program_id(0).to(tl.int64), tl.program_id(1) * 512 + tl.arange(0, 512)
-    is_out = at < N_OUT
-    y = tl.zeros((512,), tl.float32)
-    up = tl.zeros((512,), tl.float32)
-    for split in tl.static_range(SPLITS):
-        here = part + (split * n_row + row) * n_wide + at
-        y += tl.load(here, mask=is_out, other=0.0)
-        if EPILOGUE == GATED:
-            up += tl.load(here + N_OUT, mask=is_out, other=0.0)
-    if SCALED:
-        y = y * tl.load(row_scales + at, mask=is_out, other=0.0)
-        if EPILOGUE == GATED:
-            up = up * tl.load(row_scales + N_OUT + at, mask=is_out, other=0.0)
-    if POWERS:
-        power = tl.load(powers + row)
-        y = y * power
-        up = up * power
-    if EPILOGUE == GATED:
-        if LIMIT > 0.0:
-            y = tl.minimum(y, LIMIT)
-            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-        y = y * sigmoid(y) * up
-    if EPILOGUE == RESIDUAL:
-        y = y + tl.load(residual + row * N_OUT + at, mask=is_out, other=0.0)
-    tl.store(out + row * N_OUT + at, y, mask=is_out)
+    """Grid (rows, stretches of 512 outputs): `ended` in a launch of its own."""
+    row, column = tl.program_id(0) + tl.arange(0, 1), tl.program_id(1) * 512 + tl.arange(0, 512)
+    ended(
+        part,
+        powers,
+        row_scales,
+        residual,
+        out,
+        row,
+        column,
+        n_row,
+        n_wide,
+        N_OUT,
+        SPLITS,
+        EPILOGUE,
+        POWERS,
+        SCALED,
+        LIMIT,
+    )

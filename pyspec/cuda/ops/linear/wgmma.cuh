@@ -38,19 +38,36 @@ __device__ __forceinline__ void registers_down() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-#define NAMES_32                                                                                                   \
-  "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29," \
-  "%30,%31"
+#define NAMES_4 "{%0,%1,%2,%3"
+#define NAMES_8 NAMES_4 ",%4,%5,%6,%7"
+#define NAMES_16 NAMES_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define NAMES_24 NAMES_16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define NAMES_32 NAMES_24 ",%24,%25,%26,%27,%28,%29,%30,%31"
 #define NAMES_48 NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
 #define NAMES_64 NAMES_48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
 #define SUMS_8(i)                                                                                            \
   "+f"(acc[i]), "+f"(acc[i + 1]), "+f"(acc[i + 2]), "+f"(acc[i + 3]), "+f"(acc[i + 4]), "+f"(acc[i + 5]),    \
       "+f"(acc[i + 6]), "+f"(acc[i + 7])
-#define SUMS_32 SUMS_8(0), SUMS_8(8), SUMS_8(16), SUMS_8(24)
+#define SUMS_4 "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+#define SUMS_16 SUMS_8(0), SUMS_8(8)
+#define SUMS_24 SUMS_16, SUMS_8(16)
+#define SUMS_32 SUMS_24, SUMS_8(24)
 #define SUMS_48 SUMS_32, SUMS_8(32), SUMS_8(40)
 #define SUMS_64 SUMS_48, SUMS_8(48), SUMS_8(56)
 
-#if PAD == 64
+#if PAD == 8
+#define WGMMA "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 " NAMES_4 "}, {%4,%5,%6,%7}, %8, 1, 1, 1, 0;"
+#define WGMMA_SUMS SUMS_4
+#elif PAD == 16
+#define WGMMA "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 " NAMES_8 "}, {%8,%9,%10,%11}, %12, 1, 1, 1, 0;"
+#define WGMMA_SUMS SUMS_8(0)
+#elif PAD == 32
+#define WGMMA "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 " NAMES_16 "}, {%16,%17,%18,%19}, %20, 1, 1, 1, 0;"
+#define WGMMA_SUMS SUMS_16
+#elif PAD == 48
+#define WGMMA "wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 " NAMES_24 "}, {%24,%25,%26,%27}, %28, 1, 1, 1, 0;"
+#define WGMMA_SUMS SUMS_24
+#elif PAD == 64
 #define WGMMA "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " NAMES_32 "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 0;"
 #define WGMMA_SUMS SUMS_32
 #elif PAD == 96

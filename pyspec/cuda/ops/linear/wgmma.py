@@ -1,4 +1,4 @@
-"""`linear` for 33 rows and more on Hopper: one pass over the packed weights for 128 rows (linear_wgmma.cu).
+"""`linear` for 33 rows and more on Hopper, for any number with `--exact`: one pass over the packed weights for 128 rows (linear_wgmma.cu).
 
 Where linear_cuda scales sums in float32, this rounds weights to f16 first: 2^-12 of each at most, 4e-4 of an output in
 relative L2 norm together with the rows' own rounding (linear_ref.py). F16, BF16, NVFP4 and MXFP4 weights are not rounded. A
@@ -19,13 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.context import per_device
+from pyspec.cuda.exact import EXACT
 from pyspec.cuda.jit import Kernel, compile_cubin
 from pyspec.cuda.ops.linear.pack import CHUNKS, FORMATS, RECORDS, TILE, Packed, n_chunks, n_groups
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec, epilogue_macros
 from pyspec.cuda.ops.rows.cuda import TALL, Rows, RowsLaunch
 from pyspec.gguf import GGMLType
 
-PADS = (64, 96, 128)
+PADS = (8, 16, 32, 48, 64, 96, 128)
+FEW = 32  # rows that `linear` takes, unless bits shall not depend on their number
 MAX_ROWS = PADS[-1]
 WINDOW = 2  # weight stages under way at most before the predecessor is over (linear_cuda.window says why)
 PATIENCE = 1 << 22  # clocks, 2 ms: far more than the sharers of a tile lie apart
@@ -65,6 +67,8 @@ def limits(spec: LinearSpec) -> str | None:
     major, minor = torch.cuda.get_device_capability(spec.device)
     if (major, minor) != (9, 0):
         return f"needs compute capability 9.0, this GPU has {major}.{minor}"
+    if spec.parts > 1:
+        return "takes one matrix for all columns"
     if spec.type not in CHUNKS:
         return f"{spec.type.name} matrices have no packed form yet"
     if spec.n_in % 32:
@@ -134,9 +138,9 @@ def _workspace(device: torch.device, n_sm: int) -> _Workspace:
 
 
 @per_device
-def bind_rows(device: torch.device, n_in: int) -> RowsLaunch:
+def bind_rows(device: torch.device, n_in: int, pads: tuple[int, ...]) -> RowsLaunch:
     """One launch, and one buffer, for all matrices of n_in columns."""
-    return RowsLaunch(device, n_in, PADS, TALL)
+    return RowsLaunch(device, n_in, pads, TALL)
 
 
 class WgmmaLaunch:
@@ -144,10 +148,12 @@ class WgmmaLaunch:
 
     max_rows = MAX_ROWS
 
-    def __init__(self, spec: LinearSpec, patience: int = PATIENCE, overlap: bool = True) -> None:
+    def __init__(self, spec: LinearSpec, patience: int = PATIENCE, overlap: bool = True, least: int = 0) -> None:
+        """least: rows up to which there is no build."""
         self.spec, self.overlap = spec, overlap
-        self.rows = bind_rows(spec.device, spec.n_in)
-        self.kernels = {pad: _kernel(spec.device, replace(spec, n_out=0, n_in=0), pad, patience) for pad in PADS}
+        pads = tuple(pad for pad in PADS if pad > least)
+        self.rows = bind_rows(spec.device, spec.n_in, pads)
+        self.kernels = {pad: _kernel(spec.device, replace(spec, n_out=0, n_in=0), pad, patience) for pad in pads}
         n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
         n_group, (n_tile, n_chunk) = n_groups(spec.n_weight_row), n_tiles(spec)
         self.grid = (min(n_sm, _MAX_GRID, n_tile * n_chunk),)
@@ -174,4 +180,4 @@ class WgmmaLaunch:
 
 
 def bind(spec: LinearSpec) -> WgmmaLaunch:
-    return WgmmaLaunch(spec)
+    return WgmmaLaunch(spec, least=0 if EXACT.is_on else FEW)

@@ -9,7 +9,8 @@ have chosen.
 Types of INTEGER (moe_builds.py) multiply rows of whole numbers, which whoever prepares them puts into planes (rows.cu's LAYOUT 3).
 
 Nothing of what rows chose reaches the host: grids are as large as the number of rows can make them, and CTAs without work
-end at once. So graphs may hold it, and prompts take the same way, MAX_ROWS rows at a time. Buffers are shared by the layers of
+end at once. So graphs may hold it, and prompts take the same way, MAX_ROWS rows at a time, or LONG_ROWS where an expert would have few of
+those (`rows_at_once`). Buffers are shared by the layers of
 a device: all launches must be on one stream.
 """
 
@@ -62,12 +63,18 @@ from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.cuda.temporary import temporary
 from pyspec.gguf import GGMLType
 
-MAX_ROWS, MAX_EXPERT, MAX_USED = 512, 1024, 32
+MAX_ROWS, LONG_ROWS, MAX_EXPERT, MAX_USED = 512, 2048, 1024, 32
 FEWEST = 2  # rows up to which who comes last sums what experts gave, and pairs find each other
 INTEGER_FEWEST = 3  # rows up to which they do where rows are whole numbers
 FEW = 32  # rows up to which an item has FEW_PAIRS at most: experts rarely get more; beyond it has MANY_PAIRS
+SPARSE = 0.5  # of an item's FEW_PAIRS: more rows have such items, too, while an expert gets no more in the mean
 MOST_LIMIT = 6e4  # of activations: they go on as f16 over powers of two
 MAX_PIECES = 4  # of a shared expert: with more, a launch of its own reads as well
+
+
+def rows_at_once(n_used: int, n_expert: int) -> int:
+    """Rows of one launch. Weights are read and their codes unpacked once for MANY_PAIRS of an expert: it should have about so many."""
+    return LONG_ROWS if 2 * MAX_ROWS * n_used < MANY_PAIRS * n_expert else MAX_ROWS
 
 
 def limits(spec: MoeSpec) -> str | None:
@@ -304,21 +311,22 @@ class Experts:
         shared = None if pieces is None else pack(pieces.down)
         self.down = _Product(spec.device, pack(stacks.down), shared, NONE, None)
         self.lists, self.combine = _pair_kernels(spec.device)
-        self.x_rows = _rows(spec.device, spec.n_in, MAX_ROWS, layout_of(spec.up))
+        self.most = rows_at_once(spec.n_used, self.n_expert)
+        self.x_rows = _rows(spec.device, spec.n_in, self.most, layout_of(spec.up))
         both = planes_of(spec.up, inner=True) and planes_of(spec.down, inner=False)
         self.finding = INTEGER_FEWEST if both else FEWEST
-        self.h = _between(spec.device, spec.n_ff, MAX_ROWS * (spec.n_used + spec.pieces), spec.down)
+        self.h = _between(spec.device, spec.n_ff, self.most * (spec.n_used + spec.pieces), spec.down)
 
     def prepare(self, x: Tensor, norm: Norm | None = None) -> Rows | None:
         """Rows ready to be multiplied, before it is known by what: the launch between a choice and its products is spared.
 
         None for more than go at once. They hold until rows of this width are prepared again.
         """
-        return self.x_rows(x, norm) if x.shape[0] <= MAX_ROWS else None
+        return self.x_rows(x, norm) if x.shape[0] <= self.most else None
 
     def room(self, n_row: int) -> Rows | None:
         """The same, for a kernel that puts them there itself."""
-        return self.x_rows.room(n_row) if n_row <= MAX_ROWS else None
+        return self.x_rows.room(n_row) if n_row <= self.most else None
 
     def __call__(
         self,
@@ -331,8 +339,8 @@ class Experts:
     ) -> Tensor:
         out = torch.empty(x.shape[0], self.spec.n_in, dtype=torch.float32, device=x.device)
         is_few = 0 < len(x) <= FEWEST
-        for first in range(0, len(x), MAX_ROWS):
-            part = slice(first, first + MAX_ROWS)
+        for first in range(0, len(x), self.most):
+            part = slice(first, first + self.most)
             rows = ready if isinstance(ready, Rows) else self.x_rows(x[part], norm)
             shares = self.shares(rows, ids[part], weights[part], added.part(part), out if is_few else None)
             if not is_few:
@@ -342,7 +350,7 @@ class Experts:
     def shares(
         self, rows: Rows, ids: Tensor, weights: Tensor, added: Added = NOTHING, out: Tensor | None = None
     ) -> Shares:
-        """The products alone, of MAX_ROWS rows at most: who reads them next sums them. Of FEWEST rows they may be summed in `out`."""
+        """The products alone, of `most` rows at most: who reads them next sums them. Of FEWEST rows they may be summed in `out`."""
         ids, weights = ids.contiguous(), weights.contiguous()
         (n_row, n_used), pieces = ids.shape, self.spec.pieces
         assert ids.dtype == torch.int32 and (n_row, n_used) == weights.shape == (rows.n_row, self.spec.n_used)
@@ -366,7 +374,9 @@ class Experts:
         n_row, n_pair = ids.shape[0], ids.numel()
         if n_row <= self.finding:
             return _Taken(ids, ids, ids, n_pair, FEW_PAIRS, False, self.n_expert)
-        pairs = FEW_PAIRS if n_row <= FEW else MANY_PAIRS
+        per_item = min(p.steps[FEW_PAIRS, True].pairs for p in (self.inner, self.down))
+        is_few = n_row <= FEW or n_pair <= SPARSE * per_item * self.n_expert
+        pairs = FEW_PAIRS if is_few else MANY_PAIRS
         per_item = min(p.steps[pairs, True].pairs for p in (self.inner, self.down))
         n_item = min(n_pair, self.n_expert + n_pair // per_item)
         order = torch.empty(n_pair, dtype=torch.int32, device=ids.device)

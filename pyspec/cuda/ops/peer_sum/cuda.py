@@ -24,16 +24,23 @@ MOST = CHUNK * BLOCKS  # numbers of a sum
 N_BYTES = 4 * (BLOCKS * 2 * MOST_RANKS * CHUNK + BLOCKS * (MOST_RANKS + 1))
 HANDLE = 64  # bytes of the driver's name of some memory, for other processes
 LIMIT = 20_000_000_000  # clocks, about ten seconds: of a check
-SIGNATURE = "pp" + "p" * MOST_RANKS + "piiil"
+SIGNATURE = "pp" + "p" * MOST_RANKS + "piiiil"
+SEND, SUM = 1, 2  # steps of peer_sum.cu
 Place = Tensor | np.int64
 Gather = Callable[[Tensor], Sequence[Tensor]]  # a tensor -> every rank's
 
 
 class PeerSum:
-    """out = the ranks' x in their order. buffers: of every rank, as this one reaches them, zeroed."""
+    """out = the ranks' x in their order. buffers: of every rank, as this one reaches them, zeroed.
 
-    def __init__(self, kernel: Kernel, rank: int, buffers: Sequence[Place], late: Tensor) -> None:
-        self.kernel, self.rank, self.n, self.late = kernel, rank, len(buffers), late
+    meet: returns when all ranks have called it and their launches before that are over. For ranks that share a GPU: a kernel that waits there
+    for another process holds the GPU for all of its turn (two milliseconds and more), and the other one waits for its own.
+    """
+
+    def __init__(
+        self, kernel: Kernel, rank: int, buffers: Sequence[Place], late: Tensor, meet: Callable[[], None] | None = None
+    ) -> None:
+        self.kernel, self.rank, self.n, self.late, self.meet = kernel, rank, len(buffers), late, meet
         self.buffers = [*buffers, *[buffers[0]] * (MOST_RANKS - len(buffers))]
 
     @staticmethod
@@ -53,14 +60,19 @@ class PeerSum:
 
     def __call__(self, x: Tensor, limit: int = 0) -> Tensor:
         out, n = torch.empty_like(x), x.numel()
-        numbers = (np.int32(n), np.int32(self.rank), np.int32(self.n), np.int64(limit))
-        args: list[Arg] = [x, out, *self.buffers, self.late, *numbers]
-        self.kernel.launch((-(-n // CHUNK),), THREADS, args)
+        for steps in (SEND | SUM,) if self.meet is None else (SEND, SUM):
+            numbers = (np.int32(n), np.int32(self.rank), np.int32(self.n), np.int32(steps), np.int64(limit))
+            args: list[Arg] = [x, out, *self.buffers, self.late, *numbers]
+            self.kernel.launch((-(-n // CHUNK),), THREADS, args)
+            if self.meet is not None and steps == SEND:
+                self.meet()
         return out
 
 
-def make(rank: int, n: int, device: torch.device, gather: Gather) -> tuple[PeerSum | None, str]:
-    """The sum, or why there is none. Called by all ranks together; what it says is the same on each of them."""
+def make(
+    rank: int, n: int, device: torch.device, gather: Gather, meet: Callable[[], None] | None = None
+) -> tuple[PeerSum | None, str]:
+    """The sum, or why there is none. Called by all ranks together; what it says is the same on each of them. meet: see PeerSum."""
     own: Any = None
     handle, why = torch.zeros(HANDLE, dtype=torch.uint8, device=device), _missing(n, device)
     if not why:
@@ -78,7 +90,7 @@ def make(rank: int, n: int, device: torch.device, gather: Gather) -> tuple[PeerS
         late = torch.zeros(1, dtype=torch.int32, device=device)
         defines = {"CHUNK": CHUNK, "BLOCKS": BLOCKS}
         compiled = compile_cubin("peer_sum", arch_of(torch.cuda.get_device_capability(device)), defines)
-        launch = PeerSum(compiled.kernel("peer_sum", SIGNATURE), rank, [np.int64(int(p)) for p in places], late)
+        launch = PeerSum(compiled.kernel("peer_sum", SIGNATURE), rank, [np.int64(int(p)) for p in places], late, meet)
         weakref.finalize(launch, _free, own).atexit = False
     except Exception as e:  # noqa: BLE001
         why = f"the others' memory is not reached: {e}"

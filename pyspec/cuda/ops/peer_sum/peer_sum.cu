@@ -12,6 +12,9 @@
 // Two places are enough: who writes for call k + 2 has seen all flags of call k + 1, and a rank sets those in a launch that comes
 // after the one in which it read what was sent for call k. For that launches must not overlap: this one is never started early.
 //
+// steps: 1 sends, 2 waits and sums, 3 both. Ranks on one GPU take turns with it, and one that waits keeps it for all of its turn, so there they
+// send, meet on the host, and then find all flags set.
+//
 // limit > 0: clocks after which a block gives up and sets `late`; the sum is then nobody's. 0: it waits for ever.
 // blockIdx.y: ranks that run in one launch (emulated); a GPU's is one, `first`.
 #include "types.cuh"
@@ -31,7 +34,7 @@ __device__ __forceinline__ u32 told(const u32* flag) {
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     peer_sum(const float* x, float* out, float* p0, float* p1, float* p2, float* p3, float* p4, float* p5, float* p6,
-             float* p7, int* late, int n, int first, int n_rank, i64 limit) {
+             float* p7, int* late, int n, int first, int n_rank, int steps, i64 limit) {
   float* const buffers[kMostRanks] = {p0, p1, p2, p3, p4, p5, p6, p7};
   const int rank = first + blockIdx.y, block = blockIdx.x;
   constexpr i64 kRows = static_cast<i64>(BLOCKS) * 2 * kMostRanks * CHUNK;
@@ -44,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   x += static_cast<i64>(blockIdx.y) * n + from;
   out += static_cast<i64>(blockIdx.y) * n + from;
 
-  for (int i = threadIdx.x; i < n_here; i += kThreads) {
+  for (int i = threadIdx.x; (steps & 1) && i < n_here; i += kThreads) {
     const float4 value = reinterpret_cast<const float4*>(x)[i];
     for (int k = 0; k < n_rank; ++k) {
       const int to = (rank + k) % n_rank;
@@ -54,15 +57,16 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   __threadfence_system();
   __syncthreads();
   if (threadIdx.x < n_rank) {
-    tell(reinterpret_cast<u32*>(buffers[threadIdx.x] + kRows) + block * kMostRanks + rank, call);
+    if (steps & 1) tell(reinterpret_cast<u32*>(buffers[threadIdx.x] + kRows) + block * kMostRanks + rank, call);
     const i64 began = clock64();
-    for (u32 seen = told(own_flags + threadIdx.x); seen != call && seen != kOver; seen = told(own_flags + threadIdx.x)) {
+    for (u32 seen = steps & 2 ? told(own_flags + threadIdx.x) : call; seen != call && seen != kOver; seen = told(own_flags + threadIdx.x)) {
       if (limit > 0 && clock64() - began > limit) {
         *late = 1;
         break;
       }
     }
   }
+  if (!(steps & 2)) return;
   __syncthreads();
   __threadfence_system();
   const float4* const rows = reinterpret_cast<const float4*>(buffers[rank] + place);

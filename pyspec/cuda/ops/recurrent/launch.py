@@ -22,7 +22,7 @@ from pyspec.slots.recurrent import StateLayer
 TAPS, LANES, THREADS, CONV_THREADS = 4, 8, 128, 128
 SPAN = 64  # rows of one block of conv
 COLUMNS = (2, 4)  # of a lane; one was never faster on an H200
-CHUNKED = BUCKETS[-1] + 1  # rows from which a kept sequence is chunked: such batches are never in a graph, alone or not
+CHUNKED = BUCKETS[-1] + 1  # rows from which a kept sequence is chunked: a graph never has so many of one
 NEVER = 2**31 - 1
 
 

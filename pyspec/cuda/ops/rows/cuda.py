@@ -209,6 +209,16 @@ class Into:
     weights: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The same for rows as they are, or normed, which are divided by `power`: one that serves all of them is known."""
+
+    rows: RowsLaunch
+    weights: Tensor
+    power: float
+    norm: Norm | None = None
+
+
 class WideRows:
     """Rows as they are, for a library's product of many rows; `finish` scales what comes back."""
 

@@ -6,7 +6,7 @@ to f16 (rows_cuda.py), so a model hands the preparation to the product instead o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -156,6 +156,11 @@ class GroupNorm:
 
 
 Prep = Norm | HeadNorm | HeadGate | Glu | GroupNorm | SquaredRelu
+
+
+def of_rows(prep: Prep | None, part: slice) -> Prep | None:
+    """The preparation of some of the rows."""
+    return replace(prep, gate=prep.gate[part]) if isinstance(prep, HeadNorm | HeadGate | GroupNorm) else prep
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@
 // NORM, HEADS and GROUPS divide by `power` as given (why: rows_ref.py); the others by the power that brings the row's largest
 // magnitude into [1, 2). Rounding is 2^-11 of each value down to 2^-14 of the power, absolute below. (LAYOUT 3: neither is needed;
 // 2^-16 of the largest of 64 columns.)
-// For few rows gdn.cu writes what HEADS makes in LAYOUT 0 itself, to the bit: both do it as in prepared.cuh.
+// For few rows gdn.cu writes what HEADS makes in LAYOUT 0 itself, and streams.cu what NORM makes, to the bit: both do it as in prepared.cuh.
 // A CTA has a row, of GROUPS a group of one, its values in registers; bound by latency.
 #include "overlap.cuh"
 #include "prepared.cuh"
@@ -97,7 +97,7 @@ __device__ __forceinline__ float4 prepared(float4 v, float4 beside, float4 w, co
     v.w *= sigmoid(beside.w) * (KIND == GATE ? 1.f : beside.w);
   }
   if (KIND == NORM || KIND == GROUPS) {
-    squares += v.x * v.x + v.y * v.y + (v.z * v.z + v.w * v.w);
+    squares = __fadd_rn(squares, squares_of(v));
     v = make_float4(v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w);
   }
   if (KIND == GLU && second != nullptr) {

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyspec.cuda.ops.attend.cases import TOLERANCE, worst
 from pyspec.cuda.ops.index_rows.cases import Placed, Ragged, fill, only, place, pool_for
+from pyspec.cuda.ops.rows.cuda import MAX_COLUMNS, Place, RowsLaunch, values_of
 from pyspec.cuda.ops.sparse_attend.ref import ROWS, KeyTail, SparseAttend, SparseSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
@@ -97,11 +99,34 @@ def difference(made: Windowed, attend: SparseAttend, reference: SparseAttend, sp
         return "a padded row is not zero"
     if (why := ring_fault(ring, kept)) is not None:
         return why
+    if hasattr(attend, "prepared") and (why := _prepared_fault(made, attend, got, ring)) is not None:
+        return why
     for seq, old in enumerate(made.placed.plain.seqs):
         rows, one = only(made.placed.plain, seq, 0, 1)
-        if not torch.equal(made.run(attend, one, rows)[0], got[rows]):
+        alone = made.run(attend, one, rows)[0]
+        if len(got) > getattr(attend, "exact_rows", len(got)):
+            if (off := worst(alone, got[rows])) > TOLERANCE[spec.kv]:
+                return f"the first of {old.width} rows at {old.n_past} differs alone by {off:.2g} of its norm"
+        elif not torch.equal(alone, got[rows]):
             return f"the first of {old.width} rows at {old.n_past} has other bits alone"
     return None
+
+
+def _prepared_fault(made: Windowed, attend: Any, got: Tensor, kept: RingRows) -> str | None:
+    """How rows that are written for the next product differ from those of a call."""
+    n, n_in, ring, power = len(got), got[0].numel(), copied(made.ring), 4.0
+    if n_in % 256 or n_in > MAX_COLUMNS:
+        return None
+    launch = RowsLaunch(got.device, n_in, (-(-n // 8) * 8,))
+    launch.powers.fill_(torch.nan)
+    given = made.q, made.kv, made.tail, ring, made.pool, made.chosen, made.sinks
+    rows = attend.prepared(given, made.placed.batch, Place(launch, launch.blocks, power))
+    values, sums = values_of(rows, n_in)
+    if not torch.equal(values, (got.flatten(1) / power).half().float() * power):
+        return "rows that are written for a product are not those of a call, rounded"
+    if not torch.allclose(sums, values.unflatten(1, (-1, 32)).sum(-1), rtol=1e-5, atol=1e-3):
+        return "sums of rows that are written for a product are not theirs"
+    return ring_fault(ring, kept)
 
 
 def check(attend: SparseAttend, reference: SparseAttend, spec: SparseSpec) -> str | None:

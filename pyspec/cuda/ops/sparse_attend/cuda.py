@@ -16,30 +16,37 @@ from torch import Tensor
 
 from pyspec.cuda import faults
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import Kernel, arch_of, compile_cubin, missing
+from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin, missing
 from pyspec.cuda.ops.attend.cuda import room_of
 from pyspec.cuda.ops.index_rows.cuda import KINDS, aligned
+from pyspec.cuda.ops.rows.cuda import BLOCKED, Place, Rows
 from pyspec.cuda.ops.sparse_attend.ref import ROWS, KeyTail, SparseSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool, rows_per_page
 from pyspec.slots.ring import RingRows
 
 OP_ID = faults.NUMBERS["sparse_attend"]  # in the fault record, which names the sequence
-MAX_ROW, MAX_PART = 256, 16  # as in sparse_attend.cu
-MOST_FLOATS = 1 << 25  # of the parts of one launch
+MAX_ROW, MAX_PART = 256, 16  # rows of a launch, parts of a row: as in sparse_attend.cu
+EXACT, LONG_ROW = (
+    128,
+    1024,
+)  # rows up to which a row's bits hang on nothing but its keys; of more each is one part, and so many go at once
+MOST_FLOATS = 34 << 20  # of the parts of one launch: LONG_ROW of 64 heads
 MAX_WINDOW = 1024
 FORMS = {
     "sparse_keys": "pppppp" + "l" + "f",
-    "sparse_parts": "ppppp" + "pppppp" + "pp" + "p" + "l" + "i" * 14 + "ff",
-    "sparse_merge": "ppppp" + "ppppp" + "ppp" + "i" * 15,
+    "sparse_parts": "ppppp" + "pppppp" + "pp" + "p" + "l" + "i" * 15 + "ff",
+    "sparse_merge": "ppppp" + "ppppp" + "ppp" + "ppp" + "i" * 17 + "f",
     "sparse_ring": "ppppppp" + "iii",
 }
+Given = tuple[Tensor, Tensor, KeyTail, RingRows, KVPool | None, Tensor | None, Tensor]
 COSTS = {16: 1.0, 32: 1.3, 64: 2.0}  # of a part, by the heads of a CTA
+LONG_KEYS = 64  # of a tile where each row is one part: there is room for the next one, too
 
 
 @dataclass(frozen=True, slots=True)
 class SparseBuild:
-    """One build of sparse_attend.cu: heads of a CTA, keys of a tile, warps."""
+    """One build of sparse_attend.cu: heads of a CTA, keys of a tile, warps, tiles in shared memory, rows of a launch."""
 
     dim: int
     n_rot: int
@@ -47,14 +54,18 @@ class SparseBuild:
     heads: int
     keys: int
     warps: int
+    buffers: int = 1
+    rows: int = MAX_ROW
 
     @property
     def shared_bytes(self) -> int:
         """sizeof(Shared) in sparse_attend.cu."""
         m_warps = max(1, self.heads // 32)
-        halves = (self.heads + self.keys) * (self.dim + 8) + self.heads * (self.keys + 8)
-        floats = self.heads * (self.warps // m_warps + self.keys // 16 + 4) + self.n_rot + 2 * MAX_ROW + 1 + self.warps
-        return -(-(2 * halves + 8 * self.keys + 4 * floats) // 16) * 16
+        halves = (self.heads + self.buffers * self.keys) * (self.dim + 8) + self.heads * (self.keys + 8)
+        floats = (
+            self.heads * (self.warps // m_warps + self.keys // 16 + 4) + self.n_rot + 2 * self.rows + 1 + self.warps
+        )
+        return -(-(2 * halves + 8 * self.buffers * self.keys + 4 * floats) // 16) * 16
 
     def defines(self) -> dict[str, int | str]:
         return {
@@ -63,6 +74,8 @@ class SparseBuild:
             "HEADS": self.heads,
             "KEYS": self.keys,
             "WARPS": self.warps,
+            "BUFFERS": self.buffers,
+            "MAX_ROW": self.rows,
             "KV_KIND": KINDS[self.kv],
             "OP_ID": OP_ID,
             "SHARED_BYTES": self.shared_bytes,
@@ -72,7 +85,8 @@ class SparseBuild:
 
 def builds(spec: SparseSpec, arch: str) -> list[SparseBuild]:
     """By the heads of a CTA, the fewest first. All have tiles of as many keys, so that a row's bits do not hang on which one runs."""
-    keys = 128 if room_of(arch) > 200 * 1024 else 64
+    room = room_of(arch)
+    keys = 128 if room > 200 * 1024 else 64
     found, dim = [], spec.dim
     for heads in COSTS:
         m_warps = max(1, heads // 32)
@@ -80,9 +94,16 @@ def builds(spec: SparseSpec, arch: str) -> list[SparseBuild]:
         if not fitting or (heads > 16 and (fitting[0] < 8 or spec.n_head <= heads // 2)):
             continue
         build = SparseBuild(dim, spec.n_rot, spec.kv, heads, keys, fitting[0])
-        if build.shared_bytes <= room_of(arch) - 1024:
+        if build.shared_bytes <= room - 1024:
             found.append(build)
     return found
+
+
+def long_build(spec: SparseSpec, arch: str) -> SparseBuild:
+    """For rows that are one part each: 64 heads and two tiles in shared memory where they fit, else what has most heads."""
+    both = SparseBuild(spec.dim, spec.n_rot, spec.kv, 64, LONG_KEYS, 8, 2, LONG_ROW)
+    fits = spec.dim % 128 == 0 and spec.n_head > 32 and both.shared_bytes <= room_of(arch) - 1024
+    return both if fits else builds(spec, arch)[-1]
 
 
 def n_tiles(spec: SparseSpec, keys: int, n_list: int) -> int:
@@ -92,7 +113,9 @@ def n_tiles(spec: SparseSpec, keys: int, n_list: int) -> int:
 
 def rows_at_once(spec: SparseSpec, n_row: int, max_part: int) -> int:
     """Rows of one launch, each of which has `max_part` parts at most."""
-    return max(1, min(n_row, MAX_ROW, MOST_FLOATS // (max_part * spec.n_head * (spec.dim + 2))))
+    return max(
+        1, min(n_row, LONG_ROW if n_row > EXACT else MAX_ROW, MOST_FLOATS // (max_part * spec.n_head * (spec.dim + 2)))
+    )
 
 
 def scratch_bytes(spec: SparseSpec, n_row: int, n_token: int) -> int:
@@ -131,12 +154,15 @@ def _waves(build: SparseBuild, n_part: int, n_head: int, n_sm: int) -> float:
 class SparseLaunch:
     """Called as the reference is."""
 
+    exact_rows = EXACT
+
     def __init__(self, spec: SparseSpec, build: SparseBuild | None = None) -> None:
         capability = torch.cuda.get_device_capability(spec.device)
         self.spec, self.overlap = spec, capability >= (9, 0)
         self.builds = [build] if build is not None else builds(spec, arch_of(capability))
+        self.long = build or long_build(spec, arch_of(capability))
         self.n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
-        self.kernels = {build: _kernels(spec.device, build) for build in self.builds}
+        self.kernels = {build: _kernels(spec.device, build) for build in {*self.builds, self.long}}
         self.fault, self.eps = faults.record(spec.device), np.float32(spec.eps)
         self.scale = np.float32(spec.dim**-0.5 * math.log2(math.e))
 
@@ -151,24 +177,44 @@ class SparseLaunch:
         sinks: Tensor,
         batch: Batch,
     ) -> Tensor:
-        spec, i32, none = self.spec, np.int32, np.int64(0)
+        out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+        none = np.int64(0)
+        self._run((q, kv, tail, ring, pool, chosen, sinks), batch, [out, self.fault, none, none, none], None)
+        return out
+
+    def prepared(self, given: Given, batch: Batch, into: Place) -> Rows:
+        """into.rows(o) of the outputs o of a call, over into.power, without a launch of its own. given: what a call is given before the batch."""
+        rows = into.rows.room(len(given[0]))
+        assert into.rows.n_in == self.spec.n_head * self.spec.dim and rows.layout == BLOCKED
+        to = [np.int64(0), self.fault, rows.blocks, rows.sums, rows.powers]
+        self._run(given, batch, to, into)
+        return rows
+
+    def _run(self, given: Given, batch: Batch, to: list[Arg], into: Place | None) -> None:
+        """to: results as rows or as blocks, the other is nobody's, with faults between."""
+        q, kv, tail, ring, pool, chosen, sinks = given
+        spec, i32, none, overlap = self.spec, np.int32, np.int64(0), self.overlap
         q, kv, rows = aligned(q), aligned(kv), ring.rows[ROWS]
         self._check((q, kv, sinks), tail, rows, pool, chosen, batch)
         n_row, n_col = q.shape[0], batch.page_table.shape[1]
-        out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         if not n_row:
-            return out
+            return
+        pad, power = (0, 1.0) if into is None else (into.rows.room(n_row).pad, into.power)
         top_k = 0 if chosen is None else chosen.shape[1]
         ratio = 0 if pool is None else spec.ratio
         per_page = 1 if pool is None else rows_per_page(batch.page_size, ratio)
         n_page = 1 if pool is None else pool.k.shape[0] // per_page
         max_part, likely = self._parts(batch, ratio, top_k, chosen is not None)
-        per = rows_at_once(spec, n_row, max_part)
+        per_part, build = 1, self.long
+        if n_row > EXACT:
+            max_part, per_part = 1, 1 << 20
+        else:
+            build = min(self.builds, key=lambda b: _waves(b, n_row * likely, spec.n_head, self.n_sm))
+        per = min(rows_at_once(spec, n_row, max_part), build.rows)
         part = torch.empty(per * max_part * spec.n_head * spec.dim, device=q.device)
         part_ml = torch.empty(per * max_part * spec.n_head * 2, device=q.device)
         own = torch.empty(n_row, spec.dim, dtype=spec.kv, device=q.device)
-        build = min(self.builds, key=lambda b: _waves(b, min(per, n_row) * likely, spec.n_head, self.n_sm))
-        kernels, overlap = self.kernels[build], self.overlap
+        kernels = self.kernels[build]
         args = [kv, tail.norm, tail.freq, batch.positions, batch.row_seq, own, np.int64(kv.stride(0)), self.eps]
         kernels["sparse_keys"].launch((n_row,), 128, args, overlap=overlap)
         layout = [batch.page_table, batch.positions, batch.row_seq, batch.seq_start, batch.seq_slot]
@@ -177,18 +223,17 @@ class SparseLaunch:
         keys = [own, rows, none if pool is None else pool.k, *layout, none if chosen is None else chosen]
         for first in range(0, n_row, per):
             n, is_all = min(per, n_row - first), per >= n_row
-            sizes = map(i32, (spec.window, first, n, n_row, max_part))
+            sizes = map(i32, (spec.window, first, n, n_row, max_part, per_part))
             args = [q, tail.freq, *keys, part, part_ml, self.fault, step, *places, *sizes, self.scale, self.eps]
             grid = (min(self.n_sm, n * max_part * -(-spec.n_head // build.heads)),)
             kernels["sparse_parts"].launch(grid, 32 * build.warps, args, build.shared_bytes, overlap=overlap)
-            sizes = map(i32, (spec.window, first, n_row, max_part, chosen is not None, is_all))
-            args = [part, part_ml, tail.freq, own, rows, *layout, sinks, out, self.fault, *places, *sizes]
+            sizes = map(i32, (spec.window, first, n_row, max_part, chosen is not None, is_all, pad, per_part))
+            args = [part, part_ml, tail.freq, own, rows, *layout, sinks, *to, *places, *sizes, np.float32(power)]
             n_block = -(-spec.n_head * -(-spec.dim // 128) // 4)
             kernels["sparse_merge"].launch((n, n_block + is_all), 128, args, overlap=overlap)
         if per < n_row:
             args = [own, rows, *layout[1:], self.fault, *places[-2:], i32(n_row)]
             kernels["sparse_ring"].launch((n_row,), 64, args, overlap=overlap)
-        return out
 
     def _parts(self, batch: Batch, ratio: int, top_k: int, is_chosen: bool) -> tuple[int, int]:
         """Parts that a row has at most, and what it has if its context is not long."""

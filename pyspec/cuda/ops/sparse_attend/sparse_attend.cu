@@ -17,19 +17,21 @@
 //   fault        [5]                        int32  see bounds.cuh
 //
 // A row's keys stand in a list: `window` places that end at the row itself, filled up to whole tiles, then its compressed rows. A tile is
-// KEYS of them, a part as many tiles as leave a row at most MAX_PART parts. So parts hang on the row's own length alone, and with them its
-// bits. A CTA takes HEADS heads of a part: the tile's keys are gathered to shared memory once, for S = Q K and for O = P K. For S a warp
-// has MT * 16 heads of some keys, for O all heads of DIM / WARPS dims.
+// KEYS of them, a part as many tiles as leave a row at most MAX_PART parts, and `per_part` at least. So parts hang on the row's own length
+// alone, and with them its bits; but where there are rows enough for all multiprocessors, each is one part. A CTA takes HEADS heads of a
+// part: the tile's keys are gathered to shared memory once, for S = Q K and for O = P K, while the tile before is multiplied if BUFFERS is
+// 2. For S a warp has MT * 16 heads of some keys, for O all heads of DIM / WARPS dims.
 //
-// Macros: DIM, N_ROT, HEADS (16, 32 or 64), KEYS, WARPS, KV_KIND, OP_ID, SHARED_BYTES, MIN_BLOCKS.
+// Macros: DIM, N_ROT, HEADS (16, 32 or 64), KEYS, WARPS, BUFFERS, MAX_ROW, KV_KIND, OP_ID, SHARED_BYTES, MIN_BLOCKS.
 #include "blocks.cuh"
 #include "mma.cuh"
 #include "matrices.cuh"
 #include "overlap.cuh"
 #include "partial.cuh"
+#include "prepared.cuh"
 #include "turns.cuh"
 
-constexpr int THREADS = 32 * WARPS, MAX_ROW = 256, MAX_PART = 16;
+constexpr int THREADS = 32 * WARPS, MAX_PART = 16;
 constexpr int STRIDE = DIM + 8, P_STRIDE = KEYS + 8;        // in values: eight rows lie in different banks
 constexpr int TILES = HEADS / 16, M_WARPS = TILES > 2 ? TILES / 2 : 1, MT = TILES / M_WARPS;
 constexpr int N_WARPS = WARPS / M_WARPS, WARP_KEYS = KEYS / N_WARPS, NT = WARP_KEYS / 8;
@@ -86,9 +88,9 @@ __device__ __forceinline__ uint2 pack4(float4 x) { return make_uint2(pack(x.x, x
 
 struct alignas(16) Shared {
   u16 q[HEADS][STRIDE];
-  u16 keys[KEYS][STRIDE];
+  u16 keys[BUFFERS][KEYS][STRIDE];
   u16 p[HEADS][P_STRIDE];
-  const u16* source[KEYS];  // null: nobody
+  const u16* source[BUFFERS][KEYS];  // null: nobody
   float2 angles[N_ROT / 2];  // of the row
   float top[N_WARPS][HEADS], sum[KEYS / 16][HEADS];
   float run_m[HEADS], run_l[HEADS], new_m[HEADS], keep[HEADS];
@@ -108,7 +110,7 @@ struct Args {
   float *part, *part_ml;
   int* fault;
   i64 q_step;
-  int top_k, n_head, n_slot, n_ring, window, first, n_row, n_all, max_part;
+  int top_k, n_head, n_slot, n_ring, window, first, n_row, n_all, max_part, per_part;
   float scale, eps;
 };
 
@@ -123,7 +125,7 @@ __device__ __forceinline__ int window_tiles(int window) { return (window + KEYS 
 
 __device__ __forceinline__ int tiles_of(int window, int n_list) { return window_tiles(window) + (n_list + KEYS - 1) / KEYS; }
 
-__device__ __forceinline__ int tiles_per_part(int n_tile) { return (n_tile + MAX_PART - 1) / MAX_PART; }
+__device__ __forceinline__ int tiles_per_part(int n_tile, int least) { return max(least, (n_tile + MAX_PART - 1) / MAX_PART); }
 
 // Parts of every row, and those before it.
 __device__ __forceinline__ void find_parts(Shared& s, const Args& a) {
@@ -132,7 +134,8 @@ __device__ __forceinline__ void find_parts(Shared& s, const Args& a) {
   for (int base = 0; base < a.n_row; base += THREADS) {
     const int i = base + threadIdx.x, row = a.first + i, seq = i < a.n_row ? a.row_seq[row] : -1;
     const int n_tile = seq < 0 ? 0 : tiles_of(a.window, n_listed(a, row, seq));
-    int mine = n_tile == 0 ? 0 : (n_tile + tiles_per_part(n_tile) - 1) / tiles_per_part(n_tile);
+    const int per = tiles_per_part(n_tile, a.per_part);
+    int mine = (n_tile + per - 1) / per;
     if (clamped(mine, a.max_part + 1, OP_ID, seq, a.fault) != mine) mine = 0;
     int sum = mine;
 #pragma unroll
@@ -179,15 +182,15 @@ __device__ __forceinline__ const u16* source_of(const Args& a, int row, int seq,
 }
 
 // The tile's keys on their way to shared memory, a chunk of dims after another.
-__device__ __forceinline__ void gather(Shared& s) {
+__device__ __forceinline__ void gather(Shared& s, int buffer) {
   constexpr int PIECES = CHUNK_DIMS / 8;
 #pragma unroll 1
   for (int c = 0; c < CHUNKS; c++) {
 #pragma unroll 4
     for (int i = threadIdx.x; i < KEYS * PIECES; i += THREADS) {
       const int key = i / PIECES, dim = c * CHUNK_DIMS + i % PIECES * 8;
-      const u16* const from = s.source[key];
-      u16* const to = &s.keys[key][dim];
+      const u16* const from = s.source[buffer][key];
+      u16* const to = &s.keys[buffer][key][dim];
       if (from == nullptr)
         *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
       else
@@ -198,15 +201,16 @@ __device__ __forceinline__ void gather(Shared& s) {
 }
 
 __device__ __forceinline__ void wait_for_chunk(int c) {  // the wait's number is part of the instruction
+  constexpr int BEHIND = BUFFERS == 2 ? CHUNKS : 0;       // the next tile's
   const int left = CHUNKS - 1 - c;
   if (left >= 3)
-    copies_wait<3>();
+    copies_wait<3 + BEHIND>();
   else if (left == 2)
-    copies_wait<2>();
+    copies_wait<2 + BEHIND>();
   else if (left == 1)
-    copies_wait<1>();
+    copies_wait<1 + BEHIND>();
   else
-    copies_wait<0>();
+    copies_wait<BEHIND>();
 }
 
 // Normed, turned and rounded: a warp has a head at a time. The row's angles are there.
@@ -240,10 +244,10 @@ __device__ __forceinline__ void load_queries(Shared& s, const Args& a, int row, 
 }
 
 // S of this warp's heads and keys.
-__device__ __forceinline__ void scores(const Shared& s, int m_warp, int n_warp, float (&acc)[MT][NT][4]) {
+__device__ __forceinline__ void scores(const Shared& s, int buffer, int m_warp, int n_warp, float (&acc)[MT][NT][4]) {
   const int lane = threadIdx.x % 32;
   const u32 q = shared_address(&s.q[m_warp * MT * 16 + lane % 16][lane / 16 * 8]);
-  const u32 k = shared_address(&s.keys[n_warp * WARP_KEYS + lane / 16 * 8 + lane % 8][lane / 8 % 2 * 8]);
+  const u32 k = shared_address(&s.keys[buffer][n_warp * WARP_KEYS + lane / 16 * 8 + lane % 8][lane / 8 % 2 * 8]);
 #pragma unroll
   for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -276,7 +280,7 @@ __device__ __forceinline__ void scores(const Shared& s, int m_warp, int n_warp, 
 }
 
 // Scores in log2 units, -inf where there is no key, and the warp's maximum for each head.
-__device__ __forceinline__ void mask_and_top(Shared& s, int m_warp, int n_warp, float scale, float (&acc)[MT][NT][4]) {
+__device__ __forceinline__ void mask_and_top(Shared& s, int buffer, int m_warp, int n_warp, float scale, float (&acc)[MT][NT][4]) {
   const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   float top[MT][2];
 #pragma unroll
@@ -285,7 +289,7 @@ __device__ __forceinline__ void mask_and_top(Shared& s, int m_warp, int n_warp, 
   for (int n = 0; n < NT; n++)
 #pragma unroll
     for (int e = 0; e < 2; e++) {
-      const bool real = s.source[n_warp * WARP_KEYS + 8 * n + 2 * t + e] != nullptr;
+      const bool real = s.source[buffer][n_warp * WARP_KEYS + 8 * n + 2 * t + e] != nullptr;
 #pragma unroll
       for (int m = 0; m < MT; m++)
 #pragma unroll
@@ -336,10 +340,10 @@ __device__ __forceinline__ void weigh(Shared& s, int m_warp, int n_warp, float (
 }
 
 // O of all heads and this warp's dims: what was there counts less, by how much the maximum has grown.
-__device__ __forceinline__ void values(const Shared& s, int warp, float (&out)[TILES][DT][4]) {
+__device__ __forceinline__ void values(const Shared& s, int buffer, int warp, float (&out)[TILES][DT][4]) {
   const int lane = threadIdx.x % 32, g = lane / 4;
   const u32 p = shared_address(&s.p[lane % 16][lane / 16 * 8]);
-  const u32 v = shared_address(&s.keys[lane % 16][warp * WARP_DIMS + lane / 16 * 8]);
+  const u32 v = shared_address(&s.keys[buffer][lane % 16][warp * WARP_DIMS + lane / 16 * 8]);
 #pragma unroll
   for (int m = 0; m < TILES; m++) {
     const float keep[2] = {s.keep[16 * m + g], s.keep[16 * m + 8 + g]};
@@ -387,22 +391,33 @@ __device__ __forceinline__ void store(const Shared& s, const Args& a, i64 part, 
 
 __device__ __forceinline__ void attend_part(Shared& s, const Args& a, int i, int part, int head, bool load_q) {
   const int warp = threadIdx.x / 32, m_warp = warp / N_WARPS, n_warp = warp % N_WARPS;
-  const int row = a.first + i, seq = a.row_seq[row], per = tiles_per_part(s.n_tile[i]);
+  const int row = a.first + i, seq = a.row_seq[row], per = tiles_per_part(s.n_tile[i], a.per_part);
+  const int begin = part * per, end = min(s.n_tile[i], begin + per);
   float out[TILES][DT][4] = {};
   for (int h = threadIdx.x; h < HEADS; h += THREADS) s.run_m[h] = none_seen(), s.run_l[h] = 0.f;
 #pragma unroll 1
-  for (int tile = part * per; tile < min(s.n_tile[i], (part + 1) * per); tile++) {
-    for (int k = threadIdx.x; k < KEYS; k += THREADS) s.source[k] = source_of(a, row, seq, tile, k);
-    if (load_q)
-      for (int k = THREADS - 1 - threadIdx.x; k < N_ROT / 2; k += THREADS)  // other threads than the sources'
-        s.angles[k] = turn_of(static_cast<double>(a.positions[row]), a.freq[k]);
-    __syncthreads();
-    gather(s);
+  for (int tile = begin; tile < end; tile++) {
+    const int buffer = BUFFERS == 2 ? (tile - begin) % 2 : 0;
+    if (BUFFERS == 1 || tile == begin) {
+      for (int k = threadIdx.x; k < KEYS; k += THREADS) s.source[buffer][k] = source_of(a, row, seq, tile, k);
+      if (load_q)
+        for (int k = THREADS - 1 - threadIdx.x; k < N_ROT / 2; k += THREADS)  // other threads than the sources'
+          s.angles[k] = turn_of(static_cast<double>(a.positions[row]), a.freq[k]);
+      __syncthreads();
+      gather(s, buffer);
+    }
     if (load_q) load_queries(s, a, row, head);
     load_q = false;
+    if (BUFFERS == 2) {
+      const bool more = tile + 1 < end;
+      for (int k = threadIdx.x; more && k < KEYS; k += THREADS) s.source[buffer ^ 1][k] = source_of(a, row, seq, tile + 1, k);
+      __syncthreads();  // sources are known, and the tile before is multiplied
+      if (more) gather(s, buffer ^ 1);
+      for (int c = 0; !more && c < CHUNKS; c++) copies_commit();  // of nothing: waits count
+    }
     float acc[MT][NT][4];
-    scores(s, m_warp, n_warp, acc);
-    mask_and_top(s, m_warp, n_warp, a.scale, acc);
+    scores(s, buffer, m_warp, n_warp, acc);
+    mask_and_top(s, buffer, m_warp, n_warp, a.scale, acc);
     __syncthreads();
     weigh(s, m_warp, n_warp, acc);
     __syncthreads();
@@ -413,7 +428,7 @@ __device__ __forceinline__ void attend_part(Shared& s, const Args& a, int i, int
       s.run_l[h] = fmaf(s.run_l[h], s.keep[h], sum);
       s.run_m[h] = s.new_m[h];
     }
-    values(s, warp, out);  // keys are replaced no sooner than all know their sources
+    values(s, buffer, warp, out);  // keys are replaced no sooner than all know their sources
   }
   store(s, a, static_cast<i64>(i) * a.max_part + part, head, out);
   __syncthreads();
@@ -424,18 +439,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 sparse_parts(const float* q, const double* freq, const u16* own, const u16* ring, const u16* rows, const i64* table, const i64* positions,
              const int* row_seq, const int* seq_start, const int* seq_slot, const int* chosen, float* part, float* part_ml, int* fault,
              i64 q_step, int n_col, int page_size, int ratio, int per_page, int n_page, int top_k, int n_head, int n_slot, int n_ring,
-             int window, int first, int n_row, int n_all, int max_part, float scale, float eps) {
+             int window, int first, int n_row, int n_all, int max_part, int per_part, float scale, float eps) {
   let_successor_start();
   extern __shared__ __align__(16) char raw[];
   Shared& s = *reinterpret_cast<Shared*>(raw);
   const Args a = {q, freq, own, ring, rows, {table, n_col, page_size, ratio, per_page, n_page}, positions, row_seq, seq_start, seq_slot,
-                  chosen, part, part_ml, fault, q_step, top_k, n_head, n_slot, n_ring, window, first, n_row, n_all, max_part, scale, eps};
+                  chosen, part, part_ml, fault, q_step, top_k, n_head, n_slot, n_ring, window, first, n_row, n_all, max_part, per_part, scale, eps};
   find_parts(s, a);
   wait_for_predecessor();  // the layout was there before
   const int groups = (n_head + HEADS - 1) / HEADS, total = s.first[n_row] * groups;
   int loaded = -1;
 #pragma unroll 1
-  for (int index = blockIdx.x; index < total; index += gridDim.x) {
+  for (int index = static_cast<int>(static_cast<i64>(total) * blockIdx.x / gridDim.x);
+       index < static_cast<int>(static_cast<i64>(total) * (blockIdx.x + 1) / gridDim.x); index++) {  // side by side: queries stay
     const int at = index / groups, group = index % groups;
     int i = 0;
 #pragma unroll

@@ -49,12 +49,14 @@ __device__ __forceinline__ void keep_key(const RingArgs& a, int row) {
 }
 
 // Grid (row, n_head * PIECES / 4, and one more that keeps the row's key if `keeps`), block 128: a warp has a head's 128 dims, or all that
-// it has. Parts are put together in order, the sink counts last, and what values bring of their turn is turned back.
+// it has. Parts are put together in order, the sink counts last, and what values bring of their turn is turned back. With `blocks` it goes,
+// over `power`, where the next product reads it (LAYOUT 0 of rows.cu) instead of to `out`.
 extern "C" __global__ void __launch_bounds__(128)
 sparse_merge(const float* part, const float* part_ml, const double* freq, const u16* own, u16* ring, const i64* table,
              const i64* positions, const int* row_seq, const int* seq_start, const int* seq_slot, const float* sinks, float* out,
-             int* fault, int n_col, int page_size, int ratio, int per_page, int n_page, int top_k, int n_head, int n_slot, int n_ring,
-             int window, int first, int n_all, int max_part, int is_chosen, int keeps) {
+             int* fault, u16* blocks, float* sums, float* powers, int n_col, int page_size, int ratio, int per_page, int n_page, int top_k,
+             int n_head, int n_slot, int n_ring, int window, int first, int n_all, int max_part, int is_chosen, int keeps, int pad,
+             int per_part, float power) {
   constexpr int PIECES = (DIM + 127) / 128;
   let_successor_start();
   const int row = first + blockIdx.x, seq = row_seq[row];
@@ -68,14 +70,15 @@ sparse_merge(const float* part, const float* part_ml, const double* freq, const 
   if (seq >= 0) {
     const Blocks blocks = {table, n_col, page_size, ratio, per_page, n_page};
     const int seen = ratio == 0 ? 0 : blocks.seen(positions[row], OP_ID, seq, fault);
-    const int n_tile = tiles_of(window, is_chosen ? min(seen, top_k) : seen), per = tiles_per_part(n_tile);
+    const int n_tile = tiles_of(window, is_chosen ? min(seen, top_k) : seen), per = tiles_per_part(n_tile, per_part);
     n_part = (n_tile + per - 1) / per;
     if (n_part > max_part) n_part = 0;
     turns = turns_of(positions[row], freq, dim);
     turns.low.y = -turns.low.y, turns.high.y = -turns.high.y;
   }
   wait_for_predecessor();
-  if (head >= n_head || dim >= DIM) return;
+  const bool is_in = dim < DIM;
+  if (head >= n_head || (!is_in && blocks == nullptr)) return;
   float m = none_seen(), l = 0.f;
   float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
   const i64 base = static_cast<i64>(blockIdx.x) * max_part * n_head + head;
@@ -83,7 +86,7 @@ sparse_merge(const float* part, const float* part_ml, const double* freq, const 
   for (int i = 0; i < n_part; i++) {
     const i64 at = base + static_cast<i64>(i) * n_head;
     const float2 ml = __ldcg(reinterpret_cast<const float2*>(part_ml + 2 * at));
-    const float4 x = __ldcg(reinterpret_cast<const float4*>(part + at * DIM + dim));
+    const float4 x = __ldcg(reinterpret_cast<const float4*>(part + at * DIM + (is_in ? dim : 0)));
     const Fold f = fold_of(m, ml.x);
     m = f.m;
     l = folded(l, ml.y, f);
@@ -96,7 +99,12 @@ sparse_merge(const float* part, const float* part_ml, const double* freq, const 
     y = make_float4(__fdiv_rn(sum.x * f.keep, l), __fdiv_rn(sum.y * f.keep, l), __fdiv_rn(sum.z * f.keep, l), __fdiv_rn(sum.w * f.keep, l));
     y = turned4(y, dim, turns);
   }
-  *reinterpret_cast<float4*>(out + (static_cast<i64>(row) * n_head + head) * DIM + dim) = y;
+  if (blocks == nullptr) {
+    *reinterpret_cast<float4*>(out + (static_cast<i64>(row) * n_head + head) * DIM + dim) = y;
+    return;
+  }
+  put_in_block(blocks, sums, pad, row, head * DIM + dim, halves_of(y, 1.f / power), is_in);
+  if (warp == 0 && threadIdx.x == 0) powers[row] = power;
 }
 
 // Grid (row), block 64: the same keys, where rows are attended to by several launches.

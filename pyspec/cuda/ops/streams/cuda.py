@@ -9,12 +9,17 @@ from torch import Tensor
 
 from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
+from pyspec.cuda.ops.prefetch import ARGS, MAX_ROWS, prefetch_args
+from pyspec.cuda.ops.rows.cuda import BLOCKED, Place, RowsLaunch
+from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.cuda.ops.streams.ref import Reading, StreamMix, Streams, StreamsSpec
 
 N_STREAM, MAX_COLUMNS = 4, 16384
 THREADS, READING = 128, 256  # of a CTA: of streams_parts; of the others. A quad of columns each
+READERS, ASKING = 512, 64  # of streams_read_rows; CTAs that ask for the next product's weights
 SLOTS = 32  # of a part
 PER_MULTIPROCESSOR = 2  # CTAs of streams_parts that rows are spread over: each reads its share of fn
+MANY = 128  # rows beyond which the library's product makes them: sums of a row are then in another order
 FEW = 32  # rows up to which merging and the next products are one launch: it reads the streams four times
 OFF = 1e-4  # of coefficients and, relative to its size, of a row: other orders of sums
 
@@ -39,28 +44,34 @@ def defines(n: int, n_iter: int) -> dict[str, int | str]:
 @per_device
 def _kernels(device: torch.device, n: int, n_iter: int) -> dict[str, Kernel]:
     code = compile_cubin("streams", arch_of(torch.cuda.get_device_capability(device)), defines(n, n_iter))
-    forms = {"streams_parts": "pppii", "streams_read": "pppppppff"} | (
-        {"streams_merge": "ppppp", "streams_merge_parts": "pppppppii"} if n_iter else {}
-    )
+    forms = {
+        "streams_parts": "pppii",
+        "streams_read": "pppppppff",
+        "streams_read_rows": "ppppppp" + "pppp" + "p" + "ffi" + "ff" + ARGS[1:],
+    } | ({"streams_merge": "ppppp", "streams_merge_parts": "pppppppii"} if n_iter else {})
     return {name: code.kernel(name, form) for name, form in forms.items()}
 
 
 class StreamsLaunch:
     """Implements `Streams`."""
 
+    reads_into = True  # where `into` says, see fuse.py
+
     def __init__(self, spec: StreamsSpec) -> None:
         self.spec, self.n_chunk = spec, -(-spec.n // THREADS)
         self.kernels, self.heads = _kernels(spec.device, spec.n, spec.n_iter), _kernels(spec.device, spec.n, 0)
         self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
-        n_cta = PER_MULTIPROCESSOR * torch.cuda.get_device_properties(spec.device).multi_processor_count
-        self.n_line = max(1, n_cta // self.n_chunk)
+        self.n_multiprocessor = torch.cuda.get_device_properties(spec.device).multi_processor_count
 
-    def split(self, x: Tensor, mix: StreamMix) -> Reading:
+    def split(self, x: Tensor, mix: StreamMix, into: Place | None = None) -> Reading:
+        """into: where the part's product reads what it reads of the streams, normed: then that is put there, too."""
         x = x.contiguous()
-        return self._split(x, mix, self._parts(self.kernels, x, mix))
+        return self._split(x, mix, self._parts(self.kernels, x, mix), into)
 
-    def _split(self, x: Tensor, mix: StreamMix, parts: Tensor) -> Reading:
+    def _split(self, x: Tensor, mix: StreamMix, parts: Tensor, into: Place | None) -> Reading:
         post, comb = self._room(x, N_STREAM), self._room(x, N_STREAM, N_STREAM)
+        if into is not None and len(x):
+            return self._read_rows(x, mix, parts, (post, comb), into), post, comb
         return self._read(self.kernels, x, mix, parts, (post, comb)), post, comb
 
     def head(self, x: Tensor, mix: StreamMix) -> Tensor:
@@ -73,17 +84,19 @@ class StreamsLaunch:
             self.kernels["streams_merge"].launch(self._grid(n_row), READING, args, overlap=self.overlap)
         return args[-1]
 
-    def merge_split(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor, mix: StreamMix) -> tuple[Tensor, Reading]:
+    def merge_split(
+        self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor, mix: StreamMix, into: Place | None = None
+    ) -> tuple[Tensor, Reading]:
         if not 0 < x.shape[0] <= FEW:
             x = self.merge(y, x, post, comb)
-            return x, self.split(x, mix)
+            return x, self.split(x, mix, into)
         args, n_row = self._merged(y, x, post, comb)
         self._examine(self.kernels, mix)
         parts = self._room(args[-1], self.n_chunk, SLOTS)
         grid, sizes = self._lines(n_row)
         of = self.kernels["streams_merge_parts"]
         of.launch(grid, THREADS, (*args, mix.fn, parts, *sizes), overlap=self.overlap)
-        return args[-1], self._split(args[-1], mix, parts)
+        return args[-1], self._split(args[-1], mix, parts, into)
 
     def _merged(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> tuple[tuple[Tensor, ...], int]:
         """What a launch that merges is given, the new streams last; and how many rows there are."""
@@ -100,15 +113,26 @@ class StreamsLaunch:
 
     def _lines(self, n_row: int) -> tuple[tuple[int, int], tuple[np.int32, np.int32]]:
         """The grid of products by columns, and its sizes: rows, and those of a CTA."""
-        per_cta = -(-n_row // self.n_line)
+        per_cta = -(-n_row // max(1, PER_MULTIPROCESSOR * self.n_multiprocessor // self.n_chunk))
         return (self.n_chunk, -(-n_row // per_cta)), (np.int32(n_row), np.int32(per_cta))
 
     def _parts(self, kernels: dict[str, Kernel], x: Tensor, mix: StreamMix) -> Tensor:
         self._examine(kernels, mix)
-        n_row, parts = self._rows(x), self._room(x, self.n_chunk, SLOTS)
+        n_row = self._rows(x)
+        if n_row > MANY:
+            return self._library_parts(x, mix)
+        parts = self._room(x, self.n_chunk, SLOTS)
         if n_row:
             grid, sizes = self._lines(n_row)
             kernels["streams_parts"].launch(grid, THREADS, (x, mix.fn, parts, *sizes), overlap=self.overlap)
+        return parts
+
+    def _library_parts(self, x: Tensor, mix: StreamMix) -> Tensor:
+        """The same of many rows: all of it stands in the first part."""
+        flat, n = x.flatten(1), mix.fn.shape[0]
+        parts = torch.zeros(len(x), self.n_chunk, SLOTS, dtype=torch.float32, device=x.device)
+        torch.mm(flat, mix.fn.T, out=parts[:, 0, :n])
+        parts[:, 0, n] = torch.linalg.vector_norm(flat, dim=-1).square_()
         return parts
 
     def _read(
@@ -125,6 +149,20 @@ class StreamsLaunch:
             floats = np.float32(self.spec.eps), np.float32(self.spec.floor)
             args = (x, parts, mix.scale, mix.base, y, *to, *floats)
             kernels["streams_read"].launch(self._grid(n_row), READING, args, overlap=self.overlap)
+        return y
+
+    def _read_rows(self, x: Tensor, mix: StreamMix, parts: Tensor, to: tuple[Tensor, Tensor], into: Place) -> Tensor:
+        """`_read`, and its rows where `into` says."""
+        n_row, y, norm = self._rows(x), self._room(x, self.spec.n), into.norm
+        rows = into.rows.room(n_row)
+        assert norm is not None and norm.weight.shape == (self.spec.n,) and norm.weight.is_contiguous()
+        assert rows.layout == BLOCKED and into.rows.n_in == self.spec.n
+        ahead, *sizes = prefetch_args(into.weights, n_row)
+        args = [x, parts, mix.scale, mix.base, y, *to, norm.weight, rows.blocks, rows.sums, rows.powers, ahead]
+        floats = np.float32(self.spec.eps), np.float32(self.spec.floor), np.int32(rows.pad)
+        args += [*floats, np.float32(norm.eps), np.float32(into.power), *sizes]
+        n_asking = -(-ASKING // n_row) if n_row <= MAX_ROWS and self.overlap else 0
+        self.kernels["streams_read_rows"].launch((n_row, 2 + n_asking), READERS, args, overlap=self.overlap)
         return y
 
     def _rows(self, x: Tensor) -> int:
@@ -150,9 +188,10 @@ def random_mix(m: int, spec: StreamsSpec, gen: torch.Generator, size: float = 1.
 
 
 def check(launch: Streams, reference: Streams, spec: StreamsSpec) -> str | None:
-    """Rows from one on, of sizes down to where eps counts, one of zeros; coefficients that saturate; a row alone and among others."""
+    """Rows from one on, of sizes down to where eps counts, one of zeros; coefficients that saturate; a row alone and among others, where those
+    are few enough."""
     gen, n = torch.Generator().manual_seed(0), spec.n_stream
-    for n_row, size in ((1, 1.0), (9, 1.0), (9, 20.0), (70, 1.0)):
+    for n_row, size in ((1, 1.0), (9, 1.0), (9, 20.0), (70, 1.0), (MANY + 3, 1.0)):
         mix, head = (random_mix(m, spec, gen, size) for m in ((2 + n) * n, n))
         x = torch.randn(n_row, n, spec.n, generator=gen) * torch.logspace(2, -4, n_row)[:, None, None]
         x[n_row // 2] *= n_row == 1
@@ -170,8 +209,29 @@ def check(launch: Streams, reference: Streams, spec: StreamsSpec) -> str | None:
         again, read = launch.merge_split(y, x, *want[1:], mix)
         if not all(map(torch.equal, (again, *read), (merged[0], *launch.split(merged[0], mix)))):
             return f"{n_row} rows merged and read at once have other bits than one after the other"
+        if n_row <= MANY and spec.n % 32 == 0 and (why := _check_rows(launch, y, x, want, mix)) is not None:
+            return f"{n_row} rows: {why}"
         last = slice(n_row - 1, n_row)
         alone = (*launch.split(x[last], mix), launch.head(x[last], head))
-        if not all(map(torch.equal, alone, (t[last] for t in (*got, launch.head(x, head))))):
+        if n_row <= MANY and not all(map(torch.equal, alone, (t[last] for t in (*got, launch.head(x, head))))):
             return f"a row has other bits alone than among {n_row}"
+    return None
+
+
+def _check_rows(launch: Streams, y: Tensor, x: Tensor, given: Reading, mix: StreamMix) -> str | None:
+    """Rows that are normed on the way are those that rows.cu makes of what is read, to the bit."""
+    if not isinstance(launch, StreamsLaunch):
+        return None
+    n, n_row, gen = launch.spec.n, len(x), torch.Generator().manual_seed(1)
+    norm = Norm((0.5 + torch.rand(n, generator=gen)).to(x.device), 1e-5)
+    own, other = (RowsLaunch(x.device, n, (8, 128)) for _ in "oo")
+    merged, reading = launch.merge_split(y, x, *given[1:], mix)
+    again, got = launch.merge_split(y, x, *given[1:], mix, Place(own, own.blocks, 2.0, norm))
+    if not all(map(torch.equal, (again, *got), (merged, *reading))):
+        return "what is read has other bits where it is normed on the way"
+    norm.power = 2.0
+    want = other(reading[0], norm)
+    pairs = ((own.blocks, other.blocks), (own.sums, other.sums), (own.powers[:n_row], other.powers[:n_row]))
+    if n_row <= want.pad and not all(torch.equal(a, b) for a, b in pairs):
+        return "rows that are normed on the way are not those of a launch of their own"
     return None

@@ -10,13 +10,14 @@
 // streams_parts has a CTA for each 512 columns, whose share of fn stays in registers for all rows of the CTA. streams_read adds
 // the shares up, makes coefficients of them, and has a CTA for each row and 1024 columns; streams_merge, too. Sums
 // have one order whatever the grid is: a row's bits depend on no other row. streams_merge_parts is streams_merge and the next streams_parts
-// in one: of few rows launches are most of their time.
+// in one, streams_read_rows streams_read and the norm of what is read (rows.cu, to the bit): of few rows launches are most of their time.
 // Macros: COLUMNS, COEFFICIENTS, N_ITER (of the head 0).
-#include "types.cuh"
 #include "overlap.cuh"
+#include "prefetch.cuh"
+#include "prepared.cuh"
 
 constexpr int kStreams = 4;
-constexpr int kThreads = 128, kWarps = kThreads / 32;
+constexpr int kThreads = 128, kWarps = kThreads / 32, kBatch = 4;  // rows of a CTA that are under way together
 constexpr int kQuads = COLUMNS;  // of 4 columns, of all streams
 constexpr int kChunks = (kQuads + kThreads - 1) / kThreads;
 constexpr int kSlots = 32;  // of a part: a lane each
@@ -41,13 +42,19 @@ __device__ __forceinline__ float sums_by_lane(float (&v)[kSlots]) {
 }
 
 #if N_ITER > 0
+// How a row's stream `to` is written and mixed.
+__device__ __forceinline__ void fetch_mixing(float& by, float (&of)[kStreams], const float* post, const float* comb, int row, int to) {
+  by = post[static_cast<i64>(row) * kStreams + to];
+#pragma unroll
+  for (int s = 0; s < kStreams; ++s) of[s] = comb[(static_cast<i64>(row) * kStreams + s) * kStreams + to];
+}
+
 // What goes back to a stream, four columns: `made` times post, and all streams as they were, by comb.
-__device__ __forceinline__ float4 merged(float4 made, const float4 (&v)[kStreams], const float* post, const float* comb, int row, int to) {
-  const float by = post[static_cast<i64>(row) * kStreams + to];
+__device__ __forceinline__ float4 merged(float4 made, const float4 (&v)[kStreams], float by, const float (&of)[kStreams]) {
   float4 sum = make_float4(made.x * by, made.y * by, made.z * by, made.w * by);
 #pragma unroll
   for (int s = 0; s < kStreams; ++s) {
-    const float c = comb[(static_cast<i64>(row) * kStreams + s) * kStreams + to];
+    const float c = of[s];
     sum = make_float4(fmaf(v[s].x, c, sum.x), fmaf(v[s].y, c, sum.y), fmaf(v[s].z, c, sum.z), fmaf(v[s].w, c, sum.w));
   }
   return sum;
@@ -59,10 +66,10 @@ __device__ __forceinline__ void fetch_streams(float4 (&v)[kStreams], const float
 }
 #endif
 
-// own(row): the thread's quad of it.
+// Own: fetches what the thread's quad of a row is made of, then makes it. (Loads may not pass stores that may be to their place.)
 template <typename Own>
-__device__ __forceinline__ void parts_of(const Own& own_of, const float4* fn, float* parts, int n_row, int per_cta) {
-  __shared__ float of_warp[2][kWarps][kSlots];
+__device__ __forceinline__ void parts_of(const Own& rows, const float4* fn, float* parts, int n_row, int per_cta) {
+  __shared__ float of_warp[2][kBatch][kWarps][kSlots];
   let_successor_start();
   const int quad = blockIdx.x * kThreads + threadIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const bool is_in = quad < kQuads;
@@ -72,27 +79,50 @@ __device__ __forceinline__ void parts_of(const Own& own_of, const float4* fn, fl
   for (int k = 0; k < COEFFICIENTS; ++k) w[k] = is_in ? fn[static_cast<i64>(k) * kQuads + quad] : none;
   wait_for_predecessor();
   const int first = blockIdx.y * per_cta, end = min(n_row, first + per_cta);
-  for (int row = first; row < end; ++row) {
-    const float4 own = is_in ? own_of(row, quad) : none;
-    float v[kSlots];
+  int turn = 0;
+#pragma unroll 1
+  for (int batch = first; batch < end; batch += kBatch, turn ^= 1) {
+    typename Own::Fetched fetched[kBatch];  // under way together
+    float4 own[kBatch];
 #pragma unroll
-    for (int k = 0; k < kSlots; ++k) v[k] = k < COEFFICIENTS ? dot(own, w[k < COEFFICIENTS ? k : 0]) : 0.f;
-    v[COEFFICIENTS] = dot(own, own);
-    float(&to)[kWarps][kSlots] = of_warp[row & 1];  // the row before may still be read
-    to[warp][lane] = sums_by_lane(v);
+    for (int b = 0; b < kBatch; ++b) rows.fetch(fetched[b], is_in ? min(batch + b, end - 1) : first, is_in ? quad : 0);
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) own[b] = is_in && batch + b < end ? rows.make(fetched[b], batch + b, quad) : none;
+    float(&to)[kBatch][kWarps][kSlots] = of_warp[turn];  // the batch before may still be read
+#pragma unroll 1
+    for (int b = 0; b < kBatch; ++b) {
+      if (batch + b >= end) break;
+      float4 mine = own[0];
+#pragma unroll
+      for (int other = 1; other < kBatch; ++other)
+        if (b == other) mine = own[other];
+      float v[kSlots];
+#pragma unroll
+      for (int k = 0; k < kSlots; ++k) v[k] = k < COEFFICIENTS ? dot(mine, w[k < COEFFICIENTS ? k : 0]) : 0.f;
+      v[COEFFICIENTS] = dot(mine, mine);
+      to[b][warp][lane] = sums_by_lane(v);
+    }
     __syncthreads();
-    if (warp == 0) {
-      float sum = to[0][lane];
+    for (int b = warp; b < kBatch && batch + b < end; b += kWarps) {
+      float sum = to[b][0][lane];
 #pragma unroll
-      for (int i = 1; i < kWarps; ++i) sum += to[i][lane];
-      parts[(static_cast<i64>(row) * kChunks + blockIdx.x) * kSlots + lane] = sum;
+      for (int i = 1; i < kWarps; ++i) sum += to[b][i][lane];
+      parts[(static_cast<i64>(batch + b) * kChunks + blockIdx.x) * kSlots + lane] = sum;
     }
   }
 }
 
+struct Given {
+  using Fetched = float4;
+  const float4* x;
+
+  __device__ __forceinline__ void fetch(float4& to, int row, int quad) const { to = x[static_cast<i64>(row) * kQuads + quad]; }
+  __device__ __forceinline__ float4 make(const float4& of, int, int) const { return of; }
+};
+
 extern "C" __global__ void __launch_bounds__(kThreads)
     streams_parts(const float4* x, const float4* fn, float* parts, int n_row, int per_cta) {
-  parts_of([&](int row, int quad) { return x[static_cast<i64>(row) * kQuads + quad]; }, fn, parts, n_row, per_cta);
+  parts_of(Given{x}, fn, parts, n_row, per_cta);
 }
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
@@ -119,13 +149,47 @@ __device__ __forceinline__ float doubly_stochastic(float logit, float floor) {
   return v;
 }
 
+constexpr int kOwn = COLUMNS / 4;  // quads of a row
+
+// Lane i's coefficient i of a row.
+__device__ __forceinline__ float coefficient(const float* parts, const float* scale, const float* base, int row, float eps) {
+  const int lane = threadIdx.x & 31;
+  const float* from = parts + static_cast<i64>(row) * kChunks * kSlots + lane;
+  float sum = 0.f;
+#pragma unroll 16
+  for (int i = 0; i < kChunks; ++i) sum += from[i * kSlots];
+  const float squares = __shfl_sync(kAll, sum, COEFFICIENTS);
+  const float m = sum * rsqrtf(squares / (kStreams * COLUMNS) + eps);
+  const int kind = COEFFICIENTS == kStreams ? 0 : min(lane / kStreams, 2);  // reads, writes, mixes
+  return lane < COEFFICIENTS ? fmaf(m, scale[kind], base[lane]) : 0.f;
+}
+
+#if N_ITER > 0
+// How a row's streams are written and mixed: a warp's work.
+__device__ __forceinline__ void put_mixing(float c, float* post, float* comb, int row, float floor) {
+  const int lane = threadIdx.x & 31;
+  const float mixed = doubly_stochastic(__shfl_sync(kAll, c, 2 * kStreams + (lane & 15)), floor);
+  if (lane >= kStreams && lane < 2 * kStreams) post[static_cast<i64>(row) * kStreams + lane - kStreams] = 2.f * sigmoid(c);
+  if (lane < kStreams * kStreams) comb[static_cast<i64>(row) * kStreams * kStreams + lane] = mixed;
+}
+#endif
+
+__device__ __forceinline__ float4 read_quad(const float4 (&v)[kStreams], const float* pre) {
+  float4 out = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+  for (int s = 0; s < kStreams; ++s) {
+    const float by = pre[s];
+    out = make_float4(fmaf(v[s].x, by, out.x), fmaf(v[s].y, by, out.y), fmaf(v[s].z, by, out.z), fmaf(v[s].w, by, out.w));
+  }
+  return out;
+}
+
 extern "C" __global__ void __launch_bounds__(256)
     streams_read(const float4* x, const float* parts, const float* scale, const float* base, float4* y, float* post, float* comb,
                  float eps, float floor) {
   __shared__ float pre[kStreams];
   let_successor_start();
-  constexpr int kOwn = COLUMNS / 4;
-  const int row = blockIdx.x, quad = blockIdx.y * 256 + threadIdx.x, lane = threadIdx.x & 31;
+  const int row = blockIdx.x, quad = blockIdx.y * 256 + threadIdx.x;
   const bool is_in = quad < kOwn;
   wait_for_predecessor();
   float4 v[kStreams];
@@ -133,38 +197,89 @@ extern "C" __global__ void __launch_bounds__(256)
   for (int s = 0; s < kStreams; ++s)
     v[s] = is_in ? x[(static_cast<i64>(row) * kStreams + s) * kOwn + quad] : make_float4(0.f, 0.f, 0.f, 0.f);
   if (threadIdx.x < 32) {
-    const float* from = parts + static_cast<i64>(row) * kChunks * kSlots + lane;
-    float sum = 0.f;
-#pragma unroll 8
-    for (int i = 0; i < kChunks; ++i) sum += from[i * kSlots];
-    const float squares = __shfl_sync(kAll, sum, COEFFICIENTS);
-    const float m = sum * rsqrtf(squares / (kStreams * COLUMNS) + eps);
-    const int kind = COEFFICIENTS == kStreams ? 0 : min(lane / kStreams, 2);  // reads, writes, mixes
-    const float c = lane < COEFFICIENTS ? fmaf(m, scale[kind], base[lane]) : 0.f;
-    if (lane < kStreams) pre[lane] = sigmoid(c) + floor;
+    const float c = coefficient(parts, scale, base, row, eps);
+    if (threadIdx.x < kStreams) pre[threadIdx.x] = sigmoid(c) + floor;
 #if N_ITER > 0
-    const float mixed = doubly_stochastic(__shfl_sync(kAll, c, 2 * kStreams + (lane & 15)), floor);
-    if (blockIdx.y == 0) {
-      if (lane >= kStreams && lane < 2 * kStreams) post[static_cast<i64>(row) * kStreams + lane - kStreams] = 2.f * sigmoid(c);
-      if (lane < kStreams * kStreams) comb[static_cast<i64>(row) * kStreams * kStreams + lane] = mixed;
-    }
+    if (blockIdx.y == 0) put_mixing(c, post, comb, row, floor);
 #endif
   }
   __syncthreads();
-  float4 out = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-  for (int s = 0; s < kStreams; ++s) {
-    const float by = pre[s];
-    out = make_float4(fmaf(v[s].x, by, out.x), fmaf(v[s].y, by, out.y), fmaf(v[s].z, by, out.z), fmaf(v[s].w, by, out.w));
+  if (is_in) y[static_cast<i64>(row) * kOwn + quad] = read_quad(v, pre);
+}
+
+// Grid (row, 2 and more): the second of a row mixes, which takes as long as all the rest; those behind ask for the next product's weights,
+// which takes many of them (one multiprocessor asks for 2 KiB in 4.5 ns).
+constexpr int kReaders = 512, kEach = (kOwn + kReaders - 1) / kReaders;  // as rows.cu: threads, quads of each
+constexpr int kPadded = (COLUMNS + 255) / 256 * 256, kPadEach = (kPadded / 4 + kReaders - 1) / kReaders;
+
+extern "C" __global__ void __launch_bounds__(kReaders)
+    streams_read_rows(const float4* x, const float* parts, const float* scale, const float* base, float4* y, float* post, float* comb,
+                      const float4* norm, u16* blocks, float* sums, float* powers, const u8* next, float eps, float floor, int pad,
+                      float norm_eps, float power, i64 next_share, int n_share, int n_piece) {
+  __shared__ float pre[kStreams], each[kReaders / 32];
+  let_successor_start();
+  const int row = blockIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  if (blockIdx.y == 1) {
+    if (warp == 0) {
+      wait_for_predecessor();
+#if N_ITER > 0
+      put_mixing(coefficient(parts, scale, base, row, eps), post, comb, row, floor);
+#endif
+    }
+    return;
   }
-  if (is_in) y[static_cast<i64>(row) * kOwn + quad] = out;
+#if __CUDA_ARCH__ >= 900
+  if (blockIdx.y > 1) {
+    const Prefetch product = {next, next_share, n_share, n_piece};
+    product.fetch(((blockIdx.y - 2) * gridDim.x + row) * kReaders + threadIdx.x, (gridDim.y - 2) * gridDim.x * kReaders);
+    return;
+  }
+#endif
+  float4 w[kEach], v[kEach][kStreams], out[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int quad = i * kReaders + threadIdx.x;
+    w[i] = quad < kOwn ? norm[quad] : make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+  wait_for_predecessor();
+#pragma unroll
+  for (int i = 0; i < kEach; ++i)
+#pragma unroll
+    for (int s = 0; s < kStreams; ++s) {
+      const int quad = i * kReaders + threadIdx.x;
+      v[i][s] = quad < kOwn ? x[(static_cast<i64>(row) * kStreams + s) * kOwn + quad] : make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+  if (warp == 0) {
+    const float c = coefficient(parts, scale, base, row, eps);
+    if (lane < kStreams) pre[lane] = sigmoid(c) + floor;
+  }
+  __syncthreads();
+  float squares = 0.f;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const int quad = i * kReaders + threadIdx.x;
+    out[i] = read_quad(v[i], pre);
+    if (quad < kOwn) y[static_cast<i64>(row) * kOwn + quad] = out[i];
+    squares = __fadd_rn(squares, squares_of(out[i]));
+  }
+  squares = warp_sum(squares);
+  if (lane == 0) each[warp] = squares;
+  __syncthreads();
+  const float factor = 1.f / power * rsqrtf(warp_sum(lane < kReaders / 32 ? each[lane] : 0.f) / COLUMNS + norm_eps);
+  if (threadIdx.x == 0) powers[row] = power;
+#pragma unroll
+  for (int i = 0; i < kPadEach; ++i) {
+    const int column = (i * kReaders + threadIdx.x) * 4;
+    const float4 own = i < kEach ? out[i < kEach ? i : 0] : make_float4(0.f, 0.f, 0.f, 0.f), by = w[i < kEach ? i : 0];
+    const float4 z = make_float4(own.x * by.x, own.y * by.y, own.z * by.z, own.w * by.w);
+    put_in_block(blocks, sums, pad, row, column, halves_of(z, factor), column < kPadded);
+  }
 }
 
 #if N_ITER > 0
 extern "C" __global__ void __launch_bounds__(256)
     streams_merge(const float4* y, const float4* x, const float* post, const float* comb, float4* out) {
   let_successor_start();
-  constexpr int kOwn = COLUMNS / 4;
   const int row = blockIdx.x, quad = blockIdx.y * 256 + threadIdx.x;
   if (quad >= kOwn) return;
   wait_for_predecessor();
@@ -172,22 +287,39 @@ extern "C" __global__ void __launch_bounds__(256)
   float4 v[kStreams];
   fetch_streams(v, x, row, quad);
 #pragma unroll
-  for (int to = 0; to < kStreams; ++to)
-    out[(static_cast<i64>(row) * kStreams + to) * kOwn + quad] = merged(made, v, post, comb, row, to);
+  for (int to = 0; to < kStreams; ++to) {
+    float by, of[kStreams];
+    fetch_mixing(by, of, post, comb, row, to);
+    out[(static_cast<i64>(row) * kStreams + to) * kOwn + quad] = merged(made, v, by, of);
+  }
 }
+
+struct Merging {
+  struct Fetched {
+    float4 made, v[kStreams];
+    float by, of[kStreams];
+  };
+  const float4 *y, *x;
+  const float *post, *comb;
+  float4* out;
+
+  __device__ __forceinline__ void fetch(Fetched& f, int row, int quad) const {
+    const int to = quad / kOwn, own = quad - to * kOwn;
+    f.made = y[static_cast<i64>(row) * kOwn + own];
+    fetch_streams(f.v, x, row, own);
+    fetch_mixing(f.by, f.of, post, comb, row, to);
+  }
+
+  __device__ __forceinline__ float4 make(const Fetched& f, int row, int quad) const {
+    const float4 sum = merged(f.made, f.v, f.by, f.of);
+    out[static_cast<i64>(row) * kQuads + quad] = sum;
+    return sum;
+  }
+};
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     streams_merge_parts(const float4* y, const float4* x, const float* post, const float* comb, float4* out, const float4* fn,
                         float* parts, int n_row, int per_cta) {
-  constexpr int kOwn = COLUMNS / 4;
-  auto own_of = [&](int row, int quad) {
-    const int to = quad / kOwn, own = quad - to * kOwn;
-    float4 v[kStreams];
-    fetch_streams(v, x, row, own);
-    const float4 sum = merged(y[static_cast<i64>(row) * kOwn + own], v, post, comb, row, to);
-    out[static_cast<i64>(row) * kQuads + quad] = sum;
-    return sum;
-  };
-  parts_of(own_of, fn, parts, n_row, per_cta);
+  parts_of(Merging{y, x, post, comb, out}, fn, parts, n_row, per_cta);
 }
 #endif

@@ -1,0 +1,76 @@
+"""`pyspec doctor --compile`: all kernels of a model, or of usual shapes, compiled on all cores before a server is started."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pyspec.cli.meter import meter
+from pyspec.cli.options import ModelChoice
+from pyspec.errors import DeviceError
+
+if TYPE_CHECKING:
+    from pyspec.cuda.prepare import Ask, GpuKind
+
+
+def compile_ahead(choice: ModelChoice, archs: str, as_json: bool) -> int:
+    """Exit status 0 if everything compiles."""
+    from pyspec.cuda import prepare, verdicts
+
+    targets = _targets(archs)
+    asks, began = _asks(choice), time.perf_counter()
+    programs = list(dict.fromkeys(p for target in targets for p in prepare.programs_of(asks, target)))
+    with meter("compiling") as tell:
+        found = prepare.compile_all(programs, lambda n, what: tell(n, len(programs), f"compiling: {what}"))
+    failed = [(program, why) for program, why in found if isinstance(why, str)]
+    about: dict[str, Any] = {
+        "archs": sorted({program.arch for program in programs}),
+        "programs": len(programs),
+        "seconds": round(time.perf_counter() - began, 1),
+        "cache": str(verdicts.folder().parent / "cubin"),
+        "failed": sorted({why for _, why in failed}),
+    }
+    if as_json:
+        click.echo(json.dumps(about, indent=1))
+    else:
+        click.echo(
+            f"{len(programs) - len(failed)} of {len(programs)} programs for {', '.join(about['archs'])} are in "
+            f"{about['cache']} ({about['seconds']} s)"
+        )
+        for why in about["failed"]:
+            click.echo(why)
+    return 1 if failed else 0
+
+
+def _targets(archs: str) -> list[GpuKind]:
+    """Those that are named, or this machine's GPU."""
+    import torch
+
+    from pyspec.cuda import prepare
+
+    if not prepare.can_compile():
+        raise DeviceError("cuda-core is not installed (pip install pyspec[cuda])")
+    if archs:
+        return [prepare.target_named(name) for name in archs.split(",")]
+    if not torch.cuda.is_available():
+        raise DeviceError("there is no NVIDIA GPU here; name architectures (--arch sm_90,sm_120)")
+    return [prepare.target_of(torch.device("cuda", i)) for i in range(torch.cuda.device_count())]
+
+
+def _asks(choice: ModelChoice) -> list[Ask]:
+    import torch
+
+    from pyspec.cuda import survey
+
+    if not (choice.model or choice.repo):
+        return [*survey.standard(torch.device("cuda")), *survey.products(torch.device("cuda"))]
+    from pyspec.catalog import resolve
+    from pyspec.engine.asks import asks_of_file
+
+    path, paired = resolve(choice.target())
+    draft_path = paired if (draft := choice.drafter()) == "auto" else Path(draft)
+    return asks_of_file(path, draft_path)

@@ -1,0 +1,38 @@
+"""Rows that have the same bits whatever runs with them, and however many there are (`--exact`): a choice for the whole process.
+
+Products, recurrences and attention have faster ways for many rows, which sum in another order than those for few. With this they take one way
+for any number: who binds a launch asks here. What a library multiplies, it multiplies so many rows at a time, always as many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PASS = 64  # rows that a library gets at once
+
+
+class Exactness:
+    """`is_on` is set before a model is bound, and stays."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+
+
+EXACT = Exactness()
+
+
+def use(is_on: bool) -> None:
+    """For what is bound from now on."""
+    EXACT.is_on = is_on
+
+
+def in_passes(x: Tensor, run: Callable[[Tensor], Tensor]) -> Tensor:
+    """run(x) of a library, whose kernel is chosen by the number of rows, and with it the order of its sums."""
+    if not len(x):
+        return run(x)
+    parts = [run(F.pad(part, (0, 0, 0, PASS - len(part))))[: len(part)] for part in x.split(PASS)]
+    return torch.cat(parts)

@@ -1,0 +1,109 @@
+"""`attend_prompt` behind many keys: blocks of keys that every row sees go to cuDNN, the rest to torch's own kernel, and their sums are put together.
+
+On Hopper cuDNN's kernel is more than twice as fast for heads of 256, but it builds a plan for every number of rows and keys. So keys come in
+blocks of few sizes, and rows are padded: there are few plans. Each size is half of the one before, which makes few blocks. A block needs no mask, so a group's heads are rows of one head
+of keys to it. Blocks lie at absolute keys: a row's bits depend on its own keys, and on the prompt's piece it came in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyspec.cuda.ops.attend.ref import AttendSpec
+
+BLOCKS = (65536, 32768, 16384, 8192, 4096, 2048)  # keys
+ROWS = 512  # that rows are padded to a multiple of
+LEAST = 192  # rows: with fewer, padding is most of the work
+LEAST_CUDNN = 90100
+
+Run = Callable[[Tensor, Tensor, Tensor], Tensor]
+Part = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""q [1, head, row, dim], k and v [1, kv, key, dim] of one type -> out as q, and the natural logarithm of each row's sum [head, row] f32."""
+OwnPart = Callable[[Tensor, int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""The same for the first of so many rows, of which each sees all keys up to its own, the last row all."""
+
+
+def cut(n_past: int) -> list[tuple[int, int]]:
+    """(first, end) of the blocks that so many keys hold, the largest first; what is left has less than the smallest."""
+    found, first = [], 0
+    for size in BLOCKS:
+        while n_past - first >= size:
+            found.append((first, first + size))
+            first += size
+    return found
+
+
+def limits(spec: AttendSpec) -> str | None:
+    if spec.device.type != "cuda":
+        return "for GPUs"
+    if spec.head_dim % 8 or spec.head_dim > 256:
+        return f"heads of {spec.head_dim} dims"
+    if (capability := torch.cuda.get_device_capability(spec.device)) < (9, 0):
+        return f"needs compute capability 9.0, this GPU has {capability[0]}.{capability[1]}"
+    if (torch.backends.cudnn.version() or 0) < LEAST_CUDNN:
+        return f"cuDNN is {torch.backends.cudnn.version()}; wants {LEAST_CUDNN}"
+    return None
+
+
+def own_part(spec: AttendSpec) -> OwnPart:
+    """cuDNN where there are as many keys as rows, for there its mask is the same from either corner."""
+
+    def run(q: Tensor, n: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if k.shape[2] == n:
+            k, v = (F.pad(t, (0, 0, 0, q.shape[2] - n)) for t in (k, v))  # which no row sees
+            out, logs, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+                q, k, v, None, True, 0.0, True, scale=spec.scale
+            )
+            return out[:, :, :n], logs.view(q.shape[1:3])[:, :n]
+        rows = q[:, :, :n]
+        out, logs, *_ = torch.ops.aten._scaled_dot_product_flash_attention(rows, k, v, 0.0, True, scale=spec.scale)
+        return out, logs[0]
+
+    return run
+
+
+def block_part(spec: AttendSpec) -> Part:
+    """Keys that every row sees."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        (_, n_head, n_row, dim), n_kv = q.shape, k.shape[1]
+        heads = q.reshape(1, n_kv, n_head // n_kv * n_row, dim)
+        out, logs, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(heads, k, v, None, True, scale=spec.scale)
+        return out.reshape(q.shape), logs.reshape(n_head, n_row)
+
+    return run
+
+
+def by_blocks(spec: AttendSpec, without: Run, own: OwnPart, block: Part) -> Run:
+    """without: takes what is not worth it."""
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        n, blocks = len(q), cut(len(k) - len(q))
+        if not blocks or n < LEAST:
+            return without(q, k, v)
+        rows = F.pad(q.to(k.dtype), (0, 0, 0, 0, 0, -n % ROWS)).transpose(0, 1).contiguous()[None]
+        keys, values = (t.transpose(0, 1)[None] for t in (k, v))
+        first = blocks[-1][1]
+        out, logs = own(rows, n, keys[:, :, first:], values[:, :, first:])
+        sums, logs = out[0].float(), logs.float()
+        for start, end in blocks:
+            other, of_block = block(rows, keys[:, :, start:end], values[:, :, start:end])
+            of_block = of_block[:, :n].float()
+            sums.lerp_(other[0, :, :n].float(), (of_block - logs).sigmoid()[..., None])
+            logs = torch.logaddexp(logs, of_block)
+        return sums.transpose(0, 1)
+
+    return run
+
+
+def warm(run: Run, spec: AttendSpec, n_key: int) -> None:
+    """Have the library loaded, a second's work, before somebody waits for it, where a slot may hold a block. Plans are a thread's own: they are
+    made as they are needed, 40 ms each."""
+    if n_key >= BLOCKS[-1] + LEAST:
+        half = torch.bfloat16 if spec.kv is torch.bfloat16 else torch.float16
+        keys = torch.zeros(BLOCKS[-1] + LEAST, spec.n_kv_head, spec.head_dim, dtype=half, device=spec.device)
+        run(torch.zeros(LEAST, spec.n_head, spec.head_dim, device=spec.device), keys, keys)

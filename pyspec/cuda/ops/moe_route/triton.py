@@ -1,0 +1,90 @@
+"""`moe_route` in Triton: scores in f32 by splits of the columns, then each row's choice (triton_kernels.py).
+
+Splits depend on the number of columns only and a program has sixteen rows whatever their number, so a row's choice does not depend on its company.
+The norm's factor is a row's own: scores are multiplied with it when they are summed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyspec.cuda import tri
+from pyspec.cuda.ops.linear.tile_launch import nothing
+from pyspec.cuda.ops.moe.ref import LEAST_SUM, Routes, RouteSpec
+
+MAX_EXPERT, MAX_USED = 1024, 64
+ROUTERS = {"softmax": 0, "sigmoid": 1, "sqrtsoftplus": 2}
+COLUMNS, STEP, ROWS, SCORES = 256, 64, 16, 32  # of a split and of a turn; rows and scores of a program
+
+
+def limits(spec: RouteSpec) -> str | None:
+    if (why := tri.missing(spec.device)) is not None:
+        return why
+    if spec.n_expert > MAX_EXPERT or spec.n_used > MAX_USED:
+        return f"{spec.n_used} of {spec.n_expert} experts; the kernel takes up to {MAX_USED} of {MAX_EXPERT}"
+    return None
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()
+
+
+class RouteTriton:
+    """The kernels of one spec; called as ref's."""
+
+    def __init__(self, spec: RouteSpec) -> None:
+        self.spec, self.none, self.n_split = spec, nothing(spec.device), -(-spec.n_in // COLUMNS)
+
+    def __call__(
+        self, x: Tensor, norm: Tensor, matrix: Tensor, bias: Tensor | None = None, given: Tensor | None = None
+    ) -> Routes:
+        from pyspec.cuda.ops.moe_route import triton_kernels as kernels
+
+        s, n_row, n_split, device = self.spec, x.shape[0], self.n_split, x.device
+        n_score = s.n_expert + s.gated
+        assert matrix.shape == (n_score, s.n_in) and matrix.is_contiguous() and (bias is not None) == s.biased
+        assert (
+            norm.shape == (s.n_in,) and norm.is_contiguous() and x.shape[1] == s.n_in and (given is not None) == s.given
+        )
+        ids = torch.empty(n_row, s.n_used, dtype=torch.int32, device=device)
+        weights = torch.empty(n_row, s.n_used, dtype=torch.float32, device=device)
+        gate = torch.empty(n_row, 1, dtype=torch.float32, device=device) if s.gated else None
+        if not n_row:
+            return Routes(ids, weights, gate)
+        part = torch.empty(n_split * n_row * n_score, dtype=torch.float32, device=device)
+        squares = torch.empty(n_split * n_row, dtype=torch.float32, device=device)
+        tri.launch(
+            kernels.scores,
+            (-(-n_score // SCORES), n_split, -(-n_row // ROWS)),
+            (x.contiguous(), norm, matrix, part, squares, n_row),
+            {"N_IN": s.n_in, "N_SCORE": n_score, "PER": COLUMNS, "BK": STEP, "BM": ROWS, "BN": SCORES},
+            4,
+        )
+        own = [self.none if bias is None else bias, ids if given is None else given.to(torch.int32).contiguous()]
+        likely, wide = torch.empty(n_row * s.n_expert, dtype=torch.float32, device=device), _power_of_two(s.n_expert)
+        tri.launch(
+            kernels.choose,
+            (n_row,),
+            (part, squares, *own, ids, weights, self.none if gate is None else gate, likely, n_row, s.eps, s.scale),
+            {
+                "N_IN": s.n_in,
+                "N_EXPERT": s.n_expert,
+                "WIDE": wide,
+                "N_USED": s.n_used,
+                "USED": _power_of_two(s.n_used),
+                "SPLITS": n_split,
+                "ROUTER": ROUTERS[s.router],
+                "RENORM": s.renorm,
+                "BIASED": s.biased,
+                "GATED": int(s.gated),
+                "GIVEN": s.given,
+                "LEAST": LEAST_SUM,
+            },
+            1 if wide <= 256 else 2,
+        )
+        return Routes(ids, weights, gate)
+
+
+def bind(spec: RouteSpec) -> RouteTriton:
+    return RouteTriton(spec)

@@ -1,0 +1,216 @@
+"""Compiling and checking ahead: what a load will ask of ops is found out on all cores, while it reads files and weights.
+
+Programs are compiled by threads of this process (NVRTC lets go of the GIL, and works on as many at once as it is asked for), into the cache that
+every process reads. Then children check what was compiled (probe.py); an op that is asked meanwhile waits for just its own answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+
+from pyspec.cuda import jit, probe, verdicts
+from pyspec.cuda.examine import EXAMINATION
+from pyspec.cuda.jit import Compiled, GpuKind, Program
+from pyspec.cuda.op import Impl, Op, device_of
+from pyspec.cuda.probe import Prober
+from pyspec.cuda.probe_process import MOST, n_cores
+from pyspec.cuda.programs import programs
+from pyspec.cuda.verdicts import Candidate, Verdict
+from pyspec.errors import ConfigError, DeviceError
+from pyspec.ranges import quoted
+
+log = logging.getLogger(__name__)
+
+Ask = tuple[Op[Any], Any]
+KNOWN = (8, 0), (12, 1)  # compute capabilities that there are kernels for, the first and the last
+CHILD_BYTES = 3 << 30  # of a GPU's memory that a child may take: context, libraries, what it compares
+
+
+def target_of(device: torch.device) -> GpuKind:
+    about = torch.cuda.get_device_properties(device)
+    return GpuKind(torch.cuda.get_device_capability(device), about.multi_processor_count)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """An implementation that will be asked for, and what it compiles."""
+
+    candidate: Candidate
+    programs: list[Program]
+
+
+def _listed(op: Op[Any], impl: Impl[Any], spec: Any, target: GpuKind, kv: torch.dtype) -> list[Program]:
+    """None where the list fails: who binds compiles in any case, only later."""
+    try:
+        return programs(op.name, impl.name, spec, target, kv)
+    except Exception:
+        log.exception("programs of %s can not be listed ahead", op.name)
+        return []
+
+
+def wanted_of(asks: Iterable[Ask], target: GpuKind, kv: torch.dtype) -> list[Wanted]:
+    """Of each ask the implementation that limits leave, if a child has to check it."""
+    return [
+        Wanted(op.candidate(impl, spec), _listed(op, impl, spec, target, kv))
+        for op, spec in asks
+        if (impl := _first(op, spec)) is not None and op.check is not None
+    ]
+
+
+def _first(op: Op[Any], spec: Any) -> Impl[Any] | None:
+    if device_of(spec).type != "cuda":
+        return None
+    return next((impl for impl in op.impls if op.out_of_question(impl, spec) is None), None)
+
+
+class Preparation:
+    """Under way until `close`. n_child: children that check at once."""
+
+    def __init__(self, wanted: Sequence[Wanted], n_thread: int, n_child: int) -> None:
+        self.began, self._is_closed = time.perf_counter(), False
+        import cuda.core  # noqa: F401 - before threads import it, each a part of it
+
+        self._compilers = ThreadPoolExecutor(max(1, n_thread), "pyspec-compile")
+        self._checkers = ThreadPoolExecutor(max(1, n_child), "pyspec-checks")
+        self._compiling: dict[Program, Future[object]] = {}
+        self._probers: queue.SimpleQueue[Prober] = queue.SimpleQueue()
+        self._extra = [Prober(probe.LIMITS_S) for _ in range(n_child - 1)]
+        self._names: list[str] = []
+        keys = [verdicts.key_of(w.candidate) for w in wanted]
+        unknown = [verdicts.load(key) is None for key in keys]
+        for one in [probe.prober(), *self._extra]:
+            self._probers.put(one)
+        if any(unknown):
+            for one in [probe.prober(), *self._extra][: sum(unknown)]:
+                one.start()
+        for w in wanted:
+            for program in w.programs:
+                if program not in self._compiling:
+                    self._compiling[program] = self._compilers.submit(_compiled, program)
+        for w, key, is_new in zip(wanted, keys, unknown, strict=True):
+            if is_new:
+                name = verdicts.name_of(key)
+                self._names.append(name)
+                probe.promised[name] = self._checkers.submit(self._check, w, key)
+
+    def _check(self, w: Wanted, key: verdicts.Key) -> Verdict:
+        wait([self._compiling[program] for program in w.programs])
+        by = self._probers.get()
+        try:
+            return probe.examined(w.candidate, key, by)
+        except Exception as e:  # noqa: BLE001 - as it is asked again, who asks hears of it
+            return Verdict(f"could not be checked: {probe.sentence(e)}", lasting=False)
+        finally:
+            self._probers.put(by)
+
+    def close(self) -> None:
+        """Nothing is waited for that has not begun. Safe to call twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for pool in (self._compilers, self._checkers):
+            pool.shutdown(wait=False, cancel_futures=True)
+        for one in self._extra:  # beside this: each waits for what it is at
+            threading.Thread(target=one.close, name="pyspec-checks-end", daemon=True).start()
+        for name in self._names:
+            probe.promised.pop(name, None)
+        n = sum(f.done() for f in self._compiling.values())
+        log.info(
+            "kernels prepared ahead: %d of %d programs, %d checks, %.1f s",
+            n,
+            len(self._compiling),
+            len(self._names),
+            time.perf_counter() - self.began,
+        )
+
+
+def _compiled(program: Program) -> object:
+    """A failure is told by the check of what needs the program, in a child: a line, and the reason why that is refused."""
+    try:
+        return jit.compiled(program)
+    except Exception as e:  # noqa: BLE001 - of whatever kind: it is compiled again where it counts
+        log.debug("%s", e)
+        return None
+
+
+def n_children(free: int, planned: int, cores: int) -> int:
+    """As many as cores and memory leave room for beside what is planned; one always, as without any preparation."""
+    return max(1, min(MOST, cores // 2, (free - planned) // CHILD_BYTES))
+
+
+def begin(asks: Sequence[Ask], device: torch.device, kv: torch.dtype, planned: int) -> Preparation | None:
+    """Start, if kernels of ours run on `device`. planned: bytes of its memory that the load will take."""
+    if jit.missing(device) is not None or EXAMINATION.is_on:
+        return None
+    wanted = wanted_of(asks, target_of(device), kv)
+    cores, free = n_cores(), torch.cuda.mem_get_info(device)[0]
+    return Preparation(wanted, cores, n_children(free, planned, cores))
+
+
+# -- for GPUs that need not be here -----------------------------------------------------------------------------------
+
+
+def can_compile() -> bool:
+    """Whether there is a compiler here, with or without a GPU."""
+    return jit.is_installed()
+
+
+def target_named(name: str) -> GpuKind:
+    """What "sm_90", "sm_90a" or "9.0" means. ConfigError for no architecture that there are kernels for."""
+    digits = name.strip().lower().removeprefix("sm_").rstrip("af")
+    whole = digits.replace(".", "")
+    if not whole.isdigit() or len(whole) < 2:
+        raise ConfigError(f"{quoted(name)} is no architecture; name them as sm_80,sm_90,sm_120")
+    capability = int(whole[:-1]), int(whole[-1])
+    first, last = KNOWN
+    if not first <= capability <= last:
+        raise ConfigError(f"there are kernels for sm_{first[0]}{first[1]} to sm_{last[0]}{last[1]}, none for {name}")
+    return GpuKind(capability)
+
+
+@contextmanager
+def as_if(target: GpuKind) -> Iterator[None]:
+    """Limits are asked as if the GPU were of this kind. For a program that does nothing else meanwhile."""
+    was = torch.cuda.get_device_capability
+    torch.cuda.get_device_capability = lambda device=None: target.capability  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.cuda.get_device_capability = was
+
+
+def programs_of(asks: Iterable[Ask], target: GpuKind, kv: torch.dtype = torch.float16) -> list[Program]:
+    """Everything that is compiled for these asks on such a GPU, each once."""
+    with as_if(target):
+        found = [program for w in wanted_of(asks, target, kv) for program in w.programs]
+    return list(dict.fromkeys(found))
+
+
+def compile_all(programs: Sequence[Program], tell: Callable[[int, str], None]) -> list[tuple[Program, Compiled | str]]:
+    """Compile on all cores, into the cache. Each program with its code, or the reason why it has none.
+
+    tell  hears how many are done, and which was the last of them
+    """
+    done = count(1)
+
+    def run(program: Program) -> Compiled | str:
+        try:
+            return jit.compiled(program)
+        except DeviceError as e:
+            return str(e)
+        finally:
+            tell(next(done), f"{program.stem} for {program.arch}")
+
+    with ThreadPoolExecutor(n_cores(), "pyspec-compile") as pool:
+        return list(zip(programs, pool.map(run, programs), strict=True))

@@ -1,0 +1,56 @@
+"""Prompts of `/infill`: a text with a gap, laid out with the model's own marks as llama-server does it.
+
+    [rep]myproject  [sep]file of an extra text, its text ...  [sep]filename  [pre]prefix, prompt  [suf]suffix  [mid]
+
+Where a vocabulary has no mark for files, a line stands between extra texts. What does not fit goes: of the prefix and of the
+extra texts what is farthest from the gap, of the suffix its end. Code is text, so it never becomes a control token.
+"""
+
+from __future__ import annotations
+
+from pyspec.errors import NotSupported
+from pyspec.server.api.prompts import mixed_ids
+from pyspec.server.api.schema import InfillBody
+from pyspec.server.engine import TokenizerLike
+
+WINDOW = 2048  # tokens of what stands about the gap, three quarters of them before it: llama-server's -b
+PROJECT, FILE, SNIPPET = "myproject\n", "filename\n", "\n\n--- snippet ---\n\n"
+
+
+def infill_ids(
+    tokenizer: TokenizerLike, body: InfillBody, n_ctx: int, n_answer: int, *, suffix_first: bool
+) -> list[int]:
+    """The prompt's tokens: room for `n_answer` more is left of `n_ctx`, if that many are known to come (else -1)."""
+    fim = tokenizer.fim
+    names = (("prefix", fim.pre), ("suffix", fim.suf), ("middle", fim.mid))
+    missing = [name for name, mark in names if mark is None]
+    if missing or fim.pre is None or fim.suf is None or fim.mid is None:
+        raise NotSupported(f"Infill is not supported by this model: it has no token for {', '.join(missing)}")
+    prompt = _plain(tokenizer, body.prompt)
+    before = mixed_ids(tokenizer, body.input_prefix, add_special=False, parse_special=False)
+    behind = mixed_ids(tokenizer, body.input_suffix, add_special=False, parse_special=False)
+    room = max(0, n_ctx - max(0, n_answer) - 2)  # of the four that may be added, `window // 4 - 2` has two
+    window = min(WINDOW, room)
+    before = before[len(before) - min(len(before), 3 * (window // 4)) :]
+    behind = behind[: max(0, window // 4 - 2 - len(prompt))]
+    parts = [[fim.pre, *before, *prompt], [fim.suf, *behind]]
+    first, second = reversed(parts) if suffix_first else parts
+    bos = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
+    gap = [*bos, *first, *second, fim.mid]
+    left = n_ctx - max(min(WINDOW, n_ctx // 2), len(gap)) - 2 * max(0, n_answer)
+    extra = _extra(tokenizer, body)
+    return extra[len(extra) - max(0, min(len(extra), left)) :] + gap
+
+
+def _extra(tokenizer: TokenizerLike, body: InfillBody) -> list[int]:
+    """Texts from elsewhere, each behind its file's name."""
+    fim = tokenizer.fim
+    ids = [] if fim.rep is None else [fim.rep, *_plain(tokenizer, PROJECT)]
+    for item in body.input_extra or ():
+        name = [] if fim.sep is None else [fim.sep, *_plain(tokenizer, f"{item.filename or 'tmp'}\n")]
+        ids += (name or _plain(tokenizer, SNIPPET)) + _plain(tokenizer, item.text)
+    return ids if fim.sep is None else [*ids, fim.sep, *_plain(tokenizer, FILE)]
+
+
+def _plain(tokenizer: TokenizerLike, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special=False, parse_special=False)) if text else []

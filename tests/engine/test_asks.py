@@ -1,0 +1,89 @@
+"""What a load will ask of ops is known from its description: on a CPU all but packed products, and rows for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import pyspec
+from pyspec.config import EngineSettings
+from pyspec.cuda import survey
+from pyspec.cuda.jit import GpuKind
+from pyspec.cuda.ops.linear.ref import Epilogue
+from pyspec.cuda.prepare import wanted_of
+from pyspec.engine.asks import asks_of
+from pyspec.engine.describe import Description, describe
+from pyspec.engine.load import load
+from pyspec.engine.memory_plan import AssumedGpu
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+DEMO = Path(pyspec.__file__).parent / "demo"
+MODELS = ["llama", "qwen3", "qwen35_q8_0", "qwen35_full_heads_q8_0", "qwen35moe", "qwen35moe_fused_tied"]
+MODELS += ["qwen35moe_mixed_q8_0", "nemotron_moe", "nemotron_latent_q8_0", "nemotron_dense", "nemotron_differ"]
+LATER = {"ahead", "best"}  # asked by the worker and by samplers, whatever the model is
+
+
+def settings(**more: object) -> EngineSettings:
+    return EngineSettings(np=2, ctx=64, device="cpu", check_tap_shift=False, **more)  # type: ignore[arg-type]
+
+
+def names(asks: list[survey.Ask]) -> set[str]:
+    return {f"{op.name}: {spec}" for op, spec in asks if op.name not in LATER}
+
+
+def loaded_asks(path: Path, s: EngineSettings) -> set[str]:
+    for op in survey.ops():
+        op.decided.clear()
+    load(path, s)
+    return names(survey.asked())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_asks_what_its_description_says(name: str) -> None:
+    path = FIXTURES / f"{name}.gguf"
+    assert loaded_asks(path, settings()) == names(asks_of(describe(path, settings())))
+
+
+def test_so_do_drafters() -> None:
+    s = settings(draft_path=DEMO / "pyspec-demo-dflash.gguf")
+    assert loaded_asks(DEMO / "pyspec-demo.gguf", s) == names(asks_of(describe(DEMO / "pyspec-demo.gguf", s)))
+    path = FIXTURES / "qwen35.gguf"
+    s = settings(spec_type="mtp")
+    assert loaded_asks(path, s) == names(asks_of(describe(path, s)))
+
+
+def on_gpu(name: str, **more: object) -> Description:
+    s = replace(settings(**more), device="auto")
+    return describe(FIXTURES / f"{name}.gguf", s, AssumedGpu(free=100 << 30))
+
+
+@pytest.fixture
+def an_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pyspec.cuda import jit
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(jit, "missing", lambda device: None)
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_packed_products_are_asked_as_layers_will() -> None:
+    d = on_gpu("qwen35_q8_0")
+    products = [(op.name, spec) for op, spec in asks_of(d) if op.name in ("linear", "linear_tall")]
+    widths = {t.shape[1] for t in d.file.tensors.values() if len(t.shape) == 2 and t.type.name == "Q8_0"}
+    few = {(spec.n_in, spec.epilogue) for name, spec in products if name == "linear" and spec.type.name == "Q8_0"}
+    assert few == {(n, e) for n in widths for e in Epilogue}
+    gated = {spec.n_in for name, spec in products if name == "linear_tall" and spec.epilogue is Epilogue.GATED}
+    assert gated == {d.config.n_embd}
+    copies = [spec for name, spec in products if spec.type.name == "Q4_0"]
+    assert bool(copies) == (d.head is not None) and all(spec.epilogue is not Epilogue.GATED for spec in copies)
+
+
+@pytest.mark.usefixtures("an_h200")
+def test_what_is_prepared_has_programs_and_a_child_that_can_find_it() -> None:
+    wanted = wanted_of(asks_of(on_gpu("qwen35moe_mixed_q8_0")), GpuKind((9, 0), 132), torch.float16)
+    assert {w.candidate.op for w in wanted} >= {"linear", "linear_tall", "moe", "moe_route", "attend", "embed"}
+    assert all(w.programs for w in wanted if w.candidate.impl in ("cuda", "wgmma"))
+    assert any(w.candidate.impl == "library" for w in wanted), "checked, though nothing of it is compiled by us"

@@ -1,0 +1,115 @@
+"""Experts in Triton against the reference, in the interpreter: types, activations, shared experts, hostile choices, bits in company."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton_interpreter  # noqa: F401
+from sampling import few
+
+from pyspec.cuda.ops.linear.tiles import FORMATS
+from pyspec.cuda.ops.moe import cuda as moe_cuda
+from pyspec.cuda.ops.moe import ref as moe_ref
+from pyspec.cuda.ops.moe import triton as moe_triton
+from pyspec.cuda.ops.moe.ref import Added, ExpertsRun, MoeSpec
+from pyspec.gguf import GGMLType
+
+CPU = torch.device("cpu")
+Q4_K, Q6_K, Q8_0, NVFP4, MXFP4 = (GGMLType[n] for n in ("Q4_K", "Q6_K", "Q8_0", "NVFP4", "MXFP4"))
+SPECS = {
+    "gated, a piece": MoeSpec(CPU, 2, 160, 96, "swiglu", Q8_0, Q8_0, pieces=1),
+    "four bits, six": MoeSpec(CPU, 2, 256, 256, "swiglu", Q4_K, Q6_K),
+    "squares, two pieces, scaled": MoeSpec(CPU, 2, 128, 64, "relu2", NVFP4, NVFP4, scaled=True, pieces=2),
+    "cut gates": MoeSpec(CPU, 3, 96, 64, "swiglu", MXFP4, Q8_0, limit=7.0),
+    "one of each row": MoeSpec(CPU, 1, 128, 32, "relu2", Q8_0, MXFP4),
+}
+KEPT = ("gated, a piece",)
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that few columns are split, and few rows are many."""
+    monkeypatch.setattr(moe_triton, "LEAST", 1)
+    monkeypatch.setattr(moe_triton, "FEW", 12)
+    monkeypatch.setattr(moe_triton, "MORE", 20)
+
+
+def experts(spec: MoeSpec, n_expert: int) -> ExpertsRun:
+    made = moe_triton.bind(spec)(moe_cuda.random_stacks(spec, n_expert, torch.Generator().manual_seed(0)))
+    assert isinstance(made, moe_triton.ExpertsTriton)
+    return made
+
+
+@pytest.mark.parametrize("name", few(SPECS, *KEPT))
+def test_experts_are_the_references(name: str) -> None:
+    spec = SPECS[name]
+    assert moe_triton.limits(spec) is not None, "on a CPU only in the interpreter"
+    assert moe_cuda.check(moe_triton.bind(spec), moe_ref.bind(spec), spec, n_rows=(1, 9, 13)) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("type", [t for t in FORMATS if t in moe_cuda.CHUNKS], ids=lambda t: t.name)
+def test_every_type_is_the_references(type: GGMLType) -> None:
+    spec = MoeSpec(CPU, 2, 512, 256, "swiglu", type, type, scaled=type is NVFP4)
+    assert moe_cuda.check(moe_triton.bind(spec), moe_ref.bind(spec), spec, n_rows=(2, 5)) is None
+
+
+@pytest.mark.parametrize("name", few(SPECS, "one of each row"))
+def test_a_row_has_the_same_bits_alone_and_in_any_company(name: str) -> None:
+    spec, gen, n_expert = SPECS[name], torch.Generator().manual_seed(1), 6
+    run = experts(spec, n_expert)
+    assert isinstance(run, moe_triton.ExpertsTriton) and max(run.inner.n_split, run.down.n_split) > 1
+    x = torch.randn(30, spec.n_in, generator=gen)
+    ids = torch.rand(30, n_expert, generator=gen).argsort(-1)[:, : spec.n_used].int()
+    ids[:18, 0] = 0  # a crowd
+    weights = torch.rand(30, spec.n_used, generator=gen)
+    added = Added(x, None, torch.rand(30, 1, generator=gen) if spec.pieces else None)
+    whole = run(x, ids, weights, None, added)
+    for part in (slice(0, 1), slice(19, 21), slice(3, 9), slice(0, 12), slice(4, 18)):
+        got = run(x[part], ids[part], weights[part], None, added.part(part))
+        assert torch.equal(got, whole[part]), part
+
+
+def test_rows_that_are_no_numbers_and_experts_that_are_none_harm_nobody() -> None:
+    spec, gen, n_expert = replace(SPECS["one of each row"], n_used=2), torch.Generator().manual_seed(2), 4
+    run = experts(spec, n_expert)
+    x, weights = torch.randn(14, spec.n_in, generator=gen), torch.rand(14, 2, generator=gen)
+    ids = torch.tensor([[0, 3]] * 14, dtype=torch.int32)  # two experts have no rows, two have all
+    clean = run(x, ids, weights)
+    x[3], x[5, 7], x[8] = torch.nan, torch.inf, 0.0
+    bad = ids.clone()
+    bad[11] = torch.tensor([-5, 1 << 30], dtype=torch.int32)  # clamped, as the CUDA kernels do
+    for n in (1, 2, 9, 14):
+        got = run(x[:n], bad[:n], weights[:n])
+        keep = [i for i in range(n) if i not in (3, 5, 8)]
+        assert torch.equal(got[keep], clean[:n][keep])
+        assert n < 4 or not got[3].isfinite().any()
+        assert n < 9 or (not got[5].isfinite().all() and not got[8].any())
+    assert run(x[:0], ids[:0], weights[:0]).shape == (0, spec.n_in)
+
+
+@pytest.mark.slow
+def test_a_wrong_scale_is_noticed() -> None:
+    """Or the checks above could not fail."""
+    spec = SPECS["squares, two pieces, scaled"]
+
+    def wrong(stacks: moe_ref.Stacks) -> ExpertsRun:
+        made = moe_triton.ExpertsTriton(spec, stacks)
+        made.down_factors *= 1.01
+        return made
+
+    assert "differ" in (moe_cuda.check(wrong, moe_ref.bind(spec), spec, n_rows=(1,)) or "")
+
+
+def test_what_it_does_not_take_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    spec = SPECS["four bits, six"]
+    assert moe_triton.limits(spec) is None
+    assert "of one type" in (moe_triton.limits(replace(spec, up=None)) or "")
+    assert "IQ2_XXS" in (moe_triton.limits(replace(spec, up=GGMLType.IQ2_XXS)) or "")
+    assert "multiples of 32" in (moe_triton.limits(replace(spec, n_in=272)) or "")
+    assert "pieces" in (moe_triton.limits(replace(spec, pieces=9)) or "")
+    assert "2000" in (moe_triton.limits(replace(spec, n_expert=2000)) or "")

@@ -1,0 +1,78 @@
+"""The choice of experts in Triton against the reference, in the interpreter: routers, ties, rows that are no numbers, bits in company."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton_interpreter  # noqa: F401
+from sampling import few
+
+from pyspec.cuda.ops.moe import ref as moe_ref
+from pyspec.cuda.ops.moe.ref import Routes, RouteSpec
+from pyspec.cuda.ops.moe_route import cuda as moe_route_cuda
+from pyspec.cuda.ops.moe_route import triton as moe_route_triton
+
+CPU = torch.device("cpu")
+SPECS = {
+    "softmax, gated": RouteSpec(CPU, 300, 40, 3, gated=True),
+    "sigmoid, biased": RouteSpec(CPU, 256, 70, 5, "sigmoid", scale=5.0, biased=True),
+    "softmax, biased, as they are": RouteSpec(CPU, 64, 9, 2, renorm=False, biased=True, eps=1e-5),
+    "square roots": RouteSpec(CPU, 520, 16, 6, "sqrtsoftplus", scale=2.5, biased=True),
+    "given": RouteSpec(CPU, 96, 33, 4, "sqrtsoftplus", given=True),
+    "all of them": RouteSpec(CPU, 32, 4, 4, gated=True),
+}
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+@pytest.mark.parametrize("name", few(SPECS, "softmax, gated", "sigmoid, biased", "given"))
+def test_choices_and_weights_are_the_references(name: str) -> None:
+    spec = SPECS[name]
+    assert moe_route_cuda.check(moe_route_triton.bind(spec), moe_ref.bind_route(spec), spec) is None
+
+
+def _run(spec: RouteSpec, x: torch.Tensor) -> Routes:
+    gen = torch.Generator().manual_seed(0)
+    matrix = torch.randn(spec.n_expert + spec.gated, spec.n_in, generator=gen)
+    bias = torch.rand(spec.n_expert, generator=gen) if spec.biased else None
+    return moe_route_triton.bind(spec)(x, torch.ones(spec.n_in), matrix, bias)
+
+
+@pytest.mark.parametrize("name", few(["softmax, gated", "sigmoid, biased"], "softmax, gated"))
+def test_a_row_has_the_same_choice_to_the_bit_in_any_company(name: str) -> None:
+    spec = SPECS[name]
+    x = torch.randn(19, spec.n_in, generator=torch.Generator().manual_seed(1))
+    whole = _run(spec, x)
+    for part in (slice(0, 1), slice(5, 8), slice(2, 19)):
+        got = _run(spec, x[part])
+        assert torch.equal(got.ids, whole.ids[part]) and torch.equal(got.weights, whole.weights[part])
+        assert whole.gate is None or got.gate is None or torch.equal(got.gate, whole.gate[part])
+
+
+def test_rows_that_are_no_numbers_choose_experts_that_exist_and_harm_nobody() -> None:
+    spec = SPECS["sigmoid, biased"]
+    x = torch.randn(6, spec.n_in, generator=torch.Generator().manual_seed(2))
+    clean = _run(spec, x)
+    x[1], x[2, 5], x[4, 0] = torch.nan, torch.inf, 1e30
+    got = _run(spec, x)
+    assert torch.equal(got.ids[[0, 3, 5]], clean.ids[[0, 3, 5]])
+    assert ((got.ids >= 0) & (got.ids < spec.n_expert)).all() and got.ids.sort(-1).values.diff(dim=-1).all()
+
+
+def test_given_experts_that_are_none_are_clamped() -> None:
+    spec = SPECS["given"]
+    given = torch.tensor([[-4, 1, 1 << 30, 32]], dtype=torch.int32)
+    matrix = torch.randn(spec.n_expert, spec.n_in, generator=torch.Generator().manual_seed(0))
+    got = moe_route_triton.bind(spec)(torch.ones(1, spec.n_in), torch.ones(spec.n_in), matrix, None, given)
+    assert got.ids.tolist() == [[0, 1, 32, 32]] and got.weights.isfinite().all()
+    assert not moe_route_triton.bind(spec)(
+        torch.ones(0, spec.n_in), torch.ones(spec.n_in), matrix, None, given[:0]
+    ).ids.numel()
+
+
+def test_what_it_does_not_take_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert moe_route_triton.limits(SPECS["given"]) is None
+    assert "2000" in (moe_route_triton.limits(replace(SPECS["given"], n_expert=2000)) or "")
+    assert "65 of" in (moe_route_triton.limits(replace(SPECS["given"], n_used=65)) or "")

@@ -1,0 +1,181 @@
+"""Time `linear` in Triton on this GPU beside the CUDA kernels: microseconds of one launch in a graph, for variants of how it is cut.
+
+    python tools/bench_tiles.py [--types Q8_0,Q4_K] [--rows 1 8] [--check] [--variants]
+
+Weights rotate so that each launch reads from memory. Everything is compiled first, in processes of their own. --check: every type against
+the reference, too, with 1 to 100 rows. --variants: other numbers of warps, stages and programs beside those that the launcher takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import time
+from dataclasses import replace
+from itertools import product
+
+import torch
+from bench_linear import FLOOR, graph_us
+
+from pyspec.cuda.ops.linear import cuda as linear_cuda
+from pyspec.cuda.ops.linear import ref as linear_ref
+from pyspec.cuda.ops.linear import tile_launch
+from pyspec.cuda.ops.linear import triton as linear_triton
+from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.linear.tiles import COLUMNS, FORMATS, ROWS, TiledMatrix
+from pyspec.cuda.ops.rows import cuda as rows_cuda
+from pyspec.cuda.ops.rows import triton as rows_triton
+from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
+from pyspec.gguf import GGMLType
+
+MATRICES = (
+    (17408, 5120, Epilogue.GATED),
+    (5120, 17408, Epilogue.RESIDUAL),
+    (16480, 5120, Epilogue.PLAIN),
+    (5120, 6144, Epilogue.RESIDUAL),
+)
+OWN = (0, 0, 0)
+VARIANTS = (OWN, *product((1, 2), (3, 4), (12, 20)))
+"""Warps, stages, programs of a multiprocessor."""
+
+
+def take(variant: tuple[int, int, int]) -> None:
+    if variant != OWN:
+        warps, linear_triton.STAGES, linear_triton.PROGRAMS = variant
+        tile_launch.BLOCKS[8] = warps
+
+
+def random_tiles(spec: LinearSpec) -> TiledMatrix:
+    """Planes of random bytes, with small scales."""
+    form, n_tile, n_chunk = FORMATS[spec.type], -(-spec.n_weight_row // ROWS), -(-spec.n_in // COLUMNS)
+    device = spec.device
+
+    def some(*shape: int) -> torch.Tensor:
+        return torch.randint(0, 256, (n_tile, *shape), dtype=torch.uint8, device=device)
+
+    n_group = n_chunk * COLUMNS // form.group
+    n_span = -(-spec.n_in // (form.group * form.span)) if form.span else 0
+    small = torch.full((n_tile, n_group, ROWS), 1e-3, dtype=torch.float16, device=device)
+    supers = torch.full((n_tile, n_span, ROWS), 1e-3, dtype=torch.float16, device=device) if n_span else None
+    signed = spec.type in (GGMLType.Q6_K, GGMLType.Q3_K, GGMLType.IQ4_XS)
+    scales = some(n_group, ROWS).remainder_(64) if form.span or form.scale else small
+    minima = (some(n_group, ROWS).remainder_(64) if form.span else small) if form.minima else None
+    return TiledMatrix(
+        spec.type,
+        spec.n_weight_row,
+        spec.n_in,
+        some(n_chunk, ROWS, COLUMNS if form.bits == 8 else COLUMNS // 2),
+        some(n_chunk, ROWS, 8 * form.high) if form.high else None,
+        scales.view(torch.int8) if signed else scales,
+        minima,
+        supers,
+        supers if form.minima else None,
+        None,
+    )
+
+
+def bytes_of(m: TiledMatrix) -> int:
+    planes = (m.codes, m.high, m.scales, m.minima, m.supers, m.super_minima)
+    return sum(p.numel() * p.element_size() for p in planes if p is not None)
+
+
+def given(spec: LinearSpec, n_row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    x, out = (
+        torch.randn(n_row, spec.n_in, device=spec.device).half(),
+        torch.empty(n_row, spec.n_out, device=spec.device),
+    )
+    return x, torch.ones(n_row, device=spec.device), out, out if spec.epilogue is Epilogue.RESIDUAL else None
+
+
+def built(task: tuple[LinearSpec, tuple[int, int, int], bool]) -> str:
+    """Compile, in a process of its own."""
+    spec, variant, checks = task
+    before = linear_triton.STAGES, linear_triton.PROGRAMS, tile_launch.BLOCKS[8]
+    take(variant)
+    try:
+        if checks:
+            run = linear_triton.bind(spec)
+
+            def launch(x: torch.Tensor, *rest: object) -> None:
+                run.multiply(*rows_triton.bind(RowsSpec(spec.device, spec.n_in, PrepKind.PLAIN))(x.float()), *rest)
+
+            launch.pack = run.pack
+            why = linear_cuda.check(launch, linear_ref.bind(spec), spec)
+            return f"{spec.type.name} {spec.epilogue.name}: {why or 'right'}"
+        small = replace(spec, device=torch.device("cuda", 0))
+        x, powers, out, residual = given(small, 1)
+        linear_triton.bind(small).multiply(x, powers, random_tiles(small), out, residual)
+        if variant == OWN:
+            linear_cuda.bind(small)
+        torch.cuda.synchronize()
+        return ""
+    except Exception as e:  # noqa: BLE001 - a variant that does not compile is left out
+        return f"{spec.type.name} {variant}: {type(e).__name__}: {str(e)[:200]}"
+    finally:
+        linear_triton.STAGES, linear_triton.PROGRAMS, tile_launch.BLOCKS[8] = before
+
+
+def cuda_us(spec: LinearSpec, rows: int) -> float:
+    launch = linear_cuda.bind(spec)
+    weights = [linear_cuda.random_packed(spec.type, spec.n_weight_row, spec.n_in, spec.device) for _ in range(4)]
+    x, _, out, residual = given(spec, rows)
+    ready = rows_cuda.RowsLaunch(spec.device, spec.n_in, tuple(launch.steps))(x.float())
+    return graph_us([lambda w=w: launch.multiply(ready, w, out, residual) for w in weights * 6])
+
+
+def triton_us(spec: LinearSpec, weights: list[TiledMatrix], rows: int) -> float:
+    run = linear_triton.bind(spec)
+    x, powers, out, residual = given(spec, rows)
+    return graph_us(
+        [lambda w=w: run.multiply(x, powers, w, out, residual) for w in weights * max(2, 24 // len(weights))]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--types", default="Q8_0,Q4_K,Q6_K,NVFP4,IQ4_NL")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--matrices", type=int, default=2)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--variants", action="store_true")
+    parser.add_argument("--processes", type=int, default=14)
+    args = parser.parse_args()
+    gpu, began = torch.device("cuda", 0), time.monotonic()
+    types = [GGMLType[name] for name in args.types.split(",")]
+    specs = [LinearSpec(gpu, t, n_out, n_in, e) for t in types for n_out, n_in, e in MATRICES[: args.matrices]]
+    variants = VARIANTS if args.variants else (OWN,)
+    tasks = [(LinearSpec(gpu, t, 136, 1024, e), OWN, True) for t in FORMATS for e in Epilogue if args.check]
+    tasks += [(spec, variant, False) for spec in specs for variant in variants]
+    with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
+        for said in pool.imap_unordered(built, tasks, chunksize=1):
+            if said:
+                print(said, flush=True)
+    print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
+    before = linear_triton.STAGES, linear_triton.PROGRAMS, tile_launch.BLOCKS[8]
+    for spec in specs:
+        weights = [random_tiles(spec)]
+        weights += [random_tiles(spec) for _ in range(min(7, int(4e8 / bytes_of(weights[0]))))]
+        floor = bytes_of(weights[0]) / FLOOR * 1e6
+        try:
+            cuda = [cuda_us(spec, rows) for rows in args.rows]
+        except Exception as e:  # noqa: BLE001
+            cuda = [0.0]
+            print(f"{type(e).__name__}: {str(e)[:100]}")
+        print(
+            f"{spec.type.name} {spec.n_weight_row} x {spec.n_in} {spec.epilogue.name}: floor {floor:.1f}, cuda",
+            *(f"{us:.1f}" for us in cuda),
+        )
+        for variant in variants:
+            take(variant)
+            try:
+                us = [triton_us(spec, weights, rows) for rows in args.rows]
+                print("  ", *(variant if variant != OWN else ("own",)), ":", *(f"{x:.1f}" for x in us), flush=True)
+            except Exception as e:  # noqa: BLE001
+                print("  ", variant, f"{type(e).__name__}: {str(e)[:100]}", flush=True)
+            linear_triton.STAGES, linear_triton.PROGRAMS, tile_launch.BLOCKS[8] = before
+        del weights
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
