@@ -15,10 +15,12 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 LEVELS = 1 / (1 + np.exp(-np.linspace(-4.0, 4.0, 15)))  # 0.02 to 0.98, evenly by odds
-AT_FIRST = 0.4 / len(LEVELS) + 0.6 * (LEVELS > 0.7) / (LEVELS > 0.7).sum()  # how common before anything is known: rather good
-CHANGE = 1 / 80  # of a token, that the text behind it is of another level
+AT_FIRST = (
+    0.6 / len(LEVELS) + 0.4 * (LEVELS > 0.7) / (LEVELS > 0.7).sum()
+)  # how common before anything is known: rather good
+CHANGE = 1 / 120  # of a token, that the text behind it is of another level
 INDEPENDENT = 0.1  # what one verdict counts for what is common: those before it were of the same text
-PRIOR_COMMON, PRIOR_PLACE = 0.3, 10.0  # weights of what is assumed at first, in verdicts
+PRIOR_COMMON, PRIOR_PLACE = 0.1, 10.0  # weights of what is assumed at first, in verdicts
 ALIKE = 0.5  # how likely it is thought that all texts are of one level, which is learned soonest
 FORGET = 0.998  # of what all slots taught, a verdict
 INHERIT = 0.25  # of what was known of a slot's last text is thought of the next
@@ -53,7 +55,9 @@ class Texts:
         self.survive: Floats = np.ones((len(LEVELS), self.n_max + 1))
         np.multiply.accumulate(self.chance, axis=1, out=self.survive[:, 1:])
 
-    def learn(self, was: Floats, now: Floats, said: Floats, n_draft: NDArray[np.int64], n_right: NDArray[np.int64]) -> None:
+    def learn(
+        self, was: Floats, now: Floats, said: Floats, n_draft: NDArray[np.int64], n_right: NDArray[np.int64]
+    ) -> None:
         """was, now: [verdict, level], what was thought before and is behind it; said: how likely each level makes it."""
         keep = FORGET ** len(was)
         place = np.arange(self.n_max)
@@ -102,6 +106,7 @@ class Acceptance:
         self.pending[slot] = slot, n_draft, n_right
 
     def learn(self) -> None:
+        """Look at the verdicts that wait."""
         if not self.pending:
             return
         verdicts = np.array(list(self.pending.values()), dtype=np.int64)
@@ -112,15 +117,19 @@ class Acceptance:
             for texts, own in self._by_texts(drafted[:, 0].tolist()):
                 self._learn(texts, *drafted[own].T)
 
-    def _learn(self, texts: Texts, slots: NDArray[np.int64], n_draft: NDArray[np.int64], n_right: NDArray[np.int64]) -> None:
+    def _learn(
+        self, texts: Texts, slots: NDArray[np.int64], n_draft: NDArray[np.int64], n_right: NDArray[np.int64]
+    ) -> None:
         was = self.beliefs[slots]
         wrong = np.where(n_right < n_draft, 1 - texts.chance[:, np.minimum(n_right, self.n_max - 1)], 1.0)
         said = (texts.survive[:, n_right] * wrong).T
         now = was * said
         now /= now.sum(axis=1, keepdims=True)
+        before, others = texts.common, (len(was) - 1) / len(was)
         for each in (texts,) if texts is self.free else (texts, self.held):
             each.learn(was, now, said, n_draft, n_right)
-        self.beliefs[slots] = now
+        now *= (texts.common / before) ** others  # what the others showed counts for this one, too
+        self.beliefs[slots] = now / now.sum(axis=1, keepdims=True)
         self._age(texts, slots)
 
     def _age(self, texts: Texts, slots: Sequence[int] | NDArray[np.int64]) -> None:

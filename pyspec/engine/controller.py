@@ -26,6 +26,7 @@ from pyspec.engine.timer import N_SAMPLE, N_TRUST, SLACK, Timer
 DECAY = 0.96  # of what /slots shows of a slot's drafts, per round
 MARGIN = 1.02  # a draft must promise this much more than none
 PROBE_FIRST, PROBE_LAST, PROBE_DRAFT = 32, 512, 2  # rounds between probes of a silent slot; tokens of a probe
+EASE_AFTER = 8  # silent rounds, after which a draft is as short as a probe
 PROBE_SHARE = 0.015  # of the time since the last draft: what a probe may cost where its cost is known
 N_RETAKE = 3  # drafts that only take a time again
 RETAKE_FIRST = 4  # silent rounds before the first of them; twice as many each
@@ -206,6 +207,11 @@ class Controller:
             if sum(offers[slot][:cap]) >= own[:cap].sum()
         }
 
+    def _eased(self, slot: int, cap: int) -> int:
+        """A slot that was silent for a while begins with a short draft: what it says is worth the same, and it may be wrong."""
+        is_silent = self.lanes[slot].silent >= EASE_AFTER and slot not in self.offered
+        return min(cap, PROBE_DRAFT) if is_silent else cap
+
     def _weigh(self, caps: list[tuple[int, int]]) -> tuple[list[int], str]:
         """What `_best` says; no drafts stand for a while, because weighing takes time that an undrafted round has not."""
         if (
@@ -215,7 +221,7 @@ class Controller:
             and self.n_round - self._plain[0] < RETHINK
         ):
             return [0] * len(caps), self._plain[2]
-        picked, why = self._best(caps)
+        picked, why = self._best([(slot, self._eased(slot, cap)) for slot, cap in caps])
         self._plain = None if any(picked) or self.offered else (self.n_round, caps, why)
         return picked, why
 
