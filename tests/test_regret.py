@@ -11,7 +11,6 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 from regret import CARDS, LEVELS, Served, Text, cell, oracle, plain, steady
 
-
 ABOVE = {("code", 32): 0.05}  # 128 rows were timed in the warm-up, with 64 slots busy: times are kept by rows alone
 
 

@@ -20,7 +20,7 @@ AT_FIRST = (
 )  # how common before anything is known: rather good
 CHANGE = 1 / 120  # of a token, that the text behind it is of another level
 INDEPENDENT = 0.1  # what one verdict counts for what is common: those before it were of the same text
-PRIOR_COMMON, PRIOR_PLACE = 0.1, 10.0  # weights of what is assumed at first, in verdicts
+PRIOR_COMMON, PRIOR_PLACE = 0.07, 10.0  # weights of what is assumed at first, in verdicts
 ALIKE = 0.5  # how likely it is thought that all texts are of one level, which is learned soonest
 FORGET = 0.998  # of what all slots taught, a verdict
 INHERIT = 0.25  # of what was known of a slot's last text is thought of the next
@@ -103,7 +103,7 @@ class Acceptance:
         """A verdict; it is looked at when somebody asks."""
         if slot in self.pending:
             self.learn()
-        self.pending[slot] = slot, n_draft, n_right
+        self.pending[slot] = slot, min(n_draft, self.n_max), min(n_right, n_draft, self.n_max)
 
     def learn(self) -> None:
         """Look at the verdicts that wait."""

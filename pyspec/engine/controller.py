@@ -34,6 +34,7 @@ DOUBT_EVERY = 512  # rounds
 TRY_ROUNDS, TRY_SHARE = 4, 0.001  # what trying sizes may lose: plain rounds at first, then a share of the time
 TRY_MOST = 0.3  # of a plain round: what one try counts at most, so that a cliff is found out about
 PLAIN_EVERY = 384  # rounds after which the cost of an undrafted round is measured again
+PLAIN_CLOSE, CLOSE = 48, 1.15  # the same while drafts promise less than so many times plain decoding: that may be noise
 PLAIN_SOON = 16  # the same where timings do not agree, twice as many each time
 RETHINK = 16  # rounds for which a choice of no drafts stands if nothing but the measured times could change it
 MOST_GRAMMARS = 64  # whose acceptance is known
@@ -125,6 +126,7 @@ class Controller:
         self.since_plain = self.n_round = self.n_retake = self.n_plain = 0
         self.ms = self.lost_ms = 0.0  # of all rounds, and what those of sizes not known yet took more than plain ones
         self._worth_ms: float | None = None  # of a round of such a size: what its expected tokens take without drafts
+        self.is_close = False  # between drafts and none, as far as is known
         self.hinges = False  # nothing but what a draft takes spoke against drafts
         self._plain: tuple[int, list[tuple[int, int]], str] | None = None  # the round and caps of that choice, and why
         self.forget_acceptance()
@@ -228,6 +230,8 @@ class Controller:
     def _plain_is_stale(self, busy: int) -> bool:
         if not self.verify_ms.knows(busy) or self.since_plain >= PLAIN_EVERY:
             return True
+        if self.is_close and self.since_plain >= PLAIN_CLOSE:
+            return True
         if self.since_plain < PLAIN_SOON << self.n_plain or self.verify_ms.agrees(busy, 0.0, N_TRUST):
             return False
         self.n_plain += 1
@@ -286,6 +290,7 @@ class Controller:
             plain = min(plain, float(verify.min()))  # fewer rows do not take longer: that was noise
         plain = busy / plain
         best, most = self._best_way(rows, busy, verify)
+        self.is_close = best.rate < CLOSE * plain
         self.hinges = best.rate <= plain * MARGIN < most
         if best.rate <= plain * MARGIN:
             return [0] * busy, f"plain: no draft promises more than {1e3 * plain:.0f} tok/s"
