@@ -186,10 +186,10 @@ class Handing:
 
 def handing(first: Streamed | StreamedParts, next: Streamed, bound: float) -> Handing | None:
     """bound: of the magnitudes that `first` gives. None where no kernel does it."""
-    if EXACT.is_on:
-        return (
-            None  # rows over a bound round otherwise than those over their own largest, which more than PLACE_ROWS have
-        )
+    if (
+        EXACT.is_on
+    ):  # rows over a bound round otherwise than those over their own largest, which more than PLACE_ROWS have
+        return None
     of = first.plain if isinstance(first, Streamed) else first.product
     n, pads = of.spec.n_out, [[pad for pad in launch.rows.pads if pad <= PLACE_ROWS] for launch in (of, next.plain)]
     runs = rows.runs_as("cuda", RowsSpec(next.device, n))

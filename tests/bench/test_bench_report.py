@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -168,7 +169,7 @@ def test_long_names_of_many_cases_stay_inside_the_picture_and_beside_each_other(
                 lines.setdefault((f"{place} {inner}", float(e.attrib["y"])), []).append((left, left + wide))
     for on_line in lines.values():
         on_line.sort()
-        assert all(a[1] <= b[0] + 1 for a, b in zip(on_line, on_line[1:], strict=False))
+        assert all(a[1] <= b[0] + 1 for a, b in itertools.pairwise(on_line))
 
 
 def test_time_is_told_by_token_so_that_drafts_that_pay_look_shorter():
