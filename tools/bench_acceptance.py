@@ -109,7 +109,9 @@ def main() -> int:
     parser.add_argument("--n-draft", type=int, default=0, help="most drafted tokens; 0: the drafter's")
     parser.add_argument("--slots", type=int, default=0, help="slots of the engine; 0: as many as streams")
     parser.add_argument("--costs", action="store_true", help="also what rounds take by drafts and streams")
-    parser.add_argument("--trace", action="store_true", help="also the rounds that drafted, in order, and what is thought of costs")
+    parser.add_argument(
+        "--trace", action="store_true", help="also the rounds that drafted, in order, and what is thought of costs"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--least", type=float, default=0.98)
     a = parser.parse_args()

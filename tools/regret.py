@@ -129,7 +129,9 @@ class Seat:
     silent: int = 0
 
 
-Picker = Callable[[Sequence[tuple[int, int]], Floats], list[int]]  # (slot, most drafts) of busy ones and chances to lengths
+Picker = Callable[
+    [Sequence[tuple[int, int]], Floats], list[int]
+]  # (slot, most drafts) of busy ones and chances to lengths
 
 
 # -- who decides ---------------------------------------------------------------------------------------------------
@@ -215,7 +217,9 @@ class Served:
                     self.controller.timed(rows, *self.told(card, rows, busy, live, n, 0.0))
         self.controller.forget_acceptance()
 
-    def told(self, card: Card, rows: int, busy: int, live: int, passes: int, waking: float) -> tuple[float, int, int, float]:
+    def told(
+        self, card: Card, rows: int, busy: int, live: int, passes: int, waking: float
+    ) -> tuple[float, int, int, float]:
         """A round's time with its noise, as `Controller.timed` wants it."""
         self.took = [float(card.verify_ms(busy_rows(rows), busy)), float(card.draft_ms(live, passes)) + waking]
         ms = [t * (1 + self.noise * self.rng.random()) for t in self.took]
@@ -320,7 +324,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cards", nargs="+", default=list(CARDS), choices=CARDS)
     parser.add_argument("--texts", nargs="+", default=list(TEXTS), choices=TEXTS)
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64, 0], help="0: between 1 and --slots")
+    parser.add_argument(
+        "--streams", type=int, nargs="+", default=[1, 4, 8, 16, 32, 64, 0], help="0: between 1 and --slots"
+    )
     parser.add_argument("--slots", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=1500)
     parser.add_argument("--seeds", type=int, default=2)
@@ -336,7 +342,10 @@ def main() -> int:
                 if c.regret > a.most or c.of_plain < 0.98:
                     failed.append(c)
                 mark = " **" if c in failed else ""
-                print(f"| {card} | {text} | {c.streams} | {c.regret:.2%}{mark} | {c.of_plain:.3f} | {c.n_draft:.2f}, {c.oracle_draft:.2f} |", flush=True)
+                print(
+                    f"| {card} | {text} | {c.streams} | {c.regret:.2%}{mark} | {c.of_plain:.3f} | {c.n_draft:.2f}, {c.oracle_draft:.2f} |",
+                    flush=True,
+                )
     print(f"{len(failed)} cells above {a.most:.0%} or below 0.98 of plain")
     return int(bool(failed))
 
