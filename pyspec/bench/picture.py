@@ -23,6 +23,7 @@ DARK = {
 PART_KINDS = (*PARTS, "other")
 SHADES = ("s0", "s1", "s2", "s3", "s4")
 WIDTH, TOP, PLOT, LEFT, RIGHT = 760, 44, 190, 58, 16
+LETTER = 7.5  # width of one, at most in the mean
 
 
 def picture(report: Report) -> str:
@@ -78,9 +79,12 @@ def nice_step(top: float, n: int = 5) -> float:
     return next(s * unit for s in (1, 2, 5, 10) if s * unit >= raw * (1 - 1e-9))
 
 
-def _axis(at: Element, title: str, top: float, step: float, form: str = "g") -> None:
-    """Title, horizontal grid and labels for values 0..top in the plot area."""
+def _title(at: Element, title: str) -> None:
     _text(at, LEFT, 22, title, **{"font-weight": "600", "font-size": "14"})
+
+
+def _axis(at: Element, top: float, step: float, form: str = "g") -> None:
+    """Horizontal grid and labels for values 0..top in the plot area."""
     for i in range(round(top / step) + 1):
         y = TOP + PLOT - PLOT * i * step / top
         _line(at, LEFT, y, WIDTH - RIGHT, y, "axis" if i == 0 else "grid")
@@ -94,12 +98,39 @@ def _whisker(at: Element, x: float, low: float, high: float) -> None:
         _line(at, x - 4, y, x + 4, y, "axis", 1.2)
 
 
+def _wide(text: str) -> float:
+    """Its width, more or less, in the picture's font."""
+    return LETTER * len(text)
+
+
 def _legend(at: Element, items: Sequence[tuple[str, str]], y: float = 18) -> None:
+    """At the right, in one line."""
     x = WIDTH - RIGHT
     for name, colour in reversed(items):
-        x -= 7.5 * len(name) + 24
+        x -= _wide(name) + 24
         _bar(at, x, y - 9, 11, 11, colour, name)
         _text(at, x + 16, y, name)
+
+
+def _long_legend(at: Element, items: Sequence[tuple[str, str]]) -> int:
+    """Below the title, in as many lines as it takes. Returns how far down they go."""
+    x, y = float(LEFT), 42
+    for name, colour in items:
+        if x > LEFT and x + 16 + _wide(name) > WIDTH - RIGHT:
+            x, y = float(LEFT), y + 16
+        _bar(at, x, y - 9, 11, 11, colour, name)
+        _text(at, x + 16, y, name)
+        x += _wide(name) + 28
+    return y - 26
+
+
+def _places(at: Element, names: Sequence[str]) -> int:
+    """Names below the plot area, in turn on two lines where one is too narrow. Returns how far down they go."""
+    slot = (WIDTH - LEFT - RIGHT) / max(len(names), 1)
+    down = 14 if len(names) > 1 and slot < max(map(_wide, names)) + 8 else 0
+    for i, name in enumerate(names):
+        _text(at, LEFT + slot * (i + 0.5), TOP + PLOT + 18 + down * (i % 2), name, "middle")
+    return down
 
 
 def _rates(at: Element, report: Report) -> int:
@@ -107,7 +138,8 @@ def _rates(at: Element, report: Report) -> int:
     step = nice_step(best * 1.08)
     top = step * max(1, ceil(best * 1.08 / step))
     made_up = " (synthetic acceptance)" if report.synthetic else ""
-    _axis(at, f"tokens/s of all streams{made_up}", top, step)
+    _title(at, f"tokens/s of all streams{made_up}")
+    _axis(at, top, step)
     _legend(at, [("plain", "plain"), ("speculative", "spec")])
     slot = (WIDTH - LEFT - RIGHT) / max(len(report.rows), 1)
     bar = min(46.0, slot * 0.32)
@@ -123,15 +155,17 @@ def _rates(at: Element, report: Report) -> int:
             tip = f"{r.label} streams, {kind}: {rate:.1f} tokens/s, turns {low:.1f} to {high:.1f}"
             _bar(at, x, y, bar, PLOT * rate / top, shade, tip)
             _whisker(at, x + bar / 2, TOP + PLOT * (1 - low / top), TOP + PLOT * (1 - high / top))
-        _text(at, middle, TOP + PLOT + 18, r.label if r.case else f"{r.np} stream{'s' if r.np > 1 else ''}", "middle")
-    return TOP + PLOT + 44
+    names = [r.label if r.case else f"{r.np} stream{'s' if r.np > 1 else ''}" for r in report.rows]
+    return TOP + PLOT + 44 + _places(at, names)
 
 
 def _acceptance(at: Element, report: Report) -> int:
     rows = [r for r in report.rows if r.per_pos]
-    _axis(at, "share of drafted tokens accepted, by position in the draft", 1.0, 0.25)
+    _title(at, "share of drafted tokens accepted, by position in the draft")
     colours = [SHADES[round(i * (len(SHADES) - 1) / max(len(rows) - 1, 1))] for i in range(len(rows))]
-    _legend(at, [(f"np {r.label}", c) for r, c in zip(rows, colours, strict=True)])
+    down = _long_legend(at, [(f"np {r.label}", c) for r, c in zip(rows, colours, strict=True)])
+    at = SubElement(at, "g", transform=f"translate(0 {down})")
+    _axis(at, 1.0, 0.25)
     n_pos = max(len(r.per_pos) for r in rows)
     slot = (WIDTH - LEFT - RIGHT) / n_pos
     bar = slot * 0.8 / len(rows)
@@ -142,7 +176,7 @@ def _acceptance(at: Element, report: Report) -> int:
                 x = LEFT + slot * (pos + 0.1) + bar * k
                 _bar(at, x, TOP + PLOT * (1 - share), bar - 1, PLOT * share, colours[k], f"np {r.label}: {share:.1%}")
         _text(at, LEFT + slot * (pos + 0.5), TOP + PLOT + 18, str(pos + 1), "middle")
-    return TOP + PLOT + 44
+    return TOP + PLOT + 44 + down
 
 
 def _times(at: Element, report: Report) -> int:
@@ -150,9 +184,10 @@ def _times(at: Element, report: Report) -> int:
     bars = [b for r in report.rows for b in _token_bars(r)]
     top = max((whole for _, whole, _ in bars), default=0.0) or 1.0
     title = "milliseconds a stream waits for a token: a round's parts, shared by the tokens it gives"
-    _text(at, LEFT, 22, title, **{"font-weight": "600", "font-size": "14"})
+    _title(at, title)
     _legend(at, [(part, part) for part in PART_KINDS], 44)
-    left, height, first = LEFT + 54, 20, TOP + 22
+    height, first = 20, TOP + 22
+    left = max(LEFT + 54, 12 + max((_wide(name) for name, _, _ in bars), default=0.0))
     scale = (WIDTH - left - RIGHT - 72) / top
     for i, (name, whole, parts) in enumerate(bars):
         x, y = float(left), first + i * (height + 6)

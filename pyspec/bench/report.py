@@ -13,6 +13,7 @@ from pyspec.bench.parts import DEVICE_PARTS
 from pyspec.bench.result import Report, Row, to_json
 
 MADE_UP = "synthetic acceptance"
+MOST_NAMED = 4  # cases that a verdict names one by one
 
 
 def verdict(report: Report) -> str:
@@ -28,7 +29,20 @@ def verdict(report: Report) -> str:
         ("slower", [_at(r, f"x{r.ratio:.2f}") for r in slower]),
         ("neither for certain", [_at(r, f"turns from x{r.ratio_low:.2f} to x{r.ratio_high:.2f}") for r in neither]),
     ]
-    return f"Speculation is {'; '.join(f'{kind} at {_listed(places)}' for kind, places in kinds if places)}."
+    found = {"faster": faster, "slower": slower, "neither for certain": neither}
+    said = [
+        f"{kind} at {_listed(places)}" if len(places) <= MOST_NAMED else f"{kind} in {_counted(found[kind], len(rows))}"
+        for kind, places in kinds
+        if places
+    ]
+    return f"Speculation is {'; '.join(said)}."
+
+
+def _counted(rows: Sequence[Row], n: int) -> str:
+    """Too many to be named: how many of all, and between what."""
+    ratios = sorted(r.ratio for r in rows)
+    of = f"all {n} cases" if len(rows) == n else f"{len(rows)} of {n} cases"
+    return f"{of} (x{ratios[0]:.2f} to x{ratios[-1]:.2f})"
 
 
 def _at(row: Row, figure: str) -> str:
@@ -46,7 +60,7 @@ def as_markdown(report: Report) -> str:
     about = report.about
     head = [f"{about['model']}, {about['device']}, drafter {about['drafter']}, {about['date']}"]
     if report.synthetic:
-        head.append(f"**{MADE_UP}**: speed only; the text is not the model's")
+        head.append(f"**{MADE_UP}**: speed only; the text is not the model's{_as_golden(report)}")
     rates = ["np", "prompt tok/s", "plain tok/s", "per stream", "spec tok/s", "per stream", "ratio", "lowest..highest"]
     tables = [_table(rates, [_rate_cells(r) for r in report.rows])]
     if any(r.plain_http for r in report.rows):
@@ -61,6 +75,11 @@ def as_markdown(report: Report) -> str:
         fares = ["np", "tokens a round", "accepted", "by position", "n_draft used"]
         tables.append(_table(fares, [_draft_cells(r) for r in report.rows]))
     return "\n\n".join(["\n".join(head), *tables]) + "\n"
+
+
+def _as_golden(report: Report) -> str:
+    golden, length = report.about.get("golden"), report.about.get("synthetic_len")
+    return f". {length:g} tokens a round, as a public benchmark has it for {golden}" if golden else ""
 
 
 def _rate_cells(r: Row) -> list[str]:

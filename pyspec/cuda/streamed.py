@@ -172,11 +172,13 @@ class Handing:
         """Whether the rows that it writes are those of `product`, which the op has checked, to the bit of f16."""
         spec, gen = self.product.spec, torch.Generator().manual_seed(0)
         for n_row in (1, 3, 9, 17, 32):
+            if n_row > self.product.max_rows:
+                break
             x = torch.randn(n_row, spec.parts * spec.n_in, generator=gen).to(spec.device)
             want, got = torch.empty(n_row, spec.n_out, device=spec.device), self(x)
             product.multiply(product.rows(x), self.packed, want)
             rounded = (want / spec.hands).half().float() * spec.hands
-            if got is not None and not torch.equal(values_of(got, spec.n_out)[0], rounded):
+            if got is None or not torch.equal(values_of(got, spec.n_out)[0], rounded):
                 log.warning("rows that a product of %s hands on are not its own: others prepare them", spec.type.name)
                 return False
         return True
@@ -184,13 +186,15 @@ class Handing:
 
 def handing(first: Streamed | StreamedParts, next: Streamed, bound: float) -> Handing | None:
     """bound: of the magnitudes that `first` gives. None where no kernel does it."""
-    if EXACT.is_on:
-        return (
-            None  # rows over a bound round otherwise than those over their own largest, which more than PLACE_ROWS have
-        )
+    if (
+        EXACT.is_on
+    ):  # rows over a bound round otherwise than those over their own largest, which more than PLACE_ROWS have
+        return None
     of = first.plain if isinstance(first, Streamed) else first.product
     n, pads = of.spec.n_out, [[pad for pad in launch.rows.pads if pad <= PLACE_ROWS] for launch in (of, next.plain)]
     runs = rows.runs_as("cuda", RowsSpec(next.device, n))
+    if of.rows is next.plain.rows:  # it would write what it still reads
+        return None
     if not runs or n != next.packed.n_in or n % 256 or pads[0] != pads[1] or FORMATS[next.packed.type].minima:
         return None
     if not 0.0 < bound < torch.inf or of.rows.prepare.layout != next.plain.rows.prepare.layout:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -135,6 +136,40 @@ def test_the_page_says_in_one_sentence_what_came_of_it():
     assert "Plain decoding alone" in verdict(replace(REPORT, rows=summarise_turns(PLAIN_ONLY)))
     page = as_html(mixed)
     assert verdict(mixed) in page and "medians of 3 turns" in page and "from the slowest turn to the fastest" in page
+
+
+def many(n: int) -> Report:
+    """A report of many cases with long names."""
+    _, eight = REPORT.rows
+    cases = [replace(eight, case=f"d0 p{512 * i} n{128 * i}", ratio=1.5 + i / 10) for i in range(1, n + 1)]
+    return replace(REPORT, rows=tuple(cases))
+
+
+def test_many_cases_are_counted_in_the_sentence():
+    assert verdict(many(9)) == "Speculation is faster in all 9 cases (x1.60 to x2.40)."
+    _, eight = REPORT.rows
+    slow = replace(eight, ratio=0.9, ratio_low=0.85, ratio_high=0.95)
+    report = replace(REPORT, rows=(*many(5).rows, slow))
+    assert verdict(report) == "Speculation is faster in 5 of 6 cases (x1.60 to x2.00); slower at 8 streams (x0.90)."
+
+
+def test_long_names_of_many_cases_stay_inside_the_picture_and_beside_each_other():
+    root = ElementTree.fromstring(picture(many(8)))
+    _, _, width, _ = map(float, root.attrib["viewBox"].split())
+    lines: dict[tuple[str, float], list[tuple[float, float]]] = {}
+    for place, group in enumerate(g for g in root if g.tag.endswith("}g")):
+        for e in group.iter():
+            if not e.tag.endswith("text"):
+                continue
+            wide, x = 6.0 * len("".join(e.itertext())), float(e.attrib["x"])
+            left = x - {"start": 0.0, "middle": wide / 2, "end": wide}[e.attrib["text-anchor"]]
+            assert left >= 0 and left + wide <= width, "".join(e.itertext())
+            if not "".join(e.itertext()).startswith("x"):  # ratios stand over bars
+                inner = "inner" if any(e in list(g.iter()) for g in group if g.tag.endswith("}g")) else "outer"
+                lines.setdefault((f"{place} {inner}", float(e.attrib["y"])), []).append((left, left + wide))
+    for on_line in lines.values():
+        on_line.sort()
+        assert all(a[1] <= b[0] + 1 for a, b in itertools.pairwise(on_line))
 
 
 def test_time_is_told_by_token_so_that_drafts_that_pay_look_shorter():

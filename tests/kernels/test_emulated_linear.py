@@ -11,6 +11,7 @@ from emulated.machine import needs_compiler
 from emulated.ways import WAYS, machine_of
 from torch import Tensor
 
+from pyspec.cuda import streamed
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import pair as linear_pair
 from pyspec.cuda.ops.linear import ref as linear_ref
@@ -192,3 +193,31 @@ def test_the_launcher_takes_many_rows_in_passes_of_the_shapes_that_fit(way: str)
 def test_a_matrix_is_cut_evenly_where_that_leaves_nearly_all_multiprocessors_some() -> None:
     for n_unit, want in ((512, 128), (640, 128), (2720, 132), (480, 132), (128, 128), (7, 7), (392, 132)):
         assert linear_cuda.n_cta(n_unit, 132) == want
+
+
+@pytest.mark.slow
+def test_what_is_bounded_is_handed_on_where_it_does_not_write_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_cuda, "SHAPES", SHAPES[:1])
+    monkeypatch.setattr(streamed.rows, "runs_as", lambda *_: True)
+    monkeypatch.setattr(streamed, "_tall", lambda spec: None)
+    monkeypatch.setattr(streamed, "_HANDS", {})
+    gen = torch.Generator().manual_seed(0)
+
+    def packed(n_out: int, n_in: int) -> Packed:
+        return repack(random_weights(GGMLType.Q8_0, n_out, n_in, gen), GGMLType.Q8_0, (n_out, n_in))
+
+    with machine_of("linear_sm90", seed=0):
+        behind = streamed.Streamed(packed(64, 768), CPU, False, None)
+        x = torch.randn(3, 512, generator=gen)
+        for first, bound in (
+            (streamed.StreamedParts(packed(768, 256), CPU, 1), 1000.0),
+            (streamed.Streamed(packed(1536, 512), CPU, True, None, 4.0), 16.0),
+        ):
+            given = x[:, : first.packed.n_in].contiguous()
+            hands = streamed.handing(first, behind, bound)
+            assert hands is not None and hands(given.repeat(11, 1)) is None, "of more rows than it takes"
+            want = behind(first(given))
+            assert off(behind(hands(given)), want) < 1e-3
+            assert streamed.handing(first, behind, 0.0) is None, "nothing is known of what it gives"
+        same = streamed.StreamedParts(packed(768, 256), CPU, 3)  # its rows and the next one's lie in one place
+        assert streamed.handing(same, behind, 1000.0) is None
