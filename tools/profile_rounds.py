@@ -34,7 +34,8 @@ from pyspec.bench.parts import Record, own_times, part_of, watch_kernels
 from pyspec.bench.prompts import make_prompts
 from pyspec.engine.api import Engine
 from pyspec.gguf import open_gguf
-from pyspec.models.weights import HEADS, repacked_bytes
+from pyspec.models.weight_bytes import repacked_bytes
+from pyspec.models.weights import HEADS
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import Memory
 from pyspec.synth import find, write

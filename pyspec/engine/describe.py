@@ -31,7 +31,8 @@ from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.models import coarse, read_config
 from pyspec.models.cuts import check_ranks
 from pyspec.models.target import ModelConfig
-from pyspec.models.weights import HEAD, check_tensors, cuts_of, repacked_bytes, shares_of, weight_bytes, wide_bytes
+from pyspec.models.weight_bytes import repacked_bytes, shares_of, weight_bytes, wide_bytes
+from pyspec.models.weights import HEAD, check_tensors, cuts_of
 from pyspec.ranges import quoted
 from pyspec.registry import ARCHITECTURES, drafters
 from pyspec.slots.arena import BUCKETS, bucket_of, graph_shapes, most_rows

@@ -11,7 +11,7 @@ import torch
 
 from pyspec.errors import DoesNotFit
 from pyspec.gguf import GGUFFile
-from pyspec.models.weights import weight_bytes
+from pyspec.models.weight_bytes import weight_bytes
 from pyspec.slots.parts import CacheSizes, LayerParts
 
 log = logging.getLogger(__name__)

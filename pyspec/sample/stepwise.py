@@ -18,9 +18,9 @@ from torch import Tensor
 
 from pyspec.request import DEFAULT_SAMPLERS, SamplingParams, TokenLogprob
 from pyspec.sample import chain
+from pyspec.sample.adaptive import adapted, n_within_mirostat
 from pyspec.sample.feedback import Feedback, SpanChoice
 from pyspec.sample.sampler import Edits, SlotSampler
-from pyspec.sample.steering import adapted, n_within_mirostat
 
 _OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "temperature": 1.0}
 _ON_HOST = 4096  # candidates: of so few a step costs less here than launching it there

@@ -15,7 +15,7 @@ from pyspec.draft.drafter import GraphedDrafter
 from pyspec.engine import describe as describing
 from pyspec.engine import memory_plan as plan
 from pyspec.gguf import GGMLType, open_gguf
-from pyspec.models.weights import repacked_bytes, weight_bytes
+from pyspec.models.weight_bytes import repacked_bytes, weight_bytes
 from pyspec.slots.arena import BUCKETS, Arena, bucket_of, graph_shapes, most_rows, places_of
 from pyspec.synth import write
 

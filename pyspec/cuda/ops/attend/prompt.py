@@ -116,17 +116,19 @@ def is_long(seq: Seq, n_key: int) -> bool:
     return seq.width >= MANY or (seq.keep and seq.width > FEW and seq.width * -(-n_key // SPLIT) > MANY)
 
 
+def _long(batch: Batch) -> list[int]:
+    return [i for i, seq in enumerate(batch.seqs) if is_long(seq, batch.max_hi[i])]
+
+
 def in_pieces(own: Attend) -> Attend:
     def attend(
         q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None, **more: Tensor | None
     ) -> Tensor:
-        is_plain = batch.bucket is None and batch.causal
-        long = [i for i, seq in enumerate(batch.seqs) if is_plain and is_long(seq, batch.max_hi[i])]
+        long = _long(batch) if batch.bucket is None and batch.causal else []
         if not long:
             return own(q, pool, batch, window, sinks, **more)
         out = torch.empty_like(q)
-        if len(long) < len(batch.seqs):
-            others = _others(q.device).of(batch, long)
+        if (others := _others(q.device).of(batch, long)) is not None:
             out[others.rows] = own(q[others.rows], pool, others.batch, window, sinks)
         for i in long:
             for part, few in _pieces(q.device).of(batch, i):
@@ -182,13 +184,11 @@ def beside(own: Attend, prompt: Run) -> Attend:
         q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None, **more: Tensor | None
     ) -> Tensor:
         takes = batch.causal and batch.bucket is None and window == 0 and sinks is None
-        takes = takes and pool.dtype is not torch.float32
-        long = [i for i, seq in enumerate(batch.seqs) if is_long(seq, batch.max_hi[i])] if takes else []
+        long = _long(batch) if takes and pool.dtype is not torch.float32 else []
         if not long:
             return own(q, pool, batch, window, sinks, **more)
         out = torch.empty_like(q)
-        if len(long) < len(batch.seqs):
-            others = _others(q.device).of(batch, long)
+        if (others := _others(q.device).of(batch, long)) is not None:
             out[others.rows] = own(q[others.rows], pool, others.batch, window, None)
         for i in long:
             rows, keys = slice(batch.starts[i], batch.starts[i + 1]), key_rows(batch, i)
@@ -212,7 +212,10 @@ class _Others:
     def __init__(self, device: torch.device) -> None:
         self.last: _Part | None = None
 
-    def of(self, batch: Batch, long: Sequence[int]) -> _Part:
+    def of(self, batch: Batch, long: Sequence[int]) -> _Part | None:
+        """None where all are long."""
+        if len(long) == len(batch.seqs):
+            return None
         last = self.last
         if last is None or last.whole is not batch:
             last = self.last = _without(batch, set(long))

@@ -24,9 +24,6 @@
 #include "bulk.cuh"
 #include "overlap.cuh"
 
-#ifndef LIGHT
-#define LIGHT 1
-#endif
 #define PLAIN 0
 #define RESIDUAL 1
 #define GATED 2  // rows 0-7 of each 16 are gates, 8-15 the ups of the same features: writes silu(gate) * up
@@ -48,10 +45,10 @@ constexpr float kLift = TYPE == MXFP4 ? 128.f : 1.f;
 constexpr int kAtOnce = AT_ONCE, kLoads = LOADS;  // parts, and shares of each, under way; with more the compiler spills in the products' loop
 // Registers of a thread that multiplies, where 20 warps start with kStart: 16 * kOwn + 4 * 24 of 20 * kStart at most, for to ask for more is to
 // wait for ever. Of few rows so few that a CTA finds room beside one that prepares them: its first weights come meanwhile.
-#if PAD <= 16 && LIGHT
+#if PAD <= 16
 constexpr int kOwnRegisters = 64;
 #define BOUNDS __maxnreg__(56)
-#elif PAD <= 64 && LIGHT
+#elif PAD <= 64
 constexpr int kOwnRegisters = 72;
 #define BOUNDS __maxnreg__(64)
 #else

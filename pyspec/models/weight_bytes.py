@@ -1,0 +1,50 @@
+"""What tensors take on a device, before any of them is read: what the memory plan is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import torch
+
+from pyspec.cuda.collective import Rank
+from pyspec.cuda.ops.linear.pack import FORMATS, packed_bytes
+from pyspec.gguf import GGUFFile, TensorInfo
+from pyspec.models.cuts import share_of
+from pyspec.models.weights import GROUPED, HEADS, PLAIN, Want, cuts_of
+
+
+def shares_of(file: GGUFFile, wants: Mapping[str, Want], n: int) -> dict[str, TensorInfo]:
+    """The file's tensors as the first of `n` ranks has them."""
+    cuts, rank = cuts_of(wants) if n > 1 else {}, Rank(0, n)
+    return {name: share_of(t, cuts[name], rank).info if name in cuts else t for name, t in file.tensors.items()}
+
+
+def weight_bytes(
+    file: GGUFFile,
+    dense: torch.dtype | None,
+    repacked: bool = False,
+    without: Collection[str] = (),
+    shares: Mapping[str, TensorInfo] | None = None,
+) -> int:
+    """Bytes the file's tensors take on the device; the basis of the memory plan. `repacked`: as GPU kernels stream them.
+    `shares`: what a rank has of them."""
+    size = 0 if dense is None else torch.empty((), dtype=dense).element_size()
+    tensors = [t for name, t in (shares or file.tensors).items() if name not in without]
+    big = [t for t in tensors if len(t.shape) > 1]
+    small = sum(4 * t.n_elements for t in tensors if len(t.shape) == 1)
+    if size:
+        return small + size * sum(t.n_elements for t in big)
+    copies = sum(2 * t.n_elements - (0 if repacked else t.n_bytes) for t in big if t.name.endswith(GROUPED))
+    return small + copies + sum(repacked_bytes(t) if repacked else t.n_bytes for t in big)
+
+
+def repacked_bytes(t: TensorInfo) -> int:
+    """A matrix, or one of every expert; as many as in the file where there is no packed form."""
+    n_out, n_in = t.shape[-2:]
+    return t.n_elements // (n_out * n_in) * packed_bytes(t.type, n_out, n_in) if t.type in FORMATS else t.n_bytes
+
+
+def wide_bytes(tensors: Mapping[str, TensorInfo]) -> int:
+    """Bytes of f16 copies of the matrices that kernels stream."""
+    matrices = [t for t in tensors.values() if len(t.shape) == 2 and t.type not in PLAIN]
+    return sum(2 * t.n_elements for t in matrices if t.name not in HEADS and not t.name.endswith(GROUPED))
