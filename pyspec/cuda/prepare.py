@@ -50,19 +50,10 @@ class Wanted:
     programs: list[Program]
 
 
-def _listed(op: Op[Any], impl: Impl[Any], spec: Any, target: GpuKind, kv: torch.dtype) -> list[Program]:
-    """None where the list fails: who binds compiles in any case, only later."""
-    try:
-        return programs(op.name, impl.name, spec, target, kv)
-    except Exception:
-        log.exception("programs of %s can not be listed ahead", op.name)
-        return []
-
-
 def wanted_of(asks: Iterable[Ask], target: GpuKind, kv: torch.dtype) -> list[Wanted]:
     """Of each ask the implementation that limits leave, if a child has to check it."""
     return [
-        Wanted(op.candidate(impl, spec), _listed(op, impl, spec, target, kv))
+        Wanted(op.candidate(impl, spec), programs(op.name, impl.name, spec, target, kv))
         for op, spec in asks
         if (impl := _first(op, spec)) is not None and op.check is not None
     ]
