@@ -438,3 +438,16 @@ def test_what_one_grammar_accepts_says_little_of_free_text_and_of_another() -> N
     c.begin(0)
     assert free > 0.9 and held < 0.1 and 0.3 < other < 0.7 and again < 0.1
     assert float(c._chances([0])[0, 0]) > 0.9
+
+
+def test_a_slot_without_drafts_says_why_where_others_draft() -> None:
+    m = Machine(steep, 1.0)
+    seen: set[bool] = set()
+    for _ in range(400):
+        m.round([0.95] * 4 + [0.05] * 4)
+        lanes = m.controller.lanes
+        for lane, n in zip(lanes, m.picks[-1], strict=True):
+            is_left_out = not n and any(m.picks[-1])
+            assert lane.reason.startswith("none: drafts of other slots are likelier") == is_left_out
+            seen.add(is_left_out)
+    assert seen == {False, True}

@@ -177,10 +177,11 @@ class Controller:
             picked = self._probe(caps, picked)
         for (slot, cap), n in zip(caps, picked, strict=True):
             lane = self.lanes[slot]
-            lane.n_draft, lane.reason = (
-                n,
-                why if cap else "none: switched off for the request, or it is at its last token",
-            )
+            lane.n_draft, lane.reason = n, why
+            if not cap:
+                lane.reason = "none: switched off for the request, or it is at its last token"
+            elif not n and any(picked):
+                lane.reason = f"none: drafts of other slots are likelier to be right; {why}"
             lane.silent = 0 if n and slot not in self.offered else lane.silent + (cap > 0)
         self.since_plain = self.since_plain + 1 if any(picked) else 0
         is_asked = any(n and slot not in self.offered for (slot, _), n in zip(caps, picked, strict=True))
