@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import httpx
@@ -252,6 +253,8 @@ def test_a_late_refusal_ends_the_list_with_its_error(engine: FakeEngine) -> None
     app = App(create_app(engine, ServerSettings()))
     prompts = ["a"] * 30 + ["c" * 600]
     error_of(app.post("/completion", {"prompt": prompts}), 400)
+    while engine.metrics().requests_queued:  # those of the first body that are being taken back
+        time.sleep(0.005)
     events = app.events("/v1/completions", {"prompt": prompts})
     assert events[-2]["error"]["type"] == "exceed_context_size_error" and events[-1] == "[DONE]"
 
