@@ -21,6 +21,7 @@ from pyspec.cuda.ops.gdn import chunk as gdn_chunk
 from pyspec.cuda.ops.gdn import cuda as gdn_cuda
 from pyspec.cuda.ops.gdn.ref import GdnSpec
 from pyspec.cuda.ops.index_rows import cuda as index_cuda
+from pyspec.cuda.ops.index_rows.ref import IndexSpec
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import pair as linear_pair
 from pyspec.cuda.ops.linear import wgmma as linear_wgmma
@@ -176,6 +177,10 @@ def _streams(spec: Any, target: GpuKind) -> Programs:
         yield target.program("streams", streams_cuda.defines(spec.n, n_iter))
 
 
+def _index(spec: IndexSpec, target: GpuKind) -> Programs:
+    yield target.program("index_rows", index_cuda.defines(spec, index_cuda.scorer_of(spec, target.capability)))
+
+
 _MAKERS: dict[str, Callable[[Any, GpuKind], Programs]] = {
     "ahead": _one("ahead", _nothing),
     "angles": _one("angles", _nothing),
@@ -184,7 +189,7 @@ _MAKERS: dict[str, Callable[[Any, GpuKind], Programs]] = {
     "compress": _one("compress", compress_cuda.defines),
     "embed": _one("embed", lambda spec: embed_cuda.defines(spec.type)),
     "gdn": _gdn,
-    "index_rows": _one("index_rows", index_cuda.defines),
+    "index_rows": _index,
     "linear": _linear,
     "linear_tall": _linear_tall,
     "mamba2": _mamba2,
