@@ -95,24 +95,24 @@ def test_rows_are_moved_on_the_device_without_the_host_knowing() -> None:
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [16384, 16385, 40000])
+@pytest.mark.parametrize("n", [513, 1500, 16384, 16385, 40000])
 def test_scores_that_registers_hold_and_more_are_chosen_from_alike(n: int) -> None:
     gen = torch.Generator().manual_seed(n)
-    scores = torch.stack((torch.randn(n, generator=gen), torch.randint(-3, 3, (n,), generator=gen).float() * 0.0 - 1, torch.randint(-9, 9, (n,), generator=gen).float()))  # fmt: skip
+    scores = torch.stack((torch.randn(n, generator=gen), torch.randint(-3, 3, (n,), generator=gen).float() * 0.0 - 1, torch.randint(-9, 9, (n,), generator=gen).float(), torch.randn(n, generator=gen).mul(300).round() / 300))  # fmt: skip
     scores[1, ::3] = -0.0
     scores[1, 1::3] = 0.0
     scores[2, ::2] = -torch.inf
-    top_k, out, i32 = 512, torch.empty(3, 512, dtype=torch.int32), np.int32
+    top_k, out, i32 = 512, torch.empty(4, 512, dtype=torch.int32), np.int32
     spec, n_col = replace(SPEC, top_k=top_k), -(-4 * n // 64)
     with emulated_gpu(seed=1):
         kernel = index_cuda.bind(spec).kernels["index_rows_choose"]
         layout = [
             torch.zeros(1, n_col, dtype=torch.int64),
-            torch.full((3,), 4 * n - 1),
-            torch.zeros(3, dtype=torch.int32),
+            torch.full((4,), 4 * n - 1),
+            torch.zeros(4, dtype=torch.int32),
         ]
         kernel.launch(
-            (3,), 1024, [scores, *layout, out, faults.record(CPU), *map(i32, (n_col, 64, 4, 16, 1, top_k, 0, n))]
+            (4,), 1024, [scores, *layout, out, faults.record(CPU), *map(i32, (n_col, 64, 4, 16, 1, top_k, 0, n))]
         )
     want = scores.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].sort(-1).values
     assert torch.equal(out.long(), want)
