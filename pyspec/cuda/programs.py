@@ -40,6 +40,7 @@ from pyspec.cuda.ops.moe.builds import (
     layout_of,
     n_stages,
     residents,
+    splits,
 )
 from pyspec.cuda.ops.moe.ref import MoeSpec
 from pyspec.cuda.ops.moe_route import cuda as route_cuda
@@ -155,8 +156,9 @@ def _moe(spec: MoeSpec, target: GpuKind) -> Programs:
         ways = [(pairs, listed, False) for pairs, listed in BUILDS] + ([] if inner else [(*ADDING, True)])
         for pairs, listed, adds in ways:
             stages = n_stages(type, pairs, target.capability, inner)
-            for resident in residents(type, pairs, listed, inner):
-                build = MoeBuild(type, pairs, stages, act, inner, listed, adds, next, resident, limit)
+            kinds = [(n, False) for n in residents(type, pairs, listed, inner)]
+            for kind in kinds + [(0, True)] * splits(type, pairs, listed, inner):
+                build = MoeBuild(type, pairs, stages, act, inner, listed, adds, next, kind[0], limit, kind[1])
                 yield target.program("moe", build.defines())
     yield target.program("moe_pairs")
     for kind in (PrepKind.PLAIN, PrepKind.NORM):
