@@ -112,7 +112,7 @@ def test_scores_that_registers_hold_and_more_are_chosen_from_alike(n: int) -> No
             torch.zeros(4, dtype=torch.int32),
         ]
         kernel.launch(
-            (4,), 1024, [scores, *layout, out, faults.record(CPU), *map(i32, (n_col, 64, 4, 16, 1, top_k, 0, n))]
+            (4,), 1024, [scores, *layout, out, faults.record(CPU), *map(i32, (n_col, 64, 4, 16, 1, top_k, 0, n))], 4 * min(n, index_cuda.HELD)
         )
     want = scores.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].sort(-1).values
     assert torch.equal(out.long(), want)

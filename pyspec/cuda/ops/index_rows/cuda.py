@@ -23,7 +23,7 @@ from pyspec.slots.kv import KVPool, rows_per_page
 
 OP_ID = faults.NUMBERS["index_rows"]  # in the fault record, which names the sequence
 KINDS = {torch.float16: 1, torch.bfloat16: 2}
-MAX_SEQ, PACKERS, CHOOSERS = 128, 128, 1024  # as in index_rows.cu
+MAX_SEQ, PACKERS, CHOOSERS, HELD = 128, 128, 1024, 16 * 1024  # as in index_rows.cu
 PADS = 8, 16, 32, 48, 64  # heads that products of warpgroups take
 RING = 4  # rows of queries in shared memory for them
 MOST_SHARED = 99 * 1024
@@ -104,7 +104,8 @@ def defines(spec: IndexSpec, scorer: Scorer) -> dict[str, int | str]:
 def _kernels(device: torch.device, spec: IndexSpec, scorer: Scorer) -> dict[str, Kernel]:
     code = compile_cubin("index_rows", arch_of(torch.cuda.get_device_capability(device)), defines(spec, scorer))
     found = {name: code.kernel(name, form) for name, form in FORMS.items()}
-    return found | {"index_rows_scores": found["index_rows_scores"].allow_shared(scorer.shared_bytes)}
+    sizes = {"index_rows_scores": scorer.shared_bytes, "index_rows_choose": 4 * HELD}
+    return found | {name: found[name].allow_shared(n) for name, n in sizes.items()}
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -169,7 +170,7 @@ class IndexLaunch:
                 sizes = map(i32, (n, n_row, first_seq, min(MAX_SEQ, n_seq - first_seq), n_key))
                 score.launch(grid, scorer.threads, [*args, *sizes], scorer.shared_bytes, overlap=self.overlap)
         choose, args = self.kernels["index_rows_choose"], [scores, *layout, rows, out, self.fault, *places, i32(n_key)]
-        choose.launch((n,), CHOOSERS, args, overlap=self.overlap)
+        choose.launch((n,), CHOOSERS, args, 4 * min(HELD, n_key), overlap=self.overlap)
 
     def _check(self, q: Tensor, w: Tensor, freq: Tensor, pool: KVPool, batch: Batch) -> None:
         """What only our own code can get wrong: dtypes, shapes, layout."""

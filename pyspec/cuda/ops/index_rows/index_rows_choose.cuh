@@ -1,9 +1,9 @@
 // The best `top_k` of a row's scores, ascending. One CTA a row: passes over the digits of the scores' order (11, 11 and 10 bits) count, and
 // keep what has the digit that the last one taken has. Once no more than FEW are left they are ranked one by one; a last pass writes all
-// that are no worse. Up to HELD scores stay in registers between the passes, more are read again.
+// that are no worse. Up to HELD scores stay in shared memory between the passes, more are read again.
 #pragma once
 
-constexpr int CHOOSERS = 1024, HELD_EACH = 16, HELD = CHOOSERS * HELD_EACH, PASSES = 3, FEW = 32;
+constexpr int CHOOSERS = 1024, HELD = 16 * CHOOSERS, PASSES = 3, FEW = 32;
 
 struct Counts {
   int of[2][2048];  // by digit; the third pass takes the first's again
@@ -61,33 +61,41 @@ __device__ __forceinline__ void find_digit(Counts& c, const int* of, int n_digit
   __syncthreads();
 }
 
-// A thread's scores of a row, in registers where they fit. (A function: NVRTC before 13.1 takes a generic lambda for the host's.)
+// A thread's scores of a row. (A function, for NVRTC before 13.1 takes a generic lambda for the host's; and loops are short, for this runs
+// once and its instructions have to come, too.)
 template <bool kHeld>
 struct Scores {
   const float* scores;
+  u32* held;
   int n, steps, first;
-  u32 held[kHeld ? HELD_EACH : 1];
 
-  __device__ __forceinline__ u32 at(int i) const { return i < n ? order_of(__ldcg(scores + i)) : NO_SCORE; }
-
-  __device__ __forceinline__ Scores(const float* scores, int n) : scores(scores), n(n), steps((n + CHOOSERS - 1) / CHOOSERS) {
+  __device__ __forceinline__ Scores(const float* scores, int n, u32* held)
+      : scores(scores), held(held), n(n), steps((n + CHOOSERS - 1) / CHOOSERS) {
+    constexpr int AT_ONCE = 8;
     first = threadIdx.x / 32 * steps * 32 + threadIdx.x % 32;  // a warp's scores lie side by side
-    if (kHeld) {
+#pragma unroll 1
+    for (int k = 0; kHeld && k < steps; k += AT_ONCE) {
+      float x[AT_ONCE];
 #pragma unroll
-      for (int i = 0; i < HELD_EACH; i++) held[i] = i < steps ? at(first + 32 * i) : NO_SCORE;
+      for (int i = 0; i < AT_ONCE; i++)
+        if (k + i < steps && at(k + i) < n) x[i] = __ldcg(scores + at(k + i));
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++)
+        if (k + i < steps && at(k + i) < n) held[at(k + i)] = order_of(x[i]);
     }
   }
+
+  __device__ __forceinline__ int at(int step) const { return first + 32 * step; }
 
   // f(number, score); every lane of a warp comes along
   template <class F>
   __device__ __forceinline__ void each(F f) const {
-    if (kHeld) {
-#pragma unroll
-      for (int i = 0; i < HELD_EACH; i++)
-        if (i < steps) f(first + 32 * i, held[kHeld ? i : 0]);
-    } else {
-#pragma unroll 4
-      for (int i = 0; i < steps; i++) f(first + 32 * i, at(first + 32 * i));
+#pragma unroll(kHeld ? 1 : 4)
+    for (int k = 0; k < steps; k++) {
+      const int i = at(k);
+      u32 x = NO_SCORE;
+      if (i < n) x = kHeld ? held[i] : order_of(__ldcg(scores + i));
+      f(i, x);
     }
   }
 };
@@ -132,11 +140,10 @@ __device__ __forceinline__ void rank_equals(Counts& c, const Scores<kHeld>& own,
 
 // c.of is zero, and c.n_rival.
 template <bool kHeld>
-__device__ __forceinline__ void choose(Counts& c, const float* scores, int n, int top_k, int seq, int* out, int* fault) {
+__device__ __forceinline__ void choose(Counts& c, const Scores<kHeld>& own, int top_k, int seq, int* out, int* fault) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const Scores<kHeld> own(scores, n);
   u32 prefix = 0, mask = 0;
-  int left = top_k, n_left = n;
+  int left = top_k, n_left = own.n;
   bool bad = false;
 #pragma unroll 1
   for (int pass = 0; pass < PASSES && (pass == 0 || n_left > FEW); pass++) {
@@ -156,18 +163,18 @@ __device__ __forceinline__ void choose(Counts& c, const float* scores, int n, in
     mask |= static_cast<u32>(n_digit - 1) << shift;
     left = c.left, n_left = c.n;
   }
-  if (bad) clamped(-1, n, OP_ID, seq, fault);  // NaN
+  if (bad) clamped(-1, own.n, OP_ID, seq, fault);  // NaN
   if (n_left <= FEW)
     rank_few(c, own, prefix, mask, left);
   else
     rank_equals(c, own, prefix, left);
-  u32 worst = c.worst;
-  int last = c.last, taken = 0;
+  const u32 worst = c.worst;
+  const int last = c.last;
+  int taken = 0;
   own.each([&](int i, u32 x) { taken += __popc(__ballot_sync(ALL, x > worst || (x == worst && i <= last))); });
   if (lane == 0) c.other[warp] = taken;
   __syncthreads();
   taken = sum_of_earlier(c.other);
-  worst = c.worst, last = c.last;  // read again, so that nothing is kept in registers from the loop before
   own.each([&](int i, u32 x) {
     const bool is_taken = x > worst || (x == worst && i <= last);
     const u32 all = __ballot_sync(ALL, is_taken);
@@ -176,12 +183,14 @@ __device__ __forceinline__ void choose(Counts& c, const float* scores, int n, in
   });
 }
 
-// Grid (row), block CHOOSERS.
+// Grid (row), block CHOOSERS, HELD words of shared memory or as many as a row has scores at most.
 extern "C" __global__ void __launch_bounds__(CHOOSERS)
 index_rows_choose(const float* scores, const i64* table, const i64* positions, const int* row_seq, int* out, int* fault, int n_col,
                   int page_size, int ratio, int per_page, int n_page, int top_k, int first, int stride) {
   let_successor_start();
   __shared__ Counts c;
+  extern __shared__ __align__(16) char raw[];
+  u32* const held = reinterpret_cast<u32*>(raw);
   const int row = first + blockIdx.x, seq = row_seq[row];
   const Blocks blocks = {table, n_col, page_size, ratio, per_page, n_page};
   const int n = seq < 0 ? 0 : blocks.seen(positions[row], OP_ID, seq, fault);
@@ -194,8 +203,8 @@ index_rows_choose(const float* scores, const i64* table, const i64* positions, c
   if (n <= top_k || clamped(n, stride + 1, OP_ID, seq, fault) != n) {  // all, or nothing that was scored
     for (int i = threadIdx.x; i < top_k; i += CHOOSERS) to[i] = i < n && n <= top_k ? i : -1;
   } else if (n <= HELD) {
-    choose<true>(c, from, n, top_k, seq, to, fault);
+    choose(c, Scores<true>(from, n, held), top_k, seq, to, fault);
   } else {
-    choose<false>(c, from, n, top_k, seq, to, fault);
+    choose(c, Scores<false>(from, n, held), top_k, seq, to, fault);
   }
 }
