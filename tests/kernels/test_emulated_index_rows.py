@@ -51,7 +51,9 @@ def test_widths_from_1_to_17_side_by_side_choose_the_references_rows(whole: bool
 
 
 @needs_compiler
-@pytest.mark.parametrize(("seqs", "n_multiprocessor"), [([(1000, 5), (1290, 9), (40, 3)], 3), ([(900, 17)], 5), ([(700, 1)], 20)])
+@pytest.mark.parametrize(
+    ("seqs", "n_multiprocessor"), [([(1000, 5), (1290, 9), (40, 3)], 3), ([(900, 17)], 5), ([(700, 1)], 20)]
+)
 def test_warpgroups_score_tiles_of_every_size(seqs: list[tuple[int, int]], n_multiprocessor: int) -> None:
     asked = make(Ragged(seqs, 32, (1, 1)), GROUPS, 7, whole=True)
     with emulated_gpu(seed=7, n_multiprocessor=n_multiprocessor):
@@ -112,7 +114,10 @@ def test_scores_that_registers_hold_and_more_are_chosen_from_alike(n: int) -> No
             torch.zeros(4, dtype=torch.int32),
         ]
         kernel.launch(
-            (4,), 1024, [scores, *layout, out, faults.record(CPU), *map(i32, (n_col, 64, 4, 16, 1, top_k, 0, n))], 4 * min(n, index_cuda.HELD)
+            (4,),
+            1024,
+            [scores, *layout, out, faults.record(CPU), *map(i32, (n_col, 64, 4, 16, 1, top_k, 0, n))],
+            4 * min(n, index_cuda.HELD),
         )
     want = scores.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].sort(-1).values
     assert torch.equal(out.long(), want)

@@ -146,23 +146,30 @@ class MoeBuild:
         type, pairs, inner = self.type, self.pairs, self.inner
         kind = planes_of(type, inner)
         tile = INTEGER_FEW if kind else 8
-        return {
-            "TYPE": FORMATS[type].code,
-            "CHUNK": CHUNKS[type],
-            "RECORD": RECORDS[type],
-            "WARPS_M": GROUPS,
-            "WARPS_N": 1,
-            "TILES_M": 16 // GROUPS,
-            "EPILOGUE": 0,
-            "TILES_N": most_pairs(type, pairs, inner) // tile,
-            "TILE_ROWS": tile,
-            "PER_STAGE": stage_chunks(type, pairs, inner),
-            "STAGES": self.stages,
-            "RESIDENT": SPLIT_RESIDENT if self.split else self.resident or residents(type, pairs, self.listed, inner)[0],
-            "LISTED": int(self.listed),
-            "ACT": self.act,
-            "INNER": int(inner),
-            "ADDS": int(self.adds),
-            "PLANES": kind,
-            "NEXT_PLANES": planes_of(self.next, inner=False),
-        } | ({"PARTS": PARTS} if in_parts(type, inner) else {}) | ({"SPLIT": PARTS} if self.split else {}) | ({"LIMIT": f"{float(self.limit)!r}f"} if self.limit and self.act == SWIGLU else {})
+        return (
+            {
+                "TYPE": FORMATS[type].code,
+                "CHUNK": CHUNKS[type],
+                "RECORD": RECORDS[type],
+                "WARPS_M": GROUPS,
+                "WARPS_N": 1,
+                "TILES_M": 16 // GROUPS,
+                "EPILOGUE": 0,
+                "TILES_N": most_pairs(type, pairs, inner) // tile,
+                "TILE_ROWS": tile,
+                "PER_STAGE": stage_chunks(type, pairs, inner),
+                "STAGES": self.stages,
+                "RESIDENT": SPLIT_RESIDENT
+                if self.split
+                else self.resident or residents(type, pairs, self.listed, inner)[0],
+                "LISTED": int(self.listed),
+                "ACT": self.act,
+                "INNER": int(inner),
+                "ADDS": int(self.adds),
+                "PLANES": kind,
+                "NEXT_PLANES": planes_of(self.next, inner=False),
+            }
+            | ({"PARTS": PARTS} if in_parts(type, inner) else {})
+            | ({"SPLIT": PARTS} if self.split else {})
+            | ({"LIMIT": f"{float(self.limit)!r}f"} if self.limit and self.act == SWIGLU else {})
+        )
