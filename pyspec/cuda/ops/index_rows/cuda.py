@@ -27,6 +27,7 @@ MAX_SEQ, PACKERS, CHOOSERS, HELD = 128, 128, 1024, 16 * 1024  # as in index_rows
 PADS = 8, 16, 32, 48, 64  # heads that products of warpgroups take
 RING = 4  # rows of queries in shared memory for them
 MOST_SHARED = 99 * 1024
+ALONE = 116 * 1024  # bytes of shared memory of which a multiprocessor of 9.0 has room for one CTA's
 MOST_SCORES = 1 << 25  # of one launch: 128 rows at a context of 1M tokens
 FORMS = {
     "index_rows_pack": "ppppppp" + "p" + "ll" + "iiiiiii",
@@ -104,7 +105,7 @@ def defines(spec: IndexSpec, scorer: Scorer) -> dict[str, int | str]:
 def _kernels(device: torch.device, spec: IndexSpec, scorer: Scorer) -> dict[str, Kernel]:
     code = compile_cubin("index_rows", arch_of(torch.cuda.get_device_capability(device)), defines(spec, scorer))
     found = {name: code.kernel(name, form) for name, form in FORMS.items()}
-    sizes = {"index_rows_scores": scorer.shared_bytes, "index_rows_choose": 4 * HELD}
+    sizes = {"index_rows_scores": scorer.shared_bytes, "index_rows_choose": ALONE if scorer.pad else 4 * HELD}
     return found | {name: found[name].allow_shared(n) for name, n in sizes.items()}
 
 
@@ -121,6 +122,7 @@ class IndexLaunch:
         capability = torch.cuda.get_device_capability(spec.device)
         self.spec, self.scorer, self.overlap = spec, scorer_of(spec, capability), capability >= (9, 0)
         self.kernels = _kernels(spec.device, spec, self.scorer)
+        self.n_alone = torch.cuda.get_device_properties(spec.device).multi_processor_count if self.scorer.pad else 0
         self.grid = self.scorer.resident * torch.cuda.get_device_properties(spec.device).multi_processor_count
         self.fault = faults.record(spec.device)
 
@@ -170,7 +172,9 @@ class IndexLaunch:
                 sizes = map(i32, (n, n_row, first_seq, min(MAX_SEQ, n_seq - first_seq), n_key))
                 score.launch(grid, scorer.threads, [*args, *sizes], scorer.shared_bytes, overlap=self.overlap)
         choose, args = self.kernels["index_rows_choose"], [scores, *layout, rows, out, self.fault, *places, i32(n_key)]
-        choose.launch((n,), CHOOSERS, args, 4 * min(HELD, n_key), overlap=self.overlap)
+        # two rows on a multiprocessor would take twice as long: where others are free each gets one of its own
+        room = ALONE if 1 < n <= self.n_alone else 4 * min(HELD, n_key)
+        choose.launch((n,), CHOOSERS, args, room, overlap=self.overlap)
 
     def _check(self, q: Tensor, w: Tensor, freq: Tensor, pool: KVPool, batch: Batch) -> None:
         """What only our own code can get wrong: dtypes, shapes, layout."""

@@ -68,9 +68,11 @@ struct Scores {
   const float* scores;
   u32* held;
   int n, steps, first;
+  bool bad;
 
-  __device__ __forceinline__ Scores(const float* scores, int n, u32* held)
-      : scores(scores), held(held), n(n), steps((n + CHOOSERS - 1) / CHOOSERS) {
+  // Those that are held are counted by their first digit on the way.
+  __device__ __forceinline__ Scores(const float* scores, int n, u32* held, int* of)
+      : scores(scores), held(held), n(n), steps((n + CHOOSERS - 1) / CHOOSERS), bad(false) {
     constexpr int AT_ONCE = 8;
     first = threadIdx.x / 32 * steps * 32 + threadIdx.x % 32;  // a warp's scores lie side by side
 #pragma unroll 1
@@ -81,7 +83,12 @@ struct Scores {
         if (k + i < steps && at(k + i) < n) x[i] = __ldcg(scores + at(k + i));
 #pragma unroll
       for (int i = 0; i < AT_ONCE; i++)
-        if (k + i < steps && at(k + i) < n) held[at(k + i)] = order_of(x[i]);
+        if (k + i < steps && at(k + i) < n) {
+          const u32 order = order_of(x[i]);
+          held[at(k + i)] = order;
+          atomicAdd(&of[order >> shift_of(0)], 1);
+          bad = bad || order == NO_NUMBER;
+        }
     }
   }
 
@@ -144,7 +151,7 @@ __device__ __forceinline__ void choose(Counts& c, const Scores<kHeld>& own, int 
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   u32 prefix = 0, mask = 0;
   int left = top_k, n_left = own.n;
-  bool bad = false;
+  bool bad = own.bad;
 #pragma unroll 1
   for (int pass = 0; pass < PASSES && (pass == 0 || n_left > FEW); pass++) {
     const int shift = shift_of(pass), n_digit = digits_of(pass);
@@ -153,10 +160,11 @@ __device__ __forceinline__ void choose(Counts& c, const Scores<kHeld>& own, int 
       clear(of);
       __syncthreads();
     }
-    own.each([&](int i, u32 x) {
-      if (x != NO_SCORE && (x & mask) == prefix) atomicAdd(&of[x >> shift & (n_digit - 1)], 1);
-      bad = bad || x == NO_NUMBER;
-    });
+    if (!kHeld || pass > 0)
+      own.each([&](int i, u32 x) {
+        if (x != NO_SCORE && (x & mask) == prefix) atomicAdd(&of[x >> shift & (n_digit - 1)], 1);
+        bad = bad || x == NO_NUMBER;
+      });
     __syncthreads();
     find_digit(c, of, n_digit, left);
     prefix |= static_cast<u32>(c.digit) << shift;
@@ -203,8 +211,8 @@ index_rows_choose(const float* scores, const i64* table, const i64* positions, c
   if (n <= top_k || clamped(n, stride + 1, OP_ID, seq, fault) != n) {  // all, or nothing that was scored
     for (int i = threadIdx.x; i < top_k; i += CHOOSERS) to[i] = i < n && n <= top_k ? i : -1;
   } else if (n <= HELD) {
-    choose(c, Scores<true>(from, n, held), top_k, seq, to, fault);
+    choose(c, Scores<true>(from, n, held, c.of[0]), top_k, seq, to, fault);
   } else {
-    choose(c, Scores<false>(from, n, held), top_k, seq, to, fault);
+    choose(c, Scores<false>(from, n, held, c.of[0]), top_k, seq, to, fault);
   }
 }

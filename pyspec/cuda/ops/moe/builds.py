@@ -33,6 +33,7 @@ INTEGER_REGISTERS = {  # weights are in registers, twice; a build for each (`n_r
 }
 IN_PARTS = frozenset((GGMLType.IQ2_XXS, GGMLType.Q2_K))  # types whose columns are summed in PARTS
 PARTS, SPLIT_RESIDENT = 2, 3  # which in one build have warps of their own; CTAs of that one on a multiprocessor
+SPLIT_WAVES = 2  # of them, up to which it is the fastest: two rows of DeepSeek-V4-Flash (docs/log.md)
 LAST = 0.45  # of what runs at once: fewer take as long
 
 
@@ -75,7 +76,7 @@ def in_parts(type: GGMLType, inner: bool) -> bool:
 
 
 def splits(type: GGMLType, pairs: int, listed: bool, inner: bool) -> bool:
-    """Whether there is a build whose parts of columns have warps of their own, for when its CTAs all run at once."""
+    """Whether there is a build whose parts of columns have warps of their own, for when its CTAs are few."""
     return (pairs, listed) == BUILDS[0] and in_parts(type, inner)
 
 

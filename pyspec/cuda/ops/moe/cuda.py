@@ -47,6 +47,7 @@ from pyspec.cuda.ops.moe.builds import (
     NONE,
     PARTS,
     SPLIT_RESIDENT,
+    SPLIT_WAVES,
     SWIGLU,
     MoeBuild,
     between_bytes,
@@ -176,7 +177,7 @@ class _Compiled:
         self, grid: tuple[int, int], n_job: float, n_multiprocessor: int, args: list[Arg], overlap: bool
     ) -> None:
         """n_job: CTAs that will have work, about."""
-        if self.split is not None and n_job <= SPLIT_RESIDENT * n_multiprocessor:
+        if self.split is not None and n_job <= SPLIT_WAVES * SPLIT_RESIDENT * n_multiprocessor:
             return self.split.launch(grid, PARTS * 32 * GROUPS, args, PARTS * self.shared, overlap=overlap)
         kernel = self.kernels[n_resident(n_job, tuple(self.kernels), n_multiprocessor)]
         kernel.launch(grid, 32 * GROUPS, args, self.shared, overlap=overlap)
