@@ -38,6 +38,7 @@ from pyspec.registry import ARCHITECTURES, drafters
 from pyspec.slots.arena import BUCKETS, bucket_of, graph_shapes, most_rows
 from pyspec.slots.kv import KV_DTYPES
 from pyspec.slots.parts import CacheSizes
+from pyspec.slots.recurrent import late_rows
 from pyspec.slots.table import SlotTable
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
@@ -113,7 +114,8 @@ class Description:
     def sizes(self) -> CacheSizes:
         """Of what the target's layers keep."""
         s = self.settings
-        return CacheSizes(s.np, self.table().n_alloc_row, s.page_size, width=self.width, kv_dtype=self.kv_dtype)
+        n_row, n_late = self.table().n_alloc_row, late_rows(self.device)
+        return CacheSizes(s.np, n_row, s.page_size, width=self.width, kv_dtype=self.kv_dtype, n_late=n_late)
 
     def table(self) -> SlotTable:
         """The slots, all of them empty."""

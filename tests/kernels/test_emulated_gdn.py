@@ -31,8 +31,8 @@ def shape_of(n_k: int, n_v: int) -> GdnShape:
     return GdnShape(n_k, n_v, 128, 4, 128 * (2 * n_k + n_v))
 
 
-def seq(slot: int, n: int, keep: bool = False, fold: int = 0) -> Seq:
-    return Seq(slot, 0, [0] * n, keep, 0, fold)
+def seq(slot: int, n: int, keep: bool = False, fold: int = 0, late: bool = False) -> Seq:
+    return Seq(slot, 0, [0] * n, keep, 0, fold, late=late)
 
 
 def laid(seqs: list[Seq]) -> Batch:
@@ -77,6 +77,10 @@ ROUNDS = [
     [seq(0, 6), seq(2, 3, fold=1), seq(3, 1)],
     [seq(2, 1, fold=3), seq(0, 2, fold=1), seq(1, 4, True), seq(3, 6, fold=1)],
     [seq(3, 1, True, fold=6), seq(0, 2, True, fold=2), seq(2, 6, fold=0), seq(1, 1)],
+    [seq(3, 1, late=True), seq(1, 2, fold=1, late=True), seq(0, 1, late=True)],
+    [seq(0, 1, fold=1, late=True), seq(3, 2, fold=1, late=True), seq(1, 1, fold=3, late=True)],
+    [seq(0, 1, fold=2, late=True), seq(3, 6, fold=3), seq(1, 1, True, fold=4)],
+    [seq(0, 1, fold=3), seq(1, 1, late=True)],
     [seq(1, 66, True, fold=1), seq(2, 25, True, fold=6), seq(0, 6)],
     [seq(0, 9, True, fold=6), seq(1, 1, True), seq(2, 6), seq(3, 2, True)],
 ]
@@ -102,11 +106,11 @@ def follow(rounds: list[list[Seq]], heads: tuple[int, int], capability: tuple[in
             assert error(got, want) < (1e-3 if chunked else 1e-5)
             assert error(mine.state, theirs.state) < 3e-5
             for s in seqs:
-                n = 3 if s.keep else 3 + s.width
+                n = 3 if s.keep else 3 + s.width + s.n_fold * s.late
                 assert error(mine.conv[s.slot, :n], theirs.conv[s.slot, :n]) < 1e-6
                 if not s.keep:
                     for a, b in zip(mine.tensors()[2:], theirs.tensors()[2:], strict=True):
-                        assert error(a[s.slot, : s.width], b[s.slot, : s.width]) < 1e-5
+                        assert error(a[s.slot, : n - 3], b[s.slot, : n - 3]) < 1e-5
         assert faults.record(CPU).tolist() == [0] * 5
 
 

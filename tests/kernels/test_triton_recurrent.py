@@ -16,6 +16,7 @@ from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
 from pyspec.cuda.ops.mamba2 import triton as mamba2_triton
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
+from pyspec.cuda.ops.recurrent.ref import LATE_ROUNDS
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
@@ -60,7 +61,9 @@ def test_rounds_that_fold_join_and_leave_are_the_references(name: str) -> None:
         [Seq(0, 0, [0] * 3, True), Seq(2, 0, [0], True)],
         [Seq(0, 3, [0] * 4), Seq(2, 1, [0] * 2)],
         [Seq(2, 2, [0], False, 0, 1), Seq(0, 6, [0] * 2, False, 0, 3), Seq(1, 0, [0] * 5, True)],
-        [Seq(0, 8, [0], True, 0, 0), Seq(1, 5, [0] * 2)],
+        [Seq(0, 8, [0], True, 0, 0), Seq(2, 3, [0], True)],
+        *LATE_ROUNDS,
+        [Seq(1, 5, [0] * 2)],
     ):
         n = sum(s.width for s in seqs)
         got, want = (

@@ -7,7 +7,8 @@
 //           heads make decay and write strength of their rows from the raw gates.
 // gdn_rows  one block per (v head, stretch of columns, sequence). A column is a row of S[value, key]: LANES lanes hold
 //           its 128 numbers in registers, COLS columns to a lane. The state comes in once, the fold runs over it, it
-//           goes out once, then the rows run and write o. Verified rows never touch the stored state.
+//           goes out once, then the rows run and write o. Verified rows never touch the stored state. Late ones (LATE in
+//           seq.cuh) leave it where it is, and come behind the records: of single rows one in four pays for a write.
 // gdn_rows_into  the same, but o goes where rows.cu would put it, normed, gated and rounded for the output product
 //           (HEADS, LAYOUT 0, to the bit): a launch less where rows are few. The blocks of a head are a cluster.
 //
@@ -74,7 +75,7 @@ __device__ __forceinline__ void conv_head(const ConvArgs& a, const Seq& seq, int
   const int span = blockIdx.z * SPAN, step = seq.keep ? gridDim.z * SPAN : SPAN;
   const int per_warp = min(GROUP, (min(seq.n - span, SPAN) + CONV_WARPS - 1) / CONV_WARPS);
   int first = span + warp * per_warp, count = min(per_warp, seq.n - first);
-  const bool moves = blockIdx.z == 0 && warp < TAPS - 1;
+  const bool moves = blockIdx.z == 0 && warp < TAPS - 1 && seq.first == 0;
   const int from = seq.keep ? seq.n + warp : warp;  // moved by this warp: of window and rows, one after the other
   const float* rows[PARTS_OF_HEAD];
   float* conv[PARTS_OF_HEAD];
@@ -147,7 +148,7 @@ __device__ __forceinline__ void conv_head(const ConvArgs& a, const Seq& seq, int
   for (;;) {
     float4 y[GROUP];
     if (VALUES && lane < count) {
-      const i64 row = seq.start + first + lane, at = row * N_V + head, to = (slot_row + first + lane) * N_V + head;
+      const i64 row = seq.start + first + lane, at = row * N_V + head, to = (slot_row + seq.first + first + lane) * N_V + head;
       const float g = scale * softplus(alpha + bias), b = sigmoid(beta);
       a.e[at] = expf(g);
       a.b[at] = b;
@@ -159,14 +160,14 @@ __device__ __forceinline__ void conv_head(const ConvArgs& a, const Seq& seq, int
       y[j] = taps0(raw[0].x + j);
 #pragma unroll
       for (int p = 0; p < PARTS_OF_HEAD; p++) {
-        if (!seq.keep) quad(conv[p] + static_cast<i64>(TAPS - 1 + first + j) * CHANNELS) = raw[p].x[j + TAPS - 1];
+        if (!seq.keep) quad(conv[p] + static_cast<i64>(TAPS - 1 + seq.first + first + j) * CHANNELS) = raw[p].x[j + TAPS - 1];
       }
     }
 #pragma unroll
     for (int j = 0; j < GROUP; j++) {
       if (j >= count) break;
       const int t = first + j;
-      const i64 row = seq.start + t, kept = (seq.keep ? row : t) * STRIDE;
+      const i64 row = seq.start + t, kept = (seq.keep ? row : seq.first + t) * STRIDE;
       if (VALUES) {
         quad((seq.keep ? a.v + at : record) + kept) = y[j];
       } else {
@@ -231,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 5)
   let_successor_start();
   const int head = blockIdx.x, s = blockIdx.y * CONV_WARPS + threadIdx.x / 32;
   const Meta meta = {seq_slot, seq_start, seq_fold, seq_keep, n_slot, width, n_row, chunked};
-  const Seq seq = s < n_seq ? read_seq(meta, s, fault) : Seq{0, 0, 0, 0, false, false, false};
+  const Seq seq = s < n_seq ? read_seq(meta, s, fault) : Seq{0, 0, 0, 0, 0, false, false, false};
   if (seq.n == 0 && !seq.fold_only) {
     wait_for_predecessor();
     return;
@@ -383,7 +384,7 @@ __device__ __forceinline__ void run_rows(const RowsArgs& a, const Out& out, int*
     if (j < n_stage) {
       const bool folds = j < n_fold, kept = seq.keep;
       const int first = (folds ? j : j - n_fold) * STAGE, count = min(STAGE, (folds ? seq.fold : seq.n) - first);
-      const i64 row = seq.start + first, old = fold_row + first, record = slot_row + first;
+      const i64 row = seq.start + first, old = fold_row + first, record = slot_row + seq.first + first;
       const i64 at = folds ? old : kept ? row : record;
       const i64 k_at = at * KD + h % N_K * DIM, v_at = at * VD + h * DIM + column;
       const Tokens from = {(folds ? a.fold_k : kept ? a.k : a.rec_k) + k_at,
@@ -413,7 +414,7 @@ __device__ __forceinline__ void run_rows(const RowsArgs& a, const Out& out, int*
     if (j < n_fold) {
       advance<false>(slice, stages[j % 2], min(STAGE, seq.fold - j * STAGE), nullptr);
     } else {
-      if (j == n_fold && j > 0 && !seq.keep) move_state(slice, own, true);
+      if (j == n_fold && j > 0 && !seq.keep && seq.first == 0) move_state(slice, own, true);
       const int t = (j - n_fold) * STAGE;
       advance<true, Out::STRIDE>(slice, stages[j % 2], min(STAGE, seq.n - t), out.place(seq.start + t));
     }

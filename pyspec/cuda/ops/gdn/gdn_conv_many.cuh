@@ -50,7 +50,7 @@ __device__ __forceinline__ void conv_warp(const ConvArgs& a, const Seq& seq, int
       a.fold_b[to] = a.rec_b[from];
     }
     for (int t = lane; t < seq.n; t += 32) {
-      const i64 row = seq.start + t, to = (slot_row + t) * N_V + head;
+      const i64 row = seq.start + t, to = (slot_row + seq.first + t) * N_V + head;
       const float g = scale * softplus(a.alpha[row * a.gate_stride + head] + bias), b = sigmoid(a.beta[row * a.gate_stride + head]);
       a.e[row * N_V + head] = expf(g);
       a.b[row * N_V + head] = b;
@@ -63,17 +63,17 @@ __device__ __forceinline__ void conv_warp(const ConvArgs& a, const Seq& seq, int
 #pragma unroll
       for (int i = 0; i < TAPS - 1; i++) quad(conv[p] + static_cast<i64>(i) * CHANNELS) = x[p][i];
   };
-  if (!seq.keep) store_window();  // the folded records are passed over, and the rows come behind
+  if (!seq.keep && seq.first == 0) store_window();  // the folded records are passed over, and the rows come behind
 #pragma unroll 1
   for (int t = 0; t < seq.n; t++) {
-    const i64 row = seq.start + t, kept = (seq.keep ? row : t) * STRIDE;
+    const i64 row = seq.start + t, kept = (seq.keep ? row : seq.first + t) * STRIDE;
 #pragma unroll
     for (int p = 0; p < PARTS_OF_HEAD; p++) x[p][TAPS - 1] = next[p];
     load(t + 1);
     const float4 y = Taps(taps0)(x[0]);
 #pragma unroll
     for (int p = 0; p < PARTS_OF_HEAD; p++)
-      if (!seq.keep) quad(conv[p] + static_cast<i64>(TAPS - 1 + t) * CHANNELS) = x[p][TAPS - 1];
+      if (!seq.keep) quad(conv[p] + static_cast<i64>(TAPS - 1 + seq.first + t) * CHANNELS) = x[p][TAPS - 1];
     if (VALUES) {
       quad((seq.keep ? a.v + at : record) + kept) = y;
     } else {
