@@ -203,6 +203,19 @@ def run_way(widths: list[int], accepts: list[int], columns: int, neighbours: boo
     return layer.state[1], torch.cat(outs)
 
 
+def run_late() -> tuple[Tensor, Tensor]:
+    """The same text row by row, the state written with every fourth."""
+    shape, gen = shape_of(1, 2), torch.Generator().manual_seed(2)
+    w, text = weights(shape, gen), inputs(15, shape, gen)
+    layer, outs = StateLayer(shape, N_SLOT, WIDTH, CPU), []
+    with emulated_gpu():
+        run = gdn_cuda.bind(GdnSpec(CPU, shape, EPS))
+        for t in range(15):
+            keeps = t % 4 == 3 or t == 14
+            outs.append(run(*(x[t : t + 1] for x in text), *w, layer, laid([seq(1, 1, keeps, t % 4, not keeps)])))
+    return layer.state[1], torch.cat(outs)
+
+
 @pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("fold", [1, 3, WIDTH])
@@ -231,6 +244,8 @@ def test_folding_alone_gives_the_bits_of_folding_before_rows(fold: int) -> None:
 @pytest.mark.slow
 def test_states_and_outputs_do_not_depend_on_how_tokens_came_nor_on_neighbours_to_the_bit() -> None:
     state, out = run_way([], [], 2, False, 0)
+    again, rows = run_late()
+    assert torch.equal(again, state) and torch.equal(rows, out)
     assert state.isfinite().all() and state.norm() > 0
     for seed, (way, columns, neighbours) in enumerate(zip(WAYS, (2, 4, 2, 4), (False, True, False, True), strict=True)):
         again, rows = run_way(*WAYS[way], columns, neighbours, seed)

@@ -80,14 +80,16 @@ def test_rounds_that_fold_join_and_leave_are_the_references(name: str) -> None:
 def test_state_and_outputs_have_the_same_bits_however_tokens_came(name: str) -> None:
     n, found = 7, []
     own, _, fold = runs(name, n)
-    plans = [[(1, True)] * n, [(n, True)], [(4, False), (3, False)], [(2, True), (4, False), (1, True)]]
+    late = [(1, None)] * 3 + [(1, True)]  # rows that wait, and one that writes the state
+    plans = [[(1, True)] * n, [(n, True)], [(4, False), (3, False)], [(2, True), (4, False), (1, True)], [*late, *late[:3]]]
     for plan in plans:
         layer, table = StateLayer(SPECS[name].shape, 2, 4, CPU), SlotTable(2, 32, 16)
         at, n_fold, out = 0, 0, []
         for width, keep in plan:
-            batch = lay_out(table, [Seq(1, at, [0] * width, keep, 0, n_fold)], CPU)
+            waits = keep is None
+            batch = lay_out(table, [Seq(1, at, [0] * width, bool(keep), 0, n_fold, late=waits)], CPU)
             out.append(own(layer, batch, slice(at, at + width)))
-            at, n_fold = at + width, 0 if keep else width
+            at, n_fold = at + width, 0 if keep else width + n_fold * waits
         fold(layer, 1, n_fold)
         found.append((torch.cat(out), layer.state.clone(), layer.conv[:, :3].clone()))
     for other in found[1:]:
