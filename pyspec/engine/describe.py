@@ -347,7 +347,8 @@ def _workspace(d: Description) -> tuple[int, int]:
     graphs = graph_shapes(s.np, d.width, singles=d.draft.needs.late, most=most) if d.is_cuda else []
     key_size = 8 if s.kv_type in ("q8_0", "f8_e4m3") else 4
     rows, blocks = s.np * d.width, s.np * d.draft.needs.overhang  # of a verify of all slots, of a draft of blocks
-    large = max(rows if rows > most else 0, blocks if blocks > BUCKETS[-1] else 0)
+    in_graphs = d.draft.needs.chained and blocks <= BUCKETS[-1]
+    large = max(rows if rows > most else 0, 0 if in_graphs else blocks)
     sizes = ForwardSizes(
         n_row=d.batch,
         n_embd=c.n_embd,
