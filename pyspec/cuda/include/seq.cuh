@@ -10,6 +10,9 @@ struct Seq {
   bool keep;
   bool chunked;     // rows go through a kernel for chunks; here they are only folded
   bool fold_only;  // there are no rows: the state is brought to its committed length
+
+  // Its records are read where they are, for its rows take nobody's place.
+  __device__ __forceinline__ bool in_place() const { return keep || first > 0; }
 };
 
 // In seq_keep: rows are kept; there are none (any other sequence without rows is padding); rows are recorded behind those to be folded.

@@ -2,7 +2,7 @@
 //
 // gdn_conv  one block per (key head or v head; sequence; stretch of rows). It owns the head's channels in window and
 //           records, so old ones are read before new ones are written and no other block sees either:
-//           1. accepted records go to the fold buffers, decays as exp(g); 2. the window moves by the fold; 3. rows go
+//           1. accepted records that a verify's take the place of go to the fold buffers, decays of all as exp(g); 2. the window moves by the fold; 3. rows go
 //           through conv, silu and l2 norm: q to a buffer; k and v to the records (verify) or to buffers (keep); value
 //           heads make decay and write strength of their rows from the raw gates.
 // gdn_rows  one block per (v head, stretch of columns, sequence). A column is a row of S[value, key]: LANES lanes hold
@@ -96,11 +96,12 @@ __device__ __forceinline__ void conv_head(const ConvArgs& a, const Seq& seq, int
     if (count > 0) load_window(raw[p], window, first);
     if (moves && from < TAPS - 1) moved[p] = quad(window + static_cast<i64>(from) * CHANNELS);
   }
+  const int moved_records = seq.in_place() ? 0 : seq.fold;
   if (blockIdx.z == 0) {
 #pragma unroll
     for (int i = 0; i < EARLY; i++) {
       const i64 t = warp + i * CONV_WARPS;
-      if (t < seq.fold) old[i] = quad(static_cast<const float*>(record) + t * STRIDE);
+      if (t < moved_records) old[i] = quad(static_cast<const float*>(record) + t * STRIDE);
     }
     if (VALUES && threadIdx.x < seq.fold) {
       const i64 at = (slot_row + threadIdx.x) * N_V + head;
@@ -125,10 +126,10 @@ __device__ __forceinline__ void conv_head(const ConvArgs& a, const Seq& seq, int
 #pragma unroll
     for (int i = 0; i < EARLY; i++) {
       const i64 t = warp + i * CONV_WARPS;
-      if (t < seq.fold) quad(fold + t * STRIDE) = old[i];
+      if (t < moved_records) quad(fold + t * STRIDE) = old[i];
     }
 #pragma unroll 4
-    for (i64 t = warp + EARLY * CONV_WARPS; t < seq.fold; t += CONV_WARPS)
+    for (i64 t = warp + EARLY * CONV_WARPS; t < moved_records; t += CONV_WARPS)
       quad(fold + t * STRIDE) = quad(static_cast<const float*>(record) + t * STRIDE);
     if (VALUES) {
       for (int t = threadIdx.x; t < seq.fold; t += CONV_WARPS * 32) {
@@ -382,13 +383,13 @@ __device__ __forceinline__ void run_rows(const RowsArgs& a, const Out& out, int*
   // pointers are made anew for every stage: a few instructions, where keeping them costs registers all along
   auto start_fetch = [&](int j) {
     if (j < n_stage) {
-      const bool folds = j < n_fold, kept = seq.keep;
+      const bool folds = j < n_fold, kept = seq.keep, in_place = folds && seq.in_place();
       const int first = (folds ? j : j - n_fold) * STAGE, count = min(STAGE, (folds ? seq.fold : seq.n) - first);
-      const i64 row = seq.start + first, old = fold_row + first, record = slot_row + seq.first + first;
-      const i64 at = folds ? old : kept ? row : record;
+      const i64 row = seq.start + first, old = fold_row + first, record = slot_row + (folds ? 0 : seq.first) + first;
+      const i64 at = in_place ? record : folds ? old : kept ? row : record;
       const i64 k_at = at * KD + h % N_K * DIM, v_at = at * VD + h * DIM + column;
-      const Tokens from = {(folds ? a.fold_k : kept ? a.k : a.rec_k) + k_at,
-                           (folds ? a.fold_v : kept ? a.v : a.rec_v) + v_at,
+      const Tokens from = {(in_place ? a.rec_k : folds ? a.fold_k : kept ? a.k : a.rec_k) + k_at,
+                           (in_place ? a.rec_v : folds ? a.fold_v : kept ? a.v : a.rec_v) + v_at,
                            (folds ? a.fold_e + old * N_V : a.e + row * N_V) + h,
                            (folds ? a.fold_b + old * N_V : a.b + row * N_V) + h,
                            folds ? nullptr : a.q + row * KD + h % N_K * DIM,

@@ -14,6 +14,7 @@ __device__ __forceinline__ void conv_warp(const ConvArgs& a, const Seq& seq, int
   float* conv[PARTS_OF_HEAD];
   float4 x[PARTS_OF_HEAD][TAPS], next[PARTS_OF_HEAD];  // what stands before a row, and the row; the one behind it
   float4 old[EARLY];                                   // records that are loaded before the wait
+  const int moved_records = seq.in_place() ? 0 : seq.fold;
 
   const float* const taps0 = a.conv_w + ((VALUES ? 2 * KD : 0) + at) * TAPS;  // read for each row, for registers are few
   const float* const taps1 = a.conv_w + ((VALUES ? 2 * KD : KD) + at) * TAPS;
@@ -29,7 +30,7 @@ __device__ __forceinline__ void conv_warp(const ConvArgs& a, const Seq& seq, int
   }
 #pragma unroll
   for (int i = 0; i < EARLY; i++)
-    if (i < seq.fold) old[i] = quad(static_cast<const float*>(record) + i * STRIDE);
+    if (i < moved_records) old[i] = quad(static_cast<const float*>(record) + i * STRIDE);
   wait_for_predecessor();
 
   auto load = [&](int t) {
@@ -40,9 +41,9 @@ __device__ __forceinline__ void conv_warp(const ConvArgs& a, const Seq& seq, int
   load(0);
 #pragma unroll
   for (int i = 0; i < EARLY; i++)
-    if (i < seq.fold) quad(fold + i * STRIDE) = old[i];
+    if (i < moved_records) quad(fold + i * STRIDE) = old[i];
 #pragma unroll 2
-  for (i64 t = EARLY; t < seq.fold; t++) quad(fold + t * STRIDE) = quad(static_cast<const float*>(record) + t * STRIDE);
+  for (i64 t = EARLY; t < moved_records; t++) quad(fold + t * STRIDE) = quad(static_cast<const float*>(record) + t * STRIDE);
   if (VALUES) {  // a lane makes the gates of a row
     for (int t = lane; t < seq.fold; t += 32) {
       const i64 from = (slot_row + t) * N_V + head, to = (fold_row + t) * N_V + head;

@@ -77,7 +77,7 @@ __device__ __forceinline__ void conv_part(const ConvArgs& a, const Seq& seq, int
   int first = span + warp * per_warp, count = min(per_warp, seq.n - first);
   const bool moves = blockIdx.z == 0 && warp < TAPS - 1 && seq.first == 0;
   const int from = seq.keep ? seq.n + warp : warp;  // moved by this warp: of window and rows, one after the other
-  const bool folds = blockIdx.z == 0 && PART != C && !seq.fold_only;  // whose records mamba2_rows reads where they are
+  const bool folds = blockIdx.z == 0 && PART != C && !seq.in_place();  // others' records mamba2_rows reads where they are
   const int own = lane / BLOCK_HEADS, head = head0 + lane % BLOCK_HEADS;  // of X, the row and head a lane makes gates of
   const float* rows = a.m + seq.start * a.m_stride + channel;
   float* conv = a.conv + (slot_row + static_cast<i64>(seq.slot) * (TAPS - 1)) * CHANNELS + channel;
@@ -312,9 +312,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   auto start_fetch = [&](int j) {
     if (j < n_stage) {
       const bool folds = j < n_fold, kept = seq.keep;
-      const bool in_place = seq.chunked || seq.fold_only;  // whose records nobody overwrites
+      const bool in_place = folds && seq.in_place();
       const int first = (folds ? j : j - n_fold) * STAGE, count = min(STAGE, (folds ? seq.fold : seq.n) - first);
-      const i64 row = seq.start + first, old = fold_row + first, record = slot_row + seq.first + first;
+      const i64 row = seq.start + first, old = fold_row + first, record = slot_row + (folds ? 0 : seq.first) + first;
       const i64 at = in_place ? record : folds ? old : kept ? row : record, scalar = in_place || folds ? at : row;
       const Tokens from = {(in_place ? rec_x : folds ? fold_x : kept ? x : rec_x) + at * INNER + h * DIM + row0,
                            (in_place ? rec_b : folds ? fold_b : kept ? b : rec_b) + at * WIDE + group * N_STATE,
