@@ -176,7 +176,9 @@ def show(engine: Engine, case: Case, floors: Floors, layers: tuple[int, int], n_
     """layers: that are there, of the whole model."""
     worker = engine.core.loop.worker  # type: ignore[attr-defined]
     with torch.inference_mode(), worker.lock:
-        batch = lay_out(worker.table, case.seqs(worker.target.n_vocab, worker.memory.n_late), worker.device, arena=worker.arena)
+        batch = lay_out(
+            worker.table, case.seqs(worker.target.n_vocab, worker.memory.n_late), worker.device, arena=worker.arena
+        )
         forwards, wall = records_of(worker, batch)
         for slot in worker.table.slots:
             worker.table.drop(slot)

@@ -223,7 +223,6 @@ class DFlash:
         live = [r for r in requests if r.n_draft > 0]
         if not live:
             return [[] for _ in requests]
-        c = self.net.c
         for r in live:
             assert self.n_context[r.slot.index] == r.slot.n_past, f"slot {r.slot.index} drafts blind"
         self.catch_up()

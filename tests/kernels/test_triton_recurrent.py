@@ -81,7 +81,13 @@ def test_state_and_outputs_have_the_same_bits_however_tokens_came(name: str) -> 
     n, found = 7, []
     own, _, fold = runs(name, n)
     late = [(1, None)] * 3 + [(1, True)]  # rows that wait, and one that writes the state
-    plans = [[(1, True)] * n, [(n, True)], [(4, False), (3, False)], [(2, True), (4, False), (1, True)], [*late, *late[:3]]]
+    plans = [
+        [(1, True)] * n,
+        [(n, True)],
+        [(4, False), (3, False)],
+        [(2, True), (4, False), (1, True)],
+        [*late, *late[:3]],
+    ]
     for plan in plans:
         layer, table = StateLayer(SPECS[name].shape, 2, 4, CPU), SlotTable(2, 32, 16)
         at, n_fold, out = 0, 0, []

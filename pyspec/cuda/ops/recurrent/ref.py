@@ -12,7 +12,6 @@ from pyspec.errors import OutOfBounds
 from pyspec.slots.batch import Batch, Seq
 from pyspec.slots.recurrent import StateLayer
 
-
 LATE_ROUNDS = (  # of a check: rows that wait as records, which then a row, a verify or a kept row folds; slots 0 and 2 have none before
     [Seq(0, 20, [0], late=True), Seq(2, 20, [0], late=True)],
     [Seq(0, 21, [0], n_fold=1, late=True), Seq(2, 21, [0] * 2, n_fold=1)],
