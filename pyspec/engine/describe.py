@@ -38,6 +38,7 @@ from pyspec.registry import ARCHITECTURES, drafters
 from pyspec.slots.arena import BUCKETS, bucket_of, graph_shapes, most_rows
 from pyspec.slots.kv import KV_DTYPES
 from pyspec.slots.parts import CacheSizes
+from pyspec.slots.recurrent import late_rows
 from pyspec.slots.table import SlotTable
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
@@ -113,7 +114,8 @@ class Description:
     def sizes(self) -> CacheSizes:
         """Of what the target's layers keep."""
         s = self.settings
-        return CacheSizes(s.np, self.table().n_alloc_row, s.page_size, width=self.width, kv_dtype=self.kv_dtype)
+        n_row, n_late = self.table().n_alloc_row, late_rows(self.device)
+        return CacheSizes(s.np, n_row, s.page_size, width=self.width, kv_dtype=self.kv_dtype, n_late=n_late)
 
     def table(self) -> SlotTable:
         """The slots, all of them empty."""
@@ -345,7 +347,8 @@ def _workspace(d: Description) -> tuple[int, int]:
     graphs = graph_shapes(s.np, d.width, singles=d.draft.needs.late, most=most) if d.is_cuda else []
     key_size = 8 if s.kv_type in ("q8_0", "f8_e4m3") else 4
     rows, blocks = s.np * d.width, s.np * d.draft.needs.overhang  # of a verify of all slots, of a draft of blocks
-    large = max(rows if rows > most else 0, blocks if blocks > BUCKETS[-1] else 0)
+    in_graphs = d.draft.needs.chained and blocks <= BUCKETS[-1]
+    large = max(rows if rows > most else 0, 0 if in_graphs else blocks)
     sizes = ForwardSizes(
         n_row=d.batch,
         n_embd=c.n_embd,

@@ -33,15 +33,17 @@ class Memory:
 
     kv, states  the parts KV and STATE by layer: what attention and recurrences look up in every round
     is_whole: there is no rank that keeps another part of it.
+    n_late: rows of a slot that may wait in records; 0 if no layer has any
     """
 
     is_whole: ClassVar[bool] = True
 
-    def __init__(self, layers: Sequence[dict[str, PartMemory]], width: int) -> None:
+    def __init__(self, layers: Sequence[dict[str, PartMemory]], width: int, n_late: int = 0) -> None:
         self.layers, self.width = layers, width
         self.parts = [part for layer in layers for part in layer.values()]
         self.kv = {i: cast(KVPool, layer[KV]) for i, layer in enumerate(layers) if KV in layer}
         self.states = {i: cast(StateLayer, layer[STATE]) for i, layer in enumerate(layers) if STATE in layer}
+        self.n_late = n_late if self.states else 0
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -106,7 +108,7 @@ def allocate(layers: Sequence[LayerParts], sizes: CacheSizes, device: torch.devi
     for paged in (True, False):
         for layer, memory in zip(layers, made, strict=True):
             memory.update({name: p.allocate(sizes, device) for name, p in layer.items() if p.paged is paged})
-    return Memory(made, sizes.width)
+    return Memory(made, sizes.width, sizes.n_late)
 
 
 def copy_page(parts: Iterable[PartMemory], page_size: int, new: int, old: int) -> None:
