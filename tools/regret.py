@@ -79,6 +79,10 @@ CARDS = {
         {1: 1.87, 2: 2.1, 3: 2.3, 4: 2.5, 6: 3.2, 8: 3.85, 12: 4.6, 16: 5.3, 24: 6.3, 32: 7.5, 48: 9.0, 64: 10.2, 96: 12.0, 128: 13.5,
          256: 21.0}, 0.03, {1: 0.2, 8: 0.3, 16: 0.4, 32: 0.55, 64: 0.8}, 3, waking=0.3,
     ),
+    "flash-mtp": Card(  # DeepSeek-V4-Flash, counted from six layers at 1, 4 and 32 rows; experts that rows take in between
+        {1: 6.0, 2: 6.9, 3: 7.7, 4: 8.4, 6: 10.0, 8: 11.5, 12: 14.3, 16: 16.7, 24: 20.7, 32: 23.6, 48: 28.0}, 0.0,
+        {1: 0.4, 8: 0.7}, 5,
+    ),
 }  # fmt: skip
 
 LEVELS = {"code": 0.92, "chat": 0.68, "low": 0.167}  # chance of a first draft; 0.167: 1.2 tokens a round

@@ -21,6 +21,7 @@ from pyspec.cuda.ops.gdn import chunk as gdn_chunk
 from pyspec.cuda.ops.gdn import cuda as gdn_cuda
 from pyspec.cuda.ops.gdn.ref import GdnSpec
 from pyspec.cuda.ops.index_rows import cuda as index_cuda
+from pyspec.cuda.ops.index_rows.ref import IndexSpec
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import pair as linear_pair
 from pyspec.cuda.ops.linear import wgmma as linear_wgmma
@@ -39,6 +40,7 @@ from pyspec.cuda.ops.moe.builds import (
     layout_of,
     n_stages,
     residents,
+    splits,
 )
 from pyspec.cuda.ops.moe.ref import MoeSpec
 from pyspec.cuda.ops.moe_route import cuda as route_cuda
@@ -154,8 +156,9 @@ def _moe(spec: MoeSpec, target: GpuKind) -> Programs:
         ways = [(pairs, listed, False) for pairs, listed in BUILDS] + ([] if inner else [(*ADDING, True)])
         for pairs, listed, adds in ways:
             stages = n_stages(type, pairs, target.capability, inner)
-            for resident in residents(type, pairs, listed, inner):
-                build = MoeBuild(type, pairs, stages, act, inner, listed, adds, next, resident, limit)
+            kinds = [(n, False) for n in residents(type, pairs, listed, inner)]
+            for kind in kinds + [(0, True)] * splits(type, pairs, listed, inner):
+                build = MoeBuild(type, pairs, stages, act, inner, listed, adds, next, kind[0], limit, kind[1])
                 yield target.program("moe", build.defines())
     yield target.program("moe_pairs")
     for kind in (PrepKind.PLAIN, PrepKind.NORM):
@@ -176,6 +179,10 @@ def _streams(spec: Any, target: GpuKind) -> Programs:
         yield target.program("streams", streams_cuda.defines(spec.n, n_iter))
 
 
+def _index(spec: IndexSpec, target: GpuKind) -> Programs:
+    yield target.program("index_rows", index_cuda.defines(spec, index_cuda.scorer_of(spec, target.capability)))
+
+
 _MAKERS: dict[str, Callable[[Any, GpuKind], Programs]] = {
     "ahead": _one("ahead", _nothing),
     "angles": _one("angles", _nothing),
@@ -184,7 +191,7 @@ _MAKERS: dict[str, Callable[[Any, GpuKind], Programs]] = {
     "compress": _one("compress", compress_cuda.defines),
     "embed": _one("embed", lambda spec: embed_cuda.defines(spec.type)),
     "gdn": _gdn,
-    "index_rows": _one("index_rows", index_cuda.defines),
+    "index_rows": _index,
     "linear": _linear,
     "linear_tall": _linear_tall,
     "mamba2": _mamba2,

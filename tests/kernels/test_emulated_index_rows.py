@@ -19,6 +19,7 @@ from pyspec.cuda.ops.index_rows.cases import Ragged, check, fault_of, make
 from pyspec.cuda.ops.index_rows.ref import IndexSpec
 
 SPEC = IndexSpec(CPU, 8, 32, 8, 4, torch.float16, 16)
+GROUPS = IndexSpec(CPU, 12, 64, 8, 4, torch.float16, 32)  # that warpgroups take
 TYPES = [torch.float16, torch.bfloat16]
 
 
@@ -47,6 +48,19 @@ def test_its_own_check_holds(spec: IndexSpec, seed: int) -> None:
 @pytest.mark.parametrize("whole", few([True, False], True))
 def test_widths_from_1_to_17_side_by_side_choose_the_references_rows(whole: bool) -> None:
     chosen(Ragged([(31 * i % 97, 1 + i) for i in range(17)], 16, (3, 2)), SPEC, 1, whole=whole)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("seqs", "n_multiprocessor"), [([(1000, 5), (1290, 9), (40, 3)], 3), ([(900, 17)], 5), ([(700, 1)], 20)]
+)
+def test_warpgroups_score_tiles_of_every_size(seqs: list[tuple[int, int]], n_multiprocessor: int) -> None:
+    asked = make(Ragged(seqs, 32, (1, 1)), GROUPS, 7, whole=True)
+    with emulated_gpu(seed=7, n_multiprocessor=n_multiprocessor):
+        launch = index_cuda.bind(GROUPS)
+        got = launch(asked.q, asked.w, asked.freq, asked.pool, asked.placed.batch)
+        assert launch.scorer.pad == 16 and faults.record(CPU).tolist() == [0] * 5
+    assert torch.equal(got, index_ref.bind(GROUPS)(asked.q, asked.w, asked.freq, asked.pool, asked.placed.plain))
 
 
 @needs_compiler
@@ -83,24 +97,27 @@ def test_rows_are_moved_on_the_device_without_the_host_knowing() -> None:
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [16384, 16385, 40000])
+@pytest.mark.parametrize("n", [513, 1500, 16384, 16385, 40000])
 def test_scores_that_registers_hold_and_more_are_chosen_from_alike(n: int) -> None:
     gen = torch.Generator().manual_seed(n)
-    scores = torch.stack((torch.randn(n, generator=gen), torch.randint(-3, 3, (n,), generator=gen).float() * 0.0 - 1, torch.randint(-9, 9, (n,), generator=gen).float()))  # fmt: skip
+    scores = torch.stack((torch.randn(n, generator=gen), torch.randint(-3, 3, (n,), generator=gen).float() * 0.0 - 1, torch.randint(-9, 9, (n,), generator=gen).float(), torch.randn(n, generator=gen).mul(300).round() / 300))  # fmt: skip
     scores[1, ::3] = -0.0
     scores[1, 1::3] = 0.0
     scores[2, ::2] = -torch.inf
-    top_k, out, i32 = 512, torch.empty(3, 512, dtype=torch.int32), np.int32
+    top_k, out, i32 = 512, torch.empty(4, 512, dtype=torch.int32), np.int32
     spec, n_col = replace(SPEC, top_k=top_k), -(-4 * n // 64)
     with emulated_gpu(seed=1):
         kernel = index_cuda.bind(spec).kernels["index_rows_choose"]
         layout = [
             torch.zeros(1, n_col, dtype=torch.int64),
-            torch.full((3,), 4 * n - 1),
-            torch.zeros(3, dtype=torch.int32),
+            torch.full((4,), 4 * n - 1),
+            torch.zeros(4, dtype=torch.int32),
         ]
         kernel.launch(
-            (3,), 1024, [scores, *layout, out, faults.record(CPU), *map(i32, (n_col, 64, 4, 16, 1, top_k, 0, n))]
+            (4,),
+            1024,
+            [scores, *layout, out, faults.record(CPU), *map(i32, (n_col, 64, 4, 16, 1, top_k, 0, n))],
+            4 * min(n, index_cuda.HELD),
         )
     want = scores.sort(dim=-1, descending=True, stable=True).indices[:, :top_k].sort(-1).values
     assert torch.equal(out.long(), want)
@@ -148,9 +165,10 @@ def test_no_rows_are_no_launch() -> None:
 def test_kernels_compile_for_every_architecture_without_spills(arch: str, kv: torch.dtype) -> None:
     pytest.importorskip("cuda.core")
     for spec in (IndexSpec(CPU, 64, 128, 512, 4, kv, 64), replace(SPEC, kv=kv)):
-        found = compile_cubin("index_rows", arch, index_cuda.defines(spec), use_cache=False).resources
+        scorer = index_cuda.scorer_of(spec, (9, 0) if arch == "sm_90a" else (8, 0))
+        found = compile_cubin("index_rows", arch, index_cuda.defines(spec, scorer), use_cache=False).resources
         assert set(found) == set(index_cuda.FORMS) and all(of.spill_bytes == 0 for of in found.values())
-        assert found["index_rows_scores"].registers * index_cuda.THREADS * index_cuda.RESIDENT <= 65536
+        assert found["index_rows_scores"].registers * scorer.threads * scorer.resident <= 65536
         assert found["index_rows_choose"].registers * index_cuda.CHOOSERS <= 65536
 
 

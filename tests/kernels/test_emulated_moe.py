@@ -408,6 +408,8 @@ SHAPES = {
     ),  # round the ring, ending in its first stage; 2 groups, and 66
     "records": MoeSpec(CPU, 2, 768, 256, "swiglu", Q4_K, Q4_K, pieces=1),
     "scaled": MoeSpec(CPU, 2, 320, 192, "relu2", GGMLType.NVFP4, GGMLType.NVFP4, scaled=True, pieces=1),
+    "parts": MoeSpec(CPU, 2, 1280, 256, "swiglu", GGMLType.IQ2_XXS, GGMLType.Q2_K),  # 5 chunks, and one
+    "parts of downs": MoeSpec(CPU, 2, 256, 1280, "swiglu", GGMLType.IQ2_XXS, GGMLType.Q2_K),
 }
 
 
@@ -424,11 +426,11 @@ def test_sums_are_exact_and_a_row_has_the_same_bits_alone_and_among_others(
     x = torch.randn(41, spec.n_in, generator=torch.Generator().manual_seed(2)).half().float()
     ids, weights = spread(41, spec.n_used, 4)
     ids[7, -1] = 4
-    with emulated_gpu(capability, seed=3):
+    with emulated_gpu(capability, seed=3, n_multiprocessor=40 if name.startswith("parts") else 3):
         experts = moe_cuda.bind(spec)(stacks)
         many, few = experts(x, ids, weights), experts(x[:9], ids[:9], weights[:9])
         alone = [experts(x[7 : 7 + n], ids[7 : 7 + n], weights[7 : 7 + n]) for n in (1, 2, 3)]
-    round = as_whole if spec.up is Q4_K else as_f16
+    round = as_f16 if spec.up in (Q8_0, GGMLType.NVFP4) else as_whole
     assert worst(many.double(), exact(stacks, round)(x, ids, weights)) < 1e-4
     assert torch.equal(few, many[:9]) and all(torch.equal(y, many[7 : 7 + len(y)]) for y in alone)
 
@@ -443,7 +445,7 @@ def test_without_a_wait_the_product_is_wrong(text: str, monkeypatch: pytest.Monk
     def said_of(name: str) -> str | None:
         spec = SHAPES[name]
         try:
-            with emulated_gpu((8, 6)):
+            with emulated_gpu((8, 6), n_multiprocessor=40):
                 return moe_cuda.check(moe_cuda.bind(spec), moe_ref.bind(spec), spec, n_rows=(1,))
         except EmulationError as e:  # the wrong block where a row's number should be
             return str(e)
@@ -451,7 +453,7 @@ def test_without_a_wait_the_product_is_wrong(text: str, monkeypatch: pytest.Monk
     for which in range(len(parts) - 1):
         mutant = text.join(parts[: which + 1]) + ";" + text.join(parts[which + 1 :])
         monkeypatch.setattr(jit, "source", lambda name, text=mutant: text if name == "moe" else real(name))
-        assert any(said_of(name) is not None for name in ("long", "records")), which
+        assert any(said_of(name) is not None for name in ("long", "records", "parts")), which
 
 
 def test_where_an_expert_would_have_few_rows_more_go_at_once() -> None:

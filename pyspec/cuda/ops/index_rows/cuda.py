@@ -1,4 +1,5 @@
 """`index_rows` on NVIDIA GPUs: index_rows.cu. Rows of queries become operands, tensor cores score every key, a radix select chooses.
+Products are those of warpgroups where they are and take the shape, else those of warps.
 
 All lengths, positions and pages are read on the device: a captured graph serves any batch of as many rows, sequences and page columns.
 Queries are rounded to the pool's type, so scores that are nearly equal may change places; a row's choice hangs on its own scores only.
@@ -6,6 +7,8 @@ A score that is no number comes last and is reported.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,8 +23,9 @@ from pyspec.slots.kv import KVPool, rows_per_page
 
 OP_ID = faults.NUMBERS["index_rows"]  # in the fault record, which names the sequence
 KINDS = {torch.float16: 1, torch.bfloat16: 2}
-MAX_SEQ, THREADS, KEYS, CHOOSERS = 128, 128, 128, 1024  # as in index_rows.cu
-RESIDENT = 3  # CTAs of index_rows_scores on a multiprocessor
+MAX_SEQ, PACKERS, CHOOSERS, HELD = 128, 128, 1024, 16 * 1024  # as in index_rows.cu
+PADS = 8, 16, 32, 48, 64  # heads that products of warpgroups take
+RING = 4  # rows of queries in shared memory for them
 MOST_SHARED = 99 * 1024
 MOST_SCORES = 1 << 25  # of one launch: 128 rows at a context of 1M tokens
 FORMS = {
@@ -45,15 +49,38 @@ def limits(spec: IndexSpec) -> str | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """One build of index_rows_scores. pad: heads of a warpgroup's product, 0 where warps multiply (index_rows_mma.cuh)."""
+
+    pad: int
+    threads: int
+    keys: int  # of the smallest tile
+    resident: int  # CTAs on a multiprocessor
+    shared_bytes: int
+
+    def defines(self) -> dict[str, int | str]:
+        return {"PAD": self.pad, "RING": RING} if self.pad else {}
+
+
 def record_bytes(spec: IndexSpec) -> int:
-    """RECORD in index_rows.cu: a row's queries and weights, with heads in eights."""
-    n_head = -(-spec.n_head // 8) * 8
+    """RECORD in index_rows.cu at most: a row's queries and weights, with heads in so many as a product takes."""
+    n_head = next((pad for pad in PADS if pad >= spec.n_head), -(-spec.n_head // 8) * 8)
     return n_head * (2 * spec.dim + 4)
 
 
+def scorer_of(spec: IndexSpec, capability: tuple[int, int]) -> Scorer:
+    if capability == (9, 0) and spec.kv is torch.float16 and spec.dim % 64 == 0 and spec.n_head <= PADS[-1]:
+        pad = next(pad for pad in PADS if pad >= spec.n_head)
+        row_bytes = -(-pad * (2 * spec.dim + 4) // 1024) * 1024
+        return Scorer(pad, 4 * 128 + 32, 64, 1, RING * row_bytes + 1024)
+    return Scorer(0, 128, 128, 3, shared_bytes(spec))
+
+
 def shared_bytes(spec: IndexSpec) -> int:
-    """sizeof(Shared) in index_rows.cu."""
-    return -(-(2 * record_bytes(spec) + 4 * (4 * MAX_SEQ + THREADS // 32 + 2)) // 16) * 16
+    """sizeof(Shared) in index_rows_mma.cuh."""
+    record = -(-spec.n_head // 8) * 8 * (2 * spec.dim + 4)
+    return -(-(2 * record + 4 * (4 * MAX_SEQ + MAX_SEQ // 32 + 3)) // 16) * 16
 
 
 def rows_at_once(spec: IndexSpec, n_row: int, n_key: int) -> int:
@@ -67,16 +94,18 @@ def scratch_bytes(spec: IndexSpec, n_row: int, n_token: int) -> int:
     return rows_at_once(spec, n_row, n_key) * (record_bytes(spec) + 4 * n_key)
 
 
-def defines(spec: IndexSpec) -> dict[str, int | str]:
+def defines(spec: IndexSpec, scorer: Scorer) -> dict[str, int | str]:
     """Macros of index_rows.cu."""
-    return {"HEADS": spec.n_head, "DIM": spec.dim, "N_ROT": spec.n_rot, "KV_KIND": KINDS[spec.kv], "OP_ID": OP_ID}
+    own: dict[str, int | str] = {"HEADS": spec.n_head, "DIM": spec.dim, "N_ROT": spec.n_rot}
+    return own | {"KV_KIND": KINDS[spec.kv], "OP_ID": OP_ID} | scorer.defines()
 
 
 @per_device
-def _kernels(device: torch.device, spec: IndexSpec) -> dict[str, Kernel]:
-    code = compile_cubin("index_rows", arch_of(torch.cuda.get_device_capability(device)), defines(spec))
+def _kernels(device: torch.device, spec: IndexSpec, scorer: Scorer) -> dict[str, Kernel]:
+    code = compile_cubin("index_rows", arch_of(torch.cuda.get_device_capability(device)), defines(spec, scorer))
     found = {name: code.kernel(name, form) for name, form in FORMS.items()}
-    return found | {"index_rows_scores": found["index_rows_scores"].allow_shared(shared_bytes(spec))}
+    sizes = {"index_rows_scores": scorer.shared_bytes, "index_rows_choose": 4 * HELD}
+    return found | {name: found[name].allow_shared(n) for name, n in sizes.items()}
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -89,9 +118,10 @@ class IndexLaunch:
     """Called as the reference is."""
 
     def __init__(self, spec: IndexSpec) -> None:
-        self.spec, self.kernels = spec, _kernels(spec.device, spec)
-        self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
-        self.grid = RESIDENT * torch.cuda.get_device_properties(spec.device).multi_processor_count
+        capability = torch.cuda.get_device_capability(spec.device)
+        self.spec, self.scorer, self.overlap = spec, scorer_of(spec, capability), capability >= (9, 0)
+        self.kernels = _kernels(spec.device, spec, self.scorer)
+        self.grid = self.scorer.resident * torch.cuda.get_device_properties(spec.device).multi_processor_count
         self.fault = faults.record(spec.device)
 
     def __call__(self, q: Tensor, w: Tensor, freq: Tensor, pool: KVPool, batch: Batch) -> Tensor:
@@ -122,24 +152,25 @@ class IndexLaunch:
     ) -> None:
         """Some rows of the batch: those whose scores fit at once."""
         (packed, scores, out), (first, n, n_key), (q, w, freq) = space, size, given
-        spec, i32, (n_seq, n_col), n_row = self.spec, np.int32, batch.page_table.shape, q.shape[0]
+        spec, scorer = self.spec, self.scorer
+        i32, (n_seq, n_col), n_row = np.int32, batch.page_table.shape, q.shape[0]
         per_page = rows_per_page(batch.page_size, spec.ratio)
         pages = [n_col, batch.page_size, spec.ratio, per_page, pool.k.shape[0] // per_page, spec.top_k, first]
         places = list(map(i32, pages))
         layout, rows = [batch.page_table, batch.positions], batch.row_seq
         if n_key > spec.top_k:  # otherwise no row has to choose
-            grid = (n, -(-record_bytes(spec) // (16 * THREADS)))
+            grid = (n, -(-record_bytes(spec) // (16 * PACKERS)))
             pack, score = self.kernels["index_rows_pack"], self.kernels["index_rows_scores"]
             steps = np.int64(q.stride(0)), np.int64(w.stride(0))
             args = [q, w, freq, *layout, rows, packed, self.fault, *steps, *places]
-            pack.launch(grid, THREADS, args, overlap=self.overlap)
-            grid = (min(self.grid, n * -(-n_key // KEYS)),)
+            pack.launch(grid, PACKERS, args, overlap=self.overlap)
+            grid = (min(self.grid, n * -(-n_key // scorer.keys)),)
             args = [packed, pool.k, *layout, batch.seq_start, scores, self.fault, *places]
             for first_seq in range(0, n_seq, MAX_SEQ):
                 sizes = map(i32, (n, n_row, first_seq, min(MAX_SEQ, n_seq - first_seq), n_key))
-                score.launch(grid, THREADS, [*args, *sizes], shared_bytes(spec), overlap=self.overlap)
+                score.launch(grid, scorer.threads, [*args, *sizes], scorer.shared_bytes, overlap=self.overlap)
         choose, args = self.kernels["index_rows_choose"], [scores, *layout, rows, out, self.fault, *places, i32(n_key)]
-        choose.launch((n,), CHOOSERS, args, overlap=self.overlap)
+        choose.launch((n,), CHOOSERS, args, 4 * min(HELD, n_key), overlap=self.overlap)
 
     def _check(self, q: Tensor, w: Tensor, freq: Tensor, pool: KVPool, batch: Batch) -> None:
         """What only our own code can get wrong: dtypes, shapes, layout."""

@@ -31,6 +31,8 @@ INTEGER_REGISTERS = {  # weights are in registers, twice; a build for each (`n_r
     BUILDS[1]: (100, 72),
     BUILDS[2]: (160,),
 }
+IN_PARTS = frozenset((GGMLType.IQ2_XXS, GGMLType.Q2_K))  # types whose columns are summed in PARTS
+PARTS, SPLIT_RESIDENT = 2, 3  # which in one build have warps of their own; CTAs of that one on a multiprocessor
 LAST = 0.45  # of what runs at once: fewer take as long
 
 
@@ -65,6 +67,16 @@ def residents(type: GGMLType, pairs: int, listed: bool, inner: bool) -> tuple[in
     for each; which one runs, `n_resident` says."""
     registers = INTEGER_REGISTERS[pairs, listed] if planes_of(type, inner) else (REGISTERS[pairs],)
     return tuple(65536 // (n * 32 * GROUPS) for n in registers)
+
+
+def in_parts(type: GGMLType, inner: bool) -> bool:
+    """Whether columns are summed in two parts: in all builds, or bits would hang on which one runs."""
+    return type in IN_PARTS and planes_of(type, inner) > 0
+
+
+def splits(type: GGMLType, pairs: int, listed: bool, inner: bool) -> bool:
+    """Whether there is a build whose parts of columns have warps of their own, for when its CTAs all run at once."""
+    return (pairs, listed) == BUILDS[0] and in_parts(type, inner)
 
 
 def n_stages(type: GGMLType, pairs: int, capability: tuple[int, int], inner: bool = False) -> int:
@@ -114,6 +126,7 @@ class MoeBuild:
     next      of gates and ups, the type of the downs
     resident  one of `residents`, 0 the first
     limit     of a gated activation, 0: none
+    split     parts of columns have warps of their own
     """
 
     type: GGMLType
@@ -126,29 +139,37 @@ class MoeBuild:
     next: GGMLType | None = None
     resident: int = 0
     limit: float = 0.0
+    split: bool = False
 
     def defines(self) -> dict[str, int | str]:
         """Macros of moe.cu."""
         type, pairs, inner = self.type, self.pairs, self.inner
         kind = planes_of(type, inner)
         tile = INTEGER_FEW if kind else 8
-        return {
-            "TYPE": FORMATS[type].code,
-            "CHUNK": CHUNKS[type],
-            "RECORD": RECORDS[type],
-            "WARPS_M": GROUPS,
-            "WARPS_N": 1,
-            "TILES_M": 16 // GROUPS,
-            "EPILOGUE": 0,
-            "TILES_N": most_pairs(type, pairs, inner) // tile,
-            "TILE_ROWS": tile,
-            "PER_STAGE": stage_chunks(type, pairs, inner),
-            "STAGES": self.stages,
-            "RESIDENT": self.resident or residents(type, pairs, self.listed, inner)[0],
-            "LISTED": int(self.listed),
-            "ACT": self.act,
-            "INNER": int(inner),
-            "ADDS": int(self.adds),
-            "PLANES": kind,
-            "NEXT_PLANES": planes_of(self.next, inner=False),
-        } | ({"LIMIT": f"{float(self.limit)!r}f"} if self.limit and self.act == SWIGLU else {})
+        return (
+            {
+                "TYPE": FORMATS[type].code,
+                "CHUNK": CHUNKS[type],
+                "RECORD": RECORDS[type],
+                "WARPS_M": GROUPS,
+                "WARPS_N": 1,
+                "TILES_M": 16 // GROUPS,
+                "EPILOGUE": 0,
+                "TILES_N": most_pairs(type, pairs, inner) // tile,
+                "TILE_ROWS": tile,
+                "PER_STAGE": stage_chunks(type, pairs, inner),
+                "STAGES": self.stages,
+                "RESIDENT": SPLIT_RESIDENT
+                if self.split
+                else self.resident or residents(type, pairs, self.listed, inner)[0],
+                "LISTED": int(self.listed),
+                "ACT": self.act,
+                "INNER": int(inner),
+                "ADDS": int(self.adds),
+                "PLANES": kind,
+                "NEXT_PLANES": planes_of(self.next, inner=False),
+            }
+            | ({"PARTS": PARTS} if in_parts(type, inner) else {})
+            | ({"SPLIT": PARTS} if self.split else {})
+            | ({"LIMIT": f"{float(self.limit)!r}f"} if self.limit and self.act == SWIGLU else {})
+        )

@@ -45,6 +45,8 @@ from pyspec.cuda.ops.moe.builds import (
     GROUPS,
     MANY_PAIRS,
     NONE,
+    PARTS,
+    SPLIT_RESIDENT,
     SWIGLU,
     MoeBuild,
     between_bytes,
@@ -55,6 +57,7 @@ from pyspec.cuda.ops.moe.builds import (
     n_taken,
     planes_of,
     residents,
+    splits,
     stage_bytes,
 )
 from pyspec.cuda.ops.moe.ref import NOTHING, Added, ExpertsRun, MoeSpec, Stack, Stacks
@@ -161,9 +164,11 @@ def cut(shared: Stacks, pieces: int) -> Stacks:
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """One compiled product. kernels: by the CTAs that a multiprocessor holds; pairs: of an item, at most."""
+    """One compiled product. kernels: by the CTAs that a multiprocessor holds; split: whose parts of columns have warps of their own;
+    pairs: of an item, at most."""
 
     kernels: dict[int, Kernel]
+    split: Kernel | None
     shared: int
     pairs: int
 
@@ -171,6 +176,8 @@ class _Compiled:
         self, grid: tuple[int, int], n_job: float, n_multiprocessor: int, args: list[Arg], overlap: bool
     ) -> None:
         """n_job: CTAs that will have work, about."""
+        if self.split is not None and n_job <= SPLIT_RESIDENT * n_multiprocessor:
+            return self.split.launch(grid, PARTS * 32 * GROUPS, args, PARTS * self.shared, overlap=overlap)
         kernel = self.kernels[n_resident(n_job, tuple(self.kernels), n_multiprocessor)]
         kernel.launch(grid, 32 * GROUPS, args, self.shared, overlap=overlap)
 
@@ -189,13 +196,16 @@ def _step(
     """next: of gates and ups, the type of the downs; of downs None."""
     inner = next is not None
     capability = torch.cuda.get_device_capability(device)
-    stages, kernels = n_stages(type, pairs, capability, inner), {}
+    stages, ways = n_stages(type, pairs, capability, inner), residents(type, pairs, listed, inner)
     shared = stages * stage_bytes(type, pairs, inner)
-    for n in residents(type, pairs, listed, inner):
-        build = MoeBuild(type, pairs, stages, act, inner, listed, adds, next, n, limit)
+
+    def kernel(resident: int, split: bool, shared: int) -> Kernel:
+        build = MoeBuild(type, pairs, stages, act, inner, listed, adds, next, resident, limit, split)
         code = compile_cubin("moe", arch_of(capability), build.defines())
-        kernels[n] = code.kernel("moe", "pppp" + "ppp" + "ppp" + "pppp" + "pppppp" + "l" + 9 * "i").allow_shared(shared)
-    return _Compiled(kernels, shared, most_pairs(type, pairs, inner))
+        return code.kernel("moe", "pppp" + "ppp" + "ppp" + "pppp" + "pppppp" + "l" + 9 * "i").allow_shared(shared)
+
+    parts = kernel(0, True, PARTS * shared) if splits(type, pairs, listed, inner) else None
+    return _Compiled({n: kernel(n, False, shared) for n in ways}, parts, shared, most_pairs(type, pairs, inner))
 
 
 @per_device

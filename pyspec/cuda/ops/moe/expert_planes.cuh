@@ -5,6 +5,9 @@
 // an operand, whose columns 2 p and 2 p + 1 are the planes of pair p. Rows have a power for each 32 columns, or (INNER: the model's width)
 // for 64.
 //
+// PARTS 2: columns are summed in two parts, one after the other, or (SPLIT 2) side by side by two groups of warps: with few rows there is
+// little to do at once, and it is by more warps that loads and sums hide each other.
+//
 // Records lie as lanes need them and no two warps share one: they go to registers, a chunk ahead of their products (asking for more of
 // them in the second-level cache made all slower). Rows go to shared memory, PER_STAGE chunks at once, and so barriers are few.
 #pragma once
@@ -19,6 +22,17 @@ static_assert(CHUNK == 8 && TILE_ROWS == 4 && (PLANES == 2) == HALF_MINIMA && kP
 
 constexpr int kTiles = TILES_N;
 using Acc = float[kTiles][2];  // a lane's sums of rows g and g + 8, of pair t of each 4
+
+// A thread's sums of one part, until the other's are there. rest: [2 * kTiles][kThreads], of warps that have the same rows the same place.
+__device__ __forceinline__ void keep(const Acc& acc, float* rest) {
+#pragma unroll
+  for (int i = 0; i < 2 * kTiles; ++i) rest[i * kThreads + threadIdx.x % kThreads] = acc[i / 2][i % 2];
+}
+
+__device__ __forceinline__ void add_kept(Acc& acc, const float* rest) {
+#pragma unroll
+  for (int i = 0; i < 2 * kTiles; ++i) acc[i / 2][i % 2] += rest[i * kThreads + threadIdx.x % kThreads];
+}
 
 // f(pair, its sum of row g, of row g + 8)
 template <typename F>
@@ -81,40 +95,52 @@ __device__ __forceinline__ void add_chunk(Acc& acc, const Record& r, const Place
   }
 }
 
+// Chunks of the first part: whole stages.
+__device__ __forceinline__ int first_part(int n_chunk) { return min(n_chunk, (n_chunk + 7) / 8 * 4); }
+
 // An item's products. Where a tile has fewer groups than the CTA, the last warps do what the last group's does, and do not store it.
 class Line {
   const u8* weights;        // the lane's part of the warp's record
   const u8* row;            // of the lane's pair, or (up to 4 pairs) of the one that the warp copies
   int step;                 // from a record to the next chunk's
-  int n_chunk, n_row_left;  // all; of rows, not yet on their way
-  int warp;
+  int n_chunk, begin, n_own, n_row_left;  // all; the first and how many of this warp's; of rows, not yet on their way
+  int warp, part;
   u32 stages;
   Record record;
 
  public:
   __device__ __forceinline__ Line(u32 stages, Records own, int n_group, int n_chunk)
-      : step(own.step), n_chunk(n_chunk), n_row_left(n_chunk), stages(stages) {
+      : step(own.step), n_chunk(n_chunk), begin(0), n_own(n_chunk), part(0), stages(stages) {
     warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x >> 5), 0);  // as one number for all lanes
-    weights = own.first + min(warp, n_group - 1) * RECORD + threadIdx.x % 32 * 16;
+#if SPLIT > 1
+    part = warp / WARPS_M, warp %= WARPS_M;
+    const int n_first = first_part(n_chunk);
+    begin = part ? n_first : 0, n_own = part ? n_chunk - n_first : n_first;
+    this->stages += part * (STAGES * kStage);
+#endif
+    n_row_left = n_own;
+    weights = own.first + min(warp, n_group - 1) * RECORD + threadIdx.x % 32 * 16 + begin * static_cast<i64>(step);
   }
 
-  __device__ __forceinline__ void load_early() { fetch(record, weights); }
+  __device__ __forceinline__ void load_early() {
+    if (SPLIT == 1 || n_own > 0) fetch(record, weights);
+  }
 
   // Of the first stages, with a row for the thread's pair.
   __device__ __forceinline__ void load_first(const u8* x, const float*, const float*, int at, int, int, int n) {
-    row = x + at * (static_cast<i64>(n_chunk) * kOfRow);
+    row = x + at * (static_cast<i64>(n_chunk) * kOfRow) + begin * kOfRow;
     if (kPad <= 4) row = row_of(warp);
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) load_rows(i, n);
   }
 
-  __device__ __forceinline__ void multiply(Acc& acc, int n) {
+  __device__ __forceinline__ void multiply(Acc& acc, int n, float* rest) {
     if (kTiles == 1 || n > 4 * 6) {
-      multiply_tiles<kTiles>(acc, n);
+      multiply_tiles<kTiles>(acc, n, rest);
     } else if (n > 4 * 4) {
-      multiply_tiles<kTiles < 6 ? kTiles : 6>(acc, n);
+      multiply_tiles<kTiles < 6 ? kTiles : 6>(acc, n, rest);
     } else {
-      multiply_tiles<kTiles < 4 ? kTiles : 4>(acc, n);
+      multiply_tiles<kTiles < 4 ? kTiles : 4>(acc, n, rest);
     }
   }
 
@@ -136,28 +162,45 @@ class Line {
     n_row_left -= PER_STAGE;
   }
 
+  __device__ __forceinline__ void sync_part() const {
+#if SPLIT > 1
+    asm volatile("bar.sync %0, %1;" ::"r"(part + 1), "n"(kThreads) : "memory");
+#else
+    __syncthreads();
+#endif
+  }
+
   __device__ __forceinline__ const u8* row_of(int pair) const {
     return reinterpret_cast<const u8*>(__shfl_sync(0xffffffffu, reinterpret_cast<u64>(row), pair));
   }
 
   template <int kN>
-  __device__ __forceinline__ void multiply_tiles(Acc& acc, int n) {
+  __device__ __forceinline__ void multiply_tiles(Acc& acc, int n, float* rest) {
     const Places at(n);
     Record other;
-    for (int chunk = 0; chunk < n_chunk; chunk += 2) {
-      multiply_chunk<kN>(acc, record, other, at, chunk, n);
-      if (chunk + 1 < n_chunk) multiply_chunk<kN>(acc, other, record, at, chunk + 1, n);
+    int first = 0, end = PARTS > SPLIT ? first_part(n_chunk) : n_own;
+#pragma unroll 1
+    for (int i = SPLIT; i <= PARTS; ++i, first = end, end = n_own) {
+      for (int chunk = first; chunk < end; chunk += 2) {
+        multiply_chunk<kN>(acc, record, other, at, chunk, n);
+        if (chunk + 1 < end) multiply_chunk<kN>(acc, other, record, at, chunk + 1, n);
+      }
+      if (i == PARTS) break;
+      keep(acc, rest);
+#pragma unroll
+      for (int tile = 0; tile < kTiles; ++tile) acc[tile][0] = acc[tile][1] = 0.f;
     }
+    if (PARTS > SPLIT) add_kept(acc, rest);
   }
 
   template <int kN>
   __device__ __forceinline__ void multiply_chunk(Acc& acc, const Record& own, Record& next, const Places& at, int chunk, int n) {
     const int stage = chunk / PER_STAGE % STAGES, of_stage = chunk % PER_STAGE;
     weights += step;
-    if (chunk + 1 < n_chunk) fetch(next, weights);
+    if (chunk + 1 < n_own) fetch(next, weights);
     if (of_stage == 0) {
       copies_wait<STAGES - 2>();
-      __syncthreads();
+      sync_part();
       load_rows((stage + STAGES - 1) % STAGES, n);
     }
     add_chunk<kN>(acc, own, at, stages + stage * kStage + of_stage * kOfRow);

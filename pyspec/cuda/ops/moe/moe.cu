@@ -22,8 +22,8 @@
 // an item has up to kPad pairs (TILES_N of TILE_ROWS). Without lists, which cost a launch, there is a CTA for each pair: it looks for
 // the others that took the same expert, and ends unless it is the first of them, or the first after kPad others.
 //
-// A warp has 16 weight rows and all their columns, block after block: the order of sums is the same for all TILES_N, STAGES and
-// PER_STAGE, and so a row's bits depend neither on its place nor on its neighbours.
+// A warp has 16 weight rows and all their columns (SPLIT 2: or half of them), block after block: the order of sums is the same for all
+// TILES_N, STAGES, PER_STAGE and SPLIT, and so a row's bits depend neither on its place nor on its neighbours.
 //
 // Memory-bound: bytes of the experts in use, once for every kPad rows that took one. With few rows a CTA's work is
 // short and latency is what there is to hide: weights need the expert alone, so their first stages come before it is known
@@ -37,7 +37,13 @@
 //
 // Set by the launcher: TYPE, CHUNK, RECORD, TILES_N, TILE_ROWS, PER_STAGE (chunks in a stage), STAGES, RESIDENT (CTAs on a
 // multiprocessor that registers must allow), LISTED, INNER, ADDS, ACT, PLANES, NEXT_PLANES, and for linear.cuh WARPS_M 4, WARPS_N 1,
-// TILES_M 4. LIMIT where there is one: gates are cut at it before silu, ups at plus and minus it.
+// TILES_M 4. PARTS, and SPLIT with twice as many warps: see expert_planes.cuh. LIMIT where there is one: gates are cut at it before silu, ups at plus and minus it.
+#ifndef PARTS
+#define PARTS 1
+#endif
+#ifndef SPLIT
+#define SPLIT 1
+#endif
 #include "linear.cuh"
 #include "expert_sums.cuh"
 #include "overlap.cuh"
@@ -50,6 +56,7 @@
 #define SWIGLU 1  // rows 0-7 of each 16 are gates, 8-15 the ups of the same features
 #define RELU2 2
 
+constexpr int kBlock = SPLIT * kThreads;
 constexpr int kColumns = WARPS_M * (ACT == SWIGLU ? 8 : 16);  // of the activation, a CTA's
 static_assert(!INNER || kColumns % 32 == 0, "a CTA has whole blocks of the activation");
 
@@ -139,7 +146,7 @@ __device__ __forceinline__ void store_blocks(const Acc& acc, float* h, const flo
   constexpr int kQuads = kColumns / 4;
   const int step = (n_out + 255) / 256 * 8;
 #pragma unroll
-  for (int i = threadIdx.x; i < kPad * kQuads; i += kThreads) {
+  for (int i = threadIdx.x; i < kPad * kQuads; i += kBlock) {
     if ((i & ~31) / kQuads >= n) break;  // of a warp's tokens none is there
     const int token = i / kQuads, column = blockIdx.x * kColumns + i % kQuads * 4;
     const float4 v = *reinterpret_cast<const float4*>(h + token * (kColumns + 4) + i % kQuads * 4);
@@ -179,7 +186,7 @@ __device__ __forceinline__ void add_experts(const Add& add, int n_row, int n_qua
 // But for 9.0 and 10.0, whole numbers need more registers.
 constexpr int kResident = RESIDENT - (PLANES && (__CUDA_ARCH__ < 900 || __CUDA_ARCH__ >= 1200));
 
-extern "C" __global__ void __launch_bounds__(kThreads, kResident)
+extern "C" __global__ void __launch_bounds__(kBlock, kResident)
     moe(const u8* weights, const float* scales, const u8* shared_weights, const float* shared_scales, const u8* x,
         const float* sums, const float* powers, const int* ids, const int* order, const int4* items, float* y, u16* blocks,
         float* block_sums, float* block_powers, const float* row_weights, const float4* shared, const float* gate,
@@ -189,7 +196,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
   extern __shared__ uint4 stages[];
   __shared__ float power[kPad];
   __shared__ int target[kPad];  // the pair
-  __shared__ int found[LISTED ? 1 : kThreads / 32][kPad];
+  __shared__ int found[LISTED ? 1 : kBlock / 32][kPad];
   const int n_pass = (n_row + kPad - 1) / kPad, n_pair = n_row * n_used;
   const int own_item = static_cast<int>(blockIdx.y) - n_piece * n_pass;
   const bool is_shared = own_item < 0;
@@ -206,9 +213,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
     item = find_pairs(ids, own_item, n_pair, n_row, n_expert, found[threadIdx.x >> 5]);
 #endif
   }
-  const int lane = threadIdx.x & 31, group = threadIdx.x >> 5;
+  const int lane = threadIdx.x & 31, group = threadIdx.x / 32 % WARPS_M;
+  const bool is_first = SPLIT == 1 || threadIdx.x < kThreads;
   const int n_group = min(WARPS_M, n_tile16 - static_cast<int>(blockIdx.x) * WARPS_M);  // of 16 weight rows, the CTA's
-  const bool has_sums = group < n_group;
+  const bool has_sums = is_first && group < n_group;
 #if ADDS
   auto add = [&](int at, int quad) {  // made where it is used, from the launch's arguments: until then it takes no registers
     const ExpertSums experts(reinterpret_cast<const float4*>(y), row_weights, shared, gate, residual, at, n_row, n_used, n_out / 4,
@@ -253,7 +261,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResident)
   }
 
   Acc acc = {};
+#if PARTS > 1
+  __shared__ float rest[2 * kTiles * kThreads];
+  line.multiply(acc, item.n, rest);
+#if SPLIT > 1
+  if (!is_first) keep(acc, rest);
+  __syncthreads();
+  if (is_first) add_kept(acc, rest);
+#endif
+#elif PLANES
+  line.multiply(acc, item.n, nullptr);
+#else
   line.multiply(acc, item.n);
+#endif
 #if INNER
   __syncthreads();  // stages are read to the end
   float* h = reinterpret_cast<float*>(stages);

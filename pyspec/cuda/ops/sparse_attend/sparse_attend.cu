@@ -24,6 +24,7 @@
 //
 // Macros: DIM, N_ROT, HEADS (16, 32 or 64), KEYS, WARPS, BUFFERS, MAX_ROW, KV_KIND, OP_ID, SHARED_BYTES, MIN_BLOCKS.
 #include "blocks.cuh"
+#include "bulk.cuh"
 #include "mma.cuh"
 #include "matrices.cuh"
 #include "overlap.cuh"
@@ -389,7 +390,16 @@ __device__ __forceinline__ void store(const Shared& s, const Args& a, i64 part, 
     *reinterpret_cast<float2*>(a.part_ml + (part * a.n_head + head + i) * 2) = make_float2(s.run_m[i], s.run_l[i]);
 }
 
-__device__ __forceinline__ void attend_part(Shared& s, const Args& a, int i, int part, int head, bool load_q) {
+// The tile's keys to L2, while the predecessor ends. What it writes is read later all the same.
+__device__ __forceinline__ void ask_for_keys(const Shared& s, int buffer) {
+#if __CUDA_ARCH__ >= 900
+  for (int k = threadIdx.x; k < KEYS; k += THREADS)  // those whose sources the thread has found
+    if (s.source[buffer][k] != nullptr) bulk_prefetch(s.source[buffer][k], DIM * 2);
+#endif
+}
+
+// waited: for the predecessor, on which sources hang only where rows are chosen.
+__device__ __forceinline__ void attend_part(Shared& s, const Args& a, int i, int part, int head, bool load_q, bool& waited) {
   const int warp = threadIdx.x / 32, m_warp = warp / N_WARPS, n_warp = warp % N_WARPS;
   const int row = a.first + i, seq = a.row_seq[row], per = tiles_per_part(s.n_tile[i], a.per_part);
   const int begin = part * per, end = min(s.n_tile[i], begin + per);
@@ -399,10 +409,12 @@ __device__ __forceinline__ void attend_part(Shared& s, const Args& a, int i, int
   for (int tile = begin; tile < end; tile++) {
     const int buffer = BUFFERS == 2 ? (tile - begin) % 2 : 0;
     if (BUFFERS == 1 || tile == begin) {
+      if (!waited && a.chosen != nullptr && tile >= window_tiles(a.window)) wait_for_predecessor(), waited = true;
       for (int k = threadIdx.x; k < KEYS; k += THREADS) s.source[buffer][k] = source_of(a, row, seq, tile, k);
       if (load_q)
         for (int k = THREADS - 1 - threadIdx.x; k < N_ROT / 2; k += THREADS)  // other threads than the sources'
           s.angles[k] = turn_of(static_cast<double>(a.positions[row]), a.freq[k]);
+      if (!waited) ask_for_keys(s, buffer), wait_for_predecessor(), waited = true;
       __syncthreads();
       gather(s, buffer);
     }
@@ -445,8 +457,8 @@ sparse_parts(const float* q, const double* freq, const u16* own, const u16* ring
   Shared& s = *reinterpret_cast<Shared*>(raw);
   const Args a = {q, freq, own, ring, rows, {table, n_col, page_size, ratio, per_page, n_page}, positions, row_seq, seq_start, seq_slot,
                   chosen, part, part_ml, fault, q_step, top_k, n_head, n_slot, n_ring, window, first, n_row, n_all, max_part, per_part, scale, eps};
-  find_parts(s, a);
-  wait_for_predecessor();  // the layout was there before
+  find_parts(s, a);  // the layout was there before
+  bool waited = false;
   const int groups = (n_head + HEADS - 1) / HEADS, total = s.first[n_row] * groups;
   int loaded = -1;
 #pragma unroll 1
@@ -457,9 +469,10 @@ sparse_parts(const float* q, const double* freq, const u16* own, const u16* ring
 #pragma unroll
     for (int step = MAX_ROW / 2; step > 0; step /= 2)  // the last row whose parts begin at or before this one
       if (i + step < n_row && s.first[i + step] <= at) i += step;
-    attend_part(s, a, i, at - s.first[i], group * HEADS, loaded != i * groups + group);
+    attend_part(s, a, i, at - s.first[i], group * HEADS, loaded != i * groups + group, waited);
     loaded = i * groups + group;
   }
+  if (!waited) wait_for_predecessor();  // who comes behind counts on it
 }
 
 #include "sparse_merge.cuh"

@@ -127,27 +127,51 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
 
-// Over the lanes that differ in these two bits; every one has the same bits.
-__device__ __forceinline__ float sum_over(float v, int a, int b) {
-  v += __shfl_xor_sync(kAll, v, a);
-  return v + __shfl_xor_sync(kAll, v, b);
+#if N_ITER > 0
+__device__ __forceinline__ float one_over(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
-// Of a warp, lane 4 * from + to of the lower half has an element (the upper half has them once more).
+__device__ __forceinline__ float product(const float (&a)[kStreams], const float (&b)[kStreams]) {
+  return fmaf(a[0], b[0], a[1] * b[1]) + fmaf(a[2], b[2], a[3] * b[3]);
+}
+
+// Factors of rows (or columns) after a step that divides each by its sum.
+__device__ __forceinline__ void divide(float (&factor)[kStreams], const float (&of)[kStreams][kStreams], const float (&other)[kStreams],
+                                       float floor) {
+#pragma unroll
+  for (int i = 0; i < kStreams; ++i) factor[i] *= one_over(fmaf(factor[i], product(of[i], other), floor));
+}
+
+// Of a warp, lane 4 * from + to of the lower half has an element (the upper half has them once more). Twenty steps wait for each other, so
+// every lane goes through them with the whole matrix: it stays as it was, times a factor of each row and of each column.
 __device__ __forceinline__ float doubly_stochastic(float logit, float floor) {
   float most = fmaxf(logit, __shfl_xor_sync(kAll, logit, 1));
   most = fmaxf(most, __shfl_xor_sync(kAll, most, 2));
   const float e = expf(logit - most);
-  // Twenty steps wait for each other: divisions of two instructions, off by two units in the last place.
-  float v = __fdividef(e, sum_over(e, 1, 2)) + floor;
-  v = __fdividef(v, sum_over(v, 4, 8) + floor);
+  float sum = e + __shfl_xor_sync(kAll, e, 1);
+  sum += __shfl_xor_sync(kAll, sum, 2);
+  const float own = __fdividef(e, sum) + floor;
+  float rows[kStreams][kStreams], columns[kStreams][kStreams];
+#pragma unroll
+  for (int i = 0; i < kStreams * kStreams; ++i)
+    rows[i / kStreams][i % kStreams] = columns[i % kStreams][i / kStreams] = __shfl_sync(kAll, own, i);
+  float by_row[kStreams] = {1.f, 1.f, 1.f, 1.f}, by_column[kStreams] = {1.f, 1.f, 1.f, 1.f};
+  divide(by_column, columns, by_row, floor);
 #pragma unroll 1
   for (int i = 1; i < N_ITER; ++i) {
-    v = __fdividef(v, sum_over(v, 1, 2) + floor);
-    v = __fdividef(v, sum_over(v, 4, 8) + floor);
+    divide(by_row, rows, by_column, floor);
+    divide(by_column, columns, by_row, floor);
   }
-  return v;
+  float y = 0.f;
+#pragma unroll
+  for (int i = 0; i < kStreams * kStreams; ++i)
+    if ((threadIdx.x & 15) == i) y = own * by_row[i / kStreams] * by_column[i % kStreams];
+  return y;
 }
+#endif
 
 constexpr int kOwn = COLUMNS / 4;  // quads of a row
 
@@ -156,7 +180,7 @@ __device__ __forceinline__ float coefficient(const float* parts, const float* sc
   const int lane = threadIdx.x & 31;
   const float* from = parts + static_cast<i64>(row) * kChunks * kSlots + lane;
   float sum = 0.f;
-#pragma unroll 16
+#pragma unroll 32
   for (int i = 0; i < kChunks; ++i) sum += from[i * kSlots];
   const float squares = __shfl_sync(kAll, sum, COEFFICIENTS);
   const float m = sum * rsqrtf(squares / (kStreams * COLUMNS) + eps);
