@@ -16,7 +16,7 @@ import gc
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -33,11 +33,12 @@ HOW = {"ctx": 2560, "kv_type": "f16"}
 
 @dataclass(frozen=True)
 class Rounds:
-    """Milliseconds of a round by the number of streams, and what the op ran as; `error` instead of both."""
+    """Milliseconds of a round by the number of streams, and what the op ran as; `error` instead of both. plain: without drafts, where `ms` is with."""
 
     ms: dict[int, float]
     ran: str = ""
     error: str = ""
+    plain: dict[int, float] = field(default_factory=dict)
 
 
 def lower(op: str, tier: str) -> tuple[str, ...]:
@@ -77,7 +78,7 @@ def measured(
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     ms = {row.np: row.spec_round_ms if spec_len else row.plain_round_ms for row in rows}
-    return Rounds(ms, "/".join(sorted(ran)))
+    return Rounds(ms, "/".join(sorted(ran)), plain={row.np: row.plain_round_ms for row in rows})
 
 
 def main() -> int:
@@ -110,11 +111,15 @@ def main() -> int:
         if full.error or half.error:
             print(full.error or half.error)
             return 1
-        each = {n: (full.ms[n] - half.ms[n]) / (n_layer - n_layer // 2) for n in full.ms}
-        whole = {n: full.ms[n] + each[n] * (n_all - n_layer) for n in full.ms}
+        whole, plain = (
+            {n: b[n] + (b[n] - a[n]) / (n_layer - n_layer // 2) * (n_all - n_layer) for n in b}
+            for a, b in ((half.ms, full.ms), (half.plain, full.plain))
+        )
         asked = args.ops or list(dict.fromkeys(op.name for op, _ in survey.asked()))
-        shown = ", ".join(f"{n}: {full.ms[n]:.2f} ms ({whole[n]:.2f} of all {n_all})" for n in args.streams)
-        print(f"{args.model} {args.quant}, {n_layer} layers, a round of streams {shown}\n")
+        kinds = [("a round", full.ms, whole)] + ([("without drafts", full.plain, plain)] if args.spec_len else [])
+        for name, some, drawn in kinds:
+            shown = ", ".join(f"{n}: {some[n]:.2f} ms ({drawn[n]:.2f} of all {n_all})" for n in args.streams)
+            print(f"{args.model} {args.quant}, {n_layer} layers, {name} of streams {shown}\n")
         print("| op | as | " + " | ".join(f"{n}: ms, of the rate, of all layers'" for n in args.streams) + " |")
         print("| --- " * (2 + len(args.streams)) + "|")
         for op in asked if asked != ["none"] else ():

@@ -12,7 +12,6 @@ import argparse
 import multiprocessing
 import time
 from dataclasses import replace
-from itertools import product
 
 import torch
 from bench_linear import FLOOR, graph_us
@@ -22,7 +21,7 @@ from pyspec.cuda.ops.linear import ref as linear_ref
 from pyspec.cuda.ops.linear import tile_launch
 from pyspec.cuda.ops.linear import triton as linear_triton
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
-from pyspec.cuda.ops.linear.tiles import COLUMNS, FORMATS, ROWS, TiledMatrix
+from pyspec.cuda.ops.linear.tiles import COLUMNS, FORMATS, QUARTER, ROWS, TiledMatrix
 from pyspec.cuda.ops.rows import cuda as rows_cuda
 from pyspec.cuda.ops.rows import triton as rows_triton
 from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
@@ -35,7 +34,7 @@ MATRICES = (
     (5120, 6144, Epilogue.RESIDUAL),
 )
 OWN = (0, 0, 0)
-VARIANTS = (OWN, *product((1, 2), (3, 4), (12, 20)))
+VARIANTS = (OWN, (1, 3, 12), (1, 3, 16), (1, 3, 20), (1, 4, 12), (2, 3, 12))
 """Warps, stages, programs of a multiprocessor."""
 
 
@@ -47,36 +46,33 @@ def take(variant: tuple[int, int, int]) -> None:
 
 def random_tiles(spec: LinearSpec) -> TiledMatrix:
     """Planes of random bytes, with small scales."""
-    form, n_tile, n_chunk = FORMATS[spec.type], -(-spec.n_weight_row // ROWS), -(-spec.n_in // COLUMNS)
-    device = spec.device
+    form, n_tile = FORMATS[spec.type], -(-spec.n_weight_row // ROWS)
+    n_step, device = form.n_step(spec.n_in), spec.device
+    n_chunk, n_span = n_step * form.step, -(-spec.n_in // (form.group * form.span)) if form.span else 0
 
     def some(*shape: int) -> torch.Tensor:
         return torch.randint(0, 256, (n_tile, *shape), dtype=torch.uint8, device=device)
 
-    n_group = n_chunk * COLUMNS // form.group
-    n_span = -(-spec.n_in // (form.group * form.span)) if form.span else 0
-    small = torch.full((n_tile, n_group, ROWS), 1e-3, dtype=torch.float16, device=device)
-    supers = torch.full((n_tile, n_span, ROWS), 1e-3, dtype=torch.float16, device=device) if n_span else None
-    signed = spec.type in (GGMLType.Q6_K, GGMLType.Q3_K, GGMLType.IQ4_XS)
-    scales = some(n_group, ROWS).remainder_(64) if form.span or form.scale else small
-    minima = (some(n_group, ROWS).remainder_(64) if form.span else small) if form.minima else None
+    def small(n: int, of: int) -> torch.Tensor:
+        whole = torch.full((n_tile, n, ROWS, of), 1e-3, dtype=torch.float16, device=device)
+        return whole.view({1: torch.int16, 2: torch.int32, 4: torch.int64}[of]).squeeze(-1)
+
+    n_field = COLUMNS // form.group * (1 + form.minima)
+    if form.width == 16:
+        scales = small(n_chunk, n_field)
+    else:
+        fields = some(n_chunk, ROWS, n_field * form.width // 8).remainder_(64)
+        scales = fields.view({2: torch.int16, 4: torch.int32}[fields.shape[-1]]).squeeze(-1)
     return TiledMatrix(
         spec.type,
         spec.n_weight_row,
         spec.n_in,
-        some(n_chunk, ROWS, COLUMNS if form.bits == 8 else COLUMNS // 2),
-        some(n_chunk, ROWS, 8 * form.high) if form.high else None,
-        scales.view(torch.int8) if signed else scales,
-        minima,
-        supers,
-        supers if form.minima else None,
+        some(n_chunk, ROWS, COLUMNS * form.bits // 8),
+        some(n_step, ROWS, QUARTER) if form.high else None,
+        scales,
+        small(n_span, 1 + form.minima) if n_span else None,
         None,
     )
-
-
-def bytes_of(m: TiledMatrix) -> int:
-    planes = (m.codes, m.high, m.scales, m.minima, m.supers, m.super_minima)
-    return sum(p.numel() * p.element_size() for p in planes if p is not None)
 
 
 def given(spec: LinearSpec, n_row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -154,8 +150,8 @@ def main() -> None:
     before = linear_triton.STAGES, linear_triton.PROGRAMS, tile_launch.BLOCKS[8]
     for spec in specs:
         weights = [random_tiles(spec)]
-        weights += [random_tiles(spec) for _ in range(min(7, int(4e8 / bytes_of(weights[0]))))]
-        floor = bytes_of(weights[0]) / FLOOR * 1e6
+        weights += [random_tiles(spec) for _ in range(min(7, int(4e8 / weights[0].n_bytes)))]
+        floor = weights[0].n_bytes / FLOOR * 1e6
         try:
             cuda = [cuda_us(spec, rows) for rows in args.rows]
         except Exception as e:  # noqa: BLE001

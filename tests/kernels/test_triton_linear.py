@@ -56,7 +56,7 @@ def test_a_wrong_offset_is_noticed() -> None:
     """Or the check above could not fail."""
     spec = LinearSpec(CPU, GGMLType.Q4_0, 64, 256)
     run = linear_triton.bind(spec)
-    run.constants["OFFSET"] = 7
+    run.constants["BIAS"] = 7
     assert "differ" in (linear_cuda.check(run, linear_ref.bind(spec), spec, n_rows=(1,)) or "")
 
 

@@ -14,18 +14,17 @@ from pyspec.cuda.context import per_device
 from pyspec.cuda.ops.linear import tile_codes, tiles
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.tile_launch import block_of, constants, nothing, planes, table_of
-from pyspec.cuda.ops.linear.tiles import COLUMNS, FORMATS, ROWS, TiledMatrix
+from pyspec.cuda.ops.linear.tiles import FORMATS, ROWS, TiledMatrix
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import Prep, PrepKind, RowsSpec
 from pyspec.gguf import GGMLType
 
 PROGRAMS = 12  # of a multiprocessor, about: what a matrix is split for
-MOST_PROGRAMS = 20  # of Q6_K
 LEAST = 4  # chunks of a split
 STRETCH = 512
 STAGES = 3
 MAX_TICKETS = 1 << 16
-IN_PAIRS = (GGMLType.Q8_0, GGMLType.NVFP4)  # whose fewest rows two warps multiply faster than one
+IN_PAIRS: tuple[GGMLType, ...] = ()
 
 
 def limits(spec: LinearSpec) -> str | None:
@@ -51,17 +50,17 @@ class LinearTriton:
 
     def __init__(self, spec: LinearSpec) -> None:
         self.spec, self.none, self.table = spec, nothing(spec.device), table_of(spec.device, spec.type)
-        self.n_tile, n_chunk = -(-spec.n_weight_row // ROWS), -(-spec.n_in // COLUMNS)
-        programs = max(PROGRAMS, MOST_PROGRAMS if spec.type is GGMLType.Q6_K else 0)
-        wanted = -(-programs * tri.n_multiprocessor(spec.device) // self.n_tile)
-        per = max(LEAST, -(-n_chunk // wanted))
-        self.n_split = -(-n_chunk // per)
+        form = FORMATS[spec.type]
+        self.n_tile, n_step = -(-spec.n_weight_row // ROWS), form.n_step(spec.n_in)
+        wanted = -(-PROGRAMS * tri.n_multiprocessor(spec.device) // self.n_tile)
+        per = max(-(-LEAST // form.step), -(-n_step // wanted))
+        self.n_split = -(-n_step // per)
         is_gated = spec.epilogue is Epilogue.GATED
         self.n_unit = self.n_tile // 2 if is_gated else self.n_tile  # of which one is the last
         self.fuses = not is_gated or spec.n_out % ROWS == 0
         self.tickets = tickets_of(spec.device)
         self.constants = constants(spec.device, spec.type, spec.n_in) | {
-            "UNIT": tile_codes.unit(FORMATS[spec.type]),
+            "UNIT": tile_codes.unit(form),
             "PER": per,
         }
 
