@@ -18,10 +18,10 @@ from bench_linear import FLOOR, graph_us
 
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import ref as linear_ref
-from pyspec.cuda.ops.linear import tile_launch
 from pyspec.cuda.ops.linear import triton as linear_triton
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
-from pyspec.cuda.ops.linear.tiles import COLUMNS, FORMATS, QUARTER, ROWS, TiledMatrix
+from pyspec.cuda.ops.linear.tiles import FORMATS, TiledMatrix, drawn
+from pyspec.cuda.ops.linear.triton import LinearTriton
 from pyspec.cuda.ops.rows import cuda as rows_cuda
 from pyspec.cuda.ops.rows import triton as rows_triton
 from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
@@ -34,45 +34,19 @@ MATRICES = (
     (5120, 6144, Epilogue.RESIDUAL),
 )
 OWN = (0, 0, 0)
-VARIANTS = (OWN, (1, 3, 12), (1, 3, 16), (1, 3, 20), (1, 4, 12), (2, 3, 12))
+VARIANTS = ((1, 3, 12), (1, 3, 16), (1, 3, 20), (1, 4, 12), (2, 3, 12))
 """Warps, stages, programs of a multiprocessor."""
 
 
-def take(variant: tuple[int, int, int]) -> None:
-    if variant != OWN:
-        warps, linear_triton.STAGES, linear_triton.PROGRAMS = variant
-        tile_launch.BLOCKS[8] = warps
+def taken(spec: LinearSpec, variant: tuple[int, int, int]) -> LinearTriton:
+    if variant == OWN:
+        return linear_triton.bind(spec)
+    warps, linear_triton.STAGES, programs = variant
+    return LinearTriton(spec, (warps, programs))
 
 
 def random_tiles(spec: LinearSpec) -> TiledMatrix:
-    """Planes of random bytes, with small scales."""
-    form, n_tile = FORMATS[spec.type], -(-spec.n_weight_row // ROWS)
-    n_step, device = form.n_step(spec.n_in), spec.device
-    n_chunk, n_span = n_step * form.step, -(-spec.n_in // (form.group * form.span)) if form.span else 0
-
-    def some(*shape: int) -> torch.Tensor:
-        return torch.randint(0, 256, (n_tile, *shape), dtype=torch.uint8, device=device)
-
-    def small(n: int, of: int) -> torch.Tensor:
-        whole = torch.full((n_tile, n, ROWS, of), 1e-3, dtype=torch.float16, device=device)
-        return whole.view({1: torch.int16, 2: torch.int32, 4: torch.int64}[of]).squeeze(-1)
-
-    n_field = COLUMNS // form.group * (1 + form.minima)
-    if form.width == 16:
-        scales = small(n_chunk, n_field)
-    else:
-        fields = some(n_chunk, ROWS, n_field * form.width // 8).remainder_(64)
-        scales = fields.view({2: torch.int16, 4: torch.int32}[fields.shape[-1]]).squeeze(-1)
-    return TiledMatrix(
-        spec.type,
-        spec.n_weight_row,
-        spec.n_in,
-        some(n_chunk, ROWS, COLUMNS * form.bits // 8),
-        some(n_step, ROWS, QUARTER) if form.high else None,
-        scales,
-        small(n_span, 1 + form.minima) if n_span else None,
-        None,
-    )
+    return drawn(spec.type, spec.n_weight_row, spec.n_in, spec.device)
 
 
 def given(spec: LinearSpec, n_row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -86,8 +60,6 @@ def given(spec: LinearSpec, n_row: int) -> tuple[torch.Tensor, torch.Tensor, tor
 def built(task: tuple[LinearSpec, tuple[int, int, int], bool]) -> str:
     """Compile, in a process of its own."""
     spec, variant, checks = task
-    before = linear_triton.STAGES, linear_triton.PROGRAMS, tile_launch.BLOCKS[8]
-    take(variant)
     try:
         if checks:
             run = linear_triton.bind(spec)
@@ -100,15 +72,13 @@ def built(task: tuple[LinearSpec, tuple[int, int, int], bool]) -> str:
             return f"{spec.type.name} {spec.epilogue.name}: {why or 'right'}"
         small = replace(spec, device=torch.device("cuda", 0))
         x, powers, out, residual = given(small, 1)
-        linear_triton.bind(small).multiply(x, powers, random_tiles(small), out, residual)
-        if variant == OWN:
+        taken(small, variant).multiply(x, powers, random_tiles(small), out, residual)
+        if variant in (OWN, VARIANTS[0]):
             linear_cuda.bind(small)
         torch.cuda.synchronize()
         return ""
     except Exception as e:  # noqa: BLE001 - a variant that does not compile is left out
         return f"{spec.type.name} {variant}: {type(e).__name__}: {str(e)[:200]}"
-    finally:
-        linear_triton.STAGES, linear_triton.PROGRAMS, tile_launch.BLOCKS[8] = before
 
 
 def cuda_us(spec: LinearSpec, rows: int) -> float:
@@ -119,8 +89,8 @@ def cuda_us(spec: LinearSpec, rows: int) -> float:
     return graph_us([lambda w=w: launch.multiply(ready, w, out, residual) for w in weights * 6])
 
 
-def triton_us(spec: LinearSpec, weights: list[TiledMatrix], rows: int) -> float:
-    run = linear_triton.bind(spec)
+def triton_us(spec: LinearSpec, variant: tuple[int, int, int], weights: list[TiledMatrix], rows: int) -> float:
+    run = taken(spec, variant)
     x, powers, out, residual = given(spec, rows)
     return graph_us(
         [lambda w=w: run.multiply(x, powers, w, out, residual) for w in weights * max(2, 24 // len(weights))]
@@ -147,7 +117,6 @@ def main() -> None:
             if said:
                 print(said, flush=True)
     print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
-    before = linear_triton.STAGES, linear_triton.PROGRAMS, tile_launch.BLOCKS[8]
     for spec in specs:
         weights = [random_tiles(spec)]
         weights += [random_tiles(spec) for _ in range(min(7, int(4e8 / weights[0].n_bytes)))]
@@ -162,13 +131,11 @@ def main() -> None:
             *(f"{us:.1f}" for us in cuda),
         )
         for variant in variants:
-            take(variant)
             try:
-                us = [triton_us(spec, weights, rows) for rows in args.rows]
+                us = [triton_us(spec, variant, weights, rows) for rows in args.rows]
                 print("  ", *(variant if variant != OWN else ("own",)), ":", *(f"{x:.1f}" for x in us), flush=True)
             except Exception as e:  # noqa: BLE001
                 print("  ", variant, f"{type(e).__name__}: {str(e)[:100]}", flush=True)
-            linear_triton.STAGES, linear_triton.PROGRAMS, tile_launch.BLOCKS[8] = before
         del weights
         torch.cuda.empty_cache()
 

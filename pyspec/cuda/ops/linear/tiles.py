@@ -133,6 +133,30 @@ def tile(raw: Tensor, type: GGMLType, shape: tuple[int, int], row_scales: Tensor
     return TiledMatrix(type, n_out, n_in, codes, high, scales, supers, row_scales)
 
 
+def drawn(type: GGMLType, n_out: int, n_in: int, device: torch.device) -> TiledMatrix:
+    """A matrix of random codes and equal scales, to measure with."""
+    form, n_tile = FORMATS[type], -(-n_out // ROWS)
+    n_step, kinds = form.n_step(n_in), 1 + form.minima
+
+    def codes(n: int, width: int) -> Tensor:
+        return torch.empty(n_tile, n, ROWS, width, dtype=torch.uint8, device=device).random_()
+
+    def equal(n: int, bits: int, is_float: bool) -> Tensor:
+        whole, field = {16: torch.int16, 32: torch.int32, 64: torch.int64}[bits], 0x3C00 if is_float else 0x7F7F
+        return torch.full((n_tile, n, ROWS), field * ((1 << bits) // 0xFFFF), dtype=whole, device=device)
+
+    return TiledMatrix(
+        type,
+        n_out,
+        n_in,
+        codes(n_step * form.step, COLUMNS * form.bits // 8),
+        codes(n_step, QUARTER) if form.high else None,
+        equal(n_step * form.step, COLUMNS // form.group * kinds * form.width, form.width == 16),
+        equal(-(-n_in // (form.group * form.span)), 16 * kinds, True) if form.span else None,
+        None,
+    )
+
+
 def _tiles(form: TiledFormat, c: Codes, n_in: int) -> tuple[Tensor | None, ...]:
     wide = form.n_step(n_in) * form.step * COLUMNS
     q = _blocked(F.pad(c.values, (0, wide - n_in)), COLUMNS)  # [tile, chunk, row, 64]
