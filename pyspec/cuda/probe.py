@@ -52,7 +52,7 @@ def examined(candidate: Candidate, key: verdicts.Key, by: Prober) -> Verdict:
     took = time.perf_counter() - began
     log.info("checked %s %s in %.1f s: %s", candidate.op, candidate.impl, took, found.refusal or "right")
     if found.lasting:
-        verdicts.save(key, found.refusal)
+        verdicts.save(key, found.refusal, found.choice)
     return found
 
 
@@ -125,7 +125,7 @@ class Prober:
                 continue
             if answer["spoilt"]:
                 self._drop()
-            return Verdict(answer["refusal"], answer["lasting"]), ""
+            return Verdict(answer["refusal"], answer["lasting"], answer["choice"]), ""
 
     def _drop(self) -> None:
         if self._child is not None:
