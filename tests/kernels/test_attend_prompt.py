@@ -46,7 +46,7 @@ class Counted:
 @pytest.mark.parametrize("seqs", BATCHES.values(), ids=BATCHES.keys())
 def test_rows_equal_the_reference_whoever_runs_them(seqs: list[tuple[int, int]], dtype: torch.dtype) -> None:
     made, own = make(Case(*HEADS, dtype, seqs, scale=0.125), CPU), Counted()
-    got = attend_prompt.beside(own, attend_prompt.by_torch(SPEC))(made.q, made.pool, made.plain, 0)
+    got = attend_prompt.beside(own, attend_prompt.reference(SPEC))(made.q, made.pool, made.plain, 0)
     assert worst(got, attend_ref.bind(SPEC)(made.q, made.pool, made.plain)) < TOLERANCE[dtype]
     assert own.widths == [w for _, w in seqs if w < MANY]
 
@@ -73,7 +73,7 @@ def test_pieces_of_prompts_behind_many_keys_are_the_librarys(
 def test_a_sequence_has_the_same_bits_alone() -> None:
     made = make(Case(*HEADS, torch.float16, BATCHES["two prompts"], scale=0.125), CPU)
     alone = make(Case(*HEADS, torch.float16, BATCHES["first chunk"], scale=0.125), CPU)
-    attend = attend_prompt.beside(attend_ref.bind(SPEC), attend_prompt.by_torch(SPEC))
+    attend = attend_prompt.beside(attend_ref.bind(SPEC), attend_prompt.reference(SPEC))
     keys = attend_ref.key_rows(alone.plain, 0), attend_ref.key_rows(made.plain, 0)
     for to, source in ((alone.pool.k, made.pool.k), (alone.pool.v, made.pool.v)):
         to[keys[0]] = source[keys[1]]
@@ -86,7 +86,7 @@ def test_a_sequence_has_the_same_bits_alone() -> None:
 def test_blocks_windows_f32_and_sinks_stay_with_our_own(change: dict[str, object]) -> None:
     case, own = replace(Case(*HEADS, torch.float16, [(20, MANY)]), **change), Counted()  # type: ignore[arg-type]
     made = make(case, CPU)
-    attend_prompt.beside(own, attend_prompt.by_torch(SPEC))(made.q, made.pool, made.plain, case.window, made.sinks)
+    attend_prompt.beside(own, attend_prompt.reference(SPEC))(made.q, made.pool, made.plain, case.window, made.sinks)
     assert own.widths == [MANY]
 
 
@@ -94,7 +94,7 @@ def test_the_check_finds_a_shifted_mask() -> None:
     def shifted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # upper left where keys and rows differ in number
         return attend_prompt.reference(SPEC)(q, k[: len(q)], v[: len(q)])
 
-    assert attend_prompt.check(attend_prompt.by_torch(SPEC), attend_prompt.reference(SPEC), SPEC) is None
+    assert attend_prompt.check(attend_prompt.reference(SPEC), attend_prompt.reference(SPEC), SPEC) is None
     assert "differs" in str(attend_prompt.check(shifted, attend_prompt.reference(SPEC), SPEC))
     assert op.refusal(op.impls[0], SPEC) == "for GPUs"
 

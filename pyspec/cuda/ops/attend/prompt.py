@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from pyspec.cuda.context import per_device
 from pyspec.cuda.exact import EXACT
@@ -29,11 +27,6 @@ from pyspec.cuda.ops.attend.ref import Attend, AttendSpec, key_rows
 from pyspec.slots.batch import Batch, Seq
 from pyspec.slots.kv import KVPool
 
-BACKENDS = [
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]  # cuDNN's is built anew for each length
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -54,12 +47,13 @@ def reference(spec: AttendSpec) -> Run:
 
 
 def by_torch(spec: AttendSpec) -> Run:
+    """Flash attention as torch has it, asked for by its own name: what chooses between libraries takes longer than it on short prompts,
+    and the mask's module imports all of torch's compiler, a second or more (docs/log.md). Its mask is that of the last rows."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         parts = [t.transpose(0, 1)[None] for t in (q.to(k.dtype), k, v)]
-        mask = causal_lower_right(len(q), len(k))
-        with sdpa_kernel(BACKENDS):
-            y = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=spec.scale, enable_gqa=True)
-        return y[0].transpose(0, 1).float()
+        return flash(*parts, 0.0, True, scale=spec.scale)[0][0].transpose(0, 1).float()
 
     return run
 
