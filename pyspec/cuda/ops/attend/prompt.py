@@ -72,10 +72,23 @@ def limits(spec: AttendSpec) -> str | None:
     return None
 
 
+Case = tuple[int, int, torch.dtype]  # rows, keys
+
+
 def check(launch: Run, other: Run, spec: AttendSpec) -> str | None:
-    """As many keys as rows, and more; and behind blocks of every size."""
-    gen, blocks = torch.Generator().manual_seed(0), sum(prompt_blocks.BLOCKS[-3:])
-    cases = ((MANY, MANY, torch.float16), (300, 1500, torch.bfloat16), (MANY, blocks + MANY + 7, torch.float16))
+    """As many keys as rows, and more."""
+    return _compared(launch, other, spec, ((MANY, MANY, torch.float16), (300, 1500, torch.bfloat16)))
+
+
+def check_blocks(launch: Run, other: Run, spec: AttendSpec) -> str | None:
+    """Behind blocks of three sizes, and without any."""
+    behind = sum(prompt_blocks.BLOCKS[-3:])
+    n = prompt_blocks.LEAST
+    return _compared(launch, other, spec, ((n, n, torch.bfloat16), (n, behind + n + 7, torch.float16)))
+
+
+def _compared(launch: Run, other: Run, spec: AttendSpec, cases: Sequence[Case]) -> str | None:
+    gen = torch.Generator().manual_seed(0)
     for n, n_key, dtype in cases:
         q = torch.randn(n, spec.n_head, spec.head_dim, generator=gen).to(spec.device)
         k, v = (torch.randn(n_key, spec.n_kv_head, spec.head_dim, generator=gen).to(spec.device, dtype) for _ in "kv")
@@ -88,10 +101,31 @@ def check(launch: Run, other: Run, spec: AttendSpec) -> str | None:
 attend_prompt: Op[AttendSpec] = Op(  # without the library, `attend` takes prompts, too
     "attend_prompt",
     Impl("attend", reference),
-    [Impl("cudnn", by_cudnn, prompt_blocks.limits), Impl("library", by_torch, limits)],
+    [Impl("library", by_torch, limits)],
     check,
     home="pyspec.cuda.ops.attend.prompt:attend_prompt",
 )
+attend_blocks: Op[AttendSpec] = Op(  # the same behind many keys; without it the library takes those, too
+    "attend_blocks",
+    Impl("attend", reference),
+    [Impl("cudnn", by_cudnn, prompt_blocks.limits)],
+    check_blocks,
+    home="pyspec.cuda.ops.attend.prompt:attend_blocks",
+)
+
+
+def prompts(spec: AttendSpec) -> Run:
+    """The library, and what is faster behind many keys once that is known to be right. It takes seconds to find out, for cuDNN is loaded for it,
+    so neither a load nor a round waits: until then the library takes these, too."""
+    short, blocks = attend_prompt.bind(spec), by_cudnn(spec)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not prompt_blocks.takes(len(q), len(k)):
+            return short(q, k, v)
+        is_right = spec in attend_blocks.decided and attend_blocks.runs_as("cudnn", spec)
+        return (blocks if is_right else short)(q, k, v)
+
+    return run
 
 
 def with_prompts(own: Attend, spec: AttendSpec) -> Attend:
@@ -101,7 +135,7 @@ def with_prompts(own: Attend, spec: AttendSpec) -> Attend:
         return in_pieces(own)
     if spec.device.type != "cuda" or spec.has_sinks or attend_prompt.chosen(spec) is attend_prompt.reference:
         return own
-    return beside(own, attend_prompt.bind(spec))
+    return beside(own, prompts(spec))
 
 
 def is_long(seq: Seq, n_key: int) -> bool:
