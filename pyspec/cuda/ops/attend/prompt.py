@@ -215,16 +215,35 @@ def beside(own: Attend, prompt: Run) -> Attend:
         long = _long(batch) if takes and pool.dtype is not torch.float32 else []
         if not long:
             return own(q, pool, batch, window, sinks, **more)
+        if len(batch.seqs) == 1:
+            return prompt(q, *keys_of(pool, batch, 0)).contiguous()
         out = torch.empty_like(q)
         if (others := _others(q.device).of(batch, long)) is not None:
             out[others.rows] = own(q[others.rows], pool, others.batch, window, None)
         for i in long:
-            rows, keys = slice(batch.starts[i], batch.starts[i + 1]), key_rows(batch, i)
-            half = torch.bfloat16 if pool.dtype is torch.bfloat16 else torch.float16  # as in attend.cu
-            out[rows] = prompt(q[rows], *pool.read(keys, half))
+            rows = slice(batch.starts[i], batch.starts[i + 1])
+            out[rows] = prompt(q[rows], *keys_of(pool, batch, i))
         return out
 
     return attend
+
+
+def keys_of(pool: KVPool, batch: Batch, i: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of a sequence in a type that the library takes: where they lie one after the other, as in pages that were taken
+    together, they are not copied."""
+    half = torch.bfloat16 if pool.dtype is torch.bfloat16 else torch.float16  # as in attend.cu
+    n, size, at = batch.max_hi[i], batch.page_size, _run_of(batch, i)
+    if at is None or pool.dtype is not half:
+        return pool.read(key_rows(batch, i), half)
+    rows = slice(at * size, at * size + n)
+    return pool.k[rows], pool.v[rows]
+
+
+def _run_of(batch: Batch, i: int) -> int | None:
+    """The first page of a sequence whose pages follow each other; None of others."""
+    n = -(-batch.max_hi[i] // batch.page_size)
+    pages = batch.pages[i][:n].tolist() if i < len(batch.pages) else []
+    return pages[0] if len(pages) == n and pages == list(range(pages[0], pages[0] + n)) else None
 
 
 @dataclass(frozen=True, slots=True)
