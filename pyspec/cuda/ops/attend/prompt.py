@@ -211,6 +211,8 @@ def beside(own: Attend, prompt: Run) -> Attend:
     def attend(
         q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None, **more: Tensor | None
     ) -> Tensor:
+        if batch.prompt:
+            return prompt(q, *own_keys(pool, batch)).contiguous()
         takes = batch.causal and batch.bucket is None and window == 0 and sinks is None
         long = _long(batch) if takes and pool.dtype is not torch.float32 else []
         if not long:
@@ -228,10 +230,21 @@ def beside(own: Attend, prompt: Run) -> Attend:
     return attend
 
 
+def own_keys(pool: KVPool, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Keys and values of a prompt that stands alone, padded as a graph has it: no row sees what stands behind it, but what is masked must still
+    be a number, so the first token's stand there."""
+    rows = torch.where(batch.row_seq >= 0, batch.kv_rows, batch.kv_rows[0])
+    return pool.read(rows, _half(pool))
+
+
+def _half(pool: KVPool) -> torch.dtype:
+    return torch.bfloat16 if pool.dtype is torch.bfloat16 else torch.float16  # as in attend.cu
+
+
 def keys_of(pool: KVPool, batch: Batch, i: int) -> tuple[Tensor, Tensor]:
     """Keys and values of a sequence in a type that the library takes: where they lie one after the other, as in pages that were taken
     together, they are not copied."""
-    half = torch.bfloat16 if pool.dtype is torch.bfloat16 else torch.float16  # as in attend.cu
+    half = _half(pool)
     n, size, at = batch.max_hi[i], batch.page_size, _run_of(batch, i)
     if at is None or pool.dtype is not half:
         return pool.read(key_rows(batch, i), half)
