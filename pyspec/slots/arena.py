@@ -18,14 +18,8 @@ from torch import Tensor
 
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 WIDE = (192, 256, 384, 512, 768, 1024)  # besides, where verifies or drafts of all slots may have so many rows
-PROMPTS = (
-    192,
-    256,
-    320,
-    384,
-    448,
-    512,
-)  # of graphs for a prompt that stands alone: finer, for its rows are most of its time
+PROMPTS = (256, 320, 384, 448, 512)  # of a prompt that stands alone: finer, for its rows are most of its time
+LEAST_PROMPT = 192  # rows of one: with fewer the library's attention does not take it, graph or not
 SEQUENCES = (8, 32)  # of a graph, besides as many as its rows and slots allow: what no sequence needs is not launched
 N_STAGE = 3  # host copies: the one being written is never the one in flight
 ROW64 = ("tokens", "positions", "kv_rows", "hi", "lo", "out_rows")
@@ -183,7 +177,7 @@ class Arena:
 
     def prompt_bucket(self, n_row: int) -> int | None:
         """Of a prompt that stands alone; None: there is no graph for it."""
-        if n_row <= BUCKETS[-1]:
+        if n_row < LEAST_PROMPT:
             return None
         return min((rows for rows in self.prompts if n_row <= rows), default=None)
 

@@ -15,8 +15,10 @@ from pyspec.cuda.ops.attend.cases import TOLERANCE, Case, make, worst
 from pyspec.cuda.ops.attend.cuda import FEW, MANY, SPLIT
 from pyspec.cuda.ops.attend.prompt import attend_prompt as op
 from pyspec.cuda.ops.attend.ref import AttendSpec
-from pyspec.slots.batch import Batch, Seq
+from pyspec.slots.arena import LEAST_PROMPT, Arena
+from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.kv import KVPool
+from pyspec.slots.table import SlotTable
 
 CPU = torch.device("cpu")
 HEADS = (6, 2, 64)
@@ -180,3 +182,38 @@ def test_the_library_is_loaded_where_a_slot_may_hold_a_block() -> None:
     for n_key in (least - 1, least, 10 * least):
         prompt_blocks.warm(lambda q, k, v: asked.append((len(q), len(k))) or q, SPEC, n_key)
     assert asked == [(prompt_blocks.LEAST, least)] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
+def test_a_prompt_replayed_in_a_graph_sees_its_own_keys_alone(dtype: torch.dtype) -> None:
+    """What stands behind its rows in its pages, and in the row that padding is written to, is no number here."""
+    table, arena, n = SlotTable(2, 8, 64), Arena(2, 4, CPU), MANY + 7
+    assert LEAST_PROMPT == MANY, "who runs a sequence depends on its own rows and keys alone"
+    arena.prompts.add(256)
+    captured = lay_out(table, [Seq(1, 0, [0] * 256, keep=True, n_out=1)], CPU, arena=arena)
+    lay_out(table, [Seq(1, 0, [0] * n, keep=True, n_out=1)], CPU, arena=arena)
+    plain = lay_out(table, [Seq(1, 0, [0] * n, keep=True, n_out=1)], CPU)
+    pool, gen = KVPool(table.n_alloc_row, *HEADS[1:], dtype, CPU), torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(256, heads, HEADS[2], generator=gen) for heads in (HEADS[0], HEADS[1], HEADS[1]))
+    for plane in pool.planes:
+        if plane.dtype is not torch.int8:
+            plane.fill_(torch.nan)
+    pool.write(plain.kv_rows, k[:n], v[:n])
+    attend = attend_prompt.beside(attend_ref.bind(SPEC), attend_prompt.reference(SPEC))
+    got, want = attend(q, pool, captured), attend_ref.bind(SPEC)(q[:n], pool, plain)
+    assert ((got[:n] - want).norm(dim=-1) / want.norm(dim=-1)).amax() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("follow", [True, False])
+def test_keys_in_pages_that_follow_each_other_are_not_copied(follow: bool) -> None:
+    table, n = SlotTable(2, 8, 64), 150
+    lay_out(table, [Seq(0, 0, [0] * 64)], CPU)
+    lay_out(table, [Seq(1, 0, [0] * 64)], CPU)
+    batch = lay_out(table, [Seq(1 if follow else 0, 0, [0] * n, keep=True)], CPU)
+    pool = KVPool(table.n_alloc_row, *HEADS[1:], torch.float16, CPU)
+    for plane in pool.planes:
+        plane.copy_(torch.randn(plane.shape))
+    k, v = attend_prompt.keys_of(pool, batch, 0)
+    for got, plane in ((k, pool.k), (v, pool.v)):
+        assert torch.equal(got, plane[attend_ref.key_rows(batch, 0)])
+        assert (got.untyped_storage().data_ptr() == plane.untyped_storage().data_ptr()) is follow
