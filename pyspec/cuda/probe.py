@@ -42,6 +42,12 @@ def verdict(candidate: Candidate) -> str | None:
     return examined(candidate, key, prober()).refusal
 
 
+def is_awaited(candidate: Candidate) -> bool:
+    """Whether it is being found out, and who asks has to wait."""
+    promise = promised.get(verdicts.name_of(verdicts.key_of(candidate)))
+    return promise is not None and not promise.done()
+
+
 def examined(candidate: Candidate, key: verdicts.Key, by: Prober) -> Verdict:
     """What is kept of it, or what a child of `by` finds, which is kept then."""
     kept = verdicts.load(key)

@@ -111,6 +111,8 @@ def _main() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     except (ImportError, ValueError, OSError):
         log.debug("cores are dumped as usual")
+    import pyspec.cuda.programs  # noqa: F401 - all ops: while whoever asks is not that far yet
+
     serve(sys.stdin.buffer, answers)
 
 

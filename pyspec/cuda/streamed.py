@@ -57,6 +57,7 @@ class Streamed:
         self.tall, self.tall_added = _tall(spec), _tall(adding)
         self.few_rows = 0 if EXACT.is_on and self.tall is not None else FEW_ROWS
         self.wide_rows = None if wide is None else WideRows(device, packed.n_in)
+        self.wide_turned = None if wide is None else wide.T
         self.whole: dict[RowsSpec, Callable[[Tensor, Prep], Tensor] | None] = {}  # what prepares rows that stay f32
         self.max_rows = COPY_ROWS if self.tall is None else self.tall.max_rows  # without the copy
 
@@ -128,9 +129,9 @@ class Streamed:
         return prep(x) if whole is None else whole(x, prep)
 
     def _wide(self, x: Tensor, prep: Prep | None, residual: Tensor | None) -> Tensor:
-        assert self.wide is not None and self.wide_rows is not None
+        assert self.wide_turned is not None and self.wide_rows is not None
         half, powers = self.wide_rows(*self._fused(x, prep))
-        return self.wide_rows.finish(torch.mm(half, self.wide.T, out_dtype=torch.float32), powers, residual)
+        return self.wide_rows.finish(torch.mm(half, self.wide_turned, out_dtype=torch.float32), powers, residual)
 
 
 class StreamedParts:

@@ -18,7 +18,7 @@ from pyspec.cuda.ops.ahead.ref import AheadSpec
 from pyspec.cuda.ops.angles.op import angles
 from pyspec.cuda.ops.angles.ref import AnglesSpec
 from pyspec.cuda.ops.attend.op import attend
-from pyspec.cuda.ops.attend.prompt import attend_prompt
+from pyspec.cuda.ops.attend.prompt import attend_blocks, attend_prompt
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.cuda.ops.best.op import best
 from pyspec.cuda.ops.best.ref import BestSpec
@@ -53,6 +53,10 @@ from pyspec.models.moe import MoeShape
 from pyspec.models.weights import PLAIN, scale_of
 
 Ask = tuple[Op[Any], Any]
+ORDER = {
+    attend_prompt.name: -1,
+    attend_blocks.name: 1,
+}  # a library is loaded for either; and for the last no load waits
 
 
 def asks_of(d: Description) -> list[Ask]:
@@ -69,9 +73,7 @@ def asks_of(d: Description) -> list[Ask]:
     elif d.draft.kind == "mtp" and isinstance(d.own, DecoderConfig):
         found += _layer(d.own.mtp_layer, f"blk.{d.own.n_layer}", d.draft.file or d.file, d)
     found += [(best, BestSpec(d.device)), (ahead, AheadSpec(d.device))]
-    found.sort(
-        key=lambda ask: ask[0] is not attend_prompt
-    )  # whose check takes longest: a library loads its kernels for it
+    found.sort(key=lambda ask: ORDER.get(ask[0].name, 0))
     return list({(op.name, spec): (op, spec) for op, spec in found}.values())
 
 
@@ -173,6 +175,7 @@ def _attention(s: AttentionShape, turned: RopeKvSpec, has_sinks: bool, d: Descri
     yield attend, spec
     if d.is_cuda and not has_sinks:
         yield attend_prompt, spec
+        yield attend_blocks, spec
     yield rope_kv, turned
     yield rope_kv, replace(turned, n_q=0, gated=False)
     if s.gated and _packs(d):

@@ -30,12 +30,13 @@ from pyspec.errors import ConfigError, DeviceError, ModelError, PairError
 from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.models import coarse, read_config
 from pyspec.models.cuts import check_ranks
+from pyspec.models.decoder import DecoderConfig
 from pyspec.models.target import ModelConfig
 from pyspec.models.weight_bytes import repacked_bytes, shares_of, weight_bytes, wide_bytes
 from pyspec.models.weights import HEAD, check_tensors, cuts_of
 from pyspec.ranges import quoted
 from pyspec.registry import ARCHITECTURES, drafters
-from pyspec.slots.arena import BUCKETS, bucket_of, graph_shapes, most_rows
+from pyspec.slots.arena import BUCKETS, PROMPTS, bucket_of, graph_shapes, most_rows
 from pyspec.slots.kv import KV_DTYPES
 from pyspec.slots.parts import CacheSizes
 from pyspec.slots.recurrent import late_rows
@@ -356,12 +357,21 @@ def _workspace(d: Description) -> tuple[int, int]:
         n_ff=c.n_ff,
         n_vocab=c.n_vocab,
         graph_rows=sum(bucket_of(n, most) or n for n, _ in graphs),
+        prompt_rows=_prompt_rows(d),
         large_rows=large,
         n_tap=len(d.draft.needs.taps),
         n_held=d.draft.n_held,
         key_bytes=key_size * d.n_ctx * c.attention.n_kv_head * c.attention.head_dim,
     )
     return workspace_bytes(sizes, cuda=d.is_cuda)
+
+
+def _prompt_rows(d: Description) -> int:
+    """Of all graphs of prompts, where the model has any."""
+    if not d.is_cuda or d.settings.tp > 1 or d.settings.exact or not isinstance(d.own, DecoderConfig):
+        return 0
+    has_any = all(layer.moe is None and layer.mixer != "mamba" for layer in d.own.layers)
+    return sum(n for n in PROMPTS if n <= min(d.batch, d.n_ctx)) if has_any else 0
 
 
 def _scratch(d: Description) -> int:

@@ -20,7 +20,7 @@ from contextlib import suppress
 import torch
 
 from pyspec.config import EngineSettings
-from pyspec.cuda import exact, probe, tiers
+from pyspec.cuda import exact, prepare, probe, tiers
 from pyspec.cuda.collective import Collective, Rank
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.examine import EXAMINATION
@@ -75,6 +75,7 @@ def load(share: LoadShare, link: Link) -> Follower:
     cuts = cuts_of(config.tensors(file))
     target = config.build(Weights(file, device, dense, wide=share.wide, ranks=ranks, cuts=cuts), memory)
     attend_plan.reserve(device, share.n_attention)
+    prepare.settle(attend_plan.late(device))
     probe.close()
     arena = Arena(s.np, share.n_arena_page, device, share.width) if share.n_arena_page else None
     assert isinstance(target, Decoder)

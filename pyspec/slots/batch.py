@@ -89,6 +89,9 @@ class Batch:
     causal: bool  # rows see what stands before them and themselves
     bucket: int | None = None  # rows with padding, if the fields lie in an arena
     pages: Sequence[NDArray[np.int64]] = ()  # per sequence, on the host: as in page_table
+    prompt: bool = (
+        False  # in an arena, the whole of one prompt that stands alone: how many rows it has is the device's to know
+    )
     single: bool = False  # the forward has one row a sequence, so nobody's draft; `seqs` may be those of some only
 
     @property
@@ -127,14 +130,23 @@ def lay_out(
     ends = [seq.n_past + seq.width for seq in seqs]
     layout, n_out = _write(table, seqs, starts, ends, pages, see_block)
     bucket = None if arena is None else arena.bucket([seq.width for seq in seqs])
+    prompt = bucket is None and arena is not None and not see_block and _is_prompt(seqs)
+    if arena is not None and prompt:
+        bucket = arena.prompt_bucket(starts[-1])
     if arena is not None and bucket is not None and max(map(len, pages), default=0) <= arena.n_page:
-        fields = arena.fill(layout, bucket, table.null_row)
+        fields = arena.fill(layout, bucket, table.null_row, prompt=prompt)
     else:
         bucket, fields = None, _fresh(layout, n_out, device)
     causal, size, single = not see_block, table.page_size, starts[-1] == len(seqs)
     max_hi = [end + seq.slack for end, seq in zip(ends, seqs, strict=True)]
     about = {"max_hi": max_hi, "causal": causal, "bucket": bucket, "pages": pages, "single": single}
+    about["prompt"] = prompt and bucket is not None
     return Batch(seqs=seqs, starts=starts, page_size=size, **about, **fields)  # type: ignore[arg-type]
+
+
+def _is_prompt(seqs: Sequence[Seq]) -> bool:
+    """One sequence from its first token on, all of it kept, of which the last row is wanted."""
+    return len(seqs) == 1 and seqs[0].keep and not seqs[0].n_past and not seqs[0].n_fold and seqs[0].n_out == 1
 
 
 def _write(

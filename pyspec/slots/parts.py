@@ -59,8 +59,8 @@ class PartMemory(Protocol):
         """What a slot needs beside its pages to go on from `n_past` tokens: a checkpoint copies it, a restore brings it back."""
         ...
 
-    def reset(self, slot: int) -> None:
-        """A new sequence: nothing of the last one is left."""
+    def own(self, slot: int) -> Sequence[Tensor]:
+        """What a new sequence of the slot finds zero, each in one piece: nothing of the last one is left."""
         ...
 
 

@@ -94,7 +94,6 @@ class StateLayer:
         """State and window, which stand at `n_past` tokens when nothing is left to fold."""
         return self.state[slot], self.conv[slot, : self.shape.n_conv - 1]
 
-    def reset(self, slot: int) -> None:
-        """A new sequence: zero state, zero conv window. Records are dead without a fold count."""
-        self.state[slot].zero_()
-        self.conv[slot].zero_()
+    def own(self, slot: int) -> tuple[Tensor, ...]:
+        """State and window. Records are dead without a fold count."""
+        return self.state[slot], self.conv[slot]

@@ -137,7 +137,7 @@ def test_no_graph_is_captured_after_warm_up(monkeypatch) -> None:
 
     def batch(bucket: int) -> SimpleNamespace:
         return SimpleNamespace(
-            bucket=bucket, n_place=1, single=False, tokens=SimpleNamespace(device=torch.device("cuda"))
+            bucket=bucket, n_place=1, single=False, prompt=False, tokens=SimpleNamespace(device=torch.device("cuda"))
         )
 
     monkeypatch.setattr(graphed, "_capture", capture_one)
@@ -146,7 +146,7 @@ def test_no_graph_is_captured_after_warm_up(monkeypatch) -> None:
     graphed.seal()
     for bucket in (4, 4, 8, 8):  # the first has been seen once, the second never
         graphed(batch(bucket))
-    assert captured == [(2, 1, False)] and ran == [2, 4, 4, 4, 8, 8]
+    assert captured == [(2, 1, False, False)] and ran == [2, 4, 4, 4, 8, 8]
     assert graphed(batch(2)) == "replayed"
 
 

@@ -230,7 +230,7 @@ def test_graphs_that_are_garbage_do_not_end_a_capture() -> None:
         held = [[i] for i in range(2000)]  # enough new containers for the collector to run
         return x + len(held)
 
-    batch = SimpleNamespace(bucket=1, single=False, tokens=x)
+    batch = SimpleNamespace(bucket=1, n_place=1, single=False, prompt=False, tokens=x)
     leave_garbage()
     run = Graphed(forward)
     assert [float(run(batch)) for _ in range(3)] == [2000.0] * 3  # type: ignore[arg-type]

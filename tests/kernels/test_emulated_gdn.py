@@ -18,6 +18,7 @@ from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.rows.cuda import Into, Rows, RowsLaunch
 from pyspec.cuda.ops.rows.ref import HeadNorm
 from pyspec.errors import OutOfBounds
+from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
@@ -306,6 +307,26 @@ def test_a_bad_index_is_reported_and_its_sequence_skipped(
         assert torch.equal(got[part], want[part])
     for a, b in zip(bad.tensors(), good.tensors(), strict=True):
         assert torch.equal(a[[0, 2]], b[[0, 2]]) and not a[[1, 3]].any()
+
+
+@pytest.mark.parametrize("n", [192, 200, 256])
+def test_a_prompt_replayed_in_a_graph_has_the_bits_that_it_has_without(n: int) -> None:
+    """Launched for as many rows and chunks as there is room for; how many there are stands in the arena, which was filled anew."""
+    shape, gen, table = shape_of(1, 2), torch.Generator().manual_seed(5), SlotTable(N_SLOT, 64, 64)
+    w, one, two, arena = weights(shape, gen), layer_of(shape), layer_of(shape), Arena(N_SLOT, 8, CPU)
+    rows = inputs(256, shape, gen)
+    arena.prompts.add(256)
+    captured = lay_out(table, [Seq(2, 0, [0] * 256, keep=True, n_out=1)], CPU, arena=arena)
+    assert captured.prompt and captured.n_place == 1 and captured.out_rows.tolist() == [255]
+    replayed = lay_out(table, [Seq(2, 0, [0] * n, keep=True, n_out=1)], CPU, arena=arena)
+    assert replayed.prompt and replayed.seq_start.data_ptr() == captured.seq_start.data_ptr()
+    with emulated_gpu():
+        run = gdn_cuda.bind(GdnSpec(CPU, shape, EPS), columns=2)
+        want = run(*(x[:n] for x in rows), *w, one, laid([seq(2, n, True)]))
+        got = run(*rows, *w, two, captured)
+        assert faults.record(CPU).tolist() == [0] * 5
+    assert torch.equal(got[:n], want)
+    assert torch.equal(one.state, two.state) and torch.equal(one.conv[:, :3], two.conv[:, :3])
 
 
 PREPARED = [*ROUNDS[:4], [seq(0, 18, True, fold=1), seq(1, 25, True), seq(2, 3)]]  # up to four stages of 8 rows
