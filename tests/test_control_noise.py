@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from pyspec.engine.acceptance import LEVELS
 from pyspec.engine.controller import N_RETAKE, PROBE_FIRST, PROBE_LAST, Controller
 from pyspec.engine.timer import Timer
 
@@ -126,10 +127,14 @@ def test_a_request_goes_on_where_the_slots_last_one_was_silent() -> None:
     c.begin(1)
     assert c.lanes[1].silent == 20 and c.lanes[1].probe_in == c.probe_in
     c.record(1, 3, 3)
-    before = c.all.reached[0]
+    for _ in range(30):
+        c.record(1, 3, 3)
+        c.record(2, 3, 0)
+    was, others, common = c.texts.survive([1, 2])[:, 0], c.texts.free.seen.copy(), c.texts.free.common @ LEVELS
     c.begin(1)
-    assert c.all.reached[0] == before, "what is known of everyone stays"
-    assert c.lanes[1].seen.reached[0] == 1.0, "and a little of what was known of the slot"
+    assert c.texts.free.seen.tolist() == others.tolist(), "what is known of everyone stays"
+    now = c.texts.survive([1])[0, 0]
+    assert common < now < was[0], "and a little of what was known of the slot"
 
 
 def test_a_request_that_may_not_draft_is_neither_silent_nor_probed() -> None:
