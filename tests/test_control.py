@@ -67,7 +67,7 @@ class Machine:
             k = next((j for j in range(n) if self.rng.random() >= acceptance[i]), n)
             self.controller.record(i, n, k)
             self.tokens += 1 + k
-        self.controller.timed(rows, verify, len(live), max(live, default=0), draft)
+        self.controller.timed(rows, len(slots), verify, len(live), max(live, default=0), draft)
         self.ms += verify + draft
 
     def run(self, rounds: int, acceptance: Sequence[float]) -> float:
@@ -216,7 +216,7 @@ def test_one_hiccup_does_not_change_the_mind() -> None:
     m = Machine(flat, 1.0, noise=0.0, n_slot=1)
     m.run(100, [0.9])
     before = m.controller.choose([(0, N_MAX)])
-    m.controller.timed(1 + before[0], 1e4, 1, before[0], 1e3)
+    m.controller.timed(1 + before[0], 1, 1e4, 1, before[0], 1e3)
     assert m.controller.choose([(0, N_MAX)]) == before
 
 
@@ -302,7 +302,7 @@ def served(n_slot: int, chance: float, n_round: int, requests: bool = True, card
     for n in (0, n_max // 2, n_max):  # what the warm-up measures
         for _ in range(4):
             rows, live = n_slot * (n + 1), n_slot if n else 0
-            controller.timed(rows, graphs[bucket_of(rows)], live, n, card.draft_ms(n_slot, live, n))
+            controller.timed(rows, n_slot, graphs[bucket_of(rows)], live, n, card.draft_ms(n_slot, live, n))
     ms = tokens = 0.0
     left = [rng.randint(50, 300) for _ in range(n_slot)]
     for _ in range(n_round):
@@ -318,7 +318,7 @@ def served(n_slot: int, chance: float, n_round: int, requests: bool = True, card
             if requests and left[slot] < 0:
                 controller.begin(slot)
                 left[slot] = rng.randint(100, 300)
-        controller.timed(rows, verify, live, max(picked), draft)
+        controller.timed(rows, n_slot, verify, live, max(picked), draft)
         ms += verify + draft
     return tokens / ms / (n_slot / (graphs[n_slot] * 1.025))
 

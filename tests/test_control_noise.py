@@ -57,7 +57,7 @@ class Start:
             k = next((i for i in range(n) if self.rng.random() >= self.acceptance), n)
             self.controller.record(slot, n, k)
             gained += k + 1
-        self.controller.timed(rows, told[0], live, max(picked), told[1])
+        self.controller.timed(rows, len(slots), told[0], live, max(picked), told[1])
         self.told_ms, self.ms, self.tokens = self.told_ms + sum(told), self.ms + verify + draft, self.tokens + gained
         return sum(picked), gained
 
@@ -184,7 +184,7 @@ def test_a_doubtful_draft_time_is_taken_again_so_many_times_and_no_more() -> Non
         (n,) = c.choose([(0, N_MAX)])
         drafted += [i] if n else []
         c.record(0, n, 0)
-        c.timed(1 + n, 10.0 + n / 4, int(n > 0), n, 500.0 * 3 ** len(drafted) if n else 0.0)
+        c.timed(1 + n, 1, 10.0 + n / 4, int(n > 0), n, 500.0 * 3 ** len(drafted) if n else 0.0)
     assert drafted == [4, 13, 30] and len(drafted) == N_RETAKE
 
 

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from pyspec.engine.controller import Controller
 from pyspec.engine.timer import Timer, bucket
-from pyspec.engine.warmup import N_ROUND
+from pyspec.engine.warmup import N_ROUND, rehearsed
 from pyspec.slots.arena import bucket_of
 
 Floats = NDArray[np.float64]
@@ -207,14 +207,13 @@ class Served:
             self.warm_up()
 
     def warm_up(self) -> None:
-        """As `engine/warmup.py`: one and all slots, three lengths."""
-        card, n_max = self.card, self.card.n_max
-        for busy in sorted({1, self.n_slot}):
-            for n in sorted({0, n_max // 2, n_max}):
-                self.controller.force = n
-                for _ in range(N_ROUND):
-                    rows, live = busy * (n + 1), busy if n else 0
-                    self.controller.timed(rows, *self.told(card, rows, busy, live, n, 0.0))
+        """As `engine/warmup.py`."""
+        card = self.card
+        for busy, n in rehearsed(self.n_slot, card.n_max):
+            self.controller.force = n
+            for _ in range(N_ROUND):
+                rows, live = busy * (n + 1), busy if n else 0
+                self.controller.timed(rows, busy, *self.told(card, rows, busy, live, n, 0.0))
         self.controller.forget_acceptance()
 
     def told(
@@ -263,7 +262,7 @@ class Served:
         rows, live = len(caps) + sum(picked), sum(n > 0 for n in picked)
         times = self.told(self.card, rows, len(caps), live, max(picked), self.card.waking * min(silent, 16) / 16)
         if not joined:
-            self.controller.timed(rows, *times)
+            self.controller.timed(rows, len(caps), *times)
         self.ms += sum(self.took)
         self.picks.append(picked)
 

@@ -26,7 +26,7 @@ from pyspec.engine.timer import N_SAMPLE, N_TRUST, SLACK, Timer
 DECAY = 0.96  # of what /slots shows of a slot's drafts, per round
 MARGIN = 1.02  # a draft must promise this much more than none
 PROBE_FIRST, PROBE_LAST, PROBE_DRAFT = 32, 512, 2  # rounds between probes of a silent slot; tokens of a probe
-EASE_AFTER = 8  # silent rounds, after which a draft is as short as a probe
+EASE_AFTER = 10**9  # silent rounds, after which a draft is as short as a probe
 PROBE_SHARE = 0.015  # of the time since the last draft: what a probe may cost where its cost is known
 N_RETAKE = 3  # drafts that only take a time again
 RETAKE_FIRST = 4  # silent rounds before the first of them; twice as many each
@@ -253,7 +253,7 @@ class Controller:
             tried[i] = min(caps[i][1], 1 if self.chained else PROBE_DRAFT)
             offered.pop(caps[i][0], None)
         if is_probe:
-            dear = (self._costs(tried) - self._costs(picked)) / (PROBE_SHARE * self.verify_ms(len(caps)))
+            dear = (self._costs(tried) - self._costs(picked)) / (PROBE_SHARE * self._verify_ms(len(caps), len(caps)))
             for _, lane in due:
                 lane.probe_in = min(2 * lane.probe_in, max(PROBE_LAST, round(dear)))
                 if not any(picked):
@@ -266,7 +266,7 @@ class Controller:
         if not self.hinges or self.n_retake == N_RETAKE or self.silent < RETAKE_FIRST << self.n_retake:
             return False
         is_settled = self.n_retake or not self.draft_ms.early
-        if is_settled and self.draft_ms.agrees(live, SLACK * self.verify_ms(busy)):
+        if is_settled and self.draft_ms.agrees(live, SLACK * self._verify_ms(busy, busy)):
             self.hinges = False  # until it is weighed again
             return False
         self.n_retake += 1
@@ -275,18 +275,22 @@ class Controller:
     def _costs(self, picked: Sequence[int]) -> float:
         """Milliseconds of a round."""
         live, passes = sum(n > 0 for n in picked), max(picked) if self.chained else 1
-        return self.verify_ms(len(picked) + sum(picked)) + (self.draft_ms(live) * passes if live else 0.0)
+        verify = self._verify_ms(len(picked) + sum(picked), len(picked))
+        return verify + (self.draft_ms(live) * passes if live else 0.0)
+
+    def _verify_ms(self, rows: int, busy: int) -> float:
+        return self.verify_ms(rows) + self.verify_ms.slot_ms * busy
 
     def _best(self, caps: list[tuple[int, int]]) -> tuple[list[int], str]:
         """Rows go to the slots in the order of their chance to survive; the best ratio on that way wins."""
         busy = len(caps)
-        hopeful = self.lost_ms < TRY_ROUNDS * self.verify_ms(busy) + TRY_SHARE * self.ms
+        plain = self._verify_ms(busy, busy)
+        hopeful = self.lost_ms < TRY_ROUNDS * plain + TRY_SHARE * self.ms
         self._worth_ms = None
         if not any(cap for _, cap in caps):
             return [0] * busy, "plain: nobody may draft"
         rows = self._rows(caps)
-        verify = self.verify_ms.of_all(busy + 1, len(rows.slot), hopeful)
-        plain = self.verify_ms(busy)
+        verify = self.verify_ms.of_all(busy + 1, len(rows.slot), hopeful) + self.verify_ms.slot_ms * busy
         if self.verify_ms.n(busy) < N_SAMPLE or self.since_plain >= PLAIN_SOON:
             plain = min(plain, float(verify.min()))  # fewer rows do not take longer: that was noise
         plain = busy / plain
@@ -328,7 +332,7 @@ class Controller:
             best, most = max(best, way, key=_rate_of), max(most, free)
         if draft[-1] - draft[1] > DEAR_LIVE * verify[0]:
             near, ms = rows.up_to(best.depth or self.n_max), draft * (best.depth if self.chained else 1)
-            for n_live in [1 << i for i in range(busy.bit_length()) if 1 << i < busy]:
+            for n_live in [n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48) if n < busy]:
                 best = max(best, near.of_best(n_live, busy).best(busy, verify, ms)[0], key=_rate_of)
         return best, most
 
@@ -342,13 +346,13 @@ class Controller:
             if n_accepted and not self.hinges:
                 self.probe_in = lane.probe_in = max(PROBE_FIRST, lane.probe_in // 2)
 
-    def timed(self, rows: int, verify_ms: float, live: int, passes: int, draft_ms: float) -> None:
+    def timed(self, rows: int, busy: int, verify_ms: float, live: int, passes: int, draft_ms: float) -> None:
         """What a round of only decoding slots took."""
         self.ms += verify_ms + draft_ms
         if live and self._worth_ms is not None:
             lost = verify_ms + draft_ms - self._worth_ms
             self.lost_ms = max(0.0, self.lost_ms + min(lost, TRY_MOST * self._worth_ms))
-        calm = self.verify_ms.add(rows, verify_ms)
+        calm = self.verify_ms.add(rows, verify_ms, busy)
         if live:
             calm = self.draft_ms.add(live, draft_ms / (max(passes, 1) if self.chained else 1)) and calm
         if not calm:
