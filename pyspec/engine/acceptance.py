@@ -154,3 +154,13 @@ class Acceptance:
             self._age(texts, at[own])
             found[own] = self.beliefs[at[own]] @ texts.survive[:, 1:]
         return found
+
+    def unsure(self, slots: Sequence[int], place_cost: float, draft_cost: float) -> Floats:
+        """Of each slot, how many tokens a round more it would gain if its text's level were known. Costs of a place and of a draft, in tokens."""
+        found = np.empty(len(slots))
+        at = np.array(slots)
+        for texts, own in self._by_texts(slots):
+            beliefs, worth = self.beliefs[at[own]], (texts.survive[:, 1:] - place_cost).cumsum(axis=1) - draft_cost
+            known = beliefs @ np.maximum(worth.max(axis=1), 0.0)
+            found[own] = known - np.maximum((beliefs @ worth).max(axis=1), 0.0)
+        return found

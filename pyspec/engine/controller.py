@@ -40,6 +40,7 @@ RETHINK = 16  # rounds for which a choice of no drafts stands if nothing but the
 MOST_GRAMMARS = 64  # whose acceptance is known
 OFFERED = -1  # for a place in a draft
 DEAR_LIVE = 0.02  # of a round: where a draft for all slots takes so much more than for one, it is weighed who drafts
+HORIZON = 4.0
 NO_OFFERS: Mapping[int, Sequence[float]] = {}
 
 
@@ -289,7 +290,7 @@ class Controller:
         self._worth_ms = None
         if not any(cap for _, cap in caps):
             return [0] * busy, "plain: nobody may draft"
-        rows = self._rows(caps)
+        rows = self._rows(caps, busy / plain)
         verify = self.verify_ms.of_all(busy + 1, len(rows.slot), hopeful) + self.verify_ms.slot_ms * busy
         if self.verify_ms.n(busy) < N_SAMPLE or self.since_plain >= PLAIN_SOON:
             plain = min(plain, float(verify.min()))  # fewer rows do not take longer: that was noise
@@ -303,9 +304,14 @@ class Controller:
         picked = np.bincount(best.slot, minlength=busy).tolist()
         return picked, f"expects {1e3 * best.rate:.0f} tok/s, plain {1e3 * plain:.0f}"
 
-    def _rows(self, caps: Sequence[tuple[int, int]]) -> _Rows:
+    def _rows(self, caps: Sequence[tuple[int, int]], rate: float) -> _Rows:
         """What may be drafted, likeliest first; of equal chances, slots in order."""
-        survive = self.texts.survive([slot for slot, _ in caps])
+        slots, busy = [slot for slot, _ in caps], len(caps)
+        survive = self.texts.survive(slots)
+        draft = rate * self.draft_ms(busy) / busy
+        row = rate * (self.verify_ms(busy * (1 + self.n_max)) - self.verify_ms(busy)) / (busy * self.n_max)
+        unsure = self.texts.unsure(slots, row + draft * self.chained, 0.0 if self.chained else draft)
+        survive[:, 0] += HORIZON * unsure
         asked = np.arange(self.n_max) < np.array([cap for _, cap in caps])[:, None]
         needs_drafter = np.ones(len(caps), bool)
         for i in [i for i, (slot, _) in enumerate(caps) if slot in self.offered] if self.offered else ():
@@ -325,7 +331,7 @@ class Controller:
         A deeper draft takes one pass more, whoever asks for it, and a drafter takes longer for more slots: so each depth is weighed by
         itself, and whether the likeliest slots alone should draft.
         """
-        draft = np.append(0.0, self.draft_ms.of_all(1, busy))
+        draft = np.append(0.0, self.draft_ms.of_all(1, busy, hopeful=False))
         best, most = _NO_WAY, 0.0
         for depth in range(1, self.n_max + 1) if self.chained else (self.n_max,):
             way, free = rows.up_to(depth).best(busy, verify, draft * (depth if self.chained else 1))

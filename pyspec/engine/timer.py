@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 N_SAMPLE, N_TRUST = 5, 2  # samples kept per size; samples needed to believe them
 N_AGREE = 3  # samples that settle a size, if they agree:
 AGREE, SLACK = 1.5, 0.1  # most lie no more above the least, besides a share of a plain round
-HOPE = 0.7  # of the way from the straight line down to the next smaller size: what a size never tried costs
+HOPE = 0.3  # of the way from the straight line down to the next smaller size: what a size never tried costs
+LIKELY = 1.25  # of the straight line: a single sample above is thought to be a hiccup
 
 
 def bucket(size: int) -> int:
@@ -123,7 +124,8 @@ class Timer:
         line = self._ms[i - 1] + (self._ms[i] - self._ms[i - 1]) * (size - a) / (b - a)
         if size not in self.samples and hopeful:
             return (1 - HOPE) * line + HOPE * self._ms[i - 1]
-        return min((line, *self.times(size)))
+        least = min(self.times(size), default=line)
+        return least if least < LIKELY * line else line
 
     def of_all(self, first: int, n: int, hopeful: bool = True) -> NDArray[np.float64]:
         """[n]: of the sizes from `first` on. Rounds ask for the same ones again and again."""
