@@ -299,7 +299,7 @@ class Loop:
         live = [len(w.draft) for w in work if w.draft and w.slot.index not in self.controller.offered]
         until = self.ended if ahead is None else flight.arrived  # what comes after is hidden behind the next round
         took, draft_ms = 1e3 * (until - flight.since), 1e3 * (flight.drafted - flight.began)
-        self.speculator.controller.timed(n_row, took, len(live), max(live, default=0), draft_ms)
+        self.speculator.controller.timed(n_row, len(work), took, len(live), max(live, default=0), draft_ms)
 
     def _verdicts(self, flight: InFlight, spans: Sequence[Span]) -> list[Chosen]:
         """All in one call; if that fails, one by one, so that it fails for whom it has to."""
