@@ -28,7 +28,8 @@
 #ifndef COLS
 #define COLS 2    // columns of a lane: 1, 2, 4; changes no bit of the result
 #define FETCH 1   // states of later blocks go to L2 ahead of them
-#define BLOCKS 5  // blocks of gdn_rows on a multiprocessor: 65,536 / (128 * BLOCKS) registers a thread
+#define ALONE 5   // blocks of gdn_rows, which needs fewer registers
+#define BLOCKS 5  // blocks of gdn_rows_into on a multiprocessor: 65,536 / (128 * BLOCKS) registers a thread
 #endif
 #define LANES 8  // lanes of a column
 #define TAPS 4
@@ -450,7 +451,7 @@ __device__ __forceinline__ void run_rows(const RowsArgs& a, const Out& out, int*
 
 // grid (N_V, DIM / TILE, sequences), 128 threads. state [slot, v_head, value, key] in place, out [row, v_head, value]
 // written; the rest is gdn_conv's. Launched so that its state may load while gdn_conv still runs.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, ALONE)
     gdn_rows(float* state, const float* rec_k, const float* rec_v, const float* fold_k, const float* fold_v,
              const float* fold_e, const float* fold_b, const float* q, const float* k, const float* v, const float* e,
              const float* kq, const float* b, const int* seq_slot, const int* seq_start, const int* seq_fold,
