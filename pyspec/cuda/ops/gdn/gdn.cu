@@ -104,6 +104,7 @@ __device__ __forceinline__ void conv_head(const ConvArgs& a, const Seq& seq, int
     if (moves && from < TAPS - 1) moved[p] = quad(window + static_cast<i64>(from) * CHANNELS);
   }
   const int moved_records = seq.in_place() ? 0 : seq.fold;
+  if (blockIdx.z == 0 && seq.in_place()) fetch_records(record, warp, CONV_WARPS, seq.fold, STRIDE);
   if (blockIdx.z == 0) {
 #pragma unroll
     for (int i = 0; i < EARLY; i++) {
