@@ -56,6 +56,8 @@ MANY, MANY_ROWS = (
     24,
     4,
 )  # sequences from which a warp's convolution is enough for each, if they have so many rows in the mean at most
+FETCH = 1  # states of later blocks go to L2 ahead of them; 0: for measurements
+MORE = 1  # blocks of gdn_rows, of two columns to a lane, that Hopper's registers hold besides; 0: for measurements
 CONV_ARGS = "plpplppp" + "ppppp" + "pppp" + "pppppp" + "pppp" + "iiiif" + "p"
 ROWS_ARGS = "ppp" + "pppp" + "pppppp" + "pppp" + "iiii" + "p"
 OUT_ARGS, INTO_ARGS = "p", "plpff" + "ppp" + "i" + NEXT_ARGS
@@ -79,7 +81,9 @@ def limits(spec: GdnSpec) -> str | None:
 def defines(shape: GdnShape, arch: str, columns: int) -> dict[str, int | str]:
     """Macros of gdn.cu for one way to share out columns: 2 or 4 to a lane; the result has the same bits."""
     blocks = blocks_for(arch, columns)
-    return {"N_K": shape.n_k_head, "N_V": shape.n_v_head, "COLS": columns, "BLOCKS": blocks}
+    alone = blocks + MORE * (arch == "sm_90a" and columns == 2)
+    macros = {"N_K": shape.n_k_head, "N_V": shape.n_v_head, "COLS": columns, "BLOCKS": blocks, "ALONE": alone}
+    return macros | {"FETCH": FETCH}
 
 
 def columns_for(shape: GdnShape, n_seq: int, arch: str, n_multiprocessor: int, *, prepares: bool = False) -> int:

@@ -27,7 +27,9 @@
 
 #ifndef COLS
 #define COLS 2    // columns of a lane: 1, 2, 4; changes no bit of the result
-#define BLOCKS 5  // blocks of gdn_rows on a multiprocessor: 65,536 / (128 * BLOCKS) registers a thread
+#define FETCH 1   // states of later blocks go to L2 ahead of them
+#define ALONE 5   // blocks of gdn_rows, which needs fewer registers
+#define BLOCKS 5  // blocks of gdn_rows_into on a multiprocessor: 65,536 / (128 * BLOCKS) registers a thread
 #endif
 #define LANES 8  // lanes of a column
 #define TAPS 4
@@ -39,9 +41,14 @@
 
 #include "conv.cuh"
 #include "lanes.cuh"
+#if __CUDA_ARCH__ >= 900
+#include "bulk.cuh"
+#endif
 
 constexpr int TILE = THREADS / LANES * COLS;  // columns of a block
 constexpr int QUADS = DIM / 4 / LANES;        // float4 of one column in a lane
+constexpr int kOfSequence = N_V * (DIM / TILE);                                    // blocks of gdn_rows
+constexpr int kLater = FETCH * (BLOCKS * 132 + kOfSequence - 1) / kOfSequence;  // sequences behind those that an H200 has room for at once
 
 // ---- gdn_conv -------------------------------------------------------------------------------------------------------
 
@@ -97,6 +104,7 @@ __device__ __forceinline__ void conv_head(const ConvArgs& a, const Seq& seq, int
     if (moves && from < TAPS - 1) moved[p] = quad(window + static_cast<i64>(from) * CHANNELS);
   }
   const int moved_records = seq.in_place() ? 0 : seq.fold;
+  if (blockIdx.z == 0 && seq.in_place()) fetch_records(record, warp, CONV_WARPS, seq.fold, STRIDE);
   if (blockIdx.z == 0) {
 #pragma unroll
     for (int i = 0; i < EARLY; i++) {
@@ -346,6 +354,17 @@ __device__ __forceinline__ void move_state(Slice& slice, float* state, bool stor
   }
 }
 
+#if __CUDA_ARCH__ >= 900
+// What the next block here or nearby begins with, on its way to L2: a block lasts twice as long as its bytes take, most of it for trips.
+__device__ __forceinline__ void fetch_later(const float* state, const Meta& meta, int s, int h, int column) {
+  const int later = s + kLater;
+  if (kLater == 0 || threadIdx.x != THREADS - 1 || later >= gridDim.z) return;
+  const int slot = meta.slot[later];
+  if (slot < 0 || slot >= meta.n_slot || meta.start[later] >= meta.start[later + 1]) return;
+  bulk_prefetch(state + ((static_cast<i64>(slot) * N_V + h) * DIM + column) * DIM, TILE * DIM * 4);
+}
+#endif
+
 struct RowsArgs {
   float* state;
   const float *rec_k, *rec_v, *fold_k, *fold_v, *fold_e, *fold_b, *q, *k, *v, *e, *kq, *b;
@@ -402,6 +421,9 @@ __device__ __forceinline__ void run_rows(const RowsArgs& a, const Out& out, int*
 
   Slice slice;
   move_state(slice, own, false);
+#if __CUDA_ARCH__ >= 900
+  fetch_later(a.state, a.meta, s, h, column);
+#endif
   out.start(a.meta);
   wait_for_predecessor();
   start_fetch(0);
@@ -430,7 +452,7 @@ __device__ __forceinline__ void run_rows(const RowsArgs& a, const Out& out, int*
 
 // grid (N_V, DIM / TILE, sequences), 128 threads. state [slot, v_head, value, key] in place, out [row, v_head, value]
 // written; the rest is gdn_conv's. Launched so that its state may load while gdn_conv still runs.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, ALONE)
     gdn_rows(float* state, const float* rec_k, const float* rec_v, const float* fold_k, const float* fold_v,
              const float* fold_e, const float* fold_b, const float* q, const float* k, const float* v, const float* e,
              const float* kq, const float* b, const int* seq_slot, const int* seq_start, const int* seq_fold,

@@ -10,6 +10,7 @@ __device__ __forceinline__ void conv_warp(const ConvArgs& a, const Seq& seq, int
   const i64 slot_row = static_cast<i64>(seq.slot) * a.width, fold_row = static_cast<i64>(s) * a.width;
   float* const record = (VALUES ? a.rec_v : a.rec_k) + slot_row * STRIDE + at;
   float* const fold = (VALUES ? a.fold_v : a.fold_k) + fold_row * STRIDE + at;
+  if (seq.in_place()) fetch_records(record, 0, 1, seq.fold, STRIDE);
   const float* rows[PARTS_OF_HEAD];
   float* conv[PARTS_OF_HEAD];
   float4 x[PARTS_OF_HEAD][TAPS], next[PARTS_OF_HEAD];  // what stands before a row, and the row; the one behind it

@@ -92,6 +92,7 @@ __device__ __forceinline__ void conv_part(const ConvArgs& a, const Seq& seq, int
   const float* window = conv + static_cast<i64>(seq.fold) * CHANNELS;
   if (count > 0) load_window(raw, window, first);
   if (moves && from < TAPS - 1) moved = quad(window + static_cast<i64>(from) * CHANNELS);
+  if (blockIdx.z == 0 && PART != C && seq.in_place()) fetch_records(record, warp, CONV_WARPS, seq.fold, STRIDE);
   if (folds) {
 #pragma unroll
     for (int i = 0; i < EARLY; i++) {
