@@ -37,11 +37,15 @@ def hold(device: torch.device, n_bytes: int) -> None:
 def _capture_prompts(worker: Worker, arena: Arena, most: int) -> None:
     """Of prompts that stand alone: a thousand launches one by one take the host longer than some devices need for them. They are captured with
     all rows that they have room for, since the host's numbers stay as they are in a graph; `most`: rows of the longest."""
-    for n_row in (rows for rows in PROMPTS if rows <= most):
-        arena.prompts.add(n_row)
-        for _ in range(2):
-            seq = Seq(0, 0, [0] * n_row, keep=True, n_out=1)
-            worker.forward(lay_out(worker.table, [seq], worker.device, arena=arena))
+    try:
+        for n_row in (rows for rows in PROMPTS if rows <= most):
+            arena.prompts.add(n_row)
+            for _ in range(2):
+                seq = Seq(0, 0, [0] * n_row, keep=True, n_out=1)
+                worker.forward(lay_out(worker.table, [seq], worker.device, arena=arena))
+    except Exception:  # another library's attention may not be one that a graph holds: prompts are slower, no more
+        log.exception("prompts run without graphs")
+        arena.prompts.clear()
 
 
 @torch.inference_mode()

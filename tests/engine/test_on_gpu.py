@@ -185,6 +185,28 @@ def test_two_engines_of_one_process_do_not_disturb_each_other(expected: list) ->
 
 
 @pytest.mark.parametrize("draft", [None, "auto", "mtp"])
+@pytest.mark.parametrize("n", [192, 300, 512])
+def test_a_prompt_in_a_graph_is_the_prompt_without(n: int, draft: str | None) -> None:
+    """Of long and short ones in turns, so that something of another prompt stands behind its rows."""
+    with load(draft, 2, prefix_cache=False) as engine:
+        graphs, vocab = engine.loop.worker.arena.prompts, engine.info.n_vocab
+        captured = set(graphs)
+        assert captured == {256, 320, 384, 448, 512}, "the demo's layers may be captured"
+        found = []
+        for now in (captured, set(), captured):
+            engine.generate(list(range(100, 600)), max_tokens=2, temperature=0.0)
+            graphs.clear()
+            graphs |= now
+            prompt = [(7 * i) % vocab for i in range(n)]
+            found.append(engine.generate(prompt, max_tokens=8, temperature=0.0, logprobs=2, ignore_eos=True))
+        graph, plain, again = found
+        assert graph.tokens == again.tokens and graph.logprobs == again.logprobs
+        assert graph.tokens == plain.tokens
+        for a, b in zip(graph.logprobs, plain.logprobs, strict=True):
+            assert a.token == b.token and abs(a.logprob - b.logprob) < 5e-3
+
+
+@pytest.mark.parametrize("draft", [None, "auto", "mtp"])
 def test_a_second_turn_from_the_cache_says_what_a_cold_engine_says(draft: str | None) -> None:
     with load(draft, 4) as warm, load(None, 1, prefix_cache=False) as cold:
         first = answers(warm, 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -217,3 +218,24 @@ def test_keys_in_pages_that_follow_each_other_are_not_copied(follow: bool) -> No
     for got, plane in ((k, pool.k), (v, pool.v)):
         assert torch.equal(got, plane[attend_ref.key_rows(batch, 0)])
         assert (got.untyped_storage().data_ptr() == plane.untyped_storage().data_ptr()) is follow
+
+
+def test_what_is_faster_behind_many_keys_is_taken_once_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    took: list[str] = []
+
+    def stands_for(name: str) -> Callable[[AttendSpec], attend_prompt.Run]:
+        return lambda spec: lambda q, k, v: (took.append(name), q)[1]
+
+    blocks = attend_prompt.attend_blocks
+    monkeypatch.setattr(op, "reference", replace(op.reference, bind=stands_for("library")))
+    monkeypatch.setattr(attend_prompt, "by_cudnn", stands_for("cudnn"))
+    monkeypatch.setattr(blocks, "decided", {})
+    run = attend_prompt.prompts(SPEC)
+    few, q = prompt_blocks.LEAST, torch.zeros(prompt_blocks.LEAST, *HEADS[::2])
+    keys = {n: torch.zeros(few + n, *HEADS[1:]) for n in (0, prompt_blocks.BLOCKS[-1])}
+    for known in (None, blocks.reference, blocks.impls[0]):
+        if known is not None:
+            blocks.decided[SPEC] = known
+        for k in keys.values():
+            run(q, k, k)
+    assert took == ["library"] * 5 + ["cudnn"]
