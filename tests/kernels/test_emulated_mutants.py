@@ -8,6 +8,7 @@ import pytest
 import test_emulated_attend as attend
 import test_emulated_best as best
 import test_emulated_gdn as gdn
+import test_emulated_index_rows as index_rows
 import test_emulated_linear as linear
 import test_emulated_mamba2_chunk as mamba2_chunk
 import test_emulated_norms as norms
@@ -35,6 +36,10 @@ def multiplied(way: str, seed: int) -> None:
 
 def prompted(seed: int) -> None:
     mamba2_chunk.test_chunked_prompts_follow_the_reference("narrow", seed)
+
+
+def indexed(_: int) -> None:
+    index_rows.test_warpgroups_score_tiles_of_every_size([(900, 40)], 3)  # more rows than the ring has
 
 
 MUTANTS: list[tuple[str, str, int, Callable[[int], None]]] = [
@@ -78,6 +83,16 @@ MUTANTS: list[tuple[str, str, int, Callable[[int], None]]] = [
     *(("mamba2_chunk", f"  meet_{who}();", i, prompted) for who in ("keepers", "makers") for i in (0, 1)),
     ("linear_wgmma", "wgmma_wait<0>();", 0, lambda _: wgmma.test_products_equal_float64(GGMLType.Q8_0)),
     ("linear_wgmma", "barrier_wait(b.full + b.stage * 8, b.parity);", 0, lambda _: wgmma.test_products_equal_float64(GGMLType.Q8_0)),
+    *(
+        ("index_rows", text, which, indexed)
+        for text, which in (
+            ("barrier_wait(ring.full(), ring.parity);", 0),
+            ("barrier_wait(ring.empty(), ring.parity ^ 1);", 0),
+            ("if (lane == 0) barrier_arrive(ring.empty());", 0),
+            ("wgmma_wait<0>();", 0),
+            ("wgmma_fence();", 0),
+        )
+    ),
 ]  # fmt: skip
 
 

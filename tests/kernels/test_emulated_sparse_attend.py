@@ -54,17 +54,24 @@ def test_widths_from_1_to_17_side_by_side_are_the_references() -> None:
         assert difference(made, sparse_cuda.bind(CSA), sparse_ref.bind(CSA), CSA) is None
 
 
+SHARED = SparseSpec(CPU, 64, 128, 128, 4, torch.float16, 64, 1e-6)
+
+
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "spec",
+    ("spec", "seqs", "top_k"),
     [
-        SparseSpec(CPU, 64, 128, 128, 4, torch.float16, 64, 1e-6),
-        SparseSpec(CPU, 40, 512, 128, 4, torch.float16, 64, 1e-6),
+        (SHARED, [(300, 2), (5, 1)], 64),
+        (replace(SHARED, n_head=40, dim=512), [(300, 2), (5, 1)], 64),
+        (replace(SHARED, window=70), [(300, 2), (1500, 3), (5, 1)], 200),  # half a tile, and lists of one and of some
+        (SHARED, [(9000, 1)], 0),  # more units than parts
     ],
 )
-def test_heads_shared_out_otherwise_give_the_same_bits(spec: SparseSpec) -> None:
-    made, found = make(Ragged([(300, 2), (5, 1)]), spec, 64), []
+def test_heads_shared_out_otherwise_give_the_same_bits(
+    spec: SparseSpec, seqs: list[tuple[int, int]], top_k: int
+) -> None:
+    made, found = make(Ragged(seqs), spec, top_k), []
     for arch in ((9, 0), (8, 0)):
         with emulated_gpu(arch, seed=4):
             attend = sparse_cuda.bind(spec)
@@ -133,7 +140,7 @@ def test_every_architecture_has_a_build_for_every_width() -> None:
     for arch in ARCHS:
         for dim in (32, 64, 96, 128, 256, 384, 512):
             found = sparse_cuda.builds(replace(CSA, dim=dim, n_head=64), arch)
-            assert found and len({build.keys for build in found}) == 1, (arch, dim)
+            assert found and len({build.unit for build in found}) == 1, (arch, dim)
     assert [build.heads for build in sparse_cuda.builds(replace(CSA, dim=512, n_head=64), "sm_90a")] == [16, 32, 64]
     long = sparse_cuda.long_build(SparseSpec(CPU, 64, 512, 128, 4, torch.float16, 64, 1e-6), "sm_90a")
     assert (long.heads, long.keys, long.buffers, long.rows) == (64, 64, 2, sparse_cuda.LONG_ROW)

@@ -19,11 +19,14 @@ from pyspec.cuda.ops.moe.builds import (
     GROUPS,
     MANY_PAIRS,
     NONE,
+    PARTS,
     RELU2,
+    SPLIT_RESIDENT,
     SWIGLU,
     MoeBuild,
     n_stages,
     residents,
+    splits,
     stage_bytes,
 )
 from pyspec.cuda.ops.moe.ref import RouteSpec
@@ -66,6 +69,21 @@ def test_products_compile_for_every_type(type: GGMLType) -> None:
             compiles(type, arch, FEW_PAIRS, NONE, False, listed=False, adds=adds)
     compiles(type, "sm_90a", FEW_PAIRS, NONE, False)
     compiles(type, "sm_90a", FEW_PAIRS, SWIGLU, True)
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(most=1)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_parts_of_columns_with_warps_of_their_own_compile_for_every_architecture(arch: str) -> None:
+    for type, act, next, adds in ((GGMLType.IQ2_XXS, SWIGLU, GGMLType.Q2_K, False), (GGMLType.Q2_K, NONE, None, True)):
+        inner = next is not None
+        stages = n_stages(type, FEW_PAIRS, CAPABILITIES[arch], inner)
+        assert splits(type, FEW_PAIRS, False, inner) and not splits(type, FEW_PAIRS, True, inner)
+        build = MoeBuild(type, FEW_PAIRS, stages, act, inner, False, adds, next, 0, 10.0 if inner else 0.0, True)
+        found = compile_cubin("moe", arch, build.defines(), use_cache=False).resources["moe"]
+        fewer = arch not in ("sm_90a", "sm_100a")
+        assert found.spill_bytes == 0 and found.registers * PARTS * 32 * GROUPS * (SPLIT_RESIDENT - fewer) <= 65536
+        assert PARTS * stages * stage_bytes(type, FEW_PAIRS, inner) <= n_shared(CAPABILITIES[arch])
 
 
 @pytest.mark.slow

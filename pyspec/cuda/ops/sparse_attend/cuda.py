@@ -40,13 +40,14 @@ FORMS = {
     "sparse_ring": "ppppppp" + "iii",
 }
 Given = tuple[Tensor, Tensor, KeyTail, RingRows, KVPool | None, Tensor | None, Tensor]
-COSTS = {16: 1.0, 32: 1.3, 64: 2.0}  # of a part, by the heads of a CTA
-LONG_KEYS = 64  # of a tile where each row is one part: there is room for the next one, too
+COSTS = {16: 1.0, 32: 1.3, 64: 1.6}  # of a part, by the heads of a CTA; guessed
+SUB = 64  # keys that are weighed at once
+LONG_KEYS = 64  # of a tile of 64 heads: there is room for the next one, too
 
 
 @dataclass(frozen=True, slots=True)
 class SparseBuild:
-    """One build of sparse_attend.cu: heads of a CTA, keys of a tile, warps, tiles in shared memory, rows of a launch."""
+    """One build of sparse_attend.cu: heads of a CTA, keys of a tile, warps, keys of a unit, tiles in shared memory, rows of a launch."""
 
     dim: int
     n_rot: int
@@ -54,6 +55,7 @@ class SparseBuild:
     heads: int
     keys: int
     warps: int
+    unit: int
     buffers: int = 1
     rows: int = MAX_ROW
 
@@ -63,7 +65,11 @@ class SparseBuild:
         m_warps = max(1, self.heads // 32)
         halves = (self.heads + self.buffers * self.keys) * (self.dim + 8) + self.heads * (self.keys + 8)
         floats = (
-            self.heads * (self.warps // m_warps + self.keys // 16 + 4) + self.n_rot + 2 * self.rows + 1 + self.warps
+            self.heads * (self.warps // m_warps + self.keys // 16 + 2 + 2 * (self.keys // SUB))
+            + self.n_rot
+            + 2 * self.rows
+            + 1
+            + self.warps
         )
         return -(-(2 * halves + 8 * self.buffers * self.keys + 4 * floats) // 16) * 16
 
@@ -73,6 +79,8 @@ class SparseBuild:
             "N_ROT": self.n_rot,
             "HEADS": self.heads,
             "KEYS": self.keys,
+            "SUB": SUB,
+            "UNIT": self.unit,
             "WARPS": self.warps,
             "BUFFERS": self.buffers,
             "MAX_ROW": self.rows,
@@ -84,7 +92,7 @@ class SparseBuild:
 
 
 def builds(spec: SparseSpec, arch: str) -> list[SparseBuild]:
-    """By the heads of a CTA, the fewest first. All have tiles of as many keys, so that a row's bits do not hang on which one runs."""
+    """By the heads of a CTA, the fewest first. All have units of as many keys, so that a row's bits do not hang on which one runs."""
     room = room_of(arch)
     keys = 128 if room > 200 * 1024 else 64
     found, dim = [], spec.dim
@@ -93,17 +101,23 @@ def builds(spec: SparseSpec, arch: str) -> list[SparseBuild]:
         fitting = [w for w in (8, 4, 2) if dim % (16 * w) == 0 and w % m_warps == 0 and keys * m_warps % (16 * w) == 0]
         if not fitting or (heads > 16 and (fitting[0] < 8 or spec.n_head <= heads // 2)):
             continue
-        build = SparseBuild(dim, spec.n_rot, spec.kv, heads, keys, fitting[0])
+        ahead = _two_tiles(spec, arch, keys) if heads == 64 else None
+        build = ahead or SparseBuild(dim, spec.n_rot, spec.kv, heads, keys, fitting[0], keys)
         if build.shared_bytes <= room - 1024:
             found.append(build)
     return found
 
 
-def long_build(spec: SparseSpec, arch: str) -> SparseBuild:
-    """For rows that are one part each: 64 heads and two tiles in shared memory where they fit, else what has most heads."""
-    both = SparseBuild(spec.dim, spec.n_rot, spec.kv, 64, LONG_KEYS, 8, 2, LONG_ROW)
+def _two_tiles(spec: SparseSpec, arch: str, unit: int) -> SparseBuild | None:
+    """64 heads, and the next tile's keys on their way while one is multiplied; None where that does not fit."""
+    both = SparseBuild(spec.dim, spec.n_rot, spec.kv, 64, LONG_KEYS, 8, unit, 2, LONG_ROW)
     fits = spec.dim % 128 == 0 and spec.n_head > 32 and both.shared_bytes <= room_of(arch) - 1024
-    return both if fits else builds(spec, arch)[-1]
+    return both if fits else None
+
+
+def long_build(spec: SparseSpec, arch: str) -> SparseBuild:
+    """For rows that are one part each: what has most heads."""
+    return builds(spec, arch)[-1]
 
 
 def n_tiles(spec: SparseSpec, keys: int, n_list: int) -> int:
@@ -237,7 +251,7 @@ class SparseLaunch:
 
     def _parts(self, batch: Batch, ratio: int, top_k: int, is_chosen: bool) -> tuple[int, int]:
         """Parts that a row has at most, and what it has if its context is not long."""
-        keys, n_token = self.builds[0].keys, batch.page_table.shape[1] * batch.page_size
+        keys, n_token = self.builds[0].unit, batch.page_table.shape[1] * batch.page_size
         if batch.bucket is None and batch.max_hi:  # no graph, so what the host knows may size it
             n_token = min(n_token, max(batch.max_hi))
         n_list = n_token // ratio if ratio else 0

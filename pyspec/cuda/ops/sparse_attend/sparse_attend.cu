@@ -16,13 +16,14 @@
 //                maximum (log2) and sum of weights
 //   fault        [5]                        int32  see bounds.cuh
 //
-// A row's keys stand in a list: `window` places that end at the row itself, filled up to whole tiles, then its compressed rows. A tile is
-// KEYS of them, a part as many tiles as leave a row at most MAX_PART parts, and `per_part` at least. So parts hang on the row's own length
+// A row's keys stand in a list: `window` places that end at the row itself, filled up to whole units, then its compressed rows. A unit is
+// UNIT of them, a part as many units as leave a row at most MAX_PART parts, and `per_part` at least. So parts hang on the row's own length
 // alone, and with them its bits; but where there are rows enough for all multiprocessors, each is one part. A CTA takes HEADS heads of a
-// part: the tile's keys are gathered to shared memory once, for S = Q K and for O = P K, while the tile before is multiplied if BUFFERS is
-// 2. For S a warp has MT * 16 heads of some keys, for O all heads of DIM / WARPS dims.
+// part, a tile of KEYS after the other: its keys are gathered to shared memory once, for S = Q K and for O = P K, while the tile before is
+// multiplied if BUFFERS is 2. SUB keys at once are weighed by the largest score so far, whatever KEYS is, and so all tiles give the same
+// bits. For S a warp has MT * 16 heads of some keys, for O all heads of DIM / WARPS dims.
 //
-// Macros: DIM, N_ROT, HEADS (16, 32 or 64), KEYS, WARPS, BUFFERS, MAX_ROW, KV_KIND, OP_ID, SHARED_BYTES, MIN_BLOCKS.
+// Macros: DIM, N_ROT, HEADS (16, 32 or 64), KEYS, SUB, UNIT, WARPS, BUFFERS, MAX_ROW, KV_KIND, OP_ID, SHARED_BYTES, MIN_BLOCKS.
 #include "blocks.cuh"
 #include "bulk.cuh"
 #include "mma.cuh"
@@ -37,9 +38,11 @@ constexpr int STRIDE = DIM + 8, P_STRIDE = KEYS + 8;        // in values: eight 
 constexpr int TILES = HEADS / 16, M_WARPS = TILES > 2 ? TILES / 2 : 1, MT = TILES / M_WARPS;
 constexpr int N_WARPS = WARPS / M_WARPS, WARP_KEYS = KEYS / N_WARPS, NT = WARP_KEYS / 8;
 constexpr int WARP_DIMS = DIM / WARPS, DT = WARP_DIMS / 8;
+constexpr int SUBS = KEYS / SUB, SUB_WARPS = N_WARPS / SUBS;  // of a tile; that have keys of one
 constexpr int CHUNKS = DIM % 128 == 0 ? DIM / 128 : 1, CHUNK_DIMS = DIM / CHUNKS;  // of dims, copied one after another
 constexpr u32 ALL = 0xffffffffu;
 static_assert(WARP_KEYS % 16 == 0 && WARP_DIMS % 16 == 0 && CHUNKS <= 4 && HEADS <= THREADS && KEYS <= MAX_ROW, "tiles do not divide");
+static_assert(KEYS % SUB == 0 && SUB_WARPS * SUBS == N_WARPS && UNIT % KEYS == 0, "nor do units");
 
 #if KV_KIND == 2
 #define SPARSE_MMA mma_bf16
@@ -94,7 +97,7 @@ struct alignas(16) Shared {
   const u16* source[BUFFERS][KEYS];  // null: nobody
   float2 angles[N_ROT / 2];  // of the row
   float top[N_WARPS][HEADS], sum[KEYS / 16][HEADS];
-  float run_m[HEADS], run_l[HEADS], new_m[HEADS], keep[HEADS];
+  float run_m[HEADS], run_l[HEADS], new_m[SUBS][HEADS], keep[SUBS][HEADS];
   int n_tile[MAX_ROW];     // of each row of this launch
   int first[MAX_ROW + 1];  // its first part
   int warp_sum[WARPS];
@@ -122,11 +125,14 @@ __device__ __forceinline__ int n_listed(const Args& a, int row, int seq) {
   return a.chosen == nullptr ? seen : min(seen, a.top_k);
 }
 
-__device__ __forceinline__ int window_tiles(int window) { return (window + KEYS - 1) / KEYS; }
+__device__ __forceinline__ int window_tiles(int window) { return (window + UNIT - 1) / UNIT * (UNIT / KEYS); }
 
 __device__ __forceinline__ int tiles_of(int window, int n_list) { return window_tiles(window) + (n_list + KEYS - 1) / KEYS; }
 
-__device__ __forceinline__ int tiles_per_part(int n_tile, int least) { return max(least, (n_tile + MAX_PART - 1) / MAX_PART); }
+__device__ __forceinline__ int tiles_per_part(int n_tile, int least) {
+  constexpr int EACH = UNIT / KEYS;
+  return max(least, ((n_tile + EACH - 1) / EACH + MAX_PART - 1) / MAX_PART) * EACH;
+}
 
 // Parts of every row, and those before it.
 __device__ __forceinline__ void find_parts(Shared& s, const Args& a) {
@@ -313,15 +319,19 @@ __device__ __forceinline__ void mask_and_top(Shared& s, int buffer, int m_warp, 
 
 // Weights exp2(S - maximum so far) to shared memory, as T, and sums of them over 16 keys each, whoever has how many.
 __device__ __forceinline__ void weigh(Shared& s, int m_warp, int n_warp, float (&acc)[MT][NT][4]) {
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, sub = n_warp / SUB_WARPS;
 #pragma unroll
   for (int m = 0; m < MT; m++)
 #pragma unroll
     for (int half = 0; half < 2; half++) {
       const int head = (m_warp * MT + m) * 16 + 8 * half + g;
-      float top = s.run_m[head];
+      float top = s.run_m[head], before = top;
 #pragma unroll
-      for (int w = 0; w < N_WARPS; w++) top = fmaxf(top, s.top[w][head]);
+      for (int w = 0; w < N_WARPS; w++) {
+        if (w / SUB_WARPS > sub) break;
+        if (w % SUB_WARPS == 0) before = top;
+        top = fmaxf(top, s.top[w][head]);
+      }
       const float at = finite_or_zero(top);
 #pragma unroll
       for (int n = 0; n < NT; n += 2) {
@@ -336,7 +346,7 @@ __device__ __forceinline__ void weigh(Shared& s, int m_warp, int n_warp, float (
         sum += __shfl_xor_sync(ALL, sum, 2);
         if (t == 0) s.sum[(n_warp * WARP_KEYS + 8 * n) / 16][head] = sum;
       }
-      if (t == 0 && n_warp == 0) s.new_m[head] = top, s.keep[head] = exp2_fast(s.run_m[head] - at);
+      if (t == 0 && n_warp % SUB_WARPS == 0) s.new_m[sub][head] = top, s.keep[sub][head] = exp2_fast(before - at);
     }
 }
 
@@ -345,16 +355,19 @@ __device__ __forceinline__ void values(const Shared& s, int buffer, int warp, fl
   const int lane = threadIdx.x % 32, g = lane / 4;
   const u32 p = shared_address(&s.p[lane % 16][lane / 16 * 8]);
   const u32 v = shared_address(&s.keys[buffer][lane % 16][warp * WARP_DIMS + lane / 16 * 8]);
-#pragma unroll
-  for (int m = 0; m < TILES; m++) {
-    const float keep[2] = {s.keep[16 * m + g], s.keep[16 * m + 8 + g]};
-#pragma unroll
-    for (int n = 0; n < DT; n++)
-#pragma unroll
-      for (int e = 0; e < 4; e++) out[m][n][e] *= keep[e / 2];
-  }
 #pragma unroll 1
   for (int step = 0; step < KEYS / 16; step++) {
+    if (step % (SUB / 16) == 0) {
+#pragma unroll
+      for (int m = 0; m < TILES; m++) {
+        const float* const of = s.keep[step / (SUB / 16)];
+        const float keep[2] = {of[16 * m + g], of[16 * m + 8 + g]};
+#pragma unroll
+        for (int n = 0; n < DT; n++)
+#pragma unroll
+          for (int e = 0; e < 4; e++) out[m][n][e] *= keep[e / 2];
+      }
+    }
     Quad x[TILES];
 #pragma unroll
     for (int m = 0; m < TILES; m++) x[m] = matrices(p + 32 * step + m * 32 * P_STRIDE);
@@ -434,11 +447,14 @@ __device__ __forceinline__ void attend_part(Shared& s, const Args& a, int i, int
     weigh(s, m_warp, n_warp, acc);
     __syncthreads();
     for (int h = threadIdx.x; h < HEADS; h += THREADS) {
-      float sum = 0.f;
 #pragma unroll
-      for (int w = 0; w < KEYS / 16; w++) sum += s.sum[w][h];
-      s.run_l[h] = fmaf(s.run_l[h], s.keep[h], sum);
-      s.run_m[h] = s.new_m[h];
+      for (int sub = 0; sub < SUBS; sub++) {
+        float sum = 0.f;
+#pragma unroll
+        for (int w = 0; w < SUB / 16; w++) sum += s.sum[sub * (SUB / 16) + w][h];
+        s.run_l[h] = fmaf(s.run_l[h], s.keep[sub][h], sum);
+      }
+      s.run_m[h] = s.new_m[SUBS - 1][h];
     }
     values(s, buffer, warp, out);  // keys are replaced no sooner than all know their sources
   }

@@ -26,18 +26,21 @@ static_assert(COLUMNS % 4 == 0 && COEFFICIENTS < kSlots, "whole quads, and a lan
 
 __device__ __forceinline__ float dot(float4 a, float4 b) { return fmaf(a.x, b.x, fmaf(a.y, b.y, fmaf(a.z, b.z, a.w * b.w))); }
 
+// Each lane keeps the sums of half of its values, over itself and the lane that keeps the others. (A template: in a loop over halves the
+// compiler puts values into local memory.)
+template <int kHalf>
+__device__ __forceinline__ void halve(float (&v)[kSlots]) {
+  const bool is_upper = threadIdx.x & kHalf;
+#pragma unroll
+  for (int i = 0; i < kHalf; ++i) {
+    const float kept = is_upper ? v[i + kHalf] : v[i], sent = is_upper ? v[i] : v[i + kHalf];
+    v[i] = kept + __shfl_xor_sync(kAll, sent, kHalf);
+  }
+}
+
 // Each lane has 32 values; afterwards lane i has the sum of all lanes' i-th, in one order.
 __device__ __forceinline__ float sums_by_lane(float (&v)[kSlots]) {
-  const int lane = threadIdx.x & 31;
-#pragma unroll
-  for (int half = kSlots / 2; half > 0; half >>= 1) {
-    const bool is_upper = lane & half;
-#pragma unroll
-    for (int i = 0; i < half; ++i) {
-      const float kept = is_upper ? v[i + half] : v[i], sent = is_upper ? v[i] : v[i + half];
-      v[i] = kept + __shfl_xor_sync(kAll, sent, half);
-    }
-  }
+  halve<16>(v), halve<8>(v), halve<4>(v), halve<2>(v), halve<1>(v);
   return v[0];
 }
 
