@@ -34,7 +34,7 @@ MATRICES = (
     (5120, 6144, Epilogue.RESIDUAL),
 )
 OWN = (0, 0, 0)
-VARIANTS = ((1, 3, 12), (1, 3, 16), (1, 3, 20), (1, 4, 12), (2, 3, 12))
+VARIANTS = ((1, 3, 12), (1, 3, 16), (2, 3, 12), (1, 4, 10))
 """Warps, stages, programs of a multiprocessor."""
 
 

@@ -66,9 +66,21 @@ def test_a_wrong_offset_is_noticed() -> None:
     assert "differ" in (linear_cuda.check(run, linear_ref.bind(spec), spec, n_rows=(1,)) or "")
 
 
+@pytest.mark.parametrize("shape", [(544, 80), (80, 272), (80, 96), (258, 80), (3880, 80), (1, 8), (544, 40)])
+def test_programs_are_even(shape: tuple[int, int]) -> None:
+    n_tile, n_step, n_sm = *shape, 132
+    per = linear_triton.steps_of(n_tile, n_step, 4, 12, n_sm)
+    n_split = -(-n_step // per)
+    assert min(4, n_step) <= per <= n_step and (n_split - 1) * per < n_step
+    if n_split > 1 and n_tile > 1:
+        assert 7 * n_sm < n_tile * n_split < 14 * n_sm
+        steps = [min(per, n_step - first) for first in range(0, n_step, per) for _ in range(n_tile)]
+        assert max(sum(steps[i::n_sm]) for i in range(n_sm)) < 1.07 * n_tile * n_step / n_sm, "of what all do together"
+
+
 @pytest.mark.parametrize(
     "times, spoilt, wanted",
-    [((1.0, 0.9, 1.2), None, "2 12"), ((1.0, 0.98, 1.2), None, "1 12"), ((1.0, 0.5, 0.8), (2, 12), "1 20")],
+    [((1.0, 0.9, 1.2), None, "2 12"), ((1.0, 0.98, 1.2), None, "1 12"), ((1.0, 0.5, 0.8), (2, 12), "1 16")],
 )
 def test_the_fastest_right_choice_is_kept_with_the_verdict(
     times: tuple[float, ...],
@@ -83,7 +95,7 @@ def test_the_fastest_right_choice_is_kept_with_the_verdict(
     linear_triton._kept.cache_clear()
     small = LinearSpec(CPU, GGMLType.Q4_K, PROBE_ROWS, 256)
     assert linear_triton.LinearTriton(small).warps == linear_triton.CHOICES[0][0], "nobody has measured"
-    left = iter(zip(linear_triton.CHOICES, times, strict=True))
+    left = iter([(c, t) for c, t in zip(linear_triton.CHOICES, times, strict=True) for _ in "18"])
 
     def fastest(launches: list[Any]) -> float:
         choice, took = next(left)

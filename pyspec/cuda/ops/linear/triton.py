@@ -27,7 +27,7 @@ from pyspec.gguf import GGMLType
 
 HOME = "pyspec.cuda.ops.linear.op:linear"
 
-CHOICES = ((1, 12), (2, 12), (1, 20))
+CHOICES = ((1, 12), (2, 12), (1, 16))
 """Warps that few rows are multiplied by, and programs of a multiprocessor, about, that a matrix is split for; the first if nobody has measured."""
 SAME = 1e-4  # of a result: what sums in another order may differ by
 WORTH = 0.97  # of the first one's time: what another choice is taken for
@@ -35,6 +35,9 @@ TUNED_ROWS, TUNED_BYTES = (
     8192,
     200 << 20,
 )  # of matrices that are measured: one after the other, they are more than a cache holds
+FEWEST, MOST = 0.7, 1.1  # programs of those wanted, where that makes them even
+BESIDE = 0.25  # steps that a program's begin and end cost others
+FEW = 8  # rows of the smallest block
 LEAST = 4  # chunks of a split
 STRETCH = 512
 STAGES = 3
@@ -59,6 +62,25 @@ def tickets_of(device: torch.device) -> Tensor:
     return torch.zeros(MAX_TICKETS, dtype=torch.int32, device=device)
 
 
+@cache
+def steps_of(n_tile: int, n_step: int, least: int, programs: int, n_sm: int) -> int:
+    """How many steps a program makes, so that a multiprocessor has about so many programs and none has much more to do than others."""
+    most, fewest = MOST * programs * n_sm, FEWEST * programs * n_sm
+    around = [per for per in range(least, n_step + 1) if fewest <= n_tile * -(-n_step // per) <= most]
+
+    def last(per: int) -> float:
+        """Steps that the busiest multiprocessor makes, and a part of one each for what a program costs beside them."""
+        lengths = [min(per, n_step - first) for first in range(0, n_step, per)]
+        loads = [0] * n_sm
+        for i, length in enumerate(length for length in lengths for _ in range(n_tile)):
+            loads[i % n_sm] += length + BESIDE
+        return max(loads)
+
+    if not around:  # too few tiles, or enough of them
+        return min(n_step, least) if n_tile * -(-n_step // least) < fewest else n_step
+    return min(around, key=lambda per: (last(per), -per))
+
+
 def _small(spec: LinearSpec) -> LinearSpec:
     """Whose verdict speaks for all matrices of as many columns."""
     return LinearSpec(spec.device, spec.type, PROBE_ROWS, spec.n_in)
@@ -76,18 +98,18 @@ def _name(choice: tuple[int, int]) -> str:
 
 
 def tune(spec: LinearSpec) -> str:
-    """The choice that is fastest with one row, as `_kept` reads it. One whose sums are not the first one's is left out."""
+    """The choice that is fastest with one row and with eight, as `_kept` reads it. One whose sums are not the first one's is left out."""
     if spec != _small(spec):
         return ""
     large = replace(spec, n_out=TUNED_ROWS)
     one = tiles.drawn(spec.type, large.n_out, large.n_in, spec.device)
     matrices = [one, *(one.copied() for _ in range(min(15, TUNED_BYTES // one.n_bytes)))]
-    x = torch.randn(1, spec.n_in, device=spec.device).half()
-    outs = [torch.empty(1, large.n_out, dtype=torch.float32, device=spec.device) for _ in CHOICES]
+    x = torch.randn(FEW, spec.n_in, device=spec.device).half()
+    outs = [torch.empty(FEW, large.n_out, dtype=torch.float32, device=spec.device) for _ in CHOICES]
     times = []
     for choice, out in zip(CHOICES, outs, strict=True):
         run = LinearTriton(large, choice)
-        took = _fastest([partial(run.multiply, x, None, m, out) for m in matrices])
+        took = sum(_fastest([partial(run.multiply, x[:n], None, m, out[:n]) for m in matrices]) for n in (1, FEW))
         is_same = bool((out - outs[0]).norm() <= SAME * outs[0].norm())
         times.append(took if is_same else math.inf)
     best = min(times)
@@ -116,8 +138,7 @@ class LinearTriton:
         self.spec, self.none, self.table = spec, nothing(spec.device), table_of(spec.device, spec.type)
         form = FORMATS[spec.type]
         self.n_tile, n_step = -(-spec.n_weight_row // ROWS), form.n_step(spec.n_in)
-        wanted = -(-programs * tri.n_multiprocessor(spec.device) // self.n_tile)
-        per = max(-(-LEAST // form.step), -(-n_step // wanted))
+        per = steps_of(self.n_tile, n_step, -(-LEAST // form.step), programs, tri.n_multiprocessor(spec.device))
         self.n_split = -(-n_step // per)
         is_gated = spec.epilogue is Epilogue.GATED
         self.n_unit = self.n_tile // 2 if is_gated else self.n_tile  # of which one is the last
