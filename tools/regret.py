@@ -122,7 +122,6 @@ class Text:
         wrong = self.coins[at : at + n_draft] >= self.chances[at, :n_draft]
         return int(wrong.argmax()) if wrong.any() else n_draft
 
-
     def would_be_right(self, at: int, n_right: int) -> list[bool]:
         """Of the tokens that a round with so many right drafts gives: whether each is right at its place of a draft."""
         places = range(min(n_right + 1, self.chances.shape[1]))
