@@ -67,7 +67,7 @@ class Machine:
             k = next((j for j in range(n) if self.rng.random() >= acceptance[i]), n)
             self.controller.record(i, n, k)
             self.tokens += 1 + k
-        self.controller.timed(rows, verify, len(live), max(live, default=0), draft)
+        self.controller.timed(rows, len(slots), verify, len(live), max(live, default=0), draft)
         self.ms += verify + draft
 
     def run(self, rounds: int, acceptance: Sequence[float]) -> float:
@@ -216,7 +216,7 @@ def test_one_hiccup_does_not_change_the_mind() -> None:
     m = Machine(flat, 1.0, noise=0.0, n_slot=1)
     m.run(100, [0.9])
     before = m.controller.choose([(0, N_MAX)])
-    m.controller.timed(1 + before[0], 1e4, 1, before[0], 1e3)
+    m.controller.timed(1 + before[0], 1, 1e4, 1, before[0], 1e3)
     assert m.controller.choose([(0, N_MAX)]) == before
 
 
@@ -302,7 +302,7 @@ def served(n_slot: int, chance: float, n_round: int, requests: bool = True, card
     for n in (0, n_max // 2, n_max):  # what the warm-up measures
         for _ in range(4):
             rows, live = n_slot * (n + 1), n_slot if n else 0
-            controller.timed(rows, graphs[bucket_of(rows)], live, n, card.draft_ms(n_slot, live, n))
+            controller.timed(rows, n_slot, graphs[bucket_of(rows)], live, n, card.draft_ms(n_slot, live, n))
     ms = tokens = 0.0
     left = [rng.randint(50, 300) for _ in range(n_slot)]
     for _ in range(n_round):
@@ -318,7 +318,7 @@ def served(n_slot: int, chance: float, n_round: int, requests: bool = True, card
             if requests and left[slot] < 0:
                 controller.begin(slot)
                 left[slot] = rng.randint(100, 300)
-        controller.timed(rows, verify, live, max(picked), draft)
+        controller.timed(rows, n_slot, verify, live, max(picked), draft)
         ms += verify + draft
     return tokens / ms / (n_slot / (graphs[n_slot] * 1.025))
 
@@ -367,19 +367,19 @@ def test_a_choice_of_no_drafts_stands_until_something_changes(monkeypatch: pytes
 
 
 def one_by_one(c: Controller, caps: list[tuple[int, int]]) -> list[int]:
-    """What `_best` means, written as it is told: the likeliest row goes next, and the best ratio on the way wins."""
-    busy = len(caps)
+    """What `_best` means, written as it is told: the likeliest row up to a depth goes next, and the best ratio on the way wins."""
+    busy, survive = len(caps), c.texts.survive([slot for slot, _ in caps])
     best, best_rate = [0] * busy, busy / c.verify_ms(busy) * MARGIN
-    now, tokens, survive = [0] * busy, float(busy), [float(c._chances([slot])[0, 0]) for slot, _ in caps]
-    while open_slots := [i for i, (_, cap) in enumerate(caps) if now[i] < cap]:
-        i = max(open_slots, key=lambda i: (survive[i], -i))
-        now[i], tokens = now[i] + 1, tokens + survive[i]
-        if now[i] < c.n_max:
-            survive[i] *= float(c._chances([caps[i][0]])[0, now[i]])
-        passes, live = max(now) if c.chained else 1, sum(n > 0 for n in now)
-        rate = tokens / (c.verify_ms(busy + sum(now)) + passes * c.draft_ms(live))
-        if rate > best_rate:
-            best, best_rate = now.copy(), rate
+    for depth in range(1, c.n_max + 1) if c.chained else (c.n_max,):
+        now, tokens = [0] * busy, float(busy)
+        while open_slots := [i for i, (_, cap) in enumerate(caps) if now[i] < min(cap, depth)]:
+            i = max(open_slots, key=lambda i: (survive[i, now[i]], -i))
+            tokens += survive[i, now[i]]
+            now[i] += 1
+            passes, live = depth if c.chained else 1, sum(n > 0 for n in now)
+            rate = tokens / (c.verify_ms(busy + sum(now)) + passes * c.draft_ms(live))
+            if rate > best_rate:
+                best, best_rate = now.copy(), rate
     return best
 
 
@@ -426,18 +426,18 @@ def test_what_one_grammar_accepts_says_little_of_free_text_and_of_another() -> N
     c = Controller(1, 4)
     for _ in range(200):
         c.record(0, 4, 4)
-    free = float(c._chances([0])[0, 0])
+    free = float(c.texts.survive([0])[0, 0])
     c.begin(0, "a schema")
     for _ in range(200):
         c.record(0, 4, 0)
-    held = float(c._chances([0])[0, 0])
+    held = float(c.texts.survive([0])[0, 0])
     c.begin(0, "another")
-    other = float(c._chances([0])[0, 0])
+    other = float(c.texts.survive([0])[0, 0])
     c.begin(0, "a schema")
-    again = float(c._chances([0])[0, 0])
+    again = float(c.texts.survive([0])[0, 0])
     c.begin(0)
     assert free > 0.9 and held < 0.1 and 0.3 < other < 0.7 and again < 0.1
-    assert float(c._chances([0])[0, 0]) > 0.9
+    assert float(c.texts.survive([0])[0, 0]) > 0.9
 
 
 def test_a_slot_without_drafts_says_why_where_others_draft() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from pyspec.engine.acceptance import LEVELS
 from pyspec.engine.controller import N_RETAKE, PROBE_FIRST, PROBE_LAST, Controller
 from pyspec.engine.timer import Timer
 
@@ -56,7 +57,7 @@ class Start:
             k = next((i for i in range(n) if self.rng.random() >= self.acceptance), n)
             self.controller.record(slot, n, k)
             gained += k + 1
-        self.controller.timed(rows, told[0], live, max(picked), told[1])
+        self.controller.timed(rows, len(slots), told[0], live, max(picked), told[1])
         self.told_ms, self.ms, self.tokens = self.told_ms + sum(told), self.ms + verify + draft, self.tokens + gained
         return sum(picked), gained
 
@@ -126,10 +127,14 @@ def test_a_request_goes_on_where_the_slots_last_one_was_silent() -> None:
     c.begin(1)
     assert c.lanes[1].silent == 20 and c.lanes[1].probe_in == c.probe_in
     c.record(1, 3, 3)
-    before = c.all.reached[0]
+    for _ in range(30):
+        c.record(1, 3, 3)
+        c.record(2, 3, 0)
+    was, others, common = c.texts.survive([1, 2])[:, 0], c.texts.free.seen.copy(), c.texts.free.common @ LEVELS
     c.begin(1)
-    assert c.all.reached[0] == before, "what is known of everyone stays"
-    assert c.lanes[1].seen.reached[0] == 1.0, "and a little of what was known of the slot"
+    assert c.texts.free.seen.tolist() == others.tolist(), "what is known of everyone stays"
+    now = c.texts.survive([1])[0, 0]
+    assert common < now < was[0], "and a little of what was known of the slot"
 
 
 def test_a_request_that_may_not_draft_is_neither_silent_nor_probed() -> None:
@@ -179,7 +184,7 @@ def test_a_doubtful_draft_time_is_taken_again_so_many_times_and_no_more() -> Non
         (n,) = c.choose([(0, N_MAX)])
         drafted += [i] if n else []
         c.record(0, n, 0)
-        c.timed(1 + n, 10.0 + n / 4, int(n > 0), n, 500.0 * 3 ** len(drafted) if n else 0.0)
+        c.timed(1 + n, 1, 10.0 + n / 4, int(n > 0), n, 500.0 * 3 ** len(drafted) if n else 0.0)
     assert drafted == [4, 13, 30] and len(drafted) == N_RETAKE
 
 

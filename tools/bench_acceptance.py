@@ -31,8 +31,8 @@ from pyspec.sample.synth import SynthAcceptance
 
 N_TIMED = 40  # rounds of each kind
 Took = tuple[
-    int, float, int, int, float
-]  # what `Controller.timed` is told: rows, ms, slots that drafted, passes, ms of drafting
+    int, int, float, int, int, float
+]  # what `Controller.timed` is told: rows, busy slots, ms, slots that drafted, passes, ms of drafting
 
 
 @contextmanager
@@ -55,15 +55,26 @@ def told(engine: Engine) -> Iterator[list[Took]]:
 def print_trace(engine: Engine, found: list[Took], n: int) -> None:
     """Rounds of n streams in order, as runs of the same number of rows, and what the controller thinks that sizes take."""
     runs: list[tuple[int, list[float]]] = []
-    for rows, ms, _, _, draft in found:
+    for rows, _, ms, _, _, draft in found:
         if not runs or runs[-1][0] != rows:
             runs.append((rows, []))
         runs[-1][1].append(ms + draft)
     print("rows x rounds (ms):", " ".join(f"{rows}x{len(ms)}({median(ms):.1f})" for rows, ms in runs[-300:]))
     c = engine.loop.controller
-    known = {size: f"{min(ms):.2f} ({len(ms)})" for size, ms in sorted(c.verify_ms.samples.items())}
-    drafts = {size: f"{min(ms):.2f}" for size, ms in sorted(c.draft_ms.samples.items())}
-    print("verify", known, "draft", drafts, f"lost {c.lost_ms:.1f} of {c.ms:.0f} ms;", c.lanes[0].reason, flush=True)
+    known = {
+        size: f"{min(c.verify_ms.times(size)):.2f} ({len(c.verify_ms.times(size))})"
+        for size in sorted(c.verify_ms.samples)
+    }
+    drafts = {size: f"{min(c.draft_ms.times(size)):.2f}" for size in sorted(c.draft_ms.samples)}
+    print(
+        f"a slot {c.verify_ms.slot_ms:.3f}; verify",
+        known,
+        "draft",
+        drafts,
+        f"lost {c.lost_ms:.1f} of {c.ms:.0f} ms;",
+        c.lanes[0].reason,
+        flush=True,
+    )
 
 
 def print_costs(engine: Engine, streams: list[int], n_prompt: int) -> None:
@@ -86,7 +97,7 @@ def print_costs(engine: Engine, streams: list[int], n_prompt: int) -> None:
             took = by_rows.get(n * (n_draft + 1), [])[2:]  # the first ones may have come behind something else
             if not took:
                 continue
-            both = [ms + draft for _, ms, _, _, draft in took]
+            both = [ms + draft for _, _, ms, _, _, draft in took]
             drafting = median(draft for *_, draft in took)
             print(
                 f"| {n} | {n_draft} | {n * (n_draft + 1)} | {median(both):.2f}, {min(both):.2f} | {drafting:.2f} | {len(took)} |",

@@ -58,7 +58,11 @@ def floor_bytes(seqs: list[Seq]) -> int:
     kv = (SHAPE.n_k_head + SHAPE.n_v_head) * 128 * 4
     total = 0
     for s in seqs:
-        total += state * (2 if s.keep or s.n_fold else 1) + s.width * (row + SHAPE.n_v_head * 128 * 4) + s.n_fold * kv
+        total += (
+            state * (2 if s.keep or (s.n_fold and not s.late) else 1)
+            + s.width * (row + SHAPE.n_v_head * 128 * 4)
+            + s.n_fold * kv
+        )
         total += 0 if s.keep else s.width * (row + kv)
     return total
 

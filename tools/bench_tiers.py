@@ -1,6 +1,7 @@
 """What a round costs when one op runs a tier lower: op by op, in Triton and as the torch reference, the rest as it is.
 
     python tools/bench_tiers.py qwen3.6-27b --quant q8_0 --layers 16 [--ops gdn attend ...] [--tiers triton torch] [--spec-len 3]
+    ... --kernels triton --ops none    the whole model in Triton, and no op beside it
 
 The model is synthetic and has its first N layers only, so that it loads in seconds. A round of all layers is that of two depths,
 drawn on: what differs between N and N / 2 layers is N / 2 layers'. An op costs what its layers cost more than in the full round; ops that run
@@ -15,7 +16,7 @@ import gc
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -32,11 +33,12 @@ HOW = {"ctx": 2560, "kv_type": "f16"}
 
 @dataclass(frozen=True)
 class Rounds:
-    """Milliseconds of a round by the number of streams, and what the op ran as; `error` instead of both."""
+    """Milliseconds of a round by the number of streams, and what the op ran as; `error` instead of both. plain: without drafts, where `ms` is with."""
 
     ms: dict[int, float]
     ran: str = ""
     error: str = ""
+    plain: dict[int, float] = field(default_factory=dict)
 
 
 def lower(op: str, tier: str) -> tuple[str, ...]:
@@ -48,12 +50,19 @@ def lower(op: str, tier: str) -> tuple[str, ...]:
 
 
 def measured(
-    path: Path, streams: list[int], n_token: int, op: str = "", tier: str = "", spec_len: float = 0.0
+    path: Path,
+    streams: list[int],
+    n_token: int,
+    op: str = "",
+    tier: str = "",
+    spec_len: float = 0.0,
+    kernels: str = "auto",
 ) -> Rounds:
     EXAMINATION.demoted = frozenset()
     for each in survey.ops():
         each.decided.clear()
     settings: dict[str, object] = {**HOW, "np": max(streams), "demoted": lower(op, tier) if op else ()}
+    settings["kernels"] = kernels
     settings["spec_type"] = "mtp" if spec_len else "none"
     if spec_len:
         settings |= {"synth_len": spec_len, "n_draft_fixed": True, "n_draft_max": 3}
@@ -69,7 +78,7 @@ def measured(
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     ms = {row.np: row.spec_round_ms if spec_len else row.plain_round_ms for row in rows}
-    return Rounds(ms, "/".join(sorted(ran)))
+    return Rounds(ms, "/".join(sorted(ran)), plain={row.np: row.plain_round_ms for row in rows})
 
 
 def main() -> int:
@@ -82,6 +91,8 @@ def main() -> int:
     parser.add_argument("--tiers", nargs="+", default=["triton", "torch"])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--spec-len", type=float, default=0.0, help="MTP with 3 drafted, so many tokens a round")
+    parser.add_argument("--kernels", default="auto", help="what ops run as that are not demoted")
+    parser.add_argument("--folder", type=Path, help="where the models are written, or lie already (m8.gguf)")
     parser.add_argument("--limit", type=float, default=0.0, help="seconds after which no further op is begun")
     parser.add_argument("--tiny", action="store_true", help="a model of a few hundred kilobytes, to try this")
     args = parser.parse_args()
@@ -90,27 +101,33 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         paths = {}
         for n in (n_layer, n_layer // 2):
-            to, has_mtp = Path(folder) / f"m{n}.gguf", bool(args.spec_len)
-            paths[n] = write(args.model, to, quant=args.quant, tiny=args.tiny, mtp=has_mtp, n_layer=n)
+            paths[n] = to = (args.folder or Path(folder)) / f"m{n}.gguf"
+            if not to.exists():
+                write(args.model, to, quant=args.quant, tiny=args.tiny, mtp=bool(args.spec_len), n_layer=n)
         half, full = (
-            measured(paths[n], args.streams, args.tokens, spec_len=args.spec_len) for n in (n_layer // 2, n_layer)
+            measured(paths[n], args.streams, args.tokens, spec_len=args.spec_len, kernels=args.kernels)
+            for n in (n_layer // 2, n_layer)
         )
         if full.error or half.error:
             print(full.error or half.error)
             return 1
-        each = {n: (full.ms[n] - half.ms[n]) / (n_layer - n_layer // 2) for n in full.ms}
-        whole = {n: full.ms[n] + each[n] * (n_all - n_layer) for n in full.ms}
+        whole, plain = (
+            {n: b[n] + (b[n] - a[n]) / (n_layer - n_layer // 2) * (n_all - n_layer) for n in b}
+            for a, b in ((half.ms, full.ms), (half.plain, full.plain))
+        )
         asked = args.ops or list(dict.fromkeys(op.name for op, _ in survey.asked()))
-        shown = ", ".join(f"{n}: {full.ms[n]:.2f} ms ({whole[n]:.2f} of all {n_all})" for n in args.streams)
-        print(f"{args.model} {args.quant}, {n_layer} layers, a round of streams {shown}\n")
+        kinds = [("a round", full.ms, whole)] + ([("without drafts", full.plain, plain)] if args.spec_len else [])
+        for name, some, drawn in kinds:
+            shown = ", ".join(f"{n}: {some[n]:.2f} ms ({drawn[n]:.2f} of all {n_all})" for n in args.streams)
+            print(f"{args.model} {args.quant}, {n_layer} layers, {name} of streams {shown}\n")
         print("| op | as | " + " | ".join(f"{n}: ms, of the rate, of all layers'" for n in args.streams) + " |")
         print("| --- " * (2 + len(args.streams)) + "|")
-        for op in asked:
+        for op in asked if asked != ["none"] else ():
             for tier in args.tiers:
                 if args.limit and time.monotonic() - began > args.limit:
                     print(f"(no time for {op} as {tier})")
                     continue
-                got = measured(paths[n_layer], args.streams, args.tokens, op, tier, args.spec_len)
+                got = measured(paths[n_layer], args.streams, args.tokens, op, tier, args.spec_len, args.kernels)
                 cells = [got.error] * len(args.streams)
                 if not got.error:
                     more = {n: (got.ms[n] - full.ms[n]) * (1 if op in ONCE else n_all / n_layer) for n in full.ms}

@@ -12,17 +12,16 @@ import argparse
 import multiprocessing
 import time
 from dataclasses import replace
-from itertools import product
 
 import torch
 from bench_linear import FLOOR, graph_us
 
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import ref as linear_ref
-from pyspec.cuda.ops.linear import tile_launch
 from pyspec.cuda.ops.linear import triton as linear_triton
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
-from pyspec.cuda.ops.linear.tiles import COLUMNS, FORMATS, ROWS, TiledMatrix
+from pyspec.cuda.ops.linear.tiles import FORMATS, TiledMatrix, drawn
+from pyspec.cuda.ops.linear.triton import LinearTriton
 from pyspec.cuda.ops.rows import cuda as rows_cuda
 from pyspec.cuda.ops.rows import triton as rows_triton
 from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
@@ -35,48 +34,19 @@ MATRICES = (
     (5120, 6144, Epilogue.RESIDUAL),
 )
 OWN = (0, 0, 0)
-VARIANTS = (OWN, *product((1, 2), (3, 4), (12, 20)))
+VARIANTS = ((1, 3, 12), (1, 3, 16), (2, 3, 12), (1, 4, 10))
 """Warps, stages, programs of a multiprocessor."""
 
 
-def take(variant: tuple[int, int, int]) -> None:
-    if variant != OWN:
-        warps, linear_triton.STAGES, linear_triton.PROGRAMS = variant
-        tile_launch.BLOCKS[8] = warps
+def taken(spec: LinearSpec, variant: tuple[int, int, int]) -> LinearTriton:
+    if variant == OWN:
+        return linear_triton.bind(spec)
+    warps, linear_triton.STAGES, programs = variant
+    return LinearTriton(spec, (warps, programs))
 
 
 def random_tiles(spec: LinearSpec) -> TiledMatrix:
-    """Planes of random bytes, with small scales."""
-    form, n_tile, n_chunk = FORMATS[spec.type], -(-spec.n_weight_row // ROWS), -(-spec.n_in // COLUMNS)
-    device = spec.device
-
-    def some(*shape: int) -> torch.Tensor:
-        return torch.randint(0, 256, (n_tile, *shape), dtype=torch.uint8, device=device)
-
-    n_group = n_chunk * COLUMNS // form.group
-    n_span = -(-spec.n_in // (form.group * form.span)) if form.span else 0
-    small = torch.full((n_tile, n_group, ROWS), 1e-3, dtype=torch.float16, device=device)
-    supers = torch.full((n_tile, n_span, ROWS), 1e-3, dtype=torch.float16, device=device) if n_span else None
-    signed = spec.type in (GGMLType.Q6_K, GGMLType.Q3_K, GGMLType.IQ4_XS)
-    scales = some(n_group, ROWS).remainder_(64) if form.span or form.scale else small
-    minima = (some(n_group, ROWS).remainder_(64) if form.span else small) if form.minima else None
-    return TiledMatrix(
-        spec.type,
-        spec.n_weight_row,
-        spec.n_in,
-        some(n_chunk, ROWS, COLUMNS if form.bits == 8 else COLUMNS // 2),
-        some(n_chunk, ROWS, 8 * form.high) if form.high else None,
-        scales.view(torch.int8) if signed else scales,
-        minima,
-        supers,
-        supers if form.minima else None,
-        None,
-    )
-
-
-def bytes_of(m: TiledMatrix) -> int:
-    planes = (m.codes, m.high, m.scales, m.minima, m.supers, m.super_minima)
-    return sum(p.numel() * p.element_size() for p in planes if p is not None)
+    return drawn(spec.type, spec.n_weight_row, spec.n_in, spec.device)
 
 
 def given(spec: LinearSpec, n_row: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -90,8 +60,6 @@ def given(spec: LinearSpec, n_row: int) -> tuple[torch.Tensor, torch.Tensor, tor
 def built(task: tuple[LinearSpec, tuple[int, int, int], bool]) -> str:
     """Compile, in a process of its own."""
     spec, variant, checks = task
-    before = linear_triton.STAGES, linear_triton.PROGRAMS, tile_launch.BLOCKS[8]
-    take(variant)
     try:
         if checks:
             run = linear_triton.bind(spec)
@@ -104,15 +72,13 @@ def built(task: tuple[LinearSpec, tuple[int, int, int], bool]) -> str:
             return f"{spec.type.name} {spec.epilogue.name}: {why or 'right'}"
         small = replace(spec, device=torch.device("cuda", 0))
         x, powers, out, residual = given(small, 1)
-        linear_triton.bind(small).multiply(x, powers, random_tiles(small), out, residual)
-        if variant == OWN:
+        taken(small, variant).multiply(x, powers, random_tiles(small), out, residual)
+        if variant in (OWN, VARIANTS[0]):
             linear_cuda.bind(small)
         torch.cuda.synchronize()
         return ""
     except Exception as e:  # noqa: BLE001 - a variant that does not compile is left out
         return f"{spec.type.name} {variant}: {type(e).__name__}: {str(e)[:200]}"
-    finally:
-        linear_triton.STAGES, linear_triton.PROGRAMS, tile_launch.BLOCKS[8] = before
 
 
 def cuda_us(spec: LinearSpec, rows: int) -> float:
@@ -123,8 +89,8 @@ def cuda_us(spec: LinearSpec, rows: int) -> float:
     return graph_us([lambda w=w: launch.multiply(ready, w, out, residual) for w in weights * 6])
 
 
-def triton_us(spec: LinearSpec, weights: list[TiledMatrix], rows: int) -> float:
-    run = linear_triton.bind(spec)
+def triton_us(spec: LinearSpec, variant: tuple[int, int, int], weights: list[TiledMatrix], rows: int) -> float:
+    run = taken(spec, variant)
     x, powers, out, residual = given(spec, rows)
     return graph_us(
         [lambda w=w: run.multiply(x, powers, w, out, residual) for w in weights * max(2, 24 // len(weights))]
@@ -151,11 +117,10 @@ def main() -> None:
             if said:
                 print(said, flush=True)
     print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
-    before = linear_triton.STAGES, linear_triton.PROGRAMS, tile_launch.BLOCKS[8]
     for spec in specs:
         weights = [random_tiles(spec)]
-        weights += [random_tiles(spec) for _ in range(min(7, int(4e8 / bytes_of(weights[0]))))]
-        floor = bytes_of(weights[0]) / FLOOR * 1e6
+        weights += [random_tiles(spec) for _ in range(min(7, int(4e8 / weights[0].n_bytes)))]
+        floor = weights[0].n_bytes / FLOOR * 1e6
         try:
             cuda = [cuda_us(spec, rows) for rows in args.rows]
         except Exception as e:  # noqa: BLE001
@@ -166,13 +131,11 @@ def main() -> None:
             *(f"{us:.1f}" for us in cuda),
         )
         for variant in variants:
-            take(variant)
             try:
-                us = [triton_us(spec, weights, rows) for rows in args.rows]
+                us = [triton_us(spec, variant, weights, rows) for rows in args.rows]
                 print("  ", *(variant if variant != OWN else ("own",)), ":", *(f"{x:.1f}" for x in us), flush=True)
             except Exception as e:  # noqa: BLE001
                 print("  ", variant, f"{type(e).__name__}: {str(e)[:100]}", flush=True)
-            linear_triton.STAGES, linear_triton.PROGRAMS, tile_launch.BLOCKS[8] = before
         del weights
         torch.cuda.empty_cache()
 

@@ -66,16 +66,16 @@ class Case:
     def n_row(self) -> int:
         return self.n_seq * self.width
 
-    def seqs(self, n_vocab: int) -> list[Seq]:
-        """Different tokens everywhere, or all rows would take the same experts."""
+    def seqs(self, n_vocab: int, n_late: int) -> list[Seq]:
+        """Different tokens everywhere, or all rows would take the same experts. n_late: rows of a slot that wait before it writes its state."""
         tokens = torch.randint(n_vocab, (self.n_seq, self.width), generator=torch.Generator().manual_seed(0)).tolist()
         if self.kind == "prompt":
             return [Seq(0, self.n_past, tokens[0], keep=True)]
-        n_fold = 0 if self.width == 1 else (self.width + 2) // 2 if self.width < 8 else 6
-        return [
-            Seq(i, self.n_past, row, keep=self.width == 1, n_out=self.width, n_fold=n_fold)
-            for i, row in enumerate(tokens)
-        ]
+        n_fold = (self.width + 2) // 2 if self.width < 8 else 6
+        if self.width == 1:
+            turns = [i % (n_late + 1) for i in range(self.n_seq)]
+            return [Seq(i, self.n_past, tokens[i], t == n_late, 1, t, late=t < n_late) for i, t in enumerate(turns)]
+        return [Seq(i, self.n_past, row, n_out=self.width, n_fold=n_fold) for i, row in enumerate(tokens)]
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,8 @@ class Floors:
                 n_op += 2 * rows * t.n_elements * share
         parts = {"linear": max(n_byte / BYTES, n_op / OPS) * 1e6}
         states = sum(layer.state[0].numel() for layer in self.memory.states.values())
-        parts["state"] = case.n_seq * states * 8 / BYTES * 1e6
+        written = 1 / (self.memory.n_late + 1) if case.width == 1 else 1.0
+        parts["state"] = case.n_seq * states * 4 * (1 + written) / BYTES * 1e6
         keys = case.n_seq * (case.n_past + case.width)
         kv_bytes = sum(pool.k[0].numel() * pool.k.element_size() * 2 for pool in self.memory.kv.values())
         pairs = case.n_row * (case.n_past + (case.width + 1) / 2)
@@ -175,7 +176,9 @@ def show(engine: Engine, case: Case, floors: Floors, layers: tuple[int, int], n_
     """layers: that are there, of the whole model."""
     worker = engine.core.loop.worker  # type: ignore[attr-defined]
     with torch.inference_mode(), worker.lock:
-        batch = lay_out(worker.table, case.seqs(worker.target.n_vocab), worker.device, arena=worker.arena)
+        batch = lay_out(
+            worker.table, case.seqs(worker.target.n_vocab, worker.memory.n_late), worker.device, arena=worker.arena
+        )
         forwards, wall = records_of(worker, batch)
         for slot in worker.table.slots:
             worker.table.drop(slot)

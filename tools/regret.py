@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from pyspec.engine.controller import Controller
 from pyspec.engine.timer import Timer, bucket
-from pyspec.engine.warmup import N_ROUND
+from pyspec.engine.warmup import N_ROUND, rehearsed
 from pyspec.slots.arena import bucket_of
 
 Floats = NDArray[np.float64]
@@ -122,6 +122,11 @@ class Text:
         wrong = self.coins[at : at + n_draft] >= self.chances[at, :n_draft]
         return int(wrong.argmax()) if wrong.any() else n_draft
 
+    def would_be_right(self, at: int, n_right: int) -> list[bool]:
+        """Of the tokens that a round with so many right drafts gives: whether each is right at its place of a draft."""
+        places = range(min(n_right + 1, self.chances.shape[1]))
+        return [bool(self.coins[at + i] < self.chances[at, i]) for i in places]
+
 
 @dataclass
 class Seat:
@@ -145,8 +150,63 @@ def oracle(card: Card) -> Picker:
     """The best expected tokens a millisecond of each round."""
 
     def pick(caps: Sequence[tuple[int, int]], chances: Floats) -> list[int]:
+        return best_lengths(card, caps, np.multiply.accumulate(chances, axis=1))
+
+    return pick
+
+
+class Seer:
+    """Who knows costs, how texts are made, and of each token that has come whether a draft of it would have been right: more than
+    any controller is told. What it loses is what it costs at the least not to know a text before it is read.
+
+    A state: kind of segment, its tokens so far, how this request differs.
+    """
+
+    OFFSETS, WEIGHTS = np.array([-1.5, -0.75, 0.0, 0.75, 1.5]), np.array([0.12, 0.22, 0.32, 0.22, 0.12])
+
+    def __init__(self, card: Card, kind: str) -> None:
+        self.card = card
+        names, shares = zip(*TEXTS[kind].items(), strict=True)
+        level = np.array([LEVELS[name] for name in names])[:, None, None] + 0.04 * self.OFFSETS
+        fade = np.array([FADES[name] for name in names])[:, None, None, None]
+        level = np.clip(level, 0.02, 0.98)[..., None] * fade ** np.arange(card.n_max)
+        self.chance = np.broadcast_to(level, (len(names), 150, len(self.OFFSETS), card.n_max))
+        self.shares = np.array(shares)[:, None]
+        age = np.arange(150)
+        self.ends = np.where(age >= 29, 1 / np.maximum(149 - age, 1), 0.0)[:, None]  # behind its token age + 1
+        self.survive = np.stack([self._survives(place) for place in range(card.n_max)], -1)
+        self.fresh = np.zeros(self.chance.shape[:-1])
+        self.fresh[:, 0] = self.shares * self.WEIGHTS
+        self.beliefs: dict[int, Floats] = {}
+
+    def _survives(self, place: int) -> Floats:
+        """Of each state: that drafts up to this place are right."""
+        u = self.chance[..., place]
+        for i in reversed(range(place)):
+            later = np.concatenate([u[:, 1:], u[:, -1:]], 1)
+            u = self.chance[..., i] * ((1 - self.ends) * later + self.ends * (self.shares[..., None] * u[:, :1]).sum(0))
+        return u
+
+    def saw(self, slot: int, right: Sequence[bool]) -> None:
+        """Whether a draft of each token that a round gave is right, at its place."""
+        b = self.beliefs.get(slot, self.fresh)
+        for place, is_right in enumerate(right):
+            if place < self.card.n_max:
+                b = b * (self.chance[..., place] if is_right else 1 - self.chance[..., place])
+            ending = (b * self.ends).sum((0, 1))
+            b = np.concatenate([(self.shares * ending)[:, None], (b * (1 - self.ends))[:, :-1]], 1)
+            b = b / b.sum()
+        self.beliefs[slot] = b
+
+    def __call__(self, caps: Sequence[tuple[int, int]], chances: Floats) -> list[int]:
+        survive = [np.einsum("kao,kaoi->i", self.beliefs.get(slot, self.fresh), self.survive) for slot, _ in caps]
+        return best_lengths(self.card, caps, np.array(survive))
+
+
+def best_lengths(card: Card, caps: Sequence[tuple[int, int]], survive: Floats) -> list[int]:
+    """The best expected tokens a millisecond of a round."""
+    if True:
         busy, most = len(caps), np.array([cap for _, cap in caps])
-        survive = np.multiply.accumulate(chances, axis=1)
         best, best_rate = [0] * busy, busy / float(card.verify_ms(busy_rows(busy), busy))
         first = (-survive[:, 0]).argsort(kind="stable")
         lives = sorted({1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, busy} & set(range(1, busy + 1)))
@@ -166,8 +226,6 @@ def oracle(card: Card) -> Picker:
                 if rate[n] > best_rate:
                     best, best_rate = np.bincount(who[order][: n + 1], minlength=busy).tolist(), float(rate[n])
         return best
-
-    return pick
 
 
 def plain(caps: Sequence[tuple[int, int]], chances: Floats) -> list[int]:
@@ -211,14 +269,13 @@ class Served:
             self.warm_up()
 
     def warm_up(self) -> None:
-        """As `engine/warmup.py`: one and all slots, three lengths."""
-        card, n_max = self.card, self.card.n_max
-        for busy in sorted({1, self.n_slot}):
-            for n in sorted({0, n_max // 2, n_max}):
-                self.controller.force = n
-                for _ in range(N_ROUND):
-                    rows, live = busy * (n + 1), busy if n else 0
-                    self.controller.timed(rows, *self.told(card, rows, busy, live, n, 0.0))
+        """As `engine/warmup.py`."""
+        card = self.card
+        for busy, n in rehearsed(self.n_slot, card.n_max):
+            self.controller.force = n
+            for _ in range(N_ROUND):
+                rows, live = busy * (n + 1), busy if n else 0
+                self.controller.timed(rows, busy, *self.told(card, rows, busy, live, n, 0.0))
         self.controller.forget_acceptance()
 
     def told(
@@ -260,14 +317,18 @@ class Served:
             s = self.seats[slot]
             right = s.text.n_right(s.at, n)
             self.late.append((slot, n, right))
+            if isinstance(self.pick, Seer):
+                self.pick.saw(slot, s.text.would_be_right(s.at, right))
             s.silent = 0 if n else s.silent + 1
             s.at, self.tokens = s.at + right + 1, self.tokens + right + 1
             if s.at >= s.text.n:
                 del self.seats[slot]
+                if isinstance(self.pick, Seer):
+                    self.pick.beliefs.pop(slot, None)
         rows, live = len(caps) + sum(picked), sum(n > 0 for n in picked)
         times = self.told(self.card, rows, len(caps), live, max(picked), self.card.waking * min(silent, 16) / 16)
         if not joined:
-            self.controller.timed(rows, *times)
+            self.controller.timed(rows, len(caps), *times)
         self.ms += sum(self.took)
         self.picks.append(picked)
 

@@ -50,7 +50,14 @@ def dims_of(model: str) -> Dims:
 
 
 def run(
-    model: str, draft: str, mean: float, quant: str, folder: Path, device: str = "cuda", weights: str = "auto"
+    model: str,
+    draft: str,
+    mean: float,
+    quant: str,
+    folder: Path,
+    device: str = "cuda",
+    weights: str = "auto",
+    kernels: str = "auto",
 ) -> str:
     dims = dims_of(model)
     path = synth.write(dims, folder / f"{model}-{quant}.gguf", quant=quant)
@@ -62,6 +69,7 @@ def run(
         "ctx": 256,
         "device": device,
         "weights": weights,
+        "kernels": kernels,
         "check_tap_shift": False,
         "warm_up": False,
         "n_draft_fixed": True,
@@ -99,6 +107,7 @@ def main() -> None:
     parser.add_argument("--quants", nargs="*", default=["q8_0"], help="of the weights, e.g. q8_0 q4_k nvfp4")
     parser.add_argument("--models", nargs="*", default=[m for m, _, _ in MODELS], help="e.g. llama qwen35:dflash")
     parser.add_argument("--weights", default="auto", help="packed: no f16 copies for the library's products")
+    parser.add_argument("--kernels", default="auto", help="triton: its tier instead of ours")
     parser.add_argument(
         "--no-pairs", action="store_true", help="matrices this small, too, as large ones are multiplied"
     )
@@ -110,7 +119,8 @@ def main() -> None:
         for quant in args.quants:
             for model, draft, mean in MODELS:
                 if model in args.models or f"{model}:{draft}" in args.models:
-                    print(run(model, draft, mean, quant, Path(folder), args.device, args.weights), flush=True)
+                    how = args.device, args.weights, args.kernels
+                    print(run(model, draft, mean, quant, Path(folder), *how), flush=True)
 
 
 if __name__ == "__main__":

@@ -193,6 +193,7 @@ def server(
     """
     from pyspec.cli.logs import set_up
     from pyspec.cli.running import enter, leave
+    from pyspec.engine.process import end_ahead, start_ahead
     from pyspec.server.http.listen import listen
 
     verbosity = 0 if flags.log_disable else 5 if ctx.meta.get("pyspec.verbose") else flags.verbosity
@@ -202,6 +203,9 @@ def server(
     engine = replace(engine, settings={**engine.settings, "queue": flags.queue, "hang_timeout": flags.hang_timeout})
     n_slot = engine.np if engine.np > 0 else AUTO_SLOTS
     engine.check(n_slot)
+    settings.check()
+    if not flags.in_process:
+        start_ahead()
 
     entered: list[Path | None] = []
 
@@ -219,13 +223,13 @@ def server(
             loaded.use_template(chat.template)
         return loaded
 
-    settings.check()
-    sockets = listen(settings)  # what follows takes its time: a port that is taken is told before
-    from pyspec.server.http.serve import run
-
     try:
+        sockets = listen(settings)  # what follows takes its time: a port that is taken is told before
+        from pyspec.server.http.serve import run
+
         served = run(load, settings, ready, sockets)
     finally:
+        end_ahead()
         for path in entered:
             leave(path)
     _end(served)

@@ -12,7 +12,11 @@ from collections.abc import Callable
 OPS = "pyspec.cuda.ops."
 TIERS = {"cuda": ("cuda", "wgmma"), "triton": ("triton",)}
 """Implementations by their names; others belong to none, and only `reference` leaves them out."""
-FAMILIES = {"linear_tall": "linear", "attend_prompt": "attend"}  # which ops are asked for by the name of another one
+FAMILIES = {
+    "linear_tall": "linear",
+    "attend_prompt": "attend",
+    "attend_blocks": "attend",
+}  # which ops are asked for by the name of another one
 
 
 class Examination:

@@ -17,7 +17,9 @@ import torch
 from pyspec.slots.batch import Batch
 
 Out = TypeVar("Out")
-Key = tuple[int, int, bool]  # rows and sequences with padding, and whether no sequence has two rows
+Key = tuple[
+    int, int, bool, bool
+]  # rows and sequences with padding, whether no sequence has two rows, whether it is a prompt
 
 
 class Graphed(Generic[Out]):
@@ -38,7 +40,7 @@ class Graphed(Generic[Out]):
     def __call__(self, batch: Batch) -> Out:
         if batch.bucket is None or batch.tokens.device.type != "cuda":
             return self.fn(batch)
-        key = batch.bucket, batch.n_place, self.by_single and batch.single
+        key = batch.bucket, batch.n_place, self.by_single and batch.single, batch.prompt
         if key not in self._graphs:
             if self._sealed or key not in self._seen:
                 self._seen.add(key)

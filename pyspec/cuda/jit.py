@@ -10,9 +10,9 @@ import importlib.util
 import io
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -36,7 +36,9 @@ ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120f")
 
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"\s*$', re.MULTILINE)
 Scalar = np.int32 | np.int64 | np.float32 | np.uint32
+SCALARS = frozenset({np.int32, np.int64, np.float32, np.uint32})
 Arg = torch.Tensor | Scalar
+MOST_CONFIGS = 1024  # of a kernel that are kept: one for each number of rows
 
 
 def arch_of(capability: tuple[int, int]) -> str:
@@ -248,6 +250,7 @@ class Kernel:
     handle: object
     signature: str
     context: DeviceContext
+    configs: dict[tuple[object, ...], object] = field(default_factory=dict, compare=False, repr=False)
 
     def allow_shared(self, n_bytes: int) -> Kernel:
         """Raise the limit of dynamic shared memory above 48 KiB."""
@@ -261,22 +264,39 @@ class Kernel:
         return self
 
     def launch(
-        self, grid: Sequence[int], block: int, args: Sequence[Arg], shared: int = 0, *, overlap: bool = False
+        self, grid: tuple[int, ...], block: int, args: Sequence[Arg], shared: int = 0, *, overlap: bool = False
     ) -> None:
         """Start on its device, on torch's current stream there. Tensors go as pointers; scalars must be of the signature's type.
 
         `overlap`: start as soon as the kernel before allows it (programmatic dependent launch, from 9.0). Only for kernels
         that wait (`griddepcontrol.wait`) before they touch what that kernel writes.
         """
-        from cuda.core import LaunchConfig, launch
-
         assert len(args) == len(self.signature), f"{self.symbol}: {len(args)} arguments for '{self.signature}'"
-        values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
-        config = LaunchConfig(grid=tuple(grid), block=block, shmem_size=shared)
+        values = [a if type(a) in SCALARS else a.data_ptr() for a in args]  # type: ignore[union-attr]
+        config = self.configs.get((grid, block, shared, overlap))
+        if config is None:
+            config = self._configured(grid, block, shared, overlap)
+        stream = self.context.stream()
+        if EXAMINATION.is_on:
+            EXAMINATION.run(lambda: _starter()(stream, config, self.handle, *values), stream.sync)  # type: ignore[attr-defined]
+            return
+        _starter()(stream, config, self.handle, *values)
+
+    def _configured(self, grid: tuple[int, ...], block: int, shared: int, overlap: bool) -> object:
+        """Kept, because the host has thousands of launches to make while somebody waits for a prompt."""
+        from cuda.core import LaunchConfig
+
+        config = LaunchConfig(grid=grid, block=block, shmem_size=shared)
         if overlap and hasattr(config, "programmatic_stream_serialization"):  # newer cuda-core only
             config.programmatic_stream_serialization = True
-        if EXAMINATION.is_on:
-            stream = self.context.stream()
-            EXAMINATION.run(lambda: launch(stream, config, self.handle, *values), stream.sync)  # type: ignore[arg-type, attr-defined]
-            return
-        launch(self.context.stream(), config, self.handle, *values)  # type: ignore[arg-type]
+        if len(self.configs) >= MOST_CONFIGS:
+            self.configs.clear()
+        self.configs[grid, block, shared, overlap] = config
+        return config
+
+
+@cache
+def _starter() -> Callable[..., None]:
+    from cuda.core import launch
+
+    return launch

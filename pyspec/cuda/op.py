@@ -32,13 +32,17 @@ def _no_limits(spec: object) -> str | None:
 
 @dataclass(frozen=True)
 class Impl(Generic[Spec]):
-    """One way to run an op. `bind(spec)` checks, compiles and returns the callable; it may be slow, the callable may not."""
+    """One way to run an op. `bind(spec)` checks, compiles and returns the callable; it may be slow, the callable may not.
+
+    tune  measures, in the child that has found it right, what of some choices is fastest here; kept with the verdict, for `bind` to find
+    """
 
     name: str
     bind: Callable[[Spec], Launch]
     limits: Callable[[Spec], str | None] = _no_limits
     capturable: bool = False  # reads everything that varies from device memory, so a CUDA graph may hold it
     capabilities: tuple[Capability, Capability] = ((8, 0), (12, 1))  # first and last it is made for, on GPUs
+    tune: Callable[[Spec], str] | None = None
     native: bool = False  # can crash or hang the process without a GPU, too: never checked inside it
 
 

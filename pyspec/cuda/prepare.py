@@ -105,6 +105,17 @@ class Preparation:
         finally:
             self._probers.put(by)
 
+    def finish(self, late: Sequence[Ask]) -> None:
+        """Close once everything is found out, beside whoever goes on; `late` is asked then, so that it is decided. The children go, too."""
+        threading.Thread(target=self._finish, args=(late,), name="pyspec-checks-end", daemon=True).start()
+
+    def _finish(self, late: Sequence[Ask]) -> None:
+        for op, spec in late:
+            op.chosen(spec)
+        self._checkers.shutdown(wait=True)
+        self.close()
+        probe.close()
+
     def close(self) -> None:
         """Nothing is waited for that has not begun. Safe to call twice."""
         if self._is_closed:
@@ -133,6 +144,14 @@ def _compiled(program: Program) -> object:
     except Exception as e:  # noqa: BLE001 - of whatever kind: it is compiled again where it counts
         log.debug("%s", e)
         return None
+
+
+def settle(asks: Iterable[Ask]) -> None:
+    """Decide, but for what is being found out by now."""
+    for op, spec in asks:
+        impl = _first(op, spec)
+        if impl is None or not probe.is_awaited(op.candidate(impl, spec)):
+            op.chosen(spec)
 
 
 def n_children(free: int, planned: int, cores: int) -> int:

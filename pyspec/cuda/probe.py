@@ -42,6 +42,12 @@ def verdict(candidate: Candidate) -> str | None:
     return examined(candidate, key, prober()).refusal
 
 
+def is_awaited(candidate: Candidate) -> bool:
+    """Whether it is being found out, and who asks has to wait."""
+    promise = promised.get(verdicts.name_of(verdicts.key_of(candidate)))
+    return promise is not None and not promise.done()
+
+
 def examined(candidate: Candidate, key: verdicts.Key, by: Prober) -> Verdict:
     """What is kept of it, or what a child of `by` finds, which is kept then."""
     kept = verdicts.load(key)
@@ -52,7 +58,7 @@ def examined(candidate: Candidate, key: verdicts.Key, by: Prober) -> Verdict:
     took = time.perf_counter() - began
     log.info("checked %s %s in %.1f s: %s", candidate.op, candidate.impl, took, found.refusal or "right")
     if found.lasting:
-        verdicts.save(key, found.refusal)
+        verdicts.save(key, found.refusal, found.choice)
     return found
 
 
@@ -125,7 +131,7 @@ class Prober:
                 continue
             if answer["spoilt"]:
                 self._drop()
-            return Verdict(answer["refusal"], answer["lasting"]), ""
+            return Verdict(answer["refusal"], answer["lasting"], answer["choice"]), ""
 
     def _drop(self) -> None:
         if self._child is not None:

@@ -54,7 +54,7 @@ def serve(requests: IO[bytes], answers: IO[str]) -> None:
         found = examine(op, impl, spec, lambda at: tell(at=at))
         faulthandler.cancel_dump_traceback_later()
         spoilt = found.refusal is not None and not _is_sound(spec)
-        tell(refusal=found.refusal, lasting=found.lasting, spoilt=spoilt)
+        tell(refusal=found.refusal, lasting=found.lasting, choice=found.choice, spoilt=spoilt)
         if spoilt:
             return
 
@@ -75,10 +75,19 @@ def examine(op: Op[Any], impl: Impl[Any], spec: Any, tell: Callable[[str], None]
             refusal = op.check(launch, reference, spec)
             if (fault := faults.read(device)) is not None and refusal is None:
                 refusal = f"its guard tripped in its check: {fault.error(faults.EVERYONE)}"
-            return Verdict(refusal)
+            return Verdict(refusal, choice="" if refusal is not None else _tuned(impl, spec))
     except Exception as e:  # noqa: BLE001 - whatever a foreign compiler raises means "do not use it"
         full = isinstance(e, MemoryError | torch.OutOfMemoryError) or "out of memory" in str(e)
         return Verdict(f"failed its check: {sentence(e)}", lasting=not full)
+
+
+def _tuned(impl: Impl[Any], spec: Any) -> str:
+    """What fits this GPU best, of an implementation that is right whatever it takes."""
+    try:
+        return impl.tune(spec) if impl.tune is not None else ""
+    except Exception as e:  # noqa: BLE001 - it runs without, too
+        log.info("%s was not tuned: %s", impl.name, sentence(e))
+        return ""
 
 
 def _is_sound(spec: object) -> bool:
@@ -102,6 +111,8 @@ def _main() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     except (ImportError, ValueError, OSError):
         log.debug("cores are dumped as usual")
+    import pyspec.cuda.programs  # noqa: F401 - all ops: while whoever asks is not that far yet
+
     serve(sys.stdin.buffer, answers)
 
 

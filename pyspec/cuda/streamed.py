@@ -20,7 +20,7 @@ from pyspec.cuda.ops.linear import wgmma as linear_wgmma
 from pyspec.cuda.ops.linear.cuda import LinearLaunch
 from pyspec.cuda.ops.linear.op import linear, linear_tall
 from pyspec.cuda.ops.linear.pack import FORMATS, TILE, Packed
-from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.wgmma import WgmmaLaunch
 from pyspec.cuda.ops.moe.ref import activate
 from pyspec.cuda.ops.rows.cuda import MAX_SUMMED, Into, Place, Rows, RowsLaunch, WideRows, values_of
@@ -30,7 +30,6 @@ from pyspec.cuda.ops.rows.ref import Glu, HeadNorm, Norm, Prep, PrepKind, RowsSp
 log = logging.getLogger(__name__)
 
 GLU = Glu()
-PROBE_ROWS = 272  # of the matrix a kernel is checked with
 PLACE_ROWS = 32  # up to here it beats a launch of their own that rows are prepared by what makes them (docs/log.md)
 FEW_ROWS = linear_wgmma.FEW  # up to here `linear` is as fast as `linear_tall` where that runs (docs/log.md)
 COPY_ROWS = 48  # and up to here faster than a library with a copy
@@ -58,6 +57,7 @@ class Streamed:
         self.tall, self.tall_added = _tall(spec), _tall(adding)
         self.few_rows = 0 if EXACT.is_on and self.tall is not None else FEW_ROWS
         self.wide_rows = None if wide is None else WideRows(device, packed.n_in)
+        self.wide_turned = None if wide is None else wide.T
         self.whole: dict[RowsSpec, Callable[[Tensor, Prep], Tensor] | None] = {}  # what prepares rows that stay f32
         self.max_rows = COPY_ROWS if self.tall is None else self.tall.max_rows  # without the copy
 
@@ -129,9 +129,9 @@ class Streamed:
         return prep(x) if whole is None else whole(x, prep)
 
     def _wide(self, x: Tensor, prep: Prep | None, residual: Tensor | None) -> Tensor:
-        assert self.wide is not None and self.wide_rows is not None
+        assert self.wide_turned is not None and self.wide_rows is not None
         half, powers = self.wide_rows(*self._fused(x, prep))
-        return self.wide_rows.finish(torch.mm(half, self.wide.T, out_dtype=torch.float32), powers, residual)
+        return self.wide_rows.finish(torch.mm(half, self.wide_turned, out_dtype=torch.float32), powers, residual)
 
 
 class StreamedParts:

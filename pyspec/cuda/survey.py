@@ -18,7 +18,7 @@ from pyspec.gguf import GGMLType
 from pyspec.slots.kv import name_of
 
 OPS = (
-    *("attend", "attend_prompt", "rope_kv", "gdn", "linear", "rows", "mamba2", "moe_route", "moe"),
+    *("attend", "attend_prompt", "attend_blocks", "rope_kv", "gdn", "linear", "rows", "mamba2", "moe_route", "moe"),
     *("best", "ahead", "embed", "angles", "norms"),
     *("streams", "rope_tail", "compress", "index_rows", "sparse_attend"),
 )
@@ -45,7 +45,7 @@ class Finding:
 
 
 def ops() -> list[Op[Any]]:
-    homes = {"attend_prompt": "attend.prompt"}  # an op that shares another one's folder
+    homes = dict.fromkeys(("attend_prompt", "attend_blocks"), "attend.prompt")  # ops that share another one's folder
     return [getattr(import_module(f"pyspec.cuda.ops.{homes.get(name, f'{name}.op')}"), name) for name in OPS]
 
 
@@ -69,7 +69,7 @@ def standard(device: torch.device) -> list[Ask]:
     from pyspec.cuda.ops.sparse_attend.ref import SparseSpec
     from pyspec.cuda.ops.streams.ref import StreamsSpec
 
-    attend, attend_prompt, rope_kv, gdn, linear, rows, mamba2, moe_route, moe, *small = ops()
+    attend, attend_prompt, attend_blocks, rope_kv, gdn, linear, rows, mamba2, moe_route, moe, *small = ops()
     best, ahead, embed, angles, norms, streams, rope_tail, compress, index_rows, sparse_attend = small
     delta = GdnShape(n_k_head=16, n_v_head=48, dim=128, n_conv=4, n_channel=(2 * 16 + 48) * 128)
     return [
@@ -78,7 +78,7 @@ def standard(device: torch.device) -> list[Ask]:
             for heads in ((24, 4, 256), (32, 8, 128), (16, 2, 64))
         ),
         *((attend, AttendSpec(device, 24, 4, 256, 256**-0.5, kv)) for kv in (torch.int8, torch.float8_e4m3fn)),
-        (attend_prompt, AttendSpec(device, 24, 4, 256, 0.0625)),
+        *((op, AttendSpec(device, 24, 4, 256, 0.0625)) for op in (attend_prompt, attend_blocks)),
         (rope_kv, RopeKvSpec(device, 24, 4, 256, 64, neox=True, gated=True, has_norm=True, eps=1e-6)),
         (rope_kv, RopeKvSpec(device, 32, 8, 128, 128, neox=True, gated=False, has_norm=True, eps=1e-6)),
         (gdn, GdnSpec(device, delta, 1e-6)),

@@ -52,10 +52,11 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`refusal` is None for an implementation that may be used. `lasting`: the same would be found again."""
+    """`refusal` is None for an implementation that may be used. `lasting`: the same would be found again. `choice`: what `tune` found."""
 
     refusal: str | None
     lasting: bool = True
+    choice: str = ""
 
 
 def folder() -> Path:
@@ -81,20 +82,20 @@ def load(key: Key) -> Verdict | None:
     """The verdict that was kept, if any."""
     try:
         kept = json.loads(_path(key).read_text())
-        refusal = kept["refusal"]
-        known = kept["key"] == key and (refusal is None or isinstance(refusal, str))
-    except (OSError, ValueError, KeyError, TypeError):
+        refusal, choice = kept["refusal"], kept.get("choice", "")
+        known = kept["key"] == key and (refusal is None or isinstance(refusal, str)) and isinstance(choice, str)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return Verdict(refusal) if known else None
+    return Verdict(refusal, choice=choice) if known else None
 
 
-def save(key: Key, refusal: str | None) -> None:
+def save(key: Key, refusal: str | None, choice: str = "") -> None:
     """Keep a verdict. A folder that can not be written costs the next process a check."""
     path = _path(key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-            json.dump({"key": key, "refusal": refusal}, file, indent=1)
+            json.dump({"key": key, "refusal": refusal, "choice": choice}, file, indent=1)
         os.replace(file.name, path)
     except OSError as e:
         log.debug("a verdict is not kept: %s", e)

@@ -9,7 +9,7 @@ import torch
 from pyspec import progress
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import GraphedDrafter
-from pyspec.slots.arena import BUCKETS, graph_shapes
+from pyspec.slots.arena import BUCKETS, PROMPTS, Arena, graph_shapes
 from pyspec.slots.batch import Seq, lay_out
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,20 @@ def hold(device: torch.device, n_bytes: int) -> None:
         log.info("the GPU has no %.2f GiB in one piece", n_bytes / (1 << 30))
 
 
+def _capture_prompts(worker: Worker, arena: Arena, most: int) -> None:
+    """Of prompts that stand alone: a thousand launches one by one take the host longer than some devices need for them. They are captured with
+    all rows that they have room for, since the host's numbers stay as they are in a graph; `most`: rows of the longest."""
+    try:
+        for n_row in (rows for rows in PROMPTS if rows <= most):
+            arena.prompts.add(n_row)
+            for _ in range(2):
+                seq = Seq(0, 0, [0] * n_row, keep=True, n_out=1)
+                worker.forward(lay_out(worker.table, [seq], worker.device, arena=arena))
+    except Exception:  # another library's attention may not be one that a graph holds: prompts are slower, no more
+        log.exception("prompts run without graphs")
+        arena.prompts.clear()
+
+
 @torch.inference_mode()
 def capture(worker: Worker, n_prompt_row: int, n_bytes: int = 0) -> None:
     """Capture the graphs of every batch size now. Forwards on empty slots change nothing that anybody reads.
@@ -54,6 +68,8 @@ def capture(worker: Worker, n_prompt_row: int, n_bytes: int = 0) -> None:
             worker.forward(lay_out(table, seqs, device, arena=worker.arena))
     if isinstance(worker.drafter, GraphedDrafter):
         worker.drafter.capture()
+    if worker.target.captures_prompts and device.type == "cuda":
+        _capture_prompts(worker, worker.arena, min(n_prompt_row, table.n_row // len(slots)))
     worker.forward.seal()
     # prompts: what they need is allocated, and libraries have loaded what they multiply with, before the first user comes
     hold(device, n_bytes)

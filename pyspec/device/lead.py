@@ -172,7 +172,7 @@ class LedMemory(Memory):
     is_whole = False
 
     def __init__(self, own: Memory, leader: Leader) -> None:
-        super().__init__(own.layers, own.width)
+        super().__init__(own.layers, own.width, own.n_late)
         self.leader = leader
 
     def reset(self, slot: int) -> None:

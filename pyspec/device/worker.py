@@ -108,6 +108,8 @@ class Worker:
         """Let `drafter` draft; graphs of forwards with another one are forgotten."""
         self.drafter = drafter
         self.forward = Graphed(self.run, by_single=self.needs.late)
+        if self.arena is not None:
+            self.arena.prompts.clear()
 
     @property
     def needs(self) -> Needs:

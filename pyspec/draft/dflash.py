@@ -2,8 +2,8 @@
 
 The drafter keeps, for every committed token, keys and values made from the target's tapped layer outputs ("context").
 A draft runs one block of B rows: the anchor and B-1 mask tokens; row r proposes the token at its own position. Full
-layers see the context and the whole block; sliding layers are causal in the block and windowed. Embedding and head are
-the target's unless the file has its own. Rounds in which nobody drafts only keep their taps: the context of many of
+layers see the context and the whole block; sliding layers are causal in the block and windowed. Shorter drafts are cut from
+the block, and only their rows go through the head. Embedding and head are the target's unless the file has its own. Rounds in which nobody drafts only keep their taps: the context of many of
 them is made in one pass, before somebody drafts, before pages are filed, or when the place is full. Source:
 arXiv:2602.06036. What a file says is read in `dflash_file`.
 """
@@ -127,7 +127,7 @@ class DFlash:
         self.n_held = 0
         self.late: list[list[int]] = [[] for _ in table.slots]  # where in `held` those of the slot's last tokens are
         self.arena: Arena | None = None
-        self.block, self.inject = Graphed(self._block), Graphed(self._inject)
+        self.block, self.inject = Graphed(net.forward), Graphed(self._inject)
         self.n_context = [0] * n_slot  # tokens of the slot that have context rows, or taps in `held`
         self.generation = [-1] * n_slot
 
@@ -144,6 +144,8 @@ class DFlash:
             for _ in range(2):
                 self.block(lay_out(self.table, seqs, self.device, see_block=True, arena=self.arena))
         self.block.seal()
+        for n_draft in sorted({1, self.needs.n_draft // 2 or 1, self.needs.n_draft}):  # what libraries need once
+            self._tokens(torch.zeros(n_slot * self.net.c.block, self.net.c.n_embd, device=self.device), n_slot, n_draft)
         for n_row, n_seq in graph_shapes(n_slot, BUCKETS[-1]) if self.needs.late else ():
             shares = [n_row // n_seq + (i < n_row % n_seq) for i in range(n_seq)]
             if self.table.n_page < n_seq * self.table.pages_for(shares[0]):
@@ -221,16 +223,16 @@ class DFlash:
         live = [r for r in requests if r.n_draft > 0]
         if not live:
             return [[] for _ in requests]
-        c = self.net.c
         for r in live:
             assert self.n_context[r.slot.index] == r.slot.n_past, f"slot {r.slot.index} drafts blind"
         self.catch_up()
-        tokens, probs = self.block(self._lay_out([r.slot for r in live], [r.anchor for r in live]))
+        batch, most = self._lay_out([r.slot for r in live], [r.anchor for r in live]), max(r.n_draft for r in live)
+        tokens, probs = self._tokens(self.block(batch), len(live), most)
         flat = tokens.tolist()
         sure = [True] * len(flat) if probs is None else (probs >= self.p_min).tolist()
         drafts = {}
         for i, r in enumerate(live):
-            first = i * c.block + 1  # row 0 is the anchor, whose output means nothing
+            first = i * most
             n = next((at for at in range(r.n_draft) if not sure[first + at]), r.n_draft)
             drafts[r.slot.index] = flat[first : first + n]
         return [drafts.get(r.slot.index, []) for r in requests]
@@ -252,15 +254,17 @@ class DFlash:
         if self.p_min > 0 or self.n_held or (self.needs.late and batch.single) or not has_context:
             return None
         blocks = self._lay_out(slots, [0] * len(slots), [seq.width for seq in batch.seqs])
-        tokens, _ = self.block(self.ahead.move(blocks, kept))
-        return tokens[: blocks.n_row].view(len(slots), -1)[:, 1 : 1 + n_draft]
+        tokens, _ = self._tokens(self.block(self.ahead.move(blocks, kept)), len(slots), n_draft)
+        return tokens.view(len(slots), n_draft)
 
     def confirm_ahead(self, slots: Sequence[Slot]) -> None:
         pass  # context is made of what is observed
 
-    def _block(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """The best token of every block row, and its probability if drafts are cut by it."""
-        logits = self.net.head(self.net.forward(batch))
+    def _tokens(self, block: Tensor, n_seq: int, n_draft: int) -> tuple[Tensor, Tensor | None]:
+        """[seq * n_draft]: the best tokens of so many rows of each block, and their probabilities if drafts are cut by them."""
+        rows = block[: n_seq * self.net.c.block].view(n_seq, self.net.c.block, -1)
+        rows = rows[:, 1 : 1 + n_draft]  # row 0 is the anchor, whose output means nothing
+        logits = self.net.head(rows.reshape(n_seq * n_draft, -1))
         tokens = self.best.tokens(logits)
         if self.net.to_target is not None:
             tokens = self.net.to_target[tokens]

@@ -18,7 +18,7 @@ from pyspec.cuda.ops.ahead.ref import AheadSpec
 from pyspec.cuda.ops.angles.op import angles
 from pyspec.cuda.ops.angles.ref import AnglesSpec
 from pyspec.cuda.ops.attend.op import attend
-from pyspec.cuda.ops.attend.prompt import attend_prompt
+from pyspec.cuda.ops.attend.prompt import attend_blocks, attend_prompt
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.cuda.ops.best.op import best
 from pyspec.cuda.ops.best.ref import BestSpec
@@ -29,7 +29,7 @@ from pyspec.cuda.ops.gdn.ref import GdnSpec
 from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.linear.op import linear, linear_tall
 from pyspec.cuda.ops.linear.pack import FORMATS
-from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec
 from pyspec.cuda.ops.mamba2.op import mamba2
 from pyspec.cuda.ops.mamba2.ref import Mamba2Spec
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
@@ -42,7 +42,6 @@ from pyspec.cuda.ops.rope_kv.op import rope_kv
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
-from pyspec.cuda.streamed import PROBE_ROWS
 from pyspec.draft.dflash_file import DFlashConfig
 from pyspec.draft.dflash_file import read_config as read_dflash
 from pyspec.engine.describe import Description, describe
@@ -54,6 +53,10 @@ from pyspec.models.moe import MoeShape
 from pyspec.models.weights import PLAIN, scale_of
 
 Ask = tuple[Op[Any], Any]
+ORDER = {
+    attend_prompt.name: -1,
+    attend_blocks.name: 1,
+}  # a library is loaded for either; and for the last no load waits
 
 
 def asks_of(d: Description) -> list[Ask]:
@@ -70,9 +73,7 @@ def asks_of(d: Description) -> list[Ask]:
     elif d.draft.kind == "mtp" and isinstance(d.own, DecoderConfig):
         found += _layer(d.own.mtp_layer, f"blk.{d.own.n_layer}", d.draft.file or d.file, d)
     found += [(best, BestSpec(d.device)), (ahead, AheadSpec(d.device))]
-    found.sort(
-        key=lambda ask: ask[0] is not attend_prompt
-    )  # whose check takes longest: a library loads its kernels for it
+    found.sort(key=lambda ask: ORDER.get(ask[0].name, 0))
     return list({(op.name, spec): (op, spec) for op, spec in found}.values())
 
 
@@ -174,6 +175,7 @@ def _attention(s: AttentionShape, turned: RopeKvSpec, has_sinks: bool, d: Descri
     yield attend, spec
     if d.is_cuda and not has_sinks:
         yield attend_prompt, spec
+        yield attend_blocks, spec
     yield rope_kv, turned
     yield rope_kv, replace(turned, n_q=0, gated=False)
     if s.gated and _packs(d):

@@ -57,11 +57,15 @@ class Committer:
             kept.append(n)
             ends.append(end)
         self.speculator.observe(flight.launched.batch, kept, flight.launched.out)
-        for w, n, end in zip(flight.work, kept, ends, strict=True):
+        for i, (w, n, end) in enumerate(zip(flight.work, kept, ends, strict=True)):
             if n == 0:
                 continue  # it is not on any more
             w.slot.tokens.extend(w.seq.tokens[:n])
-            w.slot.n_fold = 0 if w.seq.keep or ahead is not None else n  # what is ahead folds it
+            if ahead is None:
+                w.slot.n_fold = 0 if w.seq.keep else n + w.seq.n_fold * w.seq.late
+            else:  # what is ahead folds it, or leaves it where it is
+                behind = ahead.work[i].seq
+                w.slot.n_fold = behind.n_fold * behind.late
             if end is not None:
                 self.finish(w.job, end)
             elif w.slot.n_past <= w.job.n_prefill:

@@ -1,9 +1,9 @@
 """How many tokens to draft: the number that is expected to give the most tokens a second, measured as it runs.
 
-Two things are estimated: for each slot the chance that draft position i is accepted given that all before it were (decayed
-counts, with the engine's average as prior), and the time of a round by its rows and of a draft by its slots. Each round
-rows are handed to the slots in the order of their chance to survive, and the best ratio of expected tokens to expected
-time wins; that may be no draft at all. A slot that does not draft is tried again after a while.
+Two things are estimated: for each slot the chance that its first i drafts are right (`Acceptance`), and the time of a round by its
+rows and of a draft by its slots (`Timer`). Each round rows are handed to the slots in the order of their chance to survive, up to each
+depth where drafting deeper costs passes, and the best ratio of expected tokens to expected time wins; that may be no draft at all.
+A slot that does not draft is tried again after a while.
 
 What is learned outlives the request that taught it: times and average acceptance are the engine's, silence goes on from one
 request of a slot to the next. And what speaks against drafts is measured twice: times that the warm-up took on a busy machine
@@ -15,61 +15,97 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pyspec.engine.acceptance import Acceptance, Texts
 from pyspec.engine.timer import N_SAMPLE, N_TRUST, SLACK, Timer
 
-DECAY = 0.96  # of a slot's counts per round
-PRIOR_WEIGHT = 3.0
-OPTIMISM = 0.8  # conditional acceptance before anything is known
+DECAY = 0.96  # of what /slots shows of a slot's drafts, per round
 MARGIN = 1.02  # a draft must promise this much more than none
 PROBE_FIRST, PROBE_LAST, PROBE_DRAFT = 32, 512, 2  # rounds between probes of a silent slot; tokens of a probe
+EASE_AFTER = 10**9  # silent rounds, after which a draft is as short as a probe
 PROBE_SHARE = 0.015  # of the time since the last draft: what a probe may cost where its cost is known
 N_RETAKE = 3  # drafts that only take a time again
 RETAKE_FIRST = 4  # silent rounds before the first of them; twice as many each
-INHERIT = 1.0  # rounds that a slot's last request counts for when the next begins
 DOUBT_EVERY = 512  # rounds
 TRY_ROUNDS, TRY_SHARE = 4, 0.001  # what trying sizes may lose: plain rounds at first, then a share of the time
 TRY_MOST = 0.3  # of a plain round: what one try counts at most, so that a cliff is found out about
 PLAIN_EVERY = 384  # rounds after which the cost of an undrafted round is measured again
+PLAIN_CLOSE, CLOSE = 48, 1.15  # the same while drafts promise less than so many times plain decoding: that may be noise
 PLAIN_SOON = 16  # the same where timings do not agree, twice as many each time
 RETHINK = 16  # rounds for which a choice of no drafts stands if nothing but the measured times could change it
 MOST_GRAMMARS = 64  # whose acceptance is known
+OFFERED = -1  # for a place in a draft
+DEAR_LIVE = 0.02  # of a round: where a draft for all slots takes so much more than for one, it is weighed who drafts
+HORIZON = 4.0
 NO_OFFERS: Mapping[int, Sequence[float]] = {}
 
 
-@dataclass(slots=True)
-class _Acceptance:
-    """Decayed counts per draft position: how often it was reached, how often accepted."""
-
-    reached: list[float]
-    accepted: list[float]
-
-    def add(self, n_draft: int, n_accepted: int, decay: float) -> None:
-        for i in range(min(n_draft, n_accepted + 1)):
-            self.reached[i] = decay * self.reached[i] + 1
-            self.accepted[i] = decay * self.accepted[i] + (i < n_accepted)
-
-    def fade(self) -> None:
-        """Count for no more than INHERIT rounds."""
-        share = INHERIT / max(INHERIT, self.reached[0]) if self.reached else 1.0
-        self.reached, self.accepted = [share * n for n in self.reached], [share * n for n in self.accepted]
+Floats = NDArray[np.float64]
 
 
 @dataclass(slots=True)
 class _Lane:
-    """One slot's estimates and its last decision."""
+    """One slot's last decision, and what became of its drafts."""
 
-    seen: _Acceptance
     n_draft: int = 0
     silent: int = 0  # rounds without a draft
     probe_in: int = PROBE_FIRST
     reason: str = "not started"
     drafted: float = 0.0
     kept: float = 0.0
-    of: _Acceptance | None = None  # of all texts under the grammar of its request
+
+
+class _Rows(NamedTuple):
+    """Rows that may be drafted: whose, at which place of the draft (OFFERED: it needs no drafter), and how likely they are right."""
+
+    slot: NDArray[np.int64]
+    place: NDArray[np.int64]
+    gain: Floats
+
+    def up_to(self, depth: int) -> _Rows:
+        return self._only(self.place < depth)
+
+    def of_best(self, n: int, busy: int) -> _Rows:
+        """Of the n slots that gain most alone, of those that need a drafter."""
+        is_asked = self.place != OFFERED
+        gains = np.bincount(self.slot[is_asked], self.gain[is_asked], minlength=busy)
+        is_best = np.zeros(busy, bool)
+        is_best[(-gains).argsort(kind="stable")[:n]] = True
+        return self._only(is_best[self.slot] | ~is_asked)
+
+    def _only(self, mask: NDArray[np.bool_]) -> _Rows:
+        return self if mask.all() else _Rows(self.slot[mask], self.place[mask], self.gain[mask])
+
+    def best(self, busy: int, verify: Floats, draft: Floats) -> tuple[_Way, float]:
+        """How many of them give most tokens a millisecond; and the most if drafting took nothing. verify: by rows beyond the plain
+        ones, from one on; draft: by slots that draft, from none on."""
+        if not len(self.slot):
+            return _NO_WAY, 0.0
+        tokens, ms = busy + self.gain.cumsum(), verify[: len(self.slot)]
+        rate = tokens / (ms + draft[(self.place == 0).cumsum()])
+        n = int(rate.argmax())
+        way = _Way(float(rate[n]), float(tokens[n]), int(self.place[: n + 1].max()) + 1, self.slot[: n + 1])
+        return way, float((tokens / ms).max())
+
+
+class _Way(NamedTuple):
+    """What could be drafted: expected tokens a millisecond and tokens, passes, and whose rows."""
+
+    rate: float
+    tokens: float
+    depth: int
+    slot: NDArray[np.int64]
+
+
+_NO_WAY = _Way(0.0, 0.0, 0, np.zeros(0, np.int64))
+
+
+def _rate_of(way: _Way) -> float:
+    return way.rate
 
 
 @dataclass
@@ -91,6 +127,7 @@ class Controller:
         self.since_plain = self.n_round = self.n_retake = self.n_plain = 0
         self.ms = self.lost_ms = 0.0  # of all rounds, and what those of sizes not known yet took more than plain ones
         self._worth_ms: float | None = None  # of a round of such a size: what its expected tokens take without drafts
+        self.is_close = False  # between drafts and none, as far as is known
         self.hinges = False  # nothing but what a draft takes spoke against drafts
         self._plain: tuple[int, list[tuple[int, int]], str] | None = None  # the round and caps of that choice, and why
         self.forget_acceptance()
@@ -100,18 +137,11 @@ class Controller:
         if self.force is not None:
             self._question()
         self.silent, self.probe_in = 0, PROBE_FIRST  # rounds in which nobody drafted, and after how many somebody is to
-        self.all = self._acceptance()
-        self.held = self._acceptance()
-        self.grammars: OrderedDict[str, _Acceptance] = OrderedDict()
-        self.lanes = [self._lane() for _ in range(self.n_slot)]
+        self.texts = Acceptance(self.n_slot, self.n_max)
+        self.grammars: OrderedDict[str, Texts] = OrderedDict()
+        self.lanes = [_Lane() for _ in range(self.n_slot)]
         self.force = self._plain = None
         self.offered: dict[int, Sequence[float]] = {}
-
-    def _acceptance(self) -> _Acceptance:
-        return _Acceptance([0.0] * self.n_max, [0.0] * self.n_max)
-
-    def _lane(self) -> _Lane:
-        return _Lane(self._acceptance())
 
     def _question(self) -> None:
         slack = SLACK * self.verify_ms(1)
@@ -120,38 +150,17 @@ class Controller:
 
     def begin(self, slot: int, grammar: str = "") -> None:
         """A new request: little is known of what it accepts, but silence goes on. Texts under a grammar are known apart."""
-        of = self._of_grammar(grammar) if grammar else None
-        seen = self.lanes[slot].seen if self.lanes[slot].of is of else self._acceptance()
-        seen.fade()
-        self.lanes[slot] = _Lane(seen, silent=self.silent, probe_in=self.probe_in, of=of)
+        self.texts.begin(slot, self._of_grammar(grammar) if grammar else self.texts.free)
+        self.lanes[slot] = _Lane(silent=self.silent, probe_in=self.probe_in)
         self._plain = None
 
-    def _of_grammar(self, grammar: str) -> _Acceptance:
-        found = self.grammars.setdefault(grammar, self._acceptance())
+    def _of_grammar(self, grammar: str) -> Texts:
+        if grammar not in self.grammars:
+            self.grammars[grammar] = self.texts.held_texts()
         self.grammars.move_to_end(grammar)
         if len(self.grammars) > MOST_GRAMMARS:
             self.grammars.popitem(last=False)
-        return found
-
-    def _chances(self, slots: Sequence[int]) -> NDArray[np.float64]:
-        """[slot, position]: P(the position is accepted | all before it are)."""
-        lanes = [self.lanes[s] for s in slots]
-        seen = np.array([(lane.seen.accepted, lane.seen.reached) for lane in lanes])
-        prior = self._average(self.all, OPTIMISM)
-        if any(
-            lane.of is not None for lane in lanes
-        ):  # of a new grammar as much is known from free text as from others
-            others = 0.5 * (prior + self._average(self.held, prior))
-            prior = np.array([prior if lane.of is None else self._average(lane.of, others) for lane in lanes])
-        chances: NDArray[np.float64] = (seen[:, 0] + prior * PRIOR_WEIGHT) / (seen[:, 1] + PRIOR_WEIGHT)
-        return chances
-
-    @staticmethod
-    def _average(seen: _Acceptance, prior: float | NDArray[np.float64]) -> NDArray[np.float64]:
-        averages: NDArray[np.float64] = (np.array(seen.accepted) + prior * PRIOR_WEIGHT) / (
-            np.array(seen.reached) + PRIOR_WEIGHT
-        )
-        return averages
+        return self.grammars[grammar]
 
     def choose(self, caps: Sequence[tuple[int, int]], offers: Mapping[int, Sequence[float]] = NO_OFFERS) -> list[int]:
         """n_draft for each (slot, most it may draft) that decodes this round.
@@ -195,12 +204,17 @@ class Controller:
         asked = [(slot, cap) for slot, cap in caps if cap and slot in offers]
         if not asked:
             return {}
-        survive = np.multiply.accumulate(self._chances([slot for slot, _ in asked]), axis=1)
+        survive = self.texts.survive([slot for slot, _ in asked])
         return {
             slot: offers[slot][:cap]
             for (slot, cap), own in zip(asked, survive, strict=True)
             if sum(offers[slot][:cap]) >= own[:cap].sum()
         }
+
+    def _eased(self, slot: int, cap: int) -> int:
+        """A slot that was silent for a while begins with a short draft: what it says is worth the same, and it may be wrong."""
+        is_silent = self.lanes[slot].silent >= EASE_AFTER and slot not in self.offered
+        return min(cap, PROBE_DRAFT) if is_silent else cap
 
     def _weigh(self, caps: list[tuple[int, int]]) -> tuple[list[int], str]:
         """What `_best` says; no drafts stand for a while, because weighing takes time that an undrafted round has not."""
@@ -211,12 +225,14 @@ class Controller:
             and self.n_round - self._plain[0] < RETHINK
         ):
             return [0] * len(caps), self._plain[2]
-        picked, why = self._best(caps)
+        picked, why = self._best([(slot, self._eased(slot, cap)) for slot, cap in caps])
         self._plain = None if any(picked) or self.offered else (self.n_round, caps, why)
         return picked, why
 
     def _plain_is_stale(self, busy: int) -> bool:
         if not self.verify_ms.knows(busy) or self.since_plain >= PLAIN_EVERY:
+            return True
+        if self.is_close and self.since_plain >= PLAIN_CLOSE:
             return True
         if self.since_plain < PLAIN_SOON << self.n_plain or self.verify_ms.agrees(busy, 0.0, N_TRUST):
             return False
@@ -238,7 +254,7 @@ class Controller:
             tried[i] = min(caps[i][1], 1 if self.chained else PROBE_DRAFT)
             offered.pop(caps[i][0], None)
         if is_probe:
-            dear = (self._costs(tried) - self._costs(picked)) / (PROBE_SHARE * self.verify_ms(len(caps)))
+            dear = (self._costs(tried) - self._costs(picked)) / (PROBE_SHARE * self._verify_ms(len(caps), len(caps)))
             for _, lane in due:
                 lane.probe_in = min(2 * lane.probe_in, max(PROBE_LAST, round(dear)))
                 if not any(picked):
@@ -251,7 +267,7 @@ class Controller:
         if not self.hinges or self.n_retake == N_RETAKE or self.silent < RETAKE_FIRST << self.n_retake:
             return False
         is_settled = self.n_retake or not self.draft_ms.early
-        if is_settled and self.draft_ms.agrees(live, SLACK * self.verify_ms(busy)):
+        if is_settled and self.draft_ms.agrees(live, SLACK * self._verify_ms(busy, busy)):
             self.hinges = False  # until it is weighed again
             return False
         self.n_retake += 1
@@ -260,65 +276,89 @@ class Controller:
     def _costs(self, picked: Sequence[int]) -> float:
         """Milliseconds of a round."""
         live, passes = sum(n > 0 for n in picked), max(picked) if self.chained else 1
-        return self.verify_ms(len(picked) + sum(picked)) + (self.draft_ms(live) * passes if live else 0.0)
+        verify = self._verify_ms(len(picked) + sum(picked), len(picked))
+        return verify + (self.draft_ms(live) * passes if live else 0.0)
 
-    def _best(self, caps: Sequence[tuple[int, int]]) -> tuple[list[int], str]:
+    def _verify_ms(self, rows: int, busy: int) -> float:
+        return self.verify_ms(rows) + self.verify_ms.slot_ms * busy
+
+    def _best(self, caps: list[tuple[int, int]]) -> tuple[list[int], str]:
         """Rows go to the slots in the order of their chance to survive; the best ratio on that way wins."""
         busy = len(caps)
-        hopeful = self.lost_ms < TRY_ROUNDS * self.verify_ms(busy) + TRY_SHARE * self.ms
+        plain = self._verify_ms(busy, busy)
+        hopeful = self.lost_ms < TRY_ROUNDS * plain + TRY_SHARE * self.ms
         self._worth_ms = None
         if not any(cap for _, cap in caps):
             return [0] * busy, "plain: nobody may draft"
-        survive = np.multiply.accumulate(self._chances([slot for slot, _ in caps]), axis=1)
-        asked = np.arange(self.n_max) < np.array([cap for _, cap in caps])[:, None]
-        needs_drafter = np.ones(busy, bool)
-        for i in [i for i, (slot, _) in enumerate(caps) if slot in self.offered] if self.offered else ():
-            offer = self.offered[caps[i][0]]
-            survive[i, : len(offer)], asked[i, len(offer) :], needs_drafter[i] = offer, False, False
-        slot_of, place = asked.nonzero()  # of equal chances, slots in order
-        order = (-survive[asked]).argsort(kind="stable")
-        slot_of, place = slot_of[order], place[order]
-        tokens = busy + survive[asked][order].cumsum()
-        is_first = place == 0
-        if self.offered:
-            is_first, place = is_first & needs_drafter[slot_of], np.where(needs_drafter[slot_of], place, 0)
-        live, depth = is_first.cumsum(), np.maximum.accumulate(place) + 1
-        verify = self.verify_ms.of_all(busy + 1, len(order), hopeful)
-        plain = self.verify_ms(busy)
+        rows = self._rows(caps, busy / plain)
+        verify = self.verify_ms.of_all(busy + 1, len(rows.slot), hopeful) + self.verify_ms.slot_ms * busy
         if self.verify_ms.n(busy) < N_SAMPLE or self.since_plain >= PLAIN_SOON:
             plain = min(plain, float(verify.min()))  # fewer rows do not take longer: that was noise
         plain = busy / plain
-        drafts = self.draft_ms.of_all(1, busy)[live - 1] * (depth if self.chained else 1)
-        if self.offered:
-            drafts = np.where(live > 0, drafts, 0.0)
-        rate = tokens / (verify + drafts)
-        n = int(rate.argmax())
-        self.hinges = bool(rate[n] <= plain * MARGIN < (tokens / verify).max())
-        if rate[n] <= plain * MARGIN:
+        best, most = self._best_way(rows, busy, verify)
+        self.is_close = best.rate < CLOSE * plain
+        self.hinges = best.rate <= plain * MARGIN < most
+        if best.rate <= plain * MARGIN:
             return [0] * busy, f"plain: no draft promises more than {1e3 * plain:.0f} tok/s"
-        self._worth_ms = None if self.verify_ms.knows(busy + 1 + n) else float(tokens[n]) / plain
-        best = np.bincount(slot_of[: n + 1], minlength=busy).tolist()
-        return best, f"expects {1e3 * rate[n]:.0f} tok/s, plain {1e3 * plain:.0f}"
+        self._worth_ms = None if self.verify_ms.knows(busy + len(best.slot)) else best.tokens / plain
+        picked = np.bincount(best.slot, minlength=busy).tolist()
+        return picked, f"expects {1e3 * best.rate:.0f} tok/s, plain {1e3 * plain:.0f}"
+
+    def _rows(self, caps: Sequence[tuple[int, int]], rate: float) -> _Rows:
+        """What may be drafted, likeliest first; of equal chances, slots in order."""
+        slots, busy = [slot for slot, _ in caps], len(caps)
+        survive = self.texts.survive(slots)
+        draft = rate * self.draft_ms(busy) / busy
+        row = rate * (self.verify_ms(busy * (1 + self.n_max)) - self.verify_ms(busy)) / (busy * self.n_max)
+        unsure = self.texts.unsure(slots, row + draft * self.chained, 0.0 if self.chained else draft)
+        survive[:, 0] += HORIZON * unsure
+        asked = np.arange(self.n_max) < np.array([cap for _, cap in caps])[:, None]
+        needs_drafter = np.ones(len(caps), bool)
+        for i in [i for i, (slot, _) in enumerate(caps) if slot in self.offered] if self.offered else ():
+            offer = self.offered[caps[i][0]]
+            survive[i, : len(offer)], asked[i, len(offer) :], needs_drafter[i] = offer, False, False
+        slot, place = asked.nonzero()
+        gain = survive[asked]
+        order = (-gain).argsort(kind="stable")
+        slot, place = slot[order], place[order]
+        if self.offered:
+            place = np.where(needs_drafter[slot], place, OFFERED)
+        return _Rows(slot, place, gain[order])
+
+    def _best_way(self, rows: _Rows, busy: int, verify: Floats) -> tuple[_Way, float]:
+        """The best choice, and what the best would be if drafting took nothing, in tokens a millisecond.
+
+        A deeper draft takes one pass more, whoever asks for it, and a drafter takes longer for more slots: so each depth is weighed by
+        itself, and whether the likeliest slots alone should draft.
+        """
+        draft = np.append(0.0, self.draft_ms.of_all(1, busy, hopeful=False))
+        best, most = _NO_WAY, 0.0
+        for depth in range(1, self.n_max + 1) if self.chained else (self.n_max,):
+            way, free = rows.up_to(depth).best(busy, verify, draft * (depth if self.chained else 1))
+            best, most = max(best, way, key=_rate_of), max(most, free)
+        if draft[-1] - draft[1] > DEAR_LIVE * verify[0]:
+            near, ms = rows.up_to(best.depth or self.n_max), draft * (best.depth if self.chained else 1)
+            for n_live in [n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48) if n < busy]:
+                best = max(best, near.of_best(n_live, busy).best(busy, verify, ms)[0], key=_rate_of)
+        return best, most
 
     def record(self, slot: int, n_draft: int, n_accepted: int) -> None:
         """The verdict on one slot's draft."""
         lane = self.lanes[slot]
+        self.texts.add(slot, n_draft, n_accepted)
         if n_draft:
             self._plain = None
-            lane.seen.add(n_draft, n_accepted, DECAY)
-            for each in (self.all,) if lane.of is None else (self.held, lane.of):
-                each.add(n_draft, n_accepted, 0.995)
             lane.drafted, lane.kept = DECAY * lane.drafted + n_draft, DECAY * lane.kept + n_accepted
             if n_accepted and not self.hinges:
                 self.probe_in = lane.probe_in = max(PROBE_FIRST, lane.probe_in // 2)
 
-    def timed(self, rows: int, verify_ms: float, live: int, passes: int, draft_ms: float) -> None:
+    def timed(self, rows: int, busy: int, verify_ms: float, live: int, passes: int, draft_ms: float) -> None:
         """What a round of only decoding slots took."""
         self.ms += verify_ms + draft_ms
         if live and self._worth_ms is not None:
             lost = verify_ms + draft_ms - self._worth_ms
             self.lost_ms = max(0.0, self.lost_ms + min(lost, TRY_MOST * self._worth_ms))
-        calm = self.verify_ms.add(rows, verify_ms)
+        calm = self.verify_ms.add(rows, verify_ms, busy)
         if live:
             calm = self.draft_ms.add(live, draft_ms / (max(passes, 1) if self.chained else 1)) and calm
         if not calm:

@@ -30,14 +30,16 @@ from pyspec.errors import ConfigError, DeviceError, ModelError, PairError
 from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.models import coarse, read_config
 from pyspec.models.cuts import check_ranks
+from pyspec.models.decoder import DecoderConfig
 from pyspec.models.target import ModelConfig
 from pyspec.models.weight_bytes import repacked_bytes, shares_of, weight_bytes, wide_bytes
 from pyspec.models.weights import HEAD, check_tensors, cuts_of
 from pyspec.ranges import quoted
 from pyspec.registry import ARCHITECTURES, drafters
-from pyspec.slots.arena import BUCKETS, bucket_of, graph_shapes, most_rows
+from pyspec.slots.arena import BUCKETS, PROMPTS, bucket_of, graph_shapes, most_rows
 from pyspec.slots.kv import KV_DTYPES
 from pyspec.slots.parts import CacheSizes
+from pyspec.slots.recurrent import late_rows
 from pyspec.slots.table import SlotTable
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
@@ -113,7 +115,8 @@ class Description:
     def sizes(self) -> CacheSizes:
         """Of what the target's layers keep."""
         s = self.settings
-        return CacheSizes(s.np, self.table().n_alloc_row, s.page_size, width=self.width, kv_dtype=self.kv_dtype)
+        n_row, n_late = self.table().n_alloc_row, late_rows(self.device)
+        return CacheSizes(s.np, n_row, s.page_size, width=self.width, kv_dtype=self.kv_dtype, n_late=n_late)
 
     def table(self) -> SlotTable:
         """The slots, all of them empty."""
@@ -345,7 +348,8 @@ def _workspace(d: Description) -> tuple[int, int]:
     graphs = graph_shapes(s.np, d.width, singles=d.draft.needs.late, most=most) if d.is_cuda else []
     key_size = 8 if s.kv_type in ("q8_0", "f8_e4m3") else 4
     rows, blocks = s.np * d.width, s.np * d.draft.needs.overhang  # of a verify of all slots, of a draft of blocks
-    large = max(rows if rows > most else 0, blocks if blocks > BUCKETS[-1] else 0)
+    in_graphs = d.draft.needs.chained and blocks <= BUCKETS[-1]
+    large = max(rows if rows > most else 0, 0 if in_graphs else blocks)
     sizes = ForwardSizes(
         n_row=d.batch,
         n_embd=c.n_embd,
@@ -353,12 +357,21 @@ def _workspace(d: Description) -> tuple[int, int]:
         n_ff=c.n_ff,
         n_vocab=c.n_vocab,
         graph_rows=sum(bucket_of(n, most) or n for n, _ in graphs),
+        prompt_rows=_prompt_rows(d),
         large_rows=large,
         n_tap=len(d.draft.needs.taps),
         n_held=d.draft.n_held,
         key_bytes=key_size * d.n_ctx * c.attention.n_kv_head * c.attention.head_dim,
     )
     return workspace_bytes(sizes, cuda=d.is_cuda)
+
+
+def _prompt_rows(d: Description) -> int:
+    """Of all graphs of prompts, where the model has any."""
+    if not d.is_cuda or d.settings.tp > 1 or d.settings.exact or not isinstance(d.own, DecoderConfig):
+        return 0
+    has_any = all(layer.moe is None and layer.mixer != "mamba" for layer in d.own.layers)
+    return sum(n for n in PROMPTS if n <= min(d.batch, d.n_ctx)) if has_any else 0
 
 
 def _scratch(d: Description) -> int:

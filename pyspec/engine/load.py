@@ -17,7 +17,6 @@ from pyspec.config import EngineSettings
 from pyspec.cuda import prepare, probe, temporary
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.ops.attend import plan as attend_plan
-from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.cuda.prepare import Preparation
 from pyspec.device.lead import LeadingWorker
 from pyspec.device.worker import Worker
@@ -87,10 +86,9 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
         except BaseException:
             if ranks is not None:
                 ranks.close()
-            raise
-        finally:
             if preparation is not None:
                 preparation.close()
+            raise
 
 
 def _prepare(d: Description, plan: MemoryPlan) -> Preparation | None:
@@ -105,7 +103,7 @@ def _prepare(d: Description, plan: MemoryPlan) -> Preparation | None:
 def build(
     d: Description, plan: MemoryPlan, ranks: Ranks | None = None, preparation: Preparation | None = None
 ) -> Loaded:
-    """Allocate what was planned, bind target and drafter to it, and warm the loop up. preparation: what is known of kernels by then is all."""
+    """Allocate what was planned, bind target and drafter to it, and warm the loop up. preparation: goes on beside what is loaded, until all is known."""
     before = taken(d.device) if d.is_cuda else (0, 0, 0)
     table = d.table()
     shared = None if ranks is None else begin_ranks(d, plan, ranks)
@@ -121,27 +119,22 @@ def build(
     loop = _loop(d, target, memory, table, drafter)
     log.info("%s", d.draft.note)
     attend_plan.reserve(d.device, attention_bytes(d))
+    late = attend_plan.late(d.device)
+    prepare.settle(late)
     if d.settings.warm_up:
         with _timed("graphs and warm-up", d.device), gpu_lock(d.device):
-            _warm_prompts(d)
+            with torch.inference_mode():
+                attend_plan.warm(d.device, d.n_ctx)
             warm_up(loop, d.tokenizer, d.n_overhang, plan.activations + device_checkpoints(d) + start_bytes(d))
             if d.settings.check_tap_shift:
                 check_drafter(loop, d.tokenizer, d.template, d.n_overhang)
     if preparation is not None:
-        preparation.close()
-    probe.close()  # the child that checked kernels, and its memory on the GPU
+        preparation.finish(late)
+    else:
+        probe.close()  # the child that checked kernels, and its memory on the GPU
     if d.is_cuda:
         log.info("memory in use: %s, planned %s", since(before, d.device), size(plan.total))
     return Loaded(loop, d.tokenizer, d.template, info_of(d, plan), ranks)
-
-
-@torch.inference_mode()
-def _warm_prompts(d: Description) -> None:
-    """What attention of long prompts needs once."""
-    a = d.own.attention
-    scale = a.head_dim**-0.5 if a.scale is None else a.scale
-    spec = AttendSpec(d.device, a.n_head, a.n_kv_head, a.head_dim, scale, d.kv_dtype)
-    attend_plan.warm(spec, d.n_ctx)
 
 
 def _bind_drafter(d: Description, plan: MemoryPlan, target: Target, table: SlotTable) -> Drafter | None:

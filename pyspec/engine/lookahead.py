@@ -3,7 +3,8 @@
 Where nobody is cancelled, waits for a slot, or samples otherwise than by the largest logit, the device can tell by itself how far a
 verify is kept (op `ahead`), so that the next round starts behind it at once. Its rows are records, as those of drafts: should a
 request end with the round before, its rows of this one are never folded, and lie beyond what the slot committed. A single row
-of a request that can only end by a token is kept at once, if the device sees that the token before it is none of those.
+of a request that can only end by a token is kept at once, if the device sees that the token before it is none of those, or left as one
+more record behind others (`waits` in engine/round.py).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NOBODY, n_kept
 from pyspec.device.worker import Launched
 from pyspec.draft.drafter import Drafter, LookaheadDrafter
 from pyspec.engine.job import Job
-from pyspec.engine.round import Work
+from pyspec.engine.round import Work, waits
 from pyspec.errors import SlotError
 from pyspec.sample.choose import Chosen, Span
 from pyspec.sample.sampler import SlotSampler
@@ -126,10 +127,11 @@ class Lookahead:
     """Says whether a round can go on from one that has not been read, and how. `on`: rounds are launched that way.
 
     under_way   the round that was, if any: the next step reads it
+    n_late      Memory's
     """
 
-    def __init__(self, on: bool, max_rows: int, synth: SynthAcceptance | None) -> None:
-        self.on, self.max_rows, self.synth = on, max_rows, synth
+    def __init__(self, on: bool, max_rows: int, synth: SynthAcceptance | None, n_late: int = 0) -> None:
+        self.on, self.max_rows, self.synth, self.n_late = on, max_rows, synth, n_late
         self.under_way: InFlight | None = None
 
     def take(self) -> InFlight | None:
@@ -160,18 +162,24 @@ class Lookahead:
             return None
         if refused and self.synth is not None:
             return None  # coins say what is right there
-        keeps = [n == 0 and self._ends_by_token(w.job) for w, n in zip(work, n_drafts, strict=True)]
+        lates = [n == 0 and self._waits(w) for w, n in zip(work, n_drafts, strict=True)]
+        singles = [n == 0 and not late for n, late in zip(n_drafts, lates, strict=True)]
+        keeps = [single and self._ends_by_token(w.job) for w, single in zip(work, singles, strict=True)]
         ends, forced = None, None
         if any(keeps) or any(w.seq.width > 1 for w in work):
             ends = tuple(e if len(e := self._ends_of(w.job)) <= MAX_ENDS else frozenset() for w in work)
             if self.synth is not None:
                 forced = tuple(self._coins(self.synth, w) for w in work)
         seqs = [
-            Seq(w.slot.index, w.slot.n_past, [0] * (1 + n), keep, 1 + n, int(not w.seq.keep), w.seq.width)
-            for w, n, keep in zip(work, n_drafts, keeps, strict=True)
+            Seq(w.slot.index, w.slot.n_past, [0] * (1 + n), keep, 1 + n, _to_fold(w.seq), w.seq.width, late)
+            for w, n, keep, late in zip(work, n_drafts, keeps, lates, strict=True)
         ]
         reads_logits = any(w.job.sampler.bias_ids or w.job.constraint is not None for w in work)
         return seqs, Behind(ends, forced, tuple(n_drafts) if any(n_drafts) else (), reads_logits, refused)
+
+    def _waits(self, w: Work) -> bool:
+        """Its next row, if that is a single one: behind drafts nobody knows yet how many records there are."""
+        return w.seq.width == 1 and waits(w.slot, w.slot.n_past + 1, _to_fold(w.seq), self.n_late)
 
     def _ends_by_token(self, job: Job) -> bool:
         """As far as it is not known before: and the device knows by which. Under a grammar any token may be the last, or refused."""
@@ -191,6 +199,11 @@ class Lookahead:
     def _coins(synth: SynthAcceptance, w: Work) -> int:
         sampler = w.job.sampler
         return synth.n_accepted(sampler.fingerprint, sampler.n_history, w.seq.width - 1)
+
+
+def _to_fold(seq: Seq) -> int:
+    """Records behind a row that is kept. Of a verify, the device multiplies by as many as it keeps."""
+    return 0 if seq.keep else 1 + seq.n_fold * seq.late
 
 
 def takes_the_best(sampler: SlotSampler) -> bool:

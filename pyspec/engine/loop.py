@@ -74,7 +74,7 @@ class Loop:
         self.admission = Admission(self.queue, *shared)
         self.admission.synthetic = synth is not None and worker.drafter is not None
         most = BUCKETS[-1] if worker.arena is None else worker.arena.n_row
-        self.lookahead = Lookahead(is_async and worker.arena is not None, most, synth)
+        self.lookahead = Lookahead(is_async and worker.arena is not None, most, synth, worker.memory.n_late)
         self.rests = Rests(prompt_weight, limits.prompts)
         self.visits: list[Visit] = []  # to slots, each once it is idle
         self.on_wait: Callable[[], None] = lambda: None  # called while the device is at work on a round
@@ -163,7 +163,7 @@ class Loop:
 
     def plan(self, drafts: dict[int, Sequence[int]]) -> list[Work]:
         """The rows of this forward."""
-        return plan_work(self.rests.awake(self.jobs.values()), drafts, self.limits)
+        return plan_work(self.rests.awake(self.jobs.values()), drafts, self.limits, self.worker.memory.n_late)
 
     def run(self, work: Sequence[Work], began: float) -> InFlight | None:
         """Tell the device. None if it refused: whose fault that was has ended."""
@@ -299,7 +299,7 @@ class Loop:
         live = [len(w.draft) for w in work if w.draft and w.slot.index not in self.controller.offered]
         until = self.ended if ahead is None else flight.arrived  # what comes after is hidden behind the next round
         took, draft_ms = 1e3 * (until - flight.since), 1e3 * (flight.drafted - flight.began)
-        self.speculator.controller.timed(n_row, took, len(live), max(live, default=0), draft_ms)
+        self.speculator.controller.timed(n_row, len(work), took, len(live), max(live, default=0), draft_ms)
 
     def _verdicts(self, flight: InFlight, spans: Sequence[Span]) -> list[Chosen]:
         """All in one call; if that fails, one by one, so that it fails for whom it has to."""

@@ -12,6 +12,7 @@ import torch
 from pyspec.errors import DoesNotFit
 from pyspec.gguf import GGUFFile
 from pyspec.models.weight_bytes import weight_bytes
+from pyspec.slots.arena import PROMPTS
 from pyspec.slots.parts import CacheSizes, LayerParts
 
 log = logging.getLogger(__name__)
@@ -122,6 +123,7 @@ class ForwardSizes:
 
     n_row       rows of the largest forward: gate and up in f32, their product in f16, a few rows of the residual stream
     graph_rows  rows of all graphs together: their logits, hidden states and taps stay at fixed places
+    prompt_rows  the same of graphs of prompts, which have logits of one row
     large_rows  rows of the largest verify or draft that no graph holds: its logits are taken and given back
     n_hidden    width of the hidden states that graphs keep
     n_held      rows whose taps a drafter keeps for later; they are gathered once more when their time comes
@@ -134,6 +136,7 @@ class ForwardSizes:
     n_ff: int
     n_vocab: int
     graph_rows: int
+    prompt_rows: int
     large_rows: int
     n_tap: int
     n_held: int
@@ -144,7 +147,9 @@ def workspace_bytes(s: ForwardSizes, *, cuda: bool) -> tuple[int, int]:
     """(activations, workspace): what forwards need besides weights and slots."""
     activations = s.n_row * (2 * s.n_ff * 4 + s.n_ff * 2 + 5 * s.n_embd * 4 + s.n_tap * s.n_embd * 4)
     activations += s.large_rows * 4 * s.n_vocab
-    results = s.graph_rows * 4 * (s.n_vocab + s.n_hidden + s.n_tap * s.n_embd)
+    results = s.graph_rows * 4 * s.n_vocab + (s.graph_rows + s.prompt_rows) * 4 * (s.n_hidden + s.n_tap * s.n_embd)
+    if s.prompt_rows:  # and what they take meanwhile, apart from what others do
+        results += PROMPTS[-1] * (2 * s.n_ff * 4 + s.n_ff * 2 + 5 * s.n_embd * 4)
     held = 2 * s.n_held * s.n_tap * s.n_embd * 4
     return activations + held + (s.key_bytes if cuda else 0), results + (CUDA_BYTES if cuda else 0)
 

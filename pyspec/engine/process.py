@@ -6,6 +6,7 @@ import logging
 import os
 import queue
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -22,6 +23,49 @@ COMMAND = (sys.executable, "-P", "-m", "pyspec.engine.child")
 END_S = 5.0  # for a process that was killed; one that hangs in the driver may take longer, and nobody waits for it
 
 
+Started = tuple["subprocess.Popen[bytes]", socket.socket]  # a process, and our end of its link
+_ahead: list[tuple[tuple[str, ...], Started]] = []  # by their commands
+
+
+def start_ahead() -> None:
+    """Start a process for an engine that will be asked for soon: it imports what takes seconds, while whoever asks is not that far yet. For
+    a main thread, since it ends with the one that calls."""
+    with suppress(OSError):
+        _ahead.append((COMMAND, _start(COMMAND)))
+
+
+def end_ahead() -> None:
+    """Let those go that nobody asked for."""
+    while _ahead:
+        process, ours = _ahead.pop()[1]
+        ours.close()
+        process.kill()
+        process.wait(END_S)
+
+
+def _start(command: Sequence[str]) -> Started:
+    ours, theirs = pair()
+    with theirs:
+        process = subprocess.Popen(
+            [*command, str(theirs.fileno())],
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            env={**os.environ, "PYTHONPATH": _search_path()},
+            start_new_session=True,  # Ctrl-C is for the parent, which lets running requests finish
+        )
+    return process, ours
+
+
+def _started(command: Sequence[str]) -> Started:
+    """The one that was started ahead, if it is still there."""
+    while _ahead and _ahead[0][0] == tuple(command):
+        process, ours = _ahead.pop()[1]
+        if process.poll() is None:
+            return process, ours
+        ours.close()
+    return _start(command)
+
+
 class EngineProcess:
     """A child that was started and is not replaced yet.
 
@@ -36,20 +80,12 @@ class EngineProcess:
     ) -> None:
         """`on_message` and `on_end` are called on a thread that reads; the process is started on the caller's, which has to
         live as long: Linux ends a child with the thread that made it."""
-        ours, theirs = pair()
+        self.process, ours = _started(command)
         self.link, self._on_message, self._on_end = Link(ours), on_message, on_end
         self.began = self.heard = time.monotonic()
         self.beat: tuple[Heartbeat, float] | None = None
         self.answer: Ready | LoadRefused | None = None
         self.fatal: Fatal | None = None
-        with theirs:
-            self.process = subprocess.Popen(
-                [*command, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env={**os.environ, "PYTHONPATH": _search_path()},
-                start_new_session=True,  # Ctrl-C is for the parent, which lets running requests finish
-            )
         self._outbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read, name="pyspec-engine-reader", daemon=True)
         self._reader.start()

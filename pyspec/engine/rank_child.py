@@ -20,7 +20,7 @@ from contextlib import suppress
 import torch
 
 from pyspec.config import EngineSettings
-from pyspec.cuda import exact, probe, tiers
+from pyspec.cuda import exact, prepare, probe, tiers
 from pyspec.cuda.collective import Collective, Rank
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.examine import EXAMINATION
@@ -39,6 +39,7 @@ from pyspec.slots.arena import Arena
 from pyspec.slots.kv import KV_DTYPES
 from pyspec.slots.memory import allocate
 from pyspec.slots.parts import CacheSizes
+from pyspec.slots.recurrent import late_rows
 from pyspec.slots.table import SlotTable
 
 log = logging.getLogger(__name__)
@@ -47,9 +48,10 @@ BEAT_S = 0.5
 FAILED = 70  # exit status after ShareFailed was sent
 
 
-def sizes_of(s: EngineSettings, table: SlotTable, width: int) -> CacheSizes:
+def sizes_of(s: EngineSettings, table: SlotTable, width: int, device: torch.device) -> CacheSizes:
     """Of what this rank keeps: as the first one has it (`Description.sizes`)."""
-    return CacheSizes(s.np, table.n_alloc_row, s.page_size, width=width, kv_dtype=KV_DTYPES[s.kv_type])
+    kv_dtype, n_late = KV_DTYPES[s.kv_type], late_rows(device)
+    return CacheSizes(s.np, table.n_alloc_row, s.page_size, width=width, kv_dtype=kv_dtype, n_late=n_late)
 
 
 def load(share: LoadShare, link: Link) -> Follower:
@@ -68,11 +70,12 @@ def load(share: LoadShare, link: Link) -> Follower:
     config, table = read_config(file), SlotTable(s.np, share.n_page, s.page_size)
     link.send(ShareState("joins"))
     ranks = Collective(Rank(share.index, s.tp), device, share.store, OPERATION_S)
-    memory = allocate(config.share(s.tp).parts(), sizes_of(s, table, share.width), device)
+    memory = allocate(config.share(s.tp).parts(), sizes_of(s, table, share.width, device), device)
     dense = getattr(torch, share.dense) if share.dense else None
     cuts = cuts_of(config.tensors(file))
     target = config.build(Weights(file, device, dense, wide=share.wide, ranks=ranks, cuts=cuts), memory)
     attend_plan.reserve(device, share.n_attention)
+    prepare.settle(attend_plan.late(device))
     probe.close()
     arena = Arena(s.np, share.n_arena_page, device, share.width) if share.n_arena_page else None
     assert isinstance(target, Decoder)

@@ -47,10 +47,12 @@ class RowLimits:
     prompts: int
 
 
-def plan_work(jobs: Iterable[Job], drafts: Mapping[int, Sequence[int]], limits: RowLimits) -> list[Work]:
-    """[anchor, drafts...] of decoding slots, then prompt chunks in what room is left. drafts: by slot."""
+def plan_work(
+    jobs: Iterable[Job], drafts: Mapping[int, Sequence[int]], limits: RowLimits, n_late: int = 0
+) -> list[Work]:
+    """[anchor, drafts...] of decoding slots, then prompt chunks in what room is left. drafts: by slot. n_late: Memory's"""
     jobs = list(jobs)
-    work = [_verify(job, drafts) for job in jobs if job.is_decoding]
+    work = [_verify(job, drafts, n_late) for job in jobs if job.is_decoding]
     prompts = [job for job in jobs if not job.is_decoding]
     n_row = limits.decoding if work else limits.prompts
     free = max(n_row - sum(w.seq.width for w in work), -(-n_row // PROMPT_SHARE))
@@ -64,14 +66,22 @@ def _one_scored(chunks: list[Work]) -> list[Work]:
     return chunks if len(scored) < 2 else [w for w in chunks if not w.n_scored or w is scored[0]]
 
 
-def _verify(job: Job, drafts: Mapping[int, Sequence[int]]) -> Work:
+def waits(slot: Slot, position: int, n_fold: int, n_late: int) -> bool:
+    """Whether a slot's single row at `position` is left to be folded later, behind `n_fold` others. Slots write their states in turn,
+    so that rounds take the same time."""
+    return n_fold < n_late and (position + slot.index) % (n_late + 1) > 0
+
+
+def _verify(job: Job, drafts: Mapping[int, Sequence[int]], n_late: int) -> Work:
     slot = job.slot
     assert slot is not None and job.anchor is not None
     draft = job.sampler.usable(drafts.get(slot.index, ()))  # a wild id is never embedded
     if job.constraint is not None and draft:
         draft = job.constraint.draftable(draft)  # nor is a row spent on what its grammar refuses
     tokens = [job.anchor, *draft]
-    seq = Seq(slot.index, slot.n_past, tokens, keep=not draft, n_out=len(tokens), n_fold=slot.n_fold)
+    late = not draft and waits(slot, slot.n_past, slot.n_fold, n_late)
+    keep = not draft and not late
+    seq = Seq(slot.index, slot.n_past, tokens, keep, len(tokens), slot.n_fold, late=late)
     return Work(job, slot, seq, draft)
 
 

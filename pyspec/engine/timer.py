@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 N_SAMPLE, N_TRUST = 5, 2  # samples kept per size; samples needed to believe them
 N_AGREE = 3  # samples that settle a size, if they agree:
 AGREE, SLACK = 1.5, 0.1  # most lie no more above the least, besides a share of a plain round
-HOPE = 0.7  # of the way from the straight line down to the next smaller size: what a size never tried costs
+HOPE = 0.3  # of the way from the straight line down to the next smaller size: what a size never tried costs
+LIKELY = 1.25  # of the straight line: a single sample above is thought to be a hiccup
 
 
 def bucket(size: int) -> int:
@@ -32,39 +33,58 @@ class Timer:
 
     def __init__(self, bucket: Callable[[int], int] = bucket) -> None:
         self.bucket = bucket
-        self.samples: dict[int, deque[float]] = {}
+        self.samples: dict[int, deque[tuple[float, int]]] = {}  # milliseconds, busy slots
+        self.slot_ms = 0.0
+        self._by_busy: dict[int, dict[int, float]] | None = {}  # the warm-up's least times, by size and busy slots
         self.fresh: set[int] = set()
         self.early: dict[int, float] = {}  # least times of the warm-up, as long as they may be proven wrong
         self._runs: dict[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}  # sizes, and which each is
         self._sizes: list[int] = []  # trusted ones, ascending
         self._ms: list[float] = []
 
-    def add(self, size: int, ms: float) -> bool:
+    def add(self, size: int, ms: float, busy: int = 0) -> bool:
         """Returns False if it shows that the warm-up ran under noise: the time is far below all that were taken there."""
         size = self.bucket(size)
-        self.samples.setdefault(size, deque(maxlen=N_SAMPLE)).append(ms)
+        self.samples.setdefault(size, deque(maxlen=N_SAMPLE)).append((ms, busy))
+        if self._by_busy is not None:
+            least = self._by_busy.setdefault(size, {})
+            least[busy] = min(ms, least.get(busy, ms))
         self.fresh.add(size)
         i = bisect.bisect_left(self._sizes, size)
         if self._sizes[i : i + 1] == [size]:
-            self._ms[i] = min(self.samples[size])
+            self._ms[i] = min(self.times(size))
         elif self.knows(size):
             self._tabulate()
-        return 2 * ms >= self.early.get(size, 0.0)
+        return 2 * (ms - self.slot_ms * busy) >= self.early.get(size, 0.0)
+
+    def times(self, size: int) -> list[float]:
+        """The last samples of a bucket, without what the slots add."""
+        return [ms - self.slot_ms * busy for ms, busy in self.samples.get(size, ())]
 
     def agrees(self, size: int, slack: float, n: int = N_AGREE) -> bool:
         """Most samples of a size lie near the least: no noise, or the same in all."""
-        samples = sorted(self.samples.get(self.bucket(size), ()))
-        return len(samples) >= n and samples[len(samples) // 2] <= AGREE * samples[0] + slack
+        times = sorted(self.times(self.bucket(size)))
+        return len(times) >= n and times[len(times) // 2] <= AGREE * times[0] + slack
+
+    def _share(self) -> float:
+        """What a slot adds, by sizes that the warm-up timed with several numbers of slots."""
+        up = across = 0.0
+        for least in (self._by_busy or {}).values():
+            few, many = min(least), max(least)
+            up, across = up + (least[many] - least[few]) * (many - few), across + (many - few) ** 2
+        return max(0.0, up / across) if across else 0.0
 
     def question(self, slack: float) -> None:
         """The warm-up is over: sizes whose samples are few or do not agree count as never tried."""
-        self.early = {size: min(samples) - slack for size, samples in self.samples.items()}
+        self.slot_ms, self._by_busy = self._share(), None
+        self.early = {size: min(self.times(size)) - slack for size in self.samples}
         self.samples = {size: samples for size, samples in self.samples.items() if self.agrees(size, slack)}
         self.fresh.clear()
         self._tabulate()
 
     def distrust(self) -> None:
         """What only the warm-up has timed counts as never tried."""
+        self.slot_ms = 0.0
         for size in self.early.keys() - self.fresh:
             self.samples.pop(size, None)
         self.early.clear()
@@ -72,7 +92,7 @@ class Timer:
 
     def _tabulate(self) -> None:
         self._sizes = sorted(size for size in self.samples if self.knows(size))
-        self._ms = [min(self.samples[size]) for size in self._sizes]
+        self._ms = [min(self.times(size)) for size in self._sizes]
 
     def knows(self, size: int) -> bool:
         """Enough samples to go by."""
@@ -104,7 +124,8 @@ class Timer:
         line = self._ms[i - 1] + (self._ms[i] - self._ms[i - 1]) * (size - a) / (b - a)
         if size not in self.samples and hopeful:
             return (1 - HOPE) * line + HOPE * self._ms[i - 1]
-        return min((line, *self.samples.get(size, ())))
+        least = min(self.times(size), default=line)
+        return least if least < LIKELY * line else line
 
     def of_all(self, first: int, n: int, hopeful: bool = True) -> NDArray[np.float64]:
         """[n]: of the sizes from `first` on. Rounds ask for the same ones again and again."""

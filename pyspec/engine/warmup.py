@@ -76,8 +76,17 @@ def _run(loop: Loop, tokenizer: Tokenizer, n_busy: int, n_draft: int, n_overhang
     _clear(loop)
 
 
+def rehearsed(n_slot: int, n_max: int) -> list[tuple[int, int]]:
+    """(busy slots, drafts of each) of the rounds that are timed, most important first."""
+    lengths = sorted({0, n_max // 2, n_max})
+    found = [(n_busy, n_draft) for n_busy in sorted({1, n_slot}) for n_draft in lengths]
+    few = n_slot // (n_max + 1)
+    return [*found, (few, n_max)] if few > 1 and n_max else found
+
+
 def warm_up(loop: Loop, tokenizer: Tokenizer, n_overhang: int, n_bytes: int) -> None:
-    """Rounds with one and with all slots, plain and drafted, as long as the time budget lasts.
+    """Rounds with one and with all slots, plain and drafted, as long as the time budget lasts; and with so many slots that
+    their drafts take as many rows as all slots without any: the difference is what a slot costs by itself.
 
     n_bytes  what forwards and checkpoints may take of the device's memory: it is taken before the first of them comes
     """
@@ -87,10 +96,9 @@ def warm_up(loop: Loop, tokenizer: Tokenizer, n_overhang: int, n_bytes: int) -> 
     if per_slot < N_PROMPT + (controller.n_max + 1) * N_ROUND + 1 + n_overhang:
         return
     with _rehearsing(loop):
-        for n_busy in sorted({1, len(loop.table.slots)}):
-            for n_draft in sorted({0, controller.n_max // 2, controller.n_max}):
-                if time.perf_counter() - began < BUDGET_S:
-                    _run(loop, tokenizer, n_busy, n_draft, n_overhang, seed=n_draft)
+        for n_busy, n_draft in rehearsed(len(loop.table.slots), controller.n_max):
+            if time.perf_counter() - began < BUDGET_S:
+                _run(loop, tokenizer, n_busy, n_draft, n_overhang, seed=n_draft)
     controller.forget_acceptance()
     loop.stats.reset()
     log.debug("warm-up took %.0f ms", 1e3 * (time.perf_counter() - began))

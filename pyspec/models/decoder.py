@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from pyspec.cuda.exact import EXACT
 from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
@@ -277,6 +278,7 @@ class Mixer(Protocol):
     """The residual stream x [row, n_embd] f32 -> x + mixer(norm(x)), reading and writing what the layer keeps per slot."""
 
     capturable: bool  # a CUDA graph may hold it: it looks at no list of the host
+    captures_prompts: bool  # and one of a prompt that stands alone, too
 
     def __call__(self, x: Tensor, angles: Angles, memory: Memory, layer: int, batch: Batch) -> Tensor: ...
 
@@ -285,6 +287,7 @@ class Feed(Protocol):
     """The residual stream x [row, n_embd] f32 -> x + feed(norm(x)), row by row."""
 
     capturable: bool
+    captures_prompts: bool
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -338,7 +341,9 @@ class Block:
     def __init__(self, c: DecoderConfig, w: Weights, p: str, rope: Rope, layer: Layer, kv: torch.dtype) -> None:
         self.mixer: Mixer | None = MIXERS[layer.mixer].build(c, w, p, rope, kv) if layer.mixer else None
         self.feed: Feed | None = FEEDS[layer.feed].build(c, w, p, layer) if layer.feed else None
-        self.capturable = all(part is None or part.capturable for part in (self.mixer, self.feed))
+        parts = [part for part in (self.mixer, self.feed) if part is not None]
+        self.capturable = all(part.capturable for part in parts)
+        self.captures_prompts = self.capturable and all(part.captures_prompts for part in parts)
 
     def __call__(self, x: Tensor, angles: Angles, memory: Memory, layer: int, batch: Batch) -> Tensor:
         if self.mixer is not None:
@@ -370,6 +375,11 @@ class Decoder:
         """True if a CUDA graph may hold a forward."""
         may = self.ranks is None or self.ranks.capturable
         return may and all(block.capturable for block in self.blocks)
+
+    @property
+    def captures_prompts(self) -> bool:
+        """True if one may hold that of a prompt that stands alone."""
+        return self.ranks is None and not EXACT.is_on and all(block.captures_prompts for block in self.blocks)
 
     @property
     def n_vocab(self) -> int:

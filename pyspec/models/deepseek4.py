@@ -282,6 +282,7 @@ class Deepseek4:
         self.last = StreamHead(config, weights, self.norm)
         self.output = weights.matrix("output.weight")
         self.capturable = all(block.capturable for block in self.blocks)
+        self.captures_prompts = False  # its attention of many rows has counts of the host
 
     @property
     def n_vocab(self) -> int:

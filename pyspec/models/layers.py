@@ -100,6 +100,7 @@ class Attention:
         self.rope_kv, alone = rope_kv.bind(roped), replace(roped, n_q=0, gated=False)
         self.store = rope_kv.bind(alone)
         self.capturable = attend.chosen(spec).capturable and rope_kv.chosen(roped).capturable
+        self.captures_prompts = self.capturable and self.attend is not own
 
     def write(self, kv: Tensor, angles: tuple[Tensor, Tensor], pool: KVPool, rows: Tensor) -> None:
         """Keys and values alone: kv [row, 2 * n_kv * dim] raw products go to `rows` [row] of the pool."""
@@ -146,6 +147,7 @@ class GatedDeltaNet:
         self.gate_power = head_power(self.gate_norm)
         spec = GdnSpec(w.device, shape, eps)
         self.gdn, self.capturable = gdn.bind(spec), gdn.chosen(spec).capturable
+        self.captures_prompts = gdn.runs_as("cuda", spec)
         self.fold = fuse.folder(self.gdn)
         self.split = [shape.n_channel, shape.n_v_head * shape.dim, shape.n_v_head, shape.n_v_head]
 
@@ -160,7 +162,7 @@ class GatedDeltaNet:
 class FeedForward:
     """SwiGLU behind its norm: x + down(silu(gate n) * up n) with n = norm(x). `norm` is the norm tensor's GGUF name."""
 
-    capturable = True
+    capturable = captures_prompts = True
 
     def __init__(self, w: Weights, prefix: str, eps: float, norm: str = "ffn_norm") -> None:
         self.norm = Norm(w.vector(f"{prefix}.{norm}.weight"), eps)
@@ -174,7 +176,7 @@ class FeedForward:
 class Relu2:
     """Behind its norm: x + down(relu(up n)^2) with n = norm(x), biases where the file has them."""
 
-    capturable = True
+    capturable = captures_prompts = True
 
     def __init__(self, w: Weights, prefix: str, eps: float, norm: str) -> None:
         self.norm = Norm(w.vector(f"{prefix}.{norm}.weight"), eps)

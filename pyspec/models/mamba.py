@@ -38,6 +38,8 @@ def mamba_tensors(s: Mamba2Shape, n_embd: int, p: str) -> dict[str, Want]:
 class Mamba:
     """Mamba-2 over the slot's state."""
 
+    captures_prompts = False  # nobody has run its chunks with room for more of them than there are
+
     def __init__(self, w: Weights, prefix: str, shape: Mamba2Shape, eps: float) -> None:
         self.shape, self.eps = shape, eps
         self.norm = Norm(w.vector(f"{prefix}.attn_norm.weight"), eps)

@@ -124,6 +124,8 @@ def halves(stack: Stack) -> tuple[Stack, Stack]:
 class MoeFeed:
     """x + experts(n) + shared(n) with n = norm(x). `norm_name` is the norm tensor's GGUF name."""
 
+    captures_prompts = False  # what an expert gets of a prompt's rows decides how it is multiplied
+
     def __init__(self, w: Weights, prefix: str, shape: MoeShape, eps: float, norm_name: str = "ffn_norm") -> None:
         p, self.shape, self.ranks = prefix, shape, w.ranks
         self.norm = Norm(w.vector(f"{p}.{norm_name}.weight"), eps)

@@ -87,6 +87,10 @@ class Target(Protocol):
     def n_layer(self) -> int: ...
     @property
     def device(self) -> torch.device: ...
+    @property
+    def captures_prompts(self) -> bool:
+        """Whether a CUDA graph may hold the forward of a prompt that stands alone."""
+        ...
 
     def forward(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
         """`taps` are 0-based layer indices whose outputs are wanted."""

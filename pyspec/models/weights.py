@@ -22,11 +22,11 @@ from pyspec.cuda.ops.embed.ref import EmbedSpec
 from pyspec.cuda.ops.linear.dequant import SUPPORTED, dequantize
 from pyspec.cuda.ops.linear.op import linear, linear_tall
 from pyspec.cuda.ops.linear.pack import FORMATS, interleave, packed_bytes, repack
-from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.tiles import TiledMatrix, tile
 from pyspec.cuda.ops.moe.ref import Stack, activate
 from pyspec.cuda.ops.rows.ref import Glu, Norm, Prep
-from pyspec.cuda.streamed import PROBE_ROWS, Streamed, StreamedParts, in_parts
+from pyspec.cuda.streamed import Streamed, StreamedParts, in_parts
 from pyspec.cuda.streamed_tiles import StreamedTiles
 from pyspec.cuda.temporary import temporary
 from pyspec.errors import BadTensors, ModelError

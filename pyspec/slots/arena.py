@@ -18,6 +18,8 @@ from torch import Tensor
 
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 WIDE = (192, 256, 384, 512, 768, 1024)  # besides, where verifies or drafts of all slots may have so many rows
+PROMPTS = (256, 320, 384, 448, 512)  # of a prompt that stands alone: finer, for its rows are most of its time
+LEAST_PROMPT = 192  # rows of one: with fewer the library's attention does not take it, graph or not
 SEQUENCES = (8, 32)  # of a graph, besides as many as its rows and slots allow: what no sequence needs is not launched
 N_STAGE = 3  # host copies: the one being written is never the one in flight
 ROW64 = ("tokens", "positions", "kv_rows", "hi", "lo", "out_rows")
@@ -136,16 +138,19 @@ class _Stage:
 class Arena:
     """Static memory for the layouts of one caller (verify, draft, ...).
 
-    width  rows of a sequence at most, in batches of more rows than max(BUCKETS)
-    n_row  rows of the largest batch
+    width    rows of a sequence at most, in batches of more rows than max(BUCKETS)
+    n_row    rows of the largest batch of verifies or drafts
+    prompts  rows of those of PROMPTS that somebody has captured a graph for: others run as they are
     """
 
     def __init__(self, n_seq: int, n_page: int, device: torch.device, width: int = 1) -> None:
         self.n_seq, self.n_page, self.width, self.n_row = n_seq, n_page, width, most_rows(n_seq, width)
+        self.prompts: set[int] = set()
+        n_row = max(self.n_row, PROMPTS[-1])
         n_start = -(-(n_seq + 1) // 4) * 4  # lines of 16 bytes
-        rows = _Block(0, torch.int64, (len(ROW64), self.n_row))
+        rows = _Block(0, torch.int64, (len(ROW64), n_row))
         seqs = _Block(rows.end, torch.int32, (len(SEQ32), n_start))
-        row_seq = _Block(seqs.end, torch.int32, (self.n_row,))
+        row_seq = _Block(seqs.end, torch.int32, (n_row,))
         page_table = _Block(row_seq.end, torch.int64, (n_seq, n_page))  # last: only what sequences use is copied
         blocks = {"rows": rows, "seqs": seqs, "row_seq": row_seq, "page_table": page_table}
         self.memory = torch.zeros(page_table.end, dtype=torch.uint8, device=device)
@@ -156,6 +161,9 @@ class Arena:
             if bucket <= self.n_row
             for places in {*places_of(n_seq, bucket), n_seq}
         }
+        self._prompts = {rows: self._cut(blocks, rows, 1) for rows in PROMPTS}
+        for fields in self._prompts.values():
+            fields["out_rows"] = fields["out_rows"][:1]  # all logits of so many rows would be most of their memory
         self._stages = [_Stage(blocks, page_table.end, device) for _ in range(N_STAGE)]
         self._next = 0
 
@@ -167,6 +175,12 @@ class Arena:
             return None
         return bucket_of(n_row, self.n_row)
 
+    def prompt_bucket(self, n_row: int) -> int | None:
+        """Of a prompt that stands alone; None: there is no graph for it."""
+        if n_row < LEAST_PROMPT:
+            return None
+        return min((rows for rows in self.prompts if n_row <= rows), default=None)
+
     def _cut(self, blocks: dict[str, _Block], bucket: int, places: int) -> dict[str, Tensor]:
         """The fields of a batch of `bucket` rows with places for so many sequences."""
         whole = {name: block.of(self.memory) for name, block in blocks.items()}
@@ -175,7 +189,7 @@ class Arena:
         out["seq_start"] = whole["seqs"][SEQ32.index("seq_start"), : places + 1]
         return out | {"page_table": whole["page_table"][:places], "row_seq": whole["row_seq"][:bucket]}
 
-    def fill(self, layout: Layout, bucket: int, null_row: int) -> dict[str, Tensor]:
+    def fill(self, layout: Layout, bucket: int, null_row: int, *, prompt: bool = False) -> dict[str, Tensor]:
         """Write a layout, padded to `bucket` rows, and start its copy. Returns the fields cut to the bucket and to the fewest places."""
         n_seq = len(layout.pages)
         places = next((n for n in places_of(self.n_seq, bucket) if n >= n_seq), self.n_seq)
@@ -188,4 +202,4 @@ class Arena:
         self.memory[:used].copy_(stage.memory[:used], non_blocking=True)
         if stage.event is not None:
             stage.event.record()
-        return self._fields[bucket, places]
+        return self._prompts[bucket] if prompt else self._fields[bucket, places]

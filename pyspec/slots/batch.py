@@ -18,6 +18,8 @@ from pyspec.errors import OutOfBounds
 from pyspec.slots.arena import ROW64, SEQ32, Arena, Layout
 from pyspec.slots.table import SlotTable
 
+KEEP, LATE = 1, 3  # in seq_keep: see Seq, and seq.cuh
+
 
 @dataclass(frozen=True, slots=True)
 class Seq:
@@ -27,7 +29,9 @@ class Seq:
     keep    every row is known to be kept (prompt chunk, undrafted token): recurrent state is stored after them.
             Otherwise the rows are recorded and the state stays before them (deferred commit)
     n_out   logits are wanted for this many trailing rows
-    n_fold  recorded rows of the slot's last verify to fold into its state before these rows
+    n_fold  recorded rows of the slot to fold into its state before these rows
+    late    the rows are kept, but nothing is stored: they are recorded behind the n_fold ones, and the next forward folds all of them.
+            A state is read in every forward; so it need not be written in each
     slack   the rows may be moved on by so many positions before they run (cuda.kernels.ahead): pages are held for that
     """
 
@@ -38,6 +42,7 @@ class Seq:
     n_out: int = 0
     n_fold: int = 0
     slack: int = 0
+    late: bool = False
 
     @property
     def width(self) -> int:
@@ -61,7 +66,7 @@ class Batch:
     seq_slot    [seq]        int32  slot of each sequence
     seq_start   [seq + 1]    int32  as `starts`
     seq_fold    [seq]        int32  n_fold
-    seq_keep    [seq]        int32  0 or 1
+    seq_keep    [seq]        int32  KEEP, LATE or 0
     row_seq     [row]        int32  sequence of each row
     """
 
@@ -84,6 +89,9 @@ class Batch:
     causal: bool  # rows see what stands before them and themselves
     bucket: int | None = None  # rows with padding, if the fields lie in an arena
     pages: Sequence[NDArray[np.int64]] = ()  # per sequence, on the host: as in page_table
+    prompt: bool = (
+        False  # in an arena, the whole of one prompt that stands alone: how many rows it has is the device's to know
+    )
     single: bool = False  # the forward has one row a sequence, so nobody's draft; `seqs` may be those of some only
 
     @property
@@ -122,14 +130,23 @@ def lay_out(
     ends = [seq.n_past + seq.width for seq in seqs]
     layout, n_out = _write(table, seqs, starts, ends, pages, see_block)
     bucket = None if arena is None else arena.bucket([seq.width for seq in seqs])
+    prompt = bucket is None and arena is not None and not see_block and _is_prompt(seqs)
+    if arena is not None and prompt:
+        bucket = arena.prompt_bucket(starts[-1])
     if arena is not None and bucket is not None and max(map(len, pages), default=0) <= arena.n_page:
-        fields = arena.fill(layout, bucket, table.null_row)
+        fields = arena.fill(layout, bucket, table.null_row, prompt=prompt)
     else:
         bucket, fields = None, _fresh(layout, n_out, device)
     causal, size, single = not see_block, table.page_size, starts[-1] == len(seqs)
     max_hi = [end + seq.slack for end, seq in zip(ends, seqs, strict=True)]
     about = {"max_hi": max_hi, "causal": causal, "bucket": bucket, "pages": pages, "single": single}
+    about["prompt"] = prompt and bucket is not None
     return Batch(seqs=seqs, starts=starts, page_size=size, **about, **fields)  # type: ignore[arg-type]
+
+
+def _is_prompt(seqs: Sequence[Seq]) -> bool:
+    """One sequence from its first token on, all of it kept, of which the last row is wanted."""
+    return len(seqs) == 1 and seqs[0].keep and not seqs[0].n_past and not seqs[0].n_fold and seqs[0].n_out == 1
 
 
 def _write(
@@ -141,7 +158,7 @@ def _write(
     see_block: bool,
 ) -> tuple[Layout, int]:
     """The layout, and how many of its rows give logits."""
-    slots, folds, keeps = [q.slot for q in seqs], [q.n_fold for q in seqs], [q.keep for q in seqs]
+    slots, folds, keeps = [q.slot for q in seqs], [q.n_fold for q in seqs], [LATE if q.late else q.keep for q in seqs]
     per_seq = np.array([[*slots, 0], [*folds, 0], [*keeps, 0], starts], dtype=np.int32)
     widths = np.array([q.width for q in seqs], dtype=np.int64)
     before = [q.n_past - start for q, start in zip(seqs, starts, strict=False)]

@@ -135,8 +135,9 @@ class KVPool:
     def saved(self, slot: int, n_past: int) -> tuple[Tensor, ...]:
         return ()
 
-    def reset(self, slot: int) -> None:
+    def own(self, slot: int) -> tuple[Tensor, ...]:
         """Nothing is seen behind a slot's length."""
+        return ()
 
     def write(self, rows: Tensor, k: Tensor, v: Tensor | None) -> None:
         """k, v [row, head, dim] go to pool rows `rows` [row]."""

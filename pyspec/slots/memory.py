@@ -33,15 +33,17 @@ class Memory:
 
     kv, states  the parts KV and STATE by layer: what attention and recurrences look up in every round
     is_whole: there is no rank that keeps another part of it.
+    n_late: rows of a slot that may wait in records; 0 if no layer has any
     """
 
     is_whole: ClassVar[bool] = True
 
-    def __init__(self, layers: Sequence[dict[str, PartMemory]], width: int) -> None:
+    def __init__(self, layers: Sequence[dict[str, PartMemory]], width: int, n_late: int = 0) -> None:
         self.layers, self.width = layers, width
         self.parts = [part for layer in layers for part in layer.values()]
         self.kv = {i: cast(KVPool, layer[KV]) for i, layer in enumerate(layers) if KV in layer}
         self.states = {i: cast(StateLayer, layer[STATE]) for i, layer in enumerate(layers) if STATE in layer}
+        self.n_late = n_late if self.states else 0
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -59,9 +61,10 @@ class Memory:
         return not all(part.paged for part in self.parts)
 
     def reset(self, slot: int) -> None:
-        """A new sequence."""
-        for part in self.parts:
-            part.reset(slot)
+        """A new sequence. Two launches a layer were a millisecond before a prompt's first token: on a GPU they are few for all."""
+        live = [t for part in self.parts for t in part.own(slot)]
+        for at in _by_dtype(live):
+            torch._foreach_zero_([live[i] for i in at])
 
     def saved_like(self, n_past: int) -> list[Tensor]:
         """Tensors of the shapes and types that a checkpoint at `n_past` tokens has; what stands in them is somebody's."""
@@ -106,7 +109,7 @@ def allocate(layers: Sequence[LayerParts], sizes: CacheSizes, device: torch.devi
     for paged in (True, False):
         for layer, memory in zip(layers, made, strict=True):
             memory.update({name: p.allocate(sizes, device) for name, p in layer.items() if p.paged is paged})
-    return Memory(made, sizes.width)
+    return Memory(made, sizes.width, sizes.n_late)
 
 
 def copy_page(parts: Iterable[PartMemory], page_size: int, new: int, old: int) -> None:

@@ -25,6 +25,7 @@ class CacheSizes:
 
     n_row     tokens that all pages hold, the null page's included (`SlotTable.n_alloc_row`)
     width     rows of a slot's largest verify
+    n_late    rows of a slot that may wait in the records of recurrent layers (Seq.late)
     kv_dtype  of the entries of paged parts
     """
 
@@ -33,6 +34,12 @@ class CacheSizes:
     page_size: int
     width: int
     kv_dtype: torch.dtype
+    n_late: int = 0
+
+    @property
+    def n_record(self) -> int:
+        """Rows that a slot's records have room for."""
+        return max(self.width, self.n_late)
 
 
 class PartMemory(Protocol):
@@ -52,8 +59,8 @@ class PartMemory(Protocol):
         """What a slot needs beside its pages to go on from `n_past` tokens: a checkpoint copies it, a restore brings it back."""
         ...
 
-    def reset(self, slot: int) -> None:
-        """A new sequence: nothing of the last one is left."""
+    def own(self, slot: int) -> Sequence[Tensor]:
+        """What a new sequence of the slot finds zero, each in one piece: nothing of the last one is left."""
         ...
 
 
@@ -156,10 +163,10 @@ class Recurrent:
 
     def n_bytes(self, s: CacheSizes) -> int:
         recorded = self.shape.n_channel + sum(map(prod, self.shape.records.values()))
-        return s.n_slot * (self.saved_bytes(s) + 4 * s.width * recorded)
+        return s.n_slot * (self.saved_bytes(s) + 4 * s.n_record * recorded)
 
     def saved_bytes(self, s: CacheSizes) -> int:
         return 4 * (prod(self.shape.state) + (self.shape.n_conv - 1) * self.shape.n_channel)
 
     def allocate(self, s: CacheSizes, device: torch.device) -> StateLayer:
-        return StateLayer(self.shape, s.n_slot, s.width, device)
+        return StateLayer(self.shape, s.n_slot, s.n_record, device)

@@ -9,6 +9,13 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
+LATE_ROWS = 3  # of a slot that are recorded before its state is written again; more cost as much in folding as they spare (docs/log.md)
+
+
+def late_rows(device: torch.device) -> int:
+    """Single rows of a slot that may wait in its records while it decodes. On a CPU folding them again costs more than a write."""
+    return LATE_ROWS if device.type == "cuda" else 0
+
 
 class RecurrentShape(Protocol):
     """What one recurrent layer keeps for a slot, whatever its recurrence."""
@@ -44,10 +51,12 @@ class StateLayer:
     state  [slot, *shape.state]         f32  after the committed, folded tokens
     conv   [slot, taps - 1 + width, ch] f32  rows 0..taps-2: the last raw inputs before the fold point; then the raw inputs
                                              of the slot's last verify
-    NAME   [slot, width, *dims]         f32  for each of shape.records: records of the last verify
+    NAME   [slot, width, *dims]         f32  for each of shape.records: records of the last verify, or of rows that came since the
+                                             state was written (Seq.late)
 
     A verify only writes records. The next forward of the slot folds the accepted ones into `state`, in order, and shifts
-    `conv` by as many: rolling back is folding fewer, so it copies nothing (spec: deferred commit).
+    `conv` by as many: rolling back is folding fewer, so it copies nothing (spec: deferred commit). Single rows of which every one is
+    kept wait there, too, for a state is as large as all that is read of it, and need not be written for each.
 
     Records are attributes by the names that the shape gives them: the kernels of a recurrence know their own, nobody knows all,
     and a launch, once per layer and round, looks them up as fast as the state.
@@ -85,7 +94,6 @@ class StateLayer:
         """State and window, which stand at `n_past` tokens when nothing is left to fold."""
         return self.state[slot], self.conv[slot, : self.shape.n_conv - 1]
 
-    def reset(self, slot: int) -> None:
-        """A new sequence: zero state, zero conv window. Records are dead without a fold count."""
-        self.state[slot].zero_()
-        self.conv[slot].zero_()
+    def own(self, slot: int) -> tuple[Tensor, ...]:
+        """State and window. Records are dead without a fold count."""
+        return self.state[slot], self.conv[slot]

@@ -72,6 +72,5 @@ class RingRows:
         runs = [run for run in (slice(start, start + head), slice(0, n - head)) if run.stop > run.start]
         return [plane[slot, run] for plane in self.rows.values() for run in runs]
 
-    def reset(self, slot: int) -> None:
-        for plane in self.rows.values():
-            plane[slot].zero_()
+    def own(self, slot: int) -> list[Tensor]:
+        return [plane[slot] for plane in self.rows.values()]

@@ -24,7 +24,7 @@ class Slot:
     """One lane of the batch.
 
     `tokens` are the committed ones: their K and V stand in `pages`, at position = index. The first pages are those of
-    `nodes`, which are filed and immutable. `left` is the text that the last request has filed: what an idle slot is said to hold. `n_fold` counts the rows of the slot's last verify that are committed but not yet
+    `nodes`, which are filed and immutable. `left` is the text that the last request has filed: what an idle slot is said to hold. `n_fold` counts the recorded rows that are committed but not yet
     folded into its recurrent state; `generation` grows with every request, and whoever keeps state per slot tags it with
     that number.
     """

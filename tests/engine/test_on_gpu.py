@@ -185,6 +185,28 @@ def test_two_engines_of_one_process_do_not_disturb_each_other(expected: list) ->
 
 
 @pytest.mark.parametrize("draft", [None, "auto", "mtp"])
+@pytest.mark.parametrize("n", [192, 300, 512])
+def test_a_prompt_in_a_graph_is_the_prompt_without(n: int, draft: str | None) -> None:
+    """Of long and short ones in turns, so that something of another prompt stands behind its rows."""
+    with load(draft, 2, prefix_cache=False) as engine:
+        graphs, vocab = engine.loop.worker.arena.prompts, engine.info.n_vocab
+        captured = set(graphs)
+        assert captured == {256, 320, 384, 448, 512}, "the demo's layers may be captured"
+        found = []
+        for now in (captured, set(), captured):
+            engine.generate(list(range(100, 600)), max_tokens=2, temperature=0.0)
+            graphs.clear()
+            graphs |= now
+            prompt = [(7 * i) % vocab for i in range(n)]
+            found.append(engine.generate(prompt, max_tokens=8, temperature=0.0, logprobs=2, ignore_eos=True))
+        graph, plain, again = found
+        assert graph.tokens == again.tokens and graph.logprobs == again.logprobs
+        assert graph.tokens == plain.tokens
+        for a, b in zip(graph.logprobs, plain.logprobs, strict=True):
+            assert a.token == b.token and abs(a.logprob - b.logprob) < 5e-3
+
+
+@pytest.mark.parametrize("draft", [None, "auto", "mtp"])
 def test_a_second_turn_from_the_cache_says_what_a_cold_engine_says(draft: str | None) -> None:
     with load(draft, 4) as warm, load(None, 1, prefix_cache=False) as cold:
         first = answers(warm, 4)
@@ -230,7 +252,7 @@ def test_graphs_that_are_garbage_do_not_end_a_capture() -> None:
         held = [[i] for i in range(2000)]  # enough new containers for the collector to run
         return x + len(held)
 
-    batch = SimpleNamespace(bucket=1, single=False, tokens=x)
+    batch = SimpleNamespace(bucket=1, n_place=1, single=False, prompt=False, tokens=x)
     leave_garbage()
     run = Graphed(forward)
     assert [float(run(batch)) for _ in range(3)] == [2000.0] * 3  # type: ignore[arg-type]

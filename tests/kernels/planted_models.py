@@ -1,7 +1,7 @@
 """Models whose first tier of one op is wrong, crashes or hangs: they start with that op a tier down, say so, and give the right text.
 
-`python planted_models.py [SECONDS]` plants all of them on a GPU, one after the other, until the time is over; prints a line for each and
-exits with 1 if one was not as it should. tests/kernels/test_planted_models.py does some of it on a CPU, in Triton's interpreter.
+`python planted_models.py [SECONDS [KIND...]]` plants all of them, or those of a kind, on a GPU, one after the other, until the time is over;
+prints a line for each and exits with 1 if one was not as it should. tests/kernels/test_planted_models.py does some of it on a CPU, in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -91,7 +91,7 @@ def complaint(path: Path, name: str, kind: str, want: list[int]) -> str:
     return "" if got == want else f"{got} instead of {want}"
 
 
-def main(seconds: float) -> int:
+def main(seconds: float, kinds: Sequence[str]) -> int:
     began, bad = time.monotonic(), 0
     tiers.use("auto")
     with tempfile.TemporaryDirectory() as folder:
@@ -103,7 +103,7 @@ def main(seconds: float) -> int:
             for name in names:
                 wants[name] = path, text(path, f"{name}=triton")
         tiers.use("auto")
-        for kind in planted_tiers.KINDS:
+        for kind in kinds:
             for name, (path, want) in wants.items():
                 if time.monotonic() - began > seconds:
                     print(f"(no time for {kind} {name})")
@@ -115,10 +115,11 @@ def main(seconds: float) -> int:
     return int(bad > 0)
 
 
-if __name__ == "__main__":
-    probe.LIMITS_S.update(LIMITS_S)
-    sys.exit(main(float(sys.argv[1]) if len(sys.argv) > 1 else 600.0))
-
-
 def own_prober() -> Prober:
     return Prober(LIMITS_S)
+
+
+if __name__ == "__main__":
+    probe.LIMITS_S.update(LIMITS_S)
+    asked = sys.argv[2:] or planted_tiers.KINDS
+    sys.exit(main(float(sys.argv[1]) if len(sys.argv) > 1 else 600.0, asked))

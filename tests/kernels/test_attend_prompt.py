@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -15,8 +16,10 @@ from pyspec.cuda.ops.attend.cases import TOLERANCE, Case, make, worst
 from pyspec.cuda.ops.attend.cuda import FEW, MANY, SPLIT
 from pyspec.cuda.ops.attend.prompt import attend_prompt as op
 from pyspec.cuda.ops.attend.ref import AttendSpec
-from pyspec.slots.batch import Batch, Seq
+from pyspec.slots.arena import LEAST_PROMPT, Arena
+from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.kv import KVPool
+from pyspec.slots.table import SlotTable
 
 CPU = torch.device("cpu")
 HEADS = (6, 2, 64)
@@ -46,7 +49,7 @@ class Counted:
 @pytest.mark.parametrize("seqs", BATCHES.values(), ids=BATCHES.keys())
 def test_rows_equal_the_reference_whoever_runs_them(seqs: list[tuple[int, int]], dtype: torch.dtype) -> None:
     made, own = make(Case(*HEADS, dtype, seqs, scale=0.125), CPU), Counted()
-    got = attend_prompt.beside(own, attend_prompt.by_torch(SPEC))(made.q, made.pool, made.plain, 0)
+    got = attend_prompt.beside(own, attend_prompt.reference(SPEC))(made.q, made.pool, made.plain, 0)
     assert worst(got, attend_ref.bind(SPEC)(made.q, made.pool, made.plain)) < TOLERANCE[dtype]
     assert own.widths == [w for _, w in seqs if w < MANY]
 
@@ -73,7 +76,7 @@ def test_pieces_of_prompts_behind_many_keys_are_the_librarys(
 def test_a_sequence_has_the_same_bits_alone() -> None:
     made = make(Case(*HEADS, torch.float16, BATCHES["two prompts"], scale=0.125), CPU)
     alone = make(Case(*HEADS, torch.float16, BATCHES["first chunk"], scale=0.125), CPU)
-    attend = attend_prompt.beside(attend_ref.bind(SPEC), attend_prompt.by_torch(SPEC))
+    attend = attend_prompt.beside(attend_ref.bind(SPEC), attend_prompt.reference(SPEC))
     keys = attend_ref.key_rows(alone.plain, 0), attend_ref.key_rows(made.plain, 0)
     for to, source in ((alone.pool.k, made.pool.k), (alone.pool.v, made.pool.v)):
         to[keys[0]] = source[keys[1]]
@@ -86,7 +89,7 @@ def test_a_sequence_has_the_same_bits_alone() -> None:
 def test_blocks_windows_f32_and_sinks_stay_with_our_own(change: dict[str, object]) -> None:
     case, own = replace(Case(*HEADS, torch.float16, [(20, MANY)]), **change), Counted()  # type: ignore[arg-type]
     made = make(case, CPU)
-    attend_prompt.beside(own, attend_prompt.by_torch(SPEC))(made.q, made.pool, made.plain, case.window, made.sinks)
+    attend_prompt.beside(own, attend_prompt.reference(SPEC))(made.q, made.pool, made.plain, case.window, made.sinks)
     assert own.widths == [MANY]
 
 
@@ -94,7 +97,7 @@ def test_the_check_finds_a_shifted_mask() -> None:
     def shifted(q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # upper left where keys and rows differ in number
         return attend_prompt.reference(SPEC)(q, k[: len(q)], v[: len(q)])
 
-    assert attend_prompt.check(attend_prompt.by_torch(SPEC), attend_prompt.reference(SPEC), SPEC) is None
+    assert attend_prompt.check(attend_prompt.reference(SPEC), attend_prompt.reference(SPEC), SPEC) is None
     assert "differs" in str(attend_prompt.check(shifted, attend_prompt.reference(SPEC), SPEC))
     assert op.refusal(op.impls[0], SPEC) == "for GPUs"
 
@@ -180,3 +183,59 @@ def test_the_library_is_loaded_where_a_slot_may_hold_a_block() -> None:
     for n_key in (least - 1, least, 10 * least):
         prompt_blocks.warm(lambda q, k, v: asked.append((len(q), len(k))) or q, SPEC, n_key)
     assert asked == [(prompt_blocks.LEAST, least)] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
+def test_a_prompt_replayed_in_a_graph_sees_its_own_keys_alone(dtype: torch.dtype) -> None:
+    """What stands behind its rows in its pages, and in the row that padding is written to, is no number here."""
+    table, arena, n = SlotTable(2, 8, 64), Arena(2, 4, CPU), MANY + 7
+    assert LEAST_PROMPT == MANY, "who runs a sequence depends on its own rows and keys alone"
+    arena.prompts.add(256)
+    captured = lay_out(table, [Seq(1, 0, [0] * 256, keep=True, n_out=1)], CPU, arena=arena)
+    lay_out(table, [Seq(1, 0, [0] * n, keep=True, n_out=1)], CPU, arena=arena)
+    plain = lay_out(table, [Seq(1, 0, [0] * n, keep=True, n_out=1)], CPU)
+    pool, gen = KVPool(table.n_alloc_row, *HEADS[1:], dtype, CPU), torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(256, heads, HEADS[2], generator=gen) for heads in (HEADS[0], HEADS[1], HEADS[1]))
+    for plane in pool.planes:
+        if plane.dtype is not torch.int8:
+            plane.fill_(torch.nan)
+    pool.write(plain.kv_rows, k[:n], v[:n])
+    attend = attend_prompt.beside(attend_ref.bind(SPEC), attend_prompt.reference(SPEC))
+    got, want = attend(q, pool, captured), attend_ref.bind(SPEC)(q[:n], pool, plain)
+    assert ((got[:n] - want).norm(dim=-1) / want.norm(dim=-1)).amax() < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("follow", [True, False])
+def test_keys_in_pages_that_follow_each_other_are_not_copied(follow: bool) -> None:
+    table, n = SlotTable(2, 8, 64), 150
+    lay_out(table, [Seq(0, 0, [0] * 64)], CPU)
+    lay_out(table, [Seq(1, 0, [0] * 64)], CPU)
+    batch = lay_out(table, [Seq(1 if follow else 0, 0, [0] * n, keep=True)], CPU)
+    pool = KVPool(table.n_alloc_row, *HEADS[1:], torch.float16, CPU)
+    for plane in pool.planes:
+        plane.copy_(torch.randn(plane.shape))
+    k, v = attend_prompt.keys_of(pool, batch, 0)
+    for got, plane in ((k, pool.k), (v, pool.v)):
+        assert torch.equal(got, plane[attend_ref.key_rows(batch, 0)])
+        assert (got.untyped_storage().data_ptr() == plane.untyped_storage().data_ptr()) is follow
+
+
+def test_what_is_faster_behind_many_keys_is_taken_once_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    took: list[str] = []
+
+    def stands_for(name: str) -> Callable[[AttendSpec], attend_prompt.Run]:
+        return lambda spec: lambda q, k, v: (took.append(name), q)[1]
+
+    blocks = attend_prompt.attend_blocks
+    monkeypatch.setattr(op, "reference", replace(op.reference, bind=stands_for("library")))
+    monkeypatch.setattr(attend_prompt, "by_cudnn", stands_for("cudnn"))
+    monkeypatch.setattr(blocks, "decided", {})
+    run = attend_prompt.prompts(SPEC)
+    few, q = prompt_blocks.LEAST, torch.zeros(prompt_blocks.LEAST, *HEADS[::2])
+    keys = {n: torch.zeros(few + n, *HEADS[1:]) for n in (0, prompt_blocks.BLOCKS[-1])}
+    for known in (None, blocks.reference, blocks.impls[0]):
+        if known is not None:
+            blocks.decided[SPEC] = known
+        for k in keys.values():
+            run(q, k, k)
+    assert took == ["library"] * 5 + ["cudnn"]

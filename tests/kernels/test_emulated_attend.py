@@ -120,6 +120,18 @@ def test_all_ways_to_put_partials_together_give_the_same_bits(dim: int, monkeypa
 
 
 @pytest.mark.slow
+def test_more_splits_than_a_warp_has_lanes() -> None:
+    """As many as are put together at once, and the rest behind them."""
+    case = Case(1, 1, 64, torch.float16, [(36 * 1024 - 9, 1)], 16)
+    made = make(case, CPU)
+    want = attend_ref.bind(spec_of(case, CPU))(made.q.double(), made.pool, made.plain)
+    with emulated_gpu(seed=3, n_multiprocessor=2):
+        got = attend_cuda.bind(spec_of(case, CPU))(made.q, made.pool, made.batch, 0)
+        assert int(attend_cuda.workspace(CPU).plan[0]) == 16
+    assert worst(got, want) < TOLERANCE[case.dtype]
+
+
+@pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("name", ["ragged", "q8_0", "f8"])
 @pytest.mark.parametrize("arch", [(8, 0), (8, 6), (12, 0)])

@@ -18,6 +18,7 @@ from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.rows.cuda import Into, Rows, RowsLaunch
 from pyspec.cuda.ops.rows.ref import HeadNorm
 from pyspec.errors import OutOfBounds
+from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
@@ -31,8 +32,8 @@ def shape_of(n_k: int, n_v: int) -> GdnShape:
     return GdnShape(n_k, n_v, 128, 4, 128 * (2 * n_k + n_v))
 
 
-def seq(slot: int, n: int, keep: bool = False, fold: int = 0) -> Seq:
-    return Seq(slot, 0, [0] * n, keep, 0, fold)
+def seq(slot: int, n: int, keep: bool = False, fold: int = 0, late: bool = False) -> Seq:
+    return Seq(slot, 0, [0] * n, keep, 0, fold, late=late)
 
 
 def laid(seqs: list[Seq]) -> Batch:
@@ -77,6 +78,10 @@ ROUNDS = [
     [seq(0, 6), seq(2, 3, fold=1), seq(3, 1)],
     [seq(2, 1, fold=3), seq(0, 2, fold=1), seq(1, 4, True), seq(3, 6, fold=1)],
     [seq(3, 1, True, fold=6), seq(0, 2, True, fold=2), seq(2, 6, fold=0), seq(1, 1)],
+    [seq(3, 1, late=True), seq(1, 2, fold=1, late=True), seq(0, 1, late=True)],
+    [seq(0, 1, fold=1, late=True), seq(3, 2, fold=1, late=True), seq(1, 1, fold=3, late=True)],
+    [seq(0, 1, fold=2, late=True), seq(3, 6, fold=3), seq(1, 1, True, fold=4)],
+    [seq(0, 1, fold=3), seq(1, 1, late=True)],
     [seq(1, 66, True, fold=1), seq(2, 25, True, fold=6), seq(0, 6)],
     [seq(0, 9, True, fold=6), seq(1, 1, True), seq(2, 6), seq(3, 2, True)],
 ]
@@ -102,11 +107,11 @@ def follow(rounds: list[list[Seq]], heads: tuple[int, int], capability: tuple[in
             assert error(got, want) < (1e-3 if chunked else 1e-5)
             assert error(mine.state, theirs.state) < 3e-5
             for s in seqs:
-                n = 3 if s.keep else 3 + s.width
+                n = 3 if s.keep else 3 + s.width + s.n_fold * s.late
                 assert error(mine.conv[s.slot, :n], theirs.conv[s.slot, :n]) < 1e-6
                 if not s.keep:
                     for a, b in zip(mine.tensors()[2:], theirs.tensors()[2:], strict=True):
-                        assert error(a[s.slot, : s.width], b[s.slot, : s.width]) < 1e-5
+                        assert error(a[s.slot, : n - 3], b[s.slot, : n - 3]) < 1e-5
         assert faults.record(CPU).tolist() == [0] * 5
 
 
@@ -199,6 +204,19 @@ def run_way(widths: list[int], accepts: list[int], columns: int, neighbours: boo
     return layer.state[1], torch.cat(outs)
 
 
+def run_late() -> tuple[Tensor, Tensor]:
+    """The same text row by row, the state written with every fourth."""
+    shape, gen = shape_of(1, 2), torch.Generator().manual_seed(2)
+    w, text = weights(shape, gen), inputs(15, shape, gen)
+    layer, outs = StateLayer(shape, N_SLOT, WIDTH, CPU), []
+    with emulated_gpu():
+        run = gdn_cuda.bind(GdnSpec(CPU, shape, EPS))
+        for t in range(15):
+            keeps = t % 4 == 3 or t == 14
+            outs.append(run(*(x[t : t + 1] for x in text), *w, layer, laid([seq(1, 1, keeps, t % 4, not keeps)])))
+    return layer.state[1], torch.cat(outs)
+
+
 @pytest.mark.slow
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("fold", [1, 3, WIDTH])
@@ -227,6 +245,8 @@ def test_folding_alone_gives_the_bits_of_folding_before_rows(fold: int) -> None:
 @pytest.mark.slow
 def test_states_and_outputs_do_not_depend_on_how_tokens_came_nor_on_neighbours_to_the_bit() -> None:
     state, out = run_way([], [], 2, False, 0)
+    again, rows = run_late()
+    assert torch.equal(again, state) and torch.equal(rows, out)
     assert state.isfinite().all() and state.norm() > 0
     for seed, (way, columns, neighbours) in enumerate(zip(WAYS, (2, 4, 2, 4), (False, True, False, True), strict=True)):
         again, rows = run_way(*WAYS[way], columns, neighbours, seed)
@@ -287,6 +307,26 @@ def test_a_bad_index_is_reported_and_its_sequence_skipped(
         assert torch.equal(got[part], want[part])
     for a, b in zip(bad.tensors(), good.tensors(), strict=True):
         assert torch.equal(a[[0, 2]], b[[0, 2]]) and not a[[1, 3]].any()
+
+
+@pytest.mark.parametrize("n", [192, 200, 256])
+def test_a_prompt_replayed_in_a_graph_has_the_bits_that_it_has_without(n: int) -> None:
+    """Launched for as many rows and chunks as there is room for; how many there are stands in the arena, which was filled anew."""
+    shape, gen, table = shape_of(1, 2), torch.Generator().manual_seed(5), SlotTable(N_SLOT, 64, 64)
+    w, one, two, arena = weights(shape, gen), layer_of(shape), layer_of(shape), Arena(N_SLOT, 8, CPU)
+    rows = inputs(256, shape, gen)
+    arena.prompts.add(256)
+    captured = lay_out(table, [Seq(2, 0, [0] * 256, keep=True, n_out=1)], CPU, arena=arena)
+    assert captured.prompt and captured.n_place == 1 and captured.out_rows.tolist() == [255]
+    replayed = lay_out(table, [Seq(2, 0, [0] * n, keep=True, n_out=1)], CPU, arena=arena)
+    assert replayed.prompt and replayed.seq_start.data_ptr() == captured.seq_start.data_ptr()
+    with emulated_gpu():
+        run = gdn_cuda.bind(GdnSpec(CPU, shape, EPS), columns=2)
+        want = run(*(x[:n] for x in rows), *w, one, laid([seq(2, n, True)]))
+        got = run(*rows, *w, two, captured)
+        assert faults.record(CPU).tolist() == [0] * 5
+    assert torch.equal(got[:n], want)
+    assert torch.equal(one.state, two.state) and torch.equal(one.conv[:, :3], two.conv[:, :3])
 
 
 PREPARED = [*ROUNDS[:4], [seq(0, 18, True, fold=1), seq(1, 25, True), seq(2, 3)]]  # up to four stages of 8 rows

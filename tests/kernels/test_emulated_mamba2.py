@@ -60,7 +60,8 @@ def test_mamba2_passes_the_ops_check(shape: Mamba2Shape, columns: int) -> None:
 def test_a_state_is_bit_equal_however_its_tokens_came(columns: int) -> None:
     p, (m, dt), results = make_params(SHAPE, torch.Generator().manual_seed(1), CPU), rows_of(78, SHAPE), []
     one, two = ((17, False),) * 4 + ((10, True),), ((5, True), (12, False), (1, False), (60, True))
-    for cuts in (one, two, ((1, True),) * 78, ((78, True),)):
+    late = ((1, None),) * 3 + ((1, True),)  # rows that wait, and one that writes the state
+    for cuts in (one, two, ((1, True),) * 78, ((78, True),), late * 19 + ((2, True),)):
         launch, layer, table, at, fold, outs = (
             bound(SHAPE, columns),
             StateLayer(SHAPE, 3, 17, CPU),
@@ -70,9 +71,10 @@ def test_a_state_is_bit_equal_however_its_tokens_came(columns: int) -> None:
             [],
         )
         for width, keep in cuts:
-            batch = lay_out(table, [Seq(1, at, [0] * width, keep, 0, fold)], CPU)
+            waits = keep is None
+            batch = lay_out(table, [Seq(1, at, [0] * width, bool(keep), 0, fold, late=waits)], CPU)
             outs.append(launch(m[at : at + width], dt[at : at + width], p, layer, batch))
-            at, fold = at + width, 0 if keep else width
+            at, fold = at + width, 0 if keep else width + fold * waits
         assert not layer.state[[0, 2]].any() and not layer.conv[[0, 2]].any()
         results.append((torch.cat(outs), layer.state, layer.conv[:, :3]))
     for other in results[1:]:

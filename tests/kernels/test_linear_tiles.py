@@ -7,6 +7,7 @@ import torch
 
 from pyspec.cuda.ops.linear.cuda import random_weights
 from pyspec.cuda.ops.linear.dequant import dequantize
+from pyspec.cuda.ops.linear.pack import packed_bytes
 from pyspec.cuda.ops.linear.tiles import FORMATS, tile, untiled
 from pyspec.gguf import GGMLType
 
@@ -21,3 +22,12 @@ def test_tiles_hold_the_files_weights_to_the_bit(type: GGMLType, n_out: int) -> 
     assert n_out < 100 or torch.equal(untiled(tiles, 64, 100), want[64:100])
     scales = torch.rand(n_out)
     assert torch.equal(untiled(tile(raw, type, (n_out, n_in), scales)), want * scales[:, None])
+
+
+@pytest.mark.parametrize("type", FORMATS, ids=lambda t: t.name)
+def test_tiles_take_what_a_memory_plan_counts(type: GGMLType) -> None:
+    """That is what the CUDA kernels' records take."""
+    raw = random_weights(type, 256, 512, torch.Generator().manual_seed(0))
+    assert tile(raw, type, (256, 512), torch.ones(256) if type is GGMLType.NVFP4 else None).n_bytes == packed_bytes(
+        type, 256, 512
+    )

@@ -12,7 +12,11 @@ from pyspec.cuda.op import Op
 from pyspec.cuda.ops.linear.op import linear_tall
 
 FOLDER = Path(pyspec.cuda.ops.__file__).parent
-BESIDE = {"attend_prompt": "attend", "linear_tall": "linear"}  # ops that share another one's folder
+BESIDE = {
+    "attend_prompt": "attend",
+    "attend_blocks": "attend",
+    "linear_tall": "linear",
+}  # ops that share another one's folder
 
 
 def test_every_op_is_surveyed_and_found_where_it_says() -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -131,6 +132,25 @@ def test_closing_waits_for_nothing_that_has_not_begun(answers: _Answers) -> None
     answers.go.set()
     waiting.join(20)
     assert heard == ["it is wrong"]
+
+
+def test_a_load_goes_on_without_what_nobody_waits_for(answers: _Answers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is decided where it is asked for later, by whoever found it out, and not before."""
+    right = next(i for i in probe_fakes.twice.impls if i.name == "right")
+    op = replace(probe_fakes.twice, impls=[replace(right, native=True)], verdicts={}, decided={})
+    monkeypatch.setattr(prepare, "_first", lambda op, spec: op.impls[0])
+    closed = threading.Event()
+    monkeypatch.setattr(probe, "close", closed.set)
+    preparation = Preparation([Wanted(op.candidate(op.impls[0], SPEC), [])], 1, 1)
+    prepare.settle([(op, SPEC)])
+    preparation.finish([(op, SPEC)])
+    assert SPEC not in op.decided and not closed.is_set() and probe.promised
+    answers.go.set()
+    assert closed.wait(20)
+    assert op.decided[SPEC].name == "right" and not probe.promised and answers.asked == ["right"]
+    again = replace(op, verdicts={}, decided={})
+    prepare.settle([(again, SPEC)])
+    assert again.decided[SPEC].name == "right" and answers.asked == ["right"], "it is kept"
 
 
 @pytest.mark.slow

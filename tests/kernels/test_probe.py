@@ -16,8 +16,8 @@ import pytest
 import torch
 from probe_fakes import TwiceSpec, planted
 
-from pyspec.cuda import probe, verdicts
-from pyspec.cuda.op import Op
+from pyspec.cuda import probe, probe_child, verdicts
+from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.probe import Prober
 
 SPEC = TwiceSpec(torch.device("cpu"), 4)
@@ -72,6 +72,22 @@ def test_a_verdict_is_asked_for_once(children: list[int]) -> None:
     assert fresh(op).chosen(SPEC).name == "right" and len(children) == 1
     other = replace(SPEC, n=5)
     assert fresh(op).chosen(other).name == "right" and len(children) == 2, "another shape is another verdict"
+
+
+def test_what_a_child_measures_is_in_its_verdict_and_harms_nothing_where_it_fails() -> None:
+    def tuned(impl: Impl[TwiceSpec]) -> verdicts.Verdict:
+        return probe_child.examine(planted(impl.bind, name="twice"), impl, SPEC, lambda at: None)
+
+    assert tuned(Impl("right", probe_fakes.right, tune=lambda spec: f"{spec.n} of it")).choice == f"{SPEC.n} of it"
+    failing = tuned(Impl("right", probe_fakes.right, tune=probe_fakes.raising))  # type: ignore[arg-type]
+    assert (failing.refusal, failing.choice) == (None, "")
+    assert tuned(Impl("wrong", probe_fakes.wrong, tune=lambda spec: "some")).choice == ""
+
+
+def test_a_choice_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
+    verdicts.save({"op": "x"}, None, "2 12")
+    assert verdicts.load({"op": "x"}) == verdicts.Verdict(None, choice="2 12")
 
 
 @pytest.mark.slow

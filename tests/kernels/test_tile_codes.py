@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyspec.cuda.ops.linear import tile_codes
 from pyspec.cuda.ops.linear.dequant import E2M1
-from pyspec.cuda.ops.linear.tiles import BIAS, FORMATS, TiledFormat
+from pyspec.cuda.ops.linear.tiles import FORMATS, TiledFormat, single_places
 
 WORD = 0xFFFFFFFF
 
@@ -28,11 +28,6 @@ def permuted(a: Tensor, b: Tensor, chosen: Tensor) -> Tensor:
 def halves(words: Tensor) -> Tensor:
     """[n] words -> [n, 2] f16."""
     return torch.stack((words & 0xFFFF, words >> 16), -1).to(torch.int32).to(torch.int16).view(torch.float16)
-
-
-def subtracted(a: Tensor, b: Tensor) -> Tensor:
-    bits = (halves(a) - halves(b)).view(torch.int16).long() & 0xFFFF
-    return bits[:, 0] | bits[:, 1] << 16
 
 
 def run(text: str, n_out: int, *given: Tensor) -> Tensor:
@@ -59,36 +54,48 @@ def run(text: str, n_out: int, *given: Tensor) -> Tensor:
             "shl.b32": lambda a: a[0] << a[1],
             "shr.u32": lambda a: a[0] >> a[1],
             "prmt.b32": lambda a: permuted(*a),
-            "sub.f16x2": lambda a: subtracted(*a),
         }[op](a)
         registers[to] = made & WORD
     return torch.cat([halves(registers[f"${i}"]) for i in range(n_out)], -1)
 
 
 def meaning(form: TiledFormat, code: Tensor) -> Tensor:
-    if form.table:
-        by = 2.0**-15 if form.table == E2M1 else 1.0
-        return torch.tensor(form.table, dtype=torch.float32)[code] * by
-    return (code - (BIAS if form.bits == 8 else form.offset)).float()
+    """What a code is decoded to."""
+    if form.table == E2M1:
+        return torch.tensor(form.table, dtype=torch.float32)[code] * 2.0**-15
+    whole = torch.tensor(form.table)[code] + form.bias if form.table else code
+    return whole.float() * 2.0**-24
+
+
+def fields(form: TiledFormat, words: list[Tensor], parity: int) -> list[Tensor]:
+    """[n, 4] codes of each output, of bytes [n, 4] as they lie in tiles."""
+    if form.bits == 8:
+        return words[:1]
+    if form.bits == 4 and not form.high:
+        return [words[0] & 15, words[0] >> 4]
+    if form.bits == 4:
+        low = [words[i % 2] >> (i // 2 * 4) & 15 for i in range(4)]
+    else:
+        low = [words[0] >> (2 * i) & 3 for i in range(4)]
+    if not form.high:
+        return low
+    more, mask = words[-1], (1 << form.high) - 1
+    places = (0, 2, 4, 6) if form.high == 2 else single_places(parity)
+    return [q | (more >> i & mask) << form.bits for q, i in zip(low, places, strict=True)]
 
 
 @pytest.mark.parametrize("type", FORMATS, ids=lambda t: t.name)
 def test_codes_become_what_they_stand_for(type: object) -> None:
     form, gen = FORMATS[type], torch.Generator().manual_seed(0)  # type: ignore[index]
-    codes = torch.cat((torch.arange(256)[:, None].expand(-1, 4), torch.randint(0, 256, (4000, 4), generator=gen)))
-    word = (codes << torch.arange(0, 32, 8)).sum(-1)
-    text = tile_codes.text(form)
-    if form.bits == 8:
-        assert torch.equal(run(text, 2, word).float(), meaning(form, codes))
-        return
-    low, up = codes & 15, codes >> 4
-    if not form.high:
-        want = torch.cat((meaning(form, low), meaning(form, up)), -1)
-        assert torch.equal(run(text, 4, word).float(), want)
-        return
-    more = torch.randint(0, 256, codes.shape, generator=gen)
-    other = (more << torch.arange(0, 32, 8)).sum(-1)
-    for shift in (0, 2):
-        want = torch.cat((low | (more >> shift & 3) << 4, up | (more >> shift + 4 & 3) << 4), -1)
-        got = run(text, 4, word, other, torch.full_like(word, shift * 0x01010101))
-        assert torch.equal(got.float(), meaning(form, want))
+    n_word = (2 if form.bits == 4 and form.high else 1) + (form.high > 0)
+    given = [
+        torch.cat((torch.arange(256)[:, None].expand(-1, 4), torch.randint(0, 256, (4000, 4), generator=gen)))
+        for _ in range(n_word)
+    ]
+    given[1:] = [torch.randint(0, 256, given[0].shape, generator=gen) for _ in given[1:]]
+    words = [(x << torch.arange(0, 32, 8)).sum(-1) for x in given]
+    for parity in (0, 1) if form.high == 1 else (0,):
+        codes = fields(form, given, parity)
+        shift = [torch.full_like(words[0], 2 * parity * 0x01010101)] if form.high == 1 else []
+        got = run(tile_codes.text(form), 2 * len(codes), *words, *shift)
+        assert torch.equal(got.float(), torch.cat([meaning(form, c) for c in codes], -1))

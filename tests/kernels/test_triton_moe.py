@@ -23,6 +23,8 @@ SPECS = {
     "four bits, six": MoeSpec(CPU, 2, 256, 256, "swiglu", Q4_K, Q6_K),
     "squares, two pieces, scaled": MoeSpec(CPU, 2, 128, 64, "relu2", NVFP4, NVFP4, scaled=True, pieces=2),
     "cut gates": MoeSpec(CPU, 3, 96, 64, "swiglu", MXFP4, Q8_0, limit=7.0),
+    "lattices": MoeSpec(CPU, 2, 256, 256, "swiglu", GGMLType.IQ2_XXS, GGMLType.IQ3_XXS),
+    "five bits, half a pair": MoeSpec(CPU, 2, 96, 160, "swiglu", GGMLType.Q5_1, GGMLType.Q5_0),
     "one of each row": MoeSpec(CPU, 1, 128, 32, "relu2", Q8_0, MXFP4),
 }
 KEPT = ("gated, a piece",)
@@ -109,7 +111,8 @@ def test_what_it_does_not_take_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = SPECS["four bits, six"]
     assert moe_triton.limits(spec) is None
     assert "of one type" in (moe_triton.limits(replace(spec, up=None)) or "")
-    assert "IQ2_XXS" in (moe_triton.limits(replace(spec, up=GGMLType.IQ2_XXS)) or "")
+    assert "F16" in (moe_triton.limits(replace(spec, up=GGMLType.F16)) or "")
+    assert moe_triton.limits(replace(spec, up=GGMLType.IQ2_XXS, down=GGMLType.IQ3_XXS)) is None
     assert "multiples of 32" in (moe_triton.limits(replace(spec, n_in=272)) or "")
     assert "pieces" in (moe_triton.limits(replace(spec, pieces=9)) or "")
     assert "2000" in (moe_triton.limits(replace(spec, n_expert=2000)) or "")

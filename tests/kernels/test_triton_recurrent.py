@@ -16,6 +16,7 @@ from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
 from pyspec.cuda.ops.mamba2 import triton as mamba2_triton
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
+from pyspec.cuda.ops.recurrent.ref import LATE_ROUNDS
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.recurrent import StateLayer
 from pyspec.slots.table import SlotTable
@@ -60,7 +61,9 @@ def test_rounds_that_fold_join_and_leave_are_the_references(name: str) -> None:
         [Seq(0, 0, [0] * 3, True), Seq(2, 0, [0], True)],
         [Seq(0, 3, [0] * 4), Seq(2, 1, [0] * 2)],
         [Seq(2, 2, [0], False, 0, 1), Seq(0, 6, [0] * 2, False, 0, 3), Seq(1, 0, [0] * 5, True)],
-        [Seq(0, 8, [0], True, 0, 0), Seq(1, 5, [0] * 2)],
+        [Seq(0, 8, [0], True, 0, 0), Seq(2, 3, [0], True)],
+        *LATE_ROUNDS,
+        [Seq(1, 5, [0] * 2)],
     ):
         n = sum(s.width for s in seqs)
         got, want = (
@@ -77,14 +80,22 @@ def test_rounds_that_fold_join_and_leave_are_the_references(name: str) -> None:
 def test_state_and_outputs_have_the_same_bits_however_tokens_came(name: str) -> None:
     n, found = 7, []
     own, _, fold = runs(name, n)
-    plans = [[(1, True)] * n, [(n, True)], [(4, False), (3, False)], [(2, True), (4, False), (1, True)]]
+    late = [(1, None)] * 3 + [(1, True)]  # rows that wait, and one that writes the state
+    plans = [
+        [(1, True)] * n,
+        [(n, True)],
+        [(4, False), (3, False)],
+        [(2, True), (4, False), (1, True)],
+        [*late, *late[:3]],
+    ]
     for plan in plans:
         layer, table = StateLayer(SPECS[name].shape, 2, 4, CPU), SlotTable(2, 32, 16)
         at, n_fold, out = 0, 0, []
         for width, keep in plan:
-            batch = lay_out(table, [Seq(1, at, [0] * width, keep, 0, n_fold)], CPU)
+            waits = keep is None
+            batch = lay_out(table, [Seq(1, at, [0] * width, bool(keep), 0, n_fold, late=waits)], CPU)
             out.append(own(layer, batch, slice(at, at + width)))
-            at, n_fold = at + width, 0 if keep else width
+            at, n_fold = at + width, 0 if keep else width + n_fold * waits
         fold(layer, 1, n_fold)
         found.append((torch.cat(out), layer.state.clone(), layer.conv[:, :3].clone()))
     for other in found[1:]:

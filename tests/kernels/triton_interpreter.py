@@ -4,7 +4,7 @@ Imported while tests are collected, for Triton's own functions are interpreted o
 else of the process notices: ops choose as they would without. Kernels are interpreted where there is no GPU only.
 
 What the interpreter lacks (Triton 3.6): f32 becomes bf16 by cutting, products of bf16 are those of its bits, and a number of one
-element is no index for numpy from 2.4 on.
+element is no index for numpy from 2.4 on. Triton 3.9 wants masks of bool, where a comparison of numbers is none.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ for path in sorted(Path(pyspec.cuda.ops.__file__).parent.glob("*/triton_kernels.
     importlib.import_module(f"pyspec.cuda.ops.{path.parent.name}.triton_kernels")
 del os.environ["TRITON_INTERPRET"]
 
+_load, _store = (
+    interpreter.InterpreterBuilder.create_masked_load,
+    interpreter.InterpreterBuilder.create_masked_store,
+)
 _cast, _dot, _patch = (
     interpreter.InterpreterBuilder.cast_impl,
     interpreter.InterpreterBuilder.create_dot,
@@ -65,6 +69,14 @@ def _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
     return _dot(self, a, b, d, input_precision, max_num_imprecise_acc)
 
 
+def _masked_load(self, ptrs, mask, *rest):
+    return _load(self, ptrs, interpreter.TensorHandle(mask.data.astype(bool), tl.int1), *rest)
+
+
+def _masked_store(self, ptrs, value, mask, *rest):
+    return _store(self, ptrs, value, interpreter.TensorHandle(mask.data.astype(bool), tl.int1), *rest)
+
+
 def _patch_lang_tensor(tensor, scope):
     _patch(tensor, scope)
     scope.set_attr(tensor, "__index__", lambda self: int(np.asarray(self.handle.data).item()))
@@ -72,6 +84,8 @@ def _patch_lang_tensor(tensor, scope):
 
 interpreter.InterpreterBuilder.cast_impl = _cast_impl
 interpreter.InterpreterBuilder.create_dot = _create_dot
+interpreter.InterpreterBuilder.create_masked_load = _masked_load
+interpreter.InterpreterBuilder.create_masked_store = _masked_store
 interpreter._patch_lang_tensor = _patch_lang_tensor
 for _name in (
     "create_si_to_fp",

@@ -68,6 +68,7 @@ TYPES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.int8: "i8",
+    torch.int16: "i16",
     torch.uint8: "u8",
     torch.int32: "i32",
     torch.int64: "i64",
@@ -216,7 +217,7 @@ def _linear(spec: LinearSpec, n_row: int) -> None:
 
 
 def moe() -> Iterator[Callable[[], object]]:
-    types = GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.Q6_K, GGMLType.MXFP4, GGMLType.NVFP4, GGMLType.IQ4_NL
+    types = [GGMLType[n] for n in ("Q8_0", "Q4_K", "Q6_K", "MXFP4", "NVFP4", "IQ4_NL", "Q2_K", "Q5_0", "IQ2_XXS")]
     for type in types:
         for n_row in (1, 3, 40, 200) if type is GGMLType.Q4_K else (1, 40):
             gated = type is not GGMLType.NVFP4

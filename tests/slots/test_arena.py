@@ -74,3 +74,24 @@ def test_a_model_gives_the_same_rows_from_an_arena() -> None:
         for bench in (plain, padded):
             for seq in seqs:
                 bench.commit(seq, seq.width if seq.keep else 1 + round_ % seq.width)
+
+
+def test_a_prompt_that_stands_alone_finds_a_graph_that_is_there() -> None:
+    """And nobody else: not one behind tokens, beside others, with all of its logits, or longer than the longest."""
+    table, arena = SlotTable(3, 32, 64), Arena(3, 16, CPU)
+
+    def bucket(n: int, *more: Seq, **how: object) -> int | None:
+        seq = Seq(0, **({"n_past": 0, "tokens": [1] * n, "keep": True, "n_out": 1} | how))  # type: ignore[arg-type]
+        batch = lay_out(table, [seq, *more], CPU, arena=arena)
+        assert batch.prompt == (batch.bucket is not None)
+        return batch.bucket
+
+    assert bucket(300) is None, "nobody has captured it"
+    arena.prompts |= {256, 320}
+    assert [bucket(n) for n in (191, 192, 256, 257, 320, 321)] == [None, 256, 256, 320, 320, None]
+    assert bucket(300, Seq(1, 0, [1], keep=True, n_out=1)) is None
+    for how in ({"n_past": 5}, {"keep": False}, {"n_out": 0}, {"n_out": 300}):
+        assert bucket(300, **how) is None
+    batch = lay_out(table, [Seq(2, 0, [1] * 300, keep=True, n_out=1)], CPU, arena=arena)
+    assert len(batch.tokens) == 320 and batch.row_seq.tolist() == [0] * 300 + [-1] * 20
+    assert batch.out_rows.tolist() == [299] and batch.n_place == 1 and batch.n_row == 300

@@ -9,6 +9,14 @@ __device__ __forceinline__ float4 fma4(float4 a, float4 b, float4 c) {
 
 __device__ __forceinline__ float silu(float x) { return __fdividef(x, 1.0f + expf(-x)); }
 
+// Records that are folded where they lie, on their way to L2 for the kernel behind: they were written a few forwards ago. A warp's 128 columns
+// at `record`, a lane's 4 of them; rows are `stride` apart.
+__device__ __forceinline__ void fetch_records(const float* record, int first, int step, int n, int stride) {
+  if (threadIdx.x % 8 != 0) return;  // 128 bytes at a time
+#pragma unroll 1
+  for (int t = first; t < n; t += step) asm volatile("prefetch.global.L2 [%0];" ::"l"(record + static_cast<i64>(t) * stride) : "memory");
+}
+
 template <int GROUP>
 struct Raw {  // raw inputs of a lane's 4 channels: TAPS - 1 rows and the GROUP rows after them
   float4 x[GROUP + TAPS - 1];

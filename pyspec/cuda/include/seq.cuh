@@ -6,12 +6,17 @@
 
 struct Seq {
   int slot, start, n, fold;  // n == 0: nothing to do
+  int first;                 // its rows are recorded behind so many, of which then nothing is stored or passed over
   bool keep;
   bool chunked;     // rows go through a kernel for chunks; here they are only folded
   bool fold_only;  // there are no rows: the state is brought to its committed length
+
+  // Its records are read where they are, for its rows take nobody's place.
+  __device__ __forceinline__ bool in_place() const { return keep || first > 0; }
 };
 
-constexpr int FOLD_ONLY = 2;  // in seq_keep; any other sequence without rows is padding
+// In seq_keep: rows are kept; there are none (any other sequence without rows is padding); rows are recorded behind those to be folded.
+constexpr int KEEP = 1, FOLD_ONLY = 2, LATE = 3;
 
 struct Meta {
   const int *slot, *start, *fold, *keep;
@@ -20,17 +25,19 @@ struct Meta {
 };
 
 __device__ __forceinline__ Seq read_seq(const Meta& meta, int s, int op, int* fault) {
-  const Seq none = {0, 0, 0, 0, false, false, false};
-  Seq seq = {meta.slot[s], meta.start[s], 0, meta.fold[s], meta.keep[s] != 0, false, false};
+  const Seq none = {0, 0, 0, 0, 0, false, false, false};
+  const int keep = meta.keep[s];
+  Seq seq = {meta.slot[s], meta.start[s], 0, meta.fold[s], 0, keep == KEEP || keep == FOLD_ONLY, false, false};
   const int n = meta.start[s + 1] - seq.start, last = seq.start + n - 1;
-  seq.fold_only = n == 0 && meta.keep[s] == FOLD_ONLY;
+  seq.fold_only = n == 0 && keep == FOLD_ONLY;
   if (n <= 0 && !seq.fold_only) return none;
   if (clamped(seq.slot, meta.n_slot, op, seq.slot, fault) != seq.slot) return none;
   if (clamped(seq.fold, meta.width + 1, op, seq.slot, fault) != seq.fold) return none;
   if (seq.fold_only) return seq;
   if (clamped(seq.start, meta.n_row, op, seq.slot, fault) != seq.start) return none;
   if (clamped(last, meta.n_row, op, seq.slot, fault) != last) return none;
-  if (!seq.keep && clamped(n, meta.width + 1, op, seq.slot, fault) != n) return none;
+  if (keep == LATE) seq.first = seq.fold;
+  if (!seq.keep && clamped(seq.first + n, meta.width + 1, op, seq.slot, fault) != seq.first + n) return none;
   seq.n = n;
   seq.chunked = seq.keep && n >= meta.chunked;
   return seq;

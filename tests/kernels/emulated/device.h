@@ -386,6 +386,7 @@ inline void ptx_st_async_weak_shared__cluster_mbarrier__complete_tx__bytes_v4_f3
 
 inline void ptx_fence_mbarrier_init_release_cluster(int) {}
 inline void ptx_cp_async_bulk_prefetch_L2_global(int, const void*, u32) {}
+inline void ptx_prefetch_global_L2(int, const void*) {}
 inline void ptx_griddepcontrol_wait(int) {}
 inline void ptx_griddepcontrol_launch_dependents(int) {}
 inline void ptx_fence_acq_rel_gpu(int line) { emulator::interleave(line); }

@@ -5,6 +5,7 @@
 #include "types.cuh"
 #include "bounds.cuh"
 #include "overlap.cuh"
+#include "seq.cuh"
 
 #define OP_AHEAD 10
 
@@ -81,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(128)
   if (place == 0) {
     tokens[row] = next[last[s]];
     fold[s] *= by;
-    keep[s] *= goes[s];
+    if (keep[s] == KEEP) keep[s] = goes[s];
   } else if (drafts) {
     tokens[row] = drafts[s * seq_step + min(place - 1, n_draft - 1) * draft_step];
   }

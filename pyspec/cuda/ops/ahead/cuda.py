@@ -163,7 +163,7 @@ def _run(op: Ahead, widths: Sequence[int], device: torch.device, state: Tensor) 
     whole = [out]
     for widths_then, others, see_block in (([1 + w % 5 for w in widths], drafts, False), ([6] * n, None, True)):
         seqs = [
-            Seq(q.slot, q.n_past, [9] * w, keep=i % 3 > 0, n_out=w, n_fold=i % 2, slack=q.width)
+            Seq(q.slot, q.n_past, [9] * w, i % 3 == 1, n_out=w, n_fold=i % 2, slack=q.width, late=i % 3 == 2)
             for i, (q, w) in enumerate(zip(batch.seqs, widths_then, strict=True))
         ]
         moved = op.move(lay_out(table, seqs, device, arena=arena, see_block=see_block), kept, others)

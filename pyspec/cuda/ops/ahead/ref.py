@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyspec.slots.batch import Batch
+from pyspec.slots.batch import KEEP, LATE, Batch
 
 MAX_ENDS = 16  # tokens of a sequence at which the host decides
 NOBODY = -1  # fills rows of fewer
@@ -66,8 +66,8 @@ class Ahead(Protocol):
         """Put the rows of `batch` behind those that are kept: positions, places of keys and values, what they see.
 
         In place, but for the host's description where the host can read it. The batch has the sequences of the verify, laid out
-        from its first positions with pages for all that may be kept; an `n_fold` of 1 becomes the number of kept rows, `keep` is
-        taken back where an end follows them. Each sequence's first row gets the token that follows them, the others their
+        from its first positions with pages for all that may be kept; an `n_fold` of 1 becomes the number of kept rows (behind one row it stays as it is),
+        `keep` is taken back where an end follows them. Each sequence's first row gets the token that follows them, the others their
         drafts, if there are any [seq, n] int64.
         """
         ...
@@ -112,7 +112,8 @@ class TorchAhead:
         seq = batch.row_seq[:n_row].long()
         self._shift(batch, kept.n[seq].long())
         batch.seq_fold[:n_seq] *= kept.n[:n_seq]
-        batch.seq_keep[:n_seq] *= kept.goes[:n_seq]
+        keep = batch.seq_keep[:n_seq]
+        keep.copy_(torch.where(keep == KEEP, kept.goes[:n_seq], keep))
         place = torch.arange(n_row, device=seq.device) - batch.seq_start[seq].long()
         first = kept.tokens[kept.last[seq]]
         others = batch.tokens[:n_row] if drafts is None else drafts[seq, (place - 1).clamp(0, drafts.shape[1] - 1)]
@@ -151,7 +152,9 @@ def described(batch: Batch) -> Batch:
     seqs, max_hi = [], []
     for q, first, end, fold, keep in zip(batch.seqs, batch.starts, batch.starts[1:], folds, keeps, strict=False):
         own = tokens[first:end]
-        seqs.append(replace(q, n_past=positions[first], tokens=own, keep=bool(keep), n_fold=fold, slack=0))
+        seqs.append(
+            replace(q, n_past=positions[first], tokens=own, keep=keep == KEEP, n_fold=fold, slack=0, late=keep == LATE)
+        )
         max_hi.append(max(hi[first:end]))
     return replace(batch, seqs=seqs, max_hi=max_hi)
 

@@ -85,7 +85,8 @@ def ahead_move(
         tl.store(tokens + row, tl.load(following + row_before, mask=is_first, other=0), mask=is_first)
         tl.store(fold + s, tl.load(fold + s, mask=is_first, other=0) * by, mask=is_first)
         on = tl.load(goes + s, mask=is_first, other=0)
-        tl.store(keep + s, tl.load(keep + s, mask=is_first, other=0) * on, mask=is_first)
+        kept = tl.load(keep + s, mask=is_first, other=0)
+        tl.store(keep + s, tl.where(kept == 1, on, kept), mask=is_first)
         if HAS_DRAFTS:
             is_draft = is_row & (place > 0)
             at = s.to(tl.int64) * seq_step + tl.minimum(place - 1, n_draft - 1).to(tl.int64) * draft_step

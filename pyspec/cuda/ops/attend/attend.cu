@@ -327,6 +327,44 @@ struct MergeArgs {
   int* fault;
 };
 
+// Adds partials i0 to i0 + n - 1, of up to 32 splits, to the row's sum, in order. What each counts for hangs on maxima alone: a lane finds
+// that for one of them, so that a chain of as many products and sums is left, where maxima and exponentials were one as well.
+template <int BATCH, int OWN>
+__device__ __forceinline__ void add_splits(Running<OWN>& sum, const MergeArgs& a, int at0, int stride, int n, int col, int dim, int seq) {
+  const int lane = threadIdx.x % 32;
+  const int own = lane < n ? clamped(at0 + lane * stride, a.max_item, OP_ID, seq, a.fault) : 0;
+  float2 ml = make_float2(none_seen(), 0.f);
+  if (lane < n) ml = *reinterpret_cast<const float2*>(a.part_ml + 2 * (static_cast<i64>(own) * COLS + col % COLS));
+  float upto = ml.x;
+#pragma unroll
+  for (int d = 1; d < 32; d <<= 1) {
+    const float before = __shfl_up_sync(ALL, upto, d);
+    if (lane >= d) upto = fmaxf(before, upto);
+  }
+  const float below = __shfl_up_sync(ALL, upto, 1);
+  const Fold fold = fold_of(lane == 0 ? sum.m : fmaxf(sum.m, below), ml.x);
+  sum.m = fmaxf(sum.m, __shfl_sync(ALL, upto, 31));
+#pragma unroll 1
+  for (int j0 = 0; j0 < n; j0 += BATCH) {
+    float o[BATCH][OWN];
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+      if (j0 + j >= n) break;
+      const i64 at = static_cast<i64>(__shfl_sync(ALL, own, j0 + j)) * COLS + col % COLS;
+      if (dim < DIM) load<OWN>(o[j], a.part + at * DIM + dim);
+    }
+#pragma unroll
+    for (int j = 0; j < BATCH; j++) {
+      if (j0 + j >= n) break;
+      const Fold f = {0.f, __shfl_sync(ALL, fold.keep, j0 + j), __shfl_sync(ALL, fold.take, j0 + j)};
+      const float l = __shfl_sync(ALL, ml.y, j0 + j);
+      sum.l = folded(sum.l, l, f);
+#pragma unroll
+      for (int x = 0; x < OWN; x++) sum.o[x] = folded(sum.o[x], o[j][x], f);
+    }
+  }
+}
+
 // Ranges fold into splits, splits into the row, in order. One warp per row, head and 32 * OWN dims, BATCH partials in flight.
 // Grid (row, head * PIECES / 4), block 128.
 template <int BATCH, int OWN>
@@ -347,7 +385,10 @@ __device__ __forceinline__ void merge(const MergeArgs& a) {
   const int first = seen.lo / keys, end = seen.hi > seen.lo ? (seen.hi - 1) / keys + 1 : first;
 
   Running<OWN> row_sum, split_sum;
-  for (int i0 = first; i0 < end; i0 += BATCH) {
+  const bool are_splits = per_item == FOLD;
+  for (int i0 = first; are_splits && i0 < end; i0 += 32)
+    add_splits<BATCH>(row_sum, a, at0 + i0 * stride, stride, min(32, end - i0), col, dim, seq);
+  for (int i0 = first; !are_splits && i0 < end; i0 += BATCH) {
     float2 ml[BATCH];
     float o[BATCH][OWN];
 #pragma unroll
@@ -363,10 +404,6 @@ __device__ __forceinline__ void merge(const MergeArgs& a) {
 #pragma unroll
     for (int j = 0; j < BATCH; j++) {
       if (i0 + j >= end) break;
-      if (per_item == FOLD) {
-        row_sum.add(ml[j].x, ml[j].y, o[j]);
-        continue;
-      }
       split_sum.add(ml[j].x, ml[j].y, o[j]);
       if ((i0 + j + 1) % FOLD == 0 || i0 + j + 1 == end) {
         row_sum.add(split_sum.m, split_sum.l, split_sum.o);

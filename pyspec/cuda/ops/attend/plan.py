@@ -7,10 +7,11 @@ import torch
 
 from pyspec.cuda import jit
 from pyspec.cuda.exact import EXACT
+from pyspec.cuda.op import Op
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import prompt_blocks
 from pyspec.cuda.ops.attend import triton as attend_triton
-from pyspec.cuda.ops.attend.prompt import attend_prompt
+from pyspec.cuda.ops.attend.prompt import attend_blocks, attend_prompt, by_cudnn
 from pyspec.cuda.ops.attend.ref import AttendSpec
 
 
@@ -32,7 +33,16 @@ def reserve(device: torch.device, n_bytes: int) -> None:
         attend_cuda.workspace(device).take(n_bytes // 4)
 
 
-def warm(spec: AttendSpec, n_key: int) -> None:
-    """n_key: of a slot, at most."""
-    if spec.device.type == "cuda" and not EXACT.is_on and attend_prompt.runs_as("cudnn", spec):
-        prompt_blocks.warm(attend_prompt.bind(spec), spec, n_key)
+def late(device: torch.device) -> list[tuple[Op[AttendSpec], AttendSpec]]:
+    """What the layers that are bound may ask of ops later on, and nobody waits for: somebody has to find it out, and then ask them."""
+    if device.type != "cuda" or EXACT.is_on:
+        return []
+    bound = [spec for spec, impl in attend_prompt.decided.items() if impl is not attend_prompt.reference]
+    return [(attend_blocks, spec) for spec in bound if spec.device == device]
+
+
+def warm(device: torch.device, n_key: int) -> None:
+    """Of what is known to be right already. n_key: of a slot, at most."""
+    for op, spec in late(device):
+        if spec in op.decided and op.runs_as("cudnn", spec):
+            prompt_blocks.warm(by_cudnn(spec), spec, n_key)

@@ -17,8 +17,6 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 
 from pyspec.cuda.context import per_device
 from pyspec.cuda.exact import EXACT
@@ -29,11 +27,6 @@ from pyspec.cuda.ops.attend.ref import Attend, AttendSpec, key_rows
 from pyspec.slots.batch import Batch, Seq
 from pyspec.slots.kv import KVPool
 
-BACKENDS = [
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]  # cuDNN's is built anew for each length
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 
 Run = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -54,12 +47,13 @@ def reference(spec: AttendSpec) -> Run:
 
 
 def by_torch(spec: AttendSpec) -> Run:
+    """Flash attention as torch has it, asked for by its own name: what chooses between libraries takes longer than it on short prompts,
+    and the mask's module imports all of torch's compiler, a second or more (docs/log.md). Its mask is that of the last rows."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         parts = [t.transpose(0, 1)[None] for t in (q.to(k.dtype), k, v)]
-        mask = causal_lower_right(len(q), len(k))
-        with sdpa_kernel(BACKENDS):
-            y = F.scaled_dot_product_attention(*parts, attn_mask=mask, scale=spec.scale, enable_gqa=True)
-        return y[0].transpose(0, 1).float()
+        return flash(*parts, 0.0, True, scale=spec.scale)[0][0].transpose(0, 1).float()
 
     return run
 
@@ -78,10 +72,23 @@ def limits(spec: AttendSpec) -> str | None:
     return None
 
 
+Case = tuple[int, int, torch.dtype]  # rows, keys
+
+
 def check(launch: Run, other: Run, spec: AttendSpec) -> str | None:
-    """As many keys as rows, and more; and behind blocks of every size."""
-    gen, blocks = torch.Generator().manual_seed(0), sum(prompt_blocks.BLOCKS[-3:])
-    cases = ((MANY, MANY, torch.float16), (300, 1500, torch.bfloat16), (MANY, blocks + MANY + 7, torch.float16))
+    """As many keys as rows, and more."""
+    return _compared(launch, other, spec, ((MANY, MANY, torch.float16), (300, 1500, torch.bfloat16)))
+
+
+def check_blocks(launch: Run, other: Run, spec: AttendSpec) -> str | None:
+    """Behind blocks of three sizes, and without any."""
+    behind = sum(prompt_blocks.BLOCKS[-3:])
+    n = prompt_blocks.LEAST
+    return _compared(launch, other, spec, ((n, n, torch.bfloat16), (n, behind + n + 7, torch.float16)))
+
+
+def _compared(launch: Run, other: Run, spec: AttendSpec, cases: Sequence[Case]) -> str | None:
+    gen = torch.Generator().manual_seed(0)
     for n, n_key, dtype in cases:
         q = torch.randn(n, spec.n_head, spec.head_dim, generator=gen).to(spec.device)
         k, v = (torch.randn(n_key, spec.n_kv_head, spec.head_dim, generator=gen).to(spec.device, dtype) for _ in "kv")
@@ -94,10 +101,31 @@ def check(launch: Run, other: Run, spec: AttendSpec) -> str | None:
 attend_prompt: Op[AttendSpec] = Op(  # without the library, `attend` takes prompts, too
     "attend_prompt",
     Impl("attend", reference),
-    [Impl("cudnn", by_cudnn, prompt_blocks.limits), Impl("library", by_torch, limits)],
+    [Impl("library", by_torch, limits)],
     check,
     home="pyspec.cuda.ops.attend.prompt:attend_prompt",
 )
+attend_blocks: Op[AttendSpec] = Op(  # the same behind many keys; without it the library takes those, too
+    "attend_blocks",
+    Impl("attend", reference),
+    [Impl("cudnn", by_cudnn, prompt_blocks.limits)],
+    check_blocks,
+    home="pyspec.cuda.ops.attend.prompt:attend_blocks",
+)
+
+
+def prompts(spec: AttendSpec) -> Run:
+    """The library, and what is faster behind many keys once that is known to be right. It takes seconds to find out, for cuDNN is loaded for it,
+    so neither a load nor a round waits: until then the library takes these, too."""
+    short, blocks = attend_prompt.bind(spec), by_cudnn(spec)
+
+    def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if not prompt_blocks.takes(len(q), len(k)):
+            return short(q, k, v)
+        is_right = spec in attend_blocks.decided and attend_blocks.runs_as("cudnn", spec)
+        return (blocks if is_right else short)(q, k, v)
+
+    return run
 
 
 def with_prompts(own: Attend, spec: AttendSpec) -> Attend:
@@ -107,7 +135,7 @@ def with_prompts(own: Attend, spec: AttendSpec) -> Attend:
         return in_pieces(own)
     if spec.device.type != "cuda" or spec.has_sinks or attend_prompt.chosen(spec) is attend_prompt.reference:
         return own
-    return beside(own, attend_prompt.bind(spec))
+    return beside(own, prompts(spec))
 
 
 def is_long(seq: Seq, n_key: int) -> bool:
@@ -183,20 +211,52 @@ def beside(own: Attend, prompt: Run) -> Attend:
     def attend(
         q: Tensor, pool: KVPool, batch: Batch, window: int = 0, sinks: Tensor | None = None, **more: Tensor | None
     ) -> Tensor:
+        if batch.prompt:
+            return prompt(q, *own_keys(pool, batch)).contiguous()
         takes = batch.causal and batch.bucket is None and window == 0 and sinks is None
         long = _long(batch) if takes and pool.dtype is not torch.float32 else []
         if not long:
             return own(q, pool, batch, window, sinks, **more)
+        if len(batch.seqs) == 1:
+            return prompt(q, *keys_of(pool, batch, 0)).contiguous()
         out = torch.empty_like(q)
         if (others := _others(q.device).of(batch, long)) is not None:
             out[others.rows] = own(q[others.rows], pool, others.batch, window, None)
         for i in long:
-            rows, keys = slice(batch.starts[i], batch.starts[i + 1]), key_rows(batch, i)
-            half = torch.bfloat16 if pool.dtype is torch.bfloat16 else torch.float16  # as in attend.cu
-            out[rows] = prompt(q[rows], *pool.read(keys, half))
+            rows = slice(batch.starts[i], batch.starts[i + 1])
+            out[rows] = prompt(q[rows], *keys_of(pool, batch, i))
         return out
 
     return attend
+
+
+def own_keys(pool: KVPool, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Keys and values of a prompt that stands alone, padded as a graph has it: no row sees what stands behind it, but what is masked must still
+    be a number, so the first token's stand there."""
+    rows = torch.where(batch.row_seq >= 0, batch.kv_rows, batch.kv_rows[0])
+    return pool.read(rows, _half(pool))
+
+
+def _half(pool: KVPool) -> torch.dtype:
+    return torch.bfloat16 if pool.dtype is torch.bfloat16 else torch.float16  # as in attend.cu
+
+
+def keys_of(pool: KVPool, batch: Batch, i: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of a sequence in a type that the library takes: where they lie one after the other, as in pages that were taken
+    together, they are not copied."""
+    half = _half(pool)
+    n, size, at = batch.max_hi[i], batch.page_size, _run_of(batch, i)
+    if at is None or pool.dtype is not half:
+        return pool.read(key_rows(batch, i), half)
+    rows = slice(at * size, at * size + n)
+    return pool.k[rows], pool.v[rows]
+
+
+def _run_of(batch: Batch, i: int) -> int | None:
+    """The first page of a sequence whose pages follow each other; None of others."""
+    n = -(-batch.max_hi[i] // batch.page_size)
+    pages = batch.pages[i][:n].tolist() if i < len(batch.pages) else []
+    return pages[0] if len(pages) == n and pages == list(range(pages[0], pages[0] + n)) else None
 
 
 @dataclass(frozen=True, slots=True)

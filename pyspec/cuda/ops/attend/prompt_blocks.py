@@ -1,4 +1,4 @@
-"""`attend_prompt` behind many keys: blocks of keys that every row sees go to cuDNN, the rest to torch's own kernel, and their sums are put together.
+"""`attend_blocks`, `attend_prompt` behind many keys: blocks of keys that every row sees go to cuDNN, the rest to torch's own kernel, and their sums are put together.
 
 On Hopper cuDNN's kernel is more than twice as fast for heads of 256, but it builds a plan for every number of rows and keys. So keys come in
 blocks of few sizes, and rows are padded: there are few plans. Each size is half of the one before, which makes few blocks. A block needs no mask, so a group's heads are rows of one head
@@ -35,6 +35,11 @@ def cut(n_past: int) -> list[tuple[int, int]]:
             found.append((first, first + size))
             first += size
     return found
+
+
+def takes(n_row: int, n_key: int) -> bool:
+    """Whether it is worth it: there is a block before the rows, and they are not few."""
+    return n_row >= LEAST and n_key - n_row >= BLOCKS[-1]
 
 
 def limits(spec: AttendSpec) -> str | None:
@@ -82,9 +87,9 @@ def by_blocks(spec: AttendSpec, without: Run, own: OwnPart, block: Part) -> Run:
     """without: takes what is not worth it."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        n, blocks = len(q), cut(len(k) - len(q))
-        if not blocks or n < LEAST:
+        if not takes(len(q), len(k)):
             return without(q, k, v)
+        n, blocks = len(q), cut(len(k) - len(q))
         rows = F.pad(q.to(k.dtype), (0, 0, 0, 0, 0, -n % ROWS)).transpose(0, 1).contiguous()[None]
         keys, values = (t.transpose(0, 1)[None] for t in (k, v))
         first = blocks[-1][1]

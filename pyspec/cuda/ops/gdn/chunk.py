@@ -18,7 +18,7 @@ DIM, CHUNK, VALUES, THREADS = 128, 64, 64, 128  # VALUES of a block of gdn_chunk
 RECORD = 3 * 2 * CHUNK * CHUNK + 2 * 4 * CHUNK  # bytes gdn_chunk_solve leaves for a chunk and value head
 KEYS = 2 * CHUNK * DIM  # bytes of a chunk of f16 keys
 COUNTS = "pppp" + "iiiii"
-CONV_ARGS = "plpplppp" + "ppppp" + "pppp" + "pppppp" + COUNTS + "fp"
+CONV_ARGS = "plpplppp" + "ppp" + "pp" + "pppppp" + COUNTS + "fp"
 SOLVE_ARGS = "ppp" + "pp" + "p" + COUNTS + "p"
 STATE_ARGS = "p" + "ppp" + "p" + "pp" + COUNTS + "ip"
 
@@ -52,11 +52,11 @@ class GdnChunks:
         eps: np.float32,
     ) -> Tensor:
         """The convolution; rows are v, g, b. Returns the f16 queries and keys (high halves, low halves)."""
-        v = rows[0]
+        (conv, _, _, g, beta), (_, _, e, b), v = records, old, rows[0]
         n_row = v.numel() // (self.shape.n_v_head * DIM)
         qk = torch.empty(3, n_row, self.shape.n_k_head * DIM, dtype=torch.float16, device=v.device)
         grid = (2 * self.shape.n_k_head + self.shape.n_v_head, batch.n_chunk)
-        self.conv.launch(grid, THREADS, [*inputs, *records, *old, *qk, *rows, *batch.counts, eps, batch.fault])
+        self.conv.launch(grid, THREADS, [*inputs, conv, g, beta, e, b, *qk, *rows, *batch.counts, eps, batch.fault])
         return qk
 
     def run(

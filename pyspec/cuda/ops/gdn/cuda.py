@@ -56,6 +56,8 @@ MANY, MANY_ROWS = (
     24,
     4,
 )  # sequences from which a warp's convolution is enough for each, if they have so many rows in the mean at most
+FETCH = 1  # states of later blocks go to L2 ahead of them; 0: for measurements
+MORE = 1  # blocks of gdn_rows, of two columns to a lane, that Hopper's registers hold besides; 0: for measurements
 CONV_ARGS = "plpplppp" + "ppppp" + "pppp" + "pppppp" + "pppp" + "iiiif" + "p"
 ROWS_ARGS = "ppp" + "pppp" + "pppppp" + "pppp" + "iiii" + "p"
 OUT_ARGS, INTO_ARGS = "p", "plpff" + "ppp" + "i" + NEXT_ARGS
@@ -79,7 +81,9 @@ def limits(spec: GdnSpec) -> str | None:
 def defines(shape: GdnShape, arch: str, columns: int) -> dict[str, int | str]:
     """Macros of gdn.cu for one way to share out columns: 2 or 4 to a lane; the result has the same bits."""
     blocks = blocks_for(arch, columns)
-    return {"N_K": shape.n_k_head, "N_V": shape.n_v_head, "COLS": columns, "BLOCKS": blocks}
+    alone = blocks + MORE * (arch == "sm_90a" and columns == 2)
+    macros = {"N_K": shape.n_k_head, "N_V": shape.n_v_head, "COLS": columns, "BLOCKS": blocks, "ALONE": alone}
+    return macros | {"FETCH": FETCH}
 
 
 def columns_for(shape: GdnShape, n_seq: int, arch: str, n_multiprocessor: int, *, prepares: bool = False) -> int:
@@ -103,17 +107,23 @@ def _kernels(device: torch.device, shape: GdnShape, columns: int) -> tuple[jit.K
     return *convs, code.kernel("gdn_rows", ROWS_ARGS + OUT_ARGS), *into
 
 
-def _check(rows: Sequence[Tensor], weights: Sequence[Tensor], layer: StateLayer, shape: GdnShape) -> None:
+def _check(rows: Sequence[Tensor], shape: GdnShape) -> None:
     """What only our own code can get wrong: dtypes, shapes, alignment."""
     m, alpha, beta = rows
-    whole = (*weights, *layer.tensors())
-    assert all(t.dtype == torch.float32 and t.device == m.device for t in (*rows, *whole)), "gdn takes float32"
-    assert all(t.is_contiguous() for t in whole), "gdn takes contiguous tensors, or rows that are slices of wider rows"
+    assert m.dtype == alpha.dtype == beta.dtype == torch.float32, "gdn takes float32"
     assert all(t.stride(1) == 1 for t in rows) and alpha.stride(0) == beta.stride(0), "gdn takes rows of one stride"
     assert m.stride(0) % 4 == 0, "rows of m must start at multiples of 16 bytes"
-    assert all(t.data_ptr() % 16 == 0 for t in (m, *whole)), "gdn takes tensors that start at multiples of 16 bytes"
-    assert m.shape[1] == shape.n_channel == DIM * (2 * shape.n_k_head + shape.n_v_head)
-    assert alpha.shape == beta.shape == (m.shape[0], shape.n_v_head)
+    assert m.data_ptr() % 16 == 0, "gdn takes tensors that start at multiples of 16 bytes"
+    assert m.shape[1] == shape.n_channel and alpha.shape == beta.shape == (m.shape[0], shape.n_v_head)
+
+
+def _check_kept(weights: Sequence[Tensor], layer: StateLayer, device: torch.device, shape: GdnShape) -> None:
+    """The same of what a layer has for good."""
+    whole = (*weights, *layer.tensors())
+    assert all(t.dtype == torch.float32 and t.device == device for t in whole), "gdn takes float32"
+    assert all(t.is_contiguous() for t in whole), "gdn takes contiguous tensors, or rows that are slices of wider rows"
+    assert all(t.data_ptr() % 16 == 0 for t in whole), "gdn takes tensors that start at multiples of 16 bytes"
+    assert shape.n_channel == DIM * (2 * shape.n_k_head + shape.n_v_head)
     assert [tuple(t.shape) for t in weights] == [(shape.n_v_head,)] * 2 + [(shape.n_channel, TAPS)]
 
 
@@ -134,6 +144,7 @@ class GdnLaunch:
         self.kernels = {c: _kernels(spec.device, spec.shape, c) for c in ways}
         self.fault = faults.record(spec.device)
         self.chunks = gdn_chunk.kernels(spec.device, spec.shape)
+        self.seen: tuple[Tensor, StateLayer] | None = None  # of the layer that it was called for last
 
     def __call__(
         self,
@@ -176,7 +187,10 @@ class GdnLaunch:
         out: Tensor | Into,
     ) -> None:
         (m, alpha, beta), (a, dt_bias, conv_w), shape = raw, weights, self.shape
-        _check(raw, weights, layer, shape)
+        _check(raw, shape)
+        if self.seen is None or self.seen[0] is not conv_w or self.seen[1] is not layer:
+            _check_kept(weights, layer, m.device, shape)
+            self.seen = conv_w, layer
         kd, vd, n_v = shape.n_k_head * DIM, shape.n_v_head * DIM, shape.n_v_head
         n_row, n_seq, long = m.shape[0], batch.seq_slot.shape[0], chunked_of(batch, self.chunked)
         n_chunk = sum(-(-s.width // gdn_chunk.CHUNK) for s in long)

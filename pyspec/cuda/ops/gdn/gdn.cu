@@ -2,12 +2,13 @@
 //
 // gdn_conv  one block per (key head or v head; sequence; stretch of rows). It owns the head's channels in window and
 //           records, so old ones are read before new ones are written and no other block sees either:
-//           1. accepted records go to the fold buffers, decays as exp(g); 2. the window moves by the fold; 3. rows go
+//           1. accepted records that a verify's take the place of go to the fold buffers, decays of all as exp(g); 2. the window moves by the fold; 3. rows go
 //           through conv, silu and l2 norm: q to a buffer; k and v to the records (verify) or to buffers (keep); value
 //           heads make decay and write strength of their rows from the raw gates.
 // gdn_rows  one block per (v head, stretch of columns, sequence). A column is a row of S[value, key]: LANES lanes hold
 //           its 128 numbers in registers, COLS columns to a lane. The state comes in once, the fold runs over it, it
-//           goes out once, then the rows run and write o. Verified rows never touch the stored state.
+//           goes out once, then the rows run and write o. Verified rows never touch the stored state. Late ones (LATE in
+//           seq.cuh) leave it where it is, and come behind the records: of single rows one in four pays for a write.
 // gdn_rows_into  the same, but o goes where rows.cu would put it, normed, gated and rounded for the output product
 //           (HEADS, LAYOUT 0, to the bit): a launch less where rows are few. The blocks of a head are a cluster.
 //
@@ -26,7 +27,9 @@
 
 #ifndef COLS
 #define COLS 2    // columns of a lane: 1, 2, 4; changes no bit of the result
-#define BLOCKS 5  // blocks of gdn_rows on a multiprocessor: 65,536 / (128 * BLOCKS) registers a thread
+#define FETCH 1   // states of later blocks go to L2 ahead of them
+#define ALONE 5   // blocks of gdn_rows, which needs fewer registers
+#define BLOCKS 5  // blocks of gdn_rows_into on a multiprocessor: 65,536 / (128 * BLOCKS) registers a thread
 #endif
 #define LANES 8  // lanes of a column
 #define TAPS 4
@@ -38,9 +41,14 @@
 
 #include "conv.cuh"
 #include "lanes.cuh"
+#if __CUDA_ARCH__ >= 900
+#include "bulk.cuh"
+#endif
 
 constexpr int TILE = THREADS / LANES * COLS;  // columns of a block
 constexpr int QUADS = DIM / 4 / LANES;        // float4 of one column in a lane
+constexpr int kOfSequence = N_V * (DIM / TILE);                                    // blocks of gdn_rows
+constexpr int kLater = FETCH * (BLOCKS * 132 + kOfSequence - 1) / kOfSequence;  // sequences behind those that an H200 has room for at once
 
 // ---- gdn_conv -------------------------------------------------------------------------------------------------------
 
@@ -74,7 +82,7 @@ __device__ __forceinline__ void conv_head(const ConvArgs& a, const Seq& seq, int
   const int span = blockIdx.z * SPAN, step = seq.keep ? gridDim.z * SPAN : SPAN;
   const int per_warp = min(GROUP, (min(seq.n - span, SPAN) + CONV_WARPS - 1) / CONV_WARPS);
   int first = span + warp * per_warp, count = min(per_warp, seq.n - first);
-  const bool moves = blockIdx.z == 0 && warp < TAPS - 1;
+  const bool moves = blockIdx.z == 0 && warp < TAPS - 1 && seq.first == 0;
   const int from = seq.keep ? seq.n + warp : warp;  // moved by this warp: of window and rows, one after the other
   const float* rows[PARTS_OF_HEAD];
   float* conv[PARTS_OF_HEAD];
@@ -95,11 +103,13 @@ __device__ __forceinline__ void conv_head(const ConvArgs& a, const Seq& seq, int
     if (count > 0) load_window(raw[p], window, first);
     if (moves && from < TAPS - 1) moved[p] = quad(window + static_cast<i64>(from) * CHANNELS);
   }
+  const int moved_records = seq.in_place() ? 0 : seq.fold;
+  if (blockIdx.z == 0 && seq.in_place()) fetch_records(record, warp, CONV_WARPS, seq.fold, STRIDE);
   if (blockIdx.z == 0) {
 #pragma unroll
     for (int i = 0; i < EARLY; i++) {
       const i64 t = warp + i * CONV_WARPS;
-      if (t < seq.fold) old[i] = quad(static_cast<const float*>(record) + t * STRIDE);
+      if (t < moved_records) old[i] = quad(static_cast<const float*>(record) + t * STRIDE);
     }
     if (VALUES && threadIdx.x < seq.fold) {
       const i64 at = (slot_row + threadIdx.x) * N_V + head;
@@ -124,10 +134,10 @@ __device__ __forceinline__ void conv_head(const ConvArgs& a, const Seq& seq, int
 #pragma unroll
     for (int i = 0; i < EARLY; i++) {
       const i64 t = warp + i * CONV_WARPS;
-      if (t < seq.fold) quad(fold + t * STRIDE) = old[i];
+      if (t < moved_records) quad(fold + t * STRIDE) = old[i];
     }
 #pragma unroll 4
-    for (i64 t = warp + EARLY * CONV_WARPS; t < seq.fold; t += CONV_WARPS)
+    for (i64 t = warp + EARLY * CONV_WARPS; t < moved_records; t += CONV_WARPS)
       quad(fold + t * STRIDE) = quad(static_cast<const float*>(record) + t * STRIDE);
     if (VALUES) {
       for (int t = threadIdx.x; t < seq.fold; t += CONV_WARPS * 32) {
@@ -147,7 +157,7 @@ __device__ __forceinline__ void conv_head(const ConvArgs& a, const Seq& seq, int
   for (;;) {
     float4 y[GROUP];
     if (VALUES && lane < count) {
-      const i64 row = seq.start + first + lane, at = row * N_V + head, to = (slot_row + first + lane) * N_V + head;
+      const i64 row = seq.start + first + lane, at = row * N_V + head, to = (slot_row + seq.first + first + lane) * N_V + head;
       const float g = scale * softplus(alpha + bias), b = sigmoid(beta);
       a.e[at] = expf(g);
       a.b[at] = b;
@@ -159,14 +169,14 @@ __device__ __forceinline__ void conv_head(const ConvArgs& a, const Seq& seq, int
       y[j] = taps0(raw[0].x + j);
 #pragma unroll
       for (int p = 0; p < PARTS_OF_HEAD; p++) {
-        if (!seq.keep) quad(conv[p] + static_cast<i64>(TAPS - 1 + first + j) * CHANNELS) = raw[p].x[j + TAPS - 1];
+        if (!seq.keep) quad(conv[p] + static_cast<i64>(TAPS - 1 + seq.first + first + j) * CHANNELS) = raw[p].x[j + TAPS - 1];
       }
     }
 #pragma unroll
     for (int j = 0; j < GROUP; j++) {
       if (j >= count) break;
       const int t = first + j;
-      const i64 row = seq.start + t, kept = (seq.keep ? row : t) * STRIDE;
+      const i64 row = seq.start + t, kept = (seq.keep ? row : seq.first + t) * STRIDE;
       if (VALUES) {
         quad((seq.keep ? a.v + at : record) + kept) = y[j];
       } else {
@@ -231,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(CONV_WARPS * 32, 5)
   let_successor_start();
   const int head = blockIdx.x, s = blockIdx.y * CONV_WARPS + threadIdx.x / 32;
   const Meta meta = {seq_slot, seq_start, seq_fold, seq_keep, n_slot, width, n_row, chunked};
-  const Seq seq = s < n_seq ? read_seq(meta, s, fault) : Seq{0, 0, 0, 0, false, false, false};
+  const Seq seq = s < n_seq ? read_seq(meta, s, fault) : Seq{0, 0, 0, 0, 0, false, false, false};
   if (seq.n == 0 && !seq.fold_only) {
     wait_for_predecessor();
     return;
@@ -344,6 +354,17 @@ __device__ __forceinline__ void move_state(Slice& slice, float* state, bool stor
   }
 }
 
+#if __CUDA_ARCH__ >= 900
+// What the next block here or nearby begins with, on its way to L2: a block lasts twice as long as its bytes take, most of it for trips.
+__device__ __forceinline__ void fetch_later(const float* state, const Meta& meta, int s, int h, int column) {
+  const int later = s + kLater;
+  if (kLater == 0 || threadIdx.x != THREADS - 1 || later >= gridDim.z) return;
+  const int slot = meta.slot[later];
+  if (slot < 0 || slot >= meta.n_slot || meta.start[later] >= meta.start[later + 1]) return;
+  bulk_prefetch(state + ((static_cast<i64>(slot) * N_V + h) * DIM + column) * DIM, TILE * DIM * 4);
+}
+#endif
+
 struct RowsArgs {
   float* state;
   const float *rec_k, *rec_v, *fold_k, *fold_v, *fold_e, *fold_b, *q, *k, *v, *e, *kq, *b;
@@ -381,13 +402,13 @@ __device__ __forceinline__ void run_rows(const RowsArgs& a, const Out& out, int*
   // pointers are made anew for every stage: a few instructions, where keeping them costs registers all along
   auto start_fetch = [&](int j) {
     if (j < n_stage) {
-      const bool folds = j < n_fold, kept = seq.keep;
+      const bool folds = j < n_fold, kept = seq.keep, in_place = folds && seq.in_place();
       const int first = (folds ? j : j - n_fold) * STAGE, count = min(STAGE, (folds ? seq.fold : seq.n) - first);
-      const i64 row = seq.start + first, old = fold_row + first, record = slot_row + first;
-      const i64 at = folds ? old : kept ? row : record;
+      const i64 row = seq.start + first, old = fold_row + first, record = slot_row + (folds ? 0 : seq.first) + first;
+      const i64 at = in_place ? record : folds ? old : kept ? row : record;
       const i64 k_at = at * KD + h % N_K * DIM, v_at = at * VD + h * DIM + column;
-      const Tokens from = {(folds ? a.fold_k : kept ? a.k : a.rec_k) + k_at,
-                           (folds ? a.fold_v : kept ? a.v : a.rec_v) + v_at,
+      const Tokens from = {(in_place ? a.rec_k : folds ? a.fold_k : kept ? a.k : a.rec_k) + k_at,
+                           (in_place ? a.rec_v : folds ? a.fold_v : kept ? a.v : a.rec_v) + v_at,
                            (folds ? a.fold_e + old * N_V : a.e + row * N_V) + h,
                            (folds ? a.fold_b + old * N_V : a.b + row * N_V) + h,
                            folds ? nullptr : a.q + row * KD + h % N_K * DIM,
@@ -400,6 +421,9 @@ __device__ __forceinline__ void run_rows(const RowsArgs& a, const Out& out, int*
 
   Slice slice;
   move_state(slice, own, false);
+#if __CUDA_ARCH__ >= 900
+  fetch_later(a.state, a.meta, s, h, column);
+#endif
   out.start(a.meta);
   wait_for_predecessor();
   start_fetch(0);
@@ -413,7 +437,7 @@ __device__ __forceinline__ void run_rows(const RowsArgs& a, const Out& out, int*
     if (j < n_fold) {
       advance<false>(slice, stages[j % 2], min(STAGE, seq.fold - j * STAGE), nullptr);
     } else {
-      if (j == n_fold && j > 0 && !seq.keep) move_state(slice, own, true);
+      if (j == n_fold && j > 0 && !seq.keep && seq.first == 0) move_state(slice, own, true);
       const int t = (j - n_fold) * STAGE;
       advance<true, Out::STRIDE>(slice, stages[j % 2], min(STAGE, seq.n - t), out.place(seq.start + t));
     }
@@ -428,7 +452,7 @@ __device__ __forceinline__ void run_rows(const RowsArgs& a, const Out& out, int*
 
 // grid (N_V, DIM / TILE, sequences), 128 threads. state [slot, v_head, value, key] in place, out [row, v_head, value]
 // written; the rest is gdn_conv's. Launched so that its state may load while gdn_conv still runs.
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+extern "C" __global__ void __launch_bounds__(THREADS, ALONE)
     gdn_rows(float* state, const float* rec_k, const float* rec_v, const float* fold_k, const float* fold_v,
              const float* fold_e, const float* fold_b, const float* q, const float* k, const float* v, const float* e,
              const float* kq, const float* b, const int* seq_slot, const int* seq_start, const int* seq_fold,

@@ -66,13 +66,12 @@ __device__ __forceinline__ float4 convolved(const float4* x, const float4 (&w)[4
 
 // grid (CHANNELS / DIM, chunks), 128 threads: heads of q, of k, of v. m [row, m_stride], alpha beta [row, gate_stride];
 // conv [slot, TAPS - 1 + width, channel]: its first TAPS - 1 rows are replaced by the sequence's last rows of m.
-// rec_* of accepted rows go to fold_* (see gdn_conv).
+// Gates of accepted records go to fold_* (see gdn_conv); their keys and values are read where they are.
 extern "C" __global__ void __launch_bounds__(THREADS)
     gdn_chunk_conv(const float* __restrict__ m, i64 m_stride, const float* __restrict__ alpha,
                    const float* __restrict__ beta, i64 gate_stride, const float* __restrict__ a,
                    const float* __restrict__ dt_bias, const float* __restrict__ conv_w, float* conv,
-                   const float* rec_k, const float* rec_v, const float* rec_g, const float* rec_b, float* fold_k,
-                   float* fold_v, float* fold_e, float* fold_b, u16* q, u16* k_hi, u16* k_lo, float* v, float* g,
+                   const float* rec_g, const float* rec_b, float* fold_e, float* fold_b, u16* q, u16* k_hi, u16* k_lo, float* v, float* g,
                    float* b, const int* seq_slot, const int* seq_start, const int* seq_fold, const int* seq_keep,
                    int n_slot, int width, int n_row, int chunked, int n_seq, float eps, int* fault) {
   const Meta meta = {seq_slot, seq_start, seq_fold, seq_keep, n_slot, width, n_row, chunked};
@@ -109,16 +108,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       if (warp < TAPS - 1) {
         quad(old + static_cast<i64>(warp) * CHANNELS) = quad(rows + (seq.n - (TAPS - 1) + warp) * m_stride);
       }
-      for (int i = warp; i < seq.fold; i += THREADS / 32) {
-        if (part >= N_K && head < 0) {
-          const int at = channel - KD;
-          quad(fold_k + (fold + i) * KD + at) = quad(rec_k + (record + i) * KD + at);
-        } else if (head >= 0) {
-          const int at = channel - 2 * KD;
-          quad(fold_v + (fold + i) * VD + at) = quad(rec_v + (record + i) * VD + at);
-          if (lane == 0) fold_e[(fold + i) * N_V + head] = expf(rec_g[(record + i) * N_V + head]);
-          if (lane == 0) fold_b[(fold + i) * N_V + head] = rec_b[(record + i) * N_V + head];
-        }
+      for (int i = threadIdx.x; head >= 0 && i < seq.fold; i += THREADS) {
+        fold_e[(fold + i) * N_V + head] = expf(rec_g[(record + i) * N_V + head]);
+        fold_b[(fold + i) * N_V + head] = rec_b[(record + i) * N_V + head];
       }
     }
     if (head >= 0 && t + lane < end) {

@@ -10,10 +10,12 @@ __device__ __forceinline__ void conv_warp(const ConvArgs& a, const Seq& seq, int
   const i64 slot_row = static_cast<i64>(seq.slot) * a.width, fold_row = static_cast<i64>(s) * a.width;
   float* const record = (VALUES ? a.rec_v : a.rec_k) + slot_row * STRIDE + at;
   float* const fold = (VALUES ? a.fold_v : a.fold_k) + fold_row * STRIDE + at;
+  if (seq.in_place()) fetch_records(record, 0, 1, seq.fold, STRIDE);
   const float* rows[PARTS_OF_HEAD];
   float* conv[PARTS_OF_HEAD];
   float4 x[PARTS_OF_HEAD][TAPS], next[PARTS_OF_HEAD];  // what stands before a row, and the row; the one behind it
   float4 old[EARLY];                                   // records that are loaded before the wait
+  const int moved_records = seq.in_place() ? 0 : seq.fold;
 
   const float* const taps0 = a.conv_w + ((VALUES ? 2 * KD : 0) + at) * TAPS;  // read for each row, for registers are few
   const float* const taps1 = a.conv_w + ((VALUES ? 2 * KD : KD) + at) * TAPS;
@@ -29,7 +31,7 @@ __device__ __forceinline__ void conv_warp(const ConvArgs& a, const Seq& seq, int
   }
 #pragma unroll
   for (int i = 0; i < EARLY; i++)
-    if (i < seq.fold) old[i] = quad(static_cast<const float*>(record) + i * STRIDE);
+    if (i < moved_records) old[i] = quad(static_cast<const float*>(record) + i * STRIDE);
   wait_for_predecessor();
 
   auto load = [&](int t) {
@@ -40,9 +42,9 @@ __device__ __forceinline__ void conv_warp(const ConvArgs& a, const Seq& seq, int
   load(0);
 #pragma unroll
   for (int i = 0; i < EARLY; i++)
-    if (i < seq.fold) quad(fold + i * STRIDE) = old[i];
+    if (i < moved_records) quad(fold + i * STRIDE) = old[i];
 #pragma unroll 2
-  for (i64 t = EARLY; t < seq.fold; t++) quad(fold + t * STRIDE) = quad(static_cast<const float*>(record) + t * STRIDE);
+  for (i64 t = EARLY; t < moved_records; t++) quad(fold + t * STRIDE) = quad(static_cast<const float*>(record) + t * STRIDE);
   if (VALUES) {  // a lane makes the gates of a row
     for (int t = lane; t < seq.fold; t += 32) {
       const i64 from = (slot_row + t) * N_V + head, to = (fold_row + t) * N_V + head;
@@ -50,7 +52,7 @@ __device__ __forceinline__ void conv_warp(const ConvArgs& a, const Seq& seq, int
       a.fold_b[to] = a.rec_b[from];
     }
     for (int t = lane; t < seq.n; t += 32) {
-      const i64 row = seq.start + t, to = (slot_row + t) * N_V + head;
+      const i64 row = seq.start + t, to = (slot_row + seq.first + t) * N_V + head;
       const float g = scale * softplus(a.alpha[row * a.gate_stride + head] + bias), b = sigmoid(a.beta[row * a.gate_stride + head]);
       a.e[row * N_V + head] = expf(g);
       a.b[row * N_V + head] = b;
@@ -63,17 +65,17 @@ __device__ __forceinline__ void conv_warp(const ConvArgs& a, const Seq& seq, int
 #pragma unroll
       for (int i = 0; i < TAPS - 1; i++) quad(conv[p] + static_cast<i64>(i) * CHANNELS) = x[p][i];
   };
-  if (!seq.keep) store_window();  // the folded records are passed over, and the rows come behind
+  if (!seq.keep && seq.first == 0) store_window();  // the folded records are passed over, and the rows come behind
 #pragma unroll 1
   for (int t = 0; t < seq.n; t++) {
-    const i64 row = seq.start + t, kept = (seq.keep ? row : t) * STRIDE;
+    const i64 row = seq.start + t, kept = (seq.keep ? row : seq.first + t) * STRIDE;
 #pragma unroll
     for (int p = 0; p < PARTS_OF_HEAD; p++) x[p][TAPS - 1] = next[p];
     load(t + 1);
     const float4 y = Taps(taps0)(x[0]);
 #pragma unroll
     for (int p = 0; p < PARTS_OF_HEAD; p++)
-      if (!seq.keep) quad(conv[p] + static_cast<i64>(TAPS - 1 + t) * CHANNELS) = x[p][TAPS - 1];
+      if (!seq.keep) quad(conv[p] + static_cast<i64>(TAPS - 1 + seq.first + t) * CHANNELS) = x[p][TAPS - 1];
     if (VALUES) {
       quad((seq.keep ? a.v + at : record) + kept) = y;
     } else {

@@ -93,11 +93,11 @@ def bind(spec: gdn_ref.GdnSpec) -> gdn_ref.Gdn:
         def one(s: int, h: int) -> None:
             seq, rows, kh = batch.seqs[s], slice(batch.starts[s], batch.starts[s + 1]), h % n_k
             slot, fold = seq.slot, seq.n_fold
-            state = states[slot, h]
+            state = states[slot, h].copy() if seq.late else states[slot, h]
             if fold:
                 kept = (rec_k[slot, :fold, kh], rec_v[slot, :fold, h], rec_g[slot, :fold, h], rec_b[slot, :fold, h])
                 run_head(state, *(np.ascontiguousarray(x) for x in kept), empty, empty)
-            live = state if seq.keep else state.copy()
+            live = state if seq.keep or seq.late else state.copy()
             run_head(live, ks[kh, rows], vs[h, rows], gs[h, rows], bs[h, rows], qs[kh, rows], result[h, rows])
 
         work = [(s, h) for s in range(len(batch.seqs)) for h in range(n_v)]

@@ -37,13 +37,15 @@ def gdn_conv(
     VD: tl.constexpr = N_V * DIM
     CHANNELS: tl.constexpr = 2 * KD + VD
     unit, s, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    slot, start, n, fold, kept = read_seq(seq_slot, seq_start, seq_fold, seq_keep, s, n_slot, width, n_row, fault, OP)
+    slot, start, n, fold, kept, first = read_seq(
+        seq_slot, seq_start, seq_fold, seq_keep, s, n_slot, width, n_row, fault, OP
+    )
     if n + fold == 0:
         return
     d, one = tl.arange(0, DIM), tl.arange(0, 1)
     none = tl.zeros([DIM], dtype=tl.float32)
     slot_row, old_row = slot.to(tl.int64) * width, s.to(tl.int64) * width
-    new_row = n_seq.to(tl.int64) * width + start
+    new_row, record_row = n_seq.to(tl.int64) * width + start, slot_row + first
     window = conv + slot.to(tl.int64) * (width + 3) * CHANNELS
     rows = m + start.to(tl.int64) * m_stride
     if unit < N_K:
@@ -56,8 +58,8 @@ def gdn_conv(
             q_moved = moved_window(window, fold, rows, m_stride, n, kept, own, CHANNELS)
             k_moved = moved_window(window, fold, rows, m_stride, n, kept, KD + own, CHANNELS)
             tl.debug_barrier()  # everything old is read
-            put_window(window, q_moved, own, CHANNELS)
-            put_window(window, k_moved, KD + own, CHANNELS)
+            put_window(window, q_moved, own, first, CHANNELS)
+            put_window(window, k_moved, KD + own, first, CHANNELS)
         for t0 in range(z * ROWS, n, tl.num_programs(2) * ROWS):
             t = t0 + tl.arange(0, ROWS)
             is_row = (t < n)[:, None]
@@ -65,13 +67,13 @@ def gdn_conv(
             y = y * tl.rsqrt(tl.sum(y * y, 1) + eps)[:, None]
             tl.store(q + (start + t).to(tl.int64)[:, None] * KD + own[None, :], y, mask=is_row)
             is_verified = is_row & (kept == 0)
-            at = window + (t + 3).to(tl.int64)[:, None] * CHANNELS + own[None, :]
+            at = window + (first + t + 3).to(tl.int64)[:, None] * CHANNELS + own[None, :]
             tl.store(at, x, mask=is_verified)
             y, x = convolved(rows, m_stride, t, n, k0, k1, k2, conv_w, KD + own, none)
             y = y * tl.rsqrt(tl.sum(y * y, 1) + eps)[:, None]
             tl.store(k + (new_row + t)[:, None] * KD + own[None, :], y, mask=is_row)
             tl.store(at + KD, x, mask=is_verified)
-            tl.store(rec_k + (slot_row + t)[:, None] * KD + own[None, :], y, mask=is_verified)
+            tl.store(rec_k + (record_row + t)[:, None] * KD + own[None, :], y, mask=is_verified)
     else:
         head = unit - N_K
         own = head * DIM + d
@@ -82,7 +84,7 @@ def gdn_conv(
             copied(rec_b, b, slot_row, old_row, fold, head + one, one == 0, N_V, ROWS)
             moved = moved_window(window, fold, rows, m_stride, n, kept, 2 * KD + own, CHANNELS)
             tl.debug_barrier()
-            put_window(window, moved, 2 * KD + own, CHANNELS)
+            put_window(window, moved, 2 * KD + own, first, CHANNELS)
         slope, bias = tl.load(a + head), tl.load(dt_bias + head)
         for t0 in range(z * ROWS, n, tl.num_programs(2) * ROWS):
             t = t0 + tl.arange(0, ROWS)
@@ -93,14 +95,16 @@ def gdn_conv(
             strength = sigmoid(tl.load(beta + gate, mask=is_row, other=0.0))
             tl.store(g + (new_row + t) * N_V + head, decay, mask=is_row)
             tl.store(b + (new_row + t) * N_V + head, strength, mask=is_row)
-            tl.store(rec_g + (slot_row + t) * N_V + head, decay, mask=is_verified)
-            tl.store(rec_b + (slot_row + t) * N_V + head, strength, mask=is_verified)
+            tl.store(rec_g + (record_row + t) * N_V + head, decay, mask=is_verified)
+            tl.store(rec_b + (record_row + t) * N_V + head, strength, mask=is_verified)
             y, x = convolved(rows, m_stride, t, n, v0, v1, v2, conv_w, 2 * KD + own, none)
             tl.store(v + (new_row + t)[:, None] * VD + own[None, :], y, mask=is_row[:, None])
             tl.store(
-                window + (t + 3).to(tl.int64)[:, None] * CHANNELS + 2 * KD + own[None, :], x, mask=is_verified[:, None]
+                window + (first + t + 3).to(tl.int64)[:, None] * CHANNELS + 2 * KD + own[None, :],
+                x,
+                mask=is_verified[:, None],
             )
-            tl.store(rec_v + (slot_row + t)[:, None] * VD + own[None, :], y, mask=is_verified[:, None])
+            tl.store(rec_v + (record_row + t)[:, None] * VD + own[None, :], y, mask=is_verified[:, None])
 
 
 @triton.jit
@@ -124,7 +128,9 @@ def gdn_rows(
     """Grid (value heads, parts of a head, sequences)."""
     h, s = tl.program_id(0), tl.program_id(2)
     column, d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, DIM)
-    slot, start, n, fold, kept = read_seq(seq_slot, seq_start, seq_fold, seq_keep, s, n_slot, width, n_row, fault, OP)
+    slot, start, n, fold, kept, first = read_seq(
+        seq_slot, seq_start, seq_fold, seq_keep, s, n_slot, width, n_row, fault, OP
+    )
     if s == n_seq - 1:  # rows behind the last sequence's are nobody's, and read all the same
         for row in range(tl.maximum(tl.load(seq_start + n_seq), 0), n_row):
             tl.store(out + (row.to(tl.int64) * N_V + h) * DIM + column, tl.zeros([COLUMNS], dtype=tl.float32))
@@ -143,7 +149,7 @@ def gdn_rows(
         q, k, v, g, b, later, fold, old_row, new_row, start, h, key_head, column, d, N_K, N_V, DIM
     )
     for j in range(fold + n):
-        if (j == fold) & (fold > 0) & (kept == 0):
+        if (j == fold) & (fold > 0) & (kept == 0) & (first == 0):
             tl.store(own, part)  # a verify's rows never touch it
         later = tl.minimum(j + 2, last)  # on its way while two tokens are multiplied
         later_key, later_value, later_query, later_decay, later_strength = token(

@@ -13,7 +13,7 @@ linear: Op[linear_ref.LinearSpec] = Op(
     Impl("torch", linear_ref.bind),
     [
         Impl("cuda", linear_cuda.bind, linear_cuda.limits),
-        Impl("triton", linear_triton.bind, linear_triton.limits, capturable=True),
+        Impl("triton", linear_triton.bind, linear_triton.limits, capturable=True, tune=linear_triton.tune),
     ],
     linear_cuda.check,
 )

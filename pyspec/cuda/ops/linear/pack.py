@@ -391,8 +391,8 @@ def _decode_q3_k(records: Tensor) -> Tensor:
     return (d * scales).repeat_interleave(16, -1) * q
 
 
-def _points(points: Tensor, grid: Tensor, words: Tensor, plus: int) -> tuple[Tensor, Tensor]:
-    """What lattice points stand for, and the scales, odd numbers.
+def lattice(points: Tensor, grid: Tensor, words: Tensor, plus: int) -> tuple[Tensor, Tensor]:
+    """Codes of what lattice points stand for, and the scales, odd numbers.
 
     points  [..., 8, n] uint8   of 32 weights each
     grid    [256, 32 / n] uint8 levels of a point
@@ -410,7 +410,7 @@ def _points(points: Tensor, grid: Tensor, words: Tensor, plus: int) -> tuple[Ten
 def _encode_iq2_xxs(blocks: Tensor) -> Tensor:
     x = blocks.squeeze(-2)
     groups = x[..., 2:].unflatten(-1, (8, 8))
-    codes, scales = _points(groups[..., :4], grids.iq2_levels(x.device), groups[..., 4:], 4)
+    codes, scales = lattice(groups[..., :4], grids.iq2_levels(x.device), groups[..., 4:], 4)
     lanes = planes.by_lane(codes)
     return torch.cat(
         (planes.levels_in(lanes), planes.signs_in(lanes), planes.bytes_in(scales), planes.pairs_in(x[..., :2])), -1
@@ -427,7 +427,7 @@ def _decode_iq2_xxs(records: Tensor) -> Tensor:
 def _encode_iq3_xxs(blocks: Tensor) -> Tensor:
     x = blocks.squeeze(-2)
     points, words = x[..., 2:66].unflatten(-1, (8, 8)), x[..., 66:].unflatten(-1, (8, 4))
-    codes, scales = _points(points, grids.iq3_levels(x.device), words, 8)
+    codes, scales = lattice(points, grids.iq3_levels(x.device), words, 8)
     lanes = planes.by_lane(codes)
     return torch.cat(
         (planes.nibbles_in(lanes, planes.NATURAL), planes.bytes_in(scales), planes.pairs_in(x[..., :2])), -1

@@ -23,6 +23,8 @@ from torch import Tensor
 from pyspec.cuda.ops.linear.pack import Packed, unpack
 from pyspec.gguf import GGMLType
 
+PROBE_ROWS = 272  # of the matrix that a kernel is checked with, which speaks for all of as many columns
+
 
 class Epilogue(IntEnum):
     """What happens to a product before it is written; the values are linear.cu's."""

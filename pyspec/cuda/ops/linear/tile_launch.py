@@ -9,7 +9,7 @@ from pyspec.cuda import tri
 from pyspec.cuda.context import per_device
 from pyspec.cuda.ops.linear import tile_codes
 from pyspec.cuda.ops.linear.dequant import E2M1
-from pyspec.cuda.ops.linear.tiles import COLUMNS, FORMATS, TiledMatrix
+from pyspec.cuda.ops.linear.tiles import FORMATS, TiledMatrix
 from pyspec.gguf import GGMLType
 
 SCALES = {"": 0, "e4m3": 1, "e8m0": 2}
@@ -28,7 +28,9 @@ def value_of(table: tuple[int, ...]) -> int:
 
 @per_device
 def table_of(device: torch.device, type: GGMLType) -> Tensor:
-    return torch.tensor(FORMATS[type].table or (0,), dtype=torch.float16, device=device)
+    """What codes are looked up as, as tile_codes.py has it."""
+    form = FORMATS[type]
+    return torch.tensor(form.table or (0,), dtype=torch.int16, device=device).add_(form.bias).view(torch.float16)
 
 
 @per_device
@@ -39,17 +41,20 @@ def nothing(device: torch.device) -> Tensor:
 
 def constants(device: torch.device, type: GGMLType, n_in: int) -> dict[str, object]:
     """Of chunk_sums."""
-    form, n_chunk = FORMATS[type], -(-n_in // COLUMNS)
+    form = FORMATS[type]
     return {
         "N_IN": n_in,
-        "N_CHUNK": n_chunk,
+        "N_CHUNK": form.n_step(n_in) * form.step,
+        "STEP": form.step,
         "N_SPAN": -(-n_in // (form.group * form.span)) if form.span else 0,
         "BITS": form.bits,
         "HIGH": form.high,
         "GROUP": form.group,
-        "OFFSET": form.offset,
+        "BIAS": form.bias,
         "VALUE": value_of(form.table),
+        "WIDTH": form.width,
         "SCALE": SCALES[form.scale],
+        "LESS": form.less,
         "SPAN": form.span,
         "MINIMA": form.minima,
         "ASM": tile_codes.text(form) if tri.has_ptx(device) else "",
@@ -57,6 +62,6 @@ def constants(device: torch.device, type: GGMLType, n_in: int) -> dict[str, obje
 
 
 def planes(matrix: TiledMatrix, table: Tensor, none: Tensor) -> tuple[Tensor, ...]:
-    """codes, high, scales, minima, supers, super_minima, table of chunk_sums; table, none: `table_of` its type, `nothing`."""
-    rest = (matrix.high, matrix.scales, matrix.minima, matrix.supers, matrix.super_minima)
+    """codes, high, scales, supers, table of chunk_sums; table, none: `table_of` its type, `nothing`."""
+    rest = (matrix.high, matrix.scales, matrix.supers)
     return matrix.codes, *(none if p is None else p for p in rest), table

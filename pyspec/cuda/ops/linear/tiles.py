@@ -1,18 +1,18 @@
 """Quantised matrices as the Triton kernel streams them: tiles of 64 rows and 64 columns, repacked once at load from the file's blocks.
 
-A tile lies together, so that any way of reading it is one stretch: codes [tile, chunk, 64 rows, bytes], scales [tile, group, 64 rows]. A
-group is as many columns as share a scale. Rows and columns are padded to whole tiles with scales of zero. Codes are whole: four bits and,
-of types that have more, two high bits in a plane of their own; no weight is rounded. Bytes over those of the file's blocks:
+A tile lies together, so that any way of reading it is one stretch: codes [tile, chunk, 64 rows, bytes], and of each row and chunk the scales
+in one number. A group is as many columns as share a scale. Rows and columns are padded to whole tiles with zeros. Codes are whole: eight, four
+or two bits and, of types that have more, one or two upper bits in a plane of their own; no weight is rounded. Tiles take as many bytes as the
+records of the CUDA kernels (pack.py, where their sizes over the file's blocks are), which is what a memory plan counts.
 
-    Q8_0 Q4_0 Q4_1 Q6_K IQ4_NL MXFP4 NVFP4   the same
-    Q4_K +2.8 %, IQ4_XS +3 %                 scales of six bits become bytes
-    Q5_0, Q5_1, Q5_K +17 to 21 %             their upper bit has the place of two
-    Q3_K +49 %, Q2_K +71 %                   codes of two and three bits become four
+Sixteen columns are a quarter of a chunk. Of `bits` in a byte the lowest are those of the first columns: of four bits byte b of 32 has columns b
+and b + 32; of two, byte b of 16 has one column of each quarter, as have upper bits in twos. Single upper bits lie for two chunks in one
+byte: bit (i % 2) + 2 p + 4 (i / 2) of byte b is that of quarter i of chunk p.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
@@ -20,11 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.cuda.ops.linear.dequant import E2M1, IQ4
+from pyspec.cuda.ops.linear.grids import IQ2_LEVELS, IQ3_LEVELS, iq2_levels, iq3_levels
+from pyspec.cuda.ops.linear.pack import lattice
 from pyspec.gguf import GGMLType, blocks
 from pyspec.gguf.blocks import BlockLayout
 
 ROWS = COLUMNS = 64  # of a tile
-BIAS = 128  # codes of eight bits lie this much higher than what they stand for
+QUARTER = 16  # columns
+BIAS = 128  # codes of eight bits, and what is looked up, lie this much higher than what they stand for
 _SLICE = 1 << 26  # weights repacked at once: bounds the temporaries to about 0.5 GB
 
 
@@ -33,7 +36,7 @@ class Codes:
     """A matrix in parts, each in the order of columns.
 
     values  [row, n_in] uint8             codes
-    scales  [row, group]                  of a group; times `supers`, where there are any
+    scales  [row, group] f16 or uint8     of a group; times `supers`, where there are any
     minima  [row, group] or None          what is taken off, likewise
     supers  [row, n] f16 or None          of several groups; and those of the minima
     """
@@ -49,12 +52,15 @@ class Codes:
 class TiledFormat:
     """How matrices of a type are held.
 
-    bits     8, or 4 and `high` more (0 or 2)
+    bits     8, 4 or 2, and `high` more: 0, 1 or 2
     group    columns that share a scale
     offset   taken off a code
     table    what codes stand for, in place of themselves
-    scale    "": a number; "e4m3", "e8m0": a code for one
+    width    bits of a scale: 16 are f16, fewer a whole number
+    scale    "", or what a scale is a code for: "e4m3", "e8m0"
+    less     taken off a scale
     span     groups that share a super-scale; 0: none
+    factor   of all scales, a power of two
     """
 
     split: Callable[[Tensor], Codes]
@@ -63,18 +69,35 @@ class TiledFormat:
     group: int = 32
     offset: int = 0
     table: tuple[int, ...] = ()
+    width: int = 16
     scale: str = ""
+    less: int = 0
     span: int = 0
     minima: bool = False
+    factor: float = 1.0
+
+    @property
+    def step(self) -> int:
+        """Chunks that lie together, of which there are whole ones: upper bits of two share bytes."""
+        return 2 if self.high == 1 else 1
+
+    def n_step(self, n_in: int) -> int:
+        return -(-n_in // (COLUMNS * self.step))
+
+    @property
+    def bias(self) -> int:
+        """What codes, or what is looked up for them, lie above what they stand for. Floats of four bits lie where their bits are."""
+        return 0 if self.table == E2M1 else BIAS if self.table or self.bits == 8 else self.offset
 
 
 @dataclass(frozen=True, slots=True)
 class TiledMatrix:
     """A repacked matrix of n_out rows and n_in columns.
 
-    codes   [tile, chunk, 64, 64 or 32] uint8
-    high    [tile, chunk, 64, 16] uint8 or None
-    scales, minima              [tile, group, 64]; supers, super_minima  [tile, span, 64]
+    codes   [tile, chunk, 64, 64, 32 or 16] uint8
+    high    [tile, step, 64, 16] uint8 or None
+    scales  [tile, chunk, 64] int16, int32 or int64: those of a row's groups, the first lowest; then its minima
+    supers  [tile, span, 64] int16 or, with those of minima above, int32; or None: f16
     row_scales  [n_out] f32 or None: what each row's products are multiplied with
     """
 
@@ -84,10 +107,13 @@ class TiledMatrix:
     codes: Tensor
     high: Tensor | None
     scales: Tensor
-    minima: Tensor | None
     supers: Tensor | None
-    super_minima: Tensor | None
     row_scales: Tensor | None
+
+    @property
+    def n_bytes(self) -> int:
+        planes = (self.codes, self.high, self.scales, self.supers, self.row_scales)
+        return sum(x.numel() * x.element_size() for x in planes if x is not None)
 
     def copied(self) -> TiledMatrix:
         """The same in memory of its own."""
@@ -102,23 +128,46 @@ def tile(raw: Tensor, type: GGMLType, shape: tuple[int, int], row_scales: Tensor
     step = max(1, _SLICE // (ROWS * n_in)) * ROWS
     parts = [_tiles(form, form.split(part), n_in) for part in rows.split(step)]
     joined = [None if p[0] is None else torch.cat(p) if len(p) > 1 else p[0] for p in zip(*parts, strict=True)]
-    codes, high, scales, *rest = joined
+    codes, high, scales, supers = joined
     assert codes is not None and scales is not None
-    return TiledMatrix(type, n_out, n_in, codes, high, scales, *rest, row_scales)
+    return TiledMatrix(type, n_out, n_in, codes, high, scales, supers, row_scales)
+
+
+def drawn(type: GGMLType, n_out: int, n_in: int, device: torch.device) -> TiledMatrix:
+    """A matrix of random codes and equal scales, to measure with."""
+    form, n_tile = FORMATS[type], -(-n_out // ROWS)
+    n_step, kinds = form.n_step(n_in), 1 + form.minima
+
+    def codes(n: int, width: int) -> Tensor:
+        return torch.empty(n_tile, n, ROWS, width, dtype=torch.uint8, device=device).random_()
+
+    def equal(n: int, bits: int, is_float: bool) -> Tensor:
+        whole, field = {16: torch.int16, 32: torch.int32, 64: torch.int64}[bits], 0x3C00 if is_float else 0x7F7F
+        return torch.full((n_tile, n, ROWS), field * ((1 << bits) // 0xFFFF), dtype=whole, device=device)
+
+    return TiledMatrix(
+        type,
+        n_out,
+        n_in,
+        codes(n_step * form.step, COLUMNS * form.bits // 8),
+        codes(n_step, QUARTER) if form.high else None,
+        equal(n_step * form.step, COLUMNS // form.group * kinds * form.width, form.width == 16),
+        equal(-(-n_in // (form.group * form.span)), 16 * kinds, True) if form.span else None,
+        None,
+    )
 
 
 def _tiles(form: TiledFormat, c: Codes, n_in: int) -> tuple[Tensor | None, ...]:
-    q = _blocked(c.values, COLUMNS)  # [tile, chunk, row, 64]
+    wide = form.n_step(n_in) * form.step * COLUMNS
+    q = _blocked(F.pad(c.values, (0, wide - n_in)), COLUMNS)  # [tile, chunk, row, 64]
     high = None
-    if form.bits == 4:
-        low, high_bits = (q & 15).unflatten(-1, (2, 32)), q >> 4
-        high = _high(high_bits, form.high) if form.high else None
-        q = low[..., 0, :] | low[..., 1, :] << 4
-    of_groups = [None if x is None else _by_group(x, n_in // form.group, form.group) for x in (c.scales, c.minima)]
-    spans = [
-        None if x is None else _by_group(x, x.shape[1], form.group * form.span) for x in (c.supers, c.super_minima)
-    ]
-    return q.contiguous(), high, *of_groups, *spans
+    if form.high:
+        quarters = (q >> form.bits).unflatten(-1, (4, QUARTER)).unbind(-2)
+        high = _merged(quarters, (0, 2, 4, 6)) if form.high == 2 else _single(quarters)
+    if form.bits < 8:
+        low = (q & ((1 << form.bits) - 1)).unflatten(-1, (8 // form.bits, -1)).unbind(-2)
+        q = _merged(low, range(0, 8, form.bits))
+    return q.contiguous(), high, _numbers(form, c, wide), _by_rows(_supers(c))
 
 
 def _blocked(x: Tensor, width: int) -> Tensor:
@@ -127,20 +176,52 @@ def _blocked(x: Tensor, width: int) -> Tensor:
     return x.view(-1, ROWS, x.shape[1] // width, width).transpose(1, 2)
 
 
-def _by_group(x: Tensor, n: int, columns: int) -> Tensor:
-    """[row, n] -> [tile, n, 64], with as many groups as whole chunks have."""
-    more = -(n * columns) % COLUMNS // columns if columns < COLUMNS else 0
-    x = F.pad(x, (0, more, 0, -x.shape[0] % ROWS))
-    return x.view(-1, ROWS, x.shape[1]).transpose(1, 2).contiguous()
+def _by_rows(x: Tensor | None) -> Tensor | None:
+    """[row, n] -> [tile, n, 64]."""
+    if x is None:
+        return None
+    return F.pad(x, (0, 0, 0, -x.shape[0] % ROWS)).view(-1, ROWS, x.shape[1]).transpose(1, 2).contiguous()
 
 
-def _high(q: Tensor, n: int) -> Tensor:
-    """[..., 64] codes of n bits -> [..., 8 n] bytes: byte b has those of columns b, b + 8 n, b + 16 n, ..."""
-    parts = q.unflatten(-1, (8 // n, 8 * n))
-    out = parts[..., 0, :].clone()
-    for i in range(1, 8 // n):
-        out |= parts[..., i, :] << (n * i)
-    return out.contiguous()
+def _merged(parts: Sequence[Tensor], places: Iterable[int]) -> Tensor:
+    """Fields of bytes side by side, each from one bit on."""
+    whole = torch.zeros_like(parts[0])
+    for part, place in zip(parts, places, strict=True):
+        whole |= part << place
+    return whole.contiguous()
+
+
+def single_places(parity: int) -> tuple[int, ...]:
+    """Where the single upper bits of a chunk's quarters lie in a byte."""
+    return tuple(i % 2 + 2 * parity + 4 * (i // 2) for i in range(4))
+
+
+def _single(quarters: Sequence[Tensor]) -> Tensor:
+    """Of two chunks together."""
+    pairs = _merged(quarters, single_places(0)).unflatten(1, (-1, 2))
+    return (pairs[:, :, 0] | pairs[:, :, 1] << 2).contiguous()
+
+
+def _numbers(form: TiledFormat, c: Codes, wide: int) -> Tensor | None:
+    """A row's scales and minima in a chunk as one number. wide: columns of all chunks."""
+    own, wanted = COLUMNS // form.group, wide // form.group
+    kinds = [F.pad(x, (0, wanted - x.shape[1])).unflatten(1, (-1, own)) for x in (c.scales, c.minima) if x is not None]
+    fields = torch.cat(kinds, -1)
+    if form.width == 4:
+        fields = fields[..., ::2] | fields[..., 1::2] << 4
+    return _by_rows(_as_one(fields))
+
+
+def _supers(c: Codes) -> Tensor | None:
+    if c.supers is None or c.super_minima is None:
+        return None if c.supers is None else c.supers.view(torch.int16)
+    return _as_one(torch.stack((c.supers, c.super_minima), -1))
+
+
+def _as_one(fields: Tensor) -> Tensor:
+    """The last dimension as one whole number."""
+    n = fields.shape[-1] * fields.element_size()
+    return fields.contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[n]).squeeze(-1)
 
 
 def untiled(m: TiledMatrix, first: int = 0, end: int | None = None) -> Tensor:
@@ -150,38 +231,53 @@ def untiled(m: TiledMatrix, first: int = 0, end: int | None = None) -> Tensor:
     at = slice(first // ROWS, -(-end // ROWS))
 
     def rows_of(x: Tensor) -> Tensor:
+        """[tile, n, 64, ...] -> [row, n * ...]."""
         return x.transpose(1, 2).flatten(0, 1).flatten(1)
 
     q = m.codes[at]
-    if form.bits == 4:
-        q = torch.cat((q & 15, q >> 4), -1)
-        if m.high is not None:
-            n = form.high
-            parts = [(m.high[at] >> (n * i)) & ((1 << n) - 1) for i in range(8 // n)]
-            q = q | torch.cat(parts, -1) << 4
+    q = torch.cat([q >> shift & ((1 << form.bits) - 1) for shift in range(0, 8, form.bits)], -1)
+    if m.high is not None:
+        high = m.high[at]
+        if form.high == 2:
+            more = torch.cat([high >> shift & 3 for shift in (0, 2, 4, 6)], -1)
+        else:
+            pair = [torch.cat([high >> i & 1 for i in single_places(parity)], -1) for parity in (0, 1)]
+            more = torch.stack(pair, 2).flatten(1, 2)
+        q = q | more << form.bits
     q = rows_of(q)
-    values = q.short() - (BIAS if form.bits == 8 else form.offset)
+    values = q.short() - form.bias
     w = torch.tensor(form.table, dtype=torch.float32, device=q.device)[q.long()] if form.table else values.float()
+    kinds = _fields_of(m.scales[at], form.width).unflatten(-1, (1 + form.minima, -1))
+    supers = None if m.supers is None else _fields_of(m.supers[at], 16)
 
-    def spread(x: Tensor, by: Tensor | None) -> Tensor:
-        s = _number(rows_of(x[at, :, :, None]), form.scale)
-        if by is not None:
-            s = s * rows_of(by[at, :, :, None]).float().repeat_interleave(form.span, 1)[:, : s.shape[1]]
-        return s.repeat_interleave(form.group, 1)
+    def spread(kind: int) -> Tensor:
+        s = _number(rows_of(kinds[..., kind, :]), form) * form.factor
+        if supers is not None:
+            s = s * rows_of(supers[..., kind, None]).float().repeat_interleave(form.span, 1)[:, : s.shape[1]]
+        return s.repeat_interleave(form.group, 1)[:, : w.shape[1]]
 
-    w = w * spread(m.scales, m.supers)
-    if m.minima is not None:
-        w = w - spread(m.minima, m.super_minima)
+    by = spread(0)
+    w = w[:, : by.shape[1]] * by
+    if form.minima:
+        w = w - spread(1)
     w = w[: end - first, : m.n_in]
     return w if m.row_scales is None else w * m.row_scales[first:end, None]
 
 
-def _number(x: Tensor, kind: str) -> Tensor:
-    if kind == "e4m3":
+def _fields_of(x: Tensor, width: int) -> Tensor:
+    """Numbers [...] -> their fields [..., n]."""
+    if width == 16:
+        return x.unsqueeze(-1).view(torch.float16)
+    fields = x.unsqueeze(-1).view(torch.uint8)
+    return torch.stack((fields & 15, fields >> 4), -1).flatten(-2) if width == 4 else fields
+
+
+def _number(x: Tensor, form: TiledFormat) -> Tensor:
+    if form.scale == "e4m3":
         return (x.short() << 7).view(torch.float16).float() * 128.0
-    if kind == "e8m0":
+    if form.scale == "e8m0":
         return (x.int() << 23).view(torch.float32) * 0.5
-    return x.float()
+    return x.float() - form.less
 
 
 # -- the types ---------------------------------------------------------------------------------------------------
@@ -249,12 +345,8 @@ def _q6_k(rows: Tensor) -> Codes:
     low = _fields(_field(rows, layout, "ql").unflatten(-1, (2, 64)), 4)
     high = _fields(_field(rows, layout, "qh").unflatten(-1, (2, 32)), 2)
     q = low.flatten(2) | high.flatten(2) << 4
-    return Codes(
-        q.flatten(1),
-        _field(rows, layout, "scales").contiguous().view(torch.int8).flatten(1),
-        None,
-        _half(rows, layout, "d"),
-    )
+    scales = _field(rows, layout, "scales").flatten(1) ^ 128
+    return Codes(q.flatten(1), scales, None, _half(rows, layout, "d"))
 
 
 def _two_bits(rows: Tensor, layout: type[BlockLayout]) -> Tensor:
@@ -274,9 +366,8 @@ def _q3_k(rows: Tensor) -> Codes:
     layout = blocks.BlockQ3_K
     packed = _field(rows, layout, "scales")
     low, high = _fields(packed[..., :8], 4).flatten(2), _fields(packed[..., 8:], 2).flatten(2)
-    scales = ((low | high << 4).view(torch.int8) - 32).flatten(1)
     above = _fields(_field(rows, layout, "hmask"), 1).flatten(1)
-    return Codes(_two_bits(rows, layout) | above << 2, scales, None, _half(rows, layout, "d"))
+    return Codes(_two_bits(rows, layout) | above << 2, (low | high << 4).flatten(1), None, _half(rows, layout, "d"))
 
 
 def _iq4_xs(rows: Tensor) -> Codes:
@@ -284,7 +375,23 @@ def _iq4_xs(rows: Tensor) -> Codes:
     low = _fields(_field(rows, layout, "scales_l").unsqueeze(-1), 4).flatten(2)
     high = _fields(_field(rows, layout, "scales_h").unsqueeze(-1), 2).flatten(2)
     q = _nibbles(_field(rows, layout, "qs").unflatten(-1, (8, 16)))
-    return Codes(q.flatten(1), ((low | high << 4).view(torch.int8) - 32).flatten(1), None, _half(rows, layout, "d"))
+    return Codes(q.flatten(1), (low | high << 4).flatten(1), None, _half(rows, layout, "d"))
+
+
+def _iq2_xxs(rows: Tensor) -> Codes:
+    groups = _field(rows, blocks.BlockIQ2_XXS, "qs").unflatten(-1, (8, 8))
+    q, scales = lattice(groups[..., :4], iq2_levels(rows.device), groups[..., 4:], 4)
+    return Codes(q.flatten(1), scales.flatten(1), None, _half(rows, blocks.BlockIQ2_XXS, "d"))
+
+
+def _iq3_xxs(rows: Tensor) -> Codes:
+    layout = blocks.BlockIQ3_XXS
+    points, words = (
+        _field(rows, layout, "qs").unflatten(-1, (8, 8)),
+        _field(rows, layout, "signs").unflatten(-1, (8, 4)),
+    )
+    q, scales = lattice(points, iq3_levels(rows.device), words, 8)
+    return Codes(q.flatten(1), scales.flatten(1), None, _half(rows, layout, "d"))
 
 
 def _mxfp4(rows: Tensor) -> Codes:
@@ -298,19 +405,30 @@ def _nvfp4(rows: Tensor) -> Codes:
     return Codes(q.flatten(1), (scales & 0x7F).where(scales != 0x7F, 0))
 
 
+LOOKED_UP = {  # by their code: numbers that have no order, or a sign above
+    GGMLType.Q3_K: tuple(range(-4, 4)),
+    GGMLType.IQ2_XXS: (*IQ2_LEVELS, 0, *(-x for x in IQ2_LEVELS), 0),
+    GGMLType.IQ3_XXS: (*IQ3_LEVELS, *(-x for x in IQ3_LEVELS)),
+}
 FORMATS = {
     GGMLType.Q8_0: TiledFormat(_q8_0, bits=8),
     GGMLType.Q4_0: TiledFormat(_simple(blocks.BlockQ4_0), offset=8),
     GGMLType.Q4_1: TiledFormat(_simple(blocks.BlockQ4_1, has_minima=True), minima=True),
-    GGMLType.Q5_0: TiledFormat(_simple(blocks.BlockQ5_0, has_high=True), high=2, offset=16),
-    GGMLType.Q5_1: TiledFormat(_simple(blocks.BlockQ5_1, has_minima=True, has_high=True), high=2, minima=True),
-    GGMLType.Q4_K: TiledFormat(_k_four(blocks.BlockQ4_K), span=8, minima=True),
-    GGMLType.Q5_K: TiledFormat(_k_four(blocks.BlockQ5_K), high=2, span=8, minima=True),
-    GGMLType.Q6_K: TiledFormat(_q6_k, high=2, group=16, offset=32, span=16),
-    GGMLType.Q2_K: TiledFormat(_q2_k, group=16, span=16, minima=True),
-    GGMLType.Q3_K: TiledFormat(_q3_k, group=16, offset=4, span=16),
+    GGMLType.Q5_0: TiledFormat(_simple(blocks.BlockQ5_0, has_high=True), high=1, offset=16),
+    GGMLType.Q5_1: TiledFormat(_simple(blocks.BlockQ5_1, has_minima=True, has_high=True), high=1, minima=True),
+    GGMLType.Q4_K: TiledFormat(_k_four(blocks.BlockQ4_K), width=8, span=8, minima=True),
+    GGMLType.Q5_K: TiledFormat(_k_four(blocks.BlockQ5_K), high=1, width=8, span=8, minima=True),
+    GGMLType.Q6_K: TiledFormat(_q6_k, high=2, group=16, offset=32, width=8, less=128, span=16),
+    GGMLType.Q2_K: TiledFormat(_q2_k, bits=2, group=16, width=4, span=16, minima=True),
+    GGMLType.Q3_K: TiledFormat(
+        _q3_k, bits=2, high=1, group=16, table=LOOKED_UP[GGMLType.Q3_K], width=8, less=32, span=16
+    ),
+    GGMLType.IQ2_XXS: TiledFormat(
+        _iq2_xxs, bits=2, high=1, table=LOOKED_UP[GGMLType.IQ2_XXS], width=8, span=8, factor=0.125
+    ),
+    GGMLType.IQ3_XXS: TiledFormat(_iq3_xxs, table=LOOKED_UP[GGMLType.IQ3_XXS], width=8, span=8, factor=0.25),
     GGMLType.IQ4_NL: TiledFormat(_simple(blocks.BlockIQ4_NL), table=IQ4),
-    GGMLType.IQ4_XS: TiledFormat(_iq4_xs, table=IQ4, span=8),
-    GGMLType.MXFP4: TiledFormat(_mxfp4, table=E2M1, scale="e8m0"),
-    GGMLType.NVFP4: TiledFormat(_nvfp4, group=16, table=E2M1, scale="e4m3"),
+    GGMLType.IQ4_XS: TiledFormat(_iq4_xs, table=IQ4, width=8, less=32, span=8),
+    GGMLType.MXFP4: TiledFormat(_mxfp4, table=E2M1, width=8, scale="e8m0"),
+    GGMLType.NVFP4: TiledFormat(_nvfp4, group=16, table=E2M1, width=8, scale="e4m3"),
 }

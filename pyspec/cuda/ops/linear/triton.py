@@ -6,26 +6,42 @@ depend on the matrix and the GPU only and are summed in their order by whoever i
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache, partial
+
 import torch
 from torch import Tensor
 
-from pyspec.cuda import tri
+from pyspec.cuda import tri, verdicts
 from pyspec.cuda.context import per_device
 from pyspec.cuda.ops.linear import tile_codes, tiles
-from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
+from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.tile_launch import block_of, constants, nothing, planes, table_of
-from pyspec.cuda.ops.linear.tiles import COLUMNS, FORMATS, ROWS, TiledMatrix
+from pyspec.cuda.ops.linear.tiles import FORMATS, ROWS, TiledMatrix
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import Prep, PrepKind, RowsSpec
+from pyspec.cuda.verdicts import Candidate
 from pyspec.gguf import GGMLType
 
-PROGRAMS = 12  # of a multiprocessor, about: what a matrix is split for
-MOST_PROGRAMS = 20  # of Q6_K
+HOME = "pyspec.cuda.ops.linear.op:linear"
+
+CHOICES = ((1, 12), (2, 12), (1, 16))
+"""Warps that few rows are multiplied by, and programs of a multiprocessor, about, that a matrix is split for; the first if nobody has measured."""
+SAME = 1e-4  # of a result: what sums in another order may differ by
+WORTH = 0.97  # of the first one's time: what another choice is taken for
+TUNED_ROWS, TUNED_BYTES = (
+    8192,
+    200 << 20,
+)  # of matrices that are measured: one after the other, they are more than a cache holds
+FEWEST, MOST = 0.7, 1.1  # programs of those wanted, where that makes them even
+BESIDE = 0.25  # steps that a program's begin and end cost others
+FEW = 8  # rows of the smallest block
 LEAST = 4  # chunks of a split
 STRETCH = 512
 STAGES = 3
 MAX_TICKETS = 1 << 16
-IN_PAIRS = (GGMLType.Q8_0, GGMLType.NVFP4)  # whose fewest rows two warps multiply faster than one
 
 
 def limits(spec: LinearSpec) -> str | None:
@@ -46,22 +62,90 @@ def tickets_of(device: torch.device) -> Tensor:
     return torch.zeros(MAX_TICKETS, dtype=torch.int32, device=device)
 
 
-class LinearTriton:
-    """Multiplies rows with one matrix of `spec`."""
+@cache
+def steps_of(n_tile: int, n_step: int, least: int, programs: int, n_sm: int) -> int:
+    """How many steps a program makes, so that a multiprocessor has about so many programs and none has much more to do than others."""
+    most, fewest = MOST * programs * n_sm, FEWEST * programs * n_sm
+    around = [per for per in range(least, n_step + 1) if fewest <= n_tile * -(-n_step // per) <= most]
 
-    def __init__(self, spec: LinearSpec) -> None:
+    def last(per: int) -> float:
+        """Steps that the busiest multiprocessor makes, and a part of one each for what a program costs beside them."""
+        lengths = [min(per, n_step - first) for first in range(0, n_step, per)]
+        loads = [0] * n_sm
+        for i, length in enumerate(length for length in lengths for _ in range(n_tile)):
+            loads[i % n_sm] += length + BESIDE
+        return max(loads)
+
+    if not around:  # too few tiles, or enough of them
+        return min(n_step, least) if n_tile * -(-n_step // least) < fewest else n_step
+    return min(around, key=lambda per: (last(per), -per))
+
+
+def _small(spec: LinearSpec) -> LinearSpec:
+    """Whose verdict speaks for all matrices of as many columns."""
+    return LinearSpec(spec.device, spec.type, PROBE_ROWS, spec.n_in)
+
+
+@cache
+def _kept(small: LinearSpec) -> tuple[int, int]:
+    kept = verdicts.load(verdicts.key_of(Candidate("linear", HOME, "triton", __name__, small)))
+    found = [choice for choice in CHOICES if kept is not None and _name(choice) == kept.choice]
+    return (*found, CHOICES[0])[0]
+
+
+def _name(choice: tuple[int, int]) -> str:
+    return " ".join(map(str, choice))
+
+
+def tune(spec: LinearSpec) -> str:
+    """The choice that is fastest with one row and with eight, as `_kept` reads it. One whose sums are not the first one's is left out."""
+    if spec != _small(spec):
+        return ""
+    large = replace(spec, n_out=TUNED_ROWS)
+    one = tiles.drawn(spec.type, large.n_out, large.n_in, spec.device)
+    matrices = [one, *(one.copied() for _ in range(min(15, TUNED_BYTES // one.n_bytes)))]
+    x = torch.randn(FEW, spec.n_in, device=spec.device).half()
+    outs = [torch.empty(FEW, large.n_out, dtype=torch.float32, device=spec.device) for _ in CHOICES]
+    times = []
+    for choice, out in zip(CHOICES, outs, strict=True):
+        run = LinearTriton(large, choice)
+        took = sum(_fastest([partial(run.multiply, x[:n], None, m, out[:n]) for m in matrices]) for n in (1, FEW))
+        is_same = bool((out - outs[0]).norm() <= SAME * outs[0].norm())
+        times.append(took if is_same else math.inf)
+    best = min(times)
+    return _name(CHOICES[times.index(best)] if best < WORTH * times[0] else CHOICES[0])
+
+
+def _fastest(launches: Sequence[Callable[[], object]]) -> float:
+    """Milliseconds of all of them once, in the best of some turns."""
+    times = []
+    for turn in range(6):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in "be")
+        begin.record()
+        for launch in launches:
+            launch()
+        end.record()
+        end.synchronize()
+        times += [begin.elapsed_time(end)] if turn else []  # the first one compiles
+    return min(times)
+
+
+class LinearTriton:
+    """Multiplies rows with one matrix of `spec`. choice: one of CHOICES; None: what was found to be fastest here."""
+
+    def __init__(self, spec: LinearSpec, choice: tuple[int, int] | None = None) -> None:
+        self.warps, programs = choice or _kept(_small(spec))
         self.spec, self.none, self.table = spec, nothing(spec.device), table_of(spec.device, spec.type)
-        self.n_tile, n_chunk = -(-spec.n_weight_row // ROWS), -(-spec.n_in // COLUMNS)
-        programs = max(PROGRAMS, MOST_PROGRAMS if spec.type is GGMLType.Q6_K else 0)
-        wanted = -(-programs * tri.n_multiprocessor(spec.device) // self.n_tile)
-        per = max(LEAST, -(-n_chunk // wanted))
-        self.n_split = -(-n_chunk // per)
+        form = FORMATS[spec.type]
+        self.n_tile, n_step = -(-spec.n_weight_row // ROWS), form.n_step(spec.n_in)
+        per = steps_of(self.n_tile, n_step, -(-LEAST // form.step), programs, tri.n_multiprocessor(spec.device))
+        self.n_split = -(-n_step // per)
         is_gated = spec.epilogue is Epilogue.GATED
         self.n_unit = self.n_tile // 2 if is_gated else self.n_tile  # of which one is the last
         self.fuses = not is_gated or spec.n_out % ROWS == 0
         self.tickets = tickets_of(spec.device)
         self.constants = constants(spec.device, spec.type, spec.n_in) | {
-            "UNIT": tile_codes.unit(FORMATS[spec.type]),
+            "UNIT": tile_codes.unit(form),
             "PER": per,
         }
 
@@ -93,7 +177,6 @@ class LinearTriton:
         n_wide = self.n_tile * ROWS
         part = torch.empty(self.n_split * n_row * n_wide, dtype=torch.float32, device=x.device)
         block, warps = block_of(n_row)
-        warps = max(warps, 1 + (s.type in IN_PAIRS))
         n_block = -(-n_row // block)
         fuses = self.fuses and n_block * self.n_unit <= MAX_TICKETS
         ends = [none if t is None else t for t in (powers, matrix.row_scales, residual)]
@@ -110,7 +193,7 @@ class LinearTriton:
             (self.n_tile, self.n_split, n_block),
             (x, *planes(matrix, self.table, none), part, self.tickets, *ends, out, n_row),
             {**self.constants, "BN": block, "STAGES": STAGES, "FUSED": fuses, **ending},
-            warps,
+            max(warps, self.warps),
         )
         if not fuses:
             grid = (n_row, -(-s.n_out // STRETCH))

@@ -55,13 +55,14 @@ def ended(
 
 @kernel
 def product(
-    x, codes, high, scales, minima, supers, super_minima, table, part, tickets, powers, row_scales, residual, y, n_row,
+    x, codes, high, scales, supers, table, part, tickets, powers, row_scales, residual, y, n_row,
     N_IN: tl.constexpr, N_CHUNK: tl.constexpr, N_SPAN: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr,
-    OFFSET: tl.constexpr, VALUE: tl.constexpr, SCALE: tl.constexpr, SPAN: tl.constexpr, MINIMA: tl.constexpr, ASM: tl.constexpr,
-    UNIT: tl.constexpr, PER: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FUSED: tl.constexpr,
+    BIAS: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr, LESS: tl.constexpr, SPAN: tl.constexpr,
+    MINIMA: tl.constexpr, ASM: tl.constexpr,
+    UNIT: tl.constexpr, STEP: tl.constexpr, PER: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FUSED: tl.constexpr,
     N_OUT: tl.constexpr, SPLITS: tl.constexpr, EPILOGUE: tl.constexpr, POWERS: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, splits, blocks of BN rows): sums over PER chunks of 64 columns -> part [split, row, tile * 64].
+    """Grid (tiles, splits, blocks of BN rows): sums over PER steps of STEP chunks of 64 columns -> part [split, row, tile * 64].
 
     FUSED: whoever is the last of a tile, or of one of gates and that of its ups, does what is left (`ended`); tickets are 0 before and after.
     """
@@ -69,11 +70,12 @@ def product(
     row = tl.program_id(2) * BN + tl.arange(0, BN)
     is_row, out = row < n_row, tl.arange(0, 64)
     acc = tl.zeros((64, BN), tl.float32)
-    for chunk in tl.range(split * PER, tl.minimum(split * PER + PER, N_CHUNK), num_stages=STAGES):
-        acc = chunk_sums(
-            acc, x, row.to(tl.int64) * N_IN, is_row, codes, high, scales, minima, supers, super_minima, table, tile, chunk,
-            N_IN, N_CHUNK, N_SPAN, BITS, HIGH, GROUP, OFFSET, VALUE, SCALE, SPAN, MINIMA, ASM,
-        )  # fmt: skip
+    for step in tl.range(split * PER, tl.minimum(split * PER + PER, N_CHUNK // STEP), num_stages=STAGES):
+        for half in tl.static_range(STEP):
+            acc = chunk_sums(
+                acc, x, row.to(tl.int64) * N_IN, is_row, codes, high, scales, supers, table, tile, step * STEP + half,
+                N_IN, N_CHUNK, N_SPAN, BITS, HIGH, GROUP, BIAS, VALUE, WIDTH, SCALE, LESS, SPAN, MINIMA, ASM, half,
+            )  # fmt: skip
     n_tile = tl.num_programs(0)
     n_wide = n_tile * 64
     to = (split * n_row + row[None, :]).to(tl.int64) * n_wide + tile * 64 + out[:, None]

@@ -75,9 +75,9 @@ __device__ __forceinline__ void conv_part(const ConvArgs& a, const Seq& seq, int
   const int span = blockIdx.z * SPAN, step = seq.keep ? gridDim.z * SPAN : SPAN;
   const int per_warp = min(GROUP, (min(seq.n - span, SPAN) + CONV_WARPS - 1) / CONV_WARPS);
   int first = span + warp * per_warp, count = min(per_warp, seq.n - first);
-  const bool moves = blockIdx.z == 0 && warp < TAPS - 1;
+  const bool moves = blockIdx.z == 0 && warp < TAPS - 1 && seq.first == 0;
   const int from = seq.keep ? seq.n + warp : warp;  // moved by this warp: of window and rows, one after the other
-  const bool folds = blockIdx.z == 0 && PART != C && !seq.fold_only;  // whose records mamba2_rows reads where they are
+  const bool folds = blockIdx.z == 0 && PART != C && !seq.in_place();  // others' records mamba2_rows reads where they are
   const int own = lane / BLOCK_HEADS, head = head0 + lane % BLOCK_HEADS;  // of X, the row and head a lane makes gates of
   const float* rows = a.m + seq.start * a.m_stride + channel;
   float* conv = a.conv + (slot_row + static_cast<i64>(seq.slot) * (TAPS - 1)) * CHANNELS + channel;
@@ -92,6 +92,7 @@ __device__ __forceinline__ void conv_part(const ConvArgs& a, const Seq& seq, int
   const float* window = conv + static_cast<i64>(seq.fold) * CHANNELS;
   if (count > 0) load_window(raw, window, first);
   if (moves && from < TAPS - 1) moved = quad(window + static_cast<i64>(from) * CHANNELS);
+  if (blockIdx.z == 0 && PART != C && seq.in_place()) fetch_records(record, warp, CONV_WARPS, seq.fold, STRIDE);
   if (folds) {
 #pragma unroll
     for (int i = 0; i < EARLY; i++) {
@@ -137,7 +138,7 @@ __device__ __forceinline__ void conv_part(const ConvArgs& a, const Seq& seq, int
   for (;;) {
     if (PART == X && own < count) {  // a lane makes step and decay of a row's head
       const int j = first + own;
-      const i64 row = seq.start + j, to = row * HEADS + head, kept = (slot_row + j) * HEADS + head;
+      const i64 row = seq.start + j, to = row * HEADS + head, kept = (slot_row + seq.first + j) * HEADS + head;
       const float t = softplus(dt + dt_bias), e = expf(t * slope);
       a.t[to] = t;
       a.e[to] = e;
@@ -148,13 +149,13 @@ __device__ __forceinline__ void conv_part(const ConvArgs& a, const Seq& seq, int
       if (j >= count) break;
       const float4 y = taps(raw.x + j, bias);
       const i64 row = seq.start + first + j;
-      if (!seq.keep) quad(conv + static_cast<i64>(TAPS - 1 + first + j) * CHANNELS) = raw.x[j + TAPS - 1];
+      if (!seq.keep) quad(conv + static_cast<i64>(TAPS - 1 + seq.first + first + j) * CHANNELS) = raw.x[j + TAPS - 1];
       if (PART == C) {
         quad(a.c + row * STRIDE + at) = y;
       } else if (seq.keep) {
         quad((PART == X ? a.x : a.b) + row * STRIDE + at) = y;
       } else {
-        quad(record + static_cast<i64>(first + j) * STRIDE) = y;
+        quad(record + static_cast<i64>(seq.first + first + j) * STRIDE) = y;
       }
     }
     first += per_warp * CONV_WARPS;
@@ -312,9 +313,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
   auto start_fetch = [&](int j) {
     if (j < n_stage) {
       const bool folds = j < n_fold, kept = seq.keep;
-      const bool in_place = seq.chunked || seq.fold_only;  // whose records nobody overwrites
+      const bool in_place = folds && seq.in_place();
       const int first = (folds ? j : j - n_fold) * STAGE, count = min(STAGE, (folds ? seq.fold : seq.n) - first);
-      const i64 row = seq.start + first, old = fold_row + first, record = slot_row + first;
+      const i64 row = seq.start + first, old = fold_row + first, record = slot_row + (folds ? 0 : seq.first) + first;
       const i64 at = in_place ? record : folds ? old : kept ? row : record, scalar = in_place || folds ? at : row;
       const Tokens from = {(in_place ? rec_x : folds ? fold_x : kept ? x : rec_x) + at * INNER + h * DIM + row0,
                            (in_place ? rec_b : folds ? fold_b : kept ? b : rec_b) + at * WIDE + group * N_STATE,
@@ -346,7 +347,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     if (j < n_fold) {
       advance<false>(slice, stages[j % 2], min(STAGE, seq.fold - j * STAGE), weight, nullptr);
     } else {
-      if (j == n_fold && j > 0 && !seq.keep) move_state(slice, own, true);
+      if (j == n_fold && j > 0 && !seq.keep && seq.first == 0) move_state(slice, own, true);
       const int first = (j - n_fold) * STAGE;
       advance<true>(slice, stages[j % 2], min(STAGE, seq.n - first), weight,
                     out + static_cast<i64>(seq.start + first) * INNER + h * DIM + row0);

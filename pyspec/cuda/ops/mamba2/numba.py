@@ -76,11 +76,11 @@ def bind(spec: Mamba2Spec) -> Mamba2:
         def one(s: int, h: int) -> None:
             seq, at, group = batch.seqs[s], slice(batch.starts[s], batch.starts[s + 1]), h // each
             slot, fold = seq.slot, seq.n_fold
-            state = states[slot, h]
+            state = states[slot, h].copy() if seq.late else states[slot, h]
             if fold:
                 kept = (r[slot, :fold, i] for r, i in zip(old, (h, group, h, h), strict=True))
                 run_head(state, *(np.ascontiguousarray(r) for r in kept), *nothing)
-            live = state if seq.keep else state.copy()
+            live = state if seq.keep or seq.late else state.copy()
             run_head(live, xs[h, at], bs[group, at], es[h, at], ts[h, at], cs[group, at], result[h, at])
 
         run_all(one, [(s, h) for s in range(len(batch.seqs)) for h in range(n_head)])

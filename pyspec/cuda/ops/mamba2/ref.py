@@ -28,6 +28,7 @@ from torch import Tensor
 
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.recurrent.ref import (
+    LATE_ROUNDS,
     advance,
     check_seqs,
     convolve,
@@ -211,6 +212,7 @@ def check(launch: Callable[..., Tensor], reference: Callable[..., Tensor], spec:
         [Seq(0, 5, [0] * 6), Seq(2, 1, [0] * 3)],
         [Seq(2, 4, [0], False, 0, 3), Seq(0, 8, [0] * 2, False, 0, 3), Seq(1, 0, [0] * 4, True)],
         [Seq(0, 10, [0], True, 0, 1), Seq(2, 5, [0] * 4, True, 0, 1)],
+        *LATE_ROUNDS,
         [Seq(1, 4, [0] * 3), Seq(0, 11, [0] * 130, True)],
         [Seq(1, 7, [0] * 135, True, 0, 2), Seq(2, 9, [0] * 65, True), Seq(0, 141, [0] * 2)],
     ):

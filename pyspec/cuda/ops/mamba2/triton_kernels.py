@@ -36,11 +36,13 @@ def mamba2_conv(
     """Grid (blocks of channels + 1, sequences, stretches of rows)."""
     CHANNELS: tl.constexpr = INNER + 2 * WIDE
     unit, s, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    slot, start, n, fold, kept = read_seq(seq_slot, seq_start, seq_fold, seq_keep, s, n_slot, width, n_row, fault, OP)
+    slot, start, n, fold, kept, first = read_seq(
+        seq_slot, seq_start, seq_fold, seq_keep, s, n_slot, width, n_row, fault, OP
+    )
     if n + fold == 0:
         return
     slot_row, old_row = slot.to(tl.int64) * width, s.to(tl.int64) * width
-    new_row = n_seq.to(tl.int64) * width + start
+    new_row, record_row = n_seq.to(tl.int64) * width + start, slot_row + first
     step = tl.num_programs(2) * ROWS
     if unit == CHANNELS // BLOCK:
         head = tl.arange(0, SOME_HEADS)
@@ -59,7 +61,7 @@ def mamba2_conv(
             decay = tl.exp(size * slope[None, :])
             new, record = (
                 (new_row + r)[:, None] * HEADS + head[None, :],
-                (slot_row + r)[:, None] * HEADS + head[None, :],
+                (record_row + r)[:, None] * HEADS + head[None, :],
             )
             tl.store(t + new, size, mask=is_row)
             tl.store(e + new, decay, mask=is_row)
@@ -78,15 +80,15 @@ def mamba2_conv(
             copied(rec_b, b, slot_row, old_row, fold, channel - INNER, every, WIDE, ROWS)
         moved = moved_window(window, fold, rows, m_stride, n, kept, channel, CHANNELS)
         tl.debug_barrier()
-        put_window(window, moved, channel, CHANNELS)
+        put_window(window, moved, channel, first, CHANNELS)
     bias = tl.load(conv_b + channel)
     for t0 in range(z * ROWS, n, step):
         r = t0 + tl.arange(0, ROWS)
         is_row = (r < n)[:, None]
         is_verified = is_row & (kept == 0)
         y, raw = convolved(rows, m_stride, r, n, w0, w1, w2, conv_w, channel, bias)
-        tl.store(window + (r + 3).to(tl.int64)[:, None] * CHANNELS + channel[None, :], raw, mask=is_verified)
-        new, record = (new_row + r)[:, None], (slot_row + r)[:, None]
+        tl.store(window + (first + r + 3).to(tl.int64)[:, None] * CHANNELS + channel[None, :], raw, mask=is_verified)
+        new, record = (new_row + r)[:, None], (record_row + r)[:, None]
         if unit * BLOCK < INNER:
             tl.store(x + new * INNER + channel[None, :], y, mask=is_row)
             tl.store(rec_x + record * INNER + channel[None, :], y, mask=is_verified)
@@ -120,7 +122,9 @@ def mamba2_rows(
     h, s = tl.program_id(0), tl.program_id(2)
     group = h // (HEADS // GROUPS)
     i, at_state = tl.program_id(1) * PART + tl.arange(0, PART), tl.arange(0, N_STATE)
-    slot, start, n, fold, kept = read_seq(seq_slot, seq_start, seq_fold, seq_keep, s, n_slot, width, n_row, fault, OP)
+    slot, start, n, fold, kept, first = read_seq(
+        seq_slot, seq_start, seq_fold, seq_keep, s, n_slot, width, n_row, fault, OP
+    )
     if s == n_seq - 1:  # rows behind the last sequence's are nobody's, and read all the same
         for row in range(tl.maximum(tl.load(seq_start + n_seq), 0), n_row):
             tl.store(out + (row.to(tl.int64) * HEADS + h) * DIM + i, tl.zeros([PART], dtype=tl.float32))
@@ -139,7 +143,7 @@ def mamba2_rows(
         x, b, c, e, t, later, fold, old_row, new_row, start, h, group, i, at_state, HEADS, GROUPS, DIM, N_STATE
     )
     for j in range(fold + n):
-        if (j == fold) & (fold > 0) & (kept == 0):
+        if (j == fold) & (fold > 0) & (kept == 0) & (first == 0):
             tl.store(own, part)  # a verify's rows never touch it
         later = tl.minimum(j + 2, last)  # on its way while two tokens are multiplied
         later_x, later_b, later_c, later_decay, later_size = token(

@@ -116,14 +116,15 @@ class _TileProduct:
             n_expert,
         )
         self.n_tile = matrix.n_out // ROWS // (n_expert + spec.pieces)
-        self.n_chunk, n_at_once = -(-matrix.n_in // COLUMNS), self.n_tile * spec.n_used
+        form = FORMATS[matrix.type]
+        n_step, n_at_once = form.n_step(matrix.n_in), self.n_tile * spec.n_used
         wanted = -(-PROGRAMS * tri.n_multiprocessor(spec.device) // n_at_once)
-        per = max(LEAST, -(-self.n_chunk // wanted))
-        self.n_split = -(-self.n_chunk // per)
+        per = max(-(-LEAST // form.step), -(-n_step // wanted))
+        self.n_split = -(-n_step // per)
         self.constants = constants(spec.device, matrix.type, matrix.n_in) | {
-            "UNIT": tile_codes.unit(FORMATS[matrix.type]),
+            "UNIT": tile_codes.unit(form),
             "PER": per,
-            "X_STEP": matrix.n_in if inner else self.n_chunk * COLUMNS,
+            "X_STEP": matrix.n_in if inner else -(-matrix.n_in // COLUMNS) * COLUMNS,
             "INNER": inner,
             "N_EXPERT": n_expert,
             "N_USED": spec.n_used,

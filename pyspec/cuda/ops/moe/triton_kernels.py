@@ -98,13 +98,14 @@ def item_of(
 
 @kernel
 def products(
-    x, powers, codes, high, scales, minima, supers, super_minima, table, part, ids, order, items, counter, n_row, n_shared,
+    x, powers, codes, high, scales, supers, table, part, ids, order, items, counter, n_row, n_shared,
     N_IN: tl.constexpr, N_CHUNK: tl.constexpr, N_SPAN: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr,
-    OFFSET: tl.constexpr, VALUE: tl.constexpr, SCALE: tl.constexpr, SPAN: tl.constexpr, MINIMA: tl.constexpr, ASM: tl.constexpr,
-    UNIT: tl.constexpr, PER: tl.constexpr, TURNS: tl.constexpr, STAGES: tl.constexpr, X_STEP: tl.constexpr, INNER: tl.constexpr,
+    BIAS: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr, LESS: tl.constexpr, SPAN: tl.constexpr,
+    MINIMA: tl.constexpr, ASM: tl.constexpr,
+    UNIT: tl.constexpr, STEP: tl.constexpr, PER: tl.constexpr, TURNS: tl.constexpr, STAGES: tl.constexpr, X_STEP: tl.constexpr, INNER: tl.constexpr,
     BN: tl.constexpr, N_EXPERT: tl.constexpr, N_USED: tl.constexpr, PIECES: tl.constexpr, LISTED: tl.constexpr, COMPACT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, items, splits): sums over PER chunks of 64 columns -> part [split, pair, tile * 64].
+    """Grid (tiles, items, splits): sums over PER steps of STEP chunks of 64 columns -> part [split, pair, tile * 64].
 
     TURNS  splits that one program makes one after the other and adds in their order, as who reads several does
     INNER  x has the batch's rows; else a row a pair, of which each 64 columns are over a power [pair, chunk] of their own
@@ -122,21 +123,24 @@ def products(
     total = tl.zeros((64, BN), tl.float32)
     for own in range(split * TURNS, split * TURNS + TURNS):
         acc = tl.zeros((64, BN), tl.float32)
-        for chunk in tl.range(
-            own * PER, tl.where(n > 0, tl.minimum(own * PER + PER, N_CHUNK), own * PER), num_stages=STAGES
+        for step in tl.range(
+            own * PER, tl.where(n > 0, tl.minimum(own * PER + PER, N_CHUNK // STEP), own * PER), num_stages=STAGES
         ):
-            if INNER:
-                acc = chunk_sums(
-                    acc, x, row.to(tl.int64) * X_STEP, is_row, codes, high, scales, minima, supers, super_minima, table, tile, chunk,
-                    N_IN, N_CHUNK, N_SPAN, BITS, HIGH, GROUP, OFFSET, VALUE, SCALE, SPAN, MINIMA, ASM,
-                )  # fmt: skip
-            else:
-                power = tl.load(powers + row.to(tl.int64) * N_CHUNK + chunk, mask=is_row, other=0.0)
-                acc += power[None, :] * chunk_sums(
-                    tl.zeros((64, BN), tl.float32), x, row.to(tl.int64) * X_STEP, is_row, codes, high, scales, minima, supers,
-                    super_minima, table, tile, chunk,
-                    N_IN, N_CHUNK, N_SPAN, BITS, HIGH, GROUP, OFFSET, VALUE, SCALE, SPAN, MINIMA, ASM,
-                )  # fmt: skip
+            for half in tl.static_range(STEP):
+                chunk = step * STEP + half
+                if INNER:
+                    acc = chunk_sums(
+                        acc, x, row.to(tl.int64) * X_STEP, is_row, codes, high, scales, supers, table, tile, chunk,
+                        N_IN, N_CHUNK, N_SPAN, BITS, HIGH, GROUP, BIAS, VALUE, WIDTH, SCALE, LESS, SPAN, MINIMA, ASM, half,
+                    )  # fmt: skip
+                else:
+                    place = tl.minimum(chunk, X_STEP // 64 - 1)  # of a chunk without columns it does not matter
+                    power = tl.load(powers + row.to(tl.int64) * (X_STEP // 64) + place, mask=is_row, other=0.0)
+                    acc += power[None, :] * chunk_sums(
+                        tl.zeros((64, BN), tl.float32), x, row.to(tl.int64) * X_STEP, is_row, codes, high, scales, supers,
+                        table, tile, chunk,
+                        N_IN, N_CHUNK, N_SPAN, BITS, HIGH, GROUP, BIAS, VALUE, WIDTH, SCALE, LESS, SPAN, MINIMA, ASM, half,
+                    )  # fmt: skip
         total += acc * UNIT
     n_pair = n_row * (N_USED + PIECES)
     to = (split * n_pair + pair[None, :]).to(tl.int64) * (n_tile * 64) + tl.program_id(0) * 64 + out[:, None]

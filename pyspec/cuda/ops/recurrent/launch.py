@@ -38,8 +38,13 @@ def waves(n_state_row: int, columns: int, arch: str, n_multiprocessor: int) -> f
 
 
 def chunked_of(batch: Batch, chunked: int) -> list[Seq]:
-    """Sequences that are chunked: only of batches that run as they are, for a graph's are replayed for others."""
-    return [] if batch.bucket is not None else [s for s in batch.seqs if s.keep and s.width >= chunked]
+    """Sequences that are chunked: only of batches that run as they are, for a graph's are replayed for others; but those of prompts are
+    all chunked, and captured with as many rows as they may have."""
+    return (
+        []
+        if batch.bucket is not None and not batch.prompt
+        else [s for s in batch.seqs if s.keep and s.width >= chunked]
+    )
 
 
 def stretches(n_row: int, n_seq: int, width: int) -> int:

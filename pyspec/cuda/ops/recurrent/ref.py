@@ -9,8 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyspec.errors import OutOfBounds
-from pyspec.slots.batch import Batch
+from pyspec.slots.batch import Batch, Seq
 from pyspec.slots.recurrent import StateLayer
+
+LATE_ROUNDS = (  # of a check: rows that wait as records, which then a row, a verify or a kept row folds; slots 0 and 2 have none before
+    [Seq(0, 20, [0], late=True), Seq(2, 20, [0], late=True)],
+    [Seq(0, 21, [0], n_fold=1, late=True), Seq(2, 21, [0] * 2, n_fold=1)],
+    [Seq(0, 22, [0], n_fold=2, late=True), Seq(2, 23, [0], n_fold=2, late=True)],
+    [Seq(0, 23, [0], True, n_fold=3), Seq(2, 24, [0] * 3, n_fold=3)],
+)
 
 
 def check_seqs(batch: Batch, layer: StateLayer) -> None:
@@ -21,8 +28,13 @@ def check_seqs(batch: Batch, layer: StateLayer) -> None:
             raise OutOfBounds("state slot", seq.slot, n_slot, seq.slot)
         if not 0 <= seq.n_fold <= layer.width:
             raise OutOfBounds(f"slot {seq.slot} fold count", seq.n_fold, layer.width + 1, seq.slot)
-        if not seq.keep and seq.width > layer.width:
-            raise OutOfBounds(f"slot {seq.slot} verify width", seq.width, layer.width + 1, seq.slot)
+        if not seq.keep and first_record(seq) + seq.width > layer.width:
+            raise OutOfBounds(f"slot {seq.slot} verify width", first_record(seq) + seq.width, layer.width + 1, seq.slot)
+
+
+def first_record(seq: Seq) -> int:
+    """Where the records of its rows begin, if it has any."""
+    return seq.n_fold if seq.late else 0
 
 
 def has_records(layer: StateLayer, slot: int, n_fold: int) -> bool:
@@ -85,7 +97,7 @@ def advance(
     spans = [slice(batch.starts[s], batch.starts[s + 1]) for s in range(len(batch.seqs))]
     few = [s for s, seq in enumerate(batch.seqs) if not (seq.keep and seq.width >= chunked)]
     for s, seq in enumerate(batch.seqs):
-        if not seq.keep:  # the state of a verify is stored as it stands before its rows
+        if not seq.keep and not seq.late:  # the state of a verify is stored as it stands before its rows
             layer.state[seq.slot] = state[s]
     if few:
         part = state if len(few) == len(spans) else state[few]
@@ -118,8 +130,10 @@ def convolve(m: Tensor, w: Tensor, layer: StateLayer, batch: Batch, taps: int, b
         if seq.keep:
             layer.conv[seq.slot, : taps - 1] = x[n:]
         else:
-            layer.conv[seq.slot, : taps - 1] = window
-            layer.conv[seq.slot, taps - 1 : taps - 1 + n] = rows
+            first = first_record(seq)
+            layer.conv[seq.slot, taps - 1 + first : taps - 1 + first + n] = rows
+            if not seq.late:
+                layer.conv[seq.slot, : taps - 1] = window
     return F.silu(out)
 
 
@@ -127,8 +141,9 @@ def record(layer: StateLayer, batch: Batch, rows: Sequence[Tensor]) -> None:
     """Keep the rows of every verify for the fold that may come; `rows` [row, ...] in the order of the shape's records."""
     for s, seq in enumerate(batch.seqs):
         if not seq.keep:
+            first = first_record(seq)
             for record, new in zip(layer.records(), rows, strict=True):
-                record[seq.slot, : seq.width] = new[batch.starts[s] : batch.starts[s + 1]]
+                record[seq.slot, first : first + seq.width] = new[batch.starts[s] : batch.starts[s + 1]]
 
 
 def shift_window(layer: StateLayer, slot: int, n_fold: int) -> None:

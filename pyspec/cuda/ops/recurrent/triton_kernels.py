@@ -7,22 +7,23 @@ import triton.language as tl
 
 from pyspec.cuda.tri_guards import report
 
-FOLD_ONLY = tl.constexpr(2)  # in seq_keep, see seq.cuh
+KEEP, FOLD_ONLY, LATE = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # in seq_keep, see seq.cuh
 
 
 @triton.jit
 def read_seq(seq_slot, seq_start, seq_fold, seq_keep, s, n_slot, width, n_row, fault, OP: tl.constexpr):
-    """(slot, first row, rows, records to fold, kept). A bad index is reported, and its sequence has no rows and no records: clamping
+    """(slot, first row, rows, records to fold, kept, records before those of its rows). A bad index is reported, and its sequence has no rows and no records: clamping
     it to a real slot would spoil that slot's state."""
     slot, start, fold = tl.load(seq_slot + s), tl.load(seq_start + s), tl.load(seq_fold + s)
     n, keep = tl.load(seq_start + s + 1) - start, tl.load(seq_keep + s)
     folds_only = (n == 0) & (keep == FOLD_ONLY)
     is_there = (n > 0) | folds_only
     last = start + n - 1
+    first = tl.where((keep == LATE) & (fold > 0), fold, 0)
     index, limit = 0, 0
     if is_there:
-        if (keep == 0) & (n > width):
-            index, limit = n, width + 1
+        if (keep != KEEP) & (first + n > width):
+            index, limit = first + n, width + 1
         if (n > 0) & ((last < 0) | (last >= n_row)):
             index, limit = last, n_row
         if (n > 0) & ((start < 0) | (start >= n_row)):
@@ -35,7 +36,8 @@ def read_seq(seq_slot, seq_start, seq_fold, seq_keep, s, n_slot, width, n_row, f
             report(fault, OP, slot, index, limit)
     is_good = is_there & (limit == 0)
     n, fold = tl.where(is_good, n, 0), tl.where(is_good, fold, 0)
-    return tl.where(is_good, slot, 0), start, n, fold, keep != 0
+    first = tl.where(is_good, first, 0)
+    return tl.where(is_good, slot, 0), start, n, fold, keep == KEEP, first
 
 
 @triton.jit
@@ -95,9 +97,10 @@ def moved_window(conv, fold, rows, stride, n, kept, channel, N_CHANNEL: tl.const
 
 
 @triton.jit
-def put_window(conv, window, channel, N_CHANNEL: tl.constexpr):
+def put_window(conv, window, channel, first, N_CHANNEL: tl.constexpr):
+    """Not where rows are recorded behind others, for those are not passed over."""
     i = tl.arange(0, 4)
-    tl.store(conv + i[:, None] * N_CHANNEL + channel[None, :], window, mask=(i < 3)[:, None])
+    tl.store(conv + i[:, None] * N_CHANNEL + channel[None, :], window, mask=(i < 3)[:, None] & (first == 0))
 
 
 @triton.jit

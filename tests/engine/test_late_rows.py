@@ -1,0 +1,80 @@
+"""Rows that wait as records while their slot's state stays as it was written: the same texts, and what requests leave is the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import test_fly_ahead as ahead
+import test_same_text_models as same
+from engine_rig import FIXTURES
+from test_fly_ahead import flown  # noqa: F401 - a fixture
+
+from pyspec.device.worker import Launched, Worker
+from pyspec.engine import describe
+from pyspec.engine.lookahead import InFlight
+from pyspec.slots.batch import Batch
+
+QWEN35, NEMOTRON = FIXTURES / "qwen35.gguf", FIXTURES / "nemotron_latent.gguf"
+HYBRIDS = pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
+N_LATE = 3
+
+
+@pytest.fixture(autouse=True)
+def waited(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """Rows wait on a CPU, too; how many did, by how many others there were."""
+    found: Counter[int] = Counter()
+    monkeypatch.setattr(describe, "late_rows", lambda _device: N_LATE)
+    send = Worker._send
+
+    def watch(self: Worker, batch: Batch) -> Launched:
+        found.update(seq.n_fold for seq in batch.seqs if seq.late)
+        return send(self, batch)
+
+    monkeypatch.setattr(Worker, "_send", watch)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["none", "mtp", pytest.param("fickle-hybrid", marks=pytest.mark.slow)])
+def test_same_text_with_staggered_joins(kind: str, waited: Counter[int]) -> None:
+    same.test_same_text_with_staggered_joins(kind, 3)
+    assert kind != "none" or (set(waited) == {0, 1, 2} and min(waited.values()) > 20)
+
+
+@pytest.mark.parametrize("np", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_same_text_of_rounds_ahead(np: int, flown: list[InFlight], waited: Counter[int]) -> None:  # noqa: F811
+    ahead.test_same_text_with_staggered_joins("none", np, flown)
+    assert set(waited) == {0, 1, 2}
+
+
+@pytest.mark.slow
+@HYBRIDS
+def test_requests_that_end_leave_their_state(path: object, flown: list[InFlight], waited: Counter[int]) -> None:  # noqa: F811
+    """By a token that the device knows, and by one that only the host does."""
+    ahead.test_what_an_end_token_ends_is_gone_on_from(path, False, flown)  # type: ignore[arg-type]
+    ahead.test_what_a_request_leaves_is_gone_on_from(path, flown)  # type: ignore[arg-type]
+    assert set(waited) == {0, 1, 2}
+
+
+@HYBRIDS
+def test_a_token_that_the_host_refuses_leaves_the_records_before_it(path: object, flown: list[InFlight]) -> None:  # noqa: F811
+    ahead.test_banned_tokens_among_drafts_leave_the_text_as_it_is(path, flown)  # type: ignore[arg-type]
+    ahead.test_a_banned_best_token_sends_only_its_own_request_back(flown)
+
+
+@pytest.mark.slow
+def test_cancels_at_any_moment_leave_the_others_their_text(flown: list[InFlight]) -> None:  # noqa: F811
+    ahead.test_cancels_at_any_moment_leave_the_others_their_text(flown)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["mtp", "dflash"])
+def test_drafts_come_and_go(
+    kind: str,
+    flown: list[InFlight],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    waited: Counter[int],
+) -> None:
+    """Behind rows that wait a verify folds them, and rows behind it wait for nobody knows how many are kept."""
+    ahead.test_drafts_are_those_of_rounds_that_wait(kind, True, flown, monkeypatch)
+    assert waited

@@ -1,0 +1,47 @@
+"""A process that was started before anybody asked is the one that is taken; who was not asked for goes."""
+
+import sys
+
+import pytest
+
+from pyspec.engine import process
+from pyspec.engine.process import EngineProcess
+
+COMMAND = (sys.executable, "-c", "import sys; sys.stdin.read(); import time; time.sleep(60)")
+
+
+@pytest.fixture(autouse=True)
+def command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "COMMAND", COMMAND)
+
+
+def new(command: tuple[str, ...] = COMMAND) -> EngineProcess:
+    return EngineProcess(command, lambda message: None, lambda: None)
+
+
+def test_the_next_engine_is_the_one_that_was_started_ahead() -> None:
+    process.start_ahead()
+    ahead = process._ahead[0][1][0]
+    first, second = new(), new()
+    assert first.process is ahead and second.process is not ahead
+    assert first.end() == second.end() == "it was killed"
+
+
+def test_one_of_another_command_or_that_is_gone_is_not_taken() -> None:
+    process.start_ahead()
+    ahead = process._ahead[0][1][0]
+    other = new((*COMMAND, "other"))
+    assert other.process is not ahead
+    ahead.kill()
+    ahead.wait(10)
+    mine = new()
+    assert mine.process is not ahead and not process._ahead
+    for one in (other, mine):
+        one.end()
+
+
+def test_nobody_asked() -> None:
+    process.start_ahead()
+    ahead = process._ahead[0][1][0]
+    process.end_ahead()
+    assert ahead.poll() is not None and not process._ahead
