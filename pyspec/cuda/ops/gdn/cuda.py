@@ -56,8 +56,8 @@ MANY, MANY_ROWS = (
     24,
     4,
 )  # sequences from which a warp's convolution is enough for each, if they have so many rows in the mean at most
-FETCH = 1  # states of later blocks go to L2 ahead of them; 0: for measurements
-MORE = 1  # blocks of gdn_rows, of two columns to a lane, that Hopper's registers hold besides; 0: for measurements
+FETCH = 0  # 1: states of later blocks go to L2 ahead of them. Not measured yet
+MORE = 0  # 1: a block more of gdn_rows, of two columns to a lane, which Hopper's registers hold. Not measured yet
 CONV_ARGS = "plpplppp" + "ppppp" + "pppp" + "pppppp" + "pppp" + "iiiif" + "p"
 ROWS_ARGS = "ppp" + "pppp" + "pppppp" + "pppp" + "iiii" + "p"
 OUT_ARGS, INTO_ARGS = "p", "plpff" + "ppp" + "i" + NEXT_ARGS
