@@ -5,7 +5,7 @@
 
 The model is synthetic and has its first N layers only, so that it loads in seconds. A round of all layers is that of two depths,
 drawn on: what differs between N and N / 2 layers is N / 2 layers'. An op costs what its layers cost more than in the full round; ops that run
-once a round (the head's) count once. Ops whose tier is refused are shown with the reason. Prints a table in markdown: milliseconds
+once a round (the head's) count once. Rounds with drafts want more tokens: 0.00 ms says that no round had all streams in it. Ops whose tier is refused are shown with the reason. Prints a table in markdown: milliseconds
 of a round at each number of streams, and the share of the full rate that is left, for the layers that ran and for all.
 """
 
