@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyspec.engine.controller import DOUBT_EVERY, MARGIN, PROBE_DRAFT, RETHINK, Controller
+from pyspec.engine.controller import DOUBT_EVERY, HORIZON, MARGIN, PROBE_DRAFT, RETHINK, Controller
 from pyspec.engine.timer import Timer, bucket
 from pyspec.slots.arena import bucket_of
 
@@ -156,7 +156,7 @@ def test_dear_rows_never_cost_two_percent_of_plain_decoding(chained: bool, busy:
 def test_drafting_comes_back_when_acceptance_does() -> None:
     m = Machine(flat, 2.0, n_slot=1)
     m.run(600, [0.02])
-    assert sum(n for picks in m.picks[-100:] for n in picks) <= 2 * PROBE_DRAFT
+    assert sum(n > 0 for picks in m.picks[-100:] for n in picks) <= 4
     m.run(500, [0.95])
     assert sum(n for picks in m.picks[-100:] for n in picks) > 300
 
@@ -368,8 +368,10 @@ def test_a_choice_of_no_drafts_stands_until_something_changes(monkeypatch: pytes
 
 def one_by_one(c: Controller, caps: list[tuple[int, int]]) -> list[int]:
     """What `_best` means, written as it is told: the likeliest row up to a depth goes next, and the best ratio on the way wins."""
-    busy, survive = len(caps), c.texts.survive([slot for slot, _ in caps])
-    best, best_rate = [0] * busy, busy / c.verify_ms(busy) * MARGIN
+    slots, busy = [slot for slot, _ in caps], len(caps)
+    plain, survive = busy / c.verify_ms(busy), c.texts.survive(slots)
+    survive[:, 0] += HORIZON * c._untold(slots, plain)
+    best, best_rate = [0] * busy, plain * MARGIN
     for depth in range(1, c.n_max + 1) if c.chained else (c.n_max,):
         now, tokens = [0] * busy, float(busy)
         while open_slots := [i for i, (_, cap) in enumerate(caps) if now[i] < min(cap, depth)]:
@@ -377,7 +379,7 @@ def one_by_one(c: Controller, caps: list[tuple[int, int]]) -> list[int]:
             tokens += survive[i, now[i]]
             now[i] += 1
             passes, live = depth if c.chained else 1, sum(n > 0 for n in now)
-            rate = tokens / (c.verify_ms(busy + sum(now)) + passes * c.draft_ms(live))
+            rate = tokens / (c.verify_ms(busy + sum(now)) + passes * c.draft_ms(live, hopeful=False))
             if rate > best_rate:
                 best, best_rate = now.copy(), rate
     return best
@@ -396,7 +398,8 @@ def test_all_lengths_at_once_are_weighed_as_one_by_one(seed: int) -> None:
         n_draft = draw.randint(1, n_max)
         c.record(draw.randrange(n), n_draft, draw.randint(0, n_draft))
     caps = [(slot, draw.choice([0, n_max, n_max, draw.randint(0, n_max)])) for slot in range(n)]
-    assert c._best(caps)[0] == one_by_one(c, caps)
+    best = one_by_one(c, caps)
+    assert c._best(caps)[0] in (best, [min(k, PROBE_DRAFT) for k in best])
 
 
 def test_offers_are_taken_where_they_promise_more_than_the_drafter() -> None:

@@ -26,7 +26,6 @@ from pyspec.engine.timer import N_SAMPLE, N_TRUST, SLACK, Timer
 DECAY = 0.96  # of what /slots shows of a slot's drafts, per round
 MARGIN = 1.02  # a draft must promise this much more than none
 PROBE_FIRST, PROBE_LAST, PROBE_DRAFT = 32, 512, 2  # rounds between probes of a silent slot; tokens of a probe
-EASE_AFTER = 10**9  # silent rounds, after which a draft is as short as a probe
 PROBE_SHARE = 0.015  # of the time since the last draft: what a probe may cost where its cost is known
 N_RETAKE = 3  # drafts that only take a time again
 RETAKE_FIRST = 4  # silent rounds before the first of them; twice as many each
@@ -40,7 +39,8 @@ RETHINK = 16  # rounds for which a choice of no drafts stands if nothing but the
 MOST_GRAMMARS = 64  # whose acceptance is known
 OFFERED = -1  # for a place in a draft
 DEAR_LIVE = 0.02  # of a round: where a draft for all slots takes so much more than for one, it is weighed who drafts
-HORIZON = 4.0
+HORIZON = 3.0  # rounds for which it is worth to know what a text is like
+ASK_FIRST, ASK_SHARE = 2, 0.01  # plain rounds, and share of the time: what asking for that may lose to plain decoding
 NO_OFFERS: Mapping[int, Sequence[float]] = {}
 
 
@@ -126,6 +126,7 @@ class Controller:
     def __post_init__(self) -> None:
         self.since_plain = self.n_round = self.n_retake = self.n_plain = 0
         self.ms = self.lost_ms = 0.0  # of all rounds, and what those of sizes not known yet took more than plain ones
+        self.asked_ms = 0.0  # what was expected to be lost by asking for what a text is like
         self._worth_ms: float | None = None  # of a round of such a size: what its expected tokens take without drafts
         self.is_close = False  # between drafts and none, as far as is known
         self.hinges = False  # nothing but what a draft takes spoke against drafts
@@ -211,11 +212,6 @@ class Controller:
             if sum(offers[slot][:cap]) >= own[:cap].sum()
         }
 
-    def _eased(self, slot: int, cap: int) -> int:
-        """A slot that was silent for a while begins with a short draft: what it says is worth the same, and it may be wrong."""
-        is_silent = self.lanes[slot].silent >= EASE_AFTER and slot not in self.offered
-        return min(cap, PROBE_DRAFT) if is_silent else cap
-
     def _weigh(self, caps: list[tuple[int, int]]) -> tuple[list[int], str]:
         """What `_best` says; no drafts stand for a while, because weighing takes time that an undrafted round has not."""
         if (
@@ -225,7 +221,7 @@ class Controller:
             and self.n_round - self._plain[0] < RETHINK
         ):
             return [0] * len(caps), self._plain[2]
-        picked, why = self._best([(slot, self._eased(slot, cap)) for slot, cap in caps])
+        picked, why = self._best(caps)
         self._plain = None if any(picked) or self.offered else (self.n_round, caps, why)
         return picked, why
 
@@ -290,7 +286,9 @@ class Controller:
         self._worth_ms = None
         if not any(cap for _, cap in caps):
             return [0] * busy, "plain: nobody may draft"
-        rows = self._rows(caps, busy / plain)
+        is_curious = self.asked_ms < ASK_FIRST * plain + ASK_SHARE * self.ms
+        told = HORIZON * self._untold([slot for slot, _ in caps], busy / plain) if is_curious else np.zeros(busy)
+        rows = self._rows(caps, told)
         verify = self.verify_ms.of_all(busy + 1, len(rows.slot), hopeful) + self.verify_ms.slot_ms * busy
         if self.verify_ms.n(busy) < N_SAMPLE or self.since_plain >= PLAIN_SOON:
             plain = min(plain, float(verify.min()))  # fewer rows do not take longer: that was noise
@@ -302,16 +300,23 @@ class Controller:
             return [0] * busy, f"plain: no draft promises more than {1e3 * plain:.0f} tok/s"
         self._worth_ms = None if self.verify_ms.knows(busy + len(best.slot)) else best.tokens / plain
         picked = np.bincount(best.slot, minlength=busy).tolist()
+        expected = best.tokens - told[np.array(picked) > 0].sum()
+        if expected * best.rate <= plain * best.tokens:  # it only asks
+            picked = [min(n, PROBE_DRAFT) for n in picked]
+            self.asked_ms += self._costs(picked) - busy / plain
         return picked, f"expects {1e3 * best.rate:.0f} tok/s, plain {1e3 * plain:.0f}"
 
-    def _rows(self, caps: Sequence[tuple[int, int]], rate: float) -> _Rows:
-        """What may be drafted, likeliest first; of equal chances, slots in order."""
-        slots, busy = [slot for slot, _ in caps], len(caps)
-        survive = self.texts.survive(slots)
+    def _untold(self, slots: Sequence[int], rate: float) -> Floats:
+        """What knowing each slot's text would give a round, where all drafted. rate: of plain decoding."""
+        busy = len(slots)
         draft = rate * self.draft_ms(busy) / busy
         row = rate * (self.verify_ms(busy * (1 + self.n_max)) - self.verify_ms(busy)) / (busy * self.n_max)
-        unsure = self.texts.unsure(slots, row + draft * self.chained, 0.0 if self.chained else draft)
-        survive[:, 0] += HORIZON * unsure
+        return self.texts.untold(slots, row + draft * self.chained, 0.0 if self.chained else draft)
+
+    def _rows(self, caps: Sequence[tuple[int, int]], told: Floats) -> _Rows:
+        """What may be drafted, likeliest first; of equal chances, slots in order. told: what a first draft tells of each slot, in tokens."""
+        survive = self.texts.survive([slot for slot, _ in caps])
+        survive[:, 0] += told
         asked = np.arange(self.n_max) < np.array([cap for _, cap in caps])[:, None]
         needs_drafter = np.ones(len(caps), bool)
         for i in [i for i, (slot, _) in enumerate(caps) if slot in self.offered] if self.offered else ():
