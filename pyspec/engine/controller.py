@@ -39,7 +39,7 @@ RETHINK = 16  # rounds for which a choice of no drafts stands if nothing but the
 MOST_GRAMMARS = 64  # whose acceptance is known
 OFFERED = -1  # for a place in a draft
 DEAR_LIVE = 0.02  # of a round: where a draft for all slots takes so much more than for one, it is weighed who drafts
-HORIZON = 3.0  # rounds for which it is worth to know what a text is like
+HORIZON = 3.0  # rounds' worth of knowing what a text is like: what a draft is credited with, as far as its text is not known
 ASK_FIRST, ASK_SHARE = 2, 0.01  # plain rounds, and share of the time: what asking for that may lose to plain decoding
 NO_OFFERS: Mapping[int, Sequence[float]] = {}
 
@@ -183,8 +183,10 @@ class Controller:
         elif self._plain_is_stale(len(caps)):
             picked, why = [0] * len(caps), "measuring an undrafted round"
         else:
-            picked, why = self._weigh(caps)
-            picked = self._probe(caps, picked)
+            weighed, why = self._weigh(caps)
+            picked = self._probe(caps, weighed)
+            if picked != weighed:
+                why = f"asking a silent slot again; {why}"
         for (slot, cap), n in zip(caps, picked, strict=True):
             lane = self.lanes[slot]
             lane.n_draft, lane.reason = n, why
@@ -281,37 +283,42 @@ class Controller:
     def _best(self, caps: list[tuple[int, int]]) -> tuple[list[int], str]:
         """Rows go to the slots in the order of their chance to survive; the best ratio on that way wins."""
         busy = len(caps)
-        plain = self._verify_ms(busy, busy)
-        hopeful = self.lost_ms < TRY_ROUNDS * plain + TRY_SHARE * self.ms
+        plain_ms = self._verify_ms(busy, busy)
+        hopeful = self.lost_ms < TRY_ROUNDS * plain_ms + TRY_SHARE * self.ms
         self._worth_ms = None
         if not any(cap for _, cap in caps):
             return [0] * busy, "plain: nobody may draft"
-        is_curious = self.asked_ms < ASK_FIRST * plain + ASK_SHARE * self.ms
-        told = HORIZON * self._untold([slot for slot, _ in caps], busy / plain) if is_curious else np.zeros(busy)
+        told = self._told(caps, busy / plain_ms)
         rows = self._rows(caps, told)
         verify = self.verify_ms.of_all(busy + 1, len(rows.slot), hopeful) + self.verify_ms.slot_ms * busy
         if self.verify_ms.n(busy) < N_SAMPLE or self.since_plain >= PLAIN_SOON:
-            plain = min(plain, float(verify.min()))  # fewer rows do not take longer: that was noise
-        plain = busy / plain
+            plain_ms = min(plain_ms, float(verify.min()))  # fewer rows do not take longer: that was noise
+        plain = busy / plain_ms
         best, most = self._best_way(rows, busy, verify)
         self.is_close = best.rate < CLOSE * plain
         self.hinges = best.rate <= plain * MARGIN < most
         if best.rate <= plain * MARGIN:
             return [0] * busy, f"plain: no draft promises more than {1e3 * plain:.0f} tok/s"
-        self._worth_ms = None if self.verify_ms.knows(busy + len(best.slot)) else best.tokens / plain
         picked = np.bincount(best.slot, minlength=busy).tolist()
-        expected = best.tokens - told[np.array(picked) > 0].sum()
-        if expected * best.rate <= plain * best.tokens:  # it only asks
+        tokens = best.tokens - told[np.unique(best.slot)].sum()
+        rate = best.rate * tokens / best.tokens
+        if rate <= plain:  # it only asks
             picked = [min(n, PROBE_DRAFT) for n in picked]
-            self.asked_ms += self._costs(picked) - busy / plain
-        return picked, f"expects {1e3 * best.rate:.0f} tok/s, plain {1e3 * plain:.0f}"
+            self.asked_ms += self._costs(picked) - plain_ms
+            return picked, f"asking what texts are like: some would give more than {1e3 * plain:.0f} tok/s"
+        self._worth_ms = None if self.verify_ms.knows(busy + len(best.slot)) else tokens / plain
+        return picked, f"expects {1e3 * rate:.0f} tok/s, plain {1e3 * plain:.0f}"
 
-    def _untold(self, slots: Sequence[int], rate: float) -> Floats:
-        """What knowing each slot's text would give a round, where all drafted. rate: of plain decoding."""
-        busy = len(slots)
-        draft = rate * self.draft_ms(busy) / busy
+    def _told(self, caps: Sequence[tuple[int, int]], rate: float) -> Floats:
+        """What a draft tells of each slot's text, in tokens; nothing where asking has cost its share. rate: of plain decoding."""
+        busy = len(caps)
+        if self.asked_ms >= ASK_FIRST * busy / rate + ASK_SHARE * self.ms:
+            return np.zeros(busy)
+        draft = rate * self.draft_ms(busy, hopeful=False) / busy
         row = rate * (self.verify_ms(busy * (1 + self.n_max)) - self.verify_ms(busy)) / (busy * self.n_max)
-        return self.texts.untold(slots, row + draft * self.chained, 0.0 if self.chained else draft)
+        costs = (row + draft, 0.0) if self.chained else (row, draft)
+        untold = HORIZON * self.texts.untold([slot for slot, _ in caps], *costs)
+        return np.where([slot in self.offered for slot, _ in caps], 0.0, untold) if self.offered else untold
 
     def _rows(self, caps: Sequence[tuple[int, int]], told: Floats) -> _Rows:
         """What may be drafted, likeliest first; of equal chances, slots in order. told: what a first draft tells of each slot, in tokens."""
