@@ -408,9 +408,14 @@ def promised(c: Controller, caps: list[tuple[int, int]], picked: list[int]) -> f
     """Tokens a millisecond; who drafts is weighed, too, where drafts for more slots are dear."""
     survive = c.texts.survive([slot for slot, _ in caps])
     survive[:, 0] += c._told(caps, len(caps) / c.verify_ms(len(caps)))
-    tokens, live = len(caps) + sum(line[:n].sum() for line, n in zip(survive, picked, strict=True)), sum(n > 0 for n in picked)
+    tokens, live = (
+        len(caps) + sum(line[:n].sum() for line, n in zip(survive, picked, strict=True)),
+        sum(n > 0 for n in picked),
+    )
     passes = max(picked) if c.chained else 1
-    return float(tokens / (c.verify_ms(len(caps) + sum(picked)) + passes * c.draft_ms(live, hopeful=False) * (live > 0)))
+    return float(
+        tokens / (c.verify_ms(len(caps) + sum(picked)) + passes * c.draft_ms(live, hopeful=False) * (live > 0))
+    )
 
 
 def test_offers_are_taken_where_they_promise_more_than_the_drafter() -> None:

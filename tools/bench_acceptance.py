@@ -61,9 +61,20 @@ def print_trace(engine: Engine, found: list[Took], n: int) -> None:
         runs[-1][1].append(ms + draft)
     print("rows x rounds (ms):", " ".join(f"{rows}x{len(ms)}({median(ms):.1f})" for rows, ms in runs[-300:]))
     c = engine.loop.controller
-    known = {size: f"{min(c.verify_ms.times(size)):.2f} ({len(c.verify_ms.times(size))})" for size in sorted(c.verify_ms.samples)}
+    known = {
+        size: f"{min(c.verify_ms.times(size)):.2f} ({len(c.verify_ms.times(size))})"
+        for size in sorted(c.verify_ms.samples)
+    }
     drafts = {size: f"{min(c.draft_ms.times(size)):.2f}" for size in sorted(c.draft_ms.samples)}
-    print(f"a slot {c.verify_ms.slot_ms:.3f}; verify", known, "draft", drafts, f"lost {c.lost_ms:.1f} of {c.ms:.0f} ms;", c.lanes[0].reason, flush=True)
+    print(
+        f"a slot {c.verify_ms.slot_ms:.3f}; verify",
+        known,
+        "draft",
+        drafts,
+        f"lost {c.lost_ms:.1f} of {c.ms:.0f} ms;",
+        c.lanes[0].reason,
+        flush=True,
+    )
 
 
 def print_costs(engine: Engine, streams: list[int], n_prompt: int) -> None:

@@ -39,7 +39,9 @@ RETHINK = 16  # rounds for which a choice of no drafts stands if nothing but the
 MOST_GRAMMARS = 64  # whose acceptance is known
 OFFERED = -1  # for a place in a draft
 DEAR_LIVE = 0.02  # of a round: where a draft for all slots takes so much more than for one, it is weighed who drafts
-HORIZON = 3.0  # rounds' worth of knowing what a text is like: what a draft is credited with, as far as its text is not known
+HORIZON = (
+    3.0  # rounds' worth of knowing what a text is like: what a draft is credited with, as far as its text is not known
+)
 ASK_FIRST, ASK_SHARE = 2, 0.01  # plain rounds, and share of the time: what asking for that may lose to plain decoding
 NO_OFFERS: Mapping[int, Sequence[float]] = {}
 

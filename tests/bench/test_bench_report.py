@@ -27,7 +27,11 @@ LENGTHS = (3.0,) * 10 + (1.5,) * 20 + (0.0,) * 70
 
 
 def turn(np: int, mode: Mode, number: int, rate: float) -> Run:
-    drafts = {"drafted": (10, 10, 8), "accepted": (9, 6, 2), "n_draft": (2, 0, 2, 6), "lengths": LENGTHS, "all_rounds": 200} if mode == "spec" else {}
+    drafts = (
+        {"drafted": (10, 10, 8), "accepted": (9, 6, 2), "n_draft": (2, 0, 2, 6), "lengths": LENGTHS, "all_rounds": 200}
+        if mode == "spec"
+        else {}
+    )
     return Run(
         **{"drafted": (), "accepted": (), "n_draft": (), **drafts},
         np=np,
