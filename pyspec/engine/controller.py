@@ -3,7 +3,8 @@
 Two things are estimated: for each slot the chance that its first i drafts are right (`Acceptance`), and the time of a round by its
 rows and of a draft by its slots (`Timer`). Each round rows are handed to the slots in the order of their chance to survive, up to each
 depth where drafting deeper costs passes, and the best ratio of expected tokens to expected time wins; that may be no draft at all.
-A slot that does not draft is tried again after a while.
+A draft also tells what its text is like: where that is not known, and would be worth knowing, it counts as tokens, as long as such
+asking has not cost its share of the time. A slot that does not draft is tried again after a while in any case.
 
 What is learned outlives the request that taught it: times and average acceptance are the engine's, silence goes on from one
 request of a slot to the next. And what speaks against drafts is measured twice: times that the warm-up took on a busy machine
