@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from pyspec.engine.controller import DOUBT_EVERY, MARGIN, PROBE_DRAFT, RETHINK, Controller
 from pyspec.engine.timer import Timer, bucket
+from pyspec.engine.warmup import rehearsed
 from pyspec.slots.arena import bucket_of
 
 N_MAX = 8
@@ -156,7 +157,7 @@ def test_dear_rows_never_cost_two_percent_of_plain_decoding(chained: bool, busy:
 def test_drafting_comes_back_when_acceptance_does() -> None:
     m = Machine(flat, 2.0, n_slot=1)
     m.run(600, [0.02])
-    assert sum(n for picks in m.picks[-100:] for n in picks) <= 2 * PROBE_DRAFT
+    assert sum(n > 0 for picks in m.picks[-100:] for n in picks) <= 4
     m.run(500, [0.95])
     assert sum(n for picks in m.picks[-100:] for n in picks) > 300
 
@@ -369,7 +370,9 @@ def test_a_choice_of_no_drafts_stands_until_something_changes(monkeypatch: pytes
 def one_by_one(c: Controller, caps: list[tuple[int, int]]) -> list[int]:
     """What `_best` means, written as it is told: the likeliest row up to a depth goes next, and the best ratio on the way wins."""
     busy, survive = len(caps), c.texts.survive([slot for slot, _ in caps])
-    best, best_rate = [0] * busy, busy / c.verify_ms(busy) * MARGIN
+    plain = busy / c.verify_ms(busy)
+    survive[:, 0] += c._told(caps, plain)
+    best, best_rate = [0] * busy, plain * MARGIN
     for depth in range(1, c.n_max + 1) if c.chained else (c.n_max,):
         now, tokens = [0] * busy, float(busy)
         while open_slots := [i for i, (_, cap) in enumerate(caps) if now[i] < min(cap, depth)]:
@@ -377,7 +380,7 @@ def one_by_one(c: Controller, caps: list[tuple[int, int]]) -> list[int]:
             tokens += survive[i, now[i]]
             now[i] += 1
             passes, live = depth if c.chained else 1, sum(n > 0 for n in now)
-            rate = tokens / (c.verify_ms(busy + sum(now)) + passes * c.draft_ms(live))
+            rate = tokens / (c.verify_ms(busy + sum(now)) + passes * c.draft_ms(live, hopeful=False))
             if rate > best_rate:
                 best, best_rate = now.copy(), rate
     return best
@@ -396,7 +399,23 @@ def test_all_lengths_at_once_are_weighed_as_one_by_one(seed: int) -> None:
         n_draft = draw.randint(1, n_max)
         c.record(draw.randrange(n), n_draft, draw.randint(0, n_draft))
     caps = [(slot, draw.choice([0, n_max, n_max, draw.randint(0, n_max)])) for slot in range(n)]
-    assert c._best(caps)[0] == one_by_one(c, caps)
+    best = one_by_one(c, caps)
+    found = c._best(caps)[0]
+    assert found in (best, [min(k, PROBE_DRAFT) for k in best]) or promised(c, caps, found) > promised(c, caps, best)
+
+
+def promised(c: Controller, caps: list[tuple[int, int]], picked: list[int]) -> float:
+    """Tokens a millisecond; who drafts is weighed, too, where drafts for more slots are dear."""
+    survive = c.texts.survive([slot for slot, _ in caps])
+    survive[:, 0] += c._told(caps, len(caps) / c.verify_ms(len(caps)))
+    tokens, live = (
+        len(caps) + sum(line[:n].sum() for line, n in zip(survive, picked, strict=True)),
+        sum(n > 0 for n in picked),
+    )
+    passes = max(picked) if c.chained else 1
+    return float(
+        tokens / (c.verify_ms(len(caps) + sum(picked)) + passes * c.draft_ms(live, hopeful=False) * (live > 0))
+    )
 
 
 def test_offers_are_taken_where_they_promise_more_than_the_drafter() -> None:
@@ -451,3 +470,39 @@ def test_a_slot_without_drafts_says_why_where_others_draft() -> None:
             assert lane.reason.startswith("none: drafts of other slots are likelier") == is_left_out
             seen.add(is_left_out)
     assert seen == {False, True}
+
+
+def test_a_text_that_is_not_known_is_asked_and_says_so() -> None:
+    """Two kinds of texts, half are easy: a slot that was wrong for long is asked again, more often than where nobody is ever right."""
+
+    def asked(easy: float) -> int:
+        m = Machine(flat, 9.0, n_slot=1)
+        n = 0
+        for k in range(1200):
+            m.round([easy if k // 60 % 2 else 0.05])
+            n += m.controller.lanes[0].reason.startswith("asking what texts are like") and m.picks[-1][0] <= PROBE_DRAFT
+        return n
+
+    assert asked(0.95) > asked(0.05)
+
+
+def test_asking_stops_where_it_has_cost_its_share() -> None:
+    m = Machine(flat, 9.0, n_slot=1)
+    m.run(50, [0.5])
+    caps = [(0, N_MAX)]
+    m.controller.begin(0)
+    assert m.controller._told(caps, 0.05).sum() > 0
+    m.controller.asked_ms = m.ms
+    assert m.controller._told(caps, 0.05).sum() == 0
+
+
+def test_what_a_busy_slot_adds_is_told_apart_from_rows() -> None:
+    """All slots plain and a few with drafts have as many rows, but not as many states to read."""
+    c = Controller(16, 3, chained=True)
+    for busy, n in rehearsed(16, 3):
+        c.force = n
+        for _ in range(4):
+            c.timed(busy * (n + 1), busy, 10.0 + 0.1 * busy * (n + 1) + 0.5 * busy, busy if n else 0, n, 0.3 * n)
+    c.forget_acceptance()
+    assert c.verify_ms.slot_ms == pytest.approx(0.5)
+    assert c.verify_ms(16) == pytest.approx(11.6) and c._verify_ms(16, 4) == pytest.approx(13.6)

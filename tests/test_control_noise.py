@@ -103,8 +103,8 @@ def test_drafts_that_are_truly_dear_stop(draft_ms: float, inflated: float) -> No
     for seed in range(30):
         start = Start(seed, inflated, draft_ms=draft_ms, acceptance=0.5)
         early, late = start.serve(25), start.serve(50)
-        assert sum(drafted for drafted, _ in early) <= 45
-        assert sum(drafted for drafted, _ in late) <= 8, "1 in 200 rounds"
+        assert sum(drafted for drafted, _ in early) <= 55
+        assert sum(drafted for drafted, _ in late) <= 20, "1 in 100 rounds"
 
 
 @pytest.mark.sampled(1, most=1)

@@ -1,6 +1,6 @@
 """What the controller loses against an oracle that knows acceptance and costs. Simulated: nothing is loaded and no GPU is needed.
 
-python tools/regret.py [--cards 27b-mtp ...] [--texts code ...] [--streams 1 8 64] [--rounds 1500] [--seeds 2] [--most 0.03]
+python tools/regret.py [--cards 27b-mtp ...] [--texts code ...] [--streams 1 8 64] [--rounds 1500] [--seeds 2] [--most 0.03] [--bound]
 
 The real `Controller` and `Timer` decide for requests that join and leave, over made-up texts whose acceptance changes in the middle of a
 request, on a card whose rounds take what was measured (docs/log.md, docs/benchmarks.md; what lies between was drawn straight). The
@@ -12,6 +12,9 @@ oracle decides for the same requests with the same coins.
 * It does not know how a coin will fall, nor the noise, and does not plan beyond its round.
 * The controller knows what the engine tells it: verdicts one round late (rounds are launched ahead), times with noise, none of rounds
   in which somebody joins. It starts as after a load: with the warm-up's rounds of one and of all slots.
+
+* --bound: another that knows costs and how texts are made, but has to learn of each text by reading it (`Seer`): what learning costs
+  at the least.
 
 Regret: 1 - tokens a millisecond of the controller over the oracle's. "of plain": the controller's over those of no drafts at all.
 Exit code 1 if a cell's regret is above --most, or less than 0.98 of plain.
@@ -66,7 +69,9 @@ DENSE = {  # 27B; 16 to 256 rows measured by `tools/bench_acceptance.py --costs`
 }  # fmt: skip
 CARDS = {
     "27b-mtp": Card(DENSE, 0.08, {1: 0.39, 8: 0.42, 16: 0.5, 32: 0.61, 64: 0.9}, 3),
-    "27b-dflash": Card(DENSE, 0.08, {1: 1.5, 8: 2.5, 16: 8.0, 32: 16.0, 64: 32.0}, 15, chained=False, waking=2.0),
+    "27b-dflash": Card(  # drafts: 1 and 8 slots measured, beyond by what the target's layers take for so many rows
+        DENSE, 0.08, {1: 1.5, 8: 2.5, 16: 4.3, 32: 7.5, 64: 14.0}, 15, chained=False, waking=2.0
+    ),
     "122b-mtp": Card(
         {1: 3.2, 2: 3.8, 3: 4.3, 4: 5.0, 6: 6.1, 8: 6.9, 12: 8.9, 16: 10.4, 24: 12.0, 32: 15.8, 48: 18.0, 64: 20.0, 96: 23.0, 128: 26.0,
          192: 36.0}, 0.07, {1: 0.3, 8: 0.48, 16: 0.6, 32: 0.8, 64: 1.2}, 2,
@@ -205,27 +210,26 @@ class Seer:
 
 def best_lengths(card: Card, caps: Sequence[tuple[int, int]], survive: Floats) -> list[int]:
     """The best expected tokens a millisecond of a round."""
-    if True:
-        busy, most = len(caps), np.array([cap for _, cap in caps])
-        best, best_rate = [0] * busy, busy / float(card.verify_ms(busy_rows(busy), busy))
-        first = (-survive[:, 0]).argsort(kind="stable")
-        lives = sorted({1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, busy} & set(range(1, busy + 1)))
-        for depth in range(1, card.n_max + 1) if card.chained else (card.n_max,):
-            for live in lives:
-                may = np.zeros(busy, bool)
-                may[first[:live]] = True
-                asked = (np.arange(card.n_max) < np.minimum(most, depth)[:, None]) & may[:, None]
-                who = asked.nonzero()[0]
-                if not len(who):
-                    continue
-                order = (-survive[asked]).argsort(kind="stable")
-                tokens = busy + survive[asked][order].cumsum()
-                rows = graph_rows(busy + 1 + np.arange(len(who)))
-                rate = tokens / (card.verify_ms(rows, busy) + card.draft_ms(live, depth))
-                n = int(rate.argmax())
-                if rate[n] > best_rate:
-                    best, best_rate = np.bincount(who[order][: n + 1], minlength=busy).tolist(), float(rate[n])
-        return best
+    busy, most = len(caps), np.array([cap for _, cap in caps])
+    best, best_rate = [0] * busy, busy / float(card.verify_ms(busy_rows(busy), busy))
+    first = (-survive[:, 0]).argsort(kind="stable")
+    lives = sorted({1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, busy} & set(range(1, busy + 1)))
+    for depth in range(1, card.n_max + 1) if card.chained else (card.n_max,):
+        for live in lives:
+            may = np.zeros(busy, bool)
+            may[first[:live]] = True
+            asked = (np.arange(card.n_max) < np.minimum(most, depth)[:, None]) & may[:, None]
+            who = asked.nonzero()[0]
+            if not len(who):
+                continue
+            order = (-survive[asked]).argsort(kind="stable")
+            tokens = busy + survive[asked][order].cumsum()
+            rows = graph_rows(busy + 1 + np.arange(len(who)))
+            rate = tokens / (card.verify_ms(rows, busy) + card.draft_ms(live, depth))
+            n = int(rate.argmax())
+            if rate[n] > best_rate:
+                best, best_rate = np.bincount(who[order][: n + 1], minlength=busy).tolist(), float(rate[n])
+    return best
 
 
 def plain(caps: Sequence[tuple[int, int]], chances: Floats) -> list[int]:
@@ -362,6 +366,7 @@ class Cell:
     plain: float
     n_draft: float  # mean of a slot's round
     oracle_draft: float
+    seer: float = 0.0
 
     @property
     def regret(self) -> float:
@@ -372,16 +377,19 @@ class Cell:
         return self.rate / self.plain
 
 
-def cell(card: str, text: str, streams: int, n_round: int, seeds: Sequence[int], n_slot: int = 64) -> Cell:
+def cell(
+    card: str, text: str, streams: int, n_round: int, seeds: Sequence[int], n_slot: int = 64, bound: bool = False
+) -> Cell:
     """streams: 0 swings between 1 and n_slot."""
     busy = steady(streams) if streams else swinging(n_slot)
     c = CARDS[card]
-    sums = np.zeros(5)
+    sums = np.zeros(6)
     for seed in seeds:
         runs = [Served(c, text, busy, n_slot, seed, pick) for pick in (None, oracle(c), plain)]
         rates = [run.run(n_round) for run in runs]
         drafts = [sum(map(sum, run.picks)) / sum(map(len, run.picks)) for run in runs[:2]]
-        sums += [*rates, *drafts]
+        seer = Served(c, text, busy, n_slot, seed, Seer(c, text)).run(n_round) if bound else 0.0
+        sums += [*rates, *drafts, seer]
     return Cell(card, text, str(streams) if streams else f"1 to {n_slot}", *(sums / len(seeds)).tolist())
 
 
@@ -396,6 +404,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1500)
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--most", type=float, default=0.03)
+    parser.add_argument("--bound", action="store_true", help="also what learning costs at the least, behind the regret")
     a = parser.parse_args()
     print("| card | text | streams | regret | of plain | drafts a slot's round, the oracle's |")
     print("| --- | --- | --- | --- | --- | --- |", flush=True)
@@ -403,10 +412,10 @@ def main() -> int:
     for card in a.cards:
         for text in a.texts:
             for streams in a.streams:
-                c = cell(card, text, streams, a.rounds, range(a.seeds), a.slots)
+                c = cell(card, text, streams, a.rounds, range(a.seeds), a.slots, a.bound)
                 if c.regret > a.most or c.of_plain < 0.98:
                     failed.append(c)
-                mark = " **" if c in failed else ""
+                mark = (f" ({1 - c.seer / c.oracle:.2%})" if a.bound else "") + (" **" if c in failed else "")
                 print(
                     f"| {card} | {text} | {c.streams} | {c.regret:.2%}{mark} | {c.of_plain:.3f} | {c.n_draft:.2f}, {c.oracle_draft:.2f} |",
                     flush=True,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from pyspec.errors import PyspecError
@@ -17,6 +17,7 @@ from pyspec.request import Delta, Done, Event, Failed, Metrics, Request, Samplin
 
 Mode = Literal["plain", "spec"]
 Via = Literal["engine", "http"]
+MOST_POINTS = 100  # of lengths over rounds
 PARTS = ("draft", "verify", "sample", "host")
 
 
@@ -35,6 +36,7 @@ class Run:
     drafted, accepted  per draft position, whole turn
     n_draft      slot rounds by how many tokens were drafted, whole turn
     mean_len     tokens a slot gains a round, whole turn
+    lengths      drafts of a stream's round, in the mean, over the turn's rounds, of which there are all_rounds; only in process
     via          "engine": in process, timed where tokens are handed over; "http": through the server, timed by its clients
     case         what else is varied between runs of one report
     """
@@ -59,6 +61,8 @@ class Run:
     synthetic: bool = False
     via: Via = "engine"
     case: str = ""
+    lengths: tuple[float, ...] = ()
+    all_rounds: int = 0
 
     @property
     def said(self) -> str:
@@ -82,9 +86,10 @@ class Turn:
 
 @dataclass
 class StreamRound:
-    """What the streams got in one round: tokens, and when the last of them came."""
+    """What the streams got in one round: tokens, drafts that were verified for them, and when the last of them came."""
 
     n: int = 0
+    n_draft: int = 0
     ended: float = 0.0
     streams: set[int] = field(default_factory=set)
 
@@ -116,7 +121,7 @@ class Watch:
 
     def _take(self, stream: int, event: Event) -> None:
         if isinstance(event, Delta) and event.tokens:
-            self._tokens(stream, len(event.tokens))
+            self._tokens(stream, len(event.tokens), event.n_draft)
         elif isinstance(event, Done | Failed):
             if isinstance(event, Done):
                 self.done.append(event)
@@ -128,13 +133,14 @@ class Watch:
             if self.n_over == self.n_stream:
                 self.over.set()
 
-    def _tokens(self, stream: int, n: int) -> None:
+    def _tokens(self, stream: int, n: int, n_draft: int) -> None:
         if stream in self.rounds[-1].streams:
             self.rounds.append(StreamRound())
             if self.opened is None and len(self.started) == self.n_stream:
                 self.opened = len(self.rounds) - 1, self.metrics()
         now = self.rounds[-1]
         now.n, now.ended = now.n + n, self.clock()
+        now.n_draft += n_draft
         now.streams.add(stream)
         if stream not in self.started:
             self.started.add(stream)
@@ -147,6 +153,13 @@ class Watch:
             return 0, 0.0
         start, end = self.opened[0], self.closed[0]
         return sum(r.n for r in self.rounds[start:end]), self.rounds[end - 1].ended - self.rounds[start - 1].ended
+
+    @property
+    def lengths(self) -> tuple[float, ...]:
+        """Drafts a stream got in a round, in the mean, over the turn: at most MOST_POINTS runs of equally many rounds."""
+        every = -(-len(self.rounds) // MOST_POINTS)
+        runs = [self.rounds[i : i + every] for i in range(0, len(self.rounds), every)]
+        return tuple(sum(r.n_draft for r in run) / max(sum(len(r.streams) for r in run), 1) for run in runs)
 
 
 Submit = Callable[[Request, Callable[[Event], None]], str]
@@ -172,7 +185,8 @@ def measure(
             cancel(name)
     if watch.error is not None:
         raise watch.error
-    return summarise(watch, how.mode, how.turn, sum(map(len, prompts)))
+    run = summarise(watch, how.mode, how.turn, sum(map(len, prompts)))
+    return run if how.mode == "plain" else replace(run, lengths=watch.lengths, all_rounds=len(watch.rounds))
 
 
 def submit_all(submit: Submit, prompts: Sequence[tuple[int, ...]], how: Turn, watch: Watch) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The report's picture: three charts in one SVG, drawn without any library. Well-formed XML by construction."""
+"""The report's picture: up to four charts in one SVG, drawn without any library. Well-formed XML by construction."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ LETTER = 7.5  # width of one, at most in the mean
 
 
 def picture(report: Report) -> str:
-    """One SVG with rates, acceptance by position (if anything was drafted) and the time of a round."""
+    """One SVG with rates, drafted lengths and acceptance by position (if anything may be drafted) and the time of a round."""
     charts = [_rates, _times]
     if any(r.per_pos for r in report.rows):
         charts.insert(1, _acceptance)
+    if any(r.lengths for r in report.rows):
+        charts.insert(1, _lengths)
     svg = Element("svg", xmlns="http://www.w3.org/2000/svg", role="img")
     SubElement(svg, "style").text = _style()
     y = 0
@@ -159,10 +161,37 @@ def _rates(at: Element, report: Report) -> int:
     return TOP + PLOT + 44 + _places(at, names)
 
 
+def _shades(n: int) -> list[str]:
+    return [SHADES[round(i * (len(SHADES) - 1) / max(n - 1, 1))] for i in range(n)]
+
+
+def _lengths(at: Element, report: Report) -> int:
+    """What the controller chose, round by round."""
+    rows = [r for r in report.rows if r.lengths]
+    _title(at, "drafts of a stream's round, over the rounds of the first turn")
+    colours = _shades(len(rows))
+    down = _long_legend(at, [(f"np {r.label}", c) for r, c in zip(rows, colours, strict=True)])
+    at = SubElement(at, "g", transform=f"translate(0 {down})")
+    most = max(*(len(r.n_draft) - 1 for r in rows), *(max(r.lengths) for r in rows), 1)
+    step = nice_step(most)
+    top = step * ceil(most / step)
+    _axis(at, top, step)
+    across = max(r.all_rounds for r in rows)
+    for r, colour in zip(rows, colours, strict=True):
+        wide = (WIDTH - LEFT - RIGHT) * r.all_rounds / across / len(r.lengths)
+        points = [(LEFT + wide * (i + 0.5), TOP + PLOT * (1 - n / top)) for i, n in enumerate(r.lengths)]
+        line = {"class": colour, "style": f"fill:none;stroke:var(--{colour});stroke-width:1.5"}
+        line["points"] = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        SubElement(SubElement(at, "polyline", line), "title").text = f"np {r.label}: {r.all_rounds} rounds"
+    _text(at, LEFT, TOP + PLOT + 18, "first round")
+    _text(at, WIDTH - RIGHT, TOP + PLOT + 18, f"round {across}", "end")
+    return TOP + PLOT + 44 + down
+
+
 def _acceptance(at: Element, report: Report) -> int:
     rows = [r for r in report.rows if r.per_pos]
     _title(at, "share of drafted tokens accepted, by position in the draft")
-    colours = [SHADES[round(i * (len(SHADES) - 1) / max(len(rows) - 1, 1))] for i in range(len(rows))]
+    colours = _shades(len(rows))
     down = _long_legend(at, [(f"np {r.label}", c) for r, c in zip(rows, colours, strict=True)])
     at = SubElement(at, "g", transform=f"translate(0 {down})")
     _axis(at, 1.0, 0.25)

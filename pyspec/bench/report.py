@@ -13,6 +13,7 @@ from pyspec.bench.parts import DEVICE_PARTS
 from pyspec.bench.result import Report, Row, to_json
 
 MADE_UP = "synthetic acceptance"
+HEIGHTS, LETTERS = "▁▂▃▄▅▆▇█", 24  # of drafted lengths over rounds
 MOST_NAMED = 4  # cases that a verdict names one by one
 
 
@@ -72,7 +73,7 @@ def as_markdown(report: Report) -> str:
         device = ["np", "kind", *(f"{part} ms" for part in DEVICE_PARTS)]
         tables.append(_table(device, [cells for r in report.rows for cells in device_cells(r)]))
     if any(r.n_draft for r in report.rows):
-        fares = ["np", "tokens a round", "accepted", "by position", "n_draft used"]
+        fares = ["np", "tokens a round", "accepted", "by position", "n_draft used", "over rounds"]
         tables.append(_table(fares, [_draft_cells(r) for r in report.rows]))
     return "\n\n".join(["\n".join(head), *tables]) + "\n"
 
@@ -127,7 +128,14 @@ def _part_cells(r: Row) -> list[list[str]]:
 def _draft_cells(r: Row) -> list[str]:
     by_pos = " ".join(f"{p:.2f}" for p in r.per_pos)
     used = " ".join(f"{i}:{share:.0%}" for i, share in enumerate(r.n_draft) if share >= 0.005)
-    return [r.label, f"{r.mean_len:.2f}", f"{r.acceptance:.0%}", by_pos or "-", used or "-"]
+    return [r.label, f"{r.mean_len:.2f}", f"{r.acceptance:.0%}", by_pos or "-", used or "-", _over_rounds(r) or "-"]
+
+
+def _over_rounds(r: Row) -> str:
+    """Drafted lengths from the first round to the last, in letters from none to the most there may be."""
+    most, n = max(len(r.n_draft) - 1, 1), len(r.lengths)
+    shown = [r.lengths[i * n // LETTERS] for i in range(LETTERS)] if n > LETTERS else r.lengths
+    return "".join(HEIGHTS[min(round(length / most * (len(HEIGHTS) - 1)), len(HEIGHTS) - 1)] for length in shown)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -24,6 +24,7 @@ class Row:
     ratio        median of spec / plain of neighbouring turns, with the lowest and the highest
     mean_len     tokens a slot gains a round; acceptance: accepted / drafted; per_pos: the same at each draft position
     n_draft      share of slot rounds that ran with 0, 1, 2 ... drafted tokens
+    lengths      drafts of a stream's round over the rounds of the first speculative turn, `all_rounds` of them: what the controller did
     plain_ms, spec_ms    milliseconds of a round by part; round_ms: wall milliseconds
     floor        share of the bandwidth floor that was reached: time to read the weights once / time of a round
     *_parts      device milliseconds of a round by kind of kernel, drafting included; empty unless asked for
@@ -70,6 +71,8 @@ class Row:
     plain_parts: dict[str, float] = field(default_factory=dict)
     spec_parts: dict[str, float] = field(default_factory=dict)
     case: str = ""
+    lengths: tuple[float, ...] = ()
+    all_rounds: int = 0
 
     @property
     def label(self) -> str:
@@ -146,6 +149,8 @@ def _row(every: Sequence[Run], floor_ms: float) -> Row:
         spec_round_ms=spec_round,
         plain_floor=floor_ms / plain_round if plain_round > 0 else 0.0,
         spec_floor=floor_ms / spec_round if spec_round > 0 else 0.0,
+        lengths=spec[0].lengths if spec else (),
+        all_rounds=spec[0].all_rounds if spec else 0,
         **_http(every, "plain"),
         **_http(every, "spec"),
     )

@@ -7,7 +7,7 @@ little, and where they differ a few verdicts say much. That deeper positions are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -145,22 +145,26 @@ class Acceptance:
             kinds.setdefault(id(self.texts[slot]), []).append(i)
         return [(self.texts[slots[own[0]]], np.array(own)) for own in kinds.values()]
 
-    def survive(self, slots: Sequence[int]) -> Floats:
-        """[slot, position]: P(the position and all before it are right)."""
+    def _believed(self, slots: Sequence[int]) -> Iterator[tuple[Texts, NDArray[np.int64], Floats]]:
+        """Kinds of texts, their places in `slots`, and what is thought of their levels now."""
         self.learn()
-        found = np.empty((len(slots), self.n_max))
         at = np.array(slots)
         for texts, own in self._by_texts(slots):
             self._age(texts, at[own])
-            found[own] = self.beliefs[at[own]] @ texts.survive[:, 1:]
+            yield texts, own, self.beliefs[at[own]]
+
+    def survive(self, slots: Sequence[int]) -> Floats:
+        """[slot, position]: P(the position and all before it are right)."""
+        found = np.empty((len(slots), self.n_max))
+        for texts, own, beliefs in self._believed(slots):
+            found[own] = beliefs @ texts.survive[:, 1:]
         return found
 
-    def unsure(self, slots: Sequence[int], place_cost: float, draft_cost: float) -> Floats:
-        """Of each slot, how many tokens a round more it would gain if its text's level were known. Costs of a place and of a draft, in tokens."""
+    def untold(self, slots: Sequence[int], place_cost: float, draft_cost: float) -> Floats:
+        """Of each slot, how many tokens a round it would gain if its text's level were known. Costs of a place and of a draft, in tokens."""
         found = np.empty(len(slots))
-        at = np.array(slots)
-        for texts, own in self._by_texts(slots):
-            beliefs, worth = self.beliefs[at[own]], (texts.survive[:, 1:] - place_cost).cumsum(axis=1) - draft_cost
+        for texts, own, beliefs in self._believed(slots):
+            worth = (texts.survive[:, 1:] - place_cost).cumsum(axis=1) - draft_cost
             known = beliefs @ np.maximum(worth.max(axis=1), 0.0)
             found[own] = known - np.maximum((beliefs @ worth).max(axis=1), 0.0)
         return found

@@ -3,7 +3,8 @@
 Two things are estimated: for each slot the chance that its first i drafts are right (`Acceptance`), and the time of a round by its
 rows and of a draft by its slots (`Timer`). Each round rows are handed to the slots in the order of their chance to survive, up to each
 depth where drafting deeper costs passes, and the best ratio of expected tokens to expected time wins; that may be no draft at all.
-A slot that does not draft is tried again after a while.
+A draft also tells what its text is like: where that is not known, and would be worth knowing, it counts as tokens, as long as such
+asking has not cost its share of the time. A slot that does not draft is tried again after a while in any case.
 
 What is learned outlives the request that taught it: times and average acceptance are the engine's, silence goes on from one
 request of a slot to the next. And what speaks against drafts is measured twice: times that the warm-up took on a busy machine
@@ -26,7 +27,6 @@ from pyspec.engine.timer import N_SAMPLE, N_TRUST, SLACK, Timer
 DECAY = 0.96  # of what /slots shows of a slot's drafts, per round
 MARGIN = 1.02  # a draft must promise this much more than none
 PROBE_FIRST, PROBE_LAST, PROBE_DRAFT = 32, 512, 2  # rounds between probes of a silent slot; tokens of a probe
-EASE_AFTER = 10**9  # silent rounds, after which a draft is as short as a probe
 PROBE_SHARE = 0.015  # of the time since the last draft: what a probe may cost where its cost is known
 N_RETAKE = 3  # drafts that only take a time again
 RETAKE_FIRST = 4  # silent rounds before the first of them; twice as many each
@@ -40,7 +40,10 @@ RETHINK = 16  # rounds for which a choice of no drafts stands if nothing but the
 MOST_GRAMMARS = 64  # whose acceptance is known
 OFFERED = -1  # for a place in a draft
 DEAR_LIVE = 0.02  # of a round: where a draft for all slots takes so much more than for one, it is weighed who drafts
-HORIZON = 4.0
+HORIZON = (
+    3.0  # rounds' worth of knowing what a text is like: what a draft is credited with, as far as its text is not known
+)
+ASK_FIRST, ASK_SHARE = 2, 0.01  # plain rounds, and share of the time: what asking for that may lose to plain decoding
 NO_OFFERS: Mapping[int, Sequence[float]] = {}
 
 
@@ -126,6 +129,7 @@ class Controller:
     def __post_init__(self) -> None:
         self.since_plain = self.n_round = self.n_retake = self.n_plain = 0
         self.ms = self.lost_ms = 0.0  # of all rounds, and what those of sizes not known yet took more than plain ones
+        self.asked_ms = 0.0  # what was expected to be lost by asking for what a text is like
         self._worth_ms: float | None = None  # of a round of such a size: what its expected tokens take without drafts
         self.is_close = False  # between drafts and none, as far as is known
         self.hinges = False  # nothing but what a draft takes spoke against drafts
@@ -182,8 +186,10 @@ class Controller:
         elif self._plain_is_stale(len(caps)):
             picked, why = [0] * len(caps), "measuring an undrafted round"
         else:
-            picked, why = self._weigh(caps)
-            picked = self._probe(caps, picked)
+            weighed, why = self._weigh(caps)
+            picked = self._probe(caps, weighed)
+            if picked != weighed:
+                why = f"asking a silent slot again; {why}"
         for (slot, cap), n in zip(caps, picked, strict=True):
             lane = self.lanes[slot]
             lane.n_draft, lane.reason = n, why
@@ -211,11 +217,6 @@ class Controller:
             if sum(offers[slot][:cap]) >= own[:cap].sum()
         }
 
-    def _eased(self, slot: int, cap: int) -> int:
-        """A slot that was silent for a while begins with a short draft: what it says is worth the same, and it may be wrong."""
-        is_silent = self.lanes[slot].silent >= EASE_AFTER and slot not in self.offered
-        return min(cap, PROBE_DRAFT) if is_silent else cap
-
     def _weigh(self, caps: list[tuple[int, int]]) -> tuple[list[int], str]:
         """What `_best` says; no drafts stand for a while, because weighing takes time that an undrafted round has not."""
         if (
@@ -225,7 +226,7 @@ class Controller:
             and self.n_round - self._plain[0] < RETHINK
         ):
             return [0] * len(caps), self._plain[2]
-        picked, why = self._best([(slot, self._eased(slot, cap)) for slot, cap in caps])
+        picked, why = self._best(caps)
         self._plain = None if any(picked) or self.offered else (self.n_round, caps, why)
         return picked, why
 
@@ -285,33 +286,47 @@ class Controller:
     def _best(self, caps: list[tuple[int, int]]) -> tuple[list[int], str]:
         """Rows go to the slots in the order of their chance to survive; the best ratio on that way wins."""
         busy = len(caps)
-        plain = self._verify_ms(busy, busy)
-        hopeful = self.lost_ms < TRY_ROUNDS * plain + TRY_SHARE * self.ms
+        plain_ms = self._verify_ms(busy, busy)
+        hopeful = self.lost_ms < TRY_ROUNDS * plain_ms + TRY_SHARE * self.ms
         self._worth_ms = None
         if not any(cap for _, cap in caps):
             return [0] * busy, "plain: nobody may draft"
-        rows = self._rows(caps, busy / plain)
+        told = self._told(caps, busy / plain_ms)
+        rows = self._rows(caps, told)
         verify = self.verify_ms.of_all(busy + 1, len(rows.slot), hopeful) + self.verify_ms.slot_ms * busy
         if self.verify_ms.n(busy) < N_SAMPLE or self.since_plain >= PLAIN_SOON:
-            plain = min(plain, float(verify.min()))  # fewer rows do not take longer: that was noise
-        plain = busy / plain
+            plain_ms = min(plain_ms, float(verify.min()))  # fewer rows do not take longer: that was noise
+        plain = busy / plain_ms
         best, most = self._best_way(rows, busy, verify)
         self.is_close = best.rate < CLOSE * plain
         self.hinges = best.rate <= plain * MARGIN < most
         if best.rate <= plain * MARGIN:
             return [0] * busy, f"plain: no draft promises more than {1e3 * plain:.0f} tok/s"
-        self._worth_ms = None if self.verify_ms.knows(busy + len(best.slot)) else best.tokens / plain
         picked = np.bincount(best.slot, minlength=busy).tolist()
-        return picked, f"expects {1e3 * best.rate:.0f} tok/s, plain {1e3 * plain:.0f}"
+        tokens = best.tokens - told[np.unique(best.slot)].sum()
+        rate = best.rate * tokens / best.tokens
+        if rate <= plain:  # it only asks
+            picked = [min(n, PROBE_DRAFT) for n in picked]
+            self.asked_ms += self._costs(picked) - plain_ms
+            return picked, f"asking what texts are like: some would give more than {1e3 * plain:.0f} tok/s"
+        self._worth_ms = None if self.verify_ms.knows(busy + len(best.slot)) else tokens / plain
+        return picked, f"expects {1e3 * rate:.0f} tok/s, plain {1e3 * plain:.0f}"
 
-    def _rows(self, caps: Sequence[tuple[int, int]], rate: float) -> _Rows:
-        """What may be drafted, likeliest first; of equal chances, slots in order."""
-        slots, busy = [slot for slot, _ in caps], len(caps)
-        survive = self.texts.survive(slots)
-        draft = rate * self.draft_ms(busy) / busy
+    def _told(self, caps: Sequence[tuple[int, int]], rate: float) -> Floats:
+        """What a draft tells of each slot's text, in tokens; nothing where asking has cost its share. rate: of plain decoding."""
+        busy = len(caps)
+        if self.asked_ms >= ASK_FIRST * busy / rate + ASK_SHARE * self.ms:
+            return np.zeros(busy)
+        draft = rate * self.draft_ms(busy, hopeful=False) / busy
         row = rate * (self.verify_ms(busy * (1 + self.n_max)) - self.verify_ms(busy)) / (busy * self.n_max)
-        unsure = self.texts.unsure(slots, row + draft * self.chained, 0.0 if self.chained else draft)
-        survive[:, 0] += HORIZON * unsure
+        costs = (row + draft, 0.0) if self.chained else (row, draft)
+        untold = HORIZON * self.texts.untold([slot for slot, _ in caps], *costs)
+        return np.where([slot in self.offered for slot, _ in caps], 0.0, untold) if self.offered else untold
+
+    def _rows(self, caps: Sequence[tuple[int, int]], told: Floats) -> _Rows:
+        """What may be drafted, likeliest first; of equal chances, slots in order. told: what a first draft tells of each slot, in tokens."""
+        survive = self.texts.survive([slot for slot, _ in caps])
+        survive[:, 0] += told
         asked = np.arange(self.n_max) < np.array([cap for _, cap in caps])[:, None]
         needs_drafter = np.ones(len(caps), bool)
         for i in [i for i, (slot, _) in enumerate(caps) if slot in self.offered] if self.offered else ():

@@ -146,3 +146,12 @@ def test_a_failed_stream_fails_the_turn_and_the_others_are_cancelled(monkeypatch
             m.Turn(mode="spec", turn=0, n_predict=4, ignore_eos=False),
         )
     assert script.cancelled == ["r1", "r2"]
+
+
+def test_drafted_lengths_are_kept_round_by_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [3] * 120 + [1] * 60 + [0] * 20
+    steps = [(1.0, 0, Delta("r", (1,), "x", n_draft=n)) for n in lengths]
+    found = run(monkeypatch, [*steps, (0.0, 0, done(200))], 1)
+    assert found.all_rounds == 200 and len(found.lengths) == 100
+    assert found.lengths == (3.0,) * 60 + (1.0,) * 30 + (0.0,) * 10
+    assert run(monkeypatch, [*steps, (0.0, 0, done(200))], 1, "plain").lengths == ()

@@ -23,10 +23,15 @@ from pyspec.cli import main
 from pyspec.errors import ConfigError
 
 ABOUT: dict[str, object] = {"model": "m <1> & co", "device": "cpu", "drafter": "dflash", "date": "2026-11-21 05:00"}
+LENGTHS = (3.0,) * 10 + (1.5,) * 20 + (0.0,) * 70
 
 
 def turn(np: int, mode: Mode, number: int, rate: float) -> Run:
-    drafts = {"drafted": (10, 10, 8), "accepted": (9, 6, 2), "n_draft": (2, 0, 2, 6)} if mode == "spec" else {}
+    drafts = (
+        {"drafted": (10, 10, 8), "accepted": (9, 6, 2), "n_draft": (2, 0, 2, 6), "lengths": LENGTHS, "all_rounds": 200}
+        if mode == "spec"
+        else {}
+    )
     return Run(
         **{"drafted": (), "accepted": (), "n_draft": (), **drafts},
         np=np,
@@ -177,6 +182,24 @@ def test_time_is_told_by_token_so_that_drafts_that_pay_look_shorter():
     root = ElementTree.fromstring(picture(REPORT))
     texts = ["".join(e.itertext()) for e in root.iter() if e.tag.endswith("text")]
     assert [t for t in texts if t.endswith(" ms")] == ["10.00 ms", "3.70 ms"] * 2
+
+
+def test_drafted_lengths_over_rounds_are_drawn_and_told():
+    root = ElementTree.fromstring(picture(REPORT))
+    lines = [e for e in root.iter() if e.tag.endswith("polyline")]
+    assert len(lines) == len(REPORT.rows)
+    points = [tuple(map(float, point.split(","))) for point in lines[0].attrib["points"].split()]
+    heights = [y for _, y in points]
+    assert len(points) == 100 and heights[0] < heights[15] < heights[-1] and points == sorted(points)
+    texts = ["".join(e.itertext()) for e in root.iter() if e.tag.endswith("text")]
+    assert "round 200" in texts
+    assert "███▅▅▅▅▅▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁" in as_markdown(REPORT)
+    assert json.loads(as_json(REPORT))["rows"][0]["lengths"] == list(LENGTHS)
+
+
+def test_without_lengths_nothing_is_drawn_of_them():
+    plain = replace(REPORT, rows=summarise_turns(PLAIN_ONLY))
+    assert "polyline" not in picture(plain) and "▁" not in as_markdown(plain)
 
 
 def test_colours_follow_the_readers_system():
