@@ -53,7 +53,7 @@ def test_the_doctors_json_says_what_its_table_says(tmp_path: Path) -> None:
     assert about["cache"] == str(tmp_path)
     assert {f["op"] for f in about["ops"]} == set(survey.OPS)
     assert all(f["choice"] != "cuda" for f in about["ops"])
-    assert all(f["refused"][0]["impl"] in ("cuda", "cudnn") for f in about["ops"] if f["refused"])
+    assert all(f["refused"][0]["impl"] in ("cuda", "cudnn", "library") for f in about["ops"] if f["refused"])
     gdn = next(f for f in about["ops"] if f["op"] == "gdn")
     has_numba = find_spec("numba") is not None  # of the extra `cpu`
     assert (gdn["choice"], gdn["own"]) == (("numba", True) if has_numba else ("torch", False))

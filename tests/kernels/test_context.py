@@ -25,8 +25,21 @@ from pyspec.engine import load as loading
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
 ROOT = Path(pyspec.cuda.__file__).parent
-# what @cache may keep in pyspec.cuda: names, sources, compiled code, a pool of threads
-KEPT = {"prober", "digest", "stems", "source", "machine", "_compiled", "_archive", "_driver_major", "_pool", "_starter"}
+# what @cache may keep in pyspec.cuda: names, numbers, sources, compiled code, a pool of threads
+KEPT = {
+    "prober",
+    "digest",
+    "stems",
+    "source",
+    "machine",
+    "_compiled",
+    "_archive",
+    "_driver_major",
+    "_pool",
+    "_starter",
+    "_kept",
+    "steps_of",
+}
 
 
 class Gpus:

@@ -117,16 +117,16 @@ def tune(spec: LinearSpec) -> str:
 
 
 def _fastest(launches: Sequence[Callable[[], object]]) -> float:
-    """Milliseconds of all of them once, in the best of some turns."""
+    """Milliseconds of all of them once, in the best of some rounds."""
     times = []
-    for turn in range(6):
+    for i in range(6):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in "be")
         begin.record()
         for launch in launches:
             launch()
         end.record()
         end.synchronize()
-        times += [begin.elapsed_time(end)] if turn else []  # the first one compiles
+        times += [begin.elapsed_time(end)] if i else []  # the first one compiles
     return min(times)
 
 
