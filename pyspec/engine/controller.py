@@ -291,8 +291,8 @@ class Controller:
         self._worth_ms = None
         if not any(cap for _, cap in caps):
             return [0] * busy, "plain: nobody may draft"
-        told = self._told(caps, busy / plain_ms)
-        rows = self._rows(caps, told)
+        news = self._news(caps, busy / plain_ms)
+        rows = self._rows(caps, news)
         verify = self.verify_ms.of_all(busy + 1, len(rows.slot), hopeful) + self.verify_ms.slot_ms * busy
         if self.verify_ms.n(busy) < N_SAMPLE or self.since_plain >= PLAIN_SOON:
             plain_ms = min(plain_ms, float(verify.min()))  # fewer rows do not take longer: that was noise
@@ -303,7 +303,7 @@ class Controller:
         if best.rate <= plain * MARGIN:
             return [0] * busy, f"plain: no draft promises more than {1e3 * plain:.0f} tok/s"
         picked = np.bincount(best.slot, minlength=busy).tolist()
-        tokens = best.tokens - told[np.unique(best.slot)].sum()
+        tokens = best.tokens - news[np.unique(best.slot)].sum()
         rate = best.rate * tokens / best.tokens
         if rate <= plain:  # it only asks
             picked = [min(n, PROBE_DRAFT) for n in picked]
@@ -312,7 +312,7 @@ class Controller:
         self._worth_ms = None if self.verify_ms.knows(busy + len(best.slot)) else tokens / plain
         return picked, f"expects {1e3 * rate:.0f} tok/s, plain {1e3 * plain:.0f}"
 
-    def _told(self, caps: Sequence[tuple[int, int]], rate: float) -> Floats:
+    def _news(self, caps: Sequence[tuple[int, int]], rate: float) -> Floats:
         """What a draft tells of each slot's text, in tokens; nothing where asking has cost its share. rate: of plain decoding."""
         busy = len(caps)
         if self.asked_ms >= ASK_FIRST * busy / rate + ASK_SHARE * self.ms:
@@ -323,10 +323,10 @@ class Controller:
         untold = HORIZON * self.texts.untold([slot for slot, _ in caps], *costs)
         return np.where([slot in self.offered for slot, _ in caps], 0.0, untold) if self.offered else untold
 
-    def _rows(self, caps: Sequence[tuple[int, int]], told: Floats) -> _Rows:
-        """What may be drafted, likeliest first; of equal chances, slots in order. told: what a first draft tells of each slot, in tokens."""
+    def _rows(self, caps: Sequence[tuple[int, int]], news: Floats) -> _Rows:
+        """What may be drafted, likeliest first; of equal chances, slots in order. news: what a first draft tells of each slot, in tokens."""
         survive = self.texts.survive([slot for slot, _ in caps])
-        survive[:, 0] += told
+        survive[:, 0] += news
         asked = np.arange(self.n_max) < np.array([cap for _, cap in caps])[:, None]
         needs_drafter = np.ones(len(caps), bool)
         for i in [i for i, (slot, _) in enumerate(caps) if slot in self.offered] if self.offered else ():
