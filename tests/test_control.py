@@ -371,7 +371,7 @@ def one_by_one(c: Controller, caps: list[tuple[int, int]]) -> list[int]:
     """What `_best` means, written as it is told: the likeliest row up to a depth goes next, and the best ratio on the way wins."""
     busy, survive = len(caps), c.texts.survive([slot for slot, _ in caps])
     plain = busy / c.verify_ms(busy)
-    survive[:, 0] += c._told(caps, plain)
+    survive[:, 0] += c._news(caps, plain)
     best, best_rate = [0] * busy, plain * MARGIN
     for depth in range(1, c.n_max + 1) if c.chained else (c.n_max,):
         now, tokens = [0] * busy, float(busy)
@@ -407,7 +407,7 @@ def test_all_lengths_at_once_are_weighed_as_one_by_one(seed: int) -> None:
 def promised(c: Controller, caps: list[tuple[int, int]], picked: list[int]) -> float:
     """Tokens a millisecond; who drafts is weighed, too, where drafts for more slots are dear."""
     survive = c.texts.survive([slot for slot, _ in caps])
-    survive[:, 0] += c._told(caps, len(caps) / c.verify_ms(len(caps)))
+    survive[:, 0] += c._news(caps, len(caps) / c.verify_ms(len(caps)))
     tokens, live = (
         len(caps) + sum(line[:n].sum() for line, n in zip(survive, picked, strict=True)),
         sum(n > 0 for n in picked),
