@@ -491,9 +491,9 @@ def test_asking_stops_where_it_has_cost_its_share() -> None:
     m.run(50, [0.5])
     caps = [(0, N_MAX)]
     m.controller.begin(0)
-    assert m.controller._told(caps, 0.05).sum() > 0
+    assert m.controller._news(caps, 0.05).sum() > 0
     m.controller.asked_ms = m.ms
-    assert m.controller._told(caps, 0.05).sum() == 0
+    assert m.controller._news(caps, 0.05).sum() == 0
 
 
 def test_what_a_busy_slot_adds_is_told_apart_from_rows() -> None:
