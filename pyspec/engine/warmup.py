@@ -77,11 +77,15 @@ def _run(loop: Loop, tokenizer: Tokenizer, n_busy: int, n_draft: int, n_overhang
 
 
 def rehearsed(n_slot: int, n_max: int) -> list[tuple[int, int]]:
-    """(busy slots, drafts of each) of the rounds that are timed, most important first."""
+    """(busy slots, drafts of each) of the rounds that are timed, most important first: none, half and all that may be drafted; fewer
+    slots whose drafts take the rows of all without any; shorter drafts of all, for a size never tried is a guess that costs."""
     lengths = sorted({0, n_max // 2, n_max})
     found = [(n_busy, n_draft) for n_busy in sorted({1, n_slot}) for n_draft in lengths]
     few = n_slot // (n_max + 1)
-    return [*found, (few, n_max)] if few > 1 and n_max else found
+    if few > 1 and n_max:
+        found.append((few, n_max))
+    shorter = {n_max // 4, n_max // 8} - {*lengths}
+    return [*found, *((n_slot, n_draft) for n_draft in sorted(shorter, reverse=True) if n_slot > 1)]
 
 
 def warm_up(loop: Loop, tokenizer: Tokenizer, n_overhang: int, n_bytes: int) -> None:
