@@ -213,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(kBlock, kResident)
     item = find_pairs(ids, own_item, n_pair, n_row, n_expert, found[threadIdx.x >> 5]);
 #endif
   }
-  const int lane = threadIdx.x & 31, group = threadIdx.x / 32 % WARPS_M;
+  const int lane = threadIdx.x & 31, group = SPLIT == 1 ? threadIdx.x >> 5 : threadIdx.x / 32 % WARPS_M;
   const bool is_first = SPLIT == 1 || threadIdx.x < kThreads;
   const int n_group = min(WARPS_M, n_tile16 - static_cast<int>(blockIdx.x) * WARPS_M);  // of 16 weight rows, the CTA's
   const bool has_sums = is_first && group < n_group;
