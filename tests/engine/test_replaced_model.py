@@ -29,17 +29,17 @@ CHILD = ROOT / "tools" / "chaos_child.py"
 
 
 def requests() -> list[Request]:
-    """Greedy and sampled, with penalties, a stop string that never comes, and logprobs."""
-    sampled = SamplingParams(temperature=0.8, seed=3, ignore_eos=True)
+    """Greedy and sampled, with penalties, a stop string that never comes, and logprobs; long enough that none ends before the last begins."""
+    sampled, greedy = SamplingParams(temperature=0.8, seed=3, ignore_eos=True), replace(GREEDY, ignore_eos=True)
     kinds = [
-        GREEDY,
+        greedy,
         sampled,
         replace(sampled, repeat_penalty=1.2, dry_multiplier=0.8),
-        replace(GREEDY, logprobs=1),
+        replace(greedy, logprobs=1),
     ]
     prompts = [prompt for prompt, _ in demo_prompts()[:8]]
     return [
-        Request(prompt=prompt, params=kinds[i % 4], max_tokens=40, stop=("never said",) if i % 3 else ())
+        Request(prompt=prompt, params=kinds[i % 4], max_tokens=120, stop=("never said",) if i % 3 else ())
         for i, prompt in enumerate(prompts)
     ]
 
