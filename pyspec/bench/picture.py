@@ -165,13 +165,18 @@ def _shades(n: int) -> list[str]:
     return [SHADES[round(i * (len(SHADES) - 1) / max(n - 1, 1))] for i in range(n)]
 
 
+def _coloured(at: Element, rows: Sequence[Row], title: str) -> tuple[Element, list[str], int]:
+    """A picture with a colour for each row: where to draw, the colours, and how far down the legend moves that."""
+    _title(at, title)
+    colours = _shades(len(rows))
+    down = _long_legend(at, [(f"np {r.label}", c) for r, c in zip(rows, colours, strict=True)])
+    return SubElement(at, "g", transform=f"translate(0 {down})"), colours, down
+
+
 def _lengths(at: Element, report: Report) -> int:
     """What the controller chose, round by round."""
     rows = [r for r in report.rows if r.lengths]
-    _title(at, "drafts of a stream's round, over the rounds of the first turn")
-    colours = _shades(len(rows))
-    down = _long_legend(at, [(f"np {r.label}", c) for r, c in zip(rows, colours, strict=True)])
-    at = SubElement(at, "g", transform=f"translate(0 {down})")
+    at, colours, down = _coloured(at, rows, "drafts of a stream's round, over the rounds of the first turn")
     most = max(*(len(r.n_draft) - 1 for r in rows), *(max(r.lengths) for r in rows), 1)
     step = nice_step(most)
     top = step * ceil(most / step)
@@ -190,10 +195,7 @@ def _lengths(at: Element, report: Report) -> int:
 
 def _acceptance(at: Element, report: Report) -> int:
     rows = [r for r in report.rows if r.per_pos]
-    _title(at, "share of drafted tokens accepted, by position in the draft")
-    colours = _shades(len(rows))
-    down = _long_legend(at, [(f"np {r.label}", c) for r, c in zip(rows, colours, strict=True)])
-    at = SubElement(at, "g", transform=f"translate(0 {down})")
+    at, colours, down = _coloured(at, rows, "share of drafted tokens accepted, by position in the draft")
     _axis(at, 1.0, 0.25)
     n_pos = max(len(r.per_pos) for r in rows)
     slot = (WIDTH - LEFT - RIGHT) / n_pos

@@ -58,6 +58,25 @@ struct Chunk {
   int head, dim, step, to;
 };
 
+// A warp's 16 keys from `first` on as the left operand of products: a[step of 16 dims]. Zeros stand behind the last key.
+__device__ __forceinline__ void load_sixteen(u32 (&a)[2 * STEPS][4], const u16* keys, const Blocks& blocks, int seq, int first, int n_key,
+                                             int* fault) {
+  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int key = first + 8 * half + g;
+    const bool real = key < n_key;
+    const u16* from = keys + (real ? blocks.row(seq, key, OP_ID, fault) : 0) * DIM + 8 * t;
+#pragma unroll
+    for (int j = 0; j < STEPS; j++) {
+      uint4 x = make_uint4(0, 0, 0, 0);
+      if (real) x = __ldcg(reinterpret_cast<const uint4*>(from + 32 * j));
+      a[2 * j][half] = x.x, a[2 * j][2 + half] = x.y;
+      a[2 * j + 1][half] = x.z, a[2 * j + 1][2 + half] = x.w;
+    }
+  }
+}
+
 #include "index_rows_items.cuh"
 #ifdef PAD
 #include "index_rows_wgmma.cuh"

@@ -29,22 +29,8 @@ struct Keys {
 };
 
 __device__ __forceinline__ void load_keys(Keys& k, const u16* keys, const Blocks& blocks, int seq, int first, int n_key, int* fault) {
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
-  for (int m = 0; m < 2; m++)
-#pragma unroll
-    for (int half = 0; half < 2; half++) {
-      const int key = first + 16 * m + 8 * half + g;
-      const bool real = key < n_key;
-      const u16* from = keys + (real ? blocks.row(seq, key, OP_ID, fault) : 0) * DIM + 8 * t;
-#pragma unroll
-      for (int j = 0; j < STEPS; j++) {
-        uint4 x = make_uint4(0, 0, 0, 0);
-        if (real) x = __ldcg(reinterpret_cast<const uint4*>(from + 32 * j));
-        k.a[m][2 * j][half] = x.x, k.a[m][2 * j][2 + half] = x.y;
-        k.a[m][2 * j + 1][half] = x.z, k.a[m][2 * j + 1][2 + half] = x.w;
-      }
-    }
+  for (int m = 0; m < 2; m++) load_sixteen(k.a[m], keys, blocks, seq, first + 16 * m, n_key, fault);
 }
 
 // Scores of a warp's 32 keys for the row in `query`; lane l gets that of key l.

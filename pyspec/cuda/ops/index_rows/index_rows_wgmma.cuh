@@ -50,23 +50,6 @@ struct Keys {
   u32 a[2 * STEPS][4];
 };
 
-__device__ __forceinline__ void load_keys(Keys& k, const u16* keys, const Blocks& blocks, int seq, int first, int n_key, int* fault) {
-  const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const int key = first + 8 * half + g;
-    const bool real = key < n_key;
-    const u16* from = keys + (real ? blocks.row(seq, key, OP_ID, fault) : 0) * DIM + 8 * t;
-#pragma unroll
-    for (int j = 0; j < STEPS; j++) {
-      uint4 x = make_uint4(0, 0, 0, 0);
-      if (real) x = __ldcg(reinterpret_cast<const uint4*>(from + 32 * j));
-      k.a[2 * j][half] = x.x, k.a[2 * j][2 + half] = x.y;
-      k.a[2 * j + 1][half] = x.z, k.a[2 * j + 1][2 + half] = x.w;
-    }
-  }
-}
-
 // Most keys are from rounds before: they come to L2 while the predecessor ends. What it writes is read later all the same.
 __device__ __forceinline__ void ask_for_keys(const u16* keys, const Blocks& blocks, int seq, int first, int n_key, int* fault) {
   const int lane = threadIdx.x % 32, key = first + lane;
@@ -141,7 +124,7 @@ index_rows_scores(const u8* packed, const u16* keys, const i64* table, const i64
     const Item it = item_of(items, group, index);
     const int first_key = it.base + own, key = first_key + lane;
     Keys k;
-    if (has_keys) load_keys(k, keys, blocks, first_seq + it.seq, first_key, it.n_key, fault);
+    if (has_keys) load_sixteen(k.a, keys, blocks, first_seq + it.seq, first_key, it.n_key, fault);
 #pragma unroll 1
     for (int r = 0; r < it.n; r++, ring.step()) {
       barrier_wait(ring.full(), ring.parity);
