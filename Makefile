@@ -42,8 +42,11 @@ check-triton: $(VENV)/.installed-triton
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal tests/kernels/test_triton_*.py
 
 # On a machine with a GPU, whose Python (with a CUDA torch) has pyspec[cuda,test] installed: make check-gpu PYTHON=python3
+# KERNELS=triton: models and engines in that tier.
+KERNELS ?= auto
+check-gpu: export PYSPEC_TEST_KERNELS = $(KERNELS)
 check-gpu:
-	$(PYTHON) -m pyspec doctor
+	$(PYTHON) -m pyspec doctor --kernels $(KERNELS)
 	$(PYTHON) -m pytest -n 4 -p no:benchmark tests/kernels/test_*_gpu.py
 	PYSPEC_TEST_DEVICE=cuda $(PYTHON) -m pytest -n 4 -p no:benchmark tests/models
 	$(PYTHON) -m pytest -p no:benchmark tests/engine/test_on_gpu.py

@@ -1,6 +1,11 @@
-"""Tests import each other's helper modules by name; nothing else is shared but the seed, and which cases are slow."""
+"""Tests import each other's helper modules by name; nothing else is shared but the seed, which cases are slow, and what ops run as.
 
+PYSPEC_TEST_KERNELS=triton runs what leaves the choice of kernels open in that tier (make check-gpu KERNELS=triton).
+"""
+
+import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +16,10 @@ for folder in ("models", "engine", "draft", "constrain"):
 sys.path.insert(0, str(Path(__file__).parent))
 
 from sampling import mark_slow  # noqa: E402
+
+from pyspec.cuda import tiers  # noqa: E402
+
+KERNELS = os.environ.get("PYSPEC_TEST_KERNELS", "auto")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -23,3 +32,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _same_numbers_every_time() -> None:
     """A test that draws from torch's own generator draws the same numbers in every run and order."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _kernels() -> Iterator[None]:
+    """What is "auto" elsewhere is what was asked for here."""
+    if KERNELS == "auto":
+        yield
+        return
+    use = tiers.use
+    tiers.use = lambda text: use(KERNELS if text == "auto" else text)
+    tiers.use("auto")
+    yield
+    tiers.use = use
