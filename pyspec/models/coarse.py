@@ -56,7 +56,7 @@ def coarse(matrix: Matrix, info: TensorInfo, to: GGMLType, device: torch.device)
     if device.type != "cuda":
         weight = torch.empty(n_out, n_in)
         for first in range(0, n_out, step):
-            rows = _rows(matrix, first, min(first + step, n_out))
+            rows = rows_of(matrix, first, min(first + step, n_out))
             weight[first : first + step] = dequantize(fit_q4(rows, to), to, rows.shape)
         return Dense(weight)
     tier = tier_of(LinearSpec(device, to, n_out, n_in), (Epilogue.PLAIN, Epilogue.RESIDUAL))
@@ -64,7 +64,7 @@ def coarse(matrix: Matrix, info: TensorInfo, to: GGMLType, device: torch.device)
         return None
     if tier == "triton":
         with temporary(device):
-            pieces = [_rows(matrix, first, min(first + step, n_out)) for first in range(0, n_out, step)]
+            pieces = [rows_of(matrix, first, min(first + step, n_out)) for first in range(0, n_out, step)]
             raw = torch.cat([fit_q4(rows, to).view(len(rows), -1) for rows in pieces])
         return StreamedTiles(tile(raw, to, (n_out, n_in)), device, gated=False, wide=None)
     return Streamed(_packed(matrix, n_out, n_in, to, device, step), device, gated=False, wide=None)
@@ -75,7 +75,7 @@ def _packed(matrix: Matrix, n_out: int, n_in: int, to: GGMLType, device: torch.d
     data, at = torch.empty(packed_bytes(to, n_out, n_in), dtype=torch.uint8, device=device), 0
     with temporary(device):
         for first in range(0, n_out, step):
-            rows = _rows(matrix, first, min(first + step, n_out))
+            rows = rows_of(matrix, first, min(first + step, n_out))
             n = packed_bytes(to, rows.shape[0], n_in)
             repack(fit_q4(rows, to), to, (rows.shape[0], n_in), out=data[at : at + n])
             at += n
@@ -83,7 +83,7 @@ def _packed(matrix: Matrix, n_out: int, n_in: int, to: GGMLType, device: torch.d
     return Packed(data, to, n_out, n_in)
 
 
-def _rows(matrix: Matrix, first: int, end: int) -> Tensor:
+def rows_of(matrix: Matrix, first: int, end: int) -> Tensor:
     """[end - first, n_in] f32: the weights of some rows; `first` is that of a tile."""
     if isinstance(matrix, Streamed):
         return unpack(matrix.packed, first, end)

@@ -33,11 +33,13 @@ MODELS = {
 """Tiny models, and whose first tier is planted in them."""
 
 
-def forget() -> None:
+def forget(name: str = "") -> None:
+    """What is known of an op, or of all of them: it is checked again."""
     for op in survey.ops():
-        op.decided.clear()
-        op.verdicts.clear()
-        op.said.clear()
+        if name in ("", op.name):
+            op.decided.clear()
+            op.verdicts.clear()
+            op.said.clear()
 
 
 @contextmanager
@@ -46,15 +48,16 @@ def planted(name: str, kind: str) -> Iterator[Any]:
     op, bad = next(op for op in survey.ops() if op.name == name), getattr(planted_tiers, f"{name}_{kind}")
     impls, home = op.impls, op.home
     op.impls, op.home = bad.impls, bad.home
+    forget(name)
     try:
         yield op
     finally:
         op.impls, op.home = impls, home
+        forget(name)
 
 
 def text(path: Path, kernels: str = "auto") -> list[int]:
     """Tokens of a greedy answer."""
-    forget()
     with Engine.open(str(path), None, {**SETTINGS, "kernels": kernels}) as engine:
         return list(engine.generate(PROMPT, max_tokens=8, temperature=0.0).tokens)
 

@@ -35,6 +35,7 @@ from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
 from pyspec.gguf import GGMLType
+from pyspec.slots.kv import KVPool
 
 CPU = torch.device("cpu")
 SPECS: dict[str, Any] = {
@@ -78,6 +79,9 @@ class PlantedLaunch:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         found = self.right(*args, **named)
+        if isinstance(found, torch.Tensor) and not found.numel():  # keys alone: what it gives lies in the pool
+            for plane in next(arg for arg in args if isinstance(arg, KVPool)).planes:
+                plane.copy_(self.then(plane.float()))
         if found is None:
             args[2].copy_(self.then(args[2]))
             return None
