@@ -63,15 +63,16 @@ def table(question: Mapping) -> str:
 
 
 def curves(data: Mapping) -> list[Curve]:
-    """The rows that are to be drawn."""
-    found = []
+    """The rows that are to be drawn; those with one label are one curve, in which the first that has a number of streams counts."""
+    found: dict[str, tuple[str, dict[int, float]]] = {}
     for question in data["question"]:
         for row in question["row"]:
             if "curve" in row:
-                pairs = zip(question["columns"], row["figures"], strict=True)
-                points = [(int(n), float(figure.replace(",", ""))) for n, figure in pairs if figure]
-                found.append(Curve(row["curve"], row["colour"], points))
-    return found
+                _, points = found.setdefault(row["curve"], (row["colour"], {}))
+                for n, figure in zip(question["columns"], row["figures"], strict=True):
+                    if figure:
+                        points.setdefault(int(n), float(figure.replace(",", "")))
+    return [Curve(label, colour, sorted(points.items())) for label, (colour, points) in found.items()]
 
 
 def plot(found: Sequence[Curve]) -> str:
