@@ -99,6 +99,10 @@ class DeviceError(PyspecError):
     exit_code = 6
 
 
+class NoDevice(DeviceError):
+    """There is no such device here, and a second try finds none either."""
+
+
 class RankLost(DeviceError):
     """One of the processes that share a model is gone: the others can do nothing without it."""
 

@@ -38,7 +38,7 @@ from pyspec.engine.wire import (
     SlotActed,
     unpack,
 )
-from pyspec.errors import DeviceError, PyspecError, QueueFull, RankLost, SlotError, Unavailable
+from pyspec.errors import DeviceError, NoDevice, PyspecError, QueueFull, RankLost, SlotError, Unavailable
 from pyspec.gguf import open_gguf
 from pyspec.request import Done, EngineInfo, Event, Failed, Metrics, Request, SlotAction, SlotAnswer, SlotInfo
 from pyspec.sample.noise import resolve_seed
@@ -299,7 +299,8 @@ class Supervisor:
 
     def _survives(self, error: PyspecError, n_failed: int) -> bool:
         """A load failed: try again, with patience. What the first load of all fails with is the caller's to mend."""
-        if self._info is None and (not isinstance(error, DeviceError) or n_failed >= N_LOAD):
+        is_lasting = not isinstance(error, DeviceError) or isinstance(error, NoDevice)
+        if self._info is None and (is_lasting or n_failed >= N_LOAD):
             self._error = error
             return False
         log.error("the engine could not be loaded (%s); trying again", error)

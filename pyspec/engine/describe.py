@@ -26,7 +26,7 @@ from pyspec.engine.memory_plan import (
     with_head,
     workspace_bytes,
 )
-from pyspec.errors import ConfigError, DeviceError, ModelError, PairError
+from pyspec.errors import ConfigError, DeviceError, ModelError, NoDevice, PairError
 from pyspec.gguf import GGUFFile, open_gguf
 from pyspec.models import coarse, read_config
 from pyspec.models.cuts import check_ranks
@@ -179,16 +179,15 @@ def resized(d: Description, np: int, n_ctx: int) -> Description:
 
 
 def pick_device(wanted: str) -> torch.device:
-    """The device that a name means; DeviceError if it can not be used."""
+    """The device that a name means; DeviceError if it fails, NoDevice if it is not there."""
     if wanted == "auto":
         return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     try:
         device = torch.device(wanted)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as e:
-        raise DeviceError(
-            f"device '{wanted}' can not be used: {str(e).splitlines()[0]}; {_other_devices(wanted)}"
-        ) from e
+        error = DeviceError if wanted.startswith("cuda") and torch.cuda.is_available() else NoDevice
+        raise error(f"device '{wanted}' can not be used: {str(e).splitlines()[0]}; {_other_devices(wanted)}") from e
     return device
 
 

@@ -20,7 +20,7 @@ from types import ModuleType, SimpleNamespace
 from pyspec.config import EngineSettings
 from pyspec.cuda.examine import EXAMINATION
 from pyspec.engine import child
-from pyspec.errors import DeviceError, PyspecError
+from pyspec.errors import DeviceError, NoDevice, PyspecError
 from pyspec.gguf import open_gguf
 from pyspec.request import (
     Delta,
@@ -85,6 +85,8 @@ class FakeCore:
             os._exit(int(how))
         if what == "refuse":
             raise DeviceError(how)
+        if what == "none":
+            raise NoDevice(how)
         if what == "sleep":
             time.sleep(float(how))
         return cls(path, settings, hand_over, on_death)

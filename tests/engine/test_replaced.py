@@ -254,6 +254,13 @@ def test_a_first_load_that_fails_is_told_to_whoever_waits(plants: Plants, load: 
         pass
 
 
+def test_a_device_that_is_not_there_is_looked_for_once(plants: Plants, caplog: pytest.LogCaptureFixture) -> None:
+    plants.plant(load="none there is no such device")
+    with pytest.raises(DeviceError, match="no such device"), start(plants):
+        pass
+    assert "trying again" not in caplog.text
+
+
 def test_a_full_queue_refuses_and_what_had_begun_is_not_in_it_again(plants: Plants) -> None:
     with start(plants, np=2, queue=3) as (engine, supervisor):
         running = [Ear(engine, (i,), 600) for i in (1, 2)]
