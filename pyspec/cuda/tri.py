@@ -11,6 +11,8 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import cache
 from typing import Any
 
 import torch
@@ -62,38 +64,61 @@ def has_ptx(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
+@cache
+def has_overlap(device: torch.device) -> bool:
+    """Whether a kernel may start while its predecessor ends (include/overlap.cuh), and this Triton can launch it so."""
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    from triton.backends.nvidia.compiler import CUDAOptions
+
+    return "launch_pdl" in {f.name for f in fields(CUDAOptions)}
+
+
 def n_multiprocessor(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED
 
 
 def launch(
-    kernel: Any, grid: Sequence[int], args: Sequence[object], constants: Mapping[str, object], warps: int
+    kernel: Any,
+    grid: Sequence[int],
+    args: Sequence[object],
+    constants: Mapping[str, object],
+    warps: int,
+    *,
+    overlap: bool = False,
 ) -> None:
     """Run `kernel` [a function of Triton's] over `grid` on torch's current stream of the device that is current.
 
     args       all that is no constant, in the kernel's order; those that `tri_guards.VARYING` names may vary without a new build
     constants  the rest, which stand behind them in the kernel
+    overlap    start as soon as the kernel before allows it: only where `has_overlap`, and for a kernel that waits (tri_guards.py)
     """
     if not EXAMINATION.is_on or not torch.cuda.is_available():
-        _launch(kernel, grid, args, constants, warps)
+        _launch(kernel, grid, args, constants, warps, overlap)
         return
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
     wait = torch.cuda.current_stream(device).synchronize
-    EXAMINATION.run(lambda: _launch(kernel, grid, args, constants, warps), wait)
+    EXAMINATION.run(lambda: _launch(kernel, grid, args, constants, warps, overlap), wait)
 
 
 def _launch(
-    kernel: Any, grid: Sequence[int], args: Sequence[object], constants: Mapping[str, object], warps: int
+    kernel: Any,
+    grid: Sequence[int],
+    args: Sequence[object],
+    constants: Mapping[str, object],
+    warps: int,
+    overlap: bool,
 ) -> None:
     """Through Triton once for each build, which takes it 50 us; the build that was found then is launched as it is."""
     if not hasattr(kernel, "params") or not torch.cuda.is_available():  # interpreted
         kernel[tuple(grid)](*args, **constants, num_warps=warps)
         return
     device = torch.cuda.current_device()
-    key = _key(kernel, args, (device, warps, *constants.values()))
+    key = _key(kernel, args, (device, warps, overlap, *constants.values()))
     build = _builds.get(key)
     if build is None:
-        build = kernel[tuple(grid)](*args, **constants, num_warps=warps)
+        how = {"launch_pdl": True} if overlap else {}
+        build = kernel[tuple(grid)](*args, **constants, num_warps=warps, **how)
         if hasattr(build, "packed_metadata") and hasattr(build, "run"):
             _builds[key] = build
         return

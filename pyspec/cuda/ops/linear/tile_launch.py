@@ -48,6 +48,7 @@ def constants(device: torch.device, type: GGMLType, n_in: int) -> dict[str, obje
         "STEP": form.step,
         "N_SPAN": -(-n_in // (form.group * form.span)) if form.span else 0,
         "BITS": form.bits,
+        "SPLIT": form.pieces,
         "HIGH": form.high,
         "GROUP": form.group,
         "BIAS": form.bias,

@@ -41,6 +41,7 @@ FEW = 8  # rows of the smallest block
 LEAST = 4  # chunks of a split
 STRETCH = 512
 STAGES = 3
+AHEAD = 8192  # bytes of weights that a program asks for while the kernel before ends
 MAX_TICKETS = 1 << 16
 
 
@@ -143,10 +144,12 @@ class LinearTriton:
         is_gated = spec.epilogue is Epilogue.GATED
         self.n_unit = self.n_tile // 2 if is_gated else self.n_tile  # of which one is the last
         self.fuses = not is_gated or spec.n_out % ROWS == 0
-        self.tickets = tickets_of(spec.device)
+        self.tickets, self.overlap = tickets_of(spec.device), tri.has_overlap(spec.device)
         self.constants = constants(spec.device, spec.type, spec.n_in) | {
             "UNIT": tile_codes.unit(form),
             "PER": per,
+            "OVERLAP": self.overlap,
+            "AHEAD": AHEAD if self.overlap else 0,
         }
 
     def pack(self, raw: Tensor, type: GGMLType, shape: tuple[int, int], scales: Tensor | None = None) -> TiledMatrix:
@@ -194,6 +197,7 @@ class LinearTriton:
             (x, *planes(matrix, self.table, none), part, self.tickets, *ends, out, n_row),
             {**self.constants, "BN": block, "STAGES": STAGES, "FUSED": fuses, **ending},
             max(warps, self.warps),
+            overlap=self.overlap,
         )
         if not fuses:
             grid = (n_row, -(-s.n_out // STRETCH))

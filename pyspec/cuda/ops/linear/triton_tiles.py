@@ -76,13 +76,14 @@ def four(ASM: tl.constexpr, HOW: tl.constexpr, given):
 
 @triton.jit
 def quarters(
-    codes, high, here, pair, table, HALF: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr, VALUE: tl.constexpr, ASM: tl.constexpr,
+    codes, high, here, pair, table, HALF: tl.constexpr, BITS: tl.constexpr, SPLIT: tl.constexpr, HIGH: tl.constexpr, VALUE: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """(bytes of their shape, the weights of four times sixteen columns). HALF: of a pair of chunks."""
     out, k = tl.arange(0, 64), tl.arange(0, 16)
     if BITS == 4:
-        w = codes + here * 2048 + out[:, None] * 32 + k[None, :]
-        first, second = tl.load(w), tl.load(w + 16)
+        w = codes + here * 2048 + out[:, None] * (32 // SPLIT) + k[None, :]
+        first, second = tl.load(w), tl.load(w + (1024 if SPLIT == 2 else 16))
         if HIGH == 0:
             q0, q2 = of_nibbles(first, table, VALUE, ASM)
             q1, q3 = of_nibbles(second, table, VALUE, ASM)
@@ -169,7 +170,7 @@ def grouped(
 @triton.jit
 def chunk_sums(
     acc, x, at, is_row, codes, high, scales, supers, table, tile, chunk,
-    N_IN: tl.constexpr, N_CHUNK: tl.constexpr, N_SPAN: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr,
+    N_IN: tl.constexpr, N_CHUNK: tl.constexpr, N_SPAN: tl.constexpr, BITS: tl.constexpr, SPLIT: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr,
     BIAS: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr, LESS: tl.constexpr, SPAN: tl.constexpr,
     MINIMA: tl.constexpr, ASM: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
@@ -185,9 +186,9 @@ def chunk_sums(
             less = number(both, 1, 16, NUMBER, 0)
     if GROUP == 32 and HIGH == 0 and BITS > 2:
         if BITS == 8:
-            at_w = codes + here * 4096 + out[:, None] * 64 + k[None, :]
+            at_w = codes + here * 4096 + out[:, None] * (64 // SPLIT) + k[None, :]
             w = tl.load(at_w)
-            whole = of_bytes(w, ASM), of_bytes(tl.load(at_w + 32), ASM)
+            whole = of_bytes(w, ASM), of_bytes(tl.load(at_w + (2048 if SPLIT == 2 else 32)), ASM)
         else:
             w = tl.load(codes + here * 2048 + out[:, None] * 32 + k[None, :])
             whole = of_nibbles(w, table, VALUE, ASM)
@@ -199,7 +200,7 @@ def chunk_sums(
             acc = grouped(acc, sums, ones, packed, g, by, less, GROUP, WIDTH, SCALE, LESS, SPAN, MINIMA)
     else:
         pair = tile * (N_CHUNK // 2) + chunk // 2
-        w, q = quarters(codes, high, here, pair, table, HALF, BITS, HIGH, VALUE, ASM)
+        w, q = quarters(codes, high, here, pair, table, HALF, BITS, SPLIT, HIGH, VALUE, ASM)
         sums, ones = none, none
         for i in tl.static_range(4):
             a = columns(x, at, is_row, chunk * 64 + i * 16, 16, N_IN)
