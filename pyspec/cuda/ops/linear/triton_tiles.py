@@ -120,9 +120,10 @@ def quarters(
 
 
 @triton.jit
-def columns(x, at, is_row, first, K: tl.constexpr, N_IN: tl.constexpr):
-    """[K columns from `first` on, rows] f16 of x, whose rows begin at `at`."""
-    column = first + tl.arange(0, K)
+def columns(x, at, is_row, first, K: tl.constexpr, N_IN: tl.constexpr, AT_ONCE: tl.constexpr):
+    """[K columns from `first` on, rows] f16 of x, whose rows begin at `at`. AT_ONCE: columns of a thread's load; eight of them, 16 bytes, would
+    be copied around L1, where programs of other weights find the same columns."""
+    column = tl.max_contiguous(tl.multiple_of(first + tl.arange(0, K), AT_ONCE), AT_ONCE)
     mask = is_row[None, :]
     if N_IN % 128 != 0:  # the last chunk may be half of a pair, or less
         mask = mask & (column[:, None] < N_IN)
@@ -172,7 +173,7 @@ def chunk_sums(
     acc, x, at, is_row, codes, high, scales, supers, table, tile, chunk,
     N_IN: tl.constexpr, N_CHUNK: tl.constexpr, N_SPAN: tl.constexpr, BITS: tl.constexpr, SPLIT: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr,
     BIAS: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr, LESS: tl.constexpr, SPAN: tl.constexpr,
-    MINIMA: tl.constexpr, ASM: tl.constexpr, HALF: tl.constexpr,
+    MINIMA: tl.constexpr, ASM: tl.constexpr, AT_ONCE: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """acc [64 weights' rows, rows] f32 and what 64 columns of a tile add, over what tile_codes.unit says. HALF: chunk % 2, where upper bits of two chunks lie together."""
     out, k, none = tl.arange(0, 64), tl.arange(0, 32), tl.zeros(acc.shape, tl.float32)
@@ -193,7 +194,7 @@ def chunk_sums(
             w = tl.load(codes + here * 2048 + out[:, None] * 32 + k[None, :])
             whole = of_nibbles(w, table, VALUE, ASM)
         for g in tl.static_range(2):
-            a, ones = columns(x, at, is_row, chunk * 64 + g * 32, 32, N_IN), none
+            a, ones = columns(x, at, is_row, chunk * 64 + g * 32, 32, N_IN, AT_ONCE), none
             if MINIMA:
                 ones = tl.dot(everywhere(w, 1, 1, ASM), a)
             sums = products(whole[g], w, a, none, BIAS, ASM)
@@ -203,7 +204,7 @@ def chunk_sums(
         w, q = quarters(codes, high, here, pair, table, HALF, BITS, SPLIT, HIGH, VALUE, ASM)
         sums, ones = none, none
         for i in tl.static_range(4):
-            a = columns(x, at, is_row, chunk * 64 + i * 16, 16, N_IN)
+            a = columns(x, at, is_row, chunk * 64 + i * 16, 16, N_IN, AT_ONCE)
             sums = products(q[i], w, a, sums, BIAS, ASM)
             if MINIMA:
                 ones = tl.dot(everywhere(w, 1, 1, ASM), a, ones)
