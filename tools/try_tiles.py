@@ -44,6 +44,8 @@ VARIANTS = {
     "all 1, 20": (1, 20, 3, 1, 8192, 1, 4),
 }
 has_overlap = tri.has_overlap
+ROWS = [int(n) for n in sys.argv[2].split(",")]
+NAMES = sys.argv[3].split("+") if len(sys.argv) > 3 else list(VARIANTS)
 
 
 def taken(spec, name):
@@ -63,8 +65,10 @@ def built(task):
     i, name, type = task
     try:
         spec = LinearSpec(GPU, GGMLType[type], *LAYER[i])
-        x, out, residual = given(spec, 1)
-        taken(spec, name).multiply(x, None, drawn(spec.type, spec.n_weight_row, spec.n_in, GPU), out, residual)
+        weights = drawn(spec.type, spec.n_weight_row, spec.n_in, GPU)
+        for n in ROWS[1:]:
+            x, out, residual = given(spec, n)
+            taken(spec, name).multiply(x, None, weights, out, residual)
         torch.cuda.synchronize()
     except Exception as e:
         return f"{name} {i}: {type(e).__name__}: {str(e)[:200]}"
@@ -87,7 +91,7 @@ def chain(specs, prepare, launches, weights, n_row):
 
 
 def main():
-    type, rows, names = sys.argv[1], [1, 8, 16], list(VARIANTS)
+    type, rows, names = sys.argv[1], ROWS, NAMES
     began = time.monotonic()
     with multiprocessing.get_context("spawn").Pool(14) as pool:
         for said in pool.imap_unordered(built, [(i, n, type) for n in names for i in SHAPES], chunksize=1):

@@ -77,8 +77,8 @@ def steps_of(n_tile: int, n_step: int, least: int, programs: int, n_sm: int) -> 
             loads[i % n_sm] += length + BESIDE
         return max(loads)
 
-    if not around:  # too few tiles, or enough of them
-        return min(n_step, least) if n_tile * -(-n_step // least) < fewest else n_step
+    if not around:  # no number of programs is near enough: as many as are not too many
+        return next((per for per in range(least, n_step) if n_tile * -(-n_step // per) <= most), n_step)
     return min(around, key=lambda per: (last(per), -per))
 
 
