@@ -105,7 +105,10 @@ def main():
     ready = [rows_cuda.RowsLaunch(GPU, s.n_in, tuple(c.steps)) for s, c in zip(specs, cuda)]
     wide = [rows_cuda.WideRows(GPU, s.n_in) for s in specs]
     floors = [w[0].n_bytes / FLOOR * 1e6 for w in weights]
-    print(f"layer: floor {sum(floors):.1f}; CUDA", *(f"{chain(specs, ready, [c.multiply for c in cuda], packed, n)[0]:.1f}" for n in rows))
+    print(
+        f"layer: floor {sum(floors):.1f}; CUDA",
+        *(f"{chain(specs, ready, [c.multiply for c in cuda], packed, n)[0]:.1f}" for n in rows),
+    )
     want = {}
     for name in names:
         try:
@@ -115,19 +118,33 @@ def main():
                 took, y = chain(specs, wide, launches, weights, n)
                 key = n, VARIANTS[name][1], VARIANTS[name][5]
                 want.setdefault(key, y)
-                us.append(f"{took:.1f}" + ("" if torch.equal(y, want[key]) else " other bits") + ("" if y.isfinite().all() else " nan"))
+                us.append(
+                    f"{took:.1f}"
+                    + ("" if torch.equal(y, want[key]) else " other bits")
+                    + ("" if y.isfinite().all() else " nan")
+                )
             print(f"  {name:14}", "  ".join(us), flush=True)
         except Exception as e:
             print(" ", name, f"{e.__class__.__name__}: {str(e)[:150]}", flush=True)
     for i in SHAPES:
         spec = specs[i]
         x = {n: given(spec, n) for n in rows}
-        us = [graph_us([lambda w=w, n=n: cuda[i].multiply(p, w, *x[n][1:]) for w in packed[i] * 6]) for n in rows for p in [ready[i](x[n][0].float())]]
-        print(f"{spec.n_weight_row} x {spec.n_in} {spec.epilogue.name}: floor {floors[i]:.1f}; CUDA", *(f"{u:.1f}" for u in us))
+        us = [
+            graph_us([lambda w=w, n=n: cuda[i].multiply(p, w, *x[n][1:]) for w in packed[i] * 6])
+            for n in rows
+            for p in [ready[i](x[n][0].float())]
+        ]
+        print(
+            f"{spec.n_weight_row} x {spec.n_in} {spec.epilogue.name}: floor {floors[i]:.1f}; CUDA",
+            *(f"{u:.1f}" for u in us),
+        )
         for name in names:
             try:
                 run = taken(spec, name)
-                us = [graph_us([lambda w=w, n=n: run.multiply(x[n][0], None, w, *x[n][1:]) for w in weights[i] * 4]) for n in rows]
+                us = [
+                    graph_us([lambda w=w, n=n: run.multiply(x[n][0], None, w, *x[n][1:]) for w in weights[i] * 4])
+                    for n in rows
+                ]
                 print(f"  {name:14}", "  ".join(f"{u:.1f}" for u in us), flush=True)
             except Exception as e:
                 print(" ", name, f"{e.__class__.__name__}: {str(e)[:150]}", flush=True)

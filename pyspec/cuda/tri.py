@@ -8,9 +8,11 @@ where TRITON_INTERPRET is 1 from the start of the process on.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import fields
 from functools import cache
 from typing import Any
@@ -19,9 +21,13 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.examine import EXAMINATION
+from pyspec.cuda.probe_process import n_cores
+
+log = logging.getLogger(__name__)
 
 LEAST = (8, 0)  # compute capability
 LARGE_SHARED = ((8, 0), (9, 0), (10, 0))  # whose multiprocessors give a program more than 100 KB of shared memory
+MOST_COMPILERS = 8  # threads: what Triton does in Python they do one after the other
 INTERPRETED = 2  # multiprocessors that a CPU counts as
 
 
@@ -64,7 +70,6 @@ def has_ptx(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
-@cache
 def has_overlap(device: torch.device) -> bool:
     """Whether a kernel may start while its predecessor ends (include/overlap.cuh), and this Triton can launch it so."""
     if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0):
@@ -117,8 +122,9 @@ def _launch(
     key = _key(kernel, args, (device, warps, overlap, *constants.values()))
     build = _builds.get(key)
     if build is None:
-        how = {"launch_pdl": True} if overlap else {}
-        build = kernel[tuple(grid)](*args, **constants, num_warps=warps, **how)
+        if (ahead := _ahead.pop(key, None)) is not None:
+            wait([ahead])
+        build = kernel[tuple(grid)](*args, **constants, **_options(warps, overlap))
         if hasattr(build, "packed_metadata") and hasattr(build, "run"):
             _builds[key] = build
         return
@@ -129,6 +135,51 @@ def _launch(
     )  # as CompiledKernel.__getitem__ does
 
 
+def compile_ahead(
+    kernel: Any,
+    grid: Sequence[int],
+    args: Sequence[object],
+    constants: Mapping[str, object],
+    warps: int,
+    *,
+    overlap: bool = False,
+) -> None:
+    """Compile beside the caller what `launch` will be asked for with arguments of these kinds; nothing runs. What fails, fails there."""
+    if not hasattr(kernel, "params") or not torch.cuda.is_available():
+        return
+    device = torch.cuda.current_device()
+    key = _key(kernel, args, (device, warps, overlap, *constants.values()))
+    if key not in _builds and key not in _ahead:
+        _ahead[key] = _compilers().submit(_compiled, device, kernel, grid, args, constants, _options(warps, overlap))
+
+
+def _compiled(
+    device: int,
+    kernel: Any,
+    grid: Sequence[int],
+    args: Sequence[object],
+    constants: Mapping[str, object],
+    options: Mapping[str, object],
+) -> None:
+    """Triton keeps what it compiled, and finds it when the kernel is launched."""
+    try:
+        with torch.cuda.device(device):
+            kernel.warmup(*args, grid=tuple(grid), **constants, **options)
+    except Exception as e:  # noqa: BLE001 - of whatever kind: it is compiled again where it counts
+        log.debug("%s is not compiled ahead: %s", kernel.__name__, e)
+
+
+@cache
+def _compilers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(1, min(MOST_COMPILERS, n_cores() - 1)), "pyspec-triton")
+
+
+def _options(warps: int, overlap: bool) -> dict[str, object]:
+    """Older ones do not know of programmatic launches."""
+    return {"num_warps": warps} | ({"launch_pdl": True} if overlap else {})
+
+
+_ahead: dict[tuple[object, ...], Future[None]] = {}
 _builds: dict[tuple[object, ...], Any] = {}
 _kinds: dict[Any, tuple[list[bool], list[str]]] = {}
 

@@ -20,9 +20,7 @@ kernel = partial(triton.jit, do_not_specialize=VARYING)
 @triton.jit
 def wait_for_predecessor():
     """What the kernel before writes may be touched from here on, and what it reads be written: include/overlap.cuh."""
-    tl.inline_asm_elementwise(
-        "griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-    )
+    tl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit

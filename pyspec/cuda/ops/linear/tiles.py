@@ -156,7 +156,9 @@ def drawn(type: GGMLType, n_out: int, n_in: int, device: torch.device) -> TiledM
         type,
         n_out,
         n_in,
-        codes(n_step * form.step, COLUMNS * form.bits // 8).view(n_tile, -1, form.pieces, ROWS, COLUMNS * form.bits // 8 // form.pieces),
+        codes(n_step * form.step, COLUMNS * form.bits // 8).view(
+            n_tile, -1, form.pieces, ROWS, COLUMNS * form.bits // 8 // form.pieces
+        ),
         codes(n_step, QUARTER) if form.high else None,
         equal(n_step * form.step, COLUMNS // form.group * kinds * form.width, form.width == 16),
         equal(-(-n_in // (form.group * form.span)), 16 * kinds, True) if form.span else None,
