@@ -31,6 +31,14 @@ def let_successor_start():
 
 
 @triton.jit
+def take_turn(OVERLAP: tl.constexpr):
+    """At the begin of a kernel that may be launched to overlap."""
+    if OVERLAP:
+        wait_for_predecessor()
+        let_successor_start()
+
+
+@triton.jit
 def fetch_ahead(start, n_byte, MOST: tl.constexpr):
     """n_byte bytes, or MOST, are brought nearer: to L2."""
     at = tl.minimum(tl.arange(0, MOST // 128) * 128, n_byte - 1)

@@ -27,7 +27,8 @@ class NormsTriton:
         self.n, self.eps, self.fault = spec.n, spec.eps, faults.record(spec.device)
         wide = 1 << (spec.n - 1).bit_length()
         self.warps = max(1, min(16, wide // 256))
-        self.constants = {"COLUMNS": spec.n, "WIDE": wide, "LAYER": spec.layer, "OP": OP_ID}
+        self.overlap = tri.has_overlap(spec.device)
+        self.constants = {"COLUMNS": spec.n, "WIDE": wide, "LAYER": spec.layer, "OP": OP_ID, "OVERLAP": self.overlap}
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         out = x.new_empty(x.shape)
@@ -65,7 +66,7 @@ class NormsTriton:
             picks = self.fault if rows is None else rows
             args = (*first, *second, picks, self.fault, step, n_first, self.eps)
             constants = {**self.constants, "PICKS": rows is not None}
-            tri.launch(kernels.norms, (n_first + n_second,), args, constants, self.warps)
+            tri.launch(kernels.norms, (n_first + n_second,), args, constants, self.warps, overlap=self.overlap)
 
 
 def bind(spec: NormsSpec) -> NormsTriton:
