@@ -13,7 +13,6 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import fields
 from functools import cache
 from typing import Any
 
@@ -70,15 +69,6 @@ def has_ptx(device: torch.device) -> bool:
     return device.type == "cuda" and torch.version.hip is None
 
 
-def has_overlap(device: torch.device) -> bool:
-    """Whether a kernel may start while its predecessor ends (include/overlap.cuh), and this Triton can launch it so."""
-    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0):
-        return False
-    from triton.backends.nvidia.compiler import CUDAOptions
-
-    return "launch_pdl" in {f.name for f in fields(CUDAOptions)}
-
-
 def n_multiprocessor(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED
 
@@ -89,21 +79,18 @@ def launch(
     args: Sequence[object],
     constants: Mapping[str, object],
     warps: int,
-    *,
-    overlap: bool = False,
 ) -> None:
     """Run `kernel` [a function of Triton's] over `grid` on torch's current stream of the device that is current.
 
     args       all that is no constant, in the kernel's order; those that `tri_guards.VARYING` names may vary without a new build
     constants  the rest, which stand behind them in the kernel
-    overlap    start as soon as the kernel before allows it: only where `has_overlap`, and for a kernel that waits (tri_guards.py)
     """
     if not EXAMINATION.is_on or not torch.cuda.is_available():
-        _launch(kernel, grid, args, constants, warps, overlap)
+        _launch(kernel, grid, args, constants, warps)
         return
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
     wait = torch.cuda.current_stream(device).synchronize
-    EXAMINATION.run(lambda: _launch(kernel, grid, args, constants, warps, overlap), wait)
+    EXAMINATION.run(lambda: _launch(kernel, grid, args, constants, warps), wait)
 
 
 def _launch(
@@ -112,19 +99,18 @@ def _launch(
     args: Sequence[object],
     constants: Mapping[str, object],
     warps: int,
-    overlap: bool,
 ) -> None:
     """Through Triton once for each build, which takes it 50 us; the build that was found then is launched as it is."""
     if not hasattr(kernel, "params") or not torch.cuda.is_available():  # interpreted
         kernel[tuple(grid)](*args, **constants, num_warps=warps)
         return
     device = torch.cuda.current_device()
-    key = _key(kernel, args, (device, warps, overlap, *constants.values()))
+    key = _key(kernel, args, (device, warps, *constants.values()))
     build = _builds.get(key)
     if build is None:
         if (ahead := _ahead.pop(key, None)) is not None:
             wait([ahead])
-        build = kernel[tuple(grid)](*args, **constants, **_options(warps, overlap))
+        build = kernel[tuple(grid)](*args, **constants, num_warps=warps)
         if hasattr(build, "packed_metadata") and hasattr(build, "run"):
             _builds[key] = build
         return
@@ -141,16 +127,14 @@ def compile_ahead(
     args: Sequence[object],
     constants: Mapping[str, object],
     warps: int,
-    *,
-    overlap: bool = False,
 ) -> None:
     """Compile beside the caller what `launch` will be asked for with arguments of these kinds; nothing runs. What fails, fails there."""
     if not hasattr(kernel, "params") or not torch.cuda.is_available():
         return
     device = torch.cuda.current_device()
-    key = _key(kernel, args, (device, warps, overlap, *constants.values()))
+    key = _key(kernel, args, (device, warps, *constants.values()))
     if key not in _builds and key not in _ahead:
-        _ahead[key] = _compilers().submit(_compiled, device, kernel, grid, args, constants, _options(warps, overlap))
+        _ahead[key] = _compilers().submit(_compiled, device, kernel, grid, args, constants, warps)
 
 
 def _compiled(
@@ -159,12 +143,12 @@ def _compiled(
     grid: Sequence[int],
     args: Sequence[object],
     constants: Mapping[str, object],
-    options: Mapping[str, object],
+    warps: int,
 ) -> None:
     """Triton keeps what it compiled, and finds it when the kernel is launched."""
     try:
         with torch.cuda.device(device):
-            kernel.warmup(*args, grid=tuple(grid), **constants, **options)
+            kernel.warmup(*args, grid=tuple(grid), **constants, num_warps=warps)
     except Exception as e:  # noqa: BLE001 - of whatever kind: it is compiled again where it counts
         log.debug("%s is not compiled ahead: %s", kernel.__name__, e)
 
@@ -172,11 +156,6 @@ def _compiled(
 @cache
 def _compilers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, min(MOST_COMPILERS, n_cores() - 1)), "pyspec-triton")
-
-
-def _options(warps: int, overlap: bool) -> dict[str, object]:
-    """Older ones do not know of programmatic launches."""
-    return {"num_warps": warps} | ({"launch_pdl": True} if overlap else {})
 
 
 _ahead: dict[tuple[object, ...], Future[None]] = {}

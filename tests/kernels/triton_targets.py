@@ -268,10 +268,9 @@ def main(names: list[str], targets: list[int | str]) -> int:
         tri.has_f8 = lambda device, name=name: name in (89, 90, 100, 120, 121)
         tri.has_ptx = lambda device, name=name: isinstance(name, int)
         tri.has_large_shared = lambda device, name=name: name in LARGE
-        tri.has_overlap = lambda device, name=name: isinstance(name, int) and name >= 90
         done = set()
 
-        def launch(kernel, grid, args, constants, warps, *, overlap=False, name=name, done=done) -> None:
+        def launch(kernel, grid, args, constants, warps, name=name, done=done) -> None:
             key = (kernel.__name__, repr(constants), warps, tuple(getattr(a, "dtype", None) for a in args))
             if key not in done:
                 done.add(key)

@@ -27,7 +27,6 @@ from pyspec.gguf import GGMLType, blocks
 from pyspec.gguf.blocks import BlockLayout
 
 ROWS = COLUMNS = 64  # of a tile
-SPLIT = True
 QUARTER = 16  # columns
 BIAS = 128  # codes of eight bits, and what is looked up, lie this much higher than what they stand for
 _SLICE = 1 << 26  # weights repacked at once: bounds the temporaries to about 0.5 GB
@@ -86,7 +85,7 @@ class TiledFormat:
     @property
     def pieces(self) -> int:
         """Loads that a chunk's codes come in (triton_tiles.py), the first bytes of all its rows before the rest."""
-        return 2 if SPLIT and (self.bits == 8 or (self.bits == 4 and (self.group < 32 or self.high))) else 1
+        return 2 if self.bits == 8 or (self.bits == 4 and (self.group < 32 or self.high)) else 1
 
     def n_step(self, n_in: int) -> int:
         return -(-n_in // (COLUMNS * self.step))

@@ -42,7 +42,6 @@ FEW = 8  # rows of the smallest block
 LEAST = 4  # chunks of a split
 STRETCH = 512
 STAGES = 3
-AHEAD = 8192  # bytes of weights that a program asks for while the kernel before ends
 MAX_TICKETS = 1 << 16
 
 
@@ -150,12 +149,10 @@ class LinearTriton:
         is_gated = spec.epilogue is Epilogue.GATED
         self.n_unit = self.n_tile // 2 if is_gated else self.n_tile  # of which one is the last
         self.fuses = not is_gated or spec.n_out % ROWS == 0
-        self.tickets, self.overlap = tickets_of(spec.device), tri.has_overlap(spec.device)
+        self.tickets = tickets_of(spec.device)
         self.constants = constants(spec.device, spec.type, spec.n_in) | {
             "UNIT": tile_codes.unit(form),
             "PER": per,
-            "OVERLAP": self.overlap,
-            "AHEAD": AHEAD if self.overlap else 0,
         }
 
     def pack(self, raw: Tensor, type: GGMLType, shape: tuple[int, int], scales: Tensor | None = None) -> TiledMatrix:
@@ -186,7 +183,7 @@ class LinearTriton:
         n_wide = self.n_tile * ROWS
         part = torch.empty(self.n_split * n_row * n_wide, dtype=torch.float32, device=x.device)
         ends = powers, matrix.row_scales, residual
-        tri.launch(*self._product(x, matrix, part, ends, out, n_row), overlap=self.overlap)
+        tri.launch(*self._product(x, matrix, part, ends, out, n_row))
         if not self._fuses(n_row):
             grid, given = (n_row, -(-s.n_out // STRETCH)), [self.none if t is None else t for t in ends]
             tri.launch(kernels.finish, grid, (part, *given, out, n_row, n_wide), self._ending(ends), 4)
@@ -199,8 +196,8 @@ class LinearTriton:
         )  # rows of other products come from a norm, without powers
         for n_row in BLOCKS:
             if block_of(most)[0] >= n_row:
-                made = self._product(some.half(), matrix, some, (end, matrix.row_scales, end), some, n_row)
-                tri.compile_ahead(*made, overlap=self.overlap)
+                ends = end, matrix.row_scales, end
+                tri.compile_ahead(*self._product(some.half(), matrix, some, ends, some, n_row))
 
     def _fuses(self, n_row: int) -> bool:
         return self.fuses and -(-n_row // block_of(n_row)[0]) * self.n_unit <= MAX_TICKETS

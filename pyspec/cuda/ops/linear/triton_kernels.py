@@ -7,7 +7,7 @@ import triton.language as tl
 
 from pyspec.cuda.ops.linear.triton_tiles import chunk_sums
 from pyspec.cuda.ops.recurrent.triton_kernels import sigmoid
-from pyspec.cuda.tri_guards import fetch_ahead, kernel, let_successor_start, wait_for_predecessor
+from pyspec.cuda.tri_guards import kernel
 
 RESIDUAL, GATED = tl.constexpr(1), tl.constexpr(2)  # ref.Epilogue
 
@@ -60,25 +60,16 @@ def product(
     BIAS: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr, LESS: tl.constexpr, SPAN: tl.constexpr,
     MINIMA: tl.constexpr, ASM: tl.constexpr, AT_ONCE: tl.constexpr,
     UNIT: tl.constexpr, STEP: tl.constexpr, PER: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FUSED: tl.constexpr,
-    OVERLAP: tl.constexpr, AHEAD: tl.constexpr,
     N_OUT: tl.constexpr, SPLITS: tl.constexpr, EPILOGUE: tl.constexpr, POWERS: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
     """Grid (tiles, splits, blocks of BN rows): sums over PER steps of STEP chunks of 64 columns -> part [split, row, tile * 64].
 
-    OVERLAP: the kernel before may still run when this one starts; AHEAD bytes of the weights are fetched meanwhile.
     FUSED: whoever is the last of a tile, or of one of gates and that of its ups, does what is left (`ended`); tickets are 0 before and after.
     """
     tile, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.program_id(2) * BN + tl.arange(0, BN)
     is_row, out = row < n_row, tl.arange(0, 64)
     acc = tl.zeros((64, BN), tl.float32)
-    if OVERLAP:
-        if AHEAD > 0:
-            n_byte: tl.constexpr = 64 * 8 * BITS
-            first = (tile * N_CHUNK + split * PER * STEP) * n_byte
-            fetch_ahead(codes + first, tl.minimum(PER * STEP, N_CHUNK - split * PER * STEP) * n_byte, AHEAD)
-        wait_for_predecessor()
-        let_successor_start()
     for step in tl.range(split * PER, tl.minimum(split * PER + PER, N_CHUNK // STEP), num_stages=STAGES):
         for half in tl.static_range(STEP):
             acc = chunk_sums(

@@ -27,8 +27,7 @@ class NormsTriton:
         self.n, self.eps, self.fault = spec.n, spec.eps, faults.record(spec.device)
         wide = 1 << (spec.n - 1).bit_length()
         self.warps = max(1, min(16, wide // 256))
-        self.overlap = tri.has_overlap(spec.device)
-        self.constants = {"COLUMNS": spec.n, "WIDE": wide, "LAYER": spec.layer, "OP": OP_ID, "OVERLAP": self.overlap}
+        self.constants = {"COLUMNS": spec.n, "WIDE": wide, "LAYER": spec.layer, "OP": OP_ID}
 
     def __call__(self, x: Tensor, weight: Tensor) -> Tensor:
         out = x.new_empty(x.shape)
@@ -66,7 +65,7 @@ class NormsTriton:
             picks = self.fault if rows is None else rows
             args = (*first, *second, picks, self.fault, step, n_first, self.eps)
             constants = {**self.constants, "PICKS": rows is not None}
-            tri.launch(kernels.norms, (n_first + n_second,), args, constants, self.warps, overlap=self.overlap)
+            tri.launch(kernels.norms, (n_first + n_second,), args, constants, self.warps)
 
 
 def bind(spec: NormsSpec) -> NormsTriton:

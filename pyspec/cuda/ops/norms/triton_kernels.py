@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import triton.language as tl
 
-from pyspec.cuda.tri_guards import kernel, report, take_turn
+from pyspec.cuda.tri_guards import kernel, report
 
 
 @kernel
 def norms(
     x, weight, out, other, other_weight, other_out, rows, fault, step, n_row, eps,
     COLUMNS: tl.constexpr, WIDE: tl.constexpr, LAYER: tl.constexpr, PICKS: tl.constexpr, OP: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows of out, then of other_out), which lie `step` apart. PICKS: `rows` says which of the other input's."""
-    take_turn(OVERLAP)
     program = tl.program_id(0)
     column = tl.arange(0, WIDE)
     is_column, is_first = column < COLUMNS, program < n_row

@@ -32,7 +32,6 @@ class RowsTriton:
 
     def __init__(self, spec: RowsSpec) -> None:
         self.n_in, self.none = spec.n_in, torch.empty(4, dtype=torch.float32, device=spec.device)
-        self.overlap = tri.has_overlap(spec.device)
 
     def __call__(self, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Tensor | None]:
         """(rows [row, n_in] f16, powers [row] f32 to multiply products with, or None if they are 1)."""
@@ -77,10 +76,8 @@ class RowsTriton:
                 "KIND": int(kind),
                 "OWN_POWER": kind is not PrepKind.NORM and kind not in BY_PARTS,
                 "HALF": powers is not None,
-                "OVERLAP": self.overlap,
             },
             warps_for(wide),
-            overlap=self.overlap,
         )
 
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from pyspec.cuda.ops.recurrent.triton_kernels import sigmoid
-from pyspec.cuda.tri_guards import kernel, take_turn
+from pyspec.cuda.tri_guards import kernel
 
 NORM, HEADS, GATE, GLU, GROUPS, RELU2 = (tl.constexpr(i) for i in range(1, 7))  # ref.PrepKind
 
@@ -23,10 +23,9 @@ def power_of(x):
 def rows(
     x, weight, gate, out, powers, x_stride, gate_stride, head_stride, eps, power,
     N_IN: tl.constexpr, PART: tl.constexpr, WIDE: tl.constexpr, DIM: tl.constexpr, KIND: tl.constexpr, OWN_POWER: tl.constexpr,
-    HALF: tl.constexpr, OVERLAP: tl.constexpr,
+    HALF: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows, parts of PART columns). HALF: out is f16, of values over a power of two, the row's own or the one that is given."""
-    take_turn(OVERLAP)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, WIDE)
     column, is_column = part * PART + at, at < PART
