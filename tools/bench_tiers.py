@@ -63,12 +63,11 @@ def measured(
         each.decided.clear()
     settings: dict[str, object] = {**HOW, "np": max(streams), "demoted": lower(op, tier) if op else ()}
     settings["kernels"] = kernels
-    settings["spec_type"] = "mtp" if spec_len else "none"
     if spec_len:
         settings |= {"synth_len": spec_len, "n_draft_fixed": True, "n_draft_max": 3}
     plan = Plan(streams=streams, turns=1, n_prompt=300, n_predict=n_token, random_prompts=True, ignore_eos=True)
     try:
-        with Engine.open(str(path), None, settings) as engine:
+        with Engine.open(str(path), "mtp" if spec_len else None, settings) as engine:
             rows = bench(engine, plan).rows
             ran = {each.chosen(spec).name for each, spec in survey.asked() if each.name == op}
     except Exception as e:  # noqa: BLE001 - one op that can not run is a line of the table

@@ -35,6 +35,7 @@ from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import PrepKind, RowsSpec
 from pyspec.gguf import GGMLType
+from pyspec.slots.kv import KVPool
 
 CPU = torch.device("cpu")
 SPECS: dict[str, Any] = {
@@ -83,7 +84,12 @@ class PlantedLaunch:
             return None
         if callable(found) and not isinstance(found, torch.Tensor):  # experts are loaded first
             return PlantedLaunch(found, self.then)
-        return self.then(found)
+        found = self.then(found)
+        if isinstance(found, torch.Tensor) and not found.numel():  # keys and values alone: what it wrote is all there is
+            for pool in (arg for arg in args if isinstance(arg, KVPool)):
+                for plane in pool.planes:
+                    plane.zero_()
+        return found
 
     def __getattr__(self, name: str) -> Any:
         call = getattr(self.right, name)
