@@ -13,7 +13,7 @@ from pyspec.cuda.ops.linear.tiles import FORMATS, TiledMatrix
 from pyspec.gguf import GGMLType
 
 SCALES = {"": 0, "e4m3": 1, "e8m0": 2}
-AT_ONCE = 8
+AT_ONCE = 4  # columns of a row that a thread loads at once: see triton_tiles.columns
 BLOCKS = {8: 1, 16: 1, 32: 2, 64: 2}
 """Rows of a program, and its warps: four would multiply by another instruction on some GPUs, in another order."""
 

@@ -22,13 +22,16 @@ LOOKED_UP, E2M1 = tl.constexpr(1), tl.constexpr(2)  # what a code stands for: ti
 def number(packed, NTH: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, LESS: tl.constexpr):
     """Field NTH of a row's scales as f32; of e4m3 over 2^7."""
     if WIDTH == 16:
-        return (packed >> (16 * NTH)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    code = (packed.to(tl.int32) >> (WIDTH * NTH)) & ((1 << WIDTH) - 1)
-    if KIND == E4M3:
-        return (code << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    if KIND == E8M0:
-        return (code << 23).to(tl.float32, bitcast=True) * 0.5
-    return (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + LESS)  # a conversion takes longer
+        found = (packed >> (16 * NTH)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:  # not behind a return: what follows one is looked at all the same, and complained of
+        code = (packed.to(tl.int32) >> (WIDTH * NTH)) & ((1 << WIDTH) - 1)
+        if KIND == E4M3:
+            found = (code << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        elif KIND == E8M0:
+            found = (code << 23).to(tl.float32, bitcast=True) * 0.5
+        else:
+            found = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + LESS)  # a conversion takes longer
+    return found
 
 
 @triton.jit
