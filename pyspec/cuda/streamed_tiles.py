@@ -18,6 +18,7 @@ from pyspec.cuda.ops.moe.ref import activate
 from pyspec.cuda.ops.rows.ref import Glu, Prep
 
 GLU = Glu()
+MANY_ROWS = 64
 FEW_ROWS = 24  # up to here the weights' bytes are what a product costs; the copy has twice as many
 
 
@@ -34,6 +35,8 @@ class StreamedTiles:
         )
         self.plain = linear_triton.bind(spec)
         self.added = self.plain if gated else linear_triton.bind(replace(spec, epilogue=Epilogue.RESIDUAL))
+        likely = self.added if matrix.n_out < matrix.n_in else self.plain  # who narrows adds to the residual stream
+        likely.compile_ahead(matrix, MANY_ROWS if self.wide is None else FEW_ROWS)
 
     def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
         half, powers = self.plain.rows(x, prep)

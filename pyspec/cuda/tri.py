@@ -8,18 +8,25 @@ where TRITON_INTERPRET is 1 from the start of the process on.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyspec.cuda.examine import EXAMINATION
+from pyspec.cuda.probe_process import n_cores
+
+log = logging.getLogger(__name__)
 
 LEAST = (8, 0)  # compute capability
 LARGE_SHARED = ((8, 0), (9, 0), (10, 0))  # whose multiprocessors give a program more than 100 KB of shared memory
+MOST_COMPILERS = 8  # threads: what Triton does in Python they do one after the other
 INTERPRETED = 2  # multiprocessors that a CPU counts as
 
 
@@ -67,7 +74,11 @@ def n_multiprocessor(device: torch.device) -> int:
 
 
 def launch(
-    kernel: Any, grid: Sequence[int], args: Sequence[object], constants: Mapping[str, object], warps: int
+    kernel: Any,
+    grid: Sequence[int],
+    args: Sequence[object],
+    constants: Mapping[str, object],
+    warps: int,
 ) -> None:
     """Run `kernel` [a function of Triton's] over `grid` on torch's current stream of the device that is current.
 
@@ -83,7 +94,11 @@ def launch(
 
 
 def _launch(
-    kernel: Any, grid: Sequence[int], args: Sequence[object], constants: Mapping[str, object], warps: int
+    kernel: Any,
+    grid: Sequence[int],
+    args: Sequence[object],
+    constants: Mapping[str, object],
+    warps: int,
 ) -> None:
     """Through Triton once for each build, which takes it 50 us; the build that was found then is launched as it is."""
     if not hasattr(kernel, "params") or not torch.cuda.is_available():  # interpreted
@@ -93,6 +108,8 @@ def _launch(
     key = _key(kernel, args, (device, warps, *constants.values()))
     build = _builds.get(key)
     if build is None:
+        if (ahead := _ahead.pop(key, None)) is not None:
+            wait([ahead])
         build = kernel[tuple(grid)](*args, **constants, num_warps=warps)
         if hasattr(build, "packed_metadata") and hasattr(build, "run"):
             _builds[key] = build
@@ -104,6 +121,44 @@ def _launch(
     )  # as CompiledKernel.__getitem__ does
 
 
+def compile_ahead(
+    kernel: Any,
+    grid: Sequence[int],
+    args: Sequence[object],
+    constants: Mapping[str, object],
+    warps: int,
+) -> None:
+    """Compile beside the caller what `launch` will be asked for with arguments of these kinds; nothing runs. What fails, fails there."""
+    if not hasattr(kernel, "params") or not torch.cuda.is_available():
+        return
+    device = torch.cuda.current_device()
+    key = _key(kernel, args, (device, warps, *constants.values()))
+    if key not in _builds and key not in _ahead:
+        _ahead[key] = _compilers().submit(_compiled, device, kernel, grid, args, constants, warps)
+
+
+def _compiled(
+    device: int,
+    kernel: Any,
+    grid: Sequence[int],
+    args: Sequence[object],
+    constants: Mapping[str, object],
+    warps: int,
+) -> None:
+    """Triton keeps what it compiled, and finds it when the kernel is launched."""
+    try:
+        with torch.cuda.device(device):
+            kernel.warmup(*args, grid=tuple(grid), **constants, num_warps=warps)
+    except Exception as e:  # noqa: BLE001 - of whatever kind: it is compiled again where it counts
+        log.debug("%s is not compiled ahead: %s", kernel.__name__, e)
+
+
+@cache
+def _compilers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(1, min(MOST_COMPILERS, n_cores() - 1)), "pyspec-triton")
+
+
+_ahead: dict[tuple[object, ...], Future[None]] = {}
 _builds: dict[tuple[object, ...], Any] = {}
 _kinds: dict[Any, tuple[list[bool], list[str]]] = {}
 

@@ -36,6 +36,7 @@ KEPT = {
     "_archive",
     "_driver_major",
     "_pool",
+    "_compilers",
     "_starter",
     "_kept",
     "steps_of",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,3 +80,28 @@ def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "C compiler" in (tri.missing(gpu) or "")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install triton" in (tri.missing(gpu) or "")
+
+
+def test_what_is_compiled_ahead_is_waited_for_and_launched_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, x, constants, compiled = KernelOfTriton(), torch.zeros(8), {"KIND": 5, "SIZE": 64}, []
+
+    def warmup(*args: Any, **named: Any) -> None:
+        time.sleep(0.05)
+        compiled.append((args[1:], named))
+        if args[1] == 4:
+            raise RuntimeError("a compiler's bug")
+
+    kernel.__dict__.update(warmup=warmup, __name__="kernel")
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(tri, "_ahead", {})
+    for warps in (4, 4, 2):
+        tri.compile_ahead(kernel, (2,), (x, 3, 16), constants, warps)
+    tri.launch(kernel, (9,), (x, 5, 16), constants, 4)
+    named = {**constants, "num_warps": 4}
+    assert compiled[0] == ((3, 16), {"grid": (2,), **named}), "waited for"
+    assert kernel.built == [((9,), (5, 16), {**named})]
+    tri.compile_ahead(kernel, (2,), (x, 4, 32), constants, 4)
+    tri.launch(kernel, (9,), (x, 5, 32), constants, 4)
+    assert len(compiled) == 3 and len(kernel.built) == 2, (
+        "each kind once, and what failed is built where it is launched"
+    )

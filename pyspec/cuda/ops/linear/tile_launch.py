@@ -13,6 +13,7 @@ from pyspec.cuda.ops.linear.tiles import FORMATS, TiledMatrix
 from pyspec.gguf import GGMLType
 
 SCALES = {"": 0, "e4m3": 1, "e8m0": 2}
+AT_ONCE = 4  # columns of a row that a thread loads at once: see triton_tiles.columns
 BLOCKS = {8: 1, 16: 1, 32: 2, 64: 2}
 """Rows of a program, and its warps: four would multiply by another instruction on some GPUs, in another order."""
 
@@ -48,6 +49,7 @@ def constants(device: torch.device, type: GGMLType, n_in: int) -> dict[str, obje
         "STEP": form.step,
         "N_SPAN": -(-n_in // (form.group * form.span)) if form.span else 0,
         "BITS": form.bits,
+        "SPLIT": form.pieces,
         "HIGH": form.high,
         "GROUP": form.group,
         "BIAS": form.bias,
@@ -58,6 +60,7 @@ def constants(device: torch.device, type: GGMLType, n_in: int) -> dict[str, obje
         "SPAN": form.span,
         "MINIMA": form.minima,
         "ASM": tile_codes.text(form) if tri.has_ptx(device) else "",
+        "AT_ONCE": AT_ONCE,
     }
 
 

@@ -1,6 +1,7 @@
 """Quantised matrices as the Triton kernel streams them: tiles of 64 rows and 64 columns, repacked once at load from the file's blocks.
 
-A tile lies together, so that any way of reading it is one stretch: codes [tile, chunk, 64 rows, bytes], and of each row and chunk the scales
+A tile lies together, so that any way of reading it is one stretch: codes [tile, chunk, piece, 64 rows, bytes], where a piece is what the
+kernel loads at once (so a warp's load is one stretch, too, and not every other 16 or 32 bytes), and of each row and chunk the scales
 in one number. A group is as many columns as share a scale. Rows and columns are padded to whole tiles with zeros. Codes are whole: eight, four
 or two bits and, of types that have more, one or two upper bits in a plane of their own; no weight is rounded. Tiles take as many bytes as the
 records of the CUDA kernels (pack.py, where their sizes over the file's blocks are), which is what a memory plan counts.
@@ -81,6 +82,11 @@ class TiledFormat:
         """Chunks that lie together, of which there are whole ones: upper bits of two share bytes."""
         return 2 if self.high == 1 else 1
 
+    @property
+    def pieces(self) -> int:
+        """Loads that a chunk's codes come in (triton_tiles.py), the first bytes of all its rows before the rest."""
+        return 2 if self.bits == 8 or (self.bits == 4 and (self.group < 32 or self.high)) else 1
+
     def n_step(self, n_in: int) -> int:
         return -(-n_in // (COLUMNS * self.step))
 
@@ -94,7 +100,7 @@ class TiledFormat:
 class TiledMatrix:
     """A repacked matrix of n_out rows and n_in columns.
 
-    codes   [tile, chunk, 64, 64, 32 or 16] uint8
+    codes   [tile, chunk, piece, 64, 32 or 16] uint8
     high    [tile, step, 64, 16] uint8 or None
     scales  [tile, chunk, 64] int16, int32 or int64: those of a row's groups, the first lowest; then its minima
     supers  [tile, span, 64] int16 or, with those of minima above, int32; or None: f16
@@ -149,7 +155,9 @@ def drawn(type: GGMLType, n_out: int, n_in: int, device: torch.device) -> TiledM
         type,
         n_out,
         n_in,
-        codes(n_step * form.step, COLUMNS * form.bits // 8),
+        codes(n_step * form.step, COLUMNS * form.bits // 8).view(
+            n_tile, -1, form.pieces, ROWS, COLUMNS * form.bits // 8 // form.pieces
+        ),
         codes(n_step, QUARTER) if form.high else None,
         equal(n_step * form.step, COLUMNS // form.group * kinds * form.width, form.width == 16),
         equal(-(-n_in // (form.group * form.span)), 16 * kinds, True) if form.span else None,
@@ -167,6 +175,7 @@ def _tiles(form: TiledFormat, c: Codes, n_in: int) -> tuple[Tensor | None, ...]:
     if form.bits < 8:
         low = (q & ((1 << form.bits) - 1)).unflatten(-1, (8 // form.bits, -1)).unbind(-2)
         q = _merged(low, range(0, 8, form.bits))
+    q = q.unflatten(-1, (form.pieces, -1)).transpose(2, 3)  # [tile, chunk, piece, row, bytes]
     return q.contiguous(), high, _numbers(form, c, wide), _by_rows(_supers(c))
 
 
@@ -234,7 +243,7 @@ def untiled(m: TiledMatrix, first: int = 0, end: int | None = None) -> Tensor:
         """[tile, n, 64, ...] -> [row, n * ...]."""
         return x.transpose(1, 2).flatten(0, 1).flatten(1)
 
-    q = m.codes[at]
+    q = m.codes[at].transpose(2, 3).flatten(3)
     q = torch.cat([q >> shift & ((1 << form.bits) - 1) for shift in range(0, 8, form.bits)], -1)
     if m.high is not None:
         high = m.high[at]

@@ -18,13 +18,14 @@ from pyspec.cuda import tri, verdicts
 from pyspec.cuda.context import per_device
 from pyspec.cuda.ops.linear import tile_codes, tiles
 from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec
-from pyspec.cuda.ops.linear.tile_launch import block_of, constants, nothing, planes, table_of
+from pyspec.cuda.ops.linear.tile_launch import BLOCKS, block_of, constants, nothing, planes, table_of
 from pyspec.cuda.ops.linear.tiles import FORMATS, ROWS, TiledMatrix
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import Prep, PrepKind, RowsSpec
 from pyspec.cuda.verdicts import Candidate
 from pyspec.gguf import GGMLType
 
+Ends = tuple[Tensor | None, Tensor | None, Tensor | None]
 HOME = "pyspec.cuda.ops.linear.op:linear"
 
 CHOICES = ((1, 16), (2, 12), (1, 12))
@@ -76,8 +77,8 @@ def steps_of(n_tile: int, n_step: int, least: int, programs: int, n_sm: int) -> 
             loads[i % n_sm] += length + BESIDE
         return max(loads)
 
-    if not around:  # too few tiles, or enough of them
-        return min(n_step, least) if n_tile * -(-n_step // least) < fewest else n_step
+    if not around:  # no number of programs is near enough: as many as are not too many
+        return next((per for per in range(least, n_step) if n_tile * -(-n_step // per) <= most), n_step)
     return min(around, key=lambda per: (last(per), -per))
 
 
@@ -117,16 +118,21 @@ def tune(spec: LinearSpec) -> str:
 
 
 def _fastest(launches: Sequence[Callable[[], object]]) -> float:
-    """Milliseconds of all of them once, in the best of some rounds."""
-    times = []
-    for i in range(6):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in "be")
-        begin.record()
+    """Milliseconds of all of them once, in the best of some rounds: in a graph, or the host's time would be measured."""
+    for launch in launches:  # the first one compiles
+        launch()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
         for launch in launches:
             launch()
+    times = []
+    for _ in range(6):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in "be")
+        begin.record()
+        graph.replay()
         end.record()
         end.synchronize()
-        times += [begin.elapsed_time(end)] if i else []  # the first one compiles
+        times.append(begin.elapsed_time(end))
     return min(times)
 
 
@@ -168,7 +174,7 @@ class LinearTriton:
         """x [row, n_in] f16, whose rows are to be multiplied with `powers`; out and residual contiguous; residual may be `out`."""
         from pyspec.cuda.ops.linear import triton_kernels as kernels
 
-        s, n_row, none = self.spec, x.shape[0], self.none
+        s, n_row = self.spec, x.shape[0]
         assert x.is_contiguous() and x.dtype == torch.float16 and out.is_contiguous() and out.dtype == torch.float32
         assert (matrix.n_out, matrix.n_in, matrix.type) == (s.n_weight_row, s.n_in, s.type)
         assert (residual is not None) == (s.epilogue is Epilogue.RESIDUAL)
@@ -176,28 +182,52 @@ class LinearTriton:
             return
         n_wide = self.n_tile * ROWS
         part = torch.empty(self.n_split * n_row * n_wide, dtype=torch.float32, device=x.device)
-        block, warps = block_of(n_row)
-        n_block = -(-n_row // block)
-        fuses = self.fuses and n_block * self.n_unit <= MAX_TICKETS
-        ends = [none if t is None else t for t in (powers, matrix.row_scales, residual)]
-        ending: dict[str, object] = {
+        ends = powers, matrix.row_scales, residual
+        tri.launch(*self._product(x, matrix, part, ends, out, n_row))
+        if not self._fuses(n_row):
+            grid, given = (n_row, -(-s.n_out // STRETCH)), [self.none if t is None else t for t in ends]
+            tri.launch(kernels.finish, grid, (part, *given, out, n_row, n_wide), self._ending(ends), 4)
+
+    def compile_ahead(self, matrix: TiledMatrix, most: int) -> None:
+        """What rounds of up to `most` rows are likely to launch is compiled beside whatever else a load does."""
+        some = torch.empty(4, dtype=torch.float32, device=self.spec.device)
+        end = (
+            some if self.spec.epilogue is Epilogue.RESIDUAL else None
+        )  # rows of other products come from a norm, without powers
+        for n_row in BLOCKS:
+            if block_of(most)[0] >= n_row:
+                ends = end, matrix.row_scales, end
+                tri.compile_ahead(*self._product(some.half(), matrix, some, ends, some, n_row))
+
+    def _fuses(self, n_row: int) -> bool:
+        return self.fuses and -(-n_row // block_of(n_row)[0]) * self.n_unit <= MAX_TICKETS
+
+    def _ending(self, ends: Ends) -> dict[str, object]:
+        s, (powers, row_scales, _) = self.spec, ends
+        return {
             "N_OUT": s.n_out,
             "SPLITS": self.n_split,
             "EPILOGUE": int(s.epilogue),
             "POWERS": powers is not None,
-            "SCALED": matrix.row_scales is not None,
+            "SCALED": row_scales is not None,
             "LIMIT": float(s.limit) if s.epilogue is Epilogue.GATED else 0.0,
         }
-        tri.launch(
+
+    def _product(
+        self, x: Tensor, matrix: TiledMatrix, part: Tensor, ends: Ends, out: Tensor, n_row: int
+    ) -> tuple[object, tuple[int, int, int], tuple[object, ...], dict[str, object], int]:
+        """What is launched for so many rows, as `tri.launch` takes it. ends: powers, row scales, residual."""
+        from pyspec.cuda.ops.linear import triton_kernels as kernels
+
+        block, warps = block_of(n_row)
+        given = [self.none if t is None else t for t in ends]
+        return (
             kernels.product,
-            (self.n_tile, self.n_split, n_block),
-            (x, *planes(matrix, self.table, none), part, self.tickets, *ends, out, n_row),
-            {**self.constants, "BN": block, "STAGES": STAGES, "FUSED": fuses, **ending},
+            (self.n_tile, self.n_split, -(-n_row // block)),
+            (x, *planes(matrix, self.table, self.none), part, self.tickets, *given, out, n_row),
+            {**self.constants, "BN": block, "STAGES": STAGES, "FUSED": self._fuses(n_row), **self._ending(ends)},
             max(warps, self.warps),
         )
-        if not fuses:
-            grid = (n_row, -(-s.n_out // STRETCH))
-            tri.launch(kernels.finish, grid, (part, *ends, out, n_row, n_wide), ending, 4)
 
     def rows(self, x: Tensor, prep: Prep | None) -> tuple[Tensor, Tensor | None]:
         """Prepared and rounded, with what `rows` runs as here."""

@@ -56,9 +56,9 @@ def ended(
 @kernel
 def product(
     x, codes, high, scales, supers, table, part, tickets, powers, row_scales, residual, y, n_row,
-    N_IN: tl.constexpr, N_CHUNK: tl.constexpr, N_SPAN: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr,
+    N_IN: tl.constexpr, N_CHUNK: tl.constexpr, N_SPAN: tl.constexpr, BITS: tl.constexpr, SPLIT: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr,
     BIAS: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr, LESS: tl.constexpr, SPAN: tl.constexpr,
-    MINIMA: tl.constexpr, ASM: tl.constexpr,
+    MINIMA: tl.constexpr, ASM: tl.constexpr, AT_ONCE: tl.constexpr,
     UNIT: tl.constexpr, STEP: tl.constexpr, PER: tl.constexpr, BN: tl.constexpr, STAGES: tl.constexpr, FUSED: tl.constexpr,
     N_OUT: tl.constexpr, SPLITS: tl.constexpr, EPILOGUE: tl.constexpr, POWERS: tl.constexpr, SCALED: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +74,7 @@ def product(
         for half in tl.static_range(STEP):
             acc = chunk_sums(
                 acc, x, row.to(tl.int64) * N_IN, is_row, codes, high, scales, supers, table, tile, step * STEP + half,
-                N_IN, N_CHUNK, N_SPAN, BITS, HIGH, GROUP, BIAS, VALUE, WIDTH, SCALE, LESS, SPAN, MINIMA, ASM, half,
+                N_IN, N_CHUNK, N_SPAN, BITS, SPLIT, HIGH, GROUP, BIAS, VALUE, WIDTH, SCALE, LESS, SPAN, MINIMA, ASM, AT_ONCE, half,
             )  # fmt: skip
     n_tile = tl.num_programs(0)
     n_wide = n_tile * 64

@@ -22,13 +22,16 @@ LOOKED_UP, E2M1 = tl.constexpr(1), tl.constexpr(2)  # what a code stands for: ti
 def number(packed, NTH: tl.constexpr, WIDTH: tl.constexpr, KIND: tl.constexpr, LESS: tl.constexpr):
     """Field NTH of a row's scales as f32; of e4m3 over 2^7."""
     if WIDTH == 16:
-        return (packed >> (16 * NTH)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    code = (packed.to(tl.int32) >> (WIDTH * NTH)) & ((1 << WIDTH) - 1)
-    if KIND == E4M3:
-        return (code << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    if KIND == E8M0:
-        return (code << 23).to(tl.float32, bitcast=True) * 0.5
-    return (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + LESS)  # a conversion takes longer
+        found = (packed >> (16 * NTH)).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:  # not behind a return: what follows one is looked at all the same, and complained of
+        code = (packed.to(tl.int32) >> (WIDTH * NTH)) & ((1 << WIDTH) - 1)
+        if KIND == E4M3:
+            found = (code << 7).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        elif KIND == E8M0:
+            found = (code << 23).to(tl.float32, bitcast=True) * 0.5
+        else:
+            found = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + LESS)  # a conversion takes longer
+    return found
 
 
 @triton.jit
@@ -76,13 +79,14 @@ def four(ASM: tl.constexpr, HOW: tl.constexpr, given):
 
 @triton.jit
 def quarters(
-    codes, high, here, pair, table, HALF: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr, VALUE: tl.constexpr, ASM: tl.constexpr,
+    codes, high, here, pair, table, HALF: tl.constexpr, BITS: tl.constexpr, SPLIT: tl.constexpr, HIGH: tl.constexpr, VALUE: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
     """(bytes of their shape, the weights of four times sixteen columns). HALF: of a pair of chunks."""
     out, k = tl.arange(0, 64), tl.arange(0, 16)
     if BITS == 4:
-        w = codes + here * 2048 + out[:, None] * 32 + k[None, :]
-        first, second = tl.load(w), tl.load(w + 16)
+        w = codes + here * 2048 + out[:, None] * (32 // SPLIT) + k[None, :]
+        first, second = tl.load(w), tl.load(w + (1024 if SPLIT == 2 else 16))
         if HIGH == 0:
             q0, q2 = of_nibbles(first, table, VALUE, ASM)
             q1, q3 = of_nibbles(second, table, VALUE, ASM)
@@ -119,9 +123,10 @@ def quarters(
 
 
 @triton.jit
-def columns(x, at, is_row, first, K: tl.constexpr, N_IN: tl.constexpr):
-    """[K columns from `first` on, rows] f16 of x, whose rows begin at `at`."""
-    column = first + tl.arange(0, K)
+def columns(x, at, is_row, first, K: tl.constexpr, N_IN: tl.constexpr, AT_ONCE: tl.constexpr):
+    """[K columns from `first` on, rows] f16 of x, whose rows begin at `at`. AT_ONCE: columns of a thread's load; eight of them, 16 bytes, would
+    be copied around L1, where programs of other weights find the same columns."""
+    column = tl.max_contiguous(tl.multiple_of(first + tl.arange(0, K), AT_ONCE), AT_ONCE)
     mask = is_row[None, :]
     if N_IN % 128 != 0:  # the last chunk may be half of a pair, or less
         mask = mask & (column[:, None] < N_IN)
@@ -169,9 +174,9 @@ def grouped(
 @triton.jit
 def chunk_sums(
     acc, x, at, is_row, codes, high, scales, supers, table, tile, chunk,
-    N_IN: tl.constexpr, N_CHUNK: tl.constexpr, N_SPAN: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr,
+    N_IN: tl.constexpr, N_CHUNK: tl.constexpr, N_SPAN: tl.constexpr, BITS: tl.constexpr, SPLIT: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr,
     BIAS: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr, LESS: tl.constexpr, SPAN: tl.constexpr,
-    MINIMA: tl.constexpr, ASM: tl.constexpr, HALF: tl.constexpr,
+    MINIMA: tl.constexpr, ASM: tl.constexpr, AT_ONCE: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """acc [64 weights' rows, rows] f32 and what 64 columns of a tile add, over what tile_codes.unit says. HALF: chunk % 2, where upper bits of two chunks lie together."""
     out, k, none = tl.arange(0, 64), tl.arange(0, 32), tl.zeros(acc.shape, tl.float32)
@@ -185,24 +190,24 @@ def chunk_sums(
             less = number(both, 1, 16, NUMBER, 0)
     if GROUP == 32 and HIGH == 0 and BITS > 2:
         if BITS == 8:
-            at_w = codes + here * 4096 + out[:, None] * 64 + k[None, :]
+            at_w = codes + here * 4096 + out[:, None] * (64 // SPLIT) + k[None, :]
             w = tl.load(at_w)
-            whole = of_bytes(w, ASM), of_bytes(tl.load(at_w + 32), ASM)
+            whole = of_bytes(w, ASM), of_bytes(tl.load(at_w + (2048 if SPLIT == 2 else 32)), ASM)
         else:
             w = tl.load(codes + here * 2048 + out[:, None] * 32 + k[None, :])
             whole = of_nibbles(w, table, VALUE, ASM)
         for g in tl.static_range(2):
-            a, ones = columns(x, at, is_row, chunk * 64 + g * 32, 32, N_IN), none
+            a, ones = columns(x, at, is_row, chunk * 64 + g * 32, 32, N_IN, AT_ONCE), none
             if MINIMA:
                 ones = tl.dot(everywhere(w, 1, 1, ASM), a)
             sums = products(whole[g], w, a, none, BIAS, ASM)
             acc = grouped(acc, sums, ones, packed, g, by, less, GROUP, WIDTH, SCALE, LESS, SPAN, MINIMA)
     else:
         pair = tile * (N_CHUNK // 2) + chunk // 2
-        w, q = quarters(codes, high, here, pair, table, HALF, BITS, HIGH, VALUE, ASM)
+        w, q = quarters(codes, high, here, pair, table, HALF, BITS, SPLIT, HIGH, VALUE, ASM)
         sums, ones = none, none
         for i in tl.static_range(4):
-            a = columns(x, at, is_row, chunk * 64 + i * 16, 16, N_IN)
+            a = columns(x, at, is_row, chunk * 64 + i * 16, 16, N_IN, AT_ONCE)
             sums = products(q[i], w, a, sums, BIAS, ASM)
             if MINIMA:
                 ones = tl.dot(everywhere(w, 1, 1, ASM), a, ones)

@@ -99,9 +99,9 @@ def item_of(
 @kernel
 def products(
     x, powers, codes, high, scales, supers, table, part, ids, order, items, counter, n_row, n_shared,
-    N_IN: tl.constexpr, N_CHUNK: tl.constexpr, N_SPAN: tl.constexpr, BITS: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr,
+    N_IN: tl.constexpr, N_CHUNK: tl.constexpr, N_SPAN: tl.constexpr, BITS: tl.constexpr, SPLIT: tl.constexpr, HIGH: tl.constexpr, GROUP: tl.constexpr,
     BIAS: tl.constexpr, VALUE: tl.constexpr, WIDTH: tl.constexpr, SCALE: tl.constexpr, LESS: tl.constexpr, SPAN: tl.constexpr,
-    MINIMA: tl.constexpr, ASM: tl.constexpr,
+    MINIMA: tl.constexpr, ASM: tl.constexpr, AT_ONCE: tl.constexpr,
     UNIT: tl.constexpr, STEP: tl.constexpr, PER: tl.constexpr, TURNS: tl.constexpr, STAGES: tl.constexpr, X_STEP: tl.constexpr, INNER: tl.constexpr,
     BN: tl.constexpr, N_EXPERT: tl.constexpr, N_USED: tl.constexpr, PIECES: tl.constexpr, LISTED: tl.constexpr, COMPACT: tl.constexpr,
 ):  # fmt: skip
@@ -131,7 +131,7 @@ def products(
                 if INNER:
                     acc = chunk_sums(
                         acc, x, row.to(tl.int64) * X_STEP, is_row, codes, high, scales, supers, table, tile, chunk,
-                        N_IN, N_CHUNK, N_SPAN, BITS, HIGH, GROUP, BIAS, VALUE, WIDTH, SCALE, LESS, SPAN, MINIMA, ASM, half,
+                        N_IN, N_CHUNK, N_SPAN, BITS, SPLIT, HIGH, GROUP, BIAS, VALUE, WIDTH, SCALE, LESS, SPAN, MINIMA, ASM, AT_ONCE, half,
                     )  # fmt: skip
                 else:
                     place = tl.minimum(chunk, X_STEP // 64 - 1)  # of a chunk without columns it does not matter
@@ -139,7 +139,7 @@ def products(
                     acc += power[None, :] * chunk_sums(
                         tl.zeros((64, BN), tl.float32), x, row.to(tl.int64) * X_STEP, is_row, codes, high, scales, supers,
                         table, tile, chunk,
-                        N_IN, N_CHUNK, N_SPAN, BITS, HIGH, GROUP, BIAS, VALUE, WIDTH, SCALE, LESS, SPAN, MINIMA, ASM, half,
+                        N_IN, N_CHUNK, N_SPAN, BITS, SPLIT, HIGH, GROUP, BIAS, VALUE, WIDTH, SCALE, LESS, SPAN, MINIMA, ASM, AT_ONCE, half,
                     )  # fmt: skip
         total += acc * UNIT
     n_pair = n_row * (N_USED + PIECES)
