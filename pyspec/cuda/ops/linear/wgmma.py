@@ -26,7 +26,8 @@ from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec, epilogue_macros
 from pyspec.cuda.ops.rows.cuda import TALL, Rows, RowsLaunch
 from pyspec.gguf import GGMLType
 
-PADS = (8, 16, 32, 48, 64, 96, 128)
+PADS = (8, 16, 32, 48, 64, 80, 96, 112, 128)
+CLUSTER = 1  # CTAs that share the rows they read
 FEW = 32  # rows that `linear` takes, unless bits shall not depend on their number
 MAX_ROWS = PADS[-1]
 WINDOW = 2  # weight stages under way at most before the predecessor is over (linear_cuda.window says why)
@@ -75,7 +76,7 @@ def limits(spec: LinearSpec) -> str | None:
         return f"{spec.n_in} columns are not a multiple of 32"
     n_tile, n_chunk = n_tiles(spec)
     # 32-bit arithmetic, of places in the work and in the outputs
-    if n_tile > _MAX_TILES or n_tile * n_chunk * _MAX_GRID >= 1 << 31 or MAX_ROWS * spec.n_out >= 1 << 31:
+    if n_tile >= _MAX_TILES or n_tile * n_chunk * _MAX_GRID >= 1 << 31 or MAX_ROWS * spec.n_out >= 1 << 31:
         return f"{spec.n_weight_row} rows of {spec.n_in} columns; the kernel takes up to {_MAX_TILES * TILE * 16} rows"
     return None
 
@@ -106,6 +107,7 @@ def defines(
         "TYPE": FORMATS[type].code,
         "CHUNK": CHUNKS[type],
         "RECORD": RECORDS[type],
+        "CLUSTER": CLUSTER,
         "PAD": pad,
         "WINDOW": WINDOW,
         "WEIGHT_STAGES": n_weight,
@@ -156,7 +158,7 @@ class WgmmaLaunch:
         self.kernels = {pad: _kernel(spec.device, replace(spec, n_out=0, n_in=0), pad, patience) for pad in pads}
         n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
         n_group, (n_tile, n_chunk) = n_groups(spec.n_weight_row), n_tiles(spec)
-        self.grid = (min(n_sm, _MAX_GRID, n_tile * n_chunk),)
+        self.grid = (CLUSTER * min(min(n_sm, _MAX_GRID) // CLUSTER, -(-n_tile // CLUSTER) * n_chunk),)
         self.workspace = _workspace(spec.device, n_sm)
         self.sizes = np.int32(spec.n_out), np.int32(n_group), np.int32(n_chunk)
 
