@@ -46,7 +46,7 @@ constexpr float kLift = TYPE == MXFP4 ? 128.f : 1.f;
 #define AT_ONCE (PAD <= 16 ? 1 : 2)
 #endif
 #ifndef LOADS
-#define LOADS (PAD <= 16 || PAD == 96 ? 8 : 4)
+#define LOADS (PAD <= 16 || PAD == 96 || PAD == 112 ? 8 : 4)
 #endif
 constexpr int kAtOnce = AT_ONCE, kLoads = LOADS;  // parts, and shares of each, under way; with more the compiler spills in the products' loop
 // Registers of a thread that multiplies, where 20 warps start with kStart: 16 * kOwn + 4 * 24 of 20 * kStart at most, for to ask for more is to
