@@ -290,7 +290,7 @@ def shared_rows(mask: str = "3", arrivals: int = 2) -> EmulatedKernel:
       __device__ void arrive_at(unsigned barrier, unsigned peer) {{
         unsigned there;
         asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(barrier), "r"(peer));
-        asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
+        asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
       }}
       extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(64) f(const float* x, float* y) {{
         __shared__ __align__(128) float came[16];

@@ -35,9 +35,10 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
       : "memory");
 }
 
-// Once more, at an address in the cluster.
+// The same at an address in the cluster. It tells that something was read; a release of what was written, for all of the cluster
+// (`.release.cluster`), is a fence that waits for memory: half a microsecond.
 __device__ __forceinline__ void barrier_arrive_cluster(u32 barrier) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 // For what other blocks of the cluster send.

@@ -11,11 +11,6 @@ __device__ __forceinline__ void wait_for_cluster() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// The last time a block arrives: it may end once it waited for all, for nobody sends to it any more.
-__device__ __forceinline__ void leave_cluster() {
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-}
-
 // Where `address` of this block is in block `peer`.
 __device__ __forceinline__ u32 in_cluster(u32 address, u32 peer) {
   u32 there;

@@ -113,7 +113,7 @@ __device__ __forceinline__ void load_weights(Ring& ring, const u8* weights, cons
 // This CTA's part, for all of its cluster, each of which waits for all parts.
 __device__ __forceinline__ void load_rows(Ring& ring, const u8* x, int step64, int rank) {
   const u32 barrier = ring.full + ring.stage * 8, own = rank * kOwnRows;
-  barrier_wait_cluster(ring.empty + ring.stage * 8, ring.parity ^ 1);
+  barrier_wait(ring.empty + ring.stage * 8, ring.parity ^ 1);
   barrier_expect(barrier, kRowBytes);
   bulk_copy_to_all<CLUSTER>(ring.data + ring.stage * kRowBytes + own, x + static_cast<i64>(step64) * kRowBytes + own, kOwnRows, barrier);
   ring.step<ROW_STAGES>();
@@ -142,7 +142,11 @@ __device__ __forceinline__ void copy_all(Ring& w, Ring& b, const u8* weights, co
     }
     for (int s = 0; s < kSteps; ++s) load_rows(b, x, at.chunk * kSteps + s, m.rank);
   }
-  __syncwarp();
+  if (!copies) return;
+  for (int s = 0; s < ROW_STAGES; ++s) {  // a CTA may not end before all of its cluster have told it that they read
+    barrier_wait(b.empty + b.stage * 8, b.parity ^ 1);
+    b.step<ROW_STAGES>();
+  }
 }
 
 // ---- multiplying
@@ -189,6 +193,7 @@ __device__ __forceinline__ void release(u32 barrier) {
 }
 
 __device__ __forceinline__ void release_rows(u32 barrier) {  // each of the first lanes to a CTA of the cluster
+  if (CLUSTER == 1) return release(barrier);
   if ((threadIdx.x & 31) < CLUSTER) barrier_arrive_cluster(barrier);
 }
 
@@ -502,13 +507,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) BOUNDS
   if (threadIdx.x >= kThreads) {  // four warps, because registers change hands by warpgroups
     registers_down<24>();
     copy_all(w, b, weights, x, m, begin, end);
-    leave_cluster();
-    wait_for_cluster();
     return;
   }
   registers_up<kOwnRegisters>();
   wait_for_cluster();
-  b.empty = in_cluster(b.empty, min(threadIdx.x & 31, CLUSTER - 1u));  // each lane's, see release_rows
+  if (CLUSTER > 1) b.empty = in_cluster(b.empty, min(threadIdx.x & 31, CLUSTER - 1u));  // each lane's, see release_rows
   wait_for_predecessor();
   for (int i = threadIdx.x; i < PAD; i += kThreads) row_powers[i] = i < n_row ? powers[i] * (kUnit / kLift) : 0.f;
   sync_computing();
@@ -519,9 +522,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) BOUNDS
 #pragma unroll
     for (float& v : acc) v = 0.f;
     multiply(acc, w, b, stop - unit);
-    if (stop == end) leave_cluster();
     if (stop - unit == n_chunk || settle(acc, finish, band)) finish.store_all(acc, m.tile(band));
     unit = stop;
   }
-  wait_for_cluster();
 }

@@ -27,14 +27,14 @@ from pyspec.cuda.ops.rows.cuda import TALL, Rows, RowsLaunch
 from pyspec.gguf import GGMLType
 
 PADS = (8, 16, 32, 48, 64, 80, 96, 112, 128)
-CLUSTER = 1  # CTAs that share the rows they read
+CLUSTER = 2  # CTAs that share the rows they read
 FEW = 32  # rows that `linear` takes, unless bits shall not depend on their number
 MAX_ROWS = PADS[-1]
 WINDOW = 2  # weight stages under way at most before the predecessor is over (linear_cuda.window says why)
 PATIENCE = 1 << 22  # clocks, 2 ms: far more than the sharers of a tile lie apart
 _SHARED = 226 * 1024  # of 227 KiB: the rest is the kernel's static shared memory
 _THREADS = 640  # four multiplying warpgroups, one for copies
-_MAX_TILES, _MAX_GRID = 1 << 14, 256
+_MAX_TILES, _MAX_GRID = 1 << 14, 256  # whole clusters of each
 # a block of 64 columns: which column stands at each place; both halves are in the order of quants.cuh's operands
 _ORDER = tuple(16 * s + 4 * t + 2 * h + e for s in range(4) for h in range(2) for t in range(4) for e in range(2))
 
@@ -76,7 +76,7 @@ def limits(spec: LinearSpec) -> str | None:
         return f"{spec.n_in} columns are not a multiple of 32"
     n_tile, n_chunk = n_tiles(spec)
     # 32-bit arithmetic, of places in the work and in the outputs
-    if n_tile >= _MAX_TILES or n_tile * n_chunk * _MAX_GRID >= 1 << 31 or MAX_ROWS * spec.n_out >= 1 << 31:
+    if n_tile > _MAX_TILES or n_tile * n_chunk * _MAX_GRID >= 1 << 31 or MAX_ROWS * spec.n_out >= 1 << 31:
         return f"{spec.n_weight_row} rows of {spec.n_in} columns; the kernel takes up to {_MAX_TILES * TILE * 16} rows"
     return None
 
