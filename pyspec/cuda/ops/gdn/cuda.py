@@ -52,10 +52,8 @@ from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
 DIM = 128
-MANY, MANY_ROWS = (
-    24,
-    4,
-)  # sequences from which a warp's convolution is enough for each, if they have so many rows in the mean at most
+MANY, MANY_ROWS = 24, 4  # sequences from which a warp's convolution is enough for each, if none has more rows
+FEW_ROWS = 2  # in the mean, where some may have more: a graph has places for sequences that have none, and one warp takes 2 us a row
 CONV_ARGS = "plpplppp" + "ppppp" + "pppp" + "pppppp" + "pppp" + "iiiif" + "p"
 ROWS_ARGS = "ppp" + "pppp" + "pppppp" + "pppp" + "iiii" + "p"
 OUT_ARGS, INTO_ARGS = "p", "plpff" + "ppp" + "i" + NEXT_ARGS
@@ -208,7 +206,8 @@ class GdnLaunch:
         if not only_long:
             grid = (shape.n_k_head + n_v, n_seq, stretches(n_row, n_seq, layer.width))
             args = [*inputs, *records, *old, q, k, v, e, b, kq, *counts, self.eps, fault]
-            if not long and n_seq >= self.many[0] and n_row <= self.many[1] * n_seq:
+            few = self.many[1] if layer.width <= self.many[1] else FEW_ROWS
+            if not long and n_seq >= self.many[0] and n_row <= few * n_seq:
                 grid = (grid[0], -(-n_seq // (CONV_THREADS // 32)), 1)
                 many.launch(grid, CONV_THREADS, [*args, np.int32(n_seq)], overlap=self.overlap)
             else:
