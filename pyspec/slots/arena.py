@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128)  # from 64 on as `linear_tall` has builds for
 WIDE = (192, 256, 384, 512, 768, 1024)  # besides, where verifies or drafts of all slots may have so many rows
 PROMPTS = (256, 320, 384, 448, 512)  # of a prompt that stands alone: finer, for its rows are most of its time
 LEAST_PROMPT = 192  # rows of one: with fewer the library's attention does not take it, graph or not

@@ -280,6 +280,60 @@ def test_blocks_of_a_cluster_send_to_each_other() -> None:
         clustered().launch((8,), 64, (x,))
 
 
+def shared_rows(mask: str = "3", arrivals: int = 2) -> EmulatedKernel:
+    """Clusters of two blocks, each of which copies its half of 16 numbers to both, twice: the second time when both have read the first."""
+    return emulate_text(f"""{CLUSTER}
+      __device__ void to_all(unsigned to, const float* from, unsigned barrier, unsigned short blocks) {{
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(to),
+                     "l"(from), "r"(32), "r"(barrier), "h"(blocks) : "memory");
+      }}
+      __device__ void arrive_at(unsigned barrier, unsigned peer) {{
+        unsigned there;
+        asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(barrier), "r"(peer));
+        asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(there) : "memory");
+      }}
+      extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(64) f(const float* x, float* y) {{
+        __shared__ __align__(128) float came[16];
+        __shared__ unsigned long long full, read;
+        const int half = blockIdx.x % 2 * 8;
+        if (threadIdx.x == 0) init(address(&full), 1), init(address(&read), {arrivals});
+        arrive(); meet();
+        for (int turn = 0; turn < 2; ++turn) {{
+          if (threadIdx.x == 0) {{
+            if (turn > 0) wait(address(&read), 0);
+            expect(address(&full), 64);
+            to_all(address(&came[half]), x + turn * 16 + half, address(&full), {mask});
+          }}
+          wait(address(&full), turn);
+          if (threadIdx.x < 16) y[(blockIdx.x * 2 + turn) * 16 + threadIdx.x] = came[threadIdx.x];
+          __syncthreads();
+          if (threadIdx.x < 2 && turn == 0) arrive_at(address(&read), threadIdx.x);
+        }}
+        arrive(); meet();
+      }}""").kernel("f", "pp")
+
+
+def test_blocks_of_a_cluster_share_what_each_copies_a_part_of() -> None:
+    x, y = torch.arange(32.0), torch.full((4, 2, 16), torch.nan)
+    for order.seed in range(10):
+        shared_rows().launch((4,), 64, (x, y))
+        assert torch.equal(y, x.view(2, 16).expand(4, 2, 16))
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ({"mask": "7"}, "no blocks 7"),
+        ({"mask": "1"}, "deadlock|bytes missing|has ended"),
+        ({"arrivals": 3}, "deadlock"),
+    ],
+)
+def test_copies_to_a_cluster_that_do_not_fit_are_found(how: dict[str, str | int], says: str) -> None:
+    with pytest.raises(EmulationError, match=says):
+        for order.seed in range(10):
+            shared_rows(**how).launch((4,), 64, (torch.arange(32.0), torch.full((4, 2, 16), torch.nan)))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("how", "says"),
     [

@@ -84,6 +84,15 @@ MUTANTS: list[tuple[str, str, int, Callable[[int], None]]] = [
     ("linear_wgmma", "wgmma_wait<0>();", 0, lambda _: wgmma.test_products_equal_float64(GGMLType.Q8_0)),
     ("linear_wgmma", "barrier_wait(b.full + b.stage * 8, b.parity);", 0, lambda _: wgmma.test_products_equal_float64(GGMLType.Q8_0)),
     *(
+        ("linear_wgmma", text, which, lambda _: wgmma.test_products_equal_float64(GGMLType.Q8_0))
+        for text, which in (
+            ("barrier_wait(ring.empty + ring.stage * 8, ring.parity ^ 1);", 1),  # of rows
+            ("barrier_wait(b.empty + b.stage * 8, b.parity ^ 1);", 0),
+            ("if (old_b) release_rows(old_b);", 0),
+            *(("wait_for_cluster();", i) for i in (0, 1)),
+        )
+    ),
+    *(
         ("index_rows", text, which, indexed)
         for text, which in (
             ("barrier_wait(ring.full(), ring.parity);", 0),

@@ -56,13 +56,24 @@ def off(got: Tensor, want: Tensor) -> float:
 @pytest.mark.sampled(most=1)
 @pytest.mark.parametrize("type", TYPES)
 def test_products_equal_float64(type: GGMLType) -> None:
-    """A tile and a lower one, cut by three CTAs that run together or one after another."""
+    """A tile and a lower one, cut by three clusters that run together or one after another."""
     spec = LinearSpec(CPU, type, 264, 1024)
     packed, x = matrix(spec), torch.randn(35, 1024) * torch.logspace(-3, 3, 35)[:, None]
     want = linear_ref.rounded(x) @ unpack(packed).double().T
     for seed in SEEDS:
-        with emulated_gpu(seed=seed):
+        with emulated_gpu(seed=seed, n_multiprocessor=6):
             assert off(product(spec, packed, x), want) < 1e-3
+
+
+@pytest.mark.sampled(most=1)
+@pytest.mark.parametrize("type", [GGMLType.Q8_0, GGMLType.NVFP4])
+def test_tiles_of_an_odd_number_leave_one_cta_nothing(type: GGMLType) -> None:
+    """Three tiles by clusters of two: one multiplies what lies in its memory, reads no scales behind the matrix and writes nothing."""
+    spec = LinearSpec(CPU, type, 530, 256)
+    packed, x = matrix(spec), torch.randn(33, 256)
+    for n_cta in (2, 6):
+        with emulated_gpu(n_multiprocessor=n_cta):
+            assert off(product(spec, packed, x), linear_ref.rounded(x) @ unpack(packed).double().T) < 1e-3
 
 
 @pytest.mark.slow
@@ -78,7 +89,7 @@ def test_columns_that_fill_no_chunk_add_nothing(n_in: int) -> None:
 
 
 @pytest.mark.sampled(most=1)
-@pytest.mark.parametrize("n_row", [1, 9, 17, 48, 65, 128, 130])
+@pytest.mark.parametrize("n_row", [1, 9, 17, 48, 65, 97, 128, 130])
 def test_all_pads_give_the_same_bits(n_row: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The narrowest build and the widest, and a second pass."""
     monkeypatch.setattr(linear_wgmma, "PADS", ALL_PADS)
@@ -108,7 +119,7 @@ def test_epilogues_equal_the_reference(epilogue: Epilogue, limit: float) -> None
 
 @pytest.mark.slow
 @pytest.mark.sampled(most=1)
-@pytest.mark.parametrize(("n_out", "n_in", "n_cta"), [(24, 640, 4), (530, 256, 2), (530, 256, 5), (264, 512, 7)])
+@pytest.mark.parametrize(("n_out", "n_in", "n_cta"), [(24, 640, 8), (530, 256, 4), (530, 256, 9), (264, 512, 14)])
 def test_bits_do_not_depend_on_who_arrives_when(n_out: int, n_in: int, n_cta: int) -> None:
     """Everybody waits and sums a part; nobody waits and the last sums all; one CTA after another; some patience."""
     spec = LinearSpec(CPU, GGMLType.Q8_0, n_out, n_in)

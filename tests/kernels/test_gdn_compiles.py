@@ -69,4 +69,4 @@ def test_a_lane_takes_four_columns_where_that_saves_a_wave() -> None:
     assert [gdn_cuda.columns_for(SHAPE, n, "sm_90a", 132) for n in (1, 2, 4, 5, 8)] == [2, 2, 4, 4, 2]
     wider = replace(SHAPE, n_v_head=64)  # eight sequences are 3.1 waves of blocks of two columns a lane, or 1.9 of four
     assert [gdn_cuda.columns_for(wider, 8, "sm_90a", 132, prepares=p) for p in (False, True)] == [2, 4]
-    assert gdn_cuda.columns_for(SHAPE, 8, "sm_90a", 132, prepares=True) == 2
+    assert [gdn_cuda.columns_for(SHAPE, n, "sm_90a", 132, prepares=True) for n in (8, 12, 16, 32)] == [2, 2, 4, 4]

@@ -126,10 +126,10 @@ def test_each_tensor_of_a_matrix_keeps_its_own_second_scale(gated: bool, monkeyp
 @pytest.mark.sampled(most=2)
 @pytest.mark.parametrize("type", TYPES)
 def test_weights_are_rounded_to_f16_at_most(type: GGMLType) -> None:
-    """Floats of four bits, f16 and bf16 are not rounded at all. Three CTAs cut both tiles."""
+    """Floats of four bits, f16 and bf16 are not rounded at all. Three clusters cut both tiles."""
     spec, x = LinearSpec(CPU, type, 264, 512), torch.randn(50, 512)
     packed = matrix(spec)
-    with emulated_gpu():
+    with emulated_gpu(n_multiprocessor=6):
         got = wide_product(spec, packed, x)
     assert off(got, linear_ref.rounded(x) @ unpack(packed).double().T) < (3e-6 if type in EXACT_IN_F16 else 1e-3)
 
@@ -154,5 +154,5 @@ def test_the_smallest_and_the_largest_scale_that_f16_weights_hold(code: int) -> 
     raw[..., 1:] = torch.randint(0, 256, (16, 8, 16), dtype=torch.uint8)
     packed, spec = repack(raw, GGMLType.MXFP4, (16, 256)), LinearSpec(CPU, GGMLType.MXFP4, 16, 256)
     x = torch.randn(33, 256)
-    with emulated_gpu(n_multiprocessor=1):
+    with emulated_gpu(n_multiprocessor=2):
         assert off(wide_product(spec, packed, x), linear_ref.rounded(x) @ unpack(packed).double().T) < 3e-6

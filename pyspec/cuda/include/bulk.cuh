@@ -35,6 +35,12 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
       : "memory");
 }
 
+// The same at an address in the cluster. It tells that something was read; a release of what was written, for all of the cluster
+// (`.release.cluster`), is a fence that waits for memory: half a microsecond.
+__device__ __forceinline__ void barrier_arrive_cluster(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // For what other blocks of the cluster send.
 __device__ __forceinline__ void barrier_wait_cluster(u32 barrier, u32 parity) {
   asm volatile(
@@ -52,6 +58,17 @@ __device__ __forceinline__ void bulk_copy(u32 to, const void* from, u32 n_bytes,
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(n_bytes), "r"(barrier)
                : "memory");
+}
+
+// To the same place of all blocks of the cluster, counted on the same barrier of each.
+template <int kBlocks>
+__device__ __forceinline__ void bulk_copy_to_all(u32 to, const void* from, u32 n_bytes, u32 barrier) {
+  if (kBlocks == 1) return bulk_copy(to, from, n_bytes, barrier);
+  const u16 all = (1 << kBlocks) - 1;
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(n_bytes), "r"(barrier), "h"(all)
+      : "memory");
 }
 
 __device__ __forceinline__ void bulk_copy_once(u32 to, const void* from, u32 n_bytes, u32 barrier, u64 policy) {

@@ -43,8 +43,10 @@ __device__ __forceinline__ void registers_down() {
 #define NAMES_16 NAMES_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
 #define NAMES_24 NAMES_16 ",%16,%17,%18,%19,%20,%21,%22,%23"
 #define NAMES_32 NAMES_24 ",%24,%25,%26,%27,%28,%29,%30,%31"
-#define NAMES_48 NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
-#define NAMES_64 NAMES_48 ",%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+#define NAMES_40 NAMES_32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define NAMES_48 NAMES_40 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define NAMES_56 NAMES_48 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define NAMES_64 NAMES_56 ",%56,%57,%58,%59,%60,%61,%62,%63"
 #define SUMS_8(i)                                                                                            \
   "+f"(acc[i]), "+f"(acc[i + 1]), "+f"(acc[i + 2]), "+f"(acc[i + 3]), "+f"(acc[i + 4]), "+f"(acc[i + 5]),    \
       "+f"(acc[i + 6]), "+f"(acc[i + 7])
@@ -52,8 +54,10 @@ __device__ __forceinline__ void registers_down() {
 #define SUMS_16 SUMS_8(0), SUMS_8(8)
 #define SUMS_24 SUMS_16, SUMS_8(16)
 #define SUMS_32 SUMS_24, SUMS_8(24)
-#define SUMS_48 SUMS_32, SUMS_8(32), SUMS_8(40)
-#define SUMS_64 SUMS_48, SUMS_8(48), SUMS_8(56)
+#define SUMS_40 SUMS_32, SUMS_8(32)
+#define SUMS_48 SUMS_40, SUMS_8(40)
+#define SUMS_56 SUMS_48, SUMS_8(48)
+#define SUMS_64 SUMS_56, SUMS_8(56)
 
 #if PAD == 8
 #define WGMMA "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 " NAMES_4 "}, {%4,%5,%6,%7}, %8, 1, 1, 1, 0;"
@@ -70,9 +74,15 @@ __device__ __forceinline__ void registers_down() {
 #elif PAD == 64
 #define WGMMA "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 " NAMES_32 "}, {%32,%33,%34,%35}, %36, 1, 1, 1, 0;"
 #define WGMMA_SUMS SUMS_32
+#elif PAD == 80
+#define WGMMA "wgmma.mma_async.sync.aligned.m64n80k16.f32.f16.f16 " NAMES_40 "}, {%40,%41,%42,%43}, %44, 1, 1, 1, 0;"
+#define WGMMA_SUMS SUMS_40
 #elif PAD == 96
 #define WGMMA "wgmma.mma_async.sync.aligned.m64n96k16.f32.f16.f16 " NAMES_48 "}, {%48,%49,%50,%51}, %52, 1, 1, 1, 0;"
 #define WGMMA_SUMS SUMS_48
+#elif PAD == 112
+#define WGMMA "wgmma.mma_async.sync.aligned.m64n112k16.f32.f16.f16 " NAMES_56 "}, {%56,%57,%58,%59}, %60, 1, 1, 1, 0;"
+#define WGMMA_SUMS SUMS_56
 #elif PAD == 128
 #define WGMMA "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 " NAMES_64 "}, {%64,%65,%66,%67}, %68, 1, 1, 1, 0;"
 #define WGMMA_SUMS SUMS_64

@@ -356,6 +356,7 @@ inline void ptx_cp_async_wait_group(int, int n_left) { emulator::copies_wait(n_l
 
 inline void ptx_mbarrier_init_shared__cta_b64(int line, u32 barrier, u32 n) { emulator::message_init(barrier, n, line); }
 inline void ptx_mbarrier_arrive_shared__cta_b64(int line, u32 barrier) { emulator::message_arrive(barrier, 0, line); }
+inline void ptx_mbarrier_arrive_shared__cluster_b64(int line, u32 barrier) { emulator::message_arrive_in_cluster(barrier, line); }
 inline void ptx_mbarrier_arrive_expect_tx_shared__cta_b64(int line, u32 barrier, u32 n_bytes) {
   emulator::message_arrive(barrier, n_bytes, line);
 }
@@ -369,6 +370,10 @@ inline void ptx_cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__byte
 }
 inline void ptx_cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes_L2__cache_hint(int line, u32 to, const void* from, u32 n_bytes, u32 barrier, u64) {
   emulator::copy_bulk(to, from, n_bytes, barrier, line);
+}
+
+inline void ptx_cp_async_bulk_shared__cluster_global_mbarrier__complete_tx__bytes_multicast__cluster(int line, u32 to, const void* from, u32 n_bytes, u32 barrier, unsigned short blocks) {
+  emulator::copy_bulk_to_all(to, from, n_bytes, barrier, blocks, line);
 }
 
 inline void ptx_barrier_cluster_arrive_relaxed_aligned(int line) { emulator::cluster_arrive(line); }
@@ -427,7 +432,9 @@ WARPGROUP(16)
 WARPGROUP(32)
 WARPGROUP(48)
 WARPGROUP(64)
+WARPGROUP(80)
 WARPGROUP(96)
+WARPGROUP(112)
 WARPGROUP(128)
 WARPGROUP(256)
 inline void together(int line, const char* what) { emulator::meet(line, what, 0xffffffffu, nullptr, emulator::nothing); }

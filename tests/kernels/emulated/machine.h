@@ -75,8 +75,10 @@ void copies_wait(int n_left);
 void message_init(u32 barrier, u32 arrivals, int line);
 void message_expect(u32 barrier, u32 n_bytes, int line);
 void message_arrive(u32 barrier, u32 n_bytes, int line);
+void message_arrive_in_cluster(u32 barrier, int line);  // at an address in the cluster
 void message_wait(u32 barrier, u32 parity, int line);
 void copy_bulk(u32 to, const void* from, u32 n_bytes, u32 barrier, int line);
+void copy_bulk_to_all(u32 to, const void* from, u32 n_bytes, u32 barrier, u32 blocks, int line);  // a bit for each of the cluster's
 void send(u32 to, const void* x, u32 n_bytes, u32 barrier, int line);  // to addresses in the cluster
 
 struct Warpgroup {  // one product of m64 n k16: a warp's 16 rows of it

@@ -213,6 +213,16 @@ Message& message_at(u32 barrier, int line) {
   return found->second;
 }
 
+constexpr u32 kClusterMask = (1u << kClusterBit) - 1;
+
+// Block `number` of the cluster, which must have made the barrier that is to count what is sent.
+Block& peer_with(u32 number, u32 barrier, int line) {
+  Block* const block = self->block->cluster->blocks[number];
+  if (block == nullptr) fail(line, "sends to a block that has ended");
+  if (block->messages.count(barrier) == 0) fail(line, "sends to a block that has not made its barrier yet");
+  return *block;
+}
+
 void settle(Message& m) {
   if (m.missing != 0 || m.bytes != 0) return;
   m.phase ^= 1;
@@ -245,6 +255,15 @@ void message_arrive(u32 barrier, u32 n_bytes, int line) {
   settle(m);
 }
 
+void message_arrive_in_cluster(u32 barrier, int line) {
+  self->line = line;
+  const u32 number = barrier >> kClusterBit;
+  if (number == 0) fail(line, "arrives at an address that is not of the cluster");
+  Message& m = peer_with(number - 1, barrier & kClusterMask, line).messages[barrier & kClusterMask];
+  if (--m.missing < 0) fail(line, "more than %d threads arrive at a barrier", m.arrivals);
+  settle(m);
+}
+
 void message_expect(u32 barrier, u32 n_bytes, int line) {
   self->line = line;
   message_at(barrier, line).bytes += n_bytes;
@@ -257,28 +276,41 @@ void message_wait(u32 barrier, u32 parity, int line) {
   }
 }
 
-void copy_bulk(u32 to, const void* from, u32 n_bytes, u32 barrier, int line) {
+namespace {
+
+void copy_bulk_to(Block& block, u32 to, const void* from, u32 n_bytes, u32 barrier, int line) {
   if (n_bytes % 16 != 0 || reinterpret_cast<u64>(from) % 16 != 0) fail(line, "a bulk copy of %u bytes is not in units of 16", n_bytes);
   self->line = line;
-  message_at(barrier, line);
   if (n_bytes == 0) return;
-  u8* const target = shared_at(to, n_bytes, 16, line);
+  u8* const target = place_in(block, to, n_bytes, 16, line);
   memset(target, kPoison, n_bytes);
-  self->block->bulk.push_back({{target, static_cast<const u8*>(from), n_bytes, n_bytes}, barrier, line});
+  block.bulk.push_back({{target, static_cast<const u8*>(from), n_bytes, n_bytes}, barrier, line});
+}
+
+}  // namespace
+
+void copy_bulk(u32 to, const void* from, u32 n_bytes, u32 barrier, int line) {
+  message_at(barrier, line);
+  copy_bulk_to(*self->block, to, from, n_bytes, barrier, line);
+}
+
+void copy_bulk_to_all(u32 to, const void* from, u32 n_bytes, u32 barrier, u32 blocks, int line) {
+  if (blocks >> self->block->cluster->blocks.size()) fail(line, "the cluster has no blocks %x", blocks);
+  for (u32 number = 0; blocks >> number; ++number)
+    if (blocks >> number & 1) copy_bulk_to(peer_with(number, barrier, line), to, from, n_bytes, barrier, line);
 }
 
 void send(u32 to, const void* x, u32 n_bytes, u32 barrier, int line) {
-  const u32 number = to >> kClusterBit, mask = (1u << kClusterBit) - 1;
+  const u32 number = to >> kClusterBit;
   if (number == 0 || barrier >> kClusterBit != number) fail(line, "sends to addresses that are not of one block of the cluster");
-  Block* const block = self->block->cluster->blocks[number - 1];
-  if (block == nullptr) fail(line, "sends to a block that has ended");
-  if (block->messages.count(barrier & mask) == 0) fail(line, "sends to a block that has not made its barrier yet");
+  barrier &= kClusterMask;
+  Block& block = peer_with(number - 1, barrier, line);
   self->line = line;
-  u8* const target = place_in(*block, to & mask, n_bytes, n_bytes, line);
+  u8* const target = place_in(block, to & kClusterMask, n_bytes, n_bytes, line);
   memset(target, kPoison, n_bytes);
-  Bulk bulk{{target, nullptr, n_bytes, n_bytes}, barrier & mask, line};
+  Bulk bulk{{target, nullptr, n_bytes, n_bytes}, barrier, line};
   memcpy(bulk.sent, x, n_bytes);
-  block->bulk.push_back(bulk);
+  block.bulk.push_back(bulk);
 }
 
 void complete(Block& block, const Bulk& bulk) {

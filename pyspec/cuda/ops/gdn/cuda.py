@@ -52,12 +52,8 @@ from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
 DIM = 128
-MANY, MANY_ROWS = (
-    24,
-    4,
-)  # sequences from which a warp's convolution is enough for each, if they have so many rows in the mean at most
-FETCH = 0  # 1: states of later blocks go to L2 ahead of them. Not measured yet
-MORE = 0  # 1: a block more of gdn_rows, of two columns to a lane, which Hopper's registers hold. Not measured yet
+MANY, MANY_ROWS = 24, 4  # sequences from which a warp's convolution is enough for each, if none has more rows
+FEW_ROWS = 2  # in the mean, where some may have more: a graph has places for sequences that have none, and one warp takes 2 us a row
 CONV_ARGS = "plpplppp" + "ppppp" + "pppp" + "pppppp" + "pppp" + "iiiif" + "p"
 ROWS_ARGS = "ppp" + "pppp" + "pppppp" + "pppp" + "iiii" + "p"
 OUT_ARGS, INTO_ARGS = "p", "plpff" + "ppp" + "i" + NEXT_ARGS
@@ -81,17 +77,16 @@ def limits(spec: GdnSpec) -> str | None:
 def defines(shape: GdnShape, arch: str, columns: int) -> dict[str, int | str]:
     """Macros of gdn.cu for one way to share out columns: 2 or 4 to a lane; the result has the same bits."""
     blocks = blocks_for(arch, columns)
-    alone = blocks + MORE * (arch == "sm_90a" and columns == 2)
-    macros = {"N_K": shape.n_k_head, "N_V": shape.n_v_head, "COLS": columns, "BLOCKS": blocks, "ALONE": alone}
-    return macros | {"FETCH": FETCH}
+    alone = blocks + (arch == "sm_90a" and columns == 2)  # gdn_rows alone: Hopper's registers hold one more, 5 % less time
+    return {"N_K": shape.n_k_head, "N_V": shape.n_v_head, "COLS": columns, "BLOCKS": blocks, "ALONE": alone}
 
 
 def columns_for(shape: GdnShape, n_seq: int, arch: str, n_multiprocessor: int, *, prepares: bool = False) -> int:
     """Four where that makes one wave of blocks out of two; else two, which keeps more warps in flight. Of gdn_rows_into, whose
-    blocks come and go by clusters, four also where the last wave is a fifth fuller so."""
+    blocks come and go by clusters, four also where the last wave is fuller so (docs/log.md)."""
 
     two, four = (waves(shape.n_v_head * n_seq * DIM, columns, arch, n_multiprocessor) for columns in COLUMNS)
-    if prepares and two > 2 and four / math.ceil(four) > 1.2 * two / math.ceil(two):
+    if prepares and two > 2 and four / math.ceil(four) > two / math.ceil(two):
         return 4
     return 4 if four <= 1 < two else 2
 
@@ -211,7 +206,8 @@ class GdnLaunch:
         if not only_long:
             grid = (shape.n_k_head + n_v, n_seq, stretches(n_row, n_seq, layer.width))
             args = [*inputs, *records, *old, q, k, v, e, b, kq, *counts, self.eps, fault]
-            if not long and n_seq >= self.many[0] and n_row <= self.many[1] * n_seq:
+            few = self.many[1] if layer.width <= self.many[1] else FEW_ROWS
+            if not long and n_seq >= self.many[0] and n_row <= few * n_seq:
                 grid = (grid[0], -(-n_seq // (CONV_THREADS // 32)), 1)
                 many.launch(grid, CONV_THREADS, [*args, np.int32(n_seq)], overlap=self.overlap)
             else:

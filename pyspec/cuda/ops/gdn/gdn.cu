@@ -27,8 +27,7 @@
 
 #ifndef COLS
 #define COLS 2    // columns of a lane: 1, 2, 4; changes no bit of the result
-#define FETCH 1   // states of later blocks go to L2 ahead of them
-#define ALONE 5   // blocks of gdn_rows, which needs fewer registers
+#define ALONE 6   // blocks of gdn_rows, which needs fewer registers
 #define BLOCKS 5  // blocks of gdn_rows_into on a multiprocessor: 65,536 / (128 * BLOCKS) registers a thread
 #endif
 #define LANES 8  // lanes of a column
@@ -47,8 +46,6 @@
 
 constexpr int TILE = THREADS / LANES * COLS;  // columns of a block
 constexpr int QUADS = DIM / 4 / LANES;        // float4 of one column in a lane
-constexpr int kOfSequence = N_V * (DIM / TILE);                                    // blocks of gdn_rows
-constexpr int kLater = FETCH * (BLOCKS * 132 + kOfSequence - 1) / kOfSequence;  // sequences behind those that an H200 has room for at once
 
 // ---- gdn_conv -------------------------------------------------------------------------------------------------------
 
@@ -354,17 +351,6 @@ __device__ __forceinline__ void move_state(Slice& slice, float* state, bool stor
   }
 }
 
-#if __CUDA_ARCH__ >= 900
-// What the next block here or nearby begins with, on its way to L2: a block lasts twice as long as its bytes take, most of it for trips.
-__device__ __forceinline__ void fetch_later(const float* state, const Meta& meta, int s, int h, int column) {
-  const int later = s + kLater;
-  if (kLater == 0 || threadIdx.x != THREADS - 1 || later >= gridDim.z) return;
-  const int slot = meta.slot[later];
-  if (slot < 0 || slot >= meta.n_slot || meta.start[later] >= meta.start[later + 1]) return;
-  bulk_prefetch(state + ((static_cast<i64>(slot) * N_V + h) * DIM + column) * DIM, TILE * DIM * 4);
-}
-#endif
-
 struct RowsArgs {
   float* state;
   const float *rec_k, *rec_v, *fold_k, *fold_v, *fold_e, *fold_b, *q, *k, *v, *e, *kq, *b;
@@ -421,9 +407,6 @@ __device__ __forceinline__ void run_rows(const RowsArgs& a, const Out& out, int*
 
   Slice slice;
   move_state(slice, own, false);
-#if __CUDA_ARCH__ >= 900
-  fetch_later(a.state, a.meta, s, h, column);
-#endif
   out.start(a.meta);
   wait_for_predecessor();
   start_fetch(0);

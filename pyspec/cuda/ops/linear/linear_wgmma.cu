@@ -12,16 +12,21 @@
 // A CTA of four warpgroups owns tiles of 256 weight rows. Codes become f16, times their scale, in registers (operand A);
 // activations are operand B. One warp copies both in bulk, ahead of the others; a group unpacks while the others multiply.
 //
-// Tiles times chunks are one line that the CTAs cut into equal runs. A tile that is cut is summed from its shares in the
-// order of its columns, whoever arrives first, so bits depend on matrix and device only. Nobody has to wait for anybody:
-// who waits too long leaves its part to the last to arrive (see `settle`).
+// What bounds many rows is the way from the second-level cache to the multiprocessors: rows lie there once and each tile
+// reads all of them. So the CTAs of a cluster have neighbouring tiles and the same columns, and each fetches its part of the
+// rows for all of them.
 //
-// Set by the launcher: TYPE, CHUNK, RECORD (quants.cuh), PAD (8 to 128), EPILOGUE, WEIGHT_STAGES, ROW_STAGES,
+// Bands of CLUSTER tiles times chunks are one line that the clusters cut into equal runs. A tile that is cut is summed from its
+// shares in the order of its columns, whoever arrives first, so bits depend on matrix and device only. Clusters have not to wait
+// for each other: who waits too long leaves its part to the last to arrive (see `settle`).
+//
+// Set by the launcher: TYPE, CHUNK, RECORD (quants.cuh), PAD (8 to 128), EPILOGUE, WEIGHT_STAGES, ROW_STAGES, CLUSTER (CTAs of one),
 // PATIENCE (clocks to wait for others), WINDOW (weight stages under way at most before the predecessor is over).
 #include "cut.cuh"
 #include "quants.cuh"
 #include "wgmma.cuh"
 #include "bulk.cuh"
+#include "cluster.cuh"
 #include "overlap.cuh"
 
 #define PLAIN 0
@@ -32,6 +37,7 @@ constexpr int kWarps = 16, kThreads = 32 * kWarps, kBlock = kThreads + 128;
 constexpr int kTile = 16;           // 16-row records of a tile
 constexpr int kSteps = CHUNK / 2;   // of 64 columns, in a chunk
 constexpr int kWeightBytes = kTile * RECORD, kRowBytes = PAD * 128;
+constexpr int kOwnRows = kRowBytes / CLUSTER;  // bytes of a stage that this CTA fetches, for all of its cluster
 constexpr int kParts = kTile * PAD / 8;  // of a tile: 16 weight rows by 8 rows, a float4 of each lane
 constexpr int kMaxGrid = 256;
 // Scales become f16 too: those of MXFP4 are shifted, so that 2^-17 to 2^7 are exact.
@@ -40,7 +46,7 @@ constexpr float kLift = TYPE == MXFP4 ? 128.f : 1.f;
 #define AT_ONCE (PAD <= 16 ? 1 : 2)
 #endif
 #ifndef LOADS
-#define LOADS (PAD <= 16 || PAD == 96 ? 8 : 4)
+#define LOADS (PAD <= 16 || PAD == 96 || PAD == 112 ? 8 : 4)
 #endif
 constexpr int kAtOnce = AT_ONCE, kLoads = LOADS;  // parts, and shares of each, under way; with more the compiler spills in the products' loop
 // Registers of a thread that multiplies, where 20 warps start with kStart: 16 * kOwn + 4 * 24 of 20 * kStart at most, for to ask for more is to
@@ -58,16 +64,19 @@ constexpr int kOwnRegisters = 112;
 enum State { kNothing = 0, kGo = 1, kGone = 2 };
 
 struct Matrix {
-  int n_row, n_out, n_record, n_chunk, grid;
-  int total;  // units: tiles times chunks; times the grid it fits 32 bits
+  int n_row, n_out, n_record, n_chunk, n_cluster;
+  int total;  // units: bands times chunks; times the clusters it fits 32 bits
+  int rank;   // of this CTA in its cluster
 
-  __device__ __forceinline__ int run_start(int cta) const {
-    return static_cast<int>(static_cast<u32>(total) * static_cast<u32>(cta) / static_cast<u32>(grid));
+  __device__ __forceinline__ int run_start(int cluster) const {
+    return static_cast<int>(static_cast<u32>(total) * static_cast<u32>(cluster) / static_cast<u32>(n_cluster));
   }
 
-  __device__ __forceinline__ int owner(int unit) const {  // the CTA whose run has it
-    return static_cast<int>((static_cast<u32>(unit + 1) * static_cast<u32>(grid) - 1) / static_cast<u32>(total));
+  __device__ __forceinline__ int owner(int unit) const {  // the cluster whose run has it
+    return static_cast<int>((static_cast<u32>(unit + 1) * static_cast<u32>(n_cluster) - 1) / static_cast<u32>(total));
   }
+
+  __device__ __forceinline__ int tile(int band) const { return band * CLUSTER + rank; }  // the last may lie behind the matrix
 };
 
 struct Ring {  // of stages: where it lies, its barriers, and the next stage
@@ -82,51 +91,61 @@ struct Ring {  // of stages: where it lies, its barriers, and the next stage
 };
 
 struct Unit {
-  int tile, chunk;
+  int band, chunk;
 
   __device__ __forceinline__ void step(int n_chunk) {
-    if (++chunk == n_chunk) chunk = 0, ++tile;
+    if (++chunk == n_chunk) chunk = 0, ++band;
   }
 };
 
 // ---- copying
 
 __device__ __forceinline__ void load_weights(Ring& ring, const u8* weights, const Matrix& m, Unit at, u64 policy) {
-  const int n16 = min(kTile, m.n_record - at.tile * kTile);
-  const i64 record = static_cast<i64>(at.tile) * kTile * m.n_chunk + static_cast<i64>(at.chunk) * n16;
+  const int tile = m.tile(at.band), n16 = max(0, min(kTile, m.n_record - tile * kTile));
+  const i64 record = static_cast<i64>(tile) * kTile * m.n_chunk + static_cast<i64>(at.chunk) * n16;
   const u32 barrier = ring.full + ring.stage * 8;
   barrier_wait(ring.empty + ring.stage * 8, ring.parity ^ 1);
   barrier_expect(barrier, n16 * RECORD);
-  bulk_copy_once(ring.data + ring.stage * kWeightBytes, weights + record * RECORD, n16 * RECORD, barrier, policy);
+  if (n16 > 0) bulk_copy_once(ring.data + ring.stage * kWeightBytes, weights + record * RECORD, n16 * RECORD, barrier, policy);
   ring.step<WEIGHT_STAGES>();
 }
 
-__device__ __forceinline__ void load_rows(Ring& ring, const u8* x, int step64) {
-  const u32 barrier = ring.full + ring.stage * 8;
+// This CTA's part, for all of its cluster, each of which waits for all parts.
+__device__ __forceinline__ void load_rows(Ring& ring, const u8* x, int step64, int rank) {
+  const u32 barrier = ring.full + ring.stage * 8, own = rank * kOwnRows;
   barrier_wait(ring.empty + ring.stage * 8, ring.parity ^ 1);
   barrier_expect(barrier, kRowBytes);
-  bulk_copy(ring.data + ring.stage * kRowBytes, x + static_cast<i64>(step64) * kRowBytes, kRowBytes, barrier);
+  bulk_copy_to_all<CLUSTER>(ring.data + ring.stage * kRowBytes + own, x + static_cast<i64>(step64) * kRowBytes + own, kOwnRows, barrier);
   ring.step<ROW_STAGES>();
 }
 
-// Weights do not depend on the predecessor: as many as fit stream in while it ends.
+// By one thread, but that all of its warp wait. Weights do not depend on the predecessor: as many as fit stream in while it ends.
 __device__ __forceinline__ void copy_all(Ring& w, Ring& b, const u8* weights, const u8* x, const Matrix& m, int begin,
                                          int end) {
+  const bool copies = threadIdx.x == kThreads;
   const u64 policy = evict_first();
   Unit ahead{begin / m.n_chunk, begin % m.n_chunk}, at = ahead;
-  int n_ahead = min(WEIGHT_STAGES, end - begin);
+  int n_ahead = copies ? min(WEIGHT_STAGES, end - begin) : 0;
   for (int i = 0; i < n_ahead; ++i, ahead.step(m.n_chunk)) {
     if (i >= WINDOW) barrier_wait(w.full + (i - WINDOW) * 8, 0);
     load_weights(w, weights, m, ahead, policy);
   }
+  __syncwarp();
+  wait_for_cluster();
   wait_for_predecessor();
+  if (!copies) end = begin;
   for (int unit = begin; unit < end; ++unit, at.step(m.n_chunk)) {
     if (n_ahead > 0) {
       --n_ahead;
     } else {
       load_weights(w, weights, m, at, policy);
     }
-    for (int s = 0; s < kSteps; ++s) load_rows(b, x, at.chunk * kSteps + s);
+    for (int s = 0; s < kSteps; ++s) load_rows(b, x, at.chunk * kSteps + s, m.rank);
+  }
+  if (!copies) return;
+  for (int s = 0; s < ROW_STAGES; ++s) {  // a CTA may not end before all of its cluster have told it that they read
+    barrier_wait(b.empty + b.stage * 8, b.parity ^ 1);
+    b.step<ROW_STAGES>();
   }
 }
 
@@ -173,6 +192,11 @@ __device__ __forceinline__ void release(u32 barrier) {
   if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
 }
 
+__device__ __forceinline__ void release_rows(u32 barrier) {  // each of the first lanes to a CTA of the cluster
+  if (CLUSTER == 1) return release(barrier);
+  if ((threadIdx.x & 31) < CLUSTER) barrier_arrive_cluster(barrier);
+}
+
 // Adds n_unit chunks. One product of 32 columns is under way while the next block is unpacked; stages are given back
 // when the product after their last has started.
 __device__ __forceinline__ void multiply(float (&acc)[kSums], Ring& w, Ring& b, int n_unit) {
@@ -193,7 +217,7 @@ __device__ __forceinline__ void multiply(float (&acc)[kSums], Ring& w, Ring& b, 
       wgmma(acc, a[0][4], a[0][5], a[0][6], a[0][7], rows + 2);
       wgmma_commit();
       wgmma_wait<1>();
-      if (old_b) release(old_b);
+      if (old_b) release_rows(old_b);
       if (s == 0 && old_w) release(old_w);
       weights_f16(a[1], record, 2 * s + 1, lane);
       wgmma_fence();
@@ -208,7 +232,7 @@ __device__ __forceinline__ void multiply(float (&acc)[kSums], Ring& w, Ring& b, 
     w.step<WEIGHT_STAGES>();
   }
   wgmma_wait<0>();
-  release(old_b);
+  release_rows(old_b);
   release(old_w);
 }
 
@@ -278,7 +302,7 @@ struct Finish {  // what the sums of a tile need on their way out
   __device__ __forceinline__ float2 scale(int record) const {  // of its rows g and g + 8
 #if ROW_SCALES
     const u8* const behind = weights + static_cast<i64>(m.n_record) * m.n_chunk * RECORD;
-    const float* const scales = reinterpret_cast<const float*>(behind) + record * 16 + ((anew(threadIdx.x) & 31) >> 2);
+    const float* const scales = reinterpret_cast<const float*>(behind) + min(record, m.n_record - 1) * 16 + ((anew(threadIdx.x) & 31) >> 2);
     return make_float2(scales[0], scales[8]);
 #else
     return make_float2(1.f, 1.f);
@@ -320,20 +344,22 @@ __device__ __forceinline__ int load_acquire(const int* p) {
 }
 
 struct Sharers {
-  int first, n, n_stay;  // CTAs first to first + n - 1; only the last may go on with the next tile, the others stay
-  bool is_second;        // the first one began with an earlier tile: its share lies in its second slot
+  int first, n, n_stay;  // clusters first to first + n - 1; only the last may go on with the next band, the others stay
+  int cta;               // of this cluster rank in the first one
+  bool is_second;        // the first one began with an earlier band: its share lies in its second slot
 
-  __device__ __forceinline__ Sharers(const Matrix& m, int tile) {
-    const int start = tile * m.n_chunk, end = start + m.n_chunk;
+  __device__ __forceinline__ Sharers(const Matrix& m, int band) {
+    const int start = band * m.n_chunk, end = start + m.n_chunk;
     first = m.owner(start);
     const int last = m.owner(end - 1);
     n = last - first + 1;
     n_stay = n - (m.run_start(last + 1) > end);
     is_second = m.run_start(first) < start;
+    cta = first * CLUSTER + m.rank;
   }
 
   __device__ __forceinline__ float4* share(float* partial, int rank) const {
-    const i64 slot = 2 * (first + rank) + (rank == 0 && is_second);
+    const i64 slot = 2 * (cta + rank * CLUSTER) + (rank == 0 && is_second);
     return reinterpret_cast<float4*>(partial) + slot * (kParts * 32) + threadIdx.x;
   }
 };
@@ -397,11 +423,11 @@ __device__ __forceinline__ bool wait_for_go(int* state) {
 // did not wait marks itself gone, by a compare and swap against that message, and the last to arrive does its part.
 // With two sharers of which one goes on, the other keeps its sums in registers: it has no part but the whole. True if
 // `acc` became that whole.
-__device__ __forceinline__ bool settle(float (&acc)[kSums], const Finish& f, int tile) {
+__device__ __forceinline__ bool settle(float (&acc)[kSums], const Finish& f, int band) {
   __shared__ int came_last, may_go;
   __shared__ u8 is_mine[kMaxGrid];
-  const Sharers who(f.m, anew(tile));
-  const int rank = blockIdx.x - who.first;
+  const Sharers who(f.m, anew(band));
+  const int tile = f.m.tile(band), rank = blockIdx.x / CLUSTER - who.first;
   const bool stays = rank < who.n_stay, keeps = stays && who.n_stay == 1;
   int* const state = f.states + blockIdx.x;
   if (!keeps) write_share(acc, who.share(f.partial, rank));
@@ -418,7 +444,7 @@ __device__ __forceinline__ bool settle(float (&acc)[kSums], const Finish& f, int
     from = 0, to = who.n_stay;
 #pragma unroll 1
     for (int r = threadIdx.x; r < who.n_stay; r += kThreads) {
-      int* const theirs = f.states + who.first + r;
+      int* const theirs = f.states + who.cta + r * CLUSTER;
       is_mine[r] = r == rank || atomicExch(theirs, kGo) == kGone;
       if (is_mine[r] && r != rank) *theirs = kNothing;
       fence();
@@ -455,44 +481,48 @@ __device__ __forceinline__ bool settle(float (&acc)[kSums], const Finish& f, int
   return true;
 }
 
-extern "C" __global__ void BOUNDS
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) BOUNDS
     linear_wgmma(const u8* __restrict__ weights, const u8* __restrict__ x, const float* __restrict__ powers,
                  const float* residual, float* out, float* partial, int* counts, int* states, int n_row, int n_out,
                  int n_record, int n_chunk) {
   extern __shared__ __align__(1024) uint4 stages[];
   __shared__ u64 barriers[2 * (WEIGHT_STAGES + ROW_STAGES)];
   __shared__ __align__(8) float row_powers[PAD];
-  const int grid = gridDim.x, cta = blockIdx.x;
-  const Matrix m{n_row, n_out, n_record, n_chunk, grid, (n_record + kTile - 1) / kTile * n_chunk};
+  constexpr int kBand = kTile * CLUSTER;
+  const int n_cluster = gridDim.x / CLUSTER, cluster = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
+  const Matrix m{n_row, n_out, n_record, n_chunk, n_cluster, (n_record + kBand - 1) / kBand * n_chunk, rank};
   const u32 data = shared_address(stages), full = shared_address(barriers);
   Ring b{data, full, full + ROW_STAGES * 8, 0, 0};
   Ring w{data + ROW_STAGES * kRowBytes, b.empty + ROW_STAGES * 8, b.empty + (ROW_STAGES + WEIGHT_STAGES) * 8, 0, 0};
   if (threadIdx.x == 0) {
-    for (int i = 0; i < ROW_STAGES; ++i) barrier_init(b.full + i * 8, 1), barrier_init(b.empty + i * 8, kWarps);
+    for (int i = 0; i < ROW_STAGES; ++i) barrier_init(b.full + i * 8, 1), barrier_init(b.empty + i * 8, kWarps * CLUSTER);
     for (int i = 0; i < WEIGHT_STAGES; ++i) barrier_init(w.full + i * 8, 1), barrier_init(w.empty + i * 8, kWarps);
     barriers_visible();
   }
   __syncthreads();
+  arrive_at_cluster();
   let_successor_start();  // it finds room as CTAs end, and waits for their results itself
 
-  const int begin = m.run_start(cta), end = m.run_start(cta + 1);
+  const int begin = m.run_start(cluster), end = m.run_start(cluster + 1);
   if (threadIdx.x >= kThreads) {  // four warps, because registers change hands by warpgroups
     registers_down<24>();
-    if (threadIdx.x == kThreads) copy_all(w, b, weights, x, m, begin, end);
+    copy_all(w, b, weights, x, m, begin, end);
     return;
   }
   registers_up<kOwnRegisters>();
+  wait_for_cluster();
+  if (CLUSTER > 1) b.empty = in_cluster(b.empty, min(threadIdx.x & 31, CLUSTER - 1u));  // each lane's, see release_rows
   wait_for_predecessor();
   for (int i = threadIdx.x; i < PAD; i += kThreads) row_powers[i] = i < n_row ? powers[i] * (kUnit / kLift) : 0.f;
   sync_computing();
   const Finish finish{m, weights, row_powers, residual, out, partial, counts, states};
   for (int unit = begin; unit < end;) {
-    const int tile = unit / n_chunk, stop = min(end, (tile + 1) * n_chunk);
+    const int band = unit / n_chunk, stop = min(end, (band + 1) * n_chunk);
     float acc[kSums];
 #pragma unroll
     for (float& v : acc) v = 0.f;
     multiply(acc, w, b, stop - unit);
-    if (stop - unit == n_chunk || settle(acc, finish, tile)) finish.store_all(acc, tile);
+    if (stop - unit == n_chunk || settle(acc, finish, band)) finish.store_all(acc, m.tile(band));
     unit = stop;
   }
 }

@@ -26,14 +26,15 @@ from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec, epilogue_macros
 from pyspec.cuda.ops.rows.cuda import TALL, Rows, RowsLaunch
 from pyspec.gguf import GGMLType
 
-PADS = (8, 16, 32, 48, 64, 96, 128)
+PADS = (8, 16, 32, 48, 64, 80, 96, 112, 128)
+CLUSTER = 2  # CTAs that share the rows they read
 FEW = 32  # rows that `linear` takes, unless bits shall not depend on their number
 MAX_ROWS = PADS[-1]
 WINDOW = 2  # weight stages under way at most before the predecessor is over (linear_cuda.window says why)
 PATIENCE = 1 << 22  # clocks, 2 ms: far more than the sharers of a tile lie apart
 _SHARED = 226 * 1024  # of 227 KiB: the rest is the kernel's static shared memory
 _THREADS = 640  # four multiplying warpgroups, one for copies
-_MAX_TILES, _MAX_GRID = 1 << 14, 256
+_MAX_TILES, _MAX_GRID = 1 << 14, 256  # whole clusters of each
 # a block of 64 columns: which column stands at each place; both halves are in the order of quants.cuh's operands
 _ORDER = tuple(16 * s + 4 * t + 2 * h + e for s in range(4) for h in range(2) for t in range(4) for e in range(2))
 
@@ -106,6 +107,7 @@ def defines(
         "TYPE": FORMATS[type].code,
         "CHUNK": CHUNKS[type],
         "RECORD": RECORDS[type],
+        "CLUSTER": CLUSTER,
         "PAD": pad,
         "WINDOW": WINDOW,
         "WEIGHT_STAGES": n_weight,
@@ -156,7 +158,7 @@ class WgmmaLaunch:
         self.kernels = {pad: _kernel(spec.device, replace(spec, n_out=0, n_in=0), pad, patience) for pad in pads}
         n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
         n_group, (n_tile, n_chunk) = n_groups(spec.n_weight_row), n_tiles(spec)
-        self.grid = (min(n_sm, _MAX_GRID, n_tile * n_chunk),)
+        self.grid = (CLUSTER * min(min(n_sm, _MAX_GRID) // CLUSTER, -(-n_tile // CLUSTER) * n_chunk),)
         self.workspace = _workspace(spec.device, n_sm)
         self.sizes = np.int32(spec.n_out), np.int32(n_group), np.int32(n_chunk)
 
