@@ -77,7 +77,8 @@ class Loop:
         self.lookahead = Lookahead(is_async and worker.arena is not None, most, synth, worker.memory.n_late)
         self.rests = Rests(prompt_weight, limits.prompts)
         self.visits: list[Visit] = []  # to slots, each once it is idle
-        self.on_wait: Callable[[], None] = lambda: None  # called while the device is at work on a round
+        self.on_wait: Callable[[], None] = lambda: None  # hands out events, while the device is at work or nobody waits for it
+        self.committer.on_first = self._hand_out
         self.raises_bugs = False  # what nobody can be blamed for gets out, too: whoever owns the process starts it anew
         self.landed = self.ended = 0.0  # when the last forward's results were there, and when its round was over
 
@@ -240,6 +241,10 @@ class Loop:
         self.landed = flight.arrived
         self.rests.landed(self.landed, flight.work)
         return fault
+
+    def _hand_out(self) -> None:
+        with self.worker.lock.released():  # listeners are the caller's code, and may wait for another engine
+            self.on_wait()
 
     def refuse(self, flight: InFlight) -> tuple[int, ...]:
         """The rows of drafts that grammars do not take, where the device drafted and nobody could look before."""
