@@ -59,7 +59,9 @@ class Committer:
             n, end = self._take(w, c) if self.is_on(flight, w) else (0, None)
             kept.append(n)
             ends.append(end)
-        if are_first and self.later:  # nobody waits for the next round, and what comes here takes its time: copies of states, its launches
+        if (
+            are_first and self.later
+        ):  # nobody waits for the next round, and what comes here takes its time: copies of states, its launches
             self.settle()
             self.on_first()
         self.speculator.observe(flight.launched.batch, kept, flight.launched.out)

@@ -77,7 +77,9 @@ class Loop:
         self.lookahead = Lookahead(is_async and worker.arena is not None, most, synth, worker.memory.n_late)
         self.rests = Rests(prompt_weight, limits.prompts)
         self.visits: list[Visit] = []  # to slots, each once it is idle
-        self.on_wait: Callable[[], None] = lambda: None  # hands out events, while the device is at work or nobody waits for it
+        self.on_wait: Callable[[], None] = lambda: (
+            None
+        )  # hands out events, while the device is at work or nobody waits for it
         self.committer.on_first = self._hand_out
         self.raises_bugs = False  # what nobody can be blamed for gets out, too: whoever owns the process starts it anew
         self.landed = self.ended = 0.0  # when the last forward's results were there, and when its round was over
@@ -220,7 +222,6 @@ class Loop:
     def wait(self, flight: InFlight) -> Fault | None:
         """For a forward, so that a round's milliseconds are told apart by what took them. Returns what its guards say."""
         self.committer.settle()
-        self._make_ready()
         with self.worker.lock.released():  # listeners are the caller's code, and may wait for another engine
             self.on_wait()
             if flight.is_behind:
@@ -228,6 +229,7 @@ class Loop:
                 flight.name_tokens(self.ended)
             self.mask(flight)
         masked = self.ask_masked(flight)
+        self._make_ready()  # behind all that somebody waits for: it may take longer than the round
         with self.worker.lock.released():
             flight.launched.wait()
         if masked is not None:
