@@ -229,7 +229,8 @@ class Loop:
                 flight.name_tokens(self.ended)
             self.mask(flight)
         masked = self.ask_masked(flight)
-        self._make_ready()  # behind all that somebody waits for: it may take longer than the round
+        while not flight.launched.is_over and not self._make_ready():  # behind all that somebody waits for
+            pass
         with self.worker.lock.released():
             flight.launched.wait()
         if masked is not None:
@@ -366,13 +367,13 @@ class Loop:
     def check(self) -> None:
         """Everything that is always true between rounds. To be asked where nobody waits: it looks at every page."""
         with self.worker.lock:
-            self._make_ready()
+            while not self._make_ready():
+                pass
         self.cache.check()
 
-    def _make_ready(self) -> None:
-        """For the next request's state, where one is moved to the host for it."""
-        if self.worker.device.type != "cpu":
-            self.cache.make_ready()
+    def _make_ready(self) -> bool:
+        """A step towards room for the next request's state, where one is moved to the host for it; True: there is."""
+        return self.worker.device.type == "cpu" or self.cache.make_ready()
 
     def _visit(self) -> None:
         """Do what waits for slots that are idle, before somebody is seated there."""
