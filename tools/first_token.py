@@ -1,19 +1,15 @@
-"""Where the time to a first token goes on an idle engine: in process by stage, on the device by kernel, and through HTTP.
+"""Where the time to a first token goes on an idle engine, in process: by stage, and on the device by kernel. Through HTTP: bench_http.py.
 
-    python tools/first_token.py MODEL.gguf [--tokens 300] [--requests 10] [--http] [--profile] -- [options of pyspec server]
+    python tools/first_token.py MODEL.gguf [--tokens 300] [--requests 10] [--profile]
 
-In process: milliseconds of each part of the loop, medians over the requests; "launch" is until the device has been told of a forward, "wait"
-from there until it is over, "device" what the device took. A request's forwards are added up. `--http` sends the same through `pyspec server`.
+Milliseconds of each part of the loop, medians over the requests; "launch" is until the device has been told of a forward, "wait"
+from there until it is over, "device" what the device took. A request's forwards are added up.
 """
 
 from __future__ import annotations
 
 import argparse
-import http.client
-import json
 import random
-import subprocess
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -28,7 +24,6 @@ from pyspec.engine.core import EngineCore
 from pyspec.request import Delta, Event, Request, SamplingParams
 
 PARTS = ("admit", "draft", "plan", "run", "wait", "choose", "commit")
-PORT = 18497
 
 
 class Stamps:
@@ -140,77 +135,14 @@ def profile(core: EngineCore, n: int) -> None:
         print(f"  {us / 1e3:7.2f} ms {count:5d}  {name[:110]}")
 
 
-def through_http(path: Path, how: argparse.Namespace) -> None:
-    command = [sys.executable, "-m", "pyspec", "server", "-m", str(path), "--port", str(PORT), "-np", "8", *how.more]
-    server = subprocess.Popen(command)
-    try:
-        began = time.perf_counter()
-        while not ready():
-            if server.poll() is not None or time.perf_counter() - began > 300:
-                raise SystemExit("the server does not come up")
-            time.sleep(0.1)
-        print(f"server ready after {time.perf_counter() - began:.1f} s", flush=True)
-        for cached in (False, True):
-            found = [
-                post(list(prompt_of(how.tokens, how.vocab, 7000 + 100 * cached + i)), cached)
-                for i in range(how.requests + 2)
-            ][2:]
-            inside = [engine for _, engine in found]
-            print(
-                f"through HTTP, cache_prompt {cached}: first token {median(t for t, _ in found):.2f} ms "
-                f"({min(t for t, _ in found):.2f}..{max(t for t, _ in found):.2f}), of which the engine says {median(inside):.2f}",
-                flush=True,
-            )
-    finally:
-        server.terminate()
-        server.wait(20)
-
-
-def ready() -> bool:
-    try:
-        c = http.client.HTTPConnection("127.0.0.1", PORT, timeout=2)
-        c.request("GET", "/health")
-        return c.getresponse().status == 200
-    except OSError:
-        return False
-
-
-def post(prompt: list[int], cached: bool) -> tuple[float, float]:
-    """(milliseconds to the first token as a client sees it, those that the engine gives for the prompt)."""
-    body = json.dumps(
-        {"prompt": prompt, "n_predict": 2, "temperature": 0, "ignore_eos": True, "stream": True, "cache_prompt": cached}
-    )
-    c = http.client.HTTPConnection("127.0.0.1", PORT, timeout=60)
-    c.connect()
-    time.sleep(0.05)
-    began = time.perf_counter()
-    c.request("POST", "/completion", body, {"Content-Type": "application/json"})
-    answer, first, inside = c.getresponse(), 0.0, 0.0
-    if answer.status != 200:
-        raise SystemExit(answer.read().decode())
-    while line := answer.readline():
-        if line.startswith(b"data: {"):
-            first = first or time.perf_counter()
-            inside = json.loads(line[6:]).get("timings", {}).get("prompt_ms", inside)
-    c.close()
-    return 1e3 * (first - began), inside
-
-
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model", type=Path)
     parser.add_argument("--tokens", type=int, default=300)
     parser.add_argument("--requests", type=int, default=10)
-    parser.add_argument("--vocab", type=int, default=400, help="ids of prompts that go through HTTP are below this")
-    parser.add_argument("--http", action="store_true")
     parser.add_argument("--profile", action="store_true")
-    own, _, more = " ".join(sys.argv[1:]).partition(" -- ")
-    how = parser.parse_args(own.split())
-    how.more = more.split()
-    if how.http:
-        through_http(how.model, how)
-    else:
-        in_process(how.model, EngineSettings(np=8, spec_type="none"), how)
+    how = parser.parse_args()
+    in_process(how.model, EngineSettings(np=8, spec_type="none"), how)
 
 
 if __name__ == "__main__":

@@ -49,11 +49,11 @@ def _capture_prompts(worker: Worker, arena: Arena, most: int) -> None:
 
 
 @torch.inference_mode()
-def capture(worker: Worker, n_prompt_row: int, n_bytes: int = 0) -> None:
+def capture(worker: Worker, n_prompt_row: int, n_bytes: int = 0, n_beside: int = 0) -> None:
     """Capture the graphs of every batch size now. Forwards on empty slots change nothing that anybody reads.
 
     A graph is captured at the second call, and its kernels are picked for the widths it is captured with: rows are
-    shared out evenly. `n_prompt_row`: rows of the largest forward of prompts; n_bytes: see `hold`.
+    shared out evenly. `n_prompt_row`: rows of the largest forward of prompts; n_beside: of one in which somebody decodes; n_bytes: see `hold`.
     """
     table, needs, device = worker.table, worker.needs, worker.device
     slots, width = table.slots, max(needs.n_draft + 1, needs.overhang)
@@ -77,6 +77,11 @@ def capture(worker: Worker, n_prompt_row: int, n_bytes: int = 0) -> None:
     while n_row > BUCKETS[-1]:
         worker.forward(lay_out(table, [Seq(0, 0, [0] * n_row, keep=True, n_out=1)], device))
         n_row //= 2
+    n_row = min(n_beside - 1, table.n_row // len(slots))
+    if len(slots) > 1 and n_row > BUCKETS[-1]:  # beside who decodes, a prompt goes other ways
+        seqs = [Seq(0, 0, [0] * n_row, keep=True, n_out=1), Seq(1, 0, [0], n_out=1)]
+        for _ in range(2):
+            worker.forward(lay_out(table, seqs, device))
     worker.memory.reset(0)
     for slot in slots:
         table.drop(slot)

@@ -60,6 +60,11 @@ class Launched:
             self.drafting[1].synchronize()
         return None if self.tokens is None else self.tokens.view(torch.int64)
 
+    @property
+    def is_over(self) -> bool:
+        """The device is done with it."""
+        return self.done is None or self.done.query()
+
     def wait(self) -> None:
         """Until the device is done with it."""
         if self.done is not None:

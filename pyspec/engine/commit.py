@@ -31,6 +31,7 @@ class Committer:
     """Commits rounds and ends requests. `jobs`: those that sit, by slot; a request that ends leaves it.
 
     defers  counts and events wait for `settle`
+    on_first  hands out what was settled; called where a round gave nothing but first tokens
     """
 
     def __init__(
@@ -46,16 +47,23 @@ class Committer:
         self.jobs, self.worker, self.speculator, self.cache, self.stats = jobs, worker, speculator, cache, stats
         self.defers = defers
         self.later: list[Callable[[], None]] = []
+        self.on_first: Callable[[], None] = lambda: None
 
     # -- a round -------------------------------------------------------------------------------------------------
 
     def commit(self, flight: InFlight, chosen: Sequence[Chosen | None], ahead: InFlight | None) -> None:
         """Keep what was accepted; the drafter hears of it before the slots' tokens grow."""
         kept, ends = [], []
+        are_first = not any(w.job.is_decoding for w in flight.work)
         for w, c in zip(flight.work, chosen, strict=True):
             n, end = self._take(w, c) if self.is_on(flight, w) else (0, None)
             kept.append(n)
             ends.append(end)
+        if (
+            are_first and self.later
+        ):  # nobody waits for the next round, and what comes here takes its time: copies of states, its launches
+            self.settle()
+            self.on_first()
         self.speculator.observe(flight.launched.batch, kept, flight.launched.out)
         for i, (w, n, end) in enumerate(zip(flight.work, kept, ends, strict=True)):
             if n == 0:

@@ -77,7 +77,10 @@ class Loop:
         self.lookahead = Lookahead(is_async and worker.arena is not None, most, synth, worker.memory.n_late)
         self.rests = Rests(prompt_weight, limits.prompts)
         self.visits: list[Visit] = []  # to slots, each once it is idle
-        self.on_wait: Callable[[], None] = lambda: None  # called while the device is at work on a round
+        self.on_wait: Callable[[], None] = lambda: (
+            None
+        )  # hands out events, while the device is at work or nobody waits for it
+        self.committer.on_first = self._hand_out
         self.raises_bugs = False  # what nobody can be blamed for gets out, too: whoever owns the process starts it anew
         self.landed = self.ended = 0.0  # when the last forward's results were there, and when its round was over
 
@@ -219,7 +222,6 @@ class Loop:
     def wait(self, flight: InFlight) -> Fault | None:
         """For a forward, so that a round's milliseconds are told apart by what took them. Returns what its guards say."""
         self.committer.settle()
-        self._make_ready()
         with self.worker.lock.released():  # listeners are the caller's code, and may wait for another engine
             self.on_wait()
             if flight.is_behind:
@@ -227,6 +229,8 @@ class Loop:
                 flight.name_tokens(self.ended)
             self.mask(flight)
         masked = self.ask_masked(flight)
+        while not flight.launched.is_over and not self._make_ready():  # behind all that somebody waits for
+            pass
         with self.worker.lock.released():
             flight.launched.wait()
         if masked is not None:
@@ -240,6 +244,10 @@ class Loop:
         self.landed = flight.arrived
         self.rests.landed(self.landed, flight.work)
         return fault
+
+    def _hand_out(self) -> None:
+        with self.worker.lock.released():  # listeners are the caller's code, and may wait for another engine
+            self.on_wait()
 
     def refuse(self, flight: InFlight) -> tuple[int, ...]:
         """The rows of drafts that grammars do not take, where the device drafted and nobody could look before."""
@@ -359,13 +367,13 @@ class Loop:
     def check(self) -> None:
         """Everything that is always true between rounds. To be asked where nobody waits: it looks at every page."""
         with self.worker.lock:
-            self._make_ready()
+            while not self._make_ready():
+                pass
         self.cache.check()
 
-    def _make_ready(self) -> None:
-        """For the next request's state, where one is moved to the host for it."""
-        if self.worker.device.type != "cpu":
-            self.cache.make_ready()
+    def _make_ready(self) -> bool:
+        """A step towards room for the next request's state, where one is moved to the host for it; True: there is."""
+        return self.worker.device.type == "cpu" or self.cache.make_ready()
 
     def _visit(self) -> None:
         """Do what waits for slots that are idle, before somebody is seated there."""

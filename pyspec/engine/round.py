@@ -14,6 +14,7 @@ from pyspec.slots.table import Slot
 
 OLDEST_SHARE = 4  # the prompt that was seated first gets this part of the rows for prompts
 PROMPT_SHARE = 8  # prompts get at least this part of a forward, however many rows the decoding slots take
+LAST_SHARE = 4  # so much larger a forward may be that reads the last of all prompts: one without a graph takes the host as long for a few rows more
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,10 @@ def plan_work(
     work = [_verify(job, drafts, n_late) for job in jobs if job.is_decoding]
     prompts = [job for job in jobs if not job.is_decoding]
     n_row = limits.decoding if work else limits.prompts
-    free = max(n_row - sum(w.seq.width for w in work), -(-n_row // PROMPT_SHARE))
+    n_verify, n_left = sum(w.seq.width for w in work), sum(job.todo[0] for job in prompts)
+    free = max(n_row - n_verify, -(-n_row // PROMPT_SHARE))
+    if n_verify + n_left <= min(n_row + n_row // LAST_SHARE, limits.prompts):
+        free = max(free, n_left)
     chunks = zip(prompts, share_rows(free, [job.todo for job in prompts]), strict=True)
     return work + _one_scored([_chunk(job, n) for job, n in chunks if n])
 

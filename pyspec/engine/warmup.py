@@ -94,7 +94,7 @@ def warm_up(loop: Loop, tokenizer: Tokenizer, n_overhang: int, n_bytes: int) -> 
 
     n_bytes  what forwards and checkpoints may take of the device's memory: it is taken before the first of them comes
     """
-    capture(loop.worker, loop.limits.prompts, n_bytes)
+    capture(loop.worker, loop.limits.prompts, n_bytes, loop.limits.decoding)
     began, controller = time.perf_counter(), loop.controller
     per_slot = loop.table.n_row // len(loop.table.slots)
     if per_slot < N_PROMPT + (controller.n_max + 1) * N_ROUND + 1 + n_overhang:

@@ -71,9 +71,9 @@ class PrefixCache:
         self._state_bytes = saved.n_bytes
         self.states.add(node, slot.n_past, saved)
 
-    def make_ready(self) -> None:
-        """Have room for the next state before it is wanted: moving one to the host takes as long as a prompt."""
-        self.states.room(self._state_bytes)
+    def make_ready(self) -> bool:
+        """A step towards room for the next state before it is wanted: moving one to the host takes as long as a prompt. True: it is there."""
+        return self.states.prepare(self._state_bytes)
 
     def keep_start(self, slot: Slot, draft: object | None, logits: Tensor) -> Saved | None:
         """What a slot has where its prompt ends, for its request to hold until `file_start`; None if there is no room.

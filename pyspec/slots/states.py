@@ -34,7 +34,7 @@ class Saved:
     @property
     def n_bytes(self) -> int:
         kept = _tensors(self.checkpoint) + ([] if self.logits is None else [self.logits])
-        return sum(t.numel() * t.element_size() for t in kept)
+        return _n_bytes(kept)
 
 
 def _tensors(x: Any) -> list[Tensor]:
@@ -46,16 +46,33 @@ def _tensors(x: Any) -> list[Tensor]:
     return [t for y in x for t in _tensors(y)] if isinstance(x, list | tuple) else []
 
 
-def to_host(x: Any) -> Any:
-    """The same structure with its tensors in host memory, pinned so that the way back is fast."""
-    away = [t for t in _tensors(x) if t.device.type != "cpu"]
+def to_host(x: Any, ready: Sequence[Tensor] = ()) -> Any:
+    """The same structure with its tensors in host memory, pinned so that the way back is fast. ready: such memory, as `pieces_of` says"""
     here: dict[int, Tensor] = {}
-    for group in _groups(away):
-        sizes = [t.numel() for t in group]
-        whole = torch.empty(sum(sizes), dtype=group[0].dtype, pin_memory=True)
-        for t, place in zip(group, whole.split(sizes), strict=True):
+    for i, group in enumerate(_groups(_away(x))):
+        sizes, n_bytes = [t.numel() for t in group], _n_bytes(group)
+        whole = ready[i] if i < len(ready) and ready[i].numel() >= n_bytes else page_locked(n_bytes)
+        for t, place in zip(group, whole[:n_bytes].view(group[0].dtype).split(sizes), strict=True):
             here[id(t)] = place.view(t.shape).copy_(t, non_blocking=True)
     return _with(x, here)
+
+
+def pieces_of(x: Any) -> list[int]:
+    """Bytes of each piece of host memory that `to_host` takes."""
+    return [_n_bytes(group) for group in _groups(_away(x))]
+
+
+def page_locked(n_bytes: int) -> Tensor:
+    """[n_bytes] uint8. Takes the system about a third of a millisecond a megabyte, unless such a piece was given back before."""
+    return torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def _away(x: Any) -> list[Tensor]:
+    return [t for t in _tensors(x) if t.device.type != "cpu"]
+
+
+def _n_bytes(tensors: Sequence[Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
 
 
 def _groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
@@ -63,7 +80,7 @@ def _groups(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     groups: list[list[Tensor]] = []
     for t in tensors:
         size, last = t.numel() * t.element_size(), groups[-1] if groups else []
-        fits = last and last[0].dtype is t.dtype and sum(o.numel() * o.element_size() for o in last) + size <= PIECE
+        fits = last and last[0].dtype is t.dtype and _n_bytes(last) + size <= PIECE
         if fits:
             last.append(t)
         else:
@@ -90,6 +107,7 @@ class StateStore:
         self.limits = (device_bytes, host_bytes)
         self.tiers: tuple[OrderedDict[State, int], OrderedDict[State, int]] = (OrderedDict(), OrderedDict())
         self.n_bytes = [0, 0]
+        self.ready: list[Tensor] = []  # host memory for the state that moves there next
         self.starts: OrderedDict[State, int] = OrderedDict()
         self.start_limit, self.n_start_bytes = start_bytes, 0  # those of requests that are under way count, too
 
@@ -98,11 +116,28 @@ class StateStore:
 
     def room(self, n_bytes: int) -> None:
         """Move states to the host until so many bytes are left on the device."""
-        device = self.tiers[0]
-        while device and self.n_bytes[0] + n_bytes > self.limits[0]:
-            state = next(iter(device))
+        while (state := self._too_many(n_bytes)) is not None:
             self.lose(state)
             self._to_host(state)
+
+    def prepare(self, n_bytes: int) -> bool:
+        """A step towards that much room, of no more than a piece of host memory; True: there is room, or none is to be had."""
+        state = self._too_many(n_bytes)
+        if state is None:
+            return True
+        assert isinstance(state.content, Saved)
+        pieces = pieces_of(state.content.checkpoint) if state.content.n_bytes <= self.limits[1] else []
+        if len(self.ready) < len(pieces):
+            self.ready.append(page_locked(pieces[len(self.ready)]))
+            return False
+        self.lose(state)
+        self._to_host(state)
+        return self._too_many(n_bytes) is None
+
+    def _too_many(self, n_bytes: int) -> State | None:
+        """The state that has to leave the device so that so many bytes are free there."""
+        device = self.tiers[0]
+        return next(iter(device)) if device and self.n_bytes[0] + n_bytes > self.limits[0] else None
 
     def reserve(self, n_bytes: int) -> bool:
         """Room for a start, which belongs to a request until that is over: starts put none but each other out."""
@@ -146,7 +181,8 @@ class StateStore:
         if n_bytes > self.limits[1]:
             del state.node.states[state.n_past]
             return
-        state.content = replace(saved, checkpoint=to_host(saved.checkpoint))
+        ready, self.ready = self.ready, []
+        state.content = replace(saved, checkpoint=to_host(saved.checkpoint, ready))
         self._put(1, state, n_bytes)
 
     def touch(self, state: State) -> None:

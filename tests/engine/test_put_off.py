@@ -74,3 +74,37 @@ def test_an_engine_that_goes_down_says_what_it_had_first() -> None:
     n = len(heard.tokens)
     r.loop.abort(DeviceError("gone"))
     assert len(heard.tokens) > n and isinstance(heard.error, DeviceError)
+
+
+def test_first_tokens_are_handed_out_before_states_are_copied() -> None:
+    r = loop_of(defers=True)
+    seen: list[int] = []
+    heard = r.submit([1, 2, 3], 40)
+    r.loop.on_wait = lambda: seen.append(len(heard.tokens))
+    observe = r.loop.speculator.observe
+
+    def observed(*args: object) -> None:
+        seen.append(-1)
+        observe(*args)  # type: ignore[arg-type]
+
+    r.loop.speculator.observe = observed  # type: ignore[method-assign]
+    r.loop.step()
+    assert seen == [0, 1, -1]
+
+
+def test_who_decodes_does_not_wait_for_others_first_tokens_to_be_handed_out() -> None:
+    r = loop_of(defers=True)
+    first = r.submit([1, 2, 3], 40)
+    r.loop.step()
+    r.loop.step()
+    second, n = r.submit([4, 5, 6], 40), 0
+
+    def count() -> None:
+        nonlocal n
+        n += 1
+
+    r.loop.on_wait = count
+    r.loop.step()
+    assert n == 1 and not second.tokens and first.job.is_decoding
+    r.loop.step()
+    assert second.tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 
 from pyspec.slots import states
@@ -65,6 +66,37 @@ def test_room_is_made_before_a_copy() -> None:
     table, store, _ = store_of(3, 8, 3)
     store.room(2 * SIZE)
     assert store.n_bytes == [SIZE, 2 * SIZE]
+    check(table, store)
+
+
+def test_room_is_made_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, store, kept = store_of(3, 8, 3)
+    locked: list[int] = []
+
+    def page_locked(n_bytes: int) -> torch.Tensor:
+        locked.append(n_bytes)
+        return torch.zeros(n_bytes, dtype=torch.uint8)
+
+    monkeypatch.setattr(states, "_away", states._tensors)  # as if they lay on a device
+    monkeypatch.setattr(states, "page_locked", page_locked)
+    monkeypatch.setattr(states, "PIECE", SIZE // 2)
+    assert store.prepare(0) and not locked
+    before = [t.clone() for t in kept[0].content.checkpoint.tensors]
+    assert [store.prepare(SIZE) for _ in range(3)] == [False, False, True]
+    assert locked == [SIZE // 2, SIZE // 2] and store.n_bytes == [2 * SIZE, SIZE] and not store.ready
+    moved = kept[0].content.checkpoint.tensors
+    assert all(torch.equal(a, b) and a.data_ptr() != b.data_ptr() for a, b in zip(moved, before, strict=True))
+    assert store.prepare(SIZE) and len(locked) == 2
+    assert not store.prepare(2 * SIZE) and len(locked) == 3
+    store.room(2 * SIZE)  # somebody needs it now: what is ready is used
+    assert len(locked) == 4 and store.n_bytes == [SIZE, 2 * SIZE]
+    check(table, store)
+
+
+def test_what_the_host_has_no_room_for_takes_no_piece_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    table, store, _ = store_of(2, 0, 2)
+    monkeypatch.setattr(states, "_away", states._tensors)
+    assert store.prepare(SIZE) and store.n_bytes == [SIZE, 0] and not store.ready
     check(table, store)
 
 

@@ -1,0 +1,229 @@
+"""What clients see of `pyspec server` on this machine: its start, first tokens, prompts alone, requests that join, streams beside a long prompt.
+
+    python tools/bench_http.py MODEL.gguf PART... [--options] -- [options of pyspec server]
+
+    start   seconds until the server is ready, and until the first answer. Printed in any case; PYSPEC_CACHE=/tmp/empty for a bare machine
+    first   milliseconds to the first token of a prompt of 300 on an idle server, without and with cache_prompt
+    prompts tokens a second of prompts alone (--read 32000 130000)
+    joins   streams that ask one request after the other, all at once at first (--streams 8 32 --each 1 3): tokens over wall clock, over what
+            as many streams make in lockstep without prompts
+    beside  eight streams while a long prompt is read (--long 130000), for --seconds at most, over what they make alone
+
+Prompts are random ids, answers end by their length alone. Nothing else may ask the server meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+REST_S = 0.05  # between connecting and asking: the server is idle by then
+LOCKSTEP = 256  # tokens of each stream while the rate without prompts is taken
+
+
+class Stream:
+    """One streamed answer: when each of its tokens came, and its last object."""
+
+    def __init__(self, port: int, n_prompt: int, n_predict: int, how: argparse.Namespace, **more: Any) -> None:
+        body = {"prompt": [random.randrange(3, how.vocab) for _ in range(n_prompt)], "n_predict": n_predict}
+        body |= {"temperature": 0, "ignore_eos": True, "stream": True, "cache_prompt": False} | more
+        self.body = json.dumps(body)
+        self.came: list[float] = []
+        self.n_read, self.last = 0, dict[str, Any]()
+        self.asked = 0.0
+        self._connection = HTTPConnection("127.0.0.1", port, timeout=600)
+
+    def connect(self) -> None:
+        self._connection.connect()
+
+    def read(self) -> Stream:
+        """Ask, and wait for the end."""
+        self.asked = time.perf_counter()
+        self._connection.request("POST", "/completion", self.body, {"Content-Type": "application/json"})
+        answer = self._connection.getresponse()
+        if answer.status != 200:
+            raise HTTPException(f"status {answer.status}: {answer.read(300).decode('utf-8', 'replace')}")
+        with suppress(ValueError, AttributeError):  # closed meanwhile
+            while line := answer.readline():
+                if line.startswith(b"data: {"):
+                    self._take(time.perf_counter(), json.loads(line[6:]))
+        self._connection.close()
+        return self
+
+    def _take(self, now: float, value: dict[str, Any]) -> None:
+        self.came += [now] * len(value.get("tokens", ()))
+        self.n_read = value.get("prompt_progress", {}).get("processed", self.n_read)
+        self.last = value
+
+    @property
+    def first_ms(self) -> float:
+        return 1e3 * (self.came[0] - self.asked)
+
+    def close(self) -> None:
+        """Leave, whatever is still to come."""
+        if (sock := self._connection.sock) is not None:
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+
+def side_by_side(works: Sequence[Callable[[], Any]]) -> list[threading.Thread]:
+    threads = [threading.Thread(target=work, daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def first(port: int, how: argparse.Namespace) -> None:
+    for cached in (False, True):
+        found = []
+        for _ in range(how.requests + 2):
+            stream = Stream(port, how.tokens, 2, how, cache_prompt=cached)
+            stream.connect()
+            time.sleep(REST_S)
+            found.append(stream.read())
+        took = [s.first_ms for s in found[2:]]
+        inside = median(s.last["timings"]["prompt_ms"] for s in found[2:])
+        span = f"{min(took):.1f}..{max(took):.1f}"
+        print(
+            f"{how.tokens} tokens, cache_prompt {cached}: first token {median(took):.1f} ms ({span}), engine {inside:.1f}"
+        )
+
+
+def prompts(port: int, how: argparse.Namespace) -> None:
+    for n in how.read:
+        took = [Stream(port, n, 1, how).read().first_ms for _ in range(2)]
+        print(
+            f"prompt of {n}: {', '.join(f'{1e3 * n / ms:.0f}' for ms in took)} tokens/s, the first and the second one"
+        )
+
+
+def lockstep(port: int, n_stream: int, how: argparse.Namespace) -> float:
+    """Tokens a second while all of so many streams decode."""
+    streams = [Stream(port, 20, LOCKSTEP, how) for _ in range(n_stream)]
+    for thread in side_by_side([s.read for s in streams]):
+        thread.join()
+    begin, end = max(s.came[8] for s in streams), min(s.came[-1] for s in streams)
+    return sum(begin <= t < end for s in streams for t in s.came) / (end - begin)
+
+
+def joins(port: int, how: argparse.Namespace) -> None:
+    for n_stream in how.streams:
+        rate = lockstep(port, n_stream, how)
+        for n_each in how.each:
+            chains = [[Stream(port, how.tokens, how.predict, how) for _ in range(n_each)] for _ in range(n_stream)]
+            began = time.perf_counter()
+            for thread in side_by_side([lambda c=chain: [s.read() for s in c] for chain in chains]):
+                thread.join()
+            took = time.perf_counter() - began
+            made = n_stream * n_each * how.predict / took
+            waits = median(s.first_ms for chain in chains for s in chain)
+            print(
+                f"{n_stream} streams, {n_each} requests each of {how.tokens} + {how.predict}: {made:.0f} tokens/s over {took:.2f} s, "
+                f"lockstep {rate:.0f}: {made / rate:.3f}; first tokens {waits:.0f} ms in the median"
+            )
+
+
+def beside(port: int, how: argparse.Namespace) -> None:
+    streams = [Stream(port, 20, 4_000, how) for _ in range(8)]
+    reading = Stream(port, how.long, 1, how, return_progress=True)
+    side_by_side([s.read for s in streams])
+
+    def rate(seconds: float, until: threading.Thread | None = None) -> tuple[float, float]:
+        """(tokens a second, seconds), for so long or until a thread ends."""
+        began = time.perf_counter()
+        if until is None:
+            time.sleep(seconds)
+        else:
+            until.join(seconds)
+        end = time.perf_counter()
+        return sum(began <= t < end for s in streams for t in s.came) / (end - began), end - began
+
+    time.sleep(1.5)
+    alone, _ = rate(2.0)
+    (thread,) = side_by_side([reading.read])
+    during, took = rate(how.seconds, thread)
+    print(
+        f"8 streams {alone:.0f} tokens/s alone, {during:.0f} ({during / alone:.3f}) beside a prompt of {how.long}, "
+        f"of which {reading.n_read if thread.is_alive() else how.long} tokens are read in {took:.2f} s"
+    )
+    for stream in (*streams, reading):
+        stream.close()
+
+
+PARTS: dict[str, Callable[[int, argparse.Namespace], None]] = {
+    "first": first,
+    "prompts": prompts,
+    "joins": joins,
+    "beside": beside,
+}
+
+
+def ready(port: int) -> bool:
+    try:
+        connection = HTTPConnection("127.0.0.1", port, timeout=2)
+        connection.request("GET", "/health")
+        return connection.getresponse().status == 200
+    except (OSError, HTTPException):
+        return False
+
+
+def measure(how: argparse.Namespace, more: Sequence[str]) -> None:
+    command = [sys.executable, "-m", "pyspec", "server", "-m", str(how.model), "--port", str(how.port), *more]
+    began = time.perf_counter()
+    with open(how.log, "w") as log:
+        server = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+    try:
+        while not ready(how.port):
+            if server.poll() is not None or time.perf_counter() - began > 300:
+                raise SystemExit(f"the server does not come up, see {how.log}")
+            time.sleep(0.1)
+        at = time.perf_counter() - began
+        Stream(how.port, how.tokens, 1, how).read()
+        print(f"ready after {at:.1f} s, first answer after {time.perf_counter() - began:.1f} s", flush=True)
+        for part in how.parts:
+            if part != "start":
+                PARTS[part](how.port, how)
+                sys.stdout.flush()
+    finally:
+        server.terminate()
+        try:
+            server.wait(10)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+
+def main() -> None:
+    at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("parts", nargs="+", choices=["start", *PARTS])
+    parser.add_argument("--tokens", type=int, default=300, help="of a prompt")
+    parser.add_argument("--predict", type=int, default=192, help="tokens of an answer, of joins")
+    parser.add_argument("--requests", type=int, default=10, help="that first tokens are measured with")
+    parser.add_argument("--streams", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--each", type=int, nargs="+", default=[1, 3], help="requests of each stream")
+    parser.add_argument("--read", type=int, nargs="+", default=[32_000, 130_000])
+    parser.add_argument("--long", type=int, default=130_000)
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--vocab", type=int, default=30_000, help="ids of prompts are below this")
+    parser.add_argument("--port", type=int, default=18497)
+    parser.add_argument("--log", default="/dev/null", help="for what the server says")
+    how = parser.parse_args(sys.argv[1:at])
+    random.seed(1)
+    measure(how, sys.argv[at + 1 :])
+
+
+if __name__ == "__main__":
+    main()
