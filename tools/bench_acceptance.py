@@ -60,6 +60,11 @@ def print_trace(engine: Engine, found: list[Took], n: int) -> None:
             runs.append((rows, []))
         runs[-1][1].append(ms + draft)
     print("rows x rounds (ms):", " ".join(f"{rows}x{len(ms)}({median(ms):.1f})" for rows, ms in runs[-300:]))
+    print_known(engine)
+
+
+def print_known(engine: Engine) -> None:
+    """What the controller thinks that sizes take."""
     c = engine.loop.controller
     known = {
         size: f"{min(c.verify_ms.times(size)):.2f} ({len(c.verify_ms.times(size))})"
@@ -136,6 +141,8 @@ def main() -> int:
             f"{engine.info.model_name}, {engine.info.device}, {n_slot} slots, loaded in {loaded:.0f} s: {engine.info.draft_note}"
         )
         plan = Plan(turns=a.turns, n_prompt=a.n_prompt, n_predict=a.n_gen, random_prompts=True, ignore_eos=True)
+        if a.trace:
+            print_known(engine)
         print("| tokens a round | streams | plain, tok/s | speculative | of plain | rounds with 0, 1, 2 ... drafts |")
         print("| --- | --- | --- | --- | --- | --- |", flush=True)
         for mean_len in a.lens:
