@@ -122,7 +122,7 @@ class Controller:
     n_max: int
     chained: bool = False
     fixed: bool = False
-    force: int | None = None  # warm-up sets the length itself
+    force: tuple[int, int] | None = None  # warm-up says how many slots draft, and how many tokens each
     verify_ms: Timer = field(default_factory=Timer)
     draft_ms: Timer = field(default_factory=Timer)  # by drafting slots; per pass if chained
 
@@ -179,7 +179,8 @@ class Controller:
             self.verify_ms.doubt()
             self.draft_ms.doubt()
         if self.force is not None:
-            picked, why = [min(cap, self.force) for _, cap in caps], "warm-up"
+            live, n = self.force
+            picked, why = [min(cap, n) if i < live else 0 for i, (_, cap) in enumerate(caps)], "warm-up"
         elif self.fixed or self.n_max == 0:
             picked = [min(cap, len(self.offered.get(slot, range(cap)))) for slot, cap in caps]
             why = "fixed" if self.fixed else "no drafter"
