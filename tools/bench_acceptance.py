@@ -93,7 +93,7 @@ def print_costs(engine: Engine, streams: list[int], n_prompt: int) -> None:
     print("| --- | --- | --- | --- | --- | --- |", flush=True)
     for n in streams:
         for n_draft in lengths:
-            controller.force = n_draft
+            controller.force = n, n_draft
             with told(engine) as found:
                 measure(engine.submit, engine.cancel, engine.metrics, prompts[:n], how)
             by_rows = defaultdict[int, list[Took]](list)

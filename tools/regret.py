@@ -16,7 +16,7 @@ oracle decides for the same requests with the same coins.
 * --bound: another that knows costs and how texts are made, but has to learn of each text by reading it (`Seer`): what learning costs
   at the least.
 
-Regret: 1 - tokens a millisecond of the controller over the oracle's. "of plain": the controller's over those of no drafts at all.
+Regret: 1 - tokens a millisecond of the controller over the oracle's, each round's tokens as its drafts' chances promise. "of plain": the controller's over those of no drafts at all.
 Exit code 1 if a cell's regret is above --most, or less than 0.98 of plain.
 """
 
@@ -128,6 +128,10 @@ class Text:
     def n_right(self, at: int, n_draft: int) -> int:
         wrong = self.coins[at : at + n_draft] >= self.chances[at, :n_draft]
         return int(wrong.argmax()) if wrong.any() else n_draft
+
+    def expected(self, at: int, n_draft: int) -> float:
+        """Drafts that are right in the mean: a rate by these is less a matter of luck than one by coins."""
+        return float(self.chances[at, :n_draft].cumprod().sum())
 
     def would_be_right(self, at: int, n_right: int) -> list[bool]:
         """Of the tokens that a round with so many right drafts gives: whether each is right at its place of a draft."""
@@ -330,7 +334,8 @@ class Served:
             if isinstance(self.pick, Seer):
                 self.pick.saw(slot, s.text.would_be_right(s.at, right))
             s.silent = 0 if n else s.silent + 1
-            s.at, self.tokens = s.at + right + 1, self.tokens + right + 1
+            self.tokens += 1 + s.text.expected(s.at, n)
+            s.at += right + 1
             if s.at >= s.text.n:
                 del self.seats[slot]
                 if isinstance(self.pick, Seer):
