@@ -27,7 +27,7 @@ from pyspec.engine.timer import N_SAMPLE, SLACK, Timer
 DECAY = 0.96  # of what /slots shows of a slot's drafts, per round
 MARGIN = 1.02  # a draft must promise this much more than none
 ASK_DRAFT = 2  # tokens of a draft that only asks
-TRY_FIRST, TRY_FREE, TRY_LAST = 4, 32, 128  # rounds without drafts until some are tried: at first; below so many it counts for nothing
+TRY_FIRST, TRY_FREE, TRY_LAST = 6, 32, 192  # rounds without drafts until some are tried: at first; below so many it counts for nothing
 TRY_SLOTS = 8  # one of so many slots tries
 PLAIN_FIRST, PLAIN_LAST = 16, 384  # rounds after which the cost of an undrafted round is measured again, twice as many each time
 DOUBT_EVERY = 512  # rounds
