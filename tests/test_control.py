@@ -415,9 +415,7 @@ def promised(c: Controller, caps: list[tuple[int, int]], picked: list[int]) -> f
         sum(n > 0 for n in picked),
     )
     passes = max(picked) if c.chained else 1
-    return float(
-        tokens / (c.verify_ms(len(caps) + sum(picked)) + passes * c.draft_ms(live) * (live > 0))
-    )
+    return float(tokens / (c.verify_ms(len(caps) + sum(picked)) + passes * c.draft_ms(live) * (live > 0)))
 
 
 def test_offers_are_taken_where_they_promise_more_than_the_drafter() -> None:

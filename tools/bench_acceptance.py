@@ -76,7 +76,7 @@ def print_known(engine: Engine) -> None:
         known,
         "draft",
         drafts,
-        f"lost {c.lost_ms:.1f} of {c.ms:.0f} ms;",
+        f"asked {c.asked_ms:.1f} of {c.ms:.0f} ms;",
         c.lanes[0].reason,
         flush=True,
     )
@@ -84,9 +84,9 @@ def print_known(engine: Engine) -> None:
 
 def print_costs(engine: Engine, streams: list[int], n_prompt: int) -> None:
     """Rounds of each length of drafts for all slots."""
-    controller = engine.loop.controller
-    engine.loop.lookahead.synth = SynthAcceptance.of_length(1.0, engine.info.n_draft_max)
-    lengths = range(engine.info.n_draft_max + 1) if controller.chained else (0, 1, 2, 4, 7, engine.info.n_draft_max)
+    controller, most = engine.loop.controller, engine.info.n_draft_max
+    engine.loop.lookahead.synth = SynthAcceptance.of_length(1.0, most)
+    lengths = [n for n in range(most + 1) if controller.chained or n in (0, 1, 2, 4, 7, most)]
     prompts = make_prompts(engine, max(streams), n_prompt, True)
     how = Turn(mode="spec", turn=0, n_predict=N_TIMED, ignore_eos=True)
     print("| streams | drafts of each | rows | round, ms: middle, least | of it drafting | rounds |")

@@ -27,9 +27,16 @@ from pyspec.engine.timer import N_SAMPLE, SLACK, Timer
 DECAY = 0.96  # of what /slots shows of a slot's drafts, per round
 MARGIN = 1.02  # a draft must promise this much more than none
 ASK_DRAFT = 2  # tokens of a draft that only asks
-TRY_FIRST, TRY_FREE, TRY_LAST = 6, 32, 192  # rounds without drafts until some are tried: at first; below so many it counts for nothing
+TRY_FIRST, TRY_FREE, TRY_LAST = (
+    6,
+    32,
+    192,
+)  # rounds without drafts until some are tried: at first; below so many it counts for nothing
 TRY_SLOTS = 8  # one of so many slots tries
-PLAIN_FIRST, PLAIN_LAST = 16, 384  # rounds after which the cost of an undrafted round is measured again, twice as many each time
+PLAIN_FIRST, PLAIN_LAST = (
+    16,
+    384,
+)  # rounds after which the cost of an undrafted round is measured again, twice as many each time
 DOUBT_EVERY = 512  # rounds
 RETHINK = 16  # rounds for which a choice of no drafts stands if nothing but the measured times could change it
 MOST_GRAMMARS = 64  # whose acceptance is known
@@ -120,7 +127,9 @@ class Controller:
 
     def __post_init__(self) -> None:
         self.since_plain = self.n_round = 0
-        self.ms = self.asked_ms = 0.0  # of all rounds, and what was expected to be lost by asking for what a text is like
+        self.ms = self.asked_ms = (
+            0.0  # of all rounds, and what was expected to be lost by asking for what a text is like
+        )
         self.plain_in = PLAIN_FIRST
         self._plain: tuple[int, list[tuple[int, int]], str] | None = None  # the round and caps of that choice, and why
         self.forget_acceptance()
@@ -178,7 +187,10 @@ class Controller:
         else:
             picked, why = self._weigh(caps)
             if self.silent >= self.try_in and self._may_try(len(caps)):
-                picked, why = self._tried(caps, picked), f"trying again after {self.silent} rounds without drafts; {why}"
+                picked, why = (
+                    self._tried(caps, picked),
+                    f"trying again after {self.silent} rounds without drafts; {why}",
+                )
         for (slot, cap), n in zip(caps, picked, strict=True):
             lane = self.lanes[slot]
             lane.n_draft, lane.reason = n, why
