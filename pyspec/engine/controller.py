@@ -4,11 +4,10 @@ Two things are estimated: for each slot the chance that its first i drafts are r
 rows and of a draft by its slots (`Timer`). Each round rows are handed to the slots in the order of their chance to survive, up to each
 depth where drafting deeper costs passes, and the best ratio of expected tokens to expected time wins; that may be no draft at all.
 A draft also tells what its text is like: where that is not known, and would be worth knowing, it counts as tokens, as long as such
-asking has not cost its share of the time. A slot that does not draft is tried again after a while in any case.
+asking has not cost its share of the time. Where nobody has drafted for a while some slots do in any case, for what spoke against it
+may have been texts that are over, or times that the warm-up took on a busy machine.
 
-What is learned outlives the request that taught it: times and average acceptance are the engine's, silence goes on from one
-request of a slot to the next. And what speaks against drafts is measured twice: times that the warm-up took on a busy machine
-are taken again (`Timer.question`), and drafts that look dear by timings that do not agree are soon tried again.
+What is learned outlives the request that taught it: times, and how common which acceptance is, are the engine's.
 """
 
 from __future__ import annotations
@@ -27,25 +26,17 @@ from pyspec.engine.timer import N_SAMPLE, SLACK, Timer
 DECAY = 0.96  # of what /slots shows of a slot's drafts, per round
 MARGIN = 1.02  # a draft must promise this much more than none
 ASK_DRAFT = 2  # tokens of a draft that only asks
-TRY_FIRST, TRY_FREE, TRY_LAST = (
-    6,
-    32,
-    192,
-)  # rounds without drafts until some are tried: at first; below so many it counts for nothing
+TRY_FIRST, TRY_LAST = 6, 192  # rounds without drafts until some are tried, twice as many each time
+TRY_FREE = 32  # below so many a try need not have earned what it costs
 TRY_SLOTS = 8  # one of so many slots tries
-PLAIN_FIRST, PLAIN_LAST = (
-    16,
-    384,
-)  # rounds after which the cost of an undrafted round is measured again, twice as many each time
+PLAIN_FIRST, PLAIN_LAST = 16, 384  # rounds until an undrafted one is timed again, twice as many each time
 DOUBT_EVERY = 512  # rounds
 RETHINK = 16  # rounds for which a choice of no drafts stands if nothing but the measured times could change it
 MOST_GRAMMARS = 64  # whose acceptance is known
 OFFERED = -1  # for a place in a draft
 DEAR_LIVE = 0.02  # of a round: where a draft for all slots takes so much more than for one, it is weighed who drafts
-HORIZON = (
-    3.0  # rounds' worth of knowing what a text is like: what a draft is credited with, as far as its text is not known
-)
-ASK_FIRST, ASK_SHARE = 1, 0.007  # plain rounds, and share of the time: what asking for that may lose to plain decoding
+HORIZON = 3.0  # rounds' worth of knowing a text: what a draft is credited with, as far as its text is not known
+ASK_FIRST, ASK_SHARE = 1.5, 0.006  # plain rounds, and share of the time: what asking and trying may lose to plain decoding
 NO_OFFERS: Mapping[int, Sequence[float]] = {}
 
 
@@ -127,10 +118,8 @@ class Controller:
 
     def __post_init__(self) -> None:
         self.since_plain = self.n_round = 0
-        self.ms = self.asked_ms = (
-            0.0  # of all rounds, and what was expected to be lost by asking for what a text is like
-        )
-        self.plain_in = PLAIN_FIRST
+        self.ms = self.asked_ms = 0.0  # of all rounds, and what was expected to be lost by asking and trying
+        self.plain_in = PLAIN_FIRST  # drafting rounds until an undrafted one
         self._plain: tuple[int, list[tuple[int, int]], str] | None = None  # the round and caps of that choice, and why
         self.forget_acceptance()
 
@@ -151,7 +140,7 @@ class Controller:
         self.draft_ms.question(slack)
 
     def begin(self, slot: int, grammar: str = "") -> None:
-        """A new request: little is known of what it accepts, but silence goes on. Texts under a grammar are known apart."""
+        """A new request: little is known of what it accepts. Texts under a grammar are known apart."""
         self.texts.begin(slot, self._of_grammar(grammar) if grammar else self.texts.free)
         self.lanes[slot] = _Lane()
         self._plain = None
@@ -187,10 +176,7 @@ class Controller:
         else:
             picked, why = self._weigh(caps)
             if self.silent >= self.try_in and self._may_try(len(caps)):
-                picked, why = (
-                    self._tried(caps, picked),
-                    f"trying again after {self.silent} rounds without drafts; {why}",
-                )
+                picked, why = self._tried(caps, picked), f"trying again after {self.silent} rounds without; {why}"
         for (slot, cap), n in zip(caps, picked, strict=True):
             lane = self.lanes[slot]
             lane.n_draft, lane.reason = n, why
@@ -252,8 +238,7 @@ class Controller:
             i = able[(self.n_round + k) % len(able)]
             tried[i] = min(caps[i][1], 1 if self.chained else ASK_DRAFT)
             self.offered.pop(caps[i][0], None)
-        if self.try_in >= TRY_FREE:
-            self.asked_ms += self._costs(tried) - self._costs(picked)
+        self.asked_ms += self._costs(tried) - self._costs(picked)
         self.try_in = min(2 * self.try_in, TRY_LAST)
         return tried
 

@@ -25,9 +25,7 @@ class Timer:
     """Milliseconds by size: the least of the last samples. A busy machine only ever adds time.
 
     A size is trusted from its second sample on, and needs a new one when not seen for long. Between trusted sizes costs
-    lie on a straight line, beyond them they are flat; but a size never tried is hoped to cost little more than the next
-    smaller one, so that it is tried: kernels have steps, and the best size may be the last one on a step. Where each row
-    costs its share, as with experts, hope only loses: the controller says when there has been enough of it.
+    lie on a straight line, beyond them they are flat. Kernels have steps; the warm-up has timed every size of a graph.
     """
 
     def __init__(self, bucket: Callable[[int], int] = bucket) -> None:

@@ -84,19 +84,19 @@ def rehearsed(n_slot: int, n_max: int) -> list[tuple[int, list[tuple[int, int]]]
     the difference is what a slot costs by itself. Most important first.
     """
     steps = [1]
-    while n_max and steps[-1] < n_slot:
-        steps.append(min(steps[-1] * (n_max + 1), n_slot))
+    while steps[-1] < n_slot:
+        steps.append(min(steps[-1] * (n_max + 1), n_slot) if n_max else n_slot)
     ends = [*steps[1:], n_slot * (n_max + 1)]
     found = [(busy, [(0, 0), *_drafts(busy, end, n_max)]) for busy, end in zip(steps, ends, strict=True)]
     return [found[-1], *found[:-1]]
 
 
 def _drafts(busy: int, end: int, n_max: int) -> list[tuple[int, int]]:
-    """From `busy` rows up to `end`; beyond some hundred rows a round's time grows evenly, and the largest tells."""
+    """From `busy` rows up to `end`, the largest first; beyond some hundred rows a round's time grows evenly, and the largest tells."""
     most = busy * (n_max + 1)
     sizes = [n for before, n in zip((0, *SIZES), SIZES, strict=False) if busy < n and before < end and before < most]
     sizes = [min(n, most) for n in sizes if n <= EVEN or n == sizes[-1]]
-    lengths = [(n - busy, -(-(n - busy) // busy)) for n in sizes]
+    lengths = [(n - busy, -(-(n - busy) // busy)) for n in [*sizes[-1:], *sizes[:-1]]]
     return [(drafted // each, each) for drafted, each in lengths]
 
 
@@ -112,7 +112,8 @@ def warm_up(loop: Loop, tokenizer: Tokenizer, n_overhang: int, n_bytes: int) -> 
         return
     with _rehearsing(loop):
         for n_busy, drafts in rehearsed(len(loop.table.slots), controller.n_max):
-            _begin(loop, tokenizer, n_busy, n_tokens, n_overhang)
+            needed = (N_ROUND + 1) * sum(1 + n for _, n in drafts)
+            _begin(loop, tokenizer, n_busy, min(needed, n_tokens), n_overhang)
             for controller.force in drafts:
                 if time.perf_counter() - began >= BUDGET_S:
                     break
