@@ -27,7 +27,7 @@ DECAY = 0.96  # of what /slots shows of a slot's drafts, per round
 MARGIN = 1.02  # a draft must promise this much more than none
 ASK_DRAFT = 2  # tokens of a draft that only asks
 TRY_FIRST, TRY_LAST = 6, 192  # rounds without drafts until some are tried, twice as many each time
-TRY_FREE = 32  # below so many a try need not have earned what it costs
+TRY_FREE = 64  # below so many a try need not have earned what it costs
 TRY_SLOTS = 8  # one of so many slots tries
 PLAIN_FIRST, PLAIN_LAST = 16, 384  # rounds until an undrafted one is timed again, twice as many each time
 DOUBT_EVERY = 512  # rounds
@@ -36,7 +36,10 @@ MOST_GRAMMARS = 64  # whose acceptance is known
 OFFERED = -1  # for a place in a draft
 DEAR_LIVE = 0.02  # of a round: where a draft for all slots takes so much more than for one, it is weighed who drafts
 HORIZON = 3.0  # rounds' worth of knowing a text: what a draft is credited with, as far as its text is not known
-ASK_FIRST, ASK_SHARE = 1.5, 0.006  # plain rounds, and share of the time: what asking and trying may lose to plain decoding
+ASK_FIRST, ASK_SHARE = (
+    1.5,
+    0.006,
+)  # plain rounds, and share of the time: what asking and trying may lose to plain decoding
 NO_OFFERS: Mapping[int, Sequence[float]] = {}
 
 
