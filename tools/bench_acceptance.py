@@ -60,6 +60,11 @@ def print_trace(engine: Engine, found: list[Took], n: int) -> None:
             runs.append((rows, []))
         runs[-1][1].append(ms + draft)
     print("rows x rounds (ms):", " ".join(f"{rows}x{len(ms)}({median(ms):.1f})" for rows, ms in runs[-300:]))
+    print_known(engine)
+
+
+def print_known(engine: Engine) -> None:
+    """What the controller thinks that sizes take."""
     c = engine.loop.controller
     known = {
         size: f"{min(c.verify_ms.times(size)):.2f} ({len(c.verify_ms.times(size))})"
@@ -71,7 +76,7 @@ def print_trace(engine: Engine, found: list[Took], n: int) -> None:
         known,
         "draft",
         drafts,
-        f"lost {c.lost_ms:.1f} of {c.ms:.0f} ms;",
+        f"asked {c.asked_ms:.1f} of {c.ms:.0f} ms;",
         c.lanes[0].reason,
         flush=True,
     )
@@ -79,16 +84,16 @@ def print_trace(engine: Engine, found: list[Took], n: int) -> None:
 
 def print_costs(engine: Engine, streams: list[int], n_prompt: int) -> None:
     """Rounds of each length of drafts for all slots."""
-    controller = engine.loop.controller
-    engine.loop.lookahead.synth = SynthAcceptance.of_length(1.0, engine.info.n_draft_max)
-    lengths = range(engine.info.n_draft_max + 1) if controller.chained else (0, 1, 2, 4, 7, engine.info.n_draft_max)
+    controller, most = engine.loop.controller, engine.info.n_draft_max
+    engine.loop.lookahead.synth = SynthAcceptance.of_length(1.0, most)
+    lengths = [n for n in range(most + 1) if controller.chained or n in (0, 1, 2, 4, 7, most)]
     prompts = make_prompts(engine, max(streams), n_prompt, True)
     how = Turn(mode="spec", turn=0, n_predict=N_TIMED, ignore_eos=True)
     print("| streams | drafts of each | rows | round, ms: middle, least | of it drafting | rounds |")
     print("| --- | --- | --- | --- | --- | --- |", flush=True)
     for n in streams:
         for n_draft in lengths:
-            controller.force = n_draft
+            controller.force = n, n_draft
             with told(engine) as found:
                 measure(engine.submit, engine.cancel, engine.metrics, prompts[:n], how)
             by_rows = defaultdict[int, list[Took]](list)
@@ -136,6 +141,8 @@ def main() -> int:
             f"{engine.info.model_name}, {engine.info.device}, {n_slot} slots, loaded in {loaded:.0f} s: {engine.info.draft_note}"
         )
         plan = Plan(turns=a.turns, n_prompt=a.n_prompt, n_predict=a.n_gen, random_prompts=True, ignore_eos=True)
+        if a.trace:
+            print_known(engine)
         print("| tokens a round | streams | plain, tok/s | speculative | of plain | rounds with 0, 1, 2 ... drafts |")
         print("| --- | --- | --- | --- | --- | --- |", flush=True)
         for mean_len in a.lens:

@@ -4,11 +4,10 @@ Two things are estimated: for each slot the chance that its first i drafts are r
 rows and of a draft by its slots (`Timer`). Each round rows are handed to the slots in the order of their chance to survive, up to each
 depth where drafting deeper costs passes, and the best ratio of expected tokens to expected time wins; that may be no draft at all.
 A draft also tells what its text is like: where that is not known, and would be worth knowing, it counts as tokens, as long as such
-asking has not cost its share of the time. A slot that does not draft is tried again after a while in any case.
+asking has not cost its share of the time. Where nobody has drafted for a while some slots do in any case, for what spoke against it
+may have been texts that are over, or times that the warm-up took on a busy machine.
 
-What is learned outlives the request that taught it: times and average acceptance are the engine's, silence goes on from one
-request of a slot to the next. And what speaks against drafts is measured twice: times that the warm-up took on a busy machine
-are taken again (`Timer.question`), and drafts that look dear by timings that do not agree are soon tried again.
+What is learned outlives the request that taught it: times, and how common which acceptance is, are the engine's.
 """
 
 from __future__ import annotations
@@ -22,28 +21,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pyspec.engine.acceptance import Acceptance, Texts
-from pyspec.engine.timer import N_SAMPLE, N_TRUST, SLACK, Timer
+from pyspec.engine.timer import N_SAMPLE, SLACK, Timer
 
 DECAY = 0.96  # of what /slots shows of a slot's drafts, per round
 MARGIN = 1.02  # a draft must promise this much more than none
-PROBE_FIRST, PROBE_LAST, PROBE_DRAFT = 32, 512, 2  # rounds between probes of a silent slot; tokens of a probe
-PROBE_SHARE = 0.015  # of the time since the last draft: what a probe may cost where its cost is known
-N_RETAKE = 3  # drafts that only take a time again
-RETAKE_FIRST = 4  # silent rounds before the first of them; twice as many each
+ASK_DRAFT = 2  # tokens of a draft that only asks
+TRY_FIRST, TRY_LAST = 6, 192  # rounds without drafts until some are tried, twice as many each time
+TRY_FREE = 64  # below so many a try need not have earned what it costs
+TRY_SLOTS = 8  # one of so many slots tries
+PLAIN_FIRST, PLAIN_LAST = 16, 384  # rounds until an undrafted one is timed again, twice as many each time
 DOUBT_EVERY = 512  # rounds
-TRY_ROUNDS, TRY_SHARE = 4, 0.001  # what trying sizes may lose: plain rounds at first, then a share of the time
-TRY_MOST = 0.3  # of a plain round: what one try counts at most, so that a cliff is found out about
-PLAIN_EVERY = 384  # rounds after which the cost of an undrafted round is measured again
-PLAIN_CLOSE, CLOSE = 48, 1.15  # the same while drafts promise less than so many times plain decoding: that may be noise
-PLAIN_SOON = 16  # the same where timings do not agree, twice as many each time
 RETHINK = 16  # rounds for which a choice of no drafts stands if nothing but the measured times could change it
 MOST_GRAMMARS = 64  # whose acceptance is known
 OFFERED = -1  # for a place in a draft
 DEAR_LIVE = 0.02  # of a round: where a draft for all slots takes so much more than for one, it is weighed who drafts
-HORIZON = (
-    3.0  # rounds' worth of knowing what a text is like: what a draft is credited with, as far as its text is not known
-)
-ASK_FIRST, ASK_SHARE = 2, 0.01  # plain rounds, and share of the time: what asking for that may lose to plain decoding
+HORIZON = 3.0  # rounds' worth of knowing a text: what a draft is credited with, as far as its text is not known
+ASK_FIRST, ASK_SHARE = (
+    1.5,
+    0.006,
+)  # plain rounds, and share of the time: what asking and trying may lose to plain decoding
 NO_OFFERS: Mapping[int, Sequence[float]] = {}
 
 
@@ -55,8 +51,6 @@ class _Lane:
     """One slot's last decision, and what became of its drafts."""
 
     n_draft: int = 0
-    silent: int = 0  # rounds without a draft
-    probe_in: int = PROBE_FIRST
     reason: str = "not started"
     drafted: float = 0.0
     kept: float = 0.0
@@ -83,16 +77,15 @@ class _Rows(NamedTuple):
     def _only(self, mask: NDArray[np.bool_]) -> _Rows:
         return self if mask.all() else _Rows(self.slot[mask], self.place[mask], self.gain[mask])
 
-    def best(self, busy: int, verify: Floats, draft: Floats) -> tuple[_Way, float]:
-        """How many of them give most tokens a millisecond; and the most if drafting took nothing. verify: by rows beyond the plain
-        ones, from one on; draft: by slots that draft, from none on."""
+    def best(self, busy: int, verify: Floats, draft: Floats) -> _Way:
+        """How many of them give most tokens a millisecond. verify: by rows beyond the plain ones, from one on; draft: by slots that
+        draft, from none on."""
         if not len(self.slot):
-            return _NO_WAY, 0.0
+            return _NO_WAY
         tokens, ms = busy + self.gain.cumsum(), verify[: len(self.slot)]
         rate = tokens / (ms + draft[(self.place == 0).cumsum()])
         n = int(rate.argmax())
-        way = _Way(float(rate[n]), float(tokens[n]), int(self.place[: n + 1].max()) + 1, self.slot[: n + 1])
-        return way, float((tokens / ms).max())
+        return _Way(float(rate[n]), float(tokens[n]), int(self.place[: n + 1].max()) + 1, self.slot[: n + 1])
 
 
 class _Way(NamedTuple):
@@ -122,17 +115,14 @@ class Controller:
     n_max: int
     chained: bool = False
     fixed: bool = False
-    force: int | None = None  # warm-up sets the length itself
+    force: tuple[int, int] | None = None  # warm-up says how many slots draft, and how many tokens each
     verify_ms: Timer = field(default_factory=Timer)
     draft_ms: Timer = field(default_factory=Timer)  # by drafting slots; per pass if chained
 
     def __post_init__(self) -> None:
-        self.since_plain = self.n_round = self.n_retake = self.n_plain = 0
-        self.ms = self.lost_ms = 0.0  # of all rounds, and what those of sizes not known yet took more than plain ones
-        self.asked_ms = 0.0  # what was expected to be lost by asking for what a text is like
-        self._worth_ms: float | None = None  # of a round of such a size: what its expected tokens take without drafts
-        self.is_close = False  # between drafts and none, as far as is known
-        self.hinges = False  # nothing but what a draft takes spoke against drafts
+        self.since_plain = self.n_round = 0
+        self.ms = self.asked_ms = 0.0  # of all rounds, and what was expected to be lost by asking and trying
+        self.plain_in = PLAIN_FIRST  # drafting rounds until an undrafted one
         self._plain: tuple[int, list[tuple[int, int]], str] | None = None  # the round and caps of that choice, and why
         self.forget_acceptance()
 
@@ -140,7 +130,7 @@ class Controller:
         """As new, but the measured costs stay; at the end of a warm-up, those that can be believed."""
         if self.force is not None:
             self._question()
-        self.silent, self.probe_in = 0, PROBE_FIRST  # rounds in which nobody drafted, and after how many somebody is to
+        self.silent, self.try_in = 0, TRY_FIRST  # rounds in which nobody drafted, and after how many somebody is to
         self.texts = Acceptance(self.n_slot, self.n_max)
         self.grammars: OrderedDict[str, Texts] = OrderedDict()
         self.lanes = [_Lane() for _ in range(self.n_slot)]
@@ -153,9 +143,9 @@ class Controller:
         self.draft_ms.question(slack)
 
     def begin(self, slot: int, grammar: str = "") -> None:
-        """A new request: little is known of what it accepts, but silence goes on. Texts under a grammar are known apart."""
+        """A new request: little is known of what it accepts. Texts under a grammar are known apart."""
         self.texts.begin(slot, self._of_grammar(grammar) if grammar else self.texts.free)
-        self.lanes[slot] = _Lane(silent=self.silent, probe_in=self.probe_in)
+        self.lanes[slot] = _Lane()
         self._plain = None
 
     def _of_grammar(self, grammar: str) -> Texts:
@@ -179,17 +169,17 @@ class Controller:
             self.verify_ms.doubt()
             self.draft_ms.doubt()
         if self.force is not None:
-            picked, why = [min(cap, self.force) for _, cap in caps], "warm-up"
+            live, n = self.force
+            picked, why = [min(cap, n) if i < live else 0 for i, (_, cap) in enumerate(caps)], "warm-up"
         elif self.fixed or self.n_max == 0:
             picked = [min(cap, len(self.offered.get(slot, range(cap)))) for slot, cap in caps]
             why = "fixed" if self.fixed else "no drafter"
         elif self._plain_is_stale(len(caps)):
             picked, why = [0] * len(caps), "measuring an undrafted round"
         else:
-            weighed, why = self._weigh(caps)
-            picked = self._probe(caps, weighed)
-            if picked != weighed:
-                why = f"asking a silent slot again; {why}"
+            picked, why = self._weigh(caps)
+            if self.silent >= self.try_in and self._may_try(len(caps)):
+                picked, why = self._tried(caps, picked), f"trying again after {self.silent} rounds without; {why}"
         for (slot, cap), n in zip(caps, picked, strict=True):
             lane = self.lanes[slot]
             lane.n_draft, lane.reason = n, why
@@ -197,7 +187,6 @@ class Controller:
                 lane.reason = "none: switched off for the request, or it is at its last token"
             elif not n and any(picked):
                 lane.reason = f"none: drafts of other slots are likelier to be right; {why}"
-            lane.silent = 0 if n and slot not in self.offered else lane.silent + (cap > 0)
         self.since_plain = self.since_plain + 1 if any(picked) else 0
         is_asked = any(n and slot not in self.offered for (slot, _), n in zip(caps, picked, strict=True))
         self.silent = 0 if is_asked else self.silent + any(cap for _, cap in caps)
@@ -231,48 +220,30 @@ class Controller:
         return picked, why
 
     def _plain_is_stale(self, busy: int) -> bool:
-        if not self.verify_ms.knows(busy) or self.since_plain >= PLAIN_EVERY:
+        if not self.verify_ms.knows(busy):
             return True
-        if self.is_close and self.since_plain >= PLAIN_CLOSE:
-            return True
-        if self.since_plain < PLAIN_SOON << self.n_plain or self.verify_ms.agrees(busy, 0.0, N_TRUST):
+        if self.since_plain < self.plain_in:
             return False
-        self.n_plain += 1
+        self.plain_in = min(2 * self.plain_in, PLAIN_LAST)
         return True
 
-    def _probe(self, caps: Sequence[tuple[int, int]], picked: list[int]) -> list[int]:
-        """When one silent slot is due for a try, those that soon will be try with it: they share the cost of one draft."""
-        offered = self.offered
-        silent = [
-            (i, self.lanes[slot]) for i, (slot, cap) in enumerate(caps) if cap and (not picked[i] or slot in offered)
-        ]
-        due = [(i, lane) for i, lane in silent if 2 * lane.silent >= lane.probe_in]
-        is_probe = any(lane.silent >= lane.probe_in for _, lane in due)
-        if not is_probe and (offered or not self._retakes(len(caps), len(silent))):
-            return picked
+    def _may_ask(self, plain_ms: float) -> bool:
+        return self.asked_ms < ASK_FIRST * plain_ms + ASK_SHARE * self.ms
+
+    def _may_try(self, busy: int) -> bool:
+        return self.try_in < TRY_FREE or self._may_ask(self._verify_ms(busy, busy))
+
+    def _tried(self, caps: Sequence[tuple[int, int]], picked: list[int]) -> list[int]:
+        """Texts may have changed, or times: some slots draft, others each time."""
+        able = [i for i, (_, cap) in enumerate(caps) if cap]
         tried = picked.copy()
-        for i, _ in due if is_probe else silent:
-            tried[i] = min(caps[i][1], 1 if self.chained else PROBE_DRAFT)
-            offered.pop(caps[i][0], None)
-        if is_probe:
-            dear = (self._costs(tried) - self._costs(picked)) / (PROBE_SHARE * self._verify_ms(len(caps), len(caps)))
-            for _, lane in due:
-                lane.probe_in = min(2 * lane.probe_in, max(PROBE_LAST, round(dear)))
-                if not any(picked):
-                    self.probe_in = lane.probe_in
+        for k in range(-(-len(able) // TRY_SLOTS)):
+            i = able[(self.n_round + k) % len(able)]
+            tried[i] = min(caps[i][1], 1 if self.chained else ASK_DRAFT)
+            self.offered.pop(caps[i][0], None)
+        self.asked_ms += self._costs(tried) - self._costs(picked)
+        self.try_in = min(2 * self.try_in, TRY_LAST)
         return tried
-
-    def _retakes(self, busy: int, live: int) -> bool:
-        """Whether a draft is to be timed again now: nothing but its time speaks against it, and timings do not agree, or only the
-        warm-up's do: that is one measurement, however many rounds it had."""
-        if not self.hinges or self.n_retake == N_RETAKE or self.silent < RETAKE_FIRST << self.n_retake:
-            return False
-        is_settled = self.n_retake or not self.draft_ms.early
-        if is_settled and self.draft_ms.agrees(live, SLACK * self._verify_ms(busy, busy)):
-            self.hinges = False  # until it is weighed again
-            return False
-        self.n_retake += 1
-        return True
 
     def _costs(self, picked: Sequence[int]) -> float:
         """Milliseconds of a round."""
@@ -287,37 +258,32 @@ class Controller:
         """Rows go to the slots in the order of their chance to survive; the best ratio on that way wins."""
         busy = len(caps)
         plain_ms = self._verify_ms(busy, busy)
-        hopeful = self.lost_ms < TRY_ROUNDS * plain_ms + TRY_SHARE * self.ms
-        self._worth_ms = None
         if not any(cap for _, cap in caps):
             return [0] * busy, "plain: nobody may draft"
         news = self._news(caps, busy / plain_ms)
         rows = self._rows(caps, news)
-        verify = self.verify_ms.of_all(busy + 1, len(rows.slot), hopeful) + self.verify_ms.slot_ms * busy
-        if self.verify_ms.n(busy) < N_SAMPLE or self.since_plain >= PLAIN_SOON:
+        verify = self.verify_ms.of_all(busy + 1, len(rows.slot)) + self.verify_ms.slot_ms * busy
+        if self.verify_ms.n(busy) < N_SAMPLE or self.since_plain >= PLAIN_FIRST:
             plain_ms = min(plain_ms, float(verify.min()))  # fewer rows do not take longer: that was noise
         plain = busy / plain_ms
-        best, most = self._best_way(rows, busy, verify)
-        self.is_close = best.rate < CLOSE * plain
-        self.hinges = best.rate <= plain * MARGIN < most
+        best = self._best_way(rows, busy, verify)
         if best.rate <= plain * MARGIN:
             return [0] * busy, f"plain: no draft promises more than {1e3 * plain:.0f} tok/s"
         picked = np.bincount(best.slot, minlength=busy).tolist()
         tokens = best.tokens - news[np.unique(best.slot)].sum()
         rate = best.rate * tokens / best.tokens
         if rate <= plain:  # it only asks
-            picked = [min(n, PROBE_DRAFT) for n in picked]
+            picked = [min(n, ASK_DRAFT) for n in picked]
             self.asked_ms += self._costs(picked) - plain_ms
             return picked, f"asking what texts are like: some would give more than {1e3 * plain:.0f} tok/s"
-        self._worth_ms = None if self.verify_ms.knows(busy + len(best.slot)) else tokens / plain
         return picked, f"expects {1e3 * rate:.0f} tok/s, plain {1e3 * plain:.0f}"
 
     def _news(self, caps: Sequence[tuple[int, int]], rate: float) -> Floats:
         """What a draft tells of each slot's text, in tokens; nothing where asking has cost its share. rate: of plain decoding."""
         busy = len(caps)
-        if self.asked_ms >= ASK_FIRST * busy / rate + ASK_SHARE * self.ms:
+        if not self._may_ask(busy / rate):
             return np.zeros(busy)
-        draft = rate * self.draft_ms(busy, hopeful=False) / busy
+        draft = rate * self.draft_ms(busy) / busy
         row = rate * (self.verify_ms(busy * (1 + self.n_max)) - self.verify_ms(busy)) / (busy * self.n_max)
         costs = (row + draft, 0.0) if self.chained else (row, draft)
         untold = HORIZON * self.texts.untold([slot for slot, _ in caps], *costs)
@@ -340,22 +306,21 @@ class Controller:
             place = np.where(needs_drafter[slot], place, OFFERED)
         return _Rows(slot, place, gain[order])
 
-    def _best_way(self, rows: _Rows, busy: int, verify: Floats) -> tuple[_Way, float]:
-        """The best choice, and what the best would be if drafting took nothing, in tokens a millisecond.
+    def _best_way(self, rows: _Rows, busy: int, verify: Floats) -> _Way:
+        """The best choice.
 
         A deeper draft takes one pass more, whoever asks for it, and a drafter takes longer for more slots: so each depth is weighed by
         itself, and whether the likeliest slots alone should draft.
         """
-        draft = np.append(0.0, self.draft_ms.of_all(1, busy, hopeful=False))
-        best, most = _NO_WAY, 0.0
+        draft = np.append(0.0, self.draft_ms.of_all(1, busy))
+        best = _NO_WAY
         for depth in range(1, self.n_max + 1) if self.chained else (self.n_max,):
-            way, free = rows.up_to(depth).best(busy, verify, draft * (depth if self.chained else 1))
-            best, most = max(best, way, key=_rate_of), max(most, free)
+            best = max(best, rows.up_to(depth).best(busy, verify, draft * (depth if self.chained else 1)), key=_rate_of)
         if draft[-1] - draft[1] > DEAR_LIVE * verify[0]:
             near, ms = rows.up_to(best.depth or self.n_max), draft * (best.depth if self.chained else 1)
             for n_live in [n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48) if n < busy]:
-                best = max(best, near.of_best(n_live, busy).best(busy, verify, ms)[0], key=_rate_of)
-        return best, most
+                best = max(best, near.of_best(n_live, busy).best(busy, verify, ms), key=_rate_of)
+        return best
 
     def record(self, slot: int, n_draft: int, n_accepted: int) -> None:
         """The verdict on one slot's draft."""
@@ -364,15 +329,10 @@ class Controller:
         if n_draft:
             self._plain = None
             lane.drafted, lane.kept = DECAY * lane.drafted + n_draft, DECAY * lane.kept + n_accepted
-            if n_accepted and not self.hinges:
-                self.probe_in = lane.probe_in = max(PROBE_FIRST, lane.probe_in // 2)
 
     def timed(self, rows: int, busy: int, verify_ms: float, live: int, passes: int, draft_ms: float) -> None:
         """What a round of only decoding slots took."""
         self.ms += verify_ms + draft_ms
-        if live and self._worth_ms is not None:
-            lost = verify_ms + draft_ms - self._worth_ms
-            self.lost_ms = max(0.0, self.lost_ms + min(lost, TRY_MOST * self._worth_ms))
         calm = self.verify_ms.add(rows, verify_ms, busy)
         if live:
             calm = self.draft_ms.add(live, draft_ms / (max(passes, 1) if self.chained else 1)) and calm

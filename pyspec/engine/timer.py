@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 N_SAMPLE, N_TRUST = 5, 2  # samples kept per size; samples needed to believe them
 N_AGREE = 3  # samples that settle a size, if they agree:
 AGREE, SLACK = 1.5, 0.1  # most lie no more above the least, besides a share of a plain round
-HOPE = 0.3  # of the way from the straight line down to the next smaller size: what a size never tried costs
 LIKELY = 1.25  # of the straight line: a single sample above is thought to be a hiccup
 
 
@@ -26,9 +25,7 @@ class Timer:
     """Milliseconds by size: the least of the last samples. A busy machine only ever adds time.
 
     A size is trusted from its second sample on, and needs a new one when not seen for long. Between trusted sizes costs
-    lie on a straight line, beyond them they are flat; but a size never tried is hoped to cost little more than the next
-    smaller one, so that it is tried: kernels have steps, and the best size may be the last one on a step. Where each row
-    costs its share, as with experts, hope only loses: the controller says when there has been enough of it.
+    lie on a straight line, beyond them they are flat. Kernels have steps; the warm-up has timed every size of a graph.
     """
 
     def __init__(self, bucket: Callable[[int], int] = bucket) -> None:
@@ -111,7 +108,7 @@ class Timer:
         self.early.clear()
         self._tabulate()
 
-    def __call__(self, size: int, hopeful: bool = True) -> float:
+    def __call__(self, size: int) -> float:
         size = self.bucket(size)
         if not self._sizes:
             return 1.0
@@ -122,14 +119,12 @@ class Timer:
             return self._ms[i]
         a, b = self._sizes[i - 1], self._sizes[i]
         line = self._ms[i - 1] + (self._ms[i] - self._ms[i - 1]) * (size - a) / (b - a)
-        if size not in self.samples and hopeful:
-            return (1 - HOPE) * line + HOPE * self._ms[i - 1]
         least = min(self.times(size), default=line)
         return least if least < LIKELY * line else line
 
-    def of_all(self, first: int, n: int, hopeful: bool = True) -> NDArray[np.float64]:
+    def of_all(self, first: int, n: int) -> NDArray[np.float64]:
         """[n]: of the sizes from `first` on. Rounds ask for the same ones again and again."""
         if (first, n) not in self._runs:
             self._runs[first, n] = np.unique([self.bucket(first + i) for i in range(n)], return_inverse=True)
         sizes, which = self._runs[first, n]
-        return np.array([self(size, hopeful) for size in sizes.tolist()])[which]
+        return np.array([self(size) for size in sizes.tolist()])[which]

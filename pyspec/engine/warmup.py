@@ -19,14 +19,16 @@ from pyspec.engine.loop import Loop
 from pyspec.errors import RequestError
 from pyspec.request import Delta, Event, Request, SamplingParams
 from pyspec.sample.sampler import SlotSampler
+from pyspec.slots.arena import BUCKETS, WIDE
 from pyspec.text.stream import TextStream
 from pyspec.text.template import ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-BUDGET_S = 2.0
-N_PROMPT, N_ROUND = 12, 4
+BUDGET_S = 2.5
+N_PROMPT, N_ROUND, MOST_PROMPT_STEPS = 12, 4, 64
+SIZES, EVEN = (*BUCKETS, *WIDE), 256  # rows of graphs; beyond so many only the largest is timed
 PROBE_TOKENS = 48  # of text that a drafter is checked with
 PROBE_PROMPT = "Write a short story about a small dog who finds a key."
 
@@ -59,50 +61,65 @@ def _clear(loop: Loop) -> None:
         loop.table.drop(slot)
 
 
-def _run(loop: Loop, tokenizer: Tokenizer, n_busy: int, n_draft: int, n_overhang: int, seed: int) -> None:
-    """`n_busy` slots decode N_ROUND rounds with exactly `n_draft` drafted tokens."""
-    gen = torch.Generator().manual_seed(seed)
-    params = SamplingParams(temperature=0.0, ignore_eos=True)
-    n_vocab, n_tokens = loop.target.n_vocab, (n_draft + 1) * N_ROUND + 1
-    loop.controller.force = n_draft
+def _begin(loop: Loop, tokenizer: Tokenizer, n_busy: int, n_tokens: int, n_overhang: int) -> None:
+    """`n_busy` slots decode, up to `n_tokens` tokens each."""
+    gen = torch.Generator().manual_seed(n_busy)
+    params, n_vocab = SamplingParams(temperature=0.0, ignore_eos=True), loop.target.n_vocab
+    loop.controller.force = 0, 0
     for i in range(n_busy):
         prompt = tuple(torch.randint(n_vocab, (N_PROMPT,), generator=gen).tolist())
         request = Request(prompt=prompt, params=params, max_tokens=n_tokens, cache_prompt=False)
         sampler, n_rows = SlotSampler(params, n_vocab, (), prompt), N_PROMPT + n_tokens + n_overhang
         stream = TextStream(tokenizer, ())
         loop.submit(Job(f"warm-up {i}", request, _ignore, stream, sampler, frozenset(), n_rows, n_rows))
-    for _ in range(N_ROUND + 1):
+    for _ in range(MOST_PROMPT_STEPS):
         loop.step()
-    _clear(loop)
+        if all(job.is_decoding for job in loop.jobs.values()):
+            break
 
 
-def rehearsed(n_slot: int, n_max: int) -> list[tuple[int, int]]:
-    """(busy slots, drafts of each) of the rounds that are timed, most important first: none, half and all that may be drafted; fewer
-    slots whose drafts take the rows of all without any; shorter drafts of all, for a size never tried is a guess that costs."""
-    lengths = sorted({0, n_max // 2, n_max})
-    found = [(n_busy, n_draft) for n_busy in sorted({1, n_slot}) for n_draft in lengths]
-    few = n_slot // (n_max + 1)
-    if few > 1 and n_max:
-        found.append((few, n_max))
-    shorter = {n_max // 4, n_max // 8} - {*lengths}
-    return [*found, *((n_slot, n_draft) for n_draft in sorted(shorter, reverse=True) if n_slot > 1)]
+def rehearsed(n_slot: int, n_max: int) -> list[tuple[int, list[tuple[int, int]]]]:
+    """Of all slots, of one and of some numbers between: how many of them draft, and how many tokens each, in rounds of as many rows as
+    each graph holds. A number of slots goes on where the drafts of the last one ended; the size where they meet is timed with both, and
+    the difference is what a slot costs by itself. Most important first.
+    """
+    steps = [1]
+    while steps[-1] < n_slot:
+        steps.append(min(steps[-1] * (n_max + 1), n_slot) if n_max else n_slot)
+    ends = [*steps[1:], n_slot * (n_max + 1)]
+    found = [(busy, [(0, 0), *_drafts(busy, end, n_max)]) for busy, end in zip(steps, ends, strict=True)]
+    return [found[-1], *found[:-1]]
+
+
+def _drafts(busy: int, end: int, n_max: int) -> list[tuple[int, int]]:
+    """From `busy` rows up to `end`, the largest first; beyond some hundred rows a round's time grows evenly, and the largest tells."""
+    most = busy * (n_max + 1)
+    sizes = [n for before, n in zip((0, *SIZES), SIZES, strict=False) if busy < n and before < end and before < most]
+    sizes = [min(n, most) for n in sizes if n <= EVEN or n == sizes[-1]]
+    lengths = [(n - busy, -(-(n - busy) // busy)) for n in [*sizes[-1:], *sizes[:-1]]]
+    return [(drafted // each, each) for drafted, each in lengths]
 
 
 def warm_up(loop: Loop, tokenizer: Tokenizer, n_overhang: int, n_bytes: int) -> None:
-    """Rounds with one and with all slots, plain and drafted, as long as the time budget lasts; and with so many slots that
-    their drafts take as many rows as all slots without any: the difference is what a slot costs by itself.
+    """Rounds of all sizes that have graphs, as long as the time budget lasts.
 
     n_bytes  what forwards and checkpoints may take of the device's memory: it is taken before the first of them comes
     """
     capture(loop.worker, loop.limits.prompts, n_bytes, loop.limits.decoding)
     began, controller = time.perf_counter(), loop.controller
-    per_slot = loop.table.n_row // len(loop.table.slots)
-    if per_slot < N_PROMPT + (controller.n_max + 1) * N_ROUND + 1 + n_overhang:
+    n_tokens = loop.table.n_row // len(loop.table.slots) - N_PROMPT - n_overhang
+    if n_tokens < (controller.n_max + 1) * N_ROUND + 1:
         return
     with _rehearsing(loop):
-        for n_busy, n_draft in rehearsed(len(loop.table.slots), controller.n_max):
-            if time.perf_counter() - began < BUDGET_S:
-                _run(loop, tokenizer, n_busy, n_draft, n_overhang, seed=n_draft)
+        for n_busy, drafts in rehearsed(len(loop.table.slots), controller.n_max):
+            needed = (N_ROUND + 1) * sum(1 + n for _, n in drafts)
+            _begin(loop, tokenizer, n_busy, min(needed, n_tokens), n_overhang)
+            for controller.force in drafts:
+                if time.perf_counter() - began >= BUDGET_S:
+                    break
+                for _ in range(N_ROUND):
+                    loop.step()
+            _clear(loop)
     controller.forget_acceptance()
     loop.stats.reset()
     log.debug("warm-up took %.0f ms", 1e3 * (time.perf_counter() - began))
