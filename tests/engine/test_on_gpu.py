@@ -194,6 +194,8 @@ def test_a_prompt_in_a_graph_is_the_prompt_without(n: int, draft: str | None) ->
     with load(draft, 2, prefix_cache=False, n_draft_fixed=True) as engine:
         graphs, vocab = engine.loop.worker.arena.prompts, engine.info.n_vocab
         captured = set(graphs)
+        if not captured and os.environ.get("PYSPEC_TEST_KERNELS", "auto") != "auto":
+            pytest.skip("prompts are captured with our own kernels only")
         assert captured == {256, 320, 384, 448, 512}, "the demo's layers may be captured"
         found = []
         for now in (captured, set(), captured):
