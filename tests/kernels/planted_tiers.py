@@ -85,7 +85,9 @@ class PlantedLaunch:
         if callable(found) and not isinstance(found, torch.Tensor):  # experts are loaded first
             return PlantedLaunch(found, self.then)
         found = self.then(found)
-        if isinstance(found, torch.Tensor) and not found.numel():  # keys and values alone: what it wrote is all there is
+        if (
+            isinstance(found, torch.Tensor) and not found.numel()
+        ):  # keys and values alone: what it wrote is all there is
             for pool in (arg for arg in args if isinstance(arg, KVPool)):
                 for plane in pool.planes:
                     plane.zero_()
