@@ -1,3 +1,4 @@
+# ruff: noqa
 """Which of the ways to launch `linear` in Triton is fastest: one launch among its like, and a layer's four behind their rows. Temporary."""
 
 import multiprocessing
