@@ -29,6 +29,7 @@ TYPES = (
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only builds for 64 rows, and few stages, so that matrices this small go round the rings."""
+    monkeypatch.setattr(linear_wgmma, "CLUSTER", 2)
     monkeypatch.setattr(linear_wgmma, "PADS", (64,))
     monkeypatch.setattr(linear_wgmma, "stages", lambda type, pad: (2, 2))
 
