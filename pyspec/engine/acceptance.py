@@ -84,6 +84,7 @@ class Acceptance:
         self.texts = [self.free] * n_slot
         self.beliefs: Floats = np.tile(self.free.common, (n_slot, 1))
         self.pending: dict[int, tuple[int, int, int]] = {}
+        self.n_heard = 0  # verdicts on drafts
         self.quiet = np.zeros(n_slot)  # tokens that came without a verdict
 
     def held_texts(self) -> Texts:
@@ -113,6 +114,7 @@ class Acceptance:
         self.pending.clear()
         self.quiet[verdicts[:, 0]] += verdicts[:, 2] + 1
         drafted = verdicts[verdicts[:, 1] > 0]
+        self.n_heard += len(drafted)
         if len(drafted):
             for texts, own in self._by_texts(drafted[:, 0].tolist()):
                 self._learn(texts, *drafted[own].T)

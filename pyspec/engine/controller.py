@@ -40,6 +40,8 @@ ASK_FIRST, ASK_SHARE = (
     1.5,
     0.006,
 )  # plain rounds, and share of the time: what asking and trying may lose to plain decoding
+ASK_GAIN = 0.1  # of what drafts are expected to gain: so much pays back what asking has lost
+FEW, DEAR_FIRST = 8, 1.5  # with so few verdicts in all, rounds that take so many plain ones are not drafted on trust
 NO_OFFERS: Mapping[int, Sequence[float]] = {}
 
 
@@ -276,6 +278,9 @@ class Controller:
             picked = [min(n, ASK_DRAFT) for n in picked]
             self.asked_ms += self._costs(picked) - plain_ms
             return picked, f"asking what texts are like: some would give more than {1e3 * plain:.0f} tok/s"
+        if self.texts.n_heard < FEW and self._costs(picked) > DEAR_FIRST * plain_ms:
+            picked = [min(n, ASK_DRAFT) for n in picked]
+        self.asked_ms = max(0.0, self.asked_ms - ASK_GAIN * tokens * (1 / plain - 1 / rate))
         return picked, f"expects {1e3 * rate:.0f} tok/s, plain {1e3 * plain:.0f}"
 
     def _news(self, caps: Sequence[tuple[int, int]], rate: float) -> Floats:
