@@ -151,6 +151,10 @@ class WindowAttention:
         given = self.rows.given(products[0], ring, pool), self.indexed.given(products[1], own, index)
         self.both(*given, self.rows.freq, batch)
 
+    def place(self, streams: fuse.Launch, n_row: int) -> fuse.Place | None:
+        """Where `streams` may put what the layer reads."""
+        return fuse.place_for(streams, self.first, n_row, self.norm, self.second)
+
     def finish(self, o: Tensor) -> Tensor:
         """Heads' outputs [row, head, dim], turned back, projected in groups."""
         ready = None if self.hands is None else self.hands(o.flatten(1))
@@ -202,6 +206,10 @@ class StreamExperts:
             self.down = w.matrix(f"{p}.ffn_down_shexp.weight")
         self.hands = fuse.handing(self.gate_up, self.down, own * own)  # silu of what is cut is no larger
 
+    def place(self, streams: fuse.Launch, n_row: int) -> fuse.Place | None:
+        """Where `streams` may put what the shared expert reads."""
+        return fuse.place_for(streams, self.gate_up, n_row, self.norm, self.down)
+
     def __call__(self, y: Tensor, tokens: Tensor, place: fuse.Place | None = None) -> Tensor:
         """place: where y lies ready for the shared expert, if it does."""
         given = None if self.table is None else self.table[tokens]
@@ -239,19 +247,16 @@ class StreamBlock:
     ) -> tuple[Tensor, Reading | None]:
         """The same, and what the block `behind` reads of them. reading: what the one before says of this one."""
         streams, n = self.streams, len(x)
-        place = fuse.place_for(streams, self.mixer.first, n, self.mixer.norm)
+        place = self.mixer.place(streams, n)
         if reading is None:
             reading = streams.split(x, self.attn_mix, **put(place))
         y, post, comb = reading
-        y, place = (
-            self.mixer(y, memory, layer, batch, place),
-            fuse.place_for(streams, self.feed.gate_up, n, self.feed.norm),
-        )
+        y, place = self.mixer(y, memory, layer, batch, place), self.feed.place(streams, n)
         x, (y, post, comb) = streams.merge_split(y, x, post, comb, self.feed_mix, **put(place))
         y = self.feed(y, batch.tokens, place)
         if behind is None:
             return streams.merge(y, x, post, comb), None
-        place = fuse.place_for(streams, behind.mixer.first, n, behind.mixer.norm)
+        place = behind.mixer.place(streams, n)
         return streams.merge_split(y, x, post, comb, behind.attn_mix, **put(place))
 
 

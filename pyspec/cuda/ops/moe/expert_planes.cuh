@@ -50,7 +50,7 @@ __device__ __forceinline__ void clear_place(uint4* stages, int n) {
     stages[(i / (kRowStride / 16) * kStage + n * kRowStride) / 16 + i % (kRowStride / 16)] = make_uint4(0, 0, 0, 0);
 }
 
-#define KEEPS (RESIDENT < 6 && SPLIT == 1)
+#define KEEPS (SPLIT == 1 && (RESIDENT < 6 || !HAS_MIN))
 #include "expert_codes.cuh"
 
 // Where a lane's operands lie in a stage. For places past the `n` pairs the one behind them is read (clear_place).
@@ -128,7 +128,7 @@ class Line {
   }
 
   __device__ __forceinline__ void load_early() {
-    if (SPLIT == 1 || n_own > 0) fetch<true>(record, weights, offsets);
+    if (SPLIT == 1 || n_own > 0) fetch<(__CUDA_ARCH__ >= 900)>(record, weights, offsets);
   }
 
   // Of the first stages, with a row for the thread's pair.

@@ -19,7 +19,7 @@ THREADS, READING = 128, 256  # of a CTA: of streams_parts; of the others. A quad
 READERS, ASKING = 512, 64  # of streams_read_rows; CTAs that ask for the next product's weights
 SLOTS = 32  # of a part
 PER_MULTIPROCESSOR = 2  # CTAs of streams_parts that rows are spread over: each reads its share of fn
-MANY = 128  # rows beyond which the library's product makes them: sums of a row are then in another order
+BEHIND = 16 << 20  # bytes of the product after the next one that are asked for, once the next one's are on their way
 FEW = 32  # rows up to which merging and the next products are one launch: it reads the streams four times
 OFF = 1e-4  # of coefficients and, relative to its size, of a row: other orders of sums
 
@@ -48,7 +48,7 @@ def _kernels(device: torch.device, n: int, n_iter: int) -> dict[str, Kernel]:
         "streams_parts": "pppii",
         "streams_read": "pppppppff",
         "streams_read_rows": "ppppppp" + "pppp" + "p" + "ffi" + "ff" + ARGS[1:],
-    } | ({"streams_merge": "ppppp", "streams_merge_parts": "pppppppii"} if n_iter else {})
+    } | ({"streams_merge": "ppppp", "streams_merge_parts": "ppppppp" + "pii" + ARGS[1:]} if n_iter else {})
     return {name: code.kernel(name, form) for name, form in forms.items()}
 
 
@@ -68,10 +68,11 @@ class StreamsLaunch:
         x = x.contiguous()
         return self._split(x, mix, self._parts(self.kernels, x, mix), into)
 
-    def _split(self, x: Tensor, mix: StreamMix, parts: Tensor, into: Place | None) -> Reading:
+    def _split(self, x: Tensor, mix: StreamMix, parts: Tensor, into: Place | None, is_asked: bool = False) -> Reading:
+        """is_asked: the weights of the product that `into` names are on their way."""
         post, comb = self._room(x, N_STREAM), self._room(x, N_STREAM, N_STREAM)
         if into is not None and len(x):
-            return self._read_rows(x, mix, parts, (post, comb), into), post, comb
+            return self._read_rows(x, mix, parts, (post, comb), into, is_asked), post, comb
         return self._read(self.kernels, x, mix, parts, (post, comb)), post, comb
 
     def head(self, x: Tensor, mix: StreamMix) -> Tensor:
@@ -93,10 +94,13 @@ class StreamsLaunch:
         args, n_row = self._merged(y, x, post, comb)
         self._examine(self.kernels, mix)
         parts = self._room(args[-1], self.n_chunk, SLOTS)
-        grid, sizes = self._lines(n_row)
+        (n, n_line), sizes = self._lines(n_row)
+        asks = into is not None and into.behind is not None
+        ahead, *more = prefetch_args(into.weights if asks and into is not None else None, n_row)
+        grid = n + (-(-ASKING // n_line) if asks and self._may_ask(n_row) else 0), n_line
         of = self.kernels["streams_merge_parts"]
-        of.launch(grid, THREADS, (*args, mix.fn, parts, *sizes), overlap=self.overlap)
-        return args[-1], self._split(args[-1], mix, parts, into)
+        of.launch(grid, THREADS, (*args, mix.fn, parts, ahead, *sizes, *more), overlap=self.overlap)
+        return args[-1], self._split(args[-1], mix, parts, into, asks)
 
     def _merged(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> tuple[tuple[Tensor, ...], int]:
         """What a launch that merges is given, the new streams last; and how many rows there are."""
@@ -118,21 +122,10 @@ class StreamsLaunch:
 
     def _parts(self, kernels: dict[str, Kernel], x: Tensor, mix: StreamMix) -> Tensor:
         self._examine(kernels, mix)
-        n_row = self._rows(x)
-        if n_row > MANY:
-            return self._library_parts(x, mix)
-        parts = self._room(x, self.n_chunk, SLOTS)
+        n_row, parts = self._rows(x), self._room(x, self.n_chunk, SLOTS)
         if n_row:
             grid, sizes = self._lines(n_row)
             kernels["streams_parts"].launch(grid, THREADS, (x, mix.fn, parts, *sizes), overlap=self.overlap)
-        return parts
-
-    def _library_parts(self, x: Tensor, mix: StreamMix) -> Tensor:
-        """The same of many rows: all of it stands in the first part."""
-        flat, n = x.flatten(1), mix.fn.shape[0]
-        parts = torch.zeros(len(x), self.n_chunk, SLOTS, dtype=torch.float32, device=x.device)
-        torch.mm(flat, mix.fn.T, out=parts[:, 0, :n])
-        parts[:, 0, n] = torch.linalg.vector_norm(flat, dim=-1).square_()
         return parts
 
     def _read(
@@ -151,19 +144,24 @@ class StreamsLaunch:
             kernels["streams_read"].launch(self._grid(n_row), READING, args, overlap=self.overlap)
         return y
 
-    def _read_rows(self, x: Tensor, mix: StreamMix, parts: Tensor, to: tuple[Tensor, Tensor], into: Place) -> Tensor:
+    def _read_rows(
+        self, x: Tensor, mix: StreamMix, parts: Tensor, to: tuple[Tensor, Tensor], into: Place, is_asked: bool
+    ) -> Tensor:
         """`_read`, and its rows where `into` says."""
         n_row, y, norm = self._rows(x), self._room(x, self.spec.n), into.norm
         rows = into.rows.room(n_row)
         assert norm is not None and norm.weight.shape == (self.spec.n,) and norm.weight.is_contiguous()
         assert rows.layout == BLOCKED and into.rows.n_in == self.spec.n
-        ahead, *sizes = prefetch_args(into.weights, n_row)
+        ahead, *sizes = prefetch_args(into.behind, n_row, BEHIND) if is_asked else prefetch_args(into.weights, n_row)
         args = [x, parts, mix.scale, mix.base, y, *to, norm.weight, rows.blocks, rows.sums, rows.powers, ahead]
         floats = np.float32(self.spec.eps), np.float32(self.spec.floor), np.int32(rows.pad)
         args += [*floats, np.float32(norm.eps), np.float32(into.power), *sizes]
-        n_asking = -(-ASKING // n_row) if n_row <= MAX_ROWS and self.overlap else 0
+        n_asking = -(-ASKING // n_row) if self._may_ask(n_row) else 0
         self.kernels["streams_read_rows"].launch((n_row, 2 + n_asking), READERS, args, overlap=self.overlap)
         return y
+
+    def _may_ask(self, n_row: int) -> bool:
+        return n_row <= MAX_ROWS and self.overlap
 
     def _rows(self, x: Tensor) -> int:
         assert x.shape[1:] == (N_STREAM, self.spec.n) and x.dtype == torch.float32
@@ -188,10 +186,9 @@ def random_mix(m: int, spec: StreamsSpec, gen: torch.Generator, size: float = 1.
 
 
 def check(launch: Streams, reference: Streams, spec: StreamsSpec) -> str | None:
-    """Rows from one on, of sizes down to where eps counts, one of zeros; coefficients that saturate; a row alone and among others, where those
-    are few enough."""
+    """Rows from one on, of sizes down to where eps counts, one of zeros; coefficients that saturate; a row alone and among others."""
     gen, n = torch.Generator().manual_seed(0), spec.n_stream
-    for n_row, size in ((1, 1.0), (9, 1.0), (9, 20.0), (70, 1.0), (MANY + 3, 1.0)):
+    for n_row, size in ((1, 1.0), (9, 1.0), (9, 20.0), (70, 1.0)):
         mix, head = (random_mix(m, spec, gen, size) for m in ((2 + n) * n, n))
         x = torch.randn(n_row, n, spec.n, generator=gen) * torch.logspace(2, -4, n_row)[:, None, None]
         x[n_row // 2] *= n_row == 1
@@ -209,11 +206,11 @@ def check(launch: Streams, reference: Streams, spec: StreamsSpec) -> str | None:
         again, read = launch.merge_split(y, x, *want[1:], mix)
         if not all(map(torch.equal, (again, *read), (merged[0], *launch.split(merged[0], mix)))):
             return f"{n_row} rows merged and read at once have other bits than one after the other"
-        if n_row <= MANY and spec.n % 32 == 0 and (why := _check_rows(launch, y, x, want, mix)) is not None:
+        if spec.n % 32 == 0 and (why := _check_rows(launch, y, x, want, mix)) is not None:
             return f"{n_row} rows: {why}"
         last = slice(n_row - 1, n_row)
         alone = (*launch.split(x[last], mix), launch.head(x[last], head))
-        if n_row <= MANY and not all(map(torch.equal, alone, (t[last] for t in (*got, launch.head(x, head))))):
+        if not all(map(torch.equal, alone, (t[last] for t in (*got, launch.head(x, head))))):
             return f"a row has other bits alone than among {n_row}"
     return None
 
@@ -226,7 +223,7 @@ def _check_rows(launch: Streams, y: Tensor, x: Tensor, given: Reading, mix: Stre
     norm = Norm((0.5 + torch.rand(n, generator=gen)).to(x.device), 1e-5)
     own, other = (RowsLaunch(x.device, n, (8, 128)) for _ in "oo")
     merged, reading = launch.merge_split(y, x, *given[1:], mix)
-    again, got = launch.merge_split(y, x, *given[1:], mix, Place(own, own.blocks, 2.0, norm))
+    again, got = launch.merge_split(y, x, *given[1:], mix, Place(own, own.blocks, 2.0, norm, own.blocks))
     if not all(map(torch.equal, (again, *got), (merged, *reading))):
         return "what is read has other bits where it is normed on the way"
     norm.power = 2.0

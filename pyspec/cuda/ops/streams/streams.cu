@@ -235,7 +235,8 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // Grid (row, 2 and more): the second of a row mixes, which takes as long as all the rest; those behind ask for the next product's weights,
-// which takes many of them (one multiprocessor asks for 2 KiB in 4.5 ns).
+// which takes many of them (one multiprocessor asks for 2 KiB in 4.5 ns); or for those of the one after it, if the launch before asked for the
+// next one's.
 constexpr int kReaders = 512, kEach = (kOwn + kReaders - 1) / kReaders;  // as rows.cu: threads, quads of each
 constexpr int kPadded = (COLUMNS + 255) / 256 * 256, kPadEach = (kPadded / 4 + kReaders - 1) / kReaders;
 
@@ -344,9 +345,19 @@ struct Merging {
   }
 };
 
+// CTAs beyond those of the columns ask for the next product's weights.
 extern "C" __global__ void __launch_bounds__(kThreads)
     streams_merge_parts(const float4* y, const float4* x, const float* post, const float* comb, float4* out, const float4* fn,
-                        float* parts, int n_row, int per_cta) {
+                        float* parts, const u8* next, int n_row, int per_cta, i64 next_share, int n_share, int n_piece) {
+#if __CUDA_ARCH__ >= 900
+  if (blockIdx.x >= kChunks) {
+    let_successor_start();
+    const Prefetch product = {next, next_share, n_share, n_piece};
+    const int at = (blockIdx.x - kChunks) * gridDim.y + blockIdx.y;
+    product.fetch(at * kThreads + threadIdx.x, (gridDim.x - kChunks) * gridDim.y * kThreads);
+    return;
+  }
+#endif
   parts_of(Merging{y, x, post, comb, out}, fn, parts, n_row, per_cta);
 }
 #endif
