@@ -210,15 +210,18 @@ class StreamExperts:
         """Where `streams` may put what the shared expert reads."""
         return fuse.place_for(streams, self.gate_up, n_row, self.norm, self.down)
 
-    def __call__(self, y: Tensor, tokens: Tensor, place: fuse.Place | None = None) -> Tensor:
-        """place: where y lies ready for the shared expert, if it does."""
+    def __call__(
+        self, y: Tensor, tokens: Tensor, place: fuse.Place | None = None, streams: fuse.Launch | None = None
+    ) -> Tensor | fuse.Shares:
+        """place: where y lies ready for the shared expert, if it does. streams: what merges the result with the next reading, if anything does;
+        it may sum what experts gave, too."""
         given = None if self.table is None else self.table[tokens]
         shared = None
         if self.gate_up is not None and self.down is not None:
             shared = fuse.one_after_other(self.gate_up, self.down, self.hands, y, self.norm, place)
         ready, beside = fuse.before_choice(self.route, self.experts, y, self.norm, self.norm)
         routes = self.route(y, self.norm.weight, self.router, self.bias, given, **beside)
-        return self.experts(y, routes.ids, routes.weights, self.norm, Added(shared), ready)
+        return fuse.experts_into(self.experts, y, routes, self.norm, Added(shared), ready, streams)
 
 
 class StreamBlock:
@@ -252,12 +255,11 @@ class StreamBlock:
             reading = streams.split(x, self.attn_mix, **put(place))
         y, post, comb = reading
         y, place = self.mixer(y, memory, layer, batch, place), self.feed.place(streams, n)
-        x, (y, post, comb) = streams.merge_split(y, x, post, comb, self.feed_mix, **put(place))
-        y = self.feed(y, batch.tokens, place)
+        x, (y, *beside) = fuse.merged(streams, y, x, (post, comb), self.feed_mix, place)
+        given = self.feed(y, batch.tokens, place, None if behind is None else streams)
         if behind is None:
-            return streams.merge(y, x, post, comb), None
-        place = behind.mixer.place(streams, n)
-        return streams.merge_split(y, x, post, comb, behind.attn_mix, **put(place))
+            return streams.merge(cast(Tensor, given), x, *beside), None
+        return fuse.merged(streams, given, x, beside, behind.attn_mix, behind.mixer.place(streams, n))
 
 
 class StreamHead:
