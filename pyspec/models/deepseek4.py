@@ -211,11 +211,10 @@ class StreamExperts:
         return fuse.place_for(streams, self.gate_up, n_row, self.norm, self.down)
 
     def __call__(
-        self, y: Tensor, tokens: Tensor, place: fuse.Place | None = None, streams: fuse.Launch | None = None
+        self, y: Tensor, given: Tensor | None, place: fuse.Place | None = None, streams: fuse.Launch | None = None
     ) -> Tensor | fuse.Shares:
-        """place: where y lies ready for the shared expert, if it does. streams: what merges the result with the next reading, if anything does;
-        it may sum what experts gave, too."""
-        given = None if self.table is None else self.table[tokens]
+        """given: what the table says of the rows' tokens. place: where y lies ready for the shared expert, if it does. streams: what merges the
+        result with the next reading, if anything does; it may sum what experts gave, too."""
         shared = None
         if self.gate_up is not None and self.down is not None:
             shared = fuse.one_after_other(self.gate_up, self.down, self.hands, y, self.norm, place)
@@ -237,7 +236,8 @@ class StreamBlock:
 
     def __call__(self, x: Tensor, memory: Memory, layer: int, batch: Batch) -> Tensor:
         """The streams x [row, stream, n_embd] f32 behind the block."""
-        return self.run(x, None, memory, layer, batch)[0]
+        given = None if self.feed.table is None else self.feed.table[batch.tokens]
+        return self.run(x, None, memory, layer, batch, given)[0]
 
     def run(
         self,
@@ -246,9 +246,11 @@ class StreamBlock:
         memory: Memory,
         layer: int,
         batch: Batch,
+        given: Tensor | None,
         behind: StreamBlock | None = None,
     ) -> tuple[Tensor, Reading | None]:
-        """The same, and what the block `behind` reads of them. reading: what the one before says of this one."""
+        """The same, and what the block `behind` reads of them. reading: what the one before says of this one. given: experts of the rows, of a
+        block that has a table of them."""
         streams, n = self.streams, len(x)
         place = self.mixer.place(streams, n)
         if reading is None:
@@ -256,10 +258,10 @@ class StreamBlock:
         y, post, comb = reading
         y, place = self.mixer(y, memory, layer, batch, place), self.feed.place(streams, n)
         x, (y, *beside) = fuse.merged(streams, y, x, (post, comb), self.feed_mix, place)
-        given = self.feed(y, batch.tokens, place, None if behind is None else streams)
+        made = self.feed(y, given, place, None if behind is None else streams)
         if behind is None:
-            return streams.merge(cast(Tensor, given), x, *beside), None
-        return fuse.merged(streams, given, x, beside, behind.attn_mix, behind.mixer.place(streams, n))
+            return streams.merge(cast(Tensor, made), x, *beside), None
+        return fuse.merged(streams, made, x, beside, behind.attn_mix, behind.mixer.place(streams, n))
 
 
 class StreamHead:
@@ -285,6 +287,10 @@ class Deepseek4:
             StreamBlock(config, weights, i, WindowAttention(config, weights, f"blk.{i}", ratio, memory.kv_dtype))
             for i, ratio in enumerate(config.ratios[: config.n_layer])
         ]
+        tables = [block.feed.table for block in self.blocks if block.feed.table is not None]  # of the first blocks
+        self.tables = torch.stack(tables) if tables else None
+        for block, table in zip(self.blocks, () if self.tables is None else self.tables, strict=False):
+            block.feed.table = table
         self.norm = weights.vector("output_norm.weight")
         self.last = StreamHead(config, weights, self.norm)
         self.output = weights.matrix("output.weight")
@@ -312,10 +318,13 @@ class Deepseek4:
     @torch.inference_mode()
     def forward(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
         x = self.embedding(batch.tokens)[:, None].repeat(1, self.config.streams.n, 1)
+        # of all layers at once: between kernels that begin before the one before them is over each gather would cost five microseconds
+        named = None if self.tables is None else self.tables[:, batch.tokens].unbind()
         tapped: dict[int, Tensor] = {}
         reading: Reading | None = None
         for i, block in enumerate(self.blocks):
-            x, reading = block.run(x, reading, self.memory, i, batch, *self.blocks[i + 1 : i + 2])
+            given = None if named is None or block.feed.table is None else named[i]
+            x, reading = block.run(x, reading, self.memory, i, batch, given, *self.blocks[i + 1 : i + 2])
             if i in taps:
                 tapped[i] = x.mean(1)
         logits = self.head(self.last(x[batch.out_rows]))
