@@ -17,7 +17,6 @@ So the torch reference, and every implementation without these, runs in the same
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -65,17 +64,11 @@ def then(launch: Launch, given: Sequence[Any], product: Product, prep: HeadNorm,
     return product(launch(*given).flatten(1), prep, residual=residual)
 
 
-def place_for(
-    launch: Launch, product: Product | None, n_row: int, norm: Norm, behind: Product | None = None
-) -> Place | None:
-    """Where `launch` may put its so many rows, normed, for `product` to read, and what is read after that, by the product `behind`;
-    None: the product prepares them."""
+def place_for(launch: Launch, product: Product | None, n_row: int, norm: Norm) -> Place | None:
+    """Where `launch` may put its so many rows, normed, for `product` to read; None: the product prepares them."""
     if not getattr(launch, "reads_into", False) or not isinstance(product, Streamed):
         return None
-    place = product.normed(n_row, norm)
-    if place is None or not isinstance(behind, Streamed):
-        return place
-    return replace(place, behind=behind.packed.data)
+    return product.normed(n_row, norm)
 
 
 def product_of(product: Product, x: Tensor, norm: Norm, place: Place | None) -> Tensor:

@@ -153,7 +153,7 @@ class WindowAttention:
 
     def place(self, streams: fuse.Launch, n_row: int) -> fuse.Place | None:
         """Where `streams` may put what the layer reads."""
-        return fuse.place_for(streams, self.first, n_row, self.norm, self.second)
+        return fuse.place_for(streams, self.first, n_row, self.norm)
 
     def finish(self, o: Tensor) -> Tensor:
         """Heads' outputs [row, head, dim], turned back, projected in groups."""
@@ -208,7 +208,7 @@ class StreamExperts:
 
     def place(self, streams: fuse.Launch, n_row: int) -> fuse.Place | None:
         """Where `streams` may put what the shared expert reads."""
-        return fuse.place_for(streams, self.gate_up, n_row, self.norm, self.down)
+        return fuse.place_for(streams, self.gate_up, n_row, self.norm)
 
     def __call__(
         self, y: Tensor, given: Tensor | None, place: fuse.Place | None = None, streams: fuse.Launch | None = None

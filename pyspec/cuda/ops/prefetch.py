@@ -14,10 +14,10 @@ MOST, PIECE = 40 << 20, 2048  # bytes: of all, which is most of an L2 of 50 MB; 
 NOTHING: list[jit.Arg] = [np.int64(0), np.int64(0), np.int32(0), np.int32(0)]
 
 
-def prefetch_args(weights: Tensor | None, n_row: int, most: int = MOST) -> list[jit.Arg]:
-    """Arguments of `Prefetch`, for `most` bytes. weights: as `linear` reads them, each of its CTAs a part from front to back."""
+def prefetch_args(weights: Tensor | None, n_row: int) -> list[jit.Arg]:
+    """Arguments of `Prefetch`. weights: as `linear` reads them, each of its CTAs a part from front to back."""
     if weights is None or not 0 < n_row <= MAX_ROWS:
         return NOTHING
     n_share = torch.cuda.get_device_properties(weights.device).multi_processor_count
     share = weights.numel() // n_share // 16 * 16
-    return [weights, np.int64(share), np.int32(n_share), np.int32(min(most // n_share, share) // PIECE)]
+    return [weights, np.int64(share), np.int32(n_share), np.int32(min(MOST // n_share, share) // PIECE)]

@@ -211,14 +211,12 @@ class Into:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The same for rows as they are, or normed, which are divided by `power`: one that serves all of them is known.
-    behind: weights of the product after that."""
+    """The same for rows as they are, or normed, which are divided by `power`: one that serves all of them is known."""
 
     rows: RowsLaunch
     weights: Tensor
     power: float
     norm: Norm | None = None
-    behind: Tensor | None = None
 
 
 class WideRows:

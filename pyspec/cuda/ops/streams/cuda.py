@@ -20,7 +20,6 @@ THREADS, READING = 128, 256  # of a CTA: of streams_parts; of the others. A quad
 READERS, ASKING = 512, 64  # of streams_read_rows; CTAs that ask for the next product's weights
 SLOTS = 32  # of a part
 PER_MULTIPROCESSOR = 2  # CTAs of streams_parts that rows are spread over: each reads its share of fn
-BEHIND = 16 << 20  # bytes of the product after the next one that are asked for, once the next one's are on their way
 SUMMED = 4  # rows up to which that launch sums what experts gave, too: each of four streams does so
 FEW = 32  # rows up to which merging and the next products are one launch: it reads the streams four times
 OFF = 1e-4  # of coefficients and, relative to its size, of a row: other orders of sums
@@ -53,8 +52,8 @@ def _kernels(device: torch.device, n: int, n_iter: int) -> dict[str, Kernel]:
     }
     merging = {
         "streams_merge": "ppppp",
-        "streams_merge_parts": "ppppppp" + "pii" + ARGS[1:],
-        "streams_merge_sums_parts": "pppppppppp" + "piiii" + ARGS[1:],
+        "streams_merge_parts": "pppppppii",
+        "streams_merge_sums_parts": "ppppppppppiiii",
     }
     return {name: code.kernel(name, form) for name, form in (forms | (merging if n_iter else {})).items()}
 
@@ -79,11 +78,10 @@ class StreamsLaunch:
         x = x.contiguous()
         return self._split(x, mix, self._parts(self.kernels, x, mix), into)
 
-    def _split(self, x: Tensor, mix: StreamMix, parts: Tensor, into: Place | None, is_asked: bool = False) -> Reading:
-        """is_asked: the weights of the product that `into` names are on their way."""
+    def _split(self, x: Tensor, mix: StreamMix, parts: Tensor, into: Place | None) -> Reading:
         post, comb = self._room(x, N_STREAM), self._room(x, N_STREAM, N_STREAM)
         if into is not None and len(x):
-            return self._read_rows(x, mix, parts, (post, comb), into, is_asked), post, comb
+            return self._read_rows(x, mix, parts, (post, comb), into), post, comb
         return self._read(self.kernels, x, mix, parts, (post, comb)), post, comb
 
     def head(self, x: Tensor, mix: StreamMix) -> Tensor:
@@ -105,20 +103,16 @@ class StreamsLaunch:
         args, n_row = self._merged(y.y if isinstance(y, Shares) else y, x, post, comb)
         self._examine(self.kernels, mix)
         parts = self._room(args[-1], self.n_chunk, SLOTS)
-        (n, n_line), sizes = self._lines(n_row)
-        asks = into is not None and into.behind is not None
-        ahead, *more = prefetch_args(into.weights if asks and into is not None else None, n_row)
-        grid = n + (-(-ASKING // n_line) if asks and self._may_ask(n_row) else 0), n_line
-        of, beside = self.kernels["streams_merge_parts"], (mix.fn, parts, ahead)
+        grid, sizes = self._lines(n_row)
         if isinstance(y, Shares):
-            of, (given, *args) = self.kernels["streams_merge_sums_parts"], args
-            weights, shared, _, residual = y.args()
-            args, sizes = (
-                (given, weights, shared, residual, *args),
-                (np.int32(y.weights.shape[1]), np.int32(y.n_piece), *sizes),
-            )
-        of.launch(grid, THREADS, (*args, *beside, *sizes, *more), overlap=self.overlap)
-        return args[-1], self._split(args[-1], mix, parts, into, asks)
+            (given, *others), (weights, shared, _, residual) = args, y.args()
+            counts = np.int32(y.weights.shape[1]), np.int32(y.n_piece)
+            given = (given, weights, shared, residual, *others, mix.fn, parts, *sizes, *counts)
+            self.kernels["streams_merge_sums_parts"].launch(grid, THREADS, given, overlap=self.overlap)
+        else:
+            given = (*args, mix.fn, parts, *sizes)
+            self.kernels["streams_merge_parts"].launch(grid, THREADS, given, overlap=self.overlap)
+        return args[-1], self._split(args[-1], mix, parts, into)
 
     def _merged(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> tuple[tuple[Tensor, ...], int]:
         """What a launch that merges is given, the new streams last; and how many rows there are."""
@@ -166,24 +160,19 @@ class StreamsLaunch:
             kernels["streams_read"].launch(self._grid(n_row), READING, args, overlap=self.overlap)
         return y
 
-    def _read_rows(
-        self, x: Tensor, mix: StreamMix, parts: Tensor, to: tuple[Tensor, Tensor], into: Place, is_asked: bool
-    ) -> Tensor:
+    def _read_rows(self, x: Tensor, mix: StreamMix, parts: Tensor, to: tuple[Tensor, Tensor], into: Place) -> Tensor:
         """`_read`, and its rows where `into` says."""
         n_row, y, norm = self._rows(x), self._room(x, self.spec.n), into.norm
         rows = into.rows.room(n_row)
         assert norm is not None and norm.weight.shape == (self.spec.n,) and norm.weight.is_contiguous()
         assert rows.layout == BLOCKED and into.rows.n_in == self.spec.n
-        ahead, *sizes = prefetch_args(into.behind, n_row, BEHIND) if is_asked else prefetch_args(into.weights, n_row)
+        ahead, *sizes = prefetch_args(into.weights, n_row)
         args = [x, parts, mix.scale, mix.base, y, *to, norm.weight, rows.blocks, rows.sums, rows.powers, ahead]
         floats = np.float32(self.spec.eps), np.float32(self.spec.floor), np.int32(rows.pad)
         args += [*floats, np.float32(norm.eps), np.float32(into.power), *sizes]
-        n_asking = -(-ASKING // n_row) if self._may_ask(n_row) else 0
+        n_asking = -(-ASKING // n_row) if n_row <= MAX_ROWS and self.overlap else 0
         self.kernels["streams_read_rows"].launch((n_row, 2 + n_asking), READERS, args, overlap=self.overlap)
         return y
-
-    def _may_ask(self, n_row: int) -> bool:
-        return n_row <= MAX_ROWS and self.overlap
 
     def _rows(self, x: Tensor) -> int:
         assert x.shape[1:] == (N_STREAM, self.spec.n) and x.dtype == torch.float32
@@ -266,7 +255,7 @@ def _check_rows(launch: Streams, y: Tensor, x: Tensor, given: Reading, mix: Stre
     norm = Norm((0.5 + torch.rand(n, generator=gen)).to(x.device), 1e-5)
     own, other = (RowsLaunch(x.device, n, (8, 128)) for _ in "oo")
     merged, reading = launch.merge_split(y, x, *given[1:], mix)
-    again, got = launch.merge_split(y, x, *given[1:], mix, Place(own, own.blocks, 2.0, norm, own.blocks))
+    again, got = launch.merge_split(y, x, *given[1:], mix, Place(own, own.blocks, 2.0, norm))
     if not all(map(torch.equal, (again, *got), (merged, *reading))):
         return "what is read has other bits where it is normed on the way"
     norm.power = 2.0

@@ -239,8 +239,7 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 // Grid (row, 2 and more): the second of a row mixes, which takes as long as all the rest; those behind ask for the next product's weights,
-// which takes many of them (one multiprocessor asks for 2 KiB in 4.5 ns); or for those of the one after it, if the launch before asked for the
-// next one's.
+// which takes many of them (one multiprocessor asks for 2 KiB in 4.5 ns).
 constexpr int kReaders = 512, kEach = (kOwn + kReaders - 1) / kReaders;  // as rows.cu: threads, quads of each
 constexpr int kPadded = (COLUMNS + 255) / 256 * 256, kPadEach = (kPadded / 4 + kReaders - 1) / kReaders;
 
@@ -370,29 +369,16 @@ struct MergingSums {
   __device__ __forceinline__ float4 make(const Fetched& f, int row, int quad) const { return other.make(f, row, quad); }
 };
 
-// A CTA beyond those of the columns: asks for the next product's weights.
-__device__ __forceinline__ void ask(const Prefetch& product) {
-  let_successor_start();
-  const int at = (blockIdx.x - kChunks) * gridDim.y + blockIdx.y;
-  product.fetch(at * kThreads + threadIdx.x, (gridDim.x - kChunks) * gridDim.y * kThreads);
-}
-
 extern "C" __global__ void __launch_bounds__(kThreads)
     streams_merge_parts(const float4* y, const float4* x, const float* post, const float* comb, float4* out, const float4* fn,
-                        float* parts, const u8* next, int n_row, int per_cta, i64 next_share, int n_share, int n_piece) {
-#if __CUDA_ARCH__ >= 900
-  if (blockIdx.x >= kChunks) return ask({next, next_share, n_share, n_piece});
-#endif
+                        float* parts, int n_row, int per_cta) {
   parts_of(Merging{y, x, post, comb, out}, fn, parts, n_row, per_cta);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     streams_merge_sums_parts(const float4* y, const float* weights, const float4* shared, const float4* residual, const float4* x,
-                             const float* post, const float* comb, float4* out, const float4* fn, float* parts, const u8* next, int n_used, int n_shared,
-                             int n_row, int per_cta, i64 next_share, int n_share, int n_piece) {
-#if __CUDA_ARCH__ >= 900
-  if (blockIdx.x >= kChunks) return ask({next, next_share, n_share, n_piece});
-#endif
+                             const float* post, const float* comb, float4* out, const float4* fn, float* parts, int n_row, int per_cta, int n_used,
+                             int n_shared) {
   parts_of(MergingSums{y, shared, residual, weights, n_row, n_used, n_shared, {nullptr, x, post, comb, out}}, fn, parts, n_row, per_cta);
 }
 #endif
