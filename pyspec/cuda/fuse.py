@@ -7,6 +7,7 @@ A launch that an op binds keeps the op's contract. What it can do besides, it sa
     prepared     runs as a call does, and puts what comes out where the next product reads it (`Into`)
     reads_into   its calls take `into`: what they give is normed and put where the next product reads it, too
     folder       gives what folds a slot's records without rows, to the bits of its own calls
+    sums_of      of streams: whether so many rows may go back as what experts gave each, not summed
     room, prepare, shares   of experts: rows that are ready before it is known which expert reads them, and products that
                             the next launch sums
 
@@ -21,8 +22,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pyspec.cuda.ops.moe.ref import NOTHING, Routes
-from pyspec.cuda.ops.rows.cuda import Place, Rows
+from pyspec.cuda.ops.moe.ref import NOTHING, Added, Routes
+from pyspec.cuda.ops.rows.cuda import Place, Rows, Shares
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import HeadNorm, Norm, Prep, PrepKind, RowsSpec
 from pyspec.cuda.streamed import Handing, Streamed, StreamedParts
@@ -114,6 +115,15 @@ def attended(
     return cast(Tensor, product(launch(*given, batch).flatten(1)))
 
 
+def merged(
+    launch: Launch, y: Tensor | Shares, x: Tensor, beside: Sequence[Tensor], mix: Any, place: Place | None
+) -> tuple[Tensor, Any]:
+    """launch.merge_split of streams x: y goes back into them, or what it is a sum of (`experts_into`); place as for a reading."""
+    return cast(
+        "tuple[Tensor, Any]", launch.merge_split(y, x, *beside, mix, **({} if place is None else {"into": place}))
+    )
+
+
 # -- experts -----------------------------------------------------------------------------------------------------
 
 
@@ -135,6 +145,17 @@ def before_choice(
     if prep is norm and getattr(route, "writes_rows", False) and (into := room(len(x))) is not None:
         return into, {"into": into, "power": norm.power}
     return prepare(x, prep), {}
+
+
+def experts_into(
+    experts: Launch, x: Tensor, routes: Routes, prep: Prep | None, added: Added, ready: object, streams: Launch | None
+) -> Tensor | Shares:
+    """experts(x) + added; or, of few rows, what they gave each, where `streams` sums that on its way (`merged`)."""
+    shares, sums_of = getattr(experts, "shares", None), getattr(streams, "sums_of", None)
+    may = shares is not None and sums_of is not None and isinstance(ready, Rows) and added.gate is None
+    if may and cast("Callable[[int], bool]", sums_of)(len(x)):
+        return cast(Shares, cast(Launch, shares)(ready, routes.ids, routes.weights, added))
+    return cast(Tensor, experts(x, routes.ids, routes.weights, prep, added, ready))
 
 
 def experts_then(

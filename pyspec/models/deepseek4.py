@@ -151,6 +151,10 @@ class WindowAttention:
         given = self.rows.given(products[0], ring, pool), self.indexed.given(products[1], own, index)
         self.both(*given, self.rows.freq, batch)
 
+    def place(self, streams: fuse.Launch, n_row: int) -> fuse.Place | None:
+        """Where `streams` may put what the layer reads."""
+        return fuse.place_for(streams, self.first, n_row, self.norm)
+
     def finish(self, o: Tensor) -> Tensor:
         """Heads' outputs [row, head, dim], turned back, projected in groups."""
         ready = None if self.hands is None else self.hands(o.flatten(1))
@@ -202,15 +206,21 @@ class StreamExperts:
             self.down = w.matrix(f"{p}.ffn_down_shexp.weight")
         self.hands = fuse.handing(self.gate_up, self.down, own * own)  # silu of what is cut is no larger
 
-    def __call__(self, y: Tensor, tokens: Tensor, place: fuse.Place | None = None) -> Tensor:
-        """place: where y lies ready for the shared expert, if it does."""
-        given = None if self.table is None else self.table[tokens]
+    def place(self, streams: fuse.Launch, n_row: int) -> fuse.Place | None:
+        """Where `streams` may put what the shared expert reads."""
+        return fuse.place_for(streams, self.gate_up, n_row, self.norm)
+
+    def __call__(
+        self, y: Tensor, given: Tensor | None, place: fuse.Place | None = None, streams: fuse.Launch | None = None
+    ) -> Tensor | fuse.Shares:
+        """given: what the table says of the rows' tokens. place: where y lies ready for the shared expert, if it does. streams: what merges the
+        result with the next reading, if anything does; it may sum what experts gave, too."""
         shared = None
         if self.gate_up is not None and self.down is not None:
             shared = fuse.one_after_other(self.gate_up, self.down, self.hands, y, self.norm, place)
         ready, beside = fuse.before_choice(self.route, self.experts, y, self.norm, self.norm)
         routes = self.route(y, self.norm.weight, self.router, self.bias, given, **beside)
-        return self.experts(y, routes.ids, routes.weights, self.norm, Added(shared), ready)
+        return fuse.experts_into(self.experts, y, routes, self.norm, Added(shared), ready, streams)
 
 
 class StreamBlock:
@@ -226,7 +236,8 @@ class StreamBlock:
 
     def __call__(self, x: Tensor, memory: Memory, layer: int, batch: Batch) -> Tensor:
         """The streams x [row, stream, n_embd] f32 behind the block."""
-        return self.run(x, None, memory, layer, batch)[0]
+        given = None if self.feed.table is None else self.feed.table[batch.tokens]
+        return self.run(x, None, memory, layer, batch, given)[0]
 
     def run(
         self,
@@ -235,24 +246,22 @@ class StreamBlock:
         memory: Memory,
         layer: int,
         batch: Batch,
+        given: Tensor | None,
         behind: StreamBlock | None = None,
     ) -> tuple[Tensor, Reading | None]:
-        """The same, and what the block `behind` reads of them. reading: what the one before says of this one."""
+        """The same, and what the block `behind` reads of them. reading: what the one before says of this one. given: experts of the rows, of a
+        block that has a table of them."""
         streams, n = self.streams, len(x)
-        place = fuse.place_for(streams, self.mixer.first, n, self.mixer.norm)
+        place = self.mixer.place(streams, n)
         if reading is None:
             reading = streams.split(x, self.attn_mix, **put(place))
         y, post, comb = reading
-        y, place = (
-            self.mixer(y, memory, layer, batch, place),
-            fuse.place_for(streams, self.feed.gate_up, n, self.feed.norm),
-        )
-        x, (y, post, comb) = streams.merge_split(y, x, post, comb, self.feed_mix, **put(place))
-        y = self.feed(y, batch.tokens, place)
+        y, place = self.mixer(y, memory, layer, batch, place), self.feed.place(streams, n)
+        x, (y, *beside) = fuse.merged(streams, y, x, (post, comb), self.feed_mix, place)
+        made = self.feed(y, given, place, None if behind is None else streams)
         if behind is None:
-            return streams.merge(y, x, post, comb), None
-        place = fuse.place_for(streams, behind.mixer.first, n, behind.mixer.norm)
-        return streams.merge_split(y, x, post, comb, behind.attn_mix, **put(place))
+            return streams.merge(cast(Tensor, made), x, *beside), None
+        return fuse.merged(streams, made, x, beside, behind.attn_mix, behind.mixer.place(streams, n))
 
 
 class StreamHead:
@@ -278,6 +287,10 @@ class Deepseek4:
             StreamBlock(config, weights, i, WindowAttention(config, weights, f"blk.{i}", ratio, memory.kv_dtype))
             for i, ratio in enumerate(config.ratios[: config.n_layer])
         ]
+        tables = [block.feed.table for block in self.blocks if block.feed.table is not None]  # of the first blocks
+        self.tables = torch.stack(tables) if tables else None
+        for block, table in zip(self.blocks, () if self.tables is None else self.tables, strict=False):
+            block.feed.table = table
         self.norm = weights.vector("output_norm.weight")
         self.last = StreamHead(config, weights, self.norm)
         self.output = weights.matrix("output.weight")
@@ -305,10 +318,13 @@ class Deepseek4:
     @torch.inference_mode()
     def forward(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
         x = self.embedding(batch.tokens)[:, None].repeat(1, self.config.streams.n, 1)
+        # of all layers at once: between kernels that begin before the one before them is over each gather would cost five microseconds
+        named = None if self.tables is None else self.tables[:, batch.tokens].unbind()
         tapped: dict[int, Tensor] = {}
         reading: Reading | None = None
         for i, block in enumerate(self.blocks):
-            x, reading = block.run(x, reading, self.memory, i, batch, *self.blocks[i + 1 : i + 2])
+            given = None if named is None or block.feed.table is None else named[i]
+            x, reading = block.run(x, reading, self.memory, i, batch, given, *self.blocks[i + 1 : i + 2])
             if i in taps:
                 tapped[i] = x.mean(1)
         logits = self.head(self.last(x[batch.out_rows]))

@@ -69,22 +69,35 @@ __device__ __forceinline__ void copy16_ahead(u32 to, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// The same to registers.
+// The same to registers. kEarly: loads stay before a wait for the predecessor that stands behind them (ptxas 13.0 puts others, of what
+// nobody writes, behind it).
+template <bool kEarly>
 __device__ __forceinline__ uint4 stream_16(const void* from) {
   uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+  if (kEarly)
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from) : "memory");
+  else
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
   return v;
 }
 
+template <bool kEarly>
 __device__ __forceinline__ uint2 stream_8(const void* from) {
   uint2 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
+  if (kEarly)
+    asm volatile("ld.global.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from) : "memory");
+  else
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(from));
   return v;
 }
 
+template <bool kEarly>
 __device__ __forceinline__ u32 stream_4(const void* from) {
   u32 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(v) : "l"(from));
+  if (kEarly)
+    asm volatile("ld.global.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(v) : "l"(from) : "memory");
+  else
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(v) : "l"(from));
   return v;
 }
 

@@ -70,7 +70,7 @@ __device__ __forceinline__ void put_in_block(u16* blocks, float* sums, int pad, 
 }
 
 // LAYOUT 3 of rows.cu: a unit of 64 columns is 64 bytes of upper halves, 64 of lower ones, two sums, two powers.
-// Halved: columns in order, four sums (of 16 columns each), then the powers and 8 bytes of nothing.
+// Halved: columns in order, of four sums (of 16 columns each) as many bf16 and then what those are too little by, the powers, 8 bytes of nothing.
 constexpr int kUnitBytes = 144, kHalvedUnitBytes = 160;
 
 template <bool kHalved = false>
@@ -111,7 +111,10 @@ __device__ __forceinline__ void put_in_planes(u8* row, int column, float4 v, boo
       kHalved ? make_uint2(first, second) : make_uint2(__byte_perm(first, second, 0x5140), __byte_perm(first, second, 0x7362));
   const float sum = static_cast<float>(total) * power;
   if (kHalved) {
-    if (quad % 4 == 0) *reinterpret_cast<float*>(to + 128 + block * 8 + quad) = sum;
+    if (quad % 4 == 0) {
+      u16* const part = reinterpret_cast<u16*>(to + 128 + block * 4 + quad / 2);
+      part[0] = f32_to_bf16(sum), part[4] = f32_to_bf16(sum - bf16_to_f32(part[0]));
+    }
     if (quad == 1) *reinterpret_cast<float*>(to + 144 + block * 4) = power;
     return;
   }

@@ -401,8 +401,11 @@ inline void stream(Refs<u32, N> out, const void* from) {
   for (int i = 0; i < N; ++i) __builtin_memcpy(out.p[i], static_cast<const char*>(from) + 4 * i, 4);
 }
 inline void ptx_ld_global_nc_L1__no_allocate_v4_u32(int, Refs<u32, 4> out, const void* from) { stream(out, from); }
+inline void ptx_ld_global_L1__no_allocate_v4_u32(int, Refs<u32, 4> out, const void* from) { stream(out, from); }
 inline void ptx_ld_global_nc_L1__no_allocate_v2_u32(int, Refs<u32, 2> out, const void* from) { stream(out, from); }
+inline void ptx_ld_global_L1__no_allocate_v2_u32(int, Refs<u32, 2> out, const void* from) { stream(out, from); }
 inline void ptx_ld_global_nc_L1__no_allocate_u32(int, u32& out, const void* from) { stream(Refs<u32, 1>{{&out}}, from); }
+inline void ptx_ld_global_L1__no_allocate_u32(int, u32& out, const void* from) { stream(Refs<u32, 1>{{&out}}, from); }
 inline void ptx_ld_acquire_gpu_global_s32(int line, int& out, const int* p) {
   emulator::pause(line);
   out = *p;

@@ -32,6 +32,7 @@ INTEGER_REGISTERS = {  # weights are in registers, twice; a build for each (`n_r
     BUILDS[2]: (160,),
 }
 IN_PARTS = frozenset((GGMLType.IQ2_XXS, GGMLType.Q2_K))  # types whose columns are summed in PARTS
+PARTS_REGISTERS = INTEGER_REGISTERS | {BUILDS[1]: (100, 80)}  # of theirs
 PARTS, SPLIT_RESIDENT = 2, 3  # which in one build have warps of their own; CTAs of that one on a multiprocessor
 SPLIT_WAVES = 2  # of them, up to which it is the fastest: two rows of DeepSeek-V4-Flash (docs/log.md)
 LAST = 0.45  # of what runs at once: fewer take as long
@@ -66,7 +67,8 @@ def stage_bytes(type: GGMLType, pairs: int, inner: bool = False) -> int:
 def residents(type: GGMLType, pairs: int, listed: bool, inner: bool) -> tuple[int, ...]:
     """CTAs that a multiprocessor should hold: what registers allow (moe.cu takes one less where its compiler needs more of them). A build
     for each; which one runs, `n_resident` says."""
-    registers = INTEGER_REGISTERS[pairs, listed] if planes_of(type, inner) else (REGISTERS[pairs],)
+    of = PARTS_REGISTERS if type in IN_PARTS else INTEGER_REGISTERS
+    registers = of[pairs, listed] if planes_of(type, inner) else (REGISTERS[pairs],)
     return tuple(65536 // (n * 32 * GROUPS) for n in registers)
 
 

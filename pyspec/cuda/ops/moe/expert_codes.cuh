@@ -4,7 +4,8 @@
 //            times sums of 32 columns are a product of bf16: they have six bits, and of sums two parts are taken, a pair's two columns.
 //   IQ2_XXS  levels with their signs out of a table of eight bytes; scales up to 31 multiply sums. Eight levels of a point are 203
 //            at most: 64 columns are 8 * 203 * 31 * 32639, below 2^31.
-//   Q2_K     codes up to 3 times scales up to 15 are bytes. Minima are as Q4_K's, of 16 columns each. Downs only (rows are halved).
+//   Q2_K     codes up to 3 times scales up to 15 are bytes; of rows g + 8 four times as much, which needs no shift: 32 columns are
+//            32 * 180 * 32639 at most. Minima are as Q4_K's, of 16 columns each, whose sums lie as two parts. Downs only (rows are halved).
 #pragma once
 
 __device__ __forceinline__ int byte_of(u32 word, int i) { return static_cast<int>(__byte_perm(word, 0, 0x4440 + i)); }
@@ -20,20 +21,36 @@ struct Record {     // a lane's part of 16 rows by 256 columns
   uint2 d;          // of rows g and g + 8; IQ2_XXS: both in the first
 };
 
+// A value that is kept where there are registers: what follows from it is not worked out again for each record, which may take more
+// instructions than it has loads.
+__device__ __forceinline__ u32 kept(u32 x) { return KEEPS ? anew(x) : x; }
+
+// Where a lane finds what is its own in a record: bytes from its first 16 on.
+struct Offsets {
+  int scales, d;
+
+  __device__ __forceinline__ Offsets() {
+    const int lane = threadIdx.x & 31;
+    scales = kept(kScales - lane * 12);
+    d = kept(kScales + kScaleWords * 128 - (lane * 16 - (lane >> 2) * (LEVELS ? 4 : 8)));
+  }
+};
+
 // `from`: the lane's first 16 bytes of the record.
-__device__ __forceinline__ void fetch(Record& r, const u8* from) {
-  const int lane = threadIdx.x & 31;
-  const u8 *words = from - lane * 12, *shared = from - (lane * 16 - (lane >> 2) * (LEVELS ? 4 : 8)) + kScales + kScaleWords * 128;
+template <bool kEarly>
+__device__ __forceinline__ void fetch(Record& r, const u8* from, const Offsets& at) {
 #pragma unroll
-  for (int i = 0; i < kWide; ++i) r.q[i] = stream_16(from + i * 512);
+  for (int i = 0; i < kWide; ++i) r.q[i] = stream_16<kEarly>(from + i * 512);
 #pragma unroll
-  for (int i = 0; i < kScaleWords; ++i) r.scales[i] = stream_4(words + kScales + i * 128);
+  for (int i = 0; i < kScaleWords; ++i) r.scales[i] = stream_4<kEarly>(from + at.scales + i * 128);
 #if LEVELS
-  r.d = make_uint2(stream_4(shared), 0);
+  r.d = make_uint2(stream_4<kEarly>(from + at.d), 0);
 #else
-  r.d = stream_8(shared);
+  r.d = stream_8<kEarly>(from + at.d);
 #endif
 }
+
+constexpr u32 kLevels = 0x002b1908u, kNegatives = 0x00d5e7f8u;  // of IQ2_XXS
 
 // Bytes of table[0] and table[1] that the lower nibbles of `at` say, none above 7: __byte_perm masks them first.
 __device__ __forceinline__ u32 look_up(const u32 (&table)[2], u32 at) {
@@ -64,17 +81,17 @@ struct Operands {  // of a unit's blocks
   int scale[2], scale8[2];
 #endif
 
-  // table: IQ2_XXS's levels and their negatives.
-  __device__ __forceinline__ Operands(const Record& r, int unit, const u32 (&table)[2]) {
-    const int g = (threadIdx.x & 31) >> 2;
+  // g: the lane's row; levels: IQ2_XXS's.
+  __device__ __forceinline__ Operands(const Record& r, int unit, int g, u32 levels) {
 #if LEVELS
+    const u32 table[2] = {levels, kNegatives};
     constexpr u32 kEvery = 0x11111111u;
     const u32 signs = word_of(r.q[2], unit), word = from_lane(r.scales[0], unit * 8 + g);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {  // blocks, halves of each
-      const u32 levels = word_of(r.q[unit / 2], unit % 2 * 2 + i / 2) >> i % 2 * 2;
+      const u32 codes = word_of(r.q[unit / 2], unit % 2 * 2 + i / 2) >> i % 2 * 2;
       const u32 minus = (i < 2 ? signs << (2 - i) : signs >> (i - 2)) & (4 * kEvery);
-      const u32 at = and_or(levels, 3 * kEvery, minus);  // of row g, then of row g + 8
+      const u32 at = and_or(codes, 3 * kEvery, minus);  // of row g, then of row g + 8
       a[i / 2][i % 2 * 2] = look_up(table, at);
       a[i / 2][i % 2 * 2 + 1] = look_up(table, at >> 16);
     }
@@ -89,9 +106,9 @@ struct Operands {  // of a unit's blocks
     for (int b = 0; b < 2; ++b) {
       const u32 codes = word_of(r.q[unit / 2], unit % 2 * 2 + b), scales = words[b] & kFour;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {  // halves, rows g and g + 8 of each; scales lie the other way around
+      for (int i = 0; i < 4; ++i) {  // halves, rows g and g + 8 (four times what they are) of each; scales lie the other way around
         const int from = i % 2 * 2 + i / 2;
-        a[b][i] = (codes >> 2 * i & 0x03030303u) * byte_of(scales, from);
+        a[b][i] = (codes >> i / 2 * 4 & (i % 2 ? 0x0c0c0c0cu : 0x03030303u)) * byte_of(scales, from);
       }
     }
 #else
@@ -132,7 +149,7 @@ struct RowFactors {  // of a record's rows g and g + 8
 #if LEVELS
     d = low_half(r.d.x) * 0.125f, d8 = high_half(r.d.x) * 0.125f;
 #else
-    d = low_half(r.d.x), d8 = low_half(r.d.y), by = -high_half(r.d.x), by8 = -high_half(r.d.y);
+    d = low_half(r.d.x), d8 = low_half(r.d.y) * (HALF_MINIMA ? 0.25f : 1.f), by = -high_half(r.d.x), by8 = -high_half(r.d.y);
     const int lane = threadIdx.x & 31, from = (lane & 3) * 8 + (lane >> 2);
     const u32 word = from_lane(r.scales[0], from), next = from_lane(r.scales[1], from);
 #if HALF_MINIMA
@@ -146,12 +163,11 @@ struct RowFactors {  // of a record's rows g and g + 8
   // sums: of pair t; of_rows: where those of the rows of pair g / 2 are.
   __device__ __forceinline__ void add_to(float (&acc)[2], const float (&sums)[2], u32 of_rows) const {
 #if HAS_MIN || HALF_MINIMA
-    const bool is_rest = threadIdx.x & 4;
     float less[4];
 #if HALF_MINIMA
-    const uint2 first = shared_8(of_rows), second = shared_8(of_rows + 2 * kOwnUnit);
-    mma_bf16(less, m[0], m[1], m[2], m[3], part_of(first.x, first.y, is_rest), part_of(second.x, second.y, is_rest), 0.f, 0.f, 0.f, 0.f);
+    mma_bf16(less, m[0], m[1], m[2], m[3], shared_4(of_rows), shared_4(of_rows + 2 * kOwnUnit), 0.f, 0.f, 0.f, 0.f);
 #else
+    const bool is_rest = threadIdx.x & 4;
     mma_bf16_k8(less, m[0], m[1], part_of(shared_4(of_rows), shared_4(of_rows + 2 * kOwnUnit), is_rest));
 #endif
     acc[0] = fmaf(less[0] + less[1], by, acc[0]);

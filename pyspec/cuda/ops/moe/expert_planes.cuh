@@ -50,28 +50,32 @@ __device__ __forceinline__ void clear_place(uint4* stages, int n) {
     stages[(i / (kRowStride / 16) * kStage + n * kRowStride) / 16 + i % (kRowStride / 16)] = make_uint4(0, 0, 0, 0);
 }
 
+#define KEEPS (SPLIT == 1 && (RESIDENT < 6 || !HAS_MIN))
 #include "expert_codes.cuh"
 
 // Where a lane's operands lie in a stage. For places past the `n` pairs the one behind them is read (clear_place).
 struct Places {
-  u32 right, powers, sums;  // of pair g / 2 a plane; of pair t; of pair g / 2 those of block t, behind it t + 4
+  u32 right, powers, sums;  // of pair g / 2 a plane; of pair t; of pair g / 2 those of block t (halved: of a plane), behind it t + 4
+  int g;
+  u32 levels;  // whose fourth, which no code names, is the lane's: what all have in common would be moved to where it is read, each time
 
   __device__ __forceinline__ explicit Places(int n) {
-    const u32 lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-    const u32 pair = LISTED && TILES_N == 1 ? min(g / 2, static_cast<u32>(n)) : g / 2;
-    right = anew(pair * kRowStride + g % 2 * 64 + t * 16);
+    const u32 lane = threadIdx.x & 31, t = lane & 3;
+    g = kept(lane >> 2);
+    levels = kLevels | lane << 24;
+    const u32 pair = LISTED && TILES_N == 1 ? min(lane / 8, static_cast<u32>(n)) : lane / 8;
+    right = anew(pair * kRowStride + lane / 4 % 2 * 64 + t * 16);
     powers = anew(t * kRowStride + (HALF_MINIMA ? 144 : 136));
-    sums = g / 2 * kRowStride + t / 2 * kOwnUnit + 128 + t % 2 * (HALF_MINIMA ? 8 : 4);
+    sums = kept(lane / 8 * kRowStride + t / 2 * kOwnUnit + 128 + t % 2 * 4 + (HALF_MINIMA ? lane / 4 % 2 * 8 : 0));
   }
 };
 
 template <int kN>  // tiles that have pairs
 __device__ __forceinline__ void add_chunk(Acc& acc, const Record& r, const Places& at, u32 rows) {
-  const u32 table[2] = {anew(0x002b1908u), anew(0x00d5e7f8u)};
   float sums[kN][2] = {};
 #pragma unroll
   for (int unit = 0; unit < kUnits; ++unit) {
-    const Operands w(r, unit, table);
+    const Operands w(r, unit, at.g, at.levels);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const uint4 x = shared_16(rows + at.right + unit * kOwnUnit + n * (4 * kRowStride));
@@ -106,7 +110,12 @@ class Line {
   int n_chunk, begin, n_own, n_row_left;  // all; the first and how many of this warp's; of rows, not yet on their way
   int warp, part;
   u32 stages;
+  Offsets offsets;
   Record record;
+#if MAY_TURN
+  const u8* after = nullptr;  // what comes after the last record
+  int next_step = 0;
+#endif
 
  public:
   __device__ __forceinline__ Line(u32 stages, Records own, int n_group, int n_chunk)
@@ -123,7 +132,7 @@ class Line {
   }
 
   __device__ __forceinline__ void load_early() {
-    if (SPLIT == 1 || n_own > 0) fetch(record, weights);
+    if (SPLIT == 1 || n_own > 0) fetch<(__CUDA_ARCH__ >= 900)>(record, weights, offsets);
   }
 
   // Of the first stages, with a row for the thread's pair.
@@ -133,6 +142,15 @@ class Line {
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) load_rows(i, n);
   }
+
+#if MAY_TURN
+  // With rows that stay where they are: `next` are the records of those of n_next groups that come after, if any do.
+  __device__ __forceinline__ void multiply_before(Acc& acc, int n, float* rest, Records next, int n_next) {
+    after = n_next > 0 ? next.first + min(warp, n_next - 1) * RECORD + threadIdx.x % 32 * 16 : nullptr;
+    next_step = next.step;
+    multiply(acc, n, rest);
+  }
+#endif
 
   __device__ __forceinline__ void multiply(Acc& acc, int n, float* rest) {
     if (kTiles == 1 || n > 4 * 6) {
@@ -178,12 +196,14 @@ class Line {
   __device__ __forceinline__ void multiply_tiles(Acc& acc, int n, float* rest) {
     const Places at(n);
     Record other;
-    int first = 0, end = PARTS > SPLIT ? first_part(n_chunk) : n_own;
+    Turn turn = {stages, 0};
+    u32 chunk = 0, end = PARTS > SPLIT ? first_part(n_chunk) : n_own;
 #pragma unroll 1
-    for (int i = SPLIT; i <= PARTS; ++i, first = end, end = n_own) {
-      for (int chunk = first; chunk < end; chunk += 2) {
-        multiply_chunk<kN>(acc, record, other, at, chunk, n);
-        if (chunk + 1 < end) multiply_chunk<kN>(acc, other, record, at, chunk + 1, n);
+    for (int i = SPLIT; i <= PARTS; ++i, end = n_own) {  // parts begin with a stage
+#pragma unroll 1
+      for (; chunk < end; chunk += 2) {
+        multiply_chunk<kN, false>(acc, record, other, at, turn, chunk, n);
+        if (chunk + 1 < end) multiply_chunk<kN, true>(acc, other, record, at, turn, chunk + 1, n);
       }
       if (i == PARTS) break;
       keep(acc, rest);
@@ -191,18 +211,32 @@ class Line {
       for (int tile = 0; tile < kTiles; ++tile) acc[tile][0] = acc[tile][1] = 0.f;
     }
     if (PARTS > SPLIT) add_kept(acc, rest);
+    if (MAY_TURN && n_own % 2) record = other;
   }
 
-  template <int kN>
-  __device__ __forceinline__ void multiply_chunk(Acc& acc, const Record& own, Record& next, const Places& at, int chunk, int n) {
-    const int stage = chunk / PER_STAGE % STAGES, of_stage = chunk % PER_STAGE;
+  struct Turn {
+    u32 rows;   // of the chunk to come
+    int stage;  // the next one
+  };
+
+  template <int kN, bool kIsOdd>
+  __device__ __forceinline__ void multiply_chunk(Acc& acc, const Record& own, Record& next, const Places& at, Turn& turn, u32 chunk, int n) {
+    const bool is_more = chunk + 1 < static_cast<u32>(n_own);
     weights += step;
-    if (chunk + 1 < n_own) fetch(next, weights);
-    if (of_stage == 0) {
+#if MAY_TURN
+    if (!is_more) weights = after, step = next_step;
+    if (weights != nullptr) fetch<false>(next, weights, offsets);
+#else
+    if (chunk + 1 < static_cast<u32>(n_own)) fetch<false>(next, weights, offsets);
+#endif
+    if (PER_STAGE == 1 || (!kIsOdd && chunk % PER_STAGE == 0)) {
       copies_wait<STAGES - 2>();
       sync_part();
-      load_rows((stage + STAGES - 1) % STAGES, n);
+      turn.rows = stages + turn.stage * kStage;
+      load_rows((turn.stage + STAGES - 1) % STAGES, n);
+      turn.stage = turn.stage + 1 == STAGES ? 0 : turn.stage + 1;
     }
-    add_chunk<kN>(acc, own, at, stages + stage * kStage + of_stage * kOfRow);
+    add_chunk<kN>(acc, own, at, turn.rows);
+    turn.rows += kOfRow;
   }
 };

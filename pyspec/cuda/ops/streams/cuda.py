@@ -9,8 +9,9 @@ from torch import Tensor
 
 from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
+from pyspec.cuda.ops.moe.ref import Added, combine
 from pyspec.cuda.ops.prefetch import ARGS, MAX_ROWS, prefetch_args
-from pyspec.cuda.ops.rows.cuda import BLOCKED, Place, RowsLaunch
+from pyspec.cuda.ops.rows.cuda import BLOCKED, Place, RowsLaunch, Shares
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.cuda.ops.streams.ref import Reading, StreamMix, Streams, StreamsSpec
 
@@ -19,7 +20,7 @@ THREADS, READING = 128, 256  # of a CTA: of streams_parts; of the others. A quad
 READERS, ASKING = 512, 64  # of streams_read_rows; CTAs that ask for the next product's weights
 SLOTS = 32  # of a part
 PER_MULTIPROCESSOR = 2  # CTAs of streams_parts that rows are spread over: each reads its share of fn
-MANY = 128  # rows beyond which the library's product makes them: sums of a row are then in another order
+SUMMED = 4  # rows up to which that launch sums what experts gave, too: each of four streams does so
 FEW = 32  # rows up to which merging and the next products are one launch: it reads the streams four times
 OFF = 1e-4  # of coefficients and, relative to its size, of a row: other orders of sums
 
@@ -48,14 +49,23 @@ def _kernels(device: torch.device, n: int, n_iter: int) -> dict[str, Kernel]:
         "streams_parts": "pppii",
         "streams_read": "pppppppff",
         "streams_read_rows": "ppppppp" + "pppp" + "p" + "ffi" + "ff" + ARGS[1:],
-    } | ({"streams_merge": "ppppp", "streams_merge_parts": "pppppppii"} if n_iter else {})
-    return {name: code.kernel(name, form) for name, form in forms.items()}
+    }
+    merging = {
+        "streams_merge": "ppppp",
+        "streams_merge_parts": "pppppppii",
+        "streams_merge_sums_parts": "ppppppppppiiii",
+    }
+    return {name: code.kernel(name, form) for name, form in (forms | (merging if n_iter else {})).items()}
 
 
 class StreamsLaunch:
     """Implements `Streams`."""
 
     reads_into = True  # where `into` says, see fuse.py
+
+    def sums_of(self, n_row: int) -> bool:
+        """Whether `merge_split` of so many rows takes what experts gave as it is, too."""
+        return 0 < n_row <= SUMMED
 
     def __init__(self, spec: StreamsSpec) -> None:
         self.spec, self.n_chunk = spec, -(-spec.n // THREADS)
@@ -85,24 +95,34 @@ class StreamsLaunch:
         return args[-1]
 
     def merge_split(
-        self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor, mix: StreamMix, into: Place | None = None
+        self, y: Tensor | Shares, x: Tensor, post: Tensor, comb: Tensor, mix: StreamMix, into: Place | None = None
     ) -> tuple[Tensor, Reading]:
-        if not 0 < x.shape[0] <= FEW:
+        if not isinstance(y, Shares) and not 0 < x.shape[0] <= FEW:
             x = self.merge(y, x, post, comb)
             return x, self.split(x, mix, into)
-        args, n_row = self._merged(y, x, post, comb)
+        args, n_row = self._merged(y.y if isinstance(y, Shares) else y, x, post, comb)
         self._examine(self.kernels, mix)
         parts = self._room(args[-1], self.n_chunk, SLOTS)
         grid, sizes = self._lines(n_row)
-        of = self.kernels["streams_merge_parts"]
-        of.launch(grid, THREADS, (*args, mix.fn, parts, *sizes), overlap=self.overlap)
+        if isinstance(y, Shares):
+            (given, *others), (weights, shared, _, residual) = args, y.args()
+            counts = np.int32(y.weights.shape[1]), np.int32(y.n_piece)
+            given = (given, weights, shared, residual, *others, mix.fn, parts, *sizes, *counts)
+            self.kernels["streams_merge_sums_parts"].launch(grid, THREADS, given, overlap=self.overlap)
+        else:
+            given = (*args, mix.fn, parts, *sizes)
+            self.kernels["streams_merge_parts"].launch(grid, THREADS, given, overlap=self.overlap)
         return args[-1], self._split(args[-1], mix, parts, into)
 
     def _merged(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> tuple[tuple[Tensor, ...], int]:
         """What a launch that merges is given, the new streams last; and how many rows there are."""
         y, x, post, comb = (t.contiguous() for t in (y, x, post, comb))
         n_row = self._rows(x)
-        assert y.shape == (n_row, self.spec.n) and y.dtype == post.dtype == comb.dtype == torch.float32
+        assert (
+            y.shape[1:] == (self.spec.n,)
+            and len(y) % max(n_row, 1) == 0
+            and y.dtype == post.dtype == comb.dtype == torch.float32
+        )
         assert post.shape == (n_row, N_STREAM) and comb.shape == (n_row, N_STREAM, N_STREAM)
         return (y, x, post, comb, torch.empty_like(x)), n_row
 
@@ -118,21 +138,10 @@ class StreamsLaunch:
 
     def _parts(self, kernels: dict[str, Kernel], x: Tensor, mix: StreamMix) -> Tensor:
         self._examine(kernels, mix)
-        n_row = self._rows(x)
-        if n_row > MANY:
-            return self._library_parts(x, mix)
-        parts = self._room(x, self.n_chunk, SLOTS)
+        n_row, parts = self._rows(x), self._room(x, self.n_chunk, SLOTS)
         if n_row:
             grid, sizes = self._lines(n_row)
             kernels["streams_parts"].launch(grid, THREADS, (x, mix.fn, parts, *sizes), overlap=self.overlap)
-        return parts
-
-    def _library_parts(self, x: Tensor, mix: StreamMix) -> Tensor:
-        """The same of many rows: all of it stands in the first part."""
-        flat, n = x.flatten(1), mix.fn.shape[0]
-        parts = torch.zeros(len(x), self.n_chunk, SLOTS, dtype=torch.float32, device=x.device)
-        torch.mm(flat, mix.fn.T, out=parts[:, 0, :n])
-        parts[:, 0, n] = torch.linalg.vector_norm(flat, dim=-1).square_()
         return parts
 
     def _read(
@@ -188,10 +197,9 @@ def random_mix(m: int, spec: StreamsSpec, gen: torch.Generator, size: float = 1.
 
 
 def check(launch: Streams, reference: Streams, spec: StreamsSpec) -> str | None:
-    """Rows from one on, of sizes down to where eps counts, one of zeros; coefficients that saturate; a row alone and among others, where those
-    are few enough."""
+    """Rows from one on, of sizes down to where eps counts, one of zeros; coefficients that saturate; a row alone and among others."""
     gen, n = torch.Generator().manual_seed(0), spec.n_stream
-    for n_row, size in ((1, 1.0), (9, 1.0), (9, 20.0), (70, 1.0), (MANY + 3, 1.0)):
+    for n_row, size in ((1, 1.0), (SUMMED, 1.0), (9, 1.0), (9, 20.0), (70, 1.0)):
         mix, head = (random_mix(m, spec, gen, size) for m in ((2 + n) * n, n))
         x = torch.randn(n_row, n, spec.n, generator=gen) * torch.logspace(2, -4, n_row)[:, None, None]
         x[n_row // 2] *= n_row == 1
@@ -209,12 +217,33 @@ def check(launch: Streams, reference: Streams, spec: StreamsSpec) -> str | None:
         again, read = launch.merge_split(y, x, *want[1:], mix)
         if not all(map(torch.equal, (again, *read), (merged[0], *launch.split(merged[0], mix)))):
             return f"{n_row} rows merged and read at once have other bits than one after the other"
-        if n_row <= MANY and spec.n % 32 == 0 and (why := _check_rows(launch, y, x, want, mix)) is not None:
+        if (why := _check_sums(launch, x, want, mix)) is not None:
+            return f"{n_row} rows: {why}"
+        if spec.n % 32 == 0 and (why := _check_rows(launch, y, x, want, mix)) is not None:
             return f"{n_row} rows: {why}"
         last = slice(n_row - 1, n_row)
         alone = (*launch.split(x[last], mix), launch.head(x[last], head))
-        if n_row <= MANY and not all(map(torch.equal, alone, (t[last] for t in (*got, launch.head(x, head))))):
+        if not all(map(torch.equal, alone, (t[last] for t in (*got, launch.head(x, head))))):
             return f"a row has other bits alone than among {n_row}"
+    return None
+
+
+def _check_sums(launch: Streams, x: Tensor, given: Reading, mix: StreamMix) -> str | None:
+    """What experts gave, with and without what else is added, comes back as its sum does, to the bit."""
+    if not isinstance(launch, StreamsLaunch) or not launch.sums_of(len(x)):
+        return None
+    n_row, n, gen = len(x), launch.spec.n, torch.Generator().manual_seed(2)
+    for n_used, n_piece, is_added in ((6, 0, True), (11, 2, False), (1, 1, True)):
+        shapes = (n_row, n_used, n), (n_row, n_used), (max(n_piece, 1), n_row, n), (n_row, n)
+        y, weights, pieces, residual = (torch.randn(*shape, generator=gen).to(x.device) for shape in shapes)
+        more = residual if is_added else None
+        shares = Shares(y.view(-1, n), weights, pieces if n_piece else None, None, more, n_piece)
+        shared = None if not n_piece else pieces[0] if n_piece == 1 else pieces[0] + pieces[1]
+        gate = None if shared is None else torch.ones(n_row, 1, device=x.device)
+        whole = combine(y, weights, Added(more, shared, gate))
+        got, want = launch.merge_split(shares, x, *given[1:], mix), launch.merge_split(whole, x, *given[1:], mix)
+        if not all(map(torch.equal, (got[0], *got[1]), (want[0], *want[1]))):
+            return "what experts gave is not summed on the way as before it"
     return None
 
 

@@ -10,14 +10,15 @@
 // streams_parts has a CTA for each 512 columns, whose share of fn stays in registers for all rows of the CTA. streams_read adds
 // the shares up, makes coefficients of them, and has a CTA for each row and 1024 columns; streams_merge, too. Sums
 // have one order whatever the grid is: a row's bits depend on no other row. streams_merge_parts is streams_merge and the next streams_parts
-// in one, streams_read_rows streams_read and the norm of what is read (rows.cu, to the bit): of few rows launches are most of their time.
+// in one (streams_merge_sums_parts of what experts gave, not summed yet), streams_read_rows streams_read and the norm of what is read (rows.cu, to the bit): of few rows launches are most of their time.
 // Macros: COLUMNS, COEFFICIENTS, N_ITER (of the head 0).
+#include "expert_sums.cuh"
 #include "overlap.cuh"
 #include "prefetch.cuh"
 #include "prepared.cuh"
 
 constexpr int kStreams = 4;
-constexpr int kThreads = 128, kWarps = kThreads / 32, kBatch = 4;  // rows of a CTA that are under way together
+constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr int kQuads = COLUMNS;  // of 4 columns, of all streams
 constexpr int kChunks = (kQuads + kThreads - 1) / kThreads;
 constexpr int kSlots = 32;  // of a part: a lane each
@@ -69,9 +70,11 @@ __device__ __forceinline__ void fetch_streams(float4 (&v)[kStreams], const float
 }
 #endif
 
-// Own: fetches what the thread's quad of a row is made of, then makes it. (Loads may not pass stores that may be to their place.)
+// Own: fetches what the thread's quad of a row is made of, then makes it (loads may not pass stores that may be to their place); so many rows
+// of a CTA are under way together.
 template <typename Own>
 __device__ __forceinline__ void parts_of(const Own& rows, const float4* fn, float* parts, int n_row, int per_cta) {
+  constexpr int kBatch = Own::kBatch;
   __shared__ float of_warp[2][kBatch][kWarps][kSlots];
   let_successor_start();
   const int quad = blockIdx.x * kThreads + threadIdx.x, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -116,6 +119,7 @@ __device__ __forceinline__ void parts_of(const Own& rows, const float4* fn, floa
 }
 
 struct Given {
+  static constexpr int kBatch = 4;
   using Fetched = float4;
   const float4* x;
 
@@ -322,6 +326,7 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 struct Merging {
+  static constexpr int kBatch = 4;
   struct Fetched {
     float4 made, v[kStreams];
     float by, of[kStreams];
@@ -344,9 +349,36 @@ struct Merging {
   }
 };
 
+// The same where what goes back is a sum that is not made yet, of what a row's experts gave (expert_sums.cuh): a launch less before it.
+struct MergingSums {
+  static constexpr int kBatch = 1;
+  using Fetched = Merging::Fetched;
+  const float4 *y, *shared, *residual;
+  const float* weights;
+  int n_row, n_used, n_piece;
+  Merging other;
+
+  __device__ __forceinline__ void fetch(Fetched& f, int row, int quad) const {
+    const int to = quad / kOwn, own = quad - to * kOwn;
+    const ExpertSums sums(y, weights, shared, nullptr, residual, row, n_row, n_used, kOwn, n_piece);
+    f.made = sums.of<8, false>(own, sums.before(own));
+    fetch_streams(f.v, other.x, row, own);
+    fetch_mixing(f.by, f.of, other.post, other.comb, row, to);
+  }
+
+  __device__ __forceinline__ float4 make(const Fetched& f, int row, int quad) const { return other.make(f, row, quad); }
+};
+
 extern "C" __global__ void __launch_bounds__(kThreads)
     streams_merge_parts(const float4* y, const float4* x, const float* post, const float* comb, float4* out, const float4* fn,
                         float* parts, int n_row, int per_cta) {
   parts_of(Merging{y, x, post, comb, out}, fn, parts, n_row, per_cta);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads)
+    streams_merge_sums_parts(const float4* y, const float* weights, const float4* shared, const float4* residual, const float4* x,
+                             const float* post, const float* comb, float4* out, const float4* fn, float* parts, int n_row, int per_cta, int n_used,
+                             int n_shared) {
+  parts_of(MergingSums{y, shared, residual, weights, n_row, n_used, n_shared, {nullptr, x, post, comb, out}}, fn, parts, n_row, per_cta);
 }
 #endif
