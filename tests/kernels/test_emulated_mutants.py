@@ -116,7 +116,6 @@ def test_without_it_the_kernel_is_wrong(
     monkeypatch.setattr(jit, "source", lambda name: mutant if name == stem else real(name))
     monkeypatch.setattr(linear_cuda, "n_stages", lambda type, shape, capability: 2 if capability >= (9, 0) else 3)
     monkeypatch.setattr(linear_pair, "MAX_SLOTS", 4)
-    monkeypatch.setattr(linear_wgmma, "CLUSTER", 2)
     monkeypatch.setattr(linear_wgmma, "PADS", (64,))
     monkeypatch.setattr(linear_wgmma, "stages", lambda type, pad: (2, 2))
     with pytest.raises(AssertionError):  # EmulationError is one

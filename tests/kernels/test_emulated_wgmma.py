@@ -29,7 +29,6 @@ TYPES = (
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only builds for 64 rows, and few stages, so that matrices this small go round the rings."""
-    monkeypatch.setattr(linear_wgmma, "CLUSTER", 2)
     monkeypatch.setattr(linear_wgmma, "PADS", (64,))
     monkeypatch.setattr(linear_wgmma, "stages", lambda type, pad: (2, 2))
 
@@ -120,7 +119,9 @@ def test_epilogues_equal_the_reference(epilogue: Epilogue, limit: float) -> None
 
 @pytest.mark.slow
 @pytest.mark.sampled(most=1)
-@pytest.mark.parametrize(("n_out", "n_in", "n_cta"), [(24, 640, 8), (530, 256, 4), (530, 256, 9), (264, 512, 14)])
+@pytest.mark.parametrize(
+    ("n_out", "n_in", "n_cta"), [(24, 640, 8), (530, 256, 4), (530, 256, 9), (264, 512, 14), (264, 512, 4)]
+)
 def test_bits_do_not_depend_on_who_arrives_when(n_out: int, n_in: int, n_cta: int) -> None:
     """Everybody waits and sums a part; nobody waits and the last sums all; one CTA after another; some patience."""
     spec = LinearSpec(CPU, GGMLType.Q8_0, n_out, n_in)

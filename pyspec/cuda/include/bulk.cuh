@@ -63,7 +63,6 @@ __device__ __forceinline__ void bulk_copy(u32 to, const void* from, u32 n_bytes,
 // To the same place of all blocks of the cluster, counted on the same barrier of each.
 template <int kBlocks>
 __device__ __forceinline__ void bulk_copy_to_all(u32 to, const void* from, u32 n_bytes, u32 barrier) {
-  if (kBlocks == 1) return bulk_copy(to, from, n_bytes, barrier);
   const u16 all = (1 << kBlocks) - 1;
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(to),

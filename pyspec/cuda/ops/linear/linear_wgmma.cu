@@ -12,9 +12,7 @@
 // A CTA of four warpgroups owns tiles of 256 weight rows. Codes become f16, times their scale, in registers (operand A);
 // activations are operand B. One warp copies both in bulk, ahead of the others; a group unpacks while the others multiply.
 //
-// What bounds many rows is the way from the second-level cache to the multiprocessors: rows lie there once and each tile
-// reads all of them. So the CTAs of a cluster have neighbouring tiles and the same columns, and each fetches its part of the
-// rows for all of them.
+// The CTAs of a cluster have neighbouring tiles and the same columns, and each fetches its part of the rows for all of them.
 //
 // Bands of CLUSTER tiles times chunks are one line that the clusters cut into equal runs. A tile that is cut is summed from its
 // shares in the order of its columns, whoever arrives first, so bits depend on matrix and device only. Clusters have not to wait
@@ -193,7 +191,6 @@ __device__ __forceinline__ void release(u32 barrier) {
 }
 
 __device__ __forceinline__ void release_rows(u32 barrier) {  // each of the first lanes to a CTA of the cluster
-  if (CLUSTER == 1) return release(barrier);
   if ((threadIdx.x & 31) < CLUSTER) barrier_arrive_cluster(barrier);
 }
 
@@ -344,7 +341,9 @@ __device__ __forceinline__ int load_acquire(const int* p) {
 }
 
 struct Sharers {
-  int first, n, n_stay;  // clusters first to first + n - 1; only the last may go on with the next band, the others stay
+  // Clusters first to first + n - 1; the last may go on with the next band, and leaves where it is the second: then the other has all
+  // of the sums in its registers, and one share is written, not two. The others stay.
+  int first, n, n_stay;
   int cta;               // of this cluster rank in the first one
   bool is_second;        // the first one began with an earlier band: its share lies in its second slot
 
@@ -353,7 +352,7 @@ struct Sharers {
     first = m.owner(start);
     const int last = m.owner(end - 1);
     n = last - first + 1;
-    n_stay = n - (m.run_start(last + 1) > end);
+    n_stay = n == 2 ? 1 : n - (m.run_start(last + 1) > end);
     is_second = m.run_start(first) < start;
     cta = first * CLUSTER + m.rank;
   }
@@ -421,8 +420,7 @@ __device__ __forceinline__ bool wait_for_go(int* state) {
 
 // A share of a tile is complete. The last to arrive tells the CTAs that stay, each sums its part of the tile. One that
 // did not wait marks itself gone, by a compare and swap against that message, and the last to arrive does its part.
-// With two sharers of which one goes on, the other keeps its sums in registers: it has no part but the whole. True if
-// `acc` became that whole.
+// Of two sharers the first keeps its sums in registers: it has no part but the whole. True if `acc` became that whole.
 __device__ __forceinline__ bool settle(float (&acc)[kSums], const Finish& f, int band) {
   __shared__ int came_last, may_go;
   __shared__ u8 is_mine[kMaxGrid];
@@ -511,7 +509,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) BOUNDS
   }
   registers_up<kOwnRegisters>();
   wait_for_cluster();
-  if (CLUSTER > 1) b.empty = in_cluster(b.empty, min(threadIdx.x & 31, CLUSTER - 1u));  // each lane's, see release_rows
+  b.empty = in_cluster(b.empty, min(threadIdx.x & 31, CLUSTER - 1u));  // each lane's, see release_rows
   wait_for_predecessor();
   for (int i = threadIdx.x; i < PAD; i += kThreads) row_powers[i] = i < n_row ? powers[i] * (kUnit / kLift) : 0.f;
   sync_computing();

@@ -27,7 +27,7 @@ from pyspec.cuda.ops.rows.cuda import TALL, Rows, RowsLaunch
 from pyspec.gguf import GGMLType
 
 PADS = (8, 16, 32, 48, 64, 80, 96, 112, 128)
-CLUSTER = 1  # CTAs that share the rows they read: 1 or 2. Two are not measured yet
+CLUSTER = 2  # CTAs that share the rows they read
 FEW = 32  # rows that `linear` takes, unless bits shall not depend on their number
 MAX_ROWS = PADS[-1]
 WINDOW = 2  # weight stages under way at most before the predecessor is over (linear_cuda.window says why)
