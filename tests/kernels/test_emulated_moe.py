@@ -210,28 +210,6 @@ def test_the_product_behind_gives_the_same_for_sums_made_on_the_way(monkeypatch:
     assert torch.equal(got, want) and want.abs().amax() > 0
 
 
-@pytest.mark.sampled(most=1)
-@pytest.mark.parametrize("n_ff", [1280, 2304])
-def test_downs_in_turns_have_the_same_bits(n_ff: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An odd number of chunks, turns that do not come out even; and columns that do not stay in shared memory, so there are no turns."""
-    spec, gen = (
-        MoeSpec(CPU, 3, 256, n_ff, "swiglu", GGMLType.IQ2_XXS, GGMLType.Q2_K, limit=10.0),
-        torch.Generator().manual_seed(5),
-    )
-    stacks, x, weights = (
-        random_stacks(spec, 5, gen),
-        torch.randn(9, 256, generator=gen),
-        torch.rand(9, 3, generator=gen),
-    )
-    ids = torch.rand(9, 5, generator=gen).argsort(-1)[:, :3].int().contiguous()
-    found = []
-    for turns in (1, 2, 3):
-        monkeypatch.setattr(moe_cuda, "TURNS", turns)
-        with emulated_gpu(seed=turns):
-            found.append(moe_cuda.bind(spec)(stacks)(x, ids, weights))
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-
-
 def test_tickets_are_back_at_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_cuda, "FEWEST", moe_cuda.FEW)
     spec = MoeSpec(CPU, 3, 64, 96, "swiglu", Q8_0, Q8_0, pieces=1)

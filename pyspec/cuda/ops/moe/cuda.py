@@ -43,8 +43,6 @@ from pyspec.cuda.ops.moe.builds import (
     BUILDS,
     FEW_PAIRS,
     GROUPS,
-    INTEGER_CHUNKS,
-    INTEGER_STAGES,
     MANY_PAIRS,
     NONE,
     PARTS,
@@ -74,7 +72,6 @@ FEWEST = 2  # rows up to which who comes last sums what experts gave, and pairs 
 INTEGER_FEWEST = 3  # rows up to which they do where rows are whole numbers
 FEW = 32  # rows up to which an item has FEW_PAIRS at most: experts rarely get more; beyond it has MANY_PAIRS
 SPARSE = 0.5  # of an item's FEW_PAIRS: more rows have such items, too, while an expert gets no more in the mean
-TURNS = 1  # of a CTA of downs, where its rows stay in shared memory
 MOST_LIMIT = 6e4  # of activations: they go on as f16 over powers of two
 MAX_PIECES = 4  # of a shared expert: with more, a launch of its own reads as well
 
@@ -274,7 +271,7 @@ class _Product:
         next: GGMLType | None,
         limit: float = 0.0,
     ) -> None:
-        self.stack, self.shared, self.next = stack, stack if shared is None else shared, next
+        self.stack, self.shared = stack, stack if shared is None else shared
         self.n_piece = 0 if shared is None else shared.records.shape[0]
         assert self.shared.records.shape[1] == stack.records.shape[1] and self.shared.type is stack.type
         self.n_out = stack.n_out // 2 if act == SWIGLU else stack.n_out
@@ -285,7 +282,6 @@ class _Product:
         self.n_group, self.n_chunk = n_groups(stack.n_out), n_chunks(stack.type, stack.n_in)
         self.tickets = _tickets(device, self.n_group)
         self.n_multiprocessor = torch.cuda.get_device_properties(device).multi_processor_count
-        self.may_turn = torch.cuda.get_device_capability(device) >= (9, 0)
 
     def __call__(
         self, t: _Taken, x: tuple[Tensor, ...], step: int, y: Shares, h: _Between, out: Tensor | None, overlap: bool
@@ -295,7 +291,6 @@ class _Product:
         own = self.steps[t.pairs, t.listed] if out is None or self.adding is None else self.adding
         s, more, (n_row, n_used) = self.stack, self.shared, t.ids.shape
         sizes = s.scales.shape[1], t.n_expert, n_used, n_row, self.n_piece, step, self.n_out, self.n_group, self.n_chunk
-        n_turn = self._turns(own, t)
         args: list[Arg] = [s.records, s.scales, more.records, more.scales, *x, t.ids, t.order, t.items]
         args += [
             y.y,
@@ -308,20 +303,9 @@ class _Product:
             np.int64(s.records.shape[1]),
             *(np.int32(n) for n in sizes),
         ]
-        n_shared, n_column = self.n_piece * -(-n_row // own.pairs), -(-self.n_group // (GROUPS * n_turn))
+        n_shared, n_column = self.n_piece * -(-n_row // own.pairs), -(-self.n_group // GROUPS)
         n_job = n_column * (n_shared + n_taken(t.n_expert, n_used, n_row))
         own.launch((n_column, n_shared + t.n_item), n_job, self.n_multiprocessor, args, overlap)
-
-    def _turns(self, own: _Compiled, t: _Taken) -> int:
-        """How often a CTA takes as many weight rows as it has at once: where all columns of its rows stay in shared memory."""
-        stays = (
-            self.next is None
-            and self.may_turn
-            and t.listed
-            and t.pairs == FEW_PAIRS
-            and planes_of(self.stack.type, inner=False) == 2
-        )
-        return TURNS if stays and self.n_chunk <= INTEGER_STAGES * INTEGER_CHUNKS[FEW_PAIRS] else 1
 
 
 class Experts:

@@ -112,10 +112,6 @@ class Line {
   u32 stages;
   Offsets offsets;
   Record record;
-#if MAY_TURN
-  const u8* after = nullptr;  // what comes after the last record
-  int next_step = 0;
-#endif
 
  public:
   __device__ __forceinline__ Line(u32 stages, Records own, int n_group, int n_chunk)
@@ -142,15 +138,6 @@ class Line {
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) load_rows(i, n);
   }
-
-#if MAY_TURN
-  // With rows that stay where they are: `next` are the records of those of n_next groups that come after, if any do.
-  __device__ __forceinline__ void multiply_before(Acc& acc, int n, float* rest, Records next, int n_next) {
-    after = n_next > 0 ? next.first + min(warp, n_next - 1) * RECORD + threadIdx.x % 32 * 16 : nullptr;
-    next_step = next.step;
-    multiply(acc, n, rest);
-  }
-#endif
 
   __device__ __forceinline__ void multiply(Acc& acc, int n, float* rest) {
     if (kTiles == 1 || n > 4 * 6) {
@@ -211,7 +198,6 @@ class Line {
       for (int tile = 0; tile < kTiles; ++tile) acc[tile][0] = acc[tile][1] = 0.f;
     }
     if (PARTS > SPLIT) add_kept(acc, rest);
-    if (MAY_TURN && n_own % 2) record = other;
   }
 
   struct Turn {
@@ -221,14 +207,8 @@ class Line {
 
   template <int kN, bool kIsOdd>
   __device__ __forceinline__ void multiply_chunk(Acc& acc, const Record& own, Record& next, const Places& at, Turn& turn, u32 chunk, int n) {
-    const bool is_more = chunk + 1 < static_cast<u32>(n_own);
     weights += step;
-#if MAY_TURN
-    if (!is_more) weights = after, step = next_step;
-    if (weights != nullptr) fetch<false>(next, weights, offsets);
-#else
     if (chunk + 1 < static_cast<u32>(n_own)) fetch<false>(next, weights, offsets);
-#endif
     if (PER_STAGE == 1 || (!kIsOdd && chunk % PER_STAGE == 0)) {
       copies_wait<STAGES - 2>();
       sync_part();

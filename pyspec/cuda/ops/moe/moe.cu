@@ -18,7 +18,7 @@
 //                                     own; columns in rows.cu's order, what lies past n_out is left alone. NEXT_PLANES: as x
 //   block_sums, block_powers  [pair][blocks]  f32  INNER: sums of a block's f16 values, and what they are to be multiplied with
 //
-// Grid (64 weight rows, or where MAY_TURN a multiple; item). The first items are the shared expert's, of kPad rows each. Of the others, LISTED or not,
+// Grid (64 weight rows, item). The first items are the shared expert's, of kPad rows each. Of the others, LISTED or not,
 // an item has up to kPad pairs (TILES_N of TILE_ROWS). Without lists, which cost a launch, there is a CTA for each pair: it looks for
 // the others that took the same expert, and ends unless it is the first of them, or the first after kPad others.
 //
@@ -52,9 +52,6 @@
 #include "int_scales.cuh"
 #endif
 
-// Downs with lists: where the rows' columns stay in shared memory a grid may be lower, and a CTA takes 64 weight rows several times.
-#define MAY_TURN (PLANES == 2 && LISTED && !INNER && TILES_N == 1 && __CUDA_ARCH__ >= 900)
-
 #define NONE 0
 #define SWIGLU 1  // rows 0-7 of each 16 are gates, 8-15 the ups of the same features
 #define RELU2 2
@@ -68,8 +65,8 @@ struct Records {
   const u8* first;
   int step;
 
-  __device__ __forceinline__ Records(const u8* expert, u32 at, int n_tile16, int n_chunk) {  // at: of those that one has at once
-    const int own = at * WARPS_M, tile = own / kTile;
+  __device__ __forceinline__ Records(const u8* expert, int n_tile16, int n_chunk) {
+    const int own = blockIdx.x * WARPS_M, tile = own / kTile;
     first = expert + (static_cast<i64>(tile * kTile) * n_chunk + own % kTile) * RECORD;
     step = min(kTile, n_tile16 - tile * kTile) * RECORD;
   }
@@ -218,14 +215,7 @@ extern "C" __global__ void __launch_bounds__(kBlock, kResident)
   }
   const int lane = threadIdx.x & 31, group = SPLIT == 1 ? threadIdx.x >> 5 : threadIdx.x / 32 % WARPS_M;
   const bool is_first = SPLIT == 1 || threadIdx.x < kThreads;
-#if MAY_TURN
-  const u32 n_all = (n_tile16 + WARPS_M - 1) / WARPS_M, n_turn = (n_all + gridDim.x - 1) / gridDim.x;
-  u32 at = blockIdx.x * n_turn;
-  const u32 end = min(at + n_turn, n_all);
-#else
-  const u32 at = blockIdx.x;
-#endif
-  const int n_group = min(WARPS_M, n_tile16 - static_cast<int>(at) * WARPS_M);  // of 16 weight rows, the CTA's
+  const int n_group = min(WARPS_M, n_tile16 - static_cast<int>(blockIdx.x) * WARPS_M);  // of 16 weight rows, the CTA's
   const bool has_sums = is_first && group < n_group;
 #if ADDS
   auto add = [&](int at, int quad) {  // made where it is used, from the launch's arguments: until then it takes no registers
@@ -242,7 +232,7 @@ extern "C" __global__ void __launch_bounds__(kBlock, kResident)
   const u32 base = shared_address(stages);
   clear_place(stages, item.n);
   const u8* expert = is_shared ? shared_weights + piece * expert_bytes : weights + item.expert * expert_bytes;
-  Line line(base, Records(expert, at, n_tile16, n_chunk), n_group, n_chunk);
+  Line line(base, Records(expert, n_tile16, n_chunk), n_group, n_chunk);
   line.load_early();
 
   const int pair = threadIdx.x / kSide % kPad, own = min(pair, item.n - 1);
@@ -270,28 +260,6 @@ extern "C" __global__ void __launch_bounds__(kBlock, kResident)
     target[pair] = taken;
   }
 
-#if !INNER
-  auto store = [&](const Acc& acc, int column) {  // and 8 behind it
-    each_pair(acc, [&](int token, float sum, float sum8) {
-      if (token >= item.n) return;
-      float* to = y + static_cast<i64>(target[token]) * n_out + column;
-      if (column < n_out) to[0] = sum * scale;
-      if (column + 8 < n_out) to[8] = sum8 * scale8;
-    });
-  };
-#endif
-#if MAY_TURN
-  __shared__ float rest[2 * kTiles * kThreads];
-#pragma unroll 1
-  for (; at < end; ++at) {
-    Acc acc = {};
-    const int n_next = at + 1 < end ? min(WARPS_M, n_tile16 - static_cast<int>(at + 1) * WARPS_M) : 0;
-    line.multiply_before(acc, item.n, rest, Records(expert, at + 1, n_tile16, n_chunk), n_next);
-    const int column = (at * WARPS_M + group) * 16 + (lane >> 2);
-    if (group < n_tile16 - static_cast<int>(at) * WARPS_M) store(acc, column);
-  }
-  return;
-#else
   Acc acc = {};
 #if PARTS > 1
   __shared__ float rest[2 * kTiles * kThreads];
@@ -313,10 +281,14 @@ extern "C" __global__ void __launch_bounds__(kBlock, kResident)
 #else
   if (!has_sums) return;
   const int column = (blockIdx.x * WARPS_M + group) * 16 + (lane >> 2);
-  store(acc, column);
+  each_pair(acc, [&](int token, float sum, float sum8) {
+    if (token >= item.n) return;
+    float* to = y + static_cast<i64>(target[token]) * n_out + column;
+    if (column < n_out) to[0] = sum * scale;
+    if (column + 8 < n_out) to[8] = sum8 * scale8;
+  });
 #if ADDS
   add_experts(add, n_row, n_out / 4, blockIdx.x * WARPS_M + group, tickets);
-#endif
 #endif
 #endif
 }
