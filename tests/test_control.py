@@ -244,6 +244,18 @@ def test_a_timer_interpolates_and_trusts_the_second_sample() -> None:
     assert timer(5) == 50.0
 
 
+def test_a_size_in_doubt_does_not_seem_to_take_what_a_smaller_one_takes() -> None:
+    timer = Timer()
+    for size, ms in ((32, 12.0), (256, 30.0), (1024, 104.0)) * 3:
+        timer.add(size, ms)
+    timer.doubt()
+    timer.add(32, 12.0)
+    for _ in range(3):
+        timer.doubt()
+        assert not timer.knows(1024) and timer(1024) == 104.0 and timer(512) > 50.0
+        timer.add(32, 12.0)
+
+
 @given(st.integers(1, 100_000))
 def test_sizes_share_a_bucket_with_near_ones_only(size: int) -> None:
     name = bucket(size)
@@ -489,7 +501,7 @@ def test_a_text_that_is_not_known_is_asked_and_says_so() -> None:
 
 
 def test_dear_rounds_are_not_drafted_on_trust() -> None:
-    """As after a load, or where all that is known of acceptance was dropped: 512 rows on the first guess took what eight plain rounds take."""
+    """As after a load, or where all that is known of acceptance was dropped."""
     c = Controller(8, N_MAX)
     for rows, ms in ((8, 10.0), (72, 24.0)):
         for _ in range(4):

@@ -34,6 +34,7 @@ class Timer:
         self.slot_ms = 0.0
         self._by_busy: dict[int, dict[int, float]] | None = {}  # the warm-up's least times, by size and busy slots
         self.fresh: set[int] = set()
+        self.stale: set[int] = set()  # doubted: what they took stands until it is taken again
         self.early: dict[int, float] = {}  # least times of the warm-up, as long as they may be proven wrong
         self._runs: dict[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}  # sizes, and which each is
         self._sizes: list[int] = []  # trusted ones, ascending
@@ -88,7 +89,7 @@ class Timer:
         self._tabulate()
 
     def _tabulate(self) -> None:
-        self._sizes = sorted(size for size in self.samples if self.knows(size))
+        self._sizes = sorted(size for size in self.samples if self.knows(size) or size in self.stale)
         self._ms = [min(self.times(size)) for size in self._sizes]
 
     def knows(self, size: int) -> bool:
@@ -100,9 +101,12 @@ class Timer:
         return len(self.samples.get(self.bucket(size), ()))
 
     def doubt(self) -> None:
-        """Sizes not seen since the last call need a new sample before they are trusted again."""
-        for size, samples in self.samples.items():
-            while size not in self.fresh and len(samples) >= N_TRUST:
+        """Sizes not seen since the last call want a new sample. Their last one stands until then: were the largest ones forgotten,
+        any number of rows would seem to take what those take that are in use."""
+        self.stale |= {size for size in self.samples if self.knows(size)} - self.fresh
+        for size in self.stale - self.fresh:
+            samples = self.samples.get(size, deque[tuple[float, int]]())
+            while len(samples) >= N_TRUST:
                 samples.popleft()
         self.fresh.clear()
         self.early.clear()
