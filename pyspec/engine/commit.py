@@ -61,7 +61,7 @@ class Committer:
             ends.append(end)
         if (
             are_first and self.later
-        ):  # nobody waits for the next round, and what comes here takes its time: copies of states, its launches
+        ):  # nobody waits for the next round; copies of states and its launches take their time
             self.settle()
             self.on_first()
         self.speculator.observe(flight.launched.batch, kept, flight.launched.out)

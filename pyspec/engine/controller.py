@@ -36,10 +36,7 @@ MOST_GRAMMARS = 64  # whose acceptance is known
 OFFERED = -1  # for a place in a draft
 DEAR_LIVE = 0.02  # of a round: where a draft for all slots takes so much more than for one, it is weighed who drafts
 HORIZON = 3.0  # rounds' worth of knowing a text: what a draft is credited with, as far as its text is not known
-ASK_FIRST, ASK_SHARE = (
-    1.5,
-    0.006,
-)  # plain rounds, and share of the time: what asking and trying may lose to plain decoding
+ASK_FIRST, ASK_SHARE = 1.5, 0.006  # plain rounds, and share of the time: what asking and trying may lose
 ASK_GAIN = 0.1  # of what drafts are expected to gain: so much pays back what asking has lost
 FEW, DEAR_FIRST = 8, 1.5  # with so few verdicts in all, rounds that take so many plain ones are not drafted on trust
 NO_OFFERS: Mapping[int, Sequence[float]] = {}
