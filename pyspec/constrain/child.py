@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import base64
 import json
-import signal
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,9 +16,9 @@ from pyspec.constrain.grammar import LIMITS, compile_text, said
 from pyspec.constrain.trie import TokenTable
 from pyspec.errors import RequestError
 from pyspec.request import Grammar
+from pyspec.text.bounded import serve
 
 MEMORY_BYTES = 2 << 30  # of address space, the interpreter's and its threads' own included
-OWN_CLOCK_S = 30  # ends the process by SIGALRM if the parent is no more there to do it
 
 
 def answer(tokenizer: LLTokenizer, grammar: Grammar) -> dict[str, str]:
@@ -68,26 +66,5 @@ def answers(lines: Iterator[str]) -> Iterator[dict[str, str]]:
             yield {"failed": f"the {kind} needs more than {MEMORY_BYTES >> 20} MiB"}
 
 
-def main() -> None:
-    try:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    except (ImportError, ValueError, OSError):
-        pass  # not this system's: the clock still holds
-    sys.stdout.write("{}\n")  # started: from here on the parent's shorter clock runs
-    sys.stdout.flush()
-    for said_ in answers(_watched(iter(sys.stdin.readline, ""))):
-        sys.stdout.write(json.dumps(said_) + "\n")
-        sys.stdout.flush()
-
-
-def _watched(lines: Iterator[str]) -> Iterator[str]:
-    for line in lines:
-        signal.alarm(OWN_CLOCK_S)
-        yield line
-        signal.alarm(0)
-
-
 if __name__ == "__main__":
-    main()
+    serve(answers, MEMORY_BYTES)

@@ -8,8 +8,6 @@ SIGKILL. Started as `python -m pyspec.text.sandbox`; speaks JSON lines: the temp
 from __future__ import annotations
 
 import json
-import signal
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import Any
@@ -20,10 +18,11 @@ from jinja2.nodes import CallBlock, Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from pyspec.text.bounded import serve
+
 MEMORY_BYTES = 512 << 20  # of address space, the interpreter's own included
 OUTPUT_CHARS = 4 << 20
 REFUSAL_CHARS = 1000
-OWN_CLOCK_S = 30  # ends the process by SIGALRM if the parent is no more there to do it
 
 
 class Refusal(Exception):
@@ -102,26 +101,5 @@ def answers(lines: Iterator[str]) -> Iterator[dict[str, str]]:
         yield render(template, json.loads(line))
 
 
-def main() -> None:
-    try:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    except (ImportError, ValueError, OSError):
-        pass  # not this system's: the clock still holds
-    sys.stdout.write("{}\n")  # started: from here on the parent's shorter clock runs
-    sys.stdout.flush()
-    for answer in answers(_watched(iter(sys.stdin.readline, ""))):
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
-
-
-def _watched(lines: Iterator[str]) -> Iterator[str]:
-    for line in lines:
-        signal.alarm(OWN_CLOCK_S)
-        yield line
-        signal.alarm(0)
-
-
 if __name__ == "__main__":
-    main()
+    serve(answers, MEMORY_BYTES)
