@@ -18,7 +18,7 @@ from pyspec.cuda.ops.moe.ref import activate
 from pyspec.cuda.ops.rows.ref import Glu, Prep
 
 GLU = Glu()
-MANY_ROWS = 64
+MANY_ROWS = 64  # of the largest builds, which larger products go through several times
 FEW_ROWS = 24  # up to here the weights' bytes are what a product costs; the copy has twice as many
 
 

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -73,39 +73,48 @@ def n_multiprocessor(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else INTERPRETED
 
 
-def launch(
-    kernel: Any,
-    grid: Sequence[int],
-    args: Sequence[object],
-    constants: Mapping[str, object],
-    warps: int,
-) -> None:
-    """Run `kernel` [a function of Triton's] over `grid` on torch's current stream of the device that is current.
+class TriLaunch(NamedTuple):
+    """A launch that is asked for: `kernel` [a function of Triton's] over `grid`.
 
     args       all that is no constant, in the kernel's order; those that `tri_guards.VARYING` names may vary without a new build
     constants  the rest, which stand behind them in the kernel
     """
+
+    kernel: Any
+    grid: Sequence[int]
+    args: Sequence[object]
+    constants: Mapping[str, object]
+    warps: int
+
+    def key(self, device: int) -> tuple[object, ...]:
+        return _key(self.kernel, self.args, (device, self.warps, *self.constants.values()))
+
+    @property
+    def is_compiled(self) -> bool:
+        """Not interpreted."""
+        return hasattr(self.kernel, "params") and torch.cuda.is_available()
+
+
+def launch(
+    kernel: Any, grid: Sequence[int], args: Sequence[object], constants: Mapping[str, object], warps: int
+) -> None:
+    """Run what is asked for (`TriLaunch`) on torch's current stream of the device that is current."""
+    ask = TriLaunch(kernel, grid, args, constants, warps)
     if not EXAMINATION.is_on or not torch.cuda.is_available():
-        _launch(kernel, grid, args, constants, warps)
+        _launch(ask)
         return
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
-    wait = torch.cuda.current_stream(device).synchronize
-    EXAMINATION.run(lambda: _launch(kernel, grid, args, constants, warps), wait)
+    EXAMINATION.run(lambda: _launch(ask), torch.cuda.current_stream(device).synchronize)
 
 
-def _launch(
-    kernel: Any,
-    grid: Sequence[int],
-    args: Sequence[object],
-    constants: Mapping[str, object],
-    warps: int,
-) -> None:
+def _launch(ask: TriLaunch) -> None:
     """Through Triton once for each build, which takes it 50 us; the build that was found then is launched as it is."""
-    if not hasattr(kernel, "params") or not torch.cuda.is_available():  # interpreted
+    kernel, grid, args, constants, warps = ask
+    if not ask.is_compiled:
         kernel[tuple(grid)](*args, **constants, num_warps=warps)
         return
     device = torch.cuda.current_device()
-    key = _key(kernel, args, (device, warps, *constants.values()))
+    key = ask.key(device)
     build = _builds.get(key)
     if build is None:
         if (ahead := _ahead.pop(key, None)) is not None:
@@ -121,36 +130,23 @@ def _launch(
     )  # as CompiledKernel.__getitem__ does
 
 
-def compile_ahead(
-    kernel: Any,
-    grid: Sequence[int],
-    args: Sequence[object],
-    constants: Mapping[str, object],
-    warps: int,
-) -> None:
+def compile_ahead(ask: TriLaunch) -> None:
     """Compile beside the caller what `launch` will be asked for with arguments of these kinds; nothing runs. What fails, fails there."""
-    if not hasattr(kernel, "params") or not torch.cuda.is_available():
+    if not ask.is_compiled:
         return
     device = torch.cuda.current_device()
-    key = _key(kernel, args, (device, warps, *constants.values()))
+    key = ask.key(device)
     if key not in _builds and key not in _ahead:
-        _ahead[key] = _compilers().submit(_compiled, device, kernel, grid, args, constants, warps)
+        _ahead[key] = _compilers().submit(_compiled, device, ask)
 
 
-def _compiled(
-    device: int,
-    kernel: Any,
-    grid: Sequence[int],
-    args: Sequence[object],
-    constants: Mapping[str, object],
-    warps: int,
-) -> None:
+def _compiled(device: int, ask: TriLaunch) -> None:
     """Triton keeps what it compiled, and finds it when the kernel is launched."""
     try:
         with torch.cuda.device(device):
-            kernel.warmup(*args, grid=tuple(grid), **constants, num_warps=warps)
+            ask.kernel.warmup(*ask.args, grid=tuple(ask.grid), **ask.constants, num_warps=ask.warps)
     except Exception as e:  # noqa: BLE001 - of whatever kind: it is compiled again where it counts
-        log.debug("%s is not compiled ahead: %s", kernel.__name__, e)
+        log.debug("%s is not compiled ahead: %s", ask.kernel.__name__, e)
 
 
 @cache

@@ -95,12 +95,12 @@ def test_what_is_compiled_ahead_is_waited_for_and_launched_once(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(tri, "_ahead", {})
     for warps in (4, 4, 2):
-        tri.compile_ahead(kernel, (2,), (x, 3, 16), constants, warps)
+        tri.compile_ahead(tri.TriLaunch(kernel, (2,), (x, 3, 16), constants, warps))
     tri.launch(kernel, (9,), (x, 5, 16), constants, 4)
     named = {**constants, "num_warps": 4}
     assert compiled[0] == ((3, 16), {"grid": (2,), **named}), "waited for"
     assert kernel.built == [((9,), (5, 16), {**named})]
-    tri.compile_ahead(kernel, (2,), (x, 4, 32), constants, 4)
+    tri.compile_ahead(tri.TriLaunch(kernel, (2,), (x, 4, 32), constants, 4))
     tri.launch(kernel, (9,), (x, 5, 32), constants, 4)
     assert len(compiled) == 3 and len(kernel.built) == 2, (
         "each kind once, and what failed is built where it is launched"

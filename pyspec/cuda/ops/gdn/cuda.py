@@ -77,9 +77,7 @@ def limits(spec: GdnSpec) -> str | None:
 def defines(shape: GdnShape, arch: str, columns: int) -> dict[str, int | str]:
     """Macros of gdn.cu for one way to share out columns: 2 or 4 to a lane; the result has the same bits."""
     blocks = blocks_for(arch, columns)
-    alone = blocks + (
-        arch == "sm_90a" and columns == 2
-    )  # gdn_rows alone: Hopper's registers hold one more, 5 % less time
+    alone = blocks + (arch == "sm_90a" and columns == 2)  # of gdn_rows: Hopper's registers hold one more
     return {"N_K": shape.n_k_head, "N_V": shape.n_v_head, "COLS": columns, "BLOCKS": blocks, "ALONE": alone}
 
 

@@ -191,13 +191,9 @@ class LinearTriton:
     def compile_ahead(self, matrix: TiledMatrix, most: int) -> None:
         """What rounds of up to `most` rows are likely to launch is compiled beside whatever else a load does."""
         some = torch.empty(4, dtype=torch.float32, device=self.spec.device)
-        end = (
-            some if self.spec.epilogue is Epilogue.RESIDUAL else None
-        )  # rows of other products come from a norm, without powers
-        for n_row in BLOCKS:
-            if block_of(most)[0] >= n_row:
-                ends = end, matrix.row_scales, end
-                tri.compile_ahead(*self._product(some.half(), matrix, some, ends, some, n_row))
+        end = some if self.spec.epilogue is Epilogue.RESIDUAL else None  # others' rows come from a norm, without powers
+        for n_row in (n for n in BLOCKS if n <= block_of(most)[0]):
+            tri.compile_ahead(self._product(some.half(), matrix, some, (end, matrix.row_scales, end), some, n_row))
 
     def _fuses(self, n_row: int) -> bool:
         return self.fuses and -(-n_row // block_of(n_row)[0]) * self.n_unit <= MAX_TICKETS
@@ -215,13 +211,13 @@ class LinearTriton:
 
     def _product(
         self, x: Tensor, matrix: TiledMatrix, part: Tensor, ends: Ends, out: Tensor, n_row: int
-    ) -> tuple[object, tuple[int, int, int], tuple[object, ...], dict[str, object], int]:
-        """What is launched for so many rows, as `tri.launch` takes it. ends: powers, row scales, residual."""
+    ) -> tri.TriLaunch:
+        """What is launched for so many rows. ends: powers, row scales, residual."""
         from pyspec.cuda.ops.linear import triton_kernels as kernels
 
         block, warps = block_of(n_row)
         given = [self.none if t is None else t for t in ends]
-        return (
+        return tri.TriLaunch(
             kernels.product,
             (self.n_tile, self.n_split, -(-n_row // block)),
             (x, *planes(matrix, self.table, self.none), part, self.tickets, *given, out, n_row),
