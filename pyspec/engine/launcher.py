@@ -103,7 +103,7 @@ class Launcher:
     def close(self) -> None:
         """Let the spare go."""
         if self.spare is not None:
-            self.spare.end(0.0)
+            self.spare.end()
 
     def _process(self) -> EngineProcess:
         spare, self.spare = self.spare, None

@@ -138,19 +138,19 @@ class EngineProcess:
         self.heard = now
         self.beat = None if self.beat is None else (self.beat[0], now)
 
-    def end(self, wait_s: float = END_S) -> str:
+    def end(self) -> str:
         """End it whatever it does; returns how it ended. What it had said before is read to the end first."""
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(0 if self._reader.is_alive() else wait_s)  # its own end tells more than being killed
+            self.process.wait(0 if self._reader.is_alive() else END_S)  # its own end tells more than being killed
         was_gone = self.process.poll() is not None
         if not was_gone:
             self.process.kill()
             with suppress(subprocess.TimeoutExpired):
-                self.process.wait(wait_s)
+                self.process.wait(END_S)
         self._reader.join(0.5)
         self.link.close()
         self._outbox.put(None)
-        self._reader.join(wait_s)
+        self._reader.join(END_S)
         code = self.process.poll()
         if code is None:
             log.warning("the engine's process does not end (pid %d)", self.process.pid)
