@@ -23,8 +23,7 @@ from pyspec.cuda.ops.ahead.ref import described
 from pyspec.device.worker import Launched, Worker
 from pyspec.draft.drafter import Drafter
 from pyspec.errors import DeviceError
-from pyspec.models.decoder import Decoder
-from pyspec.models.target import Out
+from pyspec.models.target import Out, Target
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import Checkpoint, Memory
@@ -254,7 +253,7 @@ class Follower:
     arena  where batches lie that the first rank has in its own: they are padded alike, in a graph or not
     """
 
-    def __init__(self, target: Decoder, memory: Memory, table: SlotTable, arena: Arena | None = None) -> None:
+    def __init__(self, target: Target, memory: Memory, table: SlotTable, arena: Arena | None = None) -> None:
         self.target, self.memory, self.table, self.arena = target, memory, table, arena
         self._graphs: dict[tuple[int, ...], Graphed[Out]] = {}  # by what they tap
         self._kept: dict[int, Checkpoint] = {}

@@ -62,7 +62,7 @@ def tensors(c: Deepseek4Config, file: GGUFFile, *, is_own_file: bool) -> dict[st
         )
     p, n, s = f"blk.{c.n_layer}", c.n_embd, c.streams.n
     return {
-        **c.block_tensors(p, 0),
+        **c.block_tensors(file, p, 0),
         **mix_tensors(MIXERS, s * n, s, 1),
         f"{p}.nextn.eh_proj.weight": Want((n, 2 * n)),
         f"{p}.nextn.enorm.weight": Want((n,)),

@@ -376,7 +376,7 @@ def _prompt_rows(d: Description) -> int:
 def _scratch(d: Description) -> int:
     """What an architecture's mixers take while a forward runs."""
     n_row, most = d.settings.np * d.width, most_rows(d.settings.np, d.width)
-    return d.config.scratch_bytes(
+    return d.own.scratch_bytes(
         max(d.batch, bucket_of(n_row, most) or n_row), d.n_ctx + d.n_overhang, d.kv_dtype, d.device
     )
 

@@ -33,7 +33,6 @@ from pyspec.engine.wire import Link, LoadShare, ShareFailed, ShareState, portabl
 from pyspec.errors import DeviceError, DoesNotFit, PyspecError
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
-from pyspec.models.decoder import Decoder
 from pyspec.models.weights import Weights, cuts_of
 from pyspec.slots.arena import Arena
 from pyspec.slots.kv import KV_DTYPES
@@ -78,7 +77,6 @@ def load(share: LoadShare, link: Link) -> Follower:
     prepare.settle(attend_plan.late(device))
     probe.close()
     arena = Arena(s.np, share.n_arena_page, device, share.width) if share.n_arena_page else None
-    assert isinstance(target, Decoder)
     return Follower(target, memory, table, arena)
 
 

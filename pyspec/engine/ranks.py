@@ -29,7 +29,6 @@ from pyspec.engine.describe import Description, arena_pages, attention_bytes, ra
 from pyspec.engine.memory_plan import MemoryPlan
 from pyspec.engine.wire import Link, LoadShare, LogLine, ShareFailed, ShareState, pair
 from pyspec.errors import PyspecError, RankLost
-from pyspec.models.decoder import Decoder
 from pyspec.models.target import Target
 from pyspec.slots.memory import Memory
 
@@ -188,7 +187,7 @@ def begin_ranks(d: Description, plan: MemoryPlan, ranks: Ranks) -> Collective:
 def lead_ranks(target: Target, memory: Memory, ranks: Ranks) -> Memory:
     """Have what is done to the model and its memory be done on all ranks, once they are loaded. The memory to use from now on."""
     ranks.wait()
-    assert isinstance(target, Decoder) and target.ranks is not None
+    assert target.ranks is not None
     leader = Leader(ranks.tell, target.ranks.spread)
     target.lead, target.memory = leader, LedMemory(memory, leader)
     return target.memory

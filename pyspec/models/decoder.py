@@ -252,12 +252,17 @@ def block_tensors(c: DecoderConfig, file: GGUFFile, p: str, layer: Layer) -> dic
     return wants
 
 
+def head_tensor(n_vocab: int, n_embd: int, *, optional: bool = False) -> Want:
+    """The wanted head; optional: a file without one ties it to the embedding."""
+    return Want((n_vocab, n_embd), optional, cut=Cut(0, (Units(n_vocab, "tokens", uneven=True),)))
+
+
 def decoder_tensors(c: DecoderConfig, file: GGUFFile) -> dict[str, Want]:
     """The whole manifest of the trunk."""
     wants = {
         "token_embd.weight": Want((c.n_vocab, c.n_embd)),
         "output_norm.weight": Want((c.n_embd,)),
-        HEAD: Want((c.n_vocab, c.n_embd), optional=True, cut=Cut(0, (Units(c.n_vocab, "tokens", uneven=True),))),
+        HEAD: head_tensor(c.n_vocab, c.n_embd, optional=True),
         "rope_freqs.weight": Want((c.n_rot // 2,), optional=True),
     }
     for i, layer in enumerate(c.layers):

@@ -18,7 +18,7 @@ from pyspec.cuda.ops.compress.ref import CompressSpec
 from pyspec.cuda.ops.index_rows.op import index_rows
 from pyspec.cuda.ops.index_rows.ref import IndexSpec
 from pyspec.cuda.ops.moe.op import moe
-from pyspec.cuda.ops.moe.ref import Added, MoeSpec, RouteSpec, Stacks
+from pyspec.cuda.ops.moe.ref import Added, MoeSpec, RouteSpec
 from pyspec.cuda.ops.moe_route.op import moe_route
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
@@ -30,7 +30,8 @@ from pyspec.cuda.ops.streams.ref import Reading, StreamMix, StreamsSpec
 from pyspec.errors import ModelError
 from pyspec.models.deepseek4_config import CSA, INDEX, INDEX_PARTIAL, PARTIAL, ROWS, WINDOW, Deepseek4Config, read
 from pyspec.models.layers import SINKS
-from pyspec.models.target import Out
+from pyspec.models.moe import stacks_of
+from pyspec.models.target import Lead, Out
 from pyspec.models.weights import Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
@@ -117,10 +118,11 @@ class WindowAttention:
         self.attend, self.can_attend = sparse_attend.bind(spec), sparse_attend.chosen(spec).capturable
         self.out_a, self.out_b = (
             w.grouped(f"{p}.attn_output_a.weight", c.n_group),
-            w.matrix(f"{p}.attn_output_b.weight"),
+            w.summed(f"{p}.attn_output_b.weight"),
         )
         largest = max(float(norm.abs().amax()) for norm in norms) * (a.n_head // c.n_group * a.head_dim) ** 0.5
-        self.hands = fuse.handing(self.out_a.few, self.out_b, largest * self.out_a.reach())
+        own = w.matrix(f"{p}.attn_output_b.weight")  # of this rank, where there are several
+        self.hands = fuse.handing(self.out_a.few, own, largest * self.out_a.reach())
 
     @property
     def capturable(self) -> bool:
@@ -182,7 +184,7 @@ class StreamExperts:
     """The layer's feed-forward: what it reads [row, n_embd] f32, not normed yet, to what it gives back to the streams."""
 
     def __init__(self, c: Deepseek4Config, w: Weights, p: str, limits: tuple[float, float], *, is_hashed: bool) -> None:
-        m, (limit, own) = c.moe, limits
+        m, (limit, own), self.ranks = c.moe, limits, w.ranks
         self.norm = Norm(w.vector(f"{p}.ffn_norm.weight"), c.eps)
         self.router = w.vector(f"{p}.ffn_gate_inp.weight")
         self.table = w.table(f"{p}.ffn_gate_tid2eid.weight") if is_hashed else None
@@ -194,7 +196,7 @@ class StreamExperts:
             w.device, c.n_embd, m.n_expert, m.n_used, m.router, m.renorm, m.scale, has_bias, eps=c.eps, given=is_hashed
         )
         self.route, self.capturable = moe_route.bind(route), moe_route.chosen(route).capturable
-        stacks = Stacks(*(w.stack(f"{p}.ffn_{x}_exps.weight") for x in ("gate", "up", "down")))
+        stacks = stacks_of(w, p, m.act)
         type = stacks.up.type if stacks.gate is not None and stacks.gate.type is stacks.up.type else None
         spec = MoeSpec(
             w.device, m.n_used, c.n_embd, m.n_ff, "swiglu", type, stacks.down.type, n_expert=m.n_expert, limit=limit
@@ -214,13 +216,15 @@ class StreamExperts:
         self, y: Tensor, given: Tensor | None, place: fuse.Place | None = None, streams: fuse.Launch | None = None
     ) -> Tensor | fuse.Shares:
         """given: what the table says of the rows' tokens. place: where y lies ready for the shared expert, if it does. streams: what merges the
-        result with the next reading, if anything does; it may sum what experts gave, too."""
+        result with the next reading, if anything does; it may sum what experts gave, too: of one rank, for those of several are summed first."""
         shared = None
         if self.gate_up is not None and self.down is not None:
             shared = fuse.one_after_other(self.gate_up, self.down, self.hands, y, self.norm, place)
         ready, beside = fuse.before_choice(self.route, self.experts, y, self.norm, self.norm)
         routes = self.route(y, self.norm.weight, self.router, self.bias, given, **beside)
-        return fuse.experts_into(self.experts, y, routes, self.norm, Added(shared), ready, streams)
+        if self.ranks is None:
+            return fuse.experts_into(self.experts, y, routes, self.norm, Added(shared), ready, streams)
+        return self.ranks.sum(self.experts(y, routes.ids, routes.weights, self.norm, Added(shared), ready))
 
 
 class StreamBlock:
@@ -282,9 +286,11 @@ class Deepseek4:
 
     def __init__(self, config: Deepseek4Config, weights: Weights, memory: Memory) -> None:
         self.config, self.memory, self.device = config, memory, weights.device
+        own, self.ranks = config.share(weights.n_rank), weights.ranks
+        self.lead: Lead | None = None
         self.embedding = weights.embedding("token_embd.weight")
         self.blocks = [
-            StreamBlock(config, weights, i, WindowAttention(config, weights, f"blk.{i}", ratio, memory.kv_dtype))
+            StreamBlock(own, weights, i, WindowAttention(own, weights, f"blk.{i}", ratio, memory.kv_dtype))
             for i, ratio in enumerate(config.ratios[: config.n_layer])
         ]
         tables = [block.feed.table for block in self.blocks if block.feed.table is not None]  # of the first blocks
@@ -293,8 +299,9 @@ class Deepseek4:
             block.feed.table = table
         self.norm = weights.vector("output_norm.weight")
         self.last = StreamHead(config, weights, self.norm)
-        self.output = weights.matrix("output.weight")
-        self.capturable = all(block.capturable for block in self.blocks)
+        self.output = weights.head()
+        may = self.ranks is None or self.ranks.capturable
+        self.capturable = may and all(block.capturable for block in self.blocks)
         self.captures_prompts = False  # its attention of many rows has counts of the host
 
     @property
@@ -315,8 +322,12 @@ class Deepseek4:
     def head(self, hidden: Tensor) -> Tensor:
         return self.output(hidden)
 
-    @torch.inference_mode()
     def forward(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
+        return self.run(batch, taps) if self.lead is None else self.lead.forward(self.run, batch, taps)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
+        """A forward of this rank; `forward` has the others run theirs."""
         x = self.embedding(batch.tokens)[:, None].repeat(1, self.config.streams.n, 1)
         # of all layers at once: between kernels that begin before the one before them is over each gather would cost five microseconds
         named = None if self.tables is None else self.tables[:, batch.tokens].unbind()

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
-from pyspec.models.decoder import block_count, check_rope, vocab_size
+from pyspec.models.cuts import Cut, Units
+from pyspec.models.decoder import block_count, check_rope, head_tensor, vocab_size
 from pyspec.models.layers import SINKS, AttentionShape
-from pyspec.models.moe import MoeShape
+from pyspec.models.moe import MoeShape, moe_tensors
 from pyspec.models.target import Target
-from pyspec.models.weights import Want, Weights
+from pyspec.models.weights import HEAD, Want, Weights
 from pyspec.ranges import quoted
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import LayerParts, Paged, Ring
@@ -136,10 +137,11 @@ class Deepseek4Config:
         return parts
 
     def share(self, n: int) -> Deepseek4Config:
-        """One rank alone runs this architecture."""
-        if n > 1:
-            raise ModelError(f"--tp {n} does not divide {self.arch} yet: only --tp 1 would do")
-        return self
+        """What each of `n` ranks runs: heads by the groups of their outputs, and inner widths of experts. Keys are one for all heads, so
+        each rank has all of them, and what is compressed and chosen of them is the same on all; so are the streams."""
+        if n == 1:
+            return self
+        return replace(self, attention=self.attention.share(n), n_group=self.n_group // n, moe=self.moe.share(n))
 
     def tensors(self, file: GGUFFile) -> dict[str, Want]:
         """The whole manifest of the trunk."""
@@ -147,30 +149,32 @@ class Deepseek4Config:
         wants = {
             "token_embd.weight": Want((self.n_vocab, n)),
             "output_norm.weight": Want((n,)),
-            "output.weight": Want((self.n_vocab, n)),
+            HEAD: head_tensor(self.n_vocab, n),
             **mix_tensors("output_hc", s * n, s, 1),
         }
         for i, ratio in enumerate(self.ratios[: self.n_layer]):
-            wants |= self.block_tensors(f"blk.{i}", ratio, is_hashed=i < self.n_hash)
+            wants |= self.block_tensors(file, f"blk.{i}", ratio, is_hashed=i < self.n_hash)
         return wants
 
-    def block_tensors(self, p: str, ratio: int, *, is_hashed: bool = False) -> dict[str, Want]:
+    def block_tensors(self, file: GGUFFile, p: str, ratio: int, *, is_hashed: bool = False) -> dict[str, Want]:
         """Wanted tensors of one block with prefix `p` (blk.N)."""
         n, s, a = self.n_embd, self.streams.n, self.attention
-        inner = a.n_head * a.head_dim
+        inner, groups = a.n_head * a.head_dim, (Units(self.n_group, "groups of heads"),)
         wants = {
             f"{p}.attn_norm.weight": Want((n,)),
             f"{p}.ffn_norm.weight": Want((n,)),
             **mix_tensors(f"{p}.hc_attn", s * n, (2 + s) * s, 3),
             **mix_tensors(f"{p}.hc_ffn", s * n, (2 + s) * s, 3),
-            f"{p}.{SINKS}": Want((a.n_head,)),
+            f"{p}.{SINKS}": Want((a.n_head,), cut=Cut(0, groups)),
             f"{p}.attn_q_a.weight": Want((self.q_rank, n)),
             f"{p}.attn_q_a_norm.weight": Want((self.q_rank,)),
-            f"{p}.attn_q_b.weight": Want((inner, self.q_rank)),
+            f"{p}.attn_q_b.weight": Want((inner, self.q_rank), cut=Cut(0, groups)),
             f"{p}.attn_kv.weight": Want((a.head_dim, n)),
             f"{p}.attn_kv_a_norm.weight": Want((a.head_dim,)),
-            f"{p}.attn_output_a.weight": Want((self.n_group * self.out_rank, inner // self.n_group)),
-            f"{p}.attn_output_b.weight": Want((n, self.n_group * self.out_rank)),
+            f"{p}.attn_output_a.weight": Want(
+                (self.n_group * self.out_rank, inner // self.n_group), cut=Cut(0, groups)
+            ),
+            f"{p}.attn_output_b.weight": Want((n, self.n_group * self.out_rank), cut=Cut(1, groups)),
         }
         if ratio:
             wants |= compressor_tensors(f"{p}.attn_compressor", n, a.head_dim, ratio)
@@ -179,22 +183,10 @@ class Deepseek4Config:
             wants |= compressor_tensors(f"{p}.indexer_compressor", n, x.dim, ratio)
             wants[f"{p}.indexer.proj.weight"] = Want((x.n_head, n))
             wants[f"{p}.indexer.attn_q_b.weight"] = Want((x.n_head * x.dim, self.q_rank))
-        return wants | self._feed_tensors(p, is_hashed=is_hashed)
-
-    def _feed_tensors(self, p: str, *, is_hashed: bool) -> dict[str, Want]:
-        n, m = self.n_embd, self.moe
-        wants = {
-            f"{p}.ffn_gate_inp.weight": Want((m.n_expert, n)),
-            f"{p}.ffn_gate_exps.weight": Want((m.n_expert, m.n_ff, n)),
-            f"{p}.ffn_up_exps.weight": Want((m.n_expert, m.n_ff, n)),
-            f"{p}.ffn_down_exps.weight": Want((m.n_expert, n, m.n_ff)),
-        }
-        if m.n_ff_shared:
-            wants |= {f"{p}.ffn_{x}_shexp.weight": Want((m.n_ff_shared, n)) for x in ("gate", "up")}
-            wants[f"{p}.ffn_down_shexp.weight"] = Want((n, m.n_ff_shared))
+        wants |= moe_tensors(self.moe, n, file, p)
         if is_hashed:
-            return wants | {f"{p}.ffn_gate_tid2eid.weight": Want((self.n_vocab, m.n_used))}
-        return wants | {f"{p}.exp_probs_b.bias": Want((m.n_expert,), optional=True)}
+            wants[f"{p}.ffn_gate_tid2eid.weight"] = Want((self.n_vocab, self.moe.n_used))
+        return wants
 
 
 def _compressed(ratio: int, dim: int, rows: str, partial: str) -> dict[str, Paged | Ring]:

@@ -80,7 +80,8 @@ def _inner(s: MoeShape) -> tuple[str, ...]:
     return ("gate", "up") if s.act == "swiglu" else ("up",)
 
 
-def _stacks(w: Weights, p: str, act: Act) -> Stacks:
+def stacks_of(w: Weights, p: str, act: Act) -> Stacks:
+    """The experts of the feed-forward with prefix `p` (blk.N)."""
     down = w.stack(f"{p}.ffn_down_exps.weight")
     if act == "swiglu" and w.has(both := f"{p}.ffn_gate_up_exps.weight"):
         return Stacks(*halves(w.stack(both)), down)
@@ -136,7 +137,7 @@ class MoeFeed:
         self.bias = w.optional(f"{p}.exp_probs_b.bias")
         route = self._route_spec(w.device)
         self.route, self.capturable = moe_route.bind(route), moe_route.chosen(route).capturable
-        stacks = _stacks(w, p, shape.act)
+        stacks = stacks_of(w, p, shape.act)
         spec = self._spec(w.device, stacks)
         self.shared: _Shared | None = None
         together = shared_stacks(w, p, shape, stacks) if w.device.type == "cuda" else None

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pyspec.cuda.collective import Collective
 from pyspec.gguf import GGUFFile
 from pyspec.models.layers import AttentionShape
 from pyspec.models.weights import Want, Weights
@@ -77,7 +78,18 @@ class ModelConfig(Protocol):
 
 
 class Target(Protocol):
-    """The model that decides. It never knows who drafts; it exports taps and hidden states when asked."""
+    """The model that decides. It never knows who drafts; it exports taps and hidden states when asked.
+
+    memory  what its layers keep for the slots
+    ranks   the processes that run it together, with this one among them; None: this one alone
+    lead    what the first of several ranks has its forwards go through
+    """
+
+    memory: Memory
+    lead: Lead | None
+
+    @property
+    def ranks(self) -> Collective | None: ...
 
     @property
     def n_vocab(self) -> int: ...
@@ -87,6 +99,11 @@ class Target(Protocol):
     def n_layer(self) -> int: ...
     @property
     def device(self) -> torch.device: ...
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph may hold a forward."""
+        ...
+
     @property
     def captures_prompts(self) -> bool:
         """Whether a CUDA graph may hold the forward of a prompt that stands alone."""

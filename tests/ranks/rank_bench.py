@@ -57,7 +57,7 @@ class RankBench:
     def forwards(self) -> list[Tensor]:
         """Logits of prompts of two slots in chunks, a verify of which some rows are kept, and what follows it."""
         gen = torch.Generator().manual_seed(5)
-        prompt = [torch.randint(300, (40,), generator=gen).tolist() for _ in range(2)]
+        prompt = [torch.randint(min(300, self.target.n_vocab), (40,), generator=gen).tolist() for _ in range(2)]
         found = []
         plan = [
             [Seq(0, 0, prompt[0][:30], True, 30)],
