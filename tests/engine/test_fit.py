@@ -13,6 +13,7 @@ from pyspec.config import EngineSettings
 from pyspec.engine import describe
 from pyspec.engine.fit import STEP, fit
 from pyspec.engine.memory_plan import AssumedGpu
+from pyspec.errors import ModelError
 from pyspec.gguf import GGUFWriter
 from pyspec.slots import arena
 from pyspec.synth import write
@@ -79,19 +80,36 @@ def test_an_amount_of_memory_that_is_none_is_refused(vram: str):
     assert done.exit_code == 2 and "such as 24G" in done.stderr
 
 
+def heads_only(self: GGUFWriter, fill: object) -> None:
+    """Write a file as long as it is, with a hole where its weights are."""
+    header = self._header()
+    with self.path.open("wb") as file:
+        file.write(header)
+        file.truncate(self._padded(len(header)) + self._end)
+
+
+def test_two_gpus_hold_what_one_does_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """DeepSeek-V4-Flash in MXFP4: heads, experts and the head's tokens are divided, the rest each rank has whole."""
+    monkeypatch.setattr(GGUFWriter, "write", heads_only)
+    target = write("deepseek-v4-flash", tmp_path / "t.gguf", quant="mxfp4")
+    one, two, eight = (
+        describe.plan_memory(
+            describe.describe(target, EngineSettings(np=8, tp=n, weights="packed"), AssumedGpu(139 * GIB))
+        )
+        for n in (1, 2, 8)
+    )
+    assert one.total > 139 * GIB and two.total < 80 * GIB and two.kv == eight.kv == one.kv
+    assert 7 * (two.weights - eight.weights) == pytest.approx(3 * (one.weights - eight.weights), rel=0.01)
+    with pytest.raises(ModelError, match="8 groups of heads do not divide by 3; --tp 1 or 2 or 4 or 8 would do"):
+        describe.describe(target, EngineSettings(tp=3), AssumedGpu(139 * GIB))
+
+
 @pytest.mark.parametrize(("drafter", "gib"), [(False, 78.91), pytest.param(True, 84.54, marks=pytest.mark.slow)])
 def test_a_plan_on_paper_is_the_one_an_h200_had(
     drafter: bool, gib: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Qwen3.6-27B in Q8_0 with its MTP block, or DFlash, at -np 8 -c 2560: docs/log.md has what loads on the GPU itself planned."""
-
-    def without_weights(self: GGUFWriter, fill: object) -> None:
-        header = self._header()
-        with self.path.open("wb") as file:
-            file.write(header)
-            file.truncate(self._padded(len(header)) + self._end)
-
-    monkeypatch.setattr(GGUFWriter, "write", without_weights)
+    monkeypatch.setattr(GGUFWriter, "write", heads_only)
     target = write("qwen3.6-27b", tmp_path / "t.gguf")
     draft = write("qwen3.6-27b", tmp_path / "d.gguf", drafter=True) if drafter else None
     d = describe.describe(target, EngineSettings(np=8, ctx=2560, draft_path=draft), AssumedGpu(139 * GIB))
