@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -116,6 +116,24 @@ class Collective:
     def spread(self, x: Tensor) -> None:
         """The first rank's x into everybody's."""
         self._wait(lambda: self._group.broadcast(x, 0))
+
+    def gather(self, x: Tensor) -> Sequence[Tensor]:
+        """Every rank's x, of any dtype, in their order."""
+        if not x.numel():
+            return [x] * self.rank.n
+        return [part.view(x.dtype).view(x.shape) for part in self._all(x.contiguous().view(-1).view(torch.uint8))]
+
+    def deal(self, parts: Iterator[Tensor] | None, own: Tensor) -> Tensor:
+        """The next of the first rank's `parts` to this rank, one for each in their order, into `own`, which is contiguous. parts: None elsewhere."""
+        place = own.view(-1).view(torch.uint8) if own.numel() else own.new_empty(0, dtype=torch.uint8)
+        whole = torch.empty(self.rank.n, len(place), dtype=torch.uint8, device=own.device if self.capturable else "cpu")
+        if parts is not None:
+            for row in whole:
+                row.copy_(next(parts).contiguous().view(-1).view(torch.uint8))
+        if own.numel():
+            self.spread(whole)
+            place.copy_(whole[self.rank.index])
+        return own
 
     def _all(self, x: Tensor) -> Sequence[Tensor]:
         """Every rank's x, in their order."""

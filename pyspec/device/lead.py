@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,16 +18,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pyspec.cuda.collective import Collective
 from pyspec.cuda.fold import flush
 from pyspec.cuda.graph import Graphed
 from pyspec.cuda.ops.ahead.ref import described
+from pyspec.device import shares
 from pyspec.device.worker import Launched, Worker
 from pyspec.draft.drafter import Drafter
 from pyspec.errors import DeviceError
 from pyspec.models.target import Out, Target
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
-from pyspec.slots.memory import Checkpoint, Memory
+from pyspec.slots.memory import Checkpoint, Like, Memory
 from pyspec.slots.parts import PartMemory
 from pyspec.slots.round import Round
 from pyspec.slots.states import to_host
@@ -96,13 +99,44 @@ class RestoreState:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadPages:
+    """What all ranks have in these pages goes to the first one."""
+
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WritePages:
+    """What the first one has of all ranks' goes into these pages."""
+
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReadState:
+    """That checkpoint goes to the first one."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class MakeState:
+    """A checkpoint that the first one has of all ranks, to be known by its number."""
+
+    number: int
+    n_past: int
+
+
+@dataclass(frozen=True, slots=True)
 class DropStates:
     """Nobody needs these checkpoints any more."""
 
     numbers: tuple[int, ...]
 
 
-Command = RunForward | SealGraphs | FoldSlot | ResetSlot | CopyPage | KeepState | RestoreState | DropStates
+OfPages = ResetSlot | CopyPage | ReadPages | WritePages
+OfStates = KeepState | RestoreState | ReadState | MakeState | DropStates
+Command = RunForward | SealGraphs | FoldSlot | OfPages | OfStates
 Tell = Callable[[Command], None]
 
 
@@ -121,12 +155,11 @@ class KeptElsewhere:
 class Leader:
     """Implements `Lead`, and hands on what else ranks have to hear.
 
-    spread  brings a tensor of the first rank's to all
     moved   where the next forward's batch lies, if only our device knows its rows
     """
 
-    def __init__(self, tell: Tell, spread: Callable[[Tensor], None]) -> None:
-        self._tell, self.spread = tell, spread
+    def __init__(self, tell: Tell, ranks: Collective) -> None:
+        self._tell, self.ranks = tell, ranks
         self.moved: Tensor | None = None
         self._dropped: deque[int] = deque()  # on whatever thread a checkpoint goes
         self._n_kept = 0
@@ -138,31 +171,38 @@ class Leader:
             self._tell(DropStates(tuple(self._dropped.popleft() for _ in range(len(self._dropped)))))
         self._tell(command)
 
-    def keep(self, slot: int, n_past: int) -> KeptElsewhere:
-        """Have the others take a checkpoint."""
+    def keep(self) -> KeptElsewhere:
+        """A number for a checkpoint that the others are told to take."""
         self._n_kept += 1
         kept = KeptElsewhere(self._n_kept)
-        self.tell(KeepState(kept.number, slot, n_past))
         weakref.finalize(kept, self._dropped.append, kept.number).atexit = False
         return kept
 
-    def forward(self, run: Callable[[Batch, Sequence[int]], Out], batch: Batch, taps: Sequence[int]) -> Out:
-        """Once the others are at it nothing but its end lets them go on: what fails here is the end of all of them."""
-        if self._is_running:
-            return run(batch, taps)
-        is_moved, in_arena = self.moved is not None, batch.bucket is not None
-        self.tell(RunForward(tuple(batch.seqs), tuple(batch.pages), tuple(taps), in_arena, is_moved))
-        self._is_running = True
+    @contextmanager
+    def together(self, command: Command) -> Iterator[None]:
+        """Have the others do what we do meanwhile: what fails here is the end of all of them, since nothing but our part in it lets them go on."""
+        self.tell(command)
         try:
-            if self.moved is not None:
-                self.spread(self.moved)
-            return run(batch, taps)
+            yield
         except DeviceError:
             raise
         except Exception as e:
-            raise DeviceError(f"a forward failed on the first rank, and the others wait in it: {e}") from e
-        finally:
-            self._is_running = False
+            what = type(command).__name__
+            raise DeviceError(f"{what} failed on the first rank, and the others wait in it: {e}") from e
+
+    def forward(self, run: Callable[[Batch, Sequence[int]], Out], batch: Batch, taps: Sequence[int]) -> Out:
+        """On every rank."""
+        if self._is_running:
+            return run(batch, taps)
+        is_moved, in_arena = self.moved is not None, batch.bucket is not None
+        with self.together(RunForward(tuple(batch.seqs), tuple(batch.pages), tuple(taps), in_arena, is_moved)):
+            self._is_running = True
+            try:
+                if self.moved is not None:
+                    self.ranks.spread(self.moved)
+                return run(batch, taps)
+            finally:
+                self._is_running = False
 
 
 class LedMemory(Memory):
@@ -181,7 +221,8 @@ class LedMemory(Memory):
 
     def checkpoint(self, slot: int, n_past: int) -> Checkpoint:
         """On every rank; ours knows of the others'."""
-        kept = self.leader.keep(slot, n_past)
+        kept = self.leader.keep()
+        self.leader.tell(KeepState(kept.number, slot, n_past))
         saved = super().checkpoint(slot, n_past)
         saved.elsewhere = kept
         return saved
@@ -196,6 +237,40 @@ class LedMemory(Memory):
         """On every rank."""
         self.leader.tell(CopyPage(new, old))
         super().copy_page(parts, page_size, new, old)
+
+    def pages_like(self, page_size: int, n_page: int) -> list[Like]:
+        """Of every rank."""
+        return self._of_all(super().pages_like(page_size, n_page))
+
+    def state_like(self, n_past: int) -> list[Like]:
+        """Of every rank."""
+        return self._of_all(super().state_like(n_past))
+
+    def read_pages(self, page_size: int, pages: Sequence[int]) -> list[Tensor]:
+        """From every rank."""
+        with self.leader.together(ReadPages(tuple(pages))):
+            planes = shares.gather_pages(self, self.leader.ranks, page_size, pages)
+            return [part.cpu() for parts in planes for part in parts]
+
+    def write_pages(self, page_size: int, pages: Sequence[int], content: Iterator[Tensor]) -> None:
+        """On every rank."""
+        with self.leader.together(WritePages(tuple(pages))):
+            shares.deal_pages(self, self.leader.ranks, page_size, pages, content)
+
+    def read_state(self, saved: Checkpoint) -> list[Tensor]:
+        """From every rank."""
+        assert isinstance(saved.elsewhere, KeptElsewhere)
+        with self.leader.together(ReadState(saved.elsewhere.number)):
+            return [part.cpu() for parts in shares.gather_state(self.leader.ranks, saved.tensors) for part in parts]
+
+    def make_state(self, n_past: int, content: Iterator[Tensor]) -> Checkpoint:
+        """On every rank."""
+        kept = self.leader.keep()
+        with self.leader.together(MakeState(kept.number, n_past)):
+            return Checkpoint(n_past, shares.deal_state(self, self.leader.ranks, n_past, content), kept)
+
+    def _of_all(self, own: Sequence[Like]) -> list[Like]:
+        return [like for like in own for _ in range(self.leader.ranks.rank.n)]
 
 
 class LedGraphs(Graphed[Out]):
@@ -269,12 +344,10 @@ class Follower:
         elif isinstance(command, FoldSlot):
             for layer in self.memory.states.values():
                 flush(layer, command.slot, command.n_fold)
-        elif isinstance(command, ResetSlot):
-            self.memory.reset(command.slot)
-        elif isinstance(command, CopyPage):
-            self.memory.copy_page(self.memory.paged, self.table.page_size, command.new, command.old)
+        elif isinstance(command, OfPages):
+            self._of_pages(command)
         else:
-            self._keep(command)
+            self._of_states(command)
 
     def _forward(self, command: RunForward) -> None:
         arena = self.arena if command.in_arena else None
@@ -289,11 +362,30 @@ class Follower:
                 graphs.seal()
         self._graphs[command.taps](batch)
 
-    def _keep(self, command: KeepState | RestoreState | DropStates) -> None:
+    def _of_pages(self, command: OfPages) -> None:
+        size, ranks = self.table.page_size, self.target.ranks
+        assert ranks is not None
+        if isinstance(command, ResetSlot):
+            self.memory.reset(command.slot)
+        elif isinstance(command, CopyPage):
+            self.memory.copy_page(self.memory.paged, size, command.new, command.old)
+        elif isinstance(command, ReadPages):
+            deque(shares.gather_pages(self.memory, ranks, size, command.pages), maxlen=0)
+        else:
+            shares.deal_pages(self.memory, ranks, size, command.pages, None)
+
+    def _of_states(self, command: OfStates) -> None:
+        ranks = self.target.ranks
+        assert ranks is not None
         if isinstance(command, KeepState):  # on the host: the first rank counts those of its device alone
             self._kept[command.number] = to_host(self.memory.checkpoint(command.slot, command.n_past))
         elif isinstance(command, RestoreState):
             self.memory.restore(command.slot, self._kept[command.number])
+        elif isinstance(command, ReadState):
+            deque(shares.gather_state(ranks, self._kept[command.number].tensors), maxlen=0)
+        elif isinstance(command, MakeState):
+            own = shares.deal_state(self.memory, ranks, command.n_past, None)
+            self._kept[command.number] = to_host(Checkpoint(command.n_past, own))
         else:
             for number in command.numbers:
                 del self._kept[number]

@@ -6,6 +6,7 @@ host reads them, so that the next round may be launched meanwhile.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -212,8 +213,11 @@ class Worker:
 
     def pools(self) -> list[PartMemory]:
         """Everything that has pages: the target's layers and the drafter's."""
-        drafts = self.drafter.pools() if isinstance(self.drafter, PagedDrafter) else ()
-        return [*self.memory.paged, *drafts]
+        return [*self.memory.paged, *self.draft_pools()]
+
+    def draft_pools(self) -> Sequence[PartMemory]:
+        """What the drafter has in the pages."""
+        return self.drafter.pools() if isinstance(self.drafter, PagedDrafter) else ()
 
 
 class Pinned:

@@ -188,7 +188,7 @@ def lead_ranks(target: Target, memory: Memory, ranks: Ranks) -> Memory:
     """Have what is done to the model and its memory be done on all ranks, once they are loaded. The memory to use from now on."""
     ranks.wait()
     assert target.ranks is not None
-    leader = Leader(ranks.tell, target.ranks.spread)
+    leader = Leader(ranks.tell, target.ranks)
     target.lead, target.memory = leader, LedMemory(memory, leader)
     return target.memory
 

@@ -12,7 +12,7 @@ from typing import Any
 from pyspec.engine.loop import Loop
 from pyspec.engine.slot_image import Image, SlotImager
 from pyspec.engine.visit import Visit
-from pyspec.errors import NotSupported, PyspecError, RequestError
+from pyspec.errors import PyspecError, RequestError
 from pyspec.gguf.fingerprint import fingerprint
 from pyspec.request import EngineInfo, SlotAction, SlotAnswer, SlotReport
 from pyspec.slots.slot_file import SlotFile, write
@@ -27,7 +27,7 @@ WHAT = {
     "draft_model": "draft model",
     "kv_type": "type of keys and values (-ctk)",
     "page_size": "page size (--page-size)",
-    "layout": "layout of caches and states",
+    "layout": "layout of caches and states (--tp counts)",
 }
 """What has to be the same where a slot is restored, and how people call it."""
 
@@ -45,8 +45,6 @@ class SlotActions:
         hear, n_slot = _careful(hear), len(self.loop.table.slots)
         if not 0 <= action.slot < n_slot:
             hear(RequestError(f"slot {action.slot} does not exist; slots are 0..{n_slot - 1} (-np)"))
-        elif action.kind != "erase" and not self.loop.memory.is_whole:
-            hear(NotSupported("what a slot holds can not be saved or restored with --tp: each rank has a share of it"))
         elif action.kind == "save":
             visit(Visit(action.slot, lambda: self._take(action, hear), hear))
         elif action.kind == "erase":

@@ -18,8 +18,8 @@ from pyspec.device.worker import Worker
 from pyspec.draft.drafter import PortableDrafter
 from pyspec.errors import BadSlotFile, RequestError
 from pyspec.slots.cache import PrefixCache
-from pyspec.slots.kv import name_of, raw
-from pyspec.slots.memory import Checkpoint
+from pyspec.slots.kv import name_of
+from pyspec.slots.memory import Like, planes_of, read_planes, write_planes
 from pyspec.slots.prefix import State
 from pyspec.slots.slot_file import Bytes, SlotFile
 from pyspec.slots.states import Saved
@@ -52,14 +52,13 @@ class SlotImager:
 
     # -- how it is laid out ---------------------------------------------------------------------------------------
 
-    def _planes(self) -> list[Tensor]:
-        """Everything that has pages, as [page, row, *dims]."""
-        size = self.table.page_size
-        return [
-            raw(plane).unflatten(0, (-1, one.shape[0]))
-            for part in self.worker.pools()
-            for plane, one in zip(part.tensors(), part.page(0, size), strict=True)
-        ]
+    def _drafts(self) -> list[Tensor]:
+        """What the drafter has in the pages, as [page, row, *dims]."""
+        return planes_of(self.worker.draft_pools(), self.table.page_size)
+
+    def _pages_like(self, n_page: int) -> list[Like]:
+        own = self.worker.memory.pages_like(self.table.page_size, n_page)
+        return own + [((n_page, *plane.shape[1:]), plane.dtype) for plane in self._drafts()]
 
     @property
     def _drafter(self) -> PortableDrafter | None:
@@ -69,24 +68,19 @@ class SlotImager:
     def layout(self) -> dict[str, Any]:
         """What has to be the same where an image is put back, beside the models: {what: value}."""
         share = self._drafter.share_shape if self._drafter is not None else ()
-        planes = [(tuple(p.shape[1:]), str(p.dtype)) for p in self._planes()]
-        states = [str(t.dtype) for t in self.worker.memory.saved_like(1)]
+        planes = [(shape[1:], str(dtype)) for shape, dtype in self._pages_like(1)]
+        states = [str(dtype) for _, dtype in self.worker.memory.state_like(1)]
         return {
             "kv_type": name_of(self.worker.memory.kv_dtype),
             "page_size": self.table.page_size,
             "layout": blake2b(repr((planes, states, share)).encode(), digest_size=8).hexdigest(),
         }
 
-    def _like(self, n_token: int, states: Sequence[StateHead]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    def _like(self, n_token: int, states: Sequence[StateHead]) -> list[Like]:
         """Shape and type of every tensor of an image."""
-        n_page = self.table.pages_for(n_token)
-        like: list[tuple[tuple[int, ...], torch.dtype]] = [((n_token,), torch.int32)]
-        like += [((n_page, *p.shape[1:]), p.dtype) for p in self._planes()]
+        like: list[Like] = [((n_token,), torch.int32), *self._pages_like(self.table.pages_for(n_token))]
         for state in states:
-            like += [
-                (shape, t.dtype)
-                for shape, t in zip(state.shapes, self.worker.memory.saved_like(state.n_past), strict=True)
-            ]
+            like += self.worker.memory.state_like(state.n_past)
             if state.has_share:
                 assert self._drafter is not None
                 like.append((self._drafter.share_shape, torch.float32))
@@ -102,9 +96,10 @@ class SlotImager:
         states = sorted((s for node in nodes for s in node.states.values() if s.n_past <= n), key=lambda s: s.n_past)
         if self.worker.memory.needs_state:
             n = states[-1].n_past if states else 0
-        at = torch.tensor([node.page for node in nodes[: self.table.pages_for(n)]], dtype=torch.int64)
+        pages = [node.page for node in nodes[: self.table.pages_for(n)]]
         content = [torch.tensor(slot.left[:n], dtype=torch.int32)]
-        content += [plane[at.to(plane.device)].cpu() for plane in self._planes()]
+        content += self.worker.memory.read_pages(self.table.page_size, pages)
+        content += read_planes(self._drafts(), pages)
         heads = []
         for state in states:
             head, tensors = self._take_state(state)
@@ -115,7 +110,7 @@ class SlotImager:
     def _take_state(self, state: State) -> tuple[StateHead, list[Tensor]]:
         saved = state.content
         assert isinstance(saved, Saved)
-        tensors, drafter = [t.cpu() for t in saved.checkpoint.tensors], self._drafter
+        tensors, drafter = self.worker.memory.read_state(saved.checkpoint), self._drafter
         shapes = tuple(tuple(t.shape) for t in tensors)
         if saved.draft is None or drafter is None:
             return StateHead(state.n_past, False, shapes), tensors
@@ -158,7 +153,7 @@ class SlotImager:
         for i, row in enumerate(rows):
             match row:
                 case [int(n_past), bool(has_share), list(shapes)] if before < n_past <= n_token:
-                    want = [list(t.shape) for t in memory.saved_like(n_past)]
+                    want = [list(shape) for shape, _ in memory.state_like(n_past)]
                     if shapes != want or (has_share and self._drafter is None):
                         raise file.bad(f"state {i}, at {n_past} tokens, is laid out otherwise than here")
                     heads.append(StateHead(n_past, has_share, tuple(map(tuple, want))))
@@ -196,10 +191,9 @@ class SlotImager:
         slot.left = left
 
     def _fill(self, slot: Slot, image: Image) -> None:
-        at, planes = torch.tensor(slot.pages, dtype=torch.int64), self._planes()
         content = iter(image.content[1:])
-        for plane in planes:
-            plane.index_copy_(0, at.to(plane.device), next(content).to(plane.device))
+        self.worker.memory.write_pages(self.table.page_size, slot.pages, content)
+        write_planes(self._drafts(), slot.pages, content)
         self.table.file(slot, whole=True)
         for head in image.states:
             self._fill_state(slot, head, [next(content) for _ in range(len(head.shapes) + head.has_share)])
@@ -216,8 +210,7 @@ class SlotImager:
         drafter, share = self._drafter, tensors.pop() if head.has_share else None
         draft = drafter.share_of(head.n_past, share) if drafter is not None and share is not None else None
         states.room(sum(t.numel() * t.element_size() for t in tensors))
-        kept = [t.to(self.worker.device, copy=True) for t in tensors]
-        states.add(node, head.n_past, Saved(Checkpoint(head.n_past, kept), draft))
+        states.add(node, head.n_past, Saved(self.worker.memory.make_state(head.n_past, iter(tensors)), draft))
 
 
 def _aligned(piece: Bytes) -> Bytes:

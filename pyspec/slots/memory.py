@@ -5,7 +5,7 @@ Everything is allocated once, at load. A page is written only by the slot that h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, cast
 
@@ -16,6 +16,7 @@ from pyspec.slots.kv import KVPool, raw
 from pyspec.slots.parts import CacheSizes, LayerParts, PartMemory
 from pyspec.slots.recurrent import StateLayer
 
+Like = tuple[tuple[int, ...], torch.dtype]  # of a tensor
 KV, STATE = "kv", "state"  # names of the parts that attention and recurrences read
 
 
@@ -88,6 +89,33 @@ class Memory:
         """Bring back what a checkpoint holds, into any slot."""
         _copy(self._saved(slot, saved.n_past), saved.tensors, non_blocking=True)
 
+    # What a slot holds as an image has it (engine/slot_image.py): on the host, and of several ranks each tensor of all of them.
+
+    def pages_like(self, page_size: int, n_page: int) -> list[Like]:
+        """What `read_pages` gives of so many."""
+        return [((n_page, *plane.shape[1:]), plane.dtype) for plane in planes_of(self.paged, page_size)]
+
+    def state_like(self, n_past: int) -> list[Like]:
+        """What `read_state` gives of a checkpoint at `n_past` tokens."""
+        return [(tuple(t.shape), t.dtype) for t in self.saved_like(n_past)]
+
+    def read_pages(self, page_size: int, pages: Sequence[int]) -> list[Tensor]:
+        """These pages of everything that has any."""
+        return read_planes(planes_of(self.paged, page_size), pages)
+
+    def write_pages(self, page_size: int, pages: Sequence[int], content: Iterator[Tensor]) -> None:
+        """What `read_pages` gave, into these pages."""
+        write_planes(planes_of(self.paged, page_size), pages, content)
+
+    def read_state(self, saved: Checkpoint) -> list[Tensor]:
+        """A checkpoint's tensors."""
+        return [t.cpu() for t in saved.tensors]
+
+    def make_state(self, n_past: int, content: Iterator[Tensor]) -> Checkpoint:
+        """The checkpoint whose tensors `read_state` gave."""
+        like = self.saved_like(n_past)
+        return Checkpoint(n_past, [next(content).to(live.device, copy=True) for live in like])
+
     def copy_page(self, parts: Sequence[PartMemory], page_size: int, new: int, old: int) -> None:
         """Page `old` to page `new` of every one of `parts`: all of ours that have pages, and those of whoever shares their numbers."""
         copy_page(parts, page_size, new, old)
@@ -117,6 +145,28 @@ def copy_page(parts: Iterable[PartMemory], page_size: int, new: int, old: int) -
     live = list(parts)
     to, of = ([raw(t) for part in live for t in part.page(page, page_size)] for page in (new, old))
     _copy(to, of)
+
+
+def planes_of(parts: Iterable[PartMemory], page_size: int) -> list[Tensor]:
+    """Everything of these parts that has pages, as [page, row, *dims]."""
+    return [
+        raw(plane).unflatten(0, (-1, one.shape[0]))
+        for part in parts
+        for plane, one in zip(part.tensors(), part.page(0, page_size), strict=True)
+    ]
+
+
+def read_planes(planes: Iterable[Tensor], pages: Sequence[int]) -> list[Tensor]:
+    """These pages of each, on the host."""
+    at = torch.tensor(pages, dtype=torch.int64)
+    return [plane[at.to(plane.device)].cpu() for plane in planes]
+
+
+def write_planes(planes: Iterable[Tensor], pages: Sequence[int], content: Iterator[Tensor]) -> None:
+    """What `read_planes` gave, into these pages."""
+    at = torch.tensor(pages, dtype=torch.int64)
+    for plane in planes:
+        plane.index_copy_(0, at.to(plane.device), next(content).to(plane.device))
 
 
 def _n_bytes(parts: Iterable[PartMemory]) -> int:

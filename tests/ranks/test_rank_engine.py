@@ -17,12 +17,13 @@ from rank_threads import RankRig
 
 from pyspec import synth
 from pyspec.config import EngineSettings
-from pyspec.device.lead import Command, Follower, RunForward
+from pyspec.device.lead import Command, Follower, Leader, LedMemory, ReadPages, RunForward
 from pyspec.engine.describe import describe, plan_memory
 from pyspec.engine.ranks import RankProcess
-from pyspec.errors import ModelError, NotSupported
+from pyspec.engine.slot_image import SlotImager
+from pyspec.errors import DeviceError, ModelError
 from pyspec.models.weights import cuts_of
-from pyspec.request import SamplingParams, SlotAction, SlotAnswer
+from pyspec.request import SamplingParams
 from pyspec.synth import dims
 
 N = 24
@@ -99,13 +100,36 @@ def test_states_that_go_here_go_there(shared: RankRig) -> None:
     assert follower._kept.keys() == alive and not alive & numbers
 
 
-def test_slots_of_several_ranks_are_not_saved(shared: RankRig, tmp_path: Path) -> None:
-    from pyspec.engine.slot_actions import SlotActions
+def test_an_image_holds_what_all_ranks_have(shared: RankRig) -> None:
+    """Pages and states of both, the drafter's beside them: put back where they are not known, the same text follows and nothing is read again."""
+    loop, (prompt, text) = shared.loop, demo_prompts()[4]
+    heard = shared.generate(prompt, N)
+    imager, slot = SlotImager(loop.worker, loop.cache), loop.table.slots[heard.job.slot.index]
+    image = imager.take(slot)
+    want = shared.generate([*prompt, *text[:N]], N)
+    assert image.n_token == len(prompt) + N - 1 and want.job.n_cached == image.n_token
+    for one in loop.table.slots:
+        loop.table.erase(one)
+    assert shared.generate([*prompt, *text[:N]], N).job.n_cached == 0
+    for one in loop.table.slots:
+        loop.table.erase(one)
+    imager.put(loop.table.slots[2], image)
+    again = shared.generate([*prompt, *text[:N]], N)
+    assert (again.tokens, again.job.n_cached) == (want.tokens, image.n_token)
+    taken = imager.take(loop.table.slots[again.job.slot.index])
+    assert torch.equal(taken.content[0][: image.n_token], image.content[0])
+    loop.cache.check(now=True)
+    shared.ranks.settle()
 
-    answers: list[SlotAnswer] = []
-    actions = SlotActions(shared.loop, shared.info)
-    actions.begin(SlotAction("save", 0, str(tmp_path / "x")), answers.append, lambda visit: None)
-    assert isinstance(answers[0], NotSupported) and "--tp" in str(answers[0])
+
+def test_an_image_that_fails_on_the_first_rank_is_the_end_of_all(shared: RankRig) -> None:
+    memory = shared.loop.memory
+    assert isinstance(memory, LedMemory)
+    told: list[Command] = []
+    leader = Leader(told.append, memory.leader.ranks)  # type: ignore[arg-type]
+    with pytest.raises(DeviceError, match="ReadPages failed on the first rank, and the others wait in it: index"):
+        LedMemory(memory, leader).read_pages(shared.loop.table.page_size, [1 << 40])
+    assert told == [ReadPages((1 << 40,))]
 
 
 def test_what_does_not_divide_is_refused_before_anything_is_loaded() -> None:
