@@ -11,7 +11,8 @@ A launch that an op binds keeps the op's contract. What it can do besides, it sa
     room, prepare, shares   of experts: rows that are ready before it is known which expert reads them, and products that
                             the next launch sums
 
-So the torch reference, and every implementation without these, runs in the same models as it is.
+So the torch reference, and every implementation without these, runs in the same models as it is. A product that ranks sum (`Summed`) is asked for what
+this rank has of it (`own`): that reads the rows, and sums behind it are nobody's here.
 """
 
 from __future__ import annotations
@@ -36,10 +37,16 @@ Product = Callable[..., Tensor]  # as models.weights.Matrix
 Fold = Callable[[StateLayer, int, int], None]
 
 
+def _own(product: Any) -> Any:
+    """What this rank has of a product."""
+    return getattr(product, "own", product)
+
+
 def read_next(launch: Launch, product: Product) -> dict[str, Tensor]:
     """What calls of `launch` are told besides, where `product` reads what they give: its weights, if they are fetched ahead."""
-    if getattr(launch, "fetches", False) and isinstance(product, Streamed):
-        return {"after": product.packed.data}
+    own = _own(product)
+    if getattr(launch, "fetches", False) and isinstance(own, Streamed):
+        return {"after": own.packed.data}
     return {}
 
 
@@ -56,9 +63,9 @@ def unfinished(product: Product, x: Tensor, prep: Prep | None = None) -> tuple[T
 
 def then(launch: Launch, given: Sequence[Any], product: Product, prep: HeadNorm, residual: Tensor) -> Tensor:
     """residual + product(prep(launch(*given))). Of few rows the launch writes those that the product reads."""
-    prepared = getattr(launch, "prepared", None)
-    if prepared is not None and isinstance(product, Streamed):
-        into = product.place(len(residual), prep)
+    prepared, own = getattr(launch, "prepared", None), _own(product)
+    if prepared is not None and isinstance(own, Streamed):
+        into = own.place(len(residual), prep)
         if into is not None:
             return product(prepared(*given, into=into), residual=residual)
     return product(launch(*given).flatten(1), prep, residual=residual)
@@ -87,9 +94,10 @@ def both(main: Launch, beside: Launch) -> Launch | None:
 def handing(first: Product | StreamedParts | None, next: Product | None, bound: float) -> Handing | None:
     """What of few rows runs `first` into the rows of `next`, which the one that prepares them has no launch for; None where that can not be.
     bound: of the magnitudes that `first` gives, 0 if there is none."""
-    if not isinstance(first, Streamed | StreamedParts) or not isinstance(next, Streamed):
+    own = _own(next)
+    if not isinstance(first, Streamed | StreamedParts) or not isinstance(own, Streamed):
         return None
-    return handing_of(first, next, bound)
+    return handing_of(first, own, bound)
 
 
 def one_after_other(

@@ -121,8 +121,7 @@ class WindowAttention:
             w.summed(f"{p}.attn_output_b.weight"),
         )
         largest = max(float(norm.abs().amax()) for norm in norms) * (a.n_head // c.n_group * a.head_dim) ** 0.5
-        own = w.matrix(f"{p}.attn_output_b.weight")  # of this rank, where there are several
-        self.hands = fuse.handing(self.out_a.few, own, largest * self.out_a.reach())
+        self.hands = fuse.handing(self.out_a.few, self.out_b, largest * self.out_a.reach())
 
     @property
     def capturable(self) -> bool:

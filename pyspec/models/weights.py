@@ -207,13 +207,16 @@ class Grouped:
 
 
 class Summed:
-    """A matrix of which every rank has some columns: the ranks' products are summed, and what is added to them is added once."""
+    """A matrix of which every rank has some columns: the ranks' products are summed, and what is added to them is added once.
 
-    def __init__(self, matrix: Matrix, ranks: Collective) -> None:
-        self.matrix, self.ranks = matrix, ranks
+    own  this rank's, which takes what neighbours prepare for it (cuda/fuse.py)
+    """
+
+    def __init__(self, own: Matrix, ranks: Collective) -> None:
+        self.own, self.ranks = own, ranks
 
     def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
-        return self.ranks.sum(self.matrix(x, prep, residual if self.ranks.rank.leads else None))
+        return self.ranks.sum(self.own(x, prep, residual if self.ranks.rank.leads else None))
 
 
 class Gathered:

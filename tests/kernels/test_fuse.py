@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import fuse
+from pyspec.cuda.collective import Rank
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.gdn import cuda as gdn_cuda
 from pyspec.cuda.ops.mamba2 import cuda as mamba2_cuda
@@ -18,6 +19,7 @@ from pyspec.cuda.ops.moe.ref import Routes
 from pyspec.cuda.ops.moe_route import cuda as moe_route_cuda
 from pyspec.cuda.ops.rows.ref import RELU2, HeadNorm, Norm
 from pyspec.cuda.streamed import Streamed
+from pyspec.models.weights import Summed
 
 X = torch.ones(3, 4)
 PREP = HeadNorm(torch.ones(4), 1e-6, torch.ones(3, 4))
@@ -89,6 +91,14 @@ def test_a_launch_prepares_the_next_products_rows_where_both_can(few: bool) -> N
     fuse.then(lambda x: x[:, None], (X,), product, PREP, X)
     assert product.heard[1] == ("rows", PREP)
     assert torch.equal(fuse.then(Launch(), (X,), plain, PREP, X), X), "a library's product prepares by itself"
+
+
+def test_of_a_product_that_ranks_sum_this_ranks_is_prepared_for() -> None:
+    product, ranks = Product(few=True), SimpleNamespace(rank=Rank(1, 2), sum=lambda y: 2 * y)
+    summed = Summed(product, ranks)  # type: ignore[arg-type]
+    assert fuse.read_next(Launch(), summed)["after"] is product.packed.data
+    assert torch.equal(fuse.then(Launch(), (X,), summed, PREP, X), 2 * X)
+    assert product.heard == [("prepared in place of 3", None)]
 
 
 def test_rows_of_experts_are_ready_before_the_choice() -> None:
