@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from rank_pids import children
 
 from pyspec.cuda.collective import may_share_gpu
 from pyspec.engine.api import Engine
+from pyspec.synth import write
+from pyspec.synth.dims import MODELS
 
 N_GPU = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif((1 if may_share_gpu() else 2) > N_GPU, reason="needs two GPUs, or PYSPEC_SHARE_GPU=1")
@@ -44,6 +48,27 @@ def test_text_over_two_gpus_is_that_of_one(draft: str | None, alone: list[tuple[
 @pytest.mark.parametrize("options", [{"plain_loop": True}, {"demoted": (DEMOTED,)}], ids=["no graphs", "no peer_sum"])
 def test_every_way_to_sum_gives_the_same_text(options: dict[str, object], alone: list[tuple[int, ...]]) -> None:
     assert texts("auto", 2, **options) == alone
+
+
+def first_tokens(path: Path, tp: int) -> list[dict[int, float]]:
+    """The likeliest first tokens behind four prompts, each alone and all together, and their log probabilities."""
+    prompts = [tuple(range(5, 5 + n)) for n in (3, 40, 150, 300)]
+    how = {"max_tokens": 1, "temperature": 0.0, "logprobs": 8, "cache_prompt": False}
+    with Engine.load(str(path), None, np=4, ctx=512, device="cuda", tp=tp) as engine:
+        found = [*(engine.generate(prompt, **how) for prompt in prompts), *engine.generate_many(prompts, **how)]  # type: ignore[arg-type]
+    return [dict(r.logprobs[0].top) for r in found]
+
+
+def test_deepseek4_over_two_gpus_is_that_of_one(tmp_path: Path) -> None:
+    """Layers that kernels take, experts in MXFP4: the same probabilities, up to what other sums round."""
+    dims = replace(
+        MODELS["deepseek-v4-flash"], n_layer=4, ratios=(0, 4, 128, 4), n_embd=1024, n_ff=512, n_head=16, groups=4, q_rank=256, out_rank=256,
+        n_expert=8, n_used=2, n_hash=1,
+    )  # fmt: skip
+    path = write(dims, tmp_path / "f.gguf", quant="mxfp4")
+    for one, two in zip(first_tokens(path, 1), first_tokens(path, 2), strict=True):
+        both = one.keys() & two.keys()
+        assert len(both) >= 6 and max(abs(one[t] - two[t]) for t in both) < 0.05
 
 
 def test_sums_are_taken_in_each_others_memory(caplog: pytest.LogCaptureFixture) -> None:
