@@ -126,6 +126,8 @@ def _head(repo: str, name: str, folder: Path) -> Path:
 
     url = hf_hub_url(repo, name)
     about = _asked(repo, lambda: get_hf_file_metadata(url))
+    if about.size is None:
+        raise DownloadError(f"{name}: the server does not say its size")
     request = Request(about.location, headers=_headers(url, about.location) | {"Range": f"bytes=0-{HEAD_BYTES - 1}"})
 
     def first_bytes() -> bytes:
