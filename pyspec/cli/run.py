@@ -58,7 +58,7 @@ class RunFlags:
         """The text to continue; None for a chat. Raises UsageError if there is nothing on stdin."""
         if self.prompt is not None or self.chat is not None:
             return self.prompt
-        text = (self.file or click.get_text_stream("stdin", encoding="utf-8")).read()
+        text = (self.file or click.open_file("-", encoding="utf-8")).read()
         if not text and self.file is None:
             raise click.UsageError("nothing to continue on stdin; give -p TEXT, --chat MESSAGE or -f FILE")
         return text
