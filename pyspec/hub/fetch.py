@@ -225,8 +225,10 @@ def _asked(repo: str, ask: Callable[[], T]) -> T:
     from huggingface_hub.errors import HfHubHTTPError
 
     # its HTTP errors derive from those of whichever HTTP library the installed version uses; the rest are OSErrors
+    http = (base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception))
+    kinds: tuple[type[Exception], ...] = (OSError, ValueError, *http)
     try:
         return ask()
-    except (OSError, ValueError, *HfHubHTTPError.__bases__) as e:
+    except kinds as e:
         lines = str(e).strip().splitlines()
         raise DownloadError(f"{repo} can not be had: {lines[0] if lines else type(e).__name__}") from e
