@@ -138,7 +138,7 @@ def _table(where: str, values: object) -> dict[str, object]:
 
 
 def _build(kind: type[T], where: str, values: dict[str, object]) -> T:
-    known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]
+    known = {f.name: f for f in fields(kind)}  # type: ignore[arg-type]  # a dataclass
     _check_keys(where, set(values), set(known))
     for name, f in known.items():
         if name not in values and f.default is MISSING:

@@ -121,4 +121,4 @@ def settings_from(values: dict[str, object]) -> EngineSettings:
         if name not in known:
             near = get_close_matches(name, known, 1)
             raise ConfigError(f"no setting '{name}'" + (f"; did you mean '{near[0]}'?" if near else ""))
-    return EngineSettings(**values)  # type: ignore[arg-type]
+    return EngineSettings(**values)  # type: ignore[arg-type]  # values are checked when it is made

@@ -17,11 +17,13 @@ COMMIT = "0" * 39 + "1"
 
 @dataclass
 class FakeHub:
-    """What is served. `cut`: bytes after which the next answers break off; `lies`: files served with other bytes."""
+    """What is served. `cut`: bytes after which the next answers break off; `lies`: files served with other bytes.
+    `sizeless`: files whose size is not said before they come."""
 
     files: dict[str, bytes]
     cut: list[int] = field(default_factory=list)
     lies: set[str] = field(default_factory=set)
+    sizeless: set[str] = field(default_factory=set)
     asked: list[tuple[str, str, str]] = field(default_factory=list)  # method, file, range
     url: str = ""
 
@@ -62,7 +64,8 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
             start, end = int(first), min(int(last or len(sent)), len(sent) - 1)
             if "Range" in self.headers:
                 about["Content-Range"] = f"bytes {start}-{end}/{len(sent)}"
-            self.reply(206 if "Range" in self.headers else 200, sent[start : end + 1], about, body)
+            says_size = body or name not in hub.sizeless
+            self.reply(206 if "Range" in self.headers else 200, sent[start : end + 1], about, body, says_size)
 
         def listing(self) -> None:
             tree = [
@@ -70,9 +73,11 @@ def serving(hub: FakeHub) -> Iterator[FakeHub]:
             ]
             self.reply(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
 
-        def reply(self, status: int, data: bytes, headers: dict[str, str], body: bool = True) -> None:
+        def reply(
+            self, status: int, data: bytes, headers: dict[str, str], body: bool = True, says_size: bool = True
+        ) -> None:
             self.send_response(status)
-            for key, value in (headers | {"Content-Length": str(len(data))}).items():
+            for key, value in (headers | ({"Content-Length": str(len(data))} if says_size else {})).items():
                 self.send_header(key, value)
             self.end_headers()
             if not body:

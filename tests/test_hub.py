@@ -175,6 +175,15 @@ def test_fit_fetches_no_more_than_heads(there: FakeHub, tmp_path: Path, monkeypa
     assert not [a for a in there.asked if a[0] == "GET"]  # what is here is read where it is
 
 
+def test_fit_needs_the_size_of_what_it_does_not_fetch(there: FakeHub, tmp_path: Path):
+    there.sizeless = {"m-Q8_0.gguf"}
+    with (
+        hub.heads_only(tmp_path),
+        pytest.raises(DownloadError, match=r"m-Q8_0\.gguf: the server does not say its size"),
+    ):
+        hub.from_hub(REPO)
+
+
 def test_minus_hf_loads_the_drafter_beside_the_target(there: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from pyspec.engine.api import Engine
 

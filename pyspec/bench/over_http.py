@@ -89,7 +89,7 @@ class Samples:
         (t0, t1), (a, b) = self.times[i - 1 : i + 1], self.values[i - 1 : i + 1]
         share = min(max((now - t0) / (t1 - t0), 0.0), 1.0) if t1 > t0 else 1.0
         between = {name: getattr(a, name) + share * (getattr(b, name) - getattr(a, name)) for name in COUNTED}
-        return replace(b, **{**between, "rounds": round(between["rounds"])})  # type: ignore[arg-type]
+        return replace(b, **{**between, "rounds": round(between["rounds"])})
 
 
 def body_of(prompt: Sequence[int], how: Turn) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def _wide(text: str) -> float:
 
 def _legend(at: Element, items: Sequence[tuple[str, str]], y: float = 18) -> None:
     """At the right, in one line."""
-    x = WIDTH - RIGHT
+    x: float = WIDTH - RIGHT
     for name, colour in reversed(items):
         x -= _wide(name) + 24
         _bar(at, x, y - 9, 11, 11, colour, name)

@@ -73,7 +73,7 @@ class Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if (words := tuple(args[:2])) in BELOW:
-            return " ".join(words), _load(BELOW[words]), args[2:]  # type: ignore[index]
+            return " ".join(words), _load(BELOW[words]), args[2:]
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as e:

@@ -84,16 +84,14 @@ def _shown(value: Any) -> str:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def flags(as_json: bool) -> None:
     """Every flag of llama-server: honoured, ignored, or refused, and why."""
-    rows = [
-        {"names": list(flag.names), "env": flag.env, "fate": flag.fate, "why": flag.why}
-        for flag in dict.fromkeys(llama_flags().values())
-    ]
+    listed = dict.fromkeys(llama_flags().values())
     if as_json:
+        rows = [{"names": list(flag.names), "env": flag.env, "fate": flag.fate, "why": flag.why} for flag in listed]
         click.echo(json.dumps(rows, indent=1))
         return
     from pyspec.cli.tables import row, show, table
 
     t = table("llama-server's flag", "here", "why")
-    for one in rows:
-        row(t, " ".join(one["names"]), one["fate"], one["why"])
+    for flag in listed:
+        row(t, " ".join(flag.names), flag.fate, flag.why)
     show(t)

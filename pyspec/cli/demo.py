@@ -7,12 +7,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import click
 
 from pyspec.cli import verbose_option
 from pyspec.cli.chats import DemoBatch, DemoChat, ask_all, served
 from pyspec.errors import PyspecError
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 QUESTIONS = (
     "What is speculative decoding?",
@@ -126,7 +130,7 @@ def _view() -> tuple[AbstractContextManager[object], Callable[[Sequence[DemoChat
     return nullcontext(), tell
 
 
-def _live_table(chats: Sequence[DemoChat]) -> object:
+def _live_table(chats: Sequence[DemoChat]) -> Table:
     from pyspec.cli.tables import clipped_row, table
 
     t = table("question", "answer so far")

@@ -121,7 +121,7 @@ class FlagCommand(click.Command):
             return super().parse_args(ctx, reader.read(args))
         except click.BadParameter as e:
             if e.param is not None and (name := env_of(ctx, e.param)):  # nobody has typed that flag
-                e.message += f" ({name} in the environment)"
+                e.message += f" ({name} in the environment)"  # type: ignore[misc]  # final only in click's newer types
             raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -237,10 +237,10 @@ def gathered(kind: type[T], name: str = "options") -> Callable[[F], F]:
     def decorate(function: F) -> F:
         @wraps(function)
         def folded(**values: Any) -> object:
-            own = {f.name: values.pop(f.name) for f in fields(kind)}  # type: ignore[arg-type]
+            own = {f.name: values.pop(f.name) for f in fields(kind)}  # type: ignore[arg-type]  # a dataclass, see above
             return function(**{name: kind(**own)}, **values)
 
-        return folded  # type: ignore[return-value]
+        return folded  # type: ignore[return-value]  # click calls it by names
 
     return decorate
 

@@ -69,7 +69,7 @@ def _bar(what: str) -> Iterator[Tell]:
         task = bar.add_task(what, total=None)
 
         def tell(done: int, whole: int, what: str = "") -> None:
-            bar.update(task, completed=done, total=max(whole, 1), **({"description": what} if what else {}))
+            bar.update(task, completed=done, total=max(whole, 1), description=what or None)
 
         yield tell
 

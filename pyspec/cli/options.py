@@ -249,7 +249,7 @@ def folding(function: F, fold: Callable[[dict[str, Any]], None]) -> F:
         fold(values)
         return function(**values)
 
-    return folded  # type: ignore[return-value]
+    return folded  # type: ignore[return-value]  # click calls it by names
 
 
 def model_options(function: F) -> F:

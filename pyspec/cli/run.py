@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import click
 
@@ -39,7 +39,7 @@ class RunFlags:
 
     prompt: str | None
     chat: str | None
-    file: click.utils.LazyFile | None
+    file: TextIO | None
     system: str
     stop: tuple[str, ...]
     as_json: bool
@@ -58,7 +58,7 @@ class RunFlags:
         """The text to continue; None for a chat. Raises UsageError if there is nothing on stdin."""
         if self.prompt is not None or self.chat is not None:
             return self.prompt
-        text = (self.file or click.get_text_stream("stdin", encoding="utf-8")).read()
+        text = (self.file or click.open_file("-", encoding="utf-8")).read()
         if not text and self.file is None:
             raise click.UsageError("nothing to continue on stdin; give -p TEXT, --chat MESSAGE or -f FILE")
         return text
@@ -114,7 +114,7 @@ def _request(engine: Engine, ask: AnswerOptions, prompt: str | list[dict[str, st
 
 def answer(engine: Engine, request: Request, as_json: bool) -> str:
     """Run one request and print it: as it comes, or as one JSON object at the end. Returns the text."""
-    text, tokens, done = [], [], None
+    text, tokens, done = list[str](), list[int](), None
     with closing(_events(engine, request)) as events:
         for event in events:
             if isinstance(event, Done):

@@ -238,7 +238,7 @@ def server(
 def _end(served: Served) -> None:
     """Close what was served. A process whose GPU hangs, or that is told to go while it loads, does not end by itself."""
     loaded = served.engine
-    if loaded is None or not loaded.close(0.0 if served.is_hurried else CLOSE_S):  # type: ignore[attr-defined]
+    if loaded is None or not loaded.close(0.0 if served.is_hurried else CLOSE_S):  # type: ignore[attr-defined]  # an Engine, which is what we load
         logging.shutdown()
         os._exit(0 if loaded is None else 1)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import BinaryIO
 
 import click
 
@@ -19,7 +20,7 @@ from pyspec.cli.options import ModelChoice, model_options
 def tokenize(
     choice: ModelChoice,
     text: str | None,
-    file: click.utils.LazyFile | None,
+    file: BinaryIO | None,
     bos: bool,
     parse_special: bool,
     as_json: bool,

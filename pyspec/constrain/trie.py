@@ -37,7 +37,7 @@ class TokenTable:
 
     def build(self, encode: Callable[[str], list[int]]) -> LLTokenizer:
         """`encode` gives the ids of text in the middle of a text."""
-        return LLTokenizer(_Wrapper(self, encode), eos_token=list(self.eog))  # type: ignore[arg-type]
+        return LLTokenizer(_Wrapper(self, encode), eos_token=list(self.eog))  # type: ignore[arg-type]  # its stub names a class of its own
 
 
 class _Wrapper:

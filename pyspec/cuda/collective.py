@@ -183,7 +183,7 @@ def _join(rank: Rank, device: torch.device, store: str, timeout_s: float) -> Any
         nccl._timeout = limit
         group: Any = dist.ProcessGroupNCCL(meeting, rank.index, rank.n, nccl)
         return group
-    gloo = dist.ProcessGroupGloo._Options()
+    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # which torch's stubs leave out
     gloo._timeout = limit
     gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
     return dist.ProcessGroupGloo(meeting, rank.index, rank.n, gloo)

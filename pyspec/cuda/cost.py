@@ -53,7 +53,7 @@ class Noted:
         return found
 
 
-def step_down(op: Op[Any], spec: Any) -> StepDown | None:
+def step_down(op: Op[Any, Any], spec: Any) -> StepDown | None:
     """None where nothing lies below what is chosen, or the op has no check to take cases from."""
     chosen = op.chosen(spec)
     if chosen is op.reference or op.check is None:
@@ -64,7 +64,7 @@ def step_down(op: Op[Any], spec: Any) -> StepDown | None:
     return StepDown(lower.name, other / own) if own else None
 
 
-def _seconds(op: Op[Any], impl: Impl[Any], spec: Any) -> float:
+def _seconds(op: Op[Any, Any], impl: Impl[Any, Any], spec: Any) -> float:
     calls: list[Callable[[], object]] = []
     assert op.check is not None
     op.check(Noted(impl.bind(spec), calls), op.reference.bind(spec), spec)
@@ -113,7 +113,7 @@ def _events(device: torch.device, run: Callable[[], object], n: int) -> float:
     return start.elapsed_time(end) / 1e3
 
 
-def step_downs(asks: Sequence[tuple[Op[Any], Any]]) -> list[StepDown | None]:
+def step_downs(asks: Sequence[tuple[Op[Any, Any], Any]]) -> list[StepDown | None]:
     """Of each; what fails on its way says nothing."""
     out: list[StepDown | None] = []
     for op, spec in asks:

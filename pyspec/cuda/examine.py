@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 
 OPS = "pyspec.cuda.ops."
 TIERS = {"cuda": ("cuda", "wgmma"), "triton": ("triton",)}
@@ -49,12 +50,13 @@ class Examination:
 
 
 def _modules() -> tuple[str, ...]:
-    frame, found = sys._getframe(1), []
+    frame: FrameType | None = sys._getframe(1)
+    found: list[str] = []
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name.startswith(OPS) and name not in found:
             found.append(name)
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return tuple(found)
 
 

@@ -12,5 +12,5 @@ FOLDS = {GdnShape: gdn_ref.flush, Mamba2Shape: mamba2_ref.flush}
 
 
 def flush(layer: StateLayer, slot: int, n_fold: int) -> None:
-    fold = layer.fold or FOLDS[type(layer.shape)]  # type: ignore[index]
+    fold = layer.fold or FOLDS[type(layer.shape)]
     fold(layer, slot, n_fold)

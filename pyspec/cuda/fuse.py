@@ -17,24 +17,44 @@ this rank has of it (`own`): that reads the rows, and sums behind it are nobody'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVarTuple, cast
 
 import torch
 from torch import Tensor
 
-from pyspec.cuda.ops.moe.ref import NOTHING, Added, Routes
+from pyspec.cuda.ops.moe.ref import NOTHING, Added, ExpertsRun, Routes
 from pyspec.cuda.ops.rows.cuda import Place, Rows, Shares
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import HeadNorm, Norm, Prep, PrepKind, RowsSpec
+from pyspec.cuda.ops.streams.ref import Reading, StreamMix, Streams
 from pyspec.cuda.streamed import Handing, Streamed, StreamedParts
 from pyspec.cuda.streamed import handing as handing_of
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
-Launch = Callable[..., Any]
 Product = Callable[..., Tensor]  # as models.weights.Matrix
 Fold = Callable[[StateLayer, int, int], None]
+Given = TypeVarTuple("Given")  # what a call is given
+
+
+class ProductInParts(Protocol):
+    """As models.weights.Grouped. few: what runs few rows as one product."""
+
+    @property
+    def few(self) -> object: ...
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class FusedStreams(Protocol):
+    """What `reads_into` and `sums_of` say that streams can do besides their contract."""
+
+    def split(self, x: Tensor, mix: StreamMix, into: Place) -> Reading: ...
+
+    def merge_split(
+        self, y: Tensor | Shares, x: Tensor, post: Tensor, comb: Tensor, mix: StreamMix, into: Place | None
+    ) -> tuple[Tensor, Reading]: ...
 
 
 def _own(product: Any) -> Any:
@@ -42,7 +62,7 @@ def _own(product: Any) -> Any:
     return getattr(product, "own", product)
 
 
-def read_next(launch: Launch, product: Product) -> dict[str, Tensor]:
+def read_next(launch: object, product: Product) -> dict[str, Tensor]:
     """What calls of `launch` are told besides, where `product` reads what they give: its weights, if they are fetched ahead."""
     own = _own(product)
     if getattr(launch, "fetches", False) and isinstance(own, Streamed):
@@ -50,7 +70,7 @@ def read_next(launch: Launch, product: Product) -> dict[str, Tensor]:
     return {}
 
 
-def folder(launch: Launch) -> Fold | None:
+def folder(launch: object) -> Fold | None:
     """What the states that `launch` runs over are folded with; None where the reference's own way will do."""
     make = getattr(launch, "folder", None)
     return None if make is None else make()
@@ -61,7 +81,9 @@ def unfinished(product: Product, x: Tensor, prep: Prep | None = None) -> tuple[T
     return product.unfinished(x, prep) if isinstance(product, Streamed) else (product(x, prep), None)
 
 
-def then(launch: Launch, given: Sequence[Any], product: Product, prep: HeadNorm, residual: Tensor) -> Tensor:
+def then(
+    launch: Callable[[*Given], Tensor], given: tuple[*Given], product: Product, prep: HeadNorm, residual: Tensor
+) -> Tensor:
     """residual + product(prep(launch(*given))). Of few rows the launch writes those that the product reads."""
     prepared, own = getattr(launch, "prepared", None), _own(product)
     if prepared is not None and isinstance(own, Streamed):
@@ -71,7 +93,7 @@ def then(launch: Launch, given: Sequence[Any], product: Product, prep: HeadNorm,
     return product(launch(*given).flatten(1), prep, residual=residual)
 
 
-def place_for(launch: Launch, product: Product | None, n_row: int, norm: Norm) -> Place | None:
+def place_for(launch: object, product: Product | None, n_row: int, norm: Norm) -> Place | None:
     """Where `launch` may put its so many rows, normed, for `product` to read; None: the product prepares them."""
     if not getattr(launch, "reads_into", False) or not isinstance(product, Streamed):
         return None
@@ -85,10 +107,10 @@ def product_of(product: Product, x: Tensor, norm: Norm, place: Place | None) -> 
     return product(place.rows.room(len(x)))
 
 
-def both(main: Launch, beside: Launch) -> Launch | None:
+def both(main: object, beside: object) -> Callable[..., None] | None:
     """What does both, two compressors of the same tokens, in one launch; None where they run one after the other."""
     make = getattr(main, "with_beside", None)
-    return None if make is None or type(main) is not type(beside) else cast("Launch | None", make(beside))
+    return None if make is None or type(main) is not type(beside) else make(beside)
 
 
 def handing(first: Product | StreamedParts | None, next: Product | None, bound: float) -> Handing | None:
@@ -109,10 +131,15 @@ def one_after_other(
 
 
 def attended(
-    launch: Launch, given: Sequence[Any], batch: Batch, product: Any, power: float, hands: Handing | None
+    launch: Callable[[Tensor, *Given, Batch], Tensor],
+    given: tuple[Tensor, *Given],
+    batch: Batch,
+    product: ProductInParts,
+    power: float,
+    hands: Handing | None,
 ) -> Tensor | Rows:
-    """product(launch(*given, batch)) of a product in parts (models.weights.Grouped), or the rows that it hands on. The launch writes the rows
-    that it reads, over `power`, where they are few enough and it can."""
+    """product(launch(*given, batch)), or the rows that it hands on. The launch writes the rows that it reads, over `power`, where they
+    are few enough and it can."""
     prepared, few = getattr(launch, "prepared", None), product.few
     if prepared is not None and isinstance(few, StreamedParts):
         into = few.place(len(given[0]), power)
@@ -120,16 +147,28 @@ def attended(
             rows = prepared(given, batch, into)
             ready = None if hands is None else hands(rows)
             return few(rows) if ready is None else ready
-    return cast(Tensor, product(launch(*given, batch).flatten(1)))
+    return product(launch(*given, batch).flatten(1))
+
+
+def reading(launch: Streams, x: Tensor, mix: StreamMix, place: Place | None) -> Reading:
+    """launch.split of streams x; place: what `place_for` gave, where the row goes normed, too."""
+    return launch.split(x, mix) if place is None else cast(FusedStreams, launch).split(x, mix, into=place)
 
 
 def merged(
-    launch: Launch, y: Tensor | Shares, x: Tensor, beside: Sequence[Tensor], mix: Any, place: Place | None
-) -> tuple[Tensor, Any]:
+    launch: Streams,
+    y: Tensor | Shares,
+    x: Tensor,
+    beside: tuple[Tensor, Tensor],
+    mix: StreamMix,
+    place: Place | None,
+) -> tuple[Tensor, Reading]:
     """launch.merge_split of streams x: y goes back into them, or what it is a sum of (`experts_into`); place as for a reading."""
-    return cast(
-        "tuple[Tensor, Any]", launch.merge_split(y, x, *beside, mix, **({} if place is None else {"into": place}))
-    )
+    if place is None and isinstance(y, Tensor):
+        return launch.merge_split(y, x, *beside, mix)
+    return cast(FusedStreams, launch).merge_split(
+        y, x, *beside, mix, into=place
+    )  # who gave a place or shares has asked it
 
 
 # -- experts -----------------------------------------------------------------------------------------------------
@@ -141,7 +180,7 @@ def norms_on_the_way(device: torch.device, n_in: int) -> bool:
 
 
 def before_choice(
-    route: Launch, experts: Launch, x: Tensor, prep: Prep | None, norm: Norm
+    route: object, experts: object, x: Tensor, prep: Prep | None, norm: Norm
 ) -> tuple[object, dict[str, Any]]:
     """(rows that experts read, or None; what the call of `route` is told besides).
 
@@ -156,18 +195,29 @@ def before_choice(
 
 
 def experts_into(
-    experts: Launch, x: Tensor, routes: Routes, prep: Prep | None, added: Added, ready: object, streams: Launch | None
+    experts: ExpertsRun,
+    x: Tensor,
+    routes: Routes,
+    prep: Norm | None,
+    added: Added,
+    ready: object,
+    streams: Streams | None,
 ) -> Tensor | Shares:
     """experts(x) + added; or, of few rows, what they gave each, where `streams` sums that on its way (`merged`)."""
     shares, sums_of = getattr(experts, "shares", None), getattr(streams, "sums_of", None)
-    may = shares is not None and sums_of is not None and isinstance(ready, Rows) and added.gate is None
-    if may and cast("Callable[[int], bool]", sums_of)(len(x)):
-        return cast(Shares, cast(Launch, shares)(ready, routes.ids, routes.weights, added))
-    return cast(Tensor, experts(x, routes.ids, routes.weights, prep, added, ready))
+    if (
+        shares is not None
+        and sums_of is not None
+        and isinstance(ready, Rows)
+        and added.gate is None
+        and sums_of(len(x))
+    ):
+        return shares(ready, routes.ids, routes.weights, added)
+    return experts(x, routes.ids, routes.weights, prep, added, ready)
 
 
 def experts_then(
-    experts: Launch, x: Tensor, routes: Routes, ready: object, product: Product, residual: Tensor | None
+    experts: ExpertsRun, x: Tensor, routes: Routes, ready: object, product: Product, residual: Tensor | None
 ) -> Tensor:
     """residual + product(experts(x)). Of few rows the launch that prepares sums for the product makes them, too."""
     shares = getattr(experts, "shares", None)

@@ -20,7 +20,7 @@ class GpuLock:
 
     def __init__(
         self,
-        lock: threading.RLock | nullcontext[None],  # type: ignore[valid-type]
+        lock: threading.RLock | nullcontext[None],
         current: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         self.lock, self.current = lock, current

@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -34,7 +34,7 @@ class Graphed(Generic[Out]):
         self.fn, self.by_single = fn, by_single
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Out]] = {}
         self._seen: set[Key] = set()
-        self._pool: object | None = None
+        self._pool: Any = None  # torch has no public name for its type
         self._sealed = False
 
     def __call__(self, batch: Batch) -> Out:

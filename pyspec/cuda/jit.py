@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -247,7 +247,7 @@ class Kernel:
     """An entry point, loaded for the device of its context."""
 
     symbol: str
-    handle: object
+    handle: Any  # of cuda.core, which has no types
     signature: str
     context: DeviceContext
     configs: dict[tuple[object, ...], object] = field(default_factory=dict, compare=False, repr=False)
@@ -258,7 +258,7 @@ class Kernel:
 
         attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         device = driver.CUdevice(self.context.device.index)
-        (err,) = driver.cuKernelSetAttribute(attribute, n_bytes, driver.CUkernel(int(self.handle.handle)), device)  # type: ignore[attr-defined]
+        (err,) = driver.cuKernelSetAttribute(attribute, n_bytes, driver.CUkernel(int(self.handle.handle)), device)
         if err != driver.CUresult.CUDA_SUCCESS:
             raise DeviceError(f"kernel {self.symbol} can not have {n_bytes} bytes of shared memory: {err.name}")
         return self
@@ -272,13 +272,13 @@ class Kernel:
         that wait (`griddepcontrol.wait`) before they touch what that kernel writes.
         """
         assert len(args) == len(self.signature), f"{self.symbol}: {len(args)} arguments for '{self.signature}'"
-        values = [a if type(a) in SCALARS else a.data_ptr() for a in args]  # type: ignore[union-attr]
+        values = [a if type(a) in SCALARS else a.data_ptr() for a in args]  # type: ignore[union-attr]  # isinstance would take longer
         config = self.configs.get((grid, block, shared, overlap))
         if config is None:
             config = self._configured(grid, block, shared, overlap)
         stream = self.context.stream()
         if EXAMINATION.is_on:
-            EXAMINATION.run(lambda: _starter()(stream, config, self.handle, *values), stream.sync)  # type: ignore[attr-defined]
+            EXAMINATION.run(lambda: _starter()(stream, config, self.handle, *values), stream.sync)
             return
         _starter()(stream, config, self.handle, *values)
 

@@ -22,7 +22,7 @@ from pyspec.cuda.verdicts import Candidate
 log = logging.getLogger(__name__)
 
 Spec = TypeVar("Spec")
-Launch = Callable[..., object]
+Launch = TypeVar("Launch")  # what is bound: a function, or an object with several
 Capability = tuple[int, int]
 
 
@@ -31,8 +31,8 @@ def _no_limits(spec: object) -> str | None:
 
 
 @dataclass(frozen=True)
-class Impl(Generic[Spec]):
-    """One way to run an op. `bind(spec)` checks, compiles and returns the callable; it may be slow, the callable may not.
+class Impl(Generic[Spec, Launch]):
+    """One way to run an op. `bind(spec)` checks, compiles and returns what runs; it may be slow, what it returns may not.
 
     tune  measures, in the child that has found it right, what of some choices is fastest here; kept with the verdict, for `bind` to find
     """
@@ -47,7 +47,7 @@ class Impl(Generic[Spec]):
 
 
 @dataclass
-class Op(Generic[Spec]):
+class Op(Generic[Spec, Launch]):
     """`check(launch, reference_launch, spec)` returns a sentence when an implementation differs from the reference.
 
     home     "module:name" where a child process finds this op; empty: pyspec.cuda.ops.<name>.op:<name>
@@ -55,18 +55,18 @@ class Op(Generic[Spec]):
     """
 
     name: str
-    reference: Impl[Spec]
-    impls: Sequence[Impl[Spec]] = ()
+    reference: Impl[Spec, Launch]
+    impls: Sequence[Impl[Spec, Launch]] = ()
     check: Callable[[Launch, Launch, Spec], str | None] | None = None
     home: str = ""
     verdicts: dict[tuple[str, object], str | None] = field(default_factory=dict)
     said: set[str] = field(default_factory=set)
-    decided: dict[Spec, Impl[Spec]] = field(default_factory=dict)
+    decided: dict[Spec, Impl[Spec, Launch]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.home = self.home or f"pyspec.cuda.ops.{self.name}.op:{self.name}"
 
-    def out_of_question(self, impl: Impl[Spec], spec: Spec) -> str | None:
+    def out_of_question(self, impl: Impl[Spec, Launch], spec: Spec) -> str | None:
         """Why `impl` can not run `spec`, as far as is known without a check."""
         if (why := impl.limits(spec)) is not None or (why := _outside(impl, spec)) is not None:
             return why
@@ -76,7 +76,7 @@ class Op(Generic[Spec]):
             return "it failed while it ran, and is not used again before the next start"
         return None
 
-    def refusal(self, impl: Impl[Spec], spec: Spec) -> str | None:
+    def refusal(self, impl: Impl[Spec, Launch], spec: Spec) -> str | None:
         """Why `impl` can not run `spec`; None if it can."""
         if (why := self.out_of_question(impl, spec)) is not None:
             return why
@@ -85,10 +85,10 @@ class Op(Generic[Spec]):
             self.verdicts[key] = self._verdict(impl, spec)
         return self.verdicts[key]
 
-    def candidate(self, impl: Impl[Spec], spec: Spec) -> Candidate:
+    def candidate(self, impl: Impl[Spec, Launch], spec: Spec) -> Candidate:
         return Candidate(self.name, self.home, impl.name, impl.bind.__module__, spec)
 
-    def _verdict(self, impl: Impl[Spec], spec: Spec) -> str | None:
+    def _verdict(self, impl: Impl[Spec, Launch], spec: Spec) -> str | None:
         if self.check is None:
             return None
         if impl.native or device_of(spec).type == "cuda":
@@ -98,7 +98,7 @@ class Op(Generic[Spec]):
         except Exception as e:  # noqa: BLE001 - whatever a foreign compiler raises means "do not use it"
             return f"failed its check: {probe.sentence(e)}"
 
-    def chosen(self, spec: Spec) -> Impl[Spec]:
+    def chosen(self, spec: Spec) -> Impl[Spec, Launch]:
         """The implementation `spec` runs with. Falling back is logged once per reason."""
         if spec not in self.decided:
             self.decided[spec] = self._choose(spec)
@@ -116,7 +116,7 @@ class Op(Generic[Spec]):
         """Whether `spec` runs with this implementation, which others may build on."""
         return self.chosen(spec).name == name
 
-    def _choose(self, spec: Spec) -> Impl[Spec]:
+    def _choose(self, spec: Spec) -> Impl[Spec, Launch]:
         refused, chosen = [], self.reference
         for impl in self.impls:
             if (why := self.refusal(impl, spec)) is None:
@@ -153,7 +153,7 @@ def device_of(spec: object) -> torch.device:
     return device if isinstance(device, torch.device) else torch.device("cpu")
 
 
-def _outside(impl: Impl[Spec], spec: Spec) -> str | None:
+def _outside(impl: Impl[Spec, Launch], spec: Spec) -> str | None:
     device = device_of(spec)
     if device.type != "cuda":
         return None

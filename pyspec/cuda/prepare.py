@@ -32,7 +32,7 @@ from pyspec.ranges import quoted
 
 log = logging.getLogger(__name__)
 
-Ask = tuple[Op[Any], Any]
+Ask = tuple[Op[Any, Any], Any]
 KNOWN = (8, 0), (12, 1)  # compute capabilities that there are kernels for, the first and the last
 CHILD_BYTES = 3 << 30  # of a GPU's memory that a child may take: context, libraries, what it compares
 
@@ -59,7 +59,7 @@ def wanted_of(asks: Iterable[Ask], target: GpuKind, kv: torch.dtype) -> list[Wan
     ]
 
 
-def _first(op: Op[Any], spec: Any) -> Impl[Any] | None:
+def _first(op: Op[Any, Any], spec: Any) -> Impl[Any, Any] | None:
     if device_of(spec).type != "cuda":
         return None
     return next((impl for impl in op.impls if op.out_of_question(impl, spec) is None), None)
@@ -193,7 +193,7 @@ def target_named(name: str) -> GpuKind:
 def as_if(target: GpuKind) -> Iterator[None]:
     """Limits are asked as if the GPU were of this kind. For a program that does nothing else meanwhile."""
     was = torch.cuda.get_device_capability
-    torch.cuda.get_device_capability = lambda device=None: target.capability  # type: ignore[assignment]
+    torch.cuda.get_device_capability = lambda device=None: target.capability
     try:
         yield
     finally:

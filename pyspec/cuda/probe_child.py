@@ -59,7 +59,7 @@ def serve(requests: IO[bytes], answers: IO[str]) -> None:
             return
 
 
-def examine(op: Op[Any], impl: Impl[Any], spec: Any, tell: Callable[[str], None]) -> Verdict:
+def examine(op: Op[Any, Any], impl: Impl[Any, Any], spec: Any, tell: Callable[[str], None]) -> Verdict:
     """Bind and check, here and now. `tell` hears what it is at."""
     assert op.check is not None
     device = device_of(spec)
@@ -81,7 +81,7 @@ def examine(op: Op[Any], impl: Impl[Any], spec: Any, tell: Callable[[str], None]
         return Verdict(f"failed its check: {sentence(e)}", lasting=not full)
 
 
-def _tuned(impl: Impl[Any], spec: Any) -> str:
+def _tuned(impl: Impl[Any, Any], spec: Any) -> str:
     """What fits this GPU best, of an implementation that is right whatever it takes."""
     try:
         return impl.tune(spec) if impl.tune is not None else ""

@@ -157,8 +157,8 @@ def _moe(spec: MoeSpec, target: GpuKind) -> Programs:
         for pairs, listed, adds in ways:
             stages = n_stages(type, pairs, target.capability, inner)
             kinds = [(n, False) for n in residents(type, pairs, listed, inner)]
-            for kind in kinds + [(0, True)] * splits(type, pairs, listed, inner):
-                build = MoeBuild(type, pairs, stages, act, inner, listed, adds, next, kind[0], limit, kind[1])
+            for resident, split in kinds + [(0, True)] * splits(type, pairs, listed, inner):
+                build = MoeBuild(type, pairs, stages, act, inner, listed, adds, next, resident, limit, split)
                 yield target.program("moe", build.defines())
     yield target.program("moe_pairs")
     for kind in (PrepKind.PLAIN, PrepKind.NORM):

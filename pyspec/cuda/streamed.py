@@ -84,7 +84,10 @@ class Streamed:
         return self(x, prep), None
 
     def _activated(self, y: Tensor) -> Tensor:
-        return activate(*y.chunk(2, -1), self.limit) if self.limit else GLU(y)
+        if not self.limit:
+            return GLU(y)
+        gate, up = y.chunk(2, -1)
+        return activate(gate, up, self.limit)
 
     def place(self, n_row: int, prep: HeadNorm) -> Into | None:
         """Where the kernel before may put so many rows prepared, for a call with them; None: this product prepares them."""

@@ -41,7 +41,7 @@ class StreamedTiles:
     def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
         half, powers = self.plain.rows(x, prep)
         if self.wide is not None and len(x) > FEW_ROWS:
-            y = torch.mm(half, self.wide.T, out_dtype=torch.float32)  # type: ignore[call-overload]
+            y = torch.mm(half, self.wide.T, out_dtype=torch.float32)
             y = y if powers is None else y.mul_(powers[:, None])
             y = self._activated(y) if self.gated else y
             return y if residual is None else y.add_(residual)
@@ -54,4 +54,7 @@ class StreamedTiles:
         return out if residual is None or adds else out.add_(residual)
 
     def _activated(self, y: Tensor) -> Tensor:
-        return activate(*y.chunk(2, -1), self.limit) if self.limit else GLU(y)
+        if not self.limit:
+            return GLU(y)
+        gate, up = y.chunk(2, -1)
+        return activate(gate, up, self.limit)

@@ -24,7 +24,7 @@ OPS = (
 )
 PACKED = (GGMLType.Q8_0, GGMLType.Q4_0, GGMLType.Q4_K, GGMLType.Q6_K)
 
-Ask = tuple[Op[Any], Any]
+Ask = tuple[Op[Any, Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Finding:
     refused: tuple[RefusedImpl, ...]
 
 
-def ops() -> list[Op[Any]]:
+def ops() -> list[Op[Any, Any]]:
     homes = dict.fromkeys(("attend_prompt", "attend_blocks"), "attend.prompt")  # ops that share another one's folder
     return [getattr(import_module(f"pyspec.cuda.ops.{homes.get(name, f'{name}.op')}"), name) for name in OPS]
 

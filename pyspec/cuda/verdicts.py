@@ -68,7 +68,7 @@ def key_of(candidate: Candidate) -> Key:
     spec = candidate.spec
     device = getattr(spec, "device", torch.device("cpu"))
     if is_dataclass(spec) and not isinstance(spec, type) and hasattr(spec, "device"):
-        spec = replace(spec, device=torch.device(device.type))  # type: ignore[type-var]
+        spec = replace(spec, device=torch.device(device.type))
     modules = (candidate.home.partition(":")[0], candidate.module)
     about = {"op": candidate.op, "impl": candidate.impl, "spec": repr(spec), "sources": digest(modules)}
     if candidate.impl == "triton":

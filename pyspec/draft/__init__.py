@@ -29,7 +29,7 @@ def find(kind: str) -> DrafterModule:
     missing = [part for part in PARTS if not callable(getattr(module, part, None))]
     if missing:
         raise ConfigError(f"drafter '{kind}' can not be had: {name} has no {', '.join(missing)}")
-    return module  # type: ignore[return-value]
+    return module
 
 
 def recognised(file: GGUFFile) -> str | None:

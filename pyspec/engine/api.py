@@ -169,7 +169,7 @@ class Engine:
     @property
     def loop(self) -> Any:
         """The loop itself, for tests and measurements. Only an engine of this process has one to show."""
-        return self.core.loop  # type: ignore[attr-defined]
+        return self.core.loop  # type: ignore[attr-defined]  # that of another process has none
 
     def close(self, limit_s: float | None = None) -> bool:
         """Stop; running requests fail with Unavailable. Memory is freed with the last reference.

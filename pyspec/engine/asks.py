@@ -52,7 +52,7 @@ from pyspec.models.layers import SINKS, AttentionShape
 from pyspec.models.moe import MoeShape
 from pyspec.models.weights import PLAIN, scale_of
 
-Ask = tuple[Op[Any], Any]
+Ask = tuple[Op[Any, Any], Any]
 ORDER = {
     attend_prompt.name: -1,
     attend_blocks.name: 1,
@@ -197,7 +197,7 @@ def _experts(s: MoeShape, p: str, file: GGUFFile, d: Description) -> Iterator[As
             s.scale,
             biased=biased,
             gated=s.shared_gate,
-            eps=c.eps,  # type: ignore[attr-defined]
+            eps=c.eps,
         ),
     )
     down = file.tensors.get(f"{p}.ffn_down_exps.weight")
@@ -206,8 +206,8 @@ def _experts(s: MoeShape, p: str, file: GGUFFile, d: Description) -> Iterator[As
         return
     names = [f"{p}.ffn_{x}_exps.weight" for x in ("gate", "up", "down", "gate_up")]
     scaled = any(scale_of(name) in file.tensors for name in names)
-    types = (up.type, down.type) if d.dense is None else (None, None)
-    spec = MoeSpec(d.device, s.n_used, s.latent or c.n_embd, s.n_ff, s.act, *types, scaled, n_expert=s.n_expert)
+    of_up, of_down = (up.type, down.type) if d.dense is None else (None, None)
+    spec = MoeSpec(d.device, s.n_used, s.latent or c.n_embd, s.n_ff, s.act, of_up, of_down, scaled, n_expert=s.n_expert)
     yield moe, replace(spec, pieces=_pieces(s, p, file, up.type, down.type) if d.is_cuda and d.dense is None else 0)
     if s.n_ff_shared and s.act == "relu2" and _packs(d):
         yield rows, RowsSpec(d.device, s.n_ff_shared, PrepKind.RELU2)

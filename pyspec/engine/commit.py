@@ -216,7 +216,7 @@ class Committer:
             job.sink(Failed(job.id, end.error))
             log.log(_level(end.error), "request %s failed in slot %d: %s", job.id, slot.index, end.error)
             return
-        job.done(end.finish, end.stop)  # type: ignore[arg-type]
+        job.done(end.finish, end.stop)
         t = job.timings()
         log.info(
             "request=%s slot=%d finish=%s prompt=%d cached=%d tokens=%d tok/s=%.1f rounds=%d mean_len=%.2f",

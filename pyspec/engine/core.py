@@ -206,7 +206,8 @@ class EngineCore:
         limit = min(info.n_ctx, info.n_row - info.n_overhang)
         most = limit if request.max_tokens < 0 else min(limit, len(request.prompt) + request.max_tokens)
         params = request.params if seed is None else replace(request.params, seed=seed)
-        budget = request.think_budget and BudgetRule(request.think_budget, self.tokenizer.token_bytes)
+        think = request.think_budget
+        budget = None if think is None else BudgetRule(think, self.tokenizer.token_bytes)
 
         is_first = [True]  # of its tokens: somebody has waited for that one longest
 

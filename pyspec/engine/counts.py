@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from itertools import zip_longest
+from typing import Any
 
 from pyspec.request import Metrics
 
@@ -16,7 +17,7 @@ GAUGES = {
 
 def totals(past: Metrics, now: Metrics) -> Metrics:
     """What two engines counted together, and the second one's gauges."""
-    values: dict[str, object] = {}
+    values: dict[str, Any] = {}
     for f in fields(Metrics):
         a, b = getattr(past, f.name), getattr(now, f.name)
         if f.name in GAUGES:
@@ -27,4 +28,4 @@ def totals(past: Metrics, now: Metrics) -> Metrics:
             values[f.name] = tuple(x + y for x, y in zip_longest(a, b, fillvalue=0))
         else:
             values[f.name] = a + b
-    return Metrics(**values)  # type: ignore[arg-type]
+    return Metrics(**values)

@@ -284,13 +284,13 @@ def plan_memory(d: Description) -> MemoryPlan:
     kv, state = memory_bytes(own, d.sizes)
     shares = shares_of(d.file, d.config.tensors(d.file), s.tp)
     draft_kv = sum(memory_bytes(d.draft.layers, d.sizes))
-    has_own_file = d.draft.file is not None and d.draft.file is not d.file
+    own_file = None if d.draft.file is d.file else d.draft.file  # of a drafter that is not in the target's
     activations, workspace = _workspace(d)
     plan = MemoryPlan(
         weights=weight_bytes(d.file, d.dense, d.is_cuda, shares=shares) + _tied_share(d),
         kv=kv,
         state=state - s.np * checkpoint_bytes(own, d.sizes) + device_checkpoints(d) + start_bytes(d),
-        draft_weights=weight_bytes(d.draft.file, d.dense, d.is_cuda, d.draft.shared) if has_own_file else 0,
+        draft_weights=0 if own_file is None else weight_bytes(own_file, d.dense, d.is_cuda, d.draft.shared),
         draft_kv=draft_kv,
         draft_head=head_for_drafts(d),
         activations=activations + _scratch(d),
@@ -298,7 +298,7 @@ def plan_memory(d: Description) -> MemoryPlan:
     )
     if d.head is not None:
         plan = with_head(plan, coarse.coarse_bytes(d.head.info, d.head.to, d.device), d.device, s.draft_head, d.assumed)
-    copied = [shares, *([d.draft.file.tensors] if d.draft.file is not None and has_own_file else [])]
+    copied = [shares, *([] if own_file is None else [own_file.tensors])]
     n_wide = sum(map(wide_bytes, copied)) if d.dense is None else 0
     return with_copies(plan, 0 if s.exact else n_wide, d.device, s.weights, d.assumed)
 

@@ -262,7 +262,7 @@ class Taken:
 class End:
     """How a request ends."""
 
-    finish: str
+    finish: Finish
     stop: str = ""
     error: PyspecError | None = None
 

@@ -140,7 +140,7 @@ def build(
 def _bind_drafter(d: Description, plan: MemoryPlan, target: Target, table: SlotTable) -> Drafter | None:
     if d.draft.kind == "none":
         return None
-    output = target.output if d.settings.tp == 1 and d.head is not None else None  # type: ignore[attr-defined]
+    output = target.output if d.settings.tp == 1 and d.head is not None else None  # type: ignore[attr-defined]  # d.head is one of a target's own
     if head_for_drafts(d):
         output = Weights(d.file, d.device, d.dense, wide=plan.wide > 0).head()
     head = output if d.settings.tp > 1 else None

@@ -71,13 +71,14 @@ class InFlight:
         asked when the round before is committed, and first of all. held: places in `work`, and their grammars"""
         if self.refused is None:
             own, starts, rows = self.launched.heard(), self.batch_starts, []
-            for i, constraint in held if own is not None else ():
-                drafts = own[starts[i] + 1 : starts[i + 1]].tolist()  # type: ignore[index]
-                n = len(constraint.draftable(drafts))
-                if n < len(drafts):
-                    rows.append(starts[i] + 1 + n)
-            if rows:
-                own[rows] = NOBODY  # type: ignore[index]
+            if own is not None:
+                for i, constraint in held:
+                    drafts = own[starts[i] + 1 : starts[i + 1]].tolist()
+                    n = len(constraint.draftable(drafts))
+                    if n < len(drafts):
+                        rows.append(starts[i] + 1 + n)
+                if rows:
+                    own[rows] = NOBODY
             self.refused = tuple(rows)
         return self.refused
 

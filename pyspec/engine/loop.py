@@ -141,10 +141,10 @@ class Loop:
         if self.visits:
             self._visit()
         self.admission.update()
-        if (job := self.admission.in_the_way()) is not None:
-            self.committer.suspend(job)
+        if (long := self.admission.in_the_way()) is not None:
+            self.committer.suspend(long)
             self.admission.update()  # the short one sits
-            self.queue.put_back(job)
+            self.queue.put_back(long)
         while self.admission.ready:
             self._start(*self.admission.ready.pop(0))
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 from pyspec.config import EngineSettings, settings_from
 from pyspec.constrain.grammar import choice_of
@@ -141,12 +141,14 @@ def request_of(prompt: tuple[int, ...], options: Mapping[str, object]) -> Reques
     params = options.get("params") or SamplingParams()
     if not isinstance(params, SamplingParams):
         raise ConfigError(f"params is {shown(params)}; want a pyspec.SamplingParams")
-    sampling = {name: value for name, value in options.items() if name in SamplingOptions.__annotations__}
-    rest = {name: value for name, value in options.items() if name in RequestOptions.__annotations__}
+    sampling: dict[str, Any] = {
+        name: value for name, value in options.items() if name in SamplingOptions.__annotations__
+    }
+    rest: dict[str, Any] = {name: value for name, value in options.items() if name in RequestOptions.__annotations__}
     if isinstance(stop := rest.get("stop"), str):
         rest["stop"] = (stop,)
     grammar = grammar_of(options)
-    request = Request(prompt=prompt, params=replace(params, **sampling), grammar=grammar, **rest)  # type: ignore[arg-type]
+    request = Request(prompt=prompt, params=replace(params, **sampling), grammar=grammar, **rest)
     check_request(request)
     return replace(request, stop=tuple(request.stop))
 
@@ -170,15 +172,15 @@ def grammar_of(options: Mapping[str, object]) -> Grammar | None:
             return Grammar(kind="lark", source=choice_of(value))
         if not isinstance(value, str):
             raise ConfigError(f"{name} is {shown(value)}; want text" + " or an object" * (name == "json_schema"))
-        kind = {"grammar": "gbnf" if "::=" in value else "lark"}.get(name, name)
-        return Grammar(kind=kind, source=value)  # type: ignore[arg-type]
+        kind: Any = {"grammar": "gbnf" if "::=" in value else "lark"}.get(name, name)
+        return Grammar(kind=kind, source=value)
     return None
 
 
 def ids_of(prompt: Sequence[object]) -> tuple[int, ...]:
     """Token ids as plain numbers, whatever kind of whole numbers they are. Raises RequestError."""
     try:
-        return tuple(operator.index(token) for token in prompt)  # type: ignore[arg-type]
+        return tuple(operator.index(token) for token in prompt)  # type: ignore[arg-type]  # what has no index is told below
     except TypeError:
         bad = next(i for i, token in enumerate(prompt) if not hasattr(token, "__index__"))
         raise RequestError(f"prompt[{bad}] is {shown(prompt[bad])}; want a token id") from None

@@ -49,9 +49,9 @@ class RankProcess:
     def __init__(self, index: int, command: Sequence[str], tell: Callable[[], None]) -> None:
         ours, theirs = pair()
         self.index, self.link, self._tell = index, Link(ours), tell
-        self.state, self.error, self.heard = "starts", None, time.monotonic()
+        self.state, self.heard = "starts", time.monotonic()
+        self.error: PyspecError | None = None
         self.is_over = self.has_spoken = False
-        self.error: PyspecError | None
         with theirs:
             self.process = subprocess.Popen(
                 [*command, str(theirs.fileno())],

@@ -126,6 +126,8 @@ def _head(repo: str, name: str, folder: Path) -> Path:
 
     url = hf_hub_url(repo, name)
     about = _asked(repo, lambda: get_hf_file_metadata(url))
+    if about.size is None:
+        raise DownloadError(f"{name}: the server does not say its size")
     request = Request(about.location, headers=_headers(url, about.location) | {"Range": f"bytes=0-{HEAD_BYTES - 1}"})
 
     def first_bytes() -> bytes:
@@ -223,8 +225,10 @@ def _asked(repo: str, ask: Callable[[], T]) -> T:
     from huggingface_hub.errors import HfHubHTTPError
 
     # its HTTP errors derive from those of whichever HTTP library the installed version uses; the rest are OSErrors
+    http = (base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception))
+    kinds: tuple[type[Exception], ...] = (OSError, ValueError, *http)
     try:
         return ask()
-    except (OSError, ValueError, *HfHubHTTPError.__bases__) as e:
+    except kinds as e:
         lines = str(e).strip().splitlines()
         raise DownloadError(f"{repo} can not be had: {lines[0] if lines else type(e).__name__}") from e

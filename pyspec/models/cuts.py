@@ -94,8 +94,8 @@ class Share:
     @property
     def spans(self) -> list[tuple[int, int]]:
         """The pieces in bytes, of one of those times."""
-        n_byte = self.whole.n_bytes // self.outer
-        return [tuple(x * n_byte // self.whole.shape[self.axis] for x in piece) for piece in self.pieces]  # type: ignore[misc]
+        n_byte, n = self.whole.n_bytes // self.outer, self.whole.shape[self.axis]
+        return [(first * n_byte // n, end * n_byte // n) for first, end in self.pieces]
 
     def read_into(self, file: GGUFFile, out: np.ndarray, first: int = 0) -> None:
         """Bytes of the share, from its byte `first` on, as many as `out` [n] uint8 takes."""

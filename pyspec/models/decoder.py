@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pyspec.cuda.exact import EXACT
 from pyspec.cuda.ops.gdn.shape import GdnShape
+from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.errors import BadTensors, ModelError
@@ -190,7 +191,7 @@ def attention_extras(s: AttentionShape, n_embd: int, p: str, file: GGUFFile, *, 
     q, kv = s.n_head * s.head_dim * (2 if s.gated else 1), s.n_kv_head * s.head_dim
     norms = [f"{p}.attn_{x}_norm.weight" for x in "qk"]
     of_q, of_kv = head_units(s)
-    biases = {f"{p}.attn_{x}.bias": of for x, *of in (("q", q, of_q), ("k", kv, of_kv), ("v", kv, of_kv))}
+    biases = {f"{p}.attn_q.bias": (q, of_q), f"{p}.attn_k.bias": (kv, of_kv), f"{p}.attn_v.bias": (kv, of_kv)}
     has_norms, has_biases = (any(name in file.tensors for name in names) for names in (norms, biases))
     return {
         **{name: Want((s.head_dim,), optional=not (qk_norm or has_norms)) for name in norms},
@@ -309,6 +310,16 @@ class LayerKind(NamedTuple):
     parts: Callable[[DecoderConfig], LayerParts] = lambda c: {}
 
 
+def _mamba_tensors(c: DecoderConfig, p: str) -> dict[str, Want]:
+    assert isinstance(c.state, Mamba2Shape)
+    return mamba_tensors(c.state, c.n_embd, p)
+
+
+def _moe_tensors(c: DecoderConfig, file: GGUFFile, p: str, layer: Layer) -> dict[str, Want]:
+    assert layer.moe is not None
+    return moe_tensors(layer.moe, c.n_embd, file, p)
+
+
 MIXERS = {
     "attention": LayerKind(
         lambda c, file, p, layer: attention_tensors(c, file, p),
@@ -321,7 +332,7 @@ MIXERS = {
         recurrent_parts,
     ),
     "mamba": LayerKind(
-        lambda c, file, p, layer: mamba_tensors(c.state, c.n_embd, p),
+        lambda c, file, p, layer: _mamba_tensors(c, p),
         lambda c, w, p, rope, kv: Mamba(w, p, c.state, c.eps),
         recurrent_parts,
     ),
@@ -334,7 +345,7 @@ FEEDS = {
         lambda c, file, p, layer: relu2_tensors(c, p), lambda c, w, p, layer: Relu2(w, p, c.eps, layer.feed_norm)
     ),
     "moe": LayerKind(
-        lambda c, file, p, layer: moe_tensors(layer.moe, c.n_embd, file, p),
+        _moe_tensors,
         lambda c, w, p, layer: MoeFeed(w, p, layer.moe, c.eps, layer.feed_norm),
     ),
 }

@@ -26,7 +26,7 @@ from pyspec.cuda.ops.rows.ref import Norm, norm_power
 from pyspec.cuda.ops.sparse_attend.op import sparse_attend
 from pyspec.cuda.ops.sparse_attend.ref import KeyTail, SparseSpec
 from pyspec.cuda.ops.streams.op import streams
-from pyspec.cuda.ops.streams.ref import Reading, StreamMix, StreamsSpec
+from pyspec.cuda.ops.streams.ref import Reading, StreamMix, Streams, StreamsSpec
 from pyspec.errors import ModelError
 from pyspec.models.deepseek4_config import CSA, INDEX, INDEX_PARTIAL, PARTIAL, ROWS, WINDOW, Deepseek4Config, read
 from pyspec.models.layers import SINKS
@@ -45,11 +45,6 @@ __all__ = ["Deepseek4", "read"]
 def mix_of(w: Weights, name: str) -> StreamMix:
     """The coefficients of one part of a block."""
     return StreamMix(*(w.vector(f"{name}_{x}.weight") for x in ("fn", "scale", "base")))
-
-
-def put(place: fuse.Place | None) -> dict[str, fuse.Place]:
-    """What a reading of streams is told besides."""
-    return {} if place is None else {"into": place}
 
 
 def streams_spec(c: Deepseek4Config, device: torch.device) -> StreamsSpec:
@@ -116,10 +111,8 @@ class WindowAttention:
         self.power = norm_power(torch.cat(norms))
         spec = SparseSpec(w.device, a.n_head, a.head_dim, c.window, ratio, kv, c.n_rot, c.eps)
         self.attend, self.can_attend = sparse_attend.bind(spec), sparse_attend.chosen(spec).capturable
-        self.out_a, self.out_b = (
-            w.grouped(f"{p}.attn_output_a.weight", c.n_group),
-            w.summed(f"{p}.attn_output_b.weight"),
-        )
+        self.out_a = w.grouped(f"{p}.attn_output_a.weight", c.n_group)
+        self.out_b: fuse.Product = w.summed(f"{p}.attn_output_b.weight")  # of rows that are handed on, too
         largest = max(float(norm.abs().amax()) for norm in norms) * (a.n_head // c.n_group * a.head_dim) ** 0.5
         self.hands = fuse.handing(self.out_a.few, self.out_b, largest * self.out_a.reach())
 
@@ -152,7 +145,7 @@ class WindowAttention:
         given = self.rows.given(products[0], ring, pool), self.indexed.given(products[1], own, index)
         self.both(*given, self.rows.freq, batch)
 
-    def place(self, streams: fuse.Launch, n_row: int) -> fuse.Place | None:
+    def place(self, streams: Streams, n_row: int) -> fuse.Place | None:
         """Where `streams` may put what the layer reads."""
         return fuse.place_for(streams, self.first, n_row, self.norm)
 
@@ -207,12 +200,12 @@ class StreamExperts:
             self.down = w.matrix(f"{p}.ffn_down_shexp.weight")
         self.hands = fuse.handing(self.gate_up, self.down, own * own)  # silu of what is cut is no larger
 
-    def place(self, streams: fuse.Launch, n_row: int) -> fuse.Place | None:
+    def place(self, streams: Streams, n_row: int) -> fuse.Place | None:
         """Where `streams` may put what the shared expert reads."""
         return fuse.place_for(streams, self.gate_up, n_row, self.norm)
 
     def __call__(
-        self, y: Tensor, given: Tensor | None, place: fuse.Place | None = None, streams: fuse.Launch | None = None
+        self, y: Tensor, given: Tensor | None, place: fuse.Place | None = None, streams: Streams | None = None
     ) -> Tensor | fuse.Shares:
         """given: what the table says of the rows' tokens. place: where y lies ready for the shared expert, if it does. streams: what merges the
         result with the next reading, if anything does; it may sum what experts gave, too: of one rank, for those of several are summed first."""
@@ -257,14 +250,15 @@ class StreamBlock:
         streams, n = self.streams, len(x)
         place = self.mixer.place(streams, n)
         if reading is None:
-            reading = streams.split(x, self.attn_mix, **put(place))
+            reading = fuse.reading(streams, x, self.attn_mix, place)
         y, post, comb = reading
         y, place = self.mixer(y, memory, layer, batch, place), self.feed.place(streams, n)
-        x, (y, *beside) = fuse.merged(streams, y, x, (post, comb), self.feed_mix, place)
+        x, (y, post, comb) = fuse.merged(streams, y, x, (post, comb), self.feed_mix, place)
         made = self.feed(y, given, place, None if behind is None else streams)
         if behind is None:
-            return streams.merge(cast(Tensor, made), x, *beside), None
-        return fuse.merged(streams, made, x, beside, behind.attn_mix, behind.mixer.place(streams, n))
+            assert isinstance(made, Tensor)  # nobody was named who would sum what experts gave
+            return streams.merge(made, x, post, comb), None
+        return fuse.merged(streams, made, x, (post, comb), behind.attn_mix, behind.mixer.place(streams, n))
 
 
 class StreamHead:

@@ -128,8 +128,8 @@ class Deepseek4Config:
 
     def layer_parts(self, ratio: int) -> LayerParts:
         """A window of raw rows; the compressed ones, and what the tokens of blocks that are not complete gave."""
-        dim, parts = self.attention.head_dim, {}
-        parts[WINDOW] = Ring(self.window, {ROWS: (dim,)}, dtype=None)
+        dim = self.attention.head_dim
+        parts: dict[str, Paged | Ring] = {WINDOW: Ring(self.window, {ROWS: (dim,)}, dtype=None)}
         if ratio:
             parts |= _compressed(ratio, dim, ROWS, PARTIAL)
         if ratio == CSA:

@@ -50,8 +50,8 @@ class Upload:
             self._read(read, buffer.numpy(), first)
             out[first : first + buffer.numel()].copy_(buffer, non_blocking=True)
             if self.is_cuda:
-                self._taken[self._at] = torch.cuda.Event()
-                self._taken[self._at].record()  # type: ignore[union-attr]
+                self._taken[self._at] = event = torch.cuda.Event()
+                event.record()
             self._at = (self._at + 1) % N_BUFFER
 
     def _read(self, read: Read, to: np.ndarray, first: int) -> None:

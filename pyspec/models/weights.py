@@ -168,7 +168,8 @@ class CutGates:
         self.both, self.limit = both, limit
 
     def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
-        y = activate(*self.both(x, prep).chunk(2, -1), self.limit)
+        gate, up = self.both(x, prep).chunk(2, -1)
+        y = activate(gate, up, self.limit)
         return y if residual is None else residual + y
 
 

@@ -50,7 +50,7 @@ def apply(logits: Tensor, spans: Sequence[tuple[int, SpanMask]]) -> None:
     """
     fill_all(mask for _, mask in spans)
     rows = [first + i for first, mask in spans for i in range(len(mask.drafts) + 1)]
-    packed = torch.cat([torch.from_numpy(mask.rows) for _, mask in spans])  # type: ignore[arg-type]
+    packed = torch.cat([torch.from_numpy(mask.rows) for _, mask in spans])
     if logits.is_cuda:
         packed = packed.pin_memory().to(logits.device, non_blocking=True)
     bits = packed[:, :, None] >> torch.arange(32, dtype=torch.int32, device=logits.device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from pyspec.sample.adaptive import adapted, n_within_mirostat
 from pyspec.sample.feedback import Feedback, SpanChoice
 from pyspec.sample.sampler import Edits, SlotSampler
 
-_OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "temperature": 1.0}
+_OFF = SamplingParams(top_k=0, top_p=1.0, min_p=0.0, typical_p=1.0, temperature=1.0)
 _ON_HOST = 4096  # candidates: of so few a step costs less here than launching it there
 
 
@@ -49,7 +49,7 @@ class Candidates:
 
     def draw(self, u: float) -> int:
         """The column that a number in [0, 1) points at, in order of id."""
-        off = SamplingParams(**(_OFF | {"temperature": self.temperature}))
+        off = replace(_OFF, temperature=self.temperature)
         settings = chain.Settings.stack([off], [u], len(self.ids), self.logits.device)
         return int(chain.pick(self.logits[None], settings)[0])
 
@@ -121,8 +121,7 @@ def _best_first(left: Candidates) -> Tensor:
     return left.logits.sort(descending=True, stable=True).indices
 
 
-def _cut(left: Candidates, **wanted: float) -> None:
-    params = SamplingParams(**(_OFF | wanted))  # type: ignore[arg-type]
+def _cut(left: Candidates, params: SamplingParams) -> None:
     settings = chain.Settings.stack([params], [0.0], len(left.ids), left.logits.device)
     if settings.cuts:
         left.take(chain.survivors(left.scaled()[None], settings)[0])
@@ -136,17 +135,17 @@ def _top_k(left: Candidates, row: RowInputs) -> None:
 
 def _typical(left: Candidates, row: RowInputs) -> None:
     if row.params.typical_p < 1:
-        _cut(left, typical_p=row.params.typical_p, min_keep=row.params.min_keep)
+        _cut(left, replace(_OFF, typical_p=row.params.typical_p, min_keep=row.params.min_keep))
 
 
 def _top_p(left: Candidates, row: RowInputs) -> None:
     if row.params.top_p < 1:
-        _cut(left, top_p=row.params.top_p, min_keep=row.params.min_keep)
+        _cut(left, replace(_OFF, top_p=row.params.top_p, min_keep=row.params.min_keep))
 
 
 def _min_p(left: Candidates, row: RowInputs) -> None:
     if row.params.min_p > 0:
-        _cut(left, min_p=row.params.min_p, min_keep=row.params.min_keep)
+        _cut(left, replace(_OFF, min_p=row.params.min_p, min_keep=row.params.min_keep))
 
 
 def _top_n_sigma(left: Candidates, row: RowInputs) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -139,9 +140,9 @@ def lay_out(
         bucket, fields = None, _fresh(layout, n_out, device)
     causal, size, single = not see_block, table.page_size, starts[-1] == len(seqs)
     max_hi = [end + seq.slack for end, seq in zip(ends, seqs, strict=True)]
-    about = {"max_hi": max_hi, "causal": causal, "bucket": bucket, "pages": pages, "single": single}
-    about["prompt"] = prompt and bucket is not None
-    return Batch(seqs=seqs, starts=starts, page_size=size, **about, **fields)  # type: ignore[arg-type]
+    about: dict[str, Any] = {**fields, "max_hi": max_hi, "causal": causal, "bucket": bucket}
+    about |= {"pages": pages, "single": single, "prompt": prompt and bucket is not None}
+    return Batch(seqs=seqs, starts=starts, page_size=size, **about)
 
 
 def _is_prompt(seqs: Sequence[Seq]) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, TypedDict
 
 from pyspec.errors import ConfigError
 
@@ -307,7 +307,37 @@ _REAL: tuple[Dims, ...] = (
 )
 MODELS: dict[str, Dims] = {d.name.lower(): d for d in _REAL}
 
-_TINY = {
+
+class _Sizes(TypedDict):
+    """What tiny models of every kind have in common."""
+
+    n_embd: int
+    n_ff: int
+    n_head: int
+    n_head_kv: int
+    head_dim: int
+    n_vocab: int
+    n_ctx: int
+    rope_base: float
+
+
+class _HybridSizes(TypedDict):
+    n_k_head: int
+    n_v_head: int
+    state: int
+    n_rot: int
+    sections: tuple[int, int, int, int]
+
+
+class _MambaSizes(TypedDict):
+    vocab: VocabKind
+    mamba_heads: int
+    mamba_dim: int
+    groups: int
+    state: int
+
+
+_TINY: _Sizes = {
     "n_embd": 64,
     "n_ff": 128,
     "n_head": 4,
@@ -317,8 +347,8 @@ _TINY = {
     "n_ctx": 1024,
     "rope_base": 1e5,
 }
-_TINY_HYBRID = {"n_k_head": 2, "n_v_head": 4, "state": 16, "n_rot": 8, "sections": (2, 1, 1, 0)}
-_TINY_MAMBA = {"vocab": "pixtral", "mamba_heads": 4, "mamba_dim": 16, "groups": 2, "state": 16}
+_TINY_HYBRID: _HybridSizes = {"n_k_head": 2, "n_v_head": 4, "state": 16, "n_rot": 8, "sections": (2, 1, 1, 0)}
+_TINY_MAMBA: _MambaSizes = {"vocab": "pixtral", "mamba_heads": 4, "mamba_dim": 16, "groups": 2, "state": 16}
 TINY: dict[str, Dims] = {
     "llama": Llama(name="tiny-llama", n_layer=2, vocab="llama-bpe", **_TINY),
     "llama-spm": Llama(name="tiny-llama-spm", n_layer=2, vocab="spm", **_TINY),
@@ -364,7 +394,8 @@ TINY: dict[str, Dims] = {
         n_hash=1,
         routed_scale=1.5,
         limit=1.0,
-        **(_TINY | {"n_ff": 32, "n_head_kv": 1, "head_dim": 32, "n_rot": 16}),
+        n_rot=16,
+        **(_TINY | {"n_ff": 32, "n_head_kv": 1, "head_dim": 32}),
     ),
 }
 """By architecture; `llama-spm` is llama with a SentencePiece vocabulary."""

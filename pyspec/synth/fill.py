@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pyspec.cuda.ops.linear.dequant import dequantize, quantize, ue4m3
 from pyspec.gguf import GGMLType
@@ -38,6 +39,7 @@ def spread(spec: Spec) -> float:
 
 def values(spec: Spec, seed: int) -> np.ndarray:
     """float32 values of one tensor, int32 of "ids". Recurrent decay and step follow the initialisation Gated DeltaNet is trained from."""
+    found: NDArray[np.floating]
     rng = np.random.default_rng([seed, zlib.crc32(spec.name.encode())])
     match spec.kind:
         case "norm":
@@ -45,10 +47,8 @@ def values(spec: Spec, seed: int) -> np.ndarray:
         case "conv":
             found = 0.3 * rng.standard_normal(spec.shape)
         case "ids":
-            found = rng.random((spec.shape[0], int(spec.gain)), dtype=np.float32).argpartition(spec.shape[1], 1)[
-                :, : spec.shape[1]
-            ]
-            return found.astype(np.int32)
+            drawn = rng.random((spec.shape[0], int(spec.gain)), dtype=np.float32)
+            return drawn.argpartition(spec.shape[1], 1)[:, : spec.shape[1]].astype(np.int32)
         case "decay":
             found = -rng.uniform(1, 16, spec.shape)
         case "step":

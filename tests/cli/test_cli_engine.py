@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import signal
 import subprocess
 import sys
 import urllib.request
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,7 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 from pyspec.cli import main
-from pyspec.cli.run import AnswerOptions, acceptance, talk
+from pyspec.cli.run import AnswerOptions, RunFlags, acceptance, talk
 from pyspec.engine.api import Engine
 from pyspec.request import SamplingParams, Timings
 
@@ -68,6 +70,14 @@ def test_run_continues_text_from_stdin_and_keeps_talk_off_stdout():
     code, out, err = invoke("run", "demo", *GREEDY, "--spec-type", "none", "-ngl", "99", "--no-warmup", input=text)
     assert (code, out) == (0, reference("Hi!")["answer"] + "\n")
     assert "14 tokens" in err and "drafted" not in err
+
+
+def test_text_on_stdin_is_utf_8_and_read_without_what_click_gives_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Grüße".encode()), encoding="latin-1"))
+    said = RunFlags(prompt=None, chat=None, file=None, system="", stop=(), as_json=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DeprecationWarning)
+        assert said.text() == "Grüße"
 
 
 def test_a_prompt_that_does_not_fit_is_one_line():

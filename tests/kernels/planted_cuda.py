@@ -78,6 +78,6 @@ def twice(spec: VectorSpec) -> Callable[[Tensor], Tensor]:
 
 
 NAMES = ("wrong", "wild", "trapping", "hanging", "right")
-planted: Op[VectorSpec] = Op(
+planted: Op[VectorSpec, Callable[[Tensor], Tensor]] = Op(
     "planted", Impl("torch", twice), [Impl(n, Bind(n)) for n in NAMES], check, home=f"{__name__}:planted"
 )

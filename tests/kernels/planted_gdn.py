@@ -11,7 +11,7 @@ from torch import Tensor
 from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.gdn import ref as gdn_ref
 from pyspec.cuda.ops.gdn.op import gdn as real
-from pyspec.cuda.ops.gdn.ref import GdnSpec
+from pyspec.cuda.ops.gdn.ref import Gdn, GdnSpec
 
 
 def wrong(spec: GdnSpec) -> Callable[..., Tensor]:
@@ -31,7 +31,7 @@ def raising(spec: GdnSpec) -> Callable[..., Tensor]:
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
 
-planted: Op[GdnSpec] = Op(
+planted: Op[GdnSpec, Gdn] = Op(
     "gdn",
     real.reference,
     [Impl(bind.__name__, bind, native=True) for bind in (wrong, crashing, hanging, raising)],

@@ -98,12 +98,12 @@ KINDS = {"wrong": spoilt, "crashing": crash, "hanging": hang}
 OPS = {op.name: op for op in (attend, gdn, mamba2, rope_kv, rows, norms, best, ahead, linear, moe, moe_route)}
 
 
-def _planted(op: Op[Any], kind: str) -> Op[Any]:
+def _planted(op: Op[Any, Any], kind: str) -> Op[Any, Any]:
     def bind(spec: Any) -> Any:
         return PlantedLaunch(op.reference.bind(spec), KINDS[kind])
 
     triton = next(impl for impl in op.impls if impl.name == "triton")
-    first: Impl[Any] = Impl("cuda", bind, native=True)
+    first: Impl[Any, Any] = Impl("cuda", bind, native=True)
     return Op(op.name, op.reference, [first, triton], op.check, home=f"{__name__}:{op.name}_{kind}")
 
 

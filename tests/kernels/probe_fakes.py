@@ -66,7 +66,7 @@ BAD = (wrong, raising, aborting, exiting, hanging, full)
 REFERENCE = Impl("torch", right)
 
 
-def planted(*impls: Callable[[TwiceSpec], Launch], name: str) -> Op[TwiceSpec]:
+def planted(*impls: Callable[[TwiceSpec], Launch], name: str) -> Op[TwiceSpec, Launch]:
     kinds = [Impl(bind.__name__, bind, native=True) for bind in impls]
     return Op("twice", REFERENCE, kinds, check, home=f"{__name__}:{name}")
 

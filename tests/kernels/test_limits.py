@@ -44,7 +44,7 @@ def test_a_small_check_speaks_for_a_large_spec_within_the_limits() -> None:
         asked.append(spec.n)
 
     own = Impl("own", lambda spec: None, limits)
-    op: Op[Sized] = Op("sized", Impl("torch", lambda spec: None), [own], check)  # type: ignore[arg-type,return-value]
+    op: Op[Sized, None] = Op("sized", Impl("torch", lambda spec: None), [own], check)
     small = Sized(CPU, 3)
     assert op.has_own(Sized(CPU, 100), checked_as=small) and asked == [3]
     assert not op.has_own(Sized(CPU, 101), checked_as=small) and asked == [3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 
@@ -19,7 +20,7 @@ class Spec:
     n: int = 1
 
 
-def impl(name: str, **options: object) -> Impl[Spec]:
+def impl(name: str, **options: object) -> Impl[Spec, Callable[[], str]]:
     return Impl(name, lambda spec: lambda: name, **options)  # type: ignore[arg-type]
 
 

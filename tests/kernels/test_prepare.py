@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import probe_fakes
 import pytest
 import torch
-from probe_fakes import TwiceSpec
+from probe_fakes import Launch, TwiceSpec
 
 from pyspec.cuda import jit, prepare, probe, probe_process, verdicts
 from pyspec.cuda.jit import GpuKind, Program
@@ -33,7 +33,7 @@ BROKEN = Program("angles", "sm_90a", (("float", "no_such_type"),))
 
 
 def candidate(name: str) -> verdicts.Candidate:
-    op: Op[TwiceSpec] = probe_fakes.twice
+    op: Op[TwiceSpec, Launch] = probe_fakes.twice
     return op.candidate(next(i for i in op.impls if i.name == name), SPEC)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import probe_fakes
 import pytest
 import torch
-from probe_fakes import TwiceSpec, planted
+from probe_fakes import Launch, TwiceSpec, planted
 
 from pyspec.cuda import probe, probe_child, verdicts
 from pyspec.cuda.op import Impl, Op
@@ -42,7 +42,7 @@ def children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[i
     own.close()
 
 
-def fresh(op: Op[TwiceSpec]) -> Op[TwiceSpec]:
+def fresh(op: Op[TwiceSpec, Launch]) -> Op[TwiceSpec, Launch]:
     """The op as another process sees it: nothing remembered."""
     return replace(op, verdicts={}, said=set(), decided={})
 
@@ -75,7 +75,7 @@ def test_a_verdict_is_asked_for_once(children: list[int]) -> None:
 
 
 def test_what_a_child_measures_is_in_its_verdict_and_harms_nothing_where_it_fails() -> None:
-    def tuned(impl: Impl[TwiceSpec]) -> verdicts.Verdict:
+    def tuned(impl: Impl[TwiceSpec, Launch]) -> verdicts.Verdict:
         return probe_child.examine(planted(impl.bind, name="twice"), impl, SPEC, lambda at: None)
 
     assert tuned(Impl("right", probe_fakes.right, tune=lambda spec: f"{spec.n} of it")).choice == f"{SPEC.n} of it"

@@ -26,11 +26,11 @@ def as_before() -> Iterator[None]:
     tiers.use("auto")
 
 
-def fake(name: str) -> Op[str]:
+def fake(name: str) -> Op[str, object]:
     def bind(spec: str) -> object:
         return spec
 
-    return Op(name, Impl("torch", bind), [Impl(tier, bind) for tier in ("cuda", "triton", "numba")])  # type: ignore[arg-type]
+    return Op(name, Impl("torch", bind), [Impl(tier, bind) for tier in ("cuda", "triton", "numba")])
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ import torch
 from pyspec.cuda.ops.moe.op import moe
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGMLType, GGUFFile, GGUFWriter, open_gguf
-from pyspec.models.moe import MoeFeed, MoeShape, moe_tensors, shared_stacks
-from pyspec.models.moe import _stacks as moe_stacks
+from pyspec.models.moe import MoeFeed, MoeShape, moe_tensors, shared_stacks, stacks_of
 from pyspec.models.weights import Weights, check_tensors
 
 CPU, N, EPS, P = torch.device("cpu"), 32, 1e-6, "blk.0"
@@ -113,7 +112,7 @@ def test_a_shared_expert_of_the_others_types_may_run_with_them(kind: str, tmp_pa
     made = tensors(s)
     with write(tmp_path / "m.gguf", made) as file:
         w = Weights(file, CPU, None)
-        feed, stacks = MoeFeed(w, P, s, EPS), moe_stacks(w, P, s.act)
+        feed, stacks = MoeFeed(w, P, s, EPS), stacks_of(w, P, s.act)
         together = shared_stacks(w, P, s, stacks)
         assert together is not None and together.up.n_out == 64 and feed.shared is not None
         assert shared_stacks(w, P, replace(s, n_ff=48), stacks) is None

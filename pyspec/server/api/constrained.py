@@ -12,7 +12,7 @@ from typing import Any
 
 from pyspec.constrain.grammar import choice_of
 from pyspec.errors import RequestError
-from pyspec.request import Grammar
+from pyspec.request import Grammar, GrammarKind
 from pyspec.server.api.schema import Generate
 from pyspec.server.engine import EngineLike
 
@@ -55,11 +55,12 @@ def wanted(body: Generate) -> list[tuple[str, Grammar]]:
         found.append(("json_schema", _schema("json_schema", body.json_schema)))
     if body.guided_json not in (None, ""):
         found.append(("guided_json", _schema("guided_json", body.guided_json)))
-    for name, kind, text in (
+    texts: list[tuple[str, GrammarKind, str | None]] = [
         ("grammar", "gbnf", body.grammar),
         ("guided_grammar", "gbnf", body.guided_grammar),
         ("guided_regex", "regex", body.guided_regex),
-    ):
+    ]
+    for name, kind, text in texts:
         if text:
             found.append((name, _of_text(kind, text)))
     if body.guided_choice:
@@ -118,11 +119,11 @@ def _json(source: str) -> Grammar:
     return Grammar(kind="json_schema", source=source)
 
 
-def _of_text(kind: str, text: str) -> Grammar:
+def _of_text(kind: GrammarKind, text: str) -> Grammar:
     """A grammar that says of itself to be lark is."""
     if kind == "gbnf" and "::=" not in text:
         kind = "lark"
-    return Grammar(kind=kind, source=text)  # type: ignore[arg-type]
+    return Grammar(kind=kind, source=text)
 
 
 def _choice(name: str, texts: Any) -> Grammar:

@@ -106,7 +106,7 @@ class GuardedProtocol(H11Protocol):
         if self.transport is not None:
             self.transport.abort()
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn's own: what serves TCP gives one
         super().connection_made(transport)
         if not self.guard.enter(self):
             log.warning("%d connections are open and all are busy: a new one is closed", self.guard.most)

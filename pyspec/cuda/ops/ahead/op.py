@@ -5,7 +5,7 @@ from pyspec.cuda.ops.ahead import cuda as ahead_cuda
 from pyspec.cuda.ops.ahead import ref as ahead_ref
 from pyspec.cuda.ops.ahead import triton as ahead_triton
 
-ahead: Op[ahead_ref.AheadSpec] = Op(
+ahead: Op[ahead_ref.AheadSpec, ahead_ref.Ahead] = Op(
     "ahead",
     Impl("torch", ahead_ref.bind, capturable=True),
     [

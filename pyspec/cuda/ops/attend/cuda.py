@@ -163,8 +163,10 @@ def _kernels(device: torch.device, shape: AttendBuild) -> Kernels:
     planes, sinks = _letters(shape.kv, shape.has_sinks)
     split = code.kernel("attend_split", SPLIT_ARGS.format(planes=planes)).allow_shared(shape.shared_bytes)
     n_sm = torch.cuda.get_device_properties(device).multi_processor_count
-    merges = [code.kernel(f"attend_merge_{name}", MERGE_ARGS.format(sinks=sinks)) for name in ("thin", "long", "wide")]
-    return Kernels(split, *merges, n_sm * shape.resident, shape)
+    thin, long, wide = (
+        code.kernel(f"attend_merge_{name}", MERGE_ARGS.format(sinks=sinks)) for name in ("thin", "long", "wide")
+    )
+    return Kernels(split, thin, long, wide, n_sm * shape.resident, shape)
 
 
 @per_device
@@ -302,7 +304,7 @@ class AttendLaunch:
         out = torch.empty_like(q)
         seen, rows = [batch.positions, batch.lo, batch.hi], [batch.row_seq, batch.seq_start]
         pages = [i32(n_col), i32(batch.page_size), i32(pool.k.shape[0] // batch.page_size)]
-        args = [q, *pool.read_planes, batch.page_table, *seen, *rows, part, part_ml, plan, self.fault]
+        args: list[jit.Arg] = [q, *pool.read_planes, batch.page_table, *seen, *rows, part, part_ml, plan, self.fault]
         args += [i32(n_row), i32(n_seq), *self.heads, *pages, i32(window), i32(n_item), self.scale]
         args += prefetch_args(after, n_row)
         grid = min(kernels.grid, n_item)

@@ -26,7 +26,7 @@ def check(launch: Attend, reference: Attend, spec: attend_ref.AttendSpec) -> str
     return None
 
 
-attend: Op[attend_ref.AttendSpec] = Op(
+attend: Op[attend_ref.AttendSpec, Attend] = Op(
     "attend",
     Impl("torch", attend_ref.bind),
     [

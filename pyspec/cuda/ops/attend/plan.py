@@ -11,7 +11,7 @@ from pyspec.cuda.op import Op
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import prompt_blocks
 from pyspec.cuda.ops.attend import triton as attend_triton
-from pyspec.cuda.ops.attend.prompt import attend_blocks, attend_prompt, by_cudnn
+from pyspec.cuda.ops.attend.prompt import Run, attend_blocks, attend_prompt, by_cudnn
 from pyspec.cuda.ops.attend.ref import AttendSpec
 
 
@@ -33,7 +33,7 @@ def reserve(device: torch.device, n_bytes: int) -> None:
         attend_cuda.workspace(device).take(n_bytes // 4)
 
 
-def late(device: torch.device) -> list[tuple[Op[AttendSpec], AttendSpec]]:
+def late(device: torch.device) -> list[tuple[Op[AttendSpec, Run], AttendSpec]]:
     """What the layers that are bound may ask of ops later on, and nobody waits for: somebody has to find it out, and then ask them."""
     if device.type != "cuda" or EXACT.is_on:
         return []

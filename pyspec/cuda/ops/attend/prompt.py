@@ -38,10 +38,9 @@ def reference(spec: AttendSpec) -> Run:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         n, n_key = len(q), len(k)
         seen = torch.ones(n, n_key, dtype=torch.bool, device=q.device).tril(n_key - n)
-        heads = [t.float().repeat_interleave(spec.n_head // spec.n_kv_head, 1).transpose(0, 1) for t in (k, v)]
-        return F.scaled_dot_product_attention(q.transpose(0, 1), *heads, attn_mask=seen, scale=spec.scale).transpose(
-            0, 1
-        )
+        k, v = (t.float().repeat_interleave(spec.n_head // spec.n_kv_head, 1).transpose(0, 1) for t in (k, v))
+        o = F.scaled_dot_product_attention(q.transpose(0, 1), k, v, attn_mask=seen, scale=spec.scale)
+        return o.transpose(0, 1)
 
     return run
 
@@ -98,14 +97,14 @@ def _compared(launch: Run, other: Run, spec: AttendSpec, cases: Sequence[Case]) 
     return None
 
 
-attend_prompt: Op[AttendSpec] = Op(  # without the library, `attend` takes prompts, too
+attend_prompt: Op[AttendSpec, Run] = Op(  # without the library, `attend` takes prompts, too
     "attend_prompt",
     Impl("attend", reference),
     [Impl("library", by_torch, limits)],
     check,
     home="pyspec.cuda.ops.attend.prompt:attend_prompt",
 )
-attend_blocks: Op[AttendSpec] = Op(  # the same behind many keys; without it the library takes those, too
+attend_blocks: Op[AttendSpec, Run] = Op(  # the same behind many keys; without it the library takes those, too
     "attend_blocks",
     Impl("attend", reference),
     [Impl("cudnn", by_cudnn, prompt_blocks.limits)],
@@ -287,7 +286,7 @@ _others = per_device(_Others)
 
 def _without(batch: Batch, long: set[int]) -> _Part:
     which = [i for i in range(len(batch.seqs)) if i not in long]
-    starts, rows = [0], []
+    starts, rows = [0], list[int]()
     for i in which:
         rows += range(batch.starts[i], batch.starts[i + 1])
         starts.append(len(rows))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Concatenate
 
 import torch
 import torch.nn.functional as F
@@ -23,8 +24,8 @@ from torch import Tensor
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 
-Attend = Callable[..., Tensor]
-"""attend(q, pool, batch, window=0, sinks=None) -> out"""
+Attend = Callable[Concatenate[Tensor, KVPool, Batch, ...], Tensor]
+"""attend(q, pool, batch, window=0, sinks=None) -> out; one that fetches ahead takes `after`, too (fuse.py)"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from pyspec.cuda.ops.best import cuda as best_cuda
 from pyspec.cuda.ops.best import ref as best_ref
 from pyspec.cuda.ops.best import triton as best_triton
 
-best: Op[best_ref.BestSpec] = Op(
+best: Op[best_ref.BestSpec, best_ref.Best] = Op(
     "best",
     Impl("torch", best_ref.bind, capturable=True),
     [

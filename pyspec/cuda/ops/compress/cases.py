@@ -59,8 +59,8 @@ def make(case: Ragged, spec: CompressSpec, seed: int = 0, slack: int = 8, shift:
     gen, placed, device = torch.Generator().manual_seed(seed), place(case, spec.device, seed), spec.device
     if shift:
         seqs = [replace(seq, n_past=seq.n_past + shift) for seq in placed.plain.seqs]
-        both = (replace(b, positions=b.positions + shift, seqs=seqs) for b in (placed.batch, placed.plain))
-        placed = replace(placed, **dict(zip(("batch", "plain"), both, strict=True)))
+        batch, plain = (replace(b, positions=b.positions + shift, seqs=seqs) for b in (placed.batch, placed.plain))
+        placed = replace(placed, batch=batch, plain=plain)
     batch, of = placed.plain, 1 + spec.overlaps
     width, n, window = of * spec.dim, placed.plain.n_row, of * spec.ratio
     ring = RingRows(dict.fromkeys(NAMES, (width,)), placed.n_slot, window, slack, torch.float32, device)

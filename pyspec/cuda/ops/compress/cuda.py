@@ -55,7 +55,7 @@ def limits(spec: CompressSpec) -> str | None:
 def defines(spec: CompressSpec) -> dict[str, int | str]:
     """Macros of compress.cu."""
     names = {"ROW_DIM": spec.dim, "RATIO": spec.ratio, "OVERLAPS": int(spec.overlaps), "N_ROT": spec.n_rot}
-    return names | {"ROW_GROUPS": n_group(spec), "KV_KIND": KINDS[spec.kv], "OP_ID": OP_ID}
+    return {**names, "ROW_GROUPS": n_group(spec), "KV_KIND": KINDS[spec.kv], "OP_ID": OP_ID}
 
 
 @per_device
@@ -107,7 +107,7 @@ class CompressLaunch:
             [np.int64(values.stride(0)), np.int64(scores.stride(0))],
         )
         slots = list(map(i32, (planes[0].shape[0], ring.n_row, n_direct, n_row)))
-        args = [
+        args: list[Arg] = [
             values,
             scores,
             places,

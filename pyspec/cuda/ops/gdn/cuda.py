@@ -25,7 +25,7 @@ from pyspec.cuda.context import per_device
 from pyspec.cuda.exact import EXACT
 from pyspec.cuda.ops.gdn import chunk as gdn_chunk
 from pyspec.cuda.ops.gdn import ref as gdn_ref
-from pyspec.cuda.ops.gdn.ref import GdnSpec
+from pyspec.cuda.ops.gdn.ref import Gdn, GdnSpec
 from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.prefetch import ARGS as NEXT_ARGS
 from pyspec.cuda.ops.prefetch import prefetch_args
@@ -269,7 +269,7 @@ def folder(spec: GdnSpec) -> Callable[[StateLayer, int, int], None]:
     return fold
 
 
-def check(launch: Callable[..., Any], reference: Callable[..., Any], spec: GdnSpec) -> str | None:
+def check(launch: Gdn, reference: Gdn, spec: GdnSpec) -> str | None:
     """gdn_ref's, the same rounds as if they had many sequences, and once more for what `prepared` puts into blocks, and for the blocks' sums."""
     why = gdn_ref.check(launch, reference, spec)
     if why is not None or not isinstance(launch, GdnLaunch):

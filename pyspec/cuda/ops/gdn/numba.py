@@ -36,7 +36,7 @@ def _compiled() -> Callable[..., None]:
     import numba
 
     @numba.njit(nogil=True, cache=True, fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")
-    def head(state, k, v, g, beta, q, out):  # type: ignore[no-untyped-def]
+    def head(state, k, v, g, beta, q, out):  # type: ignore[no-untyped-def]  # numba finds types by itself
         """state [dim, dim] in place; k v [n, dim], g beta [n]; q, out [n, dim], or q empty when only folding."""
         n, dim = v.shape
         reads = q.shape[0] > 0

@@ -6,7 +6,7 @@ from pyspec.cuda.ops.gdn import numba as gdn_numba
 from pyspec.cuda.ops.gdn import ref as gdn_ref
 from pyspec.cuda.ops.gdn import triton as gdn_triton
 
-gdn: Op[gdn_ref.GdnSpec] = Op(
+gdn: Op[gdn_ref.GdnSpec, gdn_ref.Gdn] = Op(
     "gdn",
     Impl("torch", gdn_ref.bind),
     [

@@ -132,7 +132,7 @@ def bind(spec: GdnSpec) -> Gdn:
         def short(part: Tensor, spans: Sequence[slice], width: int) -> Tensor:
             qs, ks, vs, gs, bs = (pad([x[span] for span in spans], width) for x in (q, k, v, g, beta))
             y = step_through(part, (_spread(ks, n_v), vs, gs, bs, _spread(qs, n_v)), step)
-            return torch.stack(y, 1).view(len(spans), n_v, width, dim).transpose(1, 2)  # type: ignore[arg-type]
+            return torch.stack(y, 1).view(len(spans), n_v, width, dim).transpose(1, 2)  # type: ignore[arg-type]  # with a query every step gives outputs
 
         def long(own: Tensor, span: slice) -> Tensor:
             qs, ks = (_spread(x[span], n_v).transpose(0, 1) for x in (q, k))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyspec.cuda import faults
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import Kernel, arch_of, compile_cubin, missing
+from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin, missing
 from pyspec.cuda.ops.index_rows.ref import IndexSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool, rows_per_page
@@ -160,17 +160,18 @@ class IndexLaunch:
         pages = [n_col, batch.page_size, spec.ratio, per_page, pool.k.shape[0] // per_page, spec.top_k, first]
         places = list(map(i32, pages))
         layout, rows = [batch.page_table, batch.positions], batch.row_seq
+        args: list[Arg]
         if n_key > spec.top_k:  # otherwise no row has to choose
             grid = (n, -(-record_bytes(spec) // (16 * PACKERS)))
             pack, score = self.kernels["index_rows_pack"], self.kernels["index_rows_scores"]
             steps = np.int64(q.stride(0)), np.int64(w.stride(0))
             args = [q, w, freq, *layout, rows, packed, self.fault, *steps, *places]
             pack.launch(grid, PACKERS, args, overlap=self.overlap)
-            grid = (min(self.grid, n * -(-n_key // scorer.keys)),)
+            ctas = (min(self.grid, n * -(-n_key // scorer.keys)),)
             args = [packed, pool.k, *layout, batch.seq_start, scores, self.fault, *places]
             for first_seq in range(0, n_seq, MAX_SEQ):
                 sizes = map(i32, (n, n_row, first_seq, min(MAX_SEQ, n_seq - first_seq), n_key))
-                score.launch(grid, scorer.threads, [*args, *sizes], scorer.shared_bytes, overlap=self.overlap)
+                score.launch(ctas, scorer.threads, [*args, *sizes], scorer.shared_bytes, overlap=self.overlap)
         choose, args = self.kernels["index_rows_choose"], [scores, *layout, rows, out, self.fault, *places, i32(n_key)]
         # two rows on a multiprocessor would take twice as long: where others are free each gets one of its own
         room = ALONE if 1 < n <= self.n_alone else 4 * min(HELD, n_key)

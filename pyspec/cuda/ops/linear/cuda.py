@@ -8,7 +8,7 @@ stream, and the rows `RowsLaunch` returns hold until its next call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,7 +31,7 @@ from pyspec.cuda.ops.linear.pack import (
     packed_bytes,
     repack,
 )
-from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec, epilogue_macros
+from pyspec.cuda.ops.linear.ref import Epilogue, Linear, LinearSpec, epilogue_macros
 from pyspec.cuda.ops.rows.cuda import BLOCKED, MAX_COLUMNS, Rows, RowsLaunch
 from pyspec.gguf import GGMLType
 
@@ -271,8 +271,8 @@ def bind(spec: LinearSpec) -> LinearLaunch:
 
 
 def check(
-    launch: Callable[..., None],
-    reference: Callable[..., None],
+    launch: Linear,
+    reference: Linear,
     spec: LinearSpec,
     n_rows: Sequence[int] = (1, 9, 33, 100),
 ) -> str | None:

@@ -8,7 +8,7 @@ from pyspec.cuda.ops.linear import ref as linear_ref
 from pyspec.cuda.ops.linear import triton as linear_triton
 from pyspec.cuda.ops.linear import wgmma as linear_wgmma
 
-linear: Op[linear_ref.LinearSpec] = Op(
+linear: Op[linear_ref.LinearSpec, linear_ref.Linear] = Op(
     "linear",
     Impl("torch", linear_ref.bind),
     [
@@ -18,7 +18,7 @@ linear: Op[linear_ref.LinearSpec] = Op(
     linear_cuda.check,
 )
 
-linear_tall: Op[linear_ref.LinearSpec] = Op(
+linear_tall: Op[linear_ref.LinearSpec, linear_ref.Linear] = Op(
     "linear_tall",
     Impl("torch", linear_ref.bind),
     [Impl("wgmma", linear_wgmma.bind, linear_wgmma.limits)],

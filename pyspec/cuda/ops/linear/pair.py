@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
+from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
 from pyspec.cuda.ops.linear.pack import CHUNKS, FORMATS, RECORDS, Packed, n_chunks, n_groups, packed_bytes
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec, epilogue_macros
 from pyspec.cuda.ops.rows.cuda import Rows
@@ -112,5 +112,5 @@ class PairLaunch:
 
     def __call__(self, rows: Rows, packed: Packed, out: Tensor, residual: Tensor | None, overlap: bool) -> None:
         tensors = (packed.data, rows.blocks, rows.sums, rows.powers, out if residual is None else residual, out)
-        args = (*tensors, np.int32(rows.n_row), *self.sizes)
+        args: tuple[Arg, ...] = (*tensors, np.int32(rows.n_row), *self.sizes)
         self.kernel.launch(self.grid, 32 * (4 * WAYS_M + COPIERS + 1), args, self.n_bytes, overlap=overlap)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -83,7 +84,11 @@ def rounded(x: Tensor) -> Tensor:
     return (x / power).half().double() * power
 
 
-def bind(spec: LinearSpec) -> Callable[..., None]:
+Linear = Callable[[Tensor, Any, Tensor, Tensor | None], None]
+"""linear(x, packed, out, residual): an implementation may have a layout of its own, which it has `pack` for"""
+
+
+def bind(spec: LinearSpec) -> Linear:
     def linear(x: Tensor, packed: Packed, out: Tensor, residual: Tensor | None = None) -> None:
         assert (packed.n_out, packed.n_in) == (spec.n_weight_row, spec.n_in)
         assert x.shape[1] == spec.parts * spec.n_in

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -124,7 +125,8 @@ class TiledMatrix:
     def copied(self) -> TiledMatrix:
         """The same in memory of its own."""
         whole = {f.name: getattr(self, f.name) for f in fields(self)}
-        return TiledMatrix(**{name: x.clone() if isinstance(x, Tensor) else x for name, x in whole.items()})
+        own: dict[str, Any] = {name: x.clone() if isinstance(x, Tensor) else x for name, x in whole.items()}
+        return TiledMatrix(**own)
 
 
 def tile(raw: Tensor, type: GGMLType, shape: tuple[int, int], row_scales: Tensor | None = None) -> TiledMatrix:

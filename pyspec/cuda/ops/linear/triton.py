@@ -72,7 +72,7 @@ def steps_of(n_tile: int, n_step: int, least: int, programs: int, n_sm: int) -> 
     def last(per: int) -> float:
         """Steps that the busiest multiprocessor makes, and a part of one each for what a program costs beside them."""
         lengths = [min(per, n_step - first) for first in range(0, n_step, per)]
-        loads = [0] * n_sm
+        loads: list[float] = [0] * n_sm
         for i, length in enumerate(length for length in lengths for _ in range(n_tile)):
             loads[i % n_sm] += length + BESIDE
         return max(loads)

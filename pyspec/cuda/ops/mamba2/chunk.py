@@ -96,8 +96,9 @@ class Mamba2Chunks:
         overlap: bool,
     ) -> None:
         """The states, and the results of the sequences that are chunked."""
-        s, last = self.shape, [np.int32(batch.n_chunk), batch.fault]
-        args = [layer.state, p.d, *inputs[:2], p.conv_w, p.conv_b, layer.conv, *made, out, *batch.counts, *last]
+        s = self.shape
+        args: list[jit.Arg] = [layer.state, p.d, *inputs[:2], p.conv_w, p.conv_b, layer.conv, *made, out]
+        args += [*batch.counts, np.int32(batch.n_chunk), batch.fault]
         rows = max(self.states)
         if len(self.states) > 1 and narrow(s, batch.n_long, self.n_multiprocessor):
             rows = min(self.states)

@@ -183,8 +183,8 @@ def folder(spec: Mamba2Spec) -> Callable[[StateLayer, int, int], None]:
         counts = counts_of_fold(device, layer, slot, n_fold)
         none: list[jit.Arg] = [unread] * 9  # fold buffers and rows
         records = [layer.x, layer.b, layer.decay, layer.dt]
-        inputs = [unread, np.int64(0), unread, np.int64(0), *[unread] * 4]
-        args = [*inputs, layer.conv, *records, *none, *counts, fault]
+        inputs: list[jit.Arg] = [unread, np.int64(0), unread, np.int64(0), *[unread] * 4]
+        args: list[jit.Arg] = [*inputs, layer.conv, *records, *none, *counts, fault]
         conv.launch((s.n_channel // CHANNELS, 1, 1), CONV_THREADS, args)
         args = [layer.state, unread, *records, *none, unread, *counts, fault, *NOTHING]
         rows.launch((s.n_head, s.head_dim * LANES // (THREADS * columns), 1), THREADS, args, overlap=overlap)

@@ -36,7 +36,7 @@ def _compiled() -> Callable[..., None]:
     import numba
 
     @numba.njit(nogil=True, cache=True, fastmath={"contract", "reassoc", "nsz"}, error_model="numpy")
-    def head(state, x, b, decay, dt, c, out):  # type: ignore[no-untyped-def]
+    def head(state, x, b, decay, dt, c, out):  # type: ignore[no-untyped-def]  # numba finds types by itself
         """state [dim, state] in place; x [n, dim], b [n, state], decay dt [n]; c [n, state], empty when only folding."""
         n, dim = x.shape
         width = state.shape[1]

@@ -6,7 +6,7 @@ from pyspec.cuda.ops.mamba2 import numba as mamba2_numba
 from pyspec.cuda.ops.mamba2 import ref as mamba2_ref
 from pyspec.cuda.ops.mamba2 import triton as mamba2_triton
 
-mamba2: Op[mamba2_ref.Mamba2Spec] = Op(
+mamba2: Op[mamba2_ref.Mamba2Spec, mamba2_ref.Mamba2] = Op(
     "mamba2",
     Impl("torch", mamba2_ref.bind),
     [

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Concatenate
 
 import torch
 from torch import Tensor
@@ -56,7 +57,8 @@ class Params:
     conv_b: Tensor
 
 
-Mamba2 = Callable[[Tensor, Tensor, Params, StateLayer, Batch], Tensor]
+Mamba2 = Callable[Concatenate[Tensor, Tensor, Params, StateLayer, Batch, ...], Tensor]
+"""mamba2(m, dt, params, layer, batch) -> out; one that fetches ahead takes `after`, too (fuse.py)"""
 CHUNKED = 24  # rows from which a prompt chunk pays for the chunked form
 CHUNK = 64
 
@@ -150,7 +152,7 @@ def bind(spec: Mamba2Spec) -> Mamba2:
             x, b, c, t = (pad([r[span] for span in spans], width) for r in (rows.x, rows.b, rows.c, rows.dt))
             e = pad([decay[span] for span in spans], width, 1.0)
             y = step_through(part, (x, spread(b, n_head), e, t, spread(c, n_head)), step)
-            return torch.stack(y, 1).view(len(spans), n_head, width, dim).transpose(1, 2)  # type: ignore[arg-type]
+            return torch.stack(y, 1).view(len(spans), n_head, width, dim).transpose(1, 2)  # type: ignore[arg-type]  # with a query every step gives outputs
 
         def long(own: Tensor, span: slice) -> Tensor:
             return chunked(own, MambaRows(*(getattr(rows, name)[span] for name in MambaRows.__slots__))).transpose(0, 1)
@@ -201,7 +203,7 @@ def _parted(got: Tensor, want: Tensor, batch: Batch) -> str | None:
     return None
 
 
-def check(launch: Callable[..., Tensor], reference: Callable[..., Tensor], spec: Mamba2Spec) -> str | None:
+def check(launch: Mamba2, reference: Mamba2, spec: Mamba2Spec) -> str | None:
     """Ragged rounds on both, with steps from next to nothing to 50; a sentence if outputs or states part."""
     gen, shape = torch.Generator().manual_seed(0), spec.shape
     tables = [SlotTable(3, 32, 16) for _ in range(2)]

@@ -314,7 +314,7 @@ class Experts:
     def __init__(self, spec: MoeSpec, stacks: Stacks) -> None:
         self.spec, self.n_expert = spec, stacks.n_expert
         assert (stacks.gate is None) == (spec.act == "relu2")
-        assert (stacks.shared is None) == (spec.pieces == 0)
+        assert (stacks.shared is None) == (spec.pieces == 0) and spec.down is not None
         with temporary(spec.device):
             pieces = None if stacks.shared is None else cut(stacks.shared, spec.pieces)
         inner, shared = _pack_inner(stacks), None if pieces is None else _pack_inner(pieces)

@@ -5,7 +5,7 @@ from pyspec.cuda.ops.moe import cuda as moe_cuda
 from pyspec.cuda.ops.moe import ref as moe_ref
 from pyspec.cuda.ops.moe import triton as moe_triton
 
-moe: Op[moe_ref.MoeSpec] = Op(
+moe: Op[moe_ref.MoeSpec, moe_ref.Moe] = Op(
     "moe",
     Impl("torch", moe_ref.bind),
     [

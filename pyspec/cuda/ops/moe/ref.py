@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Concatenate, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +63,10 @@ class Routes:
     gate: Tensor | None = None
 
 
+Route = Callable[Concatenate[Tensor, Tensor, Tensor, ...], Routes]
+"""route(x, norm, matrix, bias=None, given=None); one that writes rows takes `into` and `power`, too (fuse.py)"""
+
+
 def probabilities(logits: Tensor, router: Router) -> Tensor:
     """What experts count, before they are chosen."""
     if router == "softmax":
@@ -87,7 +91,7 @@ def choose(logits: Tensor, spec: RouteSpec, bias: Tensor | None, given: Tensor |
     return ids.int(), weights if spec.scale == 1.0 else weights * spec.scale
 
 
-def bind_route(spec: RouteSpec) -> Callable[..., Routes]:
+def bind_route(spec: RouteSpec) -> Route:
     def route(
         x: Tensor, norm: Tensor, matrix: Tensor, bias: Tensor | None = None, given: Tensor | None = None
     ) -> Routes:
@@ -194,6 +198,9 @@ class ExpertsRun(Protocol):
     ) -> Tensor: ...
 
 
+Moe = Callable[[Stacks], ExpertsRun]  # what the op binds: experts are loaded once
+
+
 def activate(gate: Tensor | None, up: Tensor, limit: float = 0.0) -> Tensor:
     """silu(gate) * up, or relu(up)^2 without a gate."""
     if gate is None:
@@ -211,7 +218,7 @@ def combine(y: Tensor, weights: Tensor, added: Added = NOTHING) -> Tensor:
     return out if added.residual is None else added.residual + out
 
 
-def bind(spec: MoeSpec) -> Callable[[Stacks], ExpertsRun]:
+def bind(spec: MoeSpec) -> Moe:
     """Experts that no row took are neither unpacked nor read. Looks at `ids` on the host: no graph may hold it."""
 
     def load(stacks: Stacks) -> ExpertsRun:

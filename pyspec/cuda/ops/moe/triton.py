@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -77,8 +78,8 @@ def tiled(sources: Sequence[Sequence[Stack]], device: torch.device) -> TiledMatr
             at += raw.shape[0] * n_tile
             del raws, raw, made, found
     assert whole is not None
-    parts = {f.name: whole.get(f.name) for f in fields(TiledMatrix)[3:]}
-    return TiledMatrix(first.type, n_all * n_tile * ROWS, first.n_in, **parts)  # type: ignore[arg-type]
+    parts: dict[str, Any] = {f.name: whole.get(f.name) for f in fields(TiledMatrix)[3:]}
+    return TiledMatrix(first.type, n_all * n_tile * ROWS, first.n_in, **parts)
 
 
 def factors(stacks: Sequence[Stacks], name: str, device: torch.device) -> Tensor:

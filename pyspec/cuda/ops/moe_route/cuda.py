@@ -6,8 +6,8 @@ Scores and what experts multiply are made of the same rows, so the first kernel 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
 from pyspec.cuda.ops.moe import ref as moe_ref
-from pyspec.cuda.ops.moe.ref import Routes, RouteSpec
+from pyspec.cuda.ops.moe.ref import Route, Routes, RouteSpec
 from pyspec.cuda.ops.rows.cuda import BLOCKED, PLANES, Rows, RowsLaunch, values_of
 
 MAX_EXPERT, MAX_USED, MAX_COLUMNS = 512, 32, 16384
@@ -132,7 +132,7 @@ class RouteLaunch:
         if given is not None:  # nothing is chosen: they go where a bias would
             assert given.shape == (n_row, spec.n_used)
             bias = given.to(torch.int32).contiguous()
-        floats = {"dtype": torch.float32, "device": x.device}
+        floats: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
         logits, weights = torch.empty(n_row, n_score, **floats), torch.empty(n_row, spec.n_used, **floats)
         gate = torch.empty(n_row, 1, **floats) if spec.gated else None
         ids = torch.empty(n_row, spec.n_used, dtype=torch.int32, device=x.device)
@@ -151,7 +151,7 @@ def bind(spec: RouteSpec) -> RouteLaunch:
     return RouteLaunch(spec)
 
 
-def check(launch: Callable[..., Routes], reference: Callable[..., Routes], spec: RouteSpec) -> str | None:
+def check(launch: Route, reference: Route, spec: RouteSpec) -> str | None:
     """Random rows of all sizes, where only choices closer than rounding may differ, and rows of zeros, where all are equal."""
     gen = torch.Generator().manual_seed(0)
     matrix = 2 * torch.randn(spec.n_expert + spec.gated, spec.n_in, generator=gen) / spec.n_in**0.5
@@ -163,8 +163,9 @@ def check(launch: Callable[..., Routes], reference: Callable[..., Routes], spec:
         x = torch.logspace(-1, 2, n_row)[:, None] * torch.randn(n_row, spec.n_in, generator=gen)
         x[n_row // 2] *= n_row == 1
         named = torch.rand(n_row, spec.n_expert, generator=gen).argsort(-1)[:, : spec.n_used].int()
-        own, table = (x, norm, matrix, bias), named if spec.given else None
-        given = [None if t is None else t.to(spec.device) for t in (*own, table)]
+        rows, weight, scored = (t.to(spec.device) for t in (x, norm, matrix))
+        bias_there, table = (None if t is None else t.to(spec.device) for t in (bias, named if spec.given else None))
+        given = rows, weight, scored, bias_there, table
         got, want = launch(*given), reference(*given)
         ids, want_ids = got.ids.long().cpu(), want.ids.long().cpu()
         if not bool(((ids >= 0) & (ids < spec.n_expert)).all()) or ids.sort(-1).values.diff(dim=-1).eq(0).any():
@@ -191,10 +192,12 @@ def check(launch: Callable[..., Routes], reference: Callable[..., Routes], spec:
     return None
 
 
-def _check_rows(launch: RouteLaunch, alone: Routes, given: list[Tensor | None], norm: Tensor) -> str | None:
+Given = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]  # what a call is given
+
+
+def _check_rows(launch: RouteLaunch, alone: Routes, given: Given, norm: Tensor) -> str | None:
     """Rows that are normed on the way, in both layouts that experts read, and the choices beside them."""
     x, spec = given[0], launch.spec
-    assert x is not None
     n_row = len(x)
     want = F.rms_norm(x.cpu(), norm.shape, norm, spec.eps)
     for layout in (BLOCKED, PLANES):

@@ -5,7 +5,7 @@ from pyspec.cuda.ops.moe import ref as moe_ref
 from pyspec.cuda.ops.moe_route import cuda as moe_route_cuda
 from pyspec.cuda.ops.moe_route import triton as moe_route_triton
 
-moe_route: Op[moe_ref.RouteSpec] = Op(
+moe_route: Op[moe_ref.RouteSpec, moe_ref.Route] = Op(
     "moe_route",
     Impl("torch", moe_ref.bind_route),
     [

@@ -5,7 +5,7 @@ from pyspec.cuda.ops.norms import cuda as norms_cuda
 from pyspec.cuda.ops.norms import ref as norms_ref
 from pyspec.cuda.ops.norms import triton as norms_triton
 
-norms: Op[norms_ref.NormsSpec] = Op(
+norms: Op[norms_ref.NormsSpec, norms_ref.Norms] = Op(
     "norms",
     Impl("torch", norms_ref.bind, capturable=True),
     [

@@ -16,9 +16,13 @@ def _pool() -> ThreadPoolExecutor:
 
 def run_all(one: Callable[..., None], work: Sequence[tuple[int, ...]]) -> None:
     """one(*w) for each w; `one` must release the interpreter's lock to gain anything."""
+
+    def run(part: Sequence[tuple[int, ...]]) -> None:
+        for w in part:
+            one(*w)
+
     half = len(work) // 2 if torch.get_num_threads() > 1 else 0
-    other = _pool().submit(lambda: [one(*w) for w in work[:half]]) if half else None
-    for w in work[half:]:
-        one(*w)
+    other = _pool().submit(run, work[:half]) if half else None
+    run(work[half:])
     if other is not None:
         other.result()

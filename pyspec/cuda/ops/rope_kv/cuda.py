@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -11,7 +9,7 @@ from torch import Tensor
 from pyspec.cuda import faults, jit
 from pyspec.cuda.context import per_device
 from pyspec.cuda.ops.attend.cuda import KINDS
-from pyspec.cuda.ops.rope_kv.ref import Angles, RopeKvSpec
+from pyspec.cuda.ops.rope_kv.ref import Angles, RopeKv, RopeKvSpec
 from pyspec.slots.kv import KVPool
 
 OP_ID = faults.NUMBERS["rope_kv"]  # in the fault record
@@ -50,7 +48,7 @@ def _kernel(device: torch.device, spec: RopeKvSpec, kind: int) -> jit.Kernel:
     )
 
 
-def bind(spec: RopeKvSpec) -> Callable[..., Tensor]:
+def bind(spec: RopeKvSpec) -> RopeKv:
     overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
     fault = faults.record(spec.device)
     none = torch.zeros(4, device=spec.device)
@@ -71,7 +69,7 @@ def bind(spec: RopeKvSpec) -> Callable[..., Tensor]:
         q = torch.empty(n, spec.n_q, spec.dim, dtype=torch.float32, device=y.device)
         norms = (none if q_norm is None else q_norm, none if k_norm is None else k_norm, np.float32(spec.eps))
         counts = (np.int32(spec.n_q), np.int32(spec.n_kv), np.int32(pool.k.shape[0]))
-        args = (y, np.int64(y.stride(0)), *norms, cos, sin, rows, q, *pool.planes, *counts, fault)
+        args: tuple[jit.Arg, ...] = (y, np.int64(y.stride(0)), *norms, cos, sin, rows, q, *pool.planes, *counts, fault)
         if pool.dtype not in kernels:
             kernels[pool.dtype] = _kernel(spec.device, spec, KINDS[pool.dtype])
         kernels[pool.dtype].launch((n, -(-n_unit // WARPS)), 32 * WARPS, args, overlap=overlap)

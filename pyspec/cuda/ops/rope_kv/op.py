@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor
 
 from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.rope_kv import cuda as rope_kv_cuda
 from pyspec.cuda.ops.rope_kv import ref as rope_kv_ref
 from pyspec.cuda.ops.rope_kv import triton as rope_kv_triton
-from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
+from pyspec.cuda.ops.rope_kv.ref import RopeKv, RopeKvSpec
 from pyspec.slots.kv import BLOCK, KV_DTYPES, KVPool, name_of
 
 N_POOL = 40  # rows of the pool that is checked with
@@ -19,15 +16,17 @@ OFF = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.int
 """What rounding to the next value makes of a value; q8_0's step is a 127th of the largest of its block."""
 
 
-def check(launch: Callable[..., Tensor], reference: Callable[..., Tensor], spec: RopeKvSpec) -> str | None:
+def check(launch: RopeKv, reference: RopeKv, spec: RopeKvSpec) -> str | None:
     """Strided rows into scattered pool rows, in every KV dtype; rows that nobody names must stay as they are."""
     gen, n_row = torch.Generator().manual_seed(0), 5
     n = spec.n_q * spec.dim * (2 if spec.gated else 1) + 2 * spec.n_kv * spec.dim
     y = torch.randn(n_row, n + 4, generator=gen).to(spec.device)[:, :n]
     theta = torch.rand(n_row, 1, spec.n_rot // 2, generator=gen).to(spec.device) * 6.0
-    norms = [1 + 0.1 * torch.randn(spec.dim, generator=gen).to(spec.device) if spec.has_norm else None for _ in "qk"]
+    q_norm, k_norm = (
+        1 + 0.1 * torch.randn(spec.dim, generator=gen).to(spec.device) if spec.has_norm else None for _ in "qk"
+    )
     if not spec.n_q:
-        norms[0] = None
+        q_norm = None
     rows = torch.randperm(N_POOL, generator=gen)[:n_row].to(spec.device)
     for dtype in (d for d in KV_DTYPES.values() if d is not torch.int8 or spec.dim % BLOCK == 0):
         pools = [KVPool(N_POOL, spec.n_kv, spec.dim, dtype, spec.device) for _ in range(2)]
@@ -35,7 +34,7 @@ def check(launch: Callable[..., Tensor], reference: Callable[..., Tensor], spec:
             for i, plane in enumerate(pool.planes):
                 plane.fill_(3.0 + i)
         got, want = (
-            run(y, *norms, (theta.cos(), theta.sin()), pool, rows)
+            run(y, q_norm, k_norm, (theta.cos(), theta.sin()), pool, rows)
             for run, pool in zip((launch, reference), pools, strict=True)
         )
         (k, v), (k_want, v_want) = (
@@ -47,7 +46,7 @@ def check(launch: Callable[..., Tensor], reference: Callable[..., Tensor], spec:
     return None
 
 
-rope_kv: Op[RopeKvSpec] = Op(
+rope_kv: Op[RopeKvSpec, RopeKv] = Op(
     "rope_kv",
     Impl("torch", rope_kv_ref.bind),
     [

@@ -35,6 +35,10 @@ class RopeKvSpec:
     eps: float
 
 
+RopeKv = Callable[[Tensor, Tensor | None, Tensor | None, Angles, KVPool, Tensor], Tensor]
+"""rope_kv(y, q_norm, k_norm, angles, pool, rows) -> q"""
+
+
 def rotate(x: Tensor, angles: Angles, neox: bool) -> Tensor:
     """Rotary embedding of the first dimensions of x [row, head, dim] f32, as many as there are angles."""
     cos, sin = angles
@@ -49,7 +53,7 @@ def rotate(x: Tensor, angles: Angles, neox: bool) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * h :]], -1)
 
 
-def bind(spec: RopeKvSpec) -> Callable[..., Tensor]:
+def bind(spec: RopeKvSpec) -> RopeKv:
     step = spec.dim * (2 if spec.gated else 1)
     width = [spec.n_q * step, spec.n_kv * spec.dim, spec.n_kv * spec.dim]
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from pyspec.cuda import faults, tri
 from pyspec.cuda.ops.attend.cuda import KINDS
 from pyspec.cuda.ops.attend.triton import planes_of
-from pyspec.cuda.ops.rope_kv.ref import Angles, RopeKvSpec
+from pyspec.cuda.ops.rope_kv.ref import Angles, RopeKv, RopeKvSpec
 from pyspec.slots.kv import KVPool
 
 OP_ID = faults.NUMBERS["rope_kv"]  # in the fault record, which names the row
@@ -26,7 +24,7 @@ def limits(spec: RopeKvSpec) -> str | None:
     return None
 
 
-def bind(spec: RopeKvSpec) -> Callable[..., Tensor]:
+def bind(spec: RopeKvSpec) -> RopeKv:
     fault, none = faults.record(spec.device), torch.zeros(4, device=spec.device)
     step = spec.dim * (2 if spec.gated else 1)
     n_column, n_unit = spec.n_q * step + 2 * spec.n_kv * spec.dim, spec.n_q + 2 * spec.n_kv

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import Kernel, arch_of, compile_cubin, missing
+from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin, missing
 from pyspec.cuda.ops.rope_tail.ref import RopeTail, RopeTailSpec
 
 WARPS, MAX_DIM = 8, 1024
@@ -49,7 +49,14 @@ def bind(spec: RopeTailSpec) -> RopeTail:
         assert weight is None or (spec.normed and weight.shape == (dim,) and weight.dtype == torch.float32)
         out = torch.empty(n_row, n_head, dim, dtype=torch.float32, device=x.device)
         if out.numel():
-            args = [x, np.int64(0) if weight is None else weight, positions, freq, out, np.int64(x.stride(0))]
+            args: list[Arg] = [
+                x,
+                np.int64(0) if weight is None else weight,
+                positions,
+                freq,
+                out,
+                np.int64(x.stride(0)),
+            ]
             args += [np.int32(n_head), eps, np.float32(sign)]
             kernel.launch((n_row, -(-n_head // WARPS)), 32 * WARPS, args, overlap=overlap)
         return out

@@ -133,8 +133,8 @@ class _Prepare:
             steps = gate.stride(0), gate.stride(1)
         assert steps[0] % 4 == steps[1] % 4 == 0
         kernel = self.kernel(kind, dim)
-        args = (x, np.int64(x.stride(0)), weight, np.float32(eps), np.float32(power), gate, np.int64(steps[0]))
-        args += (np.int32(steps[1]), out, sums, powers, np.int32(pad))
+        args: tuple[Arg, ...] = (x, np.int64(x.stride(0)), weight, np.float32(eps), np.float32(power), gate)
+        args += (np.int64(steps[0]), np.int32(steps[1]), out, sums, powers, np.int32(pad))
         grid, n_thread = (
             ((x.shape[0],), THREADS) if kind is not PrepKind.GROUPS else groups_of(self.n_in, dim, x.shape[0])
         )

@@ -76,7 +76,7 @@ def check(launch: Launch, reference: Launch, spec: RowsSpec) -> str | None:
     return None
 
 
-rows: Op[RowsSpec] = Op(
+rows: Op[RowsSpec, Launch] = Op(
     "rows",
     Impl("torch", _reference),
     [

@@ -193,14 +193,15 @@ class SparseLaunch:
     ) -> Tensor:
         out = torch.empty(q.shape, dtype=torch.float32, device=q.device)
         none = np.int64(0)
-        self._run((q, kv, tail, ring, pool, chosen, sinks), batch, [out, self.fault, none, none, none], None)
+        to: list[Arg] = [out, self.fault, none, none, none]
+        self._run((q, kv, tail, ring, pool, chosen, sinks), batch, to, None)
         return out
 
     def prepared(self, given: Given, batch: Batch, into: Place) -> Rows:
         """into.rows(o) of the outputs o of a call, over into.power, without a launch of its own. given: what a call is given before the batch."""
         rows = into.rows.room(len(given[0]))
         assert into.rows.n_in == self.spec.n_head * self.spec.dim and rows.layout == BLOCKED
-        to = [np.int64(0), self.fault, rows.blocks, rows.sums, rows.powers]
+        to: list[Arg] = [np.int64(0), self.fault, rows.blocks, rows.sums, rows.powers]
         self._run(given, batch, to, into)
         return rows
 
@@ -229,6 +230,7 @@ class SparseLaunch:
         part_ml = torch.empty(per * max_part * spec.n_head * 2, device=q.device)
         own = torch.empty(n_row, spec.dim, dtype=spec.kv, device=q.device)
         kernels = self.kernels[build]
+        args: list[Arg]
         args = [kv, tail.norm, tail.freq, batch.positions, batch.row_seq, own, np.int64(kv.stride(0)), self.eps]
         kernels["sparse_keys"].launch((n_row,), 128, args, overlap=overlap)
         layout = [batch.page_table, batch.positions, batch.row_seq, batch.seq_start, batch.seq_slot]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.context import per_device
-from pyspec.cuda.jit import Kernel, arch_of, compile_cubin
+from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
 from pyspec.cuda.ops.moe.ref import Added, combine
 from pyspec.cuda.ops.prefetch import ARGS, MAX_ROWS, prefetch_args
 from pyspec.cuda.ops.rows.cuda import BLOCKED, Place, RowsLaunch, Shares
@@ -105,9 +105,9 @@ class StreamsLaunch:
         parts = self._room(args[-1], self.n_chunk, SLOTS)
         grid, sizes = self._lines(n_row)
         if isinstance(y, Shares):
-            (given, *others), (weights, shared, _, residual) = args, y.args()
+            (merged, *others), (weights, shared, _, residual) = args, y.args()
             counts = np.int32(y.weights.shape[1]), np.int32(y.n_piece)
-            given = (given, weights, shared, residual, *others, mix.fn, parts, *sizes, *counts)
+            given: tuple[Arg, ...] = (merged, weights, shared, residual, *others, mix.fn, parts, *sizes, *counts)
             self.kernels["streams_merge_sums_parts"].launch(grid, THREADS, given, overlap=self.overlap)
         else:
             given = (*args, mix.fn, parts, *sizes)
