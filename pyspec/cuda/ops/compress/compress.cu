@@ -238,8 +238,14 @@ compress_both(const float* values, const float* scores, const float* places, con
 }
 #endif
 
-// Grid (row), block 128: rows of sequences that are not kept at once; of more than the ring has the last ones stay.
-extern "C" __global__ void __launch_bounds__(128)
+// Grid (row), block KEEPERS: rows of sequences that are not kept at once; of more than the ring has the last ones stay.
+constexpr int KEEPERS = 128;
+
+__device__ __forceinline__ bool stays(const Own& o, int row, int n_ring, int n_direct) {
+  return o.seq >= 0 && o.n > n_direct && o.start + o.n - row <= n_ring;
+}
+
+extern "C" __global__ void __launch_bounds__(KEEPERS)
 compress_keep(const float* values, const float* scores, const float* places, float* ring_values, float* ring_scores, const i64* positions, const int* row_seq,
               const int* seq_start, const int* seq_slot, int* fault, i64 value_step, i64 score_step, int n_slot, int n_ring, int n_direct,
               int n_all) {
@@ -247,6 +253,25 @@ compress_keep(const float* values, const float* scores, const float* places, flo
   const int row = blockIdx.x;
   const Own o = own_of(row, n_all, n_slot, positions, row_seq, seq_start, seq_slot, fault);
   wait_for_predecessor();
-  if (o.seq < 0 || o.n <= n_direct || o.start + o.n - row > n_ring) return;
-  Main::keep({values, scores, places, value_step, score_step, ring_values, ring_scores, n_ring}, o, row, 128);
+  if (stays(o, row, n_ring, n_direct))
+    Main::keep({values, scores, places, value_step, score_step, ring_values, ring_scores, n_ring}, o, row, KEEPERS);
 }
+
+#if BESIDE_DIM > 0
+// Grid (row, 2): the same of both.
+extern "C" __global__ void __launch_bounds__(KEEPERS)
+compress_keep_both(const float* values, const float* scores, const float* places, float* ring_values, float* ring_scores,
+                   const float* values2, const float* scores2, const float* places2, float* ring_values2, float* ring_scores2,
+                   const i64* positions, const int* row_seq, const int* seq_start, const int* seq_slot, int* fault, i64 step, int n_slot,
+                   int n_ring, int n_direct, int n_all) {
+  let_successor_start();
+  const int row = blockIdx.x;
+  const Own o = own_of(row, n_all, n_slot, positions, row_seq, seq_start, seq_slot, fault);
+  wait_for_predecessor();
+  if (!stays(o, row, n_ring, n_direct)) return;
+  if (blockIdx.y == 1)
+    Beside::keep({values2, scores2, places2, step, step, ring_values2, ring_scores2, n_ring}, o, row, KEEPERS);
+  else
+    Main::keep({values, scores, places, step, step, ring_values, ring_scores, n_ring}, o, row, KEEPERS);
+}
+#endif

@@ -27,7 +27,10 @@ FORMS = {
     "compress_rows": "ppppp" + "ppp" + "ppppp" + "p" + "ll" + "iiiiiii" + "f",
     "compress_keep": "ppppp" + "pppp" + "p" + "ll" + "iiii",
 }
-BOTH = 2 * "ppppppp" + "p" + "ppppp" + "p" + "l" + "iiiiiii" + "f"
+BOTH = {
+    "compress_both": 2 * "ppppppp" + "p" + "ppppp" + "p" + "l" + "iiiiiii" + "f",
+    "compress_keep_both": 2 * "ppppp" + "pppp" + "p" + "l" + "iiii",
+}
 Given = tuple[Tensor, Tensor, Tensor, Tensor, RingRows, KVPool]  # a call's arguments but for freq and the batch
 
 
@@ -59,10 +62,10 @@ def defines(spec: CompressSpec) -> dict[str, int | str]:
 
 
 @per_device
-def _both(device: torch.device, spec: CompressSpec, beside: CompressSpec) -> Kernel:
+def _both(device: torch.device, spec: CompressSpec, beside: CompressSpec) -> dict[str, Kernel]:
     arch, more = arch_of(torch.cuda.get_device_capability(device)), {"BESIDE_DIM": beside.dim}
     code = compile_cubin("compress", arch, defines(spec) | more | {"BESIDE_GROUPS": n_group(beside)})
-    return code.kernel("compress_both", BOTH)
+    return {name: code.kernel(name, form) for name, form in BOTH.items()}
 
 
 @per_device
@@ -168,13 +171,14 @@ class BothLaunch:
     """Two compressors of the same tokens, where rows are few; others run one after the other."""
 
     def __init__(self, main: CompressLaunch, beside: CompressLaunch) -> None:
-        self.main, self.beside, self.kernel = main, beside, _both(main.spec.device, main.spec, beside.spec)
+        self.main, self.beside, self.kernels = main, beside, _both(main.spec.device, main.spec, beside.spec)
         self.threads = max(main.threads, beside.threads)
 
     def __call__(self, one: Given, other: Given, freq: Tensor, batch: Batch) -> None:
         i32, launches, given = np.int32, (self.main, self.beside), (one, other)
         pointers: list[Arg] = []
-        steps, sizes, n_row, own = set(), set(), len(one[0]), []
+        kept: list[Arg] = []
+        steps, sizes, n_row = set(), set(), len(one[0])
         for launch, (values, scores, places, norm, ring, pool) in zip(launches, given, strict=True):
             values, scores = launch._rows(values), launch._rows(scores)
             launch._check((values, scores, places), norm, freq, ring, pool, batch)
@@ -183,27 +187,19 @@ class BothLaunch:
             steps |= {values.stride(0), scores.stride(0)}
             sizes.add((len(planes[0]), ring.n_row, ring.slack + 1, per_page, pool.k.shape[0] // per_page))
             pointers += [values, scores, places, norm, *planes, pool.k]
-            own.append(((values, scores, places), ring))
+            kept += [values, scores, places, *planes]
         n_slot, n_ring, n_direct, per_page, n_page = next(iter(sizes))
         if not 0 < n_row <= FEW or len(steps) > 1 or len(sizes) > 1:
             for launch, (values, scores, places, norm, ring, pool) in zip(launches, given, strict=True):
                 launch(values, scores, places, norm, freq, ring, pool, batch)
             return
-        args: list[Arg] = [
-            *pointers,
-            freq,
-            batch.positions,
-            batch.kv_rows,
-            batch.row_seq,
-            batch.seq_start,
-            batch.seq_slot,
-        ]
-        counts = (n_slot, n_ring, n_direct, n_row, batch.page_size, per_page, n_page)
-        args += [self.main.fault, np.int64(next(iter(steps))), *map(i32, counts), np.float32(self.main.spec.eps)]
-        self.kernel.launch((n_row, 2), self.threads, args, overlap=self.main.overlap)
-        if n_row > n_direct:
-            for launch, (tensors, ring) in zip(launches, own, strict=True):
-                launch._keep(tensors, ring, batch)
+        b, step, slots = batch, np.int64(next(iter(steps))), (n_slot, n_ring, n_direct, n_row)
+        seqs: list[Arg] = [b.row_seq, b.seq_start, b.seq_slot, self.main.fault, step, *map(i32, slots)]
+        pages = [*map(i32, (b.page_size, per_page, n_page)), np.float32(self.main.spec.eps)]
+        overlap, args = self.main.overlap, [*pointers, freq, b.positions, b.kv_rows, *seqs, *pages]
+        self.kernels["compress_both"].launch((n_row, 2), self.threads, args, overlap=overlap)
+        if n_row > n_direct:  # some sequence may have more
+            self.kernels["compress_keep_both"].launch((n_row, 2), KEEPERS, [*kept, b.positions, *seqs], overlap=overlap)
 
 
 def bind(spec: CompressSpec) -> CompressLaunch:
