@@ -103,7 +103,7 @@ def one_after_other(
 def attended(
     launch: Launch, given: Sequence[Any], batch: Batch, product: Any, power: float, hands: Handing | None
 ) -> Tensor | Rows:
-    """product(launch(*given, batch)) of a product in parts (models.weights.Grouped), or the rows that it hands on. The launch writes the rows
+    """product(launch(*given, batch)) of a product in parts (models.grouped.Grouped), or the rows that it hands on. The launch writes the rows
     that it reads, over `power`, where they are few enough and it can."""
     prepared, few = getattr(launch, "prepared", None), product.few
     if prepared is not None and isinstance(few, StreamedParts):

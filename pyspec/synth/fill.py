@@ -45,10 +45,9 @@ def values(spec: Spec, seed: int) -> np.ndarray:
         case "conv":
             found = 0.3 * rng.standard_normal(spec.shape)
         case "ids":
-            found = rng.random((spec.shape[0], int(spec.gain)), dtype=np.float32).argpartition(spec.shape[1], 1)[
-                :, : spec.shape[1]
-            ]
-            return found.astype(np.int32)
+            n, most = spec.shape[1], int(spec.gain)
+            found = rng.random((spec.shape[0], most), dtype=np.float32).argpartition(min(n, most - 1), 1)
+            return found[:, :n].astype(np.int32)
         case "decay":
             found = -rng.uniform(1, 16, spec.shape)
         case "step":
