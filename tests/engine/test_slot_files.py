@@ -17,6 +17,7 @@ from pyspec.errors import BadSlotFile, PyspecError, RequestError
 from pyspec.request import Delta, SlotAction, SlotAnswer
 
 QWEN35, NEMOTRON, LLAMA = FIXTURES / "qwen35.gguf", FIXTURES / "nemotron_latent.gguf", FIXTURES / "llama.gguf"
+DEEPSEEK4 = FIXTURES / "deepseek4.gguf"
 PROMPT = tuple(random.Random(5).choices(range(256), k=75))
 KINDS = {
     "llama without drafts": (LLAMA, {"spec_type": "none"}),
@@ -24,6 +25,7 @@ KINDS = {
     "qwen35 with mtp": (QWEN35, {"spec_type": "mtp"}),
     "qwen35 with dflash": ("tiny", {}),
     "nemotron with mtp": (NEMOTRON, {"spec_type": "mtp"}),
+    "deepseek4 with mtp": (DEEPSEEK4, {"draft_path": FIXTURES / "deepseek4_mtp.gguf", "n_draft_max": 3}),
 }
 
 
