@@ -14,7 +14,7 @@ from pyspec.errors import ConfigError
 from pyspec.gguf import GGMLType, GGUFFile, open_gguf
 from pyspec.synth import layout, vocab
 from pyspec.synth.dims import Deepseek4Dims, drafter_of, find, widened
-from pyspec.synth.fill import Filler, Pool
+from pyspec.synth.fill import Filler, Pool, values
 from pyspec.synth.layout import Parts, Spec
 
 
@@ -269,3 +269,8 @@ def test_a_hollow_model_has_everything_but_weights(tmp_path: Path) -> None:
         some = np.empty(4096, np.uint8)
         file.read_into("output.weight", some, 1 << 20)
         assert not some.any()
+
+
+def test_a_table_may_name_all_experts() -> None:
+    table = values(Spec("blk.0.ffn_gate_tid2eid.weight", (50, 3), "ids", 3), seed=0)
+    assert table.dtype == np.int32 and (np.sort(table, 1) == [0, 1, 2]).all()

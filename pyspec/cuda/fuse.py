@@ -39,7 +39,7 @@ Given = TypeVarTuple("Given")  # what a call is given
 
 
 class ProductInParts(Protocol):
-    """As models.weights.Grouped. few: what runs few rows as one product."""
+    """As models.grouped.Grouped. few: what runs few rows as one product."""
 
     @property
     def few(self) -> object: ...

@@ -190,7 +190,7 @@ class Engine:
         """Text, token ids or chat messages to token ids."""
         if isinstance(prompt, str):
             return tuple(self.tokenizer.encode(prompt))
-        if prompt and isinstance(prompt[0], Mapping):
+        if isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping):
             messages = cast(Sequence[Message], prompt)
             check_messages(messages)
             if self.template is None:

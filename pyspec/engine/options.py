@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
@@ -177,13 +177,23 @@ def grammar_of(options: Mapping[str, object]) -> Grammar | None:
     return None
 
 
-def ids_of(prompt: Sequence[object]) -> tuple[int, ...]:
+def ids_of(prompt: Iterable[object]) -> tuple[int, ...]:
     """Token ids as plain numbers, whatever kind of whole numbers they are. Raises RequestError."""
+    if isinstance(prompt, str | bytes | bytearray | Mapping) or not hasattr(prompt, "__iter__"):
+        raise RequestError(f"prompt is {shown(prompt)}; want text, token ids or messages")
+    tokens = list(prompt)
+    if {*map(type, tokens)} <= {int}:
+        return tuple(tokens)  # type: ignore[arg-type]
+    return tuple(_id_of(token, i) for i, token in enumerate(tokens))
+
+
+def _id_of(token: object, i: int) -> int:
     try:
-        return tuple(operator.index(token) for token in prompt)  # type: ignore[arg-type]  # what has no index is told below
+        if not isinstance(token, bool):
+            return operator.index(token)  # type: ignore[arg-type]  # what has no index is told below
     except TypeError:
-        bad = next(i for i, token in enumerate(prompt) if not hasattr(token, "__index__"))
-        raise RequestError(f"prompt[{bad}] is {shown(prompt[bad])}; want a token id") from None
+        pass
+    raise RequestError(f"prompt[{i}] is {shown(token)}; want a token id")
 
 
 def check_messages(messages: Sequence[Message]) -> None:

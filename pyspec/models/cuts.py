@@ -65,16 +65,19 @@ class Cut:
     units: tuple[Units, ...]
 
     def pieces(self, size: int, rank: Rank) -> list[tuple[int, int]]:
-        """(first, end) along an axis of `size` places: what a rank has of it, in order."""
-        total, at, found = sum(u.n * u.size for u in self.units), 0, []
+        """(first, end) along an axis of `size` places: what a rank has of it, in order. What adjoins is one piece: blocks may lie across."""
+        total, at, found = sum(u.n * u.size for u in self.units), 0, [(0, 0)]
         for u in self.units:
             first, end = u.of(rank)
             here = [(at + i * u.size) * size for i in (first, end)]
             if any(x % total for x in here):
                 raise ModelError(f"{total} {u.what} do not stand on {size} places")
-            found.append((here[0] // total, here[1] // total))
+            a, b = here[0] // total, here[1] // total
+            if a == found[-1][1]:
+                a = found.pop()[0]
+            found.append((a, b))
             at += u.n * u.size
-        return found
+        return [piece for piece in found if piece[1]]
 
 
 @dataclass(frozen=True, slots=True)

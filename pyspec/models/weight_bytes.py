@@ -34,7 +34,7 @@ def weight_bytes(
     small = sum(4 * t.n_elements for t in tensors if len(t.shape) == 1)
     if size:
         return small + size * sum(t.n_elements for t in big)
-    copies = sum(2 * t.n_elements - (0 if repacked else t.n_bytes) for t in big if t.name.endswith(GROUPED))
+    copies = sum(2 * t.n_elements for t in big if t.name.endswith(GROUPED)) if repacked else 0
     return small + copies + sum(repacked_bytes(t) if repacked else t.n_bytes for t in big)
 
 

@@ -26,12 +26,13 @@ from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.tiles import TiledMatrix, tile
 from pyspec.cuda.ops.moe.ref import Stack, activate
 from pyspec.cuda.ops.rows.ref import Glu, Norm, Prep
-from pyspec.cuda.streamed import Streamed, StreamedParts, in_parts
+from pyspec.cuda.streamed import Streamed, in_parts
 from pyspec.cuda.streamed_tiles import StreamedTiles
 from pyspec.cuda.temporary import temporary
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGMLType, GGUFFile, TensorInfo
 from pyspec.models.cuts import Cut, Share, share_of
+from pyspec.models.grouped import Grouped
 from pyspec.models.upload import Upload
 
 PLAIN = (GGMLType.F32, GGMLType.F16, GGMLType.BF16)
@@ -39,9 +40,8 @@ GLU = Glu()
 UNPACK = 1 << 24  # weights unpacked at once
 HEAD = "output.weight"
 HEADS = (HEAD, "token_embd.weight")  # few rows go through them: one for each token that may be kept
-GROUPED = (
-    ".attn_output_a.weight"  # each group of its rows takes a part of the input: kept once more in bf16, for many rows
-)
+GROUPED = ".attn_output_a.weight"
+"""Each group of its rows takes a part of the input: GPUs keep it once more in bf16, for many rows."""
 SAID = 6  # flaws of tensors that one error lists
 
 
@@ -143,10 +143,13 @@ class Unpacked:
     def __init__(self, parts: Sequence[tuple[Tensor, TensorInfo, float]], gated: bool = False) -> None:
         self.parts, self.gated = parts, gated
 
-    def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
+    def whole(self) -> Tensor:
+        """[out, in] f32"""
         weights = [dequantize(raw, info.type, info.shape) * scale for raw, info, scale in self.parts]
-        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        return _finish(F.linear(x if prep is None else prep(x), weight), self.gated, residual)
+        return torch.cat(weights) if len(weights) > 1 else weights[0]
+
+    def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
+        return _finish(F.linear(x if prep is None else prep(x), self.whole()), self.gated, residual)
 
 
 class Joined:
@@ -171,40 +174,6 @@ class CutGates:
         gate, up = self.both(x, prep).chunk(2, -1)
         y = activate(gate, up, self.limit)
         return y if residual is None else residual + y
-
-
-class Grouped:
-    """Matrices [group, out, in], each of which takes its part of the input: x [row, group * in] f32 -> [row, group * out] f32.
-
-    few  the same for few rows, as one product that reads its weights once; or as one matrix [group * out, in], to which a row's parts are rows
-         of their own, and of every part's outputs those of its group count. The rest costs nothing as long as bytes of the weights are what it
-         waits for.
-    """
-
-    FEW = 64  # parts of one matrix
-
-    def __init__(self, weight: Tensor, few: Matrix | StreamedParts | None = None) -> None:
-        self.weight, self.few = weight, few
-
-    def reach(self) -> float:
-        """What an output is at most for a part of norm 1."""
-        return max(float(own.float().norm(dim=-1).amax()) for own in self.weight)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        n_group, n_out, n_in = self.weight.shape
-        if isinstance(self.few, StreamedParts):
-            if len(x) <= self.few.max_rows:
-                return self.few(x)
-            if EXACT.is_on:  # the same order of sums, whatever runs beside
-                return torch.cat([self.few(part) for part in x.split(self.few.max_rows)])
-        elif self.few is not None and (EXACT.is_on or len(x) * n_group <= self.FEW):
-            y = self.few(x.reshape(-1, n_in)).view(-1, n_group, n_group, n_out)
-            return y.diagonal(dim1=1, dim2=2).transpose(1, 2).flatten(1)
-        return in_passes(x, self._all) if EXACT.is_on else self._all(x)
-
-    def _all(self, x: Tensor) -> Tensor:
-        parts = x.view(-1, *self.weight.shape[::2]).to(self.weight.dtype)
-        return torch.einsum("rgi,goi->rgo", parts, self.weight).flatten(1).float()
 
 
 class Summed:
@@ -484,9 +453,12 @@ class Weights:
     def grouped(self, name: str, n_group: int) -> Grouped:
         """A matrix whose rows are `n_group` matrices one after the other, each for a part of the input."""
         info = self._info(name)
+        if self.dense is None and self.device.type != "cuda":
+            packed = Unpacked([(self._raw(name), info, self._scale(name))])
+            return Grouped(lambda: packed.whole().unflatten(0, (n_group, -1)))
         dtype = self.dense or (torch.float32 if info.type is GGMLType.F32 else torch.bfloat16)
         weight = self._dense([name], dtype).view(n_group, info.shape[0] // n_group, -1)
-        if self.dense is not None or self.device.type != "cuda" or not self._streams(name):
+        if self.dense is not None or not self._streams(name):
             return Grouped(weight)
         few = self._stream([name], False, has_copy=False)
         own = in_parts(few, n_group) if isinstance(few, Streamed) else None

@@ -47,8 +47,9 @@ def values(spec: Spec, seed: int) -> np.ndarray:
         case "conv":
             found = 0.3 * rng.standard_normal(spec.shape)
         case "ids":
-            drawn = rng.random((spec.shape[0], int(spec.gain)), dtype=np.float32)
-            return drawn.argpartition(spec.shape[1], 1)[:, : spec.shape[1]].astype(np.int32)
+            n, most = spec.shape[1], int(spec.gain)
+            drawn = rng.random((spec.shape[0], most), dtype=np.float32).argpartition(min(n, most - 1), 1)
+            return drawn[:, :n].astype(np.int32)
         case "decay":
             found = -rng.uniform(1, 16, spec.shape)
         case "step":

@@ -141,3 +141,20 @@ def test_a_call_of_tools_needs_no_content_and_ids_may_be_of_any_whole_type():
     assert options.ids_of(numpy.array([1, 2])) == (1, 2) and type(options.ids_of([numpy.int32(3)])[0]) is int
     with pytest.raises(RequestError, match=r"prompt\[1\] is 1\.5; want a token id"):
         options.ids_of([1, 1.5])
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"Hi", {"role": "user", "content": "Hi"}])
+def test_what_is_no_prompt_is_refused_and_not_read_as_token_ids(prompt: object):
+    with pytest.raises(RequestError, match="want text, token ids or messages"):
+        options.ids_of(prompt)  # type: ignore[arg-type]
+
+
+def test_a_truth_value_is_no_token_id():
+    with pytest.raises(RequestError, match=r"prompt\[1\] is True; want a token id"):
+        options.ids_of([1, True])
+
+
+def test_an_array_is_a_prompt():
+    import numpy
+
+    assert Engine.encode(None, numpy.array([1, 2])) == (1, 2)  # type: ignore[arg-type]

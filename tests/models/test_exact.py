@@ -13,7 +13,8 @@ from pyspec.cuda.exact import EXACT, PASS, in_passes
 from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.engine import describe as describing
 from pyspec.engine import memory_plan
-from pyspec.models.weights import Dense, Grouped, Joined
+from pyspec.models.grouped import Grouped
+from pyspec.models.weights import Dense, Joined
 from pyspec.synth import write
 
 

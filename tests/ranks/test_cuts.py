@@ -12,7 +12,7 @@ from rank_bench import FIXTURES
 from pyspec.cuda.collective import Rank
 from pyspec.cuda.ops.linear.dequant import dequantize
 from pyspec.errors import ModelError
-from pyspec.gguf import GGUFFile, open_gguf
+from pyspec.gguf import GGMLType, GGUFFile, TensorInfo, open_gguf
 from pyspec.models import cuts, read_config
 from pyspec.models.cuts import Cut, Units, check_ranks, share_of
 from pyspec.models.weights import cuts_of
@@ -136,3 +136,12 @@ def test_ranks_that_share_a_key_head_have_a_copy_each() -> None:
     heads = Units(2, "key heads", copied=True)
     assert [heads.of(Rank(i, 4)) for i in range(4)] == [(0, 1), (0, 1), (1, 2), (1, 2)]
     assert heads.flaw(3) == "2 key heads do not divide by 3" and not heads.flaw(4) and not heads.flaw(1)
+
+
+def test_one_rank_has_every_tensor_whatever_its_blocks() -> None:
+    """Heads of 16 in blocks of 32 and 256: nothing is cut where one rank has what lies on both sides."""
+    heads, n_byte = Units(16, "key heads"), 8 * 768 // 256 * 144
+    info = TensorInfo("blk.0.ssm_out.weight", GGMLType.Q4_K, (8, 768), 0, n_byte, 0)
+    cut = Cut(1, (heads, heads, heads))
+    assert cut.pieces(48, Rank(0, 1)) == [(0, 48)] and cut.pieces(48, Rank(1, 2)) == [(8, 16), (24, 32), (40, 48)]
+    assert share_of(info, Cut(1, (Units(1, "heads"), Units(47, "heads"))), Rank(0, 1)).info == info

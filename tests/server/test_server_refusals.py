@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import time
 from typing import Any
@@ -195,6 +196,13 @@ def test_a_body_too_large_is_refused_before_and_after_it_is_read(engine: FakeEng
             yield b"x" * 100
 
     error_of(app.post("/completion", content=pieces()), 413)
+
+
+def test_a_packed_body_is_refused_for_what_it_is(app: App) -> None:
+    raw = gzip.compress(b'{"prompt": "x"}')
+    error = error_of(app.post("/completion", content=raw, headers={"Content-Encoding": "gzip"}), 400)
+    assert error["message"] == "the body's Content-Encoding is 'gzip'; send it as it is"
+    assert app.post("/tokenize", {"content": "x"}, headers={"Content-Encoding": "identity"}).status_code == 200
 
 
 def test_a_body_that_never_arrives_is_given_up(engine: FakeEngine) -> None:

@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from pyspec.errors import RequestError
+from pyspec.ranges import shown
 from pyspec.server.http.envelope import Refused
 from pyspec.server.settings import Limits
 
@@ -52,13 +53,15 @@ class Reading:
 
 
 async def read_body(request: Request, limits: Limits, reading: Reading | None = None, client: str = "") -> bytes:
-    """The whole body. Raises Refused 413 beyond `limits.body`, 408 after `limits.body_read_s`; ClientGone.
+    """The whole body. Raises Refused 413 beyond `limits.body`, 408 after `limits.body_read_s`, 400 if it is packed; ClientGone.
 
     Of a body that is too large the rest is read and dropped, up to a limit: a client that still sends does not see an answer.
     """
     stated, refusal = request.headers.get("content-length", ""), None
     if stated.isdecimal() and len(stated) < 20 and int(stated) > limits.body:
         refusal = Refused(413, f"the body has {stated} bytes; at most {limits.body} are taken")
+    elif (packed := request.headers.get("content-encoding", "identity").lower()) != "identity":
+        refusal = Refused(400, f"the body's Content-Encoding is {shown(packed)}; send it as it is")
     parts: list[bytes] = []
     size = kept = 0
     reading = reading or Reading(limits.reading)

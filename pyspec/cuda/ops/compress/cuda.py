@@ -195,7 +195,7 @@ class BothLaunch:
             return
         b, step, slots = batch, np.int64(next(iter(steps))), (n_slot, n_ring, n_direct, n_row)
         seqs: list[Arg] = [b.row_seq, b.seq_start, b.seq_slot, self.main.fault, step, *map(i32, slots)]
-        pages = [*map(i32, (b.page_size, per_page, n_page)), np.float32(self.main.spec.eps)]
+        pages: list[Arg] = [*map(i32, (b.page_size, per_page, n_page)), np.float32(self.main.spec.eps)]
         overlap, args = self.main.overlap, [*pointers, freq, b.positions, b.kv_rows, *seqs, *pages]
         self.kernels["compress_both"].launch((n_row, 2), self.threads, args, overlap=overlap)
         if n_row > n_direct:  # some sequence may have more
