@@ -29,6 +29,8 @@ def _runs_as(spec: AttendSpec) -> str:
     for known, impl in attend.decided.items():
         if replace(known, scale=spec.scale, has_sinks=spec.has_sinks) == spec:
             return impl.name
+    if not torch.cuda.is_available():
+        return ""
     return next((impl.name for impl in attend.impls if attend.out_of_question(impl, spec) is None), "")
 
 
