@@ -83,7 +83,7 @@ def examine(
 
     import torch
 
-    from pyspec.cuda import probe, survey, tiers, tri, verdicts
+    from pyspec.cuda import probe, survey, tiers, tri, tri_install, verdicts
     from pyspec.cuda.collective import sums_by
     from pyspec.cuda.machine import bandwidth, machine, memory_bytes, peer_links
     from pyspec.engine.describe import pick_device
@@ -109,7 +109,7 @@ def examine(
     why = _why_not(device.type, found)
     return {
         "machine": {**asdict(machine(device)), "torch": torch.__version__, "device": str(device)},
-        "triton": {"version": tri.version() or "", "refused": tri.missing(device) or ""},
+        "triton": {"version": tri_install.version() or "", "refused": tri.missing(device) or ""},
         "memory_bytes": memory_bytes(device),
         "bandwidth_bytes_per_s": round(speed),
         "ranks": {"sums": sums_by(device), "links": [asdict(link) for link in peer_links(device)]},

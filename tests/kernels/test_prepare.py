@@ -266,7 +266,8 @@ def test_children_are_as_many_as_there_is_room_for() -> None:
     assert prepare.n_children(100 * gib, 0, 2) == 1
 
 
-def test_a_first_start_begins_with_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gpu", ["nvidiactl", "kfd"])
+def test_a_first_start_begins_with_children(gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Fake:
         def __init__(self) -> None:
             self.process = SimpleNamespace(poll=lambda: self.status)
@@ -278,10 +279,10 @@ def test_a_first_start_begins_with_children(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(probe_process, "Checker", Fake)
     monkeypatch.setattr(probe_process, "n_cores", lambda: 5)
-    monkeypatch.setattr(probe_process, "NVIDIA", tmp_path / "nvidiactl")
+    monkeypatch.setattr(probe_process, "GPUS", (tmp_path / "nvidiactl", tmp_path / "kfd"))
     probe_process.begin()
     assert not probe_process._ready, "no GPU"
-    (tmp_path / "nvidiactl").touch()
+    (tmp_path / gpu).touch()
     probe_process.begin()
     probe_process.begin()
     first, second = probe_process._ready

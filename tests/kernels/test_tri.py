@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from pyspec.cuda import jit, tri
+from pyspec.cuda import jit, tri, tri_install
 from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.best.ref import BestSpec
 
@@ -82,15 +82,15 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: found if name == "triton" else find(name))
-    monkeypatch.setattr(tri.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
-    monkeypatch.setattr(tri.shutil, "which", lambda name: "/bin/gcc" if name == "gcc" else None)
+    monkeypatch.setattr(tri_install.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    monkeypatch.setattr(tri_install.shutil, "which", lambda name: "/bin/gcc" if name == "gcc" else None)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "a" / "b"))
-    tri._version_in.cache_clear()
+    tri_install._version_in.cache_clear()
     return tmp_path
 
 
 def test_nothing_is_missing_where_all_is_there(machine: Path) -> None:
-    assert tri.missing(GPU) is None and tri.version() == "3.6.0" and not (machine / "a").exists()
+    assert tri.missing(GPU) is None and tri_install.version() == "3.6.0" and not (machine / "a").exists()
     assert tri.missing(torch.device("cpu")) == "runs on GPUs only"
 
 
@@ -116,7 +116,7 @@ def test_what_is_missing_is_said(machine: Path, monkeypatch: pytest.MonkeyPatch)
         patched.setattr(torch.version, "hip", "6.4")
         assert tri.missing(GPU) is None, "AMD's numbers say something else"
     with monkeypatch.context() as patched:
-        patched.setattr(tri.shutil, "which", lambda name: None)
+        patched.setattr(tri_install.shutil, "which", lambda name: None)
         assert "C compiler" in (tri.missing(GPU) or "")
         patched.setenv("CC", "/opt/cc")
         assert tri.missing(GPU) is None
@@ -130,7 +130,7 @@ def test_what_is_missing_is_said(machine: Path, monkeypatch: pytest.MonkeyPatch)
         patched.setattr(os, "access", lambda path, mode: path != machine)
         assert "TRITON_CACHE_DIR" in (tri.missing(GPU) or "")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "pip install triton" in (tri.missing(GPU) or "") and tri.version() is None
+    assert "pip install triton" in (tri.missing(GPU) or "") and tri_install.version() is None
 
 
 def test_cuda_kernels_are_not_for_amd(monkeypatch: pytest.MonkeyPatch) -> None:
