@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from pyspec.cuda import jit, tri, tri_install
+from pyspec.cuda import jit, streamed_tiles, tri, tri_install
 from pyspec.cuda.op import Impl, Op
 from pyspec.cuda.ops.best.ref import BestSpec
 
@@ -176,3 +176,20 @@ def test_what_is_compiled_ahead_is_waited_for_and_launched_once(monkeypatch: pyt
     assert len(compiled) == 3 and len(kernel.built) == 2, (
         "each kind once, and what failed is built where it is launched"
     )
+
+
+def test_where_a_library_has_no_sums_in_f32_there_is_no_copy_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, cpu = streamed_tiles.sums_in_f32.__wrapped__, torch.device("cpu")
+
+    def mm(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        return (a.float() @ b.float()).to(out_dtype)
+
+    def none(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        raise RuntimeError("out_dtype is for CUDA only")
+
+    monkeypatch.setattr(torch, "mm", none)
+    assert ask(cpu), "made for NVIDIA's, and not asked there"
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not ask(cpu)
+    monkeypatch.setattr(torch, "mm", mm)
+    assert ask(cpu)
