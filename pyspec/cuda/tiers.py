@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pyspec.cuda import survey
+from pyspec.cuda import survey, tri
 from pyspec.cuda.examine import EXAMINATION, TIERS
 from pyspec.cuda.op import Op
 from pyspec.cuda.ops.linear.op import linear_tall
@@ -28,7 +28,7 @@ def use(text: str) -> None:
 def unmet(device: torch.device) -> str:
     """What was wanted and is not to be had, in words; "" if nothing is. Asked once everything is bound."""
     asked = [name for name, tier in EXAMINATION.tiers.items() if tier in TIERS]
-    if device.type != "cuda":
+    if device.type != "cuda" and not tri.interprets():
         return "these kernels run on GPUs only, and this runs on the CPU, as without them" if asked else ""
     found = [line for op in survey.ops() if (line := _unmet(op))]
     more = f"; and {len(found) - SAID} more" if len(found) > SAID else ""
