@@ -1,6 +1,7 @@
 """Tests import each other's helper modules by name; nothing else is shared but the seed, which cases are slow, and what ops run as.
 
-PYSPEC_TEST_KERNELS=triton runs what leaves the choice of kernels open in that tier (make check-gpu KERNELS=triton).
+PYSPEC_TEST_KERNELS=triton runs what leaves the choice of kernels open in that tier (make check-gpu KERNELS=triton). PYSPEC_TEST_TIMES=1
+writes a line when a test has ended, so that a run that is cut off shows what passed, and what it took.
 """
 
 import os
@@ -26,6 +27,12 @@ KERNELS = os.environ.get("PYSPEC_TEST_KERNELS", "auto")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Before -m looks at the marks."""
     mark_slow(items)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if os.environ.get("PYSPEC_TEST_TIMES") and (report.when == "call" or report.outcome != "passed"):
+        line = f"{report.outcome} {report.nodeid.rpartition('::')[2]}: {report.duration:.1f} s\n"
+        os.write(2, f"\n{line}".encode())  # past whatever pytest keeps of it
 
 
 @pytest.fixture(autouse=True)

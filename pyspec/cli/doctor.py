@@ -83,7 +83,7 @@ def examine(
 
     import torch
 
-    from pyspec.cuda import probe, survey, tiers, verdicts
+    from pyspec.cuda import probe, survey, tiers, tri, tri_install, verdicts
     from pyspec.cuda.collective import sums_by
     from pyspec.cuda.machine import bandwidth, machine, memory_bytes, peer_links
     from pyspec.engine.describe import pick_device
@@ -109,6 +109,7 @@ def examine(
     why = _why_not(device.type, found)
     return {
         "machine": {**asdict(machine(device)), "torch": torch.__version__, "device": str(device)},
+        "triton": {"version": tri_install.version() or "", "refused": tri.missing(device) or ""},
         "memory_bytes": memory_bytes(device),
         "bandwidth_bytes_per_s": round(speed),
         "ranks": {"sums": sums_by(device), "links": [asdict(link) for link in peer_links(device)]},
@@ -143,6 +144,8 @@ def _why_not(device_type: str, found: list[Finding]) -> str:
     if device_type != "cuda":
         if torch.cuda.is_available():
             return "asked about the CPU"
+        if torch.version.hip:
+            return "no AMD GPU"
         return "no NVIDIA GPU" if torch.version.cuda else "this torch is built without CUDA"
     slow = [f for f in found if not f.own and f.refused]  # not those that have no kernel on any machine
     if not slow:
@@ -164,7 +167,7 @@ def _lower(found: dict[str, Any] | None) -> str:
 def _show(about: dict[str, Any]) -> None:
     from pyspec.cli.tables import row, show, table
 
-    m = about["machine"]
+    m, triton = about["machine"], about["triton"]
     facts = table("machine", "")
     for name, value in (
         ("device", f"{m['device']}: {m['gpu']}"),
@@ -177,6 +180,7 @@ def _show(about: dict[str, Any]) -> None:
         ("NVRTC", m["nvrtc"]),
         ("cuda-core", m["cuda_core"]),
         ("torch", m["torch"]),
+        ("Triton", f"{triton['version'] or 'none'}: {triton['refused'] or 'runs here'}"),
         ("cache", about["cache"]),
     ):
         row(facts, name, value or "-")

@@ -34,9 +34,13 @@ class Examination:
         self.demoted: frozenset[str] = frozenset()
         self.tiers: dict[str, str] = {}
 
+    def wanted(self, op: str) -> str:
+        """The tier that a person wants an op to run as, or auto."""
+        return self.tiers.get(op) or self.tiers.get(FAMILIES.get(op, op)) or self.tiers.get("", "auto")
+
     def left_out(self, op: str, impl: str) -> str | None:
         """Why this implementation is not wanted; None if it is not spoken of."""
-        wanted = self.tiers.get(op) or self.tiers.get(FAMILIES.get(op, op)) or self.tiers.get("", "auto")
+        wanted = self.wanted(op)
         others = [name for tier, names in TIERS.items() if tier != wanted for name in names]
         if wanted == "auto" or (wanted != "reference" and impl not in others):
             return None

@@ -59,7 +59,7 @@ def is_installed() -> bool:
 
 def missing(device: torch.device) -> str | None:
     """Why no kernel of ours runs on `device`; None if one may."""
-    if device.type != "cuda":
+    if device.type != "cuda" or torch.version.hip is not None:
         return "runs on NVIDIA GPUs only"
     if not is_installed():
         return "cuda-core is not installed (pip install pyspec[cuda])"

@@ -155,7 +155,7 @@ def device_of(spec: object) -> torch.device:
 
 def _outside(impl: Impl[Spec, Launch], spec: Spec) -> str | None:
     device = device_of(spec)
-    if device.type != "cuda":
+    if device.type != "cuda" or torch.version.hip is not None:  # AMD's numbers say something else
         return None
     capability, (first, last) = torch.cuda.get_device_capability(device), impl.capabilities
     if first <= capability <= last:

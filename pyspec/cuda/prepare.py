@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from pyspec.cuda import jit, probe, verdicts
+from pyspec.cuda import jit, probe, tri, verdicts
 from pyspec.cuda.examine import EXAMINATION
 from pyspec.cuda.jit import Compiled, GpuKind, Program
 from pyspec.cuda.op import Impl, Op, device_of
@@ -70,7 +70,8 @@ class Preparation:
 
     def __init__(self, wanted: Sequence[Wanted], n_thread: int, n_child: int) -> None:
         self.began, self._is_closed = time.perf_counter(), False
-        import cuda.core  # noqa: F401 - before threads import it, each a part of it
+        if any(w.programs for w in wanted):
+            import cuda.core  # noqa: F401 - before threads import it, each a part of it
 
         self._compilers = ThreadPoolExecutor(max(1, n_thread), "pyspec-compile")
         self._checkers = ThreadPoolExecutor(max(1, n_child), "pyspec-checks")
@@ -78,6 +79,7 @@ class Preparation:
         self._probers: queue.SimpleQueue[Prober] = queue.SimpleQueue()
         self._extra = [Prober(probe.LIMITS_S) for _ in range(n_child - 1)]
         self._names: list[str] = []
+        self._leaving: list[threading.Thread] = []
         keys = [verdicts.key_of(w.candidate) for w in wanted]
         unknown = [verdicts.load(key) is None for key in keys]
         for one in [probe.prober(), *self._extra]:
@@ -105,16 +107,20 @@ class Preparation:
         finally:
             self._probers.put(by)
 
-    def finish(self, late: Sequence[Ask]) -> None:
-        """Close once everything is found out, beside whoever goes on; `late` is asked then, so that it is decided. The children go, too."""
-        threading.Thread(target=self._finish, args=(late,), name="pyspec-checks-end", daemon=True).start()
+    def finish(self, late: Sequence[Ask], then: Callable[[], None] = lambda: None) -> None:
+        """Close once everything is found out, beside whoever goes on; `late` is asked then, so that it is decided. The children go, too,
+        and what they had of the GPU's memory: `then` is called behind them."""
+        threading.Thread(target=self._finish, args=(late, then), name="pyspec-checks-end", daemon=True).start()
 
-    def _finish(self, late: Sequence[Ask]) -> None:
+    def _finish(self, late: Sequence[Ask], then: Callable[[], None]) -> None:
         for op, spec in late:
             op.chosen(spec)
         self._checkers.shutdown(wait=True)
         self.close()
         probe.close()
+        for thread in self._leaving:
+            thread.join()
+        then()
 
     def close(self) -> None:
         """Nothing is waited for that has not begun. Safe to call twice."""
@@ -124,7 +130,8 @@ class Preparation:
         for pool in (self._compilers, self._checkers):
             pool.shutdown(wait=False, cancel_futures=True)
         for one in self._extra:  # beside this: each waits for what it is at
-            threading.Thread(target=one.close, name="pyspec-checks-end", daemon=True).start()
+            self._leaving.append(threading.Thread(target=one.close, name="pyspec-checks-end", daemon=True))
+            self._leaving[-1].start()
         for name in self._names:
             probe.promised.pop(name, None)
         n = sum(f.done() for f in self._compiling.values())
@@ -160,8 +167,8 @@ def n_children(free: int, planned: int, cores: int) -> int:
 
 
 def begin(asks: Sequence[Ask], device: torch.device, kv: torch.dtype, planned: int) -> Preparation | None:
-    """Start, if kernels of ours run on `device`. planned: bytes of its memory that the load will take."""
-    if jit.missing(device) is not None or EXAMINATION.is_on:
+    """Start, if kernels of ours run on `device`, in either tier. planned: bytes of its memory that the load will take."""
+    if EXAMINATION.is_on or (jit.missing(device) is not None and tri.missing(device) is not None):
         return None
     wanted = wanted_of(asks, target_of(device), kv)
     cores, free = n_cores(), torch.cuda.mem_get_info(device)[0]

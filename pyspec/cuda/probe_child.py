@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import pickle
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from typing import IO, Any
 
 import torch
 
-from pyspec.cuda import faults
+from pyspec.cuda import faults, tri
 from pyspec.cuda.context import context_of
 from pyspec.cuda.op import Impl, Op, device_of
 from pyspec.cuda.probe import LIMITS_S, sentence
@@ -27,6 +28,7 @@ from pyspec.cuda.verdicts import Verdict
 
 log = logging.getLogger(__name__)
 
+PASSING = ("out of memory", "error code -9", "error code -15")  # the last two: `ptxas` was killed
 IDLE_S = 20.0  # then the child leaves, and its memory on the GPU with it
 
 
@@ -49,9 +51,14 @@ def serve(requests: IO[bytes], answers: IO[str]) -> None:
         module, _, attribute = home.partition(":")
         op = getattr(importlib.import_module(module), attribute)
         impl = next(i for i in op.impls if i.name == name)
-        # the parent ends whatever takes too long; this is for the case that there is no parent any more
-        faulthandler.dump_traceback_later(sum(LIMITS_S.values()), exit=True)
-        found = examine(op, impl, spec, lambda at: tell(at=at))
+
+        def goes_on(at: str) -> None:
+            # the parent ends whatever takes too long; this is for the case that there is no parent any more
+            faulthandler.dump_traceback_later(sum(LIMITS_S.values()), exit=True)
+            tell(at=at)
+
+        tri.HEARS.at = goes_on
+        found = examine(op, impl, spec, goes_on)
         faulthandler.cancel_dump_traceback_later()
         spoilt = found.refusal is not None and not _is_sound(spec)
         tell(refusal=found.refusal, lasting=found.lasting, choice=found.choice, spoilt=spoilt)
@@ -77,8 +84,19 @@ def examine(op: Op[Any, Any], impl: Impl[Any, Any], spec: Any, tell: Callable[[s
                 refusal = f"its guard tripped in its check: {fault.error(faults.EVERYONE)}"
             return Verdict(refusal, choice="" if refusal is not None else _tuned(impl, spec))
     except Exception as e:  # noqa: BLE001 - whatever a foreign compiler raises means "do not use it"
-        full = isinstance(e, MemoryError | torch.OutOfMemoryError) or "out of memory" in str(e)
-        return Verdict(f"failed its check: {sentence(e)}", lasting=not full)
+        return Verdict(f"failed its check: {sentence(e)}", lasting=not _may_pass(e))
+
+
+def _may_pass(error: BaseException) -> bool:
+    """Whether the next try may end otherwise: no memory, no room on a disk, no right to write there, a program that is not there or was
+    killed. What a foreign compiler raises says so in words alone, or in what it came of."""
+    passing = (MemoryError, OSError, subprocess.SubprocessError, torch.OutOfMemoryError)
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, passing) or any(words in str(found) for words in PASSING):
+            return True
+        found = found.__cause__ or found.__context__
+    return False
 
 
 def _tuned(impl: Impl[Any, Any], spec: Any) -> str:

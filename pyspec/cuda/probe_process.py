@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 TAIL = 200  # characters of the child's last words
 MOST = 4  # that check at once
-NVIDIA = Path("/dev/nvidiactl")
+GPUS = Path("/dev/nvidiactl"), Path("/dev/kfd")  # one of them is there where there is a GPU: NVIDIA's, AMD's
 
 
 def cache_root() -> Path:
@@ -38,7 +38,7 @@ _taking = threading.Lock()
 
 def begin() -> None:
     """Start children now if this is a first start: there is a GPU, and nothing is known of any kernel yet."""
-    if not NVIDIA.exists() or any((cache_root() / "verdicts").glob("*.json")):
+    if not any(path.exists() for path in GPUS) or any((cache_root() / "verdicts").glob("*.json")):
         return
     with _taking:
         while len(_ready) < max(1, min(MOST, n_cores() // 2)):

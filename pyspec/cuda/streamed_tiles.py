@@ -5,21 +5,38 @@ What streamed.py is for the CUDA kernels. Many rows go to the library over a cop
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from pyspec.cuda.context import per_device
 from pyspec.cuda.exact import EXACT
 from pyspec.cuda.ops.linear import triton as linear_triton
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.tiles import TiledMatrix
 from pyspec.cuda.ops.moe.ref import activate
 from pyspec.cuda.ops.rows.ref import Glu, Prep
+from pyspec.cuda.probe import sentence
 
+log = logging.getLogger(__name__)
 GLU = Glu()
 MANY_ROWS = 64  # of the largest builds, which larger products go through several times
 FEW_ROWS = 24  # up to here the weights' bytes are what a product costs; the copy has twice as many
+
+
+@per_device
+def sums_in_f32(device: torch.device) -> bool:
+    """Whether the library gives sums of f16 in f32, for which it was made on NVIDIA GPUs: asked of others once."""
+    if torch.version.hip is None:
+        return True
+    some = torch.ones(16, 16, dtype=torch.float16, device=device)
+    try:
+        return bool((torch.mm(some, some, out_dtype=torch.float32) == 16.0).all())
+    except (RuntimeError, TypeError) as e:
+        log.info("prompts run through tiles as rounds do: %s", sentence(e))
+        return False
 
 
 class StreamedTiles:
@@ -28,7 +45,9 @@ class StreamedTiles:
     def __init__(
         self, matrix: TiledMatrix, device: torch.device, gated: bool, wide: Tensor | None, limit: float = 0.0
     ) -> None:
-        self.matrix, self.gated, self.wide, self.limit = matrix, gated, None if EXACT.is_on else wide, limit
+        if EXACT.is_on or (wide is not None and not sums_in_f32(device)):
+            wide = None
+        self.matrix, self.gated, self.wide, self.limit = matrix, gated, wide, limit
         self.n_out = matrix.n_out // 2 if gated else matrix.n_out
         spec = LinearSpec(
             device, matrix.type, self.n_out, matrix.n_in, Epilogue.GATED if gated else Epilogue.PLAIN, limit

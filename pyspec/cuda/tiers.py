@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
+from typing import Any
 
-from pyspec.cuda import survey
-from pyspec.cuda.examine import EXAMINATION
+import torch
+
+from pyspec.cuda import survey, tri
+from pyspec.cuda.examine import EXAMINATION, TIERS
+from pyspec.cuda.op import Op
 from pyspec.cuda.ops.linear.op import linear_tall
 from pyspec.errors import ConfigError
+
+SAID = 3  # ops that one warning names
 
 
 def use(text: str) -> None:
@@ -17,6 +23,24 @@ def use(text: str) -> None:
         EXAMINATION.tiers = wanted
         for op in (*survey.ops(), linear_tall):
             op.decided.clear()
+
+
+def unmet(device: torch.device) -> str:
+    """What was wanted and is not to be had, in words; "" if nothing is. Asked once everything is bound."""
+    asked = [name for name, tier in EXAMINATION.tiers.items() if tier in TIERS]
+    if device.type != "cuda" and not tri.interprets():
+        return "these kernels run on GPUs only, and this runs on the CPU, as without them" if asked else ""
+    found = [line for op in survey.ops() if (line := _unmet(op))]
+    more = f"; and {len(found) - SAID} more" if len(found) > SAID else ""
+    return "; ".join(found[:SAID]) + more
+
+
+def _unmet(op: Op[Any, Any]) -> str:
+    wanted = [impl for impl in op.impls if impl.name in TIERS.get(EXAMINATION.wanted(op.name), ())]
+    for spec, impl in op.decided.items():
+        if wanted and impl not in wanted:
+            return f"{op.name} runs as {impl.name} ({wanted[0].name}: {op.refusal(wanted[0], spec)})"
+    return ""
 
 
 def wanted_of(text: str) -> dict[str, str]:

@@ -7,18 +7,18 @@ where TRITON_INTERPRET is 1 from the start of the process on.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import os
-import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from pyspec.cuda import tri_install
 from pyspec.cuda.examine import EXAMINATION
 from pyspec.cuda.probe_process import n_cores
 
@@ -38,18 +38,13 @@ def missing(device: torch.device) -> str | None:
     """Why no Triton kernel runs on `device`; None if one may."""
     if device.type != "cuda" and not interprets():
         return "runs on GPUs only"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed (pip install triton)"
-    if device.type == "cuda" and not _has_compiler():
-        return "Triton needs a C compiler (gcc or clang, or CC in the environment)"
+    if (why := tri_install.unusable()) is not None:
+        return why
+    if device.type == "cuda" and (why := tri_install.cannot_build()) is not None:
+        return why
     if device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) < LEAST:
         return f"needs compute capability {LEAST[0]}.{LEAST[1]}"
     return None
-
-
-def _has_compiler() -> bool:
-    """It builds what launches a kernel on the machine it runs on."""
-    return bool(os.environ.get("CC")) or any(map(shutil.which, ("gcc", "clang", "cc")))
 
 
 def has_large_shared(device: torch.device) -> bool:
@@ -119,7 +114,8 @@ def _launch(ask: TriLaunch) -> None:
     if build is None:
         if (ahead := _ahead.pop(key, None)) is not None:
             wait([ahead])
-        build = kernel[tuple(grid)](*args, **constants, num_warps=warps)
+        with building():
+            build = kernel[tuple(grid)](*args, **constants, num_warps=warps)
         if hasattr(build, "packed_metadata") and hasattr(build, "run"):
             _builds[key] = build
         return
@@ -128,6 +124,24 @@ def _launch(ask: TriLaunch) -> None:
     build.run(
         first, second, third, stream, build.function, build.packed_metadata, None, None, None, *args, *values
     )  # as CompiledKernel.__getitem__ does
+
+
+@contextmanager
+def building() -> Iterator[None]:
+    """Around what compiles: who waits for a check hears of it, for a compiler may take much longer than a kernel."""
+    HEARS.at("binding")
+    yield
+    HEARS.at("check")
+
+
+class Hears:
+    """`at` is told what a check is at, by the names of probe.LIMITS_S. Set in processes that check kernels."""
+
+    def __init__(self) -> None:
+        self.at: Callable[[str], None] = lambda stage: None
+
+
+HEARS = Hears()
 
 
 def compile_ahead(ask: TriLaunch) -> None:

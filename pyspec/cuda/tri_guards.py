@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 VARYING = [
-    "chunked", "n", "n_col", "n_key", "n_next", "n_old", "n_page", "n_pair", "n_prog", "n_row", "n_rows", "n_seq", "n_shared", "n_slot", "n_some",
-    "n_split", "n_draft", "n_part", "n_token", "n_vocab", "seq_step", "draft_step", "s", "width", "window",
+    "chunked", "first_tile", "n", "n_col", "n_key", "n_next", "n_old", "n_page", "n_pair", "n_prog", "n_row", "n_rows", "n_seq", "n_shared", "n_slot", "n_some",
+    "n_split", "n_draft", "n_part", "n_tile", "n_token", "n_vocab", "seq_step", "draft_step", "s", "width", "window",
 ]  # fmt: skip
 """Arguments whose value no kernel is compiled anew for, while it serves."""
 

@@ -21,8 +21,8 @@ from typing import Any
 
 import torch
 
-from pyspec.cuda import jit, shipped
-from pyspec.cuda.machine import machine, version_of
+from pyspec.cuda import jit, shipped, tri_install
+from pyspec.cuda.machine import machine
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ def key_of(candidate: Candidate) -> Key:
     modules = (candidate.home.partition(":")[0], candidate.module)
     about = {"op": candidate.op, "impl": candidate.impl, "spec": repr(spec), "sources": digest(modules)}
     if candidate.impl == "triton":
-        about["triton"] = version_of("triton")
+        about["triton"] = tri_install.version() or ""
     elif device.type == "cuda" and (cubins := shipped.identity(jit.arch_of(torch.cuda.get_device_capability(device)))):
         about["cubins"] = cubins
     return about | asdict(machine(device))

@@ -193,7 +193,7 @@ def pick_device(wanted: str) -> torch.device:
 
 def _other_devices(wanted: str) -> str:
     """What to do where a device is not to be had."""
-    if wanted.startswith("cuda") and torch.version.cuda is None:
+    if wanted.startswith("cuda") and torch.version.cuda is None and torch.version.hip is None:
         return "this torch was built without CUDA: pip install 'pyspec[cuda]', or -dev cpu"
     n = torch.cuda.device_count()
     return f"here are {', '.join(['cpu', *(f'cuda:{i}' for i in range(n))])} (--list-devices)"

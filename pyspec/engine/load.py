@@ -14,7 +14,7 @@ import torch
 
 from pyspec import draft, progress
 from pyspec.config import EngineSettings
-from pyspec.cuda import prepare, probe, temporary
+from pyspec.cuda import prepare, probe, temporary, tiers
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.prepare import Preparation
@@ -80,9 +80,10 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
         plan, n = plan_memory(d), 1 if d.is_cuda else d.settings.tp  # on GPUs each rank has one of its own
         check_fit(plan.together(n), d.device, n_slot=settings.np, n_ctx=d.n_ctx, packed=d.dense is None)
         ranks = Ranks(d.settings.tp) if d.settings.tp > 1 else None
+        before = taken(d.device) if d.is_cuda else None  # before children take any
         preparation = _prepare(d, plan)
         try:
-            return build(d, plan, ranks, preparation)
+            return build(d, plan, ranks, preparation, before)
         except BaseException:
             if ranks is not None:
                 ranks.close()
@@ -101,10 +102,14 @@ def _prepare(d: Description, plan: MemoryPlan) -> Preparation | None:
 
 
 def build(
-    d: Description, plan: MemoryPlan, ranks: Ranks | None = None, preparation: Preparation | None = None
+    d: Description,
+    plan: MemoryPlan,
+    ranks: Ranks | None = None,
+    preparation: Preparation | None = None,
+    before: tuple[int, int, int] | None = None,
 ) -> Loaded:
-    """Allocate what was planned, bind target and drafter to it, and warm the loop up. preparation: goes on beside what is loaded, until all is known."""
-    before = taken(d.device) if d.is_cuda else (0, 0, 0)
+    """Allocate what was planned, bind target and drafter to it, and warm the loop up. preparation: goes on beside what is loaded, until all is known.
+    before: what was `taken` of the GPU's memory, to tell what the load took."""
     table = d.table()
     shared = None if ranks is None else begin_ranks(d, plan, ranks)
     memory = allocate(d.own.parts(), d.sizes, d.device)
@@ -128,13 +133,21 @@ def build(
             warm_up(loop, d.tokenizer, d.n_overhang, plan.activations + device_checkpoints(d) + start_bytes(d))
             if d.settings.check_tap_shift:
                 check_drafter(loop, d.tokenizer, d.template, d.n_overhang)
+    if missing := tiers.unmet(d.device):
+        log.warning("--kernels %s: %s", d.settings.kernels, missing)
+    tell = partial(_tell_use, d.device, plan, before)
     if preparation is not None:
-        preparation.finish(late)
+        preparation.finish(late, tell)
     else:
         probe.close()  # the child that checked kernels, and its memory on the GPU
-    if d.is_cuda:
-        log.info("memory in use: %s, planned %s", since(before, d.device), size(plan.total))
+        tell()
     return Loaded(loop, d.tokenizer, d.template, info_of(d, plan), ranks)
+
+
+def _tell_use(device: torch.device, plan: MemoryPlan, before: tuple[int, int, int] | None) -> None:
+    """Once no child that checks kernels has any of the memory: four of them had 6.5 GiB."""
+    if before is not None:
+        log.info("memory in use: %s, planned %s", since(before, device), size(plan.total))
 
 
 def _bind_drafter(d: Description, plan: MemoryPlan, target: Target, table: SlotTable) -> Drafter | None:

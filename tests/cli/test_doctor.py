@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 
 from pyspec.cli import doctor, main
-from pyspec.cuda import jit, machine, prepare, survey, verdicts
+from pyspec.cuda import jit, machine, prepare, survey, tri, tri_install, verdicts
 from pyspec.cuda.survey import Finding, RefusedImpl
 
 FIXTURE = Path(__file__).parents[1] / "fixtures" / "qwen35.gguf"
@@ -65,6 +65,17 @@ def test_with_a_model_its_own_shapes_are_looked_at() -> None:
     assert code == 1
     assert {"attend", "gdn"} <= set(shapes) and "head_dim 256" not in shapes["attend"]
     assert CliRunner().invoke(main, ["doctor", "no-such-model"]).exit_code == 2
+
+
+def test_what_is_the_matter_with_triton_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tri_install, "version", lambda: "3.5.0")
+    monkeypatch.setattr(tri, "missing", lambda device: "Triton 3.5.0 is too old")
+    monkeypatch.setattr(survey, "standard", lambda device: [])
+    code, out = invoke("--kernels", "triton")
+    assert code == 1 and "3.5.0: Triton 3.5.0 is too old" in " ".join(out.split())
+    assert json.loads(invoke("--json")[1])["triton"] == {"version": "3.5.0", "refused": "Triton 3.5.0 is too old"}
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert doctor._why_not("cpu", []) == "no AMD GPU"
 
 
 def test_recheck_forgets_what_was_known() -> None:

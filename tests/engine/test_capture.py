@@ -1,5 +1,6 @@
 """Capturing graphs at load runs every batch size over empty slots and leaves nothing behind; padded batches draft alike."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,9 @@ from pyspec.config import EngineSettings
 from pyspec.cuda.graph import Graphed
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import plan as attend_plan
+from pyspec.cuda.ops.attend import triton as attend_triton
+from pyspec.cuda.ops.attend.op import attend
+from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.device.capture import capture
 from pyspec.draft.drafter import GraphedDrafter
 from pyspec.engine import describe as describing
@@ -125,6 +129,28 @@ def test_partial_sums_of_attention_are_planned_for_target_and_drafter_and_taken(
     attend_plan.reserve(torch.device("cuda"), 4000)
     first = space.buffers[-1]
     assert first.numel() == 1000 and space.take(999) is first and len(space.buffers) == 1
+
+
+@pytest.mark.parametrize(("n_key", "n_row"), [(2048, 1), (2048, 8), (131_072, 8)])
+def test_partial_sums_in_triton_are_planned_and_never_more(n_key: int, n_row: int, monkeypatch) -> None:
+    """Of rounds of all slots; prompts and longer contexts run so many tiles at a time. Where Triton was chosen, or is asked for."""
+    spec, n_seq = AttendSpec(torch.device("cuda", 0), 24, 4, 256, 1.0), 8
+    monkeypatch.setattr(attend_triton, "limits", lambda spec: None)
+    own = next(impl for impl in attend.impls if impl.name == "triton")
+    monkeypatch.setattr(attend_cuda, "workspace_bytes", lambda *args: 7)
+    monkeypatch.setattr(attend, "decided", {replace(spec, scale=0.5): own})
+    planned = attend_plan.workspace_bytes(spec, n_seq, n_key, n_row) // 4
+    monkeypatch.setattr(attend, "decided", {replace(spec, scale=0.5): attend.reference})
+    assert attend_plan.workspace_bytes(spec, n_seq, n_key, n_row) == 7
+    n_split = attend_triton.n_splits(n_key)
+    assert planned <= attend_triton.MOST_FLOATS
+    for columns in attend_triton.fitting(spec):
+        size = attend_triton.tile_floats(spec, columns, n_split)
+        rounds, prompt = (n * 6 // columns + n_seq for n in (n_seq * n_row, 4000))
+        for n_tile in (rounds, prompt):
+            assert min(n_tile, attend_triton.at_once(size, planned)) * size <= planned
+        if n_key < 4096:
+            assert attend_triton.at_once(size, planned) >= rounds, "rounds of short contexts are one launch"
 
 
 def test_no_graph_is_captured_after_warm_up(monkeypatch) -> None:

@@ -11,6 +11,7 @@ import os
 import queue
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,6 +35,7 @@ from pyspec.request import Delta, Done, Event, Failed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
+KERNELS = os.environ.get("PYSPEC_TEST_KERNELS", "auto")  # in a process of its own, which knows nothing of conftest.py
 QUESTIONS = [
     "Write a short story about a dog.",
     "What is a river?",
@@ -194,7 +196,7 @@ def test_a_prompt_in_a_graph_is_the_prompt_without(n: int, draft: str | None) ->
     with load(draft, 2, prefix_cache=False, n_draft_fixed=True) as engine:
         graphs, vocab = engine.loop.worker.arena.prompts, engine.info.n_vocab
         captured = set(graphs)
-        if not captured and os.environ.get("PYSPEC_TEST_KERNELS", "auto") != "auto":
+        if not captured and KERNELS != "auto":
             pytest.skip("prompts are captured with our own kernels only")
         assert captured == {256, 320, 384, 448, 512}, "the demo's layers may be captured"
         found = []
@@ -228,18 +230,28 @@ def test_a_second_turn_from_the_cache_says_what_a_cold_engine_says(draft: str | 
         assert all(r.timings.cache_n > 0 for r in got)
 
 
+def wait_for_checks() -> None:
+    """Until no child checks kernels any more: what it has of the GPU's memory goes with it."""
+    for thread in threading.enumerate():
+        if thread.name == "pyspec-checks-end":
+            thread.join(120)
+
+
 @pytest.mark.parametrize("prefix_cache", [False, True])
 def test_nothing_is_allocated_after_warm_up(prefix_cache: bool) -> None:
+    """Of the device as a whole in one of some tries at least: another process may take or give back some meanwhile, we would each time."""
     with load("auto", 8, prefix_cache=prefix_cache) as engine:
-        before = torch.cuda.memory_reserved()
-        answers(engine)
-        assert torch.cuda.memory_reserved() == before
-        torch.cuda.synchronize()
-        free = torch.cuda.mem_get_info()[0]  # of which libraries take some for products that no forward had before
-        for _ in range(3):
+        wait_for_checks()
+        before, free = torch.cuda.memory_reserved(), list[int]()
+        for _ in range(6):
             answers(engine)
-        torch.cuda.synchronize()
-        assert (torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[0]) == (before, free)
+            assert torch.cuda.memory_reserved() == before, f"{torch.cuda.memory_reserved() - before} more than before"
+            torch.cuda.synchronize()
+            free.append(torch.cuda.mem_get_info()[0])
+            # the first time libraries take some for products that no forward had before
+            if len(free) > 3 and free[-1] == free[-2] == free[-3]:
+                return
+        pytest.fail(f"free memory goes on changing, bytes: {[b - a for a, b in itertools.pairwise(free)]}")
 
 
 def test_graphs_that_are_garbage_do_not_end_a_capture() -> None:
@@ -265,13 +277,18 @@ def test_graphs_that_are_garbage_do_not_end_a_capture() -> None:
 
 
 ROUNDS = """
+import sys
 from pyspec.engine.api import Engine
-with Engine.load("demo", "mtp", np=4, ctx=1024, device="cuda", n_draft_fixed=True, check_tap_shift=False) as e:
+options = {"n_draft_fixed": True, "check_tap_shift": False, "kernels": sys.argv[1]}
+with Engine.load("demo", "mtp", np=4, ctx=1024, device="cuda", **options) as e:
     n, text = 0, []
     while n < 1000:
         for r in e.generate_many(["A dog", "The sun", "Once", "She"], max_tokens=200, temperature=0.0, ignore_eos=True):
             text.append(r.tokens)
             n += r.timings.n_rounds
+    if "triton" in sys.argv[1]:
+        from pyspec.cuda.ops.linear.op import linear
+        assert {impl.name for impl in linear.decided.values()} == {"triton"}, linear.decided
     print(hash(tuple(text)), len(text))
 """
 
@@ -279,7 +296,11 @@ with Engine.load("demo", "mtp", np=4, ctx=1024, device="cuda", n_draft_fixed=Tru
 def test_a_thousand_rounds_are_the_same_with_launch_blocking() -> None:
     def run(**env: str) -> str:
         found = subprocess.run(
-            [sys.executable, "-c", ROUNDS], capture_output=True, text=True, env={**os.environ, **env}, timeout=300
+            [sys.executable, "-c", ROUNDS, KERNELS],
+            capture_output=True,
+            text=True,
+            env={**os.environ, **env},
+            timeout=300,
         )
         assert found.returncode == 0, found.stderr[-2000:]
         return found.stdout

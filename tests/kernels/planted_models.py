@@ -1,11 +1,12 @@
 """Models whose first tier of one op is wrong, crashes or hangs: they start with that op a tier down, say so, and give the right text.
 
-`python planted_models.py [SECONDS [KIND...]]` plants all of them, or those of a kind, on a GPU, one after the other, until the time is over;
-prints a line for each and exits with 1 if one was not as it should. tests/kernels/test_planted_models.py does some of it on a CPU, in Triton's interpreter.
+`python planted_models.py [SECONDS [KIND or OP...]]` plants all of them, or those of a kind or op, on a GPU, op by op, until the time is over;
+prints a line with its seconds for each and exits with 1 if one was not as it should. tests/kernels/test_planted_models.py does some of it on a CPU, in Triton's interpreter.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import tempfile
@@ -17,13 +18,17 @@ from typing import Any
 
 import planted_tiers
 
-from pyspec.cuda import probe, survey, tiers, verdicts
+from pyspec.cuda import probe, probe_process, survey, tiers, verdicts
 from pyspec.cuda.probe import Prober
 from pyspec.engine.api import Engine
 
 WHY = {"wrong": "differ|other|not|as the reference", "crashing": "ended the process", "hanging": "took more than"}
 LIMITS_S = {"start": 120.0, "binding": 120.0, "check": 20.0}
-CHECK_S = 12.0  # once everything has been compiled: what a hang costs
+FIRST_CHECK_S, CHECK_S = (
+    60.0,
+    6.0,
+)  # until everything is compiled and libraries are loaded; then it is what a hang costs
+SPARE = 2  # children that wait for the next one to be killed: each takes seconds to begin
 PROMPT = "the quick brown fox jumps over"
 SETTINGS = {"np": 2, "ctx": 256, "warm_up": False, "kv_type": "f16"}
 MODELS = {
@@ -43,11 +48,17 @@ def forget(name: str = "") -> None:
             op.said.clear()
 
 
+def forget_kept(name: str) -> None:
+    """What is kept of an op: what was found of one bad kind would be believed of the next, for they are of one module."""
+    for path in verdicts.folder().glob("*.json"):
+        if json.loads(path.read_text())["key"]["op"] == name:
+            path.unlink()
+
+
 @contextmanager
 def planted(name: str, kind: str) -> Iterator[Any]:
-    """The op, with the bad one in front of its tier in Triton, in this process and in the one that checks. What was kept of another bad one
-    would be believed of this one: they are of one module."""
-    verdicts.forget_all()
+    """The op, with the bad one in front of its tier in Triton, in this process and in the one that checks."""
+    forget_kept(name)
     op, bad = next(op for op in survey.ops() if op.name == name), getattr(planted_tiers, f"{name}_{kind}")
     impls, home = op.impls, op.home
     op.impls, op.home = bad.impls, bad.home
@@ -57,6 +68,12 @@ def planted(name: str, kind: str) -> Iterator[Any]:
     finally:
         op.impls, op.home = impls, home
         forget(name)
+        forget_kept(name)
+
+
+def have_spares() -> None:
+    with probe_process._taking:
+        probe_process._ready += [probe_process.Checker() for _ in range(SPARE - len(probe_process._ready))]
 
 
 def text(path: Path, kernels: str = "auto") -> list[int]:
@@ -90,6 +107,8 @@ def complaint(path: Path, name: str, kind: str, want: list[int]) -> str:
         log.removeHandler(heard)
         log.setLevel(level)
     said = [line for line in heard.lines if line.startswith(f"{name} runs as triton (cuda: ")]
+    if not ran:
+        return "was asked for by nobody"
     if ran != {"triton"}:
         return f"ran as {', '.join(sorted(ran))}"
     if not said or not any(part in said[0] for part in WHY[kind].split("|")):
@@ -97,31 +116,43 @@ def complaint(path: Path, name: str, kind: str, want: list[int]) -> str:
     return "" if got == want else f"{got} instead of {want}"
 
 
-def main(seconds: float, kinds: Sequence[str]) -> int:
-    began, bad = time.monotonic(), 0
-    tiers.use("auto")
+def main(seconds: float, asked: Sequence[str]) -> int:
+    kinds = [kind for kind in planted_tiers.KINDS if kind in asked] or list(planted_tiers.KINDS)
+    wanted = [name for names in MODELS.values() for name in names if name in asked]
+    began, bad, left = time.monotonic(), 0, []
     with tempfile.TemporaryDirectory() as folder:
         verdicts.folder = lambda: Path(folder) / "verdicts"  # of its own: kernels that are compiled stay
         from pyspec.synth import write
 
-        wants = {}
         for model, names in MODELS.items():
             path = write(model, Path(folder) / f"{model}.gguf", quant="q8_0", tiny=True)
-            for name in names:
-                wants[name] = path, text(path, f"{name}=triton")
-        tiers.use("auto")
-        print(f"texts: {time.monotonic() - began:.0f} s", flush=True)
-        probe.LIMITS_S["check"] = CHECK_S
-        for kind in kinds:
-            for name, (path, want) in wants.items():
+            for name in (n for n in names if not wanted or n in wanted):
                 if time.monotonic() - began > seconds:
-                    print(f"(no time for {kind} {name})")
+                    left += [f"{kind} {name}" for kind in kinds]
                     continue
-                found = complaint(path, name, kind, want)
-                bad += bool(found)
-                print(f"{kind} {name}: {found or 'a tier down, said so, same text'}", flush=True)
+                have_spares()
+                bad += _planted_one(path, name, kinds)
+                print(f"-- {time.monotonic() - began:.0f} s of {seconds:.0f}", flush=True)
+    print(f"no time for {', '.join(left)}" if left else "all of them", flush=True)
     probe.close()
     return int(bad > 0)
+
+
+def _planted_one(path: Path, name: str, kinds: Sequence[str]) -> int:
+    """How many of an op were not as they should, a line each."""
+    began, bad = time.monotonic(), 0
+    probe.LIMITS_S["check"] = FIRST_CHECK_S
+    want = text(path, f"{name}=triton")
+    tiers.use("auto")
+    probe.LIMITS_S["check"] = CHECK_S
+    print(f"{name} in Triton: {time.monotonic() - began:.1f} s", flush=True)
+    for kind in kinds:
+        began = time.monotonic()
+        found = complaint(path, name, kind, want)
+        bad += bool(found)
+        took = time.monotonic() - began
+        print(f"{kind} {name}: {found or 'a tier down, said so, same text'}, {took:.1f} s", flush=True)
+    return bad
 
 
 def own_prober() -> Prober:
@@ -129,6 +160,5 @@ def own_prober() -> Prober:
 
 
 if __name__ == "__main__":
-    probe.LIMITS_S.update(LIMITS_S | {"check": 60.0})  # compiling included
-    asked = sys.argv[2:] or planted_tiers.KINDS
-    sys.exit(main(float(sys.argv[1]) if len(sys.argv) > 1 else 600.0, asked))
+    probe.LIMITS_S.update(LIMITS_S)
+    sys.exit(main(float(sys.argv[1]) if len(sys.argv) > 1 else 600.0, sys.argv[2:]))

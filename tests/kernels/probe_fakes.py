@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pyspec.cuda import tri
 from pyspec.cuda.op import Impl, Op
 
 Launch = Callable[[Tensor], Tensor]
@@ -57,6 +59,40 @@ def full(spec: TwiceSpec) -> Launch:
     raise RuntimeError("CUDA error: out of memory")
 
 
+def unwritable(spec: TwiceSpec) -> Launch:
+    try:
+        raise PermissionError(13, "Permission denied", "/home/nobody/.triton")
+    except PermissionError as e:
+        raise RuntimeError("a compiler's own error") from e
+
+
+def killed_compiler(spec: TwiceSpec) -> Launch:
+    raise RuntimeError("PTXAS error: `ptxas` failed with error code -9\nand a lot more")
+
+
+def no_linker(spec: TwiceSpec) -> Launch:
+    raise subprocess.CalledProcessError(1, ["gcc"])
+
+
+def slow_to_compile(spec: TwiceSpec) -> Launch:
+    def run(x: Tensor) -> Tensor:
+        with tri.building():
+            time.sleep(3.0)  # longer than a check may take, not than compiling may
+        return x * 2
+
+    return run
+
+
+def hanging_behind_a_compiler(spec: TwiceSpec) -> Launch:
+    def run(x: Tensor) -> Tensor:
+        with tri.building():
+            time.sleep(0.1)
+        time.sleep(1000)
+        return x
+
+    return run
+
+
 def check(launch: Launch, reference: Launch, spec: TwiceSpec) -> str | None:
     x = torch.ones(spec.n)
     return None if torch.equal(launch(x), reference(x)) else "its doubles are no doubles"
@@ -72,4 +108,6 @@ def planted(*impls: Callable[[TwiceSpec], Launch], name: str) -> Op[TwiceSpec, L
 
 
 twice = planted(*BAD, right, name="twice")
+compiled = planted(slow_to_compile, hanging_behind_a_compiler, name="compiled")
+unlucky = planted(unwritable, killed_compiler, no_linker, full, name="unlucky")
 only_bad = planted(*BAD, name="only_bad")

@@ -139,18 +139,42 @@ def test_a_load_goes_on_without_what_nobody_waits_for(answers: _Answers, monkeyp
     right = next(i for i in probe_fakes.twice.impls if i.name == "right")
     op = replace(probe_fakes.twice, impls=[replace(right, native=True)], verdicts={}, decided={})
     monkeypatch.setattr(prepare, "_first", lambda op, spec: op.impls[0])
-    closed = threading.Event()
+    closed, told, left = threading.Event(), threading.Event(), threading.Event()
     monkeypatch.setattr(probe, "close", closed.set)
-    preparation = Preparation([Wanted(op.candidate(op.impls[0], SPEC), [])], 1, 1)
+    monkeypatch.setattr(Prober, "close", lambda self: left.wait(20))  # of the second child, whose end takes a while
+    preparation = Preparation([Wanted(op.candidate(op.impls[0], SPEC), [])], 1, 2)
     prepare.settle([(op, SPEC)])
-    preparation.finish([(op, SPEC)])
+    preparation.finish([(op, SPEC)], told.set)
     assert SPEC not in op.decided and not closed.is_set() and probe.promised
     answers.go.set()
-    assert closed.wait(20)
+    assert closed.wait(20) and not told.wait(0.1), "memory is not looked at while a child has some of it"
+    left.set()
+    assert told.wait(20)
     assert op.decided[SPEC].name == "right" and not probe.promised and answers.asked == ["right"]
     again = replace(op, verdicts={}, decided={})
     prepare.settle([(again, SPEC)])
     assert again.decided[SPEC].name == "right" and answers.asked == ["right"], "it is kept"
+
+
+@pytest.mark.parametrize(("no_cuda", "no_triton"), [("x", None), (None, "x"), ("x", "x")])
+def test_checks_run_ahead_wherever_either_tier_may(
+    no_cuda: str | None, no_triton: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton alone has a first start with as many children, and without cuda-python."""
+    monkeypatch.setattr(jit, "missing", lambda device: no_cuda)
+    monkeypatch.setattr(prepare.tri, "missing", lambda device: no_triton)
+    monkeypatch.setattr(prepare, "target_of", lambda device: GpuKind((9, 0)))
+    monkeypatch.setattr(prepare, "wanted_of", lambda asks, target, kv: [Wanted(candidate("right"), [])])
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (64 << 30, 80 << 30))
+    if no_cuda:
+        monkeypatch.setitem(sys.modules, "cuda.core", None)
+    monkeypatch.setattr(Preparation, "_check", lambda self, w, key: Verdict(None))
+    monkeypatch.setattr(Prober, "start", lambda self: None)
+    begun = prepare.begin([], GPU, torch.float16, 1 << 30)
+    assert (begun is None) == bool(no_cuda and no_triton)
+    if begun is not None:
+        assert begun._names
+        begun.close()
 
 
 @pytest.mark.slow
@@ -242,7 +266,8 @@ def test_children_are_as_many_as_there_is_room_for() -> None:
     assert prepare.n_children(100 * gib, 0, 2) == 1
 
 
-def test_a_first_start_begins_with_children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gpu", ["nvidiactl", "kfd"])
+def test_a_first_start_begins_with_children(gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Fake:
         def __init__(self) -> None:
             self.process = SimpleNamespace(poll=lambda: self.status)
@@ -254,10 +279,10 @@ def test_a_first_start_begins_with_children(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("PYSPEC_CACHE", str(tmp_path))
     monkeypatch.setattr(probe_process, "Checker", Fake)
     monkeypatch.setattr(probe_process, "n_cores", lambda: 5)
-    monkeypatch.setattr(probe_process, "NVIDIA", tmp_path / "nvidiactl")
+    monkeypatch.setattr(probe_process, "GPUS", (tmp_path / "nvidiactl", tmp_path / "kfd"))
     probe_process.begin()
     assert not probe_process._ready, "no GPU"
-    (tmp_path / "nvidiactl").touch()
+    (tmp_path / gpu).touch()
     probe_process.begin()
     probe_process.begin()
     first, second = probe_process._ready

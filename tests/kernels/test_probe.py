@@ -98,6 +98,25 @@ def test_a_lack_of_memory_is_not_remembered(children: list[int]) -> None:
     assert fresh(op).chosen(SPEC).name == "torch" and len(children) == 2
 
 
+@pytest.mark.parametrize("impl", probe_fakes.unlucky.impls, ids=lambda impl: impl.name)
+def test_what_a_machine_lacked_is_not_remembered(impl: Impl[TwiceSpec]) -> None:
+    """No right to write, a compiler that was killed or does not build, no memory: it may be otherwise the next time."""
+    found = probe_child.examine(probe_fakes.unlucky, impl, SPEC, lambda at: None)
+    assert found.refusal is not None and found.refusal.startswith("failed its check: ") and not found.lasting
+
+
+def test_what_a_compiler_says_of_a_kernel_is_remembered() -> None:
+    impl = next(i for i in probe_fakes.twice.impls if i.name == "raising")
+    assert probe_child.examine(probe_fakes.twice, impl, SPEC, lambda at: None).lasting
+
+
+@pytest.mark.slow
+def test_a_compiler_may_take_longer_than_a_kernel(children: list[int]) -> None:
+    reasons = dict(fresh(probe_fakes.compiled).choices(SPEC))
+    assert reasons["slow_to_compile"] is None, "3 s of compiling, where a check has 2"
+    assert reasons["hanging_behind_a_compiler"] == "its check took more than 2 s"
+
+
 @pytest.mark.slow
 def test_other_sources_or_another_machine_are_other_verdicts(
     children: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

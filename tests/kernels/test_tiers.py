@@ -84,6 +84,31 @@ def test_an_op_that_does_not_exist_is_refused_with_the_nearest_one() -> None:
     assert set(tiers.wanted_of(",".join(f"{name}=triton" for name in survey.OPS))) == set(survey.OPS)
 
 
+def test_what_was_wanted_and_is_not_to_be_had_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bind(spec: str) -> object:
+        return spec
+
+    missing = Impl("triton", bind, lambda spec: "triton is not installed")
+    ops = [
+        Op(name, Impl("torch", bind), impls)
+        for name, impls in (("linear", [Impl("cuda", bind), missing]), ("rows", [Impl("triton", bind)]), ("embed", []))
+    ]
+    monkeypatch.setattr(survey, "ops", lambda: ops)
+    gpu = torch.device("cuda", 0)
+    for text, said in (
+        ("triton", "linear runs as torch (triton: triton is not installed)"),
+        ("linear=triton", "linear runs as torch (triton: triton is not installed)"),
+        ("rows=triton", ""),
+        ("reference", ""),
+        ("auto", ""),
+    ):
+        tiers.use(text)
+        for op in ops:
+            op.chosen("x")
+        assert tiers.unmet(gpu) == said, text
+        assert ("GPUs only" in tiers.unmet(torch.device("cpu"))) == (text not in ("auto", "reference"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("isolated", [False, True])
 def test_texts_are_the_same_in_any_tier(isolated: bool) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from pyspec.cuda import tri
+from pyspec.cuda import jit, streamed_tiles, tri, tri_install
+from pyspec.cuda.op import Impl, Op
+from pyspec.cuda.ops.best.ref import BestSpec
 
 
 class KernelOfTriton:
@@ -66,20 +70,87 @@ def test_a_build_is_found_again_for_numbers_that_vary_and_not_for_others() -> No
     assert len(kernel.built) == 1 + len(others) and len(kernel.ran) == 1
 
 
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu, find = torch.device("cuda", 0), importlib.util.find_spec
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One with a GPU and Triton 3.6.0, whose folder this is; nothing is missing."""
+    (tmp_path / "Python.h").touch()
+    (tmp_path / "__init__.py").write_text('"""x"""\n__version__ = \'3.6.0\'\n')
+    find, found = importlib.util.find_spec, SimpleNamespace(origin=str(tmp_path / "__init__.py"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(tri, "_has_compiler", lambda: True)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name == "triton" else find(name))
-    assert tri.missing(gpu) is None
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found if name == "triton" else find(name))
+    monkeypatch.setattr(tri_install.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    monkeypatch.setattr(tri_install.shutil, "which", lambda name: "/bin/gcc" if name == "gcc" else None)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "a" / "b"))
+    tri_install._version_in.cache_clear()
+    return tmp_path
+
+
+def test_nothing_is_missing_where_all_is_there(machine: Path) -> None:
+    assert tri.missing(GPU) is None and tri_install.version() == "3.6.0" and not (machine / "a").exists()
     assert tri.missing(torch.device("cpu")) == "runs on GPUs only"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    assert "compute capability 8.0" in (tri.missing(gpu) or "")
-    monkeypatch.setattr(tri, "_has_compiler", lambda: False)
-    assert "C compiler" in (tri.missing(gpu) or "")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("__version__ = '3.5.1'", "Triton 3.5.1 is too old; 3.6 or later is needed"),
+        ("", "Triton of no known version is too old"),
+        ('__version__ = "3.10.0+git1"', None),
+        ("__version__ = '4.0'", None),
+    ],
+)
+def test_a_version_is_that_of_the_source(text: str, said: str | None, machine: Path) -> None:
+    (machine / "__init__.py").write_text(text)
+    why = tri.missing(GPU)
+    assert why is None if said is None else why is not None and why.startswith(said)
+
+
+def test_what_is_missing_is_said(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        assert "compute capability 8.0" in (tri.missing(GPU) or "")
+        patched.setattr(torch.version, "hip", "6.4")
+        assert tri.missing(GPU) is None, "AMD's numbers say something else"
+    with monkeypatch.context() as patched:
+        patched.setattr(tri_install.shutil, "which", lambda name: None)
+        assert "C compiler" in (tri.missing(GPU) or "")
+        patched.setenv("CC", "/opt/cc")
+        assert tri.missing(GPU) is None
+    (machine / "Python.h").unlink()
+    assert "python3-dev" in (tri.missing(GPU) or "")
+    (machine / "Python.h").touch()
+    (machine / "a").touch()
+    assert f"keep what it compiles in {machine / 'a' / 'b'} (TRITON_CACHE_DIR" in (tri.missing(GPU) or "")
+    (machine / "a").unlink()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "access", lambda path, mode: path != machine)
+        assert "TRITON_CACHE_DIR" in (tri.missing(GPU) or "")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "pip install triton" in (tri.missing(gpu) or "")
+    assert "pip install triton" in (tri.missing(GPU) or "") and tri_install.version() is None
+
+
+def test_cuda_kernels_are_not_for_amd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 0))
+    impl = Impl("triton", lambda spec: lambda: None)
+    assert jit.missing(GPU) == "runs on NVIDIA GPUs only"
+    spec = BestSpec(GPU)
+    assert Op("x", impl, [impl]).out_of_question(impl, spec) is None
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert "compute capability" in (Op("x", impl, [impl]).out_of_question(impl, spec) or "")
+
+
+def test_who_waits_for_a_check_hears_of_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[str] = []
+    monkeypatch.setattr(tri.HEARS, "at", heard.append)
+    kernel, x = KernelOfTriton(), torch.zeros(8)
+    for n in (3, 4):
+        tri.launch(kernel, (2,), (x, n, 16), {"KIND": 5, "SIZE": 64}, 4)
+    assert heard == ["binding", "check"], "once: the second launch compiles nothing"
 
 
 def test_what_is_compiled_ahead_is_waited_for_and_launched_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,3 +176,20 @@ def test_what_is_compiled_ahead_is_waited_for_and_launched_once(monkeypatch: pyt
     assert len(compiled) == 3 and len(kernel.built) == 2, (
         "each kind once, and what failed is built where it is launched"
     )
+
+
+def test_where_a_library_has_no_sums_in_f32_there_is_no_copy_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, cpu = streamed_tiles.sums_in_f32.__wrapped__, torch.device("cpu")
+
+    def mm(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        return (a.float() @ b.float()).to(out_dtype)
+
+    def none(a: torch.Tensor, b: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        raise RuntimeError("out_dtype is for CUDA only")
+
+    monkeypatch.setattr(torch, "mm", none)
+    assert ask(cpu), "made for NVIDIA's, and not asked there"
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not ask(cpu)
+    monkeypatch.setattr(torch, "mm", mm)
+    assert ask(cpu)

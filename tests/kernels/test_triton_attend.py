@@ -9,6 +9,7 @@ import torch
 import triton_interpreter  # noqa: F401
 
 from pyspec.cuda import faults
+from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import ref as attend_ref
 from pyspec.cuda.ops.attend import triton as attend_triton
 from pyspec.cuda.ops.attend.cases import CASES, TOLERANCE, Case, Made, make, only, spec_of, worst
@@ -61,6 +62,32 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(name: str) -> None:
         start = made.plain.starts[i]
         assert torch.equal(out[start : start + width], run(case, made, *only(made, i))), i
         assert torch.equal(out[start + width - 1], run(case, made, *only(made, i, width - 1, 1))[0]), i
+
+
+@pytest.mark.parametrize("n_once", [1, 2])
+@pytest.mark.parametrize("bucket", [None, 10])
+def test_some_tiles_at_a_time_are_all_of_them_to_the_bit(
+    bucket: int | None, n_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where partial sums of all would take more memory than there is; rows of no sequence are zeros whichever tiles run."""
+    case = Case(12, 2, 64, torch.float16, [(300, 5), (0, 3), (40, 2)], pad=(3, 1), sinks=True)
+    made = make(case, CPU)
+    batch = replace(made.batch, bucket=bucket and len(made.q))
+    whole = run(case, made, None, batch)
+    monkeypatch.setattr(attend_triton, "workspace", lambda device: attend_cuda.Workspace(device))
+    n_split = attend_triton.n_splits(batch.page_table.shape[1] * batch.page_size if bucket else max(batch.max_hi))
+    size, launched = attend_triton.tile_floats(spec_of(case, CPU), 32, n_split), []
+    monkeypatch.setattr(attend_triton, "FEWEST_FLOATS", n_once * size + 1)
+    monkeypatch.setattr(attend_triton, "MOST_FLOATS", n_once * size + 1)
+    launch = attend_triton.tri.launch
+    monkeypatch.setattr(attend_triton.tri, "launch", lambda *ask: (launched.append(ask[1][0]), launch(*ask)))
+    attend = attend_triton.bind(spec_of(case, CPU))
+    for _ in range(2):
+        launched.clear()
+        assert torch.equal(attend(made.q, made.pool, batch, case.window, made.sinks), whole)
+        assert max(launched[::2]) == n_once and len(launched) > 2
+        monkeypatch.setattr(attend_triton, "MOST_FLOATS", 1 << 26)  # no more than there is room for is as good
+    assert len(attend.spaces.buffers) == 1
 
 
 @pytest.mark.slow

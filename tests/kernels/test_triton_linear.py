@@ -57,6 +57,28 @@ def test_a_row_has_the_same_bits_alone_and_in_any_company(type: GGMLType) -> Non
         assert torch.equal(part, whole[first : first + n])
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("epilogue", [Epilogue.RESIDUAL, *few([Epilogue.GATED])])
+def test_rows_by_so_many_at_a_time_are_all_of_them_to_the_bit(
+    epilogue: Epilogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where partial sums of all would take more memory than a plan has for them."""
+    monkeypatch.setattr(linear_triton, "LEAST", 1)
+    spec, gen = LinearSpec(CPU, GGMLType.Q8_0, 64, 128, epilogue), torch.Generator().manual_seed(1)
+    run = linear_triton.bind(spec)
+    matrix = run.pack(*_given(spec, gen))
+    x, powers, added = torch.randn(70, 128, generator=gen).half(), torch.rand(70, generator=gen), torch.rand(70, 64)
+    residual = added if epilogue is Epilogue.RESIDUAL else None
+    whole, parts, sizes = torch.empty(70, 64), torch.empty(70, 64), []
+    run.multiply(x, powers, matrix, whole, residual)
+    assert run.at_once > 70
+    monkeypatch.setattr(linear_triton, "MOST_SUMS", 1)
+    once = run._multiply
+    monkeypatch.setattr(run, "_multiply", lambda x, *rest: (sizes.append(len(x)), once(x, *rest)))
+    run.multiply(x, powers, matrix, parts, residual)
+    assert torch.equal(parts, whole) and sizes == [64, 6]
+
+
 @pytest.mark.slow
 def test_a_wrong_offset_is_noticed() -> None:
     """Or the check above could not fail."""

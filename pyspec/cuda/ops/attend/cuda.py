@@ -187,6 +187,11 @@ class Workspace:
         self.buffers: list[Tensor] = []
         self.plan = torch.zeros(1 + 3 * MAX_SEQ, dtype=torch.int32, device=device)
 
+    @property
+    def room(self) -> int:
+        """Floats that `take` gives without taking more of the device's memory."""
+        return self.buffers[-1].numel() if self.buffers else 0
+
     def take(self, n_float: int) -> Tensor:
         if not self.buffers or self.buffers[-1].numel() < n_float:
             self.buffers.append(torch.empty(n_float, dtype=torch.float32, device=self.device))

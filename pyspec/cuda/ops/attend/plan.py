@@ -3,23 +3,35 @@ it has to have seen before the first prompt."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from pyspec.cuda import jit
 from pyspec.cuda.exact import EXACT
 from pyspec.cuda.op import Op
 from pyspec.cuda.ops.attend import cuda as attend_cuda
 from pyspec.cuda.ops.attend import prompt_blocks
 from pyspec.cuda.ops.attend import triton as attend_triton
+from pyspec.cuda.ops.attend.op import attend
 from pyspec.cuda.ops.attend.prompt import Run, attend_blocks, attend_prompt, by_cudnn
 from pyspec.cuda.ops.attend.ref import AttendSpec
 
 
 def workspace_bytes(spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int:
     """Of partial sums, which all layers of a device share: see attend_cuda. 0 where no kernel needs any."""
-    if not jit.is_installed() and attend_triton.limits(spec) is None:
+    if _runs_as(spec) == "triton":
         return attend_triton.workspace_bytes(spec, n_seq, n_key, n_row)
     return attend_cuda.workspace_bytes(spec, n_seq, n_key, n_row)
+
+
+def _runs_as(spec: AttendSpec) -> str:
+    """What is decided for such heads, or else what limits leave."""
+    for known, impl in attend.decided.items():
+        if replace(known, scale=spec.scale, has_sinks=spec.has_sinks) == spec:
+            return impl.name
+    if not torch.cuda.is_available():
+        return ""
+    return next((impl.name for impl in attend.impls if attend.out_of_question(impl, spec) is None), "")
 
 
 def bytes_on(arch: str, n_sm: int, spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda import faults, tri
-from pyspec.cuda.ops.attend.cuda import KINDS, workspace
+from pyspec.cuda.ops.attend.cuda import KINDS, MANY, workspace
 from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
@@ -27,6 +27,10 @@ MOST_SUMS = 64 * 256  # of a tile: columns times dims, which registers hold
 PER_SM = 4  # programs of a multiprocessor that a launch has about
 SEQS = (16, 128)  # sequences that a build looks through
 PIECE = 128  # dims of a program of the merge
+FEWEST_FLOATS, MOST_FLOATS = (
+    1 << 22,
+    1 << 26,
+)  # of partial sums, unless one tile has more: many rows of many keys run some tiles at a time
 
 
 def limits(spec: AttendSpec) -> str | None:
@@ -73,10 +77,21 @@ def tiles_for(spec: AttendSpec, columns: int, *, large: bool) -> AttendTiles:
 
 
 def workspace_bytes(spec: AttendSpec, n_seq: int, n_key: int, n_row: int) -> int:
-    """What batches of an engine need: of `n_row` rows, and a sequence has at most `n_key` keys."""
-    group, n_split = spec.n_head // spec.n_kv_head, n_splits(n_key)
-    n_float = [(n_row * group // c + n_seq) * spec.n_kv_head * n_split * c * (spec.head_dim + 2) for c in fitting(spec)]
-    return 4 * max(n_float)
+    """What batches of an engine need: a sequence has at most `n_key` keys, and `n_row` rows. Prompts of more rows run in as much."""
+    rows = max(n_seq * n_row, MANY) * (spec.n_head // spec.n_kv_head)
+    n_tile = [rows // c + n_seq for c in fitting(spec)]
+    sizes = [tile_floats(spec, c, n_splits(n_key)) for c in fitting(spec)]
+    return 4 * max(FEWEST_FLOATS, *(min(n, at_once(size)) * size for n, size in zip(n_tile, sizes, strict=True)))
+
+
+def tile_floats(spec: AttendSpec, columns: int, n_split: int) -> int:
+    """Partial sums of one tile."""
+    return spec.n_kv_head * n_split * columns * (spec.head_dim + 2)
+
+
+def at_once(size: int, room: int = MOST_FLOATS) -> int:
+    """Tiles of a launch at most, each of so many floats. room: for how many floats there is memory already."""
+    return max(1, min(max(room, FEWEST_FLOATS), MOST_FLOATS) // size)
 
 
 def seqs_of(n_seq: int) -> int:
@@ -148,10 +163,10 @@ class AttendTriton:
         if batch.bucket is None:  # else replayed for any of this size
             n_key = min(n_key, max(batch.max_hi, default=0))
         n_split = n_splits(n_key)
-        n_item = n_tile * spec.n_kv_head * n_split
-        n_part = n_item * cols * spec.head_dim
-        space = self.spaces.take(n_part + 2 * n_item * cols)
-        n_prog = min(n_split, max(1, PER_SM * self.n_sm // (n_tile * spec.n_kv_head)))
+        size = tile_floats(spec, cols, n_split)
+        n_once = min(n_tile, at_once(size, self.spaces.room))
+        space, n_part = self.spaces.take(n_once * size), n_once * size // (spec.head_dim + 2) * spec.head_dim
+        n_prog = min(n_split, max(1, PER_SM * self.n_sm // (n_once * spec.n_kv_head)))
         part, ml = space[:n_part], space[n_part:]
         pages = n_seq, n_col, pool.k.shape[0] // batch.page_size
         seen = batch.positions, batch.lo, batch.hi
@@ -167,25 +182,27 @@ class AttendTriton:
             "N_SEQ": seqs_of(n_seq),
         }
         planes, layout = planes_of(pool), (batch.page_table, *seen, batch.seq_start)
-        counts = (*pages, n_key, n_split, n_prog, window, self.scale)
         build = {"WIDE": wide, "KEYS": tiles.keys, "STAGES": tiles.stages, "PAGE": batch.page_size, "OP": OP_ID}
         kind = {"KIND": KINDS[spec.kv], "HALF": kernels.HALVES[spec.kv], "EXACT": spec.kv is torch.float32}
         kind["NATIVE"] = self.native
-        tri.launch(
-            kernels.attend_split,
-            (n_tile, spec.n_kv_head, n_prog),
-            (q, *planes, *layout, part, ml, self.fault, *counts),
-            {**shape, **build, **kind},
-            tiles.warps,
-        )
         piece, sink = min(PIECE, wide), q if sinks is None else sinks
-        tri.launch(
-            kernels.attend_merge,
-            (n_row, spec.n_head, -(-spec.head_dim // piece)),
-            (part, ml, *seen, batch.row_seq, batch.seq_start, sink, out, n_seq, n_key, n_split, window),
-            {**shape, "PIECE": piece, "AT_ONCE": 16, "HAS_SINKS": sinks is not None},
-            4,
-        )
+        for first in range(0, n_tile, n_once):
+            n = min(n_once, n_tile - first)
+            tri.launch(
+                kernels.attend_split,
+                (n, spec.n_kv_head, n_prog),
+                (q, *planes, *layout, part, ml, self.fault, *pages, n_key, n_split, n_prog, first, window, self.scale),
+                {**shape, **build, **kind},
+                tiles.warps,
+            )
+            counts = n_seq, n_key, n_split, first, n, window
+            tri.launch(
+                kernels.attend_merge,
+                (n_row, spec.n_head, -(-spec.head_dim // piece)),
+                (part, ml, *seen, batch.row_seq, batch.seq_start, sink, out, *counts),
+                {**shape, "PIECE": piece, "AT_ONCE": 16, "HAS_SINKS": sinks is not None},
+                4,
+            )
 
 
 def planes_of(pool: KVPool) -> tuple[Tensor, ...]:

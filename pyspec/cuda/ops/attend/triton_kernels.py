@@ -76,15 +76,16 @@ def values(
 @kernel
 def attend_split(
     q, k, v, k_scale, v_scale, page_table, positions, lo, hi, seq_start, part, ml, fault,
-    n_seq, n_col, n_page, n_key, n_split, n_prog, window, scale,
+    n_seq, n_col, n_page, n_key, n_split, n_prog, first_tile, window, scale,
     PAGE: tl.constexpr, N_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDE: tl.constexpr, COLS: tl.constexpr, KEYS: tl.constexpr,
     SHORT: tl.constexpr, LONG: tl.constexpr, FAR_KEYS: tl.constexpr, KIND: tl.constexpr, HALF: tl.constexpr, NATIVE: tl.constexpr, EXACT: tl.constexpr, N_SEQ: tl.constexpr, STAGES: tl.constexpr, OP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles, KV heads, programs): a tile's partial sums of every n_prog-th split.
+    """Grid (tiles from the first one on, KV heads, programs): a tile's partial sums of every n_prog-th split.
 
     part [tile, kv, split, column, dim], ml [tile, kv, split, 2, column]: sums of weighted values, largest scores and sums of weights.
     """
-    t, h = tl.program_id(0), tl.program_id(1)
+    own, h = tl.program_id(0), tl.program_id(1)
+    t = first_tile + own
     every, starts, widths, before, upto = sequences(seq_start, n_seq, GROUP, COLS, N_SEQ)
     s = tl.sum((upto <= t).to(tl.int32), 0)
     if s >= n_seq:
@@ -137,7 +138,7 @@ def attend_split(
             else:
                 acc = tl.dot(tl.trans(vals), weights.to(HALF), acc)
             most = top
-        item = (t * N_KV + h).to(tl.int64) * n_split + j
+        item = (own * N_KV + h).to(tl.int64) * n_split + j
         tl.store(part + (item * COLS + c)[None, :] * DIM + d[:, None], acc, mask=wanted)
         tl.store(ml + item * (2 * COLS) + c, most)
         tl.store(ml + item * (2 * COLS) + COLS + c, sums)
@@ -152,22 +153,24 @@ def attend_split(
 @kernel
 def attend_merge(
     part, ml, positions, lo, hi, row_seq, seq_start, sinks, out,
-    n_seq, n_key, n_split, window,
+    n_seq, n_key, n_split, first_tile, n_tile, window,
     N_KV: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, PIECE: tl.constexpr, COLS: tl.constexpr, SHORT: tl.constexpr, LONG: tl.constexpr, FAR_KEYS: tl.constexpr,
     N_SEQ: tl.constexpr, AT_ONCE: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows, heads, pieces of a head): a row's partial sums in the order of their keys."""
+    """Grid (rows, heads, pieces of a head): a row's partial sums in the order of their keys, if its tile is one of these."""
     row, head = tl.program_id(0), tl.program_id(1)
     d = tl.program_id(2) * PIECE + tl.arange(0, PIECE)
     to = out + (row.to(tl.int64) * (N_KV * GROUP) + head) * DIM + d
     s = tl.load(row_seq + row)
-    if (s < 0) | (s >= n_seq):
+    if (s < 0) | (s >= n_seq):  # whichever tiles these are
         tl.store(to, tl.zeros([PIECE], dtype=tl.float32), mask=d < DIM)
         return
     every, starts, widths, before, _ = sequences(seq_start, n_seq, GROUP, COLS, N_SEQ)
     start, width = tl.sum(tl.where(every == s, starts, 0), 0), tl.sum(tl.where(every == s, widths, 0), 0)
     at = (row - start) * GROUP + head % GROUP
-    tile = tl.sum(tl.where(every == s, before, 0), 0) + at // COLS
+    tile = tl.sum(tl.where(every == s, before, 0), 0) + at // COLS - first_tile
+    if (tile < 0) | (tile >= n_tile):
+        return
     item0 = (tile * N_KV + head // GROUP).to(tl.int64) * n_split
     column = at % COLS
     first, end = seen_by(positions, lo, hi, row, True, window, n_key)

@@ -43,6 +43,8 @@ LEAST = 4  # chunks of a split
 STRETCH = 512
 STAGES = 3
 MAX_TICKETS = 1 << 16
+MOST_ROWS = max(BLOCKS)
+MOST_SUMS = 1 << 25  # of partial sums that one launch writes: more rows run so many at a time
 
 
 def limits(spec: LinearSpec) -> str | None:
@@ -172,20 +174,34 @@ class LinearTriton:
         self, x: Tensor, powers: Tensor | None, matrix: TiledMatrix, out: Tensor, residual: Tensor | None = None
     ) -> None:
         """x [row, n_in] f16, whose rows are to be multiplied with `powers`; out and residual contiguous; residual may be `out`."""
-        from pyspec.cuda.ops.linear import triton_kernels as kernels
-
         s, n_row = self.spec, x.shape[0]
         assert x.is_contiguous() and x.dtype == torch.float16 and out.is_contiguous() and out.dtype == torch.float32
         assert (matrix.n_out, matrix.n_in, matrix.type) == (s.n_weight_row, s.n_in, s.type)
         assert (residual is not None) == (s.epilogue is Epilogue.RESIDUAL)
-        if not n_row:
-            return
-        n_wide = self.n_tile * ROWS
+        step = self.at_once
+        for first in range(0, n_row, step):
+            part = slice(first, first + step)
+            own = (
+                None if powers is None else powers[part],
+                matrix.row_scales,
+                None if residual is None else residual[part],
+            )
+            self._multiply(x[part], matrix, own, out[part])
+
+    @property
+    def at_once(self) -> int:
+        """Rows of a launch at most: whole blocks, whose partial sums take no more memory than is planned for forwards anyway."""
+        blocks = MOST_SUMS // (self.n_split * self.n_tile * ROWS * MOST_ROWS)
+        return max(1, blocks) * MOST_ROWS
+
+    def _multiply(self, x: Tensor, matrix: TiledMatrix, ends: Ends, out: Tensor) -> None:
+        from pyspec.cuda.ops.linear import triton_kernels as kernels
+
+        n_row, n_wide = x.shape[0], self.n_tile * ROWS
         part = torch.empty(self.n_split * n_row * n_wide, dtype=torch.float32, device=x.device)
-        ends = powers, matrix.row_scales, residual
         tri.launch(*self._product(x, matrix, part, ends, out, n_row))
         if not self._fuses(n_row):
-            grid, given = (n_row, -(-s.n_out // STRETCH)), [self.none if t is None else t for t in ends]
+            grid, given = (n_row, -(-self.spec.n_out // STRETCH)), [self.none if t is None else t for t in ends]
             tri.launch(kernels.finish, grid, (part, *given, out, n_row, n_wide), self._ending(ends), 4)
 
     def compile_ahead(self, matrix: TiledMatrix, most: int) -> None:

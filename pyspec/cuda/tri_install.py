@@ -1,0 +1,68 @@
+"""Triton as it is installed here: its version, what it builds with, and where it keeps what it compiled. Nothing of it is imported."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import sysconfig
+from functools import cache
+from pathlib import Path
+
+LEAST_VERSION = (3, 6)  # what comes with the oldest torch that we run with
+
+
+def unusable() -> str | None:
+    """What is wrong with the package."""
+    if (found := version()) is None:
+        return "triton is not installed (pip install triton)"
+    numbers = tuple(map(int, re.findall(r"\d+", found)[:2]))
+    if numbers < LEAST_VERSION:
+        least = ".".join(map(str, LEAST_VERSION))
+        return f"Triton {found or 'of no known version'} is too old; {least} or later is needed (it comes with torch)"
+    return None
+
+
+def version() -> str | None:
+    """Of the package that would be imported, "" if it does not say; None if there is none. Read from its source: its distribution has
+    another name with each build of torch."""
+    found = importlib.util.find_spec("triton")
+    if found is None:
+        return None
+    return _version_in(found.origin or "")
+
+
+@cache
+def _version_in(origin: str) -> str:
+    try:
+        said = re.search(r"""^__version__ = ['"]([^'"]+)""", Path(origin).read_text(), re.MULTILINE)
+    except OSError:
+        return ""
+    return said.group(1) if said else ""
+
+
+def cannot_build() -> str | None:
+    """Triton builds what launches a kernel on the machine it runs on."""
+    if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
+        return "Triton needs a C compiler (gcc or clang, or CC in the environment)"
+    headers = sysconfig.get_paths(_scheme())["include"]
+    if not (Path(headers) / "Python.h").is_file():
+        return f"Triton needs Python's headers, and {headers} has no Python.h (install python3-dev)"
+    place = cache_folder()
+    there = next(path for path in (place, *place.parents) if path.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        return f"Triton can not keep what it compiles in {place} (TRITON_CACHE_DIR says where else)"
+    return None
+
+
+def cache_folder() -> Path:
+    """Where Triton keeps what it compiles."""
+    home = os.environ.get("TRITON_HOME") or Path.home()
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home) / ".triton" / "cache").absolute()
+
+
+def _scheme() -> str:
+    """Debian's own has a folder of its own, where no headers are."""
+    own = sysconfig.get_default_scheme()
+    return "posix_prefix" if own == "posix_local" else own
