@@ -10,7 +10,7 @@ import torch
 from pyspec.errors import ModelError
 from pyspec.gguf import GGUFFile
 from pyspec.models.cuts import Cut, Units
-from pyspec.models.decoder import block_count, check_rope, head_tensor, vocab_size
+from pyspec.models.decoder import check_rope, head_tensor, trunk_layers, vocab_size
 from pyspec.models.layers import SINKS, AttentionShape
 from pyspec.models.moe import MoeShape, moe_tensors
 from pyspec.models.target import Target
@@ -221,12 +221,8 @@ def compressor_tensors(name: str, n_embd: int, dim: int, ratio: int) -> dict[str
 
 def read(file: GGUFFile) -> Deepseek4Config:
     h = file.hparams
-    n_block, n_nextn = block_count(file), h.integer("nextn_predict_layers", 0)
-    if n_nextn and f"blk.{n_block - n_nextn}.nextn.eh_proj.weight" not in file.tensors:
-        n_nextn = 0
-    if n_nextn >= n_block:
-        raise ModelError(f"{n_nextn} MTP blocks among {n_block} blocks ({h.prefix}nextn_predict_layers, block_count)")
-    n_layer = n_block - n_nextn
+    n_layer, n_nextn = trunk_layers(file)
+    n_block = n_layer + n_nextn
     attention = _attention(file)
     n_rot = h.integer("rope.dimension_count")
     check_rope(n_rot, attention.head_dim)

@@ -98,6 +98,8 @@ def test_the_real_models_are_read_as_published(tmp_path: Path, monkeypatch: pyte
         writer.add_tensor_info("token_embd.weight", GGMLType.F32, (8, 1))
         for i in range(dims.n_layer + dims.mtp):  # a count of blocks is held against that of tensors
             writer.add_tensor_info(f"blk.{i}.attn_norm.weight", GGMLType.F32, (8,))
+        if dims.mtp:
+            writer.add_tensor_info(f"blk.{dims.n_layer}.nextn.eh_proj.weight", GGMLType.F32, (8,))
         writer.write(lambda info: iter([np.zeros(32, np.uint8)]))
         with open_gguf(writer.path) as file:
             c = read_config(file)
