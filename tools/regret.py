@@ -47,7 +47,8 @@ class Card:
     verify   by rows, of a graph's bucket or as they are; between them a straight line
     state    of each busy slot: its recurrent state is read and written
     draft    by slots that draft; of each pass if chained
-    waking   more for a draft behind 16 rounds or more without one: the drafter catches up
+    waking   more for a draft behind 16 rounds or more without one: the drafter catches up. One that chains does so slot by slot; one
+             that drafts blocks only where nobody drafted, for a verify of drafts hands it all slots' rows
     """
 
     verify: dict[int, float]
@@ -65,9 +66,10 @@ class Card:
         return np.where(np.asarray(live) > 0, ms, 0.0)
 
 
-DENSE = {  # 27B; 16 to 256 rows measured by `tools/bench_acceptance.py --costs` on 2026-11-24
-    1: 8.4, 2: 8.4, 3: 8.45, 4: 8.5, 6: 8.6, 8: 8.7, 12: 9.0, 16: 9.3, 24: 9.9, 32: 10.5, 48: 13.5, 64: 12.2, 96: 14.5, 128: 17.2,
-    192: 26.1, 256: 28.8, 512: 55.0, 1024: 105.0,
+DENSE = {  # 27B; 16 to 256 rows measured by `tools/bench_acceptance.py --costs` on 2026-11-24; 80, 112 and 128 are 64 rows and what
+    # the products of 64 layers take more (161, 212 and 229 us a layer with 64, 112 and 128 rows; 80 between them)
+    1: 8.4, 2: 8.4, 3: 8.45, 4: 8.5, 6: 8.6, 8: 8.7, 12: 9.0, 16: 9.3, 24: 9.9, 32: 10.5, 48: 13.5, 64: 12.2, 80: 13.3, 96: 14.5,
+    112: 15.5, 128: 16.6, 192: 26.1, 256: 28.8, 512: 55.0, 1024: 105.0,
 }  # fmt: skip
 CARDS = {
     "27b-mtp": Card(DENSE, 0.08, {1: 0.39, 8: 0.42, 16: 0.5, 32: 0.61, 64: 0.9}, 3),
@@ -326,14 +328,14 @@ class Served:
         for verdict in self.late:
             self.controller.record(*verdict)
         self.late = []
-        silent = max((self.seats[slot].silent for (slot, _), n in zip(caps, picked, strict=True) if n), default=0)
+        asleep = max((self.seats[slot].silent for (slot, _), n in zip(caps, picked, strict=True) if n), default=0)
         for (slot, _), n in zip(caps, picked, strict=True):
             s = self.seats[slot]
             right = s.text.n_right(s.at, n)
             self.late.append((slot, n, right))
             if isinstance(self.pick, Seer):
                 self.pick.saw(slot, s.text.would_be_right(s.at, right))
-            s.silent = 0 if n else s.silent + 1
+            s.silent = 0 if n or (any(picked) and not self.card.chained) else s.silent + 1
             self.tokens += 1 + s.text.expected(s.at, n)
             s.at += right + 1
             if s.at >= s.text.n:
@@ -341,7 +343,7 @@ class Served:
                 if isinstance(self.pick, Seer):
                     self.pick.beliefs.pop(slot, None)
         rows, live = len(caps) + sum(picked), sum(n > 0 for n in picked)
-        times = self.told(self.card, rows, len(caps), live, max(picked), self.card.waking * min(silent, 16) / 16)
+        times = self.told(self.card, rows, len(caps), live, max(picked), self.card.waking * min(asleep, 16) / 16)
         if not joined:
             self.controller.timed(rows, len(caps), *times)
         self.ms += sum(self.took)
