@@ -79,8 +79,8 @@ def load(path: Path, settings: EngineSettings) -> Loaded:
     with context.current():
         plan, n = plan_memory(d), 1 if d.is_cuda else d.settings.tp  # on GPUs each rank has one of its own
         check_fit(plan.together(n), d.device, n_slot=settings.np, n_ctx=d.n_ctx, packed=d.dense is None)
-        ranks = Ranks(d.settings.tp) if d.settings.tp > 1 else None
         before = taken(d.device) if d.is_cuda else None  # before children take any
+        ranks = Ranks(d.settings.tp) if d.settings.tp > 1 else None
         preparation = _prepare(d, plan)
         try:
             return build(d, plan, ranks, preparation, before)

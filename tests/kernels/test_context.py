@@ -38,6 +38,7 @@ KEPT = {
     "_pool",
     "_compilers",
     "_starter",
+    "_version_in",
     "_kept",
     "steps_of",
 }
@@ -140,10 +141,10 @@ def test_a_load_has_its_device_as_the_threads(gpus: Gpus, monkeypatch: pytest.Mo
     about = SimpleNamespace(device=SECOND, template=None, n_ctx=1, dense=None, is_cuda=True, settings=EngineSettings())
     monkeypatch.setattr(loading, "describe", lambda *_: about)
     plan = SimpleNamespace(together=lambda n: None)
-    for step in ("plan_memory", "check_fit", "build"):
+    for step in ("plan_memory", "check_fit", "taken", "build"):
         monkeypatch.setattr(loading, step, lambda *_, **__: seen.append(gpus.at) or plan)
     loading.load(Path("none.gguf"), EngineSettings())
-    assert seen == [1, 1, 1] and gpus.at == 0
+    assert seen == [1, 1, 1, 1] and gpus.at == 0
 
 
 def test_a_kernel_is_loaded_for_the_specs_device_and_launched_on_its_stream(
