@@ -1,8 +1,8 @@
 """What ranks, the processes that run one model together, do with each other's tensors: sum them, and bring columns together.
 
 A sum is taken in the order of the ranks, on every rank: all of them get the same bits, and a row's do not depend on which rows stand
-beside it, as they would in a ring that adds each part of a tensor in an order of its own. Sums of more than SMALL bytes (prompts)
-are left to the library where it has an own way to share that work (NCCL).
+beside it, as they would in a ring that adds each part of a tensor in an order of its own. What is larger than `PeerSum` takes, or than
+SMALL where there is none (prompts), is left to the library where it has an own way to share that work (NCCL).
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import datetime
 import logging
 import os
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SMALL = 1 << 20  # bytes of a sum that every rank takes by itself
+SMALL = 1 << 20  # bytes of a sum that every rank takes of what the library gathers
+LEAVE_S = 2.0  # for the library to let go of the others
 JOIN_S = 120.0  # for all ranks to meet
 
 
@@ -49,9 +52,7 @@ def sums_by(device: torch.device) -> str:
 
     if not dist.is_nccl_available():
         return "not at all: this torch has no NCCL"
-    return (
-        f"one launch in each other's memory where its check passes, else NCCL; its all-reduce above {SMALL >> 20} MiB"
-    )
+    return "one launch in each other's memory where its check passes, else NCCL, which sums prompts"
 
 
 SHARE_GPU = "PYSPEC_SHARE_GPU"
@@ -80,6 +81,8 @@ class Collective:
             self._group = _join(rank, device, store, timeout_s)
         except RuntimeError as e:
             raise self._lost(e) from None
+        if self._is_gpu:
+            weakref.finalize(self, _Leaving(self._group).leave)
         self._peers: PeerSum | None = None
         if self._is_gpu:
             from pyspec.cuda.ops.peer_sum.cuda import make
@@ -166,6 +169,27 @@ class Collective:
                 self._peers.release()
         with suppress(Exception):
             self._group.abort()
+
+
+class _Leaving:
+    """How a process group of NCCL is left: in bounded time. Its own end waits for graphs that hold its work, and those may stay to the end of
+    the program, as objects of it: it waited for 15 minutes there. A thread that was begun long before can still be used then.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._now, self._left = threading.Event(), threading.Event()
+        threading.Thread(target=self._run, args=(group,), name="pyspec-leave", daemon=True).start()
+
+    def _run(self, group: Any) -> None:
+        self._now.wait()
+        with suppress(Exception):
+            group.abort()
+        self._left.set()
+
+    def leave(self) -> None:
+        """What does not end in time is left to the end of the process."""
+        self._now.set()
+        self._left.wait(LEAVE_S)
 
 
 def _join(rank: Rank, device: torch.device, store: str, timeout_s: float) -> Any:

@@ -16,6 +16,7 @@ from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.draft.drafter import NO_DRAFTER, OWN_HEAD, DraftPlan, TargetFile, refuse_file
 from pyspec.engine.draft_head import HeadCopy, plan_head
 from pyspec.engine.memory_plan import (
+    RANK_BYTES,
     AssumedGpu,
     ForwardSizes,
     MemoryPlan,
@@ -362,7 +363,8 @@ def _workspace(d: Description) -> tuple[int, int]:
         n_held=d.draft.n_held,
         key_bytes=key_size * d.n_ctx * c.attention.n_kv_head * c.attention.head_dim,
     )
-    return workspace_bytes(sizes, cuda=d.is_cuda)
+    activations, workspace = workspace_bytes(sizes, cuda=d.is_cuda)
+    return activations, workspace + (RANK_BYTES if d.is_cuda and s.tp > 1 else 0)
 
 
 def _prompt_rows(d: Description) -> int:

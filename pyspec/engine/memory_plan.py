@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 
 RESERVE = 0.04  # share of free memory left to everybody else
 CUDA_BYTES = 600 << 20  # of a process on a GPU before it holds anything: context, libraries, kernels
+RANK_BYTES = 900 << 20  # more of it, of a rank: what NCCL keeps for its channels, and what others send sums to
 
 
 @dataclass(frozen=True, slots=True)

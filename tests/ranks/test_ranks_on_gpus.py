@@ -9,6 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,3 +86,10 @@ def test_a_lost_rank_costs_a_pause() -> None:
         os.kill(rank, signal.SIGKILL)
         assert engine.generate(QUESTIONS[0], max_tokens=32, temperature=0.0).tokens == want
         assert engine.metrics().restarts == 1
+
+
+def test_a_program_over_two_gpus_ends() -> None:
+    """NCCL's own end waits for graphs, which are there as long as the program is: it waited for 15 minutes."""
+    command = [sys.executable, "-m", "pyspec", "bench", "-m", "demo", "--tp", "2", "-npl", "1", "-n", "24", "-r", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

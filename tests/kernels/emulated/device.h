@@ -410,13 +410,22 @@ inline void ptx_ld_acquire_gpu_global_s32(int line, int& out, const int* p) {
   emulator::pause(line);
   out = *p;
 }
-inline void ptx_ld_acquire_sys_global_u32(int line, u32& out, const u32* p) {
+inline void ptx_ld_relaxed_sys_global_u32(int line, u32& out, const u32* p) {
   emulator::pause(line);
   out = *p;
 }
-inline void ptx_st_release_sys_global_u32(int line, u32* p, u32 x) {
-  emulator::interleave(line);
-  *p = x;
+inline void ptx_ld_relaxed_sys_global_v4_u32(int line, Refs<u32, 4> out, const void* p) {
+  for (int i = 0; i < 4; ++i) {  // each number arrives by itself
+    if (i == 0) emulator::pause(line);
+    else emulator::interleave(line);
+    __builtin_memcpy(out.p[i], static_cast<const char*>(p) + 4 * i, 4);
+  }
+}
+inline void ptx_st_relaxed_sys_global_v4_u32(int line, void* p, Refs<u32, 4> x) {
+  for (int i = 0; i < 4; ++i) {
+    emulator::interleave(line);
+    __builtin_memcpy(static_cast<char*>(p) + 4 * i, x.p[i], 4);
+  }
 }
 inline void ptx_atom_add_acq_rel_gpu_global_s32(int line, int& out, int* p, int x) { out = atomicAdd(p, x, line); }
 

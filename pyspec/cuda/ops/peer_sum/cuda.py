@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,64 +21,100 @@ from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin, missing
 from pyspec.errors import DeviceError
 
 THREADS, CHUNK, BLOCKS, MOST_RANKS = 256, 1024, 256, 8
-MOST = CHUNK * BLOCKS  # numbers of a sum
-N_BYTES = 4 * (BLOCKS * 2 * MOST_RANKS * CHUNK + BLOCKS * (MOST_RANKS + 1))
+NUMBERS = 4 << 20  # that all ranks together send of a sum: 16 MiB, and twice as much memory
+NOTHING = 0x80000000  # where nobody has sent anything (peer_sum.cu)
 HANDLE = 64  # bytes of the driver's name of some memory, for other processes
 LIMIT = 20_000_000_000  # clocks, about ten seconds: of a check
 SIGNATURE = "pp" + "p" * MOST_RANKS + "piiiil"
 SEND, SUM = 1, 2  # steps of peer_sum.cu
 Place = Tensor | np.int64
+Meet = Callable[[], None]
 Gather = Callable[[Tensor], Sequence[Tensor]]  # a tensor -> every rank's
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Of the memory that `n` ranks send to (peer_sum.cu)."""
+
+    n: int
+    chunk: int = CHUNK
+    blocks: int = BLOCKS
+    numbers: int = NUMBERS
+
+    @property
+    def most(self) -> int:
+        """Numbers of a sum."""
+        return self.place * self.blocks
+
+    @property
+    def place(self) -> int:
+        """Numbers of one rank's for one block: whole chunks."""
+        return max(1, self.numbers // (self.n * self.chunk * self.blocks)) * self.chunk
+
+    @property
+    def n_number(self) -> int:
+        """All of them: of every block, for even and odd calls, of every rank."""
+        return self.blocks * 2 * self.n * self.place
+
+    @property
+    def n_bytes(self) -> int:
+        return 4 * (self.n_number + self.blocks + 1)
+
+    @property
+    def defines(self) -> dict[str, int]:
+        return {"CHUNK": self.chunk, "BLOCKS": self.blocks, "PLACE": self.place}
+
+
 class PeerSum:
-    """out = the ranks' x in their order. buffers: of every rank, as this one reaches them, zeroed.
+    """out = the ranks' x in their order. buffers: of every rank, as this one reaches them, with NOTHING in them and no call counted.
 
     meet: returns when all ranks have called it and their launches before that are over. For ranks that share a GPU: a kernel that waits there
     for another process holds the GPU for all of its turn (two milliseconds and more), and the other one waits for its own.
     """
 
     def __init__(
-        self, kernel: Kernel, rank: int, buffers: Sequence[Place], late: Tensor, meet: Callable[[], None] | None = None
+        self, kernel: Kernel, rank: int, buffers: Sequence[Place], late: Tensor, meet: Meet | None = None
     ) -> None:
         self.kernel, self.rank, self.n, self.late, self.meet = kernel, rank, len(buffers), late, meet
+        self.layout = Layout(len(buffers))
+        self.overlap = late.is_cuda and torch.cuda.get_device_capability(late.device) >= (9, 0)
         self.buffers = [*buffers, *[buffers[0]] * (MOST_RANKS - len(buffers))]
 
-    @staticmethod
-    def takes(x: Tensor) -> bool:
+    def takes(self, x: Tensor) -> bool:
         """Whether it sums tensors of this kind: small ones, for a large one is better shared than sent to everybody."""
         aligned = x.is_contiguous() and x.data_ptr() % 16 == 0 and x.numel() % 4 == 0
-        return x.dtype == torch.float32 and aligned and 0 < x.numel() <= MOST
+        return x.dtype == torch.float32 and aligned and 0 < x.numel() <= self.layout.most
 
     def release(self) -> None:
         """A rank is lost: whatever waits on this device waits no more. Called on any thread; what comes of a sum is nobody's."""
         from cuda.bindings import driver
 
-        own, flags = self.buffers[self.rank], 4 * BLOCKS * 2 * MOST_RANKS * CHUNK
+        over = int(self.buffers[self.rank]) + self.layout.n_bytes - 4
         stream = torch.cuda.Stream(self.late.device)  # the other one is behind what waits
         with torch.cuda.device(self.late.device):
-            driver.cuMemsetD8Async(int(own) + flags, 0xFF, 4 * BLOCKS * MOST_RANKS, stream.cuda_stream)
+            driver.cuMemsetD32Async(over, 1, 1, stream.cuda_stream)
 
     def __call__(self, x: Tensor, limit: int = 0) -> Tensor:
         out, n = torch.empty_like(x), x.numel()
         for steps in (SEND | SUM,) if self.meet is None else (SEND, SUM):
             numbers = (np.int32(n), np.int32(self.rank), np.int32(self.n), np.int32(steps), np.int64(limit))
             args: list[Arg] = [x, out, *self.buffers, self.late, *numbers]
-            self.kernel.launch((-(-n // CHUNK),), THREADS, args)
+            grid = min(-(-n // self.layout.chunk), self.layout.blocks)
+            self.kernel.launch((grid,), THREADS, args, overlap=self.overlap)
             if self.meet is not None and steps == SEND:
                 self.meet()
         return out
 
 
 def make(
-    rank: int, n: int, device: torch.device, gather: Gather, meet: Callable[[], None] | None = None
+    rank: int, n: int, device: torch.device, gather: Gather, meet: Meet | None = None
 ) -> tuple[PeerSum | None, str]:
     """The sum, or why there is none. Called by all ranks together; what it says is the same on each of them. meet: see PeerSum."""
     own: Any = None
     handle, why = torch.zeros(HANDLE, dtype=torch.uint8, device=device), _missing(n, device)
     if not why:
         try:
-            own = _allocate(device)
+            own = _allocate(Layout(n), device)
             handle = torch.tensor(list(_handle_of(own)), dtype=torch.uint8, device=device)
         except Exception as e:  # noqa: BLE001 - whatever it is, there is NCCL
             why = f"no memory that others reach: {e}"
@@ -88,8 +125,8 @@ def make(
     try:
         places = [own if i == rank else _opened(bytes(h.tolist())) for i, h in enumerate(handles)]
         late = torch.zeros(1, dtype=torch.int32, device=device)
-        defines = {"CHUNK": CHUNK, "BLOCKS": BLOCKS}
-        compiled = compile_cubin("peer_sum", arch_of(torch.cuda.get_device_capability(device)), defines)
+        arch = arch_of(torch.cuda.get_device_capability(device))
+        compiled = compile_cubin("peer_sum", arch, Layout(n).defines)
         launch = PeerSum(compiled.kernel("peer_sum", SIGNATURE), rank, [np.int64(int(p)) for p in places], late, meet)
         weakref.finalize(launch, _free, own).atexit = False
     except Exception as e:  # noqa: BLE001
@@ -105,9 +142,10 @@ def check(launch: PeerSum, gather: Gather) -> str:
     """What is wrong with sums of several sizes, several times in a row, against those of what `gather` brings; "" if nothing is.
     The ranks agree on it after each, for none may go on alone."""
     gen = torch.Generator().manual_seed(launch.rank)
-    for n in (4, CHUNK, 5120, 3 * CHUNK + 8, 17 * 5120, MOST):
+    for n in (4, CHUNK, 5120, 3 * CHUNK + 8, 17 * 5120, launch.layout.most):
         for _ in range(3):
             x = (torch.randn(n, generator=gen) * 100).to(launch.late.device)
+            x[::3] = -0.0  # what stands for nothing
             found, parts = launch(x, LIMIT), gather(x)
             want = parts[0]
             for part in parts[1:]:
@@ -139,11 +177,12 @@ def _agreed(why: str, device: torch.device, gather: Gather) -> str:
     return ""
 
 
-def _allocate(device: torch.device) -> Any:
+def _allocate(layout: Layout, device: torch.device) -> Any:
     from cuda.bindings import driver
 
-    place = _done(driver.cuMemAlloc(N_BYTES))
-    _done(driver.cuMemsetD8(place, 0, N_BYTES))
+    place = _done(driver.cuMemAlloc(layout.n_bytes))
+    _done(driver.cuMemsetD8(place, 0, layout.n_bytes))
+    _done(driver.cuMemsetD32(place, NOTHING, layout.n_number))
     torch.cuda.synchronize(device)
     return place
 
