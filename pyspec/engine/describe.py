@@ -287,6 +287,7 @@ def plan_memory(d: Description) -> MemoryPlan:
     draft_kv = sum(memory_bytes(d.draft.layers, d.sizes))
     own_file = None if d.draft.file is d.file else d.draft.file  # of a drafter that is not in the target's
     activations, workspace = _workspace(d)
+    workspace += RANK_BYTES if d.is_cuda and d.settings.tp > 1 else 0
     plan = MemoryPlan(
         weights=weight_bytes(d.file, d.dense, d.is_cuda, shares=shares) + _tied_share(d),
         kv=kv,
@@ -363,8 +364,7 @@ def _workspace(d: Description) -> tuple[int, int]:
         n_held=d.draft.n_held,
         key_bytes=key_size * d.n_ctx * c.attention.n_kv_head * c.attention.head_dim,
     )
-    activations, workspace = workspace_bytes(sizes, cuda=d.is_cuda)
-    return activations, workspace + (RANK_BYTES if d.is_cuda and s.tp > 1 else 0)
+    return workspace_bytes(sizes, cuda=d.is_cuda)
 
 
 def _prompt_rows(d: Description) -> int:

@@ -17,9 +17,9 @@ from pyspec.cuda.ops.peer_sum import cuda as peer_sum
 CHUNK, BLOCKS = 64, 3
 
 
-def layout(n: int) -> peer_sum.Layout:
+def layout(n: int) -> peer_sum.Places:
     """Places of two chunks: blocks have one turn or two."""
-    return peer_sum.Layout(n, CHUNK, BLOCKS, 2 * n * CHUNK * BLOCKS)
+    return peer_sum.Places(n, CHUNK, BLOCKS, 2 * n * CHUNK * BLOCKS)
 
 
 def buffers(n: int) -> list[Tensor]:
@@ -109,14 +109,14 @@ def test_a_rank_that_is_told_that_another_is_lost_waits_for_nobody() -> None:
 
 def test_places_are_whole_chunks_and_memory_does_not_grow_with_ranks() -> None:
     for n in range(2, peer_sum.MOST_RANKS + 1):
-        made = peer_sum.Layout(n)
+        made = peer_sum.Places(n)
         assert made.place % made.chunk == 0 and made.most * n <= peer_sum.NUMBERS
         assert made.n_bytes <= 33 << 20
 
 
 @pytest.mark.parametrize("arch", ARCHS)
 def test_it_compiles_for_every_architecture(arch: str) -> None:
-    found = compile_cubin("peer_sum", arch, peer_sum.Layout(2).defines, use_cache=False).resources
+    found = compile_cubin("peer_sum", arch, peer_sum.Places(2).defines, use_cache=False).resources
     assert set(found) == {"peer_sum"} and not found["peer_sum"].spill_bytes
 
 

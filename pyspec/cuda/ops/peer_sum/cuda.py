@@ -33,7 +33,7 @@ Gather = Callable[[Tensor], Sequence[Tensor]]  # a tensor -> every rank's
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class Places:
     """Of the memory that `n` ranks send to (peer_sum.cu)."""
 
     n: int
@@ -76,7 +76,7 @@ class PeerSum:
         self, kernel: Kernel, rank: int, buffers: Sequence[Place], late: Tensor, meet: Meet | None = None
     ) -> None:
         self.kernel, self.rank, self.n, self.late, self.meet = kernel, rank, len(buffers), late, meet
-        self.layout = Layout(len(buffers))
+        self.layout = Places(len(buffers))
         self.overlap = late.is_cuda and torch.cuda.get_device_capability(late.device) >= (9, 0)
         self.buffers = [*buffers, *[buffers[0]] * (MOST_RANKS - len(buffers))]
 
@@ -114,7 +114,7 @@ def make(
     handle, why = torch.zeros(HANDLE, dtype=torch.uint8, device=device), _missing(n, device)
     if not why:
         try:
-            own = _allocate(Layout(n), device)
+            own = _allocate(Places(n), device)
             handle = torch.tensor(list(_handle_of(own)), dtype=torch.uint8, device=device)
         except Exception as e:  # noqa: BLE001 - whatever it is, there is NCCL
             why = f"no memory that others reach: {e}"
@@ -126,7 +126,7 @@ def make(
         places = [own if i == rank else _opened(bytes(h.tolist())) for i, h in enumerate(handles)]
         late = torch.zeros(1, dtype=torch.int32, device=device)
         arch = arch_of(torch.cuda.get_device_capability(device))
-        compiled = compile_cubin("peer_sum", arch, Layout(n).defines)
+        compiled = compile_cubin("peer_sum", arch, Places(n).defines)
         launch = PeerSum(compiled.kernel("peer_sum", SIGNATURE), rank, [np.int64(int(p)) for p in places], late, meet)
         weakref.finalize(launch, _free, own).atexit = False
     except Exception as e:  # noqa: BLE001
@@ -177,7 +177,7 @@ def _agreed(why: str, device: torch.device, gather: Gather) -> str:
     return ""
 
 
-def _allocate(layout: Layout, device: torch.device) -> Any:
+def _allocate(layout: Places, device: torch.device) -> Any:
     from cuda.bindings import driver
 
     place = _done(driver.cuMemAlloc(layout.n_bytes))
