@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SMALL = 1 << 20  # bytes of a sum that every rank takes of what the library gathers
-LEAVE_S = 2.0  # for the library to let go of the others
+LEAVE_S = 10.0  # for the library to let go of the others: it waits for what the device is at
 JOIN_S = 120.0  # for all ranks to meet
 
 
@@ -81,8 +81,9 @@ class Collective:
             self._group = _join(rank, device, store, timeout_s)
         except RuntimeError as e:
             raise self._lost(e) from None
-        if self._is_gpu:
-            weakref.finalize(self, _Leaving(self._group).leave)
+        self._leaving = _Leaving(self._group) if self._is_gpu else None
+        if self._leaving is not None:
+            weakref.finalize(self, self._leaving.leave).atexit = False  # what is not left by then is left to the end of the process
         self._peers: PeerSum | None = None
         if self._is_gpu:
             from pyspec.cuda.ops.peer_sum.cuda import make
@@ -162,6 +163,11 @@ class Collective:
         said = self.why() or (str(error).splitlines() or ["no reason given"])[0][:300]
         return RankLost(f"rank {self.rank.index} of {self.rank.n} has lost the others: {said}")
 
+    def leave(self) -> None:
+        """Let go of the others, in bounded time. No graph that holds a sum may be left: NCCL waits for those."""
+        if self._leaving is not None:
+            self._leaving.leave()
+
     def abort(self) -> None:
         """Nobody waits for the others any more."""
         with suppress(Exception):
@@ -173,7 +179,8 @@ class Collective:
 
 class _Leaving:
     """How a process group of NCCL is left: in bounded time. Its own end waits for graphs that hold its work, and those may stay to the end of
-    the program, as objects of it: it waited for 15 minutes there. A thread that was begun long before can still be used then.
+    the program, as objects of it: it waited for 15 minutes there. A daemon thread that has begun long before can still be used then, and it
+    keeps the group of a program that ends without having left it: nothing is waited for so.
     """
 
     def __init__(self, group: Any) -> None:
@@ -187,9 +194,10 @@ class _Leaving:
         self._left.set()
 
     def leave(self) -> None:
-        """What does not end in time is left to the end of the process."""
+        """Safe to call twice. Says what does not end in time."""
         self._now.set()
-        self._left.wait(LEAVE_S)
+        if not self._left.wait(LEAVE_S):
+            log.warning("NCCL has not let go of the other ranks within %.0f s", LEAVE_S)
 
 
 def _join(rank: Rank, device: torch.device, store: str, timeout_s: float) -> Any:

@@ -54,6 +54,11 @@ class Graphed(Generic[Out]):
         """Capture no more: batches for which there is no graph run as they are."""
         self._sealed = True
 
+    def forget(self) -> None:
+        """Its graphs go, and what they hold; it captures no more."""
+        self._sealed = True
+        self._graphs.clear()
+
     def _capture(self, key: Key, batch: Batch) -> None:
         graph = torch.cuda.CUDAGraph()
         if self._pool is None:

@@ -311,6 +311,12 @@ class LeadingWorker(Worker):
         assert isinstance(self.memory, LedMemory)
         self.forward = LedGraphs(self, self.memory.leader)
 
+    def leave(self) -> None:
+        """Let go of the other ranks; nothing is run after that. Graphs go first, for the sums in them."""
+        assert self.target.ranks is not None and isinstance(self.forward, LedGraphs)
+        self.forward.forget()
+        self.target.ranks.leave()
+
     def fold(self, slot: Slot) -> None:
         """On every rank."""
         assert isinstance(self.memory, LedMemory)

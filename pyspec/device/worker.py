@@ -203,6 +203,9 @@ class Worker:
             self._ends = ends, _sent(torch.tensor(rows, dtype=torch.int32), self.device)
         return self._ends[1]
 
+    def leave(self) -> None:
+        """Nothing is run after that: the first of several ranks lets go of the others."""
+
     # -- what slots keep -----------------------------------------------------------------------------------------
 
     def fold(self, slot: Slot) -> None:

@@ -412,6 +412,7 @@ class EngineCore:
                 log.error("the engine does not stop: a round has been under way for more than %.0f s", limit_s)
                 return False
         if self._ranks is not None:
+            self.loop.worker.leave()
             self._ranks.close()
         _RUNNING.discard(self)
         return True
