@@ -1,6 +1,7 @@
 """Where the time of forwards goes on a GPU, kernel by kernel, and what memory and arithmetic would allow.
 
     python tools/profile_rounds.py qwen3.6-27b --layers 8 -np 64 --cases plain:16 verify:64x4 prompt:2048@32768 rounds:32
+    ... --tp 2                                       two ranks; what is shown is the first one's, floors are of its share
     ... --draft mtp|FILE --spec-len 3 --n-draft 3    with a drafter: `rounds` draft
     ... --set pyspec.cuda.streamed:FEW_ROWS=16       another number in a module; --exact: as the engine's
 
@@ -85,6 +86,7 @@ class Floors:
     tensors: dict[str, Any]  # of the file
     n_used: int
     memory: Memory
+    tp: int = 1
 
     def of(self, case: Case, n_layer: int) -> tuple[dict[str, float], float]:
         """(microseconds by part for the layers, those of the head)."""
@@ -108,7 +110,8 @@ class Floors:
         kv_bytes = sum(pool.k[0].numel() * pool.k.element_size() * 2 for pool in self.memory.kv.values())
         pairs = case.n_row * (case.n_past + (case.width + 1) / 2)
         parts["attention"] = 1e6 * max(keys * kv_bytes / BYTES, pairs * self._attend_ops(n_layer) / OPS)
-        return parts, head * 1e6
+        parts["linear"], parts["attention"] = parts["linear"] / self.tp, parts["attention"] / self.tp  # states are a share's
+        return parts, head * 1e6 / self.tp
 
     def _attend_ops(self, n_layer: int) -> float:
         """Of a row and a key, so many layers."""
@@ -241,6 +244,7 @@ def main() -> int:
     parser.add_argument("--cases", nargs="*", default=["plain:16", "plain:64"])
     parser.add_argument("--lines", type=int, default=N_LINE)
     parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--set", nargs="*", default=[], metavar="MODULE:NAME=NUMBER")
     parser.add_argument("--tiny", action="store_true", help="a model of a few hundred kilobytes, to try this")
     args = parser.parse_args()
@@ -262,7 +266,7 @@ def main() -> int:
                 mtp=args.draft == "mtp",
                 n_layer=n,
             )
-        settings: dict[str, object] = {"np": args.np, "ctx": args.ctx, "kv_type": "f16", "exact": args.exact}
+        settings: dict[str, object] = {"np": args.np, "ctx": args.ctx, "kv_type": "f16", "exact": args.exact, "tp": args.tp}
         draft = None if args.draft == "none" else args.draft
         if draft is not None:
             settings |= {"synth_len": args.spec_len, "n_draft_fixed": True, "n_draft_max": args.n_draft}
@@ -270,7 +274,7 @@ def main() -> int:
             config = engine.core.loop.target.config  # type: ignore[attr-defined]
             there = config.n_layer
             n_used = max((layer.moe.n_used for layer in config.layers if layer.moe is not None), default=0)
-            floors = Floors(file.tensors, n_used, engine.core.loop.memory)  # type: ignore[attr-defined]
+            floors = Floors(file.tensors, n_used, engine.core.loop.memory, args.tp)  # type: ignore[attr-defined]
             for case in cases:
                 if case.kind == "rounds":
                     show_rounds(engine, case, args.lines)

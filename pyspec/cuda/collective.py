@@ -69,6 +69,7 @@ class Collective:
     """The ranks as one of them sees them. `why` says what became of a rank that is gone, where somebody knows.
 
     capturable  CUDA graphs may hold what it does
+    peers       what sums in each other's memory; None: the library does
     """
 
     def __init__(self, rank: Rank, device: torch.device, store: str, timeout_s: float) -> None:
@@ -83,20 +84,22 @@ class Collective:
             raise self._lost(e) from None
         self._leaving = _Leaving(self._group) if self._is_gpu else None
         if self._leaving is not None:
-            weakref.finalize(self, self._leaving.leave).atexit = False  # what is not left by then is left to the end of the process
-        self._peers: PeerSum | None = None
+            weakref.finalize(
+                self, self._leaving.leave
+            ).atexit = False  # what is not left by then is left to the end of the process
+        self.peers: PeerSum | None = None
         if self._is_gpu:
             from pyspec.cuda.ops.peer_sum.cuda import make
 
-            self._peers, why = make(rank.index, rank.n, device, self._all, None if self.capturable else self._meet)
+            self.peers, why = make(rank.index, rank.n, device, self._all, None if self.capturable else self._meet)
             log.info("sums of ranks: %s", f"NCCL ({why})" if why else "one launch in each other's memory (peer_sum)")
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, the same bits on each of them."""
         if not x.numel():
             return x
-        if self._peers is not None and self._peers.takes(x):
-            return self._peers(x)
+        if self.peers is not None and self.peers.takes(x):
+            return self.peers(x)
         if self._is_gpu and self.capturable and x.numel() * x.element_size() > SMALL:
             x = x.contiguous()
             self._wait(lambda: self._group.allreduce([x]))
@@ -171,8 +174,8 @@ class Collective:
     def abort(self) -> None:
         """Nobody waits for the others any more."""
         with suppress(Exception):
-            if self._peers is not None:
-                self._peers.release()
+            if self.peers is not None:
+                self.peers.release()
         with suppress(Exception):
             self._group.abort()
 

@@ -12,17 +12,18 @@ A launch that an op binds keeps the op's contract. What it can do besides, it sa
                             the next launch sums
 
 So the torch reference, and every implementation without these, runs in the same models as it is. A product that ranks sum (`Summed`) is asked for what
-this rank has of it (`own`): that reads the rows, and sums behind it are nobody's here.
+this rank has of it (`own`): that reads the rows. Sums behind it may prepare those of the next product (`link`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVarTuple, cast
 
 import torch
 from torch import Tensor
 
+from pyspec.cuda.collective import Collective
 from pyspec.cuda.ops.moe.ref import NOTHING, Added, ExpertsRun, Routes
 from pyspec.cuda.ops.rows.cuda import Place, Rows, Shares
 from pyspec.cuda.ops.rows.op import rows
@@ -30,6 +31,7 @@ from pyspec.cuda.ops.rows.ref import HeadNorm, Norm, Prep, PrepKind, RowsSpec
 from pyspec.cuda.ops.streams.ref import Reading, StreamMix, Streams
 from pyspec.cuda.streamed import Handing, Streamed, StreamedParts
 from pyspec.cuda.streamed import handing as handing_of
+from pyspec.cuda.sum_rows import sums_into
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
@@ -169,6 +171,30 @@ def merged(
     return cast(FusedStreams, launch).merge_split(
         y, x, *beside, mix, into=place
     )  # who gave a place or shares has asked it
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------
+
+
+class GivesSum(Protocol):
+    """What gives a sum of ranks. into: makes it of this rank's part."""
+
+    into: Callable[[Tensor], Tensor]
+
+
+FirstRead = tuple[Product, Norm]  # how the next part begins
+
+
+def link(ranks: Collective, pairs: Sequence[tuple[GivesSum | None, FirstRead | None]]) -> None:
+    """Have sums prepare what is read of them next, where kernels can: of each pair what gives one, and the product behind a norm that reads it first. On
+    all ranks together."""
+    readers = [
+        (read[0], read[1]) if gives is not None and read is not None and isinstance(read[0], Streamed) else None
+        for gives, read in pairs
+    ]
+    for (gives, _), into in zip(pairs, sums_into(ranks, readers), strict=True):
+        if gives is not None and into is not None:
+            gives.into = into
 
 
 # -- experts -----------------------------------------------------------------------------------------------------

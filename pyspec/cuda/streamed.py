@@ -68,15 +68,19 @@ class Streamed:
             y = self._wide(x, prep, residual)
             return self._activated(y) if self.gated else y
         adds = residual is not None and not self.gated
-        launch: LinearLaunch | WgmmaLaunch = self.added if adds else self.plain
-        if x.shape[0] > self.few_rows and (tall := self.tall_added if adds else self.tall) is not None:
-            launch = tall
+        launch = self._launch(len(x), adds)
+        if (held := launch.rows.held(x, prep)) is not None:
+            return self._ready(held, residual)
         out = torch.empty(x.shape[0], self.n_out, dtype=torch.float32, device=x.device)
         for first in range(0, x.shape[0], launch.max_rows):
             part = slice(first, first + launch.max_rows)
             add = residual[part] if residual is not None and adds else None
             launch.multiply(launch.rows(*self._fused(x[part], of_rows(prep, part))), self.packed, out[part], add)
         return out if residual is None or adds else residual + out
+
+    def _launch(self, n_row: int, adds: bool) -> LinearLaunch | WgmmaLaunch:
+        tall = self.tall_added if adds else self.tall
+        return tall if n_row > self.few_rows and tall is not None else self.added if adds else self.plain
 
     def unfinished(self, x: Tensor, prep: Prep | None = None) -> tuple[Tensor, Prep | None]:
         if self.gated and not self.limit and self._is_wide(x):
@@ -108,10 +112,20 @@ class Streamed:
         spec = RowsSpec(self.device, self.packed.n_in, kind, dim)
         return self.plain.rows if is_few and rows.runs_as("cuda", spec) else None
 
+    def most_ready(self, norm: Norm) -> int:
+        """Up to how many rows one launch reads all of a call that norms them."""
+        runs = rows.runs_as("cuda", RowsSpec(self.device, self.packed.n_in, norm.kind, norm.dim))
+        most = self.plain.max_rows if self.tall is None else self.tall.max_rows
+        return 0 if not runs else most if self.wide is None else min(most, self.max_rows)
+
+    def reads(self, n_row: int) -> RowsLaunch:
+        """Where that one reads them."""
+        return self._launch(n_row, adds=False).rows
+
     def _ready(self, x: Rows, residual: Tensor | None) -> Tensor:
         adds = residual is not None and not self.gated
         out = torch.empty(x.n_row, self.n_out, dtype=torch.float32, device=self.device)
-        (self.added if adds else self.plain).multiply(x, self.packed, out, residual if adds else None)
+        self._launch(x.n_row, adds).multiply(x, self.packed, out, residual if adds else None)
         return out if residual is None or adds else residual + out
 
     def _is_wide(self, x: Tensor) -> bool:

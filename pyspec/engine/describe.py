@@ -16,13 +16,13 @@ from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.draft.drafter import NO_DRAFTER, OWN_HEAD, DraftPlan, TargetFile, refuse_file
 from pyspec.engine.draft_head import HeadCopy, plan_head
 from pyspec.engine.memory_plan import (
-    RANK_BYTES,
     AssumedGpu,
     ForwardSizes,
     MemoryPlan,
     checkpoint_bytes,
     memory_bytes,
     pick_dense,
+    rank_bytes,
     with_copies,
     with_head,
     workspace_bytes,
@@ -287,7 +287,7 @@ def plan_memory(d: Description) -> MemoryPlan:
     draft_kv = sum(memory_bytes(d.draft.layers, d.sizes))
     own_file = None if d.draft.file is d.file else d.draft.file  # of a drafter that is not in the target's
     activations, workspace = _workspace(d)
-    workspace += RANK_BYTES if d.is_cuda and d.settings.tp > 1 else 0
+    workspace += rank_bytes(s.tp) if d.is_cuda and s.tp > 1 else 0
     plan = MemoryPlan(
         weights=weight_bytes(d.file, d.dense, d.is_cuda, shares=shares) + _tied_share(d),
         kv=kv,

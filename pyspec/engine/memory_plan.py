@@ -19,7 +19,12 @@ log = logging.getLogger(__name__)
 
 RESERVE = 0.04  # share of free memory left to everybody else
 CUDA_BYTES = 600 << 20  # of a process on a GPU before it holds anything: context, libraries, kernels
-RANK_BYTES = 900 << 20  # more of it, of a rank: what NCCL keeps for its channels, and what others send sums to
+LIBRARY_BYTES = 860 << 20  # of NCCL, on each rank: what it keeps for its channels
+
+
+def rank_bytes(n: int) -> int:
+    """More workspace, of each of `n` ranks on GPUs: what the library keeps, and what others send sums to (ops/peer_sum)."""
+    return LIBRARY_BYTES + n * (17 << 20)
 
 
 @dataclass(frozen=True, slots=True)

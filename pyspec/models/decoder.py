@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from pyspec.cuda import fuse
 from pyspec.cuda.exact import EXACT
 from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
@@ -288,6 +290,10 @@ class Mixer(Protocol):
 
     capturable: bool  # a CUDA graph may hold it: it looks at no list of the host
     captures_prompts: bool  # and one of a prompt that stands alone, too
+    reads: (
+        fuse.FirstRead | None
+    )  # the product that reads the stream first, and the norm before it, where that is how it begins
+    gives: fuse.GivesSum | None  # what ends it with a sum of ranks, if that is how it ends
 
     def __call__(self, x: Tensor, angles: Angles, memory: Memory, layer: int, batch: Batch) -> Tensor: ...
 
@@ -297,6 +303,8 @@ class Feed(Protocol):
 
     capturable: bool
     captures_prompts: bool
+    reads: fuse.FirstRead | None
+    gives: fuse.GivesSum | None
 
     def __call__(self, x: Tensor) -> Tensor: ...
 
@@ -360,9 +368,9 @@ class Block:
     def __init__(self, c: DecoderConfig, w: Weights, p: str, rope: Rope, layer: Layer, kv: torch.dtype) -> None:
         self.mixer: Mixer | None = MIXERS[layer.mixer].build(c, w, p, rope, kv) if layer.mixer else None
         self.feed: Feed | None = FEEDS[layer.feed].build(c, w, p, layer) if layer.feed else None
-        parts = [part for part in (self.mixer, self.feed) if part is not None]
-        self.capturable = all(part.capturable for part in parts)
-        self.captures_prompts = self.capturable and all(part.captures_prompts for part in parts)
+        self.parts = [part for part in (self.mixer, self.feed) if part is not None]
+        self.capturable = all(part.capturable for part in self.parts)
+        self.captures_prompts = self.capturable and all(part.captures_prompts for part in self.parts)
 
     def __call__(self, x: Tensor, angles: Angles, memory: Memory, layer: int, batch: Batch) -> Tensor:
         if self.mixer is not None:
@@ -383,6 +391,9 @@ class Decoder:
         self.blocks = [
             Block(own, weights, f"blk.{i}", self.rope, layer, memory.kv_dtype) for i, layer in enumerate(own.layers)
         ]
+        if self.ranks is not None:
+            parts = [part for block in self.blocks for part in block.parts]
+            fuse.link(self.ranks, [(last.gives, next.reads) for last, next in pairwise(parts)])
         for i, state in memory.states.items():
             state.fold = self.blocks[i].mixer.fold  # type: ignore[union-attr]  # recurrent mixers have one
         self.norm = weights.vector("output_norm.weight")

@@ -22,7 +22,7 @@ from pyspec.cuda.ops.gdn.shape import GdnShape
 from pyspec.cuda.ops.rope_kv.op import rope_kv
 from pyspec.cuda.ops.rope_kv.ref import RopeKvSpec
 from pyspec.cuda.ops.rows.ref import RELU2, HeadGate, HeadNorm, Norm, head_power
-from pyspec.models.weights import Embedding, Matrix, Weights
+from pyspec.models.weights import Embedding, Matrix, Weights, sum_of
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
 from pyspec.slots.memory import Memory
@@ -88,6 +88,7 @@ class Attention:
         self.bias = _bias(w, prefix)
         self.out: Matrix = w.summed(f"{prefix}.attn_output.weight")
         self.out_bias = w.optional(f"{prefix}.attn_output.bias")
+        self.reads, self.gives = (self.qkv, self.norm), None if self.out_bias is not None else sum_of(self.out)
         self.q_norm = w.optional(f"{prefix}.attn_q_norm.weight")
         self.k_norm = w.optional(f"{prefix}.attn_k_norm.weight")
         self.sinks = w.optional(f"{prefix}.{SINKS}")
@@ -143,6 +144,7 @@ class GatedDeltaNet:
         self.conv = w.vector(f"{prefix}.ssm_conv1d.weight")
         self.a, self.dt_bias = w.vector(f"{prefix}.ssm_a"), w.vector(f"{prefix}.ssm_dt.bias")
         self.norm = Norm(w.vector(f"{prefix}.attn_norm.weight"), eps)
+        self.reads, self.gives = (self.proj, self.norm), sum_of(self.out)
         self.gate_norm = w.vector(f"{prefix}.ssm_norm.weight")
         self.gate_power = head_power(self.gate_norm)
         spec = GdnSpec(w.device, shape, eps)
@@ -168,6 +170,7 @@ class FeedForward:
         self.norm = Norm(w.vector(f"{prefix}.{norm}.weight"), eps)
         self.gate_up = w.gated(f"{prefix}.ffn_gate.weight", f"{prefix}.ffn_up.weight")
         self.down = w.summed(f"{prefix}.ffn_down.weight")
+        self.reads, self.gives = (self.gate_up, self.norm), sum_of(self.down)
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(*fuse.unfinished(self.gate_up, x, self.norm), residual=x)
@@ -182,6 +185,7 @@ class Relu2:
         self.norm = Norm(w.vector(f"{prefix}.{norm}.weight"), eps)
         self.up, self.up_bias = w.matrix(f"{prefix}.ffn_up.weight"), w.optional(f"{prefix}.ffn_up.bias")
         self.down, self.down_bias = w.summed(f"{prefix}.ffn_down.weight"), w.optional(f"{prefix}.ffn_down.bias")
+        self.reads, self.gives = (self.up, self.norm), None if self.down_bias is not None else sum_of(self.down)
 
     def __call__(self, x: Tensor) -> Tensor:
         y = self.up(x, self.norm)

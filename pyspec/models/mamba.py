@@ -12,7 +12,7 @@ from pyspec.cuda.ops.mamba2.ref import Mamba2Spec, Params
 from pyspec.cuda.ops.mamba2.shape import Mamba2Shape
 from pyspec.cuda.ops.rows.ref import GroupNorm, Norm, norm_power
 from pyspec.models.cuts import Cut, Units
-from pyspec.models.weights import Want, Weights
+from pyspec.models.weights import Want, Weights, sum_of
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Memory
 
@@ -45,6 +45,7 @@ class Mamba:
         self.norm = Norm(w.vector(f"{prefix}.attn_norm.weight"), eps)
         self.proj = w.matrix(f"{prefix}.ssm_in.weight")
         self.out = w.summed(f"{prefix}.ssm_out.weight")
+        self.reads, self.gives = (self.proj, self.norm), sum_of(self.out)
         conv_w, conv_b = (w.vector(f"{prefix}.ssm_conv1d.{name}") for name in ("weight", "bias"))
         a, dt_bias, d = (w.vector(f"{prefix}.{name}").flatten() for name in ("ssm_a", "ssm_dt.bias", "ssm_d"))
         self.params = Params(a, dt_bias, d, conv_w, conv_b)

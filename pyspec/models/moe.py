@@ -122,13 +122,19 @@ def halves(stack: Stack) -> tuple[Stack, Stack]:
     return gate, up
 
 
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
 class MoeFeed:
     """x + experts(n) + shared(n) with n = norm(x). `norm_name` is the norm tensor's GGUF name."""
 
     captures_prompts = False  # what an expert gets of a prompt's rows decides how it is multiplied
 
     def __init__(self, w: Weights, prefix: str, shape: MoeShape, eps: float, norm_name: str = "ffn_norm") -> None:
-        p, self.shape, self.ranks = prefix, shape, w.ranks
+        p, self.shape = prefix, shape
+        self.leads, self.into = w.ranks is None or w.ranks.rank.leads, _same if w.ranks is None else w.ranks.sum
+        self.gives, self.reads = None if w.ranks is None else self, None  # its router reads the stream itself
         self.norm = Norm(w.vector(f"{p}.{norm_name}.weight"), eps)
         self.router = w.vector(f"{p}.ffn_gate_inp.weight")  # f32 whatever the file has: a near tie decides what runs
         if shape.shared_gate:
@@ -179,11 +185,9 @@ class MoeFeed:
         )
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.ranks is None:
-            return self._run(x, x)
-        return self.ranks.sum(self._run(x, x if self.ranks.rank.leads else torch.zeros_like(x)))
+        return self.into(self._run(x, x if self.leads else None))
 
-    def _run(self, x: Tensor, stream: Tensor) -> Tensor:
+    def _run(self, x: Tensor, stream: Tensor | None) -> Tensor:
         """stream + experts(n) + shared(n): with several ranks, the part of this one's columns."""
         n, prep = x if self.prep is not None else self.norm(x), self.prep
         shared = latent = None

@@ -179,14 +179,20 @@ class CutGates:
 class Summed:
     """A matrix of which every rank has some columns: the ranks' products are summed, and what is added to them is added once.
 
-    own  this rank's, which takes what neighbours prepare for it (cuda/fuse.py)
+    own   this rank's, which takes what neighbours prepare for it (cuda/fuse.py)
+    into  sums, and may prepare the rows of the product that reads the sum
     """
 
     def __init__(self, own: Matrix, ranks: Collective) -> None:
-        self.own, self.ranks = own, ranks
+        self.own, self.leads, self.into = own, ranks.rank.leads, ranks.sum
 
     def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
-        return self.ranks.sum(self.own(x, prep, residual if self.ranks.rank.leads else None))
+        return self.into(self.own(x, prep, residual if self.leads else None))
+
+
+def sum_of(product: Matrix) -> Summed | None:
+    """What gives a sum of ranks, if this is that."""
+    return product if isinstance(product, Summed) else None
 
 
 class Gathered:

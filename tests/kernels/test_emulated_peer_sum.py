@@ -13,13 +13,14 @@ from torch import Tensor
 
 from pyspec.cuda.jit import ARCHS, compile_cubin
 from pyspec.cuda.ops.peer_sum import cuda as peer_sum
+from pyspec.engine import memory_plan
 
 CHUNK, BLOCKS = 64, 3
 
 
 def layout(n: int) -> peer_sum.Places:
     """Places of two chunks: blocks have one turn or two."""
-    return peer_sum.Places(n, CHUNK, BLOCKS, 2 * n * CHUNK * BLOCKS)
+    return peer_sum.Places(n, CHUNK, BLOCKS, 2 * CHUNK)
 
 
 def buffers(n: int) -> list[Tensor]:
@@ -37,7 +38,7 @@ def run(
 ) -> tuple[Tensor, int]:
     """x [rank, n]: those of the ranks that launch. Returns their sums, and whether one gave up."""
     out, late = torch.full_like(x, torch.nan), torch.zeros(1, dtype=torch.int32)
-    numbers = (np.int32(x.shape[1]), np.int32(first), np.int32(len(places)), np.int32(steps), np.int64(limit))
+    numbers = (np.int32(x.shape[1]), np.int32(first), np.int32(steps), np.int32(limit))
     args = (x, out, *places, *[places[0]] * (peer_sum.MOST_RANKS - len(places)), late, *numbers)
     grid = (min(BLOCKS, -(-x.shape[1] // CHUNK)), len(x))
     kernel(len(places)).kernel("peer_sum", peer_sum.SIGNATURE).launch(grid, peer_sum.THREADS, args)
@@ -107,11 +108,11 @@ def test_a_rank_that_is_told_that_another_is_lost_waits_for_nobody() -> None:
         assert run(torch.randn(1, 3 * CHUNK), places)[1] == 0, "it ends, without a limit"
 
 
-def test_places_are_whole_chunks_and_memory_does_not_grow_with_ranks() -> None:
+def test_places_are_whole_chunks_and_memory_is_planned() -> None:
     for n in range(2, peer_sum.MOST_RANKS + 1):
         made = peer_sum.Places(n)
-        assert made.place % made.chunk == 0 and made.most * n <= peer_sum.NUMBERS
-        assert made.n_bytes <= 33 << 20
+        assert made.place % made.chunk == 0 and made.most >= 136 * 5120, "a verify of eight slots"
+        assert made.n_bytes < memory_plan.rank_bytes(n) - memory_plan.LIBRARY_BYTES
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -125,8 +126,8 @@ def test_ranks_go_on_without_it_where_one_can_not_have_it() -> None:
     said = ["", "no memory"]
     texts: list[Tensor] = []
     for text in said:
-        peer_sum._agreed(text, CPU, lambda x: texts.append(x) or [x])
-    assert peer_sum._agreed("", CPU, partial(lambda parts, x: parts, texts)) == "rank 1: no memory"
+        peer_sum.agreed(text, CPU, lambda x: texts.append(x) or [x])
+    assert peer_sum.agreed("", CPU, partial(lambda parts, x: parts, texts)) == "rank 1: no memory"
     launch, why = peer_sum.make(0, 2, CPU, lambda x: [x, x])
     assert launch is None and "runs on NVIDIA GPUs only" in why
 
@@ -135,5 +136,9 @@ def test_only_small_whole_rows_are_summed_so() -> None:
     takes = peer_sum.PeerSum(None, 0, buffers(2), torch.zeros(1)).takes
     assert takes(torch.zeros(3, 5120)) and not takes(torch.zeros(3, 5120).half()) and not takes(torch.zeros(0, 8))
     assert takes(torch.zeros(136, 5120)), "a verify of eight slots"
-    assert not takes(torch.zeros(2 * peer_sum.NUMBERS)) and not takes(torch.zeros(7)) and not takes(torch.zeros(9)[1:])
+    assert (
+        not takes(torch.zeros(peer_sum.Places(2).most + 4))
+        and not takes(torch.zeros(7))
+        and not takes(torch.zeros(9)[1:])
+    )
     assert not takes(torch.zeros(8, 8).T)

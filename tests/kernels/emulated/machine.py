@@ -16,6 +16,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -59,6 +60,7 @@ class Order:
 
 
 order = Order()
+_COMPILING = threading.Lock()
 
 
 @cache
@@ -118,7 +120,8 @@ class Emulated:
 
 def emulate(stem: str, defines: Mapping[str, int | str] | None = None, arch: str = "sm_90a") -> Emulated:
     """Compile `kernels/<stem>.cu` for the CPU, once in a process."""
-    return _compiled(stem, tuple(sorted((k, str(v)) for k, v in (defines or {}).items())), arch, jit.source(stem))
+    with _COMPILING:
+        return _compiled(stem, tuple(sorted((k, str(v)) for k, v in (defines or {}).items())), arch, jit.source(stem))
 
 
 def emulate_text(text: str, defines: Mapping[str, int | str] | None = None) -> Emulated:

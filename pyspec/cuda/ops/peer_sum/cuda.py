@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,11 @@ from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin, missing
 from pyspec.errors import DeviceError
 
 THREADS, CHUNK, BLOCKS, MOST_RANKS = 256, 1024, 256, 8
-NUMBERS = 4 << 20  # that all ranks together send of a sum: 16 MiB, and twice as much memory
-NOTHING = 0x80000000  # where nobody has sent anything (peer_sum.cu)
+PLACE = 8192  # numbers of a block, so that a sum takes up to 8 MiB, and 16 MiB of memory a rank
+NOTHING = 0x80000000  # where nobody has sent anything (peers.cuh)
 HANDLE = 64  # bytes of the driver's name of some memory, for other processes
-LIMIT = 20_000_000_000  # clocks, about ten seconds: of a check
-SIGNATURE = "pp" + "p" * MOST_RANKS + "piiiil"
+LIMIT = 400_000  # times that a thread of a check looks around: seconds
+SIGNATURE = "pp" + "p" * MOST_RANKS + "piiii"
 SEND, SUM = 1, 2  # steps of peer_sum.cu
 Place = Tensor | np.int64
 Meet = Callable[[], None]
@@ -34,22 +34,17 @@ Gather = Callable[[Tensor], Sequence[Tensor]]  # a tensor -> every rank's
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Of the memory that `n` ranks send to (peer_sum.cu)."""
+    """Of the memory that `n` ranks send to (peers.cuh). place: numbers of one rank's for one block, whole chunks."""
 
     n: int
     chunk: int = CHUNK
     blocks: int = BLOCKS
-    numbers: int = NUMBERS
+    place: int = PLACE
 
     @property
     def most(self) -> int:
         """Numbers of a sum."""
         return self.place * self.blocks
-
-    @property
-    def place(self) -> int:
-        """Numbers of one rank's for one block: whole chunks."""
-        return max(1, self.numbers // (self.n * self.chunk * self.blocks)) * self.chunk
 
     @property
     def n_number(self) -> int:
@@ -62,7 +57,7 @@ class Places:
 
     @property
     def defines(self) -> dict[str, int]:
-        return {"CHUNK": self.chunk, "BLOCKS": self.blocks, "PLACE": self.place}
+        return {"RANKS": self.n, "CHUNK": self.chunk, "BLOCKS": self.blocks, "PLACE": self.place}
 
 
 class PeerSum:
@@ -96,14 +91,21 @@ class PeerSum:
 
     def __call__(self, x: Tensor, limit: int = 0) -> Tensor:
         out, n = torch.empty_like(x), x.numel()
-        for steps in (SEND | SUM,) if self.meet is None else (SEND, SUM):
-            numbers = (np.int32(n), np.int32(self.rank), np.int32(self.n), np.int32(steps), np.int64(limit))
+        grid = min(-(-n // self.layout.chunk), self.layout.blocks)
+        for steps in self.steps():
+            numbers = (np.int32(n), np.int32(self.rank), np.int32(steps), np.int32(limit))
             args: list[Arg] = [x, out, *self.buffers, self.late, *numbers]
-            grid = min(-(-n // self.layout.chunk), self.layout.blocks)
             self.kernel.launch((grid,), THREADS, args, overlap=self.overlap)
-            if self.meet is not None and steps == SEND:
-                self.meet()
         return out
+
+    def steps(self) -> Iterator[int]:
+        """What launches do, one after the other: all that they have to."""
+        if self.meet is None:
+            yield SEND | SUM
+            return
+        yield SEND
+        self.meet()
+        yield SUM
 
 
 def make(
@@ -119,7 +121,7 @@ def make(
         except Exception as e:  # noqa: BLE001 - whatever it is, there is NCCL
             why = f"no memory that others reach: {e}"
     handles = [h.clone() for h in gather(handle)]
-    if why := _agreed(why, device, gather):
+    if why := agreed(why, device, gather):
         return None, why
     launch: PeerSum | None = None
     try:
@@ -131,7 +133,7 @@ def make(
         weakref.finalize(launch, _free, own).atexit = False
     except Exception as e:  # noqa: BLE001
         why = f"the others' memory is not reached: {e}"
-    why = _agreed(why, device, gather)  # nobody begins before all can
+    why = agreed(why, device, gather)  # nobody begins before all can
     if why or launch is None:
         return None, why
     why = check(launch, gather)
@@ -153,7 +155,7 @@ def check(launch: PeerSum, gather: Gather) -> str:
             flaw = "" if torch.equal(found, want) else f"a sum of {n} numbers has other bits than its parts have"
             if launch.late.item():
                 flaw = f"a sum of {n} numbers waits for a rank in vain"
-            if why := _agreed(flaw, x.device, gather):
+            if why := agreed(flaw, x.device, gather):
                 return why
     return ""
 
@@ -166,7 +168,7 @@ def _missing(n: int, device: torch.device) -> str:
     return missing(device) or ""
 
 
-def _agreed(why: str, device: torch.device, gather: Gather) -> str:
+def agreed(why: str, device: torch.device, gather: Gather) -> str:
     """What the first rank that has something against it says."""
     text = torch.zeros(200, dtype=torch.uint8)
     said = why.encode()[:200]

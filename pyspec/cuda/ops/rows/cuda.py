@@ -153,6 +153,7 @@ class RowsLaunch:
         self.n_in, self.pads, n_block = n_in, pads, -(-n_in // 256) * 8
         self.prepare = _Prepare(device, n_in, layout)
         self.overlap = self.prepare.overlap
+        self._held: tuple[Tensor, Prep, Rows] | None = None
         self.blocks = torch.zeros(pads[-1] * row_bytes(n_in, layout) // 2, dtype=torch.float16, device=device)
         self.sums = torch.zeros(n_block * pads[-1], dtype=torch.float32, device=device)
         self.powers = torch.zeros(pads[-1], dtype=torch.float32, device=device)
@@ -175,8 +176,20 @@ class RowsLaunch:
 
     def room(self, n_row: int) -> Rows:
         """Where so many rows go, for a kernel that writes them as rows.cu does."""
-        pad = next(p for p in self.pads if n_row <= p)
+        pad, self._held = next(p for p in self.pads if n_row <= p), None
         return Rows(self.blocks, self.sums, self.powers, n_row, pad, self.prepare.layout)
+
+    def hold(self, x: Tensor, prep: Prep, rows: Rows) -> None:
+        """`rows`, which were put into `room` last, are x with `prep`: until others are put there."""
+        self._held = x, prep, rows
+
+    def held(self, x: Tensor, prep: Prep | None) -> Rows | None:
+        """The rows of just this x and prep, if they are there already. Once: who asks reads them next."""
+        held = self._held
+        if held is None or held[0] is not x or held[1] is not prep:
+            return None
+        self._held = None
+        return held[2]
 
 
 def values_of(rows: Rows, n_in: int) -> tuple[Tensor, Tensor]:

@@ -14,6 +14,8 @@
 //   powers  [row]             f32   prepared row = out * power
 //
 // EXPERTS  instead of x: what a row's experts gave (expert_sums.cuh); PLAIN, LAYOUT 0
+// RANKS    (how many) instead of x: the sum of all ranks' x (peers.cuh), which goes to `summed` [row, COLUMNS] f32, too; NORM, not LAYOUT 3.
+//          A row is its CTA's place; COLUMNS of PLACE numbers at most, BLOCKS rows. Arguments behind those of all: peer_sum.cu's
 //
 // KIND: what happens to x first
 //   PLAIN  nothing              NORM  x * rsqrt(mean x^2 + eps) * weight, over the row
@@ -31,6 +33,9 @@
 #include "prepared.cuh"
 #if EXPERTS
 #include "expert_sums.cuh"
+#endif
+#if RANKS
+#include "peers.cuh"
 #endif
 
 #define PLAIN 0
@@ -121,7 +126,7 @@ __device__ __forceinline__ float over_block(float mine, bool is_sum) {
   return is_sum ? warp_sum(other) : warp_max(other);
 }
 
-#if EXPERTS || KIND == GROUPS || COLUMNS > (KIND == PLAIN || KIND == GLU || KIND == RELU2 ? 18432 : 8192)
+#if EXPERTS || KIND == GROUPS || RANKS > 2 || (RANKS && COLUMNS > 6144) || COLUMNS > (KIND == PLAIN || KIND == GLU || KIND == RELU2 ? 18432 : 8192)
 #define BOUNDS __launch_bounds__(kThreads, 1)
 #elif KIND == GLU
 #define BOUNDS __maxnreg__(64)
@@ -135,7 +140,12 @@ extern "C" __global__ void BOUNDS
          int n_piece, u16* __restrict__ out, float* __restrict__ sums, float* __restrict__ powers, int pad) {
 #else
     rows(const float* x, i64 stride, const float* weight, float eps, float given, const float* gate, i64 gate_stride,
-         int gate_step, u16* __restrict__ out, float* __restrict__ sums, float* __restrict__ powers, int pad) {
+         int gate_step, u16* __restrict__ out, float* __restrict__ sums, float* __restrict__ powers, int pad
+#if RANKS
+         , float* summed, float* p0, float* p1, float* p2, float* p3, float* p4, float* p5, float* p6, float* p7, int* late,
+         int rank, int steps, int limit
+#endif
+    ) {
 #endif
   let_successor_start();
   const int row = blockIdx.x, start = blockIdx.y * kOwn;  // y: of GROUPS
@@ -156,6 +166,34 @@ extern "C" __global__ void BOUNDS
     if (quad >= COLUMNS / 4) continue;
     v[i] = experts.of<12, true>(quad, v[i]);
   }
+#elif RANKS
+  float4 w[kWeights];
+  load_weights(w, weight, start);
+  wait_for_predecessor();
+  float* const buffers[kMostRanks] = {p0, p1, p2, p3, p4, p5, p6, p7};
+  const Meeting meeting(buffers, rank, row);
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+    const int own = (i * kThreads + threadIdx.x) * 4;
+    v[i] = own < kOwn ? floats_of(sent_of(load4(x + row * stride + own))) : make_float4(0.f, 0.f, 0.f, 0.f);
+  }
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+    const int own = (i * kThreads + threadIdx.x) * 4;
+    if (own < kOwn && (steps & kSends)) meeting.tell(buffers, own, sent_of(v[i]));
+  }
+  if (!(steps & kSums)) return;
+  Patience patience(limit);
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) {
+    const int own = (i * kThreads + threadIdx.x) * 4;
+    if (own >= kOwn) continue;
+    v[i] = meeting.sum(own, v[i], patience);
+    *reinterpret_cast<float4*>(summed + static_cast<i64>(row) * COLUMNS + own) = v[i];
+  }
+  if (patience.left == 0 && limit > 0) *late = 1;
+#pragma unroll
+  for (int i = 0; i < kQuads; ++i) v[i] = prepared(v[i], v[i], w[i], nullptr, eps, squares);
 #else
   float4 w[kWeights];
   load_weights(w, weight, start);
@@ -184,6 +222,9 @@ extern "C" __global__ void BOUNDS
   float power = given, factor = LAYOUT == 3 ? 1.f : 1.f / given;
   if (KIND == NORM || KIND == GROUPS) {
     factor *= rsqrtf(over_block(squares, true) / kOwn + eps);
+#if RANKS
+    if (threadIdx.x == 0) meeting.end();
+#endif
   } else if (KIND != HEADS && LAYOUT != 3) {
     const Power own = power_of(over_block(largest, false));
     power = own.power, factor = own.factor;

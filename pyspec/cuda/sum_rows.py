@@ -1,0 +1,119 @@
+"""Sums of ranks that a product reads next: the launch that sums them norms and rounds them, too (rows.cu, RANKS), for a launch less each.
+
+All ranks must do alike, for each waits for the others' part: whether they do is agreed when a model is bound, and how many rows go so. What a launch
+gives is compared then with a sum and a launch that prepares its rows, to the bit; where something differs all of them go on with those two.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyspec.cuda.collective import Collective
+from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
+from pyspec.cuda.ops.peer_sum.cuda import LIMIT, MOST_RANKS, PeerSum, agreed
+from pyspec.cuda.ops.rows.cuda import ROWS_ARGS, THREADS, RowsLaunch, defines
+from pyspec.cuda.ops.rows.ref import Norm, PrepKind
+from pyspec.cuda.streamed import Streamed
+
+log = logging.getLogger(__name__)
+
+SIGNATURE = ROWS_ARGS + "p" * (1 + MOST_RANKS) + "piii"
+CHECKED = 1, 3, 17, 32, 33, 64, 128  # rows; and as many as go at most
+Reader = tuple[Streamed, Norm]
+
+
+class SumRows:
+    """The sum of all ranks' x [row, n] f32, and beside it the rows that `product` reads of it behind `norm`: of up to `most` rows."""
+
+    def __init__(self, ranks: Collective, peers: PeerSum, reader: Reader, most: int) -> None:
+        self.ranks, self.peers, (self.product, self.norm), self.most = ranks, peers, reader, most
+        self.none = torch.empty(4, dtype=torch.float32, device=peers.late.device)
+        launches = (self.product.reads(1), self.product.reads(most))
+        self.kernels = {to.prepare.layout: kernel_of(peers, to) for to in launches}
+
+    def __call__(self, x: Tensor, limit: int = 0) -> Tensor:
+        if not 0 < len(x) <= self.most:
+            return self.ranks.sum(x)
+        assert x.dtype == torch.float32 and x.is_contiguous()
+        to, p, norm = self.product.reads(len(x)), self.peers, self.norm
+        rows, out = to.room(len(x)), torch.empty_like(x)
+        for steps in p.steps():
+            args: list[Arg] = [x, np.int64(x.stride(0)), norm.weight, np.float32(norm.eps), np.float32(norm.power)]
+            args += [self.none, np.int64(0), np.int32(0), rows.blocks, rows.sums, rows.powers, np.int32(rows.pad)]
+            args += [out, *p.buffers, p.late, np.int32(p.rank), np.int32(steps), np.int32(limit)]
+            self.kernels[to.prepare.layout].launch((len(x),), THREADS, args, overlap=to.overlap)
+        to.hold(out, norm, rows)
+        return out
+
+    def flaw(self) -> str:
+        """What is wrong first with what this rank gets, in sizes of all kinds; "" if nothing is. Called by all ranks together, and none leaves early: the
+        others need its part."""
+        why, gen, late = "", torch.Generator().manual_seed(self.peers.rank), self.peers.late
+        for n_row in sorted({min(n, self.most) for n in (*CHECKED, self.most)}):
+            x = (torch.randn(n_row, len(self.norm.weight), generator=gen) * 100).to(late.device)
+            x[:, ::3] = -0.0  # what stands for nothing
+            to, total = self.product.reads(n_row), self.peers(x, LIMIT)
+            places = to.blocks, to.sums, to.powers
+            _clear(places)
+            to(total, self.norm)
+            want = [total, *(t.clone() for t in places)]
+            _clear(places)
+            got = [self(x, LIMIT), *places]
+            to.room(n_row)  # nobody reads these
+            if late.item():
+                why = why or f"a sum of {n_row} rows waits for a rank in vain"
+            if not all(torch.equal(a, b) for a, b in zip(got, want, strict=True)):
+                why = why or f"{n_row} rows are not those of a sum and a launch behind it"
+        return why
+
+
+def _clear(places: Sequence[Tensor]) -> None:
+    for t in places:
+        t.zero_()
+
+
+def kernel_of(peers: PeerSum, to: RowsLaunch) -> Kernel:
+    arch = arch_of(torch.cuda.get_device_capability(peers.late.device))
+    macros = defines(to.n_in, PrepKind.NORM, 0, to.prepare.layout) | peers.layout.defines
+    return compile_cubin("rows", arch, macros).kernel("rows", SIGNATURE)
+
+
+def sums_into(ranks: Collective, readers: Sequence[Reader | None]) -> list[SumRows | None]:
+    """For each reader of a sum what makes both, or None where a sum and its reader's own launch do. Called by all ranks together, with readers of the
+    same matrices."""
+    nothing: list[SumRows | None] = [None] * len(readers)
+    peers = ranks.peers
+    if peers is None or not readers:
+        return nothing
+    device = peers.late.device
+    own = [0 if reader is None else _most(peers, reader) for reader in readers]
+    most = torch.stack(list(ranks.gather(torch.tensor(own, device=device)))).amin(0).tolist()
+    made, why = nothing, ""
+    try:
+        made = [
+            SumRows(ranks, peers, r, n) if r is not None and n else None for r, n in zip(readers, most, strict=True)
+        ]
+    except Exception as e:  # noqa: BLE001 - as in an op's check: there are launches that do the same
+        why = f"{type(e).__name__}: {e}"
+    kinds = {} if why else {(s.product.packed.type, s.product.packed.n_in, s.most): s for s in made if s is not None}
+    why = agreed(why, device, ranks.gather)
+    for one in kinds.values() if not why else ():
+        if why := agreed(one.flaw(), device, ranks.gather):
+            break
+    if why:
+        log.warning("sums of ranks do not prepare the rows of the next product: %s", why)
+        return nothing
+    if n_made := sum(s is not None for s in made):
+        log.info("%d of %d sums of a forward prepare the rows of the next product", n_made, len(readers) + 1)
+    return made
+
+
+def _most(peers: PeerSum, reader: Reader) -> int:
+    product, norm = reader
+    fits = len(norm.weight) <= peers.layout.place and len(norm.weight) % 32 == 0
+    return min(product.most_ready(norm), peers.layout.blocks) if fits else 0
