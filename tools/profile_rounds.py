@@ -110,7 +110,10 @@ class Floors:
         kv_bytes = sum(pool.k[0].numel() * pool.k.element_size() * 2 for pool in self.memory.kv.values())
         pairs = case.n_row * (case.n_past + (case.width + 1) / 2)
         parts["attention"] = 1e6 * max(keys * kv_bytes / BYTES, pairs * self._attend_ops(n_layer) / OPS)
-        parts["linear"], parts["attention"] = parts["linear"] / self.tp, parts["attention"] / self.tp  # states are a share's
+        parts["linear"], parts["attention"] = (
+            parts["linear"] / self.tp,
+            parts["attention"] / self.tp,
+        )  # states are a share's
         return parts, head * 1e6 / self.tp
 
     def _attend_ops(self, n_layer: int) -> float:
@@ -266,7 +269,13 @@ def main() -> int:
                 mtp=args.draft == "mtp",
                 n_layer=n,
             )
-        settings: dict[str, object] = {"np": args.np, "ctx": args.ctx, "kv_type": "f16", "exact": args.exact, "tp": args.tp}
+        settings: dict[str, object] = {
+            "np": args.np,
+            "ctx": args.ctx,
+            "kv_type": "f16",
+            "exact": args.exact,
+            "tp": args.tp,
+        }
         draft = None if args.draft == "none" else args.draft
         if draft is not None:
             settings |= {"synth_len": args.spec_len, "n_draft_fixed": True, "n_draft_max": args.n_draft}
