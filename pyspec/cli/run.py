@@ -37,6 +37,7 @@ class AnswerOptions:
 class RunFlags:
     """What is said, under the names that click gives the options."""
 
+    message: str | None
     prompt: str | None
     chat: str | None
     file: TextIO | None
@@ -46,17 +47,22 @@ class RunFlags:
 
     def is_talk(self) -> bool:
         """True if a person sits there and nothing was given. Raises UsageError if too much was."""
-        given = [what for what in (self.prompt, self.chat, self.file) if what is not None]
-        if len(given) > 1:
-            raise click.UsageError("-p, --chat and -f exclude each other")
+        given = [what for what in (self.prompt, self.said, self.file) if what is not None]
+        if len(given) > 1 or (self.message is not None and self.chat is not None):
+            raise click.UsageError("-p, --chat, -f and a message behind the model exclude each other")
         is_talk = not given and sys.stdin.isatty()
         if is_talk and self.as_json:
             raise click.UsageError("--json wants one prompt: -p, --chat, -f or stdin")
         return is_talk
 
+    @property
+    def said(self) -> str | None:
+        """The message of a chat."""
+        return self.message if self.chat is None else self.chat
+
     def text(self) -> str | None:
         """The text to continue; None for a chat. Raises UsageError if there is nothing on stdin."""
-        if self.prompt is not None or self.chat is not None:
+        if self.prompt is not None or self.said is not None:
             return self.prompt
         text = (self.file or click.open_file("-", encoding="utf-8")).read()
         if not text and self.file is None:
@@ -64,8 +70,23 @@ class RunFlags:
         return text
 
 
+def _message(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """The word behind the model; the only one, where a flag names the model and none says anything."""
+    own = ctx.params
+    is_named = any(own.get(name) for name in ("model", "hf_repo"))
+    if (
+        value is None
+        and is_named
+        and own.get("name")
+        and all(own.get(name) is None for name in ("prompt", "chat", "file"))
+    ):
+        value, own["name"] = own["name"], ""
+    return value
+
+
 _say = grouped("What is said")
 RUN_OPTIONS = [
+    click.argument("message", required=False, default=None, callback=_message),
     _say("-p", "--prompt", default=None, help="Text to continue, without a chat template."),
     _say("--chat", default=None, metavar="MESSAGE", help="A chat message to answer."),
     _say("-f", "--file", type=click.File(encoding="utf-8"), help="File with the text to continue."),
@@ -84,9 +105,9 @@ RUN_OPTIONS = [
 def run(ctx: click.Context, engine: EngineChoice, sampling: SamplingParams, n_predict: int, flags: RunFlags) -> None:
     """Answer one prompt, or chat in the terminal.
 
-    Continues a text (-p, -f or stdin), answers one message (--chat), or chats if nothing is given on a terminal.
+    Continues a text (-p, -f or stdin), answers one message (behind the model, or --chat), or chats if nothing is given on a terminal.
 
-    Example: pyspec run demo --chat "Count from 3 to 9"
+    Example: pyspec run demo "Count from 3 to 9"
     """
     from pyspec.cli.logs import set_up
 
@@ -99,7 +120,7 @@ def run(ctx: click.Context, engine: EngineChoice, sampling: SamplingParams, n_pr
         if is_talk:
             talk(loaded, ask, flags.system)
             return
-        messages = [*_system(flags.system), {"role": "user", "content": flags.chat or ""}]
+        messages = [*_system(flags.system), {"role": "user", "content": flags.said or ""}]
         request = _request(loaded, ask, messages if text is None else text)
         answer(loaded, request, flags.as_json)
 

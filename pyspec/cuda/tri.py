@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 LEAST = (8, 0)  # compute capability
 LARGE_SHARED = ((8, 0), (9, 0), (10, 0))  # whose multiprocessors give a program more than 100 KB of shared memory
+AHEAD_S = 120.0  # for a build that was begun ahead: who waits longer compiles it
 MOST_COMPILERS = 8  # threads: what Triton does in Python they do one after the other
 INTERPRETED = 2  # multiprocessors that a CPU counts as
 
@@ -113,7 +114,7 @@ def _launch(ask: TriLaunch) -> None:
     build = _builds.get(key)
     if build is None:
         if (ahead := _ahead.pop(key, None)) is not None:
-            wait([ahead])
+            wait([ahead], AHEAD_S)
         with building():
             build = kernel[tuple(grid)](*args, **constants, num_warps=warps)
         if hasattr(build, "packed_metadata") and hasattr(build, "run"):

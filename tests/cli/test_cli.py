@@ -107,6 +107,8 @@ def test_key_and_value_types_must_agree():
         (["run", "demo", "-md", "gone.gguf", "-p", "x"], "no file gone.gguf"),
         (["run", "deepseek-v4-flash", "-p", "x"], "the catalogue knows no download for 'deepseek-v4-flash'"),
         (["run", "demo", "-p", "x", "--chat", "y"], "exclude each other"),
+        (["run", "demo", "y", "-p", "x"], "exclude each other"),
+        (["run", "demo", "y", "--chat", "y"], "exclude each other"),
         (["run", "demo", "-p", "x", "-np", "0", "-ub", "0"], "-ub"),
         (["server", "demo", "--host", "0.0.0.0"], "--api-key"),
         (["server", "demo", "--port", "99999"], "99999 is not in the range"),

@@ -74,7 +74,7 @@ def test_run_continues_text_from_stdin_and_keeps_talk_off_stdout():
 
 def test_text_on_stdin_is_utf_8_and_read_without_what_click_gives_up(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Grüße".encode()), encoding="latin-1"))
-    said = RunFlags(prompt=None, chat=None, file=None, system="", stop=(), as_json=False)
+    said = RunFlags(message=None, prompt=None, chat=None, file=None, system="", stop=(), as_json=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error", DeprecationWarning)
         assert said.text() == "Grüße"
@@ -84,6 +84,14 @@ def test_a_prompt_that_does_not_fit_is_one_line():
     code, out, err = invoke("run", "demo", "-p", "word " * 200, "-c", "64")
     assert (code, out) == (1, "")
     assert re.fullmatch(r"Error: .*its prompt has \d+ tokens, and a request holds 64 .*\n", err)
+
+
+@pytest.mark.parametrize("words", [["demo", "{}"], ["-m", "demo", "{}"], ["{}", "--model=demo"]])
+def test_a_word_behind_the_model_is_a_message(words: list[str]) -> None:
+    question = "Implement bubble sort in Python"
+    code, out, err = invoke("run", *(w.format(question) for w in words), *GREEDY, "-n", "8", "--json", "--no-warmup")
+    assert code == 0, err
+    assert json.loads(out)["tokens"] == reference(question)["answer_ids"][:8]
 
 
 def test_a_chat_remembers_and_clears(engine: Engine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture):

@@ -47,6 +47,24 @@ def serve() -> Iterator[object]:
         unlink(made)
 
 
+def test_a_target_may_be_a_whole_address(serve):
+    """As clients of a proxy send it; the host in it is the one that counts."""
+    (url,) = serve(hosts=("127.0.0.1",), api_prefix="/llm")
+    port = int(url.split(":")[2].split("/")[0])
+
+    def status(target: str, host: str = "127.0.0.1") -> tuple[int, str]:
+        with socket.create_connection(("127.0.0.1", port), timeout=20) as s:
+            s.sendall(f"GET {target} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+            answer = b"".join(iter(lambda: s.recv(65536), b"")).decode()
+        return int(answer.split()[1]), answer.partition("\r\n\r\n")[2]
+
+    assert status(f"http://127.0.0.1:{port}/llm/health") == status("/llm/health") == (200, '{"status":"ok"}')
+    assert status(f"HTTP://localhost:{port}/llm/health?x=1")[0] == 200
+    assert status(f"http://127.0.0.1:{port}")[0] == 404 and status(f"http://127.0.0.1:{port}/llm")[0] == 308
+    assert status(f"http://127.0.0.1:{port}/llm/health", host="evil.example")[0] == 200
+    assert status("http://evil.example/llm/health")[0] == 403
+
+
 def test_several_hosts_and_a_path_are_served_on_one_port(serve, tmp_path: Path):
     path = tmp_path / "pyspec.sock"
     first, second, third = serve(hosts=("127.0.0.1", "127.0.0.2", str(path)))

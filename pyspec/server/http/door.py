@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 
 from starlette.applications import Starlette
@@ -21,7 +22,19 @@ log = logging.getLogger(__name__)
 FIRST_S = 2.0  # of a load, before a line is worth it
 EVERY_S = 5.0  # between such lines
 HEALTH = ("/health", "/v1/health")
+WHOLE, WHOLE_RAW = re.compile(r"(?is)https?://([^/]*)(.*)"), re.compile(rb"(?is)https?://[^/]*(.*)")
 LOADING = Unavailable("Loading model")  # llama-server's words: clients wait for them to go away
+
+
+def in_origin_form(scope: Scope) -> Scope:
+    """A request whose target is a whole address, as clients of a proxy send it ("GET http://host/health"): every server has to take it, and the
+    host in it goes before the one in the headers (RFC 9112, 3.2.2)."""
+    if not (found := WHOLE.match(scope["path"])):
+        return scope
+    raw = WHOLE_RAW.match(scope.get("raw_path") or b"")
+    headers = [(b"host", found[1].encode("latin-1", "replace")), *(h for h in scope["headers"] if h[0] != b"host")]
+    path = found[2] or "/"
+    return {**scope, "path": path, "raw_path": raw[1] or b"/" if raw else path.encode(), "headers": headers}
 
 
 class LoadLog:
@@ -59,7 +72,7 @@ class Door:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
         else:
-            await self._logged(scope, receive, send)
+            await self._logged(in_origin_form(scope), receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
