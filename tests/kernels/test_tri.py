@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
+from concurrent.futures import Future
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -151,6 +152,15 @@ def test_who_waits_for_a_check_hears_of_a_compiler(monkeypatch: pytest.MonkeyPat
     for n in (3, 4):
         tri.launch(kernel, (2,), (x, n, 16), {"KIND": 5, "SIZE": 64}, 4)
     assert heard == ["binding", "check"], "once: the second launch compiles nothing"
+
+
+def test_a_build_ahead_that_does_not_end_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, x, constants = KernelOfTriton(), torch.zeros(8), {"KIND": 5, "SIZE": 64}
+    key = tri.TriLaunch(kernel, (2,), (x, 3, 16), constants, 4).key(0)
+    monkeypatch.setattr(tri, "_ahead", {key: Future()})
+    monkeypatch.setattr(tri, "AHEAD_S", 0.01)
+    tri.launch(kernel, (2,), (x, 3, 16), constants, 4)
+    assert len(kernel.built) == 1
 
 
 def test_what_is_compiled_ahead_is_waited_for_and_launched_once(monkeypatch: pytest.MonkeyPatch) -> None:
