@@ -17,7 +17,16 @@ from rank_threads import RankRig
 
 from pyspec import synth
 from pyspec.config import EngineSettings
-from pyspec.device.lead import Command, Follower, Leader, LedMemory, ReadPages, RunForward
+from pyspec.device.lead import (
+    Command,
+    Follower,
+    Leader,
+    LeadingWorker,
+    LedGraphs,
+    LedMemory,
+    ReadPages,
+    RunForward,
+)
 from pyspec.engine.describe import describe, plan_memory
 from pyspec.engine.ranks import RankProcess
 from pyspec.engine.slot_image import SlotImager
@@ -130,6 +139,18 @@ def test_an_image_that_fails_on_the_first_rank_is_the_end_of_all(shared: RankRig
     with pytest.raises(DeviceError, match="ReadPages failed on the first rank, and the others wait in it: index"):
         LedMemory(memory, leader).read_pages(shared.loop.table.page_size, [1 << 40])
     assert told == [ReadPages((1 << 40,))]
+
+
+def test_graphs_go_before_the_others_are_let_go(shared: RankRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL waits for graphs that hold a sum: a program that had any did not end."""
+    worker, left = shared.loop.worker, list[int]()
+    assert isinstance(worker, LeadingWorker) and isinstance(worker.forward, LedGraphs)
+    graphs = worker.forward._graphs
+    graphs[1, 1, False, False] = (SimpleNamespace(), SimpleNamespace())  # type: ignore[assignment]
+    monkeypatch.setattr(type(worker.target.ranks), "leave", lambda self: left.append(len(graphs)))
+    worker.leave()
+    assert left == [0]
+    assert texts(shared, 1) >= 0, "on a CPU there are none"
 
 
 def test_what_does_not_divide_is_refused_before_anything_is_loaded() -> None:
