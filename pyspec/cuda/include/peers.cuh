@@ -12,6 +12,9 @@
 // Two places are enough: who writes for call k + 2 has seen all that was sent for call k + 1, and a rank sends that in a launch that
 // comes after the one in which it read, and emptied, the place of call k. That launch may start early, for it waits for its
 // predecessor before it sends, as all do. Kernels may take turns with a block's places: all ranks run the same ones in the same order.
+//
+// A block sends all of its own before it waits, and waits for the others' block of its number alone. GPUs start blocks in the order of their numbers, so
+// of all that wait anywhere the lowest one's others have started, and have sent: not all blocks have to find room at once.
 #pragma once
 #include "types.cuh"
 
