@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import triton_interpreter  # noqa: F401
+from triton.runtime import interpreter
 
-from pyspec.cuda import faults
+from pyspec.cuda import faults, tri
 from pyspec.cuda.ops.ahead import cuda as ahead_cuda
 from pyspec.cuda.ops.ahead import ref as ahead_ref
 from pyspec.cuda.ops.ahead import triton as ahead_triton
@@ -34,6 +37,18 @@ def test_norms_are_the_references(n: int, layer: bool) -> None:
     spec = norms_ref.NormsSpec(CPU, n, 1e-6, layer)
     assert norms_cuda.check(norms_triton.bind(spec), norms_ref.bind(spec), spec) is None
     assert _tripped() == [0] * 5
+
+
+@pytest.mark.parametrize("n_x, n_out, what", [(3, 2, "a write of 64 of 64"), (2, 3, "a read of 64 of 64"), (3, 3, "")])
+def test_a_kernel_that_leaves_its_tensors_is_found(n_x: int, n_out: int, what: str) -> None:
+    """So every test of Triton's kernels here is one of where they read and write, too: in a view of a larger tensor as well."""
+    from pyspec.cuda.ops.norms import triton_kernels as kernels
+
+    x, out, weight, fault = torch.randn(4, 64)[:n_x], torch.empty(4, 64)[:n_out], torch.ones(64), faults.record(CPU)
+    constants = {"COLUMNS": 64, "WIDE": 64, "LAYER": False, "PICKS": False, "OP": 1}
+    args = (x, weight, out, x, weight, out, fault, fault, 64, 3, 1e-6)
+    with pytest.raises(interpreter.InterpreterError, match=what) if what else nullcontext():
+        tri.launch(kernels.norms, (3,), args, constants, 1)
 
 
 @pytest.mark.parametrize("row", [-3, 2, 1 << 40])

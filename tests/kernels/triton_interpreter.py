@@ -3,6 +3,9 @@
 Imported while tests are collected, for Triton's own functions are interpreted only if it is first imported so. Afterwards nothing
 else of the process notices: ops choose as they would without. Kernels are interpreted where there is no GPU only.
 
+What a kernel reads or writes has to lie in a tensor that its launch was given (in the part that was given, where that is a view): as compute-sanitizer's
+memcheck has it, but from one tensor to the next one, too.
+
 What the interpreter lacks (Triton 3.6): f32 becomes bf16 by cutting, products of bf16 are those of its bits, and a number of one
 element is no index for numpy from 2.4 on. Triton 3.9 wants masks of bool, where a comparison of numbers is none.
 """
@@ -41,6 +44,7 @@ _load, _store = (
     interpreter.InterpreterBuilder.create_masked_load,
     interpreter.InterpreterBuilder.create_masked_store,
 )
+_cas, _rmw = interpreter.InterpreterBuilder.create_atomic_cas, interpreter.InterpreterBuilder.create_atomic_rmw
 _cast, _dot, _patch = (
     interpreter.InterpreterBuilder.cast_impl,
     interpreter.InterpreterBuilder.create_dot,
@@ -69,12 +73,70 @@ def _create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
     return _dot(self, a, b, d, input_precision, max_num_imprecise_acc)
 
 
+class _Given:
+    """The memory of the launch that runs: where each stretch of it begins, and ends."""
+
+    begins = ends = np.zeros(0, np.uint64)
+
+    def take(self, args) -> None:
+        spans = sorted(_span(t) for t in args if isinstance(t, torch.Tensor) and t.numel())
+        merged: list[list[int]] = []
+        for begin, end in spans:
+            if merged and begin <= merged[-1][1]:
+                merged[-1][1] = max(merged[-1][1], end)
+            else:
+                merged.append([begin, end])
+        self.begins, self.ends = (np.array([m[i] for m in merged], np.uint64) for i in (0, 1))
+
+    def check(self, ptrs, mask, what: str) -> None:
+        """IndexError if an element that is not masked lies elsewhere."""
+        at = np.broadcast_to(ptrs.data, np.broadcast_shapes(ptrs.data.shape, mask.shape))
+        at = at[np.broadcast_to(mask, at.shape)].astype(np.uint64)
+        if not at.size:
+            return
+        size = np.uint64(interpreter._get_np_dtype(ptrs.get_element_ty()).itemsize)
+        i = np.searchsorted(self.begins, at, side="right") - 1
+        if (i < 0).any() or (at + size > self.ends[i]).any():
+            n = int(((i < 0) | (at + size > self.ends[np.maximum(i, 0)])).sum())
+            raise IndexError(f"{what} of {n} of {at.size} elements outside of what the launch was given")
+
+
+def _span(t: torch.Tensor) -> tuple[int, int]:
+    last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()
+
+
+_given = _Given()
+
+
 def _masked_load(self, ptrs, mask, *rest):
-    return _load(self, ptrs, interpreter.TensorHandle(mask.data.astype(bool), tl.int1), *rest)
+    mask = mask.data.astype(bool)
+    _given.check(ptrs, mask, "a read")
+    return _load(self, ptrs, interpreter.TensorHandle(mask, tl.int1), *rest)
 
 
 def _masked_store(self, ptrs, value, mask, *rest):
-    return _store(self, ptrs, value, interpreter.TensorHandle(mask.data.astype(bool), tl.int1), *rest)
+    mask = mask.data.astype(bool)
+    _given.check(ptrs, mask, "a write")
+    return _store(self, ptrs, value, interpreter.TensorHandle(mask, tl.int1), *rest)
+
+
+def _atomic_cas(self, ptr, *rest):
+    _given.check(ptr, np.ones_like(ptr.data, bool), "an atomic")
+    return _cas(self, ptr, *rest)
+
+
+def _atomic_rmw(self, how, ptr, value, mask, *rest):
+    _given.check(ptr, mask.data.astype(bool), "an atomic")
+    return _rmw(self, how, ptr, value, mask, *rest)
+
+
+_run = interpreter.GridExecutor.__call__
+
+
+def _run_with(self, *args, **named):
+    _given.take([*args, *named.values()])
+    return _run(self, *args, **named)
 
 
 def _patch_lang_tensor(tensor, scope):
@@ -82,6 +144,9 @@ def _patch_lang_tensor(tensor, scope):
     scope.set_attr(tensor, "__index__", lambda self: int(np.asarray(self.handle.data).item()))
 
 
+interpreter.GridExecutor.__call__ = _run_with
+interpreter.InterpreterBuilder.create_atomic_cas = _atomic_cas
+interpreter.InterpreterBuilder.create_atomic_rmw = _atomic_rmw
 interpreter.InterpreterBuilder.cast_impl = _cast_impl
 interpreter.InterpreterBuilder.create_dot = _create_dot
 interpreter.InterpreterBuilder.create_masked_load = _masked_load
