@@ -85,7 +85,8 @@ def gdn_conv(
             moved = moved_window(window, fold, rows, m_stride, n, kept, 2 * KD + own, CHANNELS)
             tl.debug_barrier()
             put_window(window, moved, 2 * KD + own, first, CHANNELS)
-        slope, bias = tl.load(a + head), tl.load(dt_bias + head)
+        # who only folds gives no weights
+        slope, bias = tl.load(a + head, mask=n > 0, other=0.0), tl.load(dt_bias + head, mask=n > 0, other=0.0)
         for t0 in range(z * ROWS, n, tl.num_programs(2) * ROWS):
             t = t0 + tl.arange(0, ROWS)
             is_row = t < n

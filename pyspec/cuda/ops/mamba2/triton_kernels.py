@@ -51,7 +51,8 @@ def mamba2_conv(
             copied(rec_e, e, slot_row, old_row, fold, head, is_head, HEADS, ROWS)
             copied(rec_t, t, slot_row, old_row, fold, head, is_head, HEADS, ROWS)
             tl.debug_barrier()  # everything old is read
-        slope, bias = tl.load(a + head, mask=is_head, other=0.0), tl.load(dt_bias + head, mask=is_head, other=0.0)
+        is_known = is_head & (n > 0)  # who only folds gives no weights
+        slope, bias = tl.load(a + head, mask=is_known, other=0.0), tl.load(dt_bias + head, mask=is_known, other=0.0)
         for t0 in range(z * ROWS, n, step):
             r = t0 + tl.arange(0, ROWS)
             is_row = (r < n)[:, None] & is_head[None, :]
@@ -81,7 +82,7 @@ def mamba2_conv(
         moved = moved_window(window, fold, rows, m_stride, n, kept, channel, CHANNELS)
         tl.debug_barrier()
         put_window(window, moved, channel, first, CHANNELS)
-    bias = tl.load(conv_b + channel)
+    bias = tl.load(conv_b + channel, mask=every & (n > 0), other=0.0)
     for t0 in range(z * ROWS, n, step):
         r = t0 + tl.arange(0, ROWS)
         is_row = (r < n)[:, None]
@@ -132,7 +133,7 @@ def mamba2_rows(
         return
     own = state + ((slot.to(tl.int64) * HEADS + h) * DIM + i)[:, None] * N_STATE + at_state[None, :]
     part = tl.load(own)
-    weight = tl.load(d + h)
+    weight = tl.load(d + h, mask=n > 0, other=0.0)
     old_row, new_row = s.to(tl.int64) * width, n_seq.to(tl.int64) * width + start - fold
     last = fold + n - 1
     xs, bs, cs, decay, size = token(
