@@ -38,6 +38,7 @@ COMMAND = (sys.executable, "-P", "-m", "pyspec.engine.rank_child")
 LOAD_S = 1800.0
 STOPPED_S = 2.0  # silence of a process that somebody stopped
 SILENT_S = 20.0  # silence of one that runs: it has a thread that does nothing but speak
+BLIND_S = 8.0  # for the one that is gone to be found, once others have lost it: they do not know whom
 TICK_S = 0.2
 END_S = 5.0
 OPERATION_S = 900.0  # a sum that takes so long is over; a supervisor is less patient (watchdog.py)
@@ -201,6 +202,7 @@ class _Watched:
         self.error: PyspecError | None = None
         self.on_lost: Callable[[PyspecError], None] | None = None
         self.closing = False
+        self._blind_since: float | None = None  # since when ranks have lost another, and nobody is found
         self.collective: Callable[[], Collective | None] = lambda: None  # where somebody has to end its waiting
         self.processes: list[RankProcess] = []
         for i in range(1, n):
@@ -222,13 +224,11 @@ class _Watched:
         """What became of them, and the end of all if one is gone."""
         now, hear = time.monotonic(), None
         with self.changed:
-            if self.error is None and not self.closing:
-                for p in self.processes:
-                    if flaw := p.flaw(now):
-                        self.error = _refusal(p) or RankLost(f"rank {p.index} of {len(self.processes) + 1}: {flaw}")
-                        hear = self.on_lost
-                        log.error("%s", self.error)
-                        break
+            if self.error is None and not self.closing and (found := self._found(now)) is not None:
+                p, flaw = found
+                self.error = _refusal(p) or RankLost(f"rank {p.index} of {len(self.processes) + 1}: {flaw}")
+                hear = self.on_lost
+                log.error("%s", self.error)
             error = self.error
             self.changed.notify_all()
         if error is not None:
@@ -238,6 +238,20 @@ class _Watched:
         if hear is not None and error is not None:
             hear(error)
         return error
+
+    def _found(self, now: float) -> tuple[RankProcess, str] | None:
+        """Who can not be counted on, and why: first of all one that is gone by itself, for the others fail with it and are sooner to say so."""
+        flaws = [(p, flaw) for p in self.processes if (flaw := p.flaw(now))]
+        causes = [(p, flaw) for p, flaw in flaws if not isinstance(p.error, RankLost)]
+        if causes or not flaws:
+            return causes[0] if causes else None
+        if self._blind_since is None:
+            self._blind_since = now
+        return flaws[0] if now - self._blind_since > BLIND_S else None
+
+    @property
+    def _is_blind(self) -> bool:
+        return self._blind_since is not None and not self.closing
 
     def lost(self) -> PyspecError:
         """The reason, once it is known: whoever is cut off is told a little later why."""
@@ -249,7 +263,7 @@ class _Watched:
 
     def _reason(self) -> PyspecError | None:
         until = time.monotonic() + STOPPED_S
-        while (error := self.look()) is None and time.monotonic() < until:
+        while (error := self.look()) is None and (self._is_blind or time.monotonic() < until):
             with self.changed:
                 self.changed.wait(TICK_S)
         return error

@@ -27,10 +27,11 @@ from pyspec.device.lead import (
     ReadPages,
     RunForward,
 )
+from pyspec.engine import ranks as ranks_module
 from pyspec.engine.describe import describe, plan_memory
 from pyspec.engine.ranks import RankProcess
 from pyspec.engine.slot_image import SlotImager
-from pyspec.errors import DeviceError, ModelError
+from pyspec.errors import DeviceError, ModelError, RankLost
 from pyspec.models.weights import cuts_of
 from pyspec.request import SamplingParams
 from pyspec.synth import dims
@@ -268,6 +269,31 @@ def test_text_of_every_architecture_is_that_of_one_rank(name: str, n: int, spec:
     alone = run(rig(path, **settings))
     with RankRig(path, n, **settings) as once, RankRig(path, n, **settings, padded=True) as ahead:
         assert run(once) == run(ahead) == alone
+
+
+def test_the_one_that_is_gone_is_named_and_not_those_that_lost_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are sooner to say so on a busy machine: one that aborts writes down where it was first."""
+
+    class Process(SimpleNamespace):
+        def flaw(self, now: float) -> str:
+            return str(self.error or "") or self.end
+
+    def rank(index: int, **what: object) -> Process:
+        idle = SimpleNamespace(poll=lambda: None, kill=lambda: None)
+        return Process(**{"index": index, "state": "loaded", "error": None, "end": "", "process": idle, **what})
+
+    watched = ranks_module._Watched(1, ())
+    watched.processes = [rank(1, error=RankLost("rank 1 of 3 has lost the others")), rank(2)]  # type: ignore[list-item]
+    assert watched.look() is None and watched._is_blind
+    watched.processes[1].end = "its process ended: signal 6"  # type: ignore[attr-defined]
+    assert str(watched.look()) == "rank 2 of 3: its process ended: signal 6" == watched.why()
+    watched.closing = True
+
+    alone = ranks_module._Watched(1, ())
+    alone.processes = [rank(1, error=RankLost("a cable"))]  # type: ignore[list-item]
+    monkeypatch.setattr(ranks_module, "BLIND_S", 0.0)
+    assert alone.why() == "rank 1 of 2: a cable", "nobody else is found"
+    alone.closing = True
 
 
 def test_a_rank_has_time_to_start_and_is_late_once_it_has_spoken() -> None:
