@@ -84,9 +84,8 @@ class Collective:
             raise self._lost(e) from None
         self._leaving = _Leaving(self._group) if self._is_gpu else None
         if self._leaving is not None:
-            weakref.finalize(
-                self, self._leaving.leave
-            ).atexit = False  # what is not left by then is left to the end of the process
+            # what is not left before the end of the program is left to that
+            weakref.finalize(self, self._leaving.leave).atexit = False
         self.peers: PeerSum | None = None
         if self._is_gpu:
             from pyspec.cuda.ops.peer_sum.cuda import make

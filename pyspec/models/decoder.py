@@ -290,9 +290,7 @@ class Mixer(Protocol):
 
     capturable: bool  # a CUDA graph may hold it: it looks at no list of the host
     captures_prompts: bool  # and one of a prompt that stands alone, too
-    reads: (
-        fuse.FirstRead | None
-    )  # the product that reads the stream first, and the norm before it, where that is how it begins
+    reads: fuse.FirstRead | None  # the product that reads the stream, and the norm before it, if that is how it begins
     gives: fuse.GivesSum | None  # what ends it with a sum of ranks, if that is how it ends
 
     def __call__(self, x: Tensor, angles: Angles, memory: Memory, layer: int, batch: Batch) -> Tensor: ...
