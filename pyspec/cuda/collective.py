@@ -87,6 +87,7 @@ class Collective:
             # what is not left before the end of the program is left to that
             weakref.finalize(self, self._leaving.leave).atexit = False
         self.peers: PeerSum | None = None
+        self._distrusted: PeerSum | None = None
         if self._is_gpu:
             from pyspec.cuda.ops.peer_sum.cuda import make
 
@@ -165,6 +166,10 @@ class Collective:
         said = self.why() or (str(error).splitlines() or ["no reason given"])[0][:300]
         return RankLost(f"rank {self.rank.index} of {self.rank.n} has lost the others: {said}")
 
+    def distrust_peers(self) -> None:
+        """On all ranks: the library sums from here on. What others may still write to stays."""
+        self._distrusted, self.peers = self.peers, None
+
     def leave(self) -> None:
         """Let go of the others, in bounded time. No graph that holds a sum may be left: NCCL waits for those."""
         if self._leaving is not None:
@@ -173,8 +178,8 @@ class Collective:
     def abort(self) -> None:
         """Nobody waits for the others any more."""
         with suppress(Exception):
-            if self.peers is not None:
-                self.peers.release()
+            if (peers := self.peers or self._distrusted) is not None:
+                peers.release()
         with suppress(Exception):
             self._group.abort()
 

@@ -1,7 +1,7 @@
 """Sums of ranks that a product reads next: the launch that sums them norms and rounds them, too (rows.cu, RANKS), for a launch less each.
 
 All ranks must do alike, for each waits for the others' part: whether they do is agreed when a model is bound, and how many rows go so. What a launch
-gives is compared then with a sum and a launch that prepares its rows, to the bit; where something differs all of them go on with those two.
+gives is compared then with a sum and a launch that prepares its rows, to the bit; where something differs all of them sum by NCCL.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.collective import Collective
+from pyspec.cuda.context import per_device
 from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin
-from pyspec.cuda.ops.peer_sum.cuda import LIMIT, MOST_RANKS, PeerSum, agreed
-from pyspec.cuda.ops.rows.cuda import ROWS_ARGS, THREADS, RowsLaunch, defines
+from pyspec.cuda.ops.peer_sum.cuda import LIMIT, MOST_RANKS, PeerSum, Places, agreed
+from pyspec.cuda.ops.rows.cuda import ROWS_ARGS, THREADS, defines
 from pyspec.cuda.ops.rows.ref import Norm, PrepKind
 from pyspec.cuda.streamed import Streamed
 
@@ -33,8 +34,8 @@ class SumRows:
     def __init__(self, ranks: Collective, peers: PeerSum, reader: Reader, most: int) -> None:
         self.ranks, self.peers, (self.product, self.norm), self.most = ranks, peers, reader, most
         self.none = torch.empty(4, dtype=torch.float32, device=peers.late.device)
-        launches = (self.product.reads(1), self.product.reads(most))
-        self.kernels = {to.prepare.layout: kernel_of(peers, to) for to in launches}
+        n, layouts = len(self.norm.weight), {self.product.reads(i).prepare.layout for i in (1, most)}
+        self.kernels = {layout: _kernel(peers.late.device, n, layout, peers.layout) for layout in layouts}
 
     def __call__(self, x: Tensor, limit: int = 0) -> Tensor:
         if not 0 < len(x) <= self.most:
@@ -77,10 +78,10 @@ def _clear(places: Sequence[Tensor]) -> None:
         t.zero_()
 
 
-def kernel_of(peers: PeerSum, to: RowsLaunch) -> Kernel:
-    arch = arch_of(torch.cuda.get_device_capability(peers.late.device))
-    macros = defines(to.n_in, PrepKind.NORM, 0, to.prepare.layout) | peers.layout.defines
-    return compile_cubin("rows", arch, macros).kernel("rows", SIGNATURE)
+@per_device
+def _kernel(device: torch.device, n_in: int, layout: int, places: Places) -> Kernel:
+    macros = defines(n_in, PrepKind.NORM, 0, layout) | places.defines
+    return compile_cubin("rows", arch_of(torch.cuda.get_device_capability(device)), macros).kernel("rows", SIGNATURE)
 
 
 def sums_into(ranks: Collective, readers: Sequence[Reader | None]) -> list[SumRows | None]:
@@ -100,14 +101,16 @@ def sums_into(ranks: Collective, readers: Sequence[Reader | None]) -> list[SumRo
         ]
     except Exception as e:  # noqa: BLE001 - as in an op's check: there are launches that do the same
         why = f"{type(e).__name__}: {e}"
-    kinds = {} if why else {(s.product.packed.type, s.product.packed.n_in, s.most): s for s in made if s is not None}
-    why = agreed(why, device, ranks.gather)
-    for one in kinds.values() if not why else ():
-        if why := agreed(one.flaw(), device, ranks.gather):
-            break
-    if why:
+    if why := agreed(why, device, ranks.gather):
         log.warning("sums of ranks do not prepare the rows of the next product: %s", why)
         return nothing
+    kinds = {(s.product.packed.type, s.product.packed.n_in, s.most): s for s in made if s is not None}
+    for one in kinds.values():
+        if why := agreed(one.flaw(), device, ranks.gather):
+            # a launch that gave up, or went astray, may have left numbers behind that a later sum would take for its own
+            log.warning("sums of ranks prepare no rows, and NCCL takes them: %s", why)
+            ranks.distrust_peers()
+            return nothing
     if n_made := sum(s is not None for s in made):
         log.info("%d of %d sums of a forward prepare the rows of the next product", n_made, len(readers) + 1)
     return made

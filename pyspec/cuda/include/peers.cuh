@@ -19,7 +19,7 @@
 #include "types.cuh"
 
 constexpr int kMostRanks = 8;  // buffers that a kernel is given, the first RANKS of which count
-constexpr int kPatience = 64;  // looks at a number between looks at `over` and the clock
+constexpr int kPatience = 64;  // looks at a number in vain between looks around
 constexpr int kSends = 1, kSums = 2;
 constexpr u32 kNothing = 0x80000000u;
 
