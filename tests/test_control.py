@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pyspec.draft.blocks import block_rows
 from pyspec.engine.controller import ASK_DRAFT, DOUBT_EVERY, MARGIN, RETHINK, Controller
 from pyspec.engine.timer import Timer, bucket
 from pyspec.engine.warmup import rehearsed
@@ -389,28 +390,40 @@ def one_by_one(c: Controller, caps: list[tuple[int, int]]) -> list[int]:
     plain = busy / c.verify_ms(busy)
     survive[:, 0] += c._news(caps, plain)
     best, best_rate = [0] * busy, plain * MARGIN
-    for depth in range(1, c.n_max + 1) if c.chained else (c.n_max,):
+    for depth in range(1, c.n_max + 1) if c.chained or c.block else (c.n_max,):
         now, tokens = [0] * busy, float(busy)
         while open_slots := [i for i, (_, cap) in enumerate(caps) if now[i] < min(cap, depth)]:
             i = max(open_slots, key=lambda i: (survive[i, now[i]], -i))
             tokens += survive[i, now[i]]
             now[i] += 1
-            passes, live = depth if c.chained else 1, sum(n > 0 for n in now)
-            rate = tokens / (c.verify_ms(busy + sum(now)) + passes * c.draft_ms(live))
+            rate = tokens / (c.verify_ms(busy + sum(now)) + drafting(c, sum(n > 0 for n in now), depth))
             if rate > best_rate:
                 best, best_rate = now.copy(), rate
     return best
 
 
+def drafting(c: Controller, live: int, depth: int) -> float:
+    """Milliseconds of a draft."""
+    if not live:
+        return 0.0
+    if c.chained:
+        return depth * c.draft_ms(live)
+    return c.draft_ms(live * block_rows(c.block, live, depth) if c.block else live)
+
+
 @pytest.mark.parametrize("seed", range(200))
 def test_all_lengths_at_once_are_weighed_as_one_by_one(seed: int) -> None:
     draw = random.Random(seed)
-    n, n_max = draw.choice([1, 2, 8]), draw.choice([3, 15])
-    c = Controller(n, n_max, chained=draw.random() < 0.5)
+    n, n_max = draw.choice([1, 2, 8, 12]), draw.choice([3, 15])
+    how = draw.choice([{"chained": True}, {}, {"block": n_max + 1}, {"block": 32}])
+    c = Controller(n, n_max, **how)
     for _ in range(draw.randint(2, 60)):
         size = draw.choice([1, 2, 4, 8, 16, 24, 32, 64, 128, n])
         c.verify_ms.add(size, 8 + size * draw.choice([0.01, 0.1, 0.2]) + draw.random())
-        c.draft_ms.add(draw.randint(1, n), 0.2 + draw.random())
+        size = draw.randint(1, n)
+        c.draft_ms.add(
+            size * block_rows(c.block, size, draw.randint(1, n_max)) if c.block else size, 0.2 + draw.random()
+        )
     for _ in range(draw.randint(0, 40)):
         n_draft = draw.randint(1, n_max)
         c.record(draw.randrange(n), n_draft, draw.randint(0, n_draft))
@@ -428,8 +441,7 @@ def promised(c: Controller, caps: list[tuple[int, int]], picked: list[int]) -> f
         len(caps) + sum(line[:n].sum() for line, n in zip(survive, picked, strict=True)),
         sum(n > 0 for n in picked),
     )
-    passes = max(picked) if c.chained else 1
-    return float(tokens / (c.verify_ms(len(caps) + sum(picked)) + passes * c.draft_ms(live) * (live > 0)))
+    return float(tokens / (c.verify_ms(len(caps) + sum(picked)) + drafting(c, live, max(picked))))
 
 
 def test_offers_are_taken_where_they_promise_more_than_the_drafter() -> None:

@@ -74,7 +74,7 @@ def print_known(engine: Engine) -> None:
     print(
         f"a slot {c.verify_ms.slot_ms:.3f}; verify",
         known,
-        "draft",
+        "draft, by rows of blocks" if c.block else "draft, by slots",
         drafts,
         f"asked {c.asked_ms:.1f} of {c.ms:.0f} ms;",
         c.lanes[0].reason,

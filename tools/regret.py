@@ -31,6 +31,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from pyspec.draft.blocks import block_rows
 from pyspec.engine.controller import Controller
 from pyspec.engine.timer import Timer, bucket
 from pyspec.engine.warmup import N_ROUND, rehearsed
@@ -46,7 +47,7 @@ class Card:
 
     verify   by rows, of a graph's bucket or as they are; between them a straight line
     state    of each busy slot: its recurrent state is read and written
-    draft    by slots that draft; of each pass if chained
+    draft    by slots that draft, of each pass if chained; by rows of the forward if it drafts blocks
     waking   more for a draft behind 16 rounds or more without one: the drafter catches up. One that chains does so slot by slot; one
              that drafts blocks only where nobody drafted, for a verify of drafts hands it all slots' rows
     """
@@ -57,12 +58,16 @@ class Card:
     n_max: int
     chained: bool = True
     waking: float = 0.5
+    block: int = 0
 
     def verify_ms(self, rows: int | NDArray[np.int64], busy: int) -> Floats:
         return np.interp(rows, list(self.verify), list(self.verify.values())) + self.state * busy
 
     def draft_ms(self, live: int | NDArray[np.int64], passes: int) -> Floats:
-        ms = np.interp(live, list(self.draft), list(self.draft.values())) * (passes if self.chained else 1)
+        size = np.asarray(live)
+        if self.block:
+            size = size * np.array([block_rows(self.block, int(n), passes) for n in size.flat]).reshape(size.shape)
+        ms = np.interp(size, list(self.draft), list(self.draft.values())) * (passes if self.chained else 1)
         return np.where(np.asarray(live) > 0, ms, 0.0)
 
 
@@ -73,8 +78,8 @@ DENSE = {  # 27B; 16 to 256 rows measured by `tools/bench_acceptance.py --costs`
 }  # fmt: skip
 CARDS = {
     "27b-mtp": Card(DENSE, 0.08, {1: 0.39, 8: 0.42, 16: 0.5, 32: 0.61, 64: 0.9}, 3),
-    "27b-dflash": Card(  # drafts as a warm-up and requests timed them on 2026-11-24
-        DENSE, 0.08, {1: 0.98, 8: 1.94, 16: 1.95, 32: 3.5, 64: 6.7}, 15, chained=False, waking=2.0
+    "27b-dflash": Card(  # drafts of whole blocks as a warm-up and requests timed them on 2026-11-24
+        DENSE, 0.08, {16: 0.98, 128: 1.94, 256: 1.95, 512: 3.5, 1024: 6.7}, 15, chained=False, waking=2.0, block=16
     ),
     "122b-mtp": Card(
         {1: 3.2, 2: 3.8, 3: 4.3, 4: 5.0, 6: 6.1, 8: 6.9, 12: 8.9, 16: 10.4, 24: 12.0, 32: 15.8, 48: 18.0, 64: 20.0, 96: 23.0, 128: 26.0,
@@ -222,7 +227,7 @@ def best_lengths(card: Card, caps: Sequence[tuple[int, int]], survive: Floats) -
     best, best_rate = [0] * busy, busy / float(card.verify_ms(busy_rows(busy), busy))
     first = (-survive[:, 0]).argsort(kind="stable")
     lives = sorted({1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, busy} & set(range(1, busy + 1)))
-    for depth in range(1, card.n_max + 1) if card.chained else (card.n_max,):
+    for depth in range(1, card.n_max + 1) if card.chained or card.block else (card.n_max,):
         for live in lives:
             may = np.zeros(busy, bool)
             may[first[:live]] = True
@@ -274,7 +279,9 @@ class Served:
         self.rng = np.random.default_rng((self.seed, 1))
         most = most_rows(self.n_slot, self.card.n_max + 1)
         timer = Timer(lambda n_row: bucket_of(n_row, most) or bucket(n_row))
-        self.controller = Controller(self.n_slot, self.card.n_max, chained=self.card.chained, verify_ms=timer)
+        self.controller = Controller(
+            self.n_slot, self.card.n_max, chained=self.card.chained, block=self.card.block, verify_ms=timer
+        )
         self.seats: dict[int, Seat] = {}
         self.n_seated = [0] * self.n_slot
         self.late: list[tuple[int, int, int]] = []

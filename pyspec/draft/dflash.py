@@ -3,9 +3,10 @@
 The drafter keeps, for every committed token, keys and values made from the target's tapped layer outputs ("context").
 A draft runs one block of B rows: the anchor and B-1 mask tokens; row r proposes the token at its own position. Full
 layers see the context and the whole block; sliding layers are causal in the block and windowed. Shorter drafts are cut from
-the block, and only their rows go through the head. Embedding and head are the target's unless the file has its own. Rounds in which nobody drafts only keep their taps: the context of many of
-them is made in one pass, before somebody drafts, before pages are filed, or when the place is full. Source:
-arXiv:2602.06036. What a file says is read in `dflash_file`.
+the block, which is itself shorter where many slots draft (`blocks`), and only their rows go through the head. Embedding and head
+are the target's unless the file has its own. Rounds in which nobody drafts only keep their taps: the context of many of them is made
+in one pass, before somebody drafts, before pages are filed, or when the place is full. Source: arXiv:2602.06036. What a file says is
+read in `dflash_file`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pyspec.cuda.ops.best.ref import BestSpec
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.draft import tap_shift
+from pyspec.draft.blocks import block_rows
 from pyspec.draft.dflash_file import ARCHS, DFlashConfig, check_pair, drafter_tensors, read_config, read_d2t
 from pyspec.draft.drafter import (
     OWN_HEAD,
@@ -41,7 +43,7 @@ from pyspec.gguf import GGUFFile
 from pyspec.models.layers import Attention, FeedForward, Rope
 from pyspec.models.target import Out, Target
 from pyspec.models.weights import Matrix, Weights, check_tensors
-from pyspec.slots.arena import BUCKETS, Arena, graph_shapes
+from pyspec.slots.arena import BUCKETS, Arena, bucket_of, graph_shapes, places_of
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import KV, Memory
 from pyspec.slots.parts import Paged, PartMemory
@@ -68,7 +70,7 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     n, most, n_held = settings.n_draft_max, c.block - 1, held_rows(settings.np)
     return DraftPlan(
         kind="dflash",
-        needs=Needs(min(n or most, most), c.taps, overhang=c.block, late=n_held > 0),
+        needs=Needs(min(n or most, most), c.taps, overhang=c.block, block=c.block, late=n_held > 0),
         file=file,
         layers=({KV: Paged(c.attention.n_kv_head, c.attention.head_dim)},) * len(c.windows),
         attention=(c.attention,),
@@ -137,10 +139,8 @@ class DFlash:
     @torch.inference_mode()
     def capture(self) -> None:
         n_slot = len(self.table.slots)
-        most = BUCKETS[-1] if self.arena is None else self.arena.n_row
-        fit = min(n_slot, most // self.net.c.block)
-        for n in sorted({*range(1, fit + 1), n_slot}):
-            seqs = [Seq(i, 0, [self.net.c.mask_id] * self.net.c.block) for i in range(n)]
+        for n, rows in self._shapes():
+            seqs = [Seq(i, 0, [self.net.c.mask_id] * rows) for i in range(n)]
             for _ in range(2):
                 self.block(lay_out(self.table, seqs, self.device, see_block=True, arena=self.arena))
         self.block.seal()
@@ -154,6 +154,18 @@ class DFlash:
             for _ in range(2):
                 self.inject(lay_out(self.table, seqs, self.device, arena=self.arena))
         self.inject.seal()
+
+    def _shapes(self) -> list[tuple[int, int]]:
+        """(slots, rows of each) of drafts: one for every graph, and all slots' longest, which may be too many rows for one."""
+        n_slot, trained = len(self.table.slots), self.net.c.block
+        most = BUCKETS[-1] if self.arena is None else self.arena.n_row
+        found = {}
+        for n in range(1, n_slot + 1):
+            for rows in {block_rows(trained, n, n_draft) for n_draft in range(1, self.needs.n_draft + 1)}:
+                if (bucket := bucket_of(n * rows, most)) is not None:
+                    places = next((places for places in places_of(n_slot, bucket) if places >= n), n_slot)
+                    found[bucket, places] = n, rows
+        return [*found.values(), (n_slot, block_rows(trained, n_slot, self.needs.n_draft))]
 
     def begin(self, slot: Slot, saved: object | None) -> None:
         self._forget(slot)
@@ -226,7 +238,8 @@ class DFlash:
         for r in live:
             assert self.n_context[r.slot.index] == r.slot.n_past, f"slot {r.slot.index} drafts blind"
         self.catch_up()
-        batch, most = self._lay_out([r.slot for r in live], [r.anchor for r in live]), max(r.n_draft for r in live)
+        most = max(r.n_draft for r in live)
+        batch = self._lay_out([r.slot for r in live], [r.anchor for r in live], most)
         tokens, probs = self._tokens(self.block(batch), len(live), most)
         flat = tokens.tolist()
         sure = [True] * len(flat) if probs is None else (probs >= self.p_min).tolist()
@@ -237,9 +250,8 @@ class DFlash:
             drafts[r.slot.index] = flat[first : first + n]
         return [drafts.get(r.slot.index, []) for r in requests]
 
-    def _lay_out(self, slots: Sequence[Slot], anchors: Sequence[int], slack: Sequence[int] = ()) -> Batch:
-        """Always the trained block; shorter drafts are cut from it."""
-        masks = [self.net.c.mask_id] * (self.net.c.block - 1)
+    def _lay_out(self, slots: Sequence[Slot], anchors: Sequence[int], n_draft: int, slack: Sequence[int] = ()) -> Batch:
+        masks = [self.net.c.mask_id] * (block_rows(self.net.c.block, len(slots), n_draft) - 1)
         seqs = [
             Seq(slot.index, slot.n_past, [anchor, *masks], slack=more)
             for slot, anchor, more in zip(slots, anchors, slack or [0] * len(slots), strict=True)
@@ -253,7 +265,7 @@ class DFlash:
         has_context = all(self.n_context[slot.index] == slot.n_past for slot in slots)
         if self.p_min > 0 or self.n_held or (self.needs.late and batch.single) or not has_context:
             return None
-        blocks = self._lay_out(slots, [0] * len(slots), [seq.width for seq in batch.seqs])
+        blocks = self._lay_out(slots, [0] * len(slots), n_draft, [seq.width for seq in batch.seqs])
         tokens, _ = self._tokens(self.block(self.ahead.move(blocks, kept)), len(slots), n_draft)
         return tokens.view(len(slots), n_draft)
 
@@ -262,7 +274,8 @@ class DFlash:
 
     def _tokens(self, block: Tensor, n_seq: int, n_draft: int) -> tuple[Tensor, Tensor | None]:
         """[seq * n_draft]: the best tokens of so many rows of each block, and their probabilities if drafts are cut by them."""
-        rows = block[: n_seq * self.net.c.block].view(n_seq, self.net.c.block, -1)
+        n_row = block_rows(self.net.c.block, n_seq, n_draft)
+        rows = block[: n_seq * n_row].view(n_seq, n_row, -1)
         rows = rows[:, 1 : 1 + n_draft]  # row 0 is the anchor, whose output means nothing
         logits = self.net.head(rows.reshape(n_seq * n_draft, -1))
         tokens = self.best.tokens(logits)

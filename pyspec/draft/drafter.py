@@ -40,6 +40,7 @@ class Needs:
     taps      target layers whose outputs it reads after each forward
     overhang  KV rows beyond the committed tokens it writes while drafting
     chained   the cost of a draft grows with its length (MTP); otherwise it is paid once (DFlash block)
+    block     rows of the block that it was trained with, for which `blocks` has the cost; 0: its drafts are not blocks
     late      `absorb` leaves batches of one row a sequence for later
     hidden    `observe` reads the target's hidden states, and may keep them
     observes_taps  `observe` reads the taps of every forward; with `late` it does of those it left for later
@@ -49,6 +50,7 @@ class Needs:
     taps: tuple[int, ...] = ()
     overhang: int = 0
     chained: bool = False
+    block: int = 0
     late: bool = False
     hidden: bool = False
     observes_taps: bool = False

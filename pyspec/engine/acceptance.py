@@ -162,8 +162,9 @@ class Acceptance:
             found[own] = beliefs @ texts.survive[:, 1:]
         return found
 
-    def untold(self, slots: Sequence[int], place_cost: float, draft_cost: float) -> Floats:
-        """Of each slot, how many tokens a round it would gain if its text's level were known. Costs of a place and of a draft, in tokens."""
+    def untold(self, slots: Sequence[int], place_cost: float, draft_cost: float | Floats) -> Floats:
+        """Of each slot, how many tokens a round it would gain if its text's level were known. Costs of a place and of a draft (of drafts
+        of every length), in tokens."""
         found = np.empty(len(slots))
         for texts, own, beliefs in self._believed(slots):
             worth = (texts.survive[:, 1:] - place_cost).cumsum(axis=1) - draft_cost

@@ -1,7 +1,7 @@
 """How many tokens to draft: the number that is expected to give the most tokens a second, measured as it runs.
 
 Two things are estimated: for each slot the chance that its first i drafts are right (`Acceptance`), and the time of a round by its
-rows and of a draft by its slots (`Timer`). Each round rows are handed to the slots in the order of their chance to survive, up to each
+rows and of a draft by its slots or, if it is a block, its rows (`Timer`). Each round rows are handed to the slots in the order of their chance to survive, up to each
 depth where drafting deeper costs passes, and the best ratio of expected tokens to expected time wins; that may be no draft at all.
 A draft also tells what its text is like: where that is not known, and would be worth knowing, it counts as tokens, as long as such
 asking has not cost its share of the time. Where nobody has drafted for a while some slots do in any case, for what spoke against it
@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pyspec.draft.blocks import depths, forward_rows
 from pyspec.engine.acceptance import Acceptance, Texts
 from pyspec.engine.timer import N_SAMPLE, SLACK, Timer
 
@@ -107,16 +108,18 @@ def _rate_of(way: _Way) -> float:
 class Controller:
     """Chooses n_draft per slot and round.
 
-    chained: drafting n tokens costs n passes; otherwise one pass, whatever n.
+    chained  drafting n tokens costs n passes; otherwise one pass, whatever n
+    block    rows of the drafter's trained block (`blocks`); 0: it drafts no blocks
     """
 
     n_slot: int
     n_max: int
     chained: bool = False
+    block: int = 0
     fixed: bool = False
     force: tuple[int, int] | None = None  # warm-up says how many slots draft, and how many tokens each
     verify_ms: Timer = field(default_factory=Timer)
-    draft_ms: Timer = field(default_factory=Timer)  # by drafting slots; per pass if chained
+    draft_ms: Timer = field(default_factory=Timer)  # by drafting slots, a pass if chained; by rows if they are blocks
 
     def __post_init__(self) -> None:
         self.since_plain = self.n_round = 0
@@ -246,9 +249,19 @@ class Controller:
 
     def _costs(self, picked: Sequence[int]) -> float:
         """Milliseconds of a round."""
-        live, passes = sum(n > 0 for n in picked), max(picked) if self.chained else 1
         verify = self._verify_ms(len(picked) + sum(picked), len(picked))
-        return verify + (self.draft_ms(live) * passes if live else 0.0)
+        return verify + float(self._draft_ms(len(picked), max(picked))[sum(n > 0 for n in picked)])
+
+    def _draft_ms(self, busy: int, depth: int) -> Floats:
+        """[1 + busy]: milliseconds of a draft of up to `depth` tokens, by slots that draft."""
+        sizes = forward_rows(self.block, busy, depth) if self.block else range(1, busy + 1)
+        return np.append(0.0, self.draft_ms.of_all(sizes) * (depth if self.chained else 1))
+
+    def _depths(self, busy: int) -> Sequence[int]:
+        """Where drafting deeper costs more: what else is drafted up to there is not drafted for."""
+        if self.chained:
+            return range(1, self.n_max + 1)
+        return depths(self.block, busy, self.n_max) if self.block else (self.n_max,)
 
     def _verify_ms(self, rows: int, busy: int) -> float:
         return self.verify_ms(rows) + self.verify_ms.slot_ms * busy
@@ -261,7 +274,7 @@ class Controller:
             return [0] * busy, "plain: nobody may draft"
         news = self._news(caps, busy / plain_ms)
         rows = self._rows(caps, news)
-        verify = self.verify_ms.of_all(busy + 1, len(rows.slot)) + self.verify_ms.slot_ms * busy
+        verify = self.verify_ms.of_all(range(busy + 1, busy + 1 + len(rows.slot))) + self.verify_ms.slot_ms * busy
         if self.verify_ms.n(busy) < N_SAMPLE or self.since_plain >= PLAIN_FIRST:
             plain_ms = min(plain_ms, float(verify.min()))  # fewer rows do not take longer: that was noise
         plain = busy / plain_ms
@@ -285,9 +298,11 @@ class Controller:
         busy = len(caps)
         if not self._may_ask(busy / rate):
             return np.zeros(busy)
-        draft = rate * self.draft_ms(busy) / busy
-        row = rate * (self.verify_ms(busy * (1 + self.n_max)) - self.verify_ms(busy)) / (busy * self.n_max)
-        costs = (row + draft, 0.0) if self.chained else (row, draft)
+        each = rate / busy
+        row = each * (self.verify_ms(busy * (1 + self.n_max)) - self.verify_ms(busy)) / self.n_max
+        ends = self._depths(busy)
+        draft = each * np.array([self._draft_ms(busy, depth)[busy] for depth in (ends[:1] if self.chained else ends)])
+        costs = (row + draft[0], 0.0) if self.chained else (row, draft.repeat(np.diff(ends, prepend=0)))
         untold = HORIZON * self.texts.untold([slot for slot, _ in caps], *costs)
         return np.where([slot in self.offered for slot, _ in caps], 0.0, untold) if self.offered else untold
 
@@ -314,12 +329,14 @@ class Controller:
         A deeper draft takes one pass more, whoever asks for it, and a drafter takes longer for more slots: so each depth is weighed by
         itself, and whether the likeliest slots alone should draft.
         """
-        draft = np.append(0.0, self.draft_ms.of_all(1, busy))
-        best = _NO_WAY
-        for depth in range(1, self.n_max + 1) if self.chained else (self.n_max,):
-            best = max(best, rows.up_to(depth).best(busy, verify, draft * (depth if self.chained else 1)), key=_rate_of)
-        if draft[-1] - draft[1] > DEAR_LIVE * verify[0]:
-            near, ms = rows.up_to(best.depth or self.n_max), draft * (best.depth if self.chained else 1)
+        best, ms = _NO_WAY, np.zeros(2)
+        for depth in self._depths(busy):
+            draft = self._draft_ms(busy, depth)
+            way = rows.up_to(depth).best(busy, verify, draft)
+            if way.rate > best.rate:
+                best, ms = way, draft
+        if ms[-1] - ms[1] > DEAR_LIVE * verify[0]:
+            near = rows.up_to(best.depth)
             for n_live in [n for n in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48) if n < busy]:
                 best = max(best, near.of_best(n_live, busy).best(busy, verify, ms), key=_rate_of)
         return best
@@ -337,7 +354,8 @@ class Controller:
         self.ms += verify_ms + draft_ms
         calm = self.verify_ms.add(rows, verify_ms, busy)
         if live:
-            calm = self.draft_ms.add(live, draft_ms / (max(passes, 1) if self.chained else 1)) and calm
+            size = forward_rows(self.block, live, passes)[-1] if self.block else live
+            calm = self.draft_ms.add(size, draft_ms / (max(passes, 1) if self.chained else 1)) and calm
         if not calm:
             self.verify_ms.distrust()
             self.draft_ms.distrust()

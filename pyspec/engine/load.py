@@ -174,10 +174,10 @@ def _loop(d: Description, target: Target, memory: Memory, table: SlotTable, draf
     # graphs pad their batches, so what takes the same time is a bucket of theirs
     most = most_rows(s.np, d.width)
     timer = Timer() if arena is None else Timer(lambda n_row: bucket_of(n_row, most) or bucket(n_row))
-    chained, fixed = d.draft.needs.chained, s.n_draft_fixed
+    needs, fixed = d.draft.needs, s.n_draft_fixed
     return Loop(
         (Worker if memory.is_whole else LeadingWorker)(target, memory, table, drafter, arena),
-        Controller(s.np, n_draft, chained=chained, fixed=fixed, verify_ms=timer),
+        Controller(s.np, n_draft, chained=needs.chained, block=needs.block, fixed=fixed, verify_ms=timer),
         PrefixCache(table, memory, states, on=s.prefix_cache, every=s.checkpoint_every),
         RowLimits(decoding=s.ubatch, prompts=d.batch),
         s.queue_limit,

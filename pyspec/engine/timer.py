@@ -36,7 +36,7 @@ class Timer:
         self.fresh: set[int] = set()
         self.stale: set[int] = set()  # doubted: what they took stands until it is taken again
         self.early: dict[int, float] = {}  # least times of the warm-up, as long as they may be proven wrong
-        self._runs: dict[tuple[int, int], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}  # sizes, and which each is
+        self._runs: dict[range | tuple[int, ...], tuple[NDArray[np.int64], NDArray[np.int64]]] = {}
         self._sizes: list[int] = []  # trusted ones, ascending
         self._ms: list[float] = []
 
@@ -126,9 +126,9 @@ class Timer:
         least = min(self.times(size), default=line)
         return least if least < LIKELY * line else line
 
-    def of_all(self, first: int, n: int) -> NDArray[np.float64]:
-        """[n]: of the sizes from `first` on. Rounds ask for the same ones again and again."""
-        if (first, n) not in self._runs:
-            self._runs[first, n] = np.unique([self.bucket(first + i) for i in range(n)], return_inverse=True)
-        sizes, which = self._runs[first, n]
-        return np.array([self(size) for size in sizes.tolist()])[which]
+    def of_all(self, sizes: range | tuple[int, ...]) -> NDArray[np.float64]:
+        """[size]: of each. Rounds ask for the same ones again and again."""
+        if sizes not in self._runs:
+            self._runs[sizes] = np.unique([self.bucket(size) for size in sizes], return_inverse=True)
+        buckets, which = self._runs[sizes]
+        return np.array([self(size) for size in buckets.tolist()])[which]
