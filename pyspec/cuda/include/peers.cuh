@@ -20,7 +20,6 @@
 
 constexpr int kMostRanks = 8;  // buffers that a kernel is given, the first RANKS of which count
 constexpr int kPatience = 64;  // looks at a number in vain between looks around
-constexpr int kAsked = 2;  // places that a thread asks for together: with three, kernels that norm 5,120 columns spill
 constexpr int kSends = 1, kSums = 2;
 constexpr u32 kNothing = 0x80000000u;
 
@@ -59,8 +58,6 @@ __device__ __forceinline__ float4 floats_of(Four v) {
   return {__uint_as_float(v.x), __uint_as_float(v.y), __uint_as_float(v.z), __uint_as_float(v.w)};
 }
 
-__device__ __forceinline__ float4 plus(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
-
 struct Patience {  // limit > 0: how often a thread looks around, each time after kPatience looks in vain, before it gives up; else for ever
   int left;  // 0: it waits for nobody any more
 
@@ -98,49 +95,26 @@ struct Meeting {
       if (k != rank) send(reinterpret_cast<Four*>(buffers[k] + (place + rank * PLACE + at)), v);
   }
 
-  // v: the sums of all ranks' in their order, this one's v among them, of four numbers each at `at` + i * step, as far as they lie before
-  // `end`, once they are there. kAsked are asked for at once: one after the other each would be a trip to the second-level cache.
-  template <int kN>
-  __device__ __forceinline__ void sum(float4 (&v)[kN], int at, int step, int end, Patience& patience) const {
-#if RANKS == 2  // whose order makes no difference, and registers are few
-    add(v, own + (place + (1 - rank) * PLACE + at), step, end - at, patience);
-#else
-    float4 mine[kN];
-#pragma unroll
-    for (int i = 0; i < kN; ++i) mine[i] = v[i], v[i] = make_float4(-0.f, -0.f, -0.f, -0.f);
+  // The sum of all ranks' in their order, `mine` among them, once they are there.
+  __device__ __forceinline__ float4 sum(int at, float4 mine, Patience& patience) const {
+    float4 sum = mine;
 #pragma unroll
     for (int r = 0; r < RANKS; ++r) {
+      float4 more = mine;
       if (r != rank) {
-        add(v, own + (place + r * PLACE + at), step, end - at, patience);
-        continue;
-      }
-#pragma unroll
-      for (int i = 0; i < kN; ++i) v[i] = plus(v[i], mine[i]);
-    }
-#endif
-  }
-
-  // The same of one rank's, which lie at `theirs`, to v.
-  template <int kN>
-  __device__ __forceinline__ void add(float4 (&v)[kN], float* theirs, int step, int left, Patience& patience) const {
-#pragma unroll
-    for (int first = 0; first < kN; first += kAsked) {
-      Four parts[kAsked];
-#pragma unroll
-      for (int i = first; i < min(first + kAsked, kN); ++i)
-        if (i * step < left) parts[i - first] = look(reinterpret_cast<Four*>(theirs + i * step));
-#pragma unroll
-      for (int i = first; i < min(first + kAsked, kN); ++i) {
-        if (i * step >= left) continue;
-        Four* const from = reinterpret_cast<Four*>(theirs + i * step);
-        for (int tries = 1; patience.left != 0 && !all_there(parts[i - first]); ++tries) {
+        Four* const theirs = reinterpret_cast<Four*>(own + (place + r * PLACE + at));
+        Four part = look(theirs);
+        for (int tries = 1; patience.left != 0 && !all_there(part); ++tries) {
           if (tries % kPatience == 0) patience.look_around(over());
-          parts[i - first] = look(from);
+          part = look(theirs);
         }
-        send(from, {kNothing, kNothing, kNothing, kNothing});
-        v[i] = plus(v[i], floats_of(parts[i - first]));
+        send(theirs, {kNothing, kNothing, kNothing, kNothing});
+        more = floats_of(part);
       }
+      if (r == 0) sum = more;
+      else sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
     }
+    return sum;
   }
 
   // By one thread, when all of the block have been at the first line.

@@ -35,11 +35,9 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 
   Patience patience(limit);
   for (int t = 0, from = block * CHUNK; from < n; ++t, from += n_block * CHUNK)
-    for (int i = threadIdx.x; i < CHUNK / 4 && from + 4 * i < n; i += kThreads) {
-      float4 v[1] = {floats_of(sent_of(reinterpret_cast<const float4*>(x + from)[i]))};
-      meeting.sum(v, t * CHUNK + 4 * i, 4, t * CHUNK + 4 * i + 4, patience);
-      reinterpret_cast<float4*>(out + from)[i] = v[0];
-    }
+    for (int i = threadIdx.x; i < CHUNK / 4 && from + 4 * i < n; i += kThreads)
+      reinterpret_cast<float4*>(out + from)[i] =
+          meeting.sum(t * CHUNK + 4 * i, floats_of(sent_of(reinterpret_cast<const float4*>(x + from)[i])), patience);
   if (patience.left == 0 && limit > 0) *late = 1;
   __syncthreads();  // all of the block have read how many calls there were
   if (threadIdx.x == 0) meeting.end();

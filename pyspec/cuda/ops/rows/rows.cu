@@ -184,11 +184,12 @@ extern "C" __global__ void BOUNDS
   }
   if (!(steps & kSums)) return;
   Patience patience(limit);
-  meeting.sum(v, threadIdx.x * 4, kThreads * 4, kOwn, patience);
 #pragma unroll
   for (int i = 0; i < kQuads; ++i) {
     const int own = (i * kThreads + threadIdx.x) * 4;
-    if (own < kOwn) *reinterpret_cast<float4*>(summed + static_cast<i64>(row) * COLUMNS + own) = v[i];
+    if (own >= kOwn) continue;
+    v[i] = meeting.sum(own, v[i], patience);
+    *reinterpret_cast<float4*>(summed + static_cast<i64>(row) * COLUMNS + own) = v[i];
   }
   if (patience.left == 0 && limit > 0) *late = 1;
 #pragma unroll
