@@ -10,6 +10,7 @@ A launch that an op binds keeps the op's contract. What it can do besides, it sa
     sums_of      of streams: whether so many rows may go back as what experts gave each, not summed
     room, prepare, shares   of experts: rows that are ready before it is known which expert reads them, and products that
                             the next launch sums
+    take_beside  of a router: memory for a call that runs beside a product of few rows, of which it reads nothing
 
 So the torch reference, and every implementation without these, runs in the same models as it is. A product that ranks sum (`Summed`) is asked for what
 this rank has of it (`own`): that reads the rows. Sums behind it may prepare those of the next product (`link`).
@@ -220,6 +221,37 @@ def before_choice(
     return prepare(x, prep), {}
 
 
+def chosen_beside(
+    next: Product | None,
+    hands: Handing | None,
+    route: object,
+    experts: object,
+    x: Tensor,
+    norm: Norm,
+    place: Place | None,
+    given: tuple[Tensor, Tensor | None, Tensor | None],
+) -> tuple[Tensor, object, Routes] | None:
+    """(next(hands(norm(x))), rows that experts read, what a router chooses of norm(x)), as `one_after_other`, `before_choice` and the router
+    give them, but the router runs beside `next`. None where it has to run behind it. given: the router's matrix and what follows it.
+
+    Both sides keep to this: the product lets the router start when all before the product is over; the router reads nothing else, writes
+    what was taken before the product was launched, and is not over before the product is.
+    """
+    take, room = getattr(route, "take_beside", None), getattr(experts, "room", None)
+    n_row = len(x)
+    if take is None or room is None or hands is None or not isinstance(next, Streamed) or not next.has_late(n_row):
+        return None
+    taken, into = take(n_row), room(n_row)
+    if taken is None or into is None:
+        return None
+    rows = hands(x, norm) if place is None else hands(place.rows.room(n_row))
+    if rows is None:
+        return None
+    y = next(rows, late=True)
+    launch = cast(Callable[..., Routes], route)
+    return y, into, launch(x, norm.weight, *given, into=into, power=norm.power, taken=taken)
+
+
 def experts_into(
     experts: ExpertsRun,
     x: Tensor,
@@ -238,7 +270,7 @@ def experts_into(
         and added.gate is None
         and sums_of(len(x))
     ):
-        return shares(ready, routes.ids, routes.weights, added)
+        return shares(ready, routes.ids, routes.weights, added, early=routes.early)
     return experts(x, routes.ids, routes.weights, prep, added, ready)
 
 

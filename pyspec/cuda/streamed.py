@@ -61,9 +61,12 @@ class Streamed:
         self.whole: dict[RowsSpec, Callable[[Tensor, Prep], Tensor] | None] = {}  # what prepares rows that stay f32
         self.max_rows = COPY_ROWS if self.tall is None else self.tall.max_rows  # without the copy
 
-    def __call__(self, x: Tensor | Rows, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor | Rows, prep: Prep | None = None, residual: Tensor | None = None, late: bool = False
+    ) -> Tensor:
+        """late: of rows that are ready, see `has_late`."""
         if isinstance(x, Rows):
-            return self._ready(x, residual)
+            return self._ready(x, residual, late)
         if self._is_wide(x):
             y = self._wide(x, prep, residual)
             return self._activated(y) if self.gated else y
@@ -122,10 +125,19 @@ class Streamed:
         """Where that one reads them."""
         return self._launch(n_row, adds=False).rows
 
-    def _ready(self, x: Rows, residual: Tensor | None) -> Tensor:
+    def has_late(self, n_row: int) -> bool:
+        """Whether the launch behind a product of so many rows may begin when all before it is over, and use that without a wait."""
+        return n_row <= self.few_rows and self.plain.has_late(n_row)
+
+    def _ready(self, x: Rows, residual: Tensor | None, late: bool = False) -> Tensor:
         adds = residual is not None and not self.gated
         out = torch.empty(x.n_row, self.n_out, dtype=torch.float32, device=self.device)
-        self._launch(x.n_row, adds).multiply(x, self.packed, out, residual if adds else None)
+        launch = self._launch(x.n_row, adds)
+        if late:
+            assert isinstance(launch, LinearLaunch)
+            launch.multiply(x, self.packed, out, residual if adds else None, late=True)
+        else:
+            launch.multiply(x, self.packed, out, residual if adds else None)
         return out if residual is None or adds else residual + out
 
     def _is_wide(self, x: Tensor) -> bool:
