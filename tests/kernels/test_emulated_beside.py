@@ -41,7 +41,9 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 @pytest.mark.parametrize("kind", ROUTES)
 @pytest.mark.parametrize("n_row", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("layout", [rows_cuda.BLOCKED, rows_cuda.PLANES])
-def test_one_launch_scores_and_chooses_as_two_do(kind: str, n_row: int, layout: int) -> None:
+def test_one_launch_scores_and_chooses_as_two_do(
+    kind: str, n_row: int, layout: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Twice, since tickets have to be zero again; whoever comes last."""
     spec = ROUTES[kind]
     x = drawn(n_row, spec.n_in) * torch.logspace(-2, 2, n_row)[:, None]
@@ -55,13 +57,14 @@ def test_one_launch_scores_and_chooses_as_two_do(kind: str, n_row: int, layout: 
             into = rows.room(n_row)
             want = route(*given, into=into, power=2.0)
             places = [t.clone() for t in (into.blocks, into.sums, into.powers)]
-            for _ in "ab":
+            for early in (True, False):
+                monkeypatch.setattr(moe_route_cuda, "EARLY", early)
                 for t in (into.blocks, into.sums, into.powers):
                     t.fill_(torch.nan)
                 taken = route.take_beside(n_row)
                 assert taken is not None
                 got = route(*given, into=into, power=2.0, taken=taken)
-                assert got.early and got.ids is taken.routes.ids and not want.early
+                assert got.early == early and got.ids is taken.routes.ids and not want.early
                 assert torch.equal(got.ids, want.ids) and torch.equal(got.weights, want.weights)
                 assert got.gate is want.gate is None or torch.equal(got.gate, want.gate)
                 assert route.both is not None and not route.both[2].any(), "tickets are left over"

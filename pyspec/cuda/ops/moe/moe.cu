@@ -27,8 +27,8 @@
 //
 // Memory-bound: bytes of the experts in use, once for every kPad rows that took one. With few rows a CTA's work is
 // short and latency is what there is to hide: weights need the expert alone, so their first stages come before it is known
-// which rows they meet, the shared expert's before the predecessor is over (all, if what rows chose is there already: `early`); and what the stores need is fetched before the
-// sums are made. Gates and ups let the downs start when what rows chose has been written (past the first-level cache: a launch
+// which rows they meet, the shared expert's before the predecessor is over (all, if what rows chose is there already: `early`);
+// and what the stores need is fetched before the sums are made. Gates and ups let the downs start when what rows chose has been written (past the first-level cache: a launch
 // that starts early may find there what was chosen before): all but the activations may then be fetched beside them. A CTA's gates and
 // ups are whole blocks of the activation: it rounds them for the next launch itself. What experts gave a row is summed by the
 // launch after, or (ADDS: downs of the fewest rows) in the order of choice by the last warp to have its share of 16 columns.

@@ -26,6 +26,7 @@ KEPT, WARPS, MOST_ROWS = 2, 16, 32  # scores of a warp, warps and rows of a CTA 
 TIE = 1e-5  # between scores that rounding may turn
 FEW = 16  # rows up to which CTAs are small, so that all multiprocessors have some
 BESIDE_ROWS = 8  # rows up to which it runs beside a product; 0: never
+EARLY = True  # experts may begin then as soon as they are chosen
 BESIDE_EXPERTS = 256  # a thread each, of which registers beside a product hold no more
 
 
@@ -72,7 +73,7 @@ def has_both(spec: RouteSpec) -> bool:
 def _both(device: torch.device, spec: RouteSpec) -> tuple[Kernel, Kernel, Tensor]:
     """Of one row and of more; tickets of as many as there may be."""
     code = compile_cubin("moe_route", arch_of(torch.cuda.get_device_capability(device)), defines(spec))
-    one, more = (code.kernel(f"moe_both_{n}", "pppp" + "ppp" + "ppppp" + "ii" + "fff") for n in (1, 2))
+    one, more = (code.kernel(f"moe_both_{n}", "pppp" + "ppp" + "ppppp" + "iii" + "fff") for n in (1, 2))
     return one, more, torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
 
 
@@ -186,11 +187,24 @@ class RouteLaunch:
             assert self.both is not None
             one, more, tickets = self.both
             n = self.n_both(n_row)
-            args = (x, norm, matrix, logits, *to, *chosen, tickets, np.int32(n), pad, *floats, np.float32(spec.scale))
+            args = (
+                x,
+                norm,
+                matrix,
+                logits,
+                *to,
+                *chosen,
+                tickets,
+                np.int32(n),
+                pad,
+                np.int32(EARLY),
+                *floats,
+                np.float32(spec.scale),
+            )
             (one if n_row == 1 else more).launch(
                 (n + (into is not None), n_row), self.n_choose, args, overlap=self.overlap
             )
-            return Routes(routes.ids, routes.weights, routes.gate, early=True)
+            return Routes(routes.ids, routes.weights, routes.gate, EARLY)
         spread = grid_of(spec, n_row, self.n_multiprocessor, into is not None)
         sizes = np.int32(n_row), np.int32(spread.per_cta), np.int32(spread.scoring), pad
         self.scores.launch(
@@ -265,7 +279,15 @@ def _check_rows(launch: RouteLaunch, alone: Routes, given: Given, norm: Tensor) 
             return "choices are others where rows are normed on the way"
         if spec.n_in % 32:
             return None  # of no use to experts
-        off = (values_of(into, spec.n_in)[0].cpu() - want).abs().amax() / want.abs().amax()
+        rows = values_of(into, spec.n_in)[0].cpu()
+        off = (rows - want).abs().amax() / want.abs().amax()
         if not off < 1e-3:
             return f"rows normed on the way differ from the reference by {float(off):.2g}"
+        if (taken := launch.take_beside(n_row)) is not None:
+            into.blocks.zero_()
+            routes = launch(*given, into=into, power=2.0, taken=taken)
+            if not torch.equal(routes.ids, alone.ids) or not torch.equal(routes.weights, alone.weights):
+                return "choices are others in one launch"
+            if not torch.equal(values_of(into, spec.n_in)[0].cpu(), rows):
+                return "rows normed on the way are others in one launch"
     return None

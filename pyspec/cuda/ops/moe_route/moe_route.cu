@@ -363,16 +363,17 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 // ---- both, beside a product
 //
 // The product before this starts it when all before that is over (linear_pair.cu, `late`), so rows are read at once and the product
-// goes on meanwhile. A line of CTAs makes the scores of a row, and who comes last of them chooses. That one starts the experts then, who
-// may read the choice (past L1) before they wait, and stays until the product is over, too: so will who waits for this launch find it.
+// goes on meanwhile. A line of CTAs makes the scores of a row, and who comes last of them chooses. That one starts the experts: then, if
+// they are `early`, who read the choice (past L1) before they wait; else before, and they wait first. It stays until the product is over,
+// too: so will who waits for this launch find it.
 // What is written here must have been taken before the product was launched: memory that was let go of since may be what it reads.
 #define BOTH (N_EXPERT <= 256 && (N_EXPERT + 31) / 32 % ((N_IN + 1023) / 1024) == 0)
 #if BOTH
 
 template <int kOwn>
 __device__ __forceinline__ void both(const float4* x, const float4* norm, const float4* matrix, float* logits, Blocks to,
-                                     const float* bias, int* ids, float* weights, float* gate, int* tickets, int n_score, float eps,
-                                     float scale) {
+                                     const float* bias, int* ids, float* weights, float* gate, int* tickets, int n_score, int early,
+                                     float eps, float scale) {
   __shared__ bool is_last;
   const int row = blockIdx.y;
   if (static_cast<int>(blockIdx.x) >= n_score) {
@@ -390,26 +391,29 @@ __device__ __forceinline__ void both(const float4* x, const float4* norm, const 
   }
   __syncthreads();
   if (!is_last) return;
+  if (!early) let_successor_start();
   choose<true>(logits, shift, named, row, ids, weights, gate, scale);
   if (threadIdx.x >= 32) return;  // what was chosen is written by the first warp
-  __threadfence();
-  __syncwarp();
-  let_successor_start();
+  if (early) {
+    __threadfence();
+    __syncwarp();
+    let_successor_start();
+  }
   wait_for_predecessor();
 }
 
 // So many registers, beside 352 threads of 96 (linear_pair of up to 8 rows).
 #define BOTH_ARGS                                                                                                             \
   const float4 *x, const float4 *norm, const float4 *matrix, float *logits, u16 *blocks, float *block_sums, float *powers,    \
-      const float *bias, int *ids, float *weights, float *gate, int *tickets, int n_score, int pad, float eps, float power,   \
-      float scale
+      const float *bias, int *ids, float *weights, float *gate, int *tickets, int n_score, int pad, int early, float eps,     \
+      float power, float scale
 
 extern "C" __global__ void __maxnreg__(120) moe_both_1(BOTH_ARGS) {
-  both<1>(x, norm, matrix, logits, {blocks, block_sums, powers, pad, power}, bias, ids, weights, gate, tickets, n_score, eps, scale);
+  both<1>(x, norm, matrix, logits, {blocks, block_sums, powers, pad, power}, bias, ids, weights, gate, tickets, n_score, early, eps, scale);
 }
 
 extern "C" __global__ void __maxnreg__(120) moe_both_2(BOTH_ARGS) {
-  both<2>(x, norm, matrix, logits, {blocks, block_sums, powers, pad, power}, bias, ids, weights, gate, tickets, n_score, eps, scale);
+  both<2>(x, norm, matrix, logits, {blocks, block_sums, powers, pad, power}, bias, ids, weights, gate, tickets, n_score, early, eps, scale);
 }
 #endif
 
