@@ -11,6 +11,7 @@ A launch that an op binds keeps the op's contract. What it can do besides, it sa
     room, prepare, shares   of experts: rows that are ready before it is known which expert reads them, and products that
                             the next launch sums
     take_beside  of a router: memory for a call that runs beside a product of few rows, of which it reads nothing
+    take_keys, keys_beside, runs_beside   the same of attention's new keys, and of compressors
 
 So the torch reference, and every implementation without these, runs in the same models as it is. A product that ranks sum (`Summed`) is asked for what
 this rank has of it (`own`): that reads the rows. Sums behind it may prepare those of the next product (`link`).
@@ -29,6 +30,7 @@ from pyspec.cuda.ops.moe.ref import NOTHING, Added, ExpertsRun, Routes
 from pyspec.cuda.ops.rows.cuda import Place, Rows, Shares
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import HeadNorm, Norm, Prep, PrepKind, RowsSpec
+from pyspec.cuda.ops.sparse_attend.ref import KeyTail
 from pyspec.cuda.ops.streams.ref import Reading, StreamMix, Streams
 from pyspec.cuda.streamed import Handing, Streamed, StreamedParts
 from pyspec.cuda.streamed import handing as handing_of
@@ -172,6 +174,28 @@ def merged(
     return cast(FusedStreams, launch).merge_split(
         y, x, *beside, mix, into=place
     )  # who gave a place or shares has asked it
+
+
+class KeysBeside(Protocol):
+    """What `take_keys` says that attention can do besides its contract."""
+
+    def take_keys(self, n_row: int) -> Tensor | None: ...
+
+    def keys_beside(self, kv: Tensor, tail: KeyTail, batch: Batch, own: Tensor) -> None: ...
+
+
+def keys_room(attend: object, compressors: Sequence[object], product: Product, n_row: int) -> Tensor | None:
+    """Memory for the new keys of so many rows, where they and compressors run beside `product`, which is launched next, `late`; None where they
+    run behind it. They keep to what `chosen_beside` says."""
+    take = getattr(attend, "take_keys", None)
+    if take is None or not isinstance(product, Streamed) or not product.has_late(n_row):
+        return None
+    return cast(KeysBeside, attend).take_keys(n_row) if all(hasattr(c, "runs_beside") for c in compressors) else None
+
+
+def put_keys(attend: object, kv: Tensor, tail: KeyTail, batch: Batch, own: Tensor) -> None:
+    """The new keys into `own`, which `keys_room` gave, for the call of `attend` with just this kv."""
+    cast(KeysBeside, attend).keys_beside(kv, tail, batch, own)
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------

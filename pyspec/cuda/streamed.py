@@ -64,7 +64,7 @@ class Streamed:
     def __call__(
         self, x: Tensor | Rows, prep: Prep | None = None, residual: Tensor | None = None, late: bool = False
     ) -> Tensor:
-        """late: of rows that are ready, see `has_late`."""
+        """late: see `has_late`."""
         if isinstance(x, Rows):
             return self._ready(x, residual, late)
         if self._is_wide(x):
@@ -73,12 +73,13 @@ class Streamed:
         adds = residual is not None and not self.gated
         launch = self._launch(len(x), adds)
         if (held := launch.rows.held(x, prep)) is not None:
-            return self._ready(held, residual)
+            return self._ready(held, residual, late)
         out = torch.empty(x.shape[0], self.n_out, dtype=torch.float32, device=x.device)
         for first in range(0, x.shape[0], launch.max_rows):
             part = slice(first, first + launch.max_rows)
             add = residual[part] if residual is not None and adds else None
-            launch.multiply(launch.rows(*self._fused(x[part], of_rows(prep, part))), self.packed, out[part], add)
+            rows = launch.rows(*self._fused(x[part], of_rows(prep, part)))
+            _multiply(launch, rows, self.packed, out[part], add, late)
         return out if residual is None or adds else residual + out
 
     def _launch(self, n_row: int, adds: bool) -> LinearLaunch | WgmmaLaunch:
@@ -132,12 +133,7 @@ class Streamed:
     def _ready(self, x: Rows, residual: Tensor | None, late: bool = False) -> Tensor:
         adds = residual is not None and not self.gated
         out = torch.empty(x.n_row, self.n_out, dtype=torch.float32, device=self.device)
-        launch = self._launch(x.n_row, adds)
-        if late:
-            assert isinstance(launch, LinearLaunch)
-            launch.multiply(x, self.packed, out, residual if adds else None, late=True)
-        else:
-            launch.multiply(x, self.packed, out, residual if adds else None)
+        _multiply(self._launch(x.n_row, adds), x, self.packed, out, residual if adds else None, late)
         return out if residual is None or adds else residual + out
 
     def _is_wide(self, x: Tensor) -> bool:
@@ -161,6 +157,15 @@ class Streamed:
         assert self.wide_turned is not None and self.wide_rows is not None
         half, powers = self.wide_rows(*self._fused(x, prep))
         return self.wide_rows.finish(torch.mm(half, self.wide_turned, out_dtype=torch.float32), powers, residual)
+
+
+def _multiply(
+    launch: LinearLaunch | WgmmaLaunch, rows: Rows, packed: Packed, out: Tensor, residual: Tensor | None, late: bool
+) -> None:
+    if not late:
+        return launch.multiply(rows, packed, out, residual)
+    assert isinstance(launch, LinearLaunch)
+    launch.multiply(rows, packed, out, residual, late=True)
 
 
 class StreamedParts:
