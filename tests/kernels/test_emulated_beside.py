@@ -17,12 +17,14 @@ from emulated.ways import machine_of
 from torch import Tensor
 
 from pyspec.cuda import fuse, streamed
+from pyspec.cuda.jit import compile_cubin
 from pyspec.cuda.ops.compress import cases as compress_cases
 from pyspec.cuda.ops.compress import cuda as compress_cuda
 from pyspec.cuda.ops.compress.ref import CompressSpec
 from pyspec.cuda.ops.index_rows.cases import Ragged
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear.cuda import random_packed
+from pyspec.cuda.ops.linear.ref import Epilogue
 from pyspec.cuda.ops.moe import cuda as moe_cuda
 from pyspec.cuda.ops.moe.ref import MoeSpec, RouteSpec
 from pyspec.cuda.ops.moe_route import cuda as moe_route_cuda
@@ -180,6 +182,22 @@ def test_two_compressors_leave_the_same_beside_a_product() -> None:
             both(given[0], given[1], made[0].freq, made[0].placed.batch, beside=beside)
         found.append([x for *_, ring, pool in given for x in (*ring.rows.values(), pool.k.view(torch.int16))])
     assert all(torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0)) for a, b in zip(*found, strict=True))
+
+
+def test_two_compressors_of_flash_have_room_beside_a_product_of_up_to_eight_rows() -> None:
+    """Registers and shared memory of a multiprocessor of 9.0: each CTA has 1 KB more, which is the driver's."""
+    main = CompressSpec(CPU, 4, 512, True, 64, 1e-6, torch.float16)
+    beside, shape, q8 = replace(main, dim=128), linear_cuda.SHAPES[0], GGMLType.Q8_0
+    macros = compress_cuda.defines(main) | {"BESIDE_DIM": beside.dim, "BESIDE_GROUPS": compress_cuda.n_group(beside)}
+    both = compile_cubin("compress", "sm_90a", macros, use_cache=False).resources["compress_both"]
+    stages = linear_cuda.n_stages(q8, shape, (9, 0))
+    build = linear_cuda.defines(q8, shape, stages, Epilogue.PLAIN)
+    product = compile_cubin("linear_sm90", "sm_90a", build, use_cache=False).resources["linear"]
+    assert shape.rows == linear_cuda.LATE_ROWS and both.spill_bytes == product.spill_bytes == 0
+    threads = 32 * (shape.n_warp + 1), compress_cuda.n_group(main) * main.dim // 4
+    assert sum(-(-r.registers // 8) * 8 * n for r, n in zip((product, both), threads, strict=True)) <= 65536
+    shared = stages * linear_cuda.stage_bytes(q8, shape) + product.shared_bytes + both.shared_bytes
+    assert shared + 2 * 1024 <= 228 * 1024
 
 
 @pytest.mark.parametrize(("ratio", "top_k"), [(4, 6), (0, 0)])

@@ -71,7 +71,8 @@ struct Compressor {
   static __device__ __forceinline__ void keep(const Given& given, const Own& o, int row, int n_thread) {
     const i64 to = (static_cast<i64>(o.slot) * given.n_ring + o.at % given.n_ring) * WIDTH;
     for (int i = threadIdx.x * 4; i < WIDTH; i += n_thread * 4) {
-      *reinterpret_cast<float4*>(given.ring_values + to + i) = __ldcg(reinterpret_cast<const float4*>(given.values + row * given.value_step + i));
+      const float4 v = __ldcg(reinterpret_cast<const float4*>(given.values + row * given.value_step + i));
+      *reinterpret_cast<float4*>(given.ring_values + to + i) = v;
       *reinterpret_cast<float4*>(given.ring_scores + to + i) = biased(given, row, o.at, i);
     }
   }
