@@ -61,21 +61,25 @@ class Streamed:
         self.whole: dict[RowsSpec, Callable[[Tensor, Prep], Tensor] | None] = {}  # what prepares rows that stay f32
         self.max_rows = COPY_ROWS if self.tall is None else self.tall.max_rows  # without the copy
 
-    def __call__(self, x: Tensor | Rows, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
+    def __call__(
+        self, x: Tensor | Rows, prep: Prep | None = None, residual: Tensor | None = None, late: bool = False
+    ) -> Tensor:
+        """late: see `has_late`."""
         if isinstance(x, Rows):
-            return self._ready(x, residual)
+            return self._ready(x, residual, late)
         if self._is_wide(x):
             y = self._wide(x, prep, residual)
             return self._activated(y) if self.gated else y
         adds = residual is not None and not self.gated
         launch = self._launch(len(x), adds)
         if (held := launch.rows.held(x, prep)) is not None:
-            return self._ready(held, residual)
+            return self._ready(held, residual, late)
         out = torch.empty(x.shape[0], self.n_out, dtype=torch.float32, device=x.device)
         for first in range(0, x.shape[0], launch.max_rows):
             part = slice(first, first + launch.max_rows)
             add = residual[part] if residual is not None and adds else None
-            launch.multiply(launch.rows(*self._fused(x[part], of_rows(prep, part))), self.packed, out[part], add)
+            rows = launch.rows(*self._fused(x[part], of_rows(prep, part)))
+            _multiply(launch, rows, self.packed, out[part], add, late)
         return out if residual is None or adds else residual + out
 
     def _launch(self, n_row: int, adds: bool) -> LinearLaunch | WgmmaLaunch:
@@ -122,10 +126,14 @@ class Streamed:
         """Where that one reads them."""
         return self._launch(n_row, adds=False).rows
 
-    def _ready(self, x: Rows, residual: Tensor | None) -> Tensor:
+    def has_late(self, n_row: int) -> bool:
+        """Whether the launch behind a product of so many rows may begin when all before it is over, and use that without a wait."""
+        return n_row <= self.few_rows and self.plain.has_late(n_row)
+
+    def _ready(self, x: Rows, residual: Tensor | None, late: bool = False) -> Tensor:
         adds = residual is not None and not self.gated
         out = torch.empty(x.n_row, self.n_out, dtype=torch.float32, device=self.device)
-        self._launch(x.n_row, adds).multiply(x, self.packed, out, residual if adds else None)
+        _multiply(self._launch(x.n_row, adds), x, self.packed, out, residual if adds else None, late)
         return out if residual is None or adds else residual + out
 
     def _is_wide(self, x: Tensor) -> bool:
@@ -149,6 +157,15 @@ class Streamed:
         assert self.wide_turned is not None and self.wide_rows is not None
         half, powers = self.wide_rows(*self._fused(x, prep))
         return self.wide_rows.finish(torch.mm(half, self.wide_turned, out_dtype=torch.float32), powers, residual)
+
+
+def _multiply(
+    launch: LinearLaunch | WgmmaLaunch, rows: Rows, packed: Packed, out: Tensor, residual: Tensor | None, late: bool
+) -> None:
+    if not late:
+        return launch.multiply(rows, packed, out, residual)
+    assert isinstance(launch, LinearLaunch)
+    launch.multiply(rows, packed, out, residual, late=True)
 
 
 class StreamedParts:

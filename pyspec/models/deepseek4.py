@@ -7,7 +7,7 @@ The configuration is in `deepseek4_config`; the maths of each part is the refere
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from pyspec.cuda.ops.compress.ref import CompressSpec
 from pyspec.cuda.ops.index_rows.op import index_rows
 from pyspec.cuda.ops.index_rows.ref import IndexSpec
 from pyspec.cuda.ops.moe.op import moe
-from pyspec.cuda.ops.moe.ref import Added, MoeSpec, RouteSpec
+from pyspec.cuda.ops.moe.ref import Added, MoeSpec, Routes, RouteSpec
 from pyspec.cuda.ops.moe_route.op import moe_route
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
@@ -62,10 +62,12 @@ class Compressor:
         spec = CompressSpec(w.device, ratio, dim, ratio == CSA, c.n_rot, c.eps, kv)
         self.compress, self.capturable = compress.bind(spec), compress.chosen(spec).capturable
 
-    def __call__(self, products: Tensor, ring: RingRows, pool: KVPool, batch: Batch) -> None:
-        """products [row, 2 * width] f32: values, and scores without the bias of a token's place in its block."""
+    def __call__(
+        self, products: Tensor, ring: RingRows, pool: KVPool, batch: Batch, beside: dict[str, bool] | None = None
+    ) -> None:
+        """products [row, 2 * width] f32: values, and scores without the bias of a token's place in its block. beside: what the op is told besides."""
         values, scores, places, norm, *_ = self.given(products, ring, pool)
-        self.compress(values, scores, places, norm, self.freq, ring, pool, batch)
+        self.compress(values, scores, places, norm, self.freq, ring, pool, batch, **(beside or {}))
 
     def given(
         self, products: Tensor, ring: RingRows, pool: KVPool
@@ -122,28 +124,35 @@ class WindowAttention:
         made = all(part is None or part.capturable for part in (self.rows, self.indexed))
         return made and self.can_attend and (self.indexed is None or self.can_choose)
 
-    def queries(self, qr: Tensor) -> tuple[Tensor, Tensor]:
-        """Of a row's low-rank query: heads [row, head, dim], and the rest of the product."""
+    def queries(self, qr: Tensor, late: dict[str, Any] | None = None) -> tuple[Tensor, Tensor]:
+        """Of a row's low-rank query: heads [row, head, dim], and the rest of the product. late: what the product is told besides."""
         a = self.c.attention
-        q, rest = self.second(qr, self.q_norm).split([a.n_head * a.head_dim, self._n_rest], -1)
+        q, rest = self.second(qr, self.q_norm, **(late or {})).split([a.n_head * a.head_dim, self._n_rest], -1)
         return q.view(-1, a.n_head, a.head_dim), rest
 
     @property
     def _n_rest(self) -> int:
         return self.c.indexer.n_head * self.c.indexer.dim if self.indexed is not None else 0
 
-    def _compress(self, products: Sequence[Tensor], parts: dict[str, PartMemory], pool: KVPool, batch: Batch) -> None:
+    def _compress(
+        self,
+        products: Sequence[Tensor],
+        parts: dict[str, PartMemory],
+        pool: KVPool,
+        batch: Batch,
+        beside: dict[str, bool],
+    ) -> None:
         """Rows of the keys' compressor, then of the indexer's if the layer has one."""
         assert self.rows is not None
         ring = cast(RingRows, parts[PARTIAL])
         if self.indexed is None:
-            return self.rows(products[0], ring, pool, batch)
+            return self.rows(products[0], ring, pool, batch, beside)
         own, index = cast(RingRows, parts[INDEX_PARTIAL]), cast(KVPool, parts[INDEX])
         if self.both is None:
-            self.rows(products[0], ring, pool, batch)
-            return self.indexed(products[1], own, index, batch)
+            self.rows(products[0], ring, pool, batch, beside)
+            return self.indexed(products[1], own, index, batch, beside)
         given = self.rows.given(products[0], ring, pool), self.indexed.given(products[1], own, index)
-        self.both(*given, self.rows.freq, batch)
+        self.both(*given, self.rows.freq, batch, **beside)
 
     def place(self, streams: Streams, n_row: int) -> fuse.Place | None:
         """Where `streams` may put what the layer reads."""
@@ -158,11 +167,16 @@ class WindowAttention:
         """place: where y lies ready for the first product, if it does."""
         parts = memory.layers[layer]
         qr, kv, *rest = fuse.product_of(self.first, y, self.norm, place).split(self.sizes, -1)
-        q, index_q = self.queries(qr)
+        # what reads the first product alone runs beside the second
+        compressors = [of.compress for of in (self.rows, self.indexed) if of is not None]
+        keys = fuse.keys_room(self.attend, compressors, self.second, len(kv))
+        q, index_q = self.queries(qr, {} if keys is None else {"late": True})
         pool, chosen = None, None
         if self.rows is not None:
             pool = cast(KVPool, parts[ROWS])
-            self._compress(rest, parts, pool, batch)
+            self._compress(rest, parts, pool, batch, {} if keys is None else {"beside": True})
+        if keys is not None:
+            fuse.put_keys(self.attend, kv, self.key_tail, batch, keys)
         if self.indexed is not None:
             index_pool = cast(KVPool, parts[INDEX])
             index_q = index_q.view(-1, self.c.indexer.n_head, self.c.indexer.dim)
@@ -209,14 +223,24 @@ class StreamExperts:
     ) -> Tensor | fuse.Shares:
         """given: what the table says of the rows' tokens. place: where y lies ready for the shared expert, if it does. streams: what merges the
         result with the next reading, if anything does; it may sum what experts gave, too: of one rank, for those of several are summed first."""
+        shared, ready, routes = self._chosen(y, given, place)
+        if self.ranks is None:
+            return fuse.experts_into(self.experts, y, routes, self.norm, Added(shared), ready, streams)
+        return self.ranks.sum(self.experts(y, routes.ids, routes.weights, self.norm, Added(shared), ready))
+
+    def _chosen(
+        self, y: Tensor, given: Tensor | None, place: fuse.Place | None
+    ) -> tuple[Tensor | None, object, Routes]:
+        """What the shared expert gives, rows that the others read, and which ones do."""
+        scored = self.router, self.bias, given
+        both = fuse.chosen_beside(self.down, self.hands, self.route, self.experts, y, self.norm, place, scored)
+        if both is not None:
+            return both
         shared = None
         if self.gate_up is not None and self.down is not None:
             shared = fuse.one_after_other(self.gate_up, self.down, self.hands, y, self.norm, place)
         ready, beside = fuse.before_choice(self.route, self.experts, y, self.norm, self.norm)
-        routes = self.route(y, self.norm.weight, self.router, self.bias, given, **beside)
-        if self.ranks is None:
-            return fuse.experts_into(self.experts, y, routes, self.norm, Added(shared), ready, streams)
-        return self.ranks.sum(self.experts(y, routes.ids, routes.weights, self.norm, Added(shared), ready))
+        return shared, ready, self.route(y, self.norm.weight, *scored, **beside)
 
 
 class StreamBlock:

@@ -11,12 +11,14 @@ import pytest
 import torch
 from harness import FIXTURES, Bench
 
+from pyspec.cuda import fuse
 from pyspec.cuda.ops.compress import cuda as compress_cuda
 from pyspec.cuda.ops.compress.op import compress
 from pyspec.cuda.ops.index_rows import cuda as index_cuda
 from pyspec.cuda.ops.index_rows.op import index_rows
 from pyspec.cuda.ops.sparse_attend import cuda as sparse_cuda
 from pyspec.cuda.ops.sparse_attend.op import sparse_attend
+from pyspec.models.deepseek4 import WindowAttention
 
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 import itertools
@@ -65,3 +67,30 @@ def test_logits_are_the_references_in_chunks_and_verifies_of_any_width(name: str
     off = (got - want).abs().amax(-1) / want.std()
     assert bool((off < 0.02).float().mean() > 0.95), off  # rounded queries may turn a near tie of the indexer
     assert not torch.equal(got, want)
+
+
+def test_keys_and_compressors_give_the_same_bits_ahead_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As beside a product of few rows: here it is the reference's, which can not be `late`."""
+    tokens = [(7 * i * i + 3 * i) % 300 for i in range(160)]
+    cuts, taken = [0, 100, 101, 105, 113, 120, 121, 132, 140, 148], []
+    queries, room = WindowAttention.queries, fuse.keys_room
+
+    def run() -> torch.Tensor:
+        bench, out = Bench(FIXTURES / "deepseek4.gguf", n_slot=1, n_ctx=400, kv=torch.float16), []
+        for a, b in itertools.pairwise(cuts):
+            seq = bench.seq(0, tokens[a:b], keep=False)
+            out.append(bench.forward(seq).logits[: b - a])
+            bench.commit(seq, b - a)
+        return torch.cat(out)
+
+    def take(attend: object, compressors: list[object], product: object, n_row: int) -> torch.Tensor | None:
+        assert room(attend, compressors, product, n_row) is None  # type: ignore[arg-type]
+        taken.append(attend.take_keys(n_row))  # type: ignore[attr-defined]
+        return taken[-1]
+
+    with kernels():
+        want = run()
+        monkeypatch.setattr(fuse, "keys_room", take)
+        monkeypatch.setattr(WindowAttention, "queries", lambda self, qr, late: queries(self, qr))
+        assert torch.equal(run(), want)
+    assert 0 < sum(t is not None for t in taken) < len(taken)

@@ -16,6 +16,9 @@
 // A ring is read as it was before the batch. Rows of few tokens overwrite none that is read: a sequence of up to `n_direct` rows is kept at
 // once, longer ones by a launch of their own.
 //
+// beside: this runs beside a product that reads nothing of it and lets it start when all before the product is over (linear_pair.cu,
+// `late`). So it reads at once, and is not over before the product is. What tokens gave is read past L1: nobody may have waited for it.
+//
 // Macros: ROW_DIM and ROW_GROUPS (DIM and GROUPS of what a build makes), RATIO, OVERLAPS, N_ROT, KV_KIND, OP_ID; where two are made at once
 // BESIDE_DIM, BESIDE_GROUPS.
 #include "kv_types.cuh"
@@ -60,7 +63,7 @@ struct Compressor {
   static_assert(DIM % 4 == 0 && TOKENS % GROUPS == 0 && THREADS <= 1024 && THREADS % 32 == 0 && N_ROT % 2 == 0, "tokens do not divide");
 
   static __device__ __forceinline__ float4 biased(const Given& given, i64 row, i64 at, int channel) {
-    const float4 s = *reinterpret_cast<const float4*>(given.scores + row * given.score_step + channel);
+    const float4 s = __ldcg(reinterpret_cast<const float4*>(given.scores + row * given.score_step + channel));
     const float4 p = *reinterpret_cast<const float4*>(given.places + at % RATIO * WIDTH + channel);
     return make_float4(s.x + p.x, s.y + p.y, s.z + p.z, s.w + p.w);
   }
@@ -68,7 +71,8 @@ struct Compressor {
   static __device__ __forceinline__ void keep(const Given& given, const Own& o, int row, int n_thread) {
     const i64 to = (static_cast<i64>(o.slot) * given.n_ring + o.at % given.n_ring) * WIDTH;
     for (int i = threadIdx.x * 4; i < WIDTH; i += n_thread * 4) {
-      *reinterpret_cast<float4*>(given.ring_values + to + i) = *reinterpret_cast<const float4*>(given.values + row * given.value_step + i);
+      const float4 v = __ldcg(reinterpret_cast<const float4*>(given.values + row * given.value_step + i));
+      *reinterpret_cast<float4*>(given.ring_values + to + i) = v;
       *reinterpret_cast<float4*>(given.ring_scores + to + i) = biased(given, row, o.at, i);
     }
   }
@@ -95,7 +99,7 @@ struct Compressor {
       if (at >= o.n_past) {
         const i64 row = o.start + (at - o.n_past);
         s[i] = biased(given, row, at, channel);
-        v[i] = *reinterpret_cast<const float4*>(given.values + row * given.value_step + channel);
+        v[i] = __ldcg(reinterpret_cast<const float4*>(given.values + row * given.value_step + channel));
       } else if (at >= 0) {
         const i64 from = (static_cast<i64>(o.slot) * given.n_ring + at % given.n_ring) * WIDTH + channel;
         s[i] = __ldcg(reinterpret_cast<const float4*>(given.ring_scores + from));
@@ -198,15 +202,15 @@ extern "C" __global__ void __launch_bounds__(Main::THREADS)
 compress_rows(const float* values, const float* scores, const float* places, const float* norm, const double* freq, float* ring_values, float* ring_scores,
               Kv* rows, const i64* positions, const i64* kv_rows, const int* row_seq, const int* seq_start, const int* seq_slot,
               int* fault, i64 value_step, i64 score_step, int n_slot, int n_ring, int n_direct, int n_all, int page_size, int per_page,
-              int n_page, float eps) {
+              int n_page, int beside, float eps) {
   let_successor_start();
   const int row = blockIdx.x;
   const Given given = {values, scores, places, value_step, score_step, ring_values, ring_scores, n_ring};
   const Own o = own_of(row, n_all, n_slot, positions, row_seq, seq_start, seq_slot, fault);
   const i64 place = o.seq < 0 ? 0 : kv_rows[row];
-  wait_for_predecessor();
-  if (o.seq < 0) return;
-  compress_row<Main>(given, o, row, norm, freq, rows, place, {page_size, per_page, n_page}, n_direct, eps, fault);
+  if (!beside) wait_for_predecessor();
+  if (o.seq >= 0) compress_row<Main>(given, o, row, norm, freq, rows, place, {page_size, per_page, n_page}, n_direct, eps, fault);
+  if (beside) wait_for_predecessor();
 }
 
 #if BESIDE_DIM > 0
@@ -219,7 +223,7 @@ compress_both(const float* values, const float* scores, const float* places, con
               const float* values2, const float* scores2, const float* places2, const float* norm2, float* ring_values2, float* ring_scores2,
               Kv* rows2, const double* freq, const i64* positions, const i64* kv_rows, const int* row_seq, const int* seq_start,
               const int* seq_slot, int* fault, i64 step, int n_slot, int n_ring, int n_direct, int n_all, int page_size, int per_page,
-              int n_page, float eps) {
+              int n_page, int beside, float eps) {
   let_successor_start();
   const int row = blockIdx.x;
   const bool is_beside = blockIdx.y == 1;
@@ -227,14 +231,14 @@ compress_both(const float* values, const float* scores, const float* places, con
   const Own o = own_of(row, n_all, n_slot, positions, row_seq, seq_start, seq_slot, fault);
   const i64 place = o.seq < 0 ? 0 : kv_rows[row];
   const Pages pages = {page_size, per_page, n_page};
-  wait_for_predecessor();
-  if (o.seq < 0) return;
-  if (is_beside)
+  if (!beside) wait_for_predecessor();
+  if (o.seq >= 0 && is_beside)
     compress_row<Beside>({values2, scores2, places2, step, step, ring_values2, ring_scores2, n_ring}, o, row, norm2, freq, rows2, place, pages,
                          n_direct, eps, fault);
-  else
+  if (o.seq >= 0 && !is_beside)
     compress_row<Main>({values, scores, places, step, step, ring_values, ring_scores, n_ring}, o, row, norm, freq, rows, place, pages,
                        n_direct, eps, fault);
+  if (beside) wait_for_predecessor();
 }
 #endif
 

@@ -24,11 +24,11 @@ OP_ID = faults.NUMBERS["compress"]  # in the fault record, which names the seque
 MOST_THREADS, KEEPERS = 512, 128
 FEW = 128  # rows up to which two compressors share a launch
 FORMS = {
-    "compress_rows": "ppppp" + "ppp" + "ppppp" + "p" + "ll" + "iiiiiii" + "f",
+    "compress_rows": "ppppp" + "ppp" + "ppppp" + "p" + "ll" + "iiiiiiii" + "f",
     "compress_keep": "ppppp" + "pppp" + "p" + "ll" + "iiii",
 }
 BOTH = {
-    "compress_both": 2 * "ppppppp" + "p" + "ppppp" + "p" + "l" + "iiiiiii" + "f",
+    "compress_both": 2 * "ppppppp" + "p" + "ppppp" + "p" + "l" + "iiiiiiii" + "f",
     "compress_keep_both": 2 * "ppppp" + "pppp" + "p" + "l" + "iiii",
 }
 Given = tuple[Tensor, Tensor, Tensor, Tensor, RingRows, KVPool]  # a call's arguments but for freq and the batch
@@ -75,7 +75,9 @@ def _kernels(device: torch.device, spec: CompressSpec) -> dict[str, Kernel]:
 
 
 class CompressLaunch:
-    """Called as the reference is."""
+    """Called as the reference is. beside: beside the product that was launched last, `late`, and of which it reads nothing."""
+
+    runs_beside = True
 
     def __init__(self, spec: CompressSpec) -> None:
         self.spec, self.kernels, self.width = spec, _kernels(spec.device, spec), (1 + spec.overlaps) * spec.dim
@@ -97,6 +99,7 @@ class CompressLaunch:
         ring: RingRows,
         pool: KVPool,
         batch: Batch,
+        beside: bool = False,
     ) -> None:
         values, scores, i32 = self._rows(values), self._rows(scores), np.int32
         self._check((values, scores, places), norm, freq, ring, pool, batch)
@@ -125,7 +128,7 @@ class CompressLaunch:
             *steps,
             *slots,
         ]
-        args += [*map(i32, (batch.page_size, per_page, n_page)), np.float32(self.spec.eps)]
+        args += [*map(i32, (batch.page_size, per_page, n_page, beside)), np.float32(self.spec.eps)]
         self.kernels["compress_rows"].launch((n_row,), self.threads, args, overlap=self.overlap)
         if n_row > n_direct:  # some sequence may have more
             self._keep((values, scores, places), ring, batch)
@@ -174,7 +177,7 @@ class BothLaunch:
         self.main, self.beside, self.kernels = main, beside, _both(main.spec.device, main.spec, beside.spec)
         self.threads = max(main.threads, beside.threads)
 
-    def __call__(self, one: Given, other: Given, freq: Tensor, batch: Batch) -> None:
+    def __call__(self, one: Given, other: Given, freq: Tensor, batch: Batch, beside: bool = False) -> None:
         i32, launches, given = np.int32, (self.main, self.beside), (one, other)
         pointers: list[Arg] = []
         kept: list[Arg] = []
@@ -191,11 +194,11 @@ class BothLaunch:
         n_slot, n_ring, n_direct, per_page, n_page = next(iter(sizes))
         if not 0 < n_row <= FEW or len(steps) > 1 or len(sizes) > 1:
             for launch, (values, scores, places, norm, ring, pool) in zip(launches, given, strict=True):
-                launch(values, scores, places, norm, freq, ring, pool, batch)
+                launch(values, scores, places, norm, freq, ring, pool, batch, beside)
             return
         b, step, slots = batch, np.int64(next(iter(steps))), (n_slot, n_ring, n_direct, n_row)
         seqs: list[Arg] = [b.row_seq, b.seq_start, b.seq_slot, self.main.fault, step, *map(i32, slots)]
-        pages: list[Arg] = [*map(i32, (b.page_size, per_page, n_page)), np.float32(self.main.spec.eps)]
+        pages: list[Arg] = [*map(i32, (b.page_size, per_page, n_page, beside)), np.float32(self.main.spec.eps)]
         overlap, args = self.main.overlap, [*pointers, freq, b.positions, b.kv_rows, *seqs, *pages]
         self.kernels["compress_both"].launch((n_row, 2), self.threads, args, overlap=overlap)
         if n_row > n_direct:  # some sequence may have more

@@ -38,6 +38,7 @@ from pyspec.gguf import GGMLType
 MAX_ROWS, MAX_TICKETS = 128, 1 << 16
 FEW_UNITS, NEARLY_ALL = 5, 0.95  # of a CTA; of the multiprocessors
 HANDED_ROWS = 32  # rows up to which a product writes the next one's rows
+LATE_ROWS = 8  # rows up to which a product leaves room beside it: the least that kernels are made for
 FEW = 16  # rows up to which memory is all that bounds a product
 HALVES = (GGMLType.F16, GGMLType.BF16)
 _SHARED = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}  # KiB a block may have
@@ -196,7 +197,7 @@ def step(device: torch.device, type: GGMLType, build: Build | Epilogue, shape: T
     code = compile_cubin(stem(capability), arch_of(capability), defines(type, shape, stages, build))
     shared = stages * stage_bytes(type, shape)
     threads = 32 * (shape.n_warp + (code.stem == "linear_sm90"))  # there a warp of its own copies
-    return _Built(shape, code.kernel("linear", "ppppppppiiii").allow_shared(shared), threads, shared)
+    return _Built(shape, code.kernel("linear", "ppppppppiiiii").allow_shared(shared), threads, shared)
 
 
 @per_device
@@ -239,14 +240,20 @@ class LinearLaunch:
             rows = self.rows(x[part])
             self.multiply(rows, packed, out[part], None if residual is None else residual[part])
 
-    def multiply(self, rows: Rows, packed: Packed, out: Tensor, residual: Tensor | None = None) -> None:
-        """The product alone, for rows that several matrices share."""
+    def has_late(self, n_row: int) -> bool:
+        """Whether `multiply` may be `late` with so many rows: where somebody has room beside it (docs/log.md)."""
+        return 0 < n_row <= LATE_ROWS and LATE_ROWS in self.steps and self.rows.overlap
+
+    def multiply(
+        self, rows: Rows, packed: Packed, out: Tensor, residual: Tensor | None = None, late: bool = False
+    ) -> None:
+        """The product alone, for rows that several matrices share. late: see PairLaunch."""
         assert out.is_contiguous() and out.shape == (rows.n_row, self.spec.n_out) and out.dtype == torch.float32
         assert (packed.n_out, packed.n_in, packed.type) == (self.spec.n_weight_row, self.spec.n_in, self.spec.type)
         assert (residual is not None) == (self.spec.epilogue is Epilogue.RESIDUAL)
         if rows.pad in self.pairs:
-            return self.pairs[rows.pad](rows, packed, out, residual, self.rows.overlap)
-        self._whole(rows, packed, out if residual is None else residual, out)
+            return self.pairs[rows.pad](rows, packed, out, residual, self.rows.overlap, late)
+        self._whole(rows, packed, out if residual is None else residual, out, late)
 
     def hand(self, rows: Rows, packed: Packed, into: RowsLaunch) -> Rows:
         """The product alone, into the next one's rows, over `spec.hands`."""
@@ -258,10 +265,10 @@ class LinearLaunch:
             self._whole(rows, packed, to.powers, to.blocks)
         return to
 
-    def _whole(self, rows: Rows, packed: Packed, residual: Tensor, out: Tensor) -> None:
+    def _whole(self, rows: Rows, packed: Packed, residual: Tensor, out: Tensor, late: bool = False) -> None:
         run = self.steps[rows.pad]
         args = (packed.data, rows.blocks, rows.sums, rows.powers, residual, out, self.partial, self.tickets)
-        sizes = (np.int32(rows.n_row), *self.sizes)
+        sizes = (np.int32(rows.n_row), *self.sizes, np.int32(late))
         run.kernel.launch(self.grid, run.threads, (*args, *sizes), run.shared, overlap=self.rows.overlap)
 
 

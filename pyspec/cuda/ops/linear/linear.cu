@@ -41,7 +41,7 @@ __device__ __forceinline__ void load_stage(u32 to, const u8* weights, const u16*
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     linear(const u8* __restrict__ weights, const u16* __restrict__ x, const float* __restrict__ sums,
            const float* __restrict__ powers, const float* residual, float* out, float* partial, int* tickets, int n_row,
-           int n_out, int n_tile16, int n_chunk) {
+           int n_out, int n_tile16, int n_chunk, int) {
   extern __shared__ uint4 stages[];
   const u32 base = shared_address(stages);
   const Shape s{n_row, n_out, n_tile16, n_chunk};

@@ -13,6 +13,8 @@
 // ROW_LANES of another rows, a slot each. Who waits for a slot must be who filled it before: n_slot is a multiple of
 // LANES * COPIERS, and no less than ROW_LANES.
 //
+// late: the successor starts when what came before this launch is over, not as soon as this one has begun: it may use that without a wait.
+//
 // Macros beside quants.cuh's: GROUPS, WAYS_M, TILES_N, EPILOGUE, COPIERS, LANES, ROW_LANES, MAX_SLOTS.
 #define WARPS_N 1
 #include "linear_block.cuh"
@@ -304,7 +306,7 @@ struct Beside {
 extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads + 32 * COPIERS + 32, 1)
     linear_pair(const u8* __restrict__ weights, const u8* x, const u8* sums, const float* powers, const float* residual,
                 float* out, int n_row, int n_out, int n_group, int n_chunk, int n_slot, int slot_weights, int window,
-                int steady) {
+                int steady, int late) {
   extern __shared__ __align__(128) uint4 memory[];
   __shared__ u64 barriers[3 * MAX_SLOTS + 2];
   const Sizes s{n_row, n_out, n_group, n_chunk, n_slot, slot_weights + kRowBytes + kSumBytes, slot_weights, window, steady};
@@ -325,7 +327,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads 
   }
   __syncthreads();
   arrive_at_cluster();
-  let_successor_start();  // it finds room as CTAs end, and waits for their results itself
+  if (!late) let_successor_start();  // it finds room as CTAs end, and waits for their results itself
 
   if (warp >= kWarps) {
     const int own = (warp - kWarps) * LANES + lane;
@@ -336,6 +338,7 @@ extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads 
     return;
   }
   wait_for_predecessor();
+  if (late) let_successor_start();
   wait_for_cluster();
 
   const int m = warp / WAYS_K, k = warp % WAYS_K;  // a scheduler's warps share the groups of its pieces

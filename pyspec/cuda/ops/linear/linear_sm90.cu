@@ -5,6 +5,7 @@
 // stages one by one and leave them one by one, so nothing holds all warps together. A warp fetches a block's codes while
 // it multiplies the block before, across stages too: with two warps a scheduler, latency is what there is to hide.
 // Weights do not depend on the predecessor: with a programmatic launch the first stages stream in while it ends.
+// late: the successor starts when what came before this launch is over, not as soon as this one has begun (linear_pair.cu).
 // Beside linear.cu's macros: WINDOW and STEADY, stages under way at most before the predecessor is over, and after.
 #include "linear.cuh"
 #include "bulk.cuh"
@@ -281,7 +282,7 @@ __device__ __forceinline__ void sum_units(Accumulator& acc, Ring& at, int n, u32
 extern "C" __global__ void BOUNDS
     linear(const u8* __restrict__ weights, const u16* __restrict__ x, const float* __restrict__ sums,
            const float* __restrict__ powers, const float* residual, float* out, float* partial, int* tickets, int n_row,
-           int n_out, int n_tile16, int n_chunk) {
+           int n_out, int n_tile16, int n_chunk, int late) {
   extern __shared__ __align__(128) uint4 stages[];
   __shared__ u64 barriers[3 * STAGES];
   const u32 base = shared_address(stages), full = shared_address(barriers), empty = full + STAGES * 8,
@@ -298,7 +299,7 @@ extern "C" __global__ void BOUNDS
     barriers_visible();
   }
   __syncthreads();
-  let_successor_start();  // it finds room as CTAs end, and waits for their results itself
+  if (!late) let_successor_start();  // it finds room as CTAs end, and waits for their results itself
 
   if (threadIdx.x >= kThreads) {
     const Source from{weights, reinterpret_cast<const u8*>(x), reinterpret_cast<const u8*>(sums),
@@ -307,6 +308,7 @@ extern "C" __global__ void BOUNDS
     return;
   }
   wait_for_predecessor();
+  if (late) let_successor_start();
 
   const Shape s{n_row, n_out, n_tile16, n_chunk};
   Ring at{0, 0};

@@ -94,7 +94,7 @@ def defines(
 @per_device
 def _kernel(device: torch.device, macros: tuple[tuple[str, int | str], ...], n_shared: int) -> Kernel:
     code = compile_cubin("linear_pair", arch_of(torch.cuda.get_device_capability(device)), dict(macros))
-    return code.kernel("linear_pair", "ppppppiiiiiiii").allow_shared(n_shared)
+    return code.kernel("linear_pair", "ppppppiiiiiiiii").allow_shared(n_shared)
 
 
 class PairLaunch:
@@ -110,7 +110,10 @@ class PairLaunch:
         sizes = (spec.n_out, n_group, n_chunk, ring_.n_slot, ring_.weights, ring_.early, ring_.steady)
         self.sizes = tuple(np.int32(n) for n in sizes)
 
-    def __call__(self, rows: Rows, packed: Packed, out: Tensor, residual: Tensor | None, overlap: bool) -> None:
+    def __call__(
+        self, rows: Rows, packed: Packed, out: Tensor, residual: Tensor | None, overlap: bool, late: bool = False
+    ) -> None:
+        """late: what is launched next begins when all before this product is over, and may use that without a wait."""
         tensors = (packed.data, rows.blocks, rows.sums, rows.powers, out if residual is None else residual, out)
-        args: tuple[Arg, ...] = (*tensors, np.int32(rows.n_row), *self.sizes)
+        args: tuple[Arg, ...] = (*tensors, np.int32(rows.n_row), *self.sizes, np.int32(late))
         self.kernel.launch(self.grid, 32 * (4 * WAYS_M + COPIERS + 1), args, self.n_bytes, overlap=overlap)

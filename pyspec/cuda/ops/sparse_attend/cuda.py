@@ -34,7 +34,7 @@ EXACT, LONG_ROW = (
 MOST_FLOATS = 34 << 20  # of the parts of one launch: LONG_ROW of 64 heads
 MAX_WINDOW = 1024
 FORMS = {
-    "sparse_keys": "pppppp" + "l" + "f",
+    "sparse_keys": "pppppp" + "l" + "i" + "f",
     "sparse_parts": "ppppp" + "pppppp" + "pp" + "p" + "l" + "i" * 15 + "ff",
     "sparse_merge": "ppppp" + "ppppp" + "ppp" + "ppp" + "i" * 17 + "f",
     "sparse_ring": "ppppppp" + "iii",
@@ -42,6 +42,7 @@ FORMS = {
 Given = tuple[Tensor, Tensor, KeyTail, RingRows, KVPool | None, Tensor | None, Tensor]
 COSTS = {16: 1.0, 32: 1.3, 64: 1.6}  # of a part, by the heads of a CTA; guessed
 SUB = 64  # keys that are weighed at once
+BESIDE_ROWS = 8  # rows up to which the batch's keys are made beside a product; 0: never
 LONG_KEYS = 64  # of a tile of 64 heads: there is room for the next one, too
 
 
@@ -179,6 +180,26 @@ class SparseLaunch:
         self.kernels = {build: _kernels(spec.device, build) for build in {*self.builds, self.long}}
         self.fault, self.eps = faults.record(spec.device), np.float32(spec.eps)
         self.scale = np.float32(spec.dim**-0.5 * math.log2(math.e))
+        self._held: tuple[Tensor, Tensor] | None = None
+
+    def take_keys(self, n_row: int) -> Tensor | None:
+        """Memory for `keys_beside`, taken before the product is launched; None: a call makes them."""
+        return self._own(n_row) if 0 < n_row <= BESIDE_ROWS else None
+
+    def keys_beside(self, kv: Tensor, tail: KeyTail, batch: Batch, own: Tensor) -> None:
+        """The batch's keys ahead of the call with just this kv, beside a product that is `late`; of what was launched behind that one nothing
+        may be under way but what runs beside it, too."""
+        self._keys(kv, tail, batch, own, beside=True)
+        self._held = kv, own
+
+    def _own(self, n_row: int) -> Tensor:
+        return torch.empty(n_row, self.spec.dim, dtype=self.spec.kv, device=self.spec.device)
+
+    def _keys(self, kv: Tensor, tail: KeyTail, batch: Batch, own: Tensor, beside: bool) -> None:
+        kv, build = aligned(kv), self.builds[0]  # of which they do not hang
+        args: list[Arg] = [kv, tail.norm, tail.freq, batch.positions, batch.row_seq, own, np.int64(kv.stride(0))]
+        args += [np.int32(beside), self.eps]
+        self.kernels[build]["sparse_keys"].launch((len(kv),), 128, args, overlap=self.overlap)
 
     def __call__(
         self,
@@ -209,7 +230,9 @@ class SparseLaunch:
         """to: results as rows or as blocks, the other is nobody's, with faults between."""
         q, kv, tail, ring, pool, chosen, sinks = given
         spec, i32, none, overlap = self.spec, np.int32, np.int64(0), self.overlap
-        q, kv, rows = aligned(q), aligned(kv), ring.rows[ROWS]
+        held, self._held = self._held, None
+        is_held = held is not None and held[0] is kv
+        q, rows = aligned(q), ring.rows[ROWS]
         self._check((q, kv, sinks), tail, rows, pool, chosen, batch)
         n_row, n_col = q.shape[0], batch.page_table.shape[1]
         if not n_row:
@@ -228,11 +251,11 @@ class SparseLaunch:
         per = min(rows_at_once(spec, n_row, max_part), build.rows)
         part = torch.empty(per * max_part * spec.n_head * spec.dim, device=q.device)
         part_ml = torch.empty(per * max_part * spec.n_head * 2, device=q.device)
-        own = torch.empty(n_row, spec.dim, dtype=spec.kv, device=q.device)
+        own = held[1] if held is not None and is_held else self._own(n_row)
         kernels = self.kernels[build]
         args: list[Arg]
-        args = [kv, tail.norm, tail.freq, batch.positions, batch.row_seq, own, np.int64(kv.stride(0)), self.eps]
-        kernels["sparse_keys"].launch((n_row,), 128, args, overlap=overlap)
+        if not is_held:
+            self._keys(kv, tail, batch, own, beside=False)
         layout = [batch.page_table, batch.positions, batch.row_seq, batch.seq_start, batch.seq_slot]
         counts = (n_col, batch.page_size, ratio, per_page, n_page, top_k, spec.n_head, rows.shape[0], ring.n_row)
         places, step = list(map(i32, counts)), np.int64(q.stride(0))

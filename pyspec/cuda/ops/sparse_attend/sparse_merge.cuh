@@ -1,10 +1,10 @@
 // What comes before the parts of rows and behind them: the batch's keys, the sums of parts, the rings.
 #pragma once
 
-// Grid (row), block 128, four dims a thread: keys normed, turned and rounded.
+// Grid (row), block 128, four dims a thread: keys normed, turned and rounded. beside: as in compress.cu.
 extern "C" __global__ void __launch_bounds__(128)
 sparse_keys(const float* kv, const float* norm, const double* freq, const i64* positions, const int* row_seq, u16* own, i64 kv_step,
-            float eps) {
+            int beside, float eps) {
   let_successor_start();
   __shared__ float squares[4];
   const int row = blockIdx.x, dim = 4 * threadIdx.x;
@@ -12,14 +12,15 @@ sparse_keys(const float* kv, const float* norm, const double* freq, const i64* p
   Turns turns = {};
   float4 w = make_float4(0.f, 0.f, 0.f, 0.f), x = w;
   if (wanted) turns = turns_of(positions[row], freq, dim), w = *reinterpret_cast<const float4*>(norm + dim);
-  wait_for_predecessor();
-  if (wanted) x = *reinterpret_cast<const float4*>(kv + row * kv_step + dim);
+  if (!beside) wait_for_predecessor();
+  if (wanted) x = __ldcg(reinterpret_cast<const float4*>(kv + row * kv_step + dim));
   const float sum = warp_sum(square_of(x));
   if (threadIdx.x % 32 == 0) squares[threadIdx.x / 32] = sum;
   __syncthreads();
   const float by = scale_of((squares[0] + squares[1]) + (squares[2] + squares[3]), eps);
   x = make_float4(x.x * by * w.x, x.y * by * w.y, x.z * by * w.z, x.w * by * w.w);
   if (wanted) *reinterpret_cast<uint2*>(own + static_cast<i64>(row) * DIM + dim) = pack4(turned4(x, dim, turns));
+  if (beside) wait_for_predecessor();
 }
 
 struct RingArgs {
