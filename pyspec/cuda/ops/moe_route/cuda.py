@@ -78,7 +78,7 @@ def _both(device: torch.device, spec: RouteSpec) -> tuple[Kernel, Kernel, Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class RouteMemory:
     """Memory that a call writes, taken before the product was launched that it runs beside."""
 
     logits: Tensor
@@ -138,16 +138,16 @@ class RouteLaunch:
         self.n_multiprocessor = torch.cuda.get_device_properties(spec.device).multi_processor_count
         self.both = _both(spec.device, replace(spec, scale=1.0, eps=0.0)) if has_both(spec) and self.overlap else None
 
-    def take(self, n_row: int) -> Taken:
+    def take(self, n_row: int) -> RouteMemory:
         """What a call of so many rows writes."""
         spec = self.spec
         floats: dict[str, Any] = {"dtype": torch.float32, "device": spec.device}
         ids = torch.empty(n_row, spec.n_used, dtype=torch.int32, device=spec.device)
         weights = torch.empty(n_row, spec.n_used, **floats)
         gate = torch.empty(n_row, 1, **floats) if spec.gated else None
-        return Taken(torch.empty(n_row, self.n_score, **floats), Routes(ids, weights, gate))
+        return RouteMemory(torch.empty(n_row, self.n_score, **floats), Routes(ids, weights, gate))
 
-    def take_beside(self, n_row: int) -> Taken | None:
+    def take_beside(self, n_row: int) -> RouteMemory | None:
         """The same for a call beside a product, as `taken`; None: not of so many rows."""
         return self.take(n_row) if self.both is not None and 0 < n_row <= BESIDE_ROWS else None
 
@@ -161,7 +161,7 @@ class RouteLaunch:
         *,
         into: Rows | None = None,
         power: float = 1.0,
-        taken: Taken | None = None,
+        taken: RouteMemory | None = None,
     ) -> Routes:
         """`into`: where rows normed with `norm` go, over `power`, as rows.cu would put them. `taken`: what `take_beside` gave; of what was
         launched since, only a product may be under way, and that one `late` (PairLaunch)."""
