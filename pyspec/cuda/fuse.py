@@ -10,8 +10,8 @@ A launch that an op binds keeps the op's contract. What it can do besides, it sa
     sums_of      of streams: whether so many rows may go back as what experts gave each, not summed
     room, prepare, shares   of experts: rows that are ready before it is known which expert reads them, and products that
                             the next launch sums
-    take_beside  of a router: memory for a call that runs beside a product of few rows, of which it reads nothing
-    take_keys, keys_beside, runs_beside   the same of attention's new keys, and of compressors
+    take_keys, keys_beside, runs_beside   of attention's new keys, and of compressors: that they run beside a product of few rows, of which they
+                            read nothing
 
 So the torch reference, and every implementation without these, runs in the same models as it is. A product that ranks sum (`Summed`) is asked for what
 this rank has of it (`own`): that reads the rows. Sums behind it may prepare those of the next product (`link`).
@@ -186,7 +186,11 @@ class KeysBeside(Protocol):
 
 def keys_room(attend: object, compressors: Sequence[object], product: Product, n_row: int) -> Tensor | None:
     """Memory for the new keys of so many rows, where they and compressors run beside `product`, which is launched next, `late`; None where they
-    run behind it. They keep to what `chosen_beside` says."""
+    run behind it.
+
+    Both sides keep to this: the product lets them start when all before the product is over; they read nothing else, write what was taken
+    before the product was launched, and are not over before the product is (overlap.cuh).
+    """
     take = getattr(attend, "take_keys", None)
     if take is None or not isinstance(product, Streamed) or not product.has_late(n_row):
         return None
@@ -245,37 +249,6 @@ def before_choice(
     return prepare(x, prep), {}
 
 
-def chosen_beside(
-    next: Product | None,
-    hands: Handing | None,
-    route: object,
-    experts: object,
-    x: Tensor,
-    norm: Norm,
-    place: Place | None,
-    given: tuple[Tensor, Tensor | None, Tensor | None],
-) -> tuple[Tensor, object, Routes] | None:
-    """(next(hands(norm(x))), rows that experts read, what a router chooses of norm(x)), as `one_after_other`, `before_choice` and the router
-    give them, but the router runs beside `next`. None where it has to run behind it. given: the router's matrix and what follows it.
-
-    Both sides keep to this: the product lets the router start when all before the product is over; the router reads nothing else, writes
-    what was taken before the product was launched, and is not over before the product is.
-    """
-    take, room = getattr(route, "take_beside", None), getattr(experts, "room", None)
-    n_row = len(x)
-    if take is None or room is None or hands is None or not isinstance(next, Streamed) or not next.has_late(n_row):
-        return None
-    taken, into = take(n_row), room(n_row)
-    if taken is None or into is None:
-        return None
-    rows = hands(x, norm) if place is None else hands(place.rows.room(n_row))
-    if rows is None:
-        return None
-    y = next(rows, late=True)
-    launch = cast(Callable[..., Routes], route)
-    return y, into, launch(x, norm.weight, *given, into=into, power=norm.power, taken=taken)
-
-
 def experts_into(
     experts: ExpertsRun,
     x: Tensor,
@@ -294,7 +267,7 @@ def experts_into(
         and added.gate is None
         and sums_of(len(x))
     ):
-        return shares(ready, routes.ids, routes.weights, added, early=routes.early)
+        return shares(ready, routes.ids, routes.weights, added)
     return experts(x, routes.ids, routes.weights, prep, added, ready)
 
 

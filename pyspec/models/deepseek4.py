@@ -18,7 +18,7 @@ from pyspec.cuda.ops.compress.ref import CompressSpec
 from pyspec.cuda.ops.index_rows.op import index_rows
 from pyspec.cuda.ops.index_rows.ref import IndexSpec
 from pyspec.cuda.ops.moe.op import moe
-from pyspec.cuda.ops.moe.ref import Added, MoeSpec, Routes, RouteSpec
+from pyspec.cuda.ops.moe.ref import Added, MoeSpec, RouteSpec
 from pyspec.cuda.ops.moe_route.op import moe_route
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
@@ -223,24 +223,14 @@ class StreamExperts:
     ) -> Tensor | fuse.Shares:
         """given: what the table says of the rows' tokens. place: where y lies ready for the shared expert, if it does. streams: what merges the
         result with the next reading, if anything does; it may sum what experts gave, too: of one rank, for those of several are summed first."""
-        shared, ready, routes = self._chosen(y, given, place)
-        if self.ranks is None:
-            return fuse.experts_into(self.experts, y, routes, self.norm, Added(shared), ready, streams)
-        return self.ranks.sum(self.experts(y, routes.ids, routes.weights, self.norm, Added(shared), ready))
-
-    def _chosen(
-        self, y: Tensor, given: Tensor | None, place: fuse.Place | None
-    ) -> tuple[Tensor | None, object, Routes]:
-        """What the shared expert gives, rows that the others read, and which ones do."""
-        scored = self.router, self.bias, given
-        both = fuse.chosen_beside(self.down, self.hands, self.route, self.experts, y, self.norm, place, scored)
-        if both is not None:
-            return both
         shared = None
         if self.gate_up is not None and self.down is not None:
             shared = fuse.one_after_other(self.gate_up, self.down, self.hands, y, self.norm, place)
         ready, beside = fuse.before_choice(self.route, self.experts, y, self.norm, self.norm)
-        return shared, ready, self.route(y, self.norm.weight, *scored, **beside)
+        routes = self.route(y, self.norm.weight, self.router, self.bias, given, **beside)
+        if self.ranks is None:
+            return fuse.experts_into(self.experts, y, routes, self.norm, Added(shared), ready, streams)
+        return self.ranks.sum(self.experts(y, routes.ids, routes.weights, self.norm, Added(shared), ready))
 
 
 class StreamBlock:

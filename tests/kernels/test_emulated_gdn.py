@@ -376,14 +376,25 @@ def test_rows_prepared_on_the_way_have_the_bits_of_outputs_prepared_alone(
 
 
 @pytest.mark.sampled(most=1)
-@pytest.mark.parametrize(("capability", "chunked"), [((8, 6), gdn_cuda.NEVER), ((9, 0), 20)])
-def test_without_clusters_and_with_chunks_rows_are_prepared_alone(capability: tuple[int, int], chunked: int) -> None:
+@pytest.mark.parametrize(
+    ("capability", "chunked", "most"),
+    [((8, 6), gdn_cuda.NEVER, 1536), ((9, 0), 20, 1536), ((9, 0), gdn_cuda.NEVER, 3), ((9, 0), gdn_cuda.NEVER, 4)],
+    ids=["no clusters", "chunks", "many states", "few states"],
+)
+def test_without_clusters_with_chunks_and_of_many_states_rows_are_prepared_alone(
+    capability: tuple[int, int], chunked: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gdn_cuda, "MOST_PREPARED", most)
     shape, gen = shape_of(1, 2), torch.Generator().manual_seed(12)
     w, x, prep = weights(shape, gen), inputs(24, shape, gen), norm_of(shape, 24, gen)
     seqs = [seq(1, 20, True), seq(3, 4)]
     with emulated_gpu(capability):
         run = gdn_cuda.bind(GdnSpec(CPU, shape, EPS), columns=2, chunked=chunked)
+        places = gdn_cuda._place
+        called: list[int] = []
+        monkeypatch.setattr(gdn_cuda, "_place", lambda *given: (called.append(1), places(*given))[1])
         got = run.prepared(*x, *w, layer_of(shape), laid(seqs), into=Into(rows_of(shape, 7.0), prep))
+        assert bool(called) == (most == 4)
         want = rows_of(shape, 7.0)(run(*x, *w, layer_of(shape), laid(seqs)).flatten(1), prep)
     assert same(got, want)
 

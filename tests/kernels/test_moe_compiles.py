@@ -9,11 +9,8 @@ import torch
 from sampling import few
 
 from pyspec.cuda.jit import ARCHS, compile_cubin
-from pyspec.cuda.ops.linear import cuda as linear_cuda
-from pyspec.cuda.ops.linear import pair as linear_pair
 from pyspec.cuda.ops.linear.cuda import n_shared
 from pyspec.cuda.ops.linear.pack import CHUNKS
-from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.cuda.ops.moe import builds as moe_builds
 from pyspec.cuda.ops.moe import cuda as moe_cuda
 from pyspec.cuda.ops.moe.builds import (
@@ -106,31 +103,6 @@ def test_lists_and_routes_compile_for_every_architecture(arch: str) -> None:
         found = compile_cubin("moe_route", arch, moe_route_cuda.defines(spec), use_cache=False).resources
         assert found["moe_scores"].spill_bytes == found["moe_choose"].spill_bytes == 0
         assert found["moe_scores"].registers <= 128 and found["moe_choose"].registers <= 40
-        assert ("moe_both_1" in found) == ("moe_both_2" in found) == moe_route_cuda.has_both(spec)
-        assert all(found[name].spill_bytes == 0 for name in found)
-
-
-@pytest.mark.parametrize("given", [False, True])
-def test_a_router_of_deepseek4_has_room_beside_a_product_of_up_to_eight_rows(given: bool) -> None:
-    """Registers and shared memory of a multiprocessor of 9.0: each CTA has 1 KB more, which is the driver's."""
-    down = LinearSpec(CPU, GGMLType.Q8_0, 4096, 2048)
-    room = linear_cuda.n_shared((9, 0))
-    assert linear_pair.takes(down, linear_cuda.LATE_ROWS, room)
-    pair = compile_cubin(
-        "linear_pair",
-        "sm_90a",
-        linear_pair.defines(GGMLType.Q8_0, linear_cuda.LATE_ROWS, Epilogue.PLAIN),
-        use_cache=False,
-    ).resources["linear_pair"]
-    ring = linear_pair.ring(GGMLType.Q8_0, linear_cuda.LATE_ROWS, 256, 66, room)
-    spec = RouteSpec(CPU, 4096, 256, 6, "sqrtsoftplus", scale=1.5, biased=not given, given=given)
-    found = compile_cubin("moe_route", "sm_90a", moe_route_cuda.defines(spec), use_cache=False).resources
-    for name in ("moe_both_1", "moe_both_2"):
-        both = found[name]
-        assert pair.spill_bytes == both.spill_bytes == 0
-        taken = (-(-r.registers // 8) * 8 * n for r, n in ((pair, 352), (both, 256)))
-        assert sum(taken) <= 65536
-        assert ring.n_bytes + pair.shared_bytes + both.shared_bytes + 2 * 1024 <= 228 * 1024
 
 
 @pytest.mark.sampled(most=1)

@@ -53,6 +53,7 @@ from pyspec.slots.recurrent import StateLayer
 
 DIM = 128
 MANY, MANY_ROWS = 24, 4  # sequences from which a warp's convolution is enough for each, if none has more rows
+MOST_PREPARED = 1536  # states (value heads of all sequences) up to which a launch less is worth registers for it (docs/log.md)
 FEW_ROWS = 2  # in the mean, where some may have more: a graph has places for sequences that have none, and one warp takes 2 us a row
 CONV_ARGS = "plpplppp" + "ppppp" + "pppp" + "pppppp" + "pppp" + "iiiif" + "p"
 ROWS_ARGS = "ppp" + "pppp" + "pppppp" + "pppp" + "iiii" + "p"
@@ -158,13 +159,14 @@ class GdnLaunch:
         return out
 
     def prepared(self, *given: *Given, into: Into) -> Rows:
-        """into.rows(o, into.prep) of the outputs o of a call, without a launch of its own where there are clusters and no chunks.
+        """into.rows(o, into.prep) of the outputs o of a call, without a launch of its own where there are clusters, no chunks and not many states.
 
         Which way it goes does not depend on what a batch in a graph holds, and changes no bit. Rows of no sequence hold
         what was there before.
         """
         *tensors, layer, batch = given
-        if not self.clusters or chunked_of(batch, self.chunked):
+        many = batch.seq_slot.shape[0] * self.shape.n_v_head > MOST_PREPARED
+        if not self.clusters or many or chunked_of(batch, self.chunked):
             return into.rows(self(*given).flatten(1), into.prep)
         m, alpha, beta, a, dt_bias, conv_w = tensors
         self._run((m, alpha, beta), (a, dt_bias, conv_w), layer, batch, into)

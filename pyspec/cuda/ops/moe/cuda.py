@@ -203,7 +203,7 @@ def _step(
     def kernel(resident: int, split: bool, shared: int) -> Kernel:
         build = MoeBuild(type, pairs, stages, act, inner, listed, adds, next, resident, limit, split)
         code = compile_cubin("moe", arch_of(capability), build.defines())
-        return code.kernel("moe", "pppp" + "ppp" + "ppp" + "pppp" + "pppppp" + "l" + 10 * "i").allow_shared(shared)
+        return code.kernel("moe", "pppp" + "ppp" + "ppp" + "pppp" + "pppppp" + "l" + 9 * "i").allow_shared(shared)
 
     parts = kernel(0, True, PARTS * shared) if splits(type, pairs, listed, inner) else None
     return _Compiled({n: kernel(n, False, shared) for n in ways}, parts, shared, most_pairs(type, pairs, inner))
@@ -284,18 +284,10 @@ class _Product:
         self.n_multiprocessor = torch.cuda.get_device_properties(device).multi_processor_count
 
     def __call__(
-        self,
-        t: _Taken,
-        x: tuple[Tensor, ...],
-        step: int,
-        y: Shares,
-        h: _Between,
-        out: Tensor | None,
-        overlap: bool,
-        early: bool = False,
+        self, t: _Taken, x: tuple[Tensor, ...], step: int, y: Shares, h: _Between, out: Tensor | None, overlap: bool
     ) -> None:
         """x: blocks, sums and powers of what is multiplied, `step` of its layout. Writes y (downs) or h (gates and ups), and in out
-        the sums of y. early: of gates and ups, see Routes."""
+        the sums of y."""
         own = self.steps[t.pairs, t.listed] if out is None or self.adding is None else self.adding
         s, more, (n_row, n_used) = self.stack, self.shared, t.ids.shape
         sizes = s.scales.shape[1], t.n_expert, n_used, n_row, self.n_piece, step, self.n_out, self.n_group, self.n_chunk
@@ -310,7 +302,6 @@ class _Product:
             self.tickets,
             np.int64(s.records.shape[1]),
             *(np.int32(n) for n in sizes),
-            np.int32(early),
         ]
         n_shared, n_column = self.n_piece * -(-n_row // own.pairs), -(-self.n_group // GROUPS)
         n_job = n_column * (n_shared + n_taken(t.n_expert, n_used, n_row))
@@ -368,16 +359,9 @@ class Experts:
         return out
 
     def shares(
-        self,
-        rows: Rows,
-        ids: Tensor,
-        weights: Tensor,
-        added: Added = NOTHING,
-        out: Tensor | None = None,
-        early: bool = False,
+        self, rows: Rows, ids: Tensor, weights: Tensor, added: Added = NOTHING, out: Tensor | None = None
     ) -> Shares:
-        """The products alone, of `most` rows at most: who reads them next sums them. Of FEWEST rows they may be summed in `out`.
-        early: nothing was launched since the router that said so (Routes)."""
+        """The products alone, of `most` rows at most: who reads them next sums them. Of FEWEST rows they may be summed in `out`."""
         ids, weights = ids.contiguous(), weights.contiguous()
         (n_row, n_used), pieces = ids.shape, self.spec.pieces
         assert ids.dtype == torch.int32 and (n_row, n_used) == weights.shape == (rows.n_row, self.spec.n_used)
@@ -387,8 +371,7 @@ class Experts:
         y = torch.empty(n_row * (n_used + pieces), self.spec.n_in, dtype=torch.float32, device=ids.device)
         shared = y[n_row * n_used :] if pieces else added.shared
         shares = Shares(y, weights, shared, added.gate, added.residual, pieces or int(shared is not None))
-        early = early and not taken.listed
-        self.inner(taken, (rows.blocks, rows.sums, rows.powers), rows.pad, shares, h, None, overlap, early)
+        self.inner(taken, (rows.blocks, rows.sums, rows.powers), rows.pad, shares, h, None, overlap)
         self.down(taken, (h.blocks, h.sums, h.powers), h.step, shares, h, out, overlap)
         return shares
 

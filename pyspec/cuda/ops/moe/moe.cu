@@ -27,8 +27,8 @@
 //
 // Memory-bound: bytes of the experts in use, once for every kPad rows that took one. With few rows a CTA's work is
 // short and latency is what there is to hide: weights need the expert alone, so their first stages come before it is known
-// which rows they meet, the shared expert's before the predecessor is over (all, if what rows chose is there already: `early`);
-// and what the stores need is fetched before the sums are made. Gates and ups let the downs start when what rows chose has been written (past the first-level cache: a launch
+// which rows they meet, the shared expert's before the predecessor is over; and what the stores need is fetched before the
+// sums are made. Gates and ups let the downs start when what rows chose has been written (past the first-level cache: a launch
 // that starts early may find there what was chosen before): all but the activations may then be fetched beside them. A CTA's gates and
 // ups are whole blocks of the activation: it rounds them for the next launch itself. What experts gave a row is summed by the
 // launch after, or (ADDS: downs of the fewest rows) in the order of choice by the last warp to have its share of 16 columns.
@@ -191,7 +191,7 @@ extern "C" __global__ void __launch_bounds__(kBlock, kResident)
         const float* sums, const float* powers, const int* ids, const int* order, const int4* items, float* y, u16* blocks,
         float* block_sums, float* block_powers, const float* row_weights, const float4* shared, const float* gate,
         const float4* residual, float4* out, int* tickets, i64 expert_bytes, int n_scale, int n_expert, int n_used, int n_row,
-        int n_piece, int step, int n_out, int n_tile16, int n_chunk, int early) {
+        int n_piece, int step, int n_out, int n_tile16, int n_chunk) {
   if (!INNER) let_successor_start();
   extern __shared__ uint4 stages[];
   __shared__ float power[kPad];
@@ -205,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(kBlock, kResident)
   Item item{n_expert + piece, min(n_row - first_row, kPad)};
   int first_place = 0;
   if (!is_shared) {
-    if (INNER && !early) wait_for_predecessor();
+    if (INNER) wait_for_predecessor();
 #if LISTED
     const int4 given = __ldcg(items + own_item);
     item = {given.x, given.z}, first_place = given.y;
@@ -237,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(kBlock, kResident)
 
   const int pair = threadIdx.x / kSide % kPad, own = min(pair, item.n - 1);
   int taken = n_pair + piece * n_row + first_row + own;
-  if (!INNER || is_shared || early) wait_for_predecessor();
+  if (!INNER || is_shared) wait_for_predecessor();
 #if LISTED
   if (!is_shared) taken = __ldcg(order + first_place + own);
 #else

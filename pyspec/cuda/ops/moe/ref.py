@@ -56,13 +56,11 @@ class RouteSpec:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """ids [row, n_used] int32, weights [row, n_used] f32, gate [row, 1] f32 or None. early: who is launched next finds ids (past L1) as soon
-    as it begins, but nothing else yet."""
+    """ids [row, n_used] int32, weights [row, n_used] f32, gate [row, 1] f32 or None."""
 
     ids: Tensor
     weights: Tensor
     gate: Tensor | None = None
-    early: bool = False
 
 
 Route = Callable[Concatenate[Tensor, Tensor, Tensor, ...], Routes]

@@ -1,8 +1,7 @@
-"""`moe_route` on NVIDIA GPUs: moe_route.cu's two kernels, or one of the fewest rows. Sums are those of a row alone, whatever runs beside it.
+"""`moe_route` on NVIDIA GPUs: moe_route.cu's two kernels. Sums are those of a row alone, whatever runs beside it.
 
 Scores and what experts multiply are made of the same rows, so the first kernel may norm and round them for the experts, too
-(`RouteLaunch.__call__`'s `into`): a launch less before every choice. Who runs behind a product that reads nothing of it may run beside it
-(`taken`): in one launch, that needs no more than what was complete before the product.
+(`RouteLaunch.__call__`'s `into`): a launch less before every choice.
 """
 
 from __future__ import annotations
@@ -25,9 +24,6 @@ MAX_EXPERT, MAX_USED, MAX_COLUMNS = 512, 32, 16384
 KEPT, WARPS, MOST_ROWS = 2, 16, 32  # scores of a warp, warps and rows of a CTA at most: moe_route.cu's
 TIE = 1e-5  # between scores that rounding may turn
 FEW = 16  # rows up to which CTAs are small, so that all multiprocessors have some
-BESIDE_ROWS = 8  # rows up to which it runs beside a product; 0: never
-EARLY = True  # experts may begin then as soon as they are chosen
-BESIDE_EXPERTS = 256  # a thread each, of which registers beside a product hold no more
 
 
 def limits(spec: RouteSpec) -> str | None:
@@ -62,27 +58,6 @@ def defines(spec: RouteSpec) -> dict[str, int | str]:
 def _kernels(device: torch.device, spec: RouteSpec) -> tuple[Kernel, Kernel]:
     code = compile_cubin("moe_route", arch_of(torch.cuda.get_device_capability(device)), defines(spec))
     return code.kernel("moe_scores", "ppppppp" + "iiii" + "ff"), code.kernel("moe_choose", "pppppf")
-
-
-def has_both(spec: RouteSpec) -> bool:
-    """moe_route.cu's BOTH: whether there is a kernel that makes scores and chooses."""
-    return spec.n_expert <= BESIDE_EXPERTS and -(-spec.n_expert // 32) % -(-spec.n_in // 1024) == 0
-
-
-@per_device
-def _both(device: torch.device, spec: RouteSpec) -> tuple[Kernel, Kernel, Tensor]:
-    """Of one row and of more; tickets of as many as there may be."""
-    code = compile_cubin("moe_route", arch_of(torch.cuda.get_device_capability(device)), defines(spec))
-    one, more = (code.kernel(f"moe_both_{n}", "pppp" + "ppp" + "ppppp" + "iii" + "fff") for n in (1, 2))
-    return one, more, torch.zeros(MOST_ROWS, dtype=torch.int32, device=device)
-
-
-@dataclass(frozen=True, slots=True)
-class RouteMemory:
-    """Memory that a call writes, taken before the product was launched that it runs beside."""
-
-    logits: Tensor
-    routes: Routes
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,20 +111,6 @@ class RouteLaunch:
         self.n_score, self.n_choose = spec.n_expert + spec.gated, -(-spec.n_expert // 32) * 32
         self.overlap = torch.cuda.get_device_capability(spec.device) >= (9, 0)
         self.n_multiprocessor = torch.cuda.get_device_properties(spec.device).multi_processor_count
-        self.both = _both(spec.device, replace(spec, scale=1.0, eps=0.0)) if has_both(spec) and self.overlap else None
-
-    def take(self, n_row: int) -> RouteMemory:
-        """What a call of so many rows writes."""
-        spec = self.spec
-        floats: dict[str, Any] = {"dtype": torch.float32, "device": spec.device}
-        ids = torch.empty(n_row, spec.n_used, dtype=torch.int32, device=spec.device)
-        weights = torch.empty(n_row, spec.n_used, **floats)
-        gate = torch.empty(n_row, 1, **floats) if spec.gated else None
-        return RouteMemory(torch.empty(n_row, self.n_score, **floats), Routes(ids, weights, gate))
-
-    def take_beside(self, n_row: int) -> RouteMemory | None:
-        """The same for a call beside a product, as `taken`; None: not of so many rows."""
-        return self.take(n_row) if self.both is not None and 0 < n_row <= BESIDE_ROWS else None
 
     def __call__(
         self,
@@ -161,10 +122,8 @@ class RouteLaunch:
         *,
         into: Rows | None = None,
         power: float = 1.0,
-        taken: RouteMemory | None = None,
     ) -> Routes:
-        """`into`: where rows normed with `norm` go, over `power`, as rows.cu would put them. `taken`: what `take_beside` gave; of what was
-        launched since, only a product may be under way, and that one `late` (PairLaunch)."""
+        """`into`: where rows normed with `norm` go, over `power`, as rows.cu would put them."""
         spec, n_score = self.spec, self.n_score
         assert matrix.shape == (n_score, spec.n_in) and matrix.is_contiguous() and (bias is not None) == spec.biased
         assert norm.shape == (spec.n_in,) and norm.is_contiguous() and x.shape[1] == spec.n_in
@@ -173,50 +132,19 @@ class RouteLaunch:
         if given is not None:  # nothing is chosen: they go where a bias would
             assert given.shape == (n_row, spec.n_used)
             bias = given.to(torch.int32).contiguous()
-        own = self.take(n_row) if taken is None else taken
-        logits, routes = own.logits, own.routes
-        assert len(logits) == n_row
-        if not n_row:
-            return routes
-        to: list[Arg] = [logits] * 3 if into is None else [into.blocks, into.sums, into.powers]
-        pad = np.int32(0 if into is None or into.layout == PLANES else into.pad)
-        by = logits if bias is None else bias
-        chosen = by, routes.ids, routes.weights, logits if routes.gate is None else routes.gate
-        floats = np.float32(spec.eps), np.float32(power)
-        if taken is not None:
-            assert self.both is not None
-            one, more, tickets = self.both
-            n = self.n_both(n_row)
-            args = (
-                x,
-                norm,
-                matrix,
-                logits,
-                *to,
-                *chosen,
-                tickets,
-                np.int32(n),
-                pad,
-                np.int32(EARLY),
-                *floats,
-                np.float32(spec.scale),
-            )
-            (one if n_row == 1 else more).launch(
-                (n + (into is not None), n_row), self.n_choose, args, overlap=self.overlap
-            )
-            return Routes(routes.ids, routes.weights, routes.gate, EARLY)
-        spread = grid_of(spec, n_row, self.n_multiprocessor, into is not None)
-        sizes = np.int32(n_row), np.int32(spread.per_cta), np.int32(spread.scoring), pad
-        self.scores.launch(
-            spread.ctas, spread.threads, (x, norm, matrix, logits, *to, *sizes, *floats), overlap=self.overlap
-        )
-        self.choose.launch((n_row,), self.n_choose, (logits, *chosen, np.float32(spec.scale)), overlap=self.overlap)
-        return routes
-
-    def n_both(self, n_row: int) -> int:
-        """CTAs of moe_both that make a row's scores."""
-        groups = self.n_choose // 32 // -(-self.spec.n_in // 1024)
-        return -(-self.n_score // (groups * min(n_row, 2)))
+        floats: dict[str, Any] = {"dtype": torch.float32, "device": x.device}
+        logits, weights = torch.empty(n_row, n_score, **floats), torch.empty(n_row, spec.n_used, **floats)
+        gate = torch.empty(n_row, 1, **floats) if spec.gated else None
+        ids = torch.empty(n_row, spec.n_used, dtype=torch.int32, device=x.device)
+        if n_row:
+            grid = grid_of(spec, n_row, self.n_multiprocessor, into is not None)
+            to: list[Arg] = [logits] * 3 if into is None else [into.blocks, into.sums, into.powers]
+            sizes = n_row, grid.per_cta, grid.scoring, 0 if into is None or into.layout == PLANES else into.pad
+            args = (x, norm, matrix, logits, *to, *map(np.int32, sizes), np.float32(spec.eps), np.float32(power))
+            self.scores.launch(grid.ctas, grid.threads, args, overlap=self.overlap)
+            args = (logits, logits if bias is None else bias, ids, weights, logits if gate is None else gate)
+            self.choose.launch((n_row,), self.n_choose, (*args, np.float32(spec.scale)), overlap=self.overlap)
+        return Routes(ids, weights, gate)
 
 
 def bind(spec: RouteSpec) -> RouteLaunch:
@@ -279,15 +207,7 @@ def _check_rows(launch: RouteLaunch, alone: Routes, given: Given, norm: Tensor) 
             return "choices are others where rows are normed on the way"
         if spec.n_in % 32:
             return None  # of no use to experts
-        rows = values_of(into, spec.n_in)[0].cpu()
-        off = (rows - want).abs().amax() / want.abs().amax()
+        off = (values_of(into, spec.n_in)[0].cpu() - want).abs().amax() / want.abs().amax()
         if not off < 1e-3:
             return f"rows normed on the way differ from the reference by {float(off):.2g}"
-        if (taken := launch.take_beside(n_row)) is not None:
-            into.blocks.zero_()
-            routes = launch(*given, into=into, power=2.0, taken=taken)
-            if not torch.equal(routes.ids, alone.ids) or not torch.equal(routes.weights, alone.weights):
-                return "choices are others in one launch"
-            if not torch.equal(values_of(into, spec.n_in)[0].cpu(), rows):
-                return "rows normed on the way are others in one launch"
     return None

@@ -1,5 +1,4 @@
-// moe_route: scores of all experts for each row (moe_scores), then the best of them (moe_choose). Of the fewest rows one launch does
-// both, beside a product (moe_both). Meaning: moe_ref.py.
+// moe_route: scores of all experts for each row (moe_scores), then the best of them (moe_choose). Meaning: moe_ref.py.
 //
 //   x        [row, N_IN]              f32  as they are; normed on the way
 //   norm     [N_IN]                   f32
@@ -12,7 +11,6 @@
 //   gate     [row]                    f32  sigmoid of the last logit (GATED)
 //   blocks, sums, powers                   the rows normed, as rows.cu's LAYOUT 0 (or, if `pad` is 0, 3) has them, for the experts;
 //                                          null: not wanted
-//   tickets  [row]                    i32  moe_both: zero before and after
 //
 // Sums have an order of their own for each row and score: a row's bits depend neither on the others nor on the grid. Bound
 // by latency at few rows, so what is the model's is loaded before the predecessor is over: all of a CTA's matrix. Pointers to
@@ -27,7 +25,6 @@
 #endif
 #include "overlap.cuh"
 #include "prepared.cuh"
-#include "ticket.cuh"
 
 constexpr u32 kAll = 0xffffffffu;
 
@@ -62,15 +59,7 @@ struct Blocks {  // where normed rows go
   }
 };
 
-// kBeside: who wrote it was not waited for, so it is not looked for in L1.
-template <bool kBeside>
-__device__ __forceinline__ float4 load_row(const float4* from, bool is_in) {
-  if (!is_in) return make_float4(0.f, 0.f, 0.f, 0.f);
-  return kBeside ? __ldcg(from) : *from;
-}
-
 // Norms a row for each group of kParts warps, from `first` on, with the sum of squares that scores are divided by.
-template <bool kBeside>
 __device__ __forceinline__ void prepare_rows(const float4* x, const float4* norm, Blocks to, int first, int n_row, float eps) {
   __shared__ float squares[kWarpsMost];
   constexpr int kAll256 = (N_IN + 255) / 256 * 64;  // quads of whole blocks of 256 columns
@@ -81,11 +70,12 @@ __device__ __forceinline__ void prepare_rows(const float4* x, const float4* norm
   float4 by[kEach], v[kEach];
 #pragma unroll
   for (int i = 0; i < kEach; ++i) by[i] = quad + 32 * i < kQuads ? norm[quad + 32 * i] : make_float4(0.f, 0.f, 0.f, 0.f);
-  if (!kBeside) wait_for_predecessor();
+  wait_for_predecessor();
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) {
-    v[i] = load_row<kBeside>(x + static_cast<i64>(row) * kQuads + quad + 32 * i, is_row && quad + 32 * i < kQuads);
+    const bool is_in = is_row && quad + 32 * i < kQuads;
+    v[i] = is_in ? x[static_cast<i64>(row) * kQuads + quad + 32 * i] : make_float4(0.f, 0.f, 0.f, 0.f);
     sum = dot(v[i], v[i], sum);
   }
   sum = warp_sum(sum);
@@ -108,83 +98,70 @@ __device__ __forceinline__ void prepare_rows(const float4* x, const float4* norm
     to.put(row, (quad + 32 * (kEach + i)) * 4, make_float4(0.f, 0.f, 0.f, 0.f), 1.f, quad + 32 * (kEach + i) < kAll256);
 }
 
-// Each group of kParts warps makes kOwn scores of `n` rows, kRows at most, from `first` on: those of `column` groups before it come first.
-// kBeside: of one row, which is there already.
-template <int kOwn, int kRows, bool kBeside>
-__device__ __forceinline__ void make_scores(const float4* x, const float4* norm, const float4* matrix, float* logits, int column,
-                                            int first, int n, float eps) {
-  __shared__ float sums[kRows][kWarpsMost][kOwn + 1];  // of each warp: its scores, and squares
-  const int warp = threadIdx.x >> 5, n_group = blockDim.x / (32 * kParts);
-  const int score = (column * n_group + warp / kParts) * kOwn;
-  const int quad = warp % kParts * kEach * 32 + (threadIdx.x & 31);  // the lane's first
-  const float4* own = x + static_cast<i64>(first) * kQuads + quad;
-
-  float4 w[kOwn][kEach], by[kEach], v[kEach];
-  if (kBeside) {
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) v[i] = load_row<true>(own + 32 * i, quad + 32 * i < kQuads);
-  }
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const bool is_in = quad + 32 * i < kQuads;
-    by[i] = is_in ? norm[quad + 32 * i] : make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-    for (int k = 0; k < kOwn; ++k)  // a score too many is another's, and is not kept
-      w[k][i] = is_in ? matrix[static_cast<i64>(min(score + k, kScores - 1)) * kQuads + quad + 32 * i] : by[i];
-  }
-#pragma unroll
-  for (int k = 0; k < kOwn; ++k)
-#pragma unroll
-    for (int i = 0; i < kEach; ++i)
-      w[k][i] = make_float4(w[k][i].x * by[i].x, w[k][i].y * by[i].y, w[k][i].z * by[i].z, w[k][i].w * by[i].w);
-  if (!kBeside) wait_for_predecessor();
-
-  for (int r = 0; r < n; ++r, own += kQuads) {
-    if (!kBeside) {
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) v[i] = load_row<false>(own + 32 * i, quad + 32 * i < kQuads);
-    }
-    float sum[kOwn + 1] = {};
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-#pragma unroll
-      for (int k = 0; k < kOwn; ++k) sum[k] = dot(w[k][i], v[i], sum[k]);
-      sum[kOwn] = dot(v[i], v[i], sum[kOwn]);
-    }
-#pragma unroll
-    for (int k = 0; k <= kOwn; ++k) {
-      const float total = warp_sum(sum[k]);
-      if ((threadIdx.x & 31) == 0) sums[r][warp][k] = total;
-    }
-  }
-  __syncthreads();
-  const int n_own = n_group * kOwn;
-  for (int i = threadIdx.x; i < n * n_own; i += blockDim.x) {
-    const int r = i / n_own, k = i % n_own, at = column * n_own + k;
-    float total = 0.f, squares = 0.f;
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      const float* from = sums[r][k / kOwn * kParts + part];
-      total += from[k % kOwn];
-      squares += from[kOwn];
-    }
-    if (at < kScores) logits[static_cast<i64>(first + r) * kScores + at] = total * rsqrtf(squares / N_IN + eps);
-  }
-}
-
 // A CTA has any whole number of groups of kParts warps; each group makes kKept scores of the CTA's `per_cta` rows. CTAs from
 // `n_score` on norm rows, a group one.
 extern "C" __global__ void __launch_bounds__(32 * kWarpsMost)
     moe_scores(const float4* x, const float4* norm, const float4* matrix, float* logits, u16* blocks, float* block_sums,
                float* powers, int n_row, int per_cta, int n_score, int pad, float eps, float power) {
   let_successor_start();
+  __shared__ float sums[kRowsMost][kWarpsMost][kKept + 1];  // of each warp: its scores, and squares
+  const int warp = threadIdx.x >> 5, n_group = blockDim.x / (32 * kParts);
   if (static_cast<int>(blockIdx.x) >= n_score) {
-    const int at = (blockIdx.x - n_score) * gridDim.y + blockIdx.y, n_group = blockDim.x / (32 * kParts);
-    prepare_rows<false>(x, norm, {blocks, block_sums, powers, pad, power}, at * n_group, n_row, eps);
+    const int at = (blockIdx.x - n_score) * gridDim.y + blockIdx.y;
+    prepare_rows(x, norm, {blocks, block_sums, powers, pad, power}, at * n_group, n_row, eps);
     return;
   }
-  const int first = blockIdx.y * per_cta;
-  make_scores<kKept, kRowsMost, false>(x, norm, matrix, logits, blockIdx.x, first, min(per_cta, n_row - first), eps);
+  const int score = (blockIdx.x * n_group + warp / kParts) * kKept, first = blockIdx.y * per_cta;
+  const int quad = warp % kParts * kEach * 32 + (threadIdx.x & 31);  // the lane's first
+  const int n = min(per_cta, n_row - first);
+
+  float4 w[kKept][kEach], by[kEach];
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const bool is_in = quad + 32 * i < kQuads;
+    by[i] = is_in ? norm[quad + 32 * i] : make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int k = 0; k < kKept; ++k)  // a score too many is another's, and is not kept
+      w[k][i] = is_in ? matrix[static_cast<i64>(min(score + k, kScores - 1)) * kQuads + quad + 32 * i] : by[i];
+  }
+#pragma unroll
+  for (int k = 0; k < kKept; ++k)
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+      w[k][i] = make_float4(w[k][i].x * by[i].x, w[k][i].y * by[i].y, w[k][i].z * by[i].z, w[k][i].w * by[i].w);
+  wait_for_predecessor();
+
+  for (int r = 0; r < n; ++r) {
+    const float4* own = x + static_cast<i64>(first + r) * kQuads + quad;
+    float4 v[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) v[i] = quad + 32 * i < kQuads ? own[32 * i] : make_float4(0.f, 0.f, 0.f, 0.f);
+    float sum[kKept + 1] = {};
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+#pragma unroll
+      for (int k = 0; k < kKept; ++k) sum[k] = dot(w[k][i], v[i], sum[k]);
+      sum[kKept] = dot(v[i], v[i], sum[kKept]);
+    }
+#pragma unroll
+    for (int k = 0; k <= kKept; ++k) {
+      const float total = warp_sum(sum[k]);
+      if ((threadIdx.x & 31) == 0) sums[r][warp][k] = total;
+    }
+  }
+  __syncthreads();
+  const int n_own = n_group * kKept;
+  for (int i = threadIdx.x; i < n * n_own; i += blockDim.x) {
+    const int r = i / n_own, k = i % n_own, at = blockIdx.x * n_own + k;
+    float total = 0.f, squares = 0.f;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const float* from = sums[r][k / kKept * kParts + part];
+      total += from[k % kKept];
+      squares += from[kKept];
+    }
+    if (at < kScores) logits[static_cast<i64>(first + r) * kScores + at] = total * rsqrtf(squares / N_IN + eps);
+  }
 }
 
 // ---- choice
@@ -232,10 +209,8 @@ __device__ __forceinline__ float over_block(float mine, bool is_sum, float (&eac
   return all;
 }
 
-// Chooses for row `row`, a thread an expert: `shift` is its bias, `named` (GIVEN) of the first threads an expert of the row.
-template <bool kBeside>
-__device__ __forceinline__ void choose(const float* logits, float shift, int named, int row, int* ids, float* weights, float* gate,
-                                       float scale) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    moe_choose(const float* logits, const float* bias, int* ids, float* weights, float* gate, float scale) {
   __shared__ __align__(16) u64 leaders[32];
   __shared__ __align__(16) u64 rivals[kThreads];
   __shared__ float p_of[kThreads];
@@ -246,10 +221,14 @@ __device__ __forceinline__ void choose(const float* logits, float shift, int nam
   __shared__ int n_rival;
   const int expert = threadIdx.x, lane = expert & 31;
   const bool is_one = expert < N_EXPERT;
-  const float* own = logits + static_cast<i64>(row) * kScores;
-  const float logit = !is_one ? -__uint_as_float(0x7f800000u) : kBeside ? __ldcg(own + expert) : own[expert];
+  const float shift = BIASED && !GIVEN && is_one ? bias[expert] : 0.f;
+  wait_for_predecessor();
+  // Not before: the experts' CTAs would crowd on the multiprocessors that the products before this are done with first.
+  let_successor_start();
+  const float* own = logits + static_cast<i64>(blockIdx.x) * kScores;
+  const float logit = is_one ? own[expert] : -__uint_as_float(0x7f800000u);
 #if GATED
-  if (expert == 0) gate[row] = sigmoid(kBeside ? __ldcg(own + N_EXPERT) : own[N_EXPERT]);
+  if (expert == 0) gate[blockIdx.x] = sigmoid(own[N_EXPERT]);
 #endif
 
   float p = 0.f, score = logit;
@@ -266,7 +245,8 @@ __device__ __forceinline__ void choose(const float* logits, float shift, int nam
   p_of[expert] = p;
   __syncthreads();
   if (expert < N_USED) {
-    chosen[expert] = min(max(named, 0), N_EXPERT - 1);
+    const int id = reinterpret_cast<const int*>(bias)[static_cast<i64>(blockIdx.x) * N_USED + expert];
+    chosen[expert] = min(max(id, 0), N_EXPERT - 1);
     picked[expert] = p_of[chosen[expert]];
   }
 #else
@@ -338,82 +318,6 @@ __device__ __forceinline__ void choose(const float* logits, float shift, int nam
   for (int j = 1; j < N_USED; ++j) total += picked[j];
   weight /= fmaxf(total, kLeastSum);
 #endif
-  ids[static_cast<i64>(row) * N_USED + expert] = chosen[expert];
-  weights[static_cast<i64>(row) * N_USED + expert] = weight * scale;
+  ids[static_cast<i64>(blockIdx.x) * N_USED + expert] = chosen[expert];
+  weights[static_cast<i64>(blockIdx.x) * N_USED + expert] = weight * scale;
 }
-
-__device__ __forceinline__ float shift_of(const float* bias) {
-  return BIASED && !GIVEN && threadIdx.x < N_EXPERT ? bias[threadIdx.x] : 0.f;
-}
-
-__device__ __forceinline__ int named_in(const float* given, int row) {
-  if (!GIVEN || threadIdx.x >= N_USED) return 0;
-  return reinterpret_cast<const int*>(given)[static_cast<i64>(row) * N_USED + threadIdx.x];
-}
-
-extern "C" __global__ void __launch_bounds__(kThreads)
-    moe_choose(const float* logits, const float* bias, int* ids, float* weights, float* gate, float scale) {
-  const float shift = shift_of(bias);
-  wait_for_predecessor();
-  // Not before: the experts' CTAs would crowd on the multiprocessors that the products before this are done with first.
-  let_successor_start();
-  choose<false>(logits, shift, named_in(bias, blockIdx.x), blockIdx.x, ids, weights, gate, scale);
-}
-
-// ---- both, beside a product
-//
-// The product before this starts it when all before that is over (linear_pair.cu, `late`), so rows are read at once and the product
-// goes on meanwhile. A line of CTAs makes the scores of a row, and who comes last of them chooses. That one starts the experts: then, if
-// they are `early`, who read the choice (past L1) before they wait; else before, and they wait first. It stays until the product is over,
-// too: so will who waits for this launch find it.
-// What is written here must have been taken before the product was launched: memory that was let go of since may be what it reads.
-#define BOTH (N_EXPERT <= 256 && (N_EXPERT + 31) / 32 % ((N_IN + 1023) / 1024) == 0)
-#if BOTH
-
-template <int kOwn>
-__device__ __forceinline__ void both(const float4* x, const float4* norm, const float4* matrix, float* logits, Blocks to,
-                                     const float* bias, int* ids, float* weights, float* gate, int* tickets, int n_score, int early,
-                                     float eps, float scale) {
-  __shared__ bool is_last;
-  const int row = blockIdx.y;
-  if (static_cast<int>(blockIdx.x) >= n_score) {
-    const int at = (blockIdx.x - n_score) * gridDim.y + row, n_group = kWarps / kParts;
-    prepare_rows<true>(x, norm, to, at * n_group, gridDim.y, eps);
-    return;
-  }
-  const float shift = shift_of(bias);
-  const int named = named_in(bias, row);
-  make_scores<kOwn, 1, true>(x, norm, matrix, logits, blockIdx.x, row, 1, eps);
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    is_last = arrive(tickets + row) == n_score - 1;
-    if (is_last) tickets[row] = 0;
-  }
-  __syncthreads();
-  if (!is_last) return;
-  if (!early) let_successor_start();
-  choose<true>(logits, shift, named, row, ids, weights, gate, scale);
-  if (threadIdx.x >= 32) return;  // what was chosen is written by the first warp
-  if (early) {
-    __threadfence();
-    __syncwarp();
-    let_successor_start();
-  }
-  wait_for_predecessor();
-}
-
-// So many registers, beside 352 threads of 96 (linear_pair of up to 8 rows).
-#define BOTH_ARGS                                                                                                             \
-  const float4 *x, const float4 *norm, const float4 *matrix, float *logits, u16 *blocks, float *block_sums, float *powers,    \
-      const float *bias, int *ids, float *weights, float *gate, int *tickets, int n_score, int pad, int early, float eps,     \
-      float power, float scale
-
-extern "C" __global__ void __maxnreg__(120) moe_both_1(BOTH_ARGS) {
-  both<1>(x, norm, matrix, logits, {blocks, block_sums, powers, pad, power}, bias, ids, weights, gate, tickets, n_score, early, eps, scale);
-}
-
-extern "C" __global__ void __maxnreg__(120) moe_both_2(BOTH_ARGS) {
-  both<2>(x, norm, matrix, logits, {blocks, block_sums, powers, pad, power}, bias, ids, weights, gate, tickets, n_score, early, eps, scale);
-}
-#endif
-
