@@ -25,9 +25,10 @@ from pyspec.cuda.ops.linear.pack import FORMATS, interleave, packed_bytes, repac
 from pyspec.cuda.ops.linear.ref import PROBE_ROWS, Epilogue, LinearSpec
 from pyspec.cuda.ops.linear.tiles import TiledMatrix, tile
 from pyspec.cuda.ops.moe.ref import Stack, activate
-from pyspec.cuda.ops.rows.ref import Glu, Norm, Prep
+from pyspec.cuda.ops.rows.op import rows
+from pyspec.cuda.ops.rows.ref import Glu, Norm, Prep, PrepKind, RowsSpec
 from pyspec.cuda.streamed import Streamed, in_parts
-from pyspec.cuda.streamed_tiles import StreamedTiles
+from pyspec.cuda.streamed_tiles import StreamedTiles, sums_in_f32
 from pyspec.cuda.temporary import temporary
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGMLType, GGUFFile, TensorInfo
@@ -135,6 +136,17 @@ class Dense:
     def _product(self, prep: Norm | None, x: Tensor) -> Tensor:
         x = x if prep is None else prep(x)
         return F.linear(x.to(self.weight.dtype), self.weight).float()
+
+
+class Halves(Dense):
+    """A weight [out, in] in f16. Rows become f16 over a power of two, as kernels round them: in bf16 both would lose three bits, and choices
+    of experts turn; rows as they are may be too large for f16."""
+
+    def _product(self, prep: Norm | None, x: Tensor) -> Tensor:
+        kind = PrepKind.PLAIN if prep is None else prep.kind
+        half, powers = rows.bind(RowsSpec(x.device, self.weight.shape[1], kind))(x, prep)
+        y = torch.mm(half, self.weight.T, out_dtype=torch.float32)
+        return y if powers is None else y.mul_(powers[:, None])
 
 
 class Unpacked:
@@ -401,9 +413,13 @@ class Weights:
         return (interleave(*parts) if gated else torch.cat(parts)).view(-1)
 
     def _exact(self, names: Sequence[str], gated: bool) -> Matrix:
-        """Without a kernel: f32 as it is, the rest as bf16."""
-        is_f32 = all(self._info(n).type is GGMLType.F32 for n in names)
-        return Dense(self._dense(names, torch.float32 if is_f32 else torch.bfloat16), gated)
+        """Without a kernel: f32 and bf16 as they are, the rest as f16, or as bf16 where that is too small or the library has no sums for it."""
+        types = {self._info(n).type for n in names}
+        if types.isdisjoint((GGMLType.F32, GGMLType.BF16)) and sums_in_f32(self.device):
+            halves = self._dense(names, torch.float16)
+            if halves.isfinite().all():
+                return Halves(halves, gated)
+        return Dense(self._dense(names, torch.float32 if types == {GGMLType.F32} else torch.bfloat16), gated)
 
     def _dense(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
         n_out, n_in = sum(self._info(n).shape[0] for n in names), self._info(names[0]).shape[-1]
