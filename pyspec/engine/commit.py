@@ -89,9 +89,15 @@ class Committer:
         if c.error is not None:
             self.finish(job, End("error", error=c.error))
             return
-        job.progress(job.n_prefill)
-        taken = job.take(c.tokens)
-        job.sampler.commit(c.tokens[: taken.n_used])
+        try:
+            job.progress(job.n_prefill)
+            taken = job.take(c.tokens)
+            job.sampler.commit(c.tokens[: taken.n_used])
+        except Exception as e:  # as in a round, see _take
+            if not isinstance(e, SlotError):
+                log.exception("request %s failed", job.id)
+            self.finish(job, End("error", error=blamed(e)))
+            return
         self.stats.predicted_tokens += taken.n_used
         self.later.append(partial(job.tell, taken, c.logprobs or (), 0, 0))
         if taken.finish is not None:

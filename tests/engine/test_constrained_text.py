@@ -24,6 +24,7 @@ from pyspec.config import EngineSettings
 from pyspec.constrain import constraint
 from pyspec.engine.api import Engine, collect
 from pyspec.engine.client import Supervisor
+from pyspec.engine.job import Job
 from pyspec.engine.loop import Loop
 from pyspec.errors import GrammarTooLarge, RequestError
 from pyspec.request import Grammar, Request, SamplingParams
@@ -325,3 +326,23 @@ def test_a_grammar_that_grows_too_large_ends_its_request_and_is_no_error_of_the_
     assert isinstance(hostile.error, GrammarTooLarge) and neighbour.error is None and len(neighbour.tokens) == 12
     (told,) = [record for record in caplog.records if "failed in slot" in record.getMessage()]
     assert told.levelno == logging.WARNING
+
+
+@pytest.mark.parametrize("model", [DEMO, QWEN35], ids=["demo", "recurrent"])
+def test_so_does_one_whose_prompt_was_there_to_its_end(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first token is chosen from what is kept, in no round: what goes wrong there is its own, too."""
+    wide = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(700)}}
+    r, prompt = rig(model, spec_type="none"), (3, 4, 5, 6)
+    r.loop.raises_bugs = True  # as in a process of its own, where a bug ends the engine
+    started: list[Job] = []
+    start = r.loop.committer.start
+    monkeypatch.setattr(r.loop.committer, "start", lambda job, c: (started.append(job), start(job, c))[1])
+    plain = [r.generate(prompt, 6, GREEDY).tokens]
+    for _ in range(2):
+        hostile = r.submit(prompt, 6, GREEDY, grammar=Grammar(kind="json_schema", source=json.dumps(wide)))
+        neighbour = r.submit(prompt, 6, GREEDY)
+        r.run()
+        assert isinstance(hostile.error, GrammarTooLarge) and not hostile.tokens and neighbour.error is None
+        plain.append(neighbour.tokens)
+    assert plain[0] == plain[1] == plain[2] and r.loop.is_idle
+    assert started, "the case is about these"
