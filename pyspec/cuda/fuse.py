@@ -27,7 +27,7 @@ from torch import Tensor
 
 from pyspec.cuda.collective import Collective
 from pyspec.cuda.ops.moe.ref import NOTHING, Added, ExpertsRun, Routes
-from pyspec.cuda.ops.rows.cuda import Place, Rows, Shares
+from pyspec.cuda.ops.rows.cuda import Place, Rows, Shares, is_aligned
 from pyspec.cuda.ops.rows.op import rows
 from pyspec.cuda.ops.rows.ref import HeadNorm, Norm, Prep, PrepKind, RowsSpec
 from pyspec.cuda.ops.sparse_attend.ref import KeyTail
@@ -184,15 +184,22 @@ class KeysBeside(Protocol):
     def keys_beside(self, kv: Tensor, tail: KeyTail, batch: Batch, own: Tensor) -> None: ...
 
 
-def keys_room(attend: object, compressors: Sequence[object], product: Product, n_row: int) -> Tensor | None:
-    """Memory for the new keys of so many rows, where they and compressors run beside `product`, which is launched next, `late`; None where they
-    run behind it.
+def keys_room(
+    attend: object, compressors: Sequence[object], product: Product, given: Sequence[Tensor]
+) -> Tensor | None:
+    """Memory for new keys, where they and compressors run beside `product`, which is launched next, `late`; None where they run behind it.
+    given: what they are made of. A copy of it would be made too late.
 
     Both sides keep to this: the product lets them start when all before the product is over; they read nothing else, write what was taken
     before the product was launched, and are not over before the product is (overlap.cuh).
     """
-    take = getattr(attend, "take_keys", None)
-    if take is None or not isinstance(product, Streamed) or not product.has_late(n_row):
+    take, n_row = getattr(attend, "take_keys", None), len(given[0])
+    if (
+        take is None
+        or not isinstance(product, Streamed)
+        or not product.has_late(n_row)
+        or not all(map(is_aligned, given))
+    ):
         return None
     return cast(KeysBeside, attend).take_keys(n_row) if all(hasattr(c, "runs_beside") for c in compressors) else None
 

@@ -1,8 +1,9 @@
 """How many tokens to draft: the number that is expected to give the most tokens a second, measured as it runs.
 
 Two things are estimated: for each slot the chance that its first i drafts are right (`Acceptance`), and the time of a round by its
-rows and of a draft by its slots or, if it is a block, its rows (`Timer`). Each round rows are handed to the slots in the order of their chance to survive, up to each
-depth where drafting deeper costs passes, and the best ratio of expected tokens to expected time wins; that may be no draft at all.
+rows and of a draft by its slots or, if it is a block, its rows (`Timer`). Each round rows are handed to the slots in the order of their
+chance to survive, up to each depth where drafting deeper costs passes or a longer block, and the best ratio of expected tokens to
+expected time wins; that may be no draft at all.
 A draft also tells what its text is like: where that is not known, and would be worth knowing, it counts as tokens, as long as such
 asking has not cost its share of the time. Where nobody has drafted for a while some slots do in any case, for what spoke against it
 may have been texts that are over, or times that the warm-up took on a busy machine.

@@ -169,7 +169,7 @@ class WindowAttention:
         qr, kv, *rest = fuse.product_of(self.first, y, self.norm, place).split(self.sizes, -1)
         # what reads the first product alone runs beside the second
         compressors = [of.compress for of in (self.rows, self.indexed) if of is not None]
-        keys = fuse.keys_room(self.attend, compressors, self.second, len(kv))
+        keys = fuse.keys_room(self.attend, compressors, self.second, (kv, *rest))
         q, index_q = self.queries(qr, {} if keys is None else {"late": True})
         pool, chosen = None, None
         if self.rows is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,14 @@ from pyspec.draft.dflash import DFlash
 from pyspec.draft.drafter import DraftRequest
 from pyspec.slots.arena import bucket_of, places_of
 from pyspec.slots.batch import lay_out
+
+
+@pytest.fixture(autouse=True)
+def _own_sizes() -> Iterator[None]:
+    """What is remembered of sizes is not handed on: tests here change what it is made of."""
+    yield
+    forward_rows.cache_clear()
+    depths.cache_clear()
 
 
 @pytest.mark.parametrize("trained", [2, 7, 8, 10, 16])

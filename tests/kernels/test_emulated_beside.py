@@ -27,6 +27,7 @@ from pyspec.cuda.ops.linear.ref import Epilogue
 from pyspec.cuda.ops.sparse_attend import cases as sparse_cases
 from pyspec.cuda.ops.sparse_attend import cuda as sparse_cuda
 from pyspec.cuda.ops.sparse_attend.ref import ROWS, SparseSpec
+from pyspec.cuda.streamed import Streamed
 from pyspec.gguf import GGMLType
 
 pytestmark = needs_compiler
@@ -129,7 +130,21 @@ class Heard:
         self.kernel.launch(*given, **more)
 
 
+class Attends:
+    def take_keys(self, n_row: int) -> Tensor:
+        return torch.empty(n_row)
+
+
 def test_who_has_no_launch_for_it_is_asked_for_nothing() -> None:
-    """Attention and products of other tiers."""
+    """Attention, compressors and products of other tiers, more rows, and what would have to be copied first."""
+    product, rows = object.__new__(Streamed), torch.empty(2, 96)
+    product.has_late = lambda n_row: n_row <= 8  # type: ignore[method-assign]
+    compressor = object.__new__(compress_cuda.CompressLaunch)
+    assert fuse.keys_room(Attends(), (compressor,), product, (rows, rows[:, 32:])) is not None
     for attend in (lambda *_: None, object()):
-        assert fuse.keys_room(attend, (), lambda x: x, 2) is None
+        assert fuse.keys_room(attend, (), product, (rows,)) is None
+    assert fuse.keys_room(Attends(), (object(),), product, (rows,)) is None
+    assert fuse.keys_room(Attends(), (), lambda x: x, (rows,)) is None
+    assert fuse.keys_room(Attends(), (), product, (torch.empty(9, 96),)) is None
+    for odd in (rows[:, 1:], torch.empty(2, 97)[:, :96]):
+        assert fuse.keys_room(Attends(), (compressor,), product, (rows, odd)) is None

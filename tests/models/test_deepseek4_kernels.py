@@ -83,9 +83,11 @@ def test_keys_and_compressors_give_the_same_bits_ahead_of_queries(monkeypatch: p
             bench.commit(seq, b - a)
         return torch.cat(out)
 
-    def take(attend: object, compressors: list[object], product: object, n_row: int) -> torch.Tensor | None:
-        assert room(attend, compressors, product, n_row) is None  # type: ignore[arg-type]
-        taken.append(attend.take_keys(n_row))  # type: ignore[attr-defined]
+    def take(
+        attend: object, compressors: list[object], product: object, given: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor | None:
+        assert room(attend, compressors, product, given) is None  # type: ignore[arg-type]
+        taken.append(attend.take_keys(len(given[0])))  # type: ignore[attr-defined]
         return taken[-1]
 
     with kernels():

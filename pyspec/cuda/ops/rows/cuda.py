@@ -89,11 +89,15 @@ def _finish_kernel(device: torch.device) -> Kernel:
     )
 
 
+def is_aligned(x: Tensor) -> bool:
+    """Whether kernels read it as it is, four values at once."""
+    steps = x.stride()
+    return steps[-1] == 1 and all(n % 4 == 0 for n in steps[:-1]) and x.data_ptr() % 16 == 0
+
+
 def aligned(gate: Tensor) -> Tensor:
-    """As the kernel reads it, four values at once; a part of an oddly wide product has to be copied."""
-    steps = gate.stride()
-    is_whole = steps[-1] == 1 and all(n % 4 == 0 for n in steps[:-1]) and gate.data_ptr() % 16 == 0
-    return gate if is_whole else gate.clone(memory_format=torch.contiguous_format)
+    """As the kernel reads it; a part of an oddly wide product has to be copied."""
+    return gate if is_aligned(gate) else gate.clone(memory_format=torch.contiguous_format)
 
 
 def groups_of(n_in: int, dim: int, n_row: int) -> tuple[tuple[int, int], int]:
