@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import FIXTURES, Bench
+from harness import DEVICE, FIXTURES, Bench
 
 from pyspec.cuda import fuse
 from pyspec.cuda.ops.compress import cuda as compress_cuda
@@ -26,7 +26,11 @@ import itertools
 from emulated.gpu import emulated_gpu
 from emulated.machine import needs_compiler
 
-pytestmark = [needs_compiler, pytest.mark.slow]
+pytestmark = [
+    needs_compiler,
+    pytest.mark.slow,
+    pytest.mark.skipif(DEVICE.type != "cpu", reason="kernels run thread by thread on the CPU here"),
+]
 OPS = (compress, index_rows, sparse_attend)
 
 
