@@ -15,7 +15,6 @@ from torch import Tensor
 
 from pyspec.cuda.context import context_of, per_device
 from pyspec.errors import OutOfBounds
-from pyspec.slots.pinned import Pinned
 
 N_FIELD = 5  # {tripped, op, slot, index, limit}
 OPS = {
@@ -75,7 +74,7 @@ class Reader:
         self.context = context_of(device)  # of which there is one record for all
         with torch.inference_mode(False):
             self.record = record(device)
-            self.hosts = [Pinned(N_FIELD, torch.int32, device) for _ in range(2)]
+            self.hosts = [torch.zeros(N_FIELD, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)]
         self.fetched: deque[Tensor] = deque()
 
     def fetch(self) -> None:
@@ -83,7 +82,8 @@ class Reader:
         assert len(self.fetched) < len(self.hosts), "a third copy would go where the first is read"
         host = self.hosts[0]
         self.hosts.reverse()
-        self.fetched.append(host.fetch(self.record))
+        host.copy_(self.record, non_blocking=True)
+        self.fetched.append(host)
 
     def clear(self) -> None:
         """From here on on the stream, nothing has tripped."""

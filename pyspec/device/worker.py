@@ -28,7 +28,6 @@ from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, lay_out
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import PartMemory
-from pyspec.slots.pinned import Pinned
 from pyspec.slots.round import Round
 from pyspec.slots.table import Slot, SlotTable
 
@@ -60,7 +59,7 @@ class Launched:
         """[row] int64: `tokens`, as soon as the device has drafted them, while it is at work on the rest. To be written, too."""
         if self.drafting is not None:
             self.drafting[1].synchronize()
-        return self.tokens
+        return None if self.tokens is None else self.tokens.view(torch.int64)
 
     @property
     def is_over(self) -> bool:
@@ -103,8 +102,11 @@ class Worker:
         self.faults, self.draft_faults = Reader(self.device), Reader(self.device)
         n_slot, self.drafter = len(table.slots), drafter
         self.ahead = ahead.bind(AheadSpec(self.device, n_seq=n_slot, n_row=n_slot * (self.needs.n_draft + 1)))
-        # what rounds read, and the tokens they ran with
-        self._best, self._found, self._tokens = Post(self.device), Post(self.device), Post(self.device)
+        self._best, self._found, self._tokens = (
+            Pinned(),
+            Pinned(),
+            Pinned(),
+        )  # what rounds read, and the tokens they ran with
         self._ends: tuple[tuple[frozenset[int], ...], Tensor] = ((), torch.empty(0))  # and as the device has them
         self.use(drafter)
 
@@ -221,19 +223,21 @@ class Worker:
         return self.drafter.pools() if isinstance(self.drafter, PagedDrafter) else ()
 
 
-class Post:
-    """What forwards send to the host: two places in turn, for what is read and what is under way."""
+class Pinned:
+    """Host memory for what forwards send: two places in turn, for the one that is read and the one under way."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.places, self.at = [Pinned(0, torch.int64, device) for _ in range(2)], 0
-        self.device = device
+    def __init__(self) -> None:
+        self.places, self.at = [torch.empty(0, dtype=torch.float64) for _ in range(2)], 0
 
     def copy(self, x: Tensor) -> Tensor:
-        """Start the copy of a tensor of 64-bit numbers."""
+        """Start the copy of a tensor of 64-bit numbers; what comes is float64 in any case, to be viewed as what it was."""
+        x = x.view(torch.float64)
         self.at = 1 - self.at
-        if len(self.places[self.at].here) < x.numel():
-            self.places[self.at] = Pinned(x.numel(), torch.int64, self.device)
-        return self.places[self.at].fetch(x.view(torch.int64)).view(x.dtype)
+        if self.places[self.at].numel() < x.numel():
+            self.places[self.at] = torch.empty(x.numel(), dtype=torch.float64, pin_memory=x.is_cuda)
+        here = self.places[self.at][: x.numel()].view_as(x)
+        here.copy_(x, non_blocking=True)
+        return here
 
 
 def stamp(device: torch.device) -> torch.cuda.Event | None:

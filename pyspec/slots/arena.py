@@ -16,8 +16,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pyspec.slots.pinned import Pinned
-
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 80, 96, 112, 128)  # from 64 on as `linear_tall` has builds for
 WIDE = (192, 256, 384, 512, 768, 1024)  # besides, where verifies or drafts of all slots may have so many rows
 PROMPTS = (256, 320, 384, 448, 512)  # of a prompt that stands alone: finer, for its rows are most of its time
@@ -113,9 +111,9 @@ class _Stage:
 
     def __init__(self, blocks: dict[str, _Block], n_byte: int, device: torch.device) -> None:
         cuda = device.type == "cuda"
-        self.memory = Pinned(n_byte // 8, torch.int64, device)
+        self.memory = torch.zeros(n_byte, dtype=torch.uint8, pin_memory=cuda)
         self.event = torch.cuda.Event() if cuda else None
-        views = {name: block.of(self.memory.here.view(torch.uint8)).numpy() for name, block in blocks.items()}
+        views = {name: block.of(self.memory).numpy() for name, block in blocks.items()}
         self.rows, self.row_seq, self.seqs = views["rows"], views["row_seq"], views["seqs"]
         self.page_table = views["page_table"]
         self.pages: list[object] = [None] * len(self.page_table)  # what each row of it was written from
@@ -201,7 +199,7 @@ class Arena:
         if stage.event is not None:
             stage.event.synchronize()
         stage.write(layout, null_row)
-        stage.memory.send(self.memory[:used].view(torch.int64))
+        self.memory[:used].copy_(stage.memory[:used], non_blocking=True)
         if stage.event is not None:
             stage.event.record()
         return self._prompts[bucket] if prompt else self._fields[bucket, places]
