@@ -1,5 +1,6 @@
 // Tiles of linear_wgmma.cu that several CTAs share: who they are, their shares, and who sums them. Included where Finish and Place are known.
 #pragma once
+#include "ticket.cuh"
 
 __device__ __forceinline__ void sync_computing() { asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory"); }
 
@@ -103,10 +104,8 @@ __device__ __forceinline__ bool settle(float (&acc)[kSums], const Finish& f, int
   if (!keeps) write_share(acc, who.share(f.partial, rank));
   sync_computing();
   if (threadIdx.x == 0) {
-    fence();
-    came_last = atomicAdd(f.counts + tile, 1) == who.n - 1;
+    came_last = arrive(f.counts + tile) == who.n - 1;
     if (came_last) f.counts[tile] = 0;  // nobody looks at it any more
-    fence();
   }
   sync_computing();
   int from = rank, to = rank + 1;  // parts of this CTA
