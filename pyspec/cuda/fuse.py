@@ -8,8 +8,8 @@ A launch that an op binds keeps the op's contract. What it can do besides, it sa
     reads_into   its calls take `into`: what they give is normed and put where the next product reads it, too
     folder       gives what folds a slot's records without rows, to the bits of its own calls
     sums_of      of streams: whether so many rows may go back as what experts gave each, not summed
-    room, prepare, shares   of experts: rows that are ready before it is known which expert reads them, and products that
-                            the next launch sums
+    room, prepare, shares, most   of experts: rows that are ready before it is known which expert reads them, so many at a time, and products
+                            that the next launch sums
     take_keys, keys_beside, runs_beside   of attention's new keys, and of compressors: that they run beside a product of few rows, of which they
                             read nothing
 
@@ -254,6 +254,21 @@ def before_choice(
     if prep is norm and getattr(route, "writes_rows", False) and (into := room(len(x))) is not None:
         return into, {"into": into, "power": norm.power}
     return prepare(x, prep), {}
+
+
+def at_once(route: object, experts: object, n_row: int, prep: Prep | None, norm: Norm) -> list[slice]:
+    """Which of so many rows go to the experts together. More than they take at once come in parts where the router prepares rows (`before_choice`):
+    another launch sums their squares in another order, and a row's bits must not depend on how many there are."""
+    most = getattr(experts, "most", 0) if prep is norm and getattr(route, "writes_rows", False) else 0
+    step = most or max(n_row, 1)
+    return [slice(first, min(first + step, n_row)) for first in range(0, max(n_row, 1), step)]
+
+
+def by_parts(parts: Sequence[slice], run: Callable[..., Any], *rows: Tensor | None) -> Any:
+    """run(*rows), which is a tensor of as many rows if there are several parts, part after part."""
+    if len(parts) == 1:
+        return run(*rows)
+    return torch.cat([run(*(None if t is None else t[part] for t in rows)) for part in parts])
 
 
 def experts_into(

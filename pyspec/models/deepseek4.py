@@ -7,6 +7,7 @@ The configuration is in `deepseek4_config`; the maths of each part is the refere
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -226,11 +227,19 @@ class StreamExperts:
         shared = None
         if self.gate_up is not None and self.down is not None:
             shared = fuse.one_after_other(self.gate_up, self.down, self.hands, y, self.norm, place)
+        parts = fuse.at_once(self.route, self.experts, len(y), self.norm, self.norm)
+        # several parts are no few rows, which alone are left for streams to sum
+        chosen = partial(self._chosen, None if self.ranks is not None else streams)
+        whole = fuse.by_parts(parts, chosen, y, given, shared)
+        return whole if self.ranks is None else self.ranks.sum(whole)
+
+    def _chosen(
+        self, streams: Streams | None, y: Tensor, given: Tensor | None, shared: Tensor | None
+    ) -> Tensor | fuse.Shares:
+        """experts(norm(y)) + shared, for as many rows as experts take at once."""
         ready, beside = fuse.before_choice(self.route, self.experts, y, self.norm, self.norm)
         routes = self.route(y, self.norm.weight, self.router, self.bias, given, **beside)
-        if self.ranks is None:
-            return fuse.experts_into(self.experts, y, routes, self.norm, Added(shared), ready, streams)
-        return self.ranks.sum(self.experts(y, routes.ids, routes.weights, self.norm, Added(shared), ready))
+        return fuse.experts_into(self.experts, y, routes, self.norm, Added(shared), ready, streams)
 
 
 class StreamBlock:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -197,6 +198,12 @@ class MoeFeed:
             latent = self.latent_down(n, prep)
         if latent is not None:
             n, prep = latent, None
+        parts = fuse.at_once(self.route, self.experts, len(x), prep, self.norm)
+        made: Tensor = fuse.by_parts(parts, partial(self._chosen, prep), x, n, stream, shared)
+        return made
+
+    def _chosen(self, prep: Norm | None, x: Tensor, n: Tensor, stream: Tensor | None, shared: Tensor | None) -> Tensor:
+        """stream + experts(n) + shared, for as many rows as experts take at once."""
         # of experts, what needs no choice comes before it
         ready, beside = fuse.before_choice(self.route, self.experts, n, prep, self.norm)
         routes = self.route(x, self.norm.weight, self.router, self.bias, **beside)

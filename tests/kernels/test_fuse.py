@@ -110,6 +110,29 @@ def test_rows_of_experts_are_ready_before_the_choice() -> None:
     assert fuse.before_choice(route, lambda x: x, X, NORM, NORM) == (None, {})
 
 
+def test_more_rows_than_experts_take_come_in_parts_where_the_router_prepares_them() -> None:
+    """Whatever else prepares rows sums their squares in another order: a row's bits would hang on how many there are."""
+    route, experts = SimpleNamespace(writes_rows=True), Experts(most=3)
+    assert fuse.at_once(route, experts, 7, NORM, NORM) == [slice(0, 3), slice(3, 6), slice(6, 7)]
+    for parts in (
+        fuse.at_once(route, experts, 3, NORM, NORM),
+        fuse.at_once(route, experts, 7, None, NORM),  # rows of another width: one launch prepares them, in all cases
+        fuse.at_once(lambda x: x, experts, 7, NORM, NORM),
+        fuse.at_once(route, lambda x: x, 7, NORM, NORM),
+        fuse.at_once(route, experts, 0, NORM, NORM),
+    ):
+        assert len(parts) == 1
+    x, heard = torch.arange(14.0).view(7, 2), []
+
+    def run(rows: Tensor, other: Tensor | None) -> Tensor:
+        heard.append((len(rows), other))
+        return rows + 1
+
+    assert torch.equal(fuse.by_parts(fuse.at_once(route, experts, 7, NORM, NORM), run, x, None), x + 1)
+    assert heard == [(3, None), (3, None), (1, None)]
+    assert fuse.by_parts([slice(0, 7)], lambda rows: rows is x, x), "one part is no copy"
+
+
 @pytest.mark.parametrize("few", [True, False])
 def test_sums_of_experts_are_made_by_who_reads_them_where_it_can(few: bool) -> None:
     product, experts = Product(few), Experts()
