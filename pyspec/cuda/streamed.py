@@ -184,8 +184,10 @@ class StreamedParts:
         return out
 
     def place(self, n_row: int, power: float) -> Place | None:
-        """Where the kernel before may put so many rows, over `power`; None: this product prepares them."""
-        return Place(self.product.rows, self.packed.data, power) if 0 < n_row <= self.max_rows else None
+        """Where the kernel before may put so many rows, over `power`; None: this product prepares them, over a power of each row's own. The smallest
+        numbers are rounded otherwise then, so with `--exact` it prepares any number."""
+        takes = 0 < n_row <= self.max_rows and not EXACT.is_on
+        return Place(self.product.rows, self.packed.data, power) if takes else None
 
 
 class Handing:

@@ -221,3 +221,8 @@ def test_what_is_bounded_is_handed_on_where_it_does_not_write_what_it_reads(monk
             assert streamed.handing(first, behind, 0.0) is None, "nothing is known of what it gives"
         same = streamed.StreamedParts(packed(768, 256), CPU, 3)  # its rows and the next one's lie in one place
         assert streamed.handing(same, behind, 1000.0) is None
+        assert same.place(3, 8.0) is not None and streamed.handing(first, behind, bound) is not None
+        monkeypatch.setattr(streamed.EXACT, "is_on", True)
+        assert same.place(3, 8.0) is None and streamed.handing(first, behind, bound) is None, (
+            "small numbers round otherwise"
+        )

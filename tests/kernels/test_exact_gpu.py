@@ -99,11 +99,22 @@ def rows_of(loaded: Loaded, ids: Sequence[int], widths: Sequence[int], n_beside:
 
 
 @pytest.mark.parametrize(
-    ("model", "quant"), [("qwen3.6-27b", "q8_0"), ("qwen3.6-35b-a3b", "q4_k"), ("nemotron-3-nano", "q8_0")]
+    ("model", "quant", "n_layer"),
+    [
+        ("qwen3.6-27b", "q8_0", 8),
+        ("qwen3.6-35b-a3b", "q4_k", 8),
+        ("nemotron-3-nano", "q8_0", 8),
+        (
+            "deepseek-v4-flash",
+            "iq2_xxs_moe",
+            4,
+        ),  # window alone, compressed by 4 and by 128; experts by table and by score
+    ],
 )
-def test_a_prompt_has_the_same_logits_however_it_comes(tmp_path: Path, model: str, quant: str) -> None:
-    """Token by token, in pieces, at once, and beside others: attention over more than one split of keys among them."""
-    path = write(model, tmp_path / "m.gguf", quant=quant, n_layer=8)
+def test_a_prompt_has_the_same_logits_however_it_comes(tmp_path: Path, model: str, quant: str, n_layer: int) -> None:
+    """Token by token, in pieces, at once, and beside others: attention over more than one split of keys among them, and more rows than experts take
+    at once."""
+    path = write(model, tmp_path / "m.gguf", quant=quant, n_layer=n_layer)
     n = 1100
     loaded = load(
         path,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pyspec.cuda import faults
 from pyspec.cuda.context import per_device
+from pyspec.cuda.exact import EXACT
 from pyspec.cuda.jit import Arg, Kernel, arch_of, compile_cubin, missing
 from pyspec.cuda.ops.attend.cuda import room_of
 from pyspec.cuda.ops.index_rows.cuda import KINDS, aligned
@@ -27,10 +28,11 @@ from pyspec.slots.ring import RingRows
 
 OP_ID = faults.NUMBERS["sparse_attend"]  # in the fault record, which names the sequence
 MAX_ROW, MAX_PART = 256, 16  # rows of a launch, parts of a row: as in sparse_attend.cu
-EXACT, LONG_ROW = (
+SPLIT, LONG_ROW = (
     128,
     1024,
-)  # rows up to which a row's bits hang on nothing but its keys; of more each is one part, and so many go at once
+)  # rows up to which each is split by its keys alone; of more it is one part, and so many go at once
+ANY = 1 << 30  # rows
 MOST_FLOATS = 34 << 20  # of the parts of one launch: LONG_ROW of 64 heads
 MAX_WINDOW = 1024
 FORMS = {
@@ -129,7 +131,7 @@ def n_tiles(spec: SparseSpec, keys: int, n_list: int) -> int:
 def rows_at_once(spec: SparseSpec, n_row: int, max_part: int) -> int:
     """Rows of one launch, each of which has `max_part` parts at most."""
     return max(
-        1, min(n_row, LONG_ROW if n_row > EXACT else MAX_ROW, MOST_FLOATS // (max_part * spec.n_head * (spec.dim + 2)))
+        1, min(n_row, LONG_ROW if n_row > SPLIT else MAX_ROW, MOST_FLOATS // (max_part * spec.n_head * (spec.dim + 2)))
     )
 
 
@@ -167,13 +169,15 @@ def _waves(build: SparseBuild, n_part: int, n_head: int, n_sm: int) -> float:
 
 
 class SparseLaunch:
-    """Called as the reference is."""
+    """Called as the reference is.
 
-    exact_rows = EXACT
+    exact_rows  up to so many a row's bits hang on nothing but its keys
+    """
 
     def __init__(self, spec: SparseSpec, build: SparseBuild | None = None) -> None:
         capability = torch.cuda.get_device_capability(spec.device)
         self.spec, self.overlap = spec, capability >= (9, 0)
+        self.exact_rows = ANY if EXACT.is_on else SPLIT
         self.builds = [build] if build is not None else builds(spec, arch_of(capability))
         self.long = build or long_build(spec, arch_of(capability))
         self.n_sm = torch.cuda.get_device_properties(spec.device).multi_processor_count
@@ -244,7 +248,7 @@ class SparseLaunch:
         n_page = 1 if pool is None else pool.k.shape[0] // per_page
         max_part, likely = self._parts(batch, ratio, top_k, chosen is not None)
         per_part, build = 1, self.long
-        if n_row > EXACT:
+        if n_row > self.exact_rows:
             max_part, per_part = 1, 1 << 20
         else:
             build = min(self.builds, key=lambda b: _waves(b, n_row * likely, spec.n_head, self.n_sm))
