@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pyspec.cuda.exact import EXACT
 from pyspec.errors import RankLost
 
 if TYPE_CHECKING:
@@ -102,8 +103,17 @@ class Collective:
             return self.peers(x)
         if self._is_gpu and self.capturable and x.numel() * x.element_size() > SMALL:
             x = x.contiguous()
+            if (
+                EXACT.is_on and self.rank.n > 2
+            ):  # of two numbers there is one sum, of more the library's order hangs on where they stand
+                pieces = x.view(-1).split(SMALL // x.element_size())
+                return torch.cat([self._in_order(piece) for piece in pieces]).view(x.shape)
             self._wait(lambda: self._group.allreduce([x]))
             return x
+        return self._in_order(x)
+
+    def _in_order(self, x: Tensor) -> Tensor:
+        """x of the first rank, and those of the others in their order."""
         parts = self._all(x)
         total = parts[0]
         for part in parts[1:]:
