@@ -127,6 +127,36 @@ def test_a_shared_expert_of_the_others_types_may_run_with_them(kind: str, tmp_pa
         assert torch.allclose(feed(x), apart, atol=1e-5)
 
 
+@pytest.mark.parametrize("most", [4, 5, 11])
+@pytest.mark.parametrize("kind", SHAPES)
+def test_more_rows_than_experts_take_come_in_parts(kind: str, most: int, tmp_path: Path) -> None:
+    """A router that prepares their rows, and experts that take a few at once: every row as alone."""
+    s, sizes, most_rows = SHAPES[kind], list[int](), most
+    with write(tmp_path / "m.gguf", tensors(s)) as file:
+        feed = MoeFeed(Weights(file, CPU, torch.float32), P, s, EPS)
+        x = torch.randn(11, N)
+        want, experts, route = feed(x), feed.experts, feed.route
+
+        class Few:
+            most = most_rows
+
+            def __call__(self, rows: torch.Tensor, *given: object) -> torch.Tensor:
+                assert len(rows) <= self.most or s.latent
+                sizes.append(len(rows))
+                return experts(rows, *given)  # type: ignore[arg-type]
+
+        class Writing:
+            writes_rows = True
+
+            def __call__(self, *given: object) -> object:
+                return route(*given)  # type: ignore[arg-type]
+
+        feed.experts, feed.route, feed.prep = Few(), Writing(), feed.norm  # type: ignore[assignment]
+        assert torch.allclose(feed(x), want, atol=1e-6)
+    # where experts read rows of another width, it is not the router that prepares them
+    assert sizes == ([11] if s.latent or most == 11 else [4, 4, 3] if most == 4 else [5, 5, 1])
+
+
 def test_gates_and_ups_in_one_tensor(tmp_path: Path) -> None:
     made = tensors(QWEN)
     joined = {k: v for k, v in made.items() if k not in ("ffn_gate_exps.weight", "ffn_up_exps.weight")}
