@@ -103,9 +103,8 @@ class Collective:
             return self.peers(x)
         if self._is_gpu and self.capturable and x.numel() * x.element_size() > SMALL:
             x = x.contiguous()
-            if (
-                EXACT.is_on and self.rank.n > 2
-            ):  # of two numbers there is one sum, of more the library's order hangs on where they stand
+            # of two numbers there is one sum; of more the library's order hangs on where they stand
+            if EXACT.is_on and self.rank.n > 2:
                 pieces = x.view(-1).split(SMALL // x.element_size())
                 return torch.cat([self._in_order(piece) for piece in pieces]).view(x.shape)
             self._wait(lambda: self._group.allreduce([x]))

@@ -53,9 +53,8 @@ from pyspec.slots.recurrent import StateLayer
 
 DIM = 128
 MANY, MANY_ROWS = 24, 4  # sequences from which a warp's convolution is enough for each, if none has more rows
-MOST_PREPARED = (
-    1536  # states (value heads of all sequences) up to which a launch less is worth registers for it (docs/log.md)
-)
+# States (value heads of all sequences) up to which a launch less is worth its registers (docs/log.md)
+MOST_PREPARED = 1536
 FEW_ROWS = 2  # in the mean, where some may have more: a graph has places for sequences that have none, and one warp takes 2 us a row
 CONV_ARGS = "plpplppp" + "ppppp" + "pppp" + "pppppp" + "pppp" + "iiiif" + "p"
 ROWS_ARGS = "ppp" + "pppp" + "pppppp" + "pppp" + "iiii" + "p"

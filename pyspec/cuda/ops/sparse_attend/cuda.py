@@ -28,10 +28,8 @@ from pyspec.slots.ring import RingRows
 
 OP_ID = faults.NUMBERS["sparse_attend"]  # in the fault record, which names the sequence
 MAX_ROW, MAX_PART = 256, 16  # rows of a launch, parts of a row: as in sparse_attend.cu
-SPLIT, LONG_ROW = (
-    128,
-    1024,
-)  # rows up to which each is split by its keys alone; of more it is one part, and so many go at once
+SPLIT = 128  # rows up to which each is split by its keys alone; of more it is one part,
+LONG_ROW = 1024  # and so many go at once
 ANY = 1 << 30  # rows
 MOST_FLOATS = 34 << 20  # of the parts of one launch: LONG_ROW of 64 heads
 MAX_WINDOW = 1024
