@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from pyspec.cuda.ops.linear import cuda as linear_cuda
 from pyspec.cuda.ops.linear import ref as linear_ref
 from pyspec.cuda.ops.linear.dequant import dequantize, quantize
 from pyspec.cuda.ops.linear.op import linear
-from pyspec.cuda.ops.linear.pack import interleave, repack
+from pyspec.cuda.ops.linear.pack import Packed, interleave, repack, unpack
 from pyspec.cuda.ops.linear.ref import Epilogue, LinearSpec
 from pyspec.gguf import GGMLType
 
@@ -52,3 +54,20 @@ def test_shapes_for_more_rows_follow_each_other_up_to_the_limit() -> None:
     rows = [shape.rows for shape in linear_cuda.SHAPES]
     assert rows == sorted(rows) and rows[-1] == linear_cuda.MAX_ROWS
     assert all(shape.warps_m * shape.tiles_m == 16 for shape in linear_cuda.SHAPES)
+
+
+@pytest.mark.parametrize("n_in", [4096, 7168])
+def test_the_check_of_cut_activations_takes_f16_weights_and_sees_a_limit_that_is_none(n_in: int) -> None:
+    """Products that are cut are right whatever they are: were most of them, the rounding of the others would count for more than it is."""
+    spec = LinearSpec(CPU, GGMLType.Q8_0, 272, n_in, Epilogue.GATED, 10.0)
+
+    def wgmma(limit: float) -> linear_ref.Linear:
+        def run(x: Tensor, packed: Packed, out: Tensor, residual: Tensor | None = None) -> None:
+            y = linear_ref.rounded(x) @ unpack(packed).half().double().T
+            out.copy_(linear_ref.finish(y, spec.epilogue, residual, limit))
+
+        return run
+
+    assert linear_cuda.check(wgmma(10.0), linear_ref.bind(spec), spec, n_rows=(40,)) is None
+    for wrong in (0.0, 11.0):
+        assert "differ" in str(linear_cuda.check(wgmma(wrong), linear_ref.bind(spec), spec, n_rows=(40,)))

@@ -30,6 +30,7 @@ from pyspec.cuda.ops.linear.pack import (
     n_groups,
     packed_bytes,
     repack,
+    unpack,
 )
 from pyspec.cuda.ops.linear.ref import Epilogue, Linear, LinearSpec, epilogue_macros
 from pyspec.cuda.ops.rows.cuda import BLOCKED, MAX_COLUMNS, Rows, RowsLaunch
@@ -289,8 +290,9 @@ def check(
     packed = own = repack(raw, spec.type, (spec.n_weight_row, spec.n_in), scales)
     if pack is not None:  # it has a layout of its own
         own = pack(raw, spec.type, (spec.n_weight_row, spec.n_in), scales)
+    size = _below_limit(packed, spec.limit) if spec.limit else 1.0
     for n_row in n_rows:
-        x = torch.randn(n_row, spec.parts * spec.n_in, generator=gen).to(spec.device)
+        x = size * torch.randn(n_row, spec.parts * spec.n_in, generator=gen).to(spec.device)
         residual = torch.randn(n_row, spec.n_out, generator=gen).to(spec.device)
         got, want = (torch.full_like(residual, torch.nan) for _ in "gw")
         for run, matrix, out in ((launch, own, got), (reference, packed, want)):
@@ -299,6 +301,12 @@ def check(
         if not off < 1e-3:
             return f"outputs for {n_row} rows differ from the reference by {off:.2g}"
     return None
+
+
+def _below_limit(packed: Packed, limit: float) -> float:
+    """How large rows are to be for most products to lie below the limit, and some above it. Were most of them above, what is off would be what the
+    few others are off by, in units that are no larger than the limit."""
+    return limit / 2 / float(unpack(packed).square().sum(-1).mean().sqrt())
 
 
 def random_matrix(type: GGMLType, n_out: int, n_in: int, gen: torch.Generator, device: torch.device) -> Packed:
