@@ -5,7 +5,8 @@
 `apart` has the shared expert as products of their own, `together` in the experts' launches; `--old` times an earlier moe.cu,
 moe_pairs.cu and moe_cuda.py (and headers) that lie in a folder, and all are compared. `--f16` times types whose rows are whole numbers
 with f16 rows, too. `--stage` (KB of weights), `--registers` of a thread (neither is for rows of whole numbers) and `--stages` (at least,
-before more CTAs) are tried in all combinations, for few rows, in `together` alone where there is one.
+before more CTAs) are tried in all combinations, for few rows, in `together` alone where there is one; and so are
+`--parts`, registers of types whose columns are summed in parts (100,80: a build for each).
 """
 
 from __future__ import annotations
@@ -193,7 +194,30 @@ def worst(got: list[Tensor], want: list[Tensor], x: Tensor) -> float:
     return max(float(((a - b).norm(dim=-1) / (b - x).norm(dim=-1)).amax()) for a, b in zip(got, want, strict=True))
 
 
-How = tuple[int, int, int]  # KB of weights in a stage, registers of a thread, least stages
+@dataclass(frozen=True)
+class How:
+    """KB of weights in a stage; registers of a thread; least stages; registers of types with parts."""
+
+    stage: int
+    registers: int
+    stages: int
+    parts: tuple[int, ...]
+
+    @classmethod
+    def usual(cls) -> How:
+        """As it is."""
+        b = moe_builds
+        return cls(b.STAGE // 1024, b.REGISTERS[b.FEW_PAIRS], b.LEAST_STAGES, b.PARTS_REGISTERS[b.BUILDS[1]])
+
+    def use(self) -> None:
+        """What is compiled next is built so."""
+        b = moe_builds
+        b.STAGE, b.LEAST_STAGES, b.REGISTERS[b.FEW_PAIRS] = self.stage * 1024, self.stages, self.registers
+        b.PARTS_REGISTERS[b.BUILDS[1]] = self.parts
+
+    def __str__(self) -> str:
+        parts = ",".join(map(str, self.parts))
+        return f"stage {self.stage} registers {self.registers} stages {self.stages} parts {parts}"
 
 
 def forget_builds() -> None:
@@ -205,15 +229,13 @@ def forget_builds() -> None:
 
 def built(experts: Experts, how: How) -> Experts:
     """The same weights with kernels that are built another way."""
-    moe_builds.STAGE, moe_builds.LEAST_STAGES = how[0] * 1024, how[2]
-    moe_builds.REGISTERS[moe_builds.FEW_PAIRS] = how[1]
+    how.use()
     forget_builds()
     own, act = copy(experts), moe_cuda.ACTS[experts.spec.act]
     own.inner, own.down = copy(experts.inner), copy(experts.down)
     for part, a, next in ((own.inner, act, own.down.stack.type), (own.down, moe_cuda.NONE, None)):
-        part.steps = {
-            (n, listed): moe_cuda._step(DEVICE, part.stack.type, n, a, next, listed) for n, listed in moe_cuda.BUILDS
-        }
+        few = [(n, listed) for n, listed in moe_cuda.BUILDS if n == moe_cuda.FEW_PAIRS]
+        part.steps = part.steps | {key: moe_cuda._step(DEVICE, part.stack.type, key[0], a, next, key[1]) for key in few}
     return own
 
 
@@ -243,7 +265,7 @@ def variants_of(
         found.append(("apart, f16", feeds([Experts(m.spec(0), w.stacks) for w in weights], True)))
         moe_builds.INTEGER, moe_builds.HALVED = kept
         forget_builds()
-    usual = moe_builds.STAGE // 1024, moe_builds.REGISTERS[moe_builds.FEW_PAIRS], moe_builds.LEAST_STAGES
+    usual = How.usual()
     for how in hows:
         try:
             others = [built(e, how) for e in made] if how != usual else []
@@ -251,12 +273,7 @@ def variants_of(
             print(f"{how}: {e}")
             others = []
         if others:
-            found.append(
-                (
-                    f"{found[-1][0].split()[0]} stage {how[0]} registers {how[1]} stages {how[2]}",
-                    feeds(others, bool(m.latent)),
-                )
-            )
+            found.append((f"{found[-1][0].split()[0]} {how}", feeds(others, bool(m.latent))))
     built(made[0], usual)  # what is built next is as it was
     return found
 
@@ -266,9 +283,11 @@ def main() -> None:
     parser.add_argument("rows", type=int, nargs="*", default=[1, 4, 8, 32])
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--old", type=Path)
-    parser.add_argument("--stage", type=int, nargs="*", default=[moe_builds.STAGE // 1024])
-    parser.add_argument("--stages", type=int, nargs="*", default=[moe_builds.LEAST_STAGES])
-    parser.add_argument("--registers", type=int, nargs="*", default=[moe_builds.REGISTERS[moe_builds.FEW_PAIRS]])
+    usual = How.usual()
+    parser.add_argument("--stage", type=int, nargs="*", default=[usual.stage])
+    parser.add_argument("--stages", type=int, nargs="*", default=[usual.stages])
+    parser.add_argument("--registers", type=int, nargs="*", default=[usual.registers])
+    parser.add_argument("--parts", type=lambda x: tuple(map(int, x.split(","))), nargs="*", default=[usual.parts])
     parser.add_argument("--f16", action="store_true")
     parser.add_argument("--layers", type=int, default=N_LAYER)
     args = parser.parse_args()
@@ -276,7 +295,7 @@ def main() -> None:
     streamed._tall = lambda spec: None  # rows here are few: nothing to be checked in a child process
     for name in args.models.split(","):
         m = MODELS[name]
-        hows = list(product(args.stage, args.registers, args.stages))
+        hows = [How(*each) for each in product(args.stage, args.registers, args.stages, args.parts)]
         weights = [Weights(m, seed) for seed in range(args.layers)]
         variants = variants_of(m, weights, old, hows, args.f16)
         for rows in args.rows:
@@ -286,7 +305,7 @@ def main() -> None:
             for label, feeds in variants:
                 off = worst([f(x) for f in feeds], want, x)
                 us = graph_us([partial(f, x) for f in feeds])  # type: ignore[misc]
-                print(f"  {label:40} {us:7.1f} us, off {off:.1g}", flush=True)
+                print(f"  {label:56} {us:7.1f} us, off {off:.1g}", flush=True)
 
 
 if __name__ == "__main__":
