@@ -11,6 +11,7 @@ import datetime
 import logging
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -30,6 +31,7 @@ log = logging.getLogger(__name__)
 
 SMALL = 1 << 20  # bytes of a sum that every rank takes of what the library gathers
 LEAVE_S = 10.0  # for the library to let go of the others: it waits for what the device is at
+WATCHDOG_S = 0.3  # NCCL's watchdog looks every tenth of a second
 JOIN_S = 120.0  # for all ranks to meet
 
 
@@ -131,7 +133,10 @@ class Collective:
 
     def spread(self, x: Tensor) -> None:
         """The first rank's x into everybody's."""
-        self._wait(lambda: self._group.broadcast(x, 0))
+        own = x if self.capturable else x.cpu()
+        self._wait(lambda: self._group.broadcast(own, 0))
+        if own is not x:
+            x.copy_(own)
 
     def gather(self, x: Tensor) -> Sequence[Tensor]:
         """Every rank's x, of any dtype, in their order."""
@@ -151,13 +156,19 @@ class Collective:
             place.copy_(whole[self.rank.index])
         return own
 
-    def _all(self, x: Tensor) -> Sequence[Tensor]:
-        """Every rank's x, in their order."""
+    def stacked(self, x: Tensor) -> Tensor:
+        """[rank, ...]: every rank's x."""
+        if not x.numel():
+            return x.new_empty(self.rank.n, *x.shape)
         own = x.contiguous().view(-1)
         own = own if self.capturable else own.cpu()
         parts = own.new_empty(self.rank.n * x.numel())
         self._wait(lambda: self._group._allgather_base(parts, own))
-        return parts.to(x.device).view(self.rank.n, *x.shape).unbind()
+        return parts.to(x.device).view(self.rank.n, *x.shape)
+
+    def _all(self, x: Tensor) -> Sequence[Tensor]:
+        """Every rank's x, in their order."""
+        return self.stacked(x).unbind()
 
     def _meet(self) -> None:
         """All ranks are here, and what each of them told its device before is done."""
@@ -182,6 +193,9 @@ class Collective:
     def leave(self) -> None:
         """Let go of the others, in bounded time. No graph that holds a sum may be left: NCCL waits for those."""
         if self._leaving is not None:
+            time.sleep(
+                WATCHDOG_S
+            )  # what that has not seen to be over it reports as an error when the others are let go of
             self._leaving.leave()
 
     def abort(self) -> None:

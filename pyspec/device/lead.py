@@ -2,7 +2,8 @@
 
 A rank runs its share of the model and keeps its share of the slots' memory, and decides nothing: which rows run, in which pages they
 stand and what is kept comes from the first one, in the order in which that does it itself. What the ranks' tensors have to
-do with each other is in the model (cuda/collective.py). Drafters run on the first rank alone.
+do with each other is in the model (cuda/collective.py). Drafters run on the first rank alone; but for the head of a block's drafts, which
+all ranks read, each its own part.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pyspec.device import shares
 from pyspec.device.worker import Launched, Worker
 from pyspec.draft.drafter import Drafter
 from pyspec.errors import DeviceError
+from pyspec.models.gathered import Gathered, shared
 from pyspec.models.target import Out, Target
 from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
@@ -44,6 +46,7 @@ class RunForward:
 
     in_arena  a graph may hold it
     is_moved  the first rank's device has moved the rows on since they were laid out: they come from its memory
+    reads_logits  all ranks' logits are brought together; else the first one knows each row's best token and no more
     """
 
     seqs: tuple[Seq, ...]
@@ -51,6 +54,14 @@ class RunForward:
     taps: tuple[int, ...]
     in_arena: bool = False
     is_moved: bool = False
+    reads_logits: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class HeadBest:
+    """The best tokens of so many rows, which the first one has, by what each rank has of the head."""
+
+    n_row: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +147,7 @@ class DropStates:
 
 OfPages = ResetSlot | CopyPage | ReadPages | WritePages
 OfStates = KeepState | RestoreState | ReadState | MakeState | DropStates
-Command = RunForward | SealGraphs | FoldSlot | OfPages | OfStates
+Command = RunForward | HeadBest | SealGraphs | FoldSlot | OfPages | OfStates
 Tell = Callable[[Command], None]
 
 
@@ -190,19 +201,35 @@ class Leader:
             what = type(command).__name__
             raise DeviceError(f"{what} failed on the first rank, and the others wait in it: {e}") from e
 
-    def forward(self, run: Callable[[Batch, Sequence[int]], Out], batch: Batch, taps: Sequence[int]) -> Out:
-        """On every rank."""
+    def forward(
+        self,
+        run: Callable[[Batch, Sequence[int]], Out],
+        batch: Batch,
+        taps: Sequence[int],
+        *,
+        reads_logits: bool = True,
+    ) -> Out:
+        """On every rank. Logits are brought together behind what `run` does, in which a graph may hold the rest."""
         if self._is_running:
             return run(batch, taps)
         is_moved, in_arena = self.moved is not None, batch.bucket is not None
-        with self.together(RunForward(tuple(batch.seqs), tuple(batch.pages), tuple(taps), in_arena, is_moved)):
+        rows = tuple(batch.seqs), tuple(batch.pages)
+        with self.together(RunForward(*rows, tuple(taps), in_arena, is_moved, reads_logits)):
             self._is_running = True
             try:
                 if self.moved is not None:
                     self.ranks.spread(self.moved)
-                return run(batch, taps)
+                return run(batch, taps).whole(reads_logits=reads_logits)
             finally:
                 self._is_running = False
+
+    def best(self, head: Gathered, rows: Tensor) -> Tensor:
+        """[row] int64: the best token of each of our rows [row, n_embd] f32, found by all ranks: drafters' rows are there on this one alone."""
+        assert rows.dtype == torch.float32
+        rows = rows.contiguous()
+        with self.together(HeadBest(len(rows))):
+            self.ranks.spread(rows)
+            return head.best(head.own(rows))[0].long()
 
 
 class LedMemory(Memory):
@@ -280,8 +307,9 @@ class LedGraphs(Graphed[Out]):
         super().__init__(worker.run, by_single=worker.needs.late)
         self.leader, self.taps = leader, worker.needs.taps
 
-    def __call__(self, batch: Batch) -> Out:
-        return self.leader.forward(lambda b, taps: super(LedGraphs, self).__call__(b), batch, self.taps)
+    def __call__(self, batch: Batch, *, reads_logits: bool = True) -> Out:
+        own = super().__call__
+        return self.leader.forward(lambda b, taps: own(b), batch, self.taps, reads_logits=reads_logits)
 
     def seal(self) -> None:
         """On every rank."""
@@ -304,6 +332,11 @@ class LeadingWorker(Worker):
             return super().launch_behind(before, round_)
         finally:
             leader.moved = None
+
+    def results(self, batch: Batch, reads_logits: bool) -> Out:
+        """Without the logits, where nobody reads them."""
+        assert isinstance(self.forward, LedGraphs)
+        return self.forward(batch, reads_logits=reads_logits)
 
     def use(self, drafter: Drafter | None) -> None:
         """Forwards go through the leader."""
@@ -344,6 +377,8 @@ class Follower:
         """Do one thing."""
         if isinstance(command, RunForward):
             self._forward(command)
+        elif isinstance(command, HeadBest):
+            self._head_best(command)
         elif isinstance(command, SealGraphs):
             for graphs in self._graphs.values():
                 graphs.seal()
@@ -363,10 +398,17 @@ class Follower:
             self.target.ranks.spread(arena.memory)
             batch = described(batch)
         if command.taps not in self._graphs:
-            self._graphs[command.taps] = graphs = Graphed(lambda batch: self.target.forward(batch, command.taps))
+            self._graphs[command.taps] = graphs = Graphed(lambda batch: self.target.run(batch, command.taps))
             if not self.target.capturable:
                 graphs.seal()
-        self._graphs[command.taps](batch)
+        self._graphs[command.taps](batch).whole(reads_logits=command.reads_logits)
+
+    def _head_best(self, command: HeadBest) -> None:
+        head = shared(self.target.output)
+        assert head is not None
+        rows = torch.empty(command.n_row, self.target.n_embd, device=self.target.device)
+        head.ranks.spread(rows)
+        head.best(head.own(rows))
 
     def _of_pages(self, command: OfPages) -> None:
         size, ranks = self.table.page_size, self.target.ranks

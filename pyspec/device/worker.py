@@ -41,6 +41,7 @@ class Launched:
     best      `Out.best` on the host once `done` says so; None on devices that give none
     tokens    of its rows, on the host once they are `heard`, if the device drafted them; None otherwise
     drafting  from when to when the device did so
+    reads_logits  somebody may look at more of its results than the best tokens
     """
 
     batch: Batch
@@ -49,6 +50,7 @@ class Launched:
     done: torch.cuda.Event | None
     tokens: Tensor | None = None
     drafting: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+    reads_logits: bool = True
 
     @property
     def found(self) -> Tensor | None:
@@ -76,7 +78,7 @@ class Launched:
         with suppress(RuntimeError):
             self.wait()
 
-    def secure(self, needs: Needs, *, is_next_launched: bool, reads_logits: bool = False) -> None:
+    def secure(self, needs: Needs, *, is_next_launched: bool) -> None:
         """Copies of what the next forward overwrites: the hidden states that a drafter keeps, and where that forward is launched
         before this one is read, the taps it hears of and what tells the best logit but the banned ones."""
         n, out = self.batch.n_row, self.out
@@ -85,7 +87,7 @@ class Launched:
         reads_taps = needs.observes_taps or (needs.late and self.batch.single)
         if is_next_launched and out.taps is not None and reads_taps:
             out = replace(out, taps=copied(out.taps[:n]))
-        if is_next_launched and reads_logits:
+        if is_next_launched and self.reads_logits:
             out = replace(out, logits=copied(out.logits[:n]))
         self.out = out
 
@@ -127,7 +129,7 @@ class Worker:
         """Tell the device of a round whose tokens are known."""
         batch = self._lay_out(round_)
         self.watch_drafter()
-        return self._send(batch)
+        return self._send(batch, round_.reads_logits)
 
     def launch_behind(self, before: Launched, round_: Round) -> Launched | None:
         """The same for one that goes on from `before`, whatever that keeps. None: the drafter has to be asked by the host."""
@@ -150,8 +152,8 @@ class Worker:
         drafted = None if began is None else stamp(self.device)
         if drafts is not None:
             self.watch_drafter()
-        before.secure(self.needs, is_next_launched=True, reads_logits=behind.reads_logits)
-        launched = self._send(batch)
+        before.secure(self.needs, is_next_launched=True)
+        launched = self._send(batch, round_.reads_logits)
         launched.tokens, launched.drafting = tokens, None if began is None or drafted is None else (began, drafted)
         return launched
 
@@ -165,11 +167,15 @@ class Worker:
     def _lay_out(self, round_: Round) -> Batch:
         return lay_out(self.table, round_.seqs, self.device, arena=self.arena, pages=round_.pages)
 
-    def _send(self, batch: Batch) -> Launched:
-        out = self.forward(batch)
+    def _send(self, batch: Batch, reads_logits: bool) -> Launched:
+        out = self.results(batch, reads_logits)
         best = None if out.best is None else self._best.copy(out.best)
         self.faults.fetch()
-        return Launched(batch, out, best, stamp(self.device))
+        return Launched(batch, out, best, stamp(self.device), reads_logits=reads_logits)
+
+    def results(self, batch: Batch, reads_logits: bool) -> Out:
+        """Of a forward. Logits that nobody reads may be left out where they take more than what is there anyhow."""
+        return self.forward(batch)
 
     def bring(self, launched: Launched, found: Tensor) -> Tensor:
         """[2, row] f64 on the host once `launched` has been waited for: what the device finds in its results besides."""
@@ -183,7 +189,8 @@ class Worker:
         out = self.target.forward(batch, self.needs.taps)
         if self.drafter is not None:
             self.drafter.absorb(batch, out)
-        return out if batch.tokens.device.type == "cpu" else replace(out, best=top(out.logits))
+        has_best = out.best is not None or batch.tokens.device.type == "cpu"
+        return out if has_best else replace(out, best=top(out.logits))
 
     def watch_drafter(self) -> None:
         """What tripped so far was the drafter's; what trips in the forward, which begins by clearing the record, is not."""

@@ -68,6 +68,7 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
     check_pair(c, file, target.config)
     check_tensors(file, drafter_tensors(c, file, target.config.n_embd), c.alias)
     n, most, n_held = settings.n_draft_max, c.block - 1, held_rows(settings.np)
+    has_head = "output.weight" in file.tensors
     return DraftPlan(
         kind="dflash",
         needs=Needs(min(n or most, most), c.taps, overhang=c.block, block=c.block, late=n_held > 0),
@@ -75,15 +76,27 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         layers=({KV: Paged(c.attention.n_kv_head, c.attention.head_dim)},) * len(c.windows),
         attention=(c.attention,),
         n_held=n_held,
-        no_copy=OWN_HEAD if "output.weight" in file.tensors else "",
+        no_copy=OWN_HEAD if has_head else "",
+        best_only=not has_head and settings.draft_p_min <= 0,
         remark=f", n_draft {n} lowered to {most} (block {c.block})" if n > most else "",
     )
 
 
 class DFlashNet:
-    """The drafter's layers bound to their context memory; `head` stands for the target's if it is given."""
+    """The drafter's layers bound to their context memory; `head` stands for the target's if it is given.
 
-    def __init__(self, c: DFlashConfig, w: Weights, memory: Memory, target: Target, head: Matrix | None = None) -> None:
+    find_best  what several ranks find best tokens with, by the target's head; None: `head` is read here
+    """
+
+    def __init__(
+        self,
+        c: DFlashConfig,
+        w: Weights,
+        memory: Memory,
+        target: Target,
+        head: Matrix | None = None,
+        find_best: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self.c, self.memory, self.n_feature = c, memory, len(c.taps) * target.n_embd
         self.rope = Rope(c.n_rot, c.rope_base, True, w.device, divisors=w.optional("rope_freqs.weight"))
         n_layer = len(c.windows)
@@ -96,7 +109,9 @@ class DFlashNet:
         self.fc, self.fc_norm = w.matrix("fc.weight"), w.vector("enc.output_norm.weight")
         self.norm, self.norms = w.vector("output_norm.weight"), norms.bind(NormsSpec(w.device, c.n_embd, c.eps))
         self.embed = w.embedding("token_embd.weight") if w.has("token_embd.weight") else target.embed
-        self.head = w.matrix("output.weight") if w.has("output.weight") else head or target.head
+        has_head = w.has("output.weight")
+        self.head = w.matrix("output.weight") if has_head else head or target.head
+        self.find_best, self.best = None if has_head else find_best, best.bind(BestSpec(w.device))
         self.to_target = read_d2t(w, target.n_vocab)
 
     def inject(self, taps: Tensor, rows: Tensor, positions: Tensor) -> None:
@@ -115,6 +130,15 @@ class DFlashNet:
             x = self.ffn[i](attention(x, angles, self.memory, i, seen, self.c.windows[i]))
         return self.norms(x, self.norm)
 
+    def tokens(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The target's tokens that rows of `forward` stand for, and the logits if they are here."""
+        if self.find_best is not None:
+            tokens, logits = self.find_best(rows), None
+        else:
+            logits = self.head(rows)
+            tokens = self.best.tokens(logits)
+        return (tokens if self.to_target is None else self.to_target[tokens]), logits
+
 
 class DFlash:
     """Implements `Drafter`."""
@@ -123,7 +147,7 @@ class DFlash:
 
     def __init__(self, net: DFlashNet, plan: DraftPlan, table: SlotTable, device: torch.device, p_min: float) -> None:
         self.net, self.needs, self.table, self.device, self.p_min = net, plan.needs, table, device, p_min
-        self.best, self.ahead = best.bind(BestSpec(device)), ahead.bind(AheadSpec(device))
+        self.ahead = ahead.bind(AheadSpec(device))
         n_slot = len(table.slots)
         self.held = torch.zeros(plan.n_held, net.n_feature, device=device)  # taps of rounds without drafts
         self.n_held = 0
@@ -277,11 +301,11 @@ class DFlash:
         n_row = block_rows(self.net.c.block, n_seq, n_draft)
         rows = block[: n_seq * n_row].view(n_seq, n_row, -1)
         rows = rows[:, 1 : 1 + n_draft]  # row 0 is the anchor, whose output means nothing
-        logits = self.net.head(rows.reshape(n_seq * n_draft, -1))
-        tokens = self.best.tokens(logits)
-        if self.net.to_target is not None:
-            tokens = self.net.to_target[tokens]
-        return tokens, logits.softmax(-1).amax(-1) if self.p_min > 0 else None
+        tokens, logits = self.net.tokens(rows.reshape(n_seq * n_draft, -1))
+        if self.p_min <= 0:
+            return tokens, None
+        assert logits is not None, "ranks that find the best together have no logits in one place"
+        return tokens, logits.softmax(-1).amax(-1)
 
     def checkpoint(self, slot: Slot) -> object | None:
         if self.late[slot.index]:
@@ -303,5 +327,5 @@ def load(plan: DraftPlan, target: Target, table: SlotTable, options: DraftOption
     assert plan.file is not None
     c, device = read_config(plan.file), target.device
     weights = Weights(plan.file, device, options.dense, c.alias, wide=options.wide)
-    net = DFlashNet(c, weights, own_memory(plan, table, options, device), target, options.head)
+    net = DFlashNet(c, weights, own_memory(plan, table, options, device), target, options.head, options.best)
     return DFlash(net, plan, table, device, options.settings.draft_p_min)

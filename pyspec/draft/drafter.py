@@ -77,6 +77,7 @@ class DraftPlan:
     n_waiting  rows of one slot that it leaves for later at most, and then computes at once
     no_copy    why its drafts can not read a copy of the target's head in fewer bits; "": they can
     shared     tensors of its file that it takes from the target, where they are the same
+    best_only  of the target's head it wants the best tokens and no more: several ranks find them together
     remark     for people, behind what it is and how much it drafts
     """
 
@@ -89,6 +90,7 @@ class DraftPlan:
     n_waiting: int = 0
     no_copy: str = ""
     shared: tuple[str, ...] = ()
+    best_only: bool = False
     remark: str = ""
 
     @property
@@ -113,12 +115,14 @@ class DraftOptions:
     dense  the dtype matrices are unpacked to; None: they stay packed
     wide   packed matrices have an f16 copy for wide batches
     head   what it reads in place of the target's head; one of its own goes before it
+    best   where several ranks read the target's head together: rows [row, n_embd] f32 -> their best tokens [row] int64
     """
 
     settings: EngineSettings
     dense: torch.dtype | None
     wide: bool = False
     head: Matrix | None = None
+    best: Callable[[Tensor], Tensor] | None = None
 
     @property
     def kv_dtype(self) -> torch.dtype:

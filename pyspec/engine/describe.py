@@ -313,10 +313,16 @@ def _tied_share(d: Description) -> int:
 
 
 def head_for_drafts(d: Description) -> int:
-    """The first of several ranks drafts alone, with a whole head: bytes of it, if the drafter has none of its own."""
-    if d.settings.tp == 1 or d.draft.file is None or d.draft.no_copy == OWN_HEAD:
+    """The first of several ranks drafts alone, with a whole head: bytes of it, if the drafter has none of its own, and ranks do not read
+    theirs together for it."""
+    if d.settings.tp == 1 or d.draft.file is None or d.draft.no_copy == OWN_HEAD or heads_together(d):
         return 0
     return _bytes_of(d, HEAD if HEAD in d.file.tensors else "token_embd.weight")
+
+
+def heads_together(d: Description) -> bool:
+    """Whether drafts go through what each of several ranks has of the head, instead of a copy of it."""
+    return d.settings.tp > 1 and d.draft.best_only and d.head is None
 
 
 def _bytes_of(d: Description, name: str) -> int:
@@ -357,9 +363,11 @@ def _workspace(d: Description) -> tuple[int, int]:
         n_hidden=c.n_hidden,
         n_ff=c.n_ff,
         n_vocab=c.n_vocab,
+        n_column=-(-c.n_vocab // s.tp),
         graph_rows=sum(bucket_of(n, most) or n for n, _ in graphs),
         prompt_rows=_prompt_rows(d),
         large_rows=large,
+        shared_rows=(bucket_of(rows, most) or rows) if s.tp > 1 else 0,
         n_tap=len(d.draft.needs.taps),
         n_held=d.draft.n_held,
         key_bytes=key_size * d.n_ctx * c.attention.n_kv_head * c.attention.head_dim,

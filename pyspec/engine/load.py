@@ -18,7 +18,7 @@ from pyspec.cuda import prepare, probe, temporary, tiers
 from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.cuda.prepare import Preparation
-from pyspec.device.lead import LeadingWorker
+from pyspec.device.lead import LeadingWorker, LedMemory
 from pyspec.device.worker import Worker
 from pyspec.draft.drafter import Drafter, DraftOptions, GraphedDrafter
 from pyspec.engine.asks import asks_of
@@ -30,6 +30,7 @@ from pyspec.engine.describe import (
     describe,
     device_checkpoints,
     head_for_drafts,
+    heads_together,
     plan_memory,
     start_bytes,
 )
@@ -41,6 +42,7 @@ from pyspec.engine.round import RowLimits
 from pyspec.engine.timer import Timer, bucket
 from pyspec.engine.warmup import check_drafter, warm_up
 from pyspec.errors import BadTemplate
+from pyspec.models.gathered import Gathered
 from pyspec.models.target import Target
 from pyspec.models.weights import Weights, cuts_of
 from pyspec.request import EngineInfo
@@ -153,13 +155,17 @@ def _tell_use(device: torch.device, plan: MemoryPlan, before: tuple[int, int, in
 def _bind_drafter(d: Description, plan: MemoryPlan, target: Target, table: SlotTable) -> Drafter | None:
     if d.draft.kind == "none":
         return None
-    output = target.output if d.settings.tp == 1 and d.head is not None else None  # type: ignore[attr-defined]  # d.head is one of a target's own
+    output = target.output if d.settings.tp == 1 and d.head is not None else None
     if head_for_drafts(d):
         output = Weights(d.file, d.device, d.dense, wide=plan.wide > 0).head()
     head = output if d.settings.tp > 1 else None
     if d.head is not None and plan.draft_head and output is not None:
         head = make_head(output, d.head, d.device) or head
-    options = DraftOptions(settings=d.settings, dense=d.dense, wide=plan.wide > 0, head=head)
+    best = None
+    if heads_together(d):
+        assert isinstance(target.memory, LedMemory) and isinstance(target.output, Gathered)
+        best = partial(target.memory.leader.best, target.output)
+    options = DraftOptions(settings=d.settings, dense=d.dense, wide=plan.wide > 0, head=head, best=best)
     return draft.find(d.draft.kind).load(d.draft, target, table, options)
 
 

@@ -175,8 +175,7 @@ class Lookahead:
             Seq(w.slot.index, w.slot.n_past, [0] * (1 + n), keep, 1 + n, _to_fold(w.seq), w.seq.width, late)
             for w, n, keep, late in zip(work, n_drafts, keeps, lates, strict=True)
         ]
-        reads_logits = any(w.job.sampler.bias_ids or w.job.constraint is not None for w in work)
-        return seqs, Behind(ends, forced, tuple(n_drafts) if any(n_drafts) else (), reads_logits, refused)
+        return seqs, Behind(ends, forced, tuple(n_drafts) if any(n_drafts) else (), refused)
 
     def _waits(self, w: Work) -> bool:
         """Its next row, if that is a single one: behind drafts nobody knows yet how many records there are."""

@@ -172,7 +172,8 @@ class Loop:
         """Tell the device. None if it refused: whose fault that was has ended."""
         drafted = self.clock()
         try:
-            round_ = plan_round(self.table, [w.seq for w in work])
+            reads_logits = any(w.reads_logits for w in work)
+            round_ = plan_round(self.table, [w.seq for w in work], reads_logits=reads_logits)
             launched = self.worker.launch(round_)
         except SlotError as e:
             self.worker.draft_faults.fetched.clear()
@@ -199,7 +200,7 @@ class Loop:
         seqs, flight.next = planned
         sent, n_fetched = self.clock(), len(self.worker.draft_faults.fetched)
         try:
-            round_ = plan_round(self.table, seqs, flight.next)
+            round_ = plan_round(self.table, seqs, flight.next, reads_logits=any(w.reads_logits for w in work))
             launched = self.worker.launch_behind(flight.launched, round_)
         except SlotError:  # it is found again, and whose it is, when this round is over
             while len(self.worker.draft_faults.fetched) > n_fetched:

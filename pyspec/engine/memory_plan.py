@@ -131,6 +131,8 @@ class ForwardSizes:
     graph_rows  rows of all graphs together: their logits, hidden states and taps stay at fixed places
     prompt_rows  the same of graphs of prompts, which have logits of one row
     large_rows  rows of the largest verify or draft that no graph holds: its logits are taken and given back
+    n_column    columns of logits that this rank makes; of one rank all
+    shared_rows rows of which several ranks bring their logits together at most: as they come, and side by side
     n_hidden    width of the hidden states that graphs keep
     n_held      rows whose taps a drafter keeps for later; they are gathered once more when their time comes
     key_bytes   keys and values of one layer and slot: a prompt's attention gathers them from their pages, as f16
@@ -141,9 +143,11 @@ class ForwardSizes:
     n_hidden: int
     n_ff: int
     n_vocab: int
+    n_column: int
     graph_rows: int
     prompt_rows: int
     large_rows: int
+    shared_rows: int
     n_tap: int
     n_held: int
     key_bytes: int
@@ -152,8 +156,8 @@ class ForwardSizes:
 def workspace_bytes(s: ForwardSizes, *, cuda: bool) -> tuple[int, int]:
     """(activations, workspace): what forwards need besides weights and slots."""
     activations = s.n_row * (2 * s.n_ff * 4 + s.n_ff * 2 + 5 * s.n_embd * 4 + s.n_tap * s.n_embd * 4)
-    activations += s.large_rows * 4 * s.n_vocab
-    results = s.graph_rows * 4 * s.n_vocab + (s.graph_rows + s.prompt_rows) * 4 * (s.n_hidden + s.n_tap * s.n_embd)
+    activations += (s.large_rows + 2 * s.shared_rows) * 4 * s.n_vocab
+    results = s.graph_rows * 4 * s.n_column + (s.graph_rows + s.prompt_rows) * 4 * (s.n_hidden + s.n_tap * s.n_embd)
     if s.prompt_rows:  # and what they take meanwhile, apart from what others do
         results += PROMPTS[-1] * (2 * s.n_ff * 4 + s.n_ff * 2 + 5 * s.n_embd * 4)
     held = 2 * s.n_held * s.n_tap * s.n_embd * 4

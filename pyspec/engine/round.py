@@ -36,6 +36,15 @@ class Work:
         return self.seq.n_out if not self.n_scored else int(self.seq.n_past + self.seq.width == self.job.n_prefill)
 
     @property
+    def reads_logits(self) -> bool:
+        """Whether anybody may look at more of its rows than their best tokens: certainly not while the largest logit is chosen as it is."""
+        sampler = self.job.sampler
+        if not self.job.is_decoding:  # rows may be scored, and the last one's logits kept
+            return self.seq.n_out > 0
+        is_plain = sampler.params.greedy and not sampler.edits_logits and sampler.params.logprobs is None
+        return not is_plain or self.job.constraint is not None
+
+    @property
     def is_prompt(self) -> bool:
         return self.seq.n_out == 0 or (self.seq.keep and self.seq.width > 1)
 

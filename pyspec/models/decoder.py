@@ -26,7 +26,7 @@ from pyspec.models.cuts import Cut, Units
 from pyspec.models.layers import SINKS, Attention, AttentionShape, FeedForward, GatedDeltaNet, Relu2, Rope
 from pyspec.models.mamba import Mamba, mamba_tensors
 from pyspec.models.moe import MoeFeed, MoeShape, moe_tensors
-from pyspec.models.target import Lead, Out
+from pyspec.models.target import Lead, Out, out_of
 from pyspec.models.weights import HEAD, Want, Weights
 from pyspec.ranges import quoted
 from pyspec.slots.batch import Batch
@@ -428,7 +428,9 @@ class Decoder:
         return self.output(hidden)
 
     def forward(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
-        return self.run(batch, taps) if self.lead is None else self.lead.forward(self.run, batch, taps)
+        if self.lead is not None:
+            return self.lead.forward(self.run, batch, taps)
+        return self.run(batch, taps).whole()
 
     @torch.inference_mode()
     def run(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
@@ -440,4 +442,4 @@ class Decoder:
             if i in taps:
                 tapped[i] = x
         hidden, wanted = self.norms.picked(x, self.norm, batch.out_rows)
-        return Out(self.head(wanted), hidden, torch.cat([tapped[i] for i in taps], -1) if taps else None)
+        return out_of(self.output, wanted, hidden, torch.cat([tapped[i] for i in taps], -1) if taps else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from pyspec.cuda.collective import Collective
 from pyspec.gguf import GGUFFile
+from pyspec.models.gathered import Gathered, shared
 from pyspec.models.layers import AttentionShape
-from pyspec.models.weights import Want, Weights
+from pyspec.models.weights import Matrix, Want, Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import LayerParts
@@ -26,12 +27,30 @@ class Out:
     hidden  [row, n_hidden]   f32  after the final norm, every row (the MTP seed); of several residual streams all, not normed
     taps    [row, T * n_embd] f32  outputs of the asked layers, side by side, before the next layer's norm; or None
     best    [2, out]          f64  each row's largest logit's token (the lowest on ties) and value; or None
+    head    of several ranks, as long as the logits are the columns of this one alone: what brings all together
     """
 
     logits: Tensor
     hidden: Tensor
     taps: Tensor | None = None
     best: Tensor | None = None
+    head: Gathered | None = None
+
+    def whole(self, *, reads_logits: bool = True) -> Out:
+        """The same with the logits of all ranks, which all have to ask for; or with none, where nobody reads more than `best`."""
+        if self.head is None:
+            return self
+        logits = self.head.together(self.logits) if reads_logits else self.head.left_out(self.logits)
+        return replace(self, logits=logits, head=None)
+
+
+def out_of(output: Matrix, wanted: Tensor, hidden: Tensor, taps: Tensor | None) -> Out:
+    """Results whose logits are those of the rows `wanted`. Of several ranks they are this one's columns, as far as `whole` is not asked for."""
+    head = shared(output)
+    if head is None:
+        return Out(output(wanted), hidden, taps)
+    columns = head.own(wanted)
+    return Out(columns, hidden, taps, head.best(columns), head)
 
 
 class ModelConfig(Protocol):
@@ -83,11 +102,13 @@ class Target(Protocol):
     """The model that decides. It never knows who drafts; it exports taps and hidden states when asked.
 
     memory  what its layers keep for the slots
+    output  the matrix behind `head`, of which each of several ranks has a part
     ranks   the processes that run it together, with this one among them; None: this one alone
     lead    what the first of several ranks has its forwards go through
     """
 
     memory: Memory
+    output: Matrix
     lead: Lead | None
 
     @property
@@ -113,6 +134,10 @@ class Target(Protocol):
 
     def forward(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
         """`taps` are 0-based layer indices whose outputs are wanted."""
+        ...
+
+    def run(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
+        """This rank's part of one, if there are several: its logits are not brought together yet."""
         ...
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ from pyspec.cuda.temporary import temporary
 from pyspec.errors import BadTensors, ModelError
 from pyspec.gguf import GGMLType, GGUFFile, TensorInfo
 from pyspec.models.cuts import Cut, Share, share_of
+from pyspec.models.gathered import Gathered
 from pyspec.models.grouped import Grouped
 from pyspec.models.upload import Upload
 
@@ -205,17 +206,6 @@ class Summed:
 def sum_of(product: Matrix) -> Summed | None:
     """What gives a sum of ranks, if this is that."""
     return product if isinstance(product, Summed) else None
-
-
-class Gathered:
-    """A matrix of which every rank has some rows, `widths` of them; the outputs stand side by side on every rank."""
-
-    def __init__(self, matrix: Matrix, ranks: Collective, widths: Sequence[int]) -> None:
-        self.matrix, self.ranks, self.widths = matrix, ranks, widths
-
-    def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
-        y = self.ranks.columns(self.matrix(x, prep), self.widths)
-        return y if residual is None else residual + y
 
 
 class Embedding:

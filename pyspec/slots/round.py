@@ -22,14 +22,12 @@ class Behind:
     ends    per sequence, tokens behind which the device stops, for the host decides there; None: no row depends on it
     forced  per sequence, drafts of the round before that count as right (synthetic acceptance); None: those that are
     n_draft drafts made on the device for each sequence before it runs; empty: none
-    reads_logits  somebody will look at more of the round before than its best tokens
     refused rows of the round before whose tokens count as wrong, whatever is best: a grammar does not take them
     """
 
     ends: tuple[frozenset[int], ...] | None = None
     forced: tuple[int, ...] | None = None
     n_draft: tuple[int, ...] = ()
-    reads_logits: bool = False
     refused: tuple[int, ...] = ()
 
 
@@ -40,19 +38,23 @@ class Round:
     seqs    the rows of each slot, in order. Behind another round they stand as if nothing of that had been kept, with no tokens
     pages   [seq] of int64 [page]: the pages of each slot
     behind  None: positions and tokens are those of `seqs`
+    reads_logits  somebody may look at more of its results than the best tokens
     """
 
     seqs: tuple[Seq, ...]
     pages: tuple[NDArray[np.int64], ...] = field(compare=False)
     behind: Behind | None = None
+    reads_logits: bool = True
 
     @property
     def n_row(self) -> int:
         return sum(seq.width for seq in self.seqs)
 
 
-def plan_round(table: SlotTable, seqs: Iterable[Seq], behind: Behind | None = None) -> Round:
+def plan_round(
+    table: SlotTable, seqs: Iterable[Seq], behind: Behind | None = None, *, reads_logits: bool = True
+) -> Round:
     """Hold pages for every row. Raises OutOfBounds, which names the slot, before anything is told to a device."""
     seqs = tuple(seqs)
     pages = tuple(table.reach(table.slots[q.slot], q.n_past, q.n_past + q.width + q.slack) for q in seqs)
-    return Round(seqs, pages, behind)
+    return Round(seqs, pages, behind, reads_logits)

@@ -27,9 +27,9 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     monkeypatch.setattr(describe, "late_rows", lambda _device: N_LATE)
     send = Worker._send
 
-    def watch(self: Worker, batch: Batch) -> Launched:
+    def watch(self: Worker, batch: Batch, reads_logits: bool) -> Launched:
         found.update(seq.n_fold for seq in batch.seqs if seq.late)
-        return send(self, batch)
+        return send(self, batch, reads_logits)
 
     monkeypatch.setattr(Worker, "_send", watch)
     return found

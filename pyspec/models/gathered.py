@@ -1,0 +1,62 @@
+"""A matrix of which every rank has some rows (a head): what comes out of it is brought together only where somebody reads all of it.
+
+Most rounds want each row's best token and no more. For that every rank finds the best of its own columns, and what goes to the others are a
+few bytes a row instead of a row over the whole vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pyspec.cuda.collective import Collective
+from pyspec.cuda.ops.best.op import best
+from pyspec.cuda.ops.best.ref import BestSpec
+from pyspec.cuda.ops.rows.ref import Prep
+
+if TYPE_CHECKING:
+    from pyspec.models.weights import Matrix
+
+
+class Gathered:
+    """Of `widths` rows on each rank; called, it gives the outputs of all of them, side by side on every rank.
+
+    own  this rank's part
+    """
+
+    def __init__(self, own: Matrix, ranks: Collective, widths: Sequence[int]) -> None:
+        self.own, self.ranks, self.widths = own, ranks, widths
+        self.first = sum(widths[: ranks.rank.index])  # of this rank's columns
+        self._best = best.bind(BestSpec(ranks.device))
+
+    def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
+        y = self.together(self.own(x, prep))
+        return y if residual is None else residual + y
+
+    def together(self, columns: Tensor) -> Tensor:
+        """Every rank's columns side by side; these are our own."""
+        return self.ranks.columns(columns, self.widths)
+
+    def left_out(self, columns: Tensor) -> Tensor:
+        """What stands for that where nobody reads it: of its shape and without numbers, so that whoever does read it fails."""
+        return torch.empty(columns.shape[0], sum(self.widths), dtype=columns.dtype, device="meta")
+
+    def best(self, columns: Tensor) -> Tensor:
+        """[2, row] f64 on every rank: what the op `best` gives as pairs of all columns; these are our own.
+
+        Ranks have ascending columns: of equal values the first rank's is the lowest, and of several that are no number the first.
+        """
+        own = self._best.pairs(columns)
+        if self.first:
+            own[0] += self.first
+        found = self.ranks.stacked(own)
+        rank = found[:, 1].argmax(0)
+        return found.gather(0, rank.expand(1, 2, -1)).squeeze(0)
+
+
+def shared(matrix: Matrix) -> Gathered | None:
+    """What has ranks' outputs brought together, if this is that."""
+    return matrix if isinstance(matrix, Gathered) else None
