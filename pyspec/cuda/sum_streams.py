@@ -45,7 +45,7 @@ class SumStreams:
         return few is not None and few.streams.sums_of(n_row)
 
     def split(self, x: Tensor, mix: StreamMix, into: Place | None = None) -> Reading:
-        return self.streams.split(x, mix, **_placed(into))
+        return self.streams.split(x, mix, **_told(into))
 
     def merge(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         return self.streams.merge(self.ranks.sum(y), x, post, comb)
@@ -56,7 +56,7 @@ class SumStreams:
         if (few := self._few(len(x))) is not None:
             return few(y, x, post, comb, mix, into)
         assert isinstance(y, Tensor)  # who gives shares has asked
-        return self.streams.merge_split(self.ranks.sum(y), x, post, comb, mix, **_placed(into))
+        return self.streams.merge_split(self.ranks.sum(y), x, post, comb, mix, **_told(into))
 
     def head(self, x: Tensor, mix: StreamMix) -> Tensor:
         return self.streams.head(x, mix)
@@ -66,7 +66,7 @@ class SumStreams:
         return few if few is not None and few.peers is self.ranks.peers and 0 < n_row <= few.most else None
 
 
-def _placed(into: Place | None) -> dict[str, Place]:
+def _told(into: Place | None) -> dict[str, Place]:
     return {} if into is None else {"into": into}
 
 
