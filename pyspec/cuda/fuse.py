@@ -14,8 +14,7 @@ A launch that an op binds keeps the op's contract. What it can do besides, it sa
                             read nothing
 
 So the torch reference, and every implementation without these, runs in the same models as it is. A product that ranks sum (`Summed`) is asked for what
-this rank has of it (`own`): that reads the rows. Sums behind it may prepare those of the next product (`link`), or be made on their way back into
-streams (`summing`).
+this rank has of it (`own`): that reads the rows. Sums behind it may prepare those of the next product (`link`).
 """
 
 from __future__ import annotations
@@ -36,8 +35,6 @@ from pyspec.cuda.ops.streams.ref import Reading, StreamMix, Streams
 from pyspec.cuda.streamed import Handing, Streamed, StreamedParts
 from pyspec.cuda.streamed import handing as handing_of
 from pyspec.cuda.sum_rows import sums_into
-from pyspec.cuda.sum_streams import SumStreams
-from pyspec.cuda.sum_streams import summing as summing_of
 from pyspec.slots.batch import Batch
 from pyspec.slots.recurrent import StateLayer
 
@@ -234,11 +231,6 @@ def link(ranks: Collective, pairs: Sequence[tuple[GivesSum | None, FirstRead | N
     for (gives, _), into in zip(pairs, sums_into(ranks, readers), strict=True):
         if gives is not None and into is not None:
             gives.into = into
-
-
-def summing(ranks: Collective, launch: Streams) -> SumStreams:
-    """`launch`, for parts of sums of ranks: it sums what goes back into the streams, of few rows on the way where kernels can. On all ranks together."""
-    return summing_of(ranks, launch)
 
 
 # -- experts -----------------------------------------------------------------------------------------------------

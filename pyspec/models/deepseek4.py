@@ -32,7 +32,7 @@ from pyspec.errors import ModelError
 from pyspec.models.deepseek4_config import CSA, INDEX, INDEX_PARTIAL, PARTIAL, ROWS, WINDOW, Deepseek4Config, read
 from pyspec.models.layers import SINKS
 from pyspec.models.moe import stacks_of
-from pyspec.models.target import Lead, Out, out_of
+from pyspec.models.target import Lead, Out
 from pyspec.models.weights import Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
@@ -79,7 +79,7 @@ class Compressor:
 
 
 class WindowAttention:
-    """The layer's mixer: what it reads [row, n_embd] f32, not normed yet, to what it gives back to the streams (of several ranks, each its part)."""
+    """The layer's mixer: what it reads [row, n_embd] f32, not normed yet, to what it gives back to the streams."""
 
     def __init__(self, c: Deepseek4Config, w: Weights, p: str, ratio: int, kv: torch.dtype) -> None:
         self.c, self.ratio, a, x = c, ratio, c.attention, c.indexer
@@ -115,8 +115,7 @@ class WindowAttention:
         spec = SparseSpec(w.device, a.n_head, a.head_dim, c.window, ratio, kv, c.n_rot, c.eps)
         self.attend, self.can_attend = sparse_attend.bind(spec), sparse_attend.chosen(spec).capturable
         self.out_a = w.grouped(f"{p}.attn_output_a.weight", c.n_group)
-        # of rows that are handed on, too; and of several ranks each has a part of a sum, which who merges it makes
-        self.out_b: fuse.Product = w.matrix(f"{p}.attn_output_b.weight")
+        self.out_b: fuse.Product = w.summed(f"{p}.attn_output_b.weight")  # of rows that are handed on, too
         largest = max(float(norm.abs().amax()) for norm in norms) * (a.n_head // c.n_group * a.head_dim) ** 0.5
         self.hands = fuse.handing(self.out_a.few, self.out_b, largest * self.out_a.reach())
 
@@ -189,11 +188,10 @@ class WindowAttention:
 
 
 class StreamExperts:
-    """The layer's feed-forward: what it reads [row, n_embd] f32, not normed yet, to what it gives back to the streams (of several ranks, each its
-    part)."""
+    """The layer's feed-forward: what it reads [row, n_embd] f32, not normed yet, to what it gives back to the streams."""
 
     def __init__(self, c: Deepseek4Config, w: Weights, p: str, limits: tuple[float, float], *, is_hashed: bool) -> None:
-        m, (limit, own) = c.moe, limits
+        m, (limit, own), self.ranks = c.moe, limits, w.ranks
         self.norm = Norm(w.vector(f"{p}.ffn_norm.weight"), c.eps)
         self.router = w.vector(f"{p}.ffn_gate_inp.weight")
         self.table = w.table(f"{p}.ffn_gate_tid2eid.weight") if is_hashed else None
@@ -225,15 +223,15 @@ class StreamExperts:
         self, y: Tensor, given: Tensor | None, place: fuse.Place | None = None, streams: Streams | None = None
     ) -> Tensor | fuse.Shares:
         """given: what the table says of the rows' tokens. place: where y lies ready for the shared expert, if it does. streams: what merges the
-        result with the next reading, if anything does; it may sum what experts gave, too."""
+        result with the next reading, if anything does; it may sum what experts gave, too: of one rank, for those of several are summed first."""
         shared = None
         if self.gate_up is not None and self.down is not None:
             shared = fuse.one_after_other(self.gate_up, self.down, self.hands, y, self.norm, place)
         parts = fuse.at_once(self.route, self.experts, len(y), self.norm, self.norm)
-        # several parts are no few rows, which alone are left for streams to sum: the last of them may be
-        chosen = partial(self._chosen, streams if len(parts) == 1 else None)
-        made: Tensor | fuse.Shares = fuse.by_parts(parts, chosen, y, given, shared)
-        return made
+        # several parts are no few rows, which alone are left for streams to sum
+        chosen = partial(self._chosen, None if self.ranks is not None else streams)
+        whole = fuse.by_parts(parts, chosen, y, given, shared)
+        return whole if self.ranks is None else self.ranks.sum(whole)
 
     def _chosen(
         self, streams: Streams | None, y: Tensor, given: Tensor | None, shared: Tensor | None
@@ -245,16 +243,12 @@ class StreamExperts:
 
 
 class StreamBlock:
-    """Attention, then experts, each between a row that is read from the streams and its way back into them. launch: what does both, of several ranks
-    with the sum of what they made between (`fuse.summing`); None: of one."""
+    """Attention, then experts, each between a row that is read from the streams and its way back into them."""
 
-    def __init__(
-        self, c: Deepseek4Config, w: Weights, i: int, mixer: WindowAttention, launch: Streams | None = None
-    ) -> None:
+    def __init__(self, c: Deepseek4Config, w: Weights, i: int, mixer: WindowAttention) -> None:
         p = f"blk.{i}"
         mix = streams_spec(c, w.device)
-        assert (launch is None) == (w.ranks is None)  # or parts would go back that nobody sums
-        self.streams = streams.bind(mix) if launch is None else launch
+        self.streams = streams.bind(mix)
         self.attn_mix, self.feed_mix = mix_of(w, f"{p}.hc_attn"), mix_of(w, f"{p}.hc_ffn")
         self.mixer, self.feed = mixer, StreamExperts(c, w, p, c.limits[i], is_hashed=i < min(c.n_hash, c.n_layer))
         self.capturable = streams.chosen(mix).capturable and mixer.capturable and self.feed.capturable
@@ -311,11 +305,8 @@ class Deepseek4:
         own, self.ranks = config.share(weights.n_rank), weights.ranks
         self.lead: Lead | None = None
         self.embedding = weights.embedding("token_embd.weight")
-        launch = None
-        if self.ranks is not None:
-            launch = fuse.summing(self.ranks, streams.bind(streams_spec(config, self.device)))
         self.blocks = [
-            StreamBlock(own, weights, i, WindowAttention(own, weights, f"blk.{i}", ratio, memory.kv_dtype), launch)
+            StreamBlock(own, weights, i, WindowAttention(own, weights, f"blk.{i}", ratio, memory.kv_dtype))
             for i, ratio in enumerate(config.ratios[: config.n_layer])
         ]
         tables = [block.feed.table for block in self.blocks if block.feed.table is not None]  # of the first blocks
@@ -348,9 +339,7 @@ class Deepseek4:
         return self.output(hidden)
 
     def forward(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
-        if self.lead is not None:
-            return self.lead.forward(self.run, batch, taps)
-        return self.run(batch, taps).whole()
+        return self.run(batch, taps) if self.lead is None else self.lead.forward(self.run, batch, taps)
 
     @torch.inference_mode()
     def run(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
@@ -365,5 +354,5 @@ class Deepseek4:
             x, reading = block.run(x, reading, self.memory, i, batch, given, *self.blocks[i + 1 : i + 2])
             if i in taps:
                 tapped[i] = x.mean(1)
-        wanted = self.last(x[batch.out_rows])
-        return out_of(self.output, wanted, x.flatten(1), torch.cat([tapped[i] for i in taps], -1) if taps else None)
+        logits = self.head(self.last(x[batch.out_rows]))
+        return Out(logits, x.flatten(1), torch.cat([tapped[i] for i in taps], -1) if taps else None)

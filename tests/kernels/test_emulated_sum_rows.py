@@ -16,7 +16,7 @@ from emulated.gpu import CPU, emulated_gpu
 from emulated.machine import EmulatedKernel, emulate, needs_compiler
 from torch import Tensor
 
-from pyspec.cuda import sum_rows, sum_streams
+from pyspec.cuda import sum_rows
 from pyspec.cuda.jit import ARCHS, compile_cubin
 from pyspec.cuda.ops.linear.wgmma import PADS
 from pyspec.cuda.ops.peer_sum import cuda as peer_sum
@@ -44,10 +44,10 @@ class Product:
 class Ranks:
     """Threads that meet: launches of one come between those of the others, and none waits for another's."""
 
-    def __init__(self, n: int, blocks: int = 12) -> None:
+    def __init__(self, n: int) -> None:
         self.n, self.meeting, self.parts = n, threading.Barrier(n, timeout=60), [torch.empty(0)] * n
         self.places = []
-        self.layout = peer_sum.Places(n, blocks=blocks, place=3 * peer_sum.CHUNK)
+        self.layout = peer_sum.Places(n, blocks=12, place=3 * peer_sum.CHUNK)
         for _ in range(n):
             place = torch.zeros(self.layout.n_bytes // 4)
             place[: self.layout.n_number] = -0.0
@@ -77,8 +77,7 @@ class Ranks:
 @contextmanager
 def kernels() -> Iterator[None]:
     with emulated_gpu(), pytest.MonkeyPatch.context() as patch:
-        for module in (sum_rows, sum_streams):
-            patch.setattr(module, "compile_cubin", lambda stem, arch, macros: emulate(stem, macros, arch))
+        patch.setattr(sum_rows, "compile_cubin", lambda stem, arch, macros: emulate(stem, macros, arch))
         launch = EmulatedKernel.launch
 
         def one_at_a_time(*args: Any, **how: Any) -> None:

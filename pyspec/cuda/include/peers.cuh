@@ -1,5 +1,4 @@
-// What ranks send into each other's GPUs' memory, for kernels that sum it: peer_sum.cu, rows.cu on the way to a product, and streams.cu on
-// the way back into streams.
+// What ranks send into each other's GPUs' memory, for kernels that sum it: peer_sum.cu, and rows.cu on the way to a product.
 //
 // A buffer holds   rows   [block][2][rank][PLACE]  f32  what the others sent, for even and odd calls; kNothing where nothing is
 //                  calls  [block]                  u32  how many this block has made; its own rank's alone

@@ -3,9 +3,6 @@ few rows the one that writes makes the next products, too."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Protocol
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -25,7 +22,6 @@ SLOTS = 32  # of a part
 PER_MULTIPROCESSOR = 2  # CTAs of streams_parts that rows are spread over: each reads its share of fn
 SUMMED = 4  # rows up to which that launch sums what experts gave, too: each of four streams does so
 FEW = 32  # rows up to which merging and the next products are one launch: it reads the streams four times
-MERGES = {"streams_merge_parts": "pppppppii", "streams_merge_sums_parts": "ppppppppppiiii"}  # few rows
 OFF = 1e-4  # of coefficients and, relative to its size, of a row: other orders of sums
 
 
@@ -54,22 +50,16 @@ def _kernels(device: torch.device, n: int, n_iter: int) -> dict[str, Kernel]:
         "streams_read": "pppppppff",
         "streams_read_rows": "ppppppp" + "pppp" + "p" + "ffi" + "ff" + ARGS[1:],
     }
-    merging = {"streams_merge": "ppppp"} | MERGES
+    merging = {
+        "streams_merge": "ppppp",
+        "streams_merge_parts": "pppppppii",
+        "streams_merge_sums_parts": "ppppppppppiiii",
+    }
     return {name: code.kernel(name, form) for name, form in (forms | (merging if n_iter else {})).items()}
 
 
-class MergesFew(Protocol):
-    """What launches one of MERGES."""
-
-    def lines(self, n_row: int) -> tuple[tuple[int, int], tuple[np.int32, np.int32]]:
-        """The grid, and its sizes: rows, and those of a CTA."""
-        ...
-
-    def merge_few(self, name: str, grid: tuple[int, int], args: Sequence[Arg]) -> None: ...
-
-
 class StreamsLaunch:
-    """Implements `Streams`. (And `MergesFew`.)"""
+    """Implements `Streams`."""
 
     reads_into = True  # where `into` says, see fuse.py
 
@@ -110,34 +100,19 @@ class StreamsLaunch:
         if not isinstance(y, Shares) and not 0 < x.shape[0] <= FEW:
             x = self.merge(y, x, post, comb)
             return x, self.split(x, mix, into)
-        return self.merge_split_by(self, y, x, post, comb, mix, into)
-
-    def merge_split_by(
-        self,
-        few: MergesFew,
-        y: Tensor | Shares,
-        x: Tensor,
-        post: Tensor,
-        comb: Tensor,
-        mix: StreamMix,
-        into: Place | None = None,
-    ) -> tuple[Tensor, Reading]:
-        """`merge_split` of few rows, of which `few` launches what merges."""
         args, n_row = self._merged(y.y if isinstance(y, Shares) else y, x, post, comb)
         self._examine(self.kernels, mix)
         parts = self._room(args[-1], self.n_chunk, SLOTS)
-        grid, sizes = few.lines(n_row)
+        grid, sizes = self._lines(n_row)
         if isinstance(y, Shares):
             (merged, *others), (weights, shared, _, residual) = args, y.args()
             counts = np.int32(y.weights.shape[1]), np.int32(y.n_piece)
             given: tuple[Arg, ...] = (merged, weights, shared, residual, *others, mix.fn, parts, *sizes, *counts)
-            few.merge_few("streams_merge_sums_parts", grid, given)
+            self.kernels["streams_merge_sums_parts"].launch(grid, THREADS, given, overlap=self.overlap)
         else:
-            few.merge_few("streams_merge_parts", grid, (*args, mix.fn, parts, *sizes))
+            given = (*args, mix.fn, parts, *sizes)
+            self.kernels["streams_merge_parts"].launch(grid, THREADS, given, overlap=self.overlap)
         return args[-1], self._split(args[-1], mix, parts, into)
-
-    def merge_few(self, name: str, grid: tuple[int, int], args: Sequence[Arg]) -> None:
-        self.kernels[name].launch(grid, THREADS, args, overlap=self.overlap)
 
     def _merged(self, y: Tensor, x: Tensor, post: Tensor, comb: Tensor) -> tuple[tuple[Tensor, ...], int]:
         """What a launch that merges is given, the new streams last; and how many rows there are."""
@@ -156,7 +131,7 @@ class StreamsLaunch:
         for t, shape in ((mix.fn, (m, N_STREAM * self.spec.n)), (mix.scale, (n_scale,)), (mix.base, (m,))):
             assert t.shape == shape and t.dtype == torch.float32 and t.is_contiguous()
 
-    def lines(self, n_row: int) -> tuple[tuple[int, int], tuple[np.int32, np.int32]]:
+    def _lines(self, n_row: int) -> tuple[tuple[int, int], tuple[np.int32, np.int32]]:
         """The grid of products by columns, and its sizes: rows, and those of a CTA."""
         per_cta = -(-n_row // max(1, PER_MULTIPROCESSOR * self.n_multiprocessor // self.n_chunk))
         return (self.n_chunk, -(-n_row // per_cta)), (np.int32(n_row), np.int32(per_cta))
@@ -165,7 +140,7 @@ class StreamsLaunch:
         self._examine(kernels, mix)
         n_row, parts = self._rows(x), self._room(x, self.n_chunk, SLOTS)
         if n_row:
-            grid, sizes = self.lines(n_row)
+            grid, sizes = self._lines(n_row)
             kernels["streams_parts"].launch(grid, THREADS, (x, mix.fn, parts, *sizes), overlap=self.overlap)
         return parts
 
@@ -257,23 +232,19 @@ def _check_sums(launch: Streams, x: Tensor, given: Reading, mix: StreamMix) -> s
     """What experts gave, with and without what else is added, comes back as its sum does, to the bit."""
     if not isinstance(launch, StreamsLaunch) or not launch.sums_of(len(x)):
         return None
-    for shares, whole in shares_and_sums(len(x), launch.spec.n, x.device, torch.Generator().manual_seed(2)):
+    n_row, n, gen = len(x), launch.spec.n, torch.Generator().manual_seed(2)
+    for n_used, n_piece, is_added in ((6, 0, True), (11, 2, False), (1, 1, True)):
+        shapes = (n_row, n_used, n), (n_row, n_used), (max(n_piece, 1), n_row, n), (n_row, n)
+        y, weights, pieces, residual = (torch.randn(*shape, generator=gen).to(x.device) for shape in shapes)
+        more = residual if is_added else None
+        shares = Shares(y.view(-1, n), weights, pieces if n_piece else None, None, more, n_piece)
+        shared = None if not n_piece else pieces[0] if n_piece == 1 else pieces[0] + pieces[1]
+        gate = None if shared is None else torch.ones(n_row, 1, device=x.device)
+        whole = combine(y, weights, Added(more, shared, gate))
         got, want = launch.merge_split(shares, x, *given[1:], mix), launch.merge_split(whole, x, *given[1:], mix)
         if not all(map(torch.equal, (got[0], *got[1]), (want[0], *want[1]))):
             return "what experts gave is not summed on the way as before it"
     return None
-
-
-def shares_and_sums(n_row: int, n: int, device: torch.device, gen: torch.Generator) -> Iterator[tuple[Shares, Tensor]]:
-    """What experts may have given, with and without what else is added; and what that is summed."""
-    for n_used, n_piece, is_added in ((6, 0, True), (11, 2, False), (1, 1, True)):
-        shapes = (n_row, n_used, n), (n_row, n_used), (max(n_piece, 1), n_row, n), (n_row, n)
-        y, weights, pieces, residual = (torch.randn(*shape, generator=gen).to(device) for shape in shapes)
-        more = residual if is_added else None
-        shares = Shares(y.view(-1, n), weights, pieces if n_piece else None, None, more, n_piece)
-        shared = None if not n_piece else pieces[0] if n_piece == 1 else pieces[0] + pieces[1]
-        gate = None if shared is None else torch.ones(n_row, 1, device=device)
-        yield shares, combine(y, weights, Added(more, shared, gate))
 
 
 def _check_rows(launch: Streams, y: Tensor, x: Tensor, given: Reading, mix: StreamMix) -> str | None:

@@ -11,25 +11,15 @@
 // the shares up, makes coefficients of them, and has a CTA for each row and 1024 columns; streams_merge, too. Sums
 // have one order whatever the grid is: a row's bits depend on no other row. streams_merge_parts is streams_merge and the next streams_parts
 // in one (streams_merge_sums_parts of what experts gave, not summed yet), streams_read_rows streams_read and the norm of what is read (rows.cu, to the bit): of few rows launches are most of their time.
-//
-// RANKS (how many): those two alone, of what all ranks made, summed on the way (peers.cuh), to the bit of peer_sum.cu. Each CTA is a block of its
-// own, of 512 numbers a row: the four that need the same sum, one for each stream, send what they have of it four times, and none of them waits
-// for another. At most PLACE / 512 rows a CTA, and BLOCKS CTAs; all ranks launch one grid. Arguments behind those of all: peer_sum.cu's
 // Macros: COLUMNS, COEFFICIENTS, N_ITER (of the head 0).
 #include "expert_sums.cuh"
 #include "overlap.cuh"
 #include "prefetch.cuh"
 #include "prepared.cuh"
-#if RANKS
-#include "peers.cuh"
-#else
-#define RANKS 0
-#endif
 
 constexpr int kStreams = 4;
 constexpr int kThreads = 128, kWarps = kThreads / 32;
 constexpr int kQuads = COLUMNS;  // of 4 columns, of all streams
-constexpr int kOwn = COLUMNS / 4;  // of one
 constexpr int kChunks = (kQuads + kThreads - 1) / kThreads;
 constexpr int kSlots = 32;  // of a part: a lane each
 constexpr u32 kAll = 0xffffffffu;
@@ -80,59 +70,10 @@ __device__ __forceinline__ void fetch_streams(float4 (&v)[kStreams], const float
 }
 #endif
 
-// Whose rows go back: what this rank made is all of it.
-struct Alone {
-  static constexpr bool kMeets = false;
-  struct Met {
-    __device__ __forceinline__ explicit Met(const Alone&) {}
-  };
-};
-
-#if RANKS
-// It is this rank's part of a sum.
-struct Together {
-  static constexpr bool kMeets = true;
-  float* buffers[kMostRanks];
-  int* late;
-  int rank, steps, limit;
-
-  struct Met {
-    const Together& of;
-    const Meeting meeting;
-    Patience patience;
-
-    __device__ __forceinline__ explicit Met(const Together& of)
-        : of(of), meeting(of.buffers, of.rank, blockIdx.y * gridDim.x + blockIdx.x), patience(of.limit) {}
-
-    // The thread's quads of `n` rows, which are the CTA's from `first` on. False: they are sent only.
-    template <int kBatch, typename Fetched>
-    __device__ __forceinline__ bool sum(Fetched (&rows)[kBatch], int first, int n) {
-      const int place = (first * kThreads + threadIdx.x) * 4;
-      if (of.steps & kSends)
-#pragma unroll
-        for (int b = 0; b < kBatch; ++b)
-          if (b < n) meeting.tell(of.buffers, place + b * kThreads * 4, sent_of(rows[b].made));
-      if (!(of.steps & kSums)) return false;
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b)
-        if (b < n) rows[b].made = meeting.sum(place + b * kThreads * 4, floats_of(sent_of(rows[b].made)), patience);
-      return true;
-    }
-
-    // Behind a barrier of the block.
-    __device__ __forceinline__ void end() {
-      if (!(of.steps & kSums)) return;
-      if (patience.left == 0 && of.limit > 0) *of.late = 1;
-      if (threadIdx.x == 0) meeting.end();
-    }
-  };
-};
-#endif
-
 // Own: fetches what the thread's quad of a row is made of, then makes it (loads may not pass stores that may be to their place); so many rows
 // of a CTA are under way together.
-template <typename Own, typename Whose>
-__device__ __forceinline__ void parts_of(const Own& rows, const float4* fn, float* parts, int n_row, int per_cta, const Whose& whose) {
+template <typename Own>
+__device__ __forceinline__ void parts_of(const Own& rows, const float4* fn, float* parts, int n_row, int per_cta) {
   constexpr int kBatch = Own::kBatch;
   __shared__ float of_warp[2][kBatch][kWarps][kSlots];
   let_successor_start();
@@ -144,7 +85,6 @@ __device__ __forceinline__ void parts_of(const Own& rows, const float4* fn, floa
   for (int k = 0; k < COEFFICIENTS; ++k) w[k] = is_in ? fn[static_cast<i64>(k) * kQuads + quad] : none;
   wait_for_predecessor();
   const int first = blockIdx.y * per_cta, end = min(n_row, first + per_cta);
-  typename Whose::Met met(whose);
   int turn = 0;
 #pragma unroll 1
   for (int batch = first; batch < end; batch += kBatch, turn ^= 1) {
@@ -152,9 +92,6 @@ __device__ __forceinline__ void parts_of(const Own& rows, const float4* fn, floa
     float4 own[kBatch];
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) rows.fetch(fetched[b], is_in ? min(batch + b, end - 1) : first, is_in ? quad : 0);
-    if constexpr (Whose::kMeets) {
-      if (!met.sum(fetched, batch - first, is_in ? end - batch : 0)) continue;
-    }
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) own[b] = is_in && batch + b < end ? rows.make(fetched[b], batch + b, quad) : none;
     float(&to)[kBatch][kWarps][kSlots] = of_warp[turn];  // the batch before may still be read
@@ -179,10 +116,8 @@ __device__ __forceinline__ void parts_of(const Own& rows, const float4* fn, floa
       parts[(static_cast<i64>(batch + b) * kChunks + blockIdx.x) * kSlots + lane] = sum;
     }
   }
-  if constexpr (Whose::kMeets) met.end();
 }
 
-#if !RANKS
 struct Given {
   static constexpr int kBatch = 4;
   using Fetched = float4;
@@ -194,7 +129,7 @@ struct Given {
 
 extern "C" __global__ void __launch_bounds__(kThreads)
     streams_parts(const float4* x, const float4* fn, float* parts, int n_row, int per_cta) {
-  parts_of(Given{x}, fn, parts, n_row, per_cta, Alone{});
+  parts_of(Given{x}, fn, parts, n_row, per_cta);
 }
 
 __device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + expf(-x)); }
@@ -244,6 +179,8 @@ __device__ __forceinline__ float doubly_stochastic(float logit, float floor) {
   return y;
 }
 #endif
+
+constexpr int kOwn = COLUMNS / 4;  // quads of a row
 
 // Lane i's coefficient i of a row.
 __device__ __forceinline__ float coefficient(const float* parts, const float* scale, const float* base, int row, float eps) {
@@ -387,12 +324,9 @@ extern "C" __global__ void __launch_bounds__(256)
     out[(static_cast<i64>(row) * kStreams + to) * kOwn + quad] = merged(made, v, by, of);
   }
 }
-#endif
-#endif
 
-#if N_ITER > 0
 struct Merging {
-  static constexpr int kBatch = RANKS ? 2 : 4;
+  static constexpr int kBatch = 4;
   struct Fetched {
     float4 made, v[kStreams];
     float by, of[kStreams];
@@ -435,26 +369,16 @@ struct MergingSums {
   __device__ __forceinline__ float4 make(const Fetched& f, int row, int quad) const { return other.make(f, row, quad); }
 };
 
-#if RANKS
-#define OTHERS , float *p0, float *p1, float *p2, float *p3, float *p4, float *p5, float *p6, float *p7, int *late, int rank, int steps, int limit
-#define BOUNDS __launch_bounds__(kThreads, 2)  // left alone, ptxas spills to have three on a multiprocessor
-#define WHOSE Together{{p0, p1, p2, p3, p4, p5, p6, p7}, late, rank, steps, limit}
-#else
-#define OTHERS
-#define BOUNDS __launch_bounds__(kThreads)
-#define WHOSE Alone{}
-#endif
-
-extern "C" __global__ void BOUNDS
+extern "C" __global__ void __launch_bounds__(kThreads)
     streams_merge_parts(const float4* y, const float4* x, const float* post, const float* comb, float4* out, const float4* fn,
-                        float* parts, int n_row, int per_cta OTHERS) {
-  parts_of(Merging{y, x, post, comb, out}, fn, parts, n_row, per_cta, WHOSE);
+                        float* parts, int n_row, int per_cta) {
+  parts_of(Merging{y, x, post, comb, out}, fn, parts, n_row, per_cta);
 }
 
-extern "C" __global__ void BOUNDS
+extern "C" __global__ void __launch_bounds__(kThreads)
     streams_merge_sums_parts(const float4* y, const float* weights, const float4* shared, const float4* residual, const float4* x,
                              const float* post, const float* comb, float4* out, const float4* fn, float* parts, int n_row, int per_cta, int n_used,
-                             int n_shared OTHERS) {
-  parts_of(MergingSums{y, shared, residual, weights, n_row, n_used, n_shared, {nullptr, x, post, comb, out}}, fn, parts, n_row, per_cta, WHOSE);
+                             int n_shared) {
+  parts_of(MergingSums{y, shared, residual, weights, n_row, n_used, n_shared, {nullptr, x, post, comb, out}}, fn, parts, n_row, per_cta);
 }
 #endif
