@@ -285,7 +285,9 @@ def main() -> int:
         with Engine.open(str(path), draft, settings) as engine, open_gguf(path) as file:
             config = engine.core.loop.target.config  # type: ignore[attr-defined]
             there = config.n_layer
-            n_used = max((layer.moe.n_used for layer in config.layers if layer.moe is not None), default=0)
+            # of layers of several kinds, or of one kind
+            moes = [layer.moe for layer in config.layers] if hasattr(config, "layers") else [config.moe]
+            n_used = max((moe.n_used for moe in moes if moe is not None), default=0)
             floors = Floors(file.tensors, n_used, engine.core.loop.memory, args.tp)  # type: ignore[attr-defined]
             for case in cases:
                 if case.kind == "rounds":

@@ -32,7 +32,7 @@ from pyspec.errors import ModelError
 from pyspec.models.deepseek4_config import CSA, INDEX, INDEX_PARTIAL, PARTIAL, ROWS, WINDOW, Deepseek4Config, read
 from pyspec.models.layers import SINKS
 from pyspec.models.moe import stacks_of
-from pyspec.models.target import Lead, Out
+from pyspec.models.target import Lead, Out, out_of
 from pyspec.models.weights import Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.kv import KVPool
@@ -228,8 +228,8 @@ class StreamExperts:
         if self.gate_up is not None and self.down is not None:
             shared = fuse.one_after_other(self.gate_up, self.down, self.hands, y, self.norm, place)
         parts = fuse.at_once(self.route, self.experts, len(y), self.norm, self.norm)
-        # several parts are no few rows, which alone are left for streams to sum
-        chosen = partial(self._chosen, None if self.ranks is not None else streams)
+        # several parts are no few rows, which alone are left for streams to sum: the last of them may be
+        chosen = partial(self._chosen, streams if self.ranks is None and len(parts) == 1 else None)
         whole = fuse.by_parts(parts, chosen, y, given, shared)
         return whole if self.ranks is None else self.ranks.sum(whole)
 
@@ -339,7 +339,9 @@ class Deepseek4:
         return self.output(hidden)
 
     def forward(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
-        return self.run(batch, taps) if self.lead is None else self.lead.forward(self.run, batch, taps)
+        if self.lead is not None:
+            return self.lead.forward(self.run, batch, taps)
+        return self.run(batch, taps).whole()
 
     @torch.inference_mode()
     def run(self, batch: Batch, taps: Sequence[int] = ()) -> Out:
@@ -354,5 +356,5 @@ class Deepseek4:
             x, reading = block.run(x, reading, self.memory, i, batch, given, *self.blocks[i + 1 : i + 2])
             if i in taps:
                 tapped[i] = x.mean(1)
-        logits = self.head(self.last(x[batch.out_rows]))
-        return Out(logits, x.flatten(1), torch.cat([tapped[i] for i in taps], -1) if taps else None)
+        wanted = self.last(x[batch.out_rows])
+        return out_of(self.output, wanted, x.flatten(1), torch.cat([tapped[i] for i in taps], -1) if taps else None)

@@ -7,6 +7,7 @@ Expected values were made with a reference of the architecture in f64, which agr
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import numpy as np
@@ -14,9 +15,11 @@ import pytest
 import torch
 from harness import DEVICE, FIXTURES, Bench
 
+from pyspec.cuda.ops.rows.ref import Norm
 from pyspec.errors import BadTensors, ModelError, OutOfBounds, PairError
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
+from pyspec.models.deepseek4 import StreamExperts
 from pyspec.slots.batch import Seq, lay_out
 from pyspec.slots.parts import Ring
 
@@ -197,3 +200,21 @@ def test_a_missing_table_is_named(tmp_path: Path) -> None:
 def test_an_mtp_block_of_another_model_is_refused() -> None:
     with pytest.raises(PairError, match="width 64"):
         bench_of("deepseek4").drafter("mtp", FIXTURES / "deepseek4_pro_mtp.gguf", n_draft=2)
+
+
+def test_experts_that_take_rows_in_parts_leave_no_part_for_streams_to_sum() -> None:
+    """The last one may be as few rows as streams take: what it gave could not be joined with the others."""
+    feed, norm = StreamExperts.__new__(StreamExperts), Norm(torch.ones(4), 1e-5)
+    feed.ranks = feed.gate_up = feed.down = feed.hands = None
+    feed.norm, feed.route, feed.experts = norm, SimpleNamespace(writes_rows=True), SimpleNamespace(most=4)  # type: ignore[assignment]
+    told: list[tuple[int, object]] = []
+
+    def chosen(streams: object, y: torch.Tensor, *_: object) -> torch.Tensor:
+        told.append((len(y), streams))
+        return y
+
+    feed._chosen = chosen  # type: ignore[method-assign, assignment]
+    for n_row in (9, 3):
+        made = feed(torch.zeros(n_row, 4), None, streams="streams")  # type: ignore[arg-type]
+        assert len(made) == n_row  # type: ignore[arg-type]
+    assert told == [(4, None), (4, None), (1, None), (3, "streams")]
