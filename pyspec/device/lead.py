@@ -33,7 +33,7 @@ from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import Checkpoint, Like, Memory
 from pyspec.slots.parts import PartMemory
-from pyspec.slots.round import Round
+from pyspec.slots.round import ALL, Reads, Round
 from pyspec.slots.states import to_host
 from pyspec.slots.table import Slot, SlotTable
 
@@ -46,7 +46,7 @@ class RunForward:
 
     in_arena  a graph may hold it
     is_moved  the first rank's device has moved the rows on since they were laid out: they come from its memory
-    reads_logits  all ranks' logits are brought together; else the first one knows each row's best token and no more
+    reads     whether all ranks' logits are brought together; else the first one knows each row's best token and no more
     """
 
     seqs: tuple[Seq, ...]
@@ -54,7 +54,7 @@ class RunForward:
     taps: tuple[int, ...]
     in_arena: bool = False
     is_moved: bool = False
-    reads_logits: bool = True
+    reads: Reads = ALL
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,20 +206,19 @@ class Leader:
         run: Callable[[Batch, Sequence[int]], Out],
         batch: Batch,
         taps: Sequence[int],
-        *,
-        reads_logits: bool = True,
+        reads: Reads = ALL,
     ) -> Out:
         """On every rank. Logits are brought together behind what `run` does, in which a graph may hold the rest."""
         if self._is_running:
             return run(batch, taps)
         is_moved, in_arena = self.moved is not None, batch.bucket is not None
         rows = tuple(batch.seqs), tuple(batch.pages)
-        with self.together(RunForward(*rows, tuple(taps), in_arena, is_moved, reads_logits)):
+        with self.together(RunForward(*rows, tuple(taps), in_arena, is_moved, reads)):
             self._is_running = True
             try:
                 if self.moved is not None:
                     self.ranks.spread(self.moved)
-                return run(batch, taps).whole(reads_logits=reads_logits)
+                return run(batch, taps).whole(reads)
             finally:
                 self._is_running = False
 
@@ -307,9 +306,9 @@ class LedGraphs(Graphed[Out]):
         super().__init__(worker.run, by_single=worker.needs.late)
         self.leader, self.taps = leader, worker.needs.taps
 
-    def __call__(self, batch: Batch, *, reads_logits: bool = True) -> Out:
+    def __call__(self, batch: Batch, reads: Reads = ALL) -> Out:
         own = super().__call__
-        return self.leader.forward(lambda b, taps: own(b), batch, self.taps, reads_logits=reads_logits)
+        return self.leader.forward(lambda b, taps: own(b), batch, self.taps, reads)
 
     def seal(self) -> None:
         """On every rank."""
@@ -333,10 +332,13 @@ class LeadingWorker(Worker):
         finally:
             leader.moved = None
 
-    def results(self, batch: Batch, reads_logits: bool) -> Out:
+    def results(self, batch: Batch, reads: Reads) -> Out:
         """Without the logits, where nobody reads them."""
         assert isinstance(self.forward, LedGraphs)
-        return self.forward(batch, reads_logits=reads_logits)
+        return self.forward(batch, reads)
+
+    def keeps_logits(self, reads: Reads) -> bool:
+        return reads.logits
 
     def use(self, drafter: Drafter | None) -> None:
         """Forwards go through the leader."""
@@ -401,7 +403,7 @@ class Follower:
             self._graphs[command.taps] = graphs = Graphed(lambda batch: self.target.run(batch, command.taps))
             if not self.target.capturable:
                 graphs.seal()
-        self._graphs[command.taps](batch).whole(reads_logits=command.reads_logits)
+        self._graphs[command.taps](batch).whole(command.reads)
 
     def _head_best(self, command: HeadBest) -> None:
         head = shared(self.target.output)

@@ -28,7 +28,7 @@ from pyspec.slots.arena import Arena
 from pyspec.slots.batch import Batch, lay_out
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import PartMemory
-from pyspec.slots.round import Round
+from pyspec.slots.round import Reads, Round
 from pyspec.slots.table import Slot, SlotTable
 
 NO_NEEDS = Needs(0)
@@ -41,7 +41,7 @@ class Launched:
     best      `Out.best` on the host once `done` says so; None on devices that give none
     tokens    of its rows, on the host once they are `heard`, if the device drafted them; None otherwise
     drafting  from when to when the device did so
-    reads_logits  somebody may look at more of its results than the best tokens
+    keeps_logits  somebody may look at more of its results than the best tokens
     """
 
     batch: Batch
@@ -50,7 +50,7 @@ class Launched:
     done: torch.cuda.Event | None
     tokens: Tensor | None = None
     drafting: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-    reads_logits: bool = True
+    keeps_logits: bool = True
 
     @property
     def found(self) -> Tensor | None:
@@ -87,7 +87,7 @@ class Launched:
         reads_taps = needs.observes_taps or (needs.late and self.batch.single)
         if is_next_launched and out.taps is not None and reads_taps:
             out = replace(out, taps=copied(out.taps[:n]))
-        if is_next_launched and self.reads_logits:
+        if is_next_launched and self.keeps_logits:
             out = replace(out, logits=copied(out.logits[:n]))
         self.out = out
 
@@ -129,7 +129,7 @@ class Worker:
         """Tell the device of a round whose tokens are known."""
         batch = self._lay_out(round_)
         self.watch_drafter()
-        return self._send(batch, round_.reads_logits)
+        return self._send(batch, round_.reads)
 
     def launch_behind(self, before: Launched, round_: Round) -> Launched | None:
         """The same for one that goes on from `before`, whatever that keeps. None: the drafter has to be asked by the host."""
@@ -153,7 +153,7 @@ class Worker:
         if drafts is not None:
             self.watch_drafter()
         before.secure(self.needs, is_next_launched=True)
-        launched = self._send(batch, round_.reads_logits)
+        launched = self._send(batch, round_.reads)
         launched.tokens, launched.drafting = tokens, None if began is None or drafted is None else (began, drafted)
         return launched
 
@@ -167,15 +167,19 @@ class Worker:
     def _lay_out(self, round_: Round) -> Batch:
         return lay_out(self.table, round_.seqs, self.device, arena=self.arena, pages=round_.pages)
 
-    def _send(self, batch: Batch, reads_logits: bool) -> Launched:
-        out = self.results(batch, reads_logits)
+    def _send(self, batch: Batch, reads: Reads) -> Launched:
+        out = self.results(batch, reads)
         best = None if out.best is None else self._best.copy(out.best)
         self.faults.fetch()
-        return Launched(batch, out, best, stamp(self.device), reads_logits=reads_logits)
+        return Launched(batch, out, best, stamp(self.device), keeps_logits=self.keeps_logits(reads))
 
-    def results(self, batch: Batch, reads_logits: bool) -> Out:
+    def results(self, batch: Batch, reads: Reads) -> Out:
         """Of a forward. Logits that nobody reads may be left out where they take more than what is there anyhow."""
         return self.forward(batch)
+
+    def keeps_logits(self, reads: Reads) -> bool:
+        """Whether the logits of `results` may be read: here they tell the best token, too, where the largest is banned."""
+        return reads.logits or bool(reads.bans)
 
     def bring(self, launched: Launched, found: Tensor) -> Tensor:
         """[2, row] f64 on the host once `launched` has been waited for: what the device finds in its results besides."""

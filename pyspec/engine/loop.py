@@ -24,7 +24,7 @@ from pyspec.engine.lookahead import InFlight, Lookahead
 from pyspec.engine.prompt_scores import tell_scores
 from pyspec.engine.queue import Queue
 from pyspec.engine.rests import Rests
-from pyspec.engine.round import RowLimits, Work, plan_work
+from pyspec.engine.round import RowLimits, Work, plan_work, reads_of
 from pyspec.engine.speculator import Speculator
 from pyspec.engine.stats import Stats
 from pyspec.engine.visit import Visit
@@ -172,8 +172,7 @@ class Loop:
         """Tell the device. None if it refused: whose fault that was has ended."""
         drafted = self.clock()
         try:
-            reads_logits = any(w.reads_logits for w in work)
-            round_ = plan_round(self.table, [w.seq for w in work], reads_logits=reads_logits)
+            round_ = plan_round(self.table, [w.seq for w in work], reads=reads_of(work))
             launched = self.worker.launch(round_)
         except SlotError as e:
             self.worker.draft_faults.fetched.clear()
@@ -200,7 +199,7 @@ class Loop:
         seqs, flight.next = planned
         sent, n_fetched = self.clock(), len(self.worker.draft_faults.fetched)
         try:
-            round_ = plan_round(self.table, seqs, flight.next, reads_logits=any(w.reads_logits for w in work))
+            round_ = plan_round(self.table, seqs, flight.next, reads=reads_of(work))
             launched = self.worker.launch_behind(flight.launched, round_)
         except SlotError:  # it is found again, and whose it is, when this round is over
             while len(self.worker.draft_faults.fetched) > n_fetched:

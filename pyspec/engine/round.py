@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from pyspec.engine.job import Job
 from pyspec.slots.batch import Seq
+from pyspec.slots.round import Reads
 from pyspec.slots.table import Slot
 
 OLDEST_SHARE = 4  # the prompt that was seated first gets this part of the rows for prompts
@@ -37,16 +38,34 @@ class Work:
 
     @property
     def reads_logits(self) -> bool:
-        """Whether anybody may look at more of its rows than their best tokens: certainly not while the largest logit is chosen as it is."""
+        """Whether anybody may look at more of its rows than their best tokens, those of `bans` apart: certainly not while the largest logit is chosen
+        as it is."""
         sampler = self.job.sampler
         if not self.job.is_decoding:  # rows may be scored, and the last one's logits kept
             return self.seq.n_out > 0
-        is_plain = sampler.params.greedy and not sampler.edits_logits and sampler.params.logprobs is None
+        is_plain = sampler.params.greedy and sampler.banned is not None and sampler.params.logprobs is None
         return not is_plain or self.job.constraint is not None
+
+    @property
+    def bans(self) -> frozenset[int]:
+        """Tokens that none of its rows may choose, where `reads_logits` says that this is all there is."""
+        return self.job.sampler.banned or frozenset()
 
     @property
     def is_prompt(self) -> bool:
         return self.seq.n_out == 0 or (self.seq.keep and self.seq.width > 1)
+
+
+def reads_of(work: Iterable[Work]) -> Reads:
+    """What is read of a round. Its rows have bans in common, or the logits tell what is best of each."""
+    logits, bans = False, set()
+    for w in work:
+        if w.seq.n_out:
+            logits = logits or w.reads_logits
+            bans.add(w.bans)
+    if logits or len(bans) > 1:
+        return Reads()
+    return Reads(False, tuple(sorted(next(iter(bans), frozenset()))))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ from pyspec.cuda.ops.rows.ref import Prep
 if TYPE_CHECKING:
     from pyspec.models.weights import Matrix
 
+KEPT = 64  # sets of banned tokens that are kept on the device
+
 
 class Gathered:
     """Of `widths` rows on each rank; called, it gives the outputs of all of them, side by side on every rank.
@@ -31,6 +33,7 @@ class Gathered:
         self.own, self.ranks, self.widths = own, ranks, widths
         self.first = sum(widths[: ranks.rank.index])  # of this rank's columns
         self._best = best.bind(BestSpec(ranks.device))
+        self._banned: dict[tuple[int, ...], Tensor] = {}
 
     def __call__(self, x: Tensor, prep: Prep | None = None, residual: Tensor | None = None) -> Tensor:
         y = self.together(self.own(x, prep))
@@ -55,6 +58,18 @@ class Gathered:
         found = self.ranks.stacked(own)
         rank = found[:, 1].argmax(0)
         return found.gather(0, rank.expand(1, 2, -1)).squeeze(0)
+
+    @torch.inference_mode()
+    def best_but(self, columns: Tensor, bans: tuple[int, ...]) -> Tensor:
+        """The same without tokens that are banned, whose columns are lost."""
+        if bans not in self._banned:
+            if len(self._banned) >= KEPT:
+                self._banned.clear()
+            own = [token - self.first for token in bans if 0 <= token - self.first < columns.shape[1]]
+            self._banned[bans] = torch.tensor(own, dtype=torch.int64, device=columns.device)
+        if len(here := self._banned[bans]):
+            columns.index_fill_(1, here, -torch.inf)
+        return self.best(columns)
 
 
 def shared(matrix: Matrix) -> Gathered | None:

@@ -17,6 +17,7 @@ from pyspec.models.weights import Matrix, Want, Weights
 from pyspec.slots.batch import Batch
 from pyspec.slots.memory import Memory
 from pyspec.slots.parts import LayerParts
+from pyspec.slots.round import ALL, Reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +37,14 @@ class Out:
     best: Tensor | None = None
     head: Gathered | None = None
 
-    def whole(self, *, reads_logits: bool = True) -> Out:
+    def whole(self, reads: Reads = ALL) -> Out:
         """The same with the logits of all ranks, which all have to ask for; or with none, where nobody reads more than `best`."""
         if self.head is None:
             return self
-        logits = self.head.together(self.logits) if reads_logits else self.head.left_out(self.logits)
-        return replace(self, logits=logits, head=None)
+        if reads.logits:
+            return replace(self, logits=self.head.together(self.logits), head=None)
+        best = self.head.best_but(self.logits, reads.bans) if reads.bans else self.best
+        return replace(self, logits=self.head.left_out(self.logits), best=best, head=None)
 
 
 def out_of(output: Matrix, wanted: Tensor, hidden: Tensor, taps: Tensor | None) -> Out:

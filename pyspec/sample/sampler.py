@@ -55,6 +55,7 @@ class SlotSampler:
     ends          tokens that end the request
     edits_logits  some logit may change before the cuts
     only_bans     all that may change is that some logits fall (a ban on end tokens, negative biases)
+    banned        tokens that are never chosen, where no other logit ever changes; None: others may
     """
 
     def __init__(
@@ -91,6 +92,8 @@ class SlotSampler:
             self.dry = Dry(params, breakers.heads(params))
         self.edits_logits = bool(self.bias_ids) or self.penalises or self.dry.active
         self.only_bans = bool((self.bias[1] <= 0).all()) and not self.penalises and not self.dry.active
+        are_bans = bool((self.bias[1] == -np.inf).all()) and not self.penalises and not self.dry.active
+        self.banned = frozenset(self.bias[0].tolist()) if are_bans and not len(self.bans) else None
         self.fingerprint = zlib.crc32(np.asarray(prompt, dtype=np.int64).tobytes())  # tells requests apart, repeatably
         self.feedback = Feedback.first(params)
         self.ahead = SpanChoice()  # what was chosen and has not been committed

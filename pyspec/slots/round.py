@@ -32,29 +32,42 @@ class Behind:
 
 
 @dataclass(frozen=True, slots=True)
+class Reads:
+    """What of a round's results somebody may look at besides each row's best token.
+
+    logits  any of them
+    bans    without them: tokens that no row may choose, so that the best one is the best of the others
+    """
+
+    logits: bool = True
+    bans: tuple[int, ...] = ()
+
+
+ALL = Reads()
+
+
+@dataclass(frozen=True, slots=True)
 class Round:
     """What a device runs, in plain integers.
 
     seqs    the rows of each slot, in order. Behind another round they stand as if nothing of that had been kept, with no tokens
     pages   [seq] of int64 [page]: the pages of each slot
     behind  None: positions and tokens are those of `seqs`
-    reads_logits  somebody may look at more of its results than the best tokens
+    reads   what is wanted of its results
     """
 
     seqs: tuple[Seq, ...]
     pages: tuple[NDArray[np.int64], ...] = field(compare=False)
     behind: Behind | None = None
-    reads_logits: bool = True
+    reads: Reads = ALL
 
     @property
     def n_row(self) -> int:
         return sum(seq.width for seq in self.seqs)
 
 
-def plan_round(
-    table: SlotTable, seqs: Iterable[Seq], behind: Behind | None = None, *, reads_logits: bool = True
-) -> Round:
+def plan_round(table: SlotTable, seqs: Iterable[Seq], behind: Behind | None = None, *, reads: Reads = ALL) -> Round:
     """Hold pages for every row. Raises OutOfBounds, which names the slot, before anything is told to a device."""
     seqs = tuple(seqs)
     pages = tuple(table.reach(table.slots[q.slot], q.n_past, q.n_past + q.width + q.slack) for q in seqs)
-    return Round(seqs, pages, behind, reads_logits)
+    return Round(seqs, pages, behind, reads)

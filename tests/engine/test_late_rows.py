@@ -14,6 +14,7 @@ from pyspec.device.worker import Launched, Worker
 from pyspec.engine import describe
 from pyspec.engine.lookahead import InFlight
 from pyspec.slots.batch import Batch
+from pyspec.slots.round import Reads
 
 QWEN35, NEMOTRON = FIXTURES / "qwen35.gguf", FIXTURES / "nemotron_latent.gguf"
 HYBRIDS = pytest.mark.parametrize("path", [QWEN35, NEMOTRON], ids=["gdn", "mamba2"])
@@ -27,9 +28,9 @@ def waited(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     monkeypatch.setattr(describe, "late_rows", lambda _device: N_LATE)
     send = Worker._send
 
-    def watch(self: Worker, batch: Batch, reads_logits: bool) -> Launched:
+    def watch(self: Worker, batch: Batch, reads: Reads) -> Launched:
         found.update(seq.n_fold for seq in batch.seqs if seq.late)
-        return send(self, batch, reads_logits)
+        return send(self, batch, reads)
 
     monkeypatch.setattr(Worker, "_send", watch)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -24,6 +25,7 @@ from pyspec.request import Delta, Grammar, PromptLogprobs, SamplingParams, Token
 from pyspec.sample.choose import Span, choose
 from pyspec.sample.sampler import SlotSampler
 from pyspec.slots.batch import Seq, lay_out
+from pyspec.slots.round import Reads
 
 N = 24
 MTP: dict[str, object] = {"spec_type": "mtp", "n_draft_max": 3}
@@ -79,7 +81,7 @@ def test_who_reads_what_was_left_out_fails() -> None:
     def left_out(ranks: Collective) -> Out:
         head = Gathered(lambda x, prep=None, residual=None: x, ranks, (3, 2))
         own = torch.randn(4, 3 - ranks.rank.index)
-        return Out(own, torch.zeros(4, 8), None, head.best(own), head).whole(reads_logits=False)
+        return Out(own, torch.zeros(4, 8), None, head.best(own), head).whole(Reads(logits=False))
 
     for out in together(2, left_out):
         assert out.logits.shape == (4, 5) and out.logits.dtype == torch.float32 and out.head is None
@@ -135,12 +137,39 @@ def test_greedy_rounds_bring_no_logits_together(drafter: dict[str, object], padd
         r.run()
         assert [h.tokens for h in heard] == [text[:N] for _, text in demo_prompts()[:4]]
         told, n_gathered = watched.take(r)
-        assert all(command.reads_logits == of_prompts(command) for command in told)
+        assert all(command.reads.logits == of_prompts(command) for command in told)
         assert n_gathered == sum(map(of_prompts, told)) < 5 < len(told)
 
         r.generate(demo_prompts()[5][0], 8, SamplingParams(temperature=0.9, seed=1))
         told, n_gathered = watched.take(r)
-        assert all(command.reads_logits for command in told) and n_gathered == len(told) > 2
+        assert all(command.reads.logits for command in told) and n_gathered == len(told) > 2
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["one by one", "ahead"])
+@pytest.mark.parametrize("drafter", [MTP, DFLASH], ids=["mtp", "dflash"])
+def test_bans_that_rows_have_in_common_bring_no_logits_together(
+    drafter: dict[str, object], padded: bool, watched: Watch
+) -> None:
+    """Of tokens that would be the best: each text goes on with the best of the others, as one rank's does."""
+    prompts = demo_prompts()[:3]
+    bans = {token for _, text in prompts for token in text[2:8:3]}
+    banned = replace(PLAIN, logit_bias=tuple((token, -math.inf) for token in sorted(bans)))
+    alone = rig(DEMO, np=3, **drafter)
+    want = [alone.generate(prompt, N, banned).tokens for prompt, _ in prompts]
+    assert all(w != text[:N] for w, (_, text) in zip(want, prompts, strict=True)), "they hit somebody"
+    with RankRig(DEMO, 2, np=3, padded=padded, **drafter) as r:
+        heard = [r.submit(prompt, N, banned) for prompt, _ in prompts]
+        r.run()
+        assert [h.tokens for h in heard] == want
+        told, n_gathered = watched.take(r)
+        assert n_gathered == sum(map(of_prompts, told)) < 4 < len(told)
+
+        heard = [r.submit(prompts[0][0], N, banned), r.submit(prompts[1][0], N, PLAIN)]
+        r.run()
+        assert [h.tokens for h in heard] == [want[0], prompts[1][1][:N]]
+        told, n_gathered = watched.take(r)
+        both = [command for command in told if len(command.seqs) == 2]
+        assert both and all(command.reads.logits for command in both)
 
 
 def mixed(r: Rig) -> list[Heard]:
@@ -187,7 +216,7 @@ def test_requests_that_read_logits_and_others_say_the_same_beside_each_other(
     with RankRig(DEMO, 2, np=3, padded=padded, **drafter) as r:
         found = mixed(r)
         told, _ = watched.take(r)
-        assert {command.reads_logits for command in told if not of_prompts(command)} == {True, False}
+        assert {command.reads.logits for command in told if not of_prompts(command)} == {True, False}
     monkeypatch.setattr(Work, "reads_logits", True)
     with RankRig(DEMO, 2, np=3, padded=padded, **drafter) as r:
         brought = mixed(r)
