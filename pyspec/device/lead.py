@@ -338,7 +338,8 @@ class LeadingWorker(Worker):
         return self.forward(batch, reads)
 
     def keeps_logits(self, reads: Reads) -> bool:
-        return reads.logits
+        """What was brought together has a place of its own."""
+        return False
 
     def use(self, drafter: Drafter | None) -> None:
         """Forwards go through the leader."""

@@ -41,7 +41,7 @@ class Launched:
     best      `Out.best` on the host once `done` says so; None on devices that give none
     tokens    of its rows, on the host once they are `heard`, if the device drafted them; None otherwise
     drafting  from when to when the device did so
-    keeps_logits  somebody may look at more of its results than the best tokens
+    keeps_logits  somebody may look at its logits when the next forward has been launched, which overwrites them
     """
 
     batch: Batch
@@ -178,7 +178,8 @@ class Worker:
         return self.forward(batch)
 
     def keeps_logits(self, reads: Reads) -> bool:
-        """Whether the logits of `results` may be read: here they tell the best token, too, where the largest is banned."""
+        """Whether the logits of `results` may be read, and lie where the next ones will. Here they tell the best token, too, where the largest is
+        banned."""
         return reads.logits or bool(reads.bans)
 
     def bring(self, launched: Launched, found: Tensor) -> Tensor:

@@ -188,7 +188,8 @@ class Drafter(Protocol):
         ...
 
     def absorb(self, batch: Batch, out: Out) -> None:
-        """Device work on every row of the forward, before anybody knows which are kept. May be captured in a graph."""
+        """Device work on every row of the forward, before anybody knows which are kept. May be captured in a graph. Of several ranks the logits are
+        this one's columns; in `observe` they are whole, or none (Out.whole)."""
         ...
 
     def observe(self, batch: Batch, kept: Sequence[int], out: Out) -> None:
