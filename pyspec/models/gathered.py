@@ -7,18 +7,15 @@ few bytes a row instead of a row over the whole vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pyspec.cuda.collective import Collective
+from pyspec.cuda.fuse import Product
 from pyspec.cuda.ops.best.op import best
 from pyspec.cuda.ops.best.ref import BestSpec
 from pyspec.cuda.ops.rows.ref import Prep
-
-if TYPE_CHECKING:
-    from pyspec.models.weights import Matrix
 
 KEPT = 64  # sets of banned tokens that are kept on the device
 
@@ -29,7 +26,7 @@ class Gathered:
     own  this rank's part
     """
 
-    def __init__(self, own: Matrix, ranks: Collective, widths: Sequence[int]) -> None:
+    def __init__(self, own: Product, ranks: Collective, widths: Sequence[int]) -> None:
         self.own, self.ranks, self.widths = own, ranks, widths
         self.first = sum(widths[: ranks.rank.index])  # of this rank's columns
         self._best = best.bind(BestSpec(ranks.device))
@@ -72,6 +69,6 @@ class Gathered:
         return self.best(columns)
 
 
-def shared(matrix: Matrix) -> Gathered | None:
+def shared(matrix: object) -> Gathered | None:
     """What has ranks' outputs brought together, if this is that."""
     return matrix if isinstance(matrix, Gathered) else None
