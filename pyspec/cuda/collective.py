@@ -193,9 +193,8 @@ class Collective:
     def leave(self) -> None:
         """Let go of the others, in bounded time. No graph that holds a sum may be left: NCCL waits for those."""
         if self._leaving is not None:
-            time.sleep(
-                WATCHDOG_S
-            )  # what that has not seen to be over it reports as an error when the others are let go of
+            # what its watchdog has not seen to be over it reports as an error when the others are let go of
+            time.sleep(WATCHDOG_S)
             self._leaving.leave()
 
     def abort(self) -> None:

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 from pyspec.engine.job import Job
 from pyspec.slots.batch import Seq
-from pyspec.slots.round import Reads
+from pyspec.slots.round import ALL, Reads
 from pyspec.slots.table import Slot
 
 OLDEST_SHARE = 4  # the prompt that was seated first gets this part of the rows for prompts
 PROMPT_SHARE = 8  # prompts get at least this part of a forward, however many rows the decoding slots take
+MOST_BANS = 64  # that go with a round: ends of a text are fewer
 LAST_SHARE = 4  # so much larger a forward may be that reads the last of all prompts: one without a graph takes the host as long for a few rows more
 
 
@@ -57,15 +58,13 @@ class Work:
 
 
 def reads_of(work: Iterable[Work]) -> Reads:
-    """What is read of a round. Its rows have bans in common, or the logits tell what is best of each."""
-    logits, bans = False, set()
-    for w in work:
-        if w.seq.n_out:
-            logits = logits or w.reads_logits
-            bans.add(w.bans)
-    if logits or len(bans) > 1:
-        return Reads()
-    return Reads(False, tuple(sorted(next(iter(bans), frozenset()))))
+    """What is read of a round. Its rows have bans in common, and few, or the logits tell what is best of each."""
+    choosing = [w for w in work if w.seq.n_out]
+    kinds = {w.bans for w in choosing}
+    bans = next(iter(kinds), frozenset())
+    if any(w.reads_logits for w in choosing) or len(kinds) > 1 or len(bans) > MOST_BANS:
+        return ALL
+    return Reads(False, tuple(sorted(bans)))
 
 
 @dataclass(frozen=True, slots=True)

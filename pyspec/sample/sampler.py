@@ -91,9 +91,10 @@ class SlotSampler:
             assert breakers is not None, "DRY with sequence breakers needs the tokenizer's DryBreakers"
             self.dry = Dry(params, breakers.heads(params))
         self.edits_logits = bool(self.bias_ids) or self.penalises or self.dry.active
-        self.only_bans = bool((self.bias[1] <= 0).all()) and not self.penalises and not self.dry.active
-        are_bans = bool((self.bias[1] == -np.inf).all()) and not self.penalises and not self.dry.active
-        self.banned = frozenset(self.bias[0].tolist()) if are_bans and not len(self.bans) else None
+        is_fixed = not self.penalises and not self.dry.active  # of no token does the history say anything
+        self.only_bans = is_fixed and bool((self.bias[1] <= 0).all())
+        are_bans = is_fixed and not len(self.bans) and bool((self.bias[1] == -np.inf).all())
+        self.banned = frozenset(self.bias[0].tolist()) if are_bans else None
         self.fingerprint = zlib.crc32(np.asarray(prompt, dtype=np.int64).tobytes())  # tells requests apart, repeatably
         self.feedback = Feedback.first(params)
         self.ahead = SpanChoice()  # what was chosen and has not been committed

@@ -18,6 +18,7 @@ from pyspec.cuda.collective import Collective
 from pyspec.cuda.ops.best.cuda import hostile
 from pyspec.cuda.ops.best.ref import TorchBest
 from pyspec.device.lead import Command, Follower, RunForward
+from pyspec.engine import round as rounds
 from pyspec.engine.round import Work
 from pyspec.models.gathered import Gathered
 from pyspec.models.target import Out
@@ -148,7 +149,7 @@ def test_greedy_rounds_bring_no_logits_together(drafter: dict[str, object], padd
 @pytest.mark.parametrize("padded", [False, True], ids=["one by one", "ahead"])
 @pytest.mark.parametrize("drafter", [MTP, DFLASH], ids=["mtp", "dflash"])
 def test_bans_that_rows_have_in_common_bring_no_logits_together(
-    drafter: dict[str, object], padded: bool, watched: Watch
+    drafter: dict[str, object], padded: bool, watched: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of tokens that would be the best: each text goes on with the best of the others, as one rank's does."""
     prompts = demo_prompts()[:3]
@@ -170,6 +171,11 @@ def test_bans_that_rows_have_in_common_bring_no_logits_together(
         told, n_gathered = watched.take(r)
         both = [command for command in told if len(command.seqs) == 2]
         assert both and all(command.reads.logits for command in both)
+
+        monkeypatch.setattr(rounds, "MOST_BANS", len(bans) - 1)
+        assert r.generate(prompts[0][0], N, banned).tokens == want[0]
+        told, _ = watched.take(r)
+        assert told and all(command.reads.logits for command in told), "more than go with a round"
 
 
 def mixed(r: Rig) -> list[Heard]:

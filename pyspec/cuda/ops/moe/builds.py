@@ -32,9 +32,8 @@ INTEGER_REGISTERS = {  # weights are in registers, twice; a build for each (`n_r
     BUILDS[2]: (160,),
 }
 IN_PARTS = frozenset((GGMLType.IQ2_XXS, GGMLType.Q2_K))  # types whose columns are summed in PARTS
-PARTS_REGISTERS = INTEGER_REGISTERS | {
-    BUILDS[1]: (80,)
-}  # of theirs; with 100 besides, 32 rows took 3 % longer (docs/log.md)
+# Of theirs. With a build of 100 besides, 32 rows took 3 % longer (docs/log.md)
+PARTS_REGISTERS = INTEGER_REGISTERS | {BUILDS[1]: (80,)}
 PARTS, SPLIT_RESIDENT = 2, 3  # which in one build have warps of their own; CTAs of that one on a multiprocessor
 SPLIT_WAVES = 2  # of them, up to which it is the fastest: two rows of DeepSeek-V4-Flash (docs/log.md)
 LAST = 0.45  # of what runs at once: fewer take as long
