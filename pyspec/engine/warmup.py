@@ -94,10 +94,17 @@ def rehearsed(n_slot: int, n_max: int) -> list[tuple[int, list[tuple[int, int]]]
 def _drafts(busy: int, end: int, n_max: int) -> list[tuple[int, int]]:
     """From `busy` rows up to `end`, the largest first; beyond some hundred rows a round's time grows evenly, and the largest tells."""
     most = busy * (n_max + 1)
-    sizes = [n for before, n in zip((0, *SIZES), SIZES, strict=False) if busy < n and before < end and before < most]
-    sizes = [min(n, most) for n in sizes if n <= EVEN or n == sizes[-1]]
-    lengths = [(n - busy, -(-(n - busy) // busy)) for n in [*sizes[-1:], *sizes[:-1]]]
-    return [(drafted // each, each) for drafted, each in lengths]
+    sizes = [(before, n) for before, n in zip((0, *SIZES), SIZES, strict=False) if busy < n and before < min(end, most)]
+    sizes = [(max(before, busy), min(n, most)) for before, n in sizes if n <= EVEN or n == sizes[-1][1]]
+    sizes = [(before, n) for before, n in sizes if before < n]  # without drafts all slots may have fewer rows than their graph
+    return [_shared(busy, n - busy, before - busy, n_max) for before, n in [*sizes[-1:], *sizes[:-1]]]
+
+
+def _shared(busy: int, most: int, beyond: int, n_max: int) -> tuple[int, int]:
+    """How many slots draft, and how many tokens each, so that all draft more than `beyond` tokens and `most` at most: as short drafts as do, else
+    those that come nearest."""
+    ways = [(min(busy, most // each), each) for each in range(-(-most // busy), min(most, n_max) + 1)]
+    return next((way for way in ways if way[0] * way[1] > beyond), max(ways, key=lambda way: way[0] * way[1]))
 
 
 def warm_up(loop: Loop, tokenizer: Tokenizer, n_overhang: int, n_bytes: int) -> None:
