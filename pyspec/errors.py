@@ -12,6 +12,7 @@ PyspecError                        exit 1   500 server_error
     DoesNotFit                     exit 5   500 server_error               memory plan larger than the machine
     DeviceError                    exit 6   500 server_error               GPU, driver or compiler; the engine stops
     DownloadError                  exit 7   500 server_error
+    EngineBug                      exit 1   500 server_error               a mistake of ours: not the device's, nor a file's
     RequestError                   exit 1   400 invalid_request_error      this request is refused
         PromptTooLong                       400 exceed_context_size_error
         BadSlotFile                                                        what a slot was saved in can not be restored
@@ -105,6 +106,10 @@ class NoDevice(DeviceError):
 
 class RankLost(DeviceError):
     """One of the processes that share a model is gone: the others can do nothing without it."""
+
+
+class EngineBug(PyspecError):
+    """The engine failed by a mistake of ours: it would fail again in the same way."""
 
 
 class DownloadError(PyspecError):

@@ -21,7 +21,7 @@ from pyspec.cuda.graph import Graphed
 from pyspec.cuda.ops.ahead.op import ahead
 from pyspec.cuda.ops.ahead.ref import MAX_ENDS, NOBODY, AheadSpec
 from pyspec.draft.drafter import Drafter, LookaheadDrafter, Needs, PagedDrafter
-from pyspec.errors import DeviceError
+from pyspec.errors import DeviceError, DoesNotFit, EngineBug, PyspecError
 from pyspec.models.target import Out, Target
 from pyspec.sample.choose import top
 from pyspec.slots.arena import Arena
@@ -272,4 +272,19 @@ def is_device_error(error: BaseException) -> bool:
         return False
     if isinstance(error, DeviceError) or type(error).__name__ in ("AcceleratorError", "CUDAError"):
         return True
-    return isinstance(error, RuntimeError) and "CUDA" in str(error) and "error" in str(error)
+    return isinstance(error, RuntimeError) and "CUDA" in str(error) and "error" in str(error).lower()
+
+
+def failure_of(error: BaseException, doing: str) -> PyspecError:
+    """What an error that we did not raise on purpose means for those that own the process: the device failed, memory did not suffice, or the
+    mistake is ours.
+
+    doing  what failed, as "loading failed"
+    """
+    lines = str(error).strip().splitlines()
+    said = f"{doing}: {type(error).__name__}: {lines[0][:300] if lines else 'no reason given'}"
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return DoesNotFit(f"{said}; fewer slots (-np) or shorter contexts (-c) take less")
+    if is_device_error(error):
+        return DeviceError(said)
+    return EngineBug(f"{said} (a bug in pyspec: please report it with the log)")

@@ -42,7 +42,7 @@ from pyspec.engine.wire import (
     pack,
     portable,
 )
-from pyspec.errors import DeviceError, PyspecError
+from pyspec.errors import PyspecError
 from pyspec.request import Event, Failed, SlotAnswer
 
 if TYPE_CHECKING:
@@ -106,9 +106,10 @@ class Child:
             self.link.send(LoadRefused(portable(e), EXAMINATION.under_way))
             return False
         except Exception as e:
+            from pyspec.device.worker import failure_of
+
             log.exception("loading failed")
-            error = DeviceError(f"loading failed: {type(e).__name__}: {str(e).strip()[:300]}")
-            self.link.send(LoadRefused(error, EXAMINATION.under_way))
+            self.link.send(LoadRefused(failure_of(e, "loading failed"), EXAMINATION.under_way))
             return False
         self.core.loop.queue.limit = 1 << 60  # the supervisor counts who waits
         self.link.send(Ready(self.core.info))

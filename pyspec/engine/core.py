@@ -20,13 +20,14 @@ from pathlib import Path
 from pyspec.config import EngineSettings
 from pyspec.cuda import exact, tiers
 from pyspec.cuda.examine import EXAMINATION
+from pyspec.device.worker import failure_of
 from pyspec.engine.grammars import Grammars
 from pyspec.engine.job import Job, Sink
 from pyspec.engine.load import Loaded, load
 from pyspec.engine.room import place_for
 from pyspec.engine.slot_actions import SlotActions
 from pyspec.engine.visit import Visit
-from pyspec.errors import DeviceError, PyspecError, QueueFull, Unavailable
+from pyspec.errors import PyspecError, QueueFull, Unavailable
 from pyspec.request import Delta, Done, Event, Failed, Metrics, Request, SlotAction, SlotAnswer, SlotInfo, Started
 from pyspec.sample.budget import BudgetRule
 from pyspec.sample.dry import DryBreakers
@@ -257,8 +258,7 @@ class EngineCore:
                     self._die(Unavailable("the program is at its end"))
                     return
                 log.exception("the engine stops")
-                said = str(e).splitlines()
-                self._die(DeviceError(f"the engine failed: {type(e).__name__}: {said[0] if said else ''}"))
+                self._die(failure_of(e, "the engine failed"))
                 return
         self._die(Unavailable("the engine was closed"))
 

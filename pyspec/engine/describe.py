@@ -187,9 +187,17 @@ def pick_device(wanted: str) -> torch.device:
         device = torch.device(wanted)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as e:
-        error = DeviceError if wanted.startswith("cuda") and torch.cuda.is_available() else NoDevice
-        raise error(f"device '{wanted}' can not be used: {str(e).splitlines()[0]}; {_other_devices(wanted)}") from e
+        raise (DeviceError if _is_there(wanted) else NoDevice)(
+            f"device '{wanted}' can not be used: {str(e).splitlines()[0]}; {_other_devices(wanted)}"
+        ) from e
     return device
+
+
+def _is_there(wanted: str) -> bool:
+    """Whether it names a GPU of this machine, which then has failed."""
+    if not wanted.startswith("cuda") or not torch.cuda.is_available():
+        return False
+    return int(wanted.partition(":")[2] or 0) < torch.cuda.device_count()
 
 
 def _other_devices(wanted: str) -> str:
@@ -206,14 +214,14 @@ def n_device(first: torch.device) -> int:
 
 
 def rank_devices(first: torch.device, n: int) -> list[torch.device]:
-    """The device of each rank; DeviceError if there are too few."""
+    """The device of each rank; NoDevice if there are too few."""
     if first.type != "cuda":
         return [first] * n
     at, there = first.index or 0, torch.cuda.device_count()
     if n > 1 and may_share_gpu():
         return [torch.device("cuda", at + i % (there - at)) for i in range(n)]
     if n > 1 and at + n > there:
-        raise DeviceError(f"--tp {n} wants {n} GPUs from {first} on; {there} are here")
+        raise NoDevice(f"--tp {n} wants {n} GPUs from {first} on; {there} are here")
     return [torch.device("cuda", at + i) for i in range(n)] if n > 1 else [first]
 
 

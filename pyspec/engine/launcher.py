@@ -14,7 +14,7 @@ from pyspec.config import EngineSettings
 from pyspec.engine.process import EngineProcess
 from pyspec.engine.watchdog import TICK_S
 from pyspec.engine.wire import Load, LoadRefused, Ready
-from pyspec.errors import DeviceError, PyspecError
+from pyspec.errors import DeviceError, NoDevice, PyspecError, RankLost
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +51,7 @@ class Launcher:
         """An engine that is loaded, or the reason why it can not be. `news` is notified when a process says something."""
         self.is_examined = self._wants_examination()
         if self.is_examined:
-            log.warning(
-                "the device failed twice: for a while the engine is a slow one that finds out which kernel it is"
-            )
+            log.warning("the engine failed twice: for a while it is a slow one that finds out whether a kernel does it")
         try:
             child = self._process()
         except OSError as e:
@@ -80,7 +78,9 @@ class Launcher:
         else:
             error = DeviceError(f"the engine's process ended while it was loading: {how}")
             kernels = child.beat[0].kernels if child.beat is not None else ()
-        self.learn(kernels, of_device=isinstance(error, DeviceError))
+        # whichever rank ended, nobody knows by what
+        is_elsewhere = isinstance(error, RankLost | NoDevice) or child.was_killed
+        self.learn(kernels, of_device=isinstance(error, DeviceError) and not is_elsewhere)
         return error
 
     def learn(self, kernels: Sequence[str], *, of_device: bool) -> bool:
@@ -113,7 +113,7 @@ class Launcher:
         return self._new()
 
     def _wants_examination(self) -> bool:
-        """The device failed twice in a short time and nobody knows at what."""
+        """Engines failed twice in a short time, maybe by the device, and nobody knows at what."""
         now = time.monotonic()
         self._failures = [at for at in self._failures if now - at < EXAMINE_S]
         if len(self._failures) < 2:

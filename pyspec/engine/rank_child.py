@@ -26,11 +26,12 @@ from pyspec.cuda.context import context_of, gpu_lock
 from pyspec.cuda.examine import EXAMINATION
 from pyspec.cuda.ops.attend import plan as attend_plan
 from pyspec.device.lead import Follower
+from pyspec.device.worker import failure_of
 from pyspec.engine.child import log_to
 from pyspec.engine.memory_plan import RESERVE, free_bytes, size
 from pyspec.engine.ranks import OPERATION_S
 from pyspec.engine.wire import Link, LoadShare, ShareFailed, ShareState, portable
-from pyspec.errors import DeviceError, DoesNotFit, PyspecError
+from pyspec.errors import DoesNotFit, PyspecError
 from pyspec.gguf import open_gguf
 from pyspec.models import read_config
 from pyspec.models.weights import Weights, cuts_of
@@ -100,7 +101,7 @@ def run(link: Link, descriptor: int) -> None:
         _fail(link, e)
     except Exception as e:
         log.exception("a rank failed")
-        _fail(link, DeviceError(f"{type(e).__name__}: {(str(e).strip().splitlines() or [''])[0][:300]}"))
+        _fail(link, failure_of(e, "a rank failed"))
 
 
 def _fail(link: Link, error: PyspecError) -> None:

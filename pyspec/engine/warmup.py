@@ -96,7 +96,8 @@ def _drafts(busy: int, end: int, n_max: int) -> list[tuple[int, int]]:
     most = busy * (n_max + 1)
     sizes = [(before, n) for before, n in zip((0, *SIZES), SIZES, strict=False) if busy < n and before < min(end, most)]
     sizes = [(max(before, busy), min(n, most)) for before, n in sizes if n <= EVEN or n == sizes[-1][1]]
-    sizes = [(before, n) for before, n in sizes if before < n]  # without drafts all slots may have fewer rows than their graph
+    # without drafts all slots may have fewer rows than their graph
+    sizes = [(before, n) for before, n in sizes if before < n]
     return [_shared(busy, n - busy, before - busy, n_max) for before, n in [*sizes[-1:], *sizes[:-1]]]
 
 

@@ -1,7 +1,7 @@
 """An engine process without a model: pyspec.engine.child over a core that knows what it will say. Starts in a moment.
 
 `python fake_child.py FOLDER DESCRIPTOR`. Files in FOLDER are what it is to suffer:
-load      at every load: "exit N", "refuse TEXT", "sleep S"
+load      at every load: "exit N", "refuse TEXT", "none TEXT", "sleep S"; "bug", "memory", "gone" (the device), each with its TEXT
 round     in the next round, once: "abort", "endless", "fatal TEXT", "kernel MODULE"
 poison    "TOKEN N": abort when a request with that token in its prompt has said N tokens
 """
@@ -85,6 +85,12 @@ class FakeCore:
             os._exit(int(how))
         if what == "refuse":
             raise DeviceError(how)
+        if what == "bug":
+            raise ZeroDivisionError(how)
+        if what == "memory":
+            raise MemoryError(how)
+        if what == "gone":
+            raise RuntimeError(f"Triton Error [CUDA]: {how}")
         if what == "none":
             raise NoDevice(how)
         if what == "sleep":

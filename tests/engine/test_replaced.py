@@ -23,7 +23,16 @@ from pyspec.engine.api import Engine
 from pyspec.engine.client import Supervisor
 from pyspec.engine.record import PROGRESS, Record
 from pyspec.engine.wire import pack, unpack
-from pyspec.errors import DeviceError, OutOfBounds, PyspecError, QueueFull, SlotError, Unavailable
+from pyspec.errors import (
+    DeviceError,
+    DoesNotFit,
+    EngineBug,
+    OutOfBounds,
+    PyspecError,
+    QueueFull,
+    SlotError,
+    Unavailable,
+)
 from pyspec.request import Delta, Done, Event, Failed, Progress, Request, SamplingParams, Started, Timings, TokenLogprob
 
 PATH = FIXTURES / "qwen35.gguf"
@@ -252,6 +261,29 @@ def test_a_first_load_that_fails_is_told_to_whoever_waits(plants: Plants, load: 
     plants.plant(load=load)
     with pytest.raises(DeviceError, match=why), start(plants):
         pass
+
+
+@pytest.mark.parametrize(
+    ("load", "kind", "why"),
+    [
+        ("bug division by zero", EngineBug, "loading failed: ZeroDivisionError: division by zero .*bug in pyspec"),
+        ("memory tried to allocate 7 GiB", DoesNotFit, "loading failed: MemoryError: tried to allocate 7 GiB; fewer"),
+    ],
+)
+def test_a_load_that_would_fail_again_is_not_tried_again_nor_laid_to_the_device(
+    plants: Plants, caplog: pytest.LogCaptureFixture, load: str, kind: type[PyspecError], why: str
+) -> None:
+    plants.plant(load=load)
+    with pytest.raises(kind, match=why), start(plants):
+        pass
+    assert "trying again" not in caplog.text and "device" not in caplog.text
+
+
+def test_a_device_that_fails_at_load_is_tried_again(plants: Plants, caplog: pytest.LogCaptureFixture) -> None:
+    plants.plant(load="gone an illegal memory access was encountered")
+    with pytest.raises(DeviceError, match="Triton Error"), start(plants):
+        pass
+    assert caplog.text.count("trying again") == 2 and "the engine failed twice" in caplog.text
 
 
 def test_a_device_that_is_not_there_is_looked_for_once(plants: Plants, caplog: pytest.LogCaptureFixture) -> None:
