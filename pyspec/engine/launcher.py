@@ -79,8 +79,7 @@ class Launcher:
             error = DeviceError(f"the engine's process ended while it was loading: {how}")
             kernels = child.beat[0].kernels if child.beat is not None else ()
         # whichever rank ended, nobody knows by what
-        is_elsewhere = isinstance(error, RankLost | NoDevice) or child.was_killed
-        self.learn(kernels, of_device=isinstance(error, DeviceError) and not is_elsewhere)
+        self.learn(kernels, of_device=isinstance(error, DeviceError) and not isinstance(error, RankLost | NoDevice))
         return error
 
     def learn(self, kernels: Sequence[str], *, of_device: bool) -> bool:

@@ -233,10 +233,10 @@ class _Watched:
             self.changed.notify_all()
         if error is not None:
             self.kill()
+            if hear is not None:  # first: a process that another one takes over for does not come back from that
+                hear(error)
             if (ranks := self.collective()) is not None:
-                ranks.abort()  # nothing tells a GPU that nobody will answer
-        if hear is not None and error is not None:
-            hear(error)
+                ranks.abort()  # nothing tells a GPU that nobody will answer; it may wait long for what the device is at
         return error
 
     def _found(self, now: float) -> tuple[RankProcess, str] | None:

@@ -1,0 +1,135 @@
+"""A rank that is killed at any point of a round: why the engine ends is said at once, whatever its own thread and device are at."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+from engine_rig import DEMO, GREEDY
+from known_texts import demo_prompts
+
+from pyspec.config import EngineSettings
+from pyspec.engine.core import EngineCore
+from pyspec.engine.ranks import Ranks
+from pyspec.errors import PyspecError, RankLost
+from pyspec.request import Delta, Event, Request
+
+SOON_S = 30.0  # seconds, on a machine that has much else to do
+SLEEPS = "import time; time.sleep(600)"
+
+DIES = '''
+import os, signal, sys
+from pyspec.cuda.collective import Collective
+from pyspec.device.lead import Follower
+from pyspec.engine import rank_child
+
+where, at, n = sys.argv[1], int(sys.argv[2]), 0
+
+def die_at(owner, name, what):
+    """Be killed when a function is called for the `at`th time with something of which `what` is true."""
+    inner = getattr(owner, name)
+    def call(self, *args, **more):
+        global n
+        n += what(*args)
+        if n == at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return inner(self, *args, **more)
+    setattr(owner, name, call)
+
+if where in ("sum", "spread", "stacked"):
+    die_at(Collective, where, lambda *args: True)
+else:
+    die_at(Follower, "obey", lambda command: type(command).__name__ == where)
+rank_child.main(int(sys.argv[3]))
+'''
+PHASES = [
+    ("ResetSlot", 1),  # before the first round
+    ("RunForward", 1),  # a prompt, before its first sum
+    ("RunForward", 7),
+    ("sum", 5),  # in a forward, while the first rank waits in the same sum
+    ("sum", 68),
+    ("stacked", 9),  # where columns come together behind a forward
+    ("KeepState", 1),  # between rounds: the next sum is where the others hear of it
+    ("spread", 1),  # rows of a draft, or where a batch was moved to
+]
+
+
+class Dying:
+    """A core of which one rank is killed on the way, in place of a supervised process: what it says at its end is kept."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, where: str, at: int) -> None:
+        command = (sys.executable, "-c", DIES, where, str(at))
+        monkeypatch.setattr(Ranks.__init__, "__kwdefaults__", {"command": command})
+        self.why: list[PyspecError] = []
+        self.is_over = threading.Event()
+        settings = EngineSettings(tp=2, np=2, ctx=301, device="cpu", kv_type="f32", warm_up=False, threads=1)
+        self.core = EngineCore.load(DEMO, settings, on_death=self.hear)
+        self.n_token = 0
+
+    def hear(self, error: PyspecError) -> None:
+        """In place of the end of the process."""
+        self.why.append(error)
+        self.is_over.set()
+
+    def ask(self) -> None:
+        for prompt, _ in demo_prompts()[:2]:
+            self.core.submit(Request(prompt=tuple(prompt), params=GREEDY, max_tokens=90), self.listen)
+
+    def listen(self, event: Event) -> None:
+        self.n_token += len(event.tokens) if isinstance(event, Delta) else 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("where", "at"), PHASES)
+def test_a_rank_killed_in_any_phase_of_a_round_is_the_reason(
+    monkeypatch: pytest.MonkeyPatch, where: str, at: int
+) -> None:
+    dying = Dying(monkeypatch, where, at)
+    try:
+        dying.ask()
+        assert dying.is_over.wait(SOON_S), f"after {dying.n_token} tokens nothing is known of a rank's end"
+        for error in dying.why:
+            assert isinstance(error, RankLost) and "rank 1 of 2: its process ended: signal 9" in str(error), error
+    finally:
+        dying.core.close()
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    """Others of three that do nothing."""
+    ranks = Ranks(3, command=(sys.executable, "-c", SLEEPS))
+    yield ranks
+    ranks._state.kill()
+    ranks.close()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("hears", ["the ranks' thread", "the engine's thread"])
+def test_a_device_that_does_not_let_go_keeps_nobody_from_hearing_why(ranks: Ranks, victim: int, hears: str) -> None:
+    """A GPU that waits for an answer may keep whoever tries to end that. The engine's end is told before."""
+    heard: list[PyspecError] = []
+    told, released, asks = threading.Event(), threading.Event(), threading.Event()
+
+    def hear(error: PyspecError) -> None:
+        heard.append(error)
+        told.set()
+
+    device = SimpleNamespace(abort=lambda: released.wait(SOON_S))
+    ranks._state.collective = lambda: device  # type: ignore[assignment,return-value]
+    ranks.when_lost(hear)
+    if hears == "the engine's thread":  # it is the first that sees it: a sum has failed, and it asks why
+        ranks._state.closing = True
+        time.sleep(0.5)  # the other one has gone
+        ranks._state.closing = False
+        threading.Thread(target=lambda: (asks.wait(), ranks._state.why()), daemon=True).start()
+    ranks._state.processes[victim].process.kill()
+    asks.set()
+    try:
+        assert told.wait(SOON_S / 3), "the reason waits for the device"
+        assert isinstance(heard[0], RankLost) and f"rank {victim + 1} of 3: its process ended: signal 9" in str(heard[0])
+    finally:
+        released.set()
