@@ -75,7 +75,7 @@ def pools_of(engine: Engine) -> dict[tuple[int, int], str]:
     for name, graphed in graphs.items():
         if graphed._pool is not None:
             pool, n = tuple(graphed._pool), len(graphed._graphs)
-            named[pool] = f"{named[pool]}, " * (pool in named) + f"{name} ({n} graphs)"
+            named[pool] = ", ".join([*([named[pool]] if pool in named else []), f"{name} ({n} graphs)"])
     return named
 
 
