@@ -148,9 +148,9 @@ def main() -> int:
     device = torch.device("cuda", 0)
     settings: dict[str, object] = {"np": args.np, "ctx": args.ctx, "device": "cuda:0"}
     draft = None if args.draft in ("none", "mtp") else args.draft
-    if args.draft == "none":
-        settings["spec_type"] = "none"
-    else:
+    if args.draft in ("none", "mtp"):
+        settings["spec_type"] = args.draft
+    if args.draft != "none":
         settings |= {"synth_len": 2.5, "n_draft_max": args.n_draft, "n_draft_fixed": True}
     torch.cuda.memory._record_memory_history("state", context="alloc", stacks="python")
     stages = Stages(device)
