@@ -147,10 +147,8 @@ def main() -> int:
     args = parser.parse_args()
     device = torch.device("cuda", 0)
     settings: dict[str, object] = {"np": args.np, "ctx": args.ctx, "device": "cuda:0"}
-    draft = None if args.draft in ("none", "mtp") else args.draft
-    if args.draft in ("none", "mtp"):
-        settings["spec_type"] = args.draft
-    if args.draft != "none":
+    draft = None if args.draft == "none" else args.draft
+    if draft:
         settings |= {"synth_len": 2.5, "n_draft_max": args.n_draft, "n_draft_fixed": True}
     torch.cuda.memory._record_memory_history("state", context="alloc", stacks="python")
     stages = Stages(device)
