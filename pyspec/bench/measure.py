@@ -36,6 +36,8 @@ class Run:
     drafted, accepted  per draft position, whole turn
     n_draft      slot rounds by how many tokens were drafted, whole turn
     mean_len     tokens a slot gains a round, whole turn
+    note         why there is no rate, or why the answers were longer than asked for
+    is_cut       the stream that ended first did so by itself
     lengths      drafts of a stream's round, in the mean, over the turn's rounds, of which there are all_rounds; only in process
     via          "engine": in process, timed where tokens are handed over; "http": through the server, timed by its clients
     case         what else is varied between runs of one report
@@ -61,6 +63,8 @@ class Run:
     synthetic: bool = False
     via: Via = "engine"
     case: str = ""
+    note: str = ""
+    is_cut: bool = False
     lengths: tuple[float, ...] = ()
     all_rounds: int = 0
 
@@ -68,9 +72,9 @@ class Run:
     def said(self) -> str:
         """How it went, behind its name in a line."""
         way = " through HTTP" if self.via == "http" else ""
-        if self.rate:
-            return f"{way}: {self.rate:.1f} tokens/s"
-        return f"{way}: no rate, for the first stream had ended when the last one began; give it a larger -n"
+        return f"{way}: {f'{self.rate:.1f} tokens/s' if self.rate else 'no rate'}" + (
+            f" ({self.note})" if self.note else ""
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +118,7 @@ class Watch:
     error: PyspecError | None = None
     over: threading.Event = field(default_factory=threading.Event)
     n_over: int = 0
+    n_begun: int = 0  # streams that had a token when the first one ended
     clock: Callable[[], float] = lambda: time.perf_counter()
 
     def sink(self, stream: int) -> Callable[[Event], None]:
@@ -128,7 +133,7 @@ class Watch:
             else:
                 self.error = self.error or event.error
             if self.closed is None:
-                self.closed = len(self.rounds) - 1, self.metrics()
+                self.closed, self.n_begun = (len(self.rounds) - 1, self.metrics()), len(self.started)
             self.n_over += 1
             if self.n_over == self.n_stream:
                 self.over.set()
@@ -153,6 +158,12 @@ class Watch:
             return 0, 0.0
         start, end = self.opened[0], self.closed[0]
         return sum(r.n for r in self.rounds[start:end]), self.rounds[end - 1].ended - self.rounds[start - 1].ended
+
+    @property
+    def thinned(self) -> str:
+        """Why no round had all streams."""
+        n = self.done[0].n_predicted if self.done else 0
+        return f"{self.n_begun} of {self.n_stream} streams had begun when the first one ended, after {n} tokens"
 
     @property
     def lengths(self) -> tuple[float, ...]:
@@ -185,7 +196,7 @@ def measure(
             cancel(name)
     if watch.error is not None:
         raise watch.error
-    run = summarise(watch, how.mode, how.turn, sum(map(len, prompts)))
+    run = summarise(watch, how, sum(map(len, prompts)))
     return run if how.mode == "plain" else replace(run, lengths=watch.lengths, all_rounds=len(watch.rounds))
 
 
@@ -203,7 +214,28 @@ def submit_all(submit: Submit, prompts: Sequence[tuple[int, ...]], how: Turn, wa
         yield submit(request, watch.sink(i))
 
 
-def summarise(watch: Watch, mode: Mode, turn: int, n_prompt: int) -> Run:
+def with_rate(measured: Callable[[Turn], Run], how: Turn, most: int) -> Run:
+    """The turn with a rate: once more, with answers of twice the length, as long as the first stream had ended when the last one began.
+
+    most  tokens of an answer with which all streams have room side by side
+    """
+    run, asked = measured(how), how
+    while not run.rate and not run.is_cut and how.n_predict < most:
+        how = replace(how, n_predict=min(2 * how.n_predict, most))
+        run, why = measured(how), run.note
+        if run.rate:
+            return replace(run, note=f"answers of {how.n_predict} tokens: of {asked.n_predict}, {why}")
+    if run.rate:
+        return run
+    advice = (
+        "--ignore-eos goes on behind an end of text"
+        if run.is_cut
+        else "more room (-c, --kv-pool) lets answers be longer"
+    )
+    return replace(run, note=f"{run.note}; {advice}")
+
+
+def summarise(watch: Watch, how: Turn, n_prompt: int) -> Run:
     """The figures of a finished turn."""
     timings = [d.timings for d in watch.done]
     n_predicted = sum(d.n_predicted for d in watch.done)
@@ -216,8 +248,8 @@ def summarise(watch: Watch, mode: Mode, turn: int, n_prompt: int) -> Run:
     prompt_s, whole_s = watch.first - watch.began, watch.rounds[-1].ended - watch.began
     return Run(
         np=watch.n_stream,
-        mode=mode,
-        turn=turn,
+        mode=how.mode,
+        turn=how.turn,
         n_prompt=n_prompt,
         n_predicted=n_predicted,
         prompt_rate=n_prompt / prompt_s if prompt_s > 0 else 0.0,
@@ -233,6 +265,8 @@ def summarise(watch: Watch, mode: Mode, turn: int, n_prompt: int) -> Run:
         n_draft=_add([t.n_draft_used for t in timings]),
         mean_len=_mean_len(timings),
         synthetic=any(t.synthetic for t in timings),
+        note="" if seconds > 0 else watch.thinned,
+        is_cut=watch.done[0].finish in ("eos", "stop"),
     )
 
 

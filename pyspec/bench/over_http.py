@@ -20,7 +20,7 @@ from typing import Any
 
 from pyspec.bench.measure import Run, Turn, Watch, summarise
 from pyspec.errors import PyspecError
-from pyspec.request import Delta, Done, Metrics, Timings
+from pyspec.request import Delta, Done, Finish, Metrics, Timings
 
 SAMPLE_S = 0.05  # between looks at the engine's counters; each takes the GIL for some microseconds
 COUNTED = ("rounds", "draft_ms", "verify_ms", "sample_ms", "host_ms")
@@ -123,7 +123,7 @@ def measure_http(
     watch = replay(answer.result(), samples)
     if watch.error is not None:
         raise watch.error
-    return replace(summarise(watch, how.mode, how.turn, sum(map(len, prompts))), via="http")
+    return replace(summarise(watch, how, sum(map(len, prompts))), via="http")
 
 
 def replay(answer: dict[str, Any], samples: Samples) -> Watch:
@@ -154,4 +154,5 @@ def _done(final: dict[str, Any]) -> Done:
         known[name] = tuple(given[name]) if isinstance(given[name], list) else given[name]
     timings = Timings(**known)
     timings = replace(timings, n_rounds=sum(timings.n_draft_used))
-    return Done("", "length", final.get("tokens_evaluated", 0), final.get("tokens_predicted", 0), timings)
+    finish: Finish = {"eos": "eos", "word": "stop"}.get(final.get("stop_type", ""), "length")  # type: ignore[assignment]
+    return Done("", finish, final.get("tokens_evaluated", 0), final.get("tokens_predicted", 0), timings)

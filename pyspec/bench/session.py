@@ -6,10 +6,11 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pyspec import __version__
-from pyspec.bench.measure import Mode, Run, Turn, measure
+from pyspec.bench.measure import Mode, Run, Turn, measure, with_rate
 from pyspec.bench.over_http import Clients, measure_http
 from pyspec.bench.parts import watch_rounds
 from pyspec.bench.prompts import make_prompts
@@ -17,6 +18,7 @@ from pyspec.bench.result import Report, Row, summarise_turns
 
 if TYPE_CHECKING:
     from pyspec.engine.api import Engine
+    from pyspec.request import EngineInfo
 
 
 WARM_UP = 16  # tokens each stream generates before its rates count
@@ -60,7 +62,9 @@ def bench(
         for turn in range(plan.turns):
             asked = prompts[turn * n : (turn + 1) * n]
             for mode in modes:
-                for run in _turns(engine, clients, plan, asked, mode, turn, plan.n_predict):
+                for run in _turns(
+                    engine, clients, plan, asked, mode, turn, plan.n_predict, most=room(engine.info, asked)
+                ):
                     runs.append(replace(run, case=plan.case))
                     tell(f"{f'{plan.case} ' if plan.case else ''}np {n} {mode} turn {turn + 1}{run.said}")
     rows = summarise_turns(runs, n_bytes=engine.info.n_bytes, bandwidth=plan.bandwidth)
@@ -102,8 +106,9 @@ def _turns(
     mode: Mode,
     turn: int,
     n_predict: int,
+    most: int = 0,
 ) -> Iterator[Run]:
-    """One turn in process and, with clients, the same one through HTTP."""
+    """One turn in process and, with clients, the same one through HTTP. most: tokens of an answer, where it may have more for a rate's sake."""
     how = Turn(
         mode=mode,
         turn=turn,
@@ -111,9 +116,15 @@ def _turns(
         ignore_eos=plan.ignore_eos or plan.random_prompts,
         temperature=plan.temperature,
     )
-    yield measure(engine.submit, engine.cancel, engine.metrics, prompts, how)
+    yield with_rate(partial(measure, engine.submit, engine.cancel, engine.metrics, prompts), how, most)
     if clients is not None:
-        yield measure_http(clients, engine.metrics, prompts, how)
+        yield with_rate(partial(measure_http, clients, engine.metrics, prompts), how, most)
+
+
+def room(info: EngineInfo, prompts: Sequence[tuple[int, ...]]) -> int:
+    """Tokens that answers to these prompts may have, so that all have room side by side."""
+    each = info.n_row // len(prompts) - info.n_overhang if info.n_row else info.n_ctx
+    return min(info.n_ctx, each) - max(map(len, prompts))
 
 
 def about(engine: Engine, plan: Plan) -> dict[str, object]:

@@ -40,7 +40,7 @@ def die_at(owner, name, what):
         return inner(self, *args, **more)
     setattr(owner, name, call)
 
-if where in ("sum", "spread", "stacked"):
+if where in ("sum", "stacked"):
     die_at(Collective, where, lambda *args: True)
 else:
     die_at(Follower, "obey", lambda command: type(command).__name__ == where)
@@ -54,7 +54,6 @@ PHASES = [
     ("sum", 68),
     ("stacked", 9),  # where columns come together behind a forward
     ("KeepState", 1),  # between rounds: the next sum is where the others hear of it
-    ("spread", 1),  # rows of a draft, or where a batch was moved to
 ]
 
 
@@ -130,6 +129,8 @@ def test_a_device_that_does_not_let_go_keeps_nobody_from_hearing_why(ranks: Rank
     asks.set()
     try:
         assert told.wait(SOON_S / 3), "the reason waits for the device"
-        assert isinstance(heard[0], RankLost) and f"rank {victim + 1} of 3: its process ended: signal 9" in str(heard[0])
+        assert isinstance(heard[0], RankLost) and f"rank {victim + 1} of 3: its process ended: signal 9" in str(
+            heard[0]
+        )
     finally:
         released.set()
