@@ -73,8 +73,8 @@ def pools_of(engine: Engine) -> dict[tuple[int, int], str]:
         graphs |= {f"draft {name}": x for name, x in vars(worker.drafter).items() if isinstance(x, Graphed)}
     named: dict[tuple[int, int], str] = {}
     for name, graphed in graphs.items():
-        if graphed._pool is not None:
-            pool, n = tuple(graphed._pool), len(graphed._graphs)
+        if graphed.pool.handle is not None:
+            pool, n = tuple(graphed.pool.handle), len(graphed._graphs)
             named[pool] = ", ".join([*([named[pool]] if pool in named else []), f"{name} ({n} graphs)"])
     return named
 
@@ -148,7 +148,7 @@ def main() -> int:
     device = torch.device("cuda", 0)
     settings: dict[str, object] = {"np": args.np, "ctx": args.ctx, "device": "cuda:0"}
     draft = None if args.draft == "none" else args.draft
-    if draft:
+    if draft is not None:
         settings |= {"synth_len": 2.5, "n_draft_max": args.n_draft, "n_draft_fixed": True}
     torch.cuda.memory._record_memory_history("state", context="alloc", stacks="python")
     stages = Stages(device)

@@ -22,19 +22,35 @@ Key = tuple[
 ]  # rows and sequences with padding, whether no sequence has two rows, whether it is a prompt
 
 
+class GraphPool:
+    """Memory of graphs that never run at the same time: what one takes on its way the others take, too. A result of one may be overwritten by
+    another, so kinds of graphs share a pool only where each leaves what it made at a place of its own. Captured with the most rows first: what
+    those leave holds what is smaller, and the other way round it does not.
+    """
+
+    def __init__(self) -> None:
+        self.handle: Any = None  # torch has no public name for its type
+
+    def taken(self) -> Any:
+        """For torch; made when it is first asked for."""
+        if self.handle is None:
+            self.handle = torch.cuda.graph_pool_handle()
+        return self.handle
+
+
 class Graphed(Generic[Out]):
     """`fn(batch)` replayed for batches that lie in an arena; others, and devices without graphs, run as they are.
 
     The result of a replay is overwritten by the next one of the same bucket.
 
     by_single: `fn` does something else for batches of one row a sequence, which have graphs of their own
+    pool: where others take their memory, too
     """
 
-    def __init__(self, fn: Callable[[Batch], Out], *, by_single: bool = False) -> None:
-        self.fn, self.by_single = fn, by_single
+    def __init__(self, fn: Callable[[Batch], Out], *, by_single: bool = False, pool: GraphPool | None = None) -> None:
+        self.fn, self.by_single, self.pool = fn, by_single, pool or GraphPool()
         self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, Out]] = {}
         self._seen: set[Key] = set()
-        self._pool: Any = None  # torch has no public name for its type
         self._sealed = False
 
     def __call__(self, batch: Batch) -> Out:
@@ -61,11 +77,9 @@ class Graphed(Generic[Out]):
 
     def _capture(self, key: Key, batch: Batch) -> None:
         graph = torch.cuda.CUDAGraph()
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         torch.cuda.synchronize()
         # thread_local: what other threads do to the device (an engine that ends there) does not end the capture
-        with _no_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with _no_collection(), torch.cuda.graph(graph, pool=self.pool.taken(), capture_error_mode="thread_local"):
             out = self.fn(batch)
         self._graphs[key] = (graph, out)
 

@@ -38,7 +38,7 @@ def _capture_prompts(worker: Worker, arena: Arena, most: int) -> None:
     """Of prompts that stand alone: a thousand launches one by one take the host longer than some devices need for them. They are captured with
     all rows that they have room for, since the host's numbers stay as they are in a graph; `most`: rows of the longest."""
     try:
-        for n_row in (rows for rows in PROMPTS if rows <= most):
+        for n_row in (rows for rows in reversed(PROMPTS) if rows <= most):
             arena.prompts.add(n_row)
             for _ in range(2):
                 seq = Seq(0, 0, [0] * n_row, keep=True, n_out=1)
@@ -52,14 +52,16 @@ def _capture_prompts(worker: Worker, arena: Arena, most: int) -> None:
 def capture(worker: Worker, n_prompt_row: int, n_bytes: int = 0, n_beside: int = 0) -> None:
     """Capture the graphs of every batch size now. Forwards on empty slots change nothing that anybody reads.
 
-    A graph is captured at the second call, and its kernels are picked for the widths it is captured with: rows are
+    Those of most rows come first (cuda/graph.py). A graph is captured at the second call, and its kernels are picked for the widths it is captured with: rows are
     shared out evenly. `n_prompt_row`: rows of the largest forward of prompts; n_beside: of one in which somebody decodes; n_bytes: see `hold`.
     """
     table, needs, device = worker.table, worker.needs, worker.device
     slots, width = table.slots, max(needs.n_draft + 1, needs.overhang)
     if worker.arena is None or table.n_page < len(slots) * table.pages_for(width):
         return  # no graphs, or a pool too small to try them all: they are captured as they come
-    shapes = graph_shapes(len(slots), needs.n_draft + 1, singles=needs.late, most=worker.arena.n_row)
+    shapes = sorted(
+        graph_shapes(len(slots), needs.n_draft + 1, singles=needs.late, most=worker.arena.n_row), reverse=True
+    )
     for i_shape, (n_row, n_seq) in enumerate(shapes):
         progress.report("graphs", i_shape / len(shapes))
         shares = [n_row // n_seq + (i < n_row % n_seq) for i in range(n_seq)]

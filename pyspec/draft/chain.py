@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 
 from pyspec.cuda.copies import copied
-from pyspec.cuda.graph import Graphed
+from pyspec.cuda.graph import Graphed, GraphPool
 from pyspec.cuda.ops.ahead.op import ahead
 from pyspec.cuda.ops.ahead.ref import AheadSpec, Kept
 from pyspec.cuda.ops.best.op import best
 from pyspec.cuda.ops.best.ref import BestSpec
 from pyspec.draft.drafter import DraftPlan, DraftRequest
-from pyspec.models.target import Out
+from pyspec.models.target import ModelConfig, Out
+from pyspec.models.weight_bytes import row_bytes
 from pyspec.slots.arena import BUCKETS, Arena, graph_shapes, most_rows
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import Memory
@@ -37,6 +38,12 @@ LEAST_WAITING = 8  # with so many slots that no graph holds more of each
 def most_waiting(n_slot: int) -> int:
     """Rows of a silent slot that wait at most."""
     return max(LEAST_WAITING, min(MOST_WAITING, BUCKETS[-1] // n_slot))
+
+
+def graph_bytes(n_slot: int, width: int, config: ModelConfig, p_min: float) -> int:
+    """Of the graphs of all passes together. width: rows of a slot in a first pass"""
+    logits = 4 * n_slot * config.n_vocab * (2 if p_min > 0 else 1)
+    return logits + most_rows(n_slot, width) * row_bytes(config.n_ff, config.n_embd)
 
 
 class ChainedBlock(Protocol):
@@ -102,7 +109,8 @@ class Chain:
         self.best, self.ahead = best.bind(BestSpec(self.device)), ahead.bind(AheadSpec(self.device))
         self.states: list[Pending | None] = [None] * len(table.slots)
         self.arenas: list[Arena | None] = [None] * 3  # of the first pass, of the chained ones, of rows that are late
-        self._first, self._next, self._late = Graphed(self._start), Graphed(self._step), Graphed(self._compute)
+        pool = GraphPool()  # all of them leave what they made in the tensors below
+        self._first, self._next, self._late = (Graphed(f, pool=pool) for f in (self._start, self._step, self._compute))
         # what one pass hands to the next, at fixed places for graphs; a first pass catches up on most_waiting rows at most
         n_row = max(len(table.slots) * (self.most_waiting + 1), most_rows(len(table.slots), self._width))
         self.tokens = torch.zeros(n_row, dtype=torch.int64, device=self.device)
@@ -277,7 +285,7 @@ class Chain:
             return  # too few pages to try them all: they are captured as they come
         ways = zip((self._first, self._next, self._late), (first, following, late), self.arenas, (1, 1, 0), strict=True)
         for graphed, shapes, arena, n_out in ways:
-            for n_row, n_seq in shapes:
+            for n_row, n_seq in sorted(shapes, reverse=True):
                 shares = [n_row // n_seq + (i < n_row % n_seq) for i in range(n_seq)]
                 seqs = [Seq(i, 0, [0] * n, n_out=n_out) for i, n in enumerate(shares)]
                 for _ in range(2):

@@ -42,8 +42,9 @@ from pyspec.errors import ConfigError
 from pyspec.gguf import GGUFFile
 from pyspec.models.layers import Attention, FeedForward, Rope
 from pyspec.models.target import Out, Target
+from pyspec.models.weight_bytes import row_bytes
 from pyspec.models.weights import Matrix, Weights, check_tensors
-from pyspec.slots.arena import BUCKETS, Arena, bucket_of, graph_shapes, places_of
+from pyspec.slots.arena import BUCKETS, Arena, bucket_of, graph_shapes, most_rows, places_of
 from pyspec.slots.batch import Batch, Seq, lay_out
 from pyspec.slots.memory import KV, Memory
 from pyspec.slots.parts import Paged, PartMemory
@@ -76,10 +77,31 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         layers=({KV: Paged(c.attention.n_kv_head, c.attention.head_dim)},) * len(c.windows),
         attention=(c.attention,),
         n_held=n_held,
+        graph_bytes=_graph_bytes(c, settings.np, min(n or most, most), n_held),
         no_copy=OWN_HEAD if has_head else "",
         best_only=not has_head and settings.draft_p_min <= 0,
         remark=f", n_draft {n} lowered to {most} (block {c.block})" if n > most else "",
     )
+
+
+def block_shapes(n_slot: int, trained: int, n_draft: int, most: int) -> dict[tuple[int, int], tuple[int, int]]:
+    """By rows and places of a graph: (slots, rows of each) of one draft that finds it. n_draft: of the longest; most: rows of the largest graph."""
+    found = {}
+    for n in range(1, n_slot + 1):
+        for rows in {block_rows(trained, n, length) for length in range(1, n_draft + 1)}:
+            if (bucket := bucket_of(n * rows, most)) is not None:
+                places = next((places for places in places_of(n_slot, bucket) if places >= n), n_slot)
+                found[bucket, places] = n, rows
+    return found
+
+
+def _graph_bytes(c: DFlashConfig, n_slot: int, n_draft: int, n_held: int) -> int:
+    """Of the graphs of blocks, which keep their rows, and of those that take in what is held."""
+    shapes = block_shapes(n_slot, c.block, n_draft, most_rows(n_slot, max(n_draft + 1, c.block)))
+    kept = 4 * c.n_embd * sum(bucket for bucket, _ in shapes)
+    row = row_bytes(c.n_ff, c.n_embd)
+    taken_in = n_held * (4 * len(c.taps) * c.n_embd + row)
+    return kept + max((bucket for bucket, _ in shapes), default=0) * row + taken_in
 
 
 class DFlashNet:
@@ -170,7 +192,7 @@ class DFlash:
         self.block.seal()
         for n_draft in sorted({1, self.needs.n_draft // 2 or 1, self.needs.n_draft}):  # what libraries need once
             self._tokens(torch.zeros(n_slot * self.net.c.block, self.net.c.n_embd, device=self.device), n_slot, n_draft)
-        for n_row, n_seq in graph_shapes(n_slot, BUCKETS[-1]) if self.needs.late else ():
+        for n_row, n_seq in sorted(graph_shapes(n_slot, BUCKETS[-1]), reverse=True) if self.needs.late else ():
             shares = [n_row // n_seq + (i < n_row % n_seq) for i in range(n_seq)]
             if self.table.n_page < n_seq * self.table.pages_for(shares[0]):
                 return  # too small a pool to try them all: they are captured as they come
@@ -183,13 +205,11 @@ class DFlash:
         """(slots, rows of each) of drafts: one for every graph, and all slots' longest, which may be too many rows for one."""
         n_slot, trained = len(self.table.slots), self.net.c.block
         most = BUCKETS[-1] if self.arena is None else self.arena.n_row
-        found = {}
-        for n in range(1, n_slot + 1):
-            for rows in {block_rows(trained, n, n_draft) for n_draft in range(1, self.needs.n_draft + 1)}:
-                if (bucket := bucket_of(n * rows, most)) is not None:
-                    places = next((places for places in places_of(n_slot, bucket) if places >= n), n_slot)
-                    found[bucket, places] = n, rows
-        return [*found.values(), (n_slot, block_rows(trained, n_slot, self.needs.n_draft))]
+        found = block_shapes(n_slot, trained, self.needs.n_draft, most)
+        return [
+            (n_slot, block_rows(trained, n_slot, self.needs.n_draft)),
+            *(found[key] for key in sorted(found, reverse=True)),
+        ]
 
     def begin(self, slot: Slot, saved: object | None) -> None:
         self._forget(slot)

@@ -75,6 +75,7 @@ class DraftPlan:
     attention  shapes of its attention: partial sums of it need room
     n_held     rows of taps that it keeps for later, all slots together
     n_waiting  rows of one slot that it leaves for later at most, and then computes at once
+    graph_bytes  of its graphs, where there are any: what they keep, and what they take on their way
     no_copy    why its drafts can not read a copy of the target's head in fewer bits; "": they can
     shared     tensors of its file that it takes from the target, where they are the same
     best_only  of the target's head it wants the best tokens and no more: several ranks find them together
@@ -88,6 +89,7 @@ class DraftPlan:
     attention: tuple[AttentionShape, ...] = ()
     n_held: int = 0
     n_waiting: int = 0
+    graph_bytes: int = 0
     no_copy: str = ""
     shared: tuple[str, ...] = ()
     best_only: bool = False

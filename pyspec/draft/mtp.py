@@ -14,7 +14,7 @@ from pyspec.config import EngineSettings
 from pyspec.cuda.ops.norms.op import norms
 from pyspec.cuda.ops.norms.ref import NormsSpec
 from pyspec.draft import mtp_streams
-from pyspec.draft.chain import Chain, ChainedBlock, most_waiting
+from pyspec.draft.chain import Chain, ChainedBlock, graph_bytes, most_waiting
 from pyspec.draft.drafter import OWN_HEAD, DraftOptions, DraftPlan, Needs, TargetFile, own_memory
 from pyspec.errors import PairError
 from pyspec.gguf import GGUFFile
@@ -64,7 +64,7 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         assert isinstance(c, DecoderConfig)
         check_tensors(file, mtp_tensors(c, file))
         layers, shared = (*[{}] * c.n_layer, {KV: Paged(c.attention.n_kv_head, c.attention.head_dim)}), ()
-    n_draft = settings.n_draft_max or N_DRAFT
+    n_draft, n_waiting = settings.n_draft_max or N_DRAFT, most_waiting(settings.np)
     return DraftPlan(
         kind="mtp",
         needs=Needs(n_draft, overhang=n_draft + 1, chained=True, hidden=True),
@@ -72,7 +72,8 @@ def plan(file: GGUFFile | None, target: TargetFile, settings: EngineSettings) ->
         layers=layers,
         shared=shared,
         attention=(c.attention,),
-        n_waiting=most_waiting(settings.np),
+        n_waiting=n_waiting,
+        graph_bytes=graph_bytes(settings.np, max(n_draft + 1, n_waiting), c, settings.draft_p_min),
         no_copy=OWN_HEAD if f"blk.{c.n_layer}.nextn.shared_head_head.weight" in file.tensors else "",
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from pyspec.cuda.ops.attend.ref import AttendSpec
 from pyspec.draft.drafter import NO_DRAFTER, OWN_HEAD, DraftPlan, TargetFile, refuse_file
 from pyspec.engine.draft_head import HeadCopy, plan_head
 from pyspec.engine.memory_plan import (
+    PIECE_BYTES,
     AssumedGpu,
     ForwardSizes,
     MemoryPlan,
@@ -33,7 +35,7 @@ from pyspec.models import coarse, read_config
 from pyspec.models.cuts import check_ranks
 from pyspec.models.decoder import DecoderConfig
 from pyspec.models.target import ModelConfig
-from pyspec.models.weight_bytes import repacked_bytes, shares_of, weight_bytes, wide_bytes
+from pyspec.models.weight_bytes import n_large, repacked_bytes, shares_of, weight_bytes, wide_bytes
 from pyspec.models.weights import HEAD, check_tensors, cuts_of
 from pyspec.ranges import quoted
 from pyspec.registry import ARCHITECTURES, drafters
@@ -294,23 +296,36 @@ def plan_memory(d: Description) -> MemoryPlan:
     shares = shares_of(d.file, d.config.tensors(d.file), s.tp)
     draft_kv = sum(memory_bytes(d.draft.layers, d.sizes))
     own_file = None if d.draft.file is d.file else d.draft.file  # of a drafter that is not in the target's
+    read = [t for name, t in shares.items() if name not in _of_nobody(d)] + list(
+        own_file.tensors.values() if own_file else ()
+    )
     activations, workspace = _workspace(d)
     workspace += rank_bytes(s.tp) if d.is_cuda and s.tp > 1 else 0
     plan = MemoryPlan(
-        weights=weight_bytes(d.file, d.dense, d.is_cuda, shares=shares) + _tied_share(d),
+        weights=weight_bytes(d.file, d.dense, d.is_cuda, _of_nobody(d), shares) + _tied_share(d),
         kv=kv,
         state=state - s.np * checkpoint_bytes(own, d.sizes) + device_checkpoints(d) + start_bytes(d),
         draft_weights=0 if own_file is None else weight_bytes(own_file, d.dense, d.is_cuda, d.draft.shared),
         draft_kv=draft_kv,
         draft_head=head_for_drafts(d),
         activations=activations + _scratch(d),
-        workspace=workspace + attention_bytes(d),
+        workspace=workspace
+        + attention_bytes(d)
+        + (d.draft.graph_bytes + PIECE_BYTES * n_large(read) if d.is_cuda else 0),
     )
     if d.head is not None:
         plan = with_head(plan, coarse.coarse_bytes(d.head.info, d.head.to, d.device), d.device, s.draft_head, d.assumed)
     copied = [shares, *([] if own_file is None else [own_file.tensors])]
     n_wide = sum(map(wide_bytes, copied)) if d.dense is None else 0
     return with_copies(plan, 0 if s.exact else n_wide, d.device, s.weights, d.assumed)
+
+
+def _of_nobody(d: Description) -> frozenset[str]:
+    """Tensors behind the trunk, which a drafter has where it drafts from them; else they are not read."""
+    if d.draft.file is d.file:
+        return frozenset()
+    behind = re.compile(r"blk\.(\d+)\.")
+    return frozenset(name for name in d.file.tensors if (m := behind.match(name)) and int(m[1]) >= d.config.n_layer)
 
 
 def _tied_share(d: Description) -> int:
@@ -373,6 +388,7 @@ def _workspace(d: Description) -> tuple[int, int]:
         n_vocab=c.n_vocab,
         n_column=-(-c.n_vocab // s.tp),
         graph_rows=sum(bucket_of(n, most) or n for n, _ in graphs),
+        graph_most=max((bucket_of(n, most) or n for n, _ in graphs), default=0),
         prompt_rows=_prompt_rows(d),
         large_rows=large,
         shared_rows=(bucket_of(rows, most) or rows) if s.tp > 1 else 0,

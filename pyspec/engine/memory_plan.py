@@ -11,7 +11,7 @@ import torch
 
 from pyspec.errors import DoesNotFit
 from pyspec.gguf import GGUFFile
-from pyspec.models.weight_bytes import weight_bytes
+from pyspec.models.weight_bytes import row_bytes, weight_bytes
 from pyspec.slots.arena import PROMPTS
 from pyspec.slots.parts import CacheSizes, LayerParts
 
@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 RESERVE = 0.04  # share of free memory left to everybody else
 CUDA_BYTES = 600 << 20  # of a process on a GPU before it holds anything: context, libraries, kernels
+PIECE_BYTES = 1 << 20  # torch has pieces of 2 MiB and more from the driver: lost of each, in the mean
+GRAPH_LOSS = 1.5  # of what a forward takes in a graph: results stay in the midst of it
 LIBRARY_BYTES = 860 << 20  # of NCCL, on each rank: what it keeps for its channels
 
 
@@ -129,6 +131,7 @@ class ForwardSizes:
 
     n_row       rows of the largest forward: gate and up in f32, their product in f16, a few rows of the residual stream
     graph_rows  rows of all graphs together: their logits, hidden states and taps stay at fixed places
+    graph_most  rows of the largest of them
     prompt_rows  the same of graphs of prompts, which have logits of one row
     large_rows  rows of the largest verify or draft that no graph holds: its logits are taken and given back
     n_column    columns of logits that this rank makes; of one rank all
@@ -145,6 +148,7 @@ class ForwardSizes:
     n_vocab: int
     n_column: int
     graph_rows: int
+    graph_most: int
     prompt_rows: int
     large_rows: int
     shared_rows: int
@@ -155,11 +159,12 @@ class ForwardSizes:
 
 def workspace_bytes(s: ForwardSizes, *, cuda: bool) -> tuple[int, int]:
     """(activations, workspace): what forwards need besides weights and slots."""
-    activations = s.n_row * (2 * s.n_ff * 4 + s.n_ff * 2 + 5 * s.n_embd * 4 + s.n_tap * s.n_embd * 4)
+    row = row_bytes(s.n_ff, s.n_embd)
+    activations = s.n_row * (row + s.n_tap * s.n_embd * 4)
     activations += (s.large_rows + 2 * s.shared_rows) * 4 * s.n_vocab
     results = s.graph_rows * 4 * s.n_column + (s.graph_rows + s.prompt_rows) * 4 * (s.n_hidden + s.n_tap * s.n_embd)
-    if s.prompt_rows:  # and what they take meanwhile, apart from what others do
-        results += PROMPTS[-1] * (2 * s.n_ff * 4 + s.n_ff * 2 + 5 * s.n_embd * 4)
+    # and what they take meanwhile, apart from what others do
+    results += int(GRAPH_LOSS * (s.graph_most + (PROMPTS[-1] if s.prompt_rows else 0)) * row)
     held = 2 * s.n_held * s.n_tap * s.n_embd * 4
     return activations + held + (s.key_bytes if cuda else 0), results + (CUDA_BYTES if cuda else 0)
 

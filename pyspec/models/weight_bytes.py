@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 
@@ -11,6 +11,8 @@ from pyspec.cuda.ops.linear.pack import FORMATS, packed_bytes
 from pyspec.gguf import GGUFFile, TensorInfo
 from pyspec.models.cuts import share_of
 from pyspec.models.weights import GROUPED, HEADS, PLAIN, Want, cuts_of
+
+LARGE_BYTES = 10 << 20  # of a tensor from which on torch asks the driver for one piece, in steps of 2 MiB
 
 
 def shares_of(file: GGUFFile, wants: Mapping[str, Want], n: int) -> dict[str, TensorInfo]:
@@ -36,6 +38,16 @@ def weight_bytes(
         return small + size * sum(t.n_elements for t in big)
     copies = sum(2 * t.n_elements for t in big if t.name.endswith(GROUPED)) if repacked else 0
     return small + copies + sum(repacked_bytes(t) if repacked else t.n_bytes for t in big)
+
+
+def row_bytes(n_ff: int, n_embd: int) -> int:
+    """What a row of a forward takes at most: gate and up in f32, their product in f16, a few rows of the residual stream."""
+    return 2 * n_ff * 4 + n_ff * 2 + 5 * n_embd * 4
+
+
+def n_large(tensors: Iterable[TensorInfo]) -> int:
+    """Matrices that have a piece of the device's memory each, which torch's allocator rounds up."""
+    return sum(t.n_bytes >= LARGE_BYTES for t in tensors)
 
 
 def repacked_bytes(t: TensorInfo) -> int:
