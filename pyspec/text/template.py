@@ -8,11 +8,13 @@ import secrets
 import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from typing import Any
 
 from pyspec.errors import BadTemplate, RequestError, Unavailable
 from pyspec.gguf.fields import Fields, encodable
 from pyspec.ranges import printable
+from pyspec.text.abilities import HEAD, Abilities
+from pyspec.text.fitting import fitted, fitted_tools
 from pyspec.text.hidden import Hidden
 from pyspec.text.sandbox_process import STALLED, SandboxProcess
 from pyspec.text.tokenizer import Tokenizer
@@ -26,8 +28,8 @@ CHATML = (
 TIME_S = 2.0
 TEMPLATE_CHARS = 1 << 20
 SAID_CHARS = 400  # of what a template says of itself
-MESSAGES, PARTS = 4096, 64
-PROBE = "pyspec_argument"  # name of an argument, by which a template's way with arguments is found out
+ANOTHER = "--chat-template takes another one"
+MESSAGES = 1 << 16
 ADDED_FUNCTIONS = re.compile(r"\+\s*functions\b(?!\s*[.|\[(])")
 TRUSTED = ("system", "developer", "assistant")
 OWN_FIELDS = ("role", "content")  # of a message from them: what they say themselves
@@ -41,24 +43,51 @@ _OPEN, _CLOSE = "\ue000", "\ue001"
 class _Renderer:
     """One sandbox process with one template in it."""
 
-    def __init__(self, source: str) -> None:
-        self.source = source
+    def __init__(self, source: str, bos_token: str, eos_token: str) -> None:
+        self.source, self._tokens = source, {"bos_token": bos_token, "eos_token": eos_token}
         self._box = SandboxProcess("pyspec.text.sandbox", lambda: json.dumps(source).encode() + b"\n")
 
     @property
     def process(self) -> subprocess.Popen[bytes] | None:
         return self._box.process
 
-    def ask(self, values: Mapping[str, object]) -> dict[str, str]:
-        """Render; {"failed": why} also when the process went over its time or died of its memory."""
-        return self._box.ask(json.dumps(values).encode() + b"\n", TIME_S)
+    def ask(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, object]] | None,
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, object] | None = None,
+    ) -> dict[str, str]:
+        """Render; {"failed": why} also when the process went over its time or died of its memory. Raises Unavailable if it got no time."""
+        values: dict[str, object] = {
+            **self._tokens,
+            **_dates(self.source),
+            **_functions(self.source, tools),
+            **(kwargs or {}),
+            "messages": messages,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        if tools:  # a template that iterates tools=None fails
+            values["tools"] = list(tools)
+        try:
+            line = json.dumps(values).encode() + b"\n"
+        except (TypeError, ValueError, RecursionError) as e:  # kwargs that are no JSON
+            raise RequestError(f"the template's arguments can not be passed on: {e}") from e
+        answer = self._box.ask(line, TIME_S)
+        if STALLED in answer:
+            raise Unavailable(f"the chat template could not be asked: {answer[STALLED]}; try again")
+        return answer
+
+    def probe(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, object]] | None) -> str:
+        """What it makes of a chat; "" if it refuses it or fails."""
+        return self.ask(messages, tools, False).get("text", "")
 
     def check(self) -> dict[str, str]:
         """Whether the template compiles, by the sandbox's word."""
         return self._box.check(TIME_S)
 
 
-def normalise(messages: Sequence[Message]) -> list[dict[str, object]]:
+def normalise(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Messages as templates expect them: content as text. RequestError for shapes and sizes we do not take."""
     if len(messages) > MESSAGES:
         raise RequestError(f"{len(messages)} messages; at most {MESSAGES} are allowed")
@@ -77,8 +106,6 @@ def _content(i: int, content: object) -> str:
         return content
     if not isinstance(content, list | tuple):
         raise RequestError(f"the content of message {i} is neither text nor a list of parts")
-    if len(content) > PARTS:
-        raise RequestError(f"message {i} has {len(content)} parts; at most {PARTS} are allowed")
     texts = []
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
@@ -104,7 +131,8 @@ class ChatTemplate:
             broken = f"has {len(source)} characters; at most {TEMPLATE_CHARS} are allowed"
         self.source, self.bos_token, self.eos_token, self.tool_use = source, bos_token, eos_token, tool_use
         self.broken = broken
-        self._renderer = _Renderer(source)
+        self._renderer = _Renderer(source, bos_token, eos_token)
+        self._able = Abilities(source, self._renderer.probe)
 
     @classmethod
     def from_metadata(cls, meta: Mapping[str, object]) -> ChatTemplate | None:
@@ -149,62 +177,43 @@ class ChatTemplate:
             return self.tool_use.render(
                 messages, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs
             )
-        values: dict[str, object] = {
-            "bos_token": self.bos_token,
-            "eos_token": self.eos_token,
-            **_dates(self.source),
-            **_functions(self.source, tools),
-            **(kwargs or {}),
-            "messages": self._with_objects(normalise(messages)),
-            "add_generation_prompt": add_generation_prompt,
-        }
-        if tools:  # a template that iterates tools=None fails
-            values["tools"] = list(tools)
+        chat = self._fitted(messages)
+        return self._text(chat, self._fitted_tools(tools), add_generation_prompt, kwargs)
+
+    def _fitted(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """Messages as this template takes them, content as text."""
+        chat = normalise(messages)
         if self.broken:
-            raise RequestError(f"the chat template {self.broken}")
+            raise RequestError(f"the chat template {self.broken}; {ANOTHER}")
         try:
-            answer = self._renderer.ask(values)
-        except (TypeError, ValueError, RecursionError) as e:  # kwargs that are no JSON
-            raise RequestError(f"the template's arguments can not be passed on: {e}") from e
+            return fitted(chat, self._able)
+        except (TypeError, ValueError, RecursionError) as e:
+            raise RequestError(f"a message can not be passed to the chat template: {e}") from e
+
+    def _fitted_tools(self, tools: Sequence[Mapping[str, object]] | None) -> list[dict[str, Any]] | None:
+        return fitted_tools(tools, self._able) if tools else None
+
+    def _text(
+        self,
+        chat: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        add_generation_prompt: bool,
+        kwargs: Mapping[str, object] | None,
+    ) -> str:
+        """The text of a chat that was fitted. Templates that look for a question find an empty one where there is none."""
+        if self._able.takes_parts_only:
+            chat = [m | {"content": [{"type": "text", "text": m["content"]}] if m["content"] else []} for m in chat]
+        answer = self._renderer.ask(chat, tools, add_generation_prompt, kwargs)
+        if "text" not in answer and not any(m["role"] == "user" for m in chat):
+            at = next((i for i, m in enumerate(chat) if m["role"] not in HEAD), len(chat))
+            asked = [*chat[:at], {"role": "user", "content": ""}, *chat[at:]]
+            second = self._renderer.ask(asked, tools, add_generation_prompt, kwargs)
+            answer = second if "text" in second else answer
         if "refused" in answer:
             raise RequestError(f"the chat template refuses the messages: {printable(answer['refused'], SAID_CHARS)}")
-        if STALLED in answer:
-            raise Unavailable(f"the chat template could not be asked: {answer[STALLED]}; try again")
         if "failed" in answer:
-            raise RequestError(f"the chat template {printable(answer['failed'], SAID_CHARS)}")
+            raise RequestError(f"the chat template {printable(answer['failed'], SAID_CHARS)}; {ANOTHER}")
         return encodable(answer["text"])  # a template can write half a surrogate pair
-
-    def _with_objects(self, messages: list[dict[str, object]]) -> list[dict[str, object]]:
-        """Calls' arguments as objects, if that is what the template writes out; clients send them as JSON text."""
-        if not any(message.get("tool_calls") for message in messages) or not self._takes_objects:
-            return messages
-        return [
-            {**m, "tool_calls": [_with_object(call) for call in calls]}
-            if isinstance(calls := m.get("tool_calls"), list | tuple)
-            else m
-            for m in messages
-        ]
-
-    @cached_property
-    def _takes_objects(self) -> bool:
-        """Whether arguments that are an object come out as JSON, or as names and values. Asked of the template itself, once."""
-        function = {"name": "probe", "arguments": {PROBE: "value"}}
-        probe: list[dict[str, object]] = [
-            {"role": "user", "content": "hello"},
-            {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [{"id": "call_0", "type": "function", "function": function}],
-            },
-        ]
-        values: dict[str, object] = {
-            "bos_token": "",
-            "eos_token": "",
-            "messages": probe,
-            "add_generation_prompt": False,
-        }
-        text = self._renderer.ask(values).get("text", "")
-        return PROBE in text and f"'{PROBE}'" not in text  # quotes like these are Python's
 
     def encode(
         self,
@@ -223,21 +232,29 @@ class ChatTemplate:
         renders a mark in their place, and they are tokenised as plain text. In tools, calls and the template's own values
         marks stand for the control tokens' texts alone. All other prompts take the plain way.
         """
-        clean = normalise(messages)
+        if tools and self.tool_use is not None:
+            return self.tool_use.encode(
+                tokenizer,
+                messages,
+                tools=tools,
+                add_generation_prompt=add_generation_prompt,
+                kwargs=kwargs,
+                begun=begun,
+            )
+        clean, shown = self._fitted(messages), self._fitted_tools(tools)
         forged = [i for i, m in enumerate(clean) if _forged(tokenizer, i, m)]
         hidden = Hidden(tokenizer)
         for message in clean:
             if message["role"] in TRUSTED:
                 message.update({key: hidden.hide(value) for key, value in message.items() if key not in OWN_FIELDS})
-        tools = hidden.hide(list(tools)) if tools else tools
+        shown = hidden.hide(shown) if shown else shown
         kwargs = hidden.hide(dict(kwargs)) if kwargs else kwargs
         nonce = secrets.token_hex(8)  # no content can hold a mark of its own
         marks = {f"{_OPEN}aB{nonce}x{i}{_CLOSE}": i for i in forged}
         contents = {i: str(clean[i]["content"]) for i in forged}
         for mark, i in marks.items():
             clean[i]["content"] = _around(contents[i], mark)
-        text = self.render(clean, tools=tools, add_generation_prompt=add_generation_prompt, kwargs=kwargs)
-        text += begun
+        text = self._text(clean, shown, add_generation_prompt, kwargs) + begun
         if not forged and not hidden.texts:
             return tokenizer.encode(text)
         pieces = re.split("(" + "|".join([*marks, *hidden.texts]) + ")", text)
@@ -248,22 +265,6 @@ class ChatTemplate:
         hidden.check(pieces)
         plain = {mark: contents[i].strip() for mark, i in marks.items()} | hidden.texts
         return tokenizer.encode_parts([(plain[p], False) if p in plain else (p, True) for p in pieces])
-
-
-def _with_object(call: object) -> object:
-    """A call with its arguments as an object, unless they are none."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if (
-        not isinstance(call, Mapping)
-        or not isinstance(function, Mapping)
-        or not isinstance(function.get("arguments"), str)
-    ):
-        return call
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except (ValueError, RecursionError):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
 
 def _dates(source: str) -> dict[str, object]:

@@ -1,0 +1,102 @@
+"""What a chat template can write, asked of itself: it renders a small chat, and what it was given stands in the text or does not.
+
+Each question is asked once, when a chat first needs the answer. A template that fails on plain chats, too, tells nothing: it is taken
+to be able, so its chats go to it as they were sent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+HEAD = ("system", "developer")
+"""Roles whose messages say how to answer."""
+
+ARGUMENT, WORD = "pyspec_argument", "pyspecprobe"
+CALL_ID = "call00001"  # nine letters and digits: some templates take no other
+DEVELOPER = re.compile(r"""["']developer["']""")
+READS_PARTS = re.compile(r"""\btext\b""")
+
+Chat = list[dict[str, Any]]
+Render = Callable[[Chat, Sequence[Mapping[str, Any]] | None], str]
+"""The text of a chat with these tools; "" if the template refuses it or fails. Raises Unavailable if it could not be asked."""
+
+
+class Abilities:
+    """Of one template. Safe to use from several threads: at worst a question is asked twice."""
+
+    def __init__(self, source: str, render: Render) -> None:
+        self._source, self._render = source, render
+        self._late: dict[str, bool] = {}
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """A system message at the beginning is written out."""
+        return self._shows("system", "user") or not self._renders_plain
+
+    @cached_property
+    def knows_developer(self) -> bool:
+        """The role is one of its own: it names it, and writes such a message out."""
+        return bool(DEVELOPER.search(self._source)) and self._shows("developer", "user")
+
+    @cached_property
+    def takes_both(self) -> bool:
+        """What the developer says behind a system message is written out, too."""
+        return self._shows("system", "developer", "user")
+
+    def takes_late(self, role: str) -> bool:
+        """Messages of a role of HEAD are written out wherever they stand."""
+        if role not in self._late:
+            head = [role] if role == "developer" or self.takes_system else []
+            turns = ("user", role, "assistant", role, "user", "assistant", "user", role)
+            self._late[role] = self._shows(*head, *turns) or not self._renders_plain
+        return self._late[role]
+
+    @cached_property
+    def takes_parts_only(self) -> bool:
+        """Content is written out as a list of parts, and not as text."""
+        if not READS_PARTS.search(self._source) or self._renders_plain:
+            return False
+        parts = [{"type": "text", "text": WORD}]
+        return WORD in self._render([{"role": "user", "content": parts}], None)
+
+    @cached_property
+    def takes_objects(self) -> bool:
+        """Arguments of calls that are an object come out as JSON, or as names and values."""
+        text = self._called({ARGUMENT: "value"})
+        return ARGUMENT in text and f"'{ARGUMENT}'" not in text  # quotes like these are Python's
+
+    @cached_property
+    def takes_texts(self) -> bool:
+        """Arguments of calls that are a text come out."""
+        return ARGUMENT in self._called(ARGUMENT)
+
+    @cached_property
+    def needs_properties(self) -> bool:
+        """It fails on a tool whose parameters have no properties."""
+        return not self._render([{"role": "user", "content": WORD}], [tool({"type": "object"})])
+
+    @cached_property
+    def _renders_plain(self) -> bool:
+        """The plainest chat is written out: what is missing from others is missing for a reason of theirs."""
+        return WORD in self._render([{"role": "user", "content": WORD}], None).lower()
+
+    def _called(self, arguments: Any) -> str:
+        function = {"name": "probe", "arguments": arguments}
+        call = {"id": CALL_ID, "type": "function", "function": function}
+        chat = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        return self._render(chat, None)
+
+    def _shows(self, *roles: str) -> bool:
+        """Whether of a chat of these roles each message of HEAD is written out."""
+        chat = [{"role": role, "content": f"{WORD}{i}x"} for i, role in enumerate(roles)]
+        text = self._render(chat, None).lower()
+        return all(message["content"] in text for message in chat if message["role"] in HEAD)
+
+
+def tool(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool with these parameters."""
+    function = {"name": "probe", "description": "Probes.", "parameters": parameters}
+    return {"type": "function", "function": function}

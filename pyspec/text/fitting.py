@@ -1,0 +1,158 @@
+"""Chats and tools as clients send them, changed to what a template can write: nothing is lost without a word, and nothing is refused that
+could be said otherwise.
+
+    fields that are null, calls that are an empty list   left out
+    developer                          system, unless the template knows the role
+    system messages at the beginning   one, joined by blank lines
+    no system message is taken         in front of the user's first message
+    later ones, where none is taken    at the end of the user's message or the tool's result before; else in front of the user's message behind
+    arguments of calls                 objects or texts, as the template writes them
+    tools                              have a description and parameters
+
+A message that is moved stays near its place, so what stands before it is found in the prefix cache at the next request.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pyspec.text.abilities import HEAD, Abilities, Chat
+
+NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}}
+LISTENERS = ("user", "tool")
+
+
+def fitted(messages: Chat, able: Abilities) -> Chat:
+    """The same chat as the template takes it; content is text already."""
+    chat = [_said(message) for message in messages]
+    if any(message["role"] in HEAD for message in chat):
+        chat = [_known(message, able) for message in chat]
+        n_head = next((i for i, message in enumerate(chat) if message["role"] not in HEAD), len(chat))
+        chat = _with_head(_head(chat[:n_head], able), _moved(chat[n_head:], able), able)
+    return [
+        message | {"tool_calls": [_call(call, able) for call in calls]}
+        if isinstance(calls := message.get("tool_calls"), list | tuple)
+        else message
+        for message in chat
+    ]
+
+
+def _said(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what clients send back of an answer that did not have it."""
+    return {
+        key: value for key, value in message.items() if value is not None and not (key == "tool_calls" and not value)
+    }
+
+
+def _known(message: dict[str, Any], able: Abilities) -> dict[str, Any]:
+    """A message of the developer or the system by the name that the template has for it."""
+    if message["role"] == "developer" and not able.knows_developer:
+        return message | {"role": "system"}
+    if message["role"] == "system" and not able.takes_system and able.knows_developer:
+        return message | {"role": "developer"}
+    return message
+
+
+def _head(messages: Chat, able: Abilities) -> Chat:
+    """One message of each role that the template takes."""
+    joined: Chat = []
+    for message in messages:
+        if joined and (joined[-1]["role"] == message["role"] or not able.takes_both):
+            joined[-1] = joined[-1] | {"content": _blank_line(joined[-1]["content"], message["content"])}
+        else:
+            joined.append(message)
+    return joined
+
+
+def _with_head(head: Chat, rest: Chat, able: Abilities) -> Chat:
+    if not head or head[0]["role"] == "developer" or able.takes_system:
+        return head + rest
+    text = _blank_line(*(message["content"] for message in head))
+    if rest and rest[0]["role"] == "user":
+        return [_before(text, rest[0]), *rest[1:]]
+    return ([_user(text)] if text else []) + rest
+
+
+def _moved(messages: Chat, able: Abilities) -> Chat:
+    """What the system says behind the beginning, where the template does not take it there, as what others say."""
+    chat: Chat = []
+    waiting = ""
+    for message in messages:
+        if message["role"] in HEAD and not able.takes_late(message["role"]):
+            if chat and chat[-1]["role"] in LISTENERS and not waiting:
+                chat[-1] = chat[-1] | {"content": _blank_line(chat[-1]["content"], message["content"])}
+            else:
+                waiting = _blank_line(waiting, message["content"])
+            continue
+        if waiting and message["role"] == "user":
+            message = _before(waiting, message)
+        elif waiting:
+            chat.append(_user(waiting))
+        waiting = ""
+        chat.append(message)
+    return [*chat, _user(waiting)] if waiting else chat
+
+
+def _before(text: str, message: dict[str, Any]) -> dict[str, Any]:
+    return message | {"content": _blank_line(text, message["content"])}
+
+
+def _user(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def _blank_line(*texts: str) -> str:
+    return "\n\n".join(text for text in texts if text)
+
+
+def _call(call: Any, able: Abilities) -> Any:
+    """A call with its arguments as the template writes them: clients send JSON text, an object, or nothing."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping):
+        return call
+    given = function.get("arguments")
+    if able.takes_objects:
+        arguments = _object(given, able)
+    else:
+        arguments = given if isinstance(given, str) else json.dumps({} if given is None else given, ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _object(given: Any, able: Abilities) -> Any:
+    """Arguments as an object; a text that is none stays one where the template takes it."""
+    value = given
+    if isinstance(given, str):
+        try:
+            value = json.loads(given, parse_constant=_no_number) if given.strip() else None
+        except (ValueError, RecursionError):
+            pass
+    if isinstance(value, Mapping) or value is None:
+        return value or {}
+    return given if isinstance(given, str) and able.takes_texts else {"arguments": value}
+
+
+def _no_number(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def fitted_tools(tools: Sequence[Mapping[str, Any]], able: Abilities) -> list[dict[str, Any]]:
+    """The tools with all that templates look for, their fields in the order in which they came."""
+    return [_tool(tool, able) for tool in tools]
+
+
+def _tool(tool: Mapping[str, Any], able: Abilities) -> dict[str, Any]:
+    function = tool.get("function")
+    if not isinstance(function, Mapping):
+        return dict(tool)
+    whole: dict[str, Any] = {}
+    for key, value in function.items():
+        if value is not None:
+            whole[key] = value
+        if key == "name" and function.get("description") is None:  # behind the name, as models were trained with it
+            whole["description"] = ""
+    parameters = whole.get("parameters") or NO_PARAMETERS
+    if isinstance(parameters, Mapping) and "properties" not in parameters and able.needs_properties:
+        parameters = {**parameters, "properties": {}}
+    return {**tool, "function": whole | {"parameters": parameters}}
