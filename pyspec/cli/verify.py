@@ -81,13 +81,11 @@ def _lines(path: Path) -> list[str]:
 
 
 def _prompts(engine: Engine, texts: list[str] | None, n_random: int, n_gen: int) -> list[tuple[int, ...]]:
-    """Token ids: of texts as messages where there is a template, and of random ids."""
+    """Token ids: of texts as messages, and of random ids."""
     from pyspec.bench.prompts import demo_prompts, random_ids
 
     texts = demo_prompts() if texts is None else texts
-    prompts = [
-        engine.encode(text if engine.template is None else [{"role": "user", "content": text}]) for text in texts
-    ]
+    prompts = [engine.encode([{"role": "user", "content": text}]) for text in texts]
     info, banned = engine.info, engine.tokenizer.special
     length = max(1, min(48, info.n_ctx - n_gen - 1))
     return prompts + [tuple(random_ids(info.n_vocab, banned, length, seed)) for seed in range(n_random)]

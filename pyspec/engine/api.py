@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -44,8 +45,10 @@ from pyspec.request import (
     SlotInfo,
     SlotReport,
 )
-from pyspec.text.template import ChatTemplate
+from pyspec.text.template import CHATML, ChatTemplate
 from pyspec.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 def pair_of(target: str, draft: str | None, values: Mapping[str, object]) -> tuple[Path, EngineSettings]:
@@ -65,8 +68,8 @@ class Engine:
     """A loaded model with its slots. Use as a context manager; safe to call from any thread."""
 
     def __init__(self, core: Core, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
-        self.core, self.tokenizer, self.template = core, tokenizer, template
-        self.info = core.info
+        self.core, self.tokenizer, self.info = core, tokenizer, core.info
+        self.template = self._chatml() if template is None else template
         self._incoming = Incoming(self.info, tokenizer)
         self._says: Callable[[], AbstractContextManager[None]] = nullcontext  # around what may raise
         self._doors: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
@@ -118,6 +121,12 @@ class Engine:
             return cls(supervisor, tokenizer, template)
         core = import_module("pyspec.engine.core").EngineCore.load(path, settings)  # by name: torch comes with it
         return cls(core, core.tokenizer, core.template)
+
+    def _chatml(self) -> ChatTemplate:
+        """What a file without a chat template gets, as llama-server has it."""
+        log.warning("the file has no chat template: chats are written as ChatML; --chat-template takes another one")
+        self.info = replace(self.info, chat_template=CHATML)
+        return ChatTemplate(CHATML, self.info.bos_token, self.info.eos_token)
 
     def use_template(self, source: str) -> None:
         """Take another chat template than the file's. Raises BadTemplate if it does not compile."""
@@ -193,8 +202,6 @@ class Engine:
         if isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping):
             messages = cast(Sequence[Message], prompt)
             check_messages(messages)
-            if self.template is None:
-                raise BadTemplate("the model file has no chat template; give text instead of messages")
             return tuple(self.template.encode(self.tokenizer, messages))
         return ids_of(prompt)
 

@@ -27,14 +27,14 @@ class Limits:
     header_read_s: float = 10.0  # from the first byte, or the connection, to the end of the headers
     connections: int = 1024  # at most, and as many as there are file descriptors for
     json_depth: int = 64
-    messages: int = 4096
-    parts: int = 64  # content parts of one message
+    messages: int = 1 << 16  # of a chat; what they hold is bounded by the body
     prompts: int = 64  # prompts of one request
     stops: int = 256
     stop_bytes: int = 256
     all_stop_bytes: int = 8192  # of all of them
     logit_bias: int = 4096  # entries
-    tools: int = 256
+    tools: int = 4096
+    breakers: int = 64  # of dry_sequence_breakers
     top_logprobs: int = 50  # alternatives of each token, whatever the length of an answer is
     most_top_logprobs: int = 1024  # as long as the answer has no more than `alternatives` in all
     alternatives: int = 1 << 18

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from pyspec.text.abilities import HEAD, Abilities, Chat
@@ -124,10 +125,8 @@ def _object(given: Any, able: Abilities) -> Any:
     """Arguments as an object; a text that is none stays one where the template takes it."""
     value = given
     if isinstance(given, str):
-        try:
+        with suppress(ValueError, RecursionError):
             value = json.loads(given, parse_constant=_no_number) if given.strip() else None
-        except (ValueError, RecursionError):
-            pass
     if isinstance(value, Mapping) or value is None:
         return value or {}
     return given if isinstance(given, str) and able.takes_texts else {"arguments": value}

@@ -23,7 +23,7 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""For files without a template, if the caller wants it."""
+"""For files without a template."""
 
 TIME_S = 2.0
 TEMPLATE_CHARS = 1 << 20

@@ -123,14 +123,15 @@ def chat(items: Any = "hi", **fields: Any) -> dict[str, Any]:
     return to_chat({"input": items} | fields, LIMITS)
 
 
-def test_instructions_and_what_the_developer_says_first_are_one_system_message() -> None:
+def test_instructions_are_a_system_message_and_developers_keep_their_role_for_the_template() -> None:
     items = [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Two."}]},
         {"role": "user", "content": "Three."},
         {"role": "user", "content": [{"type": "input_text", "text": "Four."}, {"type": "input_text", "text": "Five."}]},
     ]
     assert chat(items, instructions="One.")["messages"] == [
-        {"role": "system", "content": "One.\n\nTwo."},
+        {"role": "system", "content": "One."},
+        {"role": "developer", "content": "Two."},
         {"role": "user", "content": "Three."},
         {"role": "user", "content": "Four.\nFive."},
     ]
@@ -166,7 +167,7 @@ def test_thoughts_text_and_calls_of_one_answer_are_one_message() -> None:
 
 def test_tools_choice_effort_and_format_are_those_of_chat_completions() -> None:
     asked = chat(tools=[TOOL], tool_choice={"type": "function", "name": "look"}, reasoning={"effort": "low"})
-    function = {"name": "look", "description": "", "parameters": {"type": "object"}, "strict": True}
+    function = {"name": "look", "parameters": {"type": "object"}, "strict": True}
     assert asked["tools"] == [{"type": "function", "function": function}]
     assert asked["tool_choice"] == {"type": "function", "function": {"name": "look"}}
     assert asked["reasoning_effort"] == "low"
@@ -186,7 +187,10 @@ def test_what_agents_send_along_is_no_reason_to_refuse() -> None:
 @pytest.mark.parametrize(
     ("fields", "error", "message"),
     [
-        ({"items": [{"type": "item_reference", "id": "x"}]}, NotSupported, "input.0.*'item_reference'"),
+        ({"items": [{"type": "mesage", "content": "x"}]}, NotSupported, "input.0.*'mesage'"),
+        ({"items": [{"type": "item_reference", "id": "x"}]}, RequestError, "input: the list is empty"),
+        ({"items": [{"role": ["user"], "content": "x"}]}, RequestError, "input.0.role"),
+        ({"items": [{"role": {"a": 1}, "content": "x"}]}, RequestError, "input.0.role"),
         (
             {"items": [{"role": "user", "content": [{"type": "input_image"}]}]},
             NotSupported,
@@ -196,9 +200,9 @@ def test_what_agents_send_along_is_no_reason_to_refuse() -> None:
         ({"items": [{"role": "robot", "content": "x"}]}, RequestError, "input.0.role"),
         ({"items": [{"type": "function_call", "name": "look"}]}, RequestError, "input.0.arguments"),
         ({"items": []}, RequestError, "input"),
-        ({"tools": [{"type": "web_search"}]}, NotSupported, "tools.0: 'web_search' is a built-in tool"),
+        ({"tool_choice": {"type": "web_search"}}, NotSupported, "tool_choice: tools of type 'web_search'"),
         ({"tools": [{"type": "function"}]}, RequestError, "tools.0.name"),
-        ({"tool_choice": {"type": "allowed_tools"}}, NotSupported, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, RequestError, "tool_choice.tools"),
         ({"conversation": "conv_1"}, NotSupported, "conversation"),
         ({"background": True}, NotSupported, "background"),
         ({"top_logprobs": 3}, NotSupported, "top_logprobs"),

@@ -1,7 +1,7 @@
 """Anthropic's messages, written anew as a body of chat completions. What is no part of a chat passes on as it is.
 
-Images, documents and tools that a server would run are refused by name; hints for caching and billing are ignored: every prompt
-is cached, and nothing is billed.
+Images and documents are refused by name; tools that a server would run, and what came of them, are left out; hints for caching and
+billing are ignored: every prompt is cached, and nothing is billed.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pyspec.errors import NotSupported, RequestError
-from pyspec.server.api.schema import Body, Count, validate
+from pyspec.server.api.left_out import is_foreign_block, own_tools
+from pyspec.server.api.schema import WHOLE, AsSent, Body, Count, validate
 from pyspec.server.api.steady import without_transport
-from pyspec.server.api.unsupported import refuse_built_in
 from pyspec.server.settings import Limits
 
 MAX_TOKENS = 4096  # if a body does not say, as llama-server has it; Anthropic's own interface insists
@@ -25,6 +25,7 @@ IGNORED = frozenset(
     {"anthropic_beta", "betas", "cache_control", "context_management", "diagnostics", "inference_geo", "metadata"}
     | {"service_tier", "speed"}
 )
+FUNCTION = {"name": "name", "description": "description", "input_schema": "parameters", "strict": "strict"}
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]
@@ -37,13 +38,13 @@ class ConversationTurn(Body):
     content: str | list[dict[str, Any]]
 
 
-class MessagesTool(Body):
-    """A tool to show to the model. Tools with another type are run by Anthropic's servers."""
+class MessagesTool(AsSent):
+    """A tool to show to the model."""
 
     name: Name
     description: str | None = None
     input_schema: dict[str, Any] | None = None
-    type: str | None = None
+    type: Literal["custom"] | None = None
     strict: bool | None = None
 
 
@@ -87,7 +88,7 @@ class MessagesBody(Body):
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Annotated[int, WHOLE] | None = None
     tools: list[MessagesTool] | None = None
     tool_choice: ToolSelection | None = None
     thinking: Thinking | None = None
@@ -96,7 +97,7 @@ class MessagesBody(Body):
 
 def to_chat(sent: dict[str, Any], limits: Limits) -> dict[str, Any]:
     """The same request as a body of `/v1/chat/completions`. Raises RequestError, NotSupported."""
-    body = validate(MessagesBody, sent)
+    body = validate(MessagesBody, sent | {"tools": own_tools(sent.get("tools"), "custom")})
     chat = {name: value for name, value in sent.items() if name not in HANDLED | IGNORED}
     if chat.pop("container", None):
         raise NotSupported("container is not supported; leave it out")
@@ -105,7 +106,7 @@ def to_chat(sent: dict[str, Any], limits: Limits) -> dict[str, Any]:
     if body.stop_sequences:
         chat["stop"] = body.stop_sequences
     if body.tools:
-        chat["tools"] = [_tool(tool, i) for i, tool in enumerate(body.tools)]
+        chat["tools"] = [_tool(tool) for tool in body.tools]
     if body.tool_choice is not None:
         chat |= _tool_choice(body.tool_choice)
     return chat | _thinking(body.thinking, sent) | _output(body.output_config)
@@ -140,8 +141,10 @@ def _said(role: str, blocks: list[dict[str, Any]], where: str) -> list[dict[str,
     messages: list[dict[str, Any]] = []
     for i, block in enumerate(blocks):
         at = f"{where}.{i}"
-        if _kind(block, at) == "tool_result":
+        kind = _kind(block, at)
+        if kind == "tool_result":
             messages.append(_result(block, at))
+        if kind == "tool_result" or is_foreign_block(kind):
             continue
         part = {"type": "text", "text": _text(block, at)}
         if messages and messages[-1]["role"] == role:
@@ -158,14 +161,15 @@ def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
         raise RequestError(f"{where}.tool_use_id: a string that names the call")
     content = block.get("content")
     if isinstance(content, list):
-        content = "".join(_text(part, f"{where}.content.{i}") for i, part in enumerate(content))
+        parts = [(part, f"{where}.content.{i}") for i, part in enumerate(content)]
+        content = "".join(_text(part, at) for part, at in parts if not is_foreign_block(_kind(part, at)))
     if not (content is None or isinstance(content, str)):
         raise RequestError(f"{where}.content: a string or a list of text blocks")
     return {"role": "tool", "tool_call_id": call, "content": content or ""}
 
 
 def _assistant(blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]:
-    """What the model said: its thoughts, its text and its calls. Thoughts that are encrypted can not be read and are left out."""
+    """What the model said: its thoughts, its text and its calls. What it ran elsewhere, and thoughts that are encrypted, are left out."""
     thoughts: list[str] = []
     texts: list[dict[str, Any]] = []
     calls: list[dict[str, Any]] = []
@@ -176,7 +180,7 @@ def _assistant(blocks: list[dict[str, Any]], where: str) -> list[dict[str, Any]]
             thoughts.append(_string(block, "thinking", at))
         elif kind == "tool_use":
             calls.append(_call(block, at))
-        elif kind != "redacted_thinking":
+        elif not is_foreign_block(kind):
             texts.append({"type": "text", "text": _text(block, at)})
     if not (thoughts or texts or calls):
         return []
@@ -196,8 +200,8 @@ def _call(block: dict[str, Any], where: str) -> dict[str, Any]:
     return {"id": _string(block, "id", where), "type": "function", "function": function}
 
 
-def _kind(block: dict[str, Any], where: str) -> str:
-    kind = block.get("type")
+def _kind(block: Any, where: str) -> str:
+    kind = block.get("type") if isinstance(block, dict) else None
     if not isinstance(kind, str):
         raise RequestError(f'{where}.type: missing; a block is an object such as {{type: "text", text: "..."}}')
     return kind
@@ -205,8 +209,6 @@ def _kind(block: dict[str, Any], where: str) -> str:
 
 def _text(block: Any, where: str) -> str:
     """The text of a block that can be nothing else."""
-    if not isinstance(block, dict):
-        raise RequestError(f"{where}: a block is an object with a type")
     kind = _kind(block, where)
     if kind == "image":
         raise NotSupported(f"{where}: image input is out of scope: pyspec reads and writes text")
@@ -222,16 +224,9 @@ def _string(block: dict[str, Any], name: str, where: str) -> str:
     return value
 
 
-def _tool(tool: MessagesTool, i: int) -> dict[str, Any]:
-    refuse_built_in(tool.type, i, ("custom",))
-    function: dict[str, Any] = {
-        "name": tool.name,
-        "description": tool.description or "",
-        "parameters": tool.input_schema or {},
-    }
-    if tool.strict is not None:
-        function["strict"] = tool.strict
-    return {"type": "function", "function": function}
+def _tool(tool: MessagesTool) -> dict[str, Any]:
+    """A tool as chat completions have it, its fields in their order."""
+    return {"type": "function", "function": {FUNCTION[key]: tool.sent[key] for key in tool.sent if key in FUNCTION}}
 
 
 def _tool_choice(choice: ToolSelection) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from pyspec.server.api.chats import plan_chat
 from pyspec.server.api.choices import n_choices, n_prompt_logprobs
 from pyspec.server.api.constrained import checked_grammar
 from pyspec.server.api.infill import infill_ids
+from pyspec.server.api.left_out import own_tools
 from pyspec.server.api.params import draft_limit, sampling_params, stop_strings
 from pyspec.server.api.prompts import chat_ids, prompt_ids, split_prompts
 from pyspec.server.api.schema import SEED_MAX, ChatBody, Generate, InfillBody, NativeBody, TextBody, validate
@@ -166,6 +167,8 @@ def _steady(kind: Kind, sent: dict[str, Any], settings: ServerSettings) -> tuple
         value = TO_CHAT[kind](sent, settings.limits)
         if name := next((name for name in ("n", "n_cmpl", "best_of") if value.get(name, 1) != 1), ""):
             raise RequestError(f"{name}: there is one answer on this path; /v1/chat/completions gives several")
+    elif "tools" in sent:
+        value = sent | {"tools": own_tools(sent["tools"], "function")}
     if "messages" not in value:
         return value, []
     messages, moved = steady(value["messages"], settings.volatile_lines)

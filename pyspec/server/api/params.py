@@ -55,8 +55,8 @@ def sampling_params(body: Generate, tokenizer: TokenizerLike, settings: ServerSe
     for name in said.keys() & FLOATS:
         said[name] = float(said[name])
     if body.dry_sequence_breakers is not None:
-        if len(body.dry_sequence_breakers) > settings.limits.parts:
-            raise RequestError(f"dry_sequence_breakers: more than {settings.limits.parts} of them")
+        if len(body.dry_sequence_breakers) > settings.limits.breakers:
+            raise RequestError(f"dry_sequence_breakers: more than {settings.limits.breakers} of them")
         said["dry_sequence_breakers"] = tuple(body.dry_sequence_breakers)
     if body.seed is not None:
         said["seed"] = seed_of(body.seed)

@@ -112,18 +112,20 @@ def rendering(engine: EngineLike, body: Chat, settings: ServerSettings) -> Rende
     """Check a chat body against the limits and lay it out for the template."""
     template, limits = engine.template, settings.limits
     if template is None:
-        raise NotSupported("this model has no chat template; use /v1/completions")
+        raise NotSupported(
+            "this model has no chat template; use /v1/completions, or start the server with --chat-template"
+        )
     _check_sizes(body, limits)
     if clash := RESERVED & (body.chat_template_kwargs or {}).keys():
         raise RequestError(f"chat_template_kwargs: {min(clash)} has a field of its own")
     continued = continued_part(body, settings)
-    messages = [_plain(message, i, limits) for i, message in enumerate(body.messages)]
+    messages = [_plain(message, i) for i, message in enumerate(body.messages)]
     if continued:  # llama-server has a blank line between the parts of what it goes on with
-        messages[-1] = _plain(body.messages[-1], len(messages) - 1, limits, between="\n\n")
+        messages[-1] = _plain(body.messages[-1], len(messages) - 1, between="\n\n")
     return Rendering(
         template,
         messages=messages[:-1] if continued else messages,
-        tools=[tool.model_dump(exclude_unset=True) for tool in body.tools or ()] or None,
+        tools=[tool.sent for tool in body.tools or ()] or None,
         add_generation_prompt=bool(continued) or body.add_generation_prompt is not False,
         kwargs=template_values(body, engine.info.chat_template, settings),
         continued=messages[-1] if continued else None,
@@ -140,14 +142,13 @@ def continued_part(body: Chat, settings: ServerSettings) -> str:
         raise RequestError("continue_final_message: it can not be true together with add_generation_prompt")
     if last.role != "assistant":
         raise RequestError("continue_final_message: the last message is not the assistant's")
-    extra = last.model_extra or {}
     if not asked and len(body.messages) > 1 and body.messages[-2].role == "assistant":
         raise RequestError("messages: Cannot have 2 or more assistant messages at the end of the list.")
-    if extra.get("tool_calls"):
+    if last.tool_calls:
         raise RequestError("messages: an assistant message that contains tool calls can not be continued")
     if isinstance(asked, str):
         return asked
-    return "reasoning_content" if extra.get("reasoning_content") and not last.content else "content"
+    return "reasoning_content" if last.reasoning_content and not last.content else "content"
 
 
 def template_values(body: Chat, template: str, settings: ServerSettings) -> dict[str, Any]:
@@ -194,19 +195,16 @@ def _no_part(kind: str) -> str:
     return f"parts of type {kind[:40]!r} are not supported"
 
 
-def _plain(message: Message, i: int, limits: Limits, between: str = "\n") -> dict[str, Any]:
+def _plain(message: Message, i: int, between: str = "\n") -> dict[str, Any]:
     """The message as a template wants it: its text parts joined by line ends, as llama.cpp joins them."""
-    plain: dict[str, Any] = {"role": message.role, **(message.model_extra or {})}
-    if "content" not in message.model_fields_set and not (plain.get("tool_calls") or plain.get("reasoning_content")):
+    if "content" not in message.model_fields_set and not (message.tool_calls or message.reasoning_content):
         raise RequestError(f"messages.{i}: it has neither content nor tool_calls nor reasoning_content")
     content = message.content
     if isinstance(content, list):
-        if len(content) > limits.parts:
-            raise RequestError(f"messages.{i}.content: {len(content)} parts; at most {limits.parts} are taken")
         for part in content:
             if part["type"] != "text":
                 raise NotSupported(f"messages.{i}.content: {_no_part(part['type'])}")
         content = between.join(part["text"] for part in content)
-    if content is None and not plain.get("tool_calls"):
+    if content is None and not message.tool_calls:
         content = ""
-    return plain | {"content": content}
+    return message.sent | {"content": content}

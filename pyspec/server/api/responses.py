@@ -1,6 +1,7 @@
 """OpenAI's responses, written anew as a body of chat completions. What is no part of a chat passes on as it is.
 
-Nothing is stored: `store` is ignored, and what would need a stored answer is refused. Tools that a server would run are refused by name.
+Nothing is stored: `store` is ignored, and what would need a stored answer is refused. Tools that a server would run, and what came of
+them, are left out.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from pyspec.errors import NotSupported, RequestError
-from pyspec.server.api.schema import Body, Count, validate
-from pyspec.server.api.unsupported import refuse_built_in
+from pyspec.server.api.left_out import is_foreign_item, own_tools
+from pyspec.server.api.schema import AsSent, Body, Count, validate
 from pyspec.server.settings import Limits
 
 HANDLED = frozenset(
@@ -28,17 +29,18 @@ STORED = {
     "prompt": "no prompts are stored here: send instructions and input",
     "background": "nothing is stored here, so an answer can not be fetched later: leave it out",
 }
+FUNCTION = frozenset({"name", "description", "parameters", "strict"})
 REPEATED = frozenset(
     {"instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "reasoning", "temperature", "text"}
     | {"tool_choice", "tools", "top_p", "truncation", "user"}
 )
 
 
-class ResponsesTool(Body):
-    """A function to show to the model. All other types are run by OpenAI's servers, or are no functions."""
+class ResponsesTool(AsSent):
+    """A function to show to the model."""
 
-    type: str
-    name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    type: Literal["function"]
+    name: Annotated[str, Field(min_length=1, max_length=256)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -92,7 +94,7 @@ def repeated(sent: dict[str, Any]) -> dict[str, Any]:
 
 def to_chat(sent: dict[str, Any], limits: Limits) -> dict[str, Any]:
     """The same request as a body of `/v1/chat/completions`. Raises RequestError, NotSupported."""
-    body = validate(ResponsesBody, sent)
+    body = validate(ResponsesBody, sent | {"tools": own_tools(sent.get("tools"), "function")})
     for name, why in STORED.items():
         if sent.get(name):
             raise NotSupported(f"{name} is not supported: {why}")
@@ -104,7 +106,7 @@ def to_chat(sent: dict[str, Any], limits: Limits) -> dict[str, Any]:
     if body.max_output_tokens is not None:
         chat["max_tokens"] = body.max_output_tokens
     if body.tools:
-        chat["tools"] = [_tool(tool, i) for i, tool in enumerate(body.tools)]
+        chat["tools"] = [_tool(tool) for tool in body.tools]
     if body.tool_choice is not None:
         chat["tool_choice"] = _tool_choice(body.tool_choice)
     if body.reasoning is not None and body.reasoning.effort is not None:
@@ -120,28 +122,30 @@ def _messages(body: ResponsesBody, limits: Limits) -> list[dict[str, Any]]:
         return [*messages, {"role": "user", "content": body.input}]
     if len(body.input) > limits.messages:
         raise RequestError(f"input: {len(body.input)} items; at most {limits.messages} are taken")
+    elsewhere: set[str] = set()  # calls that another server ran: what came of them is left out, too
     for i, item in enumerate(body.input):
-        kind = item.get("type", "message")
+        kind, call = item.get("type", "message"), item.get("call_id")
         read = ITEMS.get(kind) if isinstance(kind, str) else None
-        if read is None:
+        if read is not None:
+            if not isinstance(call, str) or call not in elsewhere:
+                read(messages, item, f"input.{i}")
+        elif not is_foreign_item(item):
             raise NotSupported(f"input.{i}: items of type {str(kind)[:40]!r} are not supported")
-        read(messages, item, f"input.{i}")
+        elif isinstance(call, str):
+            elsewhere.add(call)
     if not messages:
         raise RequestError("input: the list is empty")
     return messages
 
 
 def _message(messages: list[dict[str, Any]], item: dict[str, Any], where: str) -> None:
-    """A message. What the system and the developer say at the beginning becomes one: templates take one system message."""
-    role = {"developer": "system"}.get(item.get("role", ""), item.get("role"))
-    if role not in ("user", "system", "assistant"):
+    role = item.get("role")
+    if role not in ("user", "system", "developer", "assistant"):
         raise RequestError(f"{where}.role: one of user, system, developer and assistant")
     texts = _texts(item.get("content"), f"{where}.content")
     if role == "assistant":
         said = _answering(messages)
         said["content"] += "".join(texts)
-    elif role == "system" and len(messages) == 1 and messages[0]["role"] == "system":
-        messages[0]["content"] += "\n\n" + "\n".join(texts)
     else:
         messages.append({"role": role, "content": "\n".join(texts)})
 
@@ -217,22 +221,23 @@ def _string(value: dict[str, Any], name: str, where: str) -> str:
     return text
 
 
-def _tool(tool: ResponsesTool, i: int) -> dict[str, Any]:
-    refuse_built_in(tool.type, i, ("function",))
-    if tool.name is None:
-        raise RequestError(f"tools.{i}.name: the function's name is needed")
-    function: dict[str, Any] = {"name": tool.name, "description": tool.description or ""}
-    function["parameters"] = tool.parameters or {}
-    if tool.strict is not None:
-        function["strict"] = tool.strict
-    return {"type": "function", "function": function}
+def _tool(tool: ResponsesTool) -> dict[str, Any]:
+    return {"type": "function", "function": {key: tool.sent[key] for key in tool.sent if key in FUNCTION}}
 
 
 def _tool_choice(choice: str | dict[str, Any]) -> str | dict[str, Any]:
+    """The same for chat completions, which have the function, or the tools that are allowed, one level deeper."""
     if isinstance(choice, str):
         return choice
-    if choice.get("type") != "function":
-        raise NotSupported(f"tool_choice: type {str(choice.get('type'))[:40]!r} is not supported; name a function")
+    kind = choice.get("type")
+    if kind == "allowed_tools":
+        tools = choice.get("tools")
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise RequestError("tool_choice.tools: a list of objects with a type and a name")
+        named = [tool if tool.get("type") != "function" else tool | {"function": tool} for tool in tools]
+        return {"type": kind, kind: {"mode": choice.get("mode"), "tools": named}}
+    if kind != "function":
+        raise NotSupported(f"tool_choice: tools of type {str(kind)[:40]!r} can not be called here; name a function")
     return {"type": "function", "function": {"name": _string(choice, "name", "tool_choice")}}
 
 

@@ -1,15 +1,26 @@
 """Request bodies: every field that is honoured, with its type and range, checked strictly.
 
-Strict means that 1.0 is no integer, "1" no number and true no count: lax coercion hides clients' mistakes. The
-published OpenAPI document is made from these models. Fields that would change the text but are not supported live in
+Strict means that "1" is no number and true no count: lax coercion hides clients' mistakes. 4.0 is an integer, as it is to JSON
+Schema; 4.5 is none. The published OpenAPI document is made from these models. Fields that would change the text but are not supported live in
 `unsupported.py`; anything else is ignored, as OpenAI's and llama.cpp's servers do.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from pyspec.errors import RequestError
@@ -22,37 +33,43 @@ def _bad(message: str) -> PydanticCustomError:
     return PydanticCustomError("value", "{why}", {"why": message})
 
 
+def whole(value: Any) -> Any:
+    """A whole number that is written with a point, as the integer that it is."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
+WHOLE = BeforeValidator(whole)
+
+
 def is_id(value: Any) -> bool:
     """True for a plain JSON integer; bool is an int to Python, not to us."""
     return type(value) is int
 
 
-def _check_piece(value: Any) -> None:
+def _check_piece(value: Any) -> Any:
     """A prompt: text, ids, or a list that mixes both."""
     if isinstance(value, dict):
         if set(value) != {"prompt_string"} or not isinstance(value["prompt_string"], str):
             raise _bad("a prompt object holds prompt_string and nothing else; images and audio are not supported")
     elif isinstance(value, list):
+        value = [whole(item) for item in value]
         if not all(is_id(item) or isinstance(item, str) for item in value):
             raise _bad("a prompt list holds token ids and strings")
     elif not isinstance(value, str):
         raise _bad("a prompt is a string or a list of token ids and strings")
+    return value
 
 
 def _check_prompt(value: Any) -> Any:
     if isinstance(value, list) and any(isinstance(item, list | dict) for item in value):
-        for item in value:
-            _check_piece(item)
-    else:
-        _check_piece(value)
-    return value
+        return [_check_piece(item) for item in value]
+    return _check_piece(value)
 
 
 def _check_mixed(value: Any) -> Any:
     if isinstance(value, dict):
         raise _bad("content is a string or a list of token ids and strings")
-    _check_piece(value)
-    return value
+    return _check_piece(value)
 
 
 def _check_stop(value: Any) -> Any:
@@ -67,6 +84,7 @@ def _check_bias(value: Any) -> Any:
     if isinstance(value, dict):
         pairs = [list(pair) for pair in value.items()]
     elif isinstance(value, list):
+        value = [[whole(pair[0]), *pair[1:]] if isinstance(pair, list) and pair else pair for pair in value]
         pairs = value
     else:
         raise _bad("logit_bias is an object or a list of [token, bias] pairs")
@@ -86,6 +104,7 @@ def _check_speculative(value: Any) -> Any:
         return value
     if not isinstance(value, dict):
         raise _bad("speculative is true, false or an object such as {n_max: 4}")
+    value = {name: whole(each) for name, each in value.items()}
     for name in ("n_max", "k_max"):
         if name in value and not (is_id(value[name]) and 0 <= value[name] <= 1024):
             raise _bad(f"speculative.{name} is an integer between 0 and 1024")
@@ -169,8 +188,9 @@ Content = Annotated[
 ]
 Share = Annotated[float, Field(ge=0, le=1)]
 Penalty = Annotated[float, Field(ge=-100, le=100)]
-Window = Annotated[int, Field(ge=-1, le=INT32)]
-Count = Annotated[int, Field(ge=0, le=INT32)]
+Window = Annotated[int, Field(ge=-1, le=INT32), WHOLE]
+Count = Annotated[int, Field(ge=0, le=INT32), WHOLE]
+Choices = Annotated[int, Field(ge=1, le=1024), WHOLE]
 
 
 class Body(BaseModel):
@@ -195,9 +215,9 @@ class Generate(Body):
     max_tokens: Window | None = None
     max_completion_tokens: Window | None = None
     n_predict: Window | None = None
-    n: Annotated[int, Field(ge=1, le=1024)] | None = None
-    n_cmpl: Annotated[int, Field(ge=1, le=1024)] | None = None
-    best_of: Annotated[int, Field(ge=1, le=1024)] | None = None
+    n: Choices | None = None
+    n_cmpl: Choices | None = None
+    best_of: Choices | None = None
     prompt_logprobs: Count | None = None
     temperature: Annotated[float, Field(ge=-100, le=100)] | None = None
     top_k: Window | None = None
@@ -221,13 +241,13 @@ class Generate(Body):
     xtc_threshold: Share | None = None
     dynatemp_range: Annotated[float, Field(ge=0, le=100)] | None = None
     dynatemp_exponent: Annotated[float, Field(ge=0, le=100)] | None = None
-    mirostat: Annotated[int, Field(ge=0, le=2)] | None = None
+    mirostat: Annotated[int, Field(ge=0, le=2), WHOLE] | None = None
     mirostat_tau: Annotated[float, Field(ge=0, le=100)] | None = None
     mirostat_eta: Annotated[float, Field(ge=0, le=1)] | None = None
     adaptive_target: Annotated[float, Field(ge=-1, le=1)] | None = None
     adaptive_decay: Annotated[float, Field(ge=0, le=0.99)] | None = None
     post_sampling_probs: bool | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1), WHOLE] | None = None
     stop: Stop | None = None
     logit_bias: Bias | None = None
     n_probs: Count | None = None
@@ -250,7 +270,7 @@ class Generate(Body):
     guided_grammar: str | None = None
     structured_outputs: dict[str, Any] | None = None
     speculative: Speculative | None = None
-    spec_n_max: Annotated[int, Field(ge=0, le=1024)] | None = Field(None, alias="speculative.n_max")
+    spec_n_max: Annotated[int, Field(ge=0, le=1024), WHOLE] | None = Field(None, alias="speculative.n_max")
     spec_type: str | None = Field(None, alias="speculative.type")
 
 
@@ -286,29 +306,63 @@ class TextBody(Generate):
     echo: bool | None = None
 
 
-class Message(BaseModel):
-    """One chat message; further keys go to the template as they are."""
+class AsSent(BaseModel):
+    """An object that the chat template sees: further keys are its own, and all stand in the order in which the client sent them."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    _sent: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep(cls, value: Any, make: ModelWrapValidatorHandler[Self]) -> Self:
+        made = make(value)
+        made._sent = value if isinstance(value, dict) else {}
+        return made
+
+    @property
+    def sent(self) -> dict[str, Any]:
+        """The object as it came."""
+        return self._sent
+
+
+class CalledFunction(AsSent):
+    """Which function was called, and with what: JSON text, an object, or nothing."""
+
+    name: str | None = None
+    arguments: Any = None
+
+
+class Called(AsSent):
+    """A call in a history."""
+
+    id: str | None = None
+    type: str | None = None
+    function: CalledFunction | None = None
+
+
+class Message(AsSent):
+    """One chat message; further keys go to the template as they are."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Content | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[Called], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
 
 
-class ToolFunction(BaseModel):
+class ToolFunction(AsSent):
     """A function's description; what else it has goes to the template as it is."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
-
     name: Annotated[str, Field(min_length=1, max_length=256)]
+    description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(BaseModel):
+class Tool(AsSent):
     """A tool to show to the model."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     type: Literal["function"]
     function: ToolFunction

@@ -72,17 +72,6 @@ def refuse_unsupported(body: dict[str, Any]) -> None:
             raise NotSupported(
                 f"{name} is not supported: {WHY[name]}" if name in WHY else f"{name} is not supported; leave it out"
             )
-    tools = body.get("tools")
-    for i, tool in enumerate(tools if isinstance(tools, list) else ()):
-        refuse_built_in(tool.get("type", "function") if isinstance(tool, dict) else "function", i, ("function",))
-
-
-def refuse_built_in(kind: Any, i: int, own: tuple[Any, ...]) -> None:
-    """Raise NotSupported for a tool that a server would have to run."""
-    if isinstance(kind, str) and kind not in own:
-        raise NotSupported(
-            f"tools.{i}: {kind[:40]!r} is a built-in tool; those are out of scope: only tools of a client's own are given to the model"
-        )
 
 
 def refuse_elsewhere(kind: str, body: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import Counter
+from math import isinf
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -92,7 +93,7 @@ async def read_body(request: Request, limits: Limits, reading: Reading | None = 
 def parse_object(raw: bytes, limits: Limits) -> dict[str, Any]:
     """A JSON object of finite numbers, valid text and bounded depth, or RequestError."""
     try:
-        value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant)
+        value = json.loads(raw.decode("utf-8"), parse_constant=_refuse_constant, parse_float=_finite)
     except UnicodeDecodeError as error:
         raise RequestError(f"the body is not UTF-8 at byte {error.start}") from None
     except RecursionError:
@@ -109,6 +110,14 @@ def parse_object(raw: bytes, limits: Limits) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    """1e400 is JSON, but no number that an answer could repeat."""
+    value = float(text)
+    if isinf(value):
+        raise ValueError(f"{text[:20]} is too large")
+    return value
 
 
 def _check_tree(root: dict[str, Any], max_depth: int, check_text: bool) -> None:
