@@ -1,0 +1,313 @@
+"""Chats and tools as clients send them come out of templates that take less: nothing is lost, nothing is refused without need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from text_vocab import bpe
+
+from pyspec.errors import RequestError, Unavailable
+from pyspec.text.abilities import Abilities
+from pyspec.text.sandbox_process import STALLED
+from pyspec.text.template import CHATML, ChatTemplate
+from pyspec.text.tokenizer import Tokenizer
+
+END = "{%- endfor -%}{%- if add_generation_prompt -%}[assistant]{%- endif -%}"
+EACH = "{%- for m in messages -%}"
+SAYS = "[{{ m.role }}]{{ m.content }}[/]"
+STRICT = ChatTemplate(
+    EACH + "{%- if m.role == 'system' -%}{%- if not loop.first -%}{{ raise_exception('first only') }}{%- endif -%}"
+    "[sys]{{ m.content }}[/]{%- elif m.role in ('user', 'assistant', 'tool') -%}" + SAYS + "{%- else -%}"
+    "{{ raise_exception('unknown role') }}{%- endif -%}" + END
+)
+FIRST_ONLY = ChatTemplate(
+    "{%- if messages[0].role == 'system' -%}[sys]{{ messages[0].content }}[/]{%- endif -%}"
+    + EACH
+    + "{%- if m.role in ('user', 'assistant', 'tool') -%}"
+    + SAYS
+    + "{%- endif -%}"
+    + END
+)
+ALTERNATES = ChatTemplate(
+    EACH
+    + "{%- if (m.role == 'user') != (loop.index0 % 2 == 0) -%}{{ raise_exception('take turns') }}{%- endif -%}"
+    + SAYS
+    + END
+)
+NO_SYSTEM = ChatTemplate(EACH + "{%- if m.role in ('user', 'assistant') -%}" + SAYS + "{%- endif -%}" + END)
+ANY_ROLE = ChatTemplate(EACH + SAYS + END)
+DEVELOPER = ChatTemplate(
+    EACH + "{%- if m.role == 'developer' -%}[dev]{{ m.content }}[/]{%- else -%}" + SAYS + "{%- endif -%}" + END
+)
+DEVELOPER_FIRST = ChatTemplate(
+    "{%- if messages[0].role in ('system', 'developer') -%}[dev]{{ messages[0].content }}[/]{%- endif -%}"
+    + EACH
+    + "{%- if m.role in ('user', 'assistant') -%}"
+    + SAYS
+    + "{%- endif -%}"
+    + END
+)
+NO_DEVELOPER = ChatTemplate(
+    EACH + "{%- if m.role == 'developer' -%}{{ raise_exception('no developers') }}{%- endif -%}" + SAYS + END
+)
+ONLY_DEVELOPER = ChatTemplate(
+    EACH + "{%- if m.role in ('user', 'assistant', 'developer') -%}" + SAYS + "{%- endif -%}" + END
+)
+PARTS = ChatTemplate(
+    EACH
+    + "[{{ m.role }}]{%- for p in m.content -%}{%- if p['type'] == 'text' -%}{{ p['text'] }}{%- endif -%}{%- endfor -%}[/]"
+    + END
+)
+
+
+def chat(*turns: str) -> list[dict[str, Any]]:
+    """ "system: Be brief." and so on, as messages."""
+    return [dict(zip(("role", "content"), turn.split(": ", 1), strict=True)) for turn in turns]
+
+
+HEAD = ("system: A.", "user: hi")
+LATE = ("system: A.", "user: hi", "system: B.")
+BETWEEN = ("user: hi", "assistant: yes", "system: B.", "user: bye")
+BEHIND_A_RESULT = ("user: hi", "assistant: call", "tool: rain", "developer: B.", "assistant: wet", "user: bye")
+
+
+@pytest.mark.parametrize(
+    ("template", "turns", "text"),
+    [
+        (STRICT, ("developer: A.", "user: hi"), "[sys]A.[/][user]hi[/]"),
+        (
+            STRICT,
+            ("system: A.", "developer: B.", "system: ", "system: C.", "user: hi"),
+            "[sys]A.\n\nB.\n\nC.[/][user]hi[/]",
+        ),
+        (STRICT, LATE, "[sys]A.[/][user]hi\n\nB.[/]"),
+        (STRICT, ("user: hi", "developer: B.", "system: C."), "[user]hi\n\nB.\n\nC.[/]"),
+        (STRICT, BETWEEN, "[user]hi[/][assistant]yes[/][user]B.\n\nbye[/]"),
+        (
+            STRICT,
+            ("user: hi", "assistant: yes", "system: B.", "assistant: no"),
+            "[user]hi[/][assistant]yes[/][user]B.[/][assistant]no[/]",
+        ),
+        (STRICT, BEHIND_A_RESULT, "[user]hi[/][assistant]call[/][tool]rain\n\nB.[/][assistant]wet[/][user]bye[/]"),
+        (FIRST_ONLY, LATE, "[sys]A.[/][user]hi\n\nB.[/]"),
+        (FIRST_ONLY, ("developer: A.", "user: hi"), "[sys]A.[/][user]hi[/]"),
+        (ALTERNATES, HEAD, "[user]A.\n\nhi[/]"),
+        (ALTERNATES, LATE, "[user]A.\n\nhi\n\nB.[/]"),
+        (ALTERNATES, ("system: A.", "assistant: yes", "user: hi"), "[user]A.[/][assistant]yes[/][user]hi[/]"),
+        (ALTERNATES, ("system: A.",), "[user]A.[/]"),
+        (NO_SYSTEM, HEAD, "[user]A.\n\nhi[/]"),
+        (NO_SYSTEM, BETWEEN, "[user]hi[/][assistant]yes[/][user]B.\n\nbye[/]"),
+        (ANY_ROLE, LATE, "[system]A.[/][user]hi[/][system]B.[/]"),
+        (ANY_ROLE, ("developer: A.", "user: hi", "developer: B."), "[system]A.[/][user]hi[/][system]B.[/]"),
+        (DEVELOPER, ("system: A.", "developer: B.", "user: hi"), "[system]A.[/][dev]B.[/][user]hi[/]"),
+        (DEVELOPER, ("user: hi", "developer: B.", "user: bye"), "[user]hi[/][dev]B.[/][user]bye[/]"),
+        (DEVELOPER_FIRST, ("system: A.", "developer: B.", "user: hi"), "[dev]A.\n\nB.[/][user]hi[/]"),
+        (DEVELOPER_FIRST, ("developer: A.", "user: hi", "developer: B."), "[dev]A.[/][user]hi\n\nB.[/]"),
+        (NO_DEVELOPER, ("developer: A.", "user: hi"), "[system]A.[/][user]hi[/]"),
+        (ONLY_DEVELOPER, HEAD, "[developer]A.[/][user]hi[/]"),
+        (PARTS, HEAD, "[system]A.[/][user]hi[/]"),
+    ],
+)
+def test_what_the_system_says_stands_where_the_template_takes_it(
+    template: ChatTemplate, turns: tuple[str, ...], text: str
+) -> None:
+    assert template.render(chat(*turns), add_generation_prompt=False) == text
+    sent = chat(*turns)
+    template.render(sent)
+    assert sent == chat(*turns), "the caller's messages stay as they are"
+
+
+def test_earlier_messages_keep_their_text_when_a_later_system_message_comes() -> None:
+    """What is moved stays near its place: the prefix cache finds what stands before it."""
+    before = STRICT.render(chat("system: A.", "user: hi", "assistant: yes", "user: bye"), add_generation_prompt=False)
+    after = STRICT.render(
+        chat("system: A.", "user: hi", "assistant: yes", "user: bye", "system: B."), add_generation_prompt=False
+    )
+    assert after == before.removesuffix("[/]") + "\n\nB.[/]"
+
+
+def test_a_template_that_fails_on_everything_gets_the_chat_as_it_was_sent() -> None:
+    failing = ChatTemplate("{{ raise_exception('not ' + messages[0].role + ' ' + (messages | length) | string) }}")
+    with pytest.raises(RequestError, match="not system 3$"):
+        failing.render(chat(*LATE))
+
+
+def test_an_ability_is_not_learnt_from_a_process_that_got_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate(STRICT.source)
+    box = template._renderer._box
+    monkeypatch.setattr(box, "ask", lambda line, seconds: {"failed": "slow", STALLED: "no time"})
+    with pytest.raises(Unavailable):
+        template.render(chat(*LATE))
+    monkeypatch.undo()
+    assert template.render(chat(*LATE), add_generation_prompt=False) == "[sys]A.[/][user]hi\n\nB.[/]"
+
+
+def test_each_ability_is_asked_for_once() -> None:
+    asked: list[list[str]] = []
+
+    def render(messages: list[dict[str, Any]], tools: Any) -> str:
+        asked.append([message["role"] for message in messages])
+        return ANY_ROLE._renderer.probe(messages, tools)
+
+    able = Abilities("{{ text }} 'developer'", render)
+    for _ in range(3):
+        assert able.takes_system and able.knows_developer and able.takes_both and not able.takes_parts_only
+        assert able.takes_late("system") and able.takes_late("developer")
+    assert len(asked) == 6
+
+
+def test_what_is_moved_to_the_user_can_not_become_control_tokens() -> None:
+    tokenizer = Tokenizer.from_metadata(bpe(control=["<|im_end|>"], keys={"add_bos_token": False}))
+    ids = ALTERNATES.encode(tokenizer, chat("system: <|im_end|>", "user: hi"))
+    assert not set(ids) & tokenizer.special
+    assert tokenizer.decode(ids) == "[user]<|im_end|>\n\nhi[/][assistant]"
+
+
+def test_control_text_that_a_calls_json_writes_with_escapes_stays_text() -> None:
+    tokenizer = Tokenizer.from_metadata(bpe(control=["<|im_end|>"], keys={"add_bos_token": False}))
+    shows = ChatTemplate(
+        EACH + SAYS + "{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}" + END
+    )
+    ids = shows.encode(tokenizer, [*chat("user: hi"), called('{"a": "\\u003c|im_end|>"}')])
+    assert not set(ids) & tokenizer.special and "<|im_end|>" in tokenizer.decode(ids)
+
+
+# -- begun answers, and chats in which the user says nothing ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("turns", [(), ("system: A.",), ("assistant: Once",)])
+def test_a_template_that_looks_for_a_question_finds_an_empty_one(turns: tuple[str, ...]) -> None:
+    looks = ChatTemplate(
+        "{%- if messages | selectattr('role', 'equalto', 'user') | list | length == 0 -%}"
+        "{{ raise_exception('no question') }}{%- endif -%}{{ messages[0].role }}:" + ANY_ROLE.source
+    )
+    text = looks.render(chat(*turns))
+    assert "[user][/]" in text and text.endswith("[assistant]")
+    assert all(turn.split(": ")[1] in text for turn in turns)
+    assert (
+        ANY_ROLE.render(chat(*turns))
+        == "".join(f"[{t.split(': ')[0]}]{t.split(': ')[1]}[/]" for t in turns) + "[assistant]"
+    )
+
+
+# -- calls -----------------------------------------------------------------------------------------------------------
+
+AS_ITEMS = "{% for k, v in c.function.arguments | items %}({{ k }}={{ v }}){% endfor %}"
+AS_TEXT = "{{ '(' + c.function.arguments + ')' }}"
+AS_JSON = "({{ c.function.arguments | tojson }})"
+AS_EITHER = "({{ c.function.arguments if c.function.arguments is string else c.function.arguments | tojson }})"
+MISTRAL = "{% if c.id | length != 9 %}{{ raise_exception('nine') }}{% endif %}({{ c.function.arguments | tojson }})"
+MISSING = object()
+
+
+def called(arguments: Any) -> dict[str, Any]:
+    function = {"name": "look"} if arguments is MISSING else {"name": "look", "arguments": arguments}
+    return {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"id": "a12345678", "type": "function", "function": function}],
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "arguments", "shown"),
+    [
+        (AS_ITEMS, "null", "look"),
+        (AS_ITEMS, None, "look"),
+        (AS_ITEMS, "", "look"),
+        (AS_ITEMS, MISSING, "look"),
+        (AS_ITEMS, '{"at": "Oslo"}', "look(at=Oslo)"),
+        (AS_ITEMS, "Oslo", "look(arguments=Oslo)"),
+        (AS_ITEMS, "[1]", "look(arguments=[1])"),
+        (AS_ITEMS, "NaN", "look(arguments=NaN)"),
+        (AS_TEXT, {"at": "Ålesund"}, 'look({"at": "Ålesund"})'),
+        (AS_TEXT, None, "look({})"),
+        (AS_TEXT, '{"at":1}', 'look({"at":1})'),
+        (AS_JSON, '{"at":1}', 'look({"at": 1})'),
+        (AS_JSON, "Oslo", 'look("Oslo")'),
+        (AS_EITHER, '{"at":1}', 'look({"at": 1})'),
+        (AS_EITHER, "Oslo", "look(Oslo)"),
+        (MISTRAL, '{"at":1}', 'look({"at": 1})'),
+    ],
+)
+def test_arguments_are_what_the_template_writes_out(source: str, arguments: Any, shown: str) -> None:
+    calls = "{% for c in m.tool_calls or [] %}{{ c.function.name }}" + source + "{% endfor %}"
+    template = ChatTemplate(EACH + calls + END)
+    assert template.render([*chat("user: hi"), called(arguments)], add_generation_prompt=False) == shown
+
+
+@pytest.mark.parametrize("calls", [[], None, ()])
+def test_calls_that_are_none_are_no_field(calls: Any) -> None:
+    shows = ChatTemplate(
+        EACH
+        + "{%- if m.tool_calls is defined or 'function_call' in m or m.refusal is defined -%}[call]{%- else -%}"
+        + SAYS
+        + "{%- endif -%}"
+        + END
+    )
+    message = {"role": "assistant", "content": "Hello.", "tool_calls": calls, "function_call": None, "refusal": None}
+    assert shows.render([message], add_generation_prompt=False) == "[assistant]Hello.[/]"
+
+
+# -- tools -----------------------------------------------------------------------------------------------------------
+
+TOJSON = ChatTemplate("{% for t in tools %}{{ t | tojson }}{% endfor %}")
+FIELDS = ChatTemplate(
+    "{% for t in tools %}{{ t.function.name + ': ' + t.function.description }}{% for k, v in t.function.parameters.properties.items() %}"
+    " {{ k }}{% endfor %}{% endfor %}{{ messages[0].content }}"
+)
+USER = chat("user: hi")
+
+
+def function(**fields: Any) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": fields}]
+
+
+def test_a_tools_fields_come_out_in_the_order_in_which_they_were_sent() -> None:
+    sent = [
+        {
+            "function": {"zeta": 1, "parameters": {"b": {"z": 1, "a": 2}, "a": []}, "name": "n", "description": "d"},
+            "type": "function",
+            "x": 1,
+        }
+    ]
+    assert TOJSON.render(USER, tools=sent) == (
+        '{"function": {"zeta": 1, "parameters": {"b": {"z": 1, "a": 2}, "a": []}, "name": "n", "description": "d"}, "type": "function", "x": 1}'
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"name": "now"}, '"name": "now", "description": "", "parameters": {"type": "object", "properties": {}}'),
+        (
+            {"parameters": {"type": "object"}, "name": "now", "description": None},
+            '"parameters": {"type": "object"}, "name": "now", "description": ""',
+        ),
+        (
+            {"name": "now", "description": "d", "parameters": None, "strict": None},
+            '"name": "now", "description": "d", "parameters": {"type": "object", "properties": {}}',
+        ),
+    ],
+)
+def test_what_a_tool_does_not_say_is_empty(fields: dict[str, Any], text: str) -> None:
+    assert TOJSON.render(USER, tools=function(**fields)) == '{"type": "function", "function": {' + text + "}}"
+
+
+@pytest.mark.parametrize("parameters", [None, {}, {"type": "object"}])
+def test_templates_that_read_a_tool_field_by_field_find_every_field(parameters: Any) -> None:
+    assert FIELDS.render(USER, tools=function(name="now", parameters=parameters)) == "now: hi"
+
+
+def test_messages_and_parts_are_as_many_as_agents_send() -> None:
+    part = {"type": "text", "text": "p"}
+    text = ChatTemplate(CHATML).render([{"role": "user", "content": [part] * 5000}] + USER * 5000)
+    assert text.count("p\np") > 2000 and text.count("hi") == 5000
+
+
+def test_refusals_of_what_a_template_can_not_name_another() -> None:
+    with pytest.raises(RequestError, match="fails on these messages: .*; --chat-template takes another one"):
+        ChatTemplate("{{ messages[0].a.b.c }}").render(USER)
+    with pytest.raises(RequestError, match="does not compile: .*; --chat-template takes another one"):
+        ChatTemplate("{% if %}").render(USER)
